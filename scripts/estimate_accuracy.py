@@ -162,6 +162,9 @@ def points() -> list[Point]:
         Point("8x7b", 4096, "save_dots", (1, 1, 8), micro=4),
         Point("8x7b", 4096, "full", (1, 1, 16), micro=4),
         Point("8x7b", 32768, "full", (1, 2, 2), cp=2),
+        Point("70b", 8192, "full", (1, 2, 8), accumulation=2),
+        Point("8b", 8192, "full", (2, 4, 1), accumulation=2),
+        Point("1b", 2048, "full", (2, 2, 2), accumulation=2),
     ]
 
 

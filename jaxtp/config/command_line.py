@@ -28,6 +28,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, g
 import tyro
 
 from jaxtp.config.affects import Setting, find_setting, settings_of
+from jaxtp.config.hints import hint_for, nearest_name
 from jaxtp.config.python_object import named_code, require_consent
 from jaxtp.config.reading import parse_yaml, truncate
 from jaxtp.config.schema import ConfigError, Switch, leaves, merged, nested, read_values, to_yaml, validate
@@ -37,37 +38,6 @@ T = TypeVar("T")
 HELP, ALL_HELP = "--help", "--help-all"
 _HELP_WORDS = (HELP, "-h", ALL_HELP, "--help_all")
 _MIN_COLUMNS = 20  # Minimum width of the help; tyro hangs below six columns
-OTHER_NAMES = {
-    "optimizer.learning_rate": "lr max_lr peak_lr base_lr",
-    "optimizer.schedule": "scheduler lr_scheduler lr_scheduler_type",
-    "optimizer.warmup_steps": "warmup warmup_iters num_warmup_steps",
-    "optimizer.weight_decay": "wd",
-    "optimizer.clip_norm": "max_grad_norm grad_clip clip_grad gradient_clip_val",
-    "optimizer.name": "optim",
-    "train.epochs": "num_epochs num_train_epochs max_epochs",
-    "train.steps": "max_steps num_steps total_steps max_iters",
-    "train.accumulation": "gradient_accumulation_steps grad_accum accumulation_steps accumulate_grad_batches",
-    "data.global_batch_size": "batch_size train_batch_size",
-    "data.sequence_length": "seq_len seq_length max_seq_len max_seq_length block_size context_length",
-    "data.path": "dataset dataset_name dataset_path data_dir train_file",
-    "model.from_hf": "model_name_or_path model_name base_model pretrained",
-    "model.lora.rank": "lora_r lora_rank r",
-    "model.lora.alpha": "lora_alpha",
-    "model.precision.compute": "precision dtype mixed_precision torch_dtype bf16 fp16",
-    "model.remat": "gradient_checkpointing activation_checkpointing recompute",
-    "model.d_model": "hidden_size n_embd",
-    "model.num_layers": "n_layer n_layers num_hidden_layers",
-    "mesh.tp": "tp_size tensor_parallel_size tensor_model_parallel_size",
-    "run.dir": "output_dir save_dir resume resume_from_checkpoint",
-    "checkpoint.every": "save_steps save_interval save_every",
-    "metrics.trackers": "report_to",
-    "out": "output_dir save_dir",
-    "model": "model_name_or_path hf_model",
-    "sequence_length": "max_length max_seq_len",
-    "max_tokens": "max_new_tokens max_gen_len",
-    "processes": "nproc_per_node num_processes",
-}
-"""Names that other programs use for these settings; errors suggest ours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +150,7 @@ class Command(Generic[T]):
             pass
         elif section and not section.startswith("-"):
             if section not in sections:
-                close = _nearest(section, sections)
+                close = nearest_name(section, sections)
                 hint = f"did you mean {close}?" if close else f"there are {', '.join(sections) or 'none'}"
                 raise ConfigError(f"{HELP} {truncate(section)}: {self.program} has no such section; {hint}")
             settings = [each for each in settings if each.keys[0] == section]
@@ -261,8 +231,8 @@ class Command(Generic[T]):
             return f"{setting.name} has no flag; set it in a --config file"
         if within := next((other for other in known if other.startswith(f"{name}.")), None):
             return f"is a section of settings, such as {_flag(within)}"
-        close, all_help = _nearest(name, known), ALL_HELP if self.short_help else HELP
-        hint = f"did you mean {_flag(close)}?" if close else f"see {self.program} {all_help}"
+        all_help = ALL_HELP if self.short_help else HELP
+        hint = hint_for(name, known, _flag) or f"see {self.program} {all_help}"
         return f"{self.program} has no such setting; {hint}"
 
     def _describe(self, keys: Sequence[object], value: object) -> str:
@@ -390,17 +360,6 @@ def _value(setting: Setting, word: str) -> object:
         return None
     literals = choices if get_origin(setting.kind) is Literal else ()
     return next((choice for choice in literals if str(choice) == word), word)
-
-
-def _nearest(name: str, known: Sequence[str]) -> str | None:
-    # Tries names of other programs, the same key in other sections, then misspellings.
-    last = name.rpartition(".")[2].lower()
-    for setting, others in OTHER_NAMES.items():
-        if last in others.split() and setting in known:
-            return setting
-    same = [other for other in known if other.rpartition(".")[2] == last]
-    close = difflib.get_close_matches(name, same or known, n=1, cutoff=0 if same else 0.6)
-    return close[0] if close else None
 
 
 def _is_flag(word: str) -> bool:

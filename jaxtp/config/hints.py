@@ -1,8 +1,9 @@
-"""Suggests values for sizes that do not fit, and names things by dotted paths.
+"""Suggests settings for unknown names, values for sizes that do not fit, and names things by dotted paths.
 
-Each suggestion changes one setting, fixes all its problems, and causes no others.
+Each suggestion of a value changes one setting, fixes all its problems, and causes no others.
 """
 
+import difflib
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,126 @@ from jaxtp.config.entry import UserError
 T = TypeVar("T")
 
 MAX_SUGGESTED = 1024
+OTHER_NAMES = {
+    "optimizer.learning_rate": "lr max_lr peak_lr base_lr",
+    "optimizer.schedule": "scheduler lr_scheduler lr_scheduler_type",
+    "optimizer.warmup_steps": "warmup warmup_iters num_warmup_steps",
+    "optimizer.weight_decay": "wd",
+    "optimizer.clip_norm": "max_grad_norm grad_clip clip_grad gradient_clip_val",
+    "optimizer.name": "optim",
+    "optimizer.beta1": "adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.eps": "adam_epsilon adam_eps epsilon",
+    "train.epochs": "num_epochs num_train_epochs max_epochs",
+    "train.steps": "max_steps num_steps total_steps max_iters",
+    "train.accumulation": "gradient_accumulation_steps grad_accum accumulation_steps accumulate_grad_batches",
+    "data.global_batch_size": "batch_size train_batch_size",
+    "data.sequence_length": "seq_len seq_length max_seq_len max_seq_length block_size context_length",
+    "data.path": "dataset dataset_name dataset_path data_dir train_file",
+    "data.packing": "sample_packing pack_sequences",
+    "model.from_hf": "model_name_or_path model_name base_model pretrained",
+    "model.lora.rank": "lora_r lora_rank r",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.rslora": "use_rslora",
+    "model.lora.targets": "target_modules lora_target_modules lora_target",
+    "model.attention": "attn_implementation use_flash_attention_2 use_flash_attn flash_attn",
+    "model.precision.compute": "precision dtype mixed_precision torch_dtype bf16 fp16",
+    "model.remat": "gradient_checkpointing activation_checkpointing recompute",
+    "model.d_model": "hidden_size n_embd",
+    "model.num_layers": "n_layer n_layers num_hidden_layers",
+    "mesh.tp": "tp_size tensor_parallel_size tensor_model_parallel_size",
+    "run.dir": "output_dir save_dir resume resume_from_checkpoint",
+    "checkpoint.every": "save_steps save_interval save_every",
+    "checkpoint.keep": "save_total_limit",
+    "eval.every": "eval_steps eval_interval eval_strategy evaluation_strategy",
+    "train.log_every": "logging_steps log_interval logging_interval",
+    "metrics.trackers": "report_to",
+    "metrics.project": "wandb_project",
+    "out": "output_dir save_dir",
+    "model": "model_name_or_path hf_model",
+    "sequence_length": "max_length max_seq_len",
+    "max_tokens": "max_new_tokens max_gen_len",
+    "processes": "nproc_per_node num_processes",
+}
+"""Names that other programs use for these settings; errors suggest ours."""
+
+_BRANCHES = "{} drops out of the result of each branch"
+_LOSS = "a loss has settings of its own, such as --train.loss jaxtp:DPO --train.loss-arguments.beta 0.1"
+INSTEAD = {
+    "lora_dropout lora.dropout": ("model.dropout", f"adapters have no dropout; {_BRANCHES}"),
+    "attention_dropout attn_pdrop attn_dropout": ("model.dropout", f"attention weights have no dropout; {_BRANCHES}"),
+    "resid_pdrop hidden_dropout hidden_dropout_prob": ("model.dropout", _BRANCHES),
+    "load_in_4bit load_in_8bit quantization_config bnb_4bit_quant_type use_4bit": (
+        "model.lora.base",
+        "{} float8 keeps the frozen kernels of adapters in 8 bits; 4 bits are not supported",
+    ),
+    "use_dora modules_to_save lora.bias lora_bias": (
+        "model.lora.targets",
+        "adapters are plain LoRA, and nothing else is trained beside them; {} chooses the layers",
+    ),
+    "warmup_ratio warmup_fraction": ("optimizer.warmup_steps", "{} is a number of updates, not a share"),
+    "min_lr min_lr_ratio end_lr": (
+        "optimizer.final_fraction",
+        "{} is the last learning rate as a share of the highest",
+    ),
+    "per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size micro_batch_size "
+    "train_micro_batch_size_per_gpu": (
+        "data.global_batch_size",
+        "{} is the number of sequences in a step, on all devices and in all micro-batches",
+    ),
+    "per_device_eval_batch_size eval_batch_size": (
+        "data.global_batch_size",
+        "evaluations read as many sequences at a time as a step, {}",
+    ),
+    "fsdp_size deepspeed zero_stage fsdp_config sharding_strategy data_parallel_size": (
+        "mesh.fsdp",
+        "{} divides weights, gradients and optimizer over devices, as ZeRO 3 does",
+    ),
+    "dataset_text_field text_field text_column dataset_config_name dataset_split": (
+        "data.path",
+        "jaxtp prepare reads the texts, with --field, and {} names the dataset that it makes",
+    ),
+    "push_to_hub hub_model_id": ("run.dir", "jaxtp convert export writes a folder for the hub from that of {}"),
+    "dpo_beta loss_type": ("train.loss", _LOSS),
+}
+"""Names that other programs use where jaxtp has something else: a setting, and a sentence with its name at {}."""
+
+
+def hint_for(name: str, known: Sequence[str], spell: Callable[[str], str]) -> str | None:
+    """Returns a hint for an unknown setting: the setting that is meant, or what there is instead of it.
+
+    Args:
+      known: dotted names of settings.
+      spell: writes a name as the source of the settings does.
+    """
+    words = name.lower().split(".")
+    ends = {words[-1], ".".join(words[-2:])}
+    for names, (setting, sentence) in INSTEAD.items():
+        if setting in known and ends.intersection(names.split()):
+            return sentence.format(spell(setting))
+    close = nearest_name(name, known)
+    return None if close is None else f"did you mean {spell(close)}?"
+
+
+def nearest_name(name: str, known: Sequence[str]) -> str | None:
+    """Returns the setting that another program's name means, with the same key, or with nearly the same."""
+    last = _short(name).lower()
+    for setting, others in OTHER_NAMES.items():
+        if setting in known and last in others.split():
+            return setting
+    same = [other for other in known if _short(other) == last]
+    # A long section that is right would make any key look similar, so the key itself has to be.
+    similar = same or [other for other in known if _is_misspelt(last, _short(other))]
+    close = difflib.get_close_matches(name, similar, n=1, cutoff=0 if same else 0.6)
+    return close[0] if close else None
+
+
+def _is_misspelt(word: str, as_is: str) -> bool:
+    least = 0.5 if len(as_is) <= _FEW_LETTERS else 0.7
+    return difflib.SequenceMatcher(None, word, as_is).ratio() >= least
+
+
+_FEW_LETTERS = 3  # one wrong letter of two or three leaves a half
 
 
 @dataclass(frozen=True)

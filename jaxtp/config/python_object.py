@@ -39,26 +39,15 @@ def load_object(text: str, setting: str) -> Any:
     """
     place, _, name = text.rpartition(":")
     if not place or not name:
-        raise ConfigError(f"{setting} {text}: should be FILE.py:NAME or package.module:NAME")
+        raise ConfigError(f"{setting} {text}: should be FILE.py:NAME or package.module:NAME{_own_name(text, setting)}")
     module = _load_file(setting, Path(place)) if place.endswith(".py") else _import(setting, place)
     with user_code(f"{setting} {text}", ConfigError):
         if not hasattr(module, name):
-            raise ConfigError(f"{setting} {text}: {place} has no {name}; {_hint(module, name)}")
+            raise ConfigError(f"{setting} {text}: {place} has no {name}; {_hint(module, name, setting)}")
         found = getattr(module, name)
     if found is None:  # which would mean that there is no such setting
         raise ConfigError(f"{setting} {text} is None")
     return found
-
-
-def _hint(module: ModuleType, name: str) -> str:
-    values = (key for key, value in vars(module).items() if isinstance(value, dict) or callable(value))
-    # `vars` lacks names that are imported at their first use.
-    names = [str(each) for each in getattr(module, "__all__", values)]
-    close = {each.lower(): each for each in names}
-    found = [close[each] for each in get_close_matches(name.lower(), close, 1)]
-    if found:
-        return f"did you mean {found[0]}?"
-    return f"it has {', '.join(each for each in names if not each.startswith('_'))}"
 
 
 @contextmanager
@@ -141,6 +130,87 @@ def require_consent(file: Path, named: Sequence[tuple[str, str]], is_allowed: bo
             f"{ALLOW_CODE}, or give these flags:{listed}"
         )
     say(f"{file} names code that runs: {', '.join(names)}")
+
+
+_CALLED_WITH = {"loss": ("model", "batch", "key"), "callbacks": ("trainer", "step")}
+"""The arguments of what these settings name."""
+_BUILDS = ("--model.build", "--build", "MODEL")  # settings that name a model
+
+
+def _hint(module: ModuleType, name: str, setting: str) -> str:
+    names = _names_for(setting, module)
+    close = _closest(name, names)
+    if close is not None:
+        return f"did you mean {close}?"
+    public = [each for each in names if not each.startswith("_") and _is_of(module, getattr(module, each))]
+    return f"it has {', '.join(public)}" if public else f"it has nothing for {setting}"
+
+
+def _own_name(text: str, setting: str) -> str:
+    # Suggests a loss of jaxtp's own, to which others refer by its name alone.
+    if _kind(setting) != "loss" or not text.isidentifier():
+        return ""
+    names = _names_for(setting, importlib.import_module("jaxtp"))
+    close = _closest(text, names)
+    if close is not None:
+        return f"; did you mean jaxtp:{close}?"
+    return f", such as {' or '.join(f'jaxtp:{each}' for each in names)}"
+
+
+def _closest(name: str, names: Iterable[str]) -> str | None:
+    in_lower_case = {each.lower(): each for each in names}
+    found = get_close_matches(name.lower(), in_lower_case, 1)
+    return in_lower_case[found[0]] if found else None
+
+
+def _names_for(setting: str, module: ModuleType) -> list[str]:
+    # `vars` lacks names that are imported at their first use.
+    names = map(str, getattr(module, "__all__", vars(module)))
+    return [name for name in names if _fits(setting, getattr(module, name, None))]
+
+
+def _fits(setting: str, value: object) -> bool:
+    # Whether a setting may name a value, as far as its form tells.
+    kind = _kind(setting)
+    is_ours = str(getattr(value, "__module__", "")).startswith("jaxtp.")
+    bases = getattr(value, "__mro__", ())
+    is_model = any(base.__module__.startswith("flax.") and base.__name__ == "Module" for base in bases)
+    if kind == "plan":
+        return isinstance(value, Mapping)
+    if kind in _CALLED_WITH:
+        return not is_model and _takes(value, _CALLED_WITH[kind], by_name=is_ours)
+    if is_ours:
+        return is_model and setting in _BUILDS
+    if kind.endswith("batches") and hasattr(value, "__iter__"):
+        return not isinstance(value, str | bytes)
+    return callable(value)
+
+
+def _takes(value: object, arguments: tuple[str, ...], *, by_name: bool) -> bool:
+    # A class takes what its instances take.
+    call: Any = value
+    if isinstance(value, type):
+        found = [vars(base)["__call__"] for base in value.__mro__ if "__call__" in vars(base)]
+        call = partial(found[0], None) if found else None
+    if not callable(call):
+        return False
+    try:
+        signature = inspect.signature(call)
+        signature.bind_partial(*arguments)
+    except (TypeError, ValueError):
+        return False
+    return not by_name or tuple(signature.parameters)[: len(arguments)] == arguments
+
+
+def _is_of(module: ModuleType, value: object) -> bool:
+    # Whether a function or class is defined in a module or package; a file's imports are not its own.
+    if not (isinstance(value, type) or inspect.isroutine(value)):
+        return True
+    return str(getattr(value, "__module__", "")).startswith(module.__name__)
+
+
+def _kind(setting: str) -> str:
+    return setting.rpartition(".")[2].lstrip("-")
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:

@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 
 from jaxtp.config.affects import RUNS_CODE, find_setting, settings_of
 from jaxtp.config.entry import UserError
+from jaxtp.config.hints import hint_for
 from jaxtp.config.reading import MAX_YAML, parse_yaml, read_bytes, truncate
 
 T = TypeVar("T")
@@ -190,7 +191,8 @@ def validate(
       source: origin of the values, for messages.
       describe: formats keys and a value as the source writes them.
     """
-    problems = list(_unknown_keys(schema, values, ""))
+    names = [setting.name for setting in settings_of(schema).values() if not setting.is_section]
+    problems = list(_unknown_keys(schema, values, "", names))
     try:
         config: T = _adapter(schema).validate_python(values, by_alias=True, by_name=True)
     except pydantic.ValidationError as error:
@@ -312,21 +314,22 @@ def _complaint(item: ErrorDetails) -> str:
     return str(item["msg"]).removeprefix("Input ").removeprefix("Value error, ")
 
 
-def _unknown_keys(schema: object, values: Mapping[str, object], prefix: str) -> Iterator[str]:
+def _unknown_keys(schema: object, values: Mapping[str, object], prefix: str, names: Sequence[str]) -> Iterator[str]:
     fields = [setting for setting in settings_of(schema).values() if len(setting.keys) == 1]
     known = {key: field.kind for field in fields for key in (*field.keys, *field.path)}
     for key, value in values.items():
         kind = known.get(key)
         if key not in known:
             close = difflib.get_close_matches(truncate(key), known, n=1)
-            hint = f"did you mean {prefix}{close[0]}?" if close else f"known keys: {', '.join(known)}"
+            here = f"did you mean {prefix}{close[0]}?" if close else None
+            hint = hint_for(f"{prefix}{truncate(key)}", names, str) or here or f"known keys: {', '.join(known)}"
             yield f"{prefix}{truncate(key)}: unknown key; {hint}"
         elif isinstance(value, bool) and {int, float} & (kinds := {kind, *get_args(kind)}) and bool not in kinds:
             yield f"{prefix}{key} = {value}: should be a number"  # YAML reads yes and on as true, and true as 1
         elif dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-            yield from _unknown_keys(kind, value, f"{prefix}{key}.")
+            yield from _unknown_keys(kind, value, f"{prefix}{key}.", names)
         elif get_origin(kind) is dict and isinstance(value, Mapping):
             inner = get_args(kind)[1]
             for name, each in value.items():
                 if dataclasses.is_dataclass(inner) and isinstance(each, Mapping):
-                    yield from _unknown_keys(inner, each, f"{prefix}{key}.{truncate(name)}.")
+                    yield from _unknown_keys(inner, each, f"{prefix}{key}.{truncate(name)}.", ())

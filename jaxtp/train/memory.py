@@ -55,7 +55,8 @@ class Memory:
     parameters: int  # Exact, as are `optimizer` and `batch`
     optimizer: int  # Moments and counters
     gradients: int
-    """Gradients in the parameters' dtype, and their sums over micro-batches, maybe in a wider dtype."""
+    """Gradients in the parameters' dtype; with accumulation their sums over micro-batches, and if these are in a wider
+    dtype also the gradients of a micro-batch."""
     whole_matrices: int  # Whole matrices that muon orthogonalises, and their updates
     gathered_weights: int
     """Weights as layers multiply with them (cast, gathered), and their gradients before reduction."""
@@ -116,10 +117,13 @@ def memory_per_device(
     """
     stored = [(array, array.bytes_per_device(sizes)) for array in (stored_arrays(config) if arrays is None else arrays)]
     trained = [(array, size) for array, size in stored if array.trained]
+    of_blocks = [(array, size) for array, size in trained if array.name.startswith(BLOCKS)]
     summed = 0  # gradients summed over micro-batches
     if config.train.accumulation > 1:
         sum_dtype = config.model.precision.sum_dtype
         summed = sum(array.bytes_per_device(sizes, sum_dtype(array.dtype)) for array, _ in trained)
+        # The backward pass adds to sums of the same dtype block by block (`step.py`); all others it returns.
+        of_blocks = [(array, size) for array, size in of_blocks if sum_dtype(array.dtype) != array.dtype]
     costs = costs or costs_of_step(config, sizes, platform)
     inputs = 3 if config.data.packed else 2  # inputs, labels and, for packed documents, segment ids
     tokens = config.data.global_batch_size // batch_parts(sizes) * config.data.sequence_length
@@ -136,7 +140,7 @@ def memory_per_device(
     copies = replace(loss, activations=costs.kept + costs.copied, logits=costs.head)
     block = replace(
         copies,
-        gradients=summed + sum(size for array, size in trained if array.name.startswith(BLOCKS)),
+        gradients=summed + sum(size for _, size in of_blocks),
         gathered_weights=costs.weights,
         activations=costs.kept + costs.working,
     )

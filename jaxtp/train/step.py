@@ -28,7 +28,7 @@ from jaxtp.config.hints import matches
 from jaxtp.data.loader import Batch, abstract_batch
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.balance import Routing
-from jaxtp.layers.parameter import mark_unreduced, spec_of, sum_over_replicas
+from jaxtp.layers.parameter import Precision, mark_unreduced, spec_of, sum_over_replicas
 from jaxtp.mesh import AXES, axes_of, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder, LossTerms
 from jaxtp.train import optimizer as optimizers
@@ -199,16 +199,39 @@ def loss_and_grads(
         terms = user_loss.call(loss, merged, micro, micro_key)
         return terms.loss, (terms, None, user_loss.changeable(merged, frozen) if accumulation == 1 else nnx.State({}))
 
-    def micro_fn(micro: tuple[Batch, Experts, Array], index: Array) -> tuple[Any, Any]:
-        (_, (terms, *others)), grads = jax.value_and_grad(objective, has_aux=True)(params, *micro, index)
-        return (terms, grads), others
+    def differentiate(micro: tuple[Batch, Experts, Array], index: Array) -> tuple[LossTerms, Any, Callable[..., Any]]:
+        # Also returns what a micro-batch has for each row, and a function that computes the gradients, into `refs` or
+        # as its result.
+        rows_of_batch, experts, rows = micro
+        total_of = partial(objective, micro=rows_of_batch, experts=experts, rows=rows, index=index)
+        total, backward, (terms, *per_row) = jax.vjp(total_of, params, has_aux=True)
+
+        def gradients(*refs: nnx.State) -> Any:
+            compute = backward.with_refs(*refs) if refs else backward  # type: ignore[attr-defined]
+            (grads,) = compute(jnp.ones_like(total))
+            return grads
+
+        return terms, per_row, gradients
 
     inputs = batch, replay.experts, jnp.arange(len(jax.tree.leaves(batch)[0]))
-    no_terms = model.no_terms() if loss is None else _no_terms(micro_fn, inputs, accumulation)
-    # Summing in a 16-bit parameter's own dtype would lose digits.
-    no_grads = jax.tree.map(lambda param: jnp.zeros_like(param, dtype=precision.sum_dtype(param.dtype)), params)
-    sums, (choices, changed) = _sum_over_micro_batches(micro_fn, inputs, accumulation, (no_terms, no_grads))
-    terms, grads = sums
+    if accumulation == 1:
+        terms, (choices, changed), gradients = differentiate(inputs, jnp.zeros((), jnp.int32))
+        grads = gradients()
+    else:
+        sums = _no_gradients(params, precision)
+
+        def add(micro: tuple[Batch, Experts, Array], index: Array) -> tuple[LossTerms, Any]:
+            terms, per_row, gradients = differentiate(micro, index)
+            _add_gradients(gradients, sums, params)
+            return terms, per_row
+
+        def terms_of(micro: tuple[Batch, Experts, Array], index: Array) -> LossTerms:
+            _, (terms, *_) = objective(params, *micro, index)
+            return terms
+
+        no_terms = model.no_terms() if loss is None else _no_terms(terms_of, inputs, accumulation)
+        terms, (choices, changed) = _sum_over_micro_batches(add, inputs, accumulation, no_terms)
+        grads = jax.tree.map(jax.freeze, sums)
     if unreduced:
         grads = sum_over_replicas(grads, stored, precision.reduce)
     nnx.update(model, changed)
@@ -237,12 +260,38 @@ def _decoder_objective(
     return terms.objective(config.train.balance_loss, config.train.router_z_loss), terms, choices
 
 
-def _no_terms(micro_fn: Callable[[Any, Array], Any], inputs: object, count: int) -> LossTerms | None:
+# A second tree of gradients would not fit where accumulation is needed most. So each backward pass adds to the sums
+# block by block, and holds the gradients of one block; a sum after the pass would hold those of all blocks. The sums
+# are mutable arrays, which JAX makes a part of the state of the scan over blocks, updated in place.
+
+
+def _no_gradients(params: nnx.State, precision: Precision) -> nnx.State:
+    # Summing in a 16-bit parameter's own dtype would lose digits.
+    def zeros(param: Array) -> jax.Ref:
+        return jax.new_ref(jnp.zeros_like(param, dtype=precision.sum_dtype(param.dtype)))
+
+    return jax.tree.map(zeros, params)
+
+
+def _add_gradients(gradients: Callable[[nnx.State], Any], sums: nnx.State, params: nnx.State) -> None:
+    # JAX adds a gradient only to a sum of its own dtype. Any other leaf than a mutable array, such as the parameter
+    # itself, asks it to return the gradient, which is added here.
+    def place(total: Any, param: Array) -> Any:
+        return total if total.dtype == param.dtype else param
+
+    returned = jax.tree.leaves(gradients(jax.tree.map(place, sums, params)))
+    pairs = zip(jax.tree.leaves(sums), jax.tree.leaves(params), strict=True)
+    wider = [total for total, param in pairs if total.dtype != param.dtype]
+    for total, grad in zip(wider, returned, strict=True):
+        total[...] += grad.astype(total.dtype)
+
+
+def _no_terms(terms_of: Callable[[Any, Array], LossTerms], inputs: object, count: int) -> LossTerms | None:
     # Zeros for the terms of a user's loss. One micro-batch needs none, and is not traced twice.
     if count == 1:
         return None
     micro = jax.tree.map(lambda array: array[: len(array) // count], inputs)
-    (terms, _), _ = jax.eval_shape(micro_fn, micro, jnp.zeros((), jnp.int32))
+    terms = jax.eval_shape(terms_of, micro, jnp.zeros((), jnp.int32))
     return jax.tree.map(lambda term: jnp.zeros(term.shape, term.dtype), terms)
 
 
@@ -330,11 +379,11 @@ def make_eval_step(config: TrainConfig, blueprint: Blueprint, loss: Loss | None 
             total, count = model.loss(micro["inputs"], micro["labels"], segments_BT=segments, context=context)
             return LossTerms(total, count, None)
 
-        def micro_fn(micro: Batch, index: Array) -> tuple[tuple[LossTerms, None], None]:
-            return (terms_of(micro, index), None), None
+        def micro_fn(micro: Batch, index: Array) -> tuple[LossTerms, None]:
+            return terms_of(micro, index), None
 
-        no_terms = _no_terms(micro_fn, batch, config.train.accumulation)
-        (sums, _), _ = _sum_over_micro_batches(micro_fn, batch, config.train.accumulation, (no_terms, None))
+        no_terms = _no_terms(terms_of, batch, config.train.accumulation)
+        sums, _ = _sum_over_micro_batches(micro_fn, batch, config.train.accumulation, no_terms)
         return sums
 
     return jax.jit(step, out_shardings=_replicated(blueprint))

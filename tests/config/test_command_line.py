@@ -19,8 +19,9 @@ from support import sweep
 from jaxtp.__main__ import COMMANDS as JAXTP_COMMANDS
 from jaxtp.__main__ import main as jaxtp_main
 from jaxtp.config import command_line
-from jaxtp.config.command_line import OTHER_NAMES, Command, completion, leaf_settings, parse_mesh, spellings
+from jaxtp.config.command_line import Command, completion, leaf_settings, parse_mesh, spellings
 from jaxtp.config.entry import UserError
+from jaxtp.config.hints import INSTEAD, OTHER_NAMES
 from jaxtp.config.schema import ConfigError, Count, Keys, UserPath
 from jaxtp.data.prepare.__main__ import COMMAND as PREPARE
 from jaxtp.generate.__main__ import COMMAND as GENERATE
@@ -341,10 +342,52 @@ def test_a_flag_of_another_program_names_the_setting_that_is_meant(command, type
     assert str(error.value) == f"{typed}: {command.program} has no such setting; did you mean {setting}?"
 
 
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("--model.lora.dropout", "adapters have no dropout; --model.dropout drops out of the result of each branch"),
+        ("--lora_dropout", "adapters have no dropout; --model.dropout drops out of the result of each branch"),
+        ("--train.warmup-ratio", "--optimizer.warmup-steps is a number of updates, not a share"),
+        ("--model.load-in-4bit", "--model.lora.base float8 keeps the frozen kernels of adapters in 8 bits; 4 bits "),
+        ("--per_device_train_batch_size", "--data.global-batch-size is the number of sequences in a step, "),
+        ("--dataset_text_field", "jaxtp prepare reads the texts, with --field, and --data.path names the dataset "),
+        ("--neftune_noise_alpha", "see jaxtp train --help-all"),
+        ("--train.group-by-length", "see jaxtp train --help-all"),
+        ("--optimizer.momentum", "see jaxtp train --help-all"),
+    ],
+)
+def test_a_flag_of_another_program_without_its_equal_is_answered_with_what_there_is(typed, hint):
+    with pytest.raises(UserError) as error:
+        TRAIN.load([typed, "1"])
+    assert str(error.value).startswith(f"{typed}: jaxtp train has no such setting; {hint}")
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("model: {lora: {dropout: 0.1}}", "model.lora.dropout: unknown key; adapters have no dropout; model.dropout "),
+        ("model: {lora: {r: 8}}", "model.lora.r: unknown key; did you mean model.lora.rank?"),
+        ("optimizer: {lr: 1}", "optimizer.lr: unknown key; did you mean optimizer.learning_rate?"),
+        ("train: {learning_rate: 1}", "train.learning_rate: unknown key; did you mean optimizer.learning_rate?"),
+        ("train: {warmup_ratio: 1}", "optimizer.warmup_steps is a number of updates, not a share"),
+        ("seed: 1", "seed: unknown key; did you mean run.seed?"),
+        ("model: {hidden_size: 8}", "model.hidden_size: unknown key; did you mean model.d_model?"),
+        ("optimizer: {groups: {a: {lr: 1}}}", "optimizer.groups.a.lr: unknown key; known keys: "),
+    ],
+)
+def test_a_key_of_another_program_in_a_file_is_answered_like_a_flag(text, hint, tmp_path):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(UserError) as error:
+        TRAIN.load(["--config", str(tmp_path / "c.yaml")])
+    assert hint in str(error.value)
+
+
 def test_names_of_other_programs_are_no_settings_and_what_they_mean_is_one():
     known = {name for command in COMMANDS.values() for name in names_of(command.schema)}
     assert OTHER_NAMES.keys() <= known
-    shadowed = {name for names in OTHER_NAMES.values() for name in names.split()} & names_of(TRAIN.schema)
+    assert {setting for setting, _ in INSTEAD.values()} <= known
+    others = [*OTHER_NAMES.values(), *INSTEAD]
+    shadowed = {name for names in others for name in names.split()} & names_of(TRAIN.schema)
     assert not shadowed
 
 

@@ -15,6 +15,7 @@ from flax import nnx
 from runs import SMOL_LM, records
 
 import jaxtp
+from jaxtp.config.python_object import load_object
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.tools.check.subject import random_batches
 from jaxtp.train.__main__ import COMMAND, main
@@ -116,10 +117,54 @@ def test_a_wrong_argument_is_one_error(name, arguments, message):
         loaded(name, **arguments)
 
 
-@pytest.mark.parametrize(("name", "message"), [("dpo", r"did you mean DPO\?"), ("KTO", "it has .*, DPO, ")])
-def test_a_wrong_name_in_jaxtp_is_refused_with_its_public_names(name, message):
-    with pytest.raises(ConfigError, match=f"jaxtp has no {name}; {message}"):
-        load_task(replace_nested(TrainConfig(), {"train.loss": f"jaxtp:{name}"}))
+NOT_THERE = {
+    ("train.loss", "jaxtp:dpo"): "jaxtp has no dpo; did you mean DPO?",
+    ("train.loss", "jaxtp:KTO"): "jaxtp has no KTO; it has DPO, Distillation",
+    ("train.loss", "jaxtp:Decode"): "jaxtp has no Decode; it has DPO, Distillation",
+    ("train.loss", "dpo"): "should be FILE.py:NAME or package.module:NAME; did you mean jaxtp:DPO?",
+    ("train.loss", "KTO"): "should be FILE.py:NAME or package.module:NAME, such as jaxtp:DPO or jaxtp:Distillation",
+    ("train.loss", "mine.py"): "should be FILE.py:NAME or package.module:NAME",
+    ("model.build", "dpo"): "should be FILE.py:NAME or package.module:NAME",
+    ("model.build", "jaxtp:Deco"): "jaxtp has no Deco; did you mean Decoder?",
+    ("model.plan", "jaxtp:Plan"): "jaxtp has no Plan; it has nothing for --model.plan",
+    ("optimizer.build", "jaxtp:Adam"): "jaxtp has no Adam; it has nothing for --optimizer.build",
+    ("data.batches", "jaxtp:rows"): "jaxtp has no rows; it has nothing for --data.batches",
+    ("train.loss", "{file}:mse"): "mine.py has no mse; it has error, Error",
+    ("train.loss", "{file}:buidl"): "mine.py has no buidl; it has error, Error",
+    ("model.build", "{file}:buidl"): "mine.py has no buidl; did you mean build?",
+    ("model.build", "{file}:x"): "mine.py has no x; it has build, error, log, Error",
+    ("model.plan", "{file}:x"): "mine.py has no x; it has PLAN",
+    ("data.batches", "{file}:x"): "mine.py has no x; it has build, error, log, Error, PLAN, ROWS",
+}
+MINE = """
+from collections import OrderedDict
+from functools import partial as Partial
+
+def build(rngs): ...
+def error(model, batch, key, scale): ...
+def log(trainer, step): ...
+
+class Error:
+    def __call__(self, model, batch, key): ...
+
+PLAN = {"kernel": 1}
+ROWS = [{"x": 1}]
+"""
+
+
+@pytest.mark.parametrize("setting", NOT_THERE, ids=" ".join)
+def test_a_name_that_is_not_there_is_refused_with_names_of_the_setting_s_kind(setting, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    flag, name = setting
+    flag = f"--{flag}"
+    with pytest.raises(ConfigError) as error:
+        load_object(name.format(file=tmp_path / "mine.py"), flag)
+    assert str(error.value).endswith(NOT_THERE[setting])
+
+
+def test_a_wrong_loss_of_a_run_is_refused_with_the_losses_of_jaxtp():
+    with pytest.raises(ConfigError, match=r"--train.loss jaxtp:KTO: jaxtp has no KTO; it has DPO, Distillation$"):
+        load_task(replace_nested(TrainConfig(), {"train.loss": "jaxtp:KTO"}))
 
 
 class NeedsPairs:

@@ -18,9 +18,9 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
-from jaxtp.train.memory import memory_per_device, stored_arrays
+from jaxtp.train.memory import BLOCKS, memory_per_device, stored_arrays
 from jaxtp.train.state import bytes_per_device, plan_state
-from jaxtp.train.step import make_eval_step, trace_step
+from jaxtp.train.step import loss_and_grads, make_eval_step, trace_step
 
 RESULTS = Path(__file__).parents[2] / "scripts" / "results" / "estimate_accuracy.jsonl"
 MODEL = jaxtp.ModelConfig(
@@ -100,6 +100,38 @@ def test_gradients_of_micro_batches_are_summed_in_the_wider_dtype(param, reduce,
     split = dataclasses.replace(config, train=LoopConfig(accumulation=4), optimizer=OptimizerConfig(name="lion"))
     assert memory_per_device(split, sizes).gradients >= width * elements
     assert memory_per_device(config, sizes).gradients <= jnp.dtype(param).itemsize * elements
+
+
+def gradients_alone(mesh, accumulation):
+    """The bytes of the gradients of many weights for few tokens, and of all arrays that computing them takes."""
+    model = dataclasses.replace(MODEL, num_layers=8, d_model=64, d_ff=512)
+    data, loop = DataConfig(sequence_length=16, global_batch_size=8), LoopConfig(accumulation=accumulation)
+    config = TrainConfig(model=model, data=data, train=loop)
+    plan = plan_state(model, optimizers.build(config.optimizer, 10), jaxtp.make_mesh(*mesh))
+
+    def gradients(state, batch):
+        return loss_and_grads(plan.merge(state).model, batch, config, jax.random.key(0))[2]
+
+    with jax.set_mesh(plan.mesh):
+        batch = abstract_batch(plan.mesh, data.global_batch_size, data.sequence_length)
+        analysis = jax.jit(gradients).trace(plan.sharded, batch).lower().compile().memory_analysis()
+    return analysis.output_size_in_bytes + analysis.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("mesh", sweep([(1, 1, 1), (1, 2, 2)], (1, 2, 2)), ids=str)
+def test_micro_batches_add_their_gradients_to_one_tree(mesh):
+    """Their activations are smaller, so they take less memory than the whole batch; a second tree would be more."""
+    assert gradients_alone(mesh, accumulation=4) < gradients_alone(mesh, accumulation=1)
+
+
+@pytest.mark.wide
+def test_gradients_in_16_bits_are_returned_and_then_added():
+    config = TrainConfig(model=dataclasses.replace(MODEL, precision=jaxtp.Precision(param="bfloat16")))
+    split = dataclasses.replace(config, train=LoopConfig(accumulation=4))
+    arrays = [array for array in stored_arrays(config) if array.trained]
+    blocks = sum(array.bytes_per_device(mesh_shape()) for array in arrays if array.name.startswith(BLOCKS))
+    sums = sum(array.bytes_per_device(mesh_shape(), "float32") for array in arrays)
+    assert memory_per_device(split, mesh_shape()).gradients == sums + blocks
 
 
 def evaluation(rows, accumulation, mesh, remat="full"):
