@@ -240,8 +240,9 @@ def loss_and_grads(
 
 
 def _divisor(count: Array) -> Array:
-    # A batch may be all prompts or padding, which makes no update. The loss by a weight that is not finite is NaN.
-    return jnp.where(count == 0, 1, jnp.where(jnp.isfinite(count), count, jnp.nan))
+    # NaN for a batch of prompts or padding alone, or a weight that is not finite: the loss is NaN, so the step is
+    # skipped. XLA computes a quotient once, and would compute a condition again in the update of each parameter.
+    return jnp.where(jnp.isfinite(count) & (count != 0), count, jnp.nan)
 
 
 def _decoder_objective(
@@ -323,8 +324,7 @@ def _skip_if_useless(
     halted = before > max_skipped
     counted = jnp.where(finite, 0, before + 1)
     skipped = jnp.where(halted | ~has_weight, before, counted)
-    is_applied = finite & has_weight & ~halted
-    selected: Any = jax.tree.map(lambda n, o: jnp.where(is_applied, n, o), new, old)
+    selected: Any = jax.tree.map(lambda n, o: jnp.where(finite & ~halted, n, o), new, old)
     selected["skipped"] = selected["skipped"].replace(skipped)
     return selected, skipped
 

@@ -490,7 +490,7 @@ class Trainer:
         skipped = int(values.pop("skipped"))
         weight = values.pop("loss_tokens")
         if weight == 0:
-            self._handle_no_weight(step, values)
+            self._handle_no_weight(step)
         elif skipped:
             self._handle_skip(step, skipped, values, batch)
         elif not math.isfinite(values["param_norm"]):
@@ -535,8 +535,7 @@ class Trainer:
             speed |= utilization(self.mesh, self._run.row_flops * rate / self._run.data.units_per_row)
         return speed
 
-    def _handle_no_weight(self, step: int, values: dict[str, float]) -> None:
-        values["loss"] = math.nan
+    def _handle_no_weight(self, step: int) -> None:
         self._without_weight += 1
         what = "no token of the batch has a label" if self._run.task.loss is None else "the weight of the loss is 0"
         self._report.line(f"step {step}: {what}, so there is no loss; the update is skipped")
