@@ -53,7 +53,12 @@ WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in ("vit", "recurren
 @pytest.mark.parametrize("run", ["mixer", *WIDE], indirect=True)
 def test_the_estimate_of_a_run_is_its_state_and_the_work_of_explain(run, capsys):
     flags = ["--mesh", *(",".join(f"{axis}={size}" for axis, size in mesh.items()) for mesh in MESHES)]
-    assert estimate(["--config", f"{run}/run.yaml", "--hardware", "h100x4", *flags, "--json", f"{run}/out.json"]) == 0
+    assert (
+        estimate(
+            ["--allow-code", "--config", f"{run}/run.yaml", "--hardware", "h100x4", *flags, "--json", f"{run}/out.json"]
+        )
+        == 0
+    )
     found = {
         tuple(mesh[axis] for axis in mesh_shape()): mesh
         for mesh in json.loads((run / "out.json").read_text())["meshes"]
@@ -74,7 +79,13 @@ def test_the_estimate_of_a_run_is_its_state_and_the_work_of_explain(run, capsys)
         assert mesh["flops_per_device"] == 2 * whole.flops > 0
         assert memory["activations"] == int(whole.saved) > 0
         assert mesh["bytes_sent"] == {"+".join(axes): 2 * sent for axes, sent in whole.sent_by_axes().items()}
-        command = ["--config", f"{run}/run.yaml", "--mesh", ",".join(f"{axis}={size}" for axis, size in sizes.items())]
+        command = [
+            "--allow-code",
+            "--config",
+            f"{run}/run.yaml",
+            "--mesh",
+            ",".join(f"{axis}={size}" for axis, size in sizes.items()),
+        ]
         assert explain([*command, "--json", f"{run}/explained.json"]) == 0
         assert json.loads((run / "explained.json").read_text())["bytes_sent"] == {
             "+".join(axes): sent for axes, sent in whole.sent_by_axes().items()
@@ -112,14 +123,14 @@ def test_an_optimizer_of_the_users_has_its_own_state(run):
 
 
 MISTAKES = {
-    "estimate --config {run}/run.yaml --tier 2 --price 3": "--tier, --price: not for a model, loss",
-    "estimate --config {run}/run.yaml --train.accumulation 3": "accumulation",
-    "estimate --config {run}/run.yaml --train.loss {run}/mine.py:unlike": "KeyError: 'pictures'",
-    "estimate --config {run}/run.yaml --train.loss {run}/mine.py:lost": "has no lost; did you mean loss?",
+    "estimate --allow-code --config {run}/run.yaml --tier 2 --price 3": "--tier, --price: not for a model, loss",
+    "estimate --allow-code --config {run}/run.yaml --train.accumulation 3": "accumulation",
+    "estimate --allow-code --config {run}/run.yaml --train.loss {run}/mine.py:unlike": "KeyError: 'pictures'",
+    "estimate --allow-code --config {run}/run.yaml --train.loss {run}/mine.py:lost": "has no lost; did you mean loss?",
     "estimate --model.build {run}/mine.py:build": "needs a loss",
     "explain {run}/run.yaml --mesh tp=2": "names parts of your own; write jaxtp explain --config",
-    "explain --config {run}/run.yaml --mesh tp=-1": "depends on the number of devices",
-    "explain --config {run}/run.yaml --mesh fsdp=3": "not divisible",
+    "explain --allow-code --config {run}/run.yaml --mesh tp=-1": "depends on the number of devices",
+    "explain --allow-code --config {run}/run.yaml --mesh fsdp=3": "not divisible",
     "explain --model.build {run}/mine.py:build --mesh tp=2": "needs a loss",
 }
 
