@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import stat
 from collections import Counter
 from collections.abc import Mapping
@@ -52,7 +53,8 @@ _SUFFIXES = {
 _JSON = ".json"
 _SYNTAX = (_JSON, ".csv", ".tsv", ".ipynb", ".html", ".htm", ".xml", ".rtf")
 """Suffixes of text with much syntax; the summary counts such files."""
-_CONVERT = "python -c 'import csv, json, sys; [print(json.dumps(r)) for r in csv.DictReader(sys.stdin{})]' < {} > {}"
+_CONVERT = "python -c 'import csv, json, sys; [print(json.dumps(r)) for r in csv.DictReader(sys.stdin{})]'"
+_UNPACK = {GZIP: "gzip -dc", ZSTD: "zstd -dc"}
 
 
 def _by_suffix(suffixes: str, what: str, advice: str) -> dict[str, tuple[str, str]]:
@@ -244,10 +246,8 @@ def _format_of_named(path: Path, config: PrepareConfig) -> str:
     if suffix == _JSON:
         format = _format_of_json(path, config) or _refuse_json(path, config)
     elif suffix in (".csv", ".tsv"):
-        separator = ", delimiter=chr(9)" if suffix == ".tsv" else ""
-        convert = _CONVERT.format(separator, path, path.with_suffix(".jsonl"))
         raise PrepareError(
-            f"{path} is a table, which would be read as one text; make JSON Lines of it:\n  {convert}\n"
+            f"{path} is a table, which would be read as one text; make JSON Lines of it:\n  {_conversion(path)}\n"
             "--format text reads it as one text"
         )
     found = _NOT_TEXT.get(suffix) or _signed(path)
@@ -255,6 +255,14 @@ def _format_of_named(path: Path, config: PrepareConfig) -> str:
         what, advice = found
         raise PrepareError(f"{path} is {what}, and not text: {advice}")
     return format
+
+
+def _conversion(path: Path) -> str:
+    """Returns the command that makes JSON Lines of a .csv or .tsv file."""
+    separator = ", delimiter=chr(9)" if _suffix(path) == ".tsv" else ""
+    unpack = _UNPACK.get(path.suffix.lower(), "cat")
+    new = path.with_name(path.name.partition(".")[0] + ".jsonl")
+    return f"{unpack} {shlex.quote(str(path))} | {_CONVERT.format(separator)} > {shlex.quote(str(new))}"
 
 
 def _format_of_json(path: Path, config: PrepareConfig) -> str | None:

@@ -351,12 +351,14 @@ def test_structured_files_in_folders(tmp_path, capsys):
     assert "as text     1 x .csv, 1 x .html, 1 x .ipynb: each file is one document, with its syntax" in out
 
 
-def test_a_csv_becomes_rows_by_the_command_of_its_message(tmp_path, capsys):
-    (tmp_path / "a.csv").write_text('text,label\n"one, two",1\n')
-    error = refused(capsys, tmp_path / "a.csv", *ALL, "--out", tmp_path / "d")
-    command = error.splitlines()[1].strip().replace("python ", f"{sys.executable} ", 1)
+@pytest.mark.parametrize(("name", "separator"), [("a b.csv", ","), ("a b.tsv.gz", "\t")])
+def test_a_table_becomes_rows_by_the_command_of_its_message(tmp_path, capsys, name, separator):
+    content = f'text{separator}label\n"one, two"{separator}1\n'
+    (tmp_path / name).write_bytes(packed(Path(name).suffix, content.encode()))
+    error = refused(capsys, tmp_path / name, *ALL, "--out", tmp_path / "d")
+    command = error.splitlines()[1].strip().replace("| python ", f"| {sys.executable} ", 1)
     subprocess.run(command, shell=True, check=True)
-    assert decoded(prepared(tmp_path / "d", tmp_path / "a.jsonl", *ALL)) == [b"one, two"]
+    assert decoded(prepared(tmp_path / "d", tmp_path / "a b.jsonl", *ALL)) == [b"one, two"]
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
