@@ -201,7 +201,7 @@ def rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes) -> i
 
 
 def _simplest_first(ranked: list[Estimate]) -> list[Estimate]:
-    """Moves the mesh with the least tp, then cp, to the front, of those that are as fast as the first."""
+    """Moves the simplest mesh that is as fast as the first to the front: the least tp, then cp."""
     first = ranked[0]
     if first.spare < 0:
         return ranked
