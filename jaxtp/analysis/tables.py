@@ -1,4 +1,4 @@
-"""Plain-text tables."""
+"""Plain-text tables, and ranges of numbers."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,17 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(
         "  ".join(_align(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
     )
+
+
+def between(low: str, high: str) -> str:
+    """Returns a range; equal ends are one number."""
+    return low if low == high else f"{low} to {high}"
+
+
+def gigabytes(size: float) -> str:
+    """Returns bytes in GB without the unit: one decimal place, or below 1 GB two digits."""
+    in_gb = size / 1e9
+    return f"{in_gb:,.1f}" if abs(in_gb) >= 1 else f"{in_gb:.2g}"
 
 
 def _align(cell: str, width: int) -> str:

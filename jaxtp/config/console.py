@@ -1,4 +1,4 @@
-"""Output of long commands: lines, and in a terminal a progress bar."""
+"""Output of commands: sizes; lines, and in a terminal a progress bar."""
 
 import contextlib
 import os
@@ -18,6 +18,20 @@ _BAR_WIDTH = 30
 _CUT = "..."
 _LEAST_BAR_WIDTH = 5  # Columns; a narrower bar is left out
 _REDRAW_SECONDS = 0.1
+
+
+_DECIMAL, _BINARY = ("B", "KB", "MB", "GB"), ("B", "KiB", "MiB", "GiB")
+
+
+def size_text(size: float, *, binary: bool = False) -> str:
+    """Returns a number of bytes in the largest unit that leaves a digit before the point, at most GB: `1.3 MB`."""
+    step = 1024 if binary else 1000
+    *smaller, largest = _BINARY if binary else _DECIMAL
+    for unit in smaller:
+        if abs(size) < step:
+            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= step
+    return f"{size:,.1f} {largest}"
 
 
 def is_terminal(stream: TextIO | None) -> bool:

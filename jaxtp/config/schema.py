@@ -191,8 +191,7 @@ def validate(
       source: origin of the values, for messages.
       describe: formats keys and a value as the source writes them.
     """
-    names = [setting.name for setting in settings_of(schema).values() if not setting.is_section]
-    problems = list(_unknown_keys(schema, values, "", names))
+    problems = list(_unknown_keys(schema, values, "", _names_of_leaves(schema)))
     try:
         config: T = _adapter(schema).validate_python(values, by_alias=True, by_name=True)
     except pydantic.ValidationError as error:
@@ -312,6 +311,10 @@ def _complaint(item: ErrorDetails) -> str:
     if text := _COMPLAINTS.get(item["type"]):
         return text.format(**item.get("ctx", {}))
     return str(item["msg"]).removeprefix("Input ").removeprefix("Value error, ")
+
+
+def _names_of_leaves(schema: object) -> list[str]:
+    return [setting.name for setting in settings_of(schema).values() if not setting.is_section]
 
 
 def _unknown_keys(schema: object, values: Mapping[str, object], prefix: str, names: Sequence[str]) -> Iterator[str]:

@@ -13,6 +13,7 @@ Version 1 of the format is a folder:
 The folder may come from anyone: it names no paths of files, and all sizes are checked before files are mapped.
 """
 
+import itertools
 import math
 import os
 import shlex
@@ -111,11 +112,33 @@ class Journal:
     rows: dict[str, Count]  # Number of rows of each split whose scores are on disk
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """The scores that a run needs, for the command that makes them."""
+
+    dataset: Path | None = None  # None if it is not known
+    model: Path | None = None
+    labels_only: bool = False  # the loss reads log-probabilities of the labels, and no other tokens
+
+    def command(
+        self, rows: RowSettings, *, out: Path | None = None, top_k: int | None = None, temperature: float = 1.0
+    ) -> str:
+        """Returns a command of `jaxtp score`; what is not known is a word in capitals."""
+        places = {"DATASET": self.dataset, "MODEL": self.model, "FOLDER": out}
+        dataset, model, folder = (word if path is None else shlex.quote(str(path)) for word, path in places.items())
+        flags = [] if top_k is None or self.labels_only else [f"--top-k {top_k}"]
+        flags.append(f"--data.sequence-length {rows.length}")
+        flags += [] if rows.packing == "documents" else [f"--data.packing {rows.packing}"]
+        flags += [] if rows.long_documents == "split" else [f"--data.long-documents {rows.long_documents}"]
+        flags += [] if temperature == 1 else [f"--temperature {temperature:g}"]
+        return " ".join([f"jaxtp score {dataset} --model {model} --out {folder}", *flags])
+
+
 class Scores:
     """An opened folder of scores."""
 
-    def __init__(self, folder: Path, record: Record):
-        self.folder, self.record = folder, record
+    def __init__(self, folder: Path, record: Record, wanted: Wanted = Wanted()):
+        self.folder, self.record, self.wanted = folder, record, wanted
         self.identity = fingerprint(asdict(record)["splits"])
 
     def check(self, tokenizer: TokenizerInfo, settings: RowSettings) -> None:
@@ -143,15 +166,11 @@ class Scores:
     def command(self, settings: RowSettings | None = None, temperature: float | None = None) -> str:
         """Returns a command that makes such scores, with other rows or at another temperature if they are given."""
         record = self.record
-        of_rows = (record.sequence_length, record.packing, record.long_documents)
-        if settings is not None:
-            of_rows = settings.length, settings.packing, settings.long_documents
-        rows = zip(("sequence-length", "packing", "long-documents"), of_rows, ("", "documents", "split"), strict=True)
-        flags = [f"--data.{name} {value}" for name, value, default in rows if value != default]
-        top_k = [] if record.top_k is None else [f"--top-k {record.top_k}"]
+        rows = settings
+        if rows is None:
+            rows = RowSettings(record.sequence_length, record.vocab_size, record.packing, record.long_documents)
         divisor = record.temperature if temperature is None else temperature
-        flags += [] if divisor == 1 else [f"--temperature {divisor:g}"]
-        return " ".join(["jaxtp score DATASET --model MODEL --out FOLDER", *top_k, *flags])
+        return self.wanted.command(rows, out=free_folder(self.folder), top_k=record.top_k, temperature=divisor)
 
     def add_to(self, rows: Rows, documents: Documents, settings: RowSettings) -> None:
         """Adds the scores as columns to rows; raises `ScoresError` if they are of others, or files have other sizes."""
@@ -208,14 +227,20 @@ class _Columns:
         return array
 
 
-def open_scores(folder: Path) -> Scores:
+def free_folder(path: Path) -> Path:
+    """Returns a folder that does not exist, by a number at its end if there is one of this name."""
+    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([path], others) if not folder.exists())
+
+
+def open_scores(folder: Path, wanted: Wanted = Wanted()) -> Scores:
     """Opens finished scores, and reads only `scores.json`; raises `ScoresError`."""
     if not folder.is_dir():
         raise ScoresError(f"{folder}: no such folder of scores{nearest_file(folder)}; jaxtp score makes one")
     if (record := _read(folder / SCORES, Record)) is not None:
         if not all(sums for split in record.splits.values() for sums in split.shards):
             raise ScoresError(f"{folder / SCORES}: damaged: a shard without files")
-        return Scores(folder, record)
+        return Scores(folder, record, wanted)
     if (journal := read_journal(folder)) is not None:
         command = truncate(shlex.join(["jaxtp", "score", *journal.arguments]), 1000)
         raise ScoresError(f"{folder} has unfinished scores; this command finishes them: {command}")

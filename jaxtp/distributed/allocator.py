@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from jaxtp.config.console import size_text
 from jaxtp.distributed.environment import NVIDIA, LaunchError
 
 Allocator = Literal["default", "cuda_async", "platform"]
@@ -83,15 +84,14 @@ def advice(allocator: Allocator, peak: float, limit: float, fraction: float) -> 
 
     `limit` is the bytes that JAX may allocate (cuda_async: the release threshold), `fraction` its share of the memory.
     """
-    gb = 1e9
     if allocator == "default" and limit * (1 - FRAGMENTED) < peak <= limit:
         return (
-            f"{(limit - peak) / gb:,.1f} GB to spare; {limit * FRAGMENTED / gb:,.1f} are advisable, because fragments "
+            f"{size_text(limit - peak)} to spare; {size_text(limit * FRAGMENTED)} are advisable, because fragments "
             "of free memory can be too small, above all after a resume; --launch.allocator cuda_async joins fragments"
         )
     if allocator == "cuda_async" and peak > limit:
         return (
-            f"WARNING: above the {limit / gb:,.1f} GB that the pool of cuda_async retains: each step maps memory "
+            f"WARNING: above the {size_text(limit)} that the pool of cuda_async retains: each step maps memory "
             f"anew, and one of many processes may fail to get it hours later. Raise {FRACTION} from {fraction:g} "
             f"to {1 - OUTSIDE:g} at most, or have XLA plan a smaller step: {SMALLER_STEP} (its default is 95)"
         )

@@ -25,6 +25,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint.logical import named_variables, replace_arrays
+from jaxtp.config.console import size_text
 from jaxtp.config.entry import NumericsError
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.distributed.devices import memory_per_device
@@ -107,8 +108,9 @@ class Speed:
         share = f"; {timing.accepted_tokens / proposed:.0%} of {proposed:,} proposals accepted" if proposed else ""
         yield f"decode  {_rate(timing.decode_tokens, timing.decode_seconds)}{share}"
         if self.shape is not None:
-            size = f"{self.shape.rows} x {self.shape.slots:,} tokens, {self.cache_bytes / 2**20:,.1f} MiB per device"
-            yield f"cache   {size}; compiled in {self.compile_seconds:.1f} s"
+            tokens = f"{self.shape.rows} x {self.shape.slots:,} tokens"
+            size = size_text(self.cache_bytes, binary=True)
+            yield f"cache   {tokens}, {size} per device; compiled in {self.compile_seconds:.1f} s"
         if self.cut_texts:
             yield f"cut     {self.cut_texts:,} at the model's context; --beyond-context continues"
 
@@ -308,7 +310,8 @@ def _require_memory(mesh: Mesh, needed: int, what: str, remedy: str) -> None:
     memory = memory_per_device(mesh.local_devices)
     if memory is not None and needed > memory:
         raise GenerationError(
-            f"{what} {needed / 2**30:,.1f} GiB on each device, which has {memory / 2**30:,.1f}; {remedy}"
+            f"{what} {size_text(needed, binary=True)} on each device, which has "
+            f"{size_text(memory, binary=True)}; {remedy}"
         )
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Generic
 import jax
 
 from jaxtp.checkpoint.storage import Info, newest_info
+from jaxtp.config.console import size_text
 from jaxtp.config.schema import ConfigError, expand, leaves, nested, replace_nested, to_plain, validate
 from jaxtp.data.manifest import DatasetError, read_manifest
 from jaxtp.distributed.agreement import is_multiprocess
@@ -220,7 +221,7 @@ class _Defaults(Generic[AnyConfig]):
             mesh, batch, missing = found
             reason = f"{of_devices}, the mesh that fits the model and moves the least"
             if missing:
-                reason = f"{of_devices}, the mesh that lacks the least memory, {missing / 1e9:,.1f} GB"
+                reason = f"{of_devices}, the mesh that lacks the least memory, {size_text(missing)}"
             elif devices.count == 1:
                 is_virtual = devices.kind == VIRTUAL_KIND
                 reason = f"{devices.kind} share the cores, so one is enough" if is_virtual else "the only device"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from jaxtp.config.console import size_text
 from jaxtp.config.schema import ConfigError
 from jaxtp.distributed.allocator import Allocator, advice, memory_fraction, most_bytes
 from jaxtp.distributed.devices import bytes_limit, host_memory
@@ -17,8 +18,6 @@ from jaxtp.train.task import Loss
 
 if TYPE_CHECKING:
     from jaxtp.train.memory import Memory
-
-_GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class StepMemory:
     def __str__(self) -> str:
         hint = advice(self.allocator, self.step.total, self.limit, memory_fraction(self.allocator))
         return (
-            f"{self.amount} on each device at a step's peak, of {self.limit / _GB:,.1f} GB that JAX has there: "
+            f"{self.amount} on each device at a step's peak, of {size_text(self.limit)} that JAX has there: "
             f"{'fits' if self.fits else 'does not fit'}{'' if hint is None else f'; {hint}'}"
         )
 
@@ -45,7 +44,7 @@ class StepMemory:
     def amount(self) -> str:
         """The bytes, and which are exact."""
         step = self.step
-        return f"{step.total / _GB:,.1f} GB ({step.state / _GB:,.1f} of state, exact; the rest modelled)"
+        return f"{size_text(step.total)} ({size_text(step.state)} of state, exact; the rest modelled)"
 
 
 def require_memory(
@@ -63,7 +62,7 @@ def require_memory(
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if on_cpu and (needed := total_bytes(blueprint)) > (available := host_memory()):
         raise ConfigError(
-            f"the state alone needs {needed / _GB:,.0f} GB, and this machine has {available / _GB:,.0f} GB and no GPU; "
+            f"the state alone needs {size_text(needed)}, and this machine has {size_text(available)} and no GPU; "
             "jaxtp check tries the configuration at a small size, and jaxtp estimate says what hardware it needs"
         )
     if config.train.verify_every:
@@ -71,7 +70,7 @@ def require_memory(
         if needed > (available := host_memory()):
             raise ConfigError(
                 f"train.verify_every={config.train.verify_every} keeps the state of this process's devices in host "
-                f"memory, twice: that takes {needed / _GB:,.0f} GB, and this machine has {available / _GB:,.0f} GB; "
+                f"memory, twice: that takes {size_text(needed)}, and this machine has {size_text(available)}; "
                 "--train.verify-every 0 trains without verification"
             )
     limit = bytes_limit(mesh.local_devices[0])
@@ -88,7 +87,7 @@ def require_memory(
     memory = StepMemory(step, limit, config.launch.allocator)
     if not memory.fits and not config.train.allow_oversize:
         raise ConfigError(
-            f"a step takes {memory.amount} on each device, and JAX has {limit / _GB:,.1f} GB there; "
+            f"a step takes {memory.amount} on each device, and JAX has {size_text(limit)} there; "
             "jaxtp estimate with these settings and --hardware says what fits, and --train.allow-oversize "
             "tries it all the same"
         )

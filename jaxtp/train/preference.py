@@ -51,6 +51,7 @@ class DPO:
 
     columns: ClassVar[tuple[str, ...]] = ("inputs", "labels", PAIRS)
     scores_temperature: ClassVar[float] = 1.0
+    reads_reference: ClassVar[bool] = True  # needs log-probabilities of the initial model, or adapters
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -75,7 +76,7 @@ class DPO:
             reference_BT = jax.lax.stop_gradient(log_probs(without_adapters(model)))
         else:
             raise ConfigError(
-                "DPO needs a reference: set data.scores to what `jaxtp score` makes without --top-k, or train adapters "
+                f"DPO needs a reference: a column {LOG_PROBS}, as `jaxtp score` makes it for data.scores, or adapters "
                 "(--model.lora.rank 16); the model without them is then the reference"
             )
         is_label_BT = labels_BT != IGNORE

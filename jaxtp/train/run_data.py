@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import Mesh
@@ -20,6 +21,9 @@ from jaxtp.train.init_source import InitialState, InitSource
 from jaxtp.train.task import Loss, Task
 from jaxtp.train.user_loss import attribute
 from jaxtp.train.validation import check_vocabulary
+
+if TYPE_CHECKING:
+    from jaxtp.data.scores import Wanted
 
 TOKENS, ROWS = "tokens", "rows"
 
@@ -101,21 +105,57 @@ class RunData:
                 yield batch
 
 
-def load_tokens(config: TrainConfig, source: InitSource) -> Data:
+def load_tokens(config: TrainConfig, source: InitSource, loss: Loss | None = None) -> Data:
     """Opens jaxtp's token data and plans its rows; raises a `ValueError` for a user's mistake."""
     data = config.data
     corpus = load_corpus(data.path, data.mixture, data.validation)
     if not config.model.is_foreign:
         check_vocabulary(config.model, corpus.tokenizer.vocab_size, corpus.description)
     source.check_tokenizer(corpus.tokenizer)
-    settings = RowSettings(data.sequence_length, config.model.vocab_size, data.packing, data.long_documents)
+    settings = _row_settings(config)
     scores = None
     if data.scores is not None:
         from jaxtp.data.scores import open_scores
 
-        scores = open_scores(data.scores)
+        scores = open_scores(data.scores, _wanted_scores(config, loss))
         scores.check(corpus.tokenizer, settings)
     return Data(corpus, settings, config.run.seed, scores)
+
+
+def _row_settings(config: TrainConfig) -> RowSettings:
+    data = config.data
+    return RowSettings(data.sequence_length, config.model.vocab_size, data.packing, data.long_documents)
+
+
+def _wanted_scores(config: TrainConfig, loss: Loss | None) -> "Wanted":
+    from jaxtp.data.scores import Wanted
+
+    # A reference is the run's initial model; a teacher is another, which the run does not know.
+    is_reference = attribute(loss, "reads_reference", False)
+    model = (config.run.init_from or config.model.from_hf) if is_reference else None
+    return Wanted(dataset=config.data.path, model=model, labels_only=is_reference)
+
+
+def _check_reference(config: TrainConfig, data: Data, loss: Loss | None) -> None:
+    # A reference is the model without its adapters, or log-probabilities of the labels.
+    if not attribute(loss, "reads_reference", False):
+        return
+    from jaxtp.data.scores import free_folder
+
+    path, scores = config.data.path, data.scores
+    wanted = _wanted_scores(config, loss)
+    if scores is not None and scores.record.top_k is not None:
+        command = wanted.command(_row_settings(config), out=free_folder(scores.folder))
+        raise ConfigError(
+            f"data.scores={scores.folder} has the {scores.record.top_k} most probable tokens at each position, and the "
+            f"loss needs the log-probabilities of the labels: {command}"
+        )
+    if scores is None and not config.model.lora.rank:
+        out = None if path is None else free_folder(path.with_name(f"{path.name}-scores"))
+        raise ConfigError(
+            f"the loss needs a reference: {wanted.command(_row_settings(config), out=out)}; its folder is then "
+            "--data.scores. Or train adapters (--model.lora.rank 16): the reference is then the model without them"
+        )
 
 
 def check_scored_model(data: Data | None, initial: InitialState, mesh: Mesh) -> None:
@@ -151,10 +191,11 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
         why = "data.batches replaces them" if task.loss else "the default loss does not read them; set --train.loss"
         raise ConfigError(f"data.scores={config.data.scores}: {why}, or leave data.scores out")
     if task.batches is None:
-        tokens = load_tokens(config, source)
+        tokens = load_tokens(config, source, task.loss)
         if tokens.corpus.has_pairs and task.loss is None:
             raise ConfigError(f"{tokens.corpus.description}: pairs need a loss for them: --train.loss jaxtp:DPO")
         _check_temperature(tokens, task.loss)
+        _check_reference(config, tokens, task.loss)
         samples = tokens.validation(config.eval.batches, size)
         held_out = None if samples is None else token_batches(samples, size, once=True)
         return RunData(token_batches(tokens.train, size), held_out, micro_batches, tokens)

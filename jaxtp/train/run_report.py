@@ -14,7 +14,7 @@ from flax import nnx
 
 import jaxtp
 from jaxtp.checkpoint.logical import logical_size
-from jaxtp.config.console import Display
+from jaxtp.config.console import Display, size_text
 from jaxtp.data.samples import Data
 from jaxtp.layers.kernels import grouped
 from jaxtp.layers.kernels.select import architecture_of, pick_scan
@@ -119,8 +119,8 @@ def summary(
         "jaxtp": f"{jaxtp.__version__} with jax {jax.__version__}, Python {platform.python_version()}",
         "mesh": f"{describe_mesh(sizes)} = {mesh.size} {kind}",
         "model": model.pop("model"),
-        "state": f"{bytes_per_device(blueprint) / 2**20:,.1f} MiB of parameters and optimizer on each device, "
-        f"of {total_bytes(blueprint) / 2**20:,.1f} MiB in all",
+        "state": f"{size_text(bytes_per_device(blueprint), binary=True)} of parameters and optimizer on each device, "
+        f"of {size_text(total_bytes(blueprint), binary=True)} in all",
         "context": model.pop("context", None),
         "experts": model.pop("experts", None),
         "kernels": model.pop("kernels", None),

@@ -16,6 +16,7 @@ from jax.tree_util import PyTreeDef
 
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.storage import newest_with_info
+from jaxtp.config.console import size_text
 from jaxtp.config.entry import Interrupt
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.data.batches import Batches, Position, SampleBatches
@@ -317,8 +318,9 @@ def _notes(
     verify = None
     if every := config.train.verify_every:
         verify = (
-            f"every {every:,} steps: an extra step, and in each process {verification_bytes(blueprint) / 2**30:,.2f} "
-            "GiB of host memory, for the state before the step and its first result"
+            f"every {every:,} steps: an extra step, and in each process "
+            f"{size_text(verification_bytes(blueprint), binary=True)} of host memory, for the state before the "
+            "step and its first result"
         )
     return {
         "memory": None if memory is None else str(memory),

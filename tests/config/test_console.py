@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from jaxtp.config.console import Display
+from jaxtp.config.console import Display, size_text
 
 
 class Failing(io.StringIO):
@@ -164,3 +164,21 @@ def test_a_bar_with_a_label_of_its_own_leaves_nothing():
     assert "evaluation 0/2 [" in text
     assert "evaluation 2/2 [" in text
     assert text.index("\r\x1b[2Kevaluated\n") < text.index("step 0/3 ["), "the bar's line is cleared for the next"
+
+
+@pytest.mark.parametrize(
+    ("size", "decimal", "binary"),
+    [
+        (0, "0 B", "0 B"),
+        (999, "999 B", "999 B"),
+        (1000, "1.0 KB", "1,000 B"),
+        (45_000, "45.0 KB", "43.9 KiB"),
+        (3.2e6, "3.2 MB", "3.1 MiB"),
+        (45e9, "45.0 GB", "41.9 GiB"),
+        (-2.5e6, "-2.5 MB", "-2.4 MiB"),
+        (1.2e15, "1,200,000.0 GB", "1,117,587.1 GiB"),
+    ],
+)
+def test_a_size_has_the_unit_that_leaves_it_a_digit(size, decimal, binary):
+    assert size_text(size) == decimal
+    assert size_text(size, binary=True) == binary

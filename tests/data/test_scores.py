@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from corpora import jsonl, prepared, texts
 
-from jaxtp.config.schema import ConfigError
+import jaxtp
+from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.manifest import BYTES
 from jaxtp.data.rows import IGNORE
@@ -118,6 +119,32 @@ def test_refused(dataset, tmp_path):
     open_scores(tmp_path / "k").add_to(rows, dataset.splits["train"], replace(SETTINGS, vocab_size=100))
     with pytest.raises(ScoresError, match=r"train-0000\d.top_ids: id \d+ is beyond model.vocab_size=100"):
         list(rows)
+
+
+def test_a_run_of_dpo_is_told_the_command_that_makes_its_reference(dataset, tmp_path):
+    """With its own paths, another folder than one that is there, and never the most probable tokens of --top-k."""
+    config = replace_nested(
+        TrainConfig(), {"data.path": dataset.folder, "data.sequence_length": 64, "model.from_hf": tmp_path / "a model"}
+    )
+    scored = f"jaxtp score {dataset.folder} --model '{tmp_path}/a model' --out"
+
+    def refusal(loss=jaxtp.DPO(), **changes):
+        with pytest.raises((ScoresError, ConfigError)) as error:
+            open_data(replace_nested(config, changes), InitSource(), Task(loss=loss))
+        return str(error.value)
+
+    none = refusal()
+    assert f"needs a reference: {scored} {dataset.folder}-scores --data.sequence-length 64; " in none
+    assert "--model.lora.rank 16" in none
+    write(dataset, tmp_path / "s", top_k=3).finish()
+    top = refusal(**{"data.scores": tmp_path / "s"})
+    assert "has the 3 most probable tokens at each position, and the loss needs the log-prob" in top
+    assert top.endswith(f"labels: {scored} {tmp_path / 's'}-2 --data.sequence-length 64")
+    rows = refusal(**{"data.scores": tmp_path / "s", "data.sequence_length": 32})
+    assert rows.endswith(f"score again: {scored} {tmp_path / 's'}-2 --data.sequence-length 32")
+    teacher = refusal(jaxtp.Distillation(), **{"data.scores": tmp_path / "s", "data.packing": "concatenated"})
+    assert f"jaxtp score {dataset.folder} --model MODEL --out {tmp_path / 's'}-2 --top-k 3 --data.sequ" in teacher
+    assert teacher.endswith("--data.packing concatenated")
 
 
 def damaged(folder, how):

@@ -100,7 +100,7 @@ def test_platform_is_refused_where_jax_takes_its_default_for_it(gpu, monkeypatch
     ("allocator", "peak", "fraction", "said"),
     [
         ("default", 80, 0.75, None),
-        ("default", 95, 0.75, "5.0 GB to spare; 10.0 are advisable"),
+        ("default", 95, 0.75, "5.0 GB to spare; 10.0 GB are advisable"),
         ("default", 101, 0.75, None),  # it does not fit, which is said elsewhere
         ("platform", 95, 0.75, None),
         ("cuda_async", 95, 0.85, None),

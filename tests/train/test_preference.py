@@ -185,7 +185,7 @@ ADAPTED = replace(SMALL_MODEL, lora=jaxtp.LoraConfig(rank=2))
 
 
 def test_a_model_without_adapters_needs_scores():
-    with pytest.raises(ConfigError, match=r"set data\.scores to what `jaxtp score` makes"):
+    with pytest.raises(ConfigError, match="needs a reference: a column log_probs, as `jaxtp score` makes"):
         means(jaxtp.DPO(), jaxtp.Decoder(SMALL_MODEL, rngs=nnx.Rngs(0)), pairs_in_rows(True))
 
 

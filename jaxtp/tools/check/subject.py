@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
+from jaxtp.config.console import size_text
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.data.batches import Batches, Position
 from jaxtp.data.columns import Columns
@@ -91,8 +92,9 @@ def open_subject(config: TrainConfig, meshes: Sequence[str]) -> tuple[TrainConfi
     blueprint = subject.blueprint(small, make_mesh())
     if (needed := COPIES * total_bytes(blueprint)) > (memory := host_memory()):
         raise ConfigError(
-            f"a check of this model needs {needed / 2**30:,.1f} GiB for {COPIES} copies of its state, and this host "
-            f"has {memory / 2**30:,.1f}; make it small by arguments of the function that builds it (model.arguments)"
+            f"a check of this model needs {size_text(needed, binary=True)} for {COPIES} copies of its state, and "
+            f"this host has {size_text(memory, binary=True)}; make it small by arguments of the function that "
+            "builds it (model.arguments)"
         )
     if task.loss is not None:
         accumulation = 2 if small.train.accumulation == 1 else 1

@@ -14,7 +14,8 @@ from typing import Annotated, Literal
 import jax
 import tyro
 
-from jaxtp.analysis.hardware import GB, parse, require_matmul
+from jaxtp.analysis.hardware import parse, require_matmul
+from jaxtp.analysis.tables import between, gigabytes
 from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command
@@ -188,7 +189,7 @@ def _search(
         "configured": None if configured is None else setting_record(configured),
         "alternatives": [{"change": other.change, **setting_record(other.setting)} for other in alternatives],
     }
-    title = f"{model.parameters / 1e9:,.1f} billion parameters on {options.hardware}"
+    title = f"{model.parameters:,} parameters on {options.hardware}"
     write_picture("--plot", options.plot, partial(draw, found, title))
     if options.generate:
         length = config.data.sequence_length
@@ -263,8 +264,8 @@ def as_configuration(best: Setting, options: EstimateConfig) -> str:
     lines = [
         f"# {variable}jaxtp train --config {options.write}",
         "#",
-        f"{WRITTEN} {options.hardware}: {best.memory.total / GB:,.1f} GB on each device, of",
-        f"# {where.room / GB:,.1f} for JAX, and {slow:,.0f} to {fast:,.0f} tokens/s, modelled.",
+        f"{WRITTEN} {options.hardware}: {gigabytes(best.memory.total)} GB on each device, of",
+        f"# {gigabytes(where.room)} for JAX, and {between(f'{slow:,.0f}', f'{fast:,.0f}')} tokens/s, modelled.",
     ]
     if where.devices > where.hardware.domain:
         lines.insert(0, "# Each host starts this, by a scheduler or jaxtp launch (jaxtp/distributed/README.md):")

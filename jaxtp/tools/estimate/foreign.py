@@ -20,7 +20,7 @@ from pydantic import Field
 
 from jaxtp.analysis.collective import Traffic, bytes_by_axes
 from jaxtp.analysis.hardware import GB, RANGES, TABLE, parse
-from jaxtp.analysis.tables import columns
+from jaxtp.analysis.tables import between, columns
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.entry import UserError
@@ -145,7 +145,7 @@ class Estimate:
             f"{self.spare / MB:,.0f}" if self.spare >= 0 else "does not fit",
             f"{self.flops / 1e9:,.3f}",
             f"{sum(bytes_by_axes(self.traffic).values()) / MB:,.3f}",
-            f"{1e3 * self.time.overlapped:,.3g} to {1e3 * self.time.serial:,.3g}",
+            between(f"{1e3 * self.time.overlapped:,.3g}", f"{1e3 * self.time.serial:,.3g}"),
             f"{self.time.computing_share:.0%}",
         )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from jaxtp.analysis.hardware import GB
 from jaxtp.analysis.layer_costs import Workload
 from jaxtp.analysis.step_costs import costs_of
-from jaxtp.analysis.tables import columns
+from jaxtp.analysis.tables import columns, gigabytes
 from jaxtp.config.schema import ConfigError
 from jaxtp.generate.decode_model import decode_sizes
 from jaxtp.mesh import CP, TP, batch_parts, describe_mesh
@@ -93,7 +93,7 @@ def table(found: Sequence[Generation], length: int) -> str:
     """Formats a line per mesh."""
     lines = []
     for one in found[:MAX_ROWS]:
-        spare = f"{(one.room - one.weights - one.cache) / GB:,.1f}" if one.fits else "does not fit"
+        spare = gigabytes(one.room - one.weights - one.cache) if one.fits else "does not fit"
         sizes = (f"{one.weights / GB:,.2f}", f"{one.cache / GB:,.2f}", spare)
         lines.append((describe_mesh(one.sizes), *sizes, f"{one.tokens_per_second:,.0f}"))
     header = ("mesh", "GB of weights", "GB of cache", "to spare", "tokens/s with a full cache")

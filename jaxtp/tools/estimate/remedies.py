@@ -2,13 +2,13 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxtp.analysis.hardware import GB, MAX_DEVICES
 from jaxtp.config.schema import replace_nested
-from jaxtp.mesh import mesh_shape
+from jaxtp.mesh import batch_parts, mesh_shape
 from jaxtp.tools.estimate.search import (
     CLUSTER_SHARE,
     NEAR,
@@ -106,6 +106,7 @@ def remedies(found: Search, model: Model) -> Iterator[Alternative]:
     cheap = [Alternative(flags, fits) for flags, other in single.items() if (fits := _fits(other, model))]
     cheap = cheap or _first((flags, other, model) for flags, other in together.items())
     yield from cheap
+    yield from _without_accumulation(run, model)
     yield from _shorter(run)
     costly = [*_other_training(run), *_more_devices(run, model)]
     if together and not (cheap or costly):
@@ -128,6 +129,21 @@ def _stacked(run: Run) -> dict[str, Run]:
             flags, run = f"{flags} {flag}".strip(), other
             stacked[flags] = run
     return stacked
+
+
+def _without_accumulation(run: Run, model: Model) -> list[Alternative]:
+    # The largest batch of one sequence on each device: gradients are not summed in a wider dtype, and a mesh that the
+    # run's batch cannot be split over may be the one that fits.
+    meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
+    sizes = sorted({batch_parts(mesh) for mesh in meshes}, reverse=True)
+    note = "a batch without accumulation"
+    for size in (size for size in sizes if size < run.config.data.global_batch_size):
+        smaller = {"data.global_batch_size": size, "train.accumulation": 1}
+        once = Run(replace_nested(run.config, smaller), run.where)
+        fits = _fits(once, model, [mesh for mesh in meshes if batch_parts(mesh) == size])
+        if fits:
+            return [Alternative(f"--data.global-batch-size {size} --train.accumulation 1", fits, note)]
+    return []
 
 
 def _shorter(run: Run) -> list[Alternative]:
@@ -167,9 +183,11 @@ def _more_devices(run: Run, model: Model) -> list[Alternative]:
     return _first((f"{where.devices} x {where.hardware.name}", Run(run.config, where), model) for where in more)
 
 
-def _fits(run: Run, model: Model) -> Setting | None:
-    # Searches all settings only if one with the least memory fits with margin.
-    able, _ = runnable(run.config, meshes_to_try(run.config, run.where.devices, run.where.hardware.domain))
+def _fits(run: Run, model: Model, meshes: Sequence[Mapping[str, int]] | None = None) -> Setting | None:
+    # Searches all settings of all meshes, or of those given, only if one with the least memory fits with margin.
+    if meshes is None:
+        meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
+    able, _ = runnable(run.config, meshes)
     if not any(estimate(lean, run.where, model).has_margin for on_mesh in able for lean in leanest(on_mesh)):
         return None
     best = search(*run, model, [on_mesh.mesh.sizes for on_mesh in able]).settings[0]

@@ -170,12 +170,12 @@ class Setting:
     @property
     def tokens_per_second(self) -> float:
         """Tokens/s of all devices, at the expected time."""
-        return self._tokens / self.time.expected
+        return self.tokens / self.time.expected
 
     @property
     def tokens_per_second_range(self) -> tuple[float, float]:
         """Tokens/s if nothing overlaps, and if everything does."""
-        return self._tokens / self.time.serial, self._tokens / self.time.overlapped
+        return self.tokens / self.time.serial, self.tokens / self.time.overlapped
 
     @property
     def mfu_range(self) -> tuple[float, float]:
@@ -185,7 +185,8 @@ class Setting:
         return low, high
 
     @property
-    def _tokens(self) -> int:
+    def tokens(self) -> int:
+        """Tokens of a step."""
         return self.config.data.global_batch_size * self.config.data.sequence_length
 
     def __str__(self) -> str:

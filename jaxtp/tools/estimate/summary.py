@@ -10,7 +10,7 @@ import jax
 import jaxtp
 from jaxtp.analysis.hardware import GB, TABLE, link_of
 from jaxtp.analysis.step_costs import describe_active, describe_padding
-from jaxtp.analysis.tables import columns
+from jaxtp.analysis.tables import between, columns, gigabytes
 from jaxtp.distributed.allocator import advice
 from jaxtp.mesh import TP, mesh_shape
 from jaxtp.tools.estimate.remedies import Alternative
@@ -94,15 +94,15 @@ def ranking(found: Search) -> str:
 def _row(setting: Setting) -> tuple[str, ...]:
     (slow, fast), (low, high) = setting.tokens_per_second_range, setting.mfu_range
     doubts = {"tight": not setting.has_margin, "without the update": not setting.update_is_modelled}
-    spare = ", ".join((f"{setting.spare / GB:,.1f}", *(doubt for doubt, holds in doubts.items() if holds)))
+    spare = ", ".join((gigabytes(setting.spare), *(doubt for doubt, holds in doubts.items() if holds)))
     return (
         str(setting),
         setting.config.model.remat,
         f"{setting.config.train.accumulation} of {setting.rows}",
-        f"{setting.memory.total / GB:,.1f}",
+        gigabytes(setting.memory.total),
         spare if setting.fits else "does not fit",
-        f"{slow:,.0f} to {fast:,.0f}",
-        f"{low:.0%} to {high:.0%}",
+        between(f"{slow:,.0f}", f"{fast:,.0f}"),
+        between(f"{low:.0%}", f"{high:.0%}"),
         f"{setting.time.computing_share:.0%}",
     )
 
@@ -123,24 +123,39 @@ def explained(
     if best.fits:
         parts = sorted(_seconds(best).items(), key=lambda part: -part[1])
         shares = ", ".join(f"{name} {seconds / time.serial:.0%}" for name, seconds in parts)
-        rows.append(("step", f"{time.overlapped:,.3f} to {time.serial:,.3f} seconds: {shares}"))
+        seconds = between(f"{time.overlapped:,.3f}", f"{time.serial:,.3f}")
+        rows.append(("step", f"{seconds} seconds: {shares}"))
         low, high = device_hours(best)
-        cost = "" if price is None else f"; cost {low * price:,.0f} to {high * price:,.0f}"
-        hours = f"{_range(low / where.devices, high / where.devices)} hours, {_range(low, high)}"
-        rows.append(("run", f"{steps:,} steps: {hours} {where.hardware.name} hours{cost}"))
+        hours = _range(low / where.devices, high / where.devices)
+        rows.append(("run", f"{steps:,} steps: {hours} hours, {_cost(best, 1.0, price)}"))
     if configured is not None and configured.config != best.config:
         rows.append(("now", _beside(configured, best)))
-    rows += [("try", f"{other}: {_beside(other.setting, best)}") for other in alternatives]
+    rows += [("try", f"{other}: {_proposed(other.setting, best, price)}") for other in alternatives]
     return "\n".join(f"{label:<8}{text}" for label, text in rows)
 
 
-def _range(*hours: float) -> str:
-    return " to ".join(f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in hours)
+def _range(low: float, high: float) -> str:
+    return between(*(f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in (low, high)))
+
+
+def _proposed(setting: Setting, best: Setting, price: float | None) -> str:
+    # With the cost of as many tokens as in the run: a change may make a step shorter.
+    slow, fast = setting.tokens_per_second_range
+    speed = between(f"{slow:,.0f}", f"{fast:,.0f}")
+    steps = best.tokens / setting.tokens
+    return f"{_beside(setting, best)}; {speed} tokens/s, {_cost(setting, steps, price)}"
+
+
+def _cost(setting: Setting, steps: float, price: float | None) -> str:
+    # Of `steps` times the steps of the run.
+    low, high = (steps * hours for hours in device_hours(setting))
+    hours = f"{_range(low, high)} {setting.target.hardware.name} hours"
+    return hours if price is None else f"{hours}; cost {_range(low * price, high * price)}"
 
 
 def _used(setting: Setting) -> str:
     how = f"{setting} with remat {setting.config.model.remat} and micro-batches of {setting.rows}"
-    memory = f"{how}: {setting.memory.total / GB:,.1f} of {setting.target.room / GB:,.1f} GB"
+    memory = f"{how}: {gigabytes(setting.memory.total)} of {gigabytes(setting.target.room)} GB"
     return memory if setting.fits else f"{memory}, does not fit"
 
 

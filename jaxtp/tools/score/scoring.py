@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
+from jaxtp.config.console import size_text
 from jaxtp.config.entry import Interrupt, InterruptError, NumericsError
 from jaxtp.config.files import locked, open_directly, require_empty, sha256, sync_file, write_atomically
 from jaxtp.config.schema import differences
@@ -183,9 +184,7 @@ def finished_rows(job: Job) -> dict[str, int] | None:
         size, free = sum(_sizes(job).values()), shutil.disk_usage(out).free
         if size > free:
             smaller = "" if job.record.top_k is None else "; a smaller --top-k needs less"
-            raise ScoresError(
-                f"{out}: the scores take {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free{smaller}"
-            )
+            raise ScoresError(f"{out}: the scores take {size_text(size)}, and {size_text(free)} are free{smaller}")
         return dict.fromkeys(job.rows, 0)
     # The model and the dataset may have moved; before the weights are read, their hash is unknown.
     moved = dict.fromkeys(("model", "dataset", *([] if job.record.model_sha256 else ["model_sha256"])), "")

@@ -211,3 +211,11 @@ def test_plan(tmp_path, capsys):
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines()[3:]}
     assert rows["layers.*.self_attn.q_proj"] == "rowwise colwise differs"
     assert rows["layers.*.gone"] == "colwise - no such module in this model"
+
+
+def test_the_list_of_families_says_which_published_weights_were_loaded(capsys):
+    """The evidence in README rests on them."""
+    assert main(["list"]) == 0
+    listed = " ".join(capsys.readouterr().out.split())
+    assert "Published weights were loaded of one model alone, SmolLM2-135M (llama)" in listed
+    assert "published weights of SmolLM2-135M alone" in (Path(__file__).parents[3] / "README.md").read_text()

@@ -11,9 +11,10 @@ from support import sweep
 
 import jaxtp
 from jaxtp.analysis.hardware import find
+from jaxtp.analysis.tables import between, gigabytes
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.mesh import fitting_meshes, make_mesh, mesh_shape
-from jaxtp.tools.estimate.remedies import Run, changed, faster, remedies
+from jaxtp.tools.estimate.remedies import Alternative, Run, changed, faster, remedies
 from jaxtp.tools.estimate.search import (
     CLUSTER_SHARE,
     MAX_ACCUMULATIONS,
@@ -28,7 +29,7 @@ from jaxtp.tools.estimate.search import (
     search,
     target,
 )
-from jaxtp.tools.estimate.summary import explained, heading
+from jaxtp.tools.estimate.summary import device_hours, explained, heading
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LaunchConfig, MeshConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.memory import with_attention
@@ -343,6 +344,40 @@ def test_where_nothing_fits_it_says_what_would():
     assert str(again.settings[0]) in more
 
 
+def test_where_nothing_fits_a_batch_without_accumulation_is_proposed_with_its_cost():
+    """Sums of gradients in float32 beside gradients in bfloat16 do not fit; a batch that needs no sums does."""
+    changes = {"model.precision.param": "bfloat16", "model.attention": "auto", "data.global_batch_size": 512}
+    narrow = replace_nested(IN_HALF, changes)
+    facts, meshes = describe_model(narrow), meshes_to_try(narrow, 8)
+    room = min(setting.memory.total for setting in search(narrow, Target(H100, 8, 1e12), facts, meshes).all) - 1
+    tight = search(narrow, Target(without_more(room), 8, room), facts, meshes)
+    assert not tight.fitting
+    (once,) = (other for other in remedies(tight, facts) if other.note == "a batch without accumulation")
+    assert re.fullmatch(r"--data.global-batch-size \d --train.accumulation 1", once.change)
+    assert once.setting.config.train.accumulation == 1
+    assert once.setting.rows == 1
+    assert once.setting.has_margin
+
+
+def test_a_proposal_has_its_speed_and_the_cost_of_as_many_tokens():
+    result = of_eight()
+    half = replace_nested(result.settings[0].config, {"data.sequence_length": 1024})
+    setting = estimate(half, result.settings[0].target, facts())
+    told = explained(result, None, [Alternative("--data.sequence-length 1024", setting)], 2.0).splitlines()[-1]
+    speed, hours, cost = re.search(r"GB.*; (.+) tokens/s, (.+) h100 hours; cost (.+)$", told).groups()
+    number = lambda text: float(text.split(" to ")[0].replace(",", ""))
+    assert number(speed) == pytest.approx(setting.tokens_per_second_range[0], rel=0.01)
+    low, _ = device_hours(setting)
+    assert number(hours) == pytest.approx(2 * low, rel=0.01), "a step has half of the tokens"
+    assert number(cost) == pytest.approx(2 * number(hours), rel=0.01)
+
+
+def test_equal_ends_of_a_range_are_one_number():
+    assert between("12", "12") == "12"
+    assert between("12", "13") == "12 to 13"
+    assert [gigabytes(size) for size in (45.12e9, 1e9, 0.64e9, 3.2e6)] == ["45.1", "1.0", "0.64", "0.0032"]
+
+
 @pytest.mark.wide
 def test_what_would_fit_says_what_it_leaves_out():
     config = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(name="adafactor"))
@@ -414,7 +449,7 @@ def test_a_peak_near_or_above_what_the_allocator_has_is_told():
     least = min(setting.memory.total for setting in of_eight().all)
     pool = dataclasses.replace(CONFIG, launch=LaunchConfig(allocator="cuda_async"))
     tight, above = found(room=least * 1.05), found(room=least * 0.8, config=pool)
-    assert re.search(r"default: 0\.\d GB to spare; 0\.\d are advisable", words(tight)[""])
+    assert re.search(r"default: \d+\.\d MB to spare; \d+\.\d MB are advisable", words(tight)[""])
     told = words(above)[""]
     assert "launch.allocator=cuda_async: WARNING: above the " in told
     assert "--xla_gpu_memory_limit_slop_factor=85" in told

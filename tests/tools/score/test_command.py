@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -206,13 +208,18 @@ def refused(capsys, *argv):
     return error
 
 
-def test_refused(data, model, base, tmp_path, capsys):
+def test_refused(data, model, base, tmp_path, capsys, monkeypatch):
     given = [data, "--model", model, *LENGTH]
     assert "name a folder for the scores by --out DIR" in refused(capsys, *given)
     out = ["--out", tmp_path / "s"]
     assert "--top-k 301: " in (error := refused(capsys, *given, *out, "--top-k", 301))
     assert "has 300 tokens" in error
     assert "not divisible by mesh.cp=2; cp can be 1, 3" in refused(capsys, *given[:-1], 33, *out, "--mesh", "cp=2")
+    full = shutil.disk_usage(tmp_path)._replace(free=5)
+    monkeypatch.setattr(scoring.shutil, "disk_usage", lambda path: full)
+    assert re.search(
+        r"the scores take [1-9][\d.]* [KM]B, and 5 B are free$", refused(capsys, *given, *out), re.MULTILINE
+    )
     assert "no such folder" in refused(capsys, data, "--model", tmp_path / "nowhere", *LENGTH, *out)
     assert "top_k: None -> 5" in refused(capsys, *given, "--out", base, "--top-k", 5)
     (tmp_path / "other").mkdir()
