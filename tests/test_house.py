@@ -96,14 +96,14 @@ def test_a_docstring_is_a_sentence_or_a_name(path):
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "tokens of code": 340_000,
-    "files": 239,
+    "tokens of code": 348_000,
+    "files": 241,
     "files under 80 lines, families aside": 3,
     "rooms": 14,
     "arrows between rooms": 71,
     "files that training imports": 84,
     "functions of more than 6 parameters": 4,
-    "Any": 528,
+    "Any": 545,
     "file names used more than twice": 0,
 }
 PHRASES = "of which|(that|those) of|so many|(is|are) told|(goes|go) on|as of|beside|what (it|is)|of those"
