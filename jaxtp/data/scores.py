@@ -123,7 +123,7 @@ class Wanted:
     def command(
         self, rows: RowSettings, *, out: Path | None = None, top_k: int | None = None, temperature: float = 1.0
     ) -> str:
-        """Returns a command of `jaxtp score`; a word in capitals stands for each unknown value."""
+        """Returns a command of `jaxtp score`; unknown paths are words in capitals."""
         places = {"DATASET": self.dataset, "MODEL": self.model, "FOLDER": out}
         dataset, model, folder = (word if path is None else shlex.quote(str(path)) for word, path in places.items())
         flags = [] if top_k is None or self.labels_only else [f"--top-k {top_k}"]

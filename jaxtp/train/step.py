@@ -199,14 +199,16 @@ def loss_and_grads(
         terms = user_loss.call(loss, merged, micro, micro_key)
         return terms.loss, (terms, None, user_loss.changeable(merged, frozen) if accumulation == 1 else nnx.State({}))
 
-    def differentiate(micro: tuple[Batch, Experts, Array], index: Array) -> tuple[LossTerms, Any, Callable[..., Any]]:
+    def differentiate(
+        micro: tuple[Batch, Experts, Array], index: Array
+    ) -> tuple[LossTerms, Any, Callable[..., nnx.State]]:
         # Also returns what a micro-batch has for each row, and a function that computes the gradients, into `refs` or
         # as its result.
         rows_of_batch, experts, rows = micro
         total_of = partial(objective, micro=rows_of_batch, experts=experts, rows=rows, index=index)
         total, backward, (terms, *per_row) = jax.vjp(total_of, params, has_aux=True)
 
-        def gradients(*refs: nnx.State) -> Any:
+        def gradients(*refs: nnx.State) -> nnx.State:
             compute = backward.with_refs(*refs) if refs else backward  # type: ignore[attr-defined]
             (grads,) = compute(jnp.ones_like(total))
             return grads
@@ -274,10 +276,10 @@ def _no_gradients(params: nnx.State, precision: Precision) -> nnx.State:
     return jax.tree.map(zeros, params)
 
 
-def _add_gradients(gradients: Callable[[nnx.State], Any], sums: nnx.State, params: nnx.State) -> None:
+def _add_gradients(gradients: Callable[[nnx.State], object], sums: nnx.State, params: nnx.State) -> None:
     # JAX adds a gradient only to a sum of its own dtype. Any other leaf than a mutable array, such as the parameter
     # itself, asks it to return the gradient, which is added here.
-    def place(total: Any, param: Array) -> Any:
+    def place(total: jax.Ref, param: Array) -> object:
         return total if total.dtype == param.dtype else param
 
     returned = jax.tree.leaves(gradients(jax.tree.map(place, sums, params)))
