@@ -217,7 +217,7 @@ def test_refused(data, model, base, tmp_path, capsys, monkeypatch):
     assert "not divisible by mesh.cp=2; cp can be 1, 3" in refused(capsys, *given[:-1], 33, *out, "--mesh", "cp=2")
     full = shutil.disk_usage(tmp_path)._replace(free=5)
     monkeypatch.setattr(scoring.shutil, "disk_usage", lambda path: full)
-    assert main([*map(str, [*given, *out])]) == 2
+    assert main([*map(str, [*given, "--out", tmp_path / "full"])]) == 2
     too_small = capsys.readouterr().err
     assert re.search(r"the scores take [1-9][\d.]* [KM]B, and 5 B are free$", too_small, re.MULTILINE)
     monkeypatch.undo()
