@@ -929,7 +929,7 @@ def trained(tmp_path_factory):
         pytest.param(None, {"build": in_build}, marks=pytest.mark.wide),
         pytest.param(None, {"build": WithFeatures, "plan": PLAN}, marks=pytest.mark.wide),
     ],
-    ids=str,
+    ids=lambda value: " ".join(value or ["no mesh"]),
 )
 def test_a_trained_model_is_loaded_on_another_mesh_and_on_none(trained, mesh, given):
     """With its statistics and its plain arrays, which no checkpoint has."""
@@ -972,7 +972,7 @@ def test_a_model_that_is_loaded_without_a_mesh_is_plain_flax(trained):
         ({"build": WithFeatures, "plan": f"{__file__}:ROWS"}, "plan is 32, and should be a dict of styles"),
         ({"build": WithFeatures, "base": "base"}, r"base names the base model of a decoder's adapters"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_a_model_that_cannot_be_loaded_is_one_error(trained, given, message):
     with pytest.raises(UserError, match=message):
