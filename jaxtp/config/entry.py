@@ -15,10 +15,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
 from types import FrameType, ModuleType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 T = TypeVar("T")
 
@@ -315,11 +317,14 @@ def _send_again(number: int) -> None:
     timer.start()
 
 
-def in_thread(work: Callable[[], T]) -> Future[T]:
+def in_thread(work: Callable[[], T]) -> "Future[T]":
     """Starts work in a thread; Ctrl-C ends a wait for its result.
 
     While the main thread itself is in XLA, which compiles for minutes, Python runs no handler of a signal.
     """
+    # Not imported at the top: it imports logging, which changes the process of a program that imports jaxtp.
+    from concurrent.futures import Future
+
     future: Future[T] = Future()
 
     def run() -> None:

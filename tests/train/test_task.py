@@ -804,7 +804,7 @@ def refusal(tmp_path, capsys, monkeypatch):
         "is no code": ("def", r"\(.*x.py, line 1\): SyntaxError"),
         "no exception": ("class Stop(BaseException): pass\nraise Stop", "Stop: no message"),
         "lazy": ("def __getattr__(name): raise RuntimeError(name)", "RuntimeError: y"),
-        "odd names": ("__all__ = [1, None, '']", "has no y; it has 1, None"),
+        "odd names": ("__all__ = [1, None, '']", "has no y; it has nothing for --model.build"),
         "removes itself": ("import sys\ndel sys.modules[__name__]\n1 / 0", "ZeroDivisionError"),
         "no function": ("y = 5", "x.py:y is 5, and should be a function that returns a model"),
         "none": ("y = None", "--model.build x.py:y is None"),

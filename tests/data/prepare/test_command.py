@@ -36,7 +36,7 @@ def test_help_explains_every_setting_and_verify(capsys):
     assert "jaxtp prepare --verify data/books" in out
     for setting in ("--out DIR", "--train-bpe SIZE", "--dedup", "--held-out FLOAT", "--prompt-field", "--no-eos"):
         assert setting in out
-    assert "resumes after an interruption" in out
+    assert "after an interruption the same command resumes in it" in out
 
 
 @pytest.mark.parametrize(
