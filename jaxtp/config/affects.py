@@ -35,6 +35,13 @@ RUNS_CODE = "runs code"
 """Marks a setting whose value names code that jaxtp runs; in a file it needs the user's consent."""
 
 
+@dataclass(frozen=True)
+class ArgumentsOf:
+    """Marks a mapping of arguments that jaxtp gives to the code that another setting names."""
+
+    reference: str  # The other setting's field, in the same section
+
+
 @dataclass(frozen=True, eq=False)
 class Setting:
     """A field of a configuration, or of one of its sections."""

@@ -15,6 +15,7 @@ import io
 import math
 import os
 import re
+import shlex
 import shutil
 import textwrap
 from collections import deque
@@ -29,7 +30,7 @@ import tyro
 
 from jaxtp.config.affects import Setting, find_setting, settings_of
 from jaxtp.config.hints import hint_for, nearest_name
-from jaxtp.config.python_object import named_code, require_consent
+from jaxtp.config.python_object import file_arguments, named_code, require_consent
 from jaxtp.config.reading import parse_yaml, truncate
 from jaxtp.config.schema import ConfigError, Switch, leaves, merged, nested, read_values, to_yaml, validate
 
@@ -95,12 +96,13 @@ class Command(Generic[T]):
             sizes = parse_mesh(str(mesh), axes, allow_rest=True)
             flags = {("mesh", axis): size for axis, size in sizes.items()} | flags
         in_file: dict[str, object] = {} if path is None else read_values(Path(str(path)))
-        if path is not None:
-            validate(self.schema, in_file, source=str(path))
+        alone = None if path is None else validate(self.schema, in_file, source=str(path))
         given = merged(in_file, nested(flags.items()))
         config = validate(self.schema, given, source="command line", describe=self._describe)
-        if path is not None and not printing:
-            require_consent(Path(str(path)), named_code(config, flags.keys()), bool(allowed))
+        if alone is not None and not printing:
+            named = named_code(config, flags.keys())
+            arguments = file_arguments(config, alone, flags)
+            require_consent(Path(str(path)), named, arguments, bool(allowed))
         explicit = {".".join(map(str, keys)) for keys in (*(keys for keys, _ in leaves(in_file)), *flags)}
         config, notes = fit(config, explicit) if fit else (config, [])
         if printing:
@@ -205,7 +207,11 @@ class Command(Generic[T]):
             if setting.is_required and setting not in values:
                 raise ConfigError(f"{self.program} needs {_name_in_errors(setting)}; see {self.program} {HELP}")
         if rest:
-            raise ConfigError(f"{truncate(rest[0], 300) or repr('')}: unexpected argument; see {self.program} {HELP}")
+            hint = f"see {self.program} {HELP}"
+            is_file = rest[0].endswith((".yaml", ".yml"))
+            if is_file and _CONFIG not in values and _CONFIG in self.used_settings():
+                hint = f"to read the file, use {_CONFIG.flag} {truncate(shlex.quote(rest[0]), 300)}"
+            raise ConfigError(f"{truncate(rest[0], 300) or repr('')}: unexpected argument; {hint}")
         return values
 
     def _find(self, flag: str) -> Setting:

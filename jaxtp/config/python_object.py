@@ -7,12 +7,14 @@ Anyone may have written a configuration, so a name in a file is imported only wi
 import importlib
 import importlib.util
 import inspect
+import json
+import shlex
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import is_dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -20,10 +22,10 @@ from types import ModuleType
 from typing import Any
 
 import jaxtp
-from jaxtp.config.affects import settings_of
+from jaxtp.config.affects import ArgumentsOf, settings_of
 from jaxtp.config.entry import say
 from jaxtp.config.files import is_own
-from jaxtp.config.reading import truncate
+from jaxtp.config.reading import parse_yaml, truncate
 from jaxtp.config.schema import ConfigError, nearest_file
 
 ALLOW_CODE = "--allow-code"
@@ -100,36 +102,95 @@ def named_code(config: Hashable, but: Set[tuple[str, ...]] = frozenset()) -> lis
     for setting in settings_of(type(config)).values():
         if not setting.runs_code or setting.keys in but:
             continue
-        value: object = config
-        for name in setting.path:
-            value = getattr(value, name)
+        value = _value_at(config, setting.path)
         for each in value if isinstance(value, tuple) else (value,):
             if each is not None and not (isinstance(each, str) and is_public(each)):
                 found.append((setting.flag, str(each)))
     return found
 
 
-def require_consent(file: Path, named: Sequence[tuple[str, str]], is_allowed: bool) -> None:
-    """Prints the code that a configuration file names.
+@dataclass(frozen=True)
+class FileArgument:
+    """An argument that a file gives to code."""
+
+    flag: str
+    value: object
+    is_for_same: bool  # Whether the file names the code that gets it
+
+    def __str__(self) -> str:
+        return f"{self.flag} {shlex.quote(_as_word(self.value))}"
+
+
+def file_arguments(config: Hashable, in_file: Hashable, flags: Mapping[tuple[str, ...], object]) -> list[FileArgument]:
+    """Returns the arguments that code gets from a file, except for code of jaxtp's own.
+
+    Args:
+      config: the file's configuration with the flags.
+      in_file: the file's configuration without the flags.
+      flags: values by the keys of their settings.
+    """
+    found = []
+    for setting in settings_of(type(config)).values():
+        mark = next((each for each in setting.marks if isinstance(each, ArgumentsOf)), None)
+        if mark is None:
+            continue
+        path = (*setting.path[:-1], mark.reference)
+        reference = _value_at(config, path)
+        if reference is None or is_public(str(reference)):
+            continue
+        is_for_same = reference == _value_at(in_file, path)
+        for name, value in _value_at(in_file, setting.path).items():
+            # A flag replaces the file's argument, but a mapping is merged with it.
+            is_replaced = not isinstance(flags.get((*setting.keys, name), {}), Mapping)
+            if not is_replaced:
+                found.append(FileArgument(f"{setting.flag}.{name}", value, is_for_same))
+    return found
+
+
+def require_consent(
+    file: Path, named: Sequence[tuple[str, str]], arguments: Sequence[FileArgument], is_allowed: bool
+) -> None:
+    """Prints the code that a configuration file names, and the arguments that it gives.
 
     Args:
       file: the file that `--config` names.
       named: flags and values, as `named_code` returns them.
+      arguments: as `file_arguments` returns them.
       is_allowed: whether the user gave `ALLOW_CODE`.
 
     Raises:
       ConfigError: the user did not consent: there is no flag, and no run of the user's wrote the file.
     """
-    if not named:
+    shown = [f"{flag} {truncate(value, 300)}" for flag, value in named]
+    shown += [truncate(argument, 300) for argument in arguments]
+    if not shown:
         return
-    names = [f"{flag} {truncate(value, 300)}" for flag, value in named]
-    if not (is_allowed or is_own(file)):
-        listed = "".join(f"\n  {name}" for name in names)
-        raise ConfigError(
-            f"{file} names code, and jaxtp runs no code that a file names; if you trust it, add "
-            f"{ALLOW_CODE}, or give these flags:{listed}"
-        )
-    say(f"{file} names code that runs: {', '.join(names)}")
+    # The user chose other code than the file: with the file's arguments it may do something else.
+    is_new = not all(argument.is_for_same for argument in arguments)
+    if (named or is_new) and not (is_allowed or is_own(file)):
+        listed = "".join(f"\n  {each}" for each in shown)
+        problem = "names code, and jaxtp runs no code that a file names"
+        if not named:
+            problem = "has arguments of code that it does not name"
+        raise ConfigError(f"{file} {problem}; if you trust it, add {ALLOW_CODE}, or give these flags:{listed}")
+    what = "names code that runs" if named else "has arguments of code that runs"
+    say(f"{file} {what}: {', '.join(shown)}")
+
+
+def _value_at(config: object, path: Iterable[str]) -> Any:
+    value = config
+    for name in path:
+        value = getattr(value, name)
+    return value
+
+
+def _as_word(value: object) -> str:
+    # As a flag takes it: a text needs quotes only if YAML would read something else.
+    if isinstance(value, str):
+        with suppress(ValueError):
+            if parse_yaml(value.encode()) == value:
+                return value
+    return json.dumps(value, default=str)
 
 
 _CALLED_WITH = {"loss": ("model", "batch", "key"), "callbacks": ("trainer", "step")}

@@ -50,7 +50,7 @@ from jaxtp.hf.config_json import check_adaptable, dtype_of, stored_dtype
 from jaxtp.hf.load import Progress, import_config, load_folder
 from jaxtp.hf.model_folder import CONFIG, Folder, explain_gguf, open_folder
 from jaxtp.hf.peft import PeftFolder, open_peft
-from jaxtp.hf.runs import family_of_run, hf_files_of, load_merged, merge_peft, run_model_config
+from jaxtp.hf.runs import family_of_run, hf_files_of, load_merged, merge_peft, remedy_of_command, run_model_config
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType
 from jaxtp.mesh import TP, describe_mesh, mesh_sizes
@@ -207,8 +207,13 @@ class StoredModel:
         return model if self.adapters is None else merge_peft(model, self.adapters, config, mesh)
 
 
-def open_stored(path: Path, options: SourceConfig) -> StoredModel:
+def open_stored(path: Path, options: SourceConfig, *, has_build: bool = True) -> StoredModel:
     """Opens a Hugging Face folder, a checkpoint, or the newest checkpoint of a run, and `options.adapters`.
+
+    Args:
+      path: the model's folder.
+      options: settings that override its files.
+      has_build: whether the command has the flag `--build`, for messages.
 
     Raises:
       ValueError: the model is damaged or unsupported (a subclass, e.g. `CheckpointError`, `HFError`).
@@ -231,7 +236,8 @@ def open_stored(path: Path, options: SourceConfig) -> StoredModel:
         checkpoint = open_checkpoint(path)
         folder, info = checkpoint.folder, checkpoint.info
         build = None if options.build is None else load_object(options.build, "--build")
-        config, family = run_model_config(folder, info, build), family_of_run(folder)
+        remedy = remedy_of_command(folder, info, has_build=has_build)
+        config, family = run_model_config(folder, info, build, remedy), family_of_run(folder)
         dtype = config.precision.param
     if config.lora.rank and options.adapters is not None:
         raise SourceError(

@@ -3,6 +3,7 @@
 A run that starts from a Hugging Face model also stores its config.json and tokenizer files.
 """
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from jaxtp.checkpoint.logical import select_paths, to_logical
 from jaxtp.checkpoint.manager import load_weights
 from jaxtp.checkpoint.storage import StoredCheckpoint, newest_checkpoint, read_info_on_all
 from jaxtp.config.files import fingerprint
+from jaxtp.config.reading import truncate
 from jaxtp.config.schema import expand, validate
 from jaxtp.distributed.agreement import all_gather_json, raise_everywhere
 from jaxtp.hf.adapters import merge_adapters
@@ -103,13 +105,21 @@ def load_adapters(checkpoint: Path, config: ModelConfig, mesh: Mesh) -> Decoder:
     return nnx.merge(graph, nnx.merge_state(abstract, factors))
 
 
-def run_model_config(checkpoint: Path, info: Mapping[str, Any], build: object = None) -> ModelConfig:
+def run_model_config(
+    checkpoint: Path, info: Mapping[str, Any], build: object = None, remedy: str | None = None
+) -> ModelConfig:
     """Returns the configuration of the decoder that a checkpoint records.
+
+    Args:
+      checkpoint: for messages.
+      info: the checkpoint's.
+      build: as in `own_or_decoder`.
+      remedy: as in `own_or_decoder`.
 
     Raises:
       CheckpointError: as `own_or_decoder`, or the model is no decoder.
     """
-    config, is_decoder = own_or_decoder(checkpoint, info, build)
+    config, is_decoder = own_or_decoder(checkpoint, info, build, remedy)
     if is_decoder:
         return config
     raise CheckpointError(
@@ -118,10 +128,18 @@ def run_model_config(checkpoint: Path, info: Mapping[str, Any], build: object = 
     )
 
 
-def own_or_decoder(checkpoint: Path, info: Mapping[str, Any], build: object = None) -> tuple[ModelConfig, bool]:
+def own_or_decoder(
+    checkpoint: Path, info: Mapping[str, Any], build: object = None, remedy: str | None = None
+) -> tuple[ModelConfig, bool]:
     """Returns the model configuration that a checkpoint records, and whether it describes a decoder.
 
     A checkpoint may come from anyone, so no code that it names is imported: `build` makes a model of the user's.
+
+    Args:
+      checkpoint: for messages.
+      info: the checkpoint's.
+      build: a function, a class or settings.
+      remedy: how the caller takes the code, for the message; by default as `jaxtp.load_run` does.
 
     Raises:
       CheckpointError: no configuration, a model that needs `build`, or one that has no use for it.
@@ -138,15 +156,63 @@ def own_or_decoder(checkpoint: Path, info: Mapping[str, Any], build: object = No
             raise CheckpointError(f"{checkpoint} has jaxtp's own decoder, which needs no code: leave build out")
         return validate(ModelConfig, model, source=source), True
     if build is None:
+        arguments = model.get("arguments")
+        with_them = f" with the arguments {truncate(arguments, 300)}" if arguments else ""
+        call = call_of_load(checkpoint, str(name))
         raise CheckpointError(
-            f"{checkpoint} has a model of {name}, and jaxtp runs no code that a folder names; if you trust that "
-            f"code, name it: jaxtp generate and jaxtp evaluate take --build {name}, jaxtp.load_run takes build="
+            f"{checkpoint} has a model of {truncate(name, 300)}{with_them}, and jaxtp runs no code that a folder "
+            f"names; {remedy or f'if you trust that code, name it: {call}'}"
         )
     settings = decoder_settings(build, ModelConfig(build=name, arguments=model["arguments"]))
     if settings is None:
         return validate(ModelConfig, model, source=source), False
     decoder = validate(type(settings), model, source=source)
     return replace(decoder, decoder=settings.decoder), True
+
+
+def remedy_of_command(checkpoint: Path, info: Mapping[str, Any], *, has_build: bool) -> str:
+    """Returns how a command that takes only decoders may take the code of a run.
+
+    Args:
+      checkpoint: for messages.
+      info: the checkpoint's.
+      has_build: whether the command has the flag `--build`.
+    """
+    name = _recorded(info, "model", "build")
+    call = call_of_load(checkpoint, name)
+    if not has_build:
+        return f"this command takes only jaxtp's own decoder. In Python, {call} returns the model"
+    return (
+        f"this command takes only a jaxtp.Decoder. If it is one, and you trust that code, give --build "
+        f"{_word_of(name)}; in Python, {call} returns any model"
+    )
+
+
+def remedy_of_train(info: Mapping[str, Any]) -> str:
+    """Returns the flags of `jaxtp train` that name the code of a run, for messages."""
+    flags = []
+    for section, key in (("model", "build"), ("train", "loss"), ("data", "batches"), ("optimizer", "build")):
+        name = _recorded(info, section, key)
+        if name is not None:
+            flags.append(f"--{section}.{key} {_word_of(name)}")
+    return f"if you trust that code, name it: {' '.join(flags)}"
+
+
+def _recorded(info: Mapping[str, Any], section: str, key: str) -> str | None:
+    config = info.get("config")
+    values = config.get(section) if isinstance(config, Mapping) else None
+    value = values.get(key) if isinstance(values, Mapping) else None
+    return value if isinstance(value, str) else None
+
+
+def _word_of(name: str | None) -> str:
+    # A command cannot import what a notebook or a function has: its code has to be in a file.
+    place, _, thing = (name or "").rpartition(":")
+    if place == "__main__":
+        return f"FILE.py:{thing}"
+    if not place or place.startswith("<"):
+        return "FILE.py:NAME"
+    return shlex.quote(truncate(name, 300))
 
 
 def _has_adapters(info: Mapping[str, Any]) -> bool:

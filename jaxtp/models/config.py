@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 from pydantic import AfterValidator, Field
 
-from jaxtp.config.affects import ARCHITECTURE, COST, SHORT_HELP, STEP, affects
+from jaxtp.config.affects import ARCHITECTURE, COST, SHORT_HELP, STEP, ArgumentsOf, affects
 from jaxtp.config.hints import Problem, explained, matches, mesh_product, mesh_settings, not_divisible
 from jaxtp.config.schema import (
     ConfigError,
@@ -128,7 +128,7 @@ class DecoderSizes:
     class, or a subclass of ModelConfig. The settings below then have no effect, except for
     arguments and plan."""
 
-    arguments: Annotated[BlockChanges, STEP] = Changes({})
+    arguments: Annotated[BlockChanges, STEP, ArgumentsOf("build")] = Changes({})
     """Arguments of the function model.build, such as --model.arguments.depth 4. Its parameter rngs
     gets nnx.Rngs(run.seed)."""
 

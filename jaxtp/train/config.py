@@ -8,7 +8,18 @@ from typing import Annotated, Literal
 import tyro
 from pydantic import AfterValidator, Field
 
-from jaxtp.config.affects import ARCHITECTURE, COST, NOTHING, NUMBERS, SAMPLES, SHORT_HELP, STEP, Affects, settings
+from jaxtp.config.affects import (
+    ARCHITECTURE,
+    COST,
+    NOTHING,
+    NUMBERS,
+    SAMPLES,
+    SHORT_HELP,
+    STEP,
+    Affects,
+    ArgumentsOf,
+    settings,
+)
 from jaxtp.config.schema import (
     Count,
     CountOrZero,
@@ -224,7 +235,7 @@ class LoopConfig:
     """Loss instead of the cross-entropy of the next token: a function (model, batch, key) -> (sum,
     weight). A third result is a dict of metrics. Or a class, whose instance is such a function."""
 
-    loss_arguments: Annotated[BlockChanges, STEP] = Changes({})
+    loss_arguments: Annotated[BlockChanges, STEP, ArgumentsOf("loss")] = Changes({})
     """Arguments of train.loss, such as --train.loss-arguments.beta 0.2: of its class, or further
     ones of its function."""
 

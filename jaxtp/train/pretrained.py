@@ -19,7 +19,15 @@ from jaxtp.distributed.agreement import raise_everywhere
 from jaxtp.hf.config_json import dtype_of, read_config, stored_dtype
 from jaxtp.hf.model_folder import CONFIG, HFError, open_folder, read_attributes
 from jaxtp.hf.peft import PeftFolder, open_peft, read_peft
-from jaxtp.hf.runs import check_base, copy_hf_files, hf_files_of, load_base, load_frozen, run_model_config
+from jaxtp.hf.runs import (
+    check_base,
+    copy_hf_files,
+    hf_files_of,
+    load_base,
+    load_frozen,
+    remedy_of_train,
+    run_model_config,
+)
 from jaxtp.hf.wrapper import text_attributes
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType
@@ -81,7 +89,7 @@ class Pretrained(InitSource):
                 dtypes = {"model.precision.param": self.dtype}
                 reason = f"the frozen weights as {self.path} has them; adapters in {lora.dtype}"
             else:
-                model, reason = run_model_config(config.run.dir, resumed), as_resumed
+                model, reason = run_model_config(config.run.dir, resumed, remedy=remedy_of_train(resumed)), as_resumed
                 dtypes = {"model.precision.param": model.precision.param, "model.lora.dtype": model.lora.dtype}
             yield from ((name, dtype, "" if dtype == "float32" else reason) for name, dtype in dtypes.items())
         if resumed is None:
@@ -243,7 +251,8 @@ def resolve_pretrained(config: AnyConfig, explicit: Set[str]) -> tuple[AnyConfig
     if run is not None:
         checkpoint = newest_checkpoint(run)
         info = read_info(checkpoint)
-        model = config.model if config.model.build else run_model_config(checkpoint, info)
+        remedy = remedy_of_train(info)
+        model = config.model if config.model.build else run_model_config(checkpoint, info, remedy=remedy)
         source = RunSource(path=run, files=hf_files_of(checkpoint), model=model, checkpoint=checkpoint, info=info)
     else:
         assert folder is not None
@@ -263,7 +272,9 @@ def resolve_pretrained(config: AnyConfig, explicit: Set[str]) -> tuple[AnyConfig
 
 def _resumed_model(config: TrainConfig) -> ModelConfig | None:
     info = newest_info(config.run.dir)
-    return None if info is None else run_model_config(config.run.dir, info)
+    if info is None:
+        return None
+    return run_model_config(config.run.dir, info, remedy=remedy_of_train(info))
 
 
 def _sizes(model: ModelConfig) -> dict[str, Any]:

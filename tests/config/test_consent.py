@@ -1,6 +1,7 @@
 """Code that a configuration names runs only with the user's consent, because anyone may have written the file."""
 
 import os
+import shlex
 import shutil
 import tarfile
 from importlib import import_module
@@ -72,8 +73,62 @@ def test_a_file_cannot_call_a_function_of_the_standard_library(program, folder, 
     loss = {"train.loss": "jaxtp:DPO", "data.batches": "itertools:count"}
     call = {"model.build": "os:system", "model.arguments": {"command": "touch PWNED"}}
     assert run(program, write(folder / "shared.yaml", call | loss)) == 2
-    assert "--model.build os:system\n  --data.batches itertools:count\n" in capsys.readouterr().err
+    listed = "--model.build os:system\n  --data.batches itertools:count\n  --model.arguments.command 'touch PWNED'\n"
+    assert listed in capsys.readouterr().err
     assert not Path("PWNED").exists()
+
+
+ARGUMENTS = {"model.build": "model.arguments", "train.loss": "train.loss_arguments"}
+SHOWN = ["command 'touch PWNED'", "depth 4", "lines '\"a\\nb\"'", 'nested \'{"a": [1, "b"]}\'', "text '\"4\"'"]
+GIVEN = {"command": "touch PWNED", "depth": 4, "text": "4", "nested": {"a": [1, "b"]}, "lines": "a\nb"}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_of_a_file_are_shown(name, folder, capsys):
+    """In the refusal, and before the code runs with consent of each kind."""
+    words = write(folder / "mine.yaml", {name: "evil.py:code", ARGUMENTS[name]: GIVEN})
+    flag = f"--{ARGUMENTS[name].replace('_', '-')}"
+    shown = [f"{flag}.{each}" for each in SHOWN]
+    with pytest.raises(ConfigError, match="names code") as caught:
+        TRAIN.load(words)
+    assert str(caught.value).splitlines()[1:] == [f"  --{name} evil.py:code", *map("  {}".format, shown)]
+    TRAIN.load([*words, "--allow-code"])
+    listed = ", ".join(shown)
+    assert capsys.readouterr().err == f"{words[1]} names code that runs: --{name} evil.py:code, {listed}\n"
+    same, _ = TRAIN.load([*words, f"--{name}", "evil.py:code"])
+    assert capsys.readouterr().err == f"{words[1]} has arguments of code that runs: {listed}\n"
+    given = [word for each in shown for word in shlex.split(each)]
+    assert TRAIN.load([*words, f"--{name}", "evil.py:code", *given[: 2 * 3]])[0] == same
+    assert capsys.readouterr().err == f"{words[1]} has arguments of code that runs: {', '.join(shown[3:])}\n"
+    words = write(folder / "mine.yaml", {})
+    assert TRAIN.load([*words, f"--{name}", "evil.py:code", *given])[0] == same
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("of_file", [{}, {"model.build": "evil.py:code"}], ids=["no code", "other code"])
+def test_code_of_a_flag_gets_arguments_of_a_file_only_with_consent(of_file, folder, capsys):
+    words = write(folder / "shared.yaml", of_file | {"model.arguments": {"command": "touch PWNED"}})
+    words += ["--model.build", "os:system"]
+    assert run("train", words) == 2
+    error = capsys.readouterr().err
+    assert "shared.yaml has arguments of code that it does not name; if you trust it, add --allow-code" in error
+    assert "\n  --model.arguments.command 'touch PWNED'\n" in error
+    assert not Path("PWNED").exists()
+    TRAIN.load([*words, "--allow-code"])
+    TRAIN.load([*words, "--model.arguments.command", "true"])
+    mark_as_own(folder / "shared.yaml")
+    TRAIN.load(words)
+
+
+def test_long_arguments_are_shown_in_part(folder):
+    words = write(folder / "shared.yaml", {"model.build": "os:system", "model.arguments": {"command": "a" * 10_000}})
+    with pytest.raises(ConfigError, match=r"command a{200,300}\.\.\.$"):
+        TRAIN.load(words)
+
+
+def test_arguments_of_a_loss_of_jaxtps_own_need_no_consent(folder, capsys):
+    TRAIN.load(write(folder / "shared.yaml", {"train.loss": "jaxtp:DPO", "train.loss_arguments": {"beta": 0.2}}))
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("name", REFERENCES)

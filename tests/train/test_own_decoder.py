@@ -26,12 +26,14 @@ from jaxtp.config.python_object import load_object
 from jaxtp.config.schema import ConfigError
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.generate.request import GenerationError
+from jaxtp.hf.runs import own_or_decoder, remedy_of_command, remedy_of_train
 from jaxtp.mesh import make_mesh, mesh_shape
 from jaxtp.models.decoder import create_decoder
 from jaxtp.models.own_decoder import builder, decoder_settings
 from jaxtp.tools.check.__main__ import verdicts
 from jaxtp.tools.check.parity import initial_arrays
 from jaxtp.tools.check.shrink import Case, shrink
+from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.tools.evaluate.__main__ import main as evaluate
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
@@ -178,7 +180,8 @@ def test_a_run_resumes_on_another_mesh_and_is_used_from_its_folder(tmp_path, cap
     before = contents(tmp_path / "run")
     prompt = ["--model", str(tmp_path / "run"), "--prompt", "line 1", "--max-tokens", "4"]
     assert generate(prompt) == 2
-    assert "runs no code that a folder names; if you trust that code, name it" in capsys.readouterr().err
+    refused = "names; this command takes only a jaxtp.Decoder. If it is one, and you trust that code, give --build"
+    assert f"{refused} {FILE}:build" in capsys.readouterr().err
     assert generate([*prompt, "--build", f"{FILE}:build", "--json", "-"]) == 0
     text = json.loads(capsys.readouterr().out)
     with jax.set_mesh(make_mesh(tp=2)):
@@ -319,6 +322,27 @@ class Other(nnx.Module):
         self.linear = nnx.Linear(2, 2, rngs=rngs)
 
 
+@pytest.mark.parametrize(
+    ("build", "word"),
+    [
+        ("mine.py:Net", "mine.py:Net"),
+        ("my file.py:Net", "'my file.py:Net'"),
+        ("__main__:Net", "FILE.py:Net"),
+        ("<lambda>", "FILE.py:NAME"),
+    ],
+)
+def test_a_refusal_of_code_names_flags_that_can_work(build, word):
+    """And the arguments that the run's folder would give to the code."""
+    model = {"build": build, "arguments": {"command": "touch PWNED"}}
+    info = {"config": {"model": model, "train": {"loss": "mine.py:loss"}, "data": None}}
+    command = remedy_of_command(Path("run"), info, has_build=True)
+    assert f"takes only a jaxtp.Decoder. If it is one, and you trust that code, give --build {word}; in" in command
+    train = remedy_of_train(info)
+    assert train.endswith(f"name it: --model.build {word} --train.loss mine.py:loss")
+    with pytest.raises(CheckpointError, match=r"with the arguments \{'command': 'touch PWNED'\}, and jaxtp runs no"):
+        own_or_decoder(Path("run"), info, remedy=train)
+
+
 def test_a_model_that_is_no_decoder_has_none_of_its_commands(tmp_path, capsys):
     """They say what returns it instead."""
 
@@ -329,8 +353,15 @@ def test_a_model_that_is_no_decoder_has_none_of_its_commands(tmp_path, capsys):
     run = tmp_path / "run"
     with jaxtp.Trainer(jaxtp.Task(model=Other, loss=loss, batches=rows), folder=run, steps=1) as trainer:
         trainer.run_to_end()
-    with pytest.raises(CheckpointError, match=r"jaxtp.load_run takes build="):
+    with pytest.raises(CheckpointError, match=r"name it: jaxtp\.load_run\('.*', build='.*:Other'\)$"):
         jaxtp.load_run(run)
+    assert convert(["export", str(run), str(tmp_path / "hf")]) == 2
+    error = capsys.readouterr().err
+    assert "this command takes only jaxtp's own decoder. In Python, jaxtp.load_run(" in error
+    assert "--build" not in error
+    assert main(["--run.init-from", str(run), "--run.dir", str(tmp_path / "next")]) == 2
+    named = r"--model\.build \S+:Other --train\.loss \S+ --data\.batches \S+$"
+    assert re.search(rf"if you trust that code, name it: {named}", capsys.readouterr().err.strip())
     source = ["--model", str(run), "--build", f"{__file__}:Other"]
     for command in (generate, evaluate):
         assert command([*source, *(["--prompt", "a"] if command is generate else ["--text", __file__])]) == 2

@@ -952,7 +952,7 @@ def test_a_model_that_is_loaded_without_a_mesh_is_plain_flax(trained):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, r"runs no code that a folder names.*jaxtp.load_run takes build="),
+        ({}, r"runs no code that a folder names; .* name it: jaxtp\.load_run\('.*', build='.*:WithFeatures'\)$"),
         (
             {"build": Net},
             r"trained with .*:WithFeatures, and build makes another model: the model has no norm.bias; .*no norm.var",

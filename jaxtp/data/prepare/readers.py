@@ -116,6 +116,7 @@ class Fields:
     turns: Callable[[Row], tuple[Turn, ...]] | None = None
     """Converts a row of a conversation or a pair; raises `ChatError` or `BadInputError`."""
     required: tuple[str, ...] = ()  # columns that pairs have after `text`
+    only_texts: bool = False  # Whether the command reads no conversations and no pairs
 
     @property
     def names(self) -> list[str]:
@@ -703,7 +704,10 @@ def _require_fields(row: Row, fields: Fields) -> None:
     other = ""
     if missing == "text":
         other = ". Name it with --field NAME, or a conversation with --messages NAME"
-        if {"chosen", "rejected"} <= row.keys():
+        if fields.only_texts:
+            conversation = "prepare it with jaxtp prepare --messages NAME, then --data"
+            other = f". Name it with --field NAME; if it is a conversation, {conversation}"
+        elif {"chosen", "rejected"} <= row.keys():
             other += "; --preference reads pairs of answers"
     raise BadInputError(NO_FIELD, f"no field {missing!r}; {hint}{other}{_nested_hint(row)}")
 

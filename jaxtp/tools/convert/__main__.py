@@ -235,7 +235,7 @@ def export_run(command: Export) -> str:
     """Writes a checkpoint, or a model with adapters, as a folder in Hugging Face format; returns a message."""
     mesh = command.mesh.make()  # before `open_stored`, which starts JAX's backend
     settings = SourceConfig(adapters=command.adapters, base=command.base, ignore_config=command.ignore_config)
-    source = open_stored(command.run, settings)
+    source = open_stored(command.run, settings, has_build=False)
     stored, name, only_adapters = source.config, str(source.folder), source.config.lora.rank and not command.merged
     if not source.is_run and source.adapters is None:
         raise HFError(f"{name} is in Hugging Face format already; --adapters DIR adds adapters to it")

@@ -1,7 +1,7 @@
 """The documents to measure on: checked before any computation, then streamed."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -102,7 +102,8 @@ def _open_files(name: str, config: EvaluateConfig, model: ModelSource) -> list[I
         raise InputError(f"--text {name} is a dataset of jaxtp prepare: read it by --data {name}")
     most = config.max_document_bytes
     prepare = PrepareConfig(inputs=(name,), field=config.field, max_document_bytes=most, max_window_bytes=2**31)
-    files = [(each.path, partial(_read_texts, each, prepare.fields, config.limit)) for each in find_sources(prepare)]
+    fields = replace(prepare.fields, only_texts=True)
+    files = [(each.path, partial(_read_texts, each, fields, config.limit)) for each in find_sources(prepare)]
     counts = [sum(map(len, read())) for _, read in files]
     inputs = [
         Input(path, count, partial(_documents_of_texts, read, path, model))

@@ -22,7 +22,7 @@ from jaxtp.config import entry
 from jaxtp.config.command_line import Command, parse_mesh
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_writable, write_json
-from jaxtp.config.python_object import user_code
+from jaxtp.config.python_object import named_code, user_code
 from jaxtp.config.schema import ConfigError, Switch, UserPath, from_yaml
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.mesh import AXES, CP, abstract_mesh, describe_mesh
@@ -106,7 +106,7 @@ def _explain_run(options: ExplainRun) -> None:
 
 def _explain_model(command: Explain) -> None:
     config = from_yaml(TrainConfig, command.model) if command.model.endswith((".yaml", ".yml")) else None
-    if config is not None and has_own_step(config):
+    if config is not None and (has_own_step(config) or named_code(config)):
         raise ConfigError(f"{command.model} names parts of your own; write jaxtp explain --config {command.model}")
     if command.mesh is not None:
         sizes = parse_mesh(command.mesh, AXES)

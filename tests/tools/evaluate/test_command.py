@@ -251,6 +251,7 @@ def test_inputs_that_cannot_be_measured(folder, data, tmp_path, capsys):
         "blank.jsonl": b"\n\n",
         "broken.jsonl": b'{"text": "a"}\n{"text": \n',
         "other.jsonl": b'{"txt": "a"}\n',
+        "chat.jsonl": b'{"messages": [{"role": "user", "content": "a"}]}\n',
         "nothing.jsonl": b'{"text": ""}\n',
         "one.txt": b"x",
     }.items():
@@ -262,6 +263,7 @@ def test_inputs_that_cannot_be_measured(folder, data, tmp_path, capsys):
         ("--text", tmp_path / "blank.jsonl"): "all documents are empty",
         ("--text", tmp_path / "broken.jsonl"): "line 2: not JSON",
         ("--text", tmp_path / "other.jsonl"): "did you mean 'txt'?",
+        ("--text", tmp_path / "chat.jsonl"): "prepare it with jaxtp prepare --messages NAME, then --data",
         ("--text", tmp_path / "nothing.jsonl"): "all documents are empty",
         ("--text", tmp_path / "empty.tx"): f"did you mean {tmp_path / 'empty.txt'}?",
         ("--text", tmp_path / "folder"): "no file in this folder",
