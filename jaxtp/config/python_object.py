@@ -118,7 +118,9 @@ class FileArgument:
     is_for_same: bool  # Whether the file names the code that gets it
 
     def __str__(self) -> str:
-        return f"{self.flag} {shlex.quote(_as_word(self.value))}"
+        word = _as_word(self.value)
+        between = "=" if word.startswith("-") else " "
+        return f"{self.flag}{between}{shlex.quote(word)}"
 
 
 def file_arguments(config: Hashable, in_file: Hashable, flags: Mapping[tuple[str, ...], object]) -> list[FileArgument]:

@@ -120,6 +120,13 @@ def test_code_of_a_flag_gets_arguments_of_a_file_only_with_consent(of_file, fold
     TRAIN.load(words)
 
 
+def test_an_argument_that_begins_with_a_dash_is_shown_as_a_flag_takes_it(folder):
+    words = write(folder / "shared.yaml", {"model.build": "os:system", "model.arguments": {"command": "-rf /"}})
+    with pytest.raises(ConfigError, match=r"command='-rf /'$"):
+        TRAIN.load(words)
+    TRAIN.load(["--model.build", "os:system", "--model.arguments.command=-rf /"])
+
+
 def test_long_arguments_are_shown_in_part(folder):
     words = write(folder / "shared.yaml", {"model.build": "os:system", "model.arguments": {"command": "a" * 10_000}})
     with pytest.raises(ConfigError, match=r"command a{200,300}\.\.\.$"):
