@@ -352,8 +352,6 @@ def grows(model, batch, key):
             {"mesh": "dp=3", "batches": [{"x": np.ones(16), "y": 1}] * 64, "settings": {"data.global_batch_size": 8}},
             r"data.global_batch_size=8 is not divisible by .*=3; dp can be 1, 2, or global_batch_size 6 or 9$",
         ),
-        "a mesh": ({"mesh": jaxtp.make_mesh(fsdp=2, tp=2)}, 'makes its own, of given sizes: mesh="fsdp=2,tp=2"'),
-        "a mesh of one": ({"mesh": jaxtp.make_mesh()}, 'makes its own, of given sizes: mesh="dp=1"'),
     }.values(),
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -641,6 +639,12 @@ def test_after_an_error_what_was_computed_is_still_there(tmp_path):
     assert trainer.metrics_of(1)["loss"] > 0
     with pytest.raises(ConfigError, match="the trainer is closed at step 1"):
         trainer.save()
+
+
+@pytest.mark.parametrize(("sizes", "text"), [({"fsdp": 2, "tp": 2}, "fsdp=2,tp=2"), ({}, "dp=1")])
+def test_a_mesh_is_given_by_its_sizes(sizes, text, tmp_path):
+    with pytest.raises(ConfigError, match=f'makes its own, of given sizes: mesh="{text}"$'):
+        train(tmp_path, mesh=jaxtp.make_mesh(**sizes))
 
 
 @pytest.mark.parametrize(
