@@ -89,10 +89,22 @@ def attempt(program: str, action: Callable[[], int | None], interrupted: str = "
         return fail(program, f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}")
 
 
+def shown(text: str) -> str:
+    """Returns a model's text for standard output: a terminal would obey control characters, so it gets them escaped.
+
+    Newlines and tabs stay.
+    """
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    return "\t".join(map(_escaped, text.split("\t"))) if is_terminal else text
+
+
+def _escaped(text: str) -> str:
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def fail(program: str, error: Exception | str) -> int:
     """Prints a mistake on stderr and returns exit code 2."""
-    escaped = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), str(error))
-    say(f"{program}: error: {escaped}")
+    say(f"{program}: error: {_escaped(str(error))}")
     return MISTAKE
 
 

@@ -159,10 +159,13 @@ def _generate(config: GenerateConfig) -> None:
         donate=True,
     )
     if encoder is not None:
-        Chat(generator, encoder, config.sampling).run()
+        chat = Chat(generator, encoder, config.sampling)
+        chat.run()
+        speed = chat.speed
     else:
         _continue_prompts(generator, prompts, encoded, config)
-    print_status("\n".join(generator.speed.lines()))
+        speed = generator.speed
+    print_status("\n".join(speed.lines()))
 
 
 def _conflicts(config: GenerateConfig) -> Iterator[str]:
@@ -276,7 +279,7 @@ def _continue_prompts(
 
         for tokens, piece in enumerate(generator.stream(encoded, config.sampling, progress=progress), 1):
             if streamed:
-                print(piece.text, end="" if piece.result is None else "\n", flush=True)
+                print(entry.shown(piece.text), end="" if piece.result is None else "\n", flush=True)
             if piece.result is not None:
                 results[piece.index, piece.sample] = piece.result
             done = total - len(remaining) + len(results)
@@ -286,10 +289,11 @@ def _continue_prompts(
                 if not streamed and not to_stdout:
                     quoted = json.dumps(prompt, ensure_ascii=False)
                     name = f"{result.index}, sample {result.sample}" if samples > 1 else f"{result.index}"
-                    _write_line(sys.stdout, f"--- {name}: {quoted}\n{result.text}")
+                    _write_line(sys.stdout, f"--- {name}: {entry.shown(quoted)}\n{entry.shown(result.text)}")
                 if file is not None and config.json is not None:
                     with ExitStack() if to_stdout else writing("--json", config.json):
-                        _write_line(file, json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False))
+                        line = json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False)
+                        _write_line(file, entry.shown(line) if to_stdout else line)
             if done == 0:
                 status = Status()  # progress starts some seconds after the first text
             elif total > 1 and not is_terminal(sys.stdout):

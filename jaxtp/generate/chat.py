@@ -6,7 +6,7 @@ import termios
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 
-from jaxtp.config.entry import Interrupt, UserError, say
+from jaxtp.config.entry import Interrupt, UserError, say, shown
 from jaxtp.config.reading import truncate
 from jaxtp.data.chat_template import (
     ASSISTANT,
@@ -18,7 +18,7 @@ from jaxtp.data.chat_template import (
     without_noncharacters,
 )
 from jaxtp.data.tokenizer import Tokenizer
-from jaxtp.generate.engine import Generator
+from jaxtp.generate.engine import Generator, Speed
 from jaxtp.generate.request import GenerationError
 from jaxtp.generate.sampling import GenerationSettings
 
@@ -69,6 +69,8 @@ class Chat:
     def __init__(self, generator: Generator, encoder: ConversationEncoder, settings: GenerationSettings):
         self._generator, self._encoder, self._settings = generator, encoder, settings
         self._messages = encoder.system
+        self.speed = Speed()
+        """Tokens and seconds of all answers together."""
         self._interactive = sys.stdin is not None and sys.stdin.isatty()
 
     def run(self) -> None:
@@ -131,11 +133,12 @@ class Chat:
             for piece in pieces:
                 text += piece.text
                 num_tokens += piece.token is not None
-                print(piece.text, end="", flush=True)
+                print(shown(piece.text), end="", flush=True)
                 if piece.result is None:
                     check()
                 else:
                     finish = piece.result.finish
+        self.speed.add(self._generator.speed)
         print(flush=True)
         if finish is None:
             say("(interrupted)" if text else "(interrupted before the answer began; the text is discarded)")

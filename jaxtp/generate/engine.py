@@ -99,6 +99,15 @@ class Speed:
     """Tokens read (prefill) and generated (decode); the first token of each text belongs to prefill."""
     cut_texts: int = 0  # Number of texts that ended at the model's context
 
+    def add(self, later: "Speed") -> None:
+        """Adds a later call's tokens and seconds; the cache is the later one's."""
+        self.shape = later.shape or self.shape
+        self.cache_bytes = later.cache_bytes or self.cache_bytes
+        self.compile_seconds += later.compile_seconds
+        self.cut_texts += later.cut_texts
+        for name, value in vars(later.timing).items():
+            setattr(self.timing, name, getattr(self.timing, name) + value)
+
     def lines(self) -> Iterator[str]:
         """Yields the lines that the command prints."""
         timing = self.timing
@@ -155,6 +164,7 @@ class Generator:
         context: int | None = None,
         donate: bool = False,
     ):
+        _require_decoder(model)
         if batch_size < 1:
             raise GenerationError(f"batch_size={batch_size}: should be 1 or more")
         mesh = model_mesh(model)
@@ -204,6 +214,7 @@ class Generator:
         """
         if self._is_streaming:
             raise GenerationError("texts are being generated; finish or close the iterator of stream before update")
+        _require_decoder(model)
         ours, new = (architecture(replace(each, lora=LoraConfig())) for each in (self.config, model.config))
         if changed := [f"{name}={new.get(name)!r}, not {ours[name]!r}" for name in ours if new.get(name) != ours[name]]:
             raise GenerationError(f"update: the model has another architecture: {', '.join(changed)}")
@@ -299,6 +310,12 @@ class Generator:
         if cache is None:
             return programs, Cache(shape, programs.empty(), tokens)
         return programs, cache if keep else replace(cache, tokens=tokens)
+
+
+def _require_decoder(model: object) -> None:
+    if not isinstance(model, Decoder):
+        name = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise GenerationError(f"the model is {name}, which is no jaxtp.Decoder; only a decoder generates texts")
 
 
 def _num_equal(first: Sequence[int], second: Sequence[int], most: int) -> int:

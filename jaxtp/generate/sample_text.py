@@ -10,6 +10,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxtp.config.entry import shown
 from jaxtp.config.schema import ConfigError, expand
 from jaxtp.data.manifest import MANIFEST
 from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -62,7 +63,8 @@ def sample_text(
                 generator, made_for = _InPlace(model, opened, batch_size=len(prompts) * settings.samples), run
             results = generator.sample(model, prompts, settings)
         for each in results:
-            trainer.line(f"step {step.index}: {json.dumps(prompts[each.index] + each.text, ensure_ascii=False)}")
+            text = json.dumps(prompts[each.index] + each.text, ensure_ascii=False)
+            trainer.line(f"step {step.index}: {shown(text)}")
 
     return callback
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic
 
 import jax
+from jax.sharding import Mesh
 
 from jaxtp.checkpoint.storage import Info, newest_info
 from jaxtp.config.console import size_text
@@ -126,7 +127,10 @@ def settings_of_run(settings: Mapping[str, object], task: Task) -> tuple[TrainCo
       ConfigError: unknown or invalid settings, or one that names a part of the task.
     """
     values = dict(settings)
-    if isinstance(mesh := values.get("mesh"), str):
+    mesh = values.get("mesh")
+    if isinstance(mesh, Mesh):
+        raise ConfigError(_no_sizes(mesh))
+    if isinstance(mesh, str):
         from jaxtp.config.command_line import parse_mesh
 
         values["mesh"] = parse_mesh(mesh, AXES, allow_rest=True)
@@ -136,6 +140,12 @@ def settings_of_run(settings: Mapping[str, object], task: Task) -> tuple[TrainCo
     choose_allocator(config.launch.allocator)  # before JAX's backend starts
     of_task = leaves({section: to_plain(part) for section, part in task.settings().items()})
     return resolve_defaults(config, explicit | {".".join(keys) for keys, _ in of_task})
+
+
+def _no_sizes(mesh: Mesh) -> str:
+    # A run chooses the devices itself, so a mesh of others cannot be taken for its sizes alone.
+    used = [f"{axis}={size}" for axis, size in mesh.shape.items() if axis in AXES and size > 1]
+    return f'mesh is a jax.sharding.Mesh, and a run makes its own, of given sizes: mesh="{",".join(used) or "dp=1"}"'
 
 
 class _Defaults(Generic[AnyConfig]):

@@ -283,11 +283,12 @@ class Trackers:
         self._for_each(lambda tracker: tracker.write(step, finite))
 
     def close(self) -> None:
-        """Closes the trackers and the file."""
+        """Closes the trackers and the file; later records are dropped."""
         self._for_each(lambda tracker: tracker.close())
         if self._file is not None:
             with contextlib.suppress(OSError):  # from a failed write, already reported
                 self._file.close()
+            self._file = None
 
     def _for_each(self, action: Callable[[Tracker], object]) -> None:
         for name, tracker in list(self._trackers.items()):

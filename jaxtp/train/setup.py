@@ -47,7 +47,7 @@ from jaxtp.train.state import Blueprint, MakeModel, parameter_count, plan_state,
 from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step, on_leaves
 from jaxtp.train.task import Task, load_task, transformation, with_parts, with_references
 from jaxtp.train.user_loss import Traits, attribute, example_batch, inspect_loss
-from jaxtp.train.validation import batch_problems, check_decoder, open_mesh, refuse
+from jaxtp.train.validation import batch_violations, check_decoder, open_mesh, refuse
 
 _NOTICE = "stops and saves after this step; a second Ctrl-C ends at once"
 _NOTHING_LOST = "interrupted before the first step; nothing is lost, and the same command {}"
@@ -343,7 +343,8 @@ def with_batches(config: TrainConfig, data: RunData, mesh: Mesh | AbstractMesh) 
             f"data.global_batch_size={config.data.global_batch_size}, and the batches have {size} rows; leave it out"
         )
     config = replace_nested(config, {"data.global_batch_size": size})
-    refuse(problem.text for problem in batch_problems(config, mesh_sizes(mesh)))
+    have_own_rows = config.data.batches is not None and not isinstance(data.train, SampleBatches)
+    refuse(batch_violations(config, mesh_sizes(mesh), have_own_rows=have_own_rows))
     return config
 
 

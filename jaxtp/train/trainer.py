@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxtp.checkpoint.checksum import Sums
 from jaxtp.config.entry import STANDARD_OUTPUT, NumericsError, UserError, in_thread
-from jaxtp.config.python_object import reference_to, user_code, user_code_error
+from jaxtp.config.python_object import describe_value, reference_to, user_code, user_code_error
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.batches import Position
@@ -40,7 +40,7 @@ from jaxtp.train.state import CONSTANTS, finite_arrays
 from jaxtp.train.step import Scalars, TrainStep, compiler_options, fetch, trace_step
 from jaxtp.train.stopping import Stopping, Watchdog
 from jaxtp.train.task import Task
-from jaxtp.train.user_loss import check_names, require_sums
+from jaxtp.train.user_loss import logged_numbers, require_sums
 
 if TYPE_CHECKING:
     from jaxtp.train.performance import Profiler, Stragglers
@@ -102,6 +102,8 @@ class Trainer:
         settings: Mapping[str, object] | TrainConfig | None = None,
         verbose: bool = False,
     ):
+        if not isinstance(task, Task):
+            raise ConfigError(_no_task(task))
         short = {"mesh": mesh, "run.dir": folder, "train.steps": steps}
         given = {name: value for name, value in short.items() if value is not None}
         if isinstance(settings, TrainConfig) and given:
@@ -111,7 +113,18 @@ class Trainer:
         self._verbose = verbose
         self._startup_log: Sequence[str] = ()
         self._exit_stack = ExitStack()
+        self._has_ended = False
         self._run: Run
+
+    def __repr__(self) -> str:
+        settings = vars(self).get("config", self._settings)
+        folder = settings.run.dir if isinstance(settings, TrainConfig) else settings.get("run.dir")
+        run = vars(self).get("_run")
+        state = "not started"
+        if run is not None:
+            state = f"ended at step {run.step}" if self._has_ended else f"at step {run.step}"
+        of_folder = "" if folder is None else f"folder={str(folder)!r}, "
+        return f"<Trainer {of_folder}{state}>"
 
     if not TYPE_CHECKING:  # type checkers would accept any name
 
@@ -182,20 +195,32 @@ class Trainer:
         self._first = run.step + 1
         self._steps = self._train()
         self._stop_reason: str | None = None
+        self._has_ended = False
         self.done = False
         """Whether all steps are done."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._exit_stack:
-            if error is None:
-                with self._reporting():
-                    if not self.done and self._run.step >= self._first:  # the loop was left early
-                        self.save()
-            else:
-                self._report_failure(error)
-                self._exit_stack.__exit__(kind, error, trace)
+        try:
+            with self._exit_stack:
+                if error is None:
+                    with self._reporting():
+                        if not self.done and self._run.step >= self._first:  # the loop was left early
+                            self.save()
+                else:
+                    self._report_failure(error)
+                    self._exit_stack.__exit__(kind, error, trace)
+        finally:
+            self._has_ended = True
+
+    def _require_open(self) -> None:
+        step = self._run.step
+        if self._has_ended:
+            raise ConfigError(
+                f"the trainer is closed at step {step}: its with block has ended; enter the trainer again "
+                "(with trainer: ...) to continue from the last checkpoint"
+            )
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -214,6 +239,7 @@ class Trainer:
         report_failure(error)
 
     def __iter__(self) -> Iterator[Step]:
+        self._require_open()
         return self._steps
 
     def run_to_end(self) -> bool:
@@ -251,10 +277,10 @@ class Trainer:
         """Writes values of the current step to `metrics.jsonl` and the trackers, from process 0.
 
         Raises:
-          ConfigError: a name that the run uses itself.
+          ConfigError: a name that the run uses itself, a value that is no number, or the `with` block has ended.
         """
-        check_names(values, "trainer.log has")
-        self._trackers.write({"step": self._run.step, **{name: float(value) for name, value in values.items()}})
+        self._require_open()
+        self._trackers.write({"step": self._run.step, **logged_numbers(values, "trainer.log has")})
 
     def line(self, text: str) -> None:
         """Prints a line, from process 0, above the progress bar."""
@@ -272,6 +298,7 @@ class Trainer:
 
         With several processes one call suffices, and the run ends after the next step.
         """
+        self._require_open()
         self._run.interrupt.received = self._stop_reason = reason
 
     def save(self) -> Path:
@@ -333,6 +360,7 @@ class Trainer:
             step = Step(run.step, self)
             self._call_back(step)
             yield step
+            self._require_open()
             if run.step < total:
                 self._between_steps()
                 if (reason := self._stopping.reason) is not None:
@@ -612,6 +640,7 @@ class Trainer:
         run = self._run
         if self._saved_at == run.step:
             return
+        self._require_open()
         eval_loss = self._last[1].get("eval_loss", math.nan) if self._last[0] == run.step else math.nan
         best = eval_loss if math.isfinite(eval_loss) else None
         with self._phase(f"the checkpoint at step {run.step}", "save"):
@@ -632,6 +661,14 @@ class Trainer:
         if run.base is not None:
             info[run_folder.BASE] = run.base
         return info
+
+
+def _no_task(given: object) -> str:
+    if isinstance(given, TrainConfig):
+        return "the first argument of Trainer is a jaxtp.Task; a TrainConfig is given by settings="
+    name = getattr(given, "__name__", None)
+    form = f"jaxtp.Task(model={name or 'MODEL'}, loss=..., batches=..., optimizer=...)"
+    return f"Trainer takes a jaxtp.Task, not {name or describe_value(given)}: {form}"
 
 
 def evaluation_metrics(results: Sequence[LossTerms], *, own_loss: bool) -> dict[str, float]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.config.entry import UserError
 from jaxtp.config.hints import by_dotted_path
-from jaxtp.config.python_object import user_code
+from jaxtp.config.python_object import describe_value, user_code
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.columns import WEIGHTS
 from jaxtp.data.rows import PAIRS, SEGMENTS
@@ -75,6 +75,23 @@ def check_names(metrics: Iterable[object], who: str) -> None:
             raise ConfigError(f"{who} a metric named {name!r}; a name is a string")
         if name in _RESERVED or name.startswith(_RESERVED_GROUPS):
             raise ConfigError(f"{who} a metric named {name!r}; give it a name that a run does not use itself")
+
+
+def logged_numbers(metrics: object, who: str) -> dict[str, float]:
+    """Returns the metrics that a user logs; raises ConfigError if they are no dict of numbers by name."""
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"{who} {describe_value(metrics)}; it takes a dict of numbers by name")
+    check_names(metrics, who)
+    return {name: _number(name, value, who) for name, value in metrics.items()}
+
+
+def _number(name: str, value: Any, who: str) -> float:
+    is_text = isinstance(value, str | bytes)
+    if not is_text and tuple(getattr(value, "shape", ())) == ():
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            return float(value)
+    what = f"{describe_value(value)}, a {type(value).__name__}" if is_text else _describe(value)
+    raise ConfigError(f"{who} a metric {name!r} that is {what}; it should be a number, or an array of shape ()")
 
 
 def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) -> LossTerms:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -128,10 +129,25 @@ def violations_on(config: TrainConfig, mesh: Mapping[str, int], devices: int | N
       devices: number available, if known.
     """
 
+    return _explained(problems, config, mesh, devices)
+
+
+def batch_violations(config: TrainConfig, mesh: Mapping[str, int], *, have_own_rows: bool) -> Iterator[str]:
+    """Yields `batch_problems`, with the nearest values that work on as many devices or fewer."""
+    find = partial(batch_problems, have_own_rows=have_own_rows)
+    return _explained(find, config, mesh, math.prod(mesh.values()))
+
+
+def _explained(
+    find: Callable[[TrainConfig, Mapping[str, int]], Iterable[Problem]],
+    config: TrainConfig,
+    mesh: Mapping[str, int],
+    devices: int | None,
+) -> Iterator[str]:
     def problems_after(changes: Mapping[str, int]) -> Iterator[Problem]:
         sizes = {axis: changes.get(f"mesh.{axis}", mesh[axis]) for axis in AXES}
         others = {name: value for name, value in changes.items() if not name.startswith("mesh.")}
-        yield from problems(replace_nested(config, others), sizes)
+        yield from find(replace_nested(config, others), sizes)
         if devices is not None and (needed := math.prod(sizes.values())) > devices:
             yield Problem(
                 f"the mesh {describe_mesh(sizes)} needs {needed} devices, and there are {devices}",
@@ -181,11 +197,21 @@ def _without_switch(config: TrainConfig) -> Iterator[str]:
             yield f"{name}={value} has no effect without {switch}; set that, or leave this out"
 
 
-def batch_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
-    """Yields why the batch cannot be split over the mesh and the micro-batches."""
-    batch, divisor = config.data.global_batch_size, batch_parts(mesh) * config.train.accumulation
-    by, among = f"mesh.{'*'.join(BATCH)} * train.accumulation", (*mesh_settings(BATCH), "train.accumulation")
-    yield from not_divisible("data.global_batch_size", batch, by, divisor, dict.fromkeys(among, batch))
+def batch_problems(config: TrainConfig, mesh: Mapping[str, int], *, have_own_rows: bool = False) -> Iterator[Problem]:
+    """Yields why the batch cannot be split over the mesh and the micro-batches.
+
+    Args:
+      have_own_rows: the batches are a user's, so that no setting changes their number of rows.
+    """
+    batch = config.data.global_batch_size
+    divisor = batch_parts(mesh) * config.train.accumulation
+    among = dict.fromkeys((*mesh_settings(BATCH), "train.accumulation"), batch)
+    axes = "*".join(BATCH)
+    if not have_own_rows:
+        by = f"mesh.{axes} * train.accumulation"
+        yield from not_divisible("data.global_batch_size", batch, by, divisor, among)
+    elif batch % divisor:
+        yield Problem(f"batches have {batch} rows, which {axes}*accumulation={divisor} does not divide", among)
 
 
 def padding_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:

@@ -18,6 +18,7 @@ from jaxtp.data.chat_template import ChatTemplate
 from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from jaxtp.generate.chat import COMMANDS, Chat, ConversationEncoder
 from jaxtp.generate.engine import Speed, Timing
+from jaxtp.generate.programs import Shape
 from jaxtp.generate.request import GenerationError, Limits, Piece, Result
 
 LIBRARY = Tokenizer.from_str(begins_texts().decode())
@@ -27,6 +28,9 @@ TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|stop|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
+
+
+PLAIN = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 
 
 def said(role, content):
@@ -214,6 +218,33 @@ def test_a_terminal_shows_the_tokens_and_the_speed_of_an_answer(timing, answer, 
         generator.speed.timing = timing
         talk(monkeypatch, source("a\n"), generator=generator)
         assert (note in capsys.readouterr().err.splitlines()) == (source is Terminal)
+
+
+def test_the_speed_of_a_chat_is_of_all_answers(monkeypatch):
+    class Timed(Answers):
+        def stream(self, *arguments, **options):
+            self.speed = Speed(Shape(1, 64), 5, 0.5, Timing(2, 1.0, 3, decode_tokens=4, decode_seconds=2.0))
+            yield from super().stream(*arguments, **options)
+
+    generator = Timed("x", "y")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
+    chat = Chat(generator, encoder_of(PLAIN, ByteTokenizer()), SETTINGS)
+    chat.run()
+    assert list(chat.speed.lines()) == [
+        "prefill 4 tokens in 2.00 s, 2 tokens/s; 6 more were in the cache",
+        "decode  8 tokens in 4.00 s, 2 tokens/s",
+        "cache   1 x 64 tokens, 5 B per device; compiled in 1.0 s",
+    ]
+
+
+@pytest.mark.parametrize("in_terminal", [True, False])
+def test_a_terminal_does_not_obey_the_text_of_a_model(in_terminal, monkeypatch):
+    text = "\a\x1b[31m red\t\x7f\r"
+    out = Terminal() if in_terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    assert talk(monkeypatch, "a\nb\n", text, "y") == ["[a]", f"[a][{text}][b]"], "the model reads what it wrote"
+    written = r"\x07\x1b[31m red" + "\t" + r"\x7f\r" if in_terminal else text
+    assert out.getvalue() == f"{written}\ny\n"
 
 
 TYPED_AHEAD = """

@@ -26,7 +26,7 @@ from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.generate.__main__ import main
 from jaxtp.generate.loading import open_source
 from jaxtp.generate.programs import Programs
-from jaxtp.generate.request import Piece
+from jaxtp.generate.request import Piece, Result
 from jaxtp.train.__main__ import main as train
 
 TEMPLATE = (
@@ -179,6 +179,23 @@ def test_texts_are_written_whole_in_the_order_of_their_prompts(form, places, tmp
     assert re.search(r"^[0-3] of 3 texts, [\d,]+ tokens/s$", capsys.readouterr().err, re.MULTILINE)
 
 
+@pytest.mark.journey
+@pytest.mark.parametrize("form", [[], ["--prompt", "y"], ["--json", "-"]])
+def test_a_terminal_does_not_obey_generated_texts(form, places, monkeypatch):
+    """A pipe gets what the model wrote."""
+    bell = lambda *_, **__: iter([Piece(0, 7, "\x1b\a\x7f", Result(0, "\x1b\a\x7f", (), (), "end", 1))])
+    monkeypatch.setattr(jaxtp.Generator, "stream", bell)
+    written = {}
+    for is_terminal in (True, False):
+        stdout = io.StringIO()
+        stdout.isatty = lambda is_terminal=is_terminal: is_terminal
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(["--model", str(places / "bytes"), "--prompt", "x", *form]) == 0
+        written[is_terminal] = stdout.getvalue()
+    assert written[True].replace("\n", "").isprintable()
+    assert "\x7f" in written[False]
+
+
 def spawned(*flags, **streams):
     return subprocess.Popen([sys.executable, "-m", "jaxtp.generate", *map(str, flags)], **streams)
 
@@ -244,7 +261,7 @@ def in_terminal(process):
         before, _, shown = shown.partition(text)
         return before.decode(errors="replace")
 
-    see(b"(/reset starts again")
+    see(b"(/help prints the commands")
     see(b"> ")
     process.stdin.write(b"hello\n")
     see(b"\r\n")
@@ -255,7 +272,7 @@ def in_terminal(process):
     see(b"(Ctrl-D ends the chat)", again=b"\x03")  # Python misses it between two waits for a key
     see(b"> ")
     process.stdin.write(b"/qiut\n")
-    see(b"commands are /reset, /quit")
+    see(b"commands are /help, /reset, /quit")
     see(b"> ")
     process.stdin.write(b"x" * 10_000 + b"\n")
     see(b"x" * 100 + b"\r\n")

@@ -434,6 +434,20 @@ def test_a_model_that_cannot_read_one_token_is_refused():
         jaxtp.Generator(nnx.merge(graph, state), ByteTokenizer())
 
 
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "the model is a Linear, which is no jaxtp.Decoder"),
+        (jaxtp.Decoder, "the model is the class Decoder, which is no jaxtp.Decoder; only a decoder"),
+    ],
+)
+def test_what_is_no_decoder_is_refused(model, message):
+    with pytest.raises(GenerationError, match=message):
+        jaxtp.Generator(model, ByteTokenizer())
+    with pytest.raises(GenerationError, match=message):
+        one().update(model)
+
+
 def test_a_batch_size_below_one_is_refused():
     with pytest.raises(GenerationError, match="batch_size=0: should be 1 or more"):
         generator_on(None, batch_size=0)

@@ -27,6 +27,7 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.models.own_decoder import call_of_load
 from jaxtp.tools.launch.__main__ import main as launch
 from jaxtp.train.__main__ import main
+from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import plan_state
 from jaxtp.train.user_loss import check_names
 
@@ -343,7 +344,14 @@ def grows(model, batch, key):
         "the end": ({"batches": finite(), "steps": 5}, "the iterator ended after 3 batches"),
         "rows": ({"batches": lambda step, rows=4: batches(step)}, "rename it"),
         "a size": ({"settings": {"data.global_batch_size": 8}}, "the batches have 32 rows; leave it out"),
-        "a dim": ({"mesh": "dp=3"}, "data.global_batch_size=32 is not divisible"),
+        "a dim": (
+            {"mesh": "dp=5"},
+            r"batches have 32 rows, which dp\*fsdp\*accumulation=5 does not divide; dp can be 1, 2, 4$",
+        ),
+        "a dim of a dataset": (
+            {"mesh": "dp=3", "batches": [{"x": np.ones(16), "y": 1}] * 64, "settings": {"data.global_batch_size": 8}},
+            r"data.global_batch_size=8 is not divisible by .*=3; dp can be 1, 2, or global_batch_size 6 or 9$",
+        ),
     }.values(),
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -468,6 +476,29 @@ def test_a_name_of_the_log_is_not_logged_twice(tmp_path, name):
         train(tmp_path, steps=1, callbacks=[lambda trainer, step: trainer.log({name: 1.0})])
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mine": "text"}, "trainer.log has a metric 'mine' that is 'text', a str; it should be a number"),
+        ({"fine": 1, "mine": np.ones(3)}, r"a metric 'mine' that is an array float64\[3\]; it should be a number"),
+        ({"mine": jnp.ones(1)}, r"a metric 'mine' that is an array float32\[1\]; .* an array of shape \(\)"),
+        ({"mine": None}, "a metric 'mine' that is a NoneType"),
+        ({"mine": [1.0]}, "a metric 'mine' that is a list"),
+        (1.0, "trainer.log has 1.0; it takes a dict"),
+    ],
+)
+def test_what_is_logged_is_a_number(values, message, tmp_path):
+    def callback(trainer, step):
+        with pytest.raises(UserError, match=message) as error:
+            trainer.log(values)
+        assert "\n" not in str(error.value)
+        trainer.log({"good": np.float32(2.5), "array": jnp.array(3), "flag": True})
+
+    train(tmp_path, steps=1, callbacks=[callback])
+    assert [records(tmp_path, name) for name in ("good", "array", "flag")] == [{1: 2.5}, {1: 3.0}, {1: 1.0}]
+    assert not records(tmp_path, "fine"), "all of a call, or nothing"
+
+
 @pytest.mark.parametrize("rows", [ROWS, ROWS // 2])
 def test_the_first_evaluation_reports_although_the_step_fails_to_compile_meanwhile(tmp_path, monkeypatch, rows):
     def fail(*_):
@@ -566,6 +597,67 @@ def test_a_loop_that_is_left_saves_and_one_that_fails_does_not(tmp_path):
     with pytest.raises(RuntimeError, match="mine"):
         fail()
     assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == ["2"]
+
+
+def test_after_its_block_a_trainer_says_how_to_continue(tmp_path):
+    task = jaxtp.Task(model=Net, loss=loss, batches=batches, optimizer=optimizer, validation=batches)
+    trainer = jaxtp.Trainer(task, mesh="dp=1", folder=tmp_path, steps=4)
+    assert repr(trainer) == f"<Trainer folder='{tmp_path}', not started>"
+    with trainer:
+        steps = iter(trainer)
+        step = next(steps)
+        assert repr(trainer) == f"<Trainer folder='{tmp_path}', at step 1>"
+    assert repr(trainer) == f"<Trainer folder='{tmp_path}', ended at step 1>"
+    for use in (
+        lambda: trainer.log({"mine": 1.0}),
+        lambda: trainer.stop("enough"),
+        lambda: iter(trainer),
+        lambda: trainer.run_to_end(),
+        lambda: next(steps),
+    ):
+        with pytest.raises(ConfigError, match=r"^the trainer is closed at step 1: .* enter the trainer again"):
+            use()
+    assert trainer.save() == tmp_path / "checkpoints/1", "it is there"
+    assert step.metrics["loss"] > 0
+    assert trainer.evaluate()["eval_loss"] > 0
+    with trainer:
+        assert [step.index for step in trainer] == [2, 3, 4]
+    assert trainer.done
+
+
+def test_after_an_error_what_was_computed_is_still_there(tmp_path):
+    task = jaxtp.Task(model=Net, loss=loss, batches=batches, optimizer=optimizer)
+    trainer = jaxtp.Trainer(task, mesh="dp=1", folder=tmp_path, steps=4)
+
+    def fail():
+        with trainer:
+            next(iter(trainer))
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fail()
+    assert trainer.metrics_of(1)["loss"] > 0
+    with pytest.raises(ConfigError, match="the trainer is closed at step 1"):
+        trainer.save()
+
+
+@pytest.mark.parametrize(("sizes", "text"), [({"fsdp": 2, "tp": 2}, "fsdp=2,tp=2"), ({}, "dp=1")])
+def test_a_mesh_is_given_by_its_sizes(sizes, text, tmp_path):
+    with pytest.raises(ConfigError, match=f'makes its own, of given sizes: mesh="{text}"$'):
+        train(tmp_path, mesh=jaxtp.make_mesh(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Net, r"not Net: jaxtp.Task\(model=Net, loss=..., batches=..., optimizer=...\)$"),
+        (3, r"^Trainer takes a jaxtp.Task, not 3: jaxtp.Task\(model=MODEL, loss=..."),
+        (TrainConfig(), "a TrainConfig is given by settings="),
+    ],
+)
+def test_a_trainer_takes_a_task(given, message):
+    with pytest.raises(ConfigError, match=message):
+        jaxtp.Trainer(given, mesh="tp=1", steps=5)
 
 
 USES = {

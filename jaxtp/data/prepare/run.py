@@ -226,7 +226,9 @@ class _Preparation:
         written = open_dataset(self._job.out)
         for name in SPLITS:
             split, shards = manifest.splits[name], len(manifest.splits[name].shards)
-            count = f"{split.documents // 2:,} pairs" if manifest.pairs else f"{split.documents:,} documents"
+            items = split.documents // 2 if manifest.pairs else split.documents
+            noun = "pair" if manifest.pairs else "document"
+            count = f"{items:,} {noun}{'' if items == 1 else 's'}"
             loss = f", {written.splits[name].num_loss_tokens:,} of them with loss," if manifest.prompts else ""
             yield (
                 f"{name:<12}{count}, {split.tokens:,} tokens{loss} in "

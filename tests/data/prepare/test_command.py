@@ -72,6 +72,12 @@ def test_what_it_shows(tmp_path, rows, capsys):
     assert split["train"].num_documents + split["validation"].num_documents == len(set(TEXTS)) + 1
 
 
+def test_one_document_is_no_documents(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("alone")
+    assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "d"), "--held-out", "0"]) == 0
+    assert f"{'train':<12}1 document, " in capsys.readouterr().out
+
+
 def test_a_finished_dataset_is_left_as_it_is(tmp_path, rows, capsys):
     command = ["--train-bpe", 300, "--dedup"]
     dataset = prepared(tmp_path / "d", rows, *command)
