@@ -109,6 +109,13 @@ def test_a_line_beyond_the_limit_is_refused_without_its_end(first, filler, flags
     assert max(positions) < 2000
 
 
+def test_a_command_that_goes_on_passes_a_line_that_it_skipped_before(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", ["x" * 5000, "two", "three"])
+    source = readers.Source(str(path), path.stat().st_size, 0, readers.JSONL, 100, 2**20)
+    (event,) = readers.read_source(source, 2, readers.Fields("text"))
+    assert (event.item, event.problem) == (3, None)
+
+
 @pytest.mark.parametrize(("spare", "count"), [(0, 1), (-1, 0)])
 def test_the_limit_is_that_of_the_bytes(tmp_path, spare, count):
     line = '{"text": "é"}'
