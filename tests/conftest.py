@@ -6,7 +6,9 @@ import logging
 import os
 import re
 import signal
+import site
 import subprocess
+import tempfile
 import zlib
 from importlib.metadata import version
 from pathlib import Path
@@ -40,6 +42,13 @@ from jax.interpreters import mlir
 # When a failed read's futures are collected, asyncio formats their tracebacks, which parses code; CPython 3.11 does not
 # survive that inside of another parse (github.com/python/cpython/issues/106905), as of tyro's.
 logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+
+# The commands that tests run write into a home folder of their own. Python still finds packages, and git settings, in
+# the user's.
+os.environ.setdefault("PYTHONUSERBASE", site.getuserbase())
+os.environ.setdefault("GIT_CONFIG_GLOBAL", str(Path.home() / ".gitconfig"))
+_HOME = tempfile.TemporaryDirectory(prefix="jaxtp-home-")
+os.environ["HOME"] = _HOME.name
 
 jax.config.update("jax_num_cpu_devices", 16)
 

@@ -3,9 +3,12 @@
 import errno
 import fcntl
 import hashlib
+import hmac
 import json
 import os
+import secrets
 import stat
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +21,9 @@ PARTIAL = ".partial"  # Suffix of a file that is being written
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _NOT_REGULAR = "not a regular file"
 _MAX_MARK = 100  # Maximum bytes of a mark of `mark_as_own`
+_KEY_BYTES = 32
+_OPEN_TO_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_NO_MARK = (OSError, RuntimeError)  # RuntimeError: no home folder
 
 
 def sha256(path: Path) -> str:
@@ -88,32 +94,71 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def mark_as_own(path: Path) -> None:
-    """Records that this user wrote a file at this place, for `is_own`."""
-    mark = _mark_of(path)
-    _keep_others_from_writing(path)
-    write_atomically(mark, _identity(path))
-    _keep_others_from_writing(mark)
+    """Records that this user wrote a file at this place, for `is_own`.
+
+    Without a home folder, or on a disk that refuses it, the file stays as it is, without a mark.
+    """
+    with suppress(*_NO_MARK):
+        key = _new_key()
+        mark = _mark_of(path)
+        _keep_others_from_writing(path)
+        write_atomically(mark, _signature(path, key))
+        _keep_others_from_writing(mark)
 
 
 def is_own(path: Path) -> bool:
-    """Returns whether `mark_as_own` marked a file that nobody has changed, copied or unpacked since."""
+    """Returns whether `mark_as_own` marked a file that nobody has changed, moved, copied or unpacked since."""
     mark = _mark_of(path)
     try:
         is_private = _only_user_writes(path) and _only_user_writes(mark)
-        return is_private and read_bytes(mark, _MAX_MARK) == _identity(path)
-    except OSError:
+        if not is_private:
+            return False
+        signature = _signature(path, _read_key(_key_file()))
+        return hmac.compare_digest(read_bytes(mark, _MAX_MARK), signature)
+    except _NO_MARK:
         return False
+
+
+def _key_file() -> Path:
+    return Path.home() / ".local/state/jaxtp/key"
+
+
+def _new_key() -> bytes:
+    """Returns this user's secret key, and creates it if there is none."""
+    path = _key_file()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not path.exists():
+        # A link to a whole file: of several processes that begin at once, one wins, and none reads a part.
+        with tempfile.NamedTemporaryFile(dir=path.parent) as file:  # only its user can read it
+            file.write(secrets.token_bytes(_KEY_BYTES))
+            sync_file(file)
+            with suppress(FileExistsError):
+                path.hardlink_to(file.name)
+    return _read_key(path)
+
+
+def _read_key(path: Path) -> bytes:
+    status = path.lstat()
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & _OPEN_TO_OTHERS:
+        raise PermissionError(errno.EPERM, "others can read or write it", str(path))
+    key = read_bytes(path, _KEY_BYTES)
+    if len(key) != _KEY_BYTES:
+        raise OSError(errno.EINVAL, "not a key", str(path))
+    return key
 
 
 def _mark_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.own")
 
 
-def _identity(path: Path) -> bytes:
+def _signature(path: Path, key: bytes) -> bytes:
     # The owner alone proves nothing: a file of an archive belongs to the user who unpacks it. But it
-    # gets another inode, and the kernel sets the time of its last change, which nobody can choose.
+    # gets another inode, and the kernel sets the time of its last change. The author of an image of a
+    # file system chooses both, but has no key.
     status = path.lstat()
-    return f"{status.st_ino} {status.st_ctime_ns}\n".encode()
+    place = path.parent.resolve() / path.name
+    identity = f"{status.st_ino} {status.st_ctime_ns} {sha256(path)} {place}"
+    return hmac.digest(key, os.fsencode(identity), "sha256").hex().encode()
 
 
 def _keep_others_from_writing(path: Path) -> None:

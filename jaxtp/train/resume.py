@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,6 +27,8 @@ _TRAINED_ORDER = {
     SHUFFLE: "order of the rows in an epoch",
     MIXTURE: "order of the sources of a mixture",
 }
+_UNLABELED_LEFT_OUT = ("best fit 1", "best fit 2")
+"""Algorithms of packing, before and after rows without a label were left out (`data/packing.py`)."""
 
 
 @dataclass(frozen=True)
@@ -150,17 +153,29 @@ def _compare_order(config: TrainConfig, now: Mapping[str, Any], info: Mapping[st
     fatal = []
     for part, name in _TRAINED_ORDER.items():
         if (change := _change(part, stored, now)) is not None:
-            package = stored[part]["algorithm"] if part == SHUFFLE and part in stored else jaxtp
-            fatal.append(f"{name}: {change}; {package} has the stored one")
+            fatal.append(f"{name}: {change}; {_reason(part, stored, now, jaxtp)}")
     if fatal:
         raise RunFolderError(
             f"{config.run.dir} holds a checkpoint of a run that reads the same data in another order (stored -> now):\n"
             + "\n".join(f"  {line}" for line in fatal)
-            + "\nHere it would read some samples twice and others never. Install the stored versions, or start "
-            "afresh with another --run.dir, from these weights with --run.init-from. Nothing was changed."
+            + "\nHere it would read some samples twice and others never. Start a new run with another --run.dir, from "
+            "these weights with --run.init-from, or finish this one with the versions that began it. Nothing was "
+            "changed."
         )
     change = _change(HELD_OUT, stored, now)
     return [] if change is None else [f"changed since: rows of evaluations: {change}; compare their losses with care"]
+
+
+def _reason(part: str, stored: Mapping[str, Any], now: Mapping[str, Any], jaxtp: str) -> str:
+    """Returns why the order is another, or what has the stored one."""
+    was = stored.get(part, {}).get("algorithm")
+    if (was, now.get(part, {}).get("algorithm")) == _UNLABELED_LEFT_OUT:
+        return "rows without a label are now left out, so the order of the others is another"
+    if part == SHUFFLE and was is not None:
+        return f"{was} has the stored one"
+    # Between two releases, the installed one has the same number and may have another order.
+    is_same = jaxtp == f"jaxtp {version('jaxtp')}"
+    return f"{'an earlier state of ' if is_same else ''}{jaxtp} has the stored one"
 
 
 def _change(part: str, stored: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

@@ -28,6 +28,8 @@ CHECKPOINTS = "checkpoints"
 NON_FINITE = "non_finite"
 CORRUPTION = "corruption"
 PROFILE = "profile"
+_REPORTS = ("tensorboard", "wandb", "hf", NON_FINITE, CORRUPTION, PROFILE, "damaged")
+"""Folders that a run makes and fills. `checkpoints` may be a link: large runs keep them on another disk."""
 LOCK = ".lock"
 _MAX_LOCK = 300  # Maximum characters that a message shows of it
 _NO_FILE = (errno.ELOOP, errno.EINVAL)  # Errors of `open_directly` and `open_regular`
@@ -49,7 +51,13 @@ class RunFilesError(RunFolderError):
 
 
 def prepare(folder: Path) -> None:
-    """Creates the folder; raises RunFolderError if it cannot be written."""
+    """Creates the folder; raises RunFolderError if it cannot be written, or would lead a run's reports elsewhere."""
+    for name in _REPORTS:
+        if (folder / name).is_symlink():
+            raise RunFolderError(
+                f"{folder / name} is a link, and a run writes no reports through one; delete it, or name another "
+                "folder with --run.dir FOLDER"
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

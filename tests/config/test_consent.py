@@ -3,6 +3,7 @@
 import os
 import shlex
 import shutil
+import stat
 import tarfile
 from importlib import import_module
 from pathlib import Path
@@ -210,7 +211,14 @@ def test_every_setting_that_names_a_part_of_a_run_is_marked():
 
 
 @pytest.fixture
-def own(folder):
+def key(folder, monkeypatch):
+    """The key of a user whose home is a new folder."""
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    return folder / "home/.local/state/jaxtp/key"
+
+
+@pytest.fixture
+def own(folder, key):
     """A file that a run of this user wrote."""
     (folder / "run").mkdir()
     path = folder / "run/config.yaml"
@@ -222,8 +230,67 @@ def own(folder):
 def test_a_file_of_the_users_own_run_has_consent(own, capsys):
     TRAIN.load(["--config", str(own)])
     assert "run/config.yaml names code that runs: --model.build evil.py:code" in capsys.readouterr().err
-    own.parent.rename("moved")
-    assert is_own(Path("moved/config.yaml"))
+
+
+def test_the_key_of_the_marks_is_secret_and_stays(own, key):
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert [file.name for file in key.parent.iterdir()] == ["key"]
+    content = key.read_bytes()
+    mark_as_own(own)
+    assert key.read_bytes() == content
+    assert len(content) == 32
+
+
+def test_a_mark_of_an_image_whose_author_chose_its_inodes_and_times_is_none(own, key):
+    status = own.lstat()
+    mark_of(own).write_text(f"{status.st_ino} {status.st_ctime_ns}\n")
+    assert not is_own(own)
+    key.unlink()
+    mark_as_own(own)
+    assert is_own(own)
+    by_own_key = mark_of(own).read_bytes()
+    key.unlink()
+    assert not is_own(own)
+    assert not key.exists(), "a reader makes no key"
+    (own.parent / "other.yaml").write_text("")
+    mark_as_own(own.parent / "other.yaml")
+    assert mark_of(own).read_bytes() == by_own_key
+    assert not is_own(own), "another user's key"
+
+
+def no_home(monkeypatch, key):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+
+
+def no_permission(monkeypatch, key):
+    def chmod(*arguments, **named):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", chmod)
+
+
+WITHOUT_KEY = {
+    "no home": no_home,
+    "no chmod": no_permission,
+    "a home that is a file": lambda monkeypatch, key: monkeypatch.setenv("HOME", __file__),
+    "a key that others read": lambda monkeypatch, key: key.chmod(0o644),
+    "a short key": lambda monkeypatch, key: key.write_bytes(b"1"),
+    "a long key": lambda monkeypatch, key: key.write_bytes(b"1" * 10**6),
+    "a key that is a pipe": lambda monkeypatch, key: key.unlink() or os.mkfifo(key, 0o600),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_KEY)
+def test_without_a_key_there_is_no_mark_and_no_error(name, own, key, monkeypatch):
+    WITHOUT_KEY[name](monkeypatch, key)
+    mark_of(own).unlink()
+    mark_as_own(own)
+    assert not is_own(own)
+    with pytest.raises(ConfigError, match="names code"):
+        TRAIN.load(["--config", str(own)])
 
 
 def archive(folder, own):
@@ -260,8 +327,14 @@ def mark_of(own):
     return own.with_name(".config.yaml.own")
 
 
+def move(folder, own):
+    own.parent.rename("moved")
+    own.parent.symlink_to("moved")
+
+
 CHANGES = {
     "archive": archive,
+    "moved": move,
     "copy": copy,
     "edit": edit,
     "replace": replace,

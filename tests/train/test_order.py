@@ -117,9 +117,33 @@ def test_another_order_is_refused_by_name(part, monkeypatch):
     (line,) = [line for line in message.splitlines() if " -> " in line and line.startswith("  ")]
     was, now = stored["corpus"][ORDER][part], data().description[ORDER][part]
     assert f": {was['algorithm']} ({was['sha256'][:12]}) -> {now['algorithm']} ({now['sha256'][:12]}); " in line
-    package = f"grain {samples.version('grain')}" if part == SHUFFLE else f"jaxtp {run_folder.versions()['jaxtp']}"
+    package = f"an earlier state of jaxtp {run_folder.versions()['jaxtp']}"
+    if part == SHUFFLE:
+        package = f"grain {samples.version('grain')}"
     assert line.endswith(f"; {package} has the stored one")
     assert "--run.init-from" in message
+
+
+def test_rows_that_are_now_left_out_are_named_with_what_to_do():
+    description = data().description
+    stored = stored_by(copy.deepcopy(description))
+    stored["corpus"][ORDER][ROWS] = {"algorithm": "best fit 1", "sha256": "0" * 64}
+    now = copy.deepcopy(description)
+    now[ORDER][ROWS]["algorithm"] = "best fit 2"
+    with pytest.raises(RunFolderError) as refused:
+        check_resumable(CONFIG, now, stored)
+    message = str(refused.value)
+    assert "rows without a label are now left out, so the order of the others is another\n" in message
+    assert "Start a new run with another --run.dir, from these weights with --run.init-from" in message
+    assert "jaxtp 0" not in message
+
+
+def test_an_order_of_another_version_names_it(monkeypatch):
+    stored = stored_by(data().description)
+    stored["versions"] = {"jaxtp": "0.0.1"}
+    changed(monkeypatch, ROWS)
+    with pytest.raises(RunFolderError, match=r"; jaxtp 0\.0\.1 has the stored one"):
+        check_resumable(CONFIG, data().description, stored)
 
 
 def test_other_rows_of_evaluations_are_named(monkeypatch):

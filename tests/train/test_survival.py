@@ -27,7 +27,7 @@ from jaxtp.checkpoint.logical import replace_arrays
 from jaxtp.checkpoint.manager import CheckpointError, Checkpoints
 from jaxtp.checkpoint.storage import open_checkpoint
 from jaxtp.config.entry import FILES, INTERRUPTED, TEMPORARY, WRONG
-from jaxtp.train import verify
+from jaxtp.train import run_folder, verify
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.run_folder import RunFolderError, locked, replacing, writing
@@ -478,6 +478,23 @@ def test_weights_of_another_run(tmp_path, command, capsys):
     assert f"init_from: {first}\n" in (second / "config.yaml").read_text(), "a run that resumes began where it began"
     assert main([*command, "--train.steps", "2", "--run.dir", str(tmp_path / "x"), "--run.init-from", "nowhere"]) == 2
     assert "nowhere: no finished checkpoint there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "hf", "non_finite", "corruption", "profile", "damaged"])
+@pytest.mark.parametrize("target", ["elsewhere", "nowhere"])
+def test_no_report_is_written_through_a_link(target, name, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / target)
+    with pytest.raises(RunFolderError, match=rf"run/{name} is a link, .*; delete it, or name another folder"):
+        run_folder.prepare(tmp_path / "run")
+
+
+def test_checkpoints_may_be_on_another_disk(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").symlink_to(tmp_path / "disk")
+    run_folder.prepare(tmp_path / "run")
 
 
 @pytest.mark.parametrize("kind", ["link to another file", "link to nothing", "pipe", "device", "folder"])

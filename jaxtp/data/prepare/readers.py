@@ -145,6 +145,7 @@ class Source:
     max_window: int  # maximum bytes of memory for unpacking a zstd file
     in_folder: bool = False  # whether a folder contains it, rather than the command line
     table: "datasets.Dataset | None" = None
+    skips: bool = False  # whether lines after one beyond `max_document` are read
 
 
 def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
@@ -223,8 +224,10 @@ def _read_text(source: Source, start: int, fields: Fields | None) -> Iterator[It
 
 
 def _read_lines(source: Source, start: int, _: Fields | None) -> Iterator[Item]:
+    # A command that goes on in mid-file may have skipped a line before, with another --on-error.
+    skips = source.skips or start > 0
     with open_stream(Path(source.path), source.max_window) as (content, file):
-        for number, line in enumerate(_lines(content, source.max_document), 1):
+        for number, line in enumerate(_lines(content, source.max_document, skips), 1):
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if number > start:
@@ -493,11 +496,13 @@ def _columns(schema: "pyarrow.Schema", fields: Fields | None) -> list[str]:
     return fields.names_in(schema.names)
 
 
-def _lines(content: BinaryIO, limit: int) -> Iterator[bytes]:
-    """Yields lines, cut after the limit."""
+def _lines(content: BinaryIO, limit: int, skips: bool) -> Iterator[bytes]:
+    """Yields lines, cut after the limit; unless it `skips`, raises after a cut one, whose end may be far away."""
     while line := content.readline(limit + 1):
         yield line
         if len(line) > limit and not line.endswith(b"\n"):
+            if not skips:
+                raise too_large(limit)
             while (rest := content.readline(_SKIP_BYTES)) and not rest.endswith(b"\n"):
                 pass
 

@@ -219,7 +219,8 @@ def _file(path: Path, status: os.stat_result, config: PrepareConfig, in_folder: 
     elif format == JSONL and _is_array(path, config):
         format = ARRAY
     limits = config.max_document_bytes, config.max_window_bytes
-    return Source(str(path), status.st_size, status.st_mtime_ns, format, *limits, in_folder)
+    skips = config.on_error == "skip"
+    return Source(str(path), status.st_size, status.st_mtime_ns, format, *limits, in_folder, skips=skips)
 
 
 def _format_in_folder(path: Path, config: PrepareConfig) -> str:

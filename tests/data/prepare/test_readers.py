@@ -6,6 +6,7 @@ import subprocess
 import sys
 import sysconfig
 import tracemalloc
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow
@@ -21,6 +22,7 @@ from jaxtp.data.store import open_dataset
 
 TEXTS = texts(45, seed=3)
 ALL = ["--held-out", 0]
+ROW = b'{"text": "a", "prompt": "a", "chosen": "b", "rejected": "c"}\n'
 
 
 def manifest(dataset):
@@ -81,6 +83,37 @@ def test_a_document_beyond_the_limit_names_its_flag_and_is_never_read_whole(tmp_
     assert decoded(dataset) == [b"one", b"three"]
     assert manifest(dataset)["skipped"] == {"too large": 1}
     assert len(decoded(prepared(tmp_path / "f", path, *ALL))) == 3
+
+
+@pytest.mark.parametrize("flags", [[], ["--preference"]], ids=" ".join)
+@pytest.mark.parametrize("filler", [b"x", b" ", b"\0"], ids=["letters", "blanks", "zeros"])
+@pytest.mark.parametrize("first", [b"", ROW], ids=["first line", "second line"])
+def test_a_line_beyond_the_limit_is_refused_without_its_end(first, filler, flags, tmp_path, capsys, monkeypatch):
+    """The end of the line may be gigabytes away."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(first + filler * 10**6 + b'\n{"text": "a"}\n')
+    positions = []
+
+    @contextmanager
+    def watched(*arguments):
+        with open_stream(*arguments) as (stream, file):
+            try:
+                yield stream, file
+            finally:
+                positions.append(stream.tell())
+
+    open_stream = readers.open_stream
+    monkeypatch.setattr(readers, "open_stream", watched)
+    error = refused(capsys, path, "--out", tmp_path / "d", "--max-document-bytes", 1000, *flags)
+    assert f"line {2 if first else 1}: more than 1,000 bytes; a larger --max-document-bytes" in error
+    assert max(positions) < 2000
+
+
+def test_a_command_that_goes_on_passes_a_line_that_it_skipped_before(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", ["x" * 5000, "two", "three"])
+    source = readers.Source(str(path), path.stat().st_size, 0, readers.JSONL, 100, 2**20)
+    (event,) = readers.read_source(source, 2, readers.Fields("text"))
+    assert (event.item, event.problem) == (3, None)
 
 
 @pytest.mark.parametrize(("spare", "count"), [(0, 1), (-1, 0)])
