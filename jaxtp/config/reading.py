@@ -41,14 +41,19 @@ def open_regular(path: Path) -> BufferedReader:
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     file = path.open("rb")
-    if pointer := re.match(_LFS, file.read(1000), re.MULTILINE):
+    try:
+        pointer = re.match(_LFS, file.read(1000), re.MULTILINE)
+        file.seek(0)
+    except OSError:
         file.close()
-        size = f" of {int(pointer[1]):,} bytes" if pointer[1] else ""
-        fetch = shlex.join(["git", "-C", str(path.parent), "lfs", "pull", "--include", path.name])
-        problem = f"a Git LFS pointer to a file{size} that has not been fetched; fetch it with `{fetch}`"
-        raise OSError(errno.EINVAL, problem, str(path))
-    file.seek(0)
-    return file
+        raise
+    if pointer is None:
+        return file
+    file.close()
+    size = f" of {int(pointer[1]):,} bytes" if pointer[1] else ""
+    fetch = shlex.join(["git", "-C", str(path.parent), "lfs", "pull", "--include", path.name])
+    problem = f"a Git LFS pointer to a file{size} that has not been fetched; fetch it with `{fetch}`"
+    raise OSError(errno.EINVAL, problem, str(path))
 
 
 def read_bytes(path: Path, most: int) -> bytes:
