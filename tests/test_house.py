@@ -165,9 +165,15 @@ def tokens_of_code(path):
     for node in imports:
         lines_of_imports.update(range(node.lineno, node.end_lineno + 1))
     counted = {tokenize.NAME, tokenize.OP, tokenize.NUMBER}
+    count = 0
+    f_strings = 0  # that surround a token: Python 3.12 and newer also yield the tokens inside of an f-string
     with path.open() as source:
-        tokens = list(tokenize.generate_tokens(source.readline))
-    return sum(token.type in counted and token.start[0] not in lines_of_imports for token in tokens)
+        for token in tokenize.generate_tokens(source.readline):
+            f_strings += tokenize.tok_name[token.type] == "FSTRING_START"
+            f_strings -= tokenize.tok_name[token.type] == "FSTRING_END"
+            if token.type in counted and f_strings == 0 and token.start[0] not in lines_of_imports:
+                count += 1
+    return count
 
 
 def parameters(function):
