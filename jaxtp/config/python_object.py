@@ -115,7 +115,7 @@ class FileArgument:
 
     flag: str
     value: object
-    is_for_same: bool  # Whether the file names the code that gets it
+    is_for_other: bool  # Whether the file names other code than the code that gets it
 
     def __str__(self) -> str:
         word = _as_word(self.value)
@@ -140,12 +140,13 @@ def file_arguments(config: Hashable, in_file: Hashable, flags: Mapping[tuple[str
         reference = _value_at(config, path)
         if reference is None or is_public(str(reference)):
             continue
-        is_for_same = reference == _value_at(in_file, path)
+        named_in_file = _value_at(in_file, path)
+        is_for_other = named_in_file not in (None, reference)
         for name, value in _value_at(in_file, setting.path).items():
             # A flag replaces the file's argument, but a mapping is merged with it.
             is_replaced = not isinstance(flags.get((*setting.keys, name), {}), Mapping)
             if not is_replaced:
-                found.append(FileArgument(f"{setting.flag}.{name}", value, is_for_same))
+                found.append(FileArgument(f"{setting.flag}.{name}", value, is_for_other))
     return found
 
 
@@ -167,13 +168,13 @@ def require_consent(
     shown += [truncate(argument, 300) for argument in arguments]
     if not shown:
         return
-    # The user chose other code than the file: with the file's arguments it may do something else.
-    is_new = not all(argument.is_for_same for argument in arguments)
-    if (named or is_new) and not (is_allowed or is_own(file)):
+    # The user chose other code than the file: the file's arguments were not written for it.
+    is_mixed = any(argument.is_for_other for argument in arguments)
+    if (named or is_mixed) and not (is_allowed or is_own(file)):
         listed = "".join(f"\n  {each}" for each in shown)
         problem = "names code, and jaxtp runs no code that a file names"
         if not named:
-            problem = "has arguments of code that it does not name"
+            problem = "has arguments of other code than the code that runs"
         raise ConfigError(f"{file} {problem}; if you trust it, add {ALLOW_CODE}, or give these flags:{listed}")
     what = "names code that runs" if named else "has arguments of code that runs"
     say(f"{file} {what}: {', '.join(shown)}")

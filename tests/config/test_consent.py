@@ -106,19 +106,26 @@ def test_arguments_of_a_file_are_shown(name, folder, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("of_file", [{}, {"model.build": "evil.py:code"}], ids=["no code", "other code"])
-def test_code_of_a_flag_gets_arguments_of_a_file_only_with_consent(of_file, folder, capsys):
-    words = write(folder / "shared.yaml", of_file | {"model.arguments": {"command": "touch PWNED"}})
+def test_code_of_a_flag_gets_arguments_of_other_code_only_with_consent(folder, capsys):
+    of_file = {"model.build": "evil.py:code", "model.arguments": {"command": "touch PWNED"}}
+    words = write(folder / "shared.yaml", of_file)
     words += ["--model.build", "os:system"]
     assert run("train", words) == 2
     error = capsys.readouterr().err
-    assert "shared.yaml has arguments of code that it does not name; if you trust it, add --allow-code" in error
+    assert "shared.yaml has arguments of other code than the code that runs; if you trust it, add --allow-code" in error
     assert "\n  --model.arguments.command 'touch PWNED'\n" in error
     assert not Path("PWNED").exists()
     TRAIN.load([*words, "--allow-code"])
     TRAIN.load([*words, "--model.arguments.command", "true"])
     mark_as_own(folder / "shared.yaml")
     TRAIN.load(words)
+
+
+def test_arguments_in_a_file_that_names_no_code_are_shown(folder, capsys):
+    words = write(folder / "mine.yaml", {"model.arguments": {"width": 8}})
+    TRAIN.load([*words, "--model.build", "mine.py:build"])
+    shown = "mine.yaml has arguments of code that runs: --model.arguments.width 8"
+    assert shown in capsys.readouterr().err
 
 
 def test_an_argument_that_begins_with_a_dash_is_shown_as_a_flag_takes_it(folder):
