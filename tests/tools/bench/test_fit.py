@@ -33,7 +33,7 @@ def messages(axis, devices, latency, speed, noise=lambda i: 1.0, permute=1.0):
     devices=st.sampled_from([2, 4, 8, 64]),
     permute=st.floats(1e-6, 1),
 )
-def test_a_line_is_found_again(latency, speed, devices, permute):
+def test_latency_and_speed_of_a_line_are_found_again(latency, speed, devices, permute):
     line = fit_line(messages("tp", devices, latency, speed, permute=permute))
     assert line.speed == pytest.approx(speed, rel=1e-3)
     assert line.latency == pytest.approx(latency, rel=1e-3, abs=SIZES[0] / speed / 1000)
@@ -42,7 +42,7 @@ def test_a_line_is_found_again(latency, speed, devices, permute):
 
 
 @given(st.lists(st.floats(0.8, 1.25), min_size=len(SIZES), max_size=len(SIZES)))
-def test_noise_moves_it_by_as_much(noise):
+def test_noise_moves_a_fitted_line_by_as_much(noise):
     line = fit_line(messages("tp", 4, 2e-5, 1e11, lambda i: noise[i]))
     assert 0.5e11 < line.speed < 2e11
     assert 1e-5 < line.latency < 4e-5

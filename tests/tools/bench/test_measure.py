@@ -73,7 +73,7 @@ def test_each_program_is_the_collective_of_its_name(kind, axis, mesh):
     )
 
 
-def test_bytes_and_speeds():
+def test_messages_have_their_bytes_and_times():
     messages = list(measure_messages(make_mesh(tp=4), "float32", (64, 1000), 1, 2))
     assert [(one.kind, one.bytes) for one in messages] == [(kind, size) for size in (64, 992) for kind in KINDS]
     for one in messages:

@@ -29,7 +29,9 @@ class Mlp(nnx.Module):
     """Two layers with another one between them; `up` and `down` are split."""
 
     def __init__(self, rngs, middle=nnx.LayerNorm):
-        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        # A bias before batch norm would have a gradient of nothing but rounding.
+        has_bias = middle is not nnx.BatchNorm
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, use_bias=has_bias, rngs=rngs)
         self.norm = middle(2 * WIDTH, rngs=rngs)
         self.down = nnx.Linear(2 * WIDTH, 4, rngs=rngs)
 

@@ -10,8 +10,8 @@ from support import sizes_of
 import jaxtp
 from jaxtp.collectives import axis_size
 from jaxtp.layers import experts as layer
+from jaxtp.tools.check import __main__ as command
 from jaxtp.tools.check import parity
-from jaxtp.tools.check.__main__ import verdicts
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
 from jaxtp.tools.check.subject import Subject
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
@@ -67,7 +67,9 @@ def test_a_router_that_chooses_other_experts_is_found_though_all_numbers_agree(m
         return named(array, name)
 
     monkeypatch.setattr(layer, "checkpoint_name", other_choices_over_tp)
-    (verdict,) = verdicts(CONFIG, [OVER_TP])
+    # Without the choices of one device, outputs would differ too.
+    monkeypatch.setattr(command, "first_difference", lambda *_: None)
+    (verdict,) = command.verdicts(CONFIG, [OVER_TP])
     errors = verdict.errors
     assert max(errors.gradients.values()) < TOLERANCE.tensor
     assert errors.flips > 0

@@ -108,7 +108,7 @@ def groups():
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize(("name", "cases"), groups())
+@pytest.mark.parametrize(("name", "cases"), list(groups()))
 def test_meshes_equal_one_device(name, cases):
     config = CONFIGS[name]
     initial = parity.initial_arrays(config)

@@ -361,9 +361,9 @@ def test_a_kernel_that_the_platform_lacks_is_refused(config, able, unable, messa
 
 
 @pytest.mark.wide
-def test_where_nothing_fits_it_says_what_would():
+def test_changes_that_would_make_it_fit_are_proposed():
     """More devices, training less, or training in fewer bits."""
-    room = least_of_eight() * 0.75
+    room = least_of_eight() * 0.8
     tight = found(room=room)
     assert not tight.fitting
     alternatives = list(remedies(tight, facts()))
@@ -417,14 +417,6 @@ def test_equal_ends_of_a_range_are_one_number():
     assert between("12", "12") == "12"
     assert between("12", "13") == "12 to 13"
     assert list(map(gigabytes, (45.12e9, 1e9, 0.64e9, 3.2e6))) == ["45.1", "1.0", "0.64", "0.0032"]
-
-
-@pytest.mark.wide
-def test_an_update_that_is_not_modelled_is_said_where_nothing_fits():
-    config = replace_nested(CONFIG, {"optimizer.name": "adafactor"})
-    result = search(config, Target(H100, 8, 1e8), describe_model(config), [mesh_shape(fsdp=8)])
-    assert not result.fitting
-    assert "\nnot sure: the update by adafactor is not modelled" in words(result)[""]
 
 
 def test_of_settings_that_are_as_fast_the_simplest_is_the_best():

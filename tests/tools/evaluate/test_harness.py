@@ -135,7 +135,7 @@ def test_texts_end_at_their_stop_texts(model, logprobs):
             lm.generate_until(requests("generate_until", [("a", wrong)]))
 
 
-def test_a_conversation(model, tiny_model):
+def test_a_conversation_is_written_by_the_template(model, tiny_model):
     lm = opened(model)
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     assert lm.apply_chat_template(messages[:1]) == "<|turn|>hi<|stop|><|turn|>"

@@ -79,7 +79,7 @@ def test_numbers_are_the_same_for_every_batch_size_and_mesh():
 
 
 @pytest.mark.wide
-def test_windows_that_overlap_see_more():
+def test_overlapping_windows_have_the_loss_of_each_window():
     """The loss of each window by itself, from the model's whole logits."""
     ids, made = hf_reference.load("llama_gqa")["input_ids"][:2].astype(np.int32), scorer("llama_gqa", MESHES[0])
     graph, state = nnx.split(jaxtp.load_hf(FOLDER / "llama_gqa"))

@@ -66,7 +66,7 @@ def test_rows_hold_every_window_once(lengths, sizes, multiple, batch_size):
 
 
 @given(DOCUMENTS, st.integers(1, 40))
-def test_without_overlap_it_is_what_training_reads(lengths, length):
+def test_windows_without_overlap_are_what_training_reads(lengths, length):
     """Each label with the tokens before it that it is predicted from."""
 
     def read(inputs, labels, segments):

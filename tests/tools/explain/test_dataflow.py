@@ -113,26 +113,14 @@ def test_of_a_whole_array_of_the_batch_each_device_gathers_its_rows():
     assert dataflow.collectives == {frozenset({"up"}): {gather: 1}}
 
 
-def test_projections_that_meet_are_joined():
-    def run(m, x):
-        q, k, v = (layer(x).reshape(4, 6, 4, 2) for layer in (m.q, m.k, m.v))
-        return m.o(jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(4, 6, 8))
-
-    dataflow = look(net(run, **dict.fromkeys("qkvo", (8, 8))))
-    assert feeds(dataflow) == {"o": {"q", "k", "v"}}
-    assert {"q", "k"} in dataflow.joined
-    assert len({call.input.key for call in dataflow.calls if not call.is_row}) == 1
-
-
-@pytest.mark.parametrize("through", [lambda f: f, nnx.remat], ids=["plain", "remat"])
-def test_stacked_layers_are_seen_in_the_body_of_their_scan(through):
+def test_stacked_layers_are_seen_in_the_body_of_their_scan():
     class Stack(nnx.Module):
         def __init__(self, rngs):
             make = nnx.vmap(lambda rngs: pair(nnx.gelu)(rngs=rngs), in_axes=0, out_axes=0)
             self.layers = nnx.split_rngs(splits=3)(make)(rngs)
 
         def __call__(self, x):
-            body = through(lambda x, layer: over_sum(x) + layer(x))
+            body = nnx.remat(lambda x, layer: over_sum(x) + layer(x))
             return nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
 
     dataflow = look(Stack, excluded={"layers.down"})

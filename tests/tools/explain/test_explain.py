@@ -71,7 +71,7 @@ def sent(times, parts, sizes):
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 4}, {"dp": 2, "fsdp": 2, "tp": 2}, {"fsdp": 4, "tp": 8}], ids=str)
-def test_bytes_stored_and_sent(sizes):
+def test_bytes_stored_and_sent_are_those_by_hand(sizes):
     found = explained(SHARED, sizes)
     matrices = 3 * 3 * WIDTH * HIDDEN * 4 / (sizes["tp"] * sizes.get("fsdp", 1))
     assert found.bytes_per_device == matrices + 3 * 2 * WIDTH * 4 / sizes.get("fsdp", 1)
@@ -145,7 +145,7 @@ class Tables(nnx.Module):
         return self.down(self.up(x) * self.tables["mask"]) @ self.mask + self.tables["more"][0]
 
 
-def test_arrays_that_are_no_variables():
+def test_arrays_that_are_no_variables_are_explained():
     sizes, plan = {"fsdp": 2, "tp": 4}, {"up": Colwise()}
     model = Tables(nnx.Rngs(0))
     found = jaxtp.explain(model, X, plan=plan, mesh=sizes)
@@ -156,7 +156,7 @@ def test_arrays_that_are_no_variables():
     assert proposed == {"up": Colwise(), "down.layer_instance": Rowwise()}
 
 
-def test_what_each_column_layer_reduces_for_itself_is_noted_with_its_cost():
+def test_an_input_that_column_layers_could_share_is_noted_with_its_cost():
     apart, shared = (explained(plan) for plan in (PAIR, SHARED))
     (note,) = apart.notes
     assert "blocks.*.gate, blocks.*.up read one array" in note
@@ -164,7 +164,7 @@ def test_what_each_column_layer_reduces_for_itself_is_noted_with_its_cost():
     assert note.endswith("(x 3)")
 
 
-def test_a_column_layer_whose_output_is_needed_whole():
+def test_a_column_layer_whose_output_is_needed_whole_is_noted():
     found = explained({"blocks.*.down": Colwise()})
     (note,) = found.notes
     assert "blocks.*.down is Colwise(), and its output goes into blocks.*.norm, which needs all 16 elements of" in note
@@ -172,7 +172,7 @@ def test_a_column_layer_whose_output_is_needed_whole():
     assert note.endswith("(x 2)"), "the last block's output is the model's"
 
 
-def test_a_row_layer_whose_input_is_whole():
+def test_a_row_layer_whose_input_is_whole_is_noted():
     found = explained({"blocks.*.down": Rowwise()})
     (note,) = found.notes
     assert f"is gathered, {3 / 4 * ROWS * LENGTH * HIDDEN * 4:,.0f} bytes" in note
@@ -180,7 +180,7 @@ def test_a_row_layer_whose_input_is_whole():
     assert not meant.notes
 
 
-def test_what_the_compiler_adds_is_told_from_what_the_layers_do():
+def test_collectives_of_the_compiler_are_told_from_those_of_layers():
     plan = {"blocks.*.down": Colwise()}
     found = explained(plan, make=build_two, compiled=True)
     assert found.added, "the residual stream has to be brought together"
@@ -189,7 +189,7 @@ def test_what_the_compiler_adds_is_told_from_what_the_layers_do():
     assert not clean.added
 
 
-def test_without_inputs_there_is_what_is_stored():
+def test_without_inputs_only_storage_is_explained():
     found = jaxtp.explain(build, plan=SHARED, mesh={"tp": 4})
     assert not found.traffic
     assert found.rows == explained(SHARED).rows
@@ -217,7 +217,7 @@ def test_our_own_decoder_has_the_split_it_declares():
     assert found.sent("tp") > 0
 
 
-def test_one_plan_at_a_time_and_a_mesh():
+def test_a_second_plan_and_a_missing_mesh_are_refused():
     with jax.set_mesh(jaxtp.make_mesh(tp=2)):
         model = jaxtp.parallelize(build, PAIR)
         with pytest.raises(jaxtp.PlanError, match="already parallel"):
@@ -249,14 +249,14 @@ class Settles(nnx.Module):
         return jax.lax.cond(x.sum() > 0, self.layer, lambda x: x, x)
 
 
-def test_what_is_not_counted_exactly_is_noted():
+def test_collectives_that_are_not_counted_exactly_are_noted():
     found = jaxtp.explain(Settles, X, mesh={"fsdp": 2})
     assert {one.counted for one in found.traffic} == {"a turn", "at most"}
     assert [note.partition(": ")[0] for note in found.notes] == ["layer", "layer"]
     assert "1 a turn" in str(found)
 
 
-def test_what_the_compiler_adds_is_asked_of_the_model_as_it_is():
+def test_a_model_without_fsdp_is_compiled_as_it_is():
     """Without fsdp the program has no gather, and the compiler adds none."""
     sizes = {"fsdp": 2}
     with jax.set_mesh(jaxtp.make_mesh(**sizes)):
@@ -265,7 +265,7 @@ def test_what_the_compiler_adds_is_asked_of_the_model_as_it_is():
     assert not [one for one in (*found.traffic, *found.added) if one.kind == "all-gather"]
 
 
-def test_shared_inputs_by_the_module_around_them():
+def test_a_module_shares_the_inputs_of_its_layers():
     plan = {"layers.0": Colwise(), "layers.2": Rowwise(), "": PrepareInput(REPLICATE, REPLICATE)}
 
     def sequential():
@@ -299,7 +299,7 @@ def file(tmp_path):
     return tmp_path / "mine.py"
 
 
-def test_the_command(file, tmp_path, capsys):
+def test_the_command_explains_and_proposes(file, tmp_path, capsys):
     json_file = tmp_path / "numbers.json"
     words = f"{file}:build --plan {file}:PLAN --input 4x8 --mesh tp=2 --compile --json {json_file}"
     assert main(words.split()) == 0

@@ -294,7 +294,7 @@ def test_every_layer_has_a_reason():
     assert "blocks.*.attention  PrepareInput(Replicate(), Replicate())" in text
 
 
-def test_it_prints_and_takes_a_mesh_in_context(capsys):
+def test_a_proposal_is_printed_and_takes_a_mesh_in_context(capsys):
     mesh = jax.make_mesh((1, 2, 4), ("dp", "fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     with jax.set_mesh(mesh):
         proposal = propose_plan(mlp, X)
@@ -329,12 +329,12 @@ def test_over_cp_the_model_itself_takes_the_sequences():
 
 
 @pytest.mark.parametrize("model", [{}, lambda: 3, None])
-def test_what_is_no_model_is_refused(model):
+def test_a_model_that_is_none_is_refused(model):
     with pytest.raises(PlanError, match=r"nnx\.Module"):
         propose_plan(model, X, mesh={"tp": 2})
 
 
-def test_another_function_than_call():
+def test_a_plan_for_another_function_than_call():
     proposal = propose(Decoder, IDS, call=lambda model, ids: model.blocks[0].mlp(model.embed(ids)))
     assert proposal.keys() == {"blocks.0.mlp", "blocks.0.mlp.up", "blocks.0.mlp.gate", "blocks.0.mlp.down"}
 

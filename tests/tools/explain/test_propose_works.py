@@ -188,7 +188,7 @@ def test_declared_specs_stay_and_are_completed():
     }
 
 
-def test_what_tp_does_not_divide_is_said():
+def test_a_declared_dim_that_tp_does_not_divide_is_noted():
     plan = declares((1, 1, 4))
     note = "k declares w 16x2x4 as P('fsdp', 'tp', None), which tp 4 does not divide: no split"
     assert note in plan.notes
@@ -263,7 +263,7 @@ def test_one_pattern_matches_a_path(values):
         assert {values[other] for other in alike} == {values[path]}
 
 
-def test_work_that_tp_does_not_divide_is_said():
+def test_flops_that_tp_does_not_divide_are_noted():
     make = lambda: Experts(nnx.Rngs(0))
     plan = propose(make, (1, 1, 4))
     assert not plan
