@@ -174,6 +174,7 @@ def check(*flags, **parts):
     return main([*command(**parts), *flags])
 
 
+@pytest.mark.wide
 def test_a_model_of_the_user_is_checked(tmp_path, capsys):
     file = tmp_path / "check.json"
     flags = [*task_flags(HERE, optimizer="optimizer"), "--json", str(file)]

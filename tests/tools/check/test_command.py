@@ -115,6 +115,7 @@ def run_broken(capsys, *flags):
     return capsys.readouterr().out
 
 
+@pytest.mark.heavy
 def test_a_dropped_reduction_is_named(monkeypatch, capsys):
     monkeypatch.setattr(linear, "leave_parallel", lambda x, sequence: x)
     out = run_broken(capsys, *WHOLE, "--model.remat", "none")

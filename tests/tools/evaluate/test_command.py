@@ -86,7 +86,7 @@ def test_a_run_has_the_loss_of_its_own_evaluation(byte_dataset, tmp_path, capsys
         "--data.path": byte_dataset,
         "--run.dir": tmp_path / "run",
         "--train.steps": 3,
-        "--eval.batches": 100,
+        "--eval.batches": 200,
         "--eval.every": 3,
         "--optimizer.warmup-steps": 1,
     }
