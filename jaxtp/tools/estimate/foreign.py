@@ -177,7 +177,7 @@ def rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes) -> i
             refused[describe_mesh(sizes)] = re.split("[;\n]", str(error))[0]
     if not estimates:
         raise ConfigError(f"no mesh of {count} devices can run it: {next(iter(refused.values()))}")
-    estimates = _simplest_first(sorted(estimates, key=lambda each: each.rank))
+    estimates = simplest_first(sorted(estimates, key=lambda each: each.rank))
     header = ("mesh", "MB", "to spare", "GFLOP", "MB sent", "ms a step", "computing")
     print("", columns(header, [each.row() for each in estimates]), sep="\n")
     if refused:
@@ -200,7 +200,7 @@ def rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes) -> i
     return 0 if best.spare >= 0 else 1
 
 
-def _simplest_first(ranked: list[Estimate]) -> list[Estimate]:
+def simplest_first(ranked: list[Estimate]) -> list[Estimate]:
     """Moves the simplest mesh that is as fast as the first to the front: the least tp, then cp."""
     first = ranked[0]
     if first.spare < 0:

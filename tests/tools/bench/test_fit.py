@@ -33,7 +33,7 @@ def messages(axis, devices, latency, speed, noise=lambda i: 1.0, permute=1.0):
     devices=st.sampled_from([2, 4, 8, 64]),
     permute=st.floats(1e-6, 1),
 )
-def test_a_line_is_found_again(latency, speed, devices, permute):
+def test_latency_and_speed_of_a_line_are_found_again(latency, speed, devices, permute):
     line = fit_line(messages("tp", devices, latency, speed, permute=permute))
     assert line.speed == pytest.approx(speed, rel=1e-3)
     assert line.latency == pytest.approx(latency, rel=1e-3, abs=SIZES[0] / speed / 1000)
@@ -42,7 +42,7 @@ def test_a_line_is_found_again(latency, speed, devices, permute):
 
 
 @given(st.lists(st.floats(0.8, 1.25), min_size=len(SIZES), max_size=len(SIZES)))
-def test_noise_moves_it_by_as_much(noise):
+def test_noise_moves_a_fitted_line_by_as_much(noise):
     line = fit_line(messages("tp", 4, 2e-5, 1e11, lambda i: noise[i]))
     assert 0.5e11 < line.speed < 2e11
     assert 1e-5 < line.latency < 4e-5
@@ -61,6 +61,15 @@ def measured(sizes, found, like="h100", **changes):
 NOTHING = messages("tp", 4, 2e-5, 1e15, lambda i: 1 / (i + 1))
 
 
+def written(sizes, speeds, file, like="h100"):
+    """Returns the hardware of the file that is written after measuring these speeds."""
+    found = []
+    for axis, speed in speeds.items():
+        found += messages(axis, sizes[axis], 2e-5, speed)
+    file.write_text(measured(sizes, found, like=like).hardware_file())
+    return read(file)
+
+
 @pytest.mark.parametrize(
     ("sizes", "speeds"),
     [
@@ -72,30 +81,28 @@ NOTHING = messages("tp", 4, 2e-5, 1e15, lambda i: 1 / (i + 1))
     ],
 )
 def test_an_estimate_reckons_with_what_was_measured(sizes, speeds, tmp_path):
-    found = [one for axis, speed in speeds.items() for one in messages(axis, sizes[axis], 2e-5, speed)]
-    file = tmp_path / "mine.yaml"
-    file.write_text(measured(sizes, found).hardware_file())
-    hardware, table = read(file), find("h100")
-    assert hardware.flops * hardware.matmul_efficiency == pytest.approx(2e9 / (1e-5 * min(sizes["tp"], 4)), rel=1e-3)
-    assert (hardware.like, hardware.memory, hardware.bandwidth) == ("h100", table.memory, table.bandwidth)
+    hardware = written(sizes, speeds, tmp_path / "mine.yaml")
+    table = find("h100")
+    speed = hardware.flops * hardware.matmul_efficiency
+    assert speed == pytest.approx(2e9 / (1e-5 * min(sizes["tp"], 4)), rel=1e-3)
+    assert hardware.like == "h100"
+    assert (hardware.memory, hardware.bandwidth) == (table.memory, table.bandwidth)
     assert hardware.latency == pytest.approx(2e-5 if speeds else table.latency, rel=1e-3)
     widest = {leaves_domain(table, sizes, (axis,)): axis for axis in sorted(speeds, key=sizes.get)}
     for axis in widest.values():
         assert link_speed(hardware, sizes, (axis,)) == pytest.approx(speeds[axis], rel=1e-3)
     if True not in widest:
-        assert hardware.network * hardware.link_efficiency == pytest.approx(table.network * table.link_efficiency)
+        ours, theirs = (each.network * each.link_efficiency for each in (hardware, table))
+        assert ours == pytest.approx(theirs)
 
 
 def test_links_between_pairs_are_measured_as_those_that_a_ring_has(tmp_path):
-    sizes, file = mesh_shape(fsdp=2, tp=4), tmp_path / "mine.yaml"
-    found = [
-        one for axis, speed in {"fsdp": 5e10, "tp": 1.5e11}.items() for one in messages(axis, sizes[axis], 2e-5, speed)
-    ]
-    file.write_text(measured(sizes, found, like="mi300x").hardware_file())
-    hardware = read(file)
+    sizes = mesh_shape(fsdp=2, tp=4)
+    speeds = {"fsdp": 5e10, "tp": 1.5e11}
+    hardware = written(sizes, speeds, tmp_path / "mine.yaml", like="mi300x")
     assert hardware.link == pytest.approx(3.5e11, rel=1e-3)
-    assert link_speed(hardware, sizes, ("fsdp",)) == pytest.approx(5e10, rel=1e-3)
-    assert link_speed(hardware, sizes, ("tp",)) == pytest.approx(1.5e11, rel=1e-3)
+    for axis, speed in speeds.items():
+        assert link_speed(hardware, sizes, (axis,)) == pytest.approx(speed, rel=1e-3)
 
 
 def test_float32_has_half_of_the_peak():

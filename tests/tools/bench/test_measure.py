@@ -32,34 +32,35 @@ def compiled(mesh, kind, axis, times):
         return x, placed, jax.jit(repeated(kind, axis, times)).lower(placed).compile()
 
 
-def expected(kind, x, axis):
-    """By numpy, of all devices at once: `x [dp, fsdp, cp, tp, EACH]`."""
-    along, n = AXIS[axis], SIZES[axis]
-    sums = np.broadcast_to(x.sum(along, keepdims=True), x.shape)
+def sent_by_all(kind, x, n):
+    """By numpy, of all devices of an axis at once: `x [n, others, EACH]`."""
+    sums = np.broadcast_to(x.sum(0), x.shape)
+    part = EACH // n
+    pieces = np.split(x, n, -1)
     if kind == "all-reduce":
         return sums
     if kind == "permute":
-        return np.roll(x, 1, along)
-    part = EACH // n
+        return np.roll(x, 1, 0)
     if kind == "all-to-all":
-        pieces = np.stack(np.split(x, n, -1), 0)  # [to, ..., from, ..., part]
-        return np.concatenate(list(np.moveaxis(np.swapaxes(np.moveaxis(pieces, along + 1, 1), 0, 1), 1, along + 1)), -1)
+        return np.stack([np.concatenate(list(piece), -1) for piece in pieces])
     if kind == "all-gather":
-        joined = np.concatenate(np.split(x[..., :part], n, along), -1)
-        return np.broadcast_to(joined, x.shape)
+        return np.broadcast_to(np.concatenate(list(x[..., :part]), -1), x.shape)
     result = x.copy()
-    for i in range(n):
-        mine = [slice(None)] * 5
-        mine[along], mine[4] = slice(i, i + 1), slice(0, part)
-        theirs = [slice(None)] * 5
-        theirs[along], theirs[4] = slice(0, 1), slice(i * part, (i + 1) * part)
-        result[tuple(mine)] = sums[tuple(theirs)]
+    for device, piece in enumerate(np.split(sums[0], n, -1)):
+        result[device, :, :part] = piece
     return result
+
+
+def expected(kind, x, axis):
+    """`x [dp, fsdp, cp, tp, EACH]` after a collective along an axis."""
+    first = np.moveaxis(x, AXIS[axis], 0)
+    found = sent_by_all(kind, first.reshape(SIZES[axis], -1, EACH), SIZES[axis])
+    return np.moveaxis(found.reshape(first.shape), 0, AXIS[axis])
 
 
 @pytest.mark.parametrize("axis", ["cp", "tp"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_is_the_collective_that_it_is_called(kind, axis, mesh):
+def test_each_program_is_the_collective_of_its_name(kind, axis, mesh):
     x, placed, program = compiled(mesh, kind, axis, TIMES)
     x = x.reshape(*SIZES.values(), EACH)
     for _ in range(TIMES):
@@ -72,7 +73,7 @@ def test_each_is_the_collective_that_it_is_called(kind, axis, mesh):
     )
 
 
-def test_bytes_and_speeds():
+def test_messages_have_their_bytes_and_times():
     messages = list(measure_messages(make_mesh(tp=4), "float32", (64, 1000), 1, 2))
     assert [(one.kind, one.bytes) for one in messages] == [(kind, size) for size in (64, 992) for kind in KINDS]
     for one in messages:

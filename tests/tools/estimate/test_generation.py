@@ -7,6 +7,7 @@ import math
 import jax
 import pytest
 from flax import nnx
+from support import sweep
 
 import jaxtp
 from jaxtp.analysis.hardware import find
@@ -21,40 +22,57 @@ from jaxtp.train.config import TrainConfig
 MODEL = jaxtp.ModelConfig(d_model=64, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=8, d_ff=64)
 CONFIG = TrainConfig(model=MODEL)
 facts = functools.cache(lambda: describe_model(CONFIG))
-ROWS, LENGTH = 8, 40
+ROWS = 8
+LENGTH = 40
+HYBRID = dataclasses.replace(
+    MODEL,
+    delta_value_heads=6,
+    delta_key_heads=3,
+    delta_key_dim=8,
+    delta_value_dim=10,
+    pattern=({}, {"delta_value_heads": 0}),
+)
+MODELS = {"attention": MODEL, "hybrid": HYBRID}
 
 
-DELTA = {"delta_value_heads": 6, "delta_key_heads": 3, "delta_key_dim": 8, "delta_value_dim": 10}
-HYBRID = dataclasses.replace(MODEL, **DELTA, pattern=({}, {"delta_value_heads": 0}))
-MESHES = [(1, 1, 1), (1, 1, 2), (1, 1, 8), (2, 2, 2), (1, 2, 4)]
-
-
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-@pytest.mark.parametrize("name", ["attention", pytest.param("hybrid", marks=pytest.mark.wide)])
-def test_the_cache_is_that_of_the_layers(name, sizes):
-    config = {"attention": MODEL, "hybrid": HYBRID}[name]
+def held_by_layers(config, mesh):
+    """Returns the bytes of a device's cache."""
 
     def empty_cache():
         model = jaxtp.Decoder(config, rngs=nnx.Rngs(0))
         return DecodeModel(model, model.in_order()).empty(ROWS, LENGTH)
 
-    mesh = make_mesh(*sizes)
     with jax.set_mesh(mesh):
         caches = jax.tree.leaves(nnx.eval_shape(empty_cache))
     layout = jax.sharding.NamedSharding(mesh, LAYER_SPEC)
-    held = sum(math.prod(layout.shard_shape(array.shape)) * array.dtype.itemsize for array in caches)
-    assert cache_bytes(config, mesh_sizes(mesh), ROWS, LENGTH) == held
+    shapes = [(layout.shard_shape(array.shape), array.dtype.itemsize) for array in caches]
+    return sum(math.prod(shape) * size for shape, size in shapes)
 
 
-@pytest.mark.wide
+@pytest.mark.parametrize("name", sweep(["attention", "hybrid"], "attention"))
+def test_the_cache_is_that_of_the_layers(name):
+    for sizes in [(1, 1, 1), (1, 1, 8), (2, 2, 2)]:
+        mesh = make_mesh(*sizes)
+        found = cache_bytes(MODELS[name], mesh_sizes(mesh), ROWS, LENGTH)
+        assert found == held_by_layers(MODELS[name], mesh), sizes
+
+
 def test_states_of_gated_delta_net_do_not_grow_with_the_row():
     config = dataclasses.replace(HYBRID, pattern=())
     short, long = (cache_bytes(config, mesh_shape(tp=2), ROWS, length) for length in (LENGTH, 10 * LENGTH))
     assert short == long > 0
 
 
-def found(room=1e12, rows=ROWS):
-    return generations(MODEL, Target(find("h100"), 8, room), facts(), fitting_meshes(8), rows, LENGTH)
+WHERE = Target(find("h100"), 8, 1e12)
+
+
+def found(room=1e12, rows=ROWS, model=MODEL, meshes=fitting_meshes(8)):
+    where = dataclasses.replace(WHERE, room=room)
+    return generations(model, where, facts(), meshes, rows, LENGTH)
+
+
+def weights_of(model=MODEL):
+    return {tuple(one.sizes.values()): one.weights for one in found(model=model)}
 
 
 def test_meshes_are_ranked_and_divide_the_rows():
@@ -74,29 +92,28 @@ def test_meshes_are_ranked_and_divide_the_rows():
 
 
 def test_weights_are_split_by_tp_and_fsdp_is_counted_as_dp():
-    by_mesh = {tuple(one.sizes.values()): one.weights for one in found()}
+    by_mesh = weights_of()
     assert set(by_mesh) == {(8, 1, 1, 1), (4, 1, 1, 2), (2, 1, 1, 4), (1, 1, 1, 8)}
+    model = nnx.eval_shape(lambda: jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0)))
     for (_, _, _, tp), weights in by_mesh.items():
-        model = nnx.eval_shape(lambda: jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0)))
         assert weights == weight_bytes(model, mesh_shape(tp=tp))
-    halves = dataclasses.replace(MODEL, precision=jaxtp.Precision(compute="bfloat16"))
-    target = Target(find("h100"), 8, 1e12)
-    half = generations(halves, target, facts(), fitting_meshes(8), ROWS, LENGTH)
-    assert {tuple(one.sizes.values()): 2 * one.weights for one in half} == by_mesh
-    (one,) = generations(MODEL, target, facts(), [mesh_shape(fsdp=8)], ROWS, LENGTH)
+    precision = jaxtp.Precision(compute="bfloat16")
+    halves = weights_of(dataclasses.replace(MODEL, precision=precision))
+    assert {mesh: 2 * weights for mesh, weights in halves.items()} == by_mesh
+    (one,) = found(meshes=[mesh_shape(fsdp=8)])
     assert one.sizes == mesh_shape(dp=8)
 
 
 def test_few_rows_read_the_experts_that_they_choose_and_many_read_all():
     """1 - (1 - k / E) ** n of them are expected."""
     model = dataclasses.replace(MODEL, d_model=128, d_ff=512, num_experts=8, experts_per_token=2)
-    facts, where = describe_model(TrainConfig(model=model)), Target(find("h100"), 8, 1e12)
+    facts = describe_model(TrainConfig(model=model))
 
     def seconds(rows, **changes):
-        (one,) = generations(dataclasses.replace(model, **changes), where, facts, [mesh_shape(tp=8)], rows, LENGTH)
+        (one,) = generations(dataclasses.replace(model, **changes), WHERE, facts, [mesh_shape(tp=8)], rows, LENGTH)
         return one.seconds - cache_bytes(model, one.sizes, rows, LENGTH) / speed, one
 
-    speed = where.hardware.bandwidth * where.hardware.bandwidth_efficiency
+    speed = WHERE.hardware.bandwidth * WHERE.hardware.bandwidth_efficiency
     experts = 4 * model.num_layers * 3 * 128 * 512  # bytes: one of eight on each device
     for rows, share in ((1, 0.25), (2, 0.4375), (256, 1.0)):
         (own, _), (every, one) = seconds(rows), seconds(rows, grouped="xla")
@@ -104,12 +121,14 @@ def test_few_rows_read_the_experts_that_they_choose_and_many_read_all():
         assert one.weights > experts
 
 
-def test_meshes_with_cp_alone():
-    with pytest.raises(ConfigError, match="--generate 8: a cache is not divided over cp; add a mesh with cp=1 to dp 4"):
-        generations(MODEL, Target(find("h100"), 8, 1e12), facts(), [mesh_shape(dp=4, cp=2)], 8, LENGTH)
-
-
-def test_rows_that_no_mesh_divides():
-    one = [mesh_shape(dp=8)]
-    with pytest.raises(ConfigError, match="--generate 3: no mesh of 8 devices"):
-        generations(MODEL, Target(find("h100"), 8, 1e12), facts(), one, 3, LENGTH)
+@pytest.mark.parametrize(
+    ("mesh", "rows", "message"),
+    [
+        ({"dp": 4, "cp": 2}, 8, "--generate 8: a cache is not divided over cp; add a mesh with cp=1"),
+        ({"dp": 8}, 3, "--generate 3: no mesh of 8 devices"),
+    ],
+    ids=["cp", "rows"],
+)
+def test_a_mesh_that_cannot_generate_is_refused(mesh, rows, message):
+    with pytest.raises(ConfigError, match=message):
+        found(rows=rows, meshes=[mesh_shape(**mesh)])

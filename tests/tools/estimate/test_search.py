@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support import sweep
 
 import jaxtp
 from jaxtp.analysis.hardware import find
@@ -31,12 +30,14 @@ from jaxtp.tools.estimate.search import (
 )
 from jaxtp.tools.estimate.summary import device_hours, explained, heading
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import DataConfig, LaunchConfig, MeshConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.memory import with_attention
 from jaxtp.train.state import bytes_per_device, parameter_count, plan_state
 from jaxtp.train.validation import check_kernels
 
 H100 = find("h100")
+PLENTY = 1e12
+WHERE = Target(H100, 8, PLENTY)
 MODEL = jaxtp.ModelConfig(
     vocab_size=1001,
     d_model=512,
@@ -49,11 +50,14 @@ MODEL = jaxtp.ModelConfig(
     precision=jaxtp.Precision(compute="bfloat16"),
 )
 CONFIG = TrainConfig(model=MODEL, data=DataConfig(sequence_length=2048, global_batch_size=32))
+IN_FLOAT32 = replace_nested(CONFIG, {"model.precision.compute": "float32"})
+FUSED = replace_nested(CONFIG, {"model.attention": "auto"})
 facts = cache(lambda: describe_model(CONFIG))
 
 
-def found(room=1e12, devices=8, config=CONFIG, hardware=H100, **options):
-    return search(config, Target(hardware, devices, room), facts(), meshes_to_try(config, devices), **options)
+def found(room=PLENTY, devices=8, config=CONFIG, hardware=H100, **options):
+    meshes = meshes_to_try(config, devices)
+    return search(config, Target(hardware, devices, room), facts(), meshes, **options)
 
 
 def without_more(room):
@@ -66,74 +70,85 @@ def of_eight():
     return found()
 
 
+@cache
+def least_of_eight():
+    return min(setting.memory.total for setting in of_eight().all)
+
+
 def words(result, configured=None, alternatives=()):
-    """The labelled lines about the best setting, as one text for each label."""
-    rows = [(line[:8].strip(), line[8:]) for line in explained(result, configured, alternatives).splitlines()]
-    return {label: "\n".join(text for other, text in rows if other == label) for label, _ in rows}
+    """The lines about the best setting by their labels, as one text for each label."""
+    texts = {}
+    for line in explained(result, configured, alternatives).splitlines():
+        texts.setdefault(line[:8].strip(), []).append(line[8:])
+    return {label: "\n".join(lines) for label, lines in texts.items()}
 
 
-def test_every_mesh_of_the_devices():
-    meshes = fitting_meshes(12)
-    assert len({tuple(mesh.values()) for mesh in meshes}) == len(meshes) == 40
-    assert all(math.prod(mesh.values()) == 12 for mesh in meshes)
-
-
-@pytest.mark.parametrize(("devices", "count"), [(1, 1), (2**20, 1771), (1048573, 4), (720720, 89600)])
+@pytest.mark.parametrize(("devices", "count"), [(1, 1), (12, 40), (2**20, 1771), (1048573, 4), (720720, 89600)])
 def test_meshes_of_many_devices_are_listed_at_once(devices, count):
-    assert len(fitting_meshes(devices)) == count
+    meshes = fitting_meshes(devices)
+    assert len(meshes) == count
+    some = meshes[:: len(meshes) // 40 + 1]
+    assert len({tuple(mesh.values()) for mesh in some}) == len(some)
+    assert all(math.prod(mesh.values()) == devices for mesh in some)
 
 
 @pytest.mark.wide
 def test_of_a_batch_with_many_divisors_some_are_tried():
-    config = dataclasses.replace(CONFIG, data=DataConfig(sequence_length=128, global_batch_size=2_000_000))
-    result = search(config, Target(H100, 8, 1e12), facts(), [mesh_shape(dp=8)])
-    assert {s.config.train.accumulation for s in result.all} >= {1, 250_000}
+    data = DataConfig(sequence_length=128, global_batch_size=2_000_000)
+    config = dataclasses.replace(CONFIG, data=data)
+    result = search(config, WHERE, facts(), [mesh_shape(dp=8)])
+    assert {setting.config.train.accumulation for setting in result.all} >= {1, 250_000}
     assert len(result.all) == MAX_ACCUMULATIONS * len(REMATS)
 
 
-def test_no_setting_takes_less_than_the_leanest():
-    result = found(devices=4)
+def test_no_setting_takes_less_memory_than_the_leanest():
+    result = found(devices=2)
     for mesh in result.settings:
         of_mesh = [setting for setting in result.all if setting.sizes == mesh.sizes]
-        least = min(estimate(lean, mesh.target, facts()).memory.total for lean in leanest(mesh.config))
-        assert least == min(setting.memory.total for setting in of_mesh)
+        lean = [estimate(config, mesh.target, facts()) for config in leanest(mesh.config)]
+        assert min(one.memory.total for one in lean) == min(one.memory.total for one in of_mesh)
 
 
-def test_what_is_assumed_is_said():
-    where = Target(H100, 8, 1e12)
-    said = heading(TrainConfig(model=MODEL), where, facts())
-    assert "16 sequences of 128 tokens = 2,048 (the default; --data.sequence-length N changes it)" in said
-    assert "default" not in heading(CONFIG, where, facts())
+def test_a_default_length_is_shown_as_one():
+    said = heading(TrainConfig(model=MODEL), WHERE, facts())
+    assert "16 sequences of 128 tokens = 2,048 (the default; --data.sequence-length N" in said
+    assert "default" not in heading(CONFIG, WHERE, facts())
 
 
-def test_those_that_fit_come_first_and_the_fastest_of_them():
-    loose = of_eight()
-    sizes = sorted(setting.memory.total for setting in loose.all)
+def test_settings_that_fit_come_first_and_the_fastest_of_them():
+    sizes = sorted(setting.memory.total for setting in of_eight().all)
     tight = found(room=sizes[len(sizes) // 2])
     flags = [setting.fits for setting in tight.settings]
     assert flags == sorted(flags, reverse=True)
     assert True in flags
     best, *others = tight.settings
-    assert best.time.expected <= NEAR * min(setting.time.expected for setting in tight.fitting if setting.fits_surely)
-    for surely in (True, False):
-        times = [setting.time.expected for setting in others if setting.fits and setting.fits_surely == surely]
+    surely = [setting for setting in tight.fitting if setting.fits_surely]
+    assert best.time.expected <= NEAR * min(setting.time.expected for setting in surely)
+    for is_sure in (True, False):
+        alike = [one for one in others if one.fits and one.fits_surely == is_sure]
+        times = [setting.time.expected for setting in alike]
         assert times == sorted(times)
-    for best in (setting for setting in tight.fitting if setting.fits_surely):
+    for best in surely:
         same = [other for other in tight.all if other.sizes == best.sizes and other.fits_surely]
-        as_fast = [o for o in same if o.time.expected <= NEAR * min(other.time.expected for other in same)]
+        limit = NEAR * min(other.time.expected for other in same)
+        as_fast = [other for other in same if other.time.expected <= limit]
         assert best in as_fast
         assert best.memory.total == min(other.memory.total for other in as_fast)
     assert {setting.config.model.remat for setting in tight.all} == set(REMATS)
 
 
 def test_what_cannot_run_is_refused_with_its_reason():
-    refused = found(devices=16).refused
-    assert "model.d_model=" in found(devices=48).refused["dp 1 x fsdp 48 x cp 1 x tp 1"]
-    assert not any("x tp 16" in mesh and "x fsdp 1 x" in mesh for mesh in refused), "16 devices pad 8 heads"
-    whole = dataclasses.replace(CONFIG, mesh=MeshConfig(allow_padding=False))
-    message = r"no mesh of 7 devices can run this configuration; 4 or 8 devices could:\n  dp 1 x fsdp 7 x cp 1 x tp 1: "
+    refused = search(CONFIG, WHERE, facts(), [mesh_shape(fsdp=48), mesh_shape(tp=16)]).refused
+    assert refused.keys() == {"dp 1 x fsdp 48 x cp 1 x tp 1"}, "16 devices pad 8 heads"
+    assert "model.d_model=" in refused["dp 1 x fsdp 48 x cp 1 x tp 1"]
+    whole = replace_nested(CONFIG, {"mesh.allow_padding": False})
+    message = r"no mesh of 7 devices can run .*; 4 or 8 devices could:\n  dp 1 x fsdp 7 x cp 1"
     with pytest.raises(ConfigError, match=message):
-        search(whole, Target(H100, 7, 1e12), facts(), [mesh_shape(fsdp=7)])
+        search(whole, Target(H100, 7, PLENTY), facts(), [mesh_shape(fsdp=7)])
+    odd = replace_nested(CONFIG, {"data.sequence_length": 2047})
+    message = "none of the requested meshes can run this configuration; others of 8"
+    with pytest.raises(ConfigError, match=message):
+        search(odd, WHERE, facts(), [mesh_shape(cp=8)])
 
 
 def test_as_configured_changes_the_mesh_alone():
@@ -141,13 +156,12 @@ def test_as_configured_changes_the_mesh_alone():
         assert dataclasses.replace(setting.config, mesh=CONFIG.mesh) == CONFIG
 
 
-@pytest.mark.parametrize("sizes", sweep([(1, 1, 8), (1, 2, 4), (2, 2, 2), (1, 8, 1)], (2, 2, 2)), ids=str)
+@pytest.mark.parametrize("sizes", [{"tp": 8}, {"dp": 2, "fsdp": 2, "tp": 2}], ids=str)
 def test_parameters_and_state_are_those_of_a_run(sizes):
-    mesh = make_mesh(*sizes)
-    plan = plan_state(MODEL, optimizers.build(CONFIG.optimizer, 10), mesh)
+    plan = plan_state(MODEL, optimizers.build(CONFIG.optimizer, 10), make_mesh(**sizes))
     assert facts().parameters == parameter_count(plan)
-    config = dataclasses.replace(CONFIG, mesh=MeshConfig(dp=sizes[0], fsdp=sizes[1], tp=sizes[2]))
-    memory = estimate(config, Target(H100, 8, 1e12), facts()).memory
+    changes = {f"mesh.{axis}": size for axis, size in mesh_shape(**sizes).items()}
+    memory = estimate(replace_nested(CONFIG, changes), WHERE, facts()).memory
     assert memory.parameters + memory.optimizer == bytes_per_device(plan)
 
 
@@ -165,234 +179,252 @@ def test_the_share_of_memory_is_that_of_a_run_on_so_many_hosts():
         (16, None, "takes 76.4 (90%, set by scripts/cluster/gpu.env); "),
         (16, 0.75, "takes 63.7 (75%, --memory-fraction); "),
         (8, 0.8, "takes 67.9 (80%, --memory-fraction); "),
-        (8, 0.9, "takes 76.4 (90%, --memory-fraction); "),
     ]:
-        assert said in heading(CONFIG, target(find("h100"), devices, fraction), facts())
+        assert said in heading(CONFIG, target(H100, devices, fraction), facts())
     assert "JAX takes 16.9; " in heading(CONFIG, target(find("v5e"), 8), facts())
 
 
-def test_the_best_is_explained():
+def test_the_best_setting_is_explained():
     result = of_eight()
-    best, other = result.settings[0], result.settings[-1]
-    told = words(result, other, faster(result, facts()))
-    assert told["best"].startswith(f"{best} with remat {best.config.model.remat} and micro-batches of {best.rows}: ")
+    best = result.settings[0]
+    other = result.settings[-1]
+    alternatives = faster(result, facts())
+    told = words(result, other, alternatives)
+    remat = f"remat {best.config.model.remat}"
+    assert told["best"].startswith(f"{best} with {remat} and micro-batches of {best.rows}: ")
     time = best.time
-    parts = (time.products, time.attention, time.elementwise, time.update, *time.communication.values())
-    assert re.search(rf": [\w ]+ {max(parts) / time.serial:.0%}, ", told["step"]), "the largest part is the first"
+    largest = max(
+        time.products,
+        time.attention,
+        time.elementwise,
+        time.update,
+        *time.communication.values(),
+    )
+    assert re.search(rf": [\w ]+ {largest / time.serial:.0%}, ", told["step"])
     assert told["now"].endswith(f", {time.expected / other.time.expected:.2f} x as fast")
     assert {"memory", "step", "run"} <= set(told)
+    # With room for everything, more of the memory for JAX makes nothing faster.
+    assert not any("MEM_FRACTION" in other.change for other in alternatives)
 
 
 @pytest.mark.wide
 def test_another_kernel_of_attention_is_searched_with_all_meshes():
     """With less to hold, another mesh or remat may be the best."""
-    least = min(setting.memory.total for setting in of_eight().all)
-    result = found(room=least * 1.7, hardware=without_more(least * 1.7))
+    room = least_of_eight() * 1.7
+    result = found(room=room, hardware=without_more(room))
     told = words(result, None, faster(result, facts()))["try"]
     assert told.startswith("--model.attention auto: ")
-    fused = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, attention="auto"))
-    best = found(room=least * 1.7, config=fused).settings[0]
-    same = estimate(dataclasses.replace(result.settings[0].config, model=fused.model), best.target, facts())
-    ratio = result.settings[0].time.expected / best.time.expected
+    best = found(room=room, config=FUSED).settings[0]
+    slow = result.settings[0]
+    fused = replace_nested(slow.config, {"model.attention": "auto"})
+    same = estimate(fused, best.target, facts())
     assert best.time.expected < same.time.expected, "the mesh that was best is not any more"
     assert f": {best} " in told
-    assert f"{ratio:.2f} x as fast" in told
+    assert f"{slow.time.expected / best.time.expected:.2f} x as fast" in told
 
 
 def test_a_kernel_that_runs_already_is_not_proposed():
-    for attention, proposed in (("xla", True), ("blockwise", True), ("fused", False), ("auto", False)):
-        run = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, attention=attention))
-        where = Target(H100, 8, 1e12)
-        assert (changed(Run(run, where), "--model.attention auto") is not None) == proposed
-
-
-def with_precision(**dtypes):
-    return dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, precision=jaxtp.Precision(**dtypes)))
+    proposed = {"xla": True, "blockwise": True, "fused": False, "auto": False}
+    for attention, is_other in proposed.items():
+        run = Run(replace_nested(CONFIG, {"model.attention": attention}), WHERE)
+        assert (changed(run, "--model.attention auto") is not None) == is_other
 
 
 @pytest.mark.wide
 def test_changes_are_searched_together():
-    result = found(config=with_precision(compute="float32"))
+    result = found(config=IN_FLOAT32)
     (together,) = faster(result, facts())
     assert together.change == "--model.precision.compute bfloat16 --model.attention auto"
-    first = found(config=with_precision(compute="bfloat16")).settings[0]
-    assert NEAR * together.setting.time.expected < first.time.expected < result.settings[0].time.expected
-
-
-def test_what_adds_nothing_is_not_told_of():
-    """With room for everything, more of the memory for JAX makes nothing faster, alone or with others."""
-    assert not any("MEM_FRACTION" in other.change for other in faster(of_eight(), facts()))
+    first = of_eight().settings[0].time.expected
+    assert NEAR * together.setting.time.expected < first < result.settings[0].time.expected
 
 
 def room_for(config, devices=8):
     """Bytes that the leanest setting needs to fit with the margin."""
-    settings = search(config, Target(H100, devices, 1e12), describe_model(config), meshes_to_try(config, devices)).all
-    return min(s.memory.total + MEMORY_ERROR * (s.memory.total - s.memory.state) for s in settings)
-
-
-IN_HALF = with_precision(compute="bfloat16")
-FUSED = dataclasses.replace(IN_HALF, model=dataclasses.replace(IN_HALF.model, attention="auto"))
+    where = Target(H100, devices, PLENTY)
+    meshes = meshes_to_try(config, devices)
+    settings = search(config, where, describe_model(config), meshes).all
+    memories = [setting.memory for setting in settings]
+    return min(each.total + MEMORY_ERROR * (each.total - each.state) for each in memories)
 
 
 @pytest.mark.wide
 def test_changes_that_only_together_make_it_fit():
-    whole = with_precision(compute="float32")
-    alone = min(map(room_for, (IN_HALF, whole, with_attention(whole, "auto"))))
-    room = (room_for(FUSED) + alone) / 2
-    tight = found(room, config=with_precision(compute="float32"), hardware=without_more(room))
+    singly = (CONFIG, IN_FLOAT32, with_attention(IN_FLOAT32, "auto"))
+    room = (room_for(FUSED) + min(map(room_for, singly))) / 2
+    tight = found(room, config=IN_FLOAT32, hardware=without_more(room))
     assert not tight.fitting
     changes = [other.change for other in remedies(tight, facts())]
     assert "--model.precision.compute bfloat16 --model.attention auto" in changes
     assert "--model.precision.compute bfloat16" not in changes
-    assert not any(other.startswith(f"{change} ") for change in changes for other in changes), "none holds another"
+    for change in changes:
+        assert not any(other.startswith(f"{change} ") for other in changes), "one holds another"
+
+
+def tp_sizes(config, devices):
+    return {sizes["tp"] for sizes in meshes_to_try(config, devices, H100.domain)}
 
 
 def test_groups_along_tp_stay_among_fast_links_unless_the_run_lets_them_out():
-    inside = meshes_to_try(CONFIG, 16, H100.domain)
-    anywhere = meshes_to_try(replace_nested(CONFIG, {"mesh.tp_across_hosts": True}), 16, H100.domain)
-    assert {sizes["tp"] for sizes in inside} == {1, 2, 4, 8}
-    assert {sizes["tp"] for sizes in anywhere} == {1, 2, 4, 8, 16}
-    assert {sizes["tp"] for sizes in meshes_to_try(CONFIG, 6, H100.domain)} == {1, 2, 3, 6}, "one host has all of them"
+    anywhere = replace_nested(CONFIG, {"mesh.tp_across_hosts": True})
+    assert tp_sizes(CONFIG, 16) == {1, 2, 4, 8}
+    assert tp_sizes(anywhere, 16) == {1, 2, 4, 8, 16}
+    assert tp_sizes(CONFIG, 6) == {1, 2, 3, 6}, "one host has all of them"
 
 
 @pytest.mark.wide
-def test_where_no_single_thing_would_do_all_go_together():
+def test_where_no_single_change_would_do_all_go_together():
     """256 devices are as many as the model and its batch can be split over."""
-    lora = dataclasses.replace(FUSED, model=dataclasses.replace(FUSED.model, lora=jaxtp.LoraConfig(rank=16)))
+    lora = replace_nested(FUSED, {"model.lora.rank": 16})
     room = 1.01 * room_for(lora, devices=256)
     small = dataclasses.replace(H100, memory=room / 0.9, reserved=0)
-    anywhere = replace_nested(with_precision(compute="float32"), {"mesh.tp_across_hosts": True})
-    tight = search(anywhere, target(small, 256, 0.75), facts(), meshes_to_try(anywhere, 256))
-    remedy = next(other for other in remedies(tight, facts()) if "--model.lora.rank 16" in other.change)
-    assert remedy.change.startswith("--model.precision.compute bfloat16 --model.attention auto XLA_PYTHON")
+    anywhere = replace_nested(IN_FLOAT32, {"mesh.tp_across_hosts": True})
+    where = target(small, 256, 0.75)
+    tight = search(anywhere, where, facts(), meshes_to_try(anywhere, 256))
+    changes = (other for other in remedies(tight, facts()) if "--model.lora.rank 16" in other.change)
+    remedy = next(changes)
+    first = "--model.precision.compute bfloat16 --model.attention auto XLA_PYTHON"
+    assert remedy.change.startswith(first)
     assert remedy.setting.has_margin
 
 
-EXPERTS = dataclasses.replace(MODEL, d_ff=1024, num_experts=6, experts_per_token=2, attention="auto")
-MIXTURE = dataclasses.replace(CONFIG, model=EXPERTS)
+MIXTURE = replace_nested(FUSED, {"model.d_ff": 1024, "model.num_experts": 6, "model.experts_per_token": 2})
 mixture_facts = cache(lambda: describe_model(MIXTURE))
 
 
-def search_mixture(room=1e12, devices=8, meshes=None, **changes):
-    config = dataclasses.replace(MIXTURE, model=dataclasses.replace(EXPERTS, **changes))
-    return search(config, Target(H100, devices, room), mixture_facts(), meshes or fitting_meshes(devices))
+def search_mixture(meshes, room=PLENTY, devices=8, config=MIXTURE):
+    return search(config, Target(H100, devices, room), mixture_facts(), meshes)
 
 
 def test_experts_are_over_tp_or_inside_on_every_mesh():
     """6 experts over tp 2, and a part of each over 4 and 8."""
-    every = search_mixture()
-    assert {tuple(setting.sizes.values()) for setting in every.settings} == {
-        tuple(sizes.values()) for sizes in fitting_meshes(8)
-    }
+    meshes = [mesh_shape(fsdp=4, tp=2), mesh_shape(fsdp=2, tp=4), mesh_shape(tp=8)]
+    every = search_mixture(meshes)
+    assert len(every.settings) == len(meshes)
     assert not every.refused
 
 
 @pytest.mark.wide
-def test_a_mixture_that_does_not_fit_is_told_of_adapters_that_it_can_have():
-    least = min(search_mixture(devices=1).all, key=lambda setting: setting.memory.total)
-    tight = search_mixture(least.memory.state, devices=1)
+def test_adapters_are_proposed_for_a_mixture_that_does_not_fit():
+    meshes = [mesh_shape()]
+    least = min(search_mixture(meshes, devices=1).all, key=lambda setting: setting.memory.total)
+    tight = search_mixture(meshes, least.memory.state, devices=1)
     changes = [other.change for other in remedies(tight, mixture_facts())]
     assert any("--model.lora.rank 16" in change for change in changes)
 
 
 def test_products_with_all_experts_are_warned_of_and_cost_as_much():
-    meshes = [mesh_shape(fsdp=4, tp=2), mesh_shape(tp=8)]
-    own, dense = (search_mixture(meshes=meshes, grouped=grouped) for grouped in ("auto", "xla"))
-    assert "pallas products of experts (it multiplies each row" in heading(
-        MIXTURE, own.settings[0].target, mixture_facts()
-    )
-    told = heading(dense.settings[0].config, dense.settings[0].target, mixture_facts())
-    assert "WARNING: it multiplies every row by every expert, 6 times" in told
-    by_mesh = {tuple(s.sizes.values()): s for s in own.settings}
-    for setting in dense.settings:
-        assert setting.time.products > 2 * by_mesh[tuple(setting.sizes.values())].time.products
-    assert "--model.grouped auto" in words(dense, None, faster(dense, mixture_facts()))["try"]
+    meshes = [mesh_shape(tp=8)]
+    own = search_mixture(meshes)
+    dense = search_mixture(meshes, config=replace_nested(MIXTURE, {"model.grouped": "xla"}))
+    said = heading(MIXTURE, WHERE, mixture_facts())
+    assert "pallas products of experts (it multiplies each row" in said
+    warned = heading(dense.settings[0].config, WHERE, mixture_facts())
+    assert "WARNING: it multiplies every row by every expert, 6 times" in warned
+    assert dense.settings[0].time.products > 2 * own.settings[0].time.products
+    alternatives = faster(dense, mixture_facts())
+    assert "--model.grouped auto" in words(dense, None, alternatives)["try"]
     assert not any("grouped" in other.change for other in faster(own, mixture_facts()))
 
 
-def test_a_grouped_kernel_that_cannot_run_is_refused_before_anything_starts():
-    config = dataclasses.replace(MIXTURE, model=dataclasses.replace(EXPERTS, grouped="pallas"))
-    check_kernels(config, mesh_shape(), "cuda")
-    with pytest.raises(ConfigError, match=r"^model.grouped=pallas: it runs on cuda, not on rocm; use auto \(xla\)$"):
-        check_kernels(config, mesh_shape(), "rocm")
-    dense = dataclasses.replace(config, model=dataclasses.replace(MODEL, grouped="pallas", attention="auto"))
-    check_kernels(dense, mesh_shape(), "rocm")  # no expert, no product of any
-
-
 @pytest.mark.parametrize(
-    ("matmul", "able", "unable"), [("float8", "cuda 8.9", "cuda 8.0"), ("mxfp8", "cuda 10.0", "rocm")]
+    ("config", "able", "unable", "message"),
+    [
+        (
+            replace_nested(MIXTURE, {"model.grouped": "pallas"}),
+            ["cuda"],
+            "rocm",
+            r"^model.grouped=pallas: it runs on cuda, not on rocm; use auto \(xla\)$",
+        ),
+        (
+            replace_nested(CONFIG, {"model.precision.matmul": "float8"}),
+            ["cpu", "cuda", "cuda 8.9"],
+            "cuda 8.0",
+            "matmul=float8: cuda 8.0 would multiply in 16 bits; it needs cuda 8.9 or",
+        ),
+        (
+            replace_nested(CONFIG, {"model.precision.matmul": "mxfp8"}),
+            ["cpu", "cuda", "cuda 10.0"],
+            "rocm",
+            "matmul=mxfp8: rocm would multiply in 16 bits; it needs cuda 10.0 or",
+        ),
+    ],
+    ids=["grouped", "float8", "mxfp8"],
 )
-def test_a_device_that_would_multiply_in_16_bits_in_silence_is_refused(matmul, able, unable):
-    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, precision=jaxtp.Precision(matmul=matmul)))
-    for platform in ("cpu", "cuda", able):
+def test_a_kernel_that_the_platform_lacks_is_refused(config, able, unable, message):
+    for platform in able:
         check_kernels(config, mesh_shape(), platform)
-    with pytest.raises(ConfigError, match=f"matmul={matmul}: {unable} would multiply in 16 bits; it needs {able} or"):
+    with pytest.raises(ConfigError, match=message):
         check_kernels(config, mesh_shape(), unable)
+    # Without experts there is no product of any.
+    check_kernels(replace_nested(FUSED, {"model.grouped": "pallas"}), mesh_shape(), "rocm")
 
 
 @pytest.mark.wide
-def test_where_nothing_fits_it_says_what_would():
-    least = min(setting.memory.total for setting in of_eight().all)
-    tight = found(room=least * 0.7)
+def test_changes_that_would_make_it_fit_are_proposed():
+    """More devices, training less, or training in fewer bits."""
+    room = least_of_eight() * 0.8
+    tight = found(room=room)
     assert not tight.fitting
-    told = words(tight, None, list(remedies(tight, facts())))
+    alternatives = list(remedies(tight, facts()))
+    told = words(tight, None, alternatives)
     assert told["best"].startswith("nothing fits; the least is ")
     more = next(line for line in told["try"].splitlines() if " x h100: " in line)
-    devices = int(more.split()[0])
-    again = search(CONFIG, Target(H100, devices, least * 0.7), facts(), meshes_to_try(CONFIG, devices))
-    assert again.settings[0].has_margin
-    assert str(again.settings[0]) in more
+    again = found(room=room, devices=int(more.split()[0])).settings[0]
+    assert again.has_margin
+    assert str(again) in more
+    settings = {other.change: other.setting for other in alternatives}
+    lora = settings["--model.lora.rank 16"]
+    in_half = settings["--model.lora.rank 16 --model.precision.param bfloat16"]
+    assert in_half.config.model.lora.rank == 16
+    assert in_half.memory.total < lora.memory.total
+    assert all(setting.has_margin for setting in settings.values())
 
 
-def test_where_nothing_fits_a_batch_without_accumulation_is_proposed_with_its_cost():
+def test_where_nothing_fits_a_batch_without_accumulation_is_proposed():
     """Sums of gradients in float32 beside gradients in bfloat16 do not fit; a batch that needs no sums does."""
-    changes = {"model.precision.param": "bfloat16", "model.attention": "auto", "data.global_batch_size": 512}
-    narrow = replace_nested(IN_HALF, changes)
-    facts, meshes = describe_model(narrow), meshes_to_try(narrow, 8)
-    room = min(setting.memory.total for setting in search(narrow, Target(H100, 8, 1e12), facts, meshes).all) - 1
+    changes = {"model.precision.param": "bfloat16", "data.global_batch_size": 256}
+    narrow = replace_nested(FUSED, changes)
+    facts = describe_model(narrow)
+    meshes = [mesh_shape(fsdp=8), mesh_shape(fsdp=4, tp=2)]
+    plenty = search(narrow, WHERE, facts, meshes)
+    room = min(setting.memory.total for setting in plenty.all) - 1
     tight = search(narrow, Target(without_more(room), 8, room), facts, meshes)
     assert not tight.fitting
-    (once,) = (other for other in remedies(tight, facts) if other.note == "a batch without accumulation")
+    note = "a batch without accumulation"
+    once = next(other for other in remedies(tight, facts) if other.note == note)
     assert re.fullmatch(r"--data.global-batch-size \d --train.accumulation 1", once.change)
     assert once.setting.config.train.accumulation == 1
     assert once.setting.rows == 1
     assert once.setting.has_margin
 
 
-def test_a_proposal_has_its_speed_and_the_cost_of_as_many_tokens():
-    result = of_eight()
-    half = replace_nested(result.settings[0].config, {"data.sequence_length": 1024})
-    setting = estimate(half, result.settings[0].target, facts())
-    told = explained(result, None, [Alternative("--data.sequence-length 1024", setting)], 2.0).splitlines()[-1]
-    speed, hours, cost = re.search(r"GB.*; (.+) tokens/s, (.+) h100 hours; cost (.+)$", told).groups()
-    number = lambda text: float(text.split(" to ")[0].replace(",", ""))
-    assert number(speed) == pytest.approx(setting.tokens_per_second_range[0], rel=0.01)
+def test_an_alternative_has_its_speed_and_the_cost_of_as_many_tokens():
+    best = of_eight().settings[0]
+    half = replace_nested(best.config, {"data.sequence_length": 1024})
+    setting = estimate(half, best.target, facts())
+    alternative = Alternative("--data.sequence-length 1024", setting)
+    told = explained(of_eight(), None, [alternative], 2.0).splitlines()[-1]
+    parts = re.search(r"GB.*; (.+) tokens/s, (.+) h100 hours; cost (.+)$", told).groups()
+    speed, hours, cost = (float(part.split(" to ")[0].replace(",", "")) for part in parts)
+    assert speed == pytest.approx(setting.tokens_per_second_range[0], rel=0.01)
     low, _ = device_hours(setting)
-    assert number(hours) == pytest.approx(2 * low, rel=0.01), "a step has half of the tokens"
-    assert number(cost) == pytest.approx(2 * number(hours), rel=0.01)
+    assert hours == pytest.approx(2 * low, rel=0.01), "a step has half of the tokens"
+    assert cost == pytest.approx(2 * hours, rel=0.01)
 
 
 def test_equal_ends_of_a_range_are_one_number():
     assert between("12", "12") == "12"
     assert between("12", "13") == "12 to 13"
-    assert [gigabytes(size) for size in (45.12e9, 1e9, 0.64e9, 3.2e6)] == ["45.1", "1.0", "0.64", "0.0032"]
+    assert list(map(gigabytes, (45.12e9, 1e9, 0.64e9, 3.2e6))) == ["45.1", "1.0", "0.64", "0.0032"]
 
 
-@pytest.mark.wide
-def test_what_would_fit_says_what_it_leaves_out():
-    config = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(name="adafactor"))
-    facts, meshes = describe_model(config), meshes_to_try(config, 8)
-    least = min(setting.memory.total for setting in search(config, Target(H100, 8, 1e12), facts, meshes).all)
-    tight = search(config, Target(H100, 8, least * 0.7), facts, meshes)
-    assert "\nnot sure: the update by adafactor is not modelled" in words(tight)[""]
-
-
-def test_of_what_is_as_fast_the_simplest_is_the_best():
+def test_of_settings_that_are_as_fast_the_simplest_is_the_best():
     result = of_eight()
-    fastest = min(result.fitting, key=lambda setting: setting.time.expected)
-    as_fast = [s for s in result.fitting if s.has_margin and s.time.expected <= NEAR * fastest.time.expected]
+    limit = NEAR * min(setting.time.expected for setting in result.fitting)
+    fast = [one for one in result.fitting if one.has_margin and one.time.expected <= limit]
+    simplicity = [(one.config.train.accumulation, one.sizes["tp"]) for one in fast]
     best = result.settings[0]
-    simplicity = [(s.config.train.accumulation, s.sizes["tp"]) for s in as_fast]  # all inside one host
     assert (best.config.train.accumulation, best.sizes["tp"]) == min(simplicity)
     assert len(set(simplicity)) > 1
 
@@ -406,64 +438,59 @@ def test_more_memory_for_jax_is_told_where_it_helps():
     assert more.setting.time.expected * NEAR < result.settings[0].time.expected
 
 
-@pytest.mark.wide
-def test_what_would_fit_by_training_less_or_in_fewer_bits():
-    least = min(setting.memory.total for setting in of_eight().all)
-    tight = found(room=least * 0.8)
-    changes = {other.change: other.setting for other in remedies(tight, facts())}
-    adapters = changes["--model.lora.rank 16 --model.precision.param bfloat16"]
-    assert adapters.config.model.lora.rank == 16
-    assert adapters.memory.total < changes["--model.lora.rank 16"].memory.total
-    assert all(setting.has_margin for setting in changes.values())
+def cp_sizes(**changes):
+    return {sizes["cp"] for sizes in meshes_to_try(replace_nested(CONFIG, changes), 64)}
+
+
+LONG = {"data.sequence_length": 2**20, "data.global_batch_size": 1}
 
 
 def test_sequences_are_divided_into_parts_that_are_long_enough():
     """A short one is whole, unless it is configured otherwise."""
-    assert {sizes["cp"] for sizes in meshes_to_try(CONFIG, 64)} == {1}
-    asked = dataclasses.replace(CONFIG, mesh=MeshConfig(cp=4))
-    assert {sizes["cp"] for sizes in meshes_to_try(asked, 64)} == {1, 4}
-    long = dataclasses.replace(CONFIG, data=DataConfig(sequence_length=2**20, global_batch_size=1))
-    assert {sizes["cp"] for sizes in meshes_to_try(long, 64)} == {1, 2, 4, 8, 16, 32, 64}
-
-
-def test_where_other_meshes_could_that_is_said():
-    run = dataclasses.replace(CONFIG, data=DataConfig(sequence_length=2047, global_batch_size=32))
-    with pytest.raises(ConfigError, match="none of the requested meshes can run this configuration; others of 8"):
-        search(run, Target(H100, 8, 1e12), facts(), [mesh_shape(cp=8)])
+    assert cp_sizes() == {1}
+    assert cp_sizes(**{"mesh.cp": 4}) == {1, 4}
+    assert cp_sizes(**LONG) == {1, 2, 4, 8, 16, 32, 64}
 
 
 def test_a_million_tokens_take_cp_where_there_is_one_sequence():
     """One sequence cannot be divided over dp and fsdp, and these heads not over more tp."""
-    data = DataConfig(sequence_length=2**20, global_batch_size=1)
-    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, attention="auto"), data=data)
+    config = replace_nested(FUSED, LONG)
     meshes = meshes_to_try(config, 64)
     settings = search(config, Target(H100, 64, 60e9), describe_model(config), meshes).settings
     assert settings[0].fits
     assert settings[0].sizes["cp"] >= 4
     by_mesh = {str(setting): setting for setting in settings}
-    held = [by_mesh[f"cp {64 // tp} x tp {tp}" if tp > 1 else "cp 64"].memory.activations for tp in (1, 2, 4)]
+    names = ("cp 64", "cp 32 x tp 2", "cp 16 x tp 4")
+    held = [by_mesh[name].memory.activations for name in names]
     assert max(held) < 1.5 * min(held)
 
 
 def test_a_peak_near_or_above_what_the_allocator_has_is_told():
-    least = min(setting.memory.total for setting in of_eight().all)
-    pool = dataclasses.replace(CONFIG, launch=LaunchConfig(allocator="cuda_async"))
-    tight, above = found(room=least * 1.05), found(room=least * 0.8, config=pool)
-    assert re.search(r"default: \d+\.\d MB to spare; \d+\.\d MB are advisable", words(tight)[""])
-    told = words(above)[""]
-    assert "launch.allocator=cuda_async: WARNING: above the " in told
-    assert "--xla_gpu_memory_limit_slop_factor=85" in told
-    for plenty in (of_eight(), found(room=0.7 * H100.memory, config=pool)):
-        assert "allocator" not in words(plenty).get("", "")
+    pool = replace_nested(CONFIG, {"launch.allocator": "cuda_async"})
+
+    def told(room, config=CONFIG):
+        where = Target(H100, 8, room)
+        return words(search(config, where, facts(), [mesh_shape(fsdp=8)])).get("", "")
+
+    least = room_of([mesh_shape(fsdp=8)])
+    tight = told(least * 1.05)
+    assert re.search(r"default: \d+\.\d MB to spare; \d+\.\d MB are advisable", tight)
+    above = told(least * 0.8, pool)
+    assert "launch.allocator=cuda_async: WARNING: above the " in above
+    assert "--xla_gpu_memory_limit_slop_factor=85" in above
+    assert "allocator" not in told(PLENTY) + told(0.7 * H100.memory, pool)
 
 
-@pytest.mark.parametrize(
-    ("hardware", "kernel"),
-    [("h100", "cudnn"), ("h200", "cudnn"), ("a100", "fused"), ("l40s", "fused"), ("b200", "fused")],
-)
-def test_the_kernel_of_attention_is_that_of_the_hardware(hardware, kernel):
-    config = replace_nested(CONFIG, {"model.attention": "auto", "data.packing": "concatenated"})
-    where = Target(find(hardware), 8, 1e12)
-    assert f"kernels {kernel} attention" in heading(config, where, facts())
-    fused = replace_nested(config, {"model.attention": kernel})
-    assert estimate(config, where, facts()).memory == estimate(fused, where, facts()).memory
+def room_of(meshes):
+    return min(setting.memory.total for setting in search(CONFIG, WHERE, facts(), meshes).all)
+
+
+def test_the_kernel_of_attention_is_that_of_the_hardware():
+    kernels = {"h100": "cudnn", "h200": "cudnn", "a100": "fused", "l40s": "fused", "b200": "fused"}
+    config = replace_nested(FUSED, {"data.packing": "concatenated"})
+    for hardware, kernel in kernels.items():
+        where = Target(find(hardware), 8, PLENTY)
+        assert f"kernels {kernel} attention" in heading(config, where, facts())
+        named = replace_nested(config, {"model.attention": kernel})
+        memories = [estimate(each, where, facts()).memory for each in (config, named)]
+        assert memories[0] == memories[1]

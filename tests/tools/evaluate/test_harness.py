@@ -1,7 +1,9 @@
 """The model class for lm-evaluation-harness on tasks that need no download, beside plain log-probabilities."""
 
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -30,11 +32,10 @@ def requests(kind, pairs):
 
 
 @pytest.fixture(scope="module")
-def model(folder, tmp_path_factory):
+def model(tiny_model, tmp_path_factory):
     """The tiny model, with a tokenizer whose template begins each text, as Llama 3's does."""
-    place = tmp_path_factory.mktemp("model")
-    for name in ("config.json", "model.safetensors"):
-        (place / name).write_bytes((folder / name).read_bytes())
+    place = tmp_path_factory.mktemp("harness") / "model"
+    shutil.copytree(tiny_model, place)
     (place / "tokenizer.json").write_bytes(begins_texts())
     names = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
     template = "{% for m in messages %}<|turn|>{{ m.content }}<|stop|>{% endfor %}<|turn|>"
@@ -134,38 +135,27 @@ def test_texts_end_at_their_stop_texts(model, logprobs):
             lm.generate_until(requests("generate_until", [("a", wrong)]))
 
 
-def test_a_conversation(model, folder):
+def test_a_conversation_is_written_by_the_template(model, tiny_model):
     lm = opened(model)
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     assert lm.apply_chat_template(messages[:1]) == "<|turn|>hi<|stop|><|turn|>"
     assert lm.apply_chat_template(messages, add_generation_prompt=False) == "<|turn|>hi<|stop|><|turn|>yes"
     assert lm.tok_encode("<|turn|>hi")[1] == lm.source.tokenizer.encode_batch(["<|turn|>"])[0][0]
-    plain = opened(folder)
+    plain = opened(tiny_model)
     assert plain.prefix_token_id == plain.eot_token_id == plain.source.tokenizer.encode_batch(["\n"])[0][0]
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """A folder of tasks of each kind."""
+    """A folder of tasks of each kind, about `QUESTIONS`."""
     folder = tmp_path_factory.mktemp("tasks")
     rows = [
         {"q": context, "options": answers[:2], "a": index % 2} for index, (context, answers) in enumerate(QUESTIONS)
     ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    kinds = {
-        "choice": {"output_type": "multiple_choice", "doc_to_choice": "{{options}}", "doc_to_target": "a"}
-        | {"metric_list": [{"metric": "acc"}], "doc_to_text": "{{q}}"},
-        "rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{q}}"}
-        | {"metric_list": [{"metric": "bits_per_byte"}]},
-        "text": {"output_type": "generate_until", "doc_to_text": "{{q}}", "doc_to_target": "{{options[0]}}"}
-        | {"metric_list": [{"metric": "exact_match"}], "generation_kwargs": {"until": ["."], "max_gen_toks": 3}},
-    }
-    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}}
-    for name, kind in kinds.items():
-        (folder / f"{name}.yaml").write_text(json.dumps({"task": f"own_{name}", "test_split": "test", **data, **kind}))
-    (folder / "broken.yaml").write_text(
-        json.dumps({"task": "own_broken", "dataset_path": "json", "test_split": "none"})
-    )
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for task in Path(__file__).with_name("tasks").glob("*.yaml"):
+        (folder / task.name).write_text(task.read_text().replace("ROWS", str(file)))
     return folder
 
 
@@ -208,7 +198,7 @@ class TestTheCommand:
         assert main(["--model", str(model), "--task-folder", str(tasks), *flags]) == 2
         assert message in capsys.readouterr().err
 
-    def test_a_chat_needs_a_template(self, folder, tasks, capsys):
-        assert main(["--model", str(folder), "--task-folder", str(tasks), "--tasks", "own_choice", "--chat"]) == 2
-        assert f"--chat: {folder} has no chat template; leave --chat out" in capsys.readouterr().err
-        assert open_source(folder).template is None
+    def test_a_chat_needs_a_template(self, tiny_model, tasks, capsys):
+        assert main(["--model", str(tiny_model), "--task-folder", str(tasks), "--tasks", "own_choice", "--chat"]) == 2
+        assert f"--chat: {tiny_model} has no chat template; leave --chat out" in capsys.readouterr().err
+        assert open_source(tiny_model).template is None

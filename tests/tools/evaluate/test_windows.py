@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtp.data.corpus import _in_memory
+from jaxtp.data.corpus import InMemory
 from jaxtp.data.packing import Packed
 from jaxtp.data.rows import IGNORE, SEGMENTS
 from jaxtp.tools.evaluate.measure import GROUPS, Window, batches, row_length, rows, spans
@@ -66,7 +66,7 @@ def test_rows_hold_every_window_once(lengths, sizes, multiple, batch_size):
 
 
 @given(DOCUMENTS, st.integers(1, 40))
-def test_without_overlap_it_is_what_training_reads(lengths, length):
+def test_windows_without_overlap_are_what_training_reads(lengths, length):
     """Each label with the tokens before it that it is predicted from."""
 
     def read(inputs, labels, segments):
@@ -76,10 +76,11 @@ def test_without_overlap_it_is_what_training_reads(lengths, length):
                 begin -= 1
             yield int(labels[at]), inputs[begin : at + 1].tolist()
 
-    contents = [tokens.astype(np.uint8).tobytes() for tokens in made([min(each, 20) for each in lengths])]
-    documents = _in_memory(contents, "here")
+    shorter = [tokens.astype(np.uint8) for tokens in made([min(each, 20) for each in lengths])]
+    sizes = np.array([len(tokens) for tokens in shorter], np.int64)
+    documents = InMemory(np.concatenate(shorter), sizes, "here")
     trained = [pair for row in Packed(documents, length, 256) for pair in read(*row.values())]
-    read_here = windows([np.frombuffer(each, np.uint8).astype(np.int32) for each in contents], length, length)
+    read_here = windows([tokens.astype(np.int32) for tokens in shorter], length, length)
     ours = [pair for row in rows(read_here, length) for pair in read(row["inputs"], row["labels"], row[SEGMENTS])]
     assert sorted(ours) == sorted(trained)
 

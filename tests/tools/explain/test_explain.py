@@ -1,5 +1,6 @@
 """What `explain` says of models whose answer is known."""
 
+import dataclasses
 import json
 import math
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from support import assert_refused, sweep
+from support import assert_refused
 
 import jaxtp
 from jaxtp import Colwise, ContextParallel, PlanError, PrepareInput, PrepareOutput, Replicate, Rowwise
@@ -15,7 +16,10 @@ from jaxtp.tools.explain.__main__ import main
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import costs_of_step
 
-WIDTH, HIDDEN, ROWS, LENGTH = 16, 32, 8, 6
+WIDTH = 16
+HIDDEN = 32
+ROWS = 8
+LENGTH = 6
 X = jax.ShapeDtypeStruct((ROWS, LENGTH, WIDTH), jnp.float32)
 REPLICATE = Replicate()
 
@@ -33,8 +37,8 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.blocks = nnx.List([Block(rngs) for _ in range(3)])
+    def __init__(self, rngs: nnx.Rngs, depth=3):
+        self.blocks = nnx.List([Block(rngs) for _ in range(depth)])
 
     def __call__(self, x):
         for block in self.blocks:
@@ -46,8 +50,19 @@ def build():
     return Model(nnx.Rngs(0))
 
 
+def build_two():
+    return Model(nnx.Rngs(0), depth=2)
+
+
 PAIR = {"blocks.*.{gate,up}": Colwise(), "blocks.*.down": Rowwise()}
 SHARED = PAIR | {"blocks.*.norm": PrepareOutput(REPLICATE, REPLICATE)}
+
+
+OVER_TP = {"tp": 4}
+
+
+def explained(plan, sizes=OVER_TP, make=build, **options):
+    return jaxtp.explain(make, X, plan=plan, mesh=sizes, **options)
 
 
 def sent(times, parts, sizes):
@@ -56,8 +71,8 @@ def sent(times, parts, sizes):
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 4}, {"dp": 2, "fsdp": 2, "tp": 2}, {"fsdp": 4, "tp": 8}], ids=str)
-def test_bytes_stored_and_sent(sizes):
-    found = jaxtp.explain(build, X, plan=SHARED, mesh=sizes)
+def test_bytes_stored_and_sent_are_those_by_hand(sizes):
+    found = explained(SHARED, sizes)
     matrices = 3 * 3 * WIDTH * HIDDEN * 4 / (sizes["tp"] * sizes.get("fsdp", 1))
     assert found.bytes_per_device == matrices + 3 * 2 * WIDTH * 4 / sizes.get("fsdp", 1)
     assert found.sent("tp") == pytest.approx(sent(3 * 2, sizes.get("dp", 1) * sizes.get("fsdp", 1), sizes))
@@ -69,7 +84,7 @@ def test_bytes_stored_and_sent(sizes):
 
 def test_over_cp_weights_are_stored_and_tokens_divided():
     sizes = {"fsdp": 2, "cp": 2, "tp": 2}
-    found = jaxtp.explain(build, X, plan=SHARED | {"": ContextParallel()}, mesh=sizes, compiled=True)
+    found = explained(SHARED | {"": ContextParallel()}, sizes, compiled=True)
     matrices, norms = 3 * 3 * WIDTH * HIDDEN * 4 / 2, 3 * 2 * WIDTH * 4
     assert found.bytes_per_device == (matrices + norms) / 4
     assert found.sent("tp") == pytest.approx(sent(3 * 2, 4, sizes))
@@ -78,7 +93,7 @@ def test_over_cp_weights_are_stored_and_tokens_divided():
     assert not found.notes
     assert "tp fsdp+cp" in str(found)
     with pytest.raises(PlanError, match="cp=2 divides sequences, and the plan does not say in which modules"):
-        jaxtp.explain(build, X, plan=SHARED, mesh=sizes)
+        explained(SHARED, sizes)
 
 
 @pytest.mark.wide
@@ -87,7 +102,7 @@ def test_a_parallel_model_is_explained_on_its_mesh_and_on_any_other():
     with jax.set_mesh(jaxtp.make_mesh(**sizes)):
         model = jaxtp.parallelize(build, SHARED)
         here = jaxtp.explain(model, X)
-    assert here == jaxtp.explain(build, X, plan=SHARED, mesh=sizes)
+    assert here == explained(SHARED, sizes)
     elsewhere = jaxtp.explain(model, X, mesh={"tp": 16, "fsdp": 4})
     assert elsewhere == jaxtp.explain(build, X, plan=SHARED, mesh={"tp": 16, "fsdp": 4})
     assert type(model.blocks[0].gate).__call__ is not nnx.Linear.__call__, "the model stays as it was"
@@ -130,7 +145,7 @@ class Tables(nnx.Module):
         return self.down(self.up(x) * self.tables["mask"]) @ self.mask + self.tables["more"][0]
 
 
-def test_arrays_that_are_no_variables():
+def test_arrays_that_are_no_variables_are_explained():
     sizes, plan = {"fsdp": 2, "tp": 4}, {"up": Colwise()}
     model = Tables(nnx.Rngs(0))
     found = jaxtp.explain(model, X, plan=plan, mesh=sizes)
@@ -141,58 +156,68 @@ def test_arrays_that_are_no_variables():
     assert proposed == {"up": Colwise(), "down.layer_instance": Rowwise()}
 
 
-def test_what_each_column_layer_reduces_for_itself_is_noted_with_its_cost():
-    apart, shared = (jaxtp.explain(build, X, plan=plan, mesh={"tp": 4}) for plan in (PAIR, SHARED))
+def test_an_input_that_column_layers_could_share_is_noted_with_its_cost():
+    apart, shared = (explained(plan) for plan in (PAIR, SHARED))
     (note,) = apart.notes
     assert "blocks.*.gate, blocks.*.up read one array" in note
     assert f"{(apart.sent('tp') - shared.sent('tp')) / 3:,.0f} bytes less" in note
     assert note.endswith("(x 3)")
 
 
-def test_a_column_layer_whose_output_is_needed_whole():
-    found = jaxtp.explain(build, X, plan={"blocks.*.down": Colwise()}, mesh={"tp": 4})
+def test_a_column_layer_whose_output_is_needed_whole_is_noted():
+    found = explained({"blocks.*.down": Colwise()})
     (note,) = found.notes
     assert "blocks.*.down is Colwise(), and its output goes into blocks.*.norm, which needs all 16 elements of" in note
     assert f"at most {3 / 4 * ROWS * LENGTH * WIDTH * 4:,.0f} bytes" in note
     assert note.endswith("(x 2)"), "the last block's output is the model's"
 
 
-def test_a_row_layer_whose_input_is_whole():
-    found = jaxtp.explain(build, X, plan={"blocks.*.down": Rowwise()}, mesh={"tp": 4})
+def test_a_row_layer_whose_input_is_whole_is_noted():
+    found = explained({"blocks.*.down": Rowwise()})
     (note,) = found.notes
     assert f"is gathered, {3 / 4 * ROWS * LENGTH * HIDDEN * 4:,.0f} bytes" in note
-    meant = jaxtp.explain(build, X, plan={"blocks.*.down": Rowwise(input_layouts=REPLICATE)}, mesh={"tp": 4})
+    meant = explained({"blocks.*.down": Rowwise(input_layouts=REPLICATE)})
     assert not meant.notes
 
 
-def test_what_the_compiler_adds_is_told_from_what_the_layers_do():
+def test_collectives_of_the_compiler_are_told_from_those_of_layers():
     plan = {"blocks.*.down": Colwise()}
-    found = jaxtp.explain(build, X, plan=plan, mesh={"tp": 4}, compiled=True)
+    found = explained(plan, make=build_two, compiled=True)
     assert found.added, "the residual stream has to be brought together"
     assert all(one.axes == ("tp",) for one in found.added)
-    clean = jaxtp.explain(build, X, plan=SHARED, mesh={"fsdp": 2, "tp": 4}, compiled=True)
+    clean = explained(SHARED, make=build_two, compiled=True)
     assert not clean.added
 
 
-def test_without_inputs_there_is_what_is_stored():
+def test_without_inputs_only_storage_is_explained():
     found = jaxtp.explain(build, plan=SHARED, mesh={"tp": 4})
     assert not found.traffic
-    assert found.rows == jaxtp.explain(build, X, plan=SHARED, mesh={"tp": 4}).rows
+    assert found.rows == explained(SHARED).rows
 
 
-@pytest.mark.parametrize("rank", sweep([0, 4], 4))
-def test_our_own_decoder_has_the_split_it_declares(rank):
-    config = jaxtp.ModelConfig(num_layers=2, lora=jaxtp.LoraConfig(rank=rank))  # frozen weights are explained too
-    ids = jax.ShapeDtypeStruct((8, 32), jnp.int32)
-    found = jaxtp.explain(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)), ids, mesh={"fsdp": 2, "tp": 4})
-    with jax.set_mesh(jaxtp.make_mesh(1, 2, 4)):
-        state = nnx.state(jaxtp.Decoder(config, rngs=nnx.Rngs(0)))
-    shards = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(state))
-    assert found.bytes_per_device == shards
+SMALL = jaxtp.ModelConfig(num_layers=1, d_model=32, head_dim=4, d_ff=32, vocab_size=64)
+
+
+def decoder_on(config, sizes, rows=8, length=32):
+    """Explains a decoder on a mesh."""
+    ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    return jaxtp.explain(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)), ids, mesh=sizes)
+
+
+def test_our_own_decoder_has_the_split_it_declares():
+    """Frozen weights beside adapters too."""
+    config = dataclasses.replace(SMALL, lora=jaxtp.LoraConfig(rank=4))
+    sizes = {"fsdp": 2, "tp": 4}
+    found = decoder_on(config, sizes)
+    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
+        state = nnx.state(nnx.eval_shape(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))))
+    shards = [(each.sharding.shard_shape(each.shape), each.dtype) for each in jax.tree.leaves(state)]
+    held = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards)
+    assert found.bytes_per_device == held
     assert found.sent("tp") > 0
 
 
-def test_one_plan_at_a_time_and_a_mesh():
+def test_a_second_plan_and_a_missing_mesh_are_refused():
     with jax.set_mesh(jaxtp.make_mesh(tp=2)):
         model = jaxtp.parallelize(build, PAIR)
         with pytest.raises(jaxtp.PlanError, match="already parallel"):
@@ -201,21 +226,18 @@ def test_one_plan_at_a_time_and_a_mesh():
         jaxtp.explain(build, X)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "message"),
-    [
+@pytest.mark.parametrize("ask", [jaxtp.explain, jaxtp.propose_plan])
+def test_sizes_that_are_no_mesh_are_refused(ask):
+    for mesh, message in [
         ({"model": 2}, "model: no axis"),
         ({"fsdp": -1}, "-1 means all other devices"),
         ({"fsdp": 2.0}, r"fsdp=2\.0: the size of a mesh axis is a whole"),
         ({"tp": "4"}, "tp='4': the size of a mesh axis is a whole"),
         ({"tp": True}, "tp=True"),
         ("fsdp=2", r"takes a mesh, or its sizes .*, not 'fsdp=2'"),
-    ],
-)
-@pytest.mark.parametrize("ask", [jaxtp.explain, jaxtp.propose_plan])
-def test_a_mesh_that_is_none(ask, mesh, message):
-    with pytest.raises(jaxtp.MeshError, match=message):
-        ask(build, X, mesh=mesh)
+    ]:
+        with pytest.raises(jaxtp.MeshError, match=message):
+            ask(build, X, mesh=mesh)
 
 
 class Settles(nnx.Module):
@@ -227,14 +249,14 @@ class Settles(nnx.Module):
         return jax.lax.cond(x.sum() > 0, self.layer, lambda x: x, x)
 
 
-def test_what_is_not_counted_exactly_is_noted():
+def test_collectives_that_are_not_counted_exactly_are_noted():
     found = jaxtp.explain(Settles, X, mesh={"fsdp": 2})
     assert {one.counted for one in found.traffic} == {"a turn", "at most"}
     assert [note.partition(": ")[0] for note in found.notes] == ["layer", "layer"]
     assert "1 a turn" in str(found)
 
 
-def test_what_the_compiler_adds_is_asked_of_the_model_as_it_is():
+def test_a_model_without_fsdp_is_compiled_as_it_is():
     """Without fsdp the program has no gather, and the compiler adds none."""
     sizes = {"fsdp": 2}
     with jax.set_mesh(jaxtp.make_mesh(**sizes)):
@@ -243,7 +265,7 @@ def test_what_the_compiler_adds_is_asked_of_the_model_as_it_is():
     assert not [one for one in (*found.traffic, *found.added) if one.kind == "all-gather"]
 
 
-def test_shared_inputs_by_the_module_around_them():
+def test_a_module_shares_the_inputs_of_its_layers():
     plan = {"layers.0": Colwise(), "layers.2": Rowwise(), "": PrepareInput(REPLICATE, REPLICATE)}
 
     def sequential():
@@ -277,7 +299,7 @@ def file(tmp_path):
     return tmp_path / "mine.py"
 
 
-def test_the_command(file, tmp_path, capsys):
+def test_the_command_explains_and_proposes(file, tmp_path, capsys):
     json_file = tmp_path / "numbers.json"
     words = f"{file}:build --plan {file}:PLAN --input 4x8 --mesh tp=2 --compile --json {json_file}"
     assert main(words.split()) == 0
@@ -289,7 +311,7 @@ def test_the_command(file, tmp_path, capsys):
     assert "Colwise()" in capsys.readouterr().out
 
 
-MISTAKES = {
+REFUSED = {
     "{file}:biuld": "has no biuld; did you mean build?",
     "{file}:number": "is 3, and should be a function that returns a model",
     "{file}:build --plan {file}:number": "is 3, and should be a dict from module paths to styles",
@@ -307,24 +329,30 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("words", MISTAKES)
-def test_mistakes(file, capsys, words):
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_mistake_is_refused(file, capsys, words):
     places = {"file": str(file), "folder": str(file.parent)}
     command = words.format(**places).split()
     command += [] if "--mesh" in command else ["--mesh", "tp=2"]
-    assert_refused(main, command, MISTAKES[words].format(**places), capsys)
+    assert_refused(main, command, REFUSED[words].format(**places), capsys)
 
 
-@pytest.mark.parametrize("experts", [0, 4])
-@pytest.mark.parametrize("remat", sweep(["none", "full"], "none"))
 @pytest.mark.parametrize(
-    "sizes", [pytest.param({"tp": 1}, marks=pytest.mark.wide), {"fsdp": 2, "tp": 4}, {"cp": 2, "tp": 2}], ids=str
+    ("sizes", "remat", "experts"),
+    [
+        ({"fsdp": 2, "tp": 4}, "none", 4),
+        ({"cp": 2, "tp": 2}, "none", 0),
+        pytest.param({"tp": 1}, "full", 4, marks=pytest.mark.wide),
+        pytest.param({"fsdp": 2, "tp": 4}, "full", 0, marks=pytest.mark.wide),
+    ],
+    ids=str,
 )
 def test_flops_of_the_decoder_are_those_of_its_formulas(sizes, remat, experts):
     """But for the head, which the loss runs once more than a call of the model does."""
-    config = TrainConfig(model=jaxtp.ModelConfig(num_layers=2, remat=remat, num_experts=experts))
-    ids = jax.ShapeDtypeStruct((config.data.global_batch_size, config.data.sequence_length), jnp.int32)
-    found = jaxtp.explain(lambda: jaxtp.Decoder(config.model, rngs=nnx.Rngs(0)), ids, mesh=sizes)
+    model = dataclasses.replace(SMALL, num_layers=2, remat=remat, num_experts=experts)
+    config = TrainConfig(model=model)
+    data = config.data
+    found = decoder_on(model, sizes, data.global_batch_size, data.sequence_length)
     costs = costs_of_step(config, jaxtp.mesh.mesh_shape(**sizes))
     (head,) = (product.flops for product in costs.products if product.name == "head")
     assert found.flops == costs.flops - head / 4

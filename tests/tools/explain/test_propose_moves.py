@@ -4,6 +4,8 @@ The bound for a random graph is the plan that splits the same layers without pai
 is gathered, so that no layer knows of another.
 """
 
+from functools import partial
+
 import flax_models as models
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from flax_parity import assert_same, train_alone, train_on
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from moves import bytes_over_tp
+from tools.explain.nets import net
 
 import jaxtp
 from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, SequenceParallel, Shard
@@ -61,19 +64,32 @@ def inside(plan):
     return {f"block.{pattern}": style for pattern, style in plan.items()}
 
 
-def test_a_llama_block_moves_what_is_said_and_no_more_than_by_hand():
-    build, mesh = lambda: llama(nnx.Rngs(0)), jaxtp.make_mesh(fsdp=2, tp=4)
-    proposed = propose(build, mesh)
+MESH = {"fsdp": 2, "tp": 4}
+
+
+def proposed_for_llama():
+    build = lambda: llama(nnx.Rngs(0))
+    mesh = jaxtp.make_mesh(**MESH)
+    return build, propose(build, mesh), mesh
+
+
+def test_a_llama_block_moves_what_is_said():
+    build, proposed, mesh = proposed_for_llama()
     moved = bytes_over_tp(build, proposed, (X,), mesh)
     assert moved == proposed.bytes == 4 * 2 * 3 / 4 * X.nbytes / 2
-    assert moved == bytes_over_tp(build, inside(ALL_REDUCE), (X,), mesh)
-    assert moved <= bytes_over_tp(build, inside(TUTORIAL), (X,), mesh)
+
+
+@pytest.mark.wide
+def test_a_llama_block_moves_no_more_than_by_hand():
+    build, proposed, mesh = proposed_for_llama()
+    assert proposed.bytes == bytes_over_tp(build, inside(ALL_REDUCE), (X,), mesh)
+    assert proposed.bytes <= bytes_over_tp(build, inside(TUTORIAL), (X,), mesh)
 
 
 @pytest.mark.wide
 def test_norms_of_heads_stay_where_the_heads_are():
     """`nnx.MultiHeadAttention` with normalised queries and keys: as by hand, their norms are gathered."""
-    build, mesh = lambda: encoder(nnx.Rngs(0)), jaxtp.make_mesh(fsdp=2, tp=4)
+    build, mesh = lambda: encoder(nnx.Rngs(0)), jaxtp.make_mesh(**MESH)
     proposed = propose(build, mesh)
     assert proposed["block.attention.query_ln"] == SequenceParallel(2)
     by_hand = {path: style for path, style in proposed.items() if not isinstance(style, SequenceParallel)}
@@ -82,52 +98,70 @@ def test_norms_of_heads_stay_where_the_heads_are():
     assert moved < bytes_over_tp(build, by_hand, (X,), mesh) / 2
 
 
+def attend(m, x):
+    q, k, v = (layer(x).reshape(*x.shape[:2], 4, -1) for layer in (m.q, m.k, m.v))
+    weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
+    values = jnp.einsum("bnts,bsnh->btnh", weights, v)
+    return x + m.o(values.reshape(*x.shape[:2], -1))
+
+
+def mix_tokens(m, x):
+    return x + m.down(nnx.gelu(m.up(x.swapaxes(1, 2)))).swapaxes(1, 2)
+
+
+def wide(m, x):
+    return m.down(nnx.gelu(m.up(x)))
+
+
+def gated(m, x):
+    return x + m.down(nnx.silu(m.gate(x)) * m.up(x))
+
+
+def part(kind, a, b):
+    """Returns a function that makes a part of a graph with an input of width `a`."""
+    match kind:
+        case "linear":
+            return net(lambda m, x: nnx.tanh(m.w(x)), w=(a, b))
+        case "wide":
+            return net(wide, up=(a, 3 * b), down=(3 * b, b))
+        case "gated":
+            return net(gated, up=(a, b), gate=(a, b), down=(b, a))
+        case "tokens":
+            return net(mix_tokens, up=(8, b), down=(b, 8))
+        case "attention":
+            return net(attend, q=(a, 16), k=(a, 16), v=(a, 16), o=(16, a))
+        case "norm":
+            return partial(nnx.LayerNorm, a)
+
+
+KINDS = ["attention", "gated", "linear", "norm", "tokens", "wide"]
+
+
 class Graph(nnx.Module):
     """Parts in a row, each fed by the last or one before it; what comes out has the width of the input."""
 
     def __init__(self, parts, rngs):
-        self.parts, widths, made = parts, [16], []
-        for kind, width, source in parts:
-            width_in = widths[source % len(widths)]
-            made.append(nnx.Dict(_LAYERS[kind](width_in, width, rngs)))
-            widths.append({"linear": width, "wide": width}.get(kind, width_in))
-        self.layers, self.out = nnx.List(made), nnx.Linear(widths[-1], 16, rngs=rngs)
+        widths = [16]
+        self.sources = tuple(source % (at + 1) for at, (_, _, source) in enumerate(parts))
+        self.parts = nnx.List()
+        for (kind, width, _), source in zip(parts, self.sources, strict=True):
+            self.parts.append(part(kind, widths[source], width)(rngs=rngs))
+            widths.append(width if kind in ("linear", "wide") else widths[source])
+        self.out = nnx.Linear(widths[-1], 16, rngs=rngs)
 
     def __call__(self, x):
         seen = [x]
-        for (kind, _, source), layers in zip(self.parts, self.layers, strict=True):
-            seen.append(_RUNS[kind](layers, seen[source % len(seen)]))
+        for source, layers in zip(self.sources, self.parts, strict=True):
+            seen.append(layers(seen[source]))
         return self.out(seen[-1])
 
 
-def _dense(rngs, **shapes):
-    return {name: nnx.Linear(*shape, rngs=rngs) for name, shape in shapes.items()}
-
-
-def _attend(layers, x):
-    q, k, v = (layers[name](x).reshape(*x.shape[:2], 4, -1) for name in ("q", "k", "v"))
-    weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
-    return x + layers["o"](jnp.einsum("bnts,bsnh->btnh", weights, v).reshape(*x.shape[:2], -1))
-
-
-_LAYERS = {
-    "linear": lambda a, b, rngs: _dense(rngs, w=(a, b)),
-    "wide": lambda a, b, rngs: _dense(rngs, up=(a, 3 * b), down=(3 * b, b)),
-    "gated": lambda a, b, rngs: _dense(rngs, up=(a, b), gate=(a, b), down=(b, a)),
-    "tokens": lambda a, b, rngs: _dense(rngs, up=(8, b), down=(b, 8)),
-    "attention": lambda a, b, rngs: _dense(rngs, q=(a, 16), k=(a, 16), v=(a, 16), o=(16, a)),
-    "norm": lambda a, b, rngs: {"norm": nnx.LayerNorm(a, rngs=rngs)},
-}
-_RUNS = {
-    "linear": lambda layers, x: nnx.tanh(layers["w"](x)),
-    "wide": lambda layers, x: layers["down"](nnx.gelu(layers["up"](x))),
-    "gated": lambda layers, x: x + layers["down"](nnx.silu(layers["gate"](x)) * layers["up"](x)),
-    "tokens": lambda layers, x: x + layers["down"](nnx.gelu(layers["up"](x.swapaxes(1, 2)))).swapaxes(1, 2),
-    "attention": _attend,
-    "norm": lambda layers, x: layers["norm"](x),
-}
 PARTS = st.lists(
-    st.tuples(st.sampled_from(sorted(_LAYERS)), st.sampled_from([6, 8, 16, 24, 32]), st.sampled_from([-1, -1, -1, -2])),
+    st.tuples(
+        st.sampled_from(KINDS),
+        st.sampled_from([6, 8, 16, 24, 32]),
+        st.sampled_from([-1, -1, -1, -2]),
+    ),
     min_size=1,
     max_size=5,
 ).map(tuple)
@@ -143,7 +177,7 @@ def one_by_one(plan):
 
 
 def check(parts):
-    build, mesh = lambda: Graph(parts, nnx.Rngs(0)), jaxtp.make_mesh(fsdp=2, tp=4)
+    build, mesh = lambda: Graph(parts, nnx.Rngs(0)), jaxtp.make_mesh(**MESH)
     plan = propose(build, mesh)
     assert plan.bytes == sum(reason.bytes for reason in plan.reasons)
     if plan:
@@ -162,7 +196,7 @@ def test_a_plan_for_a_random_graph_keeps_its_numbers_and_its_word(parts):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(PARTS)
-def test_plans_for_many_random_graphs(parts):
+def test_plans_of_many_random_graphs_keep_their_word(parts):
     check(parts)

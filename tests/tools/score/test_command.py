@@ -12,13 +12,13 @@ import time
 import jax
 import numpy as np
 import pytest
+from corpora import jsonl, prepared
 from evaluations import TEXTS
 from flax import nnx
 from runs import contents, records
-from tools.score.conftest import save
+from tools.conftest import save_model
 
 import jaxtp
-from jaxtp.config.entry import InterruptError
 from jaxtp.data.rows import IGNORE, SEGMENTS
 from jaxtp.data.samples import RowSettings, make_rows
 from jaxtp.data.scores import JOURNAL, SCORES, open_scores
@@ -30,208 +30,237 @@ from jaxtp.train.__main__ import main as train
 LENGTH = ["--data.sequence-length", "32"]
 
 
+def run(*words):
+    return main(list(map(str, words)))
+
+
 def scored(data, model, out, *flags):
-    assert main([*map(str, [data, "--model", model, "--out", out, *LENGTH, *flags])]) == 0
+    assert run(data, "--model", model, "--out", out, *LENGTH, *flags) == 0
     return out
 
 
 @pytest.fixture(scope="session")
-def base(data, model, tmp_path_factory):
-    """Log-probabilities of the model."""
+def data(tmp_path_factory, tiny_model):
+    """The folder of a dataset in several shards."""
+    folder = tmp_path_factory.mktemp("data")
+    rows = [{"prompt": text[: len(text) // 3], "completion": f"{text} {i}"} for i in range(4) for text in TEXTS]
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = ["--prompt-field", "prompt", "--completion-field", "completion"]
+    options = ["--tokenizer", tiny_model, "--no-eos", "--held-out", "0.2", "--shard-tokens", "1000"]
+    return prepared(folder / "data", folder / "a.jsonl", *fields, *options).folder
+
+
+@pytest.fixture(scope="session")
+def base(data, tiny_model, tmp_path_factory):
+    """The folder of the log-probabilities of the model."""
     folder = tmp_path_factory.mktemp("scores")
-    out = scored(data, model, folder / "base", "--json", folder / "base.json")
+    out = scored(data, tiny_model, folder / "base", "--json", folder / "base.json")
     record = json.loads((folder / "base.json").read_text())
     assert record == {"folder": str(out)} | json.loads((out / SCORES).read_text())
     return out
 
 
 @pytest.fixture(scope="session")
-def decoder(model):
-    """Returns all log-probabilities at each position of rows, by one device."""
-    with jax.set_mesh(jaxtp.make_mesh(devices=jax.devices()[:1])):
-        model = jaxtp.load_hf(model)
+def log_probs(tiny_model):
+    """Returns a function that computes all log-probabilities of rows on one device."""
+    mesh = jaxtp.make_mesh(devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        model = jaxtp.load_hf(tiny_model)
 
     @nnx.jit
-    def run(model, ids, segments, temperature):
+    def compute(model, ids, segments, temperature):
         return jax.nn.log_softmax(model(ids, segments) / temperature)
 
-    def log_probs(rows, temperature):
-        with jax.set_mesh(jaxtp.make_mesh(devices=jax.devices()[:1])):
-            ids, segments = (
-                np.stack([row[name] for row in rows]) if name in rows[0] else None for name in ("inputs", SEGMENTS)
-            )
-            return np.asarray(run(model, ids, segments, temperature))
+    def stacked(rows, name):
+        return np.stack([row[name] for row in rows]) if name in rows[0] else None
 
-    return log_probs
+    def of_rows(rows, temperature):
+        with jax.set_mesh(mesh):
+            inputs = stacked(rows, "inputs"), stacked(rows, SEGMENTS)
+            return np.asarray(compute(model, *inputs, temperature))
+
+    return of_rows
 
 
-def check(decoder, data, out, settings=RowSettings(32, 300), temperature=1.0):
+def assert_scores(log_probs, data, out, settings=RowSettings(32, 300), temperature=1.0):
     scores = open_scores(out)
     for split in open_dataset(data).splits.values():
-        rows = list(make_rows(split, settings, scores))[:8]
-        for row, logps in zip(rows, decoder(rows, temperature), strict=True):
-            has_label = row["labels"] != IGNORE
-            if scores.record.top_k is None:
-                wanted = np.take_along_axis(logps, np.maximum(row["labels"], 0)[:, None], 1)[:, 0]
-                np.testing.assert_allclose(row["log_probs"], np.where(has_label, wanted, 0), atol=1e-5)
-                continue
-            wanted = -np.sort(-logps, axis=1)[:, : scores.record.top_k]
-            for found in (row["top_log_probs"], np.take_along_axis(logps, row["top_ids"], 1)):
-                np.testing.assert_allclose(found[has_label], wanted[has_label], atol=1e-5)
-            assert not row["top_ids"][~has_label].any()
+        rows = list(make_rows(split, settings, scores))[:2]
+        for row, expected in zip(rows, log_probs(rows, temperature), strict=True):
+            assert_row(row, expected, scores.record.top_k)
 
 
-def test_one_device(decoder, data, base, tmp_path, capsys):
-    check(decoder, data, base)
+def assert_row(row, expected, top_k):
+    has_label = row["labels"] != IGNORE
+    if top_k is None:
+        labels = np.where(has_label, row["labels"], 0)[:, None]
+        of_labels = np.take_along_axis(expected, labels, 1)[:, 0]
+        np.testing.assert_allclose(row["log_probs"], np.where(has_label, of_labels, 0), atol=1e-5)
+        return
+    best = -np.sort(-expected, axis=1)[:, :top_k]
+    for found in (row["top_log_probs"], np.take_along_axis(expected, row["top_ids"], 1)):
+        np.testing.assert_allclose(found[has_label], best[has_label], atol=1e-5)
+    assert not row["top_ids"][~has_label].any()
+
+
+def test_scores_of_one_device_are_those_of_the_model(log_probs, data, base, tmp_path, capsys):
+    assert_scores(log_probs, data, base)
     assert not (base / JOURNAL).exists()
-    assert main(["--verify", str(base), "--json", str(tmp_path / "verify.json")]) == 0
+    file = tmp_path / "verify.json"
+    assert run("--verify", base, "--json", file) == 0
     assert capsys.readouterr().out == f"{base}: log-probabilities, no problems\n"
-    assert json.loads((tmp_path / "verify.json").read_text()) == {"folder": str(base), "problems": []}
+    assert json.loads(file.read_text()) == {"folder": str(base), "problems": []}
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    ("mesh", "flags"),
+    ("mesh", "flags", "settings", "temperature"),
     [
-        ("tp=2", []),
-        ("tp=4", ["--top-k", 7]),
-        ("fsdp=2,tp=2", ["--temperature", 2, "--batch-size", 3]),
-        ("cp=2,tp=2", ["--top-k", 300]),
-        ("dp=2,cp=2", ["--data.long-documents", "drop"]),
+        ("tp=4", ["--top-k", 7], {}, 1.0),
+        ("fsdp=2,tp=2", ["--temperature", 2, "--batch-size", 3], {}, 2.0),
+        ("cp=2,tp=2", ["--top-k", 300], {}, 1.0),
+        ("dp=2,cp=2", ["--data.long-documents", "drop"], {"long_documents": "drop"}, 1.0),
     ],
 )
-def test_meshes(decoder, data, model, tmp_path, mesh, flags):
-    out = scored(data, model, tmp_path / "s", "--mesh", mesh, *flags)
-    settings = RowSettings(32, 300, long_documents="drop" if "drop" in flags else "split")
-    check(decoder, data, out, settings, temperature=2.0 if "--temperature" in flags else 1.0)
-    assert main(["--verify", str(out)]) == 0
+def test_a_mesh_scores_as_one_device(log_probs, data, tiny_model, tmp_path, mesh, flags, settings, temperature):
+    out = scored(data, tiny_model, tmp_path / "s", "--mesh", mesh, *flags)
+    assert_scores(log_probs, data, out, RowSettings(32, 300, **settings), temperature)
+    assert run("--verify", out) == 0
 
 
 @pytest.mark.wide
-def test_concatenated(decoder, model, tmp_path):
-    """Rows that cross documents and shards."""
-    from corpora import jsonl, prepared
-
-    options = ["--tokenizer", model, "--no-eos", "--held-out", "0.3", "--shard-tokens", "100"]
+def test_rows_that_cross_documents_and_shards(log_probs, tiny_model, tmp_path):
+    options = ["--tokenizer", tiny_model, "--no-eos", "--held-out", "0.3", "--shard-tokens", "100"]
     data = prepared(tmp_path / "data", jsonl(tmp_path / "a.jsonl", TEXTS * 3), *options).folder
-    out = scored(data, model, tmp_path / "s", "--data.packing", "concatenated", "--mesh", "tp=2")
-    check(decoder, data, out, RowSettings(32, 300, "concatenated"))
+    concatenated = ["--data.packing", "concatenated", "--mesh", "tp=2"]
+    out = scored(data, tiny_model, tmp_path / "s", *concatenated)
+    assert_scores(log_probs, data, out, RowSettings(32, 300, "concatenated"))
 
 
 class Killed(BaseException):
     """In place of a kill."""
 
 
-def test_a_killed_command_resumes(data, model, base, tmp_path, monkeypatch, capsys):
-    write, calls = scoring._Writer.write, []
+def finished(out):
+    return json.loads((out / JOURNAL).read_text())["rows"].get("train", 0)
 
-    def kill(writer, split, first, found):
-        calls.append((split, first))
-        if len(calls) in (1, 3, 4):
-            write(writer, split, first, {name: array * 3 for name, array in found.items()})  # written, and not saved
-            raise Killed
-        monkeypatch.setattr(scoring, "SAVE_SECONDS", 0.0)
-        write(writer, split, first, found)
-        monkeypatch.setattr(scoring, "SAVE_SECONDS", 15.0)
 
-    monkeypatch.setattr(scoring._Writer, "write", kill)
+def test_a_killed_command_resumes(data, tiny_model, base, tmp_path, monkeypatch, capsys):
+    """It is killed when the scores of a batch are written, and the journal does not say so yet."""
+    write = scoring.write_atomically
     out = tmp_path / "s"
-    for _ in range(3):
-        with pytest.raises(Killed):
-            scored(data, model, out)
-    assert calls == [("train", 0), ("train", 0), ("train", 8), ("train", 8)]
-    assert main(["--verify", str(out)]) == 2
+    for saves, rows in ((1, 0), (1, 8), (0, 8)):
+        left = iter(range(saves))
+
+        def kill(path, content, left=left):
+            if next(left, None) is None:
+                raise Killed
+            write(path, content)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(scoring, "SAVE_SECONDS", 0.0)
+            patch.setattr(scoring, "write_atomically", kill)
+            with pytest.raises(Killed):
+                scored(data, tiny_model, out)
+        assert finished(out) == rows
+    assert run("--verify", out) == 2
     assert "this command finishes them: jaxtp score" in capsys.readouterr().err
-    assert main([*map(str, [data, "--model", model, "--out", out, "--data.sequence-length", 16])]) == 2
+    assert run(data, "--model", tiny_model, "--out", out, "--data.sequence-length", 16) == 2
     assert "sequence_length: 32 -> 16" in capsys.readouterr().err
-    scored(data, model, out)
+    scored(data, tiny_model, out)
     assert "; 8 of them are done" in capsys.readouterr().err
-    ours, theirs = contents(out), contents(base)
-    assert ours == theirs
+    assert contents(out) == contents(base)
     before = (out / SCORES).stat().st_mtime_ns
-    scored(data, model, out)
+    scored(data, tiny_model, out)
     assert (out / SCORES).stat().st_mtime_ns == before, "a finished folder stays as it is"
 
 
+SLOW = """
+import sys, time
+import jaxtp.tools.score.scoring as scoring
+from jaxtp.tools.score.__main__ import main
+scoring.SAVE_SECONDS = 0
+write = scoring.write_atomically
+scoring.write_atomically = lambda *arguments: (write(*arguments), time.sleep(1))
+main(sys.argv[1:])
+"""
+
+
 @pytest.mark.wide
-def test_kill_9(data, model, base, tmp_path):
-    code = "import sys, jaxtp.tools.score.scoring as s; s.SAVE_SECONDS = 0; from jaxtp.tools.score.__main__ import main"
-    flags = [*map(str, [data, "--model", model, "--out", tmp_path / "s", *LENGTH])]
-    slow = "import time; w = s._Writer.write; s._Writer.write = lambda *a: (w(*a), time.sleep(1))"
-    process = subprocess.Popen([sys.executable, "-c", f"{code}; {slow}; main(sys.argv[1:])", *flags])
-    journal, until = tmp_path / "s" / JOURNAL, time.monotonic() + 200
-    while not (journal.exists() and json.loads(journal.read_text())["rows"]["train"]):
+def test_kill_9(data, tiny_model, base, tmp_path):
+    out = tmp_path / "s"
+    flags = list(map(str, [data, "--model", tiny_model, "--out", out, *LENGTH]))
+    process = subprocess.Popen([sys.executable, "-c", SLOW, *flags])
+    while not ((out / JOURNAL).exists() and finished(out)):
         assert process.poll() is None
-        assert time.monotonic() < until
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    scored(data, model, tmp_path / "s")
-    assert contents(tmp_path / "s") == contents(base)
+    scored(data, tiny_model, out)
+    assert contents(out) == contents(base)
 
 
 @pytest.mark.wide
-def test_ctrl_c_saves(data, model, base, tmp_path, monkeypatch):
-    checks = []
+def test_ctrl_c_saves(data, tiny_model, base, tmp_path, monkeypatch):
+    write = scoring.write_atomically
+    out = tmp_path / "s"
 
-    def check(found):
-        if checks:
-            raise InterruptError
-        checks.append(found)
+    def interrupted(path, content):
+        write(path, content)
+        if path.name == JOURNAL and finished(out) == 8:
+            signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(scoring, "_check_finite", check)
-        assert main([*map(str, [data, "--model", model, "--out", tmp_path / "s", *LENGTH])]) == 130
-    assert json.loads((tmp_path / "s" / JOURNAL).read_text())["rows"]["train"] == 8
-    scored(data, model, tmp_path / "s")
-    assert contents(tmp_path / "s") == contents(base)
+        patch.setattr(scoring, "SAVE_SECONDS", 0.0)
+        patch.setattr(scoring, "write_atomically", interrupted)
+        assert run(data, "--model", tiny_model, "--out", out, *LENGTH) == 130
+    assert finished(out) >= 8
+    scored(data, tiny_model, out)
+    assert contents(out) == contents(base)
 
 
 @pytest.mark.journey
-def test_two_processes(data, model, base, tmp_path):
+def test_two_processes(data, tiny_model, tmp_path):
     """Process 0 writes all scores."""
-    flags = [*map(str, [data, "--model", model, *LENGTH, "--mesh", "fsdp=2,tp=2", "--out"])]
-    launch = ["launch", "--processes", "2", "--devices", "2", "--logs", str(tmp_path / "logs"), "--", "jaxtp", "score"]
-    command = [sys.executable, "-m", "jaxtp", *launch, *flags, str(tmp_path / "two")]
-    assert subprocess.run(command, env=os.environ | {"XLA_FLAGS": ""}).returncode == 0
-    command = [sys.executable, "-m", "jaxtp", "score", *flags, str(tmp_path / "one")]
-    assert subprocess.run(command, env=os.environ | {"XLA_FLAGS": ""}).returncode == 0
+    launch = ["launch", "--processes", "2", "--devices", "2", "--logs", tmp_path / "logs", "--", "jaxtp"]
+    for out, before in (("two", launch), ("one", [])):
+        flags = [data, "--model", tiny_model, *LENGTH, "--mesh", "fsdp=2,tp=2", "--out", tmp_path / out]
+        words = [sys.executable, "-m", "jaxtp", *before, "score", *flags]
+        subprocess.run(list(map(str, words)), env=os.environ | {"XLA_FLAGS": ""}, check=True)
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 
-def refused(capsys, *argv):
-    capsys.readouterr()
-    assert main([*map(str, argv)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("jaxtp score: error: ")
-    assert error.count("error") == 1, "and no weights are read"
-    return error
-
-
-def test_refused(data, model, base, tmp_path, capsys, monkeypatch):
-    given = [data, "--model", model, *LENGTH]
-    assert "name a folder for the scores by --out DIR" in refused(capsys, *given)
-    out = ["--out", tmp_path / "s"]
-    assert "--top-k 301: " in (error := refused(capsys, *given, *out, "--top-k", 301))
-    assert "has 300 tokens" in error
-    assert "not divisible by mesh.cp=2; cp can be 1, 3" in refused(capsys, *given[:-1], 33, *out, "--mesh", "cp=2")
-    full = shutil.disk_usage(tmp_path)._replace(free=5)
-    monkeypatch.setattr(scoring.shutil, "disk_usage", lambda path: full)
-    assert main([*map(str, [*given, "--out", tmp_path / "full"])]) == 2
-    too_small = capsys.readouterr().err
-    assert re.search(r"the scores take [1-9][\d.]* [KM]B, and 5 B are free$", too_small, re.MULTILINE)
-    monkeypatch.undo()
-    assert "no such folder" in refused(capsys, data, "--model", tmp_path / "nowhere", *LENGTH, *out)
-    assert "top_k: None -> 5" in refused(capsys, *given, "--out", base, "--top-k", 5)
+def test_mistakes_are_refused_before_weights_are_read(data, tiny_model, base, tmp_path, capsys, monkeypatch):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").write_text("")
-    assert "holds other files (mine.txt) and no scores" in refused(capsys, *given, "--out", tmp_path / "other")
     (tmp_path / "a.txt").write_text("bytes" * 100)
-    from corpora import prepared
-
     of_bytes = prepared(tmp_path / "bytes", tmp_path / "a.txt").folder
-    assert "was made with tokenizer bytes" in refused(capsys, of_bytes, *given[1:], *out)
+    model = ["--model", tiny_model]
+    given = [data, *model, *LENGTH]
+    out = ["--out", tmp_path / "s"]
+    odd = ["--data.sequence-length", 33, "--mesh", "cp=2"]
+    refused = [
+        (given, "name a folder for the scores by --out DIR"),
+        ([*given, *out, "--top-k", 301], "--top-k 301: "),
+        ([data, *model, *odd, *out], "not divisible by mesh.cp=2; cp can be 1, 3"),
+        ([data, "--model", tmp_path / "nowhere", *LENGTH, *out], "no such folder"),
+        ([*given, "--out", base, "--top-k", 5], "top_k: None -> 5"),
+        ([*given, "--out", tmp_path / "other"], "holds other files (mine.txt) and no scores"),
+        ([of_bytes, *model, *LENGTH, *out], "was made with tokenizer bytes"),
+    ]
+    capsys.readouterr()
+    for words, message in refused:
+        assert run(*words) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("jaxtp score: error: ")
+        assert error.count("error") == 1, "and no weights are read"
+        assert message in error
     assert not (tmp_path / "s").exists()
+    full = shutil.disk_usage(tmp_path)._replace(free=5)
+    monkeypatch.setattr(scoring.shutil, "disk_usage", lambda path: full)
+    assert run(*given, "--out", tmp_path / "full") == 2
+    error = capsys.readouterr().err
+    assert re.search(r"the scores take [1-9][\d.]* [KM]B, and 5 B are free$", error, re.MULTILINE)
 
 
 LOSS = """
@@ -247,19 +276,24 @@ def loss(model, batch, key):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("lora", [[], ["--model.lora.rank", "2"]])
-def test_a_run_reads_the_scores_of_its_initial_model(data, model, base, tmp_path, capsys, lora):
+def test_a_run_reads_the_scores_of_its_initial_model(data, tiny_model, base, tmp_path, capsys):
+    """Adapters are zero at first, so that the initial model is the one that was scored."""
     (tmp_path / "mine.py").write_text(LOSS)
-    other = save(tmp_path / "other", 1)
-    flags = ["--data.path", data, *LENGTH, "--data.global-batch-size", 4, "--mesh", "fsdp=2,tp=2", "--train.steps", 2]
-    flags += ["--data.scores", base, "--train.loss", f"{tmp_path}/mine.py:loss", "--train.log-every", 1, *lora]
-    assert train([*map(str, [*flags, "--run.dir", tmp_path / "other_run", "--model.from-hf", other])]) == 2
+    other = save_model(tmp_path / "other", 1)
+    flags = ["--data.path", data, *LENGTH, "--data.global-batch-size", 4, "--train.log-every", 1]
+    flags += ["--mesh", "fsdp=2,tp=2", "--train.loss", f"{tmp_path}/mine.py:loss"]
+    flags += ["--model.lora.rank", 2]
+
+    def trained(model, scores, steps=2, folder="run"):
+        places = ["--run.dir", tmp_path / folder, "--model.from-hf", model, "--data.scores", scores]
+        return train(list(map(str, [*flags, *places, "--train.steps", steps])))
+
+    assert trained(other, base, folder="other_run") == 2
     assert "this run starts from other weights" in capsys.readouterr().err
-    ours = [*flags, "--run.dir", tmp_path / "run", "--model.from-hf", model]
-    assert train([*map(str, ours)]) == 0
+    assert trained(tiny_model, base) == 0
     apart = records(tmp_path / "run", "apart")
     assert apart[1] < 1e-5 < apart[2]
-    again = scored(data, model, tmp_path / "hotter", "--temperature", 2)
-    assert train([*map(str, [*ours, "--train.steps", 3, "--data.scores", again])]) == 2
+    hotter = scored(data, tiny_model, tmp_path / "hotter", "--temperature", 2)
+    assert trained(tiny_model, hotter, steps=3) == 2
     assert "data: scores: " in capsys.readouterr().err
-    assert train([*map(str, [*ours, "--train.steps", 3])]) == 0
+    assert trained(tiny_model, base, steps=3) == 0

@@ -1,0 +1,183 @@
+"""Asking a compiler in a process: what comes back, and every way in which it does not."""
+
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+
+import jaxtp
+from jaxtp.config.schema import ConfigError
+from jaxtp.mesh import mesh_shape
+from jaxtp.tools.estimate import compiler as tiers
+from jaxtp.tools.estimate.compiler import (
+    TARGET_CONFIGS,
+    DoesNotFitError,
+    TargetError,
+    Topology,
+    ask,
+    compile_for,
+    installed,
+    topology,
+    torus,
+)
+from jaxtp.train.config import DataConfig, TrainConfig
+
+SIZES = mesh_shape(fsdp=2, tp=4)
+CONFIG = TrainConfig(
+    model=jaxtp.ModelConfig(precision=jaxtp.Precision(compute="bfloat16"), remat="full"),
+    data=DataConfig(sequence_length=128, global_batch_size=4),
+)
+NOWHERE = Topology(platform="cuda", name="1x1x8", target_config="", compiler="none")
+ANSWER = {
+    "argument_bytes": 3,
+    "temp_bytes": 4,
+    "peak_bytes": 7,
+    "seconds": 1.5,
+    "flops": 10,
+    "in_float8": 0,
+    "not_in_float8": {},
+    "parts": {},
+    "collectives": [
+        {"kind": "all-gather", "axes": ["tp"], "group": 4, "count": 2, "bytes": 8, "overlapped": 1, "computing": 3},
+    ],
+}
+
+
+def compiler(code):
+    """A process that stands for the compiler's."""
+    return [sys.executable, "-c", f"import json, os, sys, time\nrequest = json.load(sys.stdin)\n{code}"]
+
+
+def ask_fake(code, timeout_s=30):
+    return ask(CONFIG, SIZES, NOWHERE, timeout_s=timeout_s, compiler=compiler(code))
+
+
+def test_an_answer_is_read():
+    compiled = ask_fake(f"print('noise')\nprint(json.dumps({ANSWER!r}))")
+    for name in ("argument_bytes", "peak_bytes", "seconds"):
+        assert getattr(compiled, name) == ANSWER[name]
+    (moved,) = compiled.collectives
+    (expected,) = ANSWER["collectives"]
+    for name in ("kind", "group", "count", "bytes", "overlapped"):
+        assert getattr(moved, name) == expected[name]
+    assert moved.axes == ("tp",)
+
+
+WARNING = "Involuntary full rematerialization of "
+
+
+def test_the_compiler_s_warnings_are_notes():
+    code = f"print('W0000 {WARNING}%a\\nW0001 {WARNING}%a', file=sys.stderr)\nprint(json.dumps({ANSWER!r}))"
+    assert ask_fake(code).notes[1:] == (f"{WARNING}%a",)
+
+
+def warned(value):
+    """Code of a compiler that warns with a value."""
+    return f"print({WARNING!r} + json.dumps({value}), file=sys.stderr)\nprint(json.dumps({ANSWER!r}))"
+
+
+def test_the_process_is_told_the_program_and_kept_from_devices():
+    value = "[os.environ['JAX_PLATFORMS'], request['sizes']['tp'], request['config']['model']['remat']]"
+    assert json.loads(ask_fake(warned(value)).notes[-1].removeprefix(WARNING)) == ["cpu", 4, "full"]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("os.kill(os.getpid(), 8)", r"crashed \(SIGFPE\) without a word"),
+        ("print('F0000 missing field', file=sys.stderr); os.abort()", r"crashed \(SIGABRT\):\n  F0000 missing field"),
+        ("raise RuntimeError('no such topology')", r"failed:\n(.*\n)*  RuntimeError: no such topology"),
+        ("print('hello')", r"gave no answer: 'hello"),
+        ("pass", r"gave no answer: ''"),
+        ("print(json.dumps({'error': 'no such device'}))", r"no such device"),
+    ],
+    ids=["signal", "abort", "exception", "noise", "silence", "error"],
+)
+def test_a_compiler_that_fails_is_one_message(code, message):
+    with pytest.raises(TargetError, match=message):
+        ask_fake(code)
+
+
+def test_a_program_that_does_not_fit_is_an_error_of_its_own():
+    with pytest.raises(DoesNotFitError, match="30 of 16 GB"):
+        ask_fake("print(json.dumps({'error': 'does not fit: 30 of 16 GB', 'fits': False}))")
+
+
+@pytest.mark.wide
+def test_a_compiler_that_takes_too_long_is_ended(tmp_path):
+    pid_file = tmp_path / "pid"
+    code = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    with pytest.raises(TargetError, match=r"ended after its time limit of 3 s; .* --timeout 9"):
+        ask_fake(code, timeout_s=3)
+    gone = subprocess.run(["kill", "-0", pid_file.read_text()], capture_output=True, check=False)
+    assert gone.returncode != 0
+
+
+def test_a_missing_compiler_names_the_extra():
+    with pytest.raises(TargetError, match=r"not installed: pip install 'jaxtp\[estimate-gpu\]'"):
+        installed(("no-such-compiler",), "estimate-gpu")
+    assert installed(("no-such-compiler", "jax"), "estimate-gpu").startswith("jax ")
+
+
+CUDNN_RUN = dataclasses.replace(
+    CONFIG,
+    model=dataclasses.replace(CONFIG.model, attention="cudnn", head_dim=64),
+    data=dataclasses.replace(CONFIG.data, packing="concatenated"),
+)
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["installed", "missing"])
+def test_cudnn_is_compiled_where_its_library_is_installed(there, tmp_path, monkeypatch):
+    package = tmp_path / "nvidia_cudnn_cu13-9.9.dist-info"
+    if there:
+        package.mkdir()
+        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: nvidia-cudnn-cu13\nVersion: 9.9\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/other")
+    monkeypatch.setattr(tiers, "topology", lambda *_: dataclasses.replace(NOWHERE, compiler="jax-cuda13-plugin 1"))
+    value = "[request['config']['model']['attention'], request['target']['compiler'], os.environ['LD_LIBRARY_PATH']]"
+    monkeypatch.setattr(tiers, "COMPILER", compiler(warned(value)))
+    compiled = compile_for(CUDNN_RUN, SIZES, "h100", hosts=1, devices_per_host=8, timeout_s=60)
+    attention, versions, folders = json.loads(compiled.notes[1].removeprefix(WARNING))
+    if there:
+        assert (attention, versions) == ("cudnn", "jax-cuda13-plugin 1, nvidia-cudnn-cu13 9.9")
+        assert folders == f"{tmp_path}/nvidia/cudnn/lib:/other"
+    else:
+        assert (attention, versions, folders) == ("fused", "jax-cuda13-plugin 1", "/other")
+        assert "pip install 'jaxtp[estimate-cudnn]'" in compiled.notes[-1]
+
+
+def test_a_target_that_cannot_be_compiled_for_is_refused():
+    with pytest.raises(TargetError, match=r"no compiler works for mi300x .* h100"):
+        topology("mi300x", 1, 8)
+    with pytest.raises(TargetError, match=r"dp 1 x fsdp 2 x cp 1 x tp 4 takes 8 devices, and 2 hosts of 8"):
+        compile_for(CONFIG, SIZES, "h100", hosts=2, devices_per_host=8, timeout_s=1)
+    with pytest.raises(TargetError, match=r"fsdp -1 .*: each axis needs at least 1 device"):
+        compile_for(CONFIG, mesh_shape(fsdp=-1, tp=8), "h100", hosts=1, devices_per_host=8, timeout_s=1)
+    with pytest.raises(ConfigError, match=r"d_model=\d+ is not divisible by mesh.fsdp=3"):
+        compile_for(CONFIG, mesh_shape(fsdp=3), "h100", hosts=1, devices_per_host=3, timeout_s=1)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_slice_is_nearly_a_cube(dims):
+    for exponent in range(11):
+        shape = torus(2**exponent, dims)
+        assert math.prod(shape) == 2**exponent
+        assert len(shape) == dims
+        assert max(shape) <= 2 * min(shape)
+    with pytest.raises(TargetError, match=r"12 TPUs: a slice has a power of two, such as 8 or 16"):
+        torus(12, dims)
+
+
+def test_a_description_of_a_gpu_leaves_nothing_zero():
+    gigabytes = {"a100-40": 40, "a100": 80, "h100": 80, "h200": 141, "b200": 192}
+    gigabytes |= {"l40s": 48, "rtx4090": 24}
+    assert gigabytes.keys() == TARGET_CONFIGS.keys()
+    for name, description in TARGET_CONFIGS.items():
+        values = dict(re.findall(r"(\w+): ([\d.]+)", description))
+        assert all(float(value) for key, value in values.items() if key != "minor"), name
+        assert 0.85 * float(values["device_memory_size"]) < gigabytes[name] * 2**30
