@@ -31,7 +31,7 @@ PLANNED = ["vit", "mixer", "encoder_decoder", "recurrent", "diffusion"]
 RATED = ["reward_model", "classifier"]
 """Examples that print an accuracy."""
 NAMES = [*PLANNED, "own_loss", "public_model", *RATED]
-MESHES = ["dp=2", "fsdp=2", "tp=2", "tp=4", "fsdp=2,tp=2", "dp=2,fsdp=2,tp=2"]
+MESHES = ["dp=2,tp=2", "fsdp=2,tp=2", "tp=4", "fsdp=4", "dp=2,fsdp=2,tp=2", "dp=4"]
 OPTIMIZER = optax.sgd(0.05, momentum=0.9)
 """Adam divides a gradient that is zero but for rounding, such as that of a bias of keys, by itself."""
 
@@ -67,23 +67,13 @@ def trained(name, mesh, accumulation=1, **parts):
 @pytest.mark.wide
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_trains_as_on_one_device(name):
-    """On two of the meshes, by a proposed plan, and with micro-batches."""
+    """On one of the meshes, with micro-batches; by a plan that is proposed, on another."""
     one = trained(name, "dp=1")
-    first = NAMES.index(name)
-    for further in (0, 3):
-        assert_same(trained(name, MESHES[(first + further) % len(MESHES)]), one)
+    mesh = MESHES[NAMES.index(name) % len(MESHES)]
+    accumulation = 1 if name == "diffusion" else 2  # its noise depends on the micro-batch
+    assert_same(trained(name, mesh, accumulation), one)
     if name in PLANNED:
-        assert_same(trained(name, "fsdp=2,tp=4", plan=None), one)
-    if name == "diffusion":  # its noise depends on the micro-batch
-        one = trained(name, "dp=1", 2)
-    assert_same(trained(name, "dp=2,tp=2", 2), one)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in RATED])
-def test_an_example_runs_as_a_script(name, tmp_path, capsys):
-    example(name).main(folder=str(tmp_path), steps=2)
-    assert "step 2/2  loss " in capsys.readouterr().out
+        assert_same(trained(name, "fsdp=2,tp=2", plan=None), one)
 
 
 @pytest.mark.journey
@@ -131,7 +121,8 @@ def train(name, folder, mesh, steps):
 @pytest.mark.parametrize("name", journeys(["vit", "own_loss", "public_model", "diffusion"], "vit", "own_loss"))
 def test_a_killed_run_goes_on_on_another_mesh(name, tmp_path):
     example(name)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     assert run_command(["train", *train(name, whole, "dp=2", 12)]) == 0
     endless = train(name, killed, "fsdp=2,tp=2", 100_000)
     command = [sys.executable, "-m", "jaxtp", "train", *endless, "--checkpoint.every", "2"]

@@ -140,10 +140,9 @@ RUN = TrainConfig(
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_run_equals_one_device_but_for_few_last_digits(name):
+def test_a_run_equals_one_device_but_for_few_last_digits():
     """Rounding of float32 decides where a value is next to the noise."""
-    config = dataclasses.replace(RUN, optimizer=dataclasses.replace(RUN.optimizer, name=name))
+    config = dataclasses.replace(RUN, optimizer=dataclasses.replace(RUN.optimizer, name="muon"))
     initial = parity.initial_arrays(config)
     one = parity.run(config, ONE_DEVICE, initial)
     many = parity.run(config, Case(mesh_shape(fsdp=2, tp=2), True), initial, audited=True)

@@ -107,12 +107,12 @@ def test_gradients_of_micro_batches_are_summed_in_the_wider_dtype(param, reduce,
     assert memory_per_device(config, sizes).gradients <= jnp.dtype(param).itemsize * elements
 
 
-def gradients_alone(mesh, accumulation):
+def gradients_alone(accumulation):
     """The bytes of the gradients of many weights for few tokens, and of all arrays that computing them takes."""
     model = dataclasses.replace(MODEL, num_layers=8, d_model=32, d_ff=256)
     data = DataConfig(sequence_length=16, global_batch_size=8)
     config = TrainConfig(model=model, data=data, train=LoopConfig(accumulation=accumulation))
-    plan = plan_of(config, mesh)
+    plan = plan_of(config, (1, 1, 1))
 
     def gradients(state, batch):
         return loss_and_grads(plan.merge(state).model, batch, config, jax.random.key(0))[2]
@@ -123,10 +123,9 @@ def gradients_alone(mesh, accumulation):
     return analysis.output_size_in_bytes + analysis.temp_size_in_bytes
 
 
-@pytest.mark.parametrize("mesh", sweep([(1, 1, 1), (1, 2, 2)], (1, 1, 1)), ids=str)
-def test_micro_batches_add_their_gradients_to_one_tree(mesh):
+def test_micro_batches_add_their_gradients_to_one_tree():
     """Their activations are smaller, so they take less memory than the whole batch; a second tree would be more."""
-    assert gradients_alone(mesh, accumulation=4) < gradients_alone(mesh, accumulation=1)
+    assert gradients_alone(accumulation=4) < gradients_alone(accumulation=1)
 
 
 def test_gradients_in_16_bits_are_returned_and_then_added():
@@ -162,7 +161,7 @@ def test_an_evaluation_reads_micro_batches_as_a_step_does():
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("mesh", "remat"), [((1, 1, 1), "full"), ((1, 2, 2), "none"), ((2, 1, 4), "full")], ids=str)
+@pytest.mark.parametrize(("mesh", "remat"), [((1, 2, 2), "none"), ((2, 1, 4), "full")], ids=str)
 def test_an_evaluation_takes_no_more_than_a_step(mesh, remat):
     """The check of a step's memory covers the evaluation's."""
     config, plan, taken = evaluation(32, 4, mesh, remat)
@@ -177,7 +176,7 @@ def test_gated_delta_net_takes_memory_in_proportion_to_the_length(mesh, remat):
     model = dataclasses.replace(MODEL, num_layers=1, remat=remat, **heads)
     sizes = sizes_of(mesh)
     taken = []
-    for length in (1344, 2688, 5376):  # equal to no width of the model
+    for length in (672, 1344):  # equal to no width of the model
         config = TrainConfig(model=model, data=DataConfig(sequence_length=length, global_batch_size=2))
         plan = plan_of(config, mesh)
         with jax.set_mesh(plan.mesh):
@@ -187,7 +186,7 @@ def test_gated_delta_net_takes_memory_in_proportion_to_the_length(mesh, remat):
         shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", program.as_text())}
         dims_of_tokens = {sum(dim in tokens for dim in shape) for shape in shapes}
         assert dims_of_tokens == {0, 1}
-    assert taken[2] - taken[1] == pytest.approx(2 * (taken[1] - taken[0]), rel=0.1)
+    assert 1.5 * taken[0] < taken[1] < 2.1 * taken[0]
 
 
 def test_frozen_weights_take_the_bytes_of_their_dtype_and_only_adapters_have_gradients():
@@ -231,9 +230,9 @@ def test_scores_are_those_of_xla_attention_alone():
     assert held - none > one_block_in_float32
 
 
-@pytest.mark.parametrize("share", sweep([1, 4], 4))
+@pytest.mark.parametrize("share", sweep([1, 8], 8))
 def test_the_model_is_within_15_percent_of_what_was_compiled(share):
-    """By default, of one in four of the programs."""
+    """By default, of one in eight of the programs."""
     script = runpy.run_path(str(RESULTS.parents[1] / "estimate_accuracy.py"))
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     assert len(rows) >= 40
