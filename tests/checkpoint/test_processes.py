@@ -29,12 +29,7 @@ def run_processes(tmp_path, monkeypatch):
 
 @pytest.mark.journey
 def test_what_one_process_meets_is_met_by_all(run_processes):
-    run_processes(["save", "restore", "unreadable", "unshared", "unwritable", "late", "some damage"])
-
-
-@pytest.mark.slow
-def test_each_file_of_each_process_damaged(run_processes):
-    run_processes(["save", "damage"])
+    run_processes(["save", "restore", "unreadable", "unshared", "unwritable", "late", "damage"])
 
 
 @pytest.mark.slow

@@ -157,7 +157,6 @@ CASES = [
     ("padded", {"tp": 2}, ("adafactor",)),
     *(("padded", {"fsdp": 2, "tp": 2}, tuple(NAMES[first::4])) for first in range(2)),
     *(("padded", {"tp": 4}, tuple(NAMES[first::4])) for first in range(2, 4)),
-    ("plain", {"tp": 4}, ("galore", "multi_steps", "noise", "plateau", "frozen")),
 ]
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from accidents import WEIGHT, poisoned
 from flax import nnx
 from runs import finish, records, wait_for_step
 from structures import plant, watched
@@ -284,7 +285,7 @@ def test_a_weight_that_is_not_finite_is_named_and_never_saved(tmp_path, command,
     flags = ["--train.non-finite", "skip", "--train.max-skipped", "9", *accident("poison_a_weight")]
     assert main([*command, "--train.steps", "12", *flags]) == WRONG
     error = capsys.readouterr().err
-    assert "model.blocks.mlp.down.kernel has 1 element that is not finite" in error
+    assert f"{WEIGHT} has 1 element that is not finite" in error
     assert "learning rate" not in error
     assert Checkpoints(tmp_path / "run/checkpoints").steps() == [5]
 
@@ -324,28 +325,27 @@ class Infinite(nnx.Module):
         self.weight = nnx.Param(jnp.full(2, jnp.inf))
 
 
-def infinite_run(folder, steps):
-    def batches(batch_size):
-        while True:
-            yield {"x": np.zeros((batch_size, 1), np.float32)}
+def sum_of_products(model, batch, key):
+    return jnp.sum(batch["x"] * model.weight[...]), batch["x"].size
 
-    def loss(model, batch):
-        return jnp.sum(model.weight[...]) * batch["x"].mean()
 
-    task = jaxtp.Task(model=Infinite, loss=loss, batches=batches)
-    with jaxtp.Trainer(task, mesh="dp=1", folder=folder, steps=steps) as trainer:
-        trainer.run_to_end()
+def batch_of_ones(step):
+    return {"x": np.ones((8, 2), np.float32)}
 
 
 @pytest.mark.journey
-def test_a_run_that_begins_with_what_is_not_finite_says_so(tmp_path, monkeypatch):
-    with pytest.raises(NumericsError, match=r"step 0: .*weight has 2 elements .*begin with other weights"):
-        infinite_run(tmp_path, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "require_sound", lambda *_, **__: None)
-        infinite_run(tmp_path, 1)
-    with pytest.raises(NumericsError, match=f"{tmp_path / 'checkpoints/1'} has them: move it away"):
-        infinite_run(tmp_path, 2)
+def test_a_run_that_begins_with_what_is_not_finite_says_so(tmp_path, command, capsys, monkeypatch):
+    task = jaxtp.Task(model=Infinite, loss=sum_of_products, batches=batch_of_ones)
+    step_0 = r"step 0: .*weight has 2 elements .*begin with other weights"
+    with pytest.raises(NumericsError, match=step_0), jaxtp.Trainer(task, folder=tmp_path / "own", mesh="dp=1") as own:
+        own.run_to_end()
+    assert main([*command, "--train.steps", "1"]) == 0
+    restore = Checkpoints.restore
+    monkeypatch.setattr(Checkpoints, "restore", lambda *args: poisoned(restore(*args), WEIGHT))
+    assert main([*command, "--train.steps", "2"]) == WRONG
+    error = capsys.readouterr().err
+    assert f"{WEIGHT} has 1 element that is not finite" in error
+    assert f"{tmp_path / 'run/checkpoints/1'} has them: move it away" in error
 
 
 def test_a_stalled_step_prints_the_stacks_once(capfd):

@@ -340,7 +340,7 @@ def test_all_processes_end_with_the_device_of_one(tmp_path, monkeypatch, every):
 @pytest.mark.journey
 def test_the_script_on_its_cost_measures(capsys):
     script = runpy.run_path(str(TESTS.parent / "scripts/verify_cost.py"))
-    script["main"](["--width", "32", "--length", "16", "--repeats", "1"])
+    script["main"](["--width", "32", "--length", "16", "--repeats", "2"])
     said = capsys.readouterr().out
     assert len(re.findall(r"[\d.,]+ ms", said)) == 6
     assert "host memory meanwhile: " in said
