@@ -54,11 +54,11 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_terminal_summary(terminalreporter):
-    dearest = sorted(seconds_of_cases, key=seconds_of_cases.get, reverse=True)[:10]
-    if len(seconds_of_cases) > len(dearest):
+    expensive = sorted(seconds_of_cases, key=seconds_of_cases.get, reverse=True)[:10]
+    if len(seconds_of_cases) > len(expensive):
         total = sum(seconds_of_cases.values())
-        terminalreporter.section(f"{len(seconds_of_cases)} cases took {total:.0f} CPU seconds; the ten dearest")
-        for name in dearest:
+        terminalreporter.section(f"{len(seconds_of_cases)} cases took {total:.0f} CPU seconds; the ten most expensive")
+        for name in expensive:
             terminalreporter.line(f"{seconds_of_cases[name]:8.1f}  {name}")
         if too_heavy:
             terminalreporter.line(f"{len(too_heavy)} cases over {LIGHT_SECONDS} s are not marked `heavy`:")
