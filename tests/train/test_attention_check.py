@@ -48,10 +48,10 @@ def test_a_right_kernel_passes(dtype):
 @pytest.mark.parametrize(
     ("attention", "length", "window"),
     [
-        ("xla", 1, None),
         ("blockwise", 7, 3),
         pytest.param("blockwise", 2, 1, marks=pytest.mark.wide),
         pytest.param("xla", 50, 1, marks=pytest.mark.wide),
+        pytest.param("xla", 1, None, marks=pytest.mark.wide),
     ],
 )
 def test_a_right_kernel_passes_where_gradients_are_zero(attention, length, window):
@@ -88,7 +88,7 @@ WRONG_GRADIENT = {
 }
 
 
-@pytest.mark.parametrize("mistake", sweep(MISTAKES, "a window off by one", *WRONG_GRADIENT, "nothing but nan"))
+@pytest.mark.parametrize("mistake", sweep(MISTAKES, "a window off by one", "half a gradient"))
 def test_a_wrong_kernel_refuses_the_run_by_name(monkeypatch, mistake):
     monkeypatch.setitem(kernels.KERNELS, "blockwise", planted(MISTAKES[mistake]))
     wrong = WRONG_GRADIENT.get(mistake, "its output")
@@ -233,6 +233,6 @@ def test_a_kernel_that_is_wrong_is_no_rival(times, monkeypatch):
 
 def test_a_kernel_is_timed_at_the_length_of_the_run():
     use = kernels.Use(head_dim=8, dtype="float32", length=3000, packed=False)
-    arrays, _ = self_check.problem(use, 2, 1, most=self_check.TIMED_TOKENS)
+    arrays = jax.eval_shape(lambda: self_check.problem(use, 2, 1, most=self_check.TIMED_TOKENS)[0])
     assert arrays[0].shape[1] == 3000
     assert self_check.kernel_seconds(RIGHT, dataclasses.replace(use, length=32), (2, 1)) > 0

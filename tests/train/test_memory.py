@@ -63,7 +63,7 @@ def total():
 
 
 def test_state_bytes_are_those_of_a_real_state():
-    mesh = (2, 2, 2)
+    mesh = (1, 2, 2)
     config = TrainConfig(model=MODEL)
     held = {"model": 0, "optimizer": 0, "skipped": 0}
     for path, variable in nnx.to_flat_state(plan_of(config, mesh).create(seed=0)):
@@ -83,9 +83,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "optimizer"), [("plain", "muon"), ("tied", "lion"), ("adapters", "adafactor"), ("plain", "adamw")]
-)
+@pytest.mark.parametrize(("model", "optimizer"), [("plain", "muon"), ("tied", "lion"), ("adapters", "adafactor")])
 def test_state_bytes_are_the_planned_ones(model, optimizer):
     config = TrainConfig(model=MODELS[model], optimizer=OptimizerConfig(name=optimizer))
     arrays = stored_arrays(config)
@@ -123,6 +121,7 @@ def gradients_alone(accumulation):
     return analysis.output_size_in_bytes + analysis.temp_size_in_bytes
 
 
+@pytest.mark.wide
 def test_micro_batches_add_their_gradients_to_one_tree():
     """Their activations are smaller, so they take less memory than the whole batch; a second tree would be more."""
     assert gradients_alone(accumulation=4) < gradients_alone(accumulation=1)

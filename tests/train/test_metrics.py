@@ -288,9 +288,8 @@ def test_flops_per_token_leave_out_what_a_token_does_not_use():
 def test_gated_delta_net_counts_three_products_with_its_states():
     model = jaxtp.ModelConfig(delta_value_heads=6, delta_key_heads=3, delta_key_dim=8, delta_value_dim=10)
     of_weights = flops_per_token(model, 10**6, sequence_length=0)
-    for length in (64, 100, 1024):
-        of_states = flops_per_token(model, 10**6, sequence_length=length) - of_weights
-        assert of_states == pytest.approx(model.num_layers * 18 * 6 * 8 * 10)
+    of_states = flops_per_token(model, 10**6, sequence_length=100) - of_weights
+    assert of_states == pytest.approx(model.num_layers * 18 * 6 * 8 * 10)
 
 
 def test_active_parameters_are_those_that_are_published():

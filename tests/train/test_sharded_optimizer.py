@@ -154,7 +154,7 @@ def advance(names, model, mesh, steps, state):
 
 NAMES = sorted(TRANSFORMATIONS)
 CASES = [
-    ("padded", {"tp": 2}, ("adafactor",)),
+    ("padded", {"tp": 2}, ("momentum",)),
     *(("padded", {"fsdp": 2, "tp": 2}, tuple(NAMES[first::4])) for first in range(2)),
     *(("padded", {"tp": 4}, tuple(NAMES[first::4])) for first in range(2, 4)),
 ]

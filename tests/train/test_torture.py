@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from runs import TEXT
 
+from jaxtp.train.__main__ import main as train
+
 SCRIPT = Path(__file__).parent.parent.parent / "scripts/torture.py"
 
 
@@ -20,9 +22,10 @@ def torture():
 def test_a_run_that_is_killed_again_and_again_loses_no_step(torture, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 4)
-    whole = torture["start"](tmp_path / "whole", text, 90, torture["MESHES"][0])
-    output, _ = whole.communicate(timeout=300)
-    assert whole.returncode == 0, output
+    flags = torture["SMALL"] | {"run.dir": tmp_path / "whole", "data.path": text, "train.steps": 90}
+    sizes = zip(("dp", "fsdp", "tp"), torture["MESHES"][0], strict=True)
+    flags |= {f"mesh.{axis}": size for axis, size in sizes}
+    assert train([f"--{name}={value}" for name, value in flags.items()]) == 0
     rounds = torture["torture"](tmp_path / "run", text, 90, 2, True, random.Random(1))
     assert len(rounds) == 2
     assert set(torture["differences"](tmp_path / "whole", tmp_path / "run").values()) == {0}

@@ -129,7 +129,7 @@ def add_wrong_bits(grads, bits):
     return grads
 
 
-MESHES = [(2, 1, 2), (2, 2, 2), (1, 4, 1), (2, 1, 2, 2)]
+MESHES = [(2, 1, 1), (2, 2, 2), (1, 4, 1), (2, 1, 2, 2)]
 
 
 @pytest.fixture(scope="module", params=sweep(MESHES, MESHES[0]), ids=str)
@@ -166,6 +166,7 @@ def bits_of(state):
     return {name: [np.array(s.data) for s in a.addressable_shards] for name, a in named_arrays(state).items()}
 
 
+@pytest.mark.heavy  # the first case compiles what the others run
 def test_a_wrong_bit_in_any_array_of_any_device_is_seen(rig):
     arrays = named_arrays(rig.state())
     right = np.asarray(verify.checksums(arrays))
