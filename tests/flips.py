@@ -5,7 +5,6 @@ import numpy as np
 
 from jaxtp.checkpoint.logical import replace_arrays
 from jaxtp.train.state import named_arrays
-from jaxtp.train.trainer import Trainer
 
 
 def flipped(array, position, bit=0):
@@ -24,17 +23,3 @@ def flipped(array, position, bit=0):
 def with_flip(state, name, position, bit=0):
     arrays = named_arrays(state)
     return replace_arrays(state, arrays | {name: flipped(arrays[name], position, bit)})
-
-
-def flip_in_run(step, name, position, bit=0):
-    """Patches `Trainer` to flip a bit of the state once, after `step`; returns the original method."""
-    finish, left = Trainer._finish_step, [step]
-
-    def finish_and_flip(self):
-        finish(self)
-        if self._run.step in left:
-            left.remove(self._run.step)
-            self._run.state = with_flip(self._run.state, name, position, bit)
-
-    Trainer._finish_step = finish_and_flip
-    return finish

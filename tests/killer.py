@@ -32,13 +32,15 @@ def saves(journal):
 
 def live(process, journal, count, seconds):
     """Waits for `count` saves, then `seconds`; returns the exit code if the process ends before, else None."""
-    last, until = saves(journal), None
+    last = saves(journal)
+    until = None
     while until is None or time.monotonic() < until:
         found, status = os.waitpid(process, os.WNOHANG)
         if found:
             return os.waitstatus_to_exitcode(status)
         now = saves(journal)
-        count, last = count - (now != last), now
+        count -= now != last
+        last = now
         if count <= 0 and until is None:
             until = time.monotonic() + seconds
         time.sleep(0.0005)

@@ -42,7 +42,7 @@ class NonFiniteError(NumericsError):
     """A state is not finite. It is never saved: training cannot recover."""
 
 
-_GROUP = 64
+GROUP = 64
 """Maximum number of arrays that one program sums."""
 
 
@@ -57,8 +57,8 @@ class Sums:
         for name, array in arrays.items():
             place = (_mesh_of(array) or array.sharding,)
             layout = (array.shape, array.dtype, array.sharding)  # of many arrays, a program sums only equal ones
-            alike.setdefault(layout if len(arrays) > _GROUP else place, []).append(name)
-        parts = [names[at : at + _GROUP] for names in alike.values() for at in range(0, len(names), _GROUP)]
+            alike.setdefault(layout if len(arrays) > GROUP else place, []).append(name)
+        parts = [names[at : at + GROUP] for names in alike.values() for at in range(0, len(names), GROUP)]
         self._groups = [(names, _columns([arrays[name] for name in names])) for names in parts]
         self.shapes = {name: list(array.shape) for name, array in arrays.items()}
         self.dtypes = {name: array.dtype for name, array in arrays.items()}

@@ -92,7 +92,7 @@ def _open_reader(metadata: Metadata, target: Mapping[str, jax.ShapeDtypeStruct])
     me = jax.process_index()
     one_process = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     known = [(metadata[name], array) for name, array in target.items() if name in metadata]
-    largest = max((_read_bytes(stored, array) for stored, array in known), default=0)
+    largest = max((bytes_to_read(stored, array) for stored, array in known), default=0)
     # Orbax's default handler reads a description of the arrays too, in a coroutine that a failed read never awaits.
     arrays = ocp.type_handlers.create_type_handler_registry((jax.Array, ocp.type_handlers.ArrayHandler()))
     return ocp.PyTreeCheckpointHandler(
@@ -102,7 +102,8 @@ def _open_reader(metadata: Metadata, target: Mapping[str, jax.ShapeDtypeStruct])
     )
 
 
-def _read_bytes(stored: Any, target: jax.ShapeDtypeStruct) -> int:
+def bytes_to_read(stored: Any, target: jax.ShapeDtypeStruct) -> int:
+    """Returns the bytes of the chunks that hold a device's part of an array."""
     storage = getattr(stored, "storage", None)
     chunks: Sequence[int] = (storage and storage.chunk_shape) or stored.shape
     part = target.sharding.shard_shape(tuple(stored.shape))

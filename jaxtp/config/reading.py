@@ -60,10 +60,11 @@ def read_bytes(path: Path, most: int) -> bytes:
     """Returns the content of a regular file of at most `most` bytes; errors as in `open_regular`."""
     content = bytearray()
     with open_regular(path) as file:
-        # In blocks: `read(most)` would take the memory of the largest file at once.
-        while len(content) <= most and (block := file.read(min(_BLOCK, most + 1))):
+        size = os.fstat(file.fileno()).st_size
+        # In blocks: `read(most)` would take the memory of the largest file at once. The file may grow meanwhile.
+        while size <= most and len(content) <= most and (block := file.read(min(_BLOCK, most + 1))):
             content += block
-    if len(content) > most:
+    if max(size, len(content)) > most:
         raise OSError(errno.EFBIG, f"larger than {most:,} bytes, the limit for this kind of file", str(path))
     return bytes(content)
 

@@ -81,7 +81,7 @@ def validation_samples(
 
     Sources give rows by weight until they run out. Ignored padding rows fill the last batch.
     """
-    order = _validation_order([len(rows) for rows in sources], weights, batches * batch_size)
+    order = validation_order([len(rows) for rows in sources], weights, batches * batch_size)
     shuffled = [grain.MapDataset.source(rows).seed(_VALIDATION_SEED).shuffle() for rows in sources]
     padding = np.full((-len(order) % batch_size, 2), -1)
 
@@ -97,10 +97,10 @@ def validation_samples(
 
 def validation_order_identity(lengths: Sequence[int], weights: Sequence[float]) -> str:
     """Returns a hash of the first 1000 rows' order, before shuffling."""
-    return fingerprint(_validation_order(lengths, weights, 1000).tolist())
+    return fingerprint(validation_order(lengths, weights, 1000).tolist())
 
 
-def _validation_order(lengths: Sequence[int], weights: Sequence[float], count: int) -> NDArray[np.int64]:
+def validation_order(lengths: Sequence[int], weights: Sequence[float], count: int) -> NDArray[np.int64]:
     """Returns `[count, 2]`, source and index: row k of a source is due at (k + 1/2) / weight."""
     counts = [min(length, count) for length in lengths]
     source = np.repeat(np.arange(len(counts)), counts)

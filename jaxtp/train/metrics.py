@@ -64,10 +64,14 @@ class Timing:
     """Measures step times, waits for data, and time lost between steps, in seconds.
 
     A step lasts from the end of the previous step, as the host sees it, to its own end, minus time `lost_to` a cause.
+
+    Args:
+      clock: returns seconds since any instant.
     """
 
-    def __init__(self) -> None:
-        self._started = self._last = time.perf_counter()
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._started = self._last = clock()
         self._useful = 0.0
         self._lost: defaultdict[str, float] = defaultdict(float)
         self._steps: list[float] = []
@@ -76,28 +80,28 @@ class Timing:
     @contextmanager
     def lost_to(self, cause: str) -> Iterator[None]:
         """Counts the time of the block as lost to `cause`."""
-        started = time.perf_counter()
+        started = self._clock()
         try:
             yield
         finally:
-            self._last = time.perf_counter()
+            self._last = self._clock()
             self._lost[cause] += self._last - started
 
     def end_startup(self) -> None:
         """Counts all time so far as lost to the start."""
-        self._last = time.perf_counter()
+        self._last = self._clock()
         self._lost["start"] = self._last - self._started
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
         """Measures a wait inside a step."""
-        started = time.perf_counter()
+        started = self._clock()
         yield
-        self._waited += time.perf_counter() - started
+        self._waited += self._clock() - started
 
     def tick(self) -> None:
         """Counts a step that ends now."""
-        now = time.perf_counter()
+        now = self._clock()
         self._steps.append(now - self._last)
         self._useful += now - self._last
         self._last = now
@@ -115,7 +119,7 @@ class Timing:
         steps, waited = np.array(self._steps), self._waited
         self._steps, self._waited = [], 0.0
         p50, p90 = np.interp((0.5, 0.9), np.linspace(0, 1, len(steps)), np.sort(steps)).tolist()
-        wall = time.perf_counter() - self._started
+        wall = self._clock() - self._started
         return {
             "step_seconds": float(steps.mean()),
             "step_seconds_p50": p50,
@@ -177,7 +181,7 @@ class _WeightsAndBiases:
             self._run = wandb.init(
                 project=config.metrics.project,
                 name=config.run.dir.name,
-                id=_tracker_id(config.run.dir, "wandb", uuid.uuid4().hex[:12]),
+                id=tracker_id(config.run.dir, "wandb", uuid.uuid4().hex[:12]),
                 resume="allow",
                 dir=config.run.dir,
                 config=to_plain(config),
@@ -198,13 +202,13 @@ class _Aim:
 
     def __init__(self, config: TrainConfig, logs_from: int):
         self._run = importlib.import_module("aim").Run(
-            run_hash=_tracker_id(config.run.dir, "aim", None),
+            run_hash=tracker_id(config.run.dir, "aim", None),
             repo=str(config.run.dir.parent),
             experiment=config.metrics.project,
             system_tracking_interval=None,
             capture_terminal_logs=False,
         )
-        _tracker_id(config.run.dir, "aim", self._run.hash)
+        tracker_id(config.run.dir, "aim", self._run.hash)
         self._run.name = config.run.dir.name
         self._run["config"] = to_plain(config)
         self.close = self._run.close
@@ -300,8 +304,8 @@ class Trackers:
                 self._warn(f"metrics.trackers: {name} failed ({error}) and is closed; {METRICS} has every number")
 
 
-def _tracker_id(folder: Path, name: str, new: str | None) -> str | None:
-    # The tracker's id for this run, stored in the run's folder; stores `new` if there is none yet.
+def tracker_id(folder: Path, name: str, new: str | None) -> str | None:
+    """Returns a tracker's id for this run, stored in the run's folder; stores `new` if there is none yet."""
     path = folder / _TRACKER_IDS
     try:
         stored: dict[str, str] = dict(json.loads(read_bytes(path, MAX_JSON)))

@@ -108,7 +108,7 @@ class Stragglers:
         self._seconds = seconds
         share_a_cpu = self._devices[0].platform == "cpu" and len(set(host_names())) == 1
         if seconds is None and mesh.size > 1 and not share_a_cpu:
-            self._seconds = _matmul_timer(self._devices)
+            self._seconds = matmul_timer(self._devices)
         self._suspect, self._since, self._count = "", 0, 0
         """Name, first logged step, and number of logged steps in a row."""
 
@@ -129,7 +129,7 @@ class Stragglers:
             times = self._seconds()
         wait = record["data_wait_seconds"]
         rows = [(seconds, wait, *map(used.get, names)) for seconds, used in zip(times, memory, strict=True)]
-        gathered = _gather(np.array(rows, np.float32))  # [processes, local devices, numbers]
+        gathered = gather_numbers(np.array(rows, np.float32))  # [processes, local devices, numbers]
         factor = self._compare(step, gathered[..., 0], gathered[:, 0, 1].tolist(), record["step_seconds"])
         _, longest_wait, *largest = gathered.max(axis=(0, 1)).tolist()
         compared = {"slowest_device": factor} if self._seconds is not None else {}
@@ -163,13 +163,13 @@ def _name_of(process: int) -> str:
     return process_name(process, host_names()[process])
 
 
-def _gather(numbers: np.ndarray) -> np.ndarray:
-    # [processes, ...]
+def gather_numbers(numbers: np.ndarray) -> np.ndarray:
+    """Returns the numbers of all processes, [processes, ...]."""
     return np.asarray(multihost_utils.process_allgather(numbers)).reshape(-1, *numbers.shape)
 
 
-def _matmul_timer(devices: Sequence[jax.Device]) -> Callable[[], list[float]]:
-    # Returns a function that times the same products on each device in turn: the best of three runs.
+def matmul_timer(devices: Sequence[jax.Device]) -> Callable[[], list[float]]:
+    """Returns a function that times the same products on each device in turn: the best of three runs."""
     size = _SIZE_ON_CPU if devices[0].platform == "cpu" else _SIZE
 
     @jax.jit

@@ -156,7 +156,7 @@ def check_collectives(mesh: Mesh) -> None:
       NumericsError: a device received wrong numbers.
     """
     sizes = {axis: size for axis, size in mesh_sizes(mesh).items() if size > 1}
-    numbers = {axis: _numbers(mesh.size, size) for axis, size in sizes.items()}
+    numbers = {axis: exact_numbers(mesh.size, size) for axis, size in sizes.items()}
     each, sharding = dict.fromkeys(sizes, _PER_DEVICE), NamedSharding(mesh, _PER_DEVICE)
 
     def along(axis: str, x: Array) -> dict[str, Array]:
@@ -199,8 +199,8 @@ _EXPECTED: dict[str, Callable[[HostArray, int], HostArray]] = {
 """By collective: the array that the device at `index` along an axis receives, from the rows of all devices on it."""
 
 
-def _numbers(devices: int, size: int) -> HostArray:
-    # One row per device, of a length that `size` divides; sums over any axis are exact in float32.
+def exact_numbers(devices: int, size: int) -> HostArray:
+    """Returns a row per device, of a length that `size` divides; sums over any axis are exact in float32."""
     return np.arange(devices, dtype=np.float32)[:, None] % 1021 * 8 + np.arange(2 * size, dtype=np.float32) % 8
 
 
@@ -244,7 +244,7 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
                 raise ConfigError(f"model.attention: {wrong}; try --model.attention {other}")
             working = [other for other in others if _kernel_problem(other, use, heads, device.device_kind) is None]
             timed = [first, *working] if working else []
-            times.append({kernel.name: _seconds(kernel, use, heads) for kernel in timed})
+            times.append({kernel.name: kernel_seconds(kernel, use, heads) for kernel in timed})
     return times
 
 
@@ -290,8 +290,8 @@ def _kernel_problem(kernel: Kernel, use: Use, heads: tuple[int, int], where: str
     return None
 
 
-def _seconds(kernel: Kernel, use: Use, heads: tuple[int, int]) -> float:
-    # The fastest of five runs, forward and backward, at the length of the run or `TIMED_TOKENS`.
+def kernel_seconds(kernel: Kernel, use: Use, heads: tuple[int, int]) -> float:
+    """Returns the time of the fastest of five runs, forward and backward, at the run's length or `TIMED_TOKENS`."""
     arrays, settings = problem(use, *heads, most=TIMED_TOKENS)
     program = jax.jit(partial(results, kernel.run, settings))
     jax.block_until_ready(program(*arrays))

@@ -4,9 +4,13 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from small_state import variable
 
 import jaxtp
 from jaxtp.checkpoint import storage
@@ -22,18 +26,16 @@ def resident(name):
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
 
-def save(folder, mesh, sharding):
-    def create(seed):
-        return jax.random.normal(jax.random.key(seed), (ELEMENTS,))
-
-    with jax.set_mesh(mesh), Checkpoints(folder) as checkpoints:
-        create = jax.jit(create, out_shardings=sharding)
-        state = nnx.State({f"x{i}": nnx.Param(create(i), out_sharding=("fsdp",)) for i in range(ARRAYS)})
+def save(folder, mesh):
+    values = np.random.default_rng(0).standard_normal(ELEMENTS, np.float32)
+    with Checkpoints(folder) as checkpoints:
+        state = nnx.State({f"x{i}": variable(values, mesh, "fsdp") for i in range(ARRAYS)})
         checkpoints.save(1, state, mesh, {})
 
 
-def restore(folder, sharding):
-    Sums({"x": jax.device_put(jnp.ones(ELEMENTS), sharding)})  # compiles
+def restore(folder, mesh):
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    Sums({"x": jax.device_put(np.ones(ELEMENTS, np.float32), sharding)})  # compiles
     there = storage.read_metadata(folder / "1")
     target = {name: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding) for name, each in there.items()}
     before = resident("VmRSS")
@@ -41,15 +43,6 @@ def restore(folder, sharding):
     print((resident("VmHWM") - before) / (ARRAYS * ELEMENTS * 4))
 
 
-def main(action, folder, at_once):
-    storage.MAX_BYTES_IN_FLIGHT = int(at_once)
-    mesh = jaxtp.make_mesh(fsdp=4)
-    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
-    if action == "save":
-        save(Path(folder), mesh, sharding)
-    else:
-        restore(Path(folder), sharding)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    storage.MAX_BYTES_IN_FLIGHT = int(sys.argv[3])
+    {"save": save, "restore": restore}[sys.argv[1]](Path(sys.argv[2]), jaxtp.make_mesh(fsdp=4))

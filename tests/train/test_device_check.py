@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import SMALL, TEXT, mesh
 from support import sweep
 
 import jaxtp
@@ -21,7 +20,7 @@ from jaxtp.train.self_check import Operation, check_collectives, check_devices, 
 @pytest.mark.parametrize("dtype", sweep(["float32", "bfloat16"], "bfloat16"))
 def test_right_devices_pass(dtype):
     (line,) = check_devices(jaxtp.make_mesh(1, 2, 2, cp=2), dtype, on_cpu=True)
-    assert line.startswith("checked products, sums, softmax, scatter-add and collectives on every device, in ")
+    assert "every device" in line
 
 
 def test_cpus_are_not_checked_by_default(monkeypatch):
@@ -93,19 +92,19 @@ def test_a_wrong_collective_is_named_with_its_axis(monkeypatch, collective):
 
 
 def test_collectives_are_right_over_every_axis():
-    check_collectives(jaxtp.make_mesh(2, 2, 2, cp=2))
-    check_collectives(jaxtp.make_mesh(1, 3, 4))
+    check_collectives(jaxtp.make_mesh(2, 1, 1, cp=2))
+    check_collectives(jaxtp.make_mesh(1, 3, 2))
 
 
-def test_what_is_summed_is_exact_for_a_thousand_devices():
-    numbers = self_check._numbers(1024, 1024)
+def test_the_numbers_that_collectives_sum_are_exact_for_a_thousand_devices():
+    numbers = self_check.exact_numbers(1024, 1024)
     assert numbers.sum(0, dtype=np.float64).max() < 2**24
     assert numbers.shape[1] % 1024 == 0
 
 
 @pytest.mark.parametrize("checked", ["check_devices", "check_outside_of_jit"])
 @pytest.mark.parametrize(("flags", "code"), [([], 3), (["--launch.no-self-check"], 2)])
-def test_a_run_checks_its_devices_unless_told_not_to(checked, flags, code, tmp_path, monkeypatch, capsys):
+def test_a_run_checks_its_devices_unless_told_not_to(checked, flags, code, command, monkeypatch, capsys):
     def wrong(mesh, dtype):
         raise NumericsError("device 0 is wrong")
 
@@ -115,7 +114,5 @@ def test_a_run_checks_its_devices_unless_told_not_to(checked, flags, code, tmp_p
     monkeypatch.setattr(setup, "platform_of", lambda device: "cuda")
     monkeypatch.setattr(self_check, checked, wrong)
     monkeypatch.setattr(setup.run_folder, "locked", reached)
-    (tmp_path / "text.txt").write_text(TEXT)
-    own = ["--data.path", str(tmp_path / "text.txt"), "--run.dir", str(tmp_path / "run")]
-    assert main([*SMALL, *own, *mesh(1, 1, 2), *flags]) == code
+    assert main([*command, *flags]) == code
     assert ("device 0 is wrong" if code == 3 else "the folder is locked next") in capsys.readouterr().err

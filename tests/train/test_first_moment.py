@@ -7,12 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec
-from support import sizes_of, sweep_of
+from support import sizes_of, sweep
 
 import jaxtp
-from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.config.schema import to_plain
 from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.parameter import PaddedDim, padding_of, parameter, unpad
@@ -25,7 +23,6 @@ from jaxtp.train.memory import memory_per_device
 from jaxtp.train.optimizer import noise_of, round_stochastically
 from jaxtp.train.resume import check_resumable
 from jaxtp.train.run_folder import RunFolderError
-from jaxtp.train.state import named_arrays, plan_state
 from jaxtp.train.validation import violations_on
 
 SHAPE = (32, 1024)
@@ -72,15 +69,19 @@ def test_exact_and_non_finite_values_stay():
 def test_a_slow_decay_shrinks_a_moment():
     """Rounded to nearest, 0.999 of a bfloat16 is itself."""
     rule = optimizers.build(config_of("adamw", beta1=0.999), 10)
-    params = {"head.kernel": jnp.ones(SHAPE)}
-    state = rule.init(params)
-    state = optax.tree.set(state, mu=jax.tree.map(lambda mu: mu + 1, optax.tree.get(state, "mu")))
-    update = jax.jit(lambda state: rule.update({"head.kernel": jnp.zeros(SHAPE)}, state, params)[1])
-    for _ in range(50):
-        state = update(state)
-    (mu,) = optax.tree.get(state, "mu").values()
-    assert mu.dtype == jnp.bfloat16
-    assert float(mu.astype(jnp.float32).mean()) == pytest.approx(0.999**50, rel=1e-4)
+    params = {"head.kernel": np.ones(SHAPE, np.float32)}
+
+    @jax.jit
+    def mean_after_50_updates():
+        state = rule.init(params)
+        state = optax.tree.set(state, mu=jax.tree.map(lambda mu: mu + 1, optax.tree.get(state, "mu")))
+        gradients = {"head.kernel": jnp.zeros(SHAPE)}
+        state = jax.lax.fori_loop(0, 50, lambda _, state: rule.update(gradients, state, params)[1], state)
+        (mu,) = optax.tree.get(state, "mu").values()
+        assert mu.dtype == jnp.bfloat16
+        return mu.astype(jnp.float32).mean()
+
+    assert float(mean_after_50_updates()) == pytest.approx(0.999**50, rel=1e-4)
 
 
 QUERIES, HIDDEN = PaddedHeads((3, 3, 4)), PaddedDim((22,))
@@ -93,13 +94,13 @@ SHAPES = {
 
 def moments(name, sizes):
     """The first moments after two updates, unpadded."""
+    random = np.random.default_rng(0)
+    rule = optimizers.build(config_of(name), 10)
+    variables = {}
     with jax.set_mesh(mesh_of(sizes)):
-        keys = zip(jax.random.split(jax.random.key(0), len(SHAPES)), SHAPES.items(), strict=True)
-        variables = {
-            path: parameter(path, jax.random.normal(key, shape), spec, padding=padding)
-            for key, (path, (shape, spec, padding)) in keys
-        }
-        rule = optimizers.build(config_of(name), 10)
+        for path, (shape, spec, padding) in SHAPES.items():
+            weight = jnp.asarray(random.standard_normal(shape, np.float32))
+            variables[path] = parameter(path, weight, spec, padding=padding)
 
         @jax.jit
         def two_updates(gradients):
@@ -111,18 +112,17 @@ def moments(name, sizes):
         found = {}
         for mu in two_updates({path: variable[...] for path, variable in variables.items()}):
             found |= {path: array for path, array in mu.items() if isinstance(array, jax.Array)}
-        assert found.keys() == SHAPES.keys()
-        return {
-            path: np.asarray(unpad(array, padding_of(variables[path]), sizes["tp"])) for path, array in found.items()
-        }
+    assert found.keys() == SHAPES.keys()
+    return {path: unpad(np.asarray(found[path]), padding_of(variables[path]), sizes["tp"]) for path in found}
 
 
-MESHES = [(1, 2, 4), (1, 1, 2), (2, 2, 2)]
+CASES = [("adamw", (1, 2, 4)), ("lion", (1, 1, 2)), ("muon", (2, 2, 2))]
 
 
-@pytest.mark.parametrize(("name", "mesh"), sweep_of((("adamw", "lion", "muon"), MESHES), ("adamw", (1, 2, 4))))
-def test_every_mesh_rounds_alike(name, mesh):
+@pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
+def test_every_mesh_rounds_alike(case):
     """To the bit, also where it pads heads: noise is by the index without padding."""
+    name, mesh = case
     expected = moments(name, mesh_shape())
     for path, array in moments(name, sizes_of(mesh)).items():
         assert array.dtype == jnp.bfloat16
@@ -131,7 +131,7 @@ def test_every_mesh_rounds_alike(name, mesh):
 
 RUN = TrainConfig(
     model=jaxtp.ModelConfig(
-        vocab_size=61, d_model=16, num_layers=2, num_heads=3, num_kv_heads=3, head_dim=8, d_ff=26, rope_theta=2.0
+        vocab_size=61, d_model=16, num_layers=1, num_heads=3, num_kv_heads=3, head_dim=8, d_ff=26, rope_theta=2.0
     ),
     data=DataConfig(sequence_length=8, global_batch_size=8),
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, first_moment="bfloat16"),
@@ -140,45 +140,19 @@ RUN = TrainConfig(
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
-def test_a_run_equals_one_device_but_for_few_last_digits(name):
+def test_a_run_equals_one_device_but_for_few_last_digits():
     """Rounding of float32 decides where a value is next to the noise."""
-    config = dataclasses.replace(RUN, optimizer=dataclasses.replace(RUN.optimizer, name=name))
+    config = dataclasses.replace(RUN, optimizer=dataclasses.replace(RUN.optimizer, name="muon"))
     initial = parity.initial_arrays(config)
     one = parity.run(config, ONE_DEVICE, initial)
     many = parity.run(config, Case(mesh_shape(fsdp=2, tp=2), True), initial, audited=True)
     assert not many.problems
     assert parity.compare(many, one).within(parity.TOLERANCES["bfloat16"])
-    flipped = elements = 0
-    for path, mu in one.state.items():
-        if ".mu." in path:
-            assert mu.dtype == jnp.bfloat16, path
-            flipped, elements = flipped + int((many.state[path] != mu).sum()), elements + mu.size
+    moments = {path: mu for path, mu in one.state.items() if ".mu." in path}
+    assert {mu.dtype for mu in moments.values()} == {np.dtype(jnp.bfloat16)}
+    flipped = sum(np.sum(many.state[path] != mu) for path, mu in moments.items())
+    elements = sum(mu.size for mu in moments.values())
     assert flipped < 0.01 * elements, "other noise would change a third"
-
-
-def test_a_resumed_run_is_undisturbed_to_the_bit(tmp_path):
-    mesh = jaxtp.make_mesh(fsdp=2)
-    rule = optimizers.build(config_of("adamw"), 10)
-    plan = plan_state(jaxtp.ModelConfig(), rule, mesh, lambda rngs: nnx.Linear(8, 4, rngs=rngs))
-
-    @jax.jit
-    def updated(state):
-        train = plan.merge(state)
-        train.optimizer.update(train.model, jax.tree.map(jnp.cos, nnx.state(train.model, nnx.Param)), jnp.zeros(()))
-        return nnx.state(train)
-
-    half = updated(updated(plan.create(0)))
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(2, half, mesh, {})
-    checkpoints.close()
-    checkpoints = Checkpoints(tmp_path)
-    resumed = checkpoints.restore(2, plan.abstract, mesh)
-    checkpoints.close()
-    expected, actual = (named_arrays(updated(updated(state))) for state in (half, resumed))
-    assert [array.dtype for path, array in expected.items() if ".mu." in path] == [jnp.bfloat16] * 2
-    for path, array in expected.items():
-        np.testing.assert_array_equal(np.asarray(actual[path]), np.asarray(array), err_msg=path)
 
 
 def test_an_estimate_has_two_bytes_less_for_each_parameter():
@@ -188,7 +162,7 @@ def test_an_estimate_has_two_bytes_less_for_each_parameter():
     assert dataclasses.replace(after, optimizer=before.optimizer) == before
 
 
-def test_another_dtype_cannot_resume_and_adafactor_has_none():
+def test_another_dtype_is_refused_on_resuming_and_with_adafactor():
     info = {"config": to_plain(RUN), "corpus": {}, "mesh": {}, "next_sample": 0}
     assert not check_resumable(RUN, {}, info)
     with pytest.raises(RunFolderError, match=r"optimizer\.first_moment: bfloat16 -> param"):

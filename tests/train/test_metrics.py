@@ -15,9 +15,8 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from runs import SMALL, TEXT, full_disk, mesh, records
+from runs import full_disk, records
 from structures import plant, watched
-from support import journeys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jaxtp
@@ -28,7 +27,7 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train import performance
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import DataConfig, MetricsConfig, OptimizerConfig, RunConfig, TrainConfig
-from jaxtp.train.metrics import TRACKERS, Timing, Trackers, _tracker_id, draw, read_metrics
+from jaxtp.train.metrics import TRACKERS, Timing, Trackers, draw, read_metrics, tracker_id
 from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.performance import Profiler, describe_peak, flops_per_token, memory_record, peak_flops
 from jaxtp.train.run_folder import RunFilesError, RunFolderError
@@ -36,33 +35,116 @@ from jaxtp.train.run_report import Report
 from jaxtp.train.state import parameter_count, plan_state
 
 
-@pytest.fixture
-def command(tmp_path):
-    (tmp_path / "text.txt").write_text(TEXT)
-    return [*SMALL, "--data.path", str(tmp_path / "text.txt"), *mesh(1, 2, 2), "--run.dir", str(tmp_path / "run")]
-
-
-def read_tensorboard(folder, tag):
-    events = EventAccumulator(str(folder / "tensorboard"))
+def tensorboard_values(run, tag="loss"):
+    events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     return {event.step: event.value for event in events.Scalars(tag)}
 
 
+def records_of_wandb(data):
+    """Yields the records of a file of W&B: LevelDB's log format, in blocks of 32 KiB, around protocol buffers."""
+    at = 7
+    pending = b""
+    while at + 7 <= len(data):
+        left_in_block = 32768 - at % 32768
+        if left_in_block < 7:  # no header fits there
+            at += left_in_block
+            continue
+        length = int.from_bytes(data[at + 4 : at + 6], "little")
+        kind = data[at + 6]
+        pending += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield pending
+            pending = b""
+
+
+def wandb_values(run):
+    record_type = pytest.importorskip("wandb.proto.wandb_internal_pb2").Record
+    files = sorted(run.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len({path.name for path in files}) == 1, "one run, continued"
+    losses = {}
+    for record in (each for path in files for each in records_of_wandb(path.read_bytes())):
+        items = record_type.FromString(record).history.item
+        row = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+        if "loss" in row:
+            losses[row["step"]] = row["loss"]
+    return losses
+
+
+def aim_values(run):
+    index = [Path(sys.executable).with_name("aim"), "storage", "--repo", str(run.parent), "reindex"]
+    subprocess.run(index, input="y\n", text=True, check=True, capture_output=True)
+    (found,) = importlib.import_module("aim").Repo(str(run.parent)).iter_runs()
+    assert found["config"]["train"]["steps"] == 5
+    (loss,) = (metric for metric in found.metrics() if metric.name == "loss")
+    steps, (values, *_) = loss.data.numpy()
+    return dict(zip(steps.tolist(), values.tolist(), strict=True))
+
+
+READERS = {"tensorboard": tensorboard_values, "wandb": wandb_values, "aim": aim_values}
+
+
 def test_the_setting_names_every_tracker():
     names, _ = typing.get_args(typing.get_type_hints(MetricsConfig)["trackers"])
-    assert set(typing.get_args(names)) == set(TRACKERS)
+    assert set(typing.get_args(names)) == set(TRACKERS) == set(READERS)
+
+
+GROUPS = ["blocks.attention.*", "blocks.mlp.*", "embedding.*", "head.*", "*norm.scale"]
 
 
 @pytest.mark.journey
-def test_tensorboard_says_what_the_jsonl_says_also_after_a_resume(tmp_path, command):
-    for steps in ("4", "7"):
-        assert main([*command, "--train.steps", steps]) == 0
-    for tag in ("loss", "learning_rate", "param_norm", "eval_perplexity", "goodput"):
-        written, shown = records(tmp_path / "run", tag), read_tensorboard(tmp_path / "run", tag)
-        assert shown.keys() == written.keys()
-        np.testing.assert_allclose(list(shown.values()), list(written.values()), rtol=1e-6)
-    perplexity, loss = (records(tmp_path / "run", key)[7] for key in ("eval_perplexity", "eval_loss"))
-    assert perplexity == pytest.approx(math.exp(loss))
+@pytest.mark.parametrize("tracker", READERS)
+def test_a_tracker_and_the_file_hold_the_same_numbers_after_a_resume(tmp_path, monkeypatch, command, tracker):
+    if tracker != "tensorboard":
+        pytest.importorskip(tracker)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = tmp_path / "run"
+    for steps in ("3", "5"):
+        assert main([*command, "--train.steps", steps, "--metrics.trackers", tracker]) == 0
+        time.sleep(1.1)  # folders of W&B are told apart by the second
+    assert READERS[tracker](run) == pytest.approx(records(run), rel=1e-6)
+
+
+@pytest.mark.journey
+def test_a_run_logs_norms_by_group_and_its_evaluations(tmp_path, command):
+    run = tmp_path / "run"
+    flags = ["--metrics.norm-groups", *GROUPS, "--optimizer.schedule", "wsd", "--train.steps", "6"]
+    assert main([*command, *flags]) == 0
+    for kind in ("grad_norm", "param_norm"):
+        parts = [records(run, f"{kind}/{group}") for group in GROUPS]
+        for step, norm in records(run, kind).items():
+            assert math.hypot(*(part[step] for part in parts)) == pytest.approx(norm, rel=1e-6)
+    for tag in ("learning_rate", "eval_perplexity", "goodput"):
+        assert tensorboard_values(run, tag) == pytest.approx(records(run, tag), rel=1e-6)
+    assert records(run, "eval_perplexity")[6] == pytest.approx(math.exp(records(run, "eval_loss")[6]))
+    rate = learning_rate(OptimizerConfig(schedule="wsd", warmup_steps=2), 6)
+    expected = [float(rate(step)) for step in range(6)]
+    np.testing.assert_allclose(list(records(run, "learning_rate").values()), expected, rtol=1e-6)
+
+
+@pytest.mark.journey
+def test_profiles_and_the_first_step_of_a_run_that_logs_every_fifth(tmp_path, command, capsys):
+    """A resumed run shows its first step too, and its metrics are those of an undisturbed run."""
+    (tmp_path / "c.yaml").write_text("metrics: {trackers: []}\n")
+    sparse = ["--config", str(tmp_path / "c.yaml"), *command, "--train.log-every", "5", "--eval.every", "0"]
+    assert main([*sparse, "--train.steps", "6", "--profile.start", "3", "--profile.steps", "2"]) == 0
+    said = capsys.readouterr().out
+    assert re.findall(r"^step (\d+)/6 ", said, re.MULTILINE) == ["1", "5", "6"]
+    profile = tmp_path / "run/profile"
+    assert f"profile of steps 3 to 4 in {profile}" in said
+    (trace,) = profile.rglob("*.xplane.pb")
+    modules = (b"mlp/row_parallel_linear", b"attention/column_parallel_linear", b"vocab_parallel_cross_entropy")
+    traced = trace.read_bytes()
+    assert [module for module in modules if module not in traced] == []
+    assert list(profile.rglob("perfetto_trace.json.gz"))
+    # The second profile ends with the run, before its last step.
+    assert main([*sparse, "--train.steps", "9", "--profile.start", "8", "--profile.steps", "9"]) == 0
+    assert re.findall(r"^step (\d+)/9 ", capsys.readouterr().out, re.MULTILINE) == ["7", "9"]
+    assert list(records(tmp_path / "run")) == [1, 5, 6, 9]
+    assert len(list(profile.rglob("*.xplane.pb"))) == 2
+    assert not (tmp_path / "run/tensorboard").exists()
 
 
 def trackers_of(folder, *names, resumed_at=0, warn=pytest.fail):
@@ -70,28 +152,26 @@ def trackers_of(folder, *names, resumed_at=0, warn=pytest.fail):
     return Trackers(config, resumed_at, warn)
 
 
+def write_losses(trackers, losses):
+    for step, loss in losses.items():
+        trackers.write({"step": step, "loss": loss})
+    trackers.close()
+
+
 def test_steps_that_a_killed_run_had_logged_are_forgotten(tmp_path):
-    first = trackers_of(tmp_path, "tensorboard")
-    for step in range(1, 6):
-        first.write({"step": step, "loss": float(step)})
-    first.close()
+    write_losses(trackers_of(tmp_path, "tensorboard"), {step: float(step) for step in range(1, 6)})
     time.sleep(1.1)  # event files are told apart by the second in which they were opened
-    again = trackers_of(tmp_path, "tensorboard", resumed_at=3)
-    again.write({"step": 4, "loss": 40.0})
-    again.write({"step": 5, "loss": math.nan})
-    again.close()
+    write_losses(trackers_of(tmp_path, "tensorboard", resumed_at=3), {4: 40.0, 5: math.nan})
     assert records(tmp_path) == {1: 1.0, 2: 2.0, 3: 3.0, 4: 40.0, 5: None}
-    shown = read_tensorboard(tmp_path, "loss")
+    shown = tensorboard_values(tmp_path)
     assert {step: shown[step] for step in (1, 2, 3, 4)} == {1: 1.0, 2: 2.0, 3: 3.0, 4: 40.0}
 
 
 def test_a_run_that_begins_again_forgets_its_first_evaluation(tmp_path):
     """It was killed before its first checkpoint."""
     for loss in (1.0, 2.0):
-        trackers = trackers_of(tmp_path)
-        trackers.write({"step": 0, "eval_loss": loss})
-        trackers.close()
-    assert records(tmp_path, "eval_loss") == {0: 2.0}
+        write_losses(trackers_of(tmp_path), {0: loss})
+    assert records(tmp_path) == {0: 2.0}
 
 
 def test_a_tracker_that_fails_gets_no_more_and_the_run_goes_on(tmp_path):
@@ -99,93 +179,88 @@ def test_a_tracker_that_fails_gets_no_more_and_the_run_goes_on(tmp_path):
     said = []
     trackers = trackers_of(tmp_path, "tensorboard", warn=said.append)
     with full_disk(1200):
-        for step in range(1, 41):
-            trackers.write({"step": step, "loss": 1.0})
-        trackers.close()
+        write_losses(trackers, dict.fromkeys(range(1, 41), 1.0))
     assert list(records(tmp_path)) == list(range(1, 41))
-    assert len(said) == 1
-    assert "metrics.trackers: tensorboard failed ([Errno 27] File too large) and is closed" in said[0]
+    (warning,) = said
+    assert "tensorboard failed ([Errno 27] File too large)" in warning
 
 
 def test_a_full_disk_under_the_metrics_is_one_message(tmp_path):
     trackers = trackers_of(tmp_path)
     with full_disk(10):
-        with pytest.raises(RunFolderError, match=r"metrics.jsonl cannot be written \(File too large\)"):
+        with pytest.raises(RunFolderError, match=r"metrics.jsonl .*File too large"):
             trackers.write({"step": 1, "loss": 1.0})
         trackers.close()
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard"])
-def test_files_that_cannot_be_opened(tmp_path, name):
-    if name == "tensorboard":
-        (tmp_path / name).touch()
-    else:
-        (tmp_path / name).mkdir()
-    with pytest.raises(RunFolderError, match=f"{name} cannot be written"):
+def test_what_is_in_the_place_of_a_file_of_metrics_is_one_error(tmp_path):
+    kinds = {"folder": RunFolderError, "pipe": RunFolderError, "device": RunFolderError, "sparse file": RunFilesError}
+    for kind, error in kinds.items():
+        folder = tmp_path / kind
+        folder.mkdir()
+        plant(folder / "metrics.jsonl", kind)
+        with watched(), pytest.raises(error, match=r"metrics\.jsonl"):
+            trackers_of(folder)
+        with watched(), pytest.raises(OSError, match=r"regular|larger|folder"):
+            read_metrics(folder)
+    (tmp_path / "tensorboard").touch()
+    with pytest.raises(RunFolderError, match="tensorboard"):
         trackers_of(tmp_path, "tensorboard")
 
 
-def test_files_that_a_crash_left_half_written(tmp_path):
+def test_metrics_are_not_written_through_a_link(tmp_path):
+    (tmp_path / "victim").write_text("precious\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").symlink_to("../victim")
+    write_losses(trackers_of(tmp_path / "run"), {1: 1.0})
+    assert (tmp_path / "victim").read_text() == "precious\n"
+    assert records(tmp_path / "run") == {1: 1.0}
+
+
+def test_files_that_a_crash_left_half_written_are_read_as_far_as_they_go(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 2.0}\n' + b"[" * 100_000 + b'\n\x00\xff{"step"')
     (tmp_path / "trackers.json").write_bytes(b'{"wandb": "a')
     trackers_of(tmp_path, resumed_at=1).close()
     assert records(tmp_path) == {1: 2.0}
-    assert _tracker_id(tmp_path, "aim", "new") == "new"
-    assert _tracker_id(tmp_path, "aim", None) == "new"
+    assert tracker_id(tmp_path, "aim", "new") == "new"
+    assert tracker_id(tmp_path, "aim", None) == "new"
 
 
-@pytest.mark.journey
-def test_no_tracker_but_the_file(tmp_path, command):
-    (tmp_path / "c.yaml").write_text("metrics: {trackers: []}\n")
-    assert main(["--config", str(tmp_path / "c.yaml"), *command, "--train.steps", "2"]) == 0
-    assert not (tmp_path / "run/tensorboard").exists()
-    assert records(tmp_path / "run").keys() == {1, 2}
+def test_a_tracker_that_is_not_installed_names_its_extra(monkeypatch, command, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "aim" else find(name))
+    assert main([*command, "--metrics.trackers", "aim"]) == 2
+    assert "jaxtp[aim]" in capsys.readouterr().err
 
 
-@pytest.mark.journey
-def test_a_profile(tmp_path, command, capsys):
-    assert main([*command, "--train.steps", "6", "--profile.start", "3", "--profile.steps", "2"]) == 0
-    assert f"profile of steps 3 to 4 in {tmp_path / 'run/profile'}" in capsys.readouterr().out
-    (trace,) = (tmp_path / "run/profile").rglob("*.xplane.pb")
-    contents = trace.read_bytes()
-    for module in (b"mlp/row_parallel_linear", b"attention/column_parallel_linear", b"vocab_parallel_cross_entropy"):
-        assert module in contents, module
-    assert list((tmp_path / "run/profile").rglob("perfetto_trace.json.gz"))
+class Clock:
+    """A clock that a test turns."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
 
 
-@pytest.mark.parametrize("schedule", journeys(["wsd", "linear"], "wsd"))
-def test_the_logged_rate_is_the_schedule_s(tmp_path, command, schedule):
-    flags = ["--train.steps", "20", "--optimizer.schedule", schedule, "--optimizer.learning-rate", "1e-3"]
-    assert main([*command, *flags]) == 0
-    config = OptimizerConfig(schedule=schedule, learning_rate=1e-3, warmup_steps=2)
-    expected = [float(learning_rate(config, 20)(step)) for step in range(20)]
-    np.testing.assert_allclose(list(records(tmp_path / "run", "learning_rate").values()), expected, rtol=1e-6)
-
-
-@pytest.mark.journey
-def test_a_profile_of_a_run_that_ends_first(tmp_path, command):
-    assert main([*command, "--train.steps", "3", "--profile.start", "2", "--profile.steps", "9"]) == 0
-    assert list((tmp_path / "run/profile").rglob("*.xplane.pb"))
-
-
-def test_timing():
-    timing = Timing()
+def test_timing_divides_the_time_into_steps_waits_and_losses():
+    clock = Clock()
+    timing = Timing(clock)
     with timing.lost_to("save"):
-        time.sleep(0.05)
-    for _ in range(4):
+        clock.now += 5
+    for seconds in (1, 1, 1, 7):
         with timing.waiting_for_data():
-            time.sleep(0.01)
-        time.sleep(0.01)
+            clock.now += seconds / 2
+        clock.now += seconds / 2
         timing.tick()
     found = timing.record()
-    assert 0.02 <= found["step_seconds_p50"] <= found["step_seconds_p90"] <= found["step_seconds_max"] < 1
-    assert 0.01 <= found["data_wait_seconds"] <= found["step_seconds"]
-    assert found["lost_to_save"] > 0.1
-    assert 0.9 < found["goodput"] + found["lost_to_save"] <= 1
+    assert [found[f"step_seconds{end}"] for end in ("", "_p50", "_max")] == [2.5, 1, 7]
+    assert 1 < found["step_seconds_p90"] < 7
+    assert found["data_wait_seconds"] == 1.25
+    assert (found["lost_to_save"], found["goodput"]) == (5 / 15, 10 / 15)
     with timing.lost_to("evaluate"):
-        time.sleep(0.05)
+        clock.now += 5
     timing.tick()
-    assert timing.record()["step_seconds"] < 0.05, "what is lost is no part of a step"
+    assert timing.record()["step_seconds"] == 0, "what is lost is no part of a step"
 
 
 def test_flops_per_token_are_those_of_the_published_tables():
@@ -197,9 +272,11 @@ def test_flops_per_token_are_those_of_the_published_tables():
     assert 14451 * flops / 1e12 == pytest.approx(743.8, abs=0.1)
 
 
-def test_experts_that_a_token_does_not_choose_do_not_count():
+def test_flops_per_token_leave_out_what_a_token_does_not_use():
+    """Without attention and lookup: 6 for a parameter, 4 for a frozen one, none for an expert that is not chosen."""
     model = jaxtp.ModelConfig(d_model=64, num_layers=3, d_ff=48, num_experts=8, experts_per_token=2)
-    head, experts = model.vocab_size * model.d_model, 3 * 3 * 64 * 48
+    head = model.vocab_size * model.d_model
+    experts = 3 * 3 * 64 * 48
     found = flops_per_token(model, 10**6 + head + 8 * experts, sequence_length=0)
     assert found == 6 * (10**6 + 2 * experts)
     frozen = dataclasses.replace(model, lora=LoraConfig(rank=2, targets=("q_proj",)))
@@ -208,38 +285,19 @@ def test_experts_that_a_token_does_not_choose_do_not_count():
     assert found == 4 * (10**6 + 2 * experts) + 6 * adapters
 
 
-@pytest.mark.parametrize(
-    ("name", "every", "active"), [("qwen3_30b_a3b", 30.5, 3.35), ("mixtral_8x7b", 46.7, 12.9)], ids=str
-)
-def test_active_parameters_are_those_that_are_published(name, every, active):
-    model = from_yaml(TrainConfig, Path(__file__).parents[2] / f"configs/{name}.yaml").model
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(described(model), nnx.Param)))
-    assert parameters / 1e9 == pytest.approx(every, abs=0.05)
-    assert active_parameters(model, parameters) / 1e9 == pytest.approx(active, abs=0.05)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("length", [64, 100, 1024])
-def test_gated_delta_net_counts_three_products_with_its_states(length):
+def test_gated_delta_net_counts_three_products_with_its_states():
     model = jaxtp.ModelConfig(delta_value_heads=6, delta_key_heads=3, delta_key_dim=8, delta_value_dim=10)
     of_weights = flops_per_token(model, 10**6, sequence_length=0)
-    of_states = flops_per_token(model, 10**6, sequence_length=length) - of_weights
+    of_states = flops_per_token(model, 10**6, sequence_length=100) - of_weights
     assert of_states == pytest.approx(model.num_layers * 18 * 6 * 8 * 10)
 
 
-def test_frozen_weights_have_no_gradient_to_compute():
-    """Without attention and lookup: 4 for a frozen parameter, 6 for one of an adapter."""
-    model = jaxtp.ModelConfig(d_ff=64, lora=LoraConfig(rank=2, targets=("q_proj", "down_proj")))
-    wide, head = model.num_heads * model.head_dim, model.vocab_size * model.d_model
-    adapters = model.num_layers * 2 * (model.d_model + wide + 64 + model.d_model)
-    found = flops_per_token(model, 10**7 + head + adapters, sequence_length=0)
-    assert found == 4 * 10**7 + 6 * adapters
-
-
-def test_utilization_is_absent_where_there_is_no_peak():
-    """Nor is it in what a run writes: see train/test_command.py."""
-    assert math.isnan(peak_flops(jax.devices()[0]))
-    assert memory_record(jax.devices()[0]) == {}
+def test_active_parameters_are_those_that_are_published():
+    for name, every, active in (("qwen3_30b_a3b", 30.5, 3.35), ("mixtral_8x7b", 46.7, 12.9)):
+        model = from_yaml(TrainConfig, Path(__file__).parents[2] / f"configs/{name}.yaml").model
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(described(model), nnx.Param)))
+        assert parameters / 1e9 == pytest.approx(every, abs=0.05)
+        assert active_parameters(model, parameters) / 1e9 == pytest.approx(active, abs=0.05)
 
 
 class FakeGPU:
@@ -250,18 +308,19 @@ class FakeGPU:
         return {"bytes_in_use": 5, "peak_bytes_in_use": 7, "other": 9}
 
 
-def test_what_a_gpu_says():
-    assert peak_flops(FakeGPU()) == 989.4e12
-    assert describe_peak(FakeGPU()) is None
-    assert memory_record(FakeGPU()) == {"memory_bytes": 5, "memory_peak_bytes": 7}
-
-
-def test_a_gpu_that_is_not_known_is_not_taken_for_another():
-    part = FakeGPU()
-    part.device_kind = "NVIDIA H200 MIG 1g.18gb"
-    assert math.isnan(peak_flops(part))
-    assert "of 'NVIDIA H200 MIG 1g.18gb' not known: no mfu" in describe_peak(part)
-    assert describe_peak(jax.devices()[0]) is None
+def test_a_device_says_its_peak_and_its_memory_where_they_are_known():
+    """A run on CPUs writes neither: see train/test_command.py."""
+    cpu = jax.devices()[0]
+    assert math.isnan(peak_flops(cpu))
+    assert describe_peak(cpu) is None
+    assert memory_record(cpu) == {}
+    gpu = FakeGPU()
+    assert peak_flops(gpu) == 989.4e12
+    assert describe_peak(gpu) is None
+    assert memory_record(gpu) == {"memory_bytes": 5, "memory_peak_bytes": 7}
+    gpu.device_kind = "NVIDIA H200 MIG 1g.18gb"
+    assert math.isnan(peak_flops(gpu))
+    assert "NVIDIA H200 MIG 1g.18gb" in describe_peak(gpu)
 
 
 def test_utilization_is_of_all_devices(monkeypatch):
@@ -274,71 +333,6 @@ def test_utilization_is_of_all_devices(monkeypatch):
     assert performance.utilization(plan.mesh, 100.0 * flops) == {}, "a CPU's peak is not known"
     monkeypatch.setattr(performance, "peak_flops", lambda device: 1e9)
     assert performance.utilization(plan.mesh, 100.0 * flops) == {"mfu": pytest.approx(100.0 * flops / 2e9)}
-
-
-@pytest.mark.journey
-def test_norms_by_group(tmp_path, command):
-    groups = ["blocks.attention.*", "blocks.mlp.*", "embedding.*", "head.*", "*norm.scale"]
-    assert main([*command, "--train.steps", "2", "--metrics.norm-groups", *groups]) == 0
-    for kind in ("grad_norm", "param_norm"):
-        whole = records(tmp_path / "run", kind)
-        parts = [records(tmp_path / "run", f"{kind}/{group}") for group in groups]
-        for step, norm in whole.items():
-            assert math.hypot(*(part[step] for part in parts)) == pytest.approx(norm, rel=1e-6)
-
-
-def wandb_history(path):
-    """`{step: row}` of an offline run, through W&B's own records: LevelDB's log format around protocol buffers."""
-    pb = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    data, at, rows, pending = path.read_bytes(), 7, {}, b""
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:  # no header fits in the rest of a block
-            at += 32768 - at % 32768
-            continue
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        pending += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
-            record, pending = pb.Record.FromString(pending), b""
-            items = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
-            if items:
-                rows.setdefault(items["step"], {}).update(items)
-    return rows
-
-
-@pytest.mark.journey
-def test_weights_and_biases_holds_what_the_jsonl_says_also_after_a_resume(tmp_path, monkeypatch, command):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    for steps in ("3", "5"):
-        assert main([*command, "--train.steps", steps, "--metrics.trackers", "tensorboard", "wandb"]) == 0
-        time.sleep(1.1)  # its folders are told apart by the second
-    histories = sorted((tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb"))
-    assert len({path.name for path in histories}) == 1, "one run, continued"
-    shown = {step: row["loss"] for path in histories for step, row in wandb_history(path).items() if "loss" in row}
-    assert shown == records(tmp_path / "run")
-
-
-@pytest.mark.journey
-def test_aim_holds_what_the_jsonl_says_also_after_a_resume(tmp_path, command):
-    aim = pytest.importorskip("aim")
-    for steps in ("3", "5"):
-        assert main([*command, "--train.steps", steps, "--metrics.trackers", "aim"]) == 0
-    index = [Path(sys.executable).with_name("aim"), "storage", "--repo", str(tmp_path), "reindex"]
-    subprocess.run(index, input="y\n", text=True, check=True, capture_output=True)
-    (run,) = aim.Repo(str(tmp_path)).iter_runs()
-    (loss,) = (metric for metric in run.metrics() if metric.name == "loss")
-    assert run["config"]["train"]["steps"] == 5
-    steps, (values, *_) = loss.data.numpy()
-    assert dict(zip(steps.tolist(), values.tolist(), strict=True)) == records(tmp_path / "run")
-
-
-def test_a_tracker_that_is_not_installed_names_its_extra(monkeypatch, command, capsys):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "aim" else find(name))
-    assert main([*command, "--metrics.trackers", "aim"]) == 2
-    assert "metrics.trackers: aim is not installed; pip install 'jaxtp[aim]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("failing", ["start_trace", "stop_trace"])
@@ -355,119 +349,63 @@ def test_a_profile_that_cannot_be_written_is_said_and_never_touches_the_run(fail
     profiler.close()
 
 
-@pytest.mark.journey
-def test_the_first_step_of_a_run_is_shown_whatever_is_logged(tmp_path, command, capsys):
-    """A resumed run shows its first step too, and its metrics are those of an undisturbed run."""
-    sparse = [*command, "--train.log-every", "5", "--eval.every", "0"]
-    assert main([*sparse, "--train.steps", "6"]) == 0
-    assert re.findall(r"^step (\d+)/6 ", capsys.readouterr().out, re.MULTILINE) == ["1", "5", "6"]
-    assert main([*sparse, "--train.steps", "9"]) == 0
-    assert re.findall(r"^step (\d+)/9 ", capsys.readouterr().out, re.MULTILINE) == ["7", "9"]
-    assert list(records(tmp_path / "run")) == [1, 5, 6, 9]
-
-
-def test_one_logged_step_is_seen_in_the_picture(tmp_path):
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
-    draw([tmp_path], figure)
-    (line,) = figure.axes[0].lines
-    assert list(line.get_xdata()) == [1]
-    assert line.get_marker() == "."
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "loss": 0.5}}\n' for i in range(100)))
-    figure = type(figure)()
-    draw([tmp_path], figure)
-    assert not figure.axes[0].lines[0].get_marker()
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device", "sparse file"])
-def test_what_is_no_list_of_metrics_is_one_error(kind, tmp_path):
-    plant(tmp_path / "metrics.jsonl", kind)
-    with watched(), pytest.raises(RunFolderError if kind != "sparse file" else RunFilesError):
-        trackers_of(tmp_path)
-    with watched(), pytest.raises(OSError, match=r"regular|larger"):
-        read_metrics(tmp_path)
-
-
-def test_metrics_are_not_written_through_a_link(tmp_path):
-    (tmp_path / "victim").write_text("precious\n")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/metrics.jsonl").symlink_to("../victim")
-    trackers = trackers_of(tmp_path / "run")
-    trackers.write({"step": 1, "loss": 1.0})
-    trackers.close()
-    assert (tmp_path / "victim").read_text() == "precious\n"
-    assert (tmp_path / "run/metrics.jsonl").read_text() == '{"step": 1, "loss": 1.0}\n'
-
-
 def picture(folder, records, **options):
+    """The panels of a picture of some records, by title."""
     figure = pytest.importorskip("matplotlib.figure").Figure()
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     draw([folder], figure, **options)
     return {panel.get_title(): panel for panel in figure.axes}
 
 
+def test_one_logged_step_is_seen_in_the_picture(tmp_path):
+    (line,) = picture(tmp_path, [{"step": 1, "loss": 0.5}])["loss"].lines
+    assert list(line.get_xdata()) == [1]
+    assert line.get_marker() == "."
+    (line,) = picture(tmp_path, [{"step": step, "loss": 0.5} for step in range(100)])["loss"].lines
+    assert not line.get_marker()
+
+
+OWN_METRICS = {"loss": 0.6, "rewards/margins": 0.1, "temperature": 1.0, "rows_per_second": 5.0}
+OTHERS = {"lost_to_start": 0.1, "step_seconds": 0.2, "grad_norm/blocks": 1.0, "nothing": None}
 OWN = [
     {"step": 0, "eval_loss": 0.7, "eval_rewards/margins": 0.0},
-    *(
-        {"step": step, "loss": 0.6, "rewards/margins": 0.1, "temperature": 1.0, "rows_per_second": 5.0, "rows": step}
-        | {"lost_to_start": 0.1, "step_seconds": 0.2, "grad_norm/blocks": 1.0, "nothing": None}
-        for step in (10, 20)
-    ),
+    *({"step": step, "rows": step} | OWN_METRICS | OTHERS for step in (10, 20)),
     {"step": 20, "eval_loss": 0.5, "eval_rewards/margins": 0.3},
 ]
 
 
-def test_a_picture_has_the_metrics_of_a_loss_and_no_empty_panel(tmp_path):
+def test_a_picture_has_the_metrics_of_a_loss_and_validation_in_their_panels(tmp_path):
     panels = picture(tmp_path, OWN)
     assert list(panels) == ["loss", "rewards/margins", "temperature", "speed"]
     assert all(panel.lines for panel in panels.values())
     assert panels["speed"].get_ylabel() == "rows per second"
     assert not panels["loss"].get_ylabel(), "the unit of a user's loss is not known"
-
-
-def test_training_and_validation_share_a_panel(tmp_path):
-    panels = picture(tmp_path, OWN)
     for name, validation in (("loss", [0.7, 0.5]), ("rewards/margins", [0.0, 0.3])):
         training, evaluated = panels[name].lines
         assert (training.get_label(), evaluated.get_label()) == ("training", "validation")
         assert training.get_color() != evaluated.get_color()
         assert list(evaluated.get_xdata()) == [0, 20]
         assert list(evaluated.get_ydata()) == validation
-        assert [text.get_text() for text in panels[name].get_legend().get_texts()] == ["training", "validation"]
-
-
-def test_an_evaluation_is_drawn_over_another_metric_of_its_step(tmp_path):
-    panels = picture(tmp_path, OWN, x="rows", metrics=["loss"])
-    assert list(panels["loss"].lines[1].get_xdata()) == [20]
+        assert panels[name].get_legend()
+    over_rows = picture(tmp_path, OWN, x="rows", metrics=["loss"])["loss"]
+    assert list(over_rows.lines[1].get_xdata()) == [20]
 
 
 def test_the_loss_of_tokens_has_a_unit(tmp_path):
-    records = [{"step": 0, "eval_loss": 2.0, "eval_perplexity": 7.4}, {"step": 1, "loss": 2.0}]
-    panels = picture(tmp_path, records)
+    panels = picture(tmp_path, [{"step": 0, "eval_loss": 2.0, "eval_perplexity": 7.4}, {"step": 1, "loss": 2.0}])
     assert list(panels) == ["loss"]
     assert panels["loss"].get_ylabel() == "nats per token"
 
 
-@pytest.mark.parametrize("count", range(1, 12))
-def test_panels_leave_no_place_empty(count, tmp_path):
-    panels = picture(tmp_path, [{"step": 1, "loss": 1.0} | {f"metric {i}": 1.0 for i in range(count - 1)}])
-    rows = {}
-    for panel in panels.values():
-        place = panel.get_subplotspec()
-        rows.setdefault(place.rowspan.start, []).extend(place.colspan)
-    assert len(panels) == count
-    assert all(sorted(columns) == list(range(6)) for columns in rows.values())
-
-
-def rewards_shown(columns, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    report = Report()
-    report.own_metrics = ("rewards/margins", "rewards/chosen", "logps/chosen")
-    report.has_bar = True
-    report.begin(0, 9)
-    values = {"loss": 0.5, "rewards/margins": 0.25, "rewards/chosen": 1.0, "logps/chosen": -20.0}
-    report.step(9, values, "7 rows/s")
-    return capsys.readouterr().out
+def test_panels_leave_no_place_empty(tmp_path):
+    for count in (1, 2, 4, 5, 7):
+        panels = picture(tmp_path, [{"step": 1, "loss": 1.0} | {f"metric {i}": 1.0 for i in range(count - 1)}])
+        rows = {}
+        for panel in panels.values():
+            place = panel.get_subplotspec()
+            rows.setdefault(place.rowspan.start, []).extend(place.colspan)
+        assert len(panels) == count
+        assert all(sorted(columns) == list(range(6)) for columns in rows.values())
 
 
 def test_a_step_shows_the_metrics_of_a_loss(capsys):
@@ -475,13 +413,22 @@ def test_a_step_shows_the_metrics_of_a_loss(capsys):
     report.own_metrics = ("rewards/margins", "accuracy")
     values = {"step": 3, "loss": 0.5, "accuracy": 0.75, "rewards/margins": 0.125, "rows_per_second": 7.0}
     report.log({**values, "step_seconds": 1.0}, 9, "rows")
-    assert (
-        capsys.readouterr().out == "step 3/9  loss 0.5000  rewards/margins 0.125  accuracy 0.75  7 rows/s  0:06 left\n"
-    )
+    shown = "step 3/9  loss 0.5000  rewards/margins 0.125  accuracy 0.75  7 rows/s  0:06 left\n"
+    assert capsys.readouterr().out == shown
 
 
 def test_a_bar_shows_the_metrics_that_fit(monkeypatch, capsys):
-    wide = rewards_shown(160, monkeypatch, capsys)
-    assert "loss 0.5000  margins 0.25  rewards/chosen 1  logps/chosen -20  7 rows/s" in wide
-    assert "loss 0.5000  margins 0.25  7 rows/s" in rewards_shown(100, monkeypatch, capsys)
-    assert "loss 0.5000  7 rows/s" in rewards_shown(60, monkeypatch, capsys)
+    fitting = {
+        160: "loss 0.5000  margins 0.25  rewards/chosen 1  logps/chosen -20  7 rows/s",
+        100: "loss 0.5000  margins 0.25  7 rows/s",
+        60: "loss 0.5000  7 rows/s",
+    }
+    values = {"loss": 0.5, "rewards/margins": 0.25, "rewards/chosen": 1.0, "logps/chosen": -20.0}
+    for columns, shown in fitting.items():
+        monkeypatch.setenv("COLUMNS", str(columns))
+        report = Report()
+        report.own_metrics = tuple(values)[1:]
+        report.has_bar = True
+        report.begin(0, 9)
+        report.step(9, values, "7 rows/s")
+        assert shown in capsys.readouterr().out

@@ -5,7 +5,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from runs import SMALL, TEXT, mesh, records
 
 from jaxtp.config import schema as configuration
 from jaxtp.data import mixture, packing, rows, samples
@@ -13,7 +12,6 @@ from jaxtp.data.corpus import BYTE_TOKENIZER, LIBRARY, Corpus, Source
 from jaxtp.data.documents import InMemory
 from jaxtp.data.samples import HELD_OUT, MIXTURE, ORDER, ROWS, SHUFFLE, Data, RowSettings
 from jaxtp.mesh import mesh_shape
-from jaxtp.tools.launch.__main__ import main as launch
 from jaxtp.train import run_folder
 from jaxtp.train.__main__ import main as train
 from jaxtp.train.config import TrainConfig
@@ -38,25 +36,34 @@ def _nothing_is_remembered():
     samples.shuffle_identity.cache_clear()
 
 
+ALGORITHMS = {
+    ROWS: (packing, "best_fit", lambda best_fit: lambda *args: best_fit(*args)[::-1]),
+    SHUFFLE: (samples, "shuffled", lambda shuffled: lambda rows, weights, seed: shuffled(rows, weights, seed + 1)),
+    MIXTURE: (mixture, "schedule", lambda schedule: lambda counts: schedule(counts)[::-1]),
+    HELD_OUT: (mixture, "validation_order", lambda order: lambda *args: order(*args)[::-1]),
+}
+
+
 def changed(patch, part):
     """Makes one part of the order another, as a new version of its package would."""
     samples.shuffle_identity.cache_clear()
-    if part == ROWS:
-        best_fit = packing.best_fit
-        patch.setattr(packing, "best_fit", lambda *args: best_fit(*args)[::-1])
-    elif part == SHUFFLE:
-        shuffled = samples.shuffled
-        patch.setattr(samples, "shuffled", lambda rows, weights, seed: shuffled(rows, weights, seed + 1))
-    elif part == MIXTURE:
-        schedule = mixture.schedule
-        patch.setattr(mixture, "schedule", lambda counts: schedule(counts)[::-1])
-    else:
-        order = mixture._validation_order
-        patch.setattr(mixture, "_validation_order", lambda *args: order(*args)[::-1])
+    module, name, other = ALGORITHMS[part]
+    patch.setattr(module, name, other(getattr(module, name)))
 
 
 def stored_by(description):
-    return checkpoint_info(CONFIG, description, 8, MESH)
+    return checkpoint_info(CONFIG, copy.deepcopy(description), 8, MESH)
+
+
+def lines_of(now, stored):
+    """What a run says that goes on."""
+    return check_resumable(CONFIG, now, stored)
+
+
+def refusal(now, stored, config=CONFIG):
+    with pytest.raises(RunFolderError) as refused:
+        check_resumable(config, now, stored)
+    return str(refused.value)
 
 
 def test_the_learning_rate_that_other_steps_make_is_said():
@@ -72,7 +79,7 @@ def test_the_learning_rate_that_other_steps_make_is_said():
     assert learning_rate_change(configuration.replace_nested(before, {"train.steps": 600}), stored, 0) == []
 
 
-def test_what_is_in_the_checkpoints_of_runs_under_way():
+def test_the_hashes_in_the_checkpoints_of_runs_under_way_stay():
     """Whoever changes a hash here refuses every run that is under way: the version beside the algorithm changes too."""
     assert {name: (part["algorithm"], part["sha256"][:16]) for name, part in data().description[ORDER].items()} == {
         ROWS: ("best fit 2", "10dbb59970c19566"),
@@ -83,151 +90,88 @@ def test_what_is_in_the_checkpoints_of_runs_under_way():
     assert data("concatenated").description[ORDER][ROWS]["algorithm"] == rows.Concatenated.algorithm
 
 
-def test_the_same_order_goes_on_without_a_word():
-    assert check_resumable(CONFIG, data().description, stored_by(data().description)) == []
+def test_a_run_of_the_same_order_goes_on_without_a_word():
+    """Also by another version of an algorithm, and with settings that are newer than LongRoPE and cp."""
+    stored = stored_by(data().description)
+    assert lines_of(data().description, stored) == []
+    for part in stored["corpus"][ORDER].values():
+        part["algorithm"] += "0"
+    scaling = stored["config"]["model"]["rope_scaling"]
+    newer = [name for name in scaling if name.endswith("_factor")]
+    assert newer
+    for name in newer:
+        del scaling[name]
+    del stored["config"]["mesh"]["cp"]
+    assert lines_of(data().description, stored) == []
 
 
 def test_another_python_has_another_library_and_the_message_says_so():
     """The default data of a run."""
-    now = {**data().description, "source": f"{LIBRARY} 3.13.1, 630 files", "sha256": "b"}
-    then = stored_by({**now, "source": f"{LIBRARY} 3.11.7, 612 files", "sha256": "a"})
-    hint = (
-        f"each Python has its own default data: {LIBRARY} 3.11.7, 612 files -> {LIBRARY} 3.13.1, 630 files; "
-        "resume with that Python, or name --data.path"
-    )
-    with pytest.raises(RunFolderError, match=hint):
-        check_resumable(CONFIG, now, then)
-    with pytest.raises(RunFolderError) as refused:
-        check_resumable(CONFIG, {**now, "source": "text.txt"}, then)
-    assert "each Python" not in str(refused.value)
+    libraries = [f"{LIBRARY} 3.11.7, 612 files", f"{LIBRARY} 3.13.1, 630 files"]
+    then, now = (data().description | {"source": library, "sha256": library} for library in libraries)
+    assert f"each Python has its own default data: {' -> '.join(libraries)}" in refusal(now, stored_by(then))
+    assert "each Python" not in refusal(now | {"source": "text.txt"}, stored_by(then))
 
 
 def test_a_checkpoint_of_another_loop_is_refused():
-    with pytest.raises(RunFolderError, match=r"has checkpoints of another loop; name another --run.dir"):
-        check_resumable(CONFIG, data().description, {"next_sample": 8, "config": "mine.yaml"})
+    message = refusal(data().description, {"next_sample": 8, "config": "mine.yaml"})
+    assert "checkpoints of another loop" in message
 
 
 @pytest.mark.parametrize("part", [ROWS, SHUFFLE, MIXTURE])
 def test_another_order_is_refused_by_name(part, monkeypatch):
     stored = stored_by(data().description)
     changed(monkeypatch, part)
-    with pytest.raises(RunFolderError) as refused:
-        check_resumable(CONFIG, data().description, stored)
-    message = str(refused.value)
+    now = data().description
+    message = refusal(now, stored)
     (line,) = [line for line in message.splitlines() if " -> " in line and line.startswith("  ")]
-    was, now = stored["corpus"][ORDER][part], data().description[ORDER][part]
-    assert f": {was['algorithm']} ({was['sha256'][:12]}) -> {now['algorithm']} ({now['sha256'][:12]}); " in line
-    package = f"an earlier state of jaxtp {run_folder.versions()['jaxtp']}"
-    if part == SHUFFLE:
-        package = f"grain {samples.version('grain')}"
-    assert line.endswith(f"; {package} has the stored one")
+    parts = (stored["corpus"][ORDER][part], now[ORDER][part])
+    was, is_now = (f"{each['algorithm']} ({each['sha256'][:12]})" for each in parts)
+    assert f": {was} -> {is_now}; " in line
+    older = f"grain {samples.version('grain')}" if part == SHUFFLE else f"jaxtp {run_folder.versions()['jaxtp']}"
+    assert line.endswith(f"{older} has the stored one")
     assert "--run.init-from" in message
+    if part != SHUFFLE:
+        stored["versions"] = {"jaxtp": "0.0.1"}
+        assert "; jaxtp 0.0.1 has the stored one" in refusal(now, stored)
 
 
 def test_rows_that_are_now_left_out_are_named_with_what_to_do():
-    description = data().description
-    stored = stored_by(copy.deepcopy(description))
+    stored = stored_by(data().description)
     stored["corpus"][ORDER][ROWS] = {"algorithm": "best fit 1", "sha256": "0" * 64}
-    now = copy.deepcopy(description)
-    now[ORDER][ROWS]["algorithm"] = "best fit 2"
-    with pytest.raises(RunFolderError) as refused:
-        check_resumable(CONFIG, now, stored)
-    message = str(refused.value)
-    assert "rows without a label are now left out, so the order of the others is another\n" in message
-    assert "Start a new run with another --run.dir, from these weights with --run.init-from" in message
+    message = refusal(data().description, stored)
+    assert "rows without a label are now left out" in message
+    assert "--run.init-from" in message
     assert "jaxtp 0" not in message
 
 
-def test_an_order_of_another_version_names_it(monkeypatch):
+def test_other_rows_of_evaluations_and_checkpoints_without_an_order_are_named(monkeypatch):
     stored = stored_by(data().description)
-    stored["versions"] = {"jaxtp": "0.0.1"}
-    changed(monkeypatch, ROWS)
-    with pytest.raises(RunFolderError, match=r"; jaxtp 0\.0\.1 has the stored one"):
-        check_resumable(CONFIG, data().description, stored)
-
-
-def test_other_rows_of_evaluations_are_named(monkeypatch):
-    stored = stored_by(data().description)
+    (line,) = lines_of(data().description, stored_by(data().corpus.describe()))
+    assert line.startswith("order of the samples: the checkpoint, by jaxtp ")
     changed(monkeypatch, HELD_OUT)
-    (line,) = check_resumable(CONFIG, data().description, stored)
+    (line,) = lines_of(data().description, stored)
     assert line.startswith("changed since: rows of evaluations: by weight 1 (")
 
 
-def test_another_version_with_the_same_order_goes_on():
-    stored = stored_by(copy.deepcopy(data().description))
-    for part in stored["corpus"][ORDER].values():
-        part["algorithm"] += "0"
-    assert check_resumable(CONFIG, data().description, stored) == []
-
-
-def test_other_data_are_refused_as_such():
-    other = data().description
-    stored = stored_by({**other, "sha256": "ab", ORDER: {**other[ORDER], ROWS: {"algorithm": "x", "sha256": "cd"}}})
-    with pytest.raises(RunFolderError, match=r"another run.*\n  data: sha256: ab -> ") as refused:
-        check_resumable(CONFIG, other, stored)
-    assert ORDER not in str(refused.value).partition("Resume it")[0]
-
-
-def test_a_checkpoint_from_before_the_record_goes_on_and_says_so():
-    stored = stored_by(data().corpus.describe())
-    (line,) = check_resumable(CONFIG, data().description, stored)
-    assert line.startswith("order of the samples: the checkpoint, by jaxtp ")
-
-
-def test_other_settings_are_refused_before_the_order_that_follows_from_them():
-    shorter = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, sequence_length=10))
+def test_other_data_and_settings_are_refused_before_the_order_that_follows_from_them():
     stored = stored_by(data().description)
-    stored["corpus"][ORDER][ROWS]["sha256"] = "ab"
-    with pytest.raises(RunFolderError, match=r"data.sequence_length: \d+ -> 10\n.*Resume it"):
-        check_resumable(shorter, data().description, stored)
+    stored["corpus"][ORDER][ROWS]["sha256"] = "cd"
+    shorter = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, sequence_length=10))
+    assert "data.sequence_length: 128 -> 10\n" in refusal(data().description, stored, shorter)
+    stored["corpus"]["sha256"] = "ab"
+    message = refusal(data().description, stored)
+    assert "data: sha256: ab -> " in message
+    assert ORDER not in message.partition("Resume it")[0]
 
 
 @pytest.mark.journey
-def test_a_run_refuses_another_shuffle_and_goes_on_from_what_it_cannot_compare(tmp_path, monkeypatch, capsys):
-    (tmp_path / "text").write_text(TEXT)
-    flags = [*SMALL, *mesh(1, 2, 1), "--data.path", str(tmp_path / "text"), "--run.dir", str(tmp_path / "run")]
+def test_a_run_refuses_another_shuffle_and_goes_on_from_what_it_cannot_compare(command, monkeypatch, capsys):
     with monkeypatch.context() as older:
         older.setattr(Data, "description", property(lambda data: data.corpus.describe()))
-        assert train([*flags, "--train.steps", "2"]) == 0
-    assert train([*flags, "--train.steps", "3"]) == 0
+        assert train([*command, "--train.steps", "1"]) == 0
+    assert train([*command, "--train.steps", "2"]) == 0
     assert "older than its record" in capsys.readouterr().out
-    with monkeypatch.context() as other:
-        changed(other, SHUFFLE)
-        assert train([*flags, "--train.steps", "4"]) == 2
-        assert "order of the rows in an epoch: grain " in capsys.readouterr().err
-    samples.shuffle_identity.cache_clear()
-    assert train([*flags, "--train.steps", "4"]) == 0
-    assert max(records(tmp_path / "run")) == 4
-
-
-@pytest.mark.journey
-def test_a_run_goes_on_with_more_processes_and_with_fewer(tmp_path):
-    """Started with two, then with four, then with one: the losses are those of one that was never stopped."""
-    (tmp_path / "text").write_text(TEXT)
-    flags = [*SMALL, "--data.path", str(tmp_path / "text"), "--optimizer.schedule", "constant"]
-
-    def run(name, processes, steps, *place):
-        devices = ["--processes", str(processes), "--devices", str(4 // processes), "--logs", str(tmp_path / "logs")]
-        command = ["-m", "jaxtp.train", *flags, *place, "--train.steps", str(steps), "--run.dir", str(tmp_path / name)]
-        assert launch([*devices, "--", *command]) == 0
-
-    run("whole", 1, 6, *mesh(1, 2, 2))
-    run("again", 2, 2, *mesh(1, 2, 2))
-    run("again", 4, 4, *mesh(2, 2, 1))
-    run("again", 1, 6, *mesh(4, 1, 1))
-    whole, again = records(tmp_path / "whole"), records(tmp_path / "again")
-    assert list(again) == list(whole) == list(range(1, 7))
-    np.testing.assert_allclose(list(again.values()), list(whole.values()), rtol=1e-5)
-
-
-def test_settings_that_are_newer_than_a_checkpoint_had_no_effect():
-    """In sections inside of sections too: a checkpoint from before LongRoPE and cp."""
-    stored = stored_by(data().description)
-    model, axes = stored["config"]["model"], stored["config"]["mesh"]
-    scaling = {name: value for name, value in model["rope_scaling"].items() if not name.endswith("_factor")}
-    older = {
-        "model": model | {"rope_scaling": scaling},
-        "mesh": {"dp": axes["dp"], "fsdp": axes["fsdp"], "tp": axes["tp"]},
-    }
-    assert len(scaling) < len(model["rope_scaling"])
-    assert check_resumable(CONFIG, data().description, stored | {"config": stored["config"] | older}) == []
+    changed(monkeypatch, SHUFFLE)
+    assert train([*command, "--train.steps", "3"]) == 2
+    assert "order of the rows in an epoch: grain " in capsys.readouterr().err

@@ -23,7 +23,7 @@ def others(monkeypatch):
         rest = [[[s, wait] for s in row] for row, wait in zip(numbers["others"], numbers["waits"], strict=True)]
         return np.array([own.tolist(), *rest], np.float32)
 
-    monkeypatch.setattr(performance, "_gather", gather)
+    monkeypatch.setattr(performance, "gather_numbers", gather)
     return numbers
 
 
@@ -78,7 +78,7 @@ def test_devices_that_share_a_cpu_are_not_compared(others, monkeypatch):
 
 def test_of_two_devices_one_can_be_slow(monkeypatch):
     lines = []
-    monkeypatch.setattr(performance, "_gather", lambda own: own[None])
+    monkeypatch.setattr(performance, "gather_numbers", lambda own: own[None])
     watch = watching(lines, own=(1.0, 1.3))
     for step in (1, 2, 3):
         assert watch.record(step, dict(RECORD), ())["slowest_device"] == pytest.approx(1.3)
@@ -87,6 +87,6 @@ def test_of_two_devices_one_can_be_slow(monkeypatch):
 
 def test_the_products_are_timed_on_each_device():
     with jax.set_mesh(jaxtp.make_mesh(dp=2)):
-        times = performance._matmul_timer(jax.devices()[:2])()
+        times = performance.matmul_timer(jax.devices()[:2])()
     assert len(times) == 2
     assert min(times) > 0
