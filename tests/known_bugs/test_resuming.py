@@ -1,6 +1,7 @@
 """Runs that other systems resumed wrong: their data, checkpoints cut short, tables that are padded or tied."""
 
 import shutil
+from functools import cache
 
 import jax
 import numpy as np
@@ -98,6 +99,7 @@ ODD = jaxtp.ModelConfig(
 TABLE = "model.embedding.embedding"
 
 
+@cache
 def planned(**sizes):
     return plan_state(ODD, optimizers.build(OptimizerConfig(), 10), make_mesh(**sizes))
 
