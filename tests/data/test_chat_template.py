@@ -14,7 +14,9 @@ MESSAGES = [{"role": "user", "content": "é"}]
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLING = "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"
 CALLS = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
-TIME, SPACE, EITHER = "takes more than 0.2 s of computing", "takes more than 1,024 MiB of memory", "takes more than "
+TIME = "takes more than 0.2 s of computing"
+SPACE = "takes more than 1,024 MiB of memory"
+EITHER = "takes more than "
 
 
 def refused(template, messages=MESSAGES):

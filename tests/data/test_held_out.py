@@ -62,7 +62,8 @@ def test_sources_that_have_rows_left_are_read_by_weight(weights, count):
 def test_processes_together_read_the_rows_of_one(count, split):
     size, processes = split
     samples = validation_samples([rows(0, count)], [1.0], batches=9, batch_size=size)
-    share, steps = size // processes, len(samples) // size
+    share = size // processes
+    steps = len(samples) // size
     parts = [list(local_batches(samples, range(p * share, (p + 1) * share), size, 0, steps)) for p in range(processes)]
     for name in ("inputs", "labels", "segments"):
         joined = [row for step in range(steps) for part in parts for row in part[step][name]]

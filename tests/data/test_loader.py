@@ -53,7 +53,8 @@ def test_batches_are_split_as_their_description_says(packed):
 @st.composite
 def corpora(draw):
     """One or two sources whose tokens tell them and their documents apart."""
-    sources, first = [], 0
+    sources = []
+    first = 0
     for name in ("a", "b")[: draw(st.integers(1, 2))]:
         lengths = draw(st.lists(st.integers(2, 20), min_size=1, max_size=25))
         tokens = np.arange(first, first + sum(lengths), dtype=np.uint16)
@@ -67,7 +68,8 @@ class Counted:
     """Samples that tell which of them are read."""
 
     def __init__(self, samples):
-        self.samples, self.read = samples, Counter({0: -1})  # the first is also read for its columns
+        self.samples = samples
+        self.read = Counter({0: -1})  # the first is also read for its columns
 
     def __len__(self):
         return sys.maxsize
@@ -107,7 +109,9 @@ def test_no_sample_is_lost_or_repeated_when_a_run_resumes_on_other_hosts(corpus,
     """Each process reads what its devices hold, once; those of a step are the next samples, whoever took the last."""
     length = min(length, *(source.train.num_tokens for source in corpus.sources))
     data = Data(corpus, RowSettings(length, 2**16, packing), seed=1)
-    next_sample, seen, steps = first, {}, 2
+    next_sample = first
+    seen = {}
+    steps = 2
     for sizes, order, processes, size in starts:
         mesh = jaxtp.make_mesh(*sizes, devices=[jax.devices()[index] for index in order])
         sharding = jax.sharding.NamedSharding(mesh, abstract_batch(mesh, size, length)["inputs"].sharding.spec)

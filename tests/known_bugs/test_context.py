@@ -30,7 +30,11 @@ from jaxtp.tools.check.parity import on_host
 
 pytestmark = pytest.mark.wide
 
-B, T, N, K, H = 2, 16, 4, 2, 4
+B = 2
+T = 16
+N = 4
+K = 2
+H = 4
 WRONG = 1e-3
 RIGHT = 1e-5
 SEGMENTS = np.array([[1] * 5 + [2] * 6 + [3] * 3 + [0] * 2, [1] * 7 + [0] * 9], np.int32)
@@ -102,7 +106,8 @@ def test_transformer_engine_1557_gradients_of_keys_and_values_are_summed(monkeyp
 def padding_sees_nothing(q, k, v, segments, *, scale, window, softcap, sinks, part=None):
     """A softmax over nothing, where a token of padding sees neither documents nor itself."""
     at = jnp.arange(q.shape[1]) if part is None else part.queries
-    own, every = jnp.take(segments, at, axis=1), segments
+    own = jnp.take(segments, at, axis=1)
+    every = segments
     sees = (own[:, :, None] == every[:, None]) & (every[:, None] > 0) & (at[:, None] >= jnp.arange(every.shape[1]))
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.where(sees[:, None], scale * jnp.einsum("btnh,bsnh->bnts", q, k), -jnp.inf)

@@ -34,7 +34,9 @@ from jaxtp.models.decoder import Decoder
 pytestmark = pytest.mark.wide
 
 CONFIG = ExpertsConfig(num_experts=E, d_ff=F)
-ONE, OVER_TP, INSIDE = (1, 1, 1, 1), (1, 2, 1, 2), (2, 1, 1, 4)
+ONE = (1, 1, 1, 1)
+OVER_TP = (1, 2, 1, 2)
+INSIDE = (2, 1, 1, 4)
 WRONG = 1e-3
 RIGHT = 1e-5
 KERNELS = ("gate", "up", "down")
@@ -300,7 +302,8 @@ def chosen_of_close_logits():
     config = ExpertsConfig(num_experts=4, d_ff=4)
     layer = MixtureOfExperts(1, config, LayerContext(precision=Precision(compute="bfloat16")), rngs=nnx.Rngs(0))
     logits = 1 + np.arange(4, dtype=np.float32) / 1000
-    weights, one = {"router": jnp.asarray(logits[None])}, np.ones((1, 1, 1))
+    weights = {"router": jnp.asarray(logits[None])}
+    one = np.ones((1, 1, 1))
     chosen = jax.jit(lambda weights: layer._route(None, False, one, weights, one[0], None)[0])(weights)
     return np.asarray(chosen).ravel().tolist()
 
@@ -355,7 +358,8 @@ def test_unsloth_6936_adapters_of_experts_are_trained(monkeypatch):
         params = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))), nnx.Param)
         return sum(leaf.size for leaf in jax.tree.leaves(params))
 
-    of_queries, of_experts = 2 * 2 * (D + 8), 2 * 2 * E * 3 * (D + F)
+    of_queries = 2 * 2 * (D + 8)
+    of_experts = 2 * 2 * E * 3 * (D + F)
     assert trained() == of_queries + of_experts
     assert step_costs(config, mesh_shape(), batch_size=2, sequence_length=8).adapters == trained()
     monkeypatch.setattr(experts, "_TARGETS", dict.fromkeys(KERNELS, "o_proj"))

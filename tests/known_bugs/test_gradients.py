@@ -39,8 +39,14 @@ from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.optimizer import build as build_optimizer
 from jaxtp.train.state import plan_state
 
-RIGHT, WRONG = 1e-5, 1e-2
-B, T, F, D, RANK, SCALE = 2, 4, 8, 6, 2, 3.0
+RIGHT = 1e-5
+WRONG = 1e-2
+B = 2
+T = 4
+F = 8
+D = 6
+RANK = 2
+SCALE = 3.0
 
 
 def row_layer():
@@ -62,7 +68,8 @@ def plain_row():
     """Output and gradients of `x W + s (x A) B + b`, by hand."""
     weights, x, g = given()
     w, bias, a, b = (np.float64(weights[name]) for name in ("kernel", "bias", "loras.0.a", "loras.0.b"))
-    rows, grads = x.reshape(-1, F), g.reshape(-1, D)
+    rows = x.reshape(-1, F)
+    grads = g.reshape(-1, D)
     return {
         "output": x @ w + SCALE * x @ a @ b + bias,
         "input": g @ w.T + SCALE * g @ b.T @ a.T,
@@ -244,7 +251,8 @@ V = 5
 def head_errors(softcap):
     """How far the loss over tp 4 and its gradient are from float64; all logits are strongly negative."""
     random = np.random.default_rng(1)
-    x, table = np.abs(random.standard_normal((B, T, D))), -2 * np.abs(random.standard_normal((V, D)))
+    x = np.abs(random.standard_normal((B, T, D)))
+    table = -2 * np.abs(random.standard_normal((V, D)))
     labels = random.integers(0, V, (B, T))
 
     def plain(x, table):
@@ -281,7 +289,7 @@ def test_torchtitan_3822_the_gradient_of_log_probabilities_is_not_summed_over_tp
     of one device."""
     random = np.random.default_rng(1)
     x, table = (np.float32(random.standard_normal(shape)) for shape in ((B, T, D), (2 * V - 2, D)))
-    labels = random.integers(0, 2 * V - 2, (B, T), np.int32)
+    labels = jnp.asarray(random.integers(0, 2 * V - 2, (B, T), np.int32))
 
     def log_probs(x, table):
         found = loss.vocab_parallel_statistics(x, (table, jaxtp.HeadConfig(2 * V - 2), None), labels)
@@ -356,7 +364,8 @@ def test_pytorch_168058_initial_weights_do_not_depend_on_the_devices():
 
 def summed_gradient(reduce):
     """The gradient of a norm's scale over fsdp 2 x tp 2, each device with a quarter of the tokens, in bfloat16."""
-    mesh, tokens = make_mesh(fsdp=2, tp=2), jnp.array([[1, 2**-10], [2**-10, 2**-10]], jnp.bfloat16)
+    mesh = make_mesh(fsdp=2, tp=2)
+    tokens = jnp.array([[1, 2**-10], [2**-10, 2**-10]], jnp.bfloat16)
     dtypes = WeightDtypes("bfloat16", reduce, "bfloat16")
 
     def scaled(scale, x):
@@ -386,7 +395,8 @@ def gathered_in_float8():
         layer.matmul = "float8"
         return layer
 
-    weights, x = random_weights(build), jnp.asarray(np.random.default_rng(0).standard_normal((B, T, D)))
+    weights = random_weights(build)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, D)))
     outputs = []
     for mesh in (make_mesh(), make_mesh(tp=4)):
         graph, state = state_on_mesh(build, weights, mesh)
@@ -402,7 +412,8 @@ def test_transformer_engine_74_devices_read_gathered_float8_by_its_own_scales(mo
     assert gathered_in_float8() < RIGHT
 
     def by_the_readers_scale(x, sequence):
-        entered, scales = enter_float8(x, sequence), [x.array.scale] * axis_size(TP)
+        entered = enter_float8(x, sequence)
+        scales = [x.array.scale] * axis_size(TP)
         return entered._replace(array=entered.array._replace(scale=jnp.concatenate(scales, axis=1)))
 
     monkeypatch.setattr(linear, "enter_float8", by_the_readers_scale)
