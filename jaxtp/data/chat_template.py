@@ -77,7 +77,7 @@ class ChatTemplate:
         return text
 
 
-_RENDERER = Worker(worker.__file__, MEMORY, MAX_TEXT)
+RENDERER = Worker(worker.__file__, MEMORY, MAX_TEXT)
 """Renders all templates."""
 
 
@@ -90,7 +90,7 @@ def _render(template: str, variables: dict[str, object] | None, day: str | None)
     """Returns a problem or an empty string, and the text."""
     request = pickle.dumps((template, variables, day, SECONDS))
     try:
-        problem, text = json.loads(_RENDERER.request(request, read_line))
+        problem, text = json.loads(RENDERER.request(request, read_line))
         return problem, text
     except WorkerDiedError as died:
         limits = {

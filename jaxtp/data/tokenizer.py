@@ -39,12 +39,12 @@ END_TOKENS = (
 """Well-known names of the end token."""
 
 _MAX_FILE = 2**28  # Bytes; the largest files have some 50 million
-_PIECE = 2**20  # Characters after which a long text is cut, so that one text uses all cores
-_GROUP = 2**24  # Characters that are encoded at a time; the library takes about 100 bytes per token meanwhile
+PIECE = 2**20  # Characters after which a long text is cut, so that one text uses all cores
+GROUP = 2**24  # Characters that are encoded at a time; the library takes about 100 bytes per token meanwhile
 _CUT = re.compile(r"(?<=\S)\n")
 _MAX_GROWTH = 64  # Characters that a normalizer or decoder may make of one
-_FIXED_MEMORY, _FIXED_SECONDS = 2**30, 60.0
-_MEMORY_OF_FILE, _MEMORY_OF_TEXT, _SECONDS_OF_TEXT = 32, 256, 1e-4
+FIXED_MEMORY, FIXED_SECONDS = 2**30, 60.0
+_MEMORY_OF_FILE, MEMORY_OF_TEXT, SECONDS_OF_TEXT = 32, 256, 1e-4
 """Limits of the worker for a request: fixed, and for each byte of a tokenizer.json or character of a text. The library
 takes up to about 150 bytes for a character, and 10 microseconds."""
 _WORKER = Worker(tokenizer_worker.__file__)
@@ -107,7 +107,7 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Encodes without end tokens; raises `TokenizerError`."""
-        pieces = [(index, piece) for index, text in enumerate(texts) for piece in self._pieces(text)]
+        pieces = [(index, piece) for index, text in enumerate(texts) for piece in self.pieces(text)]
         ids: list[list[Tokens]] = [[] for _ in texts]
         for group in _groups(pieces):
             encoded = self._encode([piece for _, piece in group], add_special_tokens=False)
@@ -162,10 +162,10 @@ class HuggingFaceTokenizer:
             for text, token in self._tokenizer.get_vocab(with_added_tokens=True).items()
         }
 
-    def _pieces(self, text: str) -> Iterator[str]:
+    def pieces(self, text: str) -> Iterator[str]:
         """Cuts before a line break after a visible character, where GPT-2's pattern always splits."""
         start = 0
-        while self._cuts_at_lines and len(text) - start > _PIECE and (cut := _CUT.search(text, start + _PIECE)):
+        while self._cuts_at_lines and len(text) - start > PIECE and (cut := _CUT.search(text, start + PIECE)):
             yield text[start : cut.start()]
             start = cut.start()
         yield text[start:]
@@ -226,8 +226,8 @@ def encode_isolated(
         texts=list(texts),
         before=None if before is None else list(before),
         settings=dict(settings),
-        memory=_FIXED_MEMORY + _MEMORY_OF_TEXT * num_characters,
-        seconds=_FIXED_SECONDS + _SECONDS_OF_TEXT * num_characters,
+        memory=FIXED_MEMORY + MEMORY_OF_TEXT * num_characters,
+        seconds=FIXED_SECONDS + SECONDS_OF_TEXT * num_characters,
     )
     problem, ids, cuts = _ask_worker(request, name)
     if problem == tokenizer_worker.UNKNOWN:
@@ -376,7 +376,7 @@ def _splits_like_gpt2(file: dict[str, Any]) -> bool:
 
 def _groups(pieces: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
     sizes = itertools.accumulate((len(text) for _, text in pieces), initial=0)
-    for _, group in itertools.groupby(zip(pieces, sizes, strict=False), key=lambda each: each[1] // _GROUP):
+    for _, group in itertools.groupby(zip(pieces, sizes, strict=False), key=lambda each: each[1] // GROUP):
         yield [piece for piece, _ in group]
 
 

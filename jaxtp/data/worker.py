@@ -39,7 +39,7 @@ class Worker:
 
     def __init__(self, file: str, *arguments: object):
         self._command = [sys.executable, "-P", file, *map(str, arguments)]
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._close: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
 
@@ -62,23 +62,23 @@ class Worker:
                 return receive(process.stdout)
             except BaseException as error:
                 code = process.wait() if isinstance(error, OSError | EOFError) else None
-                self._process = None
+                self.process = None
                 self._close()  # after Ctrl-C, its answer would be mistaken for the next request's
                 if code is None:
                     raise
                 raise WorkerDiedError(code) from None
 
     def _started(self) -> "subprocess.Popen[bytes]":
-        if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(
+        if self.process is None or self.process.poll() is not None:
+            self.process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # shields it from Ctrl-C in the terminal
             )
-            self._close = weakref.finalize(self, _close, self._process)
-        return self._process
+            self._close = weakref.finalize(self, _close, self.process)
+        return self.process
 
 
 def read_exactly(file: IO[bytes], size: int) -> bytes:

@@ -1,8 +1,10 @@
 """What a chat template may take: one error that names it and the limit, and the next conversation is rendered."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from corpora import write
+from support import sweep
 
 from jaxtp.data import chat_template as limits
 from jaxtp.data.chat_template import ChatError, ChatTemplate
@@ -12,12 +14,9 @@ MESSAGES = [{"role": "user", "content": "é"}]
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLING = "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"
 CALLS = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
-TIME, SPACE, EITHER = "takes more than 0.2 s of computing", "takes more than 1,024 MiB of memory", "takes more than "
-
-
-@pytest.fixture
-def short(monkeypatch):
-    monkeypatch.setattr(limits, "SECONDS", 0.2)
+TIME = "takes more than 0.2 s of computing"
+SPACE = "takes more than 1,024 MiB of memory"
+EITHER = "takes more than "
 
 
 def refused(template, messages=MESSAGES):
@@ -27,25 +26,27 @@ def refused(template, messages=MESSAGES):
     return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        pytest.param("{{ 'x' * 3000000000 }}", SPACE, id="a constant"),
-        pytest.param("{{ messages[0].content.ljust(10 ** 10) }}", SPACE, id="a method"),
-        pytest.param(NESTED, TIME, id="loops"),
-        pytest.param("{{ '%1000000000d' % 1 }}", EITHER, id="a width", marks=pytest.mark.wide),
-        pytest.param("{{ '{:>1000000000}'.format(1) }}", EITHER, id="a format", marks=pytest.mark.wide),
-        pytest.param("{{ 7 ** (10 ** 8) }}", EITHER, id="a power", marks=pytest.mark.wide),
-        pytest.param("{{ ('x' * 10 ** 8).join(['a'] * 100) }}", EITHER, id="join", marks=pytest.mark.wide),
-        pytest.param("{{ 'x' | center(10 ** 10) }}", SPACE, id="a filter", marks=pytest.mark.wide),
-        pytest.param(DOUBLING, EITHER, id="doubling", marks=pytest.mark.wide),
-        pytest.param(CALLS, TIME, id="macros", marks=pytest.mark.wide),
-        pytest.param("{{ lipsum(n=10 ** 9) }}", EITHER, id="lipsum", marks=pytest.mark.wide),
-        pytest.param("{{ messages | tojson(indent=10 ** 10) }}", EITHER, id="tojson", marks=pytest.mark.wide),
-        pytest.param("{{ raise_exception('x' * 10 ** 9) }}", EITHER, id="an error", marks=pytest.mark.wide),
-    ],
-)
-def test_what_takes_too_much_is_refused_by_the_limit(short, template, message):
+TOO_MUCH = {
+    "a constant": ("{{ 'x' * 3000000000 }}", SPACE),
+    "a method": ("{{ messages[0].content.ljust(10 ** 10) }}", SPACE),
+    "loops": (NESTED, TIME),
+    "a width": ("{{ '%1000000000d' % 1 }}", EITHER),
+    "a format": ("{{ '{:>1000000000}'.format(1) }}", EITHER),
+    "a power": ("{{ 7 ** (10 ** 8) }}", EITHER),
+    "join": ("{{ ('x' * 10 ** 8).join(['a'] * 100) }}", EITHER),
+    "a filter": ("{{ 'x' | center(10 ** 10) }}", SPACE),
+    "doubling": (DOUBLING, EITHER),
+    "macros": (CALLS, TIME),
+    "lipsum": ("{{ lipsum(n=10 ** 9) }}", EITHER),
+    "tojson": ("{{ messages | tojson(indent=10 ** 10) }}", EITHER),
+    "an error": ("{{ raise_exception('x' * 10 ** 9) }}", EITHER),
+}
+
+
+@pytest.mark.parametrize("kind", sweep(list(TOO_MUCH), "a constant", "a method", "loops"))
+def test_a_template_that_takes_too_much_is_refused_by_the_limit(monkeypatch, kind):
+    monkeypatch.setattr(limits, "SECONDS", 0.2)
+    template, message = TOO_MUCH[kind]
     error = refused(template)
     assert error.startswith(f"x.jinja {message}")
     assert "the limit for a chat template" in error
@@ -68,7 +69,7 @@ def test_what_takes_too_much_is_refused_by_the_limit(short, template, message):
         ("{{ ''.join(1, 2) }}", "x.jinja fails on this conversation: "),
     ],
 )
-def test_what_cannot_be_rendered_is_refused_with_its_reason(template, message):
+def test_a_template_that_cannot_be_rendered_is_refused_with_its_reason(template, message):
     assert refused(template).startswith(message)
 
 
@@ -90,17 +91,14 @@ def test_a_message_of_a_template_is_cut():
 
 def test_a_process_that_has_ended_is_replaced():
     template = ChatTemplate("{{ messages[0].content }}", "x.jinja", {})
-    limits._RENDERER._process.kill()
-    limits._RENDERER._process.wait()
+    limits.RENDERER.process.kill()
+    limits.RENDERER.process.wait()
     assert template.render(MESSAGES) == "é"
 
 
-def test_a_process_that_crashes_is_told(monkeypatch, tmp_path):
-    (tmp_path / "worker.py").write_text("raise SystemExit(3)")
-    monkeypatch.setattr(limits, "_RENDERER", Worker(str(tmp_path / "worker.py")))
-    with pytest.raises(
-        ChatError, match=r"x.jinja crashes the process that renders it \(exit code 3\) when it is loaded"
-    ):
+def test_a_process_that_crashes_is_an_error(monkeypatch):
+    monkeypatch.setattr(limits, "RENDERER", Worker(str(write("worker.py", "raise SystemExit(3)"))))
+    with pytest.raises(ChatError, match=r"x.jinja crashes the process .* \(exit code 3\) when it is loaded"):
         ChatTemplate("", "x.jinja", {})
 
 
@@ -118,14 +116,7 @@ def test_after_an_interrupt_no_answer_is_taken_for_that_to_another_request(monke
 
 
 def test_threads_get_their_own_answers():
-    template, found = ChatTemplate("{{ messages[0].content }}", "t", {}), {}
-
-    def ask(number):
-        found[number] = [template.render([{"content": f"{number} {i}"}]) for i in range(50)]
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {number: [f"{number} {i}" for i in range(50)] for number in range(4)}
+    template = ChatTemplate("{{ messages[0].content }}", "t", {})
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda number: template.render([{"content": f"{number}"}]), range(100)))
+    assert found == [f"{number}" for number in range(100)]

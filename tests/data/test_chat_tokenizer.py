@@ -1,7 +1,5 @@
 """Text that a chat template wrote: its special tokens become tokens, and what a message spells stays text."""
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,15 +19,15 @@ TEXT = st.text(st.sampled_from("ab é語🙂\n<|>")) | st.lists(st.sampled_from(
 )
 
 
-def marked(name, contents, **settings):
-    tokens = SpecialTokens(OURS[name].tokens, **settings)
+def marked(name, contents):
+    tokens = SpecialTokens(OURS[name].tokens)
     return tokens.mark(TEMPLATE.render(tokens.escape([{"content": content} for content in contents])))
 
 
 @given(
     st.sampled_from(sorted(CONTENTS)), st.lists(st.text(st.sampled_from("ab é語🙂\n.")), max_size=3), st.integers(0, 99)
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 def test_where_no_message_spells_a_token_it_is_what_the_library_makes_of_the_text(name, contents, cut):
     text = marked(name, contents)
     ((first, second),) = OURS[name].encode_batch([(text[:cut], text[cut:])])
@@ -37,7 +35,7 @@ def test_where_no_message_spells_a_token_it_is_what_the_library_makes_of_the_tex
 
 
 @given(st.sampled_from(sorted(CONTENTS)), st.lists(TEXT, min_size=1, max_size=3))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=30)
 def test_the_template_alone_makes_special_tokens_and_no_text_is_lost(name, contents):
     text = marked(name, contents)
     ((ids, _),) = OURS[name].encode_batch([(text, "")])
@@ -46,17 +44,6 @@ def test_the_template_alone_makes_special_tokens_and_no_text_is_lost(name, conte
     assert without_marks(text) == TEMPLATE.render([{"content": content} for content in contents])
     if name == "byte level":
         assert LIBRARY[name].decode(ids.tolist(), skip_special_tokens=False) == without_marks(text)
-
-
-def test_with_the_switch_what_a_message_spells_is_a_token_too():
-    ((ids, _),) = OURS["byte level"].encode_batch([(marked("byte level", ["<|begin|>"], keep=True), "")])
-    assert np.isin(ids, list(OURS["byte level"].ids)).sum() == 3
-
-
-def test_the_cut_is_where_the_second_part_begins():
-    ((first, second),) = OURS["byte level"].encode_batch([("ab ", "cd")])
-    assert LIBRARY["byte level"].decode(first.tolist()) == "ab "
-    assert LIBRARY["byte level"].decode(second.tolist()) == "cd"
 
 
 @pytest.mark.parametrize("text", ["\ufdd0", "a\ufdd3b", "\ud800"])
@@ -98,6 +85,6 @@ def test_unigram_vocabularies_too():
 
 
 def test_a_tokenizer_whose_tokens_cannot_be_told_apart_is_refused(monkeypatch):
-    monkeypatch.setattr("jaxtp.data.chat_template._renamed", lambda file, names: file)
+    monkeypatch.setattr("jaxtp.data.chat_template.marks", lambda token: "x")
     with pytest.raises(TokenizerError, match="is indistinguishable from text that spells it"):
-        RenderedTokenizer(json.dumps(json.loads(begins_texts())).encode(), "t")
+        RenderedTokenizer(begins_texts(), "t")

@@ -34,7 +34,7 @@ def firsts(samples):
     st.integers(1, 9),
     st.sampled_from(["documents", "concatenated"]),
 )
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=6)
 def test_each_row_once_and_no_more_batches_than_there_are_rows_for(sources, batches, size, packing):
     made = [rows(1000 * i, count, packing) for i, (count, _) in enumerate(sources)]
     weights = [weight for _, weight in sources]
@@ -49,7 +49,7 @@ def test_each_row_once_and_no_more_batches_than_there_are_rows_for(sources, batc
 
 
 @given(st.lists(st.sampled_from([0.5, 1.0, 3.0, 8.0]), min_size=2, max_size=4), st.integers(1, 40))
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=6)
 def test_sources_that_have_rows_left_are_read_by_weight(weights, count):
     made = [rows(1000 * i, 40) for i in range(len(weights))]
     read = np.array(firsts(validation_samples(made, weights, batches=count, batch_size=1))) // 1000
@@ -58,11 +58,12 @@ def test_sources_that_have_rows_left_are_read_by_weight(weights, count):
 
 
 @given(st.integers(1, 20), st.sampled_from([(8, 1), (4, 2), (8, 4)]))
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=5)
 def test_processes_together_read_the_rows_of_one(count, split):
     size, processes = split
     samples = validation_samples([rows(0, count)], [1.0], batches=9, batch_size=size)
-    share, steps = size // processes, len(samples) // size
+    share = size // processes
+    steps = len(samples) // size
     parts = [list(local_batches(samples, range(p * share, (p + 1) * share), size, 0, steps)) for p in range(processes)]
     for name in ("inputs", "labels", "segments"):
         joined = [row for step in range(steps) for part in parts for row in part[step][name]]

@@ -16,7 +16,7 @@ class Endless(list):
 
 
 @given(WEIGHTS)
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 def test_counts_are_the_weights(weights):
     counts = cycle_counts(weights)
     total = sum(map(Fraction, weights))
@@ -29,10 +29,12 @@ def test_round_weights_are_exact():
     assert cycle_counts([0.7, 0.3]) == [7, 3]
     assert cycle_counts([2, 1, 1]) == [2, 1, 1]
     assert cycle_counts([5.0]) == [1]
+    with pytest.raises(ZeroDivisionError):
+        cycle_counts([0])
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 def test_every_source_keeps_to_its_share_within_a_sample(counts):
     """Tijdeman's bound, 1 - 1 / (2 K - 2), at every point; so any window is within twice that: one, for two sources."""
     order = schedule(counts)
@@ -47,7 +49,7 @@ def test_every_source_keeps_to_its_share_within_a_sample(counts):
 
 
 @given(WEIGHTS, st.integers(0, 10**6))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 def test_samples_of_each_source_come_in_its_own_order_without_gap_wherever_one_begins(weights, start):
     mixture = Mixture([Endless() for _ in weights], weights)
     found = {}
@@ -56,12 +58,3 @@ def test_samples_of_each_source_come_in_its_own_order_without_gap_wherever_one_b
         assert found.get(source, position - 1) == position - 1
         found[source] = position
         assert mixture[index] == position
-
-
-def test_the_first_samples_are_the_first_of_each_source():
-    mixture = Mixture([Endless(), Endless(), Endless()], [3, 2, 1])
-    places = [mixture.locate(index) for index in range(12)]
-    for source, count in enumerate((6, 4, 2)):
-        assert [position for chosen, position in places if chosen == source] == list(range(count))
-    with pytest.raises(ZeroDivisionError):
-        cycle_counts([0])

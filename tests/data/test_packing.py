@@ -9,15 +9,21 @@ from jaxtp.data.rows import Concatenated, TokenError
 
 VOCAB = 2**20
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
+SOME = [7, 2, 9, 1, 3, 3, 3, 1, 25]
 
 
-def documents(lengths, first=0):
+def documents(lengths, prompts=None):
     """Every token is another one."""
-    return InMemory(np.arange(first, first + sum(lengths), dtype=np.uint32), np.array(lengths), "test")
+    tokens = np.arange(sum(lengths), dtype=np.uint32)
+    return InMemory(tokens, np.array(lengths), "test", None if prompts is None else np.array(prompts))
 
 
-def with_prompts(lengths, prompts):
-    return InMemory(np.arange(sum(lengths), dtype=np.uint32), np.array(lengths), "test", np.array(prompts))
+def pack(lengths, length=10, prompts=None, long="split"):
+    return Packed(documents(lengths, prompts), length, VOCAB, long)
+
+
+def inputs_of(packed):
+    return sorted(int(token) for row in packed for tokens, _ in pieces(row) for token in tokens)
 
 
 def pieces(row):
@@ -30,25 +36,23 @@ def pieces(row):
 @given(LENGTHS, st.integers(1, 50))
 @settings(deadline=None)
 def test_every_token_is_an_input_once_and_a_label_once(lengths, length):
-    source = documents(lengths)
-    packed = Packed(source, length, VOCAB)
+    packed = pack(lengths, length)
     ends = set(np.cumsum(lengths) - 1)
-    inputs, labels = [], []
+    labels = []
     for row in packed:
         used = row["segments"] > 0
         assert np.all(np.diff(np.flatnonzero(used)) == 1), "padding comes last"
         assert not row["inputs"][~used].any()
         assert np.all(row["labels"][~used] == -100)
         for tokens, following in pieces(row):
-            inputs += tokens.tolist()
-            for token, label in zip(tokens, following, strict=True):
-                assert label == (-100 if token in ends else token + 1)
+            np.testing.assert_array_equal(following, np.where(np.isin(tokens, list(ends)), -100, tokens + 1))
             labels += [label for label in following if label != -100]
-    begins = {0, *np.cumsum(lengths[:-1])} if len(lengths) > 1 else {0}
-    assert sorted(labels) == sorted(set(range(sum(lengths))) - begins)
+    every = set(range(sum(lengths)))
+    assert sorted(labels) == sorted(every - {0} - {end + 1 for end in ends})
+    inputs = inputs_of(packed)
     assert len(inputs) == len(set(inputs))
     # A row without a label has but the last tokens of documents.
-    left_out = set(range(sum(lengths))) - set(inputs)
+    left_out = every - set(inputs)
     assert left_out <= ends
     assert packed.num_unlabelled == -(-len(left_out) // length)
     if len(packed):
@@ -59,12 +63,11 @@ def test_every_token_is_an_input_once_and_a_label_once(lengths, length):
 @given(LENGTHS, st.integers(1, 50))
 @settings(deadline=None)
 def test_a_document_that_fits_is_never_cut(lengths, length):
-    source = documents(lengths)
-    begins = np.cumsum([0, *lengths[:-1]])
-    whole = {int(begin): size for begin, size in zip(begins, lengths, strict=True) if size <= length}
-    found = {int(tokens[0]): len(tokens) for row in Packed(source, length, VOCAB) for tokens, _ in pieces(row)}
-    whole = {begin: size for begin, size in whole.items() if size > 1 or begin in found}  # one token may be left out
-    assert {begin: found[begin] for begin in whole} == whole
+    begins = np.cumsum([0, *lengths[:-1]]).tolist()
+    found = {int(tokens[0]): len(tokens) for row in pack(lengths, length) for tokens, _ in pieces(row)}
+    # A document of one token may be left out.
+    whole = {begin: size for begin, size in zip(begins, lengths, strict=True) if size <= length}
+    assert {begin: found.get(begin, 1) for begin in whole} == whole
 
 
 @given(LENGTHS, st.integers(1, 50))
@@ -116,98 +119,73 @@ def test_best_fit_is_the_textbook_s_one_document_at_a_time():
         assert sorted(sum(pattern) for pattern, repeats in rows for _ in range(repeats)) == sorted(bins)
 
 
-def test_prompts_are_no_labels():
-    source = with_prompts([10] * 10, [index % 5 for index in range(10)])
-    for row in Packed(source, 7, VOCAB):  # documents of 10 are cut after 7
-        for tokens, labels in pieces(row):
-            for token, label in zip(tokens, labels, strict=True):
-                document, position = divmod(int(token), 10)
-                counts = position < 9 and position + 1 >= source.prompt_length(document)
-                assert label == (token + 1 if counts else -100)
-
-
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=60), st.integers(1, 50))
 @settings(deadline=None)
-def test_rows_without_a_label_are_left_out_and_no_label_is_lost(documents, length):
+def test_prompts_are_no_labels_and_rows_without_a_label_are_left_out(documents, length):
     lengths = [size for size, _ in documents]
     prompts = [min(prompt, size) for size, prompt in documents]
-    packed = Packed(with_prompts(lengths, prompts), length, VOCAB)
-    labels = [row["labels"][row["labels"] != -100] for row in packed]
-    assert all(len(each) for each in labels)
+    found = []
+    for row in pack(lengths, length, prompts):
+        has_label = row["labels"] != -100
+        assert has_label.any()
+        np.testing.assert_array_equal(row["labels"][has_label], row["inputs"][has_label] + 1)
+        found += row["labels"][has_label].tolist()
     firsts = np.cumsum([0, *lengths[:-1]])
     wanted = [range(at + max(cut, 1), at + size) for at, size, cut in zip(firsts, lengths, prompts, strict=True)]
-    assert sorted(label for each in labels for label in each.tolist()) == [label for each in wanted for label in each]
+    assert sorted(found) == [label for each in wanted for label in each]
 
 
 @pytest.mark.parametrize("block", [2, 2**17])
 def test_rows_that_are_left_out_are_counted_and_change_the_plan(monkeypatch, block):
     monkeypatch.setattr("jaxtp.data.packing.BLOCK", block)
-    packed = Packed(with_prompts([10, 10, 25, 10], [10, 9, 22, 10]), 10, VOCAB)
+    lengths = [10, 10, 25, 10]
+    packed = pack(lengths, prompts=[10, 9, 22, 10])
     assert [row["inputs"][0].tolist() for row in packed] == [10, 40]
     assert packed.num_unlabelled == 4
     assert packed.padding == pytest.approx(1 - 15 / 20)
-    assert packed.identity != Packed(with_prompts([10, 5], [9, 2]), 10, VOCAB).identity
-    with_labels = Packed(with_prompts([10, 10, 25, 10], [2, 2, 2, 2]), 10, VOCAB)
+    assert packed.identity != pack([10, 5], prompts=[9, 2]).identity
+    with_labels = pack(lengths, prompts=[2, 2, 2, 2])
     assert (with_labels.num_unlabelled, len(with_labels)) == (0, 6)
-    assert with_labels.identity == Packed(documents([10, 10, 25, 10]), 10, VOCAB).identity
+    assert with_labels.identity == pack(lengths).identity
+    empty = pack([4, 5], prompts=[4, 5])
+    assert (len(empty), empty.num_unlabelled) == (0, 1)
 
 
-def test_documents_without_a_label_give_no_rows():
-    packed = Packed(with_prompts([4, 5], [4, 5]), 10, VOCAB)
-    assert (len(packed), packed.num_unlabelled) == (0, 1)
-
-
-def test_long_documents():
-    source = documents([3, 12, 5, 30])
-    assert Packed(source, 10, VOCAB).num_split == 2
-    dropped = Packed(source, 10, VOCAB, long="drop")
-    assert sorted(token for row in dropped for tokens, _ in pieces(row) for token in tokens) == [
-        0,
-        1,
-        2,
-        *range(15, 20),
-    ]
+def test_long_documents_are_cut_left_out_or_refused():
+    lengths = [3, 12, 5, 30]
+    assert pack(lengths).num_split == 2
+    dropped = pack(lengths, long="drop")
+    assert inputs_of(dropped) == [0, 1, 2, 15, 16, 17, 18, 19]
     assert (dropped.num_dropped, len(dropped)) == (2, 1)
-    with pytest.raises(
-        LongDocumentError, match=r"test, document 1: 12 tokens are more than data.sequence_length=10; --data"
-    ):
-        Packed(source, 10, VOCAB, long="stop")
+    with pytest.raises(LongDocumentError, match=r"test, document 1: 12 tokens .* data.sequence_length=10; --data"):
+        pack(lengths, long="stop")
 
 
 @pytest.mark.parametrize("kind", [Packed, Concatenated])
 def test_a_token_beyond_the_vocabulary_is_named_with_its_place(kind):
-    rows = kind(documents([5, 5, 5]), 4, 12)
     with pytest.raises(TokenError, match=r"test, document 2: token 1[234] is beyond model.vocab_size=12"):
-        list(rows)
+        list(kind(documents([5, 5, 5]), 4, 12))
 
 
 def test_blocks_are_packed_among_themselves(monkeypatch):
     monkeypatch.setattr("jaxtp.data.packing.BLOCK", 4)
-    lengths = [7, 2, 9, 1, 3, 3, 3, 1]
-    packed = Packed(documents(lengths), 10, VOCAB)
-    assert sorted(int(token) for row in packed for tokens, _ in pieces(row) for token in tokens) == list(range(29))
+    packed = pack(SOME[:-1])
+    assert inputs_of(packed) == list(range(29))
     assert [len(list(pieces(row))) for row in packed] == [1, 3, 4]
 
 
-SOME = [7, 2, 9, 1, 3, 3, 3, 1, 25]
-
-
 def test_where_every_document_is_left_out_the_plan_is_empty():
-    alone = Packed(documents(SOME), 1, VOCAB, "drop")
+    alone = pack(SOME, 1, long="drop")
     assert (len(alone), alone.num_unlabelled) == (0, 2)
-    assert len(Packed(documents([5, 6]), 1, VOCAB, "drop")) == 0
+    assert len(pack([5, 6], 1, long="drop")) == 0
 
 
-def test_the_identity_is_that_of_the_plan(monkeypatch):
+def test_the_identity_follows_from_the_plan(monkeypatch):
     def first_fit(histogram, room):
         return [((size,), int(count)) for size, count in enumerate(histogram) if count and size]
 
-    ours = Packed(documents(SOME), 10, VOCAB).identity
-    assert Packed(documents(SOME), 10, VOCAB).identity == ours
+    identity = pack(SOME).identity
+    in_checkpoints_of_0_1 = "b668c0f71ccabe30419d0561977f11be8d1a59e67a0501ad7f9dc5c7b4b25971"
+    assert identity == pack(SOME).identity == in_checkpoints_of_0_1
     monkeypatch.setattr("jaxtp.data.packing.best_fit", first_fit)
-    assert Packed(documents(SOME), 10, VOCAB).identity != ours
-
-
-def test_the_hash_of_a_plan_is_the_one_that_runs_of_0_1_have_in_their_checkpoints():
-    expected = "b668c0f71ccabe30419d0561977f11be8d1a59e67a0501ad7f9dc5c7b4b25971"
-    assert Packed(documents(SOME), 10, VOCAB).identity == expected
+    assert pack(SOME).identity != identity

@@ -26,39 +26,44 @@ class Pairs(InMemory):
         super().__init__(np.arange(lengths.sum(), dtype=np.uint32), lengths, "test", prompts)
 
 
+def documents_in(row):
+    """Returns where the documents of a row are: chosen, rejected, chosen, ..."""
+    numbers = range(1, row["pairs"].max() + 1)
+    return [row["pairs"] == sign * number for number in numbers for sign in (1, -1)]
+
+
+def expected_labels(source, document):
+    labels = np.append(source.document(document)[1:].astype(np.int64), IGNORE)
+    labels[: max(source.prompt_length(document) - 1, 0)] = IGNORE
+    return labels
+
+
 @given(PAIRS, st.integers(60, 90))
 @settings(deadline=None)
 def test_each_pair_is_whole_in_one_row_and_prompts_have_no_loss(pairs, length):
     source = Pairs(pairs)
     first = np.cumsum([0, *np.array(pairs).reshape(-1)])
-    packed, found = Packed(source, length, VOCAB), []
+    packed = Packed(source, length, VOCAB)
+    found = []
     for row in packed:
-        assert {name: (array.dtype, array.shape) for name, array in row.items()} == dict.fromkeys(
-            ("inputs", "labels", "segments", "pairs"), (np.int32, (length,))
-        )
+        assert {(array.dtype, array.shape) for array in row.values()} == {(np.dtype(np.int32), (length,))}
         used = row["segments"] > 0
         assert used[: used.sum()].all()
         assert not row["inputs"][~used].any()
-        assert not row["pairs"][~used].any()
         assert (row["labels"][~used] == IGNORE).all()
-        for number in range(1, row["pairs"].max() + 1):
-            for sign, segment in ((1, 2 * number - 1), (-1, 2 * number)):
-                where = row["pairs"] == sign * number
-                np.testing.assert_array_equal(where, row["segments"] == segment)
-                document = int(np.searchsorted(first, row["inputs"][where][0], side="right")) - 1
-                assert document % 2 == (sign < 0)
-                tokens = source.document(document)
-                np.testing.assert_array_equal(row["inputs"][where], tokens)
-                expected = np.append(tokens[1:].astype(np.int64), IGNORE)
-                expected[: max(source.prompt_length(document) - 1, 0)] = IGNORE
-                np.testing.assert_array_equal(row["labels"][where], expected)
-                found.append(document)
-        assert row["segments"].max() == 2 * row["pairs"].max() == -2 * row["pairs"].min()
+        places = documents_in(row)
+        numbered = sum(number * where for number, where in enumerate(places, 1))
+        np.testing.assert_array_equal(row["segments"], numbered)
+        for where in places:
+            document = int(np.searchsorted(first, row["inputs"][where][0], side="right")) - 1
+            np.testing.assert_array_equal(row["inputs"][where], source.document(document))
+            np.testing.assert_array_equal(row["labels"][where], expected_labels(source, document))
+            found.append(document)
+    assert [document % 2 for document in found[::2]] == [0] * (len(found) // 2)
     assert found[1::2] == [document + 1 for document in found[::2]]
     left_out = set(range(2 * len(pairs))).difference(found)
     assert len(found) + len(left_out) == 2 * len(pairs)
-    for document in left_out:  # of a row without a label
-        assert len(source.document(document)) <= max(source.prompt_length(document), 1)
+    assert all((expected_labels(source, document) == IGNORE).all() for document in left_out)
     if found:
         placed = sum(len(source.document(document)) for document in found)
         assert packed.padding == pytest.approx(1 - placed / (len(packed) * length))

@@ -7,7 +7,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from corpora import decoded, jsonl, prepared, texts
+from corpora import dataset, decoded, texts, write
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxtp.data import tokenizer as module
@@ -38,6 +38,7 @@ TRAINED = HuggingFaceTokenizer(CONTENT, "x")
 
 
 @hypothesis.given(st.lists(st.text()))
+@hypothesis.settings(max_examples=10)
 def test_byte_level_and_bytes_decode_to_the_bytes_of_any_text(batch):
     for tokenizer in (TRAINED, ByteTokenizer()):
         encoded = tokenizer.encode_batch(batch)
@@ -51,25 +52,34 @@ def test_ids_cut_anywhere_decode_to_the_bytes_on_both_sides(text, cut):
     assert TRAINED.decode(ids[:cut]) + TRAINED.decode(ids[cut:]) == text.encode()
 
 
+def ours(library, **settings):
+    return HuggingFaceTokenizer(library.to_str().encode(), "x", **settings)
+
+
+@pytest.fixture
+def _small_pieces():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PIECE", 3)
+        patch.setattr(module, "GROUP", 10)
+        yield
+
+
+@pytest.mark.usefixtures("_small_pieces")
 @hypothesis.given(st.text(st.sampled_from(" \n\r\tab.'3é\x0b\u2028\x85")))
 def test_cutting_a_long_text_changes_no_token(text):
-    with pytest.MonkeyPatch.context() as patch:
-        whole = LIBRARY.encode(text, add_special_tokens=False).ids
-        patch.setattr(module, "_PIECE", 3)
-        patch.setattr(module, "_GROUP", 10)
-        assert TRAINED.encode_batch([text, text])[1].tolist() == whole
+    whole = LIBRARY.encode(text, add_special_tokens=False).ids
+    assert TRAINED.encode_batch([text, text])[1].tolist() == whole
 
 
-def test_a_long_text_is_cut_only_where_that_changes_nothing(monkeypatch):
-    monkeypatch.setattr(module, "_PIECE", 3)
-    assert len(list(TRAINED._pieces("abcd\nefgh\nijkl"))) == 3
-    library = byte_level()
-    library.normalizer = normalizers.Strip()
-    stripped = HuggingFaceTokenizer(library.to_str().encode(), "x")
-    assert len(list(stripped._pieces("abcd\nefgh\n"))) == 1
-    library = byte_level()
-    library.add_tokens(["\n\n"])
-    assert len(list(HuggingFaceTokenizer(library.to_str().encode(), "x")._pieces("abcd\nefgh\n"))) == 1
+@pytest.mark.usefixtures("_small_pieces")
+def test_a_long_text_is_cut_only_where_that_changes_nothing():
+    assert len(list(TRAINED.pieces("abcd\nefgh\nijkl"))) == 3
+    strips = byte_level()
+    strips.normalizer = normalizers.Strip()
+    has_lines = byte_level()
+    has_lines.add_tokens(["\n\n"])
+    for library in (strips, has_lines):
+        assert len(list(ours(library).pieces("abcd\nefgh\n"))) == 1
 
 
 def test_the_settings_of_the_file_change_no_tokens():
@@ -78,10 +88,9 @@ def test_the_settings_of_the_file_change_no_tokens():
     library.enable_padding(length=50)
     library.post_processor = processors.TemplateProcessing(single=f"{END} $A {END}", special_tokens=[(END, 0)])
     library.model.dropout = 0.9
-    tokenizer = HuggingFaceTokenizer(library.to_str().encode(), "x")
+    expected = [ids.tolist() for ids in TRAINED.encode_batch(texts(20))]
     for _ in range(3):
-        for ids, expected in zip(tokenizer.encode_batch(texts(20)), TRAINED.encode_batch(texts(20)), strict=True):
-            np.testing.assert_array_equal(ids, expected)
+        assert [ids.tolist() for ids in ours(library).encode_batch(texts(20))] == expected
 
 
 def test_special_tokens_in_text_are_text_unless_asked_for():
@@ -94,15 +103,14 @@ def test_special_tokens_in_text_are_text_unless_asked_for():
     assert TRAINED.decode(parsed) == b"ab<|im_start|>c"
 
 
-def test_the_end_token():
+def test_the_end_token_is_named_or_well_known():
     assert TRAINED.info.eos_id == 0
     assert HuggingFaceTokenizer(CONTENT, "x", eos="<|im_start|>").info.eos_id == 1
     assert HuggingFaceTokenizer(CONTENT, "x", has_eos=False).info.eos_id is None
     with pytest.raises(TokenizerError, match=r"x: has no token 'END'; it has .*<\|endoftext\|>"):
         HuggingFaceTokenizer(CONTENT, "x", eos="END")
-    nameless = byte_level(specials=["#"]).to_str().encode()
     with pytest.raises(TokenizerError, match=r"which token ends a document.*--eos TOKEN.*--no-eos"):
-        HuggingFaceTokenizer(nameless, "x")
+        ours(byte_level(specials=["#"]))
 
 
 def test_gaps_in_the_ids_count_for_the_vocabulary():
@@ -118,7 +126,7 @@ def test_gaps_in_the_ids_count_for_the_vocabulary():
 def test_a_tokenizer_that_is_not_byte_level_decodes_as_the_library_does():
     library = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2, "?": 3}, unk_token="?"))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = HuggingFaceTokenizer(library.to_str().encode(), "x")
+    tokenizer = ours(library)
     (ids,) = tokenizer.encode_batch(["a b c"])
     assert tokenizer.decode(np.append(ids, 2)) == b"a b ?"
 
@@ -126,27 +134,27 @@ def test_a_tokenizer_that_is_not_byte_level_decodes_as_the_library_does():
 def test_a_text_without_a_token_is_an_error():
     library = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="?"))
     with pytest.raises(TokenizerError, match=r"x: cannot encode a text: .*UNK"):
-        HuggingFaceTokenizer(library.to_str().encode(), "x").encode_batch(["b"])
+        ours(library).encode_batch(["b"])
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff\xfe", CONTENT[:-20], b'{"model": {"type": "BPE"}}'])
-def test_what_is_no_tokenizer_is_an_error(content):
+def test_files_that_are_no_tokenizer_are_refused(content):
     with pytest.raises(TokenizerError, match=r"x: not a tokenizer\.json|without a vocabulary"):
         HuggingFaceTokenizer(content, "x")
 
 
-def test_the_tokenizer_of_a_dataset_is_the_one_that_made_it(tmp_path):
-    (tmp_path / "t.json").write_bytes(CONTENT)
-    dataset = prepared(tmp_path / "d", jsonl(tmp_path / "a.jsonl", texts(9)), "--tokenizer", tmp_path / "t.json")
-    assert load_tokenizer(dataset.folder).info == dataset.tokenizer
-    assert len(decoded(dataset)) == 9
-    path = dataset.folder / TOKENIZER
-    path.write_bytes(path.read_bytes() + b" ")
+def test_the_tokenizer_of_a_dataset_is_the_one_that_made_it():
+    write("t.json", CONTENT)
+    write("a.jsonl", texts(9))
+    made = dataset("a.jsonl --tokenizer t.json --held-out 0")
+    assert load_tokenizer(made.folder).info == made.tokenizer
+    assert len(decoded(made)) == 9
+    write(f"d/{TOKENIZER}", CONTENT + b" ")
     with pytest.raises(TokenizerError, match="is not the tokenizer that made the dataset"):
-        load_tokenizer(dataset.folder)
-    path.unlink()
+        load_tokenizer(made.folder)
+    (made.folder / TOKENIZER).unlink()
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: No such file"):
-        load_tokenizer(dataset.folder)
+        load_tokenizer(made.folder)
 
 
 def test_without_the_library_the_message_names_the_extra(monkeypatch):
@@ -160,25 +168,27 @@ def test_a_worker_encodes_the_same(special_tokens):
     rows = [*texts(50, seed=4), "", "a" * 100_000]
     here = HuggingFaceTokenizer(CONTENT, "x", special_tokens=special_tokens)
     there = IsolatedTokenizer(CONTENT, "x", special_tokens=special_tokens)
-    for ours, theirs in zip(here.encode_batch(rows), there.encode_batch(rows), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-        assert ours.dtype == theirs.dtype
+    for expected, found in zip(here.encode_batch(rows), there.encode_batch(rows), strict=True):
+        np.testing.assert_array_equal(found, expected)
+        assert found.dtype == expected.dtype
     assert (there.prefix, there.encode_batch([])) == (here.prefix, [])
 
 
-def test_a_worker_that_takes_too_much_memory_or_time_is_an_error(monkeypatch):
-    """The next request starts another worker."""
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"FIXED_MEMORY": 0, "MEMORY_OF_TEXT": 0}, r"x: encoding a text ends the tokenizer's process .* at most 0 MiB"),
+        ({"FIXED_SECONDS": 0.05, "SECONDS_OF_TEXT": 0}, r"SIGPROF.*at most 0 s of computing"),
+    ],
+    ids=["memory", "time"],
+)
+def test_a_worker_that_takes_too_much_is_an_error_and_another_one_starts(monkeypatch, limits, message):
     tokenizer = IsolatedTokenizer(CONTENT, "x")
     with monkeypatch.context() as patched:
-        patched.setattr(module, "_FIXED_MEMORY", 0)
-        patched.setattr(module, "_MEMORY_OF_TEXT", 0)
-        with pytest.raises(TokenizerError, match=r"x: encoding a text ends the tokenizer's process .* at most 0 MiB"):
-            tokenizer.encode_batch(["ab " * 2**21])
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "_FIXED_SECONDS", 0.05)
-        patched.setattr(module, "_SECONDS_OF_TEXT", 0)
-        with pytest.raises(TokenizerError, match=r"SIGPROF.*at most 0 s of computing"):
-            tokenizer.encode_batch(["ab " * 2**21])
+        for name, limit in limits.items():
+            patched.setattr(module, name, limit)
+        with pytest.raises(TokenizerError, match=message):
+            tokenizer.encode_batch(["ab " * 2**20])
     np.testing.assert_array_equal(tokenizer.encode_batch(["ab"])[0], TRAINED.encode_batch(["ab"])[0])
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from support import random_weights, relative_error, state_on_mesh, without_mesh
+from planted import errors_of, gathered_without_sum, with_gradient
+from support import random_weights, state_on_mesh, without_mesh
 
 import jaxtp
 from jaxtp.collectives import axis_size, batch_spec, device_view, token_spec
@@ -29,7 +30,11 @@ from jaxtp.tools.check.parity import on_host
 
 pytestmark = pytest.mark.wide
 
-B, T, N, K, H = 2, 16, 4, 2, 4
+B = 2
+T = 16
+N = 4
+K = 2
+H = 4
 WRONG = 1e-3
 RIGHT = 1e-5
 SEGMENTS = np.array([[1] * 5 + [2] * 6 + [3] * 3 + [0] * 2, [1] * 7 + [0] * 9], np.int32)
@@ -77,9 +82,7 @@ def expected(window):
 
 def off(method, window=None, **given):
     """How far each part over cp 2 is from one device; a NaN is infinitely far."""
-    found = attended(2, method, window, **given)
-    errors = {part: relative_error(found[part], expected(window)[part]) for part in PARTS}
-    return {part: float("inf") if np.isnan(error) else error for part, error in errors.items()}
+    return errors_of(attended(2, method, window, **given), expected(window))
 
 
 @cache
@@ -88,24 +91,12 @@ def without_a_bug(method, window=None):
     return max(off(method, window).values()) < RIGHT
 
 
-@jax.custom_vjp
-def gathered(x):
-    return jax.lax.all_gather(x, CP, axis=1, tiled=True)
-
-
-def own_part_alone(length, grad):
-    return (jax.lax.dynamic_slice_in_dim(grad, jax.lax.axis_index(CP) * length, length, 1),)
-
-
-gathered.defvjp(lambda x: (gathered(x), x.shape[1]), own_part_alone)
-
-
 def test_transformer_engine_1557_gradients_of_keys_and_values_are_summed(monkeypatch):
     """https://github.com/NVIDIA/TransformerEngine/issues/1557: gradients of queries, keys and values were wrong over
     cp. Here those of keys and values have in them what the queries of other devices add.
     """
     assert without_a_bug("gather")
-    monkeypatch.setattr(context, "all_gather", lambda x, *_, **__: gathered(x))
+    monkeypatch.setattr(context, "all_gather", lambda x, *_, **__: gathered_without_sum(CP)(x))
     errors = off("gather")
     assert errors["output"] < RIGHT
     assert errors["dq"] < RIGHT
@@ -115,7 +106,8 @@ def test_transformer_engine_1557_gradients_of_keys_and_values_are_summed(monkeyp
 def padding_sees_nothing(q, k, v, segments, *, scale, window, softcap, sinks, part=None):
     """A softmax over nothing, where a token of padding sees neither documents nor itself."""
     at = jnp.arange(q.shape[1]) if part is None else part.queries
-    own, every = jnp.take(segments, at, axis=1), segments
+    own = jnp.take(segments, at, axis=1)
+    every = segments
     sees = (own[:, :, None] == every[:, None]) & (every[:, None] > 0) & (at[:, None] >= jnp.arange(every.shape[1]))
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.where(sees[:, None], scale * jnp.einsum("btnh,bsnh->bnts", q, k), -jnp.inf)
@@ -139,25 +131,23 @@ def without_documents(q, k, v, segments, **settings):
     return run(q, k, v, None, **settings)
 
 
-@pytest.mark.parametrize("method", ["gather", "ulysses"])
-def test_maxtext_4476_packed_documents_do_not_leak(method):
+def test_maxtext_4476_packed_documents_do_not_leak():
     """https://github.com/AI-Hypercomputer/maxtext/issues/4476: a fast kernel attended across the documents of a packed
     row without a word. Here every kernel and method keeps them apart.
     """
-    assert without_a_bug(method)
-    assert off(method, kernel=without_documents)["output"] > WRONG
+    assert without_a_bug("gather")
+    assert off("gather", kernel=without_documents)["output"] > WRONG
 
 
-@pytest.mark.parametrize("method", ["gather", "ulysses"])
-def test_automodel_2999_segments_are_those_of_the_whole_row(method):
+def test_automodel_2999_segments_are_those_of_the_whole_row():
     """https://github.com/NVIDIA-NeMo/Automodel/pull/2999: over cp some models passed over where the documents of packed
     rows begin and end. Here a device knows those of the whole row, and not of its own part alone."""
-    assert without_a_bug(method)
+    assert without_a_bug("ulysses")
 
     def of_the_first_part(q, k, v, segments, **settings):
         return run(q, k, v, jnp.tile(segments[:, : T // 2], 2), **settings)
 
-    assert off(method, kernel=of_the_first_part)["output"] > WRONG
+    assert off("ulysses", kernel=of_the_first_part)["output"] > WRONG
 
 
 def test_accelerate_4177_a_window_goes_on_in_the_part_of_another_device(monkeypatch):
@@ -192,24 +182,18 @@ def without_sinks(q, k, v, segments, *, sinks, **settings):
     return run(q, k, v, segments, sinks=jnp.full_like(sinks, -jnp.inf), **settings)
 
 
-@pytest.mark.parametrize("method", ["gather", "ulysses"])
-def test_prime_rl_3397_sinks_are_not_dropped_over_cp(method, monkeypatch):
+def test_prime_rl_3397_sinks_are_not_dropped_over_cp(monkeypatch):
     """https://github.com/PrimeIntellect-ai/prime-rl/pull/3397: over cp another function did attention, which took the
     sinks and did not use them. Here every method has them, and sums their gradient over cp once."""
-    assert without_a_bug(method)
-    errors = off(method, kernel=without_sinks)
-    assert min(errors["output"], errors["d sinks"]) > WRONG
+    for method in ("gather", "ulysses"):
+        assert without_a_bug(method)
+        errors = off(method, kernel=without_sinks)
+        assert min(errors["output"], errors["d sinks"]) > WRONG
     assert model_without_a_bug()
-    assert max(model_off("ulysses")[1].values()) < RIGHT
     load = CausalSelfAttention._load_sinks
-
-    @jax.custom_vjp
-    def summed_again(x):
-        return x
-
-    summed_again.defvjp(lambda x: (x, None), lambda _, grad: (grad * axis_size(CP),))
+    summed_again = with_gradient(lambda grad: grad * axis_size(CP))
     monkeypatch.setattr(CausalSelfAttention, "_load_sinks", lambda self, *args: summed_again(load(self, *args)))
-    loss, gradients = model_off(method)
+    loss, gradients = model_off()
     assert loss < RIGHT
     assert {name for name, error in gradients.items() if error > WRONG} == {NAME_OF_SINKS}
 
@@ -245,9 +229,9 @@ def batch():
     return tokens[:, :-1], np.where(SEGMENTS > 0, tokens[:, 1:], -100)
 
 
-def trained(graph, state, context="gather"):
+def trained(graph, state):
     def mean(state, ids, labels):
-        total, count = nnx.merge(graph, state).loss(ids, labels, segments_BT=jnp.asarray(SEGMENTS), context=context)
+        total, count = nnx.merge(graph, state).loss(ids, labels, segments_BT=jnp.asarray(SEGMENTS))
         return total / count
 
     return jax.jit(jax.value_and_grad(mean))(state, *batch())
@@ -259,16 +243,15 @@ def on_one_device():
     return float(loss), {".".join(map(str, path)): np.asarray(v[...]) for path, v in nnx.to_flat_state(grads)}
 
 
-def model_off(context="gather"):
-    """How far the loss and the worst gradient are from one device."""
+def model_off():
+    """How far the loss and each gradient are from one device."""
     mesh = mesh_of(mesh_shape(cp=2))
     graph, state = state_on_mesh(build, weights(), mesh)
     with jax.set_mesh(mesh):
-        loss, grads = trained(graph, state, context)
+        loss, grads = trained(graph, state)
         found = on_host(grads, mesh)
     expected_loss, expected_grads = on_one_device()
-    errors = {name: relative_error(found[name], expected_grads[name]) for name in expected_grads}
-    return abs(float(loss) / expected_loss - 1), errors
+    return abs(float(loss) / expected_loss - 1), errors_of(found, expected_grads)
 
 
 @cache
@@ -299,12 +282,7 @@ def test_megatron_lm_673_gradients_are_not_divided_by_cp(monkeypatch):
     it, or not, so that norms depended on cp. Here gradients are summed, and divided by the number of tokens once."""
     assert model_without_a_bug()
     load = parameter.load_weight
-
-    @jax.custom_vjp
-    def divided(x):
-        return x
-
-    divided.defvjp(lambda x: (x, None), lambda _, grad: (grad / axis_size(CP),))
+    divided = with_gradient(lambda grad: grad / axis_size(CP))
     monkeypatch.setattr(parameter, "load_weight", lambda shard, *args, **kwargs: load(divided(shard), *args, **kwargs))
     loss, gradients = model_off()
     assert loss < RIGHT
@@ -330,7 +308,7 @@ def test_jax_32484_the_log_sum_exp_of_cudnn_is_never_differentiated():
     cuDNN's implementation, and no test on a CPU would see it. Here nothing asks for it."""
     files = list((Path(jaxtp.__file__).parent).rglob("*.py"))
     assert len(files) > 100
-    users = [path.name for path in files if "return_residual" in keywords(ast.parse(path.read_text()))]
-    assert not users
+    naming = [path.read_text() for path in files if "return_residual" in path.read_text()]
+    assert not [text for text in naming if "return_residual" in keywords(ast.parse(text))]
     planted = "jax.nn.dot_product_attention(q, k, v, implementation='cudnn', return_residual=True)"
     assert "return_residual" in keywords(ast.parse(planted))

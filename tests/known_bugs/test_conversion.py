@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from functools import cache
+from functools import cache, partial
 
 import hf_reference
 import jax
@@ -16,7 +16,9 @@ from jaxtp.checkpoint.logical import named_variables, replace_arrays
 from jaxtp.hf.model_folder import INDEX, open_folder
 from jaxtp.hf.safetensors import DTYPES, read_header, write_file
 
-LLAMA, TIED, EXPERTS = "llama31_rope", "llama_tied_bias", "qwen3_moe"
+LLAMA = "llama31_rope"
+TIED = "llama_tied_bias"
+EXPERTS = "qwen3_moe"
 WRONG = 1e-2
 
 
@@ -46,8 +48,13 @@ def loaded():
 def logits_error(graph, state):
     """How far logits are from those of transformers, in float64, in relation to the largest."""
     reference = hf_reference.load(LLAMA)
-    found = jax.jit(lambda state, ids: nnx.merge(graph, state)(ids))(state, reference["input_ids"].astype(np.int32))
+    found = logits(graph, state, reference["input_ids"].astype(np.int32))
     return np.abs(np.asarray(found) - reference["logits"]).max() / np.abs(reference["logits"]).max()
+
+
+@partial(jax.jit, static_argnums=0)
+def logits(graph, state, ids):
+    return nnx.merge(graph, state)(ids)
 
 
 def test_aidotnet_2074_queries_and_keys_are_in_the_order_of_their_rotation():
@@ -57,7 +64,8 @@ def test_aidotnet_2074_queries_and_keys_are_in_the_order_of_their_rotation():
     """
     graph, state = nnx.split(loaded())
     assert logits_error(graph, state) < 1e-5
-    arrays, config = {path: v[...] for path, v in named_variables(state).items()}, loaded().config
+    arrays = {path: v[...] for path, v in named_variables(state).items()}
+    config = loaded().config
     for index, heads in ((0, config.num_heads), (1, config.num_kv_heads)):
         path = f"blocks.attention.qkv.kernels.{index}"
         halves = arrays[path].reshape(*arrays[path].shape[:2], heads, 2, -1)
@@ -121,7 +129,8 @@ def test_transformers_42612_a_head_of_its_own_is_not_lost(tmp_path):
         jaxtp.load_hf(changed(tmp_path / "other", TIED, arrays | {"lm_head.weight": table[::-1].copy()}))
 
 
-RANK, ALPHA = 4, 6
+RANK = 4
+ALPHA = 6
 ADAPTER = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
 
 
@@ -135,7 +144,8 @@ def adapters(folder, arrays=None, **attributes):
 
 
 def factors():
-    random, config = np.random.default_rng(0), loaded().config
+    random = np.random.default_rng(0)
+    config = loaded().config
     shapes = {"A": (RANK, config.d_model), "B": (config.num_heads * config.head_dim, RANK)}
     of = lambda shape: random.standard_normal(shape).astype(np.float32)
     return {ADAPTER.format(layer, name): of(shape) for layer in range(2) for name, shape in shapes.items()}
@@ -194,8 +204,10 @@ def test_unsloth_4193_adapters_of_experts_are_not_skipped(tmp_path):
     one parameter, so that only attention was trained, without a word. Here each expert has adapters, and adapters
     without the experts that their configuration names are refused.
     """
-    model, targets = jaxtp.load_hf(FOLDER / EXPERTS), ("gate_proj", "up_proj", "down_proj")
-    adapted, config = jaxtp.add_adapters(model, jaxtp.LoraConfig(rank=2, targets=targets)), model.config
+    model = jaxtp.load_hf(FOLDER / EXPERTS)
+    targets = ("gate_proj", "up_proj", "down_proj")
+    adapted = jaxtp.add_adapters(model, jaxtp.LoraConfig(rank=2, targets=targets))
+    config = model.config
     jaxtp.save_peft(adapted, tmp_path / "experts", family="qwen3_moe", experts="separate")
     stored = read_header(tmp_path / "experts/adapter_model.safetensors")
     kernels = config.num_layers * config.num_experts * len(targets)

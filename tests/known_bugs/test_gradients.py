@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from accounts import equations
 from flax import nnx
+from planted import errors_of, with_gradient
 from support import by_name, random_weights, relative_error, state_on_mesh
 
 import jaxtp
@@ -38,8 +39,14 @@ from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.optimizer import build as build_optimizer
 from jaxtp.train.state import plan_state
 
-RIGHT, WRONG = 1e-5, 1e-2
-B, T, F, D, RANK, SCALE = 2, 4, 8, 6, 2, 3.0
+RIGHT = 1e-5
+WRONG = 1e-2
+B = 2
+T = 4
+F = 8
+D = 6
+RANK = 2
+SCALE = 3.0
 
 
 def row_layer():
@@ -61,7 +68,8 @@ def plain_row():
     """Output and gradients of `x W + s (x A) B + b`, by hand."""
     weights, x, g = given()
     w, bias, a, b = (np.float64(weights[name]) for name in ("kernel", "bias", "loras.0.a", "loras.0.b"))
-    rows, grads = x.reshape(-1, F), g.reshape(-1, D)
+    rows = x.reshape(-1, F)
+    grads = g.reshape(-1, D)
     return {
         "output": x @ w + SCALE * x @ a @ b + bias,
         "input": g @ w.T + SCALE * g @ b.T @ a.T,
@@ -75,26 +83,31 @@ def plain_row():
 def row_errors():
     """How far output and gradients over tp 4 are from that, the sequence split between layers."""
     weights, x, g = given()
-    found = found_on(make_mesh(tp=4), row_layer, weights, x, g)
-    return {name: relative_error(found[name], array) for name, array in plain_row().items()}
+    (found,) = found_on(make_mesh(tp=4), row_layer, [weights], x, g)
+    return errors_of(found, plain_row())
 
 
-def found_on(mesh, layer, weights, x, g):
-    """Returns output and gradients of a layer."""
-    graph, state = state_on_mesh(layer, weights, mesh)
+def found_on(mesh, layer, several_weights, x, g):
+    """Returns output and gradients of a layer, for each of several weights."""
+    states = [state_on_mesh(layer, weights, mesh) for weights in several_weights]
+    graph, _ = states[0]
 
     def scalar(state, x):
         y = nnx.merge(graph, state)(x)
-        return jnp.sum(y * jnp.asarray(g, jnp.float32)), y
+        return jnp.sum(y * np.float32(g)), y
 
     with jax.set_mesh(mesh):
         run = jax.jit(jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True))
-        (_, y), (grads, grad_x) = run(state, jnp.asarray(x, jnp.float32))
-        return {"output": y, "input": grad_x, **by_name(grads, mesh)}
+        results = [run(state, np.float32(x)) for _, state in states]
+        return [{"output": y, "input": grad_x, **by_name(grads, mesh)} for (_, y), (grads, grad_x) in results]
 
 
 right_row = cache(row_errors)
 """The same as the layer is; to be asked before anything is planted."""
+
+
+def of_first_device(grad):
+    return jnp.where(axis_index(TP) == 0, grad, 0)
 
 
 def planted_load(monkeypatch, is_it, change):
@@ -120,9 +133,7 @@ def test_torchtitan_4332_the_gradient_of_a_row_layers_bias_is_whole(monkeypatch)
     """https://github.com/pytorch/torchtitan/pull/4332: the bias was divided by tp before the sum, by an operation with
     a gradient, and so was its gradient. Here that is the sum over all tokens."""
     assert right_row()["bias"] < RIGHT
-    divided = jax.custom_vjp(lambda bias: bias)
-    divided.defvjp(lambda bias: (bias, None), lambda _, grad: (grad / axis_size(TP),))
-    planted_load(monkeypatch, lambda shape: len(shape) == 1, divided)
+    planted_load(monkeypatch, lambda shape: len(shape) == 1, with_gradient(lambda grad: grad / axis_size(TP)))
     errors = row_errors()
     assert errors["output"] < RIGHT
     assert abs(errors["bias"] - 0.75) < RIGHT
@@ -132,9 +143,7 @@ def test_mcore_bridge_173_gradients_of_adapters_are_summed_over_the_sequence(mon
     """https://github.com/modelscope/mcore-bridge/pull/173: where tp splits the sequence, the factor of an adapter that
     all devices hold got the gradient of one device's tokens. Here it gets that of all tokens."""
     assert max(right_row().values()) < RIGHT
-    first = jax.custom_vjp(lambda b: b)
-    first.defvjp(lambda b: (b, None), lambda _, grad: (jnp.where(axis_index(TP) == 0, grad, 0),))
-    planted_load(monkeypatch, lambda shape: shape == (RANK, D), first)
+    planted_load(monkeypatch, lambda shape: shape == (RANK, D), with_gradient(of_first_device))
     errors = row_errors()
     assert errors["output"] < RIGHT
     assert errors["loras.0.b"] > WRONG
@@ -160,21 +169,25 @@ def latent_layer(split):
 @cache
 def plain_latent():
     """Weights; output and gradients of latent attention in float64."""
-    weights, (x, g) = random_weights(partial(latent_layer, True), scale=0.5), latent_input()
+    weights = random_weights(partial(latent_layer, True), scale=0.5)
+    x, g = latent_input()
+
+    @jax.jit
+    def run(wide, x, g):
+        attended = lambda wide, x: latents.attention(x, np.ones((B, T), np.int32), wide, LATENT, 0)
+        y, backward = jax.vjp(attended, wide, x)
+        grads, grad_x = backward(g)
+        return {"output": y, "input": grad_x, **grads}
+
     with jax.enable_x64(True):
-        wide = {name: jnp.asarray(np.float64(array)) for name, array in weights.items()}
-        run = lambda wide, x: latents.attention(x, np.ones((B, T), np.int32), wide, LATENT, 0)
-        y, backward = jax.vjp(run, wide, jnp.asarray(x))
-        grads, grad_x = backward(jnp.asarray(g))
-        found = {"output": y, "input": grad_x, **grads}
-        return weights, {name: np.asarray(array) for name, array in found.items()}
+        return weights, jax.device_get(run({name: np.float64(array) for name, array in weights.items()}, x, g))
 
 
 def latent_errors(split):
     """How far output and gradients over tp 4 are from that; `split`: so is the sequence."""
-    (weights, expected), (x, g), mesh = plain_latent(), latent_input(), make_mesh(tp=4)
-    found = found_on(mesh, partial(latent_layer, split), weights, x, g)
-    return {name: relative_error(found[name], array) for name, array in expected.items()}
+    weights, expected = plain_latent()
+    (found,) = found_on(make_mesh(tp=4), partial(latent_layer, split), [weights], *latent_input())
+    return errors_of(found, expected)
 
 
 right_latent = cache(latent_errors)
@@ -183,8 +196,7 @@ right_latent = cache(latent_errors)
 def planted_gradient(monkeypatch, columns, change):
     """Has the gradient of what enters the heads changed on each device, before it is summed."""
     enter = latent_attention.enter_parallel
-    planted = jax.custom_vjp(lambda x: x)
-    planted.defvjp(lambda x: (x, None), lambda _, grad: (grad.at[..., columns].set(change(grad[..., columns])),))
+    planted = with_gradient(lambda grad: grad.at[..., columns].set(change(grad[..., columns])))
     monkeypatch.setattr(latent_attention, "enter_parallel", lambda *args: planted(enter(*args)))
 
 
@@ -194,15 +206,11 @@ def test_torchtitan_1373_the_gradient_of_a_latent_is_summed_once(split, monkeypa
     """https://github.com/pytorch/torchtitan/pull/1373: each device had the gradient of latents from its own heads, and
     down projections and norms got that. Here it is summed over all heads, and not for each device again."""
     assert max(right_latent(split).values()) < RIGHT
-    for change in (
-        lambda grad: jnp.where(axis_index(TP) == 0, grad, 0),
-        lambda grad: vary(all_reduce(grad, TP), TP),
-    ):
-        with monkeypatch.context() as patch:
-            planted_gradient(patch, slice(None), change)
-            errors = latent_errors(split)
-        assert errors["output"] < RIGHT
-        assert min(errors[name] for name in ("query_down.kernel", "latent_down.kernel", "latent_norm.scale")) > WRONG
+    change = of_first_device if split else lambda grad: vary(all_reduce(grad, TP), TP)
+    planted_gradient(monkeypatch, slice(None), change)
+    errors = latent_errors(split)
+    assert errors["output"] < RIGHT
+    assert min(errors[name] for name in ("query_down.kernel", "latent_down.kernel", "latent_norm.scale")) > WRONG
 
 
 def test_megatron_lm_37_the_gradient_of_a_shared_key_is_of_all_heads(monkeypatch):
@@ -210,7 +218,7 @@ def test_megatron_lm_37_the_gradient_of_a_shared_key_is_of_all_heads(monkeypatch
     over tp. Here the key of latent attention, whose gradient enters another sum than the latent's, has that of all."""
     assert max(right_latent(True).values()) < RIGHT
     shared = slice(LATENT.kv_rank, LATENT.kv_rank + LATENT.rope_head_dim)
-    planted_gradient(monkeypatch, shared, lambda grad: jnp.where(axis_index(TP) == 0, grad, 0))
+    planted_gradient(monkeypatch, shared, of_first_device)
     errors = latent_errors(True)
     assert errors["latent_down.kernel"] > WRONG
     assert max(errors["output"], errors["query_down.kernel"], errors["latent_norm.scale"]) < RIGHT
@@ -223,17 +231,17 @@ DELTA = GatedDeltaConfig(delta_value_heads=8, delta_key_heads=4, delta_key_dim=4
 def test_megatron_lm_1989_each_part_of_a_projection_is_split_by_heads():
     """https://github.com/NVIDIA/Megatron-LM/pull/1989: the queries, keys, values, gates and strengths of Gated DeltaNet
     were columns of one matrix, which tp cut evenly, so that a device took others for them. Here each is split alone."""
-    (x, g), layer = latent_input(), lambda: GatedDeltaNet(D, DELTA, rngs=nnx.Rngs(0))
-    weights, names = random_weights(layer, scale=0.5), [f"in_proj.kernels.{i}" for i in range(6)]
-    expected = found_on(make_mesh(), layer, weights, x, g)
-    found = found_on(make_mesh(tp=4), layer, weights, x, g)
-    assert max(relative_error(found[name], expected[name]) for name in expected) < RIGHT
+    layer = lambda: GatedDeltaNet(D, DELTA, rngs=nnx.Rngs(0))
+    weights = random_weights(layer, scale=0.5)
+    names = [f"in_proj.kernels.{i}" for i in range(6)]
+    (expected,) = found_on(make_mesh(), layer, [weights], *latent_input())
     ends = np.cumsum([weights[name].shape[1] // 4 for name in names])
     packed = np.split(np.concatenate([weights[name] for name in names], axis=1), 4, axis=1)
     parts = zip(*(np.split(device, ends[:-1], axis=1) for device in packed), strict=True)
     cut = {name: np.concatenate(part, axis=1) for name, part in zip(names, parts, strict=True)}
-    found = found_on(make_mesh(tp=4), layer, {**weights, **cut}, x, g)
-    assert relative_error(found["output"], expected["output"]) > WRONG
+    found, wrong = found_on(make_mesh(tp=4), layer, [weights, {**weights, **cut}], *latent_input())
+    assert max(errors_of(found, expected).values()) < RIGHT
+    assert relative_error(wrong["output"], expected["output"]) > WRONG
 
 
 V = 5
@@ -243,7 +251,8 @@ V = 5
 def head_errors(softcap):
     """How far the loss over tp 4 and its gradient are from float64; all logits are strongly negative."""
     random = np.random.default_rng(1)
-    x, table = np.abs(random.standard_normal((B, T, D))), -2 * np.abs(random.standard_normal((V, D)))
+    x = np.abs(random.standard_normal((B, T, D)))
+    table = -2 * np.abs(random.standard_normal((V, D)))
     labels = random.integers(0, V, (B, T))
 
     def plain(x, table):
@@ -256,10 +265,10 @@ def head_errors(softcap):
         return loss.vocab_parallel_cross_entropy(x, padded, jnp.asarray(labels), head)[0]
 
     with jax.enable_x64(True):
-        expected = jax.value_and_grad(plain, argnums=(0, 1))(jnp.asarray(x), jnp.asarray(table))
+        expected = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(x, table)
     with jax.set_mesh(make_mesh(tp=4)):
         run = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))
-        found = run(jnp.asarray(x, jnp.float32), jnp.asarray(table, jnp.float32))
+        found = run(np.float32(x), np.float32(table))
     return [relative_error(a, b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)]
 
 
@@ -279,19 +288,19 @@ def test_torchtitan_3822_the_gradient_of_log_probabilities_is_not_summed_over_tp
     used alike, summed their equal gradients, so those of log-probabilities were tp times too large. Here they are those
     of one device."""
     random = np.random.default_rng(1)
-    x, table = (jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in ((B, T, D), (2 * V - 2, D)))
-    labels = jnp.asarray(random.integers(0, 2 * V - 2, (B, T)))
+    x, table = (np.float32(random.standard_normal(shape)) for shape in ((B, T, D), (2 * V - 2, D)))
+    labels = jnp.asarray(random.integers(0, 2 * V - 2, (B, T), np.int32))
 
     def log_probs(x, table):
         found = loss.vocab_parallel_statistics(x, (table, jaxtp.HeadConfig(2 * V - 2), None), labels)
         return jnp.sum(found.label_logit - found.log_normaliser)
 
-    expected = jax.grad(log_probs, (0, 1))(x, table)
+    expected = jax.jit(jax.grad(log_probs, (0, 1)))(x, table)
 
     def times():
         with jax.set_mesh(make_mesh(tp=4)):
             grads = jax.jit(jax.grad(lambda *arrays: log_probs(*arrays), (0, 1)))(x, table)
-        return [float(jnp.vdot(a, b) / jnp.vdot(b, b)) for a, b in zip(jax.device_get(grads), expected, strict=True)]
+        return [float(np.vdot(a, b) / np.vdot(b, b)) for a, b in zip(grads, expected, strict=True)]
 
     assert times() == pytest.approx([1, 1], abs=RIGHT)
     summed = jax.custom_vjp(lambda x: all_reduce(x, TP))
@@ -300,33 +309,41 @@ def test_torchtitan_3822_the_gradient_of_log_probabilities_is_not_summed_over_tp
     assert times() == pytest.approx([4, 4], abs=RIGHT)
 
 
-def masks(spec, keys):
-    """What dropout leaves of ones, on a mesh of 2 x 2 x 2."""
-    with jax.set_mesh(make_mesh(dp=2, fsdp=1, tp=2, cp=2)):
-        drop = jax.jit(lambda x, keys: dropout(x, 0.5, keys, spec))
-        return np.asarray(drop(jnp.ones((4, 8, 16)), keys)) > 0
+def masks(spec, seeds=range(4), **sizes):
+    """What dropout leaves of ones on a mesh; each row has the key of its seed."""
+
+    @jax.jit
+    def run(seeds):
+        keys = jax.vmap(jax.random.key)(seeds)
+        return dropout(jnp.ones((4, 8, 16)), 0.5, keys, spec) > 0
+
+    with jax.set_mesh(make_mesh(**sizes)):
+        return np.asarray(run(np.array(seeds)))
+
+
+EIGHT = {"dp": 2, "tp": 2, "cp": 2}
 
 
 @pytest.mark.wide
 def test_transformers_31412_dropout_differs_between_devices_of_the_batch():
     """https://github.com/huggingface/transformers/issues/31412: with one seed, all devices dropped the same elements of
     their rows. Here each row has a key of its own, and its mask is the same on every mesh."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    on_mesh, alone = masks(batch_spec(), keys), np.asarray(dropout(jnp.ones((4, 8, 16)), 0.5, keys, batch_spec())) > 0
-    np.testing.assert_array_equal(on_mesh, alone)
-    differs = lambda mask: min(np.mean(mask[i] != mask[j]) for i in range(4) for j in range(i))
-    assert differs(on_mesh) > 0.3
-    assert differs(masks(batch_spec(), keys[jnp.array([0, 1, 0, 1])])) == 0, "two devices with the same keys"
+    on_mesh = masks(batch_spec(), **EIGHT)
+    np.testing.assert_array_equal(on_mesh, masks(batch_spec()))
+    assert least_difference(on_mesh) > 0.3
+    assert least_difference(masks(batch_spec(), [0, 1, 0, 1], **EIGHT)) == 0, "two devices with the same keys"
+
+
+def least_difference(parts):
+    return min(np.mean(parts[i] != parts[j]) for i in range(4) for j in range(i))
 
 
 def test_megatron_lm_1256_dropout_differs_between_the_parts_of_a_sequence():
     """https://github.com/NVIDIA/Megatron-LM/issues/1256: with sequence parallelism a context that was to give each
     device random numbers of its own was not entered. Here each position has its own, however it is split."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    split, whole = masks(batch_spec(SEQUENCE, None), keys), masks(batch_spec(), keys)
-    np.testing.assert_array_equal(split, whole)
-    parts = np.split(split, 4, axis=1)
-    assert min(np.mean(parts[i] != parts[j]) for i in range(4) for j in range(i)) > 0.3
+    split = masks(batch_spec(SEQUENCE, None), **EIGHT)
+    np.testing.assert_array_equal(split, masks(batch_spec()))
+    assert least_difference(np.split(split, 4, axis=1)) > 0.3
 
 
 def test_pytorch_168058_initial_weights_do_not_depend_on_the_devices():
@@ -347,7 +364,8 @@ def test_pytorch_168058_initial_weights_do_not_depend_on_the_devices():
 
 def summed_gradient(reduce):
     """The gradient of a norm's scale over fsdp 2 x tp 2, each device with a quarter of the tokens, in bfloat16."""
-    mesh, tokens = make_mesh(fsdp=2, tp=2), jnp.array([[1, 2**-10], [2**-10, 2**-10]], jnp.bfloat16)
+    mesh = make_mesh(fsdp=2, tp=2)
+    tokens = jnp.array([[1, 2**-10], [2**-10, 2**-10]], jnp.bfloat16)
     dtypes = WeightDtypes("bfloat16", reduce, "bfloat16")
 
     def scaled(scale, x):
@@ -377,7 +395,8 @@ def gathered_in_float8():
         layer.matmul = "float8"
         return layer
 
-    weights, x = random_weights(build), jnp.asarray(np.random.default_rng(0).standard_normal((B, T, D)))
+    weights = random_weights(build)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, D)))
     outputs = []
     for mesh in (make_mesh(), make_mesh(tp=4)):
         graph, state = state_on_mesh(build, weights, mesh)
@@ -393,7 +412,8 @@ def test_transformer_engine_74_devices_read_gathered_float8_by_its_own_scales(mo
     assert gathered_in_float8() < RIGHT
 
     def by_the_readers_scale(x, sequence):
-        entered, scales = enter_float8(x, sequence), [x.array.scale] * axis_size(TP)
+        entered = enter_float8(x, sequence)
+        scales = [x.array.scale] * axis_size(TP)
         return entered._replace(array=entered.array._replace(scale=jnp.concatenate(scales, axis=1)))
 
     monkeypatch.setattr(linear, "enter_float8", by_the_readers_scale)

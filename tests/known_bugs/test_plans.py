@@ -9,7 +9,8 @@ import jaxtp
 from jaxtp import Colwise, PlanError, Rowwise
 from jaxtp.mesh import make_mesh
 
-D, F = 8, 16
+D = 8
+F = 16
 PLAN = {"experts_up": Colwise(), "down": Rowwise()}
 
 

@@ -1,6 +1,7 @@
 """Runs that other systems resumed wrong: their data, checkpoints cut short, tables that are padded or tied."""
 
 import shutil
+from functools import cache
 
 import jax
 import numpy as np
@@ -18,7 +19,8 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import plan_state
 
-T, ROWS = 2, 24
+T = 2
+ROWS = 24
 DOCUMENTS = InMemory(np.arange(T * ROWS, dtype=np.uint8), np.full(ROWS, T), "test")
 """As many rows, each told by its first token."""
 
@@ -35,7 +37,8 @@ def test_torchtitan_816_a_run_goes_on_where_it_was_over_fewer_devices():
     """https://github.com/pytorch/torchtitan/pull/816: the place in the data was kept for each process, and with fewer
     of them the places of the others were dropped. Here it is one index, that of the next sample.
     """
-    seen, start = [], 0
+    seen = []
+    start = 0
     for devices, count in ((4, 2), (2, 3), (1, 2), (4, 1)):
         mesh = make_mesh(devices, 1, 1)
         for batch in batches(samples(), mesh, global_batch_size=4, start=start, count=count):
@@ -77,7 +80,9 @@ def test_torchtitan_2864_a_later_epoch_is_in_the_order_that_it_would_have_had():
 def test_torchtitan_3908_a_second_resume_goes_on_where_the_first_ended(tmp_path):
     """https://github.com/pytorch/torchtitan/pull/3908: the state of the data was restored by the first resume, and the
     second began with the data from the beginning. Here each resume reads the index of the next sample."""
-    plan, seen, starts = planned(), [], []
+    plan = planned()
+    seen = []
+    starts = []
     for _ in range(3):
         with Checkpoints(tmp_path) as checkpoints:
             found = restore_newest(checkpoints, plan.abstract, plan.mesh, lambda info: None, pytest.fail)
@@ -98,6 +103,7 @@ ODD = jaxtp.ModelConfig(
 TABLE = "model.embedding.embedding"
 
 
+@cache
 def planned(**sizes):
     return plan_state(ODD, optimizers.build(OptimizerConfig(), 10), make_mesh(**sizes))
 
@@ -105,7 +111,9 @@ def planned(**sizes):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """Checkpoints of two steps, written over tp 2, where 21 ids are padded to 22; and what they hold."""
-    folder, plan, held = tmp_path_factory.mktemp("run") / "checkpoints", planned(tp=2), {}
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    plan = planned(tp=2)
+    held = {}
     with Checkpoints(folder) as checkpoints:
         state = plan.create(seed=0)
         for step in (1, 2):
@@ -145,7 +153,8 @@ def test_automodel_2511_a_tied_head_is_the_table(written):
     with Checkpoints(folder) as checkpoints:
         state = checkpoints.restore(2, plan.abstract, plan.mesh)
     model = nnx.merge(plan.graph, state).model
-    ids, labels = np.full((1, 4), 3, np.int32), np.full((1, 4), 5, np.int32)
+    ids = np.full((1, 4), 3, np.int32)
+    labels = np.full((1, 4), 5, np.int32)
     graph, params = nnx.split(model)
     gradient = jax.jit(jax.grad(lambda params: nnx.merge(graph, params).loss(ids, labels)[0]))(params)
     table = np.asarray(named_variables(gradient)["embedding.embedding"][...])
@@ -166,7 +175,8 @@ def test_metaseq_53_a_checkpoint_that_was_not_written_whole_is_passed_over(writt
     else:
         for path in newest.glob("state/**/d/*"):
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if damage == "cut short" else b"")
-    plan, warnings = planned(tp=2), []
+    plan = planned(tp=2)
+    warnings = []
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         step, state, info = restore_newest(checkpoints, plan.abstract, plan.mesh, lambda info: None, warnings.append)
     assert (step, info["next_sample"]) == (1, 8)

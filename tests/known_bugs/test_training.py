@@ -31,13 +31,17 @@ from jaxtp.train.state import TrainState, parameters, plan_state
 from jaxtp.train.step import fetch, make_train_step
 from jaxtp.train.trainer import evaluation_metrics
 
-B, T, V, STEPS = 4, 8, 19, 10
+B = 4
+T = 8
+V = 19
+STEPS = 10
 MODEL = jaxtp.ModelConfig(
     **{"vocab_size": V, "d_model": 16, "num_layers": 1, "num_heads": 4, "num_kv_heads": 1, "head_dim": 4, "d_ff": 8},
     **{"rope_theta": 2.0, "num_experts": 4, "experts_per_token": 2},
 )
 SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
-ONE, MANY = (1, 1, 1, 1), (2, 1, 2, 2)
+ONE = (1, 1, 1, 1)
+MANY = (2, 1, 2, 2)
 """Devices along dp, fsdp and tp, and micro-batches."""
 WRONG = 1e-2
 
@@ -99,7 +103,8 @@ def gradients(sizes, row=None):
 def test_transformers_34191_micro_batches_weigh_as_many_tokens_as_they_have():
     """https://github.com/huggingface/transformers/pull/34191: with gradient accumulation the loss was the mean of the
     micro-batches' means, so that a token in a short row weighed more. Here sums are added up and divided once."""
-    whole, accumulated = gradients(ONE), gradients(MANY)
+    whole = gradients(ONE)
+    accumulated = gradients(MANY)
     rows = [gradients(ONE, row) for row in range(B)]
     assert accumulated.loss == pytest.approx(whole.loss, rel=1e-5)
     assert_close(accumulated.named, whole.named)
@@ -121,7 +126,8 @@ def local_squares(grads, mesh):
 def test_transformer_engine_715_what_devices_hold_copies_of_counts_once_in_the_norm():
     """https://github.com/ROCm/TransformerEngine/pull/715: weights that are equal along tp were counted once for each
     device in the gradient's norm. Here the norm is that of one device; clipping divides by it."""
-    whole, divided = gradients(ONE), gradients(MANY)
+    whole = gradients(ONE)
+    divided = gradients(MANY)
     plain = np.sqrt(sum(np.sum(np.square(np.float64(array))) for array in whole.named.values()))
     assert whole.grad_norm == pytest.approx(plain, rel=1e-5)
     assert divided.grad_norm == pytest.approx(plain, rel=1e-5)
@@ -158,7 +164,8 @@ def test_accelerate_2926_the_schedule_goes_one_step_with_each_update():
     schedule = optimizers.learning_rate(SETTINGS, STEPS)
     for sizes in (ONE, MANY):
         program = run(sizes)
-        state, rates = program.state(), []
+        state = program.state()
+        rates = []
         for _ in range(4):
             state, scalars, _ = program(state, batch())
             rates.append(scalars["learning_rate"])
@@ -205,7 +212,8 @@ def test_fast_llm_542_norms_and_biases_do_not_decay(monkeypatch):
 def decaying(names):
     """The parameters that an update without a gradient changes."""
     chain = optimizers.build(dataclasses.replace(SETTINGS, warmup_steps=0), STEPS)
-    ones, zeros = dict.fromkeys(names, np.ones(1, np.float32)), dict.fromkeys(names, np.zeros(1, np.float32))
+    ones = dict.fromkeys(names, np.ones(1, np.float32))
+    zeros = dict.fromkeys(names, np.zeros(1, np.float32))
     updates = jax.jit(lambda: chain.update(zeros, chain.init(ones), ones)[0])()
     return {name for name, update in updates.items() if np.any(update)}
 
@@ -256,7 +264,8 @@ def test_maxtext_1972_half_of_causal_attention_counts():
 def test_torchtitan_4300_keys_outside_of_a_window_do_not_count():
     """https://github.com/pytorch/torchtitan/pull/4300: attention in a window was counted as that to all keys, and the
     utilisation came to more than 100%. Here a query's window counts."""
-    length, window = 256, 16
+    length = 256
+    window = 16
     whole, matrices = utilised(length)
     found, _ = utilised(length, sliding_window=window)
     assert found - matrices < (whole - matrices) / 4
@@ -265,7 +274,9 @@ def test_torchtitan_4300_keys_outside_of_a_window_do_not_count():
 
 def kept_of_blocks():
     """The activations that autodiff keeps of two blocks of a whole model under `remat: full`, as shapes."""
-    rows, length, layers = 3, 11, 2
+    rows = 3
+    length = 11
+    layers = 2
     model = dataclasses.replace(MODEL, num_layers=layers, num_experts=0, attention="blockwise", remat="full")
     graph, abstract = nnx.split(nnx.eval_shape(lambda: jaxtp.Decoder(model, rngs=nnx.Rngs(0))))
     ids = jnp.zeros((rows, length), jnp.int32)

@@ -25,10 +25,10 @@ from jaxtp.data.prepare.readers import (
 
 BATCH_BYTES = 2**22
 BATCH_DOCUMENTS = 2**13
-_FEW = 1000  # Up to this many documents the number held out is exact; with more, hashes alone come close to the share
+FEW = 1000  # Up to this many documents the number held out is exact; with more, hashes alone come close to the share
 
 
-_MANY_PROBLEMS = 100_000
+MANY_PROBLEMS = 100_000
 """After this many unreadable rows `threshold` reads no more, if the command will end at the first of them."""
 
 
@@ -110,10 +110,10 @@ def threshold(sources: Sequence[Source], fields: Fields, config: PrepareConfig) 
     num_problems = 0
     for batch in batches(sources, fields, Position(0, 0), "skip"):
         fractions += [fraction(entry.digest) for entry in batch.entries]
-        if len(fractions) > _FEW:
+        if len(fractions) > FEW:
             return config.held_out
         num_problems += sum(not problem.is_harmless for problem in batch.problems)
-        if config.on_error == "stop" and num_problems > _MANY_PROBLEMS:
+        if config.on_error == "stop" and num_problems > MANY_PROBLEMS:
             break
     fractions = sorted(set(fractions) if config.dedup else fractions)
     target = config.held_out * len(fractions)

@@ -39,13 +39,13 @@ END = -1  # The `item` of an event that ends its source
 
 T = TypeVar("T")
 
-_SKIP_BYTES = 2**20
+SKIP_BYTES = 2**20
 _PEEKED_LINES = 100  # The first object must be in these lines for its keys to be read
 _BINARY_PREFIX = 8192  # A NUL byte in this prefix marks a binary file, as in git
-_ARRAY_CHUNK = 2**20  # Bytes of a JSON list that are read at a time
-_MAX_VALUES = 2**22  # Most values of a row; each takes some 100 bytes of memory
+ARRAY_CHUNK = 2**20  # Bytes of a JSON list that are read at a time
+MAX_VALUES = 2**22  # Most values of a row; each takes some 100 bytes of memory
 _VALUE_BYTES = 64  # Approximate memory of a value of a table in Python
-_VALUES_BYTES = _MAX_VALUES * _VALUE_BYTES
+VALUES_BYTES = MAX_VALUES * _VALUE_BYTES
 _DECODING, _EXPANSION = 2**30, 64
 """Memory for decoding a table: bytes, and bytes for each byte of the file."""
 _TRUNCATED = 16  # A JSON error this close to the end of a text may come from what follows
@@ -255,7 +255,7 @@ class _Array:
 
     def __init__(self, stream: BinaryIO, limit: int, fields: Fields | None):
         self._stream = stream
-        self._limit = max(limit, _ARRAY_CHUNK)
+        self._limit = max(limit, ARRAY_CHUNK)
         self._repeated: list[str] = []
         has_turns = fields is not None and fields.turns is not None
         self._decoder = _decoder(self._repeated, fields) if has_turns else json.JSONDecoder()
@@ -297,7 +297,7 @@ class _Array:
             self._repeated.clear()
             if len(self._text) - self._at > self._limit:
                 raise too_large(self._limit, "a row of ")
-            if len(self._text) - self._at > _MAX_VALUES:
+            if len(self._text) - self._at > MAX_VALUES:
                 _require_few_values(self._text[self._at :].encode())
             self._read_more()
 
@@ -331,7 +331,7 @@ class _Array:
     def _read_more(self) -> None:
         """Reads a chunk, as long as the rest of the text, so that a long item is parsed only a few times."""
         left = self._text[self._at :]
-        chunk = self._stream.read(max(_ARRAY_CHUNK, len(left)))
+        chunk = self._stream.read(max(ARRAY_CHUNK, len(left)))
         try:
             text = self._utf8.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
@@ -386,9 +386,9 @@ def _require_few_values_in(group: "pyarrow.parquet.RowGroupMetaData", names: lis
     for index in range(group.num_columns):
         column = group.column(index)
         name = column.path_in_schema.split(".")[0]
-        if name in names and column.num_values > _MAX_VALUES * max(group.num_rows, 1):
+        if name in names and column.num_values > MAX_VALUES * max(group.num_rows, 1):
             rows = f"{column.num_values:,} values in {group.num_rows:,} rows"
-            raise BadInputError(TOO_LARGE, f"the column {name!r} has {rows}; at most {_MAX_VALUES:,} a row are read")
+            raise BadInputError(TOO_LARGE, f"the column {name!r} has {rows}; at most {MAX_VALUES:,} a row are read")
 
 
 def _within_memory(most: int, values: Iterator[T]) -> Iterator[T]:
@@ -424,7 +424,7 @@ def _limited_memory(most: int) -> Iterator[None]:
 def _rows_of(batch: "pyarrow.RecordBatch", names: list[str], max_document: int) -> Iterator[object]:
     """Yields rows, one at a time: a dictionary column may repeat long texts."""
     columns = [batch.column(batch.schema.get_field_index(name)) for name in names]
-    limit = max_document + _VALUES_BYTES
+    limit = max_document + VALUES_BYTES
     is_small = sum(map(_size_of, columns)) <= limit
     for index in range(batch.num_rows):
         if not is_small and sum(_size_of(column.slice(index, 1)) for column in columns) > limit:
@@ -503,7 +503,7 @@ def _lines(content: BinaryIO, limit: int, skips: bool) -> Iterator[bytes]:
         if len(line) > limit and not line.endswith(b"\n"):
             if not skips:
                 raise too_large(limit)
-            while (rest := content.readline(_SKIP_BYTES)) and not rest.endswith(b"\n"):
+            while (rest := content.readline(SKIP_BYTES)) and not rest.endswith(b"\n"):
                 pass
 
 
@@ -596,7 +596,7 @@ def _row(source: Source, item: object, fields: Fields | None) -> Row:
 
 
 def _parse(content: bytes, fields: Fields | None) -> object:
-    if len(content) > _MAX_VALUES:
+    if len(content) > MAX_VALUES:
         _require_few_values(content)
     repeated: list[str] = []
     try:
@@ -657,11 +657,11 @@ def _too_deep() -> BadInputError:
 def _require_few_values(content: bytes) -> None:
     """Counts values outside of strings, because a value of two bytes takes a hundred as an object."""
     marks = (b",", b"[", b"{")
-    if sum(map(content.count, marks)) <= _MAX_VALUES:
+    if sum(map(content.count, marks)) <= MAX_VALUES:
         return
     bare = _STRING.sub(b"", content)
-    if sum(map(bare.count, marks)) > _MAX_VALUES:
-        raise BadInputError(TOO_LARGE, f"a row of more than {_MAX_VALUES:,} values")
+    if sum(map(bare.count, marks)) > MAX_VALUES:
+        raise BadInputError(TOO_LARGE, f"a row of more than {MAX_VALUES:,} values")
 
 
 def text_of(row: Row, name: str) -> str:

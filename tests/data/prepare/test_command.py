@@ -1,16 +1,17 @@
-"""`jaxtp prepare`: what it says, what it refuses, and that it goes on."""
+"""`jaxtp prepare`: its output, what it refuses, and that the same command resumes it."""
 
 import fcntl
 import json
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
-from corpora import decoded, jsonl, prepared, refused, texts
+from corpora import dataset, decoded, documents, output, refusal, run, texts, write
 from runs import contents
 
 from jaxtp.data.manifest import read_manifest
@@ -20,12 +21,22 @@ from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import ByteTokenizer
 
 TEXTS = texts(60, seed=5)
-COMMAND = [sys.executable, "-m", "jaxtp", "prepare"]
+
+
+@pytest.fixture(autouse=True)
+def _rows(folder):
+    write("a.jsonl", TEXTS)
 
 
 @pytest.fixture
-def rows(tmp_path):
-    return jsonl(tmp_path / "a.jsonl", TEXTS)
+def small_batches(monkeypatch):
+    monkeypatch.setattr(batches, "BATCH_DOCUMENTS", 7)
+
+
+def assert_same_as_undisturbed(line, folder="d"):
+    """Compares a dataset with that of a command that nothing interrupted."""
+    output(f"{line} --out undisturbed")
+    assert contents(folder) == contents("undisturbed")
 
 
 def test_help_explains_every_setting_and_verify(capsys):
@@ -33,213 +44,196 @@ def test_help_explains_every_setting_and_verify(capsys):
         main(["--help-all"])
     assert end.value.code == 0
     out = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "jaxtp prepare --verify data/books" in out
-    for setting in ("--out DIR", "--train-bpe SIZE", "--dedup", "--held-out FLOAT", "--prompt-field", "--no-eos"):
-        assert setting in out
-    assert "after an interruption the same command resumes in it" in out
+    expected = ["jaxtp prepare --verify data/books", "after an interruption the same command resumes in it"]
+    expected += ["--out DIR", "--train-bpe SIZE", "--dedup", "--held-out FLOAT", "--prompt-field", "--no-eos"]
+    assert [words for words in expected if words not in out] == []
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("line", "message"),
     [
-        ([], "name at least one INPUT: a file or a folder; name the folder of the dataset by --out DIR"),
-        (["x", "--out", "d", "--tokenizer", "t", "--train-bpe", "300"], "are two tokenizers"),
-        (["x", "--out", "d", "--train-bpe", "256"], "--train-bpe 256: should be greater than or equal to 257"),
-        (["x", "--out", "d", "--eos", "</s>"], "bytes have no special tokens"),
-        (["x", "--out", "d", "--train-bpe", "300", "--eos", "a", "--no-eos"], "contradict each other"),
-        (["x", "--out", "d", "--train-bpe", "300", "--eos", ""], "--eos is empty"),
-        (["x", "--out", "d", "--prompt-field", "p"], "--prompt-field and --completion-field go together"),
-        (["x", "--out", "d", "--prompt-field", "p", "--completion-field", "c", "--field", "f"], "--field is for"),
-        (["x", "--out", "d", "--held-out", "1"], "--held-out 1: should be less than 1"),
-        (["x", "--out", "d", "--shard-tokens", "0"], "--shard-tokens 0: should be greater than or equal to 1"),
-        (["x", "--verify", "d"], "--verify DIR reads a dataset and does nothing else"),
+        ("x --tokenizer t --train-bpe 300", "are two tokenizers"),
+        ("x --train-bpe 256", "--train-bpe 256: should be greater than or equal to 257"),
+        ("x --eos '</s>'", "bytes have no special tokens"),
+        ("x --train-bpe 300 --eos a --no-eos", "contradict each other"),
+        ("x --train-bpe 300 --eos ''", "--eos is empty"),
+        ("x --prompt-field p", "--prompt-field and --completion-field go together"),
+        ("x --prompt-field p --completion-field c --field f", "--field is for"),
+        ("x --held-out 1", "--held-out 1: should be less than 1"),
+        ("x --shard-tokens 0", "--shard-tokens 0: should be greater than or equal to 1"),
+        ("x --verify d", "--verify DIR reads a dataset and does nothing else"),
+        ("x --messages m --field f", "--messages is a row's only field"),
+        ("x --messages m --train-bpe 300", "--messages needs the tokenizer"),
+        ("x --messages m --bos none", "--bos is for documents"),
+        ("a.jsonl --template t", "--template is for conversations; give --messages FIELD too"),
+        ("x --preference --messages m --field f --train-bpe 300", "leave --messages, --field out"),
+        ("x --preference --messages m --field f --train-bpe 300", "--tokenizer instead of --train-bpe"),
+        ("x --preference --prompt-field p --completion-field c", "leave --completion-field out"),
+        ("x --preferences", "did you mean --preference"),
+        ("x --messages m --date tomorrow", "--date tomorrow: should be a day, such as 2026-01-31"),
     ],
 )
-def test_settings_that_cannot_be(capsys, flags, message):
-    assert message in refused(capsys, *flags)
+def test_settings_that_contradict_are_refused(line, message):
+    assert message in refusal(line)
 
 
-def test_what_it_shows(tmp_path, rows, capsys):
-    (tmp_path / "b.txt").write_text("unlike the others")
-    prepared(tmp_path / "d", rows, tmp_path / "b.txt", "--dedup", "--held-out", 0.2, "--shard-tokens", 3000)
-    out = capsys.readouterr().out
-    split = open_dataset(tmp_path / "d").splits
-    assert f"dataset     {tmp_path}/d, tokenizer bytes, vocabulary 256" in out
+def test_a_command_without_inputs_or_folder_is_refused(capsys):
+    assert main([]) == 2
+    assert "name at least one INPUT: a file or a folder; name the folder of the dataset by --out DIR" in (
+        capsys.readouterr().err
+    )
+
+
+def test_the_summary_counts_documents_tokens_and_what_was_left_out():
+    write("b.txt", "unlike the others")
+    out = output("a.jsonl b.txt --dedup --held-out 0.2 --shard-tokens 3000")
+    splits = open_dataset(Path("d")).splits
+    assert "dataset     d, tokenizer bytes, vocabulary 256" in out
     for name in ("train", "validation"):
-        found = split[name]
+        found = splits[name]
         assert f"{name:<12}{found.num_documents} documents, {found.num_tokens:,} tokens in " in out
     assert f"left out    {60 - len(set(TEXTS))} x duplicate" in out
-    assert split["train"].num_documents + split["validation"].num_documents == len(set(TEXTS)) + 1
+    assert splits["train"].num_documents + splits["validation"].num_documents == len(set(TEXTS)) + 1
 
 
-def test_one_document_is_no_documents(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("alone")
-    assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "d"), "--held-out", "0"]) == 0
-    assert f"{'train':<12}1 document, " in capsys.readouterr().out
+def test_one_document_has_no_plural():
+    assert f"{'train':<12}1 document, " in output(f"{write('a.txt', 'alone')} --held-out 0")
 
 
-def test_a_finished_dataset_is_left_as_it_is(tmp_path, rows, capsys):
-    command = ["--train-bpe", 300, "--dedup"]
-    dataset = prepared(tmp_path / "d", rows, *command)
-    before = contents(tmp_path / "d")
-    stamps = {path: path.stat().st_mtime_ns for path in dataset.folder.iterdir()}
-    (tmp_path / "d/journal.json").write_text("left over")
-    (tmp_path / "d/dataset.json.partial").write_text("left over")
-    prepared(tmp_path / "d", rows, *command, "--on-error", "skip")
-    assert "is finished; there is nothing to do" in capsys.readouterr().out
-    assert contents(tmp_path / "d") == before
-    assert {path: path.stat().st_mtime_ns for path in dataset.folder.iterdir()} == stamps
-    assert sorted(path.name for path in dataset.folder.iterdir() if path.name.endswith(("json", "jsonl"))) == [
-        "dataset.json",
-        "inputs.jsonl",
-        "tokenizer.json",
-    ]
+def test_a_finished_dataset_is_left_as_it_is():
+    command = "a.jsonl --train-bpe 300 --dedup"
+    output(command)
+    before = contents("d")
+    stamps = {path: path.stat().st_mtime_ns for path in Path("d").iterdir()}
+    write("d/journal.json", b"left over")
+    write("d/dataset.json.partial", b"left over")
+    assert "is finished; there is nothing to do" in output(f"{command} --on-error skip")
+    assert contents("d") == before
+    assert {path: path.stat().st_mtime_ns for path in Path("d").iterdir()} == stamps
+    assert {"dataset.json", "inputs.jsonl", "tokenizer.json"} < before.keys()
 
 
-def test_a_dataset_that_was_made_otherwise_is_refused(tmp_path, rows, capsys):
-    prepared(tmp_path / "d", rows)
-    before = contents(tmp_path / "d")
-    error = refused(capsys, rows, "--held-out", 0.5, "--dedup", "--out", tmp_path / "d")
+def test_another_command_on_a_finished_dataset_is_refused():
+    output("a.jsonl")
+    before = contents("d")
+    error = refusal("a.jsonl --held-out 0.5 --dedup")
     assert "holds a dataset that differs from this command (there -> here):" in error
     assert "  held_out: 0.01 -> 0.5\n  dedup: False -> True\n--overwrite starts over" in error
-    error = refused(capsys, rows, tmp_path / "a.jsonl", "--out", tmp_path / "d")
-    assert "  inputs: [" in error
-    size = rows.stat().st_size
-    jsonl(rows, [*TEXTS, "more"])
-    assert f"  {rows}: {size:,} bytes, modified at " in refused(capsys, rows, "--out", tmp_path / "d")
-    assert contents(tmp_path / "d") == before
-    (tmp_path / "d/notes.txt").write_text("mine")
-    dataset = prepared(tmp_path / "d", rows, "--overwrite", "--held-out", 0)
-    assert dataset.splits["train"].num_documents == 61
-    assert (tmp_path / "d/notes.txt").exists()
+    assert "  inputs: [" in refusal("a.jsonl a.jsonl")
+    os.utime("a.jsonl", ns=(1, 1))
+    assert " bytes, modified at 1 ns\n" in refusal("a.jsonl"), "of the same size"
+    size = Path("a.jsonl").stat().st_size
+    write("a.jsonl", [*TEXTS, "more"])
+    assert f"  a.jsonl: {size:,} bytes, modified at " in refusal("a.jsonl")
+    assert contents("d") == before
+    write("d/notes.txt", "mine")
+    assert dataset("a.jsonl --overwrite --held-out 0").splits["train"].num_documents == 61
+    assert Path("d/notes.txt").exists()
 
 
-def test_a_file_of_the_same_size_that_was_modified_is_noticed(tmp_path, rows, capsys):
-    prepared(tmp_path / "d", rows)
-    os.utime(rows, ns=(1, 1))
-    assert " bytes, modified at 1 ns\n" in refused(capsys, rows, "--out", tmp_path / "d")
-
-
-def test_another_tokenizer_is_refused_and_the_same_elsewhere_is_not(tmp_path, rows, capsys):
-    source = prepared(tmp_path / "t", rows, "--train-bpe", 300).folder / "tokenizer.json"
-    other = prepared(tmp_path / "u", rows, "--train-bpe", 301).folder / "tokenizer.json"
-    prepared(tmp_path / "d", rows, "--tokenizer", source)
-    moved = shutil.copy(source, tmp_path / "moved.json")
-    prepared(tmp_path / "d", rows, "--tokenizer", moved)
-    error = refused(capsys, rows, "--tokenizer", other, "--out", tmp_path / "d")
+def test_another_tokenizer_is_refused_and_the_same_elsewhere_is_not():
+    output("a.jsonl --train-bpe 300 --out t")
+    output("a.jsonl --train-bpe 301 --out u")
+    output("a.jsonl --tokenizer t/tokenizer.json")
+    write("moved.json", Path("t/tokenizer.json").read_bytes())
+    output("a.jsonl --tokenizer moved.json")
+    error = refusal("a.jsonl --tokenizer u/tokenizer.json")
     assert "tokenizer.sha256: " in error
     assert "tokenizer.vocab_size: 300 -> 301" in error
-    assert "differs from this command" in refused(capsys, rows, "--out", tmp_path / "d")
+    assert "differs from this command" in refusal("a.jsonl")
 
 
-def test_end_tokens(tmp_path, rows):
-    dataset = prepared(tmp_path / "d", rows, "--train-bpe", 300, "--eos", "<end>", "--held-out", 0)
-    split = dataset.splits["train"]
-    assert all(split.document(i)[-1] == dataset.tokenizer.eos_id for i in range(60))
-    assert json.loads((dataset.folder / "tokenizer.json").read_text())["added_tokens"][0]["content"] == "<end>"
-    plain = prepared(
-        tmp_path / "e", rows, "--tokenizer", dataset.folder / "tokenizer.json", "--no-eos", "--held-out", 0
-    )
+def test_end_tokens_are_named_or_left_out():
+    ended = dataset("a.jsonl --train-bpe 300 --eos '<end>' --held-out 0")
+    split = ended.splits["train"]
+    assert {split.document(i)[-1] for i in range(60)} == {ended.tokenizer.eos_id}
+    assert json.loads(Path("d/tokenizer.json").read_text())["added_tokens"][0]["content"] == "<end>"
+    plain = dataset("a.jsonl --tokenizer d/tokenizer.json --no-eos --held-out 0 --out e")
     assert plain.tokenizer.eos_id is None
     assert plain.splits["train"].num_tokens == split.num_tokens - 60
-    assert decoded(plain) == decoded(dataset) == [text.encode() for text in TEXTS]
+    assert decoded(plain) == decoded(ended) == [text.encode() for text in TEXTS]
 
 
-def test_bad_tokenizers(tmp_path, rows, capsys):
-    out = ["--out", tmp_path / "d"]
-    (tmp_path / "t.json").write_text("{}")
-    assert "t.json: not a tokenizer.json: " in refused(capsys, rows, "--tokenizer", tmp_path / "t.json", *out)
-    assert "u.json: No such file" in refused(capsys, rows, "--tokenizer", tmp_path / "u.json", *out)
-    error = refused(capsys, rows, "--tokenizer", "meta-llama/Llama-3.1-8B", *out)
+def test_files_that_are_no_tokenizer_are_refused():
+    write("t.json", "{}")
+    Path("llama").mkdir()
     download = "`hf download meta-llama/Llama-3.1-8B --local-dir models/Llama-3.1-8B` downloads it, and then its folder"
-    assert "meta-llama/Llama-3.1-8B: No such file or directory; if it is the name of a model on" in error
-    assert download in error
-    (tmp_path / "llama").mkdir()
-    error = refused(capsys, rows, "--tokenizer", tmp_path / "lama", *out)
-    assert f"lama: No such file or directory; did you mean {tmp_path}/llama?" in error
-    assert not (tmp_path / "d").exists()
+    for tokenizer, messages in {
+        "t.json": ["t.json: not a tokenizer.json: "],
+        "u.json": ["u.json: No such file"],
+        "meta-llama/Llama-3.1-8B": ["No such file or directory; if it is the name of a model on", download],
+        "lama": ["lama: No such file or directory; did you mean llama?"],
+    }.items():
+        error = refusal(f"a.jsonl --tokenizer {tokenizer}")
+        assert [message for message in messages if message not in error] == []
+    assert not Path("d").exists()
 
 
-def test_nothing_to_train_on_and_nothing_at_all(tmp_path, capsys):
-    jsonl(tmp_path / "a.jsonl", ["", ""])
-    error = refused(capsys, tmp_path / "a.jsonl", "--out", tmp_path / "d")
-    assert "no document in 1 files; left out: 2 x empty document" in error
-    assert "nothing to train a tokenizer on" in refused(
-        capsys, tmp_path / "a.jsonl", "--train-bpe", 300, "--out", tmp_path / "e"
-    )
+def test_inputs_without_a_document_are_refused():
+    write("a.jsonl", ["", ""])
+    assert "no document in 1 files; left out: 2 x empty document" in refusal("a.jsonl")
+    assert "nothing to train a tokenizer on" in refusal("a.jsonl --train-bpe 300 --out e")
 
 
-def test_the_tokenizer_learns_from_a_sample_without_the_held_out_part(tmp_path, capsys):
-    path = jsonl(tmp_path / "a.jsonl", texts(2000, seed=8))
-    prepared(tmp_path / "a", path, "--train-bpe", 300, "--bpe-sample", path.stat().st_size // 4, "--held-out", 0.5)
-    out = capsys.readouterr().out
-    text = sum(split.text_bytes for split in read_manifest(tmp_path / "a").splits.values())
-    learnt = int(out.split("training a BPE tokenizer of 300 on ")[1].split(" bytes")[0].replace(",", ""))
+def test_the_tokenizer_learns_from_a_sample_without_the_held_out_part():
+    size = write("a.jsonl", texts(2000, seed=8)).stat().st_size
+    out = output(f"a.jsonl --train-bpe 300 --bpe-sample {size // 4} --held-out 0.5")
+    text = sum(split.text_bytes for split in read_manifest(Path("d")).splits.values())
+    learnt = int(re.search(r"tokenizer of 300 on ([\d,]+) bytes", out)[1].replace(",", ""))
     assert abs(learnt / text - 1 / 8) < 0.06
 
 
-def test_folders_of_others_are_left_alone(tmp_path, rows, capsys):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/thesis.txt").write_text("x")
-    for flags in ([], ["--overwrite"]):
-        error = refused(capsys, rows, "--out", tmp_path / "mine", *flags)
-        assert "mine holds other files (thesis.txt) and no dataset; name a folder of its own" in error
-    assert contents(tmp_path / "mine") == {"thesis.txt": b"x"}
-    assert "a.jsonl: File exists; name another folder by --out DIR" in refused(capsys, rows, "--out", rows)
-    assert "Not a directory" in refused(capsys, rows, "--out", rows / "d")
+def test_folders_with_other_files_are_left_alone():
+    write("mine/thesis.txt", "x")
+    for flags in ("", "--overwrite"):
+        error = refusal(f"a.jsonl --out mine {flags}")
+        assert "mine holds other files (thesis.txt) and no dataset" in error
+    assert contents("mine") == {"thesis.txt": b"x"}
+    assert "a.jsonl: File exists; name another folder by --out DIR" in refusal("a.jsonl --out a.jsonl")
+    assert "Not a directory" in refusal("a.jsonl --out a.jsonl/d")
 
 
-def test_a_second_command_on_the_folder_is_refused(tmp_path, rows, capsys):
-    (tmp_path / "d").mkdir()
-    descriptor = os.open(tmp_path / "d", os.O_RDONLY)
+def test_a_second_command_on_the_folder_is_refused():
+    Path("d").mkdir()
+    descriptor = os.open("d", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
-        assert "d is being written by another command" in refused(capsys, rows, "--out", tmp_path / "d")
+        assert "d is being written by another command" in refusal("a.jsonl")
     finally:
         os.close(descriptor)
-    prepared(tmp_path / "d", rows)
+    output("a.jsonl")
 
 
-def small_batches(monkeypatch):
-    monkeypatch.setattr(batches, "BATCH_DOCUMENTS", 7)
-
-
-def test_stopped_by_a_bad_file_it_goes_on_where_it_is_mended(tmp_path, capsys, monkeypatch):
-    small_batches(monkeypatch)
-    folder = tmp_path / "in"
-    folder.mkdir()
+@pytest.mark.usefixtures("small_batches")
+def test_a_command_that_a_bad_file_stopped_resumes_when_it_is_corrected():
     for i, text in enumerate(TEXTS):
-        (folder / f"{i:02}.txt").write_bytes(text.encode() if i != 40 else b"\xff")
-    error = refused(capsys, folder, "--out", tmp_path / "d", "--dedup")
+        write(f"in/{i:02}.txt", text)
+    write("in/40.txt", b"\xff")
+    error = refusal("in --dedup")
     assert "40.txt: not UTF-8" in error
-    count = len(set(TEXTS[:40]))
-    assert f"{count} documents before it are done" in error
-    (folder / "40.txt").write_text("mended")
-    (folder / "60.txt").write_text("added")
-    resumed = prepared(tmp_path / "d", folder, "--dedup")
-    assert "resuming after 40 of 61 inputs" in capsys.readouterr().out
-    prepared(tmp_path / "e", folder, "--dedup")
-    assert contents(resumed.folder) == contents(tmp_path / "e")
+    assert f"{len(set(TEXTS[:40]))} documents before it are done" in error
+    write("in/40.txt", "mended")
+    write("in/60.txt", "added")
+    assert "resuming after 40 of 61 inputs" in output("in --dedup")
+    assert_same_as_undisturbed("in --dedup")
 
 
-def test_what_was_read_must_not_change_under_an_unfinished_dataset(tmp_path, capsys):
-    for name, content in {"a.txt": b"a", "b.txt": b"b", "c.txt": b"\xff"}.items():
-        (tmp_path / name).write_bytes(content)
-    inputs = [tmp_path / name for name in ("a.txt", "b.txt", "c.txt")]
-    refused(capsys, *inputs, "--out", tmp_path / "d")
-    assert "holds an unfinished dataset that differs from this command" in refused(
-        capsys, *inputs, "--out", tmp_path / "d", "--held-out", 0.3
-    )
-    (tmp_path / "b.txt").write_bytes(b"other")
-    assert "b.txt: 1 bytes, modified at " in refused(capsys, *inputs, "--out", tmp_path / "d")
-    prepared(tmp_path / "d", *inputs, "--on-error", "skip", "--overwrite", "--held-out", 0)
-    assert decoded(open_dataset(tmp_path / "d")) == [b"a", b"other"]
+def test_what_was_read_must_not_change_under_an_unfinished_dataset():
+    write("a.txt", "a")
+    write("b.txt", "b")
+    write("c.txt", b"\xff")
+    inputs = "a.txt b.txt c.txt"
+    refusal(inputs)
+    assert "holds an unfinished dataset that differs from this command" in refusal(f"{inputs} --held-out 0.3")
+    write("b.txt", "other")
+    assert "b.txt: 1 bytes, modified at " in refusal(inputs)
+    assert documents(f"{inputs} --on-error skip") == ["a", "other"]
 
 
-def test_a_file_of_many_bad_rows_is_not_read_whole_to_say_so(tmp_path, capsys, monkeypatch):
-    small_batches(monkeypatch)
-    monkeypatch.setattr(batches, "_MANY_PROBLEMS", 10)
-    (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}, *[{}] * 1000]))
+@pytest.mark.usefixtures("small_batches")
+def test_a_file_of_many_bad_rows_is_not_read_whole_to_be_refused(monkeypatch):
+    monkeypatch.setattr(batches, "MANY_PROBLEMS", 10)
+    write("a.json", json.dumps([{"text": "a"}, *[{}] * 1000]))
     rows = []
     read = batches.read_source
 
@@ -249,121 +243,121 @@ def test_a_file_of_many_bad_rows_is_not_read_whole_to_say_so(tmp_path, capsys, m
             yield event
 
     monkeypatch.setattr(batches, "read_source", counted)
-    assert "a.json, row 2: no field 'text'" in refused(capsys, tmp_path / "a.json", "--out", tmp_path / "d")
+    assert "a.json, row 2: no field 'text'" in refusal("a.json")
     assert len(rows) < 30
-    prepared(tmp_path / "d", tmp_path / "a.json", "--on-error", "skip")
+    output("a.json --on-error skip")
     assert len(rows) > 1000
 
 
 @pytest.mark.parametrize(
     "name", ["journal.json", "train-00000.tokens", "train-00000.documents", "tokenizer.json", "seen.sha256"]
 )
-def test_a_damaged_unfinished_dataset_is_said_to_be(tmp_path, capsys, name):
-    jsonl(tmp_path / "a.jsonl", [*TEXTS, {"bad": 1}])
-    source = prepared(tmp_path / "t", jsonl(tmp_path / "b.jsonl", TEXTS), "--train-bpe", 300).folder / "tokenizer.json"
-    command = [tmp_path / "a.jsonl", "--tokenizer", source, "--dedup", "--out", tmp_path / "d"]
-    refused(capsys, *command)
-    path = tmp_path / "d" / name
+def test_a_damaged_unfinished_dataset_is_refused(name):
+    output("a.jsonl --train-bpe 300 --out t")
+    write("b.jsonl", [*TEXTS, {"bad": 1}])
+    command = "b.jsonl --tokenizer t/tokenizer.json --dedup"
+    refusal(command)
+    path = Path("d") / name
     path.write_bytes(path.read_bytes()[:-3])
-    error = refused(capsys, *command)
+    error = refusal(command)
     assert f"{name}: damaged, so the command cannot resume: " in error
     assert "--overwrite starts over" in error
-    assert main([*map(str, command), "--overwrite", "--on-error", "skip"]) == 0
+    output(f"{command} --overwrite --on-error skip")
 
 
 @pytest.mark.journey
-def test_a_full_disk_is_an_error_and_the_command_goes_on(tmp_path):
+def test_on_a_full_disk_the_command_ends_with_an_error_and_resumes():
     """A limit on the size of files stands in for it."""
-    jsonl(tmp_path / "a.jsonl", [text * 20 for text in TEXTS])
+    write("a.jsonl", [text * 20 for text in TEXTS])
     limited = (
         "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
         "runpy.run_module('jaxtp.data.prepare', run_name='__main__', alter_sys=True)"
     )
-    command = [sys.executable, "-c", limited, str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "d")]
+    command = [sys.executable, "-c", limited, "a.jsonl", "--out", "d"]
     full = subprocess.run(command, capture_output=True, text=True, check=False)
     assert full.returncode == 2, full.stderr
     assert "File too large; fix this, and the same command resumes" in full.stderr
     assert "Traceback" not in full.stderr
-    prepared(tmp_path / "d", tmp_path / "a.jsonl")
-    prepared(tmp_path / "e", tmp_path / "a.jsonl")
-    assert contents(tmp_path / "d") == contents(tmp_path / "e")
+    output("a.jsonl")
+    assert_same_as_undisturbed("a.jsonl")
 
 
 @pytest.mark.journey
-def test_interrupted_it_says_that_the_same_command_goes_on(tmp_path):
-    jsonl(tmp_path / "a.jsonl", texts(20_000, seed=1))
-    command = [*COMMAND, str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "d"), "--train-bpe", "2000"]
+def test_an_interrupted_process_names_the_command_that_resumes_it():
+    write("a.jsonl", texts(8_000, seed=1))
+    command = [sys.executable, "-m", "jaxtp", "prepare", "a.jsonl", "--out", "d", "--train-bpe", "1000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "d/journal.json").exists():
+    while not Path("d/journal.json").exists():
         assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
     assert error.strip() == "jaxtp prepare: interrupted; the same command, without --overwrite, resumes"
-    assert not (tmp_path / "d/dataset.json").exists()
-    prepared(tmp_path / "d", tmp_path / "a.jsonl", "--train-bpe", 2000)
-    prepared(tmp_path / "e", tmp_path / "a.jsonl", "--train-bpe", 2000)
-    assert contents(tmp_path / "d") == contents(tmp_path / "e")
+    assert not Path("d/dataset.json").exists()
+    output("a.jsonl --train-bpe 1000")
+    assert_same_as_undisturbed("a.jsonl --train-bpe 1000")
 
 
-def test_ctrl_c_leaves_what_was_saved(tmp_path, rows, capsys, monkeypatch):
-    small_batches(monkeypatch)
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize(
+    ("command", "item"),
+    [
+        ("a.jsonl --save-seconds 0", 14),
+        ("pairs.parquet --preference --shard-tokens 900 --held-out 0.2 --save-seconds 0", 21),
+    ],
+    ids=["texts", "pairs"],
+)
+def test_an_interrupted_command_resumes_from_what_was_saved(monkeypatch, command, item):
+    answers = [text for text in TEXTS[:40] if text.strip()]
+    write("pairs.parquet", [{"prompt": "", "chosen": text, "rejected": f"no {text}"} for text in answers])
     encode = ByteTokenizer.encode_batch
+    calls = iter(range(item))
 
-    def interrupted(self, texts):
-        if texts[0] == TEXTS[14]:
+    def interrupted(self, some):
+        if next(calls) == item // 7:
             signal.raise_signal(signal.SIGINT)
-        return encode(self, texts)
+        return encode(self, some)
 
-    monkeypatch.setattr(ByteTokenizer, "encode_batch", interrupted)
-    assert main([str(rows), "--out", str(tmp_path / "d"), "--save-seconds", "0"]) == 130
-    assert "the same command, without --overwrite, resumes" in capsys.readouterr().err
-    monkeypatch.setattr(ByteTokenizer, "encode_batch", encode)
-    prepared(tmp_path / "d", rows)
-    assert "resuming after 0 of 1 inputs, item 14 of the next" in capsys.readouterr().out
-    prepared(tmp_path / "e", rows)
-    assert contents(tmp_path / "d") == contents(tmp_path / "e")
+    with monkeypatch.context() as patched:
+        patched.setattr(ByteTokenizer, "encode_batch", interrupted)
+        code, _, error = run(command)
+    assert code == 130
+    assert "the same command, without --overwrite, resumes" in error
+    assert f"resuming after 0 of 1 inputs, item {item} of the next" in output(command)
+    assert_same_as_undisturbed(command)
 
 
-def test_verify(tmp_path, rows, capsys):
-    prepared(tmp_path / "d", rows, "--train-bpe", 300)
-    assert main(["--verify", str(tmp_path / "d")]) == 0
-    assert "no problems" in capsys.readouterr().out
-    path = tmp_path / "d/tokenizer.json"
+def test_verify_finds_changed_and_cut_files():
+    output("a.jsonl --train-bpe 300")
+    assert "no problems" in output("--verify d")
+    path = Path("d/tokenizer.json")
     path.write_bytes(path.read_bytes().replace(b"the", b"teh", 1))
-    assert main(["--verify", str(tmp_path / "d")]) == 1
-    assert "tokenizer.json: its sha256 is " in capsys.readouterr().out
-    path = tmp_path / "d/train-00000.tokens"
+    code, out, _ = run("--verify d")
+    assert (code, "tokenizer.json: its sha256 is " in out) == (1, True)
+    path = Path("d/train-00000.tokens")
     path.write_bytes(path.read_bytes()[:-2])
-    assert main(["--verify", str(tmp_path / "d")]) == 1
-    assert "train-00000.tokens: damaged dataset: cut short" in capsys.readouterr().out
-    assert "no such folder" in refused(capsys, "--verify", tmp_path / "x")
+    code, out, _ = run("--verify d")
+    assert (code, "train-00000.tokens: damaged dataset: cut short" in out) == (1, True)
+    assert "no such folder" in refusal("--verify x")
 
 
-def test_a_first_command_that_failed_can_be_corrected(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text('{"content": "one"}\n{"content": "two"}\n')
-    command = [str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]
-    assert main(command) == 2
-    assert main([*command, "--field", "content"]) == 0
-    assert "nothing is held out: so few documents need a larger --held-out" in capsys.readouterr().out
+def test_a_first_command_that_failed_can_be_corrected():
+    write("a.jsonl", '{"content": "one"}\n{"content": "two"}\n')
+    refusal("a.jsonl")
+    out = output("a.jsonl --field content")
+    assert "nothing is held out: so few documents need a larger --held-out" in out
 
 
-def test_what_a_command_reads_is_not_deleted_by_it(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("some text " * 50)
-    command = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--held-out", "0"]
-    assert main([*command, "--train-bpe", "300"]) == 0
-    assert "requested 300" in capsys.readouterr().out
-    tokenizer = tmp_path / "out/tokenizer.json"
-    assert main([*command, "--overwrite", "--tokenizer", str(tokenizer)]) == 2
-    assert f"--overwrite would delete {tokenizer}" in capsys.readouterr().err
-    assert tokenizer.exists()
+def test_overwrite_does_not_delete_what_the_command_reads():
+    write("a.txt", "some text " * 50)
+    assert "requested 300" in output("a.txt --held-out 0 --train-bpe 300")
+    error = refusal("a.txt --held-out 0 --overwrite --tokenizer d/tokenizer.json")
+    assert "--overwrite would delete d/tokenizer.json" in error
+    assert Path("d/tokenizer.json").exists()
 
 
-def test_a_finished_dataset_that_lost_something_is_not_taken_for_done(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("some text")
-    command = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--held-out", "0"]
-    assert main(command) == 0
-    (tmp_path / "out/train-00000.tokens").write_bytes(b"some")
-    assert main(command) == 2
-    assert "cut short: 4 bytes of 9; --overwrite starts over" in capsys.readouterr().err
+def test_a_finished_dataset_that_lost_tokens_is_not_finished():
+    output(f"{write('a.txt', 'some text')} --held-out 0")
+    write("d/train-00000.tokens", b"some")
+    assert "cut short: 4 bytes of 9; --overwrite starts over" in refusal("a.txt --held-out 0")

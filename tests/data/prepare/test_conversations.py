@@ -3,37 +3,36 @@
 import io
 import json
 import sys
+from pathlib import Path
 
 import pytest
-from corpora import jsonl, parquet, prepared, refused
+from corpora import (
+    BEGIN,
+    CHAT_NAMES,
+    CHAT_TEMPLATE,
+    CHAT_TOKENIZER,
+    STOP,
+    TURN,
+    conversation,
+    dataset,
+    output,
+    prompts_and_answers,
+    refusal,
+    spelled,
+    write,
+    write_chat_tokenizer,
+)
 from runs import SMALL, mesh
-from small_tokenizers import CHAT_TOKENS, begins_texts
-from tokenizers import Tokenizer
 
 from jaxtp.data.chat_template import ChatTemplate
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.prepare import session
-from jaxtp.data.prepare.__main__ import main
+from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.data.tokenizer_files import TokenizerError, template_day
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.generate.loading import open_source
 from jaxtp.train.__main__ import main as train
-
-LIBRARY = Tokenizer.from_str(begins_texts().decode())
-FIRST, END, TURN, STOP = map(LIBRARY.token_to_id, CHAT_TOKENS)
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content | trim }}<|stop|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
-)
-NAMED = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
-
-
-def said(*contents):
-    """A conversation in which user and assistant take turns."""
-    roles = ["user", "assistant"] * len(contents)
-    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]}
-
 
 CHANNELS = (
     "{%- for m in messages %}{%- if m.tool_calls %}{% set call = m.tool_calls[0].function %}"
@@ -47,138 +46,126 @@ CHANNELS = (
 )
 """As gpt-oss's: <|end|> only after the last answer, which alone has its reasoning."""
 
-
-ROWS = [said("naïve?", "yes", "and 🙂", "no\n"), said("a", "b <|stop|> c"), said("<|turn|>x", "y", "z")]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "t").mkdir()
-    (tmp_path / "t/tokenizer.json").write_bytes(begins_texts())
-    (tmp_path / "t/tokenizer_config.json").write_text(json.dumps(NAMED | {"chat_template": TEMPLATE}))
-    jsonl(tmp_path / "a.jsonl", ROWS)
-    return tmp_path
+ROWS = [
+    conversation("naïve?", "yes", "and 🙂", "no\n"),
+    conversation("a", "b <|stop|> c"),
+    conversation("<|turn|>x", "y", "z"),
+]
 
 
-def make(folder, *flags, rows="a.jsonl"):
-    return prepared(folder / "d", folder / rows, "--tokenizer", folder / "t", "--messages", "messages", *flags)
+@pytest.fixture(autouse=True)
+def _rows(folder):
+    write_chat_tokenizer()
+    write("a.jsonl", ROWS)
 
 
-def documents(dataset, name="train"):
-    """Prompt and answer of each document."""
-    split = dataset.splits[name]
-    for index in range(split.num_documents):
-        ids, cut = split.document(index).tolist(), split.prompt_length(index)
-        yield ids[:cut], ids[cut:]
+def made(line):
+    return dataset(f"{line} --tokenizer t --held-out 0 --overwrite")
 
 
-def spelled(ids):
-    return LIBRARY.decode(ids, skip_special_tokens=False)
+def messages_of(line):
+    """Prompt and answer of each document, as ids; files hold conversations in `messages`."""
+    return prompts_and_answers(made(f"{line} --messages messages"))
 
 
-def test_images_are_refused_counted_or_read_as_words(folder, capsys):
+def test_images_are_refused_counted_or_read_as_words():
     parts = [{"type": "text", "text": "What is "}, {"type": "image_url", "image_url": {"url": "x.png"}}]
-    jsonl(folder / "b.jsonl", [ROWS[0], said(parts, "a cat"), said("<audio> and?", "no"), said(parts[:1], "this")])
-    command = [folder / "b.jsonl", "--tokenizer", folder / "t", "--messages", "messages", "--held-out", 0]
-    assert "line 2: message 1 has <image>, and only text is read" in refused(capsys, *command, "--out", folder / "d")
-    assert make(folder, "--on-error", "skip", "--held-out", 0, rows="b.jsonl").splits["train"].num_documents == 3
-    assert "2 x image, audio or video" in capsys.readouterr().out
-    dataset = make(folder, "--media-as-text", "--held-out", 0, "--overwrite", rows="b.jsonl")
-    texts = [spelled(prompt) for prompt, _ in documents(dataset)]
+    heard = conversation("<audio> and?", "no")
+    write("b.jsonl", [ROWS[0], conversation(parts, "a cat"), heard, conversation(parts[:1], "this")])
+    command = "b.jsonl --messages messages --tokenizer t --held-out 0"
+    assert "line 2: message 1 has <image>, and only text is read" in refusal(command)
+    assert "2 x image, audio or video" in output(f"{command} --on-error skip")
+    assert len(messages_of("b.jsonl --on-error skip")) == 3
+    texts = [spelled(prompt) for prompt, _ in messages_of("b.jsonl --media-as-text")]
     assert ["What is <image>" in text for text in texts] == [False, False, True, False, False]
     assert sum("<audio> and?" in text for text in texts) == 1
 
 
-def test_channels_and_tool_calls(folder):
-    """Each answer is what a model writes after the header alone."""
+def test_channels_and_tool_calls_are_what_a_model_writes_after_the_header():
     call = {"type": "function", "function": {"name": "get", "arguments": {"city": "Rom"}}}
-    messages = [
-        {"role": "user", "content": "Is it warm?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "20"},
-        {"role": "assistant", "content": "Yes.", "thinking": "20 is warm"},
-        {"role": "user", "content": "And dry?"},
-        {"role": "assistant", "content": "No.", "thinking": None},
-    ]
-    jsonl(folder / "b.jsonl", [{"messages": messages}])
-    (folder / "channels").write_text(CHANNELS)
-    dataset = make(folder, "--template", folder / "channels", "--held-out", 0, rows="b.jsonl")
-    prompts, answers = zip(*([spelled(ids) for ids in document] for document in documents(dataset)), strict=True)
-    assert answers == (
+    row = conversation("Is it warm?", None, "20", "Yes.", "And dry?", "No.")
+    _, calls, tool, first, _, last = row["messages"]
+    calls["tool_calls"] = [call]
+    tool["role"] = "tool"
+    first["thinking"] = "20 is warm"
+    last["thinking"] = None
+    write("b.jsonl", [row])
+    write("channels", CHANNELS)
+    found = messages_of("b.jsonl --template channels")
+    assert [spelled(answer) for _, answer in found] == [
         ' to=functions.get<|channel|>commentary<|message|>{"city": "Rom"}<|stop|>',
         "<|channel|>analysis<|message|>20 is warm<|stop|><|turn|>assistant<|channel|>final<|message|>Yes.<|end|>",
         "<|channel|>final<|message|>No.<|end|>",
-    )
-    assert all(prompt.endswith("<|stop|><|turn|>assistant") for prompt in prompts)
-    assert ["20 is warm" in prompt for prompt in prompts] == [False] * 3
-
-
-@pytest.mark.parametrize("write", [jsonl, parquet])
-def test_each_answer_is_a_document_after_what_comes_before_it(folder, write):
-    write(folder / f"b.{write.__name__}", ROWS)
-    dataset = make(folder, "--held-out", 0, rows=f"b.{write.__name__}")
-    found = list(documents(dataset))
-    template = ChatTemplate(TEMPLATE, "t", NAMED)
-    answers = [(row["messages"], i) for row in ROWS for i, m in enumerate(row["messages"]) if m["role"] == "assistant"]
-    assert [spelled(prompt) for prompt, _ in found] == [template.render(messages[:i]) for messages, i in answers]
-    assert [spelled(answer) for _, answer in found] == [
-        f"{messages[i]['content'].strip()}<|stop|>\n" for messages, i in answers
     ]
-    assert found[0][0] == LIBRARY.encode(template.render(ROWS[0]["messages"][:1]), add_special_tokens=False).ids
+    prompts = [spelled(prompt) for prompt, _ in found]
+    assert all(prompt.endswith("<|stop|><|turn|>assistant") for prompt in prompts)
+    assert not any("20 is warm" in prompt for prompt in prompts)
 
 
-def test_special_tokens_are_the_templates_alone(folder):
-    found = [prompt + answer for prompt, answer in documents(make(folder, "--held-out", 0))]
-    assert [ids.count(FIRST) for ids in found] == [1, 1, 1, 1]
+@pytest.mark.parametrize("name", ["b.jsonl", "b.parquet"])
+def test_each_answer_is_a_document_after_the_messages_before_it(name):
+    write(name, ROWS)
+    found = messages_of(name)
+    template = ChatTemplate(CHAT_TEMPLATE, "t", CHAT_NAMES)
+    expected = []
+    for row in ROWS:
+        for index, message in enumerate(row["messages"]):
+            if message["role"] == "assistant":
+                answer = f"{message['content'].strip()}<|stop|>\n"
+                expected.append((template.render(row["messages"][:index]), answer))
+    assert [(spelled(prompt), spelled(answer)) for prompt, answer in found] == expected
+    assert found[0][0] == CHAT_TOKENIZER.encode(expected[0][0], add_special_tokens=False).ids
+
+
+def test_only_the_template_makes_special_tokens_unless_the_switch_is_given():
+    found = [prompt + answer for prompt, answer in messages_of("a.jsonl")]
+    assert [ids.count(BEGIN) for ids in found] == [1, 1, 1, 1]
     assert [ids.count(TURN) for ids in found] == [2, 4, 2, 2]
     assert [ids.count(STOP) for ids in found] == [2, 4, 2, 2]
-    again = prepared(
-        *(folder / "e", folder / "a.jsonl", "--tokenizer", folder / "t", "--messages", "messages"),
-        *("--special-tokens", "--held-out", 0),
-    )
-    assert [(p + a).count(STOP) for p, a in documents(again)] == [2, 4, 3, 2]
+    spelled_ones = messages_of("a.jsonl --special-tokens")
+    assert [(prompt + answer).count(STOP) for prompt, answer in spelled_ones] == [2, 4, 3, 2]
 
 
-def test_the_answers_of_a_conversation_are_in_one_split(folder):
-    rows = [said(f"{i}?", "yes", "sure?", "no") for i in range(60)]
-    jsonl(folder / "b.jsonl", rows)
-    dataset = make(folder, "--held-out", 0.4, rows="b.jsonl")
+def test_the_answers_of_a_conversation_are_in_one_split():
+    write("b.jsonl", [conversation(f"{i}?", "yes", "sure?", "no") for i in range(60)])
+    halves = dataset("b.jsonl --messages messages --tokenizer t --held-out 0.4")
     for name in ("train", "validation"):
-        texts = [spelled(prompt + answer) for prompt, answer in documents(dataset, name)]
+        texts = [spelled(prompt + answer) for prompt, answer in prompts_and_answers(halves, name)]
         assert len(texts) > 20
         assert all(second.startswith(first) for first, second in zip(texts[::2], texts[1::2], strict=True))
 
 
-def test_bytes_and_a_template_of_ones_own(folder):
-    (folder / "x.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
-    command = ["--messages", "messages", "--template", folder / "x.jinja", "--held-out", 0]
-    dataset = prepared(folder / "d", folder / "a.jsonl", *command)
-    pairs = [tuple(ByteTokenizer().decode(part).decode() for part in pair) for pair in documents(dataset)]
-    assert pairs[1] == ("[naïve?][yes][and 🙂]", "[no\n]")
+def test_bytes_can_have_a_template():
+    write("x.jinja", "{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    found = dataset("a.jsonl --messages messages --template x.jinja --held-out 0")
+    prompt, answer = prompts_and_answers(found)[1]
+    assert ByteTokenizer().decode(prompt).decode() == "[naïve?][yes][and 🙂]"
+    assert ByteTokenizer().decode(answer) == b"[no\n]"
 
 
-def test_it_says_how_many_tokens_have_loss(folder, capsys):
-    dataset = make(folder, "--held-out", 0)
-    answers = sum(len(answer) for _, answer in documents(dataset))
-    assert f"{dataset.splits['train'].num_tokens:,} tokens, {answers:,} of them with loss, in 1 shard" in (
-        capsys.readouterr().out
-    )
-    assert load_corpus(folder / "d", validation=folder / "d").loss_tokens == answers
-    (folder / "a.txt").write_text("abc")
-    plain = prepared(folder / "plain", folder / "a.txt", "--held-out", 0)
-    assert "with loss" not in capsys.readouterr().out
-    assert plain.splits["train"].num_loss_tokens == 2
+def test_the_summary_counts_tokens_with_loss():
+    out = output("a.jsonl --messages messages --tokenizer t --held-out 0")
+    found = made("a.jsonl --messages messages")
+    answers = sum(len(answer) for _, answer in prompts_and_answers(found))
+    assert f"{found.splits['train'].num_tokens:,} tokens, {answers:,} of them with loss, in 1 shard" in out
+    assert load_corpus(Path("d"), validation=Path("d")).loss_tokens == answers
+    write("a.txt", "abc")
+    assert "with loss" not in output("a.txt --held-out 0 --out plain")
+    assert load_corpus(Path("plain")).sources[0].train.num_loss_tokens == 2
 
 
-def test_what_it_says_and_that_it_is_finished(folder, capsys):
-    dataset = make(folder)
-    assert (dataset.tokenizer.prefix, dataset.tokenizer.eos_id) == ((FIRST,), STOP)
-    assert f"documents   begin with <|begin|> ({FIRST}); end with <|stop|> ({STOP})\n" in capsys.readouterr().out
-    make(folder)
-    assert "is finished; there is nothing to do" in capsys.readouterr().out
-    (folder / "t/chat_template.jinja").write_text("{# another #}" + TEMPLATE)
-    command = ["--tokenizer", folder / "t", "--messages", "messages", "--out", folder / "d"]
-    assert "template: " in refused(capsys, folder / "a.jsonl", *command)
+def test_documents_of_conversations_end_in_the_stop_token_and_another_template_is_another_dataset():
+    command = "a.jsonl --messages messages --tokenizer t"
+    assert f"documents   begin with <|begin|> ({BEGIN}); end with <|stop|> ({STOP})\n" in output(command)
+    assert "is finished; there is nothing to do" in output(command)
+    tokenizer = dataset(command).tokenizer
+    assert (tokenizer.prefix, tokenizer.eos_id) == ((BEGIN,), STOP)
+    write("t/chat_template.jinja", "{# another #}" + CHAT_TEMPLATE)
+    assert "template: " in refusal(command)
+
+
+def message(**keys):
+    return {"messages": [keys]}
 
 
 @pytest.mark.parametrize(
@@ -187,91 +174,66 @@ def test_what_it_says_and_that_it_is_finished(folder, capsys):
         ({"messages": "hello"}, 'not a list of messages, but "hello"'),
         ({"messages": []}, "the list of messages is empty"),
         ({"messages": ["x"]}, "message 1 is not an object with role and content"),
-        (
-            {"messages": [{"role": "user", "content": None}]},
-            "message 1: 'content' is not a string, but null; give it a text, or remove the message",
-        ),
-        (
-            {"messages": [{"speaker": "human", "value": "x"}]},
-            "message 1 has no 'role': rename one of its keys to 'role': 'speaker', 'value'",
-        ),
-        (
-            {"messages": [{"role": "user", "text": "x"}]},
-            "message 1 has no 'content': rename its key 'text' to 'content'",
-        ),
-        (
-            {"messages": [{"role": "user"}]},
-            "message 1 has no 'content': it has only 'role'; give it a content, or remove the message",
-        ),
-        ({"messages": [{}]}, "message 1 has no 'role': it is empty; remove it"),
-        (
-            {"messages": [{"role": "User", "content": "x"}, {"role": "Assistant", "content": "y"}]},
-            "so there is no answer to learn; it has 'User', 'Assistant'; write 'assistant' instead of 'Assistant'",
-        ),
-        ({"messages": [{"from": "moon", "value": "x"}]}, 'message 1 is from "moon", and not from human, user, gpt'),
-        (
-            {"messages": [{"from": "gpt", "value": 3}]},
-            "message 1: 'content' is not a string, but 3",
-        ),
-        (said("a"), "no message has the role 'assistant', so there is no answer to learn; it has 'user'"),
-        (said("a", "\ufdd0"), "holds U+FDD0, which is no character"),
+        (message(role="user", content=None), "message 1: 'content' is not a string, but null; give it a text"),
+        (message(speaker="a", value="x"), "message 1 has no 'role': rename one of its keys to 'role': 'speaker', 'va"),
+        (message(role="user", text="x"), "message 1 has no 'content': rename its key 'text' to 'content'"),
+        (message(role="user"), "message 1 has no 'content': it has only 'role'; give it a content, or remove"),
+        (message(), "message 1 has no 'role': it is empty; remove it"),
+        (message(role="Assistant", content="y"), "no answer to learn; it has 'Assistant'; write 'assistant' instead"),
+        (message(**{"from": "moon", "value": "x"}), 'message 1 is from "moon", and not from human, user, gpt'),
+        (message(**{"from": "gpt", "value": 3}), "message 1: 'content' is not a string, but 3"),
+        (conversation("a"), "no message has the role 'assistant', so there is no answer to learn; it has 'user'"),
+        (conversation("a", "\ufdd0"), "holds U+FDD0, which is no character"),
         ({"message": []}, "no field 'messages'; did you mean 'message'?"),
     ],
 )
-def test_what_is_no_conversation(folder, capsys, row, message):
-    jsonl(folder / "b.jsonl", [ROWS[0], row])
-    command = [folder / "b.jsonl", "--tokenizer", folder / "t", "--messages", "messages", "--held-out", 0]
-    error = refused(capsys, *command, "--out", folder / "d")
+def test_rows_that_are_no_conversation_are_refused(row, message):
+    write("b.jsonl", [ROWS[0], row])
+    error = refusal("b.jsonl --messages messages --tokenizer t")
     assert "b.jsonl, line 2: " in error
     assert message in error
-    dataset = make(folder, "--on-error", "skip", "--held-out", 0, rows="b.jsonl")
-    assert dataset.splits["train"].num_documents == 2
+    assert len(messages_of("b.jsonl --on-error skip")) == 2
 
 
-def test_keys_that_occur_twice_and_deep_nesting(folder, capsys):
-    deep = "[" * 900 + "]" * 900
-    contents = {
-        "twice": '{"role": "user", "content": "a", "content": "b"}',
-        "deep": f'{{"role": "user", "content": "a", "more": {deep}}}',
-    }
-    for name, message in contents.items():
-        row = f'{{"messages": [{message}, {{"role": "assistant", "content": "c"}}]}}\n'
-        (folder / f"{name}.jsonl").write_text(row)
-    command = ["--tokenizer", folder / "t", "--held-out", 0, "--out", folder / "d"]
-    error = refused(capsys, folder / "twice.jsonl", *command)
-    assert 'twice.jsonl, line 1: the key "content" occurs twice in an object; remove one of them' in error
-    assert "deep.jsonl, line 1: not JSON: nested too deeply" in refused(capsys, folder / "deep.jsonl", *command)
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ('"content": "b"', 'line 1: the key "content" occurs twice in an object; remove one of them'),
+        ('"more": ' + "[" * 900 + "]" * 900, "line 1: not JSON: nested too deeply"),
+    ],
+    ids=["twice", "deep"],
+)
+def test_keys_that_occur_twice_and_deep_nesting_are_refused(keys, error):
+    messages = f'[{{"role": "user", "content": "a", {keys}}}, {{"role": "assistant", "content": "c"}}]'
+    write("b.jsonl", f'{{"messages": {messages}}}\n')
+    assert error in refusal("b.jsonl --tokenizer t")
 
 
-def shards(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name.startswith(("train", "validation"))}
+def tokens(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).glob("*-0*")}
 
 
-def test_a_resumed_command_writes_the_day_on_which_it_was_begun(folder, capsys, monkeypatch):
-    template = "{{ strftime_now('%d %b %Y, %H:%M') }} {{ [1, 2, 3, 4, 5, 6] | random }}" + TEMPLATE
-    (folder / "day.jinja").write_text(template)
-    rows = [said(f"{i}?", f"{i}") for i in range(30)]
-    jsonl(folder / "b.jsonl", [*rows[:10], {"messages": 3}, *rows[10:]])
-    flags = ["--template", folder / "day.jinja", "--on-error", "skip"]
-    monkeypatch.setattr(session, "first_day", lambda config: "2026-01-31")
-    refused(capsys, folder / "b.jsonl", "--tokenizer", folder / "t", *flags[:2], "--out", folder / "d")
-    monkeypatch.setattr(session, "first_day", lambda config: "2026-02-01")
-    resumed = make(folder, *flags, rows="b.jsonl")
-    assert "date        the chat template writes the day 2026-01-31; --date names another" in capsys.readouterr().out
-    monkeypatch.undo()
-    named = ["--out", folder / "e", "--date", "2026-01-31", "--messages", "messages"]
-    assert main([*map(str, [folder / "b.jsonl", "--tokenizer", folder / "t", *flags, *named])]) == 0
-    assert shards(resumed.folder) == shards(folder / "e")
-    prompt, _ = next(documents(resumed))
+def test_a_resumed_command_writes_the_day_on_which_it_was_begun(monkeypatch):
+    write("day.jinja", "{{ strftime_now('%d %b %Y, %H:%M') }} {{ [1, 2, 3, 4, 5, 6] | random }}" + CHAT_TEMPLATE)
+    rows = [conversation(f"{i}?", f"{i}") for i in range(30)]
+    write("b.jsonl", [*rows[:10], {"messages": 3}, *rows[10:]])
+    command = "b.jsonl --tokenizer t --template day.jinja --messages messages"
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "first_day", lambda config: "2026-01-31")
+        refusal(command)
+        patched.setattr(session, "first_day", lambda config: "2026-02-01")
+        command += " --on-error skip"
+        assert "the chat template writes the day 2026-01-31; --date names another" in output(command)
+    output(f"{command} --out e --date 2026-01-31")
+    assert tokens("d") == tokens("e")
+    prompt, _ = prompts_and_answers(open_dataset(Path("d")))[0]
     assert spelled(prompt).startswith("31 Jan 2026, 12:00")
-    assert template_day(folder / "d") == template_day(folder / "e") == "2026-01-31"
-    command = [folder / "b.jsonl", "--tokenizer", folder / "t", *flags, "--messages", "messages"]
-    assert "date: None -> 2026-02-01" in refused(capsys, *command, "--date", "2026-02-01", "--out", folder / "d")
-    assert "--date tomorrow: should be a day, such as 2026-01-31" in refused(capsys, *command, "--date", "tomorrow")
+    assert template_day(Path("d")) == template_day(Path("e")) == "2026-01-31"
+    assert "date: None -> 2026-02-01" in refusal(f"{command} --date 2026-02-01")
 
 
-def test_a_template_without_a_day_records_none(folder):
-    assert template_day(make(folder).folder) is None
+def test_a_template_without_a_day_records_none():
+    assert template_day(made("a.jsonl --messages messages").folder) is None
 
 
 @pytest.mark.parametrize(
@@ -279,225 +241,173 @@ def test_a_template_without_a_day_records_none(folder):
     [
         ("{{ raise_exception('no') }}", "x.jinja refuses this conversation: no"),
         ("{% if %}", "x.jinja: not a chat template"),
-        (
-            "{% if add_generation_prompt %}<think>{% endif %}{{ messages }}",
-            "the template starts this answer differently",
-        ),
-        (None, "x.jinja: No such file"),
+        ("{% if add_generation_prompt %}<think>{% endif %}{{ messages }}", "the template starts this answer diffe"),
+        ("", "x.jinja: No such file"),
     ],
 )
-def test_templates_that_cannot_be_used(folder, capsys, template, message):
-    if template is not None:
-        (folder / "x.jinja").write_text(template)
-    command = [folder / "a.jsonl", "--tokenizer", folder / "t", "--messages", "messages"]
-    assert message in refused(capsys, *command, "--template", folder / "x.jinja", "--out", folder / "d")
+def test_templates_that_cannot_be_used_are_refused(template, message):
+    if template:
+        write("x.jinja", template)
+    assert message in refusal("a.jsonl --tokenizer t --messages messages --template x.jinja")
 
 
-def test_without_a_template_one_is_asked_for(folder, capsys):
-    (folder / "t/tokenizer_config.json").write_text(json.dumps(NAMED))
-    command = [folder / "a.jsonl", "--messages", "messages", "--out", folder / "d"]
-    assert "t has no chat template; give one by --template FILE" in refused(
-        capsys, *command, "--tokenizer", folder / "t"
-    )
-    assert "bytes come with no chat template" in refused(capsys, *command)
+def test_a_tokenizer_without_a_template_needs_one():
+    write("t/tokenizer_config.json", json.dumps(CHAT_NAMES))
+    error = refusal("a.jsonl --messages messages --tokenizer t")
+    assert "t has no chat template; give one by --template FILE" in error
+    assert "bytes come with no chat template" in refusal("a.jsonl --messages messages --overwrite")
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--messages", "m", "--field", "f"], "--messages is a row's only field"),
-        (["--messages", "m", "--train-bpe", "300"], "--messages needs the tokenizer"),
-        (["--messages", "m", "--bos", "none"], "--bos is for documents"),
-    ],
-)
-def test_settings_that_cannot_be(capsys, flags, message):
-    assert message in refused(capsys, "x", "--out", "d", *flags)
+def sharegpt(number, row):
+    """A row as ShareGPT has it, in one of its two spellings."""
+    names = [{"user": "human", "assistant": "gpt"}, {"user": "user", "assistant": "chatgpt"}][number % 2]
+    turns = [{"from": names[turn["role"]], "value": turn["content"]} for turn in row["messages"]]
+    return {"id": number, "conversations": turns}
 
 
-SHAREGPT = [
-    {"id": i, "conversations": [{"from": names[m["role"]], "value": m["content"]} for m in row["messages"]]}
-    for i, (row, names) in enumerate(
-        zip(ROWS, [{"user": "human", "assistant": "gpt"}, {"user": "user", "assistant": "chatgpt"}] * 2, strict=False)
-    )
-]
+SHAREGPT = [sharegpt(number, row) for number, row in enumerate(ROWS)]
 
 
-@pytest.mark.parametrize("write", [jsonl, parquet])
-@pytest.mark.parametrize("flags", [[], ["--messages", "conversations"]])
-def test_sharegpt_is_read_as_messages_are(folder, capsys, write, flags):
-    expected = list(documents(make(folder, "--held-out", 0)))
-    write(folder / "s", SHAREGPT)
-    command = ["--tokenizer", folder / "t", "--format", write.__name__, "--held-out", 0, *flags]
-    capsys.readouterr()
-    dataset = prepared(folder / "e", folder / "s", *command)
-    assert list(documents(dataset)) == expected
+@pytest.mark.parametrize("name", ["s.jsonl", "s.parquet"])
+def test_sharegpt_is_read_as_messages_are(name):
+    expected = messages_of("a.jsonl")
+    write(name, SHAREGPT)
     layout = "layout      ShareGPT, a conversation in each row's 'conversations'; not read: \"id\"\n"
-    assert (layout in capsys.readouterr().out) == (not flags)
-    prepared(folder / "e", folder / "s", *command)
-    assert "is finished; there is nothing to do" in capsys.readouterr().out
+    assert layout in output(f"{name} --tokenizer t --overwrite")
+    assert "is finished; there is nothing to do" in output(f"{name} --tokenizer t")
+    assert prompts_and_answers(made(name)) == expected
+    assert "layout" not in output(f"{name} --tokenizer t --messages conversations --overwrite")
+    assert prompts_and_answers(made(f"{name} --messages conversations")) == expected
 
 
-@pytest.mark.parametrize("write", [jsonl, parquet])
-@pytest.mark.parametrize("flags", [[], ["--messages", "instruction"]])
-def test_alpaca_is_read_as_a_question_and_its_answer(folder, capsys, write, flags):
+@pytest.mark.parametrize("name", ["s.jsonl", "s.parquet"])
+def test_alpaca_is_read_as_a_question_and_its_answer(name):
     rows = [
         {"instruction": "Add.", "input": "1 2", "output": "3"},
         {"instruction": "Say.", "output": "so"},
         {"instruction": "Be.", "input": "", "output": ""},
-        {"instruction": "Go.", "input": None, "output": "on", "system": "Be brief.", "history": []},
+        {"instruction": "Go.", "input": None, "output": "on", "system": "Be brief."},
+        {"instruction": "Try.", "output": "so", "history": [["q", "a"]]},
     ]
-    write(folder / "s", rows if write is jsonl else [{**dict.fromkeys(("input", "system")), **row} for row in rows])
-    command = ["--tokenizer", folder / "t", "--format", write.__name__, "--held-out", 0, *flags]
-    dataset = prepared(folder / "e", folder / "s", *command)
-    asked = ["user\nAdd.\n\n1 2", "user\nSay.", "system\nBe brief.<|stop|>\n<|turn|>user\nGo."]
-    assert [(spelled(prompt), spelled(answer)) for prompt, answer in documents(dataset)] == [
-        (f"<|begin|><|turn|>{question}<|stop|>\n<|turn|>assistant\n", f"{answer}<|stop|>\n")
-        for question, answer in zip(asked, ["3", "so", "on"], strict=True)
+    absent = dict.fromkeys(("input", "system", "history")) if name == "s.parquet" else {}
+    write(name, [absent | row for row in rows])
+    expected = [
+        "user\nAdd.\n\n1 2<|stop|>\n<|turn|>assistant\n3",
+        "user\nSay.<|stop|>\n<|turn|>assistant\nso",
+        "system\nBe brief.<|stop|>\n<|turn|>user\nGo.<|stop|>\n<|turn|>assistant\non",
+        "user\nq<|stop|>\n<|turn|>assistant\na",
+        "user\nq<|stop|>\n<|turn|>assistant\na<|stop|>\n<|turn|>user\nTry.<|stop|>\n<|turn|>assistant\nso",
     ]
-    out = capsys.readouterr().out
-    assert ("layout      Alpaca, a conversation of each row's 'instruction', 'input' and 'output'\n" in out) == (
-        not flags
-    )
-    assert "left out    1 x empty document" in out
+    for flags in ("", "--messages instruction"):
+        out = output(f"{name} --tokenizer t --held-out 0 --overwrite {flags}")
+        assert ("layout      Alpaca, a conversation of each row's 'instruction', 'inp" in out) == (not flags)
+        assert "left out    1 x empty document" in out
+        pairs = prompts_and_answers(made(f"{name} {flags}"))
+        assert [spelled(ids + answer) for ids, answer in pairs] == [
+            f"<|begin|><|turn|>{text}<|stop|>\n" for text in expected
+        ]
+        answers = ("3", "so", "on", "a", "so")
+        assert [spelled(answer) for _, answer in pairs] == [f"{answer}<|stop|>\n" for answer in answers]
 
 
-@pytest.mark.parametrize("write", [jsonl, parquet])
-def test_earlier_turns_of_alpaca_come_before_the_question(folder, write):
-    rows = [{"instruction": "Say.", "output": "so", "history": [["q", "a"]]}, {"instruction": "Go.", "output": "on"}]
-    write(folder / "s", rows if write is jsonl else [{"history": None, **row} for row in rows])
-    dataset = prepared(
-        folder / "e", folder / "s", "--tokenizer", folder / "t", "--format", write.__name__, "--held-out", 0
-    )
-    prompts = [spelled(prompt) for prompt, _ in documents(dataset)]
-    assert any("user\nq<|stop|>\n<|turn|>assistant\na<|stop|>\n<|turn|>user\nSay." in prompt for prompt in prompts)
+@pytest.mark.parametrize("flags", ["", "--messages conversations"])
+def test_a_list_of_json_and_a_folder_have_a_layout_too(flags):
+    expected = messages_of("a.jsonl")
+    write("in/s.json", json.dumps(SHAREGPT, indent=2))
+    assert prompts_and_answers(made(f"{'in' if flags else 'in/s.json'} {flags}")) == expected
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"instruction": "Say.", "output": "so", "history": ["q"]}, "'history' is no list of pairs of texts"),
-        (
-            {"conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "q"}], "system": "T"},
-            "there are two system messages, one of them in the field 'system'",
-        ),
-    ],
-)
-def test_rows_that_are_no_conversation(folder, capsys, row, message):
-    jsonl(folder / "s.jsonl", [row])
-    assert message in refused(capsys, folder / "s.jsonl", "--tokenizer", folder / "t", "--out", folder / "e")
-
-
-@pytest.mark.parametrize("flags", [[], ["--messages", "conversations"]])
-def test_an_array_of_json_has_a_layout_too(folder, capsys, flags):
-    expected = list(documents(make(folder, "--held-out", 0)))
-    (folder / "in").mkdir()
-    (folder / "in/s.json").write_text(json.dumps(SHAREGPT, indent=2))
-    named = folder / "in" if flags else folder / "in/s.json"
-    dataset = prepared(folder / "e", named, "--tokenizer", folder / "t", "--held-out", 0, *flags)
-    assert list(documents(dataset)) == expected
-
-
-@pytest.mark.parametrize("flags", [[], ["--messages", "conversations"]])
-def test_a_command_reads_one_layout(folder, capsys, flags):
-    jsonl(folder / "s.jsonl", SHAREGPT)
-    jsonl(folder / "a.jsonl", [{"instruction": "Say.", "output": "so"}])
-    command = [folder / "s.jsonl", folder / "a.jsonl", "--tokenizer", folder / "t", "--out", folder / "e"]
-    error = refused(capsys, *command, *flags)
+@pytest.mark.parametrize("flags", ["", "--messages conversations"])
+def test_a_command_reads_one_layout(flags):
+    write("s.jsonl", SHAREGPT)
+    write("a.jsonl", [{"instruction": "Say.", "output": "so"}])
+    error = refusal(f"s.jsonl a.jsonl --tokenizer t {flags}")
     assert "a.jsonl, line 1: no field 'conversations'; fields: 'instruction', 'output'" in error
 
 
-def test_a_layout_of_the_library_datasets(folder):
+def test_tables_of_the_library_datasets_have_a_layout():
     datasets = pytest.importorskip("datasets")
-    expected = list(documents(make(folder, "--held-out", 0)))
-    datasets.Dataset.from_list(SHAREGPT).save_to_disk(folder / "table")
-    made = prepared(folder / "e", f"hf:{folder / 'table'}", "--tokenizer", folder / "t", "--held-out", 0)
-    assert list(documents(made)) == expected
+    expected = messages_of("a.jsonl")
+    datasets.Dataset.from_list(SHAREGPT).save_to_disk("table")
+    assert prompts_and_answers(made("hf:table")) == expected
 
 
 @pytest.mark.parametrize("field", ["messages", "conversations"])
-def test_a_layout_is_known_by_its_first_object(folder, field):
-    (folder / "s.jsonl").write_text("\n[]\nnot JSON\n" + json.dumps({field: ROWS[0]["messages"]}))
-    (folder / "s.txt").write_text("text")
-    command = [folder / "s.txt", folder / "s.jsonl", "--tokenizer", folder / "t", "--on-error", "skip"]
-    dataset = prepared(folder / "e", *command, "--held-out", 0)
-    assert dataset.splits["train"].num_documents == 2
+def test_a_layout_is_known_by_its_first_object(field):
+    write("s.jsonl", "\n[]\nnot JSON\n" + json.dumps({field: ROWS[0]["messages"]}))
+    write("s.txt", "text")
+    assert made("s.txt s.jsonl --on-error skip").splits["train"].num_documents == 2
 
 
-def test_rows_that_have_a_text_are_texts(folder, capsys):
-    jsonl(folder / "s.jsonl", [{"text": "abc", "instruction": "a", "output": "b", "messages": []}])
-    dataset = prepared(folder / "e", folder / "s.jsonl", "--tokenizer", folder / "t", "--held-out", 0)
-    assert not dataset.splits["train"].has_prompts
-    assert "layout" not in capsys.readouterr().out
-
-
-def test_rows_without_a_text_name_the_flag_for_conversations(folder, capsys):
-    jsonl(folder / "s.jsonl", [{"id": 1, "dialog": []}])
-    error = refused(capsys, folder / "s.jsonl", "--tokenizer", folder / "t", "--out", folder / "e")
-    assert "no field 'text'; fields: 'id', 'dialog'. Name it with --field NAME, or a conversation with" in error
+def test_rows_that_have_a_text_are_texts():
+    write("s.jsonl", [{"text": "abc", "instruction": "a", "output": "b", "messages": []}])
+    assert "layout" not in output("s.jsonl --tokenizer t")
+    assert not made("s.jsonl").splits["train"].has_prompts
 
 
 @pytest.mark.parametrize(
     ("row", "flags", "message"),
     [
-        ({"instruction": 3, "output": "x"}, [], "line 1: 'instruction' is not a string, but 3"),
-        ({"instruction": "x", "output": None}, [], "line 1: 'output' is not a string, but null"),
-        ({"conversations": 3}, [], "line 1: 'conversations': not a list of messages, but 3"),
-        ({"conversations": [], "system": 3}, [], "line 1: 'conversations': 'system' is not a string, but 3"),
-        ({"conversations": []}, ["--train-bpe", "300"], "--messages needs the tokenizer that the chat template"),
-        ({"conversations": []}, [], "bytes come with no chat template; give one by --template FILE"),
+        ({"instruction": 3, "output": "x"}, "--tokenizer t", "line 1: 'instruction' is not a string, but 3"),
+        ({"instruction": "x", "output": None}, "--tokenizer t", "line 1: 'output' is not a string, but null"),
+        ({"instruction": "x", "output": "y", "history": ["q"]}, "--tokenizer t", "'history' is no list of pairs"),
+        ({"conversations": 3}, "--tokenizer t", "line 1: 'conversations': not a list of messages, but 3"),
+        ({"conversations": [], "system": 3}, "--tokenizer t", "'conversations': 'system' is not a string, but 3"),
+        ({"conversations": []}, "--train-bpe 300", "--messages needs the tokenizer that the chat template"),
+        ({"conversations": []}, "", "bytes come with no chat template; give one by --template FILE"),
+        (
+            {"conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "q"}], "system": "T"},
+            "--tokenizer t",
+            "there are two system messages, one of them in the field 'system'",
+        ),
+        ({"id": 1, "dialog": []}, "", "no field 'text'; fields: 'id', 'dialog'. Name it with --field NAME, or a conv"),
     ],
 )
-def test_layouts_that_cannot_be_read(folder, capsys, row, flags, message):
-    jsonl(folder / "s.jsonl", [row])
-    tokenizer = [] if flags or "bytes" in message else ["--tokenizer", folder / "t"]
-    assert message in refused(capsys, folder / "s.jsonl", *tokenizer, *flags, "--out", folder / "e")
+def test_layouts_that_cannot_be_read_are_refused(row, flags, message):
+    write("s.jsonl", [row])
+    assert message in refusal(f"s.jsonl {flags}")
 
 
-def test_a_template_without_conversations_is_refused(folder, capsys):
-    jsonl(folder / "s.jsonl", ["text"])
-    command = [folder / "s.jsonl", "--template", folder / "x", "--out", folder / "e"]
-    assert "--template is for conversations; give --messages FIELD too" in refused(capsys, *command)
-
-
-def test_text_and_columns_of_text_are_no_conversations(folder, capsys):
-    command = ["--tokenizer", folder / "t", "--messages", "messages", "--out", folder / "d"]
-    (folder / "a.txt").write_text("x")
-    assert "a.txt: text has no fields; conversations are read from" in refused(capsys, folder / "a.txt", *command)
-    parquet(folder / "b.parquet", [{"messages": "x"}])
-    error = refused(capsys, folder / "b.parquet", *command)
-    assert "row 1: 'messages': not a list of messages, but \"x\"" in error
+def test_text_and_columns_of_text_are_no_conversations():
+    write("a.txt", "x")
+    write("b.parquet", [{"messages": "x"}])
+    for name, message in {
+        "a.txt": "a.txt: text has no fields; conversations are read from",
+        "b.parquet": "row 1: 'messages': not a list of messages, but \"x\"",
+    }.items():
+        assert message in refusal(f"{name} --tokenizer t --messages messages")
 
 
 @pytest.mark.journey
-def test_one_can_talk_to_a_run_as_its_data_do(folder, monkeypatch, capsys):
-    make(folder, "--held-out", 0.3, rows=jsonl(folder / "b.jsonl", [said(f"{i}?", f"{i}") for i in range(40)]).name)
-    size = ["--model.vocab-size", str(LIBRARY.get_vocab_size()), *mesh(1, 1, 1), "--train.steps", "2"]
-    assert train([*SMALL, *size, "--data.path", str(folder / "d"), "--run.dir", str(folder / "run")]) == 0
+def test_one_can_talk_to_a_run_as_its_data_do(monkeypatch, capsys):
+    write("b.jsonl", [conversation(f"{i}?", f"{i}") for i in range(40)])
+    output("b.jsonl --messages messages --tokenizer t --held-out 0.3")
+    size = ["--model.vocab-size", str(CHAT_TOKENIZER.get_vocab_size()), *mesh(1, 1, 1), "--train.steps", "2"]
+    assert train([*SMALL, *size, "--data.path", "d", "--run.dir", "run"]) == 0
     shown = capsys.readouterr().out
-    assert f" tokens to train on, {load_corpus(folder / 'd').loss_tokens:,} of them with loss, " in shown
-    source = open_source(folder / "run")
-    assert (source.template, source.special_tokens) == (TEMPLATE, NAMED)
-    assert (source.prefix, source.end_ids, source.template_day) == ((FIRST,), {STOP}, None)
-    described = folder / "d/tokenizer_config.json"
-    described.write_text(json.dumps({**NAMED, "chat_template_day": "2026-01-31"}))
-    assert open_source(folder / "run").template_day == "2026-01-31"
-    described.write_text(json.dumps({**NAMED, "chat_template_day": "31 January"}))
+    loss_tokens = load_corpus(Path("d")).loss_tokens
+    assert f" tokens to train on, {loss_tokens:,} of them with loss, " in shown
+    assert "jaxtp generate --model run --chat; jaxtp convert" in shown
+    source = open_source(Path("run"))
+    assert (source.template, source.special_tokens) == (CHAT_TEMPLATE, CHAT_NAMES)
+    assert (source.prefix, source.end_ids, source.template_day) == ((BEGIN,), {STOP}, None)
+    write("d/tokenizer_config.json", json.dumps({**CHAT_NAMES, "chat_template_day": "2026-01-31"}))
+    assert open_source(Path("run")).template_day == "2026-01-31"
+    write("d/tokenizer_config.json", json.dumps({**CHAT_NAMES, "chat_template_day": "31 January"}))
     with pytest.raises(TokenizerError, match="chat_template_day = 31 January: no day"):
-        open_source(folder / "run")
-    described.write_text(json.dumps(NAMED))
+        open_source(Path("run"))
+    write("d/tokenizer_config.json", json.dumps(CHAT_NAMES))
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
-    assert f"jaxtp generate --model {folder / 'run'} --chat; jaxtp convert" in shown
     capsys.readouterr()
-    assert generate(["--model", str(folder / "run"), "--chat", "--max-tokens", "2"]) == 0
+    assert generate(["--model", "run", "--chat", "--max-tokens", "2"]) == 0
     assert "prefill" in capsys.readouterr().err
 
 
-def test_a_conversation_whose_documents_take_too_much_memory_is_refused(folder, capsys):
+def test_a_conversation_whose_documents_take_too_much_memory_is_refused():
     """Each answer comes with all before it: in memory a line of many answers is many times as long as in the file."""
-    jsonl(folder / "long.jsonl", [said(*["x" * 50] * 40), said("a", "b")])
-    assert (folder / "long.jsonl").stat().st_size < 5000
-    command = ["--tokenizer", folder / "t", "--messages", "messages", "--max-document-bytes", 5000]
-    error = refused(capsys, folder / "long.jsonl", *command, "--out", folder / "d")
+    path = write("long.jsonl", [conversation(*["x" * 50] * 40), conversation("a", "b")])
+    assert path.stat().st_size < 5000
+    command = "long.jsonl --messages messages --max-document-bytes 5000"
+    error = refusal(f"{command} --tokenizer t")
     assert "line 1: its answers with their prompts: more than 5,000 bytes; a larger --max-document-bytes" in error
-    dataset = make(folder, "--max-document-bytes", 5000, "--on-error", "skip", "--held-out", 0, rows="long.jsonl")
-    assert dataset.splits["train"].num_documents == 1
+    assert made(f"{command} --on-error skip").splits["train"].num_documents == 1

@@ -1,15 +1,14 @@
 """What each document begins and ends with, and that runs and what is generated from them keep to it."""
 
 import json
+from pathlib import Path
 
 import pytest
-from corpora import jsonl, prepared, refused, texts
+from corpora import BEGIN, END, STOP, TURN, dataset, output, prompts_and_answers, refusal, run, texts, write
 from runs import SMALL, mesh
-from small_tokenizers import CHAT_TOKENS, begins_texts
-from tokenizers import Tokenizer
+from small_tokenizers import begins_texts
 
 from jaxtp.data.corpus import CorpusError, load_corpus
-from jaxtp.data.prepare.__main__ import main
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import HuggingFaceTokenizer
 from jaxtp.generate.loading import open_source
@@ -17,112 +16,103 @@ from jaxtp.train.__main__ import main as train
 
 ROWS = texts(40, seed=2)
 TOKENIZER = HuggingFaceTokenizer(begins_texts(), "t", eos="<|end|>")
-FIRST, END, TURN, STOP = map(Tokenizer.from_str(begins_texts().decode()).token_to_id, CHAT_TOKENS)
+MANIFEST = Path("d/dataset.json")
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A tokenizer and texts."""
-    (tmp_path / "t").mkdir()
-    (tmp_path / "t/tokenizer.json").write_bytes(begins_texts())
-    jsonl(tmp_path / "a.jsonl", ROWS)
-    return tmp_path
+@pytest.fixture(autouse=True)
+def _rows(folder):
+    write("t/tokenizer.json", begins_texts())
+    write("a.jsonl", ROWS)
 
 
-def make(folder, name, *flags, rows="a.jsonl"):
-    command = [folder / rows, "--tokenizer", folder / "t/tokenizer.json", "--eos", "<|end|>", "--held-out", 0.3]
-    return prepared(folder / name, *command, *flags)
+COMMAND = "--tokenizer t/tokenizer.json --eos '<|end|>' --held-out 0.3"
 
 
-def documents(dataset):
-    return [split.document(i).tolist() for split in dataset.splits.values() for i in range(split.num_documents)]
+def made(flags="", rows="a.jsonl"):
+    return dataset(f"{rows} {COMMAND} {flags}")
 
 
-def test_documents_begin_as_the_tokenizer_says(folder):
-    dataset, plain = make(folder, "auto"), make(folder, "none", "--bos", "none")
-    assert (dataset.tokenizer.prefix, plain.tokenizer.prefix) == ((FIRST,), ())
-    assert documents(dataset) == [[FIRST, *document] for document in documents(plain)]
-    assert sorted(documents(plain)) == sorted([*ids.tolist(), END] for ids in TOKENIZER.encode_batch(ROWS))
-    assert json.loads((dataset.folder / "dataset.json").read_text())["tokenizer"]["prefix"] == [FIRST]
+def ids_of(dataset):
+    """Documents of both splits."""
+    pairs = [*prompts_and_answers(dataset), *prompts_and_answers(dataset, "validation")]
+    return [prompt + rest for prompt, rest in pairs]
 
 
-def test_prompts_begin_so_too_and_the_first_token_is_part_of_them(folder):
-    jsonl(folder / "p.jsonl", [{"p": row, "c": "yes"} for row in ROWS])
-    dataset = make(folder, "d", "--prompt-field", "p", "--completion-field", "c", rows="p.jsonl")
-    expected = {(FIRST, *ids.tolist()) for ids in TOKENIZER.encode_batch(ROWS)}
-    for split in dataset.splits.values():
-        found = {tuple(split.document(i, stop=split.prompt_length(i)).tolist()) for i in range(split.num_documents)}
-        assert found <= expected
+def change_manifest(**changes):
+    record = json.loads(MANIFEST.read_text())
+    record["tokenizer"] |= changes
+    MANIFEST.write_text(json.dumps(record))
 
 
-def test_a_beginning_that_the_text_spells_is_not_doubled(folder):
-    jsonl(folder / "s.jsonl", ["<|begin|>a", "a"])
-    dataset = make(folder, "d", "--special-tokens", "--held-out", 0, rows="s.jsonl")
-    first, second = documents(dataset)
+def test_documents_begin_as_the_tokenizer_says():
+    begun = made()
+    plain = made("--bos none --out plain")
+    assert (begun.tokenizer.prefix, plain.tokenizer.prefix) == ((BEGIN,), ())
+    assert ids_of(begun) == [[BEGIN, *ids] for ids in ids_of(plain)]
+    assert sorted(ids_of(plain)) == sorted([*ids.tolist(), END] for ids in TOKENIZER.encode_batch(ROWS))
+    assert json.loads(MANIFEST.read_text())["tokenizer"]["prefix"] == [BEGIN]
+
+
+def test_the_first_token_is_part_of_a_prompt():
+    write("p.jsonl", [{"p": row, "c": "yes"} for row in ROWS])
+    found = made("--prompt-field p --completion-field c", "p.jsonl")
+    expected = [[BEGIN, *ids.tolist()] for ids in TOKENIZER.encode_batch(ROWS)]
+    pairs = [*prompts_and_answers(found), *prompts_and_answers(found, "validation")]
+    assert sorted(prompt for prompt, _ in pairs) == sorted(expected)
+
+
+def test_a_beginning_that_the_text_spells_is_not_doubled():
+    write("s.jsonl", ["<|begin|>a", "a"])
+    first, second = ids_of(made("--special-tokens --held-out 0", "s.jsonl"))
     assert first == second
-    assert first.count(FIRST) == 1
+    assert first.count(BEGIN) == 1
 
 
-def test_bytes_and_tokenizers_trained_here_begin_with_the_text(folder):
-    for name, flags in {"bytes": [], "bpe": ["--train-bpe", 300]}.items():
-        assert prepared(folder / name, folder / "a.jsonl", *flags).tokenizer.prefix == ()
+def test_bytes_and_tokenizers_trained_here_have_no_first_token():
+    assert dataset("a.jsonl").tokenizer.prefix == ()
+    assert dataset("a.jsonl --train-bpe 300 --overwrite").tokenizer.prefix == ()
 
 
-def test_another_beginning_is_another_dataset(folder, capsys):
-    make(folder, "d")
-    command = [folder / "a.jsonl", "--tokenizer", folder / "t/tokenizer.json", "--eos", "<|end|>", "--held-out", 0.3]
-    error = refused(capsys, *command, "--bos", "none", "--out", folder / "d")
-    assert f"tokenizer.prefix: ({FIRST},) -> ()" in error
-    make(folder, "none", "--bos", "none")
-    make(folder, "stop", "--eos", "<|stop|>")
-    for name, how in {"none": rf"before them \[{FIRST}\] and \[\]", "stop": f"after them {END} and {STOP}"}.items():
+def test_datasets_of_different_first_or_last_tokens_are_told_apart():
+    made()
+    assert f"tokenizer.prefix: ({BEGIN},) -> ()" in refusal(f"a.jsonl {COMMAND} --bos none")
+    made("--bos none --out none")
+    made("--eos '<|stop|>' --out stop")
+    for name, how in {"none": rf"before them \[{BEGIN}\] and \[\]", "stop": f"after them {END} and {STOP}"}.items():
         with pytest.raises(CorpusError, match=rf"begin or end with different tokens .*{how}.*--bos and --eos"):
-            load_corpus(None, {str(folder / "d"): 1.0, str(folder / name): 1.0})
+            load_corpus(None, {"d": 1.0, name: 1.0})
 
 
-def test_a_dataset_from_before_is_read_and_found_finished(folder, capsys):
-    """Its manifest says nothing of prefixes."""
-    dataset = make(folder, "d", "--bos", "none")
-    path = dataset.folder / "dataset.json"
-    record = json.loads(path.read_text())
+def test_a_manifest_of_an_earlier_version_says_nothing_of_first_tokens():
+    tokenizer = made("--bos none").tokenizer
+    record = json.loads(MANIFEST.read_text())
     del record["tokenizer"]["prefix"]
-    path.write_text(json.dumps(record))
-    assert open_dataset(dataset.folder).tokenizer == dataset.tokenizer
-    make(folder, "d", "--bos", "none")
-    assert "is finished; there is nothing to do" in capsys.readouterr().out
-    assert "prefix" not in load_corpus(dataset.folder).describe()
+    MANIFEST.write_text(json.dumps(record))
+    assert open_dataset(Path("d")).tokenizer == tokenizer
+    assert "is finished; there is nothing to do" in output(f"a.jsonl {COMMAND} --bos none")
+    assert "prefix" not in load_corpus(Path("d")).describe()
 
 
-@pytest.mark.parametrize("prefix", [7, ["a"], [True], [-1], [10**6]])
-def test_a_damaged_prefix_is_said_to_be(folder, capsys, prefix):
-    path = make(folder, "d").folder / "dataset.json"
-    record = json.loads(path.read_text())
-    record["tokenizer"]["prefix"] = prefix
-    path.write_text(json.dumps(record))
-    capsys.readouterr()
-    assert main(["--verify", str(folder / "d")]) == 1
-    assert "damaged: t" in capsys.readouterr().out
+def test_a_damaged_prefix_is_found():
+    made()
+    for prefix in (7, ["a"], [True], [-1], [10**6]):
+        change_manifest(prefix=prefix)
+        code, out, _ = run("--verify d")
+        assert (code, "damaged: t" in out) == (1, True), prefix
 
 
 @pytest.mark.journey
-def test_a_run_generates_as_its_data_begin(folder, capsys):
-    make(folder, "d")
-    flags = [
-        *SMALL,
-        "--model.vocab-size",
-        str(TOKENIZER.info.vocab_size),
-        *mesh(1, 1, 1),
-        "--run.dir",
-        str(folder / "run"),
-    ]
-    command = [*flags, "--data.path", str(folder / "d"), "--train.steps", "2"]
+def test_a_run_generates_as_its_data_begin(capsys):
+    made()
+    command = [*SMALL, "--model.vocab-size", str(TOKENIZER.info.vocab_size), *mesh(1, 1, 1), "--run.dir", "run"]
+    command += ["--data.path", "d", "--train.steps", "2"]
     assert train(command) == 0
-    assert open_source(folder / "run").prefix == (FIRST,)
+    assert open_source(Path("run")).prefix == (BEGIN,)
     assert train([*command, "--train.steps", "3"]) == 0
     assert "resumed from the checkpoint at step 2" in capsys.readouterr().out
-    make(folder, "none", "--bos", "none")
-    assert train([*command, "--data.path", str(folder / "none"), "--train.steps", "4"]) == 2
-    assert f"data: prefix: [{FIRST}] -> None" in capsys.readouterr().err
+    made("--bos none --out none")
+    assert train([*command, "--data.path", "none", "--train.steps", "4"]) == 2
+    assert f"data: prefix: [{BEGIN}] -> None" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -134,27 +124,24 @@ def test_a_run_generates_as_its_data_begin(folder, capsys):
         ({"generation_config.json": {"eos_token_id": [TURN, STOP]}}, TURN),
     ],
 )
-def test_the_end_token_is_that_of_the_folder(folder, capsys, beside, expected):
+def test_the_end_token_is_that_of_the_folder(beside, expected):
     for name, record in beside.items():
-        (folder / "t" / name).write_text(json.dumps(record))
-    dataset = prepared(folder / "d", folder / "a.jsonl", "--tokenizer", folder / "t")
-    assert dataset.tokenizer.eos_id == expected
-    out = capsys.readouterr().out
-    assert f"documents   begin with <|begin|> ({FIRST}); end with " in out
+        write(f"t/{name}", json.dumps(record))
+    out = output("a.jsonl --tokenizer t")
+    assert f"documents   begin with <|begin|> ({BEGIN}); end with " in out
     assert f" ({expected})\n" in out
-    assert make(folder, "e").tokenizer.eos_id == END
-    assert f"end with <|end|> ({END})\n" in capsys.readouterr().out
+    assert open_dataset(Path("d")).tokenizer.eos_id == expected
+    assert f"end with <|end|> ({END})\n" in output(f"a.jsonl {COMMAND} --out named")
 
 
-def test_an_end_token_that_nothing_tells_or_that_is_not_there(folder, capsys):
-    command = [folder / "a.jsonl", "--tokenizer", folder / "t", "--out", folder / "d"]
-    assert "which token ends a document? Name it by --eos TOKEN" in refused(capsys, *command)
-    (folder / "t/config.json").write_text('{"eos_token_id": 9999}')
-    assert "has no token with the id 9999" in refused(capsys, *command)
-    (folder / "t/tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    assert "has no token '</s>'; it has " in refused(capsys, *command)
-    (folder / "t/tokenizer_config.json").write_text("[]")
-    assert "tokenizer_config.json is a list, not an object" in refused(capsys, *command)
-    assert "out/tokenizer.json: No such file" in refused(capsys, *command[:2], folder, "--out", folder / "d").replace(
-        str(folder), "out"
-    )
+def test_an_end_token_that_nothing_tells_or_that_is_not_there_is_refused():
+    assert "which token ends a document? Name it by --eos TOKEN" in refusal("a.jsonl --tokenizer t")
+    for name, content, message in (
+        ("config.json", '{"eos_token_id": 9999}', "has no token with the id 9999"),
+        ("tokenizer_config.json", '{"eos_token": "</s>"}', "has no token '</s>'; it has "),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json is a list, not an object"),
+    ):
+        write(f"t/{name}", content)
+        assert message in refusal("a.jsonl --tokenizer t")
+    Path("empty").mkdir()
+    assert "empty/tokenizer.json: No such file" in refusal("a.jsonl --tokenizer empty")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow
 import pytest
-from corpora import jsonl, packed, parquet, prepared, texts
+from corpora import dataset, output, packed, parquet, refusal, texts, write
 from pyarrow import parquet as parquet_file
 
 from jaxtp.data.manifest import MANIFEST
@@ -22,6 +22,7 @@ from jaxtp.data.tokenizer_files import TokenizerError
 
 TEXTS = texts(40, seed=9)
 LIMITS = (PrepareConfig().max_document_bytes, PrepareConfig().max_window_bytes)
+WIDE = pytest.mark.wide
 
 
 def mutated(content, numbers, most=4):
@@ -48,77 +49,106 @@ def mutated(content, numbers, most=4):
     return bytes(content)
 
 
-def inputs(folder):
+FILES = [f"{name}{suffix}" for name in ("a.jsonl", "b.txt") for suffix in ("", ".gz", ".zst")]
+
+
+def whole_files():
     """A whole file of each format."""
-    folder.mkdir()
-    for suffix in ("", ".gz", ".zst"):
-        jsonl(folder / f"a.jsonl{suffix}", TEXTS)
-        (folder / f"b.txt{suffix}").write_bytes(packed(suffix, "\n".join(TEXTS).encode()))
-    parquet(folder / "c.parquet", TEXTS)
-    parquet(folder / "d.parquet", TEXTS, compression="none", use_dictionary=False, data_page_version="2.0")
-    return sorted(folder.iterdir())
+    for name in FILES:
+        write(name, TEXTS if "jsonl" in name else "\n".join(TEXTS))
+    plain = {"compression": "none", "use_dictionary": False, "data_page_version": "2.0"}
+    return [*map(Path, FILES), write("c.parquet", TEXTS), parquet(Path("d.parquet"), TEXTS, **plain)]
 
 
+@pytest.mark.parametrize(("rounds", "whole"), [(40, 13), pytest.param(200, 8, marks=WIDE)], ids=["few", "many"])
 @pytest.mark.parametrize("index", range(8))
-def test_damaged_inputs(tmp_path, index):
-    """Read as `prepare` reads them, of which one in eight goes all the way."""
-    whole = inputs(tmp_path / "in")[index]
+def test_damaged_inputs_give_documents_or_problems(index, rounds, whole):
+    """Read as `prepare` reads them; one in `whole` goes through all of it."""
+    path = whole_files()[index]
+    content = path.read_bytes()
     numbers = random.Random(index)
-    path = tmp_path / whole.name
     outcomes = set()
-    for round_ in range(200):
-        path.write_bytes(mutated(whole.read_bytes(), numbers))
-        source = Source(str(path), path.stat().st_size, 0, format_of(path), *LIMITS, in_folder=bool(round_ % 2))
-        events = read_source(source, round_ % 5, Fields("text"))
-        kinds = ["Document" if event.problem is None else "Problem" for event in events]
-        outcomes.update(kinds or ["nothing"])
-        if round_ % 8 == 0:
-            outcomes.add(outcome_of_prepare(tmp_path / f"out{round_}", path, numbers))
-    assert "Problem" in outcomes
-    assert outcomes <= {"Document", "Problem", "nothing", "dataset", "refused"}
+    for number in range(rounds):
+        path.write_bytes(mutated(content, numbers))
+        source = Source(str(path), path.stat().st_size, 0, format_of(path), *LIMITS, in_folder=bool(number % 2))
+        events = read_source(source, number % 5, Fields("text"))
+        outcomes.update(event.problem is None for event in events)
+        if number % whole == whole - 1:
+            prepare_or_refuse(Path(f"out{number}"), path, numbers)
+    assert False in outcomes, "a problem is found"
 
 
-def outcome_of_prepare(out, path, numbers):
+def prepare_or_refuse(out, path, numbers):
     config = PrepareConfig(inputs=(str(path),), on_error=numbers.choice(["stop", "skip"]), dedup=numbers.random() < 0.5)
+    refused = None
     try:
         prepare(out, config)
     except PrepareError as error:
-        return "refused" if str(path) in str(error) or "no document in" in str(error) else f"unclear: {error}"
-    assert list(verify(open_dataset(out))) == []
-    return "dataset"
+        refused = str(error)
+    if refused is None:
+        assert list(verify(open_dataset(out))) == []
+    else:
+        assert str(path) in refused or "no document in" in refused
 
 
-def test_damaged_tokenizers(tmp_path):
-    content = (
-        prepared(tmp_path / "d", jsonl(tmp_path / "a.jsonl", TEXTS), "--train-bpe", 290).folder / "tokenizer.json"
-    ).read_bytes()
+@pytest.mark.parametrize("rounds", [100, pytest.param(400, marks=WIDE)])
+def test_damaged_tokenizers_work_or_are_refused(rounds):
+    write("a.jsonl", TEXTS)
+    content = (dataset("a.jsonl --train-bpe 290").folder / "tokenizer.json").read_bytes()
     numbers = random.Random(0)
-    outcomes = [outcome_of_tokenizer(mutated(content, numbers, most=2)) for _ in range(400)]
-    assert min(outcomes.count("works"), outcomes.count("refused")) > 10
-    assert set(outcomes) == {"works", "refused"}
+    works = [tokenizer_works(mutated(content, numbers, most=2)) for _ in range(rounds)]
+    assert 5 < sum(works) < rounds - 5
 
 
-@pytest.mark.wide
-def test_small_files_take_little_memory(tmp_path):
-    """Files that unpack or parse to gigabytes, each in a process that may take 1.5 GiB."""
+def tokenizer_works(content):
+    refused = ""
+    encoded = []
+    try:
+        tokenizer = HuggingFaceTokenizer(content, "x")
+        encoded = tokenizer.encode_batch(TEXTS[:5])
+        for ids in encoded:
+            tokenizer.decode(ids)
+    except TokenizerError as error:
+        refused = str(error)
+    assert refused.startswith("x: ") or all(ids.max(initial=0) < tokenizer.info.vocab_size for ids in encoded)
+    return not refused
+
+
+LIMITED = """
+import os, resource, sys
+from jaxtp.data.prepare.__main__ import main
+resource.setrlimit(resource.RLIMIT_AS, (3 * 2**29, 3 * 2**29))
+codes = []
+for line in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        os._exit(main(line.split()))
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(codes)
+"""
+
+
+@WIDE
+def test_small_files_take_little_memory():
+    """Files that unpack or parse to gigabytes, each in a fork of a process that may take 1.5 GiB."""
     numbers = random.Random(3)
-    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    for round_ in range(12):
-        path = numbers.choice([hostile_json, hostile_parquet, hostile_text])(tmp_path / str(round_), numbers)
+    write("t.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    paths = []
+    lines = []
+    for number in range(9):
+        path = [hostile_json, hostile_parquet, hostile_text][number % 3](str(number), numbers)
         assert path.stat().st_size < 2**21
-        flags = numbers.choice([[], ["--messages", "text", "--template", str(tmp_path / "t.jinja")]])
-        command = [str(path), *flags, "--out", str(tmp_path / f"{round_}.out"), "--held-out", "0"]
-        limited = (
-            "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (3 * 2**29, 3 * 2**29)); "
-            "runpy.run_module('jaxtp.data.prepare', run_name='__main__', alter_sys=True)"
-        )
-        ended = subprocess.run([sys.executable, "-c", limited, *command], capture_output=True, text=True, check=False)
-        assert ended.returncode == 2, (path, ended)
-        assert ended.stderr.startswith(f"jaxtp prepare: error: {path}"), ended.stderr
-        assert "Traceback" not in ended.stderr
+        flags = numbers.choice(["", "--messages text --template t.jinja"])
+        lines.append(f"{path} {flags} --out {number}.out --held-out 0")
+        paths.append(path)
+    ended = subprocess.run([sys.executable, "-c", LIMITED, *lines], capture_output=True, text=True, check=False)
+    assert ended.stdout.splitlines()[-1] == str([2] * len(lines)), ended
+    errors = ended.stderr.split("jaxtp prepare: error: ")[1:]
+    assert [path for path, error in zip(paths, errors, strict=True) if not error.startswith(str(path))] == []
+    assert "Traceback" not in ended.stderr
 
 
-def hostile_json(path, numbers):
+def hostile_json(name, numbers):
     """Rows of very many small values, deep nesting, or one long line."""
     start, part, end = numbers.choice(
         [
@@ -129,56 +159,41 @@ def hostile_json(path, numbers):
             (b'{"text": ', b"9", b"}"),
         ]
     )
-    is_list = numbers.random() < 0.5
     suffix = numbers.choice([".gz", ".zst"])
-    path = path.with_suffix((".json" if is_list else ".jsonl") + suffix)
     content = start + part * (2**27 // len(part)) + end
-    path.write_bytes(packed(suffix, b"[" + content + b"]" if is_list else content))
-    return path
+    if numbers.random() < 0.5:
+        return write(f"{name}.json{suffix}", packed(suffix, b"[" + content + b"]"))
+    return write(f"{name}.jsonl{suffix}", packed(suffix, content))
 
 
-def hostile_text(path, numbers):
+def hostile_text(name, numbers):
     suffix = numbers.choice([".gz", ".zst"])
-    path = path.with_suffix(f".txt{suffix}")
-    path.write_bytes(packed(suffix, numbers.choice([b"a", b"\n", "\U0001f642".encode()]) * 2**26 * 2))
-    return path
+    part = numbers.choice([b"a", b"\n", "\U0001f642".encode()])
+    return write(f"{name}.txt{suffix}", packed(suffix, part * 2**27))
 
 
-def hostile_parquet(path, numbers):
+def hostile_parquet(name, numbers):
     """A list of very many nulls, or of messages without content."""
     size = numbers.randint(5, 20) * 10**6
     values = pyarrow.nulls(size, numbers.choice([pyarrow.int8(), pyarrow.string()]))
     if numbers.random() < 0.5:
         values = pyarrow.StructArray.from_arrays([values, values], ["role", "content"])
     rows = pyarrow.ListArray.from_arrays(pyarrow.array([0, size], pyarrow.int32()), values)
-    path = path.with_suffix(".parquet")
-    parquet_file.write_table(pyarrow.table({"text": rows}), path, compression="zstd")
-    return path
+    parquet_file.write_table(pyarrow.table({"text": rows}), f"{name}.parquet", compression="zstd")
+    return Path(f"{name}.parquet")
 
 
-def outcome_of_tokenizer(content):
-    try:
-        tokenizer = HuggingFaceTokenizer(content, "x")
-        encoded = tokenizer.encode_batch(TEXTS[:5])
-        for ids in encoded:
-            tokenizer.decode(ids)
-    except TokenizerError as error:
-        return "refused" if str(error).startswith("x: ") else f"unclear: {error}"
-    return (
-        "works" if all(ids.max(initial=0) < tokenizer.info.vocab_size for ids in encoded) else "beyond the vocabulary"
-    )
-
-
-@pytest.mark.wide
-def test_damaged_datasets(tmp_path):
-    rows = [{"p": text[:3], "c": text} for text in TEXTS]
-    command = [jsonl(tmp_path / "a.jsonl", rows), "--prompt-field", "p", "--completion-field", "c", "--train-bpe", 300]
-    whole = prepared(tmp_path / "whole", *command, "--shard-tokens", 500, "--held-out", 0.1).folder
-    damaged = Path(shutil.copytree(whole, tmp_path / "damaged"))
+@pytest.mark.parametrize("rounds", [40, pytest.param(400, marks=WIDE)])
+def test_damage_to_a_dataset_is_noticed(rounds):
+    write("a.jsonl", [{"p": text[:3], "c": text} for text in TEXTS])
+    fields = "--prompt-field p --completion-field c --train-bpe 300"
+    output(f"a.jsonl {fields} --shard-tokens 500 --held-out 0.1")
+    whole = Path("d")
+    damaged = Path(shutil.copytree(whole, "damaged"))
     numbers = random.Random(1)
-    names = sorted(path.name for path in whole.iterdir() if path.suffix != ".jsonl")
-    for _ in range(600):
-        name = numbers.choice([MANIFEST, *names])
+    names = [MANIFEST, *sorted(path.name for path in whole.iterdir() if path.suffix != ".jsonl")]
+    for _ in range(rounds):
+        name = numbers.choice(names)
         content = mutated((whole / name).read_bytes(), numbers)
         (damaged / name).write_bytes(content)
         noticed = is_noticed(damaged)
@@ -190,26 +205,27 @@ def test_damaged_datasets(tmp_path):
 def is_noticed(folder):
     """Whether opening or `verify` finds damage; whatever opens can be read, though what it reads may be nonsense."""
     try:
-        dataset = open_dataset(folder)
+        found = open_dataset(folder)
     except DatasetError:
         return True
-    for split in dataset.splits.values():
+    for split in found.splits.values():
         for index in range(split.num_documents):
             split.document(index)
             split.prompt_length(index)
         for position in range(0, split.num_tokens, 97):
             split.document_at(position)
-    return bool(list(verify(dataset)))
+    return bool(list(verify(found)))
 
 
-def test_a_damaged_journal_is_refused_or_the_result_is_right(tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", [*TEXTS, {"bad": 1}])
+@pytest.mark.parametrize("rounds", [15, pytest.param(60, marks=WIDE)])
+def test_a_damaged_journal_is_refused(rounds):
+    path = write("a.jsonl", [*TEXTS, {"bad": 1}])
+    assert "line 41" in refusal("a.jsonl --dedup --shard-tokens 500")
     config = PrepareConfig(inputs=(str(path),), dedup=True, shard_tokens=500)
-    with pytest.raises(PrepareError, match="line 41"):
-        prepare(tmp_path / "unfinished", config)
+    journal = Path("d/journal.json").read_bytes()
     numbers = random.Random(2)
-    for round_ in range(60):
-        out = Path(shutil.copytree(tmp_path / "unfinished", tmp_path / str(round_)))
-        (out / "journal.json").write_bytes(mutated((out / "journal.json").read_bytes(), numbers))
+    for number in range(rounds):
+        out = Path(shutil.copytree("d", str(number)))
+        (out / "journal.json").write_bytes(mutated(journal, numbers))
         with pytest.raises(PrepareError):
             prepare(out, config)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import resource
 import subprocess
 import sys
 import sysconfig
@@ -12,87 +13,91 @@ from pathlib import Path
 import pyarrow
 import pytest
 import zstandard
-from corpora import decoded, jsonl, packed, parquet, prepared, refused, texts
+from corpora import dataset, decoded, documents, output, parquet, refusal, texts, write
 from pyarrow import parquet as parquet_file
 
 from jaxtp.data.manifest import read_manifest
-from jaxtp.data.prepare import readers
-from jaxtp.data.prepare.__main__ import main
-from jaxtp.data.store import open_dataset
+from jaxtp.data.prepare import readers, run
+from jaxtp.data.tokenizer import load_tokenizer
 
 TEXTS = texts(45, seed=3)
-ALL = ["--held-out", 0]
-ROW = b'{"text": "a", "prompt": "a", "chosen": "b", "rejected": "c"}\n'
+ROWS = [{"text": text} for text in TEXTS]
+SUFFIXES = ("", ".gz", ".zst")
 
 
-def manifest(dataset):
-    return json.loads((dataset.folder / "dataset.json").read_text())
+def skipped(line):
+    """The documents beside unreadable input, and how often each kind of problem was counted."""
+    return documents(f"{line} --on-error skip"), read_manifest(Path("d")).skipped
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_jsonl(tmp_path, suffix):
-    path = jsonl(tmp_path / f"a.jsonl{suffix}", TEXTS)
-    assert decoded(prepared(tmp_path / "d", path, *ALL)) == [text.encode() for text in TEXTS]
-
-
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_text_is_one_document_to_the_byte(tmp_path, suffix):
-    content = "\ufeffone\r\ntwo\n\n\0 語".encode()
-    (tmp_path / f"a.txt{suffix}").write_bytes(packed(suffix, content))
-    assert decoded(prepared(tmp_path / "d", tmp_path / f"a.txt{suffix}", *ALL)) == [content]
+def test_jsonl_and_text_are_read_from_every_compression():
+    content = "\ufeffone\r\ntwo\n\n\0 語"
+    for suffix in SUFFIXES:
+        write(f"a.jsonl{suffix}", TEXTS)
+        assert documents(f"a.jsonl{suffix}") == TEXTS
+        write(f"a.txt{suffix}", content)
+        assert documents(f"a.txt{suffix}") == [content], "a text file is one document, to the byte"
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_dictionary": False, "compression": "zstd"}])
-def test_parquet(tmp_path, settings):
-    path = parquet(tmp_path / "a.parquet", TEXTS, **settings)
-    assert decoded(prepared(tmp_path / "d", path, *ALL)) == [text.encode() for text in TEXTS]
+def test_parquet_is_read(settings):
+    parquet(Path("a.parquet"), TEXTS, **settings)
+    assert documents("a.parquet") == TEXTS
 
 
-def test_several_frames_and_members_and_long_windows(tmp_path):
-    lines = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
-    (tmp_path / "a.jsonl.gz").write_bytes(b"".join(map(gzip.compress, lines)))
-    parameters = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
-    long = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    frames = long.compress(b"".join(lines[:5])) + long.flush() + b"".join(map(zstandard.compress, lines[5:]))
-    (tmp_path / "b.jsonl.zst").write_bytes(frames)
-    expected = [text.encode() for text in TEXTS]
-    inputs = [tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl.zst"]
-    assert decoded(prepared(tmp_path / "d", *inputs, *ALL, "--max-window-bytes", 2**28)) == 2 * expected
+def zstd_with_a_long_window(content, **settings):
+    parameters = zstandard.ZstdCompressionParameters(window_log=28, **settings)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    return compressor.compress(content) + compressor.flush()
 
 
-def test_a_window_beyond_the_limit_names_its_flag(tmp_path, capsys):
-    parameters = zstandard.ZstdCompressionParameters(window_log=28, write_content_size=False)
-    frame = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    (tmp_path / "a.txt.zst").write_bytes(frame.compress(b"a") + frame.flush())
-    error = refused(capsys, tmp_path / "a.txt.zst", "--out", tmp_path / "d")
-    assert "a.txt.zst: unpacking takes more than 134,217,728 bytes of memory; a larger --max-window-bytes" in error
+def test_several_gzip_members_and_zstd_frames_are_read():
+    lines = [json.dumps(row).encode() + b"\n" for row in ROWS]
+    write("a.jsonl.gz", b"".join(map(gzip.compress, lines)))
+    first = zstd_with_a_long_window(b"".join(lines[:5]), enable_ldm=True)
+    write("b.jsonl.zst", first + b"".join(map(zstandard.compress, lines[5:])))
+    assert documents("a.jsonl.gz b.jsonl.zst --max-window-bytes 268435456") == 2 * TEXTS
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_a_document_beyond_the_limit_names_its_flag_and_is_never_read_whole(tmp_path, capsys, suffix, monkeypatch):
-    """What comes after it is read, also by a command that goes on in mid-file."""
-    monkeypatch.setattr(readers, "_SKIP_BYTES", 1000)
-    limit, long = ["--max-document-bytes", 100], "x" * 5000
-    (tmp_path / f"a.txt{suffix}").write_bytes(packed(suffix, long.encode()))
-    error = refused(capsys, tmp_path / f"a.txt{suffix}", "--out", tmp_path / "d", *limit)
-    assert f"a.txt{suffix}: more than 100 bytes; a larger --max-document-bytes reads it" in error
-    path = jsonl(tmp_path / f"a.jsonl{suffix}", ["one", long, "three"])
-    error = refused(capsys, path, *ALL, "--out", tmp_path / "e", *limit)
-    assert f"a.jsonl{suffix}, line 2: more than 100 bytes; a larger --max-document-bytes reads it" in error
-    dataset = prepared(tmp_path / "e", path, *ALL, *limit, "--on-error", "skip")
-    assert decoded(dataset) == [b"one", b"three"]
-    assert manifest(dataset)["skipped"] == {"too large": 1}
-    assert len(decoded(prepared(tmp_path / "f", path, *ALL))) == 3
+def test_a_zstd_window_beyond_the_limit_is_refused():
+    write("a.txt.zst", zstd_with_a_long_window(b"a", write_content_size=False))
+    error = refusal("a.txt.zst")
+    assert "a.txt.zst: unpacking takes more than 134,217,728 bytes" in error
+    assert "--max-window-bytes" in error
 
 
-@pytest.mark.parametrize("flags", [[], ["--preference"]], ids=" ".join)
-@pytest.mark.parametrize("filler", [b"x", b" ", b"\0"], ids=["letters", "blanks", "zeros"])
-@pytest.mark.parametrize("first", [b"", ROW], ids=["first line", "second line"])
-def test_a_line_beyond_the_limit_is_refused_without_its_end(first, filler, flags, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_document_beyond_the_limit_is_refused_and_what_follows_is_read(suffix, monkeypatch):
+    monkeypatch.setattr(readers, "SKIP_BYTES", 1000)
+    long = "x" * 5000
+    write(f"a.txt{suffix}", long)
+    assert f"a.txt{suffix}: more than 100 bytes; a larger --max-document-bytes" in refusal(
+        f"a.txt{suffix} --max-document-bytes 100 --out text"
+    )
+    write(f"a.jsonl{suffix}", ["one", long, "three"])
+    command = f"a.jsonl{suffix} --max-document-bytes 100"
+    assert f"a.jsonl{suffix}, line 2: more than 100 bytes; a larger --max-document-bytes" in refusal(command)
+    resumed = dataset(f"{command} --on-error skip")
+    assert sorted(decoded(resumed) + decoded(resumed, "validation")) == [b"one", b"three"]
+    assert skipped(command) == (["one", "three"], {"too large": 1})
+    assert len(documents(f"a.jsonl{suffix}")) == 3
+
+
+@pytest.mark.parametrize(
+    ("first", "filler", "flags"),
+    [
+        (b"", b"x", ""),
+        (b"", b"\0", "--preference"),
+        (b'{"text": "a", "prompt": "a", "chosen": "b", "rejected": "c"}\n', b" ", "--preference"),
+        (b'{"text": "a"}\n', b"\0", ""),
+    ],
+    ids=["letters", "zeros, pairs", "blanks after a pair", "zeros after a row"],
+)
+def test_a_line_beyond_the_limit_is_refused_without_reading_its_end(first, filler, flags, monkeypatch):
     """The end of the line may be gigabytes away."""
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(first + filler * 10**6 + b'\n{"text": "a"}\n')
+    write("a.jsonl", first + filler * 10**6 + b'\n{"text": "a"}\n')
     positions = []
+    open_stream = readers.open_stream
 
     @contextmanager
     def watched(*arguments):
@@ -102,520 +107,445 @@ def test_a_line_beyond_the_limit_is_refused_without_its_end(first, filler, flags
             finally:
                 positions.append(stream.tell())
 
-    open_stream = readers.open_stream
     monkeypatch.setattr(readers, "open_stream", watched)
-    error = refused(capsys, path, "--out", tmp_path / "d", "--max-document-bytes", 1000, *flags)
+    error = refusal(f"a.jsonl --max-document-bytes 1000 {flags}")
     assert f"line {2 if first else 1}: more than 1,000 bytes; a larger --max-document-bytes" in error
     assert max(positions) < 2000
 
 
-def test_a_command_that_goes_on_passes_a_line_that_it_skipped_before(tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", ["x" * 5000, "two", "three"])
+def test_a_resumed_command_passes_a_line_that_it_skipped_before():
+    path = write("a.jsonl", ["x" * 5000, "two", "three"])
     source = readers.Source(str(path), path.stat().st_size, 0, readers.JSONL, 100, 2**20)
     (event,) = readers.read_source(source, 2, readers.Fields("text"))
     assert (event.item, event.problem) == (3, None)
 
 
-@pytest.mark.parametrize(("spare", "count"), [(0, 1), (-1, 0)])
-def test_the_limit_is_that_of_the_bytes(tmp_path, spare, count):
+def test_the_limit_of_a_document_counts_bytes():
     line = '{"text": "é"}'
-    (tmp_path / "a.jsonl").write_text(f'{line}\n{{"text": ""}}\n{{"text": "b"}}\n')
-    limit = ["--max-document-bytes", len(line.encode()) + spare, "--on-error", "skip"]
-    assert len(decoded(prepared(tmp_path / "d", tmp_path / "a.jsonl", *ALL, *limit))) == count + 1
+    write("a.jsonl", f'{line}\n{{"text": ""}}\n{{"text": "b"}}\n')
+    size = len(line.encode())
+    assert documents(f"a.jsonl --max-document-bytes {size}") == ["é", "b"]
+    assert documents(f"a.jsonl --on-error skip --max-document-bytes {size - 1}") == ["b"]
 
 
-def test_rows_of_a_table_beyond_the_limit(tmp_path, capsys):
+def test_a_row_of_a_table_beyond_the_limit_takes_no_memory():
     """A dictionary holds a text once for all rows: a few bytes of file are gigabytes as rows."""
-    column = pyarrow.DictionaryArray.from_arrays(
-        pyarrow.array([0] * 300 + [1], pyarrow.int32()), ["x" * 4_000_000, "b"]
-    )
-    parquet_file.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet", compression="zstd")
-    limit = ["--max-document-bytes", 1_000_000]
-    assert "a.parquet, row 1: more than 1,000,000 bytes" in refused(
-        capsys, tmp_path / "a.parquet", *ALL, "--out", tmp_path / "d", *limit
-    )
+    indices = pyarrow.array([0] * 300 + [1], pyarrow.int32())
+    column = pyarrow.DictionaryArray.from_arrays(indices, ["x" * 4_000_000, "b"])
+    parquet_file.write_table(pyarrow.table({"text": column}), "a.parquet", compression="zstd")
+    command = "a.parquet --max-document-bytes 1000000"
+    assert "a.parquet, row 1: more than 1,000,000 bytes" in refusal(command)
     tracemalloc.start()
-    dataset = prepared(tmp_path / "d", tmp_path / "a.parquet", *ALL, *limit, "--on-error", "skip")
+    assert skipped(command) == (["b"], {"too large": 300})
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 50_000_000
-    assert decoded(dataset) == [b"b"]
 
 
-def test_jsonl_of_other_hands(tmp_path):
+def test_marks_blanks_and_line_ends_of_other_writers_of_jsonl_are_read():
     """A byte order mark, line ends of Windows, blank lines, none at the end, other fields, separators in text."""
-    content = '\ufeff{"text": "a", "n": NaN}\r\n\n  \n{"id": 7, "text": "b\u2028\\u0085c"}'.encode()
-    (tmp_path / "a.jsonl").write_bytes(content)
-    assert decoded(prepared(tmp_path / "d", tmp_path / "a.jsonl", *ALL)) == [b"a", "b\u2028\x85c".encode()]
+    write("a.jsonl", '\ufeff{"text": "a", "n": NaN}\r\n\n  \n{"id": 7, "text": "b\u2028\\u0085c"}')
+    assert documents("a.jsonl") == ["a", "b\u2028\x85c"]
 
 
-ROWS = [{"text": text} for text in TEXTS]
+@pytest.mark.parametrize(("suffix", "indent"), [("", None), (".gz", 4), (".zst", None), ("", 4)])
+def test_a_list_of_objects_is_rows(suffix, indent):
+    content = "\ufeff " + json.dumps(ROWS, indent=indent, ensure_ascii=indent is None) + "\r\n"
+    for name in (f"a.json{suffix}", f"a{suffix}"):
+        write(name, content)
+        assert documents(f"{name} --format jsonl") == TEXTS
+    assert documents(f"a.json{suffix}") == TEXTS
+
+
+def test_json_is_text_on_request_or_in_a_folder():
+    content = json.dumps(ROWS)
+    write("in/a.json", content)
+    assert documents("in/a.json --format text") == [content]
+    assert documents("in") == [content]
+    assert "as text     1 x .json" in output("in --overwrite")
+    assert documents("in --format jsonl") == TEXTS
+
+
 LONG = b"x" * 300
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-@pytest.mark.parametrize("indent", [None, 4])
-def test_an_array_of_json_is_rows(tmp_path, suffix, indent):
-    content = "\ufeff " + json.dumps(ROWS, indent=indent, ensure_ascii=indent is None) + "\r\n"
-    (tmp_path / f"a.json{suffix}").write_bytes(packed(suffix, content.encode()))
-    expected = [text.encode() for text in TEXTS]
-    assert decoded(prepared(tmp_path / "d", tmp_path / f"a.json{suffix}", *ALL)) == expected
-    (tmp_path / f"a.json{suffix}").rename(tmp_path / f"a{suffix}")
-    assert decoded(prepared(tmp_path / "e", tmp_path / f"a{suffix}", "--format", "jsonl", *ALL)) == expected
-
-
-def test_json_that_is_text(tmp_path, capsys):
-    """As text on request, or found among sources; the summary says so."""
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in/a.json").write_text(json.dumps(ROWS))
-    content = (tmp_path / "in/a.json").read_bytes()
-    assert decoded(prepared(tmp_path / "d", tmp_path / "in/a.json", "--format", "text", *ALL)) == [content]
-    assert decoded(prepared(tmp_path / "e", tmp_path / "in", *ALL)) == [content]
-    assert "as text     1 x .json: each file is one document, with its syntax" in capsys.readouterr().out
-    assert len(decoded(prepared(tmp_path / "g", tmp_path / "in", "--format", "jsonl", *ALL))) == len(ROWS)
-
-
 @pytest.mark.parametrize(
-    ("content", "kind", "message", "count"),
+    ("content", "kind", "message"),
     [
-        (b'[{"text": "a"}, {"txt": "b"}, {"text": "c"}]', "no such field", ", row 2: no field 'text'; did you mean", 2),
-        (b'[{"text": "a"}, 3, {"text": "c"}]', "not JSON", ", row 2: not a JSON object: 3", 2),
-        (b'[{"text": "a"}, {"text": "%b"}, {"text": "c"}]' % LONG, "too large", ", row 2: more than 200 bytes", 2),
-        (b'[{"text": "a"}, {"text": "c"}', "not JSON", ", after row 2: not JSON: Expecting ',' delimiter", 2),
-        (b'[{"text": "a"}, {"text": "c"},]', "not JSON", ", after row 2: not JSON: ", 2),
-        (b'[{"text": "a"}, {"text": "c"}] {"text": "d"}', "not JSON", ", after row 2: not JSON: Extra data", 2),
-        (b'[{"text": "a"}, {"text": "c"} {"text": "%b"}]' % LONG, "not JSON", ", after row 2: not JSON: Expecting", 2),
-        (b'[{"text": "a"}, {"text": "c"}, {text: "%b"}]' % LONG, "not JSON", ", after row 2: not JSON: Expecting", 2),
-        (b'[{"text": "a"}, {"text": "c"}, {"text": "%b' % LONG, "not JSON", ", after row 2: not JSON: Unterminated", 2),
-        (b'[{"text": "a"}, {"text": "c\xff"}]', "not UTF-8", ": not UTF-8 text: byte 0xff at position 27", 0),
+        (b'[{"text": "a"}, {"txt": "b"}, {"text": "c"}]', "no such field", ", row 2: no field 'text'; did you mean"),
+        (b'[{"text": "a"}, 3, {"text": "c"}]', "not JSON", ", row 2: not a JSON object: 3"),
+        (b'[{"text": "a"}, {"text": "%b"}, {"text": "c"}]' % LONG, "too large", ", row 2: more than 200 bytes"),
+        (b'[{"text": "a"}, {"text": "c"}', "not JSON", ", after row 2: not JSON: Expecting ',' delimiter"),
+        (b'[{"text": "a"}, {"text": "c"},]', "not JSON", ", after row 2: not JSON: "),
+        (b'[{"text": "a"}, {"text": "c"}] {"text": "d"}', "not JSON", ", after row 2: not JSON: Extra data"),
+        (b'[{"text": "a"}, {"text": "c"} {"text": "%b"}]' % LONG, "not JSON", ", after row 2: not JSON: Expecting"),
+        (b'[{"text": "a"}, {"text": "c"}, {text: "%b"}]' % LONG, "not JSON", ", after row 2: not JSON: Expecting"),
+        (b'[{"text": "a"}, {"text": "c"}, {"text": "%b' % LONG, "not JSON", ", after row 2: not JSON: Unterminated"),
+        (b'[{"text": "a"}, {"text": "c\xff"}]', "not UTF-8", ": not UTF-8 text: byte 0xff at position 27"),
     ],
 )
-def test_a_bad_array_names_the_row_or_the_column(tmp_path, capsys, content, kind, message, count):
-    (tmp_path / "a.json").write_bytes(content)
-    (tmp_path / "z.txt").write_text("good")
-    command = [tmp_path / "a.json", tmp_path / "z.txt", *ALL, "--max-document-bytes", 200]
-    assert f"{tmp_path}/a.json{message}" in refused(capsys, *command, "--out", tmp_path / "d")
-    dataset = prepared(tmp_path / "d", *command, "--on-error", "skip")
-    assert manifest(dataset)["skipped"] == {kind: 1}
-    assert decoded(dataset) == [*[b"a", b"c"][:count], b"good"]
+def test_a_damaged_list_names_the_row_or_the_place(content, kind, message):
+    write("a.json", content)
+    write("z.txt", "good")
+    command = "a.json z.txt --max-document-bytes 200"
+    assert f"a.json{message}" in refusal(command)
+    before = [] if kind == "not UTF-8" else ["a", "c"]
+    assert skipped(command) == ([*before, "good"], {kind: 1})
 
 
-@pytest.mark.parametrize("nested", [b"[" * 200_000, b"9" * 200_000 + b"}]"])
-def test_an_array_that_python_cannot_read(tmp_path, capsys, nested):
-    (tmp_path / "a.json").write_bytes(b'[{"text": "a"}, {"b": ' + nested)
-    error = refused(capsys, tmp_path / "a.json", *ALL, "--out", tmp_path / "d")
-    assert "a.json, after row 1: not JSON: " in error
+@pytest.mark.parametrize("nested", [b"[" * 200_000, b"9" * 200_000 + b"}]"], ids=["deep", "a long number"])
+def test_a_list_that_python_cannot_parse_is_refused(nested):
+    write("a.json", b'[{"text": "a"}, {"b": ' + nested)
+    assert "a.json, after row 1: not JSON: " in refusal("a.json")
 
 
-def test_an_array_is_read_in_parts(tmp_path, capsys, monkeypatch):
+def test_a_list_is_read_in_parts(monkeypatch):
     """Of any size, cut anywhere, also within a character; only its rows are limited."""
-    monkeypatch.setattr(readers, "_ARRAY_CHUNK", 7)
-    (tmp_path / "a.json").write_text("\ufeff" + json.dumps(ROWS, ensure_ascii=False))
-    assert decoded(prepared(tmp_path / "d", tmp_path / "a.json", *ALL)) == [text.encode() for text in TEXTS]
-    (tmp_path / "b.json").write_text(json.dumps([{"text": "é"}, {"text": "x" * 300}, {"text": "b"}]))
-    command = [tmp_path / "b.json", *ALL, "--max-document-bytes", 100]
-    error = refused(capsys, *command, "--out", tmp_path / "e")
-    assert "b.json, after row 1: a row of more than 100 bytes; a larger --max-document-bytes reads it" in error
-    assert decoded(prepared(tmp_path / "e", *command, "--on-error", "skip")) == ["é".encode()]
-    (tmp_path / "c.json").write_bytes(b'[{"text": "a"}, {"text": "' + b"x" * 50 + b'\xff"}]')
-    error = refused(capsys, tmp_path / "c.json", *ALL, "--out", tmp_path / "f")
-    assert "c.json, after row 1: not UTF-8 text: byte 0xff at position 76" in error
+    monkeypatch.setattr(readers, "ARRAY_CHUNK", 7)
+    write("a.json", "\ufeff" + json.dumps(ROWS, ensure_ascii=False))
+    assert documents("a.json") == TEXTS
+    write("b.json", json.dumps([{"text": "é"}, {"text": "x" * 300}, {"text": "b"}]))
+    error = refusal("b.json --max-document-bytes 100 --overwrite")
+    assert "b.json, after row 1: a row of more than 100 bytes; a larger --max-document-bytes" in error
+    assert documents("b.json --max-document-bytes 100 --on-error skip") == ["é"]
+    write("c.json", b'[{"text": "a"}, {"text": "' + b"x" * 50 + b'\xff"}]')
+    assert "c.json, after row 1: not UTF-8 text: byte 0xff at position 76" in refusal("c.json --overwrite")
 
 
-def test_a_row_of_very_many_values(tmp_path, capsys, monkeypatch):
+def test_a_row_of_very_many_values_is_refused(monkeypatch):
     """Each of two bytes would take a hundred in memory; a long text is one value, however many commas it has."""
-    monkeypatch.setattr(readers, "_MAX_VALUES", 1000)
-    many = {"text": "a", "b": [[] for _ in range(2000)]}
-    long = {"text": ',[{\\"' * 2000}
-    monkeypatch.setattr(readers, "_ARRAY_CHUNK", 100)
-    (tmp_path / "many.jsonl").write_text(json.dumps(many))
-    (tmp_path / "many.json").write_text(json.dumps([{"text": "a"}, many]))
-    for name, place in {"many.jsonl": "line 1", "many.json": "after row 1"}.items():
-        error = refused(capsys, tmp_path / name, *ALL, "--out", tmp_path / name.replace(".", "_"))
-        assert f"{name}, {place}: a row of more than 1,000 values" in error
-    (tmp_path / "long.jsonl").write_text(json.dumps(long))
-    (tmp_path / "long.json").write_text(json.dumps([long]))
-    dataset = prepared(tmp_path / "d", tmp_path / "long.jsonl", tmp_path / "long.json", *ALL)
-    assert decoded(dataset) == 2 * [long["text"].encode()]
+    monkeypatch.setattr(readers, "MAX_VALUES", 1000)
+    monkeypatch.setattr(readers, "ARRAY_CHUNK", 100)
+    many = {"text": "a", "b": [[]] * 2000}
+    write("many.jsonl", [many])
+    write("many.json", json.dumps([{"text": "a"}, many]))
+    assert "many.jsonl, line 1: a row of more than 1,000 values" in refusal("many.jsonl")
+    assert "many.json, after row 1: a row of more than 1,000 values" in refusal("many.json --overwrite")
+    long = ',[{\\"' * 2000
+    write("long.jsonl", [long])
+    write("long.json", json.dumps([{"text": long}]))
+    assert documents("long.jsonl long.json") == [long, long]
 
 
-def test_a_key_that_occurs_twice(tmp_path, capsys):
+def test_a_key_that_occurs_twice_is_refused():
     """Python would keep the last value; in a text it is no key."""
-    content = '{"text": "a", "n": 1, "n": 2}\n{"text": "say \\"text\\""}\n{"text": "b", "text": "c"}\n'
-    (tmp_path / "a.jsonl").write_text(content)
-    error = refused(capsys, tmp_path / "a.jsonl", *ALL, "--out", tmp_path / "d")
-    assert 'a.jsonl, line 3: the key "text" occurs twice in an object; remove one of them' in error
-    assert decoded(prepared(tmp_path / "d", tmp_path / "a.jsonl", *ALL, "--on-error", "skip")) == [b"a", b'say "text"']
+    write("a.jsonl", '{"text": "a", "n": 1, "n": 2}\n{"text": "say \\"text\\""}\n{"text": "b", "text": "c"}\n')
+    assert 'a.jsonl, line 3: the key "text" occurs twice' in refusal("a.jsonl")
+    assert documents("a.jsonl --on-error skip") == ["a", 'say "text"']
 
 
-def test_text_in_utf_16_names_the_conversion(tmp_path, capsys):
-    for name, content in {"a.txt": "text", "a.jsonl": '{"text": "a"}\n'}.items():
-        (tmp_path / name).write_bytes(content.encode("utf-16"))
-        error = refused(capsys, tmp_path / name, *ALL, "--out", tmp_path / "d")
-        assert "UTF-16, not UTF-8 text; convert it with iconv -f UTF-16 -t UTF-8" in error
+@pytest.mark.parametrize(("name", "content"), [("a.txt", "text"), ("a.jsonl", '{"text": "a"}\n')])
+def test_text_in_utf_16_names_the_conversion(name, content):
+    write(name, content.encode("utf-16"))
+    assert "iconv -f UTF-16 -t UTF-8" in refusal(name)
 
 
-def test_a_table_of_many_nulls_is_refused_by_its_types_and_counts(tmp_path, capsys, monkeypatch):
-    """Four million nulls take some hundred bytes of a file. No value is made of them."""
+def test_a_table_of_many_nulls_is_refused_by_its_types_and_counts(monkeypatch):
+    """Five million nulls take some hundred bytes of a file. No value is made of them."""
     size = 5_000_000
-    nulls = pyarrow.ListArray.from_arrays(
-        pyarrow.array([0, size], pyarrow.int32()), pyarrow.nulls(size, pyarrow.int8())
-    )
-    parquet_file.write_table(pyarrow.table({"text": nulls, "messages": nulls}), tmp_path / "a.parquet")
-    assert (tmp_path / "a.parquet").stat().st_size < 10_000
-    decoded_files = []
-    monkeypatch.setattr(readers, "_within_memory", lambda *arguments: decoded_files.append(arguments))
-    error = refused(capsys, tmp_path / "a.parquet", *ALL, "--out", tmp_path / "d")
+    offsets = pyarrow.array([0, size], pyarrow.int32())
+    nulls = pyarrow.ListArray.from_arrays(offsets, pyarrow.nulls(size, pyarrow.int8()))
+    parquet_file.write_table(pyarrow.table({"text": nulls, "messages": nulls}), "a.parquet")
+    assert Path("a.parquet").stat().st_size < 10_000
+    monkeypatch.setattr(parquet_file.ParquetFile, "iter_batches", None)
+    error = refusal("a.parquet")
     assert "a.parquet: the column 'text' has no strings, but values of type list<element: int8>" in error
-    (tmp_path / "t.jinja").write_text("")
-    chat = ["--messages", "messages", "--template", tmp_path / "t.jinja"]
-    error = refused(capsys, tmp_path / "a.parquet", *chat, *ALL, "--out", tmp_path / "e")
-    assert "a.parquet: the column 'messages' has 5,000,000 values in 1 rows; at most 4,194,304 a row are read" in error
-    assert decoded_files == []
+    write("t.jinja", "")
+    error = refusal("a.parquet --messages messages --template t.jinja --overwrite")
+    assert "the column 'messages' has 5,000,000 values in 1 rows; at most 4,194,304 a row" in error
 
 
-def test_a_row_of_a_table_that_is_large_in_memory(tmp_path, capsys, monkeypatch):
+def test_a_row_of_a_table_that_is_large_in_memory_is_refused(monkeypatch):
     """Its neighbours are read. A dictionary repeats a long text in each message."""
-    monkeypatch.setattr(readers, "_VALUES_BYTES", 10_000)
+    monkeypatch.setattr(readers, "VALUES_BYTES", 10_000)
     turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     long = [*turn, {"role": "user", "content": "x" * 12_000}]
-    path = parquet(tmp_path / "a.parquet", [{"messages": each} for each in (turn, turn * 500, long, turn)])
-    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    command = [path, "--template", tmp_path / "t.jinja", *ALL, "--max-document-bytes", 1000]
-    assert "a.parquet, row 2: a row that takes more than 11,000 bytes; a larger --max" in refused(
-        capsys, *command, "--out", tmp_path / "d"
-    )
-    dataset = prepared(tmp_path / "d", *command, "--on-error", "skip")
-    assert manifest(dataset)["skipped"] == {"too large": 2}
-    assert decoded(dataset) == [b"ab", b"ab"]
+    write("a.parquet", [{"messages": each} for each in (turn, turn * 500, long, turn)])
+    write("t.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    command = "a.parquet --template t.jinja --max-document-bytes 1000"
+    assert "a.parquet, row 2: a row that takes more than 11,000 bytes; a larger --max" in refusal(command)
+    assert skipped(command) == (["ab", "ab"], {"too large": 2})
+
+
+def memory_limits():
+    return [resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not limit memory")
-def test_memory_for_decoding_a_table_is_limited(tmp_path, capsys, monkeypatch):
+def test_memory_for_decoding_a_table_is_limited(monkeypatch):
     """As for a page that unpacks to gigabytes; the process can take memory again afterwards."""
 
     def large_pages(*_, **settings):
         assert settings["columns"] == ["text"]
         yield bytearray(2**33)
 
-    path = parquet(tmp_path / "a.parquet", TEXTS)
+    size = write("a.parquet", TEXTS).stat().st_size
+    before = memory_limits()
     with monkeypatch.context() as patched:
         patched.setattr(parquet_file.ParquetFile, "iter_batches", large_pages)
-        error = refused(capsys, path, *ALL, "--out", tmp_path / "d")
-    size = path.stat().st_size
+        error = refusal("a.parquet")
     assert f"a.parquet: decoding it takes more than {2**30 + 64 * size:,} bytes of memory" in error
-    assert len(decoded(prepared(tmp_path / "d", path, *ALL))) == len(TEXTS)
-    assert len(bytearray(2**31)) == 2**31
+    assert documents("a.parquet") == TEXTS
+    assert memory_limits() == before
 
 
-def test_another_field_and_format(tmp_path):
-    path = jsonl(tmp_path / "a.json", [{"body": "x"}, {"body": "y"}])
-    assert decoded(prepared(tmp_path / "d", path, "--field", "body", "--format", "jsonl", *ALL)) == [b"x", b"y"]
-    assert decoded(prepared(tmp_path / "e", path, "--field", "body", *ALL)) == [b"x", b"y"]
-    assert decoded(prepared(tmp_path / "f", path, "--format", "text", *ALL)) == [path.read_bytes()]
+def test_the_field_and_the_format_can_be_named():
+    path = write("a.json", '{"body": "x"}\n{"body": "y"}\n')
+    assert documents("a.json --field body --format jsonl") == ["x", "y"]
+    assert documents("a.json --field body") == ["x", "y"]
+    assert documents("a.json --format text") == [path.read_text()]
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-@pytest.mark.parametrize("name", ["a.json", "a.JSON", "a.jsonlines", "a.NDJSON"])
-def test_lines_of_objects_are_rows(tmp_path, suffix, name):
-    content = "\ufeff\n" + "".join(json.dumps(row) + "\n" for row in ROWS)
-    (tmp_path / f"{name}{suffix}").write_bytes(packed(suffix, content.encode()))
-    expected = [text.encode() for text in TEXTS]
-    assert decoded(prepared(tmp_path / "d", tmp_path / f"{name}{suffix}", *ALL)) == expected
+@pytest.mark.parametrize("name", ["a.json", "a.JSON.gz", "a.jsonlines.zst", "a.NDJSON"])
+def test_lines_of_objects_are_rows_under_every_suffix(name):
+    write(name, "\ufeff\n" + "".join(json.dumps(row) + "\n" for row in ROWS))
+    assert documents(name) == TEXTS
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "messages"),
     [
-        ('["a", {"text": "b"}]', "is neither a list of objects nor JSON Lines: write its rows as JSON Lines"),
-        ('{\n "data": [\n  {"text": "a"}]}', "if 'data' is the list of its rows, jq -c '.[\"data\"][]' FILE.json"),
-        ('{"data": [{"text": "a"}]}', "no field 'text'; fields: 'data'. Name it with --field NAME, or a conversation"),
-        ('{"data": [{"text": "a"}]}', "if 'data' is the list of rows, jq -c '.[\"data\"][]' FILE.json > NEW.jsonl"),
-        ('{"chat": [{"role": "user", "content": "a"}]}', "; 'chat' seems to be a conversation"),
-        ("17", "is neither a list of objects nor JSON Lines"),
+        ('["a", {"text": "b"}]', ["is neither a list of objects nor JSON Lines"]),
+        ('{\n "data": [\n  {"text": "a"}]}', ["if 'data' is the list of its rows, jq -c '.[\"data\"][]' FILE.json"]),
+        ('{"data": [{"text": "a"}]}', ["no field 'text'", "--field NAME", "jq -c '.[\"data\"][]' FILE.json > NEW.js"]),
+        ('{"chat": [{"role": "user", "content": "a"}]}', ["; 'chat' seems to be a conversation"]),
+        ("17", ["is neither a list of objects nor JSON Lines"]),
     ],
 )
-def test_json_without_rows_is_refused(tmp_path, capsys, content, message):
-    (tmp_path / "a.json").write_text(content)
-    assert message in refused(capsys, tmp_path / "a.json", *ALL, "--out", tmp_path / "d")
-    assert "a.json" in refused(capsys, tmp_path / "a.json", *ALL, "--out", tmp_path / "d")
-    assert decoded(prepared(tmp_path / "e", tmp_path / "a.json", "--format", "text", *ALL)) == [content.encode()]
+def test_json_without_rows_is_refused(content, messages):
+    write("a.json", content)
+    error = refusal("a.json")
+    assert [message for message in ["a.json", *messages] if message not in error] == []
+    assert documents("a.json --format text") == [content]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "messages"),
     [
-        ("a.csv", b"text,label\none,1\n", "a.csv is a table, which would be read as one text; make JSON Lines of it"),
-        ("a.csv", b"text,label\none,1\n", "\n--format text reads it as one text"),
-        ("a.TSV", b"text\tlabel\n", "csv.DictReader(sys.stdin, delimiter=chr(9))"),
-        ("a.csv.gz", gzip.compress(b"text\n", mtime=0), "a.csv.gz is a table"),
-        ("a.xlsx", b"x", "a.xlsx is a spreadsheet, and not text: save it as CSV"),
-        ("a.arrow", b"x", "a.arrow is a table in a format that is not read, and not text: write it as Parquet"),
-        ("a.tar.gz", gzip.compress(b"x", mtime=0), "a.tar.gz is an archive, and not text: unpack it"),
-        ("a.jsonl.xz", b"x", "a.jsonl.xz is packed in a way that is not read"),
-        ("a.safetensors", b"x", "a.safetensors is a file of arrays"),
-        ("a.pdf", b"x", "a.pdf is a PDF"),
-        ("a", b"%PDF-1.4 text", "a is a PDF"),
-        ("a.txt", b"PK\x03\x04", "a.txt is an archive"),
-        ("a.txt", gzip.compress(b"text", mtime=0), "a.txt is packed with gzip, and not text: give it a name"),
-        ("a.txt", b"\x93NUMPY", "a.txt is a file of arrays"),
-        ("a.bin", b"GGUF", "a.bin is a file of arrays"),
+        ("a.csv", b"text,label\none,1\n", ["a.csv is a table", "JSON Lines", "\n--format text reads it as one text"]),
+        ("a.TSV", b"text\tlabel\n", ["csv.DictReader(sys.stdin, delimiter=chr(9))"]),
+        ("a.csv.gz", gzip.compress(b"text\n", mtime=0), ["a.csv.gz is a table"]),
+        ("a.xlsx", b"x", ["a.xlsx is a spreadsheet", "save it as CSV"]),
+        ("a.arrow", b"x", ["a.arrow is a table", "write it as Parquet"]),
+        ("a.tar.gz", gzip.compress(b"x", mtime=0), ["a.tar.gz is an archive", "unpack it"]),
+        ("a.jsonl.xz", b"x", ["a.jsonl.xz is packed in a way that is not read"]),
+        ("a.safetensors", b"x", ["a.safetensors is a file of arrays"]),
+        ("a.pdf", b"x", ["a.pdf is a PDF"]),
+        ("a", b"%PDF-1.4 text", ["a is a PDF"]),
+        ("a.txt", b"PK\x03\x04", ["a.txt is an archive"]),
+        ("a.txt", gzip.compress(b"text", mtime=0), ["a.txt is packed with gzip", "give it a name"]),
+        ("a.txt", b"\x93NUMPY", ["a.txt is a file of arrays"]),
+        ("a.bin", b"GGUF", ["a.bin is a file of arrays"]),
     ],
 )
-def test_files_that_are_no_text_are_refused(tmp_path, capsys, name, content, message):
-    """In a folder they are left out, or read as text and counted in the summary."""
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / name).write_bytes(content)
-    command = [tmp_path / "in" / name, *ALL, "--on-error", "skip", "--out", tmp_path / "d"]
-    assert message in refused(capsys, *command)
-    assert not (tmp_path / "d").exists()
+def test_files_that_are_no_text_are_refused(name, content, messages):
+    write(name, content)
+    error = refusal(f"{name} --on-error skip")
+    assert [message for message in messages if message not in error] == []
+    assert not Path("d").exists()
 
 
-def test_structured_files_in_folders(tmp_path, capsys):
-    (tmp_path / "in").mkdir()
-    for name in ("a.csv", "b.ipynb", "c.html", "d.py"):
-        (tmp_path / "in" / name).write_text(name)
-    for name in ("e.pdf", "f.safetensors", "g.xz"):
-        (tmp_path / "in" / name).write_text(name)
-    dataset = prepared(tmp_path / "d", tmp_path / "in", *ALL)
-    assert decoded(dataset) == [b"a.csv", b"b.ipynb", b"c.html", b"d.py"]
-    assert manifest(dataset)["skipped"] == {"binary file": 3}
-    out = capsys.readouterr().out
-    assert "as text     1 x .csv, 1 x .html, 1 x .ipynb: each file is one document, with its syntax" in out
+def test_in_a_folder_tables_are_read_as_text_and_binary_files_are_skipped():
+    read = ["a.csv", "b.ipynb", "c.html", "d.py"]
+    for name in (*read, "e.pdf", "f.safetensors", "g.xz"):
+        write(f"in/{name}", name.encode())
+    assert skipped("in") == (read, {"binary file": 3})
+    assert "as text     1 x .csv, 1 x .html, 1 x .ipynb" in output("in --overwrite")
 
 
 @pytest.mark.parametrize(("name", "separator"), [("a b.csv", ","), ("a b.tsv.gz", "\t")])
-def test_a_table_becomes_rows_by_the_command_of_its_message(tmp_path, capsys, name, separator):
-    content = f'text{separator}label\n"one, two"{separator}1\n'
-    (tmp_path / name).write_bytes(packed(Path(name).suffix, content.encode()))
-    error = refused(capsys, tmp_path / name, *ALL, "--out", tmp_path / "d")
-    command = error.splitlines()[1].strip().replace("| python ", f"| {sys.executable} ", 1)
-    subprocess.run(command, shell=True, check=True)
-    assert decoded(prepared(tmp_path / "d", tmp_path / "a b.jsonl", *ALL)) == [b"one, two"]
+def test_a_table_becomes_rows_by_the_command_of_its_message(name, separator):
+    write(name, f'text{separator}label\n"one, two"{separator}1\n')
+    command = refusal(f"'{name}'").splitlines()[1].strip()
+    subprocess.run(command.replace("| python ", f"| {sys.executable} ", 1), shell=True, check=True)
+    assert documents("'a b.jsonl'") == ["one, two"]
 
 
-@pytest.mark.parametrize("write", [jsonl, parquet])
-@pytest.mark.parametrize("tokenizer", [(), ("--train-bpe", 300)])
-def test_prompts_and_completions(tmp_path, write, tokenizer):
-    rows = [{"prompt": f"{i} plus {i}?", "completion": f" {2 * i}"} for i in range(20)] + [
-        {"prompt": "", "completion": "x"}
-    ]
-    path = write(tmp_path / ("a.jsonl" if write is jsonl else "a.parquet"), rows)
-    fields = ["--prompt-field", "prompt", "--completion-field", "completion"]
-    dataset = prepared(tmp_path / "d", path, *fields, *tokenizer, *ALL)
-    split = dataset.splits["train"]
-    assert decoded(dataset) == [(row["prompt"] + row["completion"]).encode() for row in rows]
-    from jaxtp.data.tokenizer import load_tokenizer
-
-    read = load_tokenizer(dataset.folder).decode
+@pytest.mark.parametrize(("name", "tokenizer"), [("a.jsonl", "--train-bpe 300"), ("a.parquet", "")])
+def test_prompts_and_completions_are_one_document_with_a_cut(name, tokenizer):
+    rows = [{"prompt": f"{i} plus {i}?", "completion": f" {2 * i}"} for i in range(20)]
+    rows.append({"prompt": "", "completion": "x"})
+    write(name, rows)
+    command = f"{name} --prompt-field prompt --completion-field completion {tokenizer}"
+    assert documents(command) == [row["prompt"] + row["completion"] for row in rows]
+    split = dataset(f"{command} --held-out 0").splits["train"]
+    decode = load_tokenizer(Path("d")).decode
     for index, row in enumerate(rows):
-        prompt = split.prompt_length(index)
-        assert read(split.document(index, 0, prompt)) == row["prompt"].encode()
-        assert read(split.document(index, prompt)) == row["completion"].encode()
+        cut = split.prompt_length(index)
+        assert decode(split.document(index, 0, cut)) == row["prompt"].encode()
+        assert decode(split.document(index, cut)) == row["completion"].encode()
 
 
-def test_folders_are_walked_in_order_without_what_is_hidden(tmp_path):
-    folder = tmp_path / "in"
+def test_folders_are_walked_in_order_without_what_is_hidden():
     for name in ("b.py", "a/z.py", "a/.hidden.py", ".git/x.py", "a/data.txt", "c/skip/x.py", "a.py"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(name)
-    (folder / "image.png").write_bytes(b"\x89PNG\0\xff")
-    (folder / "empty.py").touch()
-    (folder / "loop").symlink_to(folder)
-    dataset = prepared(tmp_path / "d", folder, "--exclude", "skip", *ALL)
-    assert decoded(dataset) == [b"a/data.txt", b"a/z.py", b"a.py", b"b.py"]
-    assert manifest(dataset)["skipped"] == {"binary file": 1, "empty file": 1}
-    only = prepared(tmp_path / "e", folder, "--include", "*.py", "--include", "c/*", "--exclude", "a/*", *ALL)
-    assert decoded(only) == [b"a.py", b"b.py", b"c/skip/x.py"]
+        write(f"in/{name}", name)
+    write("in/image.png", b"\x89PNG\0\xff")
+    write("in/empty.py", b"")
+    Path("in/loop").symlink_to("../in")
+    counts = {"binary file": 1, "empty file": 1}
+    assert skipped("in --exclude skip") == (["a/data.txt", "a/z.py", "a.py", "b.py"], counts)
+    only = "in --include '*.py' --include 'c/*' --exclude 'a/*'"
+    assert documents(only) == ["a.py", "b.py", "c/skip/x.py"]
 
 
-def test_tables_of_the_library_datasets(tmp_path, capsys):
+def test_tables_of_the_library_datasets_are_read():
     import datasets
 
     table = datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(45))})
-    table.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": table, "test": table.select([3])}).save_to_disk(tmp_path / "two")
-    expected = [text.encode() for text in TEXTS]
-    assert decoded(prepared(tmp_path / "d", f"hf:{tmp_path / 'one'}", *ALL)) == expected
-    assert decoded(prepared(tmp_path / "e", f"hf:{tmp_path / 'two'}:test", *ALL)) == [expected[3]]
-    assert "has several splits; name one: hf:" in refused(capsys, f"hf:{tmp_path / 'two'}", "--out", tmp_path / "f")
-    assert "'nope'" in refused(capsys, f"hf:{tmp_path / 'two'}:nope", "--out", tmp_path / "f")
-    assert "no such folder" in refused(capsys, f"hf:{tmp_path / 'three'}", "--out", tmp_path / "f")
-    error = refused(capsys, f"hf:{tmp_path / 'one'}", "--field", "n", "--out", tmp_path / "f")
-    assert "one: the column 'n' has no strings, but values of type int64" in error
-    assert f"is a dataset made by save_to_disk; name it hf:{tmp_path}/one" in refused(
-        capsys, tmp_path / "one", "--out", tmp_path / "g"
-    )
-    error = refused(capsys, f"hf:{tmp_path / 'one'}", "--field", "txt", "--out", tmp_path / "g")
-    assert "no field 'txt'; did you mean 'text'?" in error
+    table.save_to_disk("one")
+    datasets.DatasetDict({"train": table, "test": table.select([3])}).save_to_disk("two")
+    assert documents("hf:one") == TEXTS
+    assert documents("hf:two:test") == [TEXTS[3]]
+    for line, messages in {
+        "hf:two": ["has several splits; name one: hf:"],
+        "hf:two:nope": ["'nope'"],
+        "hf:three": ["no such folder"],
+        "hf:one --field n": ["one: the column 'n' has no strings, but values of type int64"],
+        "hf:one --field txt": ["no field 'txt'; did you mean 'text'?"],
+        "one": ["is a dataset made by save_to_disk; name it hf:one"],
+    }.items():
+        error = refusal(f"{line} --overwrite")
+        assert [message for message in messages if message not in error] == []
 
 
-def line(content):
+def lines_with(content):
     return b'{"text": "fine"}\n' * 2 + content + b'\n{"text": "after"}\n'
 
 
-def truncated(content):
+def half(content):
     return content[: len(content) // 2]
 
 
-PARQUET = "parquet of 45 rows"
 BAD = {
-    "a.txt": (b"ok\nab\xffc", "a.txt: not UTF-8 text: byte 0xff at position 5 (line 2)", "not UTF-8"),
-    "b.txt": (b"", "b.txt: the file is empty", "empty file"),
-    "c.jsonl": (b"", "c.jsonl: the file is empty", "empty file"),
-    "d.txt.gz": (truncated(gzip.compress(bytes(range(256)))), "d.txt.gz: broken gz file: ", "broken file"),
-    "e.txt.gz": (b"plain text", "e.txt.gz: broken gz file: Not a gzipped file", "broken file"),
-    "f.txt.zst": (
-        truncated(zstandard.compress(bytes(range(256)))),
-        "f.txt.zst: broken zst file: the zstd",
-        "broken file",
-    ),
-    "g.txt.zst": (b"plain text", "g.txt.zst: broken zst file: ", "broken file"),
-    "h.jsonl": (line(b"{nope}"), "h.jsonl, line 3: not JSON: Expecting property name", "not JSON"),
-    "i.jsonl": (line(b"[1, 2]"), "i.jsonl, line 3: not a JSON object: [1, 2]", "not JSON"),
-    "j.jsonl": (line(b'{"txet": "x"}'), "j.jsonl, line 3: no field 'text'; did you mean 'txet'?", "no such field"),
-    "k.jsonl": (line(b"{}"), "k.jsonl, line 3: no field 'text'; fields: none", "no such field"),
-    "l.jsonl": (line(b'{"text": [1]}'), "l.jsonl, line 3: 'text' is not a string, but [1]", "not a string"),
-    "m.jsonl": (line(b'{"text": null}'), "m.jsonl, line 3: 'text' is not a string, but null", "not a string"),
-    "n.jsonl": (line(b'{"text": "\xe9"}'), "n.jsonl, line 3: not UTF-8 text: byte 0xe9 at position 10", "not UTF-8"),
-    "o.jsonl": (line(b'{"text": "\\ud800"}'), "o.jsonl, line 3: 'text' holds half of a surrogate pair", "not UTF-8"),
-    "p.jsonl": (line(b"[" * 100_000), "p.jsonl, line 3: not JSON: ", "not JSON"),
-    "q.jsonl": (line(b'{"text": "x", "n": ' + b"9" * 5000 + b"}"), "q.jsonl, line 3: not JSON: ", "not JSON"),
-    "r.jsonl.gz": (
-        gzip.compress(line(b'{"text": ""}'))[:-9],
-        "r.jsonl.gz, after line 4: broken gz file: ",
-        "broken file",
-    ),
-    "s.parquet": (b"PAR1 and no more PAR1", "s.parquet: broken Parquet file: ", "broken file"),
-    "t.parquet": (b"", "t.parquet: broken Parquet file: ", "broken file"),
+    "a.txt": (b"ok\nab\xffc", ": not UTF-8 text: byte 0xff at position 5 (line 2)", "not UTF-8"),
+    "b.txt": (b"", ": the file is empty", "empty file"),
+    "c.jsonl": (b"", ": the file is empty", "empty file"),
+    "d.txt.gz": (half(gzip.compress(bytes(range(256)))), ": broken gz file: ", "broken file"),
+    "e.txt.gz": (b"plain text", ": broken gz file: Not a gzipped file", "broken file"),
+    "f.txt.zst": (half(zstandard.compress(bytes(range(256)))), ": broken zst file: the zstd", "broken file"),
+    "g.txt.zst": (b"plain text", ": broken zst file: ", "broken file"),
+    "h.jsonl": (lines_with(b"{nope}"), ", line 3: not JSON: Expecting property name", "not JSON"),
+    "i.jsonl": (lines_with(b"[1, 2]"), ", line 3: not a JSON object: [1, 2]", "not JSON"),
+    "j.jsonl": (lines_with(b'{"txet": "x"}'), ", line 3: no field 'text'; did you mean 'txet'?", "no such field"),
+    "k.jsonl": (lines_with(b"{}"), ", line 3: no field 'text'; fields: none", "no such field"),
+    "l.jsonl": (lines_with(b'{"text": [1]}'), ", line 3: 'text' is not a string, but [1]", "not a string"),
+    "m.jsonl": (lines_with(b'{"text": null}'), ", line 3: 'text' is not a string, but null", "not a string"),
+    "n.jsonl": (lines_with(b'{"text": "\xe9"}'), ", line 3: not UTF-8 text: byte 0xe9 at position 10", "not UTF-8"),
+    "o.jsonl": (lines_with(b'{"text": "\\ud800"}'), ", line 3: 'text' holds half of a surrogate pair", "not UTF-8"),
+    "p.jsonl": (lines_with(b"[" * 100_000), ", line 3: not JSON: ", "not JSON"),
+    "q.jsonl": (lines_with(b'{"text": "x", "n": ' + b"9" * 5000 + b"}"), ", line 3: not JSON: ", "not JSON"),
+    "r.jsonl.gz": (gzip.compress(lines_with(b'{"text": ""}'))[:-9], ", after line 4: broken gz file: ", "broken file"),
+    "s.parquet": (b"PAR1 and no more PAR1", ": broken Parquet file: ", "broken file"),
+    "t.parquet": (b"", ": broken Parquet file: ", "broken file"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_files(tmp_path, capsys, name):
+def test_damaged_files_are_refused_or_skipped_by_kind(name):
     content, message, kind = BAD[name]
-    (tmp_path / name).write_bytes(content)
-    (tmp_path / "z.txt").write_text("good")
-    command = [tmp_path / name, tmp_path / "z.txt", *ALL, "--out", tmp_path / "d"]
-    error = refused(capsys, *command)
-    assert f"{tmp_path}/{message}" in error
+    write(name, content)
+    write("z.txt", "good")
+    error = refusal(f"{name} z.txt")
+    assert f"{name}{message}" in error
     assert "--on-error skip" in error
-    assert not (tmp_path / "d/dataset.json").exists()
-    assert main([*map(str, command), "--on-error", "skip"]) == 0
-    assert f"skipped: {tmp_path}/{message}" in capsys.readouterr().out
-    dataset = open_dataset(tmp_path / "d")
-    assert manifest(dataset)["skipped"][kind] == 1
-    lines = [b"fine", b"fine", b"after"] if b'"fine"' in content or name.startswith("r") else []
-    assert decoded(dataset) == [*lines, b"good"]
+    assert not Path("d/dataset.json").exists()
+    assert f"skipped: {name}{message}" in output(f"{name} z.txt --on-error skip")
+    found, counts = skipped(f"{name} z.txt")
+    assert counts[kind] == 1
+    lines = ["fine", "fine", "after"] if ".jsonl" in name and content else []
+    assert found == [*lines, "good"]
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"txt": "x"}], "no field 'text'; did you mean 'txt'?"),
-        ([{"text": 3}], "the column 'text' has no strings, but values of type int64"),
-        ([{"text": ["x"]}], "the column 'text' has no strings, but values of type list<element: string>"),
-        ([{"text": "x"}, {"text": None}], "row 2: 'text' is not a string, but null"),
+        ([{"txt": "x"}], ": no field 'text'; did you mean 'txt'?"),
+        ([{"text": 3}], ": the column 'text' has no strings, but values of type int64"),
+        ([{"text": ["x"]}], ": the column 'text' has no strings, but values of type list<element: string>"),
+        ([{"text": "x"}, {"text": None}], ", row 2: 'text' is not a string, but null"),
     ],
 )
-def test_bad_tables(tmp_path, capsys, rows, message):
-    path = parquet(tmp_path / "a.parquet", rows)
-    assert f"{path}{',' if message.startswith('row') else ':'} {message}" in refused(
-        capsys, path, "--out", tmp_path / "d"
-    )
+def test_tables_without_texts_are_refused(rows, message):
+    write("a.parquet", rows)
+    assert f"a.parquet{message}" in refusal("a.parquet")
 
 
-def test_a_damaged_page_is_found_by_its_checksum(tmp_path, capsys):
-    path = parquet(
-        tmp_path / "a.parquet",
-        TEXTS,
-        write_page_checksum=True,
-        compression="none",
-        use_dictionary=False,
-        write_statistics=False,
-    )
+def test_a_damaged_page_is_found_by_its_checksum():
+    settings = {"write_page_checksum": True, "use_dictionary": False, "write_statistics": False}
+    path = parquet(Path("a.parquet"), TEXTS, compression="none", **settings)
     content = bytearray(path.read_bytes())
     content[content.index(TEXTS[30].encode()) + 1] ^= 1
     path.write_bytes(content)
-    assert "a.parquet, after row 30: broken Parquet file: " in refused(capsys, path, "--out", tmp_path / "d")
+    assert "a.parquet, after row 30: broken Parquet file: " in refusal("a.parquet")
 
 
-def test_the_first_problems_are_shown_and_all_are_counted(tmp_path, capsys):
-    jsonl(tmp_path / "a.jsonl", [{"no": "x"}] * 20 + ["fine"])
-    dataset = prepared(tmp_path / "d", tmp_path / "a.jsonl", "--on-error", "skip", *ALL)
-    out = capsys.readouterr().out
+def test_the_first_problems_are_shown_and_all_are_counted():
+    write("a.jsonl", [{"no": "x"}] * 20 + ["fine"])
+    out = output("a.jsonl --on-error skip")
     assert out.count("skipped: ") == 5
     assert "further ones are only counted" in out
-    assert manifest(dataset)["skipped"] == {"no such field": 20}
+    assert read_manifest(Path("d")).skipped == {"no such field": 20}
 
 
-def test_files_that_cannot_be_read(tmp_path, capsys):
-    (tmp_path / "books.txt").write_text("x")
-    out = ["--out", tmp_path / "d"]
-    error = refused(capsys, tmp_path / "book.txt", *out)
-    assert f"{tmp_path}/book.txt: No such file or directory; did you mean {tmp_path}/books.txt?" in error
-    (tmp_path / "loop.txt").symlink_to(tmp_path / "loop.txt")
-    assert "loop.txt: Too many levels of symbolic links" in refused(capsys, tmp_path / "loop.txt", *out)
-    assert "--exclude loop.txt leaves it out" in refused(capsys, tmp_path, *out)
-    assert "/dev/null is neither a file nor a folder" in refused(capsys, "/dev/null", *out)
-    (tmp_path / "empty").mkdir()
-    assert "no file in this folder" in refused(capsys, tmp_path / "empty", *out)
-    assert "that matches --include *.cc" in refused(capsys, tmp_path / "empty", "--include", "*.cc", *out)
-    assert not (tmp_path / "d").exists()
+def test_paths_that_are_no_files_are_refused():
+    write("books.txt", "x")
+    Path("loop.txt").symlink_to("loop.txt")
+    Path("empty").mkdir()
+    for line, message in {
+        "book.txt": "book.txt: No such file or directory; did you mean books.txt?",
+        "loop.txt": "loop.txt: Too many levels of symbolic links",
+        ".": "--exclude loop.txt leaves it out",
+        "/dev/null": "/dev/null is neither a file nor a folder",
+        "empty": "no file in this folder",
+        "empty --include *.cc": "that matches --include *.cc",
+    }.items():
+        assert message in refusal(line)
+    assert not Path("d").exists()
 
 
-def test_a_file_that_vanishes_or_cannot_be_opened_is_unreadable(tmp_path, capsys, monkeypatch):
-    """Between listing and reading; permissions would not stop the root user who may run this."""
-    from jaxtp.data.prepare import run
-
-    (tmp_path / "a.txt").write_text("x")
+def test_a_file_that_vanishes_before_it_is_read_is_refused(monkeypatch):
+    """Permissions would not stop the root user who may run this."""
+    write("a.txt", "x")
     listed = run.find_sources
 
     def then_delete(config):
         found = listed(config)
-        (tmp_path / "a.txt").unlink()
+        Path("a.txt").unlink()
         return found
 
     monkeypatch.setattr(run, "find_sources", then_delete)
-    assert "a.txt: No such file or directory" in refused(capsys, tmp_path / "a.txt", "--out", tmp_path / "d")
+    assert "a.txt: No such file or directory" in refusal("a.txt")
 
 
-def test_text_has_no_prompt(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("x")
-    fields = ["--prompt-field", "p", "--completion-field", "c"]
-    assert "a.txt: text has no fields" in refused(capsys, tmp_path / "a.txt", *fields, "--out", tmp_path / "d")
+def test_text_has_no_prompt():
+    write("a.txt", "x")
+    assert "a.txt: text has no fields" in refusal("a.txt --prompt-field p --completion-field c")
 
 
 @pytest.mark.parametrize(
     ("name", "library", "extra"),
-    [
-        ("a.parquet", "pyarrow", "data"),
-        ("a.txt.zst", "zstandard", "data"),
-        ("hf:a", "datasets", "datasets"),
-    ],
+    [("a.parquet", "pyarrow", "data"), ("a.txt.zst", "zstandard", "data"), ("hf:a", "datasets", "datasets")],
 )
-def test_without_a_library_the_message_names_the_extra(tmp_path, capsys, monkeypatch, name, library, extra):
+def test_without_a_library_the_message_names_the_extra(monkeypatch, name, library, extra):
     monkeypatch.setitem(sys.modules, library, None)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / name).write_bytes(b"x")
-    error = refused(capsys, name, "--out", tmp_path / "d")
-    assert f"need{'s' if library == 'datasets' else ''} the library {library}: pip install 'jaxtp[{extra}]'" in error
+    write(name, b"x")
+    assert f"the library {library}: pip install 'jaxtp[{extra}]'" in refusal(name)
 
 
-def test_text_jsonl_and_gzip_need_no_library(tmp_path, monkeypatch):
+def test_text_jsonl_and_gzip_need_no_library(monkeypatch):
     for library in ("tokenizers", "pyarrow", "zstandard", "datasets"):
         monkeypatch.setitem(sys.modules, library, None)
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a"))
-    rows = jsonl(tmp_path / "b.jsonl.gz", ["b"])
-    assert decoded(prepared(tmp_path / "d", tmp_path / "a.txt.gz", rows, *ALL)) == [b"a", b"b"]
+    write("a.txt.gz", "a")
+    write("b.jsonl.gz", ["b"])
+    assert documents("a.txt.gz b.jsonl.gz") == ["a", "b"]
 
 
-def test_real_sources_decode_to_their_bytes(tmp_path):
+def test_real_sources_decode_to_their_bytes():
     root = Path(sysconfig.get_paths()["stdlib"]) / "email"
-    dataset = prepared(tmp_path / "d", root, "--include", "*.py", "--train-bpe", 600, *ALL)
+    made = dataset(f"{root} --include *.py --train-bpe 600 --held-out 0")
     files = sorted(path for path in root.rglob("*.py") if path.stat().st_size)
     assert len(files) > 20
-    assert decoded(dataset) == [path.read_bytes() for path in files]
-    split = dataset.splits["train"]
-    assert all(split.document(i)[-1] == dataset.tokenizer.eos_id for i in range(split.num_documents))
-    assert split.num_tokens < read_manifest(dataset.folder).splits["train"].text_bytes / 2
+    assert decoded(made) == [path.read_bytes() for path in files]
+    split = made.splits["train"]
+    assert all(split.document(i)[-1] == made.tokenizer.eos_id for i in range(split.num_documents))
+    assert split.num_tokens < read_manifest(made.folder).splits["train"].text_bytes / 2

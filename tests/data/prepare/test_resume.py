@@ -7,109 +7,102 @@ import sys
 from pathlib import Path
 
 import pytest
-from corpora import jsonl, parquet, prepared, texts
+from corpora import output, run, texts, write
 from runs import contents
 from structures import plant
 from support import journeys
 
-from jaxtp.data.prepare import batches, run
-from jaxtp.data.prepare.__main__ import main
+from jaxtp.data.prepare import batches
+from jaxtp.data.prepare import run as running
 
 KILLER = Path(__file__).parent.parent.parent / "killer.py"
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
+@pytest.fixture
+def inputs():
     """All formats, with bad lines and files among them."""
-    root = tmp_path_factory.mktemp("inputs")
-    jsonl(root / "a.jsonl.gz", [*texts(400, seed=1), {"bad": 1}, *texts(200, seed=2)])
-    parquet(root / "b.parquet", texts(300, seed=1))
-    jsonl(root / "c.jsonl.zst", texts(300, seed=3))
-    (root / "d.jsonl.gz").write_bytes((root / "a.jsonl.gz").read_bytes()[:-1000])
-    for i, text in enumerate(texts(100, seed=4)):
-        (root / f"e{i:03}.txt").write_bytes(text.encode() if i % 9 else b"\xff")
-    return root
+    path = write("in/a.jsonl.gz", [*texts(240, seed=1), {"bad": 1}, *texts(120, seed=2)])
+    write("in/b.parquet", texts(180, seed=1))
+    write("in/c.jsonl.zst", texts(180, seed=3))
+    write("in/d.jsonl.gz", path.read_bytes()[:-600])
+    for i, text in enumerate(texts(60, seed=4)):
+        write(f"in/e{i:03}.txt", text.encode() if i % 9 else b"\xff")
 
 
-BPE = ["--train-bpe", "300"]
+@pytest.mark.usefixtures("inputs")
+@pytest.mark.parametrize("flags", journeys(["", "--dedup", "--train-bpe 300 --dedup"], "--train-bpe 300 --dedup"))
+def test_a_killed_command_resumes_to_the_byte(flags):
+    command = f"in {flags} --on-error skip --shard-tokens 4000 --held-out 0.1"
+    output(command)
+    assert len(list(Path("d").glob("train-*.tokens"))) > 3
+    killer = [sys.executable, str(KILLER), "4", "10", "killed", *command.split()]
+    process = subprocess.run(killer, capture_output=True, text=True, timeout=240, check=False)
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout.split()[-1]) >= 3, process.stdout
+    assert "resuming after" in process.stdout
+    assert contents("killed") == contents("d")
 
 
-@pytest.mark.parametrize("flags", journeys([[], ["--dedup"], [*BPE, "--dedup"]], [*BPE, "--dedup"]), ids=str)
-def test_killed_and_resumed_to_the_byte(inputs, tmp_path, flags):
-    command = [str(inputs), *flags, "--on-error", "skip", "--shard-tokens", "4000", "--held-out", "0.1"]
-    whole = prepared(tmp_path / "whole", *command)
-    assert len(list(whole.folder.glob("train-*.tokens"))) > 3
-    killer = [sys.executable, str(KILLER), "4", "10", str(tmp_path / "killed"), *command]
-    run = subprocess.run(killer, capture_output=True, text=True, timeout=240, check=False)
-    assert run.returncode == 0, run.stderr
-    assert int(run.stdout.split()[-1]) >= 3, run.stdout
-    assert "resuming after" in run.stdout
-    assert contents(tmp_path / "killed") == contents(whole.folder)
+PAIRS = "a.jsonl --preference --dedup --shard-tokens 30000 --save-seconds 0"
+TEXTS = "in/b.parquet in/c.jsonl.zst --dedup --train-bpe 300 --shard-tokens 10000 --save-seconds 0"
 
 
-@pytest.mark.parametrize("pairs", journeys([False, True], True))
-def test_ended_at_each_moment_in_turn_and_resumed_to_the_byte(inputs, tmp_path, monkeypatch, pairs):
+@pytest.mark.usefixtures("inputs")
+@pytest.mark.parametrize("command", journeys([TEXTS, PAIRS], PAIRS), ids=["texts", "pairs"])
+def test_a_command_that_ends_at_any_write_resumes_to_the_byte(monkeypatch, command):
     """At the first, second, third ... time that something is brought to the disk, until none is left to end at."""
-    monkeypatch.setattr(batches, "BATCH_DOCUMENTS", 300)
-    files = [str(inputs / "b.parquet"), str(inputs / "c.jsonl.zst")]
-    command = [*files, "--dedup", "--train-bpe", "300", "--shard-tokens", "20000", "--save-seconds", "0"]
-    if pairs:
-        rows = [{"prompt": "", "chosen": text, "rejected": f"no {text}"} for text in texts(700)]
-        file = jsonl(tmp_path / "a.jsonl", [row for row in rows if row["chosen"].strip()])
-        command = [str(file), "--preference", "--dedup", "--shard-tokens", "60000", "--save-seconds", "0"]
-    whole = contents(prepared(tmp_path / "whole", *command).folder)
-    real = os.fsync
+    monkeypatch.setattr(batches, "BATCH_DOCUMENTS", 150)
+    answers = [text for text in texts(420) if text.strip()]
+    write("a.jsonl", [{"prompt": "", "chosen": text, "rejected": f"no {text}"} for text in answers])
+    output(command)
+    whole = contents("d")
     moment = 0
-    while True:
+    while ends_at(moment, f"{command} --out {moment}"):
+        output(f"{command} --out {moment}")
+        assert contents(str(moment)) == whole
         moment += 1
-        left = [moment]
-
-        def fsync(descriptor, left=left):
-            real(descriptor)
-            left[0] -= 1
-            if left[0] == 0:
-                raise KeyboardInterrupt
-
-        out = tmp_path / str(moment)
-        monkeypatch.setattr(os, "fsync", fsync)
-        code = main([*command, "--out", str(out)])
-        monkeypatch.setattr(os, "fsync", real)
-        if code == 0:
-            break
-        assert code == 130
-        assert contents(prepared(out, *command).folder) == whole
     assert moment > 20
 
 
+def ends_at(moment, line):
+    """Interrupts a command when it brings something to the disk for this time; whether it did."""
+    real = os.fsync
+    times = iter(range(10**6))
+
+    def fsync(descriptor):
+        real(descriptor)
+        if next(times) == moment:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        code, _, _ = run(line)
+    assert code in (0, 130)
+    return code == 130
+
+
 @pytest.mark.journey
-def test_ends_in_silence_when_nobody_reads_its_output_and_can_go_on(inputs, tmp_path):
+@pytest.mark.usefixtures("inputs")
+def test_a_command_whose_output_nobody_reads_ends_in_silence_and_resumes():
     reading, writing = os.pipe()
     os.close(reading)
-    flags = [str(inputs), "--on-error", "skip", "--out", str(tmp_path / "out")]
-    command = [sys.executable, "-m", "jaxtp", "prepare", *flags]
+    command = [sys.executable, "-m", "jaxtp", "prepare", "in", "--on-error", "skip", "--out", "d"]
     with os.fdopen(writing) as nobody:
         ended = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, timeout=120)
     assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b"")
-    subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
-    assert (tmp_path / "out/dataset.json").exists()
+    output("in --on-error skip")
+    assert Path("d/dataset.json").exists()
 
 
 @pytest.mark.parametrize("name", ["seen.sha256", "train-00000.tokens", "train-00000.documents", "inputs.jsonl"])
-def test_an_unfinished_dataset_of_someone_else_leads_to_no_other_file(name, tmp_path, capsys):
-    (tmp_path / "victim").write_text("precious")
-    (tmp_path / "text.txt").write_text("some words\n")
-    command = [str(tmp_path / "text.txt"), "--dedup", "--out", str(tmp_path / "shared")]
+def test_a_link_in_an_unfinished_dataset_leads_to_no_other_file(name):
+    write("victim", "precious")
+    write("text.txt", "some words\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "batches", stop)
-        with pytest.raises(KeyError):
-            main(command)
-    plant(tmp_path / "shared" / name, "link to another file")
-    code = main(command)
-    assert code in (0, 2)
-    if code:
-        assert f"{name}: " in capsys.readouterr().err
-    assert (tmp_path / "victim").read_text() == "precious"
-
-
-def stop(*_):
-    raise KeyError
+        patch.setattr(running, "batches", None)
+        with pytest.raises(TypeError):
+            run("text.txt --dedup")
+    plant(Path("d") / name, "link to another file")
+    code, _, error = run("text.txt --dedup")
+    assert code == 0 or (code == 2 and f"{name}: " in error)
+    assert Path("victim").read_text() == "precious"

@@ -1,0 +1,31 @@
+"""What known bugs are planted with: gradients that are changed on their way, and errors against a reference."""
+
+import jax
+from support import relative_error
+
+
+def with_gradient(change):
+    """Returns the identity, which changes the gradient that goes through it."""
+    identity = jax.custom_vjp(lambda x: x)
+    identity.defvjp(lambda x: (x, None), lambda _, grad: (change(grad),))
+    return identity
+
+
+def gathered_without_sum(axis):
+    """Returns a gather of dim 1, whose gradient lacks what the other devices add."""
+    gather = jax.custom_vjp(lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True))
+
+    def forward(x):
+        return gather(x), x.shape[1]
+
+    def backward(length, grad):
+        return (jax.lax.dynamic_slice_in_dim(grad, jax.lax.axis_index(axis) * length, length, 1),)
+
+    gather.defvjp(forward, backward)
+    return gather
+
+
+def errors_of(found, expected):
+    """Returns how far each part of a result is from what is expected; a NaN is infinitely far."""
+    errors = {name: relative_error(found[name], array) for name, array in expected.items()}
+    return {name: error if error == error else float("inf") for name, error in errors.items()}
