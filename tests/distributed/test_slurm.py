@@ -122,8 +122,8 @@ def same_curve(folder, undisturbed, steps):
 
 def test_a_time_limit_saves_and_the_joined_curve_is_that_of_an_undisturbed_run(cluster, tmp_path, text, undisturbed):
     arguments = flags(tmp_path / "run", text, (1, 2, 1))
-    # Slurm looks at time limits every 30 s and sends the signal up to 30 s too early: here after 65 to 95 s.
-    job = Job(cluster, tmp_path, arguments, "--time=3", "--signal=B:USR1@85")
+    # Slurm looks at time limits every 30 s and sends the signal up to 30 s too early: here after 30 to 60 s.
+    job = Job(cluster, tmp_path, arguments, "--time=2", "--signal=B:USR1@60")
     job.pace(2)
     job.wait_for_line("queued again after exit code 0")
     (stopped,) = re.findall(r"stopped by SIGUSR1 at step (\d+) and saved", job.log)
