@@ -12,6 +12,11 @@ def read_table(test_file, name):
     return yaml.safe_load((Path(test_file).parent / f"{name}.yaml").read_text())
 
 
+def with_tuples(settings):
+    """Returns settings with tuples, as Python has them, for the lists of YAML."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+
+
 def raised_by(action, *arguments, kind=UserError):
     """Returns the name and the text of a user's mistake that a call raises; `no error` if it raises none."""
     try:

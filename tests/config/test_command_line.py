@@ -244,8 +244,8 @@ def test_none_is_no_value_where_a_setting_may_have_none(tmp_path):
 
 
 def test_own_flags_are_spelled_either_way(capsys):
-    for flag in ("--print_config", "--help_all"):
-        assert printed(SMALL, flag, capsys=capsys) == printed(SMALL, flag.replace("_", "-"), capsys=capsys)
+    for flag, other in (("--print_config", "--print-config"), ("--help_all", "--help-all"), ("-h", "--help")):
+        assert printed(SMALL, flag, capsys=capsys) == printed(SMALL, other, capsys=capsys)
 
 
 def test_what_follows_two_dashes_is_no_flag():

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import raised_by, read_table, unexpected
+from tables import raised_by, read_table, unexpected, with_tuples
 
 import jaxtp
 from jaxtp.config.schema import (
@@ -269,29 +269,10 @@ def test_flags_are_named_as_they_are_given():
     assert flag(TrainConfig, ("data", "mixture", "data/code")) == "--data.mixture"
 
 
-RANK = {"model.lora.rank": 8}
-EXPERTS = {"model.num_experts": 4}
-SWITCHES = [
-    # Settings, of which the last is refused, and what gives it an effect.
-    ({"model.lora.alpha": 32.0}, RANK),
-    ({"model.lora.rslora": True}, RANK),
-    ({"model.lora.targets": ("q_proj",)}, RANK),
-    ({"model.lora.dtype": "bfloat16"}, RANK),
-    ({"model.lora.base": "float8"}, RANK),
-    ({"model.experts_per_token": 1}, EXPERTS),
-    ({"model.normalize_experts": False}, EXPERTS),
-    ({"model.router_scores": "sigmoid"}, EXPERTS),
-    ({"data.packing": "concatenated", "data.long_documents": "drop"}, {"data.packing": "documents"}),
-    ({"optimizer.decay_fraction": 0.5}, {"optimizer.schedule": "wsd"}),
-    ({"profile.steps": 3}, {"profile.start": 4}),
-    ({"metrics.project": "mine"}, {"metrics.trackers": ("wandb",)}),
-]
-
-
 def test_a_setting_whose_switch_is_off_is_refused():
-    for settings_given, switch in SWITCHES:
-        *_, name = settings_given
-        without = replace_nested(TrainConfig(), settings_given)
+    for row in read_table(__file__, "switches"):
+        *_, name = row["settings"]
+        without = replace_nested(TrainConfig(), with_tuples(row["settings"]))
         with pytest.raises(ConfigError, match=rf"{name}=\S+ (is for adapters|needs experts|has no effect without)"):
             check(without, ONE)
-        check(replace_nested(without, switch), ONE)
+        check(replace_nested(without, with_tuples(row["switch"])), ONE)

@@ -119,8 +119,11 @@ def raising(error):
 def test_a_users_mistake_is_one_line_and_other_errors_are_not_hidden(capsys):
     assert entry.attempt("program", raising(ConfigError("mesh.tp = 0: should be 1 or more"))) == 2
     assert capsys.readouterr().err == "program: error: mesh.tp = 0: should be 1 or more\n"
-    of_disk, of_socket = OSError(errno.EIO, "Input/output error"), BrokenPipeError(errno.EPIPE, "of a socket")
-    for error in (of_disk, of_socket, ValueError("an error of the program")):
+    for error in (
+        OSError(errno.EIO, "Input/output error"),
+        BrokenPipeError(errno.EPIPE, "of a socket"),
+        ValueError("an error of the program"),
+    ):
         with pytest.raises(type(error)):
             entry.attempt("program", raising(error))
 
@@ -137,7 +140,8 @@ def started(module, *flags, **streams):
 @pytest.mark.parametrize("module", ["jaxtp", "jaxtp.train", "jaxtp.tools.launch"])
 def test_a_closed_pipe_is_silent_and_a_full_disk_is_one_line(module):
     """Of the program, of a command, and of one that does not import JAX; all start in the one way."""
-    flags, name = [] if module == "jaxtp" else ["--help"], name_of(module)
+    flags = [] if module == "jaxtp" else ["--help"]
+    name = name_of(module)
     with started(module, *flags, stdout=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == ""

@@ -66,10 +66,13 @@ ABSURD = {
 }
 
 
-@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-def test_absurd_yaml_is_one_error(read, tmp_path):
+def test_absurd_yaml_is_one_error(tmp_path):
+    """Both readers begin with the same one, so that one in five of these is enough for that of hardware."""
     path = tmp_path / "c.yaml"
-    for name, (text, message) in ABSURD.items():
+    cases = [(READERS["config"], name) for name in ABSURD]
+    cases += [(READERS["hardware"], name) for name in list(ABSURD)[::5]]
+    for read, name in cases:
+        text, message = ABSURD[name]
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(ConfigError, match=message) as caught:
             read(path)
@@ -139,8 +142,8 @@ def test_a_setting_that_cannot_be_a_local_path_is_one_error(tmp_path):
     assert unexpected(PATHS, error_of) == []
 
 
-def test_a_thousand_problems_are_not_all_told(tmp_path):
-    (tmp_path / "c.yaml").write_text("\n".join(f"k{i}: {'x' * 200}" for i in range(1000)))
+def test_hundreds_of_problems_are_not_all_told(tmp_path):
+    (tmp_path / "c.yaml").write_text("\n".join(f"k{i}: {'x' * 200}" for i in range(300)))
     with pytest.raises(ConfigError, match=r"and \d+ more$") as caught:
         from_yaml(TrainConfig, tmp_path / "c.yaml")
     assert is_one_clear_message(caught.value)

@@ -174,7 +174,8 @@ def test_an_address_that_cannot_be_reached_is_named_at_once_and_at_the_end(monke
 
 def test_without_the_token_nobody_is_believed(capsys):
     """Neither a process by process 0, nor the reverse; both say so, and a line that is not signed ends nobody."""
-    port, ends = int(free_address().rpartition(":")[2]), {}
+    port = int(free_address().rpartition(":")[2])
+    ends = {}
 
     def take_part(process, token):
         try:

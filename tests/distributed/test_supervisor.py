@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 from runs import SMALL, records
-from tables import unexpected
+from tables import read_table, unexpected
 
 from jaxtp.config.entry import FILES
 from jaxtp.distributed import supervisor
@@ -186,21 +186,10 @@ def test_a_hang_up_that_was_ignored_stays_ignored(tmp_path):
     assert process.returncode == 0
 
 
-REFUSED = [
-    {"flags": "--processes 2", "says": "no command; it follows --"},
-    {"flags": "--processes 0 -- x", "says": "--processes 0: should be greater than or equal to 1"},
-    {"flags": "--processes 2 --devices 0 -- x", "says": "--devices 0: should be greater than or equal to 1"},
-    {"flags": "--processes 2 --restarts -1 -- x", "says": "--restarts -1: should be greater than or equal to 0"},
-    {"flags": "--processes 1 --logs /proc/nothing -- -c 1", "says": "/proc/nothing"},
-    {"flags": "--processes 2 -- python x.py", "says": "-- python: leave it out"},
-    {"flags": "--processes 2 -- python3.11 x.py", "says": "-- python3.11: leave it out"},
-    {"flags": "--processes 2 -- /usr/bin/python3 x.py", "says": "-- /usr/bin/python3: leave it out"},
-]
-
-
 def test_mistaken_flags_are_one_error(capsys):
     error_of = lambda row: f"{main(row['flags'].split())} {capsys.readouterr().err}"
-    assert unexpected([row | {"says": ["2 ", row["says"]]} for row in REFUSED], error_of) == []
+    rows = read_table(__file__, "mistaken_launches")
+    assert unexpected([row | {"says": ["2 ", row["says"]]} for row in rows], error_of) == []
 
 
 LISTENERS = """
