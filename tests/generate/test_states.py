@@ -67,6 +67,7 @@ def stream(generator, prompt, **settings):
     return result, (generator.speed.timing.kept_tokens, generator.speed.timing.prefill_tokens)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("mesh", sweep([None, (1, 1, 3), (2, 1, 2)], None), ids=str)
 def test_texts_are_those_of_reading_everything_again(mesh):
     """Of more prompts than rows, packed, and in chunks that are shorter than a prompt; equal ones are read once."""
@@ -88,6 +89,7 @@ def test_texts_are_the_same_in_long_chunks():
         assert [result.ids for result in generator.generate(prompts, SETTINGS)] == expected, chunk
 
 
+@pytest.mark.wide
 def test_a_turn_reads_on_from_a_state_that_is_its_beginning(monkeypatch):
     """Another turn reads everything: a state cannot be cut back."""
     monkeypatch.setattr(engine, "CHAT_SLOTS", LENGTH)
@@ -251,10 +253,11 @@ class Rows:
         return x, NewTokens(positions), places
 
 
+@pytest.mark.wide
 def test_rows_that_begin_continue_wait_and_begin_again():
     """Any order of packed tokens and single ones: each row reads on from its own tokens."""
     decode, inputs, expected, empty = layer_programs()
-    for seed in range(3):
+    for seed in range(6):
         rows = Rows(np.random.default_rng(seed))
         caches = empty
         for _ in range(12):
