@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -339,12 +338,9 @@ def test_completion_knows_commands_and_their_flags():
 
 
 @pytest.mark.journey
-def test_bash_completes(tmp_path):
-    """Of the program as users start it; the shell itself parses the script."""
-    path = {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
-    settings = {"capture_output": True, "text": True, "check": True, "env": path}
-    script = subprocess.run([sys.executable, "-m", "jaxtp", "completion", "bash"], **settings).stdout
-    (tmp_path / "jaxtp.bash").write_text(script)
+def test_bash_completes(tmp_path, capsys):
+    assert jaxtp_main(["completion", "bash"]) == 0
+    (tmp_path / "jaxtp.bash").write_text(capsys.readouterr().out)
     offered = {
         "train --model.lora.ra": "--model.lora.rank",
         "bench com": "comm",
@@ -359,7 +355,7 @@ def test_bash_completes(tmp_path):
     for typed in offered:
         words = f"COMP_WORDS=(jaxtp {typed}); COMP_CWORD={len(typed.split())}; COMPREPLY=()"
         asked.append(f'{words}; $f; echo "${{COMPREPLY[@]}}"')
-    done = subprocess.run(["bash", "-c", "\n".join(asked)], **settings)
+    done = subprocess.run(["bash", "-c", "\n".join(asked)], capture_output=True, text=True, check=True)
     answers = [line.strip() for line in done.stdout.splitlines()]
     assert dict(zip(offered, answers, strict=True)) == offered
 

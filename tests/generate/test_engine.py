@@ -234,10 +234,16 @@ def test_a_token_reads_weights_and_cache_once_and_nothing_is_copied(case):
 
 REPEATING = [*PROMPTS, "abcabcabcabc", "hello hello hello"]
 SPECULATIVE = {
-    "windows": (None, {"num_layers": 1, "sliding_window": 5}, {}),
-    "learned positions": (None, {"learned_positions": 53}, {"repetition_penalty": 1.02}),
-    "samples": ((2, 1, 2), {}, {"temperature": 0.03, "top_k": 20, "samples": 2}),
-    "latents": ((1, 1, 2), {"num_kv_heads": 8, "kv_rank": 8, "rope_head_dim": 2, "value_head_dim": 4}, {}),
+    "windows and learned positions": (
+        (1, 1, 1),
+        {"num_layers": 1, "sliding_window": 5, "learned_positions": 53},
+        {"repetition_penalty": 1.02},
+    ),
+    "samples of latents": (
+        (2, 1, 2),
+        {"num_kv_heads": 8, "kv_rank": 8, "rope_head_dim": 2, "value_head_dim": 4},
+        {"temperature": 0.03, "top_k": 20, "samples": 2},
+    ),
     "experts": ((1, 2, 2), {"num_experts": 4, "experts_per_token": 2}, {"temperature": 0.02}),
 }
 
@@ -248,7 +254,7 @@ def test_speculation_gives_the_same_texts_in_fewer_steps(name):
     """Whatever ends a text: an end token, a stop text, its length or the context."""
     mesh, changes, settings = SPECULATIVE[name]
     model = SmallDecoder(change(CONFIG, **changes))
-    generator = model.generator(mesh or (1, 1, 1), batch_size=4, end_ids=frozenset(range(0, 256, 60)), context=60)
+    generator = model.generator(mesh, batch_size=4, end_ids=frozenset(range(0, 256, 60)), context=60)
     plain = jaxtp.GenerationSettings(max_tokens=45, **settings)
     longest = max((result.text for result in generator.generate(REPEATING, plain)), key=len)
     plain = change(plain, stop=(longest[20:30],))
@@ -310,7 +316,7 @@ def test_the_prefix_of_a_tokenizer_comes_before_text_and_its_end_token_ends_one(
 @pytest.mark.wide
 def test_bfloat16_halves_the_cache():
     half = jaxtp.Precision(param="bfloat16", compute="bfloat16")
-    generator = SmallDecoder(change(CONFIG, precision=half)).generator((1, 2, 4))
+    generator = SmallDecoder(change(CONFIG, precision=half)).generator((1, 2, 2))
     results = generator.generate(PROMPTS, SETTINGS)
     assert all(len(result.ids) == TOKENS and np.isfinite(result.logprobs).all() for result in results)
     assert generator.speed.cache_bytes == 2 * 2 * 2 * LENGTH * 1 * 4 * 2
@@ -396,7 +402,6 @@ def test_reading_a_long_prompt_reports_its_progress():
 OTHER = change(CONFIG, lora=jaxtp.LoraConfig(rank=2), sequence_parallel=True, remat="none")
 
 
-@cache
 def trained(mesh):
     """Returns a model with adapters and other weights."""
     with jax.set_mesh(jaxtp.make_mesh(**sizes_of(mesh))):
@@ -406,11 +411,10 @@ def trained(mesh):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 1, 2, 2)], ids=str)
-def test_an_update_gives_the_texts_of_the_new_weights(mesh):
-    """Its adapters are merged, the old weights are deleted, and nothing is compiled again."""
+def test_an_update_gives_the_texts_of_the_new_weights():
+    """Of a model on another mesh: adapters are merged, old weights are deleted, and nothing is compiled again."""
     generator = SMALL.generator((1, 1, 2))
-    model = trained(mesh)
+    model = trained((1, 2, 2, 2))
     merged = jaxtp.merge_adapters(model)
     weights = {name: np.asarray(each[...]) for name, each in named_variables(nnx.state(merged)).items()}
     generator.generate(PROMPTS, SETTINGS)
