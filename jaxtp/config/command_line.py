@@ -132,7 +132,7 @@ class Command(Generic[T]):
         fields: list[tuple[str, object, Any]] = []
         for setting in settings:
             default = setting.default
-            text = _mark(setting, "help") or _docstrings(setting.owner).get(setting.path[-1], "")
+            text = _mark(setting, "help") or docstrings(setting.owner).get(setting.path[-1], "")
             argument = tyro.conf.arg(
                 name=None if _is_positional(setting) else setting.flag.removeprefix("--"),
                 metavar=None if _mark(setting, "metavar") else _metavar(setting.kind),
@@ -390,8 +390,8 @@ def _metavar(kind: object) -> str | None:
     return {Path: "PATH", str: "TEXT", int: "INT", float: "FLOAT"}.get(others[0]) if len(others) == 1 else None
 
 
-def _docstrings(schema: type) -> dict[str, str]:
-    # The strings below the fields of a dataclass and its bases.
+def docstrings(schema: type) -> dict[str, str]:
+    """Returns the strings below the fields of a dataclass and its bases."""
     found = {}
     for kind in filter(dataclasses.is_dataclass, reversed(schema.__mro__)):
         for field, text in pairwise(_classes(inspect.getsourcefile(kind) or "").get(kind.__name__, ())):

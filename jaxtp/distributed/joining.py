@@ -62,7 +62,7 @@ _HEARTBEAT_SECONDS = 80
 processes can connect."""
 _MARGIN = 20  # Seconds by which JAX's time limit exceeds JAXTP_JOIN_SECONDS, so that ours reports first
 _MAX_SECONDS = 24 * 60 * 60
-_PAUSE, _CHECK_SECONDS = 0.3, 1.0
+PAUSE, CHECK_SECONDS = 0.3, 1.0
 """Seconds between attempts to reach process 0: at the rendezvous, and while JAX connects."""
 _MAX_IDS, _MAX_ADDRESSES, _MAX_ERROR_CHARS = 20, 3, 1000
 _PORT = "JAX_COORDINATOR_PORT"
@@ -285,7 +285,7 @@ def _watch(waiting: Wait, joined: threading.Event) -> None:
         if not reached and (connection := waiting.reach()) is not None:
             connection.close()
             reached, waiting.problem = True, ""
-        if joined.wait(min(_CHECK_SECONDS, left)):
+        if joined.wait(min(CHECK_SECONDS, left)):
             return
     problem = "does each of them run?"
     if waiting.problem:
@@ -390,7 +390,7 @@ def _join_rendezvous(waiting: Wait, token: str) -> None:
                     raise LaunchError(truncate(verdict["error"], _MAX_ERROR_CHARS))
                 return
             waiting.problem = "process 0 has ended"
-        time.sleep(_PAUSE)  # process 0 may restart, or its host name may resolve
+        time.sleep(PAUSE)  # process 0 may restart, or its host name may resolve
     raise LaunchError(
         f"{waiting}: {waiting.problem} after {waiting.seconds:g} s: process 0 has to run on that host, and its port to "
         f"be open {_SECONDS_HINT}"

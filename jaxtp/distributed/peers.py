@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import jax
 
@@ -22,18 +23,30 @@ from jaxtp.distributed.links import Link, Message, accept_links, connect, listen
 
 SILENCE = 25.0
 """Seconds without a heartbeat after which a process counts as lost; JAX's limit is longer."""
-_BEAT = 1.0  # Seconds between heartbeats
 _CONNECT = 5.0  # Seconds to connect to process 0
-_GRACE = 4.0
-"""Seconds in which a process may exit by itself after another reports a failure: both may fail for one reason."""
 _MAX_ERROR_CHARS = 1000
 _MAX_MESSAGE_CHARS = 4000
 
 
 class Peers:
-    """A thread that watches links between process 0 and each other process."""
+    """A thread that watches links between process 0 and each other process.
 
-    def __init__(self, hosts: list[str], links: dict[int, Link]):
+    Args:
+      beat: seconds between heartbeats.
+      grace: seconds in which a process may exit by itself after another reports a failure: both may have one reason.
+      end_process: without cleanup, because once process 0 has ended, JAX aborts this process.
+    """
+
+    def __init__(
+        self,
+        hosts: list[str],
+        links: dict[int, Link],
+        *,
+        beat: float = 1.0,
+        grace: float = 4.0,
+        end_process: Callable[[int], object] = os._exit,
+    ):
+        self._beat, self._grace, self._end_process = beat, grace, end_process
         self.activity = "the start"
         self._hosts = hosts
         self._process = jax.process_index()
@@ -62,15 +75,15 @@ class Peers:
         """
         failure = f"{type(error).__name__}: {error}".strip(": ").partition("\n")[0][:_MAX_ERROR_CHARS]
         if isinstance(error, jax.errors.JaxRuntimeError):
-            self._peer_failed.wait(3 * _BEAT)
+            self._peer_failed.wait(3 * self._beat)
         if self._peer_failed.is_set() and not isinstance(error, UserError) and failure not in self._problem:
-            self._thread.join(_GRACE + 2 * _BEAT)
+            self._thread.join(self._grace + 2 * self._beat)
         self.leave(failure, getattr(error, "exit_code", 1))
 
     def wait_for_peers(self) -> None:
         """In process 0, waits briefly for the others: JAX aborts them when its coordinator stops."""
         if self._process == 0:
-            self._thread.join(_GRACE + 2 * _BEAT)
+            self._thread.join(self._grace + 2 * self._beat)
 
     def _broadcast(self, message: Message) -> None:
         with self._sending:
@@ -84,7 +97,7 @@ class Peers:
             before = time.monotonic()
             if before >= next_beat:
                 self._broadcast({})
-                next_beat = before + _BEAT
+                next_beat = before + self._beat
             readable = ready(list(self._links.values()), max(0.0, next_beat - before))
             now = time.monotonic()
             if now - before > SILENCE / 2:  # this process itself was stopped, so the silence proves nothing
@@ -104,7 +117,7 @@ class Peers:
                 self._left.append(self._links.pop(process, link))
                 if message["failure"] is not None:
                     code = message["code"] if message["code"] in (MISTAKE, WRONG) else TEMPORARY
-                    self._exit_after_losing(process, f"failed: {message['failure']}", _GRACE, code)
+                    self._exit_after_losing(process, f"failed: {message['failure']}", self._grace, code)
         if not link.is_open and process in self._links:
             self._exit_after_losing(process, "has ended without a word")
 
@@ -123,7 +136,7 @@ class Peers:
         other, this = (process_name(index, self._hosts[index]) for index in (process, self._process))
         problem = f"error: {other} {how}; {this} cannot continue with {self.activity} and ends (exit code {code})"
         say(truncate(problem, _MAX_MESSAGE_CHARS))
-        os._exit(code)  # without cleanup: once process 0 has ended, JAX aborts this process
+        self._end_process(code)
 
 
 def connect_peers(bind: str | None) -> Peers | None:
@@ -149,7 +162,7 @@ def connect_peers(bind: str | None) -> Peers | None:
     names = host_names()
     if len(names) == 1:
         return None
-    links = _accept(names, bind) if jax.process_index() == 0 else _connect(names)
+    links = accept_peers(names, bind) if jax.process_index() == 0 else reach_peer(names)
     reached = all_gather_json(sorted(links))
     if missing := [process for process in range(1, len(names)) if process not in reached[0] or not reached[process]]:
         if jax.process_index() == 0:
@@ -164,7 +177,7 @@ def connect_peers(bind: str | None) -> Peers | None:
     return Peers(names, links)
 
 
-def _accept(names: list[str], bind: str | None) -> dict[int, Link]:
+def accept_peers(names: list[str], bind: str | None) -> dict[int, Link]:
     """Returns links to the processes that connect in time, with a random token that JAX sends."""
     token, links, rejected = secrets.token_hex(32), dict[int, Link](), Counter[str]()
     until = time.monotonic() + 2 * _CONNECT
@@ -182,7 +195,8 @@ def _accept(names: list[str], bind: str | None) -> dict[int, Link]:
     return links
 
 
-def _connect(names: list[str]) -> dict[int, Link]:
+def reach_peer(names: list[str]) -> dict[int, Link]:
+    """Returns the link to process 0, if it answers in time."""
     port, token = all_gather_json(None)[0]
     same_host = "127.0.0.1" if names[0] == socket.gethostname() else ""
     for host in filter(None, (coordinator_host(), same_host, names[0])):

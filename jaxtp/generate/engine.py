@@ -53,7 +53,7 @@ MIN_SLOTS, CHAT_SLOTS = 64, 1024
 """Minimum tokens of a row, in general and in a chat. Each doubling of a row compiles the programs again."""
 
 CPU_CHUNK, CHUNK = 512, 2048
-"""Maximum prompt tokens that a device reads in one call: enough to use all of a CPU or GPU."""
+"""Defaults of `Generator.chunk`: enough to use all of a CPU or GPU."""
 
 MIN_LENGTH = 16  # Length of the shortest sequence of packed prompts
 
@@ -187,7 +187,8 @@ class Generator:
         """Speed of the last call."""
         self._num_ids = min(tokenizer.info.vocab_size, model.config.vocab_size)
         self._batch_parts, self._batch_size = batch_parts(mesh_sizes(self._mesh)), batch_size
-        self._chunk = CPU_CHUNK if current_platform() == "cpu" else CHUNK
+        self.chunk = CPU_CHUNK if current_platform() == "cpu" else CHUNK
+        """Maximum prompt tokens that a device reads in one call."""
         self._programs: dict[tuple[Shape, GenerationSettings], Programs] = {}
         self._cache: Cache | None = None
         self._is_streaming = False
@@ -270,7 +271,7 @@ class Generator:
             return
         programs, cache = self._prepare(requests, settings, keep)
         compiled = programs.compile_seconds
-        scheduler = Scheduler(programs, cache, self._batch_parts, self._chunk, progress)
+        scheduler = Scheduler(programs, cache, self._batch_parts, self.chunk, progress)
         self.speed.timing = scheduler.timing
         self._is_streaming = True
         try:

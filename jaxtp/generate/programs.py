@@ -120,8 +120,7 @@ class Programs:
 
     def copy(self, caches: KVCaches, sources: Ints) -> KVCaches:
         """Copies rows; `sources` `[rows]` counts within the part; -1 copies none."""
-        copied = self._program("copy", self._copy, caches, sources)(self.weights, caches, sources)
-        return jax.block_until_ready(copied)
+        return jax.block_until_ready(self.compiled_copy(caches)(self.weights, caches, sources))
 
     def compiled_decode(self, caches: KVCaches) -> jax.stages.Compiled:
         """Returns the compiled decode program; `caches` may be abstract."""
@@ -129,6 +128,10 @@ class Programs:
         history = np.zeros((self.shape.rows, self.shape.slots), np.int32) if self.needs_history else None
         rows = RowArrays(zeros, zeros, zeros, zeros.astype(np.uint32), history)
         return self._program("decode", self._decode, caches, rows, np.int32(1), np.bool_(False))
+
+    def compiled_copy(self, caches: KVCaches) -> jax.stages.Compiled:
+        """Returns the compiled program that copies rows; `caches` may be abstract."""
+        return self._program("copy", self._copy, caches, np.zeros(self.shape.rows, np.int32))
 
     def _read(
         self, model: DecodeModel, caches: KVCaches, packed: PackedTokens, rows: RowArrays

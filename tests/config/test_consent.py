@@ -20,12 +20,19 @@ from jaxtp.config.python_object import is_public
 from jaxtp.config.schema import ConfigError, nested
 from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.task import _REFERENCES
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 WITH_FILES = ("bench", "check", "estimate", "evaluate", "explain", "generate", "score", "train")
 """The commands that take a configuration with names of code."""
-REFERENCES = sorted({*_REFERENCES.values(), "train.callbacks"})
+REFERENCES = [
+    "data.batches",
+    "data.validation_batches",
+    "model.build",
+    "model.plan",
+    "optimizer.build",
+    "train.callbacks",
+    "train.loss",
+]
 EVIL = "from pathlib import Path\nPath('PWNED').touch()\ndef code(*a, **b): pass\n"
 
 
@@ -56,27 +63,28 @@ CASES += [(program, "build") for program in ("evaluate", "generate", "score")]
 CASES += [("evaluate", "task_folder"), ("evaluate", "cache")]
 
 
-@pytest.mark.parametrize(("program", "name"), CASES)
-def test_no_command_runs_code_that_a_file_names(program, name, folder, capsys):
-    words = write(folder / "shared.yaml", {name: value_of(name, "evil.py:code")})
-    assert run(program, words) == 2
-    error = capsys.readouterr().err
-    flag = f"--{name.replace('_', '-')}"
-    assert "shared.yaml names code" in error
-    assert f"\n  {flag} evil.py:code\n" in error
-    assert "--allow-code" in error
-    assert "Traceback" not in error
-    assert not Path("PWNED").exists()
+@pytest.mark.parametrize("program", sorted({program for program, _ in CASES}))
+def test_no_command_runs_code_that_a_file_names(program, folder, capsys):
+    for name in (name for each, name in CASES if each == program):
+        words = write(folder / "shared.yaml", {name: value_of(name, "evil.py:code")})
+        assert run(program, words) == 2
+        error = capsys.readouterr().err
+        flag = f"--{name.replace('_', '-')}"
+        for part in ("shared.yaml names code", f"\n  {flag} evil.py:code\n", "--allow-code"):
+            assert part in error, name
+        assert "Traceback" not in error
+        assert not Path("PWNED").exists()
 
 
-@pytest.mark.parametrize("program", ["check", "estimate", "explain", "train"])
-def test_a_file_cannot_call_a_function_of_the_standard_library(program, folder, capsys):
+def test_a_file_cannot_call_a_function_of_the_standard_library(folder, capsys):
     loss = {"train.loss": "jaxtp:DPO", "data.batches": "itertools:count"}
     call = {"model.build": "os:system", "model.arguments": {"command": "touch PWNED"}}
-    assert run(program, write(folder / "shared.yaml", call | loss)) == 2
+    words = write(folder / "shared.yaml", call | loss)
     listed = "--model.build os:system\n  --data.batches itertools:count\n  --model.arguments.command 'touch PWNED'\n"
-    assert listed in capsys.readouterr().err
-    assert not Path("PWNED").exists()
+    for program in ("check", "estimate", "explain", "train"):
+        assert run(program, words) == 2
+        assert listed in capsys.readouterr().err, program
+        assert not Path("PWNED").exists()
 
 
 ARGUMENTS = {"model.build": "model.arguments", "train.loss": "train.loss_arguments"}
@@ -128,17 +136,12 @@ def test_arguments_in_a_file_that_names_no_code_are_shown(folder, capsys):
     assert shown in capsys.readouterr().err
 
 
-def test_an_argument_that_begins_with_a_dash_is_shown_as_a_flag_takes_it(folder):
-    words = write(folder / "shared.yaml", {"model.build": "os:system", "model.arguments": {"command": "-rf /"}})
-    with pytest.raises(ConfigError, match=r"command='-rf /'$"):
-        TRAIN.load(words)
+def test_arguments_are_shown_as_a_flag_takes_them_and_long_ones_in_part(folder):
+    for command, shown in (("-rf /", r"command='-rf /'$"), ("a" * 10_000, r"command a{200,300}\.\.\.$")):
+        call = {"model.build": "os:system", "model.arguments": {"command": command}}
+        with pytest.raises(ConfigError, match=shown):
+            TRAIN.load(write(folder / "shared.yaml", call))
     TRAIN.load(["--model.build", "os:system", "--model.arguments.command=-rf /"])
-
-
-def test_long_arguments_are_shown_in_part(folder):
-    words = write(folder / "shared.yaml", {"model.build": "os:system", "model.arguments": {"command": "a" * 10_000}})
-    with pytest.raises(ConfigError, match=r"command a{200,300}\.\.\.$"):
-        TRAIN.load(words)
 
 
 def test_arguments_of_a_loss_of_jaxtps_own_need_no_consent(folder, capsys):
@@ -146,15 +149,16 @@ def test_arguments_of_a_loss_of_jaxtps_own_need_no_consent(folder, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("name", REFERENCES)
-def test_consent_is_the_same_flag_or_a_flag_for_all(name, folder, capsys):
-    words = write(folder / "mine.yaml", {name: value_of(name, "evil.py:code")})
-    same, _ = TRAIN.load([*words, f"--{name}", "evil.py:code"])
-    assert capsys.readouterr().err == ""
-    assert TRAIN.load([*words, "--allow-code"])[0] == same
-    assert f"mine.yaml names code that runs: --{name.replace('_', '-')} evil.py:code\n" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="names code"):
-        TRAIN.load([*words, "--train.steps", "3"])
+def test_consent_is_the_same_flag_or_a_flag_for_all(folder, capsys):
+    for name in REFERENCES:
+        words = write(folder / "mine.yaml", {name: value_of(name, "evil.py:code")})
+        same, _ = TRAIN.load([*words, f"--{name}", "evil.py:code"])
+        assert capsys.readouterr().err == ""
+        assert TRAIN.load([*words, "--allow-code"])[0] == same
+        named = f"mine.yaml names code that runs: --{name.replace('_', '-')} evil.py:code\n"
+        assert named in capsys.readouterr().err
+        with pytest.raises(ConfigError, match="names code"):
+            TRAIN.load([*words, "--train.steps", "3"])
 
 
 def test_consent_to_one_name_is_not_consent_to_another(folder):
@@ -164,17 +168,12 @@ def test_consent_to_one_name_is_not_consent_to_another(folder):
     assert "--model.build" not in str(caught.value)
 
 
-def test_a_file_cannot_consent(folder):
-    words = write(folder / "shared.yaml", {"allow_code": True, "model.build": "evil.py:code"})
-    with pytest.raises(ConfigError, match="allow_code: unknown key"):
-        TRAIN.load(words)
-
-
-def test_a_base_of_a_file_is_a_file(folder):
+def test_neither_a_file_nor_its_base_can_consent(folder):
     write(folder / "base.yaml", {"model.build": "evil.py:code"})
-    words = write(folder / "shared.yaml", {"base": "base.yaml"})
     with pytest.raises(ConfigError, match=r"shared\.yaml names code"):
-        TRAIN.load(words)
+        TRAIN.load(write(folder / "shared.yaml", {"base": "base.yaml"}))
+    with pytest.raises(ConfigError, match="allow_code: unknown key"):
+        TRAIN.load(write(folder / "shared.yaml", {"base": "base.yaml", "allow_code": True}))
 
 
 def test_printing_needs_no_consent(folder, capsys):
@@ -184,32 +183,29 @@ def test_printing_needs_no_consent(folder, capsys):
     assert "build: evil.py:code" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_the_recipes_need_no_consent(path):
-    TRAIN.load(["--config", str(path)])
+def test_the_recipes_need_no_consent():
+    for path in CONFIGS:
+        TRAIN.load(["--config", str(path)])
 
 
-@pytest.mark.parametrize(
-    ("reference", "is_harmless"),
-    [
-        ("jaxtp:DPO", True),
-        ("jaxtp:Distillation", True),
-        ("jaxtp.train.preference:DPO", True),  # as `config.yaml` has it
-        ("jaxtp:ModelConfig", True),
-        ("jaxtp:save_hf", False),
-        ("jaxtp:Trainer", False),  # its arguments could name code
-        ("jaxtp:absent", False),
-        ("jaxtp.config:DPO", False),
-        ("jaxtp/evil.py:DPO", False),
-        ("jaxtp.py:DPO", False),
-        ("jaxtp.config.python_object:importlib", False),
-        ("jaxtpx:DPO", False),
-        ("DPO", False),
-        ("", False),
-    ],
+PUBLIC = ("jaxtp:DPO", "jaxtp:Distillation", "jaxtp.train.preference:DPO", "jaxtp:ModelConfig")
+NOT_PUBLIC = (
+    "jaxtp:save_hf",
+    "jaxtp:Trainer",  # its arguments could name code
+    "jaxtp:absent",
+    "jaxtp.config:DPO",
+    "jaxtp/evil.py:DPO",
+    "jaxtp.py:DPO",
+    "jaxtp.config.python_object:importlib",
+    "jaxtpx:DPO",
+    "DPO",
+    "",
 )
-def test_only_settings_and_losses_of_the_package_are_public(reference, is_harmless):
-    assert is_public(reference) == is_harmless
+
+
+def test_only_settings_and_losses_of_the_package_are_public():
+    """Also by the name that `config.yaml` has."""
+    assert [name for name in (*PUBLIC, *NOT_PUBLIC) if is_public(name)] == list(PUBLIC)
 
 
 def test_every_setting_that_names_a_part_of_a_run_is_marked():
@@ -369,7 +365,7 @@ def test_a_file_of_another_user_has_no_consent(own, monkeypatch):
 
 
 @pytest.mark.wide
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     named=st.dictionaries(st.sampled_from(REFERENCES), st.sampled_from(["evil.py:code", "os:system", "jaxtp:DPO"])),
     in_base=st.sets(st.sampled_from(REFERENCES)),

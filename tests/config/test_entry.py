@@ -6,7 +6,6 @@ import gc
 import io
 import linecache
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -14,10 +13,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support import journeys
+from runs import full_disk
 
 import jaxtp
-from jaxtp.__main__ import COMMANDS
 from jaxtp.checkpoint.__main__ import main as checkpoint
 from jaxtp.config import entry
 from jaxtp.config.entry import NumericsError, UserError
@@ -29,25 +27,21 @@ from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.train.__main__ import main as train
 from jaxtp.train.trainer import NotStartedError
 
-MODULES = list(COMMANDS.values())
 MAINS = sorted((Path(__file__).parent.parent.parent / "jaxtp").rglob("__main__.py"))
 
 
-@pytest.mark.parametrize("path", MAINS, ids=lambda path: path.parent.name)
-def test_every_command_ends_in_the_one_way(path):
-    ending = path.read_text().rpartition('if __name__ == "__main__":\n')[2].strip()
-    assert ending.startswith("entry.run(") or (path.parent.name == "jaxtp" and ending == "script()")
-    assert "\n" not in ending
-
-
-@pytest.mark.parametrize("path", MAINS, ids=lambda path: path.parent.name)
-def test_every_command_starts_before_its_imports(path):
-    tree = ast.parse(path.read_text())
-    _, first, *_ = tree.body
-    assert ast.unparse(first.test) == "__name__ == '__main__'"
-    assert ast.unparse(first.body[0]) == "from jaxtp.config.entry import start"
-    program = next(each.value.value for each in tree.body if ast.unparse(each).startswith("PROGRAM = "))
-    assert ast.unparse(first.body[1]) == ("start()" if program == "jaxtp" else f"start({program!r})")
+def test_every_command_starts_before_its_imports_and_ends_in_the_one_way():
+    for path in MAINS:
+        text = path.read_text()
+        ending = text.rpartition('if __name__ == "__main__":\n')[2].strip()
+        assert ending.startswith("entry.run(") or (path.parent.name == "jaxtp" and ending == "script()"), path
+        assert "\n" not in ending, path
+        tree = ast.parse(text)
+        first = tree.body[1]
+        program = next(each.value.value for each in tree.body if ast.unparse(each).startswith("PROGRAM = "))
+        start = "start()" if program == "jaxtp" else f"start({program!r})"
+        beginning = [ast.unparse(each) for each in (first.test, *first.body[:2])]
+        assert beginning == ["__name__ == '__main__'", "from jaxtp.config.entry import start", start], path
 
 
 def text_output(descriptor):
@@ -70,9 +64,9 @@ def test_a_full_disk_under_standard_output_is_a_mistake(capsys):
 LONG = "a" * 300
 
 
-@pytest.mark.parametrize(
-    ("main", "flags"),
-    [
+def test_a_name_that_no_file_can_have_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for main, flags in (
         (checkpoint, f"inspect {LONG}"),
         (convert, f"export {LONG} out"),
         (convert, f"import {LONG} out"),
@@ -81,14 +75,11 @@ LONG = "a" * 300
         (train, f"--data.path {LONG}"),
         (train, f"--run.dir {LONG}"),
         (prepare, f"{LONG} --out out"),
-    ],
-)
-def test_a_name_that_no_file_can_have_is_one_line(main, flags, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(flags.split()) == 2
-    error = capsys.readouterr().err
-    assert "File name too long" in error or "no such folder" in error
-    assert error.count("\n") == 1
+    ):
+        assert main(flags.split()) == 2
+        error = capsys.readouterr().err
+        assert "File name too long" in error or "no such folder" in error, flags
+        assert error.count("\n") == 1, flags
 
 
 def test_errors_of_standard_output_keep_their_class():
@@ -100,24 +91,17 @@ def test_errors_of_standard_output_keep_their_class():
     os.close(writing)
 
 
-def test_a_full_disk_under_a_file_is_one_line(tmp_path, capsys):
-    path, before = tmp_path / "report.json", resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))  # as of a full disk, at the eleventh byte
-    try:
-        code = entry.attempt("program", lambda: path.write_text("x" * 100) and None)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert code == 2
+def test_errors_of_files_are_one_line(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    with full_disk(10):
+        assert entry.attempt("program", lambda: path.write_text("x" * 100) and None) == 2
     assert capsys.readouterr().err == "program: error: File too large\n"
-
-
-@pytest.mark.parametrize("path", ["x" * 300, "loop/model"])
-def test_a_path_that_cannot_be_looked_up_is_one_line(path, tmp_path, capsys):
     (tmp_path / "loop").symlink_to("loop")
-    assert entry.attempt("program", lambda: (tmp_path / path).stat() and None) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"program: error: {tmp_path}")
-    assert said.count("\n") == 1
+    for name in ("x" * 300, "loop/model"):
+        assert entry.attempt("program", (tmp_path / name).stat) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"program: error: {tmp_path}")
+        assert said.count("\n") == 1
 
 
 def test_a_full_disk_under_a_report_names_its_flag():
@@ -125,28 +109,23 @@ def test_a_full_disk_under_a_report_names_its_flag():
         write_json("--json", Path("/dev/full"), {"numbers": [1, 2]})
 
 
-def test_a_users_mistake_is_one_line(capsys):
-    def action():
-        raise ConfigError("mesh.tp = 0: should be 1 or more")
-
-    assert entry.attempt("program", action) == 2
-    assert capsys.readouterr().err == "program: error: mesh.tp = 0: should be 1 or more\n"
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.EIO, "Input/output error"),
-        BrokenPipeError(errno.EPIPE, "of a socket"),
-        ValueError("an error of the program"),
-    ],
-)
-def test_other_errors_are_not_hidden(error):
+def raising(error):
     def action():
         raise error
 
-    with pytest.raises(type(error)):
-        entry.attempt("program", action)
+    return action
+
+
+def test_a_users_mistake_is_one_line_and_other_errors_are_not_hidden(capsys):
+    assert entry.attempt("program", raising(ConfigError("mesh.tp = 0: should be 1 or more"))) == 2
+    assert capsys.readouterr().err == "program: error: mesh.tp = 0: should be 1 or more\n"
+    for error in (
+        OSError(errno.EIO, "Input/output error"),
+        BrokenPipeError(errno.EPIPE, "of a socket"),
+        ValueError("an error of the program"),
+    ):
+        with pytest.raises(type(error)):
+            entry.attempt("program", raising(error))
 
 
 def name_of(module):
@@ -157,9 +136,12 @@ def started(module, *flags, **streams):
     return subprocess.Popen([sys.executable, "-m", module, *flags], stderr=subprocess.PIPE, text=True, **streams)
 
 
-@pytest.mark.parametrize("module", journeys(["jaxtp", *MODULES], "jaxtp", "jaxtp.train", "jaxtp.tools.launch"))
+@pytest.mark.journey
+@pytest.mark.parametrize("module", ["jaxtp", "jaxtp.train", "jaxtp.tools.launch"])
 def test_a_closed_pipe_is_silent_and_a_full_disk_is_one_line(module):
-    flags, name = [] if module == "jaxtp" else ["--help"], name_of(module)
+    """Of the program, of a command, and of one that does not import JAX; all start in the one way."""
+    flags = [] if module == "jaxtp" else ["--help"]
+    name = name_of(module)
     with started(module, *flags, stdout=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
@@ -169,39 +151,44 @@ def test_a_closed_pipe_is_silent_and_a_full_disk_is_one_line(module):
     assert process.returncode == 2
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_an_import_leaves_the_garbage_collector_as_it_was(enabled):
-    (gc.enable if enabled else gc.disable)()
-    try:
-        assert entry.import_fast("jaxtp.config.entry") is entry
-        with pytest.raises(ModuleNotFoundError):
-            entry.import_fast("jaxtp.absent")
-        assert gc.isenabled() == enabled
-    finally:
-        gc.enable()
+def test_an_import_leaves_the_garbage_collector_as_it_was():
+    for enabled in (False, True):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            assert entry.import_fast("jaxtp.config.entry") is entry
+            with pytest.raises(ModuleNotFoundError):
+                entry.import_fast("jaxtp.absent")
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()
 
 
-@pytest.mark.parametrize(
-    "module", journeys([module for module in MODULES if module != "jaxtp.tools.launch"], "jaxtp.train")
-)  # it maps no library
-def test_ctrl_c_during_imports_is_one_line(module):
-    """At the first library that is imported after `jaxtp.config.entry`; a traceback would come from there."""
-    with started(module, "--help", stdout=subprocess.DEVNULL) as process:
-        wait_until_it_imports_a_library(process.pid)
-        process.send_signal(signal.SIGINT)
-        assert process.stderr.read() == f"\n{name_of(module)}: interrupted\n"
-    assert process.returncode == 130
+def of_module(module, name):
+    return [sys.executable, "-m", module, "--help"], name
 
 
-@pytest.mark.journey
-def test_ctrl_c_during_the_imports_of_the_script_is_one_line():
+def of_script():
     scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, function = scripts["jaxtp"].partition(":")
     code = f"import sys; from {module} import {function}; sys.argv = ['jaxtp', 'train']; {function}()"
-    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
+    return [sys.executable, "-c", code], "jaxtp train"
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        pytest.param(*of_script(), marks=pytest.mark.journey),
+        pytest.param(*of_module("jaxtp.train", "jaxtp train"), marks=pytest.mark.journey),
+        pytest.param(*of_module("jaxtp.generate", "jaxtp generate"), marks=pytest.mark.slow),
+    ],
+    ids=["script", "train", "generate"],
+)
+def test_ctrl_c_during_imports_is_one_line(command, name):
+    """At the first library that is imported after `jaxtp.config.entry`; a traceback would come from there."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         wait_until_it_imports_a_library(process.pid)
         process.send_signal(signal.SIGINT)
-        assert process.stderr.read() == "\njaxtp train: interrupted\n"
+        assert process.stderr.read() == f"\n{name}: interrupted\n"
     assert process.returncode == 130
 
 
@@ -214,7 +201,7 @@ def wait_until_it_imports_a_library(pid):
 @pytest.mark.journey
 def test_output_that_was_never_open_is_no_error():
     done = subprocess.run(
-        f"{sys.executable} -m jaxtp.checkpoint --help >&-", shell=True, capture_output=True, text=True, check=False
+        f"{sys.executable} -m jaxtp.tools.launch --help >&-", shell=True, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -244,6 +231,6 @@ def test_a_notebook_shows_a_mistake_below_the_lines_of_the_user():
     assert note == "and a note"
 
 
-@pytest.mark.parametrize("error", [UserError, NumericsError, jaxtp.AuditError, NotStartedError])
-def test_errors_of_which_the_message_suffices_say_so_to_ipython(error):
-    assert error("no more")._render_traceback_() == [f"{error.__name__}: no more"]
+def test_errors_whose_message_suffices_say_so_to_ipython():
+    for error in (UserError, NumericsError, jaxtp.AuditError, NotStartedError):
+        assert error("no more")._render_traceback_() == [f"{error.__name__}: no more"]

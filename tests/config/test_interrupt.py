@@ -20,31 +20,19 @@ def _handlers():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_asks_and_handlers_come_back(number):
+@pytest.mark.parametrize("first", SIGNALS)
+def test_the_first_signal_asks_and_a_second_one_ends_the_run(first):
+    """A terminal that closes again does not: the kernel sends SIGHUP, then the shell does to its jobs, then the kernel
+    again when the shell ends."""
     with Interrupt() as interrupt:
         assert interrupt.received is None
-        os.kill(os.getpid(), number)
-        assert interrupt.received == number.name
-    assert {signal.getsignal(each) for each in SIGNALS} == {signal.default_int_handler}
-
-
-@pytest.mark.parametrize("first", SIGNALS)
-def test_a_terminal_that_closes_again_does_not_end_the_run(first):
-    """The kernel sends SIGHUP, then the shell does to its jobs, then the kernel again when the shell ends."""
-    with Interrupt() as interrupt:
         for number in (first, signal.SIGHUP, signal.SIGHUP):
             os.kill(os.getpid(), number)
         assert interrupt.received == first.name
-
-
-@pytest.mark.parametrize("first", SIGNALS)
-def test_a_second_request_ends_the_run(first):
-    with Interrupt():
-        os.kill(os.getpid(), first)
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+    assert {signal.getsignal(each) for each in SIGNALS} == {signal.default_int_handler}
 
 
 def test_what_was_ignored_stays_ignored():
@@ -59,16 +47,15 @@ def test_what_was_ignored_stays_ignored():
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_terminal_shows_that_the_first_ctrl_c_was_received(capfd, monkeypatch, terminal):
-    monkeypatch.setattr(os, "isatty", lambda descriptor: terminal)
-    with Interrupt(notice="stops soon") as interrupt:
-        signal.raise_signal(signal.SIGTERM)
-        assert not capfd.readouterr().err
-        assert interrupt.received
-    with Interrupt(notice="stops soon"):
-        signal.raise_signal(signal.SIGINT)
-    assert capfd.readouterr().err == "\nstops soon\n" * terminal
+def test_a_terminal_shows_that_the_first_ctrl_c_was_received(capfd, monkeypatch):
+    for terminal in (True, False):
+        monkeypatch.setattr(os, "isatty", lambda descriptor, terminal=terminal: terminal)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with Interrupt(notice="stops soon") as interrupt:
+                signal.raise_signal(number)
+                assert interrupt.received
+            is_shown = terminal and number == signal.SIGINT
+            assert capfd.readouterr().err == "\nstops soon\n" * is_shown
 
 
 def test_ctrl_c_at_the_start_ends_at_once_and_later_only_asks(capfd, monkeypatch):

@@ -56,21 +56,19 @@ def test_cuda_async_reaches_the_plugin_with_a_pool_of_its_own(gpu, monkeypatch):
     assert type(options["memory_fraction"]) is float  # as text the plugin refuses it
 
 
-@pytest.mark.parametrize("variable", [FRACTION, "XLA_CLIENT_MEM_FRACTION"])
-def test_a_share_of_the_memory_that_a_variable_gives_stays(gpu, monkeypatch, variable):
-    monkeypatch.setenv(variable, "0.8")
-    choose_allocator("cuda_async", nvidia=gpu)
-    options = received(monkeypatch)
-    assert (options["allocator"], options["memory_fraction"]) == ("cuda_async", 0.8)
-    assert memory_fraction("cuda_async") == 0.8
-
-
-@pytest.mark.parametrize("before", ["use_tfrt_gpu_client:true;allocator:bfc", {"use_tfrt_gpu_client": "true"}])
-def test_other_options_stay(gpu, monkeypatch, before):
-    jax.config.update(OPTIONS, before)
-    choose_allocator("cuda_async", {}, gpu)
-    options = received(monkeypatch)
-    assert (options["allocator"], options["use_tfrt_gpu_client"]) == ("cuda_async", "true")
+def test_variables_and_other_options_stay(gpu, monkeypatch):
+    for variable in (FRACTION, "XLA_CLIENT_MEM_FRACTION"):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "0.8")
+            choose_allocator("cuda_async", nvidia=gpu)
+            options = received(patch)
+            assert (options["allocator"], options["memory_fraction"]) == ("cuda_async", 0.8)
+            assert memory_fraction("cuda_async") == 0.8
+    for before in ("use_tfrt_gpu_client:true;allocator:bfc", {"use_tfrt_gpu_client": "true"}):
+        jax.config.update(OPTIONS, before)
+        choose_allocator("cuda_async", {}, gpu)
+        options = received(monkeypatch)
+        assert (options["allocator"], options["use_tfrt_gpu_client"]) == ("cuda_async", "true")
 
 
 def test_without_a_gpu_nothing_changes(tmp_path):
@@ -80,40 +78,34 @@ def test_without_a_gpu_nothing_changes(tmp_path):
     assert getattr(jax.config, OPTIONS) == before
 
 
-@pytest.mark.parametrize(
-    ("version", "is_same_as_default"),
-    [((0, 10, 0), False), ((0, 10, 1), True), ((0, 10, 2), True), ((0, 11, 0), False), ((0, 12, 0, 1), False)],
-)
-def test_platform_is_refused_where_jax_takes_its_default_for_it(gpu, monkeypatch, version, is_same_as_default):
-    monkeypatch.setattr(jax, "__version_info__", version)
-    if is_same_as_default:
+def test_platform_is_refused_where_jax_takes_its_default_for_it(gpu, monkeypatch):
+    for version in ((0, 10, 1), (0, 10, 2)):
+        monkeypatch.setattr(jax, "__version_info__", version)
         with pytest.raises(UserError, match=r"platform: .*issues/39145\); install jax 0.11 or newer, or"):
             choose_allocator("platform", {}, gpu)
-        return
-    choose_allocator("platform", {}, gpu)
-    options = received(monkeypatch)
-    assert options["allocator"] == "platform"
-    assert "memory_fraction" not in options
+    for version in ((0, 10, 0), (0, 11, 0), (0, 12, 0, 1)):
+        monkeypatch.setattr(jax, "__version_info__", version)
+        choose_allocator("platform", {}, gpu)
+        options = received(monkeypatch)
+        assert options["allocator"] == "platform"
+        assert "memory_fraction" not in options
 
 
-@pytest.mark.parametrize(
-    ("allocator", "peak", "fraction", "said"),
-    [
-        ("default", 80, 0.75, None),
-        ("default", 95, 0.75, "5.0 GB to spare; 10.0 GB are advisable"),
-        ("default", 101, 0.75, None),  # it does not fit, which is said elsewhere
-        ("platform", 95, 0.75, None),
-        ("cuda_async", 95, 0.85, None),
-        ("cuda_async", 101, 0.85, f"above the 100.0 GB .* Raise {FRACTION} from 0.85 to 0.9 at most, .*{SMALLER_STEP}"),
-        ("cuda_async", 80, 0.95, f"{FRACTION}=0.95 leaves less than 10% of the memory outside of the pool"),
-    ],
-)
-def test_what_a_peak_means_for_an_allocator(allocator, peak, fraction, said):
-    found = advice(allocator, peak * GB, 100 * GB, fraction)
-    if said is None:
-        assert found is None
-    else:
-        assert re.search(said, found)
+ADVICE = [
+    # The allocator, the peak in GB of 100, the fraction, and what is said of it.
+    ("default", 80, 0.75, "None"),
+    ("default", 95, 0.75, "5.0 GB to spare; 10.0 GB are advisable"),
+    ("default", 101, 0.75, "None"),  # it does not fit, which is said elsewhere
+    ("platform", 95, 0.75, "None"),
+    ("cuda_async", 95, 0.85, "None"),
+    ("cuda_async", 101, 0.85, f"above the 100.0 GB .* Raise {FRACTION} from 0.85 to 0.9 at most, .*{SMALLER_STEP}"),
+    ("cuda_async", 80, 0.95, f"{FRACTION}=0.95 leaves less than 10% of the memory outside of the pool"),
+]
+
+
+def test_what_a_peak_means_for_an_allocator():
+    for allocator, peak, fraction, said in ADVICE:
+        assert re.search(said, str(advice(allocator, peak * GB, 100 * GB, fraction))), (allocator, peak)
 
 
 def test_a_step_may_outgrow_the_pool_of_cuda_async_but_not_what_stays_outside():

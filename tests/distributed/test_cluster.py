@@ -72,17 +72,19 @@ def test_slurm_queues_again_what_failed_and_was_no_mistake(slurm, tmp_path, does
     assert error == (f"queued again after exit code {code}\n" if again else gave_up)
 
 
-def test_what_the_files_say_fits_together():
+def test_the_script_for_slurm_fits_its_own_example():
     (signalled,) = re.findall(r"^#SBATCH --signal=B:(\w+)@180$", SBATCH, re.MULTILINE)
     assert f"trap stop {signalled}" in SBATCH
     (command,) = re.findall(r"^# sbatch scripts/cluster/slurm.sbatch (.*)", SBATCH, re.MULTILINE)
-    assert (
-        flags_of([str(ROOT / word) if word.startswith("configs/") else word for word in command.split()]).mesh.fsdp == 2
-    )
+    assert flags_of(command.replace("configs/", f"{ROOT}/configs/").split()).mesh.fsdp == 2
+
+
+def test_the_jobset_fits_the_command():
     jobset = yaml.safe_load((CLUSTER / "jobset.yaml").read_text())
     (hosts,) = jobset["spec"]["replicatedJobs"]
     job = hosts["template"]["spec"]
-    (container,) = job["template"]["spec"]["containers"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
     variables = {one["name"]: one["value"] for one in container["env"]}
     name = jobset["metadata"]["name"]
     assert variables["JAX_COORDINATOR_ADDRESS"].startswith(f"{name}-{hosts['name']}-0-0.{name}:")
@@ -91,11 +93,10 @@ def test_what_the_files_say_fits_together():
     assert int(variables["JAXTP_JOIN_SECONDS"]) > JOIN_SECONDS
     assert flags_of([word.replace("=configs/", f"={ROOT}/configs/") for word in container["args"]]).mesh.fsdp == 2
     (rule,) = job["podFailurePolicy"]["rules"]
-    assert rule["onExitCodes"]["values"] == [entry.MISTAKE, entry.WRONG]
-    assert rule["onExitCodes"]["containerName"] == container["name"]
+    exit_codes = rule["onExitCodes"]
+    assert (exit_codes["values"], exit_codes["containerName"]) == ([entry.MISTAKE, entry.WRONG], container["name"])
     assert f"--train.stopped-exit-code={entry.TEMPORARY}" in container["args"]
-    mounted = {mount["name"] for mount in container["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in job["template"]["spec"]["volumes"]}
+    assert [mount["name"] for mount in container["volumeMounts"]] == [volume["name"] for volume in pod["volumes"]]
 
 
 TYPES = {"string": str, "integer": int, "boolean": bool, "object": dict, "integer | string": (int, str)}

@@ -20,30 +20,24 @@ from jaxtp.train.__main__ import main as training
 SKIP = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 
-@pytest.mark.parametrize(
-    ("files", "before", "after"),
-    [
-        ([], {}, {SKIP: "1"}),
-        ([], {SKIP: ""}, {SKIP: ""}),
-        (["nvidiactl"], {}, {}),
-        (["dxg"], {}, {}),
-    ],
-)
-def test_cudas_libraries_are_not_looked_for_without_a_gpu(files, before, after, tmp_path):
-    for file in files:
-        (tmp_path / file).touch()
-    environment = dict(before)
-    launch.accept_absent_gpus(environment, [tmp_path / "nvidia0", tmp_path / "nvidiactl", tmp_path / "dxg"])
-    assert environment == after
+def test_libraries_of_cuda_are_not_looked_for_without_a_gpu(tmp_path):
+    devices = [tmp_path / name for name in ("nvidia0", "nvidiactl", "dxg")]
+    for before, after in (({}, {SKIP: "1"}), ({SKIP: ""}, {SKIP: ""})):
+        environment = dict(before)
+        launch.accept_absent_gpus(environment, devices)
+        assert environment == after
+    for device in devices[1:]:
+        device.touch()
+        environment = {}
+        launch.accept_absent_gpus(environment, devices)
+        assert environment == {}
+        device.unlink()
 
 
-@pytest.mark.parametrize(
-    ("listed", "visible"),
-    [(None, 4), ("", 0), ("1", 1), ("0,1,2", 3), ("GPU-8932f937, GPU-1", 2), ("0,-1,2", 1), ("0,1,2,3,4", 4)],
-)
-def test_gpus_that_may_be_used(listed, visible):
-    environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
-    assert len(launch.names_of_gpus(4, environment)) == visible
+def test_the_gpus_that_may_be_used_are_those_that_a_variable_lists():
+    counts = {"": 0, "1": 1, "0,1,2": 3, "GPU-8932f937, GPU-1": 2, "0,-1,2": 1, "0,1,2,3,4": 4}
+    assert len(launch.names_of_gpus(4, {})) == 4
+    assert {listed: len(launch.names_of_gpus(4, {"CUDA_VISIBLE_DEVICES": listed})) for listed in counts} == counts
 
 
 CACHE = (
@@ -80,16 +74,14 @@ def test_programs_for_gpus_are_kept_and_damage_to_them_is_compiled_anew(kept, ca
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("asked", "platform", "processes"), [(None, "cpu", 1), (None, "gpu", 2), ("own", "gpu", 1)])
-def test_programs_of_cpus_and_of_several_processes_are_not_kept_nor_where_jax_is_told(
-    kept, asked, platform, processes, monkeypatch
-):
-    jax.config.update("jax_compilation_cache_dir", asked)
-    monkeypatch.setattr(jax, "process_count", lambda: processes)
-    launch.enable_compilation_cache(platform)
-    assert jax.config.jax_compilation_cache_dir == asked
-    assert jax.config.jax_enable_compilation_cache
-    assert not kept.exists()
+def test_programs_of_cpus_and_of_several_processes_are_not_kept_nor_where_jax_has_a_setting(kept, monkeypatch):
+    for asked, platform, processes in ((None, "cpu", 1), (None, "gpu", 2), ("own", "gpu", 1)):
+        jax.config.update("jax_compilation_cache_dir", asked)
+        monkeypatch.setattr(jax, "process_count", lambda processes=processes: processes)
+        launch.enable_compilation_cache(platform)
+        assert jax.config.jax_compilation_cache_dir == asked
+        assert jax.config.jax_enable_compilation_cache
+        assert not kept.exists()
 
 
 def test_an_empty_folder_turns_the_cache_off(kept):
@@ -99,18 +91,15 @@ def test_an_empty_folder_turns_the_cache_off(kept):
     assert not kept.exists()
 
 
-@pytest.mark.parametrize("how", ["a file", "open to others"])
-def test_a_folder_of_programs_that_cannot_be_used_is_one_line(kept, how, capsys):
-    if how == "a file":
-        kept.parent.touch()
-    else:
-        kept.mkdir(parents=True)
-        kept.chmod(0o777)
-    launch.enable_compilation_cache("gpu")
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("the compilation cache is off: [Errno ")
-    assert str(kept) in line
-    assert jax.config.jax_compilation_cache_dir is None
+def test_a_folder_of_programs_that_cannot_be_used_is_one_line(kept, capsys):
+    """A file in its place, and a folder that is open to others."""
+    for make in (kept.parent.touch, lambda: (kept.parent.unlink(), kept.mkdir(parents=True), kept.chmod(0o777))):
+        make()
+        launch.enable_compilation_cache("gpu")
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("the compilation cache is off: [Errno ")
+        assert str(kept) in line
+        assert jax.config.jax_compilation_cache_dir is None
 
 
 def test_the_programs_that_were_used_last_are_kept(tmp_path):

@@ -9,7 +9,7 @@ import time
 import pytest
 from runs import free_address
 
-from jaxtp.distributed import joining, links
+from jaxtp.distributed import joining
 from jaxtp.distributed.environment import LaunchError
 from jaxtp.distributed.joining import Wait, rendezvous
 from jaxtp.distributed.links import connect
@@ -69,9 +69,9 @@ def meeting(places, seconds=20, before=()):
     return [ends[index] for index in range(len(places))]
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_processes_meet(count):
-    assert meeting([(process, count) for process in range(count)]) == [None] * count
+def test_processes_meet():
+    for count in (1, 2, 5):
+        assert meeting([(process, count) for process in range(count)]) == [None] * count
 
 
 def test_one_that_is_missing_is_named_to_all():
@@ -81,20 +81,16 @@ def test_one_that_is_missing_is_named_to_all():
     assert "and JAX_PROCESS_ID=1? (JAXTP_JOIN_SECONDS" in first
 
 
-@pytest.mark.parametrize(
-    ("places", "said"),
-    [
+def test_ids_and_counts_that_cannot_be_end_all_at_once():
+    here = f"{socket.gethostname()}, pid {os.getpid()}"
+    for places, said in (
         (
             [(0, 3), (1, 3), (1, 3)],
-            "two processes have the id 1, one on {host} and one on {host}: set JAX_PROCESS_ID to 0 to 2, each once",
+            f"two processes have the id 1, one on {here} and one on {here}: set JAX_PROCESS_ID to 0 to 2, each once",
         ),
-        ([(0, 3), (1, 4)], "process 1 (on {host}) expects 4 processes, but process 0 expects 3"),
-    ],
-)
-def test_ids_and_counts_that_cannot_be_end_all_at_once(places, said):
-    began = time.monotonic()
-    assert set(meeting(places)) == {said.format(host=f"{socket.gethostname()}, pid {os.getpid()}")}
-    assert time.monotonic() - began < 10
+        ([(0, 3), (1, 4)], f"process 1 (on {here}) expects 4 processes, but process 0 expects 3"),
+    ):
+        assert {*meeting(places, seconds=60)} == {said}
 
 
 @pytest.mark.journey
@@ -103,96 +99,83 @@ def test_a_second_process_0_on_its_host_cannot_listen():
     assert sum("this host cannot listen there (Address already in use)" in end for end in ends) == 1
 
 
-def test_one_that_went_away_may_come_again():
+def test_a_process_that_went_away_may_come_again():
     gone = {"process": 1, "count": 3, "host": "a"}
     assert meeting([(0, 3), (1, 3), (2, 3)], before=[gone]) == [None] * 3
 
 
-def test_what_others_say_of_themselves_stays_on_one_line():
+def test_the_words_of_another_process_stay_on_one_line():
     (error,) = meeting([(0, 2)], before=[{"process": 1, "count": 3, "host": "a\nerror: \x1b[31mb"}])
     assert error == r"process 1 (on a\nerror: \x1b[31mb) expects 3 processes, but process 0 expects 2"
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"GET / HTTP/1.0\r\n\r\n", b"[" * 4000 + b"\n", b'{"process": "1"}\n', b"x" * 9000, b"3\n", STRANGER]
-    + [
-        STRANGER.replace(b"}", b', "challenge": [1], "proof": ' + proof + b"}")
-        for proof in (b'"00"', b"{}", b'"\xc3\xa9"', b'"\\ud800"')
-    ],
-)
-def test_strangers_are_left_alone(data):
-    assert meeting([(0, 2), (1, 2)], before=[data]) == [None] * 2
+def test_strangers_are_left_alone():
+    strangers = [
+        b"",
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"[" * 4000 + b"\n",
+        b'{"process": "1"}\n',
+        b"x" * 9000,
+        b"3\n",
+        STRANGER,
+    ]
+    # Python's reader of JSON and its writer refuse different depths.
+    nested = [b"[" * depth + b"1" + b"]" * depth for depth in (100, 900, 950, 970, 980, 985, 990, 995, 2000)]
+    for proof in (b'"00"', b"{}", b'"\xc3\xa9"', b'"\\ud800"', *nested):
+        strangers.append(STRANGER.replace(b"}", b', "challenge": [1], "proof": ' + proof + b"}"))
+        strangers.append(STRANGER.replace(b"}", b', "challenge": ' + proof + b', "proof": "00"}'))
+    assert meeting([(0, 2), (1, 2)], before=strangers) == [None] * 2
 
 
-@pytest.mark.parametrize("depth", [100, 900, 950, 970, 980, 985, 990, 995, 2000])
-def test_a_message_that_is_nested_deeply_is_no_proof(depth):
-    parts = 1
-    for _ in range(depth):
-        parts = [parts]
-    assert not links._is_proof("00", "token", parts)
-
-
-def test_strangers_hold_up_nobody(monkeypatch):
-    """One is silent, one says a byte now and then; they are heard beside the others, and not for ever."""
-    port, ends = int(free_address().rpartition(":")[2]), []
-
-    def take_part(process):
-        began = time.monotonic()
-        come(port, process, 2, 20)
-        ends.append(time.monotonic() - began)
-
-    first = threading.Thread(target=take_part, args=(0,), daemon=True)
-    first.start()
+def test_silent_strangers_hold_up_nobody():
+    """Half of them say a byte; they are heard beside the others: one after the other they would take minutes."""
+    port = int(free_address().rpartition(":")[2])
+    processes = [threading.Thread(target=come, args=(port, process, 2, 20), daemon=True) for process in range(2)]
+    processes[0].start()
     time.sleep(0.3)
     strangers = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(100)]
     for stranger in strangers[:50]:
         stranger.sendall(b"{")
-    other = threading.Thread(target=take_part, args=(1,), daemon=True)
-    other.start()
-    other.join(20)
-    first.join(20)
+    processes[1].start()
+    for process in processes:
+        process.join(20)
     for stranger in strangers:
         stranger.close()
-    assert len(ends) == 2
-    assert max(ends) < 15  # one after the other they would take minutes
+    assert not any(process.is_alive() for process in processes)
 
 
 def test_where_nothing_answers_it_is_said_in_time(monkeypatch, capsys):
     monkeypatch.setattr(joining, "LONG_WAIT", 0.1)
-    began = time.monotonic()
     with pytest.raises(LaunchError, match="nothing answers there after 1 s: process 0 has to run on that host"):
         come(int(free_address().rpartition(":")[2]), 1, 2, 1)
-    assert time.monotonic() - began < 10
     assert "still waiting for all to start, up to 1 s" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("host", "problem"),
-    [
-        ("no-such-host.invalid", "the host has no address ("),
-        ("node1..cluster", "the host has no address (not a valid host name)"),
-        ("255.255.255.255", "the address cannot be reached ("),
-    ],
-)
-def test_an_address_that_cannot_be_reached_is_named_at_once_and_at_the_end(host, problem, monkeypatch, capsys):
+def test_an_address_that_cannot_be_reached_is_named_at_once_and_at_the_end(monkeypatch, capsys):
     said = []
     monkeypatch.setattr(
         joining.time, "sleep", lambda _: said.append(capsys.readouterr().err) or threading.Event().wait(0.2)
     )
-    with pytest.raises(LaunchError) as error:
-        come(99, 1, 2, 1, host=host)
-    where = f"process 1 of 2 at {host}:99: {problem}"
-    assert str(error.value).startswith(where)
-    assert said[0].startswith(where)
-    assert said[0].endswith("; still trying\n")
-    assert len(said) > 1
-    assert set(said[1:]) == {""}  # once
+    for host, problem in (
+        ("no-such-host.invalid", "the host has no address ("),
+        ("node1..cluster", "the host has no address (not a valid host name)"),
+        ("255.255.255.255", "the address cannot be reached ("),
+    ):
+        said.clear()
+        with pytest.raises(LaunchError) as error:
+            come(99, 1, 2, 1, host=host)
+        where = f"process 1 of 2 at {host}:99: {problem}"
+        assert str(error.value).startswith(where)
+        first, *later = said
+        assert first.startswith(where)
+        assert first.endswith("; still trying\n")
+        assert {*later} == {""}, "it is said once"
 
 
 def test_without_the_token_nobody_is_believed(capsys):
     """Neither a process by process 0, nor the reverse; both say so, and a line that is not signed ends nobody."""
-    port, ends = int(free_address().rpartition(":")[2]), {}
+    port = int(free_address().rpartition(":")[2])
+    ends = {}
 
     def take_part(process, token):
         try:

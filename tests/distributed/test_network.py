@@ -55,10 +55,10 @@ def start(tmp_path, cable):
     """Starts a process of a run of two on one of the hosts."""
     processes = []
 
-    def start(process, *flags, seconds=60):
+    def start(process, *flags):
         host = list(LINKS)[process]
         place = {"JAX_COORDINATOR_ADDRESS": ADDRESS, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(process)}
-        place |= {"JAX_NUM_CPU_DEVICES": "2", "JAXTP_JOIN_SECONDS": str(seconds), "PYTHONUNBUFFERED": "1"}
+        place |= {"JAX_NUM_CPU_DEVICES": "2", "JAXTP_JOIN_SECONDS": "60", "PYTHONUNBUFFERED": "1"}
         train = [sys.executable, "-m", "jaxtp.train", *SMALL, "--run.dir", str(tmp_path / "run"), *flags]
         (tmp_path / "hosts").write_text("".join(f"{at.partition('/')[0]} {name}\n" for name, at in LINKS.items()))
         own = f'mount --bind {tmp_path}/hosts /etc/hosts && hostname {host} && exec "$@"'
@@ -106,19 +106,10 @@ def test_layers_over_both_hosts_are_refused_by_name(start):
     assert f"mesh.tp=4 spreads layers over the hosts {HOSTS[0]} and {HOSTS[1]}" in start.said(0)
 
 
-def test_where_nobody_is_the_wait_ends(start):
-    began = time.monotonic()
-    assert start(1, seconds=3).wait(60) == 2
-    assert time.monotonic() - began < 40
-    assert f"process 1 of 2 at {ADDRESS}: nothing answers there after 3 s" in start.said(1)
-
-
 def test_when_the_cable_is_cut_both_end(start):
     processes = [start(process, *mesh(1, 2, 2), "--train.steps", "1000000") for process in range(2)]
     wait_until(lambda: "step 5/" in start.said(0))
     ip("-n", HOSTS[0], "link", "set", "v0", "down")
-    began = time.monotonic()
     assert all(process.wait(60) != 0 for process in processes)
-    assert time.monotonic() - began < 60
     for process in range(2):
         assert f"process {1 - process} (on {HOSTS[1 - process]}) has sent no heartbeat for 25 s" in start.said(process)

@@ -1,62 +1,80 @@
 """What a process learns of the others: one ends, hangs, fails or leaves, and what it says before it ends itself."""
 
+import json
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from runs import free_address
-from support import journeys, sweep
+from support import sweep
 
 from jaxtp.config.entry import MISTAKE, TEMPORARY, WRONG
 from jaxtp.distributed import agreement, peers
 from jaxtp.distributed.environment import LaunchError
 from jaxtp.distributed.links import Link
 
+# Of `SystemExit`, which Python itself ignores in a thread.
+pytestmark = pytest.mark.filterwarnings("ignore:Exception in thread peers")
 NAMES = ["n0", "n1", "n2"]
+LOST = {"process": 2, "how": "has ended without a word", "grace": 0.0}
+
+
+class Process:
+    """One process of three, with quick heartbeats, and the other ends of its connections."""
+
+    def __init__(self, me, **settings):
+        self.codes = []
+        connected = (1, 2) if me == 0 else (0,)
+        pairs = {other: socket.socketpair() for other in connected}
+        self.sockets = {other: far for other, (_, far) in pairs.items()}
+        self.others = {other: Link(far) for other, far in self.sockets.items()}
+        links = {other: Link(near) for other, (near, _) in pairs.items()}
+        self.ends = [*links.values(), *self.others.values()]
+        self.peers = peers.Peers(NAMES, links, **{"beat": 0.05, "grace": 0.5, "end_process": self.end} | settings)
+        self.peers.activity = "step 7"
+
+    def end(self, code):
+        self.codes.append(code)
+        raise SystemExit  # ends the thread alone
+
+
+def no_watch_is_left():
+    """Waits for the end of the threads that watch the others."""
+    watching = [thread for thread in threading.enumerate() if thread.name == "peers"]
+    for thread in watching:
+        thread.join(10)
+    return not any(thread.is_alive() for thread in watching)
 
 
 @pytest.fixture
-def process(monkeypatch):
-    """Makes what one process of three has, and returns it with the other ends of its connections."""
-    codes, made, links = [], [], []
+def start(monkeypatch):
+    """Starts process 0 or 1, which ends after the test."""
+    made = []
 
-    def end(code):
-        codes.append(code)
-        made[-1]._leaving.set()
-        made[-1]._links.clear()
-
-    monkeypatch.setattr(peers.os, "_exit", end)
-    monkeypatch.setattr(peers, "_BEAT", 0.05)
-    monkeypatch.setattr(peers, "_GRACE", 0.5)
-
-    def make(me):
+    def start(me, **settings):
         monkeypatch.setattr(peers.jax, "process_index", lambda: me)
-        pairs = {other: map(Link, socket.socketpair()) for other in ((1, 2) if me == 0 else (0,))}
-        pairs = {other: tuple(pair) for other, pair in pairs.items()}
-        watched = peers.Peers(NAMES, {other: near for other, (near, _) in pairs.items()})
-        watched.activity = "step 7"
-        made.append(watched)
-        links.extend(link for pair in pairs.values() for link in pair)
-        return watched, {other: far for other, (_, far) in pairs.items()}, codes
+        made.append(Process(me, **settings))
+        return made[-1]
 
-    yield make
-    for watched in made:
-        watched._leaving.set()
-        watched._links.clear()
-        watched._thread.join(10)
-    for link in links:
-        link.close()
+    yield start
+    for process in made:
+        for link in process.others.values():
+            link.close()
+    assert no_watch_is_left()
+    for process in made:
+        for link in process.ends:
+            link.close()
 
 
 def message(link, seconds=5.0):
-    """What comes first besides signs of life."""
+    """Returns what comes first besides heartbeats; None after `seconds`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if found := link.receive(0.5):
@@ -64,119 +82,108 @@ def message(link, seconds=5.0):
     return None
 
 
-def test_a_process_that_ends_is_named_to_all(process, capsys):
-    watched, others, codes = process(0)
-    others[2].close()
-    told = message(others[1])
-    assert told == {"process": 2, "how": "has ended without a word", "grace": 0.0, "code": TEMPORARY}
-    watched._thread.join(10)
-    assert codes == [TEMPORARY]
+def test_a_process_that_ends_is_named_to_all(start, capsys):
+    process = start(0)
+    process.others[2].close()
+    assert message(process.others[1]) == LOST | {"code": TEMPORARY}
+    assert no_watch_is_left()
+    assert process.codes == [TEMPORARY]
     assert capsys.readouterr().err == (
         "error: process 2 (on n2) has ended without a word; process 0 (on n0) cannot continue with step 7 and ends "
         "(exit code 75)\n"
     )
 
 
-def test_what_process_0_learns_ends_the_others_too(process, capsys):
-    watched, others, codes = process(1)
-    others[0].send({"process": 2, "how": "has ended without a word", "grace": 0.0})
-    watched._thread.join(10)
-    assert codes == [TEMPORARY]
-    assert (
-        "process 2 (on n2) has ended without a word; process 1 (on n1) cannot continue with step 7"
-        in capsys.readouterr().err
-    )
+def test_a_loss_that_process_0_reports_ends_the_others_too(start, capsys):
+    process = start(1)
+    process.others[0].send(LOST)
+    assert no_watch_is_left()
+    assert process.codes == [TEMPORARY]
+    error = capsys.readouterr().err
+    assert all(part in error for part in ("process 2 (on n2) has ended", "process 1 (on n1)", "step 7"))
 
 
 @pytest.mark.parametrize("me", sweep([0, 1], 1))
-def test_one_that_is_silent_is_lost(me, process, monkeypatch, capsys):
-    monkeypatch.setattr(peers, "SILENCE", 2.0)
-    watched, others, codes = process(me)
+def test_a_process_without_heartbeats_is_lost(me, start, monkeypatch, capsys):
+    monkeypatch.setattr(peers, "SILENCE", 1.0)
+    process = start(me)
     silent = 2 if me == 0 else 0
+    heard = [link for other, link in process.others.items() if other != silent]
     until = time.monotonic() + 10
-    while watched._thread.is_alive() and time.monotonic() < until:
-        for other, connection in others.items():
-            if other != silent:
-                connection.send({})
+    while not process.codes and time.monotonic() < until:
+        for link in heard:
+            link.send({})
         time.sleep(0.05)
-    assert codes == [TEMPORARY]
-    assert f"process {silent} (on n{silent}) has sent no heartbeat for 2 s" in capsys.readouterr().err
+    assert process.codes == [TEMPORARY]
+    assert f"process {silent} (on n{silent}) has sent no heartbeat for 1 s" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("said", "code"), [(MISTAKE, MISTAKE), (WRONG, WRONG), (1, TEMPORARY), (TEMPORARY, TEMPORARY)])
-def test_after_the_failure_of_another_a_process_ends_for_its_reason(said, code, process, capsys):
-    watched, others, codes = process(0)
-    why = "TokenError: token 9 " + "ü" * 1000
-    others[1].send({"process": 1, "failure": why, "code": said})
-    assert message(others[2]) == {"process": 1, "how": f"failed: {why}", "grace": 0.5, "code": code}
-    watched._thread.join(10)
-    assert codes == [code]
-    assert f"process 1 (on n1) failed: {why}; process 0" in capsys.readouterr().err
+@pytest.mark.parametrize(("said", "code"), [(MISTAKE, MISTAKE), (WRONG, WRONG), (1, TEMPORARY)])
+def test_the_failure_of_another_decides_the_exit_code(said, code, start, capsys):
+    process = start(0)
+    why = "TokenError: a\nerror: \x1b[31mb " + "ü" * 1000
+    process.others[1].send({"process": 1, "failure": why, "code": said})
+    assert message(process.others[2]) == {"process": 1, "how": f"failed: {why}", "grace": 0.5, "code": code}
+    assert no_watch_is_left()
+    assert process.codes == [code]
+    error = capsys.readouterr().err
+    assert r"process 1 (on n1) failed: TokenError: a\nerror: \x1b[31mb " in error
+    assert error.count("\n") == 1
 
 
-def test_after_the_failure_of_another_a_process_may_still_end_by_itself(process, monkeypatch, capsys):
-    monkeypatch.setattr(peers, "_GRACE", 60)
-    watched, others, codes = process(0)
-    others[1].send({"process": 1, "failure": "TokenError: token 9", "code": MISTAKE})
-    assert message(others[2])
-    watched.leave("TokenError: token 9", MISTAKE)
-    assert message(others[2]) == {"process": 0, "failure": "TokenError: token 9", "code": MISTAKE}
-    others[2].close()
-    watched._thread.join(10)
-    assert codes == []
+def test_after_the_failure_of_another_a_process_may_still_end_by_itself(start, capsys):
+    process = start(0, grace=60)
+    failure = {"failure": "TokenError: token 9", "code": MISTAKE}
+    process.others[1].send({"process": 1} | failure)
+    assert message(process.others[2])
+    process.peers.leave(*failure.values())
+    assert message(process.others[2]) == {"process": 0} | failure
+    process.others[2].close()
+    assert no_watch_is_left()
+    assert process.codes == []
     assert capsys.readouterr().err == ""
 
 
-def test_one_that_leaves_at_its_end_is_not_lost(process, capsys):
-    watched, others, codes = process(0)
-    for other, link in others.items():
+def test_processes_that_leave_at_their_end_are_not_lost(start):
+    process = start(0)
+    for other, link in process.others.items():
         link.send({"process": other, "failure": None, "code": 0})
         link.close()
-    watched._thread.join(10)
-    assert not watched._thread.is_alive()
-    assert codes == []
+    assert no_watch_is_left()
+    assert process.codes == []
 
 
 @pytest.mark.parametrize("data", [b"\n", b"\xff\n", b"[" * 4000 + b"\n", b"[1]\n", b"x" * 70000])
-def test_what_is_no_message_counts_as_its_end(data, process, capsys):
-    watched, others, codes = process(0)
-    others[1]._socket.setblocking(True)
-    others[1]._socket.sendall(data)
-    watched._thread.join(10)
-    assert codes == [TEMPORARY]
+def test_invalid_data_counts_as_the_end_of_its_sender(data, start):
+    process = start(0)
+    process.sockets[1].setblocking(True)
+    process.sockets[1].sendall(data)
+    assert no_watch_is_left()
+    assert process.codes == [TEMPORARY]
 
 
-def test_signs_of_life_come_by_the_clock(process, monkeypatch):
-    """One that was answered at once would be answered without end."""
-    monkeypatch.setattr(peers, "_BEAT", 0.5)
-    _, others, codes = process(0)
+def test_heartbeats_come_by_the_clock(start):
+    """A heartbeat that was answered at once would be answered without end."""
+    process = start(0, beat=0.5)
+    link = process.others[1]
     began = time.monotonic()
     for _ in range(50):
-        others[1].send({})
+        link.send({})
         time.sleep(0.01)
     time.sleep(0.2)
-    received = sum(1 for _ in iter(others[1].receive, None))
+    received = sum(1 for _ in iter(link.receive, None))
     assert received <= 3 + (time.monotonic() - began) / 0.5
-    assert codes == []
+    assert process.codes == []
 
 
-def test_an_error_that_follows_from_the_end_of_another_is_not_this_ones(process, monkeypatch):
-    """Gloo and NCCL fail where a process has ended; what all have met, each says by itself."""
-    watched, others, codes = process(0)
-    monkeypatch.setattr(agreement, "_current", watched)
-    others[1].send({"process": 1, "failure": "NonFiniteError: step 3", "code": 1})
-    assert message(others[2])
-    agreement.report_failure(FloatingPointError("step 4"))
-    assert codes == [TEMPORARY]
-
-    monkeypatch.setattr(peers, "_GRACE", 60)
-    watched, others, codes = process(0)
-    codes.clear()
-    monkeypatch.setattr(agreement, "_current", watched)
-    others[1].send({"process": 1, "failure": "FloatingPointError: step 3", "code": 1})
-    assert message(others[2])
-    agreement.report_failure(FloatingPointError("step 3"))
-    assert codes == []
+def test_a_failure_like_that_of_another_is_announced_and_any_other_is_its_consequence(start):
+    """Gloo and NCCL fail where a process has ended."""
+    for failure, grace, codes in (("NonFiniteError: step 3", 0.5, [TEMPORARY]), ("FloatingPointError: step 3", 60, [])):
+        process = start(0, grace=grace)
+        process.others[1].send({"process": 1, "failure": failure, "code": 1})
+        assert message(process.others[2])
+        process.peers.fail(FloatingPointError("step 3"))
+        assert process.codes == codes
 
 
 def test_processes_with_other_numbers_of_devices_are_named(monkeypatch):
@@ -184,7 +191,7 @@ def test_processes_with_other_numbers_of_devices_are_named(monkeypatch):
     devices = [SimpleNamespace(process_index=process) for process in (0, 0, 1, 1, 2)]
     monkeypatch.setattr(agreement, "is_multiprocess", lambda: True)
     monkeypatch.setattr(peers.jax, "devices", lambda: devices)
-    with pytest.raises(LaunchError, match="process 2 has 1 devices, and process 0 has 2: every process needs"):
+    with pytest.raises(LaunchError, match="process 2 has 1 devices, and process 0 has 2"):
         agreement.watch()
 
 
@@ -194,10 +201,10 @@ def test_strangers_are_counted_and_one_host_listens_on_loopback(bind, monkeypatc
     monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
     monkeypatch.setattr(peers.jax, "process_index", lambda: 1)
     exchanged = queue.Queue()
-
     monkeypatch.setattr(peers, "all_gather_json", lambda value: [exchanged.put(value)] if value else [exchanged.get()])
-    names, found = [socket.gethostname()] * 2 if bind is None else ["no-such-host.invalid", "b"], {}
-    listening = threading.Thread(target=lambda: found.update(peers._accept(names, bind)), daemon=True)
+    names = [socket.gethostname()] * 2 if bind is None else ["no-such-host.invalid", "b"]
+    found = {}
+    listening = threading.Thread(target=lambda: found.update(peers.accept_peers(names, bind)), daemon=True)
     listening.start()
     port, token = exchanged.get(timeout=10)
     with pytest.raises(ConnectionRefusedError):
@@ -209,99 +216,40 @@ def test_strangers_are_counted_and_one_host_listens_on_loopback(bind, monkeypatc
             assert b"welcome" not in stranger.recv(4096)
     exchanged.put([port, token])
     monkeypatch.setattr(peers, "coordinator_host", lambda: "127.0.0.1")
-    links = peers._connect(names)
+    links = peers.reach_peer(names)
     listening.join(10)
-    assert list(links) == [0]
-    assert list(found) == [1]
+    assert (list(links), list(found)) == ([0], [1])
     for link in (*links.values(), *found.values()):
         link.close()
     assert capsys.readouterr().err == "dropped 3 connections that did not come from processes of this run\n"
 
 
-def test_what_another_says_stays_on_one_line(process, capsys):
-    watched, others, codes = process(0)
-    others[1].send({"process": 1, "failure": "a\nerror: \x1b[31mb", "code": 1})
-    watched._thread.join(10)
-    assert codes == [TEMPORARY]
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-PROGRAM = """
-import os, sys, time
-from jaxtp.config import entry
-from jaxtp.distributed import agreement, peers
-from jaxtp.distributed.agreement import raise_everywhere
-from jaxtp.distributed.joining import join_processes
-peers.SILENCE = 4.0
-me, failing = int(os.environ["JAX_PROCESS_ID"]), os.environ["FAILING"]
-def act():
-    join_processes()
-    agreement.watch()
-    agreement.working_on("step 7")
-    print("ready", flush=True)
-    while not os.path.exists(os.environ["GO"]):
-        time.sleep(0.05)
-    if failing == "flags":
-        with raise_everywhere():
-            if me == 1:
-                sys.exit(2)
-    if failing == "mistake" or failing == str(me):
-        raise {"mistake": entry.UserError("a mistake of all")}.get(failing, RuntimeError("the disk is gone"))
-    if failing == "none":
-        return
-    time.sleep(60)
-sys.exit(agreement.run_and_report(lambda: entry.attempt("program", act)))
-"""
-
-
+FAILED = "process {} (on {{host}}) failed: RuntimeError: the disk is gone"
 ENDINGS = {
-    "killed": (
-        *("nobody", signal.SIGKILL, [TEMPORARY, -signal.SIGKILL, TEMPORARY]),
-        "process 1 (on {host}) has ended without a word",
-    ),
-    "stopped": (
-        *("nobody", signal.SIGSTOP, [TEMPORARY, None, TEMPORARY]),
-        "process 1 (on {host}) has sent no heartbeat for 4 s",
-    ),
-    "process 1": ("1", None, [TEMPORARY, 1, TEMPORARY], "process 1 (on {host}) failed: RuntimeError: the disk is gone"),
-    "process 0": ("0", None, [1, TEMPORARY, TEMPORARY], "process 0 (on {host}) failed: RuntimeError: the disk is gone"),
-    "mistake": ("mistake", None, [2, 2, 2], "program: error: a mistake of all"),
-    "flags": ("flags", None, [2, 2, 2], "process 1 (on {host}) cannot continue: its command line is refused"),
-    "none": ("none", None, [0, 0, 0], ""),
+    "killed": ([TEMPORARY, -9, TEMPORARY], "process 1 (on {host}) has ended without a word"),
+    "stopped": ([TEMPORARY, None, TEMPORARY], "process 1 (on {host}) has sent no heartbeat for 4 s"),
+    "1": ([TEMPORARY, 1, TEMPORARY], FAILED.format(1)),
+    "0": ([1, TEMPORARY, TEMPORARY], FAILED.format(0)),
+    "mistake": ([2, 2, 2], "program: error: a mistake of all"),
+    "flags": ([2, 2, 2], "process 1 (on {host}) cannot continue: its command line is refused"),
+    "none": ([0, 0, 0], ""),
 }
 
 
-@pytest.mark.parametrize("ending", journeys([*ENDINGS], "killed", "stopped", "process 0", "flags"))
-def test_three_processes(ending, tmp_path):
-    failing, sent, codes, said = ENDINGS[ending]
-    address = free_address()
-    logs = [tmp_path / f"{index}.log" for index in range(3)]
-    processes = []
-    for index, log in enumerate(logs):
-        place = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": str(index)}
-        place |= {"JAX_NUM_CPU_DEVICES": "1", "FAILING": failing, "GO": str(tmp_path / "go")}
-        with log.open("w") as file:
-            streams = {"stdout": file, "stderr": subprocess.STDOUT}
-            processes.append(subprocess.Popen([sys.executable, "-c", PROGRAM], env={**os.environ, **place}, **streams))
-    try:
-        until = time.monotonic() + 120
-        while not all("ready" in log.read_text() for log in logs):
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        (tmp_path / "go").touch()
-        if sent is not None:
-            processes[1].send_signal(sent)
-        began = time.monotonic()
-        for process, code in zip(processes, codes, strict=True):
-            if code is not None:
-                process.wait(timeout=60)
-        assert time.monotonic() - began < 60
-        assert [process.poll() for process in processes] == codes
-        for index, log in enumerate(logs):
-            if codes[index] in (TEMPORARY, 2) and (failing, index) != ("flags", 1):
-                assert said.format(host=socket.gethostname()) in log.read_text()
-                assert "Traceback" not in log.read_text()
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+@pytest.mark.journey
+def test_three_processes(tmp_path):
+    """One program imports JAX, and forks three processes for each ending."""
+    command = [sys.executable, str(Path(__file__).parent.parent / "three_processes.py"), str(tmp_path), *ENDINGS]
+    addresses = json.dumps([free_address() for _ in ENDINGS])
+    variables = {"JAX_NUM_CPU_DEVICES": "1", "ADDRESSES": addresses}
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    ended = json.loads(done.stdout)
+    assert ended == {ending: codes for ending, (codes, _) in ENDINGS.items()}
+    for ending, (codes, said) in ENDINGS.items():
+        for index, code in enumerate(codes):
+            # A process whose own flags are refused has said so before.
+            if code in (TEMPORARY, 2) and (ending, index) != ("flags", 1):
+                log = (tmp_path / f"{ending}-{index}.log").read_text()
+                assert said.format(host=socket.gethostname()) in log
+                assert "Traceback" not in log

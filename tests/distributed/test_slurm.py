@@ -122,8 +122,8 @@ def same_curve(folder, undisturbed, steps):
 
 def test_a_time_limit_saves_and_the_joined_curve_is_that_of_an_undisturbed_run(cluster, tmp_path, text, undisturbed):
     arguments = flags(tmp_path / "run", text, (1, 2, 1))
-    # Slurm looks at time limits every 30 s and sends the signal up to 30 s too early: here after 65 to 95 s.
-    job = Job(cluster, tmp_path, arguments, "--time=3", "--signal=B:USR1@85")
+    # Slurm looks at time limits every 30 s and sends the signal up to 30 s too early: here after 30 to 60 s.
+    job = Job(cluster, tmp_path, arguments, "--time=2", "--signal=B:USR1@60")
     job.pace(2)
     job.wait_for_line("queued again after exit code 0")
     (stopped,) = re.findall(r"stopped by SIGUSR1 at step (\d+) and saved", job.log)
@@ -168,7 +168,8 @@ def test_a_killed_task_and_a_lost_node_are_named_and_scancel_leaves_a_whole_chec
     job.pace(60)  # longer than Slurm waits before it kills
     job.wait_for_steps(1)
     time.sleep(5)  # a save under way ends
-    before, stops = job.checkpoints(), job.log.count("stopped by")
+    before = job.checkpoints()
+    stops = job.log.count("stopped by")
     cluster("scancel", job.number)
     job.wait_for_state("CANCELLED")
     cluster.wait_until_idle()
@@ -188,15 +189,6 @@ def test_two_tasks_a_node_train_and_scancel_saves_where_a_step_is_quick(cluster,
     assert job.checkpoints()[-1] == int(stopped)
     assert "queued again" not in job.log
     same_curve(job.run, undisturbed, int(stopped))
-
-
-def test_a_mistake_is_not_queued_again(cluster, tmp_path):
-    job = Job(cluster, tmp_path, flags(tmp_path / "run", tmp_path / "nowhere.txt", (1, 2, 1)))
-    job.wait_for_state("FAILED")
-    found = cluster.job(job.number)
-    assert (found["ExitCode"], found["Restarts"], job.failures) == ("2:0", "0", [])
-    assert "nowhere.txt" in job.log
-    assert "queued again" not in job.log
 
 
 @pytest.fixture

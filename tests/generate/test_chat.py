@@ -53,14 +53,14 @@ def test_answers_are_text_and_never_tokens(answer, keep):
     assert answer in LIBRARY.decode(second, skip_special_tokens=False)
 
 
-@pytest.mark.parametrize(("keep", "count"), [(False, 3), (True, 4)])
-def test_special_tokens_that_a_person_spells(keep, count):
+def test_special_tokens_that_a_person_spells_are_text_by_default():
     messages = [said("user", "a<|stop|>"), said("assistant", "so<|stop|>"), said("user", "b")]
-    assert encoder_of(TEMPLATE, special_tokens=keep).encode(messages).count(STOP) == count
+    for keep, count in ((False, 3), (True, 4)):
+        assert encoder_of(TEMPLATE, special_tokens=keep).encode(messages).count(STOP) == count
 
 
-def test_bytes():
-    encoder = encoder_of("{% for m in messages %}[{{ m.content }}]{% endfor %}", ByteTokenizer())
+def test_a_conversation_in_bytes():
+    encoder = encoder_of(PLAIN, ByteTokenizer())
     messages = [said("user", "a"), said("assistant", "é"), said("user", "b")]
     assert bytes(encoder.encode(messages)) == "[a][é][b]".encode()
 
@@ -95,7 +95,7 @@ SETTINGS = jaxtp.GenerationSettings(max_tokens=4)
 def talk(monkeypatch, stdin, *answers, system=None, generator=None):
     monkeypatch.setattr(sys, "stdin", io.StringIO(stdin) if isinstance(stdin, str) else stdin)
     generator = generator or Answers(*answers)
-    encoder = encoder_of("{% for m in messages %}[{{ m.content }}]{% endfor %}", ByteTokenizer(), system=system)
+    encoder = encoder_of(PLAIN, ByteTokenizer(), system=system)
     Chat(generator, encoder, SETTINGS).run()
     return generator.asked
 
@@ -189,20 +189,16 @@ def test_an_input_that_is_not_there(monkeypatch):
 
 
 @pytest.mark.parametrize("source", [Terminal, io.StringIO])
-def test_commands(source, monkeypatch, capsys):
-    asked = talk(monkeypatch, source("a\nb\n/reset\n /etc/hosts\n/quit\nd\n"), *"uvw", system="s")
+def test_commands_are_obeyed_and_not_answered(source, monkeypatch, capsys):
+    lines = "a\nb\n/help\n/reset\n /etc/hosts\n"
+    asked = talk(monkeypatch, source(f"{lines}/quit\nd\n"), *"uvw", system="s")
     assert asked == ["[s][a]", "[s][a][u][b]", "[s][ /etc/hosts]"]
     told = capsys.readouterr()
     assert told.out == "u\nv\nw\n"
+    assert all(command in told.err.rpartition("/help")[2] for command in COMMANDS[1:])
     assert ("starts again)" in told.err) == (source is Terminal)
-
-
-@pytest.mark.parametrize("source", [Terminal, io.StringIO])
-def test_help_prints_the_commands(source, monkeypatch, capsys):
-    assert talk(monkeypatch, source("a\n/help\nb\n"), "x", "y") == ["[a]", "[a][x][b]"]
-    told = capsys.readouterr()
-    assert told.out == "x\ny\n"
-    assert all(f"{command}" in told.err.partition("prints these commands")[2] for command in COMMANDS[1:])
+    assert talk(monkeypatch, source("a\n/exit\nb\n"), "x") == ["[a]"]
+    assert "not a command" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -288,16 +284,9 @@ def test_what_is_typed_during_an_answer_is_the_next_text():
     assert b"['[first]', '[first][xyz][second]']" in seen
 
 
-@pytest.mark.parametrize("command", ["/quit", "/exit"])
-@pytest.mark.parametrize("source", [Terminal, io.StringIO])
-def test_a_command_ends_the_chat(source, command, monkeypatch, capsys):
-    assert talk(monkeypatch, source(f"a\n{command}\nb\n"), "x") == ["[a]"]
-    assert "not a command" not in capsys.readouterr().err
-
-
-def test_a_command_that_there_is_not(monkeypatch, capsys):
+def test_an_unknown_command_is_an_error(monkeypatch, capsys):
     """A terminal shows it, a pipe ends with it."""
-    message = "/qiut is not a command; commands are /help, /reset, /quit, /exit; a text that begins with a slash needs"
+    message = "/qiut is not a command; commands are /help, /reset, /quit, /exit"
     with pytest.raises(UserError) as raised:
         talk(monkeypatch, "a\n/qiut\nb\n", "x")
     assert message in str(raised.value)
@@ -307,7 +296,7 @@ def test_a_command_that_there_is_not(monkeypatch, capsys):
 
 def test_a_text_beyond_the_context_is_not_answered(monkeypatch, capsys):
     """Three turns take 16 tokens: [a][x][b][y][c]z."""
-    beyond = "the conversation has 21 tokens, and the model's context is 19, generated text included (max_position"
+    beyond = "the conversation has 21 tokens, and the model's context is 19"
     with pytest.raises(GenerationError) as raised:
         talk(monkeypatch, "a\nb\nc\nd\n", generator=Answers("x", "y", "z", context=19))
     assert beyond in str(raised.value)

@@ -1,0 +1,42 @@
+"""Tables of mistakes in YAML files next to tests: each row has the words that its error `says`."""
+
+from pathlib import Path
+
+import yaml
+
+from jaxtp.config.entry import UserError
+
+
+def read_table(test_file, name):
+    """Returns the rows of a table next to a test file."""
+    return yaml.safe_load((Path(test_file).parent / f"{name}.yaml").read_text())
+
+
+def with_tuples(settings):
+    """Returns settings with tuples, as Python has them, for the lists of YAML."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+
+
+def raised_by(action, *arguments, kind=UserError):
+    """Returns the name and the text of a user's mistake that a call raises; `no error` if it raises none."""
+    try:
+        action(*arguments)
+    except kind as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def unexpected(rows, error_of, names=None):
+    """Returns the rows whose error lacks words, and the error.
+
+    Args:
+      error_of: returns the text of the error of a row.
+      names: replaces `{name}` in the words, if given.
+    """
+    found = []
+    for row in rows:
+        error = error_of(row)
+        words = [row["says"]] if isinstance(row["says"], str) else row["says"]
+        if not all((word if names is None else word.format(**names)) in error for word in words):
+            found.append((row, error))
+    return found
