@@ -8,7 +8,6 @@ import jax
 import pytest
 from flax import nnx
 from runs import TEXT, records
-from support import sweep
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
@@ -30,8 +29,9 @@ def run(tmp_path, mesh, callbacks):
     return records(tmp_path / "run", "param_norm")
 
 
-@pytest.mark.parametrize("mesh", sweep(["fsdp=2,cp=2", "dp=2,tp=2"]))
-def test_texts_are_those_of_the_checkpoints(mesh, tmp_path, capsys):
+@pytest.mark.wide
+def test_texts_are_those_of_the_checkpoints(tmp_path, capsys):
+    mesh = "fsdp=2,cp=2,tp=2"
     (tmp_path / "silent").mkdir()
     sampled = run(tmp_path, mesh, [jaxtp.sample_text(PROMPTS, every=2, settings=SETTINGS)])
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ") and '"' in line]

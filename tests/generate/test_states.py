@@ -81,12 +81,10 @@ def test_texts_are_those_of_reading_everything_again(mesh):
 
 
 @pytest.mark.wide
-def test_texts_are_the_same_in_long_chunks():
+def test_texts_are_the_same_in_a_long_chunk():
     prompts = prompts_of(6, 110)
-    expected = [greedy(prompt) for prompt in prompts]
-    for chunk in (96, 1024):
-        generator = SMALL.generator(chunk=chunk, batch_size=4)
-        assert [result.ids for result in generator.generate(prompts, SETTINGS)] == expected, chunk
+    generator = SMALL.generator(chunk=1024, batch_size=4)
+    assert [result.ids for result in generator.generate(prompts, SETTINGS)] == [greedy(prompt) for prompt in prompts]
 
 
 @pytest.mark.wide
