@@ -5,20 +5,27 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import yaml
 from flax import nnx
 from hf_reference import FOLDER
+from structures import is_one_clear_message
 
 import jaxtp
-from jaxtp.checkpoint.logical import named_variables
+from jaxtp.checkpoint.logical import named_variables, replace_arrays
 from jaxtp.hf.model_folder import open_folder
 from jaxtp.hf.safetensors import DTYPES, read_header, write_file
+from jaxtp.layers.parameter import logical_shape
+from jaxtp.mesh import current_mesh
+from jaxtp.tools.check.parity import place
 
 STORED_AS = {dtype: name for name, dtype in DTYPES.items()} | {
     np.dtype(np.int64): "I64",
     np.dtype(np.uint8): "U8",
+    np.dtype(np.float64): "F64",
     np.dtype(jnp.float8_e4m3fn): "F8_E4M3",
 }
 """The format's name of each dtype."""
+NUMPY = {name: dtype for dtype, name in STORED_AS.items()}
 
 
 def write_tensors(file, arrays):
@@ -31,7 +38,7 @@ def write_tensors(file, arrays):
 def read_tensors(file):
     """Returns the arrays of a safetensors file, or of the model of a folder, by name."""
     tensors = open_folder(file).tensors if file.is_dir() else read_header(file)
-    return {name: tensor.read() for name, tensor in tensors.items()}
+    return {name: tensor.data().view(NUMPY[tensor.dtype]).reshape(tensor.shape) for name, tensor in tensors.items()}
 
 
 def stored_tensors(folder):
@@ -98,3 +105,56 @@ def move_adapters(model, scale=0.1):
     """Adds noise to the adapters of a model, of which B begins as zeros; returns the model."""
     nnx.update(model, moved(nnx.state(model, nnx.LoRAParam), scale=scale))
     return model
+
+
+def read_data(name):
+    """Returns what a YAML file of `tests/hf` has."""
+    return yaml.safe_load((FOLDER.parent / name).read_text())
+
+
+def refusal_problem(action, words):
+    """Returns what is wrong with how an action is refused, or None: it should name all `words`, clearly, and tell no
+    `secret` of the files that tests write outside of a folder."""
+    try:
+        action()
+    except jaxtp.HFError as error:
+        if "secret" in str(error) or len(str(error)) > 4000 or not is_one_clear_message(error):
+            return f"not one clear message: {str(error)[:300]!r}"
+        lacking = [word for word in words if word not in str(error)]
+        return f"{lacking} not in {str(error)[:300]!r}" if lacking else None
+    return "it is not refused"
+
+
+def assert_all_refused(refusals):
+    """Checks `{case: (action, words)}` by `refusal_problem`; reports all failures."""
+    problems = {case: refusal_problem(action, words) for case, (action, words) in refusals.items()}
+    assert not {case: problem for case, problem in problems.items() if problem is not None}
+
+
+def random_model(config, seed=0, scale=0.2):
+    """Returns a model with random weights on the mesh in context, or one device. To initialise it, its whole program
+    would be compiled."""
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))))
+    random = np.random.default_rng(seed)
+    arrays = {
+        path: (scale * random.standard_normal(logical_shape(variable))).astype(variable.dtype)
+        for path, variable in named_variables(abstract).items()
+    }
+    if current_mesh() is not None:
+        return nnx.merge(graph, place(arrays, abstract, jax.sharding.get_mesh()))
+    return nnx.merge(graph, replace_arrays(abstract, {path: jnp.asarray(array) for path, array in arrays.items()}))
+
+
+def float8(array, block, random):
+    """Returns codes, random scales, and their product, of the matrices of an array; `block` is the shape of what has a
+    scale of its own, or None if all have one."""
+    *experts, height, width = array.shape
+    if block is None:
+        scale = np.asarray(random.uniform(0.001, 0.1), np.float32)
+        whole = scale
+    else:
+        grid = (*experts, -(-height // block[0]), -(-width // block[1]))
+        scale = random.uniform(0.001, 0.1, grid).astype(np.float32)
+        whole = scale[..., np.arange(height) // block[0], :][..., np.arange(width) // block[1]]
+    codes = np.clip(array / whole, -400, 400).astype(jnp.float8_e4m3fn)
+    return codes, scale, codes.astype(np.float32) * whole

@@ -39,7 +39,7 @@ ROTATED = [(name, *case) for name, case in zip(NAMES, itertools.cycle(MESHES), s
 HEADS = ["llama_gqa", "llama_kv2", "gpt2", "olmo2", "phi3", "mixtral"]
 HEADS += ["gpt_oss", "gpt_bigcode", "deepseek_v3_yarn", "gemma4_26b", "qwen3_5", "qwen3_next"]
 """Models that differ in numbers of heads, kv heads, experts or DeltaNet's heads, and so in how they are split."""
-SPLIT = [((1, 1, 1), False), ((1, 1, 2), False), ((1, 1, 4), True), ((1, 1, 8), False), ((1, 2, 2), True)]
+SPLIT = [((1, 1, 1), False), ((1, 1, 2), False), ((1, 1, 4), True), ((1, 1, 8), False)]
 CASES = ROTATED + [(name, *case) for name in HEADS for case in SPLIT if (name, *case) not in ROTATED]
 DIFFERENT = {
     "gpt2": "biases, learned positions, a tied table",
@@ -154,19 +154,19 @@ def test_packing_cache_and_adapters(name, tmp_path):
 
         @jax.jit
         @jax.value_and_grad
-        def loss_of(trained):
+        def loss_of(trained, others):
             merged = nnx.merge(graph, trained, others)
             return merged.loss(ids, labels)[0]
 
         trained = moved(trained)
-        before, grads = loss_of(trained)
+        before, grads = loss_of(trained, others)
         assert all(np.abs(np.asarray(grad)).max() > 0 for grad in jax.tree.leaves(grads))
         stepped = jax.tree.map(lambda array, grad: array - 0.01 * grad, trained, grads)
         nnx.update(adapted, stepped)
         jaxtp.save_peft(adapted, tmp_path / "adapters", family=family)
         again = jaxtp.load_peft(model, tmp_path / "adapters", family=family)
-        after, _ = loss_of(stepped)
-        read_back, _ = loss_of(nnx.state(again, nnx.LoRAParam))
+        after, _ = loss_of(stepped, others)
+        read_back, _ = loss_of(nnx.state(again, nnx.LoRAParam), others)
     assert abs(after - before) > 1e-3
     assert abs(read_back - after) < 1e-4
     assert values(again, nnx.LoRAParam).keys() == values(adapted, nnx.LoRAParam).keys()
