@@ -61,14 +61,14 @@ class StoredTensor:
     offset: int
     num_bytes: int
 
-    def blocks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Block]]:
-        """Yields rows `[first, last)` in blocks, each with the index of its first row.
+    def blocks(self, first: int = 0, last: int | None = None, block_bytes: int = _BLOCK) -> Iterator[tuple[int, Block]]:
+        """Yields rows `[first, last)` in blocks of about `block_bytes`, each with the index of its first row.
 
         All blocks share one buffer: a block is valid until the next one. Raises `HFError` if the file is cut off."""
         rows = self.shape[0]
         last = rows if last is None else last
         row_bytes = self.num_bytes // rows
-        step = min(max(1, _BLOCK // row_bytes), max(1, last - first))
+        step = min(max(1, block_bytes // row_bytes), max(1, last - first))
         buffer = np.empty((step, *self.shape[1:]), _NUMPY[self.dtype])
         with self.file.open("rb", buffering=0) as file:
             for row in range(first, last, step):
@@ -112,13 +112,13 @@ class ScaledTensor(StoredTensor):
     scale: StoredTensor
     block: tuple[int, int]
 
-    def blocks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Block]]:
+    def blocks(self, first: int = 0, last: int | None = None, block_bytes: int = _BLOCK) -> Iterator[tuple[int, Block]]:
         """Yields rows as `StoredTensor.blocks`; each block has its own buffer."""
         scale = replace(self.scale, shape=self.scale.shape or (1,)).read().astype(np.float32)
         height, width = self.block
         if scale.shape[-1] > 1:
             scale = scale.repeat(width, axis=-1)[..., : self.shape[-1]]
-        for row, block in self.stored.blocks(first, last):
+        for row, block in self.stored.blocks(first, last, block_bytes):
             rows = np.arange(row, row + len(block)) // (height if block.ndim == 2 else 1)
             factor = scale[rows] if scale.size > 1 else scale
             if factor.ndim == 3 and factor.shape[1] > 1:
@@ -135,9 +135,9 @@ class ScaledTensor(StoredTensor):
 class MXFP4Tensor(ScaledTensor):
     """Blocks of 32 FP4 numbers, each with a scale (OCP Microscaling Formats), which read as bfloat16."""
 
-    def blocks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Block]]:
+    def blocks(self, first: int = 0, last: int | None = None, block_bytes: int = _BLOCK) -> Iterator[tuple[int, Block]]:
         """Yields rows as `ScaledTensor.blocks`."""
-        for row, block in self.stored.blocks(first, last):
+        for row, block in self.stored.blocks(first, last, block_bytes):
             _, scales = next(self.scale.blocks(row, row + len(block)))
             yield row, _mxfp4_pairs()[scales[..., None], block].view(DTYPES["BF16"]).reshape(-1, *self.shape[1:])
 
