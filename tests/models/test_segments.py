@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import reference
 from flax import nnx
-from support import MESHES, TOLERANCE, by_name, random_weights, relative_error, state_on_mesh, sweep_of, without_mesh
+from support import TOLERANCE, by_name, random_weights, relative_error, state_on_mesh, without_mesh
+from variants import variants
 
 import jaxtp
 from jaxtp.data.documents import InMemory
@@ -31,8 +32,8 @@ CONFIG = jaxtp.ModelConfig(
 LENGTHS = [5, 9, 2, 7, 12, 4, 3, 8, 6, 10, 1, 5, 11, 3, 2, 6, 9, 4, 7, 2]  # 116 tokens for 128 places
 
 
-def build():
-    return jaxtp.Decoder(CONFIG, rngs=nnx.Rngs(0))
+def build(config=CONFIG):
+    return jaxtp.Decoder(config, rngs=nnx.Rngs(0))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def alone(batch):
     return weights, logits, loss, {name: np.asarray(grad) for name, grad in grads.items()}
 
 
-def check(graph, state, batch, alone, to_names):
+def check(graph, state, batch, alone, mesh):
     _, expected_logits, expected_loss, expected_grads = alone
 
     def loss(state):
@@ -85,49 +86,49 @@ def check(graph, state, batch, alone, to_names):
     assert float(total) == pytest.approx(float(expected_loss), rel=TOLERANCE)
     used = batch["segments"] > 0
     assert relative_error(np.asarray(logits)[used], expected_logits[used]) < TOLERANCE
-    for name, grad in to_names(grads).items():
+    for name, grad in by_name(grads, mesh).items():
         assert relative_error(grad, expected_grads[name]) < TOLERANCE, name
 
 
 @pytest.mark.wide
-def test_without_a_mesh(batch, alone):
-    graph, state = without_mesh(build, alone[0])
-    check(graph, state, batch, alone, lambda g: {".".join(map(str, p)): v[...] for p, v in nnx.to_flat_state(g)})
+@pytest.mark.parametrize(("mesh", "split"), [(None, None), ((1, 1, 8), False), ((2, 2, 2), True)], ids=str)
+def test_packed_documents_have_the_numbers_of_documents_alone(batch, alone, mesh, split):
+    build_split = lambda: build(dataclasses.replace(CONFIG, sequence_parallel=split))
+    if mesh is None:
+        check(*without_mesh(build, alone[0]), batch, alone, jaxtp.make_mesh())
+        return
+    mesh = jaxtp.make_mesh(*mesh)
+    with jax.set_mesh(mesh):
+        check(*state_on_mesh(build_split, alone[0], mesh), batch, alone, mesh)
 
 
-@pytest.mark.parametrize(("mesh", "sequence_parallel"), sweep_of([MESHES, [True, False]]), ids=str)
-def test_on_every_mesh(batch, alone, mesh, sequence_parallel):
-    if sequence_parallel and mesh[2] == 1:
-        pytest.skip("no tp to split the sequence over")
-    config = dataclasses.replace(CONFIG, sequence_parallel=sequence_parallel)
-    on = jaxtp.make_mesh(*mesh)
-    graph, state = state_on_mesh(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)), alone[0], on)
-    with jax.set_mesh(on):
-        check(graph, state, batch, alone, lambda grads: by_name(grads, on))
-
-
-VARIED = {
-    "layers that differ": dataclasses.replace(
-        CONFIG,
-        num_layers=3,
-        pattern=({"sliding_window": 4, "rope_theta": 50.0}, {}),
-        attention_softcap=2.0,
-        norm="rms_plus_one",
-        norm_placement="both",
-    ),
-    "parallel": dataclasses.replace(CONFIG, norm_placement="parallel", embedding_norm=True, head_bias=True),
-    "learned positions": dataclasses.replace(CONFIG, learned_positions=T, rope_theta=None, norm="layer", mlp="plain"),
-}
+VARIED = variants(
+    CONFIG,
+    {
+        "layers that differ": {
+            "pattern": [{"sliding_window": 4, "rope_theta": 50.0}, {}],
+            "attention_softcap": 2.0,
+            "norm": "rms_plus_one",
+            "norm_placement": "both",
+        },
+        "parallel": {"norm_placement": "parallel", "embedding_norm": True, "head_bias": True},
+        "learned positions": {
+            "learned_positions": T,
+            "rope_theta": None,
+            "norm": "layer",
+            "mlp": "plain",
+            "sequence_parallel": False,
+        },
+    },
+)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", VARIED)
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_other_layers(batch, name, sequence_parallel):
-    """A document alone, at the beginning of a row, has the logits that it has after others."""
-    config, mesh = dataclasses.replace(VARIED[name], sequence_parallel=sequence_parallel), jaxtp.make_mesh(2, 2, 2)
-    weights = random_weights(lambda: jaxtp.Decoder(VARIED[name], rngs=nnx.Rngs(0)))
-    graph, state = state_on_mesh(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)), weights, mesh)
+def test_a_document_alone_has_the_logits_that_it_has_after_others(batch, name):
+    mesh = jaxtp.make_mesh(2, 2, 2)
+    make = lambda: build(VARIED[name])
+    graph, state = state_on_mesh(make, random_weights(make), mesh)
     rows, segments = batch["inputs"], batch["segments"]
     begins = [int(np.argmax(row == row.max())) for row in segments]
     moved = np.stack([np.roll(row, -begin) for row, begin in zip(rows, begins, strict=True)])
@@ -140,20 +141,26 @@ def test_other_layers(batch, name, sequence_parallel):
         assert relative_error(np.asarray(packed)[row, begin : begin + length], expected) < TOLERANCE
 
 
-def test_no_document_sees_another(batch, alone):
-    """The gradient of a document's logits with respect to the embeddings of others is exactly zero."""
-    graph, state = without_mesh(build, alone[0])
-    block = jaxtp.models.decoder.layer(nnx.merge(graph, state).blocks, 0)
-    x = jax.random.normal(jax.random.key(0), (1, T, CONFIG.d_model))
+def test_no_position_sees_the_future_or_another_document(batch):
+    """The gradient of a position with respect to the embeddings of others is exactly zero."""
+    graph, state = nnx.split(jax.jit(lambda: jaxtp.DecoderBlock(CONFIG, rngs=nnx.Rngs(0)))())
+    x = np.random.default_rng(0).standard_normal((1, T, CONFIG.d_model)).astype(np.float32)
     segments = batch["segments"][:1]
-    jacobian = jax.jit(jax.jacobian(lambda x: block(x, None, Sequences(segments=segments)).sum(axis=-1)))(x)[0, :, 0]
-    influence = np.abs(jacobian).sum(axis=-1)
-    sees = (segments[0][:, None] == segments[0][None]) & np.tril(np.ones((T, T), bool))
-    np.testing.assert_array_equal(influence > 0, sees)
+
+    @jax.jit
+    def influences(state, x):
+        block = nnx.merge(graph, state)
+        of = lambda *args: jax.jacobian(lambda x: block(x, *args).sum(axis=-1))(x)[0, :, 0]
+        return [jnp.abs(of(*args)).sum(axis=-1) for args in ((), (None, Sequences(segments=segments)))]
+
+    whole, packed = influences(state, x)
+    past = np.tril(np.ones((T, T), bool))
+    np.testing.assert_array_equal(whole > 0, past)
+    np.testing.assert_array_equal(packed > 0, past & (segments[0][:, None] == segments[0][None]))
 
 
 def test_positions_restart():
-    segments = jnp.array([[1, 1, 1, 2, 3, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
-    expected = [[0, 1, 2, 0, 0, 1, 0, 1], list(range(8))]
-    np.testing.assert_array_equal(segment_positions(segments), expected)
-    assert segment_mask(segments)[0, 0].sum() == 9 + 1 + 4 + 4
+    segments = np.array([[1, 1, 1, 2, 3, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
+    positions, mask = jax.jit(lambda segments: (segment_positions(segments), segment_mask(segments)))(segments)
+    np.testing.assert_array_equal(positions, [[0, 1, 2, 0, 0, 1, 0, 1], range(8)])
+    assert mask[0, 0].sum() == 9 + 1 + 4 + 4
