@@ -1,4 +1,5 @@
-"""Measures bytes, FLOPs and residuals of a step, for comparison with the costs that its layers declare."""
+"""Measures bytes, FLOPs and residuals of a step, for comparison with the costs that its layers
+declare."""
 
 import math
 import re
@@ -77,7 +78,8 @@ def flops_of(jaxpr):
 
 
 def flops_of_product(equation):
-    left, result = equation.invars[0].aval, equation.outvars[0].aval
+    left = equation.invars[0].aval
+    result = equation.outvars[0].aval
     if equation.primitive.name == "dot_general":
         times = 1
         (contracted, _), _ = equation.params["dimension_numbers"]

@@ -13,7 +13,8 @@ def sections(test):
 
 
 def variant(base, changes):
-    """Returns a configuration with other settings; those of a section that is not named whole stay the base's."""
+    """Returns a configuration with other settings; those of a section that is not named whole stay
+    the base's."""
     return validate(type(base), _merged(to_plain(base), changes), source="a variant of a test")
 
 

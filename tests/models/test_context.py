@@ -1,4 +1,5 @@
-"""Sequences divided over cp: orders of tokens, packed documents and refusals. (Updates: test_updates.py.)"""
+"""Sequences divided over cp: orders of tokens, packed documents and refusals. (Updates:
+test_updates.py.)"""
 
 import itertools
 from functools import cache
@@ -19,7 +20,7 @@ from support import (
     sweep,
     without_mesh,
 )
-from variants import variant
+from variants import variant, variants
 
 import jaxtp
 from jaxtp.analysis.layer_costs import Workload
@@ -63,36 +64,47 @@ def test_the_device_with_the_most_work_has_its_share_of_all(model, cp, method, z
     assert most == pytest.approx(everything / (cp * 2), rel=0.02)
 
 
-# Layers see windows and all positions. All examples of a method are one program.
-PACKED = variant(
+# Layers see windows and all positions; or blocks are parallel, with learned positions. All examples
+# are one program.
+PACKED = variants(
     LLAMA,
     {
-        "num_kv_heads": 2,
-        "pattern": [{"sliding_window": 3}, {"value_is_key": True}],
-        "rope_scaling": {"original_length": 3},
-        "query_temperature": 0.5,
-        "attention_sinks": True,
-        "remat": "none",
+        "gather": {
+            "num_kv_heads": 2,
+            "pattern": [{"sliding_window": 3}, {"value_is_key": True}],
+            "rope_scaling": {"original_length": 3},
+            "query_temperature": 0.5,
+            "attention_sinks": True,
+            "norm_placement": "both",
+            "remat": "none",
+        },
+        "ulysses": {
+            "num_kv_heads": 2,
+            "norm_placement": "parallel",
+            "embedding_norm": True,
+            "learned_positions": T,
+            "rope_theta": None,
+            "norm": "layer",
+            "mlp": "plain",
+        },
     },
 )
 ROWS = 4
 MESH = (1, 2, 2, 2)
 
 
-def build():
-    return jaxtp.Decoder(PACKED, rngs=nnx.Rngs(0))
-
-
 @cache
-def weights():
-    return random_weights(build)
+def built(method):
+    """Returns how to build the model for a method over cp, and its weights."""
+    build = lambda: jaxtp.Decoder(PACKED[method], rngs=nnx.Rngs(0))
+    return build, random_weights(build)
 
 
 @cache
 def logits_by(method):
     """Returns a function of ids and segments that gives logits on a mesh with cp."""
     mesh = mesh_of(sizes_of(MESH))
-    graph, state = state_on_mesh(build, weights(), mesh)
+    graph, state = state_on_mesh(*built(method), mesh)
     run = jax.jit(lambda state, ids, segments: nnx.merge(graph, state)(ids, segments, context=method))
 
     def logits(ids, segments):
@@ -104,8 +116,9 @@ def logits_by(method):
 
 @st.composite
 def packings(draw):
-    """A document's ids, and rows in which it stands: alone at the beginning, and at other places among others."""
-    ids = st.integers(0, PACKED.vocab_size - 1)
+    """A document's ids, and rows in which it stands: alone at the beginning, and at other places
+    among others."""
+    ids = st.integers(0, LLAMA.vocab_size - 1)
     document = draw(st.lists(ids, min_size=1, max_size=T))
     rows = np.array(draw(st.lists(st.lists(ids, min_size=T, max_size=T), min_size=ROWS, max_size=ROWS)), np.int32)
     places = [0, *draw(st.lists(st.integers(0, T - len(document)), min_size=ROWS - 1, max_size=ROWS - 1))]
@@ -134,9 +147,9 @@ def test_a_document_alone_equals_the_same_packed_at_any_place(method, packing):
 @pytest.mark.parametrize("method", sweep(["ulysses", "gather"], "gather"))
 def test_logits_are_in_natural_order_and_those_of_one_device(method):
     random = np.random.default_rng(0)
-    ids = random.integers(0, PACKED.vocab_size, (ROWS, T), np.int32)
+    ids = random.integers(0, LLAMA.vocab_size, (ROWS, T), np.int32)
     segments = np.cumsum(random.random((ROWS, T)) < 0.2, axis=1, dtype=np.int32)
-    graph, state = without_mesh(build, weights())
+    graph, state = without_mesh(*built(method))
     expected = jax.jit(lambda state: nnx.merge(graph, state)(ids, segments))(state)
     assert relative_error(logits_by(method)(ids, segments), expected) < TOLERANCE
 

@@ -77,7 +77,8 @@ def build_and_weights(config):
     "name", [pytest.param(name, marks=() if name == "layer scale" else pytest.mark.wide) for name in MODELS]
 )
 def test_logits_loss_and_gradients_equal_the_plain_mathematics(name):
-    config, mesh = MODELS[name], MESHES[name] and jaxtp.make_mesh(*MESHES[name])
+    config = MODELS[name]
+    mesh = MESHES[name] and jaxtp.make_mesh(*MESHES[name])
     build, weights = build_and_weights(config)
     ids = np.random.default_rng(1).integers(0, config.vocab_size, (B, T), np.int32)
     labels = np.roll(ids, -1, axis=1)
@@ -182,7 +183,8 @@ def test_what_is_no_configuration_is_refused():
 
 
 def test_a_width_that_the_mesh_does_not_divide_is_refused_with_what_fits():
-    """The hints build the model's branches, for which the mesh in context is not the one that is asked about."""
+    """The hints build the model's branches, for which the mesh in context is not the one that is
+    asked about."""
     with jax.set_mesh(jaxtp.make_mesh(fsdp=7)), pytest.raises(ConfigError, match="fsdp=7; fsdp can be 1, 2, 4"):
         jaxtp.Decoder(PLAIN, rngs=nnx.Rngs(0))
     for sizes, product, changes in (

@@ -1,4 +1,5 @@
-"""Mixtures of experts: what evens out their load is that of one device. (Updates: test_updates.py.)"""
+"""Mixtures of experts: what evens out their load is that of one device. (Updates:
+test_updates.py.)"""
 
 import dataclasses
 from functools import cache
@@ -59,7 +60,8 @@ ROUTERS = {
 @pytest.mark.wide
 @pytest.mark.parametrize("router", ROUTERS)
 def test_columns_of_a_router_that_no_token_chose_stay_as_they_are(router):
-    """Adafactor divides a gradient by its size: of the rounding of a zero it made a full step, another on each mesh."""
+    """Adafactor divides a gradient by its size: of the rounding of a zero it made a full step,
+    another on each mesh."""
     mesh, changes = ROUTERS[router]
     run = variant(UNCHOSEN, {"model": changes})
     initial = parity.initial_arrays(run)
@@ -88,7 +90,8 @@ def test_bfloat16_is_finite():
     np.testing.assert_allclose(numbers.losses, expected.losses, rtol=0.05)
 
 
-# What evens out the load, in the gradient of a whole step: of a layer in tests/layers, of a run in tests/train.
+# What evens out the load, in the gradient of a whole step: of a layer in tests/layers, of a run in
+# tests/train.
 RATE = 0.125
 
 
@@ -103,7 +106,8 @@ def weights():
 
 @cache
 def stepped(mesh, accumulation, remat, scan_layers=True):
-    """Losses and gradients, counts, the selection biases after an update and what was dropped, of a batch on a mesh."""
+    """Losses and gradients, counts, the selection biases after an update and what was dropped, of a
+    batch on a mesh."""
     config = dataclasses.replace(MIXTURE, remat=remat, scan_layers=scan_layers)
     run = variant(RUN, {"train": {"accumulation": accumulation}})
     on = mesh_of(sizes_of(mesh))

@@ -80,7 +80,8 @@ def expected(name):
 def test_loss_and_gradients_equal_the_plain_mathematics(name, mesh, context, changes):
     ids, labels, segments = batch()
     weights, expected_loss, expected_grads = expected(name)
-    config, on = dataclasses.replace(CONFIGS[name], **changes), mesh_of(sizes_of(mesh))
+    config = dataclasses.replace(CONFIGS[name], **changes)
+    on = mesh_of(sizes_of(mesh))
     graph, state = state_on_mesh(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)), weights, on)
     trained = nnx.LoRAParam if config.lora.rank else nnx.Param
 

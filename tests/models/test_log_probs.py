@@ -1,4 +1,5 @@
-"""Log-probabilities of a decoder's tokens on every mesh are those of a softmax over whole logits on one device."""
+"""Log-probabilities of a decoder's tokens on every mesh are those of a softmax over whole logits on
+one device."""
 
 import operator
 from functools import partial
@@ -28,7 +29,8 @@ PLAIN = jaxtp.ModelConfig(
 )
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "d_ff": 8}
 DELTA = {"delta_value_heads": 4, "delta_key_heads": 2, "delta_key_dim": 4, "delta_value_dim": 5}
-# Over cp 4 x tp 2 the order is zigzag; tp does not divide the vocabulary, chunks do not divide the tokens.
+# Over cp 4 x tp 2 the order is zigzag; tp does not divide the vocabulary, chunks do not divide the
+# tokens.
 CASES = {
     "soft caps": ((1, 1, 4, 2), {"logit_softcap": 3.0}),
     "tied": ((2, 1, 2, 2), {"tie_embeddings": True}),
@@ -113,7 +115,8 @@ ADAPTED = {
 
 @pytest.mark.parametrize("name", sweep(ADAPTED, "plain"))
 def test_a_model_without_adapters_is_its_base(name):
-    """Inside a differentiated function, whose model keeps its adapters and gets no gradient through the base."""
+    """Inside a differentiated function, whose model keeps its adapters and gets no gradient through
+    the base."""
     adapted, plain = (build(variant(PLAIN, {"lora": {"rank": rank}, **ADAPTED[name]})) for rank in (2, 0))
     weights = random_weights(adapted)
     base_graph, base = without_mesh(plain, {path: array for path, array in weights.items() if "lora" not in path})

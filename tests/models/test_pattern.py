@@ -1,4 +1,5 @@
-"""Models whose blocks differ: first ones, a pattern that repeats, and a rest that it does not divide."""
+"""Models whose blocks differ: first ones, a pattern that repeats, and a rest that it does not
+divide."""
 
 import dataclasses
 
@@ -47,7 +48,8 @@ def loss_of(config, weights, **given):
 
 @pytest.mark.wide
 def test_it_equals_the_plain_mathematics():
-    """The default suite compares such a model, of windows and of all positions, with transformers' in tests/hf."""
+    """The default suite compares such a model, of windows and of all positions, with transformers'
+    in tests/hf."""
     weights = random_weights(build(MODEL))
     loss, gradients = loss_of(MODEL, weights)
     plain = lambda w: reference.cross_entropy(reference.decoder_logits(w, MODEL, IDS, LAYERS), IDS)[0]
@@ -139,7 +141,8 @@ def test_in_python_too(pattern):
 
 
 def test_a_run_of_the_first_version_goes_on_without_a_word():
-    """Its blocks are of one kind, and keep their paths; what it does not know had no effect on it."""
+    """Its blocks are of one kind, and keep their paths; what it does not know had no effect on
+    it."""
     paths = nnx.to_flat_state(nnx.state(nnx.eval_shape(build(PLAIN)))).paths
     assert {path[1] for path in paths if path[0] == "blocks"} == {"attention_norm", "attention", "mlp_norm", "mlp"}
     run = TrainConfig(model=PLAIN)

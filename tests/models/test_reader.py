@@ -1,4 +1,5 @@
-"""Reading with a cache gives the logits of reading everything at once, at every position, on every mesh."""
+"""Reading with a cache gives the logits of reading everything at once, at every position, on every
+mesh."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -54,8 +55,10 @@ def test_reading_in_parts_equals_reading_at_once(name):
         return model.logits_of_hidden(x), caches
 
     def packed(caches, counts, *, continued):
-        """Reads so many of the next tokens of each row, those of a part in one sequence; padding may be any ids."""
-        size, length = B // parts, 48
+        """Reads so many of the next tokens of each row, those of a part in one sequence; padding
+        may be any ids."""
+        size = B // parts
+        length = 48
         given, positions = np.full((parts, length), 3, np.int32), np.full((parts, length), T, np.int32)
         rows, places = np.full((parts, length), -1, np.int32), []
         for part in range(parts):
@@ -73,7 +76,8 @@ def test_reading_in_parts_equals_reading_at_once(name):
 
     with jax.set_mesh(whole) if whole else nullcontext():
         caches = jax.jit(lambda weights: nnx.merge(reader, weights).empty(B, T))(weights)
-        first = np.arange(B) % (B // parts) == 0  # in its part, which has them read before the others
+        # In its part, which has them read before the others
+        first = np.arange(B) % (B // parts) == 0
         caches = packed(caches, np.where(first, FIRST, 0), continued=False)
         caches = packed(caches, np.where(first, SECOND, FIRST), continued=True)
         while lengths.min() < T:

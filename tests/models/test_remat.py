@@ -1,4 +1,5 @@
-"""What a block keeps for its backward pass: what the model of memory counts, and no weight that it can gather again."""
+"""What a block keeps for its backward pass: what the model of memory counts, and no weight that it
+can gather again."""
 
 import pytest
 from accounts import kept, kept_activations
@@ -56,7 +57,8 @@ def test_of_rings_a_device_keeps_its_part(model):
 
 @pytest.mark.parametrize("model", sweep(["sequential", "float8"], "sequential"))
 def test_weights_are_kept_as_they_are_stored(model):
-    """In their own dtype: the result of a cast would be that of a gather too. (Integers are of rotary angles.)"""
+    """In their own dtype: the result of a cast would be that of a gather too. (Integers are of
+    rotary angles.)"""
     for config in with_adapters(model, ["none", *POLICIES]):
         weights = [array for array in kept(config, B, T) if array.ndim <= 2]
         assert {array.dtype.name for array in weights} - {"int32"} == {"float32"}, (config.remat, config.lora)

@@ -1,4 +1,5 @@
-"""A model of a layer that the package does not know: what it declares is all that the rest asks for."""
+"""A model of a layer that the package does not know: what it declares is all that the rest asks
+for."""
 
 import dataclasses
 

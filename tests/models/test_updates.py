@@ -27,7 +27,8 @@ REFERENCES = {}
 
 
 def on_one_device(run):
-    """Returns the initial arrays of a run, and what it computes; rows that differ in their mesh alone share them."""
+    """Returns the initial arrays of a run, and what it computes; rows that differ in their mesh
+    alone share them."""
     if repr(run) not in REFERENCES:
         initial = parity.initial_arrays(run)
         REFERENCES[repr(run)] = initial, parity.run(run, ONE_DEVICE, initial)

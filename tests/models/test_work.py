@@ -1,4 +1,5 @@
-"""The products of a step: by formula, in the compiled program, and by kernels that a CPU does not have."""
+"""The products of a step: by formula, in the compiled program, and by kernels that a CPU does not
+have."""
 
 import dataclasses
 
@@ -41,7 +42,8 @@ COMPILED = {
     "experts inside": ((1, 1, 8), 1, {"remat": "save_dots", "experts_bias": True, "swiglu_limit": 7.0, **EXPERTS}),
     "shared experts": ((1, 2, 2), 1, {"remat": "full", "shared_experts": 10, "shared_experts_gate": True, **EXPERTS}),
 }
-"""Meshes, accumulations and settings. Of more models, the products in the jaxpr are counted in test_budget.py."""
+"""Meshes, accumulations and settings. Of more models, the products in the jaxpr are counted in
+test_budget.py."""
 
 
 @pytest.mark.wide
@@ -73,15 +75,20 @@ def test_products_of_layers_and_of_their_inputs_gradients_are_in_float8(rank):
 
 @pytest.mark.parametrize("mesh", [(1, 2, 4), (1, 1, 8)], ids=str)
 def test_a_kernel_of_experts_computes_what_the_tokens_chose_alone(mesh):
-    """As many rows as a device has tokens to a tp, times k; dense products have a row for each place and expert."""
-    sizes, config = sizes_of(mesh), variant(MODEL, EXPERTS)
+    """As many rows as a device has tokens to a tp, times k; dense products have a row for each
+    place and expert."""
+    sizes = sizes_of(mesh)
+    config = variant(MODEL, EXPERTS)
     own, dense = (
         {p.name: p for p in step_costs(config, sizes, **SHAPE, platform=platform).products if "experts" in p.name}
         for platform in ("cuda", "cpu")
     )
-    tokens, tp, k = B * T // (mesh[0] * mesh[1]), mesh[2], config.experts_per_token
+    dp, fsdp, tp = mesh
+    tokens = B * T // (dp * fsdp)
+    k = config.experts_per_token
     divided_by = tp if config.num_experts % tp else 1
-    rows, width = tokens * k * divided_by // tp, config.d_ff // divided_by
+    rows = tokens * k * divided_by // tp
+    width = config.d_ff // divided_by
     assert {(p.m, p.k, p.n) for p in own.values()} == {(rows, 32, 2 * width), (rows, width, 32)}
     assert all(dense[name].flops == config.num_experts * one.flops for name, one in own.items())
     assert all(p.counted * p.flops == own[name].flops for name, p in dense.items())
@@ -96,7 +103,8 @@ def test_micro_batches_change_no_flops_but_how_often_weights_are_read():
 
 
 def test_a_kernel_without_scores_makes_half_of_them_and_moves_none():
-    """But makes them again in its backward pass: they are made five times, values weighted four, with remat."""
+    """But makes them again in its backward pass: they are made five times, values weighted four,
+    with remat."""
 
     def attention(name, **changes):
         work = step_costs(dataclasses.replace(MODEL, **changes), mesh_shape(fsdp=2, tp=4), **SHAPE)
