@@ -3,15 +3,17 @@ programs."""
 
 import dataclasses
 import math
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import sweep
 
 import jaxtp
-from jaxtp.analysis.layer_costs import Workload, collectives_of, context_costs, lookup_costs
+from jaxtp.analysis.layer_costs import Workload, collectives_of, context_costs, has_formulas, lookup_costs
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.layers.context import ContextAttention
 from jaxtp.mesh import mesh_shape
@@ -62,21 +64,25 @@ def test_the_method_of_attention_that_moves_less_is_chosen(cp, queries, keys, ch
         assert why.startswith(f"it moves {ratio:.2f} x")
 
 
+@cache
+def overridden(kind):
+    """Returns a subclass of a branch with a forward pass of its own."""
+
+    def forward(self, *args, **kwargs):
+        return kind.__call__(self, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"__call__": forward})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WithoutFormulas(jaxtp.ModelConfig):
-    """A decoder of the same branches, each with a forward pass of its own: formulas are not
-    inherited by it."""
+    """A decoder of the same branches, but that their forward passes are their own."""
 
     def branches(self, block, rngs):
         branches = super().branches(block, rngs)
         for branch in branches.values():
-            kind = type(branch)
-            branch.__class__ = type(kind.__name__, (kind,), {"__call__": calls(kind)})
+            branch.__class__ = overridden(type(branch))
         return branches
-
-
-def calls(kind):
-    return lambda self, *args, **kwargs: kind.__call__(self, *args, **kwargs)
 
 
 def both_costs(config, sizes, **rows):
@@ -134,6 +140,12 @@ def test_formulas_are_what_the_trace_of_a_layer_counts(name):
     # Where everything is saved, formulas and residuals are both estimates
     if config.remat != "none":
         assert traced.kept == pytest.approx(formulas.kept, rel=0.1)
+
+
+def test_formulas_are_not_inherited_by_another_forward_pass():
+    for model, expected in ((MODEL, True), (WithoutFormulas(**vars(MODEL)), False)):
+        block = nnx.eval_shape(lambda model=model: jaxtp.DecoderBlock(model, rngs=nnx.Rngs(0)))
+        assert {has_formulas(branch) for _, branch, *_ in block.branches()} == {expected}
 
 
 KERNELS = dataclasses.replace(MODEL, d_model=128, head_dim=64, attention_bias=False, qk_norm="none", attention="fused")

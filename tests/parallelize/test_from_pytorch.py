@@ -15,8 +15,8 @@ from jaxtp.analysis.audit import audit
 
 B = 8
 RANDOM = np.random.default_rng(1)
-X = RANDOM.standard_normal((B, T, D), np.float32)
-IDS = RANDOM.integers(0, V, (B, T), np.int32)
+X = jnp.asarray(RANDOM.standard_normal((B, T, D), np.float32))
+IDS = jnp.asarray(RANDOM.integers(0, V, (B, T), np.int32))
 LINEAR = lambda: nnx.Linear(D, F, rngs=nnx.Rngs(0))
 EMBED = lambda: nnx.Embed(V, D, rngs=nnx.Rngs(0))
 NORM = lambda: nnx.LayerNorm(D, rngs=nnx.Rngs(0))
