@@ -1,7 +1,9 @@
-"""Measures bytes, FLOPs and residuals of a step, for comparison with the costs that its layers declare."""
+"""Measures bytes, FLOPs and residuals of a step, for comparison with the costs that its layers
+declare."""
 
 import math
 import re
+from dataclasses import dataclass
 
 import jax
 from flax import nnx
@@ -9,10 +11,11 @@ from support import sizes_of
 
 import jaxtp
 from jaxtp.analysis.census import count_collectives
+from jaxtp.analysis.census import equations as needed
 from jaxtp.analysis.collective import bytes_by_place
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_flops_in_hlo, parse_module
-from jaxtp.analysis.step_costs import step_costs
+from jaxtp.analysis.step_costs import StepCosts, step_costs
 from jaxtp.data.loader import abstract_batch
 from jaxtp.layers import remat
 from jaxtp.mesh import mesh_of
@@ -32,20 +35,59 @@ def step_of(config, mesh, accumulation, context="auto"):
     return make_train_step(run, plan), plan
 
 
-def step_bytes(config, mesh, accumulation=1, context="auto"):
-    """Returns bytes sent, by place: counted in the jaxpr of a whole step, and budgeted."""
+@dataclass(frozen=True)
+class Account:
+    """What a whole step does on each device, counted in its jaxpr, and what is declared of it."""
+
+    sent: dict
+    """Bytes by place: module and axes."""
+
+    flops: float
+    """FLOPs of matrix products."""
+
+    costs: StepCosts
+
+
+def account_of(config, mesh, accumulation=1, context="auto"):
+    """Returns the account of a step, of which nothing is compiled."""
     sizes = sizes_of(mesh)
-    counted = bytes_by_place(step_collectives(config, sizes, accumulation, context))
+    jaxpr = traced_step(config, sizes, accumulation, context)
     rows = {"batch_size": B, "sequence_length": T, "accumulation": accumulation, "context": context}
-    return counted, step_costs(config, sizes, **rows).budget
+    return Account(
+        sent=bytes_by_place(count_collectives(jaxpr, sizes)),
+        flops=flops_of(jaxpr),
+        costs=step_costs(config, sizes, **rows),
+    )
 
 
-def step_collectives(config, sizes, accumulation=1, context="auto"):
-    """Returns the collectives in the jaxpr of a whole step, and how often each runs."""
+def traced_step(config, sizes, accumulation=1, context="auto"):
+    """Returns the jaxpr of a whole step on a mesh of these sizes."""
     mesh = mesh_of(sizes)
     step, plan = step_of(config, mesh, accumulation, context)
     with jax.set_mesh(mesh):
-        return count_collectives(step.trace(plan.abstract, abstract_batch(mesh, B, T)).jaxpr, sizes)
+        return step.trace(plan.abstract, abstract_batch(mesh, B, T)).jaxpr
+
+
+def flops_of(jaxpr):
+    """Returns the FLOPs of the matrix products in a jaxpr, each as often as it runs."""
+    total = 0
+    for equation, times, *_ in needed(jaxpr.jaxpr):
+        if equation.primitive.name in ("dot_general", "ragged_dot_general"):
+            total += times * flops_of_product(equation)
+    return total
+
+
+def flops_of_product(equation):
+    left = equation.invars[0].aval
+    result = equation.outvars[0].aval
+    if equation.primitive.name == "dot_general":
+        times = 1
+        (contracted, _), _ = equation.params["dimension_numbers"]
+    else:
+        (contracted, _), _ = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        # On a CPU XLA multiplies every row with the matrix of every group.
+        times = equation.invars[2].aval.size if result.ndim == 2 else 1
+    return 2 * times * result.size * math.prod(left.shape[dim] for dim in contracted)
 
 
 def compiled_flops(config, mesh, accumulation):

@@ -1,9 +1,12 @@
-"""Small models in plain Flax, written for one device, without jaxtp."""
+"""Small models in plain Flax, written for one device, without jaxtp, and the usual plan for one of
+them."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, SequenceParallel, Shard
 
 V, T, D, F, N, K, H = 32, 8, 16, 32, 8, 8, 4
 
@@ -72,6 +75,23 @@ class Llama(nnx.Module):
         for layer in self.layers:
             x = layer(x)
         return self.output(self.norm(x))
+
+
+LLAMA_PLAN = {
+    "tok_embeddings": Rowwise(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "layers.*.attention_norm": SequenceParallel(),
+    "layers.*.attention": PrepareInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "layers.*.attention.w{q,k,v}": Colwise(),
+    "layers.*.attention.wo": Rowwise(output_layouts=Shard(1)),
+    "layers.*.ffn_norm": SequenceParallel(),
+    "layers.*.feed_forward": PrepareInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "layers.*.feed_forward.w{1,3}": Colwise(),
+    "layers.*.feed_forward.w2": Rowwise(output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "output": Colwise(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+"""The plan of that tutorial: `parallelize_module` of the model, then of each block, with paths from
+the model."""
 
 
 class Perceptron(nnx.Module):

@@ -16,7 +16,8 @@ STEPS = 3
 
 @nnx.jit
 def step(model, optimizer, inputs):
-    """Makes one AdamW update of a random linear function of the outputs; returns outputs and gradients."""
+    """Makes one AdamW update of a random linear function of the outputs; returns outputs and
+    gradients."""
 
     def loss(model):
         y = jnp.asarray(model(*inputs))
@@ -28,9 +29,11 @@ def step(model, optimizer, inputs):
 
 
 def train(model, inputs):
-    """Returns outputs and gradients of each step, and the model's final state, on the host, by name."""
+    """Returns outputs and gradients of each step, and the model's final state, on the host, by
+    name."""
     inputs = [x.astype(float) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in inputs]
-    # A gradient that is zero but for rounding (of a bias of keys) would be all that a small eps looks at.
+    # A gradient that is zero but for rounding (of a bias of keys) would be all that a small eps
+    # looks at.
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2, eps=1e-3), wrt=nnx.Param)
     found = {}
     for index in range(STEPS):
@@ -55,7 +58,8 @@ def in_float64(model):
 
 
 def assert_same(actual, expected, tolerance=TOLERANCE):
-    """Compares arrays, relative to the array's norm or a thousandth of the largest norm in its group."""
+    """Compares arrays, relative to the array's norm or a thousandth of the largest norm in its
+    group."""
     for group, arrays in expected.items():
         assert actual[group].keys() == arrays.keys()
         floor = 1e-3 * max(np.linalg.norm(x) for x in arrays.values())
@@ -74,7 +78,8 @@ def train_alone(build, inputs):
 
 
 def train_on(mesh, build, plan, inputs, *, sharded=True, **options):
-    """Runs `train_alone` on a mesh; the model is created sharded, or created whole and then sharded."""
+    """Runs `train_alone` on a mesh; the model is created sharded, or created whole and then
+    sharded."""
     with jax.enable_x64(True), jax.set_mesh(mesh_of(sizes_of(mesh))):
         make = lambda: in_float64(build())
         return train(jaxtp.parallelize(make if sharded else make(), plan, **options), inputs)

@@ -1,4 +1,5 @@
-"""Measures the communication of a plain Flax model under a plan, in the HLO after SPMD partitioning."""
+"""Measures the communication of a plain Flax model under a plan, in the HLO after SPMD
+partitioning."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ def mean_of_random_parts(model, *inputs):
 
 
 def collectives_over_tp(build, plan, inputs, mesh, loss=mean_of_random_parts):
-    """Returns the collectives over tp of the loss and its gradients, and how often each runs; allocates nothing."""
+    """Returns the collectives over tp of the loss and its gradients, and how often each runs;
+    allocates nothing."""
     with jax.set_mesh(mesh):
         model = jaxtp.parallelize(nnx.eval_shape(build), plan, mesh=mesh)
         graph, params, rest = nnx.split(model, nnx.Param, ...)
@@ -59,7 +61,8 @@ def sent(found, axis):
 
 
 def assert_weights_alone_move(found, axis):
-    """Checks that over four devices weights are all-gathered twice, and gradients reduce-scattered once."""
+    """Checks that over four devices weights are all-gathered twice, and gradients reduce-scattered
+    once."""
     weights = sum(h.bytes for h in found.holdings)
     assert not found.added
     assert {c.kind for c in found.realised} == {"all-gather", "reduce-scatter"}

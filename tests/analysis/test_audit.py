@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import sweep_of
 
 import jaxtp
 from jaxtp.analysis.audit import AuditError, audit, bytes_by_place
@@ -29,48 +28,59 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 
 @cache
-def audit_step(model, mesh):
+def audited():
+    """One step, for many tests."""
+    return audit_step("large vocabulary", (1, 2, 4))
+
+
+def audit_step(name, mesh, **changes):
+    model = dataclasses.replace(MODEL, **VARIANTS[name], **changes)
     mesh = jaxtp.make_mesh(*mesh)
     plan = plan_state(model, optimizers.build(OptimizerConfig(), 10), mesh)
     step = make_train_step(TrainConfig(), plan)
-    batch = abstract_batch(mesh, B, T)
     budget = step_costs(model, mesh_sizes(mesh), batch_size=B, sequence_length=T).budget
-    return audit(step, plan.sharded, batch, mesh=mesh, budget=budget, compiler_options=QUICK)
-
-
-def audited():
-    """One step, for many tests."""
-    return audit_step(dataclasses.replace(VARIANTS["large vocabulary"], sequence_parallel=True), (1, 2, 4))
+    return audit(step, plan.sharded, abstract_batch(mesh, B, T), mesh=mesh, budget=budget, compiler_options=QUICK)
 
 
 VARIANTS = {
-    "llama": MODEL,
-    "large vocabulary": dataclasses.replace(MODEL, vocab_size=509),  # its embedding exchanges activations over fsdp
-    "everything": dataclasses.replace(
-        MODEL,
-        tie_embeddings=True,
-        attention_bias=True,
-        attention_out_bias=True,
-        mlp_bias=True,
-        qk_norm="projection",
-        dropout=0.1,
-    ),
+    "llama": {},
+    "large vocabulary": {"vocab_size": 509},  # its embedding exchanges activations over fsdp
+    "everything": {
+        "tie_embeddings": True,
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "qk_norm": "projection",
+        "dropout": 0.1,
+    },
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "sequence_parallel"),
-    sweep_of(
-        [VARIANTS, [(1, 1, 8), (1, 2, 4), (2, 2, 2), (2, 4, 1)], [True, False]],
-        ("large vocabulary", (1, 2, 4), True),
-    ),
-    ids=str,
-)
-def test_the_compiler_adds_nothing_but_scalars(name, mesh, sequence_parallel):
-    found = audit_step(dataclasses.replace(VARIANTS[name], sequence_parallel=sequence_parallel), mesh)
+def assert_only_scalars_are_added(found):
     found.check(large=8)  # bytes: counters apart, everything declares how it is split
     assert {c.shape for c in found.added} <= {()}
     assert {c.module.split("/")[0] for c in found.added} <= {"grad_norm", "param_norm", "optimizer"}
+
+
+def test_the_compiler_adds_nothing_but_scalars():
+    assert_only_scalars_are_added(audited())
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("name", "mesh", "split"),
+    [
+        ("llama", (1, 1, 8), True),
+        ("llama", (2, 2, 2), False),
+        ("large vocabulary", (2, 4, 1), False),
+        ("large vocabulary", (2, 2, 2), True),
+        ("everything", (1, 2, 4), True),
+        ("everything", (1, 1, 8), False),
+    ],
+    ids=str,
+)
+def test_the_compiler_adds_nothing_but_scalars_to_other_steps(name, mesh, split):
+    assert_only_scalars_are_added(audit_step(name, mesh, sequence_parallel=split))
 
 
 def test_the_text_says_what_the_jaxpr_says():
@@ -192,19 +202,14 @@ def test_without_a_budget_what_is_written_was_asked_for():
     assert dataclasses.replace(audited(), budget=None).problems() == []
 
 
-def test_any_pytree_of_arrays_is_a_state():
+def test_any_pytree_of_arrays_and_keys_is_a_state():
     mesh = jaxtp.make_mesh(tp=4)
-    arrays = {"w": jnp.ones((8, 8)), "moments": (jnp.ones((8, 8)), jnp.zeros(()))}
-    found = audit(jax.jit(lambda state: jax.tree.map(jnp.cos, state)), arrays, mesh=mesh, compiler_options=QUICK)
-    assert {h.name: h.declared for h in found.holdings} == {"w": None, "moments.0": None, "moments.1": None}
-
-
-def test_random_keys_are_arrays_of_a_state():
-    mesh = jaxtp.make_mesh(tp=4)
-    arrays = {"w": jnp.ones((8, 8)), "key": jax.random.key(0)}
+    arrays = {"w": jnp.ones((8, 8)), "moments": (jnp.ones((8, 8)), jnp.zeros(())), "key": jax.random.key(0)}
     found = audit(jax.jit(lambda state: state), arrays, mesh=mesh, compiler_options=QUICK)
+    assert {h.name: h.declared for h in found.holdings} == dict.fromkeys(("w", "moments.0", "moments.1", "key"))
+    sizes = {"w": 256, "moments.0": 256, "moments.1": 4, "key": arrays["key"].dtype.itemsize}
+    assert {h.name: h.bytes for h in found.holdings} == sizes
     assert "key" in str(found)
-    assert {h.name: h.bytes for h in found.holdings} == {"w": 256, "key": arrays["key"].dtype.itemsize}
 
 
 @pytest.mark.parametrize(

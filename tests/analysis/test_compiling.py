@@ -1,4 +1,5 @@
-"""The partitioner's text: of a program that was compiled before too, and with what the compiler warned of."""
+"""The partitioner's text: of a program that was compiled before too, and with what the compiler
+warned of."""
 
 import os
 
@@ -10,7 +11,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
-from jaxtp.analysis import compiling
 from jaxtp.analysis.compiling import captured_stderr, compile_with_spmd_text
 
 
@@ -32,15 +32,34 @@ def lowered(factor):
         return jax.jit(lambda x: (factor * x).sum()).lower(x)
 
 
-def test_the_text_is_kept_by_the_program(cache, monkeypatch):
-    count = []
-    compile_and_dump = compiling._compile_and_dump
-    monkeypatch.setattr(compiling, "_compile_and_dump", lambda *args: (count.append(args), compile_and_dump(*args))[1])
+class Watched:
+    """A lowered program that counts its compilations with a text, in each of which the compiler
+    warns."""
+
+    def __init__(self, program):
+        self.program = program
+        self.compiled = 0
+
+    def as_text(self, **options):
+        return self.program.as_text(**options)
+
+    def compile(self, compiler_options):
+        if "xla_dump_to" in compiler_options:
+            self.compiled += 1
+            os.write(2, WARNING.encode())
+        return self.program.compile(compiler_options=compiler_options)
+
+
+WARNING = "E0000 [SPMD] Involuntary full rematerialization\n"
+
+
+def test_the_text_is_kept_by_the_program_and_its_options(cache):
     cases = [(2.0, None), (2.0, None), (3.0, None), (2.0, {"xla_backend_optimization_level": 0})]
+    programs = [Watched(lowered(factor)) for factor, _ in cases]
     (again, first), (compiled, second), (_, other), (_, less) = (
-        compile_with_spmd_text(lowered(factor), options) for factor, options in cases
+        compile_with_spmd_text(program, options) for program, (_, options) in zip(programs, cases, strict=True)
     )
-    assert len(count) == 3, "the second is the first"
+    assert [program.compiled for program in programs] == [1, 0, 1, 1], "the second is the first"
     assert "all-reduce" in first
     assert second == first != other
     assert "all-reduce" in less
@@ -53,13 +72,8 @@ def test_a_program_that_jax_has_compiled_before_has_a_text(cache):
     assert "all-reduce" in compile_with_spmd_text(lowered(2.0))[1]
 
 
-def test_a_warning_of_the_compiler_is_given_each_time(cache, monkeypatch):
-    warning = "E0000 [SPMD] Involuntary full rematerialization\n"
-    compile_and_dump = compiling._compile_and_dump
-    monkeypatch.setattr(
-        compiling, "_compile_and_dump", lambda *args: (os.write(2, warning.encode()), compile_and_dump(*args))[1]
-    )
+def test_a_warning_of_the_compiler_is_given_each_time(cache):
     for _ in range(2):
         with captured_stderr() as printed:
-            compile_with_spmd_text(lowered(2.0))
-        assert printed == [warning]
+            compile_with_spmd_text(Watched(lowered(2.0)))
+        assert printed == [WARNING]

@@ -134,7 +134,8 @@ ENTRY %main (x.2: f32[4]) -> (s32[], f32[4]) {
         ("KNOWN", ', backend_config={"known_trip_count":{"n":"7"}}', 7),
         ("constant(1)", "constant(2)", 3),
         ("%zero = s32[] constant(0)", "%zero = s32[] constant(-4)", 9),
-        ("get-tuple-element(%p.1), index=0", "copy(%p.1#0)", 5),  # as jax 0.12 spells a part of a tuple
+        # As jax 0.12 spells a part of a tuple
+        ("get-tuple-element(%p.1), index=0", "copy(%p.1#0)", 5),
     ],
 )
 def test_loops_count_their_turns_and_callers_name_the_module(old, new, turns):

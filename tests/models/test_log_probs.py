@@ -1,6 +1,6 @@
-"""Log-probabilities of a decoder's tokens on every mesh are those of a softmax over whole logits on one device."""
+"""Log-probabilities of a decoder's tokens on every mesh are those of a softmax over whole logits on
+one device."""
 
-import dataclasses
 import operator
 from functools import partial
 
@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import assert_close, by_name, random_weights, relative_error, state_on_mesh, sweep, sweep_of, without_mesh
+from support import assert_close, by_name, random_weights, relative_error, state_on_mesh, sweep, without_mesh
+from variants import variant
 
 import jaxtp
-from jaxtp.checkpoint.logical import named_variables
 from jaxtp.config.schema import ConfigError
-from jaxtp.layers.lora import LoraConfig
 
 B, T, V, K = 4, 16, 29, 3
 PLAIN = jaxtp.ModelConfig(
@@ -29,18 +28,21 @@ PLAIN = jaxtp.ModelConfig(
     loss_chunk=6,
 )
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "d_ff": 8}
-CONFIGS = {
-    "plain": dataclasses.replace(PLAIN, logit_softcap=3.0),
-    "experts": dataclasses.replace(PLAIN, tie_embeddings=True, **EXPERTS),
-    "delta": dataclasses.replace(
-        PLAIN, delta_value_heads=4, delta_key_heads=2, delta_key_dim=4, delta_value_dim=5, head_bias=True
-    ),
+DELTA = {"delta_value_heads": 4, "delta_key_heads": 2, "delta_key_dim": 4, "delta_value_dim": 5}
+# Over cp 4 x tp 2 the order is zigzag; tp does not divide the vocabulary, chunks do not divide the
+# tokens.
+CASES = {
+    "soft caps": ((1, 1, 4, 2), {"logit_softcap": 3.0}),
+    "tied": ((2, 1, 2, 2), {"tie_embeddings": True}),
+    "experts": ((1, 2, 1, 4), {"tie_embeddings": True, **EXPERTS}),
+    "states": ((1, 1, 1, 2), {"head_bias": True, **DELTA}),
 }
-MESHES = [(1, 1, 1, 1), (1, 1, 1, 2), (1, 2, 1, 4), (1, 1, 4, 2), (2, 1, 2, 2)]
-IDS, LABELS, *_ = jax.random.randint(jax.random.key(1), (2, B, T), 0, V)
-LABELS = LABELS.at[:, 5].set(-100)
-TOP = jax.random.randint(jax.random.key(2), (B, T, K), 0, V).at[:, 5:7].set(-100)
-SEGMENTS = jnp.broadcast_to(jnp.repeat(jnp.array([1, 2, 3, 0]), 4), (B, T))
+RANDOM = np.random.default_rng(1)
+IDS, LABELS = RANDOM.integers(0, V, (2, B, T), np.int32)
+TOP = RANDOM.integers(0, V, (B, T, K), np.int32)
+LABELS[:, 5] = -100
+TOP[:, 5:7] = -100
+SEGMENTS = np.broadcast_to(np.repeat(np.array([1, 2, 3, 0], np.int32), 4), (B, T))
 
 
 def build(config):
@@ -77,37 +79,48 @@ def numbers_and_gradients(fn, graph, state):
     return numbers, grads
 
 
-@pytest.mark.parametrize(("name", "mesh"), sweep_of([CONFIGS, MESHES], ("plain", (1, 1, 4, 2))), ids=str)
-def test_log_probabilities_on_a_mesh(name, mesh):
-    """Over cp 4 x tp 2 the order is zigzag; tp does not divide the vocabulary, chunks do not divide the tokens."""
-    config = CONFIGS[name]
-    weights = random_weights(build(config))
-    expected, expected_grads = numbers_and_gradients(dense, *without_mesh(build(config), weights))
-    on_mesh = jaxtp.make_mesh(*mesh[:2], mesh[3], cp=mesh[2])
-    with jax.set_mesh(on_mesh):
-        found, grads = numbers_and_gradients(ours, *state_on_mesh(build(config), weights, on_mesh))
+@pytest.mark.wide
+@pytest.mark.parametrize("name", CASES)
+def test_log_probabilities_on_a_mesh(name):
+    (dp, fsdp, cp, tp), changes = CASES[name]
+    make = build(variant(PLAIN, changes))
+    weights = random_weights(make)
+    expected, expected_grads = numbers_and_gradients(dense, *without_mesh(make, weights))
+    mesh = jaxtp.make_mesh(dp, fsdp, tp, cp=cp)
+    with jax.set_mesh(mesh):
+        found, grads = numbers_and_gradients(ours, *state_on_mesh(make, weights, mesh))
     assert max(map(relative_error, found, expected)) < 1e-5
-    expected_grads = {name: variable[...] for name, variable in named_variables(expected_grads).items()}
-    assert_close(by_name(grads, on_mesh), expected_grads)
+    assert_close(by_name(grads, mesh), by_name(expected_grads, jaxtp.make_mesh()))
+
+
+def test_log_probabilities_over_cp_and_a_split_vocabulary():
+    """The numbers alone."""
+    make = build(PLAIN)
+    weights = random_weights(make)
+    graph, state = without_mesh(make, weights)
+    _, expected = jax.jit(lambda state: dense(nnx.merge(graph, state)))(state)
+    mesh = jaxtp.make_mesh(tp=2, cp=2)
+    with jax.set_mesh(mesh):
+        graph, state = state_on_mesh(make, weights, mesh)
+        _, found = jax.jit(lambda state: ours(nnx.merge(graph, state)))(state)
+    assert max(map(relative_error, found, expected)) < 1e-5
 
 
 ADAPTED = {
-    "plain": dataclasses.replace(PLAIN, lora=LoraConfig(rank=2)),
-    "experts": dataclasses.replace(PLAIN, shared_experts=8, lora=LoraConfig(rank=2), **EXPERTS),
-    "latent": dataclasses.replace(
-        PLAIN, num_kv_heads=4, kv_rank=4, query_rank=4, rope_head_dim=2, value_head_dim=3, lora=LoraConfig(rank=2)
-    ),
+    "plain": {},
+    "experts": {"shared_experts": 8, **EXPERTS},
+    "latent": {"num_kv_heads": 4, "kv_rank": 4, "query_rank": 4, "rope_head_dim": 2, "value_head_dim": 3},
 }
 
 
-@pytest.mark.parametrize("name", sweep([*ADAPTED], "experts"))
+@pytest.mark.parametrize("name", sweep(ADAPTED, "plain"))
 def test_a_model_without_adapters_is_its_base(name):
-    """Inside a differentiated function, whose model keeps its adapters and gets no gradient through the base."""
-    weights = random_weights(build(ADAPTED[name]))
-    base = {path: array for path, array in weights.items() if "lora" not in path}
-    plain = dataclasses.replace(ADAPTED[name], lora=LoraConfig())
-    expected = nnx.merge(*without_mesh(build(plain), base))(IDS)
-    graph, adapters, frozen = nnx.split(nnx.merge(*without_mesh(build(ADAPTED[name]), weights)), nnx.LoRAParam, ...)
+    """Inside a differentiated function, whose model keeps its adapters and gets no gradient through
+    the base."""
+    adapted, plain = (build(variant(PLAIN, {"lora": {"rank": rank}, **ADAPTED[name]})) for rank in (2, 0))
+    weights = random_weights(adapted)
+    base_graph, base = without_mesh(plain, {path: array for path, array in weights.items() if "lora" not in path})
+    graph, adapters, frozen = nnx.split(nnx.merge(*without_mesh(adapted, weights)), nnx.LoRAParam, ...)
 
     @jax.jit
     @partial(jax.grad, has_aux=True)
@@ -115,27 +128,20 @@ def test_a_model_without_adapters_is_its_base(name):
         model = nnx.merge(graph, adapters, frozen, copy=True)
         without = jaxtp.without_adapters(model)
         assert not jax.tree.leaves(nnx.state(without, nnx.LoRAParam))
-        before, logits = jax.tree.leaves(nnx.state(model)), without(IDS)
+        before = jax.tree.leaves(nnx.state(model))
+        logits = without(IDS)
         assert all(map(operator.is_, before, jax.tree.leaves(nnx.state(model)))), "a scan returns its blocks' arrays"
         return jnp.sum(jnp.sin(logits)), (logits, model(IDS))
 
     grads, (without, adapted) = run(adapters)
+    expected = jax.jit(lambda base: nnx.merge(base_graph, base)(IDS))(base)
     assert relative_error(without, expected) < 1e-6
     assert relative_error(adapted, expected) > 1e-2
     assert not any(np.asarray(grad).any() for grad in jax.tree.leaves(grads))
 
 
-@pytest.mark.parametrize(
-    ("read", "message"),
-    [
-        (
-            lambda model: jaxtp.token_log_probs(model, IDS, LABELS, temperature=0),
-            "temperature=0: it divides the logits",
-        ),
-        (lambda model: jaxtp.top_log_probs(model, IDS, V + 1), f"k={V + 1}: the vocabulary has {V} ids"),
-    ],
-    ids=["temperature", "k"],
-)
-def test_mistakes_are_named(read, message):
-    with pytest.raises(ConfigError, match=message):
-        read(build(PLAIN)())
+def test_a_temperature_of_zero_and_too_many_ids_are_refused():
+    with pytest.raises(ConfigError, match="temperature=0"):
+        jax.eval_shape(lambda: jaxtp.token_log_probs(build(PLAIN)(), IDS, LABELS, temperature=0))
+    with pytest.raises(ConfigError, match=f"k={V + 1}: the vocabulary has {V} ids"):
+        jax.eval_shape(lambda: jaxtp.top_log_probs(build(PLAIN)(), IDS, V + 1))

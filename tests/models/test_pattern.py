@@ -1,15 +1,14 @@
-"""Models whose blocks differ: first ones, a pattern that repeats, and a rest that it does not divide."""
+"""Models whose blocks differ: first ones, a pattern that repeats, and a rest that it does not
+divide."""
 
 import dataclasses
-from functools import cache
 
 import jax
 import numpy as np
 import pytest
 import reference
-from accounts import step_bytes
 from flax import nnx
-from support import assert_close, by_name, cached_and_whole, random_weights, state_on_mesh, without_mesh
+from support import assert_close, by_name, random_weights, without_mesh
 
 import jaxtp
 from jaxtp.config.schema import ConfigError, from_yaml, to_yaml
@@ -40,55 +39,23 @@ def build(config):
     return lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
 
 
-@cache
-def weights():
-    return random_weights(build(MODEL))
-
-
-def loss_and_gradients(graph, state):
-    loss = lambda state: nnx.merge(graph, state).loss(IDS, IDS)[0]
+def loss_of(config, weights, **given):
+    """Returns loss and gradients without a mesh."""
+    graph, state = without_mesh(build(config), weights)
+    loss = lambda state: nnx.merge(graph, state).loss(IDS, IDS, **given)[0]
     return jax.jit(jax.value_and_grad(loss))(state)
 
 
-def named(state):
-    return {".".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(state)}
-
-
-@pytest.fixture(scope="module")
-def ours():
-    """Loss and gradients by the model, without a mesh."""
-    loss, gradients = loss_and_gradients(*without_mesh(build(MODEL), weights()))
-    return loss, named(gradients)
-
-
 @pytest.mark.wide
-def test_it_equals_the_plain_mathematics(ours):
-    """The default suite compares such a model, of windows and of all positions, with transformers' in tests/hf."""
+def test_it_equals_the_plain_mathematics():
+    """The default suite compares such a model, of windows and of all positions, with transformers'
+    in tests/hf."""
+    weights = random_weights(build(MODEL))
+    loss, gradients = loss_of(MODEL, weights)
     plain = lambda w: reference.cross_entropy(reference.decoder_logits(w, MODEL, IDS, LAYERS), IDS)[0]
-    loss, gradients = jax.jit(jax.value_and_grad(plain))(weights())
-    np.testing.assert_allclose(ours[0], loss, rtol=1e-6)
-    assert_close(ours[1], gradients)
-
-
-@pytest.mark.wide
-def test_a_mesh_changes_nothing(ours):
-    mesh = jaxtp.make_mesh(2, 2, 2)
-    graph, state = state_on_mesh(build(MODEL), weights(), mesh)
-    with jax.set_mesh(mesh):
-        loss, gradients = loss_and_gradients(graph, state)
-    np.testing.assert_allclose(ours[0], loss, rtol=1e-6)
-    assert_close(by_name(gradients, mesh), ours[1])
-
-
-def test_the_budget_is_exact():
-    counted, budget = step_bytes(MODEL, (2, 2, 2))
-    assert counted == pytest.approx(budget)
-
-
-@pytest.mark.wide
-def test_cached_equals_uncached():
-    cached, whole = cached_and_whole(*without_mesh(build(MODEL), weights()), IDS, 5)
-    assert_close({"hidden": cached}, {"hidden": whole})
+    expected_loss, expected = jax.jit(jax.value_and_grad(plain))(weights)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert_close(by_name(gradients, jaxtp.make_mesh()), expected)
 
 
 @pytest.mark.wide
@@ -101,14 +68,10 @@ def test_scan_pattern_and_unrolling_draw_the_same_dropout():
     turned = {name: array for name, array in weights.items() if not name.startswith("blocks.")}
     turned |= {f"blocks.{i}.{name}": array[i::2] for name, array in blocks.items() for i in (0, 1)}
     keys = jax.random.split(jax.random.key(1), B)
-
-    def of(config, weights):
-        graph, state = without_mesh(build(config), weights)
-        return jax.jit(lambda state: nnx.merge(graph, state).loss(IDS, IDS, dropout_keys=keys)[0])(state)
-
-    expected = of(alike, weights)
-    np.testing.assert_allclose(of(in_turn, turned), expected, rtol=1e-6)
-    np.testing.assert_allclose(of(dataclasses.replace(in_turn, scan_layers=False), turned), expected, rtol=1e-6)
+    expected, _ = loss_of(alike, weights, dropout_keys=keys)
+    for config in (in_turn, dataclasses.replace(in_turn, scan_layers=False)):
+        found, _ = loss_of(config, turned, dropout_keys=keys)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_equal_blocks_are_one_stack_whatever_describes_them():
@@ -178,7 +141,8 @@ def test_in_python_too(pattern):
 
 
 def test_a_run_of_the_first_version_goes_on_without_a_word():
-    """Its blocks are of one kind, and keep their paths; what it does not know had no effect on it."""
+    """Its blocks are of one kind, and keep their paths; what it does not know had no effect on
+    it."""
     paths = nnx.to_flat_state(nnx.state(nnx.eval_shape(build(PLAIN)))).paths
     assert {path[1] for path in paths if path[0] == "blocks"} == {"attention_norm", "attention", "mlp_norm", "mlp"}
     run = TrainConfig(model=PLAIN)

@@ -1,14 +1,13 @@
-"""What a block keeps for its backward pass: what the model of memory counts, and no weight that it can gather again."""
-
-import dataclasses
+"""What a block keeps for its backward pass: what the model of memory counts, and no weight that it
+can gather again."""
 
 import pytest
 from accounts import kept, kept_activations
-from support import sweep_of
+from support import sweep
+from variants import variant
 
 import jaxtp
 from jaxtp.analysis.step_costs import step_costs
-from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_shape
 
 B, T = 2, 16
@@ -22,58 +21,44 @@ MODEL = jaxtp.ModelConfig(
     d_ff=64,
     precision=jaxtp.Precision(compute="bfloat16"),
 )
-ADAPTERS = {
-    "plain": LoraConfig(),
-    "adapters": LoraConfig(rank=4),
-    "few adapters": LoraConfig(rank=4, targets=("q_proj", "up_proj")),
+ADAPTERS = [{}, {"rank": 4}, {"rank": 4, "targets": ["q_proj", "up_proj"]}]
+MODELS = {
+    "sequential": {},
+    "parallel": {"norm_placement": "parallel", "residual_scale": 0.5, "mlp_bias": True},
+    "parallel, two norms": {"norm_placement": "parallel_two", "layer_scale": True},
+    "float8": {"precision": {"matmul": "float8", "matmul_least": 16}},
+    "latent": {"num_kv_heads": 8, "kv_rank": 16, "query_rank": 8, "rope_head_dim": 4, "value_head_dim": 6},
 }
-MODELS = {"sequential": {}, "parallel": {"norm_placement": "parallel", "residual_scale": 0.5, "mlp_bias": True}}
-MODELS["float8"] = {"precision": dataclasses.replace(MODEL.precision, matmul="float8", matmul_least=16)}
-MODELS["parallel, two norms"] = {"norm_placement": "parallel_two", "layer_scale": True}
 POLICIES = ["full", "save_reduced", "save_gathered", "save_dots"]
 
 
-@pytest.mark.parametrize(
-    ("adapters", "policy", "model"),
-    sweep_of(
-        [ADAPTERS, POLICIES, MODELS],
-        ("plain", "save_reduced", "sequential"),
-        ("adapters", "save_dots", "parallel"),
-        ("few adapters", "full", "sequential"),
-        ("adapters", "save_gathered", "float8"),
-    ),
-)
-def test_a_block_keeps_the_activations_that_are_counted(policy, adapters, model):
-    config = dataclasses.replace(MODEL, remat=policy, lora=ADAPTERS[adapters], **MODELS[model])
-    assert kept_activations(config, B, T) == step_costs(config, mesh_shape(), batch_size=B, sequence_length=T).kept
+def with_adapters(model, policies, **changes):
+    """Yields configurations with each policy, and with all, no or few adapters in turn."""
+    for index, policy in enumerate(policies):
+        turn = (index + [*MODELS].index(model)) % len(ADAPTERS)
+        lora = {} if model == "latent" and turn == 2 else ADAPTERS[turn]
+        yield variant(MODEL, {"remat": policy, "lora": lora, **changes, **MODELS[model]})
 
 
-@pytest.mark.parametrize(
-    ("adapters", "policy", "model"),
-    sweep_of(
-        [ADAPTERS, POLICIES, ["sequential", "float8"]],
-        ("plain", "save_gathered", "float8"),
-        ("few adapters", "save_reduced", "sequential"),
-    ),
-)
-def test_of_rings_no_more_than_a_device_s_part_is_kept(policy, adapters, model):
-    tp, ring = 4, {"num_kv_heads": 4, "overlap": "ring"}
-    config = dataclasses.replace(MODEL, remat=policy, lora=ADAPTERS[adapters], **ring, **MODELS[model])
-    costs = step_costs(config, mesh_shape(tp=tp), batch_size=B, sequence_length=T)
-    assert kept_activations(config, B, T, tp) == tp * costs.kept
+@pytest.mark.parametrize("model", sweep(MODELS, "sequential", "parallel", "float8"))
+def test_a_block_keeps_the_activations_that_are_counted(model):
+    for config in with_adapters(model, POLICIES):
+        counted = step_costs(config, mesh_shape(), batch_size=B, sequence_length=T).kept
+        assert kept_activations(config, B, T) == counted, (config.remat, config.lora)
 
 
-@pytest.mark.parametrize(
-    ("adapters", "policy", "model"),
-    sweep_of(
-        [ADAPTERS, ["none", *POLICIES], ["sequential", "float8"]],
-        ("few adapters", "none", "sequential"),
-        ("adapters", "save_dots", "sequential"),
-        ("plain", "none", "float8"),
-    ),
-)
-def test_weights_are_kept_as_they_are_stored(policy, adapters, model):
-    """In their own dtype: the result of a cast would be that of a gather too. (Integers are of rotary angles.)"""
-    config = dataclasses.replace(MODEL, remat=policy, lora=ADAPTERS[adapters], **MODELS[model])
-    weights = [array for array in kept(config, B, T) if array.ndim <= 2]
-    assert {array.dtype.name for array in weights} - {"int32"} == {"float32"}
+@pytest.mark.parametrize("model", sweep(["sequential", "float8"], "float8"))
+def test_of_rings_a_device_keeps_its_part(model):
+    tp = 4
+    for config in with_adapters(model, POLICIES, num_kv_heads=4, overlap="ring"):
+        counted = step_costs(config, mesh_shape(tp=tp), batch_size=B, sequence_length=T).kept
+        assert kept_activations(config, B, T, tp) == tp * counted, (config.remat, config.lora)
+
+
+@pytest.mark.parametrize("model", sweep(["sequential", "float8"], "sequential"))
+def test_weights_are_kept_as_they_are_stored(model):
+    """In their own dtype: the result of a cast would be that of a gather too. (Integers are of
+    rotary angles.)"""
+    for config in with_adapters(model, ["none", *POLICIES]):
+        weights = [array for array in kept(config, B, T) if array.ndim <= 2]
+        assert {array.dtype.name for array in weights} - {"int32"} == {"float32"}, (config.remat, config.lora)

@@ -1,13 +1,14 @@
-"""A model of a layer that the package does not know: what it declares is all that the rest asks for."""
+"""A model of a layer that the package does not know: what it declares is all that the rest asks
+for."""
 
 import dataclasses
 
 import jax
 import numpy as np
 import pytest
-from accounts import B, T, compiled_flops, kept_activations, step_bytes
+from accounts import B, T, account_of, compiled_flops, kept_activations
 from flax import nnx
-from support import assert_close, cached_and_whole, random_weights, sweep, sweep_of, without_mesh
+from support import assert_close, cached_and_whole, random_weights, sweep, without_mesh
 from toy_layer import GatedConvolution, ToyModel, WrongModel
 
 import jaxtp
@@ -30,41 +31,47 @@ PATTERN = dataclasses.replace(MODEL, num_layers=3, pattern=({"conv_width": 2}, {
 """Two kinds of convolution in turn, and one left over."""
 TP = Case(mesh_shape(tp=2), True)
 CP = Case(mesh_shape(cp=2), False, "gather")
+
+
+class Daring(GatedConvolution):
+    """Says that it works over cp, and does nothing about it."""
+
+    over_cp = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DaringModel(ToyModel):
+    """A decoder of them."""
+
+    layer = Daring
+
+
 CONFIG = TrainConfig(model=PATTERN, data=DataConfig(sequence_length=16, global_batch_size=16))
 
 
-@pytest.mark.parametrize(
-    ("mesh", "remat"),
-    sweep_of([[(1, 1, 8), (1, 2, 4), (2, 2, 2)], ["full", "save_gathered", "save_dots"]], ((2, 2, 2), "full")),
-    ids=str,
-)
-def test_a_step_moves_its_budget(mesh, remat):
-    counted, budget = step_bytes(dataclasses.replace(PATTERN, remat=remat), mesh)
-    assert counted == pytest.approx(budget)
-    assert "convolution/causal_convolution" in {module for module, _ in counted} or mesh[1] == 1
+STEPS = {
+    "parallel": ((1, 1, 2), MODEL, {"norm_placement": "parallel", "layer_scale": True}),
+    "two kinds": ((2, 2, 2), PATTERN, {"remat": "full"}),
+    "many devices": ((1, 1, 8), PATTERN, {"remat": "save_gathered", "norm_placement": "after"}),
+    "saved dots": ((1, 2, 4), PATTERN, {"remat": "save_dots", "norm_placement": "both"}),
+    "two norms": ((2, 2, 2), MODEL, {"norm_placement": "parallel_two", "layer_scale": True}),
+}
+
+
+@pytest.mark.parametrize("name", sweep(STEPS, "parallel"))
+def test_a_step_moves_and_multiplies_what_is_declared(name):
+    mesh, model, changes = STEPS[name]
+    found = account_of(dataclasses.replace(model, **changes), mesh)
+    assert found.sent == pytest.approx(found.costs.budget)
+    assert found.flops == found.costs.flops
+    assert "convolution/causal_convolution" in {module for module, _ in found.sent}
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("remat", ["save_dots", "full"])
-def test_its_products_are_those_of_the_compiled_program(remat):
-    config = dataclasses.replace(MODEL, num_layers=1, remat=remat)
+def test_its_products_are_those_of_the_compiled_program():
+    config = dataclasses.replace(MODEL, num_layers=1, remat="save_dots")
     work = step_costs(config, mesh_shape(fsdp=2, tp=2), batch_size=B, sequence_length=T)
     assert work.flops == compiled_flops(config, (1, 2, 2), 1)
-
-
-@pytest.mark.parametrize("placement", sweep(["after", "both", "parallel", "parallel_two"], "parallel"))
-def test_it_may_be_in_any_block(placement):
-    config = dataclasses.replace(MODEL, norm_placement=placement, layer_scale=True)
-    counted, budget = step_bytes(config, (2, 2, 2))
-    assert counted == pytest.approx(budget)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("placement", ["parallel", "parallel_two"])
-def test_in_a_parallel_block_the_check_passes(placement):
-    config = dataclasses.replace(CONFIG, model=dataclasses.replace(PATTERN, norm_placement=placement, layer_scale=True))
-    (verdict,) = verdicts(shrink(config, [TP]), [TP])
-    assert verdict.passed, (verdict.errors, verdict.problems)
 
 
 @pytest.mark.parametrize("remat", sweep(["full", "save_gathered", "save_dots"], "save_gathered"))
@@ -89,10 +96,11 @@ def test_memory_and_the_search_for_a_setting():
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("case", [TP, Case(mesh_shape(dp=2, fsdp=2, tp=2), True)], ids=str)
-def test_the_check_passes(case):
-    small = shrink(CONFIG, [case])
-    (verdict,) = verdicts(small, [case])
+@pytest.mark.parametrize("placement", ["before", "parallel"])
+def test_the_check_passes(placement):
+    case = {"before": Case(mesh_shape(dp=2, fsdp=2, tp=2), True), "parallel": TP}[placement]
+    model = dataclasses.replace(PATTERN, norm_placement=placement, layer_scale=True)
+    (verdict,) = verdicts(shrink(dataclasses.replace(CONFIG, model=model), [case]), [case])
     assert verdict.passed, (verdict.errors, verdict.problems)
 
 
@@ -106,15 +114,20 @@ def test_shrinking_keeps_its_structure():
     assert small.conv_features < 32
 
 
-@pytest.mark.parametrize("kind", [pytest.param(ToyModel, marks=pytest.mark.wide), WrongModel])
-def test_the_check_names_a_wrong_layer_and_no_other(kind):
+def where_it_differs(kind, case):
+    """Returns the first module whose numbers on a mesh differ from one device's, or None."""
     model = kind(**vars(dataclasses.replace(MODEL, num_layers=1)))
-    small = shrink(dataclasses.replace(CONFIG, model=model), [TP])
-    where = first_difference(small, TP, initial_arrays(small), TOLERANCES["float32"].tensor)
-    if kind is ToyModel:
-        assert where is None
-    else:
-        assert where.startswith("blocks.0.convolution.convolution: its output is off")
+    small = shrink(dataclasses.replace(CONFIG, model=model), [case])
+    if case.sizes["cp"] > 1:
+        small = replace_nested(small, {"mesh.context": "gather", "model.sequence_parallel": False})
+    return first_difference(small, case, initial_arrays(small), TOLERANCES["float32"].tensor)
+
+
+@pytest.mark.wide
+def test_the_check_names_a_wrong_layer_and_no_other():
+    assert where_it_differs(ToyModel, TP) is None
+    assert where_it_differs(WrongModel, TP).startswith("blocks.0.convolution.convolution: its output is off")
+    assert where_it_differs(DaringModel, CP).startswith("blocks.0.convolution")
 
 
 def test_sizes_that_do_not_fit_are_named():
@@ -134,28 +147,6 @@ def test_over_cp_it_is_refused_and_not_wrong():
         nnx.eval_shape(lambda: jaxtp.Decoder(PATTERN, rngs=nnx.Rngs(0)))
     assert not any(violations(jaxtp.ModelConfig(), mesh_shape(cp=2))), "attention and an MLP do"
     assert all(case.sizes["cp"] == 1 for case in default_cases(CONFIG, mesh_shape(cp=2, tp=2)))
-
-
-class Daring(GatedConvolution):
-    """It says that it works over cp, and does nothing about it."""
-
-    over_cp = True
-
-
-@pytest.mark.wide
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DaringModel(ToyModel):
-    """A decoder of them."""
-
-    layer = Daring
-
-
-@pytest.mark.wide
-def test_the_check_finds_a_layer_that_wrongly_says_so():
-    small = shrink(dataclasses.replace(CONFIG, model=DaringModel(**vars(MODEL))), [CP])
-    small = replace_nested(small, {"mesh.context": "gather", "model.sequence_parallel": False})
-    where = first_difference(small, CP, initial_arrays(small), TOLERANCES["float32"].tensor)
-    assert where.startswith("blocks.0.convolution")
 
 
 def test_its_settings_are_written_and_read_back():

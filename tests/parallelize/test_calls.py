@@ -36,7 +36,8 @@ def test_a_wrapped_model_is_what_it_was_but_for_its_calls():
 
     assert with_calls(model, wrap) is model
     assert (model(ids) == other(ids)).all()
-    layer = ("layers.0", "__call__")  # once by its path, though called twice: the list holds one layer
+    # Once by its path, though called twice: the list holds one layer
+    layer = ("layers.0", "__call__")
     assert seen == [("", "__call__"), ("embed", "__call__"), layer, layer, ("embed", "attend")]
     assert {path: original_class(module) for path, module in modules_of(model).items()} == graph
     assert all(isinstance(module, graph[path]) for path, module in modules_of(model).items())

@@ -1,4 +1,4 @@
-"""Random models, random plans, several meshes: the same numbers or a clear refusal, never a silent replication."""
+"""Random models, random plans, several meshes: the same numbers, and never a silent replication."""
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import jaxtp
-from jaxtp import Colwise, PlanError, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Shard
-from jaxtp.mesh import abstract_mesh, mesh_shape
+from jaxtp import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Shard
 
 B = 8
 MESHES = [(1, 1, 4), (1, 2, 4), (2, 2, 2), (2, 1, 4), (1, 1, 8), (1, 4, 2)]
-X = jax.random.normal(jax.random.key(0), (B, T, D))
+X = np.random.default_rng(0).standard_normal((B, T, D))
 
 
 class Mlp(nnx.Module):
@@ -41,7 +40,8 @@ class Attention(nnx.Module):
 
     def __call__(self, x):
         q, k, v = (layer(x).reshape(*x.shape[:2], N, H) for layer in (self.query, self.key, self.value))
-        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))  # jax.nn.dot_product_attention rounds to float32
+        # Jax.nn.dot_product_attention rounds to float32
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
         y = jnp.einsum("bnts,bsnh->btnh", weights, v)
         return self.out(y if self.general else y.reshape(*x.shape[:2], N * H))
 
@@ -106,7 +106,7 @@ def gradients(model):
         y = nnx.merge(graph, state)(x)
         return jnp.mean(jnp.asarray(y) * jax.random.normal(jax.random.key(1), y.shape)), jnp.asarray(y)
 
-    (_, y), found = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(state, X.astype(float))
+    (_, y), found = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(state, X)
     return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves((y, found))]
 
 
@@ -126,43 +126,14 @@ def check(kinds, plan, mesh):
             assert kernel.addressable_shards[0].data.size * mesh[1] * mesh[2] == kernel.size
 
 
-@settings(max_examples=1, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=1, derandomize=True, phases=[Phase.generate])
 @given(models_and_plans(), st.sampled_from(MESHES))
-def test_any_valid_plan_keeps_the_numbers(model_and_plan, mesh):
+def test_a_valid_plan_keeps_the_numbers(model_and_plan, mesh):
     check(*model_and_plan, mesh)
 
 
 @pytest.mark.wide
-@settings(max_examples=30, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=10, derandomize=True, phases=[Phase.generate])
 @given(models_and_plans(), st.sampled_from(MESHES))
 def test_many_valid_plans_keep_the_numbers(model_and_plan, mesh):
     check(*model_and_plan, mesh)
-
-
-FAULTS = {
-    "typo": lambda path: {f"{path}x": Colwise()},
-    "too deep": lambda path: {f"{path}.kernel": Colwise()},
-    "twice": lambda path: {path: Colwise(), f"{path[:-1]}?": Rowwise()},
-    "batch": lambda path: {path: Rowwise(output_layouts=Shard(0))},
-    "class": lambda path: {path: Colwise},
-    "norm": lambda path: {path: Colwise(), "norms.0": Rowwise()},
-    "container": lambda path: {path.rpartition(".")[0]: Colwise()},
-    "layout": lambda path: {path: Shard(-1)},
-}
-
-
-@settings(deadline=None, derandomize=True)
-@given(KINDS, st.sampled_from(sorted(FAULTS)), st.integers(0, 20), st.sampled_from([3, 5, 7]))
-def test_an_invalid_plan_is_refused(kinds, fault, pick, tp):
-    model = nnx.eval_shape(lambda: Graph(kinds, nnx.Rngs(0)))
-    linear = [
-        ".".join(map(str, p)) for p, m in nnx.iter_modules(model) if isinstance(m, nnx.Linear | nnx.LinearGeneral)
-    ]
-    path = linear[pick % len(linear)]
-    with pytest.raises(
-        PlanError, match=r"nearest|give the style|the styles are|is a class; write|match the same|the batch|cannot be"
-    ):
-        jaxtp.parallelize(model, FAULTS[fault](path), mesh=abstract_mesh(mesh_shape(tp=2)))
-    mesh = abstract_mesh(mesh_shape(tp=tp))
-    with pytest.raises(PlanError, match=rf"{path}.* not divisible by tp={tp}"):
-        jaxtp.parallelize(model, {path: Colwise()}, mesh=mesh)

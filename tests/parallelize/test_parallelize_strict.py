@@ -3,6 +3,7 @@
 import flax_models as models
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen, nnx
 from flax_models import D, F, N, T
@@ -23,7 +24,11 @@ def parallelize(build, plan, mesh=MESH, **options):
 
 
 def llama():
-    return models.Llama(nnx.Rngs(0))
+    return models.Llama(nnx.Rngs(0), num_layers=1)
+
+
+def linear():
+    return nnx.Linear(D, F, rngs=nnx.Rngs(0))
 
 
 class Root(nnx.Module):
@@ -164,6 +169,19 @@ REFUSED = {
     "never called": (Table, {"": SequenceParallel()}, r"cannot be SequenceParallel: it has no __call__"),
     "a list": (llama, {"layers.*": PrepareInput([Shard(1)], [Replicate()])}, r"layouts .* as a tuple"),
     "not a model": (lambda: {"a": 1}, {}, r"expected an nnx.Module, or a function"),
+    "a class of layouts": (
+        linear,
+        {"": Colwise(output_layouts=Replicate)},
+        "has output_layouts=Replicate, which is a class; write Replicate",
+    ),
+    "a string": (
+        linear,
+        {"": Colwise(input_layouts="Shard(1)")},
+        r"has input_layouts='Shard\(1\)'; a layout is Shard\(dim\) or",
+    ),
+    "no number": (linear, {"": Rowwise(output_layouts=Shard("1"))}, "a layout is"),
+    "one of several": (linear, {"": PrepareInput((Shard(1), 2), (Replicate(), None))}, "has input_layouts=2"),
+    "no plan": (llama, [("up", Colwise())], "a plan is a dict"),
 }
 
 
@@ -184,25 +202,20 @@ def test_nothing_has_changed_after_a_refusal():
 
 class Keyed(nnx.Module):
     def __init__(self, inner):
-        self.parts = nnx.Dict(
-            {"a.b": nnx.Linear(D, D, rngs=nnx.Rngs(0)), "a": inner(nnx.Linear(D, D, rngs=nnx.Rngs(1)))}
-        )
+        self.parts = nnx.Dict({"a.b": linear(), "a": inner(linear())})
 
 
-@pytest.mark.parametrize(
-    ("inner", "message"),
-    [
+def test_a_path_names_one_thing():
+    for inner, message in (
         (lambda layer: nnx.Dict({"b": layer}), "two things at 'parts.a.b.bias'"),
         (lambda layer: nnx.Dict({"b": nnx.Dict({"bias": layer.bias})}), "two things at 'parts.a.b.bias'"),
         (lambda layer: layer, r"\['parts', 'a.b'\] is not inside of 'parts.a'"),
-    ],
-    ids=["a module", "a parameter", "inside of another"],
-)
-def test_a_path_names_one_thing(inner, message):
-    with pytest.raises(UserError, match=message):
-        parallelize(lambda: Keyed(inner), {})
-    with pytest.raises(UserError, match=message):
-        jaxtp.parallelize(lambda: Keyed(inner), {}, mesh=jaxtp.make_mesh(*MESH))
+    ):
+        build = lambda inner=inner: Keyed(inner)
+        with pytest.raises(UserError, match=message):
+            parallelize(build, {})
+        with pytest.raises(UserError, match=message):
+            jaxtp.parallelize(build, {}, mesh=jaxtp.make_mesh(*MESH))
 
 
 def test_a_dot_in_a_key_is_no_mistake_where_paths_differ():
@@ -230,28 +243,6 @@ def test_random_numbers_from_outside_are_refused():
         jaxtp.parallelize(lambda: models.Llama(rngs), {}, mesh=jaxtp.make_mesh(*MESH))
 
 
-LAYOUTS = {
-    "a class": (Colwise(output_layouts=Replicate), "has output_layouts=Replicate, which is a class; write Replicate"),
-    "a string": (Colwise(input_layouts="Shard(1)"), r"has input_layouts='Shard\(1\)'; a layout is Shard\(dim\) or"),
-    "no number": (Rowwise(output_layouts=Shard("1")), "a layout is"),
-    "one of several": (PrepareInput((Shard(1), 2), (Replicate(), None)), "has input_layouts=2"),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_what_is_no_layout(name):
-    style, message = LAYOUTS[name]
-    with pytest.raises(PlanError, match=message):
-        jaxtp.parallelize(lambda: nnx.Linear(D, F, rngs=nnx.Rngs(0)), {"": style}, mesh=jaxtp.make_mesh(*MESH))
-
-
-def test_what_is_no_plan_and_no_model():
-    with pytest.raises(PlanError, match="a plan is a dict"):
-        jaxtp.parallelize(llama, [("up", Colwise())], mesh=jaxtp.make_mesh(*MESH))
-    with pytest.raises(PlanError, match=r"returns a tuple, and should return an nnx\.Module"):
-        jaxtp.parallelize(lambda: (llama(), 1), {}, mesh=jaxtp.make_mesh(*MESH))
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -261,6 +252,7 @@ def test_what_is_no_plan_and_no_model():
         (nnx.Linear, "called without arguments, and .*missing a required argument: 'in_features'"),
         (lambda width: nnx.Linear(width, D, rngs=nnx.Rngs(0)), "missing a required argument: 'width'"),
         (3, "not 3"),
+        (lambda: (llama(), 1), r"returns a tuple, and should return an nnx\.Module"),
     ],
 )
 def test_what_makes_no_model(build, message):
@@ -270,29 +262,19 @@ def test_what_makes_no_model(build, message):
         jaxtp.explain(build, mesh={"tp": 2})
 
 
-CALLS = {
-    "batch": ((3, T, D), r"dim 0 of shape \(3, 8, 16\) is 3, not divisible by fsdp=2; nearest: 2 or 4"),
-    "sequence": ((4, 6, D), r"dim 1 of shape \(4, 6, 16\) is 6, not divisible by tp=4"),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_inputs_that_do_not_divide(name):
-    shape, message = CALLS[name]
+def test_calls_that_do_not_fit_are_refused():
     with jax.set_mesh(jaxtp.make_mesh(*MESH)):
-        up = jaxtp.parallelize(nnx.Linear(D, F, rngs=nnx.Rngs(0)), {"": Colwise(input_layouts=Shard(1))})
-        with pytest.raises(ValueError, match=message):
-            up(jnp.ones(shape))
-
-
-@pytest.mark.parametrize(
-    "style", [SequenceParallel(), PrepareInput(Replicate(), Shard(1)), PrepareOutput(None, Shard(1))]
-)
-def test_a_layout_that_does_not_divide_is_not_ignored(style):
-    with jax.set_mesh(jaxtp.make_mesh(*MESH)):
-        dropout = jaxtp.parallelize(nnx.Dropout(0.0, deterministic=True), {"": style})
-        with pytest.raises(ValueError, match=r"Shard\(dim=1\): dim 1 .* not divisible by tp=4"):
-            dropout(jnp.ones((4, 6, D)))
+        up = jaxtp.parallelize(linear(), {"": Colwise(input_layouts=Shard(1))})
+        for shape, message in (
+            ((3, T, D), r"dim 0 of shape \(3, 8, 16\) is 3, not divisible by fsdp=2; nearest: 2 or 4"),
+            ((4, 6, D), r"dim 1 of shape \(4, 6, 16\) is 6, not divisible by tp=4"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                up(np.ones(shape, np.float32))
+        for style in (SequenceParallel(), PrepareInput(Replicate(), Shard(1)), PrepareOutput(None, Shard(1))):
+            dropout = jaxtp.parallelize(nnx.Dropout(0.0, deterministic=True), {"": style})
+            with pytest.raises(ValueError, match=r"Shard\(dim=1\): dim 1 .* not divisible by tp=4"):
+                dropout(jnp.ones((4, 6, D)))
 
 
 def test_a_module_that_is_never_called_keeps_its_class():
@@ -302,43 +284,41 @@ def test_a_module_that_is_never_called_keeps_its_class():
 
 
 def test_an_argument_by_keyword():
-    x = jnp.ones((4, T, D))
+    x = np.ones((4, T, D), np.float32)
     with jax.set_mesh(jaxtp.make_mesh(*MESH)):
-        up = jaxtp.parallelize(nnx.Linear(D, F, rngs=nnx.Rngs(0)), {"": Colwise()})
-        assert jnp.array_equal(up(inputs=x), up(x))
-        prepared = jaxtp.parallelize(nnx.Linear(D, F, rngs=nnx.Rngs(0)), {"": PrepareInput(Shard(1), Replicate())})
+        up = jaxtp.parallelize(linear(), {"": Colwise()})
+        np.testing.assert_array_equal(up(inputs=x), up(x))
+        prepared = jaxtp.parallelize(linear(), {"": PrepareInput(Shard(1), Replicate())})
         with pytest.raises(TypeError, match=r"called with 0 positional arguments; .* input_kwarg_layouts"):
             prepared(inputs=x)
 
 
 def test_a_sequence_parallel_result_in_another_layout():
-    x = jax.random.normal(jax.random.key(0), (4, T, D))
     with jax.set_mesh(jaxtp.make_mesh(*MESH)):
         norm = jaxtp.parallelize(nnx.RMSNorm(D, rngs=nnx.Rngs(0)), {"": SequenceParallel(output_layouts=Shard(-1))})
-        y = nnx.jit(lambda norm, x: norm(x))(norm, x)
+        y = nnx.jit(lambda norm, x: norm(x))(norm, np.ones((4, T, D), np.float32))
     assert y.sharding.shard_shape(y.shape) == (2, T, D // 4)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "path", "expected"),
-    [
-        ("a.b", "a.b", True),
-        ("a.*", "a.b", True),
-        ("a.*", "a.b.c", False),
-        ("a.**", "a.b.c", True),
-        ("**.c", "a.b.c", True),
-        ("**.c", "c", True),
-        ("a.**.c", "a.c", True),
-        ("a.w{1,3}", "a.w3", True),
-        ("a.w{1,3}", "a.w2", False),
-        ("{a,b.c}.d", "b.c.d", True),
-        ("w[12]", "w2", True),
-        ("", "", True),
-        ("*", "", False),
-    ],
-)
-def test_patterns(pattern, path, expected):
-    assert matches(pattern, path) is expected
+PATTERNS = [
+    ("a.b", "a.b", True),
+    ("a.*", "a.b", True),
+    ("a.*", "a.b.c", False),
+    ("a.**", "a.b.c", True),
+    ("**.c", "a.b.c", True),
+    ("**.c", "c", True),
+    ("a.**.c", "a.c", True),
+    ("a.w{1,3}", "a.w3", True),
+    ("a.w{1,3}", "a.w2", False),
+    ("{a,b.c}.d", "b.c.d", True),
+    ("w[12]", "w2", True),
+    ("", "", True),
+    ("*", "", False),
+]
+
+
+def test_patterns():
+    assert [(pattern, path, matches(pattern, path)) for pattern, path, _ in PATTERNS] == PATTERNS
 
 
 NAMES = st.lists(st.sampled_from(["a", "b", "cc", "0"]), min_size=1, max_size=4)

@@ -1,0 +1,57 @@
+"""Outputs, gradients and three updates of a run on any mesh are those of one device."""
+
+import dataclasses
+
+import pytest
+from support import sizes_of
+from variants import sections, variant
+
+import jaxtp
+from jaxtp.tools.check import parity
+from jaxtp.tools.check.shrink import ONE_DEVICE, Case
+from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+
+T = 16
+RUN = TrainConfig(
+    model=jaxtp.ModelConfig(
+        vocab_size=29, d_model=16, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=4, d_ff=24, rope_theta=2.0
+    ),
+    data=DataConfig(sequence_length=T, global_batch_size=8, packing="documents"),
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, weight_decay=0.1),
+    train=LoopConfig(steps=10),
+)
+ROWS = {name: row for name, row in sections(__file__).items() if not name.startswith(".")}
+
+
+REFERENCES = {}
+
+
+def on_one_device(run):
+    """Returns the initial arrays of a run, and what it computes; rows that differ in their mesh
+    alone share them."""
+    if repr(run) not in REFERENCES:
+        initial = parity.initial_arrays(run)
+        REFERENCES[repr(run)] = initial, parity.run(run, ONE_DEVICE, initial)
+    return REFERENCES[repr(run)]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.heavy if name == "mixture" else pytest.mark.wide) for name in ROWS]
+)
+def test_three_updates_on_a_mesh_are_those_of_one_device(name):
+    settings = dict(ROWS[name])
+    mesh = settings.pop("mesh")
+    method = settings.pop("context", "auto")
+    divides = mesh[-1] > 1 and T % (mesh[-1] * mesh[-2]) == 0
+    split = settings.pop("split", divides)
+    run = variant(RUN, settings)
+    initial, expected = on_one_device(run)
+    found = parity.run(run, Case(sizes_of(mesh), split, method), initial, audited=True)
+    errors = parity.compare(found, expected)
+    # A second moment is a square, with twice the gradient's relative error.
+    updates = {path: error / 2 if ".nu." in path else error for path, error in errors.updates.items()}
+    tolerance = parity.TOLERANCES[run.model.precision.compute]
+    assert dataclasses.replace(errors, updates=updates).within(tolerance), errors
+    assert found.problems == ()
+    has_experts = "num_experts" in str(settings) and not run.model.lora.rank
+    assert has_experts == any("mlp.router" in name for name in found.gradients)
