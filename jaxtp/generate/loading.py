@@ -303,7 +303,7 @@ def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSour
             raise SourceError(f"{path} has no {TOKENIZER}; give one by --tokenizer PATH")
         tokenizer = open_tokenizer(options.tokenizer or path, special_tokens=options.special_tokens)
         ends, prefix = _end_ids(path) or tokenizer.info.end_ids, getattr(tokenizer, "prefix", ())
-    config = _inference_config(stored.config, options.dtype or _default_dtype(dtype))
+    config = inference_config(stored.config, options.dtype or _default_dtype(dtype))
     folder = next((each for each in folders if chat_template(each) is not None), next(iter(folders), None))
     return ModelSource(
         name=name if stored.adapters is None else f"{name} with {stored.adapters.path}",
@@ -327,7 +327,7 @@ def _default_dtype(stored: str | None) -> DType:
     return next((dtype for dtype in get_args(DType) if dtype == stored), "float32")
 
 
-def _inference_config(config: ModelConfig, compute: DType) -> ModelConfig:
+def inference_config(config: ModelConfig, compute: DType) -> ModelConfig:
     """Drops training-only settings and stores weights in the compute dtype, which layers cast to anyway."""
     return replace(
         config,

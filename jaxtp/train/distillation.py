@@ -77,7 +77,7 @@ class Distillation:
             return jnp.asarray(hidden_log_probs(model, hidden_BTD, labels, temperature=temperature))
 
         student_BTK, label_BT = self._student(log_probs, ids_BTK, labels_BT)
-        p, q = _with_rest(teacher_BTK), _with_rest(student_BTK)
+        p, q = with_rest(teacher_BTK), with_rest(student_BTK)
         p, q = (p, q) if self.direction == "forward" else (q, p)
         metrics = {
             "kl": total(jnp.sum(jnp.exp(p) * (p - q), axis=-1)),
@@ -107,7 +107,8 @@ class Distillation:
         return tokens | {TOP_IDS: ids, TOP_LOG_PROBS: log_probs}
 
 
-def _with_rest(log_probs_BTK: Array) -> Array:
+def with_rest(log_probs_BTK: Array) -> Array:
+    """Returns log-probabilities with one more, of all other tokens together."""
     rest = 1 - jnp.sum(jnp.exp(log_probs_BTK), axis=-1, keepdims=True)
     below = math.log(LEAST) + rest / LEAST - 1  # has a gradient, so that a student does not stay there
     log_rest = jnp.where(rest > LEAST, jnp.log(jnp.maximum(rest, LEAST)), below)

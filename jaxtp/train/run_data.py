@@ -173,7 +173,8 @@ def check_scored_model(data: Data | None, initial: InitialState, mesh: Mesh) -> 
         )
 
 
-def _check_temperature(data: Data, loss: Loss | None) -> None:
+def check_temperature(data: Data, loss: Loss | None) -> None:
+    """Raises ConfigError if the loss needs scores at another temperature."""
     scores = data.scores
     wanted: float | None = attribute(loss, "scores_temperature", None)
     if scores is not None and wanted not in (None, scores.record.temperature):
@@ -194,7 +195,7 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
         tokens = load_tokens(config, source, task.loss)
         if tokens.corpus.has_pairs and task.loss is None:
             raise ConfigError(f"{tokens.corpus.description}: pairs need a loss for them: --train.loss jaxtp:DPO")
-        _check_temperature(tokens, task.loss)
+        check_temperature(tokens, task.loss)
         _check_reference(config, tokens, task.loss)
         samples = tokens.validation(config.eval.batches, size)
         held_out = None if samples is None else token_batches(samples, size, once=True)

@@ -160,7 +160,7 @@ def _model_rows(config: TrainConfig, blueprint: Blueprint) -> dict[str, str | No
         f"{model.num_layers} layers, {model.describe_block()}, vocabulary {model.vocab_size}; "
         f"{model.precision.compute} compute{f', by {model.build}' if model.build else ''}",
         "context": describe_context(config, sizes),
-        "experts": _describe_experts(model, sizes[TP]),
+        "experts": describe_experts(model, sizes[TP]),
         "kernels": describe_kernels(config, sizes, architecture_of(device)),
         "matmul": describe_matmul(model),
         "overlap": describe_overlap(config, sizes),
@@ -193,7 +193,7 @@ def _data_rows(
         "rows": _describe_rows(data.tokens),
         "scores": None if data.tokens.scores is None else data.tokens.scores.describe(),
         "batch": _describe_batch(config, sizes, f"sequences of {config.data.sequence_length} {corpus.unit}"),
-        "steps": _describe_steps(config, data.tokens, *progress),
+        "steps": describe_steps(config, data.tokens, *progress),
         "eval": corpus.not_evaluated(),
     }
 
@@ -222,7 +222,8 @@ def describe_grouped(model: ModelConfig, platform: str) -> Iterator[str]:
         yield f"WARNING: it multiplies every row by every expert, {experts} times the work and the memory of rows"
 
 
-def _describe_experts(model: ModelConfig, tp: int) -> str | None:
+def describe_experts(model: ModelConfig, tp: int) -> str | None:
+    """Returns how the summary says that experts are divided; None without experts."""
     blocks = [block for block in model.block_kinds() if block.num_experts]
     divided = dict.fromkeys(
         f"{block.num_experts // tp} of {block.num_experts} on each device, whole"
@@ -301,7 +302,8 @@ def _describe_rows(data: Data) -> str:
     return text
 
 
-def _describe_steps(config: TrainConfig, data: Data, done: int, read: int) -> str:
+def describe_steps(config: TrainConfig, data: Data, done: int, read: int) -> str:
+    """Returns the summary's account of the steps, after some that are done and have read rows."""
     batch, steps = config.data.global_batch_size, config.train.steps
     left = max(steps - done, 0)
     samples, tokens = read + left * batch, batch * config.data.sequence_length  # steps so far: maybe another batch

@@ -2,11 +2,7 @@
 
 import dataclasses
 import functools
-import json
 import math
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,19 +13,20 @@ import numpy as np
 import pytest
 from corpora import prepared
 from flax import nnx
-from runs import SMALL, TEXT, contents, finish, records, wait_for_step
-from support import assert_close, by_name, random_weights, state_on_mesh, sweep_of
+from run_comparisons import assert_same_records
+from runs import SMALL, TEXT, records
+from support import assert_close, assert_refused, by_name, random_weights, state_on_mesh, sweep
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
-from jaxtp.data.scores import JOURNAL, Record, Scores
+from jaxtp.data.scores import Record, Scores
 from jaxtp.mesh import make_mesh
 from jaxtp.models.decoder import create_decoder
 from jaxtp.tools.score.__main__ import main as score
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import LoopConfig, TrainConfig
-from jaxtp.train.distillation import Distillation, _with_rest
-from jaxtp.train.run_data import _check_temperature
+from jaxtp.train.distillation import Distillation, with_rest
+from jaxtp.train.run_data import check_temperature
 from jaxtp.train.step import loss_and_grads
 
 B, T, V, D = 8, 8, 37, 16
@@ -66,14 +63,19 @@ LOSSES = {
     "hot": Distillation(temperature=2.5),
     "all": Distillation(direction="reverse", temperature=0.7, cross_entropy=0.4),
 }
-MESHES = {
-    "tp": {"tp": 2},
-    "tp 4": {"tp": 4},
-    "tp 8": {"tp": 8},
-    "fsdp": {"fsdp": 2, "tp": 2},
-    "cp": {"cp": 2, "tp": 4},
-    "zigzag": {"dp": 2, "cp": 2},
-}
+MESHES = [
+    ("tp 2", "forward", "shallow"),
+    ("tp 4", "all", "decoder"),
+    ("tp 8", "all", "decoder"),
+    ("fsdp 2 x tp 2", "forward", "experts"),
+    ("cp 2 x tp 4", "all", "experts"),
+    ("dp 2 x cp 2", "forward", "decoder"),
+]
+"""Each with a loss and a model; dp 2 x cp 2 is a zigzag."""
+
+
+def sizes_of(mesh):
+    return {axis: int(size) for axis, size in map(str.split, mesh.split(" x "))}
 
 
 def batch_of(k, temperature=1.0):
@@ -115,15 +117,11 @@ def dense(loss, teacher_logits):
     return run
 
 
-@functools.cache
-def weights_of(model):
-    return random_weights(MODELS[model])
-
-
 def results(loss, batch, model="shallow", accumulation=1, **sizes):
     """Returns loss, weight, metrics and gradients."""
-    mesh, config = make_mesh(**sizes), TrainConfig(train=LoopConfig(accumulation=accumulation))
-    graph, state = state_on_mesh(MODELS[model], weights_of(model), mesh)
+    mesh = make_mesh(**sizes)
+    config = TrainConfig(train=LoopConfig(accumulation=accumulation))
+    graph, state = state_on_mesh(MODELS[model], random_weights(MODELS[model]), mesh)
 
     @jax.jit
     def run(state, batch):
@@ -135,38 +133,46 @@ def results(loss, batch, model="shallow", accumulation=1, **sizes):
     return numbers | by_name(grads, mesh)
 
 
-@pytest.mark.parametrize(("name", "k"), sweep_of([LOSSES, [5, V]], ("forward", 5), ("all", V)))
-def test_it_is_the_divergence_of_the_top_tokens_and_the_rest(name, k):
+@functools.cache
+def on_one_device(name, model):
+    batch, _ = batch_of(5, LOSSES[name].temperature)
+    return batch, results(LOSSES[name], batch, model)
+
+
+FORMULAS = [("all", 5), ("forward", V), ("reverse", 5), ("mixed", V), ("hot", 5)]
+
+
+@pytest.mark.parametrize("case", sweep(FORMULAS, FORMULAS[0]), ids=str)
+def test_the_loss_is_the_divergence_of_the_top_tokens_and_the_rest(case):
     """With all tokens it is the divergence of the vocabulary."""
+    name, k = case
     loss = LOSSES[name]
     batch, logits = batch_of(k, loss.temperature)
-    found, expected = results(loss, batch), results(dense(loss, logits), batch)
+    expected = results(dense(loss, logits), batch)
+    found = results(loss, batch)
     assert_close({each: found[each] for each in expected}, expected, 1e-6)
 
 
-@pytest.mark.parametrize(("logit", "tolerance"), [(-2.0, 1e-5), (-10.0, 1e-2), (-16.0, 1.0)])
-def test_a_student_that_leaves_nothing_to_other_tokens_is_pulled_back(logit, tolerance):
+def test_a_student_that_leaves_nothing_to_other_tokens_is_pulled_back():
     """The gradient of the logit of all other tokens, to which a teacher gives 0.1."""
-    teacher = _with_rest(jnp.log(jnp.full(2, 0.45)))
+    teacher = with_rest(jnp.log(jnp.full(2, 0.45)))
 
-    def forward(logits):
-        return jnp.sum(jnp.exp(teacher) * (teacher - _with_rest(jax.nn.log_softmax(logits)[:2])))
+    @jax.jit
+    @jax.grad
+    def gradient_of(logits):
+        return jnp.sum(jnp.exp(teacher) * (teacher - with_rest(jax.nn.log_softmax(logits)[:2])))
 
-    gradient = jax.grad(forward)(jnp.array([0, 0, logit]))[2]
-    expected = math.exp(logit) / (2 + math.exp(logit)) - 0.1
-    assert gradient < 0
-    assert gradient == pytest.approx(expected, rel=tolerance)
+    for logit, tolerance in ((-2.0, 1e-5), (-10.0, 1e-2), (-16.0, 1.0)):
+        gradient = gradient_of(np.array([0, 0, logit], np.float32))[2]
+        assert gradient < 0
+        assert gradient == pytest.approx(math.exp(logit) / (2 + math.exp(logit)) - 0.1, rel=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "name", "model"),
-    sweep_of([MESHES, ("forward", "all"), ("decoder", "experts")], ("tp", "all", "decoder")),
-)
-def test_a_mesh_gives_the_numbers_of_one_device(mesh, name, model):
-    loss = LOSSES[name]
-    batch, _ = batch_of(5, loss.temperature)
-    expected = results(loss, batch, model)
-    assert_close(results(loss, batch, model, 2, **MESHES[mesh]), expected)
+@pytest.mark.parametrize("case", sweep(MESHES, MESHES[0]), ids=" ".join)
+def test_a_mesh_gives_the_numbers_of_one_device(case):
+    mesh, name, model = case
+    batch, expected = on_one_device(name, model)
+    assert_close(results(LOSSES[name], batch, model, 2, **sizes_of(mesh)), expected)
     for metric in ("kl", "teacher_mass", "cross_entropy"):
         assert 0 < expected[metric] / expected["weight"] < 6
 
@@ -182,6 +188,7 @@ def traced(k, length):
     return jax.jit(run).trace(state, batch)
 
 
+@pytest.mark.wide
 def test_memory_grows_with_k_and_no_array_has_the_logits_of_all_tokens():
     tokens = 4 * 64
     taken = [traced(k, 64).lower().compile().memory_analysis().temp_size_in_bytes for k in (4, 20)]
@@ -190,18 +197,16 @@ def test_memory_grows_with_k_and_no_array_has_the_logits_of_all_tokens():
     assert max(math.prod(shape) for shape in shapes if shape[-1:] == (V,)) < tokens * V
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"direction": "backward"}, "direction='backward': should be 'forward' or 'reverse'"),
-        ({"temperature": 0.0}, "temperature=0.0: should be greater than 0"),
-        ({"temperature": math.inf}, "temperature=inf"),
-        ({"cross_entropy": 1.5}, "cross_entropy=1.5: should be less than or equal to 1"),
-    ],
-)
-def test_values_out_of_range_are_refused(values, message):
-    with pytest.raises(ConfigError, match=message):
-        Distillation(**values)
+def test_values_out_of_range_are_refused():
+    messages = {
+        "direction='backward': should be 'forward' or 'reverse'": {"direction": "backward"},
+        "temperature=0.0: should be greater than 0": {"temperature": 0.0},
+        "temperature=inf": {"temperature": math.inf},
+        "cross_entropy=1.5: should be less than or equal to 1": {"cross_entropy": 1.5},
+    }
+    for message, values in messages.items():
+        with pytest.raises(ConfigError, match=message):
+            Distillation(**values)
 
 
 @pytest.mark.parametrize(("loss", "wanted"), [(Distillation(temperature=2.0), 2), (jaxtp.DPO(), 1)], ids=["2", "1"])
@@ -210,12 +215,11 @@ def test_scores_at_another_temperature_are_refused(loss, wanted):
     rows = {"sequence_length": 32, "packing": "documents", "long_documents": "drop"}
     record = Record(1, vocab_size=V, top_k=5, temperature=1.5, splits={}, **more, **rows)
     data = lambda **changes: SimpleNamespace(scores=Scores(Path("s"), dataclasses.replace(record, **changes)))
-    message = f"temperature 1.5, and the loss needs those at {wanted}; score again, or change the loss: jaxtp score"
-    with pytest.raises(ConfigError, match=message) as caught:
-        _check_temperature(data(), loss)
+    with pytest.raises(ConfigError, match=rf"temperature 1\.5, .* at {wanted}; .*: jaxtp score") as caught:
+        check_temperature(data(), loss)
     assert ("--temperature 2" in str(caught.value)) == (wanted == 2)
-    _check_temperature(data(temperature=float(wanted)), loss)
-    _check_temperature(data(), lambda model, batch, key: None)
+    check_temperature(data(temperature=float(wanted)), loss)
+    check_temperature(data(), lambda model, batch, key: None)
 
 
 def test_an_example_has_scores_of_distinct_tokens():
@@ -232,52 +236,29 @@ def test_an_example_has_scores_of_distinct_tokens():
     assert np.exp(batch["top_log_probs"]).sum(-1).max() <= 1
 
 
-SCORE = """
-import sys, time
-from jaxtp.tools.score import scoring
-from jaxtp.tools.score.__main__ import main
-
-scoring.SAVE_SECONDS, write = 0, scoring._Writer.write
-scoring._Writer.write = lambda *given: (write(*given), time.sleep(1))
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.journey
-def test_a_student_learns_from_the_scores_of_a_teacher_and_kills_change_nothing(tmp_path, start, capsys):
-    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in TEXT.splitlines()[:100]))
+def test_a_student_learns_from_the_scores_of_a_teacher_and_resumes(tmp_path, tiny_run, capsys):
+    rows = "".join(f'{{"text": "{line}"}}\n' for line in TEXT.splitlines()[:100])
+    (tmp_path / "text.jsonl").write_text(rows)
     data = prepared(tmp_path / "data", tmp_path / "text.jsonl", "--held-out", "0.1").folder
-    given = [*SMALL, "--data.path", data, "--mesh", "fsdp=2,tp=2"]
-    assert main([*map(str, [*given, "--train.steps", 30, "--run.dir", tmp_path / "teacher"])]) == 0
-
-    to = lambda out: [data, "--model", tmp_path / "teacher", "--out", out, "--top-k", 8, "--data.sequence-length", 32]
-    scores = tmp_path / "scores"
-    process = subprocess.Popen([sys.executable, "-c", SCORE, *map(str, to(scores))])
-    journal, until = scores / JOURNAL, time.monotonic() + 200
-    while not (journal.exists() and json.loads(journal.read_text())["rows"]["train"]):
-        assert process.poll() is None
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    for folder in (scores, tmp_path / "undisturbed"):
-        assert score([*map(str, to(folder))]) == 0
-    assert contents(scores) == contents(tmp_path / "undisturbed")
-
-    student = [*given, "--train.steps", 20, "--run.seed", 1, "--train.loss", "jaxtp:Distillation"]
-    student = [*map(str, [*student, "--train.loss-arguments.cross-entropy", 0.1, "--data.scores", scores])]
-    hot = [*student, "--run.dir", str(tmp_path / "hot"), "--train.loss-arguments.temperature", "2"]
-    assert main(hot) == 2
-    assert "has scores at temperature 1, and the loss needs those at 2; score again" in capsys.readouterr().err
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finish(start([*student, "--run.dir", str(whole)]))
-    process = start([*student, "--run.dir", str(killed)])
-    wait_for_step(killed, 12, process)
-    process.kill()
-    process.wait()
-    assert "resumed from the checkpoint at step" in finish(start([*student, "--run.dir", str(killed)]))
-    for name in ("loss", "kl", "eval_kl", "grad_norm"):
-        assert records(killed, name) == records(whole, name)
-    kl, mass = records(whole, "kl"), records(whole, "teacher_mass")
-    assert kl[20] < kl[1] / 2
-    assert 0.2 < mass[1] < 1
+    scores = str(tmp_path / "scores")
+    teacher = [f"--model={tiny_run}", "--top-k", "8", "--data.sequence-length=32"]
+    assert score([str(data), *teacher, "--out", scores]) == 0
+    student = [*SMALL, "--model.num-layers=1", f"--data.path={data}", "--data.scores", scores]
+    student += ["--mesh=fsdp=2,tp=2", "--train.steps=20", "--optimizer.schedule=constant"]
+    student += ["--train.loss=jaxtp:Distillation", "--train.loss-arguments.cross-entropy=0.1", "--run.dir"]
+    whole = tmp_path / "whole"
+    resumed = tmp_path / "resumed"
+    assert_refused(
+        main,
+        [*student, str(whole), "--train.loss-arguments.temperature=2"],
+        "temperature 1, and the loss needs those at 2",
+        capsys,
+    )
+    assert main([*student, str(whole)]) == 0
+    assert main([*student, str(resumed), "--train.steps=12"]) == 0
+    assert main([*student, str(resumed)]) == 0
+    assert_same_records(resumed, whole, "loss", "kl", "grad_norm")
+    kl = records(whole, "kl")
+    assert kl[20] < 0.7 * kl[1]
+    assert 0.2 < records(whole, "teacher_mass")[1] < 1

@@ -3,15 +3,14 @@
 import dataclasses
 import math
 import re
-import time
 from collections import Counter
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
-from runs import SMALL, TEXT, finish, mesh, records
-from support import sweep_of
+from run_comparisons import assert_same_records
+from runs import SMALL, TEXT
 
 import jaxtp
 from jaxtp.analysis import step_costs as costs
@@ -22,7 +21,7 @@ from jaxtp.checkpoint.storage import open_checkpoint
 from jaxtp.collectives import axis_size
 from jaxtp.config.schema import ConfigError, to_plain, validate
 from jaxtp.generate.__main__ import main as generate
-from jaxtp.generate.loading import _inference_config
+from jaxtp.generate.loading import inference_config
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import TP, mesh_of, mesh_shape
 from jaxtp.tools.check import parity
@@ -33,7 +32,7 @@ from jaxtp.train.__main__ import main
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.memory import costs_of_step
 from jaxtp.train.resume import check_resumable
-from jaxtp.train.run_report import Report, _describe_experts, describe_grouped
+from jaxtp.train.run_report import Report, describe_experts, describe_grouped
 from jaxtp.train.state import plan_state, trained_parameters
 from jaxtp.train.step import fetch, make_train_step, trace_step
 from jaxtp.train.validation import check, check_kernels
@@ -66,29 +65,31 @@ def plan_of(config, sizes=ONE_DEVICE.sizes):
     return plan_state(config.model, optimizers.build(config.optimizer, 10), mesh_of(sizes))
 
 
+def stored_in(config):
+    return [*named_variables(plan_of(config).stored(plan_of(config).abstract))]
+
+
 def test_checkpoints_hold_the_bias_and_no_optimizer_has_it():
     """It is no `nnx.Param`: a checkpoint of those alone had none, and could not be resumed."""
-    plan = plan_of(RUN)
-    stored = named_variables(plan.stored(plan.abstract))
-    assert BIAS in stored
-    assert not [name for name in stored if not name.startswith("model.") and "selection_bias" in name]
-    assert BIAS.removeprefix("model.") not in trained_parameters(plan)
+    found = stored_in(RUN)
+    assert [name for name in found if "selection_bias" in name] == [BIAS]
+    assert BIAS.removeprefix("model.") not in trained_parameters(plan_of(RUN))
+
+
+LORA = LoraConfig(rank=2, targets=("q_proj", "v_proj"))
+ADAPTED = dataclasses.replace(MODEL, lora=LORA)
 
 
 def test_a_checkpoint_of_adapters_holds_nothing_of_the_experts_beside_them():
     """The bias too is the base model's, which is frozen."""
-    adapters = dataclasses.replace(MODEL, lora=LoraConfig(rank=2, targets=("q_proj", "v_proj")))
-    plan = plan_of(dataclasses.replace(RUN, model=adapters))
-    stored = [name for name in named_variables(plan.stored(plan.abstract)) if name.startswith("model.")]
-    assert stored
-    assert {name.rpartition(".")[2] for name in stored} == {"a", "b"}
+    found = [name for name in stored_in(dataclasses.replace(RUN, model=ADAPTED)) if name.startswith("model.")]
+    assert {name.rpartition(".")[2] for name in found} == {"a", "b"}
 
 
 def test_merged_adapters_leave_the_bias_where_it_is():
-    lora = LoraConfig(rank=2, targets=("q_proj", "v_proj"))
-    model = jaxtp.Decoder(dataclasses.replace(MODEL, lora=lora), rngs=nnx.Rngs(0))
+    model = jaxtp.Decoder(ADAPTED, rngs=nnx.Rngs(0))
     bias = model.blocks.mlp.selection_bias
-    bias[...] = jax.random.normal(jax.random.key(0), bias.shape)
+    bias[...] = np.random.default_rng(0).normal(size=bias.shape).astype(np.float32)
     np.testing.assert_array_equal(jaxtp.merge_adapters(model).blocks.mlp.selection_bias[...], bias[...])
 
 
@@ -104,55 +105,52 @@ def updated(sizes, **train):
     return parity.on_host(state, plan.mesh)[BIAS], fetch(scalars)
 
 
-@pytest.fixture(scope="module")
-def on_one_device():
-    return updated(ONE_DEVICE.sizes)
-
-
-@pytest.mark.parametrize(("sizes", "accumulation"), sweep_of([[WHOLE, INSIDE], [1, 2, 4]]), ids=str)
-def test_an_update_moves_each_bias_once(on_one_device, sizes, accumulation):
+@pytest.mark.wide
+def test_an_update_moves_each_bias_once():
     """By the rate, up or down, whatever the mesh and the micro-batches: it is neither averaged nor decayed."""
-    expected, numbers = on_one_device
-    bias, scalars = updated(sizes, accumulation=accumulation)
-    np.testing.assert_array_equal(bias, expected)
-    assert set(np.abs(bias / RATE).ravel()) <= {0, 1, 2, 3}
-    assert np.any(bias)
-    for name in ("balance_loss", "router_z_loss", "experts/max_load", "experts/unused", "experts/entropy"):
-        assert scalars[name] == pytest.approx(numbers[name], rel=1e-5), name
-    assert 0.9 < scalars["balance_loss"] < 6
-    assert 1 <= scalars["experts/max_load"] <= 6
-    assert scalars["experts/entropy"] <= math.log(6)
-    assert scalars["experts/dropped"] == 0
-
-
-OPTIMIZERS = ["muon", "adafactor", "lion"]
-
-
-@pytest.mark.parametrize(("name", "sizes"), sweep_of([OPTIMIZERS, [WHOLE, INSIDE]]), ids=str)
-def test_optimizers_over_whole_experts_and_parts_of_them(name, sizes):
-    """Muon deals out matrices that tp divides inside, and has those of a device's own experts to itself over tp."""
-    config = dataclasses.replace(RUN, optimizer=OptimizerConfig(name=name, learning_rate=1e-2, warmup_steps=1))
-    initial = parity.initial_arrays(config)
-    whole, actual = (parity.run(config, case, initial) for case in (ONE_DEVICE, Case(sizes, True)))
-    errors = parity.compare(actual, whole)
-    assert errors.within(parity.TOLERANCES["float32"]), errors
+    expected, numbers = updated(ONE_DEVICE.sizes)
+    assert set(np.abs(expected / RATE).ravel()) <= {0, 1, 2, 3}
+    assert np.any(expected)
+    assert 0.9 < numbers["balance_loss"] < 6
+    assert 1 <= numbers["experts/max_load"] <= 6
+    assert numbers["experts/entropy"] <= math.log(6)
+    assert numbers["experts/dropped"] == 0
+    for sizes, accumulation in ((WHOLE, 2), (INSIDE, 1), (INSIDE, 4)):
+        bias, scalars = updated(sizes, accumulation=accumulation)
+        np.testing.assert_array_equal(bias, expected)
+        for name in ("balance_loss", "router_z_loss", "experts/max_load", "experts/unused", "experts/entropy"):
+            assert scalars[name] == pytest.approx(numbers[name], rel=1e-5), name
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("sizes", [WHOLE, INSIDE], ids=str)
-def test_what_muon_moves_of_experts_is_what_is_declared(sizes):
+@pytest.mark.parametrize("name", ["muon", "adafactor", "lion"])
+def test_optimizers_over_whole_experts_and_parts_of_them(name):
+    """Muon deals out matrices that tp divides inside, and has those of a device's own experts to itself over tp."""
+    config = dataclasses.replace(RUN, optimizer=OptimizerConfig(name=name, learning_rate=1e-2, warmup_steps=1))
+    initial = parity.initial_arrays(config)
+    whole = parity.run(config, ONE_DEVICE, initial)
+    for sizes in (WHOLE, INSIDE):
+        errors = parity.compare(parity.run(config, Case(sizes, True), initial), whole)
+        assert errors.within(parity.TOLERANCES["float32"]), errors
+
+
+def exchanged(traffic):
+    """Returns the all-to-alls of a program, by module, axes and bytes."""
+    found = Counter()
+    for one, times in traffic.items():
+        if one.kind == ALL_TO_ALL:
+            found[one.module, one.axes, one.bytes] += times
+    return found
+
+
+@pytest.mark.wide
+def test_what_muon_moves_of_experts_is_what_is_declared():
     config = dataclasses.replace(RUN, optimizer=OptimizerConfig(name="muon"))
-    found: list[Counter] = []
-    for traffic in (
-        costs_of_step(config, sizes).traffic,
-        count_collectives(trace_step(config, plan_of(config, sizes)).jaxpr, sizes),
-    ):
-        found.append(Counter())
-        for one, times in traffic.items():
-            if one.kind == ALL_TO_ALL:
-                found[-1][one.module, one.axes, one.bytes] += times
-    assert found[0] == found[1]
-    assert found[0]
+    for sizes in (WHOLE, INSIDE):
+        traced = count_collectives(trace_step(config, plan_of(config, sizes)).jaxpr, sizes)
+        declared = exchanged(costs_of_step(config, sizes).traffic)
+        assert declared == exchanged(traced)
+        assert declared
 
 
 def test_the_lines_of_a_run_say_the_balance(capsys):
@@ -161,41 +159,31 @@ def test_the_lines_of_a_run_say_the_balance(capsys):
         report.log(record, 10, "tokens")
         report.log(record | {"balance_loss": 1.0234}, 10, "tokens")
         report.log(record, 10, "tokens", is_first=True)
-    plain, mixture, first = capsys.readouterr().out.splitlines()
-    assert plain == "step 3/10  loss 2.5000  640 tokens/s  0:07 left"
-    assert mixture == "step 3/10  loss 2.5000  balance 1.02  640 tokens/s  0:07 left"
-    assert first == "step 3/10  loss 2.5000  640 tokens/s"
+    assert capsys.readouterr().out.splitlines() == [
+        "step 3/10  loss 2.5000  640 tokens/s  0:07 left",
+        "step 3/10  loss 2.5000  balance 1.02  640 tokens/s  0:07 left",
+        "step 3/10  loss 2.5000  640 tokens/s",
+    ]
 
 
-@pytest.mark.parametrize(
-    ("tp", "said"),
-    [
-        (1, "6 of 6 on each device, whole"),
-        (2, "3 of 6 on each device, whole"),
-        (4, "all 6 on each device, 2 of the width 8 of each"),
-    ],
-)
-def test_the_summary_says_how_experts_are_divided(tp, said):
-    assert _describe_experts(MODEL, tp) == f"over tp {tp}: {said}"
-    assert _describe_experts(dataclasses.replace(MODEL, num_experts=0), tp) is None
+def test_the_summary_says_how_experts_are_divided_and_what_multiplies_with_them():
+    divided = {
+        1: "over tp 1: 6 of 6 on each device, whole",
+        2: "over tp 2: 3 of 6 on each device, whole",
+        4: "over tp 4: all 6 on each device, 2 of the width 8 of each",
+    }
+    assert {tp: describe_experts(MODEL, tp) for tp in divided} == divided
+    assert describe_experts(dataclasses.replace(MODEL, num_experts=0), 1) is None
 
+    def products(platform, grouped):
+        return list(describe_grouped(dataclasses.replace(MODEL, grouped=grouped), platform))
 
-@pytest.mark.parametrize(
-    ("platform", "grouped", "said"),
-    [
-        ("cuda", "auto", ["pallas products of experts (it multiplies each row with its own expert alone)"]),
-        ("cpu", "auto", ["xla products of experts (pallas runs only on cuda, not on cpu)"]),
-        (
-            *("cuda", "xla"),
-            [
-                "xla products of experts (as configured)",
-                "WARNING: it multiplies every row by every expert, 6 times the work and the memory of rows",
-            ],
-        ),
-    ],
-)
-def test_the_summary_says_what_multiplies_with_experts(platform, grouped, said):
-    assert list(describe_grouped(dataclasses.replace(MODEL, grouped=grouped), platform)) == said
+    on_gpus = "pallas products of experts (it multiplies each row with its own expert alone)"
+    assert products("cuda", "auto") == [on_gpus]
+    assert products("cpu", "auto") == ["xla products of experts (pallas runs only on cuda, not on cpu)"]
+    line, warning = products("cuda", "xla")
+    assert line == "xla products of experts (as configured)"
+    assert "WARNING: it multiplies every row by every expert, 6 times" in warning
 
 
 def test_a_bias_moves_by_no_more_than_scores_are():
@@ -203,45 +191,36 @@ def test_a_bias_moves_by_no_more_than_scores_are():
         validate(TrainConfig, {"train": {"selection_bias_rate": 1e39}}, source="it")
 
 
-@pytest.mark.parametrize(
-    ("model", "given"),
-    [
-        (dataclasses.replace(MODEL, num_experts=0, selection_bias=False), "balance_loss"),
-        (dataclasses.replace(MODEL, num_experts=0, selection_bias=False), "router_z_loss"),
-        (dataclasses.replace(MODEL, selection_bias=False), "selection_bias_rate"),
-    ],
-)
-def test_what_would_have_no_effect_is_refused(model, given):
-    run = dataclasses.replace(RUN, model=model, train=LoopConfig(steps=10, **{given: 0.5}))
-    with pytest.raises(ConfigError, match=f"train.{given}=0.5 has no effect while model"):
-        check(run, ONE_DEVICE.sizes)
-    check(dataclasses.replace(run, train=LoopConfig(steps=10)), ONE_DEVICE.sizes)
+DENSE = dataclasses.replace(MODEL, num_experts=0, selection_bias=False)
+UNBIASED = dataclasses.replace(MODEL, selection_bias=False)
+WITHOUT_EFFECT = {"balance_loss": DENSE, "router_z_loss": DENSE, "selection_bias_rate": UNBIASED}
+
+
+def test_what_would_have_no_effect_is_refused():
+    for given, model in WITHOUT_EFFECT.items():
+        run = dataclasses.replace(RUN, model=model, train=LoopConfig(steps=10, **{given: 0.5}))
+        with pytest.raises(ConfigError, match=f"train.{given}=0.5 has no effect while model"):
+            check(run, ONE_DEVICE.sizes)
+        check(dataclasses.replace(run, train=LoopConfig(steps=10)), ONE_DEVICE.sizes)
 
 
 def test_active_parameters_are_counted_whatever_mesh_is_in_context():
     """Of several processes, none can make a mesh of one device."""
-    dense = 3 * MODEL.num_layers * MODEL.d_model * MODEL.d_ff * (MODEL.num_experts - MODEL.experts_per_token)
+    model = dataclasses.replace(MODEL, vocab_size=67)  # no other test has counted this one's
+    dense = 3 * model.num_layers * model.d_model * model.d_ff * (model.num_experts - model.experts_per_token)
     with jax.set_mesh(mesh_of(mesh_shape(fsdp=2, tp=2))):
-        costs._described.cache_clear()
-        assert costs.active_parameters(MODEL, 10**6) == 10**6 - dense
+        assert costs.active_parameters(model, 10**6) == 10**6 - dense
         assert axis_size(TP) == 2
 
 
-def test_models_without_experts_refuse_no_kernel():
+def test_a_run_goes_on_and_generates_where_its_kernel_is_not():
+    """Trained on GPUs by a kernel of theirs, and opened on a CPU."""
     check_kernels(TrainConfig(model=jaxtp.ModelConfig(grouped="pallas")), ONE_DEVICE.sizes, "cpu")
-
-
-def test_a_kernel_that_the_devices_lack_is_one_message():
     config = dataclasses.replace(RUN, model=dataclasses.replace(MODEL, grouped="pallas"))
     with pytest.raises(ConfigError, match=r"model.grouped=pallas: it runs on cuda, not on cpu; use auto \(xla\)"):
         check_kernels(config, ONE_DEVICE.sizes, "cpu")
-
-
-def test_a_run_generates_and_goes_on_where_its_kernel_is_not(tmp_path):
-    """Trained on GPUs by a kernel of theirs, and opened on a CPU."""
-    model = dataclasses.replace(MODEL, grouped="pallas")
-    assert _inference_config(model, "float32").grouped == "auto"
-    stored = {"config": to_plain(dataclasses.replace(RUN, model=model)), "corpus": {}, "mesh": {}, "next_sample": 0}
+    assert inference_config(config.model, "float32").grouped == "auto"
+    stored = {"config": to_plain(config), "corpus": {}, "mesh": {}, "next_sample": 0}
     (changed,) = check_resumable(RUN, {}, stored)
     assert changed == "changed since, without effect on the numbers: model.grouped: pallas -> auto"
 
@@ -249,38 +228,31 @@ def test_a_run_generates_and_goes_on_where_its_kernel_is_not(tmp_path):
 @pytest.fixture
 def command(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
-    experts = ["--model.num-experts", "6", "--model.selection-bias", "--train.selection-bias-rate", "0.01"]
-    loop = ["--train.steps", "30", "--optimizer.learning-rate", "1e-3"]
-    return [*SMALL, *experts, *loop, "--data.path", str(tmp_path / "text.txt")]
+    experts = ["--model.num-experts=6", "--model.selection-bias", "--train.selection-bias-rate=0.01"]
+    loop = ["--train.steps=12", "--optimizer.schedule=constant", "--optimizer.learning-rate=1e-3"]
+    return [*SMALL, *experts, *loop, f"--data.path={tmp_path}/text.txt"]
 
 
 @pytest.mark.journey
-def test_killed_and_resumed_where_experts_are_divided_otherwise(tmp_path, command, start, capsys):
+def test_a_run_resumes_where_experts_are_divided_otherwise(tmp_path, command, capsys):
     """From whole experts over tp 2 to parts of each over tp 4, in micro-batches; then others begin with the run."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert main([*command, *mesh(1, 2, 2), "--run.dir", str(whole)]) == 0
-    assert re.search(r"step 30/30  loss \d\.\d{4}  balance \d\.\d\d  ", capsys.readouterr().out)
-    process = start([*command, *mesh(1, 2, 2), "--run.dir", str(killed)])
-    while not (killed / "checkpoints/5").exists():
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.005)
-    process.kill()
-    process.wait()
-    there = [*command, *mesh(2, 1, 4), "--run.dir", str(killed), "--train.accumulation", "2"]
-    resumed = finish(start([*there, "--train.verify-every", "30"]))
-    assert re.search(r"resumed from the checkpoint at step \d+", resumed)
-    assert "step 30: verified" in resumed
-    for key in ("loss", "balance_loss", "eval_loss", "experts/max_load", "experts/unused", "experts/dropped"):
-        expected, actual = records(whole, key), records(killed, key)
-        assert actual.keys() == expected.keys(), key
-        np.testing.assert_allclose(list(actual.values()), list(expected.values()), rtol=1e-4, err_msg=key)
-    biases = [open_checkpoint(run).read(BIAS) for run in (whole, killed)]
+    whole = tmp_path / "whole"
+    resumed = tmp_path / "resumed"
+    assert main([*command, "--mesh=fsdp=2,tp=2", f"--run.dir={whole}"]) == 0
+    assert re.search(r"step 12/12  loss \d\.\d{4}  balance \d\.\d\d  ", capsys.readouterr().out)
+    assert main([*command, "--mesh=fsdp=2,tp=2", f"--run.dir={resumed}", "--train.steps=6"]) == 0
+    there = [*command, "--mesh=dp=2,tp=4", f"--run.dir={resumed}", "--train.accumulation=2"]
+    assert main([*there, "--train.verify-every=12"]) == 0
+    assert "step 12: verified" in capsys.readouterr().out
+    names = ("loss", "balance_loss", "experts/max_load", "experts/unused", "experts/dropped")
+    assert_same_records(resumed, whole, *names, rtol=1e-4)
+    biases = [open_checkpoint(run).read(BIAS) for run in (whole, resumed)]
     np.testing.assert_array_equal(*biases)
     assert np.any(biases[0])
 
-    assert generate(["--model", str(killed), "--prompt", "line", "--max-tokens", "4", "--mesh.tp", "4"]) == 0
-    flags = [*SMALL[SMALL.index("--data.sequence-length") :], *command[-2:], "--run.init-from", str(killed)]
-    adapters = [*flags, "--train.steps", "2", *mesh(1, 1, 2), "--model.lora.rank", "2", "--model.lora.targets"]
-    assert main([*adapters, "q_proj", "up_proj", "--run.dir", str(tmp_path / "tuned")]) == 0
+    assert generate([f"--model={resumed}", "--prompt", "line", "--max-tokens", "4", "--mesh.tp=4"]) == 0
+    flags = [*SMALL[SMALL.index("--data.sequence-length") :], command[-1], f"--run.init-from={resumed}"]
+    adapters = [*flags, "--train.steps=2", "--mesh=tp=2", "--model.lora.rank=2", "--model.lora.targets"]
+    assert main([*adapters, "q_proj", "up_proj", f"--run.dir={tmp_path}/tuned"]) == 0
     capsys.readouterr()
-    assert generate(["--model", str(tmp_path / "tuned"), "--prompt", "line", "--max-tokens", "4"]) == 0
+    assert generate([f"--model={tmp_path}/tuned", "--prompt", "line", "--max-tokens", "4"]) == 0

@@ -1,7 +1,6 @@
 """Losses with settings: classes and functions with `train.loss_arguments`."""
 
 import json
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from jaxtp.tools.check.subject import random_batches
 from jaxtp.train.__main__ import COMMAND, main
 from jaxtp.train.config import DataConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.defaults import DeviceInfo, resolve_defaults
-from jaxtp.train.setup import _check, open_task
+from jaxtp.train.setup import check_loss, open_task
 from jaxtp.train.task import Task, load_task, with_parts, with_references
 
 
@@ -118,23 +117,23 @@ def test_a_wrong_argument_is_one_error(name, arguments, message):
 
 
 NOT_THERE = {
-    ("train.loss", "jaxtp:dpo"): "jaxtp has no dpo; did you mean DPO?",
-    ("train.loss", "jaxtp:KTO"): "jaxtp has no KTO; it has DPO, Distillation",
-    ("train.loss", "jaxtp:Decode"): "jaxtp has no Decode; it has DPO, Distillation",
-    ("train.loss", "dpo"): "should be FILE.py:NAME or package.module:NAME; did you mean jaxtp:DPO?",
-    ("train.loss", "KTO"): "should be FILE.py:NAME or package.module:NAME, such as jaxtp:DPO or jaxtp:Distillation",
-    ("train.loss", "mine.py"): "should be FILE.py:NAME or package.module:NAME",
-    ("model.build", "dpo"): "should be FILE.py:NAME or package.module:NAME",
-    ("model.build", "jaxtp:Deco"): "jaxtp has no Deco; did you mean Decoder?",
-    ("model.plan", "jaxtp:Plan"): "jaxtp has no Plan; it has nothing for --model.plan",
-    ("optimizer.build", "jaxtp:Adam"): "jaxtp has no Adam; it has nothing for --optimizer.build",
-    ("data.batches", "jaxtp:rows"): "jaxtp has no rows; it has nothing for --data.batches",
-    ("train.loss", "{file}:mse"): "mine.py has no mse; it has error, Error",
-    ("train.loss", "{file}:buidl"): "mine.py has no buidl; it has error, Error",
-    ("model.build", "{file}:buidl"): "mine.py has no buidl; did you mean build?",
-    ("model.build", "{file}:x"): "mine.py has no x; it has build, error, log, Error",
-    ("model.plan", "{file}:x"): "mine.py has no x; it has PLAN",
-    ("data.batches", "{file}:x"): "mine.py has no x; it has build, error, log, Error, PLAN, ROWS",
+    "train.loss jaxtp:dpo": "jaxtp has no dpo; did you mean DPO?",
+    "train.loss jaxtp:KTO": "jaxtp has no KTO; it has DPO, Distillation",
+    "train.loss jaxtp:Decode": "jaxtp has no Decode; it has DPO, Distillation",
+    "train.loss dpo": "should be FILE.py:NAME or package.module:NAME; did you mean jaxtp:DPO?",
+    "train.loss KTO": "should be FILE.py:NAME or package.module:NAME, such as jaxtp:DPO or jaxtp:Distillation",
+    "train.loss mine.py": "should be FILE.py:NAME or package.module:NAME",
+    "model.build dpo": "should be FILE.py:NAME or package.module:NAME",
+    "model.build jaxtp:Deco": "jaxtp has no Deco; did you mean Decoder?",
+    "model.plan jaxtp:Plan": "jaxtp has no Plan; it has nothing for --model.plan",
+    "optimizer.build jaxtp:Adam": "jaxtp has no Adam; it has nothing for --optimizer.build",
+    "data.batches jaxtp:rows": "jaxtp has no rows; it has nothing for --data.batches",
+    "train.loss mine.py:mse": "mine.py has no mse; it has error, Error",
+    "train.loss mine.py:buidl": "mine.py has no buidl; it has error, Error",
+    "model.build mine.py:buidl": "mine.py has no buidl; did you mean build?",
+    "model.build mine.py:x": "mine.py has no x; it has build, error, log, Error",
+    "model.plan mine.py:x": "mine.py has no x; it has PLAN",
+    "data.batches mine.py:x": "mine.py has no x; it has build, error, log, Error, PLAN, ROWS",
 }
 MINE = """
 from collections import OrderedDict
@@ -152,19 +151,14 @@ ROWS = [{"x": 1}]
 """
 
 
-@pytest.mark.parametrize("setting", NOT_THERE, ids=" ".join)
-def test_a_name_that_is_not_there_is_refused_with_names_of_the_setting_s_kind(setting, tmp_path):
+def test_a_name_that_is_not_there_is_refused_with_names_of_the_setting_s_kind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MINE)
-    flag, name = setting
-    flag = f"--{flag}"
-    with pytest.raises(ConfigError) as error:
-        load_object(name.format(file=tmp_path / "mine.py"), flag)
-    assert str(error.value).endswith(NOT_THERE[setting])
-
-
-def test_a_wrong_loss_of_a_run_is_refused_with_the_losses_of_jaxtp():
-    with pytest.raises(ConfigError, match=r"--train.loss jaxtp:KTO: jaxtp has no KTO; it has DPO, Distillation$"):
-        load_task(replace_nested(TrainConfig(), {"train.loss": "jaxtp:KTO"}))
+    for setting, message in NOT_THERE.items():
+        flag, _, name = setting.partition(" ")
+        with pytest.raises(ConfigError) as error:
+            load_object(name, f"--{flag}")
+        assert str(error.value).endswith(message), setting
 
 
 class NeedsPairs:
@@ -200,20 +194,14 @@ class Wet:
         return model.loss(batch["inputs"], batch["labels"], dropout_keys=keys)
 
 
-@pytest.mark.parametrize(
-    ("name", "dropout", "fits"),
-    [
-        ("Dry", 0.5, False),
-        pytest.param("Dry", 0.0, True, marks=pytest.mark.wide),
-        pytest.param("Wet", 0.5, True, marks=pytest.mark.wide),
-    ],
-)
-def test_dropout_that_a_loss_leaves_out_is_refused(name, dropout, fits):
-    changes = {"train.loss": f"{__file__}:{name}", "model.dropout": dropout, "train.steps": 1}
-    config = replace_nested(TrainConfig(), SMALL | changes | {"data.sequence_length": 32})
-    refusal = pytest.raises(ConfigError, match=r"model.dropout=0.5 has no effect: .*:Dry passes no dropout_keys")
-    with nullcontext() if fits else refusal:
-        _check(config, Task())
+def test_dropout_that_a_loss_leaves_out_is_refused(tmp_path):
+    settings = SMALL | {"model.dropout": 0.5, "data.sequence_length": 32, "run.dir": tmp_path / "run"}
+    config = replace_nested(TrainConfig(), settings)
+    batch = {name: jax.ShapeDtypeStruct((4, 32), np.int32) for name in ("inputs", "labels")}
+    assert check_loss(config, Task(loss=Wet()), batch).is_random
+    assert not check_loss(config, Task(loss=Dry()), batch).is_random
+    with pytest.raises(ConfigError, match=r"model.dropout=0.5 has no effect: .*:Dry passes no dropout_keys"):
+        jaxtp.Trainer(settings=settings | {"train.loss": f"{__file__}:Dry"}).__enter__()
 
 
 def test_an_example_batch_replaces_data_that_are_not_here():
@@ -265,12 +253,12 @@ def test_a_run_records_its_loss_so_that_its_file_and_flags_resume_it(tmp_path, c
     settings = {"train.log_every": 1, "optimizer.learning_rate": 1e-3}
     task = jaxtp.Task(model=build, loss=Error(scale=0.5), batches=batches)
     with jaxtp.Trainer(task, mesh="dp=1", folder=tmp_path / "run", steps=1, settings=settings) as trainer:
-        list(trainer)
+        assert trainer.run_to_end()
     assert "test_loss_arguments:Error(scale=0.5, power=2)" in capsys.readouterr().out
     again = ["--config", f"{tmp_path}/run/config.yaml"]
-    assert main([*again, "--train.steps", "2"]) == 0
+    assert main([*again, "--train.steps=2"]) == 0
     assert "train.loss_arguments" not in capsys.readouterr().out
-    assert main([*again, "--train.steps", "3", "--train.loss-arguments.scale", "1e-1"]) == 0
+    assert main([*again, "--train.steps=3", "--train.loss-arguments.scale=1e-1"]) == 0
     assert "changed since: train.loss_arguments.scale: 0.5 -> 0.1" in capsys.readouterr().out
     losses = records(tmp_path / "run")
     assert losses[1] == pytest.approx(losses[2], rel=0.1)

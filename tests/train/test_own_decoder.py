@@ -15,8 +15,9 @@ import optax
 import pytest
 import yaml
 from flax import nnx
-from runs import TEXT, contents, records
-from support import assert_close, by_name, random_weights, state_on_mesh, sweep_of
+from run_comparisons import assert_same_records
+from runs import TEXT, contents
+from support import assert_close, by_name, random_weights, state_on_mesh
 
 import jaxtp
 from jaxtp.analysis.layer_costs import has_formulas
@@ -41,7 +42,7 @@ from jaxtp.train.state import plan_state
 from jaxtp.train.step import loss_and_grads
 from jaxtp.train.task import load_task, with_references
 
-FILE = Path(__file__).parent.parent.parent / "scripts/examples/own_decoder.py"
+FILE = Path(__file__).parents[2] / "scripts/examples/own_decoder.py"
 SIZES = {
     "vocab_size": 256,
     "d_model": 16,
@@ -51,13 +52,12 @@ SIZES = {
     "head_dim": 4,
     "d_ff": 24,
 }
-B, T = 8, 8
-MESHES = {"tp": {"tp": 2}, "both": {"fsdp": 2, "tp": 2}, "cp": {"cp": 2}, "zigzag": {"cp": 2, "tp": 4}}
+CONFIG = jaxtp.ModelConfig(**SIZES)
+B = 8
+T = 8
 
 
-@pytest.fixture(scope="module")
-def example():
-    return sys.modules[load_object(f"{FILE}:build", "a test").__module__]
+example = sys.modules[load_object(f"{FILE}:build", "a test").__module__]
 
 
 class Probed(jaxtp.Decoder):
@@ -109,15 +109,17 @@ class FlaxConfig(jaxtp.ModelConfig):
         return super().branches(block, rngs) | {"flax": FlaxGate(self.d_model, rngs)}
 
 
-def gradients(build, loss, sizes, accumulation=1, length=T):
+def gradients(build, loss, sizes, accumulation=1):
     """Returns loss, count, metrics and gradients."""
     mesh = make_mesh(**sizes)
     config = TrainConfig(train=LoopConfig(accumulation=accumulation))
     with jax.set_mesh(make_mesh()):
         weights = random_weights(build)
     graph, state = state_on_mesh(build, weights, mesh)
-    tokens = jax.random.randint(jax.random.key(0), (B, length + 1), 0, 256)
-    batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:].at[0, :3].set(-100)}
+    tokens = np.random.default_rng(0).integers(0, 256, (B, T + 1), np.int32)
+    labels = tokens[:, 1:].copy()
+    labels[0, :3] = -100
+    batch = {"inputs": jnp.asarray(tokens[:, :-1]), "labels": jnp.asarray(labels)}
 
     @jax.jit
     def run(state):
@@ -130,104 +132,117 @@ def gradients(build, loss, sizes, accumulation=1, length=T):
     return {"loss": terms.loss, "count": terms.count, **metrics} | by_name(grads, mesh)
 
 
-CASES = {
-    "example": lambda example: (lambda: example.build(nnx.Rngs(0), **SIZES), example.loss),
-    "flax head": lambda _: (lambda: Probed(jaxtp.ModelConfig(**SIZES), rngs=nnx.Rngs(0)), probed_loss),
-    "flax branch": lambda _: (lambda: jaxtp.Decoder(FlaxConfig(**SIZES), rngs=nnx.Rngs(0)), None),
+OWN = {
+    "example": (lambda: example.build(nnx.Rngs(0), **SIZES), example.loss),
+    "flax head": (lambda: Probed(CONFIG, rngs=nnx.Rngs(0)), probed_loss),
+    "flax branch": (lambda: jaxtp.Decoder(FlaxConfig(**SIZES), rngs=nnx.Rngs(0)), None),
 }
 
 
-@pytest.mark.parametrize(("name", "mesh"), sweep_of([CASES, MESHES], ("example", "both")))
-def test_gradients_on_a_mesh_are_those_of_one_device(name, mesh, example):
-    build, loss = CASES[name](example)
-    sizes = MESHES[mesh]
-    if mesh == "zigzag":  # cp does not divide the one query head of a device
+@functools.cache
+def on_one_device(name):
+    return gradients(*OWN[name], {})
+
+
+ZIGZAG = {"cp": 2, "tp": 4}  # cp does not divide the one query head of a device
+MESHES = [
+    ("example", {"fsdp": 2, "tp": 2}),
+    ("example", ZIGZAG),
+    ("flax head", {"fsdp": 2, "tp": 2}),
+    ("flax head", {"cp": 2}),
+    ("flax branch", ZIGZAG),
+]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("case", MESHES, ids=str)
+def test_gradients_on_a_mesh_are_those_of_one_device(case):
+    name, sizes = case
+    build, loss = OWN[name]
+    if sizes == ZIGZAG:
         with jax.set_mesh(make_mesh(**sizes)):
             assert nnx.eval_shape(build).sequences(jnp.zeros((B, T), jnp.int32)).zigzag
-    assert_close(gradients(build, loss, sizes, accumulation=2), gradients(build, loss, {}))
+    assert_close(gradients(build, loss, sizes, accumulation=2), on_one_device(name))
 
 
-def settings_of(*words, **settings):
-    folder, *rest = words
-    flags = {"model.build": f"{FILE}:build", "train.loss": f"{FILE}:loss", "run.dir": folder / "run"}
-    flags |= {"data.path": folder / "text.txt", "data.sequence_length": 16, "data.global_batch_size": 4}
-    flags |= {"eval.batches": 1, "train.steps": 3, "train.log_every": 1} | settings
+def command(folder, *more, steps=3):
+    """Returns the flags of a run of the example."""
     (folder / "text.txt").write_text(TEXT)
     (folder / "run.yaml").write_text(yaml.safe_dump({"model": {"arguments": SIZES}}))
-    pairs = [word for name, value in flags.items() for word in (f"--{name}".replace("_", "-"), str(value))]
-    return ["--config", str(folder / "run.yaml"), *pairs, *rest]
-
-
-NUMBERS = ("loss", "grad_norm", "param_norm", "second")
+    settings = {
+        "config": folder / "run.yaml",
+        "model.build": f"{FILE}:build",
+        "train.loss": f"{FILE}:loss",
+        "run.dir": folder / "run",
+        "data.path": folder / "text.txt",
+        "data.sequence-length": 16,
+        "data.global-batch-size": 4,
+        "eval.batches": 1,
+        "train.steps": steps,
+        "train.log-every": 1,
+        "optimizer.schedule": "constant",
+        "optimizer.warmup-steps": 1,
+    }
+    return [*(f"--{name}={value}" for name, value in settings.items()), *more]
 
 
 @pytest.mark.wide
-def test_a_run_resumes_on_another_mesh_and_is_used_from_its_folder(tmp_path, capsys, example):
+def test_a_run_resumes_on_another_mesh_and_is_used_from_its_folder(tmp_path, capsys):
     (tmp_path / "whole").mkdir()
-    constant = {"optimizer.schedule": "constant", "optimizer.warmup_steps": 1}
-    assert main(settings_of(tmp_path / "whole", **constant)) == 0
-    assert main(settings_of(tmp_path, "--mesh.tp", "2", **constant | {"train.steps": 2})) == 0
+    assert main(command(tmp_path / "whole")) == 0
+    assert main(command(tmp_path, "--mesh.tp=2", steps=2)) == 0
     out = capsys.readouterr().out
+    run = tmp_path / "run"
     assert f"by {FILE}:build" in out
     assert "xla attention" in out, "it is described as a decoder is"
-    assert f"jaxtp generate --model {tmp_path / 'run'} --build {FILE}:build --prompt" in out
-    again = ["--config", str(tmp_path / "run/config.yaml"), "--mesh.tp", "1", "--mesh.fsdp", "2", "--mesh.cp", "2"]
-    assert main([*again, "--train.steps", "3", "--train.callbacks", f"{FILE}:sample"]) == 0
-    for name in NUMBERS:
-        expected, resumed = (list(records(folder / "run", name).values()) for folder in (tmp_path / "whole", tmp_path))
-        np.testing.assert_allclose(resumed, expected, rtol=1e-5, err_msg=name)
+    assert f"jaxtp generate --model {run} --build {FILE}:build --prompt" in out
+    again = [f"--config={run}/config.yaml", "--mesh.tp=1", "--mesh.fsdp=2", "--mesh.cp=2"]
+    assert main([*again, "--train.steps=3", "--train.callbacks", f"{FILE}:sample"]) == 0
+    numbers = ("loss", "grad_norm", "param_norm", "second")
+    assert_same_records(run, tmp_path / "whole/run", *numbers, rtol=1e-5)
 
-    before = contents(tmp_path / "run")
-    prompt = ["--model", str(tmp_path / "run"), "--prompt", "line 1", "--max-tokens", "4"]
+    before = contents(run)
+    prompt = [f"--model={run}", "--prompt", "line 1", "--max-tokens", "2"]
     assert generate(prompt) == 2
-    refused = "names; this command takes only a jaxtp.Decoder. If it is one, and you trust that code, give --build"
-    assert f"{refused} {FILE}:build" in capsys.readouterr().err
+    assert f"takes only a jaxtp.Decoder. If it is one, and you trust that code, give --build {FILE}:build" in (
+        capsys.readouterr().err
+    )
     assert generate([*prompt, "--build", f"{FILE}:build", "--json", "-"]) == 0
-    text = json.loads(capsys.readouterr().out)
+    generated = json.loads(capsys.readouterr().out)["ids"]
     with jax.set_mesh(make_mesh(tp=2)):
-        model = jaxtp.load_run(tmp_path / "run", build=example.build)
+        model = jaxtp.load_run(run, build=example.build)
         ids = list(b"line 1")
-        for _ in range(4):
+        for _ in range(2):
             ids.append(int(model(jnp.array([ids]))[0, -1].argmax()))
     assert type(model).__name__ == "GatedDecoder"
-    assert text["ids"] == ids[6:]
+    assert generated == ids[6:]
     (tmp_path / "few.txt").write_text(TEXT[:100])
-    data = ["--text", str(tmp_path / "few.txt"), "--sequence-length", "16", "--json", "-"]
-    assert evaluate(["--model", str(tmp_path / "run"), "--build", f"{FILE}:build", *data]) == 0
+    text = [f"--text={tmp_path}/few.txt", "--sequence-length", "16", "--json", "-"]
+    assert evaluate([f"--model={run}", "--build", f"{FILE}:build", *text]) == 0
     assert 0 < json.loads(capsys.readouterr().out)["all"]["loss"] < 6
-    assert contents(tmp_path / "run") == before
+    assert contents(run) == before
 
 
-def trained(tmp_path, task, mesh="tp=2", **settings):
-    """Returns the records of a run of two steps."""
-    (tmp_path / "text.txt").write_text(TEXT)
-    data = {"data.path": tmp_path / "text.txt", "data.sequence_length": 16, "data.global_batch_size": 4}
-    more = {"eval.every": 0, "eval.batches": 1, "train.log_every": 1, "checkpoint.every": 0}
-    with jaxtp.Trainer(task, mesh=mesh, folder=tmp_path / "run", steps=2, settings=data | more | settings) as trainer:
-        for step in trainer:
-            assert np.isfinite(step.metrics["loss"])
-    return records(tmp_path / "run", "param_norm")
+def trainer_of(folder, task, **settings):
+    """Returns a trainer of one step."""
+    (folder / "text.txt").write_text(TEXT)
+    data = {"data.path": folder / "text.txt", "data.sequence_length": 16, "data.global_batch_size": 4}
+    more = {"mesh": "tp=2", "eval.every": 0, "eval.batches": 1, "checkpoint.every": 0, "train.steps": 1}
+    return jaxtp.Trainer(task, settings=data | more | {"run.dir": folder / "run"} | settings)
 
 
 @pytest.mark.wide
-def test_python_takes_its_settings_and_files_name_them(tmp_path, example):
-    """The settings, the function, and a function without a name train the same model by jaxtp's loss."""
-    config = example.GatedConfig(**SIZES, second_weight=0.5)
-    build = lambda rngs: jaxtp.Decoder(config, rngs=rngs)
-    found = []
-    for index, model in enumerate((config, build)):
-        (tmp_path / str(index)).mkdir()
-        found.append(trained(tmp_path / str(index), jaxtp.Task(model=model)))
-    assert found[0] == found[1]
-    written = yaml.safe_load((tmp_path / "0/run/config.yaml").read_text())["model"]
+def test_a_run_of_settings_records_them_and_is_loaded_by_their_class(tmp_path):
+    with trainer_of(tmp_path, jaxtp.Task(model=example.GatedConfig(**SIZES, second_weight=0.5))) as trainer:
+        assert trainer.run_to_end()
+    written = yaml.safe_load((tmp_path / "run/config.yaml").read_text())["model"]
     assert written["build"] == f"{FILE}:GatedConfig"
-    assert written["arguments"] == {name: SIZES[name] for name in SIZES if name != "vocab_size"} | {
-        "second_weight": 0.5
-    }
-    assert jaxtp.load_run(tmp_path / "0/run", build=example.GatedConfig).config.second_weight == 0.5
+    arguments = {name: size for name, size in SIZES.items() if name != "vocab_size"}
+    assert written["arguments"] == arguments | {"second_weight": 0.5}
+    assert jaxtp.load_run(tmp_path / "run", build=example.GatedConfig).config.second_weight == 0.5
 
 
-def test_a_whole_configuration_takes_its_settings(example):
+def test_a_whole_configuration_takes_its_settings():
     config = with_references(TrainConfig(model=example.GatedConfig(**SIZES)), jaxtp.Task())
     assert config.model.build == f"{FILE}:GatedConfig"
     assert load_task(config).model is None, "the settings are there already"
@@ -237,7 +252,7 @@ def test_the_weights_are_those_of_the_function():
     """Also where it changes them after the class has made them."""
 
     def build(rngs):
-        model = Probed(jaxtp.ModelConfig(**SIZES), rngs=rngs)
+        model = Probed(CONFIG, rngs=rngs)
         model.probe.bias[...] = jnp.full(3, 7.0)
         return model
 
@@ -265,45 +280,37 @@ class Late(jaxtp.Decoder):
 
 
 def late(rngs):
-    return Late(jaxtp.ModelConfig(**SIZES), 3, rngs=rngs)
+    return Late(CONFIG, 3, rngs=rngs)
 
 
 def with_more(rngs):
-    model = jaxtp.Decoder(jaxtp.ModelConfig(**SIZES), rngs=rngs)
+    model = jaxtp.Decoder(CONFIG, rngs=rngs)
     model.second = nnx.Linear(16, 2, rngs=rngs)
     return model
 
 
-def adapted(rngs):
-    return jaxtp.Decoder(jaxtp.ModelConfig(**SIZES, lora=jaxtp.LoraConfig(rank=2)), rngs=rngs)
-
-
-def plain(rngs):
-    return jaxtp.Decoder(jaxtp.ModelConfig(**SIZES), rngs=rngs)
+def plain(rngs, **changes):
+    return jaxtp.Decoder(dataclasses.replace(CONFIG, **changes), rngs=rngs)
 
 
 CONTRACT = "its __init__ should make all of it from its config"
+adapted = functools.partial(plain, lora=jaxtp.LoraConfig(rank=2))
 REFUSED = {
     "other arguments": (late, {}, rf"Late\(config, rngs=rngs\) fails: .*'width'.*{CONTRACT}"),
     "made later": (with_more, {}, rf"Decoder\(config, rngs=rngs\) differ in second.bias, second.kernel.*{CONTRACT}"),
     "adapters": (adapted, {}, r"takes weights by --run.init-from, and has no adapters"),
     "settings": (plain, {"model.d_model": 32}, r"model.d_model=32: the model is your own"),
     "precision": (plain, {"model.precision.compute": "bfloat16"}, r"compute=bfloat16: the model is your own"),
+    "a mesh": (functools.partial(plain, d_model=15), {"mesh": "fsdp=2"}, r"d_model=15 is not divisible by mesh.fsdp"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_anything_is_made(name, tmp_path):
+def test_a_decoder_of_ones_own_is_refused_before_anything_is_made(name, tmp_path):
     build, settings, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
-        trained(tmp_path, jaxtp.Task(model=build), **settings)
+        trainer_of(tmp_path, jaxtp.Task(model=build), **settings).__enter__()
     assert not (tmp_path / "run").exists()
-
-
-def test_a_mesh_that_does_not_fit_is_refused_with_its_sizes(tmp_path):
-    build = lambda rngs: jaxtp.Decoder(jaxtp.ModelConfig(**SIZES | {"d_model": 15}), rngs=rngs)
-    with pytest.raises(ConfigError, match=r"model.d_model=15 is not divisible by mesh.fsdp"):
-        trained(tmp_path, jaxtp.Task(model=build), mesh="fsdp=2")
 
 
 class Rescaled(jaxtp.Decoder):
@@ -312,76 +319,108 @@ class Rescaled(jaxtp.Decoder):
 
 
 def test_generation_refuses_what_it_would_not_call():
-    model = Rescaled(jaxtp.ModelConfig(**SIZES), rngs=nnx.Rngs(0))
+    model = Rescaled(CONFIG, rngs=nnx.Rngs(0))
     with pytest.raises(GenerationError, match="Rescaled has its own embed, which decoding would not call"):
         jaxtp.Generator(model, jaxtp.open_tokenizer)
 
 
-class Other(nnx.Module):
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(2, 2, rngs=rngs)
+WORDS = {
+    "mine.py:Net": "mine.py:Net",
+    "my file.py:Net": "'my file.py:Net'",
+    "__main__:Net": "FILE.py:Net",
+    "<lambda>": "FILE.py:NAME",
+}
 
 
-@pytest.mark.parametrize(
-    ("build", "word"),
-    [
-        ("mine.py:Net", "mine.py:Net"),
-        ("my file.py:Net", "'my file.py:Net'"),
-        ("__main__:Net", "FILE.py:Net"),
-        ("<lambda>", "FILE.py:NAME"),
-    ],
-)
-def test_a_refusal_of_code_names_flags_that_can_work(build, word):
+def test_a_refusal_of_code_names_flags_that_can_work():
     """And the arguments that the run's folder would give to the code."""
-    model = {"build": build, "arguments": {"command": "touch PWNED"}}
-    info = {"config": {"model": model, "train": {"loss": "mine.py:loss"}, "data": None}}
-    command = remedy_of_command(Path("run"), info, has_build=True)
-    assert f"takes only a jaxtp.Decoder. If it is one, and you trust that code, give --build {word}; in" in command
-    train = remedy_of_train(info)
-    assert train.endswith(f"name it: --model.build {word} --train.loss mine.py:loss")
-    with pytest.raises(CheckpointError, match=r"with the arguments \{'command': 'touch PWNED'\}, and jaxtp runs no"):
-        own_or_decoder(Path("run"), info, remedy=train)
+    for build, word in WORDS.items():
+        model = {"build": build, "arguments": {"command": "touch PWNED"}}
+        info = {"config": {"model": model, "train": {"loss": "mine.py:loss"}, "data": None}}
+        remedy = remedy_of_command(Path("run"), info, has_build=True)
+        assert f"you trust that code, give --build {word}; in" in remedy
+        remedy = remedy_of_train(info)
+        assert remedy.endswith(f"name it: --model.build {word} --train.loss mine.py:loss")
+        with pytest.raises(
+            CheckpointError, match=r"with the arguments \{'command': 'touch PWNED'\}, and jaxtp runs no"
+        ):
+            own_or_decoder(Path("run"), info, remedy=remedy)
 
 
-def test_a_model_that_is_no_decoder_has_none_of_its_commands(tmp_path, capsys):
+class Bigram(nnx.Module):
+    """A model of another class: scores of the next byte by the byte before."""
+
+    def __init__(self, rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (256, 256)), out_sharding=(None, None))
+
+
+def loss_of_bigram(model, batch, key):
+    labels = batch["labels"]
+    scores = model.table[...][batch["inputs"]]
+    losses = optax.softmax_cross_entropy_with_integer_labels(scores, jnp.maximum(labels, 0))
+    return jnp.sum(losses, where=labels >= 0), jnp.sum(labels >= 0).astype(jnp.float32)
+
+
+BIGRAM = jaxtp.Task(model=Bigram, loss=loss_of_bigram)
+
+
+def test_a_model_that_is_no_decoder_is_trained_on_tokens_and_has_no_commands(tmp_path, capsys):
     """They say what returns it instead."""
-
-    def loss(model, batch, key):
-        return model.linear(batch["x"]).sum(), batch["x"].size
-
-    rows = lambda step: {"x": np.ones((4, 2), np.float32)}
+    with trainer_of(tmp_path, BIGRAM, mesh="fsdp=2") as trainer:
+        assert trainer.run_to_end()
     run = tmp_path / "run"
-    with jaxtp.Trainer(jaxtp.Task(model=Other, loss=loss, batches=rows), folder=run, steps=1) as trainer:
-        trainer.run_to_end()
-    with pytest.raises(CheckpointError, match=r"name it: jaxtp\.load_run\('.*', build='.*:Other'\)$"):
+    out = capsys.readouterr().out
+    assert f"saved in {run / 'checkpoints/1'}; next, in Python:" in out
+    assert out.splitlines()[-1].strip() == f"model = jaxtp.load_run('{run}', build='{__name__}:Bigram')"
+    assert "65,536 parameters" in out
+    assert "layers" not in out
+    assert "attention" not in out
+    assert jaxtp.load_run(run, build=Bigram).table.shape == (256, 256)
+    with pytest.raises(CheckpointError, match=rf"name it: jaxtp\.load_run\('{run}.*', build='.*:Bigram'\)$"):
         jaxtp.load_run(run)
-    assert convert(["export", str(run), str(tmp_path / "hf")]) == 2
-    error = capsys.readouterr().err
-    assert "this command takes only jaxtp's own decoder. In Python, jaxtp.load_run(" in error
-    assert "--build" not in error
-    assert main(["--run.init-from", str(run), "--run.dir", str(tmp_path / "next")]) == 2
-    named = r"--model\.build \S+:Other --train\.loss \S+ --data\.batches \S+$"
-    assert re.search(rf"if you trust that code, name it: {named}", capsys.readouterr().err.strip())
-    source = ["--model", str(run), "--build", f"{__file__}:Other"]
-    for command in (generate, evaluate):
-        assert command([*source, *(["--prompt", "a"] if command is generate else ["--text", __file__])]) == 2
-        assert re.search(
-            r"is no jaxtp\.Decoder, .*; in Python, jaxtp\.load_run\('.*checkpoints/1', build='.*:Other'\) returns it",
-            capsys.readouterr().err,
-        )
-    assert jaxtp.load_run(run, build=Other).linear.kernel.shape == (2, 2)
+    source = [f"--model={run}", "--build", f"{__file__}:Bigram"]
+    here = rf"in Python, jaxtp\.load_run\('{run}.*', build='.*:Bigram'\)"
+    refusals = [
+        (
+            convert,
+            ["export", str(run), str(tmp_path / "hf")],
+            "takes only jaxtp's own decoder. In Python, jaxtp.load_run",
+        ),
+        (main, [f"--run.init-from={run}"], r"name it: --model\.build \S+:Bigram --train\.loss \S+:loss_of_bigram$"),
+        (generate, [*source, "--prompt", "a"], rf"is no jaxtp\.Decoder, .*; {here} returns it"),
+        (evaluate, [*source, "--text", __file__], rf"is no jaxtp\.Decoder, .*; {here} returns it"),
+    ]
+    for tool, flags, message in refusals:
+        assert tool(flags) == 2
+        error = capsys.readouterr().err
+        assert re.search(message, error.strip()), error
+
+
+WITHOUT_EFFECT = {
+    "data.global_batch_size": (7, "data.global_batch_size=7 is not divisible"),
+    "data.mixture": ({"other": 1.0}, "data.mixture exclude each other"),
+    "model.d_model": (64, "model.d_model=64: the model is your own"),
+    "train.z_loss": (1e-4, "train.z_loss=0.0001: the loss is your own"),
+    "model.build": ("mine.py:build", "model.build is set, and the task has a model too"),
+}
+
+
+def test_settings_without_effect_on_a_model_of_ones_own_are_refused(tmp_path):
+    for setting, (value, message) in WITHOUT_EFFECT.items():
+        trainer = trainer_of(tmp_path, BIGRAM, **{"mesh": "fsdp=2", setting: value})
+        with pytest.raises(ConfigError) as error:
+            trainer.__enter__()
+        assert message in str(error.value), setting
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(
-    "case", [Case(mesh_shape(tp=2), True), Case(mesh_shape(fsdp=2, cp=2), False, "gather")], ids=str
-)
-def test_the_check_and_the_budget_take_it(case, example):
+def test_the_check_and_the_budget_take_it():
     """The check makes it with other sizes, and its own layers send what their trace does."""
     model = decoder_settings(example.build, jaxtp.ModelConfig(build="mine.py:build", arguments=SIZES))
     data = DataConfig(sequence_length=16, global_batch_size=16)
-    small = shrink(TrainConfig(model=dataclasses.replace(model, d_model=64), data=data), [case])
-    (verdict,) = verdicts(small, [case])
-    assert verdict.passed, (verdict.errors, verdict.problems)
+    cases = [Case(mesh_shape(tp=2), True), Case(mesh_shape(fsdp=2, cp=2), False, "gather")]
+    small = shrink(TrainConfig(model=dataclasses.replace(model, d_model=64), data=data), cases)
+    for verdict in verdicts(small, cases):
+        assert verdict.passed, (verdict.errors, verdict.problems)
     assert "model.second.kernel" in initial_arrays(small)
     assert not has_formulas(described(model).blocks.attention)

@@ -1,0 +1,150 @@
+"""`jaxtp.load_run` of a user's model: on other meshes and on none, and what it refuses."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_net
+from flax import nnx
+from small_net import PLAN, Net, Normalised, batches, losses_of, trainer_of
+
+import jaxtp
+from jaxtp.config.entry import UserError
+from jaxtp.models.own_decoder import call_of_load
+
+
+class WithFeatures(Normalised):
+    """Has random features that are plain arrays, and no variables."""
+
+    def __init__(self, width=32, *, rngs):
+        super().__init__(rngs=rngs)
+        self.features = jax.random.normal(rngs.params(), (width, 10))
+
+    def __call__(self, x):
+        return super().__call__(x) @ self.features.T
+
+
+def in_build(rngs):
+    return jaxtp.parallelize(WithFeatures(rngs=rngs), PLAN)
+
+
+def resized(rngs):
+    """Returns the model with narrower layers."""
+    model = WithFeatures(rngs=rngs)
+    model.up = nnx.Linear(16, 8, rngs=rngs)
+    model.down = nnx.Linear(8, 10, rngs=rngs)
+    return model
+
+
+def narrow(rngs):
+    return nnx.Dict(up=nnx.Linear(16, 8, rngs=rngs))
+
+
+def narrow_and_new(rngs):
+    return nnx.Dict(up=nnx.Linear(16, 8, rngs=rngs), new=nnx.Param(jnp.ones(2)))
+
+
+@nnx.jit
+def outputs_of(model, x):
+    return model(x)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Returns the folder of a run over two devices, and outputs of its model."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    with trainer_of(folder, "tp=2", 1, {"run.seed": 5}, model=WithFeatures, plan=PLAN) as trainer:
+        assert trainer.run_to_end()
+        model = trainer.model
+        model.eval()
+        return folder, np.asarray(outputs_of(model, batches(7)["x"]))
+
+
+BY_NAME = {"build": f"{__file__}:WithFeatures"}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "given"),
+    [
+        (None, BY_NAME),
+        ({"tp": 4}, {"build": WithFeatures, "plan": f"{small_net.FILE}:PLAN"}),
+        pytest.param({"dp": 2, "fsdp": 2}, {"build": WithFeatures}, marks=pytest.mark.wide),
+        pytest.param({"tp": 2}, {"build": in_build}, marks=pytest.mark.wide),
+        pytest.param(None, {"build": in_build, "plan": PLAN}, marks=pytest.mark.wide),
+    ],
+    ids=["no mesh", "tp 4", "dp 2 x fsdp 2", "tp 2", "a plan without a mesh"],
+)
+def test_a_trained_model_is_loaded_on_another_mesh_and_on_none(trained, mesh, given):
+    """With its statistics and its plain arrays, which no checkpoint has."""
+    folder, expected = trained
+    with nullcontext() if mesh is None else jax.set_mesh(jaxtp.make_mesh(**mesh)):
+        model = jaxtp.load_run(folder, **given)
+        model.eval()
+        np.testing.assert_allclose(outputs_of(model, batches(7)["x"]), expected, rtol=1e-5, atol=1e-5)
+        if "plan" in given and mesh is not None:
+            assert model.up.kernel.sharding.spec[1] == "tp"
+
+
+def test_a_model_that_is_loaded_without_a_mesh_is_plain_flax(trained):
+    model = jaxtp.load_run(trained[0], build=WithFeatures)
+    assert type(model.up) is nnx.Linear
+    optimizer = nnx.Optimizer(model, small_net.optimizer, wrt=nnx.Param)
+
+    @nnx.jit
+    def update(model, optimizer):
+        optimizer.update(model, nnx.grad(lambda model: losses_of(model, batches(0)).sum())(model))
+
+    update(model, optimizer)
+
+
+MISTAKES = {
+    "no build": ({}, r"no code that a folder names; .* jaxtp\.load_run\('.*', build='.*:WithFeatures'\)$"),
+    "fewer variables": ({"build": Net}, "WithFeatures, .* the model has no norm.bias; .*no norm.var"),
+    "other layers": ({"build": narrow}, "no down.bias; .*; the model has no norm.mean; and 4 more$"),
+    "new layers": ({"build": narrow_and_new}, "no down.bias; .*no down.kernel; the checkpoint has no new"),
+    "another size": (
+        {"build": resized},
+        r"down.kernel is \(32, 10\) in the checkpoint, and \(8, 10\) in the model; "
+        r"up.bias is \(32,\) in the checkpoint, and \(8,\) in the model; up.kernel is ",
+    ),
+    "no file": ({"build": "nowhere.py:Net"}, "build nowhere.py: no such file"),
+    "no function": ({"build": 3}, "build is 3, and should be a function, a class, settings, or FILE.py:NAME"),
+    "arguments": ({"build": lambda width: None}, "missing a required argument: 'width'"),
+    "a pattern": ({"build": WithFeatures, "plan": {"sideways": jaxtp.Colwise()}}, "'sideways' matches no module"),
+    "no plan": ({"build": WithFeatures, "plan": f"{small_net.FILE}:ROWS"}, "plan is 32"),
+    "a base": ({"build": WithFeatures, "base": "base"}, "base names the base model of a decoder's adapters"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_model_that_cannot_be_loaded_is_one_error(trained, name):
+    given, message = MISTAKES[name]
+    with pytest.raises(UserError, match=message):
+        jaxtp.load_run(trained[0], **given)
+
+
+def test_over_cp_a_model_is_loaded_only_with_a_plan(trained):
+    with jax.set_mesh(jaxtp.make_mesh(cp=2)), pytest.raises(UserError, match="no plan names their module"):
+        jaxtp.load_run(trained[0], build=WithFeatures)
+
+
+def test_a_plain_array_that_differs_from_the_trained_one_is_reported(trained):
+    """No checkpoint has it, only its seed and its sums."""
+    with pytest.warns(UserWarning, match="the values of model.features, an attribute and no variable"):
+        model = jaxtp.load_run(trained[0], build=lambda rngs: WithFeatures(8, rngs=rngs))
+    assert model.features.shape == (8, 10)
+
+
+def test_a_message_has_the_call_that_loads_a_run():
+    given = {
+        "mine.py:Net": "'mine.py:Net'",
+        "package.module:Net": "'package.module:Net'",
+        "__main__:Net": "Net",
+        "<lambda>": "...",
+        "<Net.<locals>.<lambda>>": "...",
+    }
+    calls = {build: call_of_load(Path("runs/a"), build) for build in given}
+    assert calls == {build: f"jaxtp.load_run('runs/a', build={word})" for build, word in given.items()}
