@@ -142,9 +142,10 @@ def test_memory_is_linear_in_the_tokens():
         shapes = jax.eval_shape(lambda: draw(length, widths=(16, 16), dtype="float32"))
         return found.lower(*shapes).compile()
 
-    small, large = (compiled(n).memory_analysis().temp_size_in_bytes for n in (256, 512))
+    programs = [compiled(length) for length in (256, 512)]
+    small, large = (program.memory_analysis().temp_size_in_bytes for program in programs)
     assert large < 2.2 * small
-    assert large < 4 * 512**2 * 8, "of scores for all pairs of tokens, in two rows with four heads"
+    assert "512,512" not in programs[1].as_text()
 
 
 def test_the_backward_pass_saves_the_arguments_states_and_new_values():

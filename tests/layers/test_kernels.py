@@ -308,7 +308,7 @@ def test_sixteen_bits_are_as_exact_as_xla(dtype):
             assert array.dtype == dtype
             usual = relative_error(found["xla"][what], expected[what])
             # The softmax's mean is of a result in 16 bits.
-            assert relative_error(array, expected[what]) < 2 * usual, (name, what)
+            assert relative_error(array, expected[what]) < 2.5 * usual, (name, what)
 
 
 def test_blockwise_holds_blocks_of_scores_and_no_more():

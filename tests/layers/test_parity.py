@@ -301,7 +301,7 @@ KEY_BIASES = [
 @pytest.mark.wide
 def test_a_key_bias_has_a_gradient_where_it_matters():
     """Without RoPE it adds the same to all scores of a query, unless the key's norm, cap or value depends on it."""
-    x = RANDOM.standard_normal((1, 5, D)).astype("f4")
+    x = RANDOM.standard_normal((B, 5, D)).astype("f4")
 
     def layer(settings):
         config = jaxtp.AttentionConfig(**HEADS | {"rope_theta": 2.0} | settings, attention_bias=True)
