@@ -23,7 +23,7 @@ def gated_delta(x, segments, w, config, eps, scale=0):
     values = (*v.shape[:2], -1, config.delta_value_dim)
     kept = jnp.exp(-jnp.exp(w["decay_log"]) * jnp.log1p(jnp.exp(decay + w["dt_bias"])))
     begins = np.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    y = read(q / config.delta_key_dim**0.5, k, v.reshape(values), kept, 1 / (1 + jnp.exp(-write)), begins)
+    y, _ = read(q / config.delta_key_dim**0.5, k, v.reshape(values), kept, 1 / (1 + jnp.exp(-write)), begins)
     y = reference.rms_norm(y, w["norm_scale"], eps) * silu(gate.reshape(values))
     return y.reshape(gate.shape) @ effective(w, "out", scale)
 
@@ -42,8 +42,11 @@ def convolved(x, segments, taps):
     return silu(jnp.einsum("bits,ic,bsc->btc", reads, taps, x))
 
 
-def read(q, k, v, kept, strength, begins):
-    """The rule: q and k `[B, T, H, K]`, v `[B, T, H, V]`, kept and strength `[B, T, H]`, begins `[B, T]`."""
+def read(q, k, v, kept, strength, begins, state=None):
+    """Returns what each token reads, and the last state.
+
+    q and k `[B, T, H, K]`, v `[B, T, H, V]`, kept and strength `[B, T, H]`, begins `[B, T]`, state `[B, H, K, V]`.
+    """
 
     def step(state, token):
         q, k, v, kept, strength, begins = token
@@ -52,6 +55,8 @@ def read(q, k, v, kept, strength, begins):
         state = state + strength[..., None, None] * k[..., None] * wrong[:, :, None]
         return state, jnp.einsum("bhk,bhkv->bhv", q, state)
 
-    state = jnp.zeros((q.shape[0], *q.shape[2:], v.shape[3]), q.dtype)
+    if state is None:
+        state = jnp.zeros((q.shape[0], *q.shape[2:], v.shape[3]), q.dtype)
     tokens = tuple(jnp.swapaxes(jnp.asarray(each), 0, 1) for each in (q, k, v, kept, strength, begins))
-    return jnp.swapaxes(jax.lax.scan(step, state, tokens)[1], 0, 1)
+    final, y = jax.lax.scan(step, state, tokens)
+    return jnp.swapaxes(y, 0, 1), final

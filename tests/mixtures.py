@@ -31,6 +31,11 @@ def choose(scores, k):
     return np.argsort(-np.asarray(scores), axis=1, kind="stable")[:, :k]
 
 
+def one_of(chosen, number):
+    """Returns whether each of `number` is among a token's chosen: `[N, k] -> [N, number]`."""
+    return (chosen[:, :, None] == np.arange(number)).any(axis=1)
+
+
 def scores_of(logits, config):
     """Returns the scores, and their shares of the sum."""
     if config.router_scores == "sigmoid":
@@ -42,16 +47,11 @@ def scores_of(logits, config):
 
 def in_groups(scores, config):
     """Returns NumPy scores `[N, E]`, -inf outside of each token's groups, and the scores of the groups `[N, G]`."""
-    limited = np.full_like(scores, -np.inf)
-    of_groups = np.zeros((len(scores), config.expert_groups))
-    size = config.num_experts // config.expert_groups
-    for token, row in enumerate(scores):
-        for group in range(config.expert_groups):
-            best = sorted(row[group * size : (group + 1) * size])[::-1]
-            of_groups[token, group] = best[0] if config.group_score == "max" else sum(best[:2])
-        for group in choose(of_groups[token : token + 1], config.groups_per_token)[0]:
-            limited[token, group * size : (group + 1) * size] = row[group * size : (group + 1) * size]
-    return limited, of_groups
+    grouped = scores.reshape(len(scores), config.expert_groups, -1)
+    highest = -np.sort(-grouped, axis=2)
+    of_groups = highest[:, :, 0] if config.group_score == "max" else highest[:, :, :2].sum(axis=2)
+    inside = one_of(choose(of_groups, config.groups_per_token), config.expert_groups)
+    return np.where(inside[:, :, None], grouped, -np.inf).reshape(scores.shape), of_groups
 
 
 def is_near_tie(scores, k):
@@ -62,48 +62,55 @@ def is_near_tie(scores, k):
     return ((gap > 1e-9) & (gap < NOT_TIED)).any()
 
 
-def activated(products, config):
-    first, *others = products
+def activated(gate, up, config):
     if config.swiglu_limit is not None:
-        first, others = (
-            jnp.minimum(first, config.swiglu_limit),
-            [jnp.clip(others[0], -config.swiglu_limit, config.swiglu_limit) + 1],
-        )
+        gate = jnp.minimum(gate, config.swiglu_limit)
+        up = jnp.clip(up, -config.swiglu_limit, config.swiglu_limit) + 1
+    if config.activation == "relu2":
+        return jnp.maximum(gate, 0) ** 2 * up
     slope = 1.702 if config.activation == "quick_gelu" else 1.0
-    first = jnp.maximum(first, 0) ** 2 if config.activation == "relu2" else first / (1 + jnp.exp(-slope * first))
-    return first * others[0] if config.mlp == "gated" else first
+    return gate / (1 + jnp.exp(-slope * gate)) * up
 
 
-def projected(x, weights, kernel, bias, lora, expert=...):
-    """Returns a projection with its bias and its adapter, if it has them."""
-    y = x @ weights[kernel][expert]
+def projected(x, weights, kernel, bias, lora):
+    """Returns a projection with its bias and its adapter, if it has them; of all experts, if the kernel has them."""
+    y = x @ weights[kernel]
     if f"{lora}.a" in weights:
-        y += LORA.scale * (x @ weights[f"{lora}.a"][expert] @ weights[f"{lora}.b"][expert])
-    return y + weights[bias][expert] if bias in weights else y
+        y += LORA.scale * (x @ weights[f"{lora}.a"] @ weights[f"{lora}.b"])
+    return y + weights[bias][..., None, :] if bias in weights else y
+
+
+def mlp(x, weights, config, gate, up, down):
+    """Returns an MLP, from its kernel's, bias' and adapter's names of each projection."""
+    if config.mlp == "gated":
+        hidden = activated(projected(x, weights, *gate), projected(x, weights, *up), config)
+    else:
+        hidden = activated(projected(x, weights, *up), 1, config)
+    return projected(hidden, weights, *down)
+
+
+def shared_experts(x, weights, config):
+    names = ("shared.{}.kernels.{}", "shared.{}.biases.{}", "shared.{}.loras.{}")
+    of = lambda layer, i: [name.format(layer, i) for name in names]
+    gate, up = (of("gate_up", 0), of("gate_up", 1)) if config.mlp == "gated" else (None, of("up", 0))
+    y = mlp(x, weights, config, gate, up, ("shared.down.kernel", "shared.down.bias", "shared.down.loras.0"))
+    return y / (1 + jnp.exp(-x @ weights["shared_gate"])) if config.shared_experts_gate else y
 
 
 def mixture(weights, x, counts, config, experts):
     """Returns outputs for tokens `x [N, D]`, and per-token terms of the sums; `counts` is False for padding."""
     logits = x @ weights["router"] + weights.get("router_bias", 0)
-    normaliser = jnp.log(jnp.sum(jnp.exp(logits), axis=1))
+    normaliser = jax.nn.logsumexp(logits, axis=1)
     scores, of_all = scores_of(logits, config)
-    chosen = (np.asarray(experts)[:, :, None] == np.arange(config.num_experts)).any(axis=1) & counts[:, None]
+    chosen = one_of(experts, config.num_experts) & counts[:, None]
     shares = jnp.where(chosen, scores, 0.0)
     if config.normalize_experts:
         divisor = jnp.maximum(jnp.sum(shares, axis=1), config.normalize_floor)
         shares = shares / jnp.where(counts, divisor, 1.0)[:, None]
-    y = jnp.zeros_like(x)
-    for e in range(config.num_experts):
-        one = lambda x, name, e=e: projected(x, weights, name, f"{name}_bias", f"{name}_lora", e)
-        products = [one(x, name) for name in ("gate", "up") if name in weights]
-        y += config.experts_scale * shares[:, e : e + 1] * one(activated(products, config), "down")
+    names = [(name, f"{name}_bias", f"{name}_lora") for name in ("gate", "up", "down")]
+    y = config.experts_scale * jnp.einsum("ne,end->nd", shares, mlp(x, weights, config, *names))
     if config.shared_experts:
-        names = ("shared.gate_up.{}.0", "shared.gate_up.{}.1", "shared.up.{}.0")
-        parts = ("kernels", "biases", "loras")
-        products = [projected(x, weights, *map(n.format, parts)) for n in names if n.format("kernels") in weights]
-        gate = 1 / (1 + jnp.exp(-x @ weights["shared_gate"])) if config.shared_experts_gate else 1.0
-        down = ("shared.down.kernel", "shared.down.bias", "shared.down.loras.0")
-        y += gate * projected(activated(products, config), weights, *down)
+        y += shared_experts(x, weights, config)
     sums = {
         "times_chosen": jnp.asarray(chosen, x.dtype),
         "scores": jnp.where(counts[:, None], of_all, 0.0),
@@ -117,33 +124,36 @@ def mixture(weights, x, counts, config, experts):
 def probe(y, sums):
     """Returns a scalar that depends on all outputs and sums, each with its own weight."""
     random = np.random.default_rng(7)
-    total = jnp.sum(y * random.standard_normal(y.shape).astype(np.float32))
-    for name in ("scores", "squared_normaliser"):
-        total += jnp.sum(sums[name] * random.standard_normal(sums[name].shape).astype(np.float32))
-    return total
+    outputs = (y, sums["scores"], sums["squared_normaliser"])
+    return sum(jnp.sum(x * random.standard_normal(x.shape).astype(np.float32)) for x in outputs)
+
+
+@cache
+def reference_program(config, shape):
+    """Returns the mixture with its gradients; weights, inputs and chosen experts are arguments."""
+
+    def scalar(weights, x, counts, experts):
+        y, sums = mixture(weights, x.reshape(-1, shape[-1]), counts.reshape(-1), config, experts)
+        sums = {name: array.reshape(*shape[:2], *array.shape[1:]).sum(axis=1) for name, array in sums.items()}
+        y = y.reshape(shape)
+        return probe(y, sums), {"output": y, **sums}
+
+    return jax.jit(jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True))
 
 
 def expected(weights, x, counts, config):
-    """Returns the results of a float64 loop over experts."""
+    """Returns the results of all experts for all tokens in float64, weighted by what the router chose."""
     with jax.enable_x64(True):
-        weights = {name: jnp.asarray(np.asarray(array), jnp.float64) for name, array in weights.items()}
-        flat, counts = jnp.asarray(np.asarray(x), jnp.float64).reshape(-1, D), np.asarray(counts).reshape(-1)
-        scores, _ = scores_of(flat @ weights["router"] + weights.get("router_bias", 0), config)
-        preferred = np.asarray(scores) + np.asarray(weights.get("selection_bias", 0.0))
+        weights = {name: np.asarray(array, np.float64) for name, array in weights.items()}
+        x = np.asarray(x, np.float64)
+        logits = x.reshape(-1, D) @ weights["router"] + weights.get("router_bias", 0)
+        preferred = np.asarray(scores_of(logits, config)[0]) + weights.pop("selection_bias", 0.0)
         limited, of_groups = in_groups(preferred, config)
-        experts = choose(limited, config.experts_per_token)
         unclear = is_near_tie(preferred, config.experts_per_token) or is_near_tie(of_groups, config.groups_per_token)
         assert not unclear, "rounding may choose another expert; take another seed"
-
-        def run(weights, flat):
-            y, sums = mixture(weights, flat, counts, config, experts)
-            sums = {name: array.reshape(*x.shape[:2], *array.shape[1:]).sum(axis=1) for name, array in sums.items()}
-            return probe(y.reshape(x.shape), sums), (y, sums)
-
-        trained = {name: array for name, array in weights.items() if name != "selection_bias"}
-        (_, (y, sums)), (grads, grad_x) = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(trained, flat)
-        parts = {"output": y.reshape(x.shape), "input": grad_x.reshape(x.shape), **sums, **grads}
-        return {name: np.asarray(array) for name, array in parts.items()}
+        experts = choose(limited, config.experts_per_token)
+        (_, parts), (grads, grad_x) = reference_program(config, x.shape)(weights, x, np.asarray(counts), experts)
+        return {name: np.asarray(array) for name, array in {**parts, "input": grad_x, **grads}.items()}
 
 
 # The layer.
@@ -165,18 +175,21 @@ def program(config, mesh, sequence_parallel, packed, lora=LoraConfig()):
         def scalar(params, x):
             y, routing = nnx.merge(graph, params, rest)(x, Sequences(segments=segments if packed else None))
             sums = {name: getattr(routing, name).sum(axis=1) for name in ROUTING}
-            return probe(y, sums), (y, sums)
+            return probe(y, sums), {"output": y, **sums}
 
         return jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True)(params, x)
 
     def layer(weights, x, segments):
         graph, state = state_on_mesh(make, weights, on)
         with jax.set_mesh(on):
-            x, segments = (jax.device_put(a, jax.NamedSharding(on, batch_spec(None))) for a in (x, segments))
-            (_, (y, sums)), (grads, grad_x) = run(graph, state, x, segments)
-            return {"output": y, "input": grad_x, **sums, **by_name(grads, on)}
+            (_, parts), (grads, grad_x) = run(graph, state, *on_devices(on, x, segments))
+            return {**parts, "input": grad_x, **by_name(grads, on)}
 
     return layer
+
+
+def on_devices(mesh, *arrays):
+    return [jax.device_put(array, jax.NamedSharding(mesh, batch_spec(None))) for array in arrays]
 
 
 # Balance.
@@ -194,20 +207,18 @@ def balance_of(router, layers, counts, labels, chosen, config):
 
 def expected_balance(weights, layers, counts, labels, config):
     """Returns the losses, and gradients of their weighted sum, in float64."""
-    k, counts = config.experts_per_token, np.asarray(counts)
+    counts = np.asarray(counts)
+    router, layers = (np.asarray(array, np.float64) for array in (weights["router"], layers))
+    experts = choose((layers @ router).reshape(-1, config.num_experts), config.experts_per_token)
+    chosen = one_of(experts, config.num_experts).reshape(*layers.shape[:3], -1) & counts[:, :, None]
+
+    def run(router, layers):
+        loss, squared = balance_of(router, layers, counts, labels, chosen, config)
+        return loss + 0.3 * squared, {"balance_loss": loss, "router_z_loss": squared}
+
     with jax.enable_x64(True):
-        router, layers = (jnp.asarray(np.asarray(a), jnp.float64) for a in (weights["router"], layers))
-        experts = choose(np.asarray(layers @ router).reshape(-1, config.num_experts), k)
-        chosen = (experts[:, :, None] == np.arange(config.num_experts)).any(axis=1)
-        chosen = chosen.reshape(*layers.shape[:3], -1) & counts[:, :, None]
-
-        def run(router, layers):
-            loss, squared = balance_of(router, layers, counts, labels, chosen, config)
-            return loss + 0.3 * squared, (loss, squared)
-
-        (_, sums), grads = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(router, layers)
-        names = ("balance_loss", "router_z_loss", "router", "input")
-        return {name: np.asarray(array) for name, array in zip(names, (*sums, *grads), strict=True)}
+        (_, losses), grads = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(router, layers)
+    return {**losses, **dict(zip(("router", "input"), grads, strict=True))}
 
 
 def balance_program(config, mesh, sequence_parallel=None):
@@ -231,11 +242,11 @@ def balance_program(config, mesh, sequence_parallel=None):
     def balanced(weights, layers, segments, labels):
         graph, state = state_on_mesh(make, weights, on)
         with jax.set_mesh(on):
-            segments, labels = (jax.device_put(a, jax.NamedSharding(on, batch_spec(None))) for a in (segments, labels))
-            (_, found), (grads, grad_x) = run(graph, state, jnp.asarray(layers), segments, labels)
+            segments, labels = on_devices(on, segments, labels)
+            (_, found), (grads, grad_x) = run(graph, state, np.asarray(layers), segments, labels)
+            assert float(found.dropped) == 0
             losses = {"balance_loss": found.balance_loss, "router_z_loss": found.router_z_loss}
             result = {**losses, "router": by_name(grads, on)["router"], "input": grad_x}
-            assert float(found.dropped) == 0
             return {name: np.asarray(a) for name, a in result.items()}, np.asarray(found.times_chosen[0])
 
     return balanced

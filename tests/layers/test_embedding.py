@@ -36,16 +36,13 @@ def over_fsdp(vocab_size, precision=LOW):
     return {(c.kind, c.dtype, c.shape): times for c, times in found.items() if c.axes == ("fsdp",)}
 
 
-def test_activations_go_over_fsdp_where_the_table_is_large():
-    """After the sum over tp: half of the tokens, once each way; and the ids of the group."""
+def test_activations_go_over_fsdp_where_the_table_is_large_and_the_table_where_it_is_small():
+    """Activations after the sum over tp: half of the tokens, once each way; and the ids of the group."""
     assert over_fsdp(LARGE) == {
         ("all-gather", "int32", (4, T)): 1,
         ("all-to-all", "bfloat16", (4, T // 2, D // 2)): 1,
         ("all-to-all", "bfloat16", (2, T // 2, D)): 1,
     }
-
-
-def test_the_table_goes_over_fsdp_where_it_is_small():
     assert over_fsdp(SMALL) == {
         ("all-gather", "bfloat16", (SMALL // 2, D)): 1,
         ("reduce-scatter", "float32", (SMALL // 2, D)): 1,
@@ -53,15 +50,15 @@ def test_the_table_goes_over_fsdp_where_it_is_small():
 
 
 def test_a_device_never_has_more_of_a_large_table_than_it_stores():
-    jaxpr = traced(LARGE, jaxtp.make_mesh(1, 2, 2)).jaxpr
-    rows = {
-        v.aval.shape for equation in accounts.equations(jaxpr) for v in equation.outvars if LARGE // 2 in v.aval.shape
-    }
-    assert rows == {(LARGE // 2, D // 2)}
+    equations = accounts.equations(traced(LARGE, jaxtp.make_mesh(1, 2, 2)).jaxpr)
+    shapes = {v.aval.shape for equation in equations for v in equation.outvars}
+    assert {shape for shape in shapes if LARGE // 2 in shape} == {(LARGE // 2, D // 2)}
 
 
-@pytest.mark.parametrize("vocab_size", [2046, SMALL])
-@pytest.mark.parametrize(("reduce", "total"), [("float32", 1028), ("bfloat16", 1024)])
+@pytest.mark.parametrize(
+    ("vocab_size", "reduce", "total"),
+    [(2046, "float32", 1028), pytest.param(SMALL, "bfloat16", 1024, marks=pytest.mark.wide)],
+)
 def test_gradients_add_up_in_float32_and_are_summed_in_the_reduction_dtype(vocab_size, reduce, total):
     """A token is 257 times on each device, which bfloat16 makes 256, and 514 times on those along fsdp: 512."""
     mesh, precision = jaxtp.make_mesh(2, 2, 2), jaxtp.Precision(compute="bfloat16", reduce=reduce)

@@ -1,7 +1,5 @@
 """Chunks of the loss: of a device's tokens, however many rows they are in."""
 
-import contextlib
-import itertools
 import math
 import re
 
@@ -31,32 +29,24 @@ def given(rows, length):
     return x, table, jax.random.randint(keys[2], (rows, length), 0, V)
 
 
-@pytest.mark.parametrize(("rows", "length"), [(1, 16), (4, 4), (8, 2), (1, 3)], ids=str)
-def test_logits_exist_for_a_chunk_of_tokens(rows, length):
-    gradient = jax.grad(lambda *args: total(*args, chunk_size=CHUNK), argnums=(0, 1))
-    jaxpr = jax.make_jaxpr(gradient)(*given(rows, length)).jaxpr
-    shapes = {v.aval.shape for equation in accounts.equations(jaxpr) for v in equation.outvars}
-    logits = {math.prod(shape[:-1]) for shape in shapes if shape[-1:] == (V,) and len(shape) > 1} - {1, D}
-    tokens = rows * length
-    assert logits == {min(CHUNK, tokens), tokens % CHUNK or CHUNK}
+def traced(rows, length, chunk_size, precision=jaxtp.Precision()):
+    """Returns the equations of the loss and its gradients."""
+    gradient = jax.grad(lambda *args: total(*args, chunk_size, precision), argnums=(0, 1))
+    return [*accounts.equations(jax.make_jaxpr(gradient)(*given(rows, length)).jaxpr)]
+
+
+def test_products_are_in_the_compute_dtype():
+    for dtype in ("bfloat16", "float32"):
+        equations = traced(4, 4, CHUNK, jaxtp.Precision(compute=dtype))
+        products = [[v.aval.dtype for v in e.invars] for e in equations if e.primitive.name == "dot_general"]
+        assert len(products) >= 4
+        assert all(dtypes == [dtype, dtype] for dtypes in products)
 
 
 def test_tokens_are_listed_without_a_copy():
     """Where chunks divide the tokens, the loops read the activation and write its gradient as they are."""
-    gradient = jax.grad(lambda *args: total(*args, chunk_size=8), argnums=(0, 1))
-    equations = accounts.equations(jax.make_jaxpr(gradient)(*given(8, 8)).jaxpr)
-    on_activations = {e.primitive.name for e in equations for v in e.outvars if v.aval.size == 8 * 8 * D}
-    assert on_activations == {"name", "scan", "reshape"}
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_all_products_are_in_the_compute_dtype(dtype):
-    precision = jaxtp.Precision(compute=dtype)
-    gradient = jax.grad(lambda *args: total(*args, CHUNK, precision), argnums=(0, 1))
-    equations = accounts.equations(jax.make_jaxpr(gradient)(*given(4, 4)).jaxpr)
-    products = [[v.aval.dtype for v in e.invars] for e in equations if e.primitive.name == "dot_general"]
-    assert len(products) >= 4
-    assert all(dtypes == [dtype, dtype] for dtypes in products)
+    outputs = [(e.primitive.name, v.aval.size) for e in traced(8, 8, 8) for v in e.outvars]
+    assert {name for name, size in outputs if size == 8 * 8 * D} == {"name", "scan", "reshape"}
 
 
 def test_chunks_add_up_their_gradients_in_float32():
@@ -69,8 +59,7 @@ def test_chunks_add_up_their_gradients_in_float32():
     assert jnp.linalg.norm(whole) > 1
 
 
-@pytest.mark.parametrize("tp", [None, 2])
-def test_second_derivatives(tp):
+def test_second_derivatives():
     x, table, labels = given(2, 4)
 
     def plain(x, table):
@@ -78,16 +67,20 @@ def test_second_derivatives(tp):
 
     def second(loss):
         along = lambda *args: sum(map(jnp.vdot, jax.grad(loss, (0, 1))(*args), (x, table)))
-        return jax.jit(jax.grad(along, (0, 1)))(x, table)
+        return jax.grad(along, (0, 1))
 
-    with contextlib.nullcontext() if tp is None else jax.set_mesh(jaxtp.make_mesh(tp=tp)):
-        found = second(lambda x, table: total(x, table, labels, CHUNK))
-    for one, expected in zip(found, second(plain), strict=True):
-        assert relative_error(one, expected) < 1e-5
+    ours = lambda x, table: total(x, table, labels, CHUNK)
+    with jax.set_mesh(jaxtp.make_mesh(tp=2)):
+        found, expected = jax.jit(lambda *args: (second(ours)(*args), second(plain)(*args)))(x, table)
+    assert max(map(relative_error, found, expected)) < 1e-5
 
 
-MESHES = [(1, 1, 1, 1), (1, 1, 1, 2), (1, 1, 1, 8), (1, 2, 1, 4), (2, 1, 2, 2)]
-CASES = list(itertools.product(MESHES, [None, 3.0], [None, True], [1, 3]))
+CASES = [
+    # A mesh, a softcap, whether there are scale, bias and temperature and tokens are split over tp, labels of a token
+    *(((1, 1, 1, 1), None, True, 3), ((1, 1, 1, 2), None, None, 1), ((1, 1, 1, 2), 3.0, True, 3)),
+    *(((1, 1, 1, 8), None, None, 3), ((1, 1, 1, 8), 3.0, True, 1), ((1, 2, 1, 4), None, True, 3)),
+    *(((1, 2, 1, 4), 3.0, None, 1), ((2, 1, 2, 2), 3.0, None, 3), ((2, 1, 2, 2), None, True, 1)),
+]
 TEMPERATURE, TOP = 0.7, 7
 
 
@@ -96,8 +89,8 @@ def log_probs_of(found, labels):
     return jnp.where(labels == -100, 0, found.label_logit - normaliser)
 
 
-@pytest.mark.parametrize("case", sweep(CASES, CASES[-1], CASES[-6], CASES[17], CASES[22]), ids=str)
-def test_numbers_of_each_token(case):
+@pytest.mark.parametrize("case", sweep(CASES, CASES[2], CASES[8]), ids=str)
+def test_log_probabilities_entropy_and_top_ids_of_each_token(case):
     """Against float64 on whole logits; 37 ids are not divided by tp, and no chunk divides the tokens of a device."""
     mesh, softcap, split, count = case
     size, (x, table, labels), dims = 37, given(4, 8), () if count == 1 else (count,)
@@ -155,7 +148,7 @@ def test_the_likeliest_label_has_the_highest_logit():
     assert np.array_equal(found.label_logit >= found.highest, labels == logits.argmax(-1))
 
 
-@pytest.mark.parametrize("mesh", sweep([(1, 1, 1), (1, 1, 4), (1, 2, 2)], (1, 1, 4)), ids=str)
+@pytest.mark.parametrize("mesh", sweep([(1, 1, 4), (1, 2, 2)], (1, 1, 4)), ids=str)
 def test_no_array_of_the_compiled_program_has_all_logits(mesh):
     """Nor more than a few numbers of K labels for each token; 128 tokens, of chunks of 8 on a device."""
     _, fsdp, tp = mesh

@@ -45,8 +45,10 @@ def test_elements_are_those_of_the_format():
     np.testing.assert_array_equal(y[finite], blocked(x[finite])[0])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", sweep(list(INPUTS), "random", "outlier channels"))
+DTYPES = {"random": "float32", "outlier channels": "bfloat16", "heavy-tailed": "float32", "many magnitudes": "bfloat16"}
+
+
+@pytest.mark.parametrize(("name", "dtype"), DTYPES.items())
 def test_the_errors_of_products_are_bounded(name, dtype):
     r = np.random.default_rng(1)
     given = (jnp.asarray(INPUTS[name](r, shape), dtype) for shape in ((3, M, K), (K, N), (3, M, N)))
@@ -93,11 +95,11 @@ def mlp(sequence):
     return dict(zip(("y", "x", "up", "down"), results, strict=True))
 
 
-MESHES = [(1, 1, 1, 8), (2, 2, 1, 2), (1, 2, 2, 2), (1, 4, 1, 2)]
-CASES = [(mesh, sequence) for mesh in MESHES for sequence in (None, SEQUENCE_DIM)]
+MESHES = [(1, 2, 2, 2), (1, 1, 1, 8), (2, 2, 1, 2), (1, 4, 1, 2)]
+CASES = [(mesh, (SEQUENCE_DIM, None)[i % 2]) for i, mesh in enumerate(MESHES)]
 
 
-@pytest.mark.parametrize("case", sweep(CASES, ((1, 2, 2, 2), SEQUENCE_DIM)), ids=str)
+@pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
 def test_every_mesh_gives_the_numbers_of_one_device(case):
     mesh, sequence = case
     expected = mlp(None)
@@ -125,21 +127,14 @@ def test_only_needed_products_are_computed_by_kernels_on_blackwell():
         assert [products(which, "dot_general") for which in (0, 1, (0, 1))] == [0, 1, 1]
 
 
-@pytest.mark.parametrize(("kind", "named"), [("NVIDIA H100 80GB HBM3", "cuda 9.0"), ("AMD Instinct MI300X", "rocm")])
-def test_other_gpus_are_refused(kind, named):
-    with on(kind), pytest.raises(ConfigError, match=f"{named} would multiply in 16 bits; it needs cuda 10.0 or newer"):
-        products(0, "")
-
-
-def test_sizes_and_libraries_are_checked(monkeypatch):
-    with pytest.raises(ConfigError, match=r"40 input features on a device are not divisible .* nearest: 32 or 64"):
+def test_sizes_libraries_and_other_gpus_are_checked(monkeypatch):
+    for kind, named in (("NVIDIA H100 80GB HBM3", "cuda 9.0"), ("AMD Instinct MI300X", "rocm")):
+        with on(kind), pytest.raises(ConfigError, match=f"{named} would multiply in 16 bits.*cuda 10.0"):
+            products(0, "")
+    with pytest.raises(ConfigError, match=r"40 input features.*nearest: 32 or 64"):
         mx_matmul(jnp.ones((M, 40)), jnp.ones((40, N)))
     assert "16 output features" in mx_problem(K, 16)
-    for cudnn, problem in (
-        ((9, 9, 0), "model.precision.matmul=mxfp8 needs cuDNN 9.10"),
-        ((9, 10, 0), None),
-        (None, None),
-    ):
+    for cudnn, is_old in (((9, 9, 0), True), ((9, 10, 0), False), (None, False)):
         monkeypatch.setattr("jaxtp.layers.mxfp8.installed_cudnn", lambda cudnn=cudnn: cudnn)
-        assert (mx_problem(K, N, "cuda 10.0") or "").startswith(problem or "")
-        assert bool(mx_problem(K, N, "cuda")) == bool(problem)
+        assert ("needs cuDNN 9.10" in (mx_problem(K, N, "cuda 10.0") or "")) == is_old
+        assert bool(mx_problem(K, N, "cuda")) == is_old

@@ -54,34 +54,28 @@ def moved(function, *args):
     }
 
 
-@pytest.mark.parametrize("tp", sweep([2, 4, 8], 4))
-def test_outputs_and_gradients(tp):
+@pytest.mark.parametrize("tp", sweep([2, 4], 4))
+def test_rings_give_the_outputs_and_gradients_of_gathers(tp):
     with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
         assert_close(run("ring", arrays(tp)), run("none", arrays(tp)), tolerance=1e-6)
 
 
-def test_only_permutes_of_parts_move():
+def test_only_permutes_of_parts_move_and_none_for_weights_without_a_gradient():
     """Forward a ring each; backward one for the row layer, and for the column layer one by input, one by weights."""
     tp = 4
     given = arrays(tp)
+    unit = (tp - 1) / tp * given["x"].nbytes
+    every = jax.grad(lambda given: pair("ring")(given).sum())
+    frozen = jax.grad(lambda x: pair("ring")({**given, "x": x}).sum())
     with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
-        whole = jax.grad(lambda given: pair("ring")(given).sum())
-        unit = (tp - 1) / tp * given["x"].nbytes
         assert moved(pair("ring"), given) == {"permute": 2 * unit}
-        assert moved(whole, given) == {"permute": 5 * unit}
+        assert moved(every, given) == {"permute": 5 * unit}
+        assert moved(frozen, given["x"]) == {"permute": 4 * unit}
+        whole, of_x = jax.jit(lambda given: (every(given), frozen(given["x"])))(given)
+    assert_close({"x": of_x}, {"x": whole["x"]}, tolerance=1e-6)
 
 
-def test_nothing_moves_for_weights_without_a_gradient():
-    tp = 4
-    given = arrays(tp)
-    frozen = lambda x: pair("ring")({**given, "x": x}).sum()
-    with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
-        assert moved(jax.grad(frozen), given["x"]) == {"permute": 4 * (tp - 1) / tp * given["x"].nbytes}
-        every = jax.jit(jax.grad(lambda given: pair("ring")(given).sum()))(given)
-        assert_close({"x": jax.jit(jax.grad(frozen))(given["x"])}, {"x": every["x"]}, tolerance=1e-6)
-
-
-def test_an_output_that_nobody_reads():
+def test_an_unused_output_of_a_ring_has_no_gradient():
     given = arrays(4)
     kernels = (given["in 0"], given["in 1"])
 

@@ -1,11 +1,13 @@
-"""Every layer, on every mesh and on none, against the plain mathematics: output, input and weight gradients."""
+"""Layers, on meshes and on none, against the plain mathematics: output, input and weight gradients."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import reference
 from flax import nnx
@@ -14,35 +16,31 @@ from support import MESHES, assert_close, by_name, random_weights, state_on_mesh
 import jaxtp
 from jaxtp.layers.rope import RopeScaling
 
-B, T, D, F, V = 8, 5, 24, 40, 19
+B, T, D, F, V = 8, 8, 24, 40, 19
 HEADS = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 12}
-ATTENTION = jaxtp.AttentionConfig(**HEADS, attention_bias=True, attention_out_bias=True)
+LARGE_V = 203
+RANDOM = np.random.default_rng(0)
+LABELS = np.where(RANDOM.random((B, T)) < 0.2, -100, RANDOM.integers(0, V, (B, T)))
+IDS = RANDOM.integers(0, V, (B, T))
+LARGE_IDS = RANDOM.integers(0, LARGE_V, (B, T))
+LARGE_IDS[:, ::3] = 7  # often the same
+SPLIT = jaxtp.LayerContext(sequence_parallel=None)
+WHOLE = jaxtp.LayerContext(sequence_parallel=False)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layer, what it is called with, and what it should compute from its weights by name."""
+    """A layer, what it computes from its weights by name, how it is called, and the shape of its input."""
 
     build: Any
-    call: Any
     reference: Any
-    input_shape: tuple[int, ...] = (B, T, D)
-
-
-LABELS = jnp.where(
-    jax.random.bernoulli(jax.random.key(5), 0.2, (B, T)),
-    -100,
-    jax.random.randint(jax.random.key(6), (B, T), 0, V),
-)
-LARGE_V = 203
-SEQUENCE_PARALLEL = jaxtp.LayerContext(sequence_parallel=None)
-LARGE_IDS = jax.random.randint(jax.random.key(8), (B, 8), 0, LARGE_V).at[:, ::3].set(7)  # often the same
-IDS = jax.random.randint(jax.random.key(7), (B, T), 0, V)
+    call: Any = lambda layer, x: layer(x)
+    shape: tuple[int, ...] = (B, T, D)
 
 
 def loss_and_count(head, x):
-    total, count = jaxtp.vocab_parallel_cross_entropy(x, head.kernel[...], LABELS, jaxtp.HeadConfig(V, chunk_size=2))
-    return jnp.stack([total, count])
+    config = jaxtp.HeadConfig(V, chunk_size=2)
+    return jnp.stack(jaxtp.vocab_parallel_cross_entropy(x, head.kernel[...], LABELS, config))
 
 
 def biased_loss(head, x):
@@ -52,12 +50,40 @@ def biased_loss(head, x):
     return logits + total
 
 
-def embed_and_scale(layer, x):
-    """An embedding has no float input; the scale makes the shared machinery apply."""
-    return layer(IDS) * x
+def biased_loss_by_the_book(w, x):
+    logits = 0.7 * (x @ w["kernel"].T + w["bias"])
+    return logits + reference.cross_entropy(logits, LABELS)[0]
 
 
+def column(features=F, context=SPLIT, **options):
+    return lambda rngs: jaxtp.ColumnParallelLinear(D, features, context, rngs=rngs, **options)
+
+
+LINEAR = {
+    "column": Case(column(use_bias=True), lambda w, x: x @ w["kernels.0"] + w["biases.0"]),
+    "column, not over tokens": Case(column(context=WHOLE), lambda w, x: x @ w["kernels.0"]),
+    "column of rows": Case(column(), lambda w, x: x @ w["kernels.0"], shape=(B, D)),
+    "several columns": Case(
+        column((F, 8, 16), use_bias=True),
+        lambda w, x: jnp.concatenate([x @ w[f"kernels.{i}"] + w[f"biases.{i}"] for i in range(3)], axis=-1),
+        lambda layer, x: jnp.concatenate(layer(x), axis=-1),
+    ),
+    "row": Case(
+        lambda rngs: jaxtp.RowParallelLinear(F, D, SPLIT, use_bias=True, rngs=rngs),
+        lambda w, x: x @ w["kernel"] + w["bias"],
+        shape=(B, T, F),
+    ),
+    "SwiGLU": Case(
+        lambda rngs: jaxtp.MLP(D, jaxtp.MLPConfig(d_ff=F, mlp_bias=True), rngs=rngs),
+        lambda w, x: reference.swiglu(x, reference.named(w, reference.MLP)),
+    ),
+    "xIELU": Case(
+        lambda rngs: jaxtp.MLP(D, jaxtp.MLPConfig(d_ff=F - 3, mlp="plain", activation="xielu"), rngs=rngs),
+        lambda w, x: reference.xielu(x @ w["up.kernels.0"], w["alpha_p"], w["alpha_n"]) @ w["down.kernel"],
+    ),
+}
 NORMS = {
+    "rms": lambda w, x: reference.rms_norm(x, w["scale"], 1e-3),
     "rms_plus_one": lambda w, x: reference.rms_norm(x, 1 + w["scale"], 1e-3),
     "rms_plain": lambda w, x: reference.rms_norm(x, 1, 1e-3),
     "layer": lambda w, x: reference.layer_norm(x, w["scale"], 1e-3, w["bias"]),
@@ -65,267 +91,229 @@ NORMS = {
     "layer_no_bias": lambda w, x: reference.layer_norm(x, w["scale"], 1e-3),
     "layer_plain": lambda w, x: reference.layer_norm(x, 1, 1e-3),
 }
+EMBEDDINGS = {
+    # An embedding has no float input; the factor is one.
+    "embedding": Case(
+        lambda rngs: jaxtp.VocabParallelEmbedding(V, D, rngs=rngs),
+        lambda w, x: w["embedding"][IDS] * x,
+        lambda layer, x: layer(IDS) * x,
+    ),
+    "exchanged embedding": Case(  # a large table and few tokens
+        lambda rngs: jaxtp.VocabParallelEmbedding(LARGE_V, D, SPLIT, scale=3.0, rngs=rngs),
+        lambda w, x: 3 * w["embedding"][LARGE_IDS] * x,
+        lambda layer, x: layer(LARGE_IDS) * x,
+    ),
+}
+LOSSES = {
+    "logits": Case(
+        lambda rngs: jaxtp.VocabParallelHead(V, D, rngs=rngs),
+        lambda w, x: x @ w["kernel"].T,
+        lambda head, x: jaxtp.vocab_parallel_logits(x, head.kernel[...], jaxtp.HeadConfig(V)),
+    ),
+    "loss": Case(
+        lambda rngs: jaxtp.VocabParallelHead(V, D, rngs=rngs),
+        lambda w, x: jnp.stack(reference.cross_entropy(x @ w["kernel"].T, LABELS)),
+        loss_and_count,
+    ),
+    "biased loss": Case(
+        lambda rngs: jaxtp.VocabParallelHead(V, D, use_bias=True, rngs=rngs), biased_loss_by_the_book, biased_loss
+    ),
+}
 
 
-def norm_case(kind, norm):
+def norm_case(kind):
     config = jaxtp.NormConfig(norm=kind, norm_eps=1e-3)
-    build = lambda rngs: jaxtp.Norm(D, config, SEQUENCE_PARALLEL)
-    return Case(build, lambda layer, x: layer(x), norm, input_shape=(B, 8, D))
-
-
-def by_scale(norm, plus=0):
-    """Returns `norm` as a function of weights, of 0 for queries and 1 for keys, and of heads."""
-
-    def normalise(w, i, x):
-        scale = plus + w[f"qk_norms.{i}.scale"]
-        return norm(x, scale if scale.size == x.shape[-1] else scale.reshape(x.shape[-2:]), 1e-3)
-
-    return normalise
-
-
-def rotated(theta, dims, period=HEADS["head_dim"]):
-    """Returns a function that rotates `dims` dims by frequencies of heads `period` wide."""
-    return lambda x: reference.rotate(x, reference.frequencies_of(period, theta)[: dims // 2])
-
-
-def cohere(w, q, k, v):
-    q, k = (by_scale(reference.layer_norm)(w, i, x) for i, x in enumerate((q, k)))
-    return *map(rotated(50.0, 6, 6), (q, k)), v
-
-
-def gemma_4(w, q, k, v):
-    q, k = (by_scale(reference.rms_norm)(w, i, x) for i, x in enumerate((q, k)))
-    frequencies = jnp.where(jnp.arange(6) < 3, reference.frequencies_of(12, 50.0) / 2, 0)
-    return *(reference.rotate(x, frequencies) for x in (q, k)), reference.rms_norm(v, 1, 1e-3)
-
-
-def muse_glimmer(w, q, k, v):
-    q, k = (reference.rms_norm(x, 1, 1e-3) for x in (q, k))
-    q, k = map(rotated(50.0, 12), (q, k))
-    return q * (1 + 0.5 * jnp.log(1 + jnp.floor(jnp.arange(q.shape[1]) / 2)))[:, None, None], k, v
-
-
-def olmo(w, q, k, v):
-    return *(rotated(50.0, 12)(jnp.clip(x, -0.3, 0.3)) for x in (q, k)), jnp.clip(v, -0.3, 0.3)
-
-
-def hunyuan(w, q, k, v):
-    return *(by_scale(reference.rms_norm, 1)(w, i, rotated(50.0, 12)(x)) for i, x in enumerate((q, k))), v
-
-
-def phi_2(w, q, k, v):
-    return *map(rotated(50.0, 6, 6), (q, k)), v
-
-
-def gpt_oss(w, q, k, v):
-    return *map(rotated(50.0, 12), (q, k)), v
-
-
-def phi(w, q, k, v):
-    q, k = (by_scale(reference.layer_norm)(w, i, x) + w[f"qk_norms.{i}.bias"] for i, x in enumerate((q, k)))
-    return phi_2(w, q, k, v)
+    return Case(lambda rngs: jaxtp.Norm(D, config, SPLIT), NORMS[kind])
 
 
 GEMMA_ROPE = RopeScaling(kind="proportional", factor=2.0)
-PIECES = {
-    "cohere": (cohere, "layer_no_bias", {"qk_norm": "heads", "rotary_fraction": 0.5}),
+ATTENTION = {
+    "llama with biases": ("rms", {"attention_bias": True, "attention_out_bias": True}),
+    "cohere": ("layer_no_bias", {"qk_norm": "heads", "rotary_fraction": 0.5}),
     "gemma 4": (
-        gemma_4,
         "rms",
         {"qk_norm": "head", "value_norm": True, "value_is_key": True}
         | {"rotary_fraction": 0.5, "rope_scaling": GEMMA_ROPE},
     ),
     "muse glimmer": (
-        muse_glimmer,
         "rms_plus_one",
         {"qk_norm": "head_plain", "attention_gate": True}
         | {"query_temperature": 0.5, "rope_scaling": RopeScaling(original_length=2)},
     ),
-    "olmo": (olmo, "layer_plain", {"clip_qkv": 0.3}),
-    "hunyuan": (hunyuan, "rms_plus_one", {"qk_norm": "heads", "qk_norm_after_rope": True}),
-    "phi": (phi, "layer", {"rotary_fraction": 0.5, "qk_norm": "head_bias"}),
-    "phi 2": (phi_2, "layer", {"rotary_fraction": 0.5, "attention_bias": True}),
-    "gpt-oss": (gpt_oss, "rms", {"attention_sinks": True}),
+    "hunyuan with olmo's clip and gpt-oss's sinks": (
+        "rms_plus_one",
+        {"qk_norm": "heads", "qk_norm_after_rope": True, "clip_qkv": 0.3, "attention_sinks": True},
+    ),
+    "phi": ("layer", {"rotary_fraction": 0.5, "qk_norm": "head_bias", "attention_bias": True}),
 }
-"""The pieces of families, as each computes queries, keys and values; its norms and its settings."""
+"""Norms and settings of families."""
 
 
-def attention_case(change, norm, settings):
+def heads_of(config, norm, w, q, k, v):
+    """Returns queries, keys and values as a family computes them from their projections."""
+    by, plus = (reference.layer_norm if norm.startswith("layer") else reference.rms_norm), norm.endswith("plus_one")
+    frequencies = reference.frequencies_of(12, 50.0)
+    if config.rope_scaling.kind == "proportional":
+        frequencies = jnp.where(jnp.arange(6) < 3, frequencies / config.rope_scaling.factor, 0)
+    elif config.rotary_fraction == 0.5:
+        frequencies = reference.frequencies_of(6, 50.0)
+
+    def normalised(i, x):
+        if config.qk_norm in ("none", "head_plain"):
+            return x if config.qk_norm == "none" else reference.rms_norm(x, 1, 1e-3)
+        scale = plus + w[f"qk_norms.{i}.scale"]
+        scale = scale.reshape(x.shape[-2:]) if config.qk_norm == "heads" else scale
+        return by(x, scale, 1e-3) + w.get(f"qk_norms.{i}.bias", 0)
+
+    def clipped(x):
+        return x if config.clip_qkv is None else jnp.clip(x, -config.clip_qkv, config.clip_qkv)
+
+    def prepared(i, x):
+        if config.qk_norm_after_rope:
+            return normalised(i, reference.rotate(clipped(x), frequencies))
+        return reference.rotate(clipped(normalised(i, x)), frequencies)
+
+    if config.value_norm:
+        v = reference.rms_norm(v, 1, 1e-3)
+    times = jnp.floor(jnp.arange(T) / config.rope_scaling.original_length)
+    temperature = 1 + config.query_temperature * jnp.log(1 + times)
+    return prepared(0, q) * temperature[:, None, None], prepared(1, k), clipped(v)
+
+
+def attention_case(norm, settings):
     config = jaxtp.AttentionConfig(**HEADS, rope_theta=50.0, **settings)
     norms = jaxtp.NormConfig(norm=norm, norm_eps=1e-3)
     names = {**reference.ATTENTION, "gate": "qkv.kernels.3"}
 
     def attend(w, x):
-        return reference.attention(
-            x, reference.named(w, names), *HEADS.values(), None, change=lambda *heads: change(w, *heads)
-        )
+        change = lambda *projections: heads_of(config, norm, w, *projections)
+        return reference.attention(x, reference.named(w, names), *HEADS.values(), None, change=change)
 
-    build = lambda rngs: jaxtp.CausalSelfAttention(D, config, SEQUENCE_PARALLEL, norm=norms, rngs=rngs)
-    return Case(build, lambda layer, x: layer(x), attend, input_shape=(B, 8, D))
+    return Case(lambda rngs: jaxtp.CausalSelfAttention(D, config, SPLIT, norm=norms, rngs=rngs), attend)
 
 
-CASES = {
-    "column": Case(
-        lambda rngs: jaxtp.ColumnParallelLinear(D, F, use_bias=True, rngs=rngs),
-        lambda layer, x: layer(x),
-        lambda w, x: x @ w["kernels.0"] + w["biases.0"],
-    ),
-    "column_2d": Case(
-        lambda rngs: jaxtp.ColumnParallelLinear(D, F, rngs=rngs),
-        lambda layer, x: layer(x),
-        lambda w, x: x @ w["kernels.0"],
-        input_shape=(B, D),
-    ),
-    "column_2d_sequence": Case(
-        lambda rngs: jaxtp.ColumnParallelLinear(D, F, SEQUENCE_PARALLEL, rngs=rngs),
-        lambda layer, x: layer(x),
-        lambda w, x: x @ w["kernels.0"],
-        input_shape=(B, D),
-    ),
-    "column_several": Case(
-        lambda rngs: jaxtp.ColumnParallelLinear(D, (F, 8, 16), use_bias=True, rngs=rngs),
-        lambda layer, x: jnp.concatenate(layer(x), axis=-1),
-        lambda w, x: jnp.concatenate([x @ w[f"kernels.{i}"] + w[f"biases.{i}"] for i in range(3)], axis=-1),
-    ),
-    "row": Case(
-        lambda rngs: jaxtp.RowParallelLinear(F, D, use_bias=True, rngs=rngs),
-        lambda layer, x: layer(x),
-        lambda w, x: x @ w["kernel"] + w["bias"],
-        input_shape=(B, T, F),
-    ),
-    "norm": Case(
-        lambda rngs: jaxtp.Norm(D, jaxtp.NormConfig(norm_eps=1e-3)),
-        lambda layer, x: layer(x),
-        lambda w, x: reference.rms_norm(x, w["scale"], 1e-3),
-    ),
-    **{f"norm, {kind}": norm_case(kind, norm) for kind, norm in NORMS.items()},
-    "attention": Case(
-        lambda rngs: jaxtp.CausalSelfAttention(D, ATTENTION, rngs=rngs),
-        lambda layer, x: layer(x),
-        lambda w, x: reference.attention(x, reference.named(w, reference.ATTENTION), *HEADS.values(), 10_000.0),
-    ),
-    **{f"attention, {name}": attention_case(*case) for name, case in PIECES.items()},
-    "swiglu": Case(
-        lambda rngs: jaxtp.MLP(D, jaxtp.MLPConfig(d_ff=F, mlp_bias=True), rngs=rngs),
-        lambda layer, x: layer(x),
-        lambda w, x: reference.swiglu(x, reference.named(w, reference.MLP)),
-    ),
-    "xielu": Case(
-        lambda rngs: jaxtp.MLP(D, jaxtp.MLPConfig(d_ff=F - 3, mlp="plain", activation="xielu"), rngs=rngs),
-        lambda layer, x: layer(x),
-        lambda w, x: reference.xielu(x @ w["up.kernels.0"], w["alpha_p"], w["alpha_n"]) @ w["down.kernel"],
-    ),
-    "embedding": Case(
-        lambda rngs: jaxtp.VocabParallelEmbedding(V, D, rngs=rngs),
-        embed_and_scale,
-        lambda w, x: w["embedding"][IDS] * x,
-    ),
-    "embedding_exchanged": Case(  # a large table and few tokens
-        lambda rngs: jaxtp.VocabParallelEmbedding(LARGE_V, D, SEQUENCE_PARALLEL, scale=3.0, rngs=rngs),
-        lambda layer, x: layer(LARGE_IDS) * x,
-        lambda w, x: 3 * w["embedding"][LARGE_IDS] * x,
-        input_shape=(B, 8, D),
-    ),
-    "logits": Case(
-        lambda rngs: jaxtp.VocabParallelHead(V, D, rngs=rngs),
-        lambda head, x: jaxtp.vocab_parallel_logits(x, head.kernel[...], jaxtp.HeadConfig(V)),
-        lambda w, x: x @ w["kernel"].T,
-    ),
-    "loss": Case(
-        lambda rngs: jaxtp.VocabParallelHead(V, D, rngs=rngs),
-        loss_and_count,
-        lambda w, x: jnp.stack(reference.cross_entropy(x @ w["kernel"].T, LABELS)),
-    ),
-    "biased loss": Case(
-        lambda rngs: jaxtp.VocabParallelHead(V, D, use_bias=True, rngs=rngs),
-        biased_loss,
-        lambda w, x: (logits := 0.7 * (x @ w["kernel"].T + w["bias"])) + reference.cross_entropy(logits, LABELS)[0],
-    ),
+CASES = {**LINEAR, **EMBEDDINGS, **LOSSES, **{f"norm {kind}": norm_case(kind) for kind in NORMS}}
+CASES |= {f"attention of {name}": attention_case(*about) for name, about in ATTENTION.items()}
+GROUPS = {
+    "linear": [*LINEAR],
+    "norms": [f"norm {kind}" for kind in NORMS],
+    "embeddings": [*EMBEDDINGS],
+    "losses": [*LOSSES],
+    **{name: [name] for name in CASES if name.startswith("attention")},
 }
+"""Layers that one program computes."""
 
 
-def run(function, weights, x):
-    """Output, and the gradients of its inner product with a fixed random array."""
+def build(group):
+    return {name: CASES[name].build(nnx.Rngs(0)) for name in GROUPS[group]}
 
-    def scalar(weights, x):
-        y = function(weights, x)
-        return jnp.sum(y * jax.random.normal(jax.random.key(3), y.shape)), y
 
-    (_, y), (grads, grad_x) = jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True)(weights, x)
-    return y, grad_x, grads
+def with_gradients(function, weights, inputs):
+    """Returns the outputs of layers, and the gradients of their product with fixed random numbers."""
+
+    def scalar(weights, inputs):
+        outputs = function(weights, inputs)
+        random = np.random.default_rng(3)
+        return sum(jnp.sum(y * random.standard_normal(y.shape).astype("f4")) for y in outputs.values()), outputs
+
+    return jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True)(weights, inputs)
+
+
+def results(found, weights_by_name):
+    (_, outputs), (grads, grad_inputs) = found
+    return {
+        **{f"{name}: output": y for name, y in outputs.items()},
+        **{f"{name}: input": grad for name, grad in grad_inputs.items()},
+        **weights_by_name(grads),
+    }
 
 
 @cache
-def plain_mathematics(name):
-    """Weights and input of a layer, and its output and gradients as they should be."""
-    case = CASES[name]
-    weights = random_weights(lambda: case.build(nnx.Rngs(0)))
-    x = jax.random.normal(jax.random.key(1), case.input_shape)
-    y, grad_x, grads = jax.jit(lambda weights, x: run(case.reference, weights, x))(weights, x)
-    return weights, x, {"output": y, "input": grad_x, **grads}
+def plain_mathematics(group):
+    """Returns weights and inputs of layers, and their outputs and gradients as they should be."""
+    weights = random_weights(lambda: build(group))
+    inputs = {name: RANDOM.standard_normal(CASES[name].shape).astype("f4") for name in GROUPS[group]}
+
+    def expected(weights, inputs):
+        own = lambda name: {
+            path.removeprefix(f"{name}."): a for path, a in weights.items() if path.startswith(name + ".")
+        }
+        return {name: CASES[name].reference(own(name), x) for name, x in inputs.items()}
+
+    found = jax.jit(lambda weights, inputs: with_gradients(expected, weights, inputs))(weights, inputs)
+    return weights, inputs, results(found, dict)
 
 
-def module_call(case, graph):
-    return jax.jit(lambda state, x: run(lambda state, x: case.call(nnx.merge(graph, state), x), state, x))
+def on_mesh(group, mesh):
+    weights, inputs, _ = plain_mathematics(group)
+    on = jaxtp.make_mesh(*(mesh or (1, 1, 1)))
+    make = lambda: build(group)
+    graph, state = state_on_mesh(make, weights, on) if mesh else without_mesh(make, weights)
+
+    def layers(state, inputs):
+        modules = nnx.merge(graph, state)
+        return {name: CASES[name].call(modules[name], x) for name, x in inputs.items()}
+
+    with jax.set_mesh(on) if mesh else nullcontext():
+        found = jax.jit(lambda state, inputs: with_gradients(layers, state, inputs))(state, inputs)
+        return results(found, lambda grads: by_name(grads, on))
 
 
-RUNS = [(name, mesh) for name in CASES for mesh in (None, *MESHES)]
-RUNS += [(name, (1, 1, 3)) for name in CASES if "attention" in name]  # padded heads
+ON_ALL = ("embeddings", "losses")
+"""With collectives of their own."""
 
 
-IN_FAMILIES = {"attention, cohere", "attention, phi 2"}
-"""Also in the references of families that the default suite has, in `tests/hf`."""
+def rotated_meshes():
+    """Each group without a mesh and on two, and on all where it has collectives of its own; and padded heads."""
+    pairs = []
+    for place, group in enumerate(GROUPS):
+        some = MESHES[1:] if group in ON_ALL else [MESHES[1 + (2 * place + i) % 7] for i in range(2)]
+        padded = [(1, 1, 3)] if group.startswith("attention") else []
+        pairs += [(group, mesh) for mesh in (None, *some, *padded)]
+    return pairs
 
 
-@pytest.mark.parametrize(
-    "run_case", sweep(RUNS, *((name, (1, 2, 4)) for name in CASES if name not in IN_FAMILIES)), ids=str
-)
-def test_layer_equals_plain_mathematics(run_case):
-    name, mesh = run_case
-    case = CASES[name]
-    build = lambda: case.build(nnx.Rngs(0))
-    weights, x, expected = plain_mathematics(name)
-    if mesh is None:
-        graph, state = without_mesh(build, weights)
-        y, grad_x, grads = module_call(case, graph)(state, x)
-        actual = {"output": y, "input": grad_x, **by_name(grads, jaxtp.make_mesh())}
-    else:
-        mesh = jaxtp.make_mesh(*mesh)
-        graph, state = state_on_mesh(build, weights, mesh)
-        with jax.set_mesh(mesh):
-            y, grad_x, grads = module_call(case, graph)(state, x)
-            actual = {"output": y, "input": grad_x, **by_name(grads, mesh)}
-    assert_close(actual, expected)
+DEFAULT = [
+    (group, (1, 2, 4)) for group in ("linear", "norms", "embeddings", "losses", "attention of llama with biases")
+]
 
 
-FREE = (
-    {"qk_norm": "head_plain"},
-    {"attention_softcap": 5.0},
-    {"value_is_key": True},
-    {"clip_qkv": 0.1},
-    {"attention_sinks": True},
-)
+@pytest.mark.parametrize("case", sweep([*dict.fromkeys([*DEFAULT, *rotated_meshes()])], *DEFAULT), ids=str)
+def test_layers_equal_plain_mathematics(case):
+    group, mesh = case
+    assert_close(on_mesh(group, mesh), plain_mathematics(group)[2])
 
 
-@pytest.mark.parametrize(
-    ("settings", "trained"),
-    [
-        ({"rope_theta": None}, []),
-        ({"rotary_fraction": 0.5}, range(6)),
-        ({"rotary_fraction": 0.5, "rope_scaling": GEMMA_ROPE}, [0, 1, 2, 6, 7, 8]),
-        ({"rope_theta": None, **FREE[0]}, range(12)),
-        *(pytest.param({"rope_theta": None, **each}, range(12), marks=pytest.mark.wide) for each in FREE[1:]),
-    ],
-    ids=str,
-)
-def test_a_key_bias_has_a_gradient_where_it_matters(settings, trained):
+WITHOUT_ROPE = {"rope_theta": None}
+KEY_BIASES = [
+    # Settings, and the places of a head where the bias has a gradient.
+    (WITHOUT_ROPE, []),
+    ({"rotary_fraction": 0.5}, [*range(6)]),
+    ({"rotary_fraction": 0.5, "rope_scaling": GEMMA_ROPE}, [0, 1, 2, 6, 7, 8]),
+    (WITHOUT_ROPE | {"qk_norm": "head_plain"}, [*range(12)]),
+    (WITHOUT_ROPE | {"attention_softcap": 5.0}, [*range(12)]),
+    (WITHOUT_ROPE | {"value_is_key": True}, [*range(12)]),
+    (WITHOUT_ROPE | {"clip_qkv": 0.1}, [*range(12)]),
+    (WITHOUT_ROPE | {"attention_sinks": True}, [*range(12)]),
+]
+
+
+@pytest.mark.wide
+def test_a_key_bias_has_a_gradient_where_it_matters():
     """Without RoPE it adds the same to all scores of a query, unless the key's norm, cap or value depends on it."""
-    config = jaxtp.AttentionConfig(**HEADS | {"rope_theta": 2.0} | settings, attention_bias=True)
-    build = lambda: jaxtp.CausalSelfAttention(D, config, rngs=nnx.Rngs(0))
-    graph, state = state_on_mesh(build, random_weights(build), mesh := jaxtp.make_mesh(1, 1, 4))
-    x = jax.random.normal(jax.random.key(1), (B, T, D))
+    x = RANDOM.standard_normal((B, 5, D)).astype("f4")
+
+    def layer(settings):
+        config = jaxtp.AttentionConfig(**HEADS | {"rope_theta": 2.0} | settings, attention_bias=True)
+        return jaxtp.CausalSelfAttention(D, config, rngs=nnx.Rngs(0))
+
+    make = lambda: [layer(settings) for settings, _ in KEY_BIASES]
+    mesh = jaxtp.make_mesh(1, 1, 4)
+    graph, state = state_on_mesh(make, random_weights(make), mesh)
+    loss = lambda state: sum(jnp.sum(layer(x) ** 2) for layer in nnx.merge(graph, state))
     with jax.set_mesh(mesh):
-        grads = by_name(jax.jit(jax.grad(lambda state: jnp.sum(nnx.merge(graph, state)(x) ** 2)))(state), mesh)
-    keys = grads["qkv.biases.1"].reshape(-1, 12)
-    assert [i for i in range(12) if (keys[:, i] != 0).all()] == [*trained]
-    assert (keys != 0).sum() == 2 * len([*trained])
+        grads = by_name(jax.jit(jax.grad(loss))(state), mesh)
+    for i, (settings, trained) in enumerate(KEY_BIASES):
+        keys = grads[f"{i}.qkv.biases.1"].reshape(-1, 12)
+        assert np.flatnonzero((keys != 0).all(0)).tolist() == trained, settings
+        assert (keys != 0).sum() == 2 * len(trained), settings

@@ -1,7 +1,6 @@
 """The most probable tokens on a mesh whose tp does not divide the vocabulary: some devices have padding alone."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import sweep
@@ -11,11 +10,12 @@ from jaxtp.layers.loss import vocab_parallel_top_k
 from jaxtp.layers.parameter import PaddedDim
 
 B, T, D = 2, 6, 3
-CASES = [(size, k, tp) for size in (1, 5, 9, 37) for k in (1, 3, size) if k <= size for tp in (1, 2, 4, 8)]
+CASES = [(1, 1, 2), (5, 3, 4), (5, 5, 1), (9, 9, 8), (37, 3, 4), (37, 37, 2)]
+"""Tokens of the vocabulary, tokens that are asked for, and tp."""
 
 
-@pytest.mark.parametrize("case", sweep([*dict.fromkeys(CASES)], (9, 9, 8), (37, 3, 4)), ids=str)
-def test_order_ties_and_log_probabilities(case):
+@pytest.mark.parametrize("case", sweep(CASES, (9, 9, 8)), ids=str)
+def test_the_top_tokens_and_their_log_probabilities(case):
     """Whole numbers give exact logits with many ties, of which the lower id comes first; padding is never chosen."""
     size, k, tp = case
     random = np.random.default_rng(size)
@@ -23,12 +23,12 @@ def test_order_ties_and_log_probabilities(case):
     x, table = random.integers(-2, 3, (B, T, D)), random.integers(-2, 3, (padded, D))
     bias = np.where(np.arange(padded) < size, random.integers(-1, 2, padded), 50)
     head = jaxtp.HeadConfig(size, jaxtp.LayerContext(), chunk_size=5)
-    arrays = tuple(jnp.asarray(each, jnp.float32) for each in (x, table, bias))
+    arrays = [each.astype(np.float32) for each in (x, table, bias)]
     with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
         values, ids = jax.jit(lambda x, table, bias: vocab_parallel_top_k(x, (table, head, bias), k))(*arrays)
     logits = (np.einsum("btd,vd->btv", x, table) + bias)[..., :size]
     expected = np.argsort(-logits, axis=-1, kind="stable")[..., :k]
     assert np.array_equal(ids, expected)
-    assert (values.dtype, ids.dtype) == (jnp.float32, jnp.int32)
+    assert (values.dtype, ids.dtype) == (np.float32, np.int32)
     log_probs = logits - np.log(np.exp(np.float64(logits)).sum(-1, keepdims=True))
     np.testing.assert_allclose(values, np.take_along_axis(log_probs, expected, axis=-1), atol=2e-6)
