@@ -113,7 +113,13 @@ def test_logits_losses_and_gradients(case):
     assert max(errors.values()) < GRADIENT, errors
 
 
-@pytest.mark.parametrize("case", [case for case in ROTATED if case[0] in DIFFERENT], ids=str)
+HEAVY = ("gemma4_26b", "qwen3_next")
+FIRST = [
+    pytest.param(case, marks=pytest.mark.heavy if case[0] in HEAVY else ()) for case in ROTATED if case[0] in DIFFERENT
+]
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
 def test_logits(case):
     name, sizes, split = case
     reference = hf_reference.load(name)
