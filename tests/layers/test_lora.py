@@ -90,3 +90,11 @@ def test_an_optimizer_of_all_params_trains_the_adapters_alone():
     nnx.update(model, jax.tree.map(lambda a: 0 * a, nnx.state(model, nnx.LoRAParam)))
     merged = jaxtp.merge_adapters(model)
     assert {type(v) for v in named_variables(nnx.state(merged)).values()} == {nnx.Param}
+
+
+@pytest.mark.parametrize("layer", [jaxtp.ColumnParallelLinear, jaxtp.RowParallelLinear])
+def test_a_misspelt_keyword_of_a_layer_is_named(layer):
+    with pytest.raises(TypeError, match="presicion"):
+        layer(8, 8, presicion=jaxtp.Precision(), rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="rngs"):
+        layer(8, 8)
