@@ -104,6 +104,7 @@ def plain_frequencies(seed):
     return jax.device_get(made(batches(0)))
 
 
+@pytest.mark.wide
 def test_plain_arrays_have_the_seed_of_the_weights_they_were_trained_with(tmp_path, capsys):
     expected, loss_of_flax = plain_frequencies(5)
     run = tmp_path / "run"
