@@ -237,15 +237,16 @@ def test_an_example_has_scores_of_distinct_tokens():
 
 
 @pytest.mark.journey
-def test_a_student_learns_from_the_scores_of_a_teacher_and_resumes(tmp_path, tiny_run, capsys):
+def test_a_student_learns_from_the_scores_of_a_teacher_and_resumes(tmp_path, capsys):
     rows = "".join(f'{{"text": "{line}"}}\n' for line in TEXT.splitlines()[:100])
     (tmp_path / "text.jsonl").write_text(rows)
     data = prepared(tmp_path / "data", tmp_path / "text.jsonl", "--held-out", "0.1").folder
     scores = str(tmp_path / "scores")
-    teacher = [f"--model={tiny_run}", "--top-k", "8", "--data.sequence-length=32"]
+    small = [*SMALL, "--model.num-layers=1", f"--data.path={data}", "--mesh=fsdp=2,tp=2"]
+    assert main([*small, "--train.steps=30", f"--run.dir={tmp_path}/teacher"]) == 0
+    teacher = [f"--model={tmp_path}/teacher", "--top-k", "8", "--data.sequence-length=32"]
     assert score([str(data), *teacher, "--out", scores]) == 0
-    student = [*SMALL, "--model.num-layers=1", f"--data.path={data}", "--data.scores", scores]
-    student += ["--mesh=fsdp=2,tp=2", "--train.steps=20", "--optimizer.schedule=constant"]
+    student = [*small, "--data.scores", scores, "--run.seed=1", "--train.steps=20", "--optimizer.schedule=constant"]
     student += ["--train.loss=jaxtp:Distillation", "--train.loss-arguments.cross-entropy=0.1", "--run.dir"]
     whole = tmp_path / "whole"
     resumed = tmp_path / "resumed"
@@ -260,5 +261,5 @@ def test_a_student_learns_from_the_scores_of_a_teacher_and_resumes(tmp_path, tin
     assert main([*student, str(resumed)]) == 0
     assert_same_records(resumed, whole, "loss", "kl", "grad_norm")
     kl = records(whole, "kl")
-    assert kl[20] < 0.7 * kl[1]
+    assert kl[20] < kl[1] / 2
     assert 0.2 < records(whole, "teacher_mass")[1] < 1

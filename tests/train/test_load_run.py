@@ -73,7 +73,7 @@ BY_NAME = {"build": f"{__file__}:WithFeatures"}
         ({"tp": 4}, {"build": WithFeatures, "plan": f"{small_net.FILE}:PLAN"}),
         pytest.param({"dp": 2, "fsdp": 2}, {"build": WithFeatures}, marks=pytest.mark.wide),
         pytest.param({"tp": 2}, {"build": in_build}, marks=pytest.mark.wide),
-        pytest.param(None, {"build": in_build, "plan": PLAN}, marks=pytest.mark.wide),
+        pytest.param(None, {"build": WithFeatures, "plan": PLAN}, marks=pytest.mark.wide),
     ],
     ids=["no mesh", "tp 4", "dp 2 x fsdp 2", "tp 2", "a plan without a mesh"],
 )

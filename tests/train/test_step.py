@@ -98,7 +98,7 @@ def test_micro_batches_of_bfloat16_parameters_add_up_in_the_reduction_dtype():
     """In bfloat16 a sum of 256 loses the last digits of each of its terms: 2% here."""
     low = dataclasses.replace(PLAIN, num_layers=1, precision=HALF)
     tokens = np.random.default_rng(0).integers(0, PLAIN.vocab_size, (512, 3), np.int32)
-    batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+    batch = {"inputs": jnp.asarray(tokens[:, :-1]), "labels": jnp.asarray(tokens[:, 1:])}
     with jax.set_mesh(make_mesh(dp=2, tp=2)):
         graph, params = nnx.split(jaxtp.Decoder(low, rngs=nnx.Rngs(0)))
 
@@ -213,6 +213,7 @@ def test_a_step_that_is_not_finite_changes_nothing(max_skipped):
         assert (by_name(state, plan.mesh)[kernel] != before[kernel]).any() == bool(max_skipped)
 
 
+@pytest.mark.wide
 def test_a_loss_that_is_handed_in_replaces_the_decoders():
     """With the same loss, the steps are the same; norms of bfloat16 are summed in float32 in both."""
     low = dataclasses.replace(PLAIN, num_layers=1, num_heads=2, num_kv_heads=2, precision=HALF)

@@ -104,10 +104,11 @@ def plain_frequencies(seed):
     return jax.device_get(made(batches(0)))
 
 
+@pytest.mark.wide
 def test_plain_arrays_have_the_seed_of_the_weights_they_were_trained_with(tmp_path, capsys):
     expected, loss_of_flax = plain_frequencies(5)
     run = tmp_path / "run"
-    with trainer_of(run, EVERY_AXIS, 1, {"run.seed": 5}, model=RandomFeatures) as trainer:
+    with trainer_of(run, "fsdp=2", 1, {"run.seed": 5}, model=RandomFeatures) as trainer:
         trained, losses = frequencies_of(trainer)
     np.testing.assert_allclose(trained, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(losses, [loss_of_flax], rtol=1e-5)
@@ -116,7 +117,7 @@ def test_plain_arrays_have_the_seed_of_the_weights_they_were_trained_with(tmp_pa
         np.testing.assert_array_equal(trainer.model.frequencies, trained)
     assert "changed since: the values" not in capsys.readouterr().out
     wider = functools.partial(RandomFeatures, scale=1.1)
-    with trainer_of(run, "fsdp=2", settings={"run.seed": 5}, model=wider) as trainer:
+    with trainer_of(run, "tp=2", settings={"run.seed": 5}, model=wider) as trainer:
         np.testing.assert_allclose(trainer.model.frequencies, 1.1 * trained, rtol=1e-6)
     assert "changed since: the values of model.frequencies" in capsys.readouterr().out
 
