@@ -58,7 +58,8 @@ def test_an_export_equals_what_was_imported_bit_by_bit(case, tmp_path):
         }
     if read_attributes(source).get("rope_interleave") is False:  # written as pairs: other values at the same places
         expected, found = ({name: tensor[:2] for name, tensor in each.items()} for each in (expected, found))
-    assert found == expected
+    known = {name: tensor for name, tensor in found.items() if name in expected or not is_ignored(name, family)}
+    assert known == expected
     assert jaxtp.read_config(tmp_path / "out") == jaxtp.read_config(source)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     index = json.loads((tmp_path / "out" / INDEX).read_text())
