@@ -199,7 +199,7 @@ def test_rows_that_are_no_conversation_are_refused(row, message):
     ("keys", "error"),
     [
         ('"content": "b"', 'line 1: the key "content" occurs twice in an object; remove one of them'),
-        ('"more": ' + "[" * 900 + "]" * 900, "line 1: not JSON: nested too deeply"),
+        ('"more": ' + "[" * 20_000 + "]" * 20_000, "line 1: not JSON: nested too deeply"),
     ],
     ids=["twice", "deep"],
 )
