@@ -5,7 +5,6 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-import yaml
 from flax import nnx
 from hf_reference import FOLDER
 from structures import is_one_clear_message
@@ -105,11 +104,6 @@ def move_adapters(model, scale=0.1):
     """Adds noise to the adapters of a model, of which B begins as zeros; returns the model."""
     nnx.update(model, moved(nnx.state(model, nnx.LoRAParam), scale=scale))
     return model
-
-
-def read_data(name):
-    """Returns what a YAML file of `tests/hf` has."""
-    return yaml.safe_load((FOLDER.parent / name).read_text())
 
 
 def refusal_problem(action, words):

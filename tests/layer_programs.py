@@ -21,9 +21,7 @@ class LayerProgram:
     the gradients of the trained params by their names.
     """
 
-    def __init__(
-        self, build, weights, mesh=None, *, trained=nnx.Param, call=lambda layer, x, *others: layer(x, *others)
-    ):
+    def __init__(self, build, weights, mesh=None, *, trained=nnx.Param, call=called):
         self.mesh = mesh and mesh_of(sizes_of(mesh))
         graph, state = state_on_mesh(build, weights, self.mesh) if mesh else without_mesh(build, weights)
         self.params, rest = nnx.split_state(state, trained, ...)

@@ -1,4 +1,4 @@
-"""Tables of mistakes in YAML files next to tests: each row has the words that its error `says`."""
+"""Tables in YAML files next to tests; in those of mistakes each row has the words that its error `says`."""
 
 from pathlib import Path
 
@@ -7,9 +7,9 @@ import yaml
 from jaxtp.config.entry import UserError
 
 
-def read_table(test_file, name):
-    """Returns the rows of a table next to a test file."""
-    return yaml.safe_load((Path(test_file).parent / f"{name}.yaml").read_text())
+def read_table(test_file, name=None):
+    """Returns the content of a YAML file next to a test file, by default of the one with its name."""
+    return yaml.safe_load(Path(test_file).with_name(f"{name or Path(test_file).stem}.yaml").read_text())
 
 
 def with_tuples(settings):

@@ -1,12 +1,12 @@
 """The hardware table, its names, and a user's own."""
 
 import pytest
-from variants import sections
+from tables import read_table
 
 from jaxtp.analysis.hardware import NEEDED, RANGES, TABLE, Hardware, find, link_of, of_kind, parse, read, require_matmul
 from jaxtp.config.schema import ConfigError
 
-DATA = sections(__file__)
+DATA = read_table(__file__)
 
 
 @pytest.mark.parametrize("hardware", TABLE.values(), ids=TABLE)

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from tables import read_table
 
 from jaxtp.config import entry
 from jaxtp.distributed.joining import JOIN_SECONDS
@@ -124,7 +125,7 @@ def check_fields(value, allowed, place="jobset"):
 
 
 def test_the_jobset_has_fields_and_types_of_its_definition():
-    allowed = yaml.safe_load((Path(__file__).parent / "jobset_crd.yaml").read_text())
+    allowed = read_table(__file__, "jobset_crd")
     text = (CLUSTER / "jobset.yaml").read_text()
     check_fields(yaml.safe_load(text), allowed)
     for wrong in (

@@ -7,10 +7,11 @@ import struct
 
 import numpy as np
 import pytest
-from hf_folders import assert_all_refused, read_data
+from hf_folders import assert_all_refused
 from hypothesis import given
 from hypothesis import strategies as st
 from structures import VALUES, changed, examples, gives_one_of
+from tables import read_table
 
 import jaxtp
 from jaxtp.data.tokenizer_files import TokenizerError, chat_template, end_token, special_tokens
@@ -23,7 +24,7 @@ from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.tools.estimate.__main__ import main as estimate
 from jaxtp.train.__main__ import main as train
 
-PUBLISHED = read_data("published.yaml")
+PUBLISHED = read_table(__file__, "published")
 SMOLLM2 = PUBLISHED["smollm2"]
 BOOKKEEPING = {
     "_model_name_or_path": "x",
@@ -72,7 +73,7 @@ def differences(case):
 
 
 def test_published_attributes_and_what_transformers_assumes_without_them():
-    found = {str(case): list(differences(case)) for case in read_data("read_attributes.yaml")}
+    found = {str(case): list(differences(case)) for case in read_table(__file__, "read_attributes")}
     assert not {case: problems for case, problems in found.items() if problems}
 
 
@@ -80,7 +81,7 @@ def test_unsupported_attributes_are_refused_by_name():
     assert_all_refused(
         {
             f"{model} {changes}": (functools.partial(read, PUBLISHED[model] | changes), words)
-            for model, rows in read_data("refused_attributes.yaml").items()
+            for model, rows in read_table(__file__, "refused_attributes").items()
             for changes, *words in rows
         }
     )

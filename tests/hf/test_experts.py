@@ -13,7 +13,6 @@ from hf_folders import (
     float8,
     load_on,
     random_model,
-    read_data,
     read_tensors,
     reference_attributes,
     reference_tensors,
@@ -26,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structures import examples
 from support import sweep
+from tables import read_table
 
 import jaxtp
 from jaxtp.hf.config_json import choose_family, model_config, write_attributes
@@ -275,7 +275,7 @@ def test_wrong_tensors_of_experts_are_named(name, cases, tmp_path):
     window=st.none() | st.integers(1, 9),
 )
 def test_which_layers_have_experts(count, step, dense, normalised, window):
-    attributes = read_data("published.yaml")["qwen3_moe"] | {
+    attributes = read_table(__file__, "published")["qwen3_moe"] | {
         "num_hidden_layers": count,
         "decoder_sparse_step": step,
         "mlp_only_layers": dense,

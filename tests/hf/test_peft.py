@@ -15,7 +15,6 @@ from hf_folders import (
     assert_same,
     move_adapters,
     random_model,
-    read_data,
     read_tensors,
     values,
     write_tensors,
@@ -24,6 +23,7 @@ from hf_reference import FOLDER
 from hypothesis import given
 from structures import changed, examples, gives_one_of
 from support import sweep
+from tables import read_table
 
 import jaxtp
 from jaxtp.hf.peft import PeftFolder, load_peft, open_peft, with_peft
@@ -499,7 +499,7 @@ def with_attributes(case, **attributes):
 def test_unsupported_and_damaged_adapters_are_refused_in_one_message(case, tmp_path):
     """Which names the folder, before any array is read."""
     changes = dict(BAD_EXPERTS if case == "experts" else BAD)
-    for attributes, *words in read_data("refused_adapters.yaml")[case]:
+    for attributes, *words in read_table(__file__, "refused_adapters")[case]:
         changes[str(attributes)] = with_attributes(case, **attributes), *words
     model = (MIXTRAL, "mixtral") if case == "experts" else (MODEL,)
     refusals = {}

@@ -7,8 +7,9 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_folders import assert_all_refused, read_data
+from hf_folders import assert_all_refused
 from hf_reference import FOLDER
+from tables import read_table
 
 import jaxtp
 from jaxtp.hf.config_json import model_config, write_attributes
@@ -17,7 +18,7 @@ from jaxtp.layers.rope import RopeScaling, apply_rope, rope_frequencies
 
 SIZES = {"vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 LISTS = {"short_factor": [1.0 + i / 100 for i in range(48)], "long_factor": [1.0 + i for i in range(48)]}
-PHI35_MINI = read_data("published.yaml")["phi35_mini"] | {"rope_scaling": {**LISTS, "type": "longrope"}}
+PHI35_MINI = read_table(__file__, "published")["phi35_mini"] | {"rope_scaling": {**LISTS, "type": "longrope"}}
 """As it is published but for its lists and auto_map; Phi-3-mini-128k differs in its window, and by "su"."""
 
 

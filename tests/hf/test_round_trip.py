@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from hf_folders import load_on, random_model, read_data, read_tensors, reference_attributes, stored_tensors, write_model
+from hf_folders import load_on, random_model, read_tensors, reference_attributes, stored_tensors, write_model
 from hf_reference import COPIED, FOLDER, MADE, NEWER, model_types
 from support import sweep
+from tables import read_table
 
 import jaxtp
 from jaxtp.hf.config_json import choose_family, family_of, model_config, write_attributes
@@ -121,7 +122,7 @@ def test_progress_counts_every_byte(name, tmp_path):
     assert read[-1] == written[-1] == (total, total)
 
 
-FAMILY_FIELDS = read_data("families.yaml")
+FAMILY_FIELDS = read_table(__file__, "families")
 NEVER_FIRST = {"gemma4_unified_text", "ernie4_5", "glm4_moe_lite"}
 """Families whose models another family can represent too."""
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from support import sizes_of, sweep
-from variants import sections, variant, variants
+from tables import read_table
+from variants import variant, variants
 
 import jaxtp
 from jaxtp.analysis.census import count_collectives
@@ -29,7 +30,7 @@ POLICIES = ["none", "save_dots", "save_gathered", "save_reduced", "full"]
 PLAIN = jaxtp.ModelConfig(
     vocab_size=64, d_model=64, num_layers=4, num_heads=8, num_kv_heads=8, head_dim=8, d_ff=96, loss_chunk=5
 )
-SETTINGS = sections(__file__)
+SETTINGS = read_table(__file__)
 MODELS = {kind: variants(PLAIN, SETTINGS[kind]) for kind in ("dense", "experts", "ulysses", "gather")}
 OVER_CP = [(2, 1, 4, 2), (1, 2, 2, 4), (1, 1, 4, 1)]
 MESHES = {

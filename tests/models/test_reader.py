@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from support import TOLERANCE, continue_rows, random_weights, relative_error, state_on_mesh, sweep, without_mesh
-from variants import sections, variant
+from tables import read_table
+from variants import variant
 
 import jaxtp
 from jaxtp.analysis.census import count_collectives
@@ -22,7 +23,7 @@ B, T = 8, 16
 SHARED = jaxtp.ModelConfig(
     vocab_size=19, d_model=16, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=4, d_ff=24, norm_eps=1e-3
 )
-MODELS = {name: row for name, row in sections(__file__).items() if not name.startswith(".")}
+MODELS = {name: row for name, row in read_table(__file__).items() if not name.startswith(".")}
 FIRST = np.array([1, 2, 3, 4, 5, 6, 6, 1])  # tokens of each row that are read first
 SECOND = np.array([6, 1, 5, 1, 2, 4, 3, 6])  # and after these
 

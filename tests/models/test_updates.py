@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 from support import sizes_of
-from variants import sections, variant
+from tables import read_table
+from variants import variant
 
 import jaxtp
 from jaxtp.tools.check import parity
@@ -20,7 +21,7 @@ RUN = TrainConfig(
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, weight_decay=0.1),
     train=LoopConfig(steps=10),
 )
-ROWS = {name: row for name, row in sections(__file__).items() if not name.startswith(".")}
+ROWS = {name: row for name, row in read_table(__file__).items() if not name.startswith(".")}
 
 
 REFERENCES = {}

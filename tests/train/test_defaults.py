@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import SMOL_LM, TEXT, records, smol_lm
+from tables import read_table
 
 from jaxtp.checkpoint import storage
 from jaxtp.config.schema import ConfigError, from_yaml, to_plain
@@ -35,7 +35,7 @@ def cpus(count):
     return DeviceInfo(count, per_process=count, bfloat16=False, kind="virtual CPU devices")
 
 
-PUBLISHED = yaml.safe_load((Path(__file__).parent / "recipes.yaml").read_text())
+PUBLISHED = read_table(__file__, "recipes")
 
 
 @pytest.fixture

@@ -1,10 +1,9 @@
 """Versions that are known to be bad, on fakes of devices and of what is installed."""
 
 import re
-from pathlib import Path
 
 import pytest
-import yaml
+from tables import read_table
 
 from jaxtp.train import known_versions
 from jaxtp.train.known_versions import TABLE, known_problems
@@ -16,7 +15,7 @@ DEVICES = {
     "B300": ("NVIDIA B300", "cuda 10.3"),
     "RUBIN": ("NVIDIA Rubin", "cuda 10.7"),
 }
-VERSIONS = yaml.safe_load(Path(__file__).with_name("known_versions.yaml").read_text())
+VERSIONS = read_table(__file__, "known_versions")
 
 
 @pytest.mark.parametrize(("package", "version", "device", "thread"), VERSIONS)

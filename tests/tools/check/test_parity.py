@@ -2,14 +2,14 @@
 
 import dataclasses
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from support import sizes_of
+from tables import read_table
+from variants import variants
 
-from jaxtp.config.schema import merged, replace_nested, validate
+from jaxtp.config.schema import replace_nested, validate
 from jaxtp.layers.kernels.fused_attention import fused_attention
 from jaxtp.layers.kernels.select import KERNELS
 from jaxtp.tools.check import parity
@@ -19,9 +19,9 @@ from jaxtp.train.config import TrainConfig
 
 def read_configurations():
     """Returns the configurations of the file beside this one, by name."""
-    changes = yaml.safe_load(Path(__file__).with_name("configurations.yaml").read_text())
-    base = changes.pop("base")
-    return {name: validate(TrainConfig, merged(base, each), source=name) for name, each in changes.items()}
+    changes = read_table(__file__, "configurations")
+    base = validate(TrainConfig, changes.pop("base"), source="base")
+    return variants(base, changes)
 
 
 CONFIGS = read_configurations()

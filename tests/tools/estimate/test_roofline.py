@@ -3,13 +3,12 @@
 import dataclasses
 import itertools
 import math
-from pathlib import Path
 
 import jax
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import read_table
 
 import jaxtp
 from jaxtp.analysis.collective import Collective
@@ -21,7 +20,7 @@ from jaxtp.tools.estimate.roofline import collective_seconds, leaves_domain, lin
 from jaxtp.tools.estimate.search import Target, describe_model, estimate
 from jaxtp.train.config import DataConfig, MeshConfig, TrainConfig
 
-BY_HAND = yaml.safe_load(Path(__file__).with_name("rings.yaml").read_text())
+BY_HAND = read_table(__file__, "rings")
 US = 1e-6
 IDEAL = {
     "h100": dataclasses.replace(find("h100"), link_efficiency=1.0, latency=0.0, hop=0.0, network_hop=0.0),
