@@ -3,8 +3,8 @@
     python -m pytest --cov jaxtp --cov-context test --cov-report= -m "not journey and not slow and not cluster"
     python scripts/mutants.py --coverage .coverage --count 240 --out scripts/results/mutants.txt
 
-The first command records which cases reach which line. For each mutant of a line the second runs those cases, the
-fastest first, until one fails. A mutant that no case notices survives: it needs a test, or an explanation. Cases in
+The first command records which cases reach which line. For each mutant of a line the second runs those cases until one
+fails. A mutant that no case notices survives: it needs a test, or an explanation. Cases in
 other processes do not see a mutant, and are not run.
 
 Needs `pip install pytest-cov`. The results of an interrupted run are kept, and the same command continues.
@@ -13,7 +13,6 @@ Needs `pip install pytest-cov`. The results of an interrupted run are kept, and 
 import argparse
 import ast
 import collections
-import copy
 import importlib
 import importlib.machinery
 import itertools
@@ -24,13 +23,16 @@ import signal
 import sqlite3
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CORE = ("collectives.py", "layers", "train/step.py", "data/packing.py", "checkpoint")
-LIBRARIES = ("jax", "flax.nnx", "optax", "orbax.checkpoint", "grain", "hypothesis", "pytest")
-"""They are imported once, before the forks. None of them starts a thread when it is imported."""
+LIBRARIES = ("jax", "flax.nnx", "optax", "orbax.checkpoint", "grain", "pytest")
+"""They are imported once, before the forks. None of them starts a thread when it is imported.
+
+Not hypothesis: pytest warns of a plugin that was imported before it, and warnings are errors.
+"""
 TIERS = "not journey and not slow and not cluster"
 MAX_CASES = 60
 """Cases that are run for one mutant, of those that reach its line."""
@@ -152,7 +154,7 @@ def mutants_in(place):
 def mutated_code(mutant):
     """Returns the compiled module with its one change."""
     path = ROOT / mutant.file
-    tree = copy.deepcopy(ast.parse(path.read_text()))
+    tree = ast.parse(path.read_text())
     node = list(ast.walk(tree))[mutant.node]
     _, change = list(changes(node))[mutant.option]
     change(node)
@@ -178,16 +180,8 @@ class Coverage:
         return sorted(reached - {""})
 
 
-def seconds_of_cases(file):
-    """Returns the CPU seconds of cases, by id, from a file of JSON lines."""
-    if file is None:
-        return {}
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return {row["id"]: row["cpu"] for row in rows}
-
-
-def run_cases(mutant, cases, log):
-    """Runs cases in this process, against the mutant, and ends the process: with 0 if all pass."""
+def import_changed(mutant):
+    """Makes this process import the mutant instead of its file."""
     code = mutated_code(mutant)
     original = importlib.machinery.SourceFileLoader.get_code
 
@@ -197,6 +191,12 @@ def run_cases(mutant, cases, log):
         return original(loader, name)
 
     importlib.machinery.SourceFileLoader.get_code = get_code
+
+
+def run_cases(mutant, cases, log):
+    """Runs cases in this process, and ends the process: with 0 if all pass."""
+    if mutant is not None:
+        import_changed(mutant)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -207,7 +207,10 @@ def run_cases(mutant, cases, log):
 
 
 def is_noticed(mutant, cases, log):
-    """Returns whether a case fails, in a process that is forked after the libraries are imported."""
+    """Returns whether a case fails, in a process that is forked after the libraries are imported.
+
+    Without a mutant, which is None, no case should fail.
+    """
     process = os.fork()
     if process == 0:
         os.setsid()
@@ -247,7 +250,6 @@ def table(results):
 def parsed_arguments():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--coverage", type=Path, default=Path(".coverage"), help="file of coverage.py with contexts")
-    parser.add_argument("--seconds", type=Path, help="JSON lines of id and cpu, to run the fastest cases first")
     parser.add_argument("--count", type=int, default=240, help="how many mutants")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
@@ -262,22 +264,26 @@ def main():
     for name in CORE:
         drawn += random.Random(arguments.seed).sample(mutants_in(name), arguments.count // len(CORE))
     reached = Coverage(arguments.coverage)
-    seconds = seconds_of_cases(arguments.seconds)
     journal = arguments.out.with_suffix(".jsonl")
     journal.touch()
     results = [json.loads(line) for line in journal.read_text().splitlines()]
-    done = {result["name"] for result in results}
+    # By node and option: a line may have several places with the same change.
+    done = {(result["file"], result["node"], result["option"]) for result in results}
 
     for library in LIBRARIES:
         importlib.import_module(library)
+    log = journal.with_suffix(".log")
+    control = list(itertools.chain.from_iterable(reached.cases(each.file, each.line)[:5] for each in drawn[:5]))
+    if not control or is_noticed(None, control, log):
+        sys.exit(f"no case is recorded in {arguments.coverage}, or a case fails without a change: see {log}")
     for mutant in drawn:
-        if mutant.name in done:
+        if (mutant.file, mutant.node, mutant.option) in done:
             continue
-        cases = sorted(reached.cases(mutant.file, mutant.line), key=lambda case: seconds.get(case, 1.0))[:MAX_CASES]
+        cases = reached.cases(mutant.file, mutant.line)[:MAX_CASES]
         result = "not reached"
         if cases:
-            result = "noticed" if is_noticed(mutant, cases, journal.with_suffix(".log")) else "survived"
-        results.append({"file": mutant.file, "name": mutant.name, "result": result, "cases": len(cases)})
+            result = "noticed" if is_noticed(mutant, cases, log) else "survived"
+        results.append(asdict(mutant) | {"name": mutant.name, "result": result, "cases": len(cases)})
         with journal.open("a") as lines:
             lines.write(json.dumps(results[-1]) + "\n")
         print(f"{result:12} {mutant.name}", flush=True)
