@@ -34,7 +34,7 @@ TEMPORARY = 75
 """The exit code of a process that was stuck or lost another process of its run (EX_TEMPFAIL of sysexits.h)."""
 INTERRUPTED = 130  # The exit code after Ctrl-C: 128 plus the number of the signal, as in shells
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # Control characters, except for newlines
-_AGAIN_SECONDS = 0.05  # until a signal in a callback of the garbage collector is sent again
+_AGAIN_SECONDS = 0.05  # until Ctrl-C is sent again whose exception was ignored
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -272,14 +272,19 @@ class Interrupt:
         self.received: str | None = None  # name of the first signal
         self._signals = signals or SIGNALS
         self._before: dict[signal.Signals, Any] = {}
+        self._hook_before: Callable[[sys.UnraisableHookArgs], object] | None = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
             handled = [number for number in self._signals if signal.getsignal(number) != signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._record) for number in handled}
+            self._hook_before = sys.unraisablehook
+            sys.unraisablehook = self._ignored
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._hook_before is not None:
+            sys.unraisablehook = self._hook_before
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -299,9 +304,6 @@ class Interrupt:
         # exception.
         self.received = signal.Signals(number).name
         if number == signal.SIGINT and self._at_start:
-            if _is_collecting(frame):
-                _send_again(number)
-                return
             raise InterruptError(self._at_start)
         for each in self._before:
             signal.signal(each, _SECOND_HANDLERS[each])
@@ -309,15 +311,13 @@ class Interrupt:
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{self._notice}\n".encode())  # a handler cannot use `sys.stderr`, which may be busy
 
-
-def _is_collecting(frame: FrameType | None) -> bool:
-    """Returns whether a callback of the garbage collector runs, which swallows exceptions; JAX has one."""
-    callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
-    while frame is not None:
-        if frame.f_code in callbacks:
-            return True
-        frame = frame.f_back
-    return False
+    def _ignored(self, unraisable: "sys.UnraisableHookArgs") -> None:
+        # Python ignores an exception in a destructor, in a callback of a weak reference, and in one of the garbage
+        # collector, in which a tracing run spends much of its time.
+        if issubclass(unraisable.exc_type, InterruptError):
+            _send_again(signal.SIGINT)
+        elif self._hook_before is not None:
+            self._hook_before(unraisable)
 
 
 def _send_again(number: int) -> None:

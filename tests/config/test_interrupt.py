@@ -3,8 +3,10 @@
 import gc
 import os
 import signal
+import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -90,24 +92,43 @@ def test_the_message_of_an_interrupted_start_is_printed(capsys):
     assert capsys.readouterr().err == "\njaxtp train: nothing is lost\n"
 
 
-def test_the_garbage_collector_does_not_swallow_ctrl_c(capfd):
-    """JAX has a callback there, in which a tracing run spends much of its time."""
+def _collect_with_a_callback(interrupt):
+    """JAX has such a callback, in which a tracing run spends much of its time."""
 
     def callback(phase, details):
         if phase == "start":
-            signal.raise_signal(signal.SIGINT)
+            interrupt()
 
+    gc.callbacks.append(callback)
+    gc.collect()
+    gc.callbacks.remove(callback)
+
+
+def _end_a_weak_reference(interrupt):
+    referent = threading.Event()
+    reference = weakref.ref(referent, lambda reference: interrupt())
+    del referent
+    assert reference() is None
+
+
+def _call_a_destructor(interrupt):
+    class Owner:
+        def __del__(self):
+            interrupt()
+
+    Owner()
+
+
+@pytest.mark.parametrize("swallow", [_collect_with_a_callback, _end_a_weak_reference, _call_a_destructor])
+def test_ctrl_c_where_python_ignores_exceptions_is_sent_again(swallow, capfd):
+    hook = sys.unraisablehook
+    gc.collect()  # another test's objects could end in this one
     with Interrupt(at_start="nothing is lost"):
-        gc.callbacks.append(callback)
-        try:
-            gc.collect()
-            gc.callbacks.remove(callback)
-            with pytest.raises(InterruptError):
-                time.sleep(10)
-        finally:
-            if callback in gc.callbacks:
-                gc.callbacks.remove(callback)
+        swallow(lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(InterruptError):
+            time.sleep(10)
     assert "ignored" not in capfd.readouterr().err
+    assert sys.unraisablehook is hook
 
 
 def test_ctrl_c_ends_a_wait_for_a_thread():
