@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import jax
 
@@ -24,6 +24,7 @@ _TRANSIENT = (OSError, MemoryError, jax.errors.JaxRuntimeError)  # Errors that s
 _PERMANENT = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 """File system errors that a retry does not fix."""
 PAUSES = (1.0, 3.0, 9.0)  # Seconds before each retry
+_BLOCK = 1 << 24  # bytes that are read at once
 
 
 class CheckpointError(UserError):
@@ -90,11 +91,26 @@ def _read_every_byte(folder: Path) -> None:
     for path in files_below(folder):
         try:
             with open_regular(path) as file:
-                while file.read(1 << 24):
-                    pass
+                _read_data(file)
         except OSError as error:  # a failed read does not name the file
             error.filename = str(path)
             raise
+
+
+def _read_data(file: BinaryIO) -> None:
+    """Reads all that the disk holds of a file. A hole takes no disk, and could be of terabytes."""
+    position = 0
+    while True:
+        try:
+            position = file.seek(position, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # no data after this position
+                return
+            raise
+        end = file.seek(position, os.SEEK_HOLE)
+        file.seek(position)
+        while block := file.read(min(_BLOCK, end - position)):  # empty at the end, also of a file that is cut meanwhile
+            position += len(block)
 
 
 def files_below(folder: Path) -> Iterator[Path]:

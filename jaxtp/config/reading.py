@@ -60,11 +60,12 @@ def read_bytes(path: Path, most: int) -> bytes:
     """Returns the content of a regular file of at most `most` bytes; errors as in `open_regular`."""
     content = bytearray()
     with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
+        is_larger = os.fstat(file.fileno()).st_size > most
         # In blocks: `read(most)` would take the memory of the largest file at once. The file may grow meanwhile.
-        while size <= most and len(content) <= most and (block := file.read(min(_BLOCK, most + 1))):
+        while not is_larger and (block := file.read(min(_BLOCK, most + 1))):
             content += block
-    if max(size, len(content)) > most:
+            is_larger = len(content) > most
+    if is_larger:
         raise OSError(errno.EFBIG, f"larger than {most:,} bytes, the limit for this kind of file", str(path))
     return bytes(content)
 
