@@ -108,7 +108,7 @@ class Errors:
         least = tolerance.scalar if name in (LOSS, GRAD_NORM) else tolerance.tensor
         rounding = self.rounding.get(name, 0.0)
         # An array that is zero but for rounding. A mistake makes it many thousand times as large.
-        return 100.0 if rounding > 0.5 else max(least, 2 * rounding)
+        return 100.0 if rounding > 0.25 else max(least, 2 * rounding)
 
     def worst(self, tolerance: Tolerance) -> tuple[str, str]:
         """Returns the gradient and updated array with the largest errors relative to their tolerance; NaN first."""

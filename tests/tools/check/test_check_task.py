@@ -29,9 +29,8 @@ class Mlp(nnx.Module):
     """Two layers with another one between them; `up` and `down` are split."""
 
     def __init__(self, rngs, middle=nnx.LayerNorm):
-        # A bias before batch norm would have a gradient of nothing but rounding.
-        has_bias = middle is not nnx.BatchNorm
-        self.up = nnx.Linear(WIDTH, 2 * WIDTH, use_bias=has_bias, rngs=rngs)
+        # Before batch norm the gradient of the bias is nothing but rounding.
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
         self.norm = middle(2 * WIDTH, rngs=rngs)
         self.down = nnx.Linear(2 * WIDTH, 4, rngs=rngs)
 
