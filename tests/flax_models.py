@@ -1,5 +1,6 @@
-"""Small models in plain Flax, written for one device, without jaxtp, and the usual plan for one of
-them."""
+"""Small models in plain Flax, written for one device, without jaxtp, and the usual plan for one of them."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,26 +25,24 @@ class Attention(nnx.Module):
     """Llama's attention, with separate wq, wk and wv."""
 
     def __init__(self, rngs, *, kv_heads=K, use_bias=False):
-        self.heads = (N, kv_heads)
-        self.wq = nnx.Linear(D, N * H, use_bias=use_bias, rngs=rngs)
-        self.wk = nnx.Linear(D, kv_heads * H, use_bias=use_bias, rngs=rngs)
-        self.wv = nnx.Linear(D, kv_heads * H, use_bias=use_bias, rngs=rngs)
-        self.wo = nnx.Linear(N * H, D, use_bias=use_bias, rngs=rngs)
+        linear = partial(nnx.Linear, use_bias=use_bias, rngs=rngs)
+        self.wq = linear(D, N * H)
+        self.wk = linear(D, kv_heads * H)
+        self.wv = linear(D, kv_heads * H)
+        self.wo = linear(N * H, D)
 
     def __call__(self, x):
-        batch, length, _ = x.shape
-        q = self.wq(x).reshape(batch, length, self.heads[0], H)
-        k = self.wk(x).reshape(batch, length, self.heads[1], H)
-        v = self.wv(x).reshape(batch, length, self.heads[1], H)
+        q, k, v = (layer(x).reshape(*x.shape[:2], -1, H) for layer in (self.wq, self.wk, self.wv))
         y = jax.nn.dot_product_attention(rope(q), rope(k), v, is_causal=True)
-        return self.wo(y.reshape(batch, length, -1))
+        return self.wo(y.reshape(*x.shape[:2], -1))
 
 
 class FeedForward(nnx.Module):
     def __init__(self, rngs, *, use_bias=False):
-        self.w1 = nnx.Linear(D, F, use_bias=use_bias, rngs=rngs)
-        self.w2 = nnx.Linear(F, D, use_bias=use_bias, rngs=rngs)
-        self.w3 = nnx.Linear(D, F, use_bias=use_bias, rngs=rngs)
+        linear = partial(nnx.Linear, use_bias=use_bias, rngs=rngs)
+        self.w1 = linear(D, F)
+        self.w2 = linear(F, D)
+        self.w3 = linear(D, F)
 
     def __call__(self, x):
         return self.w2(jax.nn.silu(self.w1(x)) * self.w3(x))
@@ -62,11 +61,11 @@ class LlamaBlock(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """A Llama with the names of the usual PyTorch tutorial."""
+    """A Llama of one layer, with the names of the usual PyTorch tutorial."""
 
-    def __init__(self, rngs, *, num_layers=2, **block):
+    def __init__(self, rngs):
         self.tok_embeddings = nnx.Embed(V, D, rngs=rngs)
-        self.layers = nnx.List([LlamaBlock(rngs, **block) for _ in range(num_layers)])
+        self.layers = nnx.List([LlamaBlock(rngs)])
         self.norm = nnx.RMSNorm(D, rngs=rngs)
         self.output = nnx.Linear(D, V, use_bias=False, rngs=rngs)
 
@@ -90,8 +89,7 @@ LLAMA_PLAN = {
     "norm": SequenceParallel(),
     "output": Colwise(input_layouts=Shard(1), output_layouts=Replicate()),
 }
-"""The plan of that tutorial: `parallelize_module` of the model, then of each block, with paths from
-the model."""
+"""The plan of that tutorial: `parallelize_module` of the model, then of each block, with paths from the model."""
 
 
 class Perceptron(nnx.Module):

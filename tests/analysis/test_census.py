@@ -4,7 +4,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
@@ -15,49 +14,56 @@ from jaxtp.layers.experts import RARELY
 from jaxtp.mesh import mesh_sizes
 
 
-def test_scan_counts_every_turn():
-    def turn(carry, _):
-        return jax.lax.pcast(jax.lax.psum(carry, "tp"), "tp", to="varying"), None
-
+def collectives_of(body, *args):
+    """Returns what `body` of a shard of eight numbers moves over tp, and how often each."""
     mesh = jaxtp.make_mesh(tp=4)
     with jax.set_mesh(mesh):
-        run = jax.shard_map(lambda x: jax.lax.scan(turn, x, length=5)[0], in_specs=P("tp"), out_specs=P("tp"))
-        counts = count_collectives(jax.make_jaxpr(run)(jnp.ones(8)), mesh_sizes(mesh))
-    ((collective, times),) = counts.items()
-    assert (collective.kind, collective.shape, times) == ("all-reduce", (2,), 5)
-    assert collective.bytes_sent == 2 * 3 / 4 * 2 * 4
+        run = jax.shard_map(body, in_specs=(P("tp"), *[P()] * len(args)), out_specs=P("tp"))
+        return count_collectives(jax.make_jaxpr(run)(jnp.ones(8), *args), mesh_sizes(mesh))
 
 
 def counts_of(body, *args):
-    """What `body` of a shard of eight numbers moves over tp: `{(kind, counted): times}`."""
-    mesh = jaxtp.make_mesh(tp=4)
-    with jax.set_mesh(mesh):
-        run = jax.shard_map(body, in_specs=(P("tp"), *(P() for _ in args)), out_specs=P("tp"))
-        counts = count_collectives(jax.make_jaxpr(run)(jnp.ones(8), *args), mesh_sizes(mesh))
-    return {(c.kind, c.counted): times for c, times in counts.items()}
+    """Returns `{(kind, counted): times}` of the same."""
+    return {(c.kind, c.counted): times for c, times in collectives_of(body, *args).items()}
 
 
 def moved(x):
     return jax.lax.pcast(jax.lax.psum(x, "tp"), "tp", to="varying")
 
 
-@pytest.mark.parametrize(
-    ("goes_on", "step", "first", "turns"),
-    [
-        (lambda i: i < 5, 1, 0, 5),
-        (lambda i: i < 5, 2, 1, 2),
-        (lambda i: i > 0, -2, 5, None),
-        (lambda i: i != 4, 2, 0, None),
-        (lambda i: i < 0, 1, 0, 0),
-        (lambda i: i < 5, -1, 0, None),
-        (lambda i: i * i < 5, 1, 0, None),
-        (lambda i: i < 5.0, 1, 0, None),
-    ],
-)
-def test_only_a_counted_loop_has_a_count(goes_on, step, first, turns):
-    loop = lambda x: jax.lax.while_loop(lambda c: goes_on(c[0]), lambda c: (c[0] + step, moved(c[1])), (first, x))[1]
-    expected = {("all-reduce", "a turn"): 1} if turns is None else {("all-reduce", ""): turns}
-    assert counts_of(loop) == expected
+def test_scan_counts_every_turn():
+    found = collectives_of(lambda x: jax.lax.scan(lambda carry, _: (moved(carry), None), x, length=5)[0])
+    ((collective, times),) = found.items()
+    assert (collective.kind, collective.shape, times) == ("all-reduce", (2,), 5)
+    assert collective.bytes_sent == 2 * 3 / 4 * 2 * 4
+
+
+COUNTED = [
+    (lambda i: i < 5, 1, 0, 5),
+    (lambda i: i < 5, 2, 1, 2),
+    (lambda i: i < 0, 1, 0, 0),
+]
+UNCOUNTED = [
+    (lambda i: i > 0, -2, 5),
+    (lambda i: i != 4, 2, 0),
+    (lambda i: i < 5, -1, 0),
+    (lambda i: i * i < 5, 1, 0),
+    (lambda i: i < 5.0, 1, 0),
+]
+"""Loops: while what they turn, by what they count, from what, and how often."""
+
+
+def counts_of_loop(goes_on, step, first):
+    return counts_of(
+        lambda x: jax.lax.while_loop(lambda c: goes_on(c[0]), lambda c: (c[0] + step, moved(c[1])), (first, x))[1]
+    )
+
+
+def test_only_a_counted_loop_has_a_count():
+    for *loop, turns in COUNTED:
+        assert counts_of_loop(*loop) == {("all-reduce", ""): turns}
+    for index, loop in enumerate(UNCOUNTED):
+        assert counts_of_loop(*loop) == {("all-reduce", "a turn"): 1}, index
 
 
 def test_a_number_of_turns_that_is_an_argument_is_unknown():
@@ -99,21 +105,20 @@ def test_branches_count_as_what_they_move_at_most():
     }
 
 
-@pytest.mark.parametrize(
-    ("scope", "module"),
-    {
-        "jit(step)/transpose(jvp())/while/body/closed_call/checkpoint/mlp/row_parallel_linear/shard_map/psum": (
-            "mlp/row_parallel_linear"
-        ),
-        "jit(step)/jvp(rms_norm)/shard_map/all_gather": "rms_norm",
-        "jit(f)/transpose(jvp(layer_0))/eval_jaxpr/rematted_computation/mlp/attend": "layer_0/mlp/attend",
-        "jit(step)/optimizer/reduce_sum": "optimizer/reduce_sum",
-        "jit(step)/router/cond/branch_1_fun/mlp": "router/mlp",
-        "": "",
-    }.items(),
-)
-def test_module_is_the_scope_without_plumbing(scope, module):
-    assert Collective("all-reduce", ("tp",), 4, 8, scope).module == module
+MODULES = {
+    "jit(step)/transpose(jvp())/while/body/closed_call/checkpoint/mlp/row_parallel_linear/shard_map/psum": (
+        "mlp/row_parallel_linear"
+    ),
+    "jit(step)/jvp(rms_norm)/shard_map/all_gather": "rms_norm",
+    "jit(f)/transpose(jvp(layer_0))/eval_jaxpr/rematted_computation/mlp/attend": "layer_0/mlp/attend",
+    "jit(step)/optimizer/reduce_sum": "optimizer/reduce_sum",
+    "jit(step)/router/cond/branch_1_fun/mlp": "router/mlp",
+    "": "",
+}
+
+
+def test_module_is_the_scope_without_plumbing():
+    assert {scope: Collective("all-reduce", ("tp",), 4, 8, scope).module for scope in MODULES} == MODULES
 
 
 def test_axes_of_one_device_are_left_out():

@@ -1,9 +1,12 @@
 """The hardware table, its names, and a user's own."""
 
-import pytest
-from tables import read_table
+import re
 
-from jaxtp.analysis.hardware import NEEDED, RANGES, TABLE, Hardware, find, link_of, of_kind, parse, read, require_matmul
+import pytest
+import yaml
+from tables import raised_by, read_table
+
+from jaxtp.analysis.hardware import NEEDED, RANGES, TABLE, find, link_of, of_kind, parse, read, require_matmul
 from jaxtp.config.schema import ConfigError
 
 DATA = read_table(__file__)
@@ -30,9 +33,8 @@ def test_a_kind_that_is_not_in_the_table_is_not_taken_for_a_near_one():
 
 
 def test_float8_is_where_data_sheets_have_it(tmp_path):
-    assert {name: one.float8 / 1e12 for name, one in TABLE.items() if one.float8} == pytest.approx(
-        DATA["float8"], rel=0.015
-    )
+    found = {name: one.float8 / 1e12 for name, one in TABLE.items() if one.float8}
+    assert found == pytest.approx(DATA["float8"], rel=0.015)
     assert [name for name, one in TABLE.items() if one.peak("mxfp8")] == ["b200", "gb200"]
     for matmul in ("compute", "float8"):
         require_matmul(TABLE["h100"], matmul)
@@ -68,16 +70,20 @@ def test_hosts_of_devices(tmp_path, monkeypatch):
         assert (hardware.name, count) == (name, expected), "a file of that name is that file"
 
 
-@pytest.mark.parametrize("text", DATA["mistakes"])
-def test_mistakes(text):
-    with pytest.raises(ConfigError, match=DATA["mistakes"][text]):
-        parse(text)
+def test_mistakes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    errors = {text: raised_by(parse, text) for text in DATA["mistakes"]}
+    assert not_said(errors, DATA["mistakes"]) == {}
+
+
+def not_said(errors, patterns):
+    """Returns the errors that lack what they should say."""
+    return {text: error for text, error in errors.items() if not re.search(patterns[text], error)}
 
 
 def test_devices_that_are_joined_in_pairs_have_the_links_between_them():
-    mi300x, h100 = find("mi300x"), find("h100")
-    assert [link_of(mi300x, n) / 64e9 for n in (2, 4, 8)] == pytest.approx([1, 3, 7])
-    assert {link_of(h100, n) for n in (1, 2, 4, 8)} == {450e9}
+    assert [link_of(find("mi300x"), n) / 64e9 for n in (2, 4, 8)] == pytest.approx([1, 3, 7])
+    assert {link_of(find("h100"), n) for n in (1, 2, 4, 8)} == {450e9}
 
 
 def test_a_file_of_ones_own(tmp_path):
@@ -96,23 +102,15 @@ def test_a_file_that_is_like_nothing(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(DATA["whole"] + "direct: true")
     mine = read(file)
-    assert mine == Hardware(
-        name="mine",
-        source=f"{file}: {', '.join(NEEDED)}, direct; others assumed",
-        memory=1e11,
-        flops=1e14,
-        bandwidth=1e12,
-        link=1e11,
-        domain=4,
-        network=1e10,
-        direct=True,
-    )
+    assert mine.source == f"{file}: {', '.join(NEEDED)}, direct; others assumed"
+    assert {name: getattr(mine, name) for name in NEEDED} == yaml.safe_load(DATA["whole"])
     assert link_of(mine, 2) == pytest.approx(1e11 / 3)
 
 
-@pytest.mark.parametrize("text", DATA["files"])
-def test_mistakes_in_a_file(text, tmp_path):
+def test_mistakes_in_a_file(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=DATA["files"][text]):
-        read(file)
+    errors = {}
+    for text in DATA["files"]:
+        file.write_text(text)
+        errors[text] = raised_by(read, file)
+    assert not_said(errors, DATA["files"]) == {}

@@ -26,41 +26,40 @@ def only(text):
     return collective, times
 
 
-@pytest.mark.parametrize(
-    ("groups", "axes"),
-    [
-        ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("tp",)),
-        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", ("fsdp",)),
-        ("replica_groups=[2,4]<=[8]", ("tp",)),
-        ("replica_groups=[4,2]<=[2,4]T(1,0)", ("fsdp",)),
-        ("replica_groups=[1,8]<=[8]", ("fsdp", "tp")),
-        ("replica_groups=mesh['fsdp'=2,'tp'=4] {'tp'}", ("tp",)),
-        ("replica_groups=mesh['dp'=1,'fsdp'=2,'tp'=4] {'dp','fsdp'}", ("fsdp",)),
-        ("replica_groups=mesh['axis_0'=1,'axis_1'=4,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_2'}", ("fsdp",)),
-        ("replica_groups=mesh['axis_0'=1,'axis_1'=4,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_1'}", ("tp",)),
-        ("replica_groups={}", ("fsdp", "tp")),
-    ],
-)
-def test_axes_are_recovered_from_device_ids(groups, axes):
-    collective, _ = only(module(groups))
-    assert collective.axes == axes
-    assert collective.group == {("tp",): 4, ("fsdp",): 2, ("fsdp", "tp"): 8}[axes]
+GROUPS = {
+    "replica_groups={{0,1,2,3},{4,5,6,7}}": "tp 4",
+    "replica_groups={{0,4},{1,5},{2,6},{3,7}}": "fsdp 2",
+    "replica_groups=[2,4]<=[8]": "tp 4",
+    "replica_groups=[4,2]<=[2,4]T(1,0)": "fsdp 2",
+    "replica_groups=[1,8]<=[8]": "fsdp tp 8",
+    "replica_groups=mesh['fsdp'=2,'tp'=4] {'tp'}": "tp 4",
+    "replica_groups=mesh['dp'=1,'fsdp'=2,'tp'=4] {'dp','fsdp'}": "fsdp 2",
+    "replica_groups=mesh['axis_0'=1,'axis_1'=4,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_2'}": "fsdp 2",
+    "replica_groups=mesh['axis_0'=1,'axis_1'=4,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_1'}": "tp 4",
+    "replica_groups={}": "fsdp tp 8",
+    "replica_groups={{0,1},{2,3},{4,5},{6,7}}": "tp 2",  # a part of an axis
+}
+PERMUTATIONS = {
+    "source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}": "tp 4",
+    # The first device sends to itself, as do two of four.
+    "source_target_pairs={{0,0},{2,1},{4,4},{6,5},{1,2},{3,3},{5,6},{7,7}}": "tp 4",
+}
 
 
-def test_part_of_an_axis():
-    collective, _ = only(module("replica_groups={{0,1},{2,3},{4,5},{6,7}}"))
-    assert (collective.axes, collective.group) == (("tp",), 2)
+@pytest.mark.parametrize(("kind", "spelled"), [("all-reduce", GROUPS), ("collective-permute", PERMUTATIONS)])
+def test_axes_are_recovered_from_device_ids(kind, spelled):
+    found = {}
+    for attributes in spelled:
+        collective, _ = only(module(attributes, kind))
+        assert collective.kind == kind.removeprefix("collective-")
+        found[attributes] = f"{' '.join(collective.axes)} {collective.group}"
+    assert found == spelled
 
 
 def test_what_moves():
     collective, times = only(module("replica_groups={{0,1,2,3},{4,5,6,7}}"))
-    assert (collective.kind, collective.shape, collective.dtype, collective.module, times) == (
-        "all-reduce",
-        (8, 4),
-        "float32",
-        "mlp",
-        1,
-    )
+    assert (collective.shape, collective.dtype, collective.module) == ((8, 4), "float32", "mlp")
+    assert times == 1
     assert collective.bytes_sent == 2 * 3 / 4 * 8 * 4 * 4
 
 
@@ -75,19 +74,6 @@ def test_every_array_of_a_tuple_counts():
         module("replica_groups={{0,1,2,3},{4,5,6,7}}", shape="(f32[8,4]{1,0}, /*index=1*/s32[])"), SIZES
     )
     assert {(c.shape, c.dtype) for c in counts} == {((8, 4), "float32"), ((), "int32")}
-
-
-def test_permute():
-    text = module("source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}", "collective-permute")
-    collective, _ = only(text)
-    assert (collective.kind, collective.axes, collective.group) == ("permute", ("tp",), 4)
-
-
-def test_a_permutation_that_leaves_the_first_device_alone():
-    """Though two of four move nothing."""
-    text = module("source_target_pairs={{0,0},{2,1},{4,4},{6,5},{1,2},{3,3},{5,6},{7,7}}", "collective-permute")
-    collective, _ = only(text)
-    assert (collective.kind, collective.axes, collective.group) == ("permute", ("tp",), 4)
 
 
 def test_groups_of_one_device_are_nothing():
@@ -206,16 +192,13 @@ ENTRY %main (x.2: f32[4]) -> (s32[], f32[4]) {
         count_flops_in_hlo(text.replace("%zero = s32[] constant(0)", "%zero = s32[] parameter(1)"))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_unknown_spellings_are_refused():
+    for text, message in (
         ("not hlo", "no ENTRY"),
         (module("replica_groups=v9<0..8>"), "cannot tell which devices"),
-    ],
-)
-def test_unknown_spellings_are_refused(text, message):
-    with pytest.raises(HloError, match=message):
-        count_collectives_in_hlo(text, SIZES)
+    ):
+        with pytest.raises(HloError, match=message):
+            count_collectives_in_hlo(text, SIZES)
 
 
 LAYER = "jit(step)/jvp()/while/body/closed_call/mlp/row_parallel_linear/shard_map"

@@ -1,5 +1,4 @@
-"""Formulas of costs, against the choices of layers that depend on them and against traced
-programs."""
+"""Formulas of costs, against the choices of layers that depend on them and against traced programs."""
 
 import dataclasses
 import math
@@ -67,10 +66,7 @@ def test_the_method_of_attention_that_moves_less_is_chosen(cp, queries, keys, ch
 @cache
 def overridden(kind):
     """Returns a subclass of a branch with a forward pass of its own."""
-
-    def forward(self, *args, **kwargs):
-        return kind.__call__(self, *args, **kwargs)
-
+    forward = lambda self, *args, **kwargs: kind.__call__(self, *args, **kwargs)
     return type(kind.__name__, (kind,), {"__call__": forward})
 
 
@@ -131,9 +127,8 @@ def test_formulas_are_what_the_trace_of_a_layer_counts(name):
     rows = {"batch_size": 16, "sequence_length": 16, "accumulation": accumulation}
     formulas, traced = both_costs(config, mesh_shape(**axes), **rows)
     assert traced.flops == formulas.flops
-    assert {place: sent for place, sent in traced.budget.items() if sent} == pytest.approx(
-        {place: sent for place, sent in formulas.budget.items() if sent}
-    )
+    for place in formulas.budget.keys() | traced.budget.keys():
+        assert traced.budget.get(place, 0) == pytest.approx(formulas.budget.get(place, 0)), place
     assert traced.padding == pytest.approx(formulas.padding, abs=0.01)
     if name != "states over cp":  # states are not divided over cp
         assert traced.cached == formulas.cached

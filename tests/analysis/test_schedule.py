@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtp.analysis.hlo import HloError
 from jaxtp.analysis.schedule import Scheduled, read_parts, read_schedule
 
 SIZES = {"dp": 1, "fsdp": 2, "tp": 4}
-TP, FSDP = "replica_groups={{0,1,2,3},{4,5,6,7}}", "replica_groups={{0,4},{1,5},{2,6},{3,7}}"
+TP = "replica_groups={{0,1,2,3},{4,5,6,7}}"
+FSDP = "replica_groups={{0,4},{1,5},{2,6},{3,7}}"
 LOOP = 'condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}'
 KERNEL = 'custom-call(%x), custom_call_target="__gpu$xla.gpu.triton", backend_config={ir = "ML\\EFR\\00func\\00"}'
 BOTH = "(bf16[8,4]{1,0}, /*index=1*/bf16[8]{0})"
@@ -64,7 +64,9 @@ ENTRY %main (p: f32[8,4]) -> f32[4,4] {{
 def test_everything_that_moves_is_there_with_what_is_computed_beside_it():
     beside_a_product = 3 * 2 * (8 * 4)
     gathers = beside_a_product + 3 * 2 * (8 * 4 + 8)
-    assert set(read_schedule(TEXT, SIZES)) == {
+    found = read_schedule(TEXT, SIZES)
+    assert list(found) == sorted(found, key=lambda one: -one.bytes), "the most bytes come first"
+    assert set(found) == {
         Scheduled("all-gather", ("tp",), 4, gathers, count=6, overlapped=3, computing=6, hidden_bytes=beside_a_product),
         Scheduled("reduce-scatter", ("fsdp",), 2, 4 * 8 * 4, count=1, overlapped=1, computing=1),
         Scheduled("all-reduce", ("fsdp", "tp"), 8, 20, count=1, overlapped=0, computing=0),
@@ -153,7 +155,9 @@ ENTRY %main (p: f32[8]) -> f32[16] {
 
 def test_kernels_are_counted_by_the_part_of_the_step():
     """A layer of a stack is read and written alone; a fusion's products name its part."""
-    product, copied, stacked = (2 * 4 + 4 * 8 + 2 * 8) * 2 + 4, (2 + 4) * 16, 2 * 4 * 16 + 4
+    product = (2 * 4 + 4 * 8 + 2 * 8) * 2 + 4
+    copied = (2 + 4) * 16
+    stacked = 2 * 4 * 16 + 4
     flops = 3 * 2 * 2 * 8 * 4
     expected = {
         "MLP": {"kernels": 3, "flops": flops, "flops_16": flops, "product_bytes": 3 * product},
@@ -166,14 +170,15 @@ def test_kernels_are_counted_by_the_part_of_the_step():
     assert {name: part for name, part in found.items() if part} == expected
     in_float8 = read_parts(PARTS_TEXT.replace("bf16", "f8e5m2"))["MLP"]
     assert (in_float8["flops"], in_float8["flops_16"]) == (flops, flops / 2)
-    mine = f"f32[8]{{0}} {KERNEL.replace('func', 'dot')}"
-    planted = PARTS_TEXT.replace("  ROOT %gather-done", f"  %mine = {mine}\n  ROOT %gather-done")
-    assert read_parts(planted)["other"]["unknown"] == 1
-    cublas = 'custom-call(%p), custom_call_target="__cublas$gemm"'
-    planted = PARTS_TEXT.replace(
-        "  ROOT %gather-done", f"  %mine = (f32[8]{{0}}, s8[64]{{0}}) {cublas}\n  ROOT %gather-done"
-    )
-    assert read_parts(planted)["other"]["product_bytes"] == 2 * 8 * 4, "its workspace is not traffic"
+
+    def planted(kernel):
+        """The parts with one more kernel."""
+        text = f"  %mine = {kernel}\n  ROOT %gather-done"
+        return read_parts(PARTS_TEXT.replace("  ROOT %gather-done", text))["other"]
+
+    assert planted(f"f32[8]{{0}} {KERNEL.replace('func', 'dot')}")["unknown"] == 1
+    cublas = planted('(f32[8]{0}, s8[64]{0}) custom-call(%p), custom_call_target="__cublas$gemm"')
+    assert cublas["product_bytes"] == 2 * 8 * 4, "its workspace is not traffic"
 
 
 def test_asynchronous_kernels_read_and_write_what_others_do():
@@ -199,13 +204,3 @@ def test_the_flops_and_bytes_of_a_compiled_program():
     moved = parts["MLP"]["product_bytes"] + parts["MLP"]["other_bytes"]
     assert moved >= 3 * 4 * (2 * 8 * 16 + 16 * 16)
     assert sum(part["flops"] for part in parts.values()) == parts["MLP"]["flops"]
-
-
-def test_the_most_bytes_come_first():
-    sizes = [one.bytes for one in read_schedule(TEXT, SIZES)]
-    assert sizes == sorted(sizes, reverse=True)
-
-
-def test_what_is_no_module_is_refused():
-    with pytest.raises(HloError, match="no ENTRY"):
-        read_schedule("hello", SIZES)

@@ -20,9 +20,13 @@ IDS = jnp.asarray(RANDOM.integers(0, V, (B, T), np.int32))
 LINEAR = lambda: nnx.Linear(D, F, rngs=nnx.Rngs(0))
 EMBED = lambda: nnx.Embed(V, D, rngs=nnx.Rngs(0))
 NORM = lambda: nnx.LayerNorm(D, rngs=nnx.Rngs(0))
+HEADS = lambda: nnx.LinearGeneral(D, (2, 8), rngs=nnx.Rngs(0))
 BATCH = ("dp", "fsdp")
-WHOLE, SEQUENCE, FEATURES = jax.P(BATCH), jax.P(BATCH, "tp"), jax.P(BATCH, None, "tp")
-COLUMNS, ROWS = jax.P("fsdp", "tp"), jax.P("tp", "fsdp")
+WHOLE = jax.P(BATCH)
+SEQUENCE = jax.P(BATCH, "tp")
+FEATURES = jax.P(BATCH, None, "tp")
+COLUMNS = jax.P("fsdp", "tp")
+ROWS = jax.P("tp", "fsdp")
 
 STYLES = {
     "ColwiseParallel()": (LINEAR, Colwise(), COLUMNS, FEATURES),
@@ -33,6 +37,8 @@ STYLES = {
     "RowwiseParallel on nn.Embedding": (EMBED, Rowwise(Replicate(), Shard(1)), ROWS, SEQUENCE),
     "ColwiseParallel on nn.Embedding": (EMBED, Colwise(), COLUMNS, FEATURES),
     "SequenceParallel()": (NORM, SequenceParallel(), jax.P("fsdp"), SEQUENCE),
+    "SequenceParallel, and features": (NORM, SequenceParallel(output_layouts=Shard(-1)), jax.P("fsdp"), FEATURES),
+    "ColwiseParallel of heads": (HEADS, Colwise(), COLUMNS, FEATURES),
     "fully_shard": (LINEAR, None, jax.P(None, "fsdp"), WHOLE),
     "replicate": (LINEAR, Replicate(), jax.P(), WHOLE),
 }
@@ -58,26 +64,22 @@ def run(module, x):
 @pytest.mark.parametrize("row", STYLES)
 def test_a_style_on_one_module(row, mesh):
     build, style, stored, leaves = STYLES[row]
-    x = IDS if build is EMBED else X
-    module = jaxtp.parallelize(build, {} if style is None else {"": style})
+    x = X
+    if build is EMBED:
+        x = IDS
+    module = jaxtp.parallelize(build, {"": style} if style else {})
     y = run(module, x)
-    weight = next(getattr(module, name) for name in ("kernel", "embedding", "scale") if hasattr(module, name))[...]
+    weight = max(jax.tree.leaves(nnx.state(module, nnx.Param)), key=np.ndim)
     assert splits(weight, stored)
     assert splits(y, leaves)
     np.testing.assert_allclose(y, build()(x), atol=1e-5)
-
-
-def test_the_plan_of_the_usual_llama_tutorial(mesh):
-    build = lambda: models.Llama(nnx.Rngs(0), num_layers=1)
-    logits = run(jaxtp.parallelize(build, models.LLAMA_PLAN), IDS)
-    np.testing.assert_allclose(logits, run(build(), IDS), atol=1e-5)
 
 
 class Keyword(nnx.Module):
     """Takes its input by keyword."""
 
     def __init__(self):
-        self.up = nnx.Linear(D, F, rngs=nnx.Rngs(0))
+        self.up = LINEAR()
 
     def __call__(self, scale, *, x):
         return scale * self.up(x), x
@@ -103,31 +105,29 @@ def test_prepare_module_input_output(mesh):
     np.testing.assert_allclose(y, run(build(), X), atol=1e-5)
 
 
-def test_mixed_precision_is_the_dtype_of_the_module():
-    """`MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`: gathered in one, summed
-    in the other."""
-    mesh = jaxtp.make_mesh(fsdp=8)
+def audit_gradient(mesh, layer, plan, loss):
+    """Audits the gradient of a loss of a layer's output."""
     with jax.set_mesh(mesh):
-        build = lambda: nnx.Linear(D, F, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-        graph, state = nnx.split(jaxtp.parallelize(build))
-    loss = lambda state, x: nnx.merge(graph, state)(x).astype(jnp.float32).sum()
-    found = audit(jax.jit(jax.grad(loss)), state, X, mesh=mesh)
+        graph, state = nnx.split(jaxtp.parallelize(layer, plan))
+    return audit(jax.jit(jax.grad(lambda state, x: loss(nnx.merge(graph, state)(x)))), state, X, mesh=mesh)
+
+
+def test_mixed_precision_is_the_dtype_of_the_module():
+    """`MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`: gathered in one, summed in the other."""
+    layer = lambda: nnx.Linear(D, F, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    found = audit_gradient(jaxtp.make_mesh(fsdp=8), layer, {}, lambda y: y.astype(jnp.float32).sum())
     assert {(c.kind, c.dtype) for c in found.written} == {("all-gather", "bfloat16"), ("reduce-scatter", "float32")}
 
 
 def test_loss_parallel_is_a_head_that_is_left_split():
-    """With `Colwise()` on the head the logits stay split over the vocabulary, and so does the loss
-    on global arrays."""
-    mesh = jaxtp.make_mesh(tp=4)
-    with jax.set_mesh(mesh):
-        graph, state = nnx.split(jaxtp.parallelize(lambda: nnx.Linear(D, V, rngs=nnx.Rngs(0)), {"": Colwise()}))
+    """With `Colwise()` on the head the logits stay split over the vocabulary, and so does the loss on global arrays."""
 
-    def loss(state, x):
-        logits = nnx.merge(graph, state)(x)
+    def loss(logits):
         picked = jnp.sum(jnp.where(jnp.arange(V) == IDS[..., None], logits, 0), axis=-1)
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
-    found = audit(jax.jit(jax.grad(loss)), state, X, mesh=mesh)
+    head = lambda: nnx.Linear(D, V, rngs=nnx.Rngs(0))
+    found = audit_gradient(jaxtp.make_mesh(tp=4), head, {"": Colwise()}, loss)
     assert all(c.shape[-1:] != (V,) for c in found.realised)
 
 
@@ -138,8 +138,7 @@ def test_gradient_clipping_is_optax(mesh):
 
 
 def test_full_tensor_is_the_array_itself():
-    with jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2)):
-        model = jaxtp.parallelize(LINEAR(), {"": Colwise()})
+    model = jaxtp.parallelize(LINEAR(), {"": Colwise()}, mesh=jaxtp.make_mesh(fsdp=2, tp=2))
     np.testing.assert_array_equal(model.kernel[...], LINEAR().kernel[...])
     # Without a mesh in context it is as it was
     np.testing.assert_allclose(model(X), LINEAR()(X), atol=1e-5)

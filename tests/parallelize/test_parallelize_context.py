@@ -20,13 +20,13 @@ WHOLE = {"": ContextParallel()}
 
 
 class Pooled(nnx.Module):
-    """A part whose sequences are divided, behind one that mixes positions, before one that has
-    none."""
+    """A part whose sequences are divided, behind one that mixes positions, before one that has none."""
 
     def __init__(self, rngs):
         self.mix = nnx.Conv(D, D, (3,), rngs=rngs)
         self.body = models.FeedForward(rngs, use_bias=True)
-        self.hidden, self.head = nnx.Linear(D, 2 * D, rngs=rngs), nnx.Linear(2 * D, 5, rngs=rngs)
+        self.hidden = nnx.Linear(D, 2 * D, rngs=rngs)
+        self.head = nnx.Linear(2 * D, 5, rngs=rngs)
 
     def __call__(self, x):
         return self.head(nnx.relu(self.hidden(self.body(self.mix(x)).mean(axis=1))))
@@ -62,17 +62,14 @@ def test_over_tp_a_device_moves_its_tokens_alone():
         "w2": Rowwise(output_layouts=Shard(1)),
     }
     alone = plan | {"": PrepareInput(Shard(1), Replicate())}
-    found = {
-        cp: audit_gradients(
-            (1, 1, cp, 2),
-            lambda p=p: jaxtp.parallelize(models.FeedForward(nnx.Rngs(0)), p),
-            X.shape,
-            SPLIT_OVER_CP,
-        )
-        for cp, p in ((1, alone), (2, plan))
-    }
-    assert sent(found[2], "tp") == sent(found[1], "tp") / 2
-    assert not found[2].added
+
+    def audited(cp, plan):
+        build = lambda: jaxtp.parallelize(models.FeedForward(nnx.Rngs(0)), plan)
+        return audit_gradients((1, 1, cp, 2), build, X.shape, SPLIT_OVER_CP)
+
+    found = audited(2, plan)
+    assert sent(found, "tp") == sent(audited(1, alone), "tp") / 2
+    assert not found.added
 
 
 def test_a_plan_that_does_not_say_where_cp_divides_is_refused():

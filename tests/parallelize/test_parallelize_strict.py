@@ -1,12 +1,13 @@
 """What does not fit is refused by name, and before anything has changed."""
 
+from functools import partial
+
 import flax_models as models
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import linen, nnx
-from flax_models import D, F, N, T
+from flax_models import D, F, T
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,12 +20,12 @@ from jaxtp.parallelize.plan import expand_braces, matches
 MESH = (1, 2, 4)
 
 
-def parallelize(build, plan, mesh=MESH, **options):
-    return jaxtp.parallelize(nnx.eval_shape(build), plan, mesh=jaxtp.make_mesh(*mesh), **options)
+def parallelize(build, plan):
+    return jaxtp.parallelize(nnx.eval_shape(build), plan, mesh=jaxtp.make_mesh(*MESH))
 
 
 def llama():
-    return models.Llama(nnx.Rngs(0), num_layers=1)
+    return models.Llama(nnx.Rngs(0))
 
 
 def linear():
@@ -35,21 +36,16 @@ class Root(nnx.Module):
     def __init__(self):
         self.table = nnx.Param(jnp.ones((T, D)))
         self.listed = nnx.List([nnx.Param(jnp.ones(D))])
-        self.up = nnx.Linear(D, D, rngs=nnx.Rngs(0))
+        self.up = linear()
 
     def __call__(self, x):
         return self.up(x + self.table[...])
 
 
-class Odd(nnx.Module):
-    def __init__(self):
-        self.up = nnx.Linear(D, 6, rngs=nnx.Rngs(0))
-        self.norm = nnx.LayerNorm(6, rngs=nnx.Rngs(0))
-
-
 class Tied(nnx.Module):
     def __init__(self):
-        self.one, self.two = (nnx.Linear(D, D, rngs=nnx.Rngs(0)) for _ in range(2))
+        self.one = linear()
+        self.two = linear()
         self.two.kernel = self.one.kernel
 
 
@@ -70,43 +66,46 @@ class Table(nnx.Module):
         self.rows = nnx.Param(jnp.ones((F, D)))
 
 
-class OwnLayer(nnx.Module):
-    def __init__(self):
-        self.up = jaxtp.ColumnParallelLinear(D, F, rngs=nnx.Rngs(0))
-
-
-REFUSED = {
-    "matches nothing": (
-        llama,
-        {"layers.*.attention.wqq": Colwise()},
-        r"'layers.\*.attention.wqq' matches no module; nearest: .*attention",
-    ),
-    "a parameter": (
-        llama,
-        {"output.kernel": Colwise()},
-        r"matches a parameter; give the style to its module: 'output'",
-    ),
+REFUSED_OF_LLAMA = {
+    "a parameter": ({"output.kernel": Colwise()}, "matches a parameter; give the style to its module: 'output'"),
     "two patterns": (
-        llama,
         {"layers.*.attention.wq": Colwise(), "layers.0.**": Rowwise()},
         r"'layers.\*.attention.wq' and 'layers.0.\*\*' match the same module",
     ),
-    "no style": (llama, {"output": "colwise"}, "'output': 'colwise' is not a style; the styles are Colwise, Rowwise"),
+    "no style": ({"output": "colwise"}, "'output': 'colwise' is not a style; the styles are Colwise, Rowwise"),
     "does not fit": (
-        llama,
         {"layers.*.attention_norm": Colwise()},
         r"'layers.0.attention_norm' \(RMSNorm\) cannot be Colwise, which fits nnx.Linear, ",
     ),
+    "a class of styles": ({"output": Colwise}, r"'output': Colwise is a class; write Colwise\(\)"),
+    "no pattern": ({3: Colwise()}, "3 is not a pattern"),
+    "many stars": ({"**.*." * 40 + "x": Colwise()}, "matches no module"),
+    "the batch": ({"norm": SequenceParallel(sequence_dim=0)}, "dim 0 is the batch"),
+    "the batch as a layout": ({"output": Colwise(input_layouts=Shard(0))}, "dim 0 is the batch"),
+    "prepares nothing": ({"layers.*": PrepareInput()}, "it would change nothing"),
+    "replicates nothing": ({"layers.0": Replicate()}, "has no parameters of its own"),
+    "no such keyword": (
+        {"output": PrepareInput(desired_input_kwarg_layouts={"y": Replicate()})},
+        r"'output' \(Linear\) has no argument 'y'; nearest: 'inputs'",
+    ),
+    "a list": ({"layers.*": PrepareInput([Shard(1)], [Replicate()])}, "layouts .* as a tuple"),
+    "a class of layouts": (
+        {"output": Colwise(output_layouts=Replicate)},
+        "has output_layouts=Replicate, which is a class; write Replicate",
+    ),
+    "a string": (
+        {"output": Colwise(input_layouts="Shard(1)")},
+        r"has input_layouts='Shard\(1\)'; a layout is Shard\(dim\) or",
+    ),
+    "no number": ({"output": Rowwise(output_layouts=Shard("1"))}, "a layout is"),
+    "one of several": ({"output": PrepareInput((Shard(1), 2), (Replicate(), None))}, "has input_layouts=2"),
+    "no plan": ([("up", Colwise())], "a plan is a dict"),
+}
+REFUSED_OF_OTHERS = {
     "a container": (
         lambda: models.Encoder(nnx.Rngs(0)),
         {"attention": Colwise()},
         r"\(MultiHeadAttention\) cannot be Colwise.*its parts are .*'attention.query'",
-    ),
-    "does not divide": (
-        Odd,
-        {"up": Colwise()},
-        r"'up' \(Linear\) has out_features of 6 for Colwise to split, not divisible by tp=4; nearest: 4 or 8, "
-        "or tp 1, 2, 3, 6",
     ),
     "kv heads": (
         lambda: nnx.MultiHeadAttention(8, D, num_kv_heads=2, qkv_features=32, decode=False, rngs=nnx.Rngs(0)),
@@ -118,9 +117,9 @@ REFUSED = {
         {"depthwise": Colwise()},
         r"'depthwise' \(Conv\) cannot be Colwise: it is grouped \(feature_group_count=\d+\)",
     ),
-    "a parameter of the model itself": (Root, {"table": Colwise()}, r"'table' matches a parameter; .*the model itself"),
-    "a list of parameters": (Root, {"listed": Colwise()}, r"'listed' matches a parameter; .*the model itself"),
-    "one of a list of parameters": (Root, {"listed.*": Colwise()}, r"matches a parameter; .*the model itself"),
+    "a parameter of the model itself": (Root, {"table": Colwise()}, "'table' matches a parameter; .*the model itself"),
+    "a list of parameters": (Root, {"listed": Colwise()}, "'listed' matches a parameter; .*the model itself"),
+    "one of a list of parameters": (Root, {"listed.*": Colwise()}, "matches a parameter; .*the model itself"),
     "adapters of Flax": (
         lambda: nnx.Dict(up=nnx.LoRALinear(D, D, lora_rank=2, rngs=nnx.Rngs(0))),
         {"up": Colwise()},
@@ -139,55 +138,29 @@ REFUSED = {
     "no dim to split": (
         lambda: nnx.Einsum("abc,bc->abc", (T, D), rngs=nnx.Rngs(0)),
         {"": Colwise()},
-        r"its equation, 'abc,bc->abc', has no kernel dim",
-    ),
-    "a class of styles": (llama, {"output": Colwise}, r"'output': Colwise is a class; write Colwise\(\)"),
-    "no pattern": (llama, {3: Colwise()}, r"3 is not a pattern"),
-    "many stars": (llama, {"**.*." * 40 + "x": Colwise()}, r"matches no module"),
-    "the batch": (llama, {"norm": SequenceParallel(sequence_dim=0)}, r"dim 0 is the batch"),
-    "the batch as a layout": (llama, {"output": Colwise(input_layouts=Shard(0))}, r"dim 0 is the batch"),
-    "prepares nothing": (llama, {"layers.*": PrepareInput()}, r"it would change nothing"),
-    "replicates nothing": (llama, {"layers.0": Replicate()}, r"has no parameters of its own"),
-    "sequence of a convolution": (
-        lambda: models.ConvNet(nnx.Rngs(0)),
-        {"widen": SequenceParallel()},
-        r"cannot be SequenceParallel, which fits nnx.LayerNorm",
+        "its equation, 'abc,bc->abc', has no kernel dim",
     ),
     "shared": (
         lambda: models.Universal(nnx.Rngs(0)),
         {"first.w1": Colwise(), "again.w1": Rowwise()},
-        r"'first.w1' .*'again.w1'.* are one shared module|'again.w1' .*'first.w1'.* are one shared module",
+        "'first.w1' .*'again.w1'.* are one shared module|'again.w1' .*'first.w1'.* are one shared module",
     ),
-    "tied": (Tied, {"one": Colwise()}, r"'one.kernel' and 'two.kernel' are one tied parameter"),
-    "stacked elsewhere": (Sideways, {"layers": Colwise()}, r"layers may be stacked along dim 0 only"),
-    "our own layer": (OwnLayer, {"up": Colwise()}, r"it declares the specs of its parameters itself"),
-    "no such keyword": (
-        llama,
-        {"output": PrepareInput(desired_input_kwarg_layouts={"y": Replicate()})},
-        r"'output' \(Linear\) has no argument 'y'; nearest: 'inputs'",
+    "tied": (Tied, {"one": Colwise()}, "'one.kernel' and 'two.kernel' are one tied parameter"),
+    "stacked elsewhere": (Sideways, {"layers": Colwise()}, "layers may be stacked along dim 0 only"),
+    "our own layer": (
+        lambda: jaxtp.ColumnParallelLinear(D, F, rngs=nnx.Rngs(0)),
+        {"": Colwise()},
+        "it declares the specs of its parameters itself",
     ),
-    "never called": (Table, {"": SequenceParallel()}, r"cannot be SequenceParallel: it has no __call__"),
-    "a list": (llama, {"layers.*": PrepareInput([Shard(1)], [Replicate()])}, r"layouts .* as a tuple"),
-    "not a model": (lambda: {"a": 1}, {}, r"expected an nnx.Module, or a function"),
-    "a class of layouts": (
-        linear,
-        {"": Colwise(output_layouts=Replicate)},
-        "has output_layouts=Replicate, which is a class; write Replicate",
-    ),
-    "a string": (
-        linear,
-        {"": Colwise(input_layouts="Shard(1)")},
-        r"has input_layouts='Shard\(1\)'; a layout is Shard\(dim\) or",
-    ),
-    "no number": (linear, {"": Rowwise(output_layouts=Shard("1"))}, "a layout is"),
-    "one of several": (linear, {"": PrepareInput((Shard(1), 2), (Replicate(), None))}, "has input_layouts=2"),
-    "no plan": (llama, [("up", Colwise())], "a plan is a dict"),
+    "never called": (Table, {"": SequenceParallel()}, "cannot be SequenceParallel: it has no __call__"),
+    "not a model": (lambda: {"a": 1}, {}, "expected an nnx.Module, or a function"),
 }
+"""Models, plans and what is said of them."""
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [*REFUSED_OF_LLAMA, *REFUSED_OF_OTHERS])
 def test_what_does_not_fit_is_refused_by_name(name):
-    build, plan, message = REFUSED[name]
+    build, plan, message = REFUSED_OF_OTHERS.get(name) or (llama, *REFUSED_OF_LLAMA[name])
     with pytest.raises(PlanError, match=message):
         parallelize(build, plan)
 
@@ -195,7 +168,7 @@ def test_what_does_not_fit_is_refused_by_name(name):
 def test_nothing_has_changed_after_a_refusal():
     model = nnx.eval_shape(llama)
     with pytest.raises(PlanError):
-        jaxtp.parallelize(model, {"output": Colwise(), "norm": Rowwise()}, mesh=jaxtp.make_mesh(*MESH))
+        parallelize(lambda: model, {"output": Colwise(), "norm": Rowwise()})
     assert type(model.output) is nnx.Linear
     assert "out_sharding" not in model.output.kernel.get_metadata()
 
@@ -211,14 +184,9 @@ def test_a_path_names_one_thing():
         (lambda layer: nnx.Dict({"b": nnx.Dict({"bias": layer.bias})}), "two things at 'parts.a.b.bias'"),
         (lambda layer: layer, r"\['parts', 'a.b'\] is not inside of 'parts.a'"),
     ):
-        build = lambda inner=inner: Keyed(inner)
         with pytest.raises(UserError, match=message):
-            parallelize(build, {})
-        with pytest.raises(UserError, match=message):
-            jaxtp.parallelize(build, {}, mesh=jaxtp.make_mesh(*MESH))
-
-
-def test_a_dot_in_a_key_is_no_mistake_where_paths_differ():
+            parallelize(partial(Keyed, inner), {})
+    # A dot in a key is no mistake where paths differ
     model = parallelize(lambda: Keyed(lambda layer: nnx.Dict({"c": layer})), {"parts.a.b": Colwise()})
     assert model.parts["a.b"].kernel.get_metadata()["out_sharding"][1] == "tp"
 
@@ -226,36 +194,40 @@ def test_a_dot_in_a_key_is_no_mistake_where_paths_differ():
 def test_a_parallel_model_is_not_made_parallel_again():
     model = parallelize(llama, {"output": Colwise()})
     with pytest.raises(PlanError, match="is parallel already"):
-        jaxtp.parallelize(model, {}, mesh=jaxtp.make_mesh(*MESH))
+        parallelize(lambda: model, {})
 
 
 def test_a_mesh_is_needed():
+    model = nnx.eval_shape(llama)
     with pytest.raises(jaxtp.MeshError, match="parallelize needs a mesh"):
-        jaxtp.parallelize(nnx.eval_shape(llama), {})
+        jaxtp.parallelize(model, {})
     other = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
     with pytest.raises(jaxtp.MeshError, match="lacks"):
-        jaxtp.parallelize(nnx.eval_shape(llama), {}, mesh=other)
+        jaxtp.parallelize(model, {}, mesh=other)
 
 
-def test_random_numbers_from_outside_are_refused():
-    rngs = nnx.Rngs(0)
-    with pytest.raises(PlanError, match=r"parallelize\(lambda: Model\(nnx.Rngs\(0\)\), plan\)"):
-        jaxtp.parallelize(lambda: models.Llama(rngs), {}, mesh=jaxtp.make_mesh(*MESH))
+RNGS = nnx.Rngs(0)
+NO_MODELS = {
+    "a linen module": (linen.Dense(D), "Dense is a linen module; .*port it to Flax NNX"),
+    "a class of linen": (linen.Dense, "Dense is a linen module"),
+    "makes a linen module": (lambda: linen.Dense(D), "returns a Dense, .*linen keeps"),
+    "a class with arguments": (
+        nnx.Linear,
+        "called without arguments, and .*missing a required argument: 'in_features'",
+    ),
+    "a function with an argument": (lambda width: linear(), "missing a required argument: 'width'"),
+    "a number": (3, "not 3"),
+    "makes a tuple": (lambda: (llama(), 1), r"returns a tuple, and should return an nnx\.Module"),
+    "random numbers from outside": (
+        lambda: models.Llama(RNGS),
+        r"parallelize\(lambda: Model\(nnx.Rngs\(0\)\), plan\)",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (linen.Dense(D), "Dense is a linen module; .*port it to Flax NNX"),
-        (linen.Dense, "Dense is a linen module"),
-        (lambda: linen.Dense(D), "returns a Dense, .*linen keeps"),
-        (nnx.Linear, "called without arguments, and .*missing a required argument: 'in_features'"),
-        (lambda width: nnx.Linear(width, D, rngs=nnx.Rngs(0)), "missing a required argument: 'width'"),
-        (3, "not 3"),
-        (lambda: (llama(), 1), r"returns a tuple, and should return an nnx\.Module"),
-    ],
-)
-def test_what_makes_no_model(build, message):
+@pytest.mark.parametrize("name", NO_MODELS)
+def test_what_makes_no_model(name):
+    build, message = NO_MODELS[name]
     with pytest.raises(PlanError, match=message):
         jaxtp.parallelize(build, {}, mesh=jaxtp.make_mesh(*MESH))
     with pytest.raises(PlanError, match=message):
@@ -264,17 +236,13 @@ def test_what_makes_no_model(build, message):
 
 def test_calls_that_do_not_fit_are_refused():
     with jax.set_mesh(jaxtp.make_mesh(*MESH)):
-        up = jaxtp.parallelize(linear(), {"": Colwise(input_layouts=Shard(1))})
-        for shape, message in (
-            ((3, T, D), r"dim 0 of shape \(3, 8, 16\) is 3, not divisible by fsdp=2; nearest: 2 or 4"),
-            ((4, 6, D), r"dim 1 of shape \(4, 6, 16\) is 6, not divisible by tp=4"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                up(np.ones(shape, np.float32))
         for style in (SequenceParallel(), PrepareInput(Replicate(), Shard(1)), PrepareOutput(None, Shard(1))):
             dropout = jaxtp.parallelize(nnx.Dropout(0.0, deterministic=True), {"": style})
-            with pytest.raises(ValueError, match=r"Shard\(dim=1\): dim 1 .* not divisible by tp=4"):
+            with pytest.raises(ValueError, match=r"Shard\(dim=1\): dim 1 .* is 6, not divisible by tp=4"):
                 dropout(jnp.ones((4, 6, D)))
+        prepared = jaxtp.parallelize(linear(), {"": PrepareInput(Shard(1), Replicate())})
+        with pytest.raises(TypeError, match=r"called with 0 positional arguments; .* input_kwarg_layouts"):
+            prepared(inputs=jnp.ones((4, T, D)))
 
 
 def test_a_module_that_is_never_called_keeps_its_class():
@@ -283,42 +251,24 @@ def test_a_module_that_is_never_called_keeps_its_class():
     assert table.rows.sharding.spec == jax.P(STORAGE, None)
 
 
-def test_an_argument_by_keyword():
-    x = np.ones((4, T, D), np.float32)
-    with jax.set_mesh(jaxtp.make_mesh(*MESH)):
-        up = jaxtp.parallelize(linear(), {"": Colwise()})
-        np.testing.assert_array_equal(up(inputs=x), up(x))
-        prepared = jaxtp.parallelize(linear(), {"": PrepareInput(Shard(1), Replicate())})
-        with pytest.raises(TypeError, match=r"called with 0 positional arguments; .* input_kwarg_layouts"):
-            prepared(inputs=x)
-
-
-def test_a_sequence_parallel_result_in_another_layout():
-    with jax.set_mesh(jaxtp.make_mesh(*MESH)):
-        norm = jaxtp.parallelize(nnx.RMSNorm(D, rngs=nnx.Rngs(0)), {"": SequenceParallel(output_layouts=Shard(-1))})
-        y = nnx.jit(lambda norm, x: norm(x))(norm, np.ones((4, T, D), np.float32))
-    assert y.sharding.shard_shape(y.shape) == (2, T, D // 4)
-
-
-PATTERNS = [
-    ("a.b", "a.b", True),
-    ("a.*", "a.b", True),
-    ("a.*", "a.b.c", False),
-    ("a.**", "a.b.c", True),
-    ("**.c", "a.b.c", True),
-    ("**.c", "c", True),
-    ("a.**.c", "a.c", True),
-    ("a.w{1,3}", "a.w3", True),
-    ("a.w{1,3}", "a.w2", False),
-    ("{a,b.c}.d", "b.c.d", True),
-    ("w[12]", "w2", True),
-    ("", "", True),
-    ("*", "", False),
-]
+MATCHES = {
+    "a.b": "a.b",
+    "a.*": "a.b",
+    "a.**": "a.b.c",
+    "**.c": "a.b.c",
+    "**.c.**": "c",
+    "a.**.c": "a.c",
+    "a.w{1,3}": "a.w3",
+    "{a,b.c}.d": "b.c.d",
+    "w[12]": "w2",
+    "": "",
+}
+OTHERS = {"a.*": "a.b.c", "a.w{1,3}": "a.w2", "*": ""}
 
 
 def test_patterns():
-    assert [(pattern, path, matches(pattern, path)) for pattern, path, _ in PATTERNS] == PATTERNS
+    assert [pattern for pattern, path in MATCHES.items() if not matches(pattern, path)] == []
+    assert [pattern for pattern, path in OTHERS.items() if matches(pattern, path)] == []
 
 
 NAMES = st.lists(st.sampled_from(["a", "b", "cc", "0"]), min_size=1, max_size=4)
@@ -335,9 +285,3 @@ def test_patterns_of_a_path_match_it(names, data):
     assert matches(".".join([*general[:start], "**", *general[end:]]), ".".join(names))
     assert not matches(".".join([*general, "q"]), ".".join(names))
     assert len(expand_braces(".".join(general))) == 2 ** sum("{" in name for name in general)
-
-
-def test_heads_are_what_is_split():
-    attention = parallelize(lambda: models.Encoder(nnx.Rngs(0)), {"attention.query": Colwise()})
-    assert attention.attention.query.kernel.get_metadata()["out_sharding"] == jax.P(STORAGE, "tp", None)
-    assert attention.attention.query.kernel.shape == (D, N, 4)
