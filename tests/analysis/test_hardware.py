@@ -16,10 +16,11 @@ DATA = read_table(__file__)
 def test_every_row_is_whole_and_plausible(hardware):
     assert hardware.source
     assert hardware.kinds
+    for key, (least, most, _) in RANGES.items():
+        assert least <= getattr(hardware, key) <= most
     assert {of_kind(kind) for kind in hardware.kinds} == {hardware}
     assert bool(hardware.capability) == (hardware.platform == "cuda")
     assert hardware.network < hardware.link < hardware.bandwidth < hardware.flops
-    assert 2e9 < hardware.memory < 300e9
     assert 100 < hardware.flops / hardware.bandwidth < 700, "FLOPs a byte"
 
 
@@ -47,12 +48,6 @@ def test_float8_is_where_data_sheets_have_it(tmp_path):
         require_matmul(read(file), "float8")
     file.write_text(DATA["whole"] + "float8: 2.0e+14")
     require_matmul(read(file), "float8")
-
-
-def test_the_table_is_within_its_own_ranges():
-    for hardware in TABLE.values():
-        for key, (least, most, _) in RANGES.items():
-            assert least <= getattr(hardware, key) <= most
 
 
 def test_names_and_counts():

@@ -1,5 +1,6 @@
 """The allocator of a GPU's memory: what JAX's plugin for CUDA would be given, and what is said of its limit."""
 
+import os
 import re
 
 import jax
@@ -7,7 +8,6 @@ import pytest
 from jaxlib import xla_client
 
 from jaxtp.config.entry import UserError
-from jaxtp.distributed import allocator as allocators
 from jaxtp.distributed.allocator import (
     FRACTION,
     SMALLER_STEP,
@@ -23,51 +23,49 @@ GB = 10**9
 
 
 @pytest.fixture
-def gpu(tmp_path):
-    """The files of a machine with a GPU."""
-    (tmp_path / "nvidiactl").touch()
-    before = getattr(jax.config, OPTIONS)
-    yield [tmp_path / "nvidiactl"]
-    jax.config.update(OPTIONS, before)
+def options_after(tmp_path, monkeypatch):
+    """Chooses an allocator on a machine with a GPU.
 
-
-def received(monkeypatch):
-    """What JAX passes to the plugin for CUDA when the backend starts, as its plugin's `initialize` has it do."""
+    Returns what JAX passes to the plugin for CUDA when the backend starts, as its plugin's `initialize` has it do.
+    """
     from jax._src import xla_bridge  # the plugin itself registers by it
 
+    (tmp_path / "nvidiactl").touch()
+    before = getattr(jax.config, OPTIONS)
     given = []
     monkeypatch.setattr(xla_client, "pjrt_plugin_initialized", lambda name: True)
     monkeypatch.setattr(xla_client, "make_c_api_client", lambda name, options, *_: given.append(options))
-    xla_bridge.make_pjrt_c_api_client("cuda", options=xla_client.generate_pjrt_gpu_plugin_options())
-    return given[0]
+
+    def choose(allocator, environment=os.environ):
+        choose_allocator(allocator, environment, [tmp_path / "nvidiactl"])
+        xla_bridge.make_pjrt_c_api_client("cuda", options=xla_client.generate_pjrt_gpu_plugin_options())
+        return given.pop()
+
+    yield choose
+    jax.config.update(OPTIONS, before)
 
 
-def test_the_default_leaves_what_the_variables_say(gpu, monkeypatch):
+def test_the_default_leaves_what_the_variables_say(options_after, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "vmm")
-    choose_allocator("default", nvidia=gpu)
-    assert received(monkeypatch)["allocator"] == "vmm"
+    assert options_after("default")["allocator"] == "vmm"
 
 
-def test_cuda_async_reaches_the_plugin_with_a_pool_of_its_own(gpu, monkeypatch):
+def test_cuda_async_reaches_the_plugin_with_a_pool_of_its_own(options_after, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
-    choose_allocator("cuda_async", {}, gpu)
-    options = received(monkeypatch)
+    options = options_after("cuda_async", {})
     assert (options["allocator"], options["memory_fraction"]) == ("cuda_async", 0.85)
     assert type(options["memory_fraction"]) is float  # as text the plugin refuses it
 
 
-def test_variables_and_other_options_stay(gpu, monkeypatch):
+def test_variables_and_other_options_stay(options_after, monkeypatch):
     for variable in (FRACTION, "XLA_CLIENT_MEM_FRACTION"):
         with monkeypatch.context() as patch:
             patch.setenv(variable, "0.8")
-            choose_allocator("cuda_async", nvidia=gpu)
-            options = received(patch)
-            assert (options["allocator"], options["memory_fraction"]) == ("cuda_async", 0.8)
+            assert options_after("cuda_async")["memory_fraction"] == 0.8
             assert memory_fraction("cuda_async") == 0.8
     for before in ("use_tfrt_gpu_client:true;allocator:bfc", {"use_tfrt_gpu_client": "true"}):
         jax.config.update(OPTIONS, before)
-        choose_allocator("cuda_async", {}, gpu)
-        options = received(monkeypatch)
+        options = options_after("cuda_async", {})
         assert (options["allocator"], options["use_tfrt_gpu_client"]) == ("cuda_async", "true")
 
 
@@ -78,15 +76,14 @@ def test_without_a_gpu_nothing_changes(tmp_path):
     assert getattr(jax.config, OPTIONS) == before
 
 
-def test_platform_is_refused_where_jax_takes_its_default_for_it(gpu, monkeypatch):
+def test_platform_is_refused_where_jax_takes_its_default_for_it(options_after, monkeypatch):
     for version in ((0, 10, 1), (0, 10, 2)):
         monkeypatch.setattr(jax, "__version_info__", version)
         with pytest.raises(UserError, match=r"platform: .*issues/39145\); install jax 0.11 or newer, or"):
-            choose_allocator("platform", {}, gpu)
+            options_after("platform", {})
     for version in ((0, 10, 0), (0, 11, 0), (0, 12, 0, 1)):
         monkeypatch.setattr(jax, "__version_info__", version)
-        choose_allocator("platform", {}, gpu)
-        options = received(monkeypatch)
+        options = options_after("platform", {})
         assert options["allocator"] == "platform"
         assert "memory_fraction" not in options
 
@@ -113,7 +110,6 @@ def test_a_step_may_outgrow_the_pool_of_cuda_async_but_not_what_stays_outside():
     assert most_bytes("cuda_async", 75, 0.75) == pytest.approx(90)
     assert most_bytes("cuda_async", 95, 0.95) == 95
     assert memory_fraction("default", {}) == memory_fraction("platform", {"XLA_CLIENT_MEM_FRACTION": "x"}) == 0.75
-    assert memory_fraction("cuda_async", {}) == allocators.MEMORY_FRACTION["cuda_async"]
 
 
 def test_an_error_for_lack_of_memory_says_what_may_help():

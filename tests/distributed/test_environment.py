@@ -22,15 +22,16 @@ SKIP = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 def test_libraries_of_cuda_are_not_looked_for_without_a_gpu(tmp_path):
     devices = [tmp_path / name for name in ("nvidia0", "nvidiactl", "dxg")]
-    for before, after in (({}, {SKIP: "1"}), ({SKIP: ""}, {SKIP: ""})):
-        environment = dict(before)
+
+    def accepted(**environment):
         launch.accept_absent_gpus(environment, devices)
-        assert environment == after
+        return environment
+
+    assert accepted() == {SKIP: "1"}
+    assert accepted(**{SKIP: ""}) == {SKIP: ""}
     for device in devices[1:]:
         device.touch()
-        environment = {}
-        launch.accept_absent_gpus(environment, devices)
-        assert environment == {}
+        assert accepted() == {}
         device.unlink()
 
 

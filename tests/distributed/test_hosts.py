@@ -35,9 +35,9 @@ def test_devices_of_a_host_are_neighbours(num_hosts, of_host, each, chance):
     places = [hosts[device.process_index] for device in ordered]
     groups = [places[start : start + of_host * each] for start in range(0, len(places), of_host * each)]
     assert [set(group) for group in groups] == [{host} for host in dict.fromkeys(hosts)]
-    for host in set(hosts):
-        own = [device.id for device in ordered if hosts[device.process_index] == host]
-        assert own == sorted(own)
+    own = [(device.process_index, device.id) for device in ordered]
+    for start in range(0, len(own), of_host * each):
+        assert own[start : start + of_host * each] == sorted(own[start : start + of_host * each])
 
 
 @pytest.mark.parametrize(

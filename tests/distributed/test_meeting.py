@@ -5,6 +5,7 @@ import re
 import socket
 import threading
 import time
+from functools import partial
 
 import pytest
 from runs import free_address
@@ -24,46 +25,61 @@ def come(port, process, count, seconds, token=TOKEN, host="127.0.0.1"):
 
 def say_hello(port, token=TOKEN, **hello):
     """What a process says that then goes away; returns whether it is admitted."""
-    connection = socket.create_connection(("127.0.0.1", port), timeout=1)
-    link = connect(connection, token, hello, 5.0)
-    if link is None:
-        return False
-    link.close()
-    return True
+    link = connect(socket.create_connection(("127.0.0.1", port), timeout=1), token, hello, 5.0)
+    if link:
+        link.close()
+    return link is not None
 
 
-def meeting(places, seconds=20, before=()):
-    """What becomes of processes, each with its (id, count): None, or the error of each.
+def free_port():
+    return int(free_address().rpartition(":")[2])
+
+
+def in_a_thread(action, *arguments):
+    thread = threading.Thread(target=action, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def reached(send):
+    """Sends something to the process that listens, as soon as it does."""
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        try:
+            send()
+            return
+        except OSError:
+            time.sleep(0.02)
+
+
+def send_bytes(port, data):
+    with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+        connection.sendall(data)
+
+
+def meeting(places, seconds=20, strangers=(), gone=None):
+    """What becomes of processes, each with its (id, count) and its token, if it has another: None, or its error.
 
     Args:
-      before: what strangers send first: bytes, or the arguments of `say_hello`.
+      strangers: bytes that others send first.
+      gone: what a process says before that goes away.
     """
-    port = int(free_address().rpartition(":")[2])
+    port = free_port()
     ends = {}
 
-    def take_part(index, process, count):
+    def take_part(index, process, count, token=TOKEN):
         try:
-            come(port, process, count, seconds)
+            come(port, process, count, seconds, token)
             ends[index] = None
         except LaunchError as error:
             ends[index] = str(error)
 
-    threads = [threading.Thread(target=take_part, args=(i, *place), daemon=True) for i, place in enumerate(places)]
-    threads[0].start()
-    for data in before:
-        until = time.monotonic() + 10
-        while time.monotonic() < until:
-            try:
-                if isinstance(data, dict):
-                    assert say_hello(port, **data)
-                else:
-                    with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
-                        connection.sendall(data)
-                break
-            except OSError:
-                time.sleep(0.02)
-    for thread in threads[1:]:
-        thread.start()
+    threads = [in_a_thread(take_part, 0, *places[0])]
+    for data in strangers:
+        reached(partial(send_bytes, port, data))
+    if gone:
+        reached(partial(say_hello, port, **gone))
+    threads += [in_a_thread(take_part, index, *place) for index, place in enumerate(places) if index]
     for thread in threads:
         thread.join(60)
     return [ends[index] for index in range(len(places))]
@@ -83,14 +99,10 @@ def test_one_that_is_missing_is_named_to_all():
 
 def test_ids_and_counts_that_cannot_be_end_all_at_once():
     here = f"{socket.gethostname()}, pid {os.getpid()}"
-    for places, said in (
-        (
-            [(0, 3), (1, 3), (1, 3)],
-            f"two processes have the id 1, one on {here} and one on {here}: set JAX_PROCESS_ID to 0 to 2, each once",
-        ),
-        ([(0, 3), (1, 4)], f"process 1 (on {here}) expects 4 processes, but process 0 expects 3"),
-    ):
-        assert {*meeting(places, seconds=60)} == {said}
+    twice = f"two processes have the id 1, one on {here} and one on {here}: set JAX_PROCESS_ID to 0 to 2, each once"
+    assert {*meeting([(0, 3), (1, 3), (1, 3)], seconds=60)} == {twice}
+    counts = f"process 1 (on {here}) expects 4 processes, but process 0 expects 3"
+    assert {*meeting([(0, 3), (1, 4)], seconds=60)} == {counts}
 
 
 @pytest.mark.journey
@@ -101,42 +113,33 @@ def test_a_second_process_0_on_its_host_cannot_listen():
 
 def test_a_process_that_went_away_may_come_again():
     gone = {"process": 1, "count": 3, "host": "a"}
-    assert meeting([(0, 3), (1, 3), (2, 3)], before=[gone]) == [None] * 3
+    assert meeting([(0, 3), (1, 3), (2, 3)], gone=gone) == [None] * 3
 
 
 def test_the_words_of_another_process_stay_on_one_line():
-    (error,) = meeting([(0, 2)], before=[{"process": 1, "count": 3, "host": "a\nerror: \x1b[31mb"}])
+    (error,) = meeting([(0, 2)], gone={"process": 1, "count": 3, "host": "a\nerror: \x1b[31mb"})
     assert error == r"process 1 (on a\nerror: \x1b[31mb) expects 3 processes, but process 0 expects 2"
 
 
 def test_strangers_are_left_alone():
-    strangers = [
-        b"",
-        b"GET / HTTP/1.0\r\n\r\n",
-        b"[" * 4000 + b"\n",
-        b'{"process": "1"}\n',
-        b"x" * 9000,
-        b"3\n",
-        STRANGER,
-    ]
+    strangers = [b"", b"GET / HTTP/1.0\r\n\r\n", b"[" * 4000 + b"\n", b'{"process": "1"}\n', b"x" * 9000, STRANGER]
     # Python's reader of JSON and its writer refuse different depths.
     nested = [b"[" * depth + b"1" + b"]" * depth for depth in (100, 900, 950, 970, 980, 985, 990, 995, 2000)]
     for proof in (b'"00"', b"{}", b'"\xc3\xa9"', b'"\\ud800"', *nested):
         strangers.append(STRANGER.replace(b"}", b', "challenge": [1], "proof": ' + proof + b"}"))
         strangers.append(STRANGER.replace(b"}", b', "challenge": ' + proof + b', "proof": "00"}'))
-    assert meeting([(0, 2), (1, 2)], before=strangers) == [None] * 2
+    assert meeting([(0, 2), (1, 2)], strangers=strangers) == [None] * 2
 
 
 def test_silent_strangers_hold_up_nobody():
     """Half of them say a byte; they are heard beside the others: one after the other they would take minutes."""
-    port = int(free_address().rpartition(":")[2])
-    processes = [threading.Thread(target=come, args=(port, process, 2, 20), daemon=True) for process in range(2)]
-    processes[0].start()
-    time.sleep(0.3)
+    port = free_port()
+    processes = [in_a_thread(come, port, 0, 2, 20)]
+    reached(partial(send_bytes, port, b"{"))
     strangers = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(100)]
     for stranger in strangers[:50]:
         stranger.sendall(b"{")
-    processes[1].start()
+    processes.append(in_a_thread(come, port, 1, 2, 20))
     for process in processes:
         process.join(20)
     for stranger in strangers:
@@ -147,7 +150,7 @@ def test_silent_strangers_hold_up_nobody():
 def test_where_nothing_answers_it_is_said_in_time(monkeypatch, capsys):
     monkeypatch.setattr(joining, "LONG_WAIT", 0.1)
     with pytest.raises(LaunchError, match="nothing answers there after 1 s: process 0 has to run on that host"):
-        come(int(free_address().rpartition(":")[2]), 1, 2, 1)
+        come(free_port(), 1, 2, 1)
     assert "still waiting for all to start, up to 1 s" in capsys.readouterr().err
 
 
@@ -174,23 +177,10 @@ def test_an_address_that_cannot_be_reached_is_named_at_once_and_at_the_end(monke
 
 def test_without_the_token_nobody_is_believed(capsys):
     """Neither a process by process 0, nor the reverse; both say so, and a line that is not signed ends nobody."""
-    port = int(free_address().rpartition(":")[2])
-    ends = {}
-
-    def take_part(process, token):
-        try:
-            come(port, process, 2, 2, token)
-        except LaunchError as error:
-            ends[process] = str(error)
-
-    threads = [threading.Thread(target=take_part, args=(i, f"token {i}"), daemon=True) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    first, other = meeting([(0, 2, "token 0"), (1, 2, "token 1")], seconds=2)
     dropped = r"did not come within 2 s.*; dropped \d+ connections that did not prove the token of this run \(the same "
-    assert re.search(f"process 1 of 2 {dropped}command line on all hosts, or JAXTP_TOKEN\\), from 127.0.0.1$", ends[0])
-    assert "the program that answers there does not prove the token of this run" in ends[1]
+    assert re.search(f"process 1 of 2 {dropped}command line on all hosts, or JAXTP_TOKEN\\), from 127.0.0.1$", first)
+    assert "the program that answers there does not prove the token of this run" in other
     assert capsys.readouterr().err.count("does not prove the token of this run") == 1
 
 
@@ -205,8 +195,7 @@ def test_the_token_is_never_sent():
         connection.sendall(sent[0])  # what it has signed itself proves nothing
         connection.close()
 
-    recording = threading.Thread(target=record, daemon=True)
-    recording.start()
+    recording = in_a_thread(record)
     assert not say_hello(server.getsockname()[1], process=1)
     recording.join(10)
     server.close()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -44,8 +45,14 @@ def wait_until(happened):
         time.sleep(0.02)
 
 
-def wait_for_end(processes):
+def wait_for_end(logs):
+    """Waits until the processes have ended whose ids are in logs."""
+    processes = [int(log.read_text()) for log in logs]
     wait_until(lambda: not any(map(runs, processes)))
+
+
+def logs_of(folder, count):
+    return [folder / f"process-{index}.log" for index in range(count)]
 
 
 def launched(folder, count, code, *flags, shell=()):
@@ -53,7 +60,7 @@ def launched(folder, count, code, *flags, shell=()):
     command = [*shell, sys.executable, "-m", "jaxtp", "launch", "--processes", str(count), "--logs", str(folder)]
     command += [*flags, "--", "-c", ME + code]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    logs = [folder / f"process-{index}.log" for index in range(count)]
+    logs = logs_of(folder, count)
     wait_until(lambda: all(log.exists() and log.read_text().endswith("\n") for log in logs))
     return process, logs
 
@@ -61,7 +68,7 @@ def launched(folder, count, code, *flags, shell=()):
 def test_processes_that_end_well_are_0_and_each_has_a_log(tmp_path, capsys):
     code = "print(me, os.environ['JAX_NUM_PROCESSES'], os.environ['JAX_NUM_CPU_DEVICES'])"
     assert supervise(group(tmp_path, 3, code, devices=4)) == 0
-    assert [(tmp_path / f"logs/process-{i}.log").read_text() for i in range(3)] == [f"{i} 3 4\n" for i in range(3)]
+    assert [log.read_text() for log in logs_of(tmp_path / "logs", 3)] == ["0 3 4\n", "1 3 4\n", "2 3 4\n"]
     logs = f"logs: {tmp_path}/logs/process-0.log to process-2.log\n"
     assert capsys.readouterr() == ("0 3 4\n", logs)
 
@@ -76,7 +83,7 @@ def test_when_one_dies_all_end_and_its_last_words_are_shown(tmp_path, monkeypatc
     error = capsys.readouterr().err
     assert "killed by SIGKILL" in error
     assert "  last words\n" in error
-    wait_for_end([int((tmp_path / f"logs/process-{index}.log").read_text()) for index in (0, 2)])
+    wait_for_end(logs_of(tmp_path / "logs", 3)[::2])
 
 
 def test_processes_are_started_again_as_often_as_asked(tmp_path, capsys):
@@ -126,36 +133,28 @@ def test_lines_of_gloo_are_not_shown(tmp_path, capsys):
     assert error.endswith("process-1.log:\n  words of 1\n")
 
 
-@pytest.fixture
-def gpus(monkeypatch):
+def with_gpus(monkeypatch, *counts):
     """Sets the numbers of GPUs that are there at each look."""
-
-    def present(*counts):
-        left = iter(counts)
-        monkeypatch.setattr(supervisor, "gpus_present", lambda: next(left))
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-    return present
+    monkeypatch.setattr(supervisor, "gpus_present", Mock(side_effect=counts))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_gpus_are_divided_and_those_that_cannot_be_are_an_error(gpus, monkeypatch, tmp_path):
+def test_gpus_are_divided_and_those_that_cannot_be_are_an_error(monkeypatch, tmp_path):
+    with_gpus(monkeypatch, 8, 8, 8)
     for count in (3, 16):
-        gpus(8)
         with pytest.raises(LaunchError, match=f"--processes {count}: 8 GPUs can be divided among 1, 2, 4 or 8"):
             group(tmp_path, count, "")
-    gpus(8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     shares = [own["CUDA_VISIBLE_DEVICES"] for own in group(tmp_path, 2, "").environments]
     assert shares == ["4,5", "6,7"]
 
 
-def test_after_a_failure_fewer_go_on_with_the_gpus_that_are_left(gpus, tmp_path, capsys):
-    gpus(8, 6)
+def test_after_a_failure_fewer_go_on_with_the_gpus_that_are_left(monkeypatch, tmp_path, capsys):
+    with_gpus(monkeypatch, 8, 6, 8, 0)
     code = "print(os.environ['CUDA_VISIBLE_DEVICES'])\nsys.exit(os.environ['JAX_NUM_PROCESSES'] == '4')"
     assert supervise(group(tmp_path, 4, code), restarts=1) == 0
     assert "restarts only 3 processes (restart 1 of 1)" in capsys.readouterr().err
     assert (tmp_path / "logs/process-2.log").read_text().splitlines()[-1] == "4,5"
-    gpus(8, 0)
     assert supervise(group(tmp_path, 2, "sys.exit(4)"), restarts=1) == 4
     assert "no GPU is left: no restart" in capsys.readouterr().err
 
@@ -174,7 +173,7 @@ def test_processes_end_with_the_one_that_started_them(tmp_path):
         process, logs = launched(folder, 2, "print(os.getpid(), flush=True); time.sleep(600)")
         process.send_signal(number)
         process.communicate(timeout=60)
-        wait_for_end([int(log.read_text()) for log in logs])
+        wait_for_end(logs)
 
 
 def test_a_hang_up_that_was_ignored_stays_ignored(tmp_path):
@@ -213,8 +212,8 @@ def test_the_processes_of_a_machine_meet_on_loopback_alone_and_not_through_a_pro
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.setenv("JAXTP_JOIN_SECONDS", "60")
     assert supervise(group(tmp_path, 2, LISTENERS, devices=1)) == 0
-    logs = [(tmp_path / f"logs/process-{index}.log").read_text() for index in range(2)]
-    assert [log.splitlines()[-1] for log in logs] == ["refused 2 64"] * 2
+    for log in logs_of(tmp_path / "logs", 2):
+        assert log.read_text().endswith("refused 2 64\n")
 
 
 def test_processes_that_cannot_divide_the_mesh_are_refused(monkeypatch):

@@ -12,6 +12,7 @@ from flax import nnx
 from support import random_weights, without_mesh
 
 import jaxtp
+from jaxtp.checkpoint.logical import named_variables
 from jaxtp.data.documents import InMemory
 from jaxtp.data.packing import Packed
 from jaxtp.data.samples import RowSettings, make_rows
@@ -54,13 +55,12 @@ def document_errors(config=MODEL):
     for segment in (1, 2, 3):
         own = inputs[segments == segment]
         rows.append(np.pad(own, (0, T - len(own))))
-        kinds.append(np.pad(np.ones(len(own), np.int32), (0, T - len(own))))
+        kinds.append(np.arange(T) < len(own))
     graph, state = nnx.split(model(config))
     run = jax.jit(lambda state, ids, segments: nnx.merge(graph, state)(ids, segments))
     packed, *alone = np.asarray(run(state, np.stack(rows), np.stack(kinds)))
-    lengths = [np.sum(segments == segment) for segment in (1, 2, 3)]
-    found = zip(alone, lengths, strict=True)
-    return [np.abs(packed[segments == i + 1] - one[:length]).max() for i, (one, length) in enumerate(found)]
+    pairs = [(packed[segments == i + 1], one[kinds[i + 1]]) for i, one in enumerate(alone)]
+    return [np.abs(in_row - one).max() for in_row, one in pairs]
 
 
 @pytest.mark.wide
@@ -121,33 +121,27 @@ def test_nemo_rl_1672_sinks_are_trained_where_documents_are_packed(monkeypatch):
     """https://github.com/NVIDIA-NeMo/RL/issues/1672: attention to packed documents took the sinks and did not use
     them, so that they were never trained. Here they are, and the check of a run's kernels looks at their gradient."""
     config = dataclasses.replace(MODEL, attention_sinks=True, rope_theta=2.0, learned_positions=None)
-    graph, state = without_mesh(build := lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)), random_weights(build))
-    ids = np.arange(T, dtype=np.int32)[None] % V
+    graph, state = nnx.split(model(config))
+    ids = np.arange(T, dtype=np.int32)[None]
 
-    def gradient(segments):
-        def loss(state):
-            return jnp.sum(jnp.sin(nnx.merge(graph, state)(ids, segments)))
-
-        (grads,) = (v[...] for path, v in nnx.to_flat_state(jax.jit(jax.grad(loss))(state)) if path[-1] == "sinks")
-        return np.asarray(grads)
+    def gradient():
+        loss = lambda state: jnp.sum(jnp.sin(nnx.merge(graph, state)(ids, np.ones_like(ids))))
+        return named_variables(jax.jit(jax.grad(loss))(state))["blocks.attention.sinks"][...]
 
     def worst(run):
         use = kernels.Use(head_dim=8, sinks=True, dtype="float32", length=32, packed=True)
         return max(relative_errors(run, use, 2, 1))
 
-    one_document = np.ones((1, T), np.int32)
     right = kernels.KERNELS["xla"]
-    assert np.all(gradient(one_document) != 0)
+
+    def dropped(q, k, v, segments_BT, *, sinks, **settings):
+        return right.run(q, k, v, segments_BT, **settings)
+
+    assert np.all(gradient() != 0)
     assert worst(kernels.KERNELS["blockwise"].run) < 1e-5
-
-    def dropped(q, k, v, segments, *, sinks, **settings):
-        return right.run(q, k, v, segments, **settings)
-
+    assert worst(dropped) > WRONG
     monkeypatch.setitem(kernels.KERNELS, "xla", dataclasses.replace(right, run=dropped))
-    assert np.all(gradient(one_document) == 0)
-    monkeypatch.undo()
-    wrong = lambda q, k, v, segments_BT, **settings: dropped(q, k, v, segments_BT, **settings)
-    assert worst(wrong) > WRONG
+    assert np.all(gradient() == 0)
 
 
 def test_ms_swift_9904_documents_of_one_token_are_documents():

@@ -47,6 +47,7 @@ F = 8
 D = 6
 RANK = 2
 SCALE = 3.0
+SMALL = jaxtp.ModelConfig(vocab_size=8, d_model=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4, d_ff=8)
 
 
 def row_layer():
@@ -56,50 +57,54 @@ def row_layer():
     return jaxtp.RowParallelLinear(F, D, context, use_bias=True, target="o_proj", rngs=nnx.Rngs(0))
 
 
-@cache
-def given():
-    """Weights, an input and the gradient at the output."""
+def found_on(mesh, layer, weights, x, g):
+    """Returns output and gradients of a layer on a mesh, where `g` is the gradient at the output."""
+    graph, state = state_on_mesh(layer, weights, mesh)
+
+    @jax.jit
+    def run(state, x):
+        y, backward = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
+        return y, *backward(jnp.float32(g))
+
+    with jax.set_mesh(mesh):
+        y, grads, grad_x = run(state, np.float32(x))
+        return {"output": y, "input": grad_x, **by_name(grads, mesh)}
+
+
+def reference(layer, formula, features):
+    """Returns weights, an input, a gradient at the output, and output and gradients of a formula in float64."""
+    weights = random_weights(layer, scale=0.5)
     random = np.random.default_rng(0)
-    return random_weights(row_layer, scale=0.5), random.standard_normal((B, T, F)), random.standard_normal((B, T, D))
+    x = random.standard_normal((B, T, features))
+    g = random.standard_normal((B, T, D))
+
+    @jax.jit
+    def run(wide, x, g):
+        y, backward = jax.vjp(formula, wide, x)
+        grads, grad_x = backward(g)
+        return {"output": y, "input": grad_x, **grads}
+
+    with jax.enable_x64(True):
+        return weights, x, g, jax.device_get(run({name: np.float64(array) for name, array in weights.items()}, x, g))
+
+
+def errors_over_tp(layer, given):
+    """How far output and gradients over tp 4 are from a reference."""
+    *arrays, expected = given
+    return errors_of(found_on(make_mesh(tp=4), layer, *arrays), expected)
 
 
 @cache
-def plain_row():
-    """Output and gradients of `x W + s (x A) B + b`, by hand."""
-    weights, x, g = given()
-    w, bias, a, b = (np.float64(weights[name]) for name in ("kernel", "bias", "loras.0.a", "loras.0.b"))
-    rows = x.reshape(-1, F)
-    grads = g.reshape(-1, D)
-    return {
-        "output": x @ w + SCALE * x @ a @ b + bias,
-        "input": g @ w.T + SCALE * g @ b.T @ a.T,
-        "kernel": rows.T @ grads,
-        "bias": grads.sum(0),
-        "loras.0.a": SCALE * rows.T @ (grads @ b.T),
-        "loras.0.b": SCALE * (rows @ a).T @ grads,
-    }
+def row_reference():
+    def formula(weights, x):
+        return x @ weights["kernel"] + SCALE * x @ weights["loras.0.a"] @ weights["loras.0.b"] + weights["bias"]
+
+    return reference(row_layer, formula, F)
 
 
 def row_errors():
-    """How far output and gradients over tp 4 are from that, the sequence split between layers."""
-    weights, x, g = given()
-    (found,) = found_on(make_mesh(tp=4), row_layer, [weights], x, g)
-    return errors_of(found, plain_row())
-
-
-def found_on(mesh, layer, several_weights, x, g):
-    """Returns output and gradients of a layer, for each of several weights."""
-    states = [state_on_mesh(layer, weights, mesh) for weights in several_weights]
-    graph, _ = states[0]
-
-    def scalar(state, x):
-        y = nnx.merge(graph, state)(x)
-        return jnp.sum(y * np.float32(g)), y
-
-    with jax.set_mesh(mesh):
-        run = jax.jit(jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True))
-        results = [run(state, np.float32(x)) for _, state in states]
-        return [{"output": y, "input": grad_x, **by_name(grads, mesh)} for (_, y), (grads, grad_x) in results]
+    """How far a row layer is from its formula, the sequence split between layers."""
+    return errors_over_tp(row_layer, row_reference())
 
 
 right_row = cache(row_errors)
@@ -154,40 +159,20 @@ LATENT = LatentAttentionConfig(
 )
 
 
-@cache
-def latent_input():
-    """Returns an input and the gradient at the output."""
-    random = np.random.default_rng(1)
-    return random.standard_normal((B, T, D)), random.standard_normal((B, T, D))
-
-
 def latent_layer(split):
     context = jaxtp.LayerContext(sequence_parallel=split)
     return LatentAttention(D, LATENT, context, rngs=nnx.Rngs(0))
 
 
 @cache
-def plain_latent():
-    """Weights; output and gradients of latent attention in float64."""
-    weights = random_weights(partial(latent_layer, True), scale=0.5)
-    x, g = latent_input()
-
-    @jax.jit
-    def run(wide, x, g):
-        attended = lambda wide, x: latents.attention(x, np.ones((B, T), np.int32), wide, LATENT, 0)
-        y, backward = jax.vjp(attended, wide, x)
-        grads, grad_x = backward(g)
-        return {"output": y, "input": grad_x, **grads}
-
-    with jax.enable_x64(True):
-        return weights, jax.device_get(run({name: np.float64(array) for name, array in weights.items()}, x, g))
+def latent_reference():
+    formula = lambda weights, x: latents.attention(x, np.ones((B, T), np.int32), weights, LATENT, 0)
+    return reference(partial(latent_layer, True), formula, D)
 
 
 def latent_errors(split):
-    """How far output and gradients over tp 4 are from that; `split`: so is the sequence."""
-    weights, expected = plain_latent()
-    (found,) = found_on(make_mesh(tp=4), partial(latent_layer, split), [weights], *latent_input())
-    return errors_of(found, expected)
+    """How far latent attention is from its formula; `split`: the sequence is divided, too."""
+    return errors_over_tp(partial(latent_layer, split), latent_reference())
 
 
 right_latent = cache(latent_errors)
@@ -233,14 +218,15 @@ def test_megatron_lm_1989_each_part_of_a_projection_is_split_by_heads():
     were columns of one matrix, which tp cut evenly, so that a device took others for them. Here each is split alone."""
     layer = lambda: GatedDeltaNet(D, DELTA, rngs=nnx.Rngs(0))
     weights = random_weights(layer, scale=0.5)
+    _, x, g, _ = latent_reference()
     names = [f"in_proj.kernels.{i}" for i in range(6)]
-    (expected,) = found_on(make_mesh(), layer, [weights], *latent_input())
     ends = np.cumsum([weights[name].shape[1] // 4 for name in names])
     packed = np.split(np.concatenate([weights[name] for name in names], axis=1), 4, axis=1)
-    parts = zip(*(np.split(device, ends[:-1], axis=1) for device in packed), strict=True)
-    cut = {name: np.concatenate(part, axis=1) for name, part in zip(names, parts, strict=True)}
-    found, wrong = found_on(make_mesh(tp=4), layer, [weights, {**weights, **cut}], *latent_input())
-    assert max(errors_of(found, expected).values()) < RIGHT
+    of_devices = [np.split(device, ends[:-1], axis=1) for device in packed]
+    cut = {name: np.concatenate(parts, axis=1) for name, *parts in zip(names, *of_devices, strict=True)}
+    expected = found_on(make_mesh(), layer, weights, x, g)
+    assert max(errors_of(found_on(make_mesh(tp=4), layer, weights, x, g), expected).values()) < RIGHT
+    wrong = found_on(make_mesh(tp=4), layer, weights | cut, x, g)
     assert relative_error(wrong["output"], expected["output"]) > WRONG
 
 
@@ -349,14 +335,11 @@ def test_megatron_lm_1256_dropout_differs_between_the_parts_of_a_sequence():
 def test_pytorch_168058_initial_weights_do_not_depend_on_the_devices():
     """https://github.com/pytorch/pytorch/issues/168058: a tensor's random values depended on how many devices it was
     split over, and in which dim. Here each weight is the same to the bit on every mesh, and no two parts are alike."""
-    model = jaxtp.ModelConfig(vocab_size=8, d_model=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4, d_ff=8)
     optimizer = build_optimizer(OptimizerConfig(), 10)
-    found = []
-    for sizes in ((1, 1, 1), (1, 2, 2)):
-        mesh = make_mesh(*sizes)
-        found.append(by_name(plan_state(model, optimizer, mesh).create(seed=3)["model"], mesh))
-    for name, array in found[0].items():
-        np.testing.assert_array_equal(found[1][name], array, err_msg=name)
+    meshes = (make_mesh(), make_mesh(fsdp=2, tp=2))
+    found, expected = (by_name(plan_state(SMALL, optimizer, mesh).create(seed=3)["model"], mesh) for mesh in meshes)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
         if array.ndim > 1 and "scale" not in name:
             one, other = np.split(array, 2, axis=-1)
             assert not np.array_equal(one, other), f"{name}: as from one key on both devices"
@@ -364,18 +347,17 @@ def test_pytorch_168058_initial_weights_do_not_depend_on_the_devices():
 
 def summed_gradient(reduce):
     """The gradient of a norm's scale over fsdp 2 x tp 2, each device with a quarter of the tokens, in bfloat16."""
-    mesh = make_mesh(fsdp=2, tp=2)
     tokens = jnp.array([[1, 2**-10], [2**-10, 2**-10]], jnp.bfloat16)
-    dtypes = WeightDtypes("bfloat16", reduce, "bfloat16")
+    layout = WeightLayout(fsdp_dim=0, used_by_all_tp=True)
 
     def scaled(scale, x):
-        return load_weight(scale, dtypes, WeightLayout(fsdp_dim=0, used_by_all_tp=True))[:1] * x
+        return load_weight(scale, WeightDtypes("bfloat16", reduce, "bfloat16"), layout)[:1] * x
 
     def total(scale):
         view = device_view(scaled, "scale", (jax.P(STORAGE), batch_spec(SEQUENCE)), batch_spec(SEQUENCE))
         return view(scale, tokens).astype(jnp.float32).sum()
 
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(make_mesh(fsdp=2, tp=2)):
         return float(jax.jit(jax.grad(total))(jnp.ones(2))[0])
 
 
@@ -387,22 +369,19 @@ def test_pytorch_190626_gradients_are_summed_over_tp_in_the_dtype_of_reduction()
     assert summed_gradient("bfloat16") == 1, "the small parts are lost"
 
 
+def column_in_float8():
+    layer = jaxtp.ColumnParallelLinear(D, F, jaxtp.LayerContext(sequence_parallel=True), rngs=nnx.Rngs(0))
+    layer.matmul = "float8"
+    return layer
+
+
 def gathered_in_float8():
-    """The output of a column layer over tp 4 relative to one device, the sequence split before it."""
-
-    def build():
-        layer = jaxtp.ColumnParallelLinear(D, F, jaxtp.LayerContext(sequence_parallel=True), rngs=nnx.Rngs(0))
-        layer.matmul = "float8"
-        return layer
-
-    weights = random_weights(build)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, D)))
-    outputs = []
-    for mesh in (make_mesh(), make_mesh(tp=4)):
-        graph, state = state_on_mesh(build, weights, mesh)
-        with jax.set_mesh(mesh):
-            outputs.append(jax.jit(lambda state, graph=graph: nnx.merge(graph, state)(x))(state))
-    return relative_error(*outputs)
+    """The error of a column layer over tp 4, the sequence split before it, relative to one device."""
+    weights = random_weights(column_in_float8)
+    x = np.random.default_rng(0).standard_normal((B, T, D))
+    g = np.ones((B, T, F))
+    found = (found_on(make_mesh(tp=tp), column_in_float8, weights, x, g)["output"] for tp in (4, 1))
+    return relative_error(*found)
 
 
 def test_transformer_engine_74_devices_read_gathered_float8_by_its_own_scales(monkeypatch):
@@ -426,26 +405,21 @@ def without_unsplit(spec, mesh):
     return jax.P(*(found or None for found in axes))
 
 
-def declared_and_used(mesh, changed=None):
+def declared_and_used(mesh):
     """How each weight of a block is stored on a mesh, and as what the block's `shard_map`s take it."""
-    config = jaxtp.ModelConfig(vocab_size=8, d_model=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4, d_ff=8)
-
-    def build():
-        return jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0))
-
+    build = lambda: jaxtp.DecoderBlock(SMALL, rngs=nnx.Rngs(0))
     graph, state = state_on_mesh(build, random_weights(build), mesh)
-    specs = {name: variable[...].sharding.spec for name, variable in named_variables(state).items()} | (changed or {})
-    stored = {name: without_unsplit(spec, mesh) for name, spec in specs.items()}
+    named = named_variables(state)
+    stored = {name: without_unsplit(variable[...].sharding.spec, mesh) for name, variable in named.items()}
     with jax.set_mesh(mesh):
-        x = jnp.ones((2, 4, 8))
-        jaxpr = jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x))(state, x).jaxpr
-    names = dict(zip(jaxpr.invars, named_variables(state), strict=False))
+        run = jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x))
+        jaxpr = run(state, jnp.ones((2, 4, 8))).jaxpr
+    names = dict(zip(jaxpr.invars, named, strict=False))
     used = {}
     for equation in equations(jaxpr):
         if equation.primitive.name == "shard_map":
-            for variable, spec in zip(equation.invars, equation.params["in_specs"], strict=True):
-                if variable in names:
-                    used[names[variable]] = spec
+            specs = zip(equation.invars, equation.params["in_specs"], strict=True)
+            used |= {names[variable]: spec for variable, spec in specs if variable in names}
     return stored, used
 
 
@@ -453,11 +427,9 @@ def test_marin_4455_a_layer_takes_a_weight_as_it_is_stored():
     """https://github.com/marin-community/marin/issues/4455: specs of a `shard_map` differed from how its arrays were
     split. Older versions of JAX moved the arrays at every call without a word, and newer ones refuse them. Here the
     spec stands on the parameter, and both the array and the `shard_map` have it."""
-    mesh = make_mesh(fsdp=2, tp=2)
-    stored, used = declared_and_used(mesh)
-    assert len(used) == len(stored) > 5
+    stored, used = declared_and_used(make_mesh(fsdp=2, tp=2))
+    assert len(used) > 5
     assert used == stored
-    assert len({spec for spec in used.values() if any(spec)}) > 1, "some are split, in several ways"
-    name = next(name for name, spec in stored.items() if any(spec))
-    stored, used = declared_and_used(mesh, {name: jax.P()})
-    assert used != stored, "one that is stored whole"
+    split = [name for name, spec in used.items() if any(spec)]
+    assert len({used[name] for name in split}) > 1, "some are split, in several ways"
+    assert used != stored | {split[0]: jax.P()}, "one that is stored whole"

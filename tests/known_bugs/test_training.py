@@ -5,6 +5,7 @@ vocabulary that is odd, and accumulates. One kv head is shared by the devices al
 """
 
 import dataclasses
+from collections import Counter
 from functools import cache
 from types import SimpleNamespace
 
@@ -46,24 +47,28 @@ MANY = (2, 1, 2, 2)
 WRONG = 1e-2
 
 
+def build():
+    return TrainState(MODEL, optimizers.build(SETTINGS, STEPS), seed=0)
+
+
 @cache
 def weights():
     """Away from what they are at first, for a state on any mesh."""
-    found = random_weights(lambda: TrainState(MODEL, optimizers.build(SETTINGS, STEPS), seed=0), scale=0.3)
+    found = random_weights(build, scale=0.3)
     return {name: np.asarray(array) for name, array in found.items()}  # a step takes the state's arrays
 
 
 class Run:
     """A training step on a mesh."""
 
-    def __init__(self, *sizes, accumulation):
-        self.mesh = make_mesh(*sizes)
+    def __init__(self, *sizes):
+        *devices, accumulation = sizes
+        self.mesh = make_mesh(*devices)
         self.plan = plan_state(MODEL, optimizers.build(SETTINGS, STEPS), self.mesh)
         loop = LoopConfig(steps=STEPS, accumulation=accumulation, non_finite="skip")
         self._step = make_train_step(TrainConfig(optimizer=SETTINGS, train=loop), self.plan, with_grads=True)
 
     def state(self):
-        build = lambda: TrainState(MODEL, optimizers.build(SETTINGS, STEPS), seed=0)
         return state_on_mesh(build, weights(), self.mesh)[1]
 
     def __call__(self, state, batch):
@@ -73,9 +78,7 @@ class Run:
         return state, fetch(scalars), grads
 
 
-@cache
-def run(sizes):
-    return Run(*sizes[:3], accumulation=sizes[3])
+run = cache(Run)
 
 
 def batch():
@@ -92,7 +95,7 @@ def gradients(sizes, row=None):
     given = batch()
     if row is not None:
         given["labels"][np.arange(B) != row] = -100
-    program = run(sizes)
+    program = run(*sizes)
     _, scalars, grads = program(program.state(), given)
     return SimpleNamespace(
         count=np.sum(given["labels"] >= 0), grads=grads, named=by_name(grads, program.mesh), **scalars
@@ -115,10 +118,10 @@ def test_transformers_34191_micro_batches_weigh_as_many_tokens_as_they_have():
 def local_squares(grads, mesh):
     """The sum of squares of the parts that each device along tp has of the gradients."""
     devices = mesh.devices.reshape(2, 2)[0]
-    parts = {shard.device: 0.0 for shard in jax.tree.leaves(grads)[0].addressable_shards}
+    parts = Counter()
     for array in jax.tree.leaves(grads):
         for shard in array.addressable_shards:
-            parts[shard.device] += float(np.sum(np.square(np.asarray(shard.data, np.float64))))
+            parts[shard.device] += np.sum(np.square(np.float64(shard.data)))
     return np.array([parts[device] for device in devices])
 
 
@@ -131,7 +134,7 @@ def test_transformer_engine_715_what_devices_hold_copies_of_counts_once_in_the_n
     plain = np.sqrt(sum(np.sum(np.square(np.float64(array))) for array in whole.named.values()))
     assert whole.grad_norm == pytest.approx(plain, rel=1e-5)
     assert divided.grad_norm == pytest.approx(plain, rel=1e-5)
-    counted_twice = np.sqrt(local_squares(divided.grads, run(MANY).mesh).sum())
+    counted_twice = np.sqrt(local_squares(divided.grads, run(*MANY).mesh).sum())
     assert counted_twice > plain * (1 + WRONG)
 
 
@@ -143,7 +146,7 @@ def test_deepspeed_8478_each_expert_counts_once_in_the_norm():
     experts = {name: array for name, array in divided.named.items() if name.startswith("blocks.mlp.")}
     assert {array.shape[1] for name, array in experts.items() if "router" not in name} == {MODEL.num_experts}
     assert divided.grad_norm == pytest.approx(gradients(ONE).grad_norm, rel=1e-5)
-    averaged = np.sqrt(local_squares(divided.grads, run(MANY).mesh)).mean()
+    averaged = np.sqrt(local_squares(divided.grads, run(*MANY).mesh)).mean()
     assert averaged < divided.grad_norm * (1 - WRONG)
 
 
@@ -163,7 +166,7 @@ def test_accelerate_2926_the_schedule_goes_one_step_with_each_update():
     the rate is that of the update, however many devices and micro-batches take part in it."""
     schedule = optimizers.learning_rate(SETTINGS, STEPS)
     for sizes in (ONE, MANY):
-        program = run(sizes)
+        program = run(*sizes)
         state = program.state()
         rates = []
         for _ in range(4):
@@ -178,7 +181,7 @@ def test_habitat_lab_2226_a_gradient_that_is_not_finite_changes_nothing():
     """https://github.com/facebookresearch/habitat-lab/issues/2226: clipping passed a NaN on to the optimizer, which
     wrote it into every weight. Here such a step leaves weights and moments as they are, and is counted.
     """
-    program = run(MANY)
+    program = run(*MANY)
     state = program.state()
     head = state["model"]["head"]["kernel"]
     state["model"]["head"]["kernel"] = head.replace(head[...].at[3, 0].set(jnp.nan))
@@ -224,14 +227,14 @@ def test_transformers_41898_an_evaluation_is_the_mean_over_tokens():
     tokens = np.arange(5 * T, dtype=np.uint16)
     rows = Concatenated(InMemory(tokens, np.array([len(tokens)]), "test"), T, len(tokens))
     validation = validation_samples([rows], [1.0], batches=9, batch_size=2)
-    loss_of = lambda labels: float(np.sum(labels[labels >= 0] ** 2))
-    batches = [{"labels": np.stack([validation[i]["labels"], validation[i + 1]["labels"]])} for i in range(0, 6, 2)]
-    assert len(validation) == 2 * len(batches)
-    results = [LossTerms(loss_of(batch["labels"]), np.sum(batch["labels"] >= 0), None) for batch in batches]
+    assert len(validation) == 6
+    results = []
+    for labels in np.split(np.stack([validation[i]["labels"] for i in range(6)]), 3):
+        counted = labels[labels >= 0]
+        results.append(LossTerms(np.sum(counted**2.0), counted.size, None))
     expected = np.mean(np.arange(1, len(tokens)) ** 2.0)
     assert evaluation_metrics(results, own_loss=False)["eval_loss"] == pytest.approx(expected)
-    means = [loss_of(batch["labels"]) / np.sum(batch["labels"] >= 0) for batch in batches]
-    assert np.mean(means) != pytest.approx(expected, rel=WRONG)
+    assert np.mean([terms[0] / terms[1] for terms in results]) != pytest.approx(expected, rel=WRONG)
 
 
 def utilised(length, **changes):
@@ -274,18 +277,15 @@ def test_torchtitan_4300_keys_outside_of_a_window_do_not_count():
 
 def kept_of_blocks():
     """The activations that autodiff keeps of two blocks of a whole model under `remat: full`, as shapes."""
-    rows = 3
-    length = 11
-    layers = 2
-    model = dataclasses.replace(MODEL, num_layers=layers, num_experts=0, attention="blockwise", remat="full")
+    model = dataclasses.replace(MODEL, num_layers=2, num_experts=0, attention="blockwise", remat="full")
     graph, abstract = nnx.split(nnx.eval_shape(lambda: jaxtp.Decoder(model, rngs=nnx.Rngs(0))))
-    ids = jnp.zeros((rows, length), jnp.int32)
+    ids = jnp.zeros((3, 11), jnp.int32)
 
     def backward(params):
         return jax.vjp(lambda params: nnx.merge(graph, params).loss(ids, ids)[0], params)[1]
 
     arrays = jax.tree.leaves(jax.eval_shape(backward, abstract))
-    return [array.shape for array in arrays if array.shape[:2] == (layers, rows)]
+    return [array.shape for array in arrays if array.shape[:2] == (2, 3)]
 
 
 def test_automodel_3677_full_remat_covers_attention(monkeypatch):
