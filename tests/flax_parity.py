@@ -63,10 +63,10 @@ def assert_same(actual, expected, tolerance=TOLERANCE):
     for group, arrays in expected.items():
         assert actual[group].keys() == arrays.keys()
         floor = 1e-3 * max(np.linalg.norm(x) for x in arrays.values())
-        errors = {
-            f"{group}: {name}": np.linalg.norm(actual[group][name] - x) / max(np.linalg.norm(x), floor)
-            for name, x in arrays.items()
-        }
+        errors = {}
+        for name, x in arrays.items():
+            distance = np.linalg.norm(actual[group][name] - x)
+            errors[f"{group}: {name}"] = distance / max(np.linalg.norm(x), floor)
         worst = {name: error for name, error in errors.items() if not error <= tolerance}
         assert not worst, worst
 

@@ -54,8 +54,10 @@ def room(path):
 
 def imports(tree):
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "jaxtp":
-            yield from ([node.module.split(".")[1]] if "." in node.module else [alias.name for alias in node.names])
+        if isinstance(node, ast.ImportFrom) and node.module:
+            package, _, module = node.module.partition(".")
+            if package == "jaxtp":
+                yield from [module.partition(".")[0]] if module else [alias.name for alias in node.names]
 
 
 def calls(tree):
@@ -153,13 +155,12 @@ def arrows():
     return found
 
 
-def imported_at_the_top(path):
+def imported_at_the_top(path, reached=frozenset()):
     """The files that a file imports as it is imported, and those that they import."""
-    reached, waiting = set(), [path]
-    while waiting:
-        if (path := waiting.pop()) not in reached:
-            reached.add(path)
-            waiting += imported(trees()[path].body)
+    reached |= {path}
+    for other in imported(trees()[path].body):
+        if other not in reached:
+            reached = imported_at_the_top(other, reached)
     return reached
 
 
@@ -191,7 +192,8 @@ def tokens_of_code(path):
 
 
 def parameters(function):
-    names = [a.arg for a in [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]]
+    arguments = function.args
+    names = [a.arg for a in arguments.posonlyargs + arguments.args + arguments.kwonlyargs]
     return len(names) - (names[:1] in (["self"], ["cls"]))
 
 

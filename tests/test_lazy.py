@@ -11,6 +11,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 
 import pytest
+from support import sweep
 
 import jaxtp
 from jaxtp.__main__ import COMMANDS, main
@@ -19,11 +20,15 @@ from jaxtp.config.schema import ConfigError, validate
 HEAVY = ("jax", "flax", "optax", "orbax", "grain", "pydantic", "tyro", "numpy")
 
 
+def output_of(*words):
+    """Returns what a new Python prints."""
+    command = [sys.executable, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
 @pytest.mark.journey
 def test_a_fresh_import_loads_no_library():
-    loaded = f"import sys, jaxtp; print(*sys.modules.keys() & set({HEAVY}))"
-    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "\n"
+    assert output_of("-c", f"import sys, jaxtp; print(*sys.modules.keys() & set({HEAVY}))") == "\n"
 
 
 STATE_OF_PROCESS = """
@@ -73,22 +78,17 @@ print("names:", *changed(before))
 """
 
 
-def printed_by(code):
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-
-
 def test_an_import_changes_nothing_in_the_process():
     """Also of a program that replaced its arguments."""
-    assert printed_by(STATE_OF_PROCESS) == "import:\n"
+    assert output_of("-c", STATE_OF_PROCESS) == "import:\n"
 
 
 @pytest.mark.journey
 def test_the_import_of_all_names_changes_no_more_than_the_libraries_do():
-    assert printed_by(STATE_OF_PROCESS + OF_ALL_NAMES) == "import:\nnames:\n"
+    assert output_of("-c", STATE_OF_PROCESS + OF_ALL_NAMES) == "import:\nnames:\n"
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "train" else pytest.mark.wide) for n in COMMANDS])
+@pytest.mark.parametrize("name", sweep(COMMANDS, "train"))
 def test_help_needs_no_library(name, capsys, monkeypatch):
     """It is printed with stand-ins for the libraries, and is the same."""
     monkeypatch.setenv("COLUMNS", "100")
@@ -106,8 +106,7 @@ try:
 finally:
     print("libraries:", *(name for name in {HEAVY[:5]} if hasattr(sys.modules.get(name), "__version__")))
 """
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-        assert done.stdout == f"{capsys.readouterr().out}libraries:\n"
+        assert output_of("-c", code) == f"{capsys.readouterr().out}libraries:\n"
 
 
 def test_help_of_the_module_needs_no_library():

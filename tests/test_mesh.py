@@ -2,6 +2,7 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +11,6 @@ import pytest
 from flax import nnx
 
 import jaxtp
-from jaxtp import mesh as meshes
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.mesh import (
     AXES,
@@ -30,24 +30,17 @@ class FakeGPU:
     device_kind = "NVIDIA H100"
 
 
-def test_axes_and_sizes():
-    mesh = jaxtp.make_mesh(dp=2, fsdp=2, cp=2, tp=2)
-    assert mesh.axis_names == ("dp", "fsdp", "cp", "tp")
-    assert mesh_sizes(mesh) == {"dp": 2, "fsdp": 2, "cp": 2, "tp": 2}
+def gpus(count):
+    return [FakeGPU() for _ in range(count)]
 
 
-def test_tp_neighbours_are_neighbouring_devices():
-    mesh = jaxtp.make_mesh(dp=2, tp=4)
-    ids = [[device.id for device in row] for row in mesh.devices[:, 0, 0]]
+def test_tp_neighbours_are_neighbouring_devices_from_the_first():
+    ids = [[device.id for device in row] for row in jaxtp.make_mesh(dp=2, tp=4).devices[:, 0, 0]]
     assert ids == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_minus_one_takes_what_is_left():
     assert mesh_sizes(jaxtp.make_mesh(dp=-1, tp=4)) == mesh_shape(dp=jax.device_count() // 4, tp=4)
-
-
-def test_a_smaller_mesh_takes_the_first_devices():
-    assert [device.id for device in jaxtp.make_mesh(tp=2).devices.flat] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -65,125 +58,100 @@ def test_a_mesh_of_no_device_or_of_one_twice_is_refused(devices):
         jaxtp.make_mesh(tp=len(devices) or 1, devices=[jax.devices()[i] for i in devices])
 
 
-def test_too_large_for_the_gpus_lists_the_meshes_that_fit():
-    with pytest.raises(MeshError, match=r"needs 16 devices, and there are 8 \(NVIDIA H100\).*\(1, 1, 1, 8\)"):
-        jaxtp.make_mesh(tp=16, devices=[FakeGPU() for _ in range(8)])
+TOO_LARGE = {
+    r"needs 16 devices, and there are 8 \(NVIDIA H100\).*\(1, 1, 1, 8\)": {"tp": 16, "devices": gpus(8)},
+    r'before any other JAX operation, or jax.config.update\("jax_num_cpu_devices", 32\)': {"tp": 32},
+    r"needs 1000000 devices.*the limit of virtual CPU devices is 1024": {"dp": 1_000_000},
+}
 
 
-def test_too_late_for_virtual_devices_says_what_to_do():
+def test_a_mesh_that_is_too_large_says_what_can_be_done():
     jax.devices()
-    with pytest.raises(
-        MeshError, match=r'before any other JAX operation, or jax.config.update\("jax_num_cpu_devices", 32\)'
-    ):
-        jaxtp.make_mesh(tp=32)
-
-
-def test_more_virtual_devices_than_are_made_are_refused_for_their_number():
-    with pytest.raises(MeshError, match=r"needs 1000000 devices.*the limit of virtual CPU devices is 1024"):
-        jaxtp.make_mesh(dp=1_000_000)
+    for message, given in TOO_LARGE.items():
+        with pytest.raises(MeshError, match=message):
+            jaxtp.make_mesh(**given)
 
 
 def test_of_many_meshes_some_are_listed_those_of_powers_of_two_first():
     with pytest.raises(MeshError, match=r"\(dp, fsdp, cp, tp\): \(\d+, \d+, 1, 1\), .*, \.\.\.$") as error:
-        jaxtp.make_mesh(tp=999, devices=[FakeGPU() for _ in range(720)])
+        jaxtp.make_mesh(tp=999, devices=gpus(720))
     assert len(str(error.value)) < 400
 
 
-@pytest.mark.parametrize("devices", [1, 2, 6, 8, 24])
-def test_fitting_meshes_use_every_device(devices):
-    meshes = fitting_meshes(devices)
-    assert meshes
-    assert all(math.prod(sizes.values()) == devices for sizes in meshes)
-    assert len({tuple(sizes.items()) for sizes in meshes}) == len(meshes)
+def test_fitting_meshes_use_every_device():
+    for devices in (1, 2, 6, 8, 24):
+        found = [tuple(sizes.values()) for sizes in fitting_meshes(devices)]
+        assert {math.prod(sizes) for sizes in found} == {devices}
+        assert len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize(
     ("axes", "kind", "problem"),
     [
-        (("model",), jax.sharding.AxisType.Auto, r"lacks \['dp', 'fsdp', 'cp', 'tp'\]"),
-        (
-            AXES,
-            jax.sharding.AxisType.Explicit,
-            r"\('dp', 'fsdp', 'cp', 'tp'\) .* AxisType.Explicit, .*make_mesh",
-        ),
+        (("model",), "Auto", r"lacks \['dp', 'fsdp', 'cp', 'tp'\]"),
+        (AXES, "Explicit", r"\('dp', 'fsdp', 'cp', 'tp'\) .* AxisType.Explicit, .*make_mesh"),
     ],
     ids=["axes", "types"],
 )
 def test_a_mesh_of_other_axes_is_refused(axes, kind, problem):
-    mesh = jax.make_mesh((1,) * len(axes), axes, devices=jax.devices()[:1], axis_types=(kind,) * len(axes))
+    kinds = (jax.sharding.AxisType[kind],) * len(axes)
+    mesh = jax.make_mesh((1,) * len(axes), axes, devices=jax.devices()[:1], axis_types=kinds)
     with jax.set_mesh(mesh), pytest.raises(MeshError, match=problem):
         current_mesh()
 
 
-def test_indivisible_input_names_layer_dim_and_nearest_sizes():
-    with jax.set_mesh(jaxtp.make_mesh(dp=2, fsdp=2)):
+def test_what_tp_does_not_divide_is_refused_not_replicated():
+    with jax.set_mesh(jaxtp.make_mesh(dp=2, fsdp=2, tp=4)):
+        with pytest.raises(ValueError, match=r"kernel: dim 1 .* is 6, not divisible by tp=4; nearest: 4 or 8"):
+            jaxtp.ColumnParallelLinear(4, 6, rngs=nnx.Rngs(0))
         layer = jaxtp.ColumnParallelLinear(4, 8, rngs=nnx.Rngs(0))
         with pytest.raises(
-            ValueError,
-            match=r"column_parallel_linear: dim 0 .* is 3, not divisible by dp=2 x fsdp=2; nearest: 4",
+            ValueError, match=r"column_parallel_linear: dim 0 .* is 3, not .* dp=2 x fsdp=2; nearest: 4"
         ):
-            layer(jax.numpy.ones((3, 5, 4)))
-
-
-def test_indivisible_weight_is_refused_not_replicated():
-    with (
-        jax.set_mesh(jaxtp.make_mesh(tp=4)),
-        pytest.raises(ValueError, match=r"kernel: dim 1 .* is 6, not divisible by tp=4; nearest: 4 or 8"),
-    ):
-        jaxtp.ColumnParallelLinear(4, 6, rngs=nnx.Rngs(0))
-
-
-class FakeJax:
-    """JAX before its backend has started."""
-
-    def __init__(self, processes=1):
-        self.config = SimpleNamespace(jax_num_cpu_devices=-1, update=self._update)
-        self.distributed = SimpleNamespace(is_initialized=lambda: processes > 1)
-
-    def _update(self, name, value):
-        setattr(self.config, name, value)
+            layer(np.ones((3, 5, 4)))
 
 
 @pytest.fixture
-def fake_jax(monkeypatch):
-    def install(processes=1):
-        fake = FakeJax(processes)
-        monkeypatch.setattr("jaxtp.mesh.jax", fake)
+def start_jax(monkeypatch):
+    """Returns JAX's configuration, as it is before its backend has started."""
+
+    def install(processes=1, number=-1):
+        config = SimpleNamespace(jax_num_cpu_devices=number)
+        config.update = partial(setattr, config)
+        distributed = SimpleNamespace(is_initialized=lambda: processes > 1)
+        monkeypatch.setattr("jaxtp.mesh.jax", SimpleNamespace(config=config, distributed=distributed))
         monkeypatch.setattr("jaxtp.mesh._numbers_of_devices", set())
-        return fake
+        return config
 
     return install
 
 
-def test_no_more_virtual_devices_are_asked_for_than_can_be_had(fake_jax):
+def test_no_more_virtual_devices_are_asked_for_than_can_be_had(start_jax):
     """A billion virtual devices would take all memory."""
-    jax = fake_jax()
+    config = start_jax()
     request_virtual_devices(10**9)
-    assert jax.config.jax_num_cpu_devices == -1
+    assert config.jax_num_cpu_devices == -1
 
 
-@pytest.mark.parametrize(("asked", "made"), [(1, 8), (2, 8), (3, 9), (5, 10), (8, 8), (12, 12)])
-def test_there_are_virtual_devices_for_a_later_mesh_and_for_an_axis_of_minus_one(fake_jax, asked, made):
-    jax = fake_jax()
-    assert not is_number_configured()
-    request_virtual_devices(asked)
-    assert jax.config.jax_num_cpu_devices == made
-    assert not is_number_configured()
-    request_virtual_devices(16)
-    assert jax.config.jax_num_cpu_devices == made
+def test_there_are_virtual_devices_for_a_later_mesh_and_for_an_axis_of_minus_one(start_jax):
+    for asked, made in {1: 8, 2: 8, 3: 9, 5: 10, 8: 8, 12: 12}.items():
+        config = start_jax()
+        for number in (asked, 16):
+            assert not is_number_configured()
+            request_virtual_devices(number)
+            assert config.jax_num_cpu_devices == made
 
 
-def test_one_of_several_processes_has_no_spare_devices(fake_jax):
-    jax = fake_jax(processes=2)
-    meshes.request_virtual_devices(3)
-    assert jax.config.jax_num_cpu_devices == 3
+def test_one_of_several_processes_has_no_spare_devices(start_jax):
+    config = start_jax(processes=2)
+    request_virtual_devices(3)
+    assert config.jax_num_cpu_devices == 3
 
 
-def test_a_number_of_devices_that_the_user_set_stays(fake_jax):
-    jax = fake_jax()
-    jax.config.jax_num_cpu_devices = 2
+def test_a_number_of_devices_that_the_user_set_stays(start_jax):
+    config = start_jax(number=2)
     request_virtual_devices(4)
-    assert jax.config.jax_num_cpu_devices == 2
+    assert config.jax_num_cpu_devices == 2
     assert is_number_configured()
 
 
@@ -205,21 +173,20 @@ def test_a_later_mesh_may_be_larger():
     assert done.stdout.split() == ["2", "8", "4"]
 
 
-@pytest.mark.parametrize("size", [0, -1, 4.0, "4", None])
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda size: jaxtp.ColumnParallelLinear(4, size, rngs=nnx.Rngs(0)),
-        lambda size: jaxtp.ColumnParallelLinear(size, (4, 4), rngs=nnx.Rngs(0)),
-        lambda size: jaxtp.RowParallelLinear(4, size, rngs=nnx.Rngs(0)),
-        lambda size: jaxtp.VocabParallelEmbedding(size, 4, rngs=nnx.Rngs(0)),
-        lambda size: jaxtp.Norm(size),
-    ],
-    ids=["column", "column input", "row", "embedding", "norm"],
-)
-def test_a_size_that_is_no_size_is_named(layer, size):
-    with pytest.raises(ValueError, match=rf"={size!r}: should be a whole number, 1 or more"):
-        layer(size)
+OF_SIZES = {
+    "column": lambda size: jaxtp.ColumnParallelLinear(4, size, rngs=nnx.Rngs(0)),
+    "column input": lambda size: jaxtp.ColumnParallelLinear(size, (4, 4), rngs=nnx.Rngs(0)),
+    "row": lambda size: jaxtp.RowParallelLinear(4, size, rngs=nnx.Rngs(0)),
+    "embedding": lambda size: jaxtp.VocabParallelEmbedding(size, 4, rngs=nnx.Rngs(0)),
+    "norm": jaxtp.Norm,
+}
+
+
+@pytest.mark.parametrize("layer", OF_SIZES)
+def test_a_size_that_is_no_size_is_named(layer):
+    for size in (0, -1, 4.0, "4", None):
+        with pytest.raises(ValueError, match=rf"={size!r}: should be a whole number, 1 or more"):
+            OF_SIZES[layer](size)
 
 
 def test_sizes_of_numpy_are_sizes():

@@ -60,15 +60,14 @@ def exit_codes(ending, address, folder):
     go.touch()
     if ending in SENT:
         os.kill(processes[1], SENT[ending])
-    codes = []
+    codes = [None] * 3
     for me in (0, 2, 1):
         if (ending, me) == ("stopped", 1):
             os.kill(processes[me], signal.SIGKILL)
             os.waitpid(processes[me], 0)
-            codes.append(None)
         else:
-            codes.append(os.waitstatus_to_exitcode(os.waitpid(processes[me], 0)[1]))
-    return [codes[0], codes[2], codes[1]]
+            codes[me] = os.waitstatus_to_exitcode(os.waitpid(processes[me], 0)[1])
+    return codes
 
 
 def main():
