@@ -18,7 +18,7 @@ from flax import nnx
 from flax_parity import assert_same
 from moves import bytes_over_tp
 from runs import records, wait_for_step
-from support import journeys
+from support import journeys, task_flags
 
 import jaxtp
 from jaxtp.__main__ import main as run_command
@@ -102,9 +102,8 @@ def test_the_reward_rises():
 
 def parts(name):
     """Returns the flags that name the parts of an example."""
-    settings = {"model.build": "build", "train.loss": "loss", "data.batches": "batches"}
-    settings |= {"model.plan": "PLAN"} if hasattr(example(name), "PLAN") else {}
-    return [word for flag, part in settings.items() for word in (f"--{flag}", f"{FOLDER}/{name}.py:{part}")]
+    own = {"plan": "PLAN"} if hasattr(example(name), "PLAN") else {}
+    return task_flags(FOLDER / f"{name}.py", model="build", loss="loss", batches="batches", **own)
 
 
 # Whatever the number of steps; at higher rates the loss first grows, and rounding with it.
@@ -135,7 +134,8 @@ def test_a_killed_run_goes_on_on_another_mesh(name, tmp_path):
     # each other; after the commands of other tests it had too few, and waited forever.
     again = train(name, killed, "dp=2,tp=2", max(records(killed)) + 3)
     subprocess.run([*command[:4], *again], capture_output=True, check=True)
-    expected, found = records(whole), records(killed)
+    expected = records(whole)
+    found = records(killed)
     assert len(found) >= 8
     for step in expected.keys() & found.keys():
         assert found[step] == pytest.approx(expected[step], rel=1e-4)
@@ -157,16 +157,12 @@ def built(name):
 
 def total(name):
     """Returns the summed loss as a function of the model and the columns of a batch."""
-    names, key = list(columns(name)), jax.random.key(0)
-    return lambda model, *arrays: example(name).loss(model, dict(zip(names, arrays, strict=True)), key)[0]
+    key = jax.random.key(0)
+    return lambda model, *arrays: example(name).loss(model, dict(zip(columns(name), arrays, strict=True)), key)[0]
 
 
 def columns(name):
     return open_batches(example(name).batches, batch_size=64).shapes
-
-
-def proposed(name, mesh):
-    return jaxtp.propose_plan(built(name), *columns(name).values(), mesh=mesh, call=total(name), report=None)
 
 
 @pytest.mark.wide
@@ -174,10 +170,9 @@ def proposed(name, mesh):
 def test_a_proposed_plan_moves_no_more_than_the_one_by_hand(name):
     """Also checks that the compiled step sends the predicted bytes."""
     mesh = jaxtp.make_mesh(fsdp=2, tp=4)
-    plan = proposed(name, mesh)
-    arguments = columns(name).values(), mesh, total(name)
-    by_plan, by_hand = (bytes_over_tp(built(name), each, *arguments) for each in (plan, example(name).PLAN))
-    assert by_plan == plan.bytes <= by_hand
+    plan = jaxtp.propose_plan(built(name), *columns(name).values(), mesh=mesh, call=total(name), report=None)
+    over_tp = lambda plan: bytes_over_tp(built(name), plan, columns(name).values(), mesh, total(name))
+    assert over_tp(plan) == plan.bytes <= over_tp(example(name).PLAN)
 
 
 def test_an_example_is_short_and_imports_only_public_names():

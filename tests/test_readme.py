@@ -95,8 +95,9 @@ def library(tmp_path_factory):
 class Reader:
     """Runs the commands of a page in its own folder."""
 
-    def __init__(self, library, place, capsys):
-        self.library, self.place, self.capsys = library, place, capsys
+    def __init__(self, library, capsys):
+        self.library = library
+        self.capsys = capsys
         self.steps = {}
         """The actual step, by run folder and step on the page."""
 
@@ -104,11 +105,11 @@ class Reader:
         """Runs `jaxtp prepare`, or copies the dataset that the same command made for another page."""
         out = value_of(words, "--out")
         kept = self.library / re.sub(r"\W+", "_", " ".join(words))
-        if not kept.exists():
+        if kept.exists():
+            shutil.copytree(kept, out)
+        else:
             assert run_command(["prepare", *words]) == 0
             shutil.copytree(out, kept)
-        else:
-            shutil.copytree(kept, out)
 
     def shortened(self, words):
         """Returns the flags of a run with fewer steps of a smaller model."""
@@ -186,11 +187,9 @@ class Reader:
             flags += ["--steps", "10"]
         if script.endswith("compiled_step.py"):
             return  # in a test of its own
-        with contextlib.ExitStack() as stack:
-            patch = stack.enter_context(pytest.MonkeyPatch.context())
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
             patch.syspath_prepend(str(ROOT / "scripts/examples"))
             patch.setattr("sys.argv", [script, *flags])
-            stack.enter_context(contextlib.suppress(SystemExit))
             runpy.run_path(script, run_name="__main__")
 
 
@@ -213,6 +212,10 @@ def tiny_models(library):
     return library / "models"
 
 
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def furnish(place, tiny_models):
     """Creates the files that the pages assume."""
     for name in ("configs", "scripts", "jaxtp", "README.md", "LICENSE"):
@@ -222,18 +225,16 @@ def furnish(place, tiny_models):
         (place / folder).mkdir()
         for index, words in enumerate(WORDS):
             (place / folder / f"{index}.txt").write_text(" ".join(words))
-    asked = [
-        [{"role": "user", "content": " ".join(words)}, {"role": "assistant", "content": "It says so."}]
-        for words in WORDS[:60]
-    ]
-    (place / "chats.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in asked))
+    said = [" ".join(words) for words in WORDS]
+    chats = [[{"role": "user", "content": line}, {"role": "assistant", "content": "It says so."}] for line in said[:60]]
+    write_rows(place / "chats.jsonl", [{"messages": messages} for messages in chats])
     answers = [{"prompt": f"{n} + 1 =", "chosen": f" {n + 1}", "rejected": f" {n}"} for n in range(60)]
-    (place / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in answers))
+    write_rows(place / "pairs.jsonl", answers)
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     (place / "corpus").mkdir()
-    table = pyarrow.table({"text": [f"{index} {' '.join(words)}" for index in range(5) for words in WORDS]})
-    parquet.write_table(table, place / "corpus/a.parquet")
+    texts = [f"{index} {line}" for index, line in enumerate(5 * said)]
+    parquet.write_table(pyarrow.table({"text": texts}), place / "corpus/a.parquet")
 
 
 @pytest.mark.journey
@@ -243,18 +244,14 @@ def test_a_page_can_be_followed(page, library, tiny_models, tmp_path, monkeypatc
     furnish(tmp_path, tiny_models)
     monkeypatch.chdir(tmp_path)
     found = blocks(page)
-    reader = Reader(library, tmp_path, capsys)
+    reader = Reader(library, capsys)
     for (kind, text), below in zip(found, [*found[1:], ("", "")], strict=True):
         if file := kind == "python" and FILE.match(text):
             Path(file[1]).write_text(text)
-        if kind != "sh":
-            continue
-        *others, last = [line for line in text.splitlines() if line.strip()]
-        for line in others:
+        lines = [line for line in text.splitlines() if line.strip() and kind == "sh"]
+        for line in lines:
             monkeypatch.setattr("sys.stdin", io.StringIO("well?\n"))
-            reader.follow(line, "")
-        monkeypatch.setattr("sys.stdin", io.StringIO("well?\n"))
-        reader.follow(last, below[1] if below[0] == "" else "")
+            reader.follow(line, below[1] if line is lines[-1] and below[0] == "" else "")
 
 
 CHECKS = sorted({line for page in FOLLOWED for line in lines_of(page) if line.startswith("jaxtp check --config ")})
@@ -341,10 +338,11 @@ def test_a_script_in_the_folder_that_holds_the_clone_imports_the_package(tmp_pat
 def test_every_command_of_the_pages_is_one_that_is_followed():
     """A line of another kind would not be run."""
     for page in FOLLOWED:
+        files = [f"python {match[1]}" for _, text in blocks(page) if (match := FILE.match(text))]
         for line in lines_of(page):
-            files = [f"python {match[1]}" for _, text in blocks(page) if (match := FILE.match(text))]
-            assert line.startswith(("jaxtp ", "python scripts/", *files)) or SET_UP in line, line
-            assert not re.search(r"[|;&$<>]", line) or SET_UP in line, line
+            if SET_UP not in line:
+                assert line.startswith(("jaxtp ", "python scripts/", *files)), line
+                assert not re.search(r"[|;&$<>]", line), line
 
 
 def test_the_commands_and_the_guides_are_listed():
@@ -352,9 +350,8 @@ def test_the_commands_and_the_guides_are_listed():
     assert set(re.findall(r"`jaxtp (\w+)`", text)) >= set(commands())
     for page in PAGES[1:]:
         assert f"({page.relative_to(ROOT).as_posix()}" in text, page
-    for room in commands():
-        named = set(re.findall(r"\bjaxtp ([a-z]+) -", "".join(map(Path.read_text, PAGES))))
-        assert named <= {*commands(), "completion"}, room
+    named = set(re.findall(r"\bjaxtp ([a-z]+) -", "".join(map(Path.read_text, PAGES))))
+    assert named <= {*commands(), "completion"}
 
 
 def anchors(page):
