@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 from support import sizes_of, sweep
 
 import jaxtp
@@ -18,7 +17,7 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
-from jaxtp.train.memory import BLOCKS, memory_per_device, stored_arrays
+from jaxtp.train.memory import memory_per_device, stored_arrays
 from jaxtp.train.state import bytes_per_device, plan_state
 from jaxtp.train.step import loss_and_grads, make_eval_step, trace_step
 
@@ -35,10 +34,15 @@ MODEL = jaxtp.ModelConfig(
     qk_norm="head",
     attention_bias=True,
 )
-LARGE = dataclasses.replace(
-    MODEL, vocab_size=32000, d_model=1024, num_layers=8, num_heads=16, num_kv_heads=8, head_dim=64, d_ff=4096
-)
-RUN = TrainConfig(model=LARGE, data=DataConfig(sequence_length=2048, global_batch_size=64))
+LARGE = {
+    "vocab_size": 32000,
+    "d_model": 1024,
+    "num_layers": 8,
+    "num_heads": 16,
+    "num_kv_heads": 8,
+    "head_dim": 64,
+    "d_ff": 4096,
+}
 POLICIES = ("none", "save_dots", "save_gathered", "save_reduced", "full", "offload")
 
 
@@ -47,31 +51,25 @@ def plan_of(config, mesh):
     return plan_state(config.model, rule, mesh_of(sizes_of(mesh)))
 
 
+def run_of(length, rows, accumulation=1, **model):
+    return TrainConfig(
+        model=dataclasses.replace(MODEL, **model),
+        data=DataConfig(sequence_length=length, global_batch_size=rows),
+        train=LoopConfig(accumulation=accumulation),
+    )
+
+
 @pytest.fixture(scope="module")
 def total():
-    """Returns the total of a step of the large run."""
-    arrays = stored_arrays(RUN)
+    """Returns the total of a step of the large model."""
+    arrays = stored_arrays(run_of(2048, 64, **LARGE))
 
-    def total_of(mesh, rows=1, length=2048, remat="full", accumulation=1):
+    def total_of(mesh, rows=1, length=2048, accumulation=1, remat="full"):
         dp, fsdp, _ = mesh
-        data = DataConfig(sequence_length=length, global_batch_size=dp * fsdp * rows * accumulation)
-        model = dataclasses.replace(LARGE, remat=remat)
-        run = TrainConfig(model=model, data=data, train=LoopConfig(accumulation=accumulation))
+        run = run_of(length, dp * fsdp * rows * accumulation, accumulation, remat=remat, **LARGE)
         return memory_per_device(run, sizes_of(mesh), arrays).total
 
     return total_of
-
-
-def test_state_bytes_are_those_of_a_real_state():
-    mesh = (1, 2, 2)
-    config = TrainConfig(model=MODEL)
-    held = {"model": 0, "optimizer": 0, "skipped": 0}
-    for path, variable in nnx.to_flat_state(plan_of(config, mesh).create(seed=0)):
-        shards = [shard for shard in variable[...].addressable_shards if shard.device == jax.devices()[0]]
-        held[path[0]] += sum(shard.data.nbytes for shard in shards)
-    memory = memory_per_device(config, sizes_of(mesh))
-    assert memory.parameters == held["model"]
-    assert memory.optimizer == held["optimizer"] + held["skipped"]
 
 
 MODELS = {
@@ -105,86 +103,55 @@ def test_gradients_of_micro_batches_are_summed_in_the_wider_dtype(param, reduce,
     assert memory_per_device(config, sizes).gradients <= jnp.dtype(param).itemsize * elements
 
 
-def gradients_alone(accumulation):
-    """The bytes of the gradients of many weights for few tokens, and of all arrays that computing them takes."""
-    model = dataclasses.replace(MODEL, num_layers=8, d_model=32, d_ff=256)
-    data = DataConfig(sequence_length=16, global_batch_size=8)
-    config = TrainConfig(model=model, data=data, train=LoopConfig(accumulation=accumulation))
-    plan = plan_of(config, (1, 1, 1))
+def compiled(config, mesh, trace=trace_step):
+    """Returns the program of a step, or of what else `trace` traces, and the bytes of its temporaries."""
+    plan = plan_of(config, mesh)
+    with jax.set_mesh(plan.mesh):
+        program = trace(config, plan).lower().compile()
+    return program, program.memory_analysis().temp_size_in_bytes
 
+
+def trace_gradients(config, plan):
     def gradients(state, batch):
         return loss_and_grads(plan.merge(state).model, batch, config, jax.random.key(0))[2]
 
-    with jax.set_mesh(plan.mesh):
-        batch = abstract_batch(plan.mesh, data.global_batch_size, data.sequence_length)
-        analysis = jax.jit(gradients).trace(plan.sharded, batch).lower().compile().memory_analysis()
-    return analysis.output_size_in_bytes + analysis.temp_size_in_bytes
+    return jax.jit(gradients).trace(plan.sharded, abstract_batch(plan.mesh, 8, 16))
 
 
 @pytest.mark.wide
 def test_micro_batches_add_their_gradients_to_one_tree():
     """Their activations are smaller, so they take less memory than the whole batch; a second tree would be more."""
-    assert gradients_alone(accumulation=4) < gradients_alone(accumulation=1)
+    runs = [run_of(16, 8, accumulation, num_layers=8, d_ff=256) for accumulation in (4, 1)]
+    parts, whole = (compiled(run, (1, 1, 1), trace_gradients)[1] for run in runs)
+    assert parts < whole
 
 
-def test_gradients_in_16_bits_are_returned_and_then_added():
-    config = TrainConfig(model=dataclasses.replace(MODEL, precision=jaxtp.Precision(param="bfloat16")))
-    split = dataclasses.replace(config, train=LoopConfig(accumulation=4))
-    arrays = [array for array in stored_arrays(config) if array.trained]
-    blocks = sum(array.bytes_per_device(mesh_shape()) for array in arrays if array.name.startswith(BLOCKS))
-    sums = sum(array.bytes_per_device(mesh_shape(), "float32") for array in arrays)
-    assert memory_per_device(split, mesh_shape()).gradients == sums + blocks
-
-
-def evaluation(rows, accumulation, mesh, remat="full"):
-    """A run of small rows, and the temporaries of its evaluation."""
-    model = dataclasses.replace(MODEL, num_layers=1, remat=remat)
-    data = DataConfig(sequence_length=64, global_batch_size=rows)
-    config = TrainConfig(model=model, data=data, train=LoopConfig(accumulation=accumulation))
-    plan = plan_of(config, mesh)
-    with jax.set_mesh(plan.mesh):
-        batch = abstract_batch(plan.mesh, rows, 64, packed=True)
-        traced = make_eval_step(config, plan).trace(plan.sharded, batch)
-    return config, plan, temporaries(traced)
-
-
-def temporaries(traced):
-    return traced.lower().compile().memory_analysis().temp_size_in_bytes
+def trace_evaluation(config, plan):
+    batch = abstract_batch(plan.mesh, config.data.global_batch_size, 64, packed=True)
+    return make_eval_step(config, plan).trace(plan.sharded, batch)
 
 
 @pytest.mark.wide
-def test_an_evaluation_reads_micro_batches_as_a_step_does():
-    *_, micro_batch = evaluation(4, 1, (1, 1, 1))
-    *_, batch = evaluation(32, 8, (1, 1, 1))
-    assert micro_batch <= batch < 1.5 * micro_batch
+def test_an_evaluation_reads_micro_batches_and_takes_no_more_than_a_step():
+    """So the check of a step's memory covers the evaluation's."""
+    run = run_of(64, 32, accumulation=4, num_layers=1, remat="none")
+    _, taken = compiled(run, (1, 2, 2), trace_evaluation)
+    _, of_micro_batch = compiled(run_of(64, 8, num_layers=1, remat="none"), (1, 2, 2), trace_evaluation)
+    assert of_micro_batch <= taken < 1.5 * of_micro_batch
+    assert taken <= compiled(run, (1, 2, 2))[1]
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("mesh", "remat"), [((1, 2, 2), "none"), ((2, 1, 4), "full")], ids=str)
-def test_an_evaluation_takes_no_more_than_a_step(mesh, remat):
-    """The check of a step's memory covers the evaluation's."""
-    config, plan, taken = evaluation(32, 4, mesh, remat)
-    assert taken <= temporaries(trace_step(config, plan))
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize(("mesh", "remat"), [((1, 1, 1, 1), "full"), ((1, 1, 2, 2), "none")], ids=str)
-def test_gated_delta_net_takes_memory_in_proportion_to_the_length(mesh, remat):
+def test_gated_delta_net_takes_memory_in_proportion_to_the_length():
     """And has no array with two dims of tokens."""
     heads = {"delta_value_heads": 4, "delta_key_heads": 2, "delta_key_dim": 8, "delta_value_dim": 10}
-    model = dataclasses.replace(MODEL, num_layers=1, remat=remat, **heads)
-    sizes = sizes_of(mesh)
     taken = []
     for length in (672, 1344):  # equal to no width of the model
-        config = TrainConfig(model=model, data=DataConfig(sequence_length=length, global_batch_size=2))
-        plan = plan_of(config, mesh)
-        with jax.set_mesh(plan.mesh):
-            program = trace_step(config, plan).lower().compile()
-        taken.append(program.memory_analysis().temp_size_in_bytes)
-        tokens = {length, length // sizes["cp"], length // sizes["cp"] // sizes["tp"]}
+        program, temporaries = compiled(run_of(length, 2, num_layers=1, remat="none", **heads), (1, 1, 2, 2))
+        taken.append(temporaries)
+        tokens = {length, length // 2, length // 4}
         shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", program.as_text())}
-        dims_of_tokens = {sum(dim in tokens for dim in shape) for shape in shapes}
-        assert dims_of_tokens == {0, 1}
+        assert {sum(dim in tokens for dim in shape) for shape in shapes} == {0, 1}
     assert 1.5 * taken[0] < taken[1] < 2.1 * taken[0]
 
 
@@ -222,10 +189,9 @@ def test_a_policy_that_keeps_more_takes_more(total):
 
 
 def test_scores_are_those_of_xla_attention_alone():
-    long = dataclasses.replace(RUN, data=DataConfig(sequence_length=16384, global_batch_size=1))
-    runs = (dataclasses.replace(long, model=dataclasses.replace(LARGE, attention=a)) for a in ("xla", "fused"))
+    runs = [run_of(16384, 1, attention=attention, **LARGE) for attention in ("xla", "fused")]
     held, none = (memory_per_device(run, mesh_shape()).total for run in runs)
-    one_block_in_float32 = 4 * LARGE.num_heads * 16384**2
+    one_block_in_float32 = 4 * LARGE["num_heads"] * 16384**2
     assert held - none > one_block_in_float32
 
 
