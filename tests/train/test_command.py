@@ -15,13 +15,13 @@ from made_once import made_once
 from quick_run import quick_flags, start_together
 from runs import TEXT, contents, finish, mesh, records, wait_for_step
 from support import journeys
+from tables import read_table
 
 import jaxtp.__main__
 from jaxtp.train.__main__ import main
 
 VIT = Path(__file__).parent.parent.parent / "scripts/examples/vit.py"
-TIMES = {"step_seconds", "data_wait_seconds", "goodput", "lost_to_compile", "tokens_per_second"}
-NUMBERS = {"step", "loss", "grad_norm", "param_norm", "learning_rate", "tokens"}
+LOGGED = {"step", "loss", "grad_norm", "param_norm", "learning_rate", "step_seconds", "data_wait_seconds", "goodput"}
 
 
 @pytest.mark.heavy
@@ -30,9 +30,8 @@ def test_a_run_leaves_what_it_should_and_learns(tmp_path, text, capsys):
     assert main([*command, "--train.steps", "24", "--checkpoint.every", "12"]) == 0
     out = capsys.readouterr().out
     assert "dp 1 x fsdp 1 x cp 1 x tp 2 = 2 virtual CPU devices" in out
-    assert [words for words in ("blocks.mlp.down.kernel", "profile", "memory  ") if words in out] == []
-    beginning = ("making the initial state: ", "checking that", "evaluating at step 0: 2 batches\n", "compiling the")
-    places = [out.index(f"\n{words}") for words in (*beginning, "step 0: validation loss", "compiled the", "step 1/24")]
+    announced = ["making the initial state: ", "evaluating at step 0: 2 batches\n", "compiling the", "step 1/24"]
+    places = [out.index(f"\n{words}") for words in announced]
     assert places == sorted(places), "each line comes before its work"
     run = tmp_path / "run"
     losses = records(run)
@@ -40,15 +39,13 @@ def test_a_run_leaves_what_it_should_and_learns(tmp_path, text, capsys):
     assert losses[24] < losses[1] - 1
     evaluated = records(run, "eval_loss")
     assert list(evaluated) == [0, 20, 24], "the first shows what the run improves on"
-    assert evaluated[0] == pytest.approx(np.log(256), abs=0.2)
     assert evaluated[24] < evaluated[0] - 1
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
-    assert row.keys() >= NUMBERS | TIMES
+    assert row.keys() >= LOGGED
     assert not {"mfu", "memory_bytes"} & row.keys(), "a CPU's peak is not known, nor its memory"
     assert row["tokens_per_second"] == pytest.approx(2 * row["tokens_per_second_per_device"])
-    assert row["tokens"] == 8 * 32
-    left = {"config.yaml", "metrics.jsonl", "checkpoints", "tensorboard", ".lock"}
-    assert {path.name for path in run.iterdir()} == left
+    left = "config.yaml metrics.jsonl checkpoints tensorboard .lock"
+    assert {path.name for path in run.iterdir()} == set(left.split())
 
 
 FINISHED = [*quick_flags("run", "text.txt", 1, 1, 2), "--train.steps", "3", "--optimizer.warmup-steps", "20"]
@@ -80,7 +77,7 @@ def test_the_same_command_on_a_finished_run_says_so(finished, capsys):
     assert "blocks.mlp.down.kernel" not in finished
     assert main([*FINISHED, "--verbose"]) == 0
     out = capsys.readouterr().out
-    assert "blocks.mlp.down.kernel            1x64x32             None, tp, fsdp              1x32x32" in out
+    assert "blocks.mlp.down.kernel" in out
     assert "already at step 3" in out
     assert list(records("run", "eval_loss")) == [0, 3], "a run that resumes does not repeat the first"
     assert list(records("run")) == [1, 2, 3]
@@ -145,134 +142,25 @@ def test_a_run_goes_on_in_float8_and_is_used_in_its_compute_dtype(tmp_path, comm
     float8 = ["--model.precision.matmul", "float8", "--model.precision.matmul-least", "32"]
     assert main([*command, "--train.steps", "2", *float8]) == 0
     out = capsys.readouterr().out
-    taken = "float8 products in attention.out, attention.qkv, mlp.down, mlp.gate_up"
-    assert f"matmul  {taken}; float32 in gradients of weights, the head\n" in out
+    assert "matmul  float8 products in attention.out, attention.qkv, mlp.down, mlp.gate_up; " in out
     assert "changed since: model.precision.matmul: compute -> float8" in out
     run = str(tmp_path / "run")
     evaluate = ["evaluate", "--model", run, "--text", str(text), "--json", str(tmp_path / "loss.json")]
-    for words in (["generate", "--model", run, "--prompt", "line", "--max-tokens", "3"], evaluate):
-        assert jaxtp.__main__.main(words) == 0
+    assert jaxtp.__main__.main(evaluate) == 0
     assert json.loads((tmp_path / "loss.json").read_text())["dtype"] == "float32"
-    assert jaxtp.__main__.main(["convert", "export", run, str(tmp_path / "hf")]) == 0
 
 
-MISTAKES = {
-    "unknown section": ("--modle.d-model 3", "--model.d-model"),
-    "unknown flag": ("--mesh.tpp 4", "--mesh.tp"),
-    "not a number": ("--mesh.tp four", "--mesh.tp"),
-    "out of range": ("--train.steps 0", "--train.steps 0: should be greater than or equal to 1"),
-    "several out of range": (
-        "--optimizer.beta1 2 --optimizer.learning-rate -1",
-        "--optimizer.learning-rate -1:",
-    ),
-    "heads": (
-        "--mesh.tp 3 --mesh.no-allow-padding",
-        "mesh.tp=3 pads 8 query heads to 9, and mesh.allow_padding is false",
-    ),
-    "ffn": (
-        "--model.d-ff 65 --mesh.tp 2 --mesh.no-allow-padding",
-        "mesh.tp=2 pads 65 d_ff to 66, and mesh.allow_padding is false; tp can be 1",
-    ),
-    "batch": (
-        "--data.global-batch-size 7",
-        "data.global_batch_size=7 is not divisible by mesh.dp*fsdp * train.accumulation=2",
-    ),
-    "sequence": (
-        "--model.sequence-parallel True --data.sequence-length 30",
-        "data.sequence_length=30 is not divisible by mesh.tp=4",
-    ),
-    "sequence over cp": (
-        "--data.sequence-length 33 --mesh.cp 2",
-        "data.sequence_length=33 is not divisible by mesh.cp=2; cp can be 1, or sequence_length 32 or 34",
-    ),
-    "sequence over cp and tp": (
-        "--model.sequence-parallel True --mesh.cp 2 --data.sequence-length 36",
-        "data.sequence_length=36 is not divisible by mesh.cp * mesh.tp=8; cp can be 1, or tp can be 1, 2, 3, or "
-        "sequence_length 32 or 40",
-    ),
-    "more cp than tokens": (
-        "--mesh.cp 16 --mesh.tp 1 --mesh.fsdp 1 --data.sequence-length 8",
-        "data.sequence_length=8 is not divisible by mesh.cp=16; cp can be 1, 2, 4, 8, or sequence_length 16",
-    ),
-    "a width that cp does not divide": (
-        "--mesh.cp 3 --mesh.fsdp 1 --data.sequence-length 33",
-        "model.d_model=32 is not divisible by mesh.cp=3; cp can be 1, or d_model 30 or 33",
-    ),
-    "heads over cp": (
-        "--mesh.cp 4 --mesh.fsdp 1 --mesh.context ulysses",
-        "mesh.context=ulysses: mesh.cp=4 does not divide the 2 query heads of a device over mesh.tp=4; use gather or "
-        "auto; cp can be 1, 2",
-    ),
-    "a kernel of whole sequences": (
-        "--model.attention cudnn --mesh.cp 2 --mesh.context gather --model.precision.compute bfloat16 "
-        "--data.packing concatenated --model.head-dim 8",
-        "it needs whole sequences, which devices have with mesh.context=ulysses, but not with gather; use auto",
-    ),
-    "cp of zero": ("--mesh.cp 0", "cp=0: a mesh axis is a positive number of devices"),
-    "a negative cp": (
-        "--mesh.cp -2",
-        "cp=-2: a mesh axis is a positive number of devices, or -1 for the remaining ones",
-    ),
-    "two axes left over, one of them cp": ("--mesh.cp -1 --mesh.tp -1", "only one axis can be -1"),
-    "no such method": ("--mesh.context nonsense", "--mesh.context nonsense: should be 'auto', 'ulysses' or 'gather'"),
-    "more cp than devices": (
-        "--mesh.cp 4",
-        "the mesh dp 1 x fsdp 2 x cp 4 x tp 4 needs 32 devices, and there are 16; fsdp can be 1, or cp can be 1, 2",
-    ),
-    "mesh of zero": ("--mesh.tp 0", "tp=0: a mesh axis is a positive number of devices"),
-    "two axes left over": ("--mesh.tp -1 --mesh.dp -1", "only one axis can be -1"),
-    "mesh larger than the machine": ("--mesh.dp 4", "needs 32 devices, and there are 16"),
-    "mesh larger than any machine": (
-        "--mesh.dp 1000000 --data.global-batch-size 2000000",
-        "needs 8000000 devices, and there are 16; dp can be 1, 2\n",
-    ),
-    "no such config": ("--config nowhere.yaml", "nowhere.yaml: No such file"),
-    "config without a file": ("--config", "--config needs a value"),
-    "no such text": ("--data.path nowhere.txt", "data.path=nowhere.txt: there is no such file or dataset"),
-    "folder for text": ("--data.path .", "has no dataset.json: it is not a dataset"),
-    "vocabulary too small": ("--model.vocab-size 100", "go up to 255, and model.vocab_size=100 has fewer"),
-    "sequence longer than the text": (
-        "--data.sequence-length 200000 --model.num-layers 1",
-        "less than one sequence of data.sequence_length=200000",
-    ),
-    "infinite rate": ("--optimizer.learning-rate inf", "--optimizer.learning-rate inf: should be a finite number"),
-    "profile after the end": ("--profile.start 500", "profile.start=500 is after the last step, train.steps=400"),
-    "no such optimizer": ("--optimizer.name sgd", "--optimizer.name"),
-    "more than the machine has": ("--model.d-model 16384 --model.d-ff 65536 --model.num-layers 400", "GB and no GPU"),
-    "seed beyond 32 bits": ("--run.seed 99999999999999999999", "--run.seed 99999999999999999999: should be less than"),
-    "kernel of another platform": (
-        "--model.attention fused",
-        "fused: it runs on cuda, not on cpu; use auto",
-    ),
-    "unwritable folder": ("--run.dir /proc/run", "run.dir=/proc/run"),
-    "more experts for a token than there are": (
-        "--model.num-experts 4 --model.experts-per-token 5",
-        "model.experts_per_token=5 is more than model.num_experts=4; at most 4 works",
-    ),
-    "float8 of no layer": (
-        "--model.precision.matmul float8",
-        "float8 applies to no layer (blocks.mlp.gate_up: 32 features are below matmul_least=2,048)",
-    ),
-    "float8 of layers that are not there": (
-        "--model.precision.matmul float8 --model.precision.matmul-layers *.out|*.mpl.*",
-        "matmul_layers: no layer matches '*.mpl.*'; there are blocks.attention.out, blocks.attention.qkv, blocks.mlp.",
-    ),
-    "float8 of a model of your own": (
-        f"--model.build {VIT}:build --train.loss {VIT}:loss --model.precision.matmul float8",
-        "model.precision.matmul=float8: it is for projections of jaxtp's decoder, and the model is your own",
-    ),
-}
+MISTAKES = read_table(__file__)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_message_and_exit_code_2(tmp_path, text, capsys, monkeypatch, name):
     monkeypatch.setenv("COLUMNS", "300")
-    flags, message = MISTAKES[name]
-    two_layers = ["--model.num-layers", "2"]
-    assert main([*quick_flags(tmp_path / "run", text, 1, 2, 4), *two_layers, *flags.split()]) == 2
-    output = capsys.readouterr()
-    assert message in output.err
-    assert "Traceback" not in output.err + output.out
+    words = MISTAKES[name]["flags"].format(vit=VIT).split()
+    assert main([*quick_flags(tmp_path / "run", text, 1, 2, 4), "--model.num-layers=2", *words]) == 2
+    error = capsys.readouterr().err
+    assert MISTAKES[name]["says"] in error
+    assert "Traceback" not in error
     assert not (tmp_path / "run").exists()
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from run_comparisons import assert_same_records
 from runs import SMALL, mesh, records
-from support import assert_refused, journeys
+from support import assert_refused
 
 from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.train.__main__ import main as train
@@ -48,10 +48,7 @@ def command(tmp_path):
 def test_an_odd_vocabulary_resumes_on_another_mesh_from_data_that_moved(tmp_path, dataset, command, capsys):
     command = [*command, f"--data.path={dataset}", "--optimizer.schedule=constant"]
     assert train([*command, "--mesh=tp=2"]) == 0
-    out = capsys.readouterr().out
-    assert f"data    {dataset}: " in out
-    assert "% padding" in out
-    assert "nats per token, perplexity" in out
+    assert f"data    {dataset}: " in capsys.readouterr().out
     again = [*command, f"--run.dir={tmp_path}/again"]
     assert train([*again, "--mesh=tp=2", "--train.steps=3"]) == 0
     (tmp_path / "moved").symlink_to(dataset)
@@ -108,19 +105,7 @@ def test_data_that_do_not_fit_are_refused(tmp_path, dataset, command, capsys):
 
 
 @pytest.mark.journey
-def test_a_token_beyond_the_vocabulary_stops_the_run_with_its_place(tmp_path, texts, command, capsys):
-    dataset = tmp_path / "bpe"
-    assert prepare([str(texts), *BPE, f"--out={dataset}"]) == 0
-    tokens = dataset / "train-00000.tokens"
-    tokens.write_bytes(np.full(tokens.stat().st_size // 2, 9999, "<u2").tobytes())
-    assert train([*command, "--mesh=tp=2", f"--data.path={dataset}"]) == 2
-    error = capsys.readouterr().err
-    assert f"{tokens}, document" in error
-    assert "token 9999 is beyond model.vocab_size=301" in error
-
-
-@pytest.mark.parametrize("source", journeys(["documents", "mixture"], "mixture"))
-def test_the_validation_loss_does_not_depend_on_the_batch_size_and_the_mesh(tmp_path, source):
+def test_the_validation_loss_does_not_depend_on_the_batch_size_and_the_mesh(tmp_path):
     """Documents have very different lengths, so that a row that counts twice shows.
 
     The weights are those of the initialisation: the learning rate is too small to move them.
@@ -131,8 +116,8 @@ def test_the_validation_loss_does_not_depend_on_the_batch_size_and_the_mesh(tmp_
         assert prepare([file, "--held-out", "0.2", "--out", str(tmp_path / name)]) == 0
     mixed = tmp_path / "mixture.yaml"
     mixed.write_text(f"data: {{mixture: {{{tmp_path / 'a'}: 3, {tmp_path / 'b'}: 1}}}}\n")
-    flags = [f"--config={mixed}"] if source == "mixture" else [f"--data.path={tmp_path}/a"]
-    flags += [*SMALL, "--model.num-layers=1", "--eval.batches=99", "--train.steps=1", "--optimizer.learning-rate=1e-30"]
+    once = ["--eval.batches=99", "--train.steps=1", "--optimizer.learning-rate=1e-30"]
+    flags = [f"--config={mixed}", *SMALL, "--model.num-layers=1", *once]
     losses = []
     for size, where in ((2, mesh(1, 1, 1)), (64, mesh(2, 1, 1)), (4, mesh(1, 1, 2, cp=2))):
         out = tmp_path / str(size)

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,10 +38,8 @@ def planted(monkeypatch, name, run):
 @pytest.mark.parametrize(
     ("name", "run"),
     [
-        ("an elementwise operation", lambda x: jnp.sqrt(x + 1) * 0),
         ("a product", lambda a, b: a[:, :-1] @ b[:-1]),
         ("a sum over a long axis", lambda x: x[:, :-64].sum(-1)),
-        ("a softmax", lambda x: jax.nn.softmax(x).at[3, 7].set(jnp.nan)),
         ("a scatter-add", lambda rows, index: jnp.zeros((64, 64)).at[index].set(rows)),
     ],
 )

@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 import math
-from pathlib import Path
-from types import SimpleNamespace
 
 import accounts
 import jax
@@ -19,14 +17,12 @@ from support import assert_close, assert_refused, by_name, random_weights, state
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
-from jaxtp.data.scores import Record, Scores
 from jaxtp.mesh import make_mesh
 from jaxtp.models.decoder import create_decoder
 from jaxtp.tools.score.__main__ import main as score
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.distillation import Distillation, with_rest
-from jaxtp.train.run_data import check_temperature
 from jaxtp.train.step import loss_and_grads
 
 B, T, V, D = 8, 8, 37, 16
@@ -173,28 +169,18 @@ def test_a_mesh_gives_the_numbers_of_one_device(case):
     mesh, name, model = case
     batch, expected = on_one_device(name, model)
     assert_close(results(LOSSES[name], batch, model, 2, **sizes_of(mesh)), expected)
-    for metric in ("kl", "teacher_mass", "cross_entropy"):
-        assert 0 < expected[metric] / expected["weight"] < 6
 
 
-def traced(k, length):
-    """Returns a step's loss and gradients for abstract weights, with k tokens at each position."""
-    batch = Distillation(top_k=k).example_batch(4, length, TrainConfig(model=MODEL))
+def test_no_array_has_the_logits_of_all_tokens():
+    batch = Distillation(top_k=12).example_batch(4, 64, TrainConfig(model=MODEL))
     graph, state = nnx.split(nnx.eval_shape(MODELS["shallow"]))
 
     def run(state, batch):
         return loss_and_grads(nnx.merge(graph, state), batch, TrainConfig(), jax.random.key(0), Distillation())
 
-    return jax.jit(run).trace(state, batch)
-
-
-@pytest.mark.wide
-def test_memory_grows_with_k_and_no_array_has_the_logits_of_all_tokens():
-    tokens = 4 * 64
-    taken = [traced(k, 64).lower().compile().memory_analysis().temp_size_in_bytes for k in (4, 20)]
-    assert taken[1] - taken[0] <= 16 * tokens * 4 * 10
-    shapes = [v.aval.shape for e in accounts.equations(traced(12, 64).jaxpr.jaxpr) for v in e.outvars]
-    assert max(math.prod(shape) for shape in shapes if shape[-1:] == (V,)) < tokens * V
+    equations = accounts.equations(jax.make_jaxpr(run)(state, batch).jaxpr)
+    shapes = [v.aval.shape for e in equations for v in e.outvars]
+    assert max(math.prod(shape) for shape in shapes if shape[-1:] == (V,)) < 256 * V
 
 
 def test_values_out_of_range_are_refused():
@@ -207,33 +193,6 @@ def test_values_out_of_range_are_refused():
     for message, values in messages.items():
         with pytest.raises(ConfigError, match=message):
             Distillation(**values)
-
-
-@pytest.mark.parametrize(("loss", "wanted"), [(Distillation(temperature=2.0), 2), (jaxtp.DPO(), 1)], ids=["2", "1"])
-def test_scores_at_another_temperature_are_refused(loss, wanted):
-    more = dict.fromkeys(("model", "model_sha256", "dtype", "dataset", "tokenizer"), "")
-    rows = {"sequence_length": 32, "packing": "documents", "long_documents": "drop"}
-    record = Record(1, vocab_size=V, top_k=5, temperature=1.5, splits={}, **more, **rows)
-    data = lambda **changes: SimpleNamespace(scores=Scores(Path("s"), dataclasses.replace(record, **changes)))
-    with pytest.raises(ConfigError, match=rf"temperature 1\.5, .* at {wanted}; .*: jaxtp score") as caught:
-        check_temperature(data(), loss)
-    assert ("--temperature 2" in str(caught.value)) == (wanted == 2)
-    check_temperature(data(temperature=float(wanted)), loss)
-    check_temperature(data(), lambda model, batch, key: None)
-
-
-def test_an_example_has_scores_of_distinct_tokens():
-    batch = Distillation(top_k=64).example_batch(2, 8, TrainConfig(model=MODEL))
-    assert {name: (str(array.dtype), array.shape) for name, array in batch.items()} == {
-        "inputs": ("int32", (2, 8)),
-        "labels": ("int32", (2, 8)),
-        "segments": ("int32", (2, 8)),
-        "top_ids": ("int32", (2, 8, V)),
-        "top_log_probs": ("float32", (2, 8, V)),
-    }
-    assert np.array_equal(np.sort(batch["top_ids"], axis=-1)[0, 0], np.arange(V))
-    assert np.all(np.diff(batch["top_log_probs"], axis=-1) < 0)
-    assert np.exp(batch["top_log_probs"]).sum(-1).max() <= 1
 
 
 @pytest.mark.journey
@@ -250,12 +209,8 @@ def test_a_student_learns_from_the_scores_of_a_teacher_and_resumes(tmp_path, cap
     student += ["--train.loss=jaxtp:Distillation", "--train.loss-arguments.cross-entropy=0.1", "--run.dir"]
     whole = tmp_path / "whole"
     resumed = tmp_path / "resumed"
-    assert_refused(
-        main,
-        [*student, str(whole), "--train.loss-arguments.temperature=2"],
-        "temperature 1, and the loss needs those at 2",
-        capsys,
-    )
+    refused = [*student, str(whole), "--train.loss-arguments.temperature=2"]
+    assert_refused(main, refused, "temperature 1, and the loss needs those at 2", capsys)
     assert main([*student, str(whole)]) == 0
     assert main([*student, str(resumed), "--train.steps=12"]) == 0
     assert main([*student, str(resumed)]) == 0

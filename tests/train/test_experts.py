@@ -1,9 +1,7 @@
 """Training a mixture of experts: what checkpoints hold, what moves its biases, what a run says and goes on with."""
 
 import dataclasses
-import math
 import re
-from collections import Counter
 
 import jax
 import numpy as np
@@ -14,12 +12,10 @@ from runs import SMALL, TEXT
 
 import jaxtp
 from jaxtp.analysis import step_costs as costs
-from jaxtp.analysis.census import count_collectives
-from jaxtp.analysis.collective import ALL_TO_ALL
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.checkpoint.storage import open_checkpoint
 from jaxtp.collectives import axis_size
-from jaxtp.config.schema import ConfigError, to_plain, validate
+from jaxtp.config.schema import ConfigError, to_plain
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.generate.loading import inference_config
 from jaxtp.layers.lora import LoraConfig
@@ -30,17 +26,16 @@ from jaxtp.tools.check.subject import random_tokens
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
-from jaxtp.train.memory import costs_of_step
 from jaxtp.train.resume import check_resumable
 from jaxtp.train.run_report import Report, describe_experts, describe_grouped
 from jaxtp.train.state import plan_state, trained_parameters
-from jaxtp.train.step import fetch, make_train_step, trace_step
+from jaxtp.train.step import fetch, make_train_step
 from jaxtp.train.validation import check, check_kernels
 
 MODEL = jaxtp.ModelConfig(
     vocab_size=61,
     d_model=16,
-    num_layers=2,
+    num_layers=1,
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
@@ -69,21 +64,16 @@ def stored_in(config):
     return [*named_variables(plan_of(config).stored(plan_of(config).abstract))]
 
 
-def test_checkpoints_hold_the_bias_and_no_optimizer_has_it():
-    """It is no `nnx.Param`: a checkpoint of those alone had none, and could not be resumed."""
-    found = stored_in(RUN)
-    assert [name for name in found if "selection_bias" in name] == [BIAS]
-    assert BIAS.removeprefix("model.") not in trained_parameters(plan_of(RUN))
-
-
 LORA = LoraConfig(rank=2, targets=("q_proj", "v_proj"))
 ADAPTED = dataclasses.replace(MODEL, lora=LORA)
 
 
-def test_a_checkpoint_of_adapters_holds_nothing_of_the_experts_beside_them():
-    """The bias too is the base model's, which is frozen."""
-    found = [name for name in stored_in(dataclasses.replace(RUN, model=ADAPTED)) if name.startswith("model.")]
-    assert {name.rpartition(".")[2] for name in found} == {"a", "b"}
+def test_checkpoints_hold_the_bias_and_no_optimizer_has_it():
+    """It is no `nnx.Param`: a checkpoint of those alone had none, and could not be resumed."""
+    assert [name for name in stored_in(RUN) if "selection_bias" in name] == [BIAS]
+    assert BIAS.removeprefix("model.") not in trained_parameters(plan_of(RUN))
+    of_adapters = [name for name in stored_in(dataclasses.replace(RUN, model=ADAPTED)) if name.startswith("model.")]
+    assert {name.rpartition(".")[2] for name in of_adapters} == {"a", "b"}, "the bias too is the base model's"
 
 
 def test_merged_adapters_leave_the_bias_where_it_is():
@@ -112,14 +102,10 @@ def test_an_update_moves_each_bias_once():
     assert set(np.abs(expected / RATE).ravel()) <= {0, 1, 2, 3}
     assert np.any(expected)
     assert 0.9 < numbers["balance_loss"] < 6
-    assert 1 <= numbers["experts/max_load"] <= 6
-    assert numbers["experts/entropy"] <= math.log(6)
-    assert numbers["experts/dropped"] == 0
-    for sizes, accumulation in ((WHOLE, 2), (INSIDE, 1), (INSIDE, 4)):
+    for sizes, accumulation in ((WHOLE, 2), (INSIDE, 4)):
         bias, scalars = updated(sizes, accumulation=accumulation)
         np.testing.assert_array_equal(bias, expected)
-        for name in ("balance_loss", "router_z_loss", "experts/max_load", "experts/unused", "experts/entropy"):
-            assert scalars[name] == pytest.approx(numbers[name], rel=1e-5), name
+        assert scalars == pytest.approx(numbers, rel=1e-4)
 
 
 @pytest.mark.wide
@@ -134,35 +120,14 @@ def test_optimizers_over_whole_experts_and_parts_of_them(name):
         assert errors.within(parity.TOLERANCES["float32"]), errors
 
 
-def exchanged(traffic):
-    """Returns the all-to-alls of a program, by module, axes and bytes."""
-    found = Counter()
-    for one, times in traffic.items():
-        if one.kind == ALL_TO_ALL:
-            found[one.module, one.axes, one.bytes] += times
-    return found
-
-
-@pytest.mark.wide
-def test_what_muon_moves_of_experts_is_what_is_declared():
-    config = dataclasses.replace(RUN, optimizer=OptimizerConfig(name="muon"))
-    for sizes in (WHOLE, INSIDE):
-        traced = count_collectives(trace_step(config, plan_of(config, sizes)).jaxpr, sizes)
-        declared = exchanged(costs_of_step(config, sizes).traffic)
-        assert declared == exchanged(traced)
-        assert declared
-
-
 def test_the_lines_of_a_run_say_the_balance(capsys):
-    record = {"step": 3, "loss": 2.5, "step_seconds": 1.0, "tokens_per_second": 640.0}
+    record = {"step": 3, "loss": 2.5, "balance_loss": 1.0234, "step_seconds": 1.0, "tokens_per_second": 640.0}
     with Report() as report:
         report.log(record, 10, "tokens")
-        report.log(record | {"balance_loss": 1.0234}, 10, "tokens")
         report.log(record, 10, "tokens", is_first=True)
     assert capsys.readouterr().out.splitlines() == [
-        "step 3/10  loss 2.5000  640 tokens/s  0:07 left",
         "step 3/10  loss 2.5000  balance 1.02  640 tokens/s  0:07 left",
-        "step 3/10  loss 2.5000  640 tokens/s",
+        "step 3/10  loss 2.5000  balance 1.02  640 tokens/s",
     ]
 
 
@@ -176,19 +141,11 @@ def test_the_summary_says_how_experts_are_divided_and_what_multiplies_with_them(
     assert describe_experts(dataclasses.replace(MODEL, num_experts=0), 1) is None
 
     def products(platform, grouped):
-        return list(describe_grouped(dataclasses.replace(MODEL, grouped=grouped), platform))
+        return "".join(describe_grouped(dataclasses.replace(MODEL, grouped=grouped), platform))
 
-    on_gpus = "pallas products of experts (it multiplies each row with its own expert alone)"
-    assert products("cuda", "auto") == [on_gpus]
-    assert products("cpu", "auto") == ["xla products of experts (pallas runs only on cuda, not on cpu)"]
-    line, warning = products("cuda", "xla")
-    assert line == "xla products of experts (as configured)"
-    assert "WARNING: it multiplies every row by every expert, 6 times" in warning
-
-
-def test_a_bias_moves_by_no_more_than_scores_are():
-    with pytest.raises(ConfigError, match=r"selection_bias_rate = 1e\+39: should be less than or equal to 1"):
-        validate(TrainConfig, {"train": {"selection_bias_rate": 1e39}}, source="it")
+    assert products("cuda", "auto").startswith("pallas products of experts")
+    assert products("cpu", "auto") == "xla products of experts (pallas runs only on cuda, not on cpu)"
+    assert "WARNING: it multiplies every row by every expert, 6 times" in products("cuda", "xla")
 
 
 DENSE = dataclasses.replace(MODEL, num_experts=0, selection_bias=False)
@@ -222,7 +179,7 @@ def test_a_run_goes_on_and_generates_where_its_kernel_is_not():
     assert inference_config(config.model, "float32").grouped == "auto"
     stored = {"config": to_plain(config), "corpus": {}, "mesh": {}, "next_sample": 0}
     (changed,) = check_resumable(RUN, {}, stored)
-    assert changed == "changed since, without effect on the numbers: model.grouped: pallas -> auto"
+    assert "without effect on the numbers: model.grouped: pallas -> auto" in changed
 
 
 @pytest.fixture
@@ -250,9 +207,7 @@ def test_a_run_resumes_where_experts_are_divided_otherwise(tmp_path, command, ca
     np.testing.assert_array_equal(*biases)
     assert np.any(biases[0])
 
-    assert generate([f"--model={resumed}", "--prompt", "line", "--max-tokens", "4", "--mesh.tp=4"]) == 0
     flags = [*SMALL[SMALL.index("--data.sequence-length") :], command[-1], f"--run.init-from={resumed}"]
     adapters = [*flags, "--train.steps=2", "--mesh=tp=2", "--model.lora.rank=2", "--model.lora.targets"]
     assert main([*adapters, "q_proj", "up_proj", f"--run.dir={tmp_path}/tuned"]) == 0
-    capsys.readouterr()
     assert generate([f"--model={tmp_path}/tuned", "--prompt", "line", "--max-tokens", "4"]) == 0

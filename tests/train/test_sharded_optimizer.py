@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 from support import assert_close, by_name, compilations, sweep
+from tables import read_table
 
 import jaxtp
 from jaxtp.checkpoint.logical import logical_spec, named_variables
@@ -34,13 +35,16 @@ class Plain(nnx.Module):
     """Matrices that each axis of a mesh splits, vectors and a scalar, in plain Flax."""
 
     def __init__(self, rngs, hidden):
-        draw = lambda *shape: jax.random.normal(rngs.params(), shape) / shape[0] ** 0.5
         dim = PaddedDim((hidden,))
-        self.up = parameter("up", draw(8, hidden), PartitionSpec("fsdp", "tp"), padding=((-1, dim),))
-        self.bias = parameter("bias", draw(hidden), PartitionSpec("tp"), padding=((-1, dim),))
-        stack = draw(2, 8, hidden)  # of two layers
-        self.stack = parameter("stack", stack, PartitionSpec(None, "fsdp", "tp"), padding=((-1, dim),))
-        self.down = parameter("down", draw(hidden, 8), PartitionSpec("tp", "fsdp"), padding=((-2, dim),))
+        draw = lambda *shape: jax.random.normal(rngs.params(), shape) / shape[0] ** 0.5
+        shapes = {
+            "up": ((8, hidden), ("fsdp", "tp"), -1),
+            "bias": ((hidden,), ("tp",), -1),
+            "stack": ((2, 8, hidden), (None, "fsdp", "tp"), -1),  # of two layers
+            "down": ((hidden, 8), ("tp", "fsdp"), -2),
+        }
+        for name, (shape, spec, padded) in shapes.items():
+            setattr(self, name, parameter(name, draw(*shape), PartitionSpec(*spec), padding=((padded, dim),)))
         self.square = parameter("square", draw(8, 8), PartitionSpec("tp"))
         self.gain = nnx.Param(jnp.ones(()))
 
@@ -50,11 +54,13 @@ class Plain(nnx.Module):
         return self.gain[...] * jnp.tanh(hidden) @ self.square[...]
 
 
+PADDED = 11
+"""A width that tp 2 and 4 pad."""
+DIVISIBLE = 12
+
+
 def mean_square(model, arrays):
     return jnp.mean(jnp.square(model(arrays[0]) - arrays[1]))
-
-
-MODELS = {"plain": lambda: Plain(nnx.Rngs(0), 12), "padded": lambda: Plain(nnx.Rngs(0), 11)}
 
 
 def batch_of(step):
@@ -72,14 +78,10 @@ TRANSFORMATIONS = {
     "adafactor": optax.adafactor(R, min_dim_size_to_factor=8, weight_decay_rate=1e-3),
     "momentum": optax.sgd(R, momentum=0.9, nesterov=True),
     "lion": optax.lion(R),
-    "novograd": optax.novograd(R),
     "lamb": optax.lamb(R),
     "sm3": optax.masked(optax.sm3(R), lambda params: jax.tree.map(lambda p: p.ndim > 0, params)),
     "prodigy": optax.contrib.prodigy(1.0, estim_lr0=1e-3),
-    "muon": optax.contrib.muon(
-        R,
-        muon_weight_dimension_numbers=last_two_dims,
-    ),
+    "muon": optax.contrib.muon(R, muon_weight_dimension_numbers=last_two_dims),
     "galore": optax.contrib.galore(R, rank=4),
     "schedule_free": optax.contrib.schedule_free_adamw(R),
     "lbfgs": optax.lbfgs(R, memory_size=3, linesearch=None),
@@ -99,28 +101,28 @@ TOLERANCE = {"lbfgs": 1e-4}  # it stores differences of gradients
 
 
 class Pair(nnx.Module):
-    def __init__(self, name, model):
-        self.model = MODELS[model]()
-        self.optimizer = Optimizer(self.model, TRANSFORMATIONS[name])
+    def __init__(self, transformation, hidden):
+        self.model = Plain(nnx.Rngs(0), hidden)
+        self.optimizer = Optimizer(self.model, transformation)
 
 
 class Pairs(nnx.Module):
     """Several transformations, each with a model of its own, in one program and one checkpoint."""
 
-    def __init__(self, names, model):
+    def __init__(self, names, hidden):
         for name in names:
-            setattr(self, name, Pair(name, model))
+            setattr(self, name, Pair(TRANSFORMATIONS[name], hidden))
 
 
-def planned(names, model, mesh):
+def planned(names, mesh, hidden=PADDED):
     with jax.set_mesh(mesh):
-        graph, abstract = nnx.split(nnx.eval_shape(lambda: Pairs(names, model)))
+        graph, abstract = nnx.split(nnx.eval_shape(lambda: Pairs(names, hidden)))
         return graph, abstract, nnx.get_named_sharding(abstract, mesh)
 
 
 @cache
-def step_of(names, model, mesh):
-    graph, _, shardings = planned(names, model, mesh)
+def step_of(names, mesh):
+    graph, _, shardings = planned(names, mesh)
 
     def update_all(state, batch):
         pairs = nnx.merge(graph, state, copy=True)
@@ -134,65 +136,55 @@ def step_of(names, model, mesh):
     return jax.jit(update_all, out_shardings=(shardings, None))
 
 
-def initial(names, model, mesh):
+def initial(names, mesh):
     with jax.set_mesh(mesh):
-        shardings = planned(names, model, mesh)[2]
-        return jax.jit(lambda: nnx.state(Pairs(names, model)), out_shardings=shardings)()
+        shardings = planned(names, mesh)[2]
+        return jax.jit(lambda: nnx.state(Pairs(names, PADDED)), out_shardings=shardings)()
 
 
-def advance(names, model, mesh, steps, state):
+def advance(names, mesh, steps, state):
     """The state after some steps, and the losses of each step by name."""
     losses = []
     with jax.set_mesh(mesh), compilations() as programs:
         for i in steps:
-            state, loss = step_of(names, model, mesh)(state, batch_of(i))
-            losses.append({name: float(loss[name]) for name in names})
+            state, loss = step_of(names, mesh)(state, batch_of(i))
+            losses.append([float(loss[name]) for name in names])
     # Otherwise a state that is restored or updated has another type than before.
     assert len([each for each in programs if "update_all" in each]) <= (0 in steps)
     return state, losses
 
 
 NAMES = sorted(TRANSFORMATIONS)
+QUARTERS = [tuple(NAMES[first::4]) for first in range(4)]
 CASES = [
-    ("padded", {"tp": 2}, ("momentum",)),
-    *(("padded", {"fsdp": 2, "tp": 2}, tuple(NAMES[first::4])) for first in range(2)),
-    *(("padded", {"tp": 4}, tuple(NAMES[first::4])) for first in range(2, 4)),
+    ({"tp": 2}, ("momentum",)),
+    *(({"fsdp": 2, "tp": 2}, names) for names in QUARTERS[:2]),
+    *(({"tp": 4}, names) for names in QUARTERS[2:]),
 ]
 
 
 @pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
 def test_a_run_equals_one_device_and_resumes_there(tmp_path, case):
-    model, sizes, names = case
+    sizes, names = case
     mesh = make_mesh(**sizes)
     one = make_mesh()
-    expected, expected_losses = advance(names, model, one, range(4), initial(names, model, one))
-    state, losses = advance(names, model, mesh, range(2), initial(names, model, mesh))
+    expected, expected_losses = advance(names, one, range(4), initial(names, one))
+    state, losses = advance(names, mesh, range(2), initial(names, mesh))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(2, state, mesh, {})
         checkpoints.wait()
-        state = checkpoints.restore(2, planned(names, model, one)[1], one)
-    state, more = advance(names, model, one, range(2, 4), state)
+        state = checkpoints.restore(2, planned(names, one)[1], one)
+    state, more = advance(names, one, range(2, 4), state)
+    np.testing.assert_allclose(losses + more, expected_losses, rtol=1e-5, err_msg=str(names))
     for name in names:
-        tolerance = TOLERANCE.get(name, 1e-5)
-        assert_close(by_name(state[name], one), by_name(expected[name], one), tolerance)
-        found = [loss[name] for loss in losses + more]
-        np.testing.assert_allclose(found, [loss[name] for loss in expected_losses], rtol=1e-5, err_msg=name)
+        assert_close(by_name(state[name], one), by_name(expected[name], one), TOLERANCE.get(name, 1e-5))
 
 
-SPLIT = {  # elements per device of four, of `up` [8 / fsdp, 12 / tp]
-    "adamw": {"0.mu.up": 24, "0.nu.up": 24, "0.mu.bias": 6, "0.mu.square": 32, "0.mu.gain": 1},
-    "adafactor": {"0.v_row.up": 4, "0.v_col.up": 6},
-    "sm3": {"inner_state.0.mu.up.0": 4, "inner_state.0.mu.up.1": 6},
-    "galore": {"0.projector.up": 12, "0.base_optimizer_state.mu.up": 8},
-    "lbfgs": {"0.diff_params_memory.up": 3 * 24},
-    "multi_steps": {"acc_grads.up": 24, "inner_opt_state.0.mu.up": 24},
-    "groups": {"inner_states.bias.inner_state.0.mu.up": 24},  # a group with the name of a parameter
-    "frozen": {"inner_states.*.inner_state.0.mu.up": 24},
-}
+SPLIT = read_table(__file__)
 
 
 def test_states_are_split_like_their_parameters():
-    _, abstract, shardings = planned(tuple(SPLIT), "plain", make_mesh(fsdp=2, tp=2))
+    _, abstract, shardings = planned(tuple(SPLIT), make_mesh(fsdp=2, tp=2), DIVISIBLE)
     for name, expected in SPLIT.items():
         shards = named_variables(shardings[name]["optimizer"]["opt_state"])
         found = named_variables(abstract[name]["optimizer"]["opt_state"])
@@ -202,18 +194,17 @@ def test_states_are_split_like_their_parameters():
 
 def test_a_state_of_padded_parameters_is_split_as_evenly_as_its_shape_allows():
     mesh = make_mesh(fsdp=2, tp=2)
-    _, abstract, _ = planned(("adamw",), "padded", mesh)
+    _, abstract, _ = planned(("adamw",), mesh)
     moments = named_variables(abstract["adamw"]["optimizer"]["opt_state"][0].mu)
     for path, param in named_variables(abstract["adamw"]["model"]).items():
         assert spec_of(moments[path]) == logical_spec(param, mesh_sizes(mesh)), path
-    assert moments["stack"].shape == (2, 8, 11)
 
 
 def test_a_frozen_part_has_no_state_and_does_not_move():
     mesh = make_mesh(tp=2)
-    state = initial(("frozen",), "plain", mesh)
+    state = initial(("frozen",), mesh)
     weights = by_name(state["frozen"]["model"], mesh)
-    after = advance(("frozen",), "plain", mesh, range(2), state)[0]["frozen"]
+    after = advance(("frozen",), mesh, range(2), state)[0]["frozen"]
     moved = by_name(after["model"], mesh)
     assert {name for name in weights if (weights[name] == moved[name]).all()} == {"bias", "gain"}
     assert not [path for path in named_variables(after["optimizer"]) if path.endswith((".bias", ".gain"))]
@@ -237,18 +228,12 @@ def stateful(init, update):
 
 REFUSED = {
     "a line search": (optax.lbfgs(), "value_fn"),
-    "Sophia": (optax.contrib.sophia(R), "obj_fn must be provided"),
-    "gradients of examples": (
-        optax.contrib.differentially_private_aggregate(1.0, 0.1, key=jax.random.key(0)),
-        "to have a batch dimension",
-    ),
     "means": (optax.stateless(lambda g, _: jax.tree.map(jnp.mean, g)), r"update of bias is \(\), not \(12,\)"),
     "lookahead": (
         optax.lookahead(optax.sgd(R), 5, 0.5),
         "'fast'\nIt sees the parameters as a flat dict",
     ),
     "text": (stateful({"mode": "fast"}, lambda g, s: (g, s)), "state at mode is 'fast'"),
-    "complex": (stateful({"z": 1j}, lambda g, s: (g, s)), "state at z is a complex64 array"),
     "another dtype": (stateful({"n": 0}, lambda g, s: (g, {"n": s["n"] + 0.5})), r"at n is float32\[\], not int32\[\]"),
     "a new entry": (stateful({}, lambda g, s: (g, {"n": 0})), r"at n is int32\[\], not absent"),
     "a rate": (1e-3, "the optimizer is 0.001: should be an Optax transformation"),
@@ -260,7 +245,7 @@ REFUSED = {
 def test_what_cannot_be_had_is_refused_before_anything_is_allocated(what):
     transformation, message = REFUSED[what]
     with pytest.raises(ConfigError, match=message), jax.set_mesh(make_mesh(tp=2)):
-        nnx.eval_shape(lambda: Optimizer(MODELS["plain"](), transformation))
+        nnx.eval_shape(lambda: Pair(transformation, DIVISIBLE))
 
 
 INJECTED = optax.inject_hyperparams(optax.sgd)
@@ -268,7 +253,6 @@ RATES = [
     (optax.adamw(R), None),
     (INJECTED(R), R),
     (optax.MultiSteps(INJECTED(optax.linear_schedule(R, 0, 2)), 1), R / 2),
-    (by_path({"a": INJECTED(R), "b": optax.sgd(R)}), R),
     (by_path({"a": INJECTED(R), "b": INJECTED(R)}), None),  # which of them?
 ]
 
@@ -295,11 +279,9 @@ def test_the_training_step_passes_its_mean_loss_and_gradient():
     blueprint = plan_state(DECODER, optax.GradientTransformationExtraArgs(lambda params: empty, update), mesh)
     config = TrainConfig(model=DECODER, data=DataConfig(sequence_length=8), train=LoopConfig(steps=2))
     ids = np.random.default_rng(0).integers(DECODER.vocab_size, size=(8, 9))
+    batch = {"inputs": ids[:, :-1], "labels": ids[:, 1:]}
     with jax.set_mesh(mesh):
-        state, scalars = make_train_step(config, blueprint)(
-            blueprint.create(0), {"inputs": ids[:, :-1], "labels": ids[:, 1:]}
-        )
-    found = state["optimizer"]["opt_state"]
+        state, scalars = make_train_step(config, blueprint)(blueprint.create(0), batch)
+    found = by_name(state["optimizer"]["opt_state"], mesh)
     metrics = fetch(scalars)
-    assert float(found["value"][...]) == pytest.approx(metrics["loss"])
-    assert float(found["norm"][...]) == pytest.approx(metrics["grad_norm"])
+    assert found == pytest.approx({"value": metrics["loss"], "norm": metrics["grad_norm"]})

@@ -18,7 +18,7 @@ from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import TrainState, bytes_per_device, plan_state
-from jaxtp.train.step import Scalars, fetch, loss_and_grads, make_train_step
+from jaxtp.train.step import Scalars, fetch, make_train_step
 
 B = 8
 T = 5
@@ -37,8 +37,6 @@ ODD = dataclasses.replace(
     loss_chunk=2,
     remat="none",
 )
-KERNEL = "model.blocks.mlp.down.kernel"
-HALF = jaxtp.Precision(param="bfloat16")
 
 
 def plan_of(model, **sizes):
@@ -64,26 +62,24 @@ def batch_of(model, step):
 
 
 @pytest.mark.wide
-def test_micro_batches_of_bfloat16_parameters_add_up_in_the_reduction_dtype():
-    """In bfloat16 a sum of 256 loses the last digits of each of its terms: 2% here."""
-    low = dataclasses.replace(PLAIN, precision=HALF)
+def test_bfloat16_parameters_have_gradients_and_norms_that_are_summed_in_float32():
+    """In bfloat16 a sum of 256 micro-batches loses the last digits of each of its terms: 2% here."""
+    plan = plan_of(dataclasses.replace(PLAIN, precision=jaxtp.Precision(param="bfloat16")), dp=2, tp=2)
     tokens = np.random.default_rng(0).integers(0, PLAIN.vocab_size, (512, 3), np.int32)
-    batch = {"inputs": jnp.asarray(tokens[:, :-1]), "labels": jnp.asarray(tokens[:, 1:])}
-    with jax.set_mesh(make_mesh(dp=2, tp=2)):
-        graph, params = nnx.split(jaxtp.Decoder(low, rngs=nnx.Rngs(0)))
-
-        @jax.jit
-        def gradients():
-            found = []
-            for accumulation in (1, 256):
-                model = nnx.merge(graph, params, copy=True)
-                config = TrainConfig(model=low, train=LoopConfig(accumulation=accumulation))
-                found.append(loss_and_grads(model, batch, config, jax.random.key(0))[2])
-            return found
-
-        whole, added = (by_name(grads, jax.sharding.get_mesh()) for grads in gradients())
+    batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+    found = []
+    with jax.set_mesh(plan.mesh):
+        for accumulation in (1, 256):
+            step = make_train_step(run_of(accumulation=accumulation), plan, with_grads=True)
+            state, scalars, grads = step(plan.create(0), batch)
+            found.append(by_name(grads, plan.mesh))
+    whole, added = found
     assert {array.dtype for array in added.values()} == {np.dtype("bfloat16")}
     assert_close(added, whole, tolerance=2**-7)  # of bfloat16, a unit in the last place
+    state = by_name(state, plan.mesh)
+    weights = [state[name].ravel() for name in state if name.startswith("model.")]
+    norm = np.linalg.norm(np.concatenate(weights).astype(np.float64))
+    assert fetch(scalars)["param_norm"] == pytest.approx(norm, rel=1e-6)
 
 
 @pytest.mark.heavy
@@ -127,22 +123,20 @@ def test_each_device_holds_an_eighth_at_tp_8():
     leaves = jax.tree.leaves(plan.create(seed=0))
     first = jax.devices()[0]
     held = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards if shard.device == first)
-    replicated = sum(leaf.nbytes for leaf in leaves if leaf.sharding.is_fully_replicated)
-    total = sum(leaf.nbytes for leaf in leaves)
-    assert held <= 1.02 * (total - replicated) / 8 + replicated
     assert held == bytes_per_device(plan)
-    # What is replicated is what should be: norm scales, biases added after a reduction, counters.
+    # Norm scales, biases added after a reduction and counters are whole on each device.
     names = named_variables(plan.abstract)
     small = [v for name, v in names.items() if v.ndim == 0 or name.endswith(("scale", "out.bias", "down.bias"))]
-    assert replicated == sum(v.size * v.dtype.itemsize for v in small)
+    whole = sum(v.size * v.dtype.itemsize for v in small)
+    total = sum(leaf.nbytes for leaf in leaves)
+    assert held <= 1.02 * (total - whole) / 8 + whole
 
 
 def test_the_numbers_of_a_step_are_fetched_as_one_array():
-    scalars = jax.jit(Scalars.of)({"loss": jnp.float32(1 / 3), "skipped": jnp.int32(2)})
-    assert fetch(scalars) == {"loss": np.float32(1 / 3), "skipped": 2}
-    flagged = jax.jit(Scalars.of)({"stop": jnp.float32(7)}, np.array([0.0, 3.0]))
-    assert len(jax.tree.leaves(flagged)) == 1
-    assert (fetch(flagged), flagged.flag) == ({"stop": 7}, 3)
+    numbers = {"loss": jnp.float32(1 / 3), "skipped": jnp.int32(2)}
+    scalars = jax.jit(Scalars.of)(numbers, np.array([0.0, 3.0]))
+    assert len(jax.tree.leaves(scalars)) == 1
+    assert (fetch(scalars), scalars.flag) == ({"loss": np.float32(1 / 3), "skipped": 2}, 3)
 
 
 @pytest.mark.wide
@@ -159,28 +153,8 @@ def test_after_a_step_that_is_not_finite_a_healthy_one_goes_through_if_it_may_be
         state, scalars = step(state, batch)
         assert fetch(scalars)["skipped"] == 1
         state["model"]["norm"]["scale"] = healthy
-        before = by_name(state, plan.mesh)[KERNEL]
-        for _ in range(2):  # the first one's learning rate is zero
-            state, scalars = step(state, batch)
+        state, scalars = step(state, batch)
         assert fetch(scalars)["skipped"] == 1 - max_skipped
-        assert (by_name(state, plan.mesh)[KERNEL] != before).any() == bool(max_skipped)
-
-
-@pytest.mark.wide
-def test_a_loss_that_is_handed_in_is_the_decoders_and_norms_of_bfloat16_are_summed_in_float32():
-    low = dataclasses.replace(PLAIN, num_heads=2, num_kv_heads=2, precision=HALF)
-    plan = plan_state(low, optax.sgd(0.1), make_mesh(tp=2))
-    batch = batch_of(low, 0)
-    handed_in = lambda model, batch, key: model.loss(batch["inputs"], batch["labels"])
-    found = []
-    for loss in (None, handed_in):
-        step = make_train_step(run_of(accumulation=2), plan, task=jaxtp.Task(loss=loss))
-        with jax.set_mesh(plan.mesh):
-            state, scalars = step(plan.create(0), batch)
-        found.append(fetch(scalars))
-    assert found[1] == pytest.approx(found[0], rel=1e-6)
-    arrays = [array.astype(np.float64) for name, array in by_name(state, plan.mesh).items() if "model." in name]
-    assert found[1]["param_norm"] == pytest.approx(np.linalg.norm([np.linalg.norm(each) for each in arrays]), rel=1e-6)
 
 
 @pytest.mark.wide

@@ -14,17 +14,11 @@ RECORD = {"step_seconds": 1.0, "data_wait_seconds": 0.01}
 @pytest.fixture
 def others(monkeypatch):
     """A run of three processes of two devices, of which this one is the first; takes what the others measure."""
-    numbers = {"others": [[1.0, 1.0], [1.0, 1.0]], "waits": [0.01, 0.01]}
+    measured = np.full((2, 2, 2), [1.0, 0.01], np.float32)  # seconds of the products and of waits, by device
     monkeypatch.setattr(performance, "is_multiprocess", lambda: True)
     monkeypatch.setattr(performance, "host_names", lambda: ["n0", "n1", "n2"])
-
-    def gather(own):
-        assert own.shape == (2, 2)
-        rest = [[[s, wait] for s in row] for row, wait in zip(numbers["others"], numbers["waits"], strict=True)]
-        return np.array([own.tolist(), *rest], np.float32)
-
-    monkeypatch.setattr(performance, "gather_numbers", gather)
-    return numbers
+    monkeypatch.setattr(performance, "gather_numbers", lambda own: np.concatenate([own[None], measured]))
+    return measured
 
 
 def watching(lines, own=(1.0, 1.1)):
@@ -35,14 +29,14 @@ def test_a_slow_device_is_named_since_when_and_until_it_is_not(others):
     lines = []
     watch = watching(lines)
     for step in range(10, 60, 10):
-        others["others"][1][1] = 1.5 if step > 10 else 1.2
+        others[1, 1, 0] = 1.5 if step > 10 else 1.2
         kept = watch.record(step, dict(RECORD), ())
         assert kept["slowest_device"] == pytest.approx(1.5 if step > 10 else 1.2, rel=1e-6)
     assert lines == [
         "step 40: the others wait for one: device 1 of process 2 (on n2) takes 1.50 times the median for the same "
         "products, since step 20"
     ]
-    others["others"][1][1] = 1.0
+    others[1, 1, 0] = 1.0
     watch.record(60, dict(RECORD), ())
     assert lines[1:] == ["step 60: device 1 of process 2 (on n2) no longer holds up the others"]
 
@@ -50,7 +44,7 @@ def test_a_slow_device_is_named_since_when_and_until_it_is_not(others):
 def test_a_process_that_waits_for_data_is_named(others):
     lines = []
     watch = watching(lines)
-    others["waits"][0] = 0.4
+    others[0, :, 1] = 0.4
     for step in (1, 2, 3, 4):
         assert watch.record(step, dict(RECORD), ())["data_wait_seconds"] == pytest.approx(0.4)
     assert lines == [
@@ -63,7 +57,7 @@ def test_one_who_is_slow_now_and_then_is_not_named(others):
     lines = []
     watch = watching(lines)
     for step in range(1, 12):
-        others["others"][0][0] = 1.0 if step % 3 == 0 else 2.0
+        others[0, 0, 0] = 1.0 if step % 3 == 0 else 2.0
         watch.record(step, dict(RECORD), ())
     assert lines == []
 

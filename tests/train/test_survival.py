@@ -3,37 +3,31 @@
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from accidents import WEIGHT, poisoned
-from flax import nnx
 from runs import finish, records, wait_for_step
+from small_net import Net, train
 from structures import plant, watched
 
-import jaxtp
 from jaxtp.__main__ import main as jaxtp_command
-from jaxtp.checkpoint.manager import CheckpointError, Checkpoints
+from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.storage import open_checkpoint
 from jaxtp.config.entry import FILES, INTERRUPTED, TEMPORARY, WRONG, NumericsError
-from jaxtp.train import run_folder, verify
+from jaxtp.train import run_folder
 from jaxtp.train.__main__ import main
-from jaxtp.train.config import RunConfig, TrainConfig
 from jaxtp.train.run_folder import RunFolderError, locked, replacing, writing
 from jaxtp.train.stopping import Watchdog
-from jaxtp.train.verify import nonfinite_gradient
 
 ACCIDENTS = Path(__file__).parents[1] / "accidents.py"
 
@@ -50,7 +44,6 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, command, start
         wait_for_step(stopped, last + 3, process)
         process.send_signal(number)
         out = finish(process)
-        assert (f"resumed from the checkpoint at step {last}" in out) == bool(last)
         assert f"stopped by {signal.Signals(number).name} at step" in out
         assert "Traceback" not in out
         last = max(records(stopped))
@@ -151,12 +144,10 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
     assert "not finite. The weights do not contain it" in error
     assert "the checkpoint at step 1" in error
     assert "--train.non-finite skip" in error
-    (kept,) = (run / "non_finite").glob("[0-9]*")
-    with np.load(kept / "batch_0.npz") as batch:
-        assert batch["inputs_0"].shape == (4, 32)
-        assert batch["inputs_4"].dtype == np.int32
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=pytest.fail)
+    (batch,) = (run / "non_finite").glob("[0-9]*/batch_0.npz")
+    with np.load(batch) as arrays:
+        assert arrays["inputs_0"].shape == (4, 32)
+    assert "NaN" not in (run / "metrics.jsonl").read_text()
 
 
 @pytest.mark.journey
@@ -171,18 +162,13 @@ def test_an_update_that_is_not_finite_is_never_saved(tmp_path, command, capsys):
 
 @pytest.mark.journey
 def test_what_is_not_finite_never_enters_the_weights(tmp_path, command, capsys):
-    """What is kept for inspection is finite, the optimizer's moments too, and takes the place of what was there."""
-    folder = tmp_path / "run/non_finite"
-    with Checkpoints(folder) as before:
-        before.save(99, nnx.State({"x": nnx.Param(jnp.zeros(1))}), jaxtp.make_mesh(), {})
+    """What is kept for inspection is finite, the optimizer's moments too."""
     assert main([*command, *EXPLODE, "--train.non-finite", "skip", "--train.max-skipped", "2"]) == WRONG
     captured = capsys.readouterr()
     for count in (1, 2):
         assert f"the update is skipped, {count} in a row of at most 2" in captured.out
     assert "not finite" in captured.err
-    (step,) = folder.iterdir()
-    assert (step / "batch_0.npz").exists()
-    kept = open_checkpoint(folder)
+    kept = open_checkpoint(tmp_path / "run/non_finite")
     assert len(kept.arrays) > 30
     assert [name for name in kept.arrays if kept.verify(name)] == []
 
@@ -194,18 +180,6 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     with pytest.raises(FileNotFoundError), replacing(tmp_path / "kept") as new:
         (new / "third" / "fails").touch()
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["second"]
-
-
-def test_a_full_disk_does_not_hide_what_was_not_finite(tmp_path, monkeypatch):
-    def full(folder):
-        raise CheckpointError("no space")
-
-    monkeypatch.setattr(verify, "Checkpoints", full)
-    checkpoints = SimpleNamespace(describe_newest=lambda: "", steps=lambda: [2])
-    run = SimpleNamespace(config=TrainConfig(run=RunConfig(dir=tmp_path)), checkpoints=checkpoints)
-    said = str(nonfinite_gradient(run, "step 3", 3, {}, {}))
-    assert "could not be saved for inspection (no space)" in said
-    assert "the checkpoint at step 2" in said
 
 
 @pytest.mark.journey
@@ -261,15 +235,16 @@ def accident(name):
 
 
 @pytest.mark.journey
-@pytest.mark.parametrize("name", ["delete_the_run", "replace_the_checkpoints_by_a_file", "unfinish_the_checkpoint"])
+@pytest.mark.parametrize("name", ["delete_the_run", "replace_the_checkpoints_by_a_file"])
 def test_a_folder_that_is_lost_is_not_said_to_be_whole(command, capsys, name):
-    code = main([*command, "--train.steps", "11", *accident(name)])
-    error = capsys.readouterr().err
-    is_whole = name == "unfinish_the_checkpoint"
-    assert code == (0 if is_whole else FILES)
-    assert is_whole or "there is no checkpoint" in error
-    assert "is complete" not in error
-    assert "orbax" not in error.lower()
+    assert main([*command, "--train.steps", "11", *accident(name)]) == FILES
+    assert "there is no checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.journey
+def test_a_checkpoint_that_lost_its_end_does_not_end_the_run(command, capsys):
+    assert main([*command, "--train.steps", "11", *accident("unfinish_the_checkpoint")]) == 0
+    assert "is complete" not in capsys.readouterr().err
 
 
 def test_an_error_of_a_file_in_mid_run_is_worth_another_try(tmp_path):
@@ -286,7 +261,6 @@ def test_a_weight_that_is_not_finite_is_named_and_never_saved(tmp_path, command,
     assert main([*command, "--train.steps", "12", *flags]) == WRONG
     error = capsys.readouterr().err
     assert f"{WEIGHT} has 1 element that is not finite" in error
-    assert "learning rate" not in error
     assert Checkpoints(tmp_path / "run/checkpoints").steps() == [5]
 
 
@@ -308,37 +282,26 @@ def test_an_interrupted_run_logs_the_means_of_the_undisturbed_one(tmp_path, comm
 @pytest.mark.journey
 def test_a_finished_run_prints_commands_that_work(tmp_path, command, capsys):
     assert main([*command, "--train.steps", "2"]) == 0
-    *_, last, _, saved, first, second = capsys.readouterr().out.splitlines()
-    assert last == "step 2 is the last: evaluates and saves"
-    assert saved.startswith(f"saved in {tmp_path / 'run/checkpoints/2'}")
-    commands = [shlex.split(text)[1:] for line in (first, second) for text in line.split(";")]
+    *_, first, second = capsys.readouterr().out.splitlines()
+    commands = [shlex.split(text)[1:] for text in f"{first};{second}".split(";")]
     assert [words[0] for words in commands] == ["evaluate", "generate", "convert"]
     for words in commands:
         assert jaxtp_command(words) == 0
     assert (tmp_path / "run-hf/model.safetensors").is_file()
 
 
-class Infinite(nnx.Module):
-    """A model that begins with a weight that is not finite."""
+class Infinite(Net):
+    """A model that begins with weights that are not finite."""
 
-    def __init__(self, rngs):
-        self.weight = nnx.Param(jnp.full(2, jnp.inf))
-
-
-def sum_of_products(model, batch, key):
-    return jnp.sum(batch["x"] * model.weight[...]), batch["x"].size
-
-
-def batch_of_ones(step):
-    return {"x": np.ones((8, 2), np.float32)}
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        self.up.bias[...] = jnp.full(32, jnp.inf)
 
 
 @pytest.mark.journey
 def test_a_run_that_begins_with_what_is_not_finite_says_so(tmp_path, command, capsys, monkeypatch):
-    task = jaxtp.Task(model=Infinite, loss=sum_of_products, batches=batch_of_ones)
-    step_0 = r"step 0: .*weight has 2 elements .*begin with other weights"
-    with pytest.raises(NumericsError, match=step_0), jaxtp.Trainer(task, folder=tmp_path / "own", mesh="dp=1") as own:
-        own.run_to_end()
+    with pytest.raises(NumericsError, match=r"step 0: .*up.bias has 32 elements .*begin with other weights"):
+        train(tmp_path / "own", model=Infinite)
     assert main([*command, "--train.steps", "1"]) == 0
     restore = Checkpoints.restore
     monkeypatch.setattr(Checkpoints, "restore", lambda *args: poisoned(restore(*args), WEIGHT))
@@ -358,32 +321,37 @@ def test_a_stalled_step_prints_the_stacks_once(capfd):
     assert error.count("test_a_stalled_step_prints_the_stacks_once") == 1
 
 
+STUCK = """
+import time
+from jaxtp.train.stopping import Watchdog
+watchdog = Watchdog(0.2, 1.0)
+watchdog.feed()
+time.sleep(0.5)
+watchdog.feed()
+time.sleep(600)
+"""
+
+
 @pytest.mark.journey
-@pytest.mark.parametrize("print_after", [0, 0.2])
-def test_a_stuck_process_is_ended(print_after):
-    stuck = (
-        "import time\nfrom jaxtp.train.stopping import Watchdog\n"
-        f"watchdog = Watchdog({print_after}, 1.0)\nwatchdog.feed()\ntime.sleep(0.5)\nwatchdog.feed()\ntime.sleep(600)"
-    )
-    done = subprocess.run([sys.executable, "-c", stuck], capture_output=True, text=True, timeout=60)
+def test_a_stuck_process_is_ended():
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60)
     assert done.returncode == TEMPORARY
     assert "no step for 1 s (train.stall_abort_seconds): the process ends" in done.stderr
-    assert done.stderr.count("(train.stall_seconds)") == (2 if print_after else 0)
+    assert done.stderr.count("(train.stall_seconds)") == 2
 
 
 def test_a_stall_of_absurd_length_is_watched_without_an_error(capfd):
-    for seconds in (1e-9, 1e300):
-        watchdog = Watchdog(seconds)
-        watchdog.feed()
-        time.sleep(0.05)
-        watchdog.stop()
+    watchdog = Watchdog(1e300)
+    watchdog.feed()
+    time.sleep(0.05)
+    watchdog.stop()
     assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.journey
 def test_a_run_saves_and_ends_in_silence_when_nobody_reads_its_output(tmp_path, command):
-    train = [sys.executable, "-m", "jaxtp.train", *command, "--train.steps", "100000"]
-    piped = f"set -o pipefail; {shlex.join(train)} | head -n 1"
+    words = [sys.executable, "-m", "jaxtp.train", *command, "--train.steps", "100000"]
+    piped = f"set -o pipefail; {shlex.join(words)} | head -n 1"
     done = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
     assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir() if folder.name.isdigit()]
@@ -401,20 +369,16 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, command, capsys):
     assert main([*command, *second, "3", "--run.init-from", str(tmp_path)]) == 0
     config = (tmp_path / "second/config.yaml").read_text()
     assert f"init_from: {first}\n" in config, "a run that resumes began where it began"
-    assert main([*command, "--run.dir", str(tmp_path / "x"), "--run.init-from", "nowhere"]) == 2
-    assert "nowhere: no finished checkpoint" in capsys.readouterr().err
 
 
 def test_no_report_is_written_through_a_link_but_checkpoints_may_be_on_another_disk(tmp_path):
     run = tmp_path / "run"
     for name in ("tensorboard", "wandb", "hf", "non_finite", "corruption", "profile", "damaged"):
-        for target in (tmp_path, tmp_path / "nowhere"):
-            run.mkdir()
-            (run / name).symlink_to(target)
-            with pytest.raises(RunFolderError, match=rf"run/{name} is a link"):
-                run_folder.prepare(run)
-            shutil.rmtree(run)
-    run.mkdir()
+        run.mkdir(exist_ok=True)
+        (run / name).symlink_to(tmp_path)
+        with pytest.raises(RunFolderError, match=rf"run/{name} is a link"):
+            run_folder.prepare(run)
+        (run / name).unlink()
     (run / "checkpoints").symlink_to(tmp_path)
     run_folder.prepare(run)
 

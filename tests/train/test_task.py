@@ -20,7 +20,6 @@ from small_net import PLAN, ROWS, Net, Normalised, batches, checkpoints_in, loss
 
 import jaxtp
 from jaxtp.config.entry import NumericsError, UserError
-from jaxtp.config.python_object import reference_to
 from jaxtp.tools.launch.__main__ import main as launch
 from jaxtp.train.__main__ import main
 from jaxtp.train.state import plan_state
@@ -55,8 +54,6 @@ EVERY_AXIS = "dp=2,fsdp=2,tp=2"
 def test_no_mesh_changes_dropout_statistics_constants_or_the_losses_key(tmp_path, model, accumulation, mesh):
     settings = {"train.accumulation": accumulation}
     expected, arrays = train(tmp_path / "one", model=model, settings=settings)
-    noise = np.array(expected)[:, 1]
-    assert np.ptp(noise) > 0
     found, others = train(tmp_path / "many", mesh, model=model, plan=PLAN, settings=settings)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     for path, array in arrays.items():
@@ -106,12 +103,9 @@ def plain_frequencies(seed):
 
 @pytest.mark.wide
 def test_plain_arrays_have_the_seed_of_the_weights_they_were_trained_with(tmp_path, capsys):
-    expected, loss_of_flax = plain_frequencies(5)
     run = tmp_path / "run"
     with trainer_of(run, "fsdp=2", 1, {"run.seed": 5}, model=RandomFeatures) as trainer:
-        trained, losses = frequencies_of(trainer)
-    np.testing.assert_allclose(trained, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(losses, [loss_of_flax], rtol=1e-5)
+        trained, _ = frequencies_of(trainer)
     settings = {"run.seed": 3, "run.init_from": run}
     with trainer_of(tmp_path / "next", "fsdp=2", settings=settings, model=RandomFeatures) as trainer:
         np.testing.assert_array_equal(trainer.model.frequencies, trained)
@@ -124,23 +118,13 @@ def test_plain_arrays_have_the_seed_of_the_weights_they_were_trained_with(tmp_pa
 
 def test_a_loop_of_ones_own_gives_one_seed_for_weights_and_plain_arrays():
     mesh = jaxtp.make_mesh(fsdp=2)
-    plan = functools.partial(
-        plan_state,
-        jaxtp.ModelConfig(),
-        small_net.optimizer,
-        mesh,
-        lambda rngs: jaxtp.parallelize(RandomFeatures(rngs=rngs), mesh=mesh),
-    )
+    build = lambda rngs: jaxtp.parallelize(RandomFeatures(rngs=rngs), mesh=mesh)
+    plan = functools.partial(plan_state, jaxtp.ModelConfig(), small_net.optimizer, mesh, build)
     with pytest.raises(UserError, match=r"seed 5, and model.frequencies, .* is of seed 0; .*seed=5"):
         plan().create(5)
     blueprint = plan(5)
     state = blueprint.create(5)
     np.testing.assert_array_equal(blueprint.merge(state).model.frequencies, plain_frequencies(5)[0])
-    without_record, _ = blueprint.with_constants_of({})
-    np.testing.assert_array_equal(without_record.merge(state).model.frequencies, plain_frequencies(0)[0])
-    assert without_record.record_of_constants()["seed"] == 0
-    with pytest.raises(UserError, match=r"constants:\n  seed = -1"):
-        blueprint.with_constants_of({"constants": {"seed": -1}})
 
 
 def with_stop(step):
@@ -202,15 +186,14 @@ def test_two_processes_have_the_plain_arrays_columns_and_loaded_model_of_one(tmp
 
 
 class DottedKeys(nnx.Module):
-    """Two layers, or the states of two dropouts, of which a dict by dotted path has only one."""
+    """Two layers, of which a dict by dotted path has only one."""
 
-    def __init__(self, made=nnx.Linear, *, rngs):
-        inputs = (10, 10) if made is nnx.Linear else (0.1,)
-        self.up = nnx.Linear(16, 10, rngs=rngs)
-        self.parts = nnx.Dict({"a.b": made(*inputs, rngs=rngs), "a": nnx.Dict({"b": made(*inputs, rngs=rngs)})})
+    def __init__(self, *, rngs):
+        inner = nnx.Linear(16, 10, rngs=rngs)
+        self.parts = nnx.Dict({"a.b": nnx.Linear(10, 10, rngs=rngs), "a": nnx.Dict({"b": inner})})
 
     def __call__(self, x):
-        return self.parts["a.b"](self.parts["a"]["b"](self.up(x)))
+        return self.parts["a.b"](self.parts["a"]["b"](x))
 
 
 def with_metrics(**metrics):
@@ -275,21 +258,15 @@ MISTAKES = {
     "a metric": ({"loss": with_metrics(again=jnp.mean)}, "the metric 'again' is a mean"),
     "pairs of rows": ({"loss": of_pairs, "settings": TWICE}, "Micro-batches change it"),
     "a name": ({"loss": with_metrics(loss_tokens=jnp.sum)}, "'loss_tokens'"),
-    "a name of the log": ({"loss": with_metrics(rows_per_second=jnp.sum)}, "'rows_per_second'"),
-    "a name of an evaluation": ({"loss": with_metrics(eval_loss=jnp.sum)}, "'eval_loss'"),
-    "two names": ({"loss": with_metrics(x=jnp.sum, eval_x=jnp.sum)}, "'x' and 'eval_x'"),
     "no params": ({"model": nnx.Module, "loss": lambda m, b, k: (b["x"].sum(), ROWS)}, "no nnx.Param"),
     "a number": ({"loss": lambda *_: 1.0}, "returns a float"),
-    "an array": ({"loss": lambda m, b, _: (losses_of(m, b), 1)}, r"the sum of the loss .* float32\[32\]"),
     "another key": ({"loss": lambda m, b, _: b["z"]}, r"test_task.py, line \d+: .*: KeyError: 'z'"),
     "a parameter": ({"loss": assigns}, "assigns the parameter up.bias"),
     "a dtype": ({"loss": grows, "model": WithConstants}, "changes mask from float32"),
     "statistics": ({"model": Normalised, "settings": TWICE}, "a step changes norm.mean"),
     "equal paths": ({"model": DottedKeys}, r"'parts.a.b.bias', by the keys .*'a', 'b'.* and .*'a.b'"),
-    "random keys": ({"model": functools.partial(DottedKeys, nnx.Dropout)}, "'parts.a.b.rngs.count'"),
     "no model": ({"model": lambda: 3}, "returns 3, and should return an nnx.Module"),
     "an instance": ({"model": Net(rngs=nnx.Rngs(0))}, "is a model; give its class"),
-    "arguments": ({"model": lambda width: None}, "'width'; model.arguments can give"),
     "no optimizer": ({"optimizer": optax.adamw}, "'learning_rate'"),
     "a plan": ({"plan": {"sideways": jaxtp.Colwise()}, "mesh": "tp=2"}, "'sideways' matches no module"),
     "cp": ({"mesh": "cp=2"}, "no plan names their module"),
@@ -297,10 +274,6 @@ MISTAKES = {
     "rows": ({"batches": lambda step, rows=4: batches(step)}, "rename it"),
     "a size": ({"settings": EIGHT}, "the batches have 32 rows"),
     "a dim": ({"mesh": "dp=5"}, r"32 rows, which dp\*fsdp\*accumulation=5 does not divide; dp can be 1, 2, 4$"),
-    "a dim of a dataset": (
-        {"mesh": "dp=3", "batches": [{"x": np.ones(16), "y": 1}] * 64, "settings": EIGHT},
-        r"data.global_batch_size=8 .*=3; dp can be 1, 2, or global_batch_size 6 or 9$",
-    ),
     "a list of batches": (
         {"batches": IN_MEMORY, "loss": flattening},
         r"list: .* item of this one is a batch \(x float32\[32, 16\], y int32\[32\]\); .* iter\(BATCHES\)",
@@ -308,10 +281,6 @@ MISTAKES = {
     "a batched pipeline": (
         {"batches": BATCHED.map(dict), "loss": flattening},
         r"grain MapMapDataset: .* is a batch .*batch\(\), or end it with \.to_iter_dataset\(\)",
-    ),
-    "a list to validate on": (
-        {"validation": IN_MEMORY, "loss": flattening},
-        "validation batches: list: .* is a batch",
     ),
     "validation without a column": (
         {"validation": lambda step: {"x": batches(step)["x"]}},
@@ -332,18 +301,14 @@ def test_a_mistake_in_a_part_is_one_error(tmp_path, name):
 
 @pytest.mark.wide
 def test_a_loss_may_draw_its_weight_or_be_no_sum_over_rows(tmp_path, capsys):
-    train(tmp_path / "drawn", steps=1, loss=drawn)
-    assert "WARNING" not in capsys.readouterr().out
-    train(tmp_path / "pairs", steps=1, loss=of_pairs)
-    assert "WARNING: the loss is no sum over rows" in capsys.readouterr().out
+    for own, is_warned_of in ((drawn, False), (of_pairs, True)):
+        train(tmp_path / own.__name__, steps=1, loss=own)
+        assert ("WARNING: the loss is no sum over rows" in capsys.readouterr().out) == is_warned_of
 
 
-def summing_in(dtype, weight):
-    def rounded(model, batch, key):
-        total, count, _ = loss(model, batch, key)
-        return total.astype(dtype), jnp.asarray(count, weight)
-
-    return rounded
+def in_16_bits(model, batch, key):
+    total, count, _ = loss(model, batch, key)
+    return total.astype(jnp.bfloat16), count
 
 
 NOTES = {
@@ -355,12 +320,7 @@ NOTES = {
     "rows": ({"batches": ROWS_IN_MEMORY}, []),
     "a batched stream": ({"batches": BATCHED.to_iter_dataset()}, []),
     "a function": ({"batches": lambda: iter(IN_MEMORY)}, []),
-    "a sum in 16 bits": ({"loss": summing_in(jnp.bfloat16, jnp.float32)}, ["WARNING", "its sum in bfloat16, which"]),
-    "both in 16 bits": (
-        {"loss": summing_in(jnp.float16, jnp.bfloat16)},
-        ["WARNING", "its sum in float16 and its weight in bfloat16"],
-    ),
-    "a sum in 32 bits": ({"loss": summing_in(jnp.float32, jnp.int32)}, []),
+    "a sum in 16 bits": ({"loss": in_16_bits}, ["WARNING", "its sum in bfloat16, which"]),
 }
 
 
@@ -373,7 +333,7 @@ def test_a_run_notes_what_may_be_meant_otherwise(tmp_path, capsys, name):
     assert words or ("note " not in said and "WARNING" not in said), said
 
 
-def test_the_command_takes_the_parts_and_records_them(tmp_path, capsys):
+def test_the_command_takes_the_parts(tmp_path):
     parts = {
         "--model.build": "Net",
         "--train.loss": "loss",
@@ -384,17 +344,8 @@ def test_the_command_takes_the_parts_and_records_them(tmp_path, capsys):
     flags = [word for setting, name in parts.items() for word in (setting, f"{small_net.FILE}:{name}")]
     run = ["--mesh", "tp=2", "--train.steps=2", "--train.log-every=1", f"--run.dir={tmp_path}/run"]
     assert main([*flags, *run]) == 0
-    expected, _ = train(tmp_path / "one", steps=2)
-    found = list(records(tmp_path / "run").values())
-    np.testing.assert_allclose(found, np.array(expected)[:, 0], rtol=1e-5)
-    assert main([f"--config={tmp_path}/run/config.yaml", "--train.steps=2"]) == 0
-    assert "resumed from the checkpoint at step 2" in capsys.readouterr().out
-
-
-def test_references_name_functions_and_values():
-    assert reference_to(train) == "small_net:train"
-    assert reference_to(PLAN, [train]) == "small_net:PLAN"
-    assert reference_to(optax.sgd(1.0)) == "<GradientTransformationExtraArgs>"
+    (first, _), (second, _) = train(tmp_path / "one", steps=2)[0]
+    assert records(tmp_path / "run") == pytest.approx({1: first, 2: second}, rel=1e-5)
 
 
 def weighted(model, batch, key):
@@ -428,11 +379,10 @@ def test_steps_without_weight_move_no_parameter_and_too_many_in_a_row_end_the_ru
     assert "step 3/9  no loss" in out
 
 
-@pytest.mark.parametrize("weight", [jnp.nan, jnp.inf])
-def test_a_weight_that_is_no_number_ends_the_run(tmp_path, weight):
+def test_a_weight_that_is_no_number_ends_the_run(tmp_path):
     def odd(model, batch, key):
         total, count = weighted(model, batch, key)
-        return total, jnp.where(count > 0, count, weight)
+        return total, jnp.where(count > 0, count, jnp.inf)
 
     with pytest.raises(NumericsError, match="step 2"):
         train(tmp_path, loss=odd, batches=with_weights(2))
@@ -527,11 +477,11 @@ def refusal(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hostile.py").write_text(HOSTILE)
 
-    def command(setting, reference, mesh="tp=1"):
+    def command(setting, reference):
         own = {name: f"{small_net.FILE}:{part}" for name, part in OWN.items()} | {setting: reference}
         flags = [f"--{name}={value}" for name, value in own.items()]
-        case = (setting, reference)
-        assert main([*flags, "--mesh", mesh, "--train.steps=1", "--run.dir=run"]) == 2, case
+        case = f"{setting} {reference}"
+        assert main([*flags, "--mesh=fsdp=2", "--train.steps=1", "--run.dir=run"]) == 2, case
         assert not (tmp_path / "run").exists(), case
         error = capsys.readouterr().err
         assert error.startswith("jaxtp train: error: "), case
@@ -593,10 +543,9 @@ UNUSABLE = [
 ]
 
 
-@pytest.mark.parametrize("mesh", ["tp=1", "fsdp=2"])
-def test_a_part_that_cannot_be_called_is_refused_before_the_run_begins(refusal, mesh):
+def test_a_part_that_cannot_be_called_is_refused_before_the_run_begins(refusal):
     for setting, reference, message in UNUSABLE:
-        error = refusal(setting, reference, mesh)
+        error = refusal(setting, reference)
         assert message in error, (setting, reference, error)
 
 

@@ -32,20 +32,18 @@ def test_a_run_that_is_killed_again_and_again_loses_no_step(torture, tmp_path):
 
 
 def test_the_script_notices_a_step_that_is_missing_twice_or_different(torture, tmp_path):
-    row = {"step": 1, "loss": 1.0, "grad_norm": 1.0, "param_norm": 1.0, "tokens": 8}
+    row = {"loss": 1.0, "grad_norm": 1.0, "param_norm": 1.0}
     rows = [row | {"step": step, "tokens": 8 * step} for step in (1, 2, 3)]
-    for name in ("whole", "run"):
-        (tmp_path / name).mkdir()
 
-    def write(name, rows):
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    def differences(found):
+        for name, written in (("whole", rows), ("run", found)):
+            (tmp_path / name).mkdir(exist_ok=True)
+            lines = [json.dumps(each) + "\n" for each in written]
+            (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
+        return torture["differences"](tmp_path / "whole", tmp_path / "run")
 
-    write("whole", rows)
-    write("run", rows)
-    assert set(torture["differences"](tmp_path / "whole", tmp_path / "run").values()) == {0}
-    write("run", [rows[0], rows[1] | {"loss": 1.5}, rows[2]])
-    assert torture["differences"](tmp_path / "whole", tmp_path / "run")["loss"] == 0.5
+    assert set(differences(rows).values()) == {0}
+    assert differences([rows[0], rows[1] | {"loss": 1.5}, rows[2]])["loss"] == 0.5
     for wrong in ([rows[0], rows[2]], [*rows, rows[2]]):
-        write("run", wrong)
         with pytest.raises(AssertionError, match=r"missing|twice"):
-            torture["differences"](tmp_path / "whole", tmp_path / "run")
+            differences(wrong)

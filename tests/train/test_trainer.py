@@ -60,8 +60,8 @@ def test_columns_and_metrics_may_have_any_name_that_a_run_does_not_log_itself(tm
     parts = {"loss": reading, "batches": with_columns, "validation": with_columns}
     train(tmp_path, steps=2, callbacks=[callback], settings=settings, **parts)
     np.testing.assert_array_equal(seen, [np.arange(len(COLUMNS)) + 1.0] * 4)
-    assert records(tmp_path, "stop") == {1: 1.0, 2: 1.0}
-    logged = {name for line in (tmp_path / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    logged = set().union(*map(json.loads, lines))
     for name in logged - {*COLUMNS} - {f"eval_{name}" for name in COLUMNS}:
         with pytest.raises(UserError, match="a run does not use itself"):
             check_names([name], "the loss returns")
@@ -83,12 +83,9 @@ def test_a_column_of_weights_that_the_loss_does_not_read_pads_nothing(tmp_path):
 
 NOT_TO_LOG = [
     ({"step": 1.0}, "'step'"),
-    ({"loss": 1.0}, "'loss'"),
-    ({"rows_per_second": 1.0}, "'rows_per_second'"),
     ({"mine": "text"}, "'mine' that is 'text', a str"),
     ({"fine": 1, "mine": np.ones(3)}, r"'mine' that is an array float64\[3\]"),
     ({"mine": jnp.ones(1)}, r"'mine' that is an array float32\[1\]; .* shape \(\)"),
-    ({"mine": None}, "'mine' that is a NoneType"),
     ({"mine": [1.0]}, "'mine' that is a list"),
     (1.0, "1.0; it takes a dict"),
 ]
@@ -124,23 +121,17 @@ def loss_without_gradient(model, batch, key):
     return without_gradient(total), *others
 
 
-@pytest.mark.parametrize("rows", [ROWS, ROWS // 2])
-def test_the_first_evaluation_reports_although_the_step_fails_to_compile_meanwhile(tmp_path, rows):
-    def held_out(step):
-        return {name: column[: rows if step else ROWS] for name, column in batches(step).items()}
-
-    with pytest.raises(UserError, match="no step" if rows == ROWS else "short"):
-        train(tmp_path, validation=held_out, loss=loss_without_gradient)
-    assert list(records(tmp_path, "eval_loss")) == ([0] if rows == ROWS else [])
+def test_the_first_evaluation_reports_although_the_step_fails_to_compile_meanwhile(tmp_path):
+    with pytest.raises(UserError, match="no step"):
+        train(tmp_path, validation=batches, loss=loss_without_gradient)
+    assert list(records(tmp_path, "eval_loss")) == [0]
 
 
 def test_a_block_that_is_left_saves_one_that_fails_does_not_and_both_are_entered_again(tmp_path):
     trainer = trainer_of(tmp_path, validation=batches)
-    assert repr(trainer) == f"<Trainer folder='{tmp_path}', not started>"
     with trainer:
         steps = iter(trainer)
-        step = next(steps)
-        assert repr(trainer) == f"<Trainer folder='{tmp_path}', at step 1>"
+        next(steps)
     assert repr(trainer) == f"<Trainer folder='{tmp_path}', ended at step 1>"
     assert not trainer.done
     uses = [
@@ -154,7 +145,6 @@ def test_a_block_that_is_left_saves_one_that_fails_does_not_and_both_are_entered
         with pytest.raises(ConfigError, match=r"the trainer is closed at step 1: .* enter the trainer again"):
             use()
     assert trainer.save() == tmp_path / "checkpoints/1", "it is there"
-    assert step.metrics["loss"] > 0
     assert trainer.evaluate()["eval_loss"] > 0
 
     def fail():
@@ -181,11 +171,9 @@ def test_what_is_no_task_and_no_mesh_is_refused(tmp_path):
     ]
     for task, message in tasks:
         with pytest.raises(ConfigError, match=message):
-            jaxtp.Trainer(task, mesh="tp=1", steps=5)
-    meshes = {"fsdp=2,tp=2": {"fsdp": 2, "tp": 2}, "dp=1": {}}
-    for text, sizes in meshes.items():
-        with pytest.raises(ConfigError, match=f'makes its own, of given sizes: mesh="{text}"$'):
-            train(tmp_path, mesh=jaxtp.make_mesh(**sizes))
+            jaxtp.Trainer(task)
+    with pytest.raises(ConfigError, match=r'makes its own, of given sizes: mesh="fsdp=2,tp=2"$'):
+        train(tmp_path, mesh=jaxtp.make_mesh(fsdp=2, tp=2))
 
 
 USES = {
