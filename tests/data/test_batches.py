@@ -5,7 +5,6 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 
 import grain
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -136,9 +135,12 @@ def opened(source, *, with_weights=False, **options):
 
 def read(source, position=Position(), count=None, rows=range(B), **options):
     """What is read of column x, and the positions, through JSON."""
-    found = list(opened(source, **options).read(rows, position, count))
-    positions = [Position(**json.loads(json.dumps(asdict(after)))) for _, after in found]
-    return [batch["x"].tolist() for batch, _ in found], positions
+    xs = []
+    positions = []
+    for batch, after in opened(source, **options).read(rows, position, count):
+        xs.append(batch["x"].tolist())
+        positions.append(Position(**json.loads(json.dumps(asdict(after)))))
+    return xs, positions
 
 
 def assert_resumes(make, steps, count=13):
@@ -146,9 +148,7 @@ def assert_resumes(make, steps, count=13):
     whole, positions = read(make(), count=count)
     assert [(each.step, each.sample) for each in positions] == [(n, n * B) for n in range(1, count + 1)]
     for step in steps:
-        rest, after = read(make(), positions[step - 1], count - step)
-        assert rest == whole[step:]
-        assert [each.step for each in after] == list(range(step + 1, count + 1))
+        assert read(make(), positions[step - 1], count - step)[0] == whole[step:]
     return whole
 
 
@@ -176,9 +176,7 @@ def loader(kind="torch.utils.data", stream=False, shuffle=None):
     torch = pytest.importorskip("torch")
     make = getattr(pytest.importorskip(kind), "DataLoader" if kind == "torch.utils.data" else "StatefulDataLoader")
     data = streamed() if stream else huggingface().with_format("torch")
-    generator = torch.Generator()
-    generator.manual_seed(1)
-    return make(data, batch_size=B, shuffle=shuffle, generator=generator)
+    return make(data, batch_size=B, shuffle=shuffle, generator=torch.Generator().manual_seed(1))
 
 
 STATEFUL = "torchdata.stateful_dataloader"
@@ -205,9 +203,9 @@ def test_sources_of_other_libraries_resume_in_any_epoch(name):
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_torchs_generator_is_saved_and_its_short_batch_is_seen_before_the_first(capsys):
     whole, positions = read(loader(STATEFUL, shuffle=True), count=5)
-    unseeded = loader(STATEFUL, shuffle=True)
-    unseeded.generator.manual_seed(7)
-    assert read(unseeded, positions[1], 3)[0] == whole[2:]
+    another = loader(STATEFUL, shuffle=True)
+    another.generator.manual_seed(7)
+    assert read(another, positions[1], 3)[0] == whole[2:]
     assert "read again" not in capsys.readouterr().out
     torch = pytest.importorskip("torch")
     short = torch.utils.data.DataLoader(list(range(ROWS + 3)), batch_size=B, collate_fn=lambda x: {"x": x})
@@ -222,10 +220,9 @@ def test_processes_read_each_row_once_whatever_rows_they_hold(name, rows, first,
     whole, _ = read(SOURCES[name](), count=step + 3)
     parts = [sorted(part) for part in (rows[:first], rows[first:]) if part]
     positions = [read(SOURCES[name](), count=step, rows=part)[1][-1] if step else Position() for part in parts]
-    streams = None
-    if positions[0].streams:
-        streams = [next(filter(None, each), None) for each in zip(*(p.streams for p in positions), strict=True)]
-    position = Position(step, step * B, streams)
+    records = zip(*(each.streams or [] for each in positions), strict=True)
+    streams = [next(filter(None, each), None) for each in records]
+    position = Position(step, step * B, streams or None)
     joined = np.full((3, B), -1)
     for part in parts:
         joined[:, part] = read(SOURCES[name](), position, 3, part)[0]
@@ -233,9 +230,9 @@ def test_processes_read_each_row_once_whatever_rows_they_hold(name, rows, first,
 
 
 def test_an_epoch_of_a_dataset_is_each_row_once_and_a_process_reads_only_its_rows():
-    epochs = np.reshape(read(Dataset(), count=2 * ROWS // B)[0], (2, ROWS)).tolist()
-    assert [sorted(epoch) for epoch in epochs] == [list(range(ROWS))] * 2
-    assert epochs[0] != epochs[1]
+    first, second = np.reshape(read(Dataset(), count=2 * ROWS // B)[0], (2, ROWS)).tolist()
+    assert sorted(first) == sorted(second) == list(range(ROWS))
+    assert first != second
     dataset = Dataset()
     read(dataset, count=5, rows=[1, 6])
     assert dataset.read.total() <= 5 * 2 + 1
@@ -283,66 +280,56 @@ def test_a_source_that_changed_is_refused_on_resume():
 
 
 def test_an_iterator_that_ends_early_says_how_much_it_had():
-    found = []
-    with pytest.raises(EndOfDataError, match="ended after 5 batches"):
-        found.extend(batch for batch, _ in opened(again()).read(range(B), Position(), 9))
-    assert len(found) == 5
-    position = read(again(), count=3)[1][-1]
-    with pytest.raises(EndOfDataError, match=r"step 6: the iterator ended after 5 batches"):
-        read(again(), position, 6)
+    position = read(again(), count=5)[1][2]
+    for where in (Position(), position):
+        with pytest.raises(EndOfDataError, match="ended after 5 batches"):
+            read(again(), where, 9)
 
 
 def test_arrays_that_a_source_fills_again_are_not_disturbed_by_reading_ahead():
     array = np.zeros(B, np.int32)
 
-    def fill(step, rows=range(B)):
+    def fill(step):
         array[:] = step
         return {"x": array}
 
     def stream():
-        yield from (fill(step) for step in range(9))
+        yield from map(fill, range(9))
 
     class Filled(Dataset):
         def __getitem__(self, index):
-            return {"x": fill(index)["x"][0, None]}
+            return {"x": fill(index)["x"][:1]}
 
     for source in (lambda step: fill(step), lambda step, rows: fill(step), stream):
         assert read(source, count=9)[0] == [[step] * B for step in range(9)]
-    ((batch, _),) = opened(Filled(), once=True).read(range(B), Position(), 1)
-    assert batch["x"].tolist() == [[row] for row in range(B)]
+    assert read(Filled(), once=True, count=1)[0] == [[[row] for row in range(B)]]
 
 
-@pytest.mark.parametrize(
-    "source", [lambda: Dataset(ROWS - 4), lambda: Stream(ROWS - 4), lambda: [Stream(9, 2) for _ in range(4)]]
-)
-def test_a_short_batch_is_padded_with_rows_without_weight(source):
-    batches = [batch for batch, _ in opened(source(), with_weights=True, once=True).read(range(B), Position())]
-    assert all(batch["x"].shape == batch[WEIGHTS].shape == (B,) for batch in batches)
-    x, weights = (np.concatenate([batch[name] for batch in batches]) for name in ("x", WEIGHTS))
+@pytest.mark.parametrize("name", ["dataset", "stream", "streams"])
+def test_a_short_batch_is_padded_with_rows_without_weight(name):
+    sources = {"dataset": Dataset(ROWS - 4), "stream": Stream(ROWS - 4), "streams": [Stream(9, 2) for _ in range(4)]}
+    batches = [batch for batch, _ in opened(sources[name], with_weights=True, once=True).read(range(B), Position())]
+    x = np.stack([batch["x"] for batch in batches])
+    weights = np.stack([batch[WEIGHTS] for batch in batches])
+    assert x.shape == weights.shape == (len(batches), B)
     assert weights.sum() == ROWS - 4
     assert not x[weights == 0].any()
 
 
 def test_weights_of_ones_own_are_0_in_rows_that_pad():
-    def batches():
-        yield {"x": np.ones((4, 3)), "weights": np.full((4, 3), 0.5)}
-        yield {"x": np.ones((1, 3)), "weights": np.full((1, 3), 0.5)}
-
-    source = opened(batches, with_weights=True)
+    batches = [{"x": np.ones(rows), "weights": np.full((rows, 3), 0.5)} for rows in (4, 1)]
+    source = opened(lambda: iter(batches), with_weights=True)
     _, (last, _) = source.read(range(4), Position(), 2)
-    np.testing.assert_array_equal(last["weights"], [[0.5] * 3, *[[0.0] * 3] * 3])
-    assert source.shapes["weights"].shape == (4, 3)
+    assert last["weights"].tolist() == [[0.5] * 3, *[[0.0] * 3] * 3]
 
 
 def test_without_weights_a_short_batch_stops_training_and_an_evaluation_leaves_it_out():
     with pytest.raises(BatchError, match=r"drop_last=True.*batch\['weights'\]"):
         read(Stream(rows=ROWS + 3), count=9)
     for source in (Stream(rows=ROWS + 3), Dataset(rows=ROWS + 3)):
-        evaluation = opened(source, once=True)
-        for _ in range(2):
-            assert len(list(evaluation.read(range(B), Position()))) == ROWS // B
+        assert len(read(source, once=True)[0]) == ROWS // B
     with pytest.raises(BatchError, match="a batch of 8 rows has only 5 rows"):
-        list(opened(Dataset(rows=5), once=True).read(range(B), Position()))
+        read(Dataset(rows=5), once=True)
 
 
 @pytest.mark.parametrize("name", ["dataset", "list", "grain map", "stateful", "generator function", "streams"])
@@ -354,30 +341,22 @@ def test_an_evaluation_reads_each_row_once_and_each_time_the_same(name):
         assert sorted(np.ravel(first)) == list(range(ROWS))
 
 
-WIDE = {
-    "function": lambda: lambda step: {"x": np.arange(32)},
-    "function of rows": lambda: lambda step, rows: {"x": 3 * rows},
-    "dataset": Dataset,
-    "streams": lambda: [Stateful(size=8, seed=10 * i) for i in range(4)],
-}
-SIZES = [(1, 8, 1), (2, 2, 2), (4, 1, 2), (1, 1, 8)]
+SIZES = [(1, 2, 1), (2, 1, 2), (1, 1, 8)]
 
 
-@given(st.sampled_from(SIZES), st.sampled_from([1, 2, 4]), st.sampled_from(sorted(WIDE)))
+@given(st.sampled_from(SIZES), st.sampled_from([1, 2, 4]), st.sampled_from(["function", "function of rows", "streams"]))
 @settings(max_examples=6, deadline=None)
 def test_a_micro_batch_is_the_same_rows_on_every_mesh(sizes, micro_batches, name):
     mesh = jaxtp.make_mesh(*sizes)
-    size = 32
-    source = opened(WIDE[name](), batch_size=size)
-    ((expected, _),) = source.read(range(size), Position(), 1)
+    source = opened(SOURCES[name]())
+    ((expected, _),) = source.read(range(B), Position(), 1)
     ((batch, position),) = on_mesh(source, mesh, Position(), 1, micro_batches=micro_batches)
     devices = sizes[0] * sizes[1]
     micro = np.asarray(batch["x"]).reshape(devices, micro_batches, -1).swapaxes(0, 1)  # as the step splits them
     np.testing.assert_array_equal(micro.reshape(-1), expected["x"])
-    assert position == Position(1, size, position.streams)
-    for column, spec in split(source.shapes, mesh).items():
-        assert (batch[column].shape, batch[column].dtype) == (spec.shape, spec.dtype)
-        assert batch[column].sharding == spec.sharding
+    assert (position.step, position.sample) == (1, B)
+    spec = split(source.shapes, mesh)["x"]
+    assert (batch["x"].shape, batch["x"].dtype, batch["x"].sharding) == (spec.shape, spec.dtype, spec.sharding)
 
 
 def test_rows_that_do_not_divide_are_an_error():
@@ -386,20 +365,20 @@ def test_rows_that_do_not_divide_are_an_error():
 
 
 def changing(key, value):
-    return lambda step: {"x": np.zeros((4, 2)), "y": np.zeros(4)} | ({key: value} if step == 2 else {})
+    return lambda step: {"x": np.zeros((B, 2)), "y": np.zeros(B)} | {key: value if step == 2 else np.zeros((B, 2))}
 
 
 WRONG = {
-    "another shape": (changing("x", np.zeros((4, 3))), r"step 3: column 'x' is float32\[3\].*was float32\[2\]"),
-    "another dtype": (changing("x", np.zeros((4, 2), int)), r"step 3: column 'x' is int32\[2\].*float32\[2\]"),
-    "another column": (changing("z", np.zeros(4)), "step 3: has the columns .*'z'"),
-    "unequal rows": (changing("y", np.zeros(3)), r"step 3: columns differ .*x \[4, 2\], y \[3\]"),
-    "more rows": (lambda step: {"x": np.zeros(4 + step)}, "step 2: has 5 rows, more than the 4"),
+    "another shape": (changing("x", np.zeros((B, 3))), r"step 3: column 'x' is float32\[3\].*was float32\[2\]"),
+    "another dtype": (changing("x", np.zeros((B, 2), int)), r"step 3: column 'x' is int32\[2\].*float32\[2\]"),
+    "another column": (lambda step: {"x": np.zeros(B), f"z{step // 2}": np.zeros(B)}, "step 3: has the columns .*z1"),
+    "unequal rows": (changing("y", np.zeros(3)), r"step 3: columns differ .*x \[8, 2\], y \[3\]"),
+    "more rows": (lambda step: {"x": np.zeros(B + step)}, "step 2: has 9 rows, more than the 8"),
     "numbers": (lambda step: {"x": 1}, "these are samples"),
     "text": (lambda step: {"t": ["a", "b"]}, "column 't' is text"),
     "ragged": (lambda step: {"t": [[1], [1, 2]]}, "column 't'.*pad its rows"),
     "beyond 32 bits": (lambda step: {"x": [2**40]}, "1099511627776, which int32 does not hold"),
-    "a bare array": (lambda step: np.zeros(4), "gives a ndarray; it must give a dict"),
+    "a bare array": (lambda step: np.zeros(B), "gives a ndarray; it must give a dict"),
     "nothing": (lambda step: {}, "gives no columns"),
     "an error": (
         lambda step: {"x": [1 // (1 - step)]},
@@ -431,34 +410,29 @@ WRONG = {
 def test_a_mistake_is_one_error(name):
     source, message = WRONG[name]
     with pytest.raises(BatchError, match=message):
-        four_steps(opened(source))
+        read(source, count=4)
 
 
-def four_steps(batches):
-    return list(batches.read(range(batches.global_batch_size), Position(), 4))
-
-
-@pytest.mark.parametrize("make", [Dataset, lambda: by_rows], ids=["dataset", "function of rows"])
-def test_rows_need_a_batch_size(make):
-    with pytest.raises(BatchError, match="batch_size"):
-        opened(make(), batch_size=None)
+def test_rows_need_a_batch_size():
+    for source in (Dataset(), by_rows):
+        with pytest.raises(BatchError, match="batch_size"):
+            opened(source, batch_size=None)
 
 
 def test_a_checksum_depends_on_every_row_and_name():
     x = np.random.default_rng(0).random((16, 300, 300), np.float32)
-    changed = [np.where(np.arange(16)[:, None, None] == row, 0, x) for row in range(16)]
-    sums = [checksum({"x": x}), checksum({"y": x}), *(checksum({"x": each}) for each in changed)]
-    assert len(set(sums)) == 18
+    sums = {checksum({"x": x}), checksum({"y": x})}
+    for row in range(16):
+        changed = x.copy()
+        changed[row] = 0
+        sums.add(checksum({"x": changed}))
+    assert len(sums) == 18
 
 
 def test_64_bit_numbers_become_32_bit_ones_and_tuples_are_numbered():
     batches = opened(lambda step: (np.zeros(4, np.int64), np.zeros((4, 2)), [True] * 4))
-    assert {name: (spec.shape, spec.dtype.name) for name, spec in batches.shapes.items()} == {
-        "0": ((4,), "int32"),
-        "1": ((4, 2), "float32"),
-        "2": ((4,), "bool"),
-    }
-    assert isinstance(batches.shapes["0"], jax.ShapeDtypeStruct)
+    found = {name: f"{spec.dtype} {spec.shape}" for name, spec in batches.shapes.items()}
+    assert found == {"0": "int32 (4,)", "1": "float32 (4, 2)", "2": "bool (4,)"}
 
 
 def test_token_data_have_weights_if_a_loss_reads_them(tmp_path):
@@ -466,7 +440,7 @@ def test_token_data_have_weights_if_a_loss_reads_them(tmp_path):
     tokens = DataConfig(path=tmp_path / "text.txt", sequence_length=16, global_batch_size=B)
     data = open_data(TrainConfig(data=tokens), InitSource(), jaxtp.Task())
     data.pad_short_batches(True)
-    mesh = jaxtp.make_mesh(1, 8, 1)
+    mesh = jaxtp.make_mesh()
     for batch in (next(data.batches(mesh, Position(), 1))[0], next(data.validation_batches(mesh, 1))):
         assert batch.keys() == data.train.shapes.keys()
         assert batch[WEIGHTS].tolist() == [1.0] * B

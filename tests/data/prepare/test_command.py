@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from corpora import dataset, decoded, documents, output, refusal, run, texts, write
 from runs import contents
+from tables import read_table, unexpected
 
-from jaxtp.data.manifest import read_manifest
 from jaxtp.data.prepare import batches
 from jaxtp.data.prepare.__main__ import main
 from jaxtp.data.store import open_dataset
@@ -33,55 +33,32 @@ def small_batches(monkeypatch):
     monkeypatch.setattr(batches, "BATCH_DOCUMENTS", 7)
 
 
-def assert_same_as_undisturbed(line, folder="d"):
-    """Compares a dataset with that of a command that nothing interrupted."""
+def assert_same_as_undisturbed(line):
+    """Compares the dataset with that of a command that nothing interrupted."""
     output(f"{line} --out undisturbed")
-    assert contents(folder) == contents("undisturbed")
+    assert contents("d") == contents("undisturbed")
 
 
 def test_help_explains_every_setting_and_verify(capsys):
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match="0"):
         main(["--help-all"])
-    assert end.value.code == 0
     out = " ".join(capsys.readouterr().out.replace("│", " ").split())
     expected = ["jaxtp prepare --verify data/books", "after an interruption the same command resumes in it"]
     expected += ["--out DIR", "--train-bpe SIZE", "--dedup", "--held-out FLOAT", "--prompt-field", "--no-eos"]
     assert [words for words in expected if words not in out] == []
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("x --tokenizer t --train-bpe 300", "are two tokenizers"),
-        ("x --train-bpe 256", "--train-bpe 256: should be greater than or equal to 257"),
-        ("x --eos '</s>'", "bytes have no special tokens"),
-        ("x --train-bpe 300 --eos a --no-eos", "contradict each other"),
-        ("x --train-bpe 300 --eos ''", "--eos is empty"),
-        ("x --prompt-field p", "--prompt-field and --completion-field go together"),
-        ("x --prompt-field p --completion-field c --field f", "--field is for"),
-        ("x --held-out 1", "--held-out 1: should be less than 1"),
-        ("x --shard-tokens 0", "--shard-tokens 0: should be greater than or equal to 1"),
-        ("x --verify d", "--verify DIR reads a dataset and does nothing else"),
-        ("x --messages m --field f", "--messages is a row's only field"),
-        ("x --messages m --train-bpe 300", "--messages needs the tokenizer"),
-        ("x --messages m --bos none", "--bos is for documents"),
-        ("a.jsonl --template t", "--template is for conversations; give --messages FIELD too"),
-        ("x --preference --messages m --field f --train-bpe 300", "leave --messages, --field out"),
-        ("x --preference --messages m --field f --train-bpe 300", "--tokenizer instead of --train-bpe"),
-        ("x --preference --prompt-field p --completion-field c", "leave --completion-field out"),
-        ("x --preferences", "did you mean --preference"),
-        ("x --messages m --date tomorrow", "--date tomorrow: should be a day, such as 2026-01-31"),
-    ],
-)
-def test_settings_that_contradict_are_refused(line, message):
-    assert message in refusal(line)
+def test_mistaken_commands_are_refused():
+    write("t.json", "{}")
+    Path("llama").mkdir()
+    assert unexpected(read_table(__file__, "mistaken_commands"), lambda row: refusal(row["line"])) == []
+    assert not Path("d").exists()
 
 
 def test_a_command_without_inputs_or_folder_is_refused(capsys):
     assert main([]) == 2
-    assert "name at least one INPUT: a file or a folder; name the folder of the dataset by --out DIR" in (
-        capsys.readouterr().err
-    )
+    error = capsys.readouterr().err
+    assert "name at least one INPUT: a file or a folder; name the folder of the dataset by --out DIR" in error
 
 
 def test_the_summary_counts_documents_tokens_and_what_was_left_out():
@@ -96,21 +73,16 @@ def test_the_summary_counts_documents_tokens_and_what_was_left_out():
     assert splits["train"].num_documents + splits["validation"].num_documents == len(set(TEXTS)) + 1
 
 
-def test_one_document_has_no_plural():
-    assert f"{'train':<12}1 document, " in output(f"{write('a.txt', 'alone')} --held-out 0")
-
-
 def test_a_finished_dataset_is_left_as_it_is():
     command = "a.jsonl --train-bpe 300 --dedup"
     output(command)
     before = contents("d")
-    stamps = {path: path.stat().st_mtime_ns for path in Path("d").iterdir()}
+    stamp = Path("d/dataset.json").stat().st_mtime_ns
     write("d/journal.json", b"left over")
     write("d/dataset.json.partial", b"left over")
     assert "is finished; there is nothing to do" in output(f"{command} --on-error skip")
     assert contents("d") == before
-    assert {path: path.stat().st_mtime_ns for path in Path("d").iterdir()} == stamps
-    assert {"dataset.json", "inputs.jsonl", "tokenizer.json"} < before.keys()
+    assert Path("d/dataset.json").stat().st_mtime_ns == stamp
 
 
 def test_another_command_on_a_finished_dataset_is_refused():
@@ -140,7 +112,6 @@ def test_another_tokenizer_is_refused_and_the_same_elsewhere_is_not():
     error = refusal("a.jsonl --tokenizer u/tokenizer.json")
     assert "tokenizer.sha256: " in error
     assert "tokenizer.vocab_size: 300 -> 301" in error
-    assert "differs from this command" in refusal("a.jsonl")
 
 
 def test_end_tokens_are_named_or_left_out():
@@ -154,21 +125,6 @@ def test_end_tokens_are_named_or_left_out():
     assert decoded(plain) == decoded(ended) == [text.encode() for text in TEXTS]
 
 
-def test_files_that_are_no_tokenizer_are_refused():
-    write("t.json", "{}")
-    Path("llama").mkdir()
-    download = "`hf download meta-llama/Llama-3.1-8B --local-dir models/Llama-3.1-8B` downloads it, and then its folder"
-    for tokenizer, messages in {
-        "t.json": ["t.json: not a tokenizer.json: "],
-        "u.json": ["u.json: No such file"],
-        "meta-llama/Llama-3.1-8B": ["No such file or directory; if it is the name of a model on", download],
-        "lama": ["lama: No such file or directory; did you mean llama?"],
-    }.items():
-        error = refusal(f"a.jsonl --tokenizer {tokenizer}")
-        assert [message for message in messages if message not in error] == []
-    assert not Path("d").exists()
-
-
 def test_inputs_without_a_document_are_refused():
     write("a.jsonl", ["", ""])
     assert "no document in 1 files; left out: 2 x empty document" in refusal("a.jsonl")
@@ -176,9 +132,10 @@ def test_inputs_without_a_document_are_refused():
 
 
 def test_the_tokenizer_learns_from_a_sample_without_the_held_out_part():
-    size = write("a.jsonl", texts(2000, seed=8)).stat().st_size
+    rows = texts(1000, seed=8)
+    size = write("a.jsonl", rows).stat().st_size
+    text = len("".join(rows).encode())
     out = output(f"a.jsonl --train-bpe 300 --bpe-sample {size // 4} --held-out 0.5")
-    text = sum(split.text_bytes for split in read_manifest(Path("d")).splits.values())
     learnt = int(re.search(r"tokenizer of 300 on ([\d,]+) bytes", out)[1].replace(",", ""))
     assert abs(learnt / text - 1 / 8) < 0.06
 
@@ -189,18 +146,15 @@ def test_folders_with_other_files_are_left_alone():
         error = refusal(f"a.jsonl --out mine {flags}")
         assert "mine holds other files (thesis.txt) and no dataset" in error
     assert contents("mine") == {"thesis.txt": b"x"}
-    assert "a.jsonl: File exists; name another folder by --out DIR" in refusal("a.jsonl --out a.jsonl")
-    assert "Not a directory" in refusal("a.jsonl --out a.jsonl/d")
 
 
 def test_a_second_command_on_the_folder_is_refused():
     Path("d").mkdir()
     descriptor = os.open("d", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    try:
-        assert "d is being written by another command" in refusal("a.jsonl")
-    finally:
-        os.close(descriptor)
+    error = refusal("a.jsonl")
+    os.close(descriptor)
+    assert "d is being written by another command" in error
     output("a.jsonl")
 
 
@@ -257,8 +211,7 @@ def test_a_damaged_unfinished_dataset_is_refused(name):
     write("b.jsonl", [*TEXTS, {"bad": 1}])
     command = "b.jsonl --tokenizer t/tokenizer.json --dedup"
     refusal(command)
-    path = Path("d") / name
-    path.write_bytes(path.read_bytes()[:-3])
+    write(f"d/{name}", Path(f"d/{name}").read_bytes()[:-3])
     error = refusal(command)
     assert f"{name}: damaged, so the command cannot resume: " in error
     assert "--overwrite starts over" in error
@@ -276,8 +229,8 @@ def test_on_a_full_disk_the_command_ends_with_an_error_and_resumes():
     command = [sys.executable, "-c", limited, "a.jsonl", "--out", "d"]
     full = subprocess.run(command, capture_output=True, text=True, check=False)
     assert full.returncode == 2, full.stderr
+    assert full.stderr.startswith("jaxtp prepare: error: ")
     assert "File too large; fix this, and the same command resumes" in full.stderr
-    assert "Traceback" not in full.stderr
     output("a.jsonl")
     assert_same_as_undisturbed("a.jsonl")
 
@@ -331,15 +284,12 @@ def test_an_interrupted_command_resumes_from_what_was_saved(monkeypatch, command
 def test_verify_finds_changed_and_cut_files():
     output("a.jsonl --train-bpe 300")
     assert "no problems" in output("--verify d")
-    path = Path("d/tokenizer.json")
-    path.write_bytes(path.read_bytes().replace(b"the", b"teh", 1))
+    write("d/tokenizer.json", Path("d/tokenizer.json").read_bytes().replace(b"the", b"teh", 1))
     code, out, _ = run("--verify d")
     assert (code, "tokenizer.json: its sha256 is " in out) == (1, True)
-    path = Path("d/train-00000.tokens")
-    path.write_bytes(path.read_bytes()[:-2])
+    write("d/train-00000.tokens", b"short")
     code, out, _ = run("--verify d")
     assert (code, "train-00000.tokens: damaged dataset: cut short" in out) == (1, True)
-    assert "no such folder" in refusal("--verify x")
 
 
 def test_a_first_command_that_failed_can_be_corrected():

@@ -12,7 +12,6 @@ from corpora import (
     CHAT_TEMPLATE,
     CHAT_TOKENIZER,
     STOP,
-    TURN,
     conversation,
     dataset,
     output,
@@ -23,6 +22,7 @@ from corpora import (
     write_chat_tokenizer,
 )
 from runs import SMALL, mesh
+from tables import read_table, unexpected
 
 from jaxtp.data.chat_template import ChatTemplate
 from jaxtp.data.corpus import load_corpus
@@ -98,8 +98,7 @@ def test_channels_and_tool_calls_are_what_a_model_writes_after_the_header():
         "<|channel|>final<|message|>No.<|end|>",
     ]
     prompts = [spelled(prompt) for prompt, _ in found]
-    assert all(prompt.endswith("<|stop|><|turn|>assistant") for prompt in prompts)
-    assert not any("20 is warm" in prompt for prompt in prompts)
+    assert not [prompt for prompt in prompts if not prompt.endswith("<|stop|><|turn|>assistant") or "warm<" in prompt]
 
 
 @pytest.mark.parametrize("name", ["b.jsonl", "b.parquet"])
@@ -108,22 +107,18 @@ def test_each_answer_is_a_document_after_the_messages_before_it(name):
     found = messages_of(name)
     template = ChatTemplate(CHAT_TEMPLATE, "t", CHAT_NAMES)
     expected = []
-    for row in ROWS:
-        for index, message in enumerate(row["messages"]):
-            if message["role"] == "assistant":
-                answer = f"{message['content'].strip()}<|stop|>\n"
-                expected.append((template.render(row["messages"][:index]), answer))
+    for row, index in ((0, 1), (0, 3), (1, 1), (2, 1)):
+        messages = ROWS[row]["messages"]
+        expected.append((template.render(messages[:index]), f"{messages[index]['content'].strip()}<|stop|>\n"))
     assert [(spelled(prompt), spelled(answer)) for prompt, answer in found] == expected
     assert found[0][0] == CHAT_TOKENIZER.encode(expected[0][0], add_special_tokens=False).ids
 
 
 def test_only_the_template_makes_special_tokens_unless_the_switch_is_given():
-    found = [prompt + answer for prompt, answer in messages_of("a.jsonl")]
-    assert [ids.count(BEGIN) for ids in found] == [1, 1, 1, 1]
-    assert [ids.count(TURN) for ids in found] == [2, 4, 2, 2]
-    assert [ids.count(STOP) for ids in found] == [2, 4, 2, 2]
-    spelled_ones = messages_of("a.jsonl --special-tokens")
-    assert [(prompt + answer).count(STOP) for prompt, answer in spelled_ones] == [2, 4, 3, 2]
+    for flags, stops in {"": [2, 4, 2, 2], "--special-tokens": [2, 4, 3, 2]}.items():
+        found = messages_of(f"a.jsonl {flags}")
+        assert [(prompt + answer).count(STOP) for prompt, answer in found] == stops
+        assert [prompt.count(BEGIN) for prompt, _ in found] == [1, 1, 1, 1]
 
 
 def test_the_answers_of_a_conversation_are_in_one_split():
@@ -164,53 +159,35 @@ def test_documents_of_conversations_end_in_the_stop_token_and_another_template_i
     assert "template: " in refusal(command)
 
 
-def message(**keys):
-    return {"messages": [keys]}
+MISTAKES = read_table(__file__, "mistaken_conversations")
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"messages": "hello"}, 'not a list of messages, but "hello"'),
-        ({"messages": []}, "the list of messages is empty"),
-        ({"messages": ["x"]}, "message 1 is not an object with role and content"),
-        (message(role="user", content=None), "message 1: 'content' is not a string, but null; give it a text"),
-        (message(speaker="a", value="x"), "message 1 has no 'role': rename one of its keys to 'role': 'speaker', 'va"),
-        (message(role="user", text="x"), "message 1 has no 'content': rename its key 'text' to 'content'"),
-        (message(role="user"), "message 1 has no 'content': it has only 'role'; give it a content, or remove"),
-        (message(), "message 1 has no 'role': it is empty; remove it"),
-        (message(role="Assistant", content="y"), "no answer to learn; it has 'Assistant'; write 'assistant' instead"),
-        (message(**{"from": "moon", "value": "x"}), 'message 1 is from "moon", and not from human, user, gpt'),
-        (message(**{"from": "gpt", "value": 3}), "message 1: 'content' is not a string, but 3"),
-        (conversation("a"), "no message has the role 'assistant', so there is no answer to learn; it has 'user'"),
-        (conversation("a", "\ufdd0"), "holds U+FDD0, which is no character"),
-        ({"message": []}, "no field 'messages'; did you mean 'message'?"),
-    ],
-)
-def test_rows_that_are_no_conversation_are_refused(row, message):
-    write("b.jsonl", [ROWS[0], row])
-    error = refusal("b.jsonl --messages messages --tokenizer t")
-    assert "b.jsonl, line 2: " in error
-    assert message in error
+def test_rows_that_are_no_conversation_are_refused_or_skipped():
+    def error_of(row):
+        write("b.jsonl", [ROWS[0], row["row"]])
+        return refusal("b.jsonl --messages messages --tokenizer t --overwrite").partition("b.jsonl, line 2: ")[2]
+
+    assert unexpected(MISTAKES["messages"], error_of) == []
+    write("b.jsonl", [ROWS[0], *(row["row"] for row in MISTAKES["messages"])])
     assert len(messages_of("b.jsonl --on-error skip")) == 2
 
 
-@pytest.mark.parametrize(
-    ("keys", "error"),
-    [
-        ('"content": "b"', 'line 1: the key "content" occurs twice in an object; remove one of them'),
-        ('"more": ' + "[" * 20_000 + "]" * 20_000, "line 1: not JSON: nested too deeply"),
-    ],
-    ids=["twice", "deep"],
-)
-def test_keys_that_occur_twice_and_deep_nesting_are_refused(keys, error):
-    messages = f'[{{"role": "user", "content": "a", {keys}}}, {{"role": "assistant", "content": "c"}}]'
-    write("b.jsonl", f'{{"messages": {messages}}}\n')
-    assert error in refusal("b.jsonl --tokenizer t")
+def test_files_without_messages_are_refused():
+    def error_of(row):
+        write(row["name"], row["content"])
+        return refusal(f"{row['name']} --messages messages --tokenizer t --overwrite")
+
+    assert unexpected(MISTAKES["files"], error_of) == []
 
 
-def tokens(folder):
-    return {path.name: path.read_bytes() for path in Path(folder).glob("*-0*")}
+def test_keys_that_occur_twice_and_deep_nesting_have_no_layout():
+    twice = '{"role": "user", "content": "a", "content": "b"}'
+    for messages, error in {
+        twice: 'the key "content" occurs twice',
+        "[" * 20_000: "not JSON: nested too deeply",
+    }.items():
+        write("b.jsonl", '{"messages": [' + messages + "]}")
+        assert f"line 1: {error}" in refusal("b.jsonl --tokenizer t --overwrite")
 
 
 def test_a_resumed_command_writes_the_day_on_which_it_was_begun(monkeypatch):
@@ -225,30 +202,23 @@ def test_a_resumed_command_writes_the_day_on_which_it_was_begun(monkeypatch):
         command += " --on-error skip"
         assert "the chat template writes the day 2026-01-31; --date names another" in output(command)
     output(f"{command} --out e --date 2026-01-31")
-    assert tokens("d") == tokens("e")
+    assert prompts_and_answers(open_dataset(Path("d"))) == prompts_and_answers(open_dataset(Path("e")))
     prompt, _ = prompts_and_answers(open_dataset(Path("d")))[0]
     assert spelled(prompt).startswith("31 Jan 2026, 12:00")
     assert template_day(Path("d")) == template_day(Path("e")) == "2026-01-31"
+    assert template_day(made("a.jsonl --messages messages --out none").folder) is None
     assert "date: None -> 2026-02-01" in refusal(f"{command} --date 2026-02-01")
 
 
-def test_a_template_without_a_day_records_none():
-    assert template_day(made("a.jsonl --messages messages").folder) is None
+def test_templates_that_cannot_be_used_are_refused():
+    command = "a.jsonl --tokenizer t --messages messages --template x.jinja --overwrite"
+    assert "x.jinja: No such file" in refusal(command)
 
+    def error_of(row):
+        write("x.jinja", row["template"])
+        return refusal(command)
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ raise_exception('no') }}", "x.jinja refuses this conversation: no"),
-        ("{% if %}", "x.jinja: not a chat template"),
-        ("{% if add_generation_prompt %}<think>{% endif %}{{ messages }}", "the template starts this answer diffe"),
-        ("", "x.jinja: No such file"),
-    ],
-)
-def test_templates_that_cannot_be_used_are_refused(template, message):
-    if template:
-        write("x.jinja", template)
-    assert message in refusal("a.jsonl --tokenizer t --messages messages --template x.jinja")
+    assert unexpected(MISTAKES["templates"], error_of) == []
 
 
 def test_a_tokenizer_without_a_template_needs_one():
@@ -291,45 +261,40 @@ def test_alpaca_is_read_as_a_question_and_its_answer(name):
     ]
     absent = dict.fromkeys(("input", "system", "history")) if name == "s.parquet" else {}
     write(name, [absent | row for row in rows])
+    user = "<|begin|><|turn|>user\n"
+    brief = "<|begin|><|turn|>system\nBe brief.<|stop|>\n<|turn|>user\n"
+    then = "<|stop|>\n<|turn|>assistant\n"
     expected = [
-        "user\nAdd.\n\n1 2<|stop|>\n<|turn|>assistant\n3",
-        "user\nSay.<|stop|>\n<|turn|>assistant\nso",
-        "system\nBe brief.<|stop|>\n<|turn|>user\nGo.<|stop|>\n<|turn|>assistant\non",
-        "user\nq<|stop|>\n<|turn|>assistant\na",
-        "user\nq<|stop|>\n<|turn|>assistant\na<|stop|>\n<|turn|>user\nTry.<|stop|>\n<|turn|>assistant\nso",
+        f"{user}Add.\n\n1 2{then}|3<|stop|>\n",
+        f"{user}Say.{then}|so<|stop|>\n",
+        f"{brief}Go.{then}|on<|stop|>\n",
+        f"{user}q{then}|a<|stop|>\n",
+        f"{user}q{then}a<|stop|>\n<|turn|>user\nTry.{then}|so<|stop|>\n",
     ]
     for flags in ("", "--messages instruction"):
         out = output(f"{name} --tokenizer t --held-out 0 --overwrite {flags}")
         assert ("layout      Alpaca, a conversation of each row's 'instruction', 'inp" in out) == (not flags)
         assert "left out    1 x empty document" in out
-        pairs = prompts_and_answers(made(f"{name} {flags}"))
-        assert [spelled(ids + answer) for ids, answer in pairs] == [
-            f"<|begin|><|turn|>{text}<|stop|>\n" for text in expected
-        ]
-        answers = ("3", "so", "on", "a", "so")
-        assert [spelled(answer) for _, answer in pairs] == [f"{answer}<|stop|>\n" for answer in answers]
+        pairs = prompts_and_answers(open_dataset(Path("d")))
+        assert [spelled(prompt) + "|" + spelled(answer) for prompt, answer in pairs] == expected
 
 
-@pytest.mark.parametrize("flags", ["", "--messages conversations"])
-def test_a_list_of_json_and_a_folder_have_a_layout_too(flags):
+def test_lists_folders_and_tables_of_the_library_datasets_have_a_layout():
+    import datasets
+
     expected = messages_of("a.jsonl")
     write("in/s.json", json.dumps(SHAREGPT, indent=2))
-    assert prompts_and_answers(made(f"{'in' if flags else 'in/s.json'} {flags}")) == expected
+    datasets.Dataset.from_list(SHAREGPT).save_to_disk("table")
+    for line in ("in/s.json", "in --messages conversations", "hf:table"):
+        assert prompts_and_answers(made(line)) == expected, line
 
 
-@pytest.mark.parametrize("flags", ["", "--messages conversations"])
-def test_a_command_reads_one_layout(flags):
+def test_a_command_reads_one_layout():
     write("s.jsonl", SHAREGPT)
     write("a.jsonl", [{"instruction": "Say.", "output": "so"}])
-    error = refusal(f"s.jsonl a.jsonl --tokenizer t {flags}")
-    assert "a.jsonl, line 1: no field 'conversations'; fields: 'instruction', 'output'" in error
-
-
-def test_tables_of_the_library_datasets_have_a_layout():
-    datasets = pytest.importorskip("datasets")
-    expected = messages_of("a.jsonl")
-    datasets.Dataset.from_list(SHAREGPT).save_to_disk("table")
-    assert prompts_and_answers(made("hf:table")) == expected
+    for flags in ("", "--messages conversations"):
+        error = refusal(f"s.jsonl a.jsonl --tokenizer t {flags} --overwrite")
+        assert "a.jsonl, line 1: no field 'conversations'; fields: 'instruction', 'output'" in error
 
 
 @pytest.mark.parametrize("field", ["messages", "conversations"])
@@ -345,37 +310,12 @@ def test_rows_that_have_a_text_are_texts():
     assert not made("s.jsonl").splits["train"].has_prompts
 
 
-@pytest.mark.parametrize(
-    ("row", "flags", "message"),
-    [
-        ({"instruction": 3, "output": "x"}, "--tokenizer t", "line 1: 'instruction' is not a string, but 3"),
-        ({"instruction": "x", "output": None}, "--tokenizer t", "line 1: 'output' is not a string, but null"),
-        ({"instruction": "x", "output": "y", "history": ["q"]}, "--tokenizer t", "'history' is no list of pairs"),
-        ({"conversations": 3}, "--tokenizer t", "line 1: 'conversations': not a list of messages, but 3"),
-        ({"conversations": [], "system": 3}, "--tokenizer t", "'conversations': 'system' is not a string, but 3"),
-        ({"conversations": []}, "--train-bpe 300", "--messages needs the tokenizer that the chat template"),
-        ({"conversations": []}, "", "bytes come with no chat template; give one by --template FILE"),
-        (
-            {"conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "q"}], "system": "T"},
-            "--tokenizer t",
-            "there are two system messages, one of them in the field 'system'",
-        ),
-        ({"id": 1, "dialog": []}, "", "no field 'text'; fields: 'id', 'dialog'. Name it with --field NAME, or a conv"),
-    ],
-)
-def test_layouts_that_cannot_be_read_are_refused(row, flags, message):
-    write("s.jsonl", [row])
-    assert message in refusal(f"s.jsonl {flags}")
+def test_layouts_that_cannot_be_read_are_refused():
+    def error_of(row):
+        write("s.jsonl", [row["row"]])
+        return refusal(f"s.jsonl {row['flags']} --overwrite")
 
-
-def test_text_and_columns_of_text_are_no_conversations():
-    write("a.txt", "x")
-    write("b.parquet", [{"messages": "x"}])
-    for name, message in {
-        "a.txt": "a.txt: text has no fields; conversations are read from",
-        "b.parquet": "row 1: 'messages': not a list of messages, but \"x\"",
-    }.items():
-        assert message in refusal(f"{name} --tokenizer t --messages messages")
+    assert unexpected(MISTAKES["layouts"], error_of) == []
 
 
 @pytest.mark.journey

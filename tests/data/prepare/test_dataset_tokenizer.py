@@ -32,16 +32,12 @@ def made(flags="", rows="a.jsonl"):
     return dataset(f"{rows} {COMMAND} {flags}")
 
 
+def both_splits(dataset):
+    return [*prompts_and_answers(dataset), *prompts_and_answers(dataset, "validation")]
+
+
 def ids_of(dataset):
-    """Documents of both splits."""
-    pairs = [*prompts_and_answers(dataset), *prompts_and_answers(dataset, "validation")]
-    return [prompt + rest for prompt, rest in pairs]
-
-
-def change_manifest(**changes):
-    record = json.loads(MANIFEST.read_text())
-    record["tokenizer"] |= changes
-    MANIFEST.write_text(json.dumps(record))
+    return [prompt + rest for prompt, rest in both_splits(dataset)]
 
 
 def test_documents_begin_as_the_tokenizer_says():
@@ -50,15 +46,13 @@ def test_documents_begin_as_the_tokenizer_says():
     assert (begun.tokenizer.prefix, plain.tokenizer.prefix) == ((BEGIN,), ())
     assert ids_of(begun) == [[BEGIN, *ids] for ids in ids_of(plain)]
     assert sorted(ids_of(plain)) == sorted([*ids.tolist(), END] for ids in TOKENIZER.encode_batch(ROWS))
-    assert json.loads(MANIFEST.read_text())["tokenizer"]["prefix"] == [BEGIN]
 
 
 def test_the_first_token_is_part_of_a_prompt():
     write("p.jsonl", [{"p": row, "c": "yes"} for row in ROWS])
     found = made("--prompt-field p --completion-field c", "p.jsonl")
     expected = [[BEGIN, *ids.tolist()] for ids in TOKENIZER.encode_batch(ROWS)]
-    pairs = [*prompts_and_answers(found), *prompts_and_answers(found, "validation")]
-    assert sorted(prompt for prompt, _ in pairs) == sorted(expected)
+    assert sorted(prompt for prompt, _ in both_splits(found)) == sorted(expected)
 
 
 def test_a_beginning_that_the_text_spells_is_not_doubled():
@@ -95,8 +89,10 @@ def test_a_manifest_of_an_earlier_version_says_nothing_of_first_tokens():
 
 def test_a_damaged_prefix_is_found():
     made()
+    record = json.loads(MANIFEST.read_text())
     for prefix in (7, ["a"], [True], [-1], [10**6]):
-        change_manifest(prefix=prefix)
+        record["tokenizer"]["prefix"] = prefix
+        MANIFEST.write_text(json.dumps(record))
         code, out, _ = run("--verify d")
         assert (code, "damaged: t" in out) == (1, True), prefix
 

@@ -20,9 +20,10 @@ from corpora import (
 )
 from hypothesis import given, settings
 from runs import SMALL, mesh
+from tables import read_table, unexpected
 
 from jaxtp.data.corpus import CorpusError, load_corpus
-from jaxtp.data.manifest import DatasetError, read_manifest
+from jaxtp.data.manifest import read_manifest
 from jaxtp.data.rows import IGNORE
 from jaxtp.data.samples import Data, RowSettings, make_rows
 from jaxtp.data.store import open_dataset
@@ -48,7 +49,8 @@ def pairs_of(line):
 
 
 def in_bytes(pairs):
-    return [(bytes(prompt).decode(), bytes(text).decode()) for prompt, text in pairs]
+    """Prompts and answers, with a tilde between them."""
+    return [bytes([*prompt, *b"~", *text]).decode() for prompt, text in pairs]
 
 
 def some(count):
@@ -69,10 +71,16 @@ def test_texts_have_a_prompt_or_share_their_beginning():
     ]
     write("a.jsonl", rows)
     expected = [
-        *[("1 + 1 = ", "2"), ("1 + 1 = ", "3"), ("Hi", "Hi there"), ("Hi", "Hi!"), ("", "a"), ("", "b")],
-        *[(human, " It is."), (human, " It was 🙂"), ("What?\n", "Yes"), ("What?\n", "Yesterday")],
-        *[("Say it:", " well done"), ("Say it:", " wrong")],
+        "1 + 1 = ~2",
+        "1 + 1 = ~3",
+        "Hi~Hi there",
+        "Hi~Hi!",
+        "~a",
+        "~b",
+        f"{human}~ It is.",
+        f"{human}~ It was 🙂",
     ]
+    expected += ["What?\n~Yes", "What?\n~Yesterday", "Say it:~ well done", "Say it:~ wrong"]
     assert in_bytes(pairs_of("a.jsonl")) == expected
     out = output("a.jsonl --preference --held-out 0 --overwrite")
     assert "layout      pairs of texts, 'chosen' and 'rejected'\n" in out
@@ -86,11 +94,11 @@ def test_texts_have_a_prompt_or_share_their_beginning():
 def test_texts_are_tokenized_like_prompts_and_completions():
     write_chat_tokenizer()
     rows = [row | {"prompt": row["chosen"][:9]} for row in some(20)]
-    plain = [{"p": row["prompt"], "c": row[name]} for row in rows for name in ("chosen", "rejected")]
     write("a.jsonl", rows)
-    write("b.jsonl", plain)
-    tuning = dataset("b.jsonl --tokenizer t --prompt-field p --completion-field c --held-out 0 --out e")
-    assert pairs_of("a.jsonl --tokenizer t") == prompts_and_answers(tuning)
+    found = pairs_of("a.jsonl --tokenizer t")
+    for index, name in enumerate(("chosen", "rejected")):
+        command = f"a.jsonl --tokenizer t --prompt-field prompt --completion-field {name} --held-out 0 --out {name}"
+        assert prompts_and_answers(dataset(command)) == found[index::2]
 
 
 def layouts(prompt, chosen, rejected):
@@ -125,7 +133,6 @@ def test_conversations_have_the_tokens_of_their_answers_in_instruction_data(numb
     found = pairs_of("a.jsonl --tokenizer t")
     answers = prompts_and_answers(tuning)
     assert found == [answers[index] for index in (0, 1, 3, 5)]
-    assert found[0][0] == found[1][0]
     assert open_dataset(Path("d")).tokenizer == tuning.tokenizer
     assert Path("d/chat_template.jinja").exists()
 
@@ -146,44 +153,23 @@ def test_a_system_message_and_texts_go_through_a_template():
 
 MESSAGES = {"prompt": [user("a")], "chosen": [answer("b")], "rejected": [answer("c")]}
 TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
-LONG = [user("a"), answer("b"), user("c"), answer("d")]
-OTHER = [user("a"), answer("x"), user("c"), answer("y")]
-STARTS = "no 'prompt', and 'chosen' and 'rejected' do not start with one; --prompt"
+MISTAKES = read_table(__file__, "mistaken_pairs")
 
 
-@pytest.mark.parametrize(
-    ("like", "row", "message"),
-    [
-        (TEXTS, {"prompt": "a", "chosen": "b"}, "no field 'rejected'; fields: 'prompt', 'chosen'"),
-        (TEXTS, {**TEXTS, "chosen": "c"}, "'chosen' and 'rejected' are the same answer"),
-        (TEXTS, {**TEXTS, "chosen": " \n"}, "'chosen': the answer is empty"),
-        (TEXTS, {"chosen": "b", "rejected": "c"}, STARTS),
-        (TEXTS, {"chosen": "\n\nAssistant:", "rejected": "\n\nAssistant: c"}, "'chosen': the answer is empty"),
-        (TEXTS, MESSAGES, "'chosen' is not a string, but [{"),
-        (TEXTS, {**TEXTS, "chosen": 3}, "'chosen' is not a string, but 3"),
-        (MESSAGES, {**MESSAGES, "chosen": "c\n"}, "'chosen' and 'rejected' are the same answer"),
-        (MESSAGES, {**MESSAGES, "rejected": [answer(" ")]}, "'rejected': the answer is empty"),
-        (MESSAGES, {**MESSAGES, "prompt": []}, "'prompt': the list of messages is empty"),
-        (MESSAGES, {**MESSAGES, "chosen": None}, "'chosen': not a list of messages, but null"),
-        (MESSAGES, {"chosen": "b", "rejected": "c"}, "there is no 'prompt'"),
-        (MESSAGES, {**MESSAGES, "chosen": [user("x"), answer("b")]}, "it starts with a message of the role 'user'"),
-        (MESSAGES, {**MESSAGES, "chosen": [user("a")]}, "'chosen': the last message has the role 'user'; it should be"),
-        (
-            MESSAGES,
-            {"chosen": LONG, "rejected": OTHER},
-            "'rejected' differ in message 2, before the answer",
-        ),
-        (MESSAGES, {**MESSAGES, "system": 3}, "'system' is not a string, but 3"),
-    ],
-)
-def test_rows_that_are_no_pairs_are_refused(like, row, message):
+@pytest.mark.parametrize(("kind", "like"), [("texts", TEXTS), ("messages", MESSAGES)], ids=["texts", "messages"])
+def test_rows_that_are_no_pairs_are_refused_or_skipped(kind, like):
     write_chat_tokenizer()
-    write("a.jsonl", [like, row])
-    error = refusal("a.jsonl --tokenizer t --preference")
-    assert "a.jsonl, line 2: " in error
-    assert message in error
+    base = MESSAGES if kind == "messages" else {}
+    rows = [base | row["row"] for row in MISTAKES[kind]]
+
+    def error_of(row):
+        write("a.jsonl", [like, base | row["row"]])
+        return refusal("a.jsonl --tokenizer t --preference --overwrite").partition("a.jsonl, line 2: ")[2]
+
+    assert unexpected(MISTAKES[kind], error_of) == []
+    write("a.jsonl", [like, *rows])
     assert len(pairs_of("a.jsonl --tokenizer t --on-error skip")) == 2
-    assert sum(read_manifest(Path("d")).skipped.values()) == 1
+    assert sum(read_manifest(Path("d")).skipped.values()) == len(rows)
 
 
 SAID = st.sampled_from([None, 3, "", "a", "a b", [], {}, ["a"]])
@@ -223,10 +209,9 @@ def test_a_pair_is_in_one_split_and_one_shard_and_once_with_dedup():
         assert all(len(lengths) % 2 == 0 for lengths in found.splits[name].lengths())
         pairs = in_bytes(prompts_and_answers(found, name))
         assert len(pairs) > 30
-        for (prompt, chosen), rejected in zip(pairs[::2], pairs[1::2], strict=True):
-            assert rejected == (prompt, f"no {chosen}")
-            kept.append((prompt, chosen))
-    assert sorted(kept) == sorted((row["prompt"], row["chosen"]) for row in rows)
+        assert pairs[1::2] == [pair.replace("~", "~no ") for pair in pairs[::2]]
+        kept += pairs[::2]
+    assert sorted(kept) == sorted(f"{row['prompt']}~{row['chosen']}" for row in rows)
 
 
 def test_the_manifest_has_format_2_and_contradictions_are_refused():
@@ -236,29 +221,20 @@ def test_the_manifest_has_format_2_and_contradictions_are_refused():
     record = json.loads(MANIFEST.read_text())
     assert (record["format"], record["pairs"], record["prompts"]) == (2, True, True)
     (shard,) = record["splits"]["train"]["shards"]
-    number = {"documents": shard["documents"] - 1}
-    odd = {**record["splits"]["train"], **number, "shards": [{**shard, **number}]}
+    odd = shard | {"documents": shard["documents"] - 1}
+    splits = record["splits"] | {"train": odd | {"shards": [odd]}}
     for change, message in (
         ({"format": 1}, "damaged: format 1 with pairs"),
         ({"pairs": False}, "damaged: format 2 without pairs"),
         ({"prompts": False}, "damaged: the file: pairs without prompts"),
-        ({"format": None}, "damaged: format None with pairs"),
-        ({"splits": {**record["splits"], "train": odd}}, f"a shard of pairs has {odd['documents']} documents"),
+        ({"splits": splits}, f"a shard of pairs has {odd['documents']} documents"),
     ):
-        changed = {key: value for key, value in {**record, **change}.items() if value is not None}
-        MANIFEST.write_text(json.dumps(changed))
-        with pytest.raises(DatasetError, match=message):
-            open_dataset(Path("d"))
+        MANIFEST.write_text(json.dumps(record | change))
         code, out, _ = run("--verify d")
-        assert (code, message in out) == (1, True)
-
-
-def test_other_data_keeps_format_1():
-    write("a.jsonl", some(9))
-    output("a.jsonl --prompt-field prompt --completion-field chosen")
-    record = json.loads(MANIFEST.read_text())
-    assert record["format"] == 1
-    assert "pairs" not in record
+        assert (code, message in out) == (1, True), out
+    del record["format"]
+    MANIFEST.write_text(json.dumps(record))
+    assert "damaged: format None with pairs" in run("--verify d")[1]
 
 
 def test_pairs_are_not_mixed_with_other_data():
@@ -267,20 +243,19 @@ def test_pairs_are_not_mixed_with_other_data():
     output("a.jsonl --preference --held-out 0 --out more")
     output("a.jsonl --prompt-field prompt --completion-field chosen --out tuning")
     pairs = Path("pairs")
-    tuning = Path("tuning")
     assert load_corpus(None, {"pairs": 1, "more": 2}, validation=pairs).has_pairs
     with pytest.raises(CorpusError, match=r"pairs has pairs .* and tuning has not: name datasets of one kind"):
         load_corpus(None, {"tuning": 1, "pairs": 2})
     with pytest.raises(CorpusError, match=r"pairs has pairs .* and tuning has not"):
-        load_corpus(pairs, validation=tuning)
+        load_corpus(pairs, validation=Path("tuning"))
     with pytest.raises(CorpusError, match=r"every pair is longer than data.sequence_length=2; use a larger"):
         Data(load_corpus(pairs), RowSettings(2, 256, long_documents="drop"), 0)
-    answers = []
     for row in make_rows(open_dataset(Path("more")).splits["train"], RowSettings(2000, 256)):
+        answers = []
         for sign in (1, -1):
             labels = row["labels"][(row["pairs"] == sign) & (row["labels"] != IGNORE)]
             answers.append(bytes(labels.astype(np.uint8)))
-    assert all(rejected == b"no " + chosen for chosen, rejected in zip(answers[::2], answers[1::2], strict=True))
+        assert answers[1] == b"no " + answers[0]
 
 
 LOSS = """

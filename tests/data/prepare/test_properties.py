@@ -1,20 +1,17 @@
 """What holds of any documents, in any order, in any batches."""
 
 import json
-import os
-import signal
 from itertools import count
 from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from corpora import dataset, decoded, documents, output, prompts_and_answers, run, texts, write
+from corpora import dataset, decoded, output, prompts_and_answers, refusal, texts, write
 from hypothesis import given
 from runs import contents
 
 from jaxtp.data.prepare import batches
-from jaxtp.data.prepare import run as running
 from jaxtp.data.prepare.session import JOURNAL
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
@@ -39,6 +36,7 @@ def test_documents_in_are_documents_out(rows, flags, shard_tokens, batch):
     write("a.jsonl", rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batches, "BATCH_DOCUMENTS", batch)
+        patch.setattr(batches, "BATCH_BYTES", 100)
         found = dataset(fresh(f"a.jsonl {flags} --held-out 0 --shard-tokens {shard_tokens}"))
     assert decoded(found) == [row.encode() for row in rows]
     lengths = list(found.splits["train"].lengths())
@@ -82,39 +80,30 @@ def test_of_few_documents_the_number_nearest_to_the_share_is_held_out(rows, numb
 
 
 def test_of_six_files_a_fifth_is_one():
-    for share, numbers in {0.2: (5, 1), 0.4: (4, 2), 0.01: (6, 0)}.items():
-        for index in range(6):
-            write(f"{index}.txt", f"{index} {share}")
-        command = f"0.txt 1.txt 2.txt 3.txt 4.txt 5.txt --held-out {share} --overwrite"
-        assert ("nothing is held out" in output(command)) == (numbers[1] == 0)
-        assert tuple(map(len, split(command))) == numbers
-    manifest = json.loads(Path("d/dataset.json").read_text())
-    assert manifest["arguments"]["held_out"] == 0.01, "the share that was requested"
-    assert "is finished; there is nothing to do" in output(command.removesuffix("--overwrite"))
+    for index in range(6):
+        write(f"in/{index}.txt", f"{index}")
+    for share, number in {0.2: 1, 0.4: 2, 0.01: 0}.items():
+        command = f"in --held-out {share}"
+        assert ("nothing is held out" in output(f"{command} --overwrite")) == (number == 0)
+        assert len(split(command)[1]) == number
+    assert "is finished; there is nothing to do" in output(command), "the manifest has the share that was requested"
 
 
 def test_an_unfinished_dataset_of_an_older_version_resumes_with_the_share_itself(monkeypatch):
-    write("a.jsonl", sorted({text + str(i) for i, text in enumerate(texts(60))}))
+    rows = sorted({text + str(i) for i, text in enumerate(texts(60))})
+    write("a.jsonl", [*rows, {"bad": 1}])
     command = "a.jsonl --held-out 0.3 --save-seconds 0"
     monkeypatch.setattr(batches, "BATCH_DOCUMENTS", 20)
     with monkeypatch.context() as patch:
         patch.setattr(batches, "FEW", 0)
-        output(f"{command} --out whole")
-        patch.setattr(running, "batches", interrupted_batches)
-        assert run(command)[0] == 130
+        output(f"{command} --on-error skip --out whole")
+        refusal(command)
     journal = Path("d") / JOURNAL
     record = json.loads(journal.read_text())
     del record["threshold"]
     journal.write_text(json.dumps(record))
-    output(command)
+    output(f"{command} --on-error skip")
     assert contents("d") == contents("whole")
-
-
-def interrupted_batches(*arguments):
-    """Ends after the first batch has been saved."""
-    found = batches.batches(*arguments)
-    yield next(found)
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_the_share_that_is_held_out_grows_by_documents():
@@ -125,22 +114,10 @@ def test_the_share_that_is_held_out_grows_by_documents():
         assert abs(len(held_out) / 2000 - share) < 0.03
         assert previous <= set(held_out)
         previous = set(held_out)
-    none = dataset(fresh("a.jsonl --held-out 0")).splits["validation"]
-    assert none.num_documents == 0
-    assert list(none.lengths()) == []
+    assert split("a.jsonl --held-out 0")[1] == []
 
 
 def test_another_cut_between_prompt_and_completion_is_another_document():
     write("a.jsonl", [{"p": "ab", "c": "c"}, {"p": "a", "c": "bc"}, {"p": "ab", "c": "c"}])
     found = dataset("a.jsonl --prompt-field p --completion-field c --dedup --held-out 0")
     assert [len(prompt) for prompt, _ in prompts_and_answers(found)] == [2, 1]
-
-
-def test_batches_and_points_of_saving_change_nothing(monkeypatch):
-    write("a.parquet", texts(200))
-    command = "a.parquet --train-bpe 300 --dedup --shard-tokens 900 --held-out 0.2"
-    output(command)
-    monkeypatch.setattr(batches, "BATCH_BYTES", 100)
-    output(f"{command} --save-seconds 0 --out e")
-    assert contents("d") == contents("e")
-    assert documents("a.parquet --dedup") == list(dict.fromkeys(texts(200)))
