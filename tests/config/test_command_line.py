@@ -24,13 +24,13 @@ from jaxtp.config.hints import INSTEAD, OTHER_NAMES
 from jaxtp.config.schema import ConfigError, Count, Keys, UserPath
 from jaxtp.data.prepare.__main__ import COMMAND as PREPARE
 from jaxtp.generate.__main__ import COMMAND as GENERATE
+from jaxtp.mesh import mesh_shape
 from jaxtp.tools.bench.__main__ import COMMANDS as BENCH
 from jaxtp.tools.check.__main__ import COMMAND as CHECK
 from jaxtp.tools.convert.__main__ import COMMANDS as CONVERT
 from jaxtp.tools.estimate.__main__ import COMMAND as ESTIMATE
 from jaxtp.tools.evaluate.__main__ import COMMAND as EVALUATE
 from jaxtp.train.__main__ import COMMAND as TRAIN
-from jaxtp.train.config import IGNORED_BY_COST
 
 
 def all_commands():
@@ -43,9 +43,8 @@ COMMANDS = {command.program: command for command in all_commands()}
 
 
 def printed(command, *flags, capsys):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="0"):
         command.load(flags)
-    assert ended.value.code == 0
     return capsys.readouterr().out
 
 
@@ -59,8 +58,8 @@ def terminal(monkeypatch):
 
 
 def first_sentence(setting):
-    own = next((text for mark in setting.marks if (text := getattr(mark, "help", None))), None)
-    text = own or docstrings(setting.owner)[setting.path[-1]]
+    own = [mark.help for mark in setting.marks if getattr(mark, "help", None)]
+    text = own[0] if own else docstrings(setting.owner)[setting.path[-1]]
     return re.split(r"(?<=\.)\s", " ".join(text.split()), maxsplit=1)[0]
 
 
@@ -77,9 +76,7 @@ def test_help_fits_a_terminal_and_points_to_all_settings(program, terminal, caps
     flags = set(re.findall(r"--[a-z][\w.-]+", short))
     for setting in command.used_settings():
         first = first_sentence(setting)
-        assert first.endswith("."), f"{setting.name}: {first}"
-        assert len(first.split()) >= 3, f"{setting.name}: {first}"
-        assert not first.startswith("See "), f"{setting.name}: {first}"
+        assert re.fullmatch(r"(?!See )\S+ \S+ .*\.", first), setting.name
         assert first in shown or (command.short_help and setting.name not in command.short_help), setting.name
     assert "--help" in flags
     everything = printed(command, "--help-all", capsys=capsys)
@@ -87,12 +84,6 @@ def test_help_fits_a_terminal_and_points_to_all_settings(program, terminal, caps
         assert {"--help-all", "--json"} <= flags
         assert flags - {"--help-all"} <= set(re.findall(r"--[a-z][\w.-]+", everything)), "what is first is among all"
         assert len(everything.splitlines()) > len(lines)
-    # Flags are looked up before tyro parses those that are given.
-    heads = re.findall("^(?:│ )? {0,4}(--[a-z].*?)(?:  |$)", everything, re.MULTILINE)
-    listed = {name for head in heads if "{fixed}" not in head for name in re.findall(r"--[a-z][\w.-]*", head)}
-    known = {f"--{name.replace('_', '-')}" for name in names_of(command.schema)}
-    assert listed - known <= {"--allow-code", "--config", "--mesh", "--print-config"}
-    assert listed & known or not known
 
 
 def test_the_short_help_begins_with_the_settings_of_the_command(terminal, capsys):
@@ -131,14 +122,11 @@ def test_jaxtp_lists_its_commands_and_runs_them(terminal, capsys):
     with pytest.raises(SystemExit):
         jaxtp_main([])
     listed = capsys.readouterr().out
-    assert all(re.search(rf"^  {name.split()[1]} ", listed, re.MULTILINE) for name in COMMANDS)
+    assert [name for name in COMMANDS if not re.search(rf"^  {name.split()[1]} ", listed, re.MULTILINE)] == []
     assert len(listed.splitlines()) <= 60
-    assert max(map(len, listed.splitlines())) <= 100
     with pytest.raises(SystemExit):
         jaxtp_main(["convert"])
-    listed = " ".join(capsys.readouterr().out.split())
-    assert " export " in listed
-    assert "others that it refuses, with what they need." in listed, "a whole sentence"
+    assert "others that it refuses, with what they need." in " ".join(capsys.readouterr().out.split())
     assert jaxtp_main(["--version"]) == 0
     assert re.fullmatch(r"jaxtp \d+\.\d+\.\d+\n", capsys.readouterr().out)
     for words, said in {
@@ -152,21 +140,21 @@ def test_jaxtp_lists_its_commands_and_runs_them(terminal, capsys):
         assert said in capsys.readouterr().err
 
 
-def meshes(command, *flags):
-    asked, _ = command.load([*flags])
-    return {axis: size for axis, size in vars(asked.mesh).items() if axis in ("dp", "fsdp", "cp", "tp")}
-
-
 def test_a_mesh_is_one_flag_or_several():
-    whole = {"dp": 1, "fsdp": 2, "cp": 1, "tp": 8}
-    assert meshes(TRAIN, "--mesh", "fsdp=2,tp=8") == whole
-    assert meshes(TRAIN, "--mesh=tp=8", "--mesh.fsdp", "2") == whole
-    assert meshes(TRAIN, "--mesh.fsdp", "2", "--mesh", "tp=8") == whole, "in any order"
-    assert meshes(TRAIN, "--config", "configs/llama3_8b.yaml", "--mesh", "fsdp=2,tp=8") == whole
-    assert meshes(TRAIN, "--mesh", "fsdp=-1,tp=4") == {"dp": 1, "fsdp": -1, "cp": 1, "tp": 4}
-    assert meshes(GENERATE, "--mesh", "fsdp=2") == {"dp": 1, "fsdp": 2, "cp": 1, "tp": 1}
-    assert meshes(EVALUATE, "--mesh", "cp=2") == {"dp": 1, "fsdp": 1, "cp": 2, "tp": 1}
-    assert meshes(CONVERT["export"], "a", "b", "--mesh", "tp=2") == {"fsdp": 1, "tp": 2}
+    whole = {"fsdp": 2, "tp": 8}
+    for command, words, sizes in (
+        (TRAIN, "--mesh fsdp=2,tp=8", whole),
+        (TRAIN, "--mesh=tp=8 --mesh.fsdp 2", whole),
+        (TRAIN, "--mesh.fsdp 2 --mesh tp=8", whole),
+        (TRAIN, "--config configs/llama3_8b.yaml --mesh fsdp=2,tp=8", whole),
+        (TRAIN, "--mesh fsdp=-1,tp=4", {"fsdp": -1, "tp": 4}),
+        (GENERATE, "--mesh fsdp=2", {"fsdp": 2}),
+        (EVALUATE, "--mesh cp=2", {"cp": 2}),
+        (CONVERT["export"], "a b --mesh tp=2", {"tp": 2}),
+    ):
+        asked, _ = command.load(words.split())
+        found = {axis: size for axis, size in vars(asked.mesh).items() if axis in mesh_shape() and size != 1}
+        assert found == sizes, words
 
 
 def test_a_size_that_no_mesh_has_is_one_short_error():
@@ -208,10 +196,11 @@ def test_names_of_other_programs_are_no_settings_and_what_they_mean_is_one():
 
 
 def test_a_flag_turns_off_what_a_file_turns_on(tmp_path):
+    flags = ["--config", str(tmp_path / "c.yaml")]
     for on in (True, False):
         (tmp_path / "c.yaml").write_text(yaml.safe_dump({"model": "m", "prompt": ["a", "b"], "chat": on}))
-        flags = ["--config", str(tmp_path / "c.yaml")]
-        assert [GENERATE.load([*flags, *more])[0].chat for more in ([], ["--chat"], ["--no-chat"])] == [on, True, False]
+        for more, chat in (([], on), (["--chat"], True), (["--no-chat"], False)):
+            assert GENERATE.load([*flags, *more])[0].chat == chat
     assert GENERATE.load([*flags, "--prompt", "c"])[0].prompt == ("c",), "and a list replaces that of the file"
 
 
@@ -237,8 +226,8 @@ def test_none_is_no_value_where_a_setting_may_have_none(tmp_path):
     (tmp_path / "c.yaml").write_text("model: {learned_positions: 16}\ndata: {path: none}")
     flags = ["--config", str(tmp_path / "c.yaml")]
     assert TRAIN.load(flags)[0].model.learned_positions == 16
-    assert TRAIN.load([*flags, "--model.learned-positions", "none"])[0].model.learned_positions is None
-    assert TRAIN.load([*flags, "--model.learned-positions", "null"])[0].model.learned_positions is None
+    for word in ("none", "null"):
+        assert TRAIN.load([*flags, "--model.learned-positions", word])[0].model.learned_positions is None
     assert TRAIN.load(flags)[0].data.path.name == "none", "which is a name like others"
 
 
@@ -265,24 +254,23 @@ def test_help_ends_in_a_terminal_of_few_columns(monkeypatch, capsys):
         assert max(map(len, printed(SMALL, "--help", capsys=capsys).splitlines())) > columns
 
 
+OF_NO_USE = """
+run: {dir: runs/x, seed: 3}
+train: {log_every: 7, z_loss: 0.1}
+optimizer: {learning_rate: 0.1, beta1: 0.5, schedule: wsd}
+checkpoint: {every: 3}
+"""
+
+
 def test_what_a_command_has_no_use_for_may_stand_in_a_file_and_changes_nothing(tmp_path, monkeypatch):
-    """Every setting that `estimate` does not offer, changed in a file: its numbers stay the same."""
-    other = {
-        "run": {"dir": "runs/x", "seed": 3},
-        "train": {"log_every": 7, "z_loss": 0.1},
-        "optimizer": {"learning_rate": 0.1, "beta1": 0.5, "schedule": "wsd"},
-        "checkpoint": {"every": 3},
-    }
-    names = {f"{section}.{name}" for section, values in other.items() for name in values}
-    assert {name for name in names if not name.startswith("checkpoint")} <= set(IGNORED_BY_COST)
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(other))
+    """Settings that `estimate` does not offer, changed in a file: its numbers stay the same."""
     monkeypatch.chdir(tmp_path)  # where no earlier run has settings of its own
+    Path("c.yaml").write_text(OF_NO_USE)
     results = []
-    for flags in ([], ["--config", str(tmp_path / "c.yaml")]):
-        file = tmp_path / "e.json"
+    for flags in ([], ["--config", "c.yaml"]):
         with contextlib.redirect_stdout(None):
-            assert jaxtp_main(["estimate", "--mesh", "tp=8", *flags, "--json", str(file)]) == 0
-        results.append({key: value for key, value in json.loads(file.read_text()).items() if key != "config"})
+            assert jaxtp_main(["estimate", "--mesh", "tp=8", *flags, "--json", "e.json"]) == 0
+        results.append(json.loads(Path("e.json").read_text()) | {"config": None})
     assert results[0] == results[1]
 
 

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tables import raised_by
 
 from jaxtp.__main__ import COMMANDS
 from jaxtp.config.affects import settings_of
@@ -22,8 +23,6 @@ from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import TrainConfig
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
-WITH_FILES = ("bench", "check", "estimate", "evaluate", "explain", "generate", "score", "train")
-"""The commands that take a configuration with names of code."""
 REFERENCES = [
     "data.batches",
     "data.validation_batches",
@@ -57,22 +56,20 @@ def run(program, words):
     return import_module(f"{COMMANDS[program]}.__main__").main([*start, *words])
 
 
-CASES = [(program, name) for program in WITH_FILES[:3] for name in REFERENCES]
-CASES += [(program, name) for program in ("explain", "train") for name in REFERENCES]
-CASES += [(program, "build") for program in ("evaluate", "generate", "score")]
-CASES += [("evaluate", "task_folder"), ("evaluate", "cache")]
+NAMES = dict.fromkeys(("bench", "check", "estimate", "explain", "train"), REFERENCES)
+NAMES |= {"evaluate": ["build", "task_folder", "cache"], "generate": ["build"], "score": ["build"]}
+"""What names code in the files of each command that reads one."""
 
 
-@pytest.mark.parametrize("program", sorted({program for program, _ in CASES}))
+@pytest.mark.parametrize("program", NAMES)
 def test_no_command_runs_code_that_a_file_names(program, folder, capsys):
-    for name in (name for each, name in CASES if each == program):
+    for name in NAMES[program]:
         words = write(folder / "shared.yaml", {name: value_of(name, "evil.py:code")})
         assert run(program, words) == 2
         error = capsys.readouterr().err
         flag = f"--{name.replace('_', '-')}"
         for part in ("shared.yaml names code", f"\n  {flag} evil.py:code\n", "--allow-code"):
             assert part in error, name
-        assert "Traceback" not in error
         assert not Path("PWNED").exists()
 
 
@@ -84,7 +81,7 @@ def test_a_file_cannot_call_a_function_of_the_standard_library(folder, capsys):
     for program in ("check", "estimate", "explain", "train"):
         assert run(program, words) == 2
         assert listed in capsys.readouterr().err, program
-        assert not Path("PWNED").exists()
+    assert not Path("PWNED").exists()
 
 
 ARGUMENTS = {"model.build": "model.arguments", "train.loss": "train.loss_arguments"}
@@ -161,19 +158,11 @@ def test_consent_is_the_same_flag_or_a_flag_for_all(folder, capsys):
             TRAIN.load([*words, "--train.steps", "3"])
 
 
-def test_consent_to_one_name_is_not_consent_to_another(folder):
-    words = write(folder / "mine.yaml", {"model.build": "evil.py:code", "train.loss": "os:system"})
-    with pytest.raises(ConfigError, match=r"--train\.loss os:system") as caught:
-        TRAIN.load([*words, "--model.build", "evil.py:code"])
-    assert "--model.build" not in str(caught.value)
-
-
 def test_neither_a_file_nor_its_base_can_consent(folder):
-    write(folder / "base.yaml", {"model.build": "evil.py:code"})
-    with pytest.raises(ConfigError, match=r"shared\.yaml names code"):
-        TRAIN.load(write(folder / "shared.yaml", {"base": "base.yaml"}))
-    with pytest.raises(ConfigError, match="allow_code: unknown key"):
-        TRAIN.load(write(folder / "shared.yaml", {"base": "base.yaml", "allow_code": True}))
+    (folder / "base.yaml").write_text("allow_code: true")
+    for values in ({"allow_code": True}, {"base": "base.yaml"}):
+        with pytest.raises(ConfigError, match="allow_code: unknown key"):
+            TRAIN.load(write(folder / "shared.yaml", values))
 
 
 def test_printing_needs_no_consent(folder, capsys):
@@ -237,11 +226,11 @@ def test_a_file_of_the_users_own_run_has_consent(own, capsys):
 
 def test_the_key_of_the_marks_is_secret_and_stays(own, key):
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
-    assert [file.name for file in key.parent.iterdir()] == ["key"]
     content = key.read_bytes()
-    mark_as_own(own)
-    assert key.read_bytes() == content
     assert len(content) == 32
+    mark_as_own(own)
+    assert list(key.parent.iterdir()) == [key]
+    assert key.read_bytes() == content
 
 
 def test_a_mark_of_an_image_whose_author_chose_its_inodes_and_times_is_none(own, key):
@@ -364,23 +353,23 @@ def test_a_file_of_another_user_has_no_consent(own, monkeypatch):
     assert not is_own(own)
 
 
-@pytest.mark.wide
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     named=st.dictionaries(st.sampled_from(REFERENCES), st.sampled_from(["evil.py:code", "os:system", "jaxtp:DPO"])),
     in_base=st.sets(st.sampled_from(REFERENCES)),
     flags=st.sets(st.sampled_from(REFERENCES)),
 )
 def test_any_file_is_refused_unless_flags_replace_all_its_names(named, in_base, flags, folder):
-    values = {name: value_of(name, reference) for name, reference in named.items()}
-    write(folder / "base.yaml", {name: value for name, value in values.items() if name in in_base})
-    above = {name: value for name, value in values.items() if name not in in_base}
-    words = write(folder / "shared.yaml", above | {"base": "base.yaml"})
-    words += [word for name in flags for word in (f"--{name}", "evil.py:code")]
-    left = {name for name, reference in named.items() if name not in flags and reference != "jaxtp:DPO"}
-    if left:
-        with pytest.raises(ConfigError, match="names code"):
-            TRAIN.load(words)
-    else:
-        TRAIN.load(words)
+    above = {"base": "base.yaml"}
+    base = {}
+    for name, reference in named.items():
+        (base if name in in_base else above)[name] = value_of(name, reference)
+    write(folder / "base.yaml", base)
+    words = write(folder / "shared.yaml", above)
+    for name in flags:
+        words += [f"--{name}", "evil.py:code"]
+    left = [name for name, reference in named.items() if name not in flags and reference != "jaxtp:DPO"]
+    error = raised_by(TRAIN.load, words)
+    assert ("names code" in error) == bool(left)
+    assert [name for name in left if f"--{name.replace('_', '-')} " not in error] == []
     assert not Path("PWNED").exists()

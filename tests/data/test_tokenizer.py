@@ -163,20 +163,20 @@ def test_a_worker_encodes_the_same(special_tokens):
     assert (there.prefix, there.encode_batch([])) == (here.prefix, [])
 
 
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        ({"FIXED_MEMORY": 0, "MEMORY_OF_TEXT": 0}, r"x: encoding a text ends the tokenizer's process .* at most 0 MiB"),
-        ({"FIXED_SECONDS": 0.05, "SECONDS_OF_TEXT": 0}, r"SIGPROF.*at most 0 s of computing"),
-    ],
-    ids=["memory", "time"],
-)
-def test_a_worker_that_takes_too_much_is_an_error_and_another_one_starts(monkeypatch, limits, message):
+TOO_MUCH = {
+    # Until 0.22, the library calls what it has no memory for an input of another type.
+    "MEMORY": r"encoding a text ends the tokenizer's process .* at most 0 MiB|cannot encode a text: ",
+    "SECONDS": r"encoding a text ends the tokenizer's process .*SIGPROF.*at most 0 s of computing",
+}
+
+
+@pytest.mark.parametrize("kind", TOO_MUCH)
+def test_a_worker_that_takes_too_much_is_an_error_and_another_one_starts(monkeypatch, kind):
     tokenizer = IsolatedTokenizer(CONTENT, "x")
     with monkeypatch.context() as patched:
-        for name, limit in limits.items():
-            patched.setattr(module, name, limit)
-        with pytest.raises(TokenizerError, match=message):
+        patched.setattr(module, f"FIXED_{kind}", 0.05 if kind == "SECONDS" else 0)
+        patched.setattr(module, f"{kind}_OF_TEXT", 0)
+        with pytest.raises(TokenizerError, match=f"^x: ({TOO_MUCH[kind]})"):
             tokenizer.encode_batch(["ab " * 2**20])
     np.testing.assert_array_equal(tokenizer.encode_batch(["ab"])[0], TRAINED.encode_batch(["ab"])[0])
 
@@ -184,10 +184,12 @@ def test_a_worker_that_takes_too_much_is_an_error_and_another_one_starts(monkeyp
 @pytest.mark.parametrize("part", ["normalizer", "decoder"])
 def test_replacements_that_grow_a_text_are_refused(part):
     replace = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
-    steps = {"type": "Sequence", f"{part}s": [replace] * 4}
-    content = json.dumps({**json.loads(CONTENT), part: steps}).encode()
+
+    def content(step):
+        return json.dumps({**json.loads(CONTENT), part: step}).encode()
+
     for kind in (HuggingFaceTokenizer, IsolatedTokenizer):
         with pytest.raises(TokenizerError, match=f"its {part} makes 1,000,000,000,000 characters out of one"):
-            kind(content, "x")
-    doubled = json.dumps({**json.loads(CONTENT), part: {**replace, "content": "aa"}}).encode()
-    assert HuggingFaceTokenizer(doubled, "x").decode(np.array([5])) is not None
+            kind(content({"type": "Sequence", f"{part}s": [replace] * 4}), "x")
+    doubled = HuggingFaceTokenizer(content({**replace, "content": "aa"}), "x")
+    assert doubled.decode(np.array([5])) is not None
