@@ -5,11 +5,13 @@ Each scenario raises where something is not as it should be; who started the pro
 
 import contextlib
 import errno
+import itertools
 import re
 import shutil
 import sys
 import time
 import zlib
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -43,7 +45,7 @@ def plan():
 def values(name, step, array):
     """The whole of an array at a step, the same in every process."""
     numbers = np.random.default_rng([zlib.crc32(name.encode()), step]).normal(scale=100, size=array.shape)
-    return np.asarray(numbers).astype(array.dtype)
+    return np.asarray(numbers, array.dtype)
 
 
 def state_at(step, planned):
@@ -100,17 +102,14 @@ def restore(place):
     assert restored(place, plan()) == (2, [])
 
 
-def damage(path, kind):
-    """Damages a file in one of three ways."""
-    whole = path.read_bytes()
-    if kind == 0:
-        path.write_bytes(whole[: len(whole) // 2])
-    elif kind == 1:
-        path.unlink()
-    else:
-        turned = bytearray(whole)
-        turned[len(whole) // 2] ^= 0x10
-        path.write_bytes(turned)
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def turn_a_bit(path):
+    turned = bytearray(path.read_bytes())
+    turned[len(turned) // 2] ^= 0x10
+    path.write_bytes(turned)
 
 
 def damage_files(place):
@@ -125,13 +124,14 @@ def damage_files(place):
     files = [max((good / "2/state" / part).rglob("*"), key=lambda path: path.stat().st_size) for part in parts]
     files += [good / "2/info/metadata", good / "2/state/array_metadatas/process_1"]
 
-    def prepare(file, kind):
+    def prepare(file, damage):
         shutil.rmtree(work, ignore_errors=True)
         shutil.copytree(good, work / "checkpoints")
-        damage(work / "checkpoints" / file.relative_to(good), kind)
+        damage(work / "checkpoints" / file.relative_to(good))
 
-    for number, file in enumerate(files):
-        first(lambda file=file, kind=number % 3: prepare(file, kind))
+    damages = itertools.cycle([cut, Path.unlink, turn_a_bit])
+    for number, (file, damage) in enumerate(zip(files, damages, strict=False)):
+        first(partial(prepare, file, damage))
         step, warnings = restored(work, planned)
         assert step == 1 or number >= len(parts), "damage to the arrays of a process is found"
         assert (work / "checkpoints/1").is_dir()
@@ -143,20 +143,21 @@ def damage_files(place):
 
 def fail_to_read(place):
     """An error of the file system of one process: it passes, or is the error of all; nothing is set aside."""
-    planned, restores, left = plan(), ocp.PyTreeCheckpointHandler.restore, [0]
+    planned = plan()
+    restores = ocp.PyTreeCheckpointHandler.restore
+    errors = []
 
     def failing(*args, **kwargs):
-        if jax.process_index() == 1 and left[0]:
-            left[0] -= 1
-            raise OSError(errno.EIO, "Input/output error")
+        if jax.process_index() == 1 and errors:
+            raise errors.pop()
         return restores(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ocp.PyTreeCheckpointHandler, "restore", failing)
         patch.setattr(io_errors, "PAUSES", (0.1, 0.1, 0.1))
-        left[0] = len(io_errors.PAUSES)
+        errors += [OSError(errno.EIO, "Input/output error")] * 3
         assert restored(place, planned) == (2, [])
-        left[0] = 99
+        errors += [OSError(errno.EIO, "Input/output error")] * 99
         said = refused(lambda: restored(place, planned))
     assert re.match(r"process 1 \(on .*checkpoints/2 cannot be read \(\[Errno 5\].*proves no damage", said), said
     assert restored(place, planned) == (2, [])
@@ -164,7 +165,8 @@ def fail_to_read(place):
 
 def see_another_folder(place):
     """A folder of one name on each host, which is not one: other steps, or other files in a step."""
-    planned, elsewhere = plan(), place / "elsewhere/checkpoints"
+    planned = plan()
+    elsewhere = place / "elsewhere/checkpoints"
     first(lambda: shutil.copytree(place / "checkpoints/1", elsewhere / "1"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement, "PAUSES", (0.1, 0.1))
@@ -179,28 +181,34 @@ def see_another_folder(place):
 def fail_to_write(place):
     """The disk of one process is full, before a save and during it: all fail, and what is there stays whole."""
     planned = plan()
-    state = state_at(3, planned)
     # A save first tries to write a page.
     for failing, size in ((0, 100), (0, 5000), (2, 100), (2, 5000)):
-        opened = Checkpoints(place / "checkpoints")
+        fails = jax.process_index() == failing
+        said = save_fails(place, planned, full_disk(size) if fails else contextlib.nullcontext())
+        assert re.match(rf"process {failing} \(on .*could not be written.*checkpoint at step 2 is complete", said), said
 
-        def write(opened=opened, failing=failing, size=size):
-            disk = full_disk(size) if jax.process_index() == failing else contextlib.nullcontext()
-            with disk:
-                opened.save(3, state, planned.mesh, {"next_sample": 3})
-                opened.wait()
 
-        said = refused(write)
-        why = rf"process {failing} \(on .*could not be written.*checkpoint at step 2 is complete"
-        assert re.match(why, said), said
-        with contextlib.suppress(CheckpointError), opened:
-            raise CheckpointError("as a run that ends")
-        assert restored(place, planned) == (2, [])
+def save_fails(place, planned, where):
+    """The message by which a third save fails, after which the second is restored."""
+    opened = Checkpoints(place / "checkpoints")
+    state = state_at(3, planned)
+
+    def write():
+        with where:
+            opened.save(3, state, planned.mesh, {"next_sample": 3})
+            opened.wait()
+
+    said = refused(write)
+    with contextlib.suppress(CheckpointError), opened:
+        raise CheckpointError("as a run that ends")
+    assert restored(place, planned) == (2, [])
+    return said
 
 
 def come_late(place):
     """A process that does not end its part of a save is given up, by name."""
-    planned, meet = plan(), SaveBarriers.__call__
+    planned = plan()
+    meet = SaveBarriers.__call__
 
     def hold_up(self, *, key, timeout_ms):
         if "async_write_complete" in key and jax.process_index() == 2:
@@ -210,22 +218,18 @@ def come_late(place):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "BARRIER_SECONDS", 3)
         patch.setattr(SaveBarriers, "__call__", hold_up)
-        opened = Checkpoints(place / "checkpoints")
-
-        def write():
-            opened.save(3, state_at(3, planned), planned.mesh, {"next_sample": 3})
-            opened.wait()
-
-        said = refused(write)
-        with contextlib.suppress(CheckpointError), opened:
-            raise CheckpointError("as a run that ends")
+        said = save_fails(place, planned, contextlib.nullcontext())
     assert "process 2 did not write its part within 3 s); the checkpoint at step 2 is complete" in said, said
-    assert restored(place, planned) == (2, [])
 
 
 SCENARIOS = {
-    **{"save": save, "restore": restore, "damage": damage_files},
-    **{"unreadable": fail_to_read, "unshared": see_another_folder, "unwritable": fail_to_write, "late": come_late},
+    "save": save,
+    "restore": restore,
+    "damage": damage_files,
+    "unreadable": fail_to_read,
+    "unshared": see_another_folder,
+    "unwritable": fail_to_write,
+    "late": come_late,
 }
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 from small_state import small_state
@@ -26,14 +28,14 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_inspect_prints_the_arrays_of_a_checkpoint(run, capsys):
+def test_inspect_prints_the_arrays_of_a_checkpoint(run, tmp_path, capsys):
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "no finished checkpoint there; name the folder of a run" in capsys.readouterr().err
     assert main(["inspect", str(run)]) == 0
     out = capsys.readouterr().out
     assert "step      2, next sample 8" in out
     assert "written   on mesh dp 1 x fsdp 2 x cp 1 x tp 2 by 1 process(es)" in out
-    line = next(line for line in out.splitlines() if line.startswith("model.weight"))
-    assert line.split()[1:4] == ["4x6", "float32", "96"]
-    assert line.endswith("('tp', ('fsdp', 'cp'))")
+    assert re.search(r"^model.weight +4x6 +float32 +96 .*\('tp', \('fsdp', 'cp'\)\)$", out, re.MULTILINE)
 
 
 def test_inspect_prints_a_copy_of_a_checkpoint_that_another_loop_wrote(tmp_path, capsys):
@@ -51,30 +53,23 @@ def test_inspect_prints_a_copy_of_a_checkpoint_that_another_loop_wrote(tmp_path,
 def test_verify_finds_a_bit_that_was_turned_over(run, tmp_path, capsys):
     assert main(["verify", str(run / "checkpoints/1")]) == 0
     assert "no problems" in capsys.readouterr().out
-    shutil.copytree(run, tmp_path / "run")
-    files = [path for path in (tmp_path / "run/checkpoints/2/state").rglob("*") if path.is_file()]
+    copy = Path(shutil.copytree(run / "checkpoints/2", tmp_path / "copy"))
+    files = [path for path in (copy / "state").rglob("*") if path.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size)
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 1
     largest.write_bytes(data)
-    assert main(["verify", str(tmp_path / "run")]) in (1, 2)
+    assert main(["verify", str(copy)]) in (1, 2)
     captured = capsys.readouterr()
     assert "arrays, 1 problem\n" in captured.out or "damaged" in captured.err
-    assert "Traceback" not in captured.out + captured.err
+    assert "Traceback" not in captured.err
 
 
 def test_diff_prints_the_largest_difference_of_each_array(run, capsys):
     first, second = (str(run / "checkpoints" / step) for step in "12")
     assert main(["diff", first, second]) == 1
-    out = capsys.readouterr().out.splitlines()
-    assert out == ["7.450e-02               model.weight", out[-1]]
-    assert out[-1].startswith("1 of ")
+    assert capsys.readouterr().out.startswith("7.450e-02               model.weight\n1 of ")
     assert main(["diff", first, first]) == 0
-
-
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path, capsys):
-    assert main(["inspect", str(tmp_path)]) == 2
-    assert "no finished checkpoint there; name the folder of a run" in capsys.readouterr().err
 
 
 def test_an_array_that_was_not_part_of_the_saved_state_is_compared_by_its_elements(run):

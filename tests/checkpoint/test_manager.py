@@ -1,5 +1,6 @@
 """Saves and restores of a run: on any mesh, kept as asked for, and never of damaged or wrong numbers."""
 
+import contextlib
 import shutil
 import threading
 
@@ -11,7 +12,7 @@ from flax import nnx
 from flips import with_flip
 from jax.sharding import NamedSharding, PartitionSpec
 from small_state import save_steps, small_state, variable, weight_of
-from support import assert_close, by_name, compilations, state_on_mesh
+from support import compilations, state_on_mesh
 
 import jaxtp
 from jaxtp.checkpoint import checksum
@@ -73,15 +74,18 @@ def test_a_checkpoint_without_padding_is_restored_on_another_mesh(written):
     mesh = jaxtp.make_mesh(1, 1, 8)
     expected = padded_state(mesh)
     with Checkpoints(written) as checkpoints:
-        assert checkpoints.steps() == [3]
         assert checkpoints.info(3)["next_sample"] == 48
         state = checkpoints.restore(3, expected, mesh)
-    for leaf, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(leaf, other)
-        assert leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim)
+    assert_same_state(state, expected)
     table = np.asarray(state["model"]["table"][...])
     assert table.shape == (24, 16)
     assert not table[19:].any()
+
+
+def assert_same_state(found, expected):
+    for array, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(array, other)
+        assert array.sharding.is_equivalent_to(other.sharding, array.ndim)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -93,14 +97,12 @@ def test_weights_alone_are_read_in_the_dtype_that_is_asked_for(written, dtype):
     jax.tree.map(np.testing.assert_array_equal, weights, expected)
 
 
-def test_a_checkpoint_of_another_model_is_refused(written, tmp_path):
+def test_a_checkpoint_of_another_model_is_refused(written):
     with Checkpoints(written) as checkpoints, pytest.raises(CheckpointError, match=r"this model's state.*model\.table"):
         checkpoints.restore(3, small_state(), MESH)
     larger = nnx.State({"table": variable(np.ones((21, 16)), MESH)})
     with pytest.raises(CheckpointError, match=r"model.table is \(19, 16\), not \(21, 16\)"):
         load_weights(written, larger, MESH)
-    with pytest.raises(CheckpointError, match="no finished checkpoint"):
-        load_weights(tmp_path, larger, MESH)
 
 
 @pytest.mark.wide
@@ -108,12 +110,12 @@ def test_written_on_any_mesh_and_restored_on_two_others(tmp_path):
     meshes = [jaxtp.make_mesh(*sizes) for sizes in MESHES]
     states = [padded_state(mesh) for mesh in meshes]
     with Checkpoints(tmp_path, keep=len(meshes)) as checkpoints:
-        for step, (mesh, state) in enumerate(zip(meshes, states, strict=True)):
-            save_and_wait(checkpoints, step, state, mesh)
+        for step, mesh in enumerate(meshes):
+            save_and_wait(checkpoints, step, states[step], mesh)
         for step in range(len(meshes)):
             for other in (step - 1, step - 3):
                 restored = checkpoints.restore(step, states[other], meshes[other])
-                assert_close(by_name(restored, meshes[other]), by_name(states[step], meshes[step]), 0)
+                assert_same_state(restored, states[other])
 
 
 def test_a_second_save_or_restore_compiles_nothing():
@@ -133,41 +135,35 @@ def test_a_second_save_or_restore_compiles_nothing():
 
 
 def test_an_unpadded_table_is_still_split_over_every_device_that_held_it():
-    for sizes in ((1, 1, 8), (1, 2, 4)):
-        mesh = jaxtp.make_mesh(*sizes)
-        table = abstract_logical(padded_state(mesh), mesh)["model.table"]
-        assert table.shape == (19, 16)
-        assert table.sharding.shard_shape(table.shape) == (19, 16 // (sizes[1] * sizes[2]))
+    mesh = jaxtp.make_mesh(1, 2, 4)
+    table = abstract_logical(padded_state(mesh), mesh)["model.table"]
+    assert table.shape == (19, 16)
+    assert table.sharding.shard_shape(table.shape) == (19, 2)
 
 
-@pytest.mark.parametrize(
-    ("settings", "kept", "then"),
-    [
-        ({"keep": 2}, [5, 6], [6, 7]),
-        ({"keep": 1, "keep_every": 4, "keep_best": True}, [2, 4, 6], [2, 4, 7]),
-    ],
-    ids=str,
-)
-def test_the_newest_the_best_and_every_fourth_checkpoint_are_kept(tmp_path, settings, kept, then):
+@pytest.mark.parametrize("best", [False, True])
+def test_the_newest_the_best_and_every_fourth_checkpoint_are_kept(tmp_path, best):
     """Validation losses by step: the best is at 2; the newest has none, and is kept all the same."""
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 5: 1.5, 7: 1.2}
-    for steps, left in ((range(1, 7), kept), ([7], then)):  # the best may be of before it was opened again
+    settings = {"keep": 1, "keep_every": 4, "keep_best": True} if best else {"keep": 2}
+    kept = {6: [2, 4, 6], 7: [2, 4, 7]} if best else {6: [5, 6], 7: [6, 7]}
+    # The best may be of before it was opened again.
+    for steps in (range(1, 7), [7]):
         with Checkpoints(tmp_path, **settings) as checkpoints:
             for step in steps:
                 checkpoints.save(step, small_state(), MESH, {}, eval_loss=losses.get(step))
             checkpoints.wait()
-            assert checkpoints.steps() == left
+            assert checkpoints.steps() == kept[step]
 
 
 def damages(path):
     """Cuts a file short, turns a bit over and deletes it; then restores what it was."""
     whole = path.read_bytes()
-    for position in sorted({0, len(whole) // 2, max(len(whole) - 1, 0)}):
-        if whole:
-            turned = bytearray(whole)
-            turned[position] ^= 0x10
-            path.write_bytes(turned)
-            yield f"{path.name}: bit turned at {position}"
+    for position in {0, len(whole) // 2, len(whole) - 1} if whole else ():
+        turned = bytearray(whole)
+        turned[position] ^= 0x10
+        path.write_bytes(turned)
+        yield f"{path.name}: bit turned at {position}"
     path.write_bytes(whole[: len(whole) // 2])
     yield f"{path.name}: cut short"
     path.unlink()
@@ -181,11 +177,8 @@ def newest(checkpoints, warn=pytest.fail):
 
 def weights_or_none(run):
     """What a new run would start from, unless it is refused."""
-    try:
-        weights, _ = load_weights(run, small_state()["model"], MESH)
-    except CheckpointError:
-        return None
-    return np.asarray(weights["weight"][...])
+    with contextlib.suppress(CheckpointError):
+        return load_weights(run, small_state()["model"], MESH)[0]["weight"][...]
 
 
 @pytest.mark.wide
@@ -195,7 +188,6 @@ def test_every_damage_is_found_or_harmless(tmp_path):
     save_steps(good, 1, 2).close()
     expected = {step: weight_of(small_state(step)) for step in (1, 2)}
     files = sorted(path.relative_to(good) for path in (good / "2").rglob("*") if path.is_file())
-    assert len(files) > 4
     found = set()
     alone = set()
     work = tmp_path / "work"
@@ -282,8 +274,7 @@ def test_a_save_does_not_wait_for_its_sums(tmp_path, monkeypatch):
         checkpoints.save(2, small_state(np.nan), MESH, {})
         with pytest.raises(NonFiniteError, match=r"step 2 is not saved: .* not finite.*step 1 is complete"):
             checkpoints.confirm()
-        checkpoints.save(3, small_state(), MESH, {})
-        checkpoints.wait()
+        save_and_wait(checkpoints, 3, small_state(), MESH)
         assert checkpoints.steps() == [1, 3]
 
 
@@ -291,9 +282,7 @@ def test_what_is_not_finite_is_not_saved(tmp_path):
     """It would take the place of those that are finite, and no step can mend it."""
     with save_steps(tmp_path, 1, keep=1) as checkpoints:
         for step, wrong in enumerate((np.nan, np.inf, -np.inf), start=2):
-            weight = np.ones((4, 6), np.float32)
-            weight[1, 2] = wrong
-            state = nnx.State({"model": {"weight": variable(weight, MESH)}})
+            state = nnx.State({"model": {"weight": variable([1.0, wrong], MESH)}})
             with pytest.raises(NonFiniteError, match=f"step {step} is not saved: model.weight has 1 element that is"):
                 save_and_wait(checkpoints, step, state, MESH)
         assert checkpoints.steps() == [1]
@@ -305,13 +294,12 @@ def test_a_copy_that_differs_is_found_by_the_save(tmp_path, sizes):
     mesh = jaxtp.make_mesh(*sizes)
     state = small_state(1, mesh, "fsdp")
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state, mesh, {})
-        for step, position in ((2, 0), (3, mesh.size - 1)):
+        for step, position in ((1, 0), (2, mesh.size - 1)):
             bad = with_flip(state, "model.weight", position, bit=29)
             which = rf".*device.* {position}" if mesh.size > 2 else " on devices 0, 1"
             with pytest.raises(UnequalCopiesError, match=f"step {step} is not saved: .*model.weight{which}"):
                 save_and_wait(checkpoints, step, bad, mesh)
-        assert checkpoints.steps() == [1]
+        assert checkpoints.steps() == []
 
 
 def test_steps_are_those_on_the_disk(tmp_path):
@@ -331,8 +319,7 @@ def test_a_save_that_fails_in_the_background_hides_no_other_error(tmp_path, monk
     save_steps(tmp_path, 1).close()
 
     def full(self):
-        file = f'local file "{tmp_path}/2.orbax-checkpoint-tmp/ocdbt.process_0/{"d/" * 300}"'
-        raise ValueError(f"RESOURCE_EXHAUSTED: Error writing {file}: No space left on device [os_error_code='28']")
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing ...: No space left on device [os_error_code='28']")
 
     monkeypatch.setattr(ocp.CheckpointManager, "wait_until_finished", full)
     monkeypatch.setattr(ocp.CheckpointManager, "close", lambda self: None)
@@ -350,16 +337,14 @@ def sums_of(array):
 def test_checksums_do_not_depend_on_the_mesh_and_see_every_bit():
     values = np.arange(48, dtype=np.float32).reshape(4, 12)
     plain = sums_of(jax.device_put(values))
-    for mesh in ((1, 1, 4), (2, 2, 1)):
-        sharding = NamedSharding(jaxtp.make_mesh(*mesh), PartitionSpec(("dp", "fsdp"), "tp"))
-        assert sums_of(jax.device_put(values, sharding)) == plain
-    seen = {plain}
+    sharding = NamedSharding(jaxtp.make_mesh(2, 2, 2), PartitionSpec(("dp", "fsdp"), "tp"))
+    assert sums_of(jax.device_put(values, sharding)) == plain
+    seen = {plain, sums_of(jax.device_put(values[::-1]))}
     for bit in range(32):
-        turned = values.view(np.uint32).copy()
-        turned[1, 2] ^= np.uint32(1 << bit)
-        seen.add(sums_of(jax.device_put(turned.view(np.float32))))
-    assert len(seen) == 33
-    assert sums_of(jax.device_put(values[::-1])) != plain, "order counts"
+        turned = values.copy()
+        turned.view(np.uint32)[1, 2] ^= np.uint32(1 << bit)
+        seen.add(sums_of(jax.device_put(turned)))
+    assert len(seen) == 34
     for dtype in (jax.numpy.bfloat16, np.int32, np.uint32, np.bool_, np.int8):
         assert len(sums_of(jax.device_put(np.ones(3, dtype)))) == 16
 
@@ -370,13 +355,10 @@ def test_sums_of_many_arrays_are_those_of_each():
     many = {f"{i}": jax.device_put(np.full((i % 2 + 1, 3), i, np.float32)) for i in range(count)}
     together = Sums(many).checksums()
     assert list(together) == list(many)
-    assert len({*together.values()}) == count
-    for name in ("0", "1", str(count - 1)):
-        assert together[name] == sums_of(many[name])
+    assert together == {name: sums_of(array) for name, array in many.items()}
 
 
 def test_an_infinite_scalar_is_sound_and_nan_is_not():
     """The lowest loss so far starts at infinity."""
-    arrays = {"best": np.inf, "nan": np.nan, "vector": [np.inf]}
-    sums = Sums({name: jax.device_put(np.float32(value)) for name, value in arrays.items()})
-    assert sums.not_finite() == {"nan": 1, "vector": 1}
+    arrays = {"best": np.float32(np.inf), "nan": np.float32(np.nan), "vector": np.array([np.inf], np.float32)}
+    assert Sums(jax.tree.map(jax.device_put, arrays)).not_finite() == {"nan": 1, "vector": 1}

@@ -6,14 +6,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 from small_state import save_steps, small_state, weight_of
 from structures import plant, watched
 
@@ -51,38 +50,23 @@ def test_a_restore_holds_little_more_than_what_it_reads(tmp_path):
 def test_the_largest_part_passes_any_limit(tmp_path, monkeypatch):
     """Orbax refuses what is not smaller than its limit."""
     monkeypatch.setattr(storage, "MAX_BYTES_IN_FLIGHT", 10)
+    meshes = [jaxtp.make_mesh(fsdp=4), jaxtp.make_mesh(fsdp=2)]
     with Checkpoints(tmp_path) as checkpoints:
-        for step, axes in ((1, {"fsdp": 4}), (2, {"fsdp": 2})):
-            mesh = jaxtp.make_mesh(**axes)
+        for step, mesh in enumerate(meshes):
             checkpoints.save(step, small_state(1, mesh, "fsdp"), mesh, {})
         checkpoints.wait()
-        checkpoints.restore(1, small_state(1, mesh, "fsdp"), mesh)
-
-
-def test_whole_chunks_are_counted():
-    sharding = NamedSharding(jaxtp.make_mesh(fsdp=4), PartitionSpec("fsdp"))
-    chunks = SimpleNamespace(chunk_shape=(8, 6))
-    there = SimpleNamespace(shape=(16, 6), dtype=np.dtype(np.float32), storage=chunks)
-    target = jax.ShapeDtypeStruct((16, 6), np.float32, sharding=sharding)
-    assert storage.bytes_to_read(there, target) == 16 * 6 * 4
+        for step, mesh in enumerate(reversed(meshes)):
+            checkpoints.restore(step, small_state(1, mesh, "fsdp"), mesh)
 
 
 def test_a_save_uses_no_pinned_memory_and_restores_the_switch_interval_of_threads(tmp_path, monkeypatch):
-    settings = []
-    init = ocp.PyTreeCheckpointHandler.__init__
-
-    def recorded_init(self, **given):
-        settings.append(given)
-        init(self, **given)
-
-    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "__init__", recorded_init)
+    init = mock.Mock(wraps=ocp.PyTreeCheckpointHandler)
+    monkeypatch.setattr(ocp, "PyTreeCheckpointHandler", init)
     before = sys.getswitchinterval()
     save_steps(tmp_path, 1).close()
     assert sys.getswitchinterval() == before
-    assert settings[-1] == {
-        "save_concurrent_gb": storage.MAX_BYTES_IN_FLIGHT / 10**9,
-        "enable_pinned_host_transfer": False,
-    }
+    assert init.call_args.kwargs["enable_pinned_host_transfer"] is False
+    assert init.call_args.kwargs["save_concurrent_gb"] == storage.MAX_BYTES_IN_FLIGHT / 10**9
 
 
 @pytest.mark.parametrize("absent", [("dtypes",), ("dtypes", "shapes")], ids=str)
@@ -91,15 +75,14 @@ def test_a_checkpoint_of_an_older_version_is_read(tmp_path, absent):
     state = small_state()
     arrays = to_logical(state, MESH)
     described = describe_arrays(Sums(arrays))
-    info = ocp.args.JsonSave(seal({name: described[name] for name in described.keys() - set(absent)}))
+    for name in absent:
+        del described[name]
+    info = ocp.args.JsonSave(seal(described))
     with ocp.CheckpointManager(tmp_path, item_names=("state", "info")) as written:
         written.save(1, args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), info=info))
     with Checkpoints(tmp_path) as checkpoints:
         restored = checkpoints.restore(1, state, MESH)
-        checkpoints.save(2, restored, MESH, {})
     np.testing.assert_array_equal(weight_of(restored), weight_of(state))
-    for step, handler in ((1, "StandardCheckpointHandler"), (2, "PyTreeCheckpointHandler")):
-        assert handler in (tmp_path / f"{step}/_CHECKPOINT_METADATA").read_text()
 
 
 WRONG_ENTRIES = [
@@ -192,10 +175,10 @@ def test_what_is_no_file_of_a_checkpoint_is_damage(tmp_path):
         path.write_bytes(whole)
 
 
-@pytest.mark.parametrize("name", ["1/_CHECKPOINT_METADATA", "1/pipe", "pipe"])
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_checkpoints_with_a_pipe_among_them_are_not_opened(name, kind, tmp_path):
+def test_checkpoints_with_a_pipe_among_them_are_not_opened(tmp_path):
     (tmp_path / "1").mkdir()
-    plant(tmp_path / name, kind)
-    with watched(), pytest.raises(CheckpointError, match=f"{name} is not a regular file; delete it"):
-        Checkpoints(tmp_path)
+    for name, kind in (("1/_CHECKPOINT_METADATA", "pipe"), ("1/pipe", "device"), ("pipe", "pipe")):
+        plant(tmp_path / name, kind)
+        with watched(), pytest.raises(CheckpointError, match=f"{name} is not a regular file; delete it"):
+            Checkpoints(tmp_path)
+        (tmp_path / name).unlink()

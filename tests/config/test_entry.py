@@ -6,14 +6,17 @@ import gc
 import io
 import linecache
 import os
+import re
 import signal
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
 from runs import full_disk
+from support import journeys
 
 import jaxtp
 from jaxtp.checkpoint.__main__ import main as checkpoint
@@ -36,21 +39,16 @@ def test_every_command_starts_before_its_imports_and_ends_in_the_one_way():
         ending = text.rpartition('if __name__ == "__main__":\n')[2].strip()
         assert ending.startswith("entry.run(") or (path.parent.name == "jaxtp" and ending == "script()"), path
         assert "\n" not in ending, path
-        tree = ast.parse(text)
-        first = tree.body[1]
-        program = next(each.value.value for each in tree.body if ast.unparse(each).startswith("PROGRAM = "))
+        first = ast.unparse(ast.parse(text).body[1])
+        program = re.search(r'^PROGRAM = "(.*)"$', text, re.MULTILINE)[1]
         start = "start()" if program == "jaxtp" else f"start({program!r})"
-        beginning = [ast.unparse(each) for each in (first.test, *first.body[:2])]
-        assert beginning == ["__name__ == '__main__'", "from jaxtp.config.entry import start", start], path
-
-
-def text_output(descriptor):
-    return entry.text_output(descriptor, io.TextIOWrapper(io.BytesIO(), "utf-8"))
+        beginning = f"if __name__ == '__main__':\n    from jaxtp.config.entry import start\n    {start}"
+        assert first.startswith(beginning), path
 
 
 def test_a_full_disk_under_standard_output_is_a_mistake(capsys):
     with open("/dev/full", "w") as full:
-        output = text_output(full.fileno())
+        output = entry.text_output(full.fileno(), io.TextIOWrapper(io.BytesIO(), "utf-8"))
 
         def action():
             output.write("numbers")
@@ -94,7 +92,7 @@ def test_errors_of_standard_output_keep_their_class():
 def test_errors_of_files_are_one_line(tmp_path, capsys):
     path = tmp_path / "report.json"
     with full_disk(10):
-        assert entry.attempt("program", lambda: path.write_text("x" * 100) and None) == 2
+        assert entry.attempt("program", partial(path.write_text, "x" * 100)) == 2
     assert capsys.readouterr().err == "program: error: File too large\n"
     (tmp_path / "loop").symlink_to("loop")
     for name in ("x" * 300, "loop/model"):
@@ -128,10 +126,6 @@ def test_a_users_mistake_is_one_line_and_other_errors_are_not_hidden(capsys):
             entry.attempt("program", raising(error))
 
 
-def name_of(module):
-    return "jaxtp" if module == "jaxtp" else f"jaxtp {module.rpartition('.')[2]}"
-
-
 def started(module, *flags, **streams):
     return subprocess.Popen([sys.executable, "-m", module, *flags], stderr=subprocess.PIPE, text=True, **streams)
 
@@ -141,7 +135,7 @@ def started(module, *flags, **streams):
 def test_a_closed_pipe_is_silent_and_a_full_disk_is_one_line(module):
     """Of the program, of a command, and of one that does not import JAX; all start in the one way."""
     flags = [] if module == "jaxtp" else ["--help"]
-    name = name_of(module)
+    name = module.replace(".tools", "").replace(".", " ")
     with started(module, *flags, stdout=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
@@ -152,43 +146,30 @@ def test_a_closed_pipe_is_silent_and_a_full_disk_is_one_line(module):
 
 
 def test_an_import_leaves_the_garbage_collector_as_it_was():
-    for enabled in (False, True):
-        (gc.enable if enabled else gc.disable)()
-        try:
-            assert entry.import_fast("jaxtp.config.entry") is entry
-            with pytest.raises(ModuleNotFoundError):
-                entry.import_fast("jaxtp.absent")
-            assert gc.isenabled() == enabled
-        finally:
-            gc.enable()
+    for was_enabled, switch in ((False, gc.disable), (True, gc.enable)):
+        switch()
+        assert entry.import_fast("jaxtp.config.entry") is entry
+        with pytest.raises(ModuleNotFoundError):
+            entry.import_fast("jaxtp.absent")
+        assert gc.isenabled() == was_enabled
 
 
-def of_module(module, name):
-    return [sys.executable, "-m", module, "--help"], name
+SCRIPT = "import sys; from {} import {function}; sys.argv = ['jaxtp', 'train']; {function}()"
 
 
-def of_script():
-    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
-    module, _, function = scripts["jaxtp"].partition(":")
-    code = f"import sys; from {module} import {function}; sys.argv = ['jaxtp', 'train']; {function}()"
-    return [sys.executable, "-c", code], "jaxtp train"
-
-
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [
-        pytest.param(*of_script(), marks=pytest.mark.journey),
-        pytest.param(*of_module("jaxtp.train", "jaxtp train"), marks=pytest.mark.journey),
-        pytest.param(*of_module("jaxtp.generate", "jaxtp generate"), marks=pytest.mark.slow),
-    ],
-    ids=["script", "train", "generate"],
-)
-def test_ctrl_c_during_imports_is_one_line(command, name):
+@pytest.mark.parametrize("name", journeys(["script", "train", "generate"], "script", "train"))
+def test_ctrl_c_during_imports_is_one_line(name):
     """At the first library that is imported after `jaxtp.config.entry`; a traceback would come from there."""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    command = ["-m", f"jaxtp.{name}", "--help"]
+    if name == "script":
+        scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+        module, _, function = scripts["jaxtp"].partition(":")
+        command = ["-c", SCRIPT.format(module, function=function)]
+        name = "train"
+    with subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True) as process:
         wait_until_it_imports_a_library(process.pid)
         process.send_signal(signal.SIGINT)
-        assert process.stderr.read() == f"\n{name}: interrupted\n"
+        assert process.stderr.read() == f"\njaxtp {name}: interrupted\n"
     assert process.returncode == 130
 
 

@@ -2,8 +2,9 @@
 
 import json
 import os
-import shutil
+import re
 import tracemalloc
+from functools import partial
 
 import pytest
 import yaml
@@ -16,7 +17,7 @@ from jaxtp.analysis import hardware
 from jaxtp.analysis.hardware import Hardware
 from jaxtp.config.files import open_directly, sha256, write_atomically
 from jaxtp.config.reading import MAX_YAML, inside, parse_json, read_bytes, truncate
-from jaxtp.config.schema import ConfigError, from_yaml, to_plain, validate
+from jaxtp.config.schema import ConfigError, from_yaml, to_plain
 from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.tools.convert.__main__ import main as convert
@@ -35,7 +36,6 @@ LAUGHS = "a: &a [x, x]\nb: [*a, *a]"
 ABSURD = {
     "a key that is a list": ("? [a]\n: 1", "a key that is not a word"),
     "a key that is a mapping": ("? {a: 1}\n: 1", "a key that is not a word"),
-    "nested brackets": ("[" * 3000 + "]" * 3000, "nested too deeply"),
     "nested blocks": ("\n".join("  " * i + "- a:" for i in range(200)), "nested too deeply"),
     "most nested brackets": ("[" * (MAX_YAML - 1), "nested too deeply"),
     "no such date": ("name: 2001-13-45", "'2001-13-45' is not a valid timestamp"),
@@ -69,30 +69,25 @@ ABSURD = {
 def test_absurd_yaml_is_one_error(tmp_path):
     """Both readers begin with the same one, so that one in five of these is enough for that of hardware."""
     path = tmp_path / "c.yaml"
-    cases = [(READERS["config"], name) for name in ABSURD]
-    cases += [(READERS["hardware"], name) for name in list(ABSURD)[::5]]
-    for read, name in cases:
-        text, message = ABSURD[name]
+    for index, (name, (text, message)) in enumerate(ABSURD.items()):
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        with pytest.raises(ConfigError, match=message) as caught:
-            read(path)
-        said = str(caught.value)
-        assert is_one_clear_message(caught.value), name
-        assert said.startswith(str(path)), name
-        assert len(said.splitlines()) == 1, name
+        for read in [*READERS.values()][: 1 if index % 5 else 2]:
+            with pytest.raises(ConfigError, match=f"^{re.escape(str(path))}.*{message}") as caught:
+                read(path)
+            assert is_one_clear_message(caught.value), name
+            assert "\n" not in str(caught.value), name
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 def test_a_path_that_is_no_file_is_one_error(read, tmp_path):
     path = tmp_path / "c.yaml"
     for kind, message in {
-        "folder": "a folder, not a file",
         "pipe": "not a regular file",  # opening it would wait for ever
         "device": "not a regular file",
         "link to itself": "symbolic links",
         "link to nothing": "No such file",
+        "folder": "a folder, not a file",
     }.items():
-        shutil.rmtree(path) if path.is_dir() else None
         plant(path, kind)
         with watched(), pytest.raises(ConfigError, match=message):
             read(path)
@@ -149,39 +144,25 @@ def test_hundreds_of_problems_are_not_all_told(tmp_path):
     assert is_one_clear_message(caught.value)
 
 
-def check_configuration(values, path):
-    path.write_text(yaml.safe_dump(values))
-    gives_one_of(TrainConfig, ConfigError, lambda: from_yaml(TrainConfig, path))
-
-
-def check_hardware(values, path):
-    path.write_text(yaml.safe_dump(values))
-    gives_one_of(Hardware, ConfigError, lambda: hardware.read(path))
-
-
-CONFIGURATIONS = st.one_of(changed(DEFAULT), VALUES)
-DEVICES = st.one_of(changed(HARDWARE), VALUES)
-
-
 WORDS = [*"-?:,[]{}#&*!|>%'\"~=<\n \t", "<<", "&a ", "*a", "!!int ", "!!set ", "!!omap ", "!!binary ", "!!timestamp "]
 WORDS += ["model", "base: c.yaml", "1e3", "0x_", "1:60", "2001-02-30", ".nan", "\\", "\0", "\ud7ff", "- ", ": ", "? "]
 TOKENS = st.lists(st.sampled_from(WORDS), max_size=25).map("".join)
 
 
-def check_text(text, path):
-    path.write_text(text)
-    gives_one_of(TrainConfig, ConfigError, lambda: from_yaml(TrainConfig, path))
-    gives_one_of(Hardware, ConfigError, lambda: hardware.read(path))
-
-
 def check_files(configuration, device, text, path):
-    check_configuration(configuration, path)
-    check_hardware(device, path)
-    check_text(text, path)
+    for content, reader in (
+        (yaml.safe_dump(configuration), "config"),
+        (yaml.safe_dump(device), "hardware"),
+        (text, "config"),
+        (text, "hardware"),
+    ):
+        path.write_text(content)
+        read = partial(READERS[reader], path)
+        gives_one_of((TrainConfig, Hardware), ConfigError, read)
 
 
 @examples(15)
-@given(configuration=CONFIGURATIONS, device=DEVICES, text=TOKENS)
+@given(configuration=changed(DEFAULT) | VALUES, device=changed(HARDWARE) | VALUES, text=TOKENS)
 def test_any_structure_and_tokens_are_read_or_one_error(configuration, device, text, tmp_path):
     check_files(configuration, device, text, tmp_path / "c.yaml")
 
@@ -223,32 +204,26 @@ def test_json_is_read_as_it_was_written(value):
 
 
 def test_a_file_is_inside_of_its_folder_or_a_blob(tmp_path):
-    folder, blobs = tmp_path / "models--a--b/snapshots/1", tmp_path / "models--a--b/blobs"
-    for made in (folder, blobs, folder / "deep"):
-        made.mkdir(parents=True)
+    folder = tmp_path / "models--a--b/snapshots/1"
+    blobs = tmp_path / "models--a--b/blobs"
+    (folder / "deep").mkdir(parents=True)
+    blobs.mkdir()
     (blobs / "b").write_text("blob")
     (folder / "deep/c").write_text("deep")
-    for name, target in {
-        "b": "../../blobs/b",
-        "c": "deep/c",
-        "out": "../out",
-        "gone": "nothing",
-        "loop": "loop",
-    }.items():
+    links = {"b": "../../blobs/b", "c": "deep/c", "out": "../out", "gone": "nothing", "loop": "loop"}
+    for name, target in links.items():
         (folder / name).symlink_to(target)
     assert [read_bytes(inside(folder, name), 4) for name in "bc"] == [b"blob", b"deep"]
     for name, message in {
         "out": "outside of the folder",
         "gone": "is a broken link",
         "a\0b": "no file can have",
+        "loop": "loop",
+        "missing": "No such file",
+        "x" * 300: "name too long",
     }.items():
         with pytest.raises(OSError, match=message):
-            inside(folder, name)
-    for name in ("loop", "missing", "x" * 300):
-        with pytest.raises(OSError):
             read_bytes(inside(folder, name), 4)
-    with pytest.raises(OSError, match="larger than 3 bytes"):
-        read_bytes(inside(folder, "b"), 3)
 
 
 def test_what_is_shown_is_one_short_line():
@@ -269,12 +244,6 @@ def test_every_command_refuses_the_home_of_nobody(capsys, tmp_path, monkeypatch)
     ):
         assert command(flags.split()) == 2
         assert "there is no user" in capsys.readouterr().err, flags
-
-
-def test_a_setting_of_the_model_is_finite():
-    for key in ("rope_theta", "norm_eps"):
-        with pytest.raises(ConfigError, match=key):
-            validate(TrainConfig, {"model": {key: float("inf")}}, source="test")
 
 
 MODES = ("wb", "ab", "a+b", "r+b", "w", "a", "a+")
@@ -304,15 +273,14 @@ def test_a_pipe_with_a_reader_is_no_regular_file_either(tmp_path):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_regular_file_is_opened_as_python_does(mode, tmp_path):
-    text = "b" not in mode
     found = []
     for opened in (open, open_directly):
         path = tmp_path / opened.__name__
         if mode == "r+b":
             path.write_text("before")
-        for content in ("one ", "two"):
+        for content in (b"one ", b"two"):
             with opened(path, mode) as file:
-                file.write(content if text else content.encode())
+                file.write(content if "b" in mode else content.decode())
         found.append((path.read_text(), path.stat().st_mode))
     assert found[0] == found[1]
 

@@ -155,14 +155,6 @@ def test_a_run_of_dpo_is_told_the_command_that_makes_its_reference(dataset):
     assert teacher.endswith("--data.packing concatenated")
 
 
-def cut(file):
-    file.write_bytes(file.read_bytes()[:-4])
-
-
-def changed(file):
-    file.write_bytes(file.read_bytes()[:-4] + np.float32(-7).tobytes())
-
-
 def linked(file):
     file.symlink_to(file.rename("elsewhere").absolute())
 
@@ -172,13 +164,22 @@ def piped(file):
     os.mkfifo(file)
 
 
-@pytest.mark.parametrize("damage", [cut, changed, Path.unlink, linked, piped], ids=lambda each: each.__name__)
+DAMAGES = {
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-4]),
+    "changed": lambda file: file.write_bytes(file.read_bytes()[:-4] + np.float32(-7).tobytes()),
+    "deleted": Path.unlink,
+    "linked": linked,
+    "piped": piped,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_found(dataset, damage):
     write(dataset).finish()
-    damage(Path("s/train-00000.log_probs"))
+    DAMAGES[damage](Path("s/train-00000.log_probs"))
     (problem,) = verify(open_scores(FOLDER))
     assert "train-00000.log_probs" in problem
-    if damage is not changed:
+    if damage != "changed":
         with pytest.raises(ScoresError, match=r"train-00000.log_probs: damaged scores"):
             Data(load_corpus(dataset.folder), SETTINGS, 0, open_scores(FOLDER))
 

@@ -206,8 +206,11 @@ def test_a_resumed_command_writes_the_day_on_which_it_was_begun(monkeypatch):
     prompt, _ = prompts_and_answers(open_dataset(Path("d")))[0]
     assert spelled(prompt).startswith("31 Jan 2026, 12:00")
     assert template_day(Path("d")) == template_day(Path("e")) == "2026-01-31"
-    assert template_day(made("a.jsonl --messages messages --out none").folder) is None
     assert "date: None -> 2026-02-01" in refusal(f"{command} --date 2026-02-01")
+    assert template_day(made("a.jsonl --messages messages --out none").folder) is None
+    write("d/tokenizer_config.json", '{"chat_template_day": "31 January"}')
+    with pytest.raises(TokenizerError, match="chat_template_day = 31 January: no day"):
+        template_day(Path("d"))
 
 
 def test_templates_that_cannot_be_used_are_refused():
@@ -331,12 +334,6 @@ def test_one_can_talk_to_a_run_as_its_data_do(monkeypatch, capsys):
     source = open_source(Path("run"))
     assert (source.template, source.special_tokens) == (CHAT_TEMPLATE, CHAT_NAMES)
     assert (source.prefix, source.end_ids, source.template_day) == ((BEGIN,), {STOP}, None)
-    write("d/tokenizer_config.json", json.dumps({**CHAT_NAMES, "chat_template_day": "2026-01-31"}))
-    assert open_source(Path("run")).template_day == "2026-01-31"
-    write("d/tokenizer_config.json", json.dumps({**CHAT_NAMES, "chat_template_day": "31 January"}))
-    with pytest.raises(TokenizerError, match="chat_template_day = 31 January: no day"):
-        open_source(Path("run"))
-    write("d/tokenizer_config.json", json.dumps(CHAT_NAMES))
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     capsys.readouterr()
     assert generate(["--model", "run", "--chat", "--max-tokens", "2"]) == 0
