@@ -1,6 +1,7 @@
 """Code that a configuration names runs only with the user's consent, because anyone may have written the file."""
 
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -95,18 +96,16 @@ def test_arguments_of_a_file_are_shown(name, folder, capsys):
     words = write(folder / "mine.yaml", {name: "evil.py:code", ARGUMENTS[name]: GIVEN})
     flag = f"--{ARGUMENTS[name].replace('_', '-')}"
     shown = [f"{flag}.{each}" for each in SHOWN]
-    with pytest.raises(ConfigError, match="names code") as caught:
+    lines = "\n  ".join([f"--{name} evil.py:code", *shown])
+    with pytest.raises(ConfigError, match=re.escape(lines) + "$"):
         TRAIN.load(words)
-    assert str(caught.value).splitlines()[1:] == [f"  --{name} evil.py:code", *map("  {}".format, shown)]
     TRAIN.load([*words, "--allow-code"])
     listed = ", ".join(shown)
     assert capsys.readouterr().err == f"{words[1]} names code that runs: --{name} evil.py:code, {listed}\n"
     same, _ = TRAIN.load([*words, f"--{name}", "evil.py:code"])
     assert capsys.readouterr().err == f"{words[1]} has arguments of code that runs: {listed}\n"
-    given = [word for each in shown for word in shlex.split(each)]
-    assert TRAIN.load([*words, f"--{name}", "evil.py:code", *given[: 2 * 3]])[0] == same
-    assert capsys.readouterr().err == f"{words[1]} has arguments of code that runs: {', '.join(shown[3:])}\n"
     words = write(folder / "mine.yaml", {})
+    given = [word for each in shown for word in shlex.split(each)]
     assert TRAIN.load([*words, f"--{name}", "evil.py:code", *given])[0] == same
     assert capsys.readouterr().err == ""
 

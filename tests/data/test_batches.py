@@ -245,14 +245,6 @@ def test_another_batch_size_goes_on_with_the_next_sample():
     assert np.ravel(rest).tolist() == whole[3 * B :]
 
 
-def test_a_process_reads_only_the_streams_of_its_rows():
-    made = streams()
-    _, positions = read(made, count=3, rows=[2, 3, 5])
-    assert made[3].read == 0
-    assert made[1].read >= 3 <= made[2].read
-    assert [record is not None for record in positions[-1].streams] == [False, True, True, False]
-
-
 def test_a_lossy_state_is_found_out_and_the_stream_read_again(capsys):
     lossy = SOURCES["lossy"]
     position = read(lossy(), count=3)[1][-1]

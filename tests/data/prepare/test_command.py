@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -233,23 +232,6 @@ def test_on_a_full_disk_the_command_ends_with_an_error_and_resumes():
     assert "File too large; fix this, and the same command resumes" in full.stderr
     output("a.jsonl")
     assert_same_as_undisturbed("a.jsonl")
-
-
-@pytest.mark.journey
-def test_an_interrupted_process_names_the_command_that_resumes_it():
-    write("a.jsonl", texts(8_000, seed=1))
-    command = [sys.executable, "-m", "jaxtp", "prepare", "a.jsonl", "--out", "d", "--train-bpe", "1000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not Path("d/journal.json").exists():
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130, error
-    assert error.strip() == "jaxtp prepare: interrupted; the same command, without --overwrite, resumes"
-    assert not Path("d/dataset.json").exists()
-    output("a.jsonl --train-bpe 1000")
-    assert_same_as_undisturbed("a.jsonl --train-bpe 1000")
 
 
 @pytest.mark.usefixtures("small_batches")
