@@ -26,18 +26,28 @@ LIMITS = (PrepareConfig().max_document_bytes, PrepareConfig().max_window_bytes)
 WIDE = pytest.mark.wide
 
 
-SPECIAL = [b"\0", b"\xff", b'"', b"{", b"]", b"-1", b"9" * 30, b"\n"]
-
-
 def mutated(content, numbers, most=4):
     """The content with a few bytes changed, lost, doubled, or its end cut off."""
-    changed = bytearray(content)
+    content = bytearray(content)
     for _ in range(numbers.randint(1, most)):
-        at = numbers.randrange(len(changed) + 1)
-        length = numbers.choice([0, 1, 1, 4, 64, len(changed)])
-        part = changed[numbers.randrange(len(changed) + 1) :][:64]
-        changed[at : at + length] = numbers.choice([b"", numbers.randbytes(length % 50), part, numbers.choice(SPECIAL)])
-    return bytes(changed) if changed != content else mutated(content, numbers, most)
+        if not content:
+            break
+        at = numbers.randrange(len(content))
+        length = numbers.choice([1, 1, 4, 64])
+        kind = numbers.randrange(6)
+        if kind == 0:
+            content[at] ^= 1 << numbers.randrange(8)
+        elif kind == 1:
+            content[at : at + length] = numbers.randbytes(length)
+        elif kind == 2:
+            del content[at : at + length]
+        elif kind == 3:
+            content[at:at] = content[numbers.randrange(len(content)) :][:length]
+        elif kind == 4:
+            content[at : at + 1] = numbers.choice([b"\0", b"\xff", b'"', b"{", b"]", b"-1", b"9" * 30, b"\n"])
+        else:
+            del content[at:]
+    return bytes(content)
 
 
 FILES = [f"{name}{suffix}" for name in ("a.jsonl", "b.txt") for suffix in ("", ".gz", ".zst")]
