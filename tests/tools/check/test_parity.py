@@ -31,13 +31,15 @@ def case(mesh, split=False, method="auto"):
     return Case(sizes_of(mesh), split, method)
 
 
+WITH_TP = "112 114 118 122 124 142 212 214 412 222"
+"""Sizes of dp, fsdp and tp."""
+
+
 def over_tp(split):
-    with_fsdp = [(1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 2), (1, 2, 4), (1, 4, 2)]
-    with_dp = [(2, 1, 2), (2, 1, 4), (4, 1, 2), (2, 2, 2)]
-    return [case(mesh, split) for mesh in with_fsdp + with_dp]
+    return [case(map(int, mesh), split) for mesh in WITH_TP.split()]
 
 
-BATCH = [case(mesh) for mesh in [(2, 1, 1), (8, 1, 1), (1, 2, 1), (1, 8, 1), (2, 4, 1), (4, 2, 1)]]
+BATCH = [case(map(int, mesh)) for mesh in "211 811 121 181 241 421".split()]
 ALL_AXES = case((2, 2, 2), split=True)
 OVER_CP = [
     case((2, 2, 2, 2), split=True, method="gather"),
@@ -48,21 +50,24 @@ OVER_CP = [
 """Cases of products in 8 bits over cp; test_context.py has those of float32."""
 FIRST = {"llama": ALL_AXES, "float8": OVER_CP[0]}
 SPLIT = [case((1, 1, 8), split=True), ALL_AXES, case((1, 2, 4), split=True)]
-WHOLE = [case((8, 1, 1)), case((1, 8, 1)), case((1, 2, 4)), case((1, 4, 2))]
+WHOLE = [case((1, 2, 4)), case((1, 8, 1)), case((8, 1, 1)), case((1, 4, 2))]
 
 
 def rotated():
-    """Yields each configuration but those with more cases with two, so that all cases are met.
+    """Yields each configuration but those with more cases with one, so that all cases are met.
 
-    One case divides the sequence over tp. The other does not, or is over cp for products in 8 bits.
+    Rings, and every second one of the others, divide the sequence over tp. The rest do not, or are over cp for products
+    in 8 bits.
     """
     split = itertools.cycle(SPLIT)
     whole = itertools.cycle(WHOLE)
     over_cp = itertools.cycle(OVER_CP)
+    takes_turns = itertools.cycle([True, False])
     for name, config in CONFIGS.items():
         if name not in ("llama", "float8", "mxfp8"):
             in_8_bits = config.model.precision.matmul != "compute"
-            yield name, [next(split), next(over_cp if in_8_bits else whole)]
+            is_split = config.model.overlap == "ring" or next(takes_turns)
+            yield name, next(split if is_split else over_cp if in_8_bits else whole)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +99,11 @@ def assert_informative(initial, numbers):
     assert len(set(numbers.losses)) == UPDATES
 
 
+def on_one_device(config):
+    initial = parity.initial_arrays(config)
+    return initial, parity.run(config, ONE_DEVICE, initial)
+
+
 def errors_on(each, config, initial, expected):
     try:
         actual = parity.run(config, each, initial, *expected.states, replayed=expected)
@@ -109,8 +119,8 @@ def groups():
         yield pytest.param(name, [first], marks=pytest.mark.heavy, id=f"{name}: {first}")
     wide = [("llama", "batch", BATCH)]
     wide += [("llama", "divided", over_tp(split=True)), ("llama", "whole", over_tp(split=False))]
-    wide += [("float8", "over cp", [*OVER_CP[1:], WHOLE[0]]), ("mxfp8", "over cp", [*OVER_CP, WHOLE[2]])]
-    wide += [(name, "rotated", cases) for name, cases in rotated()]
+    wide += [("float8", "over cp", [*OVER_CP[1:], case((8, 1, 1))]), ("mxfp8", "over cp", [*OVER_CP, case((1, 2, 4))])]
+    wide += [(name, str(each), [each]) for name, each in rotated()]
     for name, group, cases in wide:
         yield pytest.param(name, cases, marks=pytest.mark.wide, id=f"{name}: {group}")
 
@@ -119,8 +129,7 @@ def groups():
 @pytest.mark.parametrize(("name", "cases"), list(groups()))
 def test_meshes_equal_one_device(name, cases):
     config = CONFIGS[name]
-    initial = parity.initial_arrays(config)
-    expected = parity.run(config, ONE_DEVICE, initial)
+    initial, expected = on_one_device(config)
     assert_informative(initial, expected)
     differing = {}
     for each in cases:
@@ -133,19 +142,17 @@ def test_meshes_equal_one_device(name, cases):
 @pytest.mark.wide
 def test_bfloat16_is_within_its_tolerance():
     config = replace_nested(CONFIGS["llama"], {"model.precision.compute": "bfloat16"})
-    initial = parity.initial_arrays(config)
-    one = parity.run(config, ONE_DEVICE, initial)
+    initial, one = on_one_device(config)
     many = parity.run(config, case((1, 2, 4), split=True), initial)
     assert parity.compare(many, one).within(parity.TOLERANCES["bfloat16"])
 
 
 @pytest.mark.wide
 def test_accumulation_equals_the_whole_batch():
-    config = CONFIGS["accumulation"]
-    initial = parity.initial_arrays(config)
-    accumulated = parity.run(config, ONE_DEVICE, initial)
-    at_once = replace_nested(config, {"train.accumulation": 1})
-    errors = parity.compare(parity.run(at_once, ONE_DEVICE, initial), accumulated)
+    accumulated, at_once = (
+        on_one_device(replace_nested(CONFIGS["accumulation"], {"train.accumulation": count}))[1] for count in (2, 1)
+    )
+    errors = parity.compare(at_once, accumulated)
     assert errors.within(parity.TOLERANCES["float32"]), errors
 
 
@@ -155,8 +162,7 @@ def test_errors_are_those_of_the_worst_arrays():
     actual = dataclasses.replace(expected, gradients={"w": ones, "v": 1.5 * ones}, state={"w": np.nan * ones})
     errors = parity.compare(actual, expected)
     tolerance = parity.Tolerance(1, 1)
-    assert errors.loss == 0
-    assert errors.gradients == {"w": 0, "v": 0.5}
+    assert (errors.loss, errors.gradients) == (0, {"w": 0, "v": 0.5})
     assert errors.worst(tolerance) == ("v", "w")
     assert not errors.within(tolerance), "a NaN is not within any tolerance"
     assert parity.compare(expected, expected).within(parity.Tolerance(0, 0))

@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from flax_models import FeedForward
 from support import assert_refused
 
 import jaxtp
@@ -24,45 +26,35 @@ X = jax.ShapeDtypeStruct((ROWS, LENGTH, WIDTH), jnp.float32)
 REPLICATE = Replicate()
 
 
-class Block(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
+class Block(FeedForward):
+    def __init__(self, rngs):
+        super().__init__(rngs)
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.gate = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
-        self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(HIDDEN, WIDTH, use_bias=False, rngs=rngs)
 
     def __call__(self, x):
-        y = self.norm(x)
-        return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
+        return x + super().__call__(self.norm(x))
 
 
-class Model(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, depth=3):
-        self.blocks = nnx.List([Block(rngs) for _ in range(depth)])
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
+def build(depth=3):
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(*(Block(rngs) for _ in range(depth)))
 
 
-def build():
-    return Model(nnx.Rngs(0))
-
-
-def build_two():
-    return Model(nnx.Rngs(0), depth=2)
-
-
-PAIR = {"blocks.*.{gate,up}": Colwise(), "blocks.*.down": Rowwise()}
-SHARED = PAIR | {"blocks.*.norm": PrepareOutput(REPLICATE, REPLICATE)}
-
-
+build_two = partial(build, 2)
+COLUMN = {"layers.*.w2": Colwise()}
+PAIR = {"layers.*.w{1,3}": Colwise(), "layers.*.w2": Rowwise()}
+SHARED = PAIR | {"layers.*.norm": PrepareOutput(REPLICATE, REPLICATE)}
 OVER_TP = {"tp": 4}
+OVER_FSDP_AND_TP = {"fsdp": 2, "tp": 4}
 
 
 def explained(plan, sizes=OVER_TP, make=build, **options):
     return jaxtp.explain(make, X, plan=plan, mesh=sizes, **options)
+
+
+def bytes_of_shards(model):
+    shards = [(each.sharding.shard_shape(each.shape), each.dtype) for each in jax.tree.leaves(nnx.state(model))]
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards)
 
 
 def sent(times, parts, sizes):
@@ -77,9 +69,9 @@ def test_bytes_stored_and_sent_are_those_by_hand(sizes):
     assert found.bytes_per_device == matrices + 3 * 2 * WIDTH * 4 / sizes.get("fsdp", 1)
     assert found.sent("tp") == pytest.approx(sent(3 * 2, sizes.get("dp", 1) * sizes.get("fsdp", 1), sizes))
     assert not found.notes
-    table = str(found)
-    assert "blocks.*.gate x 3  Linear     Colwise()" in table
-    assert "blocks.*.norm" in table
+    table = " ".join(str(found).split())
+    assert "layers.*.w1 x 3 Linear Colwise()" in table
+    assert "layers.*.norm" in table
 
 
 def test_over_cp_weights_are_stored_and_tokens_divided():
@@ -98,21 +90,14 @@ def test_over_cp_weights_are_stored_and_tokens_divided():
 
 @pytest.mark.wide
 def test_a_parallel_model_is_explained_on_its_mesh_and_on_any_other():
-    sizes = {"fsdp": 2, "tp": 4}
-    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
+    with jax.set_mesh(jaxtp.make_mesh(**OVER_FSDP_AND_TP)):
         model = jaxtp.parallelize(build, SHARED)
         here = jaxtp.explain(model, X)
-    assert here == explained(SHARED, sizes)
-    elsewhere = jaxtp.explain(model, X, mesh={"tp": 16, "fsdp": 4})
-    assert elsewhere == jaxtp.explain(build, X, plan=SHARED, mesh={"tp": 16, "fsdp": 4})
-    assert type(model.blocks[0].gate).__call__ is not nnx.Linear.__call__, "the model stays as it was"
-    for row in here.rows:
-        for split in row.parameters:
-            module = model
-            for name in row.path.split("."):
-                module = module[int(name)] if name.isdecimal() else getattr(module, name)
-            array = getattr(module, split.name)[...]
-            assert array.addressable_shards[0].data.nbytes == split.bytes(here.sizes)
+    assert here == explained(SHARED, OVER_FSDP_AND_TP)
+    assert here.bytes_per_device == bytes_of_shards(model)
+    other = {"tp": 16, "fsdp": 4}
+    assert jaxtp.explain(model, X, mesh=other) == explained(SHARED, other)
+    assert type(model.layers[0].w1).__call__ is not nnx.Linear.__call__, "the model stays as it was"
 
 
 class Held(nnx.Module):
@@ -135,7 +120,8 @@ def test_parameters_in_a_container_are_split_anew_for_another_mesh():
 class Tables(nnx.Module):
     """Has arrays that are no variables."""
 
-    def __init__(self, rngs):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
         self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
         self.down = nnx.WeightNorm(nnx.Linear(HIDDEN, WIDTH, rngs=rngs), rngs=rngs)
         self.tables = nnx.data({"mask": jnp.ones(HIDDEN), "more": [jnp.ones(WIDTH)]})
@@ -146,51 +132,45 @@ class Tables(nnx.Module):
 
 
 def test_arrays_that_are_no_variables_are_explained():
-    sizes, plan = {"fsdp": 2, "tp": 4}, {"up": Colwise()}
-    model = Tables(nnx.Rngs(0))
-    found = jaxtp.explain(model, X, plan=plan, mesh=sizes)
-    assert found == jaxtp.explain(lambda: Tables(nnx.Rngs(0)), X, plan=plan, mesh=sizes)
-    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
+    plan = {"up": Colwise()}
+    model = Tables()
+    found = explained(plan, OVER_FSDP_AND_TP, Tables)
+    assert found == explained(plan, OVER_FSDP_AND_TP, model)
+    with jax.set_mesh(jaxtp.make_mesh(**OVER_FSDP_AND_TP)):
         assert jaxtp.explain(jaxtp.parallelize(model, plan), X) == found
-    proposed = jaxtp.propose_plan(lambda: Tables(nnx.Rngs(0)), X, mesh=sizes, report=None)
-    assert proposed == {"up": Colwise(), "down.layer_instance": Rowwise()}
+    proposed = jaxtp.propose_plan(Tables, X, mesh=OVER_FSDP_AND_TP, report=None)
+    assert proposed == plan | {"down.layer_instance": Rowwise()}
 
 
 def test_an_input_that_column_layers_could_share_is_noted_with_its_cost():
     apart, shared = (explained(plan) for plan in (PAIR, SHARED))
     (note,) = apart.notes
-    assert "blocks.*.gate, blocks.*.up read one array" in note
+    assert "layers.*.w1, layers.*.w3 read one array" in note
     assert f"{(apart.sent('tp') - shared.sent('tp')) / 3:,.0f} bytes less" in note
     assert note.endswith("(x 3)")
 
 
 def test_a_column_layer_whose_output_is_needed_whole_is_noted():
-    found = explained({"blocks.*.down": Colwise()})
-    (note,) = found.notes
-    assert "blocks.*.down is Colwise(), and its output goes into blocks.*.norm, which needs all 16 elements of" in note
+    (note,) = explained(COLUMN).notes
+    assert "layers.*.w2 is Colwise(), and its output goes into layers.*.norm, which needs all 16 elements of" in note
     assert f"at most {3 / 4 * ROWS * LENGTH * WIDTH * 4:,.0f} bytes" in note
     assert note.endswith("(x 2)"), "the last block's output is the model's"
 
 
 def test_a_row_layer_whose_input_is_whole_is_noted():
-    found = explained({"blocks.*.down": Rowwise()})
-    (note,) = found.notes
+    (note,) = explained({"layers.*.w2": Rowwise()}).notes
     assert f"is gathered, {3 / 4 * ROWS * LENGTH * HIDDEN * 4:,.0f} bytes" in note
-    meant = explained({"blocks.*.down": Rowwise(input_layouts=REPLICATE)})
-    assert not meant.notes
+    assert not explained({"layers.*.w2": Rowwise(input_layouts=REPLICATE)}).notes
 
 
 def test_collectives_of_the_compiler_are_told_from_those_of_layers():
-    plan = {"blocks.*.down": Colwise()}
-    found = explained(plan, make=build_two, compiled=True)
-    assert found.added, "the residual stream has to be brought together"
-    assert all(one.axes == ("tp",) for one in found.added)
-    clean = explained(SHARED, make=build_two, compiled=True)
-    assert not clean.added
+    found = explained(COLUMN, make=build_two, compiled=True)
+    assert {one.axes for one in found.added} == {("tp",)}, "the residual stream has to be brought together"
+    assert not explained(SHARED, make=build_two, compiled=True).added
 
 
 def test_without_inputs_only_storage_is_explained():
-    found = jaxtp.explain(build, plan=SHARED, mesh={"tp": 4})
+    found = jaxtp.explain(build, plan=SHARED, mesh=OVER_TP)
     assert not found.traffic
     assert found.rows == explained(SHARED).rows
 
@@ -207,13 +187,10 @@ def decoder_on(config, sizes, rows=8, length=32):
 def test_our_own_decoder_has_the_split_it_declares():
     """Frozen weights beside adapters too."""
     config = dataclasses.replace(SMALL, lora=jaxtp.LoraConfig(rank=4))
-    sizes = {"fsdp": 2, "tp": 4}
-    found = decoder_on(config, sizes)
-    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
-        state = nnx.state(nnx.eval_shape(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))))
-    shards = [(each.sharding.shard_shape(each.shape), each.dtype) for each in jax.tree.leaves(state)]
-    held = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards)
-    assert found.bytes_per_device == held
+    found = decoder_on(config, OVER_FSDP_AND_TP)
+    with jax.set_mesh(jaxtp.make_mesh(**OVER_FSDP_AND_TP)):
+        abstract = nnx.eval_shape(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))
+    assert found.bytes_per_device == bytes_of_shards(abstract)
     assert found.sent("tp") > 0
 
 
@@ -226,18 +203,21 @@ def test_a_second_plan_and_a_missing_mesh_are_refused():
         jaxtp.explain(build, X)
 
 
-@pytest.mark.parametrize("ask", [jaxtp.explain, jaxtp.propose_plan])
-def test_sizes_that_are_no_mesh_are_refused(ask):
-    for mesh, message in [
-        ({"model": 2}, "model: no axis"),
-        ({"fsdp": -1}, "-1 means all other devices"),
-        ({"fsdp": 2.0}, r"fsdp=2\.0: the size of a mesh axis is a whole"),
-        ({"tp": "4"}, "tp='4': the size of a mesh axis is a whole"),
-        ({"tp": True}, "tp=True"),
-        ("fsdp=2", r"takes a mesh, or its sizes .*, not 'fsdp=2'"),
-    ]:
+NO_MESHES = {
+    "model: no axis": {"model": 2},
+    "-1 means all other devices": {"fsdp": -1},
+    r"fsdp=2\.0: the size of a mesh axis is a whole": {"fsdp": 2.0},
+    "tp='4': the size of a mesh axis is a whole": {"tp": "4"},
+    "tp=True": {"tp": True},
+    r"takes a mesh, or its sizes .*, not 'fsdp=2'": "fsdp=2",
+}
+
+
+@pytest.mark.parametrize("message", NO_MESHES)
+def test_sizes_that_are_no_mesh_are_refused(message):
+    for ask in (jaxtp.explain, jaxtp.propose_plan):
         with pytest.raises(jaxtp.MeshError, match=message):
-            ask(build, X, mesh=mesh)
+            ask(build, X, mesh=NO_MESHES[message])
 
 
 class Settles(nnx.Module):
@@ -258,21 +238,15 @@ def test_collectives_that_are_not_counted_exactly_are_noted():
 
 def test_a_model_without_fsdp_is_compiled_as_it_is():
     """Without fsdp the program has no gather, and the compiler adds none."""
-    sizes = {"fsdp": 2}
-    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
+    with jax.set_mesh(jaxtp.make_mesh(fsdp=2)):
         model = jaxtp.parallelize(Settles, fsdp=False)
         found = jaxtp.explain(model, X, compiled=True)
-    assert not [one for one in (*found.traffic, *found.added) if one.kind == "all-gather"]
+    assert "all-gather" not in {one.kind for one in (*found.traffic, *found.added)}
 
 
 def test_a_module_shares_the_inputs_of_its_layers():
-    plan = {"layers.0": Colwise(), "layers.2": Rowwise(), "": PrepareInput(REPLICATE, REPLICATE)}
-
-    def sequential():
-        rngs = nnx.Rngs(0)
-        return nnx.Sequential(nnx.Linear(WIDTH, HIDDEN, rngs=rngs), nnx.relu, nnx.Linear(HIDDEN, WIDTH, rngs=rngs))
-
-    found = jaxtp.explain(sequential, X, plan=plan, mesh={"tp": 2})
+    plan = {"w1": Colwise(), "w3": Colwise(), "w2": Rowwise(), "": PrepareInput(REPLICATE, REPLICATE)}
+    found = explained(plan, make=lambda: FeedForward(nnx.Rngs(0)))
     assert "the model itself" in str(found)
     assert not found.notes
 
@@ -337,22 +311,15 @@ def test_a_mistake_is_refused(file, capsys, words):
     assert_refused(main, command, REFUSED[words].format(**places), capsys)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "remat", "experts"),
-    [
-        ({"fsdp": 2, "tp": 4}, "none", 4),
-        ({"cp": 2, "tp": 2}, "none", 0),
-        pytest.param({"tp": 1}, "full", 4, marks=pytest.mark.wide),
-        pytest.param({"fsdp": 2, "tp": 4}, "full", 0, marks=pytest.mark.wide),
-    ],
-    ids=str,
-)
+ON_MESHES = [(OVER_FSDP_AND_TP, "none", 4), ({"cp": 2, "tp": 2}, "none", 0), ({"tp": 1}, "full", 4)]
+
+
+@pytest.mark.parametrize(("sizes", "remat", "experts"), ON_MESHES, ids=str)
 def test_flops_of_the_decoder_are_those_of_its_formulas(sizes, remat, experts):
     """But for the head, which the loss runs once more than a call of the model does."""
     model = dataclasses.replace(SMALL, num_layers=2, remat=remat, num_experts=experts)
     config = TrainConfig(model=model)
-    data = config.data
-    found = decoder_on(model, sizes, data.global_batch_size, data.sequence_length)
+    found = decoder_on(model, sizes, config.data.global_batch_size, config.data.sequence_length)
     costs = costs_of_step(config, jaxtp.mesh.mesh_shape(**sizes))
     (head,) = (product.flops for product in costs.products if product.name == "head")
     assert found.flops == costs.flops - head / 4

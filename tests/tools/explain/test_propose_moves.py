@@ -15,87 +15,59 @@ from flax_parity import assert_same, train_alone, train_on
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from moves import bytes_over_tp
-from tools.explain.nets import net
+from tools.explain.nets import net, seeded
 
 import jaxtp
-from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, SequenceParallel, Shard
+from jaxtp import Colwise, Replicate, Rowwise, SequenceParallel
 
 X = jax.random.normal(jax.random.key(0), (8, 8, 16))
-TUTORIAL = {
-    "*_norm": SequenceParallel(),
-    "{attention,feed_forward}": PrepareInput(Shard(1), Replicate()),
-    "attention.w{q,k,v}": Colwise(),
-    "attention.wo": Rowwise(output_layouts=Shard(1)),
-    "feed_forward.w{1,3}": Colwise(),
-    "feed_forward.w2": Rowwise(output_layouts=Shard(1)),
-}
-ALL_REDUCE = {
-    "{attention,feed_forward}": PrepareInput(Replicate(), Replicate()),
-    "attention.w{q,k,v}": Colwise(),
-    "attention.wo": Rowwise(),
-    "feed_forward.w{1,3}": Colwise(),
-    "feed_forward.w2": Rowwise(),
-}
+MESH = {"fsdp": 2, "tp": 4}
 
 
 class InStream(nnx.Module):
     """A block that is not the first: its input has a gradient."""
 
     def __init__(self, block, rngs):
-        self.bias, self.block = nnx.Param(jnp.ones(16)), block(rngs)
+        self.bias = nnx.Param(jnp.ones(16))
+        self.block = block(rngs)
 
     def __call__(self, x):
         return self.block(x + self.bias[...])
 
 
-def llama(rngs):
-    return InStream(lambda rngs: models.LlamaBlock(rngs=rngs), rngs)
+def propose(build):
+    return jaxtp.propose_plan(build, X, mesh=MESH, report=None)
 
 
-def encoder(rngs):
-    return InStream(models.Encoder, rngs)
+def moves(build, plan):
+    return bytes_over_tp(build, plan, (X,), jaxtp.make_mesh(**MESH))
 
 
-def propose(build, mesh, *inputs):
-    return jaxtp.propose_plan(build, *(inputs or (X,)), mesh=mesh, report=None)
-
-
-def inside(plan):
-    return {f"block.{pattern}": style for pattern, style in plan.items()}
-
-
-MESH = {"fsdp": 2, "tp": 4}
-
-
-def proposed_for_llama():
-    build = lambda: llama(nnx.Rngs(0))
-    mesh = jaxtp.make_mesh(**MESH)
-    return build, propose(build, mesh), mesh
+in_stream = seeded(partial(InStream, models.LlamaBlock))
 
 
 def test_a_llama_block_moves_what_is_said():
-    build, proposed, mesh = proposed_for_llama()
-    moved = bytes_over_tp(build, proposed, (X,), mesh)
-    assert moved == proposed.bytes == 4 * 2 * 3 / 4 * X.nbytes / 2
+    proposed = propose(in_stream)
+    assert moves(in_stream, proposed) == proposed.bytes == 4 * 2 * 3 / 4 * X.nbytes / 2
 
 
 @pytest.mark.wide
-def test_a_llama_block_moves_no_more_than_by_hand():
-    build, proposed, mesh = proposed_for_llama()
-    assert proposed.bytes == bytes_over_tp(build, inside(ALL_REDUCE), (X,), mesh)
-    assert proposed.bytes <= bytes_over_tp(build, inside(TUTORIAL), (X,), mesh)
+def test_a_llama_block_moves_no_more_than_by_the_plan_of_the_tutorial():
+    plan = {path.replace("layers.*", "block"): style for path, style in models.LLAMA_PLAN.items()}
+    by_hand = {path: style for path, style in plan.items() if path.startswith("block")}
+    assert propose(in_stream).bytes <= moves(in_stream, by_hand)
 
 
 @pytest.mark.wide
 def test_norms_of_heads_stay_where_the_heads_are():
     """`nnx.MultiHeadAttention` with normalised queries and keys: as by hand, their norms are gathered."""
-    build, mesh = lambda: encoder(nnx.Rngs(0)), jaxtp.make_mesh(**MESH)
-    proposed = propose(build, mesh)
+    build = seeded(partial(InStream, models.Encoder))
+    proposed = propose(build)
     assert proposed["block.attention.query_ln"] == SequenceParallel(2)
     by_hand = {path: style for path, style in proposed.items() if not isinstance(style, SequenceParallel)}
-    moved = bytes_over_tp(build, proposed, (X,), mesh)
+    moved = moves(build, proposed)
     assert moved <= proposed.bytes
-    assert moved < bytes_over_tp(build, by_hand, (X,), mesh) / 2
+    assert moved < moves(build, by_hand) / 2
 
 
 def attend(m, x):
@@ -109,29 +81,20 @@ def mix_tokens(m, x):
     return x + m.down(nnx.gelu(m.up(x.swapaxes(1, 2)))).swapaxes(1, 2)
 
 
-def wide(m, x):
-    return m.down(nnx.gelu(m.up(x)))
-
-
 def gated(m, x):
     return x + m.down(nnx.silu(m.gate(x)) * m.up(x))
 
 
 def part(kind, a, b):
     """Returns a function that makes a part of a graph with an input of width `a`."""
-    match kind:
-        case "linear":
-            return net(lambda m, x: nnx.tanh(m.w(x)), w=(a, b))
-        case "wide":
-            return net(wide, up=(a, 3 * b), down=(3 * b, b))
-        case "gated":
-            return net(gated, up=(a, b), gate=(a, b), down=(b, a))
-        case "tokens":
-            return net(mix_tokens, up=(8, b), down=(b, 8))
-        case "attention":
-            return net(attend, q=(a, 16), k=(a, 16), v=(a, 16), o=(16, a))
-        case "norm":
-            return partial(nnx.LayerNorm, a)
+    return {
+        "linear": net(lambda m, x: nnx.tanh(m.w(x)), w=(a, b)),
+        "wide": net(lambda m, x: m.down(nnx.gelu(m.up(x))), up=(a, 3 * b), down=(3 * b, b)),
+        "gated": net(gated, up=(a, b), gate=(a, b), down=(b, a)),
+        "tokens": net(mix_tokens, up=(8, b), down=(b, 8)),
+        "attention": net(attend, q=(a, 16), k=(a, 16), v=(a, 16), o=(16, a)),
+        "norm": partial(nnx.LayerNorm, a),
+    }[kind]
 
 
 KINDS = ["attention", "gated", "linear", "norm", "tokens", "wide"]
@@ -156,35 +119,22 @@ class Graph(nnx.Module):
         return self.out(seen[-1])
 
 
-PARTS = st.lists(
-    st.tuples(
-        st.sampled_from(KINDS),
-        st.sampled_from([6, 8, 16, 24, 32]),
-        st.sampled_from([-1, -1, -1, -2]),
-    ),
-    min_size=1,
-    max_size=5,
-).map(tuple)
-
-
-def one_by_one(plan):
-    """The layers of a plan without each other."""
-    return {
-        pattern: Colwise(output_layouts=Replicate())
-        for pattern, style in plan.items()
-        if isinstance(style, Colwise | Rowwise)
-    }
+WIDTHS = st.sampled_from([6, 8, 16, 24, 32])
+SOURCES = st.sampled_from([-1, -1, -1, -2])
+PARTS = st.lists(st.tuples(st.sampled_from(KINDS), WIDTHS, SOURCES), min_size=1, max_size=5).map(tuple)
 
 
 def check(parts):
-    build, mesh = lambda: Graph(parts, nnx.Rngs(0)), jaxtp.make_mesh(**MESH)
-    plan = propose(build, mesh)
+    build = seeded(partial(Graph, parts))
+    plan = propose(build)
     assert plan.bytes == sum(reason.bytes for reason in plan.reasons)
     if plan:
-        moved = bytes_over_tp(build, plan, (X,), mesh)
+        moved = moves(build, plan)
         assert moved <= plan.bytes * (1 + 1e-9)
         if all(width % 4 == 0 for _, width, _ in parts):  # else not every layer can be split alone
-            assert moved <= bytes_over_tp(build, one_by_one(plan), (X,), mesh)
+            layers = [pattern for pattern, style in plan.items() if isinstance(style, Colwise | Rowwise)]
+            one_by_one = dict.fromkeys(layers, Colwise(output_layouts=Replicate()))
+            assert moved <= moves(build, one_by_one)
         assert_same(train_on((1, 2, 4), build, plan, (X,)), train_alone(build, (X,)))
 
 

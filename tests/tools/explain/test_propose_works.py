@@ -1,6 +1,6 @@
 """A proposal works: `parallelize` takes it, and forward and gradients are those of one device."""
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from support import sizes_of
+from tools.explain.nets import seeded
 
 import jaxtp
 from jaxtp import Colwise, Rowwise
@@ -67,8 +68,10 @@ class Declares(nnx.Module):
 
     def __init__(self, rngs, fsdp="fsdp", tp="tp"):
         declared = lambda *spec: nnx.with_partitioning(nnx.initializers.normal(0.3), spec)
-        linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
-        self.table, self.norm, self.mlp_norm = Table((tp, fsdp), rngs), Scale((tp,)), Scale((None,))
+        linear = partial(nnx.Linear, use_bias=False, rngs=rngs)
+        self.table = Table((tp, fsdp), rngs)
+        self.norm = Scale((tp,))
+        self.mlp_norm = Scale((None,))
         self.q = Projection("btd,dnh->btnh", (D, HEADS, WIDTH), P(fsdp, tp, None), rngs)
         self.k = Projection("btd,dnh->btnh", (D, 2, WIDTH), P(fsdp, tp, None), rngs)
         self.v = nnx.Einsum("btd,dnh->btnh", (D, 2, WIDTH), kernel_metadata={"out_sharding": P(fsdp, tp)}, rngs=rngs)
@@ -88,20 +91,21 @@ class Pairs(nnx.Module):
     """Layers whose best patterns would overlap: one of four blocks has one head."""
 
     def __init__(self, rngs):
-        row = lambda i: nnx.List([Pair(rngs, whole=(i, j) == (0, 0)) for j in range(2)])
-        self.embed, self.rows = nnx.Embed(V, D, rngs=rngs), nnx.List([row(i) for i in range(2)])
+        self.embed = nnx.Embed(V, D, rngs=rngs)
+        first = nnx.List([Pair(rngs, whole=True), Pair(rngs)])
+        self.rows = nnx.List([first, nnx.List([Pair(rngs), Pair(rngs)])])
 
     def __call__(self, ids):
         x = self.embed(ids)
-        for row in self.rows:
-            for pair in row:
-                x = x + pair(x)
+        for pair in (*self.rows[0], *self.rows[1]):
+            x = x + pair(x)
         return x
 
 
 class Pair(nnx.Module):
-    def __init__(self, rngs, whole):
-        self.up, self.down = nnx.Linear(D, F, rngs=rngs), nnx.Linear(F, D, rngs=rngs)
+    def __init__(self, rngs, whole=False):
+        self.up = nnx.Linear(D, F, rngs=rngs)
+        self.down = nnx.Linear(F, D, rngs=rngs)
         self.scale = nnx.Param(jnp.ones(D), dtype=jnp.float32)  # the class is metadata, in place of a dtype
         self.whole = whole
 
@@ -126,53 +130,41 @@ class Experts(nnx.Module):
         return jnp.einsum("btef,efd,bte->btd", h, self.down[...], weight)
 
 
-MODELS = {"declares": Declares, "pairs": Pairs, "experts": Experts}
-
-
-def build(name):
-    with nnx.use_eager_sharding(False):  # one device has no mesh
-        return MODELS[name](nnx.Rngs(0))
-
-
-@functools.cache
-def alone(name):
-    return train_alone(lambda: build(name), (IDS,))
-
-
 def propose(make, mesh, *inputs, **options):
-    return jaxtp.propose_plan(make, *(inputs or (IDS,)), mesh=sizes_of(mesh), report=None, **options)
+    return jaxtp.propose_plan(make, *(inputs or (IDS,)), mesh=mesh, report=None, **options)
 
 
-CASES = [
-    ("declares", (1, 2, 2)),
-    ("declares", (1, 1, 2)),
-    ("pairs", (1, 2, 2)),
-    ("pairs", (1, 1, 4)),
-    ("experts", (1, 1, 2)),
-]
+OVER_TP = {"tp": 2}
+OVER_FOUR = {"tp": 4}
+OVER_BOTH = {"fsdp": 2, "tp": 2}
+CASES = {"declares": (Declares, (1, 2, 2)), "pairs": (Pairs, (1, 2, 2)), "experts": (Experts, (1, 1, 2))}
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("name", "mesh"), CASES)
-def test_a_mesh_computes_what_one_device_does(name, mesh):
-    make = lambda: MODELS[name](nnx.Rngs(0))
-    assert_same(train_on(mesh, make, propose(make, mesh), (IDS,)), alone(name))
+@pytest.mark.parametrize("name", CASES)
+def test_a_mesh_computes_what_one_device_does(name):
+    model, mesh = CASES[name]
+    make = seeded(model)
+
+    def without_a_mesh():
+        with nnx.use_eager_sharding(False):
+            return make()
+
+    plan = propose(make, sizes_of(mesh))
+    assert_same(train_on(mesh, make, plan, (IDS,)), train_alone(without_a_mesh, (IDS,)))
 
 
-def declares(mesh, **names):
-    return propose(lambda: Declares(nnx.Rngs(0), **names), mesh)
+declared = seeded(Declares)
 
 
 def test_declared_specs_stay_and_are_completed():
-    plan = declares((1, 2, 4))
-    assert {path: plan.get(path) for path in ("gate", "up", "down", "v")} == {
-        "gate": Colwise(),
-        "up": Colwise(),
-        "down": Rowwise(),
-        "v": None,
-    }
-    model = jaxtp.explain(lambda: Declares(nnx.Rngs(0)), plan=plan, mesh={"fsdp": 2, "tp": 4})
-    found = {f"{row.path}.{p.name}": p.split for row in model.rows for p in row.parameters}
+    mesh = {"fsdp": 2, "tp": 4}
+    plan = propose(declared, mesh)
+    assert plan["gate"] == plan["up"] == Colwise()
+    assert plan["down"] == Rowwise()
+    assert "v" not in plan
+    rows = jaxtp.explain(declared, plan=plan, mesh=mesh).rows
+    found = {f"{row.path}.{p.name}": p.split for row in rows for p in row.parameters}
     tp, none = ("tp",), ()
     assert found == {
         "table.table": (tp, STORAGE),
@@ -189,43 +181,41 @@ def test_declared_specs_stay_and_are_completed():
 
 
 def test_a_declared_dim_that_tp_does_not_divide_is_noted():
-    plan = declares((1, 1, 4))
+    plan = propose(declared, OVER_FOUR)
     note = "k declares w 16x2x4 as P('fsdp', 'tp', None), which tp 4 does not divide: no split"
     assert note in plan.notes
     assert f"note: {note}" in str(plan)
-    assert note in jaxtp.explain(lambda: Declares(nnx.Rngs(0)), mesh={"tp": 4}).notes
-    assert not declares((1, 1, 2)).notes
+    assert note in jaxtp.explain(declared, mesh=OVER_FOUR).notes
+    assert not propose(declared, OVER_TP).notes
     assert {reason.module: reason.style for reason in plan.reasons}["q"] == "as declared"
 
 
 def test_a_parameter_of_the_model_itself_is_named():
-    model = lambda: Projection("btd,df->btf", (D, 6), (None, "tp"), nnx.Rngs(0))
-    (note,) = jaxtp.explain(model, mesh={"tp": 4}).notes
+    model = seeded(partial(Projection, "btd,df->btf", (D, 6), (None, "tp")))
+    (note,) = jaxtp.explain(model, mesh=OVER_FOUR).notes
     assert note.startswith("the model itself declares w 16x6 as")
 
 
-@pytest.mark.parametrize(
-    ("shape", "spec"), [((6, 8), P("tp", STORAGE)), ((8, 6), P((*STORAGE, "tp"), None)), ((7, 8), P(None, STORAGE))]
-)
-def test_a_dim_that_declares_two_axes_keeps_those_that_divide_it(shape, spec):
-    parameter = nnx.Param(jnp.ones(shape))
-    parameter.set_metadata(out_sharding=P(("fsdp", "tp")))
-    assert stored_spec(parameter, 2, None, mesh_shape(fsdp=2, tp=2), fsdp=True) == spec
+def test_a_dim_that_declares_two_axes_keeps_those_that_divide_it():
+    specs = {(6, 8): P("tp", STORAGE), (8, 6): P((*STORAGE, "tp"), None), (7, 8): P(None, STORAGE)}
+    for shape, spec in specs.items():
+        parameter = nnx.Param(jnp.ones(shape))
+        parameter.set_metadata(out_sharding=P(("fsdp", "tp")))
+        assert stored_spec(parameter, 2, None, mesh_shape(**OVER_BOTH), fsdp=True) == spec
 
 
 def test_a_style_that_would_change_a_declared_spec_is_refused():
-    with pytest.raises(
-        PlanError, match=r"'gate' \(Linear\) cannot be Rowwise: it declares kernel as P\('fsdp', 'tp'\)"
-    ):
-        jaxtp.explain(lambda: Declares(nnx.Rngs(0)), plan={"gate": Rowwise()}, mesh={"tp": 2})
+    message = r"'gate' \(Linear\) cannot be Rowwise: it declares kernel as P\('fsdp', 'tp'\)"
+    with pytest.raises(PlanError, match=message):
+        jaxtp.explain(declared, plan={"gate": Rowwise()}, mesh=OVER_TP)
 
 
 def test_other_names_of_axes_are_mapped_or_refused():
-    names = {"fsdp": "data", "tp": "model"}
+    other = seeded(partial(Declares, fsdp="data", tp="model"))
     with pytest.raises(PlanError, match=r"splits over 'data', 'model': .* axes are dp, fsdp, cp, tp\..*axis_rules\("):
-        declares((1, 2, 2), **names)
+        propose(other, OVER_BOTH)
     with nnx.logical_axis_rules((("data", "fsdp"), ("model", "tp"))):
-        assert declares((1, 2, 2), **names) == declares((1, 2, 2))
+        assert propose(other, OVER_BOTH) == propose(declared, OVER_BOTH)
 
 
 @pytest.mark.parametrize("spec", [P("fsdp", None, "tp"), P("data")])
@@ -234,19 +224,16 @@ def test_activations_for_explicit_axes_are_refused(spec):
         def __call__(self, x):
             return super().__call__(x, out_sharding=spec)
 
-    make = lambda: Explicit(D, F, rngs=nnx.Rngs(0))
     with pytest.raises(PlanError, match=r"activations for a mesh with explicit axes.*configure it without"):
-        propose(make, (1, 2, 2), jnp.ones((B, T, D)))
+        propose(seeded(partial(Explicit, D, F)), OVER_BOTH, jnp.ones((B, T, D)))
 
 
 def test_a_model_that_is_split_already_goes_back_to_what_it_declares():
-    plan = declares((1, 1, 2))
-    make = lambda: Declares(nnx.Rngs(0))
-    with jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2)):
-        model = jaxtp.parallelize(make, plan)
-        here = jaxtp.explain(model).rows
-    assert here == jaxtp.explain(make, plan=plan, mesh={"fsdp": 2, "tp": 2}).rows
-    assert jaxtp.explain(model, mesh={"tp": 4}).rows == jaxtp.explain(make, plan=plan, mesh={"tp": 4}).rows
+    plan = propose(declared, OVER_TP)
+    with jax.set_mesh(jaxtp.make_mesh(**OVER_BOTH)):
+        model = jaxtp.parallelize(declared, plan)
+    for mesh in (OVER_BOTH, OVER_FOUR):
+        assert jaxtp.explain(model, mesh=mesh).rows == jaxtp.explain(declared, plan=plan, mesh=mesh).rows
 
 
 PARTS = st.sampled_from(["a", "b", "0", "1", "*", "?", "["])
@@ -264,15 +251,14 @@ def test_one_pattern_matches_a_path(values):
 
 
 def test_flops_that_tp_does_not_divide_are_noted():
-    make = lambda: Experts(nnx.Rngs(0))
-    plan = propose(make, (1, 1, 4))
+    make = seeded(Experts)
+    plan = propose(make, OVER_FOUR)
     assert not plan
     (note,) = plan.notes
     assert "tp does not divide 100% of this model's FLOPs" in note
     assert "has its own parameters, down 4x32x16, up 4x16x32" in str(plan)
-    assert jaxtp.explain(make, IDS, plan=plan, mesh={"tp": 4}).notes == (note,)
+    assert jaxtp.explain(make, IDS, plan=plan, mesh=OVER_FOUR).notes == (note,)
     assert not jaxtp.explain(make, IDS, plan=plan, mesh={"fsdp": 4}).notes
-    assert not declares((1, 1, 2)).notes
 
 
 def by_optax(logits, labels):
@@ -285,8 +271,10 @@ def by_index(logits, labels):
 
 class Head(nnx.Module):
     def __init__(self, rngs):
-        self.embed, self.dropout = nnx.Embed(V, D, rngs=rngs), nnx.Dropout(0.1)
-        self.head, self.last = nnx.Linear(D, 4096, rngs=rngs), nnx.Linear(1, 1, rngs=rngs)
+        self.embed = nnx.Embed(V, D, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1)
+        self.head = nnx.Linear(D, 4096, rngs=rngs)
+        self.last = nnx.Linear(1, 1, rngs=rngs)
 
     def __call__(self, ids, key):
         return self.head(self.dropout(self.embed(ids), rngs=nnx.Rngs(key)))
@@ -295,21 +283,21 @@ class Head(nnx.Module):
 @pytest.mark.parametrize("cross_entropy", [by_optax, by_index])
 def test_a_head_stays_split_in_a_loss(cross_entropy):
     batch = {"ids": np.asarray(IDS), "labels": np.asarray(IDS), "weights": np.ones((B, T), np.float32)}
+    given = (seeded(Head), batch, jax.random.key(0))
 
     def loss(model, batch, key):
         each = cross_entropy(model(batch["ids"], key), batch["labels"])
-        return jnp.sum(each * batch["weights"]), float(B * T)
+        return jnp.sum(each * batch["weights"])
 
-    first = lambda *arguments: loss(*arguments)[0]
-    read = lambda *arguments: model_reads(loss, *arguments)
-    make, inputs = lambda: Head(nnx.Rngs(0)), (batch, jax.random.key(0))
-    plan = propose(make, (1, 2, 2), *inputs, call=first)
+    def with_count(*arguments):
+        return loss(*arguments), float(B * T)
+
+    def read_by_a_layer(model, *arguments):
+        return model.last(loss(model, *arguments)[None, None])[0, 0]
+
+    plan = jaxtp.propose_plan(*given, mesh=OVER_BOTH, report=None, call=loss)
     assert plan["head"] == Colwise()
-    found = jaxtp.explain(make, *inputs, plan=plan, mesh={"fsdp": 2, "tp": 2}, call=first)
+    found, counted = (jaxtp.explain(*given, plan=plan, mesh=OVER_BOTH, call=call) for call in (loss, with_count))
     assert not found.notes
-    assert "head" not in propose(make, (1, 2, 2), *inputs, call=read), "a layer reads a sum over the logits"
-    assert jaxtp.explain(make, *inputs, plan=plan, mesh={"fsdp": 2, "tp": 2}, call=loss).flops == found.flops
-
-
-def model_reads(loss, model, batch, key):
-    return model.last(loss(model, batch, key)[0][None, None])[0, 0]
+    assert counted.flops == found.flops
+    assert "head" not in jaxtp.propose_plan(*given, mesh=OVER_BOTH, report=None, call=read_by_a_layer)
