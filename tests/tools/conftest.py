@@ -9,10 +9,11 @@ from small_tokenizers import byte_level
 import jaxtp
 
 
-def save_model(folder, seed):
-    """Saves a model and its tokenizer in a new folder."""
+def save_model(folder, seed, norm=1.0):
+    """Saves a model, whose last norm has this scale, and its tokenizer in a new folder."""
     model = jaxtp.Decoder(jaxtp.ModelConfig(**SIZES, d_ff=16), rngs=nnx.Rngs(seed))
-    jaxtp.save_hf(model, folder)
+    model.norm.scale[...] = norm
+    jaxtp.save_hf(model, folder, allow_non_finite=True)
     (folder / "tokenizer.json").write_bytes(byte_level())
     return folder
 

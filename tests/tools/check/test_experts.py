@@ -5,36 +5,29 @@ import dataclasses
 import numpy as np
 import optax
 import pytest
+import yaml
 from support import sizes_of
 
 import jaxtp
 from jaxtp.collectives import axis_size
+from jaxtp.config.schema import validate
 from jaxtp.layers import experts as layer
 from jaxtp.tools.check import __main__ as command
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
 from jaxtp.tools.check.subject import Subject
-from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.config import TrainConfig
 from jaxtp.train.task import Task
 
 pytestmark = pytest.mark.wide
 
-MODEL = jaxtp.ModelConfig(
-    vocab_size=32,
-    d_model=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=4,
-    d_ff=8,
-    num_experts=4,
-)
-CONFIG = TrainConfig(
-    model=MODEL,
-    data=DataConfig(sequence_length=8, global_batch_size=4),
-    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
-    train=LoopConfig(steps=10, accumulation=2),
-)
+SETTINGS = """
+model: {vocab_size: 32, d_model: 16, num_layers: 1, num_heads: 2, num_kv_heads: 2, head_dim: 4, d_ff: 8, num_experts: 4}
+data: {sequence_length: 8, global_batch_size: 4}
+optimizer: {learning_rate: 0.01, warmup_steps: 1}
+train: {steps: 10, accumulation: 2}
+"""
+CONFIG = validate(TrainConfig, yaml.safe_load(SETTINGS), source="here")
 TOLERANCE = parity.TOLERANCES["float32"]
 OVER_TP = Case(sizes_of((1, 2, 2)), True)
 NUM_CHOICES = 3 * 4 * 8  # updates, rows, tokens
@@ -63,7 +56,7 @@ def test_a_router_that_chooses_other_experts_is_found_though_all_numbers_agree(m
 
     def other_choices_over_tp(array, name):
         if name == layer.KEPT and axis_size(jaxtp.TP) > 1:
-            array = array.at[:, 0].set((array[:, 0] + 1) % MODEL.num_experts)
+            array = array.at[:, 0].set((array[:, 0] + 1) % CONFIG.model.num_experts)
         return named(array, name)
 
     monkeypatch.setattr(layer, "checkpoint_name", other_choices_over_tp)

@@ -39,7 +39,7 @@ def over_tp(split):
     return [case(map(int, mesh), split) for mesh in WITH_TP.split()]
 
 
-BATCH = [case(map(int, mesh)) for mesh in "211 811 121 181 241 421".split()]
+BATCH = [case(map(int, mesh)) for mesh in ["211", "811", "121", "181", "241", "421"]]
 ALL_AXES = case((2, 2, 2), split=True)
 OVER_CP = [
     case((2, 2, 2, 2), split=True, method="gather"),

@@ -11,14 +11,15 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from evaluations import SIZES, TEXTS
+from corpora import jsonl, prepared, write
+from evaluations import TEXTS
 from flax import nnx
 from made_once import TINY_MODEL, words_of
 from runs import TEXT, full_disk, records
 from small_tokenizers import begins_texts, byte_fallback, byte_level
+from tools.conftest import save_model
 
 import jaxtp
-from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from jaxtp.generate.loading import open_source
@@ -28,17 +29,15 @@ from jaxtp.tools.evaluate.inputs import open_inputs
 from jaxtp.train.__main__ import main as train
 
 
-def write_rows(path, rows):
-    """Writes JSONL."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
     """The texts as JSONL."""
-    path = tmp_path_factory.mktemp("texts") / "lines.jsonl"
-    return write_rows(path, [{"text": text} for text in TEXTS])
+    return jsonl(tmp_path_factory.mktemp("texts") / "lines.jsonl", TEXTS)
+
+
+def prepared_by(model, folder, *words):
+    """Returns the folder of a dataset of the tokens of a model."""
+    return prepared(folder, *words, "--tokenizer", model, "--no-eos").folder
 
 
 def run(*words):
@@ -61,23 +60,15 @@ def assert_refused(capsys, message, *flags):
     assert message in captured.err
 
 
-def changed_model(tiny_model, folder, tokenizer=None, **attributes):
-    """Copies the model with another tokenizer, or with other attributes of its config.json."""
+def changed_model(tiny_model, folder, tokenizer):
+    """Copies the model with another tokenizer."""
     shutil.copytree(tiny_model, folder)
-    if tokenizer is not None:
-        (folder / "tokenizer.json").write_bytes(tokenizer)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | attributes))
+    write(folder / "tokenizer.json", tokenizer)
     return folder
 
 
-def other_model(tiny_model, folder, norm=None):
-    """Saves a model with other weights, whose last norm has this scale."""
-    model = jaxtp.Decoder(jaxtp.ModelConfig(**SIZES, d_ff=8), rngs=nnx.Rngs(1))
-    if norm is not None:
-        model.norm.scale[...] = norm
-    jaxtp.save_hf(model, folder, tokenizer_from=tiny_model, allow_non_finite=True)
-    return folder
+def change_json(file, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 @pytest.mark.journey
@@ -99,58 +90,46 @@ def test_a_run_has_the_loss_of_its_own_evaluation(byte_dataset, tmp_path, capsys
     split = open_dataset(byte_dataset).splits["validation"]
     assert whole["documents"] == split.num_documents
     assert whole["tokens"] == whole["bytes"] == split.num_tokens - split.num_documents
-    assert whole["bits_per_byte"] == pytest.approx(whole["loss"] / np.log(2))
     assert record["sequence_length"] == 32
     assert record["mesh"]["tp"] == 2
 
 
 def test_numbers_by_source_and_by_length(tiny_model, lines, tmp_path, capsys):
-    one = tmp_path / "one.txt"
-    one.write_text(TEXTS[-1])
+    one = write(tmp_path / "one.txt", TEXTS[-1])
     inputs = ["--text", lines, "--text", one, "--by", "source", "--by", "length"]
     file = tmp_path / "new/numbers.json"
     assert run("--model", tiny_model, *inputs, "--sequence-length", 16, "--json", file) == 0
     captured = capsys.readouterr()
     record = json.loads(file.read_text())
-    sources = record["by_source"]
-    assert [part["source"] for part in sources] == [str(lines), str(one)]
+    first, second = record["by_source"]
+    assert (first["source"], second["source"]) == (str(lines), str(one))
     tokenizer = HuggingFaceTokenizer(byte_level(), "here", has_eos=False)
     ids = [found.tolist() for found in tokenizer.encode_batch(TEXTS)]
-    assert sources[0]["documents"] == len(TEXTS)
-    assert sources[0]["tokens"] == sum(len(each) - 1 for each in ids)
-    decoded = [tokenizer.decode(np.array(each[1:], np.uint32)) for each in ids]
-    assert sources[0]["bytes"] == sum(map(len, decoded))
+    assert first["documents"] == len(TEXTS)
+    assert first["tokens"] == sum(len(each) - 1 for each in ids)
+    assert first["bytes"] == sum(len(tokenizer.decode(np.array(each[1:], np.uint32))) for each in ids)
     lengths = record["by_length"]
-    assert record["all"]["documents"] == sum(part["documents"] for part in lengths)
-    assert record["all"]["documents"] == len(TEXTS) + 1
+    assert record["all"]["documents"] == sum(part["documents"] for part in lengths) == len(TEXTS) + 1
     of_documents = [len(each) for each in [*ids, ids[-1]]]
     for part in lengths:
-        first, last = part["tokens_from"], part["tokens_to"]
-        inside = [length for length in of_documents if first <= length <= last]
+        inside = [length for length in of_documents if part["tokens_from"] <= length <= part["tokens_to"]]
         assert part["documents"] == len(inside)
         assert part["tokens"] == sum(inside) - len(inside)
     (single,) = (part for part in lengths if part["tokens_from"] == 1)
     assert (single["tokens"], single["loss"], single["bits_per_byte"]) == (0, None, None)
-    first, *_, last = captured.out.splitlines()
-    columns = ["window", "documents", "tokens", "bytes", "loss", "perplexity", "bits/byte", "accuracy"]
-    assert first.split() == columns
+    header, *_, last = captured.out.splitlines()
+    assert header.split() == ["window", "documents", "tokens", "bytes", "loss", "perplexity", "bits/byte", "accuracy"]
     assert last.split()[:2] == ["all", "16"]
     assert f"{record['all']['loss']:.6f}" in last
     assert "parameters, float32" in captured.err
 
 
-def test_a_limit_counts_the_documents_that_are_read(tmp_path):
+def test_a_limit_counts_the_documents_that_are_read(tiny_model, tmp_path):
     """The first of them are shorter than the others."""
-    rows = [{"text": "é" * size} for size in (2, 3, 40, 50)]
-    file = write_rows(tmp_path / "a.jsonl", rows)
-    (tmp_path / "tokenizer.json").write_bytes(byte_level())
-    out = tmp_path / "d"
-    flags = ["--tokenizer", str(tmp_path / "tokenizer.json"), "--out", str(out), "--no-eos"]
-    assert prepare([str(file), *flags]) == 0
-    config = SimpleNamespace(vocab_size=300)
-    model = SimpleNamespace(name="m", config=config, tokenizer=load_tokenizer(out))
+    data = prepared_by(tiny_model, tmp_path / "d", jsonl(tmp_path / "a.jsonl", ["é" * size for size in (2, 3, 40, 50)]))
+    model = SimpleNamespace(name="m", config=SimpleNamespace(vocab_size=300), tokenizer=load_tokenizer(data))
     for limit, count in {2: 2, 3: 3, 4: 4, 9: 4, None: 4}.items():
-        (opened,) = open_inputs(EvaluateConfig(data=(out,), limit=limit), tmp_path, model)
+        (opened,) = open_inputs(EvaluateConfig(data=(data,), limit=limit), tmp_path, model)
         assert opened.num_documents == len(list(opened.documents())) == count
 
 
@@ -164,11 +143,10 @@ def test_the_default_window_of_several_models(tiny_model):
 
 
 def test_several_models_in_one_table(tiny_model, lines, tmp_path, capsys):
-    other = other_model(tiny_model, tmp_path / "other")
+    other = save_model(tmp_path / "other", 1)
     given = ["--text", lines, "--sequence-length", 32, "--by", "source"]
     file = tmp_path / "numbers.json"
-    models = ["--model", tiny_model, "--model", other]
-    assert run(*models, *given, "--json", file) == 0
+    assert run("--model", tiny_model, "--model", other, *given, "--json", file) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     both = json.loads(file.read_text())["models"]
     assert both[1] == evaluated(capsys, "--model", other, *given)
@@ -180,7 +158,7 @@ def test_several_models_in_one_table(tiny_model, lines, tmp_path, capsys):
 
 
 def test_numbers_stay_where_a_later_model_fails(tiny_model, lines, tmp_path, capsys):
-    wrong = other_model(tiny_model, tmp_path / "wrong", norm=np.nan)
+    wrong = save_model(tmp_path / "wrong", 1, norm=np.nan)
     file = tmp_path / "numbers.json"
     given = ["--text", lines, "--sequence-length", 32, "--json", file]
     assert run("--model", tiny_model, wrong, *given) == 2
@@ -191,17 +169,13 @@ def test_numbers_stay_where_a_later_model_fails(tiny_model, lines, tmp_path, cap
 
 @pytest.mark.journey
 def test_a_model_and_a_run_that_was_tuned_from_it_are_compared(tiny_model, tmp_path, capsys):
-    rows = [{"text": line} for line in TEXT.splitlines()]
-    file = write_rows(tmp_path / "texts.jsonl", rows)
-    data = ["--tokenizer", tiny_model, "--no-eos", "--held-out", "0.1", "--out", tmp_path / "d"]
-    assert prepare(list(map(str, [file, *data]))) == 0
+    rows = jsonl(tmp_path / "texts.jsonl", TEXT.splitlines())
+    data = prepared_by(tiny_model, tmp_path / "d", rows, "--held-out", "0.1")
     tuned = tmp_path / "run"
-    flags = ["--run.dir", tuned, "--model.from-hf", tiny_model, "--data.path", tmp_path / "d"]
+    flags = ["--run.dir", tuned, "--model.from-hf", tiny_model, "--data.path", data]
     flags += ["--data.sequence-length", 16, "--train.steps", 2, "--eval.batches", 1, "--mesh", "tp=2"]
     assert train(list(map(str, flags))) == 0
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT[:5000])
-    given = ["--text", text, "--limit", 1]
+    given = ["--text", write(tmp_path / "text.txt", TEXT[:5000]), "--limit", 1]
     models = evaluated(capsys, "--model", tiny_model, tuned, *given)["models"]
     assert [model["sequence_length"] for model in models] == [2048, 2048]
     assert evaluated(capsys, "--model", tuned, *given) == models[1]
@@ -210,20 +184,15 @@ def test_a_model_and_a_run_that_was_tuned_from_it_are_compared(tiny_model, tmp_p
 @pytest.mark.wide
 def test_what_precedes_a_text_counts_no_byte(tiny_model, tmp_path, capsys):
     """A tokenizer that begins each text: then its first token is predicted too."""
-    text = tmp_path / "text.txt"
-    text.write_text(TEXTS[-1])
-    size = len(TEXTS[-1].encode())
+    text = write(tmp_path / "text.txt", TEXTS[-1])
     tokenizers = {"begins": begins_texts(), "fallback": byte_fallback(), "plain": byte_level()}
     for name, content in tokenizers.items():
         model = changed_model(tiny_model, tmp_path / name, content)
         given = ["--model", model, "--sequence-length", 16]
         record = evaluated(capsys, *given, "--text", text)
-        assert (record["all"]["bytes"] == size) is (name != "plain")
-        data = tmp_path / f"data of {name}"
-        tokens = ["--out", str(data), "--tokenizer", str(model), "--no-eos"]
-        assert prepare([str(text), *tokens]) == 0
-        prepared = evaluated(capsys, *given, "--data", data)
-        assert prepared["all"] == record["all"], "a dataset gives what its files do"
+        assert (record["all"]["bytes"] == len(TEXTS[-1].encode())) is (name != "plain")
+        of_data = evaluated(capsys, *given, "--data", prepared_by(model, tmp_path / f"data of {name}", text))
+        assert of_data["all"] == record["all"], "a dataset gives what its files do"
 
 
 @pytest.mark.wide
@@ -241,50 +210,26 @@ def test_adapters_are_those_of_the_merged_model(tiny_model, lines, tmp_path, cap
     plain, as_one, found = (evaluated(capsys, "--model", *model, *given)["all"]["loss"] for model in flags)
     assert found == pytest.approx(as_one, rel=1e-6)
     assert found != pytest.approx(plain, rel=1e-4)
-    file = adapters / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"r": 3}))
+    change_json(adapters / "adapter_config.json", r=3)
     assert_refused(capsys, "adapters", "--model", tiny_model, "--adapters", adapters, *given)
 
 
 def test_numbers_are_shown_where_their_file_cannot_be_written(tiny_model, lines, tmp_path, capsys):
     path = tmp_path / "numbers.json"
-    given = ["--model", tiny_model, "--text", lines, "--sequence-length", 16, "--json", path]
-    assert run(*given) == 0
-    path.unlink()
-    capsys.readouterr()
+    given = ["--model", tiny_model, "--text", lines, "--sequence-length", 16]
+    evaluated(capsys, *given)
     with full_disk(20):
-        assert run(*given) == 2
+        assert run(*given, "--json", path) == 2
     captured = capsys.readouterr()
     reason = os.strerror(errno.EFBIG)
     assert f"--json {path}: {reason}; name another file; the numbers are above" in captured.err
     assert captured.out.startswith(" ")
 
 
-def test_contradictions_are_refused(tiny_model, lines, capsys):
-    model = ("--model", tiny_model)
-    given = (*model, "--text", lines)
-    several = (*model, tiny_model)
-    for flags, message in {
-        (): "--model DIR; name what to measure on by --data DIR, --text FILE, or --tasks NAME",
-        (*given, "--stride", 65, "--sequence-length", 64): "tokens between windows would be skipped",
-        (*given, "--split", "train"): "--split train needs --data DIR",
-        (*given, "--num-fewshot", 2): "--num-fewshot needs --tasks NAME",
-        (*given, "--tasks", "mmlu"): "--text is for text, and tasks have their own",
-        (*model, "--tasks", "mmlu", "--mesh.cp", 2): "--mesh.tp 2",
-        (*given, "--sequence-length", 63, "--mesh.cp", 2): "is not divisible by --mesh.cp 2",
-        (*given, "--mesh.tp", 16): "tp can be 1, 2, 4",
-        (*several, "--text", lines, "--adapters", lines): "--model names 2",
-        (*several, "--text", lines): f"--model {tiny_model} is given twice",
-        (*several, "--tasks", "mmlu"): "--tasks takes one --model",
-        (*given, "--limit", 0): "--limit 0: should be greater than or equal to 1",
-        (*given, "--json", "/proc/no/file"): "--json /proc/no/file",
-    }.items():
-        assert_refused(capsys, message, *flags)
-
-
 @pytest.mark.wide
 def test_a_context_is_not_exceeded(tiny_model, lines, tmp_path, capsys):
-    model = changed_model(tiny_model, tmp_path / "model", max_position_embeddings=32)
+    model = changed_model(tiny_model, tmp_path / "model", byte_level())
+    change_json(model / "config.json", max_position_embeddings=32)
     given = ["--model", model, "--text", lines]
     longer = [*given, "--sequence-length", 33]
     assert evaluated(capsys, *given)["sequence_length"] == 32
@@ -303,44 +248,57 @@ FILES = {
     "long.jsonl": b'{"text": "a"}\n{"text": "%s"}\n' % (b"a" * 100),
     "one.txt": b"x",
 }
+GIVEN = "--model {model} --text {lines}"
 REFUSED = {
-    "--text {here}/empty.txt": "the file is empty",
-    "--text {here}/binary.txt": "not UTF-8 text: byte 0xff",
-    "--text {here}/blank.jsonl": "all documents are empty",
-    "--text {here}/broken.jsonl": "line 2: not JSON",
-    "--text {here}/other.jsonl": "did you mean 'txt'?",
-    "--text {here}/chat.jsonl": "prepare it with jaxtp prepare --messages NAME, then --data",
-    "--text {here}/nothing.jsonl": "all documents are empty",
-    "--text {here}/empty.tx": "did you mean {here}/empty.txt?",
-    "--text {here}/folder": "no file in this folder",
-    "--text {data}": "read it by --data {data}",
-    "--text {here}/long.jsonl --max-document-bytes 100": "line 2: more than 100 bytes; a larger",
-    "--data {here}/one.txt": "--text",
-    "--data {here}/folders": "did you mean {here}/folder?",
-    "--data {data}": "Prepare the documents again with --tokenizer",
-    "--data {here}": "dataset",
+    "": "--model DIR; name what to measure on by --data DIR, --text FILE, or --tasks NAME",
+    f"{GIVEN} --stride 65 --sequence-length 64": "tokens between windows would be skipped",
+    f"{GIVEN} --split train": "--split train needs --data DIR",
+    f"{GIVEN} --num-fewshot 2": "--num-fewshot needs --tasks NAME",
+    f"{GIVEN} --tasks mmlu": "--text is for text, and tasks have their own",
+    "--model {model} --tasks mmlu --mesh.cp 2": "--mesh.tp 2",
+    f"{GIVEN} --sequence-length 63 --mesh.cp 2": "is not divisible by --mesh.cp 2",
+    f"{GIVEN} --mesh.tp 16": "tp can be 1, 2, 4",
+    f"{GIVEN} --model other --adapters {{here}}": "--model names 2",
+    f"{GIVEN} --model {{model}}": "--model {model} is given twice",
+    "--model {model} --model other --tasks mmlu": "--tasks takes one --model",
+    f"{GIVEN} --limit 0": "--limit 0: should be greater than or equal to 1",
+    f"{GIVEN} --json /proc/no/file": "--json /proc/no/file",
+    "--model {here}/nowhere --text {here}/one.txt": "no such folder",
+    "--model {model} --text {here}/empty.txt": "the file is empty",
+    "--model {model} --text {here}/binary.txt": "not UTF-8 text: byte 0xff",
+    "--model {model} --text {here}/blank.jsonl": "all documents are empty",
+    "--model {model} --text {here}/broken.jsonl": "line 2: not JSON",
+    "--model {model} --text {here}/other.jsonl": "did you mean 'txt'?",
+    "--model {model} --text {here}/chat.jsonl": "prepare it with jaxtp prepare --messages NAME, then --data",
+    "--model {model} --text {here}/nothing.jsonl": "all documents are empty",
+    "--model {model} --text {here}/empty.tx": "did you mean {here}/empty.txt?",
+    "--model {model} --text {here}/folder": "no file in this folder",
+    "--model {model} --text {data}": "read it by --data {data}",
+    "--model {model} --text {here}/long.jsonl --max-document-bytes 100": "line 2: more than 100 bytes; a larger",
+    "--model {model} --data {here}/one.txt": "--text",
+    "--model {model} --data {here}/folders": "did you mean {here}/folder?",
+    "--model {model} --data {data}": "Prepare the documents again with --tokenizer",
+    "--model {model} --data {here}": "dataset",
 }
 
 
-def test_inputs_that_cannot_be_measured_are_refused(tiny_model, byte_dataset, tmp_path, capsys):
+def test_contradictions_and_inputs_that_cannot_be_measured_are_refused(
+    tiny_model, lines, byte_dataset, tmp_path, capsys
+):
     for name, content in FILES.items():
-        (tmp_path / name).write_bytes(content)
+        write(tmp_path / name, content)
     (tmp_path / "folder").mkdir()
-    places = {"here": tmp_path, "data": byte_dataset}
+    places = {"here": tmp_path, "data": byte_dataset, "model": tiny_model, "lines": lines}
     for words, message in REFUSED.items():
-        flags = words.format(**places).split()
-        assert_refused(capsys, message.format(**places), "--model", tiny_model, *flags)
-    one = ["--text", tmp_path / "one.txt"]
-    assert_refused(capsys, "no such folder", "--model", tmp_path / "nowhere", *one)
-    assert run("--model", tiny_model, *one) == 2
+        assert_refused(capsys, message.format(**places), *words.format(**places).split())
+    assert run("--model", tiny_model, "--text", tmp_path / "one.txt") == 2
     assert "no document has more than one" in capsys.readouterr().err
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tiny_model, lines, tmp_path, capsys):
     tokenizer = json.loads(byte_level())
     tokenizer["model"]["vocab"]["x"] = 3000
-    content = json.dumps(tokenizer).encode()
-    model = changed_model(tiny_model, tmp_path / "model", content)
+    model = changed_model(tiny_model, tmp_path / "model", json.dumps(tokenizer))
     assert run("--model", model, "--text", lines) == 2
     assert f"the token 3000 is beyond the 300 of {model}" in capsys.readouterr().err
 

@@ -63,39 +63,42 @@ def test_the_loss_is_that_of_transformers(case):
 
 def test_numbers_are_the_same_for_every_batch_size_and_mesh():
     ids = hf_reference.load("qwen3")["input_ids"]
-    expected = None
+    inputs = [Rows(ids, "a"), Rows(ids[:, :7], "b"), Rows(ids[:1, :1], "b")]
+    several = []
     for mesh, batch_size in [(MESHES[0], 5), (MESHES[3], 3)]:
-        inputs = [Rows(ids, "a"), Rows(ids[:, :7], "b"), Rows(ids[:1, :1], "b")]
         found = measured(scorer("qwen3", mesh, batch_size), inputs, 12, stride=8)
         parts = {**found.by_source(), **found.by_length()}
         counts = {key: (part.documents, part.tokens, part.num_bytes) for key, part in parts.items()}
-        losses = np.array([part.nats for part in parts.values()])
-        if expected is None:
-            expected = counts, losses
-        assert counts == expected[0]
-        assert losses == pytest.approx(expected[1], rel=1e-6)
-        assert found.by_length()[1].tokens == 0
-        assert sum(part.documents for part in found.by_source().values()) == found.whole().documents
+        several.append((counts, [part.nats for part in parts.values()]))
+    (counts, losses), (other_counts, other_losses) = several
+    assert counts == other_counts
+    assert losses == pytest.approx(other_losses, rel=1e-6)
+    assert found.by_length()[1].tokens == 0
+    assert sum(part.documents for part in found.by_source().values()) == found.whole().documents
 
 
 @pytest.mark.wide
 def test_overlapping_windows_have_the_loss_of_each_window():
     """The loss of each window by itself, from the model's whole logits."""
-    ids, made = hf_reference.load("llama_gqa")["input_ids"][:2].astype(np.int32), scorer("llama_gqa", MESHES[0])
-    graph, state = nnx.split(jaxtp.load_hf(FOLDER / "llama_gqa"))
-    logits_of = jax.jit(lambda state, ids: nnx.merge(graph, state)(ids))
+    ids = hf_reference.load("llama_gqa")["input_ids"][:2].astype(np.int32)
+    logits_of = nnx.jit(lambda model, ids: model(ids))
+    model = jaxtp.load_hf(FOLDER / "llama_gqa")
     for stride in (8, 3):
         total = 0.0
         for row in ids:
-            done, begin = 1, 0
-            while done < len(row):
-                end = min(begin + 9, len(row))
+            done = 1
+            for begin in range(0, len(row), stride):
+                labels = row[begin + 1 : begin + 9]
+                count = len(labels)
                 read = np.zeros((1, 8), np.int32)
-                read[0, : end - 1 - begin] = row[begin : end - 1]
-                logits = np.float64(logits_of(state, read))[0, : end - 1 - begin]
-                losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(logits)), row[begin + 1 : end]]
-                total, done, begin = total + losses[done - end :].sum(), end, begin + stride
-        assert measured(made, [Rows(ids)], 8, stride=stride).whole().nats == pytest.approx(total, rel=1e-6)
+                read[0, :count] = row[begin : begin + count]
+                logits = np.float64(logits_of(model, read))[0, :count]
+                losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(count), labels]
+                end = begin + count + 1
+                total += losses[count - (end - done) :].sum()
+                done = end
+        found = measured(scorer("llama_gqa", MESHES[0]), [Rows(ids)], 8, stride=stride)
+        assert found.whole().nats == pytest.approx(total, rel=1e-6)
 
 
 def test_documents_without_a_token_to_predict_are_refused():

@@ -8,14 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
-from corpora import jsonl, prepared
+from corpora import jsonl, prepared, write
 from evaluations import TEXTS
 from flax import nnx
 from runs import contents, records
+from support import assert_refused
 from tools.conftest import save_model
 
 import jaxtp
@@ -44,10 +46,9 @@ def data(tmp_path_factory, tiny_model):
     """The folder of a dataset in several shards."""
     folder = tmp_path_factory.mktemp("data")
     rows = [{"prompt": text[: len(text) // 3], "completion": f"{text} {i}"} for i in range(4) for text in TEXTS]
-    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     fields = ["--prompt-field", "prompt", "--completion-field", "completion"]
     options = ["--tokenizer", tiny_model, "--no-eos", "--held-out", "0.2", "--shard-tokens", "1000"]
-    return prepared(folder / "data", folder / "a.jsonl", *fields, *options).folder
+    return prepared(folder / "data", jsonl(folder / "a.jsonl", rows), *fields, *options).folder
 
 
 @pytest.fixture(scope="session")
@@ -71,35 +72,34 @@ def log_probs(tiny_model):
     def compute(model, ids, segments, temperature):
         return jax.nn.log_softmax(model(ids, segments) / temperature)
 
-    def stacked(rows, name):
-        return np.stack([row[name] for row in rows]) if name in rows[0] else None
-
     def of_rows(rows, temperature):
+        columns = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
         with jax.set_mesh(mesh):
-            inputs = stacked(rows, "inputs"), stacked(rows, SEGMENTS)
-            return np.asarray(compute(model, *inputs, temperature))
+            return np.asarray(compute(model, columns["inputs"], columns.get(SEGMENTS), temperature))
 
     return of_rows
 
 
-def assert_scores(log_probs, data, out, settings=RowSettings(32, 300), temperature=1.0):
+def assert_scores(log_probs, data, out, temperature=1.0, **settings):
     scores = open_scores(out)
+    assert_row = assert_log_probs if scores.record.top_k is None else assert_top_log_probs
     for split in open_dataset(data).splits.values():
-        rows = list(make_rows(split, settings, scores))[:2]
+        rows = list(make_rows(split, RowSettings(32, 300, **settings), scores))[:2]
         for row, expected in zip(rows, log_probs(rows, temperature), strict=True):
-            assert_row(row, expected, scores.record.top_k)
+            assert_row(row, expected, row["labels"] != IGNORE)
 
 
-def assert_row(row, expected, top_k):
-    has_label = row["labels"] != IGNORE
-    if top_k is None:
-        labels = np.where(has_label, row["labels"], 0)[:, None]
-        of_labels = np.take_along_axis(expected, labels, 1)[:, 0]
-        np.testing.assert_allclose(row["log_probs"], np.where(has_label, of_labels, 0), atol=1e-5)
-        return
-    best = -np.sort(-expected, axis=1)[:, :top_k]
-    for found in (row["top_log_probs"], np.take_along_axis(expected, row["top_ids"], 1)):
-        np.testing.assert_allclose(found[has_label], best[has_label], atol=1e-5)
+def assert_log_probs(row, expected, has_label):
+    labels = np.where(has_label, row["labels"], 0)
+    of_labels = expected[np.arange(len(labels)), labels]
+    np.testing.assert_allclose(row["log_probs"], np.where(has_label, of_labels, 0), atol=1e-5)
+
+
+def assert_top_log_probs(row, expected, has_label):
+    found = row["top_log_probs"]
+    best = -np.sort(-expected, axis=1)[:, : found.shape[1]]
+    for each in (found, np.take_along_axis(expected, row["top_ids"], 1)):
+        np.testing.assert_allclose(each[has_label], best[has_label], atol=1e-5)
     assert not row["top_ids"][~has_label].any()
 
 
@@ -112,19 +112,19 @@ def test_scores_of_one_device_are_those_of_the_model(log_probs, data, base, tmp_
     assert json.loads(file.read_text()) == {"folder": str(base), "problems": []}
 
 
+ON_MESHES = {
+    "--mesh tp=4 --top-k 7": {},
+    "--mesh fsdp=2,tp=2 --temperature 2 --batch-size 3": {"temperature": 2.0},
+    "--mesh cp=2,tp=2 --top-k 300": {},
+    "--mesh dp=2,cp=2 --data.long-documents drop": {"long_documents": "drop"},
+}
+
+
 @pytest.mark.wide
-@pytest.mark.parametrize(
-    ("mesh", "flags", "settings", "temperature"),
-    [
-        ("tp=4", ["--top-k", 7], {}, 1.0),
-        ("fsdp=2,tp=2", ["--temperature", 2, "--batch-size", 3], {}, 2.0),
-        ("cp=2,tp=2", ["--top-k", 300], {}, 1.0),
-        ("dp=2,cp=2", ["--data.long-documents", "drop"], {"long_documents": "drop"}, 1.0),
-    ],
-)
-def test_a_mesh_scores_as_one_device(log_probs, data, tiny_model, tmp_path, mesh, flags, settings, temperature):
-    out = scored(data, tiny_model, tmp_path / "s", "--mesh", mesh, *flags)
-    assert_scores(log_probs, data, out, RowSettings(32, 300, **settings), temperature)
+@pytest.mark.parametrize("flags", ON_MESHES)
+def test_a_mesh_scores_as_one_device(log_probs, data, tiny_model, tmp_path, flags):
+    out = scored(data, tiny_model, tmp_path / "s", *flags.split())
+    assert_scores(log_probs, data, out, **ON_MESHES[flags])
     assert run("--verify", out) == 0
 
 
@@ -134,7 +134,7 @@ def test_rows_that_cross_documents_and_shards(log_probs, tiny_model, tmp_path):
     data = prepared(tmp_path / "data", jsonl(tmp_path / "a.jsonl", TEXTS * 3), *options).folder
     concatenated = ["--data.packing", "concatenated", "--mesh", "tp=2"]
     out = scored(data, tiny_model, tmp_path / "s", *concatenated)
-    assert_scores(log_probs, data, out, RowSettings(32, 300, "concatenated"))
+    assert_scores(log_probs, data, out, packing="concatenated")
 
 
 class Killed(BaseException):
@@ -147,19 +147,12 @@ def finished(out):
 
 def test_a_killed_command_resumes(data, tiny_model, base, tmp_path, monkeypatch, capsys):
     """It is killed when the scores of a batch are written, and the journal does not say so yet."""
-    write = scoring.write_atomically
     out = tmp_path / "s"
     for saves, rows in ((1, 0), (1, 8), (0, 8)):
-        left = iter(range(saves))
-
-        def kill(path, content, left=left):
-            if next(left, None) is None:
-                raise Killed
-            write(path, content)
-
+        killed = mock.Mock(wraps=scoring.write_atomically, side_effect=[mock.DEFAULT] * saves + [Killed])
         with monkeypatch.context() as patch:
             patch.setattr(scoring, "SAVE_SECONDS", 0.0)
-            patch.setattr(scoring, "write_atomically", kill)
+            patch.setattr(scoring, "write_atomically", killed)
             with pytest.raises(Killed):
                 scored(data, tiny_model, out)
         assert finished(out) == rows
@@ -202,11 +195,11 @@ def test_kill_9(data, tiny_model, base, tmp_path):
 
 @pytest.mark.wide
 def test_ctrl_c_saves(data, tiny_model, base, tmp_path, monkeypatch):
-    write = scoring.write_atomically
+    whole = scoring.write_atomically
     out = tmp_path / "s"
 
     def interrupted(path, content):
-        write(path, content)
+        whole(path, content)
         if path.name == JOURNAL and finished(out) == 8:
             signal.raise_signal(signal.SIGINT)
 
@@ -230,35 +223,29 @@ def test_two_processes(data, tiny_model, tmp_path):
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 
+REFUSED = {
+    "{data} {model}": "name a folder for the scores by --out DIR",
+    "{data} {model} {out} --top-k 301": "--top-k 301: ",
+    "{data} {model} {out} --data.sequence-length 33 --mesh cp=2": "not divisible by mesh.cp=2; cp can be 1, 3",
+    "{data} --model {tmp}/nowhere {out}": "no such folder",
+    "{data} {model} --out {base} --top-k 5": "top_k: None -> 5",
+    "{data} {model} --out {tmp}/other": "holds other files (mine.txt) and no scores",
+    "{of_bytes} {model} {out}": "was made with tokenizer bytes",
+}
+
+
 def test_mistakes_are_refused_before_weights_are_read(data, tiny_model, base, tmp_path, capsys, monkeypatch):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "mine.txt").write_text("")
-    (tmp_path / "a.txt").write_text("bytes" * 100)
-    of_bytes = prepared(tmp_path / "bytes", tmp_path / "a.txt").folder
-    model = ["--model", tiny_model]
-    given = [data, *model, *LENGTH]
-    out = ["--out", tmp_path / "s"]
-    odd = ["--data.sequence-length", 33, "--mesh", "cp=2"]
-    refused = [
-        (given, "name a folder for the scores by --out DIR"),
-        ([*given, *out, "--top-k", 301], "--top-k 301: "),
-        ([data, *model, *odd, *out], "not divisible by mesh.cp=2; cp can be 1, 3"),
-        ([data, "--model", tmp_path / "nowhere", *LENGTH, *out], "no such folder"),
-        ([*given, "--out", base, "--top-k", 5], "top_k: None -> 5"),
-        ([*given, "--out", tmp_path / "other"], "holds other files (mine.txt) and no scores"),
-        ([of_bytes, *model, *LENGTH, *out], "was made with tokenizer bytes"),
-    ]
-    capsys.readouterr()
-    for words, message in refused:
-        assert run(*words) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("jaxtp score: error: ")
-        assert error.count("error") == 1, "and no weights are read"
-        assert message in error
+    write(tmp_path / "other/mine.txt", "")
+    of_bytes = prepared(tmp_path / "bytes", write(tmp_path / "a.txt", "bytes" * 100)).folder
+    places = {"data": data, "base": base, "tmp": tmp_path, "of_bytes": of_bytes}
+    places |= {"model": f"--model {tiny_model}", "out": f"--out {tmp_path}/s"}
+    monkeypatch.setattr("jaxtp.generate.loading.load_folder", None)
+    for words, message in REFUSED.items():
+        assert_refused(main, [*LENGTH, *words.format(**places).split()], message, capsys)
     assert not (tmp_path / "s").exists()
     full = shutil.disk_usage(tmp_path)._replace(free=5)
     monkeypatch.setattr(scoring.shutil, "disk_usage", lambda path: full)
-    assert run(*given, "--out", tmp_path / "full") == 2
+    assert run(data, "--model", tiny_model, *LENGTH, "--out", tmp_path / "full") == 2
     error = capsys.readouterr().err
     assert re.search(r"the scores take [1-9][\d.]* [KM]B, and 5 B are free$", error, re.MULTILINE)
 
@@ -278,11 +265,10 @@ def loss(model, batch, key):
 @pytest.mark.wide
 def test_a_run_reads_the_scores_of_its_initial_model(data, tiny_model, base, tmp_path, capsys):
     """Adapters are zero at first, so that the initial model is the one that was scored."""
-    (tmp_path / "mine.py").write_text(LOSS)
+    file = write(tmp_path / "mine.py", LOSS)
     other = save_model(tmp_path / "other", 1)
     flags = ["--data.path", data, *LENGTH, "--data.global-batch-size", 4, "--train.log-every", 1]
-    flags += ["--mesh", "fsdp=2,tp=2", "--train.loss", f"{tmp_path}/mine.py:loss"]
-    flags += ["--model.lora.rank", 2]
+    flags += ["--mesh", "fsdp=2,tp=2", "--train.loss", f"{file}:loss", "--model.lora.rank", 2]
 
     def trained(model, scores, steps=2, folder="run"):
         places = ["--run.dir", tmp_path / folder, "--model.from-hf", model, "--data.scores", scores]
