@@ -18,7 +18,8 @@ SMALL = ["--mesh.fsdp", "1", "--mesh.cp", "2", "--mesh.tp", "2", "--data.sequenc
 
 @pytest.mark.journey
 def test_measured_and_read_back(tmp_path, capsys):
-    record, out = (tmp_path / "new" / name for name in ("all.json", "mine.yaml"))
+    record = tmp_path / "new/all.json"
+    out = tmp_path / "new/mine.yaml"
     flags = ["--json", str(record), "--out", str(out), "--like", "h100"]
     assert main(["comm", *QUICK, "16", *SMALL, *flags]) == 0
     printed = capsys.readouterr().out
@@ -33,17 +34,16 @@ def test_measured_and_read_back(tmp_path, capsys):
     found = json.loads(record.read_text())
     assert found["place"]["sizes"] == mesh_shape(cp=2, tp=2)
     assert len(found["messages"]) == 3 * 2 * len(KINDS)
-    assert {line["axis"] for line in found["lines"]} == {"cp", "tp"}
+    latencies = {line["axis"]: line["latency"] for line in found["lines"]}
+    assert latencies.keys() == {"cp", "tp"}
     assert {one["tp"] for one in found["products"]} == {1, 2, 4}
     assert {one["name"] for one in found["products"]} == {"q, k, v", "attention out", "gate, up", "down"}
     hardware = read(out)
     assert hardware.matmul_efficiency == pytest.approx(found["matmul_efficiency"], rel=1e-3)
-    assert hardware.latency == pytest.approx(next(x["latency"] for x in found["lines"] if x["axis"] == "tp"), rel=1e-3)
+    assert hardware.latency == pytest.approx(latencies["tp"], rel=1e-3)
     assert estimate(["--hardware", f"{out}x8"]) == 0
-    assert (
-        f"({out}: matmul_efficiency, link, link_efficiency, network, latency, hop; others from h100)"
-        in capsys.readouterr().out
-    )
+    names = "matmul_efficiency, link, link_efficiency, network, latency, hop"
+    assert f"({out}: {names}; others from h100)" in capsys.readouterr().out
 
 
 def test_one_device_has_no_links(tmp_path, capsys):

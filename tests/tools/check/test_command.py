@@ -76,14 +76,6 @@ def test_a_model_of_hugging_face_is_checked_with_its_own_sizes(tmp_path, capsys)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "olmo2", "gpt2"])
-def test_a_family_passes(name):
-    quick = ("--data.sequence-length", "16", "--model.precision.compute", "float32")
-    model = ("--model.from-hf", str(FOLDER / name))
-    assert main([*model, "--mesh", "fsdp=2,tp=4", *quick]) == 0
-
-
-@pytest.mark.slow
 def test_a_configuration_passes_on_all_default_meshes():
     assert main(["--config", str(ROOT / "configs/llama3_70b.yaml")]) == 0
 
@@ -132,20 +124,6 @@ def test_a_scale_of_the_features_of_one_device_is_named(monkeypatch, capsys):
     out = run_broken(capsys, *WHOLE, *IN_FLOAT8)
     assert "first difference: blocks.0.attention.out: its output is off by" in out
     assert "1 of 2 differ" in out, "in float32 products nothing differs"
-
-
-@pytest.mark.wide
-def test_a_doubled_bias_is_named(monkeypatch, capsys):
-    call = linear.RowParallelLinear.__call__
-
-    def with_biases_of_all_devices(self, x):
-        return call(self, x) + (axis_size(jaxtp.TP) - 1) * (self.bias or jnp.zeros(()))[...]
-
-    monkeypatch.setattr(linear.RowParallelLinear, "__call__", with_biases_of_all_devices)
-    out = run_broken(capsys, "--model.mlp-bias")
-    assert out.count("first difference: blocks.0.mlp.down: its output is off by") == 2
-    assert "worst gradient blocks.mlp.down.bias" in out
-    assert "2 of 2 differ" in out
 
 
 @jax.custom_vjp

@@ -3,11 +3,9 @@
 import json
 import math
 import re
-import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -68,20 +66,13 @@ def test_a_shipped_configuration_is_answered(config, estimated, capsys):
     total = sizes.pop("total")
     assert sum(sizes.values()) == pytest.approx(total)
     assert total <= record["bytes_for_jax"]
-    low, high = best["tokens_per_second_range"]
-    assert low <= best["tokens_per_second"] <= high
-    assert {"kind", "axes", "bytes_sent", "count"} <= best["collectives"][0].keys()
     sure = [mesh["tokens_per_second"] for mesh in record["meshes"] if mesh["fits_surely"]]
     assert sure[1:] == sorted(sure[1:], reverse=True)
     assert sure[0] > 0.95 * max(sure)
     assert record["configured"]["fits"]
-    assert record["provenance"]["bytes_per_device"]["parameters"] == "exact"
-    assert record["provenance"]["collectives"] == "exact"
     hours = r"[\d,.]+ to [\d,.]+"
-    run = rf"^run +100,000 steps: {hours} hours, {hours} h100 hours$"
-    assert re.search(run, out, re.MULTILINE)
-    memory = r"^memory +[\d.]+ of [\d.]+ GB for JAX: exact .*;\n +modelled "
-    assert re.search(memory, out, re.MULTILINE)
+    assert re.search(rf"^run +100,000 steps: {hours} hours, {hours} h100 hours$", out, re.MULTILINE)
+    assert re.search(r"^memory +[\d.]+ of [\d.]+ GB for JAX: exact .*;\n +modelled ", out, re.MULTILINE)
 
 
 NINE_TENTHS = "h100x8 --memory-fraction 0.9"
@@ -210,12 +201,15 @@ def test_one_mesh_and_its_settings_as_they_are(estimated, capsys):
 
 
 @pytest.mark.journey
-def test_tier_2_compiles_the_step(estimated, capsys):
-    flags = [*TINY, "--hardware", "a100x8", "--mesh", "fsdp=2,tp=4", "--tier", "2"]
+def test_tier_2_compiles_the_step_and_a_picture_is_drawn(estimated, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "plot.png"
+    flags = [*TINY, "--hardware", "a100x8", "--mesh", "fsdp=2,tp=4", "--tier", "2", "--plot", file]
     tier_2 = estimated(*flags)["tier_2"]
     assert tier_2["equal_to_tier_1"]
     assert tier_2["planned"]
     assert "moves what tier 1 says, in kind, axes and bytes" in capsys.readouterr().out
+    assert file.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture
@@ -232,10 +226,7 @@ def compile_by(monkeypatch):
 
 
 def failing(error):
-    def run(*args, **kwargs):
-        raise error
-
-    return run
+    return mock.Mock(side_effect=error)
 
 
 TIER_3 = [*TINY, *OVER_TP, "--tier", "3"]
@@ -251,12 +242,8 @@ def test_numbers_of_other_tiers_stay_where_the_compiler_of_tier_3_fails(compile_
     assert record["tier_2"]["equal_to_tier_1"]
     assert "crashed" in record["tier_3"]["error"]
     # A missing extra is found before the work.
-    missing = "pip install 'jaxtp[estimate-gpu]'"
-    monkeypatch.setattr(command, "topology", failing(TargetError(missing)))
-    assert main(TIER_3) == 2
-    captured = capsys.readouterr()
-    assert f"--tier 3: {missing}; --tier 2 needs none\n" in captured.err
-    assert captured.out == ""
+    monkeypatch.setattr(command, "topology", failing(TargetError("pip install 'jaxtp[estimate-gpu]'")))
+    assert_refused(main, TIER_3, "--tier 3: pip install 'jaxtp[estimate-gpu]'; --tier 2 needs none\n", capsys)
 
 
 def test_a_compiler_that_says_it_does_not_fit_is_believed(compile_by, estimated, capsys):
@@ -270,21 +257,17 @@ GB = 10**9
 
 @pytest.mark.parametrize(("peak", "verdict"), [(GB, "fits"), (64 * GB, "does not fit")])
 def test_tier_3_is_shown_beside_tier_1(peak, verdict, compile_by, estimated, capsys):
-    asked = []
     moved = Scheduled("all-gather", ("tp",), 4, bytes=4 * GB, count=3, overlapped=2, computing=7)
     parts = {name: dict.fromkeys(AMOUNTS, 0) for name in (*PARTS, OTHER, COLLECTIVES)}
     parts["MLP"] = dict(zip(AMOUNTS, (2, 2e12, 1e12, 1e9, 6.7e9, 3.35e9, 0), strict=True))
     parts["collectives"] = dict(zip(AMOUNTS, (3, 0, 0, 0, 0, 0, 1), strict=True))
     sizes = {"argument_bytes": 1, "temp_bytes": 2, "peak_bytes": peak, "flops": 2e12, "in_float8": 0}
     lists = {"parts": parts, "collectives": (moved,), "notes": ("a note",), "not_in_float8": {}}
-
-    def compiled(config, *args, **kwargs):
-        asked.append((*args, kwargs))
-        return Compiled(**sizes, **lists, seconds=5.0)
-
-    compile_by(compiled)
+    compiler = mock.Mock(return_value=Compiled(**sizes, **lists, seconds=5.0))
+    compile_by(compiler)
     tier_3 = estimated(*TIER_3, code=0 if verdict == "fits" else 1)["tier_3"]
-    assert asked == [(mesh_shape(fsdp=2, tp=4), "h100", {"hosts": 1, "devices_per_host": 8, "timeout_s": 300.0})]
+    limits = {"hosts": 1, "devices_per_host": 8, "timeout_s": 300.0}
+    compiler.assert_called_once_with(mock.ANY, mesh_shape(fsdp=2, tp=4), "h100", **limits)
     assert tier_3["fits"] == (verdict == "fits")
     (collective,) = tier_3["collectives"]
     assert collective["bytes"] == 4 * GB
@@ -351,14 +334,6 @@ def test_a_file_that_it_did_not_write_is_kept(tmp_path, capsys):
     assert file.read_text() == own
 
 
-@pytest.mark.journey
-def test_a_picture_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "plot.png"
-    assert main([*TINY, "--hardware", "h100x8", "--plot", str(file)]) == 0
-    assert file.read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_colors_and_lines_of_a_picture_are_explained(monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure()
     monkeypatch.setattr(command, "write_picture", lambda flag, path, draw: draw(figure))
@@ -374,13 +349,6 @@ def test_the_colors_and_lines_of_a_picture_are_explained(monkeypatch):
         assert ticks.count("\nbest") == 1
     assert len(set(colors.values())) == len(colors), "a color is one part"
     assert any(text.get_text().startswith("limit ") for text in figure.axes[0].texts)
-
-
-def test_help_teaches(capsys):
-    for flag, taught in (("--help", "--hardware h100x8"), ("--help-all", "bandwidth (bytes/s)")):
-        with pytest.raises(SystemExit):
-            main([flag])
-        assert taught in printed(capsys)
 
 
 H100S = "--hardware h100x8"
@@ -418,14 +386,3 @@ def test_a_mistake_is_refused(flags, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert_refused(main, flags.split(), REFUSED[flags], capsys)
     assert not list(tmp_path.iterdir()), "no file is left behind"
-
-
-@pytest.mark.journey
-def test_a_reader_that_leaves_ends_it_without_a_word():
-    """As `| head` does."""
-    words = [sys.executable, "-m", "jaxtp", "estimate", *TINY, "--hardware", "h100x8", "--mesh", "tp=8"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    process.stderr.close()
-    assert process.wait() == -signal.SIGPIPE

@@ -24,15 +24,8 @@ CONFIG = TrainConfig(model=MODEL)
 facts = functools.cache(lambda: describe_model(CONFIG))
 ROWS = 8
 LENGTH = 40
-HYBRID = dataclasses.replace(
-    MODEL,
-    delta_value_heads=6,
-    delta_key_heads=3,
-    delta_key_dim=8,
-    delta_value_dim=10,
-    pattern=({}, {"delta_value_heads": 0}),
-)
-MODELS = {"attention": MODEL, "hybrid": HYBRID}
+DELTA = dataclasses.replace(MODEL, delta_value_heads=6, delta_key_heads=3, delta_key_dim=8, delta_value_dim=10)
+MODELS = {"attention": MODEL, "hybrid": dataclasses.replace(DELTA, pattern=({}, {"delta_value_heads": 0}))}
 
 
 def held_by_layers(config, mesh):
@@ -49,7 +42,7 @@ def held_by_layers(config, mesh):
     return sum(math.prod(shape) * size for shape, size in shapes)
 
 
-@pytest.mark.parametrize("name", sweep(["attention", "hybrid"], "attention"))
+@pytest.mark.parametrize("name", sweep(list(MODELS), "attention"))
 def test_the_cache_is_that_of_the_layers(name):
     for sizes in [(1, 1, 1), (1, 1, 8), (2, 2, 2)]:
         mesh = make_mesh(*sizes)
@@ -58,8 +51,7 @@ def test_the_cache_is_that_of_the_layers(name):
 
 
 def test_states_of_gated_delta_net_do_not_grow_with_the_row():
-    config = dataclasses.replace(HYBRID, pattern=())
-    short, long = (cache_bytes(config, mesh_shape(tp=2), ROWS, length) for length in (LENGTH, 10 * LENGTH))
+    short, long = (cache_bytes(DELTA, mesh_shape(tp=2), ROWS, length) for length in (LENGTH, 10 * LENGTH))
     assert short == long > 0
 
 
@@ -85,10 +77,7 @@ def test_meshes_are_ranked_and_divide_the_rows():
     flags = [one.fits for one in tight]
     assert flags == sorted(flags, reverse=True)
     assert len(set(flags)) == 2
-    lines = table(tight, LENGTH).splitlines()
-    assert any("does not fit" in line for line in lines)
-    assert lines[1].endswith("tokens/s with a full cache")
-    assert lines[-1] == "left out: prefill, its time and its activations; sampling"
+    assert table(tight, LENGTH).count("does not fit") == flags.count(False)
 
 
 def test_weights_are_split_by_tp_and_fsdp_is_counted_as_dp():
@@ -121,14 +110,10 @@ def test_few_rows_read_the_experts_that_they_choose_and_many_read_all():
         assert one.weights > experts
 
 
-@pytest.mark.parametrize(
-    ("mesh", "rows", "message"),
-    [
+def test_a_mesh_that_cannot_generate_is_refused():
+    for mesh, rows, message in [
         ({"dp": 4, "cp": 2}, 8, "--generate 8: a cache is not divided over cp; add a mesh with cp=1"),
         ({"dp": 8}, 3, "--generate 3: no mesh of 8 devices"),
-    ],
-    ids=["cp", "rows"],
-)
-def test_a_mesh_that_cannot_generate_is_refused(mesh, rows, message):
-    with pytest.raises(ConfigError, match=message):
-        found(rows=rows, meshes=[mesh_shape(**mesh)])
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            found(rows=rows, meshes=[mesh_shape(**mesh)])

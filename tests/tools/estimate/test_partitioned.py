@@ -7,39 +7,43 @@ import math
 
 import jax
 import pytest
+import yaml
 from hf_reference import FOLDER, TRAINED
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
 from jaxtp.analysis.hardware import find
-from jaxtp.config.schema import ConfigError, replace_nested
+from jaxtp.config.schema import ConfigError, replace_nested, validate
 from jaxtp.mesh import AXES, TP
 from jaxtp.models import decoder
 from jaxtp.tools.estimate.compiler import MAX_DEVICES, compile_partitioned, request_devices, trace
 from jaxtp.tools.estimate.search import Target, describe_model, estimate
-from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.config import TrainConfig
 
-MODEL = jaxtp.ModelConfig(
-    vocab_size=61,
-    d_model=32,
-    num_layers=2,
-    num_heads=16,
-    num_kv_heads=4,
-    head_dim=8,
-    d_ff=64,
-    loss_chunk=8,
-)
-CONFIG = TrainConfig(
-    model=MODEL,
-    data=DataConfig(sequence_length=32, global_batch_size=32),
-    optimizer=OptimizerConfig(name="adamw"),
-    train=LoopConfig(accumulation=1),
-)
+SETTINGS = """
+model: {vocab_size: 61, d_model: 32, num_layers: 2, num_heads: 16, num_kv_heads: 4, head_dim: 8, d_ff: 64,
+  loss_chunk: 8}
+data: {sequence_length: 32, global_batch_size: 32}
+optimizer: {name: adamw}
+train: {accumulation: 1}
+"""
+CONFIG = validate(TrainConfig, yaml.safe_load(SETTINGS), source="here")
 MESHES = [
-    *((8, 1, 1, 1), (1, 8, 1, 1), (2, 4, 1, 1), (1, 2, 4, 1), (4, 1, 2, 1), (2, 2, 1, 2)),
-    *((1, 4, 1, 2), (2, 1, 1, 4), (1, 1, 4, 2), (2, 1, 2, 2), (1, 1, 1, 16), (1, 2, 2, 2)),
+    "8-1-1-1",
+    "1-8-1-1",
+    "2-4-1-1",
+    "1-2-4-1",
+    "4-1-2-1",
+    "2-2-1-2",
+    "1-4-1-2",
+    "2-1-1-4",
+    "1-1-4-2",
+    "2-1-2-2",
+    "1-1-1-16",
+    "1-2-2-2",
 ]
+"""Sizes of dp, fsdp, cp and tp."""
 VARIETY = [
     {"model.remat": "none", "model.sequence_parallel": True},
     {"model.remat": "save_gathered", "train.accumulation": 2},
@@ -48,23 +52,23 @@ VARIETY = [
 ]
 """Remat, micro-batches and sequence parallelism: each mesh takes the next."""
 WINDOWED = {"model.pattern": ({"sliding_window": 5}, {})}
-OTHERS = [
-    ((2, 2, 1, 2), {"train.accumulation": 2, "model.remat": "offload"}),
-    ((1, 2, 1, 4), {"train.accumulation": 2, "model.remat": "save_dots", "model.overlap": "ring"}),
-    ((2, 1, 2, 2), WINDOWED | {"train.accumulation": 2, "mesh.context": "ulysses"}),
-    ((2, 1, 2, 2), WINDOWED | {"train.accumulation": 2, "mesh.context": "gather"}),
-]
+OTHERS = {
+    "offload": ("2-2-1-2", {"model.remat": "offload"}),
+    "rings": ("1-2-1-4", {"model.remat": "save_dots", "model.overlap": "ring"}),
+    "ulysses": ("2-1-2-2", WINDOWED | {"mesh.context": "ulysses"}),
+    "gather": ("2-1-2-2", WINDOWED | {"mesh.context": "gather"}),
+}
 
 
 def setting(mesh, changes=(), config=CONFIG):
-    sizes = dict(zip(AXES, mesh, strict=True))
+    sizes = dict(zip(AXES, map(int, mesh.split("-")), strict=True))
     changes = dict(changes)
     if sizes[TP] == 1:
         changes.pop("model.sequence_parallel", None)
     over_axes = {f"mesh.{axis}": size for axis, size in sizes.items()}
     config = replace_nested(config, over_axes | changes)
     hardware = find("h100")
-    where = Target(hardware, math.prod(mesh), hardware.memory)
+    where = Target(hardware, math.prod(sizes.values()), hardware.memory)
     return estimate(config, where, describe_model(config))
 
 
@@ -79,23 +83,24 @@ VARIED = dict(zip(MESHES, itertools.cycle(VARIETY), strict=False))
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_tier_1_is_what_the_partitioned_program_moves(mesh):
     assert_equal_to_tier_1(compile_partitioned(setting(mesh, VARIED[mesh])))
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("mesh", "changes"), OTHERS, ids=["offload", "rings", "ulysses", "gather"])
-def test_tier_1_is_what_other_programs_move(mesh, changes):
-    found = compile_partitioned(setting(mesh, changes))
+@pytest.mark.parametrize("name", OTHERS)
+def test_tier_1_is_what_other_programs_move(name):
+    mesh, changes = OTHERS[name]
+    found = compile_partitioned(setting(mesh, changes | {"train.accumulation": 2}))
     assert_equal_to_tier_1(found)
     # A CPU offloads nothing.
-    assert len(found.notes) == (changes.get("model.remat") == "offload")
+    assert len(found.notes) == (name == "offload")
 
 
 @pytest.mark.wide
 def test_tier_1_knows_an_optimizer_that_exchanges_matrices():
-    found = compile_partitioned(setting((2, 1, 2, 2), {"optimizer.name": "muon"}))
+    found = compile_partitioned(setting("2-1-2-2", {"optimizer.name": "muon"}))
     assert found.realised == pytest.approx(found.planned)
     assert "all-to-all" in {kind for kind, _ in found.planned}
     assert not found.problems
@@ -106,7 +111,7 @@ def test_tier_1_knows_an_optimizer_that_exchanges_matrices():
 def test_tier_1_knows_every_family(name):
     model = dataclasses.replace(jaxtp.read_config(FOLDER / name), loss_chunk=8)
     config = dataclasses.replace(CONFIG, model=model)
-    assert_equal_to_tier_1(compile_partitioned(setting((1, 2, 1, 4), {"data.sequence_length": 16}, config)))
+    assert_equal_to_tier_1(compile_partitioned(setting("1-2-1-4", {"data.sequence_length": 16}, config)))
 
 
 def plant(monkeypatch):
@@ -125,7 +130,7 @@ def plant(monkeypatch):
 
 def test_a_planted_reshard_is_called_out_with_its_line(monkeypatch):
     line = plant(monkeypatch)
-    one = setting((1, 2, 1, 2))
+    one = setting("1-2-1-2")
     found = compile_partitioned(one)
     assert not found.equal
     unasked = [problem for problem in found.problems if "the compiler added it" in problem]
@@ -138,7 +143,7 @@ def test_a_planted_reshard_is_called_out_with_its_line(monkeypatch):
 
 def test_more_devices_than_a_process_can_have_are_refused():
     where = Target(find("h100"), 2 * MAX_DEVICES, 1.0)
-    many = dataclasses.replace(setting((1, 1, 1, 8)), target=where)
+    many = dataclasses.replace(setting("1-1-1-8"), target=where)
     with pytest.raises(ConfigError, match="at most 1,024 virtual CPU devices"):
         request_devices(many)
 

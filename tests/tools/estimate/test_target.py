@@ -1,6 +1,5 @@
 """Compiling for GPUs that are not there, by their own compiler."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -37,8 +36,9 @@ def without_flags_for_cpus(monkeypatch):
 
 SIZES = mesh_shape(fsdp=2, tp=4)
 FSDP = mesh_shape(fsdp=8)
+IN_HALF = jaxtp.Precision(compute="bfloat16")
 CONFIG = TrainConfig(
-    model=jaxtp.ModelConfig(precision=jaxtp.Precision(compute="bfloat16"), remat="full"),
+    model=jaxtp.ModelConfig(precision=IN_HALF, remat="full"),
     data=DataConfig(sequence_length=128, global_batch_size=4),
 )
 
@@ -54,7 +54,7 @@ RINGS = TrainConfig(
         head_dim=128,
         num_layers=16,
         attention="xla",
-        precision=jaxtp.Precision(compute="bfloat16"),
+        precision=IN_HALF,
         overlap="ring",
     ),
     data=DataConfig(sequence_length=1024, global_batch_size=4),
@@ -70,10 +70,8 @@ def test_a_step_is_compiled_for_gpus_that_are_not_there():
     assert sum(part["flops"] for part in first.parts.values()) == first.flops
     assert min(first.parts[name]["product_bytes"] for name in ("attention", "MLP", "projections")) > 0
     moved = {(m.kind, m.axes): m for m in first.collectives}
-    layers = CONFIG.model.num_layers
-    gathered, scattered = moved["all-gather", ("fsdp",)], moved["reduce-scatter", ("fsdp",)]
-    assert scattered.count > layers
-    assert gathered.count > layers
+    for kind in ("all-gather", "reduce-scatter"):
+        assert moved[kind, ("fsdp",)].count > CONFIG.model.num_layers
     assert moved["all-gather", ("tp",)].overlapped > 0
 
 
@@ -94,15 +92,8 @@ def test_the_attention_of_cudnn_is_compiled_without_a_gpu():
     """It holds no scores."""
     if with_cudnn(topology("h100", 1, 8)) is None:
         pytest.skip("its library is not installed: pip install 'jaxtp[estimate-cudnn]'")
-    long = replace_nested(
-        CONFIG,
-        {
-            "model.attention": "cudnn",
-            "model.head_dim": 64,
-            "data.packing": "concatenated",
-            "data.sequence_length": 8192,
-        },
-    )
+    changes = {"model.attention": "cudnn", "model.head_dim": 64, "data.packing": "concatenated"}
+    long = replace_nested(CONFIG, changes | {"data.sequence_length": 8192})
     where = {"hosts": 1, "devices_per_host": 8, "timeout_s": 300}
     cudnn, fused, xla = (
         compile_for(with_attention(long, name), SIZES, "h100", **where) for name in ("cudnn", "fused", "xla")
@@ -117,8 +108,7 @@ def test_the_attention_of_cudnn_is_compiled_without_a_gpu():
 @pytest.mark.parametrize("remat", sweep(["full", "none"], "full"))
 def test_what_rings_move_is_hidden_behind_products(remat):
     """Forward and backward; embedding, head and loss have no rings."""
-    config = dataclasses.replace(RINGS, model=dataclasses.replace(RINGS.model, remat=remat))
-    compiled = compiled_for_h100(config)
+    compiled = compiled_for_h100(replace_nested(RINGS, {"model.remat": remat}))
     over_tp = [moved for moved in compiled.collectives if moved.axes == ("tp",)]
     sent = {m.kind: m.bytes_sent for m in over_tp}
     hidden = sum(m.hidden_bytes / m.bytes * m.bytes_sent for m in over_tp)

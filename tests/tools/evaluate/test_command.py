@@ -1,7 +1,6 @@
 """`jaxtp evaluate` on runs, models and files, and what it refuses."""
 
 import errno
-import importlib.util
 import json
 import os
 import shutil
@@ -304,11 +303,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tiny_model, line
 
 
 def test_tasks_need_the_harness(tiny_model, monkeypatch, capsys):
-    find = importlib.util.find_spec
-
-    def without_harness(name):
-        return None if name == "lm_eval" else find(name)
-
-    monkeypatch.setattr("jaxtp.tools.evaluate.__main__.find_spec", without_harness)
+    monkeypatch.setattr("jaxtp.tools.evaluate.__main__.find_spec", lambda name: None)
     message = "--tasks needs lm-evaluation-harness: pip install 'jaxtp[eval]'"
     assert_refused(capsys, message, "--model", tiny_model, "--tasks", "mmlu")

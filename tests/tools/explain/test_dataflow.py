@@ -41,7 +41,6 @@ def own_gradient(x):
 
 own_gradient.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
 WITHOUT_AN_END = {
-    "gelu": nnx.gelu,
     "jit": jax.jit(nnx.relu),
     "remat": jax.remat(lambda x: jnp.sin(x) * x),
     "custom_vjp": own_gradient,
@@ -49,8 +48,6 @@ WITHOUT_AN_END = {
     "scan of the carry": lambda x: jax.lax.scan(lambda c, _: (c * 2, None), x, length=3)[0],
     "scan over rows": lambda x: jax.lax.scan(lambda c, row: (c, row + 1), 0, x)[1],
     "vmap": lambda x: jax.vmap(jnp.tanh)(x.reshape(4, 6, 4, 4)).reshape(4, 6, 16),
-    "softmax": lambda x: x * jax.nn.softmax(x, axis=1),
-    "stop_gradient": lambda x: x - jax.lax.stop_gradient(x).max(1, keepdims=True),
 }
 
 
@@ -68,11 +65,9 @@ def scan_over_features(x):
 
 WITH_AN_END = {
     r"reduce_sum, which needs all 16 elements .* \(in the model itself\)": over_sum,
-    "becomes a dim of 2 by reshape, which tp 4 does not": (lambda x: x.reshape(4, 6, 2, 8).reshape(4, 6, 16)),
     "scan runs over": scan_over_features,
     "goes into while": lambda x: jax.lax.while_loop(lambda c: c.sum() < 0, lambda c: c + 1, x),
     "goes into pure_callback": lambda x: jax.pure_callback(lambda a: a, x, x),
-    "sums over the split dim": lambda x: x @ x.swapaxes(1, 2) @ x,
 }
 
 
@@ -87,20 +82,15 @@ def test_the_reason_for_the_end_of_a_split_is_found(why):
 def test_whole_operands_have_gradients_to_sum():
     """A bias is gathered, a scalar summed, and what has no gradient costs nothing."""
 
-    class Gated(nnx.Module):
-        def __init__(self, rngs):
-            self.up = nnx.Linear(8, 16, rngs=rngs)
-            self.down = nnx.Linear(16, 8, rngs=rngs)
-            self.scale = nnx.Param(jnp.ones(16))
-            self.gain = nnx.Param(jnp.ones(()))
-
-        def __call__(self, x):
-            h = self.up(x) * self.scale[...] * self.gain[...] + jnp.ones(16)
-            return self.down(h)
+    def gated(rngs):
+        model = net(lambda m, x: m.down(m.up(x) * m.scale[...] * m.gain[...] + jnp.ones(16)), **UP_AND_DOWN)(rngs=rngs)
+        model.scale = nnx.Param(jnp.ones(16))
+        model.gain = nnx.Param(jnp.ones(()))
+        return model
 
     bias = Collective("all-gather", ("tp",), 4, 16 * 4)
     scalar = Collective("all-reduce", ("tp",), 4, 4)
-    assert look(Gated).collectives == {frozenset({"up"}): {bias: 1, scalar: 1}}
+    assert look(gated).collectives == {frozenset({"up"}): {bias: 1, scalar: 1}}
 
 
 def test_of_a_whole_array_of_the_batch_each_device_gathers_its_rows():
@@ -168,9 +158,5 @@ def test_an_abstract_model_is_traced_and_numbers_are_passed_as_they_are():
 
 
 def test_a_layer_that_no_result_needs_is_not_there():
-    def run(m, x):
-        m.down(m.up(x))
-        return m.up(x)
-
-    dataflow = look(net(run, **UP_AND_DOWN))
+    dataflow = look(net(lambda m, x: (m.up(x), m.down(m.up(x)))[0], **UP_AND_DOWN))
     assert [call.path for call in dataflow.calls] == ["up"]

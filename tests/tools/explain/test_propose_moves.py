@@ -105,11 +105,13 @@ class Graph(nnx.Module):
 
     def __init__(self, parts, rngs):
         widths = [16]
-        self.sources = tuple(source % (at + 1) for at, (_, _, source) in enumerate(parts))
+        self.sources = ()
         self.parts = nnx.List()
-        for (kind, width, _), source in zip(parts, self.sources, strict=True):
-            self.parts.append(part(kind, widths[source], width)(rngs=rngs))
-            widths.append(width if kind in ("linear", "wide") else widths[source])
+        for kind, width, source in parts:
+            self.sources += (source % len(widths),)
+            before = widths[self.sources[-1]]
+            self.parts.append(part(kind, before, width)(rngs=rngs))
+            widths.append(width if kind in ("linear", "wide") else before)
         self.out = nnx.Linear(widths[-1], 16, rngs=rngs)
 
     def __call__(self, x):

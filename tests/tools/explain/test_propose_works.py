@@ -31,12 +31,16 @@ WIDTH = 4
 IDS = jax.random.randint(jax.random.key(2), (B, T), 0, V)
 
 
+def drawn(rngs, shape, spec=None):
+    return nnx.Param(0.3 * jax.random.normal(rngs.params(), shape), out_sharding=spec)
+
+
 class Projection(nnx.Module):
     """An einsum with its own parameter and spec."""
 
     def __init__(self, equation, shape, spec, rngs):
         self.equation = equation
-        self.w = nnx.Param(0.3 * jax.random.normal(rngs.params(), shape), out_sharding=spec)
+        self.w = drawn(rngs, shape, spec)
 
     def __call__(self, x):
         return jnp.einsum(self.equation, x, self.w[...])
@@ -54,7 +58,7 @@ class Table(nnx.Module):
     """Has methods of other names than `__call__`."""
 
     def __init__(self, spec, rngs):
-        self.table = nnx.Param(0.3 * jax.random.normal(rngs.params(), (V, D)), out_sharding=spec)
+        self.table = drawn(rngs, (V, D), spec)
 
     def encode(self, ids):
         return self.table[...][ids]
@@ -87,6 +91,18 @@ class Declares(nnx.Module):
         return self.table.decode(x + self.down(jax.nn.silu(self.gate(y)) * self.up(y)))
 
 
+class Pair(nnx.Module):
+    def __init__(self, rngs, whole=False):
+        self.up = nnx.Linear(D, F, rngs=rngs)
+        self.down = nnx.Linear(F, D, rngs=rngs)
+        self.scale = nnx.Param(jnp.ones(D), dtype=jnp.float32)  # the class is metadata, in place of a dtype
+        self.whole = whole
+
+    def __call__(self, x):
+        x = jnp.tanh(self.up(x * self.scale[...]))
+        return self.down(jnp.cumsum(x, -1) / F if self.whole else x)
+
+
 class Pairs(nnx.Module):
     """Layers whose best patterns would overlap: one of four blocks has one head."""
 
@@ -102,26 +118,14 @@ class Pairs(nnx.Module):
         return x
 
 
-class Pair(nnx.Module):
-    def __init__(self, rngs, whole=False):
-        self.up = nnx.Linear(D, F, rngs=rngs)
-        self.down = nnx.Linear(F, D, rngs=rngs)
-        self.scale = nnx.Param(jnp.ones(D), dtype=jnp.float32)  # the class is metadata, in place of a dtype
-        self.whole = whole
-
-    def __call__(self, x):
-        x = jnp.tanh(self.up(x * self.scale[...]))
-        return self.down(jnp.cumsum(x, -1) / F if self.whole else x)
-
-
 class Experts(nnx.Module):
     """Parameters of its own that no style splits."""
 
     def __init__(self, rngs):
-        self.embed, self.router = nnx.Embed(V, D, rngs=rngs), nnx.Linear(D, 4, rngs=rngs)
-        self.up, self.down = (
-            nnx.Param(0.3 * jax.random.normal(rngs.params(), shape)) for shape in ((4, D, F), (4, F, D))
-        )
+        self.embed = nnx.Embed(V, D, rngs=rngs)
+        self.router = nnx.Linear(D, 4, rngs=rngs)
+        self.up = drawn(rngs, (4, D, F))
+        self.down = drawn(rngs, (4, F, D))
 
     def __call__(self, ids):
         x = self.embed(ids)

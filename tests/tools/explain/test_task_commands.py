@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import jax
 import pytest
 from flax import nnx
 from support import assert_refused, task_flags
@@ -22,7 +21,7 @@ SOURCE = f"""
 import sys
 sys.path.insert(0, {str(EXAMPLES)!r})
 import optax
-from NAME import PLAN, batches, build, loss
+from vit import PLAN, batches, build, loss
 
 def unlike(model, batch, key):
     return batch["pictures"], 1
@@ -30,62 +29,47 @@ def unlike(model, batch, key):
 momentum = optax.sgd(1e-3, momentum=0.9)
 factored = lambda: optax.chain(optax.clip(1.0), optax.adafactor(1e-3))
 """
-MESHES = [{"fsdp": 2, "tp": 2}, {"dp": 4}]
+SETTINGS = """
+model: {build: FILE:build, plan: FILE:PLAN}
+train: {loss: FILE:loss, accumulation: 2}
+data: {batches: FILE:batches, global_batch_size: 32}
+optimizer: {build: FILE:factored}
+"""
+OVER_BOTH = {"fsdp": 2, "tp": 2}
 
 
 @pytest.fixture
-def run(tmp_path, request):
-    name, file = getattr(request, "param", "vit"), tmp_path / "mine.py"
-    file.write_text(SOURCE.replace("NAME", name))
-    settings = {"model": {"build": f"{file}:build", "plan": f"{file}:PLAN"}}
-    settings |= {"train": {"loss": f"{file}:loss", "accumulation": 2}, "data": {"batches": f"{file}:batches"}}
-    settings |= {"optimizer": {"build": f"{file}:factored"}}
-    if name in ("vit", "mixer"):  # datasets; the others have batches of their own
-        settings["data"]["global_batch_size"] = 32
-    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+def run(tmp_path):
+    """A folder with a task, and the settings of a run of it."""
+    (tmp_path / "mine.py").write_text(SOURCE)
+    (tmp_path / "run.yaml").write_text(SETTINGS.replace("FILE", f"{tmp_path}/mine.py"))
     return tmp_path
 
 
-def text_of(sizes):
-    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
-
-
-def joined(sent_by_axes, times=1):
-    return {"+".join(axes): times * sent for axes, sent in sent_by_axes.items()}
-
-
 @pytest.mark.wide
-@pytest.mark.parametrize("run", ["mixer", "recurrent"], indirect=True)
 def test_the_estimate_of_a_run_is_its_state_and_the_work_of_explain(run):
-    settings = ["--allow-code", "--config", f"{run}/run.yaml"]
-    flags = ["--hardware", "h100x4", "--mesh", *map(text_of, MESHES), "--json", f"{run}/out.json"]
-    assert estimate([*settings, *flags]) == 0
-    meshes = json.loads((run / "out.json").read_text())["meshes"]
-    found = {tuple(mesh[axis] for axis in mesh_shape()): mesh for mesh in meshes}
+    settings = ["--allow-code", "--config", f"{run}/run.yaml", "--mesh", "fsdp=2,tp=2", "--json", f"{run}/out.json"]
+    assert estimate([*settings, "--hardware", "h100x4"]) == 0
+    (mesh,) = json.loads((run / "out.json").read_text())["meshes"]
+    assert explain(settings) == 0
+    explained = json.loads((run / "out.json").read_text())
     config, task, batch = open_task(from_yaml(TrainConfig, run / "run.yaml"))
-    half = {
-        name: jax.ShapeDtypeStruct((each.shape[0] // 2, *each.shape[1:]), each.dtype) for name, each in batch.items()
-    }
-    for each in MESHES:
-        sizes = mesh_shape(**each)
-        mesh = found[tuple(sizes.values())]
-        memory = mesh["bytes_per_device"]
-        blueprint, _ = plan(config, make_mesh(**each), task, batch)
-        assert memory["parameters"] + memory["optimizer"] == bytes_per_device(blueprint)
-        whole = jaxtp.explain(
-            lambda: task.model(rngs=nnx.Rngs(0)),
-            half,
-            plan=task.plan,
-            mesh=sizes,
-            call=lambda model, batch: task.loss(model, batch, None)[0],
-        )
-        assert mesh["flops_per_device"] == 2 * whole.flops > 0
-        assert memory["activations"] == int(whole.saved) > 0
-        assert mesh["bytes_sent"] == joined(whole.sent_by_axes(), times=2)
-        words = [*settings, "--mesh", text_of(sizes), "--json", f"{run}/explained.json"]
-        assert explain(words) == 0
-        explained = json.loads((run / "explained.json").read_text())
-        assert explained["bytes_sent"] == joined(whole.sent_by_axes())
+    half = {name: each.update(shape=(each.shape[0] // 2, *each.shape[1:])) for name, each in batch.items()}
+    blueprint, _ = plan(config, make_mesh(**OVER_BOTH), task, batch)
+    memory = mesh["bytes_per_device"]
+    assert memory["parameters"] + memory["optimizer"] == bytes_per_device(blueprint)
+    whole = jaxtp.explain(
+        lambda: task.model(rngs=nnx.Rngs(0)),
+        half,
+        plan=task.plan,
+        mesh=mesh_shape(**OVER_BOTH),
+        call=lambda model, batch: task.loss(model, batch, None)[0],
+    )
+    sent = {"+".join(axes): sent for axes, sent in whole.sent_by_axes().items()}
+    assert explained["bytes_sent"] == sent
+    assert mesh["bytes_sent"] == {axes: 2 * each for axes, each in sent.items()}, "there are two micro-batches"
+    assert mesh["flops_per_device"] == 2 * whole.flops > 0
+    assert memory["activations"] == int(whole.saved) > 0
 
 
 @pytest.mark.wide
@@ -106,9 +90,11 @@ def test_settings_of_the_decoder_explain_its_loss(tmp_path):
         "mesh": {"fsdp": 1, "tp": 2},
     }
     (tmp_path / "small.yaml").write_text(json.dumps(settings))
-    for name, command in {"loss": ["--config"], "logits": []}.items():
-        assert explain([*command, f"{tmp_path}/small.yaml", "--json", f"{tmp_path}/{name}.json"]) == 0
-    loss, logits = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("loss", "logits"))
+    records = []
+    for command in (["--config"], []):
+        assert explain([*command, f"{tmp_path}/small.yaml", "--json", f"{tmp_path}/out.json"]) == 0
+        records.append(json.loads((tmp_path / "out.json").read_text()))
+    loss, logits = records
     assert loss["modules"] == logits["modules"]
     assert loss["flops_per_device"] >= logits["flops_per_device"] > 0
 

@@ -239,9 +239,10 @@ def test_mistakes_are_refused_before_weights_are_read(data, tiny_model, base, tm
     of_bytes = prepared(tmp_path / "bytes", write(tmp_path / "a.txt", "bytes" * 100)).folder
     places = {"data": data, "base": base, "tmp": tmp_path, "of_bytes": of_bytes}
     places |= {"model": f"--model {tiny_model}", "out": f"--out {tmp_path}/s"}
-    monkeypatch.setattr("jaxtp.generate.loading.load_folder", None)
-    for words, message in REFUSED.items():
-        assert_refused(main, [*LENGTH, *words.format(**places).split()], message, capsys)
+    with monkeypatch.context() as patched:
+        patched.setattr("jaxtp.generate.loading.load_folder", None)
+        for words, message in REFUSED.items():
+            assert_refused(main, [*LENGTH, *words.format(**places).split()], message, capsys)
     assert not (tmp_path / "s").exists()
     full = shutil.disk_usage(tmp_path)._replace(free=5)
     monkeypatch.setattr(scoring.shutil, "disk_usage", lambda path: full)
