@@ -1,20 +1,16 @@
-"""What generating takes."""
+"""What generating takes; the size of the cache is asserted by the tests of generation."""
 
 import dataclasses
 import functools
-import math
 
-import jax
 import pytest
 from flax import nnx
-from support import sweep
 
 import jaxtp
 from jaxtp.analysis.hardware import find
 from jaxtp.config.schema import ConfigError
-from jaxtp.generate.decode_model import DecodeModel, weight_bytes
-from jaxtp.layers.cache import LAYER_SPEC
-from jaxtp.mesh import fitting_meshes, make_mesh, mesh_shape, mesh_sizes
+from jaxtp.generate.decode_model import weight_bytes
+from jaxtp.mesh import fitting_meshes, mesh_shape
 from jaxtp.tools.estimate.generation import cache_bytes, generations, table
 from jaxtp.tools.estimate.search import Target, describe_model
 from jaxtp.train.config import TrainConfig
@@ -24,37 +20,6 @@ CONFIG = TrainConfig(model=MODEL)
 facts = functools.cache(lambda: describe_model(CONFIG))
 ROWS = 8
 LENGTH = 40
-DELTA = dataclasses.replace(MODEL, delta_value_heads=6, delta_key_heads=3, delta_key_dim=8, delta_value_dim=10)
-MODELS = {"attention": MODEL, "hybrid": dataclasses.replace(DELTA, pattern=({}, {"delta_value_heads": 0}))}
-
-
-def held_by_layers(config, mesh):
-    """Returns the bytes of a device's cache."""
-
-    def empty_cache():
-        model = jaxtp.Decoder(config, rngs=nnx.Rngs(0))
-        return DecodeModel(model, model.in_order()).empty(ROWS, LENGTH)
-
-    with jax.set_mesh(mesh):
-        caches = jax.tree.leaves(nnx.eval_shape(empty_cache))
-    layout = jax.sharding.NamedSharding(mesh, LAYER_SPEC)
-    shapes = [(layout.shard_shape(array.shape), array.dtype.itemsize) for array in caches]
-    return sum(math.prod(shape) * size for shape, size in shapes)
-
-
-@pytest.mark.parametrize("name", sweep(list(MODELS), "attention"))
-def test_the_cache_is_that_of_the_layers(name):
-    for sizes in [(1, 1, 1), (1, 1, 8), (2, 2, 2)]:
-        mesh = make_mesh(*sizes)
-        found = cache_bytes(MODELS[name], mesh_sizes(mesh), ROWS, LENGTH)
-        assert found == held_by_layers(MODELS[name], mesh), sizes
-
-
-def test_states_of_gated_delta_net_do_not_grow_with_the_row():
-    short, long = (cache_bytes(DELTA, mesh_shape(tp=2), ROWS, length) for length in (LENGTH, 10 * LENGTH))
-    assert short == long > 0
-
-
 WHERE = Target(find("h100"), 8, 1e12)
 
 

@@ -122,25 +122,6 @@ REFUSED = {
 }
 
 
-PARTS = {
-    "model": {"plan": "evil.py:f"},
-    "optimizer": {"build": "evil.py:f"},
-    "train": {"callbacks": ["evil.py:f"]},
-    "data": {"validation_batches": "evil.py:f"},
-}
-
-
-@pytest.mark.parametrize("section", PARTS)
-def test_a_file_that_names_code_is_refused(section, tmp_path, capsys):
-    """As MODEL and with `--config` the file is refused."""
-    path = str(tmp_path / "run.yaml")
-    Path(path).write_text(json.dumps({section: PARTS[section]}))
-    assert explain([path, "--mesh", "tp=2"]) == 2
-    assert f"names parts of your own; write jaxtp explain --config {path}" in capsys.readouterr().err
-    assert explain(["--config", path, "--mesh", "tp=2"]) == 2
-    assert "names code" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("words", REFUSED)
 def test_a_mistake_is_refused(run, capsys, words):
     command, *rest = words.format(run=run).split()
