@@ -1,5 +1,7 @@
 """What is timed is the collective or product that it is called, as often as is said, in turns."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -32,7 +34,7 @@ def test_each_program_is_the_collective_of_its_name(kind, axis):
 def test_messages_have_their_bytes_and_times():
     assert not list(measure_messages(make_mesh(), "float32", (64,), 1, 1)), "axes of one device are left out"
     messages = list(measure_messages(make_mesh(tp=4), "float32", (64, 1000), 1, 2))
-    assert [(one.kind, one.bytes) for one in messages] == [(kind, size) for size in (64, 992) for kind in KINDS]
+    assert [(one.bytes, one.kind) for one in messages] == list(itertools.product((64, 992), KINDS))
     for one in messages:
         share = {"all-reduce": 2 * 3 / 4, "permute": 1}.get(one.kind, 3 / 4)
         assert (one.axis, one.devices, one.bytes_sent) == ("tp", 4, share * one.bytes)
@@ -40,7 +42,8 @@ def test_messages_have_their_bytes_and_times():
 
 
 def test_products_are_those_of_a_block():
-    rows, length = 2, 8
+    rows = 2
+    length = 8
     model = jaxtp.ModelConfig(d_model=8, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=2, num_layers=1, remat="none")
     for tp in (1, 2):
         found = list(measure_products(model, [tp], rows, length, 1, 1))

@@ -21,7 +21,8 @@ from jaxtp.tools.check.shrink import own_model_cases
 from jaxtp.tools.check.subject import open_subject
 
 HERE = str(Path(__file__))
-WIDTH, ROWS = 8, 8
+WIDTH = 8
+ROWS = 8
 
 
 class Mlp(nnx.Module):

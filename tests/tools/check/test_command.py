@@ -80,10 +80,11 @@ def test_a_configuration_passes_on_all_default_meshes():
     assert main(["--config", str(ROOT / "configs/llama3_70b.yaml")]) == 0
 
 
-@pytest.mark.parametrize("part", ["param", "compute", "reduce"])
-def test_every_part_of_the_precision_is_checked(part):
-    changes = {f"model.precision.{part}": "bfloat16", "model.precision.matmul": "float8"}
-    assert dtypes(replace_nested(CheckConfig(), changes)) == ["float32", "float8", "bfloat16"]
+def test_every_part_of_the_precision_is_checked():
+    in_float8 = replace_nested(CheckConfig(), {"model.precision.matmul": "float8"})
+    for part in ("param", "compute", "reduce"):
+        config = replace_nested(in_float8, {f"model.precision.{part}": "bfloat16"})
+        assert dtypes(config) == ["float32", "float8", "bfloat16"], part
 
 
 @pytest.mark.wide
@@ -231,11 +232,9 @@ def test_shrinking_keeps_what_divides_what():
             cp = case.sizes["cp"]
             rows = batch_parts(case.sizes) * small.train.accumulation
             assert small.data.global_batch_size % rows == 0
-            ours, theirs = (
-                (each.model.vocab_size % tp == 0, *(each.data.sequence_length % n == 0 for n in (tp, cp * tp, 2 * cp)))
-                for each in (small, config)
-            )
-            assert ours == theirs
+            for parts in (tp, cp * tp, 2 * cp):
+                assert (small.data.sequence_length % parts == 0) == (config.data.sequence_length % parts == 0)
+            assert (small.model.vocab_size % tp == 0) == (config.model.vocab_size % tp == 0)
         assert small.model.num_heads == config.model.num_heads
         assert small.model.num_kv_heads == config.model.num_kv_heads
 

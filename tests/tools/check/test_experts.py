@@ -74,8 +74,10 @@ def test_a_router_that_chooses_other_experts_is_found_though_all_numbers_agree(m
 
 
 def with_other_choices(numbers):
-    choices = tuple(tuple((3 - experts, margin) for experts, margin in update) for update in numbers.choices)
-    return dataclasses.replace(numbers, choices=choices)
+    def other(update):
+        return tuple((3 - experts, margin) for experts, margin in update)
+
+    return dataclasses.replace(numbers, choices=tuple(map(other, numbers.choices)))
 
 
 def test_with_an_optimizer_of_the_user_all_runs_use_the_given_choices(expected):

@@ -149,11 +149,6 @@ def test_what_cannot_run_is_refused_with_its_reason():
         found(odd, [mesh_shape(cp=8)])
 
 
-def test_as_configured_changes_the_mesh_alone():
-    for setting in found(as_configured=True).settings:
-        assert dataclasses.replace(setting.config, mesh=CONFIG.mesh) == CONFIG
-
-
 def test_jax_takes_its_share_of_the_memory_or_what_others_leave():
     environment = (Path(__file__).parents[3] / "scripts/cluster/gpu.env").read_text()
     assert f"\nXLA_PYTHON_CLIENT_MEM_FRACTION={CLUSTER_SHARE}\n" in environment

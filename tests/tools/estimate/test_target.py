@@ -167,7 +167,8 @@ def answers(program, request):
 
 def test_each_row_is_multiplied_with_its_own_expert_alone():
     """By Pallas' kernels, which spill no registers; XLA lays the rows out for each of the experts, in memory."""
-    rows, width, columns, groups = shape = 4096 * 8, 2048, 768, 128
+    shape = [4096 * 8, 2048, 768, 128]
+    rows, width, columns, groups = shape
     pallas, xla = answers(GROUPED, shape)
     assert (pallas["kernels"], pallas["products"]) == (3, 0)
     assert pallas["flops"] == 3 * 2 * rows * width * columns

@@ -26,7 +26,9 @@ class Rows:
     """The rows of a reference, as documents."""
 
     def __init__(self, ids, name="rows"):
-        self.ids, self.name, self.num_documents = ids, name, len(ids)
+        self.ids = ids
+        self.name = name
+        self.num_documents = len(ids)
 
     def documents(self):
         for row in self.ids:

@@ -41,7 +41,8 @@ def test_every_token_after_the_prompt_counts_once(num_tokens, first, sizes):
 
 @given(DOCUMENTS, LENGTHS, st.sampled_from([1, 2, 4]), st.integers(1, 5))
 def test_rows_hold_every_window_once(lengths, sizes, multiple, batch_size):
-    length, stride = sizes[0] * multiple, sizes[1]
+    length = sizes[0] * multiple
+    stride = sizes[1]
     found = {}
     made_rows = rows(windows(made(lengths), length, stride), length, multiple)
     shapes = set()

@@ -82,8 +82,11 @@ def test_the_reason_for_the_end_of_a_split_is_found(why):
 def test_whole_operands_have_gradients_to_sum():
     """A bias is gathered, a scalar summed, and what has no gradient costs nothing."""
 
+    def scaled(m, x):
+        return m.down(m.up(x) * m.scale[...] * m.gain[...] + jnp.ones(16))
+
     def gated(rngs):
-        model = net(lambda m, x: m.down(m.up(x) * m.scale[...] * m.gain[...] + jnp.ones(16)), **UP_AND_DOWN)(rngs=rngs)
+        model = net(scaled, **UP_AND_DOWN)(rngs=rngs)
         model.scale = nnx.Param(jnp.ones(16))
         model.gain = nnx.Param(jnp.ones(()))
         return model
@@ -158,5 +161,9 @@ def test_an_abstract_model_is_traced_and_numbers_are_passed_as_they_are():
 
 
 def test_a_layer_that_no_result_needs_is_not_there():
-    dataflow = look(net(lambda m, x: (m.up(x), m.down(m.up(x)))[0], **UP_AND_DOWN))
+    def run(m, x):
+        m.down(m.up(x))
+        return m.up(x)
+
+    dataflow = look(net(run, **UP_AND_DOWN))
     assert [call.path for call in dataflow.calls] == ["up"]

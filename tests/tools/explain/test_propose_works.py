@@ -168,8 +168,11 @@ def test_declared_specs_stay_and_are_completed():
     assert plan["down"] == Rowwise()
     assert "v" not in plan
     rows = jaxtp.explain(declared, plan=plan, mesh=mesh).rows
-    found = {f"{row.path}.{p.name}": p.split for row in rows for p in row.parameters}
-    tp, none = ("tp",), ()
+    found = {}
+    for row in rows:
+        found |= {f"{row.path}.{parameter.name}": parameter.split for parameter in row.parameters}
+    tp = ("tp",)
+    none = ()
     assert found == {
         "table.table": (tp, STORAGE),
         "norm.scale": (tp,),

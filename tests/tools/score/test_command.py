@@ -73,7 +73,7 @@ def log_probs(tiny_model):
         return jax.nn.log_softmax(model(ids, segments) / temperature)
 
     def of_rows(rows, temperature):
-        columns = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        columns = jax.tree.map(lambda *arrays: np.stack(arrays), *rows)
         with jax.set_mesh(mesh):
             return np.asarray(compute(model, columns["inputs"], columns.get(SEGMENTS), temperature))
 
