@@ -126,7 +126,10 @@ SOURCES = st.sampled_from([-1, -1, -1, -2])
 PARTS = st.lists(st.tuples(st.sampled_from(KINDS), WIDTHS, SOURCES), min_size=1, max_size=5).map(tuple)
 
 
-def check(parts):
+@pytest.mark.slow
+@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(PARTS)
+def test_plans_of_random_graphs_keep_their_word(parts):
     build = seeded(partial(Graph, parts))
     plan = propose(build)
     assert plan.bytes == sum(reason.bytes for reason in plan.reasons)
@@ -138,17 +141,3 @@ def check(parts):
             one_by_one = dict.fromkeys(layers, Colwise(output_layouts=Replicate()))
             assert moved <= moves(build, one_by_one)
         assert_same(train_on((1, 2, 4), build, plan, (X,)), train_alone(build, (X,)))
-
-
-@pytest.mark.wide
-@settings(max_examples=2, deadline=None, derandomize=True, phases=[Phase.generate])
-@given(PARTS)
-def test_a_plan_for_a_random_graph_keeps_its_numbers_and_its_word(parts):
-    check(parts)
-
-
-@pytest.mark.slow
-@settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate])
-@given(PARTS)
-def test_plans_of_many_random_graphs_keep_their_word(parts):
-    check(parts)

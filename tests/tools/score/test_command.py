@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from unittest import mock
 
 import jax
@@ -166,31 +165,6 @@ def test_a_killed_command_resumes(data, tiny_model, base, tmp_path, monkeypatch,
     before = (out / SCORES).stat().st_mtime_ns
     scored(data, tiny_model, out)
     assert (out / SCORES).stat().st_mtime_ns == before, "a finished folder stays as it is"
-
-
-SLOW = """
-import sys, time
-import jaxtp.tools.score.scoring as scoring
-from jaxtp.tools.score.__main__ import main
-scoring.SAVE_SECONDS = 0
-write = scoring.write_atomically
-scoring.write_atomically = lambda *arguments: (write(*arguments), time.sleep(1))
-main(sys.argv[1:])
-"""
-
-
-@pytest.mark.wide
-def test_kill_9(data, tiny_model, base, tmp_path):
-    out = tmp_path / "s"
-    flags = list(map(str, [data, "--model", tiny_model, "--out", out, *LENGTH]))
-    process = subprocess.Popen([sys.executable, "-c", SLOW, *flags])
-    while not ((out / JOURNAL).exists() and finished(out)):
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    scored(data, tiny_model, out)
-    assert contents(out) == contents(base)
 
 
 @pytest.mark.wide
