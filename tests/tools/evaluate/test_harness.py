@@ -134,7 +134,7 @@ def test_a_text_longer_than_the_model_reads_is_cut_into_windows(model, logprobs)
 def test_texts_end_at_their_stop_texts(model, logprobs):
     lm = opened(model, batch_size=2)
     tokenizer = lm.source.tokenizer
-    settings = {"until": ["\n"], "max_gen_toks": 6, "do_sample": False, "temperature": 0.7}
+    settings = {"until": ["\n"], "max_gen_toks": 4, "do_sample": False, "temperature": 0.7}
 
     def generate(settings, *prompts):
         return lm.generate_until(requests("generate_until", *((prompt, settings) for prompt in prompts)))
@@ -142,11 +142,11 @@ def test_texts_end_at_their_stop_texts(model, logprobs):
     prompts = ["the lazy dog", "Grüße, the lazy"]
     found = generate(settings, *prompts)
     for prompt, text in zip(prompts, found, strict=True):
-        ids = most_likely(logprobs, lm.tok_encode(prompt), 6, tokenizer.info.vocab_size)
+        ids = most_likely(logprobs, lm.tok_encode(prompt), 4, tokenizer.info.vocab_size)
         greedy = tokenizer.decode(np.array(ids)).decode(errors="replace")
         assert text == greedy.split("\n")[0].split("<|end|>")[0]
     stop = found[0][1:2]
-    assert generate({"until": [stop], "max_gen_toks": 6}, prompts[0]) == [found[0].partition(stop)[0]]
+    assert generate({"until": [stop], "max_gen_toks": 4}, prompts[0]) == [found[0].partition(stop)[0]]
     for wrong, message in (({"num_beams": 4}, "num_beams"), ({"max_gen_toks": 10**6}, "reads")):
         with pytest.raises(HarnessError, match=message):
             generate(wrong, "a")
