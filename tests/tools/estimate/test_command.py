@@ -51,13 +51,20 @@ def printed(capsys):
     return " ".join(capsys.readouterr().out.split())
 
 
-SHIPPED = {"llama3_8b_float8": "h100x8", "llama3_70b": "h100x64", "llama3_405b": "h100x512"}
+SHIPPED = {
+    "llama3_8b_float8": ("h100x8", 8_030_261_248),
+    "llama3_70b": ("h100x64", 70_553_706_496),
+    "llama3_405b": ("h100x512", 405_853_388_800),
+}
+"""With the number of parameters that is published."""
 
 
 @pytest.mark.parametrize("config", sweep(list(SHIPPED), "llama3_70b"))
 def test_a_shipped_configuration_is_answered(config, estimated, capsys):
     path = ROOT / f"configs/{config}.yaml"
-    record = estimated("--config", path, "--hardware", SHIPPED[config])
+    hardware, parameters = SHIPPED[config]
+    record = estimated("--config", path, "--hardware", hardware)
+    assert record["parameters"] == parameters
     out = capsys.readouterr().out
     best = record["meshes"][0]
     assert best["fits"]
