@@ -8,14 +8,14 @@ import numpy as np
 from flax import nnx
 from hf_reference import FOLDER
 from structures import is_one_clear_message
+from support import filled
 
 import jaxtp
-from jaxtp.checkpoint.logical import named_variables, replace_arrays
+from jaxtp.checkpoint.logical import named_variables
 from jaxtp.hf.model_folder import open_folder
 from jaxtp.hf.safetensors import DTYPES, read_header, write_file
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import current_mesh
-from jaxtp.tools.check.parity import place
 
 STORED_AS = {dtype: name for name, dtype in DTYPES.items()} | {
     np.dtype(np.int64): "I64",
@@ -63,6 +63,11 @@ def write_model(folder, attributes, arrays):
     return folder
 
 
+def rewritten(name, change):
+    """Returns a change of a folder: the content of a file by a function of what it is."""
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
 def load_on(folder, **mesh):
     """Loads a model on a mesh of these axis sizes."""
     with jax.set_mesh(jaxtp.make_mesh(**mesh)):
@@ -88,9 +93,9 @@ def is_same(one, other):
     return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
 
 
-def moved(state, seed=0, scale=0.1):
+def moved(state, scale=0.1):
     """Returns a state with random noise added to each array, of the same dtypes and shardings."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
 
     def add_noise(array):
         noise = scale * random.standard_normal(array.shape)
@@ -125,18 +130,16 @@ def assert_all_refused(refusals):
     assert not {case: problem for case, problem in problems.items() if problem is not None}
 
 
-def random_model(config, seed=0, scale=0.2):
-    """Returns a model with random weights on the mesh in context, or one device. To initialise it, its whole program
-    would be compiled."""
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))))
-    random = np.random.default_rng(seed)
-    arrays = {
-        path: (scale * random.standard_normal(logical_shape(variable))).astype(variable.dtype)
-        for path, variable in named_variables(abstract).items()
+def random_model(config):
+    """Returns a model with random weights on the mesh in context, or one device."""
+    abstract = nnx.eval_shape(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))
+    random = np.random.default_rng(0)
+    weights = {
+        path: (0.2 * random.standard_normal(logical_shape(variable))).astype(variable.dtype)
+        for path, variable in named_variables(nnx.state(abstract)).items()
     }
-    if current_mesh() is not None:
-        return nnx.merge(graph, place(arrays, abstract, jax.sharding.get_mesh()))
-    return nnx.merge(graph, replace_arrays(abstract, {path: jnp.asarray(array) for path, array in arrays.items()}))
+    mesh = None if current_mesh() is None else jax.sharding.get_mesh()
+    return nnx.merge(*filled(abstract, weights, mesh))
 
 
 def float8(array, block, random):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxtp.checkpoint.logical import named_variables
+from jaxtp.checkpoint.logical import named_variables, replace_arrays
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.data.batches import Position, token_batches
 from jaxtp.data.loader import on_mesh
@@ -47,15 +47,24 @@ def moved(name, array, seed, scale):
 def state_on_mesh(build, weights, mesh):
     """Returns `graph, state` of `build()` on a mesh, with these weights."""
     with jax.set_mesh(mesh):
-        graph, abstract = nnx.split(nnx.eval_shape(build))
-    return graph, place(weights, abstract, mesh)
+        abstract = nnx.eval_shape(build)
+    return filled(abstract, weights, mesh)
 
 
 def without_mesh(build, weights):
     """Returns `graph, state` of `build()` without a mesh, with these weights."""
-    graph, state = nnx.split(nnx.eval_shape(build))
-    filled = [(path, v.replace(jnp.asarray(weights[".".join(map(str, path))]))) for path, v in nnx.to_flat_state(state)]
-    return graph, nnx.from_flat_state(filled)
+    return filled(nnx.eval_shape(build), weights)
+
+
+def filled(abstract, weights, mesh=None):
+    """Returns `graph, state` of an abstract model with these weights by name; on the mesh that it was made on, if any.
+
+    To initialise a model instead, its whole program would be compiled.
+    """
+    graph, state = nnx.split(abstract)
+    if mesh is None:
+        return graph, replace_arrays(state, {name: jnp.asarray(array) for name, array in weights.items()})
+    return graph, place(weights, state, mesh)
 
 
 by_name = on_host
