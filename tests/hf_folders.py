@@ -63,6 +63,13 @@ def write_model(folder, attributes, arrays):
     return folder
 
 
+def changed_tensors(arrays, change):
+    """Returns arrays without those whose names have the part `drop`, and with ones of the shapes in `add` by name."""
+    kept = {name: array for name, array in arrays.items() if change.get("drop", "no part") not in name}
+    added = {name: np.ones(shape, change.get("dtype", "float32")) for name, shape in change.get("add", {}).items()}
+    return kept | added
+
+
 def rewritten(name, change):
     """Returns a change of a folder: the content of a file by a function of what it is."""
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))

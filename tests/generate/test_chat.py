@@ -71,22 +71,37 @@ class Terminal(io.StringIO):
 
 
 class Answers:
-    """A generator that gives what it is told to, and remembers what it was asked."""
+    """A generator that gives what it is told to, and remembers what it was asked.
 
-    def __init__(self, *answers, context=None):
-        self.answers, self.asked = list(answers), []
+    Args:
+      begin: is called with this and `progress` of `stream` before each answer.
+      each: is called with each piece before it is given.
+    """
+
+    def __init__(self, *answers, context=None, begin=lambda *_: None, each=lambda _: None):
+        self.answers = list(answers)
+        self.asked = []
+        self.closed = 0
         self.limits = Limits(256, context, False)
         self.speed = Speed()
+        self.begin = begin
+        self.each = each
 
     def stream(self, prompts, settings, keep=False, progress=None):
         assert keep
+        self.begin(self, progress)
         self.asked.append(bytes(prompts[0]).decode())
         answer = self.answers.pop(0)
         if isinstance(answer, BaseException):
             raise answer
-        for place, byte in enumerate(answer.encode(), 1):
-            ended = place == len(answer)
-            yield Piece(0, byte, chr(byte), Result(0, answer, (), (), "end", len(prompts[0])) if ended else None)
+        try:
+            for place, letter in enumerate(answer, 1):
+                ended = Result(0, answer, (), (), "end", len(prompts[0])) if place == len(answer) else None
+                piece = Piece(0, 0, letter, ended)
+                self.each(piece)
+                yield piece
+        finally:
+            self.closed += 1
 
 
 SETTINGS = jaxtp.GenerationSettings(max_tokens=4)
@@ -133,19 +148,11 @@ def test_an_interrupt_at_the_prompt_of_a_terminal_does_not_end_the_chat(monkeypa
 
 
 def test_an_interrupt_waits_for_the_end_of_a_token(monkeypatch, capsys):
-    class Slow(Answers):
-        closed = 0
+    def interrupt(piece):
+        if piece.text == "!":
+            signal.raise_signal(signal.SIGINT)
 
-        def stream(self, prompts, settings, keep=False, progress=None):
-            try:
-                for piece in super().stream(prompts, settings, keep=keep, progress=progress):
-                    if piece.text == "!":
-                        signal.raise_signal(signal.SIGINT)
-                    yield piece
-            finally:
-                self.closed += 1
-
-    slow = Slow("so!me", "more")
+    slow = Answers("so!me", "more", each=interrupt)
     assert talk(monkeypatch, Terminal("a\nb\n"), generator=slow) == ["[a]", "[a][so!][b]"]
     told = capsys.readouterr()
     assert told.out == "so!\nmore\n"
@@ -155,27 +162,20 @@ def test_an_interrupt_waits_for_the_end_of_a_token(monkeypatch, capsys):
 
 
 def test_a_text_whose_reading_is_interrupted_is_forgotten(monkeypatch, capsys):
-    class Reads(Answers):
-        count = 0
+    interrupts = iter([False, True, False])
 
-        def stream(self, prompts, settings, keep=False, progress=None):
-            self.count += 1
-            if self.count == 2:
-                signal.raise_signal(signal.SIGINT)
-                progress(1, 2)  # a part of a long prompt has been read
-            yield from super().stream(prompts, settings, keep=keep, progress=progress)
+    def interrupt(answers, progress):
+        if next(interrupts):
+            signal.raise_signal(signal.SIGINT)
+            progress(1, 2)  # a part of a long prompt has been read
 
-    assert talk(monkeypatch, Terminal("a\nb\nc\n"), generator=Reads("x", "y")) == ["[a]", "[a][x][c]"]
+    answers = Answers("x", "y", begin=interrupt)
+    assert talk(monkeypatch, Terminal("a\nb\nc\n"), generator=answers) == ["[a]", "[a][x][c]"]
     assert "the text is discarded" in capsys.readouterr().err
 
 
-def test_noncharacters_of_the_model_are_no_marks(monkeypatch, capsys):
-    class Odd(Answers):
-        def stream(self, prompts, settings, keep=False, progress=None):
-            self.asked.append(bytes(prompts[0]).decode())
-            yield Piece(0, 5, "a\ufdd0", None)
-
-    assert talk(monkeypatch, "a\nb\n", generator=Odd()) == ["[a]", "[a][a\ufffd][b]"]
+def test_noncharacters_of_the_model_are_no_marks(monkeypatch):
+    assert talk(monkeypatch, "a\nb\n", "a\ufdd0", "x") == ["[a]", "[a][a\ufffd][b]"]
 
 
 def test_an_input_that_is_not_there(monkeypatch):
@@ -201,14 +201,15 @@ def test_commands_are_obeyed_and_not_answered(source, monkeypatch, capsys):
     assert "not a command" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("timing", "answer", "note"),
-    [
-        (Timing(decode_tokens=30, decode_seconds=4.0), "four", "(4 tokens, 7.5 tokens/s)"),
-        (Timing(), "x", "(1 token)"),
-    ],
-)
-def test_a_terminal_shows_the_tokens_and_the_speed_of_an_answer(timing, answer, note, monkeypatch, capsys):
+NOTES = {
+    "(4 tokens, 7.5 tokens/s)": (Timing(decode_tokens=30, decode_seconds=4.0), "four"),
+    "(1 token)": (Timing(), "x"),
+}
+
+
+@pytest.mark.parametrize("note", NOTES)
+def test_a_terminal_shows_the_tokens_and_the_speed_of_an_answer(note, monkeypatch, capsys):
+    timing, answer = NOTES[note]
     for source in (Terminal, io.StringIO):
         generator = Answers(answer)
         generator.speed.timing = timing
@@ -217,14 +218,11 @@ def test_a_terminal_shows_the_tokens_and_the_speed_of_an_answer(timing, answer, 
 
 
 def test_the_speed_of_a_chat_is_of_all_answers(monkeypatch):
-    class Timed(Answers):
-        def stream(self, *arguments, **options):
-            self.speed = Speed(Shape(1, 64), 5, 0.5, Timing(2, 1.0, 3, decode_tokens=4, decode_seconds=2.0))
-            yield from super().stream(*arguments, **options)
+    def count(answers, _):
+        answers.speed = Speed(Shape(1, 64), 5, 0.5, Timing(2, 1.0, 3, decode_tokens=4, decode_seconds=2.0))
 
-    generator = Timed("x", "y")
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
-    chat = Chat(generator, encoder_of(PLAIN, ByteTokenizer()), SETTINGS)
+    chat = Chat(Answers("x", "y", begin=count), encoder_of(PLAIN, ByteTokenizer()), SETTINGS)
     chat.run()
     assert list(chat.speed.lines()) == [
         "prefill 4 tokens in 2.00 s, 2 tokens/s; 6 more were in the cache",
@@ -245,13 +243,10 @@ def test_a_terminal_does_not_obey_the_text_of_a_model(in_terminal, monkeypatch):
 
 TYPED_AHEAD = """
 import select, sys, test_chat
-class Waits(test_chat.Answers):
-    def stream(self, *arguments, **options):
-        for piece in super().stream(*arguments, **options):
-            yield piece
-            if len(self.asked) == 1:
-                select.select([sys.stdin], [], [], 60)
-generator = Waits("xyz", "more")
+def wait(piece):
+    if len(generator.asked) == 1 and piece.text == "y":
+        select.select([sys.stdin], [], [], 60)
+generator = test_chat.Answers("xyz", "more", each=wait)
 encoder = test_chat.encoder_of("{% for m in messages %}[{{ m.content }}]{% endfor %}", test_chat.ByteTokenizer())
 test_chat.Chat(generator, encoder, test_chat.SETTINGS).run()
 print(generator.asked)

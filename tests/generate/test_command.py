@@ -10,22 +10,17 @@ import shutil
 import signal
 import subprocess
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
-from flax import nnx
 from made_once import TINY_MODEL, TINY_RUN, made_once, words_of
 from runs import TEXT, mesh
-from small_generators import greedy_ids
 from support import sweep
 from tables import raised_by, read_table, unexpected
 
 import jaxtp
 from jaxtp.data.prepare.__main__ import main as prepare
-from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.generate import __main__ as command
 from jaxtp.generate.__main__ import main
 from jaxtp.generate.loading import open_source
@@ -70,23 +65,14 @@ def generate(capsys):
     return generate
 
 
-def uncached(folder, prompt, count):
-    """Returns a greedy text, each token from reading everything again by the model as training knows it."""
-    source = open_source(folder)
-    graph, state = nnx.split(source.load(jaxtp.make_mesh()))
-    read = jax.jit(lambda state, ids: nnx.merge(graph, state)(ids[None])[0])
-    (ids,) = source.tokenizer.encode_batch([prompt])
-    found = greedy_ids(partial(read, state), ids.tolist(), count, 64, source.tokenizer.info.vocab_size)
-    return source.tokenizer.decode(np.array(found)).decode(errors="replace")
-
-
 @pytest.mark.parametrize("run", sweep(["tiny_run", "token_run"], "tiny_run"), indirect=True)
 def test_a_run_continues_a_text(run, generate):
     found = generate(run, "--prompt", PROMPT, "--max-tokens", 10)
-    with jax.set_mesh(jaxtp.make_mesh()):
-        expected = uncached(run, PROMPT, 10)
-    assert found.out == expected + "\n"
-    assert all(part in found.err for part in (f"{run}, step 4", "= 1 CPU device\n", "prefill ", "decode  9 tokens"))
+    generator = jaxtp.Generator(jaxtp.load_run(run), open_source(run).tokenizer)
+    (expected,) = generator.generate([PROMPT], jaxtp.GenerationSettings(max_tokens=10))
+    assert found.out == expected.text + "\n"
+    for part in (f"{run}, step 4", "= 1 CPU device\n", "prefill ", "decode  9 tokens"):
+        assert part in found.err
 
 
 @pytest.mark.wide
@@ -97,34 +83,33 @@ def test_another_mesh_and_a_stop_text(run, generate):
     assert generate(run, *flags, *mesh(1, 2, 2), "--stop", stop).out == text.partition(stop)[0] + "\n"
 
 
-def json_lines(text):
-    return [json.loads(line) for line in text.splitlines()]
-
-
 @pytest.mark.journey
 def test_files_of_prompts_and_json(token_run, generate, tmp_path):
+    prompts = ["x", "line 1", "line 2: the quick"]
     (tmp_path / "p.txt").write_text("line 1\n\nline 2: the quick\r\n")
     (tmp_path / "p.jsonl").write_text('{"q": "line 1"}\n{"q": "line 2: the quick", "other": 1}\n')
+    of_text = ["--prompt-file", tmp_path / "p.txt"]
+    of_records = ["--prompt-file", tmp_path / "p.jsonl", "--field", "q"]
     flags = ["--max-tokens", 4, "--temperature", 1, "--seed", 4, "--prompt", "x"]
-    as_text = generate(token_run, *flags, "--prompt-file", tmp_path / "p.txt").out
-    fields = ["--prompt-file", tmp_path / "p.jsonl", "--field", "q"]
-    records = json_lines(generate(token_run, *flags, "--json", "-", *fields).out)
-    prompts = ["x", "line 1", "line 2: the quick"]
-    assert [(record["index"], record["prompt"]) for record in records] == list(enumerate(prompts))
-    assert all(len(record["ids"]) == len(record["logprobs"]) <= 4 for record in records)
-    assert {(record["finish"], len(record["ids"]) == 4) for record in records} <= {("length", True), ("end", False)}
-    assert any(record["ids"] for record in records)
-    found = json_lines(generate(token_run, *flags, "--json", "-", "--prompt-file", tmp_path / "p.txt").out)
-    assert [(record["index"], record["prompt"]) for record in found] == list(zip([0, 1, 3], prompts, strict=True)), (
-        "a blank line is counted"
-    )
+
+    def records(*more):
+        return [json.loads(line) for line in generate(token_run, *flags, "--json", "-", *more).out.splitlines()]
+
+    found = records(*of_records)
+    assert [(record["index"], record["prompt"]) for record in found] == list(enumerate(prompts))
+    for record in found:
+        assert len(record["ids"]) == len(record["logprobs"])
+        assert (record["finish"] == "length") == (len(record["ids"]) == 4)
+    assert [each["ids"] for each in records("--batch-size", 1, *of_records)] == [each["ids"] for each in found]
+    found = records(*of_text)
+    numbered = zip([0, 1, 3], prompts, strict=True)  # a blank line is counted
+    assert [(record["index"], record["prompt"]) for record in found] == list(numbered)
+    as_text = generate(token_run, *flags, *of_text).out
     assert as_text == "".join(f"--- {r['index']}: {json.dumps(r['prompt'])}\n{r['text']}\n" for r in found)
-    sampled = generate(token_run, *flags, "--samples", 2, "--json", tmp_path / "s.jsonl")
-    samples = json_lines((tmp_path / "s.jsonl").read_text())
+    as_text = generate(token_run, *flags, "--samples", 2, "--json", tmp_path / "s.jsonl").out
+    samples = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
     assert [(record["index"], record["sample"]) for record in samples] == [(0, 0), (0, 1)]
-    assert sampled.out == "".join(f'--- 0, sample {i}: "x"\n{each["text"]}\n' for i, each in enumerate(samples))
-    again = generate(token_run, *flags, "--json", "-", "--batch-size", 1, *fields)
-    assert [record["ids"] for record in json_lines(again.out)] == [record["ids"] for record in records]
+    assert as_text == "".join(f'--- 0, sample {i}: "x"\n{each["text"]}\n' for i, each in enumerate(samples))
 
 
 @pytest.mark.journey
@@ -261,21 +246,23 @@ def test_a_run_that_has_moved_from_its_data(tmp_path, generate, capsys):
     before = tmp_path / "before"
     before.mkdir()
     make_token_run(before)
-    flags = ["--prompt", "line 12", "--max-tokens", 4]
+    flags = ["--prompt", "line 12", "--max-tokens", "4"]
     expected = generate(before / "run", *flags).out
     before.rename(tmp_path / "moved")
-    run = tmp_path / "moved/run"
     data = tmp_path / "moved/data"
-    assert main(["--model", str(run), *map(str, flags)]) == 2
-    error = capsys.readouterr().err
-    assert f"is no longer in {before / 'data'}" in error
-    assert "--tokenizer PATH" in error
+    given = ["--model", str(tmp_path / "moved/run"), *flags]
     for place in (data, data / "tokenizer.json"):
-        assert generate(run, *flags, "--tokenizer", place).out == expected
+        assert generate(tmp_path / "moved/run", *flags, "--tokenizer", place).out == expected
     tokenizer = json.loads((data / "tokenizer.json").read_text())
     (tmp_path / "other.json").write_text(json.dumps({**tokenizer, "version": "1.0"}, indent=3))
-    for wrong, message in {"other.json": "its sha256 differs", "moved/lines.txt": "not a tokenizer.json"}.items():
-        assert main(["--model", str(run), "--tokenizer", str(tmp_path / wrong), *map(str, flags)]) == 2
+    refusals = {
+        f"is no longer in {before / 'data'}": [],
+        "--tokenizer PATH": [],
+        "its sha256 differs": ["--tokenizer", str(tmp_path / "other.json")],
+        "not a tokenizer.json": ["--tokenizer", str(tmp_path / "moved/lines.txt")],
+    }
+    for message, tokenizer_flags in refusals.items():
+        assert main([*given, *tokenizer_flags]) == 2
         assert message in capsys.readouterr().err
 
 
@@ -308,14 +295,6 @@ def test_refused_commands(run, byte_dataset, tmp_path, capsys, monkeypatch):
     assert unexpected(read_table(__file__, "refused_commands"), error_of, names) == []
 
 
-LINES = [
-    {"line": "nonsense", "says": "line 2: not JSON"},
-    {"line": "[1]", "says": 'expected an object such as {"prompt": ...}, found [1]'},
-    {"line": '{"promt": "x"}', "says": "no field 'prompt'; did you mean --field promt?"},
-    {"line": '{"prompt": 3}', "says": "prompt = 3: should be text"},
-]
-
-
 def test_a_bad_line_of_a_file_is_named(tmp_path):
     path = tmp_path / "p.jsonl"
 
@@ -323,7 +302,7 @@ def test_a_bad_line_of_a_file_is_named(tmp_path):
         path.write_text('{"prompt": "x"}\n' + row["line"] + "\n")
         return raised_by(command.read_prompts, path, "prompt")
 
-    assert unexpected(LINES, error_of) == []
+    assert unexpected(read_table(__file__, "bad_lines"), error_of) == []
 
 
 def test_speculation_with_states_is_refused_before_the_weights_are_read(monkeypatch, capsys):
@@ -353,7 +332,3 @@ def test_a_run_is_loaded_in_python_without_a_warning(run, monkeypatch, caplog):
         jaxtp.load_run(run)
     absl.setLevel(before)
     assert caplog.messages == []
-
-
-def test_a_run_on_bytes_needs_no_tokenizer_file(run):
-    assert isinstance(open_source(run).tokenizer, ByteTokenizer)

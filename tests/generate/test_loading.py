@@ -7,9 +7,8 @@ import sys
 from functools import partial
 
 import jax
-import numpy as np
 import pytest
-from flax import nnx
+from hf_folders import assert_same, move_adapters, random_model, values, write_tensors
 from made_once import made_once
 from small_tokenizers import byte_fallback
 from tables import raised_by, read_table, unexpected
@@ -31,7 +30,7 @@ def folder(tmp_path, tmp_path_factory):
     """A folder of a model, which a test may change."""
 
     def make(folder):
-        jaxtp.save_hf(jaxtp.Decoder(CONFIG, rngs=nnx.Rngs(0)), folder / "model")
+        jaxtp.save_hf(random_model(CONFIG), folder / "model")
         change(folder / "model", eos_token_id=7)
         write(folder / "model", "tokenizer_config.json", {"bos_token": {"content": "<s>"}, "chat_template": TEMPLATE})
         (folder / "model/tokenizer.json").write_bytes(byte_fallback())
@@ -68,9 +67,20 @@ def test_end_tokens_prefix_and_template(folder):
     assert (source.template, source.special_tokens) == (None, {"bos_token": "<s>"}), "a --template FILE may name them"
 
 
-def test_build_is_refused_where_it_has_no_effect(folder, capsys):
-    assert main(["--model", str(folder), "--build", "mine.py:build", "--prompt", "a"]) == 2
-    assert f"--build names the Decoder of a run, and {folder} is a model in" in capsys.readouterr().err
+@pytest.fixture
+def refusal(capsys):
+    """Returns the error of a command with these words, which has to fail."""
+
+    def refusal(*words):
+        assert main(list(map(str, words))) == 2
+        return capsys.readouterr().err
+
+    return refusal
+
+
+def test_build_is_refused_where_it_has_no_effect(folder, refusal):
+    error = refusal("--model", folder, "--build", "mine.py:build", "--prompt", "a")
+    assert f"--build names the Decoder of a run, and {folder} is a model in" in error
 
 
 def test_the_context_is_what_the_model_was_made_for(folder):
@@ -88,66 +98,77 @@ def test_the_context_is_what_the_model_was_made_for(folder):
 
 
 @pytest.mark.journey
-def test_a_prompt_beyond_the_context_is_refused_unless_it_is_allowed(folder, capsys):
+def test_a_prompt_beyond_the_context_is_refused_unless_it_is_allowed(folder, refusal, capsys):
     change(folder, max_position_embeddings=12)
     command = ["--model", str(folder), "--prompt", "to a cap to a cap", "--max-tokens", "3", "--json", "-"]
-    assert main(command) == 2
-    error = capsys.readouterr().err
-    assert "tokens, and the model's context is 12, generated text included" in error
-    assert "--beyond-context" in error
+    assert "--beyond-context" in refusal(*command)
     assert main([*command, "--beyond-context"]) == 0
     assert json.loads(capsys.readouterr().out)["finish"] in ("length", "end")
 
 
-def test_a_text_and_a_chat(folder, monkeypatch, capsys):
+@pytest.fixture
+def conversation(folder, monkeypatch):
+    """Chats with a generator that gives listed answers; returns the generator and the prompts that it was given."""
+
+    def chat(lines, answers, *flags):
+        prompts = []
+        generators = []
+        answers = iter(answers)
+
+        def stream(self, given, settings, **_):
+            generators.append(self)
+            prompts.extend(given)
+            yield Piece(0, 5, next(answers), None)
+
+        monkeypatch.setattr(jaxtp.Generator, "stream", stream)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        assert main(["--model", str(folder), "--chat", *flags]) == 0
+        return generators[0], prompts
+
+    return chat
+
+
+def test_a_text_and_a_chat(folder, conversation, capsys):
     assert main(["--model", str(folder), "--prompt", "to", "--max-tokens", "3", "--mesh.tp", "2", "--json", "-"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["prompt_tokens"] == 1 + 3, "the first token, and a mark and two letters"
-    prompts, dtypes = [], []
-
-    def stream(self, given, settings, **_):
-        prompts.extend(given)
-        dtypes.append(self.config.precision)
-        yield from ()
-
-    monkeypatch.setattr(jaxtp.Generator, "stream", stream)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("to\n"))
-    assert main(["--model", str(folder), "--chat", "--dtype", "bfloat16"]) == 0
-    assert dtypes == [jaxtp.Precision(param="bfloat16", compute="bfloat16")]
+    generator, prompts = conversation("to\n", [""], "--dtype", "bfloat16")
+    assert generator.config.precision == jaxtp.Precision(param="bfloat16", compute="bfloat16")
     assert prompts[0].count(1) == 1, "the template spells the first token, and it is not put there twice"
 
 
 @pytest.mark.wide
-def test_adapters_are_added_before_the_cast(folder, capsys):
+def test_adapters_are_added_before_the_cast(folder, refusal, capsys):
     """In float32 to the stored weights, on a mesh; of a run, they are added to what it trained."""
     with jax.set_mesh(jaxtp.make_mesh(tp=2)):
-        adapted = jaxtp.add_adapters(jaxtp.load_hf(folder), jaxtp.LoraConfig(rank=2))
-        nnx.update(adapted, jax.tree.map(lambda a: a + 0.3, nnx.state(adapted, nnx.LoRAParam)))
+        adapted = move_adapters(jaxtp.add_adapters(jaxtp.load_hf(folder), jaxtp.LoraConfig(rank=2)))
         jaxtp.save_peft(adapted, folder.parent / "adapters")
     asked = GenerateConfig(adapters=folder.parent / "adapters", dtype="float16")
     source = open_source(folder, asked)
     assert source.name == f"{folder} with {asked.adapters}"
     loaded = source.load(jaxtp.make_mesh(tp=2))
     assert loaded.config.precision == jaxtp.Precision(param="float16", compute="float16")
-    merged = nnx.state(jaxtp.merge_adapters(adapted))
-    for one, other in zip(jax.tree.leaves(nnx.state(loaded)), jax.tree.leaves(merged), strict=True):
-        np.testing.assert_array_equal(one, other.astype("float16"))
+    merged = values(jaxtp.merge_adapters(adapted))
+    assert_same(values(loaded), {name: array.astype("float16") for name, array in merged.items()})
     assert convert(["import", str(folder), str(folder.parent / "run")]) == 0
     flags = ["--model", str(folder.parent / "run"), "--prompt", "to", "--max-tokens", "2", "--dtype", "float16"]
     assert main([*flags, "--adapters", str(asked.adapters)]) == 0
     assert f"with {asked.adapters}: " in capsys.readouterr().err
-    assert main(["--model", str(asked.adapters), "--prompt", "to"]) == 2
-    assert f"give the model by --model and these by --adapters {asked.adapters}" in capsys.readouterr().err
+    error = refusal("--model", asked.adapters, "--prompt", "to")
+    assert f"give the model by --model and these by --adapters {asked.adapters}" in error
+
+
+DTYPES = [  # attributes, the kind of device, and the dtype
+    ({"torch_dtype": "bfloat16"}, "gpu", "bfloat16"),
+    ({"torch_dtype": "bfloat16"}, "cpu", "float32"),
+    ({"torch_dtype": "float64"}, "gpu", "float32"),
+    ({"torch_dtype": None}, "gpu", "float32"),
+    ({"dtype": "bfloat16"}, "gpu", "bfloat16"),
+]
 
 
 def test_the_dtype_is_the_models_on_gpus_and_float32_on_cpus(folder, monkeypatch):
-    for attributes, backend, dtype in (
-        ({"torch_dtype": "bfloat16"}, "gpu", "bfloat16"),
-        ({"torch_dtype": "bfloat16"}, "cpu", "float32"),
-        ({"torch_dtype": "float64"}, "gpu", "float32"),
-        ({"torch_dtype": None}, "gpu", "float32"),
-        ({"dtype": "bfloat16"}, "gpu", "bfloat16"),
-    ):
+    for attributes, backend, dtype in DTYPES:
         change(folder, **attributes)
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
         for asked in (None, "bfloat16"):
@@ -155,64 +176,57 @@ def test_the_dtype_is_the_models_on_gpus_and_float32_on_cpus(folder, monkeypatch
             assert found == jaxtp.Precision(param=asked or dtype, compute=asked or dtype), (attributes, backend)
 
 
-def test_prompts_are_checked_before_the_weights_are_read(folder, tmp_path, monkeypatch, capsys):
-    """None of these reads them; the messages name the first such prompt, and what would fit."""
-    monkeypatch.setattr("jaxtp.generate.loading.load_folder", lambda *_, **__: pytest.fail("weights are read"))
+def test_prompts_are_checked_before_the_weights_are_read(folder, tmp_path, refusal):
+    """Of a file that has none; the messages name the first such prompt, and what would fit."""
+    write_tensors(folder / "model.safetensors", {})
     change(folder, max_position_embeddings=16)
     (tmp_path / "p.txt").write_text("\n".join(["", "to", *["t" * 20] * 7]))
-    flags = ["--model", str(folder), "--prompt", "t" * 15, "--prompt-file", str(tmp_path / "p.txt")]
-    assert main(flags) == 2
-    error = capsys.readouterr().err
+    model = ["--model", folder]
+    of_file = ["--prompt-file", tmp_path / "p.txt"]
+    error = refusal(*model, "--prompt", "t" * 15, *of_file)
     assert "error: prompt 0 has 17 tokens, and the model's context is 16" in error
     assert "shorten it by 2, or allow it by --beyond-context" in error
-    assert main([*flags[:2], *flags[4:]]) == 2
-    assert f"prompt 2 ({tmp_path / 'p.txt'}, line 3) has 22 tokens" in capsys.readouterr().err
-    assert main(["--model", str(folder), "--chat", "--system", "t" * 20]) == 2
-    assert "an empty conversation has 2" in capsys.readouterr().err
+    assert f"prompt 2 ({tmp_path / 'p.txt'}, line 3) has 22 tokens" in refusal(*model, *of_file)
+    assert "an empty conversation has 2" in refusal(*model, "--chat", "--system", "t" * 20)
     change(folder, vocab_size=100)
-    assert main(["--model", str(folder), "--prompt", "to"]) == 2
-    assert "has the token 258, but the model's tokens are 0 to 99: this is not" in capsys.readouterr().err
+    assert "has the token 258, but the model's tokens are 0 to 99: this is not" in refusal(*model, "--prompt", "to")
 
 
 @pytest.mark.parametrize(("flags", "first_tokens"), [([], [1, 1]), (["--special-tokens"], [2, 3])])
-def test_what_is_typed_or_spelled_by_the_model_is_text(flags, first_tokens, folder, monkeypatch):
+def test_what_is_typed_or_spelled_by_the_model_is_text(flags, first_tokens, conversation):
     """The template writes one <s> (1), the person two, the model one."""
-    prompts, answers = [], iter(["to<s>", ""])
-
-    def stream(self, given, settings, **_):
-        prompts.extend(given)
-        yield Piece(0, 5, next(answers), None)
-
-    monkeypatch.setattr(jaxtp.Generator, "stream", stream)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("<s>to\nto<s>\n"))
-    assert main(["--model", str(folder), "--chat", *flags]) == 0
+    _, prompts = conversation("<s>to\nto<s>\n", ["to<s>", ""], *flags)
     assert [prompt.count(1) for prompt in prompts] == first_tokens
 
 
+DAMAGED = [
+    ("tokenizer_config.json", "[]", "is a list, not an object"),
+    ("generation_config.json", "{", "is not JSON"),
+    ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id = </s>: should be ids"),
+]
+
+
 def test_damaged_files_are_named(folder):
-    for name, content, message in (
-        ("tokenizer_config.json", "[]", "is a list, not an object"),
-        ("generation_config.json", "{", "is not JSON"),
-        ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id = </s>: should be ids"),
-    ):
-        before = (folder / name).read_bytes() if (folder / name).exists() else b"{}"
+    for name, content, message in DAMAGED:
         (folder / name).write_text(content)
         with pytest.raises(TokenizerError, match=message):
             open_source(folder)
-        (folder / name).write_bytes(before)
+        (folder / name).write_text("{}")
+
+
+TEMPLATES = {
+    "{{ messages[0]['content'] }}{{ eos_token }}{{ bos_token }}": "é</s>",
+    "{% for m in messages %}\n  {{ m.role }}\n{% endfor %}{% if add_generation_prompt %}!{% endif %}": "  user\n!",
+    "{{ messages | tojson }}": '[{"role": "user", "content": "é"}]',
+    "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}": "01",
+    "{{ strftime_now('%Y') | length }}": "4",
+}
 
 
 def test_templates():
-    render = lambda template: ChatTemplate(template, "t", {"eos_token": "</s>"}).render(
-        [{"role": "user", "content": "é"}]
-    )
-    assert render("{{ messages[0]['content'] }}{{ eos_token }}{{ bos_token }}") == "é</s>"
-    assert render(
-        "{% for m in messages %}\n  {{ m.role }}\n{% endfor %}{% if add_generation_prompt %}!{% endif %}"
-    ) == ("  user\n!")
-    assert render("{{ messages | tojson }}") == '[{"role": "user", "content": "é"}]'
-    assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
-    assert len(render("{{ strftime_now('%Y') }}")) == 4
+    messages = [{"role": "user", "content": "é"}]
+    for template, expected in TEMPLATES.items():
+        assert ChatTemplate(template, "t", {"eos_token": "</s>"}).render(messages) == expected
 
 
 def test_templates_that_fail_or_reach_out_are_errors():

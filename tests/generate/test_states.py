@@ -61,10 +61,17 @@ def prompts_of(count, most, seed=0):
 
 
 def stream(generator, prompt, **settings):
-    """Returns the result, and the counts of prompt tokens that were in the cache and that were read."""
+    """Returns the result of a prompt; what is in the cache remains."""
     pieces = generator.stream([list(prompt)], dataclasses.replace(SETTINGS, **settings), keep=True)
     (result,) = (piece.result for piece in pieces if piece.result)
-    return result, (generator.speed.timing.kept_tokens, generator.speed.timing.prefill_tokens)
+    return result
+
+
+def assert_read(generator, prompt, kept):
+    """Checks the text of a prompt, of which `kept` tokens should be in the cache."""
+    assert stream(generator, prompt).ids == greedy(prompt)
+    timing = generator.speed.timing
+    assert (timing.kept_tokens, timing.prefill_tokens) == (kept, len(prompt) - kept)
 
 
 @pytest.mark.heavy
@@ -93,17 +100,12 @@ def test_a_turn_reads_on_from_a_state_that_is_its_beginning(monkeypatch):
     monkeypatch.setattr(engine, "CHAT_SLOTS", LENGTH)
     generator = SMALL.generator()
     first = tuple(b"what is this?")
-    answer, counts = stream(generator, first)
-    assert (answer.ids, counts) == (greedy(first), (0, len(first)))
-    second = (*first, *answer.ids, *b" and that?")
-    found, counts = stream(generator, second)
-    known = len(first) + TOKENS - 1  # the last token is not in the cache
-    assert (found.ids, counts) == (greedy(second), (known, len(second) - known))
+    assert_read(generator, first, 0)
+    second = (*first, *greedy(first), *b" and that?")
+    assert_read(generator, second, len(first) + TOKENS - 1)  # the last token is not in the cache
     third = (*second, *b"!")  # without the answer
-    found, counts = stream(generator, third)
-    assert (found.ids, counts) == (greedy(third), (0, len(third)))
-    found, counts = stream(generator, third)
-    assert (found.ids, counts) == (greedy(third), (0, len(third))), "the state has more than the prompt"
+    assert_read(generator, third, 0)
+    assert_read(generator, third, 0)  # the state has more than the prompt
 
 
 def test_speculation_is_refused():
@@ -119,11 +121,10 @@ def test_nothing_is_kept_of_a_state_past_a_stop_text_or_an_interrupt(monkeypatch
     text = greedy(first)
     assert text[2] not in text[:2]
     monkeypatch.setattr(generator.tokenizer, "decode", lambda ids: bytes(ids).decode("latin-1").encode())
-    stopped, _ = stream(generator, first, stop=(chr(text[2]),))
+    stopped = stream(generator, first, stop=(chr(text[2]),))
     assert (stopped.finish, stopped.ids) == ("stop", text[:3])
     second = (*first, *text[:3])
-    found, counts = stream(generator, second)
-    assert (found.ids, counts) == (greedy(second), (0, len(second)))
+    assert_read(generator, second, 0)
     wait = engine.wait
     calls = iter(range(100))
 
@@ -136,8 +137,7 @@ def test_nothing_is_kept_of_a_state_past_a_stop_text_or_an_interrupt(monkeypatch
         patch.setattr(engine, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             stream(generator, first)
-    found, counts = stream(generator, second)
-    assert (found.ids, counts) == (greedy(second), (0, len(second)))
+    assert_read(generator, second, 0)
 
     def between_chunks(read, total):
         raise KeyboardInterrupt
@@ -145,8 +145,7 @@ def test_nothing_is_kept_of_a_state_past_a_stop_text_or_an_interrupt(monkeypatch
     third = (*second, *b"!", *range(20))
     with pytest.raises(KeyboardInterrupt):
         list(generator.stream([list(third)], SETTINGS, keep=True, progress=between_chunks))
-    found, counts = stream(generator, third)
-    assert (found.ids, counts) == (greedy(third), (16, len(third) - 16))
+    assert_read(generator, third, 16)
 
 
 @pytest.mark.wide
@@ -182,12 +181,11 @@ def test_the_estimate_of_a_cache_is_its_size():
 
 
 def test_a_state_has_one_size_for_rows_of_any_length():
+    """Only the keys and values of a layer of attention grow: 2 x 4 numbers of 4 bytes for each kv head and token."""
     model = to_decode_model(SMALL.on(None), None)
     mesh = decode_mesh(model_mesh(SMALL.on(None)))
-    sizes = {slots: engine.cache_bytes(model, mesh, 8, slots) for slots in (64, 128)}
-    keys = 8 * 2 * 64 * 4 * 2 * 4
-    states = 8 * 4 * (4 * 6 * 8 + 3 * (2 * 2 * 6 + 4 * 8))
-    assert sizes == {64: keys + states, 128: 2 * keys + states}
+    short, long = (engine.cache_bytes(model, mesh, 8, slots) for slots in (64, 128))
+    assert long - short == 8 * 64 * 2 * (2 * 4 * 4)
     assert has_states(model, mesh)
     without = SmallDecoder(jaxtp.ModelConfig(num_layers=1))
     assert not has_states(nnx.eval_shape(lambda: to_decode_model(without.build(), None)), mesh)
@@ -208,7 +206,10 @@ def layer_programs():
 
 
 class Rows:
-    """Rows that read documents, some of them anew: by row, the document and the number of tokens that it has read."""
+    """Rows that read documents, some of them anew: by row, the document and the number of tokens that it has read.
+
+    Both methods return new tokens, and the document and position of each by its place.
+    """
 
     def __init__(self, rng):
         self.rng = rng
@@ -217,38 +218,35 @@ class Rows:
     def begin(self):
         return int(self.rng.integers(DOCUMENTS)), 0
 
-    def packed(self, inputs):
-        """Returns packed tokens of some rows, of which the first may continue, and where they come from."""
-        x = np.ones((1, PACKED, 8), np.float32)
+    def packed(self):
+        """Tokens of some rows, of which the first may continue."""
         positions = np.full((1, PACKED), DROPPED, np.int32)
         row_of = np.full((1, PACKED), -1, np.int32)
         continued = bool(self.rng.random() < 0.6)
-        places = []
+        places = {}
         for index, row in enumerate(self.rng.permutation(ROWS)[: self.rng.integers(1, ROWS + 1)]):
             document, start = self.read[row] if index == 0 and continued else self.begin()
             wanted = int(self.rng.choice([1, 2, 3, 64, self.rng.integers(1, 90)]))
-            count = min(wanted, PACKED - len(places), LONGEST - start)
-            span = slice(len(places), len(places) + count)
-            tokens = np.arange(start, start + count)
-            x[0, span], positions[0, span], row_of[0, span] = inputs[document, tokens], tokens, row
-            places += [(document, position) for position in tokens.tolist()]
-            if count:
-                self.read[row] = document, start + count
-        at = [(0, index) for index in range(len(places))]
-        return x, NewTokens(positions, row_of, continued), dict(zip(at, places, strict=True))
+            end = min(start + wanted, start + PACKED - len(places), LONGEST)
+            for position in range(start, end):
+                at = (0, len(places))
+                positions[at] = position
+                row_of[at] = row
+                places[at] = document, position
+                self.read[row] = document, end
+        return NewTokens(positions, row_of, continued), places
 
-    def single(self, inputs):
-        """Returns one token of some rows, and where they come from."""
-        x = np.ones((ROWS, 1, 8), np.float32)
+    def single(self):
+        """One token of some rows."""
         positions = np.full((ROWS, 1), DROPPED, np.int32)
         places = {}
         for row in range(ROWS):
             if self.rng.random() < 0.6 and self.read[row][1] < LONGEST:
                 document, position = self.read[row] if self.rng.random() < 0.9 else self.begin()
-                x[row, 0], positions[row, 0] = inputs[document, position], position
+                positions[row] = position
                 places[row, 0] = document, position
                 self.read[row] = document, position + 1
-        return x, NewTokens(positions), places
+        return NewTokens(positions), places
 
 
 @pytest.mark.wide
@@ -261,11 +259,13 @@ def test_rows_that_begin_continue_wait_and_begin_again():
         for _ in range(12):
             before = caches
             is_packed = rows.rng.random() < 0.5
-            x, new, places = rows.packed(inputs) if is_packed else rows.single(inputs)
+            new, places = rows.packed() if is_packed else rows.single()
+            x = np.ones((*new.positions.shape, 8), np.float32)
+            for at, place in places.items():
+                x[at] = inputs[place]
             y, caches = decode(x, caches, new)
-            y = np.asarray(y)
-            for at, (document, position) in places.items():
-                np.testing.assert_allclose(y[at], expected[document, position], rtol=1e-4, atol=1e-5)
+            found = np.array([y[at] for at in places])
+            np.testing.assert_allclose(found, [expected[place] for place in places.values()], rtol=1e-4, atol=1e-5)
             touched = {*new.rows[0].tolist()} if is_packed else {row for row, _ in places}
             for old, after in zip(before, caches, strict=True):
                 for row in {*range(ROWS)} - touched:

@@ -22,7 +22,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from hf_reference import FOLDER, SIZE, pack
+from hf_reference import FOLDER, GRADIENT, LOGITS, SIZE, pack
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 TABLES = yaml.safe_load((Path(__file__).parent / "models.yaml").read_text())
@@ -45,7 +45,6 @@ SIZES = {"small": resolved({"+": ["sizes"]}), "tiny": resolved({"+": ["tiny"]}),
 MODELS, OWN_SIZES, FAMILIES = (resolved(TABLES[group]) for group in ("small", "own_sizes", "tiny"))
 IMAGE = 70
 """No id of text, and the padding of those that need one."""
-HUB = TABLES["hub"]
 BARE = ["gpt2_unscaled"]
 """Stored as OpenAI's are: no prefix in the names, and masks beside the weights."""
 IN_BLOCKS = ["gpt_oss_mxfp4"]
@@ -140,10 +139,11 @@ def make(name, seed):
             wide(torch.zeros((1, LENGTH), dtype=torch.long), use_cache=False)
         try:
             found = reference(wide.double(), generator, 64 if name in FAMILIES else SIZE)
+            # Of smaller gradients little but rounding is left.
+            if name not in FAMILIES or (found["grad_norms"].min() > 5e-3 and is_well_conditioned(wide, found)):
+                break
         except CloseChoiceError:
             continue
-        if name not in FAMILIES or found["grad_norms"].min() > 5e-3:  # of smaller ones little but rounding is left
-            break
     (folder / "generation_config.json").unlink(missing_ok=True)
     if blocks:
         write_blocks(folder, blocks)
@@ -155,7 +155,7 @@ def make(name, seed):
     if name in ("qwen3_next", "qwen3_5_mm", "qwen3_5_moe_mm"):
         write_published(folder / "model.safetensors", generator, stacked=name.endswith("_moe_mm"))
     if name in FAMILIES:
-        write_short(folder / "model.safetensors")
+        rewrite(folder / "model.safetensors", in_short)
     (folder / "model.safetensors").chmod(0o644)
     np.savez_compressed(folder / "reference.npz", **found)
     if name in TRAINED:
@@ -189,21 +189,27 @@ def in_blocks(model, generator):
 
 
 def write_blocks(folder, blocks):
-    path, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
-    tensors = {name: tensor for name, tensor in load_file(path).items() if f"{name}_blocks" not in blocks}
-    save_file(tensors | blocks, path, metadata={"format": "pt"})
+    rewrite(
+        folder / "model.safetensors",
+        lambda tensors: {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in blocks} | blocks,
+    )
+    config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": TABLES["quantized"]}, indent=2))
 
 
-def write_short(path):
-    """Matrices as bfloat16; not vectors, so that it is no model that computes in bfloat16."""
-    tensors = load_file(path)
-    matrix = max(tensor.ndim for tensor in tensors.values()) if all(t.ndim > 1 for t in tensors.values()) else 1
-    short = {
-        name: tensor.bfloat16() if tensor.ndim > matrix and tensor.is_floating_point() else tensor
+def rewrite(path, change):
+    """Changes the tensors of a file."""
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+
+def in_short(tensors):
+    """Returns matrices as bfloat16; not vectors, so that it is no model that computes in bfloat16."""
+    dims = [tensor.ndim for tensor in tensors.values()]
+    least = max(dims) if min(dims) > 1 else 1
+    return {
+        name: tensor.bfloat16() if tensor.ndim > least and tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()
     }
-    save_file(short, path, metadata={"format": "pt"})
 
 
 def scale(kind, path, parameter):
@@ -247,11 +253,12 @@ def stack(tensors, before, end):
 
 def write_bare(path, config):
     mask = torch.ones(config["n_positions"], config["n_positions"]).tril()[None, None]
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
+    masks = {}
     for layer in range(config["n_layer"]):
-        tensors[f"h.{layer}.attn.bias"] = mask.clone()
-        tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
-    save_file(tensors, path, metadata={"format": "pt"})
+        masks[f"h.{layer}.attn.bias"] = mask.clone()
+        masks[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    bare = lambda tensors: {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    rewrite(path, lambda tensors: bare(tensors) | masks)
 
 
 def older(config, settings):
@@ -291,33 +298,24 @@ def older_family(config):
     if "text_config" in config:
         text = older_family({"dtype": None, **config["text_config"]})
         return {**config, "text_config": {key: value for key, value in text.items() if key != "torch_dtype"}}
-    config, kind = dict(config), config["model_type"]
+    kind = config["model_type"]
+    lacks = TABLES["lacks"].get(kind, ())
+    config = {name: value for name, value in config.items() if name not in lacks} | TABLES["hub"].get(kind, {})
     if kind.startswith("gemma4"):
         other = next(iter(config.pop("per_layer_config").values()))
         config["global_head_dim"] = other["head_dim"]
         config["num_global_key_value_heads"] = other.get("num_key_value_heads")
-    if kind == "gpt_neox":
+    elif kind == "gpt_neox":
         rope = config.pop("rope_parameters")
         config |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
-    if kind.startswith("qwen3_5"):
-        return {**config, **HUB["qwen3_5"], "partial_rotary_factor": 0.25, "torch_dtype": config.pop("dtype")}
-    if kind == "qwen3_next":
-        config |= {"use_sliding_window": False, "full_attention_interval": 3}
-        del config["layer_types"]
-    if kind.startswith(("gemma4", "gpt_neo", "gpt_bigcode", "muse_glimmer", "ministral3")):
-        return {**config, "torch_dtype": config.pop("dtype")}
-    if kind in ("glm4_moe_lite", "mistral4"):
-        return {**config, "torch_dtype": config.pop("dtype")}
-    rope = config["rope_parameters"]
-    if kind in HUB:
-        config = {name: value for name, value in config.items() if name not in ("head_dim", "qk_head_dim")} | HUB[kind]
-    if kind == "gemma":
-        config |= {"hidden_act": "gelu", "hidden_activation": None}
     elif kind == "granitemoehybrid":
         config["layer_types"] = ["attention"] * config["num_hidden_layers"]
     elif kind == "gpt_oss":
-        config |= {"experts_per_token": config["num_experts_per_tok"], "initial_context_length": 32}
-    elif kind == "minimax_m2":
+        config["experts_per_token"] = config["num_experts_per_tok"]
+    if kind in TABLES["as_in_5"]:
+        return {**config, "torch_dtype": config.pop("dtype")}
+    rope = config["rope_parameters"]
+    if kind == "minimax_m2":
         config["rotary_dim"] = int(config["head_dim"] * rope.pop("partial_rotary_factor"))
     elif kind == "olmo3":
         config["rope_parameters"] = rope = rope[FULL]
@@ -351,6 +349,22 @@ def computed(model, ids, labels):
     assert output.loss.dtype == output.logits.dtype == torch.float64
     grads = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
     return output.logits, output.loss.item(), grads
+
+
+def is_well_conditioned(model, found):
+    """Returns whether weights of another rounding to float32 have nearly the same logits and gradients."""
+    ids = torch.from_numpy(found["input_ids"])
+    expected, _, grads = computed(model, ids, ids)
+    for seed in range(4):
+        near = copy.deepcopy(model)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in near.parameters():
+            parameter.data *= 1 + 2**-24 * torch.randn(parameter.shape, generator=generator)
+        logits, _, others = computed(near, ids, ids)
+        errors = [np.linalg.norm(others[name] - grad) / np.linalg.norm(grad) for name, grad in grads.items()]
+        if (logits - expected).abs().max() > LOGITS / 2 or max(errors) > GRADIENT / 2:
+            return False
+    return True
 
 
 def norm(grads):

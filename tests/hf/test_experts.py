@@ -10,6 +10,7 @@ import pytest
 from hf_folders import (
     assert_all_refused,
     assert_same,
+    changed_tensors,
     float8,
     load_on,
     random_model,
@@ -52,7 +53,8 @@ def separate(name, layer, kernel, expert):
 
 def stack(tensors, name, layer, gate_up=True, down=True):
     """Stacks a layer's experts as transformers 5 does, in place."""
-    experts, after = range(NAMES[name][2]), f"model.layers.{layer}.mlp.experts"
+    experts = range(NAMES[name][2])
+    after = f"model.layers.{layer}.mlp.experts"
 
     def take(kernel):
         return np.stack([tensors.pop(separate(name, layer, kernel, expert)) for expert in experts])
@@ -98,28 +100,24 @@ def test_experts_wider_than_a_tile(layout, tmp_path):
     assert_same(values(jaxtp.load_hf(tmp_path / "out")), values(model))
 
 
-BOTH = [  # gate and up, down, the router, and the mesh
-    (True, False, True, {"fsdp": 2, "tp": 2}),
-    (False, True, True, {"tp": 4}),
-    (True, True, False, {}),
-]
+MIXED = {  # gate and up, down, the router, and the mesh
+    "gate, up and router": (True, False, True, {"fsdp": 2, "tp": 2}),
+    "down and router": (False, True, True, {"tp": 4}),
+    "all but the router": (True, True, False, {}),
+}
 
 
-@pytest.mark.parametrize("case", sweep(BOTH, BOTH[0]), ids=str)
-def test_both_layouts_in_one_folder(case, tmp_path):
+@pytest.mark.parametrize("stacked", sweep(list(MIXED), "gate, up and router"))
+def test_both_layouts_in_one_folder(stacked, tmp_path):
     """Layers differ, kernels of a layer, and the router from its experts."""
-    gate_up, down, router, mesh = case
+    gate_up, down, router, mesh = MIXED[stacked]
     tensors = reference_tensors("mixtral")
     stack(tensors, "mixtral", 1, gate_up, down)
     if router:
         name = "model.layers.1.block_sparse_moe.gate.weight"
         tensors[name.replace("block_sparse_moe", "mlp")] = tensors.pop(name)
     mixed = load_on(older_folder("mixtral", tensors, tmp_path / "mixed"), **mesh)
-    expected = load_on(FOLDER / "mixtral", **mesh)
-    assert_same(values(mixed), values(expected))
-    if mesh == BOTH[0][-1]:
-        gate = mixed.blocks.mlp.gate[...]
-        assert {shard.data.shape for shard in gate.addressable_shards} == {(2, 3, 20, 24)}, "whole experts"
+    assert_same(values(mixed), values(load_on(FOLDER / "mixtral", **mesh)))
 
 
 def test_a_device_has_a_part_of_each_expert_where_tp_does_not_divide_their_number():
@@ -130,140 +128,62 @@ def test_a_device_has_a_part_of_each_expert_where_tp_does_not_divide_their_numbe
 @pytest.mark.wide
 def test_the_export_command_has_the_flag(tmp_path):
     assert main(["import", str(FOLDER / "qwen3_moe"), str(tmp_path / "run")]) == 0
-    for layout, flags in (("separate", []), ("stacked", ["--experts", "stacked"])):
-        assert main(["export", str(tmp_path / "run"), str(tmp_path / layout), *flags]) == 0
-    assert_same(read_tensors(tmp_path / "separate"), reference_tensors("qwen3_moe"))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "stacked"), "--experts", "stacked"]) == 0
     assert_same(read_tensors(tmp_path / "stacked"), stacked("qwen3_moe"))
 
 
+PLANS = {
+    "mixtral": {
+        "layers.*.mlp.experts.gate_up_proj": ["packed_colwise", "grouped_gemm", "differs"],
+        "layers.*.mlp.gate": ["-", "replicated"],
+    },
+    "gpt_oss_mxfp4": {
+        "layers.*.mlp.experts.gate_up_proj": ["-", "grouped_gemm"],
+        "layers.*.self_attn.sinks": ["-", "colwise"],
+    },
+}
+
+
 def test_the_plan_tells_how_experts_are_split(capsys):
-    assert main(["plan", str(FOLDER / "mixtral")]) == 0
-    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[3:]}
-    assert rows["layers.*.mlp.experts.gate_up_proj"] == ["packed_colwise", "grouped_gemm", "differs"]
-    assert rows["layers.*.mlp.gate"] == ["-", "replicated"]
-    assert main(["plan", str(FOLDER / "gpt_oss_mxfp4")]) == 0
-    rows = {line.split()[0]: line.split()[1:3] for line in capsys.readouterr().out.splitlines()[3:]}
-    assert rows["layers.*.mlp.experts.gate_up_proj"] == ["-", "grouped_gemm"]
-    assert rows["layers.*.self_attn.sinks"] == ["-", "colwise"]
+    for name, plan in PLANS.items():
+        assert main(["plan", str(FOLDER / name)]) == 0
+        rows = dict(
+            line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("layers")
+        )
+        for module, words in plan.items():
+            assert rows[module].split()[: len(words)] == words
 
 
+BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
+SCALES = BLOCKS.replace("blocks", "scales")
 FIRST = separate("mixtral", 0, 0, 0)
-STACKED = "model.layers.0.mlp.experts.gate_up_proj"
-
-
-def without(name):
-    return lambda tensors: tensors.pop(name)
-
-
-def with_another(name, shape, dtype=np.float32):
-    return lambda tensors: tensors.update({name: np.ones(shape, dtype)})
-
-
-def without_experts(tensors):
-    for kernel in range(3):
-        for expert in range(6):
-            tensors.pop(separate("mixtral", 0, kernel, expert))
-
-
-def stacked_with(change):
-    def edit(tensors):
-        stack(tensors, "mixtral", 0)
-        change(tensors)
-
-    return edit
-
-
-def stack_both(tensors):
-    for layer in (0, 1):
-        stack(tensors, "mixtral", layer)
-
-
-def not_finite(tensors):
-    tensors[FIRST] = np.full_like(tensors[FIRST], np.nan)
-
-
-def unchanged(tensors):
-    pass
-
-
-FAR = "model.layers.0.block_sparse_moe.experts.999999999.w1.weight"
-ROUTERS = [f"model.layers.1.{module}.gate.weight" for module in ("block_sparse_moe", "mlp")]
-BAD = {
-    "an expert missing": (without(separate("mixtral", 1, 2, 3)), {}, "missing", separate("mixtral", 1, 2, 3)),
-    "the last expert missing": (without(separate("mixtral", 1, 0, 5)), {}, separate("mixtral", 1, 0, 5)),
-    "all experts of a layer missing": (without_experts, {}, separate("mixtral", 0, 2, 0), "15 more"),
-    "a router missing": (without(ROUTERS[0]), {}, "missing", ROUTERS[0]),
-    "all of it stacked too": (with_another(STACKED, (6, 48, 40)), {}, FIRST, STACKED),
-    "one of it stacked too": (
-        stacked_with(with_another(separate("mixtral", 0, 1, 4), (24, 40))),
-        {},
-        separate("mixtral", 0, 1, 4),
-        STACKED,
-    ),
-    "two routers": (with_another(ROUTERS[1], (6, 40)), {}, *ROUTERS),
-    "an expert of another shape": (with_another(FIRST, (40, 24)), {}, FIRST, "40x24", "24x40"),
-    "a stack of another shape": (stacked_with(with_another(STACKED, (6, 40, 48))), {}, STACKED, "6x40x48", "6x48x40"),
-    "a stack of fewer experts": (stacked_with(with_another(STACKED, (5, 48, 40))), {}, STACKED, "5x48x40", "6x48x40"),
-    "an expert too many": (
-        with_another(separate("mixtral", 1, 0, 6), (24, 40)),
-        {},
-        "num_local_experts = 6",
-        "7 experts",
-    ),
-    "fewer than are said": (unchanged, {"num_local_experts": 8}, "num_local_experts = 8", "6 experts"),
-    "experts by the billion": (unchanged, {"num_local_experts": 2**31 - 1}, "2147483647", "6 experts"),
-    "a stack by the billion": (stack_both, {"num_local_experts": 2**31 - 1}, STACKED, "2147483647x48x40"),
-    "one more, a billion on": (with_another(FAR, (24, 40)), {"num_local_experts": 10**9}, "1000000000", "999999999"),
-    "names of Qwen": (
-        with_another("model.layers.0.mlp.experts.0.gate_proj.weight", (24, 40)),
-        {},
-        "unexpected",
-        "model.layers.0.mlp.experts.0.gate_proj.weight",
-    ),
-    "an expert that is not finite": (not_finite, {}, FIRST, "not finite"),
-}
-BLOCKS, SCALES = (f"model.layers.1.mlp.experts.down_proj_{name}" for name in ("blocks", "scales"))
-DOWN = BLOCKS.removesuffix("_blocks")
-
-
-def fewer_experts(tensors):
-    tensors |= {name: tensors[name][:4] for name in (BLOCKS, SCALES)}
-
-
-def with_codes(scale, code=None):
-    """Sets one scale, or all numbers and scales."""
-
-    def change(tensors):
-        tensors[SCALES][(3, 0, 0) if code is None else ...] = scale
-        if code is not None:
-            tensors[BLOCKS][...] = code
-
-    return change
-
-
-BAD_MXFP4 = {
-    "no scales": (without(SCALES), {}, BLOCKS, "(5, 32, 2, 16)", "missing"),
-    "no blocks": (without(BLOCKS), {}, "missing", SCALES),
-    "fewer scales": (with_another(SCALES, (5, 32, 1), np.uint8), {}, "U8 (5, 32, 1)"),
-    "scales of float32": (with_another(SCALES, (5, 32, 2)), {}, "F32 (5, 32, 2)"),
-    "shorter blocks": (with_another(BLOCKS, (5, 32, 2, 8), np.uint8), {}, BLOCKS, "(5, 32, 2, 8)"),
-    "blocks without groups": (with_another(BLOCKS, (5, 32, 16), np.uint8), {}, BLOCKS, "(5, 32, 16)"),
-    "one expert fewer": (fewer_experts, {}, BLOCKS, "4x32x64", "5x32x64"),
-    "a scale that is NaN": (with_codes(255), {}, BLOCKS, "not finite"),
-    "numbers that overflow": (with_codes(254, 0x77), {}, BLOCKS, "not finite"),
-    "in bfloat16 too": (with_another(DOWN, (5, 64, 32)), {}, BLOCKS, DOWN),
+LARGE = {SCALES: np.full((5, 32, 2), 254, np.uint8), BLOCKS: np.full((5, 32, 2, 16), 0x77, np.uint8)}
+NOT_FINITE = {
+    "an expert": ("mixtral", FIRST, {FIRST: np.full((24, 40), np.nan, np.float32)}),
+    "a scale": ("gpt_oss_mxfp4", BLOCKS, {SCALES: np.full((5, 32, 2), 255, np.uint8)}),
+    "numbers that overflow": ("gpt_oss_mxfp4", BLOCKS, LARGE),
 }
 
 
-@pytest.mark.parametrize(("name", "cases"), [("mixtral", BAD), ("gpt_oss_mxfp4", BAD_MXFP4)], ids=["mixtral", "mxfp4"])
-def test_wrong_tensors_of_experts_are_named(name, cases, tmp_path):
+def test_wrong_tensors_are_named(tmp_path):
     refusals = {}
-    for number, (case, (change, attributes, *words)) in enumerate(cases.items()):
-        tensors = reference_tensors(name)
-        change(tensors)
-        folder = older_folder(name, tensors, tmp_path / str(number), **attributes)
-        refusals[case] = functools.partial(jaxtp.load_hf, folder), words
+    for name, rows in read_table(__file__, "wrong_tensors").items():
+        for number, row in enumerate(rows):
+            folder = wrong_folder(name, row, tmp_path / f"{name} {number}")
+            words = [row["says"]] if isinstance(row["says"], str) else row["says"]
+            refusals[str(row)] = functools.partial(jaxtp.load_hf, folder), words
+    for case, (name, named, changed) in NOT_FINITE.items():
+        folder = older_folder(name, reference_tensors(name) | changed, tmp_path / case)
+        refusals[case] = functools.partial(jaxtp.load_hf, folder), [named, "not finite"]
     assert_all_refused(refusals)
+
+
+def wrong_folder(name, row, folder):
+    """Writes a reference as a row of wrong_tensors.yaml changes it."""
+    tensors = reference_tensors(name)
+    for layer in row.get("stack", ()):
+        stack(tensors, name, layer)
+    return older_folder(name, changed_tensors(tensors, row), folder, **row.get("with", {}))
 
 
 @examples(15)
@@ -295,7 +215,9 @@ def test_which_layers_have_experts(count, step, dense, normalised, window):
 
 @pytest.mark.parametrize("kind", ["block", "expert", "all"])
 def test_stacked_float8_has_a_scale_of_each(kind, tmp_path):
-    random, plain, scaled = np.random.default_rng(0), stacked("mixtral"), {}
+    random = np.random.default_rng(0)
+    plain = stacked("mixtral")
+    scaled = {}
     for name in [name for name in plain if ".experts." in name]:
         block = {"block": (16, 24), "expert": plain[name].shape[1:], "all": None}[kind]
         codes, scale, plain[name] = float8(plain[name], block, random)
@@ -310,10 +232,10 @@ def test_stacked_float8_has_a_scale_of_each(kind, tmp_path):
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
-@pytest.mark.parametrize("block_bytes", [1, 500, 2**24])
-def test_mxfp4_numbers(block_bytes, tmp_path):
+def test_mxfp4_numbers(tmp_path):
     """Two in each byte, the low four bits first: a sign and one of eight numbers, times 2^(scale - 127)."""
-    rng, grid = np.random.default_rng(0), (5, 3, 2)
+    rng = np.random.default_rng(0)
+    grid = (5, 3, 2)
     blocks = rng.integers(256, size=(*grid, 16), dtype=np.uint8)
     scales = rng.integers(253, size=grid, dtype=np.uint8)
     write_tensors(tmp_path / "it", {"down_blocks": blocks, "down_scales": scales, "other": np.ones(2, np.float32)})
@@ -321,13 +243,13 @@ def test_mxfp4_numbers(block_bytes, tmp_path):
     expected = np.where(codes < 8, 1, -1) * FP4[codes % 8] * 2.0 ** (scales.astype(int) - 127)[..., None]
     tensors = with_scales(read_header(tmp_path / "it"), (128, 128))
     assert tensors.keys() == {"down_blocks", "other"}
-    for first, last in ((0, 5), (1, 3), (4, 5)):
-        read = {row: block.astype(np.float64) for row, block in tensors["down_blocks"].blocks(first, last, block_bytes)}
+    for first, last, num_bytes in ((0, 5, 1), (1, 3, 500), (4, 5, 2**24)):
+        read = {row: block.astype(np.float64) for row, block in tensors["down_blocks"].blocks(first, last, num_bytes)}
         assert next(iter(read)) == first
         np.testing.assert_array_equal(np.concatenate(list(read.values())), expected.reshape(5, 3, 64)[first:last])
 
 
-MESHES_OF_MXFP4 = [{"fsdp": 2, "tp": 2}, {"tp": 5}, {"tp": 3}, {"fsdp": 2, "cp": 2, "tp": 2}]
+MESHES_OF_MXFP4 = [{"fsdp": 2, "tp": 2}, {"tp": 5}, {"fsdp": 2, "cp": 2, "tp": 3}]
 
 
 @pytest.mark.parametrize("mesh", sweep(MESHES_OF_MXFP4, MESHES_OF_MXFP4[0]), ids=str)
@@ -335,11 +257,10 @@ def test_mxfp4_is_written_as_bfloat16(mesh, tmp_path):
     model = load_on(FOLDER / "gpt_oss_mxfp4", **mesh)
     jaxtp.save_hf(model, tmp_path / "out", dtype="bfloat16")
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
-    tensors, source = (read_header(each / "model.safetensors") for each in (tmp_path / "out", FOLDER / "gpt_oss_mxfp4"))
+    tensors = read_header(tmp_path / "out/model.safetensors")
+    source = read_header(FOLDER / "gpt_oss_mxfp4/model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {"BF16"}
-    assert tensors.keys() - source.keys() == {
-        f"model.layers.{i}.mlp.experts.{name}_proj" for i in (0, 1) for name in ("gate_up", "down")
-    }
+    assert {name.rpartition(".")[2] for name in tensors.keys() - source.keys()} == {"gate_up_proj", "down_proj"}
     with jax.set_mesh(jaxtp.make_mesh(**mesh)):
         again = jaxtp.load_hf(tmp_path / "out", precision=jaxtp.Precision())
     assert_same(values(again), values(model))
@@ -348,21 +269,22 @@ def test_mxfp4_is_written_as_bfloat16(mesh, tmp_path):
 TINY = jaxtp.ModelConfig(
     vocab_size=11, d_model=8, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=12, num_experts=4
 )
+DENSE = {"num_experts": 0, "experts_per_token": 3, "normalize_experts": False}
 LOST = {
-    "selection_bias": ("mixtral", {"selection_bias": True}, "selection_bias: True -> False"),
-    "of qwen": ("qwen3_moe", {"selection_bias": True, "qk_norm": "head"}, "selection_bias: Tr"),
-    "normalize_experts": ("mixtral", {"normalize_experts": False}, "normalize_experts: False -> True"),
-    "some without": ("mixtral", {"pattern": ({}, {"num_experts": 0})}, "num_experts: "),
-    "all without": ("mixtral", {"num_experts": 0, "experts_per_token": 3}, "num_local_experts = 0"),
+    "selection_bias: True -> False": ("mixtral", {"selection_bias": True}),
+    "selection_bias: Tr": ("qwen3_moe", {"selection_bias": True, "qk_norm": "head"}),
+    "normalize_experts: False -> True": ("mixtral", {"normalize_experts": False}),
+    "num_experts: ": ("mixtral", {"pattern": ({}, {"num_experts": 0})}),
+    "num_local_experts = 0": ("mixtral", DENSE),
 }
 
 
 def test_what_a_family_of_experts_cannot_represent_is_named():
     refusals = {}
-    for case, (family, changes, lost) in LOST.items():
+    for lost, (family, changes) in LOST.items():
         config = dataclasses.replace(TINY, **changes)
         action = functools.partial(write_attributes, config, FAMILIES[family], "float32")
-        refusals[case] = action, [family, "cannot represent this model", lost]
+        refusals[lost] = action, [family, "cannot represent this model", lost]
     assert_all_refused(refusals)
-    dense = dataclasses.replace(TINY, num_experts=0, experts_per_token=3, normalize_experts=False)
+    dense = dataclasses.replace(TINY, **DENSE)
     assert choose_family(dense, None).model_type == "llama", "settings of experts mean nothing without them"

@@ -1,8 +1,8 @@
 """Adapters in PEFT's format read for a model; those that are damaged, hostile, of another kind or another model."""
 
-import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 
@@ -13,16 +13,18 @@ from flax import nnx
 from hf_folders import (
     assert_all_refused,
     assert_same,
+    changed_tensors,
     move_adapters,
     random_model,
     read_tensors,
+    rewritten,
     values,
     write_tensors,
 )
 from hf_reference import FOLDER
 from hypothesis import given
-from structures import changed, examples, gives_one_of
-from support import sweep
+from structures import changed, examples, gives_one_of, plant
+from support import by_name, sweep
 from tables import read_table
 
 import jaxtp
@@ -95,68 +97,64 @@ def whole(tmp_path):
     return write(tmp_path / "adapters", tensors(PLAIN))
 
 
-KINDS = {  # ranks, attributes, the scale of each module, and what is noted
-    "list": (everywhere("q_proj", "down_proj"), {}, lambda target, layer: 3, ()),
-    "rslora": (everywhere("q_proj"), {"target_modules": ["q_proj"], "use_rslora": True}, lambda *_: 6 / 2**0.5, ()),
-    "an expression": ({("up_proj", 1): 2}, {"target_modules": "(a+)+$"}, lambda *_: 3, ("1 of 3 modules",)),
+NO_DROPOUT = "lora_dropout = 0.1 is not applied"
+KINDS = {  # ranks, attributes, the begin of each note, and a mesh
+    "list": (everywhere("q_proj", "down_proj"), {}, [], {"fsdp": 2, "tp": 2}),
+    "rslora": (everywhere("q_proj"), {"target_modules": ["q_proj"], "use_rslora": True}, [], {"tp": 4}),
+    "an expression": (
+        {("up_proj", 1): 2},
+        {"target_modules": "(a+)+$"},
+        ["1 of 3 modules"],
+        {"cp": 2, "fsdp": 2},
+    ),
     "some layers": (
         everywhere("v_proj", "o_proj", layers=[0, 2]),
         {"target_modules": ["v_proj", "o_proj"], "layers_to_transform": [0, 2], "lora_dropout": 0.1},
-        lambda *_: 3,
-        ("lora_dropout = 0.1 is not applied", "4 of 6 modules"),
+        [NO_DROPOUT, "4 of 6 modules"],
+        {"tp": 2},
     ),
     "some excluded": (
-        {**everywhere("q_proj"), **everywhere("k_proj", layers=[1])},
+        everywhere("q_proj") | everywhere("k_proj", layers=[1]),
         {
             "target_modules": ["self_attn.q_proj", "k_proj"],
             "exclude_modules": ["model.layers.0.self_attn.k_proj", "layers.2.self_attn.k_proj"],
         },
-        lambda *_: 3,
-        ("4 of 6 modules",),
+        ["4 of 6 modules"],
+        {"fsdp": 2, "tp": 2},
     ),
-}
-
-
-MESHES = {
-    "list": {"fsdp": 2, "tp": 2},
-    "rslora": {"tp": 4},
-    "an expression": {"cp": 2, "fsdp": 2},
-    "some layers": {"tp": 2},
-    "some excluded": {"fsdp": 2, "tp": 2},
 }
 
 
 @pytest.mark.parametrize("kind", sweep([*KINDS], "some excluded"))
 def test_adapters_are_what_they_add_to_the_kernels(kind, base, tmp_path):
     """`W + scale * (B @ A)^T`, wherever there is one."""
-    ranks, attributes, scale, notes = KINDS[kind]
+    ranks, attributes, notes, mesh = KINDS[kind]
     arrays = tensors(ranks, np.float16 if kind == "list" else np.float32)
     found = open_peft(write(tmp_path / "adapters", arrays, **attributes), MODEL)
-    assert [note for note, begun in zip(found.notes, notes, strict=True) if not note.startswith(begun)] == []
-    with jax.set_mesh(jaxtp.make_mesh(**MESHES[kind])):
+    assert [note[: len(begin)] for note, begin in zip(found.notes, notes, strict=True)] == notes
+    with jax.set_mesh(jaxtp.make_mesh(**mesh)):
         merged = jaxtp.merge_adapters(with_peft(jaxtp.load_hf(base), found, jax.sharding.get_mesh()))
         jaxtp.save_hf(merged, tmp_path / "merged")
     expected = read_tensors(base)
+    scale = 6 / 2**0.5 if kind == "rslora" else 3
     for target, layer in ranks:
-        a, b = (np.float32(arrays[factor_name(module(target, layer), factor)]) for factor in "AB")
-        expected[f"{module(target, layer)}.weight"] += scale(target, layer) * (b @ a)
+        a, b = factors_in(arrays, module(target, layer))
+        expected[f"{module(target, layer)}.weight"] += scale * (b @ a)
     for name, tensor in read_tensors(tmp_path / "merged").items():
         np.testing.assert_allclose(tensor, expected[name], atol=2e-5, err_msg=name)
 
 
-WRAPPERS = {
-    "'module.'": lambda name: f"module.{name}",
-    "'_orig_mod.'": lambda name: name.replace(".layers.0.", ".layers.0._orig_mod."),
-}
+def factors_in(arrays, module):
+    """Returns A and B of a module as float32."""
+    return [np.float32(arrays[factor_name(module, factor)]) for factor in "AB"]
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod."])
 def test_the_wrappers_of_pytorch_are_left_out_of_names(wrapper, tmp_path):
     arrays = tensors(PLAIN)
-    opened = open_peft(write(tmp_path / "in", {WRAPPERS[wrapper](name): a for name, a in arrays.items()}), MODEL)
+    opened = open_peft(write(tmp_path / "in", {f"{wrapper}{name}": array for name, array in arrays.items()}), MODEL)
     assert {*opened.tensors} == {*arrays}
-    (note,) = opened.notes
-    assert note.startswith(wrapper)
+    assert f"'{wrapper}'" in opened.notes[0]
 
 
 @pytest.mark.parametrize("kind", ["rslora", "some layers"])
@@ -170,31 +168,34 @@ def test_adapters_are_written_as_they_were_read(kind, base, tmp_path):
     assert open_peft(tmp_path / "out", MODEL).lora == model.config.lora
 
 
-QKV, GATE_UP = "attention.qkv.kernels", "mlp.gate_up.kernels"
-TOGETHER = {"gpt2": {"transformer.h.{}.attn.c_attn": QKV}}
-TOGETHER["phi3"] = {"model.layers.{}.self_attn.qkv_proj": QKV, "model.layers.{}.mlp.gate_up_proj": GATE_UP}
+TOGETHER = {
+    "gpt2": {"transformer.h.{}.attn.c_attn": "attention.qkv.kernels"},
+    "phi3": {
+        "model.layers.{}.self_attn.qkv_proj": "attention.qkv.kernels",
+        "model.layers.{}.mlp.gate_up_proj": "mlp.gate_up.kernels",
+    },
+}
 
 
 @pytest.mark.parametrize("name", sweep(list(TOGETHER), "gpt2"))
 def test_projections_in_one_tensor_share_their_a(name, tmp_path):
     """As long as they do, they are written as they came; then as one adapter of the sum of their ranks."""
-    model, random = jaxtp.load_hf(FOLDER / name), np.random.default_rng(0)
+    model = jaxtp.load_hf(FOLDER / name)
     before = values(model)
-    arrays, added = {}, {}
-    for at, kernels in TOGETHER[name].items():
-        paths = [path for path in before if kernels in path]
-        ends = np.cumsum([before[path].shape[-1] for path in paths])
-        for layer in range(model.config.num_layers):
-            a = random.normal(size=(2, model.config.d_model)).astype(np.float32)
-            b = random.normal(size=(ends[-1], 2)).astype(np.float32)
-            arrays |= {factor_name(at.format(layer), "A"): a, factor_name(at.format(layer), "B"): b}
-            parts = zip(paths, np.split(b, ends[:-1]), strict=True)
-            added |= {(path, layer): 3 * (part @ a).T for path, part in parts}
-    targets = [at.split(".{}.")[1] for at in TOGETHER[name]]
+    layers = range(model.config.num_layers)
+    columns = {at: [path for path in before if kernels in path] for at, kernels in TOGETHER[name].items()}
+    shapes = {
+        at.format(layer): ((2, model.config.d_model), (sum(before[path].shape[-1] for path in paths), 2))
+        for (at, paths), layer in itertools.product(columns.items(), layers)
+    }
+    arrays = random_factors(shapes)
+    targets = [at.split(".{}.")[1] for at in columns]
     adapted = load_peft(model, write(tmp_path / "adapters", arrays, target_modules=targets), family=name)
     merged = values(jaxtp.merge_adapters(adapted))
-    for (path, layer), array in added.items():
-        np.testing.assert_allclose(merged[path][layer], before[path][layer] + array, atol=1e-5)
+    for (at, paths), layer in itertools.product(columns.items(), layers):
+        a, b = factors_in(arrays, at.format(layer))
+        joined = [np.concatenate([each[path][layer] for path in paths], axis=-1) for each in (before, merged)]
+        np.testing.assert_allclose(joined[1], joined[0] + 3 * (b @ a).T, atol=1e-5)
     assert_same(written(adapted, tmp_path / "same", family=name)[1], arrays)
     move_adapters(adapted)
     attributes, _ = written(adapted, tmp_path / "trained", family=name)
@@ -268,6 +269,9 @@ EXPERTS = {
 }
 
 
+KERNELS = ["blocks.mlp.gate", "blocks.mlp.up", "blocks.mlp.down"]
+
+
 def expert_names(layer, module):
     return f"model.layers.{layer}.{module}"
 
@@ -283,7 +287,7 @@ def added_by(arrays, layer):
     """Returns what PEFT's `get_delta_weight` adds to the gate, up and down kernels of all experts, `[E, in, out]`."""
 
     def factors(module):
-        return (arrays[factor_name(expert_names(layer, module), factor)] for factor in "AB")
+        return factors_in(arrays, expert_names(layer, module))
 
     def stacked(module):
         a, b = factors(module)
@@ -298,7 +302,7 @@ def added_by(arrays, layer):
     return [separate(name) for name in ("w1", "w3", "w2")]
 
 
-CASES = [("stacked", None), ("separate", {"fsdp": 2, "tp": 2}), ("stacked", {"tp": 3})]
+CASES = [("stacked", {}), ("separate", {"fsdp": 2, "tp": 2}), ("stacked", {"tp": 3})]
 
 
 @pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
@@ -307,26 +311,23 @@ def test_adapters_of_experts(case, tmp_path):
     spelling, sizes = case
     arrays, attributes = of_experts(spelling)
     write(tmp_path / "in", arrays, **attributes)
-    with contextlib.nullcontext() if sizes is None else jax.set_mesh(jaxtp.make_mesh(**sizes)):
-        model = jaxtp.Decoder(MIXTRAL, rngs=nnx.Rngs(0))
+    mesh = jaxtp.make_mesh(**sizes)
+    with jax.set_mesh(mesh):
+        model = random_model(MIXTRAL)
         adapted = load_peft(model, tmp_path / "in", family="mixtral")
-        attributes, found = written(adapted, tmp_path / "out", family="mixtral", experts=spelling)
+        found_attributes, found = written(adapted, tmp_path / "out", family="mixtral", experts=spelling)
         assert_same(found, arrays)
-        assert attributes["target_modules"] == EXPERTS[spelling][1]["target_modules"]
-        assert attributes.get("target_parameters") == EXPERTS[spelling][1].get("target_parameters")
-        assert "rank_pattern" not in attributes
+        for name in ("target_modules", "target_parameters", "rank_pattern"):
+            assert found_attributes.get(name) == attributes.get(name), name
         merged = jaxtp.merge_adapters(adapted)
         other = "separate" if spelling == "stacked" else "stacked"
         jaxtp.save_peft(adapted, tmp_path / "other", family="mixtral", experts=other)
         again = jaxtp.merge_adapters(load_peft(model, tmp_path / "other", family="mixtral"))
-    sides = {"gate": (D, F), "up": (D, F), "down": (F, D)}
-    for i, (name, shape) in enumerate(sides.items()):
-        before, after, same = (
-            np.asarray(getattr(each.blocks.mlp, name)[...])[:, :, : shape[0], : shape[1]]  # without padding
-            for each in (model, merged, again)
-        )
-        np.testing.assert_allclose(after, before + [added_by(arrays, layer)[i] for layer in range(2)], atol=2e-5)
-        np.testing.assert_allclose(same, after, atol=2e-6)
+    before, after, same = (by_name(nnx.state(each), mesh) for each in (model, merged, again))
+    for layer in range(2):
+        for name, added in zip(KERNELS, added_by(arrays, layer), strict=True):
+            np.testing.assert_allclose(after[name][layer], before[name][layer] + added, atol=2e-5)
+            np.testing.assert_allclose(same[name][layer], after[name][layer], atol=2e-6)
 
 
 def test_experts_of_which_gate_and_up_differ(tmp_path):
@@ -340,8 +341,9 @@ def test_experts_of_which_gate_and_up_differ(tmp_path):
         assert (attributes["target_modules"], attributes["target_parameters"]) == ([], [parameter])
         assert attributes["rank_pattern"] == {parameter: 2 * R}
         assert attributes["alpha_pattern"] == {parameter: pytest.approx(6.0 * scale)}
-    a, b = (out[factor_name(expert_names(1, "mlp.experts"), factor)] for factor in "AB")
-    a, b = a.reshape(E, 2 * R, D), b.reshape(2 * F, 2 * R, E)
+    a, b = factors_in(out, expert_names(1, "mlp.experts"))
+    a = a.reshape(E, 2 * R, D)
+    b = b.reshape(2 * F, 2 * R, E)
     mlp = adapted.blocks.mlp
     np.testing.assert_array_equal(a[:, :R], mlp.gate_lora.a[...][1].swapaxes(1, 2))
     np.testing.assert_array_equal(b[F:, R:], mlp.up_lora.b[...][1].T)
@@ -377,15 +379,11 @@ def test_a_and_b_are_exchanged_before_peft_0_19(width, tmp_path):
     model = random_model(config)
     attributes = EXPERTS["stacked"][1] | {"target_modules": [], "peft_version": "0.18.1"}
     adapted = load_peft(model, write(tmp_path / "in", arrays, **attributes), family="mixtral")
-    merged, mlp = jaxtp.merge_adapters(adapted).blocks.mlp, model.blocks.mlp
-    added = {
-        name: np.asarray(getattr(merged, name)[...] - getattr(mlp, name)[...])[1] for name in ("gate", "up", "down")
-    }
-    for module, found in (
-        ("mlp.experts.base_layer", np.concatenate([added["gate"], added["up"]], axis=-1)),
-        ("mlp.experts", added["down"]),
-    ):
-        a, b = (arrays[factor_name(expert_names(1, module), factor)] for factor in "AB")
+    merged = values(jaxtp.merge_adapters(adapted))
+    before = values(model)
+    gate, up, down = (merged[name][1] - before[name][1] for name in KERNELS)
+    for module, found in (("mlp.experts.base_layer", np.concatenate([gate, up], axis=-1)), ("mlp.experts", down)):
+        a, b = factors_in(arrays, expert_names(1, module))
         expected = 3 * np.einsum("ire,ero->eio", b.reshape(len(b), R, E), a.reshape(E, R, -1))
         np.testing.assert_allclose(found, expected, atol=2e-5)
     jaxtp.save_peft(adapted, tmp_path / "out", family="mixtral")
@@ -406,108 +404,52 @@ def test_some_experts_have_adapters(tmp_path):
     assert not a[1, :2].any()
 
 
-# What follows returns changes of a folder of adapters.
-
-
-def experts(spelling, *, drop=(), add=None, **attributes):
-    def change(folder):
-        arrays, own = of_experts(spelling)
-        arrays = {name: array for name, array in arrays.items() if not any(part in name for part in drop)}
-        write(folder, arrays | (add or {}), **{**own, **attributes})
-
-    return change
-
-
-def arrays(**changes):
-    """Other tensors, by what is left of their names."""
-    found = tensors(PLAIN)
-    found |= {f"base_model.model.{name.replace('__', '.')}": array for name, array in changes.items()}
-    return lambda folder: write(folder, found)
-
-
-def raw(name, change):
-    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
-
-
-def link(name, to):
-    def change(folder):
-        (folder / name).rename(folder.parent / "elsewhere")
-        (folder / name).symlink_to(to)
-
-    return change
-
-
-A_OF_EXPERTS = factor_name(expert_names(0, "mlp.experts"), "A")
-ONE_MORE = {A_OF_EXPERTS.replace("mlp.experts", "block_sparse_moe.experts.9.w2"): np.ones((R, F), np.float32)}
-SKIPPED = {"target_modules": ["q_proj", "w1", "w2", "w3"], "target_parameters": "absent"}
-LAST = "layers.1.block_sparse_moe.experts.2.w3"
-BAD_EXPERTS = {
-    "skipped": (experts("stacked", drop=["experts"], **SKIPPED), "experts.0.w1.lora_A.weight", "target_modules"),
-    "down": (experts("stacked", drop=["experts.lora"]), "0.mlp.experts.lora_A.weight", "target_parameters"),
-    "missing": (experts("separate", drop=[LAST]), f"{LAST}.lora_A.weight", "target_modules"),
-    "too many": (experts("separate", add=ONE_MORE), "experts.9.w2", "mixtral"),
-    "another number": (experts("stacked", add={A_OF_EXPERTS: np.ones((4 * R, F), np.float32)}), "8x6", "3 experts"),
-}
-ZEROS = np.zeros((2, 4), np.float32)
-QUERY, OUT = (f"model__layers__0__self_attn__{target}_proj__lora" for target in "qo")
-WIDER = tensors(PLAIN, features=FEATURES | {"q_proj": (8, 4)})
 BAD = {
     "no folder": (lambda folder: folder.rename(folder.parent / "adapter"), "no such folder"),
     "no configuration": (lambda folder: (folder / SETTINGS).unlink(), "no adapter_config.json"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "no adapter_model.safetensors"),
     "a pickle": (lambda folder: (folder / WEIGHTS).rename(folder / "adapter_model.bin"), "adapter_model.bin", "pickle"),
-    "a link out of the folder": (link(SETTINGS, "/etc/passwd"), "/etc/passwd", "outside of the folder"),
-    "weights out of the folder": (link(WEIGHTS, "../elsewhere"), "outside of the folder"),
-    "a device": (link(WEIGHTS, "/dev/zero"), "outside of the folder"),
-    "a link to nothing": (link(WEIGHTS, "nothing"), "broken link"),
-    "cut off": (raw(WEIGHTS, lambda content: content[:-8]), "cut off"),
-    "no header": (raw(WEIGHTS, lambda content: b"\xff" * 8 + content[8:]), "cut off"),
-    "key twice": (raw(SETTINGS, lambda content: content.replace(b'"r": 2', b'"r": 2, "r": 2')), "'r'", "twice"),
-    "deep": (raw(SETTINGS, lambda _: b'{"a":' + b"[" * 10**5), SETTINGS),
-    "no object": (raw(SETTINGS, lambda _: b"[]"), "a list"),
-    "missing": (arrays(**{f"{QUERY}_B__weight": None}), "missing", "q_proj.lora_B.weight"),
-    "a layer missing": (
-        arrays(**{f"{QUERY}_A__weight": None, f"{QUERY}_B__weight": None}),
-        "layers.0.self_attn.q_proj.lora_A.weight",
-        "someone/something",
-    ),
-    "left over": (
-        arrays(**{f"{OUT}_A__weight": ZEROS, f"{OUT}_B__weight": ZEROS.T}),
-        "unexpected",
-        "o_proj.lora_A.weight",
-    ),
-    "layer 99": (arrays(model__layers__99__self_attn__q_proj__lora_A__weight=ZEROS), "layer 99", "3 layers"),
-    "a head": (arrays(lm_head__lora_A__weight=ZEROS), "lm_head", "llama"),
-    "a vision tower": (arrays(model__visual__blocks__0__attn__qkv__lora_A__weight=ZEROS), "visual.blocks.0.attn.qkv"),
-    "an embedding": (arrays(model__embed_tokens__lora_embedding_A=ZEROS), "lora_embedding_A"),
-    "another model": (lambda folder: write(folder, WIDER), "q_proj.lora_A.weight", "2x8", "2x4", "someone/something"),
-    "a scalar": (arrays(**{f"{QUERY}_A__weight": np.float32(1).reshape(())}), "scalar"),
-    "nothing in it": (lambda folder: write(folder, {}), "no adapters"),
+    "cut off": (rewritten(WEIGHTS, lambda content: content[:-8]), "cut off"),
+    "no header": (rewritten(WEIGHTS, lambda content: b"\xff" * 8 + content[8:]), "cut off"),
+    "key twice": (rewritten(SETTINGS, lambda content: content.replace(b'"r": 2', b'"r": 2, "r": 2')), "'r'", "twice"),
+    "deep": (rewritten(SETTINGS, lambda _: b'{"a":' + b"[" * 10**5), SETTINGS),
+    "no object": (rewritten(SETTINGS, lambda _: b"[]"), "a list"),
 }
 
 
-def with_attributes(case, **attributes):
-    """Returns a change of a folder: other attributes of adapters, of experts or of none."""
-    return (
-        experts("stacked", **attributes)
-        if case == "experts"
-        else lambda folder: write(folder, tensors(PLAIN), **attributes)
-    )
+def bad_folders(kind, arrays, **attributes):
+    """Yields functions that write a folder of adapters of a kind of refused_adapters.yaml, and words of the message."""
+    table = read_table(__file__, "refused_adapters")
+    for changes, *words in table.get(kind, ()):
+        yield functools.partial(write, arrays=arrays, **{**attributes, **changes}), words
+    for change, *words in table[f"{kind} tensors"]:
+        changes = attributes | change.get("with", {})
+        yield functools.partial(write, arrays=changed_tensors(arrays, change), **changes), words
 
 
-@pytest.mark.parametrize("case", ["plain", "experts"])
-def test_unsupported_and_damaged_adapters_are_refused_in_one_message(case, tmp_path):
+def planted(file, kind, folder):
+    """Puts something else in the place of a file."""
+    (folder.parent / "victim").write_text("secret")
+    plant(folder / file, kind)
+
+
+def test_unsupported_and_damaged_adapters_are_refused_in_one_message(tmp_path):
     """Which names the folder, before any array is read."""
-    changes = dict(BAD_EXPERTS if case == "experts" else BAD)
-    for attributes, *words in read_table(__file__, "refused_adapters")[case]:
-        changes[str(attributes)] = with_attributes(case, **attributes), *words
-    model = (MIXTRAL, "mixtral") if case == "experts" else (MODEL,)
+    plain = [*bad_folders("plain", tensors(PLAIN)), *((change, words) for change, *words in BAD.values())]
+    for file, kind, *words in read_table(__file__, "refused_adapters")["planted"]:
+        plain.append((functools.partial(planted, file, kind), words))
+    experts = []
+    for kind, spelling in (("experts", "stacked"), ("separate", "separate")):
+        arrays, attributes = of_experts(spelling)
+        experts += bad_folders(kind, arrays, **attributes)
     refusals = {}
-    for number, (name, (change, *words)) in enumerate(changes.items()):
-        (tmp_path / str(number)).mkdir()
-        folder = write(tmp_path / str(number) / "adapters", tensors(PLAIN))
-        change(folder)
-        refusals[name] = functools.partial(open_peft, folder, *model), [*words, str(folder)]
+    for model, cases in (((MODEL,), plain), ((MIXTRAL, "mixtral"), experts)):
+        for change, words in cases:
+            place = tmp_path / str(len(refusals))
+            place.mkdir()
+            folder = write(place / "adapters", tensors(PLAIN))
+            change(folder)
+            refusals[f"{words} {place.name}"] = functools.partial(open_peft, folder, *model), [*words, str(folder)]
     assert_all_refused(refusals)
 
 

@@ -12,10 +12,10 @@ from flax import nnx
 from hf_folders import load_on, random_model, read_tensors, reference_attributes, stored_tensors, write_model
 from hf_reference import COPIED, FOLDER, MADE, NEWER, model_types
 from support import sweep
-from tables import read_table
+from tables import read_table, with_tuples
 
 import jaxtp
-from jaxtp.hf.config_json import choose_family, family_of, model_config, write_attributes
+from jaxtp.hf.config_json import choose_family, family_of, write_attributes
 from jaxtp.hf.families import FAMILIES, WRAPPERS
 from jaxtp.hf.model_folder import INDEX, open_folder, read_attributes
 from jaxtp.hf.safetensors import DTYPES, read_header
@@ -52,15 +52,14 @@ def test_an_export_equals_what_was_imported_bit_by_bit(case, tmp_path):
     family = family_of(read_attributes(source), name)
     whole = {"family": family.model_type} if family.wrapper is None else {"like": source}
     jaxtp.save_hf(model, tmp_path / "out", **whole, max_shard_size="20KB")
-    expected, found = stored_tensors(source), stored_tensors(tmp_path / "out")
+    expected = stored_tensors(source)
+    found = stored_tensors(tmp_path / "out")
     if family.wrapper is None:
-        expected = {
-            name: tensor for name, tensor in full_names(expected, family).items() if not is_ignored(name, family)
-        }
+        expected = full_names(expected, family)
     if read_attributes(source).get("rope_interleave") is False:  # written as pairs: other values at the same places
         expected, found = ({name: tensor[:2] for name, tensor in each.items()} for each in (expected, found))
-    known = {name: tensor for name, tensor in found.items() if name in expected or not is_ignored(name, family)}
-    assert known == expected
+    differing = [name for name in expected | found if expected.get(name) != found.get(name)]
+    assert not [name for name in differing if not is_ignored(name, family)]
     assert jaxtp.read_config(tmp_path / "out") == jaxtp.read_config(source)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     index = json.loads((tmp_path / "out" / INDEX).read_text())
@@ -112,12 +111,13 @@ def test_an_export_without_a_tokenizer_is_mentioned(small, tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("name", ["mistral", "phi3", "gpt2"])
+@pytest.mark.parametrize("name", ["mistral", "phi3"])
 def test_progress_counts_every_byte(name, tmp_path):
     """Once, also where a tensor is several parameters."""
-    read, written = [], []
-    model = jaxtp.load_hf(FOLDER / name, progress=lambda done, total: read.append((done, total)))
-    jaxtp.save_hf(model, tmp_path / "out", progress=lambda done, total: written.append((done, total)))
+    read = []
+    written = []
+    model = jaxtp.load_hf(FOLDER / name, progress=lambda *counts: read.append(counts))
+    jaxtp.save_hf(model, tmp_path / "out", progress=lambda *counts: written.append(counts))
     total = sum(tensor.num_bytes for tensor in read_header(FOLDER / name / "model.safetensors").values())
     assert read[-1] == written[-1] == (total, total)
 
@@ -129,8 +129,9 @@ NEVER_FIRST = {"gemma4_unified_text", "ernie4_5", "glm4_moe_lite"}
 
 def of_fields(fields):
     """Returns a small model with fields of `families.yaml`."""
-    built = {"pattern": tuple, "first_blocks": tuple, "rope_scaling": lambda given: RopeScaling(**given)}
-    return dataclasses.replace(SMALL, **{name: built.get(name, lambda x: x)(value) for name, value in fields.items()})
+    if "rope_scaling" in fields:
+        fields = fields | {"rope_scaling": RopeScaling(**fields["rope_scaling"])}
+    return dataclasses.replace(SMALL, **with_tuples(fields))
 
 
 def test_the_family_follows_from_the_model():
@@ -144,16 +145,17 @@ def test_the_family_follows_from_the_model():
         assert {"architectures", "model_type"} < written.keys()
 
 
+NO_FAMILY = {
+    r"no family can represent this model:\n  a llama cannot .*qk_norm: projection -> none": {"qk_norm": "projection"},
+    "attention_sinks: True -> False": {"attention_sinks": True},
+}
+
+
 def test_a_model_of_no_family_is_refused():
-    config = dataclasses.replace(SMALL, qk_norm="projection")
-    with pytest.raises(
-        jaxtp.HFError, match=r"no family can represent this model:\n  a llama cannot .*qk_norm: projection -> none"
-    ):
-        choose_family(config, None)
-    with pytest.raises(jaxtp.HFError) as refused:
-        choose_family(dataclasses.replace(SMALL, attention_sinks=True), None)
-    assert "attention_sinks: True -> False" in str(refused.value)
-    assert "experts" not in str(refused.value), "families with experts are not the nearest of a dense model"
+    for message, fields in NO_FAMILY.items():
+        with pytest.raises(jaxtp.HFError, match=message) as refused:
+            choose_family(dataclasses.replace(SMALL, **fields), None)
+        assert "experts" not in str(refused.value), "families with experts are not the nearest of a dense model"
     with pytest.raises(jaxtp.HFError, match=r"a llama cannot represent this model .*sliding_window: 4 -> None"):
         write_attributes(dataclasses.replace(SMALL, sliding_window=4), FAMILIES["llama"], "float32")
 
@@ -164,14 +166,6 @@ def test_shards_hold_what_fits(small, tmp_path):
         assert len(list((tmp_path / str(size)).glob("*.safetensors"))) == files
     with pytest.raises(jaxtp.HFError, match="max_shard_size = '5 apples'"):
         jaxtp.save_hf(small, tmp_path / "other", max_shard_size="5 apples")
-
-
-def test_the_attention_factor_of_yarn_is_a_quotient_of_two_mscales():
-    """As in DeepSeek's files."""
-    attributes = reference_attributes("llama_yarn")
-    attributes["rope_parameters"] |= {"mscale": 2.0, "mscale_all_dim": 0.5}
-    first, second = (1 + 0.1 * scale * np.log(4.0) for scale in (2.0, 0.5))
-    assert model_config(attributes, "test").rope_scaling.attention_factor == pytest.approx(first / second)
 
 
 def test_scalars_with_one_value(tmp_path):
