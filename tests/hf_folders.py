@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from hf_reference import FOLDER
-from structures import is_one_clear_message
+from structures import is_one_clear_message, plant
 from support import filled
 
 import jaxtp
@@ -73,6 +73,17 @@ def changed_tensors(arrays, change):
 def rewritten(name, change):
     """Returns a change of a folder: the content of a file by a function of what it is."""
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+def planted(name, kind):
+    """Returns a change of a folder: what `structures.plant` puts in the place of a file. The other file of a link has
+    a secret."""
+
+    def change(folder):
+        (folder.parent / "victim").write_text("secret")
+        plant(folder / name, kind)
+
+    return change
 
 
 def load_on(folder, **mesh):

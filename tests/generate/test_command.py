@@ -68,7 +68,8 @@ def generate(capsys):
 @pytest.mark.parametrize("run", sweep(["tiny_run", "token_run"], "tiny_run"), indirect=True)
 def test_a_run_continues_a_text(run, generate):
     found = generate(run, "--prompt", PROMPT, "--max-tokens", 10)
-    generator = jaxtp.Generator(jaxtp.load_run(run), open_source(run).tokenizer)
+    with jax.set_mesh(jaxtp.make_mesh()):
+        generator = jaxtp.Generator(jaxtp.load_run(run), open_source(run).tokenizer)
     (expected,) = generator.generate([PROMPT], jaxtp.GenerationSettings(max_tokens=10))
     assert found.out == expected.text + "\n"
     for part in (f"{run}, step 4", "= 1 CPU device\n", "prefill ", "decode  9 tokens"):

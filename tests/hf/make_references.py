@@ -1,9 +1,9 @@
 """Makes the reference models of models.yaml: `python tests/hf/make_references.py [NAME ...]`.
 
-It needs torch (2.15; 2.13 for `OWN_SIZES` and `FAMILIES`) and transformers 5.23, which the tests do not. Weights are
-random and well away from their defaults; all is computed in float64, but for the rotary frequencies of all but
-`FAMILIES`, which transformers has in float32. gemma2_untied, gemma3_bias, olmo2_tied_bias and phi3_short were compared
-once and are not stored. The name `rope` makes rope.json, frequencies of transformers in float64.
+It needs torch (2.15; 2.13 for `OWN_SIZES` and `FAMILIES`) and transformers 5.23 or 5.24, which the tests do not.
+Weights are random and well away from their defaults; all is computed in float64, but for the rotary frequencies of all
+but `FAMILIES`, which transformers has in float32. gemma2_untied, gemma3_bias, olmo2_tied_bias and phi3_short were
+compared once and are not stored. The name `rope` makes rope.json, frequencies of transformers in float64.
 """
 
 import contextlib

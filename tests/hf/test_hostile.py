@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_folders import assert_all_refused, read_tensors, rewritten, write_model
+from hf_folders import assert_all_refused, planted, read_tensors, rewritten, write_model
 from hf_folders import write_tensors as write
 from hypothesis import given
 from hypothesis import strategies as st
@@ -143,14 +143,6 @@ def poisoned(name, value, dtype=np.float32):
         arrays = tensors(dtype)
         arrays[name][-1, 1] = value
         write(folder / WEIGHTS, arrays)
-
-    return change
-
-
-def planted(name, kind):
-    def change(folder):
-        (folder.parent / "victim").write_text("secret")
-        plant(folder / name, kind)
 
     return change
 

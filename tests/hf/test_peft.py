@@ -15,6 +15,7 @@ from hf_folders import (
     assert_same,
     changed_tensors,
     move_adapters,
+    planted,
     random_model,
     read_tensors,
     rewritten,
@@ -23,7 +24,7 @@ from hf_folders import (
 )
 from hf_reference import FOLDER
 from hypothesis import given
-from structures import changed, examples, gives_one_of, plant
+from structures import changed, examples, gives_one_of
 from support import by_name, sweep
 from tables import read_table
 
@@ -53,24 +54,25 @@ def module(target, layer):
 def random_factors(shapes, dtype=np.float32):
     """Returns random A and B by name, of `{module: (shape of A, shape of B)}`."""
     random = np.random.default_rng(0)
-    return {
-        factor_name(each, factor): random.normal(size=shape).astype(dtype)
-        for each, both in shapes.items()
-        for factor, shape in zip("AB", both, strict=True)
-    }
+    arrays = {}
+    for each, both in shapes.items():
+        for factor, shape in zip("AB", both, strict=True):
+            arrays[factor_name(each, factor)] = random.normal(size=shape).astype(dtype)
+    return arrays
 
 
-def tensors(ranks, dtype=np.float32, features=FEATURES):
+def tensors(ranks, dtype=np.float32):
     """Returns random A and B by name, of `{(target, layer): rank}`."""
     shapes = {}
     for (target, layer), rank in ranks.items():
-        inner, outer = features[target]
+        inner, outer = FEATURES[target]
         shapes[module(target, layer)] = ((rank, inner), (outer, rank))
     return random_factors(shapes, dtype)
 
 
-def everywhere(*targets, rank=2, layers=range(3)):
-    return {(target, layer): rank for target in targets for layer in layers}
+def everywhere(*targets, layers=range(3)):
+    """Returns the rank of each target in each layer."""
+    return dict.fromkeys(itertools.product(targets, layers), 2)
 
 
 PLAIN = everywhere("q_proj", "down_proj")
@@ -97,7 +99,6 @@ def whole(tmp_path):
     return write(tmp_path / "adapters", tensors(PLAIN))
 
 
-NO_DROPOUT = "lora_dropout = 0.1 is not applied"
 KINDS = {  # ranks, attributes, the begin of each note, and a mesh
     "list": (everywhere("q_proj", "down_proj"), {}, [], {"fsdp": 2, "tp": 2}),
     "rslora": (everywhere("q_proj"), {"target_modules": ["q_proj"], "use_rslora": True}, [], {"tp": 4}),
@@ -110,7 +111,7 @@ KINDS = {  # ranks, attributes, the begin of each note, and a mesh
     "some layers": (
         everywhere("v_proj", "o_proj", layers=[0, 2]),
         {"target_modules": ["v_proj", "o_proj"], "layers_to_transform": [0, 2], "lora_dropout": 0.1},
-        [NO_DROPOUT, "4 of 6 modules"],
+        ["lora_dropout = 0.1 is not applied", "4 of 6 modules"],
         {"tp": 2},
     ),
     "some excluded": (
@@ -251,11 +252,10 @@ STACKED = {
     "mlp.experts.base_layer": ((E * R, D), (2 * F, R * E)),
     "mlp.experts": ((E * R, F), (D, R * E)),
 }
-SEPARATE = {"self_attn.q_proj": STACKED["self_attn.q_proj"]} | {
-    f"block_sparse_moe.experts.{expert}.{name}": shapes
-    for expert in range(E)
-    for name, shapes in {"w1": ((R, D), (F, R)), "w3": ((R, D), (F, R)), "w2": ((R, F), (D, R))}.items()
-}
+SEPARATE = {"self_attn.q_proj": STACKED["self_attn.q_proj"]}
+for expert in range(E):
+    SEPARATE |= dict.fromkeys((f"block_sparse_moe.experts.{expert}.{name}" for name in ("w1", "w3")), ((R, D), (F, R)))
+    SEPARATE[f"block_sparse_moe.experts.{expert}.w2"] = ((R, F), (D, R))
 EXPERTS = {
     "stacked": (
         STACKED,
@@ -276,10 +276,10 @@ def expert_names(layer, module):
     return f"model.layers.{layer}.{module}"
 
 
-def of_experts(spelling, layers=range(2)):
+def of_experts(spelling):
     """Returns random tensors, and the attributes beside them."""
     shapes, attributes = EXPERTS[spelling]
-    of_layers = {expert_names(layer, each): both for layer in layers for each, both in shapes.items()}
+    of_layers = {expert_names(layer, each): shapes[each] for layer, each in itertools.product(range(2), shapes)}
     return random_factors(of_layers), attributes
 
 
@@ -368,13 +368,12 @@ def test_a_and_b_are_exchanged_before_peft_0_19(width, tmp_path):
     the same sides, the version decides.
     """
     config = dataclasses.replace(MIXTRAL, d_ff=width)
-    sides = {"mlp.experts.base_layer": (D, 2 * width), "mlp.experts": (width, D)}
+    shapes = {
+        "mlp.experts.base_layer": ((E * R, 2 * width), (D, R * E)),
+        "mlp.experts": ((E * R, D), (width, R * E)),
+    }
     arrays = random_factors(
-        {
-            expert_names(layer, each): ((E * R, outputs), (inputs, R * E))
-            for layer in range(2)
-            for each, (inputs, outputs) in sides.items()
-        }
+        {expert_names(layer, each): shapes[each] for layer, each in itertools.product(range(2), shapes)}
     )
     model = random_model(config)
     attributes = EXPERTS["stacked"][1] | {"target_modules": [], "peft_version": "0.18.1"}
@@ -427,17 +426,11 @@ def bad_folders(kind, arrays, **attributes):
         yield functools.partial(write, arrays=changed_tensors(arrays, change), **changes), words
 
 
-def planted(file, kind, folder):
-    """Puts something else in the place of a file."""
-    (folder.parent / "victim").write_text("secret")
-    plant(folder / file, kind)
-
-
 def test_unsupported_and_damaged_adapters_are_refused_in_one_message(tmp_path):
     """Which names the folder, before any array is read."""
     plain = [*bad_folders("plain", tensors(PLAIN)), *((change, words) for change, *words in BAD.values())]
     for file, kind, *words in read_table(__file__, "refused_adapters")["planted"]:
-        plain.append((functools.partial(planted, file, kind), words))
+        plain.append((planted(file, kind), words))
     experts = []
     for kind, spelling in (("experts", "stacked"), ("separate", "separate")):
         arrays, attributes = of_experts(spelling)
