@@ -1,6 +1,7 @@
 """Every family against float64 references: logits, losses and gradients of every tensor, on rotating meshes."""
 
 import itertools
+from functools import partial
 
 import hf_reference
 import jax
@@ -203,8 +204,10 @@ def test_greedy_tokens():
     (prompt,) = reference["gen_prompt"]
     (expected,) = reference["gen_tokens"].tolist()
     graph, state = nnx.split(jaxtp.load_hf(FOLDER / "llama_kv2"))
-    logits = jax.jit(lambda ids: nnx.merge(graph, state)(ids[None])[0])
-    assert [*greedy_ids(logits, prompt, len(expected), len(prompt) + len(expected), num_ids=None)] == expected
+    logits = jax.jit(lambda state, ids: nnx.merge(graph, state)(ids[None])[0])
+    assert [
+        *greedy_ids(partial(logits, state), prompt, len(expected), len(prompt) + len(expected), num_ids=None)
+    ] == expected
 
 
 @pytest.mark.wide
