@@ -79,7 +79,7 @@ def test_greedy_texts_are_the_argmax_of_plain_formulas(mesh):
         assert len(result.logprobs) == length
     tokens = sum(result.prompt_tokens for result in results)
     decoded = sum(len(result.ids) - (result.finish == "length") for result in results)
-    assert len({len(result.ids) for result in results}) > 3
+    assert len({len(result.ids) for result in results}) > 2
     timing = generator.speed.timing
     assert (timing.prefill_tokens, timing.kept_tokens, timing.decode_tokens) == (tokens, 0, decoded)
     assert min(timing.prefill_seconds, timing.decode_seconds, generator.speed.compile_seconds) > 0
