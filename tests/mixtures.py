@@ -253,13 +253,17 @@ def balance_program(config, mesh, sequence_parallel=None):
 
 
 # Work.
-def work(mesh, config, width=64, batch=32, length=32):
+WORK = 32, 32, 64
+"""Rows, tokens of each and their width."""
+
+
+def work(mesh, config):
     """Returns the equations of a device's program, forward and backward, and the size of the largest array that
     they make."""
     with jax.set_mesh(mesh_of(sizes_of(mesh))):
-        make = lambda: MixtureOfExperts(width, config, LayerContext(sequence_parallel=None), rngs=nnx.Rngs(0))
+        make = lambda: MixtureOfExperts(WORK[2], config, LayerContext(sequence_parallel=None), rngs=nnx.Rngs(0))
         graph, state = nnx.split(nnx.eval_shape(make))
-        x = jax.ShapeDtypeStruct((batch, length, width), jnp.float32)
+        x = jax.ShapeDtypeStruct(WORK, jnp.float32)
         scalar = lambda state, x: nnx.merge(graph, state)(x)[0].sum()
         jaxpr = jax.make_jaxpr(jax.grad(scalar, argnums=(0, 1)))(state, x)
     views = [e.params["jaxpr"] for e in accounts.equations(jaxpr.jaxpr) if e.primitive.name == "shard_map"]

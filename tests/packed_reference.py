@@ -8,6 +8,10 @@ import jax.numpy as jnp
 import latents
 import numpy as np
 import reference
+from flax import nnx
+from support import by_name, decoder, sizes_of, state_on_mesh
+
+from jaxtp.mesh import mesh_of
 
 B, T, V, D = 4, 24, 19, 24
 
@@ -47,8 +51,25 @@ def logits_of(weights, config):
 
 
 def loss_and_gradients(weights, config):
+    """Returns both by name, as they should be."""
     with jax.enable_x64(True):
         loss = lambda wide: reference.cross_entropy(logits_of(wide, config), batch()[1])[0]
         wide = {name: jnp.asarray(np.asarray(array, np.float64)) for name, array in weights.items()}
         total, grads = jax.jit(jax.value_and_grad(loss))(wide)
-        return total, {name: np.asarray(grad) for name, grad in grads.items()}
+        return {"loss": total} | {name: np.asarray(grad) for name, grad in grads.items()}
+
+
+def loss_and_gradients_on(mesh, config, weights, **options):
+    """Returns the loss and the gradients of what is trained, by name, of a decoder on a mesh."""
+    ids, labels, segments = batch()
+    on = mesh_of(sizes_of(mesh))
+    graph, state = state_on_mesh(decoder(config), weights, on)
+    trained = nnx.LoRAParam if config.lora.rank else nnx.Param
+
+    def loss(params, others):
+        model = nnx.merge(graph, params, others, copy=True)
+        return model.loss(ids, labels, segments_BT=segments, **options)[0]
+
+    with jax.set_mesh(on):
+        total, grads = jax.jit(jax.value_and_grad(loss))(*nnx.split_state(state, trained, ...))
+        return {"loss": total, **by_name(grads, on)}

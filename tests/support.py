@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jaxtp
 from jaxtp.checkpoint.logical import named_variables, replace_arrays
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.data.batches import Position, token_batches
@@ -28,6 +29,11 @@ def sizes_of(mesh):
     """Returns axis sizes of a mesh (dp, fsdp, tp) or (dp, fsdp, cp, tp)."""
     dp, fsdp, *cp, tp = mesh
     return mesh_shape(dp=dp, fsdp=fsdp, cp=cp[0] if cp else 1, tp=tp)
+
+
+def decoder(config):
+    """Returns a function that builds a decoder."""
+    return lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
 
 
 def random_weights(build, seed=0, scale=0.1):

@@ -1,7 +1,5 @@
 """A mixture of experts against plain mathematics in float64: output, sums and every gradient, on all meshes."""
 
-import math
-from dataclasses import replace
 from functools import cache
 
 import accounts
@@ -11,6 +9,7 @@ import pytest
 from flax import nnx
 from mixtures import (
     LORA,
+    WORK,
     B,
     D,
     E,
@@ -26,58 +25,21 @@ from mixtures import (
     work,
 )
 from support import assert_close, random_weights, sizes_of, state_on_mesh, sweep, without_mesh
+from tables import read_table
+from variants import variants
 
-import jaxtp
 from jaxtp.layers import experts as of_experts
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.experts import ExpertsConfig
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.layers.parameter import spec_of
-from jaxtp.mesh import mesh_of, mesh_shape
-from jaxtp.models.config import violations
+from jaxtp.mesh import mesh_of
 
 BASE = ExpertsConfig(num_experts=E, d_ff=F)
-EVERYTHING = replace(
-    BASE,
-    d_ff=5,
-    experts_per_token=3,
-    selection_bias=True,
-    shared_experts=9,
-    mlp_bias=True,
-    router_bias=True,
-    experts_bias=True,
-    activation="quick_gelu",
-    swiglu_limit=0.7,
-)
-CONFIGS = {
-    "two of them": BASE,
-    "one": replace(BASE, experts_per_token=1, normalize_experts=False),
-    "one, of weight 1": replace(BASE, experts_per_token=1),
-    "all": replace(BASE, experts_per_token=E),
-    "deepseek v3": replace(
-        BASE,
-        experts_per_token=3,
-        selection_bias=True,
-        router_scores="sigmoid",
-        expert_groups=3,
-        groups_per_token=2,
-        experts_scale=2.5,
-        shared_experts=12,
-    ),
-    "deepseek v2": replace(
-        BASE, normalize_experts=False, experts_scale=1.5, expert_groups=2, group_score="max", shared_experts=8
-    ),
-    "ernie": replace(BASE, selection_bias=True, normalize_floor=0.6, shared_experts=10),
-    "qwen2": replace(BASE, normalize_experts=False, shared_experts=9, shared_experts_gate=True),
-    "sigmoid, not normalized": replace(BASE, router_scores="sigmoid", normalize_experts=False),
-    "uneven, gated": replace(BASE, d_ff=5, shared_experts=5, mlp_bias=True, shared_experts_gate=True),
-    "plain": replace(BASE, mlp="plain", activation="relu2", shared_experts=5, shared_experts_gate=True),
-    "everything": EVERYTHING,
-    "everything by kernels": replace(EVERYTHING, grouped="pallas"),
-    "dispatched": replace(EVERYTHING, d_ff=130),
-}
-ADAPTED = ("everything", "everything by kernels", "qwen2", "plain")
-"""With adapters on all projections."""
+TABLE = read_table(__file__)
+CONFIGS = variants(BASE, TABLE["configs"])
+CASES = [(name, tuple(mesh), *whole) for name, mesh, *whole in TABLE["cases"]]
+DEFAULT = ("ernie", (1, 2, 2, 2))
+"""Whole experts, of each of which a shard stores a part."""
 
 
 @pytest.fixture(autouse=True)
@@ -86,13 +48,13 @@ def computed_in_parts(monkeypatch):
     monkeypatch.setattr(of_experts, "FEW_ROWS", 4)
 
 
-def lora_of(name):
-    return LORA if name in ADAPTED else LoraConfig()
-
-
 @cache
 def weights_of(name):
     return random_weights(lambda: build(CONFIGS[name], lora=lora_of(name)), scale=0.3)
+
+
+def lora_of(name):
+    return LORA if name in TABLE["adapted"] else LoraConfig()
 
 
 @cache
@@ -164,7 +126,7 @@ def right_for(name, routed, packed):
     return weights, rows, expected(weights, inputs(), rows != 0, CONFIGS[name])
 
 
-def check_everything(name, mesh, sequence_parallel, packed=True):
+def check_everything(name, mesh, sequence_parallel=None, packed=True):
     """One program of a configuration, for all that its weights and inputs may be."""
     config = CONFIGS[name]
     layer = program(config, mesh, sequence_parallel, packed, lora_of(name))
@@ -196,27 +158,7 @@ def check_routing(routed, config, chosen, tokens):
         assert not chosen[config.experts_per_token :].any()
 
 
-MESHES = [
-    *((1, 1, 1, 1), (1, 1, 1, 2), (1, 1, 1, 3), (1, 1, 1, 4), (1, 1, 1, 8), (8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 4, 1)),
-    *((2, 2, 1, 2), (1, 2, 2, 2), (2, 1, 2, 4), (1, 2, 1, 4), (2, 2, 2, 2), (1, 1, 2, 8), (4, 1, 1, 3), (1, 4, 2, 1)),
-]
-"""Whole experts where tp is 2 or 3, and a part of each where it is 4 or 8."""
-NAMES = list(CONFIGS)
-DEFAULT = [("ernie", (1, 2, 2, 2), None)]
-"""Whole experts, of each of which a shard stores a part."""
-CASES = [*DEFAULT, *((NAMES[i % len(NAMES)], mesh, None) for i, mesh in enumerate(MESHES))]
-# Interpreted kernels take long on many devices.
-CASES[CASES.index(("everything by kernels", (2, 2, 2, 2), None))] = ("everything", (2, 2, 2, 2), None)
-CASES += [(NAMES[(i + 2) % len(NAMES)], mesh, False) for i, mesh in enumerate(MESHES) if mesh[-1] > 1]
-CASES += [("everything", (1, 1, 1, tp), split) for tp, split in ((2, None), (3, False), (4, False), (8, None))]
-CASES += [("everything", mesh, split) for mesh, split in (((1, 2, 2, 2), False), ((1, 2, 1, 4), None))]
-CASES += [("everything by kernels", mesh, None) for mesh in ((1, 1, 1, 3), (1, 2, 1, 4))]
-CASES += [("uneven, gated", (1, 1, 1, tp), None) for tp in (4, 5)]
-CASES += [("dispatched", mesh, None) for mesh in ((1, 2, 1, 1), (1, 2, 1, 3), (1, 2, 1, 4), (1, 1, 2, 4))]
-CASES = sorted(dict.fromkeys(CASES), key=lambda case: NAMES.index(case[0]))  # cases of a name share what is right
-
-
-@pytest.mark.parametrize("case", sweep(CASES, *DEFAULT), ids=str)
+@pytest.mark.parametrize("case", sweep(CASES, DEFAULT), ids=str)
 def test_a_layer_equals_plain_mathematics(case):
     check_everything(*case)
 
@@ -224,7 +166,7 @@ def test_a_layer_equals_plain_mathematics(case):
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ["two of them", "qwen2", "everything"])
 def test_a_layer_without_documents_equals_plain_mathematics(name):
-    check_everything(name, (1, 2, 1, 2), None, packed=False)
+    check_everything(name, (1, 2, 1, 2), packed=False)
 
 
 @pytest.mark.parametrize("over_tp", sweep([True, False], True))
@@ -269,79 +211,13 @@ def test_a_margin_is_no_more_than_the_lead_of_a_group():
 def test_no_array_has_rows_of_all_tokens_for_all_experts(mesh):
     """With the kernels for GPUs a device holds a row for each choice of its tp group's tokens, at most, forward and
     backward, and multiplies nothing with all experts but the router."""
-    experts, width, hidden, batch, length = 24, 64, 48, 32, 32
-    many, sizes = ExpertsConfig(num_experts=experts, d_ff=hidden, grouped="pallas"), sizes_of(mesh)
-    inside, largest = work(mesh, many, width, batch, length)
-    tokens = batch * length // (sizes["dp"] * sizes["fsdp"] * sizes["cp"])
-    parts = hidden if many.over_tp(sizes["tp"]) else hidden // sizes["tp"]
-    assert tokens * many.experts_per_token * width <= largest < experts * tokens * parts
-    calls = [equation for equation in inside if equation.primitive.name == "pallas_call"]
-    assert len(calls) >= 9, "three products, and two for the gradients of each"
-    assert not [equation for equation in inside if "ragged" in equation.primitive.name]
-    bodies = [getattr(call.params["jaxpr"], "jaxpr", call.params["jaxpr"]) for call in calls]
-    in_kernels = {id(equation) for body in bodies for equation in accounts.equations(body)}
-    dots = [e for e in inside if e.primitive.name == "dot_general" and id(e) not in in_kernels]
-    router = tokens // sizes["tp"] * width * experts
-    assert {multiplications(dot) for dot in dots} == {router}
-
-
-def multiplications(dot):
-    (contracted, _), _ = dot.params["dimension_numbers"]
-    return dot.outvars[0].aval.size * math.prod(dot.invars[0].aval.shape[dim] for dim in contracted)
-
-
-MIXTURE = jaxtp.ModelConfig(d_model=16, num_experts=E, d_ff=F)
-REFUSED = [
-    ({"num_experts": 0, "selection_bias": True}, "model.selection_bias=true", "--model.num-experts"),
-    ({"num_experts": 0, "experts_bias": True}, "model.experts_bias=true", "needs experts"),
-    ({"experts_per_token": 7}, "model.experts_per_token=7", "model.num_experts=6", "at most 6"),
-    (
-        {"num_layers": 2, "pattern": ({"num_experts": 0}, {"experts_per_token": 7})},
-        *("model.pattern[1]: model.experts_per_token=7", "at most 6"),
-    ),
-    ({"activation": "xielu"}, "model.activation=xielu", "no learned activations"),
-    ({"mlp_bias": True}, "model.mlp_bias=true", "model.experts_bias"),
-    ({"mlp": "plain", "swiglu_limit": 7.0}, "model.swiglu_limit=7.0", "model.mlp=gated"),
-    (
-        {"expert_groups": 2, "groups_per_token": 3},
-        *("model.groups_per_token=3", "model.expert_groups=2", "at most 2"),
-    ),
-    ({"expert_groups": 4}, "model.num_experts=6", "model.expert_groups=4", "can be 1, 2, 3, or num_experts 8"),
-    (
-        {"expert_groups": 3, "experts_per_token": 4, "groups_per_token": 1},
-        *("model.experts_per_token=4", "1 of model.expert_groups=3", "at most 2"),
-    ),
-    ({"shared_experts_gate": True}, "model.shared_experts_gate=true", "model.shared_experts"),
-]
-
-
-def test_settings_that_do_not_fit_are_refused_with_the_nearest_that_do():
-    for changes, *words in REFUSED:
-        (problem,) = violations(replace(MIXTURE, **changes), mesh_shape())
-        assert not [word for word in words if word not in problem], problem
-
-
-def test_every_tp_fits_and_so_do_adapters():
-    for tp in (1, 2, 3, 4, 6, 8):
-        assert not list(violations(replace(MIXTURE, num_heads=24, num_kv_heads=24), mesh_shape(tp=tp)))
-    assert not list(violations(replace(MIXTURE, lora=LORA), mesh_shape(tp=2)))
-
-
-PARTS = [
-    # Devices along fsdp and tp; devices that split a and b of up, then a and b of down.
-    ((2, 3), (6, 6, 6, 6)),
-    ((2, 2), (4, 2, 2, 4)),
-    ((4, 4), (4, 4, 4, 4)),
-    ((1, 4), (1, 4, 4, 1)),
-]
-
-
-def test_adapters_of_experts_are_split_as_their_kernels():
-    for (fsdp, tp), parts in PARTS:
-        mesh = mesh_of(mesh_shape(fsdp=fsdp, tp=tp))
-        with jax.set_mesh(mesh):
-            layer = nnx.eval_shape(lambda: build(BASE, lora=LORA))
-        factors = ((layer.up_lora.a, D), (layer.up_lora.b, F), (layer.down_lora.a, F), (layer.down_lora.b, D))
-        for (factor, dim), devices in zip(factors, parts, strict=True):
-            shard = jax.NamedSharding(mesh, spec_of(factor)).shard_shape(factor.shape)
-            assert math.prod(shard) == E * LORA.rank * dim / devices, (fsdp, tp)
+    config, sizes = ExpertsConfig(num_experts=24, d_ff=48, grouped="pallas"), sizes_of(mesh)
+    inside, largest = work(mesh, config)
+    tokens = WORK[0] * WORK[1] // (sizes["dp"] * sizes["fsdp"] * sizes["cp"])
+    hidden = config.d_ff if config.over_tp(sizes["tp"]) else config.d_ff // sizes["tp"]
+    assert largest < config.num_experts * tokens * hidden
+    kernels = [equation.params["jaxpr"] for equation in inside if equation.primitive.name == "pallas_call"]
+    of_kernels = [equation for kernel in kernels for equation in accounts.equations(getattr(kernel, "jaxpr", kernel))]
+    products = [e for e in inside if "dot" in e.primitive.name and all(e is not other for other in of_kernels)]
+    router = 2 * tokens // sizes["tp"] * WORK[2] * config.num_experts
+    assert {accounts.flops_of_product(product) for product in products} == {router}
