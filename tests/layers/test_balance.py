@@ -1,6 +1,5 @@
 """The balance of experts: the same however a batch is divided over devices, in micro-batches or in other batches."""
 
-import dataclasses
 from functools import cache
 
 import jax
@@ -10,6 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mixtures import B, D, E, F, T, balance_program, build, expected_balance
 from support import assert_close, random_weights, sweep
+from tables import read_table
+from variants import variant
 
 from jaxtp.layers.balance import updated_selection_bias
 from jaxtp.layers.experts import ExpertsConfig
@@ -44,15 +45,11 @@ def right():
     return expected_balance(weights(), layers, segments != 0, labels, CONFIG)
 
 
-MESHES = [
-    *((1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 2, 1), (1, 1, 1, 4), (2, 1, 2, 2), (1, 2, 2, 2), (1, 2, 1, 4), (1, 1, 4, 2)),
-    *((4, 1, 1, 3), (1, 4, 2, 1), (2, 2, 2, 2)),
-]
-CASES = [(mesh, None) for mesh in MESHES]
-CASES += [(mesh, False) for mesh in ((1, 1, 1, 2), (2, 1, 2, 2), (1, 1, 2, 4))]  # activations are whole over tp
+TABLE = read_table(__file__)
+CASES = [(tuple(mesh), *whole) for mesh, *whole in TABLE["cases"]]
 
 
-@pytest.mark.parametrize("case", sweep(CASES, ((2, 1, 2, 2), None)), ids=str)
+@pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
 def test_losses_and_gradients_are_those_of_the_paper(case):
     """Auxiliary loss, z-loss and their gradients, of the router and of the input."""
     found, _ = balanced(CONFIG, *case)(weights(), *rows())
@@ -60,13 +57,9 @@ def test_losses_and_gradients_are_those_of_the_paper(case):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(
-    "changes",
-    [{"experts_per_token": 1}, {"experts_per_token": E, "normalize_experts": False}, {"router_scores": "sigmoid"}],
-    ids=str,
-)
-def test_other_routers_are_those_of_the_paper(changes):
-    config = dataclasses.replace(CONFIG, **changes)
+@pytest.mark.parametrize("router", TABLE["routers"])
+def test_other_routers_are_those_of_the_paper(router):
+    config = variant(CONFIG, TABLE["routers"][router])
     layers, segments, labels = rows()
     found, _ = balanced(config, (1, 2, 2, 2))(weights(), *rows())
     assert_close(found, expected_balance(weights(), layers, segments != 0, labels, config))

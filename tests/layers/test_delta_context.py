@@ -1,10 +1,9 @@
 """Gated DeltaNet over cp: states and convolutions reach over chunks of tokens, and so do all gradients."""
 
-import dataclasses
 from collections import Counter
 from functools import cache
-from typing import get_args
 
+import deltas
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +14,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from layer_programs import LayerProgram
 from support import TOLERANCE, assert_close, random_weights, relative_error, sizes_of
+from tables import read_table
+from variants import variant
 
 import jaxtp
 from jaxtp.analysis.collective import ALL_GATHER, PERMUTE, REDUCE_SCATTER
@@ -22,12 +23,9 @@ from jaxtp.analysis.work import work_of
 from jaxtp.collectives import device_view
 from jaxtp.layers.context import Sequences, num_routes
 from jaxtp.layers.gated_delta import DELTA, GatedDeltaNet
-from jaxtp.layers.lora import LoraConfig
-from jaxtp.layers.sequence_parallel import Method
 from jaxtp.mesh import BATCH, CONTEXT, TP, mesh_of, mesh_shape
-from jaxtp.tools.check import parity
-from jaxtp.tools.check.shrink import ONE_DEVICE, Case, methods_of
-from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, TrainConfig
+from jaxtp.tools.check.shrink import methods_of
+from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.run_report import describe_context
 
 B, HEADS, K, V, D = 2, 2, 3, 5, 16
@@ -67,27 +65,9 @@ def test_every_chunk_starts_with_the_state_of_all_chunks_before_it(cp, zigzag):
     assert_close(dict(enumerate(found)), dict(enumerate((expected, *pull(upstream)))))
 
 
-CONFIG = jaxtp.ModelConfig(
-    vocab_size=29,
-    d_model=D,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=4,
-    head_dim=4,
-    d_ff=16,
-    rope_theta=2.0,
-    norm_eps=0.1,  # results of a head can be small, and their norm would amplify rounding
-    delta_value_heads=4,
-    delta_key_heads=2,
-    delta_key_dim=4,
-    delta_value_dim=6,
-)
-
-
-def long_memory(weights):
-    """Returns weights whose states decay by e within 2 to 30 tokens; by default most decay within one."""
-    rates = [name for name in weights if name.endswith("decay_log") and "optimizer" not in name]
-    return weights | {name: np.resize(np.linspace(-3.6, -1, 4, dtype="float32"), weights[name].shape) for name in rates}
+TABLE = read_table(__file__)
+CONFIG = variant(jaxtp.ModelConfig(d_model=D), TABLE["model"])
+"""Results of a head can be small, and their norm would amplify rounding: its epsilon is large."""
 
 
 @cache
@@ -102,7 +82,7 @@ def program(mesh, zigzag, packed=True):
         order = sequences.positions(x.shape[1])
         return sequences.natural(layer(x[:, order], sequences))
 
-    return LayerProgram(build, long_memory(random_weights(build)), mesh, call=call)
+    return LayerProgram(build, deltas.long_memory(random_weights(build)), mesh, call=call)
 
 
 @st.composite
@@ -128,24 +108,16 @@ def test_a_document_over_chunks_equals_it_at_any_other_place(packing, seed):
     assert relative_error(y[1, place : place + size], y[0, :size]) < TOLERANCE
 
 
-CASES = [
-    # A mesh, whether its order is zigzag, the length of sequences, whether they are packed
-    *(((1, 1, 4, 1), False, 8, False), ((1, 1, 4, 1), True, 8, True), ((1, 1, 4, 1), True, 40, False)),
-    *(((1, 1, 2, 2), False, 40, True), ((2, 1, 4, 2), True, 40, True), ((1, 2, 2, 1), False, 8, True)),
-    *(((1, 1, 8, 1), True, 16, False), ((1, 1, 2, 3), True, 8, True)),
-]
-
-
 @pytest.mark.wide
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", TABLE["cases"], ids=str)
 @settings(max_examples=5)
 @given(data=st.data())
 def test_over_cp_outputs_and_gradients_are_those_of_one_device(case, data):
     mesh, zigzag, length, packed = case
     segments = data.draw(packings(length))[2].astype(np.int32)
     x, upstream = np.random.default_rng(0).standard_normal((2, B, length, D)).astype(np.float32)
-    on = program(mesh, zigzag, packed), program((1, 1, 1, 1), False, packed)
-    assert_close(*(run(x, upstream, segments) for run in on))
+    on_mesh, on_one = program(tuple(mesh), zigzag, packed), program((1, 1, 1, 1), False, packed)
+    assert_close(on_mesh(x, upstream, segments), on_one(x, upstream, segments))
 
 
 @pytest.mark.wide
@@ -177,41 +149,15 @@ def test_what_moves_over_cp_does_not_depend_on_the_length(zigzag):
     assert found == moved(128) == moved(256)
 
 
-PATTERN = ({"sliding_window": 3}, {"delta_value_heads": 0}, {})
-HYBRID = dataclasses.replace(CONFIG, num_layers=3, pattern=PATTERN, remat="save_dots")
-WITH_ADAPTERS = dataclasses.replace(CONFIG, pattern=PATTERN[1:], lora=LoraConfig(rank=3), dropout=0.1)
-UPDATED = {"ulysses": (HYBRID, (1, 2, 2, 2)), "gather": (WITH_ADAPTERS, (2, 1, 4, 1))}
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("method", get_args(Method))
-def test_three_updates_over_cp_are_those_of_one_device(method):
-    """Full attention fetches keys in zigzag order, and exchanges heads in natural order."""
-    model, mesh = UPDATED[method]
-    run = TrainConfig(
-        model=model,
-        data=DataConfig(sequence_length=16, global_batch_size=8),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
-        train=LoopConfig(steps=10, accumulation=2),
-    )
-    initial = long_memory(parity.initial_arrays(run))
-    expected = parity.run(run, ONE_DEVICE, initial)
-    numbers = parity.run(run, Case(sizes_of(mesh), mesh[-1] > 1, method), initial, audited=True)
-    errors = parity.compare(numbers, expected)
-    assert errors.within(parity.TOLERANCES["float32"]), errors
-    assert numbers.problems == ()
-
-
 def test_only_attention_has_methods_and_an_order_over_cp():
     """A model without attention has chunks in natural order, and equal work in them."""
     mesh, data = mesh_shape(cp=4), DataConfig(sequence_length=64)
-    found = []
-    for model in (CONFIG, HYBRID):
-        run = TrainConfig(model=model, data=data, mesh=MeshConfig(context="gather"))
-        found.append((describe_context(run, mesh), methods_of(dataclasses.replace(run, mesh=MeshConfig()), mesh)))
-    (alone, no_methods), (hybrid, methods) = found
-    assert "cp 4, a chunk on each device; Gated DeltaNet by its chunks' maps of states" in alone
-    assert no_methods == ["auto"]
-    for words in ("cp 4, two chunks of each", "attention by gather", "Gated DeltaNet by its chunks' maps of states"):
-        assert words in hybrid
-    assert {*methods} == {"ulysses", "gather"}
+    said, methods = [], []
+    for model in (CONFIG, variant(CONFIG, {"pattern": [{"delta_value_heads": 0}, {}]})):
+        run = TrainConfig(model=model, data=data)
+        said.append(describe_context(variant(run, {"mesh": {"context": "gather"}}), mesh))
+        methods.append({*methods_of(run, mesh)})
+    assert all("Gated DeltaNet by its chunks' maps of states" in text for text in said)
+    assert ["attention by gather" in text for text in said] == [False, True]
+    assert ["two chunks of each" in text for text in said] == [False, True]
+    assert methods == [{"auto"}, {"ulysses", "gather"}]

@@ -95,30 +95,18 @@ def test_the_inverse_is_exact_where_powers_of_the_matrix_overflow():
     np.testing.assert_array_equal(jax.jit(unit_inverse)(below), np.eye(size) - np.eye(size, k=-1))
 
 
-def with_tokens(arguments, *, k=None, log_decay=None, write=None):
-    q, old_k, v, old_decay, old_write, starts, state = arguments
-    new = (new if new is not None else old for new, old in ((k, old_k), (log_decay, old_decay), (write, old_write)))
-    k, log_decay, write = (
-        jnp.broadcast_to(x, old.shape) for x, old in zip(new, (old_k, old_decay, old_write), strict=True)
-    )
-    return q, k.astype(q.dtype), v, log_decay, write, starts, state
-
-
-HARD = {
-    "equal keys, overwritten, no decay": lambda k, decay: {
-        "k": k[:, :1],
-        "write": jnp.ones(()),
-        "log_decay": 0 * decay,
-    },
-    "no token keeps the state": lambda k, decay: {"log_decay": 0 * decay - 100},
-    "slow decay after a strong one": lambda k, decay: {"log_decay": (0 * decay - 1e-3).at[:, ::50].set(-1e5)},
-}
+def hard_cases(q, k, v, log_decay, write, starts, state):
+    """Yields arguments by the name of a case."""
+    same = jnp.broadcast_to(k[:, :1], k.shape)
+    yield "equal keys, overwritten, no decay", (q, same, v, 0 * log_decay, jnp.ones_like(write), starts, state)
+    yield "no token keeps the state", (q, k, v, 0 * log_decay - 100, write, starts, state)
+    slow = (0 * log_decay - 1e-3).at[:, ::50].set(-1e5)
+    yield "slow decay after a strong one", (q, k, v, slow, write, starts, state)
 
 
 def test_float32_is_as_exact_in_hard_cases():
     arguments, grads = draw(130, widths=(8, 8), dtype="float32")
-    for case, change in HARD.items():
-        hard = with_tokens(arguments, **change(arguments[1], arguments[3]))
+    for case, hard in hard_cases(*arguments):
         result = found(hard, grads)
         with jax.enable_x64(True):
             wide = jax.tree.map(lambda x: x if x.dtype == bool else np.asarray(x, "float64"), (hard, grads))

@@ -10,7 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import assert_close, by_name, random_weights, relative_error, sizes_of, state_on_mesh, sweep, without_mesh
+from support import (
+    assert_close,
+    by_name,
+    decoder,
+    random_weights,
+    relative_error,
+    sizes_of,
+    state_on_mesh,
+    sweep,
+    without_mesh,
+)
+from tables import read_table
+from variants import variant, variants
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables, replace_arrays
@@ -22,19 +34,9 @@ from jaxtp.mesh import mesh_of
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import costs_of_step, memory_per_device
 
-CONFIG = jaxtp.ModelConfig(
-    vocab_size=32, d_model=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=40, remat="full"
-)
-EXPERTS = {"num_experts": 4, "experts_per_token": 2, "shared_experts": 10, "d_ff": 18}
-MODELS = {
-    "llama": CONFIG,
-    "experts": dataclasses.replace(CONFIG, **EXPERTS),
-    "experts inside": dataclasses.replace(CONFIG, **EXPERTS | {"num_experts": 6}),
-    "latent": dataclasses.replace(CONFIG, num_kv_heads=4, kv_rank=8, rope_head_dim=2, value_head_dim=6, query_rank=12),
-    "delta": dataclasses.replace(
-        CONFIG, delta_value_heads=4, delta_key_heads=2, delta_key_dim=6, delta_value_dim=8, norm="rms_plus_one"
-    ),
-}
+TABLE = read_table(__file__)
+CONFIG = variant(jaxtp.ModelConfig(), TABLE["base"])
+MODELS = variants(CONFIG, TABLE["models"])
 LORA = LoraConfig(rank=2, base="float8")
 IDS = jax.random.randint(jax.random.key(1), (4, 8), 0, CONFIG.vocab_size)
 
@@ -43,13 +45,9 @@ IDS = jax.random.randint(jax.random.key(1), (4, 8), 0, CONFIG.vocab_size)
 def weights(name):
     """Graph and state of a model with a full base, then with one in 8 bits; and the settings of the second."""
     full, config = (dataclasses.replace(MODELS[name], lora=lora) for lora in (LoraConfig(rank=2), LORA))
-    graph, state = without_mesh(build(full), random_weights(build(full), scale=0.05))
-    in_8_bits, abstract = nnx.split(nnx.eval_shape(build(config)))
+    graph, state = without_mesh(decoder(full), random_weights(decoder(full), scale=0.05))
+    in_8_bits, abstract = nnx.split(nnx.eval_shape(decoder(config)))
     return (graph, state), (in_8_bits, freeze_as(state, abstract)), config
-
-
-def build(config):
-    return lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
 
 
 def arrays_of(state):
@@ -98,11 +96,10 @@ def test_the_error_of_each_number_is_bounded(dtype):
     np.testing.assert_allclose(np.abs(found).max(1)[:, 1:], largest[:, 1:], rtol=1e-6)
 
 
-MESHES = [(1, 1, 1, 2), (1, 1, 1, 4), (1, 2, 1, 2), (1, 2, 2, 1), (2, 2, 1, 2), (1, 4, 1, 1)]
-CASES = [(name, MESHES[(2 * place + i) % 6]) for place, name in enumerate(MODELS, 1) for i in range(2)]
+CASES = [(name, tuple(mesh)) for name, mesh in TABLE["cases"]]
 
 
-@pytest.mark.parametrize("case", sweep(CASES, ("llama", (1, 2, 1, 2))), ids=str)
+@pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
 def test_every_mesh_gives_the_numbers_of_one_device_and_these_are_of_rounded_kernels(case):
     name, mesh = case
     (grads, logits), rounded, exact = on_one_device(name)
@@ -110,7 +107,7 @@ def test_every_mesh_gives_the_numbers_of_one_device_and_these_are_of_rounded_ker
     assert 1e-3 < relative_error(logits, exact) < 0.25
     _, (_, stored), config = weights(name)
     mesh = mesh_of(sizes_of(mesh))
-    graph, state = state_on_mesh(build(config), arrays_of(stored), mesh)
+    graph, state = state_on_mesh(decoder(config), arrays_of(stored), mesh)
     with jax.set_mesh(mesh):
         found = numbers(graph, state)
     assert_close({"logits": found[1], **by_name(found[0], mesh)}, {"logits": logits, **arrays_of(grads)})
@@ -138,23 +135,19 @@ def test_a_step_gathers_8_bits_and_never_has_all_kernels_in_more(name):
 
 def test_a_base_in_8_bits_is_refused_without_adapters_and_they_are_not_merged_into_it():
     with pytest.raises(ConfigError, match=r"model.lora.base=float8 is for adapters"):
-        nnx.eval_shape(build(dataclasses.replace(CONFIG, lora=LoraConfig(base="float8"))))
+        nnx.eval_shape(decoder(dataclasses.replace(CONFIG, lora=LoraConfig(base="float8"))))
     with pytest.raises(ConfigError, match="merged into the original kernels"):
-        nnx.eval_shape(lambda: jaxtp.merge_adapters(jaxtp.add_adapters(build(CONFIG)(), LORA)))
+        nnx.eval_shape(lambda: jaxtp.merge_adapters(jaxtp.add_adapters(decoder(CONFIG)(), LORA)))
 
 
 def test_70b_in_8_bits_take_half_the_memory_and_traffic_of_bfloat16():
     """Llama 3 70B over fsdp 8: 9.7 GB of parameters on each device, 18.2 in bfloat16."""
-    low = jaxtp.Precision(param="bfloat16", compute="bfloat16")
-    heads = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 128}
-    llama = jaxtp.ModelConfig(vocab_size=128256, d_model=8192, num_layers=80, d_ff=28672, precision=low, **heads)
     sizes = sizes_of((1, 8, 1))
-    runs = [
-        TrainConfig(model=dataclasses.replace(llama, lora=LoraConfig(rank=16, base=base)))
-        for base in ("full", "float8")
-    ]
-    full, in_8_bits = (memory_per_device(run, sizes).parameters / 1e9 for run in runs)
-    assert (round(full, 1), round(in_8_bits, 1)) == (18.2, 9.7)
-    costs = (costs_of_step(run, sizes) for run in runs)
-    sent = [sum(c.bytes_sent * times for c, times in each.traffic.items() if c.axes == ("fsdp",)) for each in costs]
+    gigabytes, sent = [], []
+    for base in ("full", "float8"):
+        run = TrainConfig(model=variant(CONFIG, TABLE["70b"] | {"lora": {"rank": 16, "base": base}}))
+        gigabytes.append(round(memory_per_device(run, sizes).parameters / 1e9, 1))
+        traffic = costs_of_step(run, sizes).traffic
+        sent.append(sum(c.bytes_sent * times for c, times in traffic.items() if c.axes == ("fsdp",)))
+    assert gigabytes == [18.2, 9.7]
     assert sent[1] < 0.52 * sent[0]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 from support import TOLERANCE, assert_close
+from tables import raised_by, read_table, unexpected
 
 import jaxtp
 from jaxtp.collectives import device_view
@@ -138,24 +139,14 @@ def test_kernels_on_a_mesh_in_a_scan_with_remat_give_what_xla_does():
         assert_close(*program(x, w, dy), TOLERANCE)
 
 
-PICKED = [
-    ("auto", "cuda", "pallas", "its own expert alone"),
-    ("auto", "cpu", "xla", "on cuda, not on cpu"),
-    ("auto", "tpu", "xla", "on cuda, not on tpu"),
-    ("auto", None, "pallas", "its own expert alone"),
-    ("xla", "cuda", "xla", "as configured"),
-    ("pallas", "cpu", "pallas", "as configured"),
-]
+TABLE = read_table(__file__)
 
 
 def test_auto_takes_the_kernels_where_they_run_and_they_are_refused_elsewhere():
-    for asked, platform, method, words in PICKED:
-        found, why = pick_method(asked, platform)
-        assert (found, words in why) == (method, True), (asked, platform, why)
+    assert unexpected(TABLE["picked"], lambda row: " ".join(pick_method(row["asked"], row["platform"]))) == []
     (problem,) = unsupported("pallas", "rocm")
     assert not [word for word in ("model.grouped=pallas", "cuda, not on rocm", "auto (xla)") if word not in problem]
-    for asked, platform in (("pallas", "cuda"), ("pallas", None), ("xla", "cuda"), ("auto", "cpu")):
-        assert not list(unsupported(asked, platform))
+    assert not [row for row in TABLE["allowed"] if [*unsupported(*row)]]
 
 
 def test_xla_multiplies_each_row_with_every_group_but_on_tpus():
@@ -168,17 +159,9 @@ def test_xla_multiplies_each_row_with_every_group_but_on_tpus():
     assert cost["flops"] > 8 * 2 * 256 * 32 * 16
 
 
-REFUSED = [
-    # Shapes of rows and kernels, dtypes of both and of sizes
-    ((3, 4), (2, 5, 6), "float32", "int32", r"\(3, 4\) and sizes \(2,\).*\(2, 5, 6\)"),
-    ((3, 4), (4, 6), "float32", "int32", r"\(4, 6\) and sizes \(2,\) are not \[M, K\], \[E, K, N\] and \[E\]"),
-    ((3, 4), (2, 4, 6), "float32", "float32", "float32, float32, float32.*integers"),
-    ((3, 4), (2, 4, 6), "int32", "int32", "int32 and int32.*bfloat16, float16, float32"),
-]
-
-
 def test_shapes_and_dtypes_that_do_not_fit_are_refused():
-    for x, w, dtype, of_sizes, message in REFUSED:
-        arrays = [jax.ShapeDtypeStruct(*each) for each in ((x, dtype), (w, dtype), ((2,), of_sizes))]
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(partial(grouped_matmul, method="pallas"), *arrays)
+    def error_of(row):
+        arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in row["arrays"]]
+        return raised_by(jax.eval_shape, partial(grouped_matmul, method="pallas"), *arrays, kind=ValueError)
+
+    assert unexpected(TABLE["refused"], error_of) == []

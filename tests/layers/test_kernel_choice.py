@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from tables import raised_by, read_table, unexpected
 
 import jaxtp
 from jaxtp.analysis.hardware import TABLE
@@ -14,57 +15,27 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.layers.kernels import select
 from jaxtp.layers.kernels.fused_attention import DTYPES, MOST_HEAD_DIM, block_sizes, fused_attention
 from jaxtp.layers.kernels.select import KERNELS, Use, architecture_of, candidates, pick_kernel, unsupported
-from jaxtp.mesh import mesh_shape
 
 HOPPER = Use(platform="cuda 9.0", dtype="bfloat16", head_dim=128, length=4096, packed=False)
-AUTO = [
-    ({}, "cudnn"),
-    ({"packed": True}, "fused"),
-    ({"dtype": "float32"}, "fused"),
-    ({"softcap": 50.0}, "fused"),
-    ({"part": True}, "fused"),
-    ({"window": 128}, "cudnn"),
-    ({"head_dim": 256}, "cudnn"),
-    ({"head_dim": 250}, "fused"),
-    ({"head_dim": 512}, "blockwise"),
-    ({"sinks": True}, "fused"),
-    ({"head_dim": 192, "value_head_dim": 128}, "cudnn"),
-    ({"head_dim": 192, "value_head_dim": 128, "platform": "cuda 8.0"}, "fused"),
-    ({"value_head_dim": 512}, "blockwise"),
-    *(({"platform": f"cuda {capability}"}, "fused") for capability in ("8.0", "8.9", "10.0", "12.0")),
-    ({"platform": "cuda"}, "fused"),
-    ({"platform": "rocm"}, "blockwise"),
-    ({"platform": "cpu"}, "blockwise"),
-    ({"platform": "cpu", "length": 256}, "xla"),
-]
+CHOICES = read_table(__file__)
 
 
 def test_auto_takes_the_fastest_kernel_that_supports_the_use():
-    picked = [(changes, *pick_kernel("auto", replace(HOPPER, **changes))) for changes, _ in AUTO]
-    assert [(changes, kernel.name) for changes, kernel, _ in picked] == AUTO
-    assert all(why for *_, why in picked)
-
-
-REFUSED = [
-    ({"packed": True}, "data.packing=documents", "(fused or"),
-    ({"softcap": 50.0}, "model.attention_softcap", "(fused or"),
-    ({"dtype": "float32"}, "model.precision.compute is float32", "(fused or"),
-    ({"head_dim": 132}, "head_dim of at most 256, a multiple of 8, not 132", "(fused or"),
-    ({"head_dim": 256, "platform": "cuda 8.0"}, "at most 128, a multiple of 8, not 256", "(fused or"),
-    ({"head_dim": 256, "platform": "cuda 12.0"}, "at most 128, a multiple of 8, not 256", "(fused or"),
-    ({"head_dim": 64, "value_head_dim": 264}, "not 264", "(blockwise or xla)"),
-    ({"sinks": True}, "model.attention_sinks", "(fused or blockwise or xla)"),
-    ({"platform": "rocm"}, "on cuda, not on rocm", "(blockwise or xla)"),
-    ({"part": True}, "mesh.context=ulysses, but not with gather", "(fused or"),
-]
+    for taken, uses in CHOICES["auto"].items():
+        for changes in uses:
+            kernel, why = pick_kernel("auto", replace(HOPPER, **changes))
+            assert kernel.name == taken, changes
+            assert why
 
 
 def test_a_kernel_that_does_not_support_a_use_is_refused_with_those_that_do():
-    for changes, *words in REFUSED:
-        use = replace(HOPPER, **changes)
-        (problem,) = unsupported("cudnn", use)
-        assert not [word for word in ("model.attention=cudnn", "auto", *words) if word not in problem], problem
+    def error_of(row):
+        use = replace(HOPPER, **row["use"])
         assert not list(unsupported("auto", use))
+        (problem,) = unsupported("cudnn", use)
+        return problem
+
+    assert unexpected(CHOICES["cudnn refuses"], error_of) == []
 
 
 def test_a_layer_refuses_a_kernel_that_does_not_run_here():
@@ -72,9 +43,6 @@ def test_a_layer_refuses_a_kernel_that_does_not_run_here():
     layer = nnx.eval_shape(lambda: jaxtp.CausalSelfAttention(8, config, rngs=nnx.Rngs(0)))
     with pytest.raises(ConfigError, match=r"model\.attention=cudnn.*cuda, not on cpu"):
         nnx.eval_shape(lambda layer: layer(jnp.zeros((1, 4, 8))), layer)
-    (problem,) = jaxtp.AttentionConfig(attention="cudnn", attention_sinks=True).problems(mesh_shape())
-    assert "model.attention=cudnn: it has no model.attention_sinks" in problem.text
-    assert "fused on cuda or" in problem.text
 
 
 @pytest.mark.parametrize(
@@ -121,15 +89,10 @@ def test_every_head_has_blocks_that_triton_takes():
             assert all(size >= 16 and size & (size - 1) == 0 for size in sizes)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "dtype", "message"),
-    [
-        (3, 2, 16, "float32", "3 query heads are not divisible by 2 kv heads"),
-        (2, 1, 264, "float32", "head_dim 264 is above 256"),
-        (2, 1, 16, "int32", "int32, int32, int32.*bfloat16, float16, float32"),
-    ],
-)
-def test_heads_and_dtypes_that_the_fused_kernels_do_not_take_are_refused(heads, kv_heads, width, dtype, message):
-    q, kv = (jax.ShapeDtypeStruct((1, 4, number, width), dtype) for number in (heads, kv_heads))
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(lambda q, k, v: fused_attention(q, k, v, scale=1.0), q, kv, kv)
+def test_heads_and_dtypes_that_the_fused_kernels_do_not_take_are_refused():
+    def error_of(row):
+        q, kv = (jax.ShapeDtypeStruct((1, 4, heads, row["width"]), row["dtype"]) for heads in row["heads"])
+        attend = lambda q, k, v: fused_attention(q, k, v, scale=1.0)
+        return raised_by(jax.eval_shape, attend, q, kv, kv, kind=ValueError)
+
+    assert unexpected(CHOICES["fused refuses"], error_of) == []

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from layer_programs import LayerProgram
-from support import assert_close, random_weights, relative_error, sweep, sweep_of
+from support import assert_close, random_weights, sweep, sweep_of
 
 import jaxtp
 from jaxtp.collectives import axis_index, device_view
@@ -62,35 +62,24 @@ STRUCTURES = {
 }
 
 
-def plain(q, k, v, grad, sinks, seen, structure):
-    """Returns the result of attention and the gradients of its product with `grad`, in NumPy.
-
-    A sink is a column of scores more, the values of which are 0.
-    """
+def by_the_book(q, k, v, sinks, seen, structure):
+    """Attention; a sink is a score more, the value of which is 0."""
     group = q.shape[2] // k.shape[2]
-    k, v = (np.repeat(x, group, axis=2) for x in (k, v))
-    scores = SCALE * np.einsum("btnh,bsnh->bnts", q, k)
-    slope = 1.0
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    scores = SCALE * jnp.einsum("btnh,bsnh->bnts", q, k)
     if structure.softcap is not None:
-        squashed = np.tanh(scores / structure.softcap)
-        scores = structure.softcap * squashed
-        slope = 1 - squashed**2
-    column = np.full(q.shape[2], -np.inf) if sinks is None else sinks
-    column = np.broadcast_to(column[:, None, None], (*scores.shape[:3], 1))
-    table = np.concatenate([np.where(seen[:, None], scores, -np.inf), column], axis=3)
-    weights = np.exp(table - np.max(table, axis=3, keepdims=True, initial=-1e9))
-    weights /= np.maximum(weights.sum(3, keepdims=True), 1e-300)
-    d_weights = np.pad(np.einsum("btnh,bsnh->bnts", grad, v), ((0, 0), (0, 0), (0, 0), (0, 1)))
-    d_table = weights * (d_weights - (weights * d_weights).sum(3, keepdims=True))
-    d_scores = SCALE * slope * d_table[..., :-1]
-    of_group = lambda x: x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)
-    return {
-        "output": np.einsum("bnts,bsnh->btnh", weights[..., :-1], v),
-        "queries": np.einsum("bnts,bsnh->btnh", d_scores, k),
-        "keys": of_group(np.einsum("bnts,btnh->bsnh", d_scores, q)),
-        "values": of_group(np.einsum("bnts,btnh->bsnh", weights[..., :-1], grad)),
-        "sinks": d_table[..., -1].sum((0, 2)),
-    }
+        scores = structure.softcap * jnp.tanh(scores / structure.softcap)
+    sinks = jnp.full(q.shape[2], -1e9) if sinks is None else sinks
+    scores = jnp.where(seen[:, None], scores, -1e9)
+    column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=3))[..., :-1]
+    return jnp.einsum("bnts,bsnh->btnh", jnp.where(seen[:, None], weights, 0), v)
+
+
+@partial(jax.jit, static_argnames="structure")
+def plain(q, k, v, grad, sinks, seen, structure):
+    """Returns the result of attention and the gradients of its product with `grad`, in float64."""
+    return with_gradients(lambda *arrays: by_the_book(*arrays, seen, structure), q, k, v, grad, sinks)
 
 
 def which_see(queries, keys, window, segments):
@@ -145,7 +134,8 @@ def check(name, structure, segments, part=None):
     with jax.enable_x64(name != "fused"):
         found = program(name, structure)(*arrays, segments, part)
     seen = which_see(queries, keys, structure.window, segments if structure.packed else 0 * segments)
-    expected = plain(*arrays, seen, structure)
+    with jax.enable_x64(True):
+        expected = plain(*arrays, seen, structure)
     for what, array in found.items():
         np.testing.assert_allclose(array, expected[what], atol=ERRORS[name], err_msg=what)
     for what, empty in (("output", ~seen.any(2)), ("queries", ~seen.any(2)), ("keys", ~seen.any(1))):
@@ -226,7 +216,9 @@ def test_a_device_may_learn_its_part_only_when_it_runs(name):
         run = jax.jit(lambda *arrays: with_gradients(lambda *given: view(*given), *arrays))
         found = run(q[:, order], k, v, grad[:, order], sinks, segments)
     at = np.arange(24)
-    expected = plain(q, k, v, grad, sinks, which_see(at, at, None, segments), structure)
+    with jax.enable_x64(True):
+        right = plain(q, k, v, grad, sinks, which_see(at, at, None, segments), structure)
+    expected = {what: np.array(array) for what, array in right.items()}
     for what in ("output", "queries"):
         expected[what] = expected[what][:, order]
     assert_close(found, expected)
@@ -296,19 +288,18 @@ def test_second_derivatives_of_blockwise_are_those_of_xla():
 
 
 @pytest.mark.parametrize("dtype", sweep(["bfloat16", "float16"], "bfloat16"))
-def test_sixteen_bits_are_as_exact_as_xla(dtype):
+def test_sixteen_bits_are_as_exact_as_a_result_that_is_rounded_once(dtype):
+    """The gradient takes the softmax's mean from the output, which is in 16 bits, and is not rounded any more."""
     structure = Structure((4, 2), packed=False)
-    arrays = [None if x is None else jnp.asarray(x, dtype) for x in draw(structure, 40, 40)]
+    *arrays, _ = (x if x is None else jnp.asarray(x, dtype) for x in draw(structure, 40, 40))
+    found = jax.jit(lambda *given: {name: program(name, structure)(*given, None, None) for name in ERRORS})(*arrays)
+    exact = [np.asarray(x, np.float64) for x in arrays]
     at = np.arange(40)
-    exact = [None if x is None else np.asarray(x, np.float64) for x in arrays]
-    expected = plain(*exact, which_see(at, at, None, np.zeros((ROWS, 40))), structure)
-    found = jax.jit(lambda *given: {name: program(name, structure)(*given, None) for name in ERRORS})(*arrays)
-    for name in ("blockwise", "fused"):
-        for what, array in found[name].items():
-            assert array.dtype == dtype
-            usual = relative_error(found["xla"][what], expected[what])
-            # The softmax's mean is of a result in 16 bits.
-            assert relative_error(array, expected[what]) < 2.5 * usual, (name, what)
+    with jax.enable_x64(True):
+        expected = plain(*exact, None, which_see(at, at, None, np.zeros((ROWS, 40))), structure)
+    for results in found.values():
+        assert {array.dtype.name for array in results.values()} == {dtype}
+        assert_close(results, {what: expected[what] for what in results}, float(jnp.finfo(dtype).eps) / 2)
 
 
 def test_blockwise_holds_blocks_of_scores_and_no_more():
@@ -325,18 +316,19 @@ def test_blockwise_holds_blocks_of_scores_and_no_more():
     assert long < 4096**2 * 4 / 8
 
 
-def zigzag(tokens, devices, *, contiguous=False):
+def zigzag(size, devices):
     """Returns the chunks of each device."""
-    size = tokens // (2 * devices)
     chunks = [range(i * size, (i + 1) * size) for i in range(2 * devices)]
-    if contiguous:
-        return [[range(i * 2 * size, (i + 1) * 2 * size)] for i in range(devices)]
     return [[chunks[i], chunks[-1 - i]] for i in range(devices)]
 
 
+def in_order(size, devices):
+    return [[range(i * size, (i + 1) * size)] for i in range(devices)]
+
+
 SPLITS = st.builds(
-    lambda size, devices, contiguous: zigzag(2 * size * devices, devices, contiguous=contiguous),
-    *(st.integers(1, 300), st.integers(1, 4), st.booleans()),
+    lambda split, size, devices: split(size, devices),
+    *(st.sampled_from([zigzag, in_order]), st.integers(1, 300), st.integers(1, 4)),
 )
 
 
@@ -345,7 +337,7 @@ def test_visited_blocks_and_scores_of_a_device_are_counted_from_its_chunks(devic
     for chunks in devices:
         queries = np.concatenate(chunks)
         block = block_size(len(queries))
-        lowest = np.zeros_like(queries) if window is None else np.maximum(queries - window + 1, 0)
+        lowest = np.maximum(queries - (window or np.inf) + 1, 0)
         starts = range(0, len(queries), block)
         pairs = sum(queries[i : i + block][-1] // block - lowest[i] // block + 1 for i in starts)
         assert num_visited(chunks, window) == pairs
@@ -354,7 +346,7 @@ def test_visited_blocks_and_scores_of_a_device_are_counted_from_its_chunks(devic
 
 
 def test_zigzag_chunks_make_the_work_of_all_devices_alike():
-    devices = zigzag(2**20, 8)
+    devices = zigzag(2**16, 8)
     for name in KERNELS.keys() - {"xla"}:
         blocks = [KERNELS[name].blocks(chunks, None) for chunks in devices]
         products = {number * queries * keys for number, queries, keys in blocks}

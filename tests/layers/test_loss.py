@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import relative_error, sweep
+from tables import read_table
 
 import jaxtp
 from jaxtp.layers.loss import vocab_parallel_statistics, vocab_parallel_top_k
@@ -75,12 +76,7 @@ def test_second_derivatives():
     assert max(map(relative_error, found, expected)) < 1e-5
 
 
-CASES = [
-    # A mesh, a softcap, whether there are scale, bias and temperature and tokens are split over tp, labels of a token
-    *(((1, 1, 1, 1), None, True, 3), ((1, 1, 1, 2), None, None, 1), ((1, 1, 1, 2), 3.0, True, 3)),
-    *(((1, 1, 1, 8), None, None, 3), ((1, 1, 1, 8), 3.0, True, 1), ((1, 2, 1, 4), None, True, 3)),
-    *(((1, 2, 1, 4), 3.0, None, 1), ((2, 1, 2, 2), 3.0, None, 3), ((2, 1, 2, 2), None, True, 1)),
-]
+CASES = read_table(__file__)
 TEMPERATURE, TOP = 0.7, 7
 
 
@@ -89,11 +85,12 @@ def log_probs_of(found, labels):
     return jnp.where(labels == -100, 0, found.label_logit - normaliser)
 
 
-@pytest.mark.parametrize("case", sweep(CASES, CASES[2], CASES[8]), ids=str)
+@pytest.mark.parametrize("case", sweep(CASES, "soft caps and scale", "one label over all axes"))
 def test_log_probabilities_entropy_and_top_ids_of_each_token(case):
     """Against float64 on whole logits; 37 ids are not divided by tp, and no chunk divides the tokens of a device."""
-    mesh, softcap, split, count = case
-    size, (x, table, labels), dims = 37, given(4, 8), () if count == 1 else (count,)
+    (dp, fsdp, cp, tp), softcap, split, *dims = CASES[case]
+    size = 37
+    x, table, _ = given(4, 8)
     arrays = (x, table[:size], 3 * table[:size, 0]) if split else (x, table[:size])
     scale, temperature = (0.5, TEMPERATURE) if split else (1.0, 1.0)
     labels = jax.random.randint(jax.random.key(3), (4, 8, *dims), 0, 3 if dims else size)  # repeats in K labels
@@ -121,7 +118,7 @@ def test_log_probabilities_entropy_and_top_ids_of_each_token(case):
         return objective(log_probs, entropy), (log_probs, entropy, *jax.lax.top_k(log_softmax, TOP))
 
     def ours(x, *params):
-        padded = PaddedDim((size,)).padded(mesh[3]) - size
+        padded = PaddedDim((size,)).padded(tp) - size
         params = [jnp.pad(each, ((0, padded), (0, 0))[: each.ndim]) for each in params]
         projection = params[0], head, *(params[1:] or [None])
         found = vocab_parallel_statistics(x, projection, labels, entropy=True)
@@ -131,7 +128,7 @@ def test_log_probabilities_entropy_and_top_ids_of_each_token(case):
     both = [jax.value_and_grad(each, range(len(arrays)), has_aux=True) for each in (dense, ours)]
     with jax.enable_x64(True):
         (_, expected), expected_grads = jax.jit(both[0])(*(jnp.float64(each) for each in arrays))
-    with jax.set_mesh(jaxtp.make_mesh(*mesh[:2], mesh[3], cp=mesh[2])):
+    with jax.set_mesh(jaxtp.make_mesh(dp, fsdp, tp, cp=cp)):
         (_, found), grads = jax.jit(both[1])(*arrays)
     assert max(map(relative_error, [*found, *grads], [*expected, *expected_grads])) < 1e-5
     assert not np.asarray(found[0])[labels == -100].any()

@@ -12,9 +12,10 @@ import pytest
 import reference
 from flax import nnx
 from support import MESHES, assert_close, by_name, random_weights, state_on_mesh, sweep, without_mesh
+from tables import read_table
+from variants import variant
 
 import jaxtp
-from jaxtp.layers.rope import RopeScaling
 
 B, T, D, F, V = 8, 8, 24, 40, 19
 HEADS = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 12}
@@ -82,15 +83,7 @@ LINEAR = {
         lambda w, x: reference.xielu(x @ w["up.kernels.0"], w["alpha_p"], w["alpha_n"]) @ w["down.kernel"],
     ),
 }
-NORMS = {
-    "rms": lambda w, x: reference.rms_norm(x, w["scale"], 1e-3),
-    "rms_plus_one": lambda w, x: reference.rms_norm(x, 1 + w["scale"], 1e-3),
-    "rms_plain": lambda w, x: reference.rms_norm(x, 1, 1e-3),
-    "layer": lambda w, x: reference.layer_norm(x, w["scale"], 1e-3, w["bias"]),
-    "layer_plus_one": lambda w, x: reference.layer_norm(x, 1 + w["scale"], 1e-3, w["bias"]),
-    "layer_no_bias": lambda w, x: reference.layer_norm(x, w["scale"], 1e-3),
-    "layer_plain": lambda w, x: reference.layer_norm(x, 1, 1e-3),
-}
+NORMS = ("rms", "rms_plus_one", "rms_plain", "layer", "layer_plus_one", "layer_no_bias", "layer_plain")
 EMBEDDINGS = {
     # An embedding has no float input; the factor is one.
     "embedding": Case(
@@ -121,49 +114,37 @@ LOSSES = {
 }
 
 
+def norm_by_the_book(kind, w, x, prefix="", shape=(-1,)):
+    """A norm, with the weights that it has."""
+    by = reference.layer_norm if kind.startswith("layer") else reference.rms_norm
+    scale = w.get(f"{prefix}scale", jnp.ones(())) + kind.endswith("plus_one")
+    return by(x, scale.reshape(shape) if scale.ndim else 1, 1e-3) + w.get(f"{prefix}bias", 0)
+
+
 def norm_case(kind):
     config = jaxtp.NormConfig(norm=kind, norm_eps=1e-3)
-    return Case(lambda rngs: jaxtp.Norm(D, config, SPLIT), NORMS[kind])
+    return Case(lambda rngs: jaxtp.Norm(D, config, SPLIT), lambda w, x: norm_by_the_book(kind, w, x))
 
 
-GEMMA_ROPE = RopeScaling(kind="proportional", factor=2.0)
-ATTENTION = {
-    "llama with biases": ("rms", {"attention_bias": True, "attention_out_bias": True}),
-    "cohere": ("layer_no_bias", {"qk_norm": "heads", "rotary_fraction": 0.5}),
-    "gemma 4": (
-        "rms",
-        {"qk_norm": "head", "value_norm": True, "value_is_key": True}
-        | {"rotary_fraction": 0.5, "rope_scaling": GEMMA_ROPE},
-    ),
-    "muse glimmer": (
-        "rms_plus_one",
-        {"qk_norm": "head_plain", "attention_gate": True}
-        | {"query_temperature": 0.5, "rope_scaling": RopeScaling(original_length=2)},
-    ),
-    "hunyuan with olmo's clip and gpt-oss's sinks": (
-        "rms_plus_one",
-        {"qk_norm": "heads", "qk_norm_after_rope": True, "clip_qkv": 0.3, "attention_sinks": True},
-    ),
-    "phi": ("layer", {"rotary_fraction": 0.5, "qk_norm": "head_bias", "attention_bias": True}),
-}
-"""Norms and settings of families."""
+TABLE = read_table(__file__)
+ATTENTION = TABLE["attention"]
 
 
 def heads_of(config, norm, w, q, k, v):
     """Returns queries, keys and values as a family computes them from their projections."""
-    by, plus = (reference.layer_norm if norm.startswith("layer") else reference.rms_norm), norm.endswith("plus_one")
-    frequencies = reference.frequencies_of(12, 50.0)
+    rotated = 12
+    if config.rope_scaling.kind != "proportional":
+        rotated *= config.rotary_fraction
+    frequencies = reference.frequencies_of(int(rotated), 50.0)
     if config.rope_scaling.kind == "proportional":
         frequencies = jnp.where(jnp.arange(6) < 3, frequencies / config.rope_scaling.factor, 0)
-    elif config.rotary_fraction == 0.5:
-        frequencies = reference.frequencies_of(6, 50.0)
 
     def normalised(i, x):
-        if config.qk_norm in ("none", "head_plain"):
-            return x if config.qk_norm == "none" else reference.rms_norm(x, 1, 1e-3)
-        scale = plus + w[f"qk_norms.{i}.scale"]
-        scale = scale.reshape(x.shape[-2:]) if config.qk_norm == "heads" else scale
-        return by(x, scale, 1e-3) + w.get(f"qk_norms.{i}.bias", 0)
+        if config.qk_norm == "none":
+            return x
+        kind = "rms_plain" if config.qk_norm == "head_plain" else norm
+        shape = x.shape[-2:] if config.qk_norm == "heads" else (-1,)
+        return norm_by_the_book(kind, w, x, f"qk_norms.{i}.", shape)
 
     def clipped(x):
         return x if config.clip_qkv is None else jnp.clip(x, -config.clip_qkv, config.clip_qkv)
@@ -181,7 +162,7 @@ def heads_of(config, norm, w, q, k, v):
 
 
 def attention_case(norm, settings):
-    config = jaxtp.AttentionConfig(**HEADS, rope_theta=50.0, **settings)
+    config = variant(jaxtp.AttentionConfig(**HEADS, rope_theta=50.0), settings)
     norms = jaxtp.NormConfig(norm=norm, norm_eps=1e-3)
     names = {**reference.ATTENTION, "gate": "qkv.kernels.3"}
 
@@ -284,18 +265,7 @@ def test_layers_equal_plain_mathematics(case):
     assert_close(on_mesh(group, mesh), plain_mathematics(group)[2])
 
 
-WITHOUT_ROPE = {"rope_theta": None}
-KEY_BIASES = [
-    # Settings, and the places of a head where the bias has a gradient.
-    (WITHOUT_ROPE, []),
-    ({"rotary_fraction": 0.5}, [*range(6)]),
-    ({"rotary_fraction": 0.5, "rope_scaling": GEMMA_ROPE}, [0, 1, 2, 6, 7, 8]),
-    (WITHOUT_ROPE | {"qk_norm": "head_plain"}, [*range(12)]),
-    (WITHOUT_ROPE | {"attention_softcap": 5.0}, [*range(12)]),
-    (WITHOUT_ROPE | {"value_is_key": True}, [*range(12)]),
-    (WITHOUT_ROPE | {"clip_qkv": 0.1}, [*range(12)]),
-    (WITHOUT_ROPE | {"attention_sinks": True}, [*range(12)]),
-]
+KEY_BIASES = TABLE["key biases"]
 
 
 @pytest.mark.wide
@@ -304,16 +274,15 @@ def test_a_key_bias_has_a_gradient_where_it_matters():
     x = RANDOM.standard_normal((B, 5, D)).astype("f4")
 
     def layer(settings):
-        config = jaxtp.AttentionConfig(**HEADS | {"rope_theta": 2.0} | settings, attention_bias=True)
+        config = variant(jaxtp.AttentionConfig(**HEADS, rope_theta=2.0, attention_bias=True), settings)
         return jaxtp.CausalSelfAttention(D, config, rngs=nnx.Rngs(0))
 
-    make = lambda: [layer(settings) for settings, _ in KEY_BIASES]
+    make = lambda: [layer(row["settings"]) for row in KEY_BIASES.values()]
     mesh = jaxtp.make_mesh(1, 1, 4)
     graph, state = state_on_mesh(make, random_weights(make), mesh)
     loss = lambda state: sum(jnp.sum(layer(x) ** 2) for layer in nnx.merge(graph, state))
     with jax.set_mesh(mesh):
         grads = by_name(jax.jit(jax.grad(loss))(state), mesh)
-    for i, (settings, trained) in enumerate(KEY_BIASES):
-        keys = grads[f"{i}.qkv.biases.1"].reshape(-1, 12)
-        assert np.flatnonzero((keys != 0).all(0)).tolist() == trained, settings
-        assert (keys != 0).sum() == 2 * len(trained), settings
+    for i, (name, row) in enumerate(KEY_BIASES.items()):
+        keys = grads[f"{i}.qkv.biases.1"].reshape(-1, 12) != 0
+        assert keys.tolist() == [[place in row["trained"] for place in range(12)]] * 2, name

@@ -2,16 +2,16 @@
 
 import dataclasses
 import math
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tables import raised_by
 
 import jaxtp
-from jaxtp.config.schema import ConfigError, from_yaml, to_yaml
+from jaxtp.config.schema import from_yaml, to_yaml
 from jaxtp.layers.branch import ShrinkSpec
 from jaxtp.layers.rope import UNSCALED, RopeScaling, apply_rope, rope_frequencies, rope_problems
 from jaxtp.mesh import mesh_shape
@@ -58,23 +58,6 @@ def test_longrope_takes_the_list_by_the_positions_that_there_can_be(length, fact
     assert np.abs(found / size * np.exp(-1j * angles) - 1).max() < 1e-6
 
 
-REFUSED = [
-    ({"long_factor": (1.0,) * 3}, "long_factor has 3 numbers", "longrope needs 4", "model.head_dim=8"),
-    ({"short_factor": ()}, "short_factor has 0 numbers", "longrope needs 4"),
-    ({"original_length": 1}, "original_length=1"),
-    ({"short_factor": (1.0, 1e-9, 1.0, 1.0)}, "1e+09 radians", "1,024"),
-    ({"kind": "linear", "factor": 1e-300}, "1e+300"),
-    ({"kind": "yarn", "factor": 1e-7}, "1e+07"),
-]
-
-
-def test_scalings_that_cannot_be_are_one_problem_each():
-    for changes, *words in REFUSED:
-        model = jaxtp.ModelConfig(head_dim=8, rope_scaling=dataclasses.replace(LONGROPE, **changes))
-        (problem,) = violations(model, mesh_shape())
-        assert not [word for word in words if word not in problem], problem
-
-
 @given(
     theta=st.floats(0, exclude_min=True, allow_infinity=False),
     scaling=st.builds(
@@ -98,15 +81,11 @@ def test_any_numbers_are_a_problem_or_frequencies(theta, scaling):
 
 def test_a_fraction_is_a_narrower_head_and_the_rest_of_it_is_unchanged():
     x = np.random.default_rng(0).standard_normal((2, 5, 3, 16)).astype(np.float32)
+    rotate = jax.jit(apply_rope, static_argnums=(2, 3, 4, 5))
     for fraction, dims in ((0.25, 4), (0.4, 6), (0.75, 12), (1.0, 16)):
         for scaling in (UNSCALED, RopeScaling(kind="yarn", factor=4.0, original_length=8)):
-
-            @jax.jit
-            def rotate(x, dims=dims, scaling=scaling, fraction=fraction):
-                turn = lambda x, fraction: apply_rope(x, np.arange(5), 50.0, scaling, 5, fraction)
-                return turn(x, fraction), turn(x[..., :dims], 1.0)
-
-            found, narrow = rotate(x)
+            given = np.arange(5), 50.0, scaling, 5
+            found, narrow = rotate(x, *given, fraction), rotate(x[..., :dims], *given)
             assert np.array_equal(found[..., dims:], x[..., dims:])
             assert np.array_equal(found[..., :dims], narrow)
 
@@ -117,23 +96,6 @@ def test_proportional_frequencies_are_those_of_the_whole_head_then_zero():
         found = rope_frequencies(16, 1e6, scaling, 5, fraction)
         assert np.array_equal(found[:pairs], rope_frequencies(16, 1e6, UNSCALED, 5)[:pairs] / 8)
         assert np.array_equal(found[pairs:], np.zeros(8 - pairs))
-
-
-FRACTIONS = [
-    (16, {"rotary_fraction": 0.3}, None),
-    (80, {"rotary_fraction": 0.4}, None),
-    (8, {"rotary_fraction": 0.4}, "rotary_fraction=0.4 rotates 3 of 8 dims"),
-    (8, {"rotary_fraction": 0.1}, "rotates 0 of 8 dims"),
-    (8, {"rotary_fraction": 0.1, "rope_scaling": RopeScaling(kind="proportional")}, "rotates 0 of 8 dims"),
-    (8, {"rotary_fraction": 0.5, "rope_scaling": LONGROPE}, "longrope needs 2, half of model.head_dim=8"),
-]
-
-
-def test_a_fraction_of_pairs_is_refused():
-    for head_dim, changes, words in FRACTIONS:
-        problems = [*violations(jaxtp.ModelConfig(head_dim=head_dim, **changes), mesh_shape())]
-        assert bool(problems) == (words is not None), changes
-        assert all(words in problem for problem in problems), changes
 
 
 def test_a_small_model_rotates_pairs_too():
@@ -149,19 +111,17 @@ def test_a_small_model_rotates_pairs_too():
 
 
 def test_factors_of_longrope_are_lists_in_yaml_and_flags(tmp_path):
-    path: Path = tmp_path / "long.yaml"
-    scaled = dataclasses.replace(TrainConfig(), model=jaxtp.ModelConfig(head_dim=8, rope_scaling=LONGROPE))
+    path = tmp_path / "long.yaml"
+    scaled = TrainConfig(model=jaxtp.ModelConfig(head_dim=8, rope_scaling=LONGROPE))
     path.write_text(to_yaml(scaled))
     assert from_yaml(TrainConfig, path).model == scaled.model
-    flags = ["--config", str(path), "--model.rope-scaling.long-factor", "2", "3.5", "4", "5e1"]
-    config, _ = TRAIN.load(flags)
+    config, _ = TRAIN.load(["--config", str(path), "--model.rope-scaling.long-factor", "2", "3.5", "4", "5e1"])
     assert config.model.rope_scaling == dataclasses.replace(LONGROPE, long_factor=(2.0, 3.5, 4.0, 50.0))
-    assert len({config.model, scaled.model, dataclasses.replace(scaled.model)}) == 2, "settings can be hashed"
     for wrong in ("abc", "[1, 2, x]", "[1, .nan]", "[1, -2]", "[[1]]"):
         path.write_text(f"model: {{rope_scaling: {{kind: longrope, short_factor: {wrong}}}}}")
-        with pytest.raises(ConfigError, match=r"model\.rope_scaling\.short_factor") as caught:
-            from_yaml(TrainConfig, path)
-        assert len(str(caught.value).splitlines()) == 2
+        error = raised_by(from_yaml, TrainConfig, path)
+        assert "model.rope_scaling.short_factor" in error
+        assert len(error.splitlines()) == 2
 
 
 @pytest.mark.parametrize(("before", "length"), [(4096, 12), (8192, 6), (2048, 24), (2**20, 2)])
@@ -175,7 +135,5 @@ def test_a_small_model_keeps_the_list_of_factors_that_holds(before, length):
     assert (found["head_dim"], found["rope_scaling"].original_length) == (8, length)
     assert found["rope_scaling"].short_factor == factors[::12]
     assert found["rope_scaling"].long_factor == factors[::-12]
-    assert (length < 24) == (before > 2048)
     assert not list(rope_problems(8, 2.0, found["rope_scaling"]))
-    told = f"kind longrope, factor 8.0, original_length {length}, short_factor of 4, long_factor of 4"
-    assert (str(found["rope_scaling"]), str(UNSCALED)) == (told, "none")
+    assert "short_factor of 4" in str(found["rope_scaling"])

@@ -80,26 +80,10 @@ def is_bounded(place, config):
     return frozen_embedding or (config.qk_norm in ("head", "projection") and module == "attention/attend")
 
 
-# One block: its volume over tp for each policy of remat, in units of (tp-1)/tp x tokens x d_model,
-# as designed.
-ALL_REDUCE = {"none": 8, "save_dots": 8, "save_gathered": 8, "save_reduced": 8, "full": 10}
-SEQUENCE = {"none": 8, "save_dots": 10, "save_gathered": 8, "save_reduced": 10, "full": 11}
-RING = {"none": 10, "save_dots": 10, "save_gathered": 10, "save_reduced": 10, "full": 11}
-# Nothing reads the sum of parallel branches, so it is never reduced again.
-PARALLEL = {"none": 4, "save_dots": 5, "save_gathered": 4, "save_reduced": 5, "full": 5}
-DELTA = {"delta_value_heads": 8, "delta_key_heads": 4, "delta_key_dim": 8, "delta_value_dim": 10}
+VOLUMES = SETTINGS["blocks"]
 NO_SPLIT = {"sequence_parallel": False}
-VOLUMES = {
-    "all-reduces": (NO_SPLIT, ALL_REDUCE),
-    "sequence": ({}, SEQUENCE),
-    "rings": ({"overlap": "ring"}, RING),
-    "parallel": ({"norm_placement": "parallel"}, PARALLEL),
-    "parallel, all-reduces": ({"norm_placement": "parallel", **NO_SPLIT}, dict.fromkeys(POLICIES, 4)),
-    "gated delta": (DELTA, SEQUENCE),
-    "gated delta, all-reduces": ({**DELTA, **NO_SPLIT}, ALL_REDUCE),
-    "adapters": ({"lora": {"rank": 4}}, SEQUENCE),
-    "adapters, rings": ({"lora": {"rank": 4}, "overlap": "ring"}, RING),
-}
+ALL_REDUCE_FULL = VOLUMES["all-reduces"]["full"]
+DELTA = VOLUMES["gated delta"]["model"]
 KINDS = {"all-reduces": set(), "rings": {"permute"}, "sequence": {"all-gather", "reduce-scatter"}}
 B, T = 8, 16
 NUM_WEIGHTS = 9  # q, k, v, out, gate, up, down and two norm scales
@@ -141,10 +125,11 @@ def units_over_tp(collectives, mesh):
 
 @pytest.mark.parametrize("way", sweep([*VOLUMES], "sequence"))
 def test_volume_of_a_block_over_tp(way):
-    changes, expected = VOLUMES[way]
     mesh = [(2, 2, 2), (1, 1, 8)][[*VOLUMES].index(way) % 2]
-    found = {policy: block_collectives(mesh, policy, **changes) for policy in POLICIES}
-    assert {policy: units_over_tp(each, mesh) for policy, each in found.items()} == expected
+    found = {policy: block_collectives(mesh, policy, **VOLUMES[way]["model"]) for policy in POLICIES}
+    assert {policy: units_over_tp(each, mesh) for policy, each in found.items()} == {
+        policy: VOLUMES[way][policy] for policy in POLICIES
+    }
     for each in found.values():
         assert set(kinds(each, "tp")) - {"all-reduce"} <= KINDS.get(way, {"all-gather", "reduce-scatter", "permute"})
         assert all(len(c.shape) <= 2 for c in each if c.axes != ("tp",)), "over other axes no activation moves"
@@ -154,7 +139,7 @@ def test_weights_of_a_block_are_gathered_twice_and_gradients_reduced_once():
     found = block_collectives((2, 2, 2), "full", **NO_SPLIT)
     assert kinds(found, "fsdp") == {"all-gather": 2 * NUM_WEIGHTS, "reduce-scatter": NUM_WEIGHTS}
     assert kinds(found, "dp") == {"all-reduce": NUM_WEIGHTS}
-    assert kinds(found, "tp") == {"all-reduce": ALL_REDUCE["full"] / 2}
+    assert kinds(found, "tp") == {"all-reduce": ALL_REDUCE_FULL / 2}
     assert {c.axes for c in found} == {("tp",), ("fsdp",), ("dp",)}
     frozen = kinds(block_collectives((1, 2, 4), "none", lora={"rank": 4}), "fsdp")
     gathered = 2 * (NUM_WEIGHTS + NUM_ADAPTERS)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support import (
     TOLERANCE,
     continue_rows,
+    decoder,
     random_weights,
     relative_error,
     sizes_of,
@@ -20,6 +21,7 @@ from support import (
     sweep,
     without_mesh,
 )
+from tables import read_table
 from variants import variant, variants
 
 import jaxtp
@@ -34,26 +36,16 @@ from jaxtp.train.run_report import describe_context
 from jaxtp.train.validation import share_of
 
 T = 16
-LLAMA = jaxtp.ModelConfig(
-    vocab_size=29, d_model=16, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=4, d_ff=24, rope_theta=2.0
-)
+TABLE = read_table(__file__)
+LLAMA = variant(jaxtp.ModelConfig(), TABLE["base"])
 RUN = TrainConfig(model=LLAMA, data=DataConfig(sequence_length=T, global_batch_size=8))
-WINDOW = {"pattern": [{"sliding_window": 100}, {}]}
+PACKED = variants(LLAMA, TABLE["packed"])
+"""All examples of a model are one program."""
 
 
-@pytest.mark.parametrize(
-    ("model", "cp", "method", "zigzag"),
-    [
-        ({}, 4, "gather", True),
-        ({}, 4, "ulysses", False),
-        ({"sliding_window": 100}, 4, "gather", False),
-        (WINDOW, 2, "gather", True),
-        (WINDOW, 2, "auto", False),
-        ({}, 1, "gather", False),
-    ],
-    ids=str,
-)
-def test_the_device_with_the_most_work_has_its_share_of_all(model, cp, method, zigzag):
+@pytest.mark.parametrize("name", TABLE["shares"])
+def test_the_device_with_the_most_work_has_its_share_of_all(name):
+    cp, method, zigzag, model = TABLE["shares"][name]
     run = variant(RUN, {"model": model, "mesh": {"context": method}, "data": {"sequence_length": 4096}})
     share, whole = (share_of(run, mesh_shape(cp=size, tp=tp)) for size, tp in ((cp, 2), (1, 1)))
     assert run.model.zigzag(share) == zigzag
@@ -64,31 +56,6 @@ def test_the_device_with_the_most_work_has_its_share_of_all(model, cp, method, z
     assert most == pytest.approx(everything / (cp * 2), rel=0.02)
 
 
-# Layers see windows and all positions; or blocks are parallel, with learned positions. All examples
-# are one program.
-PACKED = variants(
-    LLAMA,
-    {
-        "gather": {
-            "num_kv_heads": 2,
-            "pattern": [{"sliding_window": 3}, {"value_is_key": True}],
-            "rope_scaling": {"original_length": 3},
-            "query_temperature": 0.5,
-            "attention_sinks": True,
-            "norm_placement": "both",
-            "remat": "none",
-        },
-        "ulysses": {
-            "num_kv_heads": 2,
-            "norm_placement": "parallel",
-            "embedding_norm": True,
-            "learned_positions": T,
-            "rope_theta": None,
-            "norm": "layer",
-            "mlp": "plain",
-        },
-    },
-)
 ROWS = 4
 MESH = (1, 2, 2, 2)
 
@@ -96,8 +63,7 @@ MESH = (1, 2, 2, 2)
 @cache
 def built(method):
     """Returns how to build the model for a method over cp, and its weights."""
-    build = lambda: jaxtp.Decoder(PACKED[method], rngs=nnx.Rngs(0))
-    return build, random_weights(build)
+    return decoder(PACKED[method]), random_weights(decoder(PACKED[method]))
 
 
 @cache
@@ -165,12 +131,12 @@ def test_the_order_of_tokens_is_a_permutation_that_natural_undoes(cp, zigzag):
 
 def traced(length=T, **given):
     """Calls a model on abstract ids."""
-    call = lambda ids: jaxtp.Decoder(LLAMA, rngs=nnx.Rngs(0))(ids, **given)
+    call = lambda ids: decoder(LLAMA)()(ids, **given)
     return jax.eval_shape(call, jax.ShapeDtypeStruct((2, length), np.int32))
 
 
 def test_a_mesh_that_the_heads_or_a_cache_do_not_allow_is_refused():
-    decode = lambda ids: continue_rows(DecodeModel(jaxtp.Decoder(LLAMA, rngs=nnx.Rngs(0)), ()), ids, (), ids[:, 0])
+    decode = lambda ids: continue_rows(DecodeModel(decoder(LLAMA)(), ()), ids, (), ids[:, 0])
     with jax.set_mesh(mesh_of(mesh_shape(cp=8, tp=2))):
         with pytest.raises(ConfigError, match=r"ulysses: mesh.cp=8 .* 4 query heads"):
             traced(context="ulysses")

@@ -1,7 +1,6 @@
 """Reading with a cache gives the logits of reading everything at once, at every position, on every
 mesh."""
 
-from contextlib import nullcontext
 from functools import partial
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import TOLERANCE, continue_rows, random_weights, relative_error, state_on_mesh, sweep, without_mesh
+from support import TOLERANCE, continue_rows, decoder, random_weights, relative_error, state_on_mesh, sweep
 from tables import read_table
 from variants import variant
 
@@ -20,31 +19,26 @@ from jaxtp.layers.cache import DROPPED, NewTokens
 from jaxtp.mesh import batch_parts, mesh_sizes
 
 B, T = 8, 16
-SHARED = jaxtp.ModelConfig(
-    vocab_size=19, d_model=16, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=4, d_ff=24, norm_eps=1e-3
-)
 MODELS = {name: row for name, row in read_table(__file__).items() if not name.startswith(".")}
+SHARED = variant(jaxtp.ModelConfig(), MODELS.pop("base"))
 FIRST = np.array([1, 2, 3, 4, 5, 6, 6, 1])  # tokens of each row that are read first
 SECOND = np.array([6, 1, 5, 1, 2, 4, 3, 6])  # and after these
 
 
 def built(config, mesh):
     """Returns `graph, state` of a model with random weights."""
-    build = lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
-    weights = random_weights(build)
-    return without_mesh(build, weights) if mesh is None else state_on_mesh(build, weights, mesh)
+    return state_on_mesh(decoder(config), random_weights(decoder(config)), mesh)
 
 
-@pytest.mark.parametrize("name", sweep(MODELS, "pieces"))
+@pytest.mark.parametrize("name", sweep(MODELS, "plain norms"))
 def test_reading_in_parts_equals_reading_at_once(name):
     """Packed, also behind tokens that a row has already, and then a token of each row at a time."""
-    sizes = MODELS[name]["mesh"]
-    mesh = sizes and jaxtp.make_mesh(*sizes)
+    mesh = jaxtp.make_mesh(*MODELS[name]["mesh"])
     graph, state = built(variant(SHARED, MODELS[name]["model"]), mesh)
     ids = np.random.default_rng(0).integers(0, SHARED.vocab_size, (B, T), np.int32)
-    with jax.set_mesh(mesh) if mesh else nullcontext():
+    with jax.set_mesh(mesh):
         expected = np.asarray(jax.jit(lambda state: nnx.merge(graph, state)(ids))(state), np.float64)
-    whole = mesh and decode_mesh(mesh)
+    whole = decode_mesh(mesh)
     reader, weights = nnx.split(to_decode_model(nnx.merge(graph, state), whole))
     parts = batch_parts(mesh_sizes(whole))
     found, lengths = np.full(expected.shape, np.nan), np.zeros(B, np.int32)
@@ -56,26 +50,29 @@ def test_reading_in_parts_equals_reading_at_once(name):
         return model.logits_of_hidden(x), caches
 
     def packed(caches, counts, *, continued):
-        """Reads so many of the next tokens of each row, those of a part in one sequence; padding
-        may be any ids."""
+        """Reads so many of the next tokens of each row, those of a part in one sequence; padding may be any ids."""
         size = B // parts
-        length = 48
-        given, positions = np.full((parts, length), 3, np.int32), np.full((parts, length), T, np.int32)
-        rows, places = np.full((parts, length), -1, np.int32), []
-        for part in range(parts):
-            at = 0
-            for row in range(part * size, (part + 1) * size):
-                for position in range(lengths[row], lengths[row] + counts[row]):
-                    given[part, at], positions[part, at] = ids[row, position], position
-                    rows[part, at], at = row % size, at + 1
-                    places.append((part, at - 1, row, position))
+        given = np.full((parts, 48), 3, np.int32)
+        positions = np.full_like(given, T)
+        rows = np.full_like(given, -1)
+        ends = np.zeros(parts, int)
+        places = []
+        for row in range(B):
+            part = row // size
+            place = np.s_[part, ends[part] : ends[part] + counts[row]]
+            read_now = np.s_[lengths[row] : lengths[row] + counts[row]]
+            positions[place] = np.arange(T)[read_now]
+            given[place] = ids[row][read_now]
+            rows[place] = row % size
+            ends[part] += counts[row]
+            places.append((row, read_now, place))
         logits, caches = read(weights, caches, given, NewTokens(positions, rows, continued))
-        for part, at, row, position in places:
-            found[row, position] = np.asarray(logits[part, at], np.float64)
+        for row, read_now, place in places:
+            found[row][read_now] = logits[place]
         lengths[:] += counts
         return caches
 
-    with jax.set_mesh(whole) if whole else nullcontext():
+    with jax.set_mesh(whole):
         caches = jax.jit(lambda weights: nnx.merge(reader, weights).empty(B, T))(weights)
         # In its part, which has them read before the others
         first = np.arange(B) % (B // parts) == 0
@@ -86,12 +83,11 @@ def test_reading_in_parts_equals_reading_at_once(name):
             one = np.take_along_axis(ids, np.minimum(positions, T - 1), axis=1)
             logits, caches = read(weights, caches, one, NewTokens(positions))
             for row in np.flatnonzero(lengths < T):
-                found[row, lengths[row]] = np.asarray(logits[row, 0], np.float64)
+                found[row, lengths[row]] = logits[row, 0]
             lengths += lengths < T
     tolerance = 0.05 if name == "bfloat16" else TOLERANCE
-    for row in range(B):
-        for position in range(T):
-            assert relative_error(found[row, position], expected[row, position]) < tolerance, (row, position)
+    for place in np.ndindex(B, T):
+        assert relative_error(found[place], expected[place]) < tolerance, place
 
 
 LATENTS = variant(SHARED, MODELS["latents"]["model"])
@@ -123,7 +119,7 @@ def test_weights_are_whole_but_for_tp_and_in_the_compute_dtype():
     mesh = jaxtp.make_mesh(2, 2, 2)
     config = variant(SHARED, {"num_layers": 1, "vocab_size": 32, "precision": {"compute": "bfloat16"}})
     with jax.set_mesh(mesh):
-        model = jax.jit(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))()
+        model = jax.jit(decoder(config))()
     reader = to_decode_model(model, decode_mesh(mesh), donate=True)
     arrays = jax.tree.leaves(nnx.state(reader))
     assert {str(array.dtype) for array in arrays} == {"bfloat16"}

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from accounts import B, T, account_of, compiled_flops, kept_activations
 from flax import nnx
-from support import assert_close, cached_and_whole, random_weights, sweep, without_mesh
+from support import assert_close, cached_and_whole, decoder, random_weights, sweep, without_mesh
+from tables import read_table
 from toy_layer import GatedConvolution, ToyModel, WrongModel
+from variants import variant
 
 import jaxtp
 from jaxtp.analysis.hardware import find
@@ -49,19 +51,12 @@ class DaringModel(ToyModel):
 CONFIG = TrainConfig(model=PATTERN, data=DataConfig(sequence_length=16, global_batch_size=16))
 
 
-STEPS = {
-    "parallel": ((1, 1, 2), MODEL, {"norm_placement": "parallel", "layer_scale": True}),
-    "two kinds": ((2, 2, 2), PATTERN, {"remat": "full"}),
-    "many devices": ((1, 1, 8), PATTERN, {"remat": "save_gathered", "norm_placement": "after"}),
-    "saved dots": ((1, 2, 4), PATTERN, {"remat": "save_dots", "norm_placement": "both"}),
-    "two norms": ((2, 2, 2), MODEL, {"norm_placement": "parallel_two", "layer_scale": True}),
-}
+STEPS = read_table(__file__)
 
 
 @pytest.mark.parametrize("name", sweep(STEPS, "parallel"))
 def test_a_step_moves_and_multiplies_what_is_declared(name):
-    mesh, model, changes = STEPS[name]
-    found = account_of(dataclasses.replace(model, **changes), mesh)
+    found = account_of(variant(PATTERN, STEPS[name]["model"]), STEPS[name]["mesh"])
     assert found.sent == pytest.approx(found.costs.budget)
     assert found.flops == found.costs.flops
     assert "convolution/causal_convolution" in {module for module, _ in found.sent}
@@ -83,15 +78,12 @@ def test_a_block_keeps_what_it_declares(remat):
 
 @pytest.mark.wide
 def test_memory_and_the_search_for_a_setting():
-    small, large = (
-        memory_per_device(
-            dataclasses.replace(CONFIG, model=dataclasses.replace(PATTERN, conv_features=n)), mesh_shape(tp=2)
-        )
-        for n in (32, 64)
-    )
-    assert large.parameters - small.parameters == 3 * 4 * 32 * (3 * 32 / 2) + 4 * 32 * (2 + 3 + 2) / 2
-    found = search(CONFIG, target(find("h100"), 8, 0.75), describe_model(CONFIG), fitting_meshes(8))
-    assert {setting.sizes["tp"] for setting in found.settings} == {1, 2, 4, 8}
+    """On two devices, of which the search tries few settings."""
+    wider = variant(CONFIG, {"model": {"conv_features": 64}})
+    small, large = (memory_per_device(run, mesh_shape(tp=2)).parameters for run in (CONFIG, wider))
+    assert large - small == 3 * 4 * 32 * (3 * 32 / 2) + 4 * 32 * (2 + 3 + 2) / 2
+    found = search(CONFIG, target(find("h100"), 2, 0.75), describe_model(CONFIG), fitting_meshes(2))
+    assert {setting.sizes["tp"] for setting in found.settings} == {1, 2}
     assert all(setting.fits for setting in found.settings)
 
 
@@ -99,13 +91,13 @@ def test_memory_and_the_search_for_a_setting():
 @pytest.mark.parametrize("placement", ["before", "parallel"])
 def test_the_check_passes(placement):
     case = {"before": Case(mesh_shape(dp=2, fsdp=2, tp=2), True), "parallel": TP}[placement]
-    model = dataclasses.replace(PATTERN, norm_placement=placement, layer_scale=True)
-    (verdict,) = verdicts(shrink(dataclasses.replace(CONFIG, model=model), [case]), [case])
+    run = variant(CONFIG, {"model": {"norm_placement": placement, "layer_scale": True}})
+    (verdict,) = verdicts(shrink(run, [case]), [case])
     assert verdict.passed, (verdict.errors, verdict.problems)
 
 
 def test_shrinking_keeps_its_structure():
-    small = shrink(dataclasses.replace(CONFIG, model=dataclasses.replace(PATTERN, num_layers=9)), [TP]).model
+    small = shrink(variant(CONFIG, {"model": {"num_layers": 9}}), [TP]).model
     assert isinstance(small, ToyModel)
     assert [(stack.repeats, [b.conv_width for b in stack.pattern]) for stack in small.stacks()] == [
         (2, [2, 3]),
@@ -144,7 +136,7 @@ def test_over_cp_it_is_refused_and_not_wrong():
         pytest.raises(ConfigError, match="not supported by GatedConvolution"),
         jax.set_mesh(mesh_of(mesh_shape(cp=2))),
     ):
-        nnx.eval_shape(lambda: jaxtp.Decoder(PATTERN, rngs=nnx.Rngs(0)))
+        nnx.eval_shape(decoder(PATTERN))
     assert not any(violations(jaxtp.ModelConfig(), mesh_shape(cp=2))), "attention and an MLP do"
     assert all(case.sizes["cp"] == 1 for case in default_cases(CONFIG, mesh_shape(cp=2, tp=2)))
 
@@ -157,7 +149,7 @@ def test_its_settings_are_written_and_read_back():
 
 @pytest.mark.wide
 def test_cached_equals_uncached():
-    build = lambda: jaxtp.Decoder(PATTERN, rngs=nnx.Rngs(0))
+    build = decoder(PATTERN)
     ids = np.random.default_rng(0).integers(0, MODEL.vocab_size, (2, 6), np.int32)
     cached, whole = cached_and_whole(*without_mesh(build, random_weights(build)), ids, 4)
     assert_close({"hidden": cached}, {"hidden": whole})

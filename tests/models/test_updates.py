@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import deltas
 import pytest
 from support import sizes_of
 from tables import read_table
@@ -31,7 +32,7 @@ def on_one_device(run):
     """Returns the initial arrays of a run, and what it computes; rows that differ in their mesh
     alone share them."""
     if repr(run) not in REFERENCES:
-        initial = parity.initial_arrays(run)
+        initial = deltas.long_memory(parity.initial_arrays(run))
         REFERENCES[repr(run)] = initial, parity.run(run, ONE_DEVICE, initial)
     return REFERENCES[repr(run)]
 

@@ -6,65 +6,38 @@ import dataclasses
 import pytest
 from accounts import B, T, compiled_flops
 from support import sizes_of
+from tables import read_table
 from variants import variant
 
 import jaxtp
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.mesh import mesh_shape
 
-MODEL = jaxtp.ModelConfig(
-    vocab_size=61, d_model=32, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=8, d_ff=64, loss_chunk=8
-)
+TABLE = read_table(__file__)
+MODEL = variant(jaxtp.ModelConfig(), TABLE["base"])
 SHAPE = {"batch_size": B, "sequence_length": T}
-PIECES = {
-    "sliding_window": 9,
-    "attention_gate": True,
-    "attention_sinks": True,
-    "qk_norm": "heads",
-    "rotary_fraction": 0.5,
-    "pattern": [{"value_is_key": True, "value_norm": True}, {}],
-}
-DELTA = {"delta_value_heads": 8, "delta_key_heads": 4, "delta_key_dim": 8, "delta_value_dim": 6}
-HYBRID = {"attention": "xla", "pattern": [DELTA, {}]}
-FLOAT8 = {"precision": {"compute": "bfloat16", "matmul": "float8", "matmul_least": 16}}
-EXPERTS = {"attention": "xla", "num_experts": 4, "experts_per_token": 2}
-COMPILED = {
-    "pieces": ((1, 2, 4), 1, {"remat": "none", **PIECES}),
-    "pieces, blockwise": ((1, 1, 8), 2, {"remat": "save_dots", "attention": "blockwise", "overlap": "ring", **PIECES}),
-    "parallel, adapters": (
-        (2, 2, 2),
-        1,
-        {"remat": "save_gathered", "norm_placement": "parallel", "head_bias": True, "lora": {"rank": 4}},
-    ),
-    "states of a third of the heads": ((2, 1, 3), 1, {"remat": "full", **HYBRID}),
-    "float8": ((1, 2, 4), 1, {"remat": "save_reduced", "lora": {"rank": 4}, **FLOAT8}),
-    # 4 experts over tp 8 are divided inside.
-    "experts inside": ((1, 1, 8), 1, {"remat": "save_dots", "experts_bias": True, "swiglu_limit": 7.0, **EXPERTS}),
-    "shared experts": ((1, 2, 2), 1, {"remat": "full", "shared_experts": 10, "shared_experts_gate": True, **EXPERTS}),
-}
-"""Meshes, accumulations and settings. Of more models, the products in the jaxpr are counted in
-test_budget.py."""
+COMPILED = TABLE["compiled"]
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", COMPILED)
 def test_flops_are_those_of_the_compiled_program(name):
-    mesh, accumulation, changes = COMPILED[name]
-    config = variant(MODEL, changes)
-    work = step_costs(config, sizes_of(mesh), **SHAPE, accumulation=accumulation)
-    assert work.flops == compiled_flops(config, mesh, accumulation)
+    row = COMPILED[name]
+    config, accumulation = variant(MODEL, row["model"]), row.get("accumulation", 1)
+    work = step_costs(config, sizes_of(row["mesh"]), **SHAPE, accumulation=accumulation)
+    assert work.flops == compiled_flops(config, row["mesh"], accumulation)
 
 
 def test_tp_divides_the_products_of_gated_delta_net():
     """Also where two of 8 devices share a key head."""
-    config = variant(MODEL, {"vocab_size": 64, "num_kv_heads": 8, **HYBRID})
+    config = variant(MODEL, {"vocab_size": 64, "num_kv_heads": 8, **TABLE[".hybrid"]})
     whole, *parts = (step_costs(config, mesh_shape(tp=tp), **SHAPE).flops for tp in (1, 2, 4))
     assert [whole / part for part in parts] == [2, 4]
 
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_products_of_layers_and_of_their_inputs_gradients_are_in_float8(rank):
-    costs = step_costs(variant(MODEL, {"lora": {"rank": rank}, **FLOAT8}), mesh_shape(fsdp=2, tp=4), **SHAPE)
+    costs = step_costs(variant(MODEL, {"lora": {"rank": rank}, **TABLE[".float8"]}), mesh_shape(fsdp=2, tp=4), **SHAPE)
     in_float8 = [each for each in costs.products if each.dtype == "float8"]
     names = {each.name for each in in_float8}
     of_weights = sum(each.flops for each in costs.products if each.name in names and not each.dtype)
@@ -78,7 +51,7 @@ def test_a_kernel_of_experts_computes_what_the_tokens_chose_alone(mesh):
     """As many rows as a device has tokens to a tp, times k; dense products have a row for each
     place and expert."""
     sizes = sizes_of(mesh)
-    config = variant(MODEL, EXPERTS)
+    config = variant(MODEL, TABLE[".experts"])
     own, dense = (
         {p.name: p for p in step_costs(config, sizes, **SHAPE, platform=platform).products if "experts" in p.name}
         for platform in ("cuda", "cpu")
