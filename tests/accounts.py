@@ -24,7 +24,8 @@ from jaxtp.train.config import LoopConfig, MeshConfig, TrainConfig
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import make_train_step
 
-B, T = 16, 16
+B = 16
+T = 16
 """Batch size and sequence length."""
 
 
@@ -148,7 +149,8 @@ def bytes_of_a_turn(text, least):
     (loop,) = [instruction for instruction in module[entry] if instruction.opcode == "while"]
     body = module[loop.attribute("body")]
     types = {instruction.name: instruction for instruction in body}
-    read, rearranged = 0, []
+    read = 0
+    rearranged = []
     for instruction in body:
         if instruction.opcode in ("parameter", "tuple", "get-tuple-element", "bitcast", "constant"):
             continue
@@ -173,7 +175,8 @@ def _bytes(type):
 def _only_looked_up(computation, index):
     """Returns whether a fusion only gathers from an argument or updates it in place."""
     (parameter,) = [i for i in computation if i.opcode == "parameter" and i.rest.startswith(f"{index})")]
-    names, users = {parameter.name}, []
+    names = {parameter.name}
+    users = []
     for instruction in computation:
         if names & {name for name, _ in instruction.operands}:
             if instruction.opcode == "bitcast":

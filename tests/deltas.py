@@ -12,7 +12,8 @@ def gated_delta(x, segments, w, config, eps, scale=0):
     group = config.delta_value_heads // config.delta_key_heads
 
     def projected(i):
-        kernel, adapter = w[f"in_proj.kernels.{i}"], f"in_proj.loras.{i}"
+        kernel = w[f"in_proj.kernels.{i}"]
+        adapter = f"in_proj.loras.{i}"
         return x @ (kernel + scale * w[f"{adapter}.a"] @ w[f"{adapter}.b"] if scale else kernel)
 
     q, k, v = (convolved(projected(i), segments, w[f"{name}_conv"]) for i, name in enumerate("qkv"))

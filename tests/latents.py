@@ -14,7 +14,9 @@ def effective(weights, module, scale):
 
 def attention(x, segments, w, config, scale):
     """Multi-head latent attention, head by head."""
-    length, nope, values = x.shape[1], config.head_dim - config.rope_head_dim, config.value_head_dim
+    length = x.shape[1]
+    nope = config.head_dim - config.rope_head_dim
+    values = config.value_head_dim
     kernel = lambda name: effective(w, name, scale)
     place = np.stack([np.concatenate([np.arange((row == s).sum()) for s in dict.fromkeys(row)]) for row in segments])
     angle = place[..., None] * config.rope_theta ** (-np.arange(config.rope_head_dim // 2) * 2 / config.rope_head_dim)

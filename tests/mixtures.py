@@ -17,7 +17,11 @@ from jaxtp.layers.linear import LayerContext
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_of
 
-B, T, D, E, F = 8, 8, 16, 6, 8
+B = 8
+T = 8
+D = 16
+E = 6
+F = 8
 LORA = LoraConfig(rank=3, alpha=5.0)
 NOT_TIED = 1e-5
 """Minimum gap between the last chosen score and the next, relative to it, unless they are equal."""
@@ -195,7 +199,8 @@ def on_devices(mesh, *arrays):
 # Balance.
 def balance_of(router, layers, counts, labels, chosen, config):
     """Returns the auxiliary loss and z-loss of routers with inputs `[L, B, T, D]`; each label counts its sequence's."""
-    logits, k = layers @ router, config.experts_per_token
+    logits = layers @ router
+    k = config.experts_per_token
     scores = jnp.where(counts[:, :, None], scores_of(logits, config)[1], 0.0)
     n = np.maximum(counts.sum(axis=1), 1)[:, None]
     share = scores.shape[-1] / (k * n) * chosen.sum(axis=2)  # [L, B, E]

@@ -13,7 +13,10 @@ from support import by_name, decoder, sizes_of, state_on_mesh
 
 from jaxtp.mesh import mesh_of
 
-B, T, V, D = 4, 24, 19, 24
+B = 4
+T = 24
+V = 19
+D = 24
 
 
 @cache

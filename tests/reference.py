@@ -32,7 +32,9 @@ def attention(x, w, num_heads, num_kv_heads, head_dim, theta, window=None, chang
     """
     batch, length, _ = x.shape
     project = lambda name, heads: (x @ w[name] + w.get("b" + name, 0.0)).reshape(batch, length, heads, head_dim)
-    q, k, v = project("q", num_heads), project("k", num_kv_heads), project("v" if "v" in w else "k", num_kv_heads)
+    q = project("q", num_heads)
+    k = project("k", num_kv_heads)
+    v = project("v" if "v" in w else "k", num_kv_heads)
     by_rope = lambda q, k, v: (*(rotate(each, frequencies_of(head_dim, theta)) for each in (q, k)), v)
     q, k, v = (change or by_rope)(q, k, v)
     distance = jnp.arange(length)[:, None] - jnp.arange(length)
@@ -52,7 +54,8 @@ def attention(x, w, num_heads, num_kv_heads, head_dim, theta, window=None, chang
 
 def xielu(x, alpha_p, alpha_n):
     """As transformers computes it."""
-    positive, negative = jnp.log1p(jnp.exp(alpha_p)), 0.5 + jnp.log1p(jnp.exp(alpha_n))
+    positive = jnp.log1p(jnp.exp(alpha_p))
+    negative = 0.5 + jnp.log1p(jnp.exp(alpha_n))
     below = (jnp.expm1(jnp.minimum(x, -1e-6)) - x) * negative
     return jnp.where(x > 0, positive * x * x, below) + 0.5 * x
 

@@ -59,7 +59,8 @@ class CausalConvolution(nnx.Module):
     def __call__(self, values_BTF, segments_BT=None):
         weights, specs = params_and_specs(self)
         given = [x for x in (segments_BT,) if x is not None]
-        inner, features = [batch_spec(None)] * len(given), token_spec(TP)
+        inner = [batch_spec(None)] * len(given)
+        features = token_spec(TP)
         return device_view(self._convolve, CONVOLUTION, (specs, features, *inner), features)(
             weights, values_BTF, *given
         )
@@ -67,7 +68,8 @@ class CausalConvolution(nnx.Module):
     def decode(self, values_BTF, cache, new):
         weights, specs = params_and_specs(self)
         features = token_spec(TP)
-        in_specs, out_specs = (specs, features, LAYER_SPEC, new.specs), (features, LAYER_SPEC)
+        in_specs = (specs, features, LAYER_SPEC, new.specs)
+        out_specs = (features, LAYER_SPEC)
         return device_view(self._decode, CONVOLUTION, in_specs, out_specs)(weights, values_BTF, cache, new)
 
     def _convolve(self, weights, values, segments=None):
@@ -96,7 +98,8 @@ class GatedConvolution(Branch):
     model with it."""
 
     def __init__(self, d_model, config, context, *, rngs):
-        self.config, self.precision = config, context.precision
+        self.config = config
+        self.precision = context.precision
         self.enter = ColumnParallelLinear(d_model, (config.conv_features, config.conv_features), context, rngs=rngs)
         self.convolution = CausalConvolution(config, self.precision, rngs)
         self.out = RowParallelLinear(config.conv_features, d_model, context, rngs=rngs)

@@ -28,7 +28,11 @@ from jaxtp.tools.check.shrink import methods_of
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.run_report import describe_context
 
-B, HEADS, K, V, D = 2, 2, 3, 5, 16
+B = 2
+HEADS = 2
+K = 3
+V = 5
+D = 16
 
 
 def states_before(m, u):
@@ -41,7 +45,8 @@ def states_before(m, u):
 
 @pytest.mark.parametrize(("cp", "zigzag"), [(4, True), pytest.param(2, False, marks=pytest.mark.wide)])
 def test_every_chunk_starts_with_the_state_of_all_chunks_before_it(cp, zigzag):
-    count, chunks = cp * (1 + zigzag), 1 + zigzag
+    count = cp * (1 + zigzag)
+    chunks = 1 + zigzag
     draw = np.random.default_rng(0).standard_normal
     m, u, upstream = (draw((count, B, HEADS, K, width)).astype(np.float32) for width in (K, V, V))
     expected, pull = jax.vjp(states_before, m, u)
@@ -93,7 +98,8 @@ def packings(draw, length):
     around = np.cumsum(draw(st.lists(st.booleans(), min_size=length, max_size=length)))
     around[:place] *= draw(st.booleans())  # padding
     at = np.arange(length)
-    alone, packed = at < size, (at >= place) & (at < place + size)
+    alone = at < size
+    packed = (at >= place) & (at < place + size)
     return size, place, np.stack([np.where(alone, 99, 0), np.where(packed, 99, around + 100 * (at > place))])
 
 
@@ -116,7 +122,8 @@ def test_over_cp_outputs_and_gradients_are_those_of_one_device(case, data):
     mesh, zigzag, length, packed = case
     segments = data.draw(packings(length))[2].astype(np.int32)
     x, upstream = np.random.default_rng(0).standard_normal((2, B, length, D)).astype(np.float32)
-    on_mesh, on_one = program(tuple(mesh), zigzag, packed), program((1, 1, 1, 1), False, packed)
+    on_mesh = program(tuple(mesh), zigzag, packed)
+    on_one = program((1, 1, 1, 1), False, packed)
     assert_close(on_mesh(x, upstream, segments), on_one(x, upstream, segments))
 
 
@@ -124,7 +131,9 @@ def test_over_cp_outputs_and_gradients_are_those_of_one_device(case, data):
 @pytest.mark.parametrize("zigzag", [False, True], ids=["natural", "zigzag"])
 def test_what_moves_over_cp_does_not_depend_on_the_length(zigzag):
     """A gather of maps in float32, and halos; transposed in the backward pass."""
-    cp, tp, chunks = 4, 2, 1 + zigzag
+    cp = 4
+    tp = 2
+    chunks = 1 + zigzag
 
     def moved(length):
         sizes = sizes_of((1, 1, cp, tp))
@@ -139,7 +148,8 @@ def test_what_moves_over_cp_does_not_depend_on_the_length(zigzag):
                 moved[c.kind, c.bytes] += times
         return moved
 
-    keys, values = CONFIG.delta_key_dim, CONFIG.delta_value_dim
+    keys = CONFIG.delta_key_dim
+    values = CONFIG.delta_value_dim
     maps = 4 * B * CONFIG.delta_value_heads // tp * keys * (keys + values)
     features = (2 * CONFIG.delta_key_heads * keys + CONFIG.delta_value_heads * values) // tp
     halos = num_routes(cp, 1, zigzag=zigzag)
@@ -151,8 +161,10 @@ def test_what_moves_over_cp_does_not_depend_on_the_length(zigzag):
 
 def test_only_attention_has_methods_and_an_order_over_cp():
     """A model without attention has chunks in natural order, and equal work in them."""
-    mesh, data = mesh_shape(cp=4), DataConfig(sequence_length=64)
-    said, methods = [], []
+    mesh = mesh_shape(cp=4)
+    data = DataConfig(sequence_length=64)
+    said = []
+    methods = []
     for model in (CONFIG, variant(CONFIG, {"pattern": [{"delta_value_heads": 0}, {}]})):
         run = TrainConfig(model=model, data=data)
         said.append(describe_context(variant(run, {"mesh": {"context": "gather"}}), mesh))

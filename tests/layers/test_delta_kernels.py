@@ -42,7 +42,9 @@ def draw(sizes, dtype="float32"):
         return jnp.asarray(rng.standard_normal((rows, heads, *shape)) * keys**-0.5, dtype)
 
     wide = partial(normal, dtype="float32")
-    u, w, k_decayed = normal(chunks, length, values), normal(chunks, length, keys), normal(chunks, length, keys)
+    u = normal(chunks, length, values)
+    w = normal(chunks, length, keys)
+    k_decayed = normal(chunks, length, keys)
     decay = jnp.asarray(rng.uniform(-0.5, 1, (rows, heads, chunks)).clip(0), "float32")
     grads = wide(chunks, keys, values), normal(chunks, length, values), wide(keys, values)
     return (w, u, k_decayed, decay, wide(keys, values)), grads
@@ -56,7 +58,8 @@ def found(scan, arrays, grads):
 
 def check(sizes, dtype, tolerance):
     arrays = draw(sizes, dtype)
-    ours, right = found(delta_kernels.chunk_states, *arrays), found(delta_rule.chunk_states, *arrays)
+    ours = found(delta_kernels.chunk_states, *arrays)
+    right = found(delta_rule.chunk_states, *arrays)
     for results, expected in zip(ours, right, strict=True):
         assert jax.tree.map(jnp.result_type, results) == jax.tree.map(jnp.result_type, expected)
         assert_close(results, expected, tolerance)
@@ -134,7 +137,8 @@ def test_a_layer_with_the_kernel_is_that_with_lax():
     segments = np.where(np.arange(72) < 65, 1, 2) + np.array([[0], [1]])
     build = lambda: gated_delta.GatedDeltaNet(12, gated_delta.GatedDeltaConfig(**HEADS), rngs=nnx.Rngs(0))
     weights = random_weights(build)
-    results, programs = [], []
+    results = []
+    programs = []
     for platform in ("cpu", "cuda 9.0"):
         call = lambda layer, x: layer(x, Sequences(segments=segments))
         run = LayerProgram(build, weights, (2, 1, 1, 2), call=call)

@@ -29,7 +29,9 @@ def token_by_token(q, k, v, log_decay, write, starts, state):
 
 def draw(length, heads=(2, 4), widths=(3, 5), dtype="float64", rows=2):
     """Arguments of the rule, and the gradients of its results. Some tokens decay to nothing."""
-    rng, (keys, values), (wide, deep) = np.random.default_rng(0), heads, widths
+    rng = np.random.default_rng(0)
+    (keys, values) = heads
+    (wide, deep) = widths
     q, k = rng.normal(size=(2, rows, length, keys, wide))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v, dy = rng.normal(size=(2, rows, length, values, deep))

@@ -10,8 +10,11 @@ import jaxtp
 from jaxtp.analysis.census import count_collectives
 from jaxtp.mesh import mesh_sizes
 
-B, T, D = 8, 8, 32
-LARGE, SMALL = 510, 6
+B = 8
+T = 8
+D = 32
+LARGE = 510
+SMALL = 6
 """Sizes of vocabularies: of the one an exchange moves less, of the other the table does."""
 LOW = jaxtp.Precision(compute="bfloat16")
 
@@ -61,7 +64,8 @@ def test_a_device_never_has_more_of_a_large_table_than_it_stores():
 )
 def test_gradients_add_up_in_float32_and_are_summed_in_the_reduction_dtype(vocab_size, reduce, total):
     """A token is 257 times on each device, which bfloat16 makes 256, and 514 times on those along fsdp: 512."""
-    mesh, precision = jaxtp.make_mesh(2, 2, 2), jaxtp.Precision(compute="bfloat16", reduce=reduce)
+    mesh = jaxtp.make_mesh(2, 2, 2)
+    precision = jaxtp.Precision(compute="bfloat16", reduce=reduce)
     ids = jnp.ones((B, 129), jnp.int32).at[::2, 0].set(0)
     with jax.set_mesh(mesh):
         graph, state = nnx.split(layer(vocab_size, precision))

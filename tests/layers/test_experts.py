@@ -173,7 +173,8 @@ def test_a_layer_without_documents_equals_plain_mathematics(name):
 def test_given_choices_take_the_place_of_the_router(over_tp):
     """And what the router would choose is recorded, with its margin."""
     given = np.random.default_rng(3).permuted(np.tile(np.arange(E), (B, T, 1)), axis=2)[:, :, :2].astype(np.int32)
-    weights, x = weights_of("two of them"), inputs()
+    weights = weights_of("two of them")
+    x = inputs()
     on = mesh_of(sizes_of((1, 2, 2, 2) if over_tp else (1, 1, 2, 4)))
     graph, state = state_on_mesh(lambda: build(BASE), weights, on)
     with jax.set_mesh(on):
@@ -193,7 +194,8 @@ def test_given_choices_take_the_place_of_the_router(over_tp):
 
 def test_a_margin_is_no_more_than_the_lead_of_a_group():
     """A group that rounding would choose instead changes experts, however far apart the scores inside are."""
-    config, weights = CONFIGS["deepseek v3"], biased(weights_of("deepseek v3"))
+    config = CONFIGS["deepseek v3"]
+    weights = biased(weights_of("deepseek v3"))
     graph, state = without_mesh(lambda: build(config), weights)
     layer = jax.jit(lambda state, x: nnx.merge(graph, state)(x, Sequences(record=True))[1].margin)
     margin = np.asarray(layer(state, inputs())).reshape(-1)
@@ -211,7 +213,8 @@ def test_a_margin_is_no_more_than_the_lead_of_a_group():
 def test_no_array_has_rows_of_all_tokens_for_all_experts(mesh):
     """With the kernels for GPUs a device holds a row for each choice of its tp group's tokens, at most, forward and
     backward, and multiplies nothing with all experts but the router."""
-    config, sizes = ExpertsConfig(num_experts=24, d_ff=48, grouped="pallas"), sizes_of(mesh)
+    config = ExpertsConfig(num_experts=24, d_ff=48, grouped="pallas")
+    sizes = sizes_of(mesh)
     inside, largest = work(mesh, config)
     tokens = WORK[0] * WORK[1] // (sizes["dp"] * sizes["fsdp"] * sizes["cp"])
     hidden = config.d_ff if config.over_tp(sizes["tp"]) else config.d_ff // sizes["tp"]

@@ -58,7 +58,8 @@ def arrays_of(state):
 def on_one_device(name):
     """Returns the numbers of a base in 8 bits, and the logits of its rounded kernels in float32 and of the original."""
     (graph, full), (_, stored), _ = weights(name)
-    kernels, arrays = float8_kernels(stored), arrays_of(stored)
+    kernels = float8_kernels(stored)
+    arrays = arrays_of(stored)
     assert {path for path in named_variables(full) if ".kernel" in path and "head" not in path} <= kernels
     rounded = {k: Float8(arrays[f"{k}.bits"], arrays[f"{k}.scale"]).astype("float32") for k in kernels}
     of = jax.jit(lambda state: nnx.merge(graph, state)(IDS))
@@ -143,7 +144,8 @@ def test_a_base_in_8_bits_is_refused_without_adapters_and_they_are_not_merged_in
 def test_70b_in_8_bits_take_half_the_memory_and_traffic_of_bfloat16():
     """Llama 3 70B over fsdp 8: 9.7 GB of parameters on each device, 18.2 in bfloat16."""
     sizes = sizes_of((1, 8, 1))
-    gigabytes, sent = [], []
+    gigabytes = []
+    sent = []
     for base in ("full", "float8"):
         run = TrainConfig(model=variant(CONFIG, TABLE["70b"] | {"lora": {"rank": 16, "base": base}}))
         gigabytes.append(round(memory_per_device(run, sizes).parameters / 1e9, 1))

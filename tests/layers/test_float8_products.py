@@ -9,18 +9,22 @@ import pytest
 from flax import nnx
 from layer_programs import LayerProgram
 from support import assert_close, random_weights, relative_error, sweep
+from tables import read_table
 
 from jaxtp.layers import linear
 from jaxtp.layers.linear import LayerContext
 from jaxtp.layers.lora import LoraConfig
 
-T, D, F = 96, 64, 48
+T = 96
+D = 64
+F = 48
 KINDS = {"column": linear.ColumnParallelLinear, "row": linear.RowParallelLinear}
 
 
 def single(rng, *shape):
     """A number in each row, and a larger one that meets zeros: sums of one product, whose errors do not cancel."""
-    array, rows = np.zeros(shape), np.arange(shape[0])
+    array = np.zeros(shape)
+    rows = np.arange(shape[0])
     array[rows, 2 + rng.permutation(rows) % (shape[1] - 2)] = rng.uniform(1, 2, shape[0])
     array[:, int(shape[0] == T)] = 3
     return array
@@ -77,7 +81,8 @@ def excess(kind, inputs):
     x, kernel, grad_y = (np.float64(np.float32(each)) for each in (make(rng, T, D), make(rng, F, D).T, make(rng, T, F)))
     found = gradients(kind, x, kernel, grad_y)
     scale = np.abs(kernel).max(0) / 448
-    to_round, rounded = grad_y * scale, kernel / scale
+    to_round = grad_y * scale
+    rounded = kernel / scale
     exact = [x @ kernel, grad_y @ kernel.T, x.T @ grad_y]
     bounds = [
         of_product(x, kernel, error(x), error(kernel, 0)),
@@ -99,8 +104,12 @@ def test_the_error_of_each_number_is_bounded(kind):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_number_that_is_not_finite_stays_in_its_token_and_zeros_are_zeros(bad):
     rng = np.random.default_rng(0)
-    x, kernel, grad_y = rng.standard_normal((T, D)), rng.standard_normal((D, F)), rng.standard_normal((T, F))
-    x[0], grad_y[1], kernel[:, 2] = 0, 0, 0
+    x = rng.standard_normal((T, D))
+    kernel = rng.standard_normal((D, F))
+    grad_y = rng.standard_normal((T, F))
+    x[0] = 0
+    grad_y[1] = 0
+    kernel[:, 2] = 0
     clean = gradients("column", x, kernel, grad_y)
     assert all(np.isfinite(each).all() for each in clean)
     assert not any(each.any() for each in (clean[0][0], clean[0][:, 2], clean[1][1]))
@@ -114,26 +123,16 @@ def test_a_number_that_is_not_finite_stays_in_its_token_and_zeros_are_zeros(bad)
     assert np.isnan(grad_kernel[:, 6]).all()
 
 
-MESHES = [
-    (1, 2, 1, 2),
-    (1, 1, 1, 8),
-    (1, 8, 1, 1),
-    (1, 1, 2, 1),
-    (2, 1, 1, 4),
-    (1, 1, 2, 4),
-    (1, 2, 2, 2),
-    (2, 2, 1, 2),
-]
-B, S = 8, 16
-HOW = [(True, "ring"), (False, "none"), (True, "none")]
-CASES = [(kind, HOW[(i + (kind == "row")) % 3], mesh) for i, mesh in enumerate(MESHES) for kind in KINDS]
+B = 8
+S = 16
+CASES = [(kind, split, overlap, tuple(mesh)) for kind, split, overlap, mesh in read_table(__file__)]
 
 
-def layer_of(kind, how):
+def layer_of(kind, split=False, overlap="none"):
     """Returns a function that builds a layer with an adapter."""
 
     def build():
-        context = LayerContext(sequence_parallel=how[0], overlap=how[1], lora=LoraConfig(rank=2))
+        context = LayerContext(sequence_parallel=split, overlap=overlap, lora=LoraConfig(rank=2))
         name = {"targets": ("gate_proj",)} if kind == "column" else {"target": "down_proj"}
         module = KINDS[kind](D, D, context, use_bias=True, **name, rngs=nnx.Rngs(0))
         module.matmul = "float8"
@@ -142,22 +141,20 @@ def layer_of(kind, how):
     return build
 
 
-def numbers(kind, how, weights, mesh=None):
-    """Returns the output, and the gradients of the input and the parameters."""
-    return LayerProgram(layer_of(kind, how), weights, mesh)(
-        *np.random.default_rng(1).standard_normal((2, B, S, D), "f4")
-    )
+GIVEN = np.random.default_rng(1).standard_normal((2, B, S, D), "f4")
 
 
 @cache
 def on_one_device(kind):
-    weights = random_weights(layer_of(kind, HOW[1]))
-    return weights, numbers(kind, HOW[1], weights)
+    """Returns weights; and the output, and the gradients of the input and the parameters."""
+    weights = random_weights(layer_of(kind))
+    return weights, LayerProgram(layer_of(kind), weights)(*GIVEN)
 
 
 @pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
 def test_a_layer_rounds_on_each_mesh_as_on_one_device(case):
     """One layer rounds the same numbers on every mesh, so another order of summation is all that differs."""
-    kind, how, mesh = case
+    kind, split, overlap, mesh = case
     weights, expected = on_one_device(kind)
-    assert_close(numbers(kind, how, weights, mesh), expected, 2e-6)
+    found = LayerProgram(layer_of(kind, split, overlap), weights, mesh)(*GIVEN)
+    assert_close(found, expected, 2e-6)

@@ -38,7 +38,8 @@ def layer_of(config, **context):
 @cache
 def expected(name):
     """Returns weights, input and the output's gradient in float32; and results in float64."""
-    config, (*_, segments) = CONFIGS[name], batch()
+    config = CONFIGS[name]
+    (*_, segments) = batch()
     weights = deltas.long_memory(random_weights(layer_of(config)))
     arrays = np.random.default_rng(0).standard_normal((2, *segments.shape, D))
     scale = config.lora.scale if config.lora.rank else 0
@@ -64,7 +65,8 @@ def test_a_layer_is_the_recurrence_on_every_mesh(case):
 
 def test_initial_values_are_those_of_transformers_on_every_mesh():
     config = dataclasses.replace(CONFIG, delta_value_heads=600, delta_key_heads=200, delta_key_dim=1)
-    make, on = jax.jit(lambda: nnx.state(GatedDeltaNet(8, config, rngs=nnx.Rngs(0)))), jaxtp.make_mesh(tp=3)
+    make = jax.jit(lambda: nnx.state(GatedDeltaNet(8, config, rngs=nnx.Rngs(0))))
+    on = jaxtp.make_mesh(tp=3)
     with jax.set_mesh(on):
         split = by_name(make(), on)
     whole = {name: np.asarray(variable[...]) for name, variable in named_variables(make()).items()}

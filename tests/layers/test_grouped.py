@@ -20,7 +20,8 @@ from jaxtp.layers.kernels.grouped import grouped_matmul, is_dense, pick_method, 
 from jaxtp.layers.kernels.grouped_kernels import Blocks, gradient_blocks, product_blocks
 
 METHODS = ("pallas", "xla")
-ROWS, GROUPS = 37, 4
+ROWS = 37
+GROUPS = 4
 SIZES = {
     "all rows, an empty group": (5, 0, 21, 11),
     "rows beyond the groups": (8, 9, 0, 3),
@@ -56,7 +57,9 @@ def found(method, x, w, dy, sizes):
 
 def expected(x, w, dy, sizes):
     x, w, dy = (np.asarray(array, np.float64) for array in (x, w, dy))
-    y, dx, dw = np.zeros_like(dy), np.zeros_like(x), np.zeros_like(w)
+    y = np.zeros_like(dy)
+    dx = np.zeros_like(x)
+    dw = np.zeros_like(w)
     ends = np.cumsum(sizes)
     for group, (begin, end) in enumerate(zip(ends - sizes, ends, strict=True)):
         rows = slice(begin, end)
@@ -81,7 +84,8 @@ def test_products_and_gradients_equal_a_loop_over_groups(method):
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=3), st.integers(1, 40), st.integers(1, 40))
 @settings(max_examples=8)
 def test_any_sizes_and_widths(sizes, width, columns):
-    arrays, sizes = draw((width, columns), groups=len(sizes)), np.array(sizes)
+    arrays = draw((width, columns), groups=len(sizes))
+    sizes = np.array(sizes)
     with in_blocks():
         for method in METHODS:
             assert_close(found(method, *arrays, sizes), expected(*arrays, sizes), TOLERANCE)
@@ -92,7 +96,8 @@ def test_any_sizes_and_widths(sizes, width, columns):
 )
 def test_sixteen_bits_are_summed_in_float32(method, dtype):
     """Of a long sum in 16 bits not much would be left."""
-    arrays, sizes = draw((600, 3), groups=2, dtype=dtype, rows=500), np.array([450, 20])
+    arrays = draw((600, 3), groups=2, dtype=dtype, rows=500)
+    sizes = np.array([450, 20])
     with in_blocks(32, 16, 32):
         result = found(method, *arrays, sizes)
     assert {x.dtype.name for x in result.values()} == {dtype}
@@ -102,7 +107,8 @@ def test_sixteen_bits_are_summed_in_float32(method, dtype):
 @pytest.mark.wide
 def test_the_blocks_of_a_gpu():
     """Those that are really taken, with widths that they do not divide."""
-    arrays, sizes = draw((200, 136), groups=2, rows=300), np.array([129, 150])
+    arrays = draw((200, 136), groups=2, rows=300)
+    sizes = np.array([129, 150])
     assert_close(found("pallas", *arrays, sizes), expected(*arrays, sizes), TOLERANCE)
 
 
@@ -120,7 +126,8 @@ def test_kernels_on_a_mesh_in_a_scan_with_remat_give_what_xla_does():
     """Groups are split over fsdp, each with sizes of its own; over tp, all is equal."""
     x, w, dy = draw((12, 12), groups=2, rows=2 * ROWS)
     sizes = np.array([[20, 8], [0, ROWS]])
-    rows, whole = PartitionSpec("fsdp"), PartitionSpec()
+    rows = PartitionSpec("fsdp")
+    whole = PartitionSpec()
 
     def layers(method, x, w, sizes):
         layer = jax.checkpoint(lambda x: grouped_matmul(x, w, sizes[0], method))

@@ -28,7 +28,11 @@ from jaxtp.layers.kernels.fused_attention import Blocks
 from jaxtp.layers.kernels.select import KERNELS, num_scores
 from jaxtp.layers.sequence_parallel import Part
 
-ROWS, TOKENS, QUERIES, KEYS, WIDTH = 2, 25, 10, 15, 4
+ROWS = 2
+TOKENS = 25
+QUERIES = 10
+KEYS = 15
+WIDTH = 4
 SCALE = 0.6
 NAMES = ("output", "queries", "keys", "values", "sinks")
 ERRORS = {"blockwise": 1e-12, "xla": 1e-5, "fused": 2e-5}
@@ -129,7 +133,8 @@ def check(name, structure, segments, part=None):
     if part is None:
         queries = keys = np.arange(tokens)
     else:
-        queries, keys = part.queries, part.first_key + np.arange(KEYS)
+        queries = part.queries
+        keys = part.first_key + np.arange(KEYS)
     arrays = draw(structure, len(queries), len(keys))
     with jax.enable_x64(name != "fused"):
         found = program(name, structure)(*arrays, segments, part)
@@ -311,7 +316,8 @@ def test_blockwise_holds_blocks_of_scores_and_no_more():
         compiled = program("blockwise", structure).lower(*shapes, None).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    short, long = temporaries(2048), temporaries(4096)
+    short = temporaries(2048)
+    long = temporaries(4096)
     assert long < 2.2 * short
     assert long < 4096**2 * 4 / 8
 

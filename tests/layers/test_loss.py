@@ -15,7 +15,9 @@ import jaxtp
 from jaxtp.layers.loss import vocab_parallel_statistics, vocab_parallel_top_k
 from jaxtp.layers.parameter import PaddedDim
 
-D, V, CHUNK = 24, 40, 6
+D = 24
+V = 40
+CHUNK = 6
 LOW = jaxtp.Precision(compute="bfloat16")
 
 
@@ -26,7 +28,8 @@ def total(x, table, labels, chunk_size, precision=jaxtp.Precision()):
 
 def given(rows, length):
     keys = jax.random.split(jax.random.key(0), 3)
-    x, table = jax.random.normal(keys[0], (rows, length, D)), jax.random.normal(keys[1], (V, D))
+    x = jax.random.normal(keys[0], (rows, length, D))
+    table = jax.random.normal(keys[1], (V, D))
     return x, table, jax.random.randint(keys[2], (rows, length), 0, V)
 
 
@@ -77,7 +80,8 @@ def test_second_derivatives():
 
 
 CASES = read_table(__file__)
-TEMPERATURE, TOP = 0.7, 7
+TEMPERATURE = 0.7
+TOP = 7
 
 
 def log_probs_of(found, labels):
@@ -149,7 +153,8 @@ def test_the_likeliest_label_has_the_highest_logit():
 def test_no_array_of_the_compiled_program_has_all_logits(mesh):
     """Nor more than a few numbers of K labels for each token; 128 tokens, of chunks of 8 on a device."""
     _, fsdp, tp = mesh
-    ids, tokens = 1024, 128 // fsdp
+    ids = 1024
+    tokens = 128 // fsdp
     labels = jnp.zeros((8, 16, 3), jnp.int32)
     head = jaxtp.HeadConfig(ids, chunk_size=8)
 

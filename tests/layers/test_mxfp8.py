@@ -16,7 +16,9 @@ from jaxtp.layers.mxfp8 import mx_matmul, mx_problem
 from jaxtp.layers.sequence_parallel import SEQUENCE_DIM
 from jaxtp.mesh import BATCH, CONTEXT, SEQUENCE, STORAGE, TP, abstract_mesh, as_current, mesh_of, mesh_shape
 
-M, K, N = 12, 64, 96
+M = 12
+K = 64
+N = 96
 INPUTS = {
     "random": lambda r, shape: r.standard_normal(shape),
     "heavy-tailed": lambda r, shape: r.standard_t(1.5, shape),
@@ -38,7 +40,11 @@ def test_elements_are_those_of_the_format():
     """Seen through a product with the identity, which has no error."""
     r = np.random.default_rng(0)
     x = np.concatenate([draw(r, (M, K)) for draw in INPUTS.values()]).astype(np.float32)
-    x[0], x[1, :32], x[2, :32], x[3, 0], x[4, 0] = 0, 448, np.nextafter(np.float32(448), 500), np.inf, np.nan
+    x[0] = 0
+    x[1, :32] = 448
+    x[2, :32] = np.nextafter(np.float32(448), 500)
+    x[3, 0] = np.inf
+    x[4, 0] = np.nan
     y = np.asarray(jax.jit(mx_matmul)(x, np.eye(K, dtype=np.float32)))
     assert not np.isfinite(y[3:5]).any()
     finite = np.delete(np.arange(len(x)), [3, 4])
@@ -56,8 +62,10 @@ def test_the_errors_of_products_are_bounded(name, dtype):
     assert {each.dtype for each in found} == {jnp.dtype(dtype)}
     x, w, grad, y, dx, dw = (np.asarray(each, np.float64) for each in found)
     for result, a, b in ((y, x, w.T), (dx, grad, w)):
-        (a_8, a_error), (b_8, b_error) = blocked(a), blocked(b)
-        exact, bound = a @ b.T, np.abs(a) @ b_error.T + a_error @ np.abs(b).T + a_error @ b_error.T
+        (a_8, a_error) = blocked(a)
+        (b_8, b_error) = blocked(b)
+        exact = a @ b.T
+        bound = np.abs(a) @ b_error.T + a_error @ np.abs(b).T + a_error @ b_error.T
         rounding = allowed(result, np.abs(a) @ np.abs(b).T, dtype)
         assert (np.abs(result - a_8 @ b_8.T) <= rounding).all(), "not the product of the blocks"
         assert (np.abs(result - exact) <= bound + rounding).all()

@@ -15,7 +15,9 @@ from jaxtp.layers.overlap import gather_matmul, ring_mlp
 from jaxtp.layers.sequence_parallel import SEQUENCE_DIM
 from jaxtp.mesh import mesh_sizes
 
-D, FEATURES, PART = 6, (16, 8), 3
+D = 6
+FEATURES = (16, 8)
+PART = 3
 SPLIT = P(None, "tp")
 
 
@@ -115,7 +117,8 @@ def test_the_gradient_of_a_weight_is_rounded_once():
 @pytest.mark.parametrize("trained", [("x", "in 0", "out 0"), ("x",)], ids=len)
 def test_an_mlp_in_one_ring(trained):
     """Its bytes: forward x and sums, backward both again and the gradient of x; no array has whole sequences."""
-    tp, plain = 4, lambda hidden, x, columns, rows: hidden(x @ columns) @ rows
+    tp = 4
+    plain = lambda hidden, x, columns, rows: hidden(x @ columns) @ rows
     given = arrays(tp)
 
     def of(mlp, specs):

@@ -17,7 +17,11 @@ from variants import variant
 
 import jaxtp
 
-B, T, D, F, V = 8, 8, 24, 40, 19
+B = 8
+T = 8
+D = 24
+F = 40
+V = 19
 HEADS = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 12}
 LARGE_V = 203
 RANDOM = np.random.default_rng(0)

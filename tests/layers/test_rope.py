@@ -19,7 +19,8 @@ from jaxtp.models.config import violations
 from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import TrainConfig
 
-SHORT, LONG = (1.0, 1.1, 1.3, 1.6), (1.2, 2.5, 9.0, 31.0)
+SHORT = (1.0, 1.1, 1.3, 1.6)
+LONG = (1.2, 2.5, 9.0, 31.0)
 LONGROPE = RopeScaling(kind="longrope", factor=8.0, original_length=16, short_factor=SHORT, long_factor=LONG)
 
 
@@ -85,7 +86,8 @@ def test_a_fraction_is_a_narrower_head_and_the_rest_of_it_is_unchanged():
     for fraction, dims in ((0.25, 4), (0.4, 6), (0.75, 12), (1.0, 16)):
         for scaling in (UNSCALED, RopeScaling(kind="yarn", factor=4.0, original_length=8)):
             given = np.arange(5), 50.0, scaling, 5
-            found, narrow = rotate(x, *given, fraction), rotate(x[..., :dims], *given)
+            found = rotate(x, *given, fraction)
+            narrow = rotate(x[..., :dims], *given)
             assert np.array_equal(found[..., dims:], x[..., dims:])
             assert np.array_equal(found[..., :dims], narrow)
 

@@ -9,7 +9,9 @@ import jaxtp
 from jaxtp.layers.loss import vocab_parallel_top_k
 from jaxtp.layers.parameter import PaddedDim
 
-B, T, D = 2, 6, 3
+B = 2
+T = 6
+D = 3
 CASES = [(1, 1, 2), (5, 3, 4), (5, 5, 1), (9, 9, 8), (37, 3, 4), (37, 37, 2)]
 """Tokens of the vocabulary, tokens that are asked for, and tp."""
 
@@ -20,7 +22,8 @@ def test_the_top_tokens_and_their_log_probabilities(case):
     size, k, tp = case
     random = np.random.default_rng(size)
     padded = PaddedDim((size,)).padded(tp)
-    x, table = random.integers(-2, 3, (B, T, D)), random.integers(-2, 3, (padded, D))
+    x = random.integers(-2, 3, (B, T, D))
+    table = random.integers(-2, 3, (padded, D))
     bias = np.where(np.arange(padded) < size, random.integers(-1, 2, padded), 50)
     head = jaxtp.HeadConfig(size, jaxtp.LayerContext(), chunk_size=5)
     arrays = [each.astype(np.float32) for each in (x, table, bias)]

@@ -85,7 +85,8 @@ NO_SPLIT = {"sequence_parallel": False}
 ALL_REDUCE_FULL = VOLUMES["all-reduces"]["full"]
 DELTA = VOLUMES["gated delta"]["model"]
 KINDS = {"all-reduces": set(), "rings": {"permute"}, "sequence": {"all-gather", "reduce-scatter"}}
-B, T = 8, 16
+B = 8
+T = 16
 NUM_WEIGHTS = 9  # q, k, v, out, gate, up, down and two norm scales
 NUM_ADAPTERS = 7  # of each, one of A and B is divided over fsdp
 
@@ -219,7 +220,8 @@ def test_attention_over_cp_moves_what_its_method_needs_and_nothing_else(context,
 
 def test_a_base_in_8_bits_moves_fewer_bytes_than_bfloat16():
     """The embedding, the adapters and scales are large in so small a model."""
-    sizes, rows = sizes_of((1, 4, 4)), {"batch_size": 16, "sequence_length": T}
+    sizes = sizes_of((1, 4, 4))
+    rows = {"batch_size": 16, "sequence_length": T}
     half = {"compute": "bfloat16", "reduce": "bfloat16"}
     for changes in ({"num_kv_heads": 2}, SETTINGS["dense"]["latent"], DELTA):
         model = variant(PLAIN, {"remat": "full", "precision": half, **changes})
@@ -248,7 +250,8 @@ def test_float8_layers_gather_half_the_bytes_of_bfloat16():
 @pytest.mark.wide
 @pytest.mark.parametrize("rank", [0, 4])
 def test_gradients_of_micro_batches_are_summed_over_dp_once(rank):
-    config, mesh = variant(PLAIN, {"lora": {"rank": rank}}), (4, 1, 2)
+    config = variant(PLAIN, {"lora": {"rank": rank}})
+    mesh = (4, 1, 2)
     trained = [array for array in stored_arrays(TrainConfig(model=config)) if array.trained]
     held = sum(array.bytes_per_device(sizes_of(mesh)) for array in trained)
     sent = accounts.account_of(config, mesh, accumulation=4).sent

@@ -22,7 +22,8 @@ from jaxtp.train.memory import stored_arrays
 TABLE = read_table(__file__)
 PLAIN = variant(jaxtp.ModelConfig(), TABLE["base"])
 MODELS = variants(PLAIN, TABLE["models"])
-B, T = 4, 8
+B = 4
+T = 8
 
 
 def build_and_weights(config):

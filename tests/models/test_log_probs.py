@@ -27,7 +27,10 @@ import jaxtp
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import mesh_of
 
-B, T, V, K = 4, 16, 29, 3
+B = 4
+T = 16
+V = 29
+K = 3
 TABLE = read_table(__file__)
 PLAIN = variant(jaxtp.ModelConfig(vocab_size=V), TABLE["base"])
 CASES = TABLE["cases"]

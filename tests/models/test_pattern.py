@@ -19,7 +19,8 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.resume import check_resumable
 from jaxtp.train.run_folder import RunFolderError, checkpoint_info
 
-B, T = 8, 8
+B = 8
+T = 8
 PLAIN = jaxtp.ModelConfig(
     vocab_size=32, d_model=16, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=24, loss_chunk=8
 )

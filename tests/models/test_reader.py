@@ -18,7 +18,8 @@ from jaxtp.generate.decode_model import decode_mesh, to_decode_model, weight_byt
 from jaxtp.layers.cache import DROPPED, NewTokens
 from jaxtp.mesh import batch_parts, mesh_sizes
 
-B, T = 8, 16
+B = 8
+T = 16
 MODELS = {name: row for name, row in read_table(__file__).items() if not name.startswith(".")}
 SHARED = variant(jaxtp.ModelConfig(), MODELS.pop("base"))
 FIRST = np.array([1, 2, 3, 4, 5, 6, 6, 1])  # tokens of each row that are read first
@@ -41,7 +42,8 @@ def test_reading_in_parts_equals_reading_at_once(name):
     whole = decode_mesh(mesh)
     reader, weights = nnx.split(to_decode_model(nnx.merge(graph, state), whole))
     parts = batch_parts(mesh_sizes(whole))
-    found, lengths = np.full(expected.shape, np.nan), np.zeros(B, np.int32)
+    found = np.full(expected.shape, np.nan)
+    lengths = np.zeros(B, np.int32)
 
     @partial(jax.jit, donate_argnums=1)
     def read(weights, caches, ids, new):

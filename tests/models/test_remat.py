@@ -10,7 +10,8 @@ import jaxtp
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.mesh import mesh_shape
 
-B, T = 2, 16
+B = 2
+T = 16
 MODEL = jaxtp.ModelConfig(
     vocab_size=61,
     d_model=32,

@@ -23,7 +23,8 @@ COMPILED = TABLE["compiled"]
 @pytest.mark.parametrize("name", COMPILED)
 def test_flops_are_those_of_the_compiled_program(name):
     row = COMPILED[name]
-    config, accumulation = variant(MODEL, row["model"]), row.get("accumulation", 1)
+    config = variant(MODEL, row["model"])
+    accumulation = row.get("accumulation", 1)
     work = step_costs(config, sizes_of(row["mesh"]), **SHAPE, accumulation=accumulation)
     assert work.flops == compiled_flops(config, row["mesh"], accumulation)
 
