@@ -82,7 +82,6 @@ def is_bounded(place, config):
 
 VOLUMES = SETTINGS["blocks"]
 NO_SPLIT = {"sequence_parallel": False}
-ALL_REDUCE_FULL = VOLUMES["all-reduces"]["full"]
 DELTA = VOLUMES["gated delta"]["model"]
 KINDS = {"all-reduces": set(), "rings": {"permute"}, "sequence": {"all-gather", "reduce-scatter"}}
 B = 8
@@ -140,7 +139,7 @@ def test_weights_of_a_block_are_gathered_twice_and_gradients_reduced_once():
     found = block_collectives((2, 2, 2), "full", **NO_SPLIT)
     assert kinds(found, "fsdp") == {"all-gather": 2 * NUM_WEIGHTS, "reduce-scatter": NUM_WEIGHTS}
     assert kinds(found, "dp") == {"all-reduce": NUM_WEIGHTS}
-    assert kinds(found, "tp") == {"all-reduce": ALL_REDUCE_FULL / 2}
+    assert kinds(found, "tp") == {"all-reduce": VOLUMES["all-reduces"]["full"] / 2}
     assert {c.axes for c in found} == {("tp",), ("fsdp",), ("dp",)}
     frozen = kinds(block_collectives((1, 2, 4), "none", lora={"rank": 4}), "fsdp")
     gathered = 2 * (NUM_WEIGHTS + NUM_ADAPTERS)

@@ -57,7 +57,11 @@ def found(model):
     return log_probs, entropy, of_top, *jaxtp.top_log_probs(model, IDS, K, SEGMENTS, temperature=1.3)
 
 
-def numbers_and_gradients(numbers, graph, state):
+def alone(numbers, graph, state):
+    return jax.jit(lambda state: numbers(nnx.merge(graph, state)))(state)
+
+
+def with_gradients(numbers, graph, state):
     def scalar(state):
         results = numbers(nnx.merge(graph, state))
         return sum(jnp.sum(jnp.sin(each)) for each in results[:3]), results
@@ -66,14 +70,25 @@ def numbers_and_gradients(numbers, graph, state):
     return results, grads
 
 
-@pytest.mark.parametrize("name", sweep(CASES, "soft caps"))
-def test_log_probabilities_on_a_mesh(name):
+def without_a_mesh_and_on_one(name, run):
+    """Returns the results of `run` by plain mathematics, those on a mesh, and the mesh."""
     make = decoder(variant(PLAIN, CASES[name]["model"]))
     weights = random_weights(make)
-    right, right_grads = numbers_and_gradients(expected, *without_mesh(make, weights))
     mesh = mesh_of(sizes_of(CASES[name]["mesh"]))
     with jax.set_mesh(mesh):
-        numbers, grads = numbers_and_gradients(found, *state_on_mesh(make, weights, mesh))
+        on_mesh = run(found, *state_on_mesh(make, weights, mesh))
+    return run(expected, *without_mesh(make, weights)), on_mesh, mesh
+
+
+def test_log_probabilities_over_cp_and_a_split_vocabulary():
+    right, numbers, _ = without_a_mesh_and_on_one("soft caps", alone)
+    assert max(map(relative_error, numbers, right)) < 1e-5
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", CASES)
+def test_log_probabilities_and_their_gradients(name):
+    (right, right_grads), (numbers, grads), mesh = without_a_mesh_and_on_one(name, with_gradients)
     assert max(map(relative_error, numbers, right)) < 1e-5
     assert_close(by_name(grads, mesh), by_name(right_grads, jaxtp.make_mesh()))
 

@@ -48,7 +48,12 @@ class DaringModel(ToyModel):
     layer = Daring
 
 
-CONFIG = TrainConfig(model=PATTERN, data=DataConfig(sequence_length=16, global_batch_size=16))
+def run_of(**changes):
+    data = DataConfig(sequence_length=16, global_batch_size=16)
+    return TrainConfig(model=variant(PATTERN, changes), data=data)
+
+
+CONFIG = run_of()
 
 
 STEPS = read_table(__file__)
@@ -79,8 +84,7 @@ def test_a_block_keeps_what_it_declares(remat):
 @pytest.mark.wide
 def test_memory_and_the_search_for_a_setting():
     """On two devices, of which the search tries few settings."""
-    wider = variant(CONFIG, {"model": {"conv_features": 64}})
-    small, large = (memory_per_device(run, mesh_shape(tp=2)).parameters for run in (CONFIG, wider))
+    small, large = (memory_per_device(run_of(conv_features=n), mesh_shape(tp=2)).parameters for n in (32, 64))
     assert large - small == 3 * 4 * 32 * (3 * 32 / 2) + 4 * 32 * (2 + 3 + 2) / 2
     found = search(CONFIG, target(find("h100"), 2, 0.75), describe_model(CONFIG), fitting_meshes(2))
     assert {setting.sizes["tp"] for setting in found.settings} == {1, 2}
@@ -91,13 +95,13 @@ def test_memory_and_the_search_for_a_setting():
 @pytest.mark.parametrize("placement", ["before", "parallel"])
 def test_the_check_passes(placement):
     case = {"before": Case(mesh_shape(dp=2, fsdp=2, tp=2), True), "parallel": TP}[placement]
-    run = variant(CONFIG, {"model": {"norm_placement": placement, "layer_scale": True}})
+    run = run_of(norm_placement=placement, layer_scale=True)
     (verdict,) = verdicts(shrink(run, [case]), [case])
     assert verdict.passed, (verdict.errors, verdict.problems)
 
 
 def test_shrinking_keeps_its_structure():
-    small = shrink(variant(CONFIG, {"model": {"num_layers": 9}}), [TP]).model
+    small = shrink(run_of(num_layers=9), [TP]).model
     assert isinstance(small, ToyModel)
     assert [(stack.repeats, [b.conv_width for b in stack.pattern]) for stack in small.stacks()] == [
         (2, [2, 3]),
