@@ -18,7 +18,7 @@ from jaxtp.analysis.hardware import find
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain, validate
 from jaxtp.layers.parameter import Precision
-from jaxtp.mesh import fitting_meshes, mesh_of, mesh_shape
+from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.models.config import validate_model, violations
 from jaxtp.tools.check.__main__ import verdicts
 from jaxtp.tools.check.first_difference import first_difference
@@ -83,11 +83,12 @@ def test_a_block_keeps_what_it_declares(remat):
 
 @pytest.mark.wide
 def test_memory_and_the_search_for_a_setting():
-    """On two devices, of which the search tries few settings."""
+    """Of one block on one mesh, of which the search tries few settings."""
     small, large = (memory_per_device(run_of(conv_features=n), mesh_shape(tp=2)).parameters for n in (32, 64))
     assert large - small == 3 * 4 * 32 * (3 * 32 / 2) + 4 * 32 * (2 + 3 + 2) / 2
-    found = search(CONFIG, target(find("h100"), 2, 0.75), describe_model(CONFIG), fitting_meshes(2))
-    assert {setting.sizes["tp"] for setting in found.settings} == {1, 2}
+    run = run_of(num_layers=1, pattern=[])
+    found = search(run, target(find("h100"), 2, 0.75), describe_model(run), [mesh_shape(tp=2)])
+    assert {setting.sizes["tp"] for setting in found.settings} == {2}
     assert all(setting.fits for setting in found.settings)
 
 
