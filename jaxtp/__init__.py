@@ -1,7 +1,7 @@
 """Tensor-parallel training of transformer models in JAX that you can trust.
 
-Each name in `__all__` is imported at its first use. So `import jaxtp` takes milliseconds, and a script that needs only
-the layers does not wait for Orbax or pydantic.
+Each name in `__all__` is imported at its first use. So `import jaxtp` takes milliseconds, and a
+script that needs only the layers does not wait for Orbax or pydantic.
 """
 
 import re
@@ -94,7 +94,9 @@ if TYPE_CHECKING:
 with open(__file__, encoding="utf-8") as _source:
     _IMPORTS = re.findall(r"(?m)^    from (.+) import (\w+) as \2$", _source.read())
 _MODULE_OF = {name: module for module, name in _IMPORTS}
-"""The module of each public name, parsed from the imports above, which only type checkers evaluate."""
+"""The module of each public name, parsed from the imports above, which only type checkers
+evaluate.
+"""
 
 __all__ = sorted(_MODULE_OF)
 

@@ -52,9 +52,14 @@ HELP = f"""
 
 def commands() -> dict[str, str]:
     """Returns the first line of the docstring of each command's package, without importing it."""
-    texts = {name: Path(__file__).parent.joinpath(*at.split(".")[1:], "__init__.py") for name, at in COMMANDS.items()}
+    texts = {
+        name: Path(__file__).parent.joinpath(*at.split(".")[1:], "__init__.py")
+        for name, at in COMMANDS.items()
+    }
     trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in texts.items()}
-    return {name: (ast.get_docstring(tree) or "").partition("\n")[0] for name, tree in trees.items()}
+    return {
+        name: (ast.get_docstring(tree) or "").partition("\n")[0] for name, tree in trees.items()
+    }
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,7 +85,11 @@ def _run(argv: Sequence[str]) -> int:
         print(f"{PROGRAM} {jaxtp.__version__}")
         return 0
     name, rest = choose_name(PROGRAM, {**commands(), COMPLETION: SUMMARY}, argv, HELP)
-    return _complete(rest) if name == COMPLETION else entry.import_fast(f"{COMMANDS[name]}.__main__").main(rest)
+    return (
+        _complete(rest)
+        if name == COMPLETION
+        else entry.import_fast(f"{COMMANDS[name]}.__main__").main(rest)
+    )
 
 
 class _StandIns(MetaPathFinder, Loader):
@@ -88,7 +97,9 @@ class _StandIns(MetaPathFinder, Loader):
 
     LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax", "grain", "numpy", "tensorboardX")
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> ModuleSpec | None:
         is_one = fullname.partition(".")[0] in self.LIBRARIES
         return ModuleSpec(fullname, self, is_package=True) if is_one else None
 
@@ -110,7 +121,8 @@ class _StandIn:
         return self
 
     def __call__(self, *arguments: object, **_: object) -> object:
-        return arguments[0] if arguments and isinstance(arguments[0], type) else self  # decorates a class
+        # decorates a class
+        return arguments[0] if arguments and isinstance(arguments[0], type) else self
 
     def __mro_entries__(self, bases: object) -> tuple[type, ...]:
         return (type("StandIn", (), {"__init_subclass__": lambda *_, **__: None}),)
@@ -119,7 +131,8 @@ class _StandIn:
         return self
 
     __or__ = __ror__ = __getitem__
-    __bool__, __float__ = (lambda _: False), (lambda _: 0.0)
+    __bool__ = lambda _: False
+    __float__ = lambda _: 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +144,9 @@ class _Completion:
 def _complete(argv: Sequence[str]) -> int:
     command = Command(program=f"{PROGRAM} {COMPLETION}", schema=_Completion, description=SUMMARY)
     asked, _ = command.load(argv)
-    modules = {name: importlib.import_module(f"{module}.__main__") for name, module in COMMANDS.items()}
+    modules = {
+        name: importlib.import_module(f"{module}.__main__") for name, module in COMMANDS.items()
+    }
     commands = {name: getattr(m, "COMMANDS", None) or m.COMMAND for name, m in modules.items()}
     print(completion(PROGRAM, {**commands, COMPLETION: command}, asked.shell))
     return 0

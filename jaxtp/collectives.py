@@ -1,7 +1,7 @@
 """All collectives of the package, written from the point of view of one device.
 
-A parallel layer runs its body through `device_view`; inside, arrays are this device's shards and each function below is
-one collective. Autodiff derives the backward pass, except for `load_weight`:
+A parallel layer runs its body through `device_view`; inside, arrays are this device's shards and
+each function below is one collective. Autodiff derives the backward pass, except for `load_weight`:
 
     function                       forward          backward
     enter_parallel, no sequence    nothing          all-reduce      (Megatron's f)
@@ -20,11 +20,12 @@ one collective. Autodiff derives the backward pass, except for `load_weight`:
     all_to_all                     all-to-all       all-to-all
     permute                        permute          permute
 
-With accumulation the all-reduces over dp, and over axes that replicate a weight, follow once per step
-(`sum_over_replicas` in `layers/parameter.py`). Rings (`layers/overlap.py`) replace enter_parallel and leave_parallel.
-Without a mesh every function returns its argument, as along axes of one device, where XLA for CPUs would copy it;
-`device_view` leaves these axes out of its specs. `check_vma` stays on (the default): a missing reduction is then a type
-error at trace time, not a wrong gradient. Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their
+With accumulation the all-reduces over dp, and over axes that replicate a weight, follow once per
+step (`sum_over_replicas` in `layers/parameter.py`). Rings (`layers/overlap.py`) replace
+enter_parallel and leave_parallel. Without a mesh every function returns its argument, as along axes
+of one device, where XLA for CPUs would copy it; `device_view` leaves these axes out of its specs.
+`check_vma` stays on (the default): a missing reduction is then a type error at trace time, not a
+wrong gradient. Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their
 sequence-parallel forms.
 """
 
@@ -43,28 +44,44 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxtp.config.entry import UserError
-from jaxtp.mesh import AXES, BATCH, CONTEXT, STORAGE, TP, axes_of, current_mesh, gradient_sum_axes, parts
+from jaxtp.mesh import (
+    AXES,
+    BATCH,
+    CONTEXT,
+    STORAGE,
+    TP,
+    axes_of,
+    current_mesh,
+    gradient_sum_axes,
+    parts,
+)
 
 V = TypeVar("V")
 
 # Values of `checkpoint_name`
 GATHERED = "gathered"  # a column layer's all-gathered input; in a ring, this device's shard
 REDUCED = "reduced"  # a row layer's output
-PROJECTED = "projected"  # residuals of projections: outputs of column layers, and `x @ A` of every adapter
+# residuals of projections: outputs of column layers, and `x @ A` of every adapter
+PROJECTED = "projected"
 ATTENDED = "attended"  # an attention kernel's residuals: its output and log-sum-exp
 SHARED = "shared"  # keys and values of all devices along cp
 KEPT = "kept"  # what every remat policy saves: routers' choices, and sines and cosines of positions
 
 
-def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
-    """Returns a function that runs `body` on the shards of each device; without a mesh it calls `body`.
+def device_view(
+    body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], out_specs: Any
+) -> Callable[..., Any]:
+    """Returns a function that runs `body` on the shards of each device; without a mesh it calls
+    `body`.
 
-    `name` appears in profiles and errors. Each spec is a `PartitionSpec`, or a pytree of specs like its argument. Axes
-    of one device are left out of the specs: `body` uses the functions below, not `jax.lax`.
+    `name` appears in profiles and errors. Each spec is a `PartitionSpec`, or a pytree of specs like
+    its argument. Axes of one device are left out of the specs: `body` uses the functions below, not
+    `jax.lax`.
 
     Raises:
       ValueError: when called, if a dim of an argument is not divisible by its mesh axes.
-      MissingReductionError: when called, if a result varies over an axis along which `out_specs` replicates it.
+      MissingReductionError: when called, if a result varies over an axis along which `out_specs`
+        replicates it.
     """
 
     def call(*args: object) -> Any:
@@ -85,14 +102,17 @@ def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], 
 
 
 class MissingReductionError(ValueError):
-    """A layer's result varies over an axis along which its spec replicates it; `message` is JAX's message."""
+    """A layer's result varies over an axis along which its spec replicates it; `message` is
+    JAX's message.
+    """
 
     def __init__(self, name: str, message: str):
         found = ",".join(re.findall(r"(?:across mesh axis '|and not {)([\w,]+)", message))
         axes = sorted(set(filter(None, found.split(","))))
         where = f" along {' and '.join(axes)}" if axes else ""
         super().__init__(
-            f"{name}: out_specs declares its result equal{where}, but it differs between devices; a reduction "
+            f"{name}: out_specs declares its result equal{where}, but it differs between devices; "
+            "a reduction "
             f"(leave_parallel, all_reduce) is missing"
         )
 
@@ -123,7 +143,9 @@ def gather_weight(x: Array, stored: PartitionSpec, gathered: PartitionSpec) -> A
     For global arrays; inside `device_view` use `load_weight`.
     """
     gather = jax.custom_vjp(lambda x: constrain(x, gathered))
-    gather.defvjp(lambda x: (constrain(x, gathered), None), lambda _, grad: (constrain(grad, stored),))
+    gather.defvjp(
+        lambda x: (constrain(x, gathered), None), lambda _, grad: (constrain(grad, stored),)
+    )
     return gather(x)
 
 
@@ -137,8 +159,11 @@ def check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> Non
         names = axes_of(axes)
         count = axis_size(*names)
         if shape[dim] % count:
-            below, above = shape[dim] // count * count, -(-shape[dim] // count) * count
-            product = " x ".join(f"{axis}={axis_size(axis)}" for axis in names if axis_size(axis) > 1)
+            below = shape[dim] // count * count
+            above = -(-shape[dim] // count) * count
+            product = " x ".join(
+                f"{axis}={axis_size(axis)}" for axis in names if axis_size(axis) > 1
+            )
             raise DivisionError(
                 f"{name}: dim {dim} of shape {shape} is {shape[dim]}, not divisible by {product}; "
                 f"nearest: {f'{below} or {above}' if below else above}"
@@ -160,7 +185,9 @@ def _split_spec(spec: PartitionSpec) -> PartitionSpec:
 
 
 def axis_index(*axes: str) -> Array | int:
-    """Returns this device's position along `axes`, the last fastest, inside `device_view`; 0 without a mesh."""
+    """Returns this device's position along `axes`, the last fastest, inside `device_view`; 0
+    without a mesh.
+    """
     place: Array | int = 0
     for axis in _split_axes(axes):
         place = place * axis_size(axis) + lax.axis_index(axis)
@@ -168,7 +195,9 @@ def axis_index(*axes: str) -> Array | int:
 
 
 def vary(x: Array, *axes: str) -> Array:
-    """Marks `x`, replicated along `axes`, as varying over them, so that its gradient is summed over them."""
+    """Marks `x`, replicated along `axes`, as varying over them, so that its gradient is summed
+    over them.
+    """
     return lax.pcast(x, axes, to="varying") if (axes := _split_axes(axes)) else x
 
 
@@ -190,23 +219,30 @@ def enter_parallel(x: Array, sequence_dim: int | None) -> Array:
     """
     if sequence_dim is None or current_mesh() is None:
         return vary(checkpoint_name(x, GATHERED), TP)
-    return sequence_first(checkpoint_name(all_gather(sequence_first(x, sequence_dim), TP), GATHERED), sequence_dim)
+    return sequence_first(
+        checkpoint_name(all_gather(sequence_first(x, sequence_dim), TP), GATHERED), sequence_dim
+    )
 
 
 def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
     """Sums this device's `x` over its tp group.
 
-    With `sequence_dim`, each device gets its part along that dim (reduce-scatter): `[B, T, D] -> [B, T/tp, D]`.
+    With `sequence_dim`, each device gets its part along that dim (reduce-scatter):
+    `[B, T, D] -> [B, T/tp, D]`.
     """
     if sequence_dim is None:
         return checkpoint_name(all_reduce(x, TP), REDUCED)
-    return sequence_first(checkpoint_name(reduce_scatter(sequence_first(x, sequence_dim), TP), REDUCED), sequence_dim)
+    return sequence_first(
+        checkpoint_name(reduce_scatter(sequence_first(x, sequence_dim), TP), REDUCED), sequence_dim
+    )
 
 
 def sequence_first(x: V, sequence_dim: int | None) -> V:
-    """Swaps the first dim and `sequence_dim` of arrays if tp splits the sequence; undoes it the second time.
+    """Swaps the first dim and `sequence_dim` of arrays if tp splits the sequence; undoes it the
+    second time.
 
-    XLA gathers and scatters along the first dim: around a product of `[B, T, D]` it would swap whole activations.
+    XLA gathers and scatters along the first dim: around a product of `[B, T, D]` it would swap
+    whole activations.
     """
     if sequence_dim is None or axis_size(TP) == 1:
         return x
@@ -224,43 +260,63 @@ def all_reduce_max(x: Array, *axes: str) -> Array:
     return lax.pmax(x, axes) if (axes := _split_axes(axes)) else x
 
 
-def all_gather(x: Array, *axes: str, dim: int = 0, to: Literal["varying", "invarying"] = "varying") -> Array:
+def all_gather(
+    x: Array, *axes: str, dim: int = 0, to: Literal["varying", "invarying"] = "varying"
+) -> Array:
     """Concatenates the shards of the devices along `axes`: `[S, ...] -> [n * S, ...]`.
 
-    An `invarying` result counts as one array that the devices share, so `device_view` can return it.
+    An `invarying` result counts as one array that the devices share, so `device_view` can return
+    it.
     """
-    return lax.all_gather(x, axes, axis=dim, tiled=True, to=to) if (axes := _split_axes(axes)) else x
+    return (
+        lax.all_gather(x, axes, axis=dim, tiled=True, to=to) if (axes := _split_axes(axes)) else x
+    )
 
 
 def reduce_scatter(x: Array, *axes: str, dim: int = 0) -> Array:
-    """Returns this device's part of the sum over the devices along `axes`: `[n * S, ...] -> [S, ...]`."""
-    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if (axes := _split_axes(axes)) else x
+    """Returns this device's part of the sum over the devices along `axes`:
+    `[n * S, ...] -> [S, ...]`.
+    """
+    return (
+        lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        if (axes := _split_axes(axes))
+        else x
+    )
 
 
 def all_to_all(x: Array, *axes: str, split: int, join: int) -> Array:
-    """Sends part i of dim `split` to device i along `axes`, and concatenates the received parts along `join`."""
+    """Sends part i of dim `split` to device i along `axes`, and concatenates the received parts
+    along `join`.
+    """
     return lax.all_to_all(x, axes, split, join, tiled=True) if (axes := _split_axes(axes)) else x
 
 
 def permute(x: Array, axis: str, pairs: Iterable[tuple[int, int]] | None = None) -> Array:
-    """Returns the array of the previous device along `axis`, or of the source in (source, target) `pairs`.
+    """Returns the array of the previous device along `axis`, or of the source in (source, target)
+    `pairs`.
 
     A device that is not a target gets zeros.
     """
     if (size := axis_size(axis)) == 1:
         return x if pairs is None or current_mesh() is None or list(pairs) else jnp.zeros_like(x)
-    return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)] if pairs is None else list(pairs))
+    return lax.ppermute(
+        x, axis, [(i, (i + 1) % size) for i in range(size)] if pairs is None else list(pairs)
+    )
 
 
 class Float8(NamedTuple):
-    """An array in 8 bits: float8 numbers (E4M3), and a float32 scale for each output feature, or each token.
+    """An array in 8 bits: float8 numbers (E4M3), and a float32 scale for each output feature, or
+    each token.
 
-    Their product is within 2^-4 of the array, relatively, or within 2^-10 of the scale if that is more: E4M3 has 3
-    bits of mantissa, and 2^-6 is its smallest normal number. The fields of a kernel may also be specs.
+    Their product is within 2^-4 of the array, relatively, or within 2^-10 of the scale if that is
+    more: E4M3 has 3 bits of mantissa, and 2^-6 is its smallest normal number. The fields of a
+    kernel may also be specs.
     """
 
-    bits: Array  # of the float8 numbers, as uint8: XLA for CPUs would slice and gather float8 in float16
-    scale: Array  # of a kernel `[..., 1, out]`, of tokens `[..., 1]`: the largest absolute value over 448
+    # of the float8 numbers, as uint8: XLA for CPUs would slice and gather float8 in float16
+    bits: Array
+    # of a kernel `[..., 1, out]`, of tokens `[..., 1]`: the largest absolute value over 448
+    scale: Array
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -268,10 +324,18 @@ class Float8(NamedTuple):
         return tuple(self.bits.shape)
 
     @classmethod
-    def of(cls, array: Array | np.ndarray, *, dim: int = -2, axes: tuple[str, ...] = ()) -> "Float8":
-        """Quantises an array with one scale along `dim`, which the mesh axes `axes` split; zeros stay zero."""
-        most = all_reduce_max(jnp.max(jnp.abs(array), axis=dim, keepdims=True).astype(jnp.float32), *axes)
-        scale = jnp.maximum(most / float(jnp.finfo(jnp.float8_e4m3fn).max), jnp.finfo(jnp.float32).tiny)
+    def of(
+        cls, array: Array | np.ndarray, *, dim: int = -2, axes: tuple[str, ...] = ()
+    ) -> "Float8":
+        """Quantises an array with one scale along `dim`, which the mesh axes `axes` split; zeros
+        stay zero.
+        """
+        most = all_reduce_max(
+            jnp.max(jnp.abs(array), axis=dim, keepdims=True).astype(jnp.float32), *axes
+        )
+        scale = jnp.maximum(
+            most / float(jnp.finfo(jnp.float8_e4m3fn).max), jnp.finfo(jnp.float32).tiny
+        )
         numbers = (array.astype(jnp.float32) / scale).astype(jnp.float8_e4m3fn)
         return cls(lax.bitcast_convert_type(numbers, jnp.uint8), scale)
 
@@ -316,68 +380,99 @@ class WeightDtypes(NamedTuple):
 
     compute: DTypeLike  # of the gather over devices
     reduce: DTypeLike  # of the sum of gradients over devices
-    result: DTypeLike  # of the gathered weight, in which gradients of its uses accumulate; `compute` or wider
+    # of the gathered weight, in which gradients of its uses accumulate; `compute` or wider
+    result: DTypeLike
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightLayout:
-    """How a device's shard of a weight is stored, and which part of the weight the device multiplies with."""
+    """How a device's shard of a weight is stored, and which part of the weight the device
+    multiplies with.
+    """
 
     fsdp_dim: int | None
     """Dim that is split over fsdp and gathered; None if fsdp holds replicas."""
 
     gathered: bool = True
-    """False keeps the weight split over fsdp, for layers that gather tokens; replicas alone sum its gradient."""
+    """False keeps the weight split over fsdp, for layers that gather tokens; replicas alone sum
+    its gradient.
+    """
 
     tp_gather: tuple[int, int] = (0, 1)
-    """(dim, group size): groups of neighbours along tp gather this dim, because tp exceeds the kv heads."""
+    """(dim, group size): groups of neighbours along tp gather this dim, because tp exceeds the
+    kv heads.
+    """
 
     used_by_all_tp: bool = False
-    """The weight is replicated over tp but used on different tokens (a norm under sequence parallelism), so its
-    gradient is summed over tp."""
+    """The weight is replicated over tp but used on different tokens (a norm under sequence
+    parallelism), so its gradient is summed over tp.
+    """
 
     early: bool = False
-    """The gradient's sum stays in the layer's backward pass: XLA copies gradients if it moves their sum."""
+    """The gradient's sum stays in the layer's backward pass: XLA copies gradients if it moves
+    their sum.
+    """
 
     def whole(self, shard: Array, *, split: bool = True) -> Array:
         """Gathers a shard; `split`: fsdp splits it too."""
-        shard, (dim, group) = by_rows(shard), self.tp_gather
+        shard = by_rows(shard)
+        dim, group = self.tp_gather
         if group > 1:
-            shard = lax.all_gather(shard, TP, axis=dim, axis_index_groups=_groups_over_tp(group), tiled=True)
+            shard = lax.all_gather(
+                shard, TP, axis=dim, axis_index_groups=_groups_over_tp(group), tiled=True
+            )
         if not split or not self.gathered or self.fsdp_dim is None:
             return shard
         return all_gather(shard, *STORAGE, dim=self.fsdp_dim)
 
     def whole_bits(self, shard: Float8) -> Float8:
-        """Gathers a kernel in 8 bits; its scale is split like the kernel, except along `in`, where its size is 1."""
-        return Float8(self.whole(shard.bits), self.whole(shard.scale, split=self.fsdp_dim != len(shard.shape) - 2))
+        """Gathers a kernel in 8 bits; its scale is split like the kernel, except along `in`,
+        where its size is 1.
+        """
+        return Float8(
+            self.whole(shard.bits),
+            self.whole(shard.scale, split=self.fsdp_dim != len(shard.shape) - 2),
+        )
 
     def summed(self, grad: Array, shard: Array, dtype: DTypeLike) -> Array:
-        """Returns the gradient of `shard`, summed in `dtype`: `whole` transposed, and a sum over `replicas`."""
+        """Returns the gradient of `shard`, summed in `dtype`: `whole` transposed, and a sum over
+        `replicas`.
+        """
         grad = grad.astype(dtype)
         if self.fsdp_dim is not None and self.gathered:
             grad = reduce_scatter(grad, *STORAGE, dim=self.fsdp_dim)
-            grad = lax.optimization_barrier(grad) if self.early and axis_size(*STORAGE) > 1 else grad
+            grad = (
+                lax.optimization_barrier(grad) if self.early and axis_size(*STORAGE) > 1 else grad
+            )
         dim, group = self.tp_gather
         if group > 1:
             groups = _groups_over_tp(group)
-            grad = lax.psum_scatter(grad, TP, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
+            grad = lax.psum_scatter(
+                grad, TP, scatter_dimension=dim, axis_index_groups=groups, tiled=True
+            )
         return by_rows(all_reduce(grad, *self.replicas(shard))).astype(shard.dtype)
 
     def replicas(self, shard: Array) -> tuple[str, ...]:
-        """Returns the axes over which the shard's gradient is summed, but for those over which it varies already."""
+        """Returns the axes over which the shard's gradient is summed, but for those over which
+        it varies already.
+        """
         if current_mesh() is None:
             return ()
-        copied = gradient_sum_axes(stored_split=self.fsdp_dim is not None, used_by_all_tp=self.used_by_all_tp)
-        return tuple(axis for axis in copied if axis not in jax.typeof(shard).manual_axis_type.varying)
+        copied = gradient_sum_axes(
+            stored_split=self.fsdp_dim is not None, used_by_all_tp=self.used_by_all_tp
+        )
+        return tuple(
+            axis for axis in copied if axis not in jax.typeof(shard).manual_axis_type.varying
+        )
 
 
 def load_weight(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayout) -> Array:
     """Gathers a stored shard into the weight that this device multiplies with.
 
-    The shard is cast to the compute dtype *before* the gather, its gradient to the reduction dtype *before* the
-    reduction. These dtypes differ, so the transpose is hand-written. The gradient is not summed over axes over which
-    the shard already varies (`layers.parameter.mark_unreduced`). A `Float8` is gathered in 8 bits, and has no gradient.
+    The shard is cast to the compute dtype *before* the gather, its gradient to the reduction dtype
+    *before* the reduction. These dtypes differ, so the transpose is hand-written. The gradient is
+    not summed over axes over which the shard already varies (`layers.parameter.mark_unreduced`). A
+    `Float8` is gathered in 8 bits, and has no gradient.
     """
     if current_mesh() is None:
         return shard.astype(dtypes.compute).astype(dtypes.result)
@@ -386,39 +481,53 @@ def load_weight(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayou
         def dequantised(shard: Float8) -> Array:
             return layout.whole_bits(shard).astype(dtypes.compute).astype(dtypes.result)
 
-        frozen = jax.custom_vjp(dequantised)  # one call, so that remat sees a frozen weight and saves no part of it
+        # one call, so that remat sees a frozen weight and saves no part of it
+        frozen = jax.custom_vjp(dequantised)
         frozen.defvjp(lambda shard: (dequantised(shard), None), lambda *_: (None,))
         return frozen(shard)
 
     def gather(shard: Array) -> Array:
-        # Replicas first: their gradients are summed last, on the smaller result of the reduce-scatter.
-        return layout.whole(vary(shard.astype(dtypes.compute), *layout.replicas(shard))).astype(dtypes.result)
+        # Replicas first: their gradients are summed last, on the smaller result of the
+        # reduce-scatter.
+        return layout.whole(vary(shard.astype(dtypes.compute), *layout.replicas(shard))).astype(
+            dtypes.result
+        )
 
     load = jax.custom_vjp(gather)
     load.defvjp(  # `gather`, not `load`: remat must see the gather itself
-        lambda shard: (gather(shard), None), lambda _, grad: (layout.summed(grad, shard, dtypes.reduce),)
+        lambda shard: (gather(shard), None),
+        lambda _, grad: (layout.summed(grad, shard, dtypes.reduce),),
     )
     return load(shard)
 
 
-def load_float8(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayout, axes: tuple[str, ...]) -> Quantised:
-    """Like `load_weight`, of a kernel that is gathered and multiplied in 8 bits; `axes` split its input features."""
+def load_float8(
+    shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayout, axes: tuple[str, ...]
+) -> Quantised:
+    """Like `load_weight`, of a kernel that is gathered and multiplied in 8 bits; `axes` split
+    its input features.
+    """
     if isinstance(shard, Float8):
         return Quantised.of(layout.whole_bits(shard), dtypes.compute)
 
     def gather(shard: Array) -> Quantised:
-        array, carrier = Quantised.of(layout.whole_bits(Float8.of(shard, axes=axes)), dtypes.compute)
+        array, carrier = Quantised.of(
+            layout.whole_bits(Float8.of(shard, axes=axes)), dtypes.compute
+        )
         return Quantised(array, vary(carrier, *layout.replicas(shard)))
 
     load = jax.custom_vjp(gather)
     load.defvjp(  # one call: remat saves no quantised shard
-        lambda shard: (load(shard), None), lambda _, grad: (layout.summed(grad.carrier, shard, dtypes.reduce),)
+        lambda shard: (load(shard), None),
+        lambda _, grad: (layout.summed(grad.carrier, shard, dtypes.reduce),),
     )
     return load(shard)
 
 
 def by_rows(shard: Array) -> Array:
-    """Fixes the layout of a shard or its gradient, which XLA would copy for all layers, transposed."""
+    """Fixes the layout of a shard or its gradient, which XLA would copy for all layers,
+    transposed.
+    """
     # XLA gathers along the first dim, and Hopper reads float8 by columns.
     return with_layout_constraint(shard, Layout(major_to_minor=tuple(range(shard.ndim))))
 
@@ -428,7 +537,9 @@ def enter_float8(x: Quantised, sequence_dim: int | None) -> Quantised:
     dtype = x.dtype
 
     def gather(x: Quantised) -> Quantised:
-        return Quantised.of(Float8(*(enter_parallel(each, sequence_dim) for each in x.array)), dtype)
+        return Quantised.of(
+            Float8(*(enter_parallel(each, sequence_dim) for each in x.array)), dtype
+        )
 
     def backward(_: None, grad: Quantised) -> tuple[Quantised | None]:
         return (Quantised.gradient(leave_parallel(grad.carrier, sequence_dim)),)
@@ -439,12 +550,16 @@ def enter_float8(x: Quantised, sequence_dim: int | None) -> Quantised:
 
 
 def average_gradient(y: Array, group: int) -> Array:
-    """Returns `y`; its gradient is averaged over groups of neighbours along tp that compute the same `y`."""
+    """Returns `y`; its gradient is averaged over groups of neighbours along tp that compute the
+    same `y`.
+    """
     if group == 1:
         return y
 
     def backward(_: None, grad: Array) -> tuple[Array]:
-        parts = lax.all_gather(grad.astype(jnp.float32), TP, axis_index_groups=_groups_over_tp(group))
+        parts = lax.all_gather(
+            grad.astype(jnp.float32), TP, axis_index_groups=_groups_over_tp(group)
+        )
         return (jnp.mean(parts, axis=0).astype(grad.dtype),)
 
     same = jax.custom_vjp(lambda y: y)
@@ -463,6 +578,10 @@ def is_tp_reduction(primitive: Any, params: dict[str, Any]) -> bool:
 
 
 def is_weight_gather(primitive: Any, params: dict[str, Any]) -> bool:
-    """Returns whether a jaxpr primitive is `load_weight`'s gather, which remat policies never save, or `SHARED`."""
+    """Returns whether a jaxpr primitive is `load_weight`'s gather, which remat policies never
+    save, or `SHARED`.
+    """
     over_storage = set(params.get("axis_name", ())) <= set(STORAGE)
-    return primitive.name == "all_gather" and (over_storage or params["axis_index_groups"] is not None)
+    return primitive.name == "all_gather" and (
+        over_storage or params["axis_index_groups"] is not None
+    )

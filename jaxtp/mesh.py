@@ -1,8 +1,9 @@
 """The device mesh and its four named axes.
 
-`dp` replicates the params, `fsdp` shards their storage, `cp` splits sequences, `tp` splits matrix products. `dp` and
-`fsdp` together divide a batch's sequences. `cp` also shards the storage of weights, like `fsdp`. `tp` varies fastest,
-so that neighbouring devices (one host, one NVLink domain) form a tensor-parallel group.
+`dp` replicates the params, `fsdp` shards their storage, `cp` splits sequences, `tp` splits matrix
+products. `dp` and `fsdp` together divide a batch's sequences. `cp` also shards the storage of
+weights, like `fsdp`. `tp` varies fastest, so that neighbouring devices (one host, one NVLink
+domain) form a tensor-parallel group.
 """
 
 import math
@@ -25,18 +26,25 @@ CONTEXT = (CP,)  # axes that divide each sequence (`layers/context.py`)
 TOKENS = (*BATCH, *CONTEXT)  # axes that divide the tokens of a batch
 
 STORAGE = (FSDP, CP)
-"""Axes that shard a stored weight. It is all-gathered before use; its gradient is reduce-scattered."""
+"""Axes that shard a stored weight. It is all-gathered before use; its gradient is
+reduce-scattered.
+"""
 
 SEQUENCE = (*CONTEXT, TP)
-"""Axes that split the sequence between parallel layers under sequence parallelism; tp splits each shard of cp."""
+"""Axes that split the sequence between parallel layers under sequence parallelism; tp splits
+each shard of cp.
+"""
 
 REPLICAS = (DP,)
-"""Axes along which every weight is replicated and used on different tokens; its gradient is all-reduced."""
+"""Axes along which every weight is replicated and used on different tokens; its gradient is
+all-reduced.
+"""
 
 MAX_VIRTUAL_DEVICES = 1024  # of one process: they start in a second and share the cores
 MIN_VIRTUAL_DEVICES = 8
-"""The fewest virtual devices with which a single process starts: their number cannot grow, and a later mesh, as in the
-next cell of a notebook, may be larger. Unused ones cost nothing."""
+"""The fewest virtual devices with which a single process starts: their number cannot grow, and a
+later mesh, as in the next cell of a notebook, may be larger. Unused ones cost nothing.
+"""
 _MAX_LISTED = 12  # meshes listed in a message
 _MADE = "build it with jaxtp.make_mesh, where an unused axis has size 1"
 
@@ -46,18 +54,24 @@ class MeshError(UserError):
 
 
 def make_mesh(
-    dp: int = 1, fsdp: int = 1, tp: int = 1, *, cp: int = 1, devices: Sequence[jax.Device] | None = None
+    dp: int = 1,
+    fsdp: int = 1,
+    tp: int = 1,
+    *,
+    cp: int = 1,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
     """Builds the mesh `(dp, fsdp, cp, tp)`; make it current with `jax.set_mesh(mesh)`.
 
-    Without accelerators it requests as many virtual CPU devices as needed, and at least eight, unless JAX's backend has
-    started.
+    Without accelerators it requests as many virtual CPU devices as needed, and at least eight,
+    unless JAX's backend has started.
 
-    One axis may be -1: it takes all remaining devices. `devices` defaults to `jax.devices()`. A mesh of a single
-    process may be smaller, and takes the first devices.
+    One axis may be -1: it takes all remaining devices. `devices` defaults to `jax.devices()`. A
+    mesh of a single process may be smaller, and takes the first devices.
 
     Raises:
-      MeshError: a size is not positive, several sizes are -1, or devices are too few or not distinct.
+      MeshError: a size is not positive, several sizes are -1, or devices are too few or not
+        distinct.
     """
     return mesh_of(mesh_shape(dp=dp, fsdp=fsdp, cp=cp, tp=tp), devices)
 
@@ -70,11 +84,19 @@ def mesh_of(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = Non
             request_virtual_devices(math.prod(size for size in sizes.values() if size != -1))
         devices = jax.devices()
     if not devices or len(set(devices)) < len(devices):
-        raise MeshError(f"a mesh needs one or more distinct devices; got {len(devices)}, {len(set(devices))} distinct")
+        raise MeshError(
+            f"a mesh needs one or more distinct devices; got {len(devices)}, {len(set(devices))} "
+            "distinct"
+        )
     sizes = resolve_sizes(sizes, len(devices))
     needed = math.prod(sizes.values())
     _check_count(sizes, needed, devices)
-    return jax.make_mesh(tuple(sizes.values()), AXES, devices=devices[:needed], axis_types=(AxisType.Auto,) * len(AXES))
+    return jax.make_mesh(
+        tuple(sizes.values()),
+        AXES,
+        devices=devices[:needed],
+        axis_types=(AxisType.Auto,) * len(AXES),
+    )
 
 
 _numbers_of_devices: set[int] = set()  # that `request_virtual_devices` set in this process
@@ -83,9 +105,9 @@ _numbers_of_devices: set[int] = set()  # that `request_virtual_devices` set in t
 def request_virtual_devices(count: int = 1) -> None:
     """Makes this process start with virtual CPU devices if it has no accelerator: at least `count`.
 
-    A process among several gets `count`. One by itself gets a multiple of it, `MIN_VIRTUAL_DEVICES` or more, so that an
-    axis of -1 has a size. No effect if their number is configured, the backend has started, or
-    `count` > `MAX_VIRTUAL_DEVICES`.
+    A process among several gets `count`. One by itself gets a multiple of it, `MIN_VIRTUAL_DEVICES`
+    or more, so that an axis of -1 has a size. No effect if their number is configured, the backend
+    has started, or `count` > `MAX_VIRTUAL_DEVICES`.
     """
     configured = jax.config.jax_num_cpu_devices != -1  # type: ignore[attr-defined]
     if configured or count > MAX_VIRTUAL_DEVICES:
@@ -100,12 +122,16 @@ def request_virtual_devices(count: int = 1) -> None:
 
 
 def is_number_configured() -> bool:
-    """Returns whether the user set the number of CPU devices; `request_virtual_devices` leaves spare ones otherwise."""
+    """Returns whether the user set the number of CPU devices; `request_virtual_devices` leaves
+    spare ones otherwise.
+    """
     return jax.config.jax_num_cpu_devices not in (-1, *_numbers_of_devices)  # type: ignore[attr-defined]
 
 
 def all_devices() -> list[jax.Device]:
-    """Returns JAX's devices; if this starts the backend of a single process, it has virtual ones for later meshes."""
+    """Returns JAX's devices; if this starts the backend of a single process, it has virtual ones
+    for later meshes.
+    """
     if not jax.distributed.is_initialized():
         request_virtual_devices()
     return jax.devices()
@@ -129,18 +155,23 @@ def batch_parts(sizes: Mapping[str, int]) -> int:
 def gradient_sum_axes(*, stored_split: bool, used_by_all_tp: bool) -> tuple[str, ...]:
     """Returns the axes over which a weight's gradient is all-reduced.
 
-    `stored_split`: `STORAGE` splits a dim. `used_by_all_tp`: devices along tp use the weight on different tokens.
+    `stored_split`: `STORAGE` splits a dim. `used_by_all_tp`: devices along tp use the weight on
+    different tokens.
     """
     return REPLICAS + (() if stored_split else STORAGE) + ((TP,) if used_by_all_tp else ())
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
     """Returns a mesh of these sizes without devices."""
-    return AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return AbstractMesh(
+        tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+    )
 
 
 def as_current(mesh: Mesh | AbstractMesh) -> AbstractContextManager[object]:
-    """Makes a mesh current in a `with` block; under an abstract mesh functions can only be traced."""
+    """Makes a mesh current in a `with` block; under an abstract mesh functions can only be
+    traced.
+    """
     return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
 
 
@@ -150,13 +181,17 @@ def mesh_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
 
 
 def current_mesh() -> AbstractMesh | None:
-    """Returns the mesh set by `jax.set_mesh`, or None; raises as `check_axes`, or if axes are explicit."""
+    """Returns the mesh set by `jax.set_mesh`, or None; raises as `check_axes`, or if axes are
+    explicit.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return None
     check_axes(mesh)
     if mesh.explicit_axes:
-        raise MeshError(f"axes {mesh.explicit_axes} of the mesh have AxisType.Explicit, not Auto; {_MADE}")
+        raise MeshError(
+            f"axes {mesh.explicit_axes} of the mesh have AxisType.Explicit, not Auto; {_MADE}"
+        )
     return mesh
 
 
@@ -199,20 +234,33 @@ def fitting_meshes(num_devices: int, axes: Sequence[str] = AXES) -> list[dict[st
     *others, last = axes
     if not others:
         return [mesh_shape(**{last: num_devices})]
-    return [{**mesh, last: n} for n in divisors(num_devices) for mesh in fitting_meshes(num_devices // n, others)]
+    return [
+        {**mesh, last: n}
+        for n in divisors(num_devices)
+        for mesh in fitting_meshes(num_devices // n, others)
+    ]
 
 
 def check_sizes(sizes: Mapping[str, int]) -> None:
     """Raises a `MeshError` unless sizes are positive integers, or -1 for at most one axis."""
-    bad = [f"{axis}={size!r}" for axis, size in sizes.items() if type(size) is not int or (size < 1 and size != -1)]
+    bad = [
+        f"{axis}={size!r}"
+        for axis, size in sizes.items()
+        if type(size) is not int or (size < 1 and size != -1)
+    ]
     if bad:
-        raise MeshError(f"{', '.join(bad)}: a mesh axis is a positive number of devices, or -1 for the remaining ones")
+        raise MeshError(
+            f"{', '.join(bad)}: a mesh axis is a positive number of devices, or -1 for the "
+            "remaining ones"
+        )
     if list(sizes.values()).count(-1) > 1:
         raise MeshError(f"{describe_mesh(sizes)}: only one axis can be -1 (the remaining devices)")
 
 
 def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    """Replaces -1 by the remaining devices; raises a MeshError if the other sizes do not divide `num_devices`."""
+    """Replaces -1 by the remaining devices; raises a MeshError if the other sizes do not divide
+    `num_devices`.
+    """
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if -1 in sizes.values() and num_devices % fixed:
         raise MeshError(
@@ -226,16 +274,23 @@ def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.De
     if needed == len(devices) or (needed < len(devices) and jax.process_count() == 1):
         return
     first = devices[0]
-    problem = f"mesh {describe_mesh(sizes)} needs {needed} devices, and there are {len(devices)} ({first.device_kind})"
+    problem = (
+        f"mesh {describe_mesh(sizes)} needs {needed} devices, and there are {len(devices)} "
+        f"({first.device_kind})"
+    )
     if first.platform == "cpu" and needed > MAX_VIRTUAL_DEVICES:
         raise MeshError(f"{problem}; the limit of virtual CPU devices is {MAX_VIRTUAL_DEVICES}")
     if first.platform == "cpu" and needed > len(devices):
         raise MeshError(
-            f"{problem}: JAX's backend has started, or JAX_NUM_CPU_DEVICES is set. Restart Python (in a notebook, its "
-            "kernel), and make the largest mesh by jaxtp.make_mesh before any other JAX operation, or "
+            f"{problem}: JAX's backend has started, or JAX_NUM_CPU_DEVICES is set. Restart Python "
+            "(in a notebook, its "
+            "kernel), and make the largest mesh by jaxtp.make_mesh before any other JAX "
+            "operation, or "
             f'jax.config.update("jax_num_cpu_devices", {needed}) at the start'
         )
-    raise MeshError(f"{problem}; meshes that fit ({', '.join(AXES)}): {_list_meshes(len(devices), sizes)}")
+    raise MeshError(
+        f"{problem}; meshes that fit ({', '.join(AXES)}): {_list_meshes(len(devices), sizes)}"
+    )
 
 
 def _list_meshes(num_devices: int, requested: Mapping[str, int]) -> str:
@@ -243,4 +298,6 @@ def _list_meshes(num_devices: int, requested: Mapping[str, int]) -> str:
     axes = [axis for axis in AXES if axis not in CONTEXT or requested[axis] != 1]
     meshes = (tuple(sizes.values()) for sizes in fitting_meshes(num_devices, axes))
     shapes = sorted(meshes, key=lambda shape: sum(size & (size - 1) > 0 for size in shape))
-    return ", ".join(map(str, shapes[:_MAX_LISTED])) + (", ..." if len(shapes) > _MAX_LISTED else "")
+    return ", ".join(map(str, shapes[:_MAX_LISTED])) + (
+        ", ..." if len(shapes) > _MAX_LISTED else ""
+    )

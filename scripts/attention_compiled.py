@@ -2,18 +2,19 @@
 
     python scripts/attention_compiled.py
 
-1. Attention of one layer, forward and backward, as on a device of Llama 3 8B at tp 8 (4 query heads, 1 kv head of 128,
-   bfloat16, one row); then with heads of gpt-oss, with sinks, and of DeepSeek V3, whose values are narrower than keys.
-   Columns: temporaries; the largest array, in elements per pair of positions (scores of 4 heads, T x T, would be 4);
-   calls of Triton kernels; tensor-core instructions in the PTX of each kernel (forward, gradients of queries, gradients
-   of keys).
-2. Each head width and dtype of the kernels, with documents, a window, a softcap and sinks: shared memory of each. An
-   H100 has 227 KB of it, an A100 163, an L40S 99.
-3. As 1, with the sequence split over 8 devices in zigzag order: queries of two chunks, and all keys. The device index
-   is a runtime value.
+1. Attention of one layer, forward and backward, as on a device of Llama 3 8B at tp 8 (4 query
+   heads, 1 kv head of 128, bfloat16, one row); then with heads of gpt-oss, with sinks, and of
+   DeepSeek V3, whose values are narrower than keys. Columns: temporaries; the largest array, in
+   elements per pair of positions (scores of 4 heads, T x T, would be 4); calls of Triton kernels;
+   tensor-core instructions in the PTX of each kernel (forward, gradients of queries, gradients of
+   keys).
+2. Each head width and dtype of the kernels, with documents, a window, a softcap and sinks: shared
+   memory of each. An H100 has 227 KB of it, an A100 163, an L40S 99.
+3. As 1, with the sequence split over 8 devices in zigzag order: queries of two chunks, and all
+   keys. The device index is a runtime value.
 
-In 1 and 3 a kernel that spills registers fails to compile; in float32 the widest spills a few. Nothing is executed.
-Needs the extra estimate-gpu.
+In 1 and 3 a kernel that spills registers fails to compile; in float32 the widest spills a few.
+Nothing is executed. Needs the extra estimate-gpu.
 """
 
 import argparse
@@ -42,8 +43,10 @@ from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.tools.estimate.compiler import ABSENT_GPU, topology
 
 LENGTHS = (4096, 8192, 32768)
-PARTS, DEVICES = (32768, 131072), 8
-HEADS, KV_HEADS = 4, 1
+PARTS = (32768, 131072)
+DEVICES = 8
+HEADS = 4
+KV_HEADS = 1
 KERNELS = ("attention_forward", "attention_queries", "attention_keys")
 _NO_SPILLS = "xla_gpu_fail_ptx_compilation_on_register_spilling"
 _DUMP = {"xla_dump_hlo_as_text": True, "xla_gpu_dump_llvmir": True, "xla_dump_emitter_re": "ptx"}
@@ -65,7 +68,9 @@ class Heads:
         return f"{self.width}{values}{', sinks' if self.sinks else ''}"
 
 
-USUAL, GPT_OSS, DEEPSEEK = Heads(128, 128), Heads(64, 64, sinks=True), Heads(192, 128)
+USUAL = Heads(128, 128)
+GPT_OSS = Heads(64, 64, sinks=True)
+DEEPSEEK = Heads(192, 128)
 NEWER = {
     "fused, gpt-oss": (fused_attention, GPT_OSS),
     "fused, gpt-oss in windows": (partial(fused_attention, window=128), GPT_OSS),
@@ -95,13 +100,19 @@ class Program:
 
 def xla(q: Array, k: Array, v: Array, segments: Array | None, *, scale: float) -> Array:
     mask = None if segments is None else segment_mask(segments)
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=True, implementation="xla")
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=mask, scale=scale, is_causal=True, implementation="xla"
+    )
 
 
 def zigzag(place: Array, size: int, devices: int) -> Part:
-    """Returns the attention part of device `place`: two chunks of queries in zigzag order, and all keys."""
+    """Returns the attention part of device `place`: two chunks of queries in zigzag order, and
+    all keys.
+    """
     chunk = jnp.arange(size, dtype=jnp.int32)
-    return Part(jnp.concatenate([place * size + chunk, (2 * devices - 1 - place) * size + chunk]), 0)
+    return Part(
+        jnp.concatenate([place * size + chunk, (2 * devices - 1 - place) * size + chunk]), 0
+    )
 
 
 def h100() -> Mesh:
@@ -118,7 +129,9 @@ def compile_with_gradients(
     devices: int = 1,
     may_spill: bool = False,
 ) -> Program:
-    """Compiles attention with its gradients inside `shard_map`, as a layer runs it; `devices` split the sequence."""
+    """Compiles attention with its gradients inside `shard_map`, as a layer runs it; `devices`
+    split the sequence.
+    """
 
     def step(segments: Array | None, place: Array, do: Array, *inputs: Array) -> tuple[Array, ...]:
         def run(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
@@ -131,9 +144,18 @@ def compile_with_gradients(
 
     mesh = h100()
     array = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
-    queries, keys = (1, length // devices, HEADS), (1, length, KV_HEADS)
-    shapes = ((*queries, heads.values), (*queries, heads.width), (*keys, heads.width), (*keys, heads.values))
-    inputs = [*(array(shape, dtype) for shape in shapes), *([array((HEADS,), "float32")] if heads.sinks else [])]
+    queries = (1, length // devices, HEADS)
+    keys = (1, length, KV_HEADS)
+    shapes = (
+        (*queries, heads.values),
+        (*queries, heads.width),
+        (*keys, heads.width),
+        (*keys, heads.values),
+    )
+    inputs = [
+        *(array(shape, dtype) for shape in shapes),
+        *([array((HEADS,), "float32")] if heads.sinks else []),
+    ]
     segments = array((1, length), "int32") if packed else None
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as folder:
         program = jax.jit(jax.shard_map(step, in_specs=P(), out_specs=P()))
@@ -148,24 +170,38 @@ def compile_with_gradients(
         temporaries=compiled.memory_analysis().temp_size_in_bytes,
         largest=max(math.prod(map(int, dims.split(","))) for dims in _ARRAY.findall(text)),
         shared={name: int(size) for name, size in _SHARED.findall(thunks)},
-        tensor_core={name: len(_TENSOR_CORE.findall(entries[name])) for name in KERNELS if name in entries},
+        tensor_core={
+            name: len(_TENSOR_CORE.findall(entries[name])) for name in KERNELS if name in entries
+        },
         calls=text.count('custom_call_target="__gpu$xla.gpu.triton"'),
     )
 
 
 def over_lengths(
-    lengths: tuple[int, ...], attentions: dict[str, tuple[Callable[..., Array], Heads]], devices: int = 1
+    lengths: tuple[int, ...],
+    attentions: dict[str, tuple[Callable[..., Array], Heads]],
+    devices: int = 1,
 ) -> str:
     """Returns table 1, or table 3 with several `devices`; T is the sequence length."""
     rows = []
     for length, packed in itertools.product(lengths, (False, True)):
         for name, (attend, heads) in attentions.items():
-            one = compile_with_gradients(attend, length, heads, "bfloat16", packed=packed, devices=devices)
+            one = compile_with_gradients(
+                attend, length, heads, "bfloat16", packed=packed, devices=devices
+            )
             cells = (f"{one.temporaries:,}", f"{one.largest / length**2:.4f}", str(one.calls))
             in_ptx = " ".join(str(count) for count in one.tensor_core.values()) or "-"
             rows.append((f"{length:,}", "yes" if packed else "no", name, *cells, in_ptx))
             print(*rows[-1], flush=True)
-    header = ("tokens", "packed", "attention", "temporaries, bytes", "largest / T x T", "calls", "tensor-core")
+    header = (
+        "tokens",
+        "packed",
+        "attention",
+        "temporaries, bytes",
+        "largest / T x T",
+        "calls",
+        "tensor-core",
+    )
     return columns(header, rows)
 
 
@@ -175,21 +211,28 @@ def over_widths() -> str:
     for dtype in DTYPES:
         widths = (16, 32, 64, 80, 128, MOST_HEAD_DIM)
         for heads in (*(Heads(width, width, sinks=True) for width in widths), GPT_OSS, DEEPSEEK):
-            attend = partial(fused_attention, window=128 if heads is GPT_OSS else 1000, softcap=50.0)
+            attend = partial(
+                fused_attention, window=128 if heads is GPT_OSS else 1000, softcap=50.0
+            )
             one = compile_with_gradients(attend, 2048, heads, dtype, packed=True, may_spill=True)
-            rows.append((dtype, str(heads), *(f"{one.shared[kernel] / 1024:.1f}" for kernel in KERNELS)))
+            rows.append(
+                (dtype, str(heads), *(f"{one.shared[kernel] / 1024:.1f}" for kernel in KERNELS))
+            )
             print(*rows[-1], flush=True)
     return columns(("dtype", "heads", "forward, KB", "queries, KB", "keys, KB"), rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.parse_args()
     tables = [
         f"jax {jax.__version__}, for {h100().devices.flat[0].device_kind}",
         over_lengths(LENGTHS, {"fused": (fused_attention, USUAL), "xla": (xla, USUAL), **NEWER}),
         over_widths(),
-        f"parts of {DEVICES} devices\n" + over_lengths(PARTS, {"fused": (fused_attention, USUAL), **NEWER}, DEVICES),
+        f"parts of {DEVICES} devices\n"
+        + over_lengths(PARTS, {"fused": (fused_attention, USUAL), **NEWER}, DEVICES),
     ]
     print("\n" + "\n\n".join(tables))
 

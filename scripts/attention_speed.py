@@ -1,8 +1,10 @@
-"""Times the attention kernels that run on every platform: the forward pass, and forward with backward.
+"""Times the attention kernels that run on every platform: the forward pass, and forward with
+backward.
 
     python scripts/attention_speed.py | tee scripts/results/attention_speed.txt
 
-Float32, eight query heads, two kv heads of 64; packed rows have five documents. Kernels take turns; medians are shown.
+Float32, eight query heads, two kv heads of 64; packed rows have five documents. Kernels take turns;
+medians are shown.
 """
 
 from collections.abc import Callable
@@ -16,11 +18,16 @@ from jaxtp.layers.kernels.select import KERNELS, KernelName
 from jaxtp.tools.bench.__main__ import medians
 
 NAMES: tuple[KernelName, ...] = ("xla", "blockwise")
-LENGTHS, ROUNDS = (256, 1024, 4096), 5
-HEADS, KV_HEADS, WIDTH = 8, 2, 64
+LENGTHS = (256, 1024, 4096)
+ROUNDS = 5
+HEADS = 8
+KV_HEADS = 2
+WIDTH = 64
 
 
-def programs(name: KernelName, qkv: list[jax.Array], segments: jax.Array | None) -> dict[str, Callable[[], object]]:
+def programs(
+    name: KernelName, qkv: list[jax.Array], segments: jax.Array | None
+) -> dict[str, Callable[[], object]]:
     """Returns both programs of a kernel, which compile at their first call."""
     settings = {"scale": WIDTH**-0.5, "window": None, "softcap": None}
 
@@ -35,11 +42,20 @@ def programs(name: KernelName, qkv: list[jax.Array], segments: jax.Array | None)
 
 
 def main() -> None:
-    print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}, {ROUNDS} rounds, kernels in turn; milliseconds")
-    print(f"{'tokens':>6}  {'documents':<11}{'pass':<22}{'xla':>9}{'blockwise':>11}{'xla / blockwise':>17}")
+    print(
+        f"jax {jax.__version__} on {jax.devices()[0].device_kind}, {ROUNDS} rounds, kernels in "
+        "turn; milliseconds"
+    )
+    print(
+        f"{'tokens':>6}  "
+        f"{'documents':<11}{'pass':<22}{'xla':>9}{'blockwise':>11}{'xla / blockwise':>17}"
+    )
     rng = np.random.default_rng(0)
     for length in LENGTHS:
-        qkv = [jnp.asarray(rng.standard_normal((1, length, n, WIDTH)), "float32") for n in (HEADS, KV_HEADS, KV_HEADS)]
+        qkv = [
+            jnp.asarray(rng.standard_normal((1, length, n, WIDTH)), "float32")
+            for n in (HEADS, KV_HEADS, KV_HEADS)
+        ]
         packed = jnp.asarray(np.sort(rng.integers(1, 6, (1, length))), "int32")
         for documents, segments in (("one", None), ("five", packed)):
             by_kernel = {name: programs(name, qkv, segments) for name in NAMES}

@@ -1,10 +1,12 @@
-"""Measures checkpoints beside plain Orbax: time that training waits, throughput, and host memory of a restore.
+"""Measures checkpoints beside plain Orbax: time that training waits, throughput, and host memory of
+a restore.
 
     python scripts/checkpoint_speed.py [--one-device] [--arrays 2000]
 
-The same run measures the disk: it writes a plain file of the state's size with fsync, drops it from the page cache if
-the system allows that, and reads it. Plain Orbax saves and restores the same arrays without checksums, by turns with
-jaxtp. Numbers are medians of `--repeats`; a ratio to Orbax is the median of the ratios of turns.
+The same run measures the disk: it writes a plain file of the state's size with fsync, drops it from
+the page cache if the system allows that, and reads it. Plain Orbax saves and restores the same
+arrays without checksums, by turns with jaxtp. Numbers are medians of `--repeats`; a ratio to Orbax
+is the median of the ratios of turns.
 """
 
 import argparse
@@ -41,11 +43,19 @@ def plan(megabytes: int) -> Blueprint:
     """Returns the plan of a decoder's state of about this size."""
     width = 256 * max(1, round((megabytes / 12) ** 0.5 / 3))
     model = jaxtp.ModelConfig(
-        vocab_size=8192, d_model=width, num_layers=4, num_heads=8, num_kv_heads=8, head_dim=width // 8, d_ff=4 * width
+        vocab_size=8192,
+        d_model=width,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=width // 8,
+        d_ff=4 * width,
     )
     if ALONE:
         small = {"vocab_size": 256, "d_model": 64, "head_dim": 8, "d_ff": 128, "qk_norm": "head"}
-        model = dataclasses.replace(model, **small, num_layers=len(ALONE) + 1, first_blocks=tuple(ALONE))
+        model = dataclasses.replace(
+            model, **small, num_layers=len(ALONE) + 1, first_blocks=tuple(ALONE)
+        )
     return plan_state(model, optimizer.build(OptimizerConfig(), 10), jaxtp.make_mesh(**MESH))
 
 
@@ -76,19 +86,23 @@ def forget(folder: Path) -> None:
 def measure(megabytes: int, repeats: int, folder: Path) -> tuple[int, dict[str, list[float]]]:
     """Returns the bytes of the state, and the seconds of each action in each turn but the first."""
     blueprint = plan(megabytes)
-    ones = lambda a: jax.device_put(np.ones(a.shape, a.dtype), NamedSharding(blueprint.mesh, a.sharding.spec))  # noqa: E731
+    ones = lambda a: jax.device_put(
+        np.ones(a.shape, a.dtype), NamedSharding(blueprint.mesh, a.sharding.spec)
+    )  # noqa: E731
     # XLA takes minutes to compile the initialisation of many blocks that are not stacked.
     state = jax.tree.map(ones, blueprint.abstract) if ALONE else blueprint.create(seed=0)
     jax.block_until_ready(state)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    plain, data = folder / "plain", os.urandom(size)
+    plain = folder / "plain"
+    data = os.urandom(size)
     times: dict[str, list[float]] = {}
 
     def note(name: str, action: Callable[[], object]) -> None:
         times.setdefault(name, []).append(seconds(action))
 
     checkpoints = Checkpoints(folder / "checkpoints", keep=1)
-    arrays, target = to_logical(state, blueprint.mesh), abstract_logical(blueprint.abstract, blueprint.mesh)
+    arrays = to_logical(state, blueprint.mesh)
+    target = abstract_logical(blueprint.abstract, blueprint.mesh)
     options = ocp.CheckpointManagerOptions(max_to_keep=1)
     with ocp.CheckpointManager(folder / "orbax", options=options) as orbax:
 
@@ -119,10 +133,19 @@ def measure(megabytes: int, repeats: int, folder: Path) -> tuple[int, dict[str, 
 
 def restore_memory(megabytes: int, folder: Path) -> float:
     """Returns the peak growth in bytes, arrays included, of a separate process that restores."""
-    command = [sys.executable, __file__, "--megabytes", str(megabytes), "--restore-from", str(folder / "checkpoints")]
+    command = [
+        sys.executable,
+        __file__,
+        "--megabytes",
+        str(megabytes),
+        "--restore-from",
+        str(folder / "checkpoints"),
+    ]
     command += [] if MESH else ["--one-device"]
     command += ["--blocks", str(len(ALONE))]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    return float(
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]
+    )
 
 
 def restore_here(megabytes: int, folder: Path) -> None:
@@ -149,11 +172,19 @@ def most_resident() -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=1000, help="approximate size of the state (default 1000)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--megabytes", type=int, default=1000, help="approximate size of the state (default 1000)"
+    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--one-device", action="store_true", help="a process that has one, as on a cluster")
-    parser.add_argument("--arrays", type=int, default=0, help="of about so many small arrays, instead of megabytes")
+    parser.add_argument(
+        "--one-device", action="store_true", help="a process that has one, as on a cluster"
+    )
+    parser.add_argument(
+        "--arrays", type=int, default=0, help="of about so many small arrays, instead of megabytes"
+    )
     parser.add_argument("--blocks", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--restore-from", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -175,17 +206,25 @@ def main(argv: list[str] | None = None) -> None:
     print(f"state of {size / 1e6:,.0f} MB in {count:,} arrays on {where} CPU devices")
     for action, seconds_of in found.items():
         median = statistics.median(seconds_of)
-        print(f"{action:<16}{median:>8.3f} s{size / 1e6 / median:>10,.0f} MB/s   {min(seconds_of):.3f} at least")
+        print(
+            f"{action:<16}{median:>8.3f} s{size / 1e6 / median:>10,.0f} MB/s   "
+            f"{min(seconds_of):.3f} at least"
+        )
 
     def ratio(one: str, other: str) -> float:
         return statistics.median(a / b for a, b in zip(found[one], found[other], strict=True))
 
-    found["save"] = [sum(both) for both in zip(found["save, blocking"], found["save, the rest"], strict=True)]
+    found["save"] = [
+        sum(both) for both in zip(found["save, blocking"], found["save, the rest"], strict=True)
+    ]
     print(f"save / plain write         {ratio('save', 'plain write'):.2f}")
     print(f"restore / plain read       {ratio('restore', 'plain read'):.2f}")
     print(f"blocking / Orbax, blocking {ratio('save, blocking', 'Orbax, blocking'):.2f}")
     print(f"restore / Orbax, restore   {ratio('restore', 'Orbax, restore'):.2f}")
-    print(f"host memory at the peak of a restore, above the arrays themselves: {(peak - size) / size:.2f} x the state")
+    print(
+        "host memory at the peak of a restore, above the arrays themselves: "
+        f"{(peak - size) / size:.2f} x the state"
+    )
 
 
 if __name__ == "__main__":

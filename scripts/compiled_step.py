@@ -1,14 +1,16 @@
-"""Measures communication, memory and FLOPs of the compiled training step on virtual CPU devices, without running it.
+"""Measures communication, memory and FLOPs of the compiled training step on virtual CPU devices,
+without running it.
 
     python scripts/compiled_step.py
 
 It prints four tables for a Llama of 0.2 billion parameters:
 
-1. Bytes that a device sends in a step, by mesh axis, in the HLO after SPMD partitioning. Explicit layers (this package)
-   are compared with the same modules under sharding constraints alone, as in most JAX trainers. A GPU's compiler later
-   merges some of the collectives that the partitioner adds.
-2. Memory: temporaries per device at tp 8, relative to an eighth of one device's, and the donated share of the state.
-   XLA's CPU backend assigns these buffers; a GPU's differ.
+1. Bytes that a device sends in a step, by mesh axis, in the HLO after SPMD partitioning. Explicit
+   layers (this package) are compared with the same modules under sharding constraints alone, as in
+   most JAX trainers. A GPU's compiler later merges some of the collectives that the partitioner
+   adds.
+2. Memory: temporaries per device at tp 8, relative to an eighth of one device's, and the donated
+   share of the state. XLA's CPU backend assigns these buffers; a GPU's differ.
 3. FLOPs of all matrix products over all devices, relative to one device.
 4. Median time to compile 64 layers, and 4 layers; the two take turns.
 """
@@ -51,8 +53,11 @@ MODEL = jaxtp.ModelConfig(
     loss_chunk=4096,
     precision=jaxtp.Precision(compute="bfloat16"),
 )
-BATCH, SEQUENCE = 16, 2048
-SMALL = dataclasses.replace(MODEL, vocab_size=512, d_model=64, num_layers=2, head_dim=8, d_ff=128, loss_chunk=256)
+BATCH = 16
+SEQUENCE = 2048
+SMALL = dataclasses.replace(
+    MODEL, vocab_size=512, d_model=64, num_layers=2, head_dim=8, d_ff=128, loss_chunk=256
+)
 MESHES = [(1, 1, 8), (1, 2, 4), (2, 2, 2), (1, 8, 1)]
 SETTINGS = OptimizerConfig()
 
@@ -61,7 +66,12 @@ class Measured:
     """The compiled step of a model on a mesh, explicit or with constraints only."""
 
     def __init__(
-        self, model: jaxtp.ModelConfig, mesh: tuple[int, int, int], rows: int, length: int, explicit: bool = True
+        self,
+        model: jaxtp.ModelConfig,
+        mesh: tuple[int, int, int],
+        rows: int,
+        length: int,
+        explicit: bool = True,
     ):
         self.mesh = jaxtp.make_mesh(*mesh)
         self.sizes = mesh_sizes(self.mesh)
@@ -83,24 +93,32 @@ class Measured:
         return sent
 
 
-def plan_without_layers(model: jaxtp.ModelConfig, optimizer: object, mesh: jax.sharding.Mesh) -> Blueprint:
-    """Returns a plan with the same parameters and shardings, whose modules are built without a mesh."""
+def plan_without_layers(
+    model: jaxtp.ModelConfig, optimizer: object, mesh: jax.sharding.Mesh
+) -> Blueprint:
+    """Returns a plan with the same parameters and shardings, whose modules are built without a
+    mesh.
+    """
     built = nnx.eval_shape(lambda: TrainState(model, optimizer, seed=0))
     return dataclasses.replace(plan_state(model, optimizer, mesh), graph=nnx.split(built)[0])
 
 
 @contextmanager
 def constraints_only(mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """Constrains the outputs of layers, and inputs and outputs of attention, to their sharding in this package; the
-    compiler chooses the rest."""
+    """Constrains the outputs of layers, and inputs and outputs of attention, to their sharding in
+    this package; the compiler chooses the rest.
+    """
 
     def constrain(x: object, spec: P) -> object:
-        return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, NamedSharding(mesh, spec)), x)
+        return jax.tree.map(
+            lambda a: jax.lax.with_sharding_constraint(a, NamedSharding(mesh, spec)), x
+        )
 
     def constrained(call: Callable, spec: P) -> Callable:
         return lambda self, x: constrain(call(self, x), spec)
 
-    attend, heads = jax.nn.dot_product_attention, batch_spec(None, TP, None)
+    attend = jax.nn.dot_product_attention
+    heads = batch_spec(None, TP, None)
 
     def constrained_attention(q: jax.Array, k: jax.Array, v: jax.Array, **kwargs: object) -> object:
         return constrain(attend(*constrain((q, k, v), heads), **kwargs), heads)
@@ -129,15 +147,27 @@ def traffic(model: jaxtp.ModelConfig, rows: int, length: int) -> str:
     table = []
     for mesh in MESHES:
         explicit = Measured(model, mesh, rows, length)
-        whole = dataclasses.replace(model, loss_chunk=rows * length)  # chunks would make constraints alone send more
+        # chunks would make constraints alone send more
+        whole = dataclasses.replace(model, loss_chunk=rows * length)
         constrained = Measured(whole, mesh, rows, length, explicit=False)
-        budget = sum(step_costs(model, explicit.sizes, batch_size=rows, sequence_length=length).budget.values())
-        ours, theirs = explicit.sent(), constrained.sent()
+        budget = sum(
+            step_costs(
+                model, explicit.sizes, batch_size=rows, sequence_length=length
+            ).budget.values()
+        )
+        ours = explicit.sent()
+        theirs = constrained.sent()
         for axes in sorted({*ours, *theirs}):
             cells = [f"{sent.get(axes, 0) / 1e6:,.2f}" for sent in (ours, theirs)]
             table.append((describe(mesh), "+".join(axes), "", *cells, ""))
-        total, other = sum(ours.values()), sum(theirs.values())
-        row = (f"{budget / 1e6:,.2f}", f"{total / 1e6:,.2f}", f"{other / 1e6:,.2f}", f"{other / total:.2f}")
+        total = sum(ours.values())
+        other = sum(theirs.values())
+        row = (
+            f"{budget / 1e6:,.2f}",
+            f"{total / 1e6:,.2f}",
+            f"{other / 1e6:,.2f}",
+            f"{other / total:.2f}",
+        )
         table.append((describe(mesh), "all", *row))
     return columns(("mesh", "axes", "budget", "explicit", "constraints only", "ratio"), table)
 
@@ -146,10 +176,12 @@ def memory_and_flops(model: jaxtp.ModelConfig, rows: int, length: int) -> str:
     """Returns tables 2 and 3."""
     table = []
     one = Measured(model, (1, 1, 1), rows, length)
-    flops, temporaries = count_flops_in_hlo(one.text), one.compiled.memory_analysis().temp_size_in_bytes
+    flops = count_flops_in_hlo(one.text)
+    temporaries = one.compiled.memory_analysis().temp_size_in_bytes
     for mesh in [(1, 1, 1), *MESHES]:
         measured = one if mesh == (1, 1, 1) else Measured(model, mesh, rows, length)
-        memory, devices = measured.compiled.memory_analysis(), measured.mesh.size
+        memory = measured.compiled.memory_analysis()
+        devices = measured.mesh.size
         table.append(
             (
                 describe(mesh),
@@ -160,7 +192,14 @@ def memory_and_flops(model: jaxtp.ModelConfig, rows: int, length: int) -> str:
                 f"{count_flops_in_hlo(measured.text) * devices / flops:.4f}",
             )
         )
-    header = ("mesh", "temporaries, MB", "x devices / one", "state reused", "GFLOP of a device", "x devices / one")
+    header = (
+        "mesh",
+        "temporaries, MB",
+        "x devices / one",
+        "state reused",
+        "GFLOP of a device",
+        "x devices / one",
+    )
     return columns(header, table)
 
 
@@ -172,7 +211,10 @@ def compile_times(model: jaxtp.ModelConfig, rows: int, length: int, repeats: int
             deep = dataclasses.replace(model, num_layers=layers)
             seconds.append(Measured(deep, (1, 2, 4), rows, length).seconds)
     medians = {layers: statistics.median(seconds) for layers, seconds in times.items()}
-    table = [(str(n), f"{medians[n]:.2f}", ", ".join(f"{s:.2f}" for s in seconds)) for n, seconds in times.items()]
+    table = [
+        (str(n), f"{medians[n]:.2f}", ", ".join(f"{s:.2f}" for s in seconds))
+        for n, seconds in times.items()
+    ]
     return columns(("layers", "median s", "all"), table) + f"\nratio {medians[64] / medians[4]:.2f}"
 
 
@@ -182,9 +224,15 @@ def describe(mesh: tuple[int, int, int]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="compile a tiny model, to test the script")
-    parser.add_argument("--repeats", type=int, default=3, help="number of compilations of each depth (default 3)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="compile a tiny model, to test the script"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="number of compilations of each depth (default 3)"
+    )
     arguments = parser.parse_args(argv)
     model, rows, length = (SMALL, 8, 64) if arguments.small else (MODEL, BATCH, SEQUENCE)
     print(f"jax {jax.__version__}, 8 virtual CPU devices, {rows} x {length} tokens\n{model}\n")

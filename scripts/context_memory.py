@@ -2,11 +2,12 @@
 
     python scripts/context_memory.py --out scripts/results/context_memory.txt
 
-The step trains Llama 3.1 8B (`configs/llama31_8b_128k.yaml`) on packed sequences of 131,072 tokens, one for each cp
-group, on 16 H100s. cp grows from 1 to 16, and fsdp shrinks, so every mesh stores the same share of the weights. Columns
-for each mesh and attention method: tokens per device; temporaries; the part of the temporaries that grows with the
-tokens, namely activations (temporaries minus those at 1/32 of the length, times 32/31); and the number of arrays with
-two dims of positions (T, T/cp or T/(2cp)), like scores `[T, T]` or a part of them.
+The step trains Llama 3.1 8B (`configs/llama31_8b_128k.yaml`) on packed sequences of 131,072 tokens,
+one for each cp group, on 16 H100s. cp grows from 1 to 16, and fsdp shrinks, so every mesh stores
+the same share of the weights. Columns for each mesh and attention method: tokens per device;
+temporaries; the part of the temporaries that grows with the tokens, namely activations (temporaries
+minus those at 1/32 of the length, times 32/31); and the number of arrays with two dims of positions
+(T, T/cp or T/(2cp)), like scores `[T, T]` or a part of them.
 
 Nothing is executed. Needs the extra estimate-gpu.
 """
@@ -30,17 +31,26 @@ from jaxtp.train.state import plan_state
 from jaxtp.train.step import trace_step
 
 CONFIG = Path(__file__).parents[1] / "configs" / "llama31_8b_128k.yaml"
-DEVICES, HOSTS, SHORTER = 16, 2, 32
+DEVICES = 16
+HOSTS = 2
+SHORTER = 32
 _ARRAY = re.compile(r"\b(?:f64|f32|bf16|f16|s32|u32|s8|u8|pred)\[([\d,]+)\]")
 
 
 def compiled(sizes: dict[str, int], context: str, length: int) -> tuple[int, int]:
-    """Returns the bytes of a step's temporaries, and its number of arrays with two dims of positions."""
+    """Returns the bytes of a step's temporaries, and its number of arrays with two dims of
+    positions.
+    """
     config = from_yaml(TrainConfig, CONFIG)
-    values = {"mesh": config.mesh.of_sizes(sizes), "mesh.context": context, "data.sequence_length": length}
+    values = {
+        "mesh": config.mesh.of_sizes(sizes),
+        "mesh.context": context,
+        "data.sequence_length": length,
+    }
     rows = sizes["fsdp"] * sizes["dp"]
     run = replace_nested(
-        config, {**values, "data.global_batch_size": rows, "train.accumulation": 1, "model.remat": "full"}
+        config,
+        {**values, "data.global_batch_size": rows, "train.accumulation": 1, "model.remat": "full"},
     )
     mesh = mesh_of(sizes, topology("h100", HOSTS, DEVICES // HOSTS).devices())
     blueprint = plan_state(run.model, optimizers.build(run.optimizer, run.train.steps), mesh)
@@ -62,13 +72,26 @@ def row(cp: int, context: str, length: int) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--length", type=int, default=131072)
     parser.add_argument("--cp", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     asked = parser.parse_args()
-    header = "cp", "attention", "tokens on a device", "temporaries, GB", "activations, GB", "arrays of pairs"
-    cases = [(cp, context) for cp in asked.cp for context in (("gather", "ulysses") if cp > 1 else ("auto",))]
+    header = (
+        "cp",
+        "attention",
+        "tokens on a device",
+        "temporaries, GB",
+        "activations, GB",
+        "arrays of pairs",
+    )
+    cases = [
+        (cp, context)
+        for cp in asked.cp
+        for context in (("gather", "ulysses") if cp > 1 else ("auto",))
+    ]
     rows = [row(cp, context, asked.length) for cp, context in cases]
     text = f"jax {jax.__version__}, T = {asked.length:,}\n\n" + columns(header, rows)
     print(text)

@@ -1,10 +1,13 @@
-"""Times the gated delta rule by chunks beside the rule token by token: the forward pass, and forward with backward.
+"""Times the gated delta rule by chunks beside the rule token by token: the forward pass, and
+forward with backward.
 
-    taskset -c 0 python scripts/delta_rule_speed.py --lengths 2048 --rounds 3 | tee scripts/results/delta_rule_speed.txt
+    taskset -c 0 python scripts/delta_rule_speed.py --lengths 2048 --rounds 3 | tee
+    scripts/results/delta_rule_speed.txt
 
-Float32, one row, two key heads and four value heads of 128. Token by token is a plain `lax.scan`, which saves each
-token's state for its backward pass. The programs take turns; medians are shown. Memory is of XLA's temporaries. It runs
-on one core, because threads on a busy machine wait for each other.
+Float32, one row, two key heads and four value heads of 128. Token by token is a plain `lax.scan`,
+which saves each token's state for its backward pass. The programs take turns; medians are shown.
+Memory is of XLA's temporaries. It runs on one core, because threads on a busy machine wait for each
+other.
 """
 
 import argparse
@@ -19,10 +22,14 @@ from jax import Array, lax
 from jaxtp.layers.kernels.delta_rule import Tokens, delta_rule, delta_step
 from jaxtp.tools.bench.__main__ import medians
 
-KEY_HEADS, VALUE_HEADS, WIDTH = 2, 4, 128
+KEY_HEADS = 2
+VALUE_HEADS = 4
+WIDTH = 128
 
 
-def token_by_token(q: Array, k: Array, v: Array, log_decay: Array, write: Array) -> tuple[Array, Array]:
+def token_by_token(
+    q: Array, k: Array, v: Array, log_decay: Array, write: Array
+) -> tuple[Array, Array]:
     """Returns what `delta_rule` returns."""
 
     def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
@@ -42,11 +49,14 @@ def draw(length: int) -> list[Array]:
     q, k = rng.standard_normal((2, 1, length, KEY_HEADS, WIDTH))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v = rng.standard_normal((1, length, VALUE_HEADS, WIDTH))
-    log_decay, write = -rng.exponential(0.1, v.shape[:3]), rng.uniform(0, 1, v.shape[:3])
+    log_decay = -rng.exponential(0.1, v.shape[:3])
+    write = rng.uniform(0, 1, v.shape[:3])
     return [jnp.asarray(x, "float32") for x in (q * WIDTH**-0.5, k, v, log_decay, write)]
 
 
-def programs(rule: Callable[..., tuple[Array, Array]], arrays: list[Array]) -> dict[str, jax.stages.Compiled]:
+def programs(
+    rule: Callable[..., tuple[Array, Array]], arrays: list[Array]
+) -> dict[str, jax.stages.Compiled]:
     """Returns both compiled programs of a rule."""
 
     def total(*arrays: Array) -> Array:
@@ -58,23 +68,38 @@ def programs(rule: Callable[..., tuple[Array, Array]], arrays: list[Array]) -> d
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="tokens")
     parser.add_argument("--rounds", type=int, default=5, help="times of each program (default 5)")
     arguments = parser.parse_args(argv)
-    print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}, {arguments.rounds} rounds, programs in turn")
+    print(
+        f"jax {jax.__version__} on {jax.devices()[0].device_kind}, {arguments.rounds} rounds, "
+        "programs in turn"
+    )
     print(f"{'':6}  {'':<20}{'milliseconds':>20}{'':17}{'MB':>20}")
-    print(f"{'length':>6}  {'pass':<20}{'tokens':>10}{'chunks':>10}{'tokens / chunks':>17}{'tokens':>10}{'chunks':>10}")
+    print(
+        f"{'length':>6}  "
+        f"{'pass':<20}{'tokens':>10}{'chunks':>10}{'tokens / chunks':>17}{'tokens':>10}{'chunks':>10}"
+    )
     for length in arguments.lengths:
         arrays = draw(length)
         by_rule = {name: programs(rule, arrays) for name, rule in RULES.items()}
         for part in by_rule["chunks"]:
             compiled = {name: by_rule[name][part] for name in RULES}
-            seconds = medians({name: partial(run, *arrays) for name, run in compiled.items()}, arguments.rounds)
+            seconds = medians(
+                {name: partial(run, *arrays) for name, run in compiled.items()}, arguments.rounds
+            )
             tokens, chunks = (1e3 * seconds[name] for name in RULES)
-            memory = "".join(f"{run.memory_analysis().temp_size_in_bytes / 1e6:>10,.0f}" for run in compiled.values())
+            memory = "".join(
+                f"{run.memory_analysis().temp_size_in_bytes / 1e6:>10,.0f}"
+                for run in compiled.values()
+            )
             print(
-                f"{length:>6}  {part:<20}{tokens:>10,.0f}{chunks:>10,.0f}{tokens / chunks:>17.1f}{memory}", flush=True
+                f"{length:>6}  "
+                f"{part:<20}{tokens:>10,.0f}{chunks:>10,.0f}{tokens / chunks:>17.1f}{memory}",
+                flush=True,
             )
 
 

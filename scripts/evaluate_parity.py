@@ -1,15 +1,18 @@
 """Compares `jaxtp evaluate` with transformers and with lm-evaluation-harness's `hf` model.
 
-    python scripts/evaluate_parity.py MODEL FOLDER --jaxtp PYTHON > scripts/results/evaluate_parity.txt
+    python scripts/evaluate_parity.py MODEL FOLDER --jaxtp PYTHON >
+    scripts/results/evaluate_parity.txt
 
-MODEL is a folder in Hugging Face format with a tokenizer.json; FOLDER receives intermediate files. The script needs
-torch, transformers and lm-eval; PYTHON is the Python of an environment with jaxtp[eval].
+MODEL is a folder in Hugging Face format with a tokenizer.json; FOLDER receives intermediate files.
+The script needs torch, transformers and lm-eval; PYTHON is the Python of an environment with
+jaxtp[eval].
 
-Losses: transformers computes the losses of texts in float32 without a KV cache. Unpacked: it reads each window of a
-document separately, with and without overlap. Packed: one row has several documents, either with a block-diagonal mask
-and positions that restart, or as if the row were one document. Tasks: multiple choice with words and with letters,
-perplexity, and generation, from local files; nothing is downloaded. The `hf` model sums its softmax in float64
-(softmax_dtype): with the default, float32, it and transformers' own `labels=` are off by 4e-6.
+Losses: transformers computes the losses of texts in float32 without a KV cache. Unpacked: it reads
+each window of a document separately, with and without overlap. Packed: one row has several
+documents, either with a block-diagonal mask and positions that restart, or as if the row were one
+document. Tasks: multiple choice with words and with letters, perplexity, and generation, from local
+files; nothing is downloaded. The `hf` model sums its softmax in float64 (softmax_dtype): with the
+default, float32, it and transformers' own `labels=` are off by 4e-6.
 """
 
 import argparse
@@ -22,9 +25,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-WINDOW, STRIDE = 96, 64
+WINDOW = 96
+STRIDE = 64
 TASKS = ("choice", "letters", "texts", "sums")
-NAMES = {"cat": "meows", "dog": "barks", "horse": "neighs", "eagle": "flies", "shark": "swims", "frog": "croaks"}
+NAMES = {
+    "cat": "meows",
+    "dog": "barks",
+    "horse": "neighs",
+    "eagle": "flies",
+    "shark": "swims",
+    "frog": "croaks",
+}
 
 
 def write_texts(folder: Path) -> list[str]:
@@ -32,7 +43,8 @@ def write_texts(folder: Path) -> list[str]:
     chosen = random.Random(1)
 
     def sentence() -> str:
-        name, does = chosen.choice(list(NAMES)), chosen.choice(list(NAMES.values()))
+        name = chosen.choice(list(NAMES))
+        does = chosen.choice(list(NAMES.values()))
         return f"The {name} that {does} met {chosen.randrange(99)} others."
 
     texts = [" ".join(sentence() for _ in range(1 + chosen.randrange(20))) for _ in range(20)]
@@ -44,12 +56,20 @@ def write_texts(folder: Path) -> list[str]:
 def write_tasks(folder: Path) -> None:
     """Writes the tasks, and their examples."""
     chosen = random.Random(0)
-    choices, sums = [], []
+    choices = []
+    sums = []
     for _ in range(24):
         name, *others = chosen.sample(list(NAMES), 4)
         options = chosen.sample([name, *others], 4)
-        choices.append({"question": f"Which animal {NAMES[name]}?", "options": options, "answer": options.index(name)})
-        one, other = chosen.randrange(10), chosen.randrange(10)
+        choices.append(
+            {
+                "question": f"Which animal {NAMES[name]}?",
+                "options": options,
+                "answer": options.index(name),
+            }
+        )
+        one = chosen.randrange(10)
+        other = chosen.randrange(10)
         sums.append({"question": f"{one} + {other} =", "answer": str(one + other)})
     for name, rows in {"choice": choices, "sums": sums[:12]}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -63,16 +83,33 @@ def write_tasks(folder: Path) -> None:
         "letters": question
         | {"doc_to_text": f"{{{{question}}}}\n{letters}\nAnswer:", "doc_to_choice": list("ABCD")}
         | {"metric_list": [{"metric": "acc"}], "num_fewshot": 2, "fewshot_split": "test"},
-        "texts": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+        "texts": {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{text}}",
+        }
         | {"metric_list": [{"metric": name} for name in perplexities]},
-        "sums": {"output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": " {{answer}}"}
-        | {"generation_kwargs": {"until": ["\n"], "max_gen_toks": 8}, "num_fewshot": 2, "fewshot_split": "test"}
+        "sums": {
+            "output_type": "generate_until",
+            "doc_to_text": "{{question}}",
+            "doc_to_target": " {{answer}}",
+        }
+        | {
+            "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8},
+            "num_fewshot": 2,
+            "fewshot_split": "test",
+        }
         | {"metric_list": [{"metric": "exact_match"}]},
     }
     for name, task in tasks.items():
         file = folder / {"letters": "choice.jsonl"}.get(name, f"{name}.jsonl")
-        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
-        (folder / f"{name}.yaml").write_text(json.dumps({"task": f"local_{name}", **data, **task}))  # which is YAML
+        data = {
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(file)}},
+            "test_split": "test",
+        }
+        # which is YAML
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": f"local_{name}", **data, **task}))
 
 
 def ours(python: str, folder: Path, flags: list[str]) -> dict[str, Any]:
@@ -95,14 +132,20 @@ class Theirs:
 
         self.torch = torch
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa"
+        )
         self.model.eval()
 
     def losses(self, ids: list[int], **others: Any) -> Any:
         """Returns the cross-entropy of each token but the first, in float64 from float32 logits."""
         torch = self.torch
         with torch.no_grad():
-            logits = self.model(input_ids=torch.tensor([ids]), use_cache=False, **others).logits[0, :-1].double()
+            logits = (
+                self.model(input_ids=torch.tensor([ids]), use_cache=False, **others)
+                .logits[0, :-1]
+                .double()
+            )
         return torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
 
     def loss_attribute(self, ids: list[int]) -> float:
@@ -112,19 +155,27 @@ class Theirs:
             return float(self.model(input_ids=given, labels=given, use_cache=False).loss)
 
     def separate(self, documents: list[list[int]], length: int, stride: int) -> tuple[float, int]:
-        """Returns sum and number of the losses of separate windows; each token counts once, also in overlaps."""
-        total, count = 0.0, 0
+        """Returns sum and number of the losses of separate windows; each token counts once, also
+        in overlaps.
+        """
+        total = 0.0
+        count = 0
         for ids in documents:
-            done, begin = 1, 0
+            done = 1
+            begin = 0
             while done < len(ids):
                 end = min(begin + length + 1, len(ids))
                 losses = self.losses(ids[begin:end])[done - end :]
-                total, count, done, begin = total + float(losses.sum()), count + len(losses), end, begin + stride
+                total = total + float(losses.sum())
+                count = count + len(losses)
+                done = end
+                begin = begin + stride
         return total, count
 
     def in_one_row(self, documents: list[list[int]]) -> tuple[float, int]:
         """Returns sum and number of losses of documents in one row under a block-diagonal mask."""
-        torch, ids = self.torch, [token for document in documents for token in document]
+        torch = self.torch
+        ids = [token for document in documents for token in document]
         owner = torch.tensor([index for index, document in enumerate(documents) for _ in document])
         positions = torch.tensor([[at for document in documents for at in range(len(document))]])
         seen = (owner[:, None] == owner) & torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
@@ -133,20 +184,26 @@ class Theirs:
         return float(losses[within].sum()), int(within.sum())
 
 
-def compared_losses(model: Path, folder: Path, python: str) -> Iterator[tuple[str, int, float, float]]:
+def compared_losses(
+    model: Path, folder: Path, python: str
+) -> Iterator[tuple[str, int, float, float]]:
     """Yields for each packing: its name, number of tokens, jaxtp's loss, transformers' loss."""
     texts = write_texts(folder)
     theirs = Theirs(model)
     documents: list[list[int]] = theirs.tokenizer(texts)["input_ids"]
     longest = str(max(map(len, documents)))
-    whole, windows = ["--sequence-length", longest], ["--sequence-length", str(WINDOW)]
+    whole = ["--sequence-length", longest]
+    windows = ["--sequence-length", str(WINDOW)]
     count = sum(map(len, documents)) - len(documents)
     by_label = sum(theirs.loss_attribute(ids) * (len(ids) - 1) for ids in documents), count
     cases: dict[str, tuple[list[str], tuple[float, int]]] = {
         "whole documents, `labels=`": (whole, by_label),
         "whole documents": (whole, theirs.separate(documents, 10**6, 10**6)),
         "whole documents, packed": ([*whole, "--batch-size", "2"], theirs.in_one_row(documents)),
-        "packed over fsdp 2 x tp 2": ([*whole, "--mesh.fsdp", "2", "--mesh.tp", "2"], theirs.in_one_row(documents)),
+        "packed over fsdp 2 x tp 2": (
+            [*whole, "--mesh.fsdp", "2", "--mesh.tp", "2"],
+            theirs.in_one_row(documents),
+        ),
         "packed over cp 2": (
             ["--sequence-length", str(max(map(len, documents)) // 2 * 2 + 2), "--mesh.cp", "2"],
             theirs.in_one_row(documents),
@@ -158,13 +215,17 @@ def compared_losses(model: Path, folder: Path, python: str) -> Iterator[tuple[st
         ),
     }
     for name, (flags, (total, count)) in cases.items():
-        found = ours(python, folder, ["--model", str(model), "--text", str(folder / "texts.jsonl"), *flags])["all"]
+        found = ours(
+            python, folder, ["--model", str(model), "--text", str(folder / "texts.jsonl"), *flags]
+        )["all"]
         if found["tokens"] != count:
             sys.exit(f"{name}: {found['tokens']} tokens here and {count} there")
         yield name, count, found["loss"], total / count
 
 
-def compared_tasks(model: Path, folder: Path, python: str) -> Iterator[tuple[str, str, float, float]]:
+def compared_tasks(
+    model: Path, folder: Path, python: str
+) -> Iterator[tuple[str, str, float, float]]:
     """Yields task, metric, jaxtp's value, and the value of the harness's `hf` model."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -172,10 +233,14 @@ def compared_tasks(model: Path, folder: Path, python: str) -> Iterator[tuple[str
     write_tasks(folder)
     names = [f"local_{name}" for name in TASKS]
     flags = [word for name in names for word in ("--tasks", name)]
-    found = ours(python, folder, ["--model", str(model), "--task-folder", str(folder), *flags])["results"]
+    found = ours(python, folder, ["--model", str(model), "--task-folder", str(folder), *flags])[
+        "results"
+    ]
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     given = {"pretrained": str(model), "dtype": "float32", "softmax_dtype": "float64"}
-    expected = simple_evaluate("hf", given, tasks=names, task_manager=manager, batch_size=8, device="cpu")
+    expected = simple_evaluate(
+        "hf", given, tasks=names, task_manager=manager, batch_size=8, device="cpu"
+    )
     assert expected is not None
     for name in names:
         for metric, value in expected["results"][name].items():
@@ -184,12 +249,15 @@ def compared_tasks(model: Path, folder: Path, python: str) -> Iterator[tuple[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--jaxtp", default=sys.executable)
     asked = parser.parse_args()
-    model, folder = asked.model.resolve(), asked.folder.resolve()
+    model = asked.model.resolve()
+    folder = asked.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{'loss':<34}{'tokens':>8}{'jaxtp':>14}{'transformers':>14}{'relative':>10}")
     errors = []

@@ -1,17 +1,22 @@
-"""Compares the steps of Llama 3 in bfloat16 and with products in float8, compiled for H100s that need not be there.
+"""Compares the steps of Llama 3 in bfloat16 and with products in float8, compiled for H100s that
+need not be there.
 
     pip install -e '.[estimate-gpu,estimate-cudnn]'
-    python scripts/float8_compiled.py --dumps runs/float8_compiled | tee scripts/results/float8_compiled.txt
+    python scripts/float8_compiled.py --dumps runs/float8_compiled | tee
+    scripts/results/float8_compiled.txt
 
-Nothing is run. A compilation takes half a minute of one core; those in --dumps are read, not repeated.
+Nothing is run. A compilation takes half a minute of one core; those in --dumps are read, not
+repeated.
 
-peak: GB that a device allocates. in float8: products with two such operands in the compiled program, of those that the
-setting asks for; XLA merges products of the same input where their kernels are gathered. others: the other products, by
-dtypes of operands. saved: GB that the scan over layers saves for the backward pass. copied: GB of all layers' kernels
-that the scan reads in another layout or dtype than they are stored in, in the forward and in the backward pass.
+peak: GB that a device allocates. in float8: products with two such operands in the compiled
+program, of those that the setting asks for; XLA merges products of the same input where their
+kernels are gathered. others: the other products, by dtypes of operands. saved: GB that the scan
+over layers saves for the backward pass. copied: GB of all layers' kernels that the scan reads in
+another layout or dtype than they are stored in, in the forward and in the backward pass.
 
-gathered: GB of all-gathers in a step, after SPMD partitioning. Backward, sequence parallelism gathers the gradient of a
-row layer's output in bfloat16, in which the gradient of its kernel is computed.
+gathered: GB of all-gathers in a step, after SPMD partitioning. Backward, sequence parallelism
+gathers the gradient of a row layer's output in bfloat16, in which the gradient of its kernel is
+computed.
 """
 
 import argparse
@@ -46,7 +51,8 @@ ROWS = [
 MORE = 1.05  # times bfloat16's peak that float8 may take
 TEXTS = ("gpu_after_optimizations", "after_spmd_partitioner")
 BYTES = {"u8": 1, "f8e4m3fn": 1, "bf16": 2, "f32": 4}
-BFLOAT16, FLOAT8 = "compute", "float8"
+BFLOAT16 = "compute"
+FLOAT8 = "float8"
 HOST = 8  # GPUs
 
 
@@ -64,23 +70,35 @@ class Step(NamedTuple):
 
 def configure(name: str, sizes: dict[str, int], matmul: str) -> TrainConfig:
     """Returns a configuration, with fewer micro-batches if the mesh has more rows at a time."""
-    config = validate(TrainConfig, yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()), source=name)
-    accumulation = math.gcd(config.train.accumulation, config.data.global_batch_size // sizes["fsdp"])
-    return replace_nested(config, {"model.precision.matmul": matmul, "train.accumulation": accumulation})
+    config = validate(
+        TrainConfig, yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()), source=name
+    )
+    accumulation = math.gcd(
+        config.train.accumulation, config.data.global_batch_size // sizes["fsdp"]
+    )
+    return replace_nested(
+        config, {"model.precision.matmul": matmul, "train.accumulation": accumulation}
+    )
 
 
 def compiled(config: TrainConfig, sizes: dict[str, int], folder: Path) -> Step:
     """Compiles a step, unless its folder is there, and reads it."""
     answer = folder / "answer.json"
     if not answer.exists():
-        os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder.absolute()} --xla_dump_hlo_module_re=.*step.*"
+        os.environ["XLA_FLAGS"] = (
+            f"--xla_dump_to={folder.absolute()} --xla_dump_hlo_module_re=.*step.*"
+        )
         hosts = max(1, math.prod(sizes.values()) // HOST)
-        found = compile_for(config, sizes, "h100", hosts=hosts, devices_per_host=HOST, timeout_s=3600)
+        found = compile_for(
+            config, sizes, "h100", hosts=hosts, devices_per_host=HOST, timeout_s=3600
+        )
         asked = found.in_float8 + sum(found.not_in_float8.values())
         for path in folder.iterdir():
             if not path.stem.endswith(TEXTS):
                 path.unlink()  # code of kernels
-        answer.write_text(json.dumps({"peak": found.peak_bytes, "in_float8": found.in_float8, "asked": asked}))
+        answer.write_text(
+            json.dumps({"peak": found.peak_bytes, "in_float8": found.in_float8, "asked": asked})
+        )
     final, partitioned = (next(folder.glob(f"*{name}.txt")).read_text() for name in TEXTS)
     saved, copied = stacks(final, config.model.num_layers)
     return Step(
@@ -93,7 +111,9 @@ def compiled(config: TrainConfig, sizes: dict[str, int], folder: Path) -> Step:
 
 
 def others(text: str) -> Counter[str]:
-    """Counts products that are not in float8, but for attention's, by the dtypes of their operands."""
+    """Counts products that are not in float8, but for attention's, by the dtypes of their
+    operands.
+    """
     module, entry = parse_module(text)
     found: Counter[str] = Counter()
     for computation, instruction, scope, times, _ in walk(module, entry):
@@ -106,7 +126,9 @@ def others(text: str) -> Counter[str]:
 
 
 def gathered(text: str, sizes: dict[str, int]) -> Counter[tuple[str, bool]]:
-    """Returns the bytes of all-gathers, by mesh axes and pass; a recomputed forward pass is not backward."""
+    """Returns the bytes of all-gathers, by mesh axes and pass; a recomputed forward pass is not
+    backward.
+    """
     found: Counter[tuple[str, bool]] = Counter()
     for one, times in count_collectives_in_hlo(text, sizes).items():
         if one.kind == ALL_GATHER:
@@ -116,13 +138,21 @@ def gathered(text: str, sizes: dict[str, int]) -> Counter[tuple[str, bool]]:
 
 
 def stacks(text: str, layers: int) -> tuple[int, tuple[int, int]]:
-    """Returns the bytes of activations that the loop over layers stacks, and of kernels that it reads as copies."""
+    """Returns the bytes of activations that the loop over layers stacks, and of kernels that it
+    reads as copies.
+    """
     module, entry = parse_module(text)
-    saved, copied = 0, [0, 0]
+    saved = 0
+    copied = [0, 0]
     for _, instruction, scope, _, _ in walk(module, entry):
-        if instruction.opcode == "while" and f'"known_trip_count":{{"n":"{layers}"}}' in instruction.rest:
+        if (
+            instruction.opcode == "while"
+            and f'"known_trip_count":{{"n":"{layers}"}}' in instruction.rest
+        ):
             backward = "transpose(" in scope
-            for dtype, dims, order in re.findall(rf"(\w+)\[({layers},[\d,]+)\]\{{([\d,]+)", instruction.type):
+            for dtype, dims, order in re.findall(
+                rf"(\w+)\[({layers},[\d,]+)\]\{{([\d,]+)", instruction.type
+            ):
                 sizes = [int(size) for size in dims.split(",")]
                 size = BYTES[dtype] * math.prod(sizes)
                 if len(sizes) > 3:  # a layer, rows, tokens, features
@@ -141,18 +171,27 @@ def cells(step: Step) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 1 if a product asked for is not in float8, a peak exceeds the limit, or the backward pass reads copied
-    kernels, else 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dumps", type=Path, default=Path("runs/float8_compiled"), help="folder of the programs")
-    folder, table, good = parser.parse_args(argv).dumps, [], True
+    """Returns 1 if a product asked for is not in float8, a peak exceeds the limit, or the backward
+    pass reads copied kernels, else 0.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--dumps", type=Path, default=Path("runs/float8_compiled"), help="folder of the programs"
+    )
+    folder = parser.parse_args(argv).dumps
+    table = []
+    good = True
     for name, mesh in ROWS:
         sizes = dict.fromkeys(AXES, 1) | mesh
         label = f"{name} {' x '.join(f'{axis} {size}' for axis, size in mesh.items())}"
         pair = {}
         for matmul in (BFLOAT16, FLOAT8):
             config = configure(name, sizes, matmul)
-            step = pair[matmul] = compiled(config, sizes, folder / f"{label.replace(' ', '-')}-{matmul}")
+            step = pair[matmul] = compiled(
+                config, sizes, folder / f"{label.replace(' ', '-')}-{matmul}"
+            )
             more = step.peak / pair[BFLOAT16].peak
             good &= more <= MORE and step.in_float8 == step.asked and not step.copied[1]
             good &= matmul == BFLOAT16 or step.in_float8 > 0
@@ -161,10 +200,25 @@ def main(argv: list[str] | None = None) -> int:
             table.append((label, config.model.remat, dtype, peak, *cells(step)))
             print(*table[-1], sep="  ", file=sys.stderr, flush=True)
     gathers = (f"{axis}, {way}" for axis in ("tp", "fsdp") for way in ("forward", "backward"))
-    header = ("", "remat", "", "peak", "in float8", *gathers, "saved", "copied", "backward", "others")
+    header = (
+        "",
+        "remat",
+        "",
+        "peak",
+        "in float8",
+        *gathers,
+        "saved",
+        "copied",
+        "backward",
+        "others",
+    )
     print(f"jax {jax.__version__}; gathered over tp and fsdp in the forward and backward pass\n")
     print(columns(header, table))
-    print("every product asked for is in float8, no peak is above 1.05 of bfloat16's" if good else "FAIL")
+    print(
+        "every product asked for is in float8, no peak is above 1.05 of bfloat16's"
+        if good
+        else "FAIL"
+    )
     return 0 if good else 1
 
 

@@ -1,14 +1,17 @@
 """Trains with products in bfloat16 and in float8 on the same bytes, and compares their losses.
 
-    python scripts/float8_curves.py --runs runs/float8_curves | tee scripts/results/float8_curves.txt
+    python scripts/float8_curves.py --runs runs/float8_curves | tee
+    scripts/results/float8_curves.txt
 
-Two models on the sources of Python's standard library, which the interpreter has: the README's run (400 steps), and one
-of 10 million parameters (300 steps). Runs in bfloat16 and in float8 differ in `precision.matmul` alone, with
-`matmul_least` 16 because both models are narrow. The same in float32 is a control: how far other rounding alone, even
-finer, moves the loss of a short run. One CPU device each: float8 operands do not depend on the mesh.
+Two models on the sources of Python's standard library, which the interpreter has: the README's run
+(400 steps), and one of 10 million parameters (300 steps). Runs in bfloat16 and in float8 differ in
+`precision.matmul` alone, with `matmul_least` 16 because both models are narrow. The same in float32
+is a control: how far other rounding alone, even finer, moves the loss of a short run. One CPU
+device each: float8 operands do not depend on the mesh.
 
-loss: mean over the last 20 steps that a run and the one in bfloat16 have; validation: on held-out files after the last
-step. Differences are relative to bfloat16. Runs in --runs are resumed, or read if they have ended.
+loss: mean over the last 20 steps that a run and the one in bfloat16 have; validation: on held-out
+files after the last step. Differences are relative to bfloat16. Runs in --runs are resumed, or read
+if they have ended.
 """
 
 import argparse
@@ -27,15 +30,26 @@ LAST = 20  # steps of the mean
 MODELS: dict[str, dict[str, object]] = {
     "README, 0.9M": {"train.steps": 400},
     "10M": {
-        **{f"model.{name}": size for name, size in {"d-model": 384, "num-layers": 6, "num-heads": 6}.items()},
-        **{f"model.{name}": size for name, size in {"num-kv-heads": 6, "head-dim": 64, "d-ff": 1024}.items()},
+        **{
+            f"model.{name}": size
+            for name, size in {"d-model": 384, "num-layers": 6, "num-heads": 6}.items()
+        },
+        **{
+            f"model.{name}": size
+            for name, size in {"num-kv-heads": 6, "head-dim": 64, "d-ff": 1024}.items()
+        },
         "data.global-batch-size": 4,
         "data.sequence-length": 64,
         "optimizer.learning-rate": 1e-3,
         "train.steps": 300,
     },
 }
-EVERY = {"model.remat": "none", "model.precision.compute": "bfloat16", "train.log-every": 1, "eval.every": 1000}
+EVERY = {
+    "model.remat": "none",
+    "model.precision.compute": "bfloat16",
+    "train.log-every": 1,
+    "eval.every": 1000,
+}
 FLOAT8 = {"model.precision.matmul": "float8", "model.precision.matmul-least": 16}
 BASELINE = "bfloat16"
 PAIR: dict[str, dict[str, object]] = {BASELINE: {}, "float8": FLOAT8}
@@ -55,15 +69,22 @@ def train(runs: Path, model: str, variant: str, seed: int) -> None:
     flags |= {"run.seed": seed, "run.dir": folder_of(runs, model, variant, seed)}
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "jaxtp.train", "--mesh", "dp=1,fsdp=1,tp=1", *words]
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several runs share a GPU
+    # several runs share a GPU
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        print(f"FAILED: {model}, {variant}, seed {seed}:\n{done.stdout}{done.stderr}", file=sys.stderr, flush=True)
+        print(
+            f"FAILED: {model}, {variant}, seed {seed}:\n{done.stdout}{done.stderr}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def read(runs: Path, model: str, variant: str, seed: int) -> tuple[list[float], float | None]:
     """Returns the losses of a run's steps, and the validation loss once it has ended."""
-    path, losses, held_out = folder_of(runs, model, variant, seed) / "metrics.jsonl", dict[int, float](), None
+    path = folder_of(runs, model, variant, seed) / "metrics.jsonl"
+    losses = dict[int, float]()
+    held_out = None
     for line in path.read_text().splitlines() if path.exists() else ():
         record = json.loads(line)
         if "loss" in record:
@@ -74,8 +95,11 @@ def read(runs: Path, model: str, variant: str, seed: int) -> tuple[list[float], 
 
 
 def compare(runs: Path, seeds: int) -> tuple[str, bool]:
-    """Returns the table, and whether the mean differences of float8 are accepted, of runs that have ended."""
-    rows, good = [], True
+    """Returns the table, and whether the mean differences of float8 are accepted, of runs that
+    have ended.
+    """
+    rows = []
+    good = True
     for model in MODELS:
         differences: dict[str, list[float]] = {}
         for seed in range(seeds):
@@ -84,35 +108,56 @@ def compare(runs: Path, seeds: int) -> tuple[str, bool]:
                 losses, held = read(runs, model, variant, seed)
                 if (steps := min(len(plain), len(losses))) < LAST:
                     continue
-                loss, other = (statistics.fmean(each[steps - LAST : steps]) for each in (losses, plain))
+                loss, other = (
+                    statistics.fmean(each[steps - LAST : steps]) for each in (losses, plain)
+                )
                 cells = [f"{loss:.4f}", f"{loss / other - 1:+.2%}"]
                 if held and plain_held:
                     cells += [f"{held:.4f}", f"{held / plain_held - 1:+.2%}"]
                     differences.setdefault(variant, []).append(held / plain_held - 1)
-                rows.append((model, str(seed), variant, str(steps), *cells, *["running"] * (4 - len(cells))))
+                rows.append(
+                    (model, str(seed), variant, str(steps), *cells, *["running"] * (4 - len(cells)))
+                )
         means = {variant: statistics.fmean(each) for variant, each in differences.items()}
         for variant, mean in means.items():
             count = f"of {len(differences[variant])}"
-            rows += [(model, "mean", variant, count, "", "", "", f"{mean:+.2%}")] * (variant != BASELINE)
+            rows += [(model, "mean", variant, count, "", "", "", f"{mean:+.2%}")] * (
+                variant != BASELINE
+            )
         good &= abs(means.get("float8", math.inf)) <= LIMIT
     return columns(("model", "seed", "products", "steps", "loss", "", "validation", ""), rows), good
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 1 if a mean difference exceeds the limit, or if no pair of a model has ended, else 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=Path("runs/float8_curves"), help="folder of the runs")
+    """Returns 1 if a mean difference exceeds the limit, or if no pair of a model has ended, else
+    0.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/float8_curves"), help="folder of the runs"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
     parser.add_argument("--at-once", type=int, default=1, help="runs at the same time (default 1)")
     parser.add_argument("--read", action="store_true", help="train nothing, print what is there")
     arguments = parser.parse_args(argv)
-    order = [(m, v, seed) for half in (PAIR, CONTROL) for seed in range(arguments.seeds) for m in MODELS for v in half]
+    order = [
+        (m, v, seed)
+        for half in (PAIR, CONTROL)
+        for seed in range(arguments.seeds)
+        for m in MODELS
+        for v in half
+    ]
     missing = [run for run in order if read(arguments.runs, *run)[1] is None]
     with ThreadPoolExecutor(arguments.at_once) as pool:
         list(pool.map(lambda run: train(arguments.runs, *run), [] if arguments.read else missing))
     text, good = compare(arguments.runs, arguments.seeds)
     print(text)
-    print(f"the mean validation loss in float8 is {'' if good else 'NOT '}within {LIMIT:.0%} of bfloat16's")
+    print(
+        f"the mean validation loss in float8 is {'' if good else 'NOT '}within {LIMIT:.0%} of "
+        "bfloat16's"
+    )
     return 0 if good else 1
 
 

@@ -2,9 +2,9 @@
 
     python scripts/foreign_speed.py 2>/dev/null | tee scripts/results/foreign_speed.txt
 
-Both train the vision transformer of `examples/vit.py`, parallel by the same plan, on the same batches in host memory.
-Blocks of steps take turns in one process. A block ends when its last loss is on the host, and the ratio is the median
-over pairs of neighbouring blocks.
+Both train the vision transformer of `examples/vit.py`, parallel by the same plan, on the same
+batches in host memory. Blocks of steps take turns in one process. A block ends when its last loss
+is on the host, and the ratio is the median over pairs of neighbouring blocks.
 """
 
 import argparse
@@ -32,8 +32,12 @@ from textures import generated
 Columns = dict[str, np.ndarray]
 
 
-def plain_loop(build: Callable[[], nnx.Module], batches: Callable[[int], Columns]) -> Iterator[float]:
-    """Yields the loss of each step of a loop as one writes it in Flax, under the mesh in context."""
+def plain_loop(
+    build: Callable[[], nnx.Module], batches: Callable[[int], Columns]
+) -> Iterator[float]:
+    """Yields the loss of each step of a loop as one writes it in Flax, under the mesh in
+    context.
+    """
     model = jaxtp.parallelize(build, vit.PLAN)
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
 
@@ -64,7 +68,9 @@ def seconds(steps: Iterator[Any], count: int) -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mesh", default="dp=2,fsdp=2,tp=2")
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--rows", type=int, default=64, help="of a batch (default 64)")
@@ -79,26 +85,44 @@ def main(argv: list[str] | None = None) -> None:
     def build() -> vit.VisionTransformer:
         return vit.VisionTransformer(arguments.width, rngs=nnx.Rngs(0))
 
-    task = jaxtp.Task(model=build, plan=vit.PLAN, loss=vit.loss, batches=batches, optimizer=optax.adamw(3e-3))
+    task = jaxtp.Task(
+        model=build, plan=vit.PLAN, loss=vit.loss, batches=batches, optimizer=optax.adamw(3e-3)
+    )
     total = (arguments.blocks + 1) * arguments.steps + 1
     settings = {"checkpoint.every": 0, "metrics.trackers": []}
     with (
         contextlib.redirect_stdout(sys.stderr),
         tempfile.TemporaryDirectory() as folder,
-        jaxtp.Trainer(task, mesh=arguments.mesh, folder=folder, steps=total, settings=settings) as trainer,
+        jaxtp.Trainer(
+            task, mesh=arguments.mesh, folder=folder, steps=total, settings=settings
+        ) as trainer,
     ):
-        loops: dict[str, Iterator[Any]] = {"a plain loop": plain_loop(build, batches), "the trainer": iter(trainer)}
-        found = [[seconds(loop, arguments.steps) for loop in loops.values()] for _ in range(arguments.blocks + 1)][1:]
-        count = sum(variable.size for variable in jax.tree.leaves(nnx.state(trainer.model, nnx.Param)))
+        loops: dict[str, Iterator[Any]] = {
+            "a plain loop": plain_loop(build, batches),
+            "the trainer": iter(trainer),
+        }
+        found = [
+            [seconds(loop, arguments.steps) for loop in loops.values()]
+            for _ in range(arguments.blocks + 1)
+        ][1:]
+        count = sum(
+            variable.size for variable in jax.tree.leaves(nnx.state(trainer.model, nnx.Param))
+        )
     print(
-        f"jax {jax.__version__}, {os.cpu_count()} cores, {arguments.mesh} (CPU devices); {count:,} parameters, "
-        f"{arguments.rows} rows in a step; {arguments.blocks} blocks of {arguments.steps} steps of each"
+        f"jax {jax.__version__}, {os.cpu_count()} cores, {arguments.mesh} (CPU devices); {count:,} "
+        "parameters, "
+        f"{arguments.rows} rows in a step; {arguments.blocks} blocks of {arguments.steps} "
+        "steps of each"
     )
     for name, times in zip(loops, zip(*found, strict=True), strict=True):
         low, median, high = statistics.quantiles(times, n=4)
-        print(f"{name:14}{median * 1e3:8.1f} ms a step, quartiles {low * 1e3:.1f} to {high * 1e3:.1f}")
+        print(
+            f"{name:14}{median * 1e3:8.1f} ms a step, quartiles {low * 1e3:.1f} to {high * 1e3:.1f}"
+        )
     low, median, high = statistics.quantiles([trained / plain for plain, trained in found], n=4)
-    print(f"the trainer takes {median:.3f} of a plain loop's time, quartiles {low:.3f} to {high:.3f}")
+    print(
+        f"the trainer takes {median:.3f} of a plain loop's time, quartiles {low:.3f} to {high:.3f}"
+    )
 
 
 if __name__ == "__main__":

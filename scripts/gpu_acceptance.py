@@ -1,12 +1,14 @@
-"""Tests correctness of the package on one GPU, or all GPUs of a host, and its speed beside what the hardware allows.
+"""Tests correctness of the package on one GPU, or all GPUs of a host, and its speed beside what the
+hardware allows.
 
     python scripts/gpu_acceptance.py --out runs/acceptance
 
-Rows of the table have the milliseconds measured, those at the peaks of the hardware, and the ratio. At the peaks: the
-FLOPs and bytes of a compiled program's kernels, or the bytes of weights and KV cache, one kernel after the other. Each
-part runs in its own process, so a failure affects no other part, and writes a log. `results.json` has the results. A
-part that has passed on these devices and versions is skipped; `--only` selects parts, and `--again` ignores earlier
-results. On CPUs all parts run at a small size, which tests the script and not the speed. The script names and omits
+Rows of the table have the milliseconds measured, those at the peaks of the hardware, and the ratio.
+At the peaks: the FLOPs and bytes of a compiled program's kernels, or the bytes of weights and KV
+cache, one kernel after the other. Each part runs in its own process, so a failure affects no other
+part, and writes a log. `results.json` has the results. A part that has passed on these devices and
+versions is skipped; `--only` selects parts, and `--again` ignores earlier results. On CPUs all
+parts run at a small size, which tests the script and not the speed. The script names and omits
 parts that this machine cannot run (no second GPU, no torch).
 """
 
@@ -39,14 +41,37 @@ from jaxtp.layers.kernels.select import KERNELS, Kernel, Use
 from jaxtp.train.config import TrainConfig
 
 Result = dict[str, Any]
-SEQUENCE, SECONDS_PER_PART = 4096, 900
+SEQUENCE = 4096
+SECONDS_PER_PART = 900
 SCORES_FIT = 4096  # longer sequences are not timed in kernels that store all scores
-BLOCKS, PROFILED = 5, 2  # blocks of three steps that are timed; steps in a profile
+BLOCKS = 5
+PROFILED = 2  # blocks of three steps that are timed; steps in a profile
 CONFIGS = Path(__file__).parent.parent / "configs"
-ONE_B = {"vocab_size": 128256, "d_model": 2048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "head_dim": 64}
+ONE_B = {
+    "vocab_size": 128256,
+    "d_model": 2048,
+    "num_layers": 16,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 64,
+}
 ONE_B |= {"d_ff": 8192, "tie_embeddings": True}
-EIGHT_B = {"vocab_size": 128256, "d_model": 4096, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "d_ff": 14336}
-TINY = {"vocab_size": 256, "d_model": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+EIGHT_B = {
+    "vocab_size": 128256,
+    "d_model": 4096,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "d_ff": 14336,
+}
+TINY = {
+    "vocab_size": 256,
+    "d_model": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+}
 TINY |= {"d_ff": 128}
 
 SMALL = ": everything runs small, and says nothing about speed"
@@ -54,7 +79,9 @@ SMALL = ": everything runs small, and says nothing about speed"
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step that is timed: a file of configs/, layers and rows that fit on one GPU, and changed settings."""
+    """A step that is timed: a file of configs/, layers and rows that fit on one GPU, and changed
+    settings.
+    """
 
     config: str
     layers: int
@@ -65,17 +92,30 @@ class Step:
 
 
 STEPS = {
-    "8b": Step("llama3_8b", 4, 4, {"model.remat": "full", "model.loss_chunk": SEQUENCE}, beside_plain=True),
+    "8b": Step(
+        "llama3_8b", 4, 4, {"model.remat": "full", "model.loss_chunk": SEQUENCE}, beside_plain=True
+    ),
     "8b-save": Step("llama3_8b", 4, 4, {"model.remat": "save_dots"}),
-    "8b-float8": Step("llama3_8b", 4, 4, {"model.remat": "full", "model.precision.matmul": "float8"}),
+    "8b-float8": Step(
+        "llama3_8b", 4, 4, {"model.remat": "full", "model.precision.matmul": "float8"}
+    ),
     "1b": Step("pretrain_1b", 16, 2, {"model.remat": "save_dots"}),
     "70b-lora": Step("lora_llama31_70b", 4, 2, {"model.remat": "full"}),
     "experts": Step("qwen3_30b_a3b", 4, 4, has_experts=True),
 }
 
 
-ON_DEVICE = ("devices", "attention", "attention-speed", "experts", "decode", *(f"step-{name}" for name in STEPS))
-"""Parts that use the device in their own process. The others start processes, which need all of its memory."""
+ON_DEVICE = (
+    "devices",
+    "attention",
+    "attention-speed",
+    "experts",
+    "decode",
+    *(f"step-{name}" for name in STEPS),
+)
+"""Parts that use the device in their own process. The others start processes, which need all of
+its memory.
+"""
 
 
 class LeftOutError(Exception):
@@ -115,7 +155,9 @@ def look() -> Machine:
     first = jax.devices()[0]
     memory = (first.memory_stats() or {}).get("bytes_limit", 0)
     names = ("jax", "jaxlib", "flax", "torch", "transformers")
-    versions = {name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name)}
+    versions = {
+        name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name)
+    }
     return Machine(first.platform, first.device_kind, jax.device_count(), memory, versions)
 
 
@@ -128,12 +170,17 @@ def run(command: list[str], log: Path, *, codes: tuple[int, ...] = (0,), **envir
     printed = log.with_suffix(".stdout.txt")  # what a process that is killed has printed
     with log.open("a") as told, printed.open("w") as output:
         print("$", *command, file=told, flush=True)
-        done = subprocess.run(command, stdout=output, stderr=told, env={**os.environ, **environment})
-    errors, text = log.read_text().strip(), printed.read_text()
+        done = subprocess.run(
+            command, stdout=output, stderr=told, env={**os.environ, **environment}
+        )
+    errors = log.read_text().strip()
+    text = printed.read_text()
     with log.open("a") as file:
         file.write(f"{text}\n")
     if done.returncode not in codes:
-        raise RuntimeError(f"{' '.join(command[:4])} ... ended with {done.returncode}: {errors[-500:]}")
+        raise RuntimeError(
+            f"{' '.join(command[:4])} ... ended with {done.returncode}: {errors[-500:]}"
+        )
     return text
 
 
@@ -163,7 +210,11 @@ def attention_cases(machine: Machine) -> Iterator[tuple[Kernel, Use, tuple[int, 
 
     length = 64 if machine.is_small else 1024
     heads = ((64, 64, 4, 1), (128, 128, 8, 2), (192, 128, 4, 4))
-    shapes = [("float32", heads[0])] if machine.is_small else [("float32", heads[0]), *(("bfloat16", h) for h in heads)]
+    shapes = (
+        [("float32", heads[0])]
+        if machine.is_small
+        else [("float32", heads[0]), *(("bfloat16", h) for h in heads)]
+    )
     masks = (
         (False, None, None, False, False),
         (False, length // 5, None, False, False),
@@ -201,8 +252,14 @@ def compare_attention(case: tuple[Kernel, Use, tuple[int, int]]) -> tuple[str, R
     from jaxtp.train.self_check import TOLERANCE, relative_errors
 
     kernel, use, heads = case
-    what = f"{'packed' if use.packed else 'one text'} {use.window} {use.softcap}{' part' if use.part else ''}"
-    name = f"{kernel.name} {use.dtype} {heads[0]}x{use.head_dim}x{use.value_head_dim} {what}{' sinks' * use.sinks}"
+    what = (
+        f"{'packed' if use.packed else 'one text'} {use.window} "
+        f"{use.softcap}{' part' if use.part else ''}"
+    )
+    name = (
+        f"{kernel.name} {use.dtype} {heads[0]}x{use.head_dim}x{use.value_head_dim} "
+        f"{what}{' sinks' * use.sinks}"
+    )
     try:
         errors = relative_errors(kernel.run, use, *heads)
     except Exception as error:
@@ -211,11 +268,18 @@ def compare_attention(case: tuple[Kernel, Use, tuple[int, int]]) -> tuple[str, R
 
 
 def attention(machine: Machine, out: Path, log: Path) -> Result:
-    """Compares each attention kernel that runs here with plain float32 attention; threads compile at the same time."""
+    """Compares each attention kernel that runs here with plain float32 attention; threads
+    compile at the same time.
+    """
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = dict(pool.map(compare_attention, attention_cases(machine)))
     wrong = [name for name, one in found.items() if not one["right"]]
-    return {"right": not wrong, "cases": len(found), "wrong": ", ".join(wrong) or "none", "kernels": found}
+    return {
+        "right": not wrong,
+        "cases": len(found),
+        "wrong": ", ".join(wrong) or "none",
+        "kernels": found,
+    }
 
 
 def attention_speed(machine: Machine, out: Path, log: Path) -> Result:
@@ -228,17 +292,23 @@ def attention_speed(machine: Machine, out: Path, log: Path) -> Result:
 
     most = ceiling(machine, out, log)["flops_per_second"]
     found: Result = {}
-    shapes = itertools.product((128, 64), (64,) if machine.is_small else (2048, 8192), (False, True))
+    shapes = itertools.product(
+        (128, 64), (64,) if machine.is_small else (2048, 8192), (False, True)
+    )
     for head_dim, length, packed in shapes:
-        dtype, platform = "float32" if machine.is_small else "bfloat16", architecture_of(jax.devices()[0])
+        dtype = "float32" if machine.is_small else "bfloat16"
+        platform = architecture_of(jax.devices()[0])
         use = Use(head_dim=head_dim, dtype=dtype, length=length, packed=packed, platform=platform)
         kernels = [kernel for kernel in KERNELS.values() if not any(kernel.problems(use))]
         if length > SCORES_FIT:
             kernels = [kernel for kernel in kernels if not kernel.stores_scores]
         arrays, settings = problem(use, 32, 8, most=length)
-        flops = 7 * 2 * 32 * length**2 * head_dim  # 2 products forward and 5 backward, of half of the scores
+        # 2 products forward and 5 backward, of half of the scores
+        flops = 7 * 2 * 32 * length**2 * head_dim
 
-        def timed(kernel: Kernel, arrays: Any = arrays, settings: Any = settings, flops: int = flops) -> Result:
+        def timed(
+            kernel: Kernel, arrays: Any = arrays, settings: Any = settings, flops: int = flops
+        ) -> Result:
             try:
                 program = jax.jit(partial(results, kernel.run, settings))
                 seconds = medians({"": partial(program, *arrays)}, 5, calls=5)[""]
@@ -259,7 +329,9 @@ def attention_speed(machine: Machine, out: Path, log: Path) -> Result:
 
 
 def experts(machine: Machine, out: Path, log: Path) -> Result:
-    """Compares grouped products of experts, and their gradients, with a float32 loop over experts; times them."""
+    """Compares grouped products of experts, and their gradients, with a float32 loop over
+    experts; times them.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -272,17 +344,24 @@ def experts(machine: Machine, out: Path, log: Path) -> Result:
 
     groups, rows, width, features = (4, 64, 16, 24) if machine.is_small else (32, 8192, 2048, 768)
     random = np.random.default_rng(0)
-    sizes = random.multinomial(rows - rows // 8, random.dirichlet(np.ones(groups)))  # uneven; some rows have no expert
+    # uneven; some rows have no expert
+    sizes = random.multinomial(rows - rows // 8, random.dirichlet(np.ones(groups)))
     ends = np.cumsum(sizes)
     shapes = ((rows, width), (groups, width, features), (rows, features))
     arrays = [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
 
     def one_by_one(x: np.ndarray, w: np.ndarray, grad: np.ndarray) -> list[np.ndarray]:
         # On the CPU: a GPU would compile and tune three products for each size.
-        y, dx, dw = np.zeros_like(grad), np.zeros_like(x), np.zeros_like(w)
+        y = np.zeros_like(grad)
+        dx = np.zeros_like(x)
+        dw = np.zeros_like(w)
         for group, (size, end) in enumerate(zip(sizes, ends, strict=True)):
             mine = slice(end - size, end)
-            y[mine], dx[mine], dw[group] = x[mine] @ w[group], grad[mine] @ w[group].T, x[mine].T @ grad[mine]
+            y[mine], dx[mine], dw[group] = (
+                x[mine] @ w[group],
+                grad[mine] @ w[group].T,
+                x[mine].T @ grad[mine],
+            )
         return [y, dx, dw]
 
     def results(multiply: Callable[..., Any], x: Any, w: Any, grad: Any) -> Any:
@@ -297,12 +376,21 @@ def experts(machine: Machine, out: Path, log: Path) -> Result:
             for method in ("xla", "pallas"):
                 if any(unsupported(method, platform_of(jax.devices()[0]))):
                     continue
-                multiply = partial(grouped_matmul, sizes_E=jnp.asarray(sizes, jnp.int32), method=method)
+                multiply = partial(
+                    grouped_matmul, sizes_E=jnp.asarray(sizes, jnp.int32), method=method
+                )
                 program = partial(jax.jit(partial(results, multiply)), *given)
-                errors = [relative_error(np.asarray(a, np.float32), b) for a, b in zip(program(), exact, strict=True)]
+                errors = [
+                    relative_error(np.asarray(a, np.float32), b)
+                    for a, b in zip(program(), exact, strict=True)
+                ]
                 key = f"{method} {dtype}"
                 seconds = medians({key: program}, 3)[key]
-                found[key] = {"errors": errors, "right": max(errors) <= TOLERANCE[dtype], "milliseconds": 1e3 * seconds}
+                found[key] = {
+                    "errors": errors,
+                    "right": max(errors) <= TOLERANCE[dtype],
+                    "milliseconds": 1e3 * seconds,
+                }
     return {"right": all(one["right"] for one in found.values()), "products": found}
 
 
@@ -324,7 +412,9 @@ def settings_of(machine: Machine, case: Step) -> TrainConfig:
     """Returns a configuration of configs/ on one device, with fewer layers; tiny on CPUs."""
     from jaxtp.config.schema import from_yaml, replace_nested
 
-    changes: Result = {f"mesh.{axis}": 1 for axis in ("dp", "fsdp", "cp", "tp")} | {"train.accumulation": 1}
+    changes: Result = {f"mesh.{axis}": 1 for axis in ("dp", "fsdp", "cp", "tp")} | {
+        "train.accumulation": 1
+    }
     changes |= {
         "data.packing": "concatenated",
         "data.sequence_length": SEQUENCE,
@@ -333,15 +423,21 @@ def settings_of(machine: Machine, case: Step) -> TrainConfig:
     }
     changes |= {"model.precision.reduce": "bfloat16", **case.changes}
     if machine.is_small:
-        changes |= {f"model.{name}": size for name, size in TINY.items()} | {"data.sequence_length": 64}
+        changes |= {f"model.{name}": size for name, size in TINY.items()} | {
+            "data.sequence_length": 64
+        }
         changes |= {"model.precision.compute": "float32", "model.precision.reduce": "float32"}
         changes |= {"model.precision.matmul_least": 16}
-        changes |= {"model.num_experts": 4, "model.experts_per_token": 2} if case.has_experts else {}
+        changes |= (
+            {"model.num_experts": 4, "model.experts_per_token": 2} if case.has_experts else {}
+        )
     return replace_nested(from_yaml(TrainConfig, CONFIGS / f"{case.config}.yaml"), changes)
 
 
 def step(machine: Machine, out: Path, log: Path, *, name: str) -> Result:
-    """Times a training step, and its parts in a profile, beside what its kernels take at the peaks of the hardware."""
+    """Times a training step, and its parts in a profile, beside what its kernels take at the
+    peaks of the hardware.
+    """
     import jax
     from step_beside_plain import Plain, Runner, make_batch, plain_runner
 
@@ -354,21 +450,30 @@ def step(machine: Machine, out: Path, log: Path, *, name: str) -> Result:
     from jaxtp.train.state import plan_state
     from jaxtp.train.step import compiler_options, trace_step
 
-    case, hardware = STEPS[name], find(machine.hardware)
+    case = STEPS[name]
+    hardware = find(machine.hardware)
     config = settings_of(machine, case)
     if config.model.precision.matmul == "float8" and not hardware.float8:
         raise LeftOutError(f"{machine.kind} has no products in float8")
-    mesh, data = jaxtp.make_mesh(devices=jax.devices()[:1]), config.data
-    rows, length = data.global_batch_size, data.sequence_length
+    mesh = jaxtp.make_mesh(devices=jax.devices()[:1])
+    data = config.data
+    rows = data.global_batch_size
+    length = data.sequence_length
     plan = plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
     options = compiler_options(config, "cuda" if machine.platform == "gpu" else machine.platform)
-    lowered, create = trace_step(config, plan).lower(), partial(plan.create, 0)
+    lowered = trace_step(config, plan).lower()
+    create = partial(plan.create, 0)
     ours = Runner(name, lowered, create, options)
     batch = make_batch(mesh, config.model.vocab_size, rows, length)
     runners = [ours]
     if case.beside_plain:
         runners.append(
-            plain_runner(Plain(config.model, mesh, rows, length), plan, abstract_batch(mesh, rows, length), options)
+            plain_runner(
+                Plain(config.model, mesh, rows, length),
+                plan,
+                abstract_batch(mesh, rows, length),
+                options,
+            )
         )
     for runner in runners:
         runner.start()
@@ -383,14 +488,20 @@ def step(machine: Machine, out: Path, log: Path, *, name: str) -> Result:
     moved = parts["all"]["product_bytes"] + parts["all"]["other_bytes"]
     found |= {"FLOPs / least": parts["all"]["flops"] / parts["all"]["least_flops"]}
     found |= {"bytes / least": moved / parts["all"]["least_bytes"]}
-    found |= {"tokens/s": rows * length / seconds, "compiled in s": ours.compile_seconds, "compiled GiB": ours.peak()}
+    found |= {
+        "tokens/s": rows * length / seconds,
+        "compiled in s": ours.compile_seconds,
+        "compiled GiB": ours.peak(),
+    }
     if case.beside_plain:
         found["time / plain"] = statistics.median(block[0] / block[1] for block in blocks)
     elif memory:
         found["GiB in use at most"] = memory / 2**30
     profiled = ours
     if machine.platform == "gpu":  # kernels of a CUDA graph have no names
-        profiled = Runner(name, lowered, lambda: ours.state, {**options, "xla_gpu_enable_command_buffer": ""})
+        profiled = Runner(
+            name, lowered, lambda: ours.state, {**options, "xla_gpu_enable_command_buffer": ""}
+        )
         profiled.start()
         profiled.seconds(batch, 1)
     with jax.profiler.trace(str(out / f"{log.stem}-profile"), create_perfetto_trace=True):
@@ -430,13 +541,19 @@ def summed(events: list[Result], names: Mapping[str, str]) -> dict[str, float]:
     found = Counter[str]()
     for event in chosen:
         about = event.get("args") or {}
-        scope = f"{names.get(str(about.get('hlo_op', '')), '')} {about.get('name', '')} {event['name']}"
-        found[next((part for part, pattern in PATTERNS.items() if re.search(pattern, scope)), OTHER)] += event["dur"]
+        scope = (
+            f"{names.get(str(about.get('hlo_op', '')), '')} {about.get('name', '')} {event['name']}"
+        )
+        found[
+            next((part for part, pattern in PATTERNS.items() if re.search(pattern, scope)), OTHER)
+        ] += event["dur"]
     return dict(found)
 
 
 def decode(machine: Machine, out: Path, log: Path) -> Result:
-    """Times reading prompts and decoding with 8B, beside its FLOPs and its bytes at the peaks of the hardware."""
+    """Times reading prompts and decoding with 8B, beside its FLOPs and its bytes at the peaks of
+    the hardware.
+    """
     import jax
     from flax import nnx
 
@@ -450,25 +567,39 @@ def decode(machine: Machine, out: Path, log: Path) -> Result:
         model = nnx.jit(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))()
     arrays = jax.tree.leaves(nnx.state(model, nnx.Param))
     table = config.vocab_size * config.d_model
-    read = sum(array.nbytes for array in arrays) - 2 * table  # decoding looks up few rows of the embedding
+    # decoding looks up few rows of the embedding
+    read = sum(array.nbytes for array in arrays) - 2 * table
     size = sum(array.size for array in arrays) - 2 * table
     generator = jaxtp.Generator(model, jaxtp.ByteTokenizer(), end_ids=frozenset(), donate=True)
     length, tokens = (16, 4) if machine.is_small else (512, 128)
     found: Result = {"rows": []}
     for rows in (1, 8):
-        one, more = [], []
+        one = []
+        more = []
         for turn in range(4):
-            prompts = [[(31 * turn + 7 * row + 13 * place) % 200 + 3 for place in range(length)] for row in range(rows)]
+            prompts = [
+                [(31 * turn + 7 * row + 13 * place) % 200 + 3 for place in range(length)]
+                for row in range(rows)
+            ]
             for times, count in ((one, 1), (more, 1 + tokens)):
                 started = time.perf_counter()
                 generator.generate(prompts, jaxtp.GenerationSettings(max_tokens=count))
                 times.append(time.perf_counter() - started)
         first = statistics.median(one[1:])
         each = (statistics.median(more[1:]) - first) / tokens
-        cache = 4 * config.num_layers * config.num_kv_heads * config.head_dim * rows * (length + tokens / 2)
+        cache = (
+            4
+            * config.num_layers
+            * config.num_kv_heads
+            * config.head_dim
+            * rows
+            * (length + tokens / 2)
+        )
         least = 2 * (size * rows * length + table * rows) / hardware.flops
         found["rows"].append([f"reading {rows} x {length} tokens, ms", 1e3 * first, 1e3 * least])
-        found["rows"].append([f"a token of {rows} rows, ms", 1e3 * each, 1e3 * (read + cache) / hardware.bandwidth])
+        found["rows"].append(
+            [f"a token of {rows} rows, ms", 1e3 * each, 1e3 * (read + cache) / hardware.bandwidth]
+        )
     return found
 
 
@@ -481,7 +612,14 @@ def ratios_of(script: str, pattern: str, log: Path, *words: str) -> Result:
 def start(machine: Machine, out: Path, log: Path) -> Result:
     """Times the way to the first step and a tiny step, beside plain JAX's."""
     repeats = "2" if machine.is_small else "3"
-    return ratios_of("start_speed.py", r"(?m)^  (.*?) +[\d.]+ m?s .*\) +([\d.]+)$", log, "--here", "--repeats", repeats)
+    return ratios_of(
+        "start_speed.py",
+        r"(?m)^  (.*?) +[\d.]+ m?s .*\) +([\d.]+)$",
+        log,
+        "--here",
+        "--repeats",
+        repeats,
+    )
 
 
 def checkpoint(machine: Machine, out: Path, log: Path) -> Result:
@@ -493,14 +631,19 @@ def checkpoint(machine: Machine, out: Path, log: Path) -> Result:
 
 def peer(machine: Machine, out: Path, log: Path) -> Result:
     """Times the step of 1B, alternating with compiled PyTorch with and without recomputation."""
-    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+    if (
+        importlib.util.find_spec("torch") is None
+        or importlib.util.find_spec("transformers") is None
+    ):
         raise LeftOutError("torch and transformers are not installed")
     found: Result = {}
     for checkpointing in (False, True):
         model, length = (TINY, 64) if machine.is_small else (ONE_B, SEQUENCE)
         words = json.dumps([model, length, STEPS["1b"].rows, checkpointing])
         name = f"tokens/s, PyTorch {'with' if checkpointing else 'without'} recomputation"
-        found[name] = json.loads(run([sys.executable, __file__, "--torch", words], log).splitlines()[-1])
+        found[name] = json.loads(
+            run([sys.executable, __file__, "--torch", words], log).splitlines()[-1]
+        )
     return found
 
 
@@ -512,7 +655,11 @@ def torch_step(model: Mapping[str, Any], length: int, rows: int, checkpointing: 
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
-    names = {"d_model": "hidden_size", "num_layers": "num_hidden_layers", "d_ff": "intermediate_size"}
+    names = {
+        "d_model": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "d_ff": "intermediate_size",
+    }
     names |= {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
     names |= {"tie_embeddings": "tie_word_embeddings"}
     settings = {names.get(name, name): value for name, value in model.items()}
@@ -538,16 +685,27 @@ def torch_step(model: Mapping[str, Any], length: int, rows: int, checkpointing: 
 
 
 def several(machine: Machine, out: Path, log: Path) -> Result:
-    """Measures the bandwidth between devices, and steps beside the plain ones at each tp, also with rings."""
+    """Measures the bandwidth between devices, and steps beside the plain ones at each tp, also
+    with rings.
+    """
     if machine.count < 2:
         raise LeftOutError("there is one device")
     file = str(out / "hardware.yaml")
-    run([sys.executable, "-m", "jaxtp", "bench", "comm", "--like", machine.hardware, "--out", file], log)
+    run(
+        [sys.executable, "-m", "jaxtp", "bench", "comm", "--like", machine.hardware, "--out", file],
+        log,
+    )
     found: Result = {"hardware": yaml.safe_load((out / "hardware.yaml").read_text())}
     for tp in (tp for tp in (2, 4, 8) if tp <= machine.count):
         words = ["--mesh", f"tp={tp}", "--variants", "plain", "jaxtp", "model.overlap=ring"]
-        words += ["--layers", "2", "--blocks", "3"] if machine.is_small else ["--model", "8b", "--layers", "8"]
-        pattern = r"(?m)^(jaxtp|model.overlap=ring) +[\d.]+ +[\d.]+ +[\d.]+ to [\d.]+ +[\d,]+ +([\d.]+)"
+        words += (
+            ["--layers", "2", "--blocks", "3"]
+            if machine.is_small
+            else ["--model", "8b", "--layers", "8"]
+        )
+        pattern = (
+            r"(?m)^(jaxtp|model.overlap=ring) +[\d.]+ +[\d.]+ +[\d.]+ to [\d.]+ +[\d,]+ +([\d.]+)"
+        )
         ratios = ratios_of("step_beside_plain.py", pattern, log, *words)
         found |= {f"time / plain at tp {tp}, {name}": ratio for name, ratio in ratios.items()}
     return found
@@ -569,7 +727,8 @@ PARTS: dict[str, Callable[[Machine, Path, Path], Result]] = {
 
 def attempt(name: str, out: Path, machine: Result, most: int) -> Result:
     """Runs a part in its own process for at most `most` seconds, and returns its result."""
-    started, log = time.perf_counter(), out / f"{name}.log"
+    started = time.perf_counter()
+    log = out / f"{name}.log"
     log.write_text("")
     command = [sys.executable, __file__, "--out", str(out), "--part", name]
     command += ["--machine", json.dumps(machine)]
@@ -578,7 +737,8 @@ def attempt(name: str, out: Path, machine: Result, most: int) -> Result:
         try:
             printed, errors = process.communicate(timeout=most)
         except BaseException as ended:
-            os.killpg(process.pid, signal.SIGKILL)  # also kills its children, which would occupy the GPU
+            # also kills its children, which would occupy the GPU
+            os.killpg(process.pid, signal.SIGKILL)
             if isinstance(ended, subprocess.TimeoutExpired):
                 printed, errors = process.communicate()
                 with log.open("a") as file:
@@ -610,9 +770,16 @@ def row(name: str, result: Result) -> str:
     for key, verdict in (("left_out", "left out"), ("failed", "FAILED")):
         if key in result:
             return f"{name:<16}{verdict:<10}{result[key]}"
-    shown = {key: value for key, value in result.items() if isinstance(value, int | float | str) and key != "right"}
+    shown = {
+        key: value
+        for key, value in result.items()
+        if isinstance(value, int | float | str) and key != "right"
+    }
     shown |= result.get("milliseconds", {})
-    notes = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in shown.items())
+    notes = (
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in shown.items()
+    )
     lines = [f"{name:<16}{'WRONG' if result.get('right') is False else 'ok':<10}{', '.join(notes)}"]
     for what, measured, least in result.get("rows", []):
         ratio = f"{measured / least:>8.2f}" if least else ""
@@ -621,12 +788,19 @@ def row(name: str, result: Result) -> str:
 
 
 def earlier(file: Path, machine: Result) -> dict[str, Result]:
-    """Returns the earlier results of this machine; none if the file is from another machine or damaged."""
+    """Returns the earlier results of this machine; none if the file is from another machine or
+    damaged.
+    """
     try:
         kept = json.loads(file.read_text())
         if all(kept["machine"][name] == machine[name] for name in ("kind", "count", "versions")):
-            return {name: result for name, result in kept["parts"].items() if isinstance(result, dict)}
-        print(f"{file} is of {kept['machine']['count']} x {kept['machine']['kind']}, or other versions: all runs again")
+            return {
+                name: result for name, result in kept["parts"].items() if isinstance(result, dict)
+            }
+        print(
+            f"{file} is of {kept['machine']['count']} x {kept['machine']['kind']}, or other "
+            "versions: all runs again"
+        )
     except FileNotFoundError:
         pass
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -636,16 +810,28 @@ def earlier(file: Path, machine: Result) -> dict[str, Result]:
 
 def has_passed(result: Result | None) -> bool:
     """Returns whether a part's result need not be repeated."""
-    return result is not None and not {"failed", "left_out"} & result.keys() and result.get("right") is not False
+    return (
+        result is not None
+        and not {"failed", "left_out"} & result.keys()
+        and result.get("right") is not False
+    )
 
 
 def main() -> int:
     """Runs the parts without a result; returns 1 if one fails or has wrong numbers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/acceptance"), help="folder of results and logs")
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="parts to run")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/acceptance"), help="folder of results and logs"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="parts to run"
+    )
     parser.add_argument("--again", action="store_true", help="also run parts that have a result")
-    parser.add_argument("--seconds", type=int, default=SECONDS_PER_PART, help="longest time of a part")
+    parser.add_argument(
+        "--seconds", type=int, default=SECONDS_PER_PART, help="longest time of a part"
+    )
     parser.add_argument("--machine", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--torch", help=argparse.SUPPRESS)
@@ -662,9 +848,12 @@ def main() -> int:
         print(json.dumps(part(given.part, given.out, Machine(**given.machine))))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the processes of a part too
-    machine = json.loads(run([sys.executable, __file__, "--out", str(given.out), "--look"], given.out / "look.log"))
+    machine = json.loads(
+        run([sys.executable, __file__, "--out", str(given.out), "--look"], given.out / "look.log")
+    )
     print(
-        f"{machine['count']} x {machine['kind']}, {machine['versions']}{SMALL if machine['platform'] == 'cpu' else ''}"
+        f"{machine['count']} x {machine['kind']}, "
+        f"{machine['versions']}{SMALL if machine['platform'] == 'cpu' else ''}"
     )
     file = given.out / "results.json"
     results = {} if given.again and given.only == list(PARTS) else earlier(file, machine)
@@ -672,12 +861,18 @@ def main() -> int:
     for name in wanted:
         result = attempt(name, given.out, machine, given.seconds)
         results[name] = result
-        write_atomically(file, json.dumps({"machine": machine, "parts": results}, indent=1).encode())
+        write_atomically(
+            file, json.dumps({"machine": machine, "parts": results}, indent=1).encode()
+        )
         print(row(name, result), flush=True)
     for name in given.only:
         if name not in wanted:
             print(row(name, results[name]))
-    bad = [name for name, result in results.items() if "failed" in result or result.get("right") is False]
+    bad = [
+        name
+        for name, result in results.items()
+        if "failed" in result or result.get("right") is False
+    ]
     return 1 if bad else 0
 
 

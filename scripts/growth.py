@@ -2,7 +2,8 @@
 
     python scripts/growth.py | tee scripts/results/growth.txt
 
-Each measurement is a process of its own, without a compilation cache, of a tiny decoder. Nothing is allocated or run.
+Each measurement is a process of its own, without a compilation cache, of a tiny decoder. Nothing is
+allocated or run.
 """
 
 import argparse
@@ -26,7 +27,14 @@ def measure(layers: int, devices: int) -> dict[str, float]:
     from jaxtp.train.state import plan_state
     from jaxtp.train.step import make_train_step, trace_step
 
-    tiny = {"vocab_size": 256, "d_model": 64, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16, "d_ff": 64}
+    tiny = {
+        "vocab_size": 256,
+        "d_model": 64,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "head_dim": 16,
+        "d_ff": 64,
+    }
     model = jaxtp.ModelConfig(num_layers=layers, **tiny)
     data = DataConfig(sequence_length=32, global_batch_size=devices)
     config = TrainConfig(model=model, data=data)
@@ -48,23 +56,38 @@ def measure(layers: int, devices: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=300, help="limit of a measurement (default 300)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=300, help="limit of a measurement (default 300)"
+    )
     parser.add_argument("--measure", nargs=2, type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         print(json.dumps(measure(*arguments.measure)))
         return
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the beginning")
-    print(f"{'layers':>6}{'devices':>9}{'plan':>9}{'trace':>9}{'lower':>9}{'compile':>9}{'all':>9}  seconds")
-    for layers, devices in [*((depth, 8) for depth in DEPTHS), *((4, devices) for devices in DEVICES[1:])]:
+    print(
+        f"{'layers':>6}{'devices':>9}{'plan':>9}{'trace':>9}{'lower':>9}{'compile':>9}{'all':>9} "
+        " seconds"
+    )
+    for layers, devices in [
+        *((depth, 8) for depth in DEPTHS),
+        *((4, devices) for devices in DEVICES[1:]),
+    ]:
         flags = f"--xla_force_host_platform_device_count={devices}"
         environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
         environment.pop("JAX_COMPILATION_CACHE_DIR", None)
         command = [sys.executable, __file__, "--measure", str(layers), str(devices)]
         try:
             done = subprocess.run(
-                command, env=environment, check=True, capture_output=True, text=True, timeout=arguments.seconds
+                command,
+                env=environment,
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=arguments.seconds,
             )
         except subprocess.TimeoutExpired:
             print(f"{layers:6}{devices:9}  more than {arguments.seconds:g} s", flush=True)

@@ -1,12 +1,14 @@
-"""Measures an import: bytes read, peak anonymous host memory, and time relative to safetensors' own loader.
+"""Measures an import: bytes read, peak anonymous host memory, and time relative to safetensors' own
+loader.
 
     pip install safetensors
     python scripts/import_speed.py
 
-The script writes a synthetic Llama in several files to a temporary folder. Separate processes import it onto one device
-and onto fsdp 2 x tp 4; the devices are virtual CPU devices, so their arrays are in host memory. Bytes count read calls
-(`rchar` of /proc/self/io), including reads from the page cache and by the sampling. Memory is RssAnon, sampled every
-two milliseconds. `safetensors.numpy.load_file`, which maps files, reads the same files.
+The script writes a synthetic Llama in several files to a temporary folder. Separate processes
+import it onto one device and onto fsdp 2 x tp 4; the devices are virtual CPU devices, so their
+arrays are in host memory. Bytes count read calls (`rchar` of /proc/self/io), including reads from
+the page cache and by the sampling. Memory is RssAnon, sampled every two milliseconds.
+`safetensors.numpy.load_file`, which maps files, reads the same files.
 """
 
 import argparse
@@ -23,7 +25,13 @@ import numpy as np
 
 from jaxtp.hf.safetensors import DTYPES, read_header, write_file
 
-LAYERS, D, FF, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 12, 2048, 8192, 16, 4, 128, 32768
+LAYERS = 12
+D = 2048
+FF = 8192
+HEADS = 16
+KV_HEADS = 4
+HEAD_DIM = 128
+VOCAB = 32768
 DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -32,7 +40,10 @@ def shapes(layers: int) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, D)}
     for layer in range(layers):
         name = f"model.layers.{layer}"
-        found |= {f"{name}.{norm}.weight": (D,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        found |= {
+            f"{name}.{norm}.weight": (D,)
+            for norm in ("input_layernorm", "post_attention_layernorm")
+        }
         found |= {f"{name}.self_attn.{p}_proj.weight": (HEADS * HEAD_DIM, D) for p in "qo"}
         found |= {f"{name}.self_attn.{p}_proj.weight": (KV_HEADS * HEAD_DIM, D) for p in "kv"}
         found |= {f"{name}.mlp.{p}_proj.weight": (FF, D) for p in ("gate", "up")}
@@ -80,7 +91,9 @@ def write_shards(folder: Path, wanted: dict[str, tuple[int, ...]], dtype: str) -
         write_file(
             folder / file,
             group,
-            lambda name: (random.random(wanted[name], np.float32) - 0.5).astype(DTYPES[DTYPE[dtype]]),
+            lambda name: (random.random(wanted[name], np.float32) - 0.5).astype(
+                DTYPES[DTYPE[dtype]]
+            ),
         )
         weight_map |= dict.fromkeys(group, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -90,7 +103,9 @@ class Peak:
     """The peak anonymous memory of this process, sampled by a thread."""
 
     def __init__(self) -> None:
-        self.start, self.most, self.done = anonymous(), 0, threading.Event()
+        self.start = anonymous()
+        self.most = 0
+        self.done = threading.Event()
         self.thread = threading.Thread(target=self.sample)
         self.thread.start()
 
@@ -125,7 +140,9 @@ def import_here(folder: Path, fsdp: int, tp: int) -> dict[str, float]:
     mesh = jaxtp.make_mesh(fsdp=fsdp, tp=tp)
     jax.block_until_ready(jax.numpy.zeros(1) + 1)  # starts the backend
     with jax.set_mesh(mesh):
-        read, peak, started = bytes_read(), Peak(), time.perf_counter()
+        read = bytes_read()
+        peak = Peak()
+        started = time.perf_counter()
         model = jaxtp.load_hf(folder)
         leaves = jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
         seconds = time.perf_counter() - started
@@ -141,7 +158,9 @@ def safetensors_here(folder: Path) -> dict[str, float]:
     """Reads all files with safetensors, and returns the measurements."""
     from safetensors.numpy import load_file
 
-    read, peak, started = bytes_read(), Peak(), time.perf_counter()
+    read = bytes_read()
+    peak = Peak()
+    started = time.perf_counter()
     tensors = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
     seconds = time.perf_counter() - started
     arrays = sum(array.nbytes for file in tensors for array in file.values())
@@ -159,25 +178,38 @@ def in_a_process(how: str, folder: Path) -> dict[str, float]:
 def measure(folder: Path, dtype: str, gigabytes: float, repeats: int) -> None:
     """Prints the table for files of one dtype."""
     make(folder, gigabytes, dtype)
-    tensors = [tensor for file in folder.glob("*.safetensors") for tensor in read_header(file).values()]
+    tensors = [
+        tensor for file in folder.glob("*.safetensors") for tensor in read_header(file).values()
+    ]
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     largest = max(tensor.num_bytes for tensor in tensors)
     print(
-        f"\n{dtype}: {size / 1e9:.2f} GB in {len(list(folder.glob('*.safetensors')))} files, {len(tensors)} tensors, "
+        f"\n{dtype}: {size / 1e9:.2f} GB in {len(list(folder.glob('*.safetensors')))} files, "
+        f"{len(tensors)} tensors, "
         f"the largest of {largest / 1e6:,.0f} MB"
     )
-    ways = {"jaxtp, one device": "1x1", "jaxtp, fsdp 2 x tp 4": "2x4", "safetensors.numpy": "library"}
+    ways = {
+        "jaxtp, one device": "1x1",
+        "jaxtp, fsdp 2 x tp 4": "2x4",
+        "safetensors.numpy": "library",
+    }
     for name, how in ways.items():
-        found = min((in_a_process(how, folder) for _ in range(repeats)), key=lambda run: run["seconds"])
+        found = min(
+            (in_a_process(how, folder) for _ in range(repeats)), key=lambda run: run["seconds"]
+        )
         above = (found["peak"] - found["arrays"]) / largest
         print(
-            f"{name:<22}{found['seconds']:>7.2f} s{size / 1e9 / found['seconds']:>8.2f} GB/s   read "
-            f"{found['read'] / size:.3f} x the files   peak memory: the arrays and {above:.2f} of the largest tensor"
+            f"{name:<22}{found['seconds']:>7.2f} s{size / 1e9 / found['seconds']:>8.2f} "
+            "GB/s   read "
+            f"{found['read'] / size:.3f} x the files   peak memory: the arrays and {above:.2f} of "
+            "the largest tensor"
         )
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gigabytes", type=float, default=2.2)
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPE), default=["bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=3)

@@ -2,14 +2,14 @@
 
     python scripts/loader_speed.py [--documents 10000000]
 
-The script writes two datasets of synthetic documents (bytes; log-normal lengths, median 300); one is five times as
-large as the other. It times the batches of a training process on the host: memory-mapped files, packing, shuffling and
-stacking. Memory is the growth of a separate process's anonymous memory; pages of mapped files do not count, because the
-operating system may drop them.
+The script writes two datasets of synthetic documents (bytes; log-normal lengths, median 300); one
+is five times as large as the other. It times the batches of a training process on the host:
+memory-mapped files, packing, shuffling and stacking. Memory is the growth of a separate process's
+anonymous memory; pages of mapped files do not count, because the operating system may drop them.
 
-`--documents` times the start instead, with a dataset of so many documents of the same lengths: opening it, planning
-the rows, hashing the order of the samples, and the first batch, in separate processes after the imports. Its tokens are
-zeros in sparse files.
+`--documents` times the start instead, with a dataset of so many documents of the same lengths:
+opening it, planning the rows, hashing the order of the samples, and the first batch, in separate
+processes after the imports. Its tokens are zeros in sparse files.
 """
 
 import argparse
@@ -72,11 +72,15 @@ def write_dataset(folder: Path, tokens: int) -> None:
 
 
 def write_zeros(folder: Path, documents: int) -> None:
-    """Writes a dataset, in shards as large as those of `jaxtp prepare`; 1% more documents are held out."""
+    """Writes a dataset, in shards as large as those of `jaxtp prepare`; 1% more documents are
+    held out.
+    """
     folder.mkdir()
-    random, splits = np.random.default_rng(0), {}
+    random = np.random.default_rng(0)
+    splits = {}
     for split, count in zip(SPLITS, (documents, documents // 100), strict=True):
-        lengths, shards = random_lengths(random, count), []
+        lengths = random_lengths(random, count)
+        shards = []
         ends = np.cumsum(lengths)
         last = np.searchsorted(ends, np.arange(SHARD_TOKENS, ends[-1], SHARD_TOKENS))
         for index, part in enumerate(np.split(lengths, last + 1)):
@@ -92,7 +96,8 @@ def write_zeros(folder: Path, documents: int) -> None:
 
 def measure_start(folder: Path, length: int, packing: str) -> dict[str, float]:
     """Returns the seconds of each part of a start, and of the processor in all."""
-    times, processor = [time.perf_counter()], time.process_time()
+    times = [time.perf_counter()]
+    processor = time.process_time()
     corpus = load_corpus(folder)
     times.append(time.perf_counter())
     data = Data(corpus, RowSettings(length, VOCAB, packing), seed=0)
@@ -102,7 +107,9 @@ def measure_start(folder: Path, length: int, packing: str) -> dict[str, float]:
     token_batches(data.validation(10, ROWS), ROWS, once=True)
     next(token_batches(data.train, ROWS).read(range(ROWS), Position()))
     times.append(time.perf_counter())
-    parts = dict(zip(("open", "plan", "order", "first batch"), np.diff(times).tolist(), strict=True))
+    parts = dict(
+        zip(("open", "plan", "order", "first batch"), np.diff(times).tolist(), strict=True)
+    )
     return {**parts, "in all": times[-1] - times[0], "of CPU": time.process_time() - processor}
 
 
@@ -111,37 +118,66 @@ def measure(folder: Path, length: int, packing: str, seconds: float) -> dict[str
     started = time.perf_counter()
     rows = make_rows(open_dataset(folder).splits["train"], RowSettings(length, VOCAB, packing))
     samples = shuffled([rows], [1.0], seed=0)
-    batches = (columns for columns, _ in token_batches(samples, ROWS).read(range(ROWS), Position(), 10**9))
+    batches = (
+        columns for columns, _ in token_batches(samples, ROWS).read(range(ROWS), Position(), 10**9)
+    )
     next(batches)
     first = time.perf_counter() - started
-    started, tokens = time.perf_counter(), 0
+    started = time.perf_counter()
+    tokens = 0
     while time.perf_counter() - started < seconds:
         tokens += next(batches)["inputs"].size
     rate = tokens * (1 - rows.padding) / (time.perf_counter() - started)
-    return {"tokens_per_second": rate, "first_batch_seconds": first, "padding": rows.padding, "rows": len(rows)}
+    return {
+        "tokens_per_second": rate,
+        "first_batch_seconds": first,
+        "padding": rows.padding,
+        "rows": len(rows),
+    }
 
 
 def anonymous_bytes() -> int:
     """Returns this process's anonymous bytes, which exclude pages of files."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("RssAnon")
+    )
     return int(line.split()[1]) * 1024
 
 
 def in_process(folder: Path, length: int, packing: str, seconds: float) -> dict[str, float]:
-    """Runs `measure`, or `measure_start` for 0 seconds, in a process; adds its memory's growth after the imports."""
-    command = [sys.executable, __file__, "--measure", str(folder), str(length), packing, str(seconds)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    """Runs `measure`, or `measure_start` for 0 seconds, in a process; adds its memory's growth
+    after the imports.
+    """
+    command = [
+        sys.executable,
+        __file__,
+        "--measure",
+        str(folder),
+        str(length),
+        packing,
+        str(seconds),
+    ]
+    return json.loads(
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+    )
 
 
 def table(sizes: list[int], seconds: float, repeats: int, folder: Path) -> None:
     """Prints a row for each packing and dataset."""
-    print(f"{'rows':<28}{'data':>14}{'tokens/s':>14}{'padding':>10}{'first batch, s':>16}{'memory, MB':>12}")
+    print(
+        f"{'rows':<28}{'data':>14}{'tokens/s':>14}{'padding':>10}{'first batch, s':>16}{'memory, MB':>12}"
+    )
     for tokens in sizes:
         write_dataset(folder / str(tokens), tokens)
     for packing in ("documents", "concatenated"):
         for length in (1024, 4096):
             for tokens in sizes:
-                found = [in_process(folder / str(tokens), length, packing, seconds) for _ in range(repeats)]
+                found = [
+                    in_process(folder / str(tokens), length, packing, seconds)
+                    for _ in range(repeats)
+                ]
                 median = {name: statistics.median(run[name] for run in found) for name in found[0]}
                 print(
                     f"{f'{packing}, {length:,} tokens':<28}{f'{tokens / 1e6:g}M':>14}"
@@ -165,13 +201,24 @@ def start_table(documents: int, repeats: int, folder: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the measurement."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--tokens", type=int, default=80_000_000, help="tokens of the small dataset; the other has five times as many"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=5.0, help="seconds of each measurement (default 5)")
-    parser.add_argument("--repeats", type=int, default=3, help="repeats; the table has medians (default 3)")
-    parser.add_argument("--documents", type=int, default=0, help="times the start with so many documents instead")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=80_000_000,
+        help="tokens of the small dataset; the other has five times as many",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="seconds of each measurement (default 5)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="repeats; the table has medians (default 3)"
+    )
+    parser.add_argument(
+        "--documents", type=int, default=0, help="times the start with so many documents instead"
+    )
     parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.measure:
@@ -185,7 +232,12 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.documents:
             start_table(arguments.documents, arguments.repeats, Path(folder))
             return
-        table([arguments.tokens, 5 * arguments.tokens], arguments.seconds, arguments.repeats, Path(folder))
+        table(
+            [arguments.tokens, 5 * arguments.tokens],
+            arguments.seconds,
+            arguments.repeats,
+            Path(folder),
+        )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""Changes one place of the core at a time, and looks for a test that fails: how much are the tests worth?
+"""Changes one place of the core at a time, and looks for a test that fails: how much are the tests
+worth?
 
-    python -m pytest --cov jaxtp --cov-context test --cov-report= -m "not journey and not slow and not cluster"
-    python scripts/mutants.py --coverage .coverage --count 240 --out scripts/results/mutants.txt
+    python -m pytest --cov jaxtp --cov-context test --cov-report= -m "not journey and not slow and
+    not cluster" python scripts/mutants.py --coverage .coverage --count 240 --out
+    scripts/results/mutants.txt
 
-The first command records which cases reach which line. For each mutant of a line the second runs those cases until one
-fails. A mutant that no case notices survives: it needs a test, or an explanation. Cases in
-other processes do not see a mutant, and are not run.
+The first command records which cases reach which line. For each mutant of a line the second runs
+those cases until one fails. A mutant that no case notices survives: it needs a test, or an
+explanation. Cases in other processes do not see a mutant, and are not run.
 
-Needs `pip install pytest-cov`. The results of an interrupted run are kept, and the same command continues.
+Needs `pip install pytest-cov`. The results of an interrupted run are kept, and the same command
+continues.
 """
 
 import argparse
@@ -62,7 +65,15 @@ COMPARISONS = {
     ast.NotIn: ast.In,
 }
 AXES = {"TP": "FSDP", "FSDP": "TP", "CP": "TP", "DP": "FSDP"}
-UNCHANGED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.AnnAssign, ast.arguments, ast.ImportFrom, ast.Import)
+UNCHANGED = (
+    ast.Raise,
+    ast.Assert,
+    ast.JoinedStr,
+    ast.AnnAssign,
+    ast.arguments,
+    ast.ImportFrom,
+    ast.Import,
+)
 """Messages, annotations and imports: a change there is not a change of behaviour."""
 
 
@@ -104,7 +115,10 @@ def changes(node):
     """Yields (what changes, function that changes the node in place) for each change of a node."""
     if isinstance(node, ast.BinOp) and type(node.op) in BINARY:
         other = BINARY[type(node.op)]
-        yield f"{type(node.op).__name__} becomes {other.__name__}", lambda n: setattr(n, "op", other())
+        yield (
+            f"{type(node.op).__name__} becomes {other.__name__}",
+            lambda n: setattr(n, "op", other()),
+        )
     if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
         other_comparison = COMPARISONS[type(node.ops[0])]
         yield (
@@ -113,15 +127,24 @@ def changes(node):
         )
     if isinstance(node, ast.BoolOp):
         other_word = ast.Or if isinstance(node.op, ast.And) else ast.And
-        yield f"{type(node.op).__name__} becomes {other_word.__name__}", lambda n: setattr(n, "op", other_word())
+        yield (
+            f"{type(node.op).__name__} becomes {other_word.__name__}",
+            lambda n: setattr(n, "op", other_word()),
+        )
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):
         yield f"{node.value} becomes {not node.value}", lambda n: setattr(n, "value", not n.value)
     elif isinstance(node, ast.Constant) and isinstance(node.value, int):
         yield f"{node.value} becomes {node.value + 1}", lambda n: setattr(n, "value", n.value + 1)
     elif isinstance(node, ast.Constant) and isinstance(node.value, float):
-        yield f"{node.value} becomes {2 * node.value + 1}", lambda n: setattr(n, "value", 2 * n.value + 1)
+        yield (
+            f"{node.value} becomes {2 * node.value + 1}",
+            lambda n: setattr(n, "value", 2 * n.value + 1),
+        )
     if isinstance(node, ast.If | ast.IfExp | ast.While):
-        yield "the condition is negated", lambda n: setattr(n, "test", ast.UnaryOp(ast.Not(), n.test))
+        yield (
+            "the condition is negated",
+            lambda n: setattr(n, "test", ast.UnaryOp(ast.Not(), n.test)),
+        )
     if isinstance(node, ast.Name) and node.id in AXES and isinstance(node.ctx, ast.Load):
         yield f"{node.id} becomes {AXES[node.id]}", lambda n: setattr(n, "id", AXES[n.id])
     if isinstance(node, ast.Call) and node.keywords and node.keywords[-1].arg:
@@ -249,7 +272,9 @@ def table(results):
 
 def parsed_arguments():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--coverage", type=Path, default=Path(".coverage"), help="file of coverage.py with contexts")
+    parser.add_argument(
+        "--coverage", type=Path, default=Path(".coverage"), help="file of coverage.py with contexts"
+    )
     parser.add_argument("--count", type=int, default=240, help="how many mutants")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
@@ -262,7 +287,9 @@ def main():
     sys.path.insert(0, str(ROOT))
     drawn = []
     for name in CORE:
-        drawn += random.Random(arguments.seed).sample(mutants_in(name), arguments.count // len(CORE))
+        drawn += random.Random(arguments.seed).sample(
+            mutants_in(name), arguments.count // len(CORE)
+        )
     reached = Coverage(arguments.coverage)
     journal = arguments.out.with_suffix(".jsonl")
     journal.touch()
@@ -273,9 +300,14 @@ def main():
     for library in LIBRARIES:
         importlib.import_module(library)
     log = journal.with_suffix(".log")
-    control = list(itertools.chain.from_iterable(reached.cases(each.file, each.line)[:5] for each in drawn[:5]))
+    control = list(
+        itertools.chain.from_iterable(reached.cases(each.file, each.line)[:5] for each in drawn[:5])
+    )
     if not control or is_noticed(None, control, log):
-        sys.exit(f"no case is recorded in {arguments.coverage}, or a case fails without a change: see {log}")
+        sys.exit(
+            f"no case is recorded in {arguments.coverage}, or a case fails without a change: "
+            f"see {log}"
+        )
     for mutant in drawn:
         if (mutant.file, mutant.node, mutant.option) in done:
             continue
@@ -283,7 +315,9 @@ def main():
         result = "not reached"
         if cases:
             result = "noticed" if is_noticed(mutant, cases, log) else "survived"
-        results.append(asdict(mutant) | {"name": mutant.name, "result": result, "cases": len(cases)})
+        results.append(
+            asdict(mutant) | {"name": mutant.name, "result": result, "cases": len(cases)}
+        )
         with journal.open("a") as lines:
             lines.write(json.dumps(results[-1]) + "\n")
         print(f"{result:12} {mutant.name}", flush=True)

@@ -16,17 +16,23 @@ from jaxtp.train.metrics import CURVES, draw
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     default = f"default: {' '.join(CURVES)}, and the metrics of your own loss"
     parser.add_argument("--metrics", nargs="+", default=(), help=default)
     parser.add_argument("--x", default="step", help="metric of the x axis: step (default), tokens")
-    parser.add_argument("--out", type=Path, default=Path("runs/plot.png"), help="default: runs/plot.png")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/plot.png"), help="default: runs/plot.png"
+    )
     arguments = parser.parse_args(argv)
     try:
         require_picture("--out", arguments.out)
         write_picture(
-            "--out", arguments.out, lambda figure: draw(arguments.runs, figure, arguments.metrics, arguments.x)
+            "--out",
+            arguments.out,
+            lambda figure: draw(arguments.runs, figure, arguments.metrics, arguments.x),
         )
     except (OSError, ConfigError) as error:
         print(f"plot_run: error: {error}", file=sys.stderr)

@@ -1,9 +1,11 @@
-"""Times `jaxtp prepare` on the standard library's sources and on a JSONL file, and reading the datasets.
+"""Times `jaxtp prepare` on the standard library's sources and on a JSONL file, and reading the
+datasets.
 
     python scripts/prepare_speed.py
 
-Each command is a separate process; its time includes the start, and the table has its peak memory. Numbers are medians
-of `--repeats`. For comparison, the tokenizers library alone encodes the same text in this process.
+Each command is a separate process; its time includes the start, and the table has its peak memory.
+Numbers are medians of `--repeats`. For comparison, the tokenizers library alone encodes the same
+text in this process.
 """
 
 import argparse
@@ -27,7 +29,15 @@ from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.data.store import Split, open_dataset
 from jaxtp.data.tokenizer import load_tokenizer
 
-LIBRARY = [sysconfig.get_paths()["stdlib"], "--include", "*.py", "--exclude", "site-packages", "--exclude", "test"]
+LIBRARY = [
+    sysconfig.get_paths()["stdlib"],
+    "--include",
+    "*.py",
+    "--exclude",
+    "site-packages",
+    "--exclude",
+    "test",
+]
 LIBRARY += ["--exclude", "tests", "--on-error", "skip", "--held-out", "0"]
 READS = 200_000
 
@@ -59,7 +69,8 @@ def row(name: str, out: Path, repeats: int, *arguments: str) -> None:
     split = read_manifest(out).splits["train"]
     size = split.text_bytes / 1e6
     print(
-        f"{name:<44}{size:>8.1f} MB{split.tokens / 1e6:>9.2f} M tokens{took:>8.2f} s{size / took:>8.1f} MB/s"
+        f"{name:<44}{size:>8.1f} MB{split.tokens / 1e6:>9.2f} M tokens{took:>8.2f} "
+        f"s{size / took:>8.1f} MB/s"
         f"{memory:>8,.0f} MB of memory",
         flush=True,
     )
@@ -70,12 +81,16 @@ def write_jsonl(path: Path, split: Split, copies: int) -> None:
     with path.open("w", encoding="utf-8") as file:
         for copy in range(copies):
             for index in range(split.num_documents):
-                file.write(json.dumps({"id": copy, "text": split.document(index).tobytes().decode()}) + "\n")
+                file.write(
+                    json.dumps({"id": copy, "text": split.document(index).tobytes().decode()})
+                    + "\n"
+                )
 
 
 def compare_with_library(folder: Path) -> None:
     """Times the library alone on all cores, and checks that each document decodes to its bytes."""
-    tokenizer, split = load_tokenizer(folder / "bpe"), open_dataset(folder / "bpe").splits["train"]
+    tokenizer = load_tokenizer(folder / "bpe")
+    split = open_dataset(folder / "bpe").splits["train"]
     decoded = [tokenizer.decode(split.document(index)) for index in range(split.num_documents)]
     plain = open_dataset(folder / "bytes").splits["train"]
     assert decoded == [plain.document(index).tobytes() for index in range(plain.num_documents)]
@@ -83,7 +98,10 @@ def compare_with_library(folder: Path) -> None:
     library = Tokenizer.from_file(str(folder / "bpe/tokenizer.json"))
     took = seconds(lambda: library.encode_batch_fast(texts, add_special_tokens=False))
     print(f"\n{len(decoded):,} documents decode to their bytes")
-    print(f"the library alone encodes them in {took:.2f} s, {sum(map(len, decoded)) / 1e6 / took:.1f} MB/s")
+    print(
+        f"the library alone encodes them in {took:.2f} s, "
+        f"{sum(map(len, decoded)) / 1e6 / took:.1f} MB/s"
+    )
 
 
 def read_back(split: Split) -> None:
@@ -93,19 +111,29 @@ def read_back(split: Split) -> None:
     print(f"{READS / took:,.0f} documents/s read by one thread, {1e6 * took / READS:.1f} us each")
     with ThreadPoolExecutor(4) as pool:
         parts = [order[i::4] for i in range(4)]
-        took = seconds(lambda: list(pool.map(lambda part: [split.document(i, 0, 128) for i in part], parts)))
+        took = seconds(
+            lambda: list(pool.map(lambda part: [split.document(i, 0, 128) for i in part], parts))
+        )
     print(f"{READS / took:,.0f} documents/s read by four threads")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--copies", type=int, default=8, help="copies of the sources in the JSONL file (default 8)")
+    parser.add_argument(
+        "--copies", type=int, default=8, help="copies of the sources in the JSONL file (default 8)"
+    )
     arguments = parser.parse_args(argv)
     load = f"load average {os.getloadavg()[0]:.1f} at the start"
-    print(f"{os.cpu_count()} cores, {load}, Python {sys.version.split()[0]}; sources of the standard library\n")
+    print(
+        f"{os.cpu_count()} cores, {load}, Python {sys.version.split()[0]}; sources of the standard "
+        "library\n"
+    )
     with tempfile.TemporaryDirectory() as name:
-        folder, repeats = Path(name), arguments.repeats
+        folder = Path(name)
+        repeats = arguments.repeats
         row("sources, bytes", folder / "bytes", repeats, *LIBRARY)
         row("sources, --train-bpe 8192", folder / "bpe", repeats, *LIBRARY, "--train-bpe", "8192")
         given = ["--tokenizer", str(folder / "bpe/tokenizer.json")]

@@ -1,11 +1,13 @@
-"""Repeatedly ends one of a run's four processes, and compares the metrics with an uninterrupted run.
+"""Repeatedly ends one of a run's four processes, and compares the metrics with an uninterrupted
+run.
 
     python scripts/process_failures.py
 
-At a random instant a process is killed (SIGKILL), stopped (SIGSTOP) or raises an exception. The run saves every third
-step, so many failures happen during a save. The other processes must end within a minute, with a nonzero exit code and
-a message that names the process. Then two processes resume the run, until one receives SIGUSR1. At the end the metrics
-must have each step exactly once, with the losses of the uninterrupted run to 1e-4.
+At a random instant a process is killed (SIGKILL), stopped (SIGSTOP) or raises an exception. The run
+saves every third step, so many failures happen during a save. The other processes must end within a
+minute, with a nonzero exit code and a message that names the process. Then two processes resume the
+run, until one receives SIGUSR1. At the end the metrics must have each step exactly once, with the
+losses of the uninterrupted run to 1e-4.
 """
 
 import argparse
@@ -56,13 +58,26 @@ class Job:
     def started(self, count: int) -> Iterator[list[subprocess.Popen]]:
         """Starts `count` processes that share four devices, and kills them at the end."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        flags = SMALL | {"run.dir": self.folder / "run", "data.path": self.text, "train.steps": self.steps}
+        flags = SMALL | {
+            "run.dir": self.folder / "run",
+            "data.path": self.text,
+            "train.steps": self.steps,
+        }
         flags |= {"mesh.fsdp": 2, "mesh.tp": 2}
-        command = [sys.executable, "-c", PROGRAM, *(str(part) for k, v in flags.items() for part in (f"--{k}", v))]
+        command = [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            *(str(part) for k, v in flags.items() for part in (f"--{k}", v)),
+        ]
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{found.getsockname()[1]}"
-        place = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "PYTHONUNBUFFERED": "1"}
+        place = {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": str(count),
+            "PYTHONUNBUFFERED": "1",
+        }
         place |= {"JAX_NUM_CPU_DEVICES": str(DEVICES // count), "JAX_PLATFORMS": "cpu"}
         place |= {"JAX_COMPILATION_CACHE_DIR": str(self.folder.parent / "programs")}
         processes: list[subprocess.Popen] = []
@@ -80,7 +95,8 @@ class Job:
 
     def wait_for_progress(self, processes: list[subprocess.Popen]) -> None:
         """Waits until the run logs a new step."""
-        before, until = max(read(self.folder / "run"), default=0), time.monotonic() + 300
+        before = max(read(self.folder / "run"), default=0)
+        until = time.monotonic() + 300
         while max(read(self.folder / "run"), default=0) <= before:
             assert all(process.poll() is None for process in processes), self.log(0).read_text()
             assert time.monotonic() < until, "no progress in five minutes"
@@ -92,12 +108,18 @@ class Job:
             self.wait_for_progress(processes)
             time.sleep(chance.uniform(0, 1))
             victim = chance.randrange(4)
-            saving = any("orbax-checkpoint-tmp" in path.name for path in (self.folder / "run/checkpoints").glob("*"))
+            saving = any(
+                "orbax-checkpoint-tmp" in path.name
+                for path in (self.folder / "run/checkpoints").glob("*")
+            )
             seconds = self._end(processes, victim, HOW[how])
             others = [index for index in range(4) if index != victim]
             codes = [processes[index].returncode for index in others]
             named = sum(f"process {victim} (on" in self.log(index).read_text() for index in others)
-        line = f"process {victim} {how}{' in a save' if saving else ''}: the others ended in {seconds:.1f} s, {codes}, "
+        line = (
+            f"process {victim} {how}{' in a save' if saving else ''}: the others ended in "
+            f"{seconds:.1f} s, {codes}, "
+        )
         line += f"{named} named it"
         assert all(codes), line
         assert named == 3, line
@@ -107,11 +129,14 @@ class Job:
         """Sends a signal to the victim; returns the seconds until the others have ended."""
         began = told = time.monotonic()
         processes[victim].send_signal(number)
-        while any(process.poll() is None for index, process in enumerate(processes) if index != victim):
+        while any(
+            process.poll() is None for index, process in enumerate(processes) if index != victim
+        ):
             now = time.monotonic()
             assert now - began < LIMIT, [process.poll() for process in processes]
             if number == signal.SIGUSR2 and now - told > 5 and processes[victim].poll() is None:
-                processes[victim].send_signal(number)  # the first was raised in a callback, which lost it
+                # the first was raised in a callback, which lost it
+                processes[victim].send_signal(number)
                 began = told = now
             time.sleep(0.01)
         return time.monotonic() - began
@@ -133,17 +158,30 @@ class Job:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=HOW, nargs="+", default=list(HOW), help="how processes end (default: all)")
-    parser.add_argument("--rounds", type=int, default=10, help="number of rounds of each kind (default 10)")
-    parser.add_argument("--steps", type=int, default=400, help="number of steps of each run (default 400)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--kind", choices=HOW, nargs="+", default=list(HOW), help="how processes end (default: all)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="number of rounds of each kind (default 10)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=400, help="number of steps of each run (default 400)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the instants and processes")
     arguments = parser.parse_args(argv)
-    chance, failed = random.Random(arguments.seed), 0
+    chance = random.Random(arguments.seed)
+    failed = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = folder / "text.txt"
-        text.write_text("".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(9000)))
+        text.write_text(
+            "".join(
+                f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(9000)
+            )
+        )
         whole = Job(folder / "whole", text, arguments.steps)
         whole.finish(1)
         for how in arguments.kind:

@@ -1,9 +1,11 @@
-"""Compares error and cost of jaxtp's rotary angles with float32 products of positions and frequencies.
+"""Compares error and cost of jaxtp's rotary angles with float32 products of positions and
+frequencies.
 
     python scripts/rope_error.py
 
-An error is the largest difference from float64, in radians, over random positions below a length and all dims of a head
-of 128. Times are medians of a gradient through queries `[1, 4096, 8, 128]`; the two methods take turns.
+An error is the largest difference from float64, in radians, over random positions below a length
+and all dims of a head of 128. Times are medians of a gradient through queries `[1, 4096, 8, 128]`;
+the two methods take turns.
 """
 
 import math
@@ -27,8 +29,12 @@ def products(positions, frequencies):
 
 
 def largest_error(angles, length, theta):
-    """Returns the largest error over 20,000 positions below a length, including the last, from sines and cosines."""
-    positions = np.append(np.random.default_rng(0).integers(0, length, 20_000), length - 1).astype(np.int32)
+    """Returns the largest error over 20,000 positions below a length, including the last, from
+    sines and cosines.
+    """
+    positions = np.append(np.random.default_rng(0).integers(0, length, 20_000), length - 1).astype(
+        np.int32
+    )
     frequencies = rope.rope_frequencies(HEAD_DIM, theta, rope.UNSCALED, length)
     found = jax.jit(lambda positions: angles(positions, frequencies))(positions)
     exact = positions[:, None] * frequencies

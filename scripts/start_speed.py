@@ -1,18 +1,20 @@
-"""Measures what a command does before its first step, and what a step costs beside the devices' work.
+"""Measures what a command does before its first step, and what a step costs beside the devices'
+work.
 
     python scripts/start_speed.py --beside OTHER_CHECKOUT | tee scripts/results/start_speed.txt
 
 1. Imports, help and an estimate, each in a fresh process.
-2. From the start of a process to the end of step 1 of the default run, without and with a compilation cache; "plain"
-   plans the same state and compiles the same initialisation and step, and does nothing else: it steps on zeros, reads
-   no data, checks and evaluates nothing. Its imports are the run's but for tensorboardX: the batch's shapes come from a
-   module that imports Grain, and Grain imports Orbax, which a trainer of pure JAX would not have.
+2. From the start of a process to the end of step 1 of the default run, without and with a
+   compilation cache; "plain" plans the same state and compiles the same initialisation and step,
+   and does nothing else: it steps on zeros, reads no data, checks and evaluates nothing. Its
+   imports are the run's but for tensorboardX: the batch's shapes come from a module that imports
+   Grain, and Grain imports Orbax, which a trainer of pure JAX would not have.
 3. The programs that are compiled before step 1. jaxtp/train/README.md says why each is needed.
-4. A tiny step on one device: the jitted step called on the leaves of the state, on the state, on batches of the loader,
-   and by the trainer, which also logs.
+4. A tiny step on one device: the jitted step called on the leaves of the state, on the state, on
+   batches of the loader, and by the trainer, which also logs.
 
-With `--beside` the same is measured with another checkout of this repository. All take turns in one run, so that other
-load affects all; the table has medians and quartiles.
+With `--beside` the same is measured with another checkout of this repository. All take turns in one
+run, so that other load affects all; the table has medians and quartiles.
 """
 
 import argparse
@@ -30,7 +32,15 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent.parent
-ESTIMATE = ["-m", "jaxtp", "estimate", "--config", str(HERE / "configs/llama3_8b.yaml"), "--hardware", "h100x8"]
+ESTIMATE = [
+    "-m",
+    "jaxtp",
+    "estimate",
+    "--config",
+    str(HERE / "configs/llama3_8b.yaml"),
+    "--hardware",
+    "h100x8",
+]
 COMMANDS = {
     "import jaxtp": ["-c", "import jaxtp"],
     "import jax": ["-c", "import jax"],
@@ -40,8 +50,20 @@ COMMANDS = {
     "jaxtp train --help-all": ["-m", "jaxtp", "train", "--help-all"],
     "jaxtp estimate, 8B on 8 H100s": ESTIMATE,
 }
-TINY = {"d_model": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "d_ff": 16}
-SHORT = {"data.sequence_length": 16, "data.global_batch_size": 2, "eval.every": 0, "checkpoint.every": 0}
+TINY = {
+    "d_model": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 8,
+    "d_ff": 16,
+}
+SHORT = {
+    "data.sequence_length": 16,
+    "data.global_batch_size": 2,
+    "eval.every": 0,
+    "checkpoint.every": 0,
+}
 LOOP = "the step on leaves, and the loader"
 BLOCK = 50
 """Steps of a block."""
@@ -57,7 +79,9 @@ def first_step(folder: Path, *, plain: bool) -> dict[str, object]:
 
     class Recorder(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if found := re.match(r"Finished XLA compilation of (.*) in ([\d.]+) sec", record.getMessage()):
+            if found := re.match(
+                r"Finished XLA compilation of (.*) in ([\d.]+) sec", record.getMessage()
+            ):
                 compiled.append((found[1], float(found[2])))
 
     logger = logging.getLogger("jax._src.dispatch")
@@ -97,7 +121,10 @@ def plain_step() -> None:
     step = trace_step(config, plan, make_train_step(config, plan)).lower().compile()
     data = config.data
     batch = abstract_batch(mesh, data.global_batch_size, data.sequence_length, packed=data.packed)
-    zeros = {name: jax.device_put(jnp.zeros(each.shape, each.dtype), each.sharding) for name, each in batch.items()}
+    zeros = {
+        name: jax.device_put(jnp.zeros(each.shape, each.dtype), each.sharding)
+        for name, each in batch.items()
+    }
     jax.block_until_ready(step(state, zeros))
 
 
@@ -115,7 +142,8 @@ def tiny_step(folder: Path, repeats: int) -> Times:
         contextlib.redirect_stdout(io.StringIO()),
         jaxtp.Trainer(folder=folder, steps=10**6, settings=settings, mesh="tp=1") as trainer,
     ):
-        run, steps = trainer._run, iter(trainer)
+        run = trainer._run
+        steps = iter(trainer)
         for _ in range(BLOCK):
             next(steps)
         batches = run.data.batches(trainer.mesh, run.position, 10**6)
@@ -124,7 +152,9 @@ def tiny_step(folder: Path, repeats: int) -> Times:
         on_state = step.trace(run.state, batch).lower().compile()
         leaves, tree = jax.tree.flatten(jax.tree.map(lambda array: array + 0, run.state))
 
-        def flat(leaves: list[jax.Array], batch: dict[str, jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        def flat(
+            leaves: list[jax.Array], batch: dict[str, jax.Array]
+        ) -> tuple[list[jax.Array], jax.Array]:
             new, scalars = step(jax.tree.unflatten(tree, leaves), batch)
             return jax.tree.leaves(new), scalars.values
 
@@ -167,7 +197,9 @@ def show(title: str, found: Times, unit: str, base: str | None = None) -> None:
     for name, values in found.items():
         low, median, high = statistics.quantiles(values, n=4)
         ratio = (
-            "" if base is None else f"{statistics.median(a / b for a, b in zip(values, found[base], strict=True)):8.2f}"
+            ""
+            if base is None
+            else f"{statistics.median(a / b for a, b in zip(values, found[base], strict=True)):8.2f}"
         )
         print(f"  {name:<52}{median:9.2f} {unit}  ({low:.2f} to {high:.2f}){ratio}")
 
@@ -175,19 +207,29 @@ def show(title: str, found: Times, unit: str, base: str | None = None) -> None:
 def child(checkout: Path, words: list[str], **variables: str) -> tuple[float, str]:
     """Runs Python in a checkout; returns its start and its output."""
     environment = os.environ | {"PYTHONPATH": str(checkout)} | variables
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # where it is set, each process compiles the sources anew
+    # where it is set, each process compiles the sources anew
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     started = time.time()
     done = subprocess.run(
-        [sys.executable, *words], env=environment, cwd=checkout, check=True, capture_output=True, text=True
+        [sys.executable, *words],
+        env=environment,
+        cwd=checkout,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     return started, done.stdout
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--beside", type=Path, help="another checkout")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--here", action="store_true", help="on the devices of this machine, not on 8 virtual ones")
+    parser.add_argument(
+        "--here", action="store_true", help="on the devices of this machine, not on 8 virtual ones"
+    )
     parser.add_argument("--inner", choices=("run", "plain", "tiny"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -198,7 +240,10 @@ def main(argv: list[str] | None = None) -> None:
         print(json.dumps(first_step(arguments.folder, plain=arguments.inner == "plain")))
         return
     checkouts = {"": HERE} | ({", before": arguments.beside.resolve()} if arguments.beside else {})
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; medians of {arguments.repeats}, and quartiles")
+    print(
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; medians of {arguments.repeats}, "
+        "and quartiles"
+    )
 
     commands: Times = {}
     for _ in range(arguments.repeats):
@@ -216,18 +261,28 @@ def main(argv: list[str] | None = None) -> None:
                 with tempfile.TemporaryDirectory() as name:
                     for cache in ("cold", "warm"):
                         folder = Path(name) / cache
-                        words = [str(Path(__file__).resolve()), "--inner", kind, "--folder", str(folder)]
+                        words = [
+                            str(Path(__file__).resolve()),
+                            "--inner",
+                            kind,
+                            "--folder",
+                            str(folder),
+                        ]
                         variables = {"JAX_COMPILATION_CACHE_DIR": f"{name}/cache"}
                         if not arguments.here:
                             variables["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
                         started, said = child(checkout, words, **variables)
                         result = json.loads(said.splitlines()[-1])
-                        starts.setdefault(f"{cache}, {kind}{suffix}", []).append(result["ended"] - started)
+                        starts.setdefault(f"{cache}, {kind}{suffix}", []).append(
+                            result["ended"] - started
+                        )
                         if (kind, cache, suffix) == ("run", "cold", ""):
                             programs.append(result["compiled"])
     for suffix in checkouts:
         for cache in ("cold", "warm"):
-            found = {name: starts[name] for name in (f"{cache}, plain{suffix}", f"{cache}, run{suffix}")}
+            found = {
+                name: starts[name] for name in (f"{cache}, plain{suffix}", f"{cache}, run{suffix}")
+            }
             title = "from the process to the end of step 1; ratios to plain"
             show(f"{title}, {cache} cache{suffix}", found, "s", f"{cache}, plain{suffix}")
 
@@ -249,7 +304,8 @@ def main(argv: list[str] | None = None) -> None:
             ]
             _, said = child(checkout, words)
         show(
-            f"a tiny step on one device{suffix}; ratios to the loop that only reads batches and steps",
+            f"a tiny step on one device{suffix}; ratios to the loop that only reads batches "
+            "and steps",
             json.loads(said),
             "ms",
             LOOP,

@@ -1,13 +1,15 @@
-"""Compares the training step with a Llama's step that an expert writes in plain JAX, by time or by compiled program.
+"""Compares the training step with a Llama's step that an expert writes in plain JAX, by time or by
+compiled program.
 
     python scripts/step_beside_plain.py --mesh tp=2
     python scripts/step_beside_plain.py --model 8b --rows 8 --mesh fsdp=8 --absent
 
-The plain step is `jit` with `NamedSharding`: constraints on products and on the norm before the gather, `scan` over
-layers, `jax.checkpoint`, a loss in chunks, Optax. Both start from the same weights and read the same tokens; the script
-stops if their first or last losses differ. Blocks of steps of each take turns in one process, and ratios are medians
-over neighbouring blocks. `--absent` compiles both for H100s that are not there, and shows a roofline by part.
-`--profile` also writes the compiled programs and a profile of each.
+The plain step is `jit` with `NamedSharding`: constraints on products and on the norm before the
+gather, `scan` over layers, `jax.checkpoint`, a loss in chunks, Optax. Both start from the same
+weights and read the same tokens; the script stops if their first or last losses differ. Blocks of
+steps of each take turns in one process, and ratios are medians over neighbouring blocks. `--absent`
+compiles both for H100s that are not there, and shows a roofline by part. `--profile` also writes
+the compiled programs and a profile of each.
 """
 
 import argparse
@@ -45,11 +47,34 @@ from jaxtp.train.state import Blueprint, named_arrays, plan_state
 from jaxtp.train.step import compiler_options, trace_step
 
 MODELS = {
-    "25m": {"vocab_size": 8192, "d_model": 512, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "d_ff": 1408},
-    "1b": {"vocab_size": 128256, "d_model": 2048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "d_ff": 8192},
-    "8b": {"vocab_size": 128256, "d_model": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "d_ff": 14336},
+    "25m": {
+        "vocab_size": 8192,
+        "d_model": 512,
+        "num_layers": 6,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "d_ff": 1408,
+    },
+    "1b": {
+        "vocab_size": 128256,
+        "d_model": 2048,
+        "num_layers": 16,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "d_ff": 8192,
+    },
+    "8b": {
+        "vocab_size": 128256,
+        "d_model": 4096,
+        "num_layers": 32,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "d_ff": 14336,
+    },
 }
-RATE, DECAY, CHUNK = 1e-4, 0.1, 4096  # CHUNK: tokens of a device whose logits exist at a time
+RATE = 1e-4
+DECAY = 0.1
+CHUNK = 4096  # CHUNK: tokens of a device whose logits exist at a time
 SPECS = {
     "embedding": P("tp", "fsdp"),
     "head": P("fsdp", "tp"),
@@ -79,7 +104,10 @@ class Plain:
     """The step in plain JAX."""
 
     def __init__(self, model: jaxtp.ModelConfig, mesh: Mesh, rows: int, length: int):
-        self.model, self.mesh, self.rows, self.length = model, mesh, rows, length
+        self.model = model
+        self.mesh = mesh
+        self.rows = rows
+        self.length = length
         self.dtype = jnp.dtype(model.precision.compute)
         matrices = {name: len(spec) > 1 and None not in spec[-2:] for name, spec in SPECS.items()}
         rule = optax.adamw(RATE, b2=0.95, weight_decay=DECAY, mask=matrices)
@@ -103,35 +131,56 @@ class Plain:
 
     def rotate(self, x: jax.Array) -> jax.Array:
         half = self.model.head_dim // 2
-        angles = jnp.arange(self.length)[:, None] * self.model.rope_theta ** (-jnp.arange(half) / half)
-        sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]
+        angles = jnp.arange(self.length)[:, None] * self.model.rope_theta ** (
+            -jnp.arange(half) / half
+        )
+        sin = jnp.sin(angles)[:, None]
+        cos = jnp.cos(angles)[:, None]
         a, b = jnp.split(x.astype(jnp.float32), 2, -1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(self.dtype)
 
     def block(self, x: jax.Array, w: Params) -> jax.Array:
         model = self.model
-        w = {name: value.astype(self.dtype) if value.ndim > 1 else value for name, value in w.items()}
-        column, row = (lambda n: self.constrain(w[n], None, "tp")), (lambda n: self.constrain(w[n], "tp", None))
+        w = {
+            name: value.astype(self.dtype) if value.ndim > 1 else value for name, value in w.items()
+        }
+        column = lambda n: self.constrain(w[n], None, "tp")
+        row = lambda n: self.constrain(w[n], "tp", None)
         h = self.norm(x, w["n1"])
-        q, k, v = (self.constrain(h @ column(name), "fsdp", None, "tp") for name in ("wq", "wk", "wv"))
+        q, k, v = (
+            self.constrain(h @ column(name), "fsdp", None, "tp") for name in ("wq", "wk", "wv")
+        )
         q, k, v = (y.reshape(*y.shape[:2], -1, model.head_dim) for y in (q, k, v))
         kernel = "cudnn" if is_gpu(self.mesh) else "xla"
-        attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=kernel)
+        attend = functools.partial(
+            jax.nn.dot_product_attention, is_causal=True, implementation=kernel
+        )
         heads = P("fsdp", None, "tp", None)
-        attend = jax.shard_map(attend, mesh=self.mesh, in_specs=heads, out_specs=heads, check_vma=False)
-        o = self.constrain(attend(self.rotate(q), self.rotate(k), v).reshape(*x.shape[:2], -1), "fsdp", None, "tp")
+        attend = jax.shard_map(
+            attend, mesh=self.mesh, in_specs=heads, out_specs=heads, check_vma=False
+        )
+        o = self.constrain(
+            attend(self.rotate(q), self.rotate(k), v).reshape(*x.shape[:2], -1), "fsdp", None, "tp"
+        )
         x = x + self.constrain(o @ row("wo"), "fsdp", "tp", None)
         h = self.norm(x, w["n2"])
         with jax.named_scope("mlp"):
-            gate, up = (self.constrain(h @ column(name), "fsdp", None, "tp") for name in ("wg", "wu"))
+            gate, up = (
+                self.constrain(h @ column(name), "fsdp", None, "tp") for name in ("wg", "wu")
+            )
             return x + self.constrain((jax.nn.silu(gate) * up) @ row("wd"), "fsdp", "tp", None)
 
     def loss(self, params: Params, inputs: jax.Array, labels: jax.Array) -> jax.Array:
         x = self.constrain(params["embedding"].astype(self.dtype)[inputs], "fsdp", "tp", None)
-        layers = {name: value for name, value in params.items() if name not in ("embedding", "head", "norm")}
+        layers = {
+            name: value
+            for name, value in params.items()
+            if name not in ("embedding", "head", "norm")
+        }
         block = jax.checkpoint(self.block, policy=self.policy, prevent_cse=False)
         x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), x, layers)
-        x, head = self.norm(x, params["norm"]), self.constrain(params["head"].astype(self.dtype), None, "tp")
+        x = self.norm(x, params["norm"])
+        head = self.constrain(params["head"].astype(self.dtype), None, "tp")
         chunks = max(1, self.rows // self.mesh.shape["fsdp"] * self.length // CHUNK)
 
         @jax.checkpoint
@@ -141,10 +190,14 @@ class Plain:
             right = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
             return total + jnp.sum(jax.nn.logsumexp(logits, -1) - right), None
 
-        split = [a.reshape(a.shape[0], chunks, -1, *a.shape[2:]).swapaxes(0, 1) for a in (x, labels)]
+        split = [
+            a.reshape(a.shape[0], chunks, -1, *a.shape[2:]).swapaxes(0, 1) for a in (x, labels)
+        ]
         return jax.lax.scan(chunk, jnp.float32(0), tuple(split))[0] / inputs.size
 
-    def step(self, state: tuple[Params, Any], batch: dict[str, jax.Array]) -> tuple[tuple[Params, Any], jax.Array]:
+    def step(
+        self, state: tuple[Params, Any], batch: dict[str, jax.Array]
+    ) -> tuple[tuple[Params, Any], jax.Array]:
         params, optimizer = state
         loss, grads = jax.value_and_grad(self.loss)(params, batch["inputs"], batch["labels"])
         with jax.named_scope("optimizer"):
@@ -156,18 +209,24 @@ class Plain:
         state = (params, jax.eval_shape(self.optimizer.init, params))
 
         def sharding(path: Any, leaf: Any) -> NamedSharding:
-            name = next((key.key for key in reversed(path) if getattr(key, "key", None) in SPECS), "")
+            name = next(
+                (key.key for key in reversed(path) if getattr(key, "key", None) in SPECS), ""
+            )
             return NamedSharding(self.mesh, SPECS.get(name, P()))
 
         shardings = jax.tree_util.tree_map_with_path(sharding, state)
-        abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, shardings)
+        abstract = jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, shardings
+        )
         scalar = NamedSharding(self.mesh, P())
         return jax.jit(self.step, donate_argnums=0, out_shardings=(shardings, scalar)), abstract
 
 
 def our_config(model: jaxtp.ModelConfig, rows: int, length: int) -> TrainConfig:
     """Returns the settings of the same step."""
-    rule = OptimizerConfig(learning_rate=RATE, schedule="constant", warmup_steps=0, weight_decay=DECAY)
+    rule = OptimizerConfig(
+        learning_rate=RATE, schedule="constant", warmup_steps=0, weight_decay=DECAY
+    )
     data = DataConfig(sequence_length=length, global_batch_size=rows, packing="concatenated")
     return TrainConfig(model=model, data=data, optimizer=rule, train=LoopConfig(steps=1000))
 
@@ -177,7 +236,8 @@ class Runner:
 
     def __init__(self, name: str, lowered: Any, make_state: Callable[[], Any], options: Options):
         started = time.perf_counter()
-        self.name, self.compiled = name, lowered.compile(dict(options))
+        self.name = name
+        self.compiled = lowered.compile(dict(options))
         self.compile_seconds = time.perf_counter() - started
         print(f"{name}: compiled in {self.compile_seconds:.1f} s", file=sys.stderr, flush=True)
         self.state: Any = make_state
@@ -195,13 +255,17 @@ class Runner:
         return (time.perf_counter() - started) / steps
 
     def last_loss(self) -> float:
-        loss = self.loss if self.name == "plain" else self.loss.values[self.loss.names.index("loss")]
+        loss = (
+            self.loss if self.name == "plain" else self.loss.values[self.loss.names.index("loss")]
+        )
         return float(loss)
 
     def peak(self) -> float:
         """Returns the GiB of the compiled program's arguments, results and temporaries."""
         memory = self.compiled.memory_analysis()
-        total = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+        total = (
+            memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+        )
         return (total - memory.alias_size_in_bytes) / 2**30
 
 
@@ -212,7 +276,9 @@ def plain_params(state: Any) -> Params:
     return params | {"head": params["head"].T}
 
 
-def plain_runner(plain: Plain, plan: Blueprint, batch: Mapping[str, jax.ShapeDtypeStruct], options: Options) -> Runner:
+def plain_runner(
+    plain: Plain, plan: Blueprint, batch: Mapping[str, jax.ShapeDtypeStruct], options: Options
+) -> Runner:
     """Returns the compiled plain step; it starts from our weights."""
     with jax.set_mesh(plain.mesh):
         step, abstract = plain.jitted(jax.eval_shape(plain_params, plan.abstract))
@@ -228,7 +294,12 @@ def plain_runner(plain: Plain, plan: Blueprint, batch: Mapping[str, jax.ShapeDty
 
 
 def runners(
-    model: jaxtp.ModelConfig, mesh: Mesh, rows: int, length: int, variants: list[str], options: Options
+    model: jaxtp.ModelConfig,
+    mesh: Mesh,
+    rows: int,
+    length: int,
+    variants: list[str],
+    options: Options,
 ) -> list[Runner]:
     """Returns the compiled steps: plain, and this package's variants."""
     found = []
@@ -238,14 +309,24 @@ def runners(
     for variant in variants:
         if variant == "plain":
             found.append(
-                plain_runner(Plain(model, mesh, rows, length), plan, abstract_batch(mesh, rows, length), options)
+                plain_runner(
+                    Plain(model, mesh, rows, length),
+                    plan,
+                    abstract_batch(mesh, rows, length),
+                    options,
+                )
             )
             continue
         changes = {} if variant == "jaxtp" else dict(part.split("=") for part in variant.split(","))
-        changed = replace_nested(config, {name: yaml.safe_load(value) for name, value in changes.items()})
+        changed = replace_nested(
+            config, {name: yaml.safe_load(value) for name, value in changes.items()}
+        )
         ours = plan_state(changed.model, plan.optimizer, mesh)
-        lowered, create = trace_step(changed, ours).lower(), functools.partial(ours.create, 0)
-        found.append(Runner(variant, lowered, create, {**options, **compiler_options(changed, platform)}))
+        lowered = trace_step(changed, ours).lower()
+        create = functools.partial(ours.create, 0)
+        found.append(
+            Runner(variant, lowered, create, {**options, **compiler_options(changed, platform)})
+        )
     return found
 
 
@@ -263,7 +344,9 @@ def make_batch(mesh: Mesh, vocab_size: int, rows: int, length: int) -> dict[str,
 def take_turns(
     found: list[Any], batch: dict[str, jax.Array], blocks: int, steps: int, *, low: bool
 ) -> tuple[list[list[float]], list[float]]:
-    """Returns the seconds per step of each runner in each block, and the last losses; three steps precede."""
+    """Returns the seconds per step of each runner in each block, and the last losses; three
+    steps precede.
+    """
     for runner in found:
         runner.seconds(batch, 1)
     agree(found, low=low)
@@ -278,13 +361,16 @@ def agree(found: list[Any], *, low: bool) -> list[float]:
     losses = [runner.last_loss() for runner in found]
     if max(losses) - min(losses) > (2e-2 if low else 1e-3):
         sys.exit(
-            f"losses differ: {', '.join(f'{runner.name} {loss}' for runner, loss in zip(found, losses, strict=True))}"
+            "losses differ: "
+            f"{', '.join(f'{runner.name} {loss}' for runner, loss in zip(found, losses, strict=True))}"
         )
     return losses
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=list(MODELS), default="25m")
     parser.add_argument("--layers", type=int, help="number of layers, if not the model's")
     parser.add_argument("--remat", choices=["full", "save_dots", "none"], default="full")
@@ -296,18 +382,24 @@ def main() -> None:
         "--variants",
         nargs="+",
         default=["plain", "jaxtp"],
-        help="steps: plain, jaxtp, or jaxtp with settings, such as model.precision.matmul=float8,model.remat=none",
+        help="steps: plain, jaxtp, or jaxtp with settings, such as "
+        "model.precision.matmul=float8,model.remat=none",
     )
     parser.add_argument("--blocks", type=int, default=11)
     parser.add_argument("--steps", type=int, default=3, help="of a block")
-    parser.add_argument("--absent", action="store_true", help="compile for 8 absent H100s, and run nothing")
+    parser.add_argument(
+        "--absent", action="store_true", help="compile for 8 absent H100s, and run nothing"
+    )
     parser.add_argument("--profile", type=Path, help="folder of compiled programs and profiles")
     given = parser.parse_args()
-    sizes, options = parse_mesh(given.mesh, AXES), dict[str, int | bool | str]()
+    sizes = parse_mesh(given.mesh, AXES)
+    options = dict[str, int | bool | str]()
     if given.absent:
         jax.config.update("jax_platforms", "cpu")
         options = {"xla_gpu_autotune_level": 0}
-        absent = topologies.get_topology_desc("1x1x8", "cuda", topology="1x1x8", target_config=TARGET_CONFIGS["h100"])
+        absent = topologies.get_topology_desc(
+            "1x1x8", "cuda", topology="1x1x8", target_config=TARGET_CONFIGS["h100"]
+        )
         mesh = mesh_of(sizes, absent.devices)
     else:
         mesh = mesh_of(sizes)
@@ -321,13 +413,15 @@ def main() -> None:
         remat=given.remat,
         loss_chunk=CHUNK,
         precision=jaxtp.Precision(
-            compute=given.compute or ("bfloat16" if gpu else "float32"), reduce="bfloat16" if gpu else "float32"
+            compute=given.compute or ("bfloat16" if gpu else "float32"),
+            reduce="bfloat16" if gpu else "float32",
         ),
     )
     found = runners(model, mesh, given.rows, length, given.variants, options)
     device = mesh.devices.flat[0]
     print(
-        f"jax {jax.__version__}, {mesh.size} x {device.device_kind}, {describe_mesh(sizes)}; {given.model} "
+        f"jax {jax.__version__}, {mesh.size} x {device.device_kind}, {describe_mesh(sizes)}; "
+        f"{given.model} "
         f"with {model.num_layers} layers, {given.rows} x {length} tokens, remat {given.remat}",
         flush=True,
     )
@@ -337,26 +431,51 @@ def main() -> None:
         for i, runner in enumerate(found):
             (given.profile / f"{i}.hlo.txt").write_text(runner.compiled.as_text())
     if given.absent:
-        config = dataclasses.replace(our_config(model, given.rows, length), mesh=MeshConfig(**sizes))
+        config = dataclasses.replace(
+            our_config(model, given.rows, length), mesh=MeshConfig(**sizes)
+        )
         setting = estimate(config, target(find("h100"), mesh.size), describe_model(config))
         for runner in found:
             text = runner.compiled.as_text()
             collectives = read_schedule(text, sizes)
             moved = [(m.bytes_sent, m.hidden_bytes / m.bytes) for m in collectives]
-            sent, exposed = sum(size for size, _ in moved), sum(size * (1 - hidden) for size, hidden in moved)
+            sent = sum(size for size, _ in moved)
+            exposed = sum(size * (1 - hidden) for size, hidden in moved)
             parts = roofline(setting, read_parts(text), collectives)
             all_ = parts["all"]
             through = all_["product_bytes"] + all_["other_bytes"]
-            traffic = f"{all_['kernels']:,.0f}", f"{through / 1e9:.1f}", f"{1e3 * all_['seconds_of_copies']:.1f}"
-            table.append((runner.name, f"{sent / 1e9:.1f}", f"{exposed / 1e9:.1f}", f"{runner.peak():.2f}", *traffic))
+            traffic = (
+                f"{all_['kernels']:,.0f}",
+                f"{through / 1e9:.1f}",
+                f"{1e3 * all_['seconds_of_copies']:.1f}",
+            )
+            table.append(
+                (
+                    runner.name,
+                    f"{sent / 1e9:.1f}",
+                    f"{exposed / 1e9:.1f}",
+                    f"{runner.peak():.2f}",
+                    *traffic,
+                )
+            )
             print(f"\n{runner.name}\n{part_table(parts)}")
-        header = ("step", "GB sent", "exposed", "peak GiB", "kernels", "GB through memory", "ms of copies")
+        header = (
+            "step",
+            "GB sent",
+            "exposed",
+            "peak GiB",
+            "kernels",
+            "GB through memory",
+            "ms of copies",
+        )
         print(f"\n{columns(header, table)}")
         return
     batch = make_batch(mesh, model.vocab_size, given.rows, length)
     for runner in found:
         runner.start()
-    times, losses = take_turns(found, batch, given.blocks, given.steps, low=given.compute == "bfloat16" or gpu)
+    times, losses = take_turns(
+        found, batch, given.blocks, given.steps, low=given.compute == "bfloat16" or gpu
+    )
     for i, runner in enumerate(found):
         each = [row[i] for row in times]
         ratios = [row[i] / row[0] for row in times]
@@ -373,7 +492,16 @@ def main() -> None:
                 f"{runner.compile_seconds:.1f}",
             )
         )
-    header = ("step", "loss", "ms", "quartiles", "tokens/s", f"time / {found[0].name}", "GiB", "compile s")
+    header = (
+        "step",
+        "loss",
+        "ms",
+        "quartiles",
+        "tokens/s",
+        f"time / {found[0].name}",
+        "GiB",
+        "compile s",
+    )
     print(columns(header, table), flush=True)
     if given.profile:
         for i, runner in enumerate(found):

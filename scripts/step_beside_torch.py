@@ -1,11 +1,12 @@
-"""Times the training step of this package and PyTorch's of the same Llama, on CPUs, with the same weights and tokens.
+"""Times the training step of this package and PyTorch's of the same Llama, on CPUs, with the same
+weights and tokens.
 
     python scripts/step_beside_torch.py --tp 2
 
-It needs torch and transformers. PyTorch's step is eager and compiled (`torch.compile`): `LlamaForCausalLM` with SDPA
-attention and AdamW; over tp by `parallelize_module` (DTensor), with one process per device and Gloo. Both save all
-residuals. Blocks of steps take turns, one library at a time, and ratios are medians over neighbouring blocks. The
-script stops if the losses differ.
+It needs torch and transformers. PyTorch's step is eager and compiled (`torch.compile`):
+`LlamaForCausalLM` with SDPA attention and AdamW; over tp by `parallelize_module` (DTensor), with
+one process per device and Gloo. Both save all residuals. Blocks of steps take turns, one library at
+a time, and ratios are medians over neighbouring blocks. The script stops if the losses differ.
 """
 
 import argparse
@@ -22,7 +23,16 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from step_beside_plain import DECAY, MODELS, RATE, Runner, make_batch, our_config, random_ids, take_turns
+from step_beside_plain import (
+    DECAY,
+    MODELS,
+    RATE,
+    Runner,
+    make_batch,
+    our_config,
+    random_ids,
+    take_turns,
+)
 
 import jaxtp
 from jaxtp.analysis.tables import columns
@@ -30,14 +40,20 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import trace_step
 
-MODEL, ROWS, LENGTH = MODELS["25m"], 8, 256
+MODEL = MODELS["25m"]
+ROWS = 8
+LENGTH = 256
 
 
 def write_model(folder: str) -> None:
     """Writes random weights."""
     import transformers
 
-    names = {"d_model": "hidden_size", "num_layers": "num_hidden_layers", "d_ff": "intermediate_size"}
+    names = {
+        "d_model": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "d_ff": "intermediate_size",
+    }
     names |= {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
     settings = {names.get(name, name): size for name, size in MODEL.items()}
     config = transformers.LlamaConfig(**settings, tie_word_embeddings=False, rms_norm_eps=1e-5)
@@ -45,7 +61,9 @@ def write_model(folder: str) -> None:
 
 
 def serve_torch(folder: str, name: str, threads: int) -> None:
-    """Runs as many steps as a line on stdin says; the first process answers with seconds per step and the loss."""
+    """Runs as many steps as a line on stdin says; the first process answers with seconds per
+    step and the loss.
+    """
     import torch
     import torch.distributed.tensor.parallel as parallel
     import transformers
@@ -58,12 +76,16 @@ def serve_torch(folder: str, name: str, threads: int) -> None:
     if processes > 1:
         torch.distributed.init_process_group("gloo")
         replicated = torch.distributed.tensor.Replicate()
-        split = dict.fromkeys((f"model.layers.*.self_attn.{each}_proj" for each in "qkv"), parallel.ColwiseParallel())
-        split |= dict.fromkeys(
-            (f"model.layers.*.mlp.{each}_proj" for each in ("gate", "up")), parallel.ColwiseParallel()
+        split = dict.fromkeys(
+            (f"model.layers.*.self_attn.{each}_proj" for each in "qkv"), parallel.ColwiseParallel()
         )
         split |= dict.fromkeys(
-            ("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"), parallel.RowwiseParallel()
+            (f"model.layers.*.mlp.{each}_proj" for each in ("gate", "up")),
+            parallel.ColwiseParallel(),
+        )
+        split |= dict.fromkeys(
+            ("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"),
+            parallel.RowwiseParallel(),
         )
         split["lm_head"] = parallel.ColwiseParallel(output_layouts=replicated)
         split["model.embed_tokens"] = parallel.RowwiseParallel(input_layouts=replicated)
@@ -71,22 +93,30 @@ def serve_torch(folder: str, name: str, threads: int) -> None:
         parallel.parallelize_module(model, mesh, split)
     # Matrices decay, and scales of norms do not. A call of AdamW has either DTensors or tensors.
     matrices, scales = (
-        [weight for weight in model.parameters() if (weight.ndim > 1) == matrix] for matrix in (True, False)
+        [weight for weight in model.parameters() if (weight.ndim > 1) == matrix]
+        for matrix in (True, False)
     )
     rules = [
-        torch.optim.AdamW(weights, lr=RATE, betas=(0.9, 0.95), weight_decay=decay, fused=processes == 1)
+        torch.optim.AdamW(
+            weights, lr=RATE, betas=(0.9, 0.95), weight_decay=decay, fused=processes == 1
+        )
         for weights, decay in ((matrices, DECAY), (scales, 0.0))
     ]
     forward = torch.compile(model) if name == "torch.compile" else model
     ids = torch.tensor(random_ids(MODEL["vocab_size"], ROWS, LENGTH).astype(np.int64))
-    inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].flatten()
+    inputs = ids[:, :-1].contiguous()
+    labels = ids[:, 1:].flatten()
 
     def step() -> float:
         logits = forward(input_ids=inputs, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels)
         loss.backward()
-        norms = [utils.get_total_norm([weight.grad for weight in group]) for group in (matrices, scales)]
-        total = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
+        norms = [
+            utils.get_total_norm([weight.grad for weight in group]) for group in (matrices, scales)
+        ]
+        total = torch.stack(
+            [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        ).norm()
         for group in (matrices, scales):
             utils.clip_grads_with_norm_(group, 1.0, total)
         for rule in rules:
@@ -95,7 +125,8 @@ def serve_torch(folder: str, name: str, threads: int) -> None:
         return float(loss.detach())
 
     for line in sys.stdin:
-        started, count = time.perf_counter(), int(line)
+        started = time.perf_counter()
+        count = int(line)
         for _ in range(count):
             loss = step()
         if os.environ["RANK"] == "0":
@@ -106,14 +137,21 @@ class Torch:
     """The processes of PyTorch's step; methods as of `Runner`."""
 
     def __init__(self, name: str, folder: str, processes: int):
-        self.name, self.loss = name, float("nan")
+        self.name = name
+        self.loss = float("nan")
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             port = probe.getsockname()[1]
         threads = max(1, (os.cpu_count() or 1) // processes)
         command = [sys.executable, __file__, "--serve", folder, name, str(threads)]
-        start = functools.partial(subprocess.Popen, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        group = os.environ | {"WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        start = functools.partial(
+            subprocess.Popen, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        group = os.environ | {
+            "WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port),
+        }
         self.processes = [start(env=group | {"RANK": str(rank)}) for rank in range(processes)]
 
     def seconds(self, batch: object, steps: int) -> float:
@@ -148,7 +186,9 @@ def our_step(folder: str, tp: int) -> tuple[Runner, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--blocks", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2, help="of a block")
@@ -170,7 +210,8 @@ def main() -> None:
         for each in steps[1:]:
             each.close()
     print(
-        f"jax {jax.__version__}, torch {torch.__version__}, transformers {transformers.__version__}; {os.cpu_count()} "
+        f"jax {jax.__version__}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}; {os.cpu_count()} "
         f"cores, tp {given.tp}; 25m in float32, {ROWS} x {LENGTH} tokens, remat none"
     )
     table = []

@@ -2,10 +2,10 @@
 
     python scripts/torture.py
 
-Half of the rounds stay on one mesh; their joined metrics must equal the uninterrupted run's bit for bit. The other half
-changes the mesh in each round; losses must agree within 1e-4. A round ends with SIGKILL or SIGTERM at a random instant.
-The run saves at every third step, so many signals arrive during a save. The metrics must have each step exactly once,
-with the right number of tokens.
+Half of the rounds stay on one mesh; their joined metrics must equal the uninterrupted run's bit for
+bit. The other half changes the mesh in each round; losses must agree within 1e-4. A round ends with
+SIGKILL or SIGTERM at a random instant. The run saves at every third step, so many signals arrive
+during a save. The metrics must have each step exactly once, with the right number of tokens.
 """
 
 import argparse
@@ -50,13 +50,19 @@ def start(folder: Path, text: Path, steps: int, mesh: tuple[int, int, int]) -> s
     """Starts a training run in its own process."""
     flags = SMALL | {"run.dir": folder, "data.path": text, "train.steps": steps}
     flags |= dict(zip(("mesh.dp", "mesh.fsdp", "mesh.tp"), mesh, strict=True))
-    command = [sys.executable, "-m", "jaxtp.train", *(str(part) for k, v in flags.items() for part in (f"--{k}", v))]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxtp.train",
+        *(str(part) for k, v in flags.items() for part in (f"--{k}", v)),
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def read(folder: Path) -> dict[int, dict]:
     """Returns the logged steps of a run, and checks that each occurs once."""
-    path, steps = folder / "metrics.jsonl", {}
+    path = folder / "metrics.jsonl"
+    steps = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
@@ -69,20 +75,26 @@ def read(folder: Path) -> dict[int, dict]:
 
 
 def disturb(process: subprocess.Popen, folder: Path, chance: random.Random) -> tuple[str, bool]:
-    """Waits for a new step and a random time, then kills the run; returns the signal, and whether a save was active."""
+    """Waits for a new step and a random time, then kills the run; returns the signal, and
+    whether a save was active.
+    """
     before = max(read(folder), default=0)
     while process.poll() is None and max(read(folder), default=0) <= before:
         time.sleep(0.01)
     time.sleep(chance.uniform(0, 0.8))
     number = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
     process.send_signal(number)
-    saving = any(".orbax-checkpoint-tmp" in path.name for path in (folder / "checkpoints").glob("*"))
+    saving = any(
+        ".orbax-checkpoint-tmp" in path.name for path in (folder / "checkpoints").glob("*")
+    )
     output, _ = process.communicate(timeout=300)
     assert process.returncode in (0, -number), output
     return signal.Signals(number).name, saving
 
 
-def torture(folder: Path, text: Path, steps: int, rounds: int, same_mesh: bool, chance: random.Random) -> list[Round]:
+def torture(
+    folder: Path, text: Path, steps: int, rounds: int, same_mesh: bool, chance: random.Random
+) -> list[Round]:
     """Runs `rounds` rounds that end by a signal, then one to the last step."""
     done = []
     for _ in range(rounds):
@@ -90,7 +102,10 @@ def torture(folder: Path, text: Path, steps: int, rounds: int, same_mesh: bool, 
         process = start(folder, text, steps, mesh)
         name, saving = disturb(process, folder, chance)
         done.append(Round(mesh, name, max(read(folder), default=0), saving))
-        print(f"  {mesh} {name} at step {done[-1].reached}{' in a save' if saving else ''}", flush=True)
+        print(
+            f"  {mesh} {name} at step {done[-1].reached}{' in a save' if saving else ''}",
+            flush=True,
+        )
     last = start(folder, text, steps, MESHES[0])
     output, _ = last.communicate(timeout=900)
     assert last.returncode == 0, output
@@ -98,15 +113,25 @@ def torture(folder: Path, text: Path, steps: int, rounds: int, same_mesh: bool, 
 
 
 def differences(whole: Path, joined: Path) -> dict[str, float]:
-    """Returns the largest difference of each metric over the steps, which must be the same in both runs."""
-    expected, actual = read(whole), read(joined)
+    """Returns the largest difference of each metric over the steps, which must be the same in
+    both runs.
+    """
+    expected = read(whole)
+    actual = read(joined)
     assert list(actual) == list(expected), "steps are missing"
-    return {key: max(abs(actual[step][key] - expected[step][key]) for step in expected) for key in COMPARED}
+    return {
+        key: max(abs(actual[step][key] - expected[step][key]) for step in expected)
+        for key in COMPARED
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=26, help="total number of rounds (default 26)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=26, help="total number of rounds (default 26)"
+    )
     parser.add_argument("--steps", type=int, default=150, help="steps of the run (default 150)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the instants and meshes")
     arguments = parser.parse_args(argv)
@@ -114,7 +139,11 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = folder / "text.txt"
-        text.write_text("".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(9000)))
+        text.write_text(
+            "".join(
+                f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(9000)
+            )
+        )
         whole = start(folder / "whole", text, arguments.steps, MESHES[0])
         output, _ = whole.communicate(timeout=900)
         assert whole.returncode == 0, output
@@ -130,7 +159,10 @@ def main(argv: list[str] | None = None) -> int:
             worst = differences(folder / "whole", run)
             good = all(worst[key] <= bound for key, bound in allowed.items())
             failed += not good
-            print(f"{'ok' if good else 'FAIL'}: largest differences {worst}, allowed {allowed}", flush=True)
+            print(
+                f"{'ok' if good else 'FAIL'}: largest differences {worst}, allowed {allowed}",
+                flush=True,
+            )
     return 1 if failed else 0
 
 

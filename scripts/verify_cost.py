@@ -2,9 +2,10 @@
 
     python scripts/verify_cost.py | tee scripts/results/verify_cost.txt
 
-The measurements take turns in one run on virtual CPU devices; the table has medians and quartiles of `--repeats`. It
-lists the reading of checksums separately, because it takes less time than steps vary by. It also lists the copy of the
-state to host memory and back, for which a GPU uses a link of its own.
+The measurements take turns in one run on virtual CPU devices; the table has medians and quartiles
+of `--repeats`. It lists the reading of checksums separately, because it takes less time than steps
+vary by. It also lists the copy of the state to host memory and back, for which a GPU uses a link of
+its own.
 """
 
 import argparse
@@ -38,19 +39,33 @@ class Bench:
     def __init__(self, width: int, length: int, folder: Path):
         model = {"d_model": width, "head_dim": width // 8, "d_ff": 3 * width}
         settings = {f"model.{name}": value for name, value in model.items()}
-        settings |= {"data.sequence_length": length, "data.global_batch_size": 8, "data.packing": "concatenated"}
-        self.config = replace_nested(TrainConfig(), settings | {"train.verify_every": 1, "run.dir": folder})
+        settings |= {
+            "data.sequence_length": length,
+            "data.global_batch_size": 8,
+            "data.packing": "concatenated",
+        }
+        self.config = replace_nested(
+            TrainConfig(), settings | {"train.verify_every": 1, "run.dir": folder}
+        )
         self.mesh = jaxtp.make_mesh(dp=2, fsdp=2, tp=2)
         tuned = optimizer.build(self.config.optimizer, self.config.train.steps)
         self.plan = plan_state(self.config.model, tuned, self.mesh)
-        tokens = np.random.default_rng(0).integers(0, self.config.model.vocab_size, (8, length + 1), np.int32)
+        tokens = np.random.default_rng(0).integers(
+            0, self.config.model.vocab_size, (8, length + 1), np.int32
+        )
         where = jax.sharding.NamedSharding(self.mesh, batch_spec(None))
         parts = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
         self.batch = {name: jax.device_put(part, where) for name, part in parts.items()}
         self.state = self.plan.create(seed=0)
-        steps = [make_train_step(self.config, self.plan, with_checksums=each) for each in (False, True)]
-        self.plain, self.summed = (trace_step(self.config, self.plan, each).lower().compile() for each in steps)
-        self.verifier = verify.Verifier(self.config, self.plan, Checkpoints(folder / "checkpoints"), None)
+        steps = [
+            make_train_step(self.config, self.plan, with_checksums=each) for each in (False, True)
+        ]
+        self.plain, self.summed = (
+            trace_step(self.config, self.plan, each).lower().compile() for each in steps
+        )
+        self.verifier = verify.Verifier(
+            self.config, self.plan, Checkpoints(folder / "checkpoints"), None
+        )
 
     def step(self, made: Callable[..., Any]) -> Any:
         """Runs a step and waits for its numbers; returns the checksums, if any."""
@@ -64,24 +79,34 @@ class Bench:
 
     def verified(self) -> None:
         """Verifies a step, with the step itself."""
-        self.state = self.verifier.begin(1, self.state, self.batch, lambda state: self.summed(state, self.batch))
+        self.state = self.verifier.begin(
+            1, self.state, self.batch, lambda state: self.summed(state, self.batch)
+        )
         (checksums,) = self.step(self.summed)
         self.verifier.finish(1, self.state, checksums)
 
     def read(self, part: str = "") -> None:
-        """Computes checksums of the state's shards, or of a part of the state; a verification does so four times."""
+        """Computes checksums of the state's shards, or of a part of the state; a verification
+        does so four times.
+        """
         arrays = verify.named_arrays(self.state)
-        jax.block_until_ready(verify.checksums({name: arrays[name] for name in arrays if name.startswith(part)}))
+        jax.block_until_ready(
+            verify.checksums({name: arrays[name] for name in arrays if name.startswith(part)})
+        )
 
     def moved(self) -> None:
         """Copies the state to host memory and back."""
         arrays = verify.named_arrays(self.state)
         held = verify.to_host(arrays)
-        jax.block_until_ready([verify.to_devices(held[name], array) for name, array in arrays.items()])
+        jax.block_until_ready(
+            [verify.to_devices(held[name], array) for name, array in arrays.items()]
+        )
 
 
 def quartiles(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Returns the quartiles of each action's seconds; actions take turns, so other load affects all of them."""
+    """Returns the quartiles of each action's seconds; actions take turns, so other load affects
+    all of them.
+    """
     times: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(repeats + 1):
         for name, action in actions.items():
@@ -92,7 +117,9 @@ def quartiles(actions: dict[str, Callable[[], object]], repeats: int) -> dict[st
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=128, help="the model's d_model (default 128)")
     parser.add_argument("--length", type=int, default=64, help="tokens in a sequence (default 64)")
     parser.add_argument("--repeats", type=int, default=41)
@@ -111,20 +138,31 @@ def main(argv: list[str] | None = None) -> None:
             found = quartiles(actions, arguments.repeats)
     size = bytes_per_device(bench.plan) * bench.mesh.size
     print(
-        f"jax {jax.__version__}, {os.cpu_count()} cores, {describe_mesh(mesh_sizes(bench.mesh))} (CPU devices); "
-        f"{parameter_count(bench.plan):,} parameters, {size / 1e6:,.0f} MB of state with its copies, "
+        f"jax {jax.__version__}, {os.cpu_count()} cores, {describe_mesh(mesh_sizes(bench.mesh))} "
+        "(CPU devices); "
+        f"{parameter_count(bench.plan):,} parameters, {size / 1e6:,.0f} MB of state with its "
+        "copies, "
         f"8 x {arguments.length} tokens in a step"
     )
     off, on, whole, gradients, *_ = (median for _, median, _ in found.values())
     rows = [
-        (name, f"{median * 1e3:,.1f} ms", f"{low * 1e3:,.1f} to {high * 1e3:,.1f}", f"{median / off:.2f}")
+        (
+            name,
+            f"{median * 1e3:,.1f} ms",
+            f"{low * 1e3:,.1f} to {high * 1e3:,.1f}",
+            f"{median / off:.2f}",
+        )
         for name, (low, median, high) in found.items()
     ]
     print(columns(("", "median", "quartiles", "of a step"), rows))
     print(
-        f"the checksums in a step: {gradients / off:+.1%} by reading alone, {on / off - 1:+.1%} beside a step without"
+        f"the checksums in a step: {gradients / off:+.1%} by reading alone, {on / off - 1:+.1%} "
+        "beside a step without"
     )
-    print(f"a verification: {(whole - on) / off:.2f} steps more, {(whole - on) / off / 1000:.2%} of 1,000 steps")
+    print(
+        f"a verification: {(whole - on) / off:.2f} steps more, {(whole - on) / off / 1000:.2%} of "
+        "1,000 steps"
+    )
     print(f"host memory meanwhile: {verification_bytes(bench.plan) / 1e6:,.0f} MB")
 
 

@@ -1,7 +1,7 @@
 """Audit of a compiled step: planned against realized shardings and communication.
 
-A layer that moves too much makes its budget (`layer_costs.py`) and the jaxpr differ. A sharding that the compiler has
-to repair makes the jaxpr and the HLO after SPMD partitioning differ.
+A layer that moves too much makes its budget (`layer_costs.py`) and the jaxpr differ. A sharding
+that the compiler has to repair makes the jaxpr and the HLO after SPMD partitioning differ.
 """
 
 import itertools
@@ -44,7 +44,8 @@ class Holding:
     dtype: str
     itemsize: int
     declared: PartitionSpec | None
-    replicated_over: tuple[str, ...]  # mesh axes of more than one device along which the compiled step holds copies
+    # mesh axes of more than one device along which the compiled step holds copies
+    replicated_over: tuple[str, ...]
 
     @property
     def bytes(self) -> int:
@@ -60,20 +61,33 @@ class Holding:
     def unintended(self) -> tuple[str, ...]:
         """Replicated axes that its spec names; all replicated axes if it declares no spec."""
         named = {axis for entry in self.declared or () for axis in axes_of(entry)}
-        return tuple(axis for axis in self.replicated_over if self.declared is None or axis in named)
+        return tuple(
+            axis for axis in self.replicated_over if self.declared is None or axis in named
+        )
 
     @property
     def declaration(self) -> str:
         """The declared spec, in words."""
         if self.declared is None:
             return "no spec declared"
-        return f"{self.declared}, which the compiler did not keep" if self.unintended else str(self.declared)
+        return (
+            f"{self.declared}, which the compiler did not keep"
+            if self.unintended
+            else str(self.declared)
+        )
 
     def matrices(self) -> set[tuple[int, ...]]:
-        """Returns the shapes in which it may be sent: each dim whole or sharded; also one stacked layer."""
+        """Returns the shapes in which it may be sent: each dim whole or sharded; also one
+        stacked layer.
+        """
         dims = [sorted({whole, part}) for whole, part in zip(self.shape, self.shard, strict=True)]
         single = [dims[1:]] if len(dims) > 2 else []
-        return {shape for choices in [dims, *single] if len(choices) > 1 for shape in itertools.product(*choices)}
+        return {
+            shape
+            for choices in [dims, *single]
+            if len(choices) > 1
+            for shape in itertools.product(*choices)
+        }
 
 
 @dataclass(frozen=True)
@@ -85,8 +99,10 @@ class Audit:
     realised: Counter[Collective]  # collectives that the partitioner made of them
     budget: Budget | None  # bytes that the modules may send
     sizes: Mapping[str, int]  # devices along each axis of the mesh
-    global_view: tuple[str, ...]  # modules that are written on global arrays: the compiler chooses their collectives
-    uncounted: tuple[str, ...]  # modules where a loop may turn any number of times: it counts one turn
+    # modules that are written on global arrays: the compiler chooses their collectives
+    global_view: tuple[str, ...]
+    # modules where a loop may turn any number of times: it counts one turn
+    uncounted: tuple[str, ...]
     compiled: Compiled  # the program itself: it can be run, and has a `memory_analysis()`
 
     @property
@@ -111,7 +127,9 @@ class Audit:
     def check(self, large: int = LARGE) -> None:
         """Raises an `AuditError` that lists the `problems`, if there are any."""
         if problems := self.problems(large):
-            raise AuditError("the compiled step breaks its plan:\n" + "\n".join(f"  {p}" for p in problems))
+            raise AuditError(
+                "the compiled step breaks its plan:\n" + "\n".join(f"  {p}" for p in problems)
+            )
 
     def __str__(self) -> str:
         """Returns tables of the state's arrays and of communication by module."""
@@ -121,10 +139,15 @@ class Audit:
         ]
         moved = [
             (*place, by, f"{count:,} {counted}".strip(), f"{sent:,.0f}")
-            for by, traffic in (("the compiler", self.added), ("the program", self.realised - self.added))
+            for by, traffic in (
+                ("the compiler", self.added),
+                ("the program", self.realised - self.added),
+            )
             for (*place, counted), (count, sent) in sums(traffic, _row).items()
         ]
-        table = columns(("array", "shape", "on a device", "dtype", "bytes on a device", "declared"), arrays)
+        table = columns(
+            ("array", "shape", "on a device", "dtype", "bytes on a device", "declared"), arrays
+        )
         header = ("module", "collective", "over", "asked for by", "count", "bytes sent by a device")
         return f"{table}\n\n{columns(header, moved)}"
 
@@ -133,18 +156,21 @@ class Audit:
             axes = [axis for axis in holding.unintended if axis not in REPLICAS]
             if axes and holding.bytes > large:
                 yield (
-                    f"{holding.name} {_by(holding.shape)} is replicated over {' and '.join(axes)}, each device holds "
-                    f"{holding.bytes_per_device:,} of its {holding.bytes:,} bytes: {holding.declaration}"
+                    f"{holding.name} {_by(holding.shape)} is replicated over {' and '.join(axes)}, "
+                    "each device holds "
+                    f"{holding.bytes_per_device:,} of its {holding.bytes:,} bytes: "
+                    f"{holding.declaration}"
                 )
 
     def _weights_over_tp(self) -> Iterator[str]:
-        # Not with a budget, which limits traffic anyway: an activation may have a weight's shape by chance. Gathers
-        # over only part of a tp group are of shared kv heads, and allowed.
+        # Not with a budget, which limits traffic anyway: an activation may have a weight's shape by
+        # chance. Gathers over only part of a tp group are of shared kv heads, and allowed.
         for collective, times in self.written.items() if self.budget is None else ():
             whole_group = collective.group == parts(self.sizes, collective.axes)
             if whole_group and (weight := self._weight_like(collective)):
                 yield (
-                    f"{times} x {_describe(collective)}, a weight moves (it has the shape of {weight}): what is split "
+                    f"{times} x {_describe(collective)}, a weight moves (it has the shape of "
+                    f"{weight}): what is split "
                     f"over {TP} should stay where it is"
                 )
 
@@ -154,23 +180,35 @@ class Audit:
                 continue  # global norms need sums of scalars
             weight = self._weight_like(collective)
             if weight and self.global_view and not collective.module:
-                continue  # XLA reshards weights for a rule that sees them without padding, and names no module
+                # XLA reshards weights for a rule that sees them without padding, and names no
+                # module
+                continue
             what = f", a weight moves (it has the shape of {weight})" if weight else ""
-            yield f"{times} x {_describe(collective)}{what}: no module asked for it, the compiler added it"
+            yield (
+                f"{times} x {_describe(collective)}{what}: no module asked for it, the compiler "
+                "added it"
+            )
 
     def _uncounted(self) -> Iterator[str]:
         for collective, times in self.realised.items():
             name = _outermost(collective)
             if collective.counted == A_TURN and name not in self.uncounted:
-                allow = f'uncounted=("{name}",)' if name else 'jax.named_scope("name") and uncounted=("name",)'
+                allow = (
+                    f'uncounted=("{name}",)'
+                    if name
+                    else 'jax.named_scope("name") and uncounted=("name",)'
+                )
                 yield (
-                    f"{times} x {_describe(collective)}, in each turn of a loop that may turn any number of times; "
+                    f"{times} x {_describe(collective)}, in each turn of a loop that may turn any "
+                    "number of times; "
                     f"{allow} allows it"
                 )
 
     def _weight_like(self, collective: Collective) -> str | None:
         over_tp = TP in collective.axes
-        return next((h.name for h in self.holdings if over_tp and collective.shape in h.matrices()), None)
+        return next(
+            (h.name for h in self.holdings if over_tp and collective.shape in h.matrices()), None
+        )
 
     def _over_budget(self) -> Iterator[str]:
         if self.budget is None:
@@ -179,7 +217,10 @@ class Audit:
             allowed = self.budget.get((module, axes), 0)
             if sent > allowed * (1 + ROUNDING):
                 where = module or "the step"
-                yield f"{where} sends {sent:,.0f} bytes over {'+'.join(axes)}; its budget is {allowed:,.0f}"
+                yield (
+                    f"{where} sends {sent:,.0f} bytes over {'+'.join(axes)}; its budget is "
+                    f"{allowed:,.0f}"
+                )
 
 
 def audit(
@@ -195,23 +236,31 @@ def audit(
     """Compiles a step and compares the result with the plan.
 
     Args:
-      step: `jax.jit` of a function of `state, *args`, or its `trace`; may return a new state, first.
-      state: pytree of real or abstract arrays (`jax.ShapeDtypeStruct` with a sharding); `nnx.State`s declare theirs.
+      step: `jax.jit` of a function of `state, *args`, or its `trace`; may return a new state,
+        first.
+      state: pytree of real or abstract arrays (`jax.ShapeDtypeStruct` with a sharding);
+        `nnx.State`s declare theirs.
       mesh: its devices may be virtual.
       budget: bytes that each module may send; by default, whatever the program requests.
-      global_view: outermost modules on global arrays (an optimizer that averages over whole dims), where the compiler
-        may add collectives.
-      uncounted: outermost modules (`jax.named_scope`) where loops with data-dependent trip counts are allowed, and
-        count once.
+      global_view: outermost modules on global arrays (an optimizer that averages over whole dims),
+        where the compiler may add collectives.
+      uncounted: outermost modules (`jax.named_scope`) where loops with data-dependent trip counts
+        are allowed, and count once.
 
     Raises:
       TypeError: `step` is not a `jax.jit` function, or `state` holds no arrays.
     """
     is_traced = isinstance(step, jax.stages.Traced)
-    if not (is_traced or hasattr(step, "trace")) or not jax.tree.leaves(state) or isinstance(state, nnx.Module):
+    if (
+        not (is_traced or hasattr(step, "trace"))
+        or not jax.tree.leaves(state)
+        or isinstance(state, nnx.Module)
+    ):
         raise TypeError(
-            "audit takes a jax.jit function and the pytree of arrays that is its first argument. For an nnx.Module: "
-            "pass `state` of graph, state = nnx.split(module), and call nnx.merge(graph, state) inside the function"
+            "audit takes a jax.jit function and the pytree of arrays that is its first argument. "
+            "For an nnx.Module: "
+            "pass `state` of graph, state = nnx.split(module), and call nnx.merge(graph, state) "
+            "inside the function"
         )
     with jax.set_mesh(mesh):
         traced = step if is_traced else step.trace(state, *args)
@@ -233,12 +282,15 @@ def read_holdings(compiled: Compiled, state: object, mesh: Mesh) -> tuple[Holdin
     """Returns how a compiled step holds its state.
 
     Args:
-      compiled: of `state, ... -> state` or `-> (state, ...)`; if it returns no state, reads the input's sharding.
+      compiled: of `state, ... -> state` or `-> (state, ...)`; if it returns no state, reads the
+        input's sharding.
       state: real or abstract; its `nnx.Variable`s can declare a spec.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable)
     holdings = []
-    for (path, leaf), sharding in zip(leaves, jax.tree.leaves(_state_shardings(compiled, state)), strict=True):
+    for (path, leaf), sharding in zip(
+        leaves, jax.tree.leaves(_state_shardings(compiled, state)), strict=True
+    ):
         spec = leaf.get_metadata().get("out_sharding") if is_variable(leaf) else None
         holding = Holding(
             name=jax.tree_util.keystr(path, simple=True, separator="."),
@@ -275,7 +327,9 @@ def _paths(tree: object) -> list[Any]:
     return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)]
 
 
-def added_by_compiler(written: Mapping[Collective, int], realised: Mapping[Collective, int]) -> Counter[Collective]:
+def added_by_compiler(
+    written: Mapping[Collective, int], realised: Mapping[Collective, int]
+) -> Counter[Collective]:
     """Returns the collectives of partitioned HLO (`realised`) that the jaxpr (`written`) lacks."""
     left = Counter[tuple[object, ...]]()
     for collective, times in written.items():
@@ -292,7 +346,14 @@ def _likeness(collective: Collective) -> tuple[object, ...]:
     # The fields that survive partitioning, which turns a maximum into an all-reduce.
     kind = "all-reduce" if collective.kind.startswith("all-reduce") else collective.kind
     a_turn = collective.counted == A_TURN
-    return kind, collective.axes, collective.group, collective.dtype, math.prod(collective.shape), a_turn
+    return (
+        kind,
+        collective.axes,
+        collective.group,
+        collective.dtype,
+        math.prod(collective.shape),
+        a_turn,
+    )
 
 
 def _outermost(collective: Collective) -> str:
@@ -307,7 +368,12 @@ def _describe(collective: Collective) -> str:
 
 
 def _row(collective: Collective) -> tuple[str, ...]:
-    return collective.module or "(step)", collective.kind, "+".join(collective.axes), collective.counted
+    return (
+        collective.module or "(step)",
+        collective.kind,
+        "+".join(collective.axes),
+        collective.counted,
+    )
 
 
 def _by(shape: tuple[int, ...]) -> str:

@@ -1,8 +1,8 @@
 """Counts collectives in a jaxpr: the program's own, before compilation.
 
-Conditionals count every branch, an upper bound. Scans count each iteration, as does a `while` that counts an integer up
-to a constant. Other loops count one iteration, and are a problem unless the caller allows them by name. HLO is counted
-by the same rules (`hlo.py`).
+Conditionals count every branch, an upper bound. Scans count each iteration, as does a `while` that
+counts an integer up to a constant. Other loops count one iteration, and are a problem unless the
+caller allows them by name. HLO is counted by the same rules (`hlo.py`).
 """
 
 import math
@@ -23,7 +23,9 @@ from jaxtp.mesh import parts
 Counted = Literal["", "at most", "a turn"]  # Meaning of a count: exact, or one of these two
 
 AT_MOST: Final = "at most"
-"""A collective in a branch of a conditional: it runs as often as that branch is taken, and all are counted."""
+"""A collective in a branch of a conditional: it runs as often as that branch is taken, and all
+are counted.
+"""
 
 A_TURN: Final = "a turn"
 """A collective in a loop with an unknown trip count: counted for one iteration."""
@@ -38,13 +40,15 @@ def count_collectives(jaxpr: Any, mesh_sizes: Mapping[str, int]) -> Counter[Coll
     """
     counts: Counter[Collective] = Counter()
     for equation, times, counted, scope in equations(jaxpr.jaxpr):
-        axes, groups = _axes(equation, mesh_sizes), equation.params.get("axis_index_groups")
+        axes = _axes(equation, mesh_sizes)
+        groups = equation.params.get("axis_index_groups")
         group = len(groups[0]) if groups else parts(mesh_sizes, axes)
         kind = PRIMITIVES.get(equation.primitive.name, equation.primitive.name)
         spanned = tuple(axis for axis in mesh_sizes if axis in axes and mesh_sizes[axis] > 1)
         for pair in zip(equation.invars, equation.outvars, strict=False) if group > 1 else ():
             largest = max(arrays(*pair), key=lambda array: math.prod(array.shape))
-            shape, dtype = tuple(largest.shape), str(largest.dtype)
+            shape = tuple(largest.shape)
+            dtype = str(largest.dtype)
             size = message_bytes(shape, dtype)
             counts[Collective(kind, spanned, group, size, scope, shape, dtype, counted)] += times
     return counts
@@ -53,26 +57,33 @@ def count_collectives(jaxpr: Any, mesh_sizes: Mapping[str, int]) -> Counter[Coll
 def equations(
     jaxpr: Jaxpr, times: int = 1, counted: Counted = "", outer: str = ""
 ) -> Iterator[tuple[JaxprEqn, int, Counted, str]]:
-    """Yields `(equation, runs, meaning of runs, scope)` of needed equations, also nested but not inside kernels."""
+    """Yields `(equation, runs, meaning of runs, scope)` of needed equations, also nested but not
+    inside kernels.
+    """
     for equation in needed_equations(jaxpr):
         scope = "/".join(filter(None, (outer, str(equation.source_info.name_stack))))
         yield equation, times, counted, scope
-        for inner, each, meant in _inside(equation, counted) if equation.primitive.name != "pallas_call" else ():
+        for inner, each, meant in (
+            _inside(equation, counted) if equation.primitive.name != "pallas_call" else ()
+        ):
             yield from equations(inner, times * each, meant, scope)
 
 
 def needed_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
     """Returns the equations that XLA keeps."""
-    read, needed = set(map(id, jaxpr.outvars)), []
+    read = set(map(id, jaxpr.outvars))
+    needed = []
     for equation in reversed(jaxpr.eqns):
         if equation.effects or not read.isdisjoint(map(id, equation.outvars)):
             read.update(map(id, equation.invars))
-            needed.append(equation)  # XLA removes others: JAX keeps kernels in a recomputation that nothing reads
+            # XLA removes others: JAX keeps kernels in a recomputation that nothing reads
+            needed.append(equation)
     return needed[::-1]
 
 
 def _inside(equation: JaxprEqn, counted: Counted) -> Iterator[tuple[Jaxpr, int, Counted]]:
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
+    params = equation.params
     if name == "while":
         bodies, conditions, meant = runs(trip_count(equation), counted)
         yield params["body_jaxpr"].jaxpr, bodies, meant
@@ -83,14 +94,20 @@ def _inside(equation: JaxprEqn, counted: Counted) -> Iterator[tuple[Jaxpr, int, 
         for sub in value if isinstance(value, (tuple, list)) else (value,):
             closed: Any = getattr(sub, "jaxpr", sub)
             if hasattr(closed, "eqns"):
-                yield closed, params["length"] if name == "scan" else 1, AT_MOST if branches else counted
+                yield (
+                    closed,
+                    params["length"] if name == "scan" else 1,
+                    AT_MOST if branches else counted,
+                )
 
 
 def _axes(equation: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:
     if equation.primitive.name in _MOVES_NOTHING:
         return ()
     named = equation.params.get("axes", equation.params.get("axis_name", ()))
-    return tuple(axis for axis in (named if isinstance(named, (tuple, list)) else (named,)) if axis in sizes)
+    return tuple(
+        axis for axis in (named if isinstance(named, (tuple, list)) else (named,)) if axis in sizes
+    )
 
 
 def arrays(*variables: Any) -> list[ShapedArray]:
@@ -107,9 +124,14 @@ Products = tuple[int, int, int, int]
 """m, k and n of matrix products, and their number."""
 
 
-def kernel_products(name: str, operands: Sequence[Sequence[int]], result: Sequence[int]) -> Products | None:
-    """Returns the products of a Pallas kernel or of cuDNN's attention (fmha), by its shapes; None if unknown."""
-    if name.startswith("grouped_"):  # each row with the matrix of its group, or its part of the matrix's gradient
+def kernel_products(
+    name: str, operands: Sequence[Sequence[int]], result: Sequence[int]
+) -> Products | None:
+    """Returns the products of a Pallas kernel or of cuDNN's attention (fmha), by its shapes;
+    None if unknown.
+    """
+    # each row with the matrix of its group, or its part of the matrix's gradient
+    if name.startswith("grouped_"):
         return operands[-2][0], operands[-2][1], result[-1], 1
     if name.startswith("delta_"):  # each token reads the state, then changes it
         *tokens, width = operands[0]
@@ -120,8 +142,16 @@ def kernel_products(name: str, operands: Sequence[Sequence[int]], result: Sequen
     return rows * heads * length, width, operands[1][1] // 2, _ATTENTION[name]  # half: it is causal
 
 
-_ATTENTION = {"attention_forward": 2, "attention_queries": 2, "attention_keys": 3, "fmha": 2, "fmhaBackward": 5}
-"""Products in attention kernels; those in both backward kernels (scores, weights' gradients) count once."""
+_ATTENTION = {
+    "attention_forward": 2,
+    "attention_queries": 2,
+    "attention_keys": 3,
+    "fmha": 2,
+    "fmhaBackward": 5,
+}
+"""Products in attention kernels; those in both backward kernels (scores, weights' gradients)
+count once.
+"""
 
 
 def turns(first: int | None, limit: int | None, step: int | None) -> int | None:
@@ -145,7 +175,8 @@ def trip_count(loop: JaxprEqn) -> int | None:
     """Returns the iterations of a `while` equation; None if unknown."""
     if RARELY in str(loop.source_info.name_stack):
         return 0
-    condition, body = loop.params["cond_jaxpr"].jaxpr, loop.params["body_jaxpr"].jaxpr
+    condition = loop.params["cond_jaxpr"].jaxpr
+    body = loop.params["body_jaxpr"].jaxpr
     test = _maker(condition, condition.outvars[0])
     if test is None or test.primitive.name != "lt" or test.invars[0] not in condition.invars:
         return None

@@ -10,8 +10,11 @@ from typing import TypeVar
 
 from jaxtp.mesh import AXES
 
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
-ALL_TO_ALL, PERMUTE = "all-to-all", "permute"
+ALL_REDUCE = "all-reduce"
+ALL_GATHER = "all-gather"
+REDUCE_SCATTER = "reduce-scatter"
+ALL_TO_ALL = "all-to-all"
+PERMUTE = "permute"
 
 Axes = tuple[str, ...]
 Key = TypeVar("Key", bound=Hashable)
@@ -37,8 +40,27 @@ PRIMITIVES = {
 }
 """Kinds of collectives by the primitive of a jaxpr."""
 _PLUMBING = set(PRIMITIVES) | {
-    *("while", "body", "cond", "branch", "scan", "closed_call", "eval_jaxpr", "core_call", "shard_map"),
-    *("checkpoint", "rematted_computation", "remat", "custom_vjp_call", "custom_jvp_call", "name", "pcast", "pvary"),
+    *(
+        "while",
+        "body",
+        "cond",
+        "branch",
+        "scan",
+        "closed_call",
+        "eval_jaxpr",
+        "core_call",
+        "shard_map",
+    ),
+    *(
+        "checkpoint",
+        "rematted_computation",
+        "remat",
+        "custom_vjp_call",
+        "custom_jvp_call",
+        "name",
+        "pcast",
+        "pvary",
+    ),
 }
 
 
@@ -50,18 +72,22 @@ class Collective:
     axes: Axes  # mesh axes between the devices, without axes of size 1
     group: int  # number of devices that take part
     bytes: float  # size of the whole message: the larger of operand and result on one device
-    scope: str = ""  # the `jax.named_scope` it was written in, as JAX spells it, or the name of its module
+    # the `jax.named_scope` it was written in, as JAX spells it, or the name of its module
+    scope: str = ""
     shape: tuple[int, ...] = ()  # shape and dtype of the message, where it is read from a program
     dtype: str = ""
     counted: str = ""  # meaning of its count; empty where the count is exact
-    source: str = field(default="", compare=False)  # `file:line` of Python that it comes from, where that is known
+    # `file:line` of Python that it comes from, where that is known
+    source: str = field(default="", compare=False)
 
     @property
     def module(self) -> str:
         """Scope without JAX's transformations: `mlp/rms_norm`."""
         outside = re.sub(r"jit\([^()]*\)/?", "", self.scope)
         parts = _WRAPPERS.sub("", outside).split("/")
-        return "/".join(part for part in parts if part and part not in _PLUMBING and not _BRANCH.fullmatch(part))
+        return "/".join(
+            part for part in parts if part and part not in _PLUMBING and not _BRANCH.fullmatch(part)
+        )
 
     @property
     def backward(self) -> bool:
@@ -70,7 +96,9 @@ class Collective:
 
     @property
     def bytes_sent(self) -> float:
-        """Bytes each device sends: (n-1)/n of `bytes`, twice for an all-reduce (a ring); all for a permute."""
+        """Bytes each device sends: (n-1)/n of `bytes`, twice for an all-reduce (a ring); all for
+        a permute.
+        """
         if self.kind == PERMUTE:
             return float(self.bytes)
         rounds = 2 if self.kind.startswith(ALL_REDUCE) else 1
@@ -96,10 +124,14 @@ def sums(moved: Traffic, by: Callable[[Collective], Key]) -> dict[Key, tuple[int
 
 def bytes_by_place(moved: Traffic) -> dict[Place, float]:
     """Returns the bytes each device sends, by module and axes."""
-    return {place: sent for place, (_, sent) in sums(moved, lambda one: (one.module, one.axes)).items()}
+    return {
+        place: sent for place, (_, sent) in sums(moved, lambda one: (one.module, one.axes)).items()
+    }
 
 
 def bytes_by_axes(moved: Traffic) -> dict[Axes, float]:
     """Returns the bytes each device sends, by axes in the mesh's order."""
-    found = sorted(sums(moved, lambda one: one.axes).items(), key=lambda item: list(map(AXES.index, item[0])))
+    found = sorted(
+        sums(moved, lambda one: one.axes).items(), key=lambda item: list(map(AXES.index, item[0]))
+    )
     return {axes: sent for axes, (_, sent) in found if sent}

@@ -25,9 +25,9 @@ Options = Mapping[str, bool | int | str]
 def compile_with_spmd_text(lowered: Any, options: Options | None = None) -> tuple[Compiled, str]:
     """Returns the compiled program and its HLO text after SPMD partitioning.
 
-    The text precedes backend-specific passes; on a single device, which has no partitioning, it precedes all passes.
-    JAX's persistent compilation cache, if any, also keeps the text and the compiler's output: a known program is not
-    compiled again, and its warnings repeat.
+    The text precedes backend-specific passes; on a single device, which has no partitioning, it
+    precedes all passes. JAX's persistent compilation cache, if any, also keeps the text and the
+    compiler's output: a known program is not compiled again, and its warnings repeat.
     """
     place = _place_of_text(lowered, options)
     if place and place.exists():
@@ -66,10 +66,19 @@ def captured_stderr() -> Iterator[list[str]]:
 def _compile_and_dump(lowered: Any, options: Options | None) -> tuple[Compiled, str]:
     # The text is empty if the program came from the cache.
     with tempfile.TemporaryDirectory() as folder:
-        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, "xla_dump_hlo_pass_re": "spmd-partitioning"}
+        dump = {
+            "xla_dump_to": folder,
+            "xla_dump_hlo_as_text": True,
+            "xla_dump_hlo_pass_re": "spmd-partitioning",
+        }
         compiled = lowered.compile(compiler_options={**(options or {}), **dump})
         patterns = (r"after_(tpu-)?spmd-partitioning\.", r"\.before_optimizations\.txt$")
-        found = [path for pattern in patterns for path in Path(folder).iterdir() if re.search(pattern, path.name)]
+        found = [
+            path
+            for pattern in patterns
+            for path in Path(folder).iterdir()
+            if re.search(pattern, path.name)
+        ]
         return compiled, found[0].read_text() if found else ""
 
 

@@ -1,8 +1,9 @@
 """Finds which layers feed which other layers, through which operations, in a model's jaxpr.
 
-The walk assumes that every stock layer is a column layer. It follows each split dim through the jaxpr (with jit, remat
-and scans) until a layer sums over it (the row layer of a pair) or an operation needs it whole. `propagation_rules.py`
-has the rules of primitives. `regions.py` excludes layers whose output is needed whole, and repeats the walk.
+The walk assumes that every stock layer is a column layer. It follows each split dim through the
+jaxpr (with jit, remat and scans) until a layer sums over it (the row layer of a pair) or an
+operation needs it whole. `propagation_rules.py` has the rules of primitives. `regions.py` excludes
+layers whose output is needed whole, and repeats the walk.
 """
 
 from collections import Counter
@@ -17,7 +18,14 @@ from jax.core import Atom
 from jax.extend.core import JaxprEqn
 
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, Collective
-from jaxtp.analysis.propagation_rules import REDUCTIONS, Blocked, Walk, agree, pass_through, shape_of
+from jaxtp.analysis.propagation_rules import (
+    REDUCTIONS,
+    Blocked,
+    Walk,
+    agree,
+    pass_through,
+    shape_of,
+)
 from jaxtp.analysis.traced_model import Boundary, TracedModel, read_boundary
 from jaxtp.mesh import TP
 from jaxtp.parallelize.stock import Signature, signature
@@ -39,7 +47,9 @@ class ArrayInfo:
     """Bytes before a broadcast, and the dims that are not broadcast."""
     key: object = field(default_factory=object, compare=False)  # the same in all uses of one array
     entered: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    """Modules that took the array unchanged, outermost first, with the argument's name or position."""
+    """Modules that took the array unchanged, outermost first, with the argument's name or
+    position.
+    """
     left: tuple[str, ...] = field(default=(), compare=False)
     """Modules that returned the array unchanged, innermost first."""
 
@@ -62,12 +72,15 @@ class LayerCall:
     input: ArrayInfo
     avals: tuple[Any, Any]  # of input and output
     times: int  # calls in one forward pass, more than one in a scan
-    dims: LayerDims | None  # None for `attend`, and layers whose output features do not follow from their input's
+    # None for `attend`, and layers whose output features do not follow from their input's
+    dims: LayerDims | None
 
     @property
     def is_row(self) -> bool:
         """Whether its input is split along the dim that a row layer splits."""
-        return self.dims is not None and self.input.dim is not None and self.input.dim == self.dims.row
+        return (
+            self.dims is not None and self.input.dim is not None and self.input.dim == self.dims.row
+        )
 
 
 @dataclass
@@ -77,9 +90,11 @@ class Dataflow:
     tp: int
     batch_shards: int  # shards of a batch's tokens
     calls: list[LayerCall] = field(default_factory=list)
-    norms: list[LayerCall] = field(default_factory=list)  # they can run on shards of dims that they do not normalise
+    # they can run on shards of dims that they do not normalise
+    norms: list[LayerCall] = field(default_factory=list)
     joined: list[Columns] = field(default_factory=list)  # layers that must be split together
-    blocked: dict[str, str] = field(default_factory=dict)  # layers whose output is needed whole, and why
+    # layers whose output is needed whole, and why
+    blocked: dict[str, str] = field(default_factory=dict)
     summed: set[str] = field(default_factory=set)  # layers whose split output a loss reduces
     through: dict[str, dict[str, None]] = field(default_factory=dict)
     """Operations on the split output of each layer."""
@@ -140,11 +155,17 @@ def _passed_dims(dims: Signature, ndim: int) -> dict[int, int]:
 
 def parameter_bytes(module: nnx.Module) -> int:
     """Returns the parameter bytes of a module with its submodules."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
+    return sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(module, nnx.Param))
+    )
 
 
-def find_dataflow(traced: TracedModel, excluded: Iterable[str], *, tp: int, batch_shards: int) -> Dataflow:
-    """Follows the split output of every stock layer outside `excluded`; tp must divide every split dim."""
+def find_dataflow(
+    traced: TracedModel, excluded: Iterable[str], *, tp: int, batch_shards: int
+) -> Dataflow:
+    """Follows the split output of every stock layer outside `excluded`; tp must divide every
+    split dim.
+    """
     walk = _DataflowWalk(traced, frozenset(excluded), tp, batch_shards)
     jaxpr = traced.jaxpr.jaxpr
     infos = [ArrayInfo(has_grad=is_param) for is_param in traced.is_param]
@@ -158,11 +179,13 @@ def find_dataflow(traced: TracedModel, excluded: Iterable[str], *, tp: int, batc
 class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
     def __init__(self, traced: TracedModel, excluded: Columns, tp: int, batch_shards: int):
         super().__init__(ArrayInfo(), lambda: Dataflow(tp, batch_shards))
-        self.modules, self.excluded = traced.modules, excluded
+        self.modules = traced.modules
+        self.excluded = excluded
         self.path: list[str] = []
         self.is_loss = all(shape_of(variable) == () for variable in traced.jaxpr.jaxpr.outvars)
         self.why_summed: dict[str, str] = {}
-        self.layer: tuple[Boundary, ArrayInfo, Any] | None = None  # the stock layer around the equation, and its input
+        # the stock layer around the equation, and its input
+        self.layer: tuple[Boundary, ArrayInfo, Any] | None = None
 
     def _equation(self, equation: JaxprEqn, facts: list[ArrayInfo], times: int) -> list[ArrayInfo]:
         if boundary := read_boundary(equation):
@@ -171,8 +194,11 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
             return [self.unknown for _ in equation.outvars]
         return super()._equation(equation, facts, times)
 
-    def cross(self, boundary: Boundary, equation: JaxprEqn, info: ArrayInfo, times: int) -> ArrayInfo:
-        aval, path = equation.invars[0].aval, boundary.path
+    def cross(
+        self, boundary: Boundary, equation: JaxprEqn, info: ArrayInfo, times: int
+    ) -> ArrayInfo:
+        aval = equation.invars[0].aval
+        path = boundary.path
         if boundary.enters:
             if not self.path or self.path[-1] != path:
                 self.path.append(path)
@@ -185,9 +211,13 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
             del self.path[self.path.index(path) :]
         if self.layer and self.layer[0].path == path:
             info = self.leave_layer(*self.layer, aval, times)
-        return replace(info, left=(*info.left, path) if boundary.argument else info.left, entered=())
+        return replace(
+            info, left=(*info.left, path) if boundary.argument else info.left, entered=()
+        )
 
-    def leave_layer(self, boundary: Boundary, info: ArrayInfo, before: Any, after: Any, times: int) -> ArrayInfo:
+    def leave_layer(
+        self, boundary: Boundary, info: ArrayInfo, before: Any, after: Any, times: int
+    ) -> ArrayInfo:
         self.layer = None
         self.result.blocked |= {path: self.why_summed[path] for path in info.summed}
         module = self.modules[boundary.path]
@@ -211,38 +241,61 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         return replace(output, dim=dims.column, columns=frozenset({boundary.path}))
 
     def _operation(self, equation: JaxprEqn, facts: list[ArrayInfo], times: int) -> list[ArrayInfo]:
-        has_grad = any(info.has_grad for info in facts) and equation.primitive.name != "stop_gradient"
-        batched, source = any(info.batched for info in facts), _broadcast_source(equation, facts)
-        columns, summed = _union(facts), _union(facts, "summed")
-        dims = self.pass_operation(equation, facts, columns, times) if columns else [None] * len(equation.outvars)
-        summed |= columns if all(dim is None for dim in dims) and self.reduces(equation) else frozenset()
+        has_grad = (
+            any(info.has_grad for info in facts) and equation.primitive.name != "stop_gradient"
+        )
+        batched = any(info.batched for info in facts)
+        source = _broadcast_source(equation, facts)
+        columns = _union(facts)
+        summed = _union(facts, "summed")
+        dims = (
+            self.pass_operation(equation, facts, columns, times)
+            if columns
+            else [None] * len(equation.outvars)
+        )
+        summed |= (
+            columns if all(dim is None for dim in dims) and self.reduces(equation) else frozenset()
+        )
         return [
             ArrayInfo(
-                dim, frozenset() if dim is None else columns, has_grad and _is_float(v.aval), batched, summed, source
+                dim,
+                frozenset() if dim is None else columns,
+                has_grad and _is_float(v.aval),
+                batched,
+                summed,
+                source,
             )
             for dim, v in zip(dims, equation.outvars, strict=True)
         ]
 
     def reduces(self, equation: JaxprEqn) -> bool:
-        """Returns whether an all-reduce of its result is enough: in a loss of logits, for example."""
+        """Returns whether an all-reduce of its result is enough: in a loss of logits, for
+        example.
+        """
         return self.is_loss and equation.primitive.name in REDUCTIONS
 
     def pass_operation(
         self, equation: JaxprEqn, infos: list[ArrayInfo], columns: Columns, times: int
     ) -> Sequence[int | None]:
-        name, tp = equation.primitive.name, self.result.tp
+        name = equation.primitive.name
+        tp = self.result.tp
         try:
             dims = pass_through(equation, [info.dim for info in infos])
             for dim, result in zip(dims, equation.outvars, strict=True):
                 if dim is not None and (size := shape_of(result)[dim]) % tp:
-                    raise Blocked(f"becomes a dim of {size} by {name}, which tp {tp} does not divide")
+                    raise Blocked(
+                        f"becomes a dim of {size} by {name}, which tp {tp} does not divide"
+                    )
         except Blocked as why:
             why_here = f"{why} (in {next((path for path in reversed(self.path) if path), ROOT)})"
             if self.reduces(equation):
                 self.result.summed |= columns
-                self.why_summed |= dict.fromkeys(columns, f"its output {why_here}")  # if a layer reads the result
+                # if a layer reads the result
+                self.why_summed |= dict.fromkeys(columns, f"its output {why_here}")
                 for result in equation.outvars:
-                    self.count(columns, ALL_REDUCE, self.bytes(ArrayInfo(batched=True), result.aval), times)
+                    self.count(
+                        columns, ALL_REDUCE, self.bytes(ArrayInfo(batched=True), result.aval), times
+                    )
             else:
                 self.block(columns, why_here)
             return [None] * len(equation.outvars)
@@ -250,8 +303,13 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         for path in columns:
             self.result.through.setdefault(path, {})[name] = None
         for info, operand in zip(infos, equation.invars, strict=True):
-            if info.dim is None and info.has_grad:  # the gradient of a whole operand is partial on each device
-                kind = ALL_GATHER if _has_split_dim(equation, infos, info, operand.aval) else ALL_REDUCE
+            # the gradient of a whole operand is partial on each device
+            if info.dim is None and info.has_grad:
+                kind = (
+                    ALL_GATHER
+                    if _has_split_dim(equation, infos, info, operand.aval)
+                    else ALL_REDUCE
+                )
                 self.count(columns, kind, self.bytes(info, operand.aval), times)
         return dims
 
@@ -261,7 +319,8 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
     def _join(self, facts: Sequence[ArrayInfo], variable: Atom, times: int) -> ArrayInfo:
         """Splits the variable if any value is split, and gathers the gradients of whole values."""
         columns = _union(facts)
-        has_grad, batched = any(info.has_grad for info in facts), any(info.batched for info in facts)
+        has_grad = any(info.has_grad for info in facts)
+        batched = any(info.batched for info in facts)
         try:
             dim = agree([info.dim for info in facts]) if columns else None
         except Blocked as why:
@@ -288,7 +347,9 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
             self.result.blocked.setdefault(path, f"its output {why}")
 
     def count(self, columns: Columns, kind: str, size: float, times: int) -> None:
-        self.result.collectives.setdefault(columns, Counter())[Collective(kind, (TP,), self.result.tp, size)] += times
+        self.result.collectives.setdefault(columns, Counter())[
+            Collective(kind, (TP,), self.result.tp, size)
+        ] += times
 
     def bytes(self, info: ArrayInfo, aval: Any) -> float:
         size = info.broadcast_from[0] if info.broadcast_from else aval.size * aval.dtype.itemsize
@@ -303,13 +364,18 @@ def _is_float(aval: Any) -> bool:
     return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
 
 
-def _broadcast_source(equation: JaxprEqn, infos: list[ArrayInfo]) -> tuple[int, frozenset[int]] | None:
+def _broadcast_source(
+    equation: JaxprEqn, infos: list[ArrayInfo]
+) -> tuple[int, frozenset[int]] | None:
     name = equation.primitive.name
     arrays = [(v.aval, i) for v, i in zip(equation.invars, infos, strict=True) if shape_of(v)]
     if name == "broadcast_in_dim" and arrays:
         aval: Any = arrays[0][0]
         dims = equation.params["broadcast_dimensions"]
-        size, varying = infos[0].broadcast_from or (aval.size * aval.dtype.itemsize, frozenset(range(aval.ndim)))
+        size, varying = infos[0].broadcast_from or (
+            aval.size * aval.dtype.itemsize,
+            frozenset(range(aval.ndim)),
+        )
         return size, frozenset(dims[d] for d in varying if aval.shape[d] > 1)
     if name in ("convert_element_type", "mul", "add", "neg") and len(arrays) == 1:
         return arrays[0][1].broadcast_from

@@ -1,8 +1,9 @@
 """Accelerators by name: memory, peak, bandwidth and links, each with its source.
 
-Links are one-way per device. Fast links join a domain (a host of GPUs, a slice of TPUs); between domains each device
-has its share of the network. Peaks and bandwidths come from data sheets; their reachable shares (`matmul_efficiency`
-etc.) are assumptions. A user's own hardware is a YAML file, with units and ranges as in `RANGES`:
+Links are one-way per device. Fast links join a domain (a host of GPUs, a slice of TPUs); between
+domains each device has its share of the network. Peaks and bandwidths come from data sheets; their
+reachable shares (`matmul_efficiency` etc.) are assumptions. A user's own hardware is a YAML file,
+with units and ranges as in `RANGES`:
 
     like: h100                # supplies missing keys; without it, all of `NEEDED` are required
     matmul_efficiency: 0.73
@@ -22,7 +23,8 @@ from jaxtp.config.schema import ConfigError, Count, NonNegative, Positive, read_
 from jaxtp.layers.kernels.select import CAPABILITIES, LEAST_CAPABILITY, matmul_problem
 from jaxtp.mesh import AXES
 
-GB, GIB = 1e9, 2**30
+GB = 1e9
+GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,24 +32,33 @@ class Hardware:
     """A kind of device, and its interconnect."""
 
     name: str = "custom"
-    like: str = ""  # in a file: the row of the table that has its missing keys, and that programs are compiled for
-    kinds: tuple[str, ...] = ()  # values of `jax.Device.device_kind`, exactly: a near name is another device's
+    # in a file: the row of the table that has its missing keys, and that programs are compiled for
+    like: str = ""
+    # values of `jax.Device.device_kind`, exactly: a near name is another device's
+    kinds: tuple[str, ...] = ()
     platform: str = "cuda"  # cuda, rocm or tpu
-    capability: str = ""  # compute capability of an NVIDIA GPU, as in 9.0; it decides which kernels there are
+    # compute capability of an NVIDIA GPU, as in 9.0; it decides which kernels there are
+    capability: str = ""
     memory: Positive = 80 * GIB  # bytes that a program can see
     flops: Positive = 1e15  # dense bfloat16 FLOP/s at their peak
     float8: NonNegative = 0.0  # the same of E4M3 with float32 sums; 0: it multiplies none
     bandwidth: Positive = 3e12  # bytes/s to and from its memory
-    link: Positive = 450e9  # bytes/s to the others of its domain, one way; to all of them together if `direct`
+    # bytes/s to the others of its domain, one way; to all of them together if `direct`
+    link: Positive = 450e9
     domain: Count = 8  # devices that fast links join
-    direct: bool = False  # links join each pair; else a switch or a torus gives a ring all of `link`
+    # links join each pair; else a switch or a torus gives a ring all of `link`
+    direct: bool = False
     network: Positive = 50e9  # bytes/s that it sends out of its domain, in one direction
-    reserved: NonNegative = 2.0 * GIB  # assumed bytes outside JAX's allocator: context, kernels, communication buffers
-    matmul_efficiency: Positive = 0.7  # share of the peak that a large matrix product reaches, assumed as the next two
+    # assumed bytes outside JAX's allocator: context, kernels, communication buffers
+    reserved: NonNegative = 2.0 * GIB
+    # share of the peak that a large matrix product reaches, assumed as the next two
+    matmul_efficiency: Positive = 0.7
     bandwidth_efficiency: Positive = 0.85
     link_efficiency: Positive = 0.8  # 360 of 450 GB/s on an H100
-    latency: NonNegative = 8.4e-6  # seconds until a collective starts, as in NCCL (src/graph/tuning.cc: Simple rings)
-    hop: NonNegative = 3.4e-6  # seconds of each step of a collective in a domain; 0: a measured `latency` has it
+    # seconds until a collective starts, as in NCCL (src/graph/tuning.cc: Simple rings)
+    latency: NonNegative = 8.4e-6
+    # seconds of each step of a collective in a domain; 0: a measured `latency` has it
+    hop: NonNegative = 3.4e-6
     network_hop: NonNegative = 14e-6  # the same between devices of different domains
     source: str = ""  # source of the numbers
 
@@ -88,7 +99,9 @@ RANGES = {
     "hop": (0, 0.1, "seconds"),
     "network_hop": (0, 0.1, "seconds"),
 }
-"""Least, most and unit of the numbers in a file. 80 for memory is no device's: it was meant in GB."""
+"""Least, most and unit of the numbers in a file. 80 for memory is no device's: it was meant in
+GB.
+"""
 
 MAX_DEVICES = 2**20
 PLATFORMS = ("cuda", "rocm", "tpu")
@@ -100,14 +113,21 @@ _PCIE_HOP = 5.7e-6  # Seconds, as NCCL has it for PCIe
 
 
 def _gpu(
-    name: str, kinds: str | tuple[str, ...], gib: float, tflops: float, bandwidth: float, link: float, **others: Any
+    name: str,
+    kinds: str | tuple[str, ...],
+    gib: float,
+    tflops: float,
+    bandwidth: float,
+    link: float,
+    **others: Any,
 ) -> Hardware:
     # The three bandwidths are in GB/s.
     network = others.pop("network", 50.0)
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     capability = CAPABILITIES.get(kinds[0], "")
-    # Twice bfloat16 on each card of Ada, Hopper and Blackwell, by the sources of the rows: 1,979 TFLOP/s of an H100,
-    # 4,500 of a B200 and 330.3 of an RTX 4090. CDNA 3 has another format (E4M3FNUZ); these TPUs have none.
+    # Twice bfloat16 on each card of Ada, Hopper and Blackwell, by the sources of the rows: 1,979
+    # TFLOP/s of an H100, 4,500 of a B200 and 330.3 of an RTX 4090. CDNA 3 has another format
+    # (E4M3FNUZ); these TPUs have none.
     if float(capability or 0) >= LEAST_CAPABILITY["float8"]:
         others = {"float8": 2e12 * tflops, **others}
     return Hardware(
@@ -123,49 +143,98 @@ def _gpu(
     )
 
 
-def _pcie(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link: float, **others: object) -> Hardware:
+def _pcie(
+    name: str, kind: str, gib: float, tflops: float, bandwidth: float, link: float, **others: object
+) -> Hardware:
     # The link is x16 of PCIe 4.0 or 5.0; bridges between pairs of cards are ignored.
-    return _gpu(name, kind, gib, tflops, bandwidth, link, **{"hop": _PCIE_HOP, "source": _CARD, **others})
+    return _gpu(
+        name, kind, gib, tflops, bandwidth, link, **{"hop": _PCIE_HOP, "source": _CARD, **others}
+    )
 
 
 def _tpu(
-    name: str, kinds: str | tuple[str, ...], gib: float, tflops: float, bandwidth: float, link: float, **others: object
+    name: str,
+    kinds: str | tuple[str, ...],
+    gib: float,
+    tflops: float,
+    bandwidth: float,
+    link: float,
+    **others: object,
 ) -> Hardware:
-    # Assumes that a mesh axis uses both links, one each way round, along one axis of the torus, so half the hops. If
-    # the ends of a slice's axis do not meet (v5e and v6e: axes shorter than 16), a ring has about half the bandwidth;
-    # with a second torus axis, a mesh axis would have twice as much. 1 us per hop is from
-    # jax-ml.github.io/scaling-book; a collective's startup and the network's hop are assumptions.
+    # Assumes that a mesh axis uses both links, one each way round, along one axis of the torus, so
+    # half the hops. If the ends of a slice's axis do not meet (v5e and v6e: axes shorter than 16),
+    # a ring has about half the bandwidth; with a second torus axis, a mesh axis would have twice as
+    # much. 1 us per hop is from jax-ml.github.io/scaling-book; a collective's startup and the
+    # network's hop are assumptions.
     waits = {"latency": 3e-6, "hop": 0.5e-6, "network_hop": 10e-6}
     tpu: dict[str, Any] = {"platform": "tpu", "network": 3.1, "reserved": 0.0, **waits, **others}
     return _gpu(name, kinds, gib, tflops, bandwidth, link, **tpu)
 
 
-_CARD = "NVIDIA data sheet of that card (dense bfloat16: half of its peak with sparsity); the network is assumed"
-_DGX = "NVIDIA data sheet of the {} (SXM: dense bfloat16, half of NVLink's two-way bandwidth) and of its DGX (network)"
-_CLOUD = "cloud.google.com/tpu/docs/{} (HBM as XLA reports it); a link's bandwidth: jax-ml.github.io/scaling-book/tpus"
+_CARD = (
+    "NVIDIA data sheet of that card (dense bfloat16: half of its peak with sparsity); the "
+    "network is assumed"
+)
+_DGX = (
+    "NVIDIA data sheet of the {} (SXM: dense bfloat16, half of NVLink's two-way bandwidth) and "
+    "of its DGX (network)"
+)
+_CLOUD = (
+    "cloud.google.com/tpu/docs/{} (HBM as XLA reports it); a link's bandwidth: "
+    "jax-ml.github.io/scaling-book/tpus"
+)
 
 _GH200 = (
-    "NVIDIA data sheet of the GH200 (96 GB of HBM3; dense bfloat16); a superchip to a host, and its network, 400 Gb/s, "
+    "NVIDIA data sheet of the GH200 (96 GB of HBM3; dense bfloat16); a superchip to a host, and "
+    "its network, 400 Gb/s, "
     "are assumed"
 )
 _GB200 = (
-    "NVIDIA data sheet of the GB200 NVL72 (dense bfloat16, half of NVLink's two-way bandwidth); the network, 400 Gb/s "
+    "NVIDIA data sheet of the GB200 NVL72 (dense bfloat16, half of NVLink's two-way bandwidth); "
+    "the network, 400 Gb/s "
     "each, is assumed"
 )
 _RTX4090 = (
-    "NVIDIA Ada architecture paper (bfloat16 with float32 sums); half of PCIe 4.0 x16, because it goes through the "
+    "NVIDIA Ada architecture paper (bfloat16 with float32 sums); half of PCIe 4.0 x16, because it "
+    "goes through the "
     "host; the network, 100 Gb/s for eight, is assumed"
 )
-_MI300X = "AMD data sheet of the MI300X: seven Infinity Fabric links, one to each other GPU, 64 GB/s one way"
+_MI300X = (
+    "AMD data sheet of the MI300X: seven Infinity Fabric links, one to each other GPU, 64 "
+    "GB/s one way"
+)
 
-_RCCL: dict[str, Any] = {"platform": "rocm", "latency": 17e-6, "hop": 4.5e-6, "network_hop": 24.1e-6}
+_RCCL: dict[str, Any] = {
+    "platform": "rocm",
+    "latency": 17e-6,
+    "hop": 4.5e-6,
+    "network_hop": 24.1e-6,
+}
 """Waits as RCCL has them: src/graph/tuning.cc of github.com/ROCm/rccl, rings, large messages."""
 
 TABLE = {
     hardware.name: hardware
     for hardware in (
-        _gpu("a100-40", "NVIDIA A100-SXM4-40GB", 39.4, 312, 1555, 300, network=25.0, source=_DGX.format("A100 40GB")),
-        _gpu("a100", "NVIDIA A100-SXM4-80GB", 79.1, 312, 2039, 300, network=25.0, source=_DGX.format("A100 80GB")),
+        _gpu(
+            "a100-40",
+            "NVIDIA A100-SXM4-40GB",
+            39.4,
+            312,
+            1555,
+            300,
+            network=25.0,
+            source=_DGX.format("A100 40GB"),
+        ),
+        _gpu(
+            "a100",
+            "NVIDIA A100-SXM4-80GB",
+            79.1,
+            312,
+            2039,
+            300,
+            network=25.0,
+            source=_DGX.format("A100 80GB"),
+        ),
         _pcie("a100-pcie-40", "NVIDIA A100-PCIE-40GB", 39.4, 312, 1555, 32, network=12.5),
         _pcie("a100-pcie", "NVIDIA A100 80GB PCIe", 79.1, 312, 1935, 32, network=12.5),
         _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, 989.4, 3352, 450, source=_DGX.format("H100")),
@@ -179,11 +248,57 @@ TABLE = {
         _pcie("l4", "NVIDIA L4", 22.0, 121, 300, 32, network=12.5),
         _pcie("l40", "NVIDIA L40", 44.4, 181.05, 864, 32, network=12.5),
         _pcie("l40s", "NVIDIA L40S", 44.4, 362.05, 864, 32, network=12.5),
-        _pcie("rtx4090", "NVIDIA GeForce RTX 4090", 23.5, 165.2, 1008, 16, network=1.6, source=_RTX4090),
-        _gpu("mi300x", "AMD Instinct MI300X", 191.5, 1307.4, 5300, 448, direct=True, source=_MI300X, **_RCCL),
-        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 15.75, 197, 819, 90, domain=256, source=_CLOUD.format("v5e")),
-        _tpu("v5p", ("TPU v5", "TPU v5p"), 95.74, 459, 2765, 180, domain=8960, source=_CLOUD.format("v5p")),
-        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 31.25, 918, 1638, 180, domain=256, source=_CLOUD.format("v6e")),
+        _pcie(
+            "rtx4090",
+            "NVIDIA GeForce RTX 4090",
+            23.5,
+            165.2,
+            1008,
+            16,
+            network=1.6,
+            source=_RTX4090,
+        ),
+        _gpu(
+            "mi300x",
+            "AMD Instinct MI300X",
+            191.5,
+            1307.4,
+            5300,
+            448,
+            direct=True,
+            source=_MI300X,
+            **_RCCL,
+        ),
+        _tpu(
+            "v5e",
+            ("TPU v5 lite", "TPU v5e"),
+            15.75,
+            197,
+            819,
+            90,
+            domain=256,
+            source=_CLOUD.format("v5e"),
+        ),
+        _tpu(
+            "v5p",
+            ("TPU v5", "TPU v5p"),
+            95.74,
+            459,
+            2765,
+            180,
+            domain=8960,
+            source=_CLOUD.format("v5p"),
+        ),
+        _tpu(
+            "v6e",
+            ("TPU v6 lite", "TPU v6e"),
+            31.25,
+            918,
+            1638,
+            180,
+            domain=256,
+            source=_CLOUD.format("v6e"),
+        ),
     )
 }
 """Hardware by name. Memory is what the driver leaves of the size on the label."""
@@ -206,14 +321,19 @@ def require_matmul(hardware: Hardware, matmul: str) -> None:
         able = ", ".join(name for name, one in TABLE.items() if one.peak(matmul))
         works = "float8 or compute" if hardware.float8 else "compute"
         raise ConfigError(
-            f"model.precision.matmul={matmul}: {hardware.name} has no such products; --model.precision.matmul {works} "
-            f"works, or one of {able}{'' if lacking or hardware.name in TABLE else ', or the key float8 in the file'}"
+            f"model.precision.matmul={matmul}: {hardware.name} has no such products; "
+            f"--model.precision.matmul {works} "
+            "works, or one of "
+            f"{able}{'' if lacking or hardware.name in TABLE else ', or the key float8 in the file'}"
         )
 
 
 def inside_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> int:
-    """Returns how many devices of a ring over `axes` share a domain; the last axes join neighbors."""
-    left, inside = hardware.domain, {}
+    """Returns how many devices of a ring over `axes` share a domain; the last axes join
+    neighbors.
+    """
+    left = hardware.domain
+    inside = {}
     for axis in reversed(AXES):
         inside[axis] = math.gcd(sizes[axis], left)
         left = left // sizes[axis] if inside[axis] == sizes[axis] else 1
@@ -231,8 +351,14 @@ def link_of(hardware: Hardware, devices: int) -> float:
 
 
 def find(name: str) -> Hardware:
-    """Returns the hardware of a name (in any case) or YAML file; raises `ConfigError` with the nearest name."""
-    return read(Path(name)) if name.endswith((".yaml", ".yml")) else _of_table(name, ", or a YAML file of yours")
+    """Returns the hardware of a name (in any case) or YAML file; raises `ConfigError` with the
+    nearest name.
+    """
+    return (
+        read(Path(name))
+        if name.endswith((".yaml", ".yml"))
+        else _of_table(name, ", or a YAML file of yours")
+    )
 
 
 def _of_table(name: str, besides: str = "") -> Hardware:
@@ -240,12 +366,15 @@ def _of_table(name: str, besides: str = "") -> Hardware:
     if key not in TABLE:
         close = difflib.get_close_matches(key, TABLE, n=3, cutoff=0.4)
         hint = f"; did you mean {' or '.join(close)}?" if close else "."
-        raise ConfigError(f"hardware {name!r} is not known{hint} There are {', '.join(TABLE)}{besides}")
+        raise ConfigError(
+            f"hardware {name!r} is not known{hint} There are {', '.join(TABLE)}{besides}"
+        )
     return TABLE[key]
 
 
 def parse(text: str) -> tuple[Hardware, int]:
-    """Returns hardware and device count of `h100x8`, `mine.yamlx8` or, on two hosts, `2xh100x8`; X means x.
+    """Returns hardware and device count of `h100x8`, `mine.yamlx8` or, on two hosts, `2xh100x8`; X
+    means x.
 
     Raises:
       ConfigError: malformed, or unknown hardware.
@@ -260,7 +389,8 @@ def parse(text: str) -> tuple[Hardware, int]:
     count = _number(text, str(_number(text, found["hosts"]) * devices))
     if devices > hardware.domain:
         raise ConfigError(
-            f"--hardware {text}: fast links join at most {hardware.domain} of {hardware.name}; {found['kind']}x{count} "
+            f"--hardware {text}: fast links join at most {hardware.domain} of {hardware.name}; "
+            f"{found['kind']}x{count} "
             "has as many devices on more hosts"
         )
     return replace(hardware, domain=devices), count
@@ -276,9 +406,11 @@ def _number(text: str, digits: str) -> int:
 def _uncounted(text: str) -> ConfigError:
     # For `h100`, `h100x`, `h100x-3` or `h1000`.
     at = text.lower().rfind("x")
-    name, count = text[: max(at, 0)], text[at + 1 :]
+    name = text[: max(at, 0)]
+    count = text[at + 1 :]
     if _is_known(text):
-        name, count = text, ""
+        name = text
+        count = ""
     elif not _is_known(name):
         find(text)
     wrong = f"{count!r} is no number of devices; such as" if count else "how many devices? Such as"
@@ -302,7 +434,9 @@ def read(path: Path) -> Hardware:
     values = read_yaml(path)
     if not isinstance(values, dict) or not values:
         found = truncate(repr(values)) if values else "nothing"
-        raise ConfigError(f"{path}: expected keys such as 'like: h100' and {', '.join(RANGES)}; found {found}")
+        raise ConfigError(
+            f"{path}: expected keys such as 'like: h100' and {', '.join(RANGES)}; found {found}"
+        )
     problems = [
         f"  {key} = {truncate(repr(values[key]))}: {unit}, from {least:g} to {most:g}"
         for key, (least, most, unit) in RANGES.items()
@@ -318,19 +452,29 @@ def read(path: Path) -> Hardware:
             raise ConfigError(f"{path}: like: {error}") from None
     keys = [str(key) for key in values if key not in ("like", "name", "kinds")]
     others = f"from {base['name']}" if base else "assumed"
-    source = f"{path}: {', '.join(keys)}; others {others}" if keys or not base else f"{path}: all {others}"
+    source = (
+        f"{path}: {', '.join(keys)}; others {others}"
+        if keys or not base
+        else f"{path}: all {others}"
+    )
     like = {"like": base["name"]} if base else {}
-    hardware = validate(Hardware, {**base, "name": path.stem, "source": source, **values, **like}, source=str(path))
+    hardware = validate(
+        Hardware, {**base, "name": path.stem, "source": source, **values, **like}, source=str(path)
+    )
     if hardware.platform not in PLATFORMS:
-        raise ConfigError(f"{path}: platform = {hardware.platform!r}: should be {', '.join(PLATFORMS)}")
+        raise ConfigError(
+            f"{path}: platform = {hardware.platform!r}: should be {', '.join(PLATFORMS)}"
+        )
     if not base and (missing := [key for key in NEEDED if key not in values]):
         raise ConfigError(
-            f"{path}: {', '.join(missing)} missing; give {'it' if len(missing) == 1 else 'them'}, or the name of a "
+            f"{path}: {', '.join(missing)} missing; give {'it' if len(missing) == 1 else 'them'}, "
+            "or the name of a "
             "device that all that is left out is taken from, as in 'like: h100'"
         )
     if hardware.reserved >= hardware.memory:
         raise ConfigError(
-            f"{path}: reserved = {hardware.reserved:g} is not less than memory = {hardware.memory:g} bytes: nothing is "
+            f"{path}: reserved = {hardware.reserved:g} is not less than memory = "
+            f"{hardware.memory:g} bytes: nothing is "
             "left for JAX"
         )
     return hardware

@@ -1,7 +1,8 @@
-"""Counts collectives and products in HLO text: of compiled programs, and as XLA dumps it after SPMD partitioning.
+"""Counts collectives and products in HLO text: of compiled programs, and as XLA dumps it after SPMD
+partitioning.
 
-The latter precedes backend-specific passes, which merge, split and schedule collectives. It begins with tables of file
-names, locations, and stack frames.
+The latter precedes backend-specific passes, which merge, split and schedule collectives. It begins
+with tables of file names, locations, and stack frames.
 """
 
 import dataclasses
@@ -14,7 +15,15 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from jaxtp.analysis.census import A_TURN, AT_MOST, Counted, kernel_products, message_bytes, runs, turns
+from jaxtp.analysis.census import (
+    A_TURN,
+    AT_MOST,
+    Counted,
+    kernel_products,
+    message_bytes,
+    runs,
+    turns,
+)
 from jaxtp.analysis.collective import PERMUTE, Collective
 from jaxtp.layers.experts import RARELY
 from jaxtp.layers.float8 import FLOAT8
@@ -76,7 +85,9 @@ class Instruction:
     def callees(self) -> list[str]:
         """Computations that it runs once; excludes `condition` and `body` of a `while`."""
         branches = _BRANCHES.search(self.rest)
-        return _CALLEE.findall(self.rest) + (re.findall(r"[\w.\-]+", branches[1]) if branches else [])
+        return _CALLEE.findall(self.rest) + (
+            re.findall(r"[\w.\-]+", branches[1]) if branches else []
+        )
 
     @cached_property
     def operands(self) -> list[Operand]:
@@ -96,7 +107,9 @@ Module = Mapping[str, Sequence[Instruction]]
 
 @lru_cache(maxsize=1)  # a program is read several times
 def parse_module(text: str) -> tuple[Module, str]:
-    """Returns the computations, and the entry's name; raises `HloError` if it is not the text of a module."""
+    """Returns the computations, and the entry's name; raises `HloError` if it is not the text of
+    a module.
+    """
     module: dict[str, list[Instruction]] = {}
     entry = current = ""
     for line in text.splitlines():
@@ -130,7 +143,8 @@ def read_frames(text: str) -> dict[int, str]:
     def source(frame: int, seen: tuple[int, ...] = ()) -> str:
         location, parent = frames[frame]
         file, line = places.get(int(location), ("0", "?"))
-        name, caller = files.get(int(file), "?")[0], int(parent or frame)
+        name = files.get(int(file), "?")[0]
+        caller = int(parent or frame)
         in_library = any(library in name for library in _LIBRARIES)
         return (
             source(caller, (*seen, frame))
@@ -163,7 +177,9 @@ def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counte
     frames = read_frames(text)
     counts: Counter[Collective] = Counter()
     for computation, instruction, scope, times, counted in walk(module, entry):
-        for collective in collectives_of(instruction, scope, mesh_sizes) if instruction.opcode in KINDS else ():
+        for collective in (
+            collectives_of(instruction, scope, mesh_sizes) if instruction.opcode in KINDS else ()
+        ):
             if collective.group > 1:
                 source = _source(instruction, module[computation], frames)
                 counts[dataclasses.replace(collective, source=source, counted=counted)] += times
@@ -173,10 +189,12 @@ def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counte
 def count_flops_in_hlo(text: str) -> int:
     """Returns the FLOPs of one device's matrix products: 2 per multiply-add.
 
-    Causal attention counts as half, also with windows and documents; experts in kernels count with all rows.
+    Causal attention counts as half, also with windows and documents; experts in kernels count with
+    all rows.
 
     Raises:
-      HloError: unknown spelling of a product, unknown kernel with a product, or a data-dependent trip count.
+      HloError: unknown spelling of a product, unknown kernel with a product, or a data-dependent
+        trip count.
     """
     module, entry = parse_module(text)
     flops = 0
@@ -184,13 +202,18 @@ def count_flops_in_hlo(text: str) -> int:
         if is_product(instruction):
             check_counted(instruction, counted)
             if (one := product_flops(module[computation], instruction)) is None:
-                raise HloError(f"cannot tell what a product multiplies: {instruction.name} {instruction.rest[:200]}")
+                raise HloError(
+                    f"cannot tell what a product multiplies: {instruction.name} "
+                    f"{instruction.rest[:200]}"
+                )
             flops += times * one
     return flops
 
 
 def is_product(instruction: Instruction) -> bool:
-    """Returns whether it is a matrix product, or a library's or custom kernel that computes some."""
+    """Returns whether it is a matrix product, or a library's or custom kernel that computes
+    some.
+    """
     if instruction.opcode != "custom-call":
         return instruction.opcode == "dot"
     target = instruction.attribute("custom_call_target") or ""
@@ -198,9 +221,12 @@ def is_product(instruction: Instruction) -> bool:
 
 
 def read_float8(text: str) -> tuple[int, Counter[str]]:
-    """Returns how many products of a compiled program are in float8 as asked for, and the others of these, by layer."""
+    """Returns how many products of a compiled program are in float8 as asked for, and the others
+    of these, by layer.
+    """
     module, entry = parse_module(text)
-    right, wrong = 0, Counter[str]()
+    right = 0
+    wrong = Counter[str]()
     for computation, instruction, scope, times, _ in walk(module, entry):
         if is_product(instruction) and _FLOAT8.search(scope):
             made = (named(module[computation], name) for name, _ in instruction.operands[:2])
@@ -210,11 +236,15 @@ def read_float8(text: str) -> tuple[int, Counter[str]]:
             else:
                 backward = "transpose(" in scope and "rematted_computation" not in scope
                 names = [name for name in _TRANSFORMS.split(_FLOAT8.split(scope)[0]) if name]
-                wrong[f"{'input gradient of ' * backward}{'/'.join(names)} ({' x '.join(dtypes)})"] += times
+                wrong[
+                    f"{'input gradient of ' * backward}{'/'.join(names)} ({' x '.join(dtypes)})"
+                ] += times
     return right, wrong
 
 
-def _source(instruction: Instruction, computation: Sequence[Instruction], frames: Mapping[int, str]) -> str:
+def _source(
+    instruction: Instruction, computation: Sequence[Instruction], frames: Mapping[int, str]
+) -> str:
     # Where the partitioner left no line: the line of a reader of the result.
     name = re.compile(rf"%{re.escape(instruction.name)}(#\d+)?[,)]")
     readers = (other.rest for other in computation if name.search(other.rest))
@@ -225,15 +255,23 @@ def _source(instruction: Instruction, computation: Sequence[Instruction], frames
 def walk(
     module: Module, name: str, scope: str = "", times: int = 1, counted: Counted = ""
 ) -> Iterator[tuple[str, Instruction, str, int, Counted]]:
-    """Yields each executed instruction: computation, instruction, scope, count, and the count's meaning."""
+    """Yields each executed instruction: computation, instruction, scope, count, and the count's
+    meaning.
+    """
     for instruction in module[name]:
         op_name = instruction.op_name
         here = op_name if op_name.startswith("jit(") else f"{scope}/{op_name}".strip("/")
         yield name, instruction, here, times, counted
         if instruction.opcode == "while":
-            bodies, conditions, meant = runs(_trip_count(module, module[name], instruction), counted)
-            yield from walk(module, instruction.attribute("body") or "", here, times * bodies, meant)
-            yield from walk(module, instruction.attribute("condition") or "", here, times * conditions, meant)
+            bodies, conditions, meant = runs(
+                _trip_count(module, module[name], instruction), counted
+            )
+            yield from walk(
+                module, instruction.attribute("body") or "", here, times * bodies, meant
+            )
+            yield from walk(
+                module, instruction.attribute("condition") or "", here, times * conditions, meant
+            )
         elif instruction.opcode in ("call", "conditional", "fusion"):
             branches = instruction.opcode == "conditional" and not counted
             for callee in instruction.callees:
@@ -241,26 +279,38 @@ def walk(
 
 
 def _trip_count(module: Module, around: Sequence[Instruction], loop: Instruction) -> int | None:
-    """Returns the iterations of a `while` in `around`, from the compiler's note or the condition; None if unknown."""
+    """Returns the iterations of a `while` in `around`, from the compiler's note or the
+    condition; None if unknown.
+    """
     if f"/{RARELY}/" in loop.op_name:
         return 0
     if known := re.search(r'known_trip_count"?:?\{"?n"?:?"(\d+)"', loop.rest):
         return int(known[1])
     condition, body = (module[loop.attribute(name) or ""] for name in ("condition", "body"))
-    test, init, result = root_of(condition), named(around, loop.operands[0][0]), root_of(body)
+    test = root_of(condition)
+    init = named(around, loop.operands[0][0])
+    result = root_of(body)
     if test is None or (test.opcode, test.attribute("direction")) != ("compare", "LT"):
         return None
     counter = _part(condition, test.operands[0])
-    if counter is None or init is None or result is None or {init.opcode, result.opcode} != {"tuple"}:
+    if (
+        counter is None
+        or init is None
+        or result is None
+        or {init.opcode, result.opcode} != {"tuple"}
+    ):
         return None
     after, _ = _resolve(body, result.operands[counter])
     if after is None or after.opcode != "add" or _part(body, after.operands[0]) != counter:
         return None
-    first, limit = _constant(around, init.operands[counter]), _constant(condition, test.operands[1])
+    first = _constant(around, init.operands[counter])
+    limit = _constant(condition, test.operands[1])
     return turns(first, limit, _constant(body, after.operands[1]))
 
 
-def _resolve(computation: Sequence[Instruction], operand: Operand) -> tuple[Instruction | None, int | None]:
+def _resolve(
+    computation: Sequence[Instruction], operand: Operand
+) -> tuple[Instruction | None, int | None]:
     # The instruction behind copies, and the part of its tuple.
     made = named(computation, operand[0])
     if made is not None and made.opcode == "copy":
@@ -286,13 +336,20 @@ def _constant(computation: Sequence[Instruction], operand: Operand) -> int | Non
 def check_counted(instruction: Instruction, counted: Counted) -> None:
     """Raises `HloError` if an instruction is in a loop with a data-dependent trip count."""
     if counted == A_TURN:
-        raise HloError(f"cannot tell how often the loop turns that has {instruction.name}: its data decide")
+        raise HloError(
+            f"cannot tell how often the loop turns that has {instruction.name}: its data decide"
+        )
 
 
 def type_bytes(type_: str) -> float:
     """Returns the bytes of all arrays of a type."""
-    bits = {dtype: int((re.findall(r"\d+", dtype) or [8 * (dtype == "pred")])[0]) for dtype, _ in _SHAPE.findall(type_)}
-    return sum(math.prod(_integers(dims)) * bits[dtype] / 8 for dtype, dims in _SHAPE.findall(type_))
+    bits = {
+        dtype: int((re.findall(r"\d+", dtype) or [8 * (dtype == "pred")])[0])
+        for dtype, _ in _SHAPE.findall(type_)
+    }
+    return sum(
+        math.prod(_integers(dims)) * bits[dtype] / 8 for dtype, dims in _SHAPE.findall(type_)
+    )
 
 
 def operand_types(computation: Sequence[Instruction], reader: Instruction) -> list[str]:
@@ -303,20 +360,33 @@ def operand_types(computation: Sequence[Instruction], reader: Instruction) -> li
 
 
 def product_flops(computation: Sequence[Instruction], product: Instruction) -> int | None:
-    """Returns the FLOPs of an instruction for which `is_product` holds; None if neither shapes nor name tell them."""
+    """Returns the FLOPs of an instruction for which `is_product` holds; None if neither shapes
+    nor name tell them.
+    """
     types = [*operand_types(computation, product), product.type]
     *operands, result = [_integers(_SHAPE.findall(one)[0][1]) for one in types]
     contracting = re.search(r'lhs_contracting_dim\w+"?[=:] ?[{[]([\d,"]*)[}\]]', product.rest)
-    target, code = product.attribute("custom_call_target") or "", re.search(r'\bname = "(\w+)"', product.rest)
+    target = product.attribute("custom_call_target") or ""
+    code = re.search(r'\bname = "(\w+)"', product.rest)
     if "fmha" not in target and operands and (contracting or "ScaledDot" in target):
         dims = _integers(contracting[1].replace('"', "")) if contracting else [-1]
         return 2 * math.prod(result) * math.prod(operands[0][dim] for dim in dims)
-    name = f"fmha{'Backward' * ('Backward' in target)}" if "fmha" in target else code[1] if code else ""
+    name = (
+        f"fmha{'Backward' * ('Backward' in target)}"
+        if "fmha" in target
+        else code[1]
+        if code
+        else ""
+    )
     known = kernel_products(name, operands, result)
-    return known and 2 * math.prod(known) * (2 if "fmha" in target and "CAUSAL" not in product.rest else 1)
+    return known and 2 * math.prod(known) * (
+        2 if "fmha" in target and "CAUSAL" not in product.rest else 1
+    )
 
 
-def collectives_of(instruction: Instruction, scope: str, sizes: Mapping[str, int]) -> Iterator[Collective]:
+def collectives_of(
+    instruction: Instruction, scope: str, sizes: Mapping[str, int]
+) -> Iterator[Collective]:
     """Yields the messages of a collective instruction, one per array.
 
     Args:
@@ -325,7 +395,9 @@ def collectives_of(instruction: Instruction, scope: str, sizes: Mapping[str, int
     kind = instruction.opcode.removeprefix("collective-")
     ids = _partitions(instruction.rest, sizes)
     positions = np.unravel_index(ids, tuple(sizes.values()))
-    axes = tuple(axis for axis, along in zip(sizes, positions, strict=True) if (along != along[:, :1]).any())
+    axes = tuple(
+        axis for axis, along in zip(sizes, positions, strict=True) if (along != along[:, :1]).any()
+    )
     devices = parts(sizes, axes) if kind == PERMUTE else ids.shape[1]  # some may send nothing
     for dtype, dims in _SHAPE.findall(instruction.type):
         shape = _integers(dims)
@@ -333,14 +405,17 @@ def collectives_of(instruction: Instruction, scope: str, sizes: Mapping[str, int
             dimension = re.search(r"dimensions=\{(\d+)\}", instruction.rest)
             shape[int(dimension[1]) if dimension else 0] *= devices
         moved = _DTYPES.get(dtype, dtype)
-        yield Collective(kind, axes, devices, message_bytes(tuple(shape), moved), scope, tuple(shape), moved)
+        yield Collective(
+            kind, axes, devices, message_bytes(tuple(shape), moved), scope, tuple(shape), moved
+        )
 
 
 def _partitions(rest: str, sizes: Mapping[str, int]) -> np.ndarray:
-    # Ids of devices that exchange messages, one group per row: the first group (the others are shifted copies of it),
-    # or all pairs of a permutation.
+    # Ids of devices that exchange messages, one group per row: the first group (the others are
+    # shifted copies of it), or all pairs of a permutation.
     if named := re.search(
-        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", rest
+        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}",
+        rest,
     ):
         return _named_group(*named.groups())
     if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):

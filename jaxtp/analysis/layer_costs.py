@@ -1,13 +1,15 @@
-"""Costs of each layer on one device, as closed formulas: fast enough to search thousands of settings.
+"""Costs of each layer on one device, as closed formulas: fast enough to search thousands of
+settings.
 
-A layer yields records: weights, collectives, products, and bytes of memory and of traffic through it; `step_costs.py`
-sums them. The formulas derive from a layer's sizes and one device's workload, not from the layer's code, so that
-`tests/models/test_budget.py` and `test_work.py`, which compare them with jaxprs and compiled programs, find mistakes in
-both. `branch_costs` dispatches on the class of a branch: register a function for a new class, or it is traced.
+A layer yields records: weights, collectives, products, and bytes of memory and of traffic through
+it; `step_costs.py` sums them. The formulas derive from a layer's sizes and one device's workload,
+not from the layer's code, so that `tests/models/test_budget.py` and `test_work.py`, which compare
+them with jaxprs and compiled programs, find mistakes in both. `branch_costs` dispatches on the
+class of a branch: register a function for a new class, or it is traced.
 
-`tools/estimate/README.md` has the bytes that a device sends for each layer. Layers in float8 gather kernels, and tokens
-in the forward pass, in 8 bits with float32 scales. Each scale is an all-reduced maximum over the devices that split its
-token or input features.
+`tools/estimate/README.md` has the bytes that a device sends for each layer. Layers in float8 gather
+kernels, and tokens in the forward pass, in 8 bits with float32 scales. Each scale is an all-reduced
+maximum over the devices that split its token or input features.
 """
 
 import math
@@ -18,7 +20,15 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Axes, Collective
+from jaxtp.analysis.collective import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    PERMUTE,
+    REDUCE_SCATTER,
+    Axes,
+    Collective,
+)
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import ContextAttention, chunk_size, halo, hops, num_routes
@@ -41,16 +51,24 @@ Projection = ColumnParallelLinear | RowParallelLinear
 
 FLOAT32 = INT32 = 4  # Bytes of an element
 
-# The remat policies that run again, for the backward pass: products of column layers; gathers of their inputs; sums of
-# row layers which the backward pass reads; everything but products with weights.
+# The remat policies that run again, for the backward pass: products of column layers; gathers of
+# their inputs; sums of row layers which the backward pass reads; everything but products with
+# weights.
 REPROJECT_POLICIES: tuple[RematPolicy, ...] = ("save_gathered", "save_reduced", "full", "offload")
 REGATHER_POLICIES: tuple[RematPolicy, ...] = ("save_dots", "save_reduced", "full", "offload")
 REREDUCE_POLICIES: tuple[RematPolicy, ...] = ("full", "offload")
-RECOMPUTE_POLICIES: tuple[RematPolicy, ...] = ("save_dots", "save_gathered", "save_reduced", "full", "offload")
+RECOMPUTE_POLICIES: tuple[RematPolicy, ...] = (
+    "save_dots",
+    "save_gathered",
+    "save_reduced",
+    "full",
+    "offload",
+)
 
 SCORE_PASSES = 5
-"""Times that float32 scores go through memory outside of products: mask and maximum, exponentials, division; backward
-the product with the probabilities, and the difference. An estimate."""
+"""Times that float32 scores go through memory outside of products: mask and maximum, exponentials,
+division; backward the product with the probabilities, and the difference. An estimate.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +97,8 @@ class CollectiveCost:
 
     collective: Collective
     count: int
-    once: bool = False  # runs once in a step, for all layers, instead of in each micro-batch and layer
+    # runs once in a step, for all layers, instead of in each micro-batch and layer
+    once: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +111,8 @@ class Weight:
     split: PaddedDim | None = None  # the padding of the dim over tp
     tp: bool = True  # it is split over tp; `fsdp` likewise
     fsdp: bool = True
-    gathered: bool = True  # parts over fsdp are gathered; else each is used for the tokens of all devices along fsdp
+    # parts over fsdp are gathered; else each is used for the tokens of all devices along fsdp
+    gathered: bool = True
     group: int = 1  # neighbours over tp that gather each other's parts
     used_by_all_tp: bool = False  # its gradient is summed over tp
     again: bool = True  # it is loaded again for the backward pass
@@ -109,7 +129,11 @@ class Weight:
 
     def padded(self, tp: int) -> int:
         """Returns the elements of the whole array, padded for `tp`."""
-        return self.size if self.split is None else self.size // self.split.size * self.split.padded(tp)
+        return (
+            self.size
+            if self.split is None
+            else self.size // self.split.size * self.split.padded(tp)
+        )
 
     def over_tp(self, sizes: Mapping[str, int]) -> float:
         """Returns the elements per device if fsdp were 1."""
@@ -117,9 +141,15 @@ class Weight:
 
     def loaded_bytes(self, work: Workload) -> float:
         """Returns the bytes of the loaded weight, with its gradient before reduction over fsdp."""
-        shards, compute = parts(work.sizes, STORAGE), itemsize(self.precision.compute)
-        in_8_bits = self.matmul == "float8" or (self.float8 and shards > 1)  # maybe beside the dequantised weight
-        each = (0 if self.matmul == "float8" else compute) + (compute if self.reduced_bytes(work) else 0) + in_8_bits
+        shards = parts(work.sizes, STORAGE)
+        compute = itemsize(self.precision.compute)
+        # maybe beside the dequantised weight
+        in_8_bits = self.matmul == "float8" or (self.float8 and shards > 1)
+        each = (
+            (0 if self.matmul == "float8" else compute)
+            + (compute if self.reduced_bytes(work) else 0)
+            + in_8_bits
+        )
         return self.over_tp(work.sizes) * self.group * each / (1 if self.gathered else shards)
 
     def reduced_bytes(self, work: Workload) -> float:
@@ -132,36 +162,56 @@ class Weight:
         return self.over_tp(sizes) / (parts(sizes, STORAGE) if self.fsdp else 1)
 
     def collectives(self, work: Workload) -> Iterator[CollectiveCost]:
-        """Yields gathers in the compute dtype, or in 8 bits, gradient reductions in the reduction dtype."""
+        """Yields gathers in the compute dtype, or in 8 bits, gradient reductions in the
+        reduction dtype.
+        """
         trained = work.training and not self.is_frozen(work)
         gradient = self.stored(work.sizes) * itemsize(self.precision.reduce)
-        last = gradient_sum_axes(stored_split=self.fsdp, used_by_all_tp=False) if work.accumulation > 1 else ()
+        last = (
+            gradient_sum_axes(stored_split=self.fsdp, used_by_all_tp=False)
+            if work.accumulation > 1
+            else ()
+        )
         if not self.traced:
             yield from self.loads(work, trained=trained)
         if trained and not self.traced:
             summed = gradient_sum_axes(stored_split=self.fsdp, used_by_all_tp=self.used_by_all_tp)
             yield collective_cost(
-                ALL_REDUCE, tuple(axis for axis in summed if axis not in last), self.module, work, gradient
+                ALL_REDUCE,
+                tuple(axis for axis in summed if axis not in last),
+                self.module,
+                work,
+                gradient,
             )
         if trained and not self.tied:
             yield replace(collective_cost(ALL_REDUCE, last, GRADIENTS, work, gradient), once=True)
 
     def loads(self, work: Workload, *, trained: bool) -> Iterator[CollectiveCost]:
-        """Yields the gathers, and the reductions of a trained weight's gradient over the same devices."""
+        """Yields the gathers, and the reductions of a trained weight's gradient over the same
+        devices.
+        """
         gathered = "uint8" if self.float8 or self.matmul == "float8" else self.precision.compute
-        groups: list[tuple[Axes, int, float]] = [((TP,), self.group, self.stored(work.sizes) * self.group)]
+        groups: list[tuple[Axes, int, float]] = [
+            ((TP,), self.group, self.stored(work.sizes) * self.group)
+        ]
         if self.fsdp and self.gathered:
-            groups.append((STORAGE, parts(work.sizes, STORAGE), self.over_tp(work.sizes) * self.group))
+            groups.append(
+                (STORAGE, parts(work.sizes, STORAGE), self.over_tp(work.sizes) * self.group)
+            )
         for axes, devices, elements in groups:
             for kind, dtype, count in (
                 (ALL_GATHER, gathered, 1 + (self.again and work.training)),
                 (REDUCE_SCATTER, self.precision.reduce, int(trained)),
             ):
-                yield CollectiveCost(Collective(kind, axes, devices, elements * itemsize(dtype), self.module), count)
+                yield CollectiveCost(
+                    Collective(kind, axes, devices, elements * itemsize(dtype), self.module), count
+                )
 
 
 def kernel_weights(kernel: object, weight: Weight, bias: Weight) -> Iterator[Weight]:
-    """Yields a projection's kernel, and the scales of one in 8 bits, which are split like the projection's bias."""
+    """Yields a projection's kernel, and the scales of one in 8 bits, which are split like the
+    projection's bias.
+    """
     float8 = isinstance(kernel, Float8Kernel)
     yield replace(weight, float8=float8)
     if float8:
@@ -183,7 +233,8 @@ class Product:
     count: int
     bytes: float  # bytes of operands and result of each, through memory
     attention: bool = False  # it is a product of attention, without weights
-    counted: float = 1.0  # fraction of it that counts as model FLOPs: about half in causal attention
+    # fraction of it that counts as model FLOPs: about half in causal attention
+    counted: float = 1.0
     dtype: str = ""  # float8 or mxfp8; empty: the compute dtype
     module: str = ""  # names of the branch and of the layer, as far as known
 
@@ -203,11 +254,14 @@ class Product:
 class Bytes:
     """Bytes of memory, or of traffic through it."""
 
-    kind: Literal["elementwise", "scores", "logits", "saved", "copied", "workspace", "gradient", "cached"]
-    """elementwise: traffic of a forward pass, each operation fused into one kernel; scores and logits: estimated
-    traffic outside of products, in all passes; saved: activations that the remat policy saves; copied: their
-    copies before the backward pass; workspace: activations alive at once in the branch's backward pass; gradient: the
-    head's; cached: KV cache for these tokens."""
+    kind: Literal[
+        "elementwise", "scores", "logits", "saved", "copied", "workspace", "gradient", "cached"
+    ]
+    """elementwise: traffic of a forward pass, each operation fused into one kernel; scores and
+    logits: estimated traffic outside of products, in all passes; saved: activations that the remat
+    policy saves; copied: their copies before the backward pass; workspace: activations alive at
+    once in the branch's backward pass; gradient: the head's; cached: KV cache for these tokens.
+    """
     bytes: float
     module: str = ""  # as in `Product`
 
@@ -223,34 +277,55 @@ def collectives_of(cost: Cost, work: Workload) -> Iterator[CollectiveCost]:
         yield cost
 
 
-def collective_cost(kind: str, axes: Axes, module: str, work: Workload, size: float, count: int = 1) -> CollectiveCost:
+def collective_cost(
+    kind: str, axes: Axes, module: str, work: Workload, size: float, count: int = 1
+) -> CollectiveCost:
     """Returns a collective of all devices along `axes`, with a message of `size` bytes."""
     return CollectiveCost(Collective(kind, axes, parts(work.sizes, axes), size, module), count)
 
 
 def enter(
-    module: str, work: Workload, size: float, *, split: bool, again: bool, gathered: float | None = None
+    module: str,
+    work: Workload,
+    size: float,
+    *,
+    split: bool,
+    again: bool,
+    gathered: float | None = None,
 ) -> list[CollectiveCost]:
-    """Returns the collectives of `enter_parallel` for an activation of `size` bytes, maybe split along the sequence.
+    """Returns the collectives of `enter_parallel` for an activation of `size` bytes, maybe split
+    along the sequence.
 
-    `again`: the backward pass repeats the forward collective, which moves `gathered` bytes, by default `size`.
+    `again`: the backward pass repeats the forward collective, which moves `gathered` bytes, by
+    default `size`.
     """
-    forward, backward = 1 + (again and work.training), int(work.training)
+    forward = 1 + (again and work.training)
+    backward = int(work.training)
     kinds = [(ALL_REDUCE, size, backward)]
     if split:
-        kinds = [(ALL_GATHER, size if gathered is None else gathered, forward), (REDUCE_SCATTER, size, backward)]
+        kinds = [
+            (ALL_GATHER, size if gathered is None else gathered, forward),
+            (REDUCE_SCATTER, size, backward),
+        ]
     return [collective_cost(kind, (TP,), module, work, each, count) for kind, each, count in kinds]
 
 
-def leave(module: str, work: Workload, size: float, *, split: bool, again: bool) -> list[CollectiveCost]:
+def leave(
+    module: str, work: Workload, size: float, *, split: bool, again: bool
+) -> list[CollectiveCost]:
     """Returns the collectives of `leave_parallel`; arguments as for `enter`."""
-    forward, backward = 1 + (again and work.training), int(work.training)
+    forward = 1 + (again and work.training)
+    backward = int(work.training)
     counts = {REDUCE_SCATTER: forward, ALL_GATHER: backward} if split else {ALL_REDUCE: forward}
-    return [collective_cost(kind, (TP,), module, work, size, count) for kind, count in counts.items()]
+    return [
+        collective_cost(kind, (TP,), module, work, size, count) for kind, count in counts.items()
+    ]
 
 
 def ring(module: str, work: Workload, size: float, times: int) -> CollectiveCost:
-    """Returns the permutes of `times` rings over tp (`layers/overlap.py`) for an activation of `size` bytes."""
+    """Returns the permutes of `times` rings over tp (`layers/overlap.py`) for an activation of
+    `size` bytes.
+    """
     return collective_cost(PERMUTE, (TP,), module, work, size / work.tp, times * (work.tp - 1))
 
 
@@ -262,20 +337,29 @@ def itemsize(dtype: str) -> int:
 @singledispatch
 def branch_costs(branch: Branch, work: Workload, *, read: bool) -> Iterator[Cost]:
     """Yields the costs of a branch without arrays; `read`: the backward pass reads its result."""
-    raise TypeError(f"{type(branch).__name__} has no formulas (branch_costs.register); traced_costs reads its program")
+    raise TypeError(
+        f"{type(branch).__name__} has no formulas (branch_costs.register); traced_costs reads "
+        "its program"
+    )
 
 
 def has_formulas(branch: Branch) -> bool:
-    """Returns whether `branch_costs` supports the branch, whose computation may be inherited but not replaced."""
+    """Returns whether `branch_costs` supports the branch, whose computation may be inherited but
+    not replaced.
+    """
     kind = type(branch)
     registered = next((base for base in kind.__mro__ if base in branch_costs.registry), object)
-    same = (getattr(kind, name, None) is getattr(registered, name, None) for name in ("__call__", "project", "output"))
+    same = (
+        getattr(kind, name, None) is getattr(registered, name, None)
+        for name in ("__call__", "project", "output")
+    )
     return registered is not object and all(same)
 
 
 def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iterator[Cost]:
     """Yields the costs of a column layer; `name` labels its product."""
-    tokens, compute = work.tokens, itemsize(layer.precision.compute)
+    tokens = work.tokens
+    compute = itemsize(layer.precision.compute)
     recomputed = work.remat in REPROJECT_POLICIES
     local = [f.local(work.tp) for f in layer.features]
     weight = partial(Weight, module=COLUMN, precision=layer.precision)
@@ -293,28 +377,38 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
         yield from column_gradient_costs(layer, work)
     split = work.is_split(layer.sequence_parallel)
     if layer.joined:
-        chunks, saved_input = 1, 0
+        chunks = 1
+        saved_input = 0
     elif is_ring(layer.overlap, work.tp, split=split):
-        chunks, saved_input = work.tp, moved // work.tp
+        chunks = work.tp
+        saved_input = moved // work.tp
         again = not recomputed and (not work.frozen or bool(layer.adapted))
         yield ring(COLUMN, work, moved, work.num_evals(recomputed, again))
         yield ring(COLUMN, work, hidden, int(work.training))
     else:
-        chunks, saved_input = 1, hidden if work.remat == "none" and layer.adapted else moved  # adapters dequantise
-        yield from enter(COLUMN, work, hidden, split=split, again=work.remat in REGATHER_POLICIES, gathered=moved)
+        chunks = 1
+        # adapters dequantise
+        saved_input = hidden if work.remat == "none" and layer.adapted else moved
+        yield from enter(
+            COLUMN, work, hidden, split=split, again=work.remat in REGATHER_POLICIES, gathered=moved
+        )
     shape = tokens // chunks, layer.in_features, sum(local)
     yield from projection_products(layer, name, shape, work, chunks=chunks, recomputed=recomputed)
     yield Bytes("workspace", 3 * hidden)
     outputs = tokens * sum(local) * compute
-    in_float32 = tokens * sum(local) * (FLOAT32 - compute) if layer.matmul == "float8" else 0  # scaled, before the cast
+    # scaled, before the cast
+    in_float32 = tokens * sum(local) * (FLOAT32 - compute) if layer.matmul == "float8" else 0
     saved = {"none": saved_input + in_float32, "save_gathered": saved_input, "save_dots": outputs}
     yield Bytes("saved", saved.get(work.remat, 0))
     yield from _column_lora_costs(layer, work, COLUMN)
 
 
-def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool, module: str = ROW) -> Iterator[Cost]:
+def row_costs(
+    layer: RowParallelLinear, work: Workload, name: str, *, read: bool, module: str = ROW
+) -> Iterator[Cost]:
     """Yields the costs of a row layer."""
-    compute, split = itemsize(layer.precision.compute), work.is_split(layer.sequence_parallel)
+    compute = itemsize(layer.precision.compute)
+    split = work.is_split(layer.sequence_parallel)
     recomputed = read and work.remat in REREDUCE_POLICIES
     rows = layer.in_features
     local = rows.padded(work.tp) // work.tp
@@ -324,10 +418,13 @@ def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool
     yield from projection_weights(layer, layer.kernel, work, (kernel, bias), (TP,))
     if layer.matmul == "float8":  # each token's maximum
         again = work.remat in RECOMPUTE_POLICIES and (not work.frozen or recomputed)
-        yield collective_cost(ALL_REDUCE, (TP,), module, work, FLOAT32 * work.tokens, work.num_evals(again, 0))
+        yield collective_cost(
+            ALL_REDUCE, (TP,), module, work, FLOAT32 * work.tokens, work.num_evals(again, 0)
+        )
     if layer.bias is not None:
         yield replace(bias, again=read and work.remat != "none")
-    chunks, size = 1, work.tokens * layer.features * compute
+    chunks = 1
+    size = work.tokens * layer.features * compute
     if layer.joined:
         pass  # the block sums all branches at once
     elif is_ring(layer.overlap, work.tp, split=split):
@@ -345,26 +442,43 @@ def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool
 def projection_weights(
     layer: Projection, kernel: object, work: Workload, weights: tuple[Weight, Weight], axes: Axes
 ) -> Iterator[Cost]:
-    """Yields the costs of loading a kernel; `weights` are it and its bias, `axes` split its input features."""
+    """Yields the costs of loading a kernel; `weights` are it and its bias, `axes` split its
+    input features.
+    """
     weight, bias = weights
     yield from kernel_weights(kernel, replace(weight, matmul=layer.matmul), bias)
     if layer.matmul == "float8" and not isinstance(kernel, Float8Kernel):  # for each gather
-        scales, times = _scales(bias), 1 + work.training
-        yield collective_cost(ALL_REDUCE, axes, scales.module, work, FLOAT32 * scales.stored(work.sizes), times)
+        scales = _scales(bias)
+        times = 1 + work.training
+        yield collective_cost(
+            ALL_REDUCE, axes, scales.module, work, FLOAT32 * scales.stored(work.sizes), times
+        )
         yield from scales.loads(work, trained=False)
 
 
 def projection_products(
-    layer: Projection, name: str, shape: tuple[int, int, int], work: Workload, *, chunks: int, recomputed: bool
+    layer: Projection,
+    name: str,
+    shape: tuple[int, int, int],
+    work: Workload,
+    *,
+    chunks: int,
+    recomputed: bool,
 ) -> Iterator[Cost]:
-    """Yields the products of a layer: in 8 bits those that `Precision.matmul` computes, not the weight's gradient."""
-    (m, k, n), compute = shape, itemsize(layer.precision.compute)
-    product = Product.of(name, shape, compute, chunks * work.num_evals(recomputed, work.num_gradients))
+    """Yields the products of a layer: in 8 bits those that `Precision.matmul` computes, not the
+    weight's gradient.
+    """
+    m, k, n = shape
+    compute = itemsize(layer.precision.compute)
+    product = Product.of(
+        name, shape, compute, chunks * work.num_evals(recomputed, work.num_gradients)
+    )
     if layer.matmul == "compute":
         yield product
         return
     in_float8 = chunks * work.num_evals(recomputed, 1)
-    moved = m * (k + n) * (1 + compute) / 2 + k * n  # on average: of the forward product and the input's gradient
+    # on average: of the forward product and the input's gradient
+    moved = m * (k + n) * (1 + compute) / 2 + k * n
     yield replace(product, count=in_float8, bytes=moved, dtype=layer.matmul)
     yield replace(product, count=product.count - in_float8)
     # An estimate: reads for maxima and to quantise, and writes of 8 bits, of input and gradient.
@@ -372,13 +486,18 @@ def projection_products(
 
 
 def column_gradient_costs(layer: ColumnParallelLinear, work: Workload) -> Iterator[Cost]:
-    """Yields what gradients move over tp to be quantised: of each output its maxima, and averages of shared heads."""
+    """Yields what gradients move over tp to be quantised: of each output its maxima, and
+    averages of shared heads.
+    """
     times = int(work.training)
     for f in layer.features:
-        group, size = f.shared_by(work.tp), FLOAT32 * work.tokens
+        group = f.shared_by(work.tp)
+        size = FLOAT32 * work.tokens
         if layer.matmul == "float8":
             yield collective_cost(ALL_REDUCE, (TP,), COLUMN, work, size, times)
-        yield CollectiveCost(Collective(ALL_GATHER, (TP,), group, group * size * f.local(work.tp), COLUMN), times)
+        yield CollectiveCost(
+            Collective(ALL_GATHER, (TP,), group, group * size * f.local(work.tp), COLUMN), times
+        )
 
 
 def _column_lora_costs(layer: ColumnParallelLinear, work: Workload, module: str) -> Iterator[Cost]:
@@ -388,11 +507,16 @@ def _column_lora_costs(layer: ColumnParallelLinear, work: Workload, module: str)
         a = weight(size=layer.in_features * lora.rank, tp=False, used_by_all_tp=True)
         b = weight(size=lora.rank * f.size, split=f, fsdp=False, group=f.shared_by(work.tp))
         features = layer.in_features, f.local(work.tp)
-        yield from lora_costs(lora, work, features, (a, b), recomputed=work.remat in REPROJECT_POLICIES)
+        yield from lora_costs(
+            lora, work, features, (a, b), recomputed=work.remat in REPROJECT_POLICIES
+        )
 
 
-def _row_lora_costs(layer: RowParallelLinear, work: Workload, module: str, *, recomputed: bool) -> Iterator[Cost]:
-    weight, rows = partial(Weight, module=module, precision=layer.precision), layer.in_features
+def _row_lora_costs(
+    layer: RowParallelLinear, work: Workload, module: str, *, recomputed: bool
+) -> Iterator[Cost]:
+    weight = partial(Weight, module=module, precision=layer.precision)
+    rows = layer.in_features
     for lora in layer.loras:
         a = weight(size=rows.size * lora.rank, split=rows, fsdp=False)
         b = weight(size=lora.rank * layer.features, tp=False, used_by_all_tp=True)
@@ -401,20 +525,33 @@ def _row_lora_costs(layer: RowParallelLinear, work: Workload, module: str, *, re
 
 
 def lora_costs(
-    lora: Lora, work: Workload, features: tuple[int, int], weights: tuple[Weight, Weight], *, recomputed: bool
+    lora: Lora,
+    work: Workload,
+    features: tuple[int, int],
+    weights: tuple[Weight, Weight],
+    *,
+    recomputed: bool,
 ) -> Iterator[Cost]:
-    """Yields the costs of an adapter with local `features` and weights A and B, whose product may be recomputed."""
+    """Yields the costs of an adapter with local `features` and weights A and B, whose product
+    may be recomputed.
+    """
     compute = itemsize(weights[0].precision.compute)
     yield from (replace(weight, adapter=True) for weight in weights)
     inner = work.num_evals(work.remat in REPROJECT_POLICIES, 2)
     yield Product.of("adapter's A", (work.tokens, features[0], lora.rank), compute, inner)
-    yield Product.of("adapter's B", (work.tokens, lora.rank, features[1]), compute, work.num_evals(recomputed, 2))
+    yield Product.of(
+        "adapter's B", (work.tokens, lora.rank, features[1]), compute, work.num_evals(recomputed, 2)
+    )
     if work.remat in ("none", "save_dots"):
         yield Bytes("saved", work.tokens * lora.rank * compute)
 
 
-def norm_costs(norm: Norm, work: Workload, *, inside: bool = True, recomputed: bool = False) -> Iterator[Cost]:
-    """Yields the costs of a norm; a backward pass reloads scales inside of blocks, and biases if recomputed."""
+def norm_costs(
+    norm: Norm, work: Workload, *, inside: bool = True, recomputed: bool = False
+) -> Iterator[Cost]:
+    """Yields the costs of a norm; a backward pass reloads scales inside of blocks, and biases if
+    recomputed.
+    """
     weight = partial(Weight, module=norm.name, precision=norm.precision)
     used_by_all = work.is_split(norm.sequence_parallel)
     for param, again in ((norm.scale, inside), (norm.bias, recomputed)):
@@ -433,10 +570,14 @@ def _qk_norm_costs(norm: QKNorm, work: Workload) -> Iterator[Cost]:
         for _ in range(2 if norm.bias is not None else 1):
             yield weight(size=norm.heads.factors[-1], fsdp=False, tp=False, used_by_all_tp=True)
     elif norm.kind != "head_plain":
-        yield weight(size=norm.heads.size, fsdp=False, group=norm.heads.shared_by(work.tp), split=norm.heads)
+        yield weight(
+            size=norm.heads.size, fsdp=False, group=norm.heads.shared_by(work.tp), split=norm.heads
+        )
     if norm.kind == "projection":
         # The mean square over tp: a float for each token, forward, recomputed and backward.
-        yield collective_cost(ALL_REDUCE, (TP,), ATTEND, work, work.tokens * FLOAT32, 3 if work.training else 1)
+        yield collective_cost(
+            ALL_REDUCE, (TP,), ATTEND, work, work.tokens * FLOAT32, 3 if work.training else 1
+        )
 
 
 @branch_costs.register
@@ -446,7 +587,8 @@ def _attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) 
     for norm in layer.qk_norms:
         yield from _qk_norm_costs(norm, work)
     if config.attention_sinks:
-        in_float32, split = replace(layer.precision, compute="float32"), config.heads.numbers()
+        in_float32 = replace(layer.precision, compute="float32")
+        split = config.heads.numbers()
         yield Weight(module=ATTEND, size=split.size, split=split, fsdp=False, precision=in_float32)
     cached = work.tokens * config.heads.on_device(work.tp)[1] * config.head_dim
     yield Bytes("cached", 2 * cached * itemsize(layer.precision.compute))
@@ -455,16 +597,25 @@ def _attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) 
 
 
 @branch_costs.register
-def _latent_attention_costs(layer: LatentAttention, work: Workload, *, read: bool) -> Iterator[Cost]:
-    config, compute, split = layer.config, itemsize(layer.precision.compute), work.is_split(layer.sequence_parallel)
+def _latent_attention_costs(
+    layer: LatentAttention, work: Workload, *, read: bool
+) -> Iterator[Cost]:
+    config = layer.config
+    compute = itemsize(layer.precision.compute)
+    split = work.is_split(layer.sequence_parallel)
     own = replace(work, length=work.length // work.tp) if split else work  # of the down projections
-    recomputed, inputs = work.remat in REPROJECT_POLICIES, [(layer.latent_down, layer.latent_norm)]
+    recomputed = work.remat in REPROJECT_POLICIES
+    inputs = [(layer.latent_down, layer.latent_norm)]
     if config.query_rank:
         inputs.append((layer.query_down, layer.query_norm))
-    weight = partial(Weight, module=LATENT, precision=layer.precision, tp=False, used_by_all_tp=split)
+    weight = partial(
+        Weight, module=LATENT, precision=layer.precision, tp=False, used_by_all_tp=split
+    )
     for down, norm in inputs:
         features, rank = down.kernel.shape[-2:]
-        yield from kernel_weights(down.kernel, weight(size=features * rank), weight(size=rank, fsdp=False))
+        yield from kernel_weights(
+            down.kernel, weight(size=features * rank), weight(size=rank, fsdp=False)
+        )
         count = work.num_evals(recomputed, work.num_gradients)
         yield Product.of("latent", (own.tokens, features, rank), compute, count)
         for lora in down.loras:
@@ -474,7 +625,13 @@ def _latent_attention_costs(layer: LatentAttention, work: Workload, *, read: boo
     width = config.kv_rank + config.rope_head_dim
     yield Bytes("cached", work.tokens * width * compute)
     width += config.query_rank
-    yield from enter(LATENT, work, work.tokens * width * compute, split=split, again=work.remat in REGATHER_POLICIES)
+    yield from enter(
+        LATENT,
+        work,
+        work.tokens * width * compute,
+        split=split,
+        again=work.remat in REGATHER_POLICIES,
+    )
     saved = {"none": 2 * work.tokens, "save_gathered": work.tokens, "save_dots": own.tokens}
     yield Bytes("saved", saved.get(work.remat, 0) * width * compute)
     yield from column_costs(layer.query_up, work, "queries")
@@ -485,7 +642,9 @@ def _latent_attention_costs(layer: LatentAttention, work: Workload, *, read: boo
 
 def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
     """Yields the costs of attention without projections."""
-    config, compute, cp = layer.config, itemsize(layer.precision.compute), work.sizes[CP]
+    config = layer.config
+    compute = itemsize(layer.precision.compute)
+    cp = work.sizes[CP]
     use = config.use_on(work, layer.precision.compute)
     kernel, _ = pick_kernel(config.attention, use)
     stored_kv, group, _ = config.heads.stored(work.tp)
@@ -496,7 +655,8 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
 
     attention = config.context_attention(work.tp)
     method, _ = attention.method(work)
-    head_bytes = (config.head_dim + values) * compute // 2  # on average: queries are as wide as keys
+    # on average: queries are as wide as keys
+    head_bytes = (config.head_dim + values) * compute // 2
     result_read = not work.frozen or bool(layer.out.loras) or config.attention_gate
     yield from context_costs(attention, method, head_bytes, work, result_read=result_read)
     chunks = query_chunks(method, work)
@@ -504,7 +664,8 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
     saved = kernel.can_save_result and work.remat == "save_dots"  # also the results of kernels
     recomputed = work.remat in RECOMPUTE_POLICIES and not saved
     runs = work.rows * (heads // cp if method == "ulysses" else heads) * number
-    shared = (heads + kv_heads) / (2 * heads) if work.once else 1.0  # keys and values, by queries of their group
+    # keys and values, by queries of their group
+    shared = (heads + kv_heads) / (2 * heads) if work.once else 1.0
     streamed = m * n * FLOAT32 if kernel.streams_scores and not work.once else 0
     through = m * (config.head_dim + values) * compute * shared + streamed
     counted = num_scores(chunks, config.sliding_window) / (number * m * n)
@@ -514,23 +675,28 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
         ("weighted values", n, values, 2),
     ):
         count = work.num_evals(recomputed, num_backward) * runs
-        yield Product(name, m, k, columns, count, through, attention=True, counted=counted, module=ATTEND)
+        yield Product(
+            name, m, k, columns, count, through, attention=True, counted=counted, module=ATTEND
+        )
     scores = runs * m * n if kernel.stores_scores else 0
     if kernel.streams_scores:
         yield Bytes("scores", runs * m * n * FLOAT32 * SCORE_PASSES)
     rotated = stored_kv * (group + 1) * config.head_dim // work.tp
     yield Bytes("elementwise", work.tokens * 2 * rotated * compute, ATTEND)
-    if config.attention_gate:  # reads results and gates, writes products; saves the gates' sigmoid too
+    # reads results and gates, writes products; saves the gates' sigmoid too
+    if config.attention_gate:
         yield Bytes("elementwise", 3 * results * compute, ATTEND)
         yield Bytes("saved", 3 * results * compute if work.remat == "none" else 0)
-    # Two arrays of scores in float32: the scores or their gradient, and a constant that the mask selects, which XLA
-    # takes out of the loop over the blocks. Two in the compute dtype: the softmax, in the layouts of two products.
+    # Two arrays of scores in float32: the scores or their gradient, and a constant that the mask
+    # selects, which XLA takes out of the loop over the blocks. Two in the compute dtype: the
+    # softmax, in the layouts of two products.
     remote = remote_bytes(attention, method, head_bytes, work)
     yield Bytes("workspace", scores * 2 * (FLOAT32 + compute) + remote)
     if work.remat == "none":
-        # Scores before and after the softmax, and queries and keys before their rotation, in float32. With several kv
-        # heads the backward loop reads the scores in another layout than the forward loop writes. XLA copies both:
-        # the second after it frees the first, but (as compiled) with two kv heads before.
+        # Scores before and after the softmax, and queries and keys before their rotation, in
+        # float32. With several kv heads the backward loop reads the scores in another layout than
+        # the forward loop writes. XLA copies both: the second after it frees the first, but (as
+        # compiled) with two kv heads before.
         yield Bytes("saved", FLOAT32 * (2 * scores + queries + keys) + compute * (queries + keys))
         yield Bytes("copied", FLOAT32 * scores * ((kv_heads > 1) + (kv_heads == 2)))
         yield Bytes("saved", remote)
@@ -540,33 +706,46 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
 
 def query_chunks(method: Method, work: Workload) -> tuple[range, ...]:
     """Returns the query positions of the device with the most work."""
-    length, size = work.length, chunk_size(work.length, work.sizes[CP], zigzag=work.zigzag)
+    length = work.length
+    size = chunk_size(work.length, work.sizes[CP], zigzag=work.zigzag)
     if method == "ulysses":
         return (range(length),)
     last = (range(length - size, length),)
     return (range(size), *last) if work.zigzag else last
 
 
-def remote_bytes(attention: ContextAttention, method: Method, head_bytes: int, work: Workload) -> int:
+def remote_bytes(
+    attention: ContextAttention, method: Method, head_bytes: int, work: Workload
+) -> int:
     """Returns the bytes of queries, keys and values on a device after the exchange over cp.
 
     `head_bytes` is the size of one head of one token.
     """
-    cp, token = work.sizes[CP], work.tokens * head_bytes
+    cp = work.sizes[CP]
+    token = work.tokens * head_bytes
     if cp == 1:
         return 0
     if method == "ulysses":
         return (attention.queries + 2 * attention.ulysses_kv_heads(cp)) * token
-    reach, chunks = halo(work.length, cp, attention.window, zigzag=work.zigzag), 1 + work.zigzag
+    reach = halo(work.length, cp, attention.window, zigzag=work.zigzag)
+    chunks = 1 + work.zigzag
     positions = work.length if reach is None else work.length // cp + chunks * reach
     return 2 * attention.keys * head_bytes * work.rows * positions
 
 
 def context_costs(
-    attention: ContextAttention, method: Method, head_bytes: int, work: Workload, *, result_read: bool = True
+    attention: ContextAttention,
+    method: Method,
+    head_bytes: int,
+    work: Workload,
+    *,
+    result_read: bool = True,
 ) -> Iterator[CollectiveCost]:
-    """Yields the collectives of attention over cp; `result_read`: the backward pass reads the output's input."""
-    cp, token = work.sizes[CP], work.tokens * head_bytes
+    """Yields the collectives of attention over cp; `result_read`: the backward pass reads the
+    output's input.
+    """
+    cp = work.sizes[CP]
+    token = work.tokens * head_bytes
     recomputed = work.remat in RECOMPUTE_POLICIES
     both = work.num_evals(recomputed, 1)
     reach = halo(work.length, cp, attention.window, zigzag=work.zigzag)
@@ -578,26 +757,39 @@ def context_costs(
         yield collective_cost(ALL_TO_ALL, CONTEXT, ATTEND, work, attention.queries * token, count)
     elif reach is None:
         size = attention.keys * token * cp
-        yield collective_cost(ALL_GATHER, CONTEXT, ATTEND, work, size, 2 * work.num_evals(recomputed, 0))
+        yield collective_cost(
+            ALL_GATHER, CONTEXT, ATTEND, work, size, 2 * work.num_evals(recomputed, 0)
+        )
         yield collective_cost(REDUCE_SCATTER, CONTEXT, ATTEND, work, size, 2 * int(work.training))
     else:
         for hop, tokens in hops(reach, chunk_size(work.length, cp, zigzag=work.zigzag)):
             size = 2 * attention.keys * head_bytes * work.rows * tokens
-            yield collective_cost(PERMUTE, CONTEXT, ATTEND, work, size, num_routes(cp, hop, zigzag=work.zigzag) * both)
+            yield collective_cost(
+                PERMUTE, CONTEXT, ATTEND, work, size, num_routes(cp, hop, zigzag=work.zigzag) * both
+            )
 
 
 @branch_costs.register
 def _mlp_costs(layer: MLP, work: Workload, *, read: bool) -> Iterator[Cost]:
-    columns, features = num_columns(layer.config), work.tokens * layer.hidden.padded(work.tp) // work.tp
+    columns = num_columns(layer.config)
+    features = work.tokens * layer.hidden.padded(work.tp) // work.tp
     fused = work.remat in REPROJECT_POLICIES and not (read and work.remat in REREDUCE_POLICIES)
     fused = fused and layer.has_ring(work.tp, split=work.is_split(layer.down.sequence_parallel))
     costs = [*column_costs(layer.columns, work, "gate, up" if columns == 2 else "up")]
     costs += row_costs(layer.down, work, "down", read=read, module=COLUMN if fused else ROW)
     learned = layer.config.activation == XIELU
     if learned:
-        alpha = Weight(module=XIELU, size=1, precision=layer.precision, tp=False, fsdp=False, used_by_all_tp=True)
+        alpha = Weight(
+            module=XIELU,
+            size=1,
+            precision=layer.precision,
+            tp=False,
+            fsdp=False,
+            used_by_all_tp=True,
+        )
         yield from (alpha, alpha)
-    in_float32 = (3 * FLOAT32 + 2) * features if learned else 0  # input, exponent and square; two masks
+    # input, exponent and square; two masks
+    in_float32 = (3 * FLOAT32 + 2) * features if learned else 0
     costs += hidden_costs(columns, work, features * itemsize(layer.precision.compute), in_float32)
     for cost in costs:  # of a ring, parts are alive, and the sum of the kernels' gradients
         if fused and isinstance(cost, Bytes) and cost.kind == "workspace":
@@ -613,9 +805,12 @@ def num_columns(config: MLPConfig) -> int:
 
 
 def hidden_costs(columns: int, work: Workload, features: int, in_float32: int) -> Iterator[Cost]:
-    """Yields the costs of an MLP between its products: bytes of the hidden features, and more that are saved."""
+    """Yields the costs of an MLP between its products: bytes of the hidden features, and more
+    that are saved.
+    """
     yield Bytes("elementwise", (columns + 1) * features)
-    saved = 3 * columns * features + in_float32  # gate, up, sigmoid, silu, its derivative and the product
+    # gate, up, sigmoid, silu, its derivative and the product
+    saved = 3 * columns * features + in_float32
     yield Bytes("workspace", saved)
     if work.remat == "none":
         yield Bytes("saved", saved)
@@ -624,20 +819,34 @@ def hidden_costs(columns: int, work: Workload, features: int, in_float32: int) -
 @branch_costs.register
 def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
     """Yields the costs of experts under uniform routing."""
-    config, experts = layer.config, layer.config.num_experts
+    config = layer.config
+    experts = layer.config.num_experts
     split = work.is_split(layer.sequence_parallel)
     in_float32 = replace(layer.precision, compute="float32")
-    yield Weight(module=EXPERTS, size=layer.d_model * experts, tp=False, used_by_all_tp=split, precision=in_float32)
+    yield Weight(
+        module=EXPERTS,
+        size=layer.d_model * experts,
+        tp=False,
+        used_by_all_tp=split,
+        precision=in_float32,
+    )
     if config.router_bias:
         again = work.remat in RECOMPUTE_POLICIES
         yield Weight(
-            module=EXPERTS, size=experts, tp=False, fsdp=False, used_by_all_tp=split, again=again, precision=in_float32
+            module=EXPERTS,
+            size=experts,
+            tp=False,
+            fsdp=False,
+            used_by_all_tp=split,
+            again=again,
+            precision=in_float32,
         )
     for name, dims in config.projections().items():
         bias = _of_experts(layer, work, dims[0] + dims[2])
         yield from kernel_weights(getattr(layer, name), _of_experts(layer, work, dims), bias)
         if config.experts_bias:
-            again = dims[2] == "D" or work.remat in REPROJECT_POLICIES  # the weights of experts have a gradient
+            # the weights of experts have a gradient
+            again = dims[2] == "D" or work.remat in REPROJECT_POLICIES
             yield replace(bias, again=again)
         if lora := _lora(layer, name):
             for factor in (f"{dims[:2]}r", f"Er{dims[2]}"):
@@ -648,7 +857,8 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
         yield scale(size=layer.d_model, precision=in_float32)
         yield scale(size=experts, precision=in_float32, fsdp=False)
     hidden = work.tokens * layer.d_model * itemsize(layer.precision.compute)
-    choices, gate = FLOAT32 * work.tokens * 2 * config.experts_per_token, FLOAT32 * work.tokens
+    choices = FLOAT32 * work.tokens * 2 * config.experts_per_token
+    gate = FLOAT32 * work.tokens
     for entered in (choices + gate * config.shared_experts_gate, hidden):
         yield from enter(EXPERTS, work, entered, split=split, again=work.remat in REGATHER_POLICIES)
     reduced = read and work.remat in REREDUCE_POLICIES
@@ -659,17 +869,24 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
             (hidden, ALL_GATHER, REDUCE_SCATTER, True),
             (hidden, REDUCE_SCATTER, ALL_GATHER, reduced),
         ):
-            for kind, count in ((forward, work.num_evals(again, 0)), (backward, int(work.training))):
+            for kind, count in (
+                (forward, work.num_evals(again, 0)),
+                (backward, int(work.training)),
+            ):
                 yield collective_cost(kind, STORAGE, EXPERTS, work, share.shards * size, count)
-    if not split and work.training:  # gradients of scores and normalisers, which one device of a tp group sums up
+    # gradients of scores and normalisers, which one device of a tp group sums up
+    if not split and work.training:
         yield collective_cost(ALL_REDUCE, (TP,), EXPERTS, work, FLOAT32 * (experts + 1) * work.rows)
     yield from _expert_work(layer, work, read=read)
     yield from _shared_costs(layer, work, read=read)
 
 
-def _of_experts(layer: MixtureOfExperts, work: Workload, dims: str, *, rank: int = 1, adapter: bool = False) -> Weight:
+def _of_experts(
+    layer: MixtureOfExperts, work: Workload, dims: str, *, rank: int = 1, adapter: bool = False
+) -> Weight:
     """Returns a parameter with dims E, D, F and r, the rank; see `ExpertsConfig.projections`."""
-    config, over_tp = layer.config, layer.config.over_tp(work.tp)
+    config = layer.config
+    over_tp = layer.config.over_tp(work.tp)
     by_expert = config.stored_by_expert(work.tp, parts(work.sizes, STORAGE))
     sizes = {"E": config.num_experts, "D": layer.d_model, "F": config.d_ff, "r": rank}
     is_split = over_tp or "F" in dims
@@ -696,9 +913,18 @@ def _lora(layer: MixtureOfExperts, name: str) -> Lora | None:
 
 
 @branch_costs.register
-def experts_beside_mlp_costs(layer: ExpertsBesideMLP, work: Workload, *, read: bool) -> Iterator[Cost]:
-    """Yields the costs of experts, a dense MLP and their norms; `read` does not matter, as norms read both results."""
-    for norm in (layer.mlp_norm, layer.experts_norm, layer.mlp_after_norm, layer.experts_after_norm):
+def experts_beside_mlp_costs(
+    layer: ExpertsBesideMLP, work: Workload, *, read: bool
+) -> Iterator[Cost]:
+    """Yields the costs of experts, a dense MLP and their norms; `read` does not matter, as norms
+    read both results.
+    """
+    for norm in (
+        layer.mlp_norm,
+        layer.experts_norm,
+        layer.mlp_after_norm,
+        layer.experts_after_norm,
+    ):
         yield from norm_costs(norm, work)
     yield from _mlp_costs(layer.mlp, work, read=True)
     yield from experts_costs(layer.experts, work, read=True)
@@ -706,19 +932,27 @@ def experts_beside_mlp_costs(layer: ExpertsBesideMLP, work: Workload, *, read: b
 
 def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
     # Neither gathers its input nor sums its output: both are the experts'.
-    config, d_model, compute = layer.config, layer.d_model, itemsize(layer.precision.compute)
+    config = layer.config
+    d_model = layer.d_model
+    compute = itemsize(layer.precision.compute)
     if not config.shared_experts:
         return
-    dim, columns = PaddedDim((config.shared_experts,)), num_columns(config)
+    dim = PaddedDim((config.shared_experts,))
+    columns = num_columns(config)
     local = dim.padded(work.tp) // work.tp
-    weight = partial(Weight, module=EXPERTS, size=d_model * dim.size, split=dim, precision=layer.precision)
-    bias, down_bias = weight(size=dim.size, fsdp=False), weight(size=d_model, split=None, tp=False, used_by_all_tp=True)
+    weight = partial(
+        Weight, module=EXPERTS, size=d_model * dim.size, split=dim, precision=layer.precision
+    )
+    bias = weight(size=dim.size, fsdp=False)
+    down_bias = weight(size=d_model, split=None, tp=False, used_by_all_tp=True)
     down = layer.shared.down.kernel  # all three are in 8 bits, or none
     yield from [*kernel_weights(down, weight(), bias)] * columns
     yield from kernel_weights(down, weight(), down_bias)
     if config.mlp_bias:
         yield from [replace(bias, again=work.remat in REPROJECT_POLICIES)] * columns
-        yield replace(down_bias, again=(read or config.shared_experts_gate) and work.remat != "none")
+        yield replace(
+            down_bias, again=(read or config.shared_experts_gate) and work.remat != "none"
+        )
     gated = FLOAT32 * work.tokens * local if config.shared_experts_gate else 0
     yield from hidden_costs(columns, work, work.tokens * local * compute, gated)
     for name, inner, outer, recomputed in (
@@ -729,29 +963,44 @@ def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
         yield Product.of(name, (work.tokens, inner, outer), compute, count)
     if work.remat == "save_dots":
         yield Bytes("saved", work.tokens * columns * local * compute)
-    shared, again = layer.shared, read and work.remat in REREDUCE_POLICIES
-    yield from _column_lora_costs(shared.up if config.mlp == "plain" else shared.gate_up, work, EXPERTS)
+    shared = layer.shared
+    again = read and work.remat in REREDUCE_POLICIES
+    yield from _column_lora_costs(
+        shared.up if config.mlp == "plain" else shared.gate_up, work, EXPERTS
+    )
     yield from _row_lora_costs(shared.down, work, EXPERTS, recomputed=again)
     if config.shared_experts_gate:
         if work.remat in ("none", "save_gathered"):
             yield Bytes("saved", FLOAT32 * work.tokens)
-        in_float32, split = replace(layer.precision, compute="float32"), work.is_split(layer.sequence_parallel)
-        yield Weight(module=EXPERTS, size=d_model, tp=False, used_by_all_tp=split, precision=in_float32)
+        in_float32 = replace(layer.precision, compute="float32")
+        split = work.is_split(layer.sequence_parallel)
+        yield Weight(
+            module=EXPERTS, size=d_model, tp=False, used_by_all_tp=split, precision=in_float32
+        )
         count = work.num_evals(work.remat in RECOMPUTE_POLICIES, work.num_gradients)
-        yield Product.of("shared experts' gate", (work.between(layer.sequence_parallel), d_model, 1), FLOAT32, count)
+        yield Product.of(
+            "shared experts' gate",
+            (work.between(layer.sequence_parallel), d_model, 1),
+            FLOAT32,
+            count,
+        )
 
 
 def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
-    # Products compute the rows routed to the device's experts, elementwise operations all rows of a part. Dense
-    # products multiply all these with all experts.
-    config, compute, d_model = layer.config, itemsize(layer.precision.compute), layer.d_model
-    tokens, columns = work.between(layer.sequence_parallel), num_columns(config)
+    # Products compute the rows routed to the device's experts, elementwise operations all rows of a
+    # part. Dense products multiply all these with all experts.
+    config = layer.config
+    compute = itemsize(layer.precision.compute)
+    d_model = layer.d_model
+    tokens = work.between(layer.sequence_parallel)
+    columns = num_columns(config)
     shards, local, width, rows, part = _share(layer, work)
     method, _ = pick_method(config.grouped, work.platform)
     all_rows = is_dense(method, work.platform)
     routed = work.num_evals(work.remat in RECOMPUTE_POLICIES, work.num_gradients)
     yield Product.of("router", (tokens, d_model, config.num_experts), FLOAT32, routed)
-    projected, reduced = work.remat in REPROJECT_POLICIES, read and work.remat in REREDUCE_POLICIES
+    projected = work.remat in REPROJECT_POLICIES
+    reduced = read and work.remat in REREDUCE_POLICIES
     products = [
         ("experts' gate, up", d_model, columns * width, projected, work.num_gradients),
         ("experts' down", width, d_model, reduced, work.num_gradients),
@@ -760,27 +1009,46 @@ def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iter
         if lora := _lora(layer, name):
             inner, outer = ({"D": d_model, "F": width}[dim] for dim in dims[1:])
             products.append((f"A of experts' {name}", inner, lora.rank, projected, 2))
-            products.append((f"B of experts' {name}", lora.rank, outer, reduced if name == "down" else projected, 2))
+            products.append(
+                (
+                    f"B of experts' {name}",
+                    lora.rank,
+                    outer,
+                    reduced if name == "down" else projected,
+                    2,
+                )
+            )
             if work.remat in ("none", "save_dots"):
                 yield Bytes("saved", part * lora.rank * compute)
     for name, inner, outer, recomputed, backward in products:
-        count, multiplied = work.num_evals(recomputed, backward), local * part if all_rows else rows
+        count = work.num_evals(recomputed, backward)
+        multiplied = local * part if all_rows else rows
         moved = (multiplied * inner + part * outer + local * inner * outer) * compute
         yield Product(name, multiplied, inner, outer, count, moved, counted=rows / multiplied)
     if config.experts_bias:
         count = work.num_evals(reduced, work.num_gradients)
         yield Product.of("experts' biases", (shards * work.tokens, local, d_model), compute, count)
         if work.training and not work.frozen:  # gradients: sums over the rows of each expert
-            yield Product.of("gradients of experts' biases", (local, part, columns * width), compute, 1)
-    yield Bytes("elementwise", compute * ((columns + 1) * part * width + 2 * (part + rows) * d_model))
+            yield Product.of(
+                "gradients of experts' biases", (local, part, columns * width), compute, 1
+            )
+    yield Bytes(
+        "elementwise", compute * ((columns + 1) * part * width + 2 * (part + rows) * d_model)
+    )
     if shards == 1 and (shards := parts(work.sizes, STORAGE)) > 1:
         # The loop over layers copies gradients; gathering by features reorders kernels too.
-        times = int(work.training and not work.frozen) if config.stored_by_expert(work.tp, shards) else 2
+        times = (
+            int(work.training and not work.frozen)
+            if config.stored_by_expert(work.tp, shards)
+            else 2
+        )
         yield Bytes("elementwise", compute * times * (columns + 1) * local * d_model * width)
 
     hidden = work.tokens * d_model * compute
     yield Bytes(
-        "workspace", compute * (part * (3 * columns * width + 2 * d_model) + 2 * (shards - 1) * work.tokens * d_model)
+        "workspace",
+        compute
+        * (part * (3 * columns * width + 2 * d_model) + 2 * (shards - 1) * work.tokens * d_model),
     )
     if all_rows:  # rows repeated for each expert, in two products at a time
         yield Bytes("workspace", compute * 2 * local * part * max(width, d_model))
@@ -800,23 +1068,36 @@ def embedding_costs(layer: VocabParallelEmbedding, work: Workload) -> Iterator[C
     """Yields the costs of an embedding."""
     yield from lookup_costs(layer, work, exchanges=layer.exchanges(work))
     size = work.tokens * layer.features * itemsize(layer.precision.compute)
-    yield from leave(EMBEDDING, work, size, split=work.is_split(layer.sequence_parallel), again=False)
+    yield from leave(
+        EMBEDDING, work, size, split=work.is_split(layer.sequence_parallel), again=False
+    )
 
 
-def lookup_costs(layer: VocabParallelEmbedding, work: Workload, *, exchanges: bool) -> Iterator[Cost]:
+def lookup_costs(
+    layer: VocabParallelEmbedding, work: Workload, *, exchanges: bool
+) -> Iterator[Cost]:
     """Yields the costs of gathering the table over fsdp, or exchanging looked-up rows."""
-    size, split = layer.vocab_size * layer.features, PaddedDim((layer.vocab_size,))
+    size = layer.vocab_size * layer.features
+    split = PaddedDim((layer.vocab_size,))
     weight = partial(Weight, module=EMBEDDING, precision=layer.precision)
     yield weight(size=size, split=split, again=False, gathered=not exchanges)
     if exchanges:
-        rows = work.between(layer.sequence_parallel) * layer.features * itemsize(layer.precision.compute)
+        rows = (
+            work.between(layer.sequence_parallel)
+            * layer.features
+            * itemsize(layer.precision.compute)
+        )
         ids = parts(work.sizes, STORAGE) * work.tokens * INT32
         yield collective_cost(ALL_GATHER, STORAGE, EMBEDDING, work, ids)
-        yield collective_cost(ALL_TO_ALL, STORAGE, EMBEDDING, work, rows, 1 + (work.training and not work.frozen))
+        yield collective_cost(
+            ALL_TO_ALL, STORAGE, EMBEDDING, work, rows, 1 + (work.training and not work.frozen)
+        )
 
 
 def positions_costs(layer: LearnedPositions, work: Workload) -> Iterator[Cost]:
     """Yields the costs of learned positions."""
     weight = partial(Weight, module="learned_positions", precision=layer.precision)
     split = work.is_split(layer.sequence_parallel)
-    yield weight(size=layer.num_positions * layer.features, tp=False, used_by_all_tp=split, again=False)
+    yield weight(
+        size=layer.num_positions * layer.features, tp=False, used_by_all_tp=split, again=False
+    )

@@ -1,7 +1,9 @@
-"""Rules for how a split dim passes through JAX primitives without communication, and the walk that applies them.
+"""Rules for how a split dim passes through JAX primitives without communication, and the walk that
+applies them.
 
-A rule maps an equation and the split dims of its operands to the split dims of its results; None means replicated. It
-raises `Blocked` if a device cannot compute its shard from its operands' shards. A primitive without a rule is blocked.
+A rule maps an equation and the split dims of its operands to the split dims of its results; None
+means replicated. It raises `Blocked` if a device cannot compute its shard from its operands'
+shards. A primitive without a rule is blocked.
 """
 
 import math
@@ -34,7 +36,9 @@ class Blocked(Exception):  # noqa: N818  # an outcome, not an error
 
 
 def pass_through(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    """Returns the results' split dims, or raises `Blocked`; an operand is split, and there is no inner jaxpr."""
+    """Returns the results' split dims, or raises `Blocked`; an operand is split, and there is no
+    inner jaxpr.
+    """
     name = equation.primitive.name
     if name in ELEMENTWISE:
         return [agree(dims)] * len(equation.outvars)
@@ -47,7 +51,10 @@ def agree(dims: Dims) -> int:
     """Returns the common split dim, or raises `Blocked`."""
     split = {dim for dim in dims if dim is not None}
     if len(split) > 1:
-        raise Blocked(f"meets an array that is split along another dim ({' and '.join(map(str, sorted(split)))})")
+        raise Blocked(
+            "meets an array that is split along another dim "
+            f"({' and '.join(map(str, sorted(split)))})"
+        )
     return split.pop()
 
 
@@ -57,13 +64,17 @@ def shape_of(variable: Atom) -> tuple[int, ...]:
 
 
 def _needs_whole(equation: JaxprEqn, dim: int) -> Blocked:
-    name, size = equation.primitive.name, shape_of(equation.invars[0])[dim]
-    return Blocked(f"goes into {name}, which needs all {size} elements of the split dim on one device")
+    name = equation.primitive.name
+    size = shape_of(equation.invars[0])[dim]
+    return Blocked(
+        f"goes into {name}, which needs all {size} elements of the split dim on one device"
+    )
 
 
 def _drop_dims(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     """Passes if other dims are reduced or squeezed."""
-    dim, params = agree(dims), equation.params
+    dim = agree(dims)
+    params = equation.params
     removed = params["axes"] if "axes" in params else params["dimensions"]
     if dim in removed:
         raise _needs_whole(equation, dim)
@@ -76,32 +87,43 @@ def _broadcast(equation: JaxprEqn, dims: Dims) -> list[int | None]:
 
 def _reshape(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     """Passes if the split dim is outermost among the dims that it is split into or merged with."""
-    dim, before, after = agree(dims[:1]), shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+    dim = agree(dims[:1])
+    before = shape_of(equation.invars[0])
+    after = shape_of(equation.outvars[0])
     outer = math.prod(before[:dim])
     if before[dim] == 1 or equation.params.get("dimensions") is not None:
         raise _needs_whole(equation, dim)
     for i, size in enumerate(after):
         if size > 1 and math.prod(after[:i]) == outer:
             return [i]
-    raise Blocked(f"goes into reshape, {before} to {after}, which merges the split dim into the dim before it")
+    raise Blocked(
+        f"goes into reshape, {before} to {after}, which merges the split dim into the dim before it"
+    )
 
 
 def _along_other_dims(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     """Passes if slices, sorts, cumulative sums, padding or windows are along other dims."""
-    dim, params, num_parts = agree(dims), equation.params, len(equation.outvars)
+    dim = agree(dims)
+    params = equation.params
+    num_parts = len(equation.outvars)
     touched = {params.get("axis"), params.get("dimension"), *params.get("dimensions", ())}
     touched |= {i for i, sizes in enumerate(params.get("padding_config", ())) if any(sizes)}
     touched |= {i for i, size in enumerate(params.get("window_dimensions", ())) if size > 1}
     size = shape_of(equation.invars[0])[dim]
     if dim in touched or any(shape_of(result)[dim] != size for result in equation.outvars):
         if num_parts > 1:
-            raise Blocked(f"is divided into {num_parts} along the split dim; use separate layers, which tp can split")
+            raise Blocked(
+                f"is divided into {num_parts} along the split dim; use separate layers, which tp "
+                "can split"
+            )
         raise Blocked(f"goes into {equation.primitive.name} along the split dim")
     return [dim] * num_parts
 
 
 def _gather(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    dim, numbers, shape = agree(dims), equation.params["dimension_numbers"], shape_of(equation.invars[0])
+    dim = agree(dims)
+    numbers = equation.params["dimension_numbers"]
+    shape = shape_of(equation.invars[0])
     removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     if dims[1] is not None or dim in removed or equation.params["slice_sizes"][dim] != shape[dim]:
         raise _needs_whole(equation, dim)
@@ -109,7 +131,8 @@ def _gather(equation: JaxprEqn, dims: Dims) -> list[int | None]:
 
 
 def _dot(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    (contracted, batch), results = equation.params["dimension_numbers"], []
+    contracted, batch = equation.params["dimension_numbers"]
+    results = []
     free = [
         [d for d in range(len(shape_of(operand))) if d not in (*contracted[i], *batch[i])]
         for i, operand in enumerate(equation.invars)
@@ -127,9 +150,21 @@ def _dot(equation: JaxprEqn, dims: Dims) -> list[int | None]:
 
 
 REDUCTIONS = frozenset(
-    ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin", "gather")
+    (
+        "reduce_sum",
+        "reduce_max",
+        "reduce_min",
+        "reduce_and",
+        "reduce_or",
+        "reduce_prod",
+        "argmax",
+        "argmin",
+        "gather",
+    )
 )
-"""Primitives that reduce a split dim, or read an element of it, with an all-reduce of their result."""
+"""Primitives that reduce a split dim, or read an element of it, with an all-reduce of their
+result.
+"""
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(REDUCTIONS, _drop_dims),
@@ -141,9 +176,15 @@ RULES: dict[str, Rule] = {
     "pad": _along_other_dims,
     "gather": _gather,
     "dot_general": _dot,
-    **dict.fromkeys(("slice", "split", "rev", "dynamic_slice", "dynamic_update_slice"), _along_other_dims),
-    **dict.fromkeys(("cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin", "sort"), _along_other_dims),
-    **dict.fromkeys(("reduce_window_max", "reduce_window_sum", "reduce_window_min"), _along_other_dims),
+    **dict.fromkeys(
+        ("slice", "split", "rev", "dynamic_slice", "dynamic_update_slice"), _along_other_dims
+    ),
+    **dict.fromkeys(
+        ("cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin", "sort"), _along_other_dims
+    ),
+    **dict.fromkeys(
+        ("reduce_window_max", "reduce_window_sum", "reduce_window_min"), _along_other_dims
+    ),
 }
 
 _CALLS = {
@@ -153,10 +194,12 @@ _CALLS = {
 
 
 class Walk(Generic[Fact, Result]):
-    """Propagates a fact about each array through a jaxpr and its inner jaxprs, and collects `result`.
+    """Propagates a fact about each array through a jaxpr and its inner jaxprs, and collects
+    `result`.
 
-    Subclasses define `_operation` (facts about the results of an equation without an inner jaxpr), `_join` (the fact
-    about a variable with several possible values) and `_shift` (the fact after a leading dim is removed or added).
+    Subclasses define `_operation` (facts about the results of an equation without an inner jaxpr),
+    `_join` (the fact about a variable with several possible values) and `_shift` (the fact after a
+    leading dim is removed or added).
     """
 
     _operation: Callable[[JaxprEqn, list[Fact], int], list[Fact]]
@@ -164,7 +207,8 @@ class Walk(Generic[Fact, Result]):
     _shift: Callable[[Fact, int], Fact]
 
     def __init__(self, unknown: Fact, new_result: Callable[[], Result]):
-        self.unknown, self.new_result = unknown, new_result
+        self.unknown = unknown
+        self.new_result = new_result
         self.result = new_result()
 
     def run(self, jaxpr: Any, facts: Sequence[Fact], times: int) -> list[Fact]:
@@ -172,7 +216,9 @@ class Walk(Generic[Fact, Result]):
         known = dict(zip(jaxpr.invars, facts, strict=True))
 
         def read(variable: Atom) -> Fact:
-            return self.unknown if isinstance(variable, Literal) else known.get(variable, self.unknown)
+            return (
+                self.unknown if isinstance(variable, Literal) else known.get(variable, self.unknown)
+            )
 
         for equation in needed_equations(jaxpr):
             if not equation.outvars:  # a print blocks no split
@@ -188,27 +234,43 @@ class Walk(Generic[Fact, Result]):
         if name == "scan":
             return self._scan(equation, facts, times)
         if name == "cond":  # walks every branch
-            branches = [self.run(open_jaxpr(branch), facts[1:], times) for branch in equation.params["branches"]]
+            branches = [
+                self.run(open_jaxpr(branch), facts[1:], times)
+                for branch in equation.params["branches"]
+            ]
             values = zip(*branches, strict=True)
-            return [self._join(each, v, times) for each, v in zip(values, equation.outvars, strict=True)]
+            return [
+                self._join(each, v, times) for each, v in zip(values, equation.outvars, strict=True)
+            ]
         if body := _called(equation):
             return self.run(body, facts, times)
         return self._operation(equation, facts, times)
 
     def _scan(self, equation: JaxprEqn, facts: list[Fact], times: int) -> list[Fact]:
-        # Walks the body until the facts about the carry are stable, then once to collect the result.
-        body, times = open_jaxpr(equation.params["jaxpr"]), times * equation.params["length"]
-        sliced = sum(len(shape_of(v)) != b.aval.ndim for v, b in zip(equation.invars, body.invars, strict=True))
-        carries = sum(len(shape_of(v)) == b.aval.ndim for v, b in zip(equation.outvars, body.outvars, strict=True))
+        # Walks the body until the facts about the carry are stable, then once to collect the
+        # result.
+        body = open_jaxpr(equation.params["jaxpr"])
+        times = times * equation.params["length"]
+        sliced = sum(
+            len(shape_of(v)) != b.aval.ndim
+            for v, b in zip(equation.invars, body.invars, strict=True)
+        )
+        carries = sum(
+            len(shape_of(v)) == b.aval.ndim
+            for v, b in zip(equation.outvars, body.outvars, strict=True)
+        )
         consts = len(body.invars) - carries - sliced
-        constants, carry = facts[:consts], facts[consts : consts + carries]
+        constants = facts[:consts]
+        carry = facts[consts : consts + carries]
         slices = [self._shift(fact, -1) for fact in facts[consts + carries :]]
         for _ in range(2 + 2 * carries):
-            result, self.result = self.result, self.new_result()
+            result = self.result
+            self.result = self.new_result()
             after = self.run(body, [*constants, *carry, *slices], times)[:carries]
             self.result = result
             turns = zip(carry, after, equation.outvars[:carries], strict=True)
-            before, carry = carry, [self._join(values, variable, times) for *values, variable in turns]
+            before = carry
+            carry = [self._join(values, variable, times) for *values, variable in turns]
             if carry == before:
                 break
         results = self.run(body, [*constants, *carry, *slices], times)

@@ -1,7 +1,8 @@
 """`propose_plan`: derives a plan from a model's jaxpr, with reasons.
 
-It pairs column and row layers as Megatron-LM does (arXiv 1909.08053), if nothing between them needs the split dim
-whole (`regions.py`). Column layers that read one array share its gradient's all-reduce.
+It pairs column and row layers as Megatron-LM does (arXiv 1909.08053), if nothing between them needs
+the split dim whole (`regions.py`). Column layers that read one array share its gradient's
+all-reduce.
 """
 
 import re
@@ -16,7 +17,14 @@ from flax import nnx
 from jaxtp.analysis.dataflow import ROOT, Dataflow, LayerCall
 from jaxtp.analysis.propagation_rules import ELEMENTWISE
 from jaxtp.analysis.regions import Region, choose, find_regions
-from jaxtp.analysis.traced_model import Forward, MeshLike, ModelCall, TracedModel, axis_sizes, trace_model
+from jaxtp.analysis.traced_model import (
+    Forward,
+    MeshLike,
+    ModelCall,
+    TracedModel,
+    axis_sizes,
+    trace_model,
+)
 from jaxtp.analysis.work import count_work, repeated_work
 from jaxtp.mesh import CP, TOKENS, TP, MeshError, abstract_mesh, describe_mesh, parts
 from jaxtp.parallelize.layouts import declared_spec, declared_specs, dim_over
@@ -43,9 +51,12 @@ class Reason:
     """Why a module has its style, or none."""
 
     module: str  # pattern in the plan; modules with the same reason share it
-    style: str  # as written in the plan; "as declared" if only the model's specs split it, empty if nothing does
+    # as written in the plan; "as declared" if only the model's specs split it, empty if nothing
+    # does
+    style: str
     why: str
-    bytes: float  # sent by each device over tp, forward and backward, for all modules of the pattern
+    # sent by each device over tp, forward and backward, for all modules of the pattern
+    bytes: float
 
     def __str__(self) -> str:
         sent = f"  {self.bytes:,.0f} bytes" if self.bytes else ""
@@ -53,9 +64,13 @@ class Reason:
 
 
 class Proposal(dict[str, Style]):
-    """A plan for `parallelize`: styles by pattern, with a reason for every layer, in model order."""
+    """A plan for `parallelize`: styles by pattern, with a reason for every layer, in model
+    order.
+    """
 
-    def __init__(self, plan: Mapping[str, Style], reasons: Iterable[Reason], sizes: Mapping[str, int]):
+    def __init__(
+        self, plan: Mapping[str, Style], reasons: Iterable[Reason], sizes: Mapping[str, int]
+    ):
         super().__init__(plan)
         self.reasons = tuple(reasons)
         self.sizes = dict(sizes)
@@ -81,10 +96,12 @@ def propose_plan(
     call: Forward | None = None,
     report: Callable[[str], None] | None = print,
 ) -> Proposal:
-    """Proposes how to split a model over tp. With cp > 1, cp splits the sequences of the whole model.
+    """Proposes how to split a model over tp. With cp > 1, cp splits the sequences of the whole
+    model.
 
-    Tracing is abstract: the model is unchanged, and nothing is allocated. Python branches that these inputs do not
-    take are not split. The plan is an editable dict, empty if no split is worth its communication.
+    Tracing is abstract: the model is unchanged, and nothing is allocated. Python branches that
+    these inputs do not take are not split. The plan is an editable dict, empty if no split is worth
+    its communication.
 
     Args:
       model, *inputs, mesh, call: as in `explain`; dim 0 of each input is the batch.
@@ -97,7 +114,8 @@ def propose_plan(
     sizes = axis_sizes(mesh, "propose_plan")
     if sizes[TP] < 2:
         raise MeshError(
-            f"propose_plan splits over {TP}, which has {sizes[TP]} device; set a mesh with more, or pass the mesh that "
+            f"propose_plan splits over {TP}, which has {sizes[TP]} device; set a mesh with more, "
+            "or pass the mesh that "
             f'the plan is for: propose_plan(..., mesh={{"{TP}": 4}})'
         )
     with jax.sharding.use_abstract_mesh(abstract_mesh(sizes)):
@@ -121,17 +139,22 @@ def propose_plan(
 
 
 def _trace_plan(call: ModelCall, plan: Plan, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    # Returns notes about what tp does not divide; fails if the model's code does not accept the plan.
+    # Returns notes about what tp does not divide; fails if the model's code does not accept the
+    # plan.
     mesh = abstract_mesh(sizes)
     with jax.sharding.use_abstract_mesh(mesh):
         model = parallelize(abstract_model(call.model), plan, mesh=mesh)
         function, state = call.functional(model)
-        products, _ = count_work(jax.make_jaxpr(function)(state, call.arrays), sizes, (state, call.arrays))
+        products, _ = count_work(
+            jax.make_jaxpr(function)(state, call.arrays), sizes, (state, call.arrays)
+        )
         return *merge_equal(undivided_parameters(model, sizes)), *repeated_work(products, sizes[TP])
 
 
 def undivided_parameters(model: nnx.Module, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yields a note for each parameter of a parallel model that declares a split over tp, but is not split."""
+    """Yields a note for each parameter of a parallel model that declares a split over tp, but is
+    not split.
+    """
     for info in find_modules(model):
         for name, parameter in info.parameters.items():
             declared = parameter.replace(out_sharding=parameter.get_metadata().get(DECLARED))
@@ -151,16 +174,25 @@ def merge_equal(notes: Iterable[str]) -> list[str]:
 def _proposal(traced: TracedModel, sizes: Mapping[str, int], *, share: bool) -> Proposal:
     draft = _draft_plan(traced, sizes)
     _share_inputs(draft, share=share)
-    plan = {draft.patterns[path]: draft.styles[path] for path in _plan_order(draft) if path in draft.styles}
+    plan = {
+        draft.patterns[path]: draft.styles[path]
+        for path in _plan_order(draft)
+        if path in draft.styles
+    }
     bytes_of: dict[tuple[str, str, str], float] = {}
     if sizes[CP] > 1:
         if "" in plan:
             raise MeshError(
-                f"the model is a single layer: it cannot be both {format_style(plan[''])} and, for {CP}={sizes[CP]}, "
-                f"ContextParallel(); propose a plan for a model around it, or for a mesh with {CP}=1"
+                f"the model is a single layer: it cannot be both {format_style(plan[''])} and, for "
+                f"{CP}={sizes[CP]}, "
+                "ContextParallel(); propose a plan for a model around it, or for a mesh "
+                f"with {CP}=1"
             )
         plan = {"": ContextParallel(), **plan}
-        why = f"sequences are divided over {CP}; these bytes exclude the compiler's collectives that mix positions"
+        why = (
+            f"sequences are divided over {CP}; these bytes exclude the compiler's collectives "
+            "that mix positions"
+        )
         bytes_of[ROOT, format_style(ContextParallel()), why] = 0
     for *reason, sent in _reasons(draft):
         module, style, why = reason
@@ -178,7 +210,8 @@ class PlanDraft:
     excluded: dict[str, str]  # layers that cannot be column layers, and why
     chosen: list[Region]
     styles: dict[str, Style] = field(default_factory=dict)
-    bytes: dict[str, float] = field(default_factory=dict)  # sent by each device because of a module's style
+    # sent by each device because of a module's style
+    bytes: dict[str, float] = field(default_factory=dict)
     shared: dict[str, list[str]] = field(default_factory=dict)
     """Column layers that share a replicated array, by the module whose style replicates it."""
 
@@ -195,7 +228,9 @@ class PlanDraft:
 
 
 def _draft_plan(traced: TracedModel, sizes: Mapping[str, int]) -> PlanDraft:
-    regions, dataflow, excluded = find_regions(traced, tp=sizes[TP], batch_shards=parts(sizes, TOKENS))
+    regions, dataflow, excluded = find_regions(
+        traced, tp=sizes[TP], batch_shards=parts(sizes, TOKENS)
+    )
     draft = PlanDraft(traced, dataflow, regions, excluded, choose(regions))
     for path in dataflow.layers:
         if (region := draft.region(path)) is None:
@@ -205,9 +240,13 @@ def _draft_plan(traced: TracedModel, sizes: Mapping[str, int]) -> PlanDraft:
             draft.bytes[path] = region.inner_bytes if path == min(region.columns) else 0
         else:
             draft.styles[path] = Rowwise()
-            draft.bytes[path] = dataflow.output_bytes(dataflow.calls_of(path)) if region.columns else region.bytes
+            draft.bytes[path] = (
+                dataflow.output_bytes(dataflow.calls_of(path)) if region.columns else region.bytes
+            )
     for call in dataflow.norms:
-        if call.input.dim is not None and any(call.input.columns <= region.columns for region in draft.chosen):
+        if call.input.dim is not None and any(
+            call.input.columns <= region.columns for region in draft.chosen
+        ):
             draft.styles[call.path] = SequenceParallel(call.input.dim)
     return draft
 
@@ -226,22 +265,37 @@ def _share_inputs(draft: PlanDraft, *, share: bool) -> None:
             arguments.setdefault(path, set()).add(argument)
             draft.shared.setdefault(path, []).extend(call.path for call in calls)
             continue
-        for call in calls if several else calls[:1]:  # two calls of a layer on one array reduce its gradient once
-            draft.bytes[call.path] = draft.bytes.get(call.path, 0) + draft.dataflow.input_bytes([call])
+        # two calls of a layer on one array reduce its gradient once
+        for call in calls if several else calls[:1]:
+            draft.bytes[call.path] = draft.bytes.get(call.path, 0) + draft.dataflow.input_bytes(
+                [call]
+            )
     for path, names in arguments.items():
-        draft.styles[path] = PrepareOutput(Replicate(), Replicate()) if names == {_RESULT} else replicate_input(names)
+        draft.styles[path] = (
+            PrepareOutput(Replicate(), Replicate())
+            if names == {_RESULT}
+            else replicate_input(names)
+        )
 
 
-def _sharing_module(draft: PlanDraft, calls: list[LayerCall], arguments: dict[str, set[str]]) -> tuple[str, str] | None:
-    """Returns the innermost module around all readers of an array, and its argument; or the module that returned it."""
+def _sharing_module(
+    draft: PlanDraft, calls: list[LayerCall], arguments: dict[str, set[str]]
+) -> tuple[str, str] | None:
+    """Returns the innermost module around all readers of an array, and its argument; or the
+    module that returned it.
+    """
     around = [_modules_entered(call, arguments) for call in calls]
     common = [entry for entry in around[0] if all(entry in others for others in around)]
-    makers = [path for path in calls[0].input.left if path and path not in {*draft.styles, *arguments}]
+    makers = [
+        path for path in calls[0].input.left if path and path not in {*draft.styles, *arguments}
+    ]
     return common[-1] if common else (makers[0], _RESULT) if makers else None
 
 
 def _modules_entered(call: LayerCall, arguments: dict[str, set[str]]) -> list[tuple[str, str]]:
-    """Returns the modules around a layer, outermost first, that pass an argument to it unchanged, and the argument."""
+    """Returns the modules around a layer, outermost first, that pass an argument to it
+    unchanged, and the argument.
+    """
     return [
         (path, argument)
         for path, argument in call.input.entered
@@ -250,10 +304,14 @@ def _modules_entered(call: LayerCall, arguments: dict[str, set[str]]) -> list[tu
 
 
 def _reasons(draft: PlanDraft) -> Iterator[tuple[str, str, str, float]]:
-    whole = {path: "as declared" if declared_specs(module) else "" for path, module in draft.traced.modules.items()}
+    whole = {
+        path: "as declared" if declared_specs(module) else ""
+        for path, module in draft.traced.modules.items()
+    }
     for path in _plan_order(draft):
         if path in draft.styles:
-            style, sent = format_style(draft.styles[path]), draft.bytes.get(path, 0)
+            style = format_style(draft.styles[path])
+            sent = draft.bytes.get(path, 0)
             yield draft.patterns[path], style, _why_styled(draft, path), sent
         else:
             yield draft.patterns[path] or ROOT, whole[path], _why_whole(draft, path), 0
@@ -267,9 +325,17 @@ def _reasons(draft: PlanDraft) -> Iterator[tuple[str, str, str, float]]:
 def _plan_order(draft: PlanDraft) -> list[str]:
     # Layers in call order; a module that replicates inputs precedes the layers that read them.
     order: list[str] = []
-    norms = [call.path for call in draft.dataflow.norms if isinstance(draft.styles.get(call.path), SequenceParallel)]
+    norms = [
+        call.path
+        for call in draft.dataflow.norms
+        if isinstance(draft.styles.get(call.path), SequenceParallel)
+    ]
     for path in dict.fromkeys([*draft.dataflow.layers, *norms]):
-        order += [module for module, readers in draft.shared.items() if path in readers and module not in order]
+        order += [
+            module
+            for module, readers in draft.shared.items()
+            if path in readers and module not in order
+        ]
         order.append(path)
     return order
 
@@ -278,16 +344,25 @@ def replicate_input(names: set[str]) -> PrepareInput:
     """Returns a style that replicates arguments, by position or name."""
     positions = [int(name) for name in names if name.isdigit()]
     kwargs = {name: Replicate() for name in sorted(names) if not name.isdigit()} or None
-    layouts = tuple(Replicate() if i in positions else None for i in range(max(positions, default=-1) + 1)) or None
+    layouts = (
+        tuple(
+            Replicate() if i in positions else None for i in range(max(positions, default=-1) + 1)
+        )
+        or None
+    )
     args = Replicate() if layouts == (Replicate(),) else layouts
     return PrepareInput(args, args, kwargs, kwargs)
 
 
 def _why_styled(draft: PlanDraft, path: str) -> str:
-    region, style = draft.region(path), draft.styles[path]
+    region = draft.region(path)
+    style = draft.styles[path]
     if isinstance(style, (PrepareInput, PrepareOutput)):
         readers = draft.shared[path]
-        return f"one input for {_names(draft, readers)}: its gradient is all-reduced once, not {len(readers)} times"
+        return (
+            f"one input for {_names(draft, readers)}: its gradient is all-reduced once, not "
+            f"{len(readers)} times"
+        )
     if isinstance(style, SequenceParallel):
         return f"runs on shards of dim {style.sequence_dim} of its input, which column layers split"
     assert region is not None
@@ -296,7 +371,11 @@ def _why_styled(draft: PlanDraft, path: str) -> str:
     if path in region.rows:
         return f"sums over the output of {_names(draft, region.columns)}; its output is all-reduced"
     sharing = [module for module, readers in draft.shared.items() if path in readers]
-    gradient = f"its input is shared by {_names(draft, sharing)}" if sharing else "its input's gradient is all-reduced"
+    gradient = (
+        f"its input is shared by {_names(draft, sharing)}"
+        if sharing
+        else "its input's gradient is all-reduced"
+    )
     if not any(call.input.has_grad for call in draft.dataflow.calls_of(path)):
         gradient = "its input has no gradient"
     if region.rows:
@@ -307,29 +386,48 @@ def _why_styled(draft: PlanDraft, path: str) -> str:
     trade = _saved_and_sent(region)
     if path in draft.dataflow.summed:
         return f"its output stays split in the loss: {trade}; {gradient}"
-    return f"its output, a result of the model, stays split for a softmax cross-entropy: {trade}; {gradient}"
+    return (
+        f"its output, a result of the model, stays split for a softmax cross-entropy: {trade}; "
+        f"{gradient}"
+    )
 
 
 def _why_whole(draft: PlanDraft, path: str) -> str:
-    if split := [call for call in draft.dataflow.calls_of(path) if call.input.dim is not None and not call.is_row]:
-        return f"gathers its input, which {_names(draft, split[0].input.columns)} splits, and runs on the whole array"
+    if split := [
+        call
+        for call in draft.dataflow.calls_of(path)
+        if call.input.dim is not None and not call.is_row
+    ]:
+        return (
+            f"gathers its input, which {_names(draft, split[0].input.columns)} splits, "
+            "and runs "
+            "on the whole array"
+        )
     column = next((region for region in draft.regions if path in region.columns), None)
     if column is not None:
         if column.rows:
             return f"would feed {_names(draft, column.rows)}{_why_not_chosen(draft, column)}"
-        reader = "goes into the loss" if path in draft.dataflow.summed else "is a result of the model"
+        reader = (
+            "goes into the loss" if path in draft.dataflow.summed else "is a result of the model"
+        )
         return f"its output {reader}: a split {_saved_and_sent(column)}"
     why = "not Rowwise(): its input is not split"
     row = next((region for region in draft.regions if path in region.rows), None)
     if row is not None:
-        pair = f"could sum over the output of {_names(draft, row.columns)}{_why_not_chosen(draft, row)}"
+        pair = (
+            "could sum over the output of "
+            f"{_names(draft, row.columns)}{_why_not_chosen(draft, row)}"
+        )
         why = pair if row.columns else f"a split of its vocabulary {_saved_and_sent(row)}"
     return f"not Colwise(): {draft.excluded[path]}; {why}"
 
 
 def _why_not_chosen(draft: PlanDraft, region: Region) -> str:
     if region.bytes >= region.bytes_one_by_one:
-        return f", which sends {region.bytes:,.0f} bytes, no less than layer by layer ({region.bytes_one_by_one:,.0f})"
+        return (
+            f", which sends {region.bytes:,.0f} bytes, no less than layer by layer "
+            f"({region.bytes_one_by_one:,.0f})"
+        )
     rivals = {path for other in draft.chosen if region.conflicts(other) for path in other.layers}
     return f", which sends {region.bytes:,.0f} bytes; a better split is of {_names(draft, rivals)}"
 
@@ -343,5 +441,9 @@ def _names(draft: PlanDraft, paths: Iterable[str]) -> str:
 
 
 def _matrices(module: nnx.Module) -> str:
-    params = {name: value.shape for name, value in vars(module).items() if isinstance(value, nnx.Param)}
-    return ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in params.items() if len(shape) > 1)
+    params = {
+        name: value.shape for name, value in vars(module).items() if isinstance(value, nnx.Param)
+    }
+    return ", ".join(
+        f"{name} {'x'.join(map(str, shape))}" for name, shape in params.items() if len(shape) > 1
+    )

@@ -1,9 +1,10 @@
 """Regions of layers that tp splits together.
 
-A region is a set of column layers whose outputs are combined (q, k and v; gate and up), and the row layers that sum
-over them. Regions conflict if a layer is a column in one and a row in the other. The chosen regions split the most
-layers, then send the fewest bytes. A region whose layers send no more if split one by one (one column and four row
-layers) is dropped. A single layer (a vocabulary) is split if that saves more parameter bytes than it sends.
+A region is a set of column layers whose outputs are combined (q, k and v; gate and up), and the row
+layers that sum over them. Regions conflict if a layer is a column in one and a row in the other.
+The chosen regions split the most layers, then send the fewest bytes. A region whose layers send no
+more if split one by one (one column and four row layers) is dropped. A single layer (a vocabulary)
+is split if that saves more parameter bytes than it sends.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,10 +25,14 @@ class Region:
 
     columns: Columns
     rows: frozenset[str]
-    reaches_output: bool  # the output of the columns is also an output of the model, or goes into the loss
-    inner_bytes: float  # Bytes each device sends between the layers, and for split outputs of the model
+    # the output of the columns is also an output of the model, or goes into the loss
+    reaches_output: bool
+    # Bytes each device sends between the layers, and for split outputs of the model
+    inner_bytes: float
     bytes: float
-    """Bytes each device sends in a forward and backward pass; each input of columns is reduced once."""
+    """Bytes each device sends in a forward and backward pass; each input of columns is reduced
+    once.
+    """
     bytes_one_by_one: float
     """Bytes each device would send if every layer were a column layer with gathered output."""
     saved: float  # Bytes of parameters that a split saves on each device
@@ -42,13 +47,17 @@ class Region:
         return bool(self.columns & other.rows or self.rows & other.columns)
 
 
-def find_regions(traced: TracedModel, *, tp: int, batch_shards: int) -> tuple[list[Region], Dataflow, dict[str, str]]:
+def find_regions(
+    traced: TracedModel, *, tp: int, batch_shards: int
+) -> tuple[list[Region], Dataflow, dict[str, str]]:
     """Returns the regions, their dataflow, and why other layers cannot be column layers."""
     dataflow = find_dataflow(traced, traced.modules, tp=tp, batch_shards=batch_shards)
     excluded = dict(_not_column_layers(traced, dataflow))
     while True:  # until every split output reaches row layers or the model's output
         dataflow = find_dataflow(traced, excluded, tp=tp, batch_shards=batch_shards)
-        regions = [_region(traced, dataflow, columns) for columns in _column_sets(dataflow, excluded)]
+        regions = [
+            _region(traced, dataflow, columns) for columns in _column_sets(dataflow, excluded)
+        ]
         exclude = dataflow.blocked or dict(_layers_to_exclude(regions, dataflow))
         if not exclude:
             return [*regions, *_vocabularies(traced, dataflow)], dataflow, excluded
@@ -57,7 +66,8 @@ def find_regions(traced: TracedModel, *, tp: int, batch_shards: int) -> tuple[li
 
 def _vocabularies(traced: TracedModel, dataflow: Dataflow) -> Iterator[Region]:
     for path in dataflow.layers:
-        module, calls = traced.modules[path], dataflow.calls_of(path)
+        module = traced.modules[path]
+        calls = dataflow.calls_of(path)
         splits = isinstance(module, nnx.Embed) and module.num_embeddings % dataflow.tp == 0
         if splits and path not in traced.tied:
             sent = dataflow.output_bytes(call for call in calls if call.method == "__call__")
@@ -89,7 +99,9 @@ def _not_column_layers(traced: TracedModel, dataflow: Dataflow) -> Iterator[tupl
 
 def _column_sets(dataflow: Dataflow, excluded: Mapping[str, str]) -> list[Columns]:
     # Sets of layers that must be split together, in model order.
-    sets = {call.path: frozenset({call.path}) for call in dataflow.calls if call.path not in excluded}
+    sets = {
+        call.path: frozenset({call.path}) for call in dataflow.calls if call.path not in excluded
+    }
     feeding: dict[str, Columns] = {}
     for call in dataflow.calls:
         if call.is_row:
@@ -101,18 +113,38 @@ def _column_sets(dataflow: Dataflow, excluded: Mapping[str, str]) -> list[Column
 
 
 def _region(traced: TracedModel, dataflow: Dataflow, columns: Columns) -> Region:
-    rows = frozenset(call.path for call in dataflow.calls if call.is_row and call.input.columns & columns)
+    rows = frozenset(
+        call.path for call in dataflow.calls if call.is_row and call.input.columns & columns
+    )
     outputs = [aval for split_by, aval in dataflow.outputs.items() if split_by & columns]
-    inner = sum(total_sent(traffic) for split_by, traffic in dataflow.collectives.items() if split_by & columns)
-    for aval in outputs:  # gathered; three all-reduces of a softmax cross-entropy if no row layer reads it
+    inner = sum(
+        total_sent(traffic)
+        for split_by, traffic in dataflow.collectives.items()
+        if split_by & columns
+    )
+    # gathered; three all-reduces of a softmax cross-entropy if no row layer reads it
+    for aval in outputs:
         size = aval.size * aval.dtype.itemsize
-        whole, sums = dataflow.over_tp(ALL_GATHER, size), 3 * dataflow.over_tp(ALL_REDUCE, size / aval.shape[-1])
+        whole = dataflow.over_tp(ALL_GATHER, size)
+        sums = 3 * dataflow.over_tp(ALL_REDUCE, size / aval.shape[-1])
         inner += whole if rows else sums
-    column_calls, row_calls = dataflow.calls_of(*columns), dataflow.calls_of(*rows)
+    column_calls = dataflow.calls_of(*columns)
+    row_calls = dataflow.calls_of(*rows)
     sent = inner + dataflow.input_bytes(column_calls) + dataflow.output_bytes(row_calls)
-    one_by_one = dataflow.input_bytes(column_calls + row_calls) + dataflow.output_bytes(column_calls + row_calls) / 2
+    one_by_one = (
+        dataflow.input_bytes(column_calls + row_calls)
+        + dataflow.output_bytes(column_calls + row_calls) / 2
+    )
     reaches_output = bool(outputs) or not columns.isdisjoint(dataflow.summed)
-    return Region(columns, rows, reaches_output, inner, sent, one_by_one, _saved(traced, dataflow, columns | rows))
+    return Region(
+        columns,
+        rows,
+        reaches_output,
+        inner,
+        sent,
+        one_by_one,
+        _saved(traced, dataflow, columns | rows),
+    )
 
 
 def _layers_to_exclude(regions: Iterable[Region], dataflow: Dataflow) -> Iterator[tuple[str, str]]:
@@ -120,12 +152,20 @@ def _layers_to_exclude(regions: Iterable[Region], dataflow: Dataflow) -> Iterato
     called_whole |= {call.path for call in dataflow.norms if call.input.dim is None}
     for region in regions:
         norms = {call.path for call in dataflow.norms if call.input.columns & region.columns}
-        both, mixed = sorted(region.columns & region.rows), sorted((region.rows | norms) & called_whole)
+        both = sorted(region.columns & region.rows)
+        mixed = sorted((region.rows | norms) & called_whole)
         for path in region.columns:
             if both:
-                yield path, f"its output feeds {', '.join(both)}, which would be a column and a row layer"
+                yield (
+                    path,
+                    f"its output feeds {', '.join(both)}, which would be a column and a row layer",
+                )
             elif mixed:
-                yield path, f"it feeds {', '.join(mixed)}, which is also called on an array that is not split"
+                yield (
+                    path,
+                    f"it feeds {', '.join(mixed)}, which is also called on an array that is "
+                    "not split",
+                )
             elif not region.rows and not region.reaches_output:
                 yield path, "it feeds no other layer"
 
@@ -145,7 +185,9 @@ def choose(regions: list[Region]) -> list[Region]:
             return [region for component in components for region in best(component)]
         if len(remaining) < 2:
             return list(remaining)
-        first = max(remaining, key=lambda region: sum(region.conflicts(other) for other in remaining))
+        first = max(
+            remaining, key=lambda region: sum(region.conflicts(other) for other in remaining)
+        )
         rest = tuple(region for region in remaining if region != first)
         with_first = [first, *best(tuple(region for region in rest if not first.conflicts(region)))]
         return max(with_first, best(rest), key=value)
@@ -153,14 +195,22 @@ def choose(regions: list[Region]) -> list[Region]:
     chosen = best(tuple(paired))
     chosen = [region for region in paired if region in chosen]
     layers = {path for region in chosen for path in region.layers}
-    single = [region for region in regions if not (region.columns and region.rows) and not region.layers & layers]
+    single = [
+        region
+        for region in regions
+        if not (region.columns and region.rows) and not region.layers & layers
+    ]
     return chosen + [region for region in single if region.saved > region.bytes]
 
 
 def _components(regions: Iterable[Region]) -> list[tuple[Region, ...]]:
     components: list[tuple[Region, ...]] = []
     for region in regions:
-        near = [component for component in components if any(region.conflicts(other) for other in component)]
+        near = [
+            component
+            for component in components
+            if any(region.conflicts(other) for other in component)
+        ]
         components = [component for component in components if component not in near]
         components.append((*(other for component in near for other in component), region))
     return components

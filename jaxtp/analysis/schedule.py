@@ -1,7 +1,9 @@
-"""Collectives of a compiled program with the computation scheduled during each, and the kernels of each part of a step.
+"""Collectives of a compiled program with the computation scheduled during each, and the kernels of
+each part of a step.
 
-Text compiled for GPUs lists operations in issue order, and splits collectives into start and done; operations in
-between overlap. Each operation outside of fusions is a kernel, which reads its operands and writes its results once.
+Text compiled for GPUs lists operations in issue order, and splits collectives into start and done;
+operations in between overlap. Each operation outside of fusions is a kernel, which reads its
+operands and writes its results once.
 """
 
 import re
@@ -17,17 +19,36 @@ _NUMBERS = ("count", "bytes", "overlapped", "computing", "hidden_bytes")
 _CALLS = {"fusion", "while", "call", "conditional"}
 _COMPUTES = _CALLS | {"dot", "convolution", "custom-call", "sort", "reduce"}
 _VALUES = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
-_NO_KERNELS = _CALLS - {"fusion"} | _VALUES | {"after-all", "opt-barrier", "partition-id", "replica-id"}
-_SLICES, _UPDATES = {"slice", "dynamic-slice", "gather"}, {"dynamic-update-slice": 1, "scatter": 2}
-"""Operations that read a part of their first operand or update it in place, with the operand that is the update."""
-_MOVES = _VALUES | {"copy", "transpose", "reshape", "convert", "concatenate", "pad", "reverse"} | _SLICES - {"gather"}
+_NO_KERNELS = (
+    _CALLS - {"fusion"} | _VALUES | {"after-all", "opt-barrier", "partition-id", "replica-id"}
+)
+_SLICES = {"slice", "dynamic-slice", "gather"}
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""Operations that read a part of their first operand or update it in place, with the operand
+that is the update.
+"""
+_MOVES = (
+    _VALUES
+    | {"copy", "transpose", "reshape", "convert", "concatenate", "pad", "reverse"}
+    | _SLICES - {"gather"}
+)
 _MOVES |= {"dynamic-update-slice"}
-AMOUNTS = ("kernels", "flops", "flops_16", "product_bytes", "other_bytes", "copied_bytes", "unknown")
-"""On one device: kernels that run; FLOPs of products, and the same in time of 16-bit ones (half for 8 bits, twice for
-32); bytes of operands and results of kernels with products, of all others, and of the others that only copy, transpose
-or convert; products in kernels that do not tell their FLOPs."""
+AMOUNTS = (
+    "kernels",
+    "flops",
+    "flops_16",
+    "product_bytes",
+    "other_bytes",
+    "copied_bytes",
+    "unknown",
+)
+"""On one device: kernels that run; FLOPs of products, and the same in time of 16-bit ones (half for
+8 bits, twice for 32); bytes of operands and results of kernels with products, of all others, and of
+the others that only copy, transpose or convert; products in kernels that do not tell their FLOPs.
+"""
 Part = dict[str, float]
-COLLECTIVES, OTHER = "collectives", "other"
+COLLECTIVES = "collectives"
+OTHER = "other"
 PARTS = {
     "optimizer": "optimizer|adam|(grad|param)_norm",
     "embedding, loss": r"embed|cross_entropy|logits|\bloss|head\b",
@@ -41,7 +62,9 @@ PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduled(Collective):
-    """Collectives of one kind in equal groups of the same axes, with all bytes of a step, and what overlaps them."""
+    """Collectives of one kind in equal groups of the same axes, with all bytes of a step, and
+    what overlaps them.
+    """
 
     count: int  # operations in a step; one may move several arrays
     overlapped: int  # operations that have something computed between their start and their done
@@ -50,7 +73,9 @@ class Scheduled(Collective):
 
     def __add__(self, other: "Scheduled") -> "Scheduled":
         """Returns the total; kind, axes and group must match."""
-        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in _NUMBERS})
+        return replace(
+            self, **{name: getattr(self, name) + getattr(other, name) for name in _NUMBERS}
+        )
 
     def record(self) -> dict[str, object]:
         """Returns the numbers as plain values."""
@@ -58,7 +83,8 @@ class Scheduled(Collective):
 
 
 def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
-    """Returns the collectives of a compiled program by kind, axes and size of the group, most bytes first.
+    """Returns the collectives of a compiled program by kind, axes and size of the group, most bytes
+    first.
 
     Args:
       text: from `jax.stages.Compiled.as_text()`.
@@ -71,13 +97,18 @@ def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
     totals: dict[tuple[str, Axes, int], Scheduled] = {}
     for computation, instruction, _, times, counted in walk(module, entry):
         operation = _operation(instruction, module)
-        messages = [] if operation is None else [c for c in hlo.collectives_of(operation, "", sizes) if c.group > 1]
+        messages = (
+            []
+            if operation is None
+            else [c for c in hlo.collectives_of(operation, "", sizes) if c.group > 1]
+        )
         if not messages:
             continue
         hlo.check_counted(instruction, counted)
         beside = _beside(instruction, module[computation])
         computing = times * sum(other.opcode in _COMPUTES for other in beside)
-        first, size = messages[0], times * sum(one.bytes for one in messages)
+        first = messages[0]
+        size = times * sum(one.bytes for one in messages)
         one = Scheduled(
             *(first.kind, first.axes, first.group, size),
             count=times,
@@ -99,7 +130,12 @@ def _operation(instruction: Instruction, module: Module) -> Instruction | None:
         result = instruction.type if kind == "all-reduce" else _result_of_start(instruction.type)
         return replace(instruction, opcode=kind, type=result)
     if instruction.opcode == f"async{START}":
-        wrapped = (inner for callee in instruction.callees for inner in module[callee] if inner.opcode in KINDS)
+        wrapped = (
+            inner
+            for callee in instruction.callees
+            for inner in module[callee]
+            if inner.opcode in KINDS
+        )
         return next(wrapped, None)
     return None
 
@@ -116,7 +152,9 @@ def _beside(start: Instruction, computation: Sequence[Instruction]) -> Sequence[
         return ()
     at = computation.index(start) + 1
     for end, instruction in enumerate(computation[at:], start=at):
-        if instruction.opcode.endswith("-done") and re.match(rf"%?{re.escape(start.name)}[,)#]", instruction.rest):
+        if instruction.opcode.endswith("-done") and re.match(
+            rf"%?{re.escape(start.name)}[,)#]", instruction.rest
+        ):
             return computation[at:end]
     return ()  # its done is in another iteration of the loop
 
@@ -129,14 +167,17 @@ def _multiplies(instruction: Instruction, module: Module) -> bool:
 
 
 def read_parts(text: str) -> dict[str, Part]:
-    """Returns the kernels of a compiled program by part of the step: `PARTS`, `OTHER` and `COLLECTIVES`.
+    """Returns the kernels of a compiled program by part of the step: `PARTS`, `OTHER` and
+    `COLLECTIVES`.
 
     Raises:
       HloError: a data-dependent trip count.
     """
     module, entry = hlo.parse_module(text)
     totals = {name: dict.fromkeys(AMOUNTS, 0.0) for name in (*PARTS, OTHER, COLLECTIVES)}
-    fused = {name for one in module.values() for i in one if i.opcode == "fusion" for name in i.callees}
+    fused = {
+        name for one in module.values() for i in one if i.opcode == "fusion" for name in i.callees
+    }
     for computation, kernel, scope, times, counted in walk(module, entry):
         if computation in fused or kernel.opcode in _NO_KERNELS or kernel.opcode.endswith("-done"):
             continue
@@ -149,16 +190,23 @@ def read_parts(text: str) -> dict[str, Part]:
 
 def part_of(*names: str) -> str:
     """Returns the part by names of operations."""
-    return next((part for name in names for part, pattern in PARTS.items() if re.search(pattern, name)), OTHER)
+    return next(
+        (part for name in names for part, pattern in PARTS.items() if re.search(pattern, name)),
+        OTHER,
+    )
 
 
 def _kernel(kernel: Instruction, computation: str, scope: str, module: Module) -> tuple[str, Part]:
     around = module[computation]
     if operation := _operation(kernel, module):
-        size = sum(map(hlo.type_bytes, hlo.operand_types(around, kernel))) + hlo.type_bytes(operation.type)
+        size = sum(map(hlo.type_bytes, hlo.operand_types(around, kernel))) + hlo.type_bytes(
+            operation.type
+        )
         return COLLECTIVES, {"kernels": 1, "other_bytes": size}
     if kernel.opcode.endswith(START):
-        kernel = replace(kernel, opcode=kernel.opcode.removesuffix(START), type=_result_of_start(kernel.type))
+        kernel = replace(
+            kernel, opcode=kernel.opcode.removesuffix(START), type=_result_of_start(kernel.type)
+        )
     inside = [(around, kernel)]
     for callee in kernel.callees if kernel.opcode == "fusion" else ():
         inside += [(module[name], inner) for name, inner, *_ in walk(module, callee)]
@@ -169,7 +217,11 @@ def _kernel(kernel: Instruction, computation: str, scope: str, module: Module) -
         kernel = replace(kernel, type=re.sub(r"\b[su]8\[\d+\]", "", kernel.type))
     size = _traffic(kernel, around, module)
     if not products:
-        return part, {"kernels": 1, "other_bytes": size, "copied_bytes": size * _only_moves(kernel, module)}
+        return part, {
+            "kernels": 1,
+            "other_bytes": size,
+            "copied_bytes": size * _only_moves(kernel, module),
+        }
     amounts = dict.fromkeys(AMOUNTS, 0.0) | {"kernels": 1, "product_bytes": size}
     for whole, product in products:
         types = hlo.operand_types(whole, product)[:2]
@@ -183,8 +235,11 @@ def _kernel(kernel: Instruction, computation: str, scope: str, module: Module) -
 
 def _only_moves(instruction: Instruction, module: Module) -> bool:
     if instruction.opcode == "fusion":
-        return all(_only_moves(inner, module) for name in instruction.callees for inner in module[name])
-    scalar = "[]" in instruction.type and instruction.opcode != "reduce"  # such as the index of a slice
+        return all(
+            _only_moves(inner, module) for name in instruction.callees for inner in module[name]
+        )
+    # such as the index of a slice
+    scalar = "[]" in instruction.type and instruction.opcode != "reduce"
     return instruction.opcode in _MOVES or scalar
 
 
@@ -193,15 +248,23 @@ def _traffic(kernel: Instruction, around: Sequence[Instruction], module: Module)
     sizes = list(map(hlo.type_bytes, hlo.operand_types(around, kernel)))
     if kernel.opcode == "fusion":
         fused = module[kernel.callees[0]]
-        return sum(_read(fused, i, size, module) for i, size in enumerate(sizes)) + _written(fused, hlo.root_of(fused))
+        return sum(_read(fused, i, size, module) for i, size in enumerate(sizes)) + _written(
+            fused, hlo.root_of(fused)
+        )
     if kernel.opcode in _UPDATES:
         return 2 * sizes[_UPDATES[kernel.opcode]]
-    return hlo.type_bytes(kernel.type) + (hlo.type_bytes(kernel.type) if kernel.opcode in _SLICES else sum(sizes))
+    return hlo.type_bytes(kernel.type) + (
+        hlo.type_bytes(kernel.type) if kernel.opcode in _SLICES else sum(sizes)
+    )
 
 
 def _read(fused: Sequence[Instruction], parameter: int, size: float, module: Module) -> float:
     # Bytes that a fusion reads of a parameter of that size.
-    names = {one.name for one in fused if one.opcode == "parameter" and one.rest.startswith(f"{parameter})")}
+    names = {
+        one.name
+        for one in fused
+        if one.opcode == "parameter" and one.rest.startswith(f"{parameter})")
+    }
     total = 0.0
     for user in fused:
         at = [i for i, (name, _) in enumerate(user.operands) if name in names]

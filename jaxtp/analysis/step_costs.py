@@ -1,7 +1,8 @@
 """Costs of a decoder's step on one device: sums over its layers.
 
-A branch without formulas (`layer_costs.py`) is traced, in a second, not a millisecond. Its collectives are exact, and
-the products that XLA (not a kernel) computes; its memory estimate assumes residuals divided evenly over all devices.
+A branch without formulas (`layer_costs.py`) is traced, in a second, not a millisecond. Its
+collectives are exact, and the products that XLA (not a kernel) computes; its memory estimate
+assumes residuals divided evenly over all devices.
 """
 
 import math
@@ -50,19 +51,42 @@ from jaxtp.layers.context import Sequences
 from jaxtp.layers.gated_delta import DELTA, GatedDeltaConfig, GatedDeltaNet
 from jaxtp.layers.linear import LayerContext
 from jaxtp.layers.loss import LOSS
-from jaxtp.layers.parameter import PARAMETERS, PaddedDim, Precision, logical_shape, mark_unreduced, padding_of, spec_of
+from jaxtp.layers.parameter import (
+    PARAMETERS,
+    PaddedDim,
+    Precision,
+    logical_shape,
+    mark_unreduced,
+    padding_of,
+    spec_of,
+)
 from jaxtp.layers.remat import RematPolicy
-from jaxtp.mesh import BATCH, CP, SEQUENCE, STORAGE, TOKENS, TP, abstract_mesh, axes_of, batch_parts, mesh_shape, parts
+from jaxtp.mesh import (
+    BATCH,
+    CP,
+    SEQUENCE,
+    STORAGE,
+    TOKENS,
+    TP,
+    abstract_mesh,
+    axes_of,
+    batch_parts,
+    mesh_shape,
+    parts,
+)
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import JOINED, Decoder, DecoderBlock, create_decoder
 
 LOGIT_PASSES = 6
-"""Estimated passes of all float32 logits through memory besides the matrix products. Compiled steps make 3.5: maximum
-and exponentials; backward they read the logits, and write a gradient in 16 bits."""
+"""Estimated passes of all float32 logits through memory besides the matrix products. Compiled steps
+make 3.5: maximum and exponentials; backward they read the logits, and write a gradient in 16 bits.
+"""
 
 BACKWARD_OF_DELTA = 1.2
-"""Memory of Gated DeltaNet's backward pass in units of all activations between its projections, which it recomputes:
-measured in programs of NVIDIA's compiler (one block of Qwen3.5-27B, 8,192 to 32,768 tokens)."""
+"""Memory of Gated DeltaNet's backward pass in units of all activations between its projections,
+which it recomputes: measured in programs of NVIDIA's compiler (one block of Qwen3.5-27B, 8,192 to
+32,768 tokens).
+"""
 
 MUCH_PADDING = 0.25  # of a block's weights: from here on it is warned of
 _AMPERE = "8.0"  # the oldest architecture of NVIDIA with every kernel
@@ -76,8 +100,11 @@ class StepCosts:
     traffic: Mapping[Collective, int]  # collectives, and how often each runs
     products: tuple[Product, ...]  # matrix products with weights
     attention: tuple[Product, ...]  # scores, and the values weighted by them
-    elementwise: tuple[Bytes, ...]  # through memory outside of products, but for `scores` and `logits`
-    scores: float  # bytes of attention scores through memory outside of products; 0 for a kernel that never holds them
+    # through memory outside of products, but for `scores` and `logits`
+    elementwise: tuple[Bytes, ...]
+    # bytes of attention scores through memory outside of products; 0 for a kernel that never holds
+    # them
+    scores: float
     logits: float
     itemsize: int  # bytes of an element of the compute dtype
     param_itemsize: int  # bytes of an element of the trained parameters' dtype
@@ -85,12 +112,17 @@ class StepCosts:
     copied: int  # bytes of their copies before it
     working: int  # bytes of activations that the backward pass of the largest branch works on
     weights: int  # bytes of the largest block's loaded weights, and of their unreduced gradients
-    loss: int  # bytes of the head, of the logits of a chunk, and of its share of the head's gradient
-    head: int  # bytes of the head's gradient before it is reduced, which is after the blocks' backward passes
+    # bytes of the head, of the logits of a chunk, and of its share of the head's gradient
+    loss: int
+    # bytes of the head's gradient before it is reduced, which is after the blocks' backward passes
+    head: int
     cached: int  # bytes that all blocks remember of the tokens of all rows
     adapters: int  # elements of all adapters
-    unused: float  # elements of a device's weights that none of its tokens uses: experts that none chose, on average
-    update: tuple[Product, ...] = ()  # matrix products of the optimizer's rule, in the parameters' dtype
+    # elements of a device's weights that none of its tokens uses: experts that none chose, on
+    # average
+    unused: float
+    # matrix products of the optimizer's rule, in the parameters' dtype
+    update: tuple[Product, ...] = ()
     owned: int = 0  # bytes of whole matrices that the optimizer's rule works on
     padding: float  # elements that padding adds to the weights of all blocks, as a share of them
 
@@ -123,29 +155,49 @@ def step_costs(
       **shape: other fields of `LocalShape`: packed, platform, context.
     """
     rows = batch_size // (batch_parts(mesh) * accumulation)
-    fixed: dict[str, Any] = {"remat": config.remat, "frozen": config.lora.rank > 0, "accumulation": accumulation}
-    return costs_of(config, Workload(sizes=mesh, rows=rows, length=sequence_length, **fixed, **shape))
+    fixed: dict[str, Any] = {
+        "remat": config.remat,
+        "frozen": config.lora.rank > 0,
+        "accumulation": accumulation,
+    }
+    return costs_of(
+        config, Workload(sizes=mesh, rows=rows, length=sequence_length, **fixed, **shape)
+    )
 
 
 def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
     """Returns a model's costs: traffic and products of all micro-batches, memory of one."""
-    model, work = described(config), replace(work, zigzag=config.zigzag(work))
-    branches = (each[1] for _, kinds in model.stacked() for block in kinds for each in block.branches())
+    model = described(config)
+    work = replace(work, zigzag=config.zigzag(work))
+    branches = (
+        each[1] for _, kinds in model.stacked() for block in kinds for each in block.branches()
+    )
     if not all(map(has_formulas, branches)):
         model = described(config, work.tp)  # its arrays are padded for tp, as a trace needs them
-    blocks = [(stack.repeats, list(block_costs(block, work))) for stack, kinds in model.stacked() for block in kinds]
+    blocks = [
+        (stack.repeats, list(block_costs(block, work)))
+        for stack, kinds in model.stacked()
+        for block in kinds
+    ]
     outside = [(1, cost) for cost in decoder_costs(model, work)]
     inside = [(repeats, cost) for repeats, costs in blocks for cost in costs]
-    every, weights = inside + outside, [(n, cost) for n, cost in inside if isinstance(cost, Weight)]
+    every = inside + outside
+    weights = [(n, cost) for n, cost in inside if isinstance(cost, Weight)]
     products = _products(every, work)
-    passes = 2.5 + (work.remat in RECOMPUTE_POLICIES) if work.training else 1.0  # a backward pass counts 1.5
-    elementwise = [(n, cost) for n, cost in every if isinstance(cost, Bytes) and cost.kind == "elementwise"]
+    # a backward pass counts 1.5
+    passes = 2.5 + (work.remat in RECOMPUTE_POLICIES) if work.training else 1.0
+    elementwise = [
+        (n, cost) for n, cost in every if isinstance(cost, Bytes) and cost.kind == "elementwise"
+    ]
 
     return StepCosts(
         traffic=_traffic(every, work),
         products=tuple(product for product in products if not product.attention),
         attention=tuple(product for product in products if product.attention),
-        elementwise=tuple(replace(cost, bytes=work.accumulation * passes * n * cost.bytes) for n, cost in elementwise),
+        elementwise=tuple(
+            replace(cost, bytes=work.accumulation * passes * n * cost.bytes)
+            for n, cost in elementwise
+        ),
         scores=work.accumulation * _bytes("scores", every),
         logits=work.accumulation * _bytes("logits", every),
         itemsize=itemsize(config.precision.compute),
@@ -158,33 +210,45 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
         head=int(_bytes("gradient", outside)),
         cached=int(_bytes("cached", every)),
         adapters=sum(n * weight.size for n, weight in weights if weight.adapter),
-        unused=sum(n * w.over_tp(work.sizes) * (1 - w.active) ** work.tokens for n, w in weights),  # uniform routing
-        padding=sum(n * w.padded(work.tp) for n, w in weights) / sum(n * w.size for n, w in weights) - 1,
+        # uniform routing
+        unused=sum(n * w.over_tp(work.sizes) * (1 - w.active) ** work.tokens for n, w in weights),
+        padding=sum(n * w.padded(work.tp) for n, w in weights) / sum(n * w.size for n, w in weights)
+        - 1,
     )
 
 
 def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
     """Yields the costs of branches, norms, residual sums and saved input."""
     residual = work.between(block.config.sequence_parallel) * block.config.d_model
-    size, last = residual * itemsize(block.config.precision.compute), block.names[-1]
-    yield Bytes("saved", size * {"none": 1 if block.parallel else len(block.names), "offload": 0}.get(work.remat, 1))
+    size = residual * itemsize(block.config.precision.compute)
+    last = block.names[-1]
+    yield Bytes(
+        "saved",
+        size * {"none": 1 if block.parallel else len(block.names), "offload": 0}.get(work.remat, 1),
+    )
     if joined := [name for name, branch, *_ in block.branches() if branch.joined]:
         hidden = work.tokens * block.config.d_model * itemsize(block.config.precision.compute)
-        split, again = work.is_split(block.config.sequence_parallel), work.remat in REGATHER_POLICIES
+        split = work.is_split(block.config.sequence_parallel)
+        again = work.remat in REGATHER_POLICIES
         yield from _within(joined[0], enter(JOINED, work, hidden, split=split, again=again))
         yield from leave(JOINED, work, hidden, split=split, again=False)
         yield Bytes("saved", hidden if work.remat in ("none", "save_gathered") else 0)
     for name, branch, before, after in block.branches():
         if before is not None:
-            yield from _within(name, norm_costs(before, work, recomputed=work.remat in REGATHER_POLICIES))
-        if after is not None:  # recomputed if a branch follows: its norm reads the sum that contains this result
+            yield from _within(
+                name, norm_costs(before, work, recomputed=work.remat in REGATHER_POLICIES)
+            )
+        # recomputed if a branch follows: its norm reads the sum that contains this result
+        if after is not None:
             recomputed = name != last and work.remat != "none"
             yield from _within(name, norm_costs(after, work, recomputed=recomputed))
         read = (name != last and not block.parallel) or after is not None
         if has_formulas(branch):
             costs = branch_costs(branch, work, read=read)
         else:
-            costs = traced_costs(_unstacked(branch), work, block.config.d_model, block.config.precision, read=read)
+            costs = traced_costs(
+                _unstacked(branch), work, block.config.d_model, block.config.precision, read=read
+            )
         yield from _within(name, costs)
         yield Bytes("elementwise", 3 * size, "norm")
 
@@ -193,7 +257,9 @@ def _within(name: str, costs: Iterable[Cost]) -> Iterator[Cost]:
     workspace = 0.0
     for cost in costs:
         if isinstance(cost, CollectiveCost):
-            yield replace(cost, collective=replace(cost.collective, scope=f"{name}/{cost.collective.scope}"))
+            yield replace(
+                cost, collective=replace(cost.collective, scope=f"{name}/{cost.collective.scope}")
+            )
         elif isinstance(cost, Bytes) and cost.kind == "workspace":
             workspace += cost.bytes
         else:
@@ -222,10 +288,16 @@ def decoder_costs(model: Decoder, work: Workload) -> Iterator[Cost]:
 
 
 def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
-    """Yields the costs of head and loss. Over tp: a column layer's input, and three floats per token."""
-    compute, tokens, features = itemsize(config.precision.compute), work.tokens, config.d_model
-    size, vocab = config.vocab_size * features, PaddedDim((config.vocab_size,))
-    local, tied = vocab.padded(work.tp) // work.tp, config.tie_embeddings
+    """Yields the costs of head and loss. Over tp: a column layer's input, and three floats per
+    token.
+    """
+    compute = itemsize(config.precision.compute)
+    tokens = work.tokens
+    features = config.d_model
+    size = config.vocab_size * features
+    vocab = PaddedDim((config.vocab_size,))
+    local = vocab.padded(work.tp) // work.tp
+    tied = config.tie_embeddings
     weight = partial(Weight, module=LOSS, split=vocab, precision=config.precision, again=False)
     yield weight(size=size, tied=tied)
     if config.head_bias:
@@ -234,14 +306,18 @@ def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
     yield from enter(LOSS, work, hidden, split=work.is_split(config.sequence_parallel), again=False)
     chunks = -(-tokens // config.loss_chunk)
     for floats in (1, 2):  # the maximum; the sum of exponentials and the label's logit
-        yield collective_cost(ALL_REDUCE, (TP,), LOSS, work, floats * tokens * FLOAT32 / chunks, chunks)
+        yield collective_cost(
+            ALL_REDUCE, (TP,), LOSS, work, floats * tokens * FLOAT32 / chunks, chunks
+        )
     yield collective_cost(ALL_REDUCE, TOKENS, LOSS, work, 2 * FLOAT32)
     moved = tokens * (features * compute + local * FLOAT32) + chunks * features * local * compute
     yield Product("head", tokens, features, local, work.num_evals(True, work.num_gradients), moved)
     yield Bytes("logits", tokens * local * FLOAT32 * LOGIT_PASSES)
-    table, logits = local * features, min(config.loss_chunk, tokens) * local
+    table = local * features
+    logits = min(config.loss_chunk, tokens) * local
     gradient = FLOAT32 * table * (not work.frozen)
-    # XLA transposes a gathered table before the first chunk, and adds up the chunks' gradients of the table.
+    # XLA transposes a gathered table before the first chunk, and adds up the chunks' gradients of
+    # the table.
     first = compute * table * (parts(work.sizes, STORAGE) > 1) + FLOAT32 * logits
     yield Bytes("workspace", compute * (table + logits) + max(first, gradient * (chunks > 1)))
     yield Bytes("gradient", gradient)
@@ -249,7 +325,9 @@ def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
 
 def active_parameters(config: ModelConfig, parameters: int) -> int:
     """Returns the parameters a token uses; `parameters` counts all, without padding."""
-    return parameters - round(costs_of(config, Workload(sizes=mesh_shape(), rows=1, length=1, training=False)).unused)
+    return parameters - round(
+        costs_of(config, Workload(sizes=mesh_shape(), rows=1, length=1, training=False)).unused
+    )
 
 
 def describe_active(config: ModelConfig, parameters: int) -> str:
@@ -259,12 +337,16 @@ def describe_active(config: ModelConfig, parameters: int) -> str:
 
 
 def _bytes(kind: str, costs: Iterable[tuple[int, Cost]]) -> float:
-    return sum(times * cost.bytes for times, cost in costs if isinstance(cost, Bytes) and cost.kind == kind)
+    return sum(
+        times * cost.bytes for times, cost in costs if isinstance(cost, Bytes) and cost.kind == kind
+    )
 
 
 def _loaded(costs: Iterable[Cost], work: Workload) -> float:
     weights = [cost for cost in costs if isinstance(cost, Weight)]
-    return sum(each.loaded_bytes(work) for each in weights) + max(each.reduced_bytes(work) for each in weights)
+    return sum(each.loaded_bytes(work) for each in weights) + max(
+        each.reduced_bytes(work) for each in weights
+    )
 
 
 def describe_padding(config: ModelConfig, mesh: Mapping[str, int]) -> str | None:
@@ -272,12 +354,16 @@ def describe_padding(config: ModelConfig, mesh: Mapping[str, int]) -> str | None
     tp = mesh[TP]
     if not (padded := padded_sizes(config, tp)):
         return None
-    added = costs_of(config, Workload(sizes=mesh_shape(tp=tp), rows=1, length=1, training=False)).padding
+    added = costs_of(
+        config, Workload(sizes=mesh_shape(tp=tp), rows=1, length=1, training=False)
+    ).padding
     sizes = ", ".join(f"{size} {name} to {more}" for name, (size, more) in padded.items())
     text = f"with tp {tp}: {sizes}, which adds {added:.1%} to the weights of a block"
     if added <= MUCH_PADDING:
         return text
-    without = [other for other in range(1, min(2 * tp, _FURTHEST)) if not padded_sizes(config, other)]
+    without = [
+        other for other in range(1, min(2 * tp, _FURTHEST)) if not padded_sizes(config, other)
+    ]
     nearest = sorted(sorted(without, key=lambda other: abs(other - tp))[:2])
     return f"{text}; WARNING: much padding; tp {' or '.join(map(str, nearest))} needs none"
 
@@ -288,7 +374,9 @@ def _traffic(costs: Iterable[tuple[int, Cost]], work: Workload) -> dict[Collecti
         for each in collectives_of(cost, work):
             one = each.collective
             if one.group > 1 and each.count:
-                spanned = tuple(axis for axis in work.sizes if axis in one.axes and work.sizes[axis] > 1)
+                spanned = tuple(
+                    axis for axis in work.sizes if axis in one.axes and work.sizes[axis] > 1
+                )
                 layers, runs = (times, 1) if each.once else (1, times * work.accumulation)
                 found[replace(one, axes=spanned, bytes=layers * one.bytes)] += each.count * runs
     return dict(found)
@@ -303,7 +391,9 @@ def _products(costs: Iterable[tuple[int, Cost]], work: Workload) -> list[Product
 
 
 def described(config: ModelConfig, tp: int = 1, shards: int = 1) -> Decoder:
-    """Returns the model without arrays; `tp` and the storage's `shards` may change their layout, nothing else."""
+    """Returns the model without arrays; `tp` and the storage's `shards` may change their layout,
+    nothing else.
+    """
     return _described(replace(config, remat="full"), tp, shards)
 
 
@@ -315,10 +405,16 @@ def _described(config: ModelConfig, tp: int, shards: int) -> Decoder:
 
 @branch_costs.register
 def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Iterator[Cost]:
-    """Yields the costs of Gated DeltaNet: of its projections by formulas, between them of a traced program."""
-    config, compute = layer.config, itemsize(layer.precision.compute)
-    heads, width, values = config.delta_heads, config.delta_key_dim, config.delta_value_dim
-    (queries, keys), numbers = heads.on_device(work.tp), heads.numbers()
+    """Yields the costs of Gated DeltaNet: of its projections by formulas, between them of a
+    traced program.
+    """
+    config = layer.config
+    compute = itemsize(layer.precision.compute)
+    heads = config.delta_heads
+    width = config.delta_key_dim
+    values = config.delta_value_dim
+    queries, keys = heads.on_device(work.tp)
+    numbers = heads.numbers()
     taps = heads.keys, heads.keys, heads.numbers(values)
     yield from column_costs(layer.in_proj, work, "delta in")
     weight = partial(Weight, module=DELTA, fsdp=False, precision=layer.precision)
@@ -329,11 +425,14 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Iterator
     yield weight(size=values, tp=False, used_by_all_tp=True)
     window = (config.delta_conv - 1) * sum(split.local(work.tp) for split in taps)
     yield Bytes("cached", work.rows * (FLOAT32 * queries * width * values + compute * window))
-    # Rows and key heads are alike: one is traced. Other policies than these two save nothing between the projections.
+    # Rows and key heads are alike: one is traced. Other policies than these two save nothing
+    # between the projections.
     one = replace(config, delta_key_heads=1, delta_value_heads=queries // keys)
     policy = work.remat if work.remat in ("none", "save_dots") else "full"
     shape = {name: getattr(work, name) for name in ("length", "zigzag", "platform", "training")}
-    for cost in _inside_delta(one, layer.precision, work.sizes[CP], (*shape.items(), ("remat", policy))):
+    for cost in _inside_delta(
+        one, layer.precision, work.sizes[CP], (*shape.items(), ("remat", policy))
+    ):
         yield _repeated(cost, work.rows * keys)
     yield from row_costs(layer.out, work, "attention out", read=read)
 
@@ -345,7 +444,9 @@ def _inside_delta(
     # Between the projections, without weights: only their gradients are all-reduced.
     work = Workload(sizes=mesh_shape(cp=cp), rows=1, **dict(shape))
     with _abstract(mesh_shape()):
-        layer = nnx.eval_shape(lambda: GatedDeltaNet(1, config, LayerContext(precision=precision), rngs=nnx.Rngs(0)))
+        layer = nnx.eval_shape(
+            lambda: GatedDeltaNet(1, config, LayerContext(precision=precision), rngs=nnx.Rngs(0))
+        )
     graph, weights = nnx.split(layer)
 
     def forward(projected: Any, weights: nnx.State) -> Array:
@@ -361,9 +462,15 @@ def _inside_delta(
     state = config.delta_value_heads * config.delta_key_dim * config.delta_value_dim
     needed = 6.0 * work.tokens * state * work.num_evals(work.remat in RECOMPUTE_POLICIES, 2)
     counted = needed / sum(cost.flops for cost in costs if isinstance(cost, Product))
-    moved = (cost for cost in costs if isinstance(cost, CollectiveCost) and cost.collective.kind != ALL_REDUCE)
+    moved = (
+        cost
+        for cost in costs
+        if isinstance(cost, CollectiveCost) and cost.collective.kind != ALL_REDUCE
+    )
     products = (cost for cost in costs if isinstance(cost, Product))
-    rule = (replace(product, name="delta rule", attention=True, counted=counted) for product in products)
+    rule = (
+        replace(product, name="delta rule", attention=True, counted=counted) for product in products
+    )
     memory = {cost.kind: cost.bytes for cost in costs if isinstance(cost, Bytes)}
     memory["workspace"] *= BACKWARD_OF_DELTA
     return (*(Bytes(kind, size) for kind, size in memory.items()), *moved, *rule)
@@ -371,13 +478,17 @@ def _inside_delta(
 
 def _repeated(cost: Bytes | CollectiveCost | Product, times: int) -> Cost:
     if isinstance(cost, CollectiveCost):
-        return replace(cost, collective=replace(cost.collective, bytes=times * cost.collective.bytes))
+        return replace(
+            cost, collective=replace(cost.collective, bytes=times * cost.collective.bytes)
+        )
     if isinstance(cost, Product):
         return replace(cost, m=times * cost.m, bytes=times * cost.bytes)
     return replace(cost, bytes=times * cost.bytes)
 
 
-def traced_costs(branch: Branch, work: Workload, features: int, precision: Precision, *, read: bool) -> Iterator[Cost]:
+def traced_costs(
+    branch: Branch, work: Workload, features: int, precision: Precision, *, read: bool
+) -> Iterator[Cost]:
     """Yields the costs of a branch.
 
     Args:
@@ -405,7 +516,9 @@ def traced_costs(branch: Branch, work: Workload, features: int, precision: Preci
     yield from _program_costs(forward, ((x, trained), others), work, copied)
     cache: KVCache = ()
     with _abstract(work.sizes), suppress(NotImplementedError):  # the branch cannot generate
-        cache = jax.eval_shape(lambda: nnx.merge(graph, trained, others).init_cache(rows, work.length))
+        cache = jax.eval_shape(
+            lambda: nnx.merge(graph, trained, others).init_cache(rows, work.length)
+        )
     cached = sum(array.size * array.dtype.itemsize for array in cache)
     yield Bytes("cached", cached / math.prod(work.sizes.values()))
 
@@ -416,11 +529,15 @@ def _program_costs(
     work: Workload,
     copied: Callable[..., object] | None = None,
 ) -> Iterator[Bytes | CollectiveCost | Product]:
-    """Yields the costs of `forward(inputs, others)` and of the gradient by its inputs, perhaps by copies of them."""
+    """Yields the costs of `forward(inputs, others)` and of the gradient by its inputs, perhaps
+    by copies of them.
+    """
 
     def vjp(policy: RematPolicy, inputs: object, others: object) -> Any:
         # Offloading needs a device with pinned memory; it computes what full does.
-        run = jax.checkpoint(forward, policy=remat.policy("full" if policy == "offload" else policy))
+        run = jax.checkpoint(
+            forward, policy=remat.policy("full" if policy == "offload" else policy)
+        )
         return jax.vjp(lambda inputs: run(inputs, others), inputs)
 
     def step(inputs: object, others: object) -> object:
@@ -430,18 +547,25 @@ def _program_costs(
         return y, backward(y)
 
     def residuals(policy: RematPolicy) -> float:
-        jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(vjp(policy, *args)[1]))(*arguments).jaxpr
+        jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(vjp(policy, *args)[1]))(
+            *arguments
+        ).jaxpr
         saved: dict[int, Any] = {id(v): v.aval for v in jaxpr.outvars if v not in jaxpr.invars}
-        return sum(aval.size * aval.dtype.itemsize for aval in saved.values()) / math.prod(work.sizes.values())
+        return sum(aval.size * aval.dtype.itemsize for aval in saved.values()) / math.prod(
+            work.sizes.values()
+        )
 
     with _abstract(work.sizes, work.platform):
         jaxpr = jax.make_jaxpr(step)(*arguments)
-        saved, everything = residuals(work.remat), residuals("none")
+        saved = residuals(work.remat)
+        everything = residuals("none")
     yield Bytes("saved", saved)
     yield Bytes("workspace", everything)
     yield Bytes("elementwise", everything)
     for one, times in count_collectives(jaxpr, work.sizes).items():
-        yield CollectiveCost(Collective(one.kind, one.axes, one.group, one.bytes, one.module), times)
+        yield CollectiveCost(
+            Collective(one.kind, one.axes, one.group, one.bytes, one.module), times
+        )
     yield from _traced_products(jaxpr.jaxpr)
 
 
@@ -452,9 +576,12 @@ class _Device(AbstractDevice):
 
 @contextmanager
 def _abstract(sizes: Mapping[str, int], platform: str | None = None) -> Iterator[None]:
-    # The kernels follow the mesh's device. Without one they would ask JAX for its devices, which starts its backend.
+    # The kernels follow the mesh's device. Without one they would ask JAX for its devices, which
+    # starts its backend.
     name, _, capability = (platform or "cpu").partition(" ")
-    device = _Device(device_kind=name, num_cores=None, platform=name, compute_capability=capability or _AMPERE)
+    device = _Device(
+        device_kind=name, num_cores=None, platform=name, compute_capability=capability or _AMPERE
+    )
     none = AbstractMesh((), ())  # a context mesh cannot change its size directly
     mesh = abstract_mesh(sizes).update(abstract_device=device)
     with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
@@ -481,7 +608,9 @@ def _traced_products(jaxpr: Jaxpr) -> Iterator[Product]:
     for equation, times, *_ in equations(jaxpr):
         if rule := _RULES.get(equation.primitive.name):
             m, k, n, each = rule(equation)
-            moved = sum(a.size * itemsize(str(a.dtype)) for a in arrays(*equation.invars, *equation.outvars))
+            moved = sum(
+                a.size * itemsize(str(a.dtype)) for a in arrays(*equation.invars, *equation.outvars)
+            )
             yield Product("products", m, k, n, times * each, moved)
 
 
@@ -507,7 +636,10 @@ def _kernel(equation: JaxprEqn) -> Products:
     name = equation.params["name"]
     *operands, result = arrays(*equation.invars, equation.outvars[0])
     if (known := kernel_products(name, [one.shape for one in operands], result.shape)) is None:
-        raise ValueError(f"the products of the kernel {name!r} are not known; add a rule to jaxtp.analysis.census")
+        raise ValueError(
+            f"the products of the kernel {name!r} are not known; add a rule to "
+            "jaxtp.analysis.census"
+        )
     return known
 
 

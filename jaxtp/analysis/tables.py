@@ -8,7 +8,8 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     table = [header, *rows]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
     return "\n".join(
-        "  ".join(_align(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+        "  ".join(_align(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
     )
 
 

@@ -1,7 +1,8 @@
 """Traces a model call to a jaxpr that records where arrays enter and leave modules.
 
 A jaxpr has no module boundaries. So wrapped module calls mark their arguments and results with
-`jax.ad_checkpoint.checkpoint_name`, an identity that stays in the jaxpr through jit, remat and scan bodies.
+`jax.ad_checkpoint.checkpoint_name`, an identity that stays in the jaxpr through jit, remat and scan
+bodies.
 """
 
 import json
@@ -24,7 +25,8 @@ from jaxtp.parallelize.plan import PlanError
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None  # None: the mesh in context
 Forward = Callable[..., object]  # of a model and its inputs
-StateFunction = Callable[[nnx.State, list[Any]], Any]  # of a model's state and the arrays among its inputs
+# of a model's state and the arrays among its inputs
+StateFunction = Callable[[nnx.State, list[Any]], Any]
 
 _PREFIX = "jaxtp "
 
@@ -35,18 +37,26 @@ class ModelCall:
 
     model: nnx.Module
     arrays: list[jax.ShapeDtypeStruct]  # among the inputs
-    run: Callable[[nnx.Module, list[Any]], object]  # calls any model with the inputs, in which it replaces the arrays
+    # calls any model with the inputs, in which it replaces the arrays
+    run: Callable[[nnx.Module, list[Any]], object]
 
     @classmethod
     def of(
-        cls, model: nnx.Module | Callable[[], nnx.Module], inputs: tuple[object, ...], call: Forward | None
+        cls,
+        model: nnx.Module | Callable[[], nnx.Module],
+        inputs: tuple[object, ...],
+        call: Forward | None,
     ) -> "ModelCall":
-        """Returns the call `call(model, *inputs)`, or `model(*inputs)`; arguments as in `explain`."""
+        """Returns the call `call(model, *inputs)`, or `model(*inputs)`; arguments as in
+        `explain`.
+        """
         leaves, tree = jax.tree.flatten(inputs)
 
         def run(model: Any, arrays: list[Any]) -> object:
             remaining = iter(arrays)
-            filled = jax.tree.unflatten(tree, [next(remaining) if _is_array(leaf) else leaf for leaf in leaves])
+            filled = jax.tree.unflatten(
+                tree, [next(remaining) if _is_array(leaf) else leaf for leaf in leaves]
+            )
             try:
                 return call(model, *filled) if call else model(*filled)
             except ValueError as error:
@@ -54,15 +64,22 @@ class ModelCall:
                     raise
                 problem = str(error).splitlines()[0]
                 raise PlanError(
-                    "the model shards its activations for a mesh with explicit axes, and jaxtp's axes are automatic: "
+                    "the model shards its activations for a mesh with explicit axes, and jaxtp's "
+                    "axes are automatic: "
                     f"configure it without sharding of activations ({problem})"
                 ) from error
 
-        arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves if _is_array(leaf)]
+        arrays = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves if _is_array(leaf)
+        ]
         return cls(abstract_model(model), arrays, run)
 
-    def functional(self, model: nnx.Module, wrap: Callable[..., Any] | None = None) -> tuple[StateFunction, nnx.State]:
-        """Returns the call as a function of the state of `model`, and the state; `wrap` as in `with_calls`."""
+    def functional(
+        self, model: nnx.Module, wrap: Callable[..., Any] | None = None
+    ) -> tuple[StateFunction, nnx.State]:
+        """Returns the call as a function of the state of `model`, and the state; `wrap` as in
+        `with_calls`.
+        """
         graph, state = nnx.split(model)
 
         def function(state: nnx.State, arrays: list[Any]) -> object:
@@ -79,9 +96,13 @@ def _is_array(value: object) -> bool:
 def axis_sizes(mesh: MeshLike, caller: str) -> dict[str, int]:
     """Returns the devices along each axis, or raises a MeshError that names `caller`."""
     if mesh is None and (mesh := jax.sharding.get_abstract_mesh()).empty:
-        raise MeshError(f'{caller} needs a mesh: call it under jax.set_mesh(...), or pass mesh={{"tp": 8}}')
+        raise MeshError(
+            f'{caller} needs a mesh: call it under jax.set_mesh(...), or pass mesh={{"tp": 8}}'
+        )
     if not isinstance(mesh, Mesh | AbstractMesh | Mapping):
-        raise MeshError(f'{caller} takes a mesh, or its sizes as in mesh={{"fsdp": 2, "tp": 4}}, not {mesh!r}')
+        raise MeshError(
+            f'{caller} takes a mesh, or its sizes as in mesh={{"fsdp": 2, "tp": 4}}, not {mesh!r}'
+        )
     sizes = {**mesh_shape(), **mesh} if isinstance(mesh, Mapping) else mesh_sizes(mesh)
     if unknown := sorted(map(str, sizes.keys() - set(AXES))):
         raise MeshError(f"{', '.join(unknown)}: no axis of a mesh; the axes are {', '.join(AXES)}")
@@ -89,7 +110,9 @@ def axis_sizes(mesh: MeshLike, caller: str) -> dict[str, int]:
         raise MeshError(f"{', '.join(odd)}: the size of a mesh axis is a whole number")
     check_sizes(sizes)
     if -1 in sizes.values():
-        raise MeshError(f"{describe_mesh(sizes)}: -1 means all other devices, but devices need not exist here")
+        raise MeshError(
+            f"{describe_mesh(sizes)}: -1 means all other devices, but devices need not exist here"
+        )
     return sizes
 
 
@@ -117,9 +140,12 @@ class TracedModel:
 def trace_model(call: ModelCall) -> TracedModel:
     """Traces a call abstractly."""
     function, state = call.functional(call.model, _marked_call)
-    jaxpr, modules = jax.make_jaxpr(function)(state, call.arrays), modules_of(call.model)
+    jaxpr = jax.make_jaxpr(function)(state, call.arrays)
+    modules = modules_of(call.model)
     variables = [variable for _, variable in nnx.to_flat_state(state)]
-    is_param = tuple(isinstance(variable, nnx.Param) for variable in variables for _ in jax.tree.leaves(variable))
+    is_param = tuple(
+        isinstance(variable, nnx.Param) for variable in variables for _ in jax.tree.leaves(variable)
+    )
     return TracedModel(call.model, jaxpr, is_param, modules, _tied_modules(modules))
 
 
@@ -132,7 +158,13 @@ def read_boundary(equation: JaxprEqn) -> Boundary | None:
 
 
 def _marked_call(
-    path: str, name: str, method: Callable[..., Any], module: nnx.Module, /, *args: object, **kwargs: object
+    path: str,
+    name: str,
+    method: Callable[..., Any],
+    module: nnx.Module,
+    /,
+    *args: object,
+    **kwargs: object,
 ) -> Any:
     args = tuple(_mark(value, Boundary(True, path, name, str(i))) for i, value in enumerate(args))
     kwargs = {key: _mark(value, Boundary(True, path, name, key)) for key, value in kwargs.items()}
@@ -143,11 +175,15 @@ def _mark(tree: Any, boundary: Boundary) -> Any:
     """Marks tracers in tuples, lists and dicts, and returns other objects unchanged."""
     if isinstance(tree, jax.core.Tracer):
         name = _PREFIX + json.dumps(astuple(boundary))
-        return tree if jnp.issubdtype(tree.dtype, jax.dtypes.prng_key) else checkpoint_name(tree, name)
+        return (
+            tree if jnp.issubdtype(tree.dtype, jax.dtypes.prng_key) else checkpoint_name(tree, name)
+        )
     boundary = replace(boundary, argument="")
     if type(tree) in (tuple, list):
         return type(tree)(_mark(value, boundary) for value in tree)
-    return {key: _mark(value, boundary) for key, value in tree.items()} if type(tree) is dict else tree
+    return (
+        {key: _mark(value, boundary) for key, value in tree.items()} if type(tree) is dict else tree
+    )
 
 
 def _tied_modules(modules: Mapping[str, nnx.Module]) -> set[str]:

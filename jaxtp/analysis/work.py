@@ -1,7 +1,9 @@
-"""Counts the matrix products, collectives and residuals of a traced forward and backward pass, on one device.
+"""Counts the matrix products, collectives and residuals of a traced forward and backward pass, on
+one device.
 
-Shapes are local inside `shard_map`, and global elsewhere. Global arrays are assumed to be split over dp, fsdp and cp.
-The output of a column layer stays split over tp as far as the rules of `propagation_rules.py` allow.
+Shapes are local inside `shard_map`, and global elsewhere. Global arrays are assumed to be split
+over dp, fsdp and cp. The output of a column layer stays split over tp as far as the rules of
+`propagation_rules.py` allow.
 """
 
 import math
@@ -24,7 +26,8 @@ from jaxtp.layers.parameter import is_variable, spec_of
 from jaxtp.mesh import TOKENS, TP, axes_of, parts
 
 Objective = Callable[..., Array]  # Takes parameters and further inputs; returns a scalar
-_RECOMPUTATION = "rematted_computation"  # Scope in which `jax.checkpoint` puts what it computes again
+# Scope in which `jax.checkpoint` puts what it computes again
+_RECOMPUTATION = "rematted_computation"
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,9 @@ class _Split:
 
 
 def gradient(objective: Objective) -> Callable[..., tuple[list[Array], Any]]:
-    """Returns a function that returns the residuals and the gradient of an objective by its first argument."""
+    """Returns a function that returns the residuals and the gradient of an objective by its
+    first argument.
+    """
 
     def compute(params: object, *inputs: object) -> tuple[list[Array], Any]:
         total, backward = jax.vjp(lambda params: objective(params, *inputs), params)
@@ -64,8 +69,12 @@ def gradient(objective: Objective) -> Callable[..., tuple[list[Array], Any]]:
     return compute
 
 
-def work_of(objective: Objective, sizes: Mapping[str, int], params: object, *inputs: object) -> Work:
-    """Returns the work of an objective and its gradient, traced under the mesh in context of these sizes."""
+def work_of(
+    objective: Objective, sizes: Mapping[str, int], params: object, *inputs: object
+) -> Work:
+    """Returns the work of an objective and its gradient, traced under the mesh in context of
+    these sizes.
+    """
     closed = jax.make_jaxpr(gradient(objective))(params, *inputs)
     products, results = count_work(closed, sizes, (params, *inputs))
     jaxpr = closed.jaxpr
@@ -75,13 +84,20 @@ def work_of(objective: Objective, sizes: Mapping[str, int], params: object, *inp
     return Work(count_collectives(closed, sizes), tuple(products), sum(saved.values()))
 
 
-def count_work(jaxpr: ClosedJaxpr, sizes: Mapping[str, int], inputs: object) -> tuple[list[Product], list[float]]:
-    """Returns the products of a closed jaxpr, and the bytes of each result; variables among `inputs` have specs."""
+def count_work(
+    jaxpr: ClosedJaxpr, sizes: Mapping[str, int], inputs: object
+) -> tuple[list[Product], list[float]]:
+    """Returns the products of a closed jaxpr, and the bytes of each result; variables among
+    `inputs` have specs.
+    """
     counter = _Counter(sizes)
     leaves = jax.tree.leaves(inputs, is_leaf=is_variable)
     split = [counter.of_input(leaf) for leaf in leaves for _ in jax.tree.leaves(leaf)]
     splits = counter.run(jaxpr.jaxpr, split, 1)
-    results = [_bytes(variable) / split.parts for variable, split in zip(jaxpr.jaxpr.outvars, splits, strict=True)]
+    results = [
+        _bytes(variable) / split.parts
+        for variable, split in zip(jaxpr.jaxpr.outvars, splits, strict=True)
+    ]
     return counter.result, results
 
 
@@ -99,7 +115,8 @@ class _Counter(Walk[_Split, list[Product]]):
         return splits
 
     def _counted(self, equation: JaxprEqn, facts: list[_Split], times: int) -> list[_Split]:
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
+        params = equation.params
         if name == "shard_map":
             uses_tp = any(TP in axes_of(entry) for spec in params["in_specs"] for entry in spec)
             self.count_body(params["jaxpr"], times, repeated=not uses_tp)
@@ -107,7 +124,9 @@ class _Counter(Walk[_Split, list[Product]]):
         if name == "sharding_constraint":
             return [self.of_spec(params["sharding"].spec)]
         if name == "while":
-            self.count_body(params["body_jaxpr"], times * runs(trip_count(equation), "")[0], repeated=True)
+            self.count_body(
+                params["body_jaxpr"], times * runs(trip_count(equation), "")[0], repeated=True
+            )
         return super()._equation(equation, facts, times)
 
     def _operation(self, equation: JaxprEqn, facts: list[_Split], times: int) -> list[_Split]:
@@ -131,13 +150,18 @@ class _Counter(Walk[_Split, list[Product]]):
         for equation, each, _, scope in equations(open_jaxpr(jaxpr), times):
             self.count(equation, each, 1, repeated=repeated, scope=scope)
 
-    def count(self, equation: JaxprEqn, times: int, num_shards: int, *, repeated: bool, scope: str = "") -> None:
+    def count(
+        self, equation: JaxprEqn, times: int, num_shards: int, *, repeated: bool, scope: str = ""
+    ) -> None:
         if (terms := _contraction_size(equation)) is not None:
             flops = 2.0 * math.prod(shape_of(equation.outvars[0])) * terms
             moved = sum(map(_bytes, (*equation.invars, *equation.outvars)))
             itemsize = max(v.aval.dtype.itemsize for v in equation.invars[:2])  # type: ignore[attr-defined]
-            share, recomputed = times / num_shards, self.recomputing or _RECOMPUTATION in scope
-            self.result.append(Product(flops * share, moved * share, itemsize, recomputed, repeated))
+            share = times / num_shards
+            recomputed = self.recomputing or _RECOMPUTATION in scope
+            self.result.append(
+                Product(flops * share, moved * share, itemsize, recomputed, repeated)
+            )
 
     def of_input(self, leaf: object) -> _Split:
         spec = spec_of(leaf) if isinstance(leaf, nnx.Variable) else PartitionSpec()
@@ -151,25 +175,31 @@ class _Counter(Walk[_Split, list[Product]]):
 
 def repeated_work(products: Iterable[Product], tp: int) -> Iterator[str]:
     """Yields a note if tp divides less than a quarter of a model's FLOPs."""
-    repeated, divided = (sum(one.flops for one in products if one.repeated is each) for each in (True, False))
+    repeated, divided = (
+        sum(one.flops for one in products if one.repeated is each) for each in (True, False)
+    )
     if tp > 1 and repeated > 3 * tp * divided:
         yield (
-            f"tp does not divide {repeated / (repeated + tp * divided):.0%} of this model's FLOPs: the {tp} devices of "
+            f"tp does not divide {repeated / (repeated + tp * divided):.0%} of this model's FLOPs: "
+            f"the {tp} devices of "
             "a tp group all compute the same; use more dp or fsdp, and less tp"
         )
 
 
 def _contraction_size(equation: JaxprEqn) -> int | None:
     """Returns the number of terms in each element of a product; None for other equations."""
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
+    params = equation.params
     if name not in _PRODUCTS:
         return None
     left, right = map(shape_of, equation.invars[:2])
     if name == "dot_general":
         return math.prod(left[dim] for dim in params["dimension_numbers"][0][0])
-    if name == "ragged_dot_general":  # XLA multiplies every row with the matrix of every group, except on TPUs
+    # XLA multiplies every row with the matrix of every group, except on TPUs
+    if name == "ragged_dot_general":
         numbers = params["ragged_dot_dimension_numbers"]
-        contracted, groups = numbers.dot_dimension_numbers[0][0], numbers.rhs_group_dimensions
+        contracted = numbers.dot_dimension_numbers[0][0]
+        groups = numbers.rhs_group_dimensions
         return math.prod(left[dim] for dim in contracted) * math.prod(right[dim] for dim in groups)
     return math.prod(right) // right[params["dimension_numbers"].rhs_spec[0]]
 

@@ -25,7 +25,8 @@ from jaxtp.mesh import describe_mesh, mesh_shape
 PROGRAM = "jaxtp checkpoint"
 Folder = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 OutFile = Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")]
-_OF_OWN_MODEL = ("build", "arguments", "plan", "precision")  # Settings of `model` that affect a model of the user's
+# Settings of `model` that affect a model of the user's
+_OF_OWN_MODEL = ("build", "arguments", "plan", "precision")
 _RECORDED = ("next_sample", "mesh", "processes", "versions", "corpus", "config")
 
 
@@ -54,24 +55,35 @@ class Diff:
 def inspect(args: Inspect) -> int:
     """Prints the contents of a checkpoint."""
     stored = open_checkpoint(args.dir)
-    info, record = stored.info, _record(stored)
+    info = stored.info
+    record = _record(stored)
     print(f"{stored.folder}, {record['bytes']:,} bytes on disk")
     if is_of_run(info):
         print(f"step      {record['step']}, next sample {info['next_sample']:,}")
         mesh = describe_mesh(mesh_shape(**info["mesh"]))
         print(f"written   on mesh {mesh} by {info.get('processes', 'unknown')} process(es)")
-        print(f"versions  {', '.join(f'{name} {version}' for name, version in info.get('versions', {}).items())}")
+        print(
+            "versions  "
+            f"{', '.join(f'{name} {version}' for name, version in info.get('versions', {}).items())}"
+        )
         print(f"data      {json.dumps(info['corpus'])}")
         config = dict(info["config"])
         if config["model"].get("build") is not None:
             config["model"] = {name: config["model"][name] for name in _OF_OWN_MODEL}
-        print(*(f"{section:<10}{json.dumps(values)}" for section, values in config.items()), "", sep="\n")
+        print(
+            *(f"{section:<10}{json.dumps(values)}" for section, values in config.items()),
+            "",
+            sep="\n",
+        )
     else:
         others = {name: value for name, value in info.items() if name not in OF_ARRAYS}
         print(f"step      {record['step']}\ninfo      {json.dumps(others)}\n")
     for name, array in record["arrays"].items():
         shape = "x".join(map(str, array["shape"])) or "scalar"
-        print(f"{name:<60}{shape:<18}{array['dtype']:<10}{array['bytes']:>14,}  {array['split'] or ''}")
+        print(
+            f"{name:<60}{shape:<18}{array['dtype']:<10}{array['bytes']:>14,}  "
+            f"{array['split'] or ''}"
+        )
     write_json("--json", args.json, record)
     return 0
 
@@ -88,7 +100,8 @@ def _record(stored: StoredCheckpoint) -> dict[str, Any]:
     }
     size = sum(path.stat().st_size for path in stored.folder.rglob("*") if path.is_file())
     recorded = {name: stored.info[name] for name in _RECORDED if name in stored.info}
-    step = int(stored.folder.name) if stored.folder.name.isdecimal() else stored.folder.name  # of a copy: any name
+    # of a copy: any name
+    step = int(stored.folder.name) if stored.folder.name.isdecimal() else stored.folder.name
     return {"folder": str(stored.folder), "step": step, "bytes": size, **recorded, "arrays": arrays}
 
 
@@ -102,13 +115,18 @@ def verify(args: Inspect) -> int:
             print(f"{name}: {problem}")
     count = f"{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}"
     print(f"{stored.folder}: {len(stored.arrays)} arrays, {count}")
-    write_json("--json", args.json, {"folder": str(stored.folder), "arrays": len(stored.arrays), "problems": problems})
+    write_json(
+        "--json",
+        args.json,
+        {"folder": str(stored.folder), "arrays": len(stored.arrays), "problems": problems},
+    )
     return 1 if problems else 0
 
 
 def diff(args: Diff) -> int:
     """Prints how much each array differs between two checkpoints; returns 1 if any does."""
-    one, other = open_checkpoint(args.a), open_checkpoint(args.b)
+    one = open_checkpoint(args.a)
+    other = open_checkpoint(args.b)
     names = dict.fromkeys((*one.arrays, *other.arrays))
     differ = {}
     for name in names:
@@ -116,7 +134,9 @@ def diff(args: Diff) -> int:
             differ[name] = difference
             print(f"{difference:<23} {name}")
     print(f"{len(differ) or 'none'} of {len(names)} arrays differ")
-    write_json("--json", args.json, {"a": str(one.folder), "b": str(other.folder), "differ": differ})
+    write_json(
+        "--json", args.json, {"a": str(one.folder), "b": str(other.folder), "differ": differ}
+    )
     return 1 if differ else 0
 
 
@@ -136,9 +156,21 @@ def describe_difference(a: StoredCheckpoint, b: StoredCheckpoint, name: str) -> 
 
 
 _COMMANDS: dict[str, tuple[type, Callable[[Any], int], str]] = {
-    "inspect": (Inspect, inspect, "Shows a checkpoint's step, mesh, versions, configuration, and each array."),
-    "verify": (Inspect, verify, "Compares each array with its shape and checksum; exit code 1 if one differs."),
-    "diff": (Diff, diff, "Shows how much each array differs in relative L2 norm; exit code 1 if any does."),
+    "inspect": (
+        Inspect,
+        inspect,
+        "Shows a checkpoint's step, mesh, versions, configuration, and each array.",
+    ),
+    "verify": (
+        Inspect,
+        verify,
+        "Compares each array with its shape and checksum; exit code 1 if one differs.",
+    ),
+    "diff": (
+        Diff,
+        diff,
+        "Shows how much each array differs in relative L2 norm; exit code 1 if any does.",
+    ),
 }
 COMMANDS: dict[str, Command[Any]] = {
     name: Command(program=f"{PROGRAM} {name}", schema=schema, description=text)

@@ -1,9 +1,11 @@
-"""Computes checksums of arrays on their devices, and compares replicas: corrupted memory raises no error.
+"""Computes checksums of arrays on their devices, and compares replicas: corrupted memory raises no
+error.
 
-The bits of each element are mixed with its position (the finalizer of MurmurHash3, Austin Appleby, public domain) and
-summed modulo 2^32, twice with different seeds. Integer sums are independent of order and thus of the mesh. Mixing is
-invertible, so a change of one element is always detected; a change of several is missed with probability 2^-64 (2^-32
-in `device_checksums`, which has one seed).
+The bits of each element are mixed with its position (the finalizer of MurmurHash3, Austin Appleby,
+public domain) and summed modulo 2^32, twice with different seeds. Integer sums are independent of
+order and thus of the mesh. Mixing is invertible, so a change of one element is always detected; a
+change of several is missed with probability 2^-64 (2^-32 in `device_checksums`, which has one
+seed).
 """
 
 import operator
@@ -23,7 +25,9 @@ from jaxtp.distributed.agreement import process_name
 from jaxtp.mesh import AXES, axes_of
 
 _CHECKSUMS = "checksums"  # Module name of the checksums in an audit of collectives
-DIAGNOSE = "Leave the host out of the run, and run its vendor's diagnostics (NVIDIA: dcgmi diag -r 4)"
+DIAGNOSE = (
+    "Leave the host out of the run, and run its vendor's diagnostics (NVIDIA: dcgmi diag -r 4)"
+)
 
 ReplicaGroups = list[list[int]]
 """For each part of an array, the mesh positions of the devices that hold it."""
@@ -56,9 +60,12 @@ class Sums:
         alike: dict[tuple[object, ...], list[str]] = {}
         for name, array in arrays.items():
             place = (_mesh_of(array) or array.sharding,)
-            layout = (array.shape, array.dtype, array.sharding)  # of many arrays, a program sums only equal ones
+            # of many arrays, a program sums only equal ones
+            layout = (array.shape, array.dtype, array.sharding)
             alike.setdefault(layout if len(arrays) > GROUP else place, []).append(name)
-        parts = [names[at : at + GROUP] for names in alike.values() for at in range(0, len(names), GROUP)]
+        parts = [
+            names[at : at + GROUP] for names in alike.values() for at in range(0, len(names), GROUP)
+        ]
         self._groups = [(names, _columns([arrays[name] for name in names])) for names in parts]
         self.shapes = {name: list(array.shape) for name, array in arrays.items()}
         self.dtypes = {name: array.dtype for name, array in arrays.items()}
@@ -66,20 +73,30 @@ class Sums:
 
     @cached_property
     def rows(self) -> list[np.ndarray]:
-        """Sums of each array, uint32 `[3, devices]`: two checksums, and the count of elements that are not finite (in a
-        scalar, NaN)."""
-        found = {name: row for names, rows in self._groups for name, row in zip(names, np.asarray(rows), strict=True)}
+        """Sums of each array, uint32 `[3, devices]`: two checksums, and the count of elements that
+        are not finite (in a scalar, NaN).
+        """
+        found = {
+            name: row
+            for names, rows in self._groups
+            for name, row in zip(names, np.asarray(rows), strict=True)
+        }
         return [found[name] for name in self.shapes]
 
     def _one_replica(self) -> dict[str, np.ndarray]:
         firsts = [[group[0] for group in groups] for groups in self.replicas.values()]
-        totals = (row[:, first].sum(1, dtype=np.uint64) for row, first in zip(self.rows, firsts, strict=True))
+        totals = (
+            row[:, first].sum(1, dtype=np.uint64)
+            for row, first in zip(self.rows, firsts, strict=True)
+        )
         return dict(zip(self.replicas, totals, strict=True))
 
     def checksums(self) -> dict[str, str]:
         """Returns 16 hexadecimal digits for each array, the same on any mesh."""
         sums = self._one_replica().items()
-        return {name: "".join(f"{int(word) % 2**32:08x}" for word in words[:2]) for name, words in sums}
+        return {
+            name: "".join(f"{int(word) % 2**32:08x}" for word in words[:2]) for name, words in sums
+        }
 
     def unequal_replicas(self) -> MeshPositions:
         """Returns the devices whose replica differs from the majority."""
@@ -91,14 +108,22 @@ class Sums:
 
 
 def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) -> Array:
-    """Returns a checksum of each device's part of each array, uint32 `[arrays, devices]`, without communication."""
+    """Returns a checksum of each device's part of each array, uint32 `[arrays, devices]`,
+    without communication.
+    """
 
     def on_device(*parts: Array) -> Array:
-        # Not layer by layer: a loop would make XLA write out gradients that it otherwise fuses with the update.
-        sums = [vary_everywhere(jnp.sum(_mixed(part, _SEEDS[0], [0] * part.ndim), dtype=jnp.uint32)) for part in parts]
+        # Not layer by layer: a loop would make XLA write out gradients that it otherwise fuses with
+        # the update.
+        sums = [
+            vary_everywhere(jnp.sum(_mixed(part, _SEEDS[0], [0] * part.ndim), dtype=jnp.uint32))
+            for part in parts
+        ]
         return jnp.stack(sums)[:, None]
 
-    return device_view(on_device, _CHECKSUMS, in_specs=specs, out_specs=PartitionSpec(None, AXES))(*arrays)
+    return device_view(on_device, _CHECKSUMS, in_specs=specs, out_specs=PartitionSpec(None, AXES))(
+        *arrays
+    )
 
 
 @cache
@@ -109,7 +134,9 @@ def replica_groups(sharding: Sharding, shape: tuple[int, ...]) -> ReplicaGroups:
     indices = sharding.devices_indices_map(shape)
     groups: dict[tuple[tuple[int | None, int | None], ...], list[int]] = {}
     for position, device in enumerate(sharding.mesh.devices.flat):
-        groups.setdefault(tuple((dim.start, dim.stop) for dim in indices[device] or ()), []).append(position)
+        groups.setdefault(tuple((dim.start, dim.stop) for dim in indices[device] or ()), []).append(
+            position
+        )
     return list(groups.values())
 
 
@@ -118,20 +145,30 @@ def replica_groups_by_name(arrays: Mapping[str, Array]) -> dict[str, ReplicaGrou
     return {name: replica_groups(array.sharding, array.shape) for name, array in arrays.items()}
 
 
-def minority_devices(table: Iterable[np.ndarray], replicas: Mapping[str, ReplicaGroups]) -> MeshPositions:
-    """Returns devices whose checksum in `table` `[arrays, devices]` is not their group's most common; in a tie, all."""
+def minority_devices(
+    table: Iterable[np.ndarray], replicas: Mapping[str, ReplicaGroups]
+) -> MeshPositions:
+    """Returns devices whose checksum in `table` `[arrays, devices]` is not their group's most
+    common; in a tie, all.
+    """
     positions: MeshPositions = {}
     for row, (name, groups) in zip(table, replicas.items(), strict=True):
         for group in groups:
             (usual, count), *others = Counter(row[group].tolist()).most_common()
             if others:
                 tied = others[0][1] == count
-                positions.setdefault(name, set()).update(each for each in group if tied or row[each] != usual)
+                positions.setdefault(name, set()).update(
+                    each for each in group if tied or row[each] != usual
+                )
     return positions
 
 
-def describe_devices(positions: MeshPositions, devices: Sequence[jax.Device], hosts: Sequence[str]) -> str:
-    """Describes arrays and devices by process; `positions` index `devices`, `hosts` are host names by process."""
+def describe_devices(
+    positions: MeshPositions, devices: Sequence[jax.Device], hosts: Sequence[str]
+) -> str:
+    """Describes arrays and devices by process; `positions` index `devices`, `hosts` are host
+    names by process.
+    """
     by_process: dict[int, list[jax.Device]] = {}
     for position in sorted(set().union(*positions.values())):
         by_process.setdefault(devices[position].process_index, []).append(devices[position])
@@ -141,7 +178,10 @@ def describe_devices(positions: MeshPositions, devices: Sequence[jax.Device], ho
         ids = ", ".join(str(device.id) for device in wrong)
         numbers = ", ".join(str(local.index(device.id)) for device in wrong)
         plural = "s" if len(wrong) > 1 else ""
-        described.append(f"device{plural} {ids}, number{plural} {numbers} of {process_name(process, hosts[process])}")
+        described.append(
+            f"device{plural} {ids}, number{plural} {numbers} of "
+            f"{process_name(process, hosts[process])}"
+        )
     hidden = len(described) - _MAX_PROCESSES
     more = f", and devices of {hidden} more processes" if hidden > 0 else ""
     first, *others = positions
@@ -154,7 +194,10 @@ def describe_not_finite(counts: Mapping[str, int]) -> str:
     name, count = next(iter(counts.items()))
     more = len(counts) - 1
     others = f", as do {more} more arrays" if more > 1 else ", as does 1 more array" if more else ""
-    return f"{name} has {count:,} element{'s that are' if count > 1 else ' that is'} not finite{others}"
+    return (
+        f"{name} has {count:,} element{'s that are' if count > 1 else ' that is'} not "
+        f"finite{others}"
+    )
 
 
 def _columns(arrays: Sequence[Array]) -> Array:
@@ -170,7 +213,8 @@ def _mesh_of(array: Array) -> Mesh | None:
     return mesh if isinstance(mesh, Mesh) else None
 
 
-# At XLA's default width of 256 a CPU with AVX-512 takes 2.8 times as long. With AVX2 the time is the same.
+# At XLA's default width of 256 a CPU with AVX-512 takes 2.8 times as long. With AVX2 the time is
+# the same.
 _OPTIONS = {"xla_cpu_prefer_vector_width": 512}
 
 
@@ -183,10 +227,14 @@ def _sum_arrays(*arrays: Array) -> Array:
 def _sum_parts(specs: tuple[PartitionSpec, ...], *arrays: Array) -> Array:
     def sum_part(part: Array, spec: PartitionSpec) -> Array:
         split = [axes_of(entry) for entry in spec] + [()] * (part.ndim - len(spec))
-        return vary_everywhere(_sums_at(part, [axis_index(*a) * n for a, n in zip(split, part.shape, strict=True)]))
+        return vary_everywhere(
+            _sums_at(part, [axis_index(*a) * n for a, n in zip(split, part.shape, strict=True)])
+        )
 
     def on_device(*parts: Array) -> Array:
-        return jnp.stack([sum_part(part, spec) for part, spec in zip(parts, specs, strict=True)])[:, :, None]
+        return jnp.stack([sum_part(part, spec) for part, spec in zip(parts, specs, strict=True)])[
+            :, :, None
+        ]
 
     out = PartitionSpec(None, None, AXES)
     columns: Array = device_view(on_device, _CHECKSUMS, in_specs=specs, out_specs=out)(*arrays)
@@ -198,7 +246,9 @@ def _sums_at(part: Array, starts: Sequence[int | Array]) -> Array:
     """Returns the sums, uint32 `[3]`, of a part that begins at `starts` in each dim."""
     # A scalar may be infinite: the lowest loss so far, in an optimizer's state, starts so.
     is_wrong = jnp.isnan if part.ndim == 0 else lambda part: ~jnp.isfinite(part)
-    wrong = is_wrong(part) if jnp.issubdtype(part.dtype, jnp.floating) else jnp.zeros_like(part, bool)
+    wrong = (
+        is_wrong(part) if jnp.issubdtype(part.dtype, jnp.floating) else jnp.zeros_like(part, bool)
+    )
     terms = *(_mixed(part, seed, starts) for seed in _SEEDS), wrong.astype(jnp.uint32)
     # One reduction of several operands reads the array once, and needs no temporary memory.
     add = lambda sums, more: tuple(map(operator.add, sums, more))  # noqa: E731
@@ -210,7 +260,10 @@ def _mixed(array: Array, seed: np.uint32, starts: Sequence[int | Array]) -> Arra
     bits = lax.bitcast_convert_type(bits, _UNSIGNED[bits.dtype.itemsize]).astype(jnp.uint32)
     position = lax.full(array.shape, seed)
     for dim, start in enumerate(starts):
-        along = lax.add(lax.broadcasted_iota(jnp.uint32, array.shape, dim), lax.convert_element_type(start, jnp.uint32))
+        along = lax.add(
+            lax.broadcasted_iota(jnp.uint32, array.shape, dim),
+            lax.convert_element_type(start, jnp.uint32),
+        )
         position = _mix(lax.add(position, along))
     return _mix(lax.bitwise_xor(bits, position))
 
@@ -218,5 +271,7 @@ def _mixed(array: Array, seed: np.uint32, starts: Sequence[int | Array]) -> Arra
 def _mix(x: Array) -> Array:
     # By `lax`, which traces faster than operators of arrays.
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = lax.mul(lax.bitwise_xor(x, lax.shift_right_logical(x, np.uint32(shift))), np.uint32(factor))
+        x = lax.mul(
+            lax.bitwise_xor(x, lax.shift_right_logical(x, np.uint32(shift))), np.uint32(factor)
+        )
     return lax.bitwise_xor(x, lax.shift_right_logical(x, np.uint32(16)))

@@ -1,4 +1,5 @@
-"""Distinguishes corrupted checkpoints from transient I/O errors, with the same result in all processes.
+"""Distinguishes corrupted checkpoints from transient I/O errors, with the same result in all
+processes.
 
 Processes read their parts independently, then share their errors (`distributed/agreement.py`).
 """
@@ -20,7 +21,8 @@ from jaxtp.distributed.agreement import first_disagreeing, raise_everywhere
 
 T = TypeVar("T")
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-_TRANSIENT = (OSError, MemoryError, jax.errors.JaxRuntimeError)  # Errors that say nothing about the content of files
+# Errors that say nothing about the content of files
+_TRANSIENT = (OSError, MemoryError, jax.errors.JaxRuntimeError)
 _PERMANENT = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 """File system errors that a retry does not fix."""
 PAUSES = (1.0, 3.0, 9.0)  # Seconds before each retry
@@ -32,7 +34,9 @@ class CheckpointError(UserError):
 
 
 class UnwritableError(CheckpointError):
-    """A checkpoint cannot be written; a retry resumes from the previous checkpoint and may succeed."""
+    """A checkpoint cannot be written; a retry resumes from the previous checkpoint and may
+    succeed.
+    """
 
     exit_code = FILES
 
@@ -42,10 +46,12 @@ class DamagedError(CheckpointError):
 
 
 def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
-    """Calls `read` on a checkpoint; raises `DamagedError`, or `CheckpointError` if it is only unreadable now.
+    """Calls `read` on a checkpoint; raises `DamagedError`, or `CheckpointError` if it is only
+    unreadable now.
 
-    Libraries hide file system errors, so one failed read proves nothing. Corruption is proven if every file is fully
-    readable and a second attempt fails. File system errors are retried as in `retry_io`.
+    Libraries hide file system errors, so one failed read proves nothing. Corruption is proven if
+    every file is fully readable and a second attempt fails. File system errors are retried as in
+    `retry_io`.
     """
 
     def attempt() -> T:
@@ -59,17 +65,23 @@ def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
                 transient = isinstance(error, _TRANSIENT) and not isinstance(error, MISSING)
                 if not transient or (isinstance(error, OSError) and error.filename is None):
                     with contextlib.suppress(*MISSING):
-                        _read_every_byte(folder)  # raises the file system's error, which names the file
+                        # raises the file system's error, which names the file
+                        _read_every_byte(folder)
                 if transient:
                     raise
                 failures.append(describe_error(error))
         raise DamagedError(f"{folder} is damaged ({failures[0]})")
 
-    return retry_io(folder, attempt, "; this proves no damage, and nothing was changed: run the same command again")
+    return retry_io(
+        folder,
+        attempt,
+        "; this proves no damage, and nothing was changed: run the same command again",
+    )
 
 
 def retry_io(folder: Path, look: Callable[[], T], hint: str = "") -> T:
-    """Calls `look`; retries after file system errors, except missing files, then raises `CheckpointError`.
+    """Calls `look`; retries after file system errors, except missing files, then raises
+    `CheckpointError`.
 
     `hint` ends the error message.
     """
@@ -80,10 +92,15 @@ def retry_io(folder: Path, look: Callable[[], T], hint: str = "") -> T:
         except MISSING:
             raise
         except _TRANSIENT as error:
-            why, pause = describe_error(error), next(pauses, None)
+            why = describe_error(error)
+            pause = next(pauses, None)
             if pause is None or not isinstance(error, OSError) or error.errno in _PERMANENT:
                 raise CheckpointError(f"{folder} cannot be read ({why}){hint}") from None
-        print(f"{folder} cannot be read now ({why}); retry in {pause:g} s", file=sys.stderr, flush=True)
+        print(
+            f"{folder} cannot be read now ({why}); retry in {pause:g} s",
+            file=sys.stderr,
+            flush=True,
+        )
         time.sleep(pause)
 
 
@@ -109,7 +126,8 @@ def _read_data(file: BinaryIO) -> None:
             raise
         end = file.seek(position, os.SEEK_HOLE)
         file.seek(position)
-        while block := file.read(min(_BLOCK, end - position)):  # empty at the end, also of a file that is cut meanwhile
+        # empty at the end, also of a file that is cut meanwhile
+        while block := file.read(min(_BLOCK, end - position)):
             position += len(block)
 
 
@@ -124,7 +142,9 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def read_on_all(attempt: Callable[[], T]) -> T:
-    """Calls `attempt` in every process; if any fails, all raise its error, a `DamagedError` first."""
+    """Calls `attempt` in every process; if any fails, all raise its error, a `DamagedError`
+    first.
+    """
     with raise_everywhere(kinds=(DamagedError, CheckpointError)):
         return attempt()
 
@@ -134,7 +154,8 @@ def require_shared(folder: Path, look: Callable[[], object]) -> None:
     blind = first_disagreeing(lambda: read_on_all(look))
     if blind is not None:
         raise CheckpointError(
-            f"{folder} is not one folder for all: {blind} does not see what process 0 sees there; name a folder on a "
+            f"{folder} is not one folder for all: {blind} does not see what process 0 sees there; "
+            "name a folder on a "
             "file system that all hosts share"
         )
 
@@ -142,7 +163,10 @@ def require_shared(folder: Path, look: Callable[[], object]) -> None:
 def disk_full_message(error: Exception) -> str | None:
     """Returns the system's message for a full disk or quota, else None."""
     # A TensorStore error lists many files before this message.
-    return next((words for words in map(os.strerror, (errno.ENOSPC, errno.EDQUOT)) if words in str(error)), None)
+    return next(
+        (words for words in map(os.strerror, (errno.ENOSPC, errno.EDQUOT)) if words in str(error)),
+        None,
+    )
 
 
 def describe_error(error: Exception) -> str:

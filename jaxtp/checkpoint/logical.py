@@ -1,6 +1,7 @@
 """Converts between padded arrays on a mesh and unpadded logical arrays.
 
-A dim that tp does not divide is padded on the mesh. Checkpoints store logical shapes, so any mesh can read them.
+A dim that tp does not divide is padded on the mesh. Checkpoints store logical shapes, so any mesh
+can read them.
 """
 
 import math
@@ -22,8 +23,13 @@ Variable = nnx.Variable[Any]
 
 
 def may_be_infinite(variable: Variable) -> bool:
-    """Returns whether a variable is of a user's class, such as a mask, and neither a parameter nor a statistic."""
-    return not (type(variable).__module__.startswith("jaxtp.") or isinstance(variable, nnx.Param | nnx.BatchStat))
+    """Returns whether a variable is of a user's class, such as a mask, and neither a parameter
+    nor a statistic.
+    """
+    return not (
+        type(variable).__module__.startswith("jaxtp.")
+        or isinstance(variable, nnx.Param | nnx.BatchStat)
+    )
 
 
 def named_variables(state: nnx.State) -> dict[str, Variable]:
@@ -33,13 +39,17 @@ def named_variables(state: nnx.State) -> dict[str, Variable]:
 
 def select_paths(state: nnx.State, only: Callable[[str], bool]) -> nnx.State:
     """Returns the variables of a state whose dotted path `only` accepts."""
-    return nnx.from_flat_state([(path, v) for path, v in nnx.to_flat_state(state) if only(dotted(path))])
+    return nnx.from_flat_state(
+        [(path, v) for path, v in nnx.to_flat_state(state) if only(dotted(path))]
+    )
 
 
 def replace_arrays(state: nnx.State, arrays: Arrays) -> nnx.State:
     """Returns a copy of a state, real or abstract, with these arrays."""
     variables = zip(nnx.to_flat_state(state), named_variables(state), strict=True)
-    return nnx.from_flat_state([(path, variable.replace(arrays[name])) for (path, variable), name in variables])
+    return nnx.from_flat_state(
+        [(path, variable.replace(arrays[name])) for (path, variable), name in variables]
+    )
 
 
 def logical_size(state: nnx.State) -> int:
@@ -49,14 +59,18 @@ def logical_size(state: nnx.State) -> int:
 
 def to_logical(state: nnx.State, mesh: Mesh) -> Arrays:
     """Returns arrays without padding, sharded as in `abstract_logical`."""
-    return {name: _remove_padding(variable, mesh) for name, variable in named_variables(state).items()}
+    return {
+        name: _remove_padding(variable, mesh) for name, variable in named_variables(state).items()
+    }
 
 
 def abstract_logical(state: nnx.State, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the logical shape, dtype and sharding of each array."""
     sizes = mesh_sizes(mesh)
     return {
-        name: jax.ShapeDtypeStruct(logical_shape(v), v.dtype, sharding=NamedSharding(mesh, logical_spec(v, sizes)))
+        name: jax.ShapeDtypeStruct(
+            logical_shape(v), v.dtype, sharding=NamedSharding(mesh, logical_spec(v, sizes))
+        )
         for name, v in named_variables(state).items()
     }
 
@@ -64,7 +78,9 @@ def abstract_logical(state: nnx.State, mesh: Mesh) -> dict[str, jax.ShapeDtypeSt
 def from_logical(arrays: Arrays, state: nnx.State, mesh: Mesh) -> nnx.State:
     """Returns `state` with logical arrays, padded and sharded for `mesh`."""
     variables = named_variables(state)
-    return replace_arrays(state, {name: _add_padding(arrays[name], variables[name], mesh) for name in variables})
+    return replace_arrays(
+        state, {name: _add_padding(arrays[name], variables[name], mesh) for name in variables}
+    )
 
 
 def split_dims(variable: Variable) -> tuple[tuple[str, ...], ...]:
@@ -76,7 +92,9 @@ def split_dims(variable: Variable) -> tuple[tuple[str, ...], ...]:
 def divisible_axes(
     shape: Sequence[int], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns each dim's axes. Axes that do not divide their dim move to a dim that they divide, or are dropped."""
+    """Returns each dim's axes. Axes that do not divide their dim move to a dim that they divide,
+    or are dropped.
+    """
     result = [tuple(names) for names in axes]
     indivisible = [dim for dim, size in enumerate(shape) if size % parts(sizes, result[dim])]
     for dim in indivisible:
@@ -100,7 +118,9 @@ def _remove_padding(variable: Variable, mesh: Mesh) -> Array:
         return array
     sizes = mesh_sizes(mesh)
     sharding = NamedSharding(mesh, logical_spec(variable, sizes))
-    return jax.jit(unpad, static_argnums=(1, 2), out_shardings=sharding)(array, padding_of(variable), sizes[TP])
+    return jax.jit(unpad, static_argnums=(1, 2), out_shardings=sharding)(
+        array, padding_of(variable), sizes[TP]
+    )
 
 
 def _add_padding(array: Array, variable: Variable, mesh: Mesh) -> Array:
@@ -112,4 +132,6 @@ def _add_padding(array: Array, variable: Variable, mesh: Mesh) -> Array:
 def pad_array(array: Array, padding: Padding, sharding: Sharding) -> Array:
     """Returns a logical array, padded for the mesh of `sharding`."""
     assert isinstance(sharding, NamedSharding), "without a mesh nothing is padded"
-    return jax.jit(pad, static_argnums=(1, 2), out_shardings=sharding)(array, padding, mesh_sizes(sharding.mesh)[TP])
+    return jax.jit(pad, static_argnums=(1, 2), out_shardings=sharding)(
+        array, padding, mesh_sizes(sharding.mesh)[TP]
+    )

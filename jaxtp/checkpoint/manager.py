@@ -1,7 +1,9 @@
-"""Saves and restores a run: asynchronously, sharded, atomically, verified, on any mesh and any number of processes.
+"""Saves and restores a run: asynchronously, sharded, atomically, verified, on any mesh and any
+number of processes.
 
-Each process writes its part in the background, through Orbax. The processes wait for each other twice: for all parts to
-be written, and for process 0 to commit the checkpoint. If a process fails, `SaveBarriers` releases the others.
+Each process writes its part in the background, through Orbax. The processes wait for each other
+twice: for all parts to be written, and for process 0 to commit the checkpoint. If a process fails,
+`SaveBarriers` releases the others.
 """
 
 import contextlib
@@ -24,18 +26,46 @@ from jax.sharding import Mesh
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxtp.checkpoint import checksum, io_errors, storage
-from jaxtp.checkpoint.checksum import NonFiniteError, Sums, UnequalCopiesError, describe_devices, describe_not_finite
-from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, UnwritableError, read_on_all, require_shared
-from jaxtp.checkpoint.logical import abstract_logical, from_logical, may_be_infinite, named_variables, to_logical
+from jaxtp.checkpoint.checksum import (
+    NonFiniteError,
+    Sums,
+    UnequalCopiesError,
+    describe_devices,
+    describe_not_finite,
+)
+from jaxtp.checkpoint.io_errors import (
+    CheckpointError,
+    DamagedError,
+    UnwritableError,
+    read_on_all,
+    require_shared,
+)
+from jaxtp.checkpoint.logical import (
+    abstract_logical,
+    from_logical,
+    may_be_infinite,
+    named_variables,
+    to_logical,
+)
 from jaxtp.config.entry import NumericsError
-from jaxtp.distributed.agreement import all_gather_json, host_names, is_multiprocess, raise_everywhere
+from jaxtp.distributed.agreement import (
+    all_gather_json,
+    host_names,
+    is_multiprocess,
+    raise_everywhere,
+)
 from jaxtp.layers.parameter import spec_of
 
 BARRIER_SECONDS = 1200
 """Timeout of a barrier: a process that does not write its part in this time has failed."""
-_BARRIERS = ("async_write_complete", "async_commit_complete")  # Orbax's names of a save's two barriers
-_FREE_SPACE = "; free some space and run the same command again, which first deletes the unfinished checkpoint"
-_CLOSE_SECONDS = 3.0  # How long a failing process waits for the save in progress, if there are other processes
+# Orbax's names of a save's two barriers
+_BARRIERS = ("async_write_complete", "async_commit_complete")
+_FREE_SPACE = (
+    "; free some space and run the same command again, which first deletes the "
+    "unfinished checkpoint"
+)
+# How long a failing process waits for the save in progress, if there are other processes
+_CLOSE_SECONDS = 3.0
 _instances = itertools.count()
 
 
@@ -46,20 +76,24 @@ class PeerUnwritableError(UnwritableError):
 class SaveBarriers:
     """The barriers of a save: Orbax calls this object wherever processes wait for each other.
 
-    Besides `_BARRIERS`, that is twice at the start and twice at the end of a save. A process that reaches the end
-    without passing `_BARRIERS` has failed, and releases the others.
+    Besides `_BARRIERS`, that is twice at the start and twice at the end of a save. A process that
+    reaches the end without passing `_BARRIERS` has failed, and releases the others.
     """
 
     def __init__(self) -> None:
         everyone = set(range(jax.process_count()))
-        self._prefix = f"jaxtp{next(_instances)}"  # equal in all processes: they open folders in the same order
+        # equal in all processes: they open folders in the same order
+        self._prefix = f"jaxtp{next(_instances)}"
         self.processes = ocp.options.MultiprocessingOptions(
             primary_host=0, active_processes=everyone, barrier_sync_key_prefix=self._prefix
         )
         self.options = ocp.AsyncOptions(timeout_secs=BARRIER_SECONDS, barrier_sync_fn=self)
         self._barrier = ocp.multihost.get_barrier_sync_fn(processes=everyone)
-        # JAX's coordinator fails a barrier at once, for all, if a process arrives with another list of members.
-        self._poison_barrier = ocp.multihost.get_barrier_sync_fn(processes=everyone | {len(everyone)})
+        # JAX's coordinator fails a barrier at once, for all, if a process arrives with another list
+        # of members.
+        self._poison_barrier = ocp.multihost.get_barrier_sync_fn(
+            processes=everyone | {len(everyone)}
+        )
         self._unpassed: list[str] = []
         self._start_calls = 0
 
@@ -73,7 +107,8 @@ class SaveBarriers:
         starts = key not in self._unpassed and self._start_calls > 0
         self._start_calls -= starts
         if self._unpassed and not starts and key not in self._unpassed:
-            # The end of a failed save: fail the barriers where others wait; no process waits at the end.
+            # The end of a failed save: fail the barriers where others wait; no process waits at the
+            # end.
             for skipped in self._unpassed:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     self._poison_barrier(key=skipped, timeout_ms=timeout_ms)
@@ -82,30 +117,40 @@ class SaveBarriers:
             self._barrier(key=key, timeout_ms=timeout_ms)
         except jax.errors.JaxRuntimeError as error:
             late = re.search(r"timed out task names:\s*(\d+)", str(error))
-            why = f"process {late[1]} did not write its part within {BARRIER_SECONDS} s" if late else None
+            why = (
+                f"process {late[1]} did not write its part within {BARRIER_SECONDS} s"
+                if late
+                else None
+            )
             raise PeerUnwritableError(why or "another process failed") from error
         if key in self._unpassed:
             self._unpassed.remove(key)
 
 
 class _KeepBest(policies.PreservationPolicy):
-    """The newest on ties. Orbax's policy keeps losses in memory, so a resumed run would delete the earlier best."""
+    """The newest on ties. Orbax's policy keeps losses in memory, so a resumed run would delete
+    the earlier best.
+    """
 
     def __init__(self, losses: Mapping[int, float]):
         self._losses = losses
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> Sequence[bool]:
         steps = [each.step for each in checkpoints]
-        best = min((step for step in steps if step in self._losses), key=lambda s: (self._losses[s], -s), default=None)
+        best = min(
+            (step for step in steps if step in self._losses),
+            key=lambda s: (self._losses[s], -s),
+            default=None,
+        )
         return [step == best for step in steps]
 
 
 class Checkpoints:
     """The checkpoints of one run: a folder with a subfolder for each step.
 
-    A save returns when the arrays are copied to host memory; a folder appears when it is complete. Arrays are stored
-    without padding, with checksums that a restore verifies. All processes call the constructor and each
-    method together, and fail together.
+    A save returns when the arrays are copied to host memory; a folder appears when it is complete.
+    Arrays are stored without padding, with checksums that a restore verifies. All processes call
+    the constructor and each method together, and fail together.
 
     Args:
       keep: number of newest checkpoints to keep.
@@ -113,7 +158,9 @@ class Checkpoints:
       keep_best: also keeps the checkpoint with the lowest validation loss.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0, keep_best: bool = False):
+    def __init__(
+        self, folder: Path, *, keep: int = 2, keep_every: int = 0, keep_best: bool = False
+    ):
         self.folder = folder
         self._losses: dict[int, float] = {}
         self._unconfirmed: Callable[[], Sums] | None = None
@@ -134,7 +181,9 @@ class Checkpoints:
         if is_multiprocess():
             require_shared(folder, self._visible_steps)
         if keep_best:  # process 0 decides for all which checkpoints are deleted
-            self._losses.update(all_gather_json(self._stored_losses() if jax.process_index() == 0 else [])[0])
+            self._losses.update(
+                all_gather_json(self._stored_losses() if jax.process_index() == 0 else [])[0]
+            )
 
     def _open(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
         handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
@@ -145,7 +194,9 @@ class Checkpoints:
             if jax.process_index() == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
             storage.require_openable(self.folder)
-            return ocp.CheckpointManager(self.folder.resolve(), options=options, handler_registry=handlers)
+            return ocp.CheckpointManager(
+                self.folder.resolve(), options=options, handler_registry=handlers
+            )
 
         try:
             return io_errors.retry_io(self.folder, open_folder)
@@ -160,7 +211,9 @@ class Checkpoints:
         losses = []
         for step in self.steps():
             with contextlib.suppress(CheckpointError):
-                if (loss := storage.read_info(self.folder / str(step)).get("eval_loss")) is not None:
+                if (
+                    loss := storage.read_info(self.folder / str(step)).get("eval_loss")
+                ) is not None:
                     losses.append((step, loss))
         return losses
 
@@ -169,7 +222,13 @@ class Checkpoints:
         return io_errors.retry_io(self.folder, lambda: _steps_in(self.folder))
 
     def save(
-        self, step: int, state: nnx.State, mesh: Mesh, info: Mapping[str, Any], *, eval_loss: float | None = None
+        self,
+        step: int,
+        state: nnx.State,
+        mesh: Mesh,
+        info: Mapping[str, Any],
+        *,
+        eval_loss: float | None = None,
     ) -> None:
         """Starts to save `state` and `info` (JSON values), after the previous save.
 
@@ -183,14 +242,17 @@ class Checkpoints:
         info = copy.deepcopy(info)  # written in the background
         with raise_everywhere(kinds=(UnwritableError,)):
             self._require_writable()
-        arrays, variables = to_logical(state, mesh), named_variables(state)
+        arrays = to_logical(state, mesh)
+        variables = named_variables(state)
         exempt = [name for name, variable in variables.items() if may_be_infinite(variable)]
         specs = {name: str(spec_of(variable)) for name, variable in variables.items()}
         summed: Future[Sums] = Future()
 
         def sound_sums() -> Sums:
             found = summed.result(BARRIER_SECONDS)
-            self.require_sound(found, mesh, f"step {step} is not saved", exempt=exempt, newest=self.describe_disk)
+            self.require_sound(
+                found, mesh, f"step {step} is not saved", exempt=exempt, newest=self.describe_disk
+            )
             return found
 
         def describe() -> storage.Info:
@@ -201,15 +263,19 @@ class Checkpoints:
         if eval_loss is not None:
             self._losses[step] = eval_loss
         try:
-            args = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), info=ocp.args.JsonSave(describe))
+            args = ocp.args.Composite(
+                state=ocp.args.PyTreeSave(arrays), info=ocp.args.JsonSave(describe)
+            )
             saved = self._manager.save(step, args=args)
             self._unconfirmed = sound_sums
-        except Exception as error:  # the others may wait in a barrier, so do not exchange errors here
+        except Exception as error:
+            # the others may wait in a barrier, so do not exchange errors here
             raise self._unwritable(error) from error
         finally:
             try:
                 with _frequent_switches():
-                    summed.set_result(Sums(arrays))  # after the copies to the host, which it would delay
+                    # after the copies to the host, which it would delay
+                    summed.set_result(Sums(arrays))
             except BaseException as error:
                 summed.set_exception(error)  # `describe` waits for it
                 raise
@@ -217,8 +283,11 @@ class Checkpoints:
             raise self._unwritable(ValueError(f"step {step} is not after the newest"))
 
     def confirm(self) -> None:
-        """Waits for the sums of the last saved state; raises in all processes if it is corrupt, and not saved."""
-        confirm, self._unconfirmed = self._unconfirmed, None
+        """Waits for the sums of the last saved state; raises in all processes if it is corrupt,
+        and not saved.
+        """
+        confirm = self._unconfirmed
+        self._unconfirmed = None
         if confirm is not None:
             try:
                 confirm()
@@ -228,7 +297,9 @@ class Checkpoints:
                 raise
 
     def wait(self) -> None:
-        """Waits until the last save is on disk; if it failed, all processes raise the failed process's error."""
+        """Waits until the last save is on disk; if it failed, all processes raise the failed
+        process's error.
+        """
         self.confirm()
         with raise_everywhere(kinds=(UnwritableError, PeerUnwritableError)):
             try:
@@ -248,19 +319,29 @@ class Checkpoints:
         folder = self.folder / str(step)
         return storage.read_info_on_all(folder, lambda: folder)[1]
 
-    def restore(self, step: int, state: nnx.State, mesh: Mesh, info: storage.Info | None = None) -> nnx.State:
-        """Reads a checkpoint into the shapes and shardings of `state` on `mesh`; raises `CheckpointError`."""
+    def restore(
+        self, step: int, state: nnx.State, mesh: Mesh, info: storage.Info | None = None
+    ) -> nnx.State:
+        """Reads a checkpoint into the shapes and shardings of `state` on `mesh`; raises
+        `CheckpointError`.
+        """
         info = self.info(step) if info is None else info
         target = abstract_logical(state, mesh)
         if extra := sorted(info["checksums"].keys() - target.keys()):
             raise CheckpointError(
-                f"{self.folder / str(step)} does not hold this model's state: it also holds {', '.join(extra[:3])}"
+                f"{self.folder / str(step)} does not hold this model's state: it also holds "
+                f"{', '.join(extra[:3])}"
             )
-        return from_logical(storage.read_verified(self.folder / str(step), target, info), state, mesh)
+        return from_logical(
+            storage.read_verified(self.folder / str(step), target, info), state, mesh
+        )
 
     def set_aside(self, step: int) -> Path:
-        """Moves a damaged checkpoint to `damaged/` next to the folder; raises `CheckpointError` if that fails."""
-        source, target = self.folder / str(step), self.folder.parent / "damaged" / str(step)
+        """Moves a damaged checkpoint to `damaged/` next to the folder; raises `CheckpointError`
+        if that fails.
+        """
+        source = self.folder / str(step)
+        target = self.folder.parent / "damaged" / str(step)
 
         def move() -> str:
             free = target
@@ -293,7 +374,9 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Closes without replacing an active error; waits only briefly, since other processes may not have failed."""
+        """Closes without replacing an active error; waits only briefly, since other processes
+        may not have failed.
+        """
         if error is None:
             self.close()
             return
@@ -318,16 +401,19 @@ class Checkpoints:
     ) -> None:
         """Raises in all processes if elements of arrays are not finite or replicas differ.
 
-        `what` begins a message; `advice` ends it if elements are not finite; `exempt` arrays need not be finite;
-        `newest` replaces `describe_newest`, which waits for a save.
+        `what` begins a message; `advice` ends it if elements are not finite; `exempt` arrays need
+        not be finite; `newest` replaces `describe_newest`, which waits for a save.
         """
         newest = newest or self.describe_newest
-        if counts := {name: count for name, count in summed.not_finite().items() if name not in exempt}:
+        if counts := {
+            name: count for name, count in summed.not_finite().items() if name not in exempt
+        }:
             raise NonFiniteError(f"{what}: {describe_not_finite(counts)}; {advice or newest()}")
         if positions := summed.unequal_replicas():
             where = describe_devices(positions, list(mesh.devices.flat), host_names())
             raise UnequalCopiesError(
-                f"{what}: silent corruption: copies differ: {where}. {checksum.DIAGNOSE}; {newest()}"
+                f"{what}: silent corruption: copies differ: {where}. {checksum.DIAGNOSE}; "
+                f"{newest()}"
             )
 
     def describe_newest(self) -> str:
@@ -342,7 +428,9 @@ class Checkpoints:
             last = _steps_in(self.folder)
         except OSError as error:
             return f"{self.folder} cannot be listed ({error.strerror})"
-        return f"the checkpoint at step {last[-1]} is complete" if last else "there is no checkpoint"
+        return (
+            f"the checkpoint at step {last[-1]} is complete" if last else "there is no checkpoint"
+        )
 
     def _unwritable(self, error: Exception) -> UnwritableError:
         timeout = isinstance(error, TimeoutError) and error.errno is None
@@ -350,14 +438,23 @@ class Checkpoints:
         kind = PeerUnwritableError if peer else UnwritableError
         advice = "" if io_errors.disk_full_message(error) is None else _FREE_SPACE
         # If the folder is missing, Orbax's message is about its own internals.
-        why = io_errors.describe_error(error) if self.folder.is_dir() else "the folder no longer exists"
-        return kind(f"{self.folder}: a checkpoint could not be written ({why}); {self.describe_disk()}{advice}")
+        why = (
+            io_errors.describe_error(error)
+            if self.folder.is_dir()
+            else "the folder no longer exists"
+        )
+        return kind(
+            f"{self.folder}: a checkpoint could not be written ({why}); "
+            f"{self.describe_disk()}{advice}"
+        )
 
 
 @contextlib.contextmanager
 def _frequent_switches() -> Iterator[None]:
-    # Each launch of a program releases the interpreter, and Orbax's writing threads hold it for an interval: 5 ms.
-    interval, short = sys.getswitchinterval(), 0.0005
+    # Each launch of a program releases the interpreter, and Orbax's writing threads hold it for an
+    # interval: 5 ms.
+    interval = sys.getswitchinterval()
+    short = 0.0005
     sys.setswitchinterval(min(interval, short))
     try:
         yield
@@ -388,7 +485,8 @@ def restore_newest(
       warn: called with a message for each damaged checkpoint, which is moved away.
 
     Raises:
-      CheckpointError: all are damaged, or the newest undamaged checkpoint is unreadable or of another model.
+      CheckpointError: all are damaged, or the newest undamaged checkpoint is unreadable or of
+        another model.
     """
     damaged: list[tuple[int, DamagedError]] = []
     for step in reversed(checkpoints.steps()):
@@ -409,8 +507,12 @@ def restore_newest(
 
 
 def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, Path]:
-    """Returns the parameters in a checkpoint, or in the newest of a run, and the checkpoint's folder."""
+    """Returns the parameters in a checkpoint, or in the newest of a run, and the checkpoint's
+    folder.
+    """
     folder, info = storage.read_info_on_all(run, lambda: storage.newest_checkpoint(run))
     target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
     restored = storage.read_verified(folder, target, info)
-    return from_logical({name.removeprefix("model."): a for name, a in restored.items()}, weights, mesh), folder
+    return from_logical(
+        {name.removeprefix("model."): a for name, a in restored.items()}, weights, mesh
+    ), folder

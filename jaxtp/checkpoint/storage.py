@@ -1,9 +1,10 @@
 """Reads a checkpoint's description and arrays, and bounds the host memory of reads and writes.
 
-A save first copies a process's part to host memory, because training continues meanwhile. Then it compresses
-and writes at most `MAX_BYTES_IN_FLIGHT` at a time; a restore reads at most as many. Orbax's default is 96 GB per
-process. `StandardCheckpointHandler` cannot change it, and on GPUs it stages a save in pinned host memory, whose growth
-users have reported (orbax issue 2090). `PyTreeCheckpointHandler` writes the same files and has both settings.
+A save first copies a process's part to host memory, because training continues meanwhile. Then it
+compresses and writes at most `MAX_BYTES_IN_FLIGHT` at a time; a restore reads at most as many.
+Orbax's default is 96 GB per process. `StandardCheckpointHandler` cannot change it, and on GPUs it
+stages a save in pinned host memory, whose growth users have reported (orbax issue 2090).
+`PyTreeCheckpointHandler` writes the same files and has both settings.
 """
 
 import json
@@ -37,9 +38,11 @@ Metadata = Mapping[str, Any]  # Orbax's metadata of arrays, by name
 
 MAX_BYTES_IN_FLIGHT = 2 * 10**9
 _MAX_DESCRIPTION = 2**28  # Maximum bytes of a file that describes a checkpoint and is read whole
-_DESCRIPTION = re.compile(r"_\w+|metadata|manifest\.ocdbt|\.z\w+|process_\d+")  # The names of these files
+# The names of these files
+_DESCRIPTION = re.compile(r"_\w+|metadata|manifest\.ocdbt|\.z\w+|process_\d+")
 OF_ARRAYS = _SPECS, _SHAPES, _DTYPES, _CHECKSUMS = "specs", "shapes", "dtypes", "checksums"
-_TEXTS, _LISTS = pydantic.TypeAdapter(dict[str, str]), pydantic.TypeAdapter(dict[str, list[int]])
+_TEXTS = pydantic.TypeAdapter(dict[str, str])
+_LISTS = pydantic.TypeAdapter(dict[str, list[int]])
 
 
 def save_host_bytes(bytes_per_device: int, devices: int, total: int) -> int:
@@ -55,8 +58,12 @@ class BoundedHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
         """Starts to save."""
         # A handler's limit is fixed, so each save makes its own handler.
         arrays = kwargs["args"].item.values()
-        limit = _limit_gb(max(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays))
-        handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=limit, enable_pinned_host_transfer=False)
+        limit = _limit_gb(
+            max(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
+        )
+        handler = ocp.PyTreeCheckpointHandler(
+            save_concurrent_gb=limit, enable_pinned_host_transfer=False
+        )
         return await handler.async_save(directory, *args, **kwargs)
 
     @classmethod
@@ -66,7 +73,9 @@ class BoundedHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
 
 
 class DeferredInfoHandler(ocp.JsonCheckpointHandler):  # type: ignore[misc]
-    """Orbax's handler; the saved item is a function that returns the info, or raises, in the background."""
+    """Orbax's handler; the saved item is a function that returns the info, or raises, in the
+    background.
+    """
 
     async def async_save(self, directory: Path, *_: object, args: ocp.args.JsonSave) -> object:
         """Starts to save."""
@@ -85,16 +94,22 @@ class DeferredInfoHandler(ocp.JsonCheckpointHandler):  # type: ignore[misc]
 
 
 def _limit_gb(largest: int) -> float:
-    return max(MAX_BYTES_IN_FLIGHT, largest + 1) / 10**9  # Orbax requires each part to be smaller than the limit
+    # Orbax requires each part to be smaller than the limit
+    return max(MAX_BYTES_IN_FLIGHT, largest + 1) / 10**9
 
 
-def _open_reader(metadata: Metadata, target: Mapping[str, jax.ShapeDtypeStruct]) -> ocp.PyTreeCheckpointHandler:
+def _open_reader(
+    metadata: Metadata, target: Mapping[str, jax.ShapeDtypeStruct]
+) -> ocp.PyTreeCheckpointHandler:
     me = jax.process_index()
     one_process = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     known = [(metadata[name], array) for name, array in target.items() if name in metadata]
     largest = max((bytes_to_read(stored, array) for stored, array in known), default=0)
-    # Orbax's default handler reads a description of the arrays too, in a coroutine that a failed read never awaits.
-    arrays = ocp.type_handlers.create_type_handler_registry((jax.Array, ocp.type_handlers.ArrayHandler()))
+    # Orbax's default handler reads a description of the arrays too, in a coroutine that a failed
+    # read never awaits.
+    arrays = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, ocp.type_handlers.ArrayHandler())
+    )
     return ocp.PyTreeCheckpointHandler(
         multiprocessing_options=one_process,
         restore_concurrent_gb=_limit_gb(largest),
@@ -148,7 +163,8 @@ def require_readable(folder: Path) -> None:
     """Checks a checkpoint that anyone may have made before Orbax and TensorStore open its files.
 
     Raises:
-      DamagedError: a pipe, which would never end, a device, or a description that could fill the memory.
+      DamagedError: a pipe, which would never end, a device, or a description that could fill the
+        memory.
     """
     for path in io_errors.files_below(folder):
         try:
@@ -159,7 +175,9 @@ def require_readable(folder: Path) -> None:
         if not stat.S_ISREG(status.st_mode):
             raise DamagedError(f"{folder} is damaged ({name} is not a regular file)")
         if status.st_size > _MAX_DESCRIPTION and _DESCRIPTION.fullmatch(path.name):
-            raise DamagedError(f"{folder} is damaged ({name} has {status.st_size:,} bytes, too many to be real)")
+            raise DamagedError(
+                f"{folder} is damaged ({name} has {status.st_size:,} bytes, too many to be real)"
+            )
 
 
 def require_openable(checkpoints: Path) -> None:
@@ -184,7 +202,9 @@ def is_of_run(info: Mapping[str, Any]) -> bool:
 
 
 def read_info_on_all(run: Path, find: Callable[[], Path]) -> tuple[Path, Info]:
-    """Finds a checkpoint and reads its info, the same in all processes; raises `CheckpointError`."""
+    """Finds a checkpoint and reads its info, the same in all processes; raises
+    `CheckpointError`.
+    """
     if is_multiprocess():
         io_errors.require_shared(run, lambda: _visible_files(find))
     folder = read_on_all(find)
@@ -193,7 +213,10 @@ def read_info_on_all(run: Path, find: Callable[[], Path]) -> tuple[Path, Info]:
 
 def _visible_files(find: Callable[[], Path]) -> list[str] | None:
     def sizes() -> list[tuple[str, int]]:
-        return sorted((str(path.relative_to(folder)), path.stat().st_size) for path in io_errors.files_below(folder))
+        return sorted(
+            (str(path.relative_to(folder)), path.stat().st_size)
+            for path in io_errors.files_below(folder)
+        )
 
     try:
         folder = find()
@@ -207,26 +230,40 @@ def _visible_files(find: Callable[[], Path]) -> list[str] | None:
 
 def read_metadata(folder: Path) -> Metadata:
     """Reads array shapes and dtypes; raises as `read_info`."""
-    return read_or_explain(folder, lambda: dict(_open_reader({}, {}).metadata((folder / "state").resolve()).tree))
+    return read_or_explain(
+        folder, lambda: dict(_open_reader({}, {}).metadata((folder / "state").resolve()).tree)
+    )
 
 
-def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct], metadata: Metadata) -> Arrays:
+def read_arrays(
+    folder: Path, target: dict[str, jax.ShapeDtypeStruct], metadata: Metadata
+) -> Arrays:
     """Reads arrays in the shardings and dtypes of `target`, unverified; raises as `read_info`."""
 
     def read() -> Arrays:
         arguments = ocp.checkpoint_utils.construct_restore_args(target)
         restore = ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True)
-        arrays: Arrays = _open_reader(metadata, target).restore((folder / "state").resolve(), args=restore)
+        arrays: Arrays = _open_reader(metadata, target).restore(
+            (folder / "state").resolve(), args=restore
+        )
         # Orbax returns the target of an array that is not there.
-        if missing := [name for name, array in arrays.items() if isinstance(array, jax.ShapeDtypeStruct)]:
-            raise DamagedError(f"{folder} is damaged (arrays are missing: {', '.join(missing[:3])})")
+        if missing := [
+            name for name, array in arrays.items() if isinstance(array, jax.ShapeDtypeStruct)
+        ]:
+            raise DamagedError(
+                f"{folder} is damaged (arrays are missing: {', '.join(missing[:3])})"
+            )
         return arrays
 
     return read_or_explain(folder, read)
 
 
-def read_verified(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]) -> Arrays:
-    """Reads arrays, compares checksums, and casts to `target`; all processes must call it and raise together."""
+def read_verified(
+    folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]
+) -> Arrays:
+    """Reads arrays, compares checksums, and casts to `target`; all processes must call it and
+    raise together.
+    """
     arrays = read_on_all(lambda: _read_as_stored(folder, target, info))
     computed = Sums(arrays).checksums()
     differ = [name for name in computed if computed[name] != info[_CHECKSUMS][name]]
@@ -236,20 +273,41 @@ def read_verified(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: M
     return {name: arrays.pop(name).astype(array.dtype) for name, array in target.items()}
 
 
-def _read_as_stored(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]) -> Arrays:
-    # Orbax opens every array to describe it. Only an array beyond the memory limit needs its chunks.
-    listed, dtypes = info.get(_SHAPES, {}), info.get(_DTYPES, {})
-    known = {name: jax.ShapeDtypeStruct(listed[name], dtypes[name]) for name in listed.keys() & dtypes.keys()}
-    small = all(math.prod(a.shape) * a.dtype.itemsize <= MAX_BYTES_IN_FLIGHT for a in known.values())
+def _read_as_stored(
+    folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]
+) -> Arrays:
+    # Orbax opens every array to describe it. Only an array beyond the memory limit needs its
+    # chunks.
+    listed = info.get(_SHAPES, {})
+    dtypes = info.get(_DTYPES, {})
+    known = {
+        name: jax.ShapeDtypeStruct(listed[name], dtypes[name])
+        for name in listed.keys() & dtypes.keys()
+    }
+    small = all(
+        math.prod(a.shape) * a.dtype.itemsize <= MAX_BYTES_IN_FLIGHT for a in known.values()
+    )
     metadata = known if small and known.keys() == target.keys() else read_metadata(folder)
     shapes = {name: tuple(array.shape) for name, array in metadata.items()}
-    saved = {name: tuple(shape) for name, shape in info.get(_SHAPES, shapes).items()}  # absent in version 0.1
-    if saved.keys() != info[_CHECKSUMS].keys() or any(shapes.get(name) != shape for name, shape in saved.items()):
-        raise DamagedError(f"{folder} is damaged (its arrays differ from the saved names or shapes)")
-    wrong = [f"{n} is {saved.get(n)}, not {a.shape}" for n, a in target.items() if saved.get(n) != a.shape]
+    # absent in version 0.1
+    saved = {name: tuple(shape) for name, shape in info.get(_SHAPES, shapes).items()}
+    if saved.keys() != info[_CHECKSUMS].keys() or any(
+        shapes.get(name) != shape for name, shape in saved.items()
+    ):
+        raise DamagedError(
+            f"{folder} is damaged (its arrays differ from the saved names or shapes)"
+        )
+    wrong = [
+        f"{n} is {saved.get(n)}, not {a.shape}"
+        for n, a in target.items()
+        if saved.get(n) != a.shape
+    ]
     if wrong:
         raise CheckpointError(f"{folder} holds another model: {'; '.join(wrong[:3])}")
-    stored = {n: jax.ShapeDtypeStruct(a.shape, metadata[n].dtype, sharding=a.sharding) for n, a in target.items()}
+    stored = {
+        n: jax.ShapeDtypeStruct(a.shape, metadata[n].dtype, sharding=a.sharding)
+        for n, a in target.items()
+    }
     return read_arrays(folder, stored, metadata)
 
 
@@ -260,7 +318,11 @@ def finished_checkpoints(run: Path) -> list[Path]:
         if (run / "state").is_dir():
             return [run]
         for folder in (run / "checkpoints", run):
-            steps = [int(path.parent.name) for path in folder.glob("*/state") if path.parent.name.isdecimal()]
+            steps = [
+                int(path.parent.name)
+                for path in folder.glob("*/state")
+                if path.parent.name.isdecimal()
+            ]
             if steps:
                 return [folder / str(step) for step in sorted(steps)]
         return []
@@ -323,11 +385,17 @@ class StoredCheckpoint:
 
 
 def open_checkpoint(folder: Path) -> StoredCheckpoint:
-    """Opens a checkpoint, or the newest of a run; raises `CheckpointError` if it is missing or damaged."""
+    """Opens a checkpoint, or the newest of a run; raises `CheckpointError` if it is missing or
+    damaged.
+    """
     folder = newest_checkpoint(folder)
-    info, metadata = read_info(folder), read_metadata(folder)
+    info = read_info(folder)
+    metadata = read_metadata(folder)
     sharding = SingleDeviceSharding(all_devices()[0])
-    arrays = {n: jax.ShapeDtypeStruct(tuple(a.shape), a.dtype, sharding=sharding) for n, a in sorted(metadata.items())}
+    arrays = {
+        n: jax.ShapeDtypeStruct(tuple(a.shape), a.dtype, sharding=sharding)
+        for n, a in sorted(metadata.items())
+    }
     if missing := sorted(info[_CHECKSUMS].keys() - arrays.keys()):
         raise CheckpointError(f"{folder}: saved arrays are missing: {', '.join(missing[:3])}")
     return StoredCheckpoint(folder, info, arrays, metadata)

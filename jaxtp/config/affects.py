@@ -1,7 +1,8 @@
-"""The settings of a configuration, and annotations on them: effects of a change, and whether `--help` lists them.
+"""The settings of a configuration, and annotations on them: effects of a change, and whether
+`--help` lists them.
 
-An example is `steps: Annotated[Count, STEP, SHORT_HELP] = 400`. Fields without `Affects` have their section's. This
-file imports only the standard library, so any room can use it.
+An example is `steps: Annotated[Count, STEP, SHORT_HELP] = 400`. Fields without `Affects` have their
+section's. This file imports only the standard library, so any room can use it.
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ class Affects:
 
     numbers: bool = False  # Changes losses and weights by more than rounding
     cost: bool = False  # Changes time or memory of a step
-    samples: bool = False  # Changes only the training data: commands that use a synthetic batch ignore it
+    # Changes only the training data: commands that use a synthetic batch ignore it
+    samples: bool = False
     architecture: bool = False  # Changes shapes or meaning of parameters
     fixed: bool = False  # A run cannot resume from a checkpoint with another value
 
@@ -80,11 +82,15 @@ class Setting:
 @cache
 def settings_of(schema: Any) -> Mapping[str, Setting]:
     """Returns the settings and sections of a dataclass by dotted name."""
-    return {setting.name: setting for setting in _walk(schema, Setting(schema, (), (), "--", schema, (), None, None))}
+    return {
+        setting.name: setting
+        for setting in _walk(schema, Setting(schema, (), (), "--", schema, (), None, None))
+    }
 
 
 def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
-    hints, kinds = get_type_hints(schema, include_extras=True), get_type_hints(schema)
+    hints = get_type_hints(schema, include_extras=True)
+    kinds = get_type_hints(schema)
     for field in dataclasses.fields(schema):
         marks = _marks(hints[field.name])
         if any(getattr(mark, "exclude", None) for mark in marks):  # set by code, and in no file
@@ -92,7 +98,9 @@ def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
         aliases = (alias for mark in marks if (alias := getattr(mark, "alias", None)))
         key = next(aliases, field.name)
         names = (name for mark in marks if (name := getattr(mark, "name", None)) is not None)
-        flag = ".".join(filter(None, (section.flag.removeprefix("--"), next(names, key)))).replace("_", "-")
+        flag = ".".join(filter(None, (section.flag.removeprefix("--"), next(names, key)))).replace(
+            "_", "-"
+        )
         made = field.default_factory
         setting = Setting(
             owner=schema,
@@ -118,7 +126,8 @@ def _has_mark(hint: object, mark: str) -> bool:
 
 
 def _marks(hint: object) -> tuple[object, ...]:
-    # The metadata of a type, and of the type that it makes optional: a `Reference | None` is a reference, too.
+    # The metadata of a type, and of the type that it makes optional: a `Reference | None` is a
+    # reference, too.
     own: tuple[object, ...] = getattr(hint, "__metadata__", ())
     kind = get_args(hint)[0] if own else hint
     others = [part for part in get_args(kind) if part is not NoneType]
@@ -129,10 +138,14 @@ def _marks(hint: object) -> tuple[object, ...]:
 
 
 def find_setting(schema: type, name: str) -> Setting | None:
-    """Returns the setting of a dotted name, which may extend into its value (`data.mixture.code`)."""
+    """Returns the setting of a dotted name, which may extend into its value
+    (`data.mixture.code`).
+    """
     keys = name.split(".")
     known = settings_of(schema)
-    return next((known[at] for n in range(len(keys), 0, -1) if (at := ".".join(keys[:n])) in known), None)
+    return next(
+        (known[at] for n in range(len(keys), 0, -1) if (at := ".".join(keys[:n])) in known), None
+    )
 
 
 def affects(schema: type, name: str, default: Affects = STEP) -> Affects:
@@ -143,7 +156,11 @@ def affects(schema: type, name: str, default: Affects = STEP) -> Affects:
 
 def settings(schema: type, accept: Callable[[Affects], bool], default: Affects = STEP) -> list[str]:
     """Returns dotted names of the settings whose `Affects` is accepted."""
-    return [name for name, one in settings_of(schema).items() if not one.is_section and accept(one.effects or default)]
+    return [
+        name
+        for name, one in settings_of(schema).items()
+        if not one.is_section and accept(one.effects or default)
+    ]
 
 
 def in_short_help(schema: type) -> Iterator[str]:

@@ -1,8 +1,10 @@
-"""Command lines: fills dataclasses from a YAML file and flags; prints help, completion scripts and one-line errors.
+"""Command lines: fills dataclasses from a YAML file and flags; prints help, completion scripts and
+one-line errors.
 
-Every command takes `--config FILE` (YAML), dotted flags that override it (`--mesh.tp 4`), `--mesh fsdp=2,tp=4`,
-`--print-config`, `--help`, `--help SECTION` and `--help-all`. tyro formats help and completion scripts; flags are
-parsed here and validated by pydantic, as in files, so an error is one line that names the flag.
+Every command takes `--config FILE` (YAML), dotted flags that override it (`--mesh.tp 4`),
+`--mesh fsdp=2,tp=4`, `--print-config`, `--help`, `--help SECTION` and `--help-all`. tyro formats
+help and completion scripts; flags are parsed here and validated by pydantic, as in files, so an
+error is one line that names the flag.
 """
 
 import ast
@@ -24,7 +26,17 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import tyro
 
@@ -32,11 +44,21 @@ from jaxtp.config.affects import Setting, find_setting, settings_of
 from jaxtp.config.hints import hint_for, nearest_name
 from jaxtp.config.python_object import file_arguments, named_code, require_consent
 from jaxtp.config.reading import parse_yaml, truncate
-from jaxtp.config.schema import ConfigError, Switch, leaves, merged, nested, read_values, to_yaml, validate
+from jaxtp.config.schema import (
+    ConfigError,
+    Switch,
+    leaves,
+    merged,
+    nested,
+    read_values,
+    to_yaml,
+    validate,
+)
 
 T = TypeVar("T")
 
-HELP, ALL_HELP = "--help", "--help-all"
+HELP = "--help"
+ALL_HELP = "--help-all"
 _HELP_WORDS = (HELP, "-h", ALL_HELP, "--help_all")
 _MIN_COLUMNS = 20  # Minimum width of the help; tyro hangs below six columns
 
@@ -50,7 +72,9 @@ class _CommonFlags:
     """Prints the resulting settings as YAML, and exits."""
 
     allow_code: Switch = False
-    """Runs the Python code that the --config file names. Give it only if you trust the file and that code."""
+    """Runs the Python code that the --config file names. Give it only if you trust the file and
+    that code.
+    """
 
     mesh: Annotated[str | None, tyro.conf.arg(metavar="fsdp=2,tp=4")] = None
     """Size of each mesh axis, 1 by default; -1 takes all remaining devices."""
@@ -65,9 +89,12 @@ class Command(Generic[T]):
 
     program: str  # `jaxtp train`
     schema: type[T]  # dataclass of its settings
-    description: str  # purpose and examples, for the help; lists of commands show the first sentence
-    short_help: tuple[str, ...] = ()  # dotted names of the settings that --help shows; empty for all
-    ignored: tuple[str, ...] = ()  # dotted names of unused settings and sections, which a --config file may contain
+    # purpose and examples, for the help; lists of commands show the first sentence
+    description: str
+    # dotted names of the settings that --help shows; empty for all
+    short_help: tuple[str, ...] = ()
+    # dotted names of unused settings and sections, which a --config file may contain
+    ignored: tuple[str, ...] = ()
     printed: Callable[[T], object] = lambda config: config  # selects what --print-config prints
 
     def load(
@@ -76,15 +103,18 @@ class Command(Generic[T]):
         """Returns the configuration of a command line, and notes on its defaults.
 
         Args:
-          fit: takes the configuration and the dotted names of explicit settings; returns the configuration with other
-            defaults filled in, and notes. It must not change explicit settings.
+          fit: takes the configuration and the dotted names of explicit settings; returns the
+            configuration with other defaults filled in, and notes. It must not change explicit
+            settings.
 
         Raises:
           ConfigError: unreadable YAML, unknown key or flag, wrong type, or value out of range.
           SystemExit: after help or `--print-config` (0).
         """
         if at := asks_for_help(argv):
-            self._print_help(argv[at - 1], next((word for word in argv[at : at + 1] if word != "--"), ""))
+            self._print_help(
+                argv[at - 1], next((word for word in argv[at : at + 1] if word != "--"), "")
+            )
             raise SystemExit(0)
         values = self._parse(argv)
         own = (_CONFIG, _MESH, _PRINT, _ALLOW)
@@ -103,7 +133,9 @@ class Command(Generic[T]):
             named = named_code(config, flags.keys())
             arguments = file_arguments(config, alone, flags)
             require_consent(Path(str(path)), named, arguments, bool(allowed))
-        explicit = {".".join(map(str, keys)) for keys in (*(keys for keys, _ in leaves(in_file)), *flags)}
+        explicit = {
+            ".".join(map(str, keys)) for keys in (*(keys for keys, _ in leaves(in_file)), *flags)
+        }
         config, notes = fit(config, explicit) if fit else (config, [])
         if printing:
             print("".join(f"# {note}\n" for note in notes) + to_yaml(self.printed(config)), end="")
@@ -118,17 +150,22 @@ class Command(Generic[T]):
     def used_settings(self) -> list[Setting]:
         """Returns common flags, then the settings that the command uses."""
         unused = tuple(f"{name}." for name in self.ignored)
-        settings = [each for each in leaf_settings(self.schema) if not f"{each.name}.".startswith(unused)]
+        settings = [
+            each for each in leaf_settings(self.schema) if not f"{each.name}.".startswith(unused)
+        ]
         own = [] if any(setting.is_required for setting in settings) else [_CONFIG, _PRINT]
         if own and any(setting.runs_code for setting in settings):
             own.append(_ALLOW)
         mesh = find_setting(self.schema, "mesh")
-        if mesh and mesh.is_section and not any(each.flag == mesh.flag for each in settings):  # check has its own
+        # check has its own
+        if mesh and mesh.is_section and not any(each.flag == mesh.flag for each in settings):
             own += [_MESH]
         return own + settings
 
     def help_schema(self, settings: Iterable[Setting], *, short: bool = True) -> type:
-        """Returns a flat dataclass of settings for tyro; `short` cuts each help text after its first sentence."""
+        """Returns a flat dataclass of settings for tyro; `short` cuts each help text after its
+        first sentence.
+        """
         fields: list[tuple[str, object, Any]] = []
         for setting in settings:
             default = setting.default
@@ -137,24 +174,41 @@ class Command(Generic[T]):
                 name=None if _is_positional(setting) else setting.flag.removeprefix("--"),
                 metavar=None if _mark(setting, "metavar") else _metavar(setting.kind),
                 help=_first_sentence(text) if short else text,
-                help_behavior_hint="" if default is None or default is False or default == () else None,
+                help_behavior_hint=""
+                if default is None or default is False or default == ()
+                else None,
             )
             made: Any = default if default is dataclasses.MISSING else partial(copy.copy, default)
             field: object = dataclasses.field(default_factory=made)
-            fields.append(("__".join(setting.path), Annotated[(setting.kind, *setting.marks, argument)], field))
-        return dataclasses.make_dataclass("Settings", fields, frozen=True, kw_only=True, namespace={"__doc__": ""})
+            fields.append(
+                (
+                    "__".join(setting.path),
+                    Annotated[(setting.kind, *setting.marks, argument)],
+                    field,
+                )
+            )
+        return dataclasses.make_dataclass(
+            "Settings", fields, frozen=True, kw_only=True, namespace={"__doc__": ""}
+        )
 
     def _print_help(self, asked: str, section: str) -> None:
         settings = self.used_settings()
         sections = list(dict.fromkeys(each.keys[0] for each in settings if len(each.keys) > 1))
-        text, is_short = self.description.strip(), False
+        text = self.description.strip()
+        is_short = False
         if asked in (ALL_HELP, "--help_all"):
             pass
         elif section and not section.startswith("-"):
             if section not in sections:
                 close = nearest_name(section, sections)
-                hint = f"did you mean {close}?" if close else f"there are {', '.join(sections) or 'none'}"
-                raise ConfigError(f"{HELP} {truncate(section)}: {self.program} has no such section; {hint}")
+                hint = (
+                    f"did you mean {close}?"
+                    if close
+                    else f"there are {', '.join(sections) or 'none'}"
+                )
+                raise ConfigError(
+                    f"{HELP} {truncate(section)}: {self.program} has no such section; {hint}"
+                )
             settings = [each for each in settings if each.keys[0] == section]
         elif self.short_help:
             is_short = True
@@ -168,7 +222,13 @@ class Command(Generic[T]):
         os.environ["COLUMNS"] = str(width)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-            tyro.cli(schema, args=[HELP], prog=self.program, description="", config=(tyro.conf.AvoidSubcommands,))
+            tyro.cli(
+                schema,
+                args=[HELP],
+                prog=self.program,
+                description="",
+                config=(tyro.conf.AvoidSubcommands,),
+            )
         usage, _, options = re.sub(" +\n", "\n", printed.getvalue()).partition("\n")
         print(usage, _filled(text, width), options.strip("\n"), sep="\n\n")
 
@@ -187,25 +247,40 @@ class Command(Generic[T]):
             setting = self._find(flag)
             if setting.kind is bool:
                 if equals:
-                    raise ConfigError(f"{word}: takes no value; {' or '.join(map(_flag, spellings(setting)))}")
+                    raise ConfigError(
+                        f"{word}: takes no value; {' or '.join(map(_flag, spellings(setting)))}"
+                    )
                 values[setting] = _key(flag) != _negated(_key(setting.flag))
                 continue
             if setting in values and setting.flag in ("--config", "--mesh") and not setting.is_list:
                 raise ConfigError(f"{flag} is given twice")
             many = setting.is_list and tyro.conf.UseAppendAction not in setting.marks
             found = [value] if equals else []
-            while words and not equals and (many or not found) and not _is_flag(words[0]) and words[0] != "--":
+            while (
+                words
+                and not equals
+                and (many or not found)
+                and not _is_flag(words[0])
+                and words[0] != "--"
+            ):
                 found.append(words.popleft())
             if not found or (setting.owner is _CommonFlags and found == [""]):
                 example = ", such as true" if setting.kind is object else ""
-                raise ConfigError(f"{flag} needs a value{example}; a value that begins with - is written {flag}=-...")
-            values[setting] = (*values.get(setting, ()), *found) if setting.is_list else _value(setting, found[0])
+                raise ConfigError(
+                    f"{flag} needs a value{example}; a value that begins with - is written "
+                    f"{flag}=-..."
+                )
+            values[setting] = (
+                (*values.get(setting, ()), *found) if setting.is_list else _value(setting, found[0])
+            )
         for setting in leaf_settings(self.schema):
             if _is_positional(setting) and rest:
                 values[setting] = tuple(rest) if setting.is_list else rest[0]
                 rest = [] if setting.is_list else rest[1:]
             if setting.is_required and setting not in values:
-                raise ConfigError(f"{self.program} needs {_name_in_errors(setting)}; see {self.program} {HELP}")
+                raise ConfigError(
+                    f"{self.program} needs {_name_in_errors(setting)}; see {self.program} {HELP}"
+                )
         if rest:
             hint = f"see {self.program} {HELP}"
             is_file = rest[0].endswith((".yaml", ".yml"))
@@ -220,7 +295,9 @@ class Command(Generic[T]):
         section, _, key = name.rpartition(".")
         if section in known and get_origin(known[section].kind) is dict:
             whole = known[section]
-            return dataclasses.replace(whole, path=(*whole.path, key), keys=(*whole.keys, key), flag=flag, kind=object)
+            return dataclasses.replace(
+                whole, path=(*whole.path, key), keys=(*whole.keys, key), flag=flag, kind=object
+            )
         if name not in known:
             raise ConfigError(f"{truncate(flag)}: {self._suggestion(name, list(known))}")
         if not flag.startswith("--"):
@@ -243,11 +320,16 @@ class Command(Generic[T]):
 
     def _describe(self, keys: Sequence[object], value: object) -> str:
         setting = find_setting(self.schema, ".".join(map(str, keys)))
-        return f"{_name_in_errors(setting) if setting else keys[0]} {truncate(value, 300) or repr(value)}"
+        return (
+            f"{_name_in_errors(setting) if setting else keys[0]} "
+            f"{truncate(value, 300) or repr(value)}"
+        )
 
 
 def asks_for_help(argv: Sequence[str]) -> int:
-    """Returns the place of the first word that asks for help, from 1; 0 if there is none before `--`."""
+    """Returns the place of the first word that asks for help, from 1; 0 if there is none before
+    `--`.
+    """
     words = takewhile(lambda word: word != "--", argv)
     return next((place for place, word in enumerate(words, 1) if word in _HELP_WORDS), 0)
 
@@ -258,12 +340,17 @@ def leaf_settings(schema: object) -> list[Setting]:
 
 
 def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> dict[str, int]:
-    """Parses `fsdp=2,tp=4`; other axes have size 1. `allow_rest` accepts -1: all remaining devices."""
+    """Parses `fsdp=2,tp=4`; other axes have size 1. `allow_rest` accepts -1: all remaining
+    devices.
+    """
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = (piece.strip() for piece in part.partition("="))
         if axis not in axes:
-            problem = f"{truncate(repr(axis))} is not an axis; they are {', '.join(axes)}, as in fsdp=2,tp=4"
+            problem = (
+                f"{truncate(repr(axis))} is not an axis; they are {', '.join(axes)}, as in "
+                "fsdp=2,tp=4"
+            )
         elif not (re.fullmatch("0*[1-9][0-9]{0,9}", size) or (allow_rest and size == "-1")):
             problem = f"{axis}={truncate(size)} is not a number of devices: 1, 2, ..."
         elif axis in sizes:
@@ -277,7 +364,9 @@ def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> d
     return dict.fromkeys(axes, 1) | sizes
 
 
-def choose(program: str, commands: Mapping[str, Command[Any]], argv: Sequence[str]) -> tuple[Command[Any], list[str]]:
+def choose(
+    program: str, commands: Mapping[str, Command[Any]], argv: Sequence[str]
+) -> tuple[Command[Any], list[str]]:
     """Splits off a command, as `choose_name` does."""
     summaries = {name: command.summary for name, command in commands.items()}
     name, rest = choose_name(program, summaries, argv)
@@ -287,7 +376,8 @@ def choose(program: str, commands: Mapping[str, Command[Any]], argv: Sequence[st
 def choose_name(
     program: str, commands: Mapping[str, str], argv: Sequence[str], note: str = ""
 ) -> tuple[str, list[str]]:
-    """Splits off the name of a command of `program`, such as `jaxtp convert`; `--help` lists the names and exits.
+    """Splits off the name of a command of `program`, such as `jaxtp convert`; `--help` lists the
+    names and exits.
 
     Args:
       commands: one-line summaries by name.
@@ -296,7 +386,8 @@ def choose_name(
     name, *rest = argv or (HELP,)
     if name in _HELP_WORDS:
         width = max(map(len, commands)) + 2
-        columns, indent = max(2 * width, shutil.get_terminal_size().columns), " " * (width + 2)
+        columns = max(2 * width, shutil.get_terminal_size().columns)
+        indent = " " * (width + 2)
         print(f"usage: {program} COMMAND ...\n")
         for command, text in commands.items():
             print(textwrap.fill(f"  {command:<{width}}{text}", columns, subsequent_indent=indent))
@@ -304,7 +395,9 @@ def choose_name(
         raise SystemExit(0)
     if name not in commands:
         close = difflib.get_close_matches(name, commands, n=1)
-        hint = f"did you mean {program} {close[0]}?" if close else f"there are {', '.join(commands)}"
+        hint = (
+            f"did you mean {program} {close[0]}?" if close else f"there are {', '.join(commands)}"
+        )
         raise ConfigError(f"{truncate(repr(name))} is not a command of {program}; {hint}")
     return name, rest
 
@@ -326,12 +419,16 @@ def completion(program: str, commands: Commands, shell: str) -> str:
 
 def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]]) -> Any:
     if isinstance(command, Command):
-        return Annotated[command.help_schema(command.used_settings()), tyro.conf.subcommand(name=name)]
+        return Annotated[
+            command.help_schema(command.used_settings()), tyro.conf.subcommand(name=name)
+        ]
     kinds = [_subcommand(*item) for item in command.items()]
     if len(kinds) == 1:  # tyro would complete the flags of an only command without its name
         kinds.append(Annotated[None, tyro.conf.subcommand(name=HELP)])
     inner: object = Union[tuple(kinds)]  # noqa: UP007
-    return Annotated[dataclasses.make_dataclass(name, [("command", inner)]), tyro.conf.subcommand(name=name)]
+    return Annotated[
+        dataclasses.make_dataclass(name, [("command", inner)]), tyro.conf.subcommand(name=name)
+    ]
 
 
 def _mark(setting: Setting, name: str) -> Any:
@@ -343,7 +440,11 @@ def _is_positional(setting: Setting) -> bool:
 
 
 def _name_in_errors(setting: Setting) -> str:
-    return (_mark(setting, "metavar") or setting.name.upper()) if _is_positional(setting) else setting.flag
+    return (
+        (_mark(setting, "metavar") or setting.name.upper())
+        if _is_positional(setting)
+        else setting.flag
+    )
 
 
 def spellings(setting: Setting) -> Iterator[str]:
@@ -357,7 +458,9 @@ def spellings(setting: Setting) -> Iterator[str]:
 
 
 def _value(setting: Setting, word: str) -> object:
-    """Returns the value for pydantic to validate; a key of a mapping has no type, and is read as in a YAML file."""
+    """Returns the value for pydantic to validate; a key of a mapping has no type, and is read as
+    in a YAML file.
+    """
     if setting.kind is object:
         with contextlib.suppress(ValueError):
             return parse_yaml(word.encode())
@@ -387,16 +490,24 @@ def _negated(key: str) -> str:
 
 def _metavar(kind: object) -> str | None:
     others = [part for part in get_args(kind) or (kind,) if part is not type(None)]
-    return {Path: "PATH", str: "TEXT", int: "INT", float: "FLOAT"}.get(others[0]) if len(others) == 1 else None
+    return (
+        {Path: "PATH", str: "TEXT", int: "INT", float: "FLOAT"}.get(others[0])
+        if len(others) == 1
+        else None
+    )
 
 
 def docstrings(schema: type) -> dict[str, str]:
     """Returns the strings below the fields of a dataclass and its bases."""
     found = {}
     for kind in filter(dataclasses.is_dataclass, reversed(schema.__mro__)):
-        for field, text in pairwise(_classes(inspect.getsourcefile(kind) or "").get(kind.__name__, ())):
+        for field, text in pairwise(
+            _classes(inspect.getsourcefile(kind) or "").get(kind.__name__, ())
+        ):
             match field, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                    value=ast.Constant(value=str(words))
+                ):
                     found[name] = " ".join(words.split())
     return found
 
@@ -416,6 +527,8 @@ def _filled(text: str, width: int) -> str:
     for paragraph in text.split("\n\n"):
         lines = [line.strip() for line in paragraph.splitlines()]
         is_code = paragraph.startswith(("jaxtp ", " "))
-        filled = textwrap.fill(" ".join(lines), width, break_on_hyphens=False, break_long_words=False)
+        filled = textwrap.fill(
+            " ".join(lines), width, break_on_hyphens=False, break_long_words=False
+        )
         paragraphs.append("\n".join(f"  {line}" for line in lines) if is_code else filled)
     return "\n\n".join(paragraphs)

@@ -11,8 +11,11 @@ from typing import Self, TextIO
 from jaxtp.config.entry import end_by_closed_pipe, silence
 
 _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "JOB_COMPLETION_INDEX")
-"""Variables that a scheduler sets. `mpirun` and `srun --pty` give processes a terminal, but log its output."""
-_CLEAR, _UNWRAPPED = "\r\x1b[2K", "\x1b[?7l{}\x1b[?7h"
+"""Variables that a scheduler sets. `mpirun` and `srun --pty` give processes a terminal, but log
+its output.
+"""
+_CLEAR = "\r\x1b[2K"
+_UNWRAPPED = "\x1b[?7l{}\x1b[?7h"
 """Escape sequences: clear the current line, and print a text without wrapping it."""
 _BAR_WIDTH = 30
 _CUT = "..."
@@ -20,11 +23,14 @@ _LEAST_BAR_WIDTH = 5  # Columns; a narrower bar is left out
 _REDRAW_SECONDS = 0.1
 
 
-_DECIMAL, _BINARY = ("B", "KB", "MB", "GB"), ("B", "KiB", "MiB", "GiB")
+_DECIMAL = ("B", "KB", "MB", "GB")
+_BINARY = ("B", "KiB", "MiB", "GiB")
 
 
 def size_text(size: float, *, binary: bool = False) -> str:
-    """Returns a number of bytes in the largest unit that leaves a digit before the point, at most GB: `1.3 MB`."""
+    """Returns a number of bytes in the largest unit that leaves a digit before the point, at
+    most GB: `1.3 MB`.
+    """
     step = 1024 if binary else 1000
     *smaller, largest = _BINARY if binary else _DECIMAL
     for unit in smaller:
@@ -37,7 +43,11 @@ def size_text(size: float, *, binary: bool = False) -> str:
 def is_terminal(stream: TextIO | None) -> bool:
     """Returns whether the stream is a terminal that a person may watch."""
     try:
-        return stream is not None and stream.isatty() and not any(name in os.environ for name in _RANKS)
+        return (
+            stream is not None
+            and stream.isatty()
+            and not any(name in os.environ for name in _RANKS)
+        )
     except ValueError:  # closed
         return False
 
@@ -45,13 +55,15 @@ def is_terminal(stream: TextIO | None) -> bool:
 class Display:
     """Prints lines, above a progress bar in a terminal.
 
-    After an error of the stream (a closed terminal, a full disk) it prints nothing, and the command continues.
+    After an error of the stream (a closed terminal, a full disk) it prints nothing, and the command
+    continues.
 
     Args:
       counter: format of the bar's label (`step {done}/{total}`).
       quiet: prints nothing.
       stream: standard output by default.
-      unread: called when the pipe is closed (`| head`); by default ends the process, as SIGPIPE does.
+      unread: called when the pipe is closed (`| head`); by default ends the process, as SIGPIPE
+        does.
     """
 
     def __init__(
@@ -64,7 +76,8 @@ class Display:
     ) -> None:
         stream = stream or sys.stdout
         self.has_bar = is_terminal(stream) and os.environ.get("TERM") != "dumb"
-        self._counter, self._unread = counter, unread
+        self._counter = counter
+        self._unread = unread
         self._label = counter
         self._stream = None if quiet else stream
         self._bar = ""
@@ -78,7 +91,8 @@ class Display:
         """Ends the progress bar; later lines follow it."""
         if self._bar:
             self._write("\n")
-        self._bar, self._total = "", 0
+        self._bar = ""
+        self._total = 0
 
     __exit__ = end
 
@@ -97,15 +111,23 @@ class Display:
         """Starts the progress bar, with another label if `counter` is given."""
         self._label = counter or self._counter
         self._drawn = 0.0
-        self._first, self._total, self._start = done, total, time.monotonic()
+        self._first = done
+        self._total = total
+        self._start = time.monotonic()
         self.move(done, "")
 
     def move(self, done: int, text: str) -> None:
         """Updates the progress bar and its text."""
         now = time.monotonic()
-        if not (self.has_bar and self._total) or (done < self._total and now < self._drawn + _REDRAW_SECONDS):
+        if not (self.has_bar and self._total) or (
+            done < self._total and now < self._drawn + _REDRAW_SECONDS
+        ):
             return
-        seconds = (now - self._start) * (self._total - done) / (done - self._first) if done > self._first else None
+        seconds = (
+            (now - self._start) * (self._total - done) / (done - self._first)
+            if done > self._first
+            else None
+        )
         left = "" if seconds is None else f"  {timedelta(seconds=round(seconds))} left"
         label = self._label.format(done=done, total=self._total)
         self._bar = _UNWRAPPED.format(self._fitted(label, done, text, left))
@@ -113,7 +135,9 @@ class Display:
         self._write(_CLEAR + self._bar)
 
     def _fitted(self, label: str, done: int, text: str, left: str) -> str:
-        """Returns the label, bar, text and remaining time; a narrow terminal gets a shorter bar, or a shorter text."""
+        """Returns the label, bar, text and remaining time; a narrow terminal gets a shorter bar,
+        or a shorter text.
+        """
         columns = self._columns()
         width = min(_BAR_WIDTH, columns - len(f"{label} [] {text}{left}"))
         if width >= _LEAST_BAR_WIDTH:
@@ -141,7 +165,8 @@ class Display:
             self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             self._stream.flush()
         except (OSError, ValueError) as error:  # a ValueError if it is closed
-            stream, self._stream = self._stream, None
+            stream = self._stream
+            self._stream = None
             with contextlib.suppress(OSError, ValueError):
                 silence(stream.fileno())
             if isinstance(error, BrokenPipeError):

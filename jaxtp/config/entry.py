@@ -1,7 +1,9 @@
-"""Entry and exit of commands: mistakes, Ctrl-C, closed pipes and full disks print one line, no traceback.
+"""Entry and exit of commands: mistakes, Ctrl-C, closed pipes and full disks print one line, no
+traceback.
 
-A command's `__main__.py` begins with `start(PROGRAM)`, before its other imports. It defines `main(argv)`, which calls
-`attempt`, and ends with `run(PROGRAM, main)`. Both calls are under `if __name__ == "__main__"`.
+A command's `__main__.py` begins with `start(PROGRAM)`, before its other imports. It defines
+`main(argv)`, which calls `attempt`, and ends with `run(PROGRAM, main)`. Both calls are under
+`if __name__ == "__main__"`.
 """
 
 import contextlib
@@ -29,9 +31,13 @@ MISTAKE = 2  # The exit code after a user's mistake
 WRONG = 3
 """The exit code if numbers are not finite or differ between devices: a retry would fail again."""
 FILES = 74
-"""The exit code if files can no longer be written or read (EX_IOERR of sysexits.h): a retry may succeed."""
+"""The exit code if files can no longer be written or read (EX_IOERR of sysexits.h): a retry may
+succeed.
+"""
 TEMPORARY = 75
-"""The exit code of a process that was stuck or lost another process of its run (EX_TEMPFAIL of sysexits.h)."""
+"""The exit code of a process that was stuck or lost another process of its run (EX_TEMPFAIL of
+sysexits.h).
+"""
 INTERRUPTED = 130  # The exit code after Ctrl-C: 128 plus the number of the signal, as in shells
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # Control characters, except for newlines
 _AGAIN_SECONDS = 0.05  # until Ctrl-C is sent again whose exception was ignored
@@ -39,7 +45,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class BriefError(Exception):
-    """An error whose message suffices: notebooks show it below the user's own lines, without the lines of libraries."""
+    """An error whose message suffices: notebooks show it below the user's own lines, without the
+    lines of libraries.
+    """
 
     def _render_traceback_(self) -> list[str]:
         # IPython calls this method of an exception, and prints the lines instead of its own.
@@ -59,11 +67,13 @@ class UserError(BriefError, ValueError):
     exit_code = MISTAKE
 
 
-def attempt(program: str, action: Callable[[], int | None], interrupted: str = "interrupted") -> int:
+def attempt(
+    program: str, action: Callable[[], int | None], interrupted: str = "interrupted"
+) -> int:
     """Runs a command and returns its exit code.
 
-    The code is the action's, the `exit_code` of a `UserError` or `NumericsError`, or 2 for a full disk or unusable
-    file. A closed pipe on standard output (`| head`) ends the process silently.
+    The code is the action's, the `exit_code` of a `UserError` or `NumericsError`, or 2 for a full
+    disk or unusable file. A closed pipe on standard output (`| head`) ends the process silently.
 
     Args:
       program: prefix of messages on stderr.
@@ -86,11 +96,15 @@ def attempt(program: str, action: Callable[[], int | None], interrupted: str = "
             return end_by_closed_pipe()
         if not error.filename and error.errno not in _FULL:
             raise  # names no file, so the user cannot fix it
-        return fail(program, f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}")
+        return fail(
+            program,
+            f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}",
+        )
 
 
 def shown(text: str) -> str:
-    """Returns a model's text for standard output: a terminal would obey control characters, so it gets them escaped.
+    """Returns a model's text for standard output: a terminal would obey control characters, so it
+    gets them escaped.
 
     Newlines and tabs stay.
     """
@@ -165,7 +179,8 @@ def run(program: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
                 child.terminate()
         os._exit(code)  # at the interpreter's exit, threads in which XLA still compiles would crash
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no message for Ctrl-C while libraries shut down
+        # no message for Ctrl-C while libraries shut down
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)
 
 
@@ -177,7 +192,9 @@ def import_fast(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def paused_collection() -> Iterator[None]:
-    """Pauses garbage collection, which takes up to half of the time of code that makes many objects."""
+    """Pauses garbage collection, which takes up to half of the time of code that makes many
+    objects.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -238,8 +255,9 @@ _SECOND_HANDLERS: dict[signal.Signals, Any] = {
     signal.SIGHUP: signal.SIG_IGN,
     signal.SIGUSR1: signal.SIG_IGN,
 }
-"""Handlers of a second signal. Repeated SIGHUP and SIGUSR1 are ignored: the kernel and the shell each send SIGHUP when
-a terminal closes, and a scheduler may repeat SIGUSR1."""
+"""Handlers of a second signal. Repeated SIGHUP and SIGUSR1 are ignored: the kernel and the shell
+each send SIGHUP when a terminal closes, and a scheduler may repeat SIGUSR1.
+"""
 SIGNALS = tuple(_SECOND_HANDLERS)  # Signals that request a stop
 
 
@@ -258,12 +276,12 @@ class InterruptError(KeyboardInterrupt):
 class Interrupt:
     """Context manager that records signals; inactive outside the main thread.
 
-    `check` raises after the first signal; the second ends the process. Signals that are ignored, such as
-    SIGHUP under nohup, stay ignored. A terminal shows `notice` after the first Ctrl-C.
+    `check` raises after the first signal; the second ends the process. Signals that are ignored,
+    such as SIGHUP under nohup, stay ignored. A terminal shows `notice` after the first Ctrl-C.
 
     Args:
-      at_start: message of the `InterruptError` that Ctrl-C raises at once until `defer`; empty if there is work to
-        save from the start.
+      at_start: message of the `InterruptError` that Ctrl-C raises at once until `defer`; empty if
+        there is work to save from the start.
     """
 
     def __init__(self, *signals: signal.Signals, notice: str = "", at_start: str = "") -> None:
@@ -276,7 +294,9 @@ class Interrupt:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
-            handled = [number for number in self._signals if signal.getsignal(number) != signal.SIG_IGN]
+            handled = [
+                number for number in self._signals if signal.getsignal(number) != signal.SIG_IGN
+            ]
             self._before = {number: signal.signal(number, self._record) for number in handled}
             self._hook_before = sys.unraisablehook
             sys.unraisablehook = self._ignored
@@ -300,8 +320,8 @@ class Interrupt:
             raise InterruptError
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        # Raises nothing after the start: a callback, such as JAX's during garbage collection, could swallow an
-        # exception.
+        # Raises nothing after the start: a callback, such as JAX's during garbage collection, could
+        # swallow an exception.
         self.received = signal.Signals(number).name
         if number == signal.SIGINT and self._at_start:
             raise InterruptError(self._at_start)
@@ -309,11 +329,12 @@ class Interrupt:
             signal.signal(each, _SECOND_HANDLERS[each])
         if number == signal.SIGINT and self._notice and os.isatty(2):
             with contextlib.suppress(OSError):
-                os.write(2, f"\n{self._notice}\n".encode())  # a handler cannot use `sys.stderr`, which may be busy
+                # a handler cannot use `sys.stderr`, which may be busy
+                os.write(2, f"\n{self._notice}\n".encode())
 
     def _ignored(self, unraisable: "sys.UnraisableHookArgs") -> None:
-        # Python ignores an exception in a destructor, in a callback of a weak reference, and in one of the garbage
-        # collector, in which a tracing run spends much of its time.
+        # Python ignores an exception in a destructor, in a callback of a weak reference, and in one
+        # of the garbage collector, in which a tracing run spends much of its time.
         if issubclass(unraisable.exc_type, InterruptError):
             _send_again(signal.SIGINT)
         elif self._hook_before is not None:
@@ -332,9 +353,11 @@ def _send_again(number: int) -> None:
 def in_thread(work: Callable[[], T]) -> "Future[T]":
     """Starts work in a thread; Ctrl-C ends a wait for its result.
 
-    While the main thread itself is in XLA, which compiles for minutes, Python runs no handler of a signal.
+    While the main thread itself is in XLA, which compiles for minutes, Python runs no handler of a
+    signal.
     """
-    # Not imported at the top: it imports logging, which changes the process of a program that imports jaxtp.
+    # Not imported at the top: it imports logging, which changes the process of a program that
+    # imports jaxtp.
     from concurrent.futures import Future
 
     future: Future[T] = Future()

@@ -55,7 +55,8 @@ def sync_folder(folder: Path) -> None:
 def open_directly(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
     """Opens a file to write it in a folder that someone else may have prepared.
 
-    Raises an `OSError` for a link, which could lead to another file of the user, and for a pipe or device.
+    Raises an `OSError` for a link, which could lead to another file of the user, and for a pipe or
+    device.
     """
     encoding = None if "b" in mode else "utf-8"
     return open(path, mode, buffering, encoding=encoding, opener=_open_no_link)
@@ -79,7 +80,9 @@ def _open_no_link(name: str, flags: int) -> int:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file and syncs it; after a crash or with concurrent writers the file is whole or unchanged."""
+    """Writes a file and syncs it; after a crash or with concurrent writers the file is whole or
+    unchanged.
+    """
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
         with open_directly(partial, "wb") as file:
@@ -107,7 +110,9 @@ def mark_as_own(path: Path) -> None:
 
 
 def is_own(path: Path) -> bool:
-    """Returns whether `mark_as_own` marked a file that nobody has changed, moved, copied or unpacked since."""
+    """Returns whether `mark_as_own` marked a file that nobody has changed, moved, copied or
+    unpacked since.
+    """
     mark = _mark_of(path)
     try:
         is_private = _only_user_writes(path) and _only_user_writes(mark)
@@ -128,7 +133,8 @@ def _new_key() -> bytes:
     path = _key_file()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.exists():
-        # A link to a whole file: of several processes that begin at once, one wins, and none reads a part.
+        # A link to a whole file: of several processes that begin at once, one wins, and none reads
+        # a part.
         with tempfile.NamedTemporaryFile(dir=path.parent) as file:  # only its user can read it
             file.write(secrets.token_bytes(_KEY_BYTES))
             sync_file(file)
@@ -152,9 +158,9 @@ def _mark_of(path: Path) -> Path:
 
 
 def _signature(path: Path, key: bytes) -> bytes:
-    # The owner alone proves nothing: a file of an archive belongs to the user who unpacks it. But it
-    # gets another inode, and the kernel sets the time of its last change. The author of an image of a
-    # file system chooses both, but has no key.
+    # The owner alone proves nothing: a file of an archive belongs to the user who unpacks it. But
+    # it gets another inode, and the kernel sets the time of its last change. The author of an image
+    # of a file system chooses both, but has no key.
     status = path.lstat()
     place = path.parent.resolve() / path.name
     identity = f"{status.st_ino} {status.st_ctime_ns} {sha256(path)} {place}"
@@ -197,7 +203,9 @@ def locked(out: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
-        raise ConfigError(f"{out} is being written by another command; wait until it ends") from None
+        raise ConfigError(
+            f"{out} is being written by another command; wait until it ends"
+        ) from None
     finally:
         os.close(descriptor)
 
@@ -206,7 +214,8 @@ def require_empty(out: Path, what: str) -> None:
     """Raises ConfigError if a folder that has no `what` yet has other files."""
     if foreign := sorted(path.name for path in out.iterdir() if not path.name.endswith(PARTIAL)):
         raise ConfigError(
-            f"{out} holds other files ({', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}) and no "
+            f"{out} holds other files "
+            f"({', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}) and no "
             f"{what}; name a folder of its own by --out DIR"
         )
 
@@ -237,12 +246,16 @@ def require_picture(flag: str, path: Path | None) -> None:
         raise ConfigError(f"{flag} needs matplotlib: pip install 'jaxtp[plot]'") from None
     known = Figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:
-        raise ConfigError(f"{flag} {path}: pictures are {', '.join(f'.{name}' for name in sorted(known))}")
+        raise ConfigError(
+            f"{flag} {path}: pictures are {', '.join(f'.{name}' for name in sorted(known))}"
+        )
     require_writable(flag, path)
 
 
 def write_picture(flag: str, path: Path | None, draw: Callable[[Any], None]) -> None:
-    """Calls `draw` on a matplotlib `Figure` and writes a flag's picture, if any, after `require_picture`."""
+    """Calls `draw` on a matplotlib `Figure` and writes a flag's picture, if any, after
+    `require_picture`.
+    """
     if path is None:
         return
     from matplotlib.figure import Figure

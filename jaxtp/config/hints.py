@@ -1,4 +1,5 @@
-"""Suggests settings for unknown names, values for sizes that do not fit, and names things by dotted paths.
+"""Suggests settings for unknown names, values for sizes that do not fit, and names things by dotted
+paths.
 
 Each suggestion of a value changes one setting, fixes all its problems, and causes no others.
 """
@@ -27,9 +28,11 @@ OTHER_NAMES = {
     "optimizer.eps": "adam_epsilon adam_eps epsilon",
     "train.epochs": "num_epochs num_train_epochs max_epochs",
     "train.steps": "max_steps num_steps total_steps max_iters",
-    "train.accumulation": "gradient_accumulation_steps grad_accum accumulation_steps accumulate_grad_batches",
+    "train.accumulation": "gradient_accumulation_steps grad_accum accumulation_steps "
+    "accumulate_grad_batches",
     "data.global_batch_size": "batch_size train_batch_size",
-    "data.sequence_length": "seq_len seq_length max_seq_len max_seq_length block_size context_length",
+    "data.sequence_length": "seq_len seq_length max_seq_len max_seq_length block_size "
+    "context_length",
     "data.path": "dataset dataset_name dataset_path data_dir train_file",
     "data.packing": "sample_packing pack_sequences",
     "model.from_hf": "model_name_or_path model_name base_model pretrained",
@@ -59,10 +62,15 @@ OTHER_NAMES = {
 """Names that other programs use for these settings; errors suggest ours."""
 
 _BRANCHES = "{} drops out of the result of each branch"
-_LOSS = "a loss has settings of its own, such as --train.loss jaxtp:DPO --train.loss-arguments.beta 0.1"
+_LOSS = (
+    "a loss has settings of its own, such as --train.loss jaxtp:DPO --train.loss-arguments.beta 0.1"
+)
 INSTEAD = {
     "lora_dropout lora.dropout": ("model.dropout", f"adapters have no dropout; {_BRANCHES}"),
-    "attention_dropout attn_pdrop attn_dropout": ("model.dropout", f"attention weights have no dropout; {_BRANCHES}"),
+    "attention_dropout attn_pdrop attn_dropout": (
+        "model.dropout",
+        f"attention weights have no dropout; {_BRANCHES}",
+    ),
     "resid_pdrop hidden_dropout hidden_dropout_prob": ("model.dropout", _BRANCHES),
     "load_in_4bit load_in_8bit quantization_config bnb_4bit_quant_type use_4bit": (
         "model.lora.base",
@@ -72,7 +80,10 @@ INSTEAD = {
         "model.lora.targets",
         "adapters are plain LoRA, and nothing else is trained beside them; {} chooses the layers",
     ),
-    "warmup_ratio warmup_fraction": ("optimizer.warmup_steps", "{} is a number of updates, not a share"),
+    "warmup_ratio warmup_fraction": (
+        "optimizer.warmup_steps",
+        "{} is a number of updates, not a share",
+    ),
     "min_lr min_lr_ratio end_lr": (
         "optimizer.final_fraction",
         "{} is the last learning rate as a share of the highest",
@@ -94,14 +105,20 @@ INSTEAD = {
         "data.path",
         "jaxtp prepare reads the texts, with --field, and {} names the dataset that it makes",
     ),
-    "push_to_hub hub_model_id": ("run.dir", "jaxtp convert export writes a folder for the hub from that of {}"),
+    "push_to_hub hub_model_id": (
+        "run.dir",
+        "jaxtp convert export writes a folder for the hub from that of {}",
+    ),
     "dpo_beta loss_type": ("train.loss", _LOSS),
 }
-"""Names that other programs use where jaxtp has something else: a setting, and a sentence with its name at {}."""
+"""Names that other programs use where jaxtp has something else: a setting, and a sentence with
+its name at {}.
+"""
 
 
 def hint_for(name: str, known: Sequence[str], spell: Callable[[str], str]) -> str | None:
-    """Returns a hint for an unknown setting: the setting that is meant, or what there is instead of it.
+    """Returns a hint for an unknown setting: the setting that is meant, or what there is instead of
+    it.
 
     Args:
       known: dotted names of settings.
@@ -117,7 +134,9 @@ def hint_for(name: str, known: Sequence[str], spell: Callable[[str], str]) -> st
 
 
 def nearest_name(name: str, known: Sequence[str]) -> str | None:
-    """Returns the setting that another program's name means, with the same key, or with nearly the same."""
+    """Returns the setting that another program's name means, with the same key, or with nearly
+    the same.
+    """
     last = _short(name).lower()
     for setting, others in OTHER_NAMES.items():
         if setting in known and last in others.split():
@@ -142,7 +161,8 @@ class Problem:
     """Sizes that do not fit each other."""
 
     text: str  # the message, with names and values
-    among: Mapping[str, int] = field(default_factory=dict)  # settings that must divide a number: `{"mesh.tp": 9}`
+    # settings that must divide a number: `{"mesh.tp": 9}`
+    among: Mapping[str, int] = field(default_factory=dict)
     multiples: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Settings that must be a multiple, and the nearest multiples: `{"model.d_ff": (96, 104)}`."""
 
@@ -163,13 +183,21 @@ def explained(problems: Problems, *, fixed: bool) -> Iterator[str]:
     def working(setting: str, values: Iterable[int]) -> list[int]:
         if fixed and setting.startswith("model."):
             return []
-        kept = {problem.text for problem in found if setting not in {*problem.among, *problem.multiples}}
-        return [value for value in values if {problem.text for problem in problems({setting: value})} <= kept]
+        kept = {
+            problem.text for problem in found if setting not in {*problem.among, *problem.multiples}
+        }
+        return [
+            value
+            for value in values
+            if {problem.text for problem in problems({setting: value})} <= kept
+        ]
 
     for problem in found:
         hints = []
         for setting, number in problem.among.items():
-            if values := working(setting, (size for size in divisors(number) if size <= MAX_SUGGESTED)):
+            if values := working(
+                setting, (size for size in divisors(number) if size <= MAX_SUGGESTED)
+            ):
                 hints.append(f"{_short(setting)} can be {', '.join(map(str, values))}")
         for setting, sizes in problem.multiples.items():
             if values := working(setting, sizes):
@@ -177,15 +205,21 @@ def explained(problems: Problems, *, fixed: bool) -> Iterator[str]:
         yield f"{problem.text}; {', or '.join(hints)}" if hints else problem.text
 
 
-def not_divisible(name: str, value: int, by_name: str, by: int, among: Mapping[str, int]) -> Iterator[Problem]:
-    """Yields a problem if `value` of setting `name` is not divisible by `by`, the value of `by_name`."""
+def not_divisible(
+    name: str, value: int, by_name: str, by: int, among: Mapping[str, int]
+) -> Iterator[Problem]:
+    """Yields a problem if `value` of setting `name` is not divisible by `by`, the value of
+    `by_name`.
+    """
     if value % by:
         sizes = tuple(multiple for multiple in nearest_multiples(value, by) if multiple < 2**31)
         yield Problem(f"{name}={value} is not divisible by {by_name}={by}", among, {name: sizes})
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Returns whether one of the pattern's alternatives, separated by `|`, matches as in the shell."""
+    """Returns whether one of the pattern's alternatives, separated by `|`, matches as in the
+    shell.
+    """
     return any(fnmatch.fnmatchcase(path, alternative) for alternative in pattern.split("|"))
 
 
@@ -197,8 +231,8 @@ def dotted(path: Iterable[object]) -> str:
 def by_dotted_path(items: Iterable[tuple[Sequence[object], T]]) -> dict[str, T]:
     """Returns things by dotted path.
 
-    Every dict of parameters, variables or modules by dotted path is made here, because a key may contain a dot, and of
-    two things with one path a dict would keep only the last.
+    Every dict of parameters, variables or modules by dotted path is made here, because a key may
+    contain a dot, and of two things with one path a dict would keep only the last.
 
     Raises:
       UserError: two things have the same dotted path.
@@ -209,8 +243,10 @@ def by_dotted_path(items: Iterable[tuple[Sequence[object], T]]) -> dict[str, T]:
         name = dotted(path)
         if name in named:
             raise UserError(
-                f"the model has two things at {name!r}, by the keys {list(paths[name])} and {list(path)}: jaxtp joins "
-                "keys by dots, and could not tell them apart; rename the one that has a dot in a key"
+                f"the model has two things at {name!r}, by the keys {list(paths[name])} and "
+                f"{list(path)}: jaxtp joins "
+                "keys by dots, and could not tell them apart; rename the one that has a dot "
+                "in a key"
             )
         named[name] = thing
         paths[name] = path
@@ -234,7 +270,9 @@ def mesh_settings(axes: Iterable[str]) -> tuple[str, ...]:
 
 
 def mesh_product(axes: Iterable[str], sizes: Mapping[str, int]) -> str:
-    """Returns the number of shards over `axes` as a text, `mesh.fsdp * mesh.cp`; omits axes of size 1."""
+    """Returns the number of shards over `axes` as a text, `mesh.fsdp * mesh.cp`; omits axes of
+    size 1.
+    """
     return " * ".join(mesh_settings(axis for axis in axes if sizes[axis] > 1))
 
 

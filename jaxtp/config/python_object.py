@@ -1,7 +1,8 @@
 """Python objects that settings name: `FILE.py:NAME`, or `package.module:NAME`.
 
-Anyone may have written a configuration, so a name in a file is imported only with the user's consent
-(`require_consent`). Names on the command line, and in a program that calls jaxtp, are the user's own.
+Anyone may have written a configuration, so a name in a file is imported only with the user's
+consent (`require_consent`). Names on the command line, and in a program that calls jaxtp, are the
+user's own.
 """
 
 import importlib
@@ -30,22 +31,30 @@ from jaxtp.config.schema import ConfigError, nearest_file
 
 ALLOW_CODE = "--allow-code"
 _PACKAGE = str(Path(__file__).parent.parent)
-_LIBRARIES = tuple({_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))})
+_LIBRARIES = tuple(
+    {_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
+)
 
 
 def load_object(text: str, setting: str) -> Any:
     """Imports the object that a setting names.
 
     Raises:
-      ConfigError: there is no such file, module or name, or its code fails; the message has the line.
+      ConfigError: there is no such file, module or name, or its code fails; the message has the
+        line.
     """
     place, _, name = text.rpartition(":")
     if not place or not name:
-        raise ConfigError(f"{setting} {text}: should be FILE.py:NAME or package.module:NAME{_own_name(text, setting)}")
+        raise ConfigError(
+            f"{setting} {text}: should be FILE.py:NAME or "
+            f"package.module:NAME{_own_name(text, setting)}"
+        )
     module = _load_file(setting, Path(place)) if place.endswith(".py") else _import(setting, place)
     with user_code(f"{setting} {text}", ConfigError):
         if not hasattr(module, name):
-            raise ConfigError(f"{setting} {text}: {place} has no {name}; {_hint(module, name, setting)}")
+            raise ConfigError(
+                f"{setting} {text}: {place} has no {name}; {_hint(module, name, setting)}"
+            )
         found = getattr(module, name)
     if found is None:  # which would mean that there is no such setting
         raise ConfigError(f"{setting} {text} is None")
@@ -54,7 +63,8 @@ def load_object(text: str, setting: str) -> Any:
 
 @contextmanager
 def user_code(what: str, *passing: type[Exception]) -> Iterator[None]:
-    """Converts whatever a user's code raises to a `ConfigError`, except for Ctrl-C and the types that pass.
+    """Converts whatever a user's code raises to a `ConfigError`, except for Ctrl-C and the types
+    that pass.
 
     `SystemExit` too: it would end a command with exit code 0, and without a word.
     """
@@ -79,8 +89,8 @@ def describe_value(value: object) -> str:
 def is_public(reference: str) -> bool:
     """Returns whether a reference names settings or a loss of jaxtp's own, such as `jaxtp:DPO`.
 
-    These are dataclasses, which only hold values. Public functions do not count: with arguments from
-    a file they could write files.
+    These are dataclasses, which only hold values. Public functions do not count: with arguments
+    from a file they could write files.
     """
     place, _, name = reference.rpartition(":")
     if place.partition(".")[0] != "jaxtp" or name not in jaxtp.__all__:
@@ -123,7 +133,9 @@ class FileArgument:
         return f"{self.flag}{between}{shlex.quote(word)}"
 
 
-def file_arguments(config: Hashable, in_file: Hashable, flags: Mapping[tuple[str, ...], object]) -> list[FileArgument]:
+def file_arguments(
+    config: Hashable, in_file: Hashable, flags: Mapping[tuple[str, ...], object]
+) -> list[FileArgument]:
     """Returns the arguments that code gets from a file, except for code of jaxtp's own.
 
     Args:
@@ -151,7 +163,10 @@ def file_arguments(config: Hashable, in_file: Hashable, flags: Mapping[tuple[str
 
 
 def require_consent(
-    file: Path, named: Sequence[tuple[str, str]], arguments: Sequence[FileArgument], is_allowed: bool
+    file: Path,
+    named: Sequence[tuple[str, str]],
+    arguments: Sequence[FileArgument],
+    is_allowed: bool,
 ) -> None:
     """Prints the code that a configuration file names, and the arguments that it gives.
 
@@ -162,7 +177,8 @@ def require_consent(
       is_allowed: whether the user gave `ALLOW_CODE`.
 
     Raises:
-      ConfigError: the user did not consent: there is no flag, and no run of the user's wrote the file.
+      ConfigError: the user did not consent: there is no flag, and no run of the user's wrote the
+        file.
     """
     shown = [f"{flag} {truncate(value, 300)}" for flag, value in named]
     shown += [truncate(argument, 300) for argument in arguments]
@@ -175,7 +191,9 @@ def require_consent(
         problem = "names code, and jaxtp runs no code that a file names"
         if not named:
             problem = "has arguments of other code than the code that runs"
-        raise ConfigError(f"{file} {problem}; if you trust it, add {ALLOW_CODE}, or give these flags:{listed}")
+        raise ConfigError(
+            f"{file} {problem}; if you trust it, add {ALLOW_CODE}, or give these flags:{listed}"
+        )
     what = "names code that runs" if named else "has arguments of code that runs"
     say(f"{file} {what}: {', '.join(shown)}")
 
@@ -206,7 +224,9 @@ def _hint(module: ModuleType, name: str, setting: str) -> str:
     close = _closest(name, names)
     if close is not None:
         return f"did you mean {close}?"
-    public = [each for each in names if not each.startswith("_") and _is_of(module, getattr(module, each))]
+    public = [
+        each for each in names if not each.startswith("_") and _is_of(module, getattr(module, each))
+    ]
     return f"it has {', '.join(public)}" if public else f"it has nothing for {setting}"
 
 
@@ -238,7 +258,9 @@ def _fits(setting: str, value: object) -> bool:
     kind = _kind(setting)
     is_ours = str(getattr(value, "__module__", "")).startswith("jaxtp.")
     bases = getattr(value, "__mro__", ())
-    is_model = any(base.__module__.startswith("flax.") and base.__name__ == "Module" for base in bases)
+    is_model = any(
+        base.__module__.startswith("flax.") and base.__name__ == "Module" for base in bases
+    )
     if kind == "plan":
         return isinstance(value, Mapping)
     if kind in _CALLED_WITH:
@@ -267,7 +289,8 @@ def _takes(value: object, arguments: tuple[str, ...], *, by_name: bool) -> bool:
 
 
 def _is_of(module: ModuleType, value: object) -> bool:
-    # Whether a function or class is defined in a module or package; a file's imports are not its own.
+    # Whether a function or class is defined in a module or package; a file's imports are not its
+    # own.
     if not (isinstance(value, type) or inspect.isroutine(value)):
         return True
     return str(getattr(value, "__module__", "")).startswith(module.__name__)
@@ -278,7 +301,9 @@ def _kind(setting: str) -> str:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Returns the signature of a call; None for some C functions, and where a user's object hides it."""
+    """Returns the signature of a call; None for some C functions, and where a user's object
+    hides it.
+    """
     given = function if isinstance(function, partial) else partial(function)
     called: Any = given.func
     if isinstance(called, type):  # `inspect` would read the `__call__` of a metaclass
@@ -297,10 +322,14 @@ def check_call(name: str, function: Callable[..., object], parameters: Sequence[
     try:
         signature.bind(*parameters)
     except TypeError as error:
-        raise ConfigError(f"{name} takes {signature}, and is called with ({', '.join(parameters)}): {error}") from None
+        raise ConfigError(
+            f"{name} takes {signature}, and is called with ({', '.join(parameters)}): {error}"
+        ) from None
 
 
-def check_arguments(name: str, function: Callable[..., object], setting: str, arguments: Mapping[str, object]) -> None:
+def check_arguments(
+    name: str, function: Callable[..., object], setting: str, arguments: Mapping[str, object]
+) -> None:
     """Raises ConfigError if a function does not take the arguments that a setting gives it."""
     if (signature := signature_of(function)) is None:
         return
@@ -309,22 +338,35 @@ def check_arguments(name: str, function: Callable[..., object], setting: str, ar
         signature.bind(**arguments)
     except TypeError as error:
         takes = [each for each in signature.parameters if each not in given]
-        close = [match for each in arguments if each not in takes for match in get_close_matches(each, takes, 1)]
+        close = [
+            match
+            for each in arguments
+            if each not in takes
+            for match in get_close_matches(each, takes, 1)
+        ]
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError(f"{name}: {error}; {setting} can give {', '.join(takes) or 'none'}{hint}") from None
+        raise ConfigError(
+            f"{name}: {error}; {setting} can give {', '.join(takes) or 'none'}{hint}"
+        ) from None
 
 
 def reference_to(thing: object, neighbours: Iterable[object] = ()) -> str:
-    """Returns the `FILE.py:NAME` or `package.module:NAME` of an object; for an object without a name a description.
+    """Returns the `FILE.py:NAME` or `package.module:NAME` of an object; for an object without a
+    name a description.
 
     Args:
-      neighbours: functions and classes; a value without a name of its own may be a variable of their modules.
+      neighbours: functions and classes; a value without a name of its own may be a variable of
+        their modules.
     """
     modules = [sys.modules.get(_attribute(each, "__module__")) for each in (thing, *neighbours)]
     own_name = _attribute(thing, "__qualname__")
     for module in filter(None, modules):
         is_here = own_name and "<" not in own_name and module is modules[0]
-        name = own_name if is_here else next((name for name, each in vars(module).items() if each is thing), None)
+        name = (
+            own_name
+            if is_here
+            else next((name for name, each in vars(module).items() if each is thing), None)
+        )
         if name is not None:
             file = getattr(module, "__file__", None)
             by_file = file is not None and (module.__name__ == "__main__" or " " in module.__name__)
@@ -345,31 +387,40 @@ def user_code_error(what: str, error: BaseException) -> ConfigError:
 
 
 def describe_exception(error: BaseException) -> str:
-    """Returns the innermost line of a user's code, and the exception: ` (FILE, line 7: ...): KeyError: 'x'`."""
+    """Returns the innermost line of a user's code, and the exception:
+    ` (FILE, line 7: ...): KeyError: 'x'`.
+    """
     if isinstance(error, SyntaxError):
         where = f" ({error.filename}, line {error.lineno})"
     else:
         users = [frame for frame in _users_frames(error) if not frame.filename.startswith("<")]
-        where = f" ({users[-1].filename}, line {users[-1].lineno}: {users[-1].line})" if users else ""
+        where = (
+            f" ({users[-1].filename}, line {users[-1].lineno}: {users[-1].line})" if users else ""
+        )
     if isinstance(error, SystemExit):
         return f"{where}: it ends the process by sys.exit({describe_value(error.code)})"
     reason = _message(error)
     if "different trace level" in reason:
         reason = (
-            f"a model that the code uses is not a part of its arguments; make it an attribute of the model ({reason})"
+            "a model that the code uses is not a part of its arguments; make it an attribute "
+            f"of the model ({reason})"
         )
     if "`get_mesh` can only be used outside" in reason:
         reason = (
-            f"models are built under jax.jit, where nothing can be loaded; load it outside of the function ({reason})"
+            "models are built under jax.jit, where nothing can be loaded; load it outside of "
+            f"the function ({reason})"
         )
     return f"{where}: {type(error).__name__}: {reason}"
 
 
 def users_lines(error: BaseException) -> list[str]:
-    """Returns the lines of a user's code through which an exception came: `mine.py, line 7: train()`."""
+    """Returns the lines of a user's code through which an exception came:
+    `mine.py, line 7: train()`.
+    """
     lines = []
     for frame in _users_frames(error):
-        is_cell = "ipykernel_" in frame.filename or frame.filename.startswith("<")  # no file that a user knows
+        # no file that a user knows
+        is_cell = "ipykernel_" in frame.filename or frame.filename.startswith("<")
         place = "" if is_cell else f"{frame.filename}, "
         lines.append(f"{place}line {frame.lineno}: {frame.line}")
     return lines
@@ -378,7 +429,8 @@ def users_lines(error: BaseException) -> list[str]:
 def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
-    return [frame for frame in users if "site-packages" not in frame.filename]  # also of another environment
+    # also of another environment
+    return [frame for frame in users if "site-packages" not in frame.filename]
 
 
 def _message(error: BaseException) -> str:
@@ -416,4 +468,6 @@ def _import(setting: str, name: str) -> ModuleType:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            raise ConfigError(f"{setting} {name}: {error}; to name a file, write FILE.py:NAME") from None
+            raise ConfigError(
+                f"{setting} {name}: {error}; to name a file, write FILE.py:NAME"
+            ) from None

@@ -1,7 +1,8 @@
 """Reads untrusted files, JSON and YAML, within limits.
 
-It opens no devices or pipes, and limits the size of each kind of file. It also limits nesting depth, number of values
-and length of integers, so that callers can safely compare, copy and print values.
+It opens no devices or pipes, and limits the size of each kind of file. It also limits nesting
+depth, number of values and length of integers, so that callers can safely compare, copy and print
+values.
 """
 
 import errno
@@ -27,11 +28,15 @@ _BLOCK = 2**20  # Bytes that are read at a time
 _MAX_DIGITS = 100  # Maximum digits of a number; each such integer can be converted to a float
 _LFS = rb"version https://git-lfs\.github\.com/spec/(?:[^\0]*^size (\d{1,18})$)?"
 _BAD_VALUE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""Errors of PyYAML for, say, the 45th of a month, an invalid code point, or an integer without digits."""
+"""Errors of PyYAML for, say, the 45th of a month, an invalid code point, or an integer without
+digits.
+"""
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Opens a regular file; raises an `OSError` for a folder, pipe, device or unfetched Git LFS pointer."""
+    """Opens a regular file; raises an `OSError` for a folder, pipe, device or unfetched Git LFS
+    pointer.
+    """
     try:
         mode = path.stat().st_mode
     except ValueError:  # a null byte, or half of a surrogate pair
@@ -52,21 +57,28 @@ def open_regular(path: Path) -> BufferedReader:
     file.close()
     size = f" of {int(pointer[1]):,} bytes" if pointer[1] else ""
     fetch = shlex.join(["git", "-C", str(path.parent), "lfs", "pull", "--include", path.name])
-    problem = f"a Git LFS pointer to a file{size} that has not been fetched; fetch it with `{fetch}`"
+    problem = (
+        f"a Git LFS pointer to a file{size} that has not been fetched; fetch it with `{fetch}`"
+    )
     raise OSError(errno.EINVAL, problem, str(path))
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """Returns the content of a regular file of at most `most` bytes; errors as in `open_regular`."""
+    """Returns the content of a regular file of at most `most` bytes; errors as in
+    `open_regular`.
+    """
     content = bytearray()
     with open_regular(path) as file:
         is_larger = os.fstat(file.fileno()).st_size > most
-        # In blocks: `read(most)` would take the memory of the largest file at once. The file may grow meanwhile.
+        # In blocks: `read(most)` would take the memory of the largest file at once. The file may
+        # grow meanwhile.
         while not is_larger and (block := file.read(min(_BLOCK, most + 1))):
             content += block
             is_larger = len(content) > most
     if is_larger:
-        raise OSError(errno.EFBIG, f"larger than {most:,} bytes, the limit for this kind of file", str(path))
+        raise OSError(
+            errno.EFBIG, f"larger than {most:,} bytes, the limit for this kind of file", str(path)
+        )
     return bytes(content)
 
 
@@ -77,7 +89,8 @@ def inside(folder: Path, name: str) -> Path:
     """
     path = folder / name
     try:
-        real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+        real = Path(os.path.realpath(path))
+        home = Path(os.path.realpath(folder))
     except ValueError:
         raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
     is_blob = real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
@@ -138,7 +151,9 @@ class _Strict(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(None, None, "an alias (*name); write the value out", mark)
+            raise yaml.composer.ComposerError(
+                None, None, "an alias (*name); write the value out", mark
+            )
         return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: dict[str, yaml.Node]) -> yaml.MappingNode:
@@ -146,7 +161,9 @@ class _Strict(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.composer.ComposerError(None, None, "a key that is not a word", key.start_mark)
+                raise yaml.composer.ComposerError(
+                    None, None, "a key that is not a word", key.start_mark
+                )
             if key.value in seen:
                 problem = f"the key {truncate(key.value)!r} occurs twice"
                 raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
@@ -154,7 +171,8 @@ class _Strict(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
-        kind, text = node.tag.rpartition(":")[2], node.value if isinstance(node, yaml.ScalarNode) else ""
+        kind = node.tag.rpartition(":")[2]
+        text = node.value if isinstance(node, yaml.ScalarNode) else ""
         if kind in ("int", "float") and len(text) > _MAX_DIGITS:
             problem = f"a number of {len(text):,} digits; at most {_MAX_DIGITS} are allowed"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
@@ -190,7 +208,9 @@ def _require_printable(value: object) -> None:
             try:
                 item.encode()
             except UnicodeEncodeError:
-                raise ValueError("contains half of a surrogate pair, which is not a character") from None
+                raise ValueError(
+                    "contains half of a surrogate pair, which is not a character"
+                ) from None
         if isinstance(item, Mapping):
             left += [(inner, depth + 1) for inner in (*item.keys(), *item.values())]
         elif isinstance(item, list | tuple | set):

@@ -1,7 +1,8 @@
 """Reads configuration files into frozen dataclasses; errors name the key.
 
-A schema is a frozen dataclass of frozen dataclasses. Each field has a type (with `pydantic` constraints), a default,
-and a docstring, which is its help text. YAML files set values; flags (`jaxtp.config.command_line`) override them.
+A schema is a frozen dataclass of frozen dataclasses. Each field has a type (with `pydantic`
+constraints), a default, and a docstring, which is its help text. YAML files set values; flags
+(`jaxtp.config.command_line`) override them.
 """
 
 import dataclasses
@@ -31,7 +32,9 @@ _adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = cache(pydantic.TypeAdapte
 BASE = "base"  # The key by which a YAML file includes another
 
 _EXCLUSIVE = {"train.steps": "epochs", "train.epochs": "steps"}
-"""Keys that exclude each other: a flag or file that sets one removes the other from the files that it overrides."""
+"""Keys that exclude each other: a flag or file that sets one removes the other from the files
+that it overrides.
+"""
 
 HF_PREFIX = "hf:"  # Prefix of an input of `jaxtp prepare` that the `datasets` library loads
 
@@ -40,7 +43,9 @@ _MAX_PROBLEMS = 20  # Maximum number of problems in one message
 
 
 class ConfigError(UserError):
-    """A mistake in a setting; the message has the problem, the value, and the nearest valid value."""
+    """A mistake in a setting; the message has the problem, the value, and the nearest valid
+    value.
+    """
 
 
 def allowed(values: str) -> object:
@@ -61,12 +66,14 @@ def expand(path: Path) -> Path:
     """Expands ~ in a path; refuses unknown users, null bytes, and URLs of object stores."""
     if "\0" in str(path):
         raise ConfigError("should be a path, but contains a null byte")
-    # Orbax could write checkpoints to gs:// or s3://, but the rest of a run needs a file system: it locks its folder,
-    # appends to files, renames them into place, and moves damaged files aside.
+    # Orbax could write checkpoints to gs:// or s3://, but the rest of a run needs a file system: it
+    # locks its folder, appends to files, renames them into place, and moves damaged files aside.
     if url := re.match(r"([a-z][a-z0-9+.-]+):/+(.*)", str(path)):
         raise ConfigError(
-            f"should be a path, but {url[1]}://{url[2]} is an address. A run needs a folder that all hosts mount, on a "
-            "file system that locks, appends and renames (NFS, Lustre); inputs may also be in a mounted bucket "
+            f"should be a path, but {url[1]}://{url[2]} is an address. A run needs a folder that "
+            "all hosts mount, on a "
+            "file system that locks, appends and renames (NFS, Lustre); inputs may also be in a "
+            "mounted bucket "
             "(gcsfuse, Mountpoint for S3)"
         )
     try:
@@ -89,7 +96,9 @@ UserPath = Annotated[Path, pydantic.BeforeValidator(_not_empty), pydantic.AfterV
 def _prepared(path: T) -> T:
     if (text := str(path)).startswith(HF_PREFIX):
         folder = f"data/{text.removeprefix(HF_PREFIX).partition(':')[0].rpartition('/')[2]}"
-        raise ConfigError(f"jaxtp prepare {text} --out {folder} makes a dataset of it; then use {folder}")
+        raise ConfigError(
+            f"jaxtp prepare {text} --out {folder} makes a dataset of it; then use {folder}"
+        )
     return path
 
 
@@ -97,7 +106,9 @@ DataPath = Annotated[UserPath, pydantic.AfterValidator(_prepared)]
 """A dataset of `jaxtp prepare`, or a text file."""
 DataKey = Annotated[str, pydantic.AfterValidator(_prepared)]
 """A dataset of a mixture."""
-FromPath = Annotated[UserPath | None, pydantic.Field(alias="from"), tyro.conf.arg(name="from", metavar="DIR")]
+FromPath = Annotated[
+    UserPath | None, pydantic.Field(alias="from"), tyro.conf.arg(name="from", metavar="DIR")
+]
 """A path whose key is `from`, a word that Python does not allow as a field's name."""
 
 
@@ -128,7 +139,9 @@ def from_yaml(schema: type[T], path: str | Path) -> T:
 
 
 def read_yaml(path: Path, included_by: str = "") -> object:
-    """Returns the values in a YAML file; None if empty. `included_by` follows the path in errors."""
+    """Returns the values in a YAML file; None if empty. `included_by` follows the path in
+    errors.
+    """
     try:
         return parse_yaml(read_bytes(path, MAX_YAML))
     except OSError as error:
@@ -147,18 +160,31 @@ def read_values(path: Path, including: tuple[str, ...] = ()) -> dict[str, object
     if len(including) == _MAX_BASES:
         raise ConfigError(f"{path}: more than {_MAX_BASES} files include each other through base")
     if not isinstance(values, Mapping | None):
-        raise ConfigError(f"{path}: expected a mapping of sections such as 'model:', found {truncate(repr(values))}")
+        raise ConfigError(
+            f"{path}: expected a mapping of sections such as 'model:', found "
+            f"{truncate(repr(values))}"
+        )
     own = dict(values or {})
     if BASE not in own:
         return own
     if not isinstance(base := own.pop(BASE), str):
-        raise ConfigError(f"{path}: base = {truncate(repr(base))}: should be the name of a YAML file")
+        raise ConfigError(
+            f"{path}: base = {truncate(repr(base))}: should be the name of a YAML file"
+        )
     return merged(read_values(path.parent / base, (*including, real)), own)
 
 
-def merged(below: Mapping[str, object], above: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Merges nested mappings; `above` wins, and removes keys of `below` that it excludes (`_EXCLUSIVE`)."""
-    result = {key: value for key, value in below.items() if above.get(_EXCLUSIVE.get(f"{prefix}{key}", "")) is None}
+def merged(
+    below: Mapping[str, object], above: Mapping[str, object], prefix: str = ""
+) -> dict[str, object]:
+    """Merges nested mappings; `above` wins, and removes keys of `below` that it excludes
+    (`_EXCLUSIVE`).
+    """
+    result = {
+        key: value
+        for key, value in below.items()
+        if above.get(_EXCLUSIVE.get(f"{prefix}{key}", "")) is None
+    }
     for key, value in above.items():
         was = result.get(key)
         if isinstance(was, Mapping) and isinstance(value, Mapping):
@@ -174,7 +200,8 @@ def flag(schema: type, keys: Sequence[object]) -> str:
 
 
 def _assignment(keys: Sequence[object], value: object) -> str:
-    name = f"{truncate('.'.join(map(str, keys)))} = " if keys else ""  # none: of all values together
+    # none: of all values together
+    name = f"{truncate('.'.join(map(str, keys)))} = " if keys else ""
     return f"{name}{truncate(repr(value))}"
 
 
@@ -195,15 +222,21 @@ def validate(
     try:
         config: T = _adapter(schema).validate_python(values, by_alias=True, by_name=True)
     except pydantic.ValidationError as error:
-        problems += [f"{describe(item['loc'], item['input'])}: {_complaint(item)}" for item in error.errors()]
+        problems += [
+            f"{describe(item['loc'], item['input'])}: {_complaint(item)}" for item in error.errors()
+        ]
     if problems:
-        more = [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
+        more = (
+            [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
+        )
         raise ConfigError("\n  ".join([f"{source}:", *problems[:_MAX_PROBLEMS], *more]))
     return config
 
 
 def check_fields(made: object) -> None:
-    """Raises ConfigError if a dataclass that was made in Python has a value that its annotations do not allow."""
+    """Raises ConfigError if a dataclass that was made in Python has a value that its annotations
+    do not allow.
+    """
     hints = get_type_hints(type(made), include_extras=True)
     for field in dataclasses.fields(made):  # type: ignore[arg-type]
         value = getattr(made, field.name)
@@ -228,7 +261,11 @@ def replace_nested(config: T, values: Mapping[str, object]) -> T:
 def to_plain(config: object) -> dict[str, Any]:
     """Returns plain dicts, lists, strings and numbers; a section has the fields of its subclass."""
     plain: dict[str, Any] = _adapter(type(config)).dump_python(config, mode="json", by_alias=True)
-    return plain | {name: to_plain(value) for name, value in vars(config).items() if dataclasses.is_dataclass(value)}
+    return plain | {
+        name: to_plain(value)
+        for name, value in vars(config).items()
+        if dataclasses.is_dataclass(value)
+    }
 
 
 def to_yaml(config: object) -> str:
@@ -240,18 +277,27 @@ def to_short_yaml(config: object, always: Set[str]) -> str:
     """Returns YAML of non-default values and the settings in `always`."""
     defaults = dict(leaves(to_plain(type(config)())))
     values = leaves(to_plain(config))
-    differing = ((at, value) for at, value in values if value != defaults.get(at) or ".".join(at) in always)
+    differing = (
+        (at, value) for at, value in values if value != defaults.get(at) or ".".join(at) in always
+    )
     return yaml.safe_dump(nested(differing), sort_keys=False)
 
 
-def differences(old: Mapping[str, object], new: Mapping[str, object], prefix: str = "") -> list[str]:
+def differences(
+    old: Mapping[str, object], new: Mapping[str, object], prefix: str = ""
+) -> list[str]:
     """Returns the leaves that differ: `model.d_model: 128 -> 256`."""
-    before, after = dict(leaves(old)), dict(leaves(new))
+    before = dict(leaves(old))
+    after = dict(leaves(new))
     differing = [at for at in {**before, **after} if before.get(at) != after.get(at)]
-    return [f"{prefix}{'.'.join(map(str, at))}: {before.get(at)} -> {after.get(at)}" for at in differing]
+    return [
+        f"{prefix}{'.'.join(map(str, at))}: {before.get(at)} -> {after.get(at)}" for at in differing
+    ]
 
 
-def leaves(values: Mapping[str, object], keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
+def leaves(
+    values: Mapping[str, object], keys: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], object]]:
     """Yields the keys and the value of each leaf of nested mappings."""
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -285,7 +331,9 @@ _HUB_NAME = re.compile(r"(?:[\w.-]{1,96}/)?[\w.-]{1,96}(?<!\.json)")
 
 
 def missing_model(path: Path) -> str:
-    """Suggests an existing folder with a similar name, or how to download a model that the path may name."""
+    """Suggests an existing folder with a similar name, or how to download a model that the path
+    may name.
+    """
     if near := nearest_file(path):
         return near
     name = str(path)
@@ -293,7 +341,8 @@ def missing_model(path: Path) -> str:
         return "; hf download NAME --local-dir FOLDER makes one"
     folder = Path("models", path.name)
     return (
-        f"; if it is the name of a model on the Hugging Face hub, `hf download {name} --local-dir {folder}` downloads "
+        f"; if it is the name of a model on the Hugging Face hub, `hf download {name} --local-dir "
+        f"{folder}` downloads "
         f"it, and then its folder is {folder}"
     )
 
@@ -317,7 +366,9 @@ def _names_of_leaves(schema: object) -> list[str]:
     return [setting.name for setting in settings_of(schema).values() if not setting.is_section]
 
 
-def _unknown_keys(schema: object, values: Mapping[str, object], prefix: str, names: Sequence[str]) -> Iterator[str]:
+def _unknown_keys(
+    schema: object, values: Mapping[str, object], prefix: str, names: Sequence[str]
+) -> Iterator[str]:
     fields = [setting for setting in settings_of(schema).values() if len(setting.keys) == 1]
     known = {key: field.kind for field in fields for key in (*field.keys, *field.path)}
     for key, value in values.items():
@@ -325,10 +376,19 @@ def _unknown_keys(schema: object, values: Mapping[str, object], prefix: str, nam
         if key not in known:
             close = difflib.get_close_matches(truncate(key), known, n=1)
             here = f"did you mean {prefix}{close[0]}?" if close else None
-            hint = hint_for(f"{prefix}{truncate(key)}", names, str) or here or f"known keys: {', '.join(known)}"
+            hint = (
+                hint_for(f"{prefix}{truncate(key)}", names, str)
+                or here
+                or f"known keys: {', '.join(known)}"
+            )
             yield f"{prefix}{truncate(key)}: unknown key; {hint}"
-        elif isinstance(value, bool) and {int, float} & (kinds := {kind, *get_args(kind)}) and bool not in kinds:
-            yield f"{prefix}{key} = {value}: should be a number"  # YAML reads yes and on as true, and true as 1
+        elif (
+            isinstance(value, bool)
+            and {int, float} & (kinds := {kind, *get_args(kind)})
+            and bool not in kinds
+        ):
+            # YAML reads yes and on as true, and true as 1
+            yield f"{prefix}{key} = {value}: should be a number"
         elif dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
             yield from _unknown_keys(kind, value, f"{prefix}{key}.", names)
         elif get_origin(kind) is dict and isinstance(value, Mapping):

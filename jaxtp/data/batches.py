@@ -1,4 +1,6 @@
-"""Batches of rows on the host: what a run reads, from any source (`sources.py`), and where it is."""
+"""Batches of rows on the host: what a run reads, from any source (`sources.py`), and where it
+is.
+"""
 
 import sys
 from abc import ABC, abstractmethod
@@ -15,7 +17,16 @@ import grain
 import jax
 import numpy as np
 
-from jaxtp.data.columns import WEIGHTS, BatchError, Columns, check_columns, layout_of, reading, to_columns, too_short
+from jaxtp.data.columns import (
+    WEIGHTS,
+    BatchError,
+    Columns,
+    check_columns,
+    layout_of,
+    reading,
+    to_columns,
+    too_short,
+)
 from jaxtp.data.rows import Samples
 from jaxtp.data.samples import ORDER, SHUFFLE, shuffle_identity, shuffled
 from jaxtp.distributed.agreement import all_gather_json
@@ -34,21 +45,33 @@ class Position:
     step: int = 0  # number of batches so far
     sample: int = 0  # number of rows so far
     streams: list[Record | None] | None = None
-    """A record of each stream, None if this process does not read it; or one record of a function."""
+    """A record of each stream, None if this process does not read it; or one record of a
+    function.
+    """
 
     def gathered(self) -> "Position":
-        """Returns the position with all processes' records, for a checkpoint. All processes must call it."""
+        """Returns the position with all processes' records, for a checkpoint. All processes must
+        call it.
+        """
         if self.streams is None or len(self.streams) == 1:
             return self
         records = zip(*all_gather_json(self.streams), strict=True)
-        return Position(self.step, self.sample, [next(filter(None, each), None) for each in records])
+        return Position(
+            self.step, self.sample, [next(filter(None, each), None) for each in records]
+        )
 
     def check_agreement(self, name: str) -> None:
-        """Raises `BatchError` if processes read other rows from one source. All processes must call it."""
-        for seen in zip(*all_gather_json([record and record["crc32"] for record in self.streams or ()]), strict=True):
+        """Raises `BatchError` if processes read other rows from one source. All processes must
+        call it.
+        """
+        for seen in zip(
+            *all_gather_json([record and record["crc32"] for record in self.streams or ()]),
+            strict=True,
+        ):
             if len(set(seen) - {None}) > 1:
                 raise BatchError(
-                    f"{name}, step {self.step}: processes read different rows; give the same whole source in each "
+                    f"{name}, step {self.step}: processes read different rows; give the same whole "
+                    "source in each "
                     "process, with the same seed; jaxtp gives each device its rows"
                 )
 
@@ -66,23 +89,35 @@ class Batches(ABC):
 
     def __init__(self, name: str, first: Columns, size: int | None, identity: Mapping[str, object]):
         if size is None:
-            raise BatchError(f"{name} has rows, not batches: set the number of rows of a batch (batch_size)")
+            raise BatchError(
+                f"{name} has rows, not batches: set the number of rows of a batch (batch_size)"
+            )
         if size == 0:
-            raise BatchError(f"{name}: its first batch has no rows; give at least one for each device of dp and fsdp")
-        self.name, self.global_batch_size = name, size
+            raise BatchError(
+                f"{name}: its first batch has no rows; give at least one for each device of dp "
+                "and fsdp"
+            )
+        self.name = name
+        self.global_batch_size = size
         self.with_weights = False
         self.num_rows: int | None = None
         self._threads = 1
         self._layout = layout_of(first)
-        columns = {name: f"{dtype}{list(shape)}" for name, (shape, dtype) in sorted(self._layout.items())}
+        columns = {
+            name: f"{dtype}{list(shape)}" for name, (shape, dtype) in sorted(self._layout.items())
+        }
         self.description = {**identity, "columns": columns}
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Abstract arrays of a whole batch."""
         weights = {WEIGHTS: ((), np.dtype(np.float32))} if self.with_weights else {}
-        rows, layout = self.global_batch_size, weights | self._layout
-        return {name: jax.ShapeDtypeStruct((rows, *shape), dtype) for name, (shape, dtype) in layout.items()}
+        rows = self.global_batch_size
+        layout = weights | self._layout
+        return {
+            name: jax.ShapeDtypeStruct((rows, *shape), dtype)
+            for name, (shape, dtype) in layout.items()
+        }
 
     def read(
         self, rows: Sequence[int], position: Position, count: int | None = None
@@ -101,23 +136,31 @@ class Batches(ABC):
             read = pool.submit(self._open, rows, position).result()
             steps = islice(count_from(position.step), count)
             pending = deque(pool.submit(read, step) for step in islice(steps, 4))
-            step, sample = position.step, position.sample
+            step = position.step
+            sample = position.sample
             while pending and (batch := pending.popleft().result()) is not None:
                 pending.extend(pool.submit(read, step) for step in islice(steps, 1))
-                step, sample = step + 1, sample + self.global_batch_size
+                step = step + 1
+                sample = sample + self.global_batch_size
                 yield batch[0], Position(step, sample, batch[1])
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
     @abstractmethod
     def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
-        """Returns a function that reads the batch of a step, or None after the end; its calls are in order."""
+        """Returns a function that reads the batch of a step, or None after the end; its calls
+        are in order.
+        """
 
     def _zeros(self, rows: int) -> Columns:
-        return {name: np.zeros((rows, *spec.shape[1:]), spec.dtype) for name, spec in self.shapes.items()}
+        return {
+            name: np.zeros((rows, *spec.shape[1:]), spec.dtype)
+            for name, spec in self.shapes.items()
+        }
 
     def _put(self, into: Columns, columns: Columns, size: int, rows: Mapping[int, int]) -> None:
-        # Checks the columns of `size` rows, and copies rows by place. Those that a short batch lacks stay zeros.
+        # Checks the columns of `size` rows, and copies rows by place. Those that a short batch
+        # lacks stay zeros.
         found = check_columns(columns, self._layout)
         if found > size:
             raise BatchError(f"has {found} rows, more than the {size} of the first batch")
@@ -126,7 +169,8 @@ class Batches(ABC):
             rows = {place: row for place, row in rows.items() if row < found}
         elif found < size:
             raise BatchError(too_short(found))
-        places, found_rows = _index([*rows]), _index([*rows.values()])
+        places = _index([*rows])
+        found_rows = _index([*rows.values()])
         for name, array in columns.items():
             into[name][places] = array[found_rows]
 
@@ -147,27 +191,39 @@ def _is_batched(dataset: Any) -> bool:
 class SampleBatches(Batches):
     """Batches of a dataset: once, or endless.
 
-    Endless batches are shuffled by `seed` anew in each epoch, unless they come from a `grain.MapDataset`, which has its
-    own order.
+    Endless batches are shuffled by `seed` anew in each epoch, unless they come from a
+    `grain.MapDataset`, which has its own order.
 
     Attributes:
-      may_have_batches: whether it is a list, or batched by Grain: its items may have been meant as batches.
+      may_have_batches: whether it is a list, or batched by Grain: its items may have been meant as
+        batches.
     """
 
     def __init__(
-        self, name: str, dataset: Any, size: int | None, *, seed: int = 0, once: bool = False, describe: bool = True
+        self,
+        name: str,
+        dataset: Any,
+        size: int | None,
+        *,
+        seed: int = 0,
+        once: bool = False,
+        describe: bool = True,
     ):
         with reading(name):
             rows = len(dataset)
-        is_grain, endless = isinstance(dataset, grain.MapDataset), rows == sys.maxsize
-        self.may_have_batches = isinstance(dataset, list | tuple) or (is_grain and _is_batched(dataset))
+        is_grain = isinstance(dataset, grain.MapDataset)
+        endless = rows == sys.maxsize
+        self.may_have_batches = isinstance(dataset, list | tuple) or (
+            is_grain and _is_batched(dataset)
+        )
         if not rows:
             raise BatchError(f"{name} has no rows")
         if once and endless:
             raise BatchError(f"{name} has no end; leave out repeat() for an evaluation")
         if not (once or endless):
             dataset = dataset.repeat() if is_grain else shuffled([dataset], [1.0], seed)
-        self._dataset, self._end = dataset, rows if once else sys.maxsize
+        self._dataset = dataset
+        self._end = rows if once else sys.maxsize
         with reading(name, 0):
             first = self._sample(0)
         num_rows = None if endless else rows
@@ -176,7 +232,8 @@ class SampleBatches(Batches):
             order = {"algorithm": f"grain {version('grain')}", "sha256": shuffle_identity()}
             identity[ORDER] = {SHUFFLE: order}
         super().__init__(name, first, size, identity)
-        self.num_rows, self._threads = num_rows, 2 if is_grain else 1  # a user's dataset need not allow several
+        self.num_rows = num_rows
+        self._threads = 2 if is_grain else 1  # a user's dataset need not allow several
 
     def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
         size = self.global_batch_size
@@ -206,4 +263,5 @@ class SampleBatches(Batches):
 
 def token_batches(samples: Samples, size: int, *, once: bool = False) -> SampleBatches:
     """Returns batches of samples in their order."""
-    return SampleBatches("data", samples, size, once=once, describe=False)  # `Data.description` does
+    # `Data.description` does
+    return SampleBatches("data", samples, size, once=once, describe=False)

@@ -1,9 +1,10 @@
 """Renders chat templates in a sandboxed process and tokenizes the result.
 
-The template's special tokens must become tokens; special tokens spelled in messages must stay text. While the template
-renders, `U+FDD2 number U+FDD3` replaces each special token in a message. Special tokens in the result then come from
-the template and are marked by U+FDD0 before and U+FDD1 after them. Messages may not contain these noncharacters. A copy
-of the tokenizer has the marked spellings as its special tokens, so it encodes the whole text in one pass.
+The template's special tokens must become tokens; special tokens spelled in messages must stay text.
+While the template renders, `U+FDD2 number U+FDD3` replaces each special token in a message. Special
+tokens in the result then come from the template and are marked by U+FDD0 before and U+FDD1 after
+them. Messages may not contain these noncharacters. A copy of the tokenizer has the marked spellings
+as its special tokens, so it encodes the whole text in one pass.
 """
 
 import json
@@ -37,7 +38,10 @@ ASSISTANT = "assistant"
 SECONDS = 10.0  # CPU time for loading a template and rendering one conversation
 MEMORY = 2**30  # Bytes that the rendering process may take
 MAX_TEXT = 2**26  # Characters of a rendered conversation
-_BEFORE, _AFTER, _SPELLED, _END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+_BEFORE = "\ufdd0"
+_AFTER = "\ufdd1"
+_SPELLED = "\ufdd2"
+_END = "\ufdd3"
 _NONCHARACTERS = re.compile(f"[{_BEFORE}-{_END}]")
 _MARKS = re.compile(f"[{_BEFORE}{_AFTER}]")
 _ESCAPED = re.compile(f"{_SPELLED}([0-9]{{1,9}}){_END}|[{_SPELLED}{_END}]")
@@ -54,21 +58,30 @@ class ChatTemplate:
       template: in Jinja.
       name: for messages.
       special_tokens: variables of the template, e.g. bos_token.
-      day: what the template reads as today (`strftime_now`), as 2026-01-31; by default the day of the rendering.
+      day: what the template reads as today (`strftime_now`), as 2026-01-31; by default the day of
+        the rendering.
     """
 
-    def __init__(self, template: str, name: str, special_tokens: Mapping[str, str], day: str | None = None):
+    def __init__(
+        self, template: str, name: str, special_tokens: Mapping[str, str], day: str | None = None
+    ):
         if find_spec("jinja2") is None:
             raise ChatError("a chat template needs the library jinja2: pip install 'jaxtp[chat]'")
         if len(template) > MAX_TEMPLATE:
-            raise ChatError(f"{name}: more than {MAX_TEMPLATE:,} characters, the limit for a chat template")
-        self._template, self._name, self._special_tokens = template, name, dict(special_tokens)
+            raise ChatError(
+                f"{name}: more than {MAX_TEMPLATE:,} characters, the limit for a chat template"
+            )
+        self._template = template
+        self._name = name
+        self._special_tokens = dict(special_tokens)
         self.day = day
         self._request(None)
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
         """Returns the text, with the next answer's header if `answer`."""
-        return self._request({"messages": messages, "add_generation_prompt": answer, **self._special_tokens})
+        return self._request(
+            {"messages": messages, "add_generation_prompt": answer, **self._special_tokens}
+        )
 
     def _request(self, variables: dict[str, object] | None) -> str:
         problem, text = _render(self._template, variables, self.day)
@@ -99,12 +112,17 @@ def _render(template: str, variables: dict[str, object] | None, day: str | None)
         }
         when = "when it is loaded" if variables is None else "on this conversation"
         if died.code in limits:
-            return f" takes more than {limits[died.code]}, the limit for a chat template, {when}", ""
+            return (
+                f" takes more than {limits[died.code]}, the limit for a chat template, {when}",
+                "",
+            )
         return f" crashes the process that renders it ({died}) {when}", ""
 
 
 class SpecialTokens:
-    """Distinguishes special tokens of the template from those that messages spell, which stay text unless `keep`."""
+    """Distinguishes special tokens of the template from those that messages spell, which stay
+    text unless `keep`.
+    """
 
     def __init__(self, tokens: Sequence[str], *, keep: bool = False):
         self._tokens = sorted(tokens, key=len, reverse=True)  # the longest match wins
@@ -138,8 +156,14 @@ class SpecialTokens:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise ChatError("a message holds half of a surrogate pair, which is no character") from None
-        return text if self._keep else self._pattern.sub(lambda m: f"{_SPELLED}{self._number[m[0]]}{_END}", text)
+            raise ChatError(
+                "a message holds half of a surrogate pair, which is no character"
+            ) from None
+        return (
+            text
+            if self._keep
+            else self._pattern.sub(lambda m: f"{_SPELLED}{self._number[m[0]]}{_END}", text)
+        )
 
 
 def marks(token: str) -> str:
@@ -164,24 +188,36 @@ class RenderedTokenizer:
     """
 
     def __init__(self, content: bytes | None, name: str, *, is_isolated: bool = False):
-        self._name, self._library = name, None
+        self._name = name
+        self._library = None
         self._is_isolated = is_isolated
         self.tokens: tuple[str, ...] = ()
         self.ids: frozenset[int] = frozenset()
         if content is None:
             return
         library = load_library(content, name)
-        special = {token.content: id for id, token in library.get_added_tokens_decoder().items() if token.special}
-        self.tokens, self.ids = tuple(special), frozenset(special.values())
-        file = json.dumps(_renamed(json.loads(library.to_str()), {token: marks(token) for token in special}))
+        special = {
+            token.content: id
+            for id, token in library.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self.tokens = tuple(special)
+        self.ids = frozenset(special.values())
+        file = json.dumps(
+            _renamed(json.loads(library.to_str()), {token: marks(token) for token in special})
+        )
         self._content = file.encode()
         self._library = load_library(self._content, name)
         for token, id in special.items():
             if self._library.token_to_id(marks(token)) != id:
-                raise TokenizerError(f"{name}: special token {token!r} is indistinguishable from text that spells it")
+                raise TokenizerError(
+                    f"{name}: special token {token!r} is indistinguishable from text that spells it"
+                )
 
     def encode_batch(self, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[Tokens, Tokens]]:
-        """Yields the ids of both parts of each pair; a token that spans both belongs to the first."""
+        """Yields the ids of both parts of each pair; a token that spans both belongs to the
+        first.
+        """
         if self._library is None:
             for pair in pairs:
                 first, second = ByteTokenizer().encode_batch(pair)
@@ -189,7 +225,9 @@ class RenderedTokenizer:
             return
         texts = [first + second for first, second in pairs]
         if self._is_isolated:
-            yield from encode_isolated(self._content, self._name, texts, [len(first) for first, _ in pairs])
+            yield from encode_isolated(
+                self._content, self._name, texts, [len(first) for first, _ in pairs]
+            )
             return
         try:
             encodings = self._library.encode_batch(texts, add_special_tokens=False)
@@ -218,5 +256,8 @@ def _renamed(file: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
         model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
     if model.get("unk_token") is not None:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    added = [token | {"content": names.get(token["content"], token["content"])} for token in file["added_tokens"]]
+    added = [
+        token | {"content": names.get(token["content"], token["content"])}
+        for token in file["added_tokens"]
+    ]
     return file | {"added_tokens": added, "post_processor": None}

@@ -32,7 +32,9 @@ class EndOfDataError(BatchError):
 
 @contextmanager
 def reading(name: str, step: int | None = None) -> Iterator[None]:
-    """Converts an error of a user's source to a `BatchError` that begins with its name; other `UserError`s pass."""
+    """Converts an error of a user's source to a `BatchError` that begins with its name; other
+    `UserError`s pass.
+    """
     where = name if step is None else f"{name}, step {step + 1}"
     try:
         yield
@@ -50,17 +52,24 @@ def to_columns(value: object) -> Columns:
     Columns of a tuple are "0", "1", ...; 64-bit numbers become 32-bit ones, as in JAX.
 
     Raises:
-      BatchError: no dict or tuple of arrays, or a column of text, of rows of different lengths, or beyond 32 bits.
+      BatchError: no dict or tuple of arrays, or a column of text, of rows of different lengths, or
+        beyond 32 bits.
     """
     if isinstance(value, Mapping):
         named = {str(name): column for name, column in value.items()}
         if len(named) < len(value):
             twice = next(name for name in value if not isinstance(name, str) and str(name) in value)
-            raise BatchError(f"has columns {twice!r} and {str(twice)!r}, which have one name; rename one of them")
-    elif isinstance(value, tuple) or (isinstance(value, list) and all(hasattr(each, "shape") for each in value)):
+            raise BatchError(
+                f"has columns {twice!r} and {str(twice)!r}, which have one name; rename one of them"
+            )
+    elif isinstance(value, tuple) or (
+        isinstance(value, list) and all(hasattr(each, "shape") for each in value)
+    ):
         named = {str(index): column for index, column in enumerate(value)}
     else:
-        raise BatchError(f"gives a {type(value).__name__}; it must give a dict of arrays, or a tuple of them")
+        raise BatchError(
+            f"gives a {type(value).__name__}; it must give a dict of arrays, or a tuple of them"
+        )
     if not named:
         raise BatchError("gives no columns")
     return {name: _to_array(name, column) for name, column in named.items()}
@@ -71,7 +80,8 @@ def _to_array(name: str, value: object) -> NDArray[Any]:
         keys = ", ".join(map(str, value))
         flat = f"{name}_{next(iter(value), 'key')}"
         raise BatchError(
-            f"column {name!r} is a dict of {keys}, and a column is one array; give each a column of its own, such as "
+            f"column {name!r} is a dict of {keys}, and a column is one array; give each a column "
+            "of its own, such as "
             f"{flat!r}"
         )
     try:
@@ -83,9 +93,14 @@ def _to_array(name: str, value: object) -> NDArray[Any]:
         return array
     if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == np.bool_):
         if array.dtype == object and any(each is None for each in array.flat):
-            raise BatchError(f"column {name!r} has None; leave such rows out, or give them a number")
+            raise BatchError(
+                f"column {name!r} has None; leave such rows out, or give them a number"
+            )
         kind = "text" if array.dtype.kind in "US" else array.dtype
-        raise BatchError(f"column {name!r} is {kind}, not numbers; leave it out, as by remove_columns([{name!r}])")
+        raise BatchError(
+            f"column {name!r} is {kind}, not numbers; leave it out, as by "
+            f"remove_columns([{name!r}])"
+        )
     dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
     if array.dtype != dtype and dtype.kind in "iu" and array.size:
         limits = np.iinfo(dtype)
@@ -96,10 +111,14 @@ def _to_array(name: str, value: object) -> NDArray[Any]:
 
 
 def count_rows(columns: Columns) -> int:
-    """Returns the number of rows of a batch; raises `BatchError` if columns differ in it, or are scalars."""
+    """Returns the number of rows of a batch; raises `BatchError` if columns differ in it, or are
+    scalars.
+    """
     shapes = {name: array.shape for name, array in columns.items()}
     if scalars := [name for name, shape in shapes.items() if not shape]:
-        raise BatchError(f"column {scalars[0]!r} is one number: these are samples; give batches (.batch(8))")
+        raise BatchError(
+            f"column {scalars[0]!r} is one number: these are samples; give batches (.batch(8))"
+        )
     sizes = {shape[0] for shape in shapes.values()}
     if len(sizes) > 1:
         listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
@@ -114,21 +133,28 @@ def layout_of(columns: Columns) -> Layout:
 
 def check_columns(columns: Columns, expected: Layout) -> int:
     """Returns the number of rows; raises `BatchError` if they differ from the first row."""
-    rows, found = count_rows(columns), layout_of(columns)
+    rows = count_rows(columns)
+    found = layout_of(columns)
     if found == expected:
         return rows
     if missing := sorted(expected.keys() ^ found.keys()):
-        names, first = ", ".join(found), ", ".join(expected)
+        names = ", ".join(found)
+        first = ", ".join(expected)
         raise BatchError(f"has the columns {names}, and the first had {first}: {missing[0]!r}")
     name = next(name for name in expected if found[name] != expected[name])
-    (was, was_dtype), (shape, dtype) = expected[name], found[name]
-    raise BatchError(f"column {name!r} is {dtype}{list(shape)} in a row, and was {was_dtype}{list(was)} in the first")
+    was, was_dtype = expected[name]
+    shape, dtype = found[name]
+    raise BatchError(
+        f"column {name!r} is {dtype}{list(shape)} in a row, and was {was_dtype}{list(was)} in "
+        "the first"
+    )
 
 
 def too_short(rows: int) -> str:
     """Returns the end of a message on a short batch."""
     return (
-        f"has only {rows} rows: leave a short batch out (drop_last=True), or let the loss multiply by "
+        f"has only {rows} rows: leave a short batch out (drop_last=True), or let the loss "
+        "multiply by "
         f"batch[{WEIGHTS!r}], which is 0 in rows that pad it"
     )
 
@@ -138,6 +164,10 @@ def checksum(columns: Columns) -> int:
     total = 0
     for name, array in sorted(columns.items()):
         total = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), total)
-        spaced = array.reshape(len(array), -1)[:, :: max(array.size // _CHECKED, 1)] if array.size else array
+        spaced = (
+            array.reshape(len(array), -1)[:, :: max(array.size // _CHECKED, 1)]
+            if array.size
+            else array
+        )
         total = zlib.crc32(spaced.tobytes(), total)
     return total

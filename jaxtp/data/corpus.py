@@ -20,9 +20,28 @@ from jaxtp.data.manifest import BYTES, TRAIN, VALIDATION, TokenizerInfo
 BYTE_TOKENIZER = TokenizerInfo(BYTES, None, 256, None)
 LIBRARY = "standard library of Python"  # Begins the description of the default data
 PREFIX = "prefix"  # Key in `Corpus.describe`: the tokens that each document starts with
-_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
+_SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "encodings",
+    "__pycache__",
+}
 _HELD_OUT_ONE_IN = 20
-_PREPARED_FIRST = (".jsonl", ".ndjson", ".jsonlines", ".json", ".parquet", ".pq", ".csv", ".tsv", ".gz", ".zst")
+_PREPARED_FIRST = (
+    ".jsonl",
+    ".ndjson",
+    ".jsonlines",
+    ".json",
+    ".parquet",
+    ".pq",
+    ".csv",
+    ".tsv",
+    ".gz",
+    ".zst",
+)
 
 
 class CorpusError(UserError):
@@ -73,23 +92,31 @@ class Corpus:
     @property
     def validation_tokens(self) -> int:
         """Validation tokens of all sources."""
-        return sum(source.validation.num_tokens for source in self.sources if source.validation is not None)
+        return sum(
+            source.validation.num_tokens for source in self.sources if source.validation is not None
+        )
 
     def not_evaluated(self) -> str | None:
         """Says which sources have no validation data; None if all have some."""
-        lacking = [source.name or self.description for source in self.sources if source.validation is None]
+        lacking = [
+            source.name or self.description for source in self.sources if source.validation is None
+        ]
         if not lacking:
             return None
         every = "none" if len(lacking) == len(self.sources) else "partly"
         return (
-            f"{every}: {' and '.join(lacking)} {'has' if len(lacking) == 1 else 'have'} no held-out documents; prepare "
+            f"{every}: {' and '.join(lacking)} {'has' if len(lacking) == 1 else 'have'} no "
+            "held-out documents; prepare "
             "again with --held-out 0.05, or name other data by --data.validation"
         )
 
     @cached_property  # every save reads it
     def identity(self) -> str:
         """Hash of all documents and weights."""
-        parts = [f"{s.weight} {s.train.identity} {s.validation and s.validation.identity}" for s in self.sources]
+        parts = [
+            f"{s.weight} {s.train.identity} {s.validation and s.validation.identity}"
+            for s in self.sources
+        ]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def describe(self) -> dict[str, object]:
@@ -100,17 +127,19 @@ class Corpus:
             "validation_tokens": self.validation_tokens,
             "tokenizer": self.tokenizer.name,
             "sha256": self.identity,
-            **({PREFIX: [*self.tokenizer.prefix]} if self.tokenizer.prefix else {}),  # absent in older runs
+            # absent in older runs
+            **({PREFIX: [*self.tokenizer.prefix]} if self.tokenizer.prefix else {}),
         }
 
 
 def load_corpus(
     path: Path | None, mixture: Mapping[str, float] | None = None, validation: Path | None = None
 ) -> Corpus:
-    """Opens the data of a run, by default the standard library; reads no tokens of prepared datasets.
+    """Opens the data of a run, by default the standard library; reads no tokens of prepared
+    datasets.
 
-    Paths are prepared datasets or text files. `mixture` has weights by path, and replaces `path`. `validation` is other
-    data to evaluate on: its validation split, or all of it if that is empty.
+    Paths are prepared datasets or text files. `mixture` has weights by path, and replaces `path`.
+    `validation` is other data to evaluate on: its validation split, or all of it if that is empty.
     """
     weights = mixture or {"": 1.0}
     if mixture:
@@ -145,7 +174,8 @@ class Part:
 def standard_library(root: Path | None = None) -> Part:
     """Returns a standard library's source files; by default the interpreter's.
 
-    Skips tests, site-packages and `encodings` (tables). A hash of its path holds out about 1 in 20 files.
+    Skips tests, site-packages and `encodings` (tables). A hash of its path holds out about 1 in 20
+    files.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     paths = []
@@ -157,27 +187,39 @@ def standard_library(root: Path | None = None) -> Part:
         digest = hashlib.sha256(path.as_posix().encode()).digest()
         files[int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0].append(_read(root / path))
     if not any(files[False]) or not any(files[True]):
-        raise CorpusError(f"{root}: no Python sources to train on; name a text file of your own with --data.path FILE")
+        raise CorpusError(
+            f"{root}: no Python sources to train on; name a text file of your own with "
+            "--data.path FILE"
+        )
     source = f"{LIBRARY} {platform.python_version()}, {len(paths)} files"
-    return Part(_in_memory(files[False], str(root)), _in_memory(files[True], str(root)), BYTE_TOKENIZER, source)
+    return Part(
+        _in_memory(files[False], str(root)),
+        _in_memory(files[True], str(root)),
+        BYTE_TOKENIZER,
+        source,
+    )
 
 
 def text_file(path: Path) -> Part:
     """Returns a file as one document; holds out the last twentieth."""
     if path.suffix.lower() in _PREPARED_FIRST and path.exists():
         raise CorpusError(
-            f"data.path={path} is not plain text: make a dataset of it by jaxtp prepare {path} --out FOLDER (with "
+            f"data.path={path} is not plain text: make a dataset of it by jaxtp prepare {path} "
+            "--out FOLDER (with "
             "--field NAME, or --messages NAME for conversations), and name that folder"
         )
     if not path.exists():
         raise CorpusError(
-            f"data.path={path}: there is no such file or dataset{nearest_file(path)}; jaxtp prepare makes a dataset"
+            f"data.path={path}: there is no such file or dataset{nearest_file(path)}; jaxtp "
+            "prepare makes a dataset"
         )
     content = _read(path)
     if len(content) < _HELD_OUT_ONE_IN:
         raise CorpusError(f"data.path={path} has {len(content)} bytes: too few to train on")
     split = len(content) - len(content) // _HELD_OUT_ONE_IN
-    train, validation = (_in_memory([part], str(path)) for part in (content[:split], content[split:]))
+    train, validation = (
+        _in_memory([part], str(path)) for part in (content[:split], content[split:])
+    )
     return Part(train, validation, BYTE_TOKENIZER, str(path))
 
 
@@ -195,7 +237,9 @@ def _source(name: str, weight: float, part: Part, other: Part | None) -> Source:
     # A dataset for evaluation may have no validation split.
     validation = other.validation or other.train if other else part.validation
     if part.train is None:
-        raise CorpusError(f"{part.description} has no documents to train on; prepare it with a smaller --held-out")
+        raise CorpusError(
+            f"{part.description} has no documents to train on; prepare it with a smaller --held-out"
+        )
     if other is not None and validation is None:
         raise CorpusError(f"data.validation={other.description} has no documents to evaluate on")
     return Source(name, weight, part.train, validation)
@@ -209,13 +253,16 @@ def _require_one_tokenizer(parts: Mapping[str, Part]) -> None:
         both = f"{name or part.description} and {other}"
         if (theirs.name, theirs.vocab_size) != (ours.name, ours.vocab_size):
             raise CorpusError(
-                f"{both} were not made by the same tokenizer: prepare one of them again, with --tokenizer "
+                f"{both} were not made by the same tokenizer: prepare one of them again, with "
+                "--tokenizer "
                 "FOLDER/tokenizer.json of the other"
             )
         if theirs != ours:
             raise CorpusError(
-                f"the documents of {both} begin or end with different tokens (before them {list(ours.prefix)} and "
-                f"{list(theirs.prefix)}, after them {ours.eos_id} and {theirs.eos_id}): prepare one of them again, "
+                f"the documents of {both} begin or end with different tokens (before them "
+                f"{list(ours.prefix)} and "
+                f"{list(theirs.prefix)}, after them {ours.eos_id} and {theirs.eos_id}): prepare "
+                "one of them again, "
                 "with the same --bos and --eos"
             )
 
@@ -224,7 +271,8 @@ def _require_one_kind(parts: Mapping[str, Part]) -> None:
     named = {part.has_pairs: name or part.description for name, part in parts.items()}
     if len(named) == 2:
         raise CorpusError(
-            f"{named[True]} has pairs of a chosen and a rejected answer and {named[False]} has not: name datasets of "
+            f"{named[True]} has pairs of a chosen and a rejected answer and {named[False]} has "
+            "not: name datasets of "
             "one kind; jaxtp prepare --preference makes pairs"
         )
 
@@ -242,6 +290,7 @@ def _read(path: Path) -> bytes:
         raise CorpusError(f"{path}: {error.strerror}") from None
     except MemoryError:
         raise CorpusError(
-            f"{path}: {path.stat().st_size:,} bytes do not fit in memory; jaxtp prepare {path} --out FOLDER "
+            f"{path}: {path.stat().st_size:,} bytes do not fit in memory; jaxtp prepare {path} "
+            "--out FOLDER "
             "makes a dataset that is memory-mapped"
         ) from None

@@ -19,13 +19,17 @@ class Documents(ABC):
     """Documents in shards, e.g. a dataset's split (`data/store.py`)."""
 
     has_prompts = False  # whether documents may start with a prompt, which the loss ignores
-    has_pairs = False  # whether documents 2i and 2i + 1 are the chosen and rejected answer to a prompt, in one shard
+    # whether documents 2i and 2i + 1 are the chosen and rejected answer to a prompt, in one shard
+    has_pairs = False
 
-    def __init__(self, num_documents: Sequence[int], num_tokens: Sequence[int], dtype: np.dtype[np.integer]):
+    def __init__(
+        self, num_documents: Sequence[int], num_tokens: Sequence[int], dtype: np.dtype[np.integer]
+    ):
         # The first document and the first token of each shard, and the totals at the end.
         self._first_document = list(accumulate(num_documents, initial=0))
         self._first_token = list(accumulate(num_tokens, initial=0))
-        self.num_documents, self.num_tokens = self._first_document[-1], self._first_token[-1]
+        self.num_documents = self._first_document[-1]
+        self.num_tokens = self._first_token[-1]
         self._dtype = dtype
 
     @property
@@ -47,22 +51,31 @@ class Documents(ABC):
         if not self.has_prompts:
             return self.num_tokens - self.num_documents
         shards = enumerate(self.lengths())
-        return sum(int(np.maximum(n - np.maximum(self._array(shard, PROMPTS), 1), 0).sum()) for shard, n in shards)
+        return sum(
+            int(np.maximum(n - np.maximum(self._array(shard, PROMPTS), 1), 0).sum())
+            for shard, n in shards
+        )
 
     def lengths(self) -> Iterator[NDArray[np.int64]]:
         """Yields document lengths in tokens, an array per shard."""
-        yield from (np.diff(self._array(shard, DOCUMENTS)) for shard in range(len(self._first_token) - 1))
+        yield from (
+            np.diff(self._array(shard, DOCUMENTS)) for shard in range(len(self._first_token) - 1)
+        )
 
     def prompt_lengths(self) -> Iterator[Tokens]:
         """Yields the numbers of prompt tokens of documents, an array per shard."""
         for shard, (first, end) in enumerate(pairwise(self._first_document)):
-            yield self._array(shard, PROMPTS) if self.has_prompts else np.zeros(end - first, np.int64)
+            yield (
+                self._array(shard, PROMPTS) if self.has_prompts else np.zeros(end - first, np.int64)
+            )
 
     def document(self, index: int, start: int = 0, stop: int | None = None) -> Tokens:
         """Returns tokens `[start:stop]` (nonnegative), a view of the shard."""
         shard, row = self._locate(index)
         first, last = self._array(shard, DOCUMENTS)[row : row + 2].tolist()
-        return self._array(shard, TOKENS)[first + start : last if stop is None else min(last, first + stop)]
+        return self._array(shard, TOKENS)[
+            first + start : last if stop is None else min(last, first + stop)
+        ]
 
     def prompt_length(self, index: int) -> int:
         """Returns the number of prompt tokens."""
@@ -80,9 +93,11 @@ class Documents(ABC):
             raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
         shard = bisect_right(self._first_token, start) - 1
         while start < stop:
-            first, end = self._first_token[shard], min(stop, self._first_token[shard + 1])
+            first = self._first_token[shard]
+            end = min(stop, self._first_token[shard + 1])
             yield shard, slice(start - first, end - first)
-            shard, start = shard + 1, end
+            shard = shard + 1
+            start = end
 
     def token_range(self, index: int) -> tuple[int, int]:
         """Returns where a document starts and ends in all tokens."""
@@ -100,7 +115,14 @@ class Documents(ABC):
         if not 0 <= position < self.num_tokens:
             raise IndexError(f"token {position} of {self.num_tokens}")
         shard = bisect_right(self._first_token, position) - 1
-        row = int(np.searchsorted(self._array(shard, DOCUMENTS), position - self._first_token[shard], side="right")) - 1
+        row = (
+            int(
+                np.searchsorted(
+                    self._array(shard, DOCUMENTS), position - self._first_token[shard], side="right"
+                )
+            )
+            - 1
+        )
         return self._first_document[shard] + row
 
     def _locate(self, index: int) -> tuple[int, int]:
@@ -111,13 +133,22 @@ class Documents(ABC):
 
 
 class InMemory(Documents):
-    """Documents in one array; `source` names them in messages, `prompts` are the lengths of prompts."""
+    """Documents in one array; `source` names them in messages, `prompts` are the lengths of
+    prompts.
+    """
 
     def __init__(
-        self, tokens: Tokens, lengths: NDArray[np.int64], source: str, prompts: NDArray[np.int64] | None = None
+        self,
+        tokens: Tokens,
+        lengths: NDArray[np.int64],
+        source: str,
+        prompts: NDArray[np.int64] | None = None,
     ):
         super().__init__([len(lengths)], [len(tokens)], tokens.dtype)
-        self._arrays: dict[str, Tokens] = {TOKENS: tokens, DOCUMENTS: np.concatenate([[0], np.cumsum(lengths)])}
+        self._arrays: dict[str, Tokens] = {
+            TOKENS: tokens,
+            DOCUMENTS: np.concatenate([[0], np.cumsum(lengths)]),
+        }
         if prompts is not None:
             self._arrays[PROMPTS] = prompts
             self.has_prompts = True
@@ -126,7 +157,9 @@ class InMemory(Documents):
     @cached_property
     def identity(self) -> str:
         """The sha256 of tokens and offsets."""
-        return hashlib.sha256(b"".join(array.tobytes() for array in self._arrays.values())).hexdigest()
+        return hashlib.sha256(
+            b"".join(array.tobytes() for array in self._arrays.values())
+        ).hexdigest()
 
     def location(self, index: int) -> str:
         """Returns source and index."""

@@ -1,7 +1,7 @@
 """Reads batches of samples ahead of the training steps and places them on the mesh.
 
-Each process reads only its devices' rows, each once. The rows need not be contiguous: device order along dp and fsdp is
-arbitrary, and rows may be replicated.
+Each process reads only its devices' rows, each once. The rows need not be contiguous: device order
+along dp and fsdp is arbitrary, and rows may be replicated.
 """
 
 from bisect import bisect_left
@@ -27,7 +27,12 @@ _CHECK_EVERY = 256  # Batches between comparisons of the rows of processes
 
 
 def on_mesh(
-    source: Batches, mesh: Mesh, position: Position, count: int | None = None, *, micro_batches: int = 1
+    source: Batches,
+    mesh: Mesh,
+    position: Position,
+    count: int | None = None,
+    *,
+    micro_batches: int = 1,
 ) -> Iterator[tuple[Batch, Position]]:
     """Yields batches from a position, split over (dp, fsdp), and the position after each.
 
@@ -36,11 +41,14 @@ def on_mesh(
       micro_batches: A; micro-batch i has rows `[i * B / A, (i + 1) * B / A)`.
 
     Raises:
-      BatchError: B does not divide, or processes read different rows, which is checked from time to time.
+      BatchError: B does not divide, or processes read different rows, which is checked from time to
+        time.
     """
     size = source.global_batch_size
     order = _order(size, batch_parts(mesh_sizes(mesh)), micro_batches)
-    places = local_rows(NamedSharding(mesh, batch_spec()).addressable_devices_indices_map((size,)).values(), size)
+    places = local_rows(
+        NamedSharding(mesh, batch_spec()).addressable_devices_indices_map((size,)).values(), size
+    )
     for number, (columns, after) in enumerate(source.read(order[places].tolist(), position, count)):
         if after.streams and number % _CHECK_EVERY == 0 and is_multiprocess():
             after.check_agreement(source.name)
@@ -51,7 +59,8 @@ def _order(size: int, devices: int, micro_batches: int) -> NDArray[np.int64]:
     # The row at each place of a batch: a step splits the rows of each device.
     if size % (devices * micro_batches):
         raise BatchError(
-            f"a batch of {size} rows cannot be split over {devices} devices along dp and fsdp, and {micro_batches} "
+            f"a batch of {size} rows cannot be split over {devices} devices along dp and fsdp, and "
+            f"{micro_batches} "
             "micro-batches (train.accumulation)"
         )
     return np.arange(size).reshape(micro_batches, devices, -1).swapaxes(0, 1).reshape(-1)
@@ -65,7 +74,9 @@ def abstract_batch(
     return split(dict.fromkeys(("inputs", "labels", *([SEGMENTS] if packed else [])), tokens), mesh)
 
 
-def split(shapes: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def split(
+    shapes: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes of a batch with the shardings of `on_mesh`."""
     return {name: spec.update(sharding=_sharding(mesh, spec.ndim)) for name, spec in shapes.items()}
 

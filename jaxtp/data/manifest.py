@@ -12,13 +12,17 @@ from pydantic import Field, TypeAdapter, ValidationError
 from jaxtp.config.entry import UserError
 from jaxtp.config.reading import MAX_JSON, inside, read_bytes, truncate
 
-FORMAT, FORMAT_OF_PAIRS = 1, 2  # Older versions refuse to read a dataset of pairs as text
+FORMAT = 1
+FORMAT_OF_PAIRS = 2  # Older versions refuse to read a dataset of pairs as text
 MANIFEST = "dataset.json"
 TOKENIZER = "tokenizer.json"
-TRAIN, VALIDATION = "train", "validation"
+TRAIN = "train"
+VALIDATION = "validation"
 SPLITS = (TRAIN, VALIDATION)
 
-TOKENS, DOCUMENTS, PROMPTS = "tokens", "documents", "prompts"  # Suffixes of a shard's files
+TOKENS = "tokens"
+DOCUMENTS = "documents"
+PROMPTS = "prompts"  # Suffixes of a shard's files
 OFFSET = np.dtype("<u8")
 PROMPT = np.dtype("<u4")
 
@@ -85,7 +89,10 @@ class Shard:
 
 def totals(shards: Iterable[Shard]) -> dict[str, int]:
     """Returns the sizes of a split."""
-    sums = {name: sum(getattr(shard, name) for shard in shards) for name in ("documents", "tokens", "text_bytes")}
+    sums = {
+        name: sum(getattr(shard, name) for shard in shards)
+        for name in ("documents", "tokens", "text_bytes")
+    }
     return {**sums, "longest": max((shard.longest for shard in shards), default=0)}
 
 
@@ -111,7 +118,9 @@ class Manifest:
     inputs: dict[str, int]  # number of input files, and their bytes
     arguments: dict[str, object]  # settings of `jaxtp prepare`
     pairs: bool = False
-    """Whether documents 2i and 2i + 1 are the chosen and the rejected answer to a prompt; written only if true."""
+    """Whether documents 2i and 2i + 1 are the chosen and the rejected answer to a prompt;
+    written only if true.
+    """
 
     def __post_init__(self) -> None:
         if self.pairs and not self.prompts:
@@ -166,10 +175,15 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         version = record.get("format") if isinstance(record, dict) else None
         if type(version) is int and version not in (FORMAT, FORMAT_OF_PAIRS):
-            raise DatasetError(f"format {version}; this version of jaxtp reads formats {FORMAT} and {FORMAT_OF_PAIRS}")
+            raise DatasetError(
+                f"format {version}; this version of jaxtp reads formats {FORMAT} and "
+                f"{FORMAT_OF_PAIRS}"
+            )
         manifest = parse(Manifest, content)
         if manifest.pairs != (version == FORMAT_OF_PAIRS):
-            raise DatasetError(f"damaged: format {version} {'with' if manifest.pairs else 'without'} pairs")
+            raise DatasetError(
+                f"damaged: format {version} {'with' if manifest.pairs else 'without'} pairs"
+            )
         return manifest
     except DatasetError as error:
         raise DatasetError(f"{path}: {error}") from None
@@ -177,11 +191,14 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _missing(folder: Path) -> str:
     if not folder.exists():
-        return f"{folder}: no such folder; make a dataset there by jaxtp prepare INPUT --out {folder}"
+        return (
+            f"{folder}: no such folder; make a dataset there by jaxtp prepare INPUT --out {folder}"
+        )
     if not folder.is_dir():
         return f"{folder} is not a folder; name the --out folder of jaxtp prepare"
     return (
-        f"{folder} has no {MANIFEST}: it is not a dataset, or an unfinished one, which the same jaxtp prepare command "
+        f"{folder} has no {MANIFEST}: it is not a dataset, or an unfinished one, which the same "
+        "jaxtp prepare command "
         "finishes"
     )
 
@@ -193,5 +210,11 @@ def parse(schema: type[T], content: bytes) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name = ".".join(map(str, first["loc"])) or "the file"
-        value = "" if first["type"] in ("missing", "value_error") else f" = {truncate(repr(first['input']))}"
-        raise DatasetError(f"damaged: {name}{value}: {first['msg'].removeprefix('Value error, ')}") from None
+        value = (
+            ""
+            if first["type"] in ("missing", "value_error")
+            else f" = {truncate(repr(first['input']))}"
+        )
+        raise DatasetError(
+            f"damaged: {name}{value}: {first['msg'].removeprefix('Value error, ')}"
+        ) from None

@@ -1,8 +1,9 @@
 """Interleaves sources by weight: endlessly for training, each row once for evaluation.
 
-At any point of a cycle each source is less than one sample from its share: the schedule of Tijdeman, "The chairman
-assignment problem", Discrete Mathematics 32 (1980). Any window of samples is exact to within one for two sources and to
-within less than two for more, the best possible for general weights. Grain's shares drift, since it rounds weights.
+At any point of a cycle each source is less than one sample from its share: the schedule of
+Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980). Any window of samples
+is exact to within one for two sources and to within less than two for more, the best possible for
+general weights. Grain's shares drift, since it rounds weights.
 """
 
 import sys
@@ -36,7 +37,8 @@ class Mixture(Sequence[T]):
         self._cycle = schedule(self.counts)
         self.identity = fingerprint(self._cycle.tolist())
         chosen = self._cycle[:, None] == np.arange(len(sources))
-        self._ranks = np.cumsum(chosen, axis=0)[chosen] - 1  # index of each sample within its source and cycle
+        # index of each sample within its source and cycle
+        self._ranks = np.cumsum(chosen, axis=0)[chosen] - 1
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -53,7 +55,9 @@ class Mixture(Sequence[T]):
 
 
 def cycle_counts(weights: Sequence[float]) -> list[int]:
-    """Returns samples per source in a cycle: the smallest integers in the weights' ratio, to 1 / `PARTS`."""
+    """Returns samples per source in a cycle: the smallest integers in the weights' ratio, to 1 /
+    `PARTS`.
+    """
     total = sum(map(Fraction, weights))
     parts = [max(round(Fraction(weight) / total * PARTS), 1) for weight in weights]
     return [part // int(np.gcd.reduce(parts)) for part in parts]
@@ -61,7 +65,8 @@ def cycle_counts(weights: Sequence[float]) -> list[int]:
 
 def schedule(counts: Sequence[int]) -> NDArray[np.int64]:
     """Returns the sources in a cycle, `[sum(counts)]`."""
-    shares, total = np.asarray(counts, np.int64), int(sum(counts))
+    shares = np.asarray(counts, np.int64)
+    total = int(sum(counts))
     slack = max(2 * len(counts) - 2, 1)
     chosen_so_far = np.zeros(len(counts), np.int64)
     order = np.zeros(total, np.int64)
@@ -90,7 +95,10 @@ def validation_samples(
         if source >= 0:
             return shuffled[source][position]
         like: Row = shuffled[order[0, 0]][order[0, 1]]
-        return {name: np.full_like(array, IGNORE if name == "labels" else 0) for name, array in like.items()}
+        return {
+            name: np.full_like(array, IGNORE if name == "labels" else 0)
+            for name, array in like.items()
+        }
 
     return grain.MapDataset.source(np.concatenate([order, padding])).map(row)
 
@@ -100,7 +108,9 @@ def validation_order_identity(lengths: Sequence[int], weights: Sequence[float]) 
     return fingerprint(validation_order(lengths, weights, 1000).tolist())
 
 
-def validation_order(lengths: Sequence[int], weights: Sequence[float], count: int) -> NDArray[np.int64]:
+def validation_order(
+    lengths: Sequence[int], weights: Sequence[float], count: int
+) -> NDArray[np.int64]:
     """Returns `[count, 2]`, source and index: row k of a source is due at (k + 1/2) / weight."""
     counts = [min(length, count) for length in lengths]
     source = np.repeat(np.arange(len(counts)), counts)

@@ -1,8 +1,9 @@
 """Packs whole documents into rows with little padding.
 
-Best fit decreasing on the histogram of lengths (Krell et al., arXiv 2107.02027): each step places all documents of one
-length that fit rows with the same room. Its time depends on the number of distinct lengths, hardly on the number of
-documents. The plan gives random access by row index; Grain's packing is an iterator with state in each process.
+Best fit decreasing on the histogram of lengths (Krell et al., arXiv 2107.02027): each step places
+all documents of one length that fit rows with the same room. Its time depends on the number of
+distinct lengths, hardly on the number of documents. The plan gives random access by row index;
+Grain's packing is an iterator with state in each process.
 """
 
 import bisect
@@ -30,10 +31,11 @@ Pattern = tuple[int, ...]  # Lengths of the documents in a row
 class Packed(Rows):
     """Rows of whole documents, each a segment, and padding.
 
-    `long` handles documents longer than a row: "split" cuts them into full rows and a rest (each token is an input
-    once), "drop" omits them, "stop" raises `LongDocumentError`. A pair is placed as one document, and is never cut.
-    Rows without a label are left out: a step of them would move the weights by old momentum alone.
-    Planning takes a sixth of a second and 45 MB of memory for each million documents.
+    `long` handles documents longer than a row: "split" cuts them into full rows and a rest (each
+    token is an input once), "drop" omits them, "stop" raises `LongDocumentError`. A pair is placed
+    as one document, and is never cut. Rows without a label are left out: a step of them would move
+    the weights by old momentum alone. Planning takes a sixth of a second and 45 MB of memory for
+    each million documents.
     """
 
     algorithm = f"best fit {VERSION}"
@@ -44,7 +46,9 @@ class Packed(Rows):
         _require_memory(documents, length)
         with paused_collection():
             blocks = list(self._blocks(long))
-        self._pieces = np.concatenate([np.zeros((0, 2), np.int64), *(pieces for pieces, _ in blocks)])
+        self._pieces = np.concatenate(
+            [np.zeros((0, 2), np.int64), *(pieces for pieces, _ in blocks)]
+        )
         """`[n, 2]`, in the order of the rows: a document, and its first token in the row."""
         self._rows = np.cumsum(np.concatenate([[0], *(counts for _, counts in blocks)]))
         """`[number of rows + 1]`: row i holds the pieces from entry i up to entry i + 1."""
@@ -80,7 +84,11 @@ class Packed(Rows):
         tokens = self._documents.document(document, start, start + self._length + 1)
         check_vocabulary(tokens, self._documents, document, self._vocab_size)
         used = min(len(tokens), self._length)
-        prompt = max(self._documents.prompt_length(document) - start - 1, 0) if self._documents.has_prompts else 0
+        prompt = (
+            max(self._documents.prompt_length(document) - start - 1, 0)
+            if self._documents.has_prompts
+            else 0
+        )
         row["inputs"][at : at + used] = tokens[:used]
         row["labels"][at + prompt : at + len(tokens) - 1] = tokens[1 + prompt :]
         row[SEGMENTS][at : at + used] = segment
@@ -95,14 +103,18 @@ class Packed(Rows):
             too_long = sizes > self._length
             if pairs and long != "drop" and too_long.any():
                 raise LongDocumentError(
-                    f"{self._documents.location(2 * int(units[too_long][0]))}: chosen and rejected together have "
-                    f"{sizes[too_long][0]:,} tokens, more than data.sequence_length={self._length}, and a pair is "
+                    f"{self._documents.location(2 * int(units[too_long][0]))}: chosen and rejected "
+                    "together have "
+                    f"{sizes[too_long][0]:,} tokens, more than "
+                    f"data.sequence_length={self._length}, and a pair is "
                     "never cut; --data.long-documents drop leaves such pairs out"
                 )
             if long == "stop" and too_long.any():
                 raise LongDocumentError(
-                    f"{self._documents.location(int(units[too_long][0]))}: {sizes[too_long][0]:,} tokens are "
-                    f"more than data.sequence_length={self._length}; --data.long-documents split cuts such documents, "
+                    f"{self._documents.location(int(units[too_long][0]))}: {sizes[too_long][0]:,} "
+                    "tokens are "
+                    f"more than data.sequence_length={self._length}; --data.long-documents split "
+                    "cuts such documents, "
                     "drop leaves them out"
                 )
             if long == "drop":
@@ -113,22 +125,29 @@ class Packed(Rows):
                 self.num_split += int(too_long.sum())
             pieces, counts = pack(*_pieces(units, sizes, self._length), self._length)
             if pairs:  # its two documents
-                pieces, counts = np.repeat(pieces * 2, 2, axis=0), counts * 2
+                pieces = np.repeat(pieces * 2, 2, axis=0)
+                counts = counts * 2
                 pieces[1::2, 0] += 1
             documents = pieces[:, 0] - first
             yield self._with_labels(pieces, counts, lengths[documents], prompts[documents])
 
     def _shares(self) -> Iterator[tuple[int, Ints, Ints]]:
-        """Yields the first of the documents that are packed together, their lengths and their prompts' lengths."""
+        """Yields the first of the documents that are packed together, their lengths and their
+        prompts' lengths.
+        """
         first = 0
         most = 2 * BLOCK if self._documents.has_pairs else BLOCK
-        for lengths, prompts in zip(self._documents.lengths(), self._documents.prompt_lengths(), strict=True):
+        for lengths, prompts in zip(
+            self._documents.lengths(), self._documents.prompt_lengths(), strict=True
+        ):
             for start in range(0, len(lengths), most):
                 part = slice(start, start + most)
                 yield first + start, lengths[part], prompts[part].astype(np.int64)
             first += len(lengths)
 
-    def _with_labels(self, pieces: Ints, counts: Ints, lengths: Ints, prompts: Ints) -> tuple[Ints, Ints]:
+    def _with_labels(
+        self, pieces: Ints, counts: Ints, lengths: Ints, prompts: Ints
+    ) -> tuple[Ints, Ints]:
         """Returns the pieces of rows with a label, and the pieces per row.
 
         Args:
@@ -136,7 +155,8 @@ class Packed(Rows):
           prompts: tokens of its prompt.
         """
         start = pieces[:, 1]
-        # The label of an input is the next token of its document. The last input of a piece that was cut has one too.
+        # The label of an input is the next token of its document. The last input of a piece that
+        # was cut has one too.
         labels_end = np.minimum(lengths - start, self._length + 1) - 1
         labels_start = np.maximum(prompts - start - 1, 0)
         row = np.repeat(np.arange(len(counts)), counts)
@@ -153,8 +173,10 @@ def _require_memory(documents: Documents, length: int) -> None:
     needed = pieces * _BYTES_OF_PIECE
     if needed > host_memory():
         raise DatasetError(
-            f"{documents.location(0)}: {documents.num_documents:,} documents of {documents.num_tokens:,} tokens in "
-            f"rows of data.sequence_length={length} need {needed / 1e9:,.0f} GB of memory to plan the rows, and this "
+            f"{documents.location(0)}: {documents.num_documents:,} documents of "
+            f"{documents.num_tokens:,} tokens in "
+            f"rows of data.sequence_length={length} need {needed / 1e9:,.0f} GB of memory to plan "
+            "the rows, and this "
             f"machine has {host_memory() / 1e9:,.0f} GB; --data.packing concatenated needs no plan"
         )
 
@@ -167,7 +189,9 @@ def _pieces(documents: Ints, lengths: Ints, room: int) -> tuple[Ints, Ints]:
     """Cuts at multiples of `room`; returns document and first token `[n, 2]`, and sizes `[n]`."""
     parts = -(-lengths // room)
     start = (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)) * room
-    return np.stack([np.repeat(documents, parts), start], axis=1), np.minimum(np.repeat(lengths, parts) - start, room)
+    return np.stack([np.repeat(documents, parts), start], axis=1), np.minimum(
+        np.repeat(lengths, parts) - start, room
+    )
 
 
 def pack(pieces: Ints, sizes: Ints, room: int) -> tuple[Ints, Ints]:
@@ -180,7 +204,8 @@ def pack(pieces: Ints, sizes: Ints, room: int) -> tuple[Ints, Ints]:
     # All pieces of a size are placed, column by column.
     dtype = np.min_scalar_type(room)  # NumPy sorts 16 bits by radix
     by_size, in_order = (np.argsort(each.astype(dtype), kind="stable") for each in (sizes, columns))
-    # Of each column the place of its first piece, and the distance of its pieces: the width of its rows.
+    # Of each column the place of its first piece, and the distance of its pieces: the width of its
+    # rows.
     first = np.cumsum(widths * repeats) - widths * repeats - np.cumsum(widths) + widths
     first = (np.repeat(first, widths) + np.arange(len(columns)))[in_order]
     placed, step = (np.repeat(each, widths)[in_order] for each in (repeats, widths))
@@ -193,7 +218,8 @@ def pack(pieces: Ints, sizes: Ints, room: int) -> tuple[Ints, Ints]:
 def best_fit(histogram: Ints, room: int) -> list[tuple[Pattern, int]]:
     """Places documents, longest first, each where it leaves the least room.
 
-    Takes the documents per length, `[room + 1]`; returns patterns of lengths, and the number of rows of each.
+    Takes the documents per length, `[room + 1]`; returns patterns of lengths, and the number of
+    rows of each.
     """
     by_room: dict[int, list[tuple[Pattern, int]]] = {}
     rooms: list[int] = []  # the keys with rows, ascending
@@ -207,7 +233,8 @@ def best_fit(histogram: Ints, room: int) -> list[tuple[Pattern, int]]:
         one = (size,)
         while remaining:
             pattern: Pattern = ()
-            count, left = remaining, room
+            count = remaining
+            left = room
             if (fitting := bisect.bisect_left(rooms, size)) < len(rooms):
                 left = rooms[fitting]
                 rows = by_room[left]

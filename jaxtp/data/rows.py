@@ -18,10 +18,11 @@ SEGMENTS = "segments"
 PAIRS = "pairs"
 
 Row = dict[str, NDArray[np.int32]]
-"""`inputs` and `labels`, `[T]`: a label is the next token, or `IGNORE`. Packed rows also have `SEGMENTS`: 1, 2, ... for
-their documents, 0 for padding. Rows of preference data also have `PAIRS`: i for the chosen and -i for the
-rejected document of the row's pair i = 1, 2, ..., prompts included, 0 for padding. Scores (`scores.py`) add columns
-`[T, ...]`, some of float32."""
+"""`inputs` and `labels`, `[T]`: a label is the next token, or `IGNORE`. Packed rows also have
+`SEGMENTS`: 1, 2, ... for their documents, 0 for padding. Rows of preference data also have `PAIRS`:
+i for the chosen and -i for the rejected document of the row's pair i = 1, 2, ..., prompts included,
+0 for padding. Scores (`scores.py`) add columns `[T, ...]`, some of float32.
+"""
 
 Place = tuple[slice, int, slice]
 """Positions in a row, a shard, and the tokens there that the row has as inputs."""
@@ -37,7 +38,8 @@ def check_vocabulary(tokens: Tokens, documents: Documents, index: int, vocab_siz
     """Raises `TokenError` if a document's token is not below `vocab_size`."""
     if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
         raise TokenError(
-            f"{documents.location(index)}: token {largest} is beyond model.vocab_size={vocab_size}; "
+            f"{documents.location(index)}: token {largest} is beyond "
+            f"model.vocab_size={vocab_size}; "
             f"the model needs at least {largest + 1}"
         )
 
@@ -48,12 +50,15 @@ class Rows(Sequence[Row]):
     algorithm: str  # name and version
     identity: str  # hash of the positions of tokens in the rows, not of the tokens
     padding = 0.0  # fraction of positions without a token
-    num_split = num_dropped = 0  # number of documents that were cut or left out; of pairs, if they are the unit
+    # number of documents that were cut or left out; of pairs, if they are the unit
+    num_split = num_dropped = 0
     num_unlabelled = 0  # number of rows that were left out, because they have no label
     add_columns: Callable[[Row, Iterator[Place]], None] | None = None  # adds columns to a row
 
     def __init__(self, documents: Documents, length: int, vocab_size: int):
-        self._documents, self._length, self._vocab_size = documents, length, vocab_size
+        self._documents = documents
+        self._length = length
+        self._vocab_size = vocab_size
 
     def __getitem__(self, index: SupportsIndex) -> Row:  # type: ignore[override]
         if not 0 <= int(index) < len(self):
@@ -81,8 +86,8 @@ class Rows(Sequence[Row]):
 class Concatenated(Rows):
     """All tokens in sequence, cut into rows; only the last row is padded.
 
-    Attention crosses documents. Each token is an input once. The last token is left out where it would be alone in a
-    row, which would have no label.
+    Attention crosses documents. Each token is an input once. The last token is left out where it
+    would be alone in a row, which would have no label.
     """
 
     algorithm = "concatenated 1"
@@ -100,10 +105,14 @@ class Concatenated(Rows):
 
     def _row(self, index: int) -> Row:
         start = index * self._length
-        tokens = self._documents.tokens(start, min(start + self._length + 1, self._documents.num_tokens))
+        tokens = self._documents.tokens(
+            start, min(start + self._length + 1, self._documents.num_tokens)
+        )
         if len(tokens) and tokens.max() >= self._vocab_size:
             worst = start + int(tokens.argmax())
-            check_vocabulary(tokens, self._documents, self._documents.document_at(worst), self._vocab_size)
+            check_vocabulary(
+                tokens, self._documents, self._documents.document_at(worst), self._vocab_size
+            )
         row = empty_row(self._length)
         used = min(len(tokens), self._length)
         row["inputs"][:used] = tokens[:used]

@@ -1,9 +1,11 @@
 """The samples of a run: document rows, in an order that depends only on the seed.
 
-Sample `i` is the same row with any mesh, number of processes and batch size, so a run stores only the next index.
+Sample `i` is the same row with any mesh, number of processes and batch size, so a run stores only
+the next index.
 
-A checkpoint stores hashes of the rows, of a mixture's cycle, and of Grain's shuffle of a few fixed lengths. Names and
-versions next to them are for messages. Only an upgrade that changes the order stops a run.
+A checkpoint stores hashes of the rows, of a mixture's cycle, and of Grain's shuffle of a few fixed
+lengths. Names and versions next to them are for messages. Only an upgrade that changes the order
+stops a run.
 """
 
 from collections.abc import Sequence
@@ -27,8 +29,13 @@ if TYPE_CHECKING:
 Packing = Literal["documents", "concatenated"]
 LongDocuments = Literal["split", "drop", "stop"]
 ORDER = "order"  # Key of the order of the samples in `Data.description`
-ROWS, SHUFFLE, MIXTURE, HELD_OUT = "rows", "shuffle", "mixture", "held_out"
-"""Its parts: documents to rows, the order of an epoch, the order of sources, and the rows of an evaluation."""
+ROWS = "rows"
+SHUFFLE = "shuffle"
+MIXTURE = "mixture"
+HELD_OUT = "held_out"
+"""Its parts: documents to rows, the order of an epoch, the order of sources, and the rows of an
+evaluation.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,22 +51,31 @@ class RowSettings:
 
 
 class Data:
-    """The samples of a corpus, with `scores` as columns; the seed affects only the training order."""
+    """The samples of a corpus, with `scores` as columns; the seed affects only the training
+    order.
+    """
 
-    def __init__(self, corpus: Corpus, settings: RowSettings, seed: int, scores: "Scores | None" = None):
+    def __init__(
+        self, corpus: Corpus, settings: RowSettings, seed: int, scores: "Scores | None" = None
+    ):
         for source in corpus.sources:
             if (count := source.train.num_tokens) < settings.length:
                 raise CorpusError(
-                    f"{source.name or corpus.description} has {count:,} {corpus.unit} to train on, less than one "
-                    f"sequence of data.sequence_length={settings.length}; use more of them, or at most "
+                    f"{source.name or corpus.description} has {count:,} {corpus.unit} to train on, "
+                    "less than one "
+                    f"sequence of data.sequence_length={settings.length}; use more of them, or "
+                    "at most "
                     f"--data.sequence-length {count}"
                 )
-        self.corpus, self.scores = corpus, scores
+        self.corpus = corpus
+        self.scores = scores
         self.train_rows = [make_rows(source.train, settings, scores) for source in corpus.sources]
         held_out = _distinct(corpus.sources)
         self.validation_rows = [make_rows(documents, settings, scores) for documents, _ in held_out]
         for source, rows in zip(corpus.sources, self.train_rows, strict=True):
-            _require_rows(rows, f"{source.name or corpus.description}, to train on", corpus, settings)
+            _require_rows(
+                rows, f"{source.name or corpus.description}, to train on", corpus, settings
+            )
         for rows in self.validation_rows:
             _require_rows(rows, f"{corpus.description}, to evaluate on", corpus, settings)
         self.weights = [source.weight for source in corpus.sources]
@@ -69,20 +85,30 @@ class Data:
     def epochs(self, samples: int) -> list[float]:
         """Returns the epochs of each source in `samples` samples."""
         shares = [weight / sum(self.weights) for weight in self.weights]
-        return [samples * share / len(rows) for share, rows in zip(shares, self.train_rows, strict=True)]
+        return [
+            samples * share / len(rows) for share, rows in zip(shares, self.train_rows, strict=True)
+        ]
 
     @cached_property  # every save reads it
     def description(self) -> dict[str, object]:
         """The corpus's description, and algorithm and hash of each part of the order."""
         order = {
-            ROWS: (self.train_rows[0].algorithm, fingerprint([rows.identity for rows in self.train_rows])),
+            ROWS: (
+                self.train_rows[0].algorithm,
+                fingerprint([rows.identity for rows in self.train_rows]),
+            ),
             SHUFFLE: (f"grain {version('grain')}", shuffle_identity()),
         }
         if self.validation_rows:
             order[HELD_OUT] = mixture.VALIDATION_ALGORITHM, self._validation_identity()
         if len(self.weights) > 1:
-            order[MIXTURE] = mixture.ALGORITHM, mixture.Mixture(self.train_rows, self.weights).identity
-        parts = {part: {"algorithm": name, "sha256": sha256} for part, (name, sha256) in order.items()}
+            order[MIXTURE] = (
+                mixture.ALGORITHM,
+                mixture.Mixture(self.train_rows, self.weights).identity,
+            )
+        parts = {
+            part: {"algorithm": name, "sha256": sha256} for part, (name, sha256) in order.items()
+        }
         scores = {} if self.scores is None else {"scores": self.scores.identity}
         return {**self.corpus.describe(), **scores, ORDER: parts}
 
@@ -92,15 +118,21 @@ class Data:
         return fingerprint([order, *(rows.identity for rows in self.validation_rows)])
 
     def validation(self, batches: int, batch_size: int) -> "Samples | None":
-        """Returns at most `batches` validation batches, each row once; None if no source has any."""
+        """Returns at most `batches` validation batches, each row once; None if no source has
+        any.
+        """
         if not self.validation_rows:
             return None
         weights = self._validation_weights
-        return mixture.validation_samples(self.validation_rows, weights, batches=batches, batch_size=batch_size)
+        return mixture.validation_samples(
+            self.validation_rows, weights, batches=batches, batch_size=batch_size
+        )
 
 
 def _distinct(sources: Sequence[Source]) -> list[tuple[Documents, float]]:
-    """Returns the distinct documents to evaluate on, and the weight of all sources that have them."""
+    """Returns the distinct documents to evaluate on, and the weight of all sources that have
+    them.
+    """
     distinct: dict[str, tuple[Documents, float]] = {}
     for source in sources:
         if source.validation is None:
@@ -115,24 +147,34 @@ def _require_rows(rows: Rows, name: str, corpus: Corpus, settings: RowSettings) 
         return
     if rows.num_unlabelled:
         raise CorpusError(
-            f"{name}: no sequence of data.sequence_length={settings.length} has a label, since all of its tokens are "
-            f"of prompts ({rows.num_unlabelled:,} sequences); use a larger --data.sequence-length, or documents with "
+            f"{name}: no sequence of data.sequence_length={settings.length} has a label, since all "
+            "of its tokens are "
+            f"of prompts ({rows.num_unlabelled:,} sequences); use a larger --data.sequence-length, "
+            "or documents with "
             "answers"
         )
-    what, fix = "document", "--data.long-documents split cuts them"
+    what = "document"
+    fix = "--data.long-documents split cuts them"
     if corpus.has_pairs:
-        what, fix = "pair", "use a larger --data.sequence-length"
-    raise CorpusError(f"{name}: every {what} is longer than data.sequence_length={settings.length}; {fix}")
+        what = "pair"
+        fix = "use a larger --data.sequence-length"
+    raise CorpusError(
+        f"{name}: every {what} is longer than data.sequence_length={settings.length}; {fix}"
+    )
 
 
 def make_rows(documents: Documents, settings: RowSettings, scores: "Scores | None" = None) -> Rows:
-    """Returns the rows of documents, with `scores`; raises `CorpusError`, `LongDocumentError` or `ScoresError`."""
+    """Returns the rows of documents, with `scores`; raises `CorpusError`, `LongDocumentError` or
+    `ScoresError`.
+    """
     rows: Rows
     if settings.packing == "concatenated":
         if documents.has_prompts:
             raise CorpusError(
-                f"{documents.location(0)}: data.packing=concatenated does not know where prompts end; "
-                f"{'pairs' if documents.has_pairs else 'instruction data'} need --data.packing documents"
+                f"{documents.location(0)}: data.packing=concatenated does not know where "
+                "prompts end; "
+                f"{'pairs' if documents.has_pairs else 'instruction data'} need --data.packing "
+                "documents"
             )
         rows = Concatenated(documents, settings.length, settings.vocab_size)
     else:
@@ -145,7 +187,11 @@ def make_rows(documents: Documents, settings: RowSettings, scores: "Scores | Non
 def shuffled(sources: Sequence[Rows], weights: Sequence[float], seed: int) -> Samples:
     """Returns all sources' rows, endlessly; shuffles each epoch anew."""
     endless = [grain.MapDataset.source(rows).seed(seed).shuffle().repeat() for rows in sources]
-    return endless[0] if len(endless) == 1 else grain.MapDataset.source(mixture.Mixture(endless, weights))
+    return (
+        endless[0]
+        if len(endless) == 1
+        else grain.MapDataset.source(mixture.Mixture(endless, weights))
+    )
 
 
 @cache
@@ -154,5 +200,9 @@ def shuffle_identity() -> str:
     order: list[int] = []
     for length in (7, 1000, 10**6 + 3, 2**31 - 1):
         samples = shuffled([range(length)], [1.0], seed=3)  # type: ignore[list-item]
-        order += [int(samples[epoch * length + place * length // 7]) for epoch in range(3) for place in range(7)]
+        order += [
+            int(samples[epoch * length + place * length // 7])
+            for epoch in range(3)
+            for place in range(7)
+        ]
     return fingerprint(order)

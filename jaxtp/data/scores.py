@@ -1,16 +1,19 @@
-"""Scores of a dataset's tokens by a model, written by `jaxtp score`: for losses that need a reference or a teacher.
+"""Scores of a dataset's tokens by a model, written by `jaxtp score`: for losses that need a
+reference or a teacher.
 
 Version 1 of the format is a folder:
 
 - `scores.json`: `Record`, written last and atomically; without it the folder is unfinished.
 - For each shard of the dataset, files aligned with its `.tokens`, little-endian:
   - `train-00000.log_probs`: float32 `[tokens]`, the log-probability of the label at each token;
-  - or the k most probable next tokens, descending: `train-00000.top_ids`, uint16 `[tokens, k]` for a vocabulary of up
-    to 65,536, else uint32, and `train-00000.top_log_probs`, float32 `[tokens, k]`.
+  - or the k most probable next tokens, descending: `train-00000.top_ids`, uint16 `[tokens, k]` for
+    a vocabulary of up to 65,536, else uint32, and `train-00000.top_log_probs`, float32
+    `[tokens, k]`.
   Tokens without a label, such as a document's last or a prompt's, and tokens in no row have zeros.
 - `unfinished.json`: a `Journal`, until `scores.json` exists.
 
-The folder may come from anyone: it names no paths of files, and all sizes are checked before files are mapped.
+The folder may come from anyone: it names no paths of files, and all sizes are checked before files
+are mapped.
 """
 
 import itertools
@@ -37,9 +40,12 @@ from jaxtp.data.rows import IGNORE, Place, Row, Rows
 from jaxtp.data.samples import LongDocuments, Packing, RowSettings
 from jaxtp.data.store import verify_sum
 
-LOG_PROBS, TOP_IDS, TOP_LOG_PROBS = "log_probs", "top_ids", "top_log_probs"
+LOG_PROBS = "log_probs"
+TOP_IDS = "top_ids"
+TOP_LOG_PROBS = "top_log_probs"
 """Columns of a row, and suffixes of files."""
-SCORES, JOURNAL = "scores.json", "unfinished.json"
+SCORES = "scores.json"
+JOURNAL = "unfinished.json"
 _MOST = 1e-3  # a log-probability is at most 0, up to rounding
 
 Text = Annotated[str, Field(max_length=2**12)]
@@ -83,7 +89,9 @@ class Record:
             if name not in SPLITS:
                 raise ScoresError(f"unknown split {truncate(repr(name))}")
             if any(sums and sums.keys() != self.layout.keys() for sums in split.shards):
-                raise ScoresError(f"a shard of {name} has other files than {', '.join(self.layout)}")
+                raise ScoresError(
+                    f"a shard of {name} has other files than {', '.join(self.layout)}"
+                )
 
     @property
     def layout(self) -> dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]]:
@@ -121,15 +129,26 @@ class Wanted:
     labels_only: bool = False  # the loss reads log-probabilities of the labels, and no other tokens
 
     def command(
-        self, rows: RowSettings, *, out: Path | None = None, top_k: int | None = None, temperature: float = 1.0
+        self,
+        rows: RowSettings,
+        *,
+        out: Path | None = None,
+        top_k: int | None = None,
+        temperature: float = 1.0,
     ) -> str:
         """Returns a command of `jaxtp score`; unknown paths are words in capitals."""
         places = {"DATASET": self.dataset, "MODEL": self.model, "FOLDER": out}
-        dataset, model, folder = (word if path is None else shlex.quote(str(path)) for word, path in places.items())
+        dataset, model, folder = (
+            word if path is None else shlex.quote(str(path)) for word, path in places.items()
+        )
         flags = [] if top_k is None or self.labels_only else [f"--top-k {top_k}"]
         flags.append(f"--data.sequence-length {rows.length}")
         flags += [] if rows.packing == "documents" else [f"--data.packing {rows.packing}"]
-        flags += [] if rows.long_documents == "split" else [f"--data.long-documents {rows.long_documents}"]
+        flags += (
+            []
+            if rows.long_documents == "split"
+            else [f"--data.long-documents {rows.long_documents}"]
+        )
         flags += [] if temperature == 1 else [f"--temperature {temperature:g}"]
         return " ".join([f"jaxtp score {dataset} --model {model} --out {folder}", *flags])
 
@@ -138,7 +157,9 @@ class Scores:
     """An opened folder of scores."""
 
     def __init__(self, folder: Path, record: Record, wanted: Wanted = Wanted()):
-        self.folder, self.record, self.wanted = folder, record, wanted
+        self.folder = folder
+        self.record = record
+        self.wanted = wanted
         self.identity = fingerprint(asdict(record)["splits"])
 
     def check(self, tokenizer: TokenizerInfo, settings: RowSettings) -> None:
@@ -146,14 +167,19 @@ class Scores:
         record = self.record
         if record.tokenizer != tokenizer.name:
             raise ScoresError(
-                f"data.scores={self.folder} has scores for tokenizer {truncate(record.tokenizer[:12])}, and the data "
-                f"were made with tokenizer {tokenizer.name[:12]}; score these data: {self.command()}"
+                f"data.scores={self.folder} has scores for tokenizer "
+                f"{truncate(record.tokenizer[:12])}, and the data "
+                f"were made with tokenizer {tokenizer.name[:12]}; score these data: "
+                f"{self.command()}"
             )
-        stored = {name: getattr(record, name) for name in ("sequence_length", "packing", "long_documents")}
+        stored = {
+            name: getattr(record, name) for name in ("sequence_length", "packing", "long_documents")
+        }
         wanted = settings.length, settings.packing, settings.long_documents
         if changed := differences(stored, dict(zip(stored, wanted, strict=True)), "data."):
             raise ScoresError(
-                f"data.scores={self.folder} was made with other rows (there -> here): {'; '.join(changed)}; use its "
+                f"data.scores={self.folder} was made with other rows (there -> here): "
+                f"{'; '.join(changed)}; use its "
                 f"settings, or score again: {self.command(settings)}"
             )
 
@@ -164,27 +190,38 @@ class Scores:
         return f"{self.folder}: {what} by {truncate(self.record.model)}, in {self.record.dtype}"
 
     def command(self, settings: RowSettings | None = None, temperature: float | None = None) -> str:
-        """Returns a command that makes such scores, with other rows or at another temperature if they are given."""
+        """Returns a command that makes such scores, with other rows or at another temperature if
+        they are given.
+        """
         record = self.record
         rows = settings
         if rows is None:
-            rows = RowSettings(record.sequence_length, record.vocab_size, record.packing, record.long_documents)
+            rows = RowSettings(
+                record.sequence_length, record.vocab_size, record.packing, record.long_documents
+            )
         divisor = record.temperature if temperature is None else temperature
-        return self.wanted.command(rows, out=free_folder(self.folder), top_k=record.top_k, temperature=divisor)
+        return self.wanted.command(
+            rows, out=free_folder(self.folder), top_k=record.top_k, temperature=divisor
+        )
 
     def add_to(self, rows: Rows, documents: Documents, settings: RowSettings) -> None:
-        """Adds the scores as columns to rows; raises `ScoresError` if they are of others, or files have other sizes."""
+        """Adds the scores as columns to rows; raises `ScoresError` if they are of others, or
+        files have other sizes.
+        """
         found = {split.documents: (name, split) for name, split in self.record.splits.items()}
         if documents.identity not in found:
             raise ScoresError(
-                f"data.scores={self.folder} has scores of {truncate(self.record.dataset)}, and not of the documents in "
-                f"{documents.location(0).rpartition(',')[0]}; all data of a run need to be one dataset, scored by: "
+                f"data.scores={self.folder} has scores of {truncate(self.record.dataset)}, and not "
+                "of the documents in "
+                f"{documents.location(0).rpartition(',')[0]}; all data of a run need to be one "
+                "dataset, scored by: "
                 f"{self.command(settings)}"
             )
         name, split = found[documents.identity]
         if split.rows != rows.identity or len(split.shards) != len(documents.shard_sizes):
             raise ScoresError(
-                f"data.scores={self.folder} was made with other rows of {name}, by another version of jaxtp; score "
+                f"data.scores={self.folder} was made with other rows of {name}, by another version "
+                "of jaxtp; score "
                 f"again: {self.command(settings)}"
             )
         for path, expected in self.record.sizes(self.folder, name, documents.shard_sizes).items():
@@ -194,18 +231,22 @@ class Scores:
 
 
 class _Columns:
-    """Adds the scores of a split to rows (`Rows.add_columns`). Files are mapped on first use, as in `store.Split`."""
+    """Adds the scores of a split to rows (`Rows.add_columns`). Files are mapped on first use, as
+    in `store.Split`.
+    """
 
     def __init__(self, folder: Path, split: str, record: Record, vocab_size: int):
         self._file = partial(shard_file, folder, split)
-        self._layout, self._vocab_size = record.layout, vocab_size
+        self._layout = record.layout
+        self._vocab_size = vocab_size
         self._maps: dict[tuple[int, str], Numbers] = {}
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_maps": {}}
 
     def __call__(self, row: Row, places: Iterator[Place]) -> None:
-        labels, found = row["labels"], list(places)
+        labels = row["labels"]
+        found = list(places)
         for suffix, (_, shape) in self._layout.items():
             is_ids = suffix == TOP_IDS
             column = np.zeros((len(labels), *shape), np.int64 if is_ids else np.float32)
@@ -213,16 +254,31 @@ class _Columns:
                 column[at] = self._map(shard, suffix)[part]
             column[labels == IGNORE] = 0
             most = column.max()
-            if most >= self._vocab_size if is_ids else not (np.isfinite(column).all() and most < _MOST):
-                problem = f"id {most} is beyond model.vocab_size={self._vocab_size}" if is_ids else "no log-probability"
-                raise ScoresError(f"{self._file(found[0][1], suffix)}: {problem}; jaxtp score --verify checks a folder")
+            if (
+                most >= self._vocab_size
+                if is_ids
+                else not (np.isfinite(column).all() and most < _MOST)
+            ):
+                problem = (
+                    f"id {most} is beyond model.vocab_size={self._vocab_size}"
+                    if is_ids
+                    else "no log-probability"
+                )
+                raise ScoresError(
+                    f"{self._file(found[0][1], suffix)}: {problem}; jaxtp score --verify checks "
+                    "a folder"
+                )
             row[suffix] = column.astype(np.int32) if is_ids else column  # type: ignore[assignment]
 
     def _map(self, shard: int, suffix: str) -> Numbers:
         array = self._maps.get((shard, suffix))
         if array is None:
             dtype, shape = self._layout[suffix]
-            array = np.memmap(self._file(shard, suffix), dtype, mode="r").view(np.ndarray).reshape(-1, *shape)
+            array = (
+                np.memmap(self._file(shard, suffix), dtype, mode="r")
+                .view(np.ndarray)
+                .reshape(-1, *shape)
+            )
             self._maps[shard, suffix] = array
         return array
 
@@ -236,7 +292,9 @@ def free_folder(path: Path) -> Path:
 def open_scores(folder: Path, wanted: Wanted = Wanted()) -> Scores:
     """Opens finished scores, and reads only `scores.json`; raises `ScoresError`."""
     if not folder.is_dir():
-        raise ScoresError(f"{folder}: no such folder of scores{nearest_file(folder)}; jaxtp score makes one")
+        raise ScoresError(
+            f"{folder}: no such folder of scores{nearest_file(folder)}; jaxtp score makes one"
+        )
     if (record := _read(folder / SCORES, Record)) is not None:
         if not all(sums for split in record.splits.values() for sums in split.shards):
             raise ScoresError(f"{folder / SCORES}: damaged: a shard without files")
@@ -273,21 +331,31 @@ def _size_of(path: Path) -> int:
 
 
 def verify(scores: Scores) -> Iterator[str]:
-    """Reads all files; yields every difference from `scores.json`, and every number that is no score."""
+    """Reads all files; yields every difference from `scores.json`, and every number that is no
+    score.
+    """
     for name, split in scores.record.splits.items():
         for shard, sums in enumerate(split.shards):
             for suffix, expected in sums.items():
-                path, (dtype, shape) = shard_file(scores.folder, name, shard, suffix), scores.record.layout[suffix]
+                path = shard_file(scores.folder, name, shard, suffix)
+                dtype, shape = scores.record.layout[suffix]
                 try:
                     tokens, rest = divmod(_size_of(path), math.prod(shape) * dtype.itemsize)
-                    problems = [*verify_sum(path, expected)] if tokens and not rest else [f"{path}: cut short"]
+                    problems = (
+                        [*verify_sum(path, expected)]
+                        if tokens and not rest
+                        else [f"{path}: cut short"]
+                    )
                 except ScoresError as error:
                     problems = [str(error)]
-                yield from problems or _no_scores(path, np.memmap(path, dtype, mode="r"), scores.record.vocab_size)
+                yield from problems or _no_scores(
+                    path, np.memmap(path, dtype, mode="r"), scores.record.vocab_size
+                )
 
 
 def _no_scores(path: Path, array: Numbers, vocab_size: int) -> Iterator[str]:
-    least, most = array.min(), array.max()
+    least = array.min()
+    most = array.max()
     if array.dtype.kind == "u" and most >= vocab_size:
         yield f"{path}: id {most} is beyond the vocabulary of {vocab_size}"
     elif array.dtype.kind == "f" and not (np.isfinite(least) and most < _MOST):

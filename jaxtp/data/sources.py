@@ -1,4 +1,5 @@
-"""Batches of rows on the host, from any source: a function, a dataset, a stream, or several streams.
+"""Batches of rows on the host, from any source: a function, a dataset, a stream, or several
+streams.
 
 `open_batches` recognizes a source by its methods; no other library is imported.
 
@@ -29,10 +30,15 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class FunctionBatches(Batches):
-    """Batches of a function of the step, without an end; `batch_size` is for a function that takes rows."""
+    """Batches of a function of the step, without an end; `batch_size` is for a function that
+    takes rows.
+    """
 
-    def __init__(self, name: str, function: Callable[..., object], batch_size: int | None, *, by_rows: bool):
-        self._function, self._by_rows = function, by_rows
+    def __init__(
+        self, name: str, function: Callable[..., object], batch_size: int | None, *, by_rows: bool
+    ):
+        self._function = function
+        self._by_rows = by_rows
         with reading(name, 0):
             first = self._call(0, [0])
             returned = count_rows(first)
@@ -41,9 +47,14 @@ class FunctionBatches(Batches):
         super().__init__(name, first, batch_size if by_rows else returned, {"kind": "function"})
 
     def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
-        if position.streams and not self._by_rows and self._read(rows, position.step - 1)[1] != position.streams:
+        if (
+            position.streams
+            and not self._by_rows
+            and self._read(rows, position.step - 1)[1] != position.streams
+        ):
             raise BatchError(
-                f"{self.name}, step {position.step}: its batch is not the checkpoint's, so the function or its data "
+                f"{self.name}, step {position.step}: its batch is not the checkpoint's, so the "
+                "function or its data "
                 "changed; start another run from these weights (--run.init-from)"
             )
         return partial(self._read, rows)
@@ -61,7 +72,9 @@ class FunctionBatches(Batches):
             return copied, None
 
     def _call(self, step: int, rows: Sequence[int]) -> Columns:
-        return to_columns(self._function(step, **({"rows": np.asarray(rows)} if self._by_rows else {})))
+        return to_columns(
+            self._function(step, **({"rows": np.asarray(rows)} if self._by_rows else {}))
+        )
 
 
 def _require_rows(returned: int, wanted: int) -> None:
@@ -69,11 +82,14 @@ def _require_rows(returned: int, wanted: int) -> None:
         raise BatchError(f"returned {returned} rows, and was called with {wanted}")
 
 
-def open_batches(source: Any, *, batch_size: int | None = None, seed: int = 0, once: bool = False) -> Batches:
+def open_batches(
+    source: Any, *, batch_size: int | None = None, seed: int = 0, once: bool = False
+) -> Batches:
     """Returns the batches of a source; reads its first sample or batch.
 
-    A dataset is shuffled by `seed` anew in each epoch, unless it is a `grain.MapDataset`, which has its own order; both
-    are repeated, and read in order if `once`. A function without parameters returns a source, or yields batches.
+    A dataset is shuffled by `seed` anew in each epoch, unless it is a `grain.MapDataset`, which has
+    its own order; both are repeated, and read in order if `once`. A function without parameters
+    returns a source, or yields batches.
 
     Args:
       batch_size: number of rows; sources of batches have their own.
@@ -95,15 +111,25 @@ def _open(source: Any, name: str, batch_size: int | None, seed: int, once: bool)
         with reading(name):
             made = source()
         source = _Again(source) if isinstance(made, Iterator) else made
-    several = isinstance(source, list | tuple) and not all(isinstance(each, Mapping | tuple) for each in source)
-    sources = {f"{name}[{index}]": each for index, each in enumerate(source)} if several else {name: source}
+    several = isinstance(source, list | tuple) and not all(
+        isinstance(each, Mapping | tuple) for each in source
+    )
+    sources = (
+        {f"{name}[{index}]": each for index, each in enumerate(source)}
+        if several
+        else {name: source}
+    )
     for where, each in sources.items():
         with reading(where):
             is_dataset = _is_dataset(each)
             if is_dataset and several:
-                raise BatchError("is a dataset of samples; give one dataset, which jaxtp splits by itself")
+                raise BatchError(
+                    "is a dataset of samples; give one dataset, which jaxtp splits by itself"
+                )
             if once and isinstance(each, Iterator):
-                raise BatchError(f"is an iterator, and each evaluation reads it again; give {ITERABLE}")
+                raise BatchError(
+                    f"is an iterator, and each evaluation reads it again; give {ITERABLE}"
+                )
         if is_dataset:
             return SampleBatches(name, source, batch_size, seed=seed, once=once)
     return StreamBatches(name, sources, once=once)
@@ -112,14 +138,19 @@ def _open(source: Any, name: str, batch_size: int | None, seed: int, once: bool)
 def _parameters(function: Callable[..., object]) -> list[str]:
     # Returns which of step and rows a function takes.
     signature = inspect.signature(function)
-    named = {each.name: each.default for each in signature.parameters.values() if each.kind not in _VARIADIC}
+    named = {
+        each.name: each.default
+        for each in signature.parameters.values()
+        if each.kind not in _VARIADIC
+    }
     first, *others = named or [""]
     required = {name for name, default in named.items() if default is inspect.Parameter.empty}
     if not required and first != "step":
         return []
     if first == "rows" or not required <= {first, "rows"} or isinstance(named.get("rows"), int):
         raise BatchError(
-            f"{_name_of(function)} takes {signature}; it must take (step), or (step, rows) with the indices of rows to "
+            f"{_name_of(function)} takes {signature}; it must take (step), or (step, rows) with "
+            "the indices of rows to "
             "read, or nothing if it yields batches. If its rows are something else, rename it"
         )
     return ["step", "rows"] if "rows" in others else ["step"]
@@ -127,11 +158,17 @@ def _parameters(function: Callable[..., object]) -> list[str]:
 
 def _is_dataset(source: Any) -> bool:
     # Whether it has samples by index.
-    has_index, has_iter = hasattr(source, "__getitem__"), hasattr(source, "__iter__")
+    has_index = hasattr(source, "__getitem__")
+    has_iter = hasattr(source, "__iter__")
     if isinstance(source, Mapping | str | bytes) or not (has_index or has_iter):
-        keys = f" of {', '.join(map(str, source))}: choose one split" if isinstance(source, Mapping) else ""
+        keys = (
+            f" of {', '.join(map(str, source))}: choose one split"
+            if isinstance(source, Mapping)
+            else ""
+        )
         raise BatchError(
-            f"is a {type(source).__name__}{keys}; give a function of the step, a dataset (len() and [index]), or an "
+            f"is a {type(source).__name__}{keys}; give a function of the step, a dataset (len() "
+            "and [index]), or an "
             "iterable of batches"
         )
     if not (has_index and hasattr(source, "__len__")):
@@ -158,5 +195,6 @@ def _name_of(source: object) -> str:
         return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
     kind = source if isinstance(source, type) else type(source)
     library = kind.__module__.partition(".")[0]
-    is_users = library in ("builtins", "__main__") or " " in library  # the module of a file that a setting names
+    # the module of a file that a setting names
+    is_users = library in ("builtins", "__main__") or " " in library
     return kind.__name__ if is_users else f"{library} {kind.__name__}"

@@ -2,19 +2,23 @@
 
 Version 1 of the format is a folder:
 
-- `dataset.json`: the manifest (`manifest.py`), written last and atomically; without it the folder is unfinished.
+- `dataset.json`: the manifest (`manifest.py`), written last and atomically; without it the folder
+  is unfinished.
 - `tokenizer.json`: the tokenizer in Hugging Face format; absent for bytes.
 - For each split (`train`, `validation`) shards, numbered from 0:
-  - `train-00000.tokens`: the concatenated documents, little-endian uint8 for a vocabulary of up to 256, uint16 up to
-    65,536, else uint32. Each document starts with the manifest's prefix, if any, and ends with its end token, if any.
-  - `train-00000.documents`: little-endian uint64 `[n + 1]`: document i spans tokens [entry i, entry i + 1). The first
-    entry is 0, the last the number of tokens; no document is empty or split over shards.
-  - `train-00000.prompts`, for instruction data only: little-endian uint32 `[n]`: prompt tokens at each document's
-    start.
+  - `train-00000.tokens`: the concatenated documents, little-endian uint8 for a vocabulary of up to
+    256, uint16 up to 65,536, else uint32. Each document starts with the manifest's prefix, if any,
+    and ends with its end token, if any.
+  - `train-00000.documents`: little-endian uint64 `[n + 1]`: document i spans tokens [entry i, entry
+    i + 1). The first entry is 0, the last the number of tokens; no document is empty or split over
+    shards.
+  - `train-00000.prompts`, for instruction data only: little-endian uint32 `[n]`: prompt tokens at
+    each document's start.
 - `inputs.jsonl`: path, bytes and modification time of each input, for `jaxtp prepare` only.
 
-Version 2 is preference data, with `"pairs": true` in its manifest. Document 2i is the chosen and document 2i + 1 the
-rejected answer to a prompt. Each of them starts with the prompt, and both are in one shard.
+Version 2 is preference data, with `"pairs": true` in its manifest. Document 2i is the chosen and
+document 2i + 1 the rejected answer to a prompt. Each of them starts with the prompt, and both are
+in one shard.
 """
 
 import hashlib
@@ -50,16 +54,21 @@ _BLOCK = 2**20  # Offsets that are checked together
 class Split(Documents):
     """The documents of one split.
 
-    Files are mapped on first use, so memory does not grow with the data. Threads may share a split; unpickling maps its
-    files again.
+    Files are mapped on first use, so memory does not grow with the data. Threads may share a split;
+    unpickling maps its files again.
     """
 
     def __init__(self, folder: Path, name: str, manifest: Manifest):
         shards = manifest.splits[name].shards
-        self._folder, self._name, self._shards = folder, name, shards
+        self._folder = folder
+        self._name = name
+        self._shards = shards
         dtype = manifest.tokenizer.dtype
-        super().__init__([shard.documents for shard in shards], [shard.tokens for shard in shards], dtype)
-        self.has_prompts, self.has_pairs = manifest.prompts, manifest.pairs
+        super().__init__(
+            [shard.documents for shard in shards], [shard.tokens for shard in shards], dtype
+        )
+        self.has_prompts = manifest.prompts
+        self.has_pairs = manifest.pairs
         self._vocab_size = manifest.tokenizer.vocab_size
         self.longest = manifest.splits[name].longest
         self._maps: dict[tuple[int, str], Tokens] = {}
@@ -70,14 +79,18 @@ class Split(Documents):
     @cached_property
     def identity(self) -> str:
         """The sha256 of the shards' checksums."""
-        sums = "".join(shard.sha256[suffix] for shard in self._shards for suffix in sorted(shard.sha256))
+        sums = "".join(
+            shard.sha256[suffix] for shard in self._shards for suffix in sorted(shard.sha256)
+        )
         return hashlib.sha256(sums.encode()).hexdigest()
 
     def lengths(self) -> Iterator[NDArray[np.int64]]:
         """Like `Documents.lengths`, but checks the offsets first."""
         for index in range(len(self._shards)):
             for problem in self._offset_problems(index):
-                raise DatasetError(f"{problem}: damaged dataset; jaxtp prepare --verify {self._folder}")
+                raise DatasetError(
+                    f"{problem}: damaged dataset; jaxtp prepare --verify {self._folder}"
+                )
             yield np.diff(self._array(index, DOCUMENTS))
 
     def problems(self) -> Iterator[str]:
@@ -91,10 +104,12 @@ class Split(Documents):
             yield from self._offset_problems(index)
 
     def _offset_problems(self, index: int) -> Iterator[str]:
-        path, shard = shard_file(self._folder, self._name, index, DOCUMENTS), self._shards[index]
+        path = shard_file(self._folder, self._name, index, DOCUMENTS)
+        shard = self._shards[index]
         offsets = self._array(index, DOCUMENTS)
         longest = 0
-        for start in range(0, len(offsets) - 1, _BLOCK):  # a file may have more offsets than memory holds
+        # a file may have more offsets than memory holds
+        for start in range(0, len(offsets) - 1, _BLOCK):
             lengths = np.diff(offsets[start : start + _BLOCK + 1])
             if offsets[0] != 0 or lengths.min() < 1:
                 yield f"{path}: the offsets do not ascend from 0"
@@ -103,7 +118,10 @@ class Split(Documents):
         if offsets[-1] != shard.tokens:
             yield f"{path}: the last offset is {offsets[-1]} of {shard.tokens} tokens"
         if longest != shard.longest:
-            yield f"{path}: the longest document has {longest} tokens, and {shard.longest} in the manifest"
+            yield (
+                f"{path}: the longest document has {longest} tokens, and {shard.longest} in the "
+                "manifest"
+            )
 
     def location(self, index: int) -> str:
         """Returns e.g. `data/x/train-00003.tokens, document 17`."""
@@ -115,11 +133,13 @@ class Split(Documents):
         if array is None:
             path = shard_file(self._folder, self._name, shard, suffix)
             try:
-                # Offsets are read as signed integers: NumPy promotes uint64 and an index to float64.
+                # Offsets are read as signed integers: NumPy promotes uint64 and an index to
+                # float64.
                 dtypes: dict[str, np.dtype[np.integer]]
                 dtypes = {TOKENS: self._dtype, DOCUMENTS: np.dtype("<i8"), PROMPTS: PROMPT}
                 array = np.memmap(path, dtypes[suffix], mode="r").view(np.ndarray)
-            except (OSError, ValueError) as error:  # ValueError: an empty file, or a size that is no multiple
+            except (OSError, ValueError) as error:
+                # ValueError: an empty file, or a size that is no multiple
                 raise DatasetError(f"{path}: damaged dataset: {error}") from None
             self._maps[shard, suffix] = array  # if two threads map a file, either map will do
         return array
@@ -137,7 +157,8 @@ class Dataset:
 def open_dataset(folder: Path) -> Dataset:
     """Opens a dataset: checks the manifest and all file sizes, not the data."""
     manifest = read_manifest(folder)
-    splits, dtype = {}, manifest.tokenizer.dtype
+    splits = {}
+    dtype = manifest.tokenizer.dtype
     for name, record in manifest.splits.items():
         splits[name] = Split(folder, name, manifest)
         for index, shard in enumerate(record.shards):

@@ -1,8 +1,9 @@
 """Streams of batches, which a run can resume.
 
-A record of a stream has its epoch, its state before the last batch, and that batch's checksum. To resume, the state is
-loaded and the batch read again. If the checksum differs, the state omits something, as Hugging Face's omits the content
-of shuffle buffers: then the stream is read again from its beginning, like one without a state.
+A record of a stream has its epoch, its state before the last batch, and that batch's checksum. To
+resume, the state is loaded and the batch read again. If the checksum differs, the state omits
+something, as Hugging Face's omits the content of shuffle buffers: then the stream is read again
+from its beginning, like one without a state.
 """
 
 import base64
@@ -19,12 +20,22 @@ import jax
 import numpy as np
 
 from jaxtp.data.batches import Batches, Position, Read, Record
-from jaxtp.data.columns import BatchError, Columns, EndOfDataError, checksum, count_rows, reading, to_columns, too_short
+from jaxtp.data.columns import (
+    BatchError,
+    Columns,
+    EndOfDataError,
+    checksum,
+    count_rows,
+    reading,
+    to_columns,
+    too_short,
+)
 from jaxtp.distributed.agreement import all_gather_json, is_multiprocess
 
 _STATES = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 ITERABLE = (
-    "an object whose iter() begins anew, such as a DataLoader, or a function without parameters that yields batches"
+    "an object whose iter() begins anew, such as a DataLoader, or a function without "
+    "parameters that yields batches"
 )
 _ARRAY = "jaxtp.array"
 
@@ -33,7 +44,9 @@ class Stream:
     """An iterable of batches; endless, unless `once` or an iterator."""
 
     def __init__(self, source: Iterable[object], name: str, *, once: bool = False):
-        self.source, self.name, self._once = source, name, once
+        self.source = source
+        self.name = name
+        self._once = once
         self._opened: Iterator[tuple[object, Record]] | None = None  # at the first batch
         self._first: Record = {}  # of the first batch, once it is read
 
@@ -52,14 +65,16 @@ class Stream:
         """
         if not self._first:
             self.peek()
-        start, state = self._first["state"], record.get("state")
+        start = self._first["state"]
+        state = record.get("state")
         why = "it has no state"
         if step and None not in (start, state):
             batches = _with_checksums(self._passes(record["epoch"], state, step - 1))
             if _reads_last(batches, record):
                 return batches
             why = "its state omits something (a shuffle buffer?)"
-        again, self._opened = self._opened, None
+        again = self._opened
+        self._opened = None
         if again is None:
             if isinstance(self.source, Iterator) and start is None:
                 raise BatchError(f"is an iterator, which can be read only once; give {ITERABLE}")
@@ -70,16 +85,20 @@ class Stream:
             deque(islice(again, step - 1), maxlen=0)
             if not _reads_last(batches, record):
                 raise BatchError(
-                    f"its batch {step} is not the checkpoint's: its order or the size of its batches changed. Seed its "
-                    "shuffle, or use a loader with state_dict and load_state_dict, such as torchdata's "
+                    f"its batch {step} is not the checkpoint's: its order or the size of its "
+                    "batches changed. Seed its "
+                    "shuffle, or use a loader with state_dict and load_state_dict, such as "
+                    "torchdata's "
                     "StatefulDataLoader"
                 )
         return batches
 
     def _passes(self, epoch: int, state: object, read: int = 0) -> Iterator[tuple[object, Record]]:
-        # Also yields epoch and state before each batch; `read` is the number of batches before the first.
+        # Also yields epoch and state before each batch; `read` is the number of batches before the
+        # first.
         while True:
-            resumed, before = state is not None, read
+            resumed = state is not None
+            before = read
             iterator, get_state = self._open(epoch, state)
             state = get_state()
             for batch in iterator:
@@ -91,13 +110,21 @@ class Stream:
             if self._once:
                 return
             if isinstance(self.source, Iterator):
-                raise EndOfDataError(f"the iterator ended after {read:,} batches; give {ITERABLE}, or set train.steps")
-            epoch, state = epoch + 1, None
+                raise EndOfDataError(
+                    f"the iterator ended after {read:,} batches; give {ITERABLE}, or set "
+                    "train.steps"
+                )
+            epoch = epoch + 1
+            state = None
 
     def _open(self, epoch: int, state: object) -> tuple[Iterator[object], Callable[[], object]]:
         # Returns batches, and a function that returns the state of their source.
-        # Hugging Face's streams load a state at each start with its epoch, also inside of a torch loader.
-        for source in (self.source, *(getattr(self.source, name, None) for name in ("dataset", "sampler"))):
+        # Hugging Face's streams load a state at each start with its epoch, also inside of a torch
+        # loader.
+        for source in (
+            self.source,
+            *(getattr(self.source, name, None) for name in ("dataset", "sampler")),
+        ):
             if callable(set_epoch := getattr(source, "set_epoch", None)):
                 set_epoch(epoch)
         owner = self.source if _state_methods(self.source) else iter(self.source)
@@ -142,12 +169,21 @@ def _encoded(state: object) -> object:
             array = np.asarray(value)
         else:
             raise TypeError
-        return {_ARRAY: [library, str(array.dtype), array.shape, base64.b64encode(array.tobytes()).decode()]}
+        return {
+            _ARRAY: [
+                library,
+                str(array.dtype),
+                array.shape,
+                base64.b64encode(array.tobytes()).decode(),
+            ]
+        }
 
     try:
         return json.loads(json.dumps(state, default=other))
     except (TypeError, ValueError):
-        raise BatchError("its state cannot be saved: it has more than JSON, bytes and arrays") from None
+        raise BatchError(
+            "its state cannot be saved: it has more than JSON, bytes and arrays"
+        ) from None
 
 
 def _decoded(state: object) -> object:
@@ -172,12 +208,18 @@ class StreamBatches(Batches):
 
     def __init__(self, name: str, sources: Mapping[str, Iterable[object]], *, once: bool = False):
         self._streams = [Stream(source, each, once=once) for each, source in sources.items()]
-        self._once, number = once, len(sources)
-        process, processes = (jax.process_index(), jax.process_count()) if is_multiprocess() else (0, 1)
-        stream = self._streams[process * number // processes]  # most likely one that this process reads
+        self._once = once
+        number = len(sources)
+        process, processes = (
+            (jax.process_index(), jax.process_count()) if is_multiprocess() else (0, 1)
+        )
+        # most likely one that this process reads
+        stream = self._streams[process * number // processes]
         with reading(stream.name, 0):
             first = stream.peek()
-            super().__init__(name, first, count_rows(first) * number, {"kind": "streams", "streams": number})
+            super().__init__(
+                name, first, count_rows(first) * number, {"kind": "streams", "streams": number}
+            )
 
     def read(
         self, rows: Sequence[int], position: Position, count: int | None = None
@@ -201,12 +243,14 @@ class StreamBatches(Batches):
 
     def _batches(self, rows: Sequence[int], position: Position) -> Iterator[Read]:
         size = self.global_batch_size // len(self._streams)
-        places: dict[int, dict[int, int]] = defaultdict(dict)  # row of a stream, by place and stream
+        # row of a stream, by place and stream
+        places: dict[int, dict[int, int]] = defaultdict(dict)
         for place, row in enumerate(rows):
             places[row // size][place] = row % size
         readers = {}
         for index in places:
-            stream, record = self._streams[index], position.streams and position.streams[index]
+            stream = self._streams[index]
+            record = position.streams and position.streams[index]
             with reading(stream.name, position.step):
                 if not (self._once or self.with_weights) and (rest := _rest(stream.source)):
                     raise BatchError(f"its last batch {too_short(rest)}")
@@ -220,7 +264,9 @@ class StreamBatches(Batches):
                         batches[index], records[index] = batch
             if not batches:
                 return
-            is_whole = [count_rows(columns) for columns in batches.values()] == [size] * len(readers)
+            is_whole = [count_rows(columns) for columns in batches.values()] == [size] * len(
+                readers
+            )
             if self._once and not (self.with_weights or is_whole):
                 continue
             joined = self._zeros(len(rows))
@@ -232,7 +278,12 @@ class StreamBatches(Batches):
 
 def _rest(loader: object) -> int:
     # Number of rows of the last batch of a torch loader, if it is short.
-    size, sampler = getattr(loader, "batch_size", None), getattr(loader, "sampler", None)
-    if getattr(loader, "drop_last", True) or not isinstance(size, int) or not isinstance(sampler, Sized):
+    size = getattr(loader, "batch_size", None)
+    sampler = getattr(loader, "sampler", None)
+    if (
+        getattr(loader, "drop_last", True)
+        or not isinstance(size, int)
+        or not isinstance(sampler, Sized)
+    ):
         return 0
     return len(sampler) % size

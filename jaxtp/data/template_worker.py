@@ -1,7 +1,7 @@
 """The process that renders chat templates within limits; `chat_template.py` starts it.
 
-A template is untrusted code: a single operator or string method can exhaust memory or time. The kernel limits both for
-this process. It imports nothing from jaxtp, to start quickly.
+A template is untrusted code: a single operator or string method can exhaust memory or time. The
+kernel limits both for this process. It imports nothing from jaxtp, to start quickly.
 """
 
 import json
@@ -30,7 +30,8 @@ def main(memory: int, characters: int) -> None:
     with suppress(ValueError, OSError):  # not every system limits it
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, even within one long operation
+    # ends the process, even within one long operation
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     try:
         _serve(sys.stdin.buffer, sys.stdout.buffer, characters)
     except MemoryError:
@@ -43,7 +44,10 @@ def _serve(requests: BinaryIO, answers: BinaryIO, characters: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         problem, text = _answer(template, variables, day)
         if len(text) > characters:
-            problem, text = f" fails on this conversation: its text has more than {characters:,} characters", ""
+            problem = (
+                f" fails on this conversation: its text has more than {characters:,} characters"
+            )
+            text = ""
         answer = json.dumps([problem, text], ensure_ascii=False).encode(errors="replace")
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(answer + b"\n")
@@ -51,9 +55,11 @@ def _serve(requests: BinaryIO, answers: BinaryIO, characters: int) -> None:
 
 
 def _answer(template: str, variables: Mapping[str, Any] | None, day: str | None) -> tuple[str, str]:
-    """Returns a problem, which follows the template's name in a message, or an empty string and the text.
+    """Returns a problem, which follows the template's name in a message, or an empty string and the
+    text.
 
-    If `day` is given, a template reads noon of that day as the present time, so that it always writes the same text.
+    If `day` is given, a template reads noon of that day as the present time, so that it always
+    writes the same text.
     """
     random.seed(0)  # Jinja has a filter `random`
     _DAY[0] = day
@@ -84,8 +90,11 @@ def _load(template: str) -> Callable[..., str]:
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    # Jinja's own escapes HTML
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
     return environment.from_string(template).render
 

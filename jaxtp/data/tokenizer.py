@@ -1,7 +1,7 @@
 """Tokenizers: bytes, or any Hugging Face `tokenizer.json`.
 
-Encoding adds no special tokens, truncation, padding or dropout. By default, text that spells a special token stays
-text.
+Encoding adds no special tokens, truncation, padding or dropout. By default, text that spells a
+special token stays text.
 """
 
 import errno
@@ -40,13 +40,18 @@ END_TOKENS = (
 
 _MAX_FILE = 2**28  # Bytes; the largest files have some 50 million
 PIECE = 2**20  # Characters after which a long text is cut, so that one text uses all cores
-GROUP = 2**24  # Characters that are encoded at a time; the library takes about 100 bytes per token meanwhile
+# Characters that are encoded at a time; the library takes about 100 bytes per token meanwhile
+GROUP = 2**24
 _CUT = re.compile(r"(?<=\S)\n")
 _MAX_GROWTH = 64  # Characters that a normalizer or decoder may make of one
-FIXED_MEMORY, FIXED_SECONDS = 2**30, 60.0
-_MEMORY_OF_FILE, MEMORY_OF_TEXT, SECONDS_OF_TEXT = 32, 256, 1e-4
-"""Limits of the worker for a request: fixed, and for each byte of a tokenizer.json or character of a text. The library
-takes up to about 150 bytes for a character, and 10 microseconds."""
+FIXED_MEMORY = 2**30
+FIXED_SECONDS = 60.0
+_MEMORY_OF_FILE = 32
+MEMORY_OF_TEXT = 256
+SECONDS_OF_TEXT = 1e-4
+"""Limits of the worker for a request: fixed, and for each byte of a tokenizer.json or character of
+a text. The library takes up to about 150 bytes for a character, and 10 microseconds.
+"""
 _WORKER = Worker(tokenizer_worker.__file__)
 """Encodes for all tokenizers of `jaxtp prepare`."""
 
@@ -98,7 +103,8 @@ class HuggingFaceTokenizer:
         size = max(ids.values()) + 1  # ids may have gaps
         eos_id = _end_token(ids, name, eos) if has_eos else None
         self.info = TokenizerInfo(HUGGING_FACE, hashlib.sha256(content).hexdigest(), size, eos_id)
-        file = json.loads(self._tokenizer.to_str())  # not `content`: the library also reads invalid JSON
+        # not `content`: the library also reads invalid JSON
+        file = json.loads(self._tokenizer.to_str())
         self._added = self._tokenizer.get_added_tokens_decoder()
         self._cuts_at_lines = _splits_like_gpt2(file) and not any(
             token.lstrip or "\n" in token.content for token in self._added.values()
@@ -118,7 +124,8 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Tokens) -> bytes:
         """Returns UTF-8 text, with all special tokens except the end token.
 
-        The ids may start or end within a character. Raises `TokenizerError` for ids outside the vocabulary.
+        The ids may start or end within a character. Raises `TokenizerError` for ids outside the
+        vocabulary.
         """
         tokens = [token for token in np.asarray(ids).tolist() if token != self.info.eos_id]
         try:
@@ -141,13 +148,17 @@ class HuggingFaceTokenizer:
     @cached_property
     def prefix(self) -> tuple[int, ...]:
         """Ids that the post-processor prepends, e.g. BOS; `encode_batch` omits them."""
-        plain, whole = (self._encode(["a"], add_special_tokens=added)[0].tolist() for added in (False, True))
+        plain, whole = (
+            self._encode(["a"], add_special_tokens=added)[0].tolist() for added in (False, True)
+        )
         starts = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
         return tuple(whole[: next(starts, 0)])
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Tokens]:
         try:
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            encodings = self._tokenizer.encode_batch_fast(
+                texts, add_special_tokens=add_special_tokens
+            )
         except BaseException as error:
             raise as_tokenizer_error(error, f"{self.name}: cannot encode a text") from None
         return [np.array(encoding.ids, self.info.dtype) for encoding in encodings]
@@ -163,16 +174,24 @@ class HuggingFaceTokenizer:
         }
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Cuts before a line break after a visible character, where GPT-2's pattern always splits."""
+        """Cuts before a line break after a visible character, where GPT-2's pattern always
+        splits.
+        """
         start = 0
-        while self._cuts_at_lines and len(text) - start > PIECE and (cut := _CUT.search(text, start + PIECE)):
+        while (
+            self._cuts_at_lines
+            and len(text) - start > PIECE
+            and (cut := _CUT.search(text, start + PIECE))
+        ):
             yield text[start : cut.start()]
             start = cut.start()
         yield text[start:]
 
 
 class IsolatedTokenizer(HuggingFaceTokenizer):
-    """Encodes in a worker, so that a tokenizer.json that makes the library crash ends with a `TokenizerError`."""
+    """Encodes in a worker, so that a tokenizer.json that makes the library crash ends with a
+    `TokenizerError`.
+    """
 
     def __init__(
         self,
@@ -193,7 +212,9 @@ class IsolatedTokenizer(HuggingFaceTokenizer):
             "add_special_tokens": add_special_tokens,
             "encode_special_tokens": not self._special_tokens,
         }
-        return [ids for ids, _ in encode_isolated(self.content, self.name, texts, settings=settings)]
+        return [
+            ids for ids, _ in encode_isolated(self.content, self.name, texts, settings=settings)
+        ]
 
 
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer
@@ -216,8 +237,8 @@ def encode_isolated(
       settings: of the library.
 
     Returns:
-      The ids of both parts of each text; a token that spans both belongs to the first. Without `before`, the first part
-      is the whole text.
+      The ids of both parts of each text; a token that spans both belongs to the first. Without
+      `before`, the first part is the whole text.
     """
     num_characters = sum(map(len, texts))
     request = _Request(
@@ -235,7 +256,9 @@ def encode_isolated(
         request = request._replace(content=content, memory=memory)
         problem, ids, cuts = _ask_worker(request, name)
     if problem:
-        raise TokenizerError(f"{name}: {'cannot encode a text' if texts else 'not a tokenizer.json'}: {problem}")
+        raise TokenizerError(
+            f"{name}: {'cannot encode a text' if texts else 'not a tokenizer.json'}: {problem}"
+        )
     if before is None:
         return [(part, part[:0]) for part in ids]
     return [(part[:cut], part[cut:]) for part, cut in zip(ids, cuts, strict=True)]
@@ -283,8 +306,12 @@ def load_tokenizer(folder: Path, *, special_tokens: bool = False) -> Tokenizer:
     path = folder / TOKENIZER
     content = read_tokenizer(path)
     if hashlib.sha256(content).hexdigest() != info.sha256:
-        raise TokenizerError(f"{path} is not the tokenizer that made the dataset: its sha256 differs")
-    tokenizer = HuggingFaceTokenizer(content, str(path), has_eos=False, special_tokens=special_tokens)
+        raise TokenizerError(
+            f"{path} is not the tokenizer that made the dataset: its sha256 differs"
+        )
+    tokenizer = HuggingFaceTokenizer(
+        content, str(path), has_eos=False, special_tokens=special_tokens
+    )
     tokenizer.info = info
     return tokenizer
 
@@ -319,7 +346,8 @@ def load_library(content: bytes, name: str) -> "Library":
     for part in (tokenizer.normalizer, tokenizer.decoder):
         if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > _MAX_GROWTH:
             raise TokenizerError(
-                f"{name}: its {type(part).__module__.rpartition('.')[2].removesuffix('s')} makes {growth:,.0f} "
+                f"{name}: its {type(part).__module__.rpartition('.')[2].removesuffix('s')} makes "
+                f"{growth:,.0f} "
                 f"characters out of one; at most {_MAX_GROWTH} are allowed"
             )
     return tokenizer
@@ -329,7 +357,9 @@ def _require_library(name: str) -> None:
     try:
         import tokenizers  # noqa: F401
     except ImportError:
-        raise TokenizerError(f"{name} needs the library tokenizers: pip install 'jaxtp[data]'") from None
+        raise TokenizerError(
+            f"{name} needs the library tokenizers: pip install 'jaxtp[data]'"
+        ) from None
 
 
 def _growth(part: Mapping[str, Any]) -> float:
@@ -339,7 +369,8 @@ def _growth(part: Mapping[str, Any]) -> float:
         return math.prod(map(_growth, steps))
     if part.get("type") != "Replace":
         return 1.0
-    replaced = len(part["pattern"].get("String") or "x")  # a regular expression may match one character
+    # a regular expression may match one character
+    replaced = len(part["pattern"].get("String") or "x")
     return max(1.0, len(part["content"]) / replaced)
 
 
@@ -353,15 +384,21 @@ def as_tokenizer_error(error: BaseException, what: str) -> BaseException:
 def _end_token(ids: dict[str, int], name: str, eos: str | int | None) -> int:
     if isinstance(eos, int):
         if eos not in ids.values():
-            raise TokenizerError(f"{name}: has no token with the id {eos}; name another by --eos TOKEN")
+            raise TokenizerError(
+                f"{name}: has no token with the id {eos}; name another by --eos TOKEN"
+            )
         return eos
     if eos is not None and eos not in ids:
         special = ", ".join([token for token in ids if token.startswith(("<", "["))][:8])
-        raise TokenizerError(f"{name}: has no token {eos!r}; it has {special or 'none that looks like an end'}")
+        raise TokenizerError(
+            f"{name}: has no token {eos!r}; it has {special or 'none that looks like an end'}"
+        )
     for token in END_TOKENS if eos is None else (eos,):
         if token in ids:
             return ids[token]
-    raise TokenizerError(f"{name}: which token ends a document? Name it by --eos TOKEN, or give --no-eos")
+    raise TokenizerError(
+        f"{name}: which token ends a document? Name it by --eos TOKEN, or give --no-eos"
+    )
 
 
 def _splits_like_gpt2(file: dict[str, Any]) -> bool:
@@ -376,7 +413,9 @@ def _splits_like_gpt2(file: dict[str, Any]) -> bool:
 
 def _groups(pieces: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
     sizes = itertools.accumulate((len(text) for _, text in pieces), initial=0)
-    for _, group in itertools.groupby(zip(pieces, sizes, strict=False), key=lambda each: each[1] // GROUP):
+    for _, group in itertools.groupby(
+        zip(pieces, sizes, strict=False), key=lambda each: each[1] // GROUP
+    ):
         yield [piece for piece, _ in group]
 
 
@@ -384,4 +423,6 @@ def _byte_of_character() -> dict[str, int]:
     """Returns GPT-2's alphabet; a printable Latin-1 byte stands for itself."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }

@@ -10,8 +10,10 @@ from typing import Any
 from jaxtp.config.entry import UserError
 from jaxtp.config.reading import MAX_JSON, inside, parse_json, read_bytes, truncate
 
-TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+MODEL_CONFIG = "config.json"
+GENERATION = "generation_config.json"
 MAX_POSITIONS = "max_position_embeddings"  # The context length in config.json
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 TEMPLATE_DAY = "chat_template_day"
@@ -43,7 +45,9 @@ def end_token(folder: Path) -> str | int | None:
 
 
 def end_ids(path: Path) -> list[int]:
-    """Returns `eos_token_id` of a config.json or generation_config.json; raises `TokenizerError`."""
+    """Returns `eos_token_id` of a config.json or generation_config.json; raises
+    `TokenizerError`.
+    """
     ids = _with_text(read(path)).get("eos_token_id")
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(type(token) is int and 0 <= token < 2**31 for token in listed):
@@ -56,7 +60,8 @@ def context(path: Path) -> int | None:
     longest = _with_text(read(path)).get(MAX_POSITIONS)
     if longest is not None and (type(longest) is not int or longest < 1):
         raise TokenizerError(
-            f"{path}: max_position_embeddings = {str(longest)[:100]}: should be a whole number, 1 or more"
+            f"{path}: max_position_embeddings = {str(longest)[:100]}: should be a whole number, "
+            "1 or more"
         )
     return longest
 
@@ -84,17 +89,25 @@ def template_day(folder: Path) -> str | None:
     try:
         return datetime.date.fromisoformat(day).isoformat()
     except (ValueError, TypeError):
-        raise TokenizerError(f"{folder / TOKENIZER_CONFIG}: {TEMPLATE_DAY} = {truncate(day)}: no day") from None
+        raise TokenizerError(
+            f"{folder / TOKENIZER_CONFIG}: {TEMPLATE_DAY} = {truncate(day)}: no day"
+        ) from None
 
 
 def chat_template(folder: Path) -> str | None:
-    """Returns the template in chat_template.jinja or tokenizer_config.json (from a list: "default")."""
+    """Returns the template in chat_template.jinja or tokenizer_config.json (from a list:
+    "default").
+    """
     if os.path.lexists(folder / TEMPLATE):
         with reading(folder / TEMPLATE):
             return read_template(inside(folder, TEMPLATE))
     template = read(folder / TOKENIZER_CONFIG).get("chat_template")
     if isinstance(template, list):
-        named = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
+        named = (
+            entry
+            for entry in template
+            if isinstance(entry, dict) and entry.get("name") == "default"
+        )
         template = next((entry.get("template") for entry in named), None)
     return template if isinstance(template, str) else None
 

@@ -1,7 +1,9 @@
-"""The process that loads a `tokenizer.json` and encodes texts within limits; `tokenizer.py` starts it.
+"""The process that loads a `tokenizer.json` and encodes texts within limits; `tokenizer.py` starts
+it.
 
-The `tokenizers` library aborts its process when memory is exhausted, and a file of a few kilobytes can make it take all
-memory for a text of one letter. This file imports nothing from jaxtp, to start quickly.
+The `tokenizers` library aborts its process when memory is exhausted, and a file of a few kilobytes
+can make it take all memory for a text of one letter. This file imports nothing from jaxtp, to start
+quickly.
 """
 
 import json
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 UNKNOWN = "unknown"
-"""The problem of a request whose tokenizer is not loaded; the same request with its `content` loads it."""
+"""The problem of a request whose tokenizer is not loaded; the same request with its `content`
+loads it.
+"""
 OUT_OF_MEMORY = 77  # Exit code
 _MAX_LOADED = 4  # Most tokenizers in memory
 _RESERVED_BY_THREAD = 2**27  # Addresses of a thread's stack and heap
@@ -28,7 +32,8 @@ _RESERVED_BY_THREAD = 2**27  # Addresses of a thread's stack and heap
 def main() -> None:
     """Answers requests: pickled keyword arguments of `_answer`, with `memory` and `seconds`."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, even within one long operation
+    # ends the process, even within one long operation
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     try:
         _serve(sys.stdin.buffer, sys.stdout.buffer)
     except MemoryError:
@@ -107,8 +112,11 @@ def _tokens_before(encoding: "Encoding", before: int) -> int:
 
 
 def _limit_memory(most: int) -> None:
-    """Lets the process take `most` bytes more than it has; each thread may also reserve addresses."""
-    with suppress(OSError, ValueError), open("/proc/self/statm") as file:  # not every system limits it
+    """Lets the process take `most` bytes more than it has; each thread may also reserve
+    addresses.
+    """
+    # not every system limits it
+    with suppress(OSError, ValueError), open("/proc/self/statm") as file:
         pages = list(map(int, file.read().split()))
         reserved = _RESERVED_BY_THREAD * (os.cpu_count() or 1)
         _set_limit(resource.RLIMIT_DATA, pages[5] * resource.getpagesize() + most)

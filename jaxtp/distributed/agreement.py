@@ -1,7 +1,8 @@
 """Exchange of values and errors between a run's processes.
 
-If one process raises while the others wait in a collective, they wait for ever. So `raise_everywhere` raises a local
-error, for example a missing file, in all processes; `peers` reports other failures.
+If one process raises while the others wait in a collective, they wait for ever. So
+`raise_everywhere` raises a local error, for example a missing file, in all processes; `peers`
+reports other failures.
 """
 
 import json
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from jaxtp.distributed.peers import Peers
 
 PAUSES = (0.5, 1.0, 1.5, 3.0, 4.0)
-"""Seconds between attempts to see another process's file; network file systems cache folder listings."""
+"""Seconds between attempts to see another process's file; network file systems cache folder
+listings.
+"""
 
 
 class OtherProcessError(UserError):
@@ -47,7 +50,9 @@ def all_gather_json(value: object) -> list[Any]:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.array([text.size], np.int32)).reshape(-1)
-    texts = multihost_utils.process_allgather(np.pad(text, (0, int(sizes.max()) - text.size))).reshape(len(sizes), -1)
+    texts = multihost_utils.process_allgather(
+        np.pad(text, (0, int(sizes.max()) - text.size))
+    ).reshape(len(sizes), -1)
     return [json.loads(bytes(row[:size])) for row, size in zip(texts, sizes, strict=True)]
 
 
@@ -62,9 +67,10 @@ def raise_everywhere(
 ) -> Iterator[None]:
     """Runs code that each process runs alone; if it raises in one process, all raise.
 
-    The code must not wait for other processes without a time limit. If the error's class is in `kinds`, all processes
-    raise that class (of several, the first in `kinds`). Otherwise the other processes raise `OtherProcessError`.
-    `cleanup` runs after the code or its error, before the processes exchange results.
+    The code must not wait for other processes without a time limit. If the error's class is in
+    `kinds`, all processes raise that class (of several, the first in `kinds`). Otherwise the other
+    processes raise `OtherProcessError`. `cleanup` runs after the code or its error, before the
+    processes exchange results.
     """
     if not is_multiprocess():
         yield
@@ -80,30 +86,43 @@ def raise_everywhere(
         raise (error if isinstance(error, UserError | SystemExit) else later) from None
     if isinstance(error, SystemExit) and not error.code:  # --help ends all processes
         raise error
-    text = "its command line is refused, see its output" if isinstance(error, SystemExit) else str(error)
+    text = (
+        "its command line is refused, see its output"
+        if isinstance(error, SystemExit)
+        else str(error)
+    )
     kind = kinds.index(type(error)) if type(error) in kinds else -1
     report = error and [kind, socket.gethostname(), text, getattr(error, "exit_code", MISTAKE)]
-    failed = [(other[0], process, *other[1:]) for process, other in enumerate(all_gather_json(report)) if other]
+    failed = [
+        (other[0], process, *other[1:])
+        for process, other in enumerate(all_gather_json(report))
+        if other
+    ]
     if not failed:
         return
     if error is not None and kind < 0:
         raise error
     kind, process, host, why, code = min(failed)
     if kind < 0:
-        raise OtherProcessError(f"{process_name(process, host)} cannot continue: {why}", code) from error
+        raise OtherProcessError(
+            f"{process_name(process, host)} cannot continue: {why}", code
+        ) from error
     raise kinds[kind](f"{process_name(process, host)}: {why}") from error
 
 
 def first_disagreeing(look: Callable[[], object]) -> str | None:
     """Returns the first process whose `look()` differs from process 0; None if all agree.
 
-    All processes must call it. It retries after `PAUSES`. `look` returns a JSON value, and must not raise.
+    All processes must call it. It retries after `PAUSES`. `look` returns a JSON value, and must not
+    raise.
     """
     name = None
     for pause in (0.0, *PAUSES):
         time.sleep(pause)
         seen = all_gather_json([socket.gethostname(), look()])
-        other = ((process, host) for process, (host, value) in enumerate(seen) if value != seen[0][1])
+        other = (
+            (process, host) for process, (host, value) in enumerate(seen) if value != seen[0][1]
+        )
         name = next((process_name(process, host) for process, host in other), None)
         if name is None:
             break
@@ -122,7 +141,8 @@ _current: "Peers | None" = None
 def watch(bind: str | None = None) -> None:
     """Starts watching the other processes, if any. All processes must call it.
 
-    Process 0 listens at `bind`, by default on loopback if all processes are on one host, else at all addresses.
+    Process 0 listens at `bind`, by default on loopback if all processes are on one host, else at
+    all addresses.
     """
     global _current
     if is_multiprocess() and _current is None:
@@ -138,7 +158,9 @@ def working_on(what: str) -> None:
 
 
 def report_failure(error: BaseException) -> None:
-    """Tells the others that this process failed; call it before closing objects that may wait for them."""
+    """Tells the others that this process failed; call it before closing objects that may wait
+    for them.
+    """
     if _current is not None:
         _current.fail(error)
 
@@ -154,7 +176,9 @@ def reporting_failure() -> Iterator[None]:
 
 
 def run_and_report(command: Callable[[], int]) -> int:
-    """Runs a command and returns its exit code; after a failure exits at once: JAX would wait for the others."""
+    """Runs a command and returns its exit code; after a failure exits at once: JAX would wait
+    for the others.
+    """
     try:
         code = command()
     except SystemExit as error:

@@ -1,13 +1,15 @@
 """Chooses the allocator of an NVIDIA GPU's memory, and the memory limit of a step under it.
 
-- `default`: JAX's BFC allocator. Fragmentation can make an allocation fail despite enough free memory
-  (marin-community/marin#7115), or make collectives wait for each other without an error (#7298).
-- `cuda_async`: CUDA's pool, which joins fragments. Its share of the memory is a release threshold: a step with a higher
-  peak maps memory anew each time, and this may fail hours later (#8490, #8507).
+- `default`: JAX's BFC allocator. Fragmentation can make an allocation fail despite enough free
+  memory (marin-community/marin#7115), or make collectives wait for each other without an error
+  (#7298).
+- `cuda_async`: CUDA's pool, which joins fragments. Its share of the memory is a release threshold:
+  a step with a higher peak maps memory anew each time, and this may fail hours later (#8490,
+  #8507).
 - `platform`: the driver allocates each array; slow, for debugging.
 
-JAX's backend reads the choice from `jax_pjrt_client_create_options` at its start. XLA_PYTHON_CLIENT_ALLOCATOR had no
-effect for some users of jax 0.10.1 (#7115).
+JAX's backend reads the choice from `jax_pjrt_client_create_options` at its start.
+XLA_PYTHON_CLIENT_ALLOCATOR had no effect for some users of jax 0.10.1 (#7115).
 """
 
 import os
@@ -24,8 +26,9 @@ MEMORY_FRACTION: dict[Allocator, float] = {"default": 0.75, "platform": 0.75, "c
 """Default share of a GPU's memory for each allocator; JAX's defaults, except for cuda_async."""
 
 OUTSIDE = 0.1
-"""Minimum share of a GPU's memory to leave outside the pool: NCCL, cuBLAS and CUDA's context need 10% to 15% (28.6
-of 184 GiB in marin#8490)."""
+"""Minimum share of a GPU's memory to leave outside the pool: NCCL, cuBLAS and CUDA's context need
+10% to 15% (28.6 of 184 GiB in marin#8490).
+"""
 
 FRAGMENTED = 0.1
 """Share of its memory that the default allocator may lose to fragmentation, an assumption."""
@@ -36,11 +39,15 @@ SMALLER_STEP = "XLA_FLAGS=--xla_gpu_memory_limit_slop_factor=85"
 
 _OPTIONS = "jax_pjrt_client_create_options"
 _SAME_AS_DEFAULT = ((0, 10, 1), (0, 11, 0))
-"""From the first of these JAX versions until the second, `platform` selects the default allocator."""
+"""From the first of these JAX versions until the second, `platform` selects the default
+allocator.
+"""
 
 
 def choose_allocator(
-    allocator: Allocator, environment: Mapping[str, str] = os.environ, nvidia: Sequence[Path] = NVIDIA
+    allocator: Allocator,
+    environment: Mapping[str, str] = os.environ,
+    nvidia: Sequence[Path] = NVIDIA,
 ) -> None:
     """Sets JAX's allocator before its backend starts, if there is an NVIDIA GPU.
 
@@ -53,8 +60,10 @@ def choose_allocator(
     first, fixed = _SAME_AS_DEFAULT
     if allocator == "platform" and first <= jax.__version_info__ < fixed:
         raise LaunchError(
-            f"launch.allocator=platform: jax {jax.__version__} uses its default allocator for that name "
-            "(https://github.com/jax-ml/jax/issues/39145); install jax 0.11 or newer, or use cuda_async"
+            f"launch.allocator=platform: jax {jax.__version__} uses its default allocator for "
+            "that name "
+            "(https://github.com/jax-ml/jax/issues/39145); install jax 0.11 or newer, or use "
+            "cuda_async"
         )
     given = getattr(jax.config, _OPTIONS) or {}
     if isinstance(given, str):
@@ -75,29 +84,38 @@ def memory_fraction(allocator: Allocator, environment: Mapping[str, str] = os.en
 
 
 def most_bytes(allocator: Allocator, limit: float, fraction: float) -> float:
-    """Returns the most bytes a step can use: `limit`, which is `fraction` of the memory; cuda_async can exceed it."""
+    """Returns the most bytes a step can use: `limit`, which is `fraction` of the memory;
+    cuda_async can exceed it.
+    """
     return max(limit, limit / fraction * (1 - OUTSIDE)) if allocator == "cuda_async" else limit
 
 
 def advice(allocator: Allocator, peak: float, limit: float, fraction: float) -> str | None:
     """Returns advice on a step's `peak` bytes, or None.
 
-    `limit` is the bytes that JAX may allocate (cuda_async: the release threshold), `fraction` its share of the memory.
+    `limit` is the bytes that JAX may allocate (cuda_async: the release threshold), `fraction` its
+    share of the memory.
     """
     if allocator == "default" and limit * (1 - FRAGMENTED) < peak <= limit:
         return (
-            f"{size_text(limit - peak)} to spare; {size_text(limit * FRAGMENTED)} are advisable, because fragments "
-            "of free memory can be too small, above all after a resume; --launch.allocator cuda_async joins fragments"
+            f"{size_text(limit - peak)} to spare; {size_text(limit * FRAGMENTED)} are advisable, "
+            "because fragments "
+            "of free memory can be too small, above all after a resume; --launch.allocator "
+            "cuda_async joins fragments"
         )
     if allocator == "cuda_async" and peak > limit:
         return (
-            f"WARNING: above the {size_text(limit)} that the pool of cuda_async retains: each step maps memory "
-            f"anew, and one of many processes may fail to get it hours later. Raise {FRACTION} from {fraction:g} "
-            f"to {1 - OUTSIDE:g} at most, or have XLA plan a smaller step: {SMALLER_STEP} (its default is 95)"
+            f"WARNING: above the {size_text(limit)} that the pool of cuda_async retains: each step "
+            "maps memory "
+            f"anew, and one of many processes may fail to get it hours later. Raise {FRACTION} "
+            f"from {fraction:g} "
+            f"to {1 - OUTSIDE:g} at most, or have XLA plan a smaller step: {SMALLER_STEP} (its "
+            "default is 95)"
         )
     if allocator == "cuda_async" and fraction > 1 - OUTSIDE:
         return (
-            f"WARNING: {FRACTION}={fraction:g} leaves less than {OUTSIDE:.0%} of the memory outside of the pool: NCCL, "
+            f"WARNING: {FRACTION}={fraction:g} leaves less than {OUTSIDE:.0%} of the memory "
+            "outside of the pool: NCCL, "
             "cuBLAS and CUDA's context need 10% to 15%"
         )
     return None
@@ -111,10 +129,12 @@ def describe_out_of_memory(error: BaseException, allocator: Allocator) -> str | 
         instead = f"raise {FRACTION} (up to {1 - OUTSIDE:g}), or set {SMALLER_STEP}"
     else:
         instead = (
-            "if the error names more free memory than it requested, or the run did fit before it was resumed, the free "
+            "if the error names more free memory than it requested, or the run did fit before it "
+            "was resumed, the free "
             "memory is fragmented: --launch.allocator cuda_async joins fragments"
         )
     return (
-        f"A device ran out of memory. To use less: more devices along fsdp or tp, --model.remat full, a larger "
+        "A device ran out of memory. To use less: more devices along fsdp or tp, --model.remat "
+        "full, a larger "
         f"--train.accumulation. Otherwise: {instead}. jaxtp estimate shows which settings fit."
     )

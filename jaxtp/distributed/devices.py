@@ -9,7 +9,12 @@ from jax.sharding import Mesh
 
 from jaxtp import mesh as meshes
 from jaxtp.distributed.agreement import host_names, is_multiprocess
-from jaxtp.distributed.environment import accept_absent_gpus, num_processes, process_counts, require_joinable
+from jaxtp.distributed.environment import (
+    accept_absent_gpus,
+    num_processes,
+    process_counts,
+    require_joinable,
+)
 from jaxtp.mesh import MeshError, check_sizes, describe_mesh, mesh_of
 
 
@@ -32,7 +37,9 @@ def request_virtual_devices(count: int) -> None:
 
 
 def most_devices() -> int | None:
-    """Starts JAX's backend and returns the number of devices; None for CPUs whose number was not configured."""
+    """Starts JAX's backend and returns the number of devices; None for CPUs whose number was not
+    configured.
+    """
     _require_joined()
     accept_absent_gpus()
     devices = meshes.all_devices()
@@ -57,8 +64,12 @@ def bytes_limit(device: jax.Device) -> int | None:
 
 
 def memory_per_device(devices: Sequence[jax.Device]) -> int | None:
-    """Returns the bytes of each device of this process, or None; CPU devices share the host's memory."""
-    return host_memory() // len(devices) if devices[0].platform == "cpu" else bytes_limit(devices[0])
+    """Returns the bytes of each device of this process, or None; CPU devices share the host's
+    memory.
+    """
+    return (
+        host_memory() // len(devices) if devices[0].platform == "cpu" else bytes_limit(devices[0])
+    )
 
 
 def _check_processes(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> None:
@@ -66,20 +77,28 @@ def _check_processes(sizes: Mapping[str, int], devices: Sequence[jax.Device]) ->
     if devices[0].platform != "cpu" or -1 in sizes.values() or needed == len(devices):
         return
     each, rest = divmod(needed, processes := jax.process_count())
-    hint = f"each of {processes} processes needs {each}: `jaxtp launch --devices {each}` or JAX_NUM_CPU_DEVICES={each}"
+    hint = (
+        f"each of {processes} processes needs {each}: `jaxtp launch --devices {each}` or "
+        f"JAX_NUM_CPU_DEVICES={each}"
+    )
     if rest:
         hint = (
-            f"{processes} processes cannot divide {needed} evenly: start {process_counts(needed)} processes, or choose "
+            f"{processes} processes cannot divide {needed} evenly: start {process_counts(needed)} "
+            "processes, or choose "
             f"a mesh whose size is a multiple of {processes}"
         )
-    raise MeshError(f"mesh {describe_mesh(sizes)} needs {needed} devices, and there are {len(devices)}; {hint}")
+    raise MeshError(
+        f"mesh {describe_mesh(sizes)} needs {needed} devices, and there are {len(devices)}; {hint}"
+    )
 
 
 def by_host(devices: Sequence[jax.Device], hosts: Sequence[str]) -> list[jax.Device]:
     """Sorts devices by host, even if consecutive processes are on different hosts.
 
-    So the last mesh axes stay inside a host as far as they fit. JAX's `create_hybrid_device_mesh` groups by process or
-    TPU slice, not by host.
+    So the last mesh axes stay inside a host as far as they fit. JAX's `create_hybrid_device_mesh`
+    groups by process or TPU slice, not by host.
     """
     first = {host: process for process, host in reversed(list(enumerate(hosts)))}
-    return sorted(devices, key=lambda each: (first[hosts[each.process_index]], each.process_index, each.id))
+    return sorted(
+        devices, key=lambda each: (first[hosts[each.process_index]], each.process_index, each.id)
+    )

@@ -1,4 +1,6 @@
-"""The user's cache folder and environment variables; only this room and `config/console.py` read the latter."""
+"""The user's cache folder and environment variables; only this room and `config/console.py` read
+the latter.
+"""
 
 import contextlib
 import errno
@@ -17,15 +19,20 @@ from jaxtp.config.entry import UserError
 
 _T = TypeVar("_T")
 
-ADDRESS, COUNT, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+ADDRESS = "JAX_COORDINATOR_ADDRESS"
+COUNT = "JAX_NUM_PROCESSES"
+PROCESS = "JAX_PROCESS_ID"
 """JAX's variables: address of process 0, number of processes, and id of this process."""
 BY_HAND = (ADDRESS, COUNT, PROCESS)
-SLURM, OPEN_MPI = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"
+SLURM = "SLURM_STEP_NUM_TASKS"
+OPEN_MPI = "OMPI_COMM_WORLD_SIZE"
 """Variables in which schedulers give the number of processes."""
 TOKEN = "JAXTP_TOKEN"  # Variable with the secret that the processes of a run share
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""gRPC connects the processes through the proxy in one of these variables; it does not read upper-case names."""
+"""gRPC connects the processes through the proxy in one of these variables; it does not read
+upper-case names.
+"""
 _NO_GRPC_PROXY = "no_grpc_proxy"
 _NO_PROXY = "no_proxy"
 """Hosts that gRPC connects to directly; it ignores `no_proxy` if `no_grpc_proxy` is set."""
@@ -55,7 +62,8 @@ class _OtherLauncher:
 
 
 def _is_above(text: str, limit: int) -> bool:
-    # A longer text is no count of processes, and Python converts no more than some thousands of digits.
+    # A longer text is no count of processes, and Python converts no more than some thousands of
+    # digits.
     return text.isdecimal() and len(text) < 10 and int(text) > limit
 
 
@@ -70,25 +78,41 @@ _OTHER_LAUNCHERS = (
 DRIVER = Path("/proc/driver/nvidia/gpus")
 """Folder in which NVIDIA's driver has an entry for each GPU."""
 NVIDIA = tuple(map(Path, ("/proc/driver/nvidia", "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")))
-"""Where there is an NVIDIA GPU, one of these exists; the first may be absent in containers and WSL2."""
-_MAX_CACHE_BYTES = 4 * 2**30  # Maximum size of the compilation cache; a training step for GPUs takes some MB
+"""Where there is an NVIDIA GPU, one of these exists; the first may be absent in containers and
+WSL2.
+"""
+# Maximum size of the compilation cache; a training step for GPUs takes some MB
+_MAX_CACHE_BYTES = 4 * 2**30
 
 
-def accept_absent_gpus(environment: MutableMapping[str, str] = os.environ, nvidia: Sequence[Path] = NVIDIA) -> None:
-    """On a machine without a GPU, lets JAX's CUDA plugin skip its check of CUDA's libraries. Call it before JAX starts.
+def accept_absent_gpus(
+    environment: MutableMapping[str, str] = os.environ, nvidia: Sequence[Path] = NVIDIA
+) -> None:
+    """On a machine without a GPU, lets JAX's CUDA plugin skip its check of CUDA's libraries. Call
+    it before JAX starts.
 
-    The extra estimate-gpu installs the plugin without cuDNN, to compile for absent GPUs; JAX would print a traceback.
+    The extra estimate-gpu installs the plugin without cuDNN, to compile for absent GPUs; JAX would
+    print a traceback.
     """
     if not any(path.exists() for path in nvidia):
         environment.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 def scheduled_count(variables: Mapping[str, str]) -> str | None:
-    """Returns the scheduler's variable with the number of processes; variables set by hand override it."""
+    """Returns the scheduler's variable with the number of processes; variables set by hand
+    override it.
+    """
     names = [name for name in BY_HAND if name in variables]
     if names and names != [ADDRESS]:
         return None
-    return next((name for name in (SLURM, OPEN_MPI) if name in variables and read_number(variables, name) > 1), None)
+    return next(
+        (
+            name
+            for name in (SLURM, OPEN_MPI)
+            if name in variables and read_number(variables, name) > 1
+        ),
+        None,
+    )
 
 
 def is_launched(variables: Mapping[str, str] = os.environ) -> bool:
@@ -112,9 +136,12 @@ def _unjoined(launcher: _OtherLauncher, variables: Mapping[str, str]) -> str:
     names = [name for name in (launcher.process, launcher.count) if name in variables]
     found = ", ".join(f"{name}={variables[name][:100]}" for name in names)
     return (
-        f"{launcher.name} started this process as one of several ({found}), and jaxtp does not join them: each would "
-        f"run alone. Set {ADDRESS}=HOST:PORT of process 0, {COUNT} and {PROCESS} (the value of {launcher.process}) in "
-        f"each, or start them by jaxtp launch, srun or Open MPI's mpirun; if there is only this one, unset "
+        f"{launcher.name} started this process as one of several ({found}), and jaxtp does not "
+        "join them: each would "
+        f"run alone. Set {ADDRESS}=HOST:PORT of process 0, {COUNT} and {PROCESS} (the value of "
+        f"{launcher.process}) in "
+        "each, or start them by jaxtp launch, srun or Open MPI's mpirun; if there is only this "
+        "one, unset "
         f"{launcher.process}"
     )
 
@@ -133,7 +160,10 @@ def proxy_hint(environment: Mapping[str, str] = os.environ) -> str:
     name = _proxy(environment)
     if not name:
         return ""
-    return f"{name} is set, through which the processes connect unless {_NO_GRPC_PROXY} lists the host of process 0"
+    return (
+        f"{name} is set, through which the processes connect unless {_NO_GRPC_PROXY} lists the "
+        "host of process 0"
+    )
 
 
 def _proxy(environment: Mapping[str, str]) -> str:
@@ -141,7 +171,9 @@ def _proxy(environment: Mapping[str, str]) -> str:
 
 
 def num_processes(variables: Mapping[str, str] = os.environ) -> int:
-    """Returns the number of processes, from the environment: `jax.process_count()` would start JAX's backend."""
+    """Returns the number of processes, from the environment: `jax.process_count()` would start
+    JAX's backend.
+    """
     name = scheduled_count(variables) or COUNT
     return read_number(variables, name) if name in variables else 1
 
@@ -163,9 +195,11 @@ def coordinator_host(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def token(environment: Mapping[str, str] = os.environ) -> str:
-    """Returns a text that all processes of a run share: `JAXTP_TOKEN`, the scheduler's job id, or the command line.
+    """Returns a text that all processes of a run share: `JAXTP_TOKEN`, the scheduler's job id, or
+    the command line.
 
-    Other users can guess the last two. The text omits configuration files, which the preflight compares.
+    Other users can guess the last two. The text omits configuration files, which the preflight
+    compares.
     """
     tokens = (f"{name} {environment[name]}" for name in (TOKEN, *_JOB_IDS) if environment.get(name))
     return next(tokens, json.dumps(sys.argv[1:]))
@@ -179,15 +213,17 @@ def child_environment(**changes: str) -> dict[str, str]:
 def enable_compilation_cache(platform: str) -> None:
     """Turns on JAX's compilation cache in the user's cache folder, for a platform's programs.
 
-    A cache that the user configured stays; an empty JAX_COMPILATION_CACHE_DIR turns it off. Off on CPUs: a
-    program may crash on another CPU with the same home folder. Off for several processes: without a shared disk only
-    process 0 finds the program, and never does its share of the autotuning, for which the others wait.
+    A cache that the user configured stays; an empty JAX_COMPILATION_CACHE_DIR turns it off. Off on
+    CPUs: a program may crash on another CPU with the same home folder. Off for several processes:
+    without a shared disk only process 0 finds the program, and never does its share of the
+    autotuning, for which the others wait.
     """
     import jax  # not at the top: the supervisor does not need it
 
     configured = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if configured == "":
-        jax.config.update("jax_enable_compilation_cache", False)  # else XLA writes files into the current folder
+        # else XLA writes files into the current folder
+        jax.config.update("jax_enable_compilation_cache", False)
     if configured is not None or platform == "cpu" or jax.process_count() > 1:
         return
     try:
@@ -199,8 +235,10 @@ def enable_compilation_cache(platform: str) -> None:
         print(f"the compilation cache is off: {error}", file=sys.stderr)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a start compiles many small programs
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "")  # they grow without limit, and damage is an error
+    # a start compiles many small programs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # they grow without limit, and damage is an error
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "")
 
 
 def make_private(folder: Path) -> None:
@@ -220,7 +258,9 @@ def evict_oldest(folder: Path, most: int = _MAX_CACHE_BYTES) -> None:
             if stat.S_ISREG((status := path.stat()).st_mode):
                 files.append((status, path))
     files.sort(key=lambda file: max(file[0].st_atime_ns, file[0].st_mtime_ns), reverse=True)
-    for (_, path), total in zip(files, itertools.accumulate(status.st_size for status, _ in files), strict=True):
+    for (_, path), total in zip(
+        files, itertools.accumulate(status.st_size for status, _ in files), strict=True
+    ):
         if total > most:
             path.unlink(missing_ok=True)
 
@@ -231,7 +271,9 @@ def xla_flags() -> str:
 
 
 def names_of_gpus(present: int, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the names of the visible GPUs; CUDA ignores CUDA_VISIBLE_DEVICES from the first invalid name on."""
+    """Returns the names of the visible GPUs; CUDA ignores CUDA_VISIBLE_DEVICES from the first
+    invalid name on.
+    """
     if "CUDA_VISIBLE_DEVICES" not in environment:
         return [str(index) for index in range(present)]
     names = [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",")]

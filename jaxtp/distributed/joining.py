@@ -1,11 +1,13 @@
 """Connects this process to the others of its run, and selects its GPUs.
 
-Slurm, Open MPI, an indexed Job of Kubernetes, `jaxtp launch` or the user sets the variables that this file reads (see
-README.md). It selects GPUs before JAX starts: JAX would give each Slurm or Open MPI process one GPU, even the only
-process of a host. Processes that see the same GPUs share them evenly.
+Slurm, Open MPI, an indexed Job of Kubernetes, `jaxtp launch` or the user sets the variables that
+this file reads (see README.md). It selects GPUs before JAX starts: JAX would give each Slurm or
+Open MPI process one GPU, even the only process of a host. Processes that see the same GPUs share
+them evenly.
 
-Unless Slurm or Open MPI started them, the processes first hold a rendezvous at the coordinator's address, where
-process 0 checks their ids and counts. JAX would abort at a duplicate id, and would not name missing processes.
+Unless Slurm or Open MPI started them, the processes first hold a rendezvous at the coordinator's
+address, where process 0 checks their ids and counts. JAX would abort at a duplicate id, and would
+not name missing processes.
 """
 
 import os
@@ -58,13 +60,18 @@ _SECONDS_HINT = f"({_SECONDS_VARIABLE} is how long they wait)"
 _THE_TOKEN = f"the token of this run (the same command line on all hosts, or {TOKEN})"
 LONG_WAIT = 20.0  # Seconds after which a waiting process says that it waits
 _HEARTBEAT_SECONDS = 80
-"""JAX ends the other processes after 40 to 80 seconds without a heartbeat; `peers` detects the loss earlier, if its
-processes can connect."""
-_MARGIN = 20  # Seconds by which JAX's time limit exceeds JAXTP_JOIN_SECONDS, so that ours reports first
+"""JAX ends the other processes after 40 to 80 seconds without a heartbeat; `peers` detects the loss
+earlier, if its processes can connect.
+"""
+# Seconds by which JAX's time limit exceeds JAXTP_JOIN_SECONDS, so that ours reports first
+_MARGIN = 20
 _MAX_SECONDS = 24 * 60 * 60
-PAUSE, CHECK_SECONDS = 0.3, 1.0
+PAUSE = 0.3
+CHECK_SECONDS = 1.0
 """Seconds between attempts to reach process 0: at the rendezvous, and while JAX connects."""
-_MAX_IDS, _MAX_ADDRESSES, _MAX_ERROR_CHARS = 20, 3, 1000
+_MAX_IDS = 20
+_MAX_ADDRESSES = 3
+_MAX_ERROR_CHARS = 1000
 _PORT = "JAX_COORDINATOR_PORT"
 _NUM_PORTS = 2**12  # JAX chooses one of this many highest ports
 
@@ -73,7 +80,9 @@ Variables = Mapping[str, str]
 
 @dataclass
 class Wait:
-    """A wait of up to `seconds` for `count` processes; `address` of process 0 is None if only JAX knows it."""
+    """A wait of up to `seconds` for `count` processes; `address` of process 0 is None if only
+    JAX knows it.
+    """
 
     process: int
     count: int
@@ -85,7 +94,9 @@ class Wait:
     _reported: bool = field(default=False, init=False)
 
     def __str__(self) -> str:
-        return f"process {self.process} of {self.count}" + (f" at {self.where}" if self.address else "")
+        return f"process {self.process} of {self.count}" + (
+            f" at {self.where}" if self.address else ""
+        )
 
     @property
     def where(self) -> str:
@@ -105,7 +116,9 @@ class Wait:
         """Connects to process 0; returns None and reports the reason if it cannot."""
         assert self.address is not None
         try:
-            return socket.create_connection(self.address, timeout=max(0.1, min(HELLO_SECONDS, self.time_left())))
+            return socket.create_connection(
+                self.address, timeout=max(0.1, min(HELLO_SECONDS, self.time_left()))
+            )
         except (socket.gaierror, UnicodeError) as error:
             why = getattr(error, "strerror", "not a valid host name")
             self.report(f"the host has no address ({why})")
@@ -137,17 +150,27 @@ class _Task:
     job: str  # Job number, from which JAX derives the port
 
 
-def join_processes(environment: Variables = os.environ, gpus: int | None = None, bind: str | None = None) -> None:
-    """Connects to the other processes, if the environment names any. Call it before any other use of JAX.
+def join_processes(
+    environment: Variables = os.environ, gpus: int | None = None, bind: str | None = None
+) -> None:
+    """Connects to the other processes, if the environment names any. Call it before any other use
+    of JAX.
 
     Args:
       gpus: number of GPUs of this machine; by default the driver reports it.
-      bind: address at which process 0 listens; by default loopback if the others connect to it, else all.
+      bind: address at which process 0 listens; by default loopback if the others connect to it,
+        else all.
     """
     accept_absent_gpus()
     if count := scheduled_count(environment):
-        task, total = _TASKS[count](environment), read_number(environment, count)
-        waiting = Wait(task.process, total, _scheduled_address(task, total, environment), _join_seconds(environment))
+        task = _TASKS[count](environment)
+        total = read_number(environment, count)
+        waiting = Wait(
+            task.process,
+            total,
+            _scheduled_address(task, total, environment),
+            _join_seconds(environment),
+        )
         present = gpus_present() if gpus is None else gpus
         _join(waiting, gpus_of_process(environment, task.tasks, task.index, present), bind)
     elif names := [name for name in BY_HAND if name in environment]:
@@ -158,16 +181,23 @@ def join_processes(environment: Variables = os.environ, gpus: int | None = None,
 
 def _slurm_task(variables: Variables) -> _Task:
     # Parses tasks per node, such as 8(x2),4, and a list of nodes, such as node[001-002,7],other.
-    name, node = "SLURM_STEP_TASKS_PER_NODE", read_number(variables, "SLURM_NODEID")
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    node = read_number(variables, "SLURM_NODEID")
     counts: list[int] = []
     for part in variables.get(name, "").split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
         if match is None:
-            raise LaunchError(f"{name}={variables.get(name, '')[:100]}: should be a list such as 8(x2),4")
+            raise LaunchError(
+                f"{name}={variables.get(name, '')[:100]}: should be a list such as 8(x2),4"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     if node >= len(counts):
-        raise LaunchError(f"SLURM_NODEID={node}: {name}={variables[name][:100]} has {len(counts)} nodes")
-    first = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", variables.get("SLURM_STEP_NODELIST", "")).partition(",")[0]
+        raise LaunchError(
+            f"SLURM_NODEID={node}: {name}={variables[name][:100]} has {len(counts)} nodes"
+        )
+    first = re.sub(
+        r"\[([^],-]+)[^]]*\]", r"\1", variables.get("SLURM_STEP_NODELIST", "")
+    ).partition(",")[0]
     return _Task(
         process=read_number(variables, "SLURM_PROCID"),
         index=read_number(variables, "SLURM_LOCALID"),
@@ -180,7 +210,8 @@ def _slurm_task(variables: Variables) -> _Task:
 def _open_mpi_task(variables: Variables) -> _Task:
     # Parses the URI of process 0: 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911.
     uri = variables.get("OMPI_MCA_orte_hnp_uri", "")
-    host, job = re.search(r"tcp://([^,:]+)", uri), re.match(r"(\d{1,19})\.", uri)
+    host = re.search(r"tcp://([^,:]+)", uri)
+    job = re.match(r"(\d{1,19})\.", uri)
     return _Task(
         process=read_number(variables, "OMPI_COMM_WORLD_RANK"),
         index=read_number(variables, "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -194,7 +225,9 @@ _TASKS: Mapping[str, Callable[[Variables], _Task]] = {SLURM: _slurm_task, OPEN_M
 
 
 def _scheduled_address(task: _Task, count: int, variables: Variables) -> tuple[str, int] | None:
-    """Returns JAX_COORDINATOR_ADDRESS, else the address that JAX will derive: loopback on a single host."""
+    """Returns JAX_COORDINATOR_ADDRESS, else the address that JAX will derive: loopback on a
+    single host.
+    """
     if ADDRESS in variables:
         return _parse_address(variables)
     host = "127.0.0.1" if task.tasks == count else task.host
@@ -208,14 +241,19 @@ def _scheduled_address(task: _Task, count: int, variables: Variables) -> tuple[s
 def _parse_address(variables: Variables) -> tuple[str, int]:
     host, _, port = variables[ADDRESS].rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
-        raise LaunchError(f"{ADDRESS}={variables[ADDRESS][:100]}: should be HOST:PORT, a port from 1 to {2**16 - 1}")
+        raise LaunchError(
+            f"{ADDRESS}={variables[ADDRESS][:100]}: should be HOST:PORT, a port from 1 to "
+            f"{2**16 - 1}"
+        )
     return host.strip("[]"), int(port)
 
 
 def gpus_of_process(variables: Variables, tasks: int, index: int, present: int) -> list[int] | None:
-    """Returns the visible GPUs of process `index` among a host's `tasks` processes; None without GPUs.
+    """Returns the visible GPUs of process `index` among a host's `tasks` processes; None without
+    GPUs.
 
-    If the scheduler shows each process only some of the `present` GPUs, it uses these; else processes share them.
+    If the scheduler shows each process only some of the `present` GPUs, it uses these; else
+    processes share them.
     """
     visible = len(names_of_gpus(present, variables))
     if not visible:
@@ -234,19 +272,33 @@ def gpus_of_process(variables: Variables, tasks: int, index: int, present: int) 
 
 def _wait_by_hand(variables: Variables, names: list[str]) -> Wait:
     pod = PROCESS if PROCESS in variables else _POD
-    missing = [name for name in BY_HAND if name not in names and not (name == PROCESS and pod in variables)]
+    missing = [
+        name for name in BY_HAND if name not in names and not (name == PROCESS and pod in variables)
+    ]
     if missing:
-        raise LaunchError(f"{', '.join(names)} set, but not {', '.join(missing)}: a multi-process run needs all three")
-    count, process = read_number(variables, COUNT), read_number(variables, pod)
+        raise LaunchError(
+            f"{', '.join(names)} set, but not {', '.join(missing)}: a multi-process run needs "
+            "all three"
+        )
+    count = read_number(variables, COUNT)
+    process = read_number(variables, pod)
     if not process < count:
-        raise LaunchError(f"{pod}={process} of {COUNT}={count}: processes count from 0 to {count - 1}")
+        raise LaunchError(
+            f"{pod}={process} of {COUNT}={count}: processes count from 0 to {count - 1}"
+        )
     return Wait(process, count, _parse_address(variables), _join_seconds(variables))
 
 
 def _join_seconds(variables: Variables) -> int:
-    seconds = read_number(variables, _SECONDS_VARIABLE) if _SECONDS_VARIABLE in variables else JOIN_SECONDS
+    seconds = (
+        read_number(variables, _SECONDS_VARIABLE)
+        if _SECONDS_VARIABLE in variables
+        else JOIN_SECONDS
+    )
     if not 0 < seconds <= _MAX_SECONDS:
-        raise LaunchError(f"{_SECONDS_VARIABLE}={seconds}: should be a number of seconds from 1 to {_MAX_SECONDS}")
+        raise LaunchError(
+            f"{_SECONDS_VARIABLE}={seconds}: should be a number of seconds from 1 to {_MAX_SECONDS}"
+        )
     return seconds
 
 
@@ -273,7 +325,9 @@ def _join(waiting: Wait, gpus: list[int] | None, bind: str | None) -> None:
     except ValueError as error:  # JAX does not find the address
         raise LaunchError(f"{waiting}: {error}; set {ADDRESS}=HOST:PORT of process 0") from None
     except RuntimeError as error:
-        raise LaunchError(f"{waiting}: cannot join the others: {str(error).splitlines()[0]}") from None
+        raise LaunchError(
+            f"{waiting}: cannot join the others: {str(error).splitlines()[0]}"
+        ) from None
     finally:
         joined.set()
 
@@ -284,7 +338,8 @@ def _watch(waiting: Wait, joined: threading.Event) -> None:
     while (left := waiting.time_left()) > 0:
         if not reached and (connection := waiting.reach()) is not None:
             connection.close()
-            reached, waiting.problem = True, ""
+            reached = True
+            waiting.problem = ""
         if joined.wait(min(CHECK_SECONDS, left)):
             return
     problem = "does each of them run?"
@@ -327,9 +382,12 @@ def _serve_rendezvous(server: socket.socket, waiting: Wait, token: str) -> None:
             if link.receive() is None and not link.is_open:
                 present.pop(process)[0].close()  # it has ended, and may restart
         if rejected:
-            addresses = ", ".join(truncate(address) for address, _ in rejected.most_common(_MAX_ADDRESSES))
+            addresses = ", ".join(
+                truncate(address) for address, _ in rejected.most_common(_MAX_ADDRESSES)
+            )
             waiting.problem = (
-                f"dropped {rejected.total()} connections that did not prove {_THE_TOKEN}, from {addresses}"
+                f"dropped {rejected.total()} connections that did not prove "
+                f"{_THE_TOKEN}, from {addresses}"
             )
         return 0.0 if len(present) == waiting.count - 1 else waiting.time_left()
 
@@ -347,9 +405,12 @@ def _serve_rendezvous(server: socket.socket, waiting: Wait, token: str) -> None:
         present[process] = link, truncate(host)
     else:
         if missing := [process for process in range(1, waiting.count) if process not in present]:
-            listed = ", ".join(map(str, missing[:_MAX_IDS])) + (", ..." if missing[_MAX_IDS:] else "")
+            listed = ", ".join(map(str, missing[:_MAX_IDS])) + (
+                ", ..." if missing[_MAX_IDS:] else ""
+            )
             problem = (
-                f"process {listed} of {waiting.count} did not come within {waiting.seconds:g} s: does it run, with the "
+                f"process {listed} of {waiting.count} did not come within {waiting.seconds:g} s: "
+                "does it run, with the "
                 f"address {waiting.where} and JAX_PROCESS_ID={missing[0]}? {_SECONDS_HINT}"
                 + (f"; {waiting.problem}" if waiting.problem else "")
             )
@@ -360,14 +421,23 @@ def _serve_rendezvous(server: socket.socket, waiting: Wait, token: str) -> None:
         raise LaunchError(problem)
 
 
-def _conflict(process: int, count: int, host: str, expected: int, hosts: Mapping[int, str]) -> str | None:
+def _conflict(
+    process: int, count: int, host: str, expected: int, hosts: Mapping[int, str]
+) -> str | None:
     if count != expected:
-        return f"process {process} (on {host}) expects {count} processes, but process 0 expects {expected}"
+        return (
+            f"process {process} (on {host}) expects {count} processes, but process 0 expects "
+            f"{expected}"
+        )
     if not 0 <= process < count:
-        return f"process {process} (on {host}) has no valid id: {count} processes have the ids 0 to {count - 1}"
+        return (
+            f"process {process} (on {host}) has no valid id: {count} processes have the ids 0 "
+            f"to {count - 1}"
+        )
     if process in hosts:
         return (
-            f"two processes have the id {process}, one on {hosts[process]} and one on {host}: set JAX_PROCESS_ID to 0 "
+            f"two processes have the id {process}, one on {hosts[process]} and one on {host}: set "
+            "JAX_PROCESS_ID to 0 "
             f"to {count - 1}, each once"
         )
     return None
@@ -383,7 +453,8 @@ def _join_rendezvous(waiting: Wait, token: str) -> None:
         else:
             verdict = None
             while verdict is None and link.is_open and waiting.time_left() > -HELLO_SECONDS:
-                verdict = link.receive(1.0)  # sent when all have connected or process 0 stops waiting
+                # sent when all have connected or process 0 stops waiting
+                verdict = link.receive(1.0)
             link.close()
             if verdict is not None and "error" in verdict:
                 if verdict["error"] is not None:
@@ -392,6 +463,7 @@ def _join_rendezvous(waiting: Wait, token: str) -> None:
             waiting.problem = "process 0 has ended"
         time.sleep(PAUSE)  # process 0 may restart, or its host name may resolve
     raise LaunchError(
-        f"{waiting}: {waiting.problem} after {waiting.seconds:g} s: process 0 has to run on that host, and its port to "
+        f"{waiting}: {waiting.problem} after {waiting.seconds:g} s: process 0 has to run on that "
+        "host, and its port to "
         f"be open {_SECONDS_HINT}"
     )

@@ -1,8 +1,9 @@
 """Authenticated sockets between the processes of a run.
 
-Messages are lines of JSON. At the start each end sends a random challenge, and the other answers with its HMAC, keyed
-by the run's token; the token is never sent. Later messages are neither signed nor encrypted. Process 0 polls all
-connections together, so a port scanner delays nobody (`multiprocessing.connection` waits for each without a limit).
+Messages are lines of JSON. At the start each end sends a random challenge, and the other answers
+with its HMAC, keyed by the run's token; the token is never sent. Later messages are neither signed
+nor encrypted. Process 0 polls all connections together, so a port scanner delays nobody
+(`multiprocessing.connection` waits for each without a limit).
 """
 
 import contextlib
@@ -27,10 +28,13 @@ HELLO_SECONDS = 5.0  # Time limit for a new connection to prove that it has the 
 _SEND_SECONDS = 2.0
 _MAX_MESSAGE_BYTES = 65536
 _MAX_UNAUTHENTICATED = 64  # Maximum number of unauthenticated connections
-_CHALLENGE, _PROOF = "challenge", "proof"
+_CHALLENGE = "challenge"
+_PROOF = "proof"
 
 
-def ready(ends: Sequence["Link | socket.socket"], seconds: float, event: int = selectors.EVENT_READ) -> list[object]:
+def ready(
+    ends: Sequence["Link | socket.socket"], seconds: float, event: int = selectors.EVENT_READ
+) -> list[object]:
     """Waits up to `seconds`; returns the readable (or writable) ends."""
     with selectors.DefaultSelector() as selector:
         for end in ends:
@@ -46,7 +50,8 @@ class Link:
         self._socket.setblocking(False)
         self._buffer = b""
         self._messages: list[Message] = []
-        self.is_open = True  # False once `receive` has seen that the link is closed or the data is invalid
+        # False once `receive` has seen that the link is closed or the data is invalid
+        self.is_open = True
         self.opened = time.monotonic()
         self.challenge = secrets.token_hex(16)  # random text; the other end answers with its HMAC
 
@@ -66,7 +71,11 @@ class Link:
     def receive(self, seconds: float = 0.0) -> Message | None:
         """Returns the next message; None if none arrives within `seconds`."""
         until = time.monotonic() + seconds
-        while not self._messages and self.is_open and ready([self], max(0.0, until - time.monotonic())):
+        while (
+            not self._messages
+            and self.is_open
+            and ready([self], max(0.0, until - time.monotonic()))
+        ):
             try:
                 data = self._socket.recv(_MAX_MESSAGE_BYTES)
                 *lines, self._buffer = (self._buffer + data).split(b"\n")
@@ -85,13 +94,20 @@ class Link:
 
 
 def connect(connection: socket.socket, token: str, hello: Message, seconds: float) -> Link | None:
-    """Sends `hello` and returns a link to a process that runs `accept_links`; None if it does not prove the token.
+    """Sends `hello` and returns a link to a process that runs `accept_links`; None if it does not
+    prove the token.
 
     Each answer may take `seconds`.
     """
     link = Link(connection)
     if (first := link.receive(seconds)) and isinstance(first.get(_CHALLENGE), str):
-        link.send({**hello, _CHALLENGE: link.challenge, _PROOF: _proof(token, "hello", first[_CHALLENGE], hello)})
+        link.send(
+            {
+                **hello,
+                _CHALLENGE: link.challenge,
+                _PROOF: _proof(token, "hello", first[_CHALLENGE], hello),
+            }
+        )
         answer = link.receive(seconds) or {}
         if _is_proof(answer.get(_PROOF), token, "welcome", link.challenge):
             return link
@@ -105,7 +121,9 @@ def _proof(token: str, *parts: object) -> str:
 
 def _is_proof(value: object, token: str, *parts: object) -> bool:
     try:
-        return isinstance(value, str) and hmac.compare_digest(value.encode(), _proof(token, *parts).encode())
+        return isinstance(value, str) and hmac.compare_digest(
+            value.encode(), _proof(token, *parts).encode()
+        )
     except (ValueError, RecursionError):  # half a surrogate pair, or lists nested too deeply
         return False
 
@@ -118,8 +136,12 @@ def listening(address: str, port: int = 0) -> Iterator[socket.socket]:
     try:
         server = socket.create_server((address, port), family=family, dualstack_ipv6=both)
     except OSError as error:
-        why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
-        raise LaunchError(f"{format_address(address or '*', port)}: this host cannot listen there ({why})") from None
+        why = (
+            error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        )
+        raise LaunchError(
+            f"{format_address(address or '*', port)}: this host cannot listen there ({why})"
+        ) from None
     with server:
         yield server
 
@@ -130,7 +152,8 @@ def format_address(host: str, port: int) -> str:
 
 
 def listen_address(bind: str | None, host: str) -> str:
-    """Returns process 0's listening address: `bind`, else loopback if `host` is loopback, else empty (all).
+    """Returns process 0's listening address: `bind`, else loopback if `host` is loopback, else
+    empty (all).
 
     Raises:
       LaunchError: `host` is loopback, and `bind` is another address.
@@ -139,14 +162,18 @@ def listen_address(bind: str | None, host: str) -> str:
     with contextlib.suppress(ValueError):
         loopback = host if ipaddress.ip_address(host).is_loopback else ""
     if bind and loopback and bind != loopback:
-        raise LaunchError(f"launch.bind={bind}: the processes meet at {host}, on this host only; leave launch.bind out")
+        raise LaunchError(
+            f"launch.bind={bind}: the processes meet at {host}, on this host only; leave "
+            "launch.bind out"
+        )
     return bind or loopback
 
 
 def accept_links(
     server: socket.socket, token: str, time_left: Callable[[], float], rejected: Counter[str]
 ) -> Iterator[tuple[Link, Message]]:
-    """Accepts connections in parallel until no time is left; yields authenticated links and their first messages.
+    """Accepts connections in parallel until no time is left; yields authenticated links and their
+    first messages.
 
     Args:
       token: the secret that the other ends must prove.
@@ -169,10 +196,15 @@ def accept_links(
                     pending[link] = address.removeprefix("::ffff:")
             for link in list(pending):
                 hello = link.receive()
-                if hello is None and link.is_open and time.monotonic() - link.opened <= HELLO_SECONDS:
+                if (
+                    hello is None
+                    and link.is_open
+                    and time.monotonic() - link.opened <= HELLO_SECONDS
+                ):
                     continue
                 hello = hello or {}
-                challenge, proof = hello.pop(_CHALLENGE, None), hello.pop(_PROOF, None)
+                challenge = hello.pop(_CHALLENGE, None)
+                proof = hello.pop(_PROOF, None)
                 if _is_proof(proof, token, "hello", link.challenge, hello):
                     del pending[link]
                     link.send({_PROOF: _proof(token, "welcome", challenge)})

@@ -1,8 +1,9 @@
 """Detects that another process of the run has ended or hangs, names it, and ends this process.
 
-If one process never enters a collective, all others block; JAX aborts them after a minute or more, and does not name
-it. Here each process exchanges heartbeats with process 0, which forwards failures. A process that ends closes its
-socket; a stopped process or a lost host sends no heartbeats.
+If one process never enters a collective, all others block; JAX aborts them after a minute or more,
+and does not name it. Here each process exchanges heartbeats with process 0, which forwards
+failures. A process that ends closes its socket; a stopped process or a lost host sends no
+heartbeats.
 """
 
 import os
@@ -19,7 +20,15 @@ from jaxtp.config.entry import MISTAKE, TEMPORARY, WRONG, UserError, say
 from jaxtp.config.reading import truncate
 from jaxtp.distributed.agreement import all_gather_json, host_names, process_name
 from jaxtp.distributed.environment import LaunchError, coordinator_host
-from jaxtp.distributed.links import Link, Message, accept_links, connect, listen_address, listening, ready
+from jaxtp.distributed.links import (
+    Link,
+    Message,
+    accept_links,
+    connect,
+    listen_address,
+    listening,
+    ready,
+)
 
 SILENCE = 25.0
 """Seconds without a heartbeat after which a process counts as lost; JAX's limit is longer."""
@@ -33,7 +42,8 @@ class Peers:
 
     Args:
       beat: seconds between heartbeats.
-      grace: seconds in which a process may exit by itself after another reports a failure: both may have one reason.
+      grace: seconds in which a process may exit by itself after another reports a failure: both may
+        have one reason.
       end_process: without cleanup, because once process 0 has ended, JAX aborts this process.
     """
 
@@ -46,7 +56,9 @@ class Peers:
         grace: float = 4.0,
         end_process: Callable[[int], object] = os._exit,
     ):
-        self._beat, self._grace, self._end_process = beat, grace, end_process
+        self._beat = beat
+        self._grace = grace
+        self._end_process = end_process
         self.activity = "the start"
         self._hosts = hosts
         self._process = jax.process_index()
@@ -69,19 +81,28 @@ class Peers:
             self._broadcast({"process": self._process, "failure": failure, "code": code})
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others that this process failed; if another's failure may be why, lets the thread exit instead.
+        """Tells the others that this process failed; if another's failure may be why, lets the
+        thread exit instead.
 
         A user error, or the same error as the other's, is always announced.
         """
-        failure = f"{type(error).__name__}: {error}".strip(": ").partition("\n")[0][:_MAX_ERROR_CHARS]
+        failure = f"{type(error).__name__}: {error}".strip(": ").partition("\n")[0][
+            :_MAX_ERROR_CHARS
+        ]
         if isinstance(error, jax.errors.JaxRuntimeError):
             self._peer_failed.wait(3 * self._beat)
-        if self._peer_failed.is_set() and not isinstance(error, UserError) and failure not in self._problem:
+        if (
+            self._peer_failed.is_set()
+            and not isinstance(error, UserError)
+            and failure not in self._problem
+        ):
             self._thread.join(self._grace + 2 * self._beat)
         self.leave(failure, getattr(error, "exit_code", 1))
 
     def wait_for_peers(self) -> None:
-        """In process 0, waits briefly for the others: JAX aborts them when its coordinator stops."""
+        """In process 0, waits briefly for the others: JAX aborts them when its coordinator
+        stops.
+        """
         if self._process == 0:
             self._thread.join(self._grace + 2 * self._beat)
 
@@ -100,7 +121,8 @@ class Peers:
                 next_beat = before + self._beat
             readable = ready(list(self._links.values()), max(0.0, next_beat - before))
             now = time.monotonic()
-            if now - before > SILENCE / 2:  # this process itself was stopped, so the silence proves nothing
+            # this process itself was stopped, so the silence proves nothing
+            if now - before > SILENCE / 2:
                 last_seen = dict.fromkeys(self._links, now)
             for process, link in list(self._links.items()):
                 if link in readable:
@@ -117,12 +139,18 @@ class Peers:
                 self._left.append(self._links.pop(process, link))
                 if message["failure"] is not None:
                     code = message["code"] if message["code"] in (MISTAKE, WRONG) else TEMPORARY
-                    self._exit_after_losing(process, f"failed: {message['failure']}", self._grace, code)
+                    self._exit_after_losing(
+                        process, f"failed: {message['failure']}", self._grace, code
+                    )
         if not link.is_open and process in self._links:
             self._exit_after_losing(process, "has ended without a word")
 
-    def _exit_after_losing(self, process: int, how: str, grace: float = 0.0, code: int = TEMPORARY) -> None:
-        """Tells all that a process is lost; exits this process unless it leaves within `grace` seconds."""
+    def _exit_after_losing(
+        self, process: int, how: str, grace: float = 0.0, code: int = TEMPORARY
+    ) -> None:
+        """Tells all that a process is lost; exits this process unless it leaves within `grace`
+        seconds.
+        """
         if link := self._links.pop(process, None):
             link.close()
         if self._leaving.is_set():
@@ -133,30 +161,40 @@ class Peers:
         if self._leaving.wait(grace):
             return
         self._must_exit.set()
-        other, this = (process_name(index, self._hosts[index]) for index in (process, self._process))
-        problem = f"error: {other} {how}; {this} cannot continue with {self.activity} and ends (exit code {code})"
+        other, this = (
+            process_name(index, self._hosts[index]) for index in (process, self._process)
+        )
+        problem = (
+            f"error: {other} {how}; {this} cannot continue with {self.activity} and ends "
+            f"(exit code {code})"
+        )
         say(truncate(problem, _MAX_MESSAGE_CHARS))
         self._end_process(code)
 
 
 def connect_peers(bind: str | None) -> Peers | None:
-    """Connects process 0 to each other process; returns None if one cannot connect. All processes must call it.
+    """Connects process 0 to each other process; returns None if one cannot connect. All processes
+    must call it.
 
-    Process 0 listens at `bind`, by default on loopback if all processes are on one host, else at all addresses.
+    Process 0 listens at `bind`, by default on loopback if all processes are on one host, else at
+    all addresses.
     """
     try:
         counts = Counter(device.process_index for device in jax.devices())
     except RuntimeError as error:
         why = str(error).partition("\n")[0]
         raise LaunchError(
-            f"JAX cannot start the devices of {socket.gethostname()}: {why} (on CPUs, processes communicate by "
+            f"JAX cannot start the devices of {socket.gethostname()}: {why} (on CPUs, processes "
+            "communicate by "
             "Gloo, which needs an address for this host's name, for example in /etc/hosts)"
         ) from None
     if uneven := [process for process, count in counts.items() if count != counts[0]]:
         process = uneven[0]
         raise LaunchError(
-            f"process {process} has {counts[process]} devices, and process 0 has {counts[0]}: every process needs "
-            "the same number. Possible causes: a device is missing; JAX_NUM_CPU_DEVICES or the mesh differs between "
+            f"process {process} has {counts[process]} devices, and process 0 has {counts[0]}: "
+            "every process needs "
+            "the same number. Possible causes: a device is missing; JAX_NUM_CPU_DEVICES or the "
+            "mesh differs between "
             f"processes; process {process} rejected its settings (see its output)"
         )
     names = host_names()
@@ -164,7 +202,11 @@ def connect_peers(bind: str | None) -> Peers | None:
         return None
     links = accept_peers(names, bind) if jax.process_index() == 0 else reach_peer(names)
     reached = all_gather_json(sorted(links))
-    if missing := [process for process in range(1, len(names)) if process not in reached[0] or not reached[process]]:
+    if missing := [
+        process
+        for process in range(1, len(names))
+        if process not in reached[0] or not reached[process]
+    ]:
         if jax.process_index() == 0:
             name = truncate(process_name(missing[0], names[missing[0]]))
             then = "if a process ends, JAX aborts the others after 40 to 80 s, without naming it"
@@ -172,14 +214,18 @@ def connect_peers(bind: str | None) -> Peers | None:
         return None
     if jax.process_index():
         print(
-            f"{process_name(jax.process_index(), names[jax.process_index()])} has joined; process 0 reports", flush=True
+            f"{process_name(jax.process_index(), names[jax.process_index()])} has joined; process "
+            "0 reports",
+            flush=True,
         )
     return Peers(names, links)
 
 
 def accept_peers(names: list[str], bind: str | None) -> dict[int, Link]:
     """Returns links to the processes that connect in time, with a random token that JAX sends."""
-    token, links, rejected = secrets.token_hex(32), dict[int, Link](), Counter[str]()
+    token = secrets.token_hex(32)
+    links = dict[int, Link]()
+    rejected = Counter[str]()
     until = time.monotonic() + 2 * _CONNECT
 
     def time_left() -> float:

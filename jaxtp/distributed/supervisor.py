@@ -1,7 +1,7 @@
 """Starts several processes on one machine, ends all when one fails, and restarts them if requested.
 
-Each process writes a log, to which a later start appends. The supervisor prints the output of process 0, and the last
-lines of a process that failed.
+Each process writes a log, to which a later start appends. The supervisor prints the output of
+process 0, and the last lines of a process that failed.
 This file does not import JAX.
 """
 
@@ -54,7 +54,9 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """Runs a program that receives SIGTERM when the supervisor ends (PR_SET_PDEATHSIG of Linux)."""
 _POLL = 0.05
 _CAUSE_SECONDS = 1.0
-"""A process that lost another may exit before the process that caused it: seconds to wait for the cause."""
+"""A process that lost another may exit before the process that caused it: seconds to wait for
+the cause.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,17 @@ class Group:
     count: int
     arguments: Sequence[str]  # for Python, such as -m jaxtp.train
     logs: Path  # folder of the logs
-    devices: int | None = None  # virtual CPU devices of each process; None divides the GPUs among the processes
+    # virtual CPU devices of each process; None divides the GPUs among the processes
+    devices: int | None = None
     gpus: Sequence[str] = field(default_factory=lambda: names_of_gpus(gpus_present()))
 
     def __post_init__(self) -> None:
         if self.devices is None and len(self.gpus) % self.count:
             able = process_counts(len(self.gpus))
-            raise LaunchError(f"--processes {self.count}: {len(self.gpus)} GPUs can be divided among {able} processes")
+            raise LaunchError(
+                f"--processes {self.count}: {len(self.gpus)} GPUs can be divided among {able} "
+                "processes"
+            )
 
     @property
     def environments(self) -> list[dict[str, str]]:
@@ -81,7 +87,9 @@ class Group:
         return [{"CUDA_VISIBLE_DEVICES": share} if share else {} for share in shares]
 
     def shrunk_to_visible_gpus(self) -> "Group | None":
-        """Returns the group to restart, with fewer processes if GPUs have disappeared; None if all have."""
+        """Returns the group to restart, with fewer processes if GPUs have disappeared; None if
+        all have.
+        """
         if self.devices is not None or not self.gpus:
             return self
         gpus = names_of_gpus(gpus_present())
@@ -94,20 +102,28 @@ class Group:
 
 
 def supervise(group: Group, *, restarts: int = 0) -> int:
-    """Runs processes until all succeed or one fails; returns the exit code of the first that failed, else 0.
+    """Runs processes until all succeed or one fails; returns the exit code of the first that
+    failed, else 0.
 
-    The code is 128 + N after signal N. A failure restarts all processes, at most `restarts` times, except after a user
-    error, wrong numbers, or a signal to the supervisor.
+    The code is 128 + N after signal N. A failure restarts all processes, at most `restarts` times,
+    except after a user error, wrong numbers, or a signal to the supervisor.
     """
     group.logs.mkdir(parents=True, exist_ok=True)
     with _locked(group.logs):
         for attempt in range(1, restarts + 2):
-            say(f"logs: {group.log(0)}" + (f" to {group.log(group.count - 1).name}" if group.count > 1 else ""))
+            say(
+                f"logs: {group.log(0)}"
+                + (f" to {group.log(group.count - 1).name}" if group.count > 1 else "")
+            )
             failure, is_stopped = _run(group)
             if failure is None:
                 return 0
             index, code = failure
-            how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            how = (
+                f"was killed by {signal_name(-code)}"
+                if code < 0
+                else f"ended with exit code {code}"
+            )
             log = group.log(index)
             say(f"process {index} {how}; " + (f"the end of {log}:" if index else f"see {log}"))
             if index and (tail := _tail(log)):  # the output of process 0 was printed
@@ -130,7 +146,9 @@ def _locked(logs: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LaunchError(f"--logs {logs}: another jaxtp launch writes there; name another folder") from None
+            raise LaunchError(
+                f"--logs {logs}: another jaxtp launch writes there; name another folder"
+            ) from None
         except OSError:
             pass  # a file system without locks
         yield
@@ -140,8 +158,8 @@ def _run(group: Group) -> tuple[tuple[int, int] | None, bool]:
     """Runs the processes until all succeed or one fails, then ends the others.
 
     Returns:
-      Index and exit code of the first process that failed, minus N after signal N, or None; and whether this process
-      received a signal.
+      Index and exit code of the first process that failed, minus N after signal N, or None; and
+      whether this process received a signal.
     """
     processes: list[subprocess.Popen[bytes]] = []
     signals: list[int] = []
@@ -152,7 +170,8 @@ def _run(group: Group) -> tuple[tuple[int, int] | None, bool]:
 
     with ExitStack() as stack:
         for number in _FORWARDED:
-            if (before := signal.getsignal(number)) != signal.SIG_IGN:  # SIGHUP is ignored under nohup
+            # SIGHUP is ignored under nohup
+            if (before := signal.getsignal(number)) != signal.SIG_IGN:
                 signal.signal(number, forward)
                 stack.callback(signal.signal, number, before)
         for index in range(group.count):
@@ -193,13 +212,16 @@ def _start_all(group: Group) -> Iterator[subprocess.Popen[bytes]]:
             )
 
 
-def _first_failure(processes: Sequence[subprocess.Popen[bytes]], shown: BinaryIO) -> tuple[int, int] | None:
+def _first_failure(
+    processes: Sequence[subprocess.Popen[bytes]], shown: BinaryIO
+) -> tuple[int, int] | None:
     waited = 0.0
     while True:
         _print_new(shown)
         codes = [process.poll() for process in processes]
         failed = [(index, code) for index, code in enumerate(codes) if code]
-        causes = [each for each in failed if each[1] != TEMPORARY]  # the others exited because they lost one of these
+        # the others exited because they lost one of these
+        causes = [each for each in failed if each[1] != TEMPORARY]
         if causes or waited > _CAUSE_SECONDS:
             return (causes or failed)[0]
         if all(code == 0 for code in codes):
@@ -229,7 +251,9 @@ def _print_new(log: BinaryIO) -> None:
     while line := log.readline():
         if not _NOISE.search(line):
             encoding = sys.stdout.encoding or "utf-8"
-            sys.stdout.write(line.decode(errors="replace").encode(encoding, "replace").decode(encoding))
+            sys.stdout.write(
+                line.decode(errors="replace").encode(encoding, "replace").decode(encoding)
+            )
             sys.stdout.flush()
 
 
@@ -242,5 +266,7 @@ def _tail(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 16384))
         last_start = _MARKED.split(file.read())[-1]
-    lines = [line.decode(errors="replace") for line in last_start.splitlines() if not _NOISE.search(line)]
+    lines = [
+        line.decode(errors="replace") for line in last_start.splitlines() if not _NOISE.search(line)
+    ]
     return "\n".join(f"  {line}" for line in lines[-_LAST_LINES:])

@@ -77,7 +77,9 @@ class GenerateConfig(SourceConfig):
     """Folder of a run of jaxtp train, of one of its checkpoints, or of a model in Hugging Face's
     format."""
 
-    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
+    prompt: Annotated[
+        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")
+    ] = ()
     """Text to continue; can be given several times."""
 
     prompt_file: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
@@ -88,8 +90,9 @@ class GenerateConfig(SourceConfig):
     """Field of the text in JSONL."""
 
     chat: Switch = False
-    """Chat with the model: each line is answered, /reset starts again, Ctrl-C stops an answer, /quit or Ctrl-D ends
-    the chat."""
+    """Chat with the model: each line is answered, /reset starts again, Ctrl-C stops an answer,
+    /quit or Ctrl-D ends the chat.
+    """
 
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """System message of a chat."""
@@ -98,19 +101,23 @@ class GenerateConfig(SourceConfig):
     """Chat template in Jinja, instead of the model's."""
 
     date: Day | None = None
-    """The day that a chat template with a date writes (strftime_now); by default the day that it wrote into the run's
-    data, else today."""
+    """The day that a chat template with a date writes (strftime_now); by default the day that it
+    wrote into the run's data, else today.
+    """
 
     beyond_context: Switch = False
-    """Allow prompts and texts longer than the model's context (max_position_embeddings in its config.json), which may
-    make no sense. By default such a prompt is refused, and a text ends there."""
+    """Allow prompts and texts longer than the model's context (max_position_embeddings in its
+    config.json), which may make no sense. By default such a prompt is refused, and a text ends
+    there.
+    """
 
     batch_size: Count = 8
     """Prompts continued together, rounded up to a multiple of mesh.dp * mesh.fsdp."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
-    """File for one JSON object per line and prompt: text, ids, logprobs, and why the text ended; - writes them to
-    standard output, instead of the texts."""
+    """File for one JSON object per line and prompt: text, ids, logprobs, and why the text ended; -
+    writes them to standard output, instead of the texts.
+    """
 
     sampling: Annotated[GenerationSettings, tyro.conf.arg(name="")] = GenerationSettings()
     mesh: InferenceMeshConfig = InferenceMeshConfig()
@@ -146,10 +153,14 @@ def _generate(config: GenerateConfig) -> None:
     source = open_source(config.model, config)
     context = None if config.beyond_context else source.context
     limits = limits_of(source.config, context)
-    if (count := config.sampling.speculate) and any(kind.delta_value_heads for kind in source.config.block_kinds()):
+    if (count := config.sampling.speculate) and any(
+        kind.delta_value_heads for kind in source.config.block_kinds()
+    ):
         raise GenerationError(spell("speculate", f"{count}: {NO_SPECULATION}"))
     encoder = _chat_encoder(config, source, limits) if config.chat else None
-    encoded = encode_prompts(prompts, source.tokenizer, source.prefix, limits, partial(_prompt_name, config))
+    encoded = encode_prompts(
+        prompts, source.tokenizer, source.prefix, limits, partial(_prompt_name, config)
+    )
     generator = Generator(
         load_model(source, inference_mesh(config.mesh, source.config)),
         source.tokenizer,
@@ -175,7 +186,10 @@ def _conflicts(config: GenerateConfig) -> Iterator[str]:
     if not has_prompts and not config.chat:
         yield "give texts by --prompt TEXT or --prompt-file FILE, or chat with the model by --chat"
     if config.chat and (has_prompts or config.json is not None):
-        yield "--chat reads standard input and prints text; leave --prompt, --prompt-file and --json out"
+        yield (
+            "--chat reads standard input and prints text; leave --prompt, --prompt-file and "
+            "--json out"
+        )
     if config.chat and config.sampling.samples > 1:
         yield f"--samples {config.sampling.samples}: a chat has one answer; leave it out"
     if not config.chat and (config.system is not None or config.template is not None):
@@ -183,8 +197,13 @@ def _conflicts(config: GenerateConfig) -> Iterator[str]:
     if not config.chat and config.date is not None:
         yield "--date is the day that a chat template writes; it needs --chat"
     if (cp := config.mesh.cp) != 1:
-        yield f"--mesh.cp {cp}: a KV cache cannot be split over cp; give its devices to tp: --mesh.tp {cp}"
-    if config.field != _DEFAULT_FIELD and not (config.prompt_file is not None and _is_jsonl(config.prompt_file)):
+        yield (
+            f"--mesh.cp {cp}: a KV cache cannot be split over cp; give its devices to tp: "
+            f"--mesh.tp {cp}"
+        )
+    if config.field != _DEFAULT_FIELD and not (
+        config.prompt_file is not None and _is_jsonl(config.prompt_file)
+    ):
         yield f"--field {config.field} needs --prompt-file FILE.jsonl"
 
 
@@ -205,7 +224,10 @@ def read_prompts(path: Path, field: str) -> list[str | None]:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_BYTES // 2**20:,} MiB, the limit for a prompt file; split it")
+            raise ConfigError(
+                f"{path}: larger than {MAX_BYTES // 2**20:,} MiB, the limit for a prompt file; "
+                "split it"
+            )
         lines = content.decode().split("\n")  # splitlines would also split at U+2028 within a text
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}{nearest_file(path)}") from None
@@ -228,10 +250,16 @@ def _json_field(where: str, line: str, field: str) -> str:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON: {error}") from None
     if not isinstance(record, dict):
-        raise ConfigError(f"{where}: expected an object such as {{{json.dumps(field)}: ...}}, found {line[:60]}")
+        raise ConfigError(
+            f"{where}: expected an object such as {{{json.dumps(field)}: ...}}, found {line[:60]}"
+        )
     if field not in record:
         close = difflib.get_close_matches(field, record, n=1, cutoff=0.5)
-        hint = f"did you mean --field {close[0]}?" if close else f"it has {', '.join(record) or 'none'}"
+        hint = (
+            f"did you mean --field {close[0]}?"
+            if close
+            else f"it has {', '.join(record) or 'none'}"
+        )
         raise ConfigError(f"{where}: no field {field!r}; {hint}")
     if not isinstance(record[field], str):
         raise ConfigError(f"{where}: {field} = {json.dumps(record[field])[:60]}: should be text")
@@ -243,27 +271,49 @@ def _prompt_name(config: GenerateConfig, index: int) -> str:
     return f"prompt {index}" + (f" ({config.prompt_file}, line {line:,})" if line > 0 else "")
 
 
-def _chat_encoder(config: GenerateConfig, source: ModelSource, limits: Limits) -> ConversationEncoder:
-    text, name = source.template, f"the chat template of {source.name}"
+def _chat_encoder(
+    config: GenerateConfig, source: ModelSource, limits: Limits
+) -> ConversationEncoder:
+    text = source.template
+    name = f"the chat template of {source.name}"
     if config.template is not None:
-        text, name = read_template(config.template), str(config.template)
+        text = read_template(config.template)
+        name = str(config.template)
     if text is None:
-        raise ChatError(f"{source.name} has no chat template; give one by --template FILE, or texts by --prompt TEXT")
+        raise ChatError(
+            f"{source.name} has no chat template; give one by --template FILE, or texts by "
+            "--prompt TEXT"
+        )
     template = ChatTemplate(text, name, source.special_tokens, config.date or source.template_day)
-    encoder = ConversationEncoder(source.tokenizer, template, config.system, special_tokens=config.special_tokens)
-    if problem := limits.problem(encoder.encode([*encoder.system, {"role": "user", "content": "a"}])):
+    encoder = ConversationEncoder(
+        source.tokenizer, template, config.system, special_tokens=config.special_tokens
+    )
+    if problem := limits.problem(
+        encoder.encode([*encoder.system, {"role": "user", "content": "a"}])
+    ):
         raise GenerationError(f"an empty conversation {problem}")
     return encoder
 
 
 def _continue_prompts(
-    generator: Generator, prompts: Sequence[str | None], encoded: Sequence[Ids | None], config: GenerateConfig
+    generator: Generator,
+    prompts: Sequence[str | None],
+    encoded: Sequence[Ids | None],
+    config: GenerateConfig,
 ) -> None:
     to_stdout = config.json == STDOUT
     samples = config.sampling.samples
     streamed = len(prompts) * samples == 1 and not to_stdout
-    remaining = deque((i, sample) for i, text in enumerate(prompts) if text is not None for sample in range(samples))
-    total, results, started, status = len(remaining), dict[tuple[int, int], Result](), time.monotonic(), Status()
+    remaining = deque(
+        (i, sample)
+        for i, text in enumerate(prompts)
+        if text is not None
+        for sample in range(samples)
+    )
+    total = len(remaining)
+    results = dict[tuple[int, int], Result]()
+    started = time.monotonic()
+    status = Status()
     with ExitStack() as stack:
         # The first Ctrl-C waits for the call to end: exiting during a call may crash.
         interrupt = stack.enter_context(Interrupt(signal.SIGINT))
@@ -277,7 +327,9 @@ def _continue_prompts(
             if done < num_tokens:
                 status(f"read {done:,} of {num_tokens:,} prompt tokens")
 
-        for tokens, piece in enumerate(generator.stream(encoded, config.sampling, progress=progress), 1):
+        for tokens, piece in enumerate(
+            generator.stream(encoded, config.sampling, progress=progress), 1
+        ):
             if streamed:
                 print(entry.shown(piece.text), end="" if piece.result is None else "\n", flush=True)
             if piece.result is not None:
@@ -288,8 +340,14 @@ def _continue_prompts(
                 prompt = prompts[result.index]
                 if not streamed and not to_stdout:
                     quoted = json.dumps(prompt, ensure_ascii=False)
-                    name = f"{result.index}, sample {result.sample}" if samples > 1 else f"{result.index}"
-                    _write_line(sys.stdout, f"--- {name}: {entry.shown(quoted)}\n{entry.shown(result.text)}")
+                    name = (
+                        f"{result.index}, sample {result.sample}"
+                        if samples > 1
+                        else f"{result.index}"
+                    )
+                    _write_line(
+                        sys.stdout, f"--- {name}: {entry.shown(quoted)}\n{entry.shown(result.text)}"
+                    )
                 if file is not None and config.json is not None:
                     with ExitStack() if to_stdout else writing("--json", config.json):
                         line = json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False)
@@ -297,7 +355,10 @@ def _continue_prompts(
             if done == 0:
                 status = Status()  # progress starts some seconds after the first text
             elif total > 1 and not is_terminal(sys.stdout):
-                status(f"{done:,} of {total:,} texts, {tokens / (time.monotonic() - started):,.0f} tokens/s")
+                status(
+                    f"{done:,} of {total:,} texts, {tokens / (time.monotonic() - started):,.0f} "
+                    "tokens/s"
+                )
             interrupt.check()
 
 

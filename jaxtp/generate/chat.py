@@ -47,16 +47,29 @@ class ConversationEncoder:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate, system: str | None = None, *, special_tokens: bool = False
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        system: str | None = None,
+        *,
+        special_tokens: bool = False,
     ):
-        self.system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        self._template, self._rendered = template, rendered_tokenizer(tokenizer)
+        self.system: list[Message] = (
+            [] if system is None else [{"role": "system", "content": system}]
+        )
+        self._template = template
+        self._rendered = rendered_tokenizer(tokenizer)
         self._user_tokens = SpecialTokens(self._rendered.tokens, keep=special_tokens)
         self._model_tokens = SpecialTokens(self._rendered.tokens)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the ids up to the model's answer; raises `ChatError` for a refused message or a noncharacter."""
-        tokens = [self._model_tokens if each["role"] == ASSISTANT else self._user_tokens for each in messages]
+        """Returns the ids up to the model's answer; raises `ChatError` for a refused message or
+        a noncharacter.
+        """
+        tokens = [
+            self._model_tokens if each["role"] == ASSISTANT else self._user_tokens
+            for each in messages
+        ]
         escaped = [kind.escape(message) for kind, message in zip(tokens, messages, strict=True)]
         marked = self._user_tokens.mark(self._template.render(escaped))
         ((ids, _),) = self._rendered.encode_batch([(marked, "")])
@@ -66,8 +79,12 @@ class ConversationEncoder:
 class Chat:
     """A conversation on standard input and output; notes go to standard error."""
 
-    def __init__(self, generator: Generator, encoder: ConversationEncoder, settings: GenerationSettings):
-        self._generator, self._encoder, self._settings = generator, encoder, settings
+    def __init__(
+        self, generator: Generator, encoder: ConversationEncoder, settings: GenerationSettings
+    ):
+        self._generator = generator
+        self._encoder = encoder
+        self._settings = settings
         self._messages = encoder.system
         self.speed = Speed()
         """Tokens and seconds of all answers together."""
@@ -92,7 +109,8 @@ class Chat:
                     self._note("(the conversation starts again)")
                 elif text.startswith("/"):
                     raise ChatError(
-                        f"{truncate(text, 40)} is not a command; commands are {', '.join(COMMANDS)}; a text that "
+                        f"{truncate(text, 40)} is not a command; commands are "
+                        f"{', '.join(COMMANDS)}; a text that "
                         "begins with a slash needs a space before it"
                     )
                 else:
@@ -110,7 +128,8 @@ class Chat:
         while sys.stdin is not None:
             try:
                 line = input("> " if self._interactive and sys.stdout.isatty() else "")
-                line.encode()  # in a locale other than UTF-8, Python passes other bytes as surrogates
+                # in a locale other than UTF-8, Python passes other bytes as surrogates
+                line.encode()
             except UnicodeError:
                 raise ChatError("the input is not UTF-8") from None
             except (EOFError, OSError):  # OSError: the terminal is gone
@@ -123,7 +142,8 @@ class Chat:
         ids = self._encoder.encode(messages)
         if problem := self._generator.limits.problem(ids, "start again by /reset"):
             raise GenerationError(f"the conversation {problem}")
-        text, finish = "", None
+        text = ""
+        finish = None
         num_tokens = 0
         # The first Ctrl-C waits until the generator's cache is usable; a second stops at once.
         interrupt = Interrupt(signal.SIGINT)
@@ -141,7 +161,11 @@ class Chat:
         self.speed.add(self._generator.speed)
         print(flush=True)
         if finish is None:
-            say("(interrupted)" if text else "(interrupted before the answer began; the text is discarded)")
+            say(
+                "(interrupted)"
+                if text
+                else "(interrupted before the answer began; the text is discarded)"
+            )
         if text or finish is not None:
             answer = without_noncharacters(text).rpartition(_FINAL)[2]
             self._messages = [*messages, {"role": ASSISTANT, "content": answer}]
@@ -152,7 +176,9 @@ class Chat:
             say("the answer is cut: the model's context is full; start again by /reset")
 
     def _speed(self, num_tokens: int) -> str:
-        """Returns the tokens of the last answer, and how fast they were generated after the first one."""
+        """Returns the tokens of the last answer, and how fast they were generated after the
+        first one.
+        """
         timing = self._generator.speed.timing
         tokens = f"{num_tokens:,} token{'s' if num_tokens > 1 else ''}"
         if not timing.decode_seconds:

@@ -1,8 +1,9 @@
 """The model for decoding: a few tokens at a time, with a KV cache.
 
-Training scans over stacked weights of equal layers. Decoding reads every weight once per token, so slicing a stack,
-casting, or gathering over fsdp would take as long as the matrix product. `to_decode_model` therefore gives each layer
-separate arrays, in the compute dtype, split over tp only, each shared head whole; fsdp splits the batch, like dp.
+Training scans over stacked weights of equal layers. Decoding reads every weight once per token, so
+slicing a stack, casting, or gathering over fsdp would take as long as the matrix product.
+`to_decode_model` therefore gives each layer separate arrays, in the compute dtype, split over tp
+only, each shared head whole; fsdp splits the batch, like dp.
 """
 
 import math
@@ -17,7 +18,14 @@ from flax import nnx
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jaxtp.checkpoint.logical import Variable, logical_spec, named_variables, pad_array, replace_arrays, to_logical
+from jaxtp.checkpoint.logical import (
+    Variable,
+    logical_spec,
+    named_variables,
+    pad_array,
+    replace_arrays,
+    to_logical,
+)
 from jaxtp.collectives import axis_size
 from jaxtp.config.schema import ConfigError
 from jaxtp.hf.adapters import merged_variables
@@ -29,7 +37,9 @@ from jaxtp.mesh import AXES, CP, DP, FSDP, TP, axes_of, batch_parts, make_mesh, 
 from jaxtp.models.config import BLOCKS
 from jaxtp.models.decoder import Decoder, DecoderBlock, EmbeddingAndHead, create_decoder
 
-NO_SPECULATION = "a model with recurrent states (Gated DeltaNet) cannot take back rejected tokens; leave it out"
+NO_SPECULATION = (
+    "a model with recurrent states (Gated DeltaNet) cannot take back rejected tokens; leave it out"
+)
 
 
 class DecodeModel(EmbeddingAndHead):
@@ -37,7 +47,10 @@ class DecodeModel(EmbeddingAndHead):
 
     def __init__(self, model: EmbeddingAndHead, blocks: Iterable[DecoderBlock]):
         self.config = model.config
-        self.embedding, self.positions, self.norm, self.head = model.embedding, model.positions, model.norm, model.head
+        self.embedding = model.embedding
+        self.positions = model.positions
+        self.norm = model.norm
+        self.head = model.head
         self.blocks = nnx.List(blocks)
 
     def empty(self, num_rows: int, num_slots: int) -> KVCaches:
@@ -45,15 +58,20 @@ class DecodeModel(EmbeddingAndHead):
         return tuple(block.init_cache(num_rows, num_slots) for block in self.blocks)
 
     def __call__(self, ids_BT: Array, caches: KVCaches, new: NewTokens) -> tuple[Array, KVCaches]:
-        """Returns the final hidden states `[B, T, D]` (undefined for padding) and the updated KV cache.
+        """Returns the final hidden states `[B, T, D]` (undefined for padding) and the updated KV
+        cache.
 
         Args:
           ids_BT: the tokens; padding may be any ids below V.
           new: row and position of each token.
         """
         if (cp := axis_size(CP)) > 1:
-            raise ConfigError(f"a KV cache cannot be split over cp, and the mesh has cp={cp}; use cp=1 and more tp")
-        x_BTD, updated = self.embed(ids_BT, positions_BT=new.positions), []
+            raise ConfigError(
+                f"a KV cache cannot be split over cp, and the mesh has cp={cp}; use cp=1 "
+                "and more tp"
+            )
+        x_BTD = self.embed(ids_BT, positions_BT=new.positions)
+        updated = []
         for block, block_cache in zip(self.blocks, caches, strict=True):
             x_BTD, block_cache = block.decode(x_BTD, block_cache, new)
             updated.append(block_cache)
@@ -61,7 +79,9 @@ class DecodeModel(EmbeddingAndHead):
 
 
 class StackedDecodeModel(DecodeModel):
-    """Decodes with a decoder's own arrays: scans over its stacks gather and cast one layer at a time."""
+    """Decodes with a decoder's own arrays: scans over its stacks gather and cast one layer at a
+    time.
+    """
 
     def __init__(self, model: Decoder):
         super().__init__(model, ())
@@ -72,13 +92,19 @@ class StackedDecodeModel(DecodeModel):
 
         def stacked(block: DecoderBlock, repeats: int) -> Any:
             cache = block.init_cache(num_rows, num_slots)
-            return jax.tree.map(lambda array: jnp.broadcast_to(array, (repeats, *array.shape)), cache)
+            return jax.tree.map(
+                lambda array: jnp.broadcast_to(array, (repeats, *array.shape)), cache
+            )
 
-        return [[stacked(block, stack.repeats) for block in kinds] for stack, kinds in self.decoder.stacked()]
+        return [
+            [stacked(block, stack.repeats) for block in kinds]
+            for stack, kinds in self.decoder.stacked()
+        ]
 
     def __call__(self, ids_BT: Array, caches: Any, new: NewTokens) -> tuple[Array, Any]:
         """See `DecodeModel`."""
-        x_BTD, updated = self.embed(ids_BT, positions_BT=new.positions), []
+        x_BTD = self.embed(ids_BT, positions_BT=new.positions)
+        updated = []
         for (_, kinds), old in zip(self.decoder.stacked(), caches, strict=True):
             graphs, weights = zip(*(nnx.split(block) for block in kinds), strict=True)
 
@@ -102,7 +128,9 @@ def decode_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
 def decode_mesh(mesh: Mesh) -> Mesh:
     """Returns the mesh of `decode_sizes`, in the same device order."""
     sizes = decode_sizes(mesh_sizes(mesh))
-    return Mesh(mesh.devices.reshape(*(sizes[axis] for axis in AXES)), AXES, axis_types=mesh.axis_types)
+    return Mesh(
+        mesh.devices.reshape(*(sizes[axis] for axis in AXES)), AXES, axis_types=mesh.axis_types
+    )
 
 
 def weight_bytes(model: Decoder, sizes: Mapping[str, int]) -> int:
@@ -119,7 +147,9 @@ def weight_bytes(model: Decoder, sizes: Mapping[str, int]) -> int:
 
 
 def has_states(model: DecodeModel, mesh: Mesh) -> bool:
-    """Returns whether a layer caches a state of one size for rows of any length, which cannot be cut back."""
+    """Returns whether a layer caches a state of one size for rows of any length, which cannot be
+    cut back.
+    """
     rows = batch_parts(mesh_sizes(mesh))
     short, long = (_cache_arrays(model, mesh, rows, num_slots) for num_slots in (1, 2))
     return any(a.shape == b.shape for a, b in zip(short, long, strict=True))
@@ -130,10 +160,15 @@ def cache_bytes(model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int) -
     caches = _cache_arrays(model, mesh, num_rows, num_slots)
     sharding = NamedSharding(mesh, LAYER_SPEC)
     stacked = (math.prod(a.shape[:-4]) * a.dtype.itemsize for a in caches)
-    return sum(size * math.prod(sharding.shard_shape(a.shape[-4:])) for size, a in zip(stacked, caches, strict=True))
+    return sum(
+        size * math.prod(sharding.shard_shape(a.shape[-4:]))
+        for size, a in zip(stacked, caches, strict=True)
+    )
 
 
-def _cache_arrays(model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int) -> list[jax.ShapeDtypeStruct]:
+def _cache_arrays(
+    model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int
+) -> list[jax.ShapeDtypeStruct]:
     with jax.set_mesh(mesh):
         return jax.tree.leaves(jax.eval_shape(lambda: model.empty(num_rows, num_slots)))
 
@@ -148,31 +183,49 @@ def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) 
     config = model.config
 
     def unstacked() -> DecodeModel:
-        plain = replace(config, lora=LoraConfig(), precision=replace(config.precision, matmul="compute"))
+        plain = replace(
+            config, lora=LoraConfig(), precision=replace(config.precision, matmul="compute")
+        )
         decoder = model if plain == config else create_decoder(plain, rngs=nnx.Rngs(0))
         return DecodeModel(decoder, decoder.in_order())
 
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # a mesh in context would not take a stack's specs
+    # a mesh in context would not take a stack's specs
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         graph, abstract = nnx.split(nnx.eval_shape(unstacked))
 
     def target(variable: Variable) -> Variable:
-        dtype = jnp.dtype(config.precision.compute) if isinstance(variable, PARAMETERS) else variable.dtype
+        dtype = (
+            jnp.dtype(config.precision.compute)
+            if isinstance(variable, PARAMETERS)
+            else variable.dtype
+        )
         spec = spec_of(variable)
         sharding = None if mesh is None else NamedSharding(mesh, spec)
-        return variable.replace(jax.ShapeDtypeStruct(variable.shape, dtype, sharding=sharding), out_sharding=spec)
+        return variable.replace(
+            jax.ShapeDtypeStruct(variable.shape, dtype, sharding=sharding), out_sharding=spec
+        )
 
     targets = jax.tree.map(target, abstract, is_leaf=is_variable)
-    arrays = dict(decode_weights(model, named_variables(targets), config.precision.compute, donate=donate))
+    arrays = dict(
+        decode_weights(model, named_variables(targets), config.precision.compute, donate=donate)
+    )
     return nnx.merge(graph, replace_arrays(targets, arrays))
 
 
 def decode_weights(
-    model: Decoder, targets: Mapping[str, Variable], dtype: DType, mesh: Mesh | None = None, *, donate: bool = False
+    model: Decoder,
+    targets: Mapping[str, Variable],
+    dtype: DType,
+    mesh: Mesh | None = None,
+    *,
+    donate: bool = False,
 ) -> Iterator[tuple[str, Array]]:
-    """Yields a decoder's arrays by path in a decode model, with any adapters merged, one stacked parameter at a time.
+    """Yields a decoder's arrays by path in a decode model, with any adapters merged, one stacked
+    parameter at a time.
 
     Args:
-      targets: the decode model's variables, abstract or real; the arrays of real ones are deleted just before.
+      targets: the decode model's variables, abstract or real; the arrays of real ones are deleted
+        just before.
       dtype: of merged kernels.
       mesh: the decode model's, if it may have other devices or another tp than the model's.
       donate: deletes the model's arrays.
@@ -182,7 +235,9 @@ def decode_weights(
     for path, variable in merged_variables(model, dtype):
         stack, general = split_path(path)
         rest = general.removeprefix(BLOCKS)
-        names = [path] if stack is None else [f"{BLOCKS}.{number}{rest}" for number in layers[stack]]
+        names = (
+            [path] if stack is None else [f"{BLOCKS}.{number}{rest}" for number in layers[stack]]
+        )
         if names[0] not in targets:  # a user's second head
             continue
         old = [targets[name].get_raw_value() for name in names]
@@ -191,7 +246,11 @@ def decode_weights(
                 array.delete()
         array = variable[...] if mesh is None else _moved(variable, model_mesh(model), mesh)
         where = old[0].sharding
-        shared = _shared(variable, mesh_sizes(where.mesh)[TP]) if isinstance(where, NamedSharding) else ()
+        shared = (
+            _shared(variable, mesh_sizes(where.mesh)[TP])
+            if isinstance(where, NamedSharding)
+            else ()
+        )
         unstack = _unstack(None if stack is None else len(names), old[0].dtype, where, shared)
         yield from zip(names, unstack(array), strict=True)
         if donate:
@@ -211,18 +270,27 @@ def _moved(variable: Variable, source: Mesh, mesh: Mesh) -> Array:
 
 def _shared(variable: Variable, tp: int) -> tuple[tuple[int, int, int], ...]:
     # Each dim with heads that devices share, the number of heads, and the devices of each.
-    return tuple((dim, tp // n, n) for dim, split in padding_of(variable) if (n := split.shared_by(tp)) > 1)
+    return tuple(
+        (dim, tp // n, n) for dim, split in padding_of(variable) if (n := split.shared_by(tp)) > 1
+    )
 
 
 @cache  # so that arrays of equal shape, also of later models, are not traced again
 def _unstack(
-    num_layers: int | None, dtype: jnp.dtype, sharding: NamedSharding | None, shared: tuple[tuple[int, int, int], ...]
+    num_layers: int | None,
+    dtype: jnp.dtype,
+    sharding: NamedSharding | None,
+    shared: tuple[tuple[int, int, int], ...],
 ) -> Callable[[Array], list[Array]]:
     def layers(array: Array) -> list[Array]:
         for dim, count, times in shared:
             heads = jnp.split(array, count, axis=dim)
             array = jnp.concatenate([head for head in heads for _ in range(times)], axis=dim)
-        return [array[index].astype(dtype) for index in range(num_layers)] if num_layers else [array.astype(dtype)]
+        return (
+            [array[index].astype(dtype) for index in range(num_layers)]
+            if num_layers
+            else [array.astype(dtype)]
+        )
 
     return jax.jit(layers, out_shardings=sharding)
 

@@ -1,13 +1,15 @@
 """`Generator`: streams texts by continuous batching.
 
-When a row's text ends, the next prompt takes the row while the others continue (Yu et al., Orca, OSDI 2022). Prompts
-are packed: several share a sequence, and the last may continue in the next call, so no prompt is padded to another's
-length. A finished row keeps its KV cache, and a prompt with the same first tokens (the next chat turn) reuses it. A
-recurrent state cannot be cut back: a prompt that begins with all tokens of a row reuses it, any other reads all again.
-A prompt that begins like one in another row copies its cache: the samples of a prompt read it once.
+When a row's text ends, the next prompt takes the row while the others continue (Yu et al., Orca,
+OSDI 2022). Prompts are packed: several share a sequence, and the last may continue in the next
+call, so no prompt is padded to another's length. A finished row keeps its KV cache, and a prompt
+with the same first tokens (the next chat turn) reuses it. A recurrent state cannot be cut back: a
+prompt that begins with all tokens of a row reuses it, any other reads all again. A prompt that
+begins like one in another row copies its cache: the samples of a prompt read it once.
 
-The attention kernels are those for packed documents. The cached tokens of a continued prompt come right before its new
-tokens, so each query attends to one range of keys. A few programs therefore serve prompts of any length.
+The attention kernels are those for packed documents. The cached tokens of a continued prompt come
+right before its new tokens, so each query attends to one range of keys. A few programs therefore
+serve prompts of any length.
 """
 
 import math
@@ -41,7 +43,15 @@ from jaxtp.generate.decode_model import (
     weight_bytes,
 )
 from jaxtp.generate.programs import MAX_STEPS, PackedTokens, Programs, RowArrays, Sampled, Shape
-from jaxtp.generate.request import GenerationError, Piece, Prompt, Request, Result, encode_prompts, limits_of
+from jaxtp.generate.request import (
+    GenerationError,
+    Piece,
+    Prompt,
+    Request,
+    Result,
+    encode_prompts,
+    limits_of,
+)
 from jaxtp.generate.sampling import GenerationSettings, check_settings
 from jaxtp.layers.cache import KVCaches
 from jaxtp.layers.lora import LoraConfig
@@ -49,10 +59,14 @@ from jaxtp.mesh import CP, TP, batch_parts, current_platform, mesh_sizes
 from jaxtp.models.config import architecture
 from jaxtp.models.decoder import Decoder
 
-MIN_SLOTS, CHAT_SLOTS = 64, 1024
-"""Minimum tokens of a row, in general and in a chat. Each doubling of a row compiles the programs again."""
+MIN_SLOTS = 64
+CHAT_SLOTS = 1024
+"""Minimum tokens of a row, in general and in a chat. Each doubling of a row compiles the
+programs again.
+"""
 
-CPU_CHUNK, CHUNK = 512, 2048
+CPU_CHUNK = 512
+CHUNK = 2048
 """Defaults of `Generator.chunk`: enough to use all of a CPU or GPU."""
 
 MIN_LENGTH = 16  # Length of the shortest sequence of packed prompts
@@ -61,11 +75,22 @@ MAX_WASTE = 2
 """A compiled program is reused if its sequences are at most this many times longer than needed."""
 
 LEAST_SHARED = 8
-"""A prompt copies another row's tokens from one eighth of a chunk on; fewer are read again in less time."""
+"""A prompt copies another row's tokens from one eighth of a chunk on; fewer are read again in
+less time.
+"""
 
 SECONDS_PER_CALL = 0.1  # Target duration of a decode call; its tokens arrive when it ends
 
-_REPLACED = ("__call__", "embed", "hidden", "with_routing", "stacked", "logits_of_hidden", "logits_at", "projection")
+_REPLACED = (
+    "__call__",
+    "embed",
+    "hidden",
+    "with_routing",
+    "stacked",
+    "logits_of_hidden",
+    "logits_at",
+    "projection",
+)
 """Methods of a decoder that decoding does not call, or calls of `Decoder`."""
 
 StepTokens = tuple[list[list[int]], list[list[float]]]
@@ -96,7 +121,9 @@ class Speed:
     cache_bytes: int = 0  # Bytes of the KV cache on each device
     compile_seconds: float = 0.0  # Compilation, not included in the other times
     timing: Timing = field(default_factory=Timing)
-    """Tokens read (prefill) and generated (decode); the first token of each text belongs to prefill."""
+    """Tokens read (prefill) and generated (decode); the first token of each text belongs to
+    prefill.
+    """
     cut_texts: int = 0  # Number of texts that ended at the model's context
 
     def add(self, later: "Speed") -> None:
@@ -114,7 +141,11 @@ class Speed:
         kept = f"; {timing.kept_tokens:,} more were in the cache" if timing.kept_tokens else ""
         yield f"prefill {_rate(timing.prefill_tokens, timing.prefill_seconds)}{kept}"
         proposed = timing.proposed_tokens
-        share = f"; {timing.accepted_tokens / proposed:.0%} of {proposed:,} proposals accepted" if proposed else ""
+        share = (
+            f"; {timing.accepted_tokens / proposed:.0%} of {proposed:,} proposals accepted"
+            if proposed
+            else ""
+        )
         yield f"decode  {_rate(timing.decode_tokens, timing.decode_seconds)}{share}"
         if self.shape is not None:
             tokens = f"{self.shape.rows} x {self.shape.slots:,} tokens"
@@ -125,7 +156,9 @@ class Speed:
 
 
 def _rate(tokens: int, seconds: float) -> str:
-    return f"{tokens:,} tokens in {seconds:.2f} s" + (f", {tokens / seconds:,.0f} tokens/s" if seconds else "")
+    return f"{tokens:,} tokens in {seconds:.2f} s" + (
+        f", {tokens / seconds:,.0f} tokens/s" if seconds else ""
+    )
 
 
 @dataclass
@@ -170,13 +203,18 @@ class Generator:
         mesh = model_mesh(model)
         if model.config.sequence_parallel and mesh_sizes(mesh)[TP] > 1:
             raise GenerationError(
-                "the model was built with sequence_parallel=True, and a single token cannot be split over tp; "
+                "the model was built with sequence_parallel=True, and a single token cannot be "
+                "split over tp; "
                 "build it with sequence_parallel=None"
             )
-        if changed := [name for name in _REPLACED if getattr(type(model), name) is not getattr(Decoder, name)]:
+        if changed := [
+            name for name in _REPLACED if getattr(type(model), name) is not getattr(Decoder, name)
+        ]:
             raise GenerationError(
-                f"{type(model).__name__} has its own {' and '.join(changed)}, which decoding would not call: it runs "
-                "the blocks one by one. Put the change into a Branch, or into a method of another name"
+                f"{type(model).__name__} has its own {' and '.join(changed)}, which decoding would "
+                "not call: it runs "
+                "the blocks one by one. Put the change into a Branch, or into a method of "
+                "another name"
             )
         self._mesh, self._weight_bytes, self._model = self._place(model, mesh, donate)
         self.config = model.config
@@ -186,7 +224,8 @@ class Generator:
         self.speed = Speed()
         """Speed of the last call."""
         self._num_ids = min(tokenizer.info.vocab_size, model.config.vocab_size)
-        self._batch_parts, self._batch_size = batch_parts(mesh_sizes(self._mesh)), batch_size
+        self._batch_parts = batch_parts(mesh_sizes(self._mesh))
+        self._batch_size = batch_size
         self.chunk = CPU_CHUNK if current_platform() == "cpu" else CHUNK
         """Maximum prompt tokens that a device reads in one call."""
         self._programs: dict[tuple[Shape, GenerationSettings], Programs] = {}
@@ -194,31 +233,46 @@ class Generator:
         self._is_streaming = False
 
     def _place(self, model: Decoder, mesh: Mesh, donate: bool) -> tuple[Mesh, int, DecodeModel]:
-        """Returns the mesh of the programs, the bytes per device that the weights add, and the model there."""
+        """Returns the mesh of the programs, the bytes per device that the weights add, and the
+        model there.
+        """
         sizes = mesh_sizes(mesh)
         if sizes[CP] > 1:
             raise GenerationError(
-                f"the model was built on a mesh with cp={sizes[CP]}, and a KV cache cannot be split over cp; use cp=1 "
+                f"the model was built on a mesh with cp={sizes[CP]}, and a KV cache cannot be "
+                "split over cp; use cp=1 "
                 "and more tp"
             )
-        mesh, size = decode_mesh(mesh), weight_bytes(model, sizes)
+        mesh = decode_mesh(mesh)
+        size = weight_bytes(model, sizes)
         _require_memory(mesh, size, "the weights take", "use more devices by --mesh.tp")
         return mesh, size, to_decode_model(model, mesh, donate=donate)
 
     def update(self, model: Decoder) -> None:
         """Takes the weights of a model in training, from any mesh, with any adapters merged.
 
-        Compiles nothing again. Old arrays are deleted one by one before the new ones are made, and so is the KV cache.
+        Compiles nothing again. Old arrays are deleted one by one before the new ones are made, and
+        so is the KV cache.
 
         Raises:
           GenerationError: the model has another architecture, or a `stream` has not ended.
         """
         if self._is_streaming:
-            raise GenerationError("texts are being generated; finish or close the iterator of stream before update")
+            raise GenerationError(
+                "texts are being generated; finish or close the iterator of stream before update"
+            )
         _require_decoder(model)
-        ours, new = (architecture(replace(each, lora=LoraConfig())) for each in (self.config, model.config))
-        if changed := [f"{name}={new.get(name)!r}, not {ours[name]!r}" for name in ours if new.get(name) != ours[name]]:
-            raise GenerationError(f"update: the model has another architecture: {', '.join(changed)}")
+        ours, new = (
+            architecture(replace(each, lora=LoraConfig())) for each in (self.config, model.config)
+        )
+        if changed := [
+            f"{name}={new.get(name)!r}, not {ours[name]!r}"
+            for name in ours
+            if new.get(name) != ours[name]
+        ]:
+            raise GenerationError(
+                f"update: the model has another architecture: {', '.join(changed)}"
+            )
         self._cache = None
         state = nnx.state(self._model)
         targets = named_variables(state)
@@ -231,7 +285,9 @@ class Generator:
         self, prompts: Sequence[Prompt | None], settings: GenerationSettings = GenerationSettings()
     ) -> list[Result]:
         """Returns the continuations in the order of prompts; see `stream`."""
-        results = [piece.result for piece in self.stream(prompts, settings) if piece.result is not None]
+        results = [
+            piece.result for piece in self.stream(prompts, settings) if piece.result is not None
+        ]
         return sorted(results, key=lambda result: (result.index, result.sample))
 
     def stream(
@@ -246,7 +302,8 @@ class Generator:
 
         Args:
           prompts: texts, or lists of ids, used unchanged; None is skipped but counted.
-          keep: reuses the last call's KV cache for prompts that begin with its tokens, e.g. chat turns.
+          keep: reuses the last call's KV cache for prompts that begin with its tokens, e.g. chat
+            turns.
           progress: called after each chunk with prompt tokens read so far and in total.
 
         Raises:
@@ -261,8 +318,17 @@ class Generator:
             raise GenerationError(f"prompts is a string; for one prompt give [{prompts[:20]!r}]")
         prefix = getattr(self.tokenizer, "prefix", ())
         requests = [
-            Request(index * settings.samples + sample, ids, self.tokenizer, settings, self.end_ids, self.limits.context)
-            for index, ids in enumerate(encode_prompts(prompts, self.tokenizer, prefix, self.limits))
+            Request(
+                index * settings.samples + sample,
+                ids,
+                self.tokenizer,
+                settings,
+                self.end_ids,
+                self.limits.context,
+            )
+            for index, ids in enumerate(
+                encode_prompts(prompts, self.tokenizer, prefix, self.limits)
+            )
             if ids is not None
             for sample in range(settings.samples)
         ]
@@ -276,7 +342,9 @@ class Generator:
         self._is_streaming = True
         try:
             for piece in scheduler.serve(requests):
-                self.speed.cut_texts += piece.result is not None and piece.result.finish == "context"
+                self.speed.cut_texts += (
+                    piece.result is not None and piece.result.finish == "context"
+                )
                 yield piece
         finally:
             self._is_streaming = False
@@ -284,14 +352,28 @@ class Generator:
             if cache.arrays is not None:
                 self._cache = cache
 
-    def _prepare(self, requests: Sequence[Request], settings: GenerationSettings, keep: bool) -> tuple[Programs, Cache]:
-        """Reuses a KV cache with as many rows and enough slots; slots are powers of two, to compile few programs."""
+    def _prepare(
+        self, requests: Sequence[Request], settings: GenerationSettings, keep: bool
+    ) -> tuple[Programs, Cache]:
+        """Reuses a KV cache with as many rows and enough slots; slots are powers of two, to
+        compile few programs.
+        """
         parts = self._batch_parts
-        # On GPUs XLA writes each kernel times a single row, and sums later: 1.5 times as slow on an H200.
-        rows = max(math.ceil(min(self._batch_size, len(requests)) / parts), 1 + (current_platform() != "cpu")) * parts
+        # On GPUs XLA writes each kernel times a single row, and sums later: 1.5 times as slow on an
+        # H200.
+        rows = (
+            max(
+                math.ceil(min(self._batch_size, len(requests)) / parts),
+                1 + (current_platform() != "cpu"),
+            )
+            * parts
+        )
         longest = max(request.num_prompt for request in requests) + settings.max_tokens
-        longest = min(max(longest, CHAT_SLOTS if keep else MIN_SLOTS), self.limits.context or sys.maxsize)
-        shape, cache = Shape(rows, max(MIN_SLOTS, 1 << (longest - 1).bit_length())), self._cache
+        longest = min(
+            max(longest, CHAT_SLOTS if keep else MIN_SLOTS), self.limits.context or sys.maxsize
+        )
+        shape = Shape(rows, max(MIN_SLOTS, 1 << (longest - 1).bit_length()))
+        cache = self._cache
         if cache is not None and (cache.shape.rows != rows or cache.shape.slots < shape.slots):
             cache = None
         shape = shape if cache is None else cache.shape
@@ -304,10 +386,14 @@ class Generator:
             "use a smaller --max-tokens or --batch-size, or shorter prompts",
         )
         self._cache = None  # frees a cache that is not reused
-        key = shape, replace(settings, max_tokens=1, samples=1, seed=0, stop=())  # these do not affect the programs
+        # these do not affect the programs
+        key = shape, replace(settings, max_tokens=1, samples=1, seed=0, stop=())
         if key not in self._programs:
-            self._programs[key] = Programs(self._model, self._mesh, shape, settings, self._num_ids, self.end_ids)
-        programs, tokens = self._programs[key], [list[int]() for _ in range(rows)]
+            self._programs[key] = Programs(
+                self._model, self._mesh, shape, settings, self._num_ids, self.end_ids
+            )
+        programs = self._programs[key]
+        tokens = [list[int]() for _ in range(rows)]
         if cache is None:
             return programs, Cache(shape, programs.empty(), tokens)
         return programs, cache if keep else replace(cache, tokens=tokens)
@@ -315,8 +401,14 @@ class Generator:
 
 def _require_decoder(model: object) -> None:
     if not isinstance(model, Decoder):
-        name = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise GenerationError(f"the model is {name}, which is no jaxtp.Decoder; only a decoder generates texts")
+        name = (
+            f"the class {model.__name__}"
+            if isinstance(model, type)
+            else f"a {type(model).__name__}"
+        )
+        raise GenerationError(
+            f"the model is {name}, which is no jaxtp.Decoder; only a decoder generates texts"
+        )
 
 
 def _num_equal(first: Sequence[int], second: Sequence[int], most: int) -> int:
@@ -343,14 +435,24 @@ class Scheduler:
     """
 
     def __init__(
-        self, programs: Programs, cache: Cache, num_parts: int, max_chunk: int, progress: Callable[[int, int], None]
+        self,
+        programs: Programs,
+        cache: Cache,
+        num_parts: int,
+        max_chunk: int,
+        progress: Callable[[int, int], None],
     ):
         self.timing = Timing()
-        self._programs, self._cache, self._cached, self._num_parts = programs, cache, cache.tokens, num_parts
+        self._programs = programs
+        self._cache = cache
+        self._cached = cache.tokens
+        self._num_parts = num_parts
         self._rows_per_part = len(cache.tokens) // num_parts
-        self._max_chunk, self._progress = max_chunk, progress
+        self._max_chunk = max_chunk
+        self._progress = progress
         self._requests: dict[int, Request] = {}  # by row; a row without one is free
-        self._shared: dict[int, tuple[int, int]] = {}  # by row: the row to copy the first tokens from, and their number
+        # by row: the row to copy the first tokens from, and their number
+        self._shared: dict[int, tuple[int, int]] = {}
         self._steps = 1
         self._history = np.full((len(cache.tokens), cache.shape.slots), -1, np.int32)
 
@@ -374,7 +476,8 @@ class Scheduler:
             other, shared = self._most_shared(row, request)
             copies = shared > max(count, self._max_chunk // LEAST_SHARED)
             count = shared if copies else count
-            if not alone and count < request.num_prompt / 2:  # a row with cached tokens must begin a sequence
+            # a row with cached tokens must begin a sequence
+            if not alone and count < request.num_prompt / 2:
                 count = 0
             if copies and count:
                 self._shared[row] = other, count
@@ -386,7 +489,9 @@ class Scheduler:
             free.remove(row)
 
     def _num_cached(self, row: int, prompt: Sequence[int]) -> int:
-        """Counts cached prompt tokens, except the last, whose logits are needed; a state has all its tokens or none."""
+        """Counts cached prompt tokens, except the last, whose logits are needed; a state has all
+        its tokens or none.
+        """
         cached = self._cached[row]
         most = min(len(cached), len(prompt) - 1)
         count = _num_equal(cached, prompt, most)
@@ -397,10 +502,19 @@ class Scheduler:
 
         All tokens of an equal prompt that is not read yet: its last logits serve both.
         """
-        prompt, counts, least = request.tokens, {row: 0}, self._max_chunk // LEAST_SHARED
+        prompt = request.tokens
+        counts = {row: 0}
+        least = self._max_chunk // LEAST_SHARED
         for other, each in self._requests.items():
-            known = each.tokens if (unread := len(self._cached[other]) < each.num_prompt) else self._cached[other]
-            if other // self._rows_per_part != row // self._rows_per_part or known[:least] != prompt[:least]:
+            known = (
+                each.tokens
+                if (unread := len(self._cached[other]) < each.num_prompt)
+                else self._cached[other]
+            )
+            if (
+                other // self._rows_per_part != row // self._rows_per_part
+                or known[:least] != prompt[:least]
+            ):
                 continue
             if unread and known == prompt:
                 counts[other] = len(prompt)
@@ -422,7 +536,8 @@ class Scheduler:
 
     def _prefill(self) -> Iterator[Piece]:
         total = sum(request.num_prompt - len(self._cached[row]) for row, request in self._unread())
-        total, done = total - sum(count for _, count in self._shared.values()), 0
+        total = total - sum(count for _, count in self._shared.values())
+        done = 0
         self._copy_shared()
         while unread := self._unread():
             parts = [self._next_chunks(unread, part) for part in range(self._num_parts)]
@@ -440,10 +555,15 @@ class Scheduler:
             yield from self._append_tokens(sampled, ended)
 
     def _unread(self) -> list[tuple[int, Request]]:
-        return [(row, each) for row, each in self._requests.items() if len(self._cached[row]) < each.num_prompt]
+        return [
+            (row, each)
+            for row, each in self._requests.items()
+            if len(self._cached[row]) < each.num_prompt
+        ]
 
     def _next_chunks(self, unread: Sequence[tuple[int, Request]], part: int) -> list[Chunk]:
-        chunks, room = list[Chunk](), self._max_chunk
+        chunks = list[Chunk]()
+        room = self._max_chunk
         for row, request in unread:
             start = len(self._cached[row])
             if row // self._rows_per_part != part or row in self._shared:
@@ -457,15 +577,25 @@ class Scheduler:
 
     def _decode(self, *, waiting: bool) -> Iterator[Piece]:
         rows = list(self._requests)
-        sampled, seconds = self._call(partial(self._programs.decode, steps=self._steps, waiting=waiting))
+        sampled, seconds = self._call(
+            partial(self._programs.decode, steps=self._steps, waiting=waiting)
+        )
         # Processes must make the same calls, but would measure different times.
-        lines, width = sampled[0], self._programs.width
-        target = SECONDS_PER_CALL * len(lines) / width / max(seconds, 1e-9) if jax.process_count() == 1 else MAX_STEPS
-        self._steps = min(max(1, int(target)), 2 * self._steps, MAX_STEPS)  # the first call of a program is slower
+        lines = sampled[0]
+        width = self._programs.width
+        target = (
+            SECONDS_PER_CALL * len(lines) / width / max(seconds, 1e-9)
+            if jax.process_count() == 1
+            else MAX_STEPS
+        )
+        # the first call of a program is slower
+        self._steps = min(max(1, int(target)), 2 * self._steps, MAX_STEPS)
         self.timing.decode_seconds += seconds
         pieces = self._append_tokens(sampled, rows)
         self.timing.decode_tokens += len(pieces)
-        first, found = (sum(line[row] >= 0 for line in each for row in rows) for each in (lines[::width], lines))
+        first, found = (
+            sum(line[row] >= 0 for line in each for row in rows) for each in (lines[::width], lines)
+        )
         self.timing.proposed_tokens += first * (width - 1)
         self.timing.accepted_tokens += found - first
         yield from pieces
@@ -473,7 +603,8 @@ class Scheduler:
     def _call(self, program: Callable[..., tuple[KVCaches, Sampled]]) -> tuple[StepTokens, float]:
         caches, self._cache.arrays = self._cache.arrays, None
         assert caches is not None, "an earlier call has failed"
-        started, compiled = time.perf_counter(), self._programs.compile_seconds
+        started = time.perf_counter()
+        compiled = self._programs.compile_seconds
         caches, sampled = program(caches, rows=self._row_arrays())
         if not self._programs.has_states:  # what an interrupt leaves in a state is unknown
             self._cache.arrays = caches
@@ -485,12 +616,14 @@ class Scheduler:
         pieces = []
         for tokens, logprobs in zip(*sampled, strict=True):
             for row in rows:
-                if (request := self._requests.get(row)) is None or tokens[row] < 0:  # its text has ended, or no token
+                # its text has ended, or no token
+                if (request := self._requests.get(row)) is None or tokens[row] < 0:
                     continue
                 if not math.isfinite(logprobs[row]):
                     self._cache.arrays = None
                     raise NumericsError(
-                        f"the logits after prompt {request.index} are not finite: the weights are damaged"
+                        f"the logits after prompt {request.index} are not finite: the weights "
+                        "are damaged"
                     )
                 self._cached[row] += request.tokens[len(self._cached[row]) :]
                 pieces.append(request.append(tokens[row], logprobs[row]))
@@ -510,18 +643,28 @@ class Scheduler:
             tokens[row], lengths[row] = request.tokens[-1], len(request.tokens) - has_text
             left[row], seeds[row] = request.tokens_left, request.seed
         # A copy: the CPU backend may read the array itself.
-        return RowArrays(tokens, lengths, left, seeds, self._history.copy() if self._programs.needs_history else None)
+        return RowArrays(
+            tokens,
+            lengths,
+            left,
+            seeds,
+            self._history.copy() if self._programs.needs_history else None,
+        )
 
     def _pack(self, parts: list[list[Chunk]]) -> PackedTokens:
-        length = self._length(max(sum(stop - start for _, start, stop in chunks) for chunks in parts))
+        length = self._length(
+            max(sum(stop - start for _, start, stop in chunks) for chunks in parts)
+        )
         shape = (self._num_parts, length)
-        ids, rows = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
+        ids = np.zeros(shape, np.int32)
+        rows = np.full(shape, -1, np.int32)
         positions = np.full(shape, self._programs.shape.slots, np.int32)
         last = np.full((self._num_parts, self._rows_per_part), -1, np.int32)
         for part, chunks in enumerate(parts):
             offset = 0
             for row, start, stop in chunks:
-                request, local_row = self._requests[row], row % self._rows_per_part
+                request = self._requests[row]
+                local_row = row % self._rows_per_part
                 span = slice(offset, offset + stop - start)
                 offset = span.stop
                 ids[part, span], rows[part, span] = request.tokens[start:stop], local_row
@@ -534,8 +677,14 @@ class Scheduler:
 
     def _length(self, needed: int) -> int:
         """Returns a fitting compiled program's length, else a power of two."""
-        fits = [length for length in self._programs.read_lengths if needed <= length <= MAX_WASTE * needed]
-        return min(fits, default=min(max(MIN_LENGTH, 1 << (needed - 1).bit_length()), self._max_chunk))
+        fits = [
+            length
+            for length in self._programs.read_lengths
+            if needed <= length <= MAX_WASTE * needed
+        ]
+        return min(
+            fits, default=min(max(MIN_LENGTH, 1 << (needed - 1).bit_length()), self._max_chunk)
+        )
 
 
 def wait(tokens: Array, logprobs: Array, steps: Array) -> StepTokens:

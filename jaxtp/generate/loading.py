@@ -22,7 +22,15 @@ from jaxtp.checkpoint.storage import finished_checkpoints, open_checkpoint
 from jaxtp.config import entry
 from jaxtp.config.entry import UserError
 from jaxtp.config.python_object import load_object
-from jaxtp.config.schema import Keys, Reference, Switch, UserPath, expand, missing_model, nearest_file
+from jaxtp.config.schema import (
+    Keys,
+    Reference,
+    Switch,
+    UserPath,
+    expand,
+    missing_model,
+    nearest_file,
+)
 from jaxtp.data.corpus import PREFIX
 from jaxtp.data.manifest import BYTES, MANIFEST, TOKENIZER
 from jaxtp.data.tokenizer import (
@@ -50,7 +58,14 @@ from jaxtp.hf.config_json import check_adaptable, dtype_of, stored_dtype
 from jaxtp.hf.load import Progress, import_config, load_folder
 from jaxtp.hf.model_folder import CONFIG, Folder, explain_gguf, open_folder
 from jaxtp.hf.peft import PeftFolder, open_peft
-from jaxtp.hf.runs import family_of_run, hf_files_of, load_merged, merge_peft, remedy_of_command, run_model_config
+from jaxtp.hf.runs import (
+    family_of_run,
+    hf_files_of,
+    load_merged,
+    merge_peft,
+    remedy_of_command,
+    run_model_config,
+)
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType
 from jaxtp.mesh import TP, describe_mesh, mesh_sizes
@@ -75,19 +90,23 @@ class SourceConfig:
     """For a run that trained adapters: the base model, if it has moved."""
 
     build: Reference | None = None
-    """For a run with a Decoder of your own: the function or settings of its --model.build. The Python file is
-    imported."""
+    """For a run with a Decoder of your own: the function or settings of its --model.build. The
+    Python file is imported.
+    """
 
     adapters: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Adapters in PEFT's format to merge into the model, in float32 before the cast to --dtype."""
 
     ignore_config: Keys = ()
-    """Unknown attributes of config.json to ignore, because they do not affect the model's outputs. Can be given several
-    times."""
+    """Unknown attributes of config.json to ignore, because they do not affect the model's outputs.
+    Can be given several times.
+    """
 
     special_tokens: Switch = False
-    """Text that spells a special token, such as <|im_start|>, becomes that token; by default it stays text. A chat
-    template's own special tokens are always tokens, and so are all special tokens in tasks of lm-evaluation-harness."""
+    """Text that spells a special token, such as <|im_start|>, becomes that token; by default it
+    stays text. A chat template's own special tokens are always tokens, and so are all special
+    tokens in tasks of lm-evaluation-harness.
+    """
 
     dtype: DType | None = None
     """Dtype of weights and computation; by default float32 on CPUs, and on GPUs the model's own.
@@ -104,14 +123,19 @@ class InferenceMeshConfig:
     """Copies of the model; dp and fsdp split the batch."""
 
     fsdp: int = 1
-    """Shards of each parameter. Generation gathers them once, so each device holds weights split over tp only."""
+    """Shards of each parameter. Generation gathers them once, so each device holds weights split
+    over tp only.
+    """
 
     cp: int = 1
-    """Parts of each sequence, for long texts in evaluation. Generation needs 1: cp cannot split a KV cache."""
+    """Parts of each sequence, for long texts in evaluation. Generation needs 1: cp cannot split
+    a KV cache.
+    """
 
     tp: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Shards of each matrix product and of the heads; by default as many GPUs as the model's heads allow, and 1 on a
-    CPU."""
+    """Shards of each matrix product and of the heads; by default as many GPUs as the model's heads
+    allow, and 1 on a CPU.
+    """
 
 
 def request_devices(config: InferenceMeshConfig) -> None:
@@ -138,7 +162,9 @@ def _default_tp(config: InferenceMeshConfig, model: ModelConfig) -> int:
         return 1
     devices = jax.device_count() // math.prod(max(size, 1) for size in others)
     unpadded = (tp for tp in range(devices, 1, -1) if not padded_sizes(model, tp))
-    return next((tp for tp in unpadded if not list(violations(model, asdict(config) | {TP: tp}))), 1)
+    return next(
+        (tp for tp in unpadded if not list(violations(model, asdict(config) | {TP: tp}))), 1
+    )
 
 
 @dataclass(frozen=True)
@@ -164,10 +190,12 @@ def load_model(source: ModelSource, mesh: Mesh) -> Decoder:
     device = mesh.devices.flat[0]
     enable_compilation_cache(device.platform)
     model = source.load(mesh)
-    size, kind = logical_size(nnx.state(model)), "CPU device" if device.platform == "cpu" else device.device_kind
+    size = logical_size(nnx.state(model))
+    kind = "CPU device" if device.platform == "cpu" else device.device_kind
     print_status(
         f"model   {source.name}: {size:,} parameters, {source.config.precision.compute}\n"
-        f"mesh    {describe_mesh(mesh_sizes(mesh))} = {mesh.size} {kind}{'s' if mesh.size > 1 else ''}"
+        f"mesh    {describe_mesh(mesh_sizes(mesh))} = {mesh.size} "
+        f"{kind}{'s' if mesh.size > 1 else ''}"
     )
     return model
 
@@ -208,7 +236,8 @@ class StoredModel:
 
 
 def open_stored(path: Path, options: SourceConfig, *, has_build: bool = True) -> StoredModel:
-    """Opens a Hugging Face folder, a checkpoint, or the newest checkpoint of a run, and `options.adapters`.
+    """Opens a Hugging Face folder, a checkpoint, or the newest checkpoint of a run, and
+    `options.adapters`.
 
     Args:
       path: the model's folder.
@@ -216,7 +245,8 @@ def open_stored(path: Path, options: SourceConfig, *, has_build: bool = True) ->
       has_build: whether the command has the flag `--build`, for messages.
 
     Raises:
-      ValueError: the model is damaged or unsupported (a subclass, e.g. `CheckpointError`, `HFError`).
+      ValueError: the model is damaged or unsupported (a subclass, e.g. `CheckpointError`,
+        `HFError`).
     """
     dtype: DType
     info: Mapping[str, Any] = {}
@@ -224,24 +254,34 @@ def open_stored(path: Path, options: SourceConfig, *, has_build: bool = True) ->
     opened: Folder | None = None
     if (path / CONFIG).is_file():
         if options.build is not None:
-            raise SourceError(f"--build names the Decoder of a run, and {path} is a model in Hugging Face's format")
+            raise SourceError(
+                f"--build names the Decoder of a run, and {path} is a model in Hugging "
+                "Face's format"
+            )
         opened = open_folder(path)
-        folder, config = path, import_config(opened, None, {}, options.ignore_config)
-        dtype, family = dtype_of(opened), str(opened.attributes["model_type"])
+        folder = path
+        config = import_config(opened, None, {}, options.ignore_config)
+        dtype = dtype_of(opened)
+        family = str(opened.attributes["model_type"])
         if options.adapters is not None:
             check_adaptable(opened.attributes)
     else:
         if options.ignore_config:
-            raise SourceError(f"--ignore-config is for models in Hugging Face's format, and {path} is a run")
+            raise SourceError(
+                f"--ignore-config is for models in Hugging Face's format, and {path} is a run"
+            )
         checkpoint = open_checkpoint(path)
-        folder, info = checkpoint.folder, checkpoint.info
+        folder = checkpoint.folder
+        info = checkpoint.info
         build = None if options.build is None else load_object(options.build, "--build")
         remedy = remedy_of_command(folder, info, has_build=has_build)
-        config, family = run_model_config(folder, info, build, remedy), family_of_run(folder)
+        config = run_model_config(folder, info, build, remedy)
+        family = family_of_run(folder)
         dtype = config.precision.param
     if config.lora.rank and options.adapters is not None:
         raise SourceError(
-            f"--adapters {options.adapters}: {path} has adapters already; merge them first by `jaxtp "
+            f"--adapters {options.adapters}: {path} has adapters already; merge them first "
+            "by `jaxtp "
             f"convert export {path} DIR --merged`, and add others to DIR"
         )
     adapters = None if options.adapters is None else open_peft(options.adapters, config, family)
@@ -276,35 +316,50 @@ def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSour
     if not (path / CONFIG).is_file() and not finished_checkpoints(path):
         if (path / peft.CONFIG).is_file():
             raise SourceError(
-                f"--model {path}: adapters in PEFT's format, without a model; give the model by --model and these by "
+                f"--model {path}: adapters in PEFT's format, without a model; give the model by "
+                "--model and these by "
                 f"--adapters {path}"
             )
         if reason := explain_gguf(path):
             raise SourceError(f"--model {path}: {reason}")
         raise SourceError(
-            f"--model {path}: neither a run with a finished checkpoint nor a model in Hugging Face's format "
+            f"--model {path}: neither a run with a finished checkpoint nor a model in Hugging "
+            "Face's format "
             "(config.json)"
         )
     stored = open_stored(path, options)
-    corpus, data = stored.info.get("corpus", {}), stored.info.get("config", {}).get("data", {})
+    corpus = stored.info.get("corpus", {})
+    data = stored.info.get("config", {}).get("data", {})
     hf_files: Path | None = path
     dtype: str | None
     if stored.is_run:
-        name, dtype = f"{path}, step {stored.folder.name}", stored.config.precision.compute
+        name = f"{path}, step {stored.folder.name}"
+        dtype = stored.config.precision.compute
         hf_files = hf_files_of(stored.folder)
-        paths = (options.tokenizer, data.get("path"), next(iter(data.get("mixture") or ()), None), hf_files)
+        paths = (
+            options.tokenizer,
+            data.get("path"),
+            next(iter(data.get("mixture") or ()), None),
+            hf_files,
+        )
         location = next((expand(Path(each)) for each in paths if each is not None), None)
         tokenizer = _tokenizer_of_run(stored.folder, corpus.get("tokenizer"), location, options)
         folders = [each for each in (location, hf_files) if each is not None and each.is_dir()]
-        ends, prefix = tokenizer.info.end_ids.union(*map(_end_ids, folders)), tuple(corpus.get(PREFIX, ()))
+        ends = tokenizer.info.end_ids.union(*map(_end_ids, folders))
+        prefix = tuple(corpus.get(PREFIX, ()))
     else:
-        name, folders, dtype = str(path), [path], stored_dtype(path)
+        name = str(path)
+        folders = [path]
+        dtype = stored_dtype(path)
         if options.tokenizer is None and not (path / TOKENIZER).is_file():
             raise SourceError(f"{path} has no {TOKENIZER}; give one by --tokenizer PATH")
         tokenizer = open_tokenizer(options.tokenizer or path, special_tokens=options.special_tokens)
-        ends, prefix = _end_ids(path) or tokenizer.info.end_ids, getattr(tokenizer, "prefix", ())
+        ends = _end_ids(path) or tokenizer.info.end_ids
+        prefix = getattr(tokenizer, "prefix", ())
     config = inference_config(stored.config, options.dtype or _default_dtype(dtype))
-    folder = next((each for each in folders if chat_template(each) is not None), next(iter(folders), None))
+    folder = next(
+        (each for each in folders if chat_template(each) is not None), next(iter(folders), None)
+    )
     return ModelSource(
         name=name if stored.adapters is None else f"{name} with {stored.adapters.path}",
         config=config,
@@ -328,7 +383,9 @@ def _default_dtype(stored: str | None) -> DType:
 
 
 def inference_config(config: ModelConfig, compute: DType) -> ModelConfig:
-    """Drops training-only settings and stores weights in the compute dtype, which layers cast to anyway."""
+    """Drops training-only settings and stores weights in the compute dtype, which layers cast to
+    anyway.
+    """
     return replace(
         config,
         attention="auto",  # the run's kernels may be for another device
@@ -341,7 +398,9 @@ def inference_config(config: ModelConfig, compute: DType) -> ModelConfig:
     )
 
 
-def _tokenizer_of_run(folder: Path, recorded: str | None, location: Path | None, options: SourceConfig) -> Tokenizer:
+def _tokenizer_of_run(
+    folder: Path, recorded: str | None, location: Path | None, options: SourceConfig
+) -> Tokenizer:
     if recorded == BYTES:
         if options.tokenizer is not None:
             raise SourceError(f"{folder} was trained on bytes; leave --tokenizer out")
@@ -349,10 +408,14 @@ def _tokenizer_of_run(folder: Path, recorded: str | None, location: Path | None,
     if location is None:
         raise SourceError(f"{folder} does not record its tokenizer; give it by --tokenizer PATH")
     if not location.exists():
-        raise SourceError(f"the tokenizer of {folder} is no longer in {location}; give it by --tokenizer PATH")
+        raise SourceError(
+            f"the tokenizer of {folder} is no longer in {location}; give it by --tokenizer PATH"
+        )
     tokenizer = open_tokenizer(location, special_tokens=options.special_tokens)
     if recorded is not None and tokenizer.info.sha256 != recorded:
-        raise SourceError(f"{location} is not the tokenizer that {folder} was trained with: its sha256 differs")
+        raise SourceError(
+            f"{location} is not the tokenizer that {folder} was trained with: its sha256 differs"
+        )
     return tokenizer
 
 
@@ -374,16 +437,24 @@ def open_tokenizer(path: str | Path, *, special_tokens: bool = False) -> Tokeniz
     try:
         return HuggingFaceTokenizer(content, str(file), special_tokens=special_tokens)
     except TokenizerError:  # perhaps it only lacks an end token, which is not needed here
-        return HuggingFaceTokenizer(content, str(file), has_eos=False, special_tokens=special_tokens)
+        return HuggingFaceTokenizer(
+            content, str(file), has_eos=False, special_tokens=special_tokens
+        )
 
 
 def _end_ids(folder: Path) -> frozenset[int]:
-    return frozenset(end_ids(folder / GENERATION) or end_ids(folder / MODEL_CONFIG))  # the first may name several
+    # the first may name several
+    return frozenset(end_ids(folder / GENERATION) or end_ids(folder / MODEL_CONFIG))
 
 
 def _context(folders: Sequence[Path], config: ModelConfig) -> int | None:
-    length = next((found for folder in folders if (found := context(folder / MODEL_CONFIG)) is not None), None)
+    length = next(
+        (found for folder in folders if (found := context(folder / MODEL_CONFIG)) is not None), None
+    )
     scaling = config.rope_scaling
     if length is None or scaling.kind == "none":
         return length
-    return max(length, int((length if scaling.kind == "linear" else scaling.original_length) * scaling.factor))
+    return max(
+        length,
+        int((length if scaling.kind == "linear" else scaling.original_length) * scaling.factor),
+    )

@@ -1,4 +1,6 @@
-"""Prompts and their generated texts: decodes tokens to whole characters, and ends texts at stop texts."""
+"""Prompts and their generated texts: decodes tokens to whole characters, and ends texts at stop
+texts.
+"""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -17,8 +19,10 @@ Ids = NDArray[np.int32]
 Prompt = str | Sequence[int] | Ids
 Finish = Literal["end", "stop", "length", "context"]
 
-_CONTEXT_TOKENS = 8  # Prompt tokens decoded together with the first new token, whose spelling may depend on them
-_MAX_PENDING = 3  # Maximum tokens of an unfinished character: UTF-8 has up to four bytes, each perhaps a token
+# Prompt tokens decoded together with the first new token, whose spelling may depend on them
+_CONTEXT_TOKENS = 8
+# Maximum tokens of an unfinished character: UTF-8 has up to four bytes, each perhaps a token
+_MAX_PENDING = 3
 _REPLACEMENT = "\ufffd".encode()
 
 
@@ -46,7 +50,8 @@ class Limits:
         wrong = array[(array < 0) | (array >= self.vocab_size)]
         if wrong.size:
             return (
-                f"has the token {wrong[0]}, but the model's tokens are 0 to {self.vocab_size - 1}: this is not the "
+                f"has the token {wrong[0]}, but the model's tokens are 0 to {self.vocab_size - 1}: "
+                "this is not the "
                 "model's tokenizer; give the right one by --tokenizer PATH"
             )
         if self.context is None or array.size < self.context:
@@ -57,7 +62,8 @@ class Limits:
         elif not remedy:
             remedy = "allow it by --beyond-context"
         return (
-            f"has {array.size:,} tokens, and the model's context is {self.context:,}, generated text included{why}; "
+            f"has {array.size:,} tokens, and the model's context is {self.context:,}, generated "
+            f"text included{why}; "
             f"shorten it by {array.size - self.context + 1:,}{', or ' if remedy else ''}{remedy}"
         )
 
@@ -91,7 +97,8 @@ def encode_prompts(
     for index, prompt in present.items():
         if not _is_prompt(prompt):
             raise GenerationError(f"{name(index)} is {prompt!r:.40}, not text or ids")
-        if isinstance(prompt, str) and prompt != prompt.encode(errors="replace").decode():  # half a surrogate pair
+        # half a surrogate pair
+        if isinstance(prompt, str) and prompt != prompt.encode(errors="replace").decode():
             raise GenerationError(f"{name(index)} is not UTF-8")
     texts = {index: prompt for index, prompt in present.items() if isinstance(prompt, str)}
     encoded = dict(zip(texts, tokenizer.encode_batch(list(texts.values())), strict=True))
@@ -106,7 +113,8 @@ def encode_prompts(
 
 def _is_prompt(prompt: object) -> bool:
     array = np.asarray(prompt)
-    return isinstance(prompt, str) or (array.ndim == 1 and array.dtype.kind in "iuf")  # [] is an array of floats
+    # [] is an array of floats
+    return isinstance(prompt, str) or (array.ndim == 1 and array.dtype.kind in "iuf")
 
 
 @dataclass(frozen=True)
@@ -116,9 +124,12 @@ class Result:
     index: int  # index of the prompt, from 0
     text: str  # the text before the end token or the stop text
     ids: tuple[int, ...]  # tokens of the text and of the stop text, without the end token
-    logprobs: tuple[float, ...]  # log-probability of each token in nats, before penalty, temperature and filters
+    # log-probability of each token in nats, before penalty, temperature and filters
+    logprobs: tuple[float, ...]
     finish: Finish
-    """Why the text ended: an end token, a stop text, `max_tokens`, or the model's context (prompt and text)."""
+    """Why the text ended: an end token, a stop text, `max_tokens`, or the model's context
+    (prompt and text).
+    """
     prompt_tokens: int
     sample: int = 0  # index among the texts of the prompt
 
@@ -156,9 +167,12 @@ class Request:
         """The prompt, then the generated tokens without an end token."""
         self.seed = (settings.seed + number) % 2**32
         self.finish: Finish | None = None
-        self._text, self._pending, self._logprobs = "", "", list[float]()
+        self._text = ""
+        self._pending = ""
+        self._logprobs = list[float]()
         self._detokenizer = Detokenizer(tokenizer, self.tokens)
-        self._stops, self._end_ids = settings.stop, end_ids
+        self._stops = settings.stop
+        self._end_ids = end_ids
         room = settings.max_tokens if context is None else context - len(prompt)
         self._limit = len(prompt) + min(settings.max_tokens, room)
         self._limit_reason: Finish = "length" if room >= settings.max_tokens else "context"
@@ -170,22 +184,31 @@ class Request:
 
     def append(self, token: int, logprob: float) -> Piece:
         """Appends a token and returns its text; sets `finish` after the last."""
-        ended, text, stopped = token in self._end_ids, "", False
+        ended = token in self._end_ids
+        text = ""
+        stopped = False
         if not ended:
             self.tokens.append(token)
             self._logprobs.append(logprob)
-            text, self._pending, stopped = cut_at_stop(self._pending + self._detokenizer.feed(token), self._stops)
+            text, self._pending, stopped = cut_at_stop(
+                self._pending + self._detokenizer.feed(token), self._stops
+            )
         if not stopped and (ended or self.tokens_left == 0):
             self.finish = "end" if ended else self._limit_reason
-            rest, pending, stopped = cut_at_stop(self._pending + self._detokenizer.finish(), self._stops)
+            rest, pending, stopped = cut_at_stop(
+                self._pending + self._detokenizer.finish(), self._stops
+            )
             text += rest + pending
         if stopped:
             self.finish = "stop"
         self._text += text
         result = None
         if self.finish is not None:
-            ids, logprobs = tuple(self.tokens[self.num_prompt :]), tuple(self._logprobs)
-            result = Result(self.index, self._text, ids, logprobs, self.finish, self.num_prompt, self.sample)
+            ids = tuple(self.tokens[self.num_prompt :])
+            logprobs = tuple(self._logprobs)
+            result = Result(
+                self.index, self._text, ids, logprobs, self.finish, self.num_prompt, self.sample
+            )
         return Piece(self.index, None if ended else token, text, result, self.sample)
 
 
@@ -200,7 +223,8 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._ids = list(prompt[-_CONTEXT_TOKENS:])
-        self._start, self._emitted = 0, len(self._ids)
+        self._start = 0
+        self._emitted = len(self._ids)
 
     def feed(self, token: int) -> str:
         """Returns the text that this token completes, perhaps empty."""
@@ -208,7 +232,8 @@ class Detokenizer:
         new = self._pending_bytes()
         if new.endswith(_REPLACEMENT) and len(self._ids) - self._emitted <= _MAX_PENDING:
             return ""  # a tokenizer that decodes to text shows an unfinished character as U+FFFD
-        self._start, self._emitted = self._emitted, len(self._ids)
+        self._start = self._emitted
+        self._emitted = len(self._ids)
         return self._utf8.decode(new)
 
     def finish(self) -> str:
@@ -217,7 +242,9 @@ class Detokenizer:
 
     def _pending_bytes(self) -> bytes:
         parts = (self._ids[self._start : end] for end in (self._emitted, len(self._ids)))
-        before, now = (self._tokenizer.decode(np.array(ids, np.int64)) if ids else b"" for ids in parts)
+        before, now = (
+            self._tokenizer.decode(np.array(ids, np.int64)) if ids else b"" for ids in parts
+        )
         return now[len(before) :]
 
 
@@ -225,7 +252,8 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, bool]:
     """Splits `text` at the stop text that is completed earliest.
 
     Returns:
-      `(emit, pending, found)`: text to show now; the end, which may begin a stop text; whether one was found.
+      `(emit, pending, found)`: text to show now; the end, which may begin a stop text; whether one
+      was found.
     """
     if found := [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]:
         return text[: min(found)[1]], "", True
@@ -235,4 +263,11 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, bool]:
 
 def _overlap(text: str, stop: str) -> int:
     """Returns the length of the longest proper prefix of `stop` that ends `text`."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+    return next(
+        (
+            size
+            for size in range(min(len(stop) - 1, len(text)), 0, -1)
+            if text.endswith(stop[:size])
+        ),
+        0,
+    )

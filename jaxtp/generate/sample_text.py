@@ -33,8 +33,8 @@ def sample_text(
 ) -> Callable[[Any, Any], None]:
     """Returns a callback that continues texts with the current parameters, and prints them.
 
-    It decodes with the training state's arrays, on the run's mesh, one layer at a time. So it needs memory only for a
-    layer and a KV cache, and is slower than `Generator`.
+    It decodes with the training state's arrays, on the run's mesh, one layer at a time. So it needs
+    memory only for a layer and a KV cache, and is slower than `Generator`.
 
     Args:
       every: steps between texts.
@@ -54,13 +54,22 @@ def sample_text(
         nonlocal generator, made_for
         if step.index % every:
             return
-        with trainer.paused("sample_text"):  # virtual CPU devices can deadlock with several programs in flight
-            model, run = trainer.model, (trainer.mesh, trainer.config)
+        # virtual CPU devices can deadlock with several programs in flight
+        with trainer.paused("sample_text"):
+            model = trainer.model
+            run = (trainer.mesh, trainer.config)
             if not isinstance(model, Decoder):
-                raise GenerationError(f"sample_text needs a jaxtp.Decoder, and the model is a {type(model).__name__}")
+                raise GenerationError(
+                    f"sample_text needs a jaxtp.Decoder, and the model is a {type(model).__name__}"
+                )
             if generator is None or made_for != run:
-                opened = _tokenizer_of(trainer.config.data) if tokenizer is None else open_tokenizer(tokenizer)
-                generator, made_for = _InPlace(model, opened, batch_size=len(prompts) * settings.samples), run
+                opened = (
+                    _tokenizer_of(trainer.config.data)
+                    if tokenizer is None
+                    else open_tokenizer(tokenizer)
+                )
+                generator = _InPlace(model, opened, batch_size=len(prompts) * settings.samples)
+                made_for = run
             results = generator.sample(model, prompts, settings)
         for each in results:
             text = json.dumps(prompts[each.index] + each.text, ensure_ascii=False)
@@ -72,8 +81,13 @@ def sample_text(
 class _InPlace(Generator):
     """Decodes with the arrays of a training state, which it does not keep."""
 
-    def sample(self, model: Decoder, prompts: Sequence[str], settings: GenerationSettings) -> list[Result]:
-        ids = [[*self.tokenizer.info.prefix, *each.tolist()] for each in self.tokenizer.encode_batch(prompts)]
+    def sample(
+        self, model: Decoder, prompts: Sequence[str], settings: GenerationSettings
+    ) -> list[Result]:
+        ids = [
+            [*self.tokenizer.info.prefix, *each.tolist()]
+            for each in self.tokenizer.encode_batch(prompts)
+        ]
         placed = model if self._mesh == model_mesh(model) else _on_mesh(model, self._mesh)
         self._model = StackedDecodeModel(placed)
         for programs in self._programs.values():
@@ -88,7 +102,8 @@ class _InPlace(Generator):
 
     def _place(self, model: Decoder, mesh: Mesh, donate: bool) -> tuple[Mesh, int, DecodeModel]:
         sizes = mesh_sizes(mesh)
-        # A KV cache cannot be split over cp. Parameters are split over fsdp and cp alike, so no array moves.
+        # A KV cache cannot be split over cp. Parameters are split over fsdp and cp alike, so no
+        # array moves.
         joined = {**sizes, FSDP: sizes[FSDP] * sizes[CP], CP: 1}
         joined_mesh = Mesh(mesh.devices.reshape(*joined.values()), AXES, axis_types=mesh.axis_types)
         return joined_mesh, 0, StackedDecodeModel(model)
@@ -98,7 +113,8 @@ def _on_mesh(model: Decoder, mesh: Mesh) -> Decoder:
     # `mesh` has the same devices, and fsdp and cp as one axis, so most arrays are not copied.
     def place(variable: nnx.Variable[Array]) -> nnx.Variable[Array]:
         spec = spec_of(variable)
-        if any(len({*axes_of(entry)} & {*STORAGE}) == 1 for entry in spec):  # the joined axis has no such parts
+        # the joined axis has no such parts
+        if any(len({*axes_of(entry)} & {*STORAGE}) == 1 for entry in spec):
             spec = PartitionSpec()
         return variable.replace(jax.device_put(variable[...], NamedSharding(mesh, spec)))
 
@@ -108,6 +124,14 @@ def _on_mesh(model: Decoder, mesh: Mesh) -> Decoder:
 
 def _tokenizer_of(data: Any) -> Tokenizer:
     if data.batches is not None:
-        raise GenerationError("sample_text: the batches are your own, and name no tokenizer; give one by tokenizer=")
-    folder = next((expand(Path(each)) for each in (data.path, *data.mixture) if each is not None), None)
-    return ByteTokenizer() if folder is None or not (folder / MANIFEST).is_file() else load_tokenizer(folder)
+        raise GenerationError(
+            "sample_text: the batches are your own, and name no tokenizer; give one by tokenizer="
+        )
+    folder = next(
+        (expand(Path(each)) for each in (data.path, *data.mixture) if each is not None), None
+    )
+    return (
+        ByteTokenizer()
+        if folder is None or not (folder / MANIFEST).is_file()
+        else load_tokenizer(folder)
+    )

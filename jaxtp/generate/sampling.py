@@ -1,8 +1,8 @@
 """Samples the next token from logits, on the devices.
 
-Each filter sets the removed logits of a row to -inf, so filters compose. Tokens of equal probability are kept or
-removed together, whatever the sort order. A row's random numbers depend only on its seed and length, not on the batch
-or the mesh.
+Each filter sets the removed logits of a row to -inf, so filters compose. Tokens of equal
+probability are kept or removed together, whatever the sort order. A row's random numbers depend
+only on its seed and length, not on the batch or the mesh.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,8 @@ from jaxtp.collectives import batch_spec, constrain, device_view
 from jaxtp.config.schema import ConfigError, Count, CountOrZero, allowed, to_plain, validate
 
 _LOOKED_UP = 3  # Tokens that `propose` compares
-_TINY = float(jnp.finfo(jnp.float32).tiny)  # The smallest normal float32; devices flush smaller numbers to 0
+# The smallest normal float32; devices flush smaller numbers to 0
+_TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +36,14 @@ class GenerationSettings:
     """Texts for each prompt, which is read once for all that are generated together."""
 
     seed: CountOrZero = 0
-    """Seed of the first text; each further sample or prompt uses the next seed. A seed gives a prompt the same text in
-    any batch."""
+    """Seed of the first text; each further sample or prompt uses the next seed. A seed gives a
+    prompt the same text in any batch.
+    """
 
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100), allowed("from 0.01 to 100")] = 1.0
-    """Divides positive and multiplies negative logits of tokens that are in the prompt or text (CTRL); 1 is off."""
+    """Divides positive and multiplies negative logits of tokens that are in the prompt or text
+    (CTRL); 1 is off.
+    """
 
     temperature: Annotated[float, Field(ge=0, le=1000), allowed("from 0 to 1000")] = 0.0
     """Randomness of the choice: divides the logits; 0 always takes the most likely token."""
@@ -58,30 +62,47 @@ class GenerationSettings:
     """Text that ends the output and is not part of it; can be given several times."""
 
     speculate: Annotated[int, Field(ge=0, le=64), allowed("from 0 to 64")] = 0
-    """Tokens that each step proposes: those that followed the last tokens earlier in the prompt or text. A step keeps
-    the proposals that equal its own choice, so texts stay the same; texts that repeat come faster."""
+    """Tokens that each step proposes: those that followed the last tokens earlier in the prompt or
+    text. A step keeps the proposals that equal its own choice, so texts stay the same; texts that
+    repeat come faster.
+    """
 
 
 def check_settings(settings: GenerationSettings) -> None:
     """Raises `ConfigError` listing every value that is out of range or has no effect."""
     if isinstance(settings.stop, str):
-        raise ConfigError(f"stop={settings.stop!r} is a string; for one stop text give ({settings.stop!r},)")
-    validate(GenerationSettings, {**to_plain(settings), "stop": tuple(settings.stop)}, source="settings")
+        raise ConfigError(
+            f"stop={settings.stop!r} is a string; for one stop text give ({settings.stop!r},)"
+        )
+    validate(
+        GenerationSettings, {**to_plain(settings), "stop": tuple(settings.stop)}, source="settings"
+    )
     if problems := list(settings_problems(settings)):
         raise ConfigError("; ".join(problems))
 
 
 def settings_problems(
-    settings: GenerationSettings, spell: Callable[[str, object], str] = lambda name, value: f"{name}={value}"
+    settings: GenerationSettings,
+    spell: Callable[[str, object], str] = lambda name, value: f"{name}={value}",
 ) -> Iterator[str]:
-    """Yields a message for each valid setting that has no effect or ends every text at once; `spell` formats it."""
+    """Yields a message for each valid setting that has no effect or ends every text at once;
+    `spell` formats it.
+    """
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    unused = [spell(name, getattr(settings, name)) for name in off if getattr(settings, name) != off[name]]
+    unused = [
+        spell(name, getattr(settings, name)) for name in off if getattr(settings, name) != off[name]
+    ]
     if settings.temperature == 0 and unused:
         values = f"{', '.join(unused)} {'has' if len(unused) == 1 else 'have'}"
-        yield f"{values} no effect at temperature 0, which takes the most likely token; set a temperature"
+        yield (
+            f"{values} no effect at temperature 0, which takes the most likely token; set a "
+            "temperature"
+        )
     if settings.temperature == 0 and settings.samples > 1:
-        yield f"{spell('samples', settings.samples)} would be equal texts at temperature 0; set a temperature"
+        yield (
+            f"{spell('samples', settings.samples)} would be equal texts at temperature 0; set a "
+            "temperature"
+        )
     if "" in settings.stop:
         yield f"{spell('stop', repr(''))} would end every text at once; remove it"
 
@@ -103,9 +124,11 @@ def sample(
       num_ids: vocabulary size of the tokenizer; higher ids are padding and never sampled.
 
     Returns:
-      tokens `[B]` int32 and their log-probabilities `[B]` before penalty, temperature and filters, both replicated.
+      tokens `[B]` int32 and their log-probabilities `[B]` before penalty, temperature and filters,
+      both replicated.
     """
-    row, rows = batch_spec(), batch_spec(None)
+    row = batch_spec()
+    rows = batch_spec(None)
     sample_rows = device_view(
         jax.vmap(partial(_sample_row, settings=settings, num_ids=num_ids)),
         "sample",
@@ -117,7 +140,13 @@ def sample(
 
 
 def _sample_row(
-    logits: Array, seen: Array | None, seed: Array, position: Array, *, settings: GenerationSettings, num_ids: int
+    logits: Array,
+    seen: Array | None,
+    seed: Array,
+    position: Array,
+    *,
+    settings: GenerationSettings,
+    num_ids: int,
 ) -> tuple[Array, Array]:
     logits = jnp.where(jnp.arange(logits.size) < num_ids, logits.astype(jnp.float32), -jnp.inf)
     filtered = apply_filters(logits, seen, settings)
@@ -135,7 +164,8 @@ def propose(history: Array, last: Array, count: int) -> Array:
       history: the row `[S]`; any tokens after the last.
       last: position of the last token, at least 1.
     """
-    # Prompt lookup: tokens after the latest earlier place with most of the last tokens; they repeat at the row's end.
+    # Prompt lookup: tokens after the latest earlier place with most of the last tokens; they repeat
+    # at the row's end.
     places = score = jnp.arange(history.size)
     equal = places < last
     for back in range(_LOOKED_UP):
@@ -171,7 +201,9 @@ def keep_top_k(logits: Array, k: int) -> Array:
 
 
 def keep_top_p(logits: Array, p: float) -> Array:
-    """Keeps a token if the more likely tokens add up to less than p (Holtzman et al., arXiv 1904.09751)."""
+    """Keeps a token if the more likely tokens add up to less than p (Holtzman et al., arXiv
+    1904.09751).
+    """
     ordered = jnp.sort(logits, descending=True)
     probabilities = jax.nn.softmax(ordered)
     before = jnp.cumsum(probabilities) - probabilities
@@ -179,7 +211,9 @@ def keep_top_p(logits: Array, p: float) -> Array:
 
 
 def keep_min_p(logits: Array, p: float) -> Array:
-    """Keeps a token with at least p times the largest probability (Nguyen et al., arXiv 2407.01082)."""
+    """Keeps a token with at least p times the largest probability (Nguyen et al., arXiv
+    2407.01082).
+    """
     return _keep_from(logits, jnp.max(logits) + jnp.log(p))
 
 

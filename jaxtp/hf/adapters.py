@@ -25,7 +25,9 @@ class Adapter:
     target: Target
     kernel: str
     lora: str
-    """`.a` is `[L, in, rank]`, `.b` is `[L, rank, out]`; of experts `[L, E, in, rank]` and `[L, E, rank, out]`."""
+    """`.a` is `[L, in, rank]`, `.b` is `[L, rank, out]`; of experts `[L, E, in, rank]` and
+    `[L, E, rank, out]`.
+    """
     layers: range
 
 
@@ -51,32 +53,46 @@ def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
       ConfigError: the model has adapters, or `lora` has none.
     """
     if model.config.lora.rank:
-        raise ConfigError("the model has adapters already; add them to their kernels by merge_adapters first")
+        raise ConfigError(
+            "the model has adapters already; add them to their kernels by merge_adapters first"
+        )
     if not (lora.rank and lora.targets):
-        raise ConfigError(f"lora.rank={lora.rank} and lora.targets={lora.targets} make no adapters; rank=8 is usual")
+        raise ConfigError(
+            f"lora.rank={lora.rank} and lora.targets={lora.targets} make no adapters; rank=8 "
+            "is usual"
+        )
     config = replace(model.config, lora=lora)
     graph, abstract = abstract_decoder(config)
     factors = nnx.filter_state(abstract, nnx.LoRAParam)
 
     def create() -> nnx.State:
-        return nnx.filter_state(nnx.state(create_decoder(config, rngs=nnx.Rngs(seed))), nnx.LoRAParam)
+        return nnx.filter_state(
+            nnx.state(create_decoder(config, rngs=nnx.Rngs(seed))), nnx.LoRAParam
+        )
 
-    shardings = None if current_mesh() is None else nnx.get_named_sharding(factors, jax.sharding.get_mesh())
+    shardings = (
+        None if current_mesh() is None else nnx.get_named_sharding(factors, jax.sharding.get_mesh())
+    )
     created: nnx.State = jax.jit(create, out_shardings=shardings)()
     return nnx.merge(graph, nnx.merge_state(freeze_as(nnx.state(model), abstract), created))
 
 
 def merge_adapters(model: Decoder, *, dtype: DType | None = None) -> Decoder:
-    """Returns a model with adapters merged in float32, rounded once to `dtype`, by default the frozen weights' dtype.
+    """Returns a model with adapters merged in float32, rounded once to `dtype`, by default the
+    frozen weights' dtype.
 
-    Outputs may differ slightly: an unmerged adapter is added to the layer's output, in the compute dtype.
+    Outputs may differ slightly: an unmerged adapter is added to the layer's output, in the compute
+    dtype.
     """
     config = model.config
     dtype = dtype or config.precision.param
     plain = replace(config, lora=LoraConfig(), precision=replace(config.precision, param=dtype))
     graph, abstract = abstract_decoder(plain)
     arrays = {path: variable[...] for path, variable in merged_variables(model, dtype)}
-    cast = {path: arrays[path].astype(variable.dtype) for path, variable in named_variables(abstract).items()}
+    cast = {
+        path: arrays[path].astype(variable.dtype)
+        for path, variable in named_variables(abstract).items()
+    }
     return nnx.merge(graph, replace_arrays(abstract, cast))
 
 
@@ -85,21 +101,31 @@ Factors = tuple[Array, Array, float]
 
 
 def factors_by_kernel(model: Decoder) -> dict[str, Factors]:
-    """Returns a model's adapters by the path of their kernel; raises `ConfigError` if it has kernels in 8 bits."""
+    """Returns a model's adapters by the path of their kernel; raises `ConfigError` if it has
+    kernels in 8 bits.
+    """
     if model.config.lora.base != "full":
         raise ConfigError(
-            f"lora.base={model.config.lora.base}: adapters are merged into the original kernels, and this model has "
+            f"lora.base={model.config.lora.base}: adapters are merged into the original kernels, "
+            "and this model has "
             "them in 8 bits; jaxtp.load_run(RUN) returns the originals with the run's adapters"
         )
-    config, variables = model.config, named_variables(nnx.state(model, nnx.LoRAParam))
+    config = model.config
+    variables = named_variables(nnx.state(model, nnx.LoRAParam))
     return {
-        each.kernel: (variables[f"{each.lora}.a"][...], variables[f"{each.lora}.b"][...], config.lora.scale)
+        each.kernel: (
+            variables[f"{each.lora}.a"][...],
+            variables[f"{each.lora}.b"][...],
+            config.lora.scale,
+        )
         for each in adapters(config)
     }
 
 
 def merged_variables(model: Decoder, dtype: DType) -> Iterator[tuple[str, Variable]]:
-    """Yields the variables by path, without adapters; an adapted kernel is merged when its turn comes."""
+    """Yields the variables by path, without adapters; an adapted kernel is merged when its turn
+    comes.
+    """
     factors = factors_by_kernel(model)
     for path, variable in named_variables(nnx.state(model)).items():
         if path in factors:

@@ -1,4 +1,6 @@
-"""Converts config.json to a `ModelConfig` and back; a round trip decides whether a family can represent a model."""
+"""Converts config.json to a `ModelConfig` and back; a round trip decides whether a family can
+represent a model.
+"""
 
 import dataclasses
 import difflib
@@ -11,7 +13,14 @@ from typing import Any
 from jaxtp.config import schema as configuration
 from jaxtp.config.reading import truncate
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
-from jaxtp.hf.config_blocks import Settings, name_in_file, read_attribute, read_layers, write_fields, write_layers
+from jaxtp.hf.config_blocks import (
+    Settings,
+    name_in_file,
+    read_attribute,
+    read_layers,
+    write_fields,
+    write_layers,
+)
 from jaxtp.hf.families import ALIASES, FAMILIES, REFUSED, WRAPPERS
 from jaxtp.hf.families.family import Family, is_ignorable
 from jaxtp.hf.model_folder import (
@@ -45,7 +54,9 @@ _TO_BFLOAT16 = {
 }
 """Ways from quantised weights to bfloat16."""
 _EXPERT_DEFAULTS = {
-    field.name: field.default for field in dataclasses.fields(ExpertsConfig) if not hasattr(MLPConfig, field.name)
+    field.name: field.default
+    for field in dataclasses.fields(ExpertsConfig)
+    if not hasattr(MLPConfig, field.name)
 }
 """Defaults of the settings that only experts have."""
 
@@ -90,24 +101,38 @@ def family_of(attributes: Attributes, source: str) -> Family:
     wrapper = WRAPPERS.get(str(model_type))
     if wrapper is not None and text_type not in wrapper.text_types:
         known = " and ".join(wrapper.text_types)
-        raise HFError(f"{source}: a {model_type} with text of {quote(text_type)} is not supported, only {known}")
+        raise HFError(
+            f"{source}: a {model_type} with text of {quote(text_type)} is not supported, "
+            f"only {known}"
+        )
     text_type = ALIASES.get(text_type, text_type) if isinstance(text_type, str) else text_type
     if not isinstance(text_type, str) or text_type not in FAMILIES:
-        wrong = f"model_type = {quote(model_type)} is not supported" if model_type else "model_type is missing"
+        wrong = (
+            f"model_type = {quote(model_type)} is not supported"
+            if model_type
+            else "model_type is missing"
+        )
         why = f", because of {REFUSED[str(model_type)]}" if str(model_type) in REFUSED else ""
         near = "" if why or len(attributes) == 1 else f"; {_nearest(attributes)}"
-        raise HFError(f"{source}: {wrong}{why}; supported are {', '.join((*FAMILIES, *WRAPPERS))}{near}")
+        raise HFError(
+            f"{source}: {wrong}{why}; supported are {', '.join((*FAMILIES, *WRAPPERS))}{near}"
+        )
     family = FAMILIES[text_type]
     more = {} if wrapper is None else wrapper.required
     interleaved = family.interleaved_rope and text.get("rope_interleave", True) is not False
-    return replace(family, wrapper=wrapper, required={**family.required, **more}, interleaved_rope=interleaved)
+    return replace(
+        family, wrapper=wrapper, required={**family.required, **more}, interleaved_rope=interleaved
+    )
 
 
 def check_adaptable(attributes: Attributes) -> None:
-    """Raises `HFError` for a layout of heads that PEFT's adapters of the `model_type` do not have."""
+    """Raises `HFError` for a layout of heads that PEFT's adapters of the `model_type` do not
+    have.
+    """
     if text_attributes(attributes).get("rope_interleave") is False:
         raise HFError(
-            "rope_interleave = False: adapters need the usual layout; write the model in it by `jaxtp convert import "
+            "rope_interleave = False: adapters need the usual layout; write the model in it by "
+            "`jaxtp convert import "
             "FOLDER RUN` and `jaxtp convert export RUN NEW --text-only`"
         )
 
@@ -116,38 +141,62 @@ def _nearest(attributes: Attributes) -> str:
     """Returns the family that lacks the fewest attributes of an unsupported model, and these."""
     inner = attributes.get(TEXT)
     text = {
-        name: value for name, value in (inner if isinstance(inner, dict) else attributes).items() if value is not None
+        name: value
+        for name, value in (inner if isinstance(inner, dict) else attributes).items()
+        if value is not None
     }
     text |= {"architectures": None}
-    lacking = {name: [misfit for misfit, _ in _misfits(text, family, ())] for name, family in FAMILIES.items()}
+    lacking = {
+        name: [misfit for misfit, _ in _misfits(text, family, ())]
+        for name, family in FAMILIES.items()
+    }
     nearest = min(lacking, key=lambda name: len(lacking[name]))
-    listed = ", ".join(f"{truncate(name)} = {quote(text[name])}" for name in lacking[nearest][:_NEAREST])
-    return f"the nearest family by its attributes is {nearest}" + (f", which lacks {listed}" if listed else "")
+    listed = ", ".join(
+        f"{truncate(name)} = {quote(text[name])}" for name in lacking[nearest][:_NEAREST]
+    )
+    return f"the nearest family by its attributes is {nearest}" + (
+        f", which lacks {listed}" if listed else ""
+    )
 
 
-def model_config(attributes: Attributes, source: str, ignore_config: Collection[str] = ()) -> ModelConfig:
-    """Returns the configuration in the attributes; `source` names their file in messages. Raises as `read_config`."""
-    family, text = family_of(attributes, source), text_attributes(attributes)
+def model_config(
+    attributes: Attributes, source: str, ignore_config: Collection[str] = ()
+) -> ModelConfig:
+    """Returns the configuration in the attributes; `source` names their file in messages. Raises
+    as `read_config`.
+    """
+    family = family_of(attributes, source)
+    text = text_attributes(attributes)
     with prefix_errors(source):
         if problems := list(_problems(text, family, ignore_config)):
             raise HFError(join_problems(problems))
-        return configuration.validate(ModelConfig, _fields(text, family), source=f"{source} describes an invalid model")
+        return configuration.validate(
+            ModelConfig, _fields(text, family), source=f"{source} describes an invalid model"
+        )
 
 
 def open_whole(path: Path, config: ModelConfig) -> Whole:
     """Opens the folder that a model came from; raises `HFError` if it has another model."""
-    folder, source = open_folder(path), str(path / CONFIG)
-    family, text = family_of(folder.attributes, source), text_attributes(folder.attributes)
+    folder = open_folder(path)
+    source = str(path / CONFIG)
+    family = family_of(folder.attributes, source)
+    text = text_attributes(folder.attributes)
     with prefix_errors(path):
         stored = configuration.validate(ModelConfig, _fields(text, family), source=source)
         if lost := configuration.differences(_comparable(stored), _comparable(config), "model."):
-            raise HFError(f"another model (it has -> yours has): {join_problems([truncate(line) for line in lost])}")
+            raise HFError(
+                "another model (it has -> yours has): "
+                f"{join_problems([truncate(line) for line in lost])}"
+            )
         return Whole(folder, family, full_names(folder.tensors, family, config.num_layers))
 
 
 def changed_config(whole: Whole, dtype: DType, longest: object) -> dict[str, Any]:
-    """Returns the config.json of `whole` for text tensors of another dtype, or for longer sequences."""
-    text, changes = text_attributes(whole.folder.attributes), dict[str, object]()
+    """Returns the config.json of `whole` for text tensors of another dtype, or for longer
+    sequences.
+    """
+    text = text_attributes(whole.folder.attributes)
+    changes = dict[str, object]()
     if dtype != dtype_of(whole.folder):
         changes["torch_dtype" if "torch_dtype" in text else "dtype"] = dtype
     if longest is not None and longest != text.get(MAX_POSITIONS):
@@ -158,7 +207,9 @@ def changed_config(whole: Whole, dtype: DType, longest: object) -> dict[str, Any
 
 
 def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[str, object]:
-    """Returns config.json attributes that every transformers version reads; raises if the family lacks such models."""
+    """Returns config.json attributes that every transformers version reads; raises if the family
+    lacks such models.
+    """
     written = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -174,7 +225,10 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
         raise HFError(f"a {family.model_type} cannot represent this model: {error}") from None
     if lost := configuration.differences(_comparable(config), read, "model."):
         changes = join_problems([truncate(line) for line in lost])
-        raise HFError(f"a {family.model_type} cannot represent this model (it has -> it would become): {changes}")
+        raise HFError(
+            f"a {family.model_type} cannot represent this model (it has -> it would become): "
+            f"{changes}"
+        )
     return written
 
 
@@ -183,12 +237,20 @@ def _common_settings(config: ModelConfig) -> ModelConfig:
     sparse = next((block for block in blocks if block.num_experts), blocks[0])
     names = [field.name for field in dataclasses.fields(config.block())]
     agreed = [name for name in names if len({repr(getattr(block, name)) for block in blocks}) == 1]
-    return dataclasses.replace(config, **{name: getattr(sparse, name) for name in {*agreed, *_EXPERT_DEFAULTS}})
+    return dataclasses.replace(
+        config, **{name: getattr(sparse, name) for name in {*agreed, *_EXPERT_DEFAULTS}}
+    )
 
 
 def _comparable(config: ModelConfig) -> dict[str, Any]:
-    """Returns the architecture. Settings that differ by layer are lists; dense layers have the experts' defaults."""
-    fields = {name: value for name, value in architecture(config).items() if name not in ("first_blocks", "pattern")}
+    """Returns the architecture. Settings that differ by layer are lists; dense layers have the
+    experts' defaults.
+    """
+    fields = {
+        name: value
+        for name, value in architecture(config).items()
+        if name not in ("first_blocks", "pattern")
+    }
     plain = {
         block: configuration.to_plain(block) | ({} if block.num_experts else _EXPERT_DEFAULTS)
         for block in config.block_kinds()
@@ -204,54 +266,81 @@ def choose_family(config: ModelConfig, name: str | None) -> Family:
     if name is not None and name in WRAPPERS:
         texts = {text: FAMILIES[text] for text in WRAPPERS[name].text_types}
         return replace(_first_that_fits(config, texts), wrapper=WRAPPERS[name])
-    return family_of({"model_type": name}, "--family") if name is not None else _first_that_fits(config, FAMILIES)
+    return (
+        family_of({"model_type": name}, "--family")
+        if name is not None
+        else _first_that_fits(config, FAMILIES)
+    )
 
 
 def _first_that_fits(config: ModelConfig, families: Mapping[str, Family]) -> Family:
     reasons = []
     for family in families.values():
-        if config.most_experts and not any("num_experts" in attribute.fields for attribute in family.attributes):
+        if config.most_experts and not any(
+            "num_experts" in attribute.fields for attribute in family.attributes
+        ):
             continue
         try:
             write_attributes(config, family, "float32")
             return family
         except HFError as error:
             reasons.append(str(error))
-    # A family that needs experts refuses its attributes for a model without, before it can compare settings.
-    nearest = sorted(reasons, key=lambda reason: (" -> " not in reason, reason.count("; ")))[:_NEAREST]
-    raise HFError("no family can represent this model:\n" + "\n".join(f"  {reason}" for reason in nearest))
+    # A family that needs experts refuses its attributes for a model without, before it can compare
+    # settings.
+    nearest = sorted(reasons, key=lambda reason: (" -> " not in reason, reason.count("; ")))[
+        :_NEAREST
+    ]
+    raise HFError(
+        "no family can represent this model:\n" + "\n".join(f"  {reason}" for reason in nearest)
+    )
 
 
 def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[str]:
     known = family.known_attributes()
     for name in ignored:
         if name in family.required or name in known or name == "architectures":
-            yield f"--ignore-config {truncate(name)}: it is known to change the model, so it cannot be ignored"
+            yield (
+                f"--ignore-config {truncate(name)}: it is known to change the model, so it "
+                "cannot be ignored"
+            )
         elif name not in attributes:
             close = difflib.get_close_matches(name, attributes, n=1)
             hint = f"; did you mean {truncate(close[0])}?" if close else ""
             yield f"--ignore-config {truncate(name)}: there is no such attribute{hint}"
     yield from (problem for _, problem in _misfits(attributes, family, ignored))
     if attributes.get("architectures") not in (None, [family.architecture]):
-        yield f"architectures = {quote(attributes['architectures'])} is not supported, only {family.architecture}"
+        yield (
+            f"architectures = {quote(attributes['architectures'])} is not supported, only "
+            f"{family.architecture}"
+        )
 
 
-def _misfits(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[tuple[str, str]]:
+def _misfits(
+    attributes: Attributes, family: Family, ignored: Collection[str]
+) -> Iterator[tuple[str, str]]:
     """Yields attributes that the family does not have, each with a message."""
     known = family.known_attributes()
     for name, value in attributes.items():
         if name == "quantization_config" and value == {}:
             continue  # of weights that are not quantised
         if name == "quantization_config" and isinstance(value, dict) and "quant_method" in value:
-            yield from ((name, problem) for problem in _quantization_problems(str(value["quant_method"]), family))
+            yield from (
+                (name, problem)
+                for problem in _quantization_problems(str(value["quant_method"]), family)
+            )
         elif name in family.required:
             only = family.required[name]
             if value != only and not (value is None and only is False):
-                yield name, f"{name} = {quote(value)} is not supported, only {only!r}: it is known to change the model"
+                yield (
+                    name,
+                    f"{name} = {quote(value)} is not supported, only {only!r}: it is known to "
+                    "change the model",
+                )
         elif not (name in known or name in ignored or is_ignorable(name, value, family)):
             yield (
                 name,
-                f"the attribute {truncate(name)} = {quote(value, 'null')} of a {family.model_type} is unknown and may "
+                f"the attribute {truncate(name)} = {quote(value, 'null')} of a {family.model_type} "
+                "is unknown and may "
                 "change the model; if you know that it does not, ignore it by --ignore-config "
                 f"{shlex.quote(truncate(name))}",
             )
@@ -259,23 +348,30 @@ def _misfits(attributes: Attributes, family: Family, ignored: Collection[str]) -
 
 def _quantization_problems(method: str, family: Family) -> Iterator[str]:
     if method not in family.quantization:
-        how = _TO_BFLOAT16.get(method, "use the model that it was made from: the base model on its page of the Hub")
-        known = f"{' and '.join(sorted(family.quantization))} in blocks, or weights of 16 or 32 bits"
+        how = _TO_BFLOAT16.get(
+            method, "use the model that it was made from: the base model on its page of the Hub"
+        )
+        known = (
+            f"{' and '.join(sorted(family.quantization))} in blocks, or weights of 16 or 32 bits"
+        )
         yield f"quant_method = {quote(method)} is not supported, only {known}; {how}"
 
 
 def _fields(attributes: Attributes, family: Family) -> Settings:
-    fields, names = dict(family.always), dict[str, str]()
+    fields = dict(family.always)
+    names = dict[str, str]()
     for attribute in sorted(family.attributes, key=lambda attribute: attribute.unit is not None):
         if attribute.unit is not None and "head_dim" not in fields:
             fields["head_dim"] = _head_dim(attributes, family, fields)
         names |= dict.fromkeys(attribute.fields, name_in_file(attribute, attributes))
         fields |= dict.fromkeys(attribute.fields, read_attribute(attribute, attributes, fields))
     fields["head_dim"] = _head_dim(attributes, family, fields)
-    num_experts, per_token = fields.get("num_experts"), fields.get("experts_per_token", 0)
+    num_experts = fields.get("num_experts")
+    per_token = fields.get("experts_per_token", 0)
     if num_experts and per_token > num_experts:
         raise HFError(
-            f"{names['experts_per_token']} = {per_token}: should be at most {names['num_experts']} = {num_experts}"
+            f"{names['experts_per_token']} = {per_token}: should be at most {names['num_experts']} "
+            f"= {num_experts}"
         )
     return {**fields, **read_layers(attributes, family, fields)}
 
@@ -288,7 +384,8 @@ def _head_dim(attributes: Attributes, family: Family, fields: Settings) -> int:
         return whole("head_dim", family.default_head_dim if original is None else original)
     if fields["d_model"] % fields["num_heads"]:
         raise HFError(
-            f"hidden_size = {fields['d_model']} is not divisible by num_attention_heads = {fields['num_heads']}, and "
+            f"hidden_size = {fields['d_model']} is not divisible by num_attention_heads = "
+            f"{fields['num_heads']}, and "
             "there is no head_dim"
         )
     return int(fields["d_model"] // fields["num_heads"])

@@ -16,7 +16,14 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxtp.checkpoint.logical import Variable, logical_spec, named_variables, pad_array, replace_arrays, select_paths
+from jaxtp.checkpoint.logical import (
+    Variable,
+    logical_spec,
+    named_variables,
+    pad_array,
+    replace_arrays,
+    select_paths,
+)
 from jaxtp.config.entry import say
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
 from jaxtp.hf.model_folder import CONFIG, Folder, HFError, open_folder, prefix_errors
@@ -32,7 +39,11 @@ Progress = Callable[[int, int], None]  # Called with the bytes read or written s
 
 _TILE = 64
 _ALIGNMENT = 64  # Alignment in bytes that XLA needs to use a CPU array without a copy
-_EXPONENTS = {"F32": (np.uint32, 0x7F800000), "BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00)}
+_EXPONENTS = {
+    "F32": (np.uint32, 0x7F800000),
+    "BF16": (np.uint16, 0x7F80),
+    "F16": (np.uint16, 0x7C00),
+}
 """Unsigned dtype and exponent mask; a number is not finite if all exponent bits are set."""
 
 
@@ -46,8 +57,8 @@ def load_hf(
 ) -> Decoder:
     """Loads a model from a Hugging Face folder, onto the mesh in context or one device.
 
-    Each byte is read once. Besides the model, host memory holds at most one tensor, or one layer's kernel of all
-    experts.
+    Each byte is read once. Besides the model, host memory holds at most one tensor, or one layer's
+    kernel of all experts.
 
     Args:
       path: folder with config.json and safetensors, in one file or several with an index.
@@ -60,11 +71,16 @@ def load_hf(
     """
     folder = open_folder(Path(path))
     config = import_config(folder, precision, overrides, ignore_config)
-    return load_folder(folder, config, None if current_mesh() is None else jax.sharding.get_mesh(), progress)
+    return load_folder(
+        folder, config, None if current_mesh() is None else jax.sharding.get_mesh(), progress
+    )
 
 
 def import_config(
-    folder: Folder, precision: Precision | None, overrides: Mapping[str, Any], ignore_config: Collection[str] = ()
+    folder: Folder,
+    precision: Precision | None,
+    overrides: Mapping[str, Any],
+    ignore_config: Collection[str] = (),
 ) -> ModelConfig:
     """Returns a folder's model configuration; raises as `load_hf`."""
     config = model_config(folder.attributes, str(folder.path / CONFIG), ignore_config)
@@ -73,9 +89,14 @@ def import_config(
         hint = f"; did you mean {close[0]}?" if close else ""
         raise HFError(f"{', '.join(unknown)}: no field of ModelConfig{hint}")
     if "lora" in overrides:
-        raise HFError("lora: load the model, then give it adapters: jaxtp.add_adapters(model, LoraConfig(rank=8))")
+        raise HFError(
+            "lora: load the model, then give it adapters: jaxtp.add_adapters(model, "
+            "LoraConfig(rank=8))"
+        )
     if fixed := [name for name in overrides if name in architecture(config)]:
-        raise HFError(f"{', '.join(fixed)}: {folder.path / CONFIG} determines the architecture; leave it out")
+        raise HFError(
+            f"{', '.join(fixed)}: {folder.path / CONFIG} determines the architecture; leave it out"
+        )
     if precision is None:
         precision = Precision(param="bfloat16" if dtype_of(folder) == "bfloat16" else "float32")
     return dataclasses.replace(config, precision=precision, **overrides)
@@ -88,7 +109,9 @@ def print_notes(folder: Folder) -> None:
             say(f"{folder.path}: {note}")
 
 
-def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress: Progress | None = None) -> Decoder:
+def load_folder(
+    folder: Folder, config: ModelConfig, mesh: Mesh | None, progress: Progress | None = None
+) -> Decoder:
     """Loads a model with the configuration of `import_config`; raises as `load_hf`."""
     print_notes(folder)
     return nnx.merge(*load_state(folder, config, mesh, progress=progress))
@@ -102,15 +125,23 @@ def load_state(
     progress: Progress | None = None,
     only: Callable[[str], bool] = lambda path: True,
 ) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
-    """Returns the graph of `load_folder`'s model, and its variables whose dotted path is to be loaded (`only`)."""
+    """Returns the graph of `load_folder`'s model, and its variables whose dotted path is to be
+    loaded (`only`).
+    """
     with prefix_errors(folder.path):
         validate_model(config, mesh_sizes(mesh), fixed=True)
         family = family_of(folder.attributes, str(folder.path / CONFIG))
         require_prediction_heads(folder, family, config.num_layers)
         graph, abstract = abstract_decoder(config)
         stored, needed = match_tensors(folder.tensors, named_variables(abstract), config, family)
-        copies = {name_of(TABLE, family): stored.get(name_of(HEAD, family))} if config.tie_embeddings else {}
-        chosen = {name: [part for part in parts if only(part.ours)] for name, parts in needed.items()}
+        copies = (
+            {name_of(TABLE, family): stored.get(name_of(HEAD, family))}
+            if config.tie_embeddings
+            else {}
+        )
+        chosen = {
+            name: [part for part in parts if only(part.ours)] for name, parts in needed.items()
+        }
         chosen = {name: parts for name, parts in chosen.items() if parts}
         abstract = select_paths(abstract, only)
         return graph, load_tensors(stored, chosen, abstract, mesh, copies=copies, progress=progress)
@@ -119,15 +150,22 @@ def load_state(
 def _checked_blocks(
     tensor: StoredTensor, copy: StoredTensor | None, first: int, last: int
 ) -> Iterator[tuple[int, Block]]:
-    """Yields rows in blocks; refuses non-finite values, and a `copy` (a tied head) with other values."""
+    """Yields rows in blocks; refuses non-finite values, and a `copy` (a tied head) with other
+    values.
+    """
     unsigned, mask = _EXPONENTS[tensor.dtype]
     copied = None if copy is None else copy.blocks(first, last)
     for row, block in tensor.blocks(first, last):
         if ((block.view(unsigned) & mask) == mask).any():
-            raise HFError(f"{tensor.file}: {tensor.name} has elements that are not finite, from row {row} on")
+            raise HFError(
+                f"{tensor.file}: {tensor.name} has elements that are not finite, from row {row} on"
+            )
         if copy is not None and copied is not None and not np.array_equal(next(copied)[1], block):
             names = f"{copy.name} and {tensor.name}"
-            raise HFError(f"tie_word_embeddings is true, but {names} differ in value; the setting or a tensor is wrong")
+            raise HFError(
+                f"tie_word_embeddings is true, but {names} differ in value; the setting or a "
+                "tensor is wrong"
+            )
         yield row, block
 
 
@@ -144,14 +182,19 @@ def load_tensors(
 
     `copies` maps a tensor's name to a tensor that must be equal: a tied head.
     """
-    done, total = 0, sum(tensors[name].num_bytes for name in needed)
+    done = 0
+    total = sum(tensors[name].num_bytes for name in needed)
     variables = named_variables(abstract)
     remaining = Counter(part.target for parts in needed.values() for part in parts)
-    stacked = {ours: variable for ours, variable in variables.items() if split_path(ours)[0] is not None}
+    stacked = {
+        ours: variable for ours, variable in variables.items() if split_path(ours)[0] is not None
+    }
     shapes = {ours: (tuple(v.shape), v.dtype) for ours, v in stacked.items()}
     shardings = {ours: _sharding(mesh, spec_of(v)) for ours, v in stacked.items()}
     # One program, compiled once for all stacks.
-    zeros = jax.jit(lambda: {ours: jnp.zeros(*shape) for ours, shape in shapes.items()}, out_shardings=shardings)
+    zeros = jax.jit(
+        lambda: {ours: jnp.zeros(*shape) for ours, shape in shapes.items()}, out_shardings=shardings
+    )
     arrays: dict[str, Array] = zeros()
     buffers_of: dict[tuple[str, int | None], _Buffers] = {}
     for name, parts in needed.items():
@@ -159,8 +202,14 @@ def load_tensors(
             if (ours, index) not in buffers_of:
                 buffers_of[ours, index] = _Buffers(variables[ours], mesh, stacked=index is not None)
         filled = [(part, buffers_of[part.target]) for part in parts]
-        bounds = [rows for part, buffers in filled for _, (rows, *_), _ in buffers.slices(part) if rows[0] < rows[1]]
-        first, last = min((a for a, _ in bounds), default=0), max((b for _, b in bounds), default=0)
+        bounds = [
+            rows
+            for part, buffers in filled
+            for _, (rows, *_), _ in buffers.slices(part)
+            if rows[0] < rows[1]
+        ]
+        first = min((a for a, _ in bounds), default=0)
+        last = max((b for _, b in bounds), default=0)
         for row, block in _checked_blocks(tensors[name], (copies or {}).get(name), first, last):
             for part, buffers in filled:
                 buffers.fill(part, row, block)
@@ -194,48 +243,66 @@ class _Buffers:
     def __init__(self, variable: Variable, mesh: Mesh | None, *, stacked: bool):
         dims = slice(1 if stacked else 0, None)  # the layer dim is not split
         self.padding = padding_of(variable)
-        self.shape, self.padded = logical_shape(variable)[dims], tuple(variable.shape)[dims]
+        self.shape = logical_shape(variable)[dims]
+        self.padded = tuple(variable.shape)[dims]
         self.padded_sharding = _sharding(mesh, PartitionSpec(*tuple(spec_of(variable))[dims]))
-        self.sharding = _sharding(mesh, PartitionSpec(*tuple(logical_spec(variable, mesh_sizes(mesh)))[dims]))
+        self.sharding = _sharding(
+            mesh, PartitionSpec(*tuple(logical_spec(variable, mesh_sizes(mesh)))[dims])
+        )
         indices = self.sharding.addressable_devices_indices_map(self.shape)
         self.bounds = {device: _bounds(index, self.shape) for device, index in indices.items()}
         dtype = np.dtype(variable.dtype)
-        self.blocks = {where: _aligned_zeros(tuple(b - a for a, b in where), dtype) for where in self.bounds.values()}
+        self.blocks = {
+            where: _aligned_zeros(tuple(b - a for a, b in where), dtype)
+            for where in self.bounds.values()
+        }
 
     def slices(self, part: TensorPart) -> Iterator[tuple[Block, _Bounds, Columns | None]]:
-        """Yields each device's part of a tensor in the dim order of the file, its bounds in the file, and the indices
-        there of its columns if they are not consecutive."""
+        """Yields each device's part of a tensor in the dim order of the file, its bounds in the
+        file, and the indices there of its columns if they are not consecutive.
+        """
         for where, block in self.blocks.items():
             if part.expert is not None:
-                expert, where = part.expert - where[0][0], where[1:]
+                expert = part.expert - where[0][0]
+                where = where[1:]
                 if not 0 <= expert < len(block):
                     continue
                 block = block[expert]
             if part.head is not None:  # its numbers on this device
-                size, start = part.shape[0], where[0][0] - part.head * part.shape[0]
-                low, high = max(0, start), min(size, start + len(block))
+                size = part.shape[0]
+                start = where[0][0] - part.head * part.shape[0]
+                low = max(0, start)
+                high = min(size, start + len(block))
                 yield block[low - start : max(low, high) - start], ((low, high),), None
                 continue
             if not where:  # a number
                 yield block.reshape(1), ((0, 1),), None
                 continue
-            (begin, end), before = where[-1], where[:-1]
+            begin, end = where[-1]
+            before = where[:-1]
             if part.inner:
                 before = (*before[:-1], (before[-1][0] + part.inner, before[-1][1] + part.inner))
-            columns, bounds = None, (begin + part.first, end + part.first)
+            columns = None
+            bounds = (begin + part.first, end + part.first)
             if part.columns is not None:
                 columns = part.columns[begin:end]
-                bounds = (int(columns.min(initial=part.columns.max())), int(columns.max(initial=-1)) + 1)
+                bounds = (
+                    int(columns.min(initial=part.columns.max())),
+                    int(columns.max(initial=-1)) + 1,
+                )
             where = (*before, bounds)
             if part.transposed:
-                block, where = block.swapaxes(-2, -1), (*before[:-1], bounds, before[-1])
+                block = block.swapaxes(-2, -1)
+                where = (*before[:-1], bounds, before[-1])
             if part.experts_last:
-                block, where = np.moveaxis(block, 0, -1), (*where[1:], where[0])
+                block = np.moveaxis(block, 0, -1)
+                where = (*where[1:], where[0])
             yield block, where, columns
 
     def fill(self, part: TensorPart, row: int, rows: Block) -> None:
         for block, ((start, stop), *others), columns in self.slices(part):
-            low, high = max(row, start), min(row + len(rows), stop)
+            low = max(row, start)
+            high = min(row + len(rows), stop)
             if low >= high:
                 continue
             source = rows[(slice(low - row, high - row), *(slice(*bounds) for bounds in others))]
@@ -243,21 +310,33 @@ class _Buffers:
             if columns is None:
                 _copy(block[low - start : high - start], source)
             elif output_dim:
-                _copy(block[low - start : high - start], source.take(columns - others[output_dim - 1][0], output_dim))
+                _copy(
+                    block[low - start : high - start],
+                    source.take(columns - others[output_dim - 1][0], output_dim),
+                )
             else:
                 inside = np.flatnonzero((low <= columns) & (columns < high))
                 for run in np.split(inside, np.flatnonzero(np.diff(inside) != 1) + 1):
                     _copy(block[run[0] : run[-1] + 1], source[columns[run] - low])
 
     def placed(self) -> Array:
-        placed = [jax.device_put(self.blocks[where], device) for device, where in self.bounds.items()]
+        placed = [
+            jax.device_put(self.blocks[where], device) for device, where in self.bounds.items()
+        ]
         array = jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
-        return array if self.shape == self.padded else pad_array(array, self.padding, self.padded_sharding)
+        return (
+            array
+            if self.shape == self.padded
+            else pad_array(array, self.padding, self.padded_sharding)
+        )
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Bounds:
     whole = (slice(None),) * len(shape)
-    return tuple((dim.indices(size)[0], dim.indices(size)[1]) for dim, size in zip(index or whole, shape, strict=True))
+    return tuple(
+        (dim.indices(size)[0], dim.indices(size)[1])
+        for dim, size in zip(index or whole, shape, strict=True)
+    )
 
 
 def _copy(target: Block, source: Block) -> None:

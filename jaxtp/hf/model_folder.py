@@ -1,7 +1,9 @@
-"""Reads an untrusted Hugging Face folder: config.json, and safetensors in one file or several with an index.
+"""Reads an untrusted Hugging Face folder: config.json, and safetensors in one file or several with
+an index.
 
-Nothing in it is executed; pickles are never opened. Weights may be links to any file, since they are parsed only as
-safetensors. Other files may be copied or printed: they must be in the folder or the hub's cache (`models--.../blobs/`).
+Nothing in it is executed; pickles are never opened. Weights may be links to any file, since they
+are parsed only as safetensors. Other files may be copied or printed: they must be in the folder or
+the hub's cache (`models--.../blobs/`).
 """
 
 import math
@@ -27,7 +29,9 @@ _MAX_COPIED = 2**28  # Bytes; the largest tokenizers have about 50 million
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 _WRAPPER = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""Parts of the names of tensors that torch.compile, FSDP and activation checkpointing add before any module."""
+"""Parts of the names of tensors that torch.compile, FSDP and activation checkpointing add before
+any module.
+"""
 _PARALLEL = "module."  # DistributedDataParallel adds it before the whole name
 _FP8_BLOCK = (128, 128)  # Default of weight_block_size
 _LISTED = 10  # Maximum number of problems in a message
@@ -81,7 +85,9 @@ def join_problems(problems: list[str]) -> str:
     return "; ".join([*problems[:_LISTED], *more])
 
 
-def read_attributes(path: Path, name: str = CONFIG, kind: str = "Hugging Face format") -> dict[str, Any]:
+def read_attributes(
+    path: Path, name: str = CONFIG, kind: str = "Hugging Face format"
+) -> dict[str, Any]:
     """Reads a folder's configuration; raises `HFError` if it is missing or damaged."""
     if path.is_file() and (reason := explain_gguf(path)):
         raise HFError(f"{path}: {reason}")
@@ -95,8 +101,12 @@ def read_attributes(path: Path, name: str = CONFIG, kind: str = "Hugging Face fo
 
 
 def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Returns the contents of `names` that exist; refuses large files and links out of the folder."""
-    return {name: _read(folder, name, _MAX_COPIED) for name in names if os.path.lexists(folder / name)}
+    """Returns the contents of `names` that exist; refuses large files and links out of the
+    folder.
+    """
+    return {
+        name: _read(folder, name, _MAX_COPIED) for name in names if os.path.lexists(folder / name)
+    }
 
 
 def _read(folder: Path, name: str, most: int) -> bytes:
@@ -129,8 +139,15 @@ def _read_headers(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
     if has_whole:
         return read_header(path / WEIGHTS), [*leftover, *_unread(path, [WEIGHTS], WEIGHTS)]
     if any(_SHARD.fullmatch(file.name) for file in path.iterdir()):
-        raise HFError(f"{path}: the weights are in several files, and {INDEX}, which maps tensors to files, is missing")
-    reason = explain_pickle(path, "transformers") or explain_gguf(path) or f"neither {WEIGHTS} nor {INDEX} is there"
+        raise HFError(
+            f"{path}: the weights are in several files, and {INDEX}, which maps tensors to files, "
+            "is missing"
+        )
+    reason = (
+        explain_pickle(path, "transformers")
+        or explain_gguf(path)
+        or f"neither {WEIGHTS} nor {INDEX} is there"
+    )
     raise HFError(f"{path}: {reason}")
 
 
@@ -143,8 +160,12 @@ def _unread(path: Path, read: Collection[str], source: str) -> list[str]:
     return [f"the weights are read as {source} has them; not read: {names}{more}"]
 
 
-def without_wrappers(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Returns tensors by their names without what PyTorch's wrappers of modules add, and notes on it."""
+def without_wrappers(
+    tensors: Mapping[str, StoredTensor],
+) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Returns tensors by their names without what PyTorch's wrappers of modules add, and notes
+    on it.
+    """
     plain = {name: _WRAPPER.sub("", name) for name in tensors}
     found = {name for each in tensors for name in _WRAPPER.findall(each)}
     # A module of the model may be called `module`, but not one that holds all others.
@@ -157,9 +178,15 @@ def without_wrappers(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, Sto
     for name, tensor in tensors.items():
         renamed = replace(tensor, name=plain[name])
         if unwrapped.setdefault(plain[name], renamed) is not renamed:
-            both = " and ".join(truncate(each, 200) for each in tensors if plain[each] == plain[name])
-            raise HFError(f"{tensor.file}: {both} are the same tensor but for {_quoted(found)}; remove one")
-    return unwrapped, [f"{_quoted(found)} in the names of tensors is left out: a wrapper of PyTorch added it"]
+            both = " and ".join(
+                truncate(each, 200) for each in tensors if plain[each] == plain[name]
+            )
+            raise HFError(
+                f"{tensor.file}: {both} are the same tensor but for {_quoted(found)}; remove one"
+            )
+    return unwrapped, [
+        f"{_quoted(found)} in the names of tensors is left out: a wrapper of PyTorch added it"
+    ]
 
 
 def _quoted(names: Iterable[str]) -> str:
@@ -173,8 +200,10 @@ def explain_gguf(path: Path) -> str | None:
     if found is None:
         return None
     return (
-        f"{truncate(found)} is GGUF, which jaxtp does not read; download the model that it was made from, in "
-        f"safetensors, or convert it by transformers: from_pretrained(FOLDER, gguf_file={truncate(found)!r})"
+        f"{truncate(found)} is GGUF, which jaxtp does not read; download the model that it was "
+        "made from, in "
+        "safetensors, or convert it by transformers: from_pretrained(FOLDER, "
+        f"gguf_file={truncate(found)!r})"
         ".save_pretrained(NEW)"
     )
 
@@ -185,42 +214,56 @@ def explain_pickle(path: Path, library: str) -> str | None:
     if not pickles:
         return None
     return (
-        f"{pickles[0]} is a pickle, which can run any code when it is opened, so jaxtp never opens it; if you "
+        f"{pickles[0]} is a pickle, which can run any code when it is opened, so jaxtp never opens "
+        "it; if you "
         f"trust it, convert it to safetensors by save_pretrained(folder) of {library}"
     )
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
     weight_map = read_json(path, INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) for file in weight_map.values()
+    ):
         raise HFError(f"{path / INDEX}: weight_map should map the name of each tensor to its file")
     if not weight_map:
         raise HFError(f"{path / INDEX}: weight_map is empty")
     for name in dict.fromkeys(weight_map.values()):
         if not name.endswith(".safetensors"):
-            raise HFError(f"{path / INDEX}: {truncate(name)!r} is not a safetensors file; no other is opened")
+            raise HFError(
+                f"{path / INDEX}: {truncate(name)!r} is not a safetensors file; no other is opened"
+            )
         if name != Path(name).name or "\\" in name or not name.isprintable():
-            raise HFError(f"{path / INDEX}: '{truncate(name)}' is not the name of a file in the folder")
+            raise HFError(
+                f"{path / INDEX}: '{truncate(name)}' is not the name of a file in the folder"
+            )
     return weight_map
 
 
 def _read_indexed(
     path: Path, weight_map: Mapping[str, str], shards: Iterable[str]
 ) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Returns each tensor from the shard that the index names, and notes on copies in other shards."""
+    """Returns each tensor from the shard that the index names, and notes on copies in other
+    shards.
+    """
     tensors: dict[str, StoredTensor] = {}
     copies: list[str] = []
     for shard in shards:
         for name, tensor in read_header(path / shard).items():
             if name not in weight_map:
-                raise HFError(f"{path / shard}: holds {truncate(name)}, which {INDEX} does not list")
+                raise HFError(
+                    f"{path / shard}: holds {truncate(name)}, which {INDEX} does not list"
+                )
             if weight_map[name] == shard:
                 tensors[name] = tensor
             else:
                 copies.append(f"{truncate(name)} in {shard}")
     if missing := [tensor for tensor in weight_map if tensor not in tensors]:
-        file, name = weight_map[missing[0]], truncate(missing[0])
-        raise HFError(f"{path / file}: lacks {name}, which {INDEX} lists there ({len(missing)} missing)")
+        file = weight_map[missing[0]]
+        name = truncate(missing[0])
+        raise HFError(
+            f"{path / file}: lacks {name}, which {INDEX} lists there ({len(missing)} missing)"
+        )
     if not copies:
         return tensors, []
     more = f" and {len(copies) - 1} more" if len(copies) > 1 else ""
@@ -237,7 +280,11 @@ def whole(name: str, value: object) -> int:
 def positive(name: str, value: object) -> float:
     """Checks a number above 0."""
     try:
-        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+        number = (
+            float(value)
+            if isinstance(value, int | float) and not isinstance(value, bool)
+            else math.nan
+        )
     except OverflowError:
         number = math.inf
     if not 0 < number < math.inf:

@@ -61,13 +61,21 @@ def load_decoder(
 
 
 def load_merged(
-    checkpoint: Path, info: Mapping[str, Any], config: ModelConfig, mesh: Mesh, base: Path | None = None
+    checkpoint: Path,
+    info: Mapping[str, Any],
+    config: ModelConfig,
+    mesh: Mesh,
+    base: Path | None = None,
 ) -> Decoder:
-    """Returns a checkpoint's model as in `config`, with any adapters merged; raises as `load_run`."""
+    """Returns a checkpoint's model as in `config`, with any adapters merged; raises as
+    `load_run`.
+    """
     with jax.set_mesh(mesh):
         graph, abstract = abstract_decoder(config)
     if _has_adapters(info):
-        weights = nnx.state(merge_adapters(load_adapted(checkpoint, info, mesh, base), dtype=config.precision.param))
+        weights = nnx.state(
+            merge_adapters(load_adapted(checkpoint, info, mesh, base), dtype=config.precision.param)
+        )
     else:
         weights, _ = load_weights(checkpoint, abstract, mesh)
     return nnx.merge(graph, weights)
@@ -80,7 +88,9 @@ def merge_peft(model: Decoder, folder: PeftFolder, config: ModelConfig, mesh: Me
         return nnx.merge(abstract_decoder(config)[0], nnx.state(added))
 
 
-def load_adapted(checkpoint: Path, info: Mapping[str, Any], mesh: Mesh, base: Path | None = None) -> Decoder:
+def load_adapted(
+    checkpoint: Path, info: Mapping[str, Any], mesh: Mesh, base: Path | None = None
+) -> Decoder:
     """Returns an adapter checkpoint's model with its base weights; see `load_merged`."""
     if BASE not in info:
         raise CheckpointError(f"{checkpoint} does not name the base model of its adapters")
@@ -123,17 +133,21 @@ def run_model_config(
     if is_decoder:
         return config
     raise CheckpointError(
-        f"{checkpoint} has a model of {config.build}, which is no jaxtp.Decoder, and commands that generate, "
-        f"evaluate, score or export take only decoders; in Python, {call_of_load(checkpoint, config.build)} returns it"
+        f"{checkpoint} has a model of {config.build}, which is no jaxtp.Decoder, and commands that "
+        "generate, "
+        "evaluate, score or export take only decoders; in Python, "
+        f"{call_of_load(checkpoint, config.build)} returns it"
     )
 
 
 def own_or_decoder(
     checkpoint: Path, info: Mapping[str, Any], build: object = None, remedy: str | None = None
 ) -> tuple[ModelConfig, bool]:
-    """Returns the model configuration that a checkpoint records, and whether it describes a decoder.
+    """Returns the model configuration that a checkpoint records, and whether it describes a
+    decoder.
 
-    A checkpoint may come from anyone, so no code that it names is imported: `build` makes a model of the user's.
+    A checkpoint may come from anyone, so no code that it names is imported: `build` makes a model
+    of the user's.
 
     Args:
       checkpoint: for messages.
@@ -147,20 +161,25 @@ def own_or_decoder(
     """
     stored = info.get("config", {})
     if "model" not in stored:
-        raise CheckpointError(f"{checkpoint} does not record its model; jaxtp train did not write it")
+        raise CheckpointError(
+            f"{checkpoint} does not record its model; jaxtp train did not write it"
+        )
     model = upgrade_settings(stored["model"])
     source = f"{checkpoint}: its model"
     name = model.get("build")
     if name is None:
         if build is not None:
-            raise CheckpointError(f"{checkpoint} has jaxtp's own decoder, which needs no code: leave build out")
+            raise CheckpointError(
+                f"{checkpoint} has jaxtp's own decoder, which needs no code: leave build out"
+            )
         return validate(ModelConfig, model, source=source), True
     if build is None:
         arguments = model.get("arguments")
         with_them = f" with the arguments {truncate(arguments, 300)}" if arguments else ""
         call = call_of_load(checkpoint, str(name))
         raise CheckpointError(
-            f"{checkpoint} has a model of {truncate(name, 300)}{with_them}, and jaxtp runs no code that a folder "
+            f"{checkpoint} has a model of {truncate(name, 300)}{with_them}, and jaxtp runs no code "
+            "that a folder "
             f"names; {remedy or f'if you trust that code, name it: {call}'}"
         )
     settings = decoder_settings(build, ModelConfig(build=name, arguments=model["arguments"]))
@@ -183,7 +202,8 @@ def remedy_of_command(checkpoint: Path, info: Mapping[str, Any], *, has_build: b
     if not has_build:
         return f"this command takes only jaxtp's own decoder. In Python, {call} returns the model"
     return (
-        f"this command takes only a jaxtp.Decoder. If it is one, and you trust that code, give --build "
+        "this command takes only a jaxtp.Decoder. If it is one, and you trust that code, give "
+        "--build "
         f"{_word_of(name)}; in Python, {call} returns any model"
     )
 
@@ -191,7 +211,12 @@ def remedy_of_command(checkpoint: Path, info: Mapping[str, Any], *, has_build: b
 def remedy_of_train(info: Mapping[str, Any]) -> str:
     """Returns the flags of `jaxtp train` that name the code of a run, for messages."""
     flags = []
-    for section, key in (("model", "build"), ("train", "loss"), ("data", "batches"), ("optimizer", "build")):
+    for section, key in (
+        ("model", "build"),
+        ("train", "loss"),
+        ("data", "batches"),
+        ("optimizer", "build"),
+    ):
         name = _recorded(info, section, key)
         if name is not None:
             flags.append(f"--{section}.{key} {_word_of(name)}")
@@ -222,12 +247,16 @@ def _has_adapters(info: Mapping[str, Any]) -> bool:
 def load_frozen(
     path: Path, config: ModelConfig, mesh: Mesh, abstract: nnx.State
 ) -> tuple[nnx.State, dict[str, str], Path]:
-    """Returns a base model's frozen parameters as `abstract` has them, their `describe_base`, and its path.
+    """Returns a base model's frozen parameters as `abstract` has them, their `describe_base`, and
+    its path.
 
-    The description is of the original weights. Each kernel that is stored in 8 bits is loaded alone: before it is
-    quantised, memory holds no other one in full precision. All processes must call it.
+    The description is of the original weights. Each kernel that is stored in 8 bits is loaded
+    alone: before it is quantised, memory holds no other one in full precision. All processes must
+    call it.
     """
-    kernels, frozen, sums = float8_kernels(abstract), list[nnx.State](), dict[str, str]()
+    kernels = float8_kernels(abstract)
+    frozen = list[nnx.State]()
+    sums = dict[str, str]()
     for only in (lambda name: name not in kernels, *(kernel.__eq__ for kernel in sorted(kernels))):
         weights, origin = load_base(path, config, mesh, only, has_notes=not frozen)
         sums |= base_checksums(weights, mesh)
@@ -244,7 +273,8 @@ def load_base(
     *,
     has_notes: bool = True,
 ) -> tuple[nnx.State, Path]:
-    """Returns the base model's parameters in a folder, run or checkpoint, and its path; all processes must call it.
+    """Returns the base model's parameters in a folder, run or checkpoint, and its path; all
+    processes must call it.
 
     `only` tells by dotted path which to load; `has_notes` whether to print the folder's notes.
     """
@@ -261,7 +291,8 @@ def load_base(
     if _has_adapters(info):
         raise CheckpointError(
             f"{folder} holds only adapters; merge them by "
-            f"`jaxtp convert export {path} DIR --merged` and start from the result: --model.from-hf DIR"
+            f"`jaxtp convert export {path} DIR --merged` and start from the result: "
+            "--model.from-hf DIR"
         )
     with jax.set_mesh(mesh):
         _, abstract = abstract_decoder(whole)
@@ -274,23 +305,32 @@ def describe_base(sums: Mapping[str, str], origin: Path) -> dict[str, str]:
 
 
 def base_checksums(weights: nnx.State, mesh: Mesh) -> dict[str, str]:
-    """Returns the checksums of a base model's arrays in float32: bfloat16 of equal values has the same."""
+    """Returns the checksums of a base model's arrays in float32: bfloat16 of equal values has
+    the same.
+    """
     arrays = to_logical(weights, mesh)
-    return {name: Sums({name: array.astype(jnp.float32)}).checksums()[name] for name, array in arrays.items()}
+    return {
+        name: Sums({name: array.astype(jnp.float32)}).checksums()[name]
+        for name, array in arrays.items()
+    }
 
 
 def check_base(info: Mapping[str, Any], now: Mapping[str, str], origin: Path) -> None:
-    """Raises `CheckpointError` unless adapters were trained with this base model (`now`: its `describe_base`)."""
+    """Raises `CheckpointError` unless adapters were trained with this base model (`now`: its
+    `describe_base`).
+    """
     stored = info.get(BASE, {})
     if stored.get("sha256") != now["sha256"]:
         raise CheckpointError(
-            f"the adapters were trained with the model in {stored.get('from', 'a folder that is not recorded')}, and "
+            "the adapters were trained with the model in "
+            f"{stored.get('from', 'a folder that is not recorded')}, and "
             f"the model in {origin} has other values, or another dtype (model.precision.param)"
         )
 
 
 def copy_hf_files(source: Path, run: Path) -> None:
-    """Copies config.json and tokenizer files to a run, all or none, unless the run has them; raises `HFError`.
+    """Copies config.json and tokenizer files to a run, all or none, unless the run has them; raises
+    `HFError`.
 
     If the source holds more than a text model, an export needs its folder, which `ORIGIN` names.
     """
@@ -299,7 +339,11 @@ def copy_hf_files(source: Path, run: Path) -> None:
     names = (CONFIG, *TOKENIZER_FILES)
     if not (files := read_files(source, (*names, ORIGIN) if source.name == HF_FILES else names)):
         return
-    if CONFIG in files and ORIGIN not in files and is_part(family_of(read_attributes(source), str(source / CONFIG))):
+    if (
+        CONFIG in files
+        and ORIGIN not in files
+        and is_part(family_of(read_attributes(source), str(source / CONFIG)))
+    ):
         files[ORIGIN] = json_bytes({"from": str(source.resolve())})
     with atomic_folder(run / HF_FILES) as folder:
         write_files(folder, files)
@@ -315,7 +359,11 @@ def origin_of(hf_files: Path | None) -> Path | None:
 def family_of_run(checkpoint: Path) -> str | None:
     """Returns the `model_type` in the run's config.json, if any."""
     folder = hf_files_of(checkpoint)
-    return None if folder is None or not (folder / CONFIG).is_file() else read_attributes(folder).get("model_type")
+    return (
+        None
+        if folder is None or not (folder / CONFIG).is_file()
+        else read_attributes(folder).get("model_type")
+    )
 
 
 def hf_files_of(checkpoint: Path) -> Path | None:

@@ -1,7 +1,8 @@
-"""Reads and writes safetensors files (https://huggingface.co/docs/safetensors), which are not trusted.
+"""Reads and writes safetensors files (https://huggingface.co/docs/safetensors), which are not
+trusted.
 
-The header is checked against the file size before data is read. Tensors are read in blocks of rows; the `safetensors`
-library reads whole tensors, and has no bfloat16 in NumPy.
+The header is checked against the file size before data is read. Tensors are read in blocks of rows;
+the `safetensors` library reads whole tensors, and has no bfloat16 in NumPy.
 """
 
 import json
@@ -29,14 +30,26 @@ FORMATS: Mapping[DType, str] = {"float32": "F32", "bfloat16": "BF16", "float16":
 """Supported dtypes of weights, and their names in the format."""
 DTYPES = {name: np.dtype(jnp.dtype(dtype)) for dtype, name in FORMATS.items()}
 _NUMPY = DTYPES | {"F8_E4M3": np.dtype(jnp.float8_e4m3fn), "U8": np.dtype(np.uint8)}
-_SCALE, _UNUSED_SCALES = "_scale_inv", ("activation_scale", "input_scale")
+_SCALE = "_scale_inv"
+_UNUSED_SCALES = ("activation_scale", "input_scale")
 """Endings of the names of scales, of weights after their own name."""
-_MX_BLOCKS, _MX_SCALES, _MX_BYTES = "_blocks", "_scales", 16
+_MX_BLOCKS = "_blocks"
+_MX_SCALES = "_scales"
+_MX_BYTES = 16
 """Endings of the names of MXFP4 tensors, and the bytes of a block, each with two numbers."""
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # The eight codes without the sign bit
 _ITEM_BYTES = {
     **{name: dtype.itemsize for name, dtype in DTYPES.items()},
-    **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1},
+    **{
+        "BOOL": 1,
+        "U8": 1,
+        "I8": 1,
+        "F8_E4M3": 1,
+        "F8_E5M2": 1,
+        "F8_E8M0": 1,
+        "F8_E4M3FNUZ": 1,
+        "F8_E5M2FNUZ": 1,
+    },
     **{"I16": 2, "U16": 2, "I32": 4, "U32": 4, "F64": 8, "I64": 8, "U64": 8, "C64": 8},
 }
 _LENGTH = 8
@@ -61,10 +74,15 @@ class StoredTensor:
     offset: int
     num_bytes: int
 
-    def blocks(self, first: int = 0, last: int | None = None, block_bytes: int = _BLOCK) -> Iterator[tuple[int, Block]]:
-        """Yields rows `[first, last)` in blocks of about `block_bytes`, each with the index of its first row.
+    def blocks(
+        self, first: int = 0, last: int | None = None, block_bytes: int = _BLOCK
+    ) -> Iterator[tuple[int, Block]]:
+        """Yields rows `[first, last)` in blocks of about `block_bytes`, each with the index of its
+        first row.
 
-        All blocks share one buffer: a block is valid until the next one. Raises `HFError` if the file is cut off."""
+        All blocks share one buffer: a block is valid until the next one. Raises `HFError` if the
+        file is cut off.
+        """
         rows = self.shape[0]
         last = rows if last is None else last
         row_bytes = self.num_bytes // rows
@@ -73,20 +91,26 @@ class StoredTensor:
         with self.file.open("rb", buffering=0) as file:
             for row in range(first, last, step):
                 block = buffer[: min(step, last - row)]
-                view, offset = memoryview(block.reshape(-1).view(np.uint8).data), self.offset + row * row_bytes
+                view = memoryview(block.reshape(-1).view(np.uint8).data)
+                offset = self.offset + row * row_bytes
                 while view:
                     if not (count := os.preadv(file.fileno(), [view], offset)):
                         raise HFError(
-                            f"{self.file}: ends within the tensor {truncate(self.name)}; it changed while it was read"
+                            f"{self.file}: ends within the tensor {truncate(self.name)}; it "
+                            "changed while it was read"
                         )
-                    view, offset = view[count:], offset + count
+                    view = view[count:]
+                    offset = offset + count
                 yield row, block
 
     def data(self) -> Block:
         """Returns the bytes of a tensor of any dtype; raises as `blocks`."""
         data = np.fromfile(self.file, np.uint8, self.num_bytes, offset=self.offset)
         if data.size != self.num_bytes:
-            raise HFError(f"{self.file}: ends within the tensor {truncate(self.name)}; it changed while it was read")
+            raise HFError(
+                f"{self.file}: ends within the tensor {truncate(self.name)}; it changed while it "
+                "was read"
+            )
         return data
 
     def is_about(self, value: float) -> bool:
@@ -106,13 +130,17 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class ScaledTensor(StoredTensor):
-    """A float8 matrix, or one of each expert, times the scales of its blocks, which reads as float32."""
+    """A float8 matrix, or one of each expert, times the scales of its blocks, which reads as
+    float32.
+    """
 
     stored: StoredTensor
     scale: StoredTensor
     block: tuple[int, int]
 
-    def blocks(self, first: int = 0, last: int | None = None, block_bytes: int = _BLOCK) -> Iterator[tuple[int, Block]]:
+    def blocks(
+        self, first: int = 0, last: int | None = None, block_bytes: int = _BLOCK
+    ) -> Iterator[tuple[int, Block]]:
         """Yields rows as `StoredTensor.blocks`; each block has its own buffer."""
         scale = replace(self.scale, shape=self.scale.shape or (1,)).read().astype(np.float32)
         height, width = self.block
@@ -133,22 +161,34 @@ class ScaledTensor(StoredTensor):
 
 
 class MXFP4Tensor(ScaledTensor):
-    """Blocks of 32 FP4 numbers, each with a scale (OCP Microscaling Formats), which read as bfloat16."""
+    """Blocks of 32 FP4 numbers, each with a scale (OCP Microscaling Formats), which read as
+    bfloat16.
+    """
 
-    def blocks(self, first: int = 0, last: int | None = None, block_bytes: int = _BLOCK) -> Iterator[tuple[int, Block]]:
+    def blocks(
+        self, first: int = 0, last: int | None = None, block_bytes: int = _BLOCK
+    ) -> Iterator[tuple[int, Block]]:
         """Yields rows as `ScaledTensor.blocks`."""
         for row, block in self.stored.blocks(first, last, block_bytes):
             _, scales = next(self.scale.blocks(row, row + len(block)))
-            yield row, _mxfp4_pairs()[scales[..., None], block].view(DTYPES["BF16"]).reshape(-1, *self.shape[1:])
+            yield (
+                row,
+                _mxfp4_pairs()[scales[..., None], block]
+                .view(DTYPES["BF16"])
+                .reshape(-1, *self.shape[1:]),
+            )
 
 
 @cache
 def _mxfp4_pairs() -> NDArray[np.uint32]:
     """Returns the two bfloat16 numbers `[scale, byte]`; the low four bits have the first."""
-    fp4, byte = np.array([*_FP4, *(-number for number in _FP4)]), np.arange(256)
+    fp4 = np.array([*_FP4, *(-number for number in _FP4)])
+    byte = np.arange(256)
     scales = np.where(byte == 255, np.nan, 2.0 ** (byte - 127))  # 255 is NaN
     with np.errstate(over="ignore"):
-        pairs = (scales[:, None, None] * fp4[np.stack([byte & 15, byte >> 4], axis=-1)]).astype(DTYPES["BF16"])
+        pairs = (scales[:, None, None] * fp4[np.stack([byte & 15, byte >> 4], axis=-1)]).astype(
+            DTYPES["BF16"]
+        )
     return pairs.view(np.uint32)[..., 0]
 
 
@@ -168,34 +208,62 @@ class Constant(StoredTensor):
         return np.array(self.value, DTYPES[self.dtype])
 
 
-def with_scales(tensors: Mapping[str, StoredTensor], block: tuple[int, int]) -> dict[str, StoredTensor]:
-    """Combines float8 matrices with the scales of their blocks of this shape, or with one scale; and MXFP4 tensors."""
+def with_scales(
+    tensors: Mapping[str, StoredTensor], block: tuple[int, int]
+) -> dict[str, StoredTensor]:
+    """Combines float8 matrices with the scales of their blocks of this shape, or with one scale;
+    and MXFP4 tensors.
+    """
     scaled: dict[str, StoredTensor] = {}
-    mxfp4 = {name.removesuffix(_MX_BLOCKS) + _MX_SCALES: name for name in tensors if name.endswith(_MX_BLOCKS)}
+    mxfp4 = {
+        name.removesuffix(_MX_BLOCKS) + _MX_SCALES: name
+        for name in tensors
+        if name.endswith(_MX_BLOCKS)
+    }
     for name, stored in tensors.items():
         scale = tensors.get(name + _SCALE)
         if scale is not None and stored.dtype == "F8_E4M3" and len(stored.shape) in (2, 3):
             *experts, height, width = stored.shape
-            grid = (*experts, *(-(-size // step) for size, step in zip((height, width), block, strict=True)))
+            grid = (
+                *experts,
+                *(-(-size // step) for size, step in zip((height, width), block, strict=True)),
+            )
             if scale.dtype not in DTYPES or scale.shape not in (grid, (*experts, 1, 1), (), (1,)):
                 raise HFError(
-                    f"{scale.file}: {truncate(scale.name)} is {scale.dtype} {scale.shape}, not one scale or {grid}"
+                    f"{scale.file}: {truncate(scale.name)} is {scale.dtype} {scale.shape}, not one "
+                    f"scale or {grid}"
                 )
-            where = (stored.file, name, "F32", stored.shape, stored.offset, 4 * math.prod(stored.shape))
+            where = (
+                stored.file,
+                name,
+                "F32",
+                stored.shape,
+                stored.offset,
+                4 * math.prod(stored.shape),
+            )
             scaled[name] = ScaledTensor(*where, stored, scale, block)
         elif not (name.endswith((_SCALE, *_UNUSED_SCALES)) or name in mxfp4):
             scaled[name] = stored
-    return scaled | {blocks: _mxfp4_tensor(tensors[blocks], tensors.get(scales)) for scales, blocks in mxfp4.items()}
+    return scaled | {
+        blocks: _mxfp4_tensor(tensors[blocks], tensors.get(scales))
+        for scales, blocks in mxfp4.items()
+    }
 
 
 def _mxfp4_tensor(stored: StoredTensor, scale: StoredTensor | None) -> MXFP4Tensor:
     grid = stored.shape[:-1]
     forms = ("U8", (*grid, _MX_BYTES)), ("U8", grid)
-    if scale is None or len(grid) != 3 or ((stored.dtype, stored.shape), (scale.dtype, scale.shape)) != forms:
+    if (
+        scale is None
+        or len(grid) != 3
+        or ((stored.dtype, stored.shape), (scale.dtype, scale.shape)) != forms
+    ):
         found = "missing" if scale is None else f"{scale.dtype} {scale.shape}"
         raise HFError(
-            f"{stored.file}: {truncate(stored.name)} is {stored.dtype} {stored.shape}, and its scales are {found}; "
-            f"MXFP4 has U8 [experts, outputs, blocks, {_MX_BYTES}] and U8 [experts, outputs, blocks]"
+            f"{stored.file}: {truncate(stored.name)} is {stored.dtype} {stored.shape}, and its "
+            f"scales are {found}; "
+            f"MXFP4 has U8 [experts, outputs, blocks, {_MX_BYTES}] and U8 [experts, "
+            "outputs, blocks]"
         )
     experts, outputs, blocks = grid
     shape = (experts, outputs, 2 * _MX_BYTES * blocks)
@@ -204,16 +272,20 @@ def _mxfp4_tensor(stored: StoredTensor, scale: StoredTensor | None) -> MXFP4Tens
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Returns a file's tensors by name, in data order; refuses a header that is damaged or does not fit the data."""
+    """Returns a file's tensors by name, in data order; refuses a header that is damaged or does
+    not fit the data.
+    """
     try:
         with open_regular(path) as file:
-            size, prefix = os.fstat(file.fileno()).st_size, file.read(_LENGTH)
+            size = os.fstat(file.fileno()).st_size
+            prefix = file.read(_LENGTH)
             if len(prefix) < _LENGTH:
                 raise HFError(f"{path}: {size} bytes, too short for a safetensors file")
             (length,) = struct.unpack("<Q", prefix)
             if length > min(MAX_JSON, size - _LENGTH):
                 raise HFError(
-                    f"{path}: a header of {length:,} bytes in a file of {size:,}; the file is cut off, or not "
+                    f"{path}: a header of {length:,} bytes in a file of {size:,}; the file is cut "
+                    "off, or not "
                     "safetensors"
                 )
             entries = parse_json(file.read(length), f"{path}: its header")
@@ -237,7 +309,8 @@ def write_file(path: Path, tensors: Header, tensor_of: Callable[[str], Block]) -
     header: dict[str, object] = {_METADATA: {"format": "pt"}}  # transformers requires it
     end = 0
     for name, (dtype, shape) in tensors.items():
-        begin, end = end, end + math.prod(shape) * _ITEM_BYTES[dtype]
+        begin = end
+        end = end + math.prod(shape) * _ITEM_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -251,8 +324,12 @@ def write_file(path: Path, tensors: Header, tensor_of: Callable[[str], Block]) -
 def _entry(path: Path, name: str, value: object, start: int) -> StoredTensor:
     where = f"{path}: {truncate(name)}"
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise HFError(f"{where}: should have dtype, shape and data_offsets, and has {truncate(value)}")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+        raise HFError(
+            f"{where}: should have dtype, shape and data_offsets, and has {truncate(value)}"
+        )
+    dtype = value["dtype"]
+    shape = value["shape"]
+    offsets = value["data_offsets"]
     if not (_is_sizes(shape) and len(shape) <= _MAX_DIMS):
         raise HFError(f"{where}: the shape {truncate(shape)} is not a list of sizes")
     if not (_is_sizes(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
@@ -261,28 +338,41 @@ def _entry(path: Path, name: str, value: object, start: int) -> StoredTensor:
         raise HFError(f"{where}: unknown dtype {truncate(dtype)}")
     begin, end = offsets
     if end - begin != (needed := math.prod(shape) * _ITEM_BYTES[dtype]):
-        raise HFError(f"{where}: {end - begin:,} bytes for a {dtype} of shape {shape}, which takes {needed:,}")
+        raise HFError(
+            f"{where}: {end - begin:,} bytes for a {dtype} of shape {shape}, which takes {needed:,}"
+        )
     return StoredTensor(path, name, dtype, tuple(shape), start + begin, end - begin)
 
 
-def _without_gaps(path: Path, tensors: list[StoredTensor], start: int, size: int) -> dict[str, StoredTensor]:
-    """Returns the tensors in data order; raises unless they cover the file without gaps or overlaps."""
+def _without_gaps(
+    path: Path, tensors: list[StoredTensor], start: int, size: int
+) -> dict[str, StoredTensor]:
+    """Returns the tensors in data order; raises unless they cover the file without gaps or
+    overlaps.
+    """
     for tensor in tensors:
         if (end := tensor.offset + tensor.num_bytes) > size:
             raise HFError(
-                f"{path}: {truncate(tensor.name)}: its data end at byte {end:,} of a file of {size:,}; it is cut off"
+                f"{path}: {truncate(tensor.name)}: its data end at byte {end:,} of a file of "
+                f"{size:,}; it is cut off"
             )
-    position, before = start, "the header"
+    position = start
+    before = "the header"
     ordered = sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes))
     for tensor in ordered:
         if tensor.offset != position:
             wrong = "overlap with" if tensor.offset < position else "leave a gap after"
             raise HFError(f"{path}: {truncate(tensor.name)}: its data {wrong} the data of {before}")
-        position, before = tensor.offset + tensor.num_bytes, truncate(tensor.name)
+        position = tensor.offset + tensor.num_bytes
+        before = truncate(tensor.name)
     if position != size:
-        raise HFError(f"{path}: {size - position:,} bytes after the data of {before} belong to no tensor")
+        raise HFError(
+            f"{path}: {size - position:,} bytes after the data of {before} belong to no tensor"
+        )
     return {tensor.name: tensor for tensor in ordered}
 
 
 def _is_sizes(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+    return isinstance(value, list) and all(
+        type(item) is int and 0 <= item < 2**63 for item in value
+    )

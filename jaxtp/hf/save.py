@@ -32,7 +32,15 @@ from jaxtp.hf.adapters import Factors, factors_by_kernel, merge_layer
 from jaxtp.hf.config_json import changed_config, choose_family, open_whole, write_attributes
 from jaxtp.hf.families.family import Layout
 from jaxtp.hf.load import Progress
-from jaxtp.hf.model_folder import CONFIG, INDEX, WEIGHTS, Attributes, HFError, read_attributes, read_files
+from jaxtp.hf.model_folder import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    Attributes,
+    HFError,
+    read_attributes,
+    read_files,
+)
 from jaxtp.hf.safetensors import FORMATS, Block, StoredTensor, write_file
 from jaxtp.hf.tensor_map import TensorPart, constants, general_names, group_by_tensor, tensor_parts
 from jaxtp.hf.wrapper import text_attributes
@@ -42,11 +50,31 @@ from jaxtp.mesh import TP, mesh_sizes
 from jaxtp.models.decoder import Decoder
 
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+    *(
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ),
+    *(
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "chat_template.jinja",
+        "chat_template.json",
+        "generation_config.json",
+    ),
 )
 """Files to copy with a model: tokenizer, chat template and sampling defaults."""
-_COPIED_ATTRIBUTES = ("bos_token_id", "eos_token_id", "pad_token_id", MAX_POSITIONS, "initializer_range", "use_cache")
+_COPIED_ATTRIBUTES = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    MAX_POSITIONS,
+    "initializer_range",
+    "use_cache",
+)
 """config.json attributes that `ModelConfig` lacks, copied from the tokenizer's folder."""
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -61,12 +89,16 @@ class SaveOptions(TypedDict, total=False):
     family: str | None
     """`model_type`; by default the first that can represent the model."""
     tokenizer_from: str | Path | None
-    """Source of tokenizer files and special token ids; without it, stderr reports that no tokenizer is written."""
+    """Source of tokenizer files and special token ids; without it, stderr reports that no
+    tokenizer is written.
+    """
     dtype: DType | None
     """Dtype of the tensors; by default the parameters' dtype, which is lossless."""
     experts: Layout
-    """"separate" (default for models) writes a tensor per expert, as on the Hub; "stacked" (default for adapters) one
-    per layer, as in transformers 5. With `like`, the default is the layout in that folder."""
+    """"separate" (default for models) writes a tensor per expert, as on the Hub; "stacked" (default
+    for adapters) one per layer, as in transformers 5. With `like`, the default is the layout in
+    that folder.
+    """
     allow_non_finite: bool
     """Write weights even if they are not finite."""
     progress: Progress | None
@@ -76,11 +108,14 @@ class ModelOptions(SaveOptions, total=False):
     """Options for writing whole models."""
 
     like: str | Path | None
-    """Folder that the model came from. Tensors outside of the text model (vision towers, prediction heads) and the
-    configuration are copied from it."""
+    """Folder that the model came from. Tensors outside of the text model (vision towers, prediction
+    heads) and the configuration are copied from it.
+    """
 
     attributes: Attributes | None
-    """Additional config.json attributes. max_position_embeddings overrides the value from `tokenizer_from`."""
+    """Additional config.json attributes. max_position_embeddings overrides the value from
+    `tokenizer_from`.
+    """
     max_shard_size: int | str
     """Bytes per file, or a string like "5GB" (default); never splits a tensor."""
 
@@ -108,16 +143,25 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
     check_options(options, ModelOptions)
     config = model.config
     if config.lora.rank:
-        raise HFError("the model has adapters; write them by save_peft, or all of it by save_hf(merge_adapters(model))")
-    dtype, like = options.get("dtype") or config.precision.param, options.get("like")
+        raise HFError(
+            "the model has adapters; write them by save_peft, or all of it by "
+            "save_hf(merge_adapters(model))"
+        )
+    dtype = options.get("dtype") or config.precision.param
+    like = options.get("like")
     whole = None if like is None else open_whole(Path(like), config)
     if whole is not None and not options.get("tokenizer_from") and has_tokenizer(whole.folder.path):
         options["tokenizer_from"] = whole.folder.path
     family = choose_family(config, options.get("family")) if whole is None else whole.family
     more = options.get("attributes") or {}
     if whole is None:
-        # Without pad_token_id, transformers uses the family's default, which may exceed the model's vocabulary.
-        attributes = {"pad_token_id": None, **more, **copied_attributes(options.get("tokenizer_from"))}
+        # Without pad_token_id, transformers uses the family's default, which may exceed the model's
+        # vocabulary.
+        attributes = {
+            "pad_token_id": None,
+            **more,
+            **copied_attributes(options.get("tokenizer_from")),
+        }
         if MAX_POSITIONS in more:
             attributes[MAX_POSITIONS] = more[MAX_POSITIONS]
         aliases = {attribute.alias for attribute in family.attributes}
@@ -132,7 +176,9 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
     grouped = {name: _like(text.get(name), group) for name, group in group_by_tensor(parts).items()}
     tensors: dict[str, Stored] = {**grouped, **constants(family, config.num_layers, dtype)}
     if whole is not None:
-        tensors = {whole.name(name): stored for name, stored in tensors.items()} | dict(whole.others)
+        tensors = {whole.name(name): stored for name, stored in tensors.items()} | dict(
+            whole.others
+        )
     files = _shards(tensors, dtype, options.get("max_shard_size", "5GB"))
     others = {CONFIG: json_bytes(attributes)} | ({} if whole is None else whole.files())
     if list(files) != [WEIGHTS]:
@@ -143,13 +189,18 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
 
 
 def stream_weights(
-    model: Decoder, *, dtype: DType | None = None, family: str | None = None, experts: Layout = "separate"
+    model: Decoder,
+    *,
+    dtype: DType | None = None,
+    family: str | None = None,
+    experts: Layout = "separate",
 ) -> Iterator[tuple[str, Block]]:
-    """Yields the names and tensors that `save_hf` writes, one after the other, with any adapters merged.
+    """Yields the names and tensors that `save_hf` writes, one after the other, with any adapters
+    merged.
 
-    For an engine that follows a model in training. Every process must iterate to the end, and gets every tensor, as an
-    engine that is split over hosts needs it. The host, and each device, holds one tensor more, or one layer's kernel of
-    all experts.
+    For an engine that follows a model in training. Every process must iterate to the end, and gets
+    every tensor, as an engine that is split over hosts needs it. The host, and each device, holds
+    one tensor more, or one layer's kernel of all experts.
 
     Args:
       dtype, family, experts: see `SaveOptions`.
@@ -159,12 +210,15 @@ def stream_weights(
     """
     config = replace(model.config, lora=LoraConfig())
     dtype = dtype or config.precision.param
-    chosen, factors = choose_family(config, family), factors_by_kernel(model)
+    chosen = choose_family(config, family)
+    factors = factors_by_kernel(model)
     variables = named_variables(nnx.state(model, nnx.Not(nnx.LoRAParam)))
     tensors = group_by_tensor(tensor_parts(variables, config, chosen, experts))
     fixed = constants(chosen, config.num_layers, dtype)
     arrays = gather_tensors(variables, tensors, dtype, factors=factors)
-    return chain(zip(tensors, arrays, strict=True), ((name, each.data()) for name, each in fixed.items()))
+    return chain(
+        zip(tensors, arrays, strict=True), ((name, each.data()) for name, each in fixed.items())
+    )
 
 
 def _like(stored: StoredTensor | None, parts: Sequence[TensorPart]) -> Sequence[TensorPart]:
@@ -181,16 +235,21 @@ def write_folder(
     dtype: DType,
     options: SaveOptions,
 ) -> None:
-    """Writes safetensors `files`, the `others` and the tokenizer files; every process must call it."""
+    """Writes safetensors `files`, the `others` and the tokenizer files; every process must call
+    it.
+    """
     values = {name: variable[...] for name, variable in variables.items()}
     if not options.get("allow_non_finite") and (counts := Sums(values).not_finite()):
         raise NonFiniteError(
-            f"{describe_not_finite(counts)}; nothing is written. Export an earlier checkpoint, or allow it: "
+            f"{describe_not_finite(counts)}; nothing is written. Export an earlier checkpoint, or "
+            "allow it: "
             "allow_non_finite=True, --allow-non-finite"
         )
     others = {**others, **_tokenizer_files(options.get("tokenizer_from"))}
     every = {name: tensor for group in files.values() for name, tensor in group.items()}
-    tensors = {name: tensor for name, tensor in every.items() if not isinstance(tensor, StoredTensor)}
+    tensors = {
+        name: tensor for name, tensor in every.items() if not isinstance(tensor, StoredTensor)
+    }
     arrays = gather_tensors(variables, tensors, dtype, options.get("progress"))
     if jax.process_index() != 0:
         for _ in arrays:  # all processes must take part in each gather
@@ -221,15 +280,20 @@ def gather_tensors(
     progress: Progress | None = None,
     factors: Mapping[str, Factors] = MappingProxyType({}),
 ) -> Iterator[Block]:
-    """Yields each tensor whole, as in the file, with `factors` merged; every process must iterate to the end."""
-    done, total = 0, sum(num_bytes(parts, dtype) for parts in tensors.values())
+    """Yields each tensor whole, as in the file, with `factors` merged; every process must
+    iterate to the end.
+    """
+    done = 0
+    total = sum(num_bytes(parts, dtype) for parts in tensors.values())
     last: dict[tuple[str, int | None], Block] = {}
 
     def part_on_host(part: TensorPart) -> Block:
         if part.target not in last:  # the experts of a layer are gathered at once
             last.clear()  # frees the previous kernel before the next is gathered
             with_dtype = "float32" if part.float32 else dtype
-            last[part.target] = _gather(variables[part.ours], part.index, with_dtype, factors.get(part.ours, ()))
+            last[part.target] = _gather(
+                variables[part.ours], part.index, with_dtype, factors.get(part.ours, ())
+            )
         whole = last[part.target]
         if part.head is not None:
             return whole.reshape(-1, *part.shape)[part.head]
@@ -242,8 +306,14 @@ def gather_tensors(
             host = np.zeros(part.ordered_shape, host.dtype)
             for each in parts:
                 filled = part_on_host(each)
-                places = slice(each.first, each.first + filled.shape[-1]) if each.columns is None else each.columns
-                rows = (slice(each.inner, each.inner + filled.shape[-2]),) if filled.ndim > 1 else ()
+                places = (
+                    slice(each.first, each.first + filled.shape[-1])
+                    if each.columns is None
+                    else each.columns
+                )
+                rows = (
+                    (slice(each.inner, each.inner + filled.shape[-2]),) if filled.ndim > 1 else ()
+                )
                 host[(..., *rows, places)] = filled
         host = host.swapaxes(-2, -1) if part.transposed else host
         host = np.moveaxis(host, 0, -1) if part.experts_last else host
@@ -256,12 +326,18 @@ def gather_tensors(
         yield tensor_on_host(parts)
 
 
-def _gather(variable: Variable, index: int | None, dtype: DType, factors: Factors | tuple[()]) -> Block:
+def _gather(
+    variable: Variable, index: int | None, dtype: DType, factors: Factors | tuple[()]
+) -> Block:
     array = variable[...]
     mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
     # A copy: an array keeps what NumPy read of it.
     array = array.copy() if index is None else _layer(array, np.int32(index), factors, dtype)
-    whole = array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
+    whole = (
+        array
+        if array.is_fully_addressable
+        else multihost_utils.process_allgather(array, tiled=True)
+    )
     host: Block = unpad(np.asarray(whole), padding_of(variable), mesh_sizes(mesh)[TP])
     return host.astype(jnp.dtype(dtype), copy=False)
 
@@ -279,18 +355,23 @@ def num_bytes(tensor: Stored, dtype: DType) -> int:
     """Returns the bytes of a tensor in the file."""
     if isinstance(tensor, StoredTensor):
         return tensor.num_bytes
-    return math.prod(tensor[0].shape) * jnp.dtype("float32" if tensor[0].float32 else dtype).itemsize
+    return (
+        math.prod(tensor[0].shape) * jnp.dtype("float32" if tensor[0].float32 else dtype).itemsize
+    )
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yields a temporary folder, renamed to `path` (new or empty) on success and deleted on failure."""
+    """Yields a temporary folder, renamed to `path` (new or empty) on success and deleted on
+    failure.
+    """
     partial_folder = None
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise HFError(f"{path} already exists; name a new folder")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Not by `mkdtemp`, whose folder is private: this one has the mode that the user's umask gives.
+        # Not by `mkdtemp`, whose folder is private: this one has the mode that the user's umask
+        # gives.
         new_folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
         new_folder.mkdir()
         partial_folder = new_folder
@@ -320,7 +401,10 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
 def _tokenizer_files(source: str | Path | None) -> dict[str, bytes]:
     if source is None:
         if jax.process_index() == 0:
-            print("no tokenizer is written: tokenizer_from (--tokenizer-from DIR) copies one", file=sys.stderr)
+            print(
+                "no tokenizer is written: tokenizer_from (--tokenizer-from DIR) copies one",
+                file=sys.stderr,
+            )
         return {}
     if not (files := read_files(Path(source), TOKENIZER_FILES)):
         raise HFError(f"{source}: no tokenizer files there: none of {', '.join(TOKENIZER_FILES)}")
@@ -335,7 +419,9 @@ def has_tokenizer(folder: Path) -> bool:
 def _shards(tensors: Tensors, dtype: DType, most: int | str) -> dict[str, Tensors]:
     match = re.fullmatch(r"(\d{1,12}) ?(KB|MB|GB)?", str(most))
     if match is None or not int(match[1]):
-        raise HFError(f"max_shard_size = {most!r}: should be a number of bytes, or a size such as 5GB")
+        raise HFError(
+            f"max_shard_size = {most!r}: should be a number of bytes, or a size such as 5GB"
+        )
     limit = int(match[1]) * _UNITS.get(match[2], 1)
     groups: list[dict[str, Stored]] = [{}]
     size = 0
@@ -348,7 +434,10 @@ def _shards(tensors: Tensors, dtype: DType, most: int | str) -> dict[str, Tensor
         size += needed
     if len(groups) == 1:
         return {WEIGHTS: groups[0]}
-    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, start=1)}
+    return {
+        f"model-{i:05}-of-{len(groups):05}.safetensors": group
+        for i, group in enumerate(groups, start=1)
+    }
 
 
 def copied_attributes(source: str | Path | None) -> dict[str, object]:

@@ -53,11 +53,15 @@ class TensorPart:
     expert: int | None = None
     """Index of the expert; None if the tensor holds all experts, or the parameter has none."""
     columns: Columns | None = field(default=None, compare=False)
-    """Indices of the part's columns in the tensor's output dim, in jaxtp's order; None: consecutive, from `first`."""
+    """Indices of the part's columns in the tensor's output dim, in jaxtp's order; None:
+    consecutive, from `first`.
+    """
     stored: tuple[int, ...] | None = None
     """Shape in the file, if it splits a dim into heads, or joins the dims of experts and ranks."""
     head: int | None = None
-    """Number of the only head in the tensor; None if it holds all heads, or the parameter has none."""
+    """Number of the only head in the tensor; None if it holds all heads, or the parameter has
+    none.
+    """
     float32: bool | None = False
     """Float32 in the file, whatever the dtype of the others; None: in some files."""
     inner: int = 0
@@ -107,7 +111,9 @@ def tensor_parts(
         places: dict[Tensor, Place] = {}
         for index, layer in enumerate(numbers) if stack else [(None, "")]:
             tensor = _choose(tensors, str(layer), layout, stored or {})
-            experts: Iterable[int | None] = range(logical_shape(variable)[1]) if EXPERT in tensor.theirs else (None,)
+            experts: Iterable[int | None] = (
+                range(logical_shape(variable)[1]) if EXPERT in tensor.theirs else (None,)
+            )
             inside = (stack is not None) + (EXPERT in tensor.theirs)
             if tensor not in places:
                 fused = (part.ours for part in family.tensors if part.theirs == tensor.theirs)
@@ -119,21 +125,30 @@ def tensor_parts(
             shape = (*logical_shape(variable)[inside:-1], width)
             shape = (*shape[:-2], *shape[:-3:-1]) if tensor.transposed else shape
             rows = width // block.head_dim if tensor.by_head else 1
-            split = (*shape[:-1], rows, shape[-1] // rows) if tensor.by_head or tensor.unit_dim else None
+            split = (
+                (*shape[:-1], rows, shape[-1] // rows)
+                if tensor.by_head or tensor.unit_dim
+                else None
+            )
             each: Iterable[int | None] = (None,)
             if EACH_HEAD in tensor.theirs:
-                each, shape = range(width // block.head_dim), (block.head_dim,)
+                each = range(width // block.head_dim)
+                shape = (block.head_dim,)
             for expert, head in ((expert, head) for expert in experts for head in each):
                 theirs = tensor.theirs.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
                 theirs = theirs.replace(EACH_HEAD, str(head))
                 part = TensorPart(path, theirs, index, tensor.transposed, shape, first, expert)
-                yield replace(part, columns=columns, stored=split, head=head, float32=tensor.float32)
+                yield replace(
+                    part, columns=columns, stored=split, head=head, float32=tensor.float32
+                )
 
 
 def alternatives(general: str, family: Family, block: BlockConfig) -> list[Tensor]:
     """Returns the tensors that may hold a parameter of a block."""
     named = (tensor for tensor in family.tensors if tensor.ours == general)
-    return [tensor for tensor in named if tensor.unless is None or not getattr(block, tensor.unless)]
+    return [
+        tensor for tensor in named if tensor.unless is None or not getattr(block, tensor.unless)
+    ]
 
 
 def split_path(path: str) -> tuple[str | None, str]:
@@ -151,14 +166,23 @@ class Place(NamedTuple):
     columns: Columns | None
 
 
-def place(tensor: Tensor, part: int, widths: Sequence[int], family: Family, block: BlockConfig) -> Place:
-    """Returns the place of a part with a kernel's or bias's output dim; `widths` are of all parts of its tensor."""
-    first, width, own = sum(widths[:part]), sum(widths), widths[part]
+def place(
+    tensor: Tensor, part: int, widths: Sequence[int], family: Family, block: BlockConfig
+) -> Place:
+    """Returns the place of a part with a kernel's or bias's output dim; `widths` are of all
+    parts of its tensor.
+    """
+    first = sum(widths[:part])
+    width = sum(widths)
+    own = widths[part]
     rotates = family.interleaved_rope and _ROTATED.fullmatch(tensor.ours) is not None
     if not rotates and tensor.chunks is None:
         return Place(first, width, None)
     if own > _MOST_COLUMNS:  # config.json is not trusted
-        raise HFError(f"{truncate(tensor.theirs)} has {own:,} output dims; at most {_MOST_COLUMNS:,} are supported")
+        raise HFError(
+            f"{truncate(tensor.theirs)} has {own:,} output dims; at most {_MOST_COLUMNS:,} are "
+            "supported"
+        )
     columns = np.arange(own)
     if rotates:
         heads = columns.reshape(-1, own if tensor.ours == _SHARED_KEY else block.head_dim)
@@ -172,13 +196,19 @@ def place(tensor: Tensor, part: int, widths: Sequence[int], family: Family, bloc
     return Place(first, width, first + columns)
 
 
-def _choose(tensors: Sequence[Tensor], layer: str, layout: Layout, stored: Mapping[str, str]) -> Tensor:
+def _choose(
+    tensors: Sequence[Tensor], layer: str, layout: Layout, stored: Mapping[str, str]
+) -> Tensor:
     names = {tensor.theirs.replace(LAYER, layer): tensor for tensor in tensors}
     present = [name for name in names if name in stored]
     if len(present) > 1:
         both = " and ".join(truncate(stored[name], 200) for name in present)
         raise HFError(f"{both} are the same parameter; remove one of them")
-    return names[present[0]] if present else next(tensor for tensor in tensors if tensor.layout in (None, layout))
+    return (
+        names[present[0]]
+        if present
+        else next(tensor for tensor in tensors if tensor.layout in (None, layout))
+    )
 
 
 def group_by_tensor(parts: Iterable[TensorPart]) -> dict[str, list[TensorPart]]:
@@ -190,8 +220,12 @@ def group_by_tensor(parts: Iterable[TensorPart]) -> dict[str, list[TensorPart]]:
 
 
 def _check_counts(stored: Mapping[str, StoredTensor], config: ModelConfig, family: Family) -> None:
-    """Refuses a wrong number of layers or separate experts before anything is allocated; shapes show stacked ones."""
-    before = next(tensor.theirs.partition(LAYER)[0] for tensor in family.tensors if LAYER in tensor.theirs)
+    """Refuses a wrong number of layers or separate experts before anything is allocated; shapes
+    show stacked ones.
+    """
+    before = next(
+        tensor.theirs.partition(LAYER)[0] for tensor in family.tensors if LAYER in tensor.theirs
+    )
     numbered = re.compile(rf"{re.escape(before)}(\d{{1,9}})\.")
     layers = {int(match[1]) for name in stored if (match := numbered.match(name))}
     experts = {int(match[0]) for name in stored if (match := _EXPERT.search(name))}
@@ -202,7 +236,9 @@ def _check_counts(stored: Mapping[str, StoredTensor], config: ModelConfig, famil
     ):
         if count and (count != max(numbers, default=-1) + 1 or count > len(stored)):
             last = f", up to number {max(numbers)}" if numbers else ""
-            raise HFError(f"{name} = {count}, and the file has tensors of {len(numbers)} {what}{last}")
+            raise HFError(
+                f"{name} = {count}, and the file has tensors of {len(numbers)} {what}{last}"
+            )
 
 
 def general_names(stored: Iterable[str]) -> dict[str, str]:
@@ -211,7 +247,9 @@ def general_names(stored: Iterable[str]) -> dict[str, str]:
 
 
 def dtypes(stored: Mapping[str, StoredTensor], family: Family) -> set[str]:
-    """Returns the tensors' dtypes, as spelled in the format; float8 with scales counts as bfloat16."""
+    """Returns the tensors' dtypes, as spelled in the format; float8 with scales counts as
+    bfloat16.
+    """
     general = {tensor.theirs for tensor in family.tensors if tensor.float32 is not False}
     return {
         "BF16" if isinstance(tensor, ScaledTensor) else tensor.dtype
@@ -250,21 +288,32 @@ def match_tensors(
         ],
         "not supported": list(_wrong_constants(stored, family)),
         "not float32, bfloat16 or float16": [
-            f"{name} is {tensor.dtype}" for name, (tensor, _) in both.items() if tensor.dtype not in DTYPES
+            f"{name} is {tensor.dtype}"
+            for name, (tensor, _) in both.items()
+            if tensor.dtype not in DTYPES
         ],
     }
     problems = []
     for what, items in wrong.items():
         more = f" and {len(items) - _LISTED} more" if len(items) > _LISTED else ""
         if items:
-            problems.append(f"{what}: {', '.join(truncate(item, 200) for item in items[:_LISTED])}{more}")
+            problems.append(
+                f"{what}: {', '.join(truncate(item, 200) for item in items[:_LISTED])}{more}"
+            )
     if tied and head in stored and table in stored:
-        a, b = stored[head], stored[table]
+        a = stored[head]
+        b = stored[table]
         if (a.shape, a.dtype) != (b.shape, b.dtype):
-            problems.append(f"tie_word_embeddings is true, and {head} is {a.dtype} {dims(a.shape)}, unlike {table}")
+            problems.append(
+                f"tie_word_embeddings is true, and {head} is {a.dtype} {dims(a.shape)}, "
+                f"unlike {table}"
+            )
     if problems:
         raise HFError("; ".join(problems))
-    return {**stored, **{name: replace(tensor, shape=part.shape) for name, (tensor, part) in both.items()}}, needed
+    return {
+        **stored,
+        **{name: replace(tensor, shape=part.shape) for name, (tensor, part) in both.items()},
+    }, needed
 
 
 def _is_ignored(name: str, family: Family) -> bool:
@@ -273,7 +322,11 @@ def _is_ignored(name: str, family: Family) -> bool:
 
 def constants(family: Family, num_layers: int, dtype: DType) -> dict[str, Constant]:
     """Returns the tensors of an export that have one supported value."""
-    values = {name.replace(LAYER, str(i)): value for name, value in family.constants.items() for i in range(num_layers)}
+    values = {
+        name.replace(LAYER, str(i)): value
+        for name, value in family.constants.items()
+        for i in range(num_layers)
+    }
     return {name: Constant.of(name, value, dtype) for name, value in values.items()}
 
 

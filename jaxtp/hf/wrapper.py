@@ -1,7 +1,8 @@
-"""Models whose folder holds more than the text model: a vision tower, a projector, prediction heads.
+"""Models whose folder holds more than the text model: a vision tower, a projector, prediction
+heads.
 
-Such tensors are not read. An export copies them byte for byte, and keeps config.json but for what training changed, if
-the folder that the model came from is still there.
+Such tensors are not read. An export copies them byte for byte, and keeps config.json but for what
+training changed, if the folder that the model came from is still there.
 """
 
 import re
@@ -16,24 +17,36 @@ from jaxtp.hf.families.family import LAYER, TEXT_PREFIXES, Family
 from jaxtp.hf.model_folder import Attributes, Folder, HFError, quote, read_files
 from jaxtp.hf.safetensors import StoredTensor
 
-HEAD, TABLE = "head.kernel", "embedding.embedding"
+HEAD = "head.kernel"
+TABLE = "embedding.embedding"
 TEXT = "text_config"
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 _SHARED = ("tie_word_embeddings", "quantization_config")
-"""Attributes of a text model that may be outside of `text_config`, where they have precedence, as in transformers."""
+"""Attributes of a text model that may be outside of `text_config`, where they have precedence,
+as in transformers.
+"""
 Tensors = Mapping[str, StoredTensor]
 
 
 def text_attributes(attributes: Attributes) -> dict[str, Any]:
-    """Returns the text model's part of config.json; raises `HFError` if a multimodal model lacks it."""
+    """Returns the text model's part of config.json; raises `HFError` if a multimodal model lacks
+    it.
+    """
     if (wrapper := WRAPPERS.get(str(attributes.get("model_type")))) is None:
         return dict(attributes)
     text = attributes.get(TEXT)
     if not isinstance(text, dict):
-        raise HFError(f"{TEXT} = {quote(text)}: a {wrapper.model_type} describes its text model there")
+        raise HFError(
+            f"{TEXT} = {quote(text)}: a {wrapper.model_type} describes its text model there"
+        )
     if attributes.get("architectures") not in (None, [wrapper.architecture]):
         raise HFError(
-            f"architectures = {quote(attributes['architectures'])} is not supported, only {wrapper.architecture}"
+            f"architectures = {quote(attributes['architectures'])} is not supported, only "
+            f"{wrapper.architecture}"
         )
     shared = {name: attributes[name] for name in _SHARED if name in attributes}
     return {"model_type": wrapper.text_types[0], **text, **shared, "architectures": None}
@@ -45,15 +58,18 @@ def is_part(family: Family) -> bool:
 
 
 def full_names(stored: Tensors, family: Family, num_layers: int | None = None) -> Tensors:
-    """Returns the text model's tensors by the names in the family's table; some files lack its prefix.
+    """Returns the text model's tensors by the names in the family's table; some files lack its
+    prefix.
 
-    A text model that transformers took out of a multimodal folder has the names of that folder. Raises `HFError` if a
-    multimodal file mixes names, or has none of the text model.
+    A text model that transformers took out of a multimodal folder has the names of that folder.
+    Raises `HFError` if a multimodal file mixes names, or has none of the text model.
     """
     head, table = (name_of(ours, family) for ours in (HEAD, TABLE))
     names = {name: name for name in stored}
     bare = table.removeprefix(family.prefix)
-    wrapped = family.wrapper is not None or (table not in stored and TEXT_PREFIXES[1][0] + bare in stored)
+    wrapped = family.wrapper is not None or (
+        table not in stored and TEXT_PREFIXES[1][0] + bare in stored
+    )
     if wrapped:
         before, before_head = _prefixes(stored, family)
         names = {name: _unwrapped(name, before, before_head, family) for name in stored}
@@ -77,10 +93,15 @@ def require_prediction_heads(folder: Folder, family: Family, num_layers: int) ->
         return
     heads = folder.attributes.get("num_nextn_predict_layers", 1)
     last = num_layers + (heads if type(heads) is int else 0)
-    layers = {int(found[1]): name for name in folder.tensors if (found := re.search(r"\.layers\.(\d{1,9})\.", name))}
+    layers = {
+        int(found[1]): name
+        for name in folder.tensors
+        if (found := re.search(r"\.layers\.(\d{1,9})\.", name))
+    }
     if layers and (most := max(layers)) >= last:
         raise HFError(
-            f"num_hidden_layers = {num_layers} and num_nextn_predict_layers = {quote(heads)}, and the file has "
+            f"num_hidden_layers = {num_layers} and num_nextn_predict_layers = {quote(heads)}, and "
+            "the file has "
             f"{truncate(layers[most])}"
         )
 
@@ -93,9 +114,15 @@ def name_of(ours: str, family: Family) -> str:
 def _prefixes(stored: Tensors, family: Family) -> tuple[str, str]:
     found = {form: name for form in TEXT_PREFIXES for name in stored if name.startswith(form[0])}
     if len(found) == 2:
-        raise HFError(f"{' and '.join(map(truncate, found.values()))}: the names of text tensors begin in two ways")
+        raise HFError(
+            f"{' and '.join(map(truncate, found.values()))}: the names of text tensors begin in "
+            "two ways"
+        )
     if not found:
-        raise HFError(f"no tensor's name begins with {' or '.join(form[0] for form in TEXT_PREFIXES)}: no text model")
+        raise HFError(
+            f"no tensor's name begins with {' or '.join(form[0] for form in TEXT_PREFIXES)}: no "
+            "text model"
+        )
     return next(iter(found))
 
 
@@ -107,11 +134,23 @@ def _unwrapped(name: str, before: str, before_head: str, family: Family) -> str:
 
 
 def _is_other(name: str, full: str, family: Family, num_layers: int | None) -> bool:
-    if family.wrapper is not None and name == full and name.removeprefix("model.").startswith(family.wrapper.others):
+    if (
+        family.wrapper is not None
+        and name == full
+        and name.removeprefix("model.").startswith(family.wrapper.others)
+    ):
         return True
-    numbered = next(tensor.theirs.partition(LAYER)[0] for tensor in family.tensors if LAYER in tensor.theirs)
-    layer = re.match(rf"{re.escape(numbered)}(\d{{1,9}})\.", full) if family.later_layers and num_layers else None
-    return full.startswith(family.others) or (layer is not None and int(layer[1]) >= (num_layers or 0))
+    numbered = next(
+        tensor.theirs.partition(LAYER)[0] for tensor in family.tensors if LAYER in tensor.theirs
+    )
+    layer = (
+        re.match(rf"{re.escape(numbered)}(\d{{1,9}})\.", full)
+        if family.later_layers and num_layers
+        else None
+    )
+    return full.startswith(family.others) or (
+        layer is not None and int(layer[1]) >= (num_layers or 0)
+    )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Causal self-attention with heads split over tp.
 
-With fewer kv heads than tp, the tp / kv_heads devices that share a head all-gather its columns of the k and v kernels
-before use, and each outputs the head. Replicated k and v kernels would take up to tp times the memory.
+With fewer kv heads than tp, the tp / kv_heads devices that share a head all-gather its columns of
+the k and v kernels before use, and each outputs the head. Replicated k and v kernels would take up
+to tp times the memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,14 @@ from jaxtp.config.schema import ConfigError, Count, Even, Fraction, NonNegative,
 from jaxtp.layers.branch import Branch, BranchConfig, KVCache, Padded, ShrinkSpec
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
 from jaxtp.layers.context import ContextAttention, Sequences, of_heads
-from jaxtp.layers.kernels.select import KernelChoice, Use, architecture_of, masked_attention, pick_kernel, unsupported
+from jaxtp.layers.kernels.select import (
+    KernelChoice,
+    Use,
+    architecture_of,
+    masked_attention,
+    pick_kernel,
+    unsupported,
+)
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import ATTEND, NormConfig, QKNorm, QKNormKind, rms_normalise
@@ -34,10 +42,13 @@ from jaxtp.mesh import CP, TP, current_device, current_mesh, mesh_sizes
 Heads = tuple[Array, ...]  # queries, keys, values and perhaps gates
 
 _MAX_SHARED_KV_HEADS = 4096
-"""Bounds the search of `_padded_heads`: it also sees meshes that are refused later, which may have any size."""
+"""Bounds the search of `_padded_heads`: it also sees meshes that are refused later, which may
+have any size.
+"""
 
 _SMALL_HEAD_DIMS = (8, 16, 32, 64)
-_SMALL_THETA = 2.0  # every dim rotates; in a dim that hardly rotates, a key bias's gradient is rounding noise
+# every dim rotates; in a dim that hardly rotates, a key bias's gradient is rounding noise
+_SMALL_THETA = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +76,15 @@ class AttentionConfig(BranchConfig):
     """Leading part of each head that is rotated, as in GLM-4 and Phi-2."""
 
     sliding_window: Count | None = None
-    """Number of positions that a query attends to, including its own; by default all up to its own."""
+    """Number of positions that a query attends to, including its own; by default all up to its
+    own.
+    """
 
     qk_norm: QKNormKind = "none"
-    """Normalisation of queries and keys, as in norm but without a bias: of each head, with one scale for all heads
-    (head), a scale for each (heads) or none (head_plain), or RMS normalisation of the whole projection. head_bias is
-    head with a bias (Phi)."""
+    """Normalisation of queries and keys, as in norm but without a bias: of each head, with one
+    scale for all heads (head), a scale for each (heads) or none (head_plain), or RMS normalisation
+    of the whole projection. head_bias is head with a bias (Phi).
+    """
 
     qk_norm_after_rope: bool = False
     """Normalise queries and keys after the rotary embedding (Hunyuan)."""
@@ -79,14 +93,17 @@ class AttentionConfig(BranchConfig):
     """RMS normalisation of each head's values, without a scale (Gemma 4)."""
 
     value_is_key: bool = False
-    """Values are the keys before their normalisation, without a projection of their own (Gemma 4)."""
+    """Values are the keys before their normalisation, without a projection of their own (Gemma
+    4).
+    """
 
     clip_qkv: Positive | None = None
     """Clamps queries, keys and values to this magnitude, before the rotary embedding (OLMo)."""
 
     query_temperature: NonNegative = 0.0
-    """Multiplies queries by 1 + query_temperature * log(1 + floor(position / rope_scaling.original_length)) (Ministral
-    3)."""
+    """Multiplies queries by 1 + query_temperature * log(1 + floor(position /
+    rope_scaling.original_length)) (Ministral 3).
+    """
 
     query_scale: Positive | None = None
     """Factor of attention scores; by default head_dim ** -0.5."""
@@ -98,7 +115,9 @@ class AttentionConfig(BranchConfig):
     """A learned score of each query head that joins the softmax without a value (gpt-oss)."""
 
     attention_gate: bool = False
-    """Multiplies the heads' results by the sigmoid of another projection of the input (Muse Glimmer)."""
+    """Multiplies the heads' results by the sigmoid of another projection of the input (Muse
+    Glimmer).
+    """
 
     attention_bias: bool = False
     """Biases on the query, key, value and gate projections."""
@@ -115,15 +134,24 @@ class AttentionConfig(BranchConfig):
         """See `BranchConfig`."""
         yield from super().problems(sizes)
         if self.num_heads % self.num_kv_heads:
-            usual = ", the default: set both" if self.num_kv_heads == type(self).num_kv_heads else ""
+            usual = (
+                ", the default: set both" if self.num_kv_heads == type(self).num_kv_heads else ""
+            )
             yield Problem(
-                f"model.num_heads={self.num_heads} is not divisible by model.num_kv_heads={self.num_kv_heads}{usual}",
+                f"model.num_heads={self.num_heads} is not divisible by "
+                f"model.num_kv_heads={self.num_kv_heads}{usual}",
                 among={"model.num_kv_heads": self.num_heads},
             )
         if sizes[TP] > 2 * self.num_heads:
-            text = f"mesh.tp={sizes[TP]} is more than twice model.num_heads={self.num_heads}: most devices get no head"
+            text = (
+                f"mesh.tp={sizes[TP]} is more than twice "
+                f"model.num_heads={self.num_heads}: most "
+                "devices get no head"
+            )
             yield Problem(text, among={f"mesh.{TP}": self.num_heads})
-        problems = rope_problems(self.rope_width, self.rope_theta, self.rope_scaling, self.rotary_fraction)
+        problems = rope_problems(
+            self.rope_width, self.rope_theta, self.rope_scaling, self.rotary_fraction
+        )
         yield from map(Problem, problems)
         yield from map(Problem, unsupported(self.attention, self.use()))
 
@@ -144,13 +172,28 @@ class AttentionConfig(BranchConfig):
     def use_on(self, shape: LocalShape, dtype: str) -> Use:
         """Returns the `Use` of a kernel on a device's sequences."""
         part = self.context_attention(shape.tp).method(shape)[0] == "gather"
-        return self.use(dtype=dtype, part=part, length=shape.length, packed=shape.packed, platform=shape.platform)
+        return self.use(
+            dtype=dtype,
+            part=part,
+            length=shape.length,
+            packed=shape.packed,
+            platform=shape.platform,
+        )
 
     def use(self, **known: Any) -> Use:
         """Returns the `Use` of a kernel; `known` are its fields that are not settings."""
-        window, softcap, scale = self.sliding_window, self.attention_softcap, self.query_scale
+        window = self.sliding_window
+        softcap = self.attention_softcap
+        scale = self.query_scale
         sinks = self.attention_sinks
-        return Use(head_dim=self.head_dim, window=window, softcap=softcap, scale=scale, sinks=sinks, **known)
+        return Use(
+            head_dim=self.head_dim,
+            window=window,
+            softcap=softcap,
+            scale=scale,
+            sinks=sinks,
+            **known,
+        )
 
     def context_attention(self, tp: int) -> ContextAttention:
         """Returns a device's heads and window, for context parallelism."""
@@ -164,17 +207,20 @@ class AttentionConfig(BranchConfig):
     def context_problems(self, shape: LocalShape) -> Iterator[Problem]:
         """See `BranchConfig`."""
         yield from super().context_problems(shape)
-        queries, cp = self.heads.on_device(shape.tp)[0], shape.sizes[CP]
+        queries = self.heads.on_device(shape.tp)[0]
+        cp = shape.sizes[CP]
         if shape.context == "ulysses" and queries % cp:
             text = (
-                f"mesh.context=ulysses: mesh.cp={cp} does not divide the {queries} query heads of a device over "
+                f"mesh.context=ulysses: mesh.cp={cp} does not divide the {queries} query heads of "
+                "a device over "
                 f"mesh.tp={shape.tp}; use gather or auto"
             )
             yield Problem(text, among={f"mesh.{CP}": queries})
 
     def qkv_outputs(self) -> dict[Target, PaddedDim]:
         """Returns the outputs of `qkv` and their divisions over tp."""
-        queries, keys = self.heads, self.heads.keys
+        queries = self.heads
+        keys = self.heads.keys
         outputs: dict[Target, PaddedDim] = {"q_proj": queries, "k_proj": keys}
         if not self.value_is_key:
             outputs["v_proj"] = keys
@@ -185,7 +231,9 @@ class AttentionConfig(BranchConfig):
     def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
         """See `BranchConfig`."""
         yield from super().adapter_kernels()
-        yield from ((target, f"attention.qkv.kernels.{i}") for i, target in enumerate(self.qkv_outputs()))
+        yield from (
+            (target, f"attention.qkv.kernels.{i}") for i, target in enumerate(self.qkv_outputs())
+        )
         yield "o_proj", "attention.out.kernel"
 
     def padding(self, tp: int) -> Iterator[Padded]:
@@ -198,24 +246,33 @@ class AttentionConfig(BranchConfig):
 
     def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
         """See `BranchConfig`."""
-        heads, fraction, length = self.heads, self.rotary_fraction, small.positions(self.rope_scaling.original_length)
+        heads = self.heads
+        fraction = self.rotary_fraction
+        length = small.positions(self.rope_scaling.original_length)
 
         def scaling(width: int) -> RopeScaling:
-            return self.rope_scaling.shrink(rotated_dims(width, self.rope_scaling, fraction)[1], length)
+            return self.rope_scaling.shrink(
+                rotated_dims(width, self.rope_scaling, fraction)[1], length
+            )
 
         def suits(width: int) -> bool:
             other = replace(self, head_dim=width).heads
             pads_equally = all(heads.stored(tp)[:-1] == other.stored(tp)[:-1] for tp in small.tps)
-            return pads_equally and not any(rope_problems(width, _SMALL_THETA, scaling(width), fraction))
+            return pads_equally and not any(
+                rope_problems(width, _SMALL_THETA, scaling(width), fraction)
+            )
 
-        smaller = (size for size in _SMALL_HEAD_DIMS if size < self.head_dim and size % small.block == 0)
+        smaller = (
+            size for size in _SMALL_HEAD_DIMS if size < self.head_dim and size % small.block == 0
+        )
         head_dim = next(filter(suits, smaller), self.head_dim)
         return {
             "head_dim": head_dim,
             "rope_theta": self.rope_theta and _SMALL_THETA,
             "rope_scaling": scaling(head_dim),
             "sliding_window": self.sliding_window and small.positions(self.sliding_window),
-            "attention": "auto" if self.attention in ("cudnn", "fused") else self.attention,  # those need a GPU
+            # those need a GPU
+            "attention": "auto" if self.attention in ("cudnn", "fused") else self.attention,
             **super().shrink(small),
         }
 
@@ -224,8 +281,8 @@ class AttentionConfig(BranchConfig):
 class PaddedHeads(PaddedDim):
     """Splits query heads over tp; factors: kv heads K, query heads per kv head G, head width H.
 
-    Each device has the query heads of whole kv heads, or shares a kv head. Otherwise padding adds kv heads, or query
-    heads to each group, whichever computes less.
+    Each device has the query heads of whole kv heads, or shares a kv head. Otherwise padding adds
+    kv heads, or query heads to each group, whichever computes less.
     """
 
     def numbers(self, *width: int) -> "PaddedNumbers":
@@ -250,8 +307,9 @@ class PaddedHeads(PaddedDim):
 
 @dataclass(frozen=True)
 class PaddedNumbers(PaddedDim):
-    """Splits numbers of query heads over tp, like the heads; factors: kv heads K, query heads per kv head G, and
-    perhaps numbers per query head."""
+    """Splits numbers of query heads over tp, like the heads; factors: kv heads K, query heads per
+    kv head G, and perhaps numbers per query head.
+    """
 
     width: int  # of the heads
 
@@ -272,7 +330,9 @@ class PaddedKVHeads(PaddedDim):
         return kv_heads, width
 
     def shared_by(self, tp: int) -> int:
-        """See `PaddedDim`: with fewer heads than tp, neighbours store parts of a head, and each outputs it whole."""
+        """See `PaddedDim`: with fewer heads than tp, neighbours store parts of a head, and each
+        outputs it whole.
+        """
         return max(1, tp // self.stored(tp)[0])
 
 
@@ -281,7 +341,8 @@ def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, 
     """Returns the padded factors of `PaddedHeads` with the fewest query heads."""
     unshared = -(-kv_heads // tp) * tp
     for shared in range(kv_heads, min(unshared, tp, _MAX_SHARED_KV_HEADS)):
-        if tp % shared == 0 and shared * width % tp == 0:  # tp / shared devices share a head, and store a part of it
+        # tp / shared devices share a head, and store a part of it
+        if tp % shared == 0 and shared * width % tp == 0:
             padded = -(-group * shared // tp) * tp // shared
             if shared * padded <= unshared * group:
                 return shared, padded, width
@@ -293,8 +354,9 @@ class CausalSelfAttention(Branch):
 
     `norm` are the settings of query, key and value norms.
 
-    Shapes: `[B, T, D] -> [B, T, D]`. Kernels: q `[D, N*H]`, k and v `[D, K*H]` (`qkv.kernels` 0, 1, 2), out `[N*H, D]`;
-    heads contiguous. The kernel of a gate, `[D, N*H]`, is the last of `qkv.kernels`.
+    Shapes: `[B, T, D] -> [B, T, D]`. Kernels: q `[D, N*H]`, k and v `[D, K*H]` (`qkv.kernels` 0, 1,
+    2), out `[N*H, D]`; heads contiguous. The kernel of a gate, `[D, N*H]`, is the last of
+    `qkv.kernels`.
     """
 
     over_cp = True
@@ -308,35 +370,54 @@ class CausalSelfAttention(Branch):
         norm: NormConfig = NormConfig(norm_eps=1e-6),
         rngs: nnx.Rngs,
     ):
-        self.config, self.precision = config, context.precision
-        queries, keys = config.heads, config.heads.keys
-        outputs, bias = config.qkv_outputs(), config.attention_bias
-        targets, features = tuple(outputs), tuple(outputs.values())
-        self.qkv = ColumnParallelLinear(d_model, features, context, use_bias=bias, targets=targets, rngs=rngs)
+        self.config = config
+        self.precision = context.precision
+        queries = config.heads
+        keys = config.heads.keys
+        outputs = config.qkv_outputs()
+        bias = config.attention_bias
+        targets = tuple(outputs)
+        features = tuple(outputs.values())
+        self.qkv = ColumnParallelLinear(
+            d_model, features, context, use_bias=bias, targets=targets, rngs=rngs
+        )
         period, count = rotated_dims(config.head_dim, config.rope_scaling, config.rotary_fraction)
         count = 0 if config.rope_theta is None else count
-        zeros, padding = jnp.zeros(config.num_heads, self.precision.param), ((-1, queries.numbers()),)
-        self.sinks = parameter("sinks", zeros, P(TP), padding=padding) if config.attention_sinks else None
+        zeros = jnp.zeros(config.num_heads, self.precision.param)
+        padding = ((-1, queries.numbers()),)
+        self.sinks = (
+            parameter("sinks", zeros, P(TP), padding=padding) if config.attention_sinks else None
+        )
         linear = config.attention_softcap is None and config.clip_qkv is None and self.sinks is None
-        # In a dim without rope, a key bias adds the same to all scores of a query, which the softmax cancels. Its
-        # gradient is rounding noise, and Adam would turn it into updates.
+        # In a dim without rope, a key bias adds the same to all scores of a query, which the
+        # softmax cancels. Its gradient is rounding noise, and Adam would turn it into updates.
         unnormalised = config.qk_norm == "none" and not config.value_is_key
         if config.attention_bias and linear and unnormalised and count < period:
             self.qkv.fixed_bias = (1, period, count)
         self.norm_eps = norm.norm_eps
         normalised = () if config.qk_norm == "none" else (queries, keys)
-        self.qk_norms = nnx.List(QKNorm(config.qk_norm, heads, norm, self.precision) for heads in normalised)
+        self.qk_norms = nnx.List(
+            QKNorm(config.qk_norm, heads, norm, self.precision) for heads in normalised
+        )
         if config.qk_norm == "head_bias" and linear:
             self.qk_norms[1].fixed_bias = (period, 0 if config.qk_norm_after_rope else count)
         bias = config.attention_out_bias
-        self.out = RowParallelLinear(queries, d_model, context, use_bias=bias, target="o_proj", rngs=rngs)
+        self.out = RowParallelLinear(
+            queries, d_model, context, use_bias=bias, target="o_proj", rngs=rngs
+        )
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """Attends from each position to its document up to that position."""
         segments_BT = sequences.segments
-        attend = partial(self._attend, replace(sequences, segments=None), self._local_shape(x_BTD.shape[1], sequences))
+        attend = partial(
+            self._attend,
+            replace(sequences, segments=None),
+            self._local_shape(x_BTD.shape[1], sequences),
+        )
         segments_spec = None if segments_BT is None else batch_spec(None)
-        return self.output(self._on_heads(attend, x_BTD, (segments_BT,), (segments_spec,), token_spec(TP)), x_BTD)
+        return self.output(
+            self._on_heads(attend, x_BTD, (segments_BT,), (segments_spec,), token_spec(TP)), x_BTD
+        )
 
     def project(self, x_BTD: Array) -> Heads:
         """Returns the projections `[B, T, F]` of the input, split over tp."""
@@ -344,89 +425,143 @@ class CausalSelfAttention(Branch):
         return (q, k, k, *rest) if self.config.value_is_key else (q, k, *rest)
 
     def output(self, heads_BTF: Array, x_BTD: Array) -> Array:
-        """Projects the heads' results `[B, T, N * H]`, split over tp; a subclass may gate them by the input."""
+        """Projects the heads' results `[B, T, N * H]`, split over tp; a subclass may gate them
+        by the input.
+        """
         return self.out(heads_BTF)
 
     def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
         """Returns empty keys and values, `[B, max(K, tp), S, H]` each."""
         tp = axis_size(TP)
-        shape = (num_rows, max(self.config.heads.stored(tp)[0], tp), num_slots, self.config.head_dim)
-        return tuple(constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC) for _ in range(2))
+        shape = (
+            num_rows,
+            max(self.config.heads.stored(tp)[0], tp),
+            num_slots,
+            self.config.head_dim,
+        )
+        return tuple(
+            constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC) for _ in range(2)
+        )
 
     def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         """Attends from new tokens to the KV cache and to each other."""
         cache_specs = (LAYER_SPEC, LAYER_SPEC)
         out_specs = (token_spec(TP), cache_specs)
-        y, cache = self._on_heads(self._attend_cached, x_BTD, (cache, new), (cache_specs, new.specs), out_specs)
+        y, cache = self._on_heads(
+            self._attend_cached, x_BTD, (cache, new), (cache_specs, new.specs), out_specs
+        )
         return self.output(y, x_BTD), cache
 
     def _on_heads(
-        self, body: Callable[..., Any], x_BTD: Array, others: tuple[Any, ...], specs: tuple[Any, ...], out_specs: object
+        self,
+        body: Callable[..., Any],
+        x_BTD: Array,
+        others: tuple[Any, ...],
+        specs: tuple[Any, ...],
+        out_specs: object,
     ) -> Any:
         """Returns `body(weights, project(x_BTD), *others)`, run on each device's heads."""
         weights, weight_specs = params_and_specs(self.qk_norms)
         if self.sinks is not None:
-            weights["sinks"], weight_specs["sinks"] = jnp.asarray(self.sinks[...]), spec_of(self.sinks)
+            weights["sinks"], weight_specs["sinks"] = (
+                jnp.asarray(self.sinks[...]),
+                spec_of(self.sinks),
+            )
         heads = self.project(x_BTD)
         in_specs = (weight_specs, (token_spec(TP),) * len(heads), *specs)
         return device_view(body, ATTEND, in_specs, out_specs)(weights, heads, *others)
 
     def _local_shape(self, length: int, sequences: Sequences) -> LocalShape:
-        sizes, context = mesh_sizes(current_mesh()), sequences.context
-        shape = LocalShape(sizes=sizes, rows=1, length=length, context=context, zigzag=sequences.zigzag)
+        sizes = mesh_sizes(current_mesh())
+        context = sequences.context
+        shape = LocalShape(
+            sizes=sizes, rows=1, length=length, context=context, zigzag=sequences.zigzag
+        )
         for problem in self.config.context_problems(shape):
             raise ConfigError(problem.text)
         return shape
 
     def _attend(
-        self, sequences: Sequences, shape: LocalShape, weights: Weights, qkv: Heads, segments: Array | None
+        self,
+        sequences: Sequences,
+        shape: LocalShape,
+        weights: Weights,
+        qkv: Heads,
+        segments: Array | None,
     ) -> Array:
-        config, sequences = self.config, replace(sequences, segments=segments)
+        config = self.config
+        sequences = replace(sequences, segments=segments)
         positions = sequences.local_positions(shape.length)
         if segments is not None:
             within = segment_positions(segments)
             positions = within if shape.sizes[CP] == 1 else jnp.take(within, positions, axis=1)
         q, k, v = self._normalise_and_rotate(weights, qkv, positions, shape.length)
         method, _ = config.context_attention(shape.tp).method(shape)
-        shape = replace(shape, packed=segments is not None, platform=architecture_of(current_device()))
+        shape = replace(
+            shape, packed=segments is not None, platform=architecture_of(current_device())
+        )
         use = config.use_on(shape, self.precision.compute)
         for problem in unsupported(config.attention, use):
             raise ConfigError(problem)
         kernel, _ = pick_kernel(config.attention, use)
         sinks = self._load_sinks(weights, method)
         run = partial(kernel.run, **use.scores, window=use.window, sinks=sinks)
-        swapped = self.out.overlap == "none" and shape.tp > 1 and shape.is_split(self.out.sequence_parallel)
+        swapped = (
+            self.out.overlap == "none"
+            and shape.tp > 1
+            and shape.is_split(self.out.sequence_parallel)
+        )
         if kernel.platforms and segments is sinks is None and shape.sizes[CP] == 1 and swapped:
             run = partial(_rows_as_heads, run)
         return self._merge_heads(sequences.attend(run, method, use.window, q, k, v), *qkv[3:])
 
-    def _attend_cached(self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
-        use, num_slots = self.config.use(dtype=self.precision.compute), cache[0].shape[2]
+    def _attend_cached(
+        self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens
+    ) -> tuple[Array, KVCache]:
+        use = self.config.use(dtype=self.precision.compute)
+        num_slots = cache[0].shape[2]
         q, k, v = self._normalise_and_rotate(weights, qkv, new.positions, num_slots)
-        keys, values = new.write(cache[0], k), new.write(cache[1], v)
+        keys = new.write(cache[0], k)
+        values = new.write(cache[1], v)
         sinks = self._load_sinks(weights)
         if new.rows is None:
             seen = visible(new.positions, num_slots, use.window)
             y = masked_attention(q, (keys, values), seen, **use.scores, sinks=sinks)
             return self._merge_heads(y, *qkv[3:]), (keys, values)
         if new.continued:  # earlier tokens of the first row, then all new tokens
-            k, v = (jnp.concatenate([new.before(old), x], axis=1) for old, x in zip(cache, (k, v), strict=True))
+            k, v = (
+                jnp.concatenate([new.before(old), x], axis=1)
+                for old, x in zip(cache, (k, v), strict=True)
+            )
         y = self._attend_packed((q, k, v), new, num_slots, sinks)
         return self._merge_heads(y, *qkv[3:]), (keys, values)
 
-    def _attend_packed(self, qkv: Heads, new: NewTokens, num_slots: int, sinks: Array | None = None) -> Array:
-        """Attends from packed tokens; a row that continues has keys and values of all its slots, then of new tokens."""
-        part = Part(num_slots + jnp.arange(qkv[0].shape[1], dtype=jnp.int32), 0) if new.continued else None
+    def _attend_packed(
+        self, qkv: Heads, new: NewTokens, num_slots: int, sinks: Array | None = None
+    ) -> Array:
+        """Attends from packed tokens; a row that continues has keys and values of all its slots,
+        then of new tokens.
+        """
+        part = (
+            Part(num_slots + jnp.arange(qkv[0].shape[1], dtype=jnp.int32), 0)
+            if new.continued
+            else None
+        )
         known = {"dtype": self.precision.compute, "platform": architecture_of(current_device())}
         use = self.config.use(length=qkv[1].shape[1], packed=True, part=new.continued, **known)
-        kernel, _ = pick_kernel("auto", use)  # the kernel configured for training may not support this use
-        return kernel.run(*qkv, new.segments(num_slots), part=part, window=use.window, **use.scores, sinks=sinks)
+        # the kernel configured for training may not support this use
+        kernel, _ = pick_kernel("auto", use)
+        return kernel.run(
+            *qkv, new.segments(num_slots), part=part, window=use.window, **use.scores, sinks=sinks
+        )
 
     def _normalise_and_rotate(
         self, weights: Weights, qkv: Heads, positions: Array, length: int
     ) -> tuple[Array, Array, Array]:
-        config, scaling = self.config, self.config.rope_scaling
-        q, k, v = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in qkv[:3])  # [B/(dp*fsdp), T/cp, N/tp, H]
+        config = self.config
+        scaling = self.config.rope_scaling
+        # [B/(dp*fsdp), T/cp, N/tp, H]
+        q, k, v = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in qkv[:3])
         if not config.qk_norm_after_rope:
             q, k = self._normalise(weights, q, k)
         if config.value_norm:
@@ -434,7 +569,10 @@ class CausalSelfAttention(Branch):
         if (most := config.clip_qkv) is not None:
             q, k, v = (jnp.clip(x, -most, most) for x in (q, k, v))
         if (theta := config.rope_theta) is not None:
-            q, k = (apply_rope(x, positions, theta, scaling, length, config.rotary_fraction) for x in (q, k))
+            q, k = (
+                apply_rope(x, positions, theta, scaling, length, config.rotary_fraction)
+                for x in (q, k)
+            )
         if config.qk_norm_after_rope:
             q, k = self._normalise(weights, q, k)
         return self._with_temperature(q, positions), k, v
@@ -447,25 +585,39 @@ class CausalSelfAttention(Branch):
 
     def _load_sinks(self, weights: Weights, method: Method = "gather") -> Array | None:
         in_float32 = replace(self.precision, compute="float32")
-        return None if self.sinks is None else of_heads(in_float32.load(weights["sinks"], None), method)
+        return (
+            None
+            if self.sinks is None
+            else of_heads(in_float32.load(weights["sinks"], None), method)
+        )
 
     def _normalise(self, weights: Weights, *heads: Array) -> Sequence[Array]:
         norms = enumerate(zip(self.qk_norms, heads, strict=False))
-        return [norm(x, weights.get(f"{i}.scale"), weights.get(f"{i}.bias")) for i, (norm, x) in norms] or heads
+        return [
+            norm(x, weights.get(f"{i}.scale"), weights.get(f"{i}.bias")) for i, (norm, x) in norms
+        ] or heads
 
     def _merge_heads(self, y: Array, *gate: Array) -> Array:
-        """Merges heads, times their gate. Padded heads become zero: the output kernel gets no gradient there."""
-        heads, tp = self.config.heads, axis_size(TP)
+        """Merges heads, times their gate. Padded heads become zero: the output kernel gets no
+        gradient there.
+        """
+        heads = self.config.heads
+        tp = axis_size(TP)
         if heads.stored(tp) != heads.factors:
             kv_heads, group, _ = heads.factors
-            kv_head, member = jnp.divmod(axis_index(TP) * y.shape[2] + jnp.arange(y.shape[2]), heads.stored(tp)[1])
+            kv_head, member = jnp.divmod(
+                axis_index(TP) * y.shape[2] + jnp.arange(y.shape[2]), heads.stored(tp)[1]
+            )
             y = jnp.where(((kv_head < kv_heads) & (member < group))[:, None], y, 0)
         y = y.reshape(*y.shape[:2], -1)
         return y * jax.nn.sigmoid(gate[0]) if gate else y
 
 
-def _rows_as_heads(run: Callable[..., Array], q: Array, k: Array, v: Array, segments: None) -> Array:
-    # Runs a kernel, around which XLA would swap `sequence_first`'s arrays, on all rows' heads as one row's.
+def _rows_as_heads(
+    run: Callable[..., Array], q: Array, k: Array, v: Array, segments: None
+) -> Array:
+    # Runs a kernel, around which XLA would swap `sequence_first`'s arrays, on all rows' heads as
+    # one row's.
     rows, length = q.shape[:2]
     y = run(*(x.swapaxes(0, 1).reshape(1, length, -1, x.shape[3]) for x in (q, k, v)), segments)
     return y.reshape(length, rows, -1, y.shape[3]).swapaxes(0, 1)

@@ -1,11 +1,12 @@
 """Load balance of experts: router statistics, auxiliary losses and the selection bias.
 
-The auxiliary loss is per sequence (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), over its n tokens without padding:
+The auxiliary loss is per sequence (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), over its n tokens
+without padding:
 
     balance = sum_e f_e P_e,   f_e = E / (k n) * (times e is chosen),   P_e = mean share of the e-th score
 
-A share is a score over the sum of all scores. The loss is 1 for a uniform choice. The mean over labels does not depend
-on how a batch is divided. Layers are averaged.
+A share is a score over the sum of all scores. The loss is 1 for a uniform choice. The mean over
+labels does not depend on how a batch is divided. Layers are averaged.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +30,8 @@ BALANCE = "expert_balance"
 class SelectionBias(nnx.Variable[Any]):
     """A bias of each expert's score, for selection only; updates move it against the load.
 
-    It is not an `nnx.Param`, so no optimizer sees it; checkpoints save all state that is not frozen.
+    It is not an `nnx.Param`, so no optimizer sees it; checkpoints save all state that is not
+    frozen.
     """
 
 
@@ -43,13 +45,16 @@ class Routing:
 
     times_chosen: Array  # `[B, S, E]` float32: tokens that chose each expert
     scores: Array  # `[B, S, E]` float32: share of each expert's score
-    squared_normaliser: Array  # `[B, S]` float32: squared log of the sum of the logits' exponentials
+    # `[B, S]` float32: squared log of the sum of the logits' exponentials
+    squared_normaliser: Array
     entropy: Array  # `[B, S]` float32: entropy of the shares in nats
-    computed: Array  # `[B, S]` float32: this device's rows, one for each token and expert, whose sum counts
+    # `[B, S]` float32: this device's rows, one for each token and expert, whose sum counts
+    computed: Array
     experts: Array | None = None  # `[B, T, k]` int32: the router's choice; only if recorded
     margin: Array | None = None
-    """`[B, T]` float32: lowest chosen score minus the highest score that was not chosen, or the same of groups if
-    that is less; only if recorded."""
+    """`[B, T]` float32: lowest chosen score minus the highest score that was not chosen, or the
+    same of groups if that is less; only if recorded.
+    """
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +64,8 @@ class Balance:
 
     balance_loss: Array  # sum over valid labels of their sequence's loss
     router_z_loss: Array  # the same for mean squared log-normalisers
-    times_chosen: tuple[Array, ...]  # for each kind of block `[layers, E]`: tokens that chose each expert
+    # for each kind of block `[layers, E]`: tokens that chose each expert
+    times_chosen: tuple[Array, ...]
     entropy: Array  # entropies of all tokens in all layers
     dropped: Array  # choices that no expert computed; not 0 means a bug
 
@@ -72,7 +78,9 @@ class Balance:
             "balance_loss": self.balance_loss / count,
             "router_z_loss": self.router_z_loss / count,
             "experts/max_load": jnp.mean(jnp.stack([jnp.max(load) for load in loads])),
-            "experts/unused": jnp.mean(jnp.concatenate([load == 0 for load in loads]).astype(jnp.float32)),
+            "experts/unused": jnp.mean(
+                jnp.concatenate([load == 0 for load in loads]).astype(jnp.float32)
+            ),
             "experts/entropy": self.entropy / jnp.maximum(choices, 1),
             "experts/dropped": self.dropped,
         }
@@ -84,15 +92,23 @@ def no_balance(kinds: Sequence[tuple[int, int]]) -> Balance:
     return Balance(zero, zero, tuple(jnp.zeros(kind, jnp.float32) for kind in kinds), zero, zero)
 
 
-def balance(routings: Sequence[Routing], labels_BT: Array, experts_per_token: Sequence[int]) -> Balance:
-    """Returns the balance of all layers; `routings` and k are per kind of block, labels are whole rows."""
+def balance(
+    routings: Sequence[Routing], labels_BT: Array, experts_per_token: Sequence[int]
+) -> Balance:
+    """Returns the balance of all layers; `routings` and k are per kind of block, labels are
+    whole rows.
+    """
     by_layer = P(None, *batch_spec(SEQUENCE))
 
     def total(routings: list[Routing], labels: Array) -> Balance:
-        local = jax.tree.map(lambda sums: jnp.sum(sums, axis=2), routings)  # [layers, b, ...], of this device's tokens
+        # [layers, b, ...], of this device's tokens
+        local = jax.tree.map(lambda sums: jnp.sum(sums, axis=2), routings)
         local = _reduce_flat(lambda sums: all_reduce(sums, *SEQUENCE), local)
         counted = jnp.sum(labels != IGNORE, axis=1, dtype=jnp.float32)  # [b]
-        auxiliary, squared, entropies, dropped = [], [], [], []
+        auxiliary = []
+        squared = []
+        entropies = []
+        dropped = []
         for routing, k in zip(local, experts_per_token, strict=True):
             choices = jnp.sum(routing.times_chosen, axis=-1)  # [layers, b], k for each token
             tokens = jnp.maximum(choices / k, 1)
@@ -116,7 +132,9 @@ def balance(routings: Sequence[Routing], labels_BT: Array, experts_per_token: Se
 
 
 def updated_selection_bias(bias: Array, times_chosen: Array, rate: float) -> Array:
-    """Returns biases `[layers, E]`, raised below the mean load, lowered above (Wang et al., arXiv 2408.15664)."""
+    """Returns biases `[layers, E]`, raised below the mean load, lowered above (Wang et al.,
+    arXiv 2408.15664).
+    """
     # Compared as integers: with a rounded mean, an expert with exactly the mean load would move.
     total = jnp.sum(times_chosen, axis=-1, keepdims=True)
     return bias + rate * jnp.sign(total - times_chosen.shape[-1] * times_chosen).astype(bias.dtype)

@@ -1,8 +1,8 @@
 """Base classes of residual branches and of their settings.
 
-A new layer defines its parameters, with their specs, and `__call__`; all other members have defaults. A model creates
-it as `(d_model, config, context, *, rngs)` in `ModelConfig.branches` (`models/config.py`); `tests/toy_layer.py` is an
-example with a collective of its own.
+A new layer defines its parameters, with their specs, and `__call__`; all other members have
+defaults. A model creates it as `(d_model, config, context, *, rngs)` in `ModelConfig.branches`
+(`models/config.py`); `tests/toy_layer.py` is an example with a collective of its own.
 """
 
 import math
@@ -20,21 +20,27 @@ from jaxtp.layers.lora import Target
 from jaxtp.layers.sequence_parallel import LocalShape
 
 KVCache = tuple[Array, ...]
-"""Cached arrays of a branch: `[B, K, S, H]` with a slot S for each position, or states. tp splits the second dim."""
+"""Cached arrays of a branch: `[B, K, S, H]` with a slot S for each position, or states. tp
+splits the second dim.
+"""
 
 
 class Branch(nnx.Module):
     """A layer whose output is added to the residual stream, `[B, T, D] -> [B, T, D]`.
 
-    With sequence parallelism T is split over tp (`activation_spec(sequence_dim(...))`); a column layer gathers it.
+    With sequence parallelism T is split over tp (`activation_spec(sequence_dim(...))`); a column
+    layer gathers it.
     """
 
     joined = False
-    """Whether its layers have `LayerContext.joined`: the block gathers its input and reduces its output."""
+    """Whether its layers have `LayerContext.joined`: the block gathers its input and reduces its
+    output.
+    """
 
     over_cp: ClassVar[bool] = False
-    """Whether the branch supports sequences split over cp, with positions on other devices (`Sequences.attend`). A mesh
-    with cp refuses models with other branches."""
+    """Whether the branch supports sequences split over cp, with positions on other devices
+    (`Sequences.attend`). A mesh with cp refuses models with other branches.
+    """
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """Transforms `[B, T, D]`; a branch that routes tokens also returns its `Routing`."""
@@ -42,11 +48,15 @@ class Branch(nnx.Module):
 
     def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
         """Returns an empty cache for rows of up to `num_slots` tokens."""
-        raise NotImplementedError(f"{type(self).__name__} has no init_cache and decode, so it cannot generate")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no init_cache and decode, so it cannot generate"
+        )
 
     def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         """Transforms new tokens `[B, T, D]` and appends them to `cache`."""
-        raise NotImplementedError(f"{type(self).__name__} has no init_cache and decode, so it cannot generate")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no init_cache and decode, so it cannot generate"
+        )
 
 
 Padded = tuple[str, int, int]  # name, size, padded size
@@ -86,7 +96,9 @@ class ShrinkSpec:
         return smallest_congruent(value, math.lcm(*self.tps) * self.block, least)
 
     def width(self, value: int, least: int) -> int:
-        """Returns the smallest width >= `least`, at most `value`, that leaves the same part of a block."""
+        """Returns the smallest width >= `least`, at most `value`, that leaves the same part of a
+        block.
+        """
         return min(value, smallest_congruent(value, self.block, least))
 
 

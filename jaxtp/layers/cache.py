@@ -1,8 +1,9 @@
 """KV cache: a token's slot is its position in its row.
 
-New tokens come as rows (each sequence continues a row of the cache) or packed (tokens of several rows in one sequence).
-A layer writes them, then attends to the slots up to each query's position, which hides stale slots. A recurrent layer
-has no slots but a state for each row, which begins again at position 0.
+New tokens come as rows (each sequence continues a row of the cache) or packed (tokens of several
+rows in one sequence). A layer writes them, then attends to the slots up to each query's position,
+which hides stale slots. A recurrent layer has no slots but a state for each row, which begins again
+at position 0.
 """
 
 from collections.abc import Mapping
@@ -16,14 +17,17 @@ from jaxtp.collectives import batch_spec
 from jaxtp.mesh import CONTEXT, TP
 
 LAYER_SPEC = batch_spec(TP, CONTEXT, None)
-"""The spec of one layer's keys or values, `[B, K, S, H]`: a matrix per head, so that products need no transpose."""
+"""The spec of one layer's keys or values, `[B, K, S, H]`: a matrix per head, so that products
+need no transpose.
+"""
 
 DROPPED = 2**30  # Position of a token that no row has
 
 KVCaches = tuple[Mapping[str, tuple[Array, ...]], ...]
-"""Caches by layer and branch: keys and values `[B, K, S, H]` in the compute dtype, keys rotated, S slots a row. K is
-the number of kv heads, or tp if that is more: devices that share a head each store it. Arrays without S slots are
-states, which all tokens of a row changed in turn."""
+"""Caches by layer and branch: keys and values `[B, K, S, H]` in the compute dtype, keys rotated, S
+slots a row. K is the number of kv heads, or tp if that is more: devices that share a head each
+store it. Arrays without S slots are states, which all tokens of a row changed in turn.
+"""
 
 
 @jax.tree_util.register_dataclass
@@ -32,14 +36,19 @@ class NewTokens:
     """The slots of new tokens `[B, T]` in a cache."""
 
     positions: Array
-    """Position of each token in its row, `[B, T]` int32; tokens at `DROPPED` leave a cache as it is."""
+    """Position of each token in its row, `[B, T]` int32; tokens at `DROPPED` leave a cache as it
+    is.
+    """
 
     rows: Array | None = None
-    """Packed: row of each token among its device's rows, `[B, T]` int32, one run per row; -1 for padding, at the end.
-    None: each sequence is the row of the same index."""
+    """Packed: row of each token among its device's rows, `[B, T]` int32, one run per row; -1 for
+    padding, at the end. None: each sequence is the row of the same index.
+    """
 
     continued: bool = field(default=False, metadata={"static": True})
-    """Packed: the first row of a sequence may have tokens before these. All others begin at position 0."""
+    """Packed: the first row of a sequence may have tokens before these. All others begin at
+    position 0.
+    """
 
     @property
     def specs(self) -> "NewTokens":
@@ -50,12 +59,16 @@ class NewTokens:
     def write(self, cache: Array, new: Array) -> Array:
         """Writes new tokens `[b, T, K, H]` to a device's cache `[b, K, S, H]`."""
         rows = jnp.arange(cache.shape[0])[:, None] if self.rows is None else self.rows
-        rows = jnp.where(rows < 0, cache.shape[0], rows)  # a negative index would count from the end
+        # a negative index would count from the end
+        rows = jnp.where(rows < 0, cache.shape[0], rows)
         positions = self.positions
         if new.shape[:2] == (1, 1):
-            # XLA would turn one token into a dynamic-update-slice and fuse it with each product that reads the cache,
-            # which copies the whole cache. A second token, which is dropped, avoids this.
-            rows, positions = (jnp.concatenate([x, jnp.full_like(x, cache.shape[2])]) for x in (rows, positions))
+            # XLA would turn one token into a dynamic-update-slice and fuse it with each product
+            # that reads the cache, which copies the whole cache. A second token, which is dropped,
+            # avoids this.
+            rows, positions = (
+                jnp.concatenate([x, jnp.full_like(x, cache.shape[2])]) for x in (rows, positions)
+            )
             new = jnp.concatenate([new, new])
         # Only these slots are written, so XLA updates a donated cache in place.
         return cache.at[rows, :, positions].set(new, mode="drop")
@@ -68,24 +81,34 @@ class NewTokens:
         return NewTokens(self.positions, rows, continued=True)
 
     def ends(self, num_rows: int) -> tuple[Array, Array, Array]:
-        """Returns whether each row has packed tokens, and the sequence and index of its last one, `[R]` each."""
+        """Returns whether each row has packed tokens, and the sequence and index of its last
+        one, `[R]` each.
+        """
         assert self.rows is not None
         rows = self.rows.reshape(-1)
-        last = jnp.max(jnp.where(rows == jnp.arange(num_rows)[:, None], jnp.arange(rows.size), -1), axis=1)
+        last = jnp.max(
+            jnp.where(rows == jnp.arange(num_rows)[:, None], jnp.arange(rows.size), -1), axis=1
+        )
         return last >= 0, *jnp.divmod(last, self.rows.shape[1])
 
     def before(self, cache: Array) -> Array:
-        """Returns the earlier tokens of each sequence's first row, right-aligned, `[b, S, K, H]`; see `segments`."""
+        """Returns the earlier tokens of each sequence's first row, right-aligned,
+        `[b, S, K, H]`; see `segments`.
+        """
         first = self.first(cache).swapaxes(1, 2)
         return jax.vmap(lambda x, count: jnp.roll(x, -count, axis=0))(first, self.positions[:, 0])
 
     def first(self, cache: Array) -> Array:
-        """Returns the cache of each sequence's first row, `[b, ...]`; of any row if the first begins."""
+        """Returns the cache of each sequence's first row, `[b, ...]`; of any row if the first
+        begins.
+        """
         assert self.rows is not None
         return jnp.take(cache, self.rows[:, 0], axis=0, mode="clip")
 
     def segments(self, num_slots: int) -> Array:
-        """Returns the segments of packed tokens `[b, T]`, or of earlier and packed tokens `[b, S + T]`."""
+        """Returns the segments of packed tokens `[b, T]`, or of earlier and packed tokens
+        `[b, S + T]`.
+        """
         assert self.rows is not None
         segments = self.rows + 1
         if not self.continued:
@@ -95,6 +118,8 @@ class NewTokens:
 
 
 def visible(positions: Array, num_slots: int, window: int | None = None) -> Array:
-    """Returns whether a token sees a slot, `[b, T, S]`: the last `window` slots up to its position."""
+    """Returns whether a token sees a slot, `[b, T, S]`: the last `window` slots up to its
+    position.
+    """
     far = positions[..., None] - jnp.arange(num_slots)
     return (far >= 0) if window is None else (far >= 0) & (far < window)

@@ -1,18 +1,21 @@
 """Context parallelism: sequences are split over cp, `T / cp` tokens per device.
 
-Every device of a cp group has whole rows of ids, labels and segments and slices its tokens (`Sequences.local_tokens`),
-so data and checkpoints do not depend on cp. Only attention and Gated DeltaNet need other positions. Attention:
+Every device of a cp group has whole rows of ids, labels and segments and slices its tokens
+(`Sequences.local_tokens`), so data and checkpoints do not depend on cp. Only attention and Gated
+DeltaNet need other positions. Attention:
 
     ulysses   all-to-all to all tokens of N/(tp*cp) heads, and back (Jacobs et al., arXiv 2309.14509). All kernels
               work; kv heads are copied until cp divides them.
     gather    all-gather of keys and values (Llama 3, arXiv 2407.21783, section 3.3.2). N and K are arbitrary. With a
               window, a device fetches only the missing tokens that its tokens see, the halo.
 
-Later tokens see more keys. Gather without a window therefore balances work by zigzag order: of the chunks 0 to 2cp-1,
-device c has c and 2cp-1-c. Activations have this order, results for users have natural order.
+Later tokens see more keys. Gather without a window therefore balances work by zigzag order: of the
+chunks 0 to 2cp-1, device c has c and 2cp-1-c. Activations have this order, results for users have
+natural order.
 
-Gated DeltaNet works in both orders. Its convolution fetches a halo. A chunk's tokens are an affine map of the state,
-and one all-gather of these maps gives each chunk its initial state: its size does not depend on T.
+Gated DeltaNet works in both orders. Its convolution fetches a halo. A chunk's tokens are an affine
+map of the state, and one all-gather of these maps gives each chunk its initial state: its size does
+not depend on T.
 """
 
 import math
@@ -52,11 +55,15 @@ class Sequences:
     """Documents and token order of a batch's sequences, for layers that mix positions."""
 
     segments: Array | None = None
-    """Documents of each row (`layers/sequence_parallel.py`), in natural order; None if each row is one document."""
+    """Documents of each row (`layers/sequence_parallel.py`), in natural order; None if each row
+    is one document.
+    """
 
-    context: Context = field(default="auto", metadata=_STATIC)  # requested method of attention over cp
+    # requested method of attention over cp
+    context: Context = field(default="auto", metadata=_STATIC)
     zigzag: bool = field(default=False, metadata=_STATIC)  # devices hold tokens in zigzag order
-    experts: Array | None = None  # experts to use instead of a router's choice, `[B, T, k]` in natural order
+    # experts to use instead of a router's choice, `[B, T, k]` in natural order
+    experts: Array | None = None
     record: bool = field(default=False, metadata=_STATIC)
     """Whether routers also return their choices (`layers/balance.py`)."""
 
@@ -67,10 +74,15 @@ class Sequences:
         check_divides("a sequence over cp", x_BT.shape, token_spec())
 
         def take(x: Array) -> Array:
-            parts = [lax.dynamic_slice_in_dim(x, start, size, 1) for start, size in self._chunks(x.shape[1])]
+            parts = [
+                lax.dynamic_slice_in_dim(x, start, size, 1)
+                for start, size in self._chunks(x.shape[1])
+            ]
             return jnp.concatenate(parts, axis=1)  # [B/(dp*fsdp), T/cp]
 
-        return device_view(take, "local_tokens", in_specs=(batch_spec(None),), out_specs=token_spec())(x_BT)
+        return device_view(
+            take, "local_tokens", in_specs=(batch_spec(None),), out_specs=token_spec()
+        )(x_BT)
 
     def natural(self, x: object, dim: int = 1) -> Any:
         """Reorders an array of all tokens to natural order."""
@@ -78,11 +90,13 @@ class Sequences:
 
     def positions(self, length: int) -> Array:
         """Returns each token's position in its row, in device order, `[T]`."""
-        index, cp = jnp.arange(length), axis_size(CP)
+        index = jnp.arange(length)
+        cp = axis_size(CP)
         if not self.zigzag:
             return index
         size = length // (2 * cp)
-        device, slot = index // (2 * size), index // size % 2
+        device = index // (2 * size)
+        slot = index // size % 2
         return jnp.where(slot == 0, device, 2 * cp - 1 - device) * size + index % size
 
     def local_positions(self, length: int) -> Array:
@@ -95,11 +109,13 @@ class Sequences:
         return 2 if self.zigzag else 1
 
     def initial_states(self, m: Array, u: Array) -> Array:
-        """Returns the state before each of this device's chunks, `[b * chunks, H, K, V]`, inside `device_view`.
+        """Returns the state before each of this device's chunks, `[b * chunks, H, K, V]`, inside
+        `device_view`.
 
         A chunk's tokens turn the state S into m S + u, with m `[b * chunks, H, K, K]`.
         """
-        # Passing states from chunk to chunk would move less, but in as many steps as there are chunks.
+        # Passing states from chunk to chunk would move less, but in as many steps as there are
+        # chunks.
         maps_bHKF = jnp.concatenate([m, u], axis=-1)
         rows = maps_bHKF.reshape(-1, self.num_chunks, *maps_bHKF.shape[1:])
         gathered = checkpoint_name(all_gather(jnp.moveaxis(rows, 1, 0), *CONTEXT, dim=0), CARRIED)
@@ -109,12 +125,16 @@ class Sequences:
             m, u = jnp.split(chunk, [chunk.shape[-2]], axis=-1)
             return u + jnp.matmul(m, state, precision="highest"), state
 
-        _, states = lax.scan(advance, vary_like(jnp.zeros((rows.shape[0], *u.shape[1:]), u.dtype), every), every)
+        _, states = lax.scan(
+            advance, vary_like(jnp.zeros((rows.shape[0], *u.shape[1:]), u.dtype), every), every
+        )
         own = jnp.take(states, self.local_positions(len(every)), axis=0, mode="clip")
         return jnp.moveaxis(own, 0, 1).reshape(u.shape)
 
-    def _chunks(self, length: int) -> list[tuple[Array | int, int]]:  # (first position, size) of each
-        cp, index = axis_size(CP), axis_index(CP)
+    # (first position, size) of each
+    def _chunks(self, length: int) -> list[tuple[Array | int, int]]:
+        cp = axis_size(CP)
+        index = axis_index(CP)
         if cp == 1:
             return [(0, length)]
         size = chunk_size(length, cp, zigzag=self.zigzag)
@@ -122,12 +142,18 @@ class Sequences:
         return [first, ((2 * cp - 1 - index) * size, size)] if self.zigzag else [first]
 
     def attend(
-        self, run: Callable[..., Array], method: Method, window: int | None, q: Array, k: Array, v: Array
+        self,
+        run: Callable[..., Array],
+        method: Method,
+        window: int | None,
+        q: Array,
+        k: Array,
+        v: Array,
     ) -> Array:
         """Attends from this device's tokens to all that they see, inside `device_view`.
 
-        `run(q, k, v, segments, part=)` is a kernel; it has sinks from `of_heads`. `q` is `[b, T/cp, N/tp, H]`; `q` and
-        `k` are rotated.
+        `run(q, k, v, segments, part=)` is a kernel; it has sinks from `of_heads`. `q` is
+        `[b, T/cp, N/tp, H]`; `q` and `k` are rotated.
         """
         cp = axis_size(CP)
         if cp == 1:
@@ -135,22 +161,28 @@ class Sequences:
         if method == "ulysses":
             copies = kv_head_copies(k.shape[2], cp)
             k, v = (x if copies == 1 else jnp.repeat(x, copies, axis=2) for x in (k, v))
-            q, k, v = (all_to_all(x, *CONTEXT, split=2, join=1) for x in (q, k, v))  # [b, T, N/(tp*cp), H]
+            # [b, T, N/(tp*cp), H]
+            q, k, v = (all_to_all(x, *CONTEXT, split=2, join=1) for x in (q, k, v))
             return all_to_all(run(q, k, v, self.segments), *CONTEXT, split=1, join=2)
-        size, length = q.shape[1], q.shape[1] * cp
+        size = q.shape[1]
+        length = q.shape[1] * cp
         chunks = self._chunks(length)
         reach = halo(length, cp, window, zigzag=self.zigzag)
         if reach is None:
-            # The transpose sums gradients over cp in the compute dtype, like gradients of activations over tp.
+            # The transpose sums gradients over cp in the compute dtype, like gradients of
+            # activations over tp.
             k, v = (checkpoint_name(all_gather(x, *CONTEXT, dim=1), SHARED) for x in (k, v))
-            k, v = self.natural(k), self.natural(v)  # [b, T, K/tp, H]
+            k = self.natural(k)
+            v = self.natural(v)  # [b, T, K/tp, H]
             return run(q, k, v, self.segments, part=Part(self.local_positions(length), 0))
         seen = with_halo(jnp.concatenate([k, v], axis=3), reach, len(chunks))
         results = []
         for number, ((start, size), kv) in enumerate(zip(chunks, seen, strict=True)):
             queries = q[:, number * size : (number + 1) * size]
             part = Part(start + jnp.arange(size), start - reach)
-            results.append(run(queries, *jnp.split(kv, [k.shape[3]], axis=3), self.segments, part=part))
+            results.append(
+                run(queries, *jnp.split(kv, [k.shape[3]], axis=3), self.segments, part=part)
+            )
         return jnp.concatenate(results, axis=1)
 
 
@@ -165,7 +197,9 @@ def of_heads(x: Array, method: Method) -> Array:
 def to_natural(x: Any, cp: int, dim: int) -> Any:
     """Reorders dim `dim` from zigzag order over cp devices to natural order."""
     library: Any = jnp if isinstance(x, Array) else np
-    before, length, after = x.shape[:dim], x.shape[dim], x.shape[dim + 1 :]
+    before = x.shape[:dim]
+    length = x.shape[dim]
+    after = x.shape[dim + 1 :]
     chunks = x.reshape(*before, cp, 2, length // (2 * cp), *after)
     first, second = (library.take(chunks, slot, axis=dim + 1) for slot in (0, 1))
     return library.concatenate([first, library.flip(second, dim)], axis=dim).reshape(x.shape)
@@ -182,10 +216,16 @@ def chunk_size(length: int, cp: int, *, zigzag: bool) -> int:
 
 
 def halo(length: int, cp: int, window: int | None, *, zigzag: bool) -> int | None:
-    """Returns how many tokens before a chunk its tokens see; None if gathering all tokens sends no more."""
+    """Returns how many tokens before a chunk its tokens see; None if gathering all tokens sends
+    no more.
+    """
     if window is None:
         return None
-    return window - 1 if halo_tokens(length, cp, window - 1, zigzag=zigzag) < length // cp * (cp - 1) else None
+    return (
+        window - 1
+        if halo_tokens(length, cp, window - 1, zigzag=zigzag) < length // cp * (cp - 1)
+        else None
+    )
 
 
 def halo_tokens(length: int, cp: int, reach: int, *, zigzag: bool) -> int:
@@ -202,7 +242,8 @@ def hops(reach: int, size: int) -> list[tuple[int, int]]:
 def routes(cp: int, hop: int, *, zigzag: bool) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """Returns which devices send a chunk to the holder of the chunk `hop` chunks later.
 
-    The keys are (slot of the sent chunk, slot of the later chunk), the values (source, target) pairs, source != target.
+    The keys are (slot of the sent chunk, slot of the later chunk), the values (source, target)
+    pairs, source != target.
     """
     count = 2 * cp if zigzag else cp
 
@@ -211,7 +252,8 @@ def routes(cp: int, hop: int, *, zigzag: bool) -> dict[tuple[int, int], list[tup
 
     by_slots: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for chunk in range(hop, count):
-        (source, sent), (target, received) = holder(chunk - hop), holder(chunk)
+        source, sent = holder(chunk - hop)
+        target, received = holder(chunk)
         if source != target:
             by_slots.setdefault((sent, received), []).append((source, target))
     return by_slots
@@ -227,8 +269,11 @@ def num_routes(cp: int, hop: int, *, zigzag: bool) -> int:
 
 
 def with_halo(x: Array, reach: int, num_chunks: int) -> list[Array]:
-    """Returns a device's chunks, each preceded by the `reach` tokens before it (zeros before position 0)."""
-    chunks, cp = jnp.split(x, num_chunks, axis=1), axis_size(CP)
+    """Returns a device's chunks, each preceded by the `reach` tokens before it (zeros before
+    position 0).
+    """
+    chunks = jnp.split(x, num_chunks, axis=1)
+    cp = axis_size(CP)
     pieces: list[list[Array]] = [[] for _ in chunks]
     for hop, tokens in hops(reach, chunks[0].shape[1]):
         tails = [chunk[:, -tokens:] for chunk in chunks]
@@ -239,7 +284,10 @@ def with_halo(x: Array, reach: int, num_chunks: int) -> list[Array]:
             arrived[received] += permute(tails[sent], CP, pairs)
         for each, tail in zip(pieces, arrived, strict=True):
             each.append(tail)
-    return [jnp.concatenate([*before, chunk], axis=1) for before, chunk in zip(pieces, chunks, strict=True)]
+    return [
+        jnp.concatenate([*before, chunk], axis=1)
+        for before, chunk in zip(pieces, chunks, strict=True)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,12 +311,18 @@ class ContextAttention:
             return shape.context, "as configured"
         if self.queries % cp:
             return "gather", f"cp {cp} does not divide the {self.queries} query heads of a device"
-        # Heads of tokens that forward and backward pass send, times cp / 4: ulysses sends (cp - 1)/cp of queries, keys,
-        # values and results; gather sends the keys and values of `sent` tokens.
+        # Heads of tokens that forward and backward pass send, times cp / 4: ulysses sends (cp -
+        # 1)/cp of queries, keys, values and results; gather sends the keys and values of `sent`
+        # tokens.
         tokens = shape.length // cp
         reach = halo(shape.length, cp, self.window, zigzag=shape.zigzag)
-        sent = tokens * (cp - 1) if reach is None else halo_tokens(shape.length, cp, reach, zigzag=shape.zigzag)
-        ulysses, gather = (self.queries + self.ulysses_kv_heads(cp)) * tokens * (cp - 1), self.keys * cp * sent
+        sent = (
+            tokens * (cp - 1)
+            if reach is None
+            else halo_tokens(shape.length, cp, reach, zigzag=shape.zigzag)
+        )
+        ulysses = (self.queries + self.ulysses_kv_heads(cp)) * tokens * (cp - 1)
+        gather = self.keys * cp * sent
         if ulysses <= gather:
             return "ulysses", f"it moves {ulysses / max(gather, 1):.2f} x what gather does"
         return "gather", f"it moves {gather / ulysses:.2f} x what ulysses does"

@@ -1,8 +1,8 @@
 """Token embedding and output head, both split by vocabulary over tp.
 
-A look-up either gathers the table shard `[V/tp, D/fsdp]` over fsdp, or gathers the ids over fsdp, looks them up in the
-shard and exchanges the results; the table's gradient then needs no sum over fsdp. For Llama 3 8B over fsdp 8 the
-exchange sends 118 MB per step over fsdp instead of 2,758 MB.
+A look-up either gathers the table shard `[V/tp, D/fsdp]` over fsdp, or gathers the ids over fsdp,
+looks them up in the shard and exchanges the results; the table's gradient then needs no sum over
+fsdp. For Llama 3 8B over fsdp 8 the exchange sends 118 MB per step over fsdp instead of 2,758 MB.
 """
 
 from dataclasses import dataclass
@@ -32,12 +32,14 @@ from jaxtp.layers.parameter import PaddedDim, Precision, check_sizes, parameter,
 from jaxtp.layers.sequence_parallel import LocalShape, activation_spec, sequence_dim
 from jaxtp.mesh import BATCH, STORAGE, TP, current_mesh, mesh_sizes, parts
 
-TABLE_SPEC, BIAS_SPEC = P(TP, STORAGE), P(TP)
+TABLE_SPEC = P(TP, STORAGE)
+BIAS_SPEC = P(TP)
 EMBEDDING = "vocab_parallel_embedding"
 
 CHUNK_SIZE = 2048
-"""Default of `HeadConfig.chunk_size`. Each chunk reads and writes the table's float32 gradient: for 2048 tokens, at the
-peak rates of an H100, this takes a quarter of the time of their products."""
+"""Default of `HeadConfig.chunk_size`. Each chunk reads and writes the table's float32 gradient: for
+2048 tokens, at the peak rates of an H100, this takes a quarter of the time of their products.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,18 @@ class HeadConfig:
     scale: float = 1.0  # multiplies each logit
     softcap: float | None = None  # squashes each logit l to `softcap * tanh(l / softcap)`
     temperature: float = 1.0  # divides each logit, after the softcap
-    chunk_size: int = CHUNK_SIZE  # tokens on a device whose logits exist at a time in a loss (`layers/loss.py`)
-    table_spec: P = TABLE_SPEC  # the table's spec, which `mark_unreduced` changes, as it does the bias's
+    # tokens on a device whose logits exist at a time in a loss (`layers/loss.py`)
+    chunk_size: int = CHUNK_SIZE
+    # the table's spec, which `mark_unreduced` changes, as it does the bias's
+    table_spec: P = TABLE_SPEC
     bias_spec: P = BIAS_SPEC
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise ConfigError(f"temperature={self.temperature}: it divides the logits and should be above 0, such as 1")
+            raise ConfigError(
+                f"temperature={self.temperature}: it divides the logits and should be above 0, "
+                "such as 1"
+            )
 
     def finish(self, logits: Array) -> Array:
         """Scales and caps logits, and divides them by the temperature."""
@@ -65,11 +72,15 @@ class HeadConfig:
         return logits if self.temperature == 1 else logits / self.temperature
 
 
-def vocabulary_table(vocab_size: int, features: int, precision: Precision, rngs: nnx.Rngs) -> nnx.Param[Array]:
+def vocabulary_table(
+    vocab_size: int, features: int, precision: Precision, rngs: nnx.Rngs
+) -> nnx.Param[Array]:
     """Returns a table `[V, D]`, V padded to a multiple of tp, stored as `P(TP, STORAGE)`."""
     check_sizes("vocabulary table", vocab_size=vocab_size, features=features)
     table = default_kernel_init(rngs.params(), (vocab_size, features), precision.param)
-    return parameter("vocabulary table", table, TABLE_SPEC, padding=((-2, PaddedDim((vocab_size,))),))
+    return parameter(
+        "vocabulary table", table, TABLE_SPEC, padding=((-2, PaddedDim((vocab_size,))),)
+    )
 
 
 class VocabParallelEmbedding(nnx.Module):
@@ -87,8 +98,11 @@ class VocabParallelEmbedding(nnx.Module):
         scale: float | None = None,
         rngs: nnx.Rngs,
     ):
-        self.vocab_size, self.features, self.scale = vocab_size, features, scale
-        self.sequence_parallel, self.precision = context.sequence_parallel, context.precision
+        self.vocab_size = vocab_size
+        self.features = features
+        self.scale = scale
+        self.sequence_parallel = context.sequence_parallel
+        self.precision = context.precision
         self.embedding = vocabulary_table(vocab_size, features, self.precision, rngs)
 
     def __call__(self, ids_BT: Array) -> Array:
@@ -98,15 +112,21 @@ class VocabParallelEmbedding(nnx.Module):
         sequence = sequence_dim(self.sequence_parallel, ids_BT.shape)
         out = activation_spec(sequence)
         check_divides(EMBEDDING, ids_BT.shape, P(*out[:2]))
-        rows, length = ids_BT.shape[0] // axis_size(*BATCH), ids_BT.shape[1]
-        exchanges = self.exchanges(LocalShape(sizes=mesh_sizes(current_mesh()), rows=rows, length=length))
-        look_up, in_specs = partial(self._look_up, sequence, exchanges), (token_spec(), spec_of(self.embedding))
+        rows = ids_BT.shape[0] // axis_size(*BATCH)
+        length = ids_BT.shape[1]
+        exchanges = self.exchanges(
+            LocalShape(sizes=mesh_sizes(current_mesh()), rows=rows, length=length)
+        )
+        look_up = partial(self._look_up, sequence, exchanges)
+        in_specs = (token_spec(), spec_of(self.embedding))
         return device_view(look_up, EMBEDDING, in_specs, out_specs=out)(ids_BT, self.embedding[...])
 
     def _look_up(self, sequence: int | None, exchanges: bool, ids: Array, shard: Array) -> Array:
-        # Read as float32, so that gradients of a frequent token accumulate in float32. XLA fuses the cast.
-        table = self.precision.load(shard, 1, accumulate="float32", gathered=not exchanges)  # [V/tp, D or D/fsdp]
-        ids = all_gather(ids, *STORAGE) if exchanges else ids  # [B/(dp*fsdp), T/cp], or [B*cp/dp, T/cp]
+        # Read as float32, so that gradients of a frequent token accumulate in float32. XLA fuses
+        # the cast. [V/tp, D or D/fsdp]
+        table = self.precision.load(shard, 1, accumulate="float32", gathered=not exchanges)
+        # [B/(dp*fsdp), T/cp], or [B*cp/dp, T/cp]
+        ids = all_gather(ids, *STORAGE) if exchanges else ids
         local = ids - axis_index(TP) * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
         rows = jnp.take(table, jnp.where(mine, local, 0), axis=0)
@@ -119,42 +139,67 @@ class VocabParallelEmbedding(nnx.Module):
     def exchanges(self, shape: LocalShape) -> bool:
         """Returns whether exchanging results over fsdp moves less than gathering the table."""
         shards = parts(shape.sizes, STORAGE)
-        compute, reduce = (jnp.dtype(dtype).itemsize for dtype in (self.precision.compute, self.precision.reduce))
-        # The table is gathered in the compute dtype, and its gradient scattered in the reduction dtype. An exchange
-        # gathers int32 ids, and moves looked-up rows and their gradients. A device sends (shards - 1)/shards of each.
+        compute, reduce = (
+            jnp.dtype(dtype).itemsize for dtype in (self.precision.compute, self.precision.reduce)
+        )
+        # The table is gathered in the compute dtype, and its gradient scattered in the reduction
+        # dtype. An exchange gathers int32 ids, and moves looked-up rows and their gradients. A
+        # device sends (shards - 1)/shards of each.
         table = self.features * PaddedDim((self.vocab_size,)).local(shape.tp) * (compute + reduce)
         rows = 2 * self.features * shape.between(self.sequence_parallel) * compute
         return shards > 1 and 4 * shards * shape.tokens + rows < table
 
 
 class LearnedPositions(nnx.Module):
-    """A learned vector per position (GPT-2); the table `[num_positions, D]` is stored as `P(None, STORAGE)`."""
+    """A learned vector per position (GPT-2); the table `[num_positions, D]` is stored as
+    `P(None, STORAGE)`.
+    """
 
-    def __init__(self, num_positions: int, features: int, context: LayerContext = LayerContext(), *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        num_positions: int,
+        features: int,
+        context: LayerContext = LayerContext(),
+        *,
+        rngs: nnx.Rngs,
+    ):
         check_sizes("LearnedPositions", num_positions=num_positions, features=features)
-        self.num_positions, self.features = num_positions, features
-        self.sequence_parallel, self.precision = context.sequence_parallel, context.precision
+        self.num_positions = num_positions
+        self.features = features
+        self.sequence_parallel = context.sequence_parallel
+        self.precision = context.precision
         table = default_kernel_init(rngs.params(), (num_positions, features), self.precision.param)
         self.table = parameter("positions", table, P(None, STORAGE))
 
     def __call__(self, positions_BT: Array) -> Array:
-        """Looks up positions `[B, T]`: `[B, T, D]` in the compute dtype; padding may exceed the table."""
+        """Looks up positions `[B, T]`: `[B, T, D]` in the compute dtype; padding may exceed the
+        table.
+        """
         sequence = sequence_dim(self.sequence_parallel, positions_BT.shape)
 
         def look_up(positions: Array, shard: Array) -> Array:
-            table = self.precision.load(shard, 1, accumulate="float32", used_by_all_tp=sequence is not None)
-            if sequence is not None:  # sliced here, or XLA would also split the computation of the positions
+            table = self.precision.load(
+                shard, 1, accumulate="float32", used_by_all_tp=sequence is not None
+            )
+            # sliced here, or XLA would also split the computation of the positions
+            if sequence is not None:
                 length = positions.shape[sequence] // axis_size(TP)
-                positions = jax.lax.dynamic_slice_in_dim(positions, axis_index(TP) * length, length, sequence)
+                positions = jax.lax.dynamic_slice_in_dim(
+                    positions, axis_index(TP) * length, length, sequence
+                )
             return jnp.take(table, positions, axis=0, mode="clip").astype(self.precision.compute)
 
         in_specs = (token_spec(), spec_of(self.table))
-        view = device_view(look_up, "learned_positions", in_specs, out_specs=activation_spec(sequence))
+        view = device_view(
+            look_up, "learned_positions", in_specs, out_specs=activation_spec(sequence)
+        )
         return view(positions_BT, self.table[...])
 
 
 class VocabParallelHead(nnx.Module):
-    """The output projection `[V, D]`, None if `tied` to the embedding, and its bias `[V]`, if any."""
+    """The output projection `[V, D]`, None if `tied` to the embedding, and its bias `[V]`, if
+    any.
+    """
 
     def __init__(
         self,
@@ -166,20 +211,34 @@ class VocabParallelHead(nnx.Module):
         tied: bool = False,
         rngs: nnx.Rngs,
     ):
-        self.kernel = None if tied else vocabulary_table(vocab_size, features, context.precision, rngs)
-        zeros, padding = jnp.zeros(vocab_size, context.precision.param), ((-1, PaddedDim((vocab_size,))),)
+        self.kernel = (
+            None if tied else vocabulary_table(vocab_size, features, context.precision, rngs)
+        )
+        zeros = jnp.zeros(vocab_size, context.precision.param)
+        padding = ((-1, PaddedDim((vocab_size,))),)
         self.bias = parameter("bias", zeros, BIAS_SPEC, padding=padding) if use_bias else None
 
 
-def vocab_parallel_logits(x_BTD: Array, table_VD: Array, head: HeadConfig, bias_V: Array | None = None) -> Array:
-    """Returns logits `[B, T, V]` in `precision.logits`; the table is the (tied) embedding or head, `[V padded, D]`."""
-    precision, sequence = head.context.precision, sequence_dim(head.context.sequence_parallel, x_BTD.shape)
+def vocab_parallel_logits(
+    x_BTD: Array, table_VD: Array, head: HeadConfig, bias_V: Array | None = None
+) -> Array:
+    """Returns logits `[B, T, V]` in `precision.logits`; the table is the (tied) embedding or
+    head, `[V padded, D]`.
+    """
+    precision = head.context.precision
+    sequence = sequence_dim(head.context.sequence_parallel, x_BTD.shape)
 
     def project(x: Array, shard: Array, bias: Array | None) -> Array:
         x = enter_parallel(x.astype(precision.compute), sequence)
-        y = jnp.einsum("...td,vd->...tv", x, precision.load(shard, 1), preferred_element_type=precision.logits)
+        y = jnp.einsum(
+            "...td,vd->...tv", x, precision.load(shard, 1), preferred_element_type=precision.logits
+        )
         return y if bias is None else y + precision.load(bias, None, accumulate=precision.logits)
 
-    in_specs = (activation_spec(sequence), head.table_spec, None if bias_V is None else head.bias_spec)
+    in_specs = (
+        activation_spec(sequence),
+        head.table_spec,
+        None if bias_V is None else head.bias_spec,
+    )
     run = device_view(project, "vocab_parallel_logits", in_specs=in_specs, out_specs=token_spec(TP))
     return head.finish(run(x_BTD, table_VD, bias_V)[..., : head.vocab_size])

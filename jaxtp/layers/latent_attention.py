@@ -1,14 +1,17 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one latent.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come
+from one latent.
 
-A token has a latent of `kv_rank` numbers, a rotated key of `rope_head_dim` numbers that all heads share, and perhaps a
-latent of `query_rank` numbers for its queries. Heads are split over tp, latents are not:
+A token has a latent of `kv_rank` numbers, a rotated key of `rope_head_dim` numbers that all heads
+share, and perhaps a latent of `query_rank` numbers for its queries. Heads are split over tp,
+latents are not:
 
     sequence parallelism   each device projects and normalises the latents of its own tokens, and one all-gather brings
-                           them to the tp group. They are narrower than the input, which other layers gather.
+                           them to the tp group. They are narrower than the input, which other
+                           layers gather.
     otherwise              each device computes all latents, from equal inputs.
 
-The latents' gradient is summed over tp once, where they enter the heads. Gradients of the down projections are then
-equal on all devices, or of each device's own tokens.
+The latents' gradient is summed over tp once, where they enter the heads. Gradients of the down
+projections are then equal on all devices, or of each device's own tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,14 +26,26 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import PROJECTED, axis_size, constrain, device_view, enter_parallel, token_spec
+from jaxtp.collectives import (
+    PROJECTED,
+    axis_size,
+    constrain,
+    device_view,
+    enter_parallel,
+    token_spec,
+)
 from jaxtp.config.hints import Problem, mesh_product, mesh_settings, not_divisible
 from jaxtp.config.schema import CountOrZero
 from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention, Heads, PaddedHeads
 from jaxtp.layers.branch import KVCache, ShrinkSpec, smallest_congruent
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
 from jaxtp.layers.kernels.select import Use, masked_attention
-from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear, default_kernel_init
+from jaxtp.layers.linear import (
+    ColumnParallelLinear,
+    LayerContext,
+    RowParallelLinear,
+    default_kernel_init,
+)
 from jaxtp.layers.lora import Lora, Target
 from jaxtp.layers.norm import ATTEND, Norm, NormConfig
 from jaxtp.layers.parameter import ExactDim, PaddedDim, Weights, parameter, params_and_specs
@@ -47,7 +62,8 @@ _MEANINGLESS = (
     *("rotary_fraction", "qk_norm", "qk_norm_after_rope", "value_norm", "value_is_key", "clip_qkv"),
     *("attention_gate", "attention_bias", "attention_sinks"),
 )
-_SMALL_WIDTH, _SMALL_RANK = 8, 16
+_SMALL_WIDTH = 8
+_SMALL_RANK = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +71,17 @@ class LatentAttentionConfig(AttentionConfig):
     """Settings of a block's attention, with or without latents."""
 
     kv_rank: CountOrZero = 0
-    """Width of the latent from which multi-head latent attention computes keys and values; 0 is ordinary attention."""
+    """Width of the latent from which multi-head latent attention computes keys and values; 0 is
+    ordinary attention.
+    """
 
     query_rank: CountOrZero = 0
     """Width of the latent from which it computes queries; 0 computes them from the input."""
 
     rope_head_dim: CountOrZero = 0
-    """Latent attention: last part of head_dim that is rotated; all heads share this part of the keys."""
+    """Latent attention: last part of head_dim that is rotated; all heads share this part of the
+    keys.
+    """
 
     value_head_dim: CountOrZero = 0
     """Latent attention: width of a head's values and results."""
@@ -72,25 +92,46 @@ class LatentAttentionConfig(AttentionConfig):
         if not self.kv_rank:
             for name in ("query_rank", "rope_head_dim", "value_head_dim"):
                 if value := getattr(self, name):
-                    yield Problem(f"model.{name}={value} needs latent attention; set model.kv_rank, or leave it out")
+                    yield Problem(
+                        f"model.{name}={value} needs latent attention; set model.kv_rank, or "
+                        "leave it out"
+                    )
             return
         if self.rope_head_dim % 2 or not 0 < self.rope_head_dim < self.head_dim:
-            text = f"model.rope_head_dim={self.rope_head_dim} is not an even number from 2 to below model.head_dim"
-            yield Problem(f"{text}={self.head_dim}, which model.kv_rank needs; {self.head_dim // 4 * 2} works")
+            text = (
+                f"model.rope_head_dim={self.rope_head_dim} is not an even number from 2 to "
+                "below model.head_dim"
+            )
+            yield Problem(
+                f"{text}={self.head_dim}, which model.kv_rank needs; {self.head_dim // 4 * 2} works"
+            )
         if not self.value_head_dim:
             usual = self.head_dim - self.rope_head_dim
-            yield Problem(f"model.value_head_dim=0, but latent attention needs a width; {usual} is usual")
+            yield Problem(
+                f"model.value_head_dim=0, but latent attention needs a width; {usual} is usual"
+            )
         if self.num_kv_heads != self.num_heads:
-            text = f"model.num_kv_heads={self.num_kv_heads} differs from model.num_heads={self.num_heads}"
-            yield Problem(f"{text}: with model.kv_rank each head has its own keys; set both to {self.num_heads}")
+            text = (
+                f"model.num_kv_heads={self.num_kv_heads} differs from "
+                f"model.num_heads={self.num_heads}"
+            )
+            yield Problem(
+                f"{text}: with model.kv_rank each head has its own keys; set both to "
+                f"{self.num_heads}"
+            )
         for name in _MEANINGLESS:
             if (value := getattr(self, name)) != getattr(AttentionConfig, name):
-                yield Problem(f"model.{name}={value} has no meaning with model.kv_rank; leave it out")
-        shards, axes = parts(sizes, STORAGE), [axis for axis in STORAGE if sizes[axis] > 1]
+                yield Problem(
+                    f"model.{name}={value} has no meaning with model.kv_rank; leave it out"
+                )
+        shards = parts(sizes, STORAGE)
+        axes = [axis for axis in STORAGE if sizes[axis] > 1]
         for name in ("kv_rank", "query_rank"):
             rank = getattr(self, name)
             among = dict.fromkeys(mesh_settings(axes), rank)
-            yield from not_divisible(f"model.{name}", rank, mesh_product(STORAGE, sizes), shards, among)
+            yield from not_divisible(
+                f"model.{name}", rank, mesh_product(STORAGE, sizes), shards, among
+            )
 
     @property
     def rope_width(self) -> int:
@@ -110,7 +151,11 @@ class LatentAttentionConfig(AttentionConfig):
 
     def use(self, **known: object) -> Use:
         """See `AttentionConfig`."""
-        return super().use(**known, value_head_dim=self.value_head_dim) if self.kv_rank else super().use(**known)
+        return (
+            super().use(**known, value_head_dim=self.value_head_dim)
+            if self.kv_rank
+            else super().use(**known)
+        )
 
     def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
         """See `BranchConfig`."""
@@ -128,7 +173,10 @@ class LatentAttentionConfig(AttentionConfig):
         """See `BranchConfig`."""
         if not self.kv_rank:
             return super().shrink(small)
-        rope, nope = (small.width(w, _SMALL_WIDTH) for w in (self.rope_head_dim, self.head_dim - self.rope_head_dim))
+        rope, nope = (
+            small.width(w, _SMALL_WIDTH)
+            for w in (self.rope_head_dim, self.head_dim - self.rope_head_dim)
+        )
         rank = smallest_congruent(0, small.shards, _SMALL_RANK)
         return {
             **super().shrink(small),
@@ -136,13 +184,18 @@ class LatentAttentionConfig(AttentionConfig):
             "query_rank": self.query_rank and rank,
             "rope_head_dim": rope,
             "head_dim": rope + nope,
-            "value_head_dim": small.width(self.value_head_dim, _SMALL_WIDTH + 1 + small.block),  # unlike the others
-            "rope_scaling": self.rope_scaling.shrink(rope, small.positions(self.rope_scaling.original_length)),
+            # unlike the others
+            "value_head_dim": small.width(self.value_head_dim, _SMALL_WIDTH + 1 + small.block),
+            "rope_scaling": self.rope_scaling.shrink(
+                rope, small.positions(self.rope_scaling.original_length)
+            ),
         }
 
 
 class LatentHeads(PaddedHeads):
-    """Heads with keys of their own, which no devices share; factors: their number N, 1, head width H."""
+    """Heads with keys of their own, which no devices share; factors: their number N, 1, head
+    width H.
+    """
 
     stored = PaddedDim.stored
 
@@ -150,9 +203,10 @@ class LatentHeads(PaddedHeads):
 class LatentAttention(CausalSelfAttention):
     """Latent attention, `num_heads / tp` heads per device.
 
-    Shapes: `[B, T, D] -> [B, T, D]`. Kernels: `query_down` `[D, query_rank]` and `query_up` `[query_rank, N*H]`, or
-    only `query_up` `[D, N*H]`; `latent_down` `[D, kv_rank + rope]`, the last columns for the shared key; `latent_up`
-    `[kv_rank, N*(nope + V)]`, in each head the columns of keys, then of values; `out` `[N*V, D]`. H is nope + rope.
+    Shapes: `[B, T, D] -> [B, T, D]`. Kernels: `query_down` `[D, query_rank]` and `query_up`
+    `[query_rank, N*H]`, or only `query_up` `[D, N*H]`; `latent_down` `[D, kv_rank + rope]`, the
+    last columns for the shared key; `latent_up` `[kv_rank, N*(nope + V)]`, in each head the columns
+    of keys, then of values; `out` `[N*V, D]`. H is nope + rope.
     """
 
     config: LatentAttentionConfig
@@ -167,10 +221,16 @@ class LatentAttention(CausalSelfAttention):
         rngs: nnx.Rngs,
     ):
         del norm  # the block's, which latents do not follow
-        self.config, self.precision, self.sequence_parallel = config, context.precision, context.sequence_parallel
-        self.qk_norms, self.sinks = nnx.List([]), None
-        count, rope, values = config.num_heads, config.rope_head_dim, config.value_head_dim
-        down, inside = partial(DownProjection, d_model, context=context, rngs=rngs), replace(context, joined=True)
+        self.config = config
+        self.precision = context.precision
+        self.sequence_parallel = context.sequence_parallel
+        self.qk_norms = nnx.List([])
+        self.sinks = None
+        count = config.num_heads
+        rope = config.rope_head_dim
+        values = config.value_head_dim
+        down = partial(DownProjection, d_model, context=context, rngs=rngs)
+        inside = replace(context, joined=True)
         up = partial(ColumnParallelLinear, rngs=rngs)
         if config.query_rank:
             self.query_down = down(config.query_rank, target="q_a_proj")
@@ -182,40 +242,64 @@ class LatentAttention(CausalSelfAttention):
         self.latent_norm = Norm(config.kv_rank, LATENT_NORM, context)
         keys_and_values = PaddedDim((count, config.head_dim - rope + values))
         self.latent_up = up(config.kv_rank, (keys_and_values,), inside, targets=("kv_b_proj",))
-        outputs, bias = PaddedDim((count, values)), config.attention_out_bias
-        self.out = RowParallelLinear(outputs, d_model, context, use_bias=bias, target="o_proj", rngs=rngs)
+        outputs = PaddedDim((count, values))
+        bias = config.attention_out_bias
+        self.out = RowParallelLinear(
+            outputs, d_model, context, use_bias=bias, target="o_proj", rngs=rngs
+        )
 
     def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
-        """Returns an empty cache of latents with their rotated keys: one kv head, which every device stores."""
-        shape = (num_rows, axis_size(TP), num_slots, self.config.kv_rank + self.config.rope_head_dim)
+        """Returns an empty cache of latents with their rotated keys: one kv head, which every
+        device stores.
+        """
+        shape = (
+            num_rows,
+            axis_size(TP),
+            num_slots,
+            self.config.kv_rank + self.config.rope_head_dim,
+        )
         return (constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC),)
 
     def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         """See `Branch`."""
-        heads, (weights, specs) = self._latents(x_BTD), params_and_specs(self.latent_up)
+        heads = self._latents(x_BTD)
+        weights, specs = params_and_specs(self.latent_up)
         in_specs = (specs, (token_spec(TP),) * len(heads), (LAYER_SPEC,), new.specs)
         attend = device_view(self._attend_cached, ATTEND, in_specs, (token_spec(TP), (LAYER_SPEC,)))
         y, cache = attend(weights, heads, cache, new)
         return self.output(y, x_BTD), cache
 
-    def _attend_cached(self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
-        (q, latent, shared), config, num_slots = qkv, self.config, cache[0].shape[2]
-        nope, use = config.head_dim - config.rope_head_dim, config.use(dtype=self.precision.compute)
+    def _attend_cached(
+        self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens
+    ) -> tuple[Array, KVCache]:
+        q, latent, shared = qkv
+        config = self.config
+        num_slots = cache[0].shape[2]
+        nope = config.head_dim - config.rope_head_dim
+        use = config.use(dtype=self.precision.compute)
         q = self._queries(q, new.positions, num_slots)
         shared = self._rotate(shared[:, :, None], new.positions, num_slots)
         tokens = jnp.concatenate([latent[:, :, None], shared], axis=-1)  # [b, T, 1, kv_rank + rope]
         slots = new.write(cache[0], tokens)
         up = self.latent_up.merged(weights)
         if new.rows is not None:
-            tokens = jnp.concatenate([new.before(cache[0]), tokens], axis=1) if new.continued else tokens
-            kv, shared = tokens[:, :, 0, : config.kv_rank] @ up, tokens[..., config.kv_rank :]
+            tokens = (
+                jnp.concatenate([new.before(cache[0]), tokens], axis=1) if new.continued else tokens
+            )
+            kv = tokens[:, :, 0, : config.kv_rank] @ up
+            shared = tokens[..., config.kv_rank :]
             y = self._attend_packed((q, *self._keys_and_values(kv, shared)), new, num_slots)
             return self._merge_heads(y), (slots,)
-        # Queries absorb the up-projection of keys, results the up-projection of values: no slot is projected.
+        # Queries absorb the up-projection of keys, results the up-projection of values: no slot is
+        # projected.
         up = up.reshape(config.kv_rank, -1, nope + config.value_head_dim)
-        q = jnp.concatenate([jnp.einsum("btnh,rnh->btnr", q[..., :nope], up[..., :nope]), q[..., nope:]], axis=-1)
+        q = jnp.concatenate(
+            [jnp.einsum("btnh,rnh->btnr", q[..., :nope], up[..., :nope]), q[..., nope:]], axis=-1
+        )
         # The keys serve as values: a slice of the cache would be copied for each token.
-        y = masked_attention(q, (slots, slots), visible(new.positions, num_slots, use.window), **use.scores)
+        y = masked_attention(
+            q, (slots, slots), visible(new.positions, num_slots, use.window), **use.scores
+        )
         y = jnp.einsum("btnr,rnh->btnh", y[..., : config.kv_rank], up[..., nope:])
         return self._merge_heads(y), (slots,)
 
@@ -234,7 +318,9 @@ class LatentAttention(CausalSelfAttention):
 
         def enter(*own: Array) -> list[Array]:
             ends = [*accumulate(each.shape[-1] for each in own)]
-            return jnp.split(enter_parallel(jnp.concatenate(own, axis=-1), sequence), ends[:-1], axis=-1)
+            return jnp.split(
+                enter_parallel(jnp.concatenate(own, axis=-1), sequence), ends[:-1], axis=-1
+            )
 
         one = (activation_spec(sequence),) * len(own), [token_spec(TP)] * len(own)
         latent, shared, *query = device_view(enter, LATENT, *one)(*own)
@@ -255,37 +341,51 @@ class LatentAttention(CausalSelfAttention):
         return jnp.concatenate([kv[..., :nope], shared], axis=-1), kv[..., nope:]
 
     def _queries(self, q: Array, positions: Array, length: int) -> Array:
-        q, nope = q.reshape(*q.shape[:2], -1, self.config.head_dim), self.config.head_dim - self.config.rope_head_dim
+        q = q.reshape(*q.shape[:2], -1, self.config.head_dim)
+        nope = self.config.head_dim - self.config.rope_head_dim
         rotated = self._rotate(q[..., nope:], positions, length)
         return self._with_temperature(jnp.concatenate([q[..., :nope], rotated], axis=-1), positions)
 
     def _rotate(self, x: Array, positions: Array, length: int) -> Array:
         theta = self.config.rope_theta
-        return x if theta is None else apply_rope(x, positions, theta, self.config.rope_scaling, length)
+        return (
+            x
+            if theta is None
+            else apply_rope(x, positions, theta, self.config.rope_scaling, length)
+        )
 
 
 class DownProjection(nnx.Module):
     """Projects `[B, T, D]` to latents `[B, T, R]`, with tokens split like the input.
 
-    The kernel `[D, R]` is stored as `P(STORAGE)`: tp replicates it, as a device needs all of it for its own tokens.
+    The kernel `[D, R]` is stored as `P(STORAGE)`: tp replicates it, as a device needs all of it for
+    its own tokens.
     """
 
-    def __init__(self, d_model: int, rank: int, context: LayerContext, *, target: Target, rngs: nnx.Rngs):
-        self.sequence_parallel, self.precision = context.sequence_parallel, context.precision
+    def __init__(
+        self, d_model: int, rank: int, context: LayerContext, *, target: Target, rngs: nnx.Rngs
+    ):
+        self.sequence_parallel = context.sequence_parallel
+        self.precision = context.precision
         kernel = default_kernel_init(rngs.params(), (d_model, rank), self.precision.param)
         self.kernel = parameter("kernel", kernel, P(STORAGE))
-        dims, specs = (ExactDim((d_model,)), ExactDim((rank,))), (P(STORAGE), P())
-        self.loras = nnx.List([Lora(dims, context.lora, specs, rngs=rngs)] if context.lora.adapted(target) else [])
+        dims = (ExactDim((d_model,)), ExactDim((rank,)))
+        specs = (P(STORAGE), P())
+        self.loras = nnx.List(
+            [Lora(dims, context.lora, specs, rngs=rngs)] if context.lora.adapted(target) else []
+        )
 
     def __call__(self, x_BTD: Array) -> Array:
         """Projects `[B, T, D]` to `[B, T, R]`."""
         sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
-        spec, (weights, specs) = activation_spec(sequence), params_and_specs(self)
+        spec = activation_spec(sequence)
+        weights, specs = params_and_specs(self)
         project = partial(self._project, sequence is not None)
         return device_view(project, LATENT, (spec, specs), spec)(x_BTD, weights)
 
     def _project(self, split: bool, x: Array, weights: Weights) -> Array:
-        load, x = partial(self.precision.load, used_by_all_tp=split), x.astype(self.precision.compute)
+        load = partial(self.precision.load, used_by_all_tp=split)
+        x = x.astype(self.precision.compute)
         y = x @ load(weights["kernel"], 0)
         for at, lora in enumerate(self.loras):
             inner = checkpoint_name(x @ load(weights[f"loras.{at}.a"], 0), PROJECTED)

@@ -1,8 +1,9 @@
 """Low-rank adapters (LoRA: Hu et al., arXiv 2106.09685).
 
-A projection `x @ W` becomes `x @ W + scale * (x @ A) @ B`, with `A [in, rank]` random and `B [rank, out]` zero, split
-like the dims of W that they share. Adapters are `nnx.LoRAParam`, a subclass of `nnx.Param`; the other params become
-`FrozenParam`, so code that handles every `nnx.Param` sees only adapters.
+A projection `x @ W` becomes `x @ W + scale * (x @ A) @ B`, with `A [in, rank]` random and
+`B [rank, out]` zero, split like the dims of W that they share. Adapters are `nnx.LoRAParam`, a
+subclass of `nnx.Param`; the other params become `FrozenParam`, so code that handles every
+`nnx.Param` sees only adapters.
 """
 
 import math
@@ -18,7 +19,15 @@ from jax.sharding import PartitionSpec
 from jaxtp.collectives import Float8
 from jaxtp.config.affects import SHORT_HELP, STEP
 from jaxtp.config.schema import FromPath, Positive, Rank
-from jaxtp.layers.parameter import DType, FrozenParam, PaddedDim, Variable, padding_of, parameter, spec_of
+from jaxtp.layers.parameter import (
+    DType,
+    FrozenParam,
+    PaddedDim,
+    Variable,
+    padding_of,
+    parameter,
+    spec_of,
+)
 
 _Llama = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _Latent = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
@@ -43,21 +52,26 @@ class LoraConfig:
     """Scale of the adapters: their outputs are multiplied by alpha / rank."""
 
     rslora: bool = False
-    """Multiply by alpha / sqrt(rank) instead, so that outputs do not shrink at high ranks (rsLoRA)."""
+    """Multiply by alpha / sqrt(rank) instead, so that outputs do not shrink at high ranks
+    (rsLoRA).
+    """
 
     targets: tuple[Target, ...] = TARGETS
-    """Projections that get an adapter, named as in Hugging Face's Llama and DeepSeek, and as in FLA for Gated DeltaNet;
-    others than the model's are skipped."""
+    """Projections that get an adapter, named as in Hugging Face's Llama and DeepSeek, and as in FLA
+    for Gated DeltaNet; others than the model's are skipped.
+    """
 
     dtype: Annotated[DType, STEP] = "float32"
     """Dtype of the adapters and their optimizer state. All other weights are frozen, and stored in
     model.precision.param: by default the dtype of their files."""
 
     base: Annotated[Literal["full", "float8"], STEP] = "full"
-    """Storage of the frozen kernels of projections. float8: 8 bits (E4M3, and a float32 scale for each output feature),
-    half of bfloat16's memory and traffic over fsdp; values move by up to 1/16, so adapters learn on a slightly other
-    model, which the run's own evaluations see too. Exports, `jaxtp generate` and `jaxtp evaluate` use the original
-    weights. Embedding, head, norms, biases and routers stay in model.precision.param."""
+    """Storage of the frozen kernels of projections. float8: 8 bits (E4M3, and a float32 scale for
+    each output feature), half of bfloat16's memory and traffic over fsdp; values move by up to
+    1/16, so adapters learn on a slightly other model, which the run's own evaluations see too.
+    Exports, `jaxtp generate` and `jaxtp evaluate` use the original weights. Embedding, head, norms,
+    biases and routers stay in model.precision.param.
+    """
 
     @property
     def scale(self) -> float:
@@ -71,7 +85,9 @@ class LoraConfig:
 
 def freeze_state(state: nnx.State) -> nnx.State:
     """Freezes every param of a real or abstract state except adapters."""
-    variables = [(path, _freeze_param(v) if _is_base_param(v) else v) for path, v in nnx.to_flat_state(state)]
+    variables = [
+        (path, _freeze_param(v) if _is_base_param(v) else v) for path, v in nnx.to_flat_state(state)
+    ]
     return nnx.from_flat_state(variables)
 
 
@@ -87,7 +103,9 @@ def freeze(model: nnx.Module) -> None:
 
 
 def without_adapters(model: _Module) -> _Module:
-    """Returns a copy of a model that shares its arrays and has no adapters: the base of LoRA, as in a DPO reference."""
+    """Returns a copy of a model that shares its arrays and has no adapters: the base of LoRA, as
+    in a DPO reference.
+    """
     copy: _Module = nnx.merge(*nnx.split(model), copy=True)
     for _, module in [*nnx.iter_modules(copy)]:
         for name, value in [*vars(module).items()]:
@@ -117,7 +135,9 @@ class Float8Kernel(nnx.Module):
         layout = {"out_sharding": PartitionSpec(*others, None, out)}
         padding = tuple((dim, split) for dim, split in padding_of(kernel) if dim != -2)
         self.bits = FrozenParam.from_metadata(bits, kernel.get_metadata())
-        self.scale = FrozenParam.from_metadata(scale, {**kernel.get_metadata(), **layout, "padding": padding})
+        self.scale = FrozenParam.from_metadata(
+            scale, {**kernel.get_metadata(), **layout, "padding": padding}
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -137,16 +157,21 @@ def store_in_float8(module: nnx.Module, kernels: Iterable[str]) -> None:
 
 def float8_kernels(state: nnx.State) -> set[str]:
     """Returns the dotted paths of kernels that a state has in 8 bits."""
-    return {".".join(map(str, path[:-1])) for path, _ in nnx.to_flat_state(state) if path[-1] == "bits"}
+    return {
+        ".".join(map(str, path[:-1])) for path, _ in nnx.to_flat_state(state) if path[-1] == "bits"
+    }
 
 
 def freeze_as(weights: nnx.State, abstract: nnx.State) -> nnx.State:
     """Freezes weights; kernels that `abstract` has in 8 bits are quantised on their devices."""
-    stored, frozen = dict(nnx.to_flat_state(abstract)), []
+    stored = dict(nnx.to_flat_state(abstract))
+    frozen = []
     for path, variable in nnx.to_flat_state(freeze_state(weights)):
         if (*path, "bits") in stored:
             parts = zip(Float8._fields, _quantise(variable[...]), strict=True)
-            frozen += [((*path, field), stored[*path, field].replace(array)) for field, array in parts]
+            frozen += [
+                ((*path, field), stored[*path, field].replace(array)) for field, array in parts
+            ]
         else:
             frozen.append((path, variable))
     return nnx.from_flat_state(frozen)
@@ -156,7 +181,9 @@ _quantise = jax.jit(Float8.of)
 
 
 class Lora(nnx.Module):
-    """One adapter: `features` in and out, specs of A and B, of each of a `stack` of kernels. Its layer applies it."""
+    """One adapter: `features` in and out, specs of A and B, of each of a `stack` of kernels. Its
+    layer applies it.
+    """
 
     def __init__(
         self,
@@ -168,9 +195,12 @@ class Lora(nnx.Module):
         rngs: nnx.Rngs,
     ):
         inner, outer = features
-        self.rank, self.scale = config.rank, config.scale
+        self.rank = config.rank
+        self.scale = config.scale
         bound = inner.size**-0.5  # PEFT's initial values, the default of PyTorch's linear layers
-        a = jax.random.uniform(rngs.params(), (*stack, inner.size, config.rank), config.dtype, -bound, bound)
+        a = jax.random.uniform(
+            rngs.params(), (*stack, inner.size, config.rank), config.dtype, -bound, bound
+        )
         b = jnp.zeros((*stack, config.rank, outer.size), config.dtype)
         self.a = parameter("lora_a", a, specs[0], kind=nnx.LoRAParam, padding=((-2, inner),))
         self.b = parameter("lora_b", b, specs[1], kind=nnx.LoRAParam, padding=((-1, outer),))

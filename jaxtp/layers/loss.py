@@ -1,8 +1,9 @@
 """Cross-entropy and log-probabilities over a vocabulary split over tp, fused with the head.
 
-Chunks of a device's tokens are projected, reduced to a few numbers per token, and projected again in the backward pass,
-so whole logits never exist (Liger Kernel, arXiv 2410.10989). Over tp the cross-entropy of a token costs three floats:
-maximum, sum of exponentials and label logit (Megatron-LM, arXiv 1909.08053, section 3).
+Chunks of a device's tokens are projected, reduced to a few numbers per token, and projected again
+in the backward pass, so whole logits never exist (Liger Kernel, arXiv 2410.10989). Over tp the
+cross-entropy of a token costs three floats: maximum, sum of exponentials and label logit
+(Megatron-LM, arXiv 1909.08053, section 3).
 """
 
 from collections.abc import Callable
@@ -36,7 +37,8 @@ LOSS = "vocab_parallel_cross_entropy"
 
 IGNORE = -100  # the label of a position that the loss ignores
 _REDUCED = "softmax_reduction"
-_LOWEST = -1e4  # A finite logit, relative to the highest, whose probability is 0 in float32; 0 * -inf would be NaN
+# A finite logit, relative to the highest, whose probability is 0 in float32; 0 * -inf would be NaN
+_LOWEST = -1e4
 
 Projection = tuple[Array, HeadConfig, Array | None]
 """The (tied) embedding or head `[V padded, D]`, its settings, and its bias `[V padded]`, if any."""
@@ -63,7 +65,8 @@ def vocab_parallel_cross_entropy(
     *,
     z_loss: float = 0.0,
 ) -> tuple[Array, Array]:
-    """Returns the summed cross-entropy, in nats, under `softmax(x @ table.T + bias)`, and the number of labels.
+    """Returns the summed cross-entropy, in nats, under `softmax(x @ table.T + bias)`, and the
+    number of labels.
 
     Both are float32 scalars over the *global* batch.
 
@@ -77,26 +80,33 @@ def vocab_parallel_cross_entropy(
     """
 
     def total(tokens: TokenStatistics, labels: Array) -> tuple[Array, Array]:
-        losses = tokens.log_normaliser - tokens.label_logit + z_loss * jnp.square(tokens.log_normaliser)
+        losses = (
+            tokens.log_normaliser - tokens.label_logit + z_loss * jnp.square(tokens.log_normaliser)
+        )
         valid = labels != IGNORE
         sums = jnp.stack([jnp.sum(losses, where=valid), jnp.sum(valid, dtype=jnp.float32)])
         loss_sum, num_valid = all_reduce(sums, *TOKENS)
         return loss_sum, num_valid
 
-    of_chunk, projection = partial(_statistics, entropy=False), (table_VD, head, bias_V)
+    of_chunk = partial(_statistics, entropy=False)
+    projection = (table_VD, head, bias_V)
     return _on_devices(of_chunk, total, (P(), P()), x_BTD, projection, labels_BT)
 
 
 def vocab_parallel_statistics(
     x_BTD: Array, projection: Projection, labels: Array, *, entropy: bool = False
 ) -> TokenStatistics:
-    """Returns the statistics of each token; `labels` are `[B, T]`, or `[B, T, K]` for K ids per token."""
+    """Returns the statistics of each token; `labels` are `[B, T]`, or `[B, T, K]` for K ids per
+    token.
+    """
     of_chunk = partial(_statistics, entropy=entropy)
     return _on_devices(of_chunk, lambda tokens, _: tokens, token_spec(), x_BTD, projection, labels)
 
 
 def vocab_parallel_top_k(x_BTD: Array, projection: Projection, k: int) -> tuple[Array, Array]:
-    """Returns each token's k highest log-probabilities, descending, and their ids, `[B, T, k]`; without a gradient."""
+    """Returns each token's k highest log-probabilities, descending, and their ids, `[B, T, k]`;
+    without a gradient.
+    """
     return _on_devices(partial(_top_k, k), lambda top: top, token_spec(), x_BTD, projection)
 
 
@@ -108,30 +118,40 @@ def _on_devices(
     projection: Projection,
     *labels: Array,
 ) -> _Result:
-    """Returns `finish(numbers, *labels)` of each device's tokens, with numbers from `of_chunk(logits, *labels)`.
+    """Returns `finish(numbers, *labels)` of each device's tokens, with numbers from
+    `of_chunk(logits, *labels)`.
 
     Logits are a chunk's, over the device's part of the vocabulary, `[tokens, V/tp]`.
     """
     table_VD, head, bias_V = projection
     chex.assert_equal_shape_prefix((x_BTD, *labels), 2)
-    precision, sequence = head.context.precision, sequence_dim(head.context.sequence_parallel, x_BTD.shape)
+    precision = head.context.precision
+    sequence = sequence_dim(head.context.sequence_parallel, x_BTD.shape)
 
     def run(x: Array, shard: Array, bias: Array | None, *labels: Array) -> _Result:
         x = enter_parallel(x.astype(precision.compute), sequence)
-        # Gathered: if each device used its D/fsdp columns, logits would be summed over fsdp, three times (fsdp-1)*V/tp
-        # floats per token, which is less than the table only where a device has fewer than about D/(2*fsdp) tokens.
-        table = precision.load(shard, 1, accumulate="float32")  # chunks accumulate gradients in float32
+        # Gathered: if each device used its D/fsdp columns, logits would be summed over fsdp, three
+        # times (fsdp-1)*V/tp floats per token, which is less than the table only where a device has
+        # fewer than about D/(2*fsdp) tokens. chunks accumulate gradients in float32
+        table = precision.load(shard, 1, accumulate="float32")
         bias = None if bias is None else precision.load(bias, None, accumulate="float32")
-        tables = jax.lax.stop_gradient(table.astype(precision.compute)), table  # cast once, not in each chunk
+        # cast once, not in each chunk
+        tables = jax.lax.stop_gradient(table.astype(precision.compute)), table
         first = sequence_first((x, *labels), sequence)
-        lead, of_logits = first[0].shape[:2], lambda x, *labels: of_chunk(_logits(head, tables, bias, x), *labels)
+        lead = first[0].shape[:2]
+        of_logits = lambda x, *labels: of_chunk(_logits(head, tables, bias, x), *labels)
         tokens = [each.reshape(-1, *each.shape[2:]) for each in first]  # nothing is copied
         numbers = _map_chunks(of_logits, tokens, head.chunk_size)
         numbers = jax.tree.map(lambda each: each.reshape(*lead, *each.shape[1:]), numbers)
         return finish(sequence_first(numbers, sequence), *labels)
 
     bias_spec = None if bias_V is None else head.bias_spec
-    in_specs = (activation_spec(sequence), head.table_spec, bias_spec, *(token_spec() for _ in labels))
+    in_specs = (
+        activation_spec(sequence),
+        head.table_spec,
+        bias_spec,
+        *(token_spec() for _ in labels),
+    )
     return device_view(run, LOSS, in_specs, out_specs)(x_BTD, table_VD, bias_V, *labels)
 
 
@@ -140,7 +160,9 @@ def _logits(head: HeadConfig, tables: tuple[Array, Array], bias: Array | None, x
     logits = head.finish(logits if bias is None else logits + bias)
     if logits.shape[-1] * axis_size(TP) == head.vocab_size:
         return logits
-    return jnp.where(_first_id(logits) + jnp.arange(logits.shape[-1]) < head.vocab_size, logits, -jnp.inf)
+    return jnp.where(
+        _first_id(logits) + jnp.arange(logits.shape[-1]) < head.vocab_size, logits, -jnp.inf
+    )
 
 
 @jax.custom_vjp
@@ -155,12 +177,15 @@ _as_read.defvjp(lambda table, _: (table, None), lambda _, grad: (None, grad.asty
 def _project(dtype: DType, x: Array, table: Array, carrier: Array) -> Array:
     """Returns `x @ table.T` in `dtype`; `carrier`, whose values the table has, has its gradient.
 
-    Gradients of logits are rounded to the compute dtype: products of float32 took 2.5 times as long on an H200.
+    Gradients of logits are rounded to the compute dtype: products of float32 took 2.5 times as long
+    on an H200.
     """
     return jnp.einsum("td,vd->tv", x, table, preferred_element_type=dtype)
 
 
-def _project_backward(dtype: DType, residuals: tuple[Array, Array], grad: Array) -> tuple[Array, None, Array]:
+def _project_backward(
+    dtype: DType, residuals: tuple[Array, Array], grad: Array
+) -> tuple[Array, None, Array]:
     x, table = residuals
     grad = grad.astype(x.dtype)
     table_grad = jnp.einsum("tv,td->vd", grad, x, preferred_element_type=jnp.float32)
@@ -168,7 +193,10 @@ def _project_backward(dtype: DType, residuals: tuple[Array, Array], grad: Array)
 
 
 _project.defvjp(
-    lambda dtype, x, table, carrier: (_project(dtype, x, table, carrier), (x, _as_read(table, carrier))),
+    lambda dtype, x, table, carrier: (
+        _project(dtype, x, table, carrier),
+        (x, _as_read(table, carrier)),
+    ),
     _project_backward,
 )
 
@@ -192,7 +220,9 @@ def _statistics(logits: Array, labels: Array, *, entropy: bool) -> TokenStatisti
     (exp_sum, *weighted), label_logits = jnp.split(checkpoint_name(reduced, _REDUCED), [len(sums)])
     log_sum = jnp.log(exp_sum)
     entropies = log_sum - weighted[0] / exp_sum if entropy else None
-    return TokenStatistics(log_sum + highest, label_logits.T.reshape(labels.shape), highest, entropies)
+    return TokenStatistics(
+        log_sum + highest, label_logits.T.reshape(labels.shape), highest, entropies
+    )
 
 
 def _logits_of(logits: Array, ids: Array) -> Array:
@@ -203,14 +233,20 @@ def _logits_of(logits: Array, ids: Array) -> Array:
 @jax.custom_gradient  # type: ignore[untyped-decorator]
 def _logit_of(logits: Array, ids: Array) -> tuple[Array, Callable[[Array], tuple[Array, None]]]:
     # Of one id per token: the gradient needs no scatter of [tokens, V/tp].
-    return _logits_of(logits, ids), lambda grad: (jnp.where(ids == jnp.arange(logits.shape[1]), grad, 0), None)
+    return _logits_of(logits, ids), lambda grad: (
+        jnp.where(ids == jnp.arange(logits.shape[1]), grad, 0),
+        None,
+    )
 
 
 def _top_k(k: int, logits: Array) -> tuple[Array, Array]:
     logits = jax.lax.stop_gradient(logits)
     values, ids = jax.lax.top_k(logits, min(k, logits.shape[-1]))
-    # Both in one gather, whose order by device is by id: of equal logits the lowest ids come first, as on one device.
-    candidates = jnp.stack([jax.lax.bitcast_convert_type(values, jnp.int32), ids + _first_id(logits)])
+    # Both in one gather, whose order by device is by id: of equal logits the lowest ids come first,
+    # as on one device.
+    candidates = jnp.stack(
+        [jax.lax.bitcast_convert_type(values, jnp.int32), ids + _first_id(logits)]
+    )
     values, ids = all_gather(candidates, TP, dim=2, to="invarying")
     values, order = jax.lax.top_k(jax.lax.bitcast_convert_type(values, jnp.float32), k)
     exp_sum = all_reduce(jnp.sum(jnp.exp(logits - values[:, :1]), axis=-1, keepdims=True), TP)
@@ -219,11 +255,16 @@ def _top_k(k: int, logits: Array) -> tuple[Array, Array]:
 
 def _map_chunks(fn: Callable[..., _PerToken], tokens: list[Array], chunk_size: int) -> _PerToken:
     """Maps over chunks; the backward pass needs only a few floats per token."""
-    fn = jax.checkpoint(fn, policy=jax.checkpoint_policies.save_only_these_names(_REDUCED), prevent_cse=False)
+    fn = jax.checkpoint(
+        fn, policy=jax.checkpoint_policies.save_only_these_names(_REDUCED), prevent_cse=False
+    )
     num_chunks, rest = divmod(len(tokens[0]), chunk_size)
     pieces: list[_PerToken] = []
     if num_chunks:
-        whole = [each[: len(each) - rest].reshape(num_chunks, chunk_size, *each.shape[1:]) for each in tokens]
+        whole = [
+            each[: len(each) - rest].reshape(num_chunks, chunk_size, *each.shape[1:])
+            for each in tokens
+        ]
         numbers = jax.lax.map(lambda chunk: fn(*chunk), whole)
         pieces.append(jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), numbers))
     if rest:

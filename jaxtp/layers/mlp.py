@@ -17,17 +17,25 @@ from jaxtp.config.hints import Problem
 from jaxtp.config.schema import Count, Positive
 from jaxtp.layers.branch import BranchConfig, Padded, PositionwiseBranch, ShrinkSpec
 from jaxtp.layers.context import Sequences
-from jaxtp.layers.linear import COLUMN, ColumnParallelLinear, LayerContext, RowParallelLinear, activation_specs
+from jaxtp.layers.linear import (
+    COLUMN,
+    ColumnParallelLinear,
+    LayerContext,
+    RowParallelLinear,
+    activation_specs,
+)
 from jaxtp.layers.lora import Target
 from jaxtp.layers.overlap import is_ring, ring_mlp
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs, spec_of
 from jaxtp.mesh import TP
 
 MIN_FEATURES = 48
-MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")  # projections of an MLP that can have adapters
+# projections of an MLP that can have adapters
+MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
 
 XIELU = "xielu"
-_BETA, _EPS = 0.5, -1e-6  # of xielu
+_BETA = 0.5
+_EPS = -1e-6  # of xielu
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
 # Each maps 0 to 0, so padded features get no gradients.
@@ -57,7 +65,9 @@ class MLPConfig(BranchConfig):
     each layer (arXiv 2411.13010)."""
 
     swiglu_limit: Positive | None = None
-    """Limits a gated MLP (gpt-oss): gate(x) to at most this, up(x) to between minus this and this, and adds 1 to it."""
+    """Limits a gated MLP (gpt-oss): gate(x) to at most this, up(x) to between minus this and
+    this, and adds 1 to it.
+    """
 
     mlp_bias: bool = False
     """Biases on the MLP's projections."""
@@ -66,7 +76,9 @@ class MLPConfig(BranchConfig):
         """See `BranchConfig`."""
         yield from super().problems(sizes)
         if self.swiglu_limit is not None and self.mlp != "gated":
-            yield Problem(f"model.swiglu_limit={self.swiglu_limit} needs model.mlp=gated, or leave it out")
+            yield Problem(
+                f"model.swiglu_limit={self.swiglu_limit} needs model.mlp=gated, or leave it out"
+            )
 
     def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
         """See `BranchConfig`."""
@@ -74,7 +86,9 @@ class MLPConfig(BranchConfig):
         yield from self._mlp_kernels("mlp")
 
     def _mlp_kernels(self, module: str) -> Iterator[tuple[Target, str]]:
-        columns, layer = (MLP_TARGETS[:2], "gate_up") if self.mlp == "gated" else (MLP_TARGETS[1:2], "up")
+        columns, layer = (
+            (MLP_TARGETS[:2], "gate_up") if self.mlp == "gated" else (MLP_TARGETS[1:2], "up")
+        )
         yield from ((target, f"{module}.{layer}.kernels.{i}") for i, target in enumerate(columns))
         yield "down_proj", f"{module}.down.kernel"
 
@@ -91,22 +105,37 @@ class MLPConfig(BranchConfig):
 class MLP(PositionwiseBranch):
     """An MLP whose hidden features, F, are split over tp.
 
-    Kernels: gate and up `[D, F]` (`gate_up.kernels` 0, 1) or only up (`up.kernels` 0), and down `[F, D]`; for xielu
-    `alpha_p` and `alpha_n` `[1]`, before the softplus.
+    Kernels: gate and up `[D, F]` (`gate_up.kernels` 0, 1) or only up (`up.kernels` 0), and down
+    `[F, D]`; for xielu `alpha_p` and `alpha_n` `[1]`, before the softplus.
     """
 
-    def __init__(self, d_model: int, config: MLPConfig, context: LayerContext = LayerContext(), *, rngs: nnx.Rngs):
-        self.config, self.precision, self.fused = config, context.precision, context.fused
-        self.hidden, bias = PaddedDim((config.d_ff,)), config.mlp_bias
+    def __init__(
+        self,
+        d_model: int,
+        config: MLPConfig,
+        context: LayerContext = LayerContext(),
+        *,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.precision = context.precision
+        self.fused = context.fused
+        self.hidden = PaddedDim((config.d_ff,))
+        bias = config.mlp_bias
         column = partial(ColumnParallelLinear, d_model, context=context, use_bias=bias, rngs=rngs)
         if config.mlp == "gated":
             self.gate_up = column((self.hidden, self.hidden), targets=("gate_proj", "up_proj"))
         else:
             self.up = column((self.hidden,), targets=("up_proj",))
         self.columns.early = True  # attention's backward pass follows
-        self.down = RowParallelLinear(self.hidden, d_model, context, use_bias=bias, target="down_proj", rngs=rngs)
+        self.down = RowParallelLinear(
+            self.hidden, d_model, context, use_bias=bias, target="down_proj", rngs=rngs
+        )
         if config.activation == XIELU:
-            initial = (jnp.log(jnp.expm1(jnp.full(1, slope, context.precision.param))) for slope in (0.8, 0.8 - _BETA))
+            initial = (
+                jnp.log(jnp.expm1(jnp.full(1, slope, context.precision.param)))
+                for slope in (0.8, 0.8 - _BETA)
+            )
             self.alpha_p, self.alpha_n = (parameter(XIELU, alpha, P(None)) for alpha in initial)
 
     @property
@@ -115,10 +144,19 @@ class MLP(PositionwiseBranch):
         return self.up if self.config.mlp == "plain" else self.gate_up
 
     def has_ring(self, tp: int, *, split: bool) -> bool:
-        """Returns whether `ring_mlp` can compute the layer: without adapters, biases, xielu and 8 bits."""
-        columns, down = self.columns, self.down
-        simple = not (columns.loras or down.loras or columns.biases) and self.config.activation != XIELU
-        return simple and columns.matmul == down.matmul == "compute" and is_ring(down.overlap, tp, split=split)
+        """Returns whether `ring_mlp` can compute the layer: without adapters, biases, xielu and
+        8 bits.
+        """
+        columns = self.columns
+        down = self.down
+        simple = (
+            not (columns.loras or down.loras or columns.biases) and self.config.activation != XIELU
+        )
+        return (
+            simple
+            and columns.matmul == down.matmul == "compute"
+            and is_ring(down.overlap, tp, split=split)
+        )
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """See `Branch`."""
@@ -127,7 +165,9 @@ class MLP(PositionwiseBranch):
             weights, specs = params_and_specs(self)
             return device_view(self._ring, COLUMN, (outside, specs), outside)(x_BTD, weights)
         products_BTF = [*self.columns(x_BTD)]
-        activate = self._xielu if self.config.activation == XIELU else ACTIVATIONS[self.config.activation]
+        activate = (
+            self._xielu if self.config.activation == XIELU else ACTIVATIONS[self.config.activation]
+        )
         return self.down(hidden_features(activate, products_BTF, self.config.swiglu_limit))
 
     def _ring(self, x: Array, weights: Weights) -> Array:
@@ -136,24 +176,33 @@ class MLP(PositionwiseBranch):
         activate = ACTIVATIONS[self.config.activation]  # type: ignore[index]
 
         def hidden(y: Array) -> Array:
-            return hidden_features(activate, jnp.split(y, len(columns), -1), self.config.swiglu_limit)
+            return hidden_features(
+                activate, jnp.split(y, len(columns), -1), self.config.swiglu_limit
+            )
 
         x = checkpoint_name(x.astype(self.precision.compute), GATHERED)
         return checkpoint_name(ring_mlp(hidden, x, jnp.concatenate(columns, -1), down), REDUCED)
 
     def _xielu(self, x_BTF: Array) -> Array:
-        in_float32, alphas = replace(self.precision, compute="float32"), (self.alpha_p, self.alpha_n)
+        in_float32 = replace(self.precision, compute="float32")
+        alphas = (self.alpha_p, self.alpha_n)
 
         def activate(x: Array, shards: Sequence[Array]) -> Array:
-            return xielu(x, *(in_float32.load(shard, None, used_by_all_tp=True) for shard in shards))
+            return xielu(
+                x, *(in_float32.load(shard, None, used_by_all_tp=True) for shard in shards)
+            )
 
-        spec, of_alphas = token_spec(TP), [spec_of(alpha) for alpha in alphas]
+        spec = token_spec(TP)
+        of_alphas = [spec_of(alpha) for alpha in alphas]
         view = device_view(activate, XIELU, in_specs=(spec, of_alphas), out_specs=spec)
         return view(x_BTF, [jnp.asarray(alpha[...]) for alpha in alphas])
 
 
-def hidden_features(activate: Callable[[Array], Array], products: Sequence[Array], limit: float | None = None) -> Array:
-    """Returns activation(gate) * up of a gated MLP's two products, or activation(up) of a plain one's.
+def hidden_features(
+    activate: Callable[[Array], Array], products: Sequence[Array], limit: float | None = None
+) -> Array:
+    """Returns activation(gate) * up of a gated MLP's two products, or activation(up) of a plain
+    one's.
 
     `limit` is `MLPConfig.swiglu_limit`. Padded features stay 0, as activation(0) is 0.
     """
@@ -161,7 +210,8 @@ def hidden_features(activate: Callable[[Array], Array], products: Sequence[Array
         return activate(products[0])
     gate, up = products
     if limit is not None:
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit) + 1
+        gate = jnp.minimum(gate, limit)
+        up = jnp.clip(up, -limit, limit) + 1
     return activate(gate) * up
 
 
@@ -171,4 +221,6 @@ def xielu(x: Array, alpha_p: Array, alpha_n: Array) -> Array:
     # As in transformers expm1 takes no more than eps, except at 0, so that padded features stay 0.
     most = jnp.where(x32 == 0, 0.0, _EPS)
     below = (_BETA + jax.nn.softplus(alpha_n)) * (jnp.expm1(jnp.where(x32 < most, x32, most)) - x32)
-    return (jnp.where(x32 > 0, jax.nn.softplus(alpha_p) * jnp.square(x32), below) + _BETA * x32).astype(x.dtype)
+    return (
+        jnp.where(x32 > 0, jax.nn.softplus(alpha_p) * jnp.square(x32), below) + _BETA * x32
+    ).astype(x.dtype)

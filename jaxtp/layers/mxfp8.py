@@ -1,21 +1,22 @@
-"""Products in MXFP8, which NVIDIA's Blackwell computes: E4M3 elements, and an E8M0 scale for each block of 32.
+"""Products in MXFP8, which NVIDIA's Blackwell computes: E4M3 elements, and an E8M0 scale for each
+block of 32.
 
     y  = x @ w        blocks of x and w along K
     dx = dy @ w.T     blocks of dy and w along N: w is quantised again, so no second copy lives until the backward pass
     dw = x.T @ dy     in the compute dtype, summed in float32
 
-E4M3 also for gradients: E5M2 trains worse with blocks (arXiv 2506.08027). Blocks do not depend on the mesh while each
-device has whole ones.
+E4M3 also for gradients: E5M2 trains worse with blocks (arXiv 2506.08027). Blocks do not depend on
+the mesh while each device has whole ones.
 
-A scale s is the smallest power of two with `max |block| <= 448 s`, the largest number of E4M3, so nothing overflows and
-`s < max |block| / 224`. E4M3 has 3 bits of mantissa and 2^-6 as smallest normal number: an element a has an error of
-at most
+A scale s is the smallest power of two with `max |block| <= 448 s`, the largest number of E4M3, so
+nothing overflows and `s < max |block| / 224`. E4M3 has 3 bits of mantissa and 2^-6 as smallest
+normal number: an element a has an error of at most
 
     e(a) = max(2^-4 |a|, 2^-10 s)
 
-and a product is within `|x| @ e(w) + e(x) @ |w| + e(x) @ e(w)` of `x @ w`, element by element, before it is rounded to
-the compute dtype. As `2^-10 s sqrt(32)` is less than `2^-15 |block|`, where |v| is the norm of a vector, the error of
-y is less than `0.13 |x| |w|` for a row of x and a column of w; errors of random sign add up to about 4% of |y|.
+and a product is within `|x| @ e(w) + e(x) @ |w| + e(x) @ e(w)` of `x @ w`, element by element,
+before it is rounded to the compute dtype. As `2^-10 s sqrt(32)` is less than `2^-15 |block|`, where
+|v| is the norm of a vector, the error of y is less than `0.13 |x| |w|` for a row of x and a column of w; errors of random sign add up to about 4% of |y|.
 """
 
 import jax
@@ -30,22 +31,32 @@ from jaxtp.layers.kernels.select import architecture_of, installed_cudnn, matmul
 from jaxtp.mesh import current_device, current_platform
 
 BLOCK = 32
-_FIRST_CUDNN = (9, 10)  # with older ones XLA multiplies in bfloat16 without a word (jax 0.10.2, compiled for a B200)
+# with older ones XLA multiplies in bfloat16 without a word (jax 0.10.2, compiled for a B200)
+_FIRST_CUDNN = (9, 10)
 
 
 def mx_problem(k: int, n: int, architecture: str = "cpu") -> str | None:
     """Returns why a device cannot multiply with a kernel `[K, N]` in MXFP8, or None."""
     for kind, size in (("input", k), ("output", n)):
         if size % BLOCK or not size:
-            below, above = size // BLOCK * BLOCK, size // BLOCK * BLOCK + BLOCK
+            below = size // BLOCK * BLOCK
+            above = size // BLOCK * BLOCK + BLOCK
             return (
-                f"model.precision.matmul=mxfp8: {size} {kind} features on a device are not divisible by its blocks of "
+                f"model.precision.matmul=mxfp8: {size} {kind} features on a device are not "
+                "divisible by its blocks of "
                 f"{BLOCK}; nearest: {f'{below} or {above}' if below else above}"
             )
     problem = matmul_problem("mxfp8", architecture)
-    if problem or not architecture.startswith("cuda") or (installed_cudnn() or _FIRST_CUDNN) >= _FIRST_CUDNN:
+    if (
+        problem
+        or not architecture.startswith("cuda")
+        or (installed_cudnn() or _FIRST_CUDNN) >= _FIRST_CUDNN
+    ):
         return problem
-    return "model.precision.matmul=mxfp8 needs cuDNN 9.10 or newer: pip install --upgrade nvidia-cudnn-cu13"
+    return (
+        "model.precision.matmul=mxfp8 needs cuDNN 9.10 or newer: pip install --upgrade "
+        "nvidia-cudnn-cu13"
+    )
 
 
 def mx_matmul(x: Array, w: Array) -> Array:
@@ -65,14 +76,23 @@ def _matmul(x: Array, w: Array) -> Array:
     return _product(x, w.T)
 
 
-def _forward(x: CustomVJPPrimal, w: CustomVJPPrimal) -> tuple[Array, tuple[Array | None, Array | None]]:
+def _forward(
+    x: CustomVJPPrimal, w: CustomVJPPrimal
+) -> tuple[Array, tuple[Array | None, Array | None]]:
     # What a gradient needs is its only residual: x for the gradient of w, w for the gradient of x.
-    return _matmul.fun(x.value, w.value), (x.value if w.perturbed else None, w.value if x.perturbed else None)
+    return _matmul.fun(x.value, w.value), (
+        x.value if w.perturbed else None,
+        w.value if x.perturbed else None,
+    )
 
 
-def _backward(residuals: tuple[Array | None, Array | None], grad: Array) -> tuple[Array | None, Array | None]:
+def _backward(
+    residuals: tuple[Array | None, Array | None], grad: Array
+) -> tuple[Array | None, Array | None]:
     x, w = residuals
-    return None if w is None else _product(grad, w), None if x is None else kernel_gradient(x, grad, grad.dtype)
+    return None if w is None else _product(grad, w), None if x is None else kernel_gradient(
+        x, grad, grad.dtype
+    )
 
 
 _matmul.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -86,9 +106,12 @@ def kernel_gradient(x: Array | Float8, grad: Array, dtype: DTypeLike) -> Array:
 
 def _product(a: Array, b: Array) -> Array:
     """Returns `a @ b.T` with blocks along the last dims, `[..., K]` and `[N, K]`, rounded once."""
-    (a_8, a_scale), (b_8, b_scale) = _quantise(a.reshape(1, -1, a.shape[-1])), _quantise(b[None])
-    multiply = jax.nn.scaled_matmul if current_platform() == "cuda" else _multiply  # jax 0.10 has none for CPUs
-    y = vary_like(multiply(a_8, b_8, a_scale, b_scale, a.dtype), a, b)  # scaled_matmul forgets where it varies
+    a_8, a_scale = _quantise(a.reshape(1, -1, a.shape[-1]))
+    b_8, b_scale = _quantise(b[None])
+    # jax 0.10 has none for CPUs
+    multiply = jax.nn.scaled_matmul if current_platform() == "cuda" else _multiply
+    # scaled_matmul forgets where it varies
+    y = vary_like(multiply(a_8, b_8, a_scale, b_scale, a.dtype), a, b)
     return y.reshape(*a.shape[:-1], -1)
 
 
@@ -96,8 +119,8 @@ def _quantise(x: Array) -> tuple[Array, Array]:
     """Returns the elements `[..., K]` and the scales `[..., K / 32]`."""
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK)
     most = lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), axis=-1), jnp.uint32)
-    # From the bits of max / 448 = max / (1.75 * 2^8): up unless the mantissa is at most 1.75. At least 2^-126: CPUs and
-    # GPUs may take smaller numbers for zero.
+    # From the bits of max / 448 = max / (1.75 * 2^8): up unless the mantissa is at most 1.75. At
+    # least 2^-126: CPUs and GPUs may take smaller numbers for zero.
     exponent = jnp.maximum(most + (2**21 - 1) >> 23, 9) - 8
     inverse = lax.bitcast_convert_type(254 - exponent << 23, jnp.float32)
     elements = (blocks * inverse[..., None]).astype(jnp.float8_e4m3fn).reshape(x.shape)
@@ -106,5 +129,8 @@ def _quantise(x: Array) -> tuple[Array, Array]:
 
 def _multiply(a: Array, b: Array, a_scale: Array, b_scale: Array, dtype: jnp.dtype) -> Array:
     operands = zip((a, b), (a_scale, b_scale), strict=True)
-    numbers = ((v.astype(jnp.float32).reshape(*s.shape, -1) * s.astype(jnp.float32)[..., None], v) for v, s in operands)
+    numbers = (
+        (v.astype(jnp.float32).reshape(*s.shape, -1) * s.astype(jnp.float32)[..., None], v)
+        for v, s in operands
+    )
     return jnp.einsum("zmk,znk->zmn", *(each.reshape(v.shape) for each, v in numbers)).astype(dtype)

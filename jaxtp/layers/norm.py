@@ -1,6 +1,7 @@
 """Normalisation of the residual stream, and of queries and keys.
 
-Scales are split over fsdp like all weights, so fsdp only gathers weights and reduce-scatters gradients.
+Scales are split over fsdp like all weights, so fsdp only gathers weights and reduce-scatters
+gradients.
 """
 
 from dataclasses import dataclass, replace
@@ -16,11 +17,21 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import all_reduce, axis_size, device_view
 from jaxtp.config.schema import Positive
 from jaxtp.layers.linear import LayerContext, fixed_in_part
-from jaxtp.layers.parameter import DType, PaddedDim, Precision, Weights, check_sizes, parameter, params_and_specs
+from jaxtp.layers.parameter import (
+    DType,
+    PaddedDim,
+    Precision,
+    Weights,
+    check_sizes,
+    parameter,
+    params_and_specs,
+)
 from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import STORAGE, TP
 
-NormKind = Literal["rms", "rms_plus_one", "rms_plain", "layer", "layer_plus_one", "layer_no_bias", "layer_plain"]
+NormKind = Literal[
+    "rms", "rms_plus_one", "rms_plain", "layer", "layer_plus_one", "layer_no_bias", "layer_plain"
+]
 NormPlacement = Literal["before", "after", "both", "parallel", "parallel_two"]
 QKNormKind = Literal["none", "head", "heads", "head_plain", "head_bias", "projection"]
 
@@ -32,17 +43,19 @@ class NormConfig:
     """Settings of the norms of a block."""
 
     norm: NormKind = "rms"
-    """Kind of norm: rms divides by the root mean square and multiplies by a scale; layer subtracts the mean before,
-    and adds a bias (GPT-2). With plus_one the factor is 1 + scale (Gemma, Nemotron); no_bias has only a scale (Cohere);
-    plain has neither (OLMo 1)."""
+    """Kind of norm: rms divides by the root mean square and multiplies by a scale; layer subtracts
+    the mean before, and adds a bias (GPT-2). With plus_one the factor is 1 + scale (Gemma,
+    Nemotron); no_bias has only a scale (Cohere); plain has neither (OLMo 1).
+    """
 
     norm_eps: Positive = 1e-5
     """Added to the mean square, or the variance, in every norm."""
 
     norm_placement: NormPlacement = "before"
-    """Place of the norms: before attention and MLP, after them (OLMo 2), or both (Gemma 2). With parallel, attention
-    and MLP read one norm of the block's input, and the block adds both results (Cohere); with parallel_two each has its
-    own norm (GPT-NeoX)."""
+    """Place of the norms: before attention and MLP, after them (OLMo 2), or both (Gemma 2). With
+    parallel, attention and MLP read one norm of the block's input, and the block adds both results
+    (Cohere); with parallel_two each has its own norm (GPT-NeoX).
+    """
 
     norm_after_eps: Positive | None = None
     """Instead of norm_eps, for the norms after attention and MLP (Muse Glimmer)."""
@@ -53,30 +66,51 @@ class NormConfig:
 
 
 class Norm(nnx.Module):
-    """Normalises the last dim of `[B, T, D]` in float32 (RMSNorm: arXiv 1910.07467; LayerNorm: arXiv 1607.06450).
+    """Normalises the last dim of `[B, T, D]` in float32 (RMSNorm: arXiv 1910.07467; LayerNorm:
+    arXiv 1607.06450).
 
-    Under sequence parallelism the scale's gradient is summed over tp. Scale and bias `[D]` are stored as `P(STORAGE)`.
+    Under sequence parallelism the scale's gradient is summed over tp. Scale and bias `[D]` are
+    stored as `P(STORAGE)`.
     """
 
-    def __init__(self, features: int, config: NormConfig = NormConfig(), context: LayerContext = LayerContext()):
+    def __init__(
+        self,
+        features: int,
+        config: NormConfig = NormConfig(),
+        context: LayerContext = LayerContext(),
+    ):
         check_sizes("Norm", features=features)
-        self.features, self.kind, self.eps = features, config.norm, config.norm_eps
+        self.features = features
+        self.kind = config.norm
+        self.eps = config.norm_eps
         self.name = "layer_norm" if self.kind.startswith("layer") else "rms_norm"
         self.sequence_parallel = context.sequence_parallel
-        self.precision, dtype = context.precision, context.precision.param
-        plain, biased = self.kind.endswith("plain"), self.kind in ("layer", "layer_plus_one")
-        self.scale = None if plain else parameter("scale", _initial_scale(self.kind, features, dtype), P(STORAGE))
+        self.precision = context.precision
+        dtype = context.precision.param
+        plain = self.kind.endswith("plain")
+        biased = self.kind in ("layer", "layer_plus_one")
+        self.scale = (
+            None
+            if plain
+            else parameter("scale", _initial_scale(self.kind, features, dtype), P(STORAGE))
+        )
         self.bias = parameter("bias", jnp.zeros(features, dtype), P(STORAGE)) if biased else None
 
     def __call__(self, x_BTD: Array) -> Array:
         """Normalises the last dim of `[B, T, D]`."""
         sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
-        activation, (weights, specs) = activation_spec(sequence), params_and_specs(self)
+        activation = activation_spec(sequence)
+        weights, specs = params_and_specs(self)
         normalise = partial(self._normalise, sequence is not None)
-        return device_view(normalise, self.name, in_specs=(activation, specs), out_specs=activation)(x_BTD, weights)
+        return device_view(
+            normalise, self.name, in_specs=(activation, specs), out_specs=activation
+        )(x_BTD, weights)
 
     def _normalise(self, split: bool, x: Array, weights: Weights) -> Array:
-        loaded = {name: self.precision.load(shard, 0, used_by_all_tp=split) for name, shard in weights.items()}
+        loaded = {
+            name: self.precision.load(shard, 0, used_by_all_tp=split)
+            for name, shard in weights.items()
+        }
         y = _normalised(x, self.kind, self.eps)
         if "scale" in loaded and self.kind.endswith("plus_one"):
             y = y + y * loaded["scale"].astype(jnp.float32)  # as a product, it would save 1 + scale
@@ -90,49 +124,79 @@ def _initial_scale(kind: NormKind, size: int, dtype: DType) -> Array:
 
 
 def _normalised(x: Array, kind: NormKind, eps: float) -> Array:
-    """Normalises the last dim, without scale and bias; in float32, except for rms and rms_plain (as transformers)."""
+    """Normalises the last dim, without scale and bias; in float32, except for rms and rms_plain
+    (as transformers).
+    """
     if kind in ("rms", "rms_plain"):
         return rms_normalise(x, eps)
     x32 = x.astype(jnp.float32)
-    return rms_normalise(x32 - jnp.mean(x32, axis=-1, keepdims=True) if kind.startswith("layer") else x32, eps)
+    return rms_normalise(
+        x32 - jnp.mean(x32, axis=-1, keepdims=True) if kind.startswith("layer") else x32, eps
+    )
 
 
 def rms_normalise(x: Array, eps: float) -> Array:
-    """Returns `x / sqrt(mean(x^2) + eps)` over the last dim, computed in float32, in the dtype of `x`."""
+    """Returns `x / sqrt(mean(x^2) + eps)` over the last dim, computed in float32, in the dtype
+    of `x`.
+    """
     x32 = x.astype(jnp.float32)
-    return (x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)).astype(x.dtype)
+    return (x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)).astype(
+        x.dtype
+    )
 
 
 class QKNorm(nnx.Module):
-    """Normalisation of a projection whose heads are split over tp; called inside attention's `device_view`.
+    """Normalisation of a projection whose heads are split over tp; called inside attention's
+    `device_view`.
 
-    Kind "head" normalises each head, with one scale `[H]` (Qwen 3); "heads" has a scale for each head, `[heads * H]`
-    split like the heads (Cohere); "head_plain" has none (Muse Glimmer); "head_bias" has one scale and one bias `[H]`
-    (Phi). They normalise as `norm` does, and only "head_bias" adds a bias.
-    "projection" is RMS normalisation of the whole projection, with a scale `[heads * H]` and a sum over tp (OLMo 2).
-    The factor is 1 + scale with a plus_one `norm` (Gemma 3).
+    Kind "head" normalises each head, with one scale `[H]` (Qwen 3); "heads" has a scale for each
+    head, `[heads * H]` split like the heads (Cohere); "head_plain" has none (Muse Glimmer);
+    "head_bias" has one scale and one bias `[H]` (Phi). They normalise as `norm` does, and only
+    "head_bias" adds a bias. "projection" is RMS normalisation of the whole projection, with a scale
+    `[heads * H]` and a sum over tp (OLMo 2). The factor is 1 + scale with a plus_one `norm` (Gemma
+    3).
     """
 
     fixed_bias: tuple[int, int] | None = None  # (period, count), if the bias is `fixed_in_part`
 
-    def __init__(self, kind: QKNormKind, heads: PaddedDim, norm: NormConfig, precision: Precision = Precision()):
-        self.kind, self.heads, self.precision = kind, heads, precision
-        self.norm, self.eps = norm.norm, norm.norm_eps
+    def __init__(
+        self,
+        kind: QKNormKind,
+        heads: PaddedDim,
+        norm: NormConfig,
+        precision: Precision = Precision(),
+    ):
+        self.kind = kind
+        self.heads = heads
+        self.precision = precision
+        self.norm = norm.norm
+        self.eps = norm.norm_eps
         self.one_scale = kind in ("head", "head_bias")
         size, spec = (heads.factors[-1], P()) if self.one_scale else (heads.size, P(TP))
-        initial, padding = _initial_scale(self.norm, size, precision.param), () if self.one_scale else ((-1, heads),)
-        self.scale = None if kind == "head_plain" else parameter("scale", initial, spec, padding=padding)
-        self.bias = parameter("bias", jnp.zeros_like(initial), spec) if kind == "head_bias" else None
+        initial = _initial_scale(self.norm, size, precision.param)
+        padding = () if self.one_scale else ((-1, heads),)
+        self.scale = (
+            None if kind == "head_plain" else parameter("scale", initial, spec, padding=padding)
+        )
+        self.bias = (
+            parameter("bias", jnp.zeros_like(initial), spec) if kind == "head_bias" else None
+        )
 
-    def __call__(self, x: Array, scale_shard: Array | None, bias_shard: Array | None = None) -> Array:
+    def __call__(
+        self, x: Array, scale_shard: Array | None, bias_shard: Array | None = None
+    ) -> Array:
         """Normalises this device's heads, `[b, T, heads, H]`."""
-        tp, scale = axis_size(TP), None
+        tp = axis_size(TP)
+        scale = None
         if scale_shard is not None and self.one_scale:
             scale = self.precision.load(scale_shard, None, used_by_all_tp=True)
         elif scale_shard is not None:
-            scale = self.precision.load(scale_shard, None, tp_gather=(0, self.heads.num_shards(tp, scale_shard.size)))
+            scale = self.precision.load(
+                scale_shard, None, tp_gather=(0, self.heads.num_shards(tp, scale_shard.size))
+            )
         if self.kind == "projection":
-            x32, size = x.astype(jnp.float32), self.heads.size * self.heads.shared_by(tp)
+            x32 = x.astype(jnp.float32)
+            size = self.heads.size * self.heads.shared_by(tp)
             squares = all_reduce(jnp.sum(jnp.square(x32), axis=(-2, -1), keepdims=True), TP)
             y = (x32 * jax.lax.rsqrt(squares / size + self.eps)).astype(x.dtype)
         else:

@@ -1,7 +1,7 @@
 """Parameters of layers: a value, the `PartitionSpec` that stores it, and the dtypes.
 
-A dim that tp does not divide is padded when its parameter is created (`PaddedDim`), so a model runs on any tp.
-`checkpoint/logical.py` and `train/sharded_optimizer.py` remove the padding.
+A dim that tp does not divide is padded when its parameter is created (`PaddedDim`), so a model runs
+on any tp. `checkpoint/logical.py` and `train/sharded_optimizer.py` remove the padding.
 """
 
 import math
@@ -33,12 +33,15 @@ from jaxtp.config.hints import by_dotted_path
 from jaxtp.config.schema import Count
 from jaxtp.mesh import TOKENS, TP, axes_of, current_mesh
 
-Weights = dict[str, Array]  # A layer's parameters by the path of the attribute that holds them, such as `kernels.0`
+# A layer's parameters by the path of the attribute that holds them, such as `kernels.0`
+Weights = dict[str, Array]
 
 Variable = nnx.Variable[Any]
 
 GRADIENTS = "gradients"
-"""Name in profiles of the sum of all micro-batches' gradients over devices (`sum_over_replicas`)."""
+"""Name in profiles of the sum of all micro-batches' gradients over devices
+(`sum_over_replicas`).
+"""
 
 DType = Literal["float32", "bfloat16", "float16"]
 Matmul = Literal["compute", "float8", "mxfp8"]
@@ -52,44 +55,57 @@ class Precision:
     """
 
     param: DType = "float32"
-    """Dtype of stored parameters and optimizer state; adafactor's moments are always float32. With adapters it is the
-    dtype of the frozen weights only, by default as in their files."""
+    """Dtype of stored parameters and optimizer state; adafactor's moments are always float32. With
+    adapters it is the dtype of the frozen weights only, by default as in their files.
+    """
 
     compute: DType = "float32"
     """Dtype of activations and matrix products; weights are cast to it before they are gathered."""
 
     reduce: DType = "float32"
-    """Dtype in which weight gradients are summed over devices, and over micro-batches if param is not wider."""
+    """Dtype in which weight gradients are summed over devices, and over micro-batches if param
+    is not wider.
+    """
 
     logits: DType = "float32"
     """Dtype of the head's output; the softmax over it is float32, its gradient in `compute`."""
 
     matmul: Matmul = "compute"
-    """Dtype of products in the projections of blocks, forward and for the gradients of inputs. float8 is E4M3 with a
-    scale for each token and output feature: half of the bytes that fsdp gathers, and sequence parallelism in the
-    forward pass. Gradients of weights, head, routers, norms, adapters and experts stay in the compute dtype. mxfp8 has
-    a scale for each block of 32 features, and gathers in the compute dtype."""
+    """Dtype of products in the projections of blocks, forward and for the gradients of inputs.
+    float8 is E4M3 with a scale for each token and output feature: half of the bytes that fsdp
+    gathers, and sequence parallelism in the forward pass. Gradients of weights, head, routers,
+    norms, adapters and experts stay in the compute dtype. mxfp8 has a scale for each block of 32
+    features, and gathers in the compute dtype.
+    """
 
     matmul_layers: str = "*"
     """Layers that matmul applies to, by path as in the shell; | separates alternatives, as in
     '*.mlp.*|*.attention.out'."""
 
     matmul_least: Count = 2048
-    """Least number of input features, and of all output features together, of a layer that matmul applies to. Each is a
-    multiple of 16; 1 takes layers of any size."""
+    """Least number of input features, and of all output features together, of a layer that matmul
+    applies to. Each is a multiple of 16; 1 takes layers of any size.
+    """
 
     def sum_dtype(self, param: DTypeLike) -> jnp.dtype:
         """Returns the dtype in which gradients accumulate over micro-batches."""
         return jnp.promote_types(param, self.reduce)
 
     def load(
-        self, shard: Array | Float8, fsdp_dim: int | None, *, accumulate: DType | None = None, **layout: Any
+        self,
+        shard: Array | Float8,
+        fsdp_dim: int | None,
+        *,
+        accumulate: DType | None = None,
+        **layout: Any,
     ) -> Array:
         """Calls `load_weight`; gradients of the weight's uses accumulate in `accumulate`."""
         dtypes = WeightDtypes(self.compute, self.reduce, accumulate or self.compute)
         return load_weight(shard, dtypes, WeightLayout(fsdp_dim=fsdp_dim, **layout))
 
-    def load_float8(self, shard: Array | Float8, fsdp_dim: int, *axes: str, **layout: Any) -> Quantised:
+    def load_float8(
+        self, shard: Array | Float8, fsdp_dim: int, *axes: str, **layout: Any
+    ) -> Quantised:
         """Calls `load_float8`: a kernel whose input features the mesh axes `axes` split."""
         dtypes = WeightDtypes(self.compute, self.reduce, self.compute)
         return load_float8(shard, dtypes, WeightLayout(fsdp_dim=fsdp_dim, **layout), axes)
@@ -99,7 +115,8 @@ class Precision:
 class PaddedDim:
     """A dim that tp splits into equal parts, padded with zeros.
 
-    Padding stays zero, as its gradients are zero: padded heads output zero, the softmax masks padded ids.
+    Padding stays zero, as its gradients are zero: padded heads output zero, the softmax masks
+    padded ids.
     """
 
     factors: tuple[int, ...]
@@ -142,7 +159,8 @@ class ExactDim(PaddedDim):
 class FrozenParam(Variable):
     """A parameter that training with adapters does not change.
 
-    It is not an `nnx.Param`, so `nnx.value_and_grad` and `nnx.Optimizer(model, ..., wrt=nnx.Param)` skip it.
+    It is not an `nnx.Param`, so `nnx.value_and_grad` and `nnx.Optimizer(model, ..., wrt=nnx.Param)`
+    skip it.
     """
 
 
@@ -153,18 +171,27 @@ Padding = tuple[tuple[int, PaddedDim], ...]
 
 
 def parameter(
-    name: str, value: Array, spec: PartitionSpec, *, kind: type[Variable] = nnx.Param, padding: Padding = ()
+    name: str,
+    value: Array,
+    spec: PartitionSpec,
+    *,
+    kind: type[Variable] = nnx.Param,
+    padding: Padding = (),
 ) -> Any:
-    """Returns a parameter, sharded by `spec` over the mesh in context. `value` has no padding; `name` is for errors."""
+    """Returns a parameter, sharded by `spec` over the mesh in context. `value` has no padding;
+    `name` is for errors.
+    """
     value = pad(value, padding, axis_size(TP))
     check_divides(name, value.shape, spec)  # JAX would silently replicate
-    spec = PartitionSpec(*spec, *(None,) * (value.ndim - len(spec)))  # one entry per dim: `spec_of` counts them
+    # one entry per dim: `spec_of` counts them
+    spec = PartitionSpec(*spec, *(None,) * (value.ndim - len(spec)))
     padded = tuple((dim, split) for dim, split in padding if not isinstance(split, ExactDim))
     metadata: dict[str, Any] = {_LOADED: True} | ({"padding": padded} if padded else {})
     return kind(value, out_sharding=spec, eager_sharding=current_mesh() is not None, **metadata)
 
 
-_LOADED = "loaded"  # Metadata of a parameter that a layer reads inside a `device_view`, by `load_weight`
+# Metadata of a parameter that a layer reads inside a `device_view`, by `load_weight`
+_LOADED = "loaded"
 
 
 def padding_of(variable: Variable) -> Padding:
@@ -186,7 +213,9 @@ def pad(array: Any, padding: Padding, tp: int) -> Any:
         stored = split.stored(tp)
         if stored != split.factors:
             axis = array.ndim + dim
-            widths = [(0, 0)] * axis + [(0, more - less) for less, more in zip(split.factors, stored, strict=True)]
+            widths = [(0, 0)] * axis + [
+                (0, more - less) for less, more in zip(split.factors, stored, strict=True)
+            ]
             factored = array.reshape(*array.shape[:axis], *split.factors, *array.shape[axis + 1 :])
             library = np if isinstance(array, np.ndarray) else jnp
             zeros = library.pad(factored, widths + [(0, 0)] * (-dim - 1))
@@ -201,14 +230,20 @@ def unpad(array: Any, padding: Padding, tp: int) -> Any:
         if stored != split.factors:
             axis = array.ndim + dim
             factored = array.reshape(*array.shape[:axis], *stored, *array.shape[axis + 1 :])
-            unpadded = factored[(slice(None),) * axis + tuple(slice(size) for size in split.factors)]
+            unpadded = factored[
+                (slice(None),) * axis + tuple(slice(size) for size in split.factors)
+            ]
             array = unpadded.reshape(*array.shape[:axis], split.size, *array.shape[axis + 1 :])
     return array
 
 
 def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, PartitionSpec]]:
-    """Returns modules' parameters and specs by name, for `device_view`; a kernel in 8 bits is a `Float8` of each."""
-    parameters = (item for module in modules for item in nnx.to_flat_state(nnx.state(module, PARAMETERS)))
+    """Returns modules' parameters and specs by name, for `device_view`; a kernel in 8 bits is a
+    `Float8` of each.
+    """
+    parameters = (
+        item for module in modules for item in nnx.to_flat_state(nnx.state(module, PARAMETERS))
+    )
     weights: Weights = {}
     specs: dict[str, PartitionSpec] = {}
     for name, variable in by_dotted_path(parameters).items():
@@ -228,15 +263,20 @@ def spec_of(variable: Variable) -> PartitionSpec:
 
 def check_sizes(layer: str, **sizes: object) -> None:
     """Raises a ValueError unless sizes are integers from 1 on."""
-    bad = [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 1]
+    bad = [
+        f"{name}={size!r}"
+        for name, size in sizes.items()
+        if not isinstance(size, Integral) or size < 1
+    ]
     if bad:
         raise ValueError(f"{layer}: {', '.join(bad)}: should be a whole number, 1 or more")
 
 
-# By default every layer all-reduces its gradients over the axes that replicate a weight, in each micro-batch. With
-# accumulation a training step marks weights as varying over these axes (dp, and fsdp and cp if they do not split the
-# weight), so that `load_weight` omits this sum, and sums once after the last micro-batch. Each micro-batch still
-# reduce-scatters over the axes that split a weight, and sums the gradients of norms over tp.
+# By default every layer all-reduces its gradients over the axes that replicate a weight, in each
+# micro-batch. With accumulation a training step marks weights as varying over these axes (dp, and
+# fsdp and cp if they do not split the weight), so that `load_weight` omits this sum, and sums once
+# after the last micro-batch. Each micro-batch still reduce-scatters over the axes that split a
+# weight, and sums the gradients of norms over tp.
 
 
 def mark_unreduced(params: nnx.State) -> nnx.State:

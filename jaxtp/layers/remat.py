@@ -1,7 +1,8 @@
 """Remat policies: the residuals that a block saves for its backward pass, and their cost.
 
-Saved per layer and device (b = local sequences, s = sequence length, D = d_model, t = tp; in parentheses under sequence
-parallelism), and traffic over tp, forward and backward, in units of (t-1)/t * b * s * D:
+Saved per layer and device (b = local sequences, s = sequence length, D = d_model, t = tp; in
+parentheses under sequence parallelism), and traffic over tp, forward and backward, in units of
+(t-1)/t * b * s * D:
 
 | policy          | saves                                                  | all-reduce | sequence-parallel | ring |
 |-----------------|--------------------------------------------------------|-----------:|------------------:|-----:|
@@ -12,12 +13,14 @@ parallelism), and traffic over tp, forward and backward, in units of (t-1)/t * b
 | `full`          | block input: bsD (bsD/t)                               |         10 |                11 |   11 |
 | `offload`       | like `full`, in host memory                            |         10 |                11 |   11 |
 
-`save_dots` is Megatron's choice under sequence parallelism (arXiv 2205.05198). In a ring (`layers/overlap.py`)
-`save_gathered` saves only a shard of column layers' inputs, 4bsD/t in all. The shard goes around again for outputs that
-were not saved; with `none` and `save_dots` for weight gradients.
+`save_dots` is Megatron's choice under sequence parallelism (arXiv 2205.05198). In a ring
+(`layers/overlap.py`) `save_gathered` saves only a shard of column layers' inputs, 4bsD/t in all.
+The shard goes around again for outputs that were not saved; with `none` and `save_dots` for weight
+gradients.
 
-No policy saves gathered weights; every policy saves routers' choices and sines of positions. `save_dots` saves results
-of blockwise and fused attention kernels and of Gated DeltaNet with its states, and recomputes cudnn and xla.
+No policy saves gathered weights; every policy saves routers' choices and sines of positions.
+`save_dots` saves results of blockwise and fused attention kernels and of Gated DeltaNet with its
+states, and recomputes cudnn and xla.
 """
 
 from collections.abc import Callable
@@ -25,7 +28,16 @@ from typing import Any, Literal
 
 import jax
 
-from jaxtp.collectives import ATTENDED, GATHERED, KEPT, PROJECTED, REDUCED, SHARED, is_tp_reduction, is_weight_gather
+from jaxtp.collectives import (
+    ATTENDED,
+    GATHERED,
+    KEPT,
+    PROJECTED,
+    REDUCED,
+    SHARED,
+    is_tp_reduction,
+    is_weight_gather,
+)
 from jaxtp.config.entry import UserError
 from jaxtp.layers.kernels.delta_rule import CARRIED
 
@@ -39,10 +51,19 @@ _SAVED_NAMES: dict[RematPolicy, tuple[str, ...]] = {
     "full": (KEPT,),
 }
 _VIEWS = {
-    *("pvary", "pcast", "reshape", "transpose", "convert_element_type", "squeeze", "broadcast_in_dim"),
+    *(
+        "pvary",
+        "pcast",
+        "reshape",
+        "transpose",
+        "convert_element_type",
+        "squeeze",
+        "broadcast_in_dim",
+    ),
     *("layout_constraint", "optimization_barrier"),
 }
-_FROZEN = "custom_vjp_call"  # primitive of `load_weight` for frozen weights; for others autodiff replaces it
+# primitive of `load_weight` for frozen weights; for others autodiff replaces it
+_FROZEN = "custom_vjp_call"
 
 
 class RematError(UserError):
@@ -50,7 +71,9 @@ class RematError(UserError):
 
 
 def policy(name: RematPolicy) -> Callable[..., Any]:
-    """Returns the `jax.checkpoint` policy of a name; raises `RematError` for `offload` without pinned host memory."""
+    """Returns the `jax.checkpoint` policy of a name; raises `RematError` for `offload` without
+    pinned host memory.
+    """
 
     def save_named(primitive: Any, *_: Any, **params: Any) -> bool:
         if name in ("save_dots", "save_reduced") and is_tp_reduction(primitive, params):
@@ -63,8 +86,9 @@ def policy(name: RematPolicy) -> Callable[..., Any]:
 
 
 def _save_all(primitive: Any, *_: Any, **params: Any) -> bool:
-    # If only the gather were refused, autodiff would save the cast or reshape after it, which is as large, so views are
-    # refused too. So is _FROZEN, whose result is a gathered weight: autodiff keeps it if the weight has no gradient.
+    # If only the gather were refused, autodiff would save the cast or reshape after it, which is as
+    # large, so views are refused too. So is _FROZEN, whose result is a gathered weight: autodiff
+    # keeps it if the weight has no gradient.
     if primitive.name == "name":
         return bool(params["name"] == SHARED)
     return primitive.name not in _VIEWS | {_FROZEN} and not is_weight_gather(primitive, params)
@@ -74,7 +98,8 @@ def _offload() -> Callable[..., Any]:
     kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
     if "pinned_host" not in kinds:
         raise RematError(
-            f"model.remat=offload needs pinned host memory, and {jax.devices()[0].device_kind} devices address "
+            f"model.remat=offload needs pinned host memory, and {jax.devices()[0].device_kind} "
+            "devices address "
             f"{', '.join(kinds)}; use full"
         )
     return jax.checkpoint_policies.save_and_offload_only_these_names(

@@ -1,8 +1,9 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864), half-split as in Llama checkpoints.
 
-Scaling follows transformers, except for longrope: it uses its long list if the sequence length, or the number of cache
-slots, exceeds `original_length`. transformers decides by a batch's highest position: packed documents depend on their
-neighbours, and queries past the limit meet cached keys that were rotated with the short list.
+Scaling follows transformers, except for longrope: it uses its long list if the sequence length, or
+the number of cache slots, exceeds `original_length`. transformers decides by a batch's highest
+position: packed documents depend on their neighbours, and queries past the limit meet cached keys
+that were rotated with the short list.
 """
 
 import math
@@ -22,7 +23,9 @@ from jaxtp.config.schema import Count, Positive
 RopeScalingKind = Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"]
 
 MAX_FREQUENCY = 1024.0
-"""Largest frequency, in radians per position: float64 keeps its angles within 1e-6 at four million positions."""
+"""Largest frequency, in radians per position: float64 keeps its angles within 1e-6 at four
+million positions.
+"""
 
 Frequencies = NDArray[np.float64]  # radians per position, `[head_dim / 2]`
 
@@ -46,7 +49,9 @@ class RopeScaling:
     """Tokens of the context trained on, for llama3, yarn and longrope."""
 
     low_freq_factor: Positive = 1.0
-    """llama3: wavelengths above original_length / low_freq_factor are divided by the whole factor."""
+    """llama3: wavelengths above original_length / low_freq_factor are divided by the whole
+    factor.
+    """
 
     high_freq_factor: Positive = 4.0
     """llama3: wavelengths below original_length / high_freq_factor are not divided."""
@@ -58,23 +63,33 @@ class RopeScaling:
     """yarn: a dim that turns less often is divided by the whole factor."""
 
     attention_factor: Positive | None = None
-    """yarn, longrope: multiplies rotated queries and keys. Default: 0.1 ln(factor) + 1 for yarn, sqrt(1 + ln(factor) /
-    ln(original_length)) for longrope, and 1 for factors below 1."""
+    """yarn, longrope: multiplies rotated queries and keys. Default: 0.1 ln(factor) + 1 for yarn,
+    sqrt(1 + ln(factor) / ln(original_length)) for longrope, and 1 for factors below 1.
+    """
 
     truncate: bool = True
     """yarn: round both bounds of the transition outwards to whole dims."""
 
     short_factor: tuple[Positive, ...] = ()
-    """longrope: divisors of the frequencies for up to original_length positions, one for each rotated pair."""
+    """longrope: divisors of the frequencies for up to original_length positions, one for each
+    rotated pair.
+    """
 
     long_factor: tuple[Positive, ...] = ()
     """longrope: divisors of the frequencies for more positions."""
 
     def __str__(self) -> str:
-        """Returns the settings that are not defaults, for lists their length: `kind yarn, factor 2.0`."""
-        changed = {name: value for name, value in vars(self).items() if value != getattr(UNSCALED, name)}
+        """Returns the settings that are not defaults, for lists their length:
+        `kind yarn, factor 2.0`.
+        """
+        changed = {
+            name: value for name, value in vars(self).items() if value != getattr(UNSCALED, name)
+        }
         return (
-            ", ".join(f"{name} {f'of {len(v)}' if isinstance(v, tuple) else v}" for name, v in changed.items())
+            ", ".join(
+                f"{name} {f'of {len(v)}' if isinstance(v, tuple) else v}"
+                for name, v in changed.items()
+            )
             or "none"
         )
 
@@ -100,11 +115,16 @@ def rotated_dims(head_dim: int, scaling: RopeScaling, fraction: float) -> tuple[
     return head_dim, int(head_dim * fraction)
 
 
-def rope_problems(head_dim: int, theta: float | None, scaling: RopeScaling, fraction: float = 1.0) -> Iterator[str]:
+def rope_problems(
+    head_dim: int, theta: float | None, scaling: RopeScaling, fraction: float = 1.0
+) -> Iterator[str]:
     """Yields why positions cannot be rotated."""
     period, count = rotated_dims(head_dim, scaling, fraction)
     if (rotated := count * head_dim // period) % 2 or not rotated:
-        yield f"model.rotary_fraction={fraction} rotates {rotated} of {head_dim} dims; an even number above 0 is needed"
+        yield (
+            f"model.rotary_fraction={fraction} rotates {rotated} of {head_dim} dims; an even "
+            "number above 0 is needed"
+        )
     if scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
         yield (
             f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor} is not above "
@@ -117,18 +137,25 @@ def rope_problems(head_dim: int, theta: float | None, scaling: RopeScaling, frac
             if (given := len(getattr(scaling, name))) != count // 2:
                 times = "" if fraction == 1 else f" times model.rotary_fraction={fraction}"
                 yield (
-                    f"model.rope_scaling.{name} has {given:,} numbers; longrope needs {count // 2:,}, half "
+                    f"model.rope_scaling.{name} has {given:,} numbers; longrope needs "
+                    f"{count // 2:,}, half "
                     f"of model.head_dim={head_dim}{times}"
                 )
         if scaling.original_length == 1:
-            yield "model.rope_scaling.original_length=1 is not above 1, which longrope needs; 4096 is usual"
+            yield (
+                "model.rope_scaling.original_length=1 is not above 1, which longrope "
+                "needs; 4096 "
+                "is usual"
+            )
     lists = (*scaling.short_factor, *scaling.long_factor)
     divisors = {"none": (), "longrope": lists}.get(scaling.kind, (scaling.factor,))
     largest = max(1.0, 1 / (theta or 1.0)) / min(divisors, default=1.0)
     if largest > MAX_FREQUENCY:
         yield (
-            f"model.rope_theta={theta} and model.rope_scaling make frequencies of up to {largest:.3g} radians per "
-            f"position, above the limit of {MAX_FREQUENCY:,.0f}; a base and factors of 1 or more are usual"
+            f"model.rope_theta={theta} and model.rope_scaling make frequencies of up to "
+            f"{largest:.3g} radians per "
+            f"position, above the limit of {MAX_FREQUENCY:,.0f}; a base and factors of 1 or more "
+            "are usual"
         )
 
 
@@ -139,7 +166,8 @@ def rope_frequencies(
 
     The kind proportional has `[head_dim / 2]`: `theta^(-2i / head_dim)`, then zeros.
 
-    Computed at trace time, so no device needs float64. `length` is the number of possible positions.
+    Computed at trace time, so no device needs float64. `length` is the number of possible
+    positions.
     """
     period, count = rotated_dims(head_dim, scaling, fraction)
     width = head_dim if scaling.kind == "proportional" else count
@@ -151,65 +179,93 @@ def rope_frequencies(
     if scaling.kind == "proportional":
         return np.where(np.arange(period) < count, plain / scaling.factor, 0)
     if scaling.kind == "longrope":
-        return plain / np.array(scaling.long_factor if length > scaling.original_length else scaling.short_factor)
-    keep = _keep_by_wavelength(plain, scaling) if scaling.kind == "llama3" else _keep_by_dim(width, theta, scaling)
+        return plain / np.array(
+            scaling.long_factor if length > scaling.original_length else scaling.short_factor
+        )
+    keep = (
+        _keep_by_wavelength(plain, scaling)
+        if scaling.kind == "llama3"
+        else _keep_by_dim(width, theta, scaling)
+    )
     return plain / scaling.factor * (1 - keep) + plain * keep
 
 
 def apply_rope(
-    x_BTNH: Array, positions: Array, theta: float, scaling: RopeScaling, length: int, fraction: float = 1.0
+    x_BTNH: Array,
+    positions: Array,
+    theta: float,
+    scaling: RopeScaling,
+    length: int,
+    fraction: float = 1.0,
 ) -> Array:
-    """Rotates each pair `(x[i], x[i + rotated/2])` of every head by `position * frequency[i]`, computed in float32.
+    """Rotates each pair `(x[i], x[i + rotated/2])` of every head by `position * frequency[i]`,
+    computed in float32.
 
-    Positions are `[T]` or `[B, T]`; `length` is the number of possible positions. The first `rotated` dims of a head
-    are rotated: `fraction` of them, or all with the kind proportional.
+    Positions are `[T]` or `[B, T]`; `length` is the number of possible positions. The first
+    `rotated` dims of a head are rotated: `fraction` of them, or all with the kind proportional.
     """
-    angles = _angles(positions, rope_frequencies(x_BTNH.shape[-1], theta, scaling, length, fraction))
+    angles = _angles(
+        positions, rope_frequencies(x_BTNH.shape[-1], theta, scaling, length, fraction)
+    )
     factor = _attention_factor(scaling)
-    tables = (checkpoint_name(factor * of(angles), KEPT) for of in (jnp.sin, jnp.cos))  # layers share them
+    # layers share them
+    tables = (checkpoint_name(factor * of(angles), KEPT) for of in (jnp.sin, jnp.cos))
     sin, cos = (table[..., None, :] for table in tables)  # [(B,) T, 1, rotated/2]
     width = 2 * angles.shape[-1]
     whole = width == x_BTNH.shape[-1]
     x = x_BTNH if whole else x_BTNH[..., :width]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    rotated = jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)
     return rotated if whole else jnp.concatenate([rotated, x_BTNH[..., width:]], axis=-1)
 
 
 def _angles(positions: Array, frequencies: Frequencies) -> Array:
     """Returns `position * frequency` modulo whole turns, `[..., H/2]` float32 from -pi to pi.
 
-    It is within 1e-6 of the exact angle for every int32 position; float32 products are off by up to 2^-24 of the angle,
-    0.06 at a million positions (scripts/rope_error.py).
+    It is within 1e-6 of the exact angle for every int32 position; float32 products are off by up to
+    2^-24 of the angle, 0.06 at a million positions (scripts/rope_error.py).
     """
-    # In units of 2^-32 turn the int32 product is exact: only whole turns overflow. float32 suffices for the rest.
+    # In units of 2^-32 turn the int32 product is exact: only whole turns overflow. float32 suffices
+    # for the rest.
     unit = 2 * math.pi / 2**32
     units = frequencies / (2 * math.pi) * 2**32
     whole = np.round(units)
-    counted = positions[..., None].astype(jnp.int32) * whole.astype(np.int64).astype(np.int32)  # both wrap around
+    # both wrap around
+    counted = positions[..., None].astype(jnp.int32) * whole.astype(np.int64).astype(np.int32)
     rest = positions[..., None].astype(jnp.float32) * ((units - whole) * unit).astype(np.float32)
     return counted.astype(jnp.float32) * np.float32(unit) + rest
 
 
 def _keep_by_wavelength(frequencies: Frequencies, scaling: RopeScaling) -> Frequencies:
-    """llama3: 1 for short wavelengths, 0 for long ones, linear in turns within the original length between."""
+    """llama3: 1 for short wavelengths, 0 for long ones, linear in turns within the original
+    length between.
+    """
     turns = scaling.original_length * frequencies / (2 * math.pi)
     with np.errstate(over="ignore"):  # for nearly equal factors
-        smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        smooth = (turns - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
     return np.clip(smooth, 0, 1)
 
 
 def _keep_by_dim(head_dim: int, theta: float, scaling: RopeScaling) -> Frequencies:
-    """yarn (Peng et al., arXiv 2309.00071, section 3.2): 1 for the first dims, 0 for the last, a ramp between."""
+    """yarn (Peng et al., arXiv 2309.00071, section 3.2): 1 for the first dims, 0 for the last, a
+    ramp between.
+    """
 
     def dim_that_turns(times: float) -> float:
         log_wavelength = math.log(scaling.original_length) - math.log(times) - math.log(2 * math.pi)
         return head_dim * log_wavelength / (2 * math.log(theta))
 
-    low, high = dim_that_turns(scaling.beta_fast), dim_that_turns(scaling.beta_slow)
+    low = dim_that_turns(scaling.beta_fast)
+    high = dim_that_turns(scaling.beta_slow)
     if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     span = high - low if high != low else 0.001  # avoids a division by zero, as in transformers
     return 1 - np.clip((np.arange(head_dim // 2) - low) / span, 0, 1)
 

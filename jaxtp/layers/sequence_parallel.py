@@ -1,8 +1,8 @@
 """Activations between parallel layers: sequence parallelism, packed documents, dropout.
 
-Sequence parallelism splits tokens over tp between parallel layers; column layers all-gather and row layers
-reduce-scatter (Korthikanti et al., arXiv 2205.05198). `segments` `[B, T]` mark the documents of a row: integers, equal
-within a document and different between neighbours, 0 for padding.
+Sequence parallelism splits tokens over tp between parallel layers; column layers all-gather and row
+layers reduce-scatter (Korthikanti et al., arXiv 2205.05198). `segments` `[B, T]` mark the documents
+of a row: integers, equal within a document and different between neighbours, 0 for padding.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,16 @@ Method = Literal["ulysses", "gather"]
 Context = Literal["auto", "ulysses", "gather"]
 
 SequenceParallel = bool | None
-"""On, off, or None: on if tp > 1 divides the sequence of the input, hence off when a single token is decoded."""
+"""On, off, or None: on if tp > 1 divides the sequence of the input, hence off when a single
+token is decoded.
+"""
 
 
 def sequence_dim(setting: SequenceParallel, shape: tuple[int, ...]) -> int | None:
     """Returns the dim of `[B, T, ...]` that is split over tp between layers, or None."""
-    return SEQUENCE_DIM if is_split(setting, shape[SEQUENCE_DIM], mesh_sizes(current_mesh())) else None
+    return (
+        SEQUENCE_DIM if is_split(setting, shape[SEQUENCE_DIM], mesh_sizes(current_mesh())) else None
+    )
 
 
 def is_split(setting: SequenceParallel, length: int, sizes: Mapping[str, int]) -> bool:
@@ -59,7 +63,9 @@ class LocalShape:
     length: int  # tokens of each whole sequence
     packed: bool = False  # sequences hold several documents
     platform: str | None = "cpu"
-    """Architecture of the device (`architecture_of`), which decides the kernels; None if unknown."""
+    """Architecture of the device (`architecture_of`), which decides the kernels; None if
+    unknown.
+    """
 
     context: Context = "auto"  # requested method of attention over cp
     zigzag: bool = False  # devices along cp hold tokens in zigzag order (`layers/context.py`)
@@ -88,16 +94,24 @@ class Part(NamedTuple):
 
     queries: Array  # position of each query, `[Tq]` int32, ascending
     first_key: Array | int
-    """Position of the first key; the others follow one by one. Keys before position 0 are masked."""
+    """Position of the first key; the others follow one by one. Keys before position 0 are
+    masked.
+    """
 
 
 def key_ranges(
-    shape: tuple[int, ...], num_keys: int, window: int | None, segments_BT: Array | None, part: Part | None = None
+    shape: tuple[int, ...],
+    num_keys: int,
+    window: int | None,
+    segments_BT: Array | None,
+    part: Part | None = None,
 ) -> tuple[Array, Array]:
-    """Returns the indices of the first and last key that each query sees, both `[B, Tq]`, non-decreasing along Tq.
+    """Returns the indices of the first and last key that each query sees, both `[B, Tq]`,
+    non-decreasing along Tq.
 
-    The last is before the first if a query sees nothing; attention then returns zero. These ranges are all that kernels
-    know about windows, documents, cp, halos and zigzag order. `shape` is `(B, Tq)`; segments are of whole sequences.
+    The last is before the first if a query sees nothing; attention then returns zero. These ranges
+    are all that kernels know about windows, documents, cp, halos and zigzag order. `shape` is
+    `(B, Tq)`; segments are of whole sequences.
     """
     at, first_key = (jnp.arange(shape[1], dtype=jnp.int32), 0) if part is None else part
     begin = jnp.zeros(shape, jnp.int32)
@@ -106,37 +120,55 @@ def key_ranges(
         begin = begin if part is None else jnp.take(begin, part.queries, axis=1, mode="clip")
     if window is not None:
         begin = jnp.maximum(begin, at - (window - 1))
-    first, last = jnp.clip(begin - first_key, 0, num_keys), jnp.clip(at - first_key, -1, num_keys - 1)
+    first = jnp.clip(begin - first_key, 0, num_keys)
+    last = jnp.clip(at - first_key, -1, num_keys - 1)
     return first.astype(jnp.int32), jnp.broadcast_to(last.astype(jnp.int32), shape)
 
 
 def query_ranges(
-    seen: tuple[Array, Array], num_keys: int, window: int | None, segments_BT: Array | None, part: Part | None = None
+    seen: tuple[Array, Array],
+    num_keys: int,
+    window: int | None,
+    segments_BT: Array | None,
+    part: Part | None = None,
 ) -> tuple[Array, Array]:
-    """Returns the indices of the first and last query that sees each key, both `[B, S]`, non-decreasing along S.
+    """Returns the indices of the first and last query that sees each key, both `[B, S]`,
+    non-decreasing along S.
 
     `seen` is the result of `key_ranges`.
     """
     first, last = seen
     if part is None:  # the mirror image needs no search
-        mirrored, _ = key_ranges(first.shape, num_keys, window, None if segments_BT is None else segments_BT[:, ::-1])
+        mirrored, _ = key_ranges(
+            first.shape, num_keys, window, None if segments_BT is None else segments_BT[:, ::-1]
+        )
         return last, num_keys - 1 - mirrored[:, ::-1]
-    find = partial(jnp.searchsorted, v=jnp.arange(num_keys, dtype=jnp.int32), method="scan_unrolled")
+    find = partial(
+        jnp.searchsorted, v=jnp.arange(num_keys, dtype=jnp.int32), method="scan_unrolled"
+    )
     before = jax.vmap(partial(find, side="left"))(last)
-    return before.astype(jnp.int32), jax.vmap(partial(find, side="right"))(first).astype(jnp.int32) - 1
+    return before.astype(jnp.int32), jax.vmap(partial(find, side="right"))(first).astype(
+        jnp.int32
+    ) - 1
 
 
 def segment_mask(segments_BT: Array) -> Array:
     """Returns whether query and key are in the same document, `[B, 1, T, S]`."""
-    document = jnp.pad(jnp.cumsum(segments_BT[:, 1:] != segments_BT[:, :-1], axis=1), ((0, 0), (1, 0)))
+    document = jnp.pad(
+        jnp.cumsum(segments_BT[:, 1:] != segments_BT[:, :-1], axis=1), ((0, 0), (1, 0))
+    )
     return (document[:, :, None] == document[:, None, :])[:, None]
 
 
-def dropout(x: Array, rate: float, keys: Array | None, spec: PartitionSpec, positions_T: Array | None = None) -> Array:
-    """Zeroes elements of a global `x` with probability `rate` and scales the others by `1 / (1 - rate)`.
+def dropout(
+    x: Array, rate: float, keys: Array | None, spec: PartitionSpec, positions_T: Array | None = None
+) -> Array:
+    """Zeroes elements of a global `x` with probability `rate` and scales the others by
+    `1 / (1 - rate)`.
 
-    A token's mask depends only on its row's key, from `keys` `[B]`, and its position, by default 0, 1, ...: not on the
-    mesh, micro-batch or token order. Without keys dropout is off. Drawing the mask needs no communication.
+    A token's mask depends only on its row's key, from `keys` `[B]`, and its position, by default 0,
+    1, ...: not on the mesh, micro-batch or token order. Without keys dropout is off. Drawing the
+    mask needs no communication.
     """
     if keys is None or rate == 0:
         return x

@@ -1,8 +1,8 @@
 """Decoder settings, the blocks they describe, and the meshes that can hold the model.
 
-A decoder has stacks of blocks; each stack repeats a pattern; each block sums residual branches (`layers/branch.py`).
-Blocks at the same place of a pattern are stacked, with one scan over the repeats. A model inherits its layers'
-settings, so YAML stays flat: `model.num_kv_heads`.
+A decoder has stacks of blocks; each stack repeats a pattern; each block sums residual branches
+(`layers/branch.py`). Blocks at the same place of a pattern are stacked, with one scan over the
+repeats. A model inherits its layers' settings, so YAML stays flat: `model.num_kv_heads`.
 """
 
 import dataclasses
@@ -21,7 +21,14 @@ from jax.sharding import AbstractMesh
 from pydantic import AfterValidator, Field
 
 from jaxtp.config.affects import ARCHITECTURE, COST, SHORT_HELP, STEP, ArgumentsOf, affects
-from jaxtp.config.hints import Problem, explained, matches, mesh_product, mesh_settings, not_divisible
+from jaxtp.config.hints import (
+    Problem,
+    explained,
+    matches,
+    mesh_product,
+    mesh_settings,
+    not_divisible,
+)
 from jaxtp.config.schema import (
     ConfigError,
     Count,
@@ -40,7 +47,13 @@ from jaxtp.layers.embedding import CHUNK_SIZE
 from jaxtp.layers.experts import ExpertsBesideMLP, ExpertsConfig, MixtureOfExperts
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.layers.latent_attention import LatentAttention
-from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear, matmul_obstacle, mx_obstacle
+from jaxtp.layers.linear import (
+    ColumnParallelLinear,
+    LayerContext,
+    RowParallelLinear,
+    matmul_obstacle,
+    mx_obstacle,
+)
 from jaxtp.layers.lora import LLAMA_TARGETS, TARGETS, LoraConfig
 from jaxtp.layers.mlp import MLP
 from jaxtp.layers.norm import NormConfig, NormKind
@@ -51,7 +64,9 @@ from jaxtp.layers.sequence_parallel import LocalShape
 from jaxtp.mesh import CP, STORAGE, TP, parts
 
 _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="KEY")]
-"""Keys whose flag can also be `--ignore-config`, the only spelling in commands without a model section."""
+"""Keys whose flag can also be `--ignore-config`, the only spelling in commands without a model
+section.
+"""
 
 
 class Changes(dict[str, Any]):
@@ -65,39 +80,58 @@ class Changes(dict[str, Any]):
 
 
 def _plain(value: object) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    return (
+        dataclasses.asdict(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type)
+        else value
+    )
 
 
 BlockChanges = Annotated[dict[str, Any], AfterValidator(Changes)]
 MAX_LISTED_BLOCKS = 128  # blocks in a list: each kind of block is compiled by itself
-_BlockList = Annotated[tuple[BlockChanges, ...], Field(max_length=MAX_LISTED_BLOCKS), tyro.conf.Fixed]
+_BlockList = Annotated[
+    tuple[BlockChanges, ...], Field(max_length=MAX_LISTED_BLOCKS), tyro.conf.Fixed
+]
 
 BLOCKS = "blocks"  # path of the decoder's parameters that are stacked
 
 _MAX_UNFIT = 4  # kinds of blocks whose problems are listed at once
 _MODEL_WIDE = {"attention", "grouped"}  # settings that all blocks share
-_MIN_D_MODEL, _MIN_VOCAB, _MAX_TURNS = 64, 96, 2
+_MIN_D_MODEL = 64
+_MIN_VOCAB = 96
+_MAX_TURNS = 2
 
 _SMALL_EPS = 1.0
-"""Least norm_eps of a small model with Gated DeltaNet: what a query reads of a state can be small, and the norm divides
-by it. With 1e-2, gradients of a small Qwen3.5 in float32 differ by 9e-6 between meshes; with 1, by 6e-7."""
+"""Least norm_eps of a small model with Gated DeltaNet: what a query reads of a state can be small,
+and the norm divides by it. With 1e-2, gradients of a small Qwen3.5 in float32 differ by 9e-6
+between meshes; with 1, by 6e-7.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig):
-    """One kind of decoder block: attention or Gated DeltaNet, then an MLP or experts, each a branch with norms."""
+    """One kind of decoder block: attention or Gated DeltaNet, then an MLP or experts, each a
+    branch with norms.
+    """
 
     residual_scale: Positive = 1.0
     """Factor of the outputs of attention and MLP (Granite)."""
 
     layer_scale: bool = False
-    """Multiply the residual stream at the end of each block by a number that is not trained (Gemma 4)."""
+    """Multiply the residual stream at the end of each block by a number that is not trained
+    (Gemma 4).
+    """
 
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """See `BranchConfig`."""
         yield from super().problems(sizes)
-        if self.dense_mlp and not (self.num_experts and self.norm == "rms" and self.norm_placement == "both"):
-            yield Problem("model.dense_mlp needs model.num_experts, model.norm=rms and model.norm_placement=both")
+        if self.dense_mlp and not (
+            self.num_experts and self.norm == "rms" and self.norm_placement == "both"
+        ):
+            yield Problem(
+                "model.dense_mlp needs model.num_experts, model.norm=rms and "
+                "model.norm_placement=both"
+            )
 
 
 @dataclass(frozen=True)
@@ -108,7 +142,9 @@ class Stack:
     """The blocks of one turn of the scan."""
 
     repeats: int
-    """Number of turns; the params of blocks at the same place of the pattern are stacked along them."""
+    """Number of turns; the params of blocks at the same place of the pattern are stacked along
+    them.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +156,9 @@ class DecoderSizes:
     model."""
 
     ignore_config: Annotated[_Ignored, STEP] = ()
-    """Attributes of that model's config.json that jaxtp does not know, to ignore if they do not change the model's
-    results. Can be given several times."""
+    """Attributes of that model's config.json that jaxtp does not know, to ignore if they do not
+    change the model's results. Can be given several times.
+    """
 
     build: Annotated[Reference | None, STEP, SHORT_HELP] = None
     """Model of your own: a function that returns a Flax NNX model or a Decoder of your own, its
@@ -146,7 +183,9 @@ class DecoderSizes:
     """Decoder blocks, stacked and run by one scan."""
 
     first_blocks: _BlockList = ()
-    """In a YAML file: for each of the first blocks a mapping of the settings that differ from the model's."""
+    """In a YAML file: for each of the first blocks a mapping of the settings that differ from
+    the model's.
+    """
 
     pattern: _BlockList = ()
     """In a YAML file: a mapping of settings for each block of a pattern, which repeats after the
@@ -156,13 +195,21 @@ class DecoderSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(BlockConfig, DecoderSizes):
-    """A decoder, by default like Llama; `first_blocks` and `pattern` change the settings of single blocks."""
+    """A decoder, by default like Llama; `first_blocks` and `pattern` change the settings of
+    single blocks.
+    """
 
-    decoder: Annotated[Callable[..., Any] | None, Field(exclude=True), tyro.conf.Suppress, tyro.conf.Fixed] = None
-    """Makes the decoder, called as `decoder(config, rngs=rngs)`; by default the class `Decoder`. No setting."""
+    decoder: Annotated[
+        Callable[..., Any] | None, Field(exclude=True), tyro.conf.Suppress, tyro.conf.Fixed
+    ] = None
+    """Makes the decoder, called as `decoder(config, rngs=rngs)`; by default the class `Decoder`.
+    No setting.
+    """
 
     learned_positions: Count | None = None
-    """Number of learned position embeddings, and the longest sequence; by default none are learned."""
+    """Number of learned position embeddings, and the longest sequence; by default none are
+    learned.
+    """
 
     embedding_scale: Positive | None = None
     """Factor of the embedding, rounded to the compute dtype; by default 1."""
@@ -195,14 +242,20 @@ class ModelConfig(BlockConfig, DecoderSizes):
     outputs of parallel layers, and save_reduced the outputs of row layers."""
 
     scan_layers: Annotated[bool, COST] = True
-    """Run the blocks by one scan, compiled once; false unrolls the scan, which takes longer to compile."""
+    """Run the blocks by one scan, compiled once; false unrolls the scan, which takes longer to
+    compile.
+    """
 
     sequence_parallel: Annotated[bool | None, COST] = None
-    """Between blocks, split activations over tp along the sequence. By default wherever tp > 1 divides the sequence."""
+    """Between blocks, split activations over tp along the sequence. By default wherever tp > 1
+    divides the sequence.
+    """
 
     overlap: Annotated[Overlap, COST] = "none"
-    """Overlap of a block's products with the communication of sequence parallelism. none all-gathers before products
-    and reduce-scatters after them. ring multiplies each part of the sequence as it arrives; it sends up to 1/4 more."""
+    """Overlap of a block's products with the communication of sequence parallelism. none
+    all-gathers before products and reduce-scatters after them. ring multiplies each part of the
+    sequence as it arrives; it sends up to 1/4 more.
+    """
 
     loss_chunk: Annotated[Count, COST] = CHUNK_SIZE
     """Tokens per device whose logits the loss computes at a time."""
@@ -217,12 +270,17 @@ class ModelConfig(BlockConfig, DecoderSizes):
         object.__setattr__(self, "arguments", Changes(self.arguments))
         for name in ("first_blocks", "pattern"):
             if isinstance(blocks := getattr(self, name), list | tuple):
-                hashable = (Changes(changes) if isinstance(changes, Mapping) else changes for changes in blocks)
+                hashable = (
+                    Changes(changes) if isinstance(changes, Mapping) else changes
+                    for changes in blocks
+                )
                 object.__setattr__(self, name, tuple(hashable))
 
     @property
     def is_foreign(self) -> bool:
-        """Whether `build` names a model that the other settings do not describe, or one that is not imported yet."""
+        """Whether `build` names a model that the other settings do not describe, or one that is
+        not imported yet.
+        """
         return self.build is not None and self.decoder is None
 
     def for_file(self) -> "ModelConfig":
@@ -248,11 +306,17 @@ class ModelConfig(BlockConfig, DecoderSizes):
     def kinds(self) -> Iterator[tuple[str, range, BlockConfig]]:
         """Yields (params' path, layer numbers, settings) of stacked blocks."""
         stacks = self.stacks()
-        one, first, kind = len(stacks) == len(stacks[0].pattern) == 1, 0, count()
+        one = len(stacks) == len(stacks[0].pattern) == 1
+        first = 0
+        kind = count()
         for stack in stacks:
             last = first + stack.repeats * len(stack.pattern)
             for place, block in enumerate(stack.pattern, start=first):
-                yield (BLOCKS if one else f"{BLOCKS}.{next(kind)}"), range(place, last, len(stack.pattern)), block
+                yield (
+                    (BLOCKS if one else f"{BLOCKS}.{next(kind)}"),
+                    range(place, last, len(stack.pattern)),
+                    block,
+                )
             first = last
 
     def layers(self) -> Iterator[BlockConfig]:
@@ -271,16 +335,22 @@ class ModelConfig(BlockConfig, DecoderSizes):
     def layer_context(self) -> LayerContext:
         """The settings that all parallel layers share."""
         return LayerContext(
-            sequence_parallel=self.sequence_parallel, overlap=self.overlap, lora=self.lora, precision=self.precision
+            sequence_parallel=self.sequence_parallel,
+            overlap=self.overlap,
+            lora=self.lora,
+            precision=self.precision,
         )
 
     def branches(self, block: BlockConfig, rngs: nnx.Rngs) -> dict[str, Branch]:
         """Returns a block's branches, in order."""
-        # Rings need each layer's own collectives, experts and latents have others, and dropout is of each branch.
+        # Rings need each layer's own collectives, experts and latents have others, and dropout is
+        # of each branch.
         others = block.num_experts or block.kv_rank or self.dropout
         joined = block.norm_placement == "parallel" and self.overlap == "none" and not others
         recomputed = self.remat not in ("none", "save_dots")
-        fused = recomputed and not (block.norm_placement in ("after", "both") and self.remat in ("full", "offload"))
+        fused = recomputed and not (
+            block.norm_placement in ("after", "both") and self.remat in ("full", "offload")
+        )
         context = replace(self.layer_context, joined=joined, recomputed=recomputed, fused=fused)
         attention: Callable[..., Branch] = LatentAttention if block.kv_rank else CausalSelfAttention
         attention = GatedDeltaNet if block.delta_value_heads else attention
@@ -305,13 +375,17 @@ class ModelConfig(BlockConfig, DecoderSizes):
         counted[0] += f" of {self.num_layers} layers"
         heads = ", ".join(counted if 1 < len(found) <= _MAX_UNFIT else [next(iter(found))])
         others = len(self.block_kinds()) - 1
-        differing = f", and {others} other {'kind' if others == 1 else 'kinds'} of block" if others else ""
+        differing = (
+            f", and {others} other {'kind' if others == 1 else 'kinds'} of block" if others else ""
+        )
         count = self.num_experts
         experts = f" in each of {count} experts, {self.experts_per_token} a token" if count else ""
         return f"d_model {self.d_model}, {heads}, d_ff {self.d_ff}{experts}{differing}"
 
     def listed_blocks(self) -> Mapping[str, BlockConfig]:
-        """Returns the settings of blocks in `first_blocks` and `pattern`, by place: `model.pattern[0]`."""
+        """Returns the settings of blocks in `first_blocks` and `pattern`, by place:
+        `model.pattern[0]`.
+        """
         return _listed_blocks(self)
 
     def block_kinds(self) -> tuple[BlockConfig, ...]:
@@ -322,7 +396,9 @@ class ModelConfig(BlockConfig, DecoderSizes):
 @lru_cache(maxsize=256)
 def _listed_blocks(config: ModelConfig) -> Mapping[str, BlockConfig]:
     places = (("first_blocks", config.first_blocks), ("pattern", config.pattern))
-    by_place = {f"model.{name}[{i}]": changes for name, blocks in places for i, changes in enumerate(blocks)}
+    by_place = {
+        f"model.{name}[{i}]": changes for name, blocks in places for i, changes in enumerate(blocks)
+    }
     return {place: _changed_block(config, place, changes) for place, changes in by_place.items()}
 
 
@@ -331,14 +407,18 @@ def _changed_block(config: ModelConfig, place: str, changes: BlockChanges) -> Bl
     of_blocks = {field.name for field in dataclasses.fields(block)} - _MODEL_WIDE
     if shared := [name for name in changes if name in vars(config) and name not in of_blocks]:
         instead = ", ".join(f"model.{name}" for name in shared)
-        raise ConfigError(f"{place}: {', '.join(shared)} cannot differ between blocks; set {instead} for all of them")
+        raise ConfigError(
+            f"{place}: {', '.join(shared)} cannot differ between blocks; set {instead} for "
+            "all of them"
+        )
     return validate(type(block), {**dataclasses.asdict(block), **changes}, source=place)
 
 
 @lru_cache(maxsize=256)
 def _stacks(config: ModelConfig) -> tuple[Stack, ...]:
     described = list(config.listed_blocks().values())
-    first, pattern = described[: len(config.first_blocks)], described[len(config.first_blocks) :]
+    first = described[: len(config.first_blocks)]
+    pattern = described[len(config.first_blocks) :]
     if len(set(pattern)) < 2:
         pattern = pattern[:1] or [config.block()]
     turns, rest = divmod(config.num_layers - len(first), len(pattern))
@@ -350,15 +430,21 @@ def _runs(blocks: Sequence[BlockConfig]) -> Iterator[Stack]:
     yield from (Stack((block,), len(list(equal))) for block, equal in groupby(blocks))
 
 
-def validate_model(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False) -> ModelConfig:
-    """Returns the validated config; raises a ConfigError that lists values that are invalid or do not fit the mesh."""
+def validate_model(
+    config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False
+) -> ModelConfig:
+    """Returns the validated config; raises a ConfigError that lists values that are invalid or
+    do not fit the mesh.
+    """
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"a Decoder takes a ModelConfig, not {str(config)[:100]!r}")
     values = dataclasses.asdict(config)
     decoder = values.pop("decoder")
     config = replace(validate(type(config), values, source=type(config).__name__), decoder=decoder)
     if problems := list(violations(config, mesh, fixed=fixed)):
-        raise ConfigError("the model does not fit the mesh:\n" + "\n".join(f"  {problem}" for problem in problems))
+        raise ConfigError(
+            "the model does not fit the mesh:\n" + "\n".join(f"  {problem}" for problem in problems)
+        )
     return config
 
 
@@ -370,7 +456,8 @@ def padded_sizes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:
 
 def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
     """Returns a small model for virtual CPU devices, with every kind of block."""
-    pattern, first = max(1, len(config.pattern)), len(config.first_blocks)
+    pattern = max(1, len(config.pattern))
+    first = len(config.first_blocks)
     turns, rest = divmod(config.num_layers - first, pattern)
     every = (*config.first_blocks, *config.pattern)
     precision = config.precision
@@ -401,7 +488,11 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     """Returns the settings that must equal those in a checkpoint."""
 
     def select(plain: Mapping[str, Any], section: str) -> dict[str, Any]:
-        names = (name for name in plain if affects(ModelConfig, section + name, ARCHITECTURE).architecture)
+        names = (
+            name
+            for name in plain
+            if affects(ModelConfig, section + name, ARCHITECTURE).architecture
+        )
         return {name: plain[name] for name in names}
 
     plain = to_plain(config)
@@ -411,7 +502,8 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
 def upgrade_settings(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Adds defaults that have changed to a checkpoint's model settings.
 
-    Before 0.2 `lora.dtype` was `precision.param`; before 0.3 `lora.targets` had none of latent attention.
+    Before 0.2 `lora.dtype` was `precision.param`; before 0.3 `lora.targets` had none of latent
+    attention.
     """
     if not {"lora", "precision"} <= plain.keys():
         return dict(plain)
@@ -421,7 +513,9 @@ def upgrade_settings(plain: Mapping[str, Any]) -> dict[str, Any]:
     return {**plain, "lora": lora}
 
 
-def violations(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False) -> Iterator[str]:
+def violations(
+    config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False
+) -> Iterator[str]:
     """Yields every reason why the model cannot run on the mesh, with the nearest values that work.
 
     `fixed`, implied by `from_hf`: weights exist, so only other meshes are suggested.
@@ -436,21 +530,33 @@ def violations(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = Fa
 
 def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
     """Yields the reasons of `violations`, without suggestions."""
-    first, pattern = len(config.first_blocks), len(config.pattern)
+    first = len(config.first_blocks)
+    pattern = len(config.pattern)
     if config.num_layers < first + pattern:
         described = f"{first} in model.first_blocks and {pattern} in model.pattern"
         yield Problem(
-            f"model.num_layers={config.num_layers} is less than the listed blocks: {described}; at least "
+            f"model.num_layers={config.num_layers} is less than the listed blocks: {described}; "
+            "at least "
             f"{first + pattern} works"
         )
         return
-    for name in ("selection_bias", "shared_experts", "router_bias", "experts_bias") if not config.most_experts else ():
+    for name in (
+        ("selection_bias", "shared_experts", "router_bias", "experts_bias")
+        if not config.most_experts
+        else ()
+    ):
         if value := getattr(config, name):
-            yield Problem(f"model.{name}={str(value).lower()} needs experts; add --model.num-experts, or leave it out")
+            yield Problem(
+                f"model.{name}={str(value).lower()} needs experts; add --model.num-experts, or "
+                "leave it out"
+            )
     if not any(block.delta_value_heads for block in config.block_kinds()):
         for name in ("delta_key_heads", "delta_key_dim", "delta_value_dim", "delta_conv"):
             if (value := getattr(config, name)) != getattr(GatedDeltaConfig, name):
-                yield Problem(f"model.{name}={value} needs Gated DeltaNet in a block; set model.delta_value_heads")
+                yield Problem(
+                    f"model.{name}={value} needs Gated DeltaNet in a block; set "
+                    "model.delta_value_heads"
+                )
     listed = reversed([*config.listed_blocks().items()])
     places = {block: f"{place}: " for place, block in listed} | {config.block(): ""}
     by_kind = ((places[block], list(block.problems(mesh))) for block in config.block_kinds())
@@ -459,47 +565,70 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
         yield from (replace(problem, text=place + problem.text) for problem in found)
     if not config.lora.rank:
         yield from _lora_problems(config.lora, config.precision.param)
-    if config.lora.rank and config.lora.targets not in (TARGETS, LLAMA_TARGETS):  # these mean all that there are
-        adaptable = {target for block in config.block_kinds() for target, _ in block.adapter_kernels()}
+    # these mean all that there are
+    if config.lora.rank and config.lora.targets not in (TARGETS, LLAMA_TARGETS):
+        adaptable = {
+            target for block in config.block_kinds() for target, _ in block.adapter_kernels()
+        }
         possible = [target for target in TARGETS if target in adaptable]
         if lacking := [target for target in config.lora.targets if target not in possible]:
-            yield Problem(f"model.lora.targets: no block has {', '.join(lacking)}; it can be {', '.join(possible)}")
+            yield Problem(
+                f"model.lora.targets: no block has {', '.join(lacking)}; it can be "
+                f"{', '.join(possible)}"
+            )
     axes = [axis for axis in STORAGE if mesh[axis] > 1]
-    shards, among = parts(mesh, axes), dict.fromkeys(mesh_settings(axes), config.d_model)
-    yield from not_divisible("model.d_model", config.d_model, mesh_product(STORAGE, mesh), shards, among)
+    shards = parts(mesh, axes)
+    among = dict.fromkeys(mesh_settings(axes), config.d_model)
+    yield from not_divisible(
+        "model.d_model", config.d_model, mesh_product(STORAGE, mesh), shards, among
+    )
     can_be_built = not unfit and config.d_model % shards == 0
     if config.precision.matmul != "compute" and not unfit:
         yield from _matmul_problems(config, mesh[TP])
     branches = _branches(config).values() if mesh[CP] > 1 and can_be_built else ()
     if unaware := sorted({type(branch).__name__ for branch in branches if not branch.over_cp}):
-        text = f"mesh.cp={mesh[CP]} splits each sequence, which is not supported by {' and '.join(unaware)}"
+        text = (
+            f"mesh.cp={mesh[CP]} splits each sequence, which is not supported by "
+            f"{' and '.join(unaware)}"
+        )
         yield Problem(text, among={f"mesh.{CP}": 1})
 
 
 def _lora_problems(lora: LoraConfig, param: DType) -> Iterator[Problem]:
-    # Without adapters, their other settings would train all parameters without a word. An import of adapters sets the
-    # rank. Runs of 0.1 have other defaults.
-    usual = {"from_peft": (lora.from_peft,), "targets": (TARGETS, LLAMA_TARGETS), "dtype": (LoraConfig.dtype, param)}
+    # Without adapters, their other settings would train all parameters without a word. An import of
+    # adapters sets the rank. Runs of 0.1 have other defaults.
+    usual = {
+        "from_peft": (lora.from_peft,),
+        "targets": (TARGETS, LLAMA_TARGETS),
+        "dtype": (LoraConfig.dtype, param),
+    }
     for field in dataclasses.fields(lora):
         value = getattr(lora, field.name)
         if value in usual.get(field.name, (field.default,)):
             continue
         shown = str(value).lower() if isinstance(value, bool) else value
         yield Problem(
-            f"model.lora.{field.name}={shown} is for adapters, and model.lora.rank=0 trains all parameters without "
+            f"model.lora.{field.name}={shown} is for adapters, and model.lora.rank=0 trains all "
+            "parameters without "
             "any; add --model.lora.rank 8, or leave it out"
         )
 
 
 def matmul_layers(config: ModelConfig) -> dict[str, str | None]:
-    """Returns the projections in blocks by path: None if `precision.matmul` applies, or else why it does not."""
+    """Returns the projections in blocks by path: None if `precision.matmul` applies, or else why
+    it does not.
+    """
     return {
-        path: why for root, branch in _branches(config).items() for path, _, why in _projections(config, root, branch)
+        path: why
+        for root, branch in _branches(config).items()
+        for path, _, why in _projections(config, root, branch)
     }
 
 
 def set_matmul(config: ModelConfig, path: str, blocks: nnx.Module) -> None:
-    """Sets the dtype of products in the stacked blocks at a path, in the projections that `matmul_layers` takes."""
+    """Sets the dtype of products in the stacked blocks at a path, in the projections that
+    `matmul_layers` takes.
+    """
     for _, layer, why in _projections(config, path, blocks):
         if why is None and layer is not None:
             layer.matmul = config.precision.matmul
@@ -508,8 +637,12 @@ def set_matmul(config: ModelConfig, path: str, blocks: nnx.Module) -> None:
 def _projections(
     config: ModelConfig, root: str, module: nnx.Module
 ) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear | None, str | None]]:
-    """Yields the projections in a module: path, layer, and why `precision.matmul` does not apply."""
-    experts = [path for path, each in nnx.iter_modules(module) if isinstance(each, MixtureOfExperts)]
+    """Yields the projections in a module: path, layer, and why `precision.matmul` does not
+    apply.
+    """
+    experts = [
+        path for path, each in nnx.iter_modules(module) if isinstance(each, MixtureOfExperts)
+    ]
     for path, layer in nnx.iter_modules(module):
         projection = layer if isinstance(layer, ColumnParallelLinear | RowParallelLinear) else None
         if projection is None and path not in experts:
@@ -519,11 +652,16 @@ def _projections(
             shared = any(path[: len(outer)] == outer for outer in experts)
             why = "shared experts" if shared else matmul_obstacle(projection)
         full = ".".join(map(str, (root, *path)))
-        yield full, projection, why if matches(config.precision.matmul_layers, full) else "not in matmul_layers"
+        yield (
+            full,
+            projection,
+            why if matches(config.precision.matmul_layers, full) else "not in matmul_layers",
+        )
 
 
 def _matmul_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
-    precision, setting = config.precision, "model.precision.matmul"
+    precision = config.precision
+    setting = "model.precision.matmul"
     layers = matmul_layers(config)
     for pattern in precision.matmul_layers.split("|"):
         if not any(matches(pattern, path) for path in layers):
@@ -532,27 +670,54 @@ def _matmul_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
             return
     if None not in layers.values():
         reasons = "; ".join({why: f"{path}: {why}" for path, why in layers.items()}.values())
-        smaller = f", or a smaller {setting}_least" if f"{setting.rpartition('.')[2]}_least" in reasons else ""
-        yield Problem(f"{setting}={precision.matmul} applies to no layer ({reasons}); use {setting}=compute{smaller}")
+        smaller = (
+            f", or a smaller {setting}_least"
+            if f"{setting.rpartition('.')[2]}_least" in reasons
+            else ""
+        )
+        yield Problem(
+            f"{setting}={precision.matmul} applies to no layer ({reasons}); use "
+            f"{setting}=compute{smaller}"
+        )
     if precision.matmul != "mxfp8":
         return
     if config.overlap == "ring":
         yield Problem(f"{setting}=mxfp8 has no rings; use model.overlap=none, or {setting}=float8")
-    found = (each for root, branch in _branches(config).items() for each in _projections(config, root, branch))
-    taken = ((path, layer) for path, layer, obstacle in found if layer is not None and obstacle is None)
+    found = (
+        each
+        for root, branch in _branches(config).items()
+        for each in _projections(config, root, branch)
+    )
+    taken = (
+        (path, layer) for path, layer, obstacle in found if layer is not None and obstacle is None
+    )
     if odd := [(path, problem) for path, layer in taken if (problem := mx_obstacle(layer, tp))]:
         paths = ", ".join(path for path, _ in odd)
-        yield Problem(f"{odd[0][1]} ({paths}); use another mesh.tp, {setting}_layers without them, or {setting}=float8")
+        yield Problem(
+            f"{odd[0][1]} ({paths}); use another mesh.tp, {setting}_layers without them, or "
+            f"{setting}=float8"
+        )
 
 
 @lru_cache(maxsize=32)
 def _branches(config: ModelConfig) -> Mapping[str, Branch]:
     # Without the mesh in context, which may differ and not divide the sizes.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        create = {block: lambda block=block: config.branches(block, nnx.Rngs(0)) for block in config.block_kinds()}
+        create = {
+            block: lambda block=block: config.branches(block, nnx.Rngs(0))
+            for block in config.block_kinds()
+        }
         by_kind = {block: nnx.eval_shape(each) for block, each in create.items()}
-    return {f"{path}.{name}": branch for path, _, block in config.kinds() for name, branch in by_kind[block].items()}
+    return {
+        f"{path}.{name}": branch
+        for path, _, block in config.kinds()
+        for name, branch in by_kind[block].items()
+    }
 
 
 def _in_section(section: str, changes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    return ((name.removeprefix(f"{section}."), value) for name, value in changes.items() if name.startswith(section))
+    return (
+        (name.removeprefix(f"{section}."), value)
+        for name, value in changes.items()
+        if name.startswith(section)
+    )

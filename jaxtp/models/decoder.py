@@ -56,7 +56,9 @@ BlockCache = Mapping[str, KVCache]  # the cache of a block, by branch
 JOINED = "joined_branches"
 
 Routings = list[Routing | None]
-"""Router statistics of each kind of block, stacked over its layers; None for a block without experts."""
+"""Router statistics of each kind of block, stacked over its layers; None for a block without
+experts.
+"""
 
 
 @jax.tree_util.register_dataclass
@@ -67,42 +69,62 @@ class LossTerms:
     loss: Array  # cross-entropy in nats, with the z-loss of the logits
     count: Array  # number of labels that are not -100
     balance: Balance | None  # None for a model without experts
-    metrics: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)  # of a user's loss: sums and their weights
+    # of a user's loss: sums and their weights
+    metrics: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
 
     def objective(self, balance_loss: float, router_z_loss: float) -> Array:
         """Returns the sum to minimise, with the weights of the expert losses."""
         if self.balance is None:
             return self.loss
-        return self.loss + balance_loss * self.balance.balance_loss + router_z_loss * self.balance.router_z_loss
+        return (
+            self.loss
+            + balance_loss * self.balance.balance_loss
+            + router_z_loss * self.balance.router_z_loss
+        )
 
 
 class LayerScale(nnx.Variable[Array]):
-    """The factor of a block's result. It is not an `nnx.Param`, so no optimizer sees it; checkpoints save it."""
+    """The factor of a block's result. It is not an `nnx.Param`, so no optimizer sees it;
+    checkpoints save it.
+    """
 
 
 class DecoderBlock(nnx.Module):
     """Residual branches in order: `x + branch(norm(x))`, `x + norm(branch(x))`, or with both norms.
 
-    With norm_placement parallel all branches read the block's input, and share a gather and a reduction over tp where
-    they can. Branches and norms are attributes, such as `attention`, `attention_norm` and `attention_after_norm`; a
-    norm that branches share is the first one's.
+    With norm_placement parallel all branches read the block's input, and share a gather and a
+    reduction over tp where they can. Branches and norms are attributes, such as `attention`,
+    `attention_norm` and `attention_after_norm`; a norm that branches share is the first one's.
     """
 
     def __init__(self, config: ModelConfig, block: BlockConfig | None = None, *, rngs: nnx.Rngs):
-        self.config, block = config, block or config.block()
+        self.config = config
+        block = block or config.block()
         branches = config.branches(block, rngs)
-        self.names, placement = tuple(branches), block.norm_placement
-        self.parallel, self.residual_scale = placement in ("parallel", "parallel_two"), block.residual_scale
+        self.names = tuple(branches)
+        placement = block.norm_placement
+        self.parallel = placement in ("parallel", "parallel_two")
+        self.residual_scale = block.residual_scale
         norm = partial(Norm, config.d_model, context=config.layer_context)
         for name, branch in branches.items():
-            shares = (placement == "parallel" and name != self.names[0]) or isinstance(branch, ExpertsBesideMLP)
+            shares = (placement == "parallel" and name != self.names[0]) or isinstance(
+                branch, ExpertsBesideMLP
+            )
             setattr(self, f"{name}_norm", None if shares or placement == "after" else norm(block))
             setattr(self, name, branch)
-            setattr(self, f"{name}_after_norm", norm(block.after()) if placement in ("after", "both") else None)
+            setattr(
+                self,
+                f"{name}_after_norm",
+                norm(block.after()) if placement in ("after", "both") else None,
+            )
         one = jnp.ones((), jnp.float32)
-        self.layer_scale = parameter("layer scale", one, P(), kind=LayerScale) if block.layer_scale else None
+        self.layer_scale = (
+            parameter("layer scale", one, P(), kind=LayerScale) if block.layer_scale else None
+        )
 
-    def __call__(self, x_BTD: Array, dropout_keys: Array | None = None, sequences: Sequences = Sequences()) -> Array:
+    def __call__(
+        self, x_BTD: Array, dropout_keys: Array | None = None, sequences: Sequences = Sequences()
+    ) -> Array:
         """Runs the block on `[B, T, D]`; keys `[B]` turn dropout on."""
         return self.with_routing(x_BTD, dropout_keys, sequences)[0]
 
@@ -110,7 +132,8 @@ class DecoderBlock(nnx.Module):
         self, x_BTD: Array, dropout_keys: Array | None = None, sequences: Sequences = Sequences()
     ) -> tuple[Array, Routing | None]:
         """Returns the output and any router statistics."""
-        count, routing = len(self.names), None
+        count = len(self.names)
+        routing = None
         keys = (None,) * count if dropout_keys is None else split_keys(dropout_keys, count)
         by_name = dict(zip(self.names, keys, strict=True))
 
@@ -122,11 +145,15 @@ class DecoderBlock(nnx.Module):
             return y_BTD
 
         x_BTD = checkpoint_name(x_BTD, remat.BLOCK_INPUT)
-        return self._run(x_BTD, run, lambda name, y_BTD: self._dropout(y_BTD, by_name[name], sequences)), routing
+        return self._run(
+            x_BTD, run, lambda name, y_BTD: self._dropout(y_BTD, by_name[name], sequences)
+        ), routing
 
     def init_cache(self, num_rows: int, num_slots: int) -> BlockCache:
         """See `Branch`."""
-        return {name: branch.init_cache(num_rows, num_slots) for name, branch, *_ in self.branches()}
+        return {
+            name: branch.init_cache(num_rows, num_slots) for name, branch, *_ in self.branches()
+        }
 
     def decode(self, x_BTD: Array, cache: BlockCache, new: NewTokens) -> tuple[Array, BlockCache]:
         """See `Branch`."""
@@ -141,16 +168,31 @@ class DecoderBlock(nnx.Module):
     def branches(self) -> Iterator[tuple[str, Branch, Norm | None, Norm | None]]:
         """Yields (name, branch, norm before, norm after)."""
         for name in self.names:
-            yield name, getattr(self, name), getattr(self, f"{name}_norm"), getattr(self, f"{name}_after_norm")
+            yield (
+                name,
+                getattr(self, name),
+                getattr(self, f"{name}_norm"),
+                getattr(self, f"{name}_after_norm"),
+            )
 
     def _run(
-        self, x_BTD: Array, run: Callable[[str, Branch, Array], Array], drop: Callable[[str, Array], Array]
+        self,
+        x_BTD: Array,
+        run: Callable[[str, Branch, Array], Array],
+        drop: Callable[[str, Array], Array],
     ) -> Array:
-        """Adds the branches to the residual stream; `run` calls a branch, `drop` drops out of its output."""
+        """Adds the branches to the residual stream; `run` calls a branch, `drop` drops out of
+        its output.
+        """
         sequence = sequence_dim(self.config.sequence_parallel, x_BTD.shape)
-        activation, gathered = activation_spec(sequence), token_spec(TP)
-        enter = device_view(partial(enter_parallel, sequence_dim=sequence), JOINED, (activation,), gathered)
-        leave = device_view(partial(leave_parallel, sequence_dim=sequence), JOINED, (gathered,), activation)
+        activation = activation_spec(sequence)
+        gathered = token_spec(TP)
+        enter = device_view(
+            partial(enter_parallel, sequence_dim=sequence), JOINED, (activation,), gathered
+        )
+        leave = device_view(
+            partial(leave_parallel, sequence_dim=sequence), JOINED, (gathered,), activation
+        )
         input_BTD = read_BTD = gathered_BTD = x_BTD
         summands: list[Array] = []
         for name, branch, before, after in self.branches():
@@ -182,7 +224,9 @@ class EmbeddingAndHead(nnx.Module):
     norm: Norm
     head: VocabParallelHead | None
 
-    def embed(self, ids_BT: Array, sequences: Sequences = Sequences(), positions_BT: Array | None = None) -> Array:
+    def embed(
+        self, ids_BT: Array, sequences: Sequences = Sequences(), positions_BT: Array | None = None
+    ) -> Array:
         """Returns the residual stream; positions count within a document."""
         x_BTD = self.embedding(sequences.local_tokens(ids_BT))
         if self.config.embedding_norm:
@@ -193,11 +237,14 @@ class EmbeddingAndHead(nnx.Module):
             if ids_BT.shape[1] > self.positions.num_positions:
                 raise ConfigError(
                     f"a sequence of {ids_BT.shape[1]} tokens is longer than the "
-                    f"{self.positions.num_positions} positions of the model (model.learned_positions)"
+                    f"{self.positions.num_positions} positions of the model "
+                    "(model.learned_positions)"
                 )
             from_start = jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape)
             segments_BT = sequences.segments
-            positions_BT = sequences.local_tokens(from_start if segments_BT is None else segment_positions(segments_BT))
+            positions_BT = sequences.local_tokens(
+                from_start if segments_BT is None else segment_positions(segments_BT)
+            )
         return x_BTD + self.positions(positions_BT)
 
     def logits_of_hidden(self, x_BTD: Array) -> Array:
@@ -205,15 +252,22 @@ class EmbeddingAndHead(nnx.Module):
         return vocab_parallel_logits(x_BTD, *self.projection())
 
     def logits_at(self, x_BTD: Array, at_BR: Array) -> Array:
-        """Returns logits `[B * R, V]` at R positions of each sequence; ignore those at -1, no position."""
+        """Returns logits `[B * R, V]` at R positions of each sequence; ignore those at -1, no
+        position.
+        """
         # A masked sum: indexing along T, which sequence parallelism splits, would gather all of x.
         is_there = at_BR[..., None] == jnp.arange(x_BTD.shape[1])
         found_BRD = jnp.sum(jnp.where(is_there[..., None], x_BTD[:, None], 0), axis=2)
-        return self.logits_of_hidden(constrain(found_BRD.reshape(-1, 1, x_BTD.shape[2]), batch_spec(None, None)))[:, 0]
+        return self.logits_of_hidden(
+            constrain(found_BRD.reshape(-1, 1, x_BTD.shape[2]), batch_spec(None, None))
+        )[:, 0]
 
     def projection(self, temperature: float = 1.0) -> Projection:
         """Returns what makes logits of hidden states, divided by a temperature."""
-        config, kernel, bias = self.config, *((None, None) if self.head is None else (self.head.kernel, self.head.bias))
+        config, kernel, bias = (
+            self.config,
+            *((None, None) if self.head is None else (self.head.kernel, self.head.bias)),
+        )
         table = self.embedding.embedding if kernel is None else kernel
         head = HeadConfig(
             config.vocab_size,
@@ -226,27 +280,42 @@ class EmbeddingAndHead(nnx.Module):
         )
         if bias is None:
             return jnp.asarray(table[...]), head, None
-        return jnp.asarray(table[...]), replace(head, bias_spec=spec_of(bias)), jnp.asarray(bias[...])
+        return (
+            jnp.asarray(table[...]),
+            replace(head, bias_spec=spec_of(bias)),
+            jnp.asarray(bias[...]),
+        )
 
 
 class Decoder(EmbeddingAndHead):
     """A causal language model; the same key gives the same weights on every mesh.
 
-    Params of blocks at the same place of a pattern are stacked on an unsplit leading dim: `blocks` if all blocks are
-    equal, otherwise `blocks.0`, `blocks.1`, ..., stack by stack.
+    Params of blocks at the same place of a pattern are stacked on an unsplit leading dim: `blocks`
+    if all blocks are equal, otherwise `blocks.0`, `blocks.1`, ..., stack by stack.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config = validate_model(config, mesh_sizes(current_mesh()))
-        vocab_size, width, context = config.vocab_size, config.d_model, config.layer_context
-        self.embedding = VocabParallelEmbedding(vocab_size, width, context, scale=config.embedding_scale, rngs=rngs)
+        vocab_size = config.vocab_size
+        width = config.d_model
+        context = config.layer_context
+        self.embedding = VocabParallelEmbedding(
+            vocab_size, width, context, scale=config.embedding_scale, rngs=rngs
+        )
         positions = config.learned_positions
-        self.positions = None if positions is None else LearnedPositions(positions, width, context, rngs=rngs)
+        self.positions = (
+            None if positions is None else LearnedPositions(positions, width, context, rngs=rngs)
+        )
         self.stacks = config.stacks()
-        kinds = [_create_blocks(config, block, stack.repeats, rngs) for stack in self.stacks for block in stack.pattern]
+        kinds = [
+            _create_blocks(config, block, stack.repeats, rngs)
+            for stack in self.stacks
+            for block in stack.pattern
+        ]
         self.blocks: Any = kinds[0] if len(kinds) == 1 else nnx.List(kinds)
         self.norm = Norm(width, replace(config, norm=config.final_norm or config.norm), context)
-        tied, biased = config.tie_embeddings, config.head_bias
+        tied = config.tie_embeddings
+        biased = config.head_bias
         head = partial(VocabParallelHead, vocab_size, width, context, tied=tied, use_bias=biased)
         self.head = None if tied and not biased else head(rngs=rngs)
         if config.lora.rank:
@@ -258,21 +327,30 @@ class Decoder(EmbeddingAndHead):
             for kind, (_, _, block) in zip(kinds, config.kinds(), strict=True):
                 store_in_float8(kind, (kernel for _, kernel in block.adapter_kernels()))
 
-    def __call__(self, ids_BT: Array, segments_BT: Array | None = None, *, context: Context = "auto") -> Array:
+    def __call__(
+        self, ids_BT: Array, segments_BT: Array | None = None, *, context: Context = "auto"
+    ) -> Array:
         """Returns next-token logits `[B, T, V]`.
 
-        `segments_BT` mark documents (`layers/sequence_parallel.py`), `context` is attention's method over cp.
+        `segments_BT` mark documents (`layers/sequence_parallel.py`), `context` is attention's
+        method over cp.
         """
         sequences = self.sequences(ids_BT, segments_BT, context)
         return self.logits_of_hidden(sequences.natural(self.hidden(ids_BT, sequences=sequences)))
 
-    def sequences(self, ids_BT: Array, segments_BT: Array | None = None, context: Context = "auto") -> Sequences:
+    def sequences(
+        self, ids_BT: Array, segments_BT: Array | None = None, context: Context = "auto"
+    ) -> Sequences:
         """Returns the `Sequences` of a batch."""
         if not isinstance(context, str) or context not in get_args(Context):
-            raise ConfigError(f"context={context!r}: attention over cp takes {', '.join(get_args(Context))}")
+            raise ConfigError(
+                f"context={context!r}: attention over cp takes {', '.join(get_args(Context))}"
+            )
         check_divides("sequences over cp", ids_BT.shape, token_spec())
         rows, length = ids_BT.shape
-        shape = LocalShape(sizes=mesh_sizes(current_mesh()), rows=rows, length=length, context=context)
+        shape = LocalShape(
+            sizes=mesh_sizes(current_mesh()), rows=rows, length=length, context=context
+        )
         return Sequences(segments=segments_BT, context=context, zigzag=self.config.zigzag(shape))
 
     def loss(
@@ -285,13 +363,16 @@ class Decoder(EmbeddingAndHead):
         dropout_keys: Array | None = None,
         context: Context = "auto",
     ) -> tuple[Array, Array]:
-        """Returns the summed cross-entropy in nats and the number of labels that are not -100, as float32 scalars.
+        """Returns the summed cross-entropy in nats and the number of labels that are not -100, as
+        float32 scalars.
 
-        `labels_BT[b, t]` is the token after `ids_BT[b, t]`, or -100. `z_loss` is the weight of the squared
-        log-normaliser; `dropout_keys` `[B]` turn dropout on; for the others see `__call__`.
+        `labels_BT[b, t]` is the token after `ids_BT[b, t]`, or -100. `z_loss` is the weight of the
+        squared log-normaliser; `dropout_keys` `[B]` turn dropout on; for the others see `__call__`.
         """
         sequences = self.sequences(ids_BT, segments_BT, context)
-        terms, _ = self.loss_terms(ids_BT, labels_BT, sequences, z_loss=z_loss, dropout_keys=dropout_keys)
+        terms, _ = self.loss_terms(
+            ids_BT, labels_BT, sequences, z_loss=z_loss, dropout_keys=dropout_keys
+        )
         return terms.loss, terms.count
 
     def loss_terms(
@@ -313,35 +394,49 @@ class Decoder(EmbeddingAndHead):
         with_experts = [routing for routing in routings if routing is not None]
         if not with_experts:
             return LossTerms(loss, count, None), routings
-        per_token = [block.experts_per_token for _, _, block in self.config.kinds() if block.num_experts]
+        per_token = [
+            block.experts_per_token for _, _, block in self.config.kinds() if block.num_experts
+        ]
         return LossTerms(loss, count, balance(with_experts, labels_BT, per_token)), routings
 
     def no_terms(self) -> LossTerms:
         """Returns zero terms."""
         zero = jnp.zeros((), jnp.float32)
-        kinds = [(len(layers), block.num_experts) for _, layers, block in self.config.kinds() if block.num_experts]
+        kinds = [
+            (len(layers), block.num_experts)
+            for _, layers, block in self.config.kinds()
+            if block.num_experts
+        ]
         return LossTerms(zero, zero, no_balance(kinds) if kinds else None)
 
     def move_selection_biases(self, balance: Balance, rate: float) -> None:
         """Moves selection biases against the load, once per update."""
         branches = (vars(block).get("mlp") for _, blocks in self.stacked() for block in blocks)
-        branches = (branch.experts if isinstance(branch, ExpertsBesideMLP) else branch for branch in branches)
+        branches = (
+            branch.experts if isinstance(branch, ExpertsBesideMLP) else branch
+            for branch in branches
+        )
         routers = [branch for branch in branches if isinstance(branch, MixtureOfExperts)]
         for router, times_chosen in zip(routers, balance.times_chosen, strict=True):
             if router.config.selection_bias:
                 bias = router.selection_bias
                 bias[...] = updated_selection_bias(bias[...], times_chosen, rate)
 
-    def loss_of_hidden(self, x_BTD: Array, labels_BT: Array, *, z_loss: float = 0.0) -> tuple[Array, Array]:
+    def loss_of_hidden(
+        self, x_BTD: Array, labels_BT: Array, *, z_loss: float = 0.0
+    ) -> tuple[Array, Array]:
         """Returns `loss` for final hidden states and labels, in the same order."""
         table_VD, head, bias_V = self.projection()
         return vocab_parallel_cross_entropy(x_BTD, table_VD, labels_BT, head, bias_V, z_loss=z_loss)
 
-    def hidden(self, ids_BT: Array, dropout_keys: Array | None = None, sequences: Sequences | None = None) -> Array:
-        """Returns the final, normalised hidden states `[B, T, D]`, ordered like `Sequences.positions`.
+    def hidden(
+        self, ids_BT: Array, dropout_keys: Array | None = None, sequences: Sequences | None = None
+    ) -> Array:
+        """Returns the final, normalised hidden states `[B, T, D]`, ordered like
+        `Sequences.positions`.
 
-        Over cp this may be another order than the batch's. `sequences.local_tokens(labels)` gives the labels of a loss
-        the same order, and `sequences.natural(...)` restores the batch's.
+        Over cp this may be another order than the batch's. `sequences.local_tokens(labels)` gives
+        the labels of a loss the same order, and `sequences.natural(...)` restores the batch's.
         """
         return self.with_routing(ids_BT, dropout_keys, sequences or self.sequences(ids_BT))[0]
 
@@ -354,12 +449,17 @@ class Decoder(EmbeddingAndHead):
     ) -> tuple[Array, Routings]:
         """Returns the hidden states and the router statistics; see `loss_terms`."""
         keys = None if dropout_keys is None else split_keys(dropout_keys, self.config.num_layers)
-        x_BTD, done = self.embed(ids_BT, sequences), 0
+        x_BTD = self.embed(ids_BT, sequences)
+        done = 0
         routings: Routings = []
         for stack, blocks in self.stacked():
             count = stack.repeats * len(blocks)
             stack_keys = None if keys is None else keys[done : done + count]
-            chosen = [None] * len(blocks) if experts is None else experts[len(routings) : len(routings) + len(blocks)]
+            chosen = (
+                [None] * len(blocks)
+                if experts is None
+                else experts[len(routings) : len(routings) + len(blocks)]
+            )
             by_layer = [None if each is None else jnp.swapaxes(each, 0, 1) for each in chosen]
             x_BTD, found = _run_stack(stack, blocks, x_BTD, stack_keys, sequences, by_layer)
             routings += found
@@ -405,7 +505,9 @@ def _run_stack(
     sequences: Sequences,
     experts: list[Array | None],
 ) -> tuple[Array, Routings]:
-    """Runs a stack by one scan over turns; `keys` are per layer, `experts` per place of the pattern."""
+    """Runs a stack by one scan over turns; `keys` are per layer, `experts` per place of the
+    pattern.
+    """
     config = blocks[0].config
 
     @nnx.remat(policy=remat.policy(config.remat), prevent_cse=not config.scan_layers)
@@ -418,7 +520,11 @@ def _run_stack(
 
     @nnx.scan(in_axes=(nnx.Carry, 0, 0, None, 0), out_axes=(nnx.Carry, 0), unroll=unroll)
     def turn(
-        x_BTD: Array, blocks: list[DecoderBlock], keys: Array | None, sequences: Sequences, experts: list[Array | None]
+        x_BTD: Array,
+        blocks: list[DecoderBlock],
+        keys: Array | None,
+        sequences: Sequences,
+        experts: list[Array | None],
     ) -> tuple[Array, Routings]:
         routings: Routings = []
         for i, block in enumerate(blocks):
@@ -431,7 +537,9 @@ def _run_stack(
     return turn(x_BTD, blocks, by_turn, sequences, experts)
 
 
-def _create_blocks(config: ModelConfig, block: BlockConfig, repeats: int, rngs: nnx.Rngs) -> DecoderBlock:
+def _create_blocks(
+    config: ModelConfig, block: BlockConfig, repeats: int, rngs: nnx.Rngs
+) -> DecoderBlock:
     @nnx.split_rngs(splits=repeats)
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
     def create(rngs: nnx.Rngs) -> DecoderBlock:

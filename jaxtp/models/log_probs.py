@@ -1,6 +1,8 @@
-"""Log-probabilities of a decoder's tokens, for losses such as DPO, distillation and policy gradients.
+"""Log-probabilities of a decoder's tokens, for losses such as DPO, distillation and policy
+gradients.
 
-They are exact on every mesh, and logits exist for `loss_chunk` tokens at a time, also in the backward pass.
+They are exact on every mesh, and logits exist for `loss_chunk` tokens at a time, also in the
+backward pass.
 """
 
 import jax
@@ -21,7 +23,8 @@ def token_log_probs(
     temperature: float = 1.0,
     entropy: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """Returns the log-probability of each label, given the ids up to its position: float32, shaped like `labels`.
+    """Returns the log-probability of each label, given the ids up to its position: float32, shaped
+    like `labels`.
 
     Args:
       labels: next tokens `[B, T]`, or K ids for each position, `[B, T, K]`; -100 gives 0.
@@ -30,7 +33,8 @@ def token_log_probs(
       entropy: also returns the entropy of every position's distribution, in nats, `[B, T]`.
     """
     sequences = model.sequences(ids_BT, segments_BT)
-    x_BTD, labels = model.hidden(ids_BT, sequences=sequences), sequences.local_tokens(labels)
+    x_BTD = model.hidden(ids_BT, sequences=sequences)
+    labels = sequences.local_tokens(labels)
     found = hidden_log_probs(model, x_BTD, labels, temperature=temperature, entropy=entropy)
     return jax.tree.map(sequences.natural, found)
 
@@ -49,14 +53,24 @@ def hidden_log_probs(
 
 
 def top_log_probs(
-    model: Decoder, ids_BT: Array, k: int, segments_BT: Array | None = None, *, temperature: float = 1.0
+    model: Decoder,
+    ids_BT: Array,
+    k: int,
+    segments_BT: Array | None = None,
+    *,
+    temperature: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Returns the k highest log-probabilities at each position, descending, and their ids int32: `[B, T, k]`.
+    """Returns the k highest log-probabilities at each position, descending, and their ids int32:
+    `[B, T, k]`.
 
     They have no gradient; `token_log_probs` of the ids does.
     """
     if not 1 <= k <= model.config.vocab_size:
-        raise ConfigError(f"k={k}: the vocabulary has {model.config.vocab_size} ids, so k can be 1 to that")
+        raise ConfigError(
+            f"k={k}: the vocabulary has {model.config.vocab_size} ids, so k can be 1 to that"
+        )
     sequences = model.sequences(ids_BT, segments_BT)
-    values, ids = vocab_parallel_top_k(model.hidden(ids_BT, sequences=sequences), model.projection(temperature), k)
+    values, ids = vocab_parallel_top_k(
+        model.hidden(ids_BT, sequences=sequences), model.projection(temperature), k
+    )
     return sequences.natural(values), sequences.natural(ids)

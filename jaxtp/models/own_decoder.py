@@ -1,6 +1,8 @@
-"""Models of the user's: `builder` calls the function that makes one; `decoder_settings` describes a Decoder.
+"""Models of the user's: `builder` calls the function that makes one; `decoder_settings` describes a
+Decoder.
 
-The settings of a Decoder carry what makes it (`ModelConfig.decoder`), for all code that makes a decoder from settings.
+The settings of a Decoder carry what makes it (`ModelConfig.decoder`), for all code that makes a
+decoder from settings.
 """
 
 from collections.abc import Callable
@@ -15,7 +17,13 @@ from jax.sharding import AbstractMesh
 
 from jaxtp.config.affects import settings_of
 from jaxtp.config.hints import by_dotted_path
-from jaxtp.config.python_object import check_arguments, describe_value, reference_to, signature_of, user_code
+from jaxtp.config.python_object import (
+    check_arguments,
+    describe_value,
+    reference_to,
+    signature_of,
+    user_code,
+)
 from jaxtp.config.schema import ConfigError, to_plain, validate
 from jaxtp.mesh import abstract_mesh, mesh_shape
 from jaxtp.models.config import ModelConfig
@@ -25,15 +33,22 @@ Builder = Callable[[nnx.Rngs], nnx.Module]
 
 
 def builder(function: Callable[..., Any], config: ModelConfig) -> Builder:
-    """Returns a function that builds a model with the settings' arguments; raises `ConfigError` if it takes others."""
-    name, arguments = config.build or describe_value(function), dict(config.arguments)
+    """Returns a function that builds a model with the settings' arguments; raises `ConfigError`
+    if it takes others.
+    """
+    name = config.build or describe_value(function)
+    arguments = dict(config.arguments)
     if isinstance(function, nnx.Module):
         raise ConfigError(f"{name} is a model; give its class, or a function that returns it")
     if not callable(function):
-        raise ConfigError(f"{name} is {describe_value(function)}, and should be a function that returns a model")
+        raise ConfigError(
+            f"{name} is {describe_value(function)}, and should be a function that returns a model"
+        )
     signature = signature_of(function)
     takes_rngs = signature is not None and "rngs" in signature.parameters
-    check_arguments(name, partial(function, rngs=None) if takes_rngs else function, "model.arguments", arguments)
+    check_arguments(
+        name, partial(function, rngs=None) if takes_rngs else function, "model.arguments", arguments
+    )
 
     def build(rngs: nnx.Rngs) -> nnx.Module:
         from jaxtp.parallelize.parallelize import mark_arrays_as_data
@@ -41,7 +56,9 @@ def builder(function: Callable[..., Any], config: ModelConfig) -> Builder:
         with user_code(name):
             model = function(**({"rngs": rngs} if takes_rngs else {}) | arguments)
         if not isinstance(model, nnx.Module):
-            raise ConfigError(f"{name} returns {describe_value(model)}, and should return an nnx.Module")
+            raise ConfigError(
+                f"{name} returns {describe_value(model)}, and should return an nnx.Module"
+            )
         mark_arrays_as_data(model)
         return model
 
@@ -56,27 +73,32 @@ def decoder_settings(source: Any, config: ModelConfig) -> ModelConfig | None:
       config: names `source`, and gives its arguments.
 
     Raises:
-      ConfigError: `source` does not take the arguments, fails, or returns a Decoder that its class does not make from
-        settings.
+      ConfigError: `source` does not take the arguments, fails, or returns a Decoder that its class
+        does not make from settings.
     """
     if isinstance(source, type) and issubclass(source, ModelConfig):
         source = validate(source, config.arguments, source="model.arguments")
     elif isinstance(source, ModelConfig) and config.arguments:
         raise ConfigError(f"{config.build} are settings, which take no model.arguments")
     if isinstance(source, ModelConfig):
-        make, build, arguments = source.decoder or Decoder, config.build, config.arguments
+        make = source.decoder or Decoder
+        build = config.build
+        arguments = config.arguments
         found: ModelConfig | None = replace(source, decoder=make, build=build, arguments=arguments)
     else:
         found = _settings_of_built(builder(source, config), config)
     if found is not None and (found.lora.rank or found.from_hf is not None):
         raise ConfigError(
-            f"{config.build}: a Decoder of your own takes weights by --run.init-from, and has no adapters"
+            f"{config.build}: a Decoder of your own takes weights by --run.init-from, and has no "
+            "adapters"
         )
     return found
 
 
 def call_of_load(path: Path, build: str | None) -> str:
-    """Returns the Python expression that loads a run of a model of the user's, which `build` names."""
+    """Returns the Python expression that loads a run of a model of the user's, which `build`
+    names.
+    """
     place, _, name = (build or "").rpartition(":")
     reference = repr(build)
     if place == "__main__":  # of a notebook
@@ -100,7 +122,8 @@ def _settings_of_built(build: Builder, config: ModelConfig) -> ModelConfig | Non
     found = replace(model.config, decoder=make, build=config.build, arguments=config.arguments)
     call = f"{kind.__name__}(config, rngs=rngs)"
     rule = (
-        "jaxtp makes the model with other settings too, to check it and to generate: its __init__ should make all of "
+        "jaxtp makes the model with other settings too, to check it and to generate: its __init__ "
+        "should make all of "
         "it from its config, as Decoder's does"
     )
     try:
@@ -113,22 +136,34 @@ def _settings_of_built(build: Builder, config: ModelConfig) -> ModelConfig | Non
 
 
 def recorded(config: ModelConfig) -> ModelConfig:
-    """Returns the settings of a subclass with its name and arguments, so that they can be read from a file."""
+    """Returns the settings of a subclass with its name and arguments, so that they can be read
+    from a file.
+    """
     kind: Any = type(config)
     if config.build is not None:
         return config
-    plain, settings = to_plain(config), (each for each in settings_of(kind).values() if len(each.path) == 1)
-    changed = {each.name: plain[each.name] for each in settings if getattr(config, each.path[0]) != each.default}
-    return replace(config, decoder=config.decoder or Decoder, build=reference_to(kind), arguments=changed)
+    plain = to_plain(config)
+    settings = (each for each in settings_of(kind).values() if len(each.path) == 1)
+    changed = {
+        each.name: plain[each.name]
+        for each in settings
+        if getattr(config, each.path[0]) != each.default
+    }
+    return replace(
+        config, decoder=config.decoder or Decoder, build=reference_to(kind), arguments=changed
+    )
 
 
 def _abstract(build: Builder) -> nnx.Module:
     # On one device, which every model fits.
-    none, one = AbstractMesh((), ()), abstract_mesh(mesh_shape())  # a context mesh cannot change its size directly
+    none = AbstractMesh((), ())
+    one = abstract_mesh(mesh_shape())  # a context mesh cannot change its size directly
     with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(one):
         return nnx.eval_shape(lambda: build(nnx.Rngs(0)))
 
 
 def _shapes(model: nnx.Module) -> dict[str, str]:
     variables = by_dotted_path(nnx.to_flat_state(nnx.state(model)))
-    return {name: f"{type(each).__name__} {each.dtype}{each.shape}" for name, each in variables.items()}
+    return {
+        name: f"{type(each).__name__} {each.dtype}{each.shape}" for name, each in variables.items()
+    }

@@ -1,7 +1,7 @@
 """Specs of activations and stored parameters, and layout changes of activations.
 
-Layouts describe only tp. dp and fsdp always split dim 0, the batch; cp splits dim 1, the sequence, inside
-`ContextParallel` modules.
+Layouts describe only tp. dp and fsdp always split dim 0, the batch; cp splits dim 1, the sequence,
+inside `ContextParallel` modules.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,9 @@ from jaxtp.mesh import BATCH, CONTEXT, STORAGE, TOKENS, TP, axes_of, parts
 from jaxtp.parallelize.styles import Layout, Layouts, Replicate, Shard
 
 LeadingAxes = tuple[tuple[str, ...], ...]
-"""Axes that split the first dims of an activation: no dim, the batch, or the batch and the sequence."""
+"""Axes that split the first dims of an activation: no dim, the batch, or the batch and the
+sequence.
+"""
 
 
 def activation_spec(layout: Layout, ndim: int, leading: LeadingAxes = (BATCH,)) -> PartitionSpec:
@@ -31,22 +33,31 @@ def activation_spec(layout: Layout, ndim: int, leading: LeadingAxes = (BATCH,)) 
             raise ValueError(f"{layout}: an activation of {ndim} dims has no such dim")
         dim = layout.dim % ndim
         if leading and dim == 0:
-            raise ValueError(f"{layout}: dim 0 of an activation is the batch, which dp and fsdp divide, not tp")
+            raise ValueError(
+                f"{layout}: dim 0 of an activation is the batch, which dp and fsdp divide, not tp"
+            )
         dims[dim] = (*axes_of(dims[dim]), TP) if dims[dim] else TP
     return PartitionSpec(*dims)
 
 
-def leading_axes(shape: tuple[int, ...], batch_ndim: int = 2, sequence_ndim: int = 3, *, context: bool) -> LeadingAxes:
-    """Returns the axes that split the first dims of an activation; `context` is True inside `ContextParallel`.
+def leading_axes(
+    shape: tuple[int, ...], batch_ndim: int = 2, sequence_ndim: int = 3, *, context: bool
+) -> LeadingAxes:
+    """Returns the axes that split the first dims of an activation; `context` is True inside
+    `ContextParallel`.
 
-    Dim 0 is a batch if there are `batch_ndim` dims, dim 1 a sequence if there are `sequence_ndim`. One row stays whole.
+    Dim 0 is a batch if there are `batch_ndim` dims, dim 1 a sequence if there are `sequence_ndim`.
+    One row stays whole.
     """
     cp = axis_size(*CONTEXT)
-    one_row = len(shape) > 0 and shape[0] == 1 and not (context and cp > 1 and axis_size(*BATCH) == 1)
+    one_row = (
+        len(shape) > 0 and shape[0] == 1 and not (context and cp > 1 and axis_size(*BATCH) == 1)
+    )
     if len(shape) < batch_ndim or one_row:
         return ()
     if cp == 1:
-        return (TOKENS,)  # with cp of size 1: shard_map tracks every axis over which a value may vary
+        # with cp of size 1: shard_map tracks every axis over which a value may vary
+        return (TOKENS,)
     divides = context and len(shape) >= sequence_ndim and shape[1] % cp == 0
     return (BATCH, CONTEXT) if divides else (BATCH,)
 
@@ -57,42 +68,58 @@ def split_dim(layout: Layout, ndim: int) -> int | None:
 
 
 def declared_spec(parameter: nnx.Variable[Any], ndim: int) -> PartitionSpec:
-    """Returns the spec that a parameter declares for its last `ndim` dims; Flax's rules rename logical axes.
+    """Returns the spec that a parameter declares for its last `ndim` dims; Flax's rules rename
+    logical axes.
 
     A layer in a stack keeps the spec of the stack, or the stack has the spec of a layer.
     """
     found = nnx.get_partition_spec(parameter)
-    entries = tuple(found.get_value() if isinstance(found, nnx.Variable) else found)  # a plain array declares nothing
+    # a plain array declares nothing
+    entries = tuple(found.get_value() if isinstance(found, nnx.Variable) else found)
     spec = entries[-ndim:] if ndim else ()
     return PartitionSpec(*spec, *(None,) * (ndim - len(spec)))
 
 
 def declared_specs(module: nnx.Module) -> dict[str, PartitionSpec]:
     """Returns the specs of a module's own parameters that declare a split."""
-    parameters = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
+    parameters = {
+        name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)
+    }
     specs = {name: declared_spec(value, value.ndim) for name, value in parameters.items()}
     return {name: spec for name, spec in specs.items() if any(spec)}
 
 
 def stored_spec(
-    parameter: nnx.Variable[Any], ndim: int, tp_dim: int | None, sizes: Mapping[str, int], *, fsdp: bool
+    parameter: nnx.Variable[Any],
+    ndim: int,
+    tp_dim: int | None,
+    sizes: Mapping[str, int],
+    *,
+    fsdp: bool,
 ) -> PartitionSpec:
     """Returns the spec of a stored parameter's last `ndim` dims, without the dims of a stack.
 
-    tp splits `tp_dim`. A declared split of another dim stays if its axes divide the dim. With `fsdp`, fsdp and cp split
-    the largest dim that is left and that they divide, if any. Where a spec declares one of them, both split the dim.
+    tp splits `tp_dim`. A declared split of another dim stays if its axes divide the dim. With
+    `fsdp`, fsdp and cp split the largest dim that is left and that they divide, if any. Where a
+    spec declares one of them, both split the dim.
     """
     shape = parameter.shape[parameter.ndim - ndim :]
     dims: list[str | tuple[str, ...] | None] = [None] * ndim
     for dim, entry in enumerate(declared_spec(parameter, ndim)):
         others = tuple(axis for axis in axes_of(entry) if axis not in STORAGE)
-        stores = len(others) < len(axes_of(entry)) and dim_over(STORAGE, PartitionSpec(*dims)) is None
+        stores = (
+            len(others) < len(axes_of(entry)) and dim_over(STORAGE, PartitionSpec(*dims)) is None
+        )
         for axes in ((*STORAGE, *others) if stores else others, others):
             if axes and not dims[dim] and shape[dim] % parts(sizes, axes) == 0:
                 dims[dim] = axes if len(axes) > 1 else axes[0]
     if tp_dim is not None:
         dims[tp_dim] = TP
-    left = [i for i, size in enumerate(shape) if not dims[i] and size > 1 and size % parts(sizes, STORAGE) == 0]
+    left = [
+        i
+        for i, size in enumerate(shape)
+        if not dims[i] and size > 1 and size % parts(sizes, STORAGE) == 0
+    ]
     if fsdp and left and dim_over(STORAGE, PartitionSpec(*dims)) is None:
         dims[max(left, key=lambda i: (shape[i], -i))] = STORAGE
     return PartitionSpec(*dims)
@@ -100,21 +127,31 @@ def stored_spec(
 
 def dim_over(axes: str | tuple[str, ...], spec: PartitionSpec) -> int | None:
     """Returns the first dim split over any of these axes, or None."""
-    return next((dim for dim, entry in enumerate(spec) if not set(axes_of(axes)).isdisjoint(axes_of(entry))), None)
+    return next(
+        (
+            dim
+            for dim, entry in enumerate(spec)
+            if not set(axes_of(axes)).isdisjoint(axes_of(entry))
+        ),
+        None,
+    )
 
 
 def gathered_spec(spec: PartitionSpec) -> PartitionSpec:
     """Returns a parameter's spec after the gather over fsdp and cp."""
-    return PartitionSpec(*(entry if set(STORAGE).isdisjoint(axes_of(entry)) else None for entry in spec))
+    return PartitionSpec(
+        *(entry if set(STORAGE).isdisjoint(axes_of(entry)) else None for entry in spec)
+    )
 
 
 class Copies(NDArrayOperatorsMixin):
     """A replicated activation with a separate copy on each device of a tp group.
 
-    Column layers that read one replicated array would each reduce its gradient over tp. Here each reads its device's
-    copy (`copies` is `[tp, *shape]`, split over tp). Autodiff sums their gradients locally, and the transpose of
-    `make_copies` reduces the sum once. It acts as the global array, but `jax.lax` needs `jnp.asarray(copies)`.
-    Its pytree has only the array: after `jax.vmap` or `jax.checkpoint` each column layer reduces its own gradient.
+    Column layers that read one replicated array would each reduce its gradient over tp. Here each
+    reads its device's copy (`copies` is `[tp, *shape]`, split over tp). Autodiff sums their
+    gradients locally, and the transpose of `make_copies` reduces the sum once. It acts as the
+    global array, but `jax.lax` needs `jnp.asarray(copies)`. Its pytree has only the array: after
+    `jax.vmap` or `jax.checkpoint` each column layer reduces its own gradient.
     """
 
     def __init__(self, array: Any, copies: Any, context: bool = False):
@@ -125,7 +162,9 @@ class Copies(NDArrayOperatorsMixin):
     @property
     def spec(self) -> PartitionSpec:
         """The spec of the array, whole along tp."""
-        return activation_spec(Replicate(), self.array.ndim, leading_axes(self.array.shape, context=self.context))
+        return activation_spec(
+            Replicate(), self.array.ndim, leading_axes(self.array.shape, context=self.context)
+        )
 
     def __jax_array__(self) -> Array:
         return constrain(self.array, self.spec)
@@ -136,7 +175,9 @@ class Copies(NDArrayOperatorsMixin):
         return getattr(self.array if name in _ARRAY_METADATA else self.__jax_array__(), name)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *operands: Any, **kwargs: Any) -> Any:
-        return getattr(jnp, ufunc.__name__)(*(jnp.asarray(x) if isinstance(x, Copies) else x for x in operands))
+        return getattr(jnp, ufunc.__name__)(
+            *(jnp.asarray(x) if isinstance(x, Copies) else x for x in operands)
+        )
 
     def __getitem__(self, index: Any) -> Array:
         return self.__jax_array__()[index]
@@ -150,12 +191,15 @@ class Copies(NDArrayOperatorsMixin):
 
 _ARRAY_METADATA = {"shape", "dtype", "ndim", "size", "itemsize", "nbytes", "aval", "weak_type"}
 jax.tree_util.register_pytree_node(  # the only leaf is the global array, without the dim of copies
-    Copies, lambda x: ((x.array,), x.context), lambda context, children: Copies(*children, None, context)
+    Copies,
+    lambda x: ((x.array,), x.context),
+    lambda context, children: Copies(*children, None, context),
 )
 
 
 def make_copies(x: Array, layout: Layout, *, context: bool = False) -> Array | Copies:
-    """Gathers an activation `[B, ...]` once for all column layers that read it; with tp=1 returns `x`.
+    """Gathers an activation `[B, ...]` once for all column layers that read it; with tp=1 returns
+    `x`.
 
     The transpose all-reduces the gradient, or reduce-scatters it if `layout` is `Shard`.
     """
@@ -167,7 +211,12 @@ def make_copies(x: Array, layout: Layout, *, context: bool = False) -> Array | C
     if not isinstance(x, jax.core.Tracer):  # a concrete array may be on one device
         x = constrain(x, split)
     out = PartitionSpec(TP, *whole)
-    gather = device_view(lambda part: enter_parallel(part, dim)[None], "make_copies", in_specs=(split,), out_specs=out)
+    gather = device_view(
+        lambda part: enter_parallel(part, dim)[None],
+        "make_copies",
+        in_specs=(split,),
+        out_specs=out,
+    )
     return Copies(x, gather(x), context)
 
 
@@ -191,7 +240,9 @@ def change_layout(x: Any, before: Layout | None, after: Layout | None, *, contex
         return x
     if after == Replicate():
         has_copies = isinstance(x, Copies) and x.copies is not None
-        return x if has_copies else make_copies(jnp.asarray(x), before or Replicate(), context=context)
+        return (
+            x if has_copies else make_copies(jnp.asarray(x), before or Replicate(), context=context)
+        )
     return constrain_layout(x, after, context=context)
 
 

@@ -1,4 +1,6 @@
-"""Finds a model's modules and wraps their methods: a wrapped module gets a subclass, so `isinstance` still works."""
+"""Finds a model's modules and wraps their methods: a wrapped module gets a subclass, so
+`isinstance` still works.
+"""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -15,14 +17,17 @@ Model = TypeVar("Model", bound=nnx.Module)
 METHODS = ("__call__", "attend")  # `attend` of an embedding is a tied head
 
 CONTAINERS = nnx.List | nnx.Dict | list | tuple | dict
-"""Containers of modules: never called, but the attribute that holds one is part of a module's path."""
+"""Containers of modules: never called, but the attribute that holds one is part of a module's
+path.
+"""
 
 
 def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
     """Returns each module once by its dotted path, outermost first; the model has the empty path.
 
     Raises:
-      UserError: two modules have the same path, or a path seems to be inside of another because a key has a dot.
+      UserError: two modules have the same path, or a path seems to be inside of another because a
+        key has a dot.
     """
     found = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
     modules = by_dotted_path(found)
@@ -33,23 +38,32 @@ def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
         for outer in sorted(seem_around - around):
             if outer in modules and not isinstance(modules[outer], nnx.List | nnx.Dict):
                 raise UserError(
-                    f"the module at the keys {list(keys)} is not inside of {outer!r}, and its dotted path says so; "
+                    f"the module at the keys {list(keys)} is not inside of {outer!r}, and its "
+                    "dotted path says so; "
                     "rename the key that has a dot"
                 )
     return modules
 
 
 def with_calls(model: Model, wrap: Callable[..., Any]) -> Model:
-    """Replaces each module's methods, in place, with `wrap(path, name, method, module, *args, **kwargs)`."""
+    """Replaces each module's methods, in place, with
+    `wrap(path, name, method, module, *args, **kwargs)`.
+    """
     for path, module in modules_of(model).items():
-        wraps = {name: functools.partial(wrap, path, name) for name in METHODS if has_method(type(module), name)}
+        wraps = {
+            name: functools.partial(wrap, path, name)
+            for name in METHODS
+            if has_method(type(module), name)
+        }
         if wraps:
             set_class(module, subclass(type(module), wraps))
     return model
 
 
 def subclass(cls: type, wraps: Mapping[str, Callable[..., Any]], **members: object) -> type:
-    """Returns a subclass in which `wraps[name](method, module, *args, **kwargs)` replaces the method `name`."""
+    """Returns a subclass in which `wraps[name](method, module, *args, **kwargs)` replaces the
+    method `name`.
+    """
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     methods = {name: _wrapped(getattr(cls, name), wrap) for name, wrap in wraps.items()}
     members["_jaxtp_original"] = getattr(cls, "_jaxtp_original", cls)
@@ -67,12 +81,16 @@ def original_class(module: nnx.Module) -> type:
 
 
 def loads_shards(module: nnx.Module) -> bool:
-    """Returns whether a module is a layer of jaxtp, or a subclass: it loads its shards by the specs it declares."""
+    """Returns whether a module is a layer of jaxtp, or a subclass: it loads its shards by the
+    specs it declares.
+    """
     return any(base.__module__.startswith("jaxtp.") for base in original_class(module).__mro__)
 
 
 def has_method(cls: type, name: str) -> bool:
-    """Returns whether a class has a method; `hasattr` would also find `__call__` of the metaclass."""
+    """Returns whether a class has a method; `hasattr` would also find `__call__` of the
+    metaclass.
+    """
     return any(name in vars(base) for base in cls.__mro__)
 
 
@@ -90,7 +108,8 @@ class ModuleInfo:
 
     module: nnx.Module
     paths: tuple[str, ...]  # several if the module is shared; `""` is the model itself
-    parameters: dict[str, nnx.Param[Any]]  # by name, also in containers; without parameters of submodules
+    # by name, also in containers; without parameters of submodules
+    parameters: dict[str, nnx.Param[Any]]
 
     @property
     def path(self) -> str:
@@ -105,7 +124,11 @@ class ModuleInfo:
 
 def find_modules(model: nnx.Module) -> list[ModuleInfo]:
     """Returns each module once, outermost first, without containers."""
-    modules = [(path, node) for path, node in modules_of(model).items() if not isinstance(node, nnx.List | nnx.Dict)]
+    modules = [
+        (path, node)
+        for path, node in modules_of(model).items()
+        if not isinstance(node, nnx.List | nnx.Dict)
+    ]
     aliases = [list(map(dotted, group)) for group in nnx.find_duplicates(model)]
     return [
         ModuleInfo(module, _with_aliases(path, aliases), by_dotted_path(_parameters(module)))
@@ -123,7 +146,9 @@ def _with_aliases(path: str, aliases: list[list[str]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(paths))
 
 
-def _parameters(node: object, outer: tuple[object, ...] = ()) -> Iterator[tuple[tuple[object, ...], nnx.Param[Any]]]:
+def _parameters(
+    node: object, outer: tuple[object, ...] = ()
+) -> Iterator[tuple[tuple[object, ...], nnx.Param[Any]]]:
     if isinstance(node, list | tuple):
         node = dict(enumerate(node))
     for name, value in (node if isinstance(node, dict) else vars(node)).items():

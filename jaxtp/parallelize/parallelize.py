@@ -1,7 +1,8 @@
 """`parallelize`: splits any Flax NNX model over a mesh by a plan.
 
-A function that builds the model is traced and compiled, which initialises its arrays sharded. `original_model` undoes
-`parallelize` on an abstract copy, so that `jaxtp explain` can apply the plan on any other mesh.
+A function that builds the model is traced and compiled, which initialises its arrays sharded.
+`original_model` undoes `parallelize` on an abstract copy, so that `jaxtp explain` can apply the
+plan on any other mesh.
 """
 
 import types
@@ -20,7 +21,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtp.config.hints import by_dotted_path, dotted
 from jaxtp.config.python_object import signature_of
 from jaxtp.mesh import MeshError, check_axes, mesh_sizes
-from jaxtp.parallelize.module_wrappers import Model, ModuleInfo, find_modules, original_class, set_class
+from jaxtp.parallelize.module_wrappers import (
+    Model,
+    ModuleInfo,
+    find_modules,
+    original_class,
+    set_class,
+)
 from jaxtp.parallelize.plan import Plan, PlanError, is_inside, matches
 from jaxtp.parallelize.run_styles import role_of, swap_class
 from jaxtp.parallelize.styles import Compute, Style
@@ -31,7 +38,10 @@ Build = Callable[[], nnx.Module]
 DECLARED = "declared_sharding"
 """Metadata of a split parameter: the spec that its model declares, or None."""
 
-_LINEN = "linen keeps parameters outside of its modules, so there is nothing to split: port it to Flax NNX"
+_LINEN = (
+    "linen keeps parameters outside of its modules, so there is nothing to split: port it to "
+    "Flax NNX"
+)
 
 
 def parallelize(
@@ -43,16 +53,19 @@ def parallelize(
 ) -> Model:
     """Splits a Flax NNX model over a mesh by a plan, without changing its code.
 
-    The model still works on global arrays, and every mesh computes the same numbers. Paths of modules and parameters
-    stay; modules get subclasses. Call the model under `jax.set_mesh(mesh)`; without a mesh it runs its original code.
+    The model still works on global arrays, and every mesh computes the same numbers. Paths of
+    modules and parameters stay; modules get subclasses. Call the model under `jax.set_mesh(mesh)`;
+    without a mesh it runs its original code.
 
     Args:
-      model: a model, changed in place; or a function that returns one, which is compiled, so no device ever holds the
-        whole model.
-      plan: styles by pattern of module paths (`plan.py`): `{"blocks.*.mlp.up": Colwise()}`. Other modules run unchanged
-        on their shard of the batch. Splits that parameters declare (`out_sharding`) stay if the mesh divides them.
+      model: a model, changed in place; or a function that returns one, which is compiled, so no
+        device ever holds the whole model.
+      plan: styles by pattern of module paths (`plan.py`): `{"blocks.*.mlp.up": Colwise()}`. Other
+        modules run unchanged on their shard of the batch. Splits that parameters declare
+        (`out_sharding`) stay if the mesh divides them.
       mesh: by default the mesh in context; an abstract mesh for abstract models (`nnx.eval_shape`).
-      fsdp: also split parameters over fsdp and cp, along the largest dim divisible by fsdp * cp; gathered before use.
+      fsdp: also split parameters over fsdp and cp, along the largest dim divisible by fsdp * cp;
+        gathered before use.
 
     Raises:
       PlanError: the plan does not fit the model or the mesh; the model is unchanged.
@@ -70,7 +83,8 @@ def parallelize(
 def original_model(model: nnx.Module | Build) -> tuple[nnx.Module, dict[str, Style], bool]:
     """Undoes `parallelize` on an abstract copy of a model, or of the model that a function returns.
 
-    Returns the copy, the styles by module path, and whether fsdp split parameters (True for other models).
+    Returns the copy, the styles by module path, and whether fsdp split parameters (True for other
+    models).
     """
     copy = abstract_model(model)
     modules = find_modules(copy)
@@ -92,9 +106,14 @@ def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
             concrete = jax.sharding.get_mesh()
             mesh = mesh if concrete.empty else concrete
     if not isinstance(mesh, Mesh | AbstractMesh):
-        raise MeshError(f"parallelize takes a mesh, such as jaxtp.make_mesh(fsdp=2, tp=4), not {mesh!r}")
+        raise MeshError(
+            f"parallelize takes a mesh, such as jaxtp.make_mesh(fsdp=2, tp=4), not {mesh!r}"
+        )
     if mesh.empty:
-        raise MeshError("parallelize needs a mesh: call it under jax.set_mesh(jaxtp.make_mesh(...)), or pass mesh=")
+        raise MeshError(
+            "parallelize needs a mesh: call it under jax.set_mesh(jaxtp.make_mesh(...)), or "
+            "pass mesh="
+        )
     check_axes(mesh)
     return mesh
 
@@ -102,7 +121,8 @@ def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
 def _apply_plan(model: nnx.Module, plan: Plan, sizes: Mapping[str, int], fsdp: bool) -> None:
     by_dotted_path(nnx.to_flat_state(nnx.state(model)))  # refuses two variables with one path
     modules = find_modules(model)
-    module_plans, dtypes = validate_plan(modules, plan, sizes, fsdp=fsdp), list(_dtypes(modules, plan))
+    module_plans = validate_plan(modules, plan, sizes, fsdp=fsdp)
+    dtypes = list(_dtypes(modules, plan))
     for module, dtype in dtypes:
         module.dtype = dtype
     for module_plan in module_plans:
@@ -120,13 +140,22 @@ def _dtypes(modules: Sequence[ModuleInfo], plan: Plan) -> Iterator[tuple[Any, np
         if not isinstance(entry, Compute):
             continue
         outer = [path for info in modules for path in info.paths if matches(pattern, path)]
-        within = [info.module for info in modules if any(is_inside(p, each) for p in info.paths for each in outer)]
+        within = [
+            info.module
+            for info in modules
+            if any(is_inside(p, each) for p in info.paths for each in outer)
+        ]
         if not (layers := [module for module in within if hasattr(module, "dtype")]):
-            raise PlanError(f"{pattern!r}: no module that it matches has an attribute dtype, as Flax's layers have")
+            raise PlanError(
+                f"{pattern!r}: no module that it matches has an attribute dtype, as Flax's "
+                "layers have"
+            )
         try:
             dtype = jnp.dtype(entry.dtype)
         except TypeError:
-            raise PlanError(f"{pattern!r}: {entry.dtype!r} is not a dtype, such as 'bfloat16'") from None
+            raise PlanError(
+                f"{pattern!r}: {entry.dtype!r} is not a dtype, such as 'bfloat16'"
+            ) from None
         yield from ((module, dtype) for module in layers)
 
 
@@ -149,7 +178,9 @@ def _put(value: object, sharding: NamedSharding) -> Any:
     return jax.device_put(value, sharding)
 
 
-def _initialise_sharded(build: Callable[[], Model], plan: Plan, mesh: Mesh | AbstractMesh, fsdp: bool) -> Model:
+def _initialise_sharded(
+    build: Callable[[], Model], plan: Plan, mesh: Mesh | AbstractMesh, fsdp: bool
+) -> Model:
     abstract = abstract_model(build)
     _apply_plan(abstract, plan, mesh_sizes(mesh), fsdp)
     graph, state = nnx.split(abstract)
@@ -162,8 +193,8 @@ def abstract_model(model: nnx.Module | Build) -> nnx.Module:
     """Returns a copy of a model, or the model that a function builds, without arrays.
 
     Raises:
-      PlanError: the function takes arguments, draws from outside RNG state, needs an array's value, or hides an array
-        from Flax.
+      PlanError: the function takes arguments, draws from outside RNG state, needs an array's value,
+        or hides an array from Flax.
     """
     if isinstance(model, nnx.Module):
         return _merge_abstract(*nnx.split(model))
@@ -179,24 +210,31 @@ def abstract_model(model: nnx.Module | Build) -> nnx.Module:
         state = jax.eval_shape(create)
     except TraceContextError as error:
         raise PlanError(
-            "the function that builds the model draws from RNG state outside of it; create that state inside: "
+            "the function that builds the model draws from RNG state outside of it; create that "
+            "state inside: "
             f"parallelize(lambda: Model(nnx.Rngs(0)), plan) ({error})"
         ) from None
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise PlanError(
-            "the function that builds the model needs the value of an array while it is traced; compute it with "
-            f"NumPy, or build the model first and pass it to parallelize ({str(error).splitlines()[0]})"
+            "the function that builds the model needs the value of an array while it is traced; "
+            "compute it with "
+            "NumPy, or build the model first and pass it to parallelize "
+            f"({str(error).splitlines()[0]})"
         ) from error
     return _merge_abstract(graphs[-1], state)
 
 
 def arrays_of(build: Build) -> tuple[Any, ...]:
-    """Returns the arrays of the model that a function builds, in the order of its state; call it under `jax.jit`."""
+    """Returns the arrays of the model that a function builds, in the order of its state; call it
+    under `jax.jit`.
+    """
     return tuple(jax.tree.leaves(nnx.state(_build(build))))
 
 
 def _check_build(build: object) -> None:
-    if isinstance(build, linen.Module) or (isinstance(build, type) and issubclass(build, linen.Module)):
+    if isinstance(build, linen.Module) or (
+        isinstance(build, type) and issubclass(build, linen.Module)
+    ):
         name = getattr(build, "__name__", type(build).__name__)
         raise PlanError(f"{name} is a linen module; {_LINEN}")
     if not callable(build):
@@ -206,7 +244,8 @@ def _check_build(build: object) -> None:
             signature.bind()
     except TypeError as error:
         raise PlanError(
-            f"a function that builds a model is called without arguments, and {build!r} is {error}; write "
+            f"a function that builds a model is called without arguments, and {build!r} is "
+            f"{error}; write "
             "lambda: Model(..., rngs=nnx.Rngs(0))"
         ) from None
 
@@ -217,7 +256,10 @@ def _build(build: Build) -> nnx.Module:
         model: Any = build()
     if not isinstance(model, nnx.Module):
         reason = f"; {_LINEN}" if isinstance(model, linen.Module) else ""
-        raise PlanError(f"the function returns a {type(model).__name__}, and should return an nnx.Module{reason}")
+        raise PlanError(
+            f"the function returns a {type(model).__name__}, and should return an "
+            f"nnx.Module{reason}"
+        )
     mark_arrays_as_data(model)
     for _, variable in nnx.iter_graph(model):
         if isinstance(variable, nnx.Variable) and eager:
@@ -243,7 +285,9 @@ def _merge_abstract(graph: Any, state: nnx.State) -> nnx.Module:
 
 
 def mark_arrays_as_data(model: nnx.Module) -> None:
-    """Marks arrays in module attributes as data; otherwise Flax treats traced arrays as constants."""
+    """Marks arrays in module attributes as data; otherwise Flax treats traced arrays as
+    constants.
+    """
     for _, node in list(nnx.iter_graph(model)):
         for name, value in list(vars(node).items()) if isinstance(node, nnx.Pytree) else ():
             if isinstance(value, jax.Array | np.ndarray):  # also tracers
@@ -252,8 +296,10 @@ def mark_arrays_as_data(model: nnx.Module) -> None:
     for path, node in nnx.iter_graph(model):
         if any(id(array) not in seen for array in _tracers(node)):
             raise PlanError(
-                f"the function builds a model in which {dotted(path)} contains an array that Flax treats "
-                "as a constant. Wrap containers of arrays in nnx.data(...). If a function captures an array, store it "
+                f"the function builds a model in which {dotted(path)} contains an array that "
+                "Flax treats "
+                "as a constant. Wrap containers of arrays in nnx.data(...). If a function captures "
+                "an array, store it "
                 "as an attribute of the module instead"
             )
 
@@ -265,5 +311,6 @@ def _tracers(node: object) -> Iterator[jax.core.Tracer]:
         yield from _tracers(node.func)
     elif isinstance(node, types.FunctionType):
         cells = node.__closure__ or ()
-        values = (cell.cell_contents for cell in cells if cell != types.CellType())  # an empty cell has no contents
+        # an empty cell has no contents
+        values = (cell.cell_contents for cell in cells if cell != types.CellType())
     yield from (value for value in values if isinstance(value, jax.core.Tracer))

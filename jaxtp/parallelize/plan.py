@@ -1,7 +1,7 @@
 """Plans: match patterns with module paths, and format styles.
 
-A path joins names with dots: `blocks.0.attn.query`. In a pattern `*` matches a name or a part of it (`w*`), `**` any
-number of names, `{a,b}` either name.
+A path joins names with dots: `blocks.0.attn.query`. In a pattern `*` matches a name or a part of it
+(`w*`), `**` any number of names, `{a,b}` either name.
 """
 
 import difflib
@@ -28,7 +28,9 @@ def expand_braces(pattern: str) -> list[str]:
     match = re.search(r"\{([^{}]*)\}", pattern)
     if match is None:
         return [pattern]
-    parts = (pattern[: match.start()] + choice + pattern[match.end() :] for choice in match[1].split(","))
+    parts = (
+        pattern[: match.start()] + choice + pattern[match.end() :] for choice in match[1].split(",")
+    )
     return [expanded for part in parts for expanded in expand_braces(part)]
 
 
@@ -52,7 +54,9 @@ def _match(pattern: tuple[str, ...], names: tuple[str, ...]) -> bool:
         return not names
     if pattern[0] == "**":
         return _match(pattern[1:], names) or (bool(names) and _match(pattern, names[1:]))
-    return bool(names) and fnmatch.fnmatchcase(names[0], pattern[0]) and _match(pattern[1:], names[1:])
+    return (
+        bool(names) and fnmatch.fnmatchcase(names[0], pattern[0]) and _match(pattern[1:], names[1:])
+    )
 
 
 def assign_styles(
@@ -72,7 +76,9 @@ def assign_styles(
     for pattern, entry in plan.items():
         style = entry.style if isinstance(entry, Compute) else entry
         if not isinstance(pattern, str):
-            raise PlanError(f"{pattern!r} is not a pattern; a pattern is a string such as 'blocks.*.mlp.up'")
+            raise PlanError(
+                f"{pattern!r} is not a pattern; a pattern is a string such as 'blocks.*.mlp.up'"
+            )
         if isinstance(style, type) and issubclass(style, Style):
             raise PlanError(f"{pattern!r}: {style.__name__} is a class; write {style.__name__}()")
         if isinstance(style, Style):
@@ -83,7 +89,9 @@ def assign_styles(
         try:
             hash(style)
         except TypeError:
-            raise PlanError(f"{pattern!r}: {style}: write layouts of several arguments as a tuple") from None
+            raise PlanError(
+                f"{pattern!r}: {style}: write layouts of several arguments as a tuple"
+            ) from None
         if not any(matches(pattern, path) for path in paths):
             raise PlanError(_no_match(pattern, paths, list(parameters)))
     return [_style_of(styles, aliases) for aliases in modules]
@@ -103,13 +111,20 @@ def _style_of(plan: Mapping[str, Style], paths: Sequence[str]) -> tuple[str, Sty
 
 
 def _no_match(pattern: str, paths: list[str], parameters: list[str]) -> str:
-    parameter = next((p for p in parameters if any(matches(pattern, prefix) for prefix in _prefixes(p))), None)
+    parameter = next(
+        (p for p in parameters if any(matches(pattern, prefix) for prefix in _prefixes(p))), None
+    )
     if parameter is not None:
         owner = next(prefix for prefix in _prefixes(parameter) if prefix in paths)
         where = repr(owner) if owner else "'', the model itself"
         return f"{pattern!r} matches a parameter; give the style to its module: {where}"
-    near = difflib.get_close_matches(pattern, [path for path in paths if path], n=3, cutoff=0.3) or paths[1:4]
-    return f"{pattern!r} matches no module; nearest: {', '.join(map(repr, near)) or 'there are none'}"
+    near = (
+        difflib.get_close_matches(pattern, [path for path in paths if path], n=3, cutoff=0.3)
+        or paths[1:4]
+    )
+    return (
+        f"{pattern!r} matches no module; nearest: {', '.join(map(repr, near)) or 'there are none'}"
+    )
 
 
 def _prefixes(path: str) -> list[str]:
@@ -120,7 +135,9 @@ def _prefixes(path: str) -> list[str]:
 def format_style(style: Style) -> str:
     """Formats a style as Python code."""
     values = [(field.name, getattr(style, field.name)) for field in fields(style)]
-    changed = [pair for pair, field in zip(values, fields(style), strict=True) if pair[1] != field.default]
+    changed = [
+        pair for pair, field in zip(values, fields(style), strict=True) if pair[1] != field.default
+    ]
     positional = changed == values[: len(changed)]
     arguments = [str(value) if positional else f"{name}={value}" for name, value in changed]
     return f"{type(style).__name__}({', '.join(arguments)})"
@@ -147,7 +164,8 @@ def patterns_for(values: Mapping[str, object]) -> dict[str, str]:
         if path not in chosen:
             candidates = _candidate_patterns(path)
             first = next((pattern for pattern in candidates if fits(pattern, path)), candidates[-1])
-            pattern = [other for other in candidates if matching[other] == matching[first]][-1]  # with the fewest `*`
+            # with the fewest `*`
+            pattern = [other for other in candidates if matching[other] == matching[first]][-1]
             chosen |= dict.fromkeys(matching[first], pattern)
     return {path: chosen[path] for path in values}
 

@@ -1,8 +1,10 @@
-"""Runs parallel modules: each gets a subclass for its style. Without a mesh in context it runs the original code.
+"""Runs parallel modules: each gets a subclass for its style. Without a mesh in context it runs the
+original code.
 
-A stock module's method runs on shards: a copy of the module with this device's parameters and sizes runs Flax's code.
-The split letter (`stock.py`) decides the communication: if the result has the letter, it is split by columns; if not,
-each device has a partial sum. Other modules run on global arrays with gathered parameters.
+A stock module's method runs on shards: a copy of the module with this device's parameters and sizes
+runs Flax's code. The split letter (`stock.py`) decides the communication: if the result has the
+letter, it is split by columns; if not, each device has a partial sum. Other modules run on global
+arrays with gathered parameters.
 """
 
 import functools
@@ -72,7 +74,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Role:
     """How a module runs in a parallel model."""
 
-    style: Style | None  # with None, its code is unchanged, and its parameters are gathered over fsdp and cp
+    # with None, its code is unchanged, and its parameters are gathered over fsdp and cp
+    style: Style | None
     fsdp: bool  # its parameters are stored split over fsdp and cp
     context: bool  # it is in a `ContextParallel` module
 
@@ -90,37 +93,51 @@ def swap_class(module: nnx.Module, role: Role) -> None:
 @functools.cache
 def _class_for(cls: type, role: Role) -> type:
     runs = {"__call__": _call} | ({"attend": _attend} if issubclass(cls, nnx.Embed) else {})
-    wraps = {name: functools.partial(_run, functools.partial(run, cls, role)) for name, run in runs.items()}
+    wraps = {
+        name: functools.partial(_run, functools.partial(run, cls, role))
+        for name, run in runs.items()
+    }
     return subclass(cls, wraps, _jaxtp_role=role)
 
 
-def _run(parallel: Callable[..., Any], original: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
+def _run(
+    parallel: Callable[..., Any], original: Callable[..., Any], /, *args: object, **kwargs: object
+) -> Any:
     return (original if current_mesh() is None else parallel)(*args, **kwargs)
 
 
 def _call(cls: type, role: Role, module: nnx.Module, /, *args: object, **kwargs: object) -> Any:
-    style, context = role.style, role.context
+    style = role.style
+    context = role.context
     if isinstance(style, ContextParallel):
         args, kwargs = _split_sequence(cls, style, args, kwargs)
     if isinstance(style, PrepareInput):
         args, kwargs = _prepare_arguments(cls, style, args, kwargs, context)
     result = _compute(cls, role, module, *args, **kwargs)
     if isinstance(style, PrepareOutput):
-        return change_layouts(result, style.output_layouts, style.desired_output_layouts, context=context)
+        return change_layouts(
+            result, style.output_layouts, style.desired_output_layouts, context=context
+        )
     if isinstance(style, SequenceParallel):
-        return change_layout(result, Shard(style.sequence_dim), style.output_layouts, context=context)
+        return change_layout(
+            result, Shard(style.sequence_dim), style.output_layouts, context=context
+        )
     return result
 
 
-def _split_sequence(cls: type, style: ContextParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def _split_sequence(
+    cls: type, style: ContextParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments:
     name = _first_argument(cls)
     x: Any = args[0] if args else kwargs.get(name)
     if axis_size(CP) == 1 or not hasattr(x, "dtype"):
         return args, kwargs
     if x.ndim < 2 or (x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.inexact)):
         raise ValueError(
-            f"{cls.__name__} as ContextParallel takes ids [B, T] or an activation [B, T, ...], whose T is split over "
-            f"cp={axis_size(CP)}; its first argument is {x.dtype}{list(x.shape)}, which has no sequence: use cp=1"
+            f"{cls.__name__} as ContextParallel takes ids [B, T] or an activation [B, T, ...], "
+            "whose T is split over "
+            f"cp={axis_size(CP)}; its first argument is {x.dtype}{list(x.shape)}, which has no "
+            "sequence: use cp=1"
         )
     check_divides(f"{cls.__name__} as ContextParallel", x.shape, PartitionSpec(None, CONTEXT))
     if isinstance(x, Copies) or not (leading := leading_axes(x.shape, 2, 2, context=True)):
@@ -136,17 +153,22 @@ def _prepare_arguments(
     desired = as_tuple(style.desired_input_layouts)
     if any(layout is not None for layout in desired[len(args) :]):
         raise TypeError(
-            f"{cls.__name__} as {style} was called with {len(args)} positional arguments; for keyword arguments use "
+            f"{cls.__name__} as {style} was called with {len(args)} positional arguments; for "
+            "keyword arguments use "
             "input_kwarg_layouts and desired_input_kwarg_layouts"
         )
     args = change_layouts(args, style.input_layouts, desired, context=context)
-    before, after = style.input_kwarg_layouts or {}, style.desired_input_kwarg_layouts or {}
-    return args, {k: change_layout(v, before.get(k), after.get(k), context=context) for k, v in kwargs.items()}
+    before = style.input_kwarg_layouts or {}
+    after = style.desired_input_kwarg_layouts or {}
+    return args, {
+        k: change_layout(v, before.get(k), after.get(k), context=context) for k, v in kwargs.items()
+    }
 
 
 def _compute(cls: type, role: Role, module: nnx.Module, /, *args: object, **kwargs: object) -> Any:
     if not args and (name := _first_argument(cls)) in kwargs:
-        args, kwargs = (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
+        args = (kwargs[name],)
+        kwargs = {k: v for k, v in kwargs.items() if k != name}
     equation = {name: value for name, value in kwargs.items() if name == "einsum_str"}
     dims = signature(module, **equation) if args and not _has_arrays((args[1:], kwargs)) else None
     splits = isinstance(role.style, Colwise | Rowwise)
@@ -158,7 +180,9 @@ def _compute(cls: type, role: Role, module: nnx.Module, /, *args: object, **kwar
     def method(local: nnx.Module, x: object) -> Any:
         return cls.__call__(local, x, *args[1:], **kwargs)  # type: ignore[operator]
 
-    return _ShardedCall(module, method, dims, role, resolve_style(role.style, dims), _call_name(cls, role))(args[0])
+    return _ShardedCall(
+        module, method, dims, role, resolve_style(role.style, dims), _call_name(cls, role)
+    )(args[0])
 
 
 @functools.cache
@@ -179,10 +203,14 @@ def _attend(cls: type, role: Role, module: nnx.Embed, /, query: object, **kwargs
     elif style.letter == "d":
         style = ResolvedStyle("d", Shard(ATTEND.inputs["d"]), Replicate())
     attend = functools.partial(cls.attend, **kwargs)  # type: ignore[attr-defined]
-    return _ShardedCall(module, attend, ATTEND, role, style, f"{_call_name(cls, role)}_attend")(query)
+    return _ShardedCall(module, attend, ATTEND, role, style, f"{_call_name(cls, role)}_attend")(
+        query
+    )
 
 
-def _on_global_arrays(cls: type, role: Role, module: nnx.Module, /, *args: object, **kwargs: object) -> Any:
+def _on_global_arrays(
+    cls: type, role: Role, module: nnx.Module, /, *args: object, **kwargs: object
+) -> Any:
     convolves = issubclass(cls, nnx.Conv | nnx.ConvTranspose) and axis_size(CP) > 1 and bool(args)
     if convolves:
         args = (_unsplit_window_dims(module, args[0]), *args[1:])
@@ -197,8 +225,9 @@ def _on_global_arrays(cls: type, role: Role, module: nnx.Module, /, *args: objec
 
 
 def _unsplit_window_dims(module: Any, x: Any) -> Array:
-    # Splits only the batch. Otherwise XLA splits the other dims over cp, and multiplies the kernel's gradient by the
-    # number of replicas along the other axes (an openxla bug, seen in jaxlib 0.10 and 0.12).
+    # Splits only the batch. Otherwise XLA splits the other dims over cp, and multiplies the
+    # kernel's gradient by the number of replicas along the other axes (an openxla bug, seen in
+    # jaxlib 0.10 and 0.12).
     x = jnp.asarray(x)
     leading = leading_axes(x.shape, len(module.kernel_size) + 2, context=False)
     divides = bool(leading) and x.shape[0] % axis_size(*BATCH) == 0
@@ -214,14 +243,18 @@ def _gathered_parameters(module: nnx.Module, role: Role) -> Iterator[None]:
     try:
         yield
     finally:
-        vars(module).update({n: before[n] for n, value in changed.items() if vars(module).get(n) is value})
+        vars(module).update(
+            {n: before[n] for n, value in changed.items() if vars(module).get(n) is value}
+        )
 
 
 def _gather(value: object) -> Any:
     if isinstance(value, nnx.Param):
         spec = declared_spec(value, value.ndim)
         split = dim_over(STORAGE, spec) is not None
-        return value.replace(gather_weight(value[...], spec, gathered_spec(spec))) if split else value
+        return (
+            value.replace(gather_weight(value[...], spec, gathered_spec(spec))) if split else value
+        )
     if not isinstance(value, CONTAINERS):
         return value
     leaves, tree = jax.tree.flatten(value, is_leaf=lambda leaf: leaf is not value)
@@ -236,7 +269,8 @@ def _leading_axes(shape: tuple[int, ...], dims: Signature, role: Role) -> Leadin
 
 
 def _runs_on_shards(module: nnx.Module, x: Any, dims: Signature, role: Role) -> bool:
-    # Rows without a sequence are replicated over cp. The compiler splits products whose specs the model declares.
+    # Rows without a sequence are replicated over cp. The compiler splits products whose specs the
+    # model declares.
     shape = x.shape if isinstance(x, Copies) else jnp.shape(x)
     divides = bool(_leading_axes(shape, dims, role)) and shape[0] % axis_size(*BATCH) == 0
     specs = [declared_spec(value, value.ndim) for value in parameters_of(module, dims).values()]
@@ -244,7 +278,10 @@ def _runs_on_shards(module: nnx.Module, x: Any, dims: Signature, role: Role) -> 
 
 
 def _has_arrays(tree: object) -> bool:
-    return any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Copies)))
+    return any(
+        hasattr(leaf, "dtype")
+        for leaf in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Copies))
+    )
 
 
 def _call_name(cls: type, role: Role) -> str:
@@ -262,7 +299,11 @@ class ResolvedStyle:
 
     def tp_dim(self, letters: str) -> int | None:
         """Returns the dim of a parameter that tp splits."""
-        return letters.index(self.letter) if self.letter is not None and self.letter in letters else None
+        return (
+            letters.index(self.letter)
+            if self.letter is not None and self.letter in letters
+            else None
+        )
 
 
 def resolve_style(style: Style | None, dims: Signature) -> ResolvedStyle:
@@ -272,7 +313,9 @@ def resolve_style(style: Style | None, dims: Signature) -> ResolvedStyle:
         return ResolvedStyle(dims.column, style.input_layouts, style.output_layouts or split)
     if isinstance(style, Rowwise) and dims.row:
         dim = dims.inputs.get(dims.row)
-        return ResolvedStyle(dims.row, Replicate() if dim is None else Shard(dim), style.output_layouts)
+        return ResolvedStyle(
+            dims.row, Replicate() if dim is None else Shard(dim), style.output_layouts
+        )
     layout = Shard(style.sequence_dim) if isinstance(style, SequenceParallel) else Replicate()
     return ResolvedStyle(None, layout, layout)
 
@@ -293,18 +336,33 @@ class _ShardedCall:
         has_copies = isinstance(x, Copies) and x.copies is not None and self.splits_columns
         x = x if has_copies else jnp.asarray(x)
         leading = _leading_axes(x.shape, self.dims, self.role)
-        # If all token axes split the input, the body gathers the stored shards; otherwise they are gathered before it.
+        # If all token axes split the input, the body gathers the stored shards; otherwise they are
+        # gathered before it.
         gathers_in_body = {axis for axes in leading for axis in axes} == set(TOKENS)
-        parameters, sizes = parameters_of(self.module, self.dims), mesh_sizes(current_mesh())
+        parameters = parameters_of(self.module, self.dims)
+        sizes = mesh_sizes(current_mesh())
         weights = {name: parameter[...] for name, parameter in parameters.items()}
         tp_dims = {name: self.style.tp_dim(self.dims.params[name]) for name in parameters}
-        specs = {n: stored_spec(p, p.ndim, tp_dims[n], sizes, fsdp=self.role.fsdp) for n, p in parameters.items()}
-        specs = specs if gathers_in_body else {name: gathered_spec(spec) for name, spec in specs.items()}
-        split = Shard(self.dims.outputs[self.style.letter or ""]) if self.splits_columns else self.style.output_layout
+        specs = {
+            n: stored_spec(p, p.ndim, tp_dims[n], sizes, fsdp=self.role.fsdp)
+            for n, p in parameters.items()
+        }
+        specs = (
+            specs
+            if gathers_in_body
+            else {name: gathered_spec(spec) for name, spec in specs.items()}
+        )
+        split = (
+            Shard(self.dims.outputs[self.style.letter or ""])
+            if self.splits_columns
+            else self.style.output_layout
+        )
         out_spec = activation_spec(split, x.ndim + self.dims.more_dims, leading)
-        in_spec, array = activation_spec(self.style.input_layout, x.ndim, leading), x
+        in_spec = activation_spec(self.style.input_layout, x.ndim, leading)
+        array = x
         if has_copies:
-            in_spec, array = PartitionSpec(TP, *x.spec), x.copies
+            in_spec = PartitionSpec(TP, *x.spec)
+            array = x.copies
         body = functools.partial(self.body, specs if gathers_in_body else None, has_copies)
         run = device_view(body, self.name, in_specs=(in_spec, *specs.values()), out_specs=out_spec)
         y = run(array, *weights.values())
@@ -326,21 +384,40 @@ class _ShardedCall:
     def post_reduction_params(self) -> list[str]:
         """Parameters without the summed letter (a bias), added once after the reduction."""
         sums = self.style.letter is not None and not self.splits_columns
-        return [name for name in self.params if sums and self.style.tp_dim(self.dims.params[name]) is None]
+        return [
+            name
+            for name in self.params
+            if sums and self.style.tp_dim(self.dims.params[name]) is None
+        ]
 
-    def body(self, specs: Mapping[str, PartitionSpec] | None, has_copies: bool, x: Array, *shards: Array) -> Array:
+    def body(
+        self, specs: Mapping[str, PartitionSpec] | None, has_copies: bool, x: Array, *shards: Array
+    ) -> Array:
         if self.splits_columns:
-            x = x[0] if has_copies else enter_parallel(x, split_dim(self.style.input_layout, x.ndim))
-        weights = {n: self.load(n, shard, specs) for n, shard in zip(self.params, shards, strict=True)}
-        local = self.local_module({n: w for n, w in weights.items() if n not in self.post_reduction_params})
+            x = (
+                x[0]
+                if has_copies
+                else enter_parallel(x, split_dim(self.style.input_layout, x.ndim))
+            )
+        weights = {
+            n: self.load(n, shard, specs) for n, shard in zip(self.params, shards, strict=True)
+        }
+        local = self.local_module(
+            {n: w for n, w in weights.items() if n not in self.post_reduction_params}
+        )
         if self.style.letter is None or self.splits_columns:
             return self.method(local, x)
         is_lookup = isinstance(self.module, nnx.Embed) and not self.dims.inputs
-        y = _masked_lookup(self.method, local, x, self.module.num_embeddings) if is_lookup else self.method(local, x)
+        y = (
+            _masked_lookup(self.method, local, x, self.module.num_embeddings)
+            if is_lookup
+            else self.method(local, x)
+        )
         dim = split_dim(self.style.output_layout, y.ndim)
         if dim is not None and y.shape[dim] % axis_size(TP):
             raise ValueError(
-                f"{self.name}: dim {dim} of its {self.style.output_layout} result is {y.shape[dim]}, not divisible by "
+                f"{self.name}: dim {dim} of its {self.style.output_layout} result is "
+                f"{y.shape[dim]}, not divisible by "
                 f"tp={axis_size(TP)}"
             )
         y = leave_parallel(y, dim)
@@ -353,11 +430,19 @@ class _ShardedCall:
             return shard
         # Casts to the compute dtype before the gather, which then sends fewer bytes.
         casts = self.module.dtype is not None and self.module.promote_dtype is promote_dtype
-        layout = self.style.output_layout if name in self.post_reduction_params else self.style.input_layout
+        layout = (
+            self.style.output_layout
+            if name in self.post_reduction_params
+            else self.style.input_layout
+        )
         compute = self.module.dtype if casts else shard.dtype
         dtypes = WeightDtypes(compute, jnp.promote_types(shard.dtype, jnp.float32), compute)
-        used_by_all_tp = dim_over(TP, specs[name]) is None and (self.splits_columns or isinstance(layout, Shard))
-        layout_of_weight = WeightLayout(fsdp_dim=dim_over(STORAGE, specs[name]), used_by_all_tp=used_by_all_tp)
+        used_by_all_tp = dim_over(TP, specs[name]) is None and (
+            self.splits_columns or isinstance(layout, Shard)
+        )
+        layout_of_weight = WeightLayout(
+            fsdp_dim=dim_over(STORAGE, specs[name]), used_by_all_tp=used_by_all_tp
+        )
         return load_weight(shard, dtypes, layout_of_weight)
 
     def local_module(self, weights: Mapping[str, Array]) -> nnx.Module:
@@ -370,8 +455,13 @@ class _ShardedCall:
             local.use_bias = False
         for name, letters in self.dims.attributes.items():
             if (dim := self.style.tp_dim(letters)) is not None:
-                sizes, tp = getattr(local, name), axis_size(TP)
-                divided = sizes // tp if isinstance(sizes, int) else (*sizes[:dim], sizes[dim] // tp, *sizes[dim + 1 :])
+                sizes = getattr(local, name)
+                tp = axis_size(TP)
+                divided = (
+                    sizes // tp
+                    if isinstance(sizes, int)
+                    else (*sizes[:dim], sizes[dim] // tp, *sizes[dim + 1 :])
+                )
                 setattr(local, name, divided)
         return local
 
@@ -385,11 +475,15 @@ class _ShardedCall:
         split = split_dim(self.style.output_layout, y.ndim)
         if split not in dims:
             return weight
-        return lax.dynamic_slice_in_dim(weight, axis_index(TP) * y.shape[split], y.shape[split], split)
+        return lax.dynamic_slice_in_dim(
+            weight, axis_index(TP) * y.shape[split], y.shape[split], split
+        )
 
 
 def _masked_lookup(method: Callable[..., Array], local: Any, ids: Array, vocabulary: int) -> Array:
-    """Looks up ids in this device's rows; ids of other rows give zeros. Invalid ids behave as in Flax."""
+    """Looks up ids in this device's rows; ids of other rows give zeros. Invalid ids behave as in
+    Flax.
+    """
     ids = jnp.where(ids < 0, ids + vocabulary, ids)
     rows = local.num_embeddings
     position = ids - axis_index(TP) * rows

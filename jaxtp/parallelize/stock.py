@@ -1,7 +1,8 @@
 """Signatures of Flax's stock modules: a letter for each dim, as in an einsum.
 
-`nnx.Linear` is `...i, io -> ...o`. Column layers split a letter of the result, without a reduction. Row layers split
-another letter, and sum over it. Modules without a signature run on global arrays (`run_styles.py`).
+`nnx.Linear` is `...i, io -> ...o`. Column layers split a letter of the result, without a reduction.
+Row layers split another letter, and sum over it. Modules without a signature run on global arrays
+(`run_styles.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -24,10 +25,12 @@ class Signature:
     outputs: Mapping[str, int]  # dim of each letter in the result
     column: str | None = None  # the letter that `Colwise` splits; None if the style does not fit
     row: str | None = None  # the letter that `Rowwise` splits; None if the style does not fit
-    attributes: Mapping[str, str] = field(default_factory=dict)  # letters of the sizes in each attribute
+    # letters of the sizes in each attribute
+    attributes: Mapping[str, str] = field(default_factory=dict)
 
     more_dims: int = 0  # dims of the result minus dims of the input
-    batch_ndim: int | None = 2  # dim 0 of an input of at least this many dims is a batch; None: the module mixes rows
+    # dim 0 of an input of at least this many dims is a batch; None: the module mixes rows
+    batch_ndim: int | None = 2
     mixes_positions: bool = False  # a result depends on several positions along dim 1 of the input
 
     def keeps_positions(self, ndim: int) -> bool:
@@ -39,12 +42,15 @@ class Signature:
     def sizes(self, module: nnx.Module) -> dict[str, int]:
         """Returns the global size of each letter that has an attribute."""
         values = ((getattr(module, name), letters) for name, letters in self.attributes.items())
-        pairs = (zip(letters, (v,) if isinstance(v, int) else v, strict=True) for v, letters in values)
+        pairs = (
+            zip(letters, (v,) if isinstance(v, int) else v, strict=True) for v, letters in values
+        )
         return {letter: size for pair in pairs for letter, size in pair}
 
 
 def signature(module: nnx.Module, **kwargs: object) -> Signature | None:
-    """Returns the signature of a stock module, or a subclass with the same `__call__`; None for others.
+    """Returns the signature of a stock module, or a subclass with the same `__call__`; None for
+    others.
 
     If the module declares specs, a style fits only if it splits the same letter over tp.
     """
@@ -60,12 +66,17 @@ def _as_declared(module: nnx.Module, dims: Signature) -> Signature:
     splits = [
         (letter, axes_of(entry))
         for name, parameter in parameters_of(module, dims).items()
-        for letter, entry in zip(dims.params[name], declared_spec(parameter, len(dims.params[name])), strict=True)
+        for letter, entry in zip(
+            dims.params[name], declared_spec(parameter, len(dims.params[name])), strict=True
+        )
         if entry
     ]
 
     def fits(style: str | None) -> bool:
-        return all(axes == (TP,) if letter == style else set(axes) <= set(STORAGE) for letter, axes in splits)
+        return all(
+            axes == (TP,) if letter == style else set(axes) <= set(STORAGE)
+            for letter, axes in splits
+        )
 
     column, row = (letter if fits(letter) else None for letter in (dims.column, dims.row))
     return replace(dims, column=column, row=row)
@@ -89,17 +100,25 @@ def why_not_split(module: nnx.Module) -> str:
     cls = original_class(module)
     kind = next((kind for kind in _READERS if issubclass(cls, kind)), None)
     if issubclass(cls, nnx.bridge.ToNNX):
-        return "it wraps a linen module, whose layers have no paths here; tp splits the layers of Flax NNX"
+        return (
+            "it wraps a linen module, whose layers have no paths here; tp splits the layers of "
+            "Flax NNX"
+        )
     if kind is None:
         return ""
     if cls.__call__ is not kind.__call__:
         return f"it is an nnx.{kind.__name__} with its own __call__, which jaxtp cannot split"
     if isinstance(module, nnx.Conv) and module.feature_group_count != 1:
-        return f"it is grouped (feature_group_count={module.feature_group_count}), and tp would split its groups"
+        return (
+            f"it is grouped (feature_group_count={module.feature_group_count}), and tp would "
+            "split its groups"
+        )
     if isinstance(module, nnx.Conv) and module.mask is not None:
         return "its kernel is masked, and tp would not split the mask"
     if isinstance(module, nnx.LinearGeneral) and module.batch_axis:
-        return f"it has a kernel for each index of a batch dim (batch_axis={dict(module.batch_axis)})"
+        return (
+            f"it has a kernel for each index of a batch dim (batch_axis={dict(module.batch_axis)})"
+        )
     if declared := ", ".join(f"{name} as {spec}" for name, spec in declared_specs(module).items()):
         return f"it declares {declared}, and this style splits another dim"
     if isinstance(module, nnx.Einsum):
@@ -139,7 +158,9 @@ def _einsum(module: nnx.Einsum, einsum_str: str | None = None) -> Signature | No
         return None
     ins = [letter for letter in kernel if letter in data and letter not in result]
     outs = [letter for letter in kernel if letter in result and letter not in data]
-    bias = "".join(letter for letter in result if letter in kernel) if module.bias is not None else ""
+    bias = (
+        "".join(letter for letter in result if letter in kernel) if module.bias is not None else ""
+    )
     if len(module.bias_shape or bias) != len(bias):
         return None
     keeps_rows = data[0] == result[0] and data[0] not in kernel
@@ -160,7 +181,8 @@ def _positions(operand: str, letters: str) -> dict[str, int]:
     # After an ellipsis, dims count from the end.
     before, dots, after = operand.partition("...")
     if not dots:
-        before, after = "", operand
+        before = ""
+        after = operand
     positions = {letter: i for i, letter in enumerate(before)}
     positions |= {letter: i - len(after) for i, letter in enumerate(after)}
     return {letter: dim for letter, dim in positions.items() if letter in letters}
@@ -192,7 +214,8 @@ def _norm(module: nnx.LayerNorm | nnx.RMSNorm) -> Signature | None:
     last = all(axes in (-1, (-1,)) for axes in (module.reduction_axes, module.feature_axes))
     if not last or module.axis_name is not None:
         return None
-    params = {name: "d" for name in ("scale", "bias") if hasattr(module, name)}  # nnx.RMSNorm has no bias
+    # nnx.RMSNorm has no bias
+    params = {name: "d" for name in ("scale", "bias") if hasattr(module, name)}
     return Signature(params, {"d": -1}, {"d": -1}, attributes={"num_features": "d"})
 
 

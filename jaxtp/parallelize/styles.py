@@ -1,7 +1,8 @@
 """Layouts of activations over tp, and the styles of a plan.
 
-Names and arguments follow `torch.distributed.tensor`, whose styles convert between DTensors and local tensors. Here
-arrays are global, and a layout says how tp splits a module's arguments or results.
+Names and arguments follow `torch.distributed.tensor`, whose styles convert between DTensors and
+local tensors. Here arrays are global, and a layout says how tp splits a module's arguments or
+results.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,8 @@ class Shard:
 class Replicate:
     """Every device of a tp group has the whole array.
 
-    As a style, it replicates parameters on every device, also over fsdp, and the code runs unchanged.
+    As a style, it replicates parameters on every device, also over fsdp, and the code runs
+    unchanged.
     """
 
 
@@ -35,8 +37,9 @@ class Colwise:
 
     Args:
       input_layouts: `Replicate()`, or `Shard(dim)`, which is gathered (`Shard(1)` is the sequence).
-      output_layouts: None leaves features split without communication (the last dim of `nnx.Linear`; the heads of an
-        `nnx.LinearGeneral` with features `(heads, head_dim)`). `Replicate()` gathers.
+      output_layouts: None leaves features split without communication (the last dim of
+        `nnx.Linear`; the heads of an `nnx.LinearGeneral` with features `(heads, head_dim)`).
+        `Replicate()` gathers.
     """
 
     input_layouts: Layout = Replicate()
@@ -45,12 +48,14 @@ class Colwise:
 
 @dataclass(frozen=True)
 class Rowwise:
-    """Splits a linear map by input features, an embedding by vocabulary, and sums the partial results.
+    """Splits a linear map by input features, an embedding by vocabulary, and sums the partial
+    results.
 
     Args:
-      input_layouts: None expects features split as in the result of `Colwise` (ids are whole). `Replicate()` slices the
-        input and all-gathers its gradient.
-      output_layouts: `Replicate()` (all-reduce) or `Shard(dim)` (reduce-scatter); `Shard(1)` is the sequence.
+      input_layouts: None expects features split as in the result of `Colwise` (ids are whole).
+        `Replicate()` slices the input and all-gathers its gradient.
+      output_layouts: `Replicate()` (all-reduce) or `Shard(dim)` (reduce-scatter); `Shard(1)` is the
+        sequence.
     """
 
     input_layouts: Layout | None = None
@@ -59,9 +64,11 @@ class Rowwise:
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """Runs a norm or dropout on tokens split over tp along `sequence_dim`, with parameters replicated over tp.
+    """Runs a norm or dropout on tokens split over tp along `sequence_dim`, with parameters
+    replicated over tp.
 
-    `output_layouts=Replicate()` gathers the result once for all layers that read it; None leaves it split.
+    `output_layouts=Replicate()` gathers the result once for all layers that read it; None leaves it
+    split.
     """
 
     sequence_dim: int = 1
@@ -70,10 +77,11 @@ class SequenceParallel:
 
 @dataclass(frozen=True)
 class PrepareInput:
-    """Changes the layout of a module's arguments before the call, from `input_*` to `desired_input_*`.
+    """Changes the layout of a module's arguments before the call, from `input_*` to
+    `desired_input_*`.
 
-    `Replicate()` gathers an argument once, and reduces its gradient once, for all column layers that read it (q, k and
-    v; gate and up). Otherwise each layer does both for itself.
+    `Replicate()` gathers an argument once, and reduces its gradient once, for all column layers
+    that read it (q, k and v; gate and up). Otherwise each layer does both for itself.
 
     `input_layouts` has a layout for each positional argument, or for the first.
     """
@@ -104,10 +112,11 @@ class PrepareInputOutput(PrepareInput, PrepareOutput):
 class ContextParallel(PrepareInputOutput):
     """Splits sequences over cp in a module and its submodules; layouts as in `PrepareInputOutput`.
 
-    The first argument is ids `[B, T]` or an activation `[B, T, ...]`. Position-wise layers (linear maps, norms,
-    embeddings) run on `T / cp` tokens per device in any style. Code that mixes positions (attention) runs on global
-    arrays that the compiler gathers. `nnx.Conv` gets whole sequences; give them to `jax.lax` convolutions too,
-    because the compiler computes wrong gradients for split sequences. With cp=1 it changes nothing.
+    The first argument is ids `[B, T]` or an activation `[B, T, ...]`. Position-wise layers (linear
+    maps, norms, embeddings) run on `T / cp` tokens per device in any style. Code that mixes
+    positions (attention) runs on global arrays that the compiler gathers. `nnx.Conv` gets whole
+    sequences; give them to `jax.lax` convolutions too, because the compiler computes wrong
+    gradients for split sequences. With cp=1 it changes nothing.
     """
 
 
@@ -126,10 +135,11 @@ Style = (
 
 @dataclass(frozen=True)
 class Compute:
-    """Computes a module and its submodules in a dtype, where they have an attribute `dtype`, as Flax's layers do.
+    """Computes a module and its submodules in a dtype, where they have an attribute `dtype`, as
+    Flax's layers do.
 
-    Parameters keep their dtype. A later pattern of a plan overrides: `{"": Compute("bfloat16"), "head":
-    Compute("float32", Colwise())}`.
+    Parameters keep their dtype. A later pattern of a plan overrides:
+    `{"": Compute("bfloat16"), "head": Compute("float32", Colwise())}`.
     """
 
     dtype: str

@@ -1,7 +1,8 @@
 """Validates a plan, and decides how each module runs and stores its parameters. Changes nothing.
 
-Types do not show which arrays have a sequence, so a mesh with cp needs `ContextParallel`. Inside it, modules that mix
-positions, or have no sequence, run on global arrays with gathered weights, replicated over cp.
+Types do not show which arrays have a sequence, so a mesh with cp needs `ContextParallel`. Inside
+it, modules that mix positions, or have no sequence, run on global arrays with gathered weights,
+replicated over cp.
 """
 
 import inspect
@@ -46,18 +47,33 @@ class ModulePlan:
 def validate_plan(
     modules: Sequence[ModuleInfo], plan: Plan, sizes: Mapping[str, int], *, fsdp: bool
 ) -> list[ModulePlan]:
-    """Returns each module's role and its parameters' specs; a PlanError says why the plan does not fit."""
+    """Returns each module's role and its parameters' specs; a PlanError says why the plan does
+    not fit.
+    """
     _check_axes(modules)
-    parameters = [f"{info.path}.{name}".removeprefix(".") for info in modules for name in info.parameters]
+    parameters = [
+        f"{info.path}.{name}".removeprefix(".") for info in modules for name in info.parameters
+    ]
     assigned = assign_styles(plan, [info.paths for info in modules], parameters)
     signatures = {info.path: signature(info.module) for info in modules}
-    stacks = {info.path: _stacked_dims(info.module, dims) for info in modules if (dims := signatures[info.path])}
+    stacks = {
+        info.path: _stacked_dims(info.module, dims)
+        for info in modules
+        if (dims := signatures[info.path])
+    }
     styled = list(zip(modules, assigned, strict=True))
-    context = [path for info, (_, style) in styled if isinstance(style, ContextParallel) for path in info.paths]
+    context = [
+        path
+        for info, (_, style) in styled
+        if isinstance(style, ContextParallel)
+        for path in info.paths
+    ]
     plans = []
     for info, (pattern, style) in styled:
         dims = signatures[info.path]
-        stack = stacks[info.path] if info.path in stacks else _nearest_stacked_dims(info.path, stacks)
+        stack = (
+            stacks[info.path] if info.path in stacks else _nearest_stacked_dims(info.path, stacks)
+        )
         is_in_context = any(is_inside(path, outer) for path in info.paths for outer in context)
         role = Role(style, fsdp and not isinstance(style, Replicate), is_in_context)
         try:
@@ -67,8 +83,10 @@ def validate_plan(
             raise PlanError(f"{where}{info.path!r} ({info.kind}) {error}") from None
     if sizes[CP] > 1 and not context and any(plan.role and plan.info.parameters for plan in plans):
         raise PlanError(
-            f"cp={sizes[CP]} divides sequences, and the plan does not say in which modules; give ContextParallel() to "
-            "the module that takes ids [B, T] or activations [B, T, ...], usually the model itself: "
+            f"cp={sizes[CP]} divides sequences, and the plan does not say in which modules; give "
+            "ContextParallel() to "
+            "the module that takes ids [B, T] or activations [B, T, ...], usually the model "
+            "itself: "
             "{'': ContextParallel(), ...}; a model without sequences needs a mesh with cp=1"
         )
     _check_tied(plans)
@@ -76,9 +94,13 @@ def validate_plan(
 
 
 def parameter_specs(plans: Sequence[ModulePlan]) -> list[tuple[nnx.Param, PartitionSpec]]:
-    """Returns each parameter once with its spec; for tied parameters, a module with a signature decides."""
+    """Returns each parameter once with its spec; for tied parameters, a module with a signature
+    decides.
+    """
     ordered = sorted(plans, key=lambda plan: plan.signature is not None)
-    specs = {id(p): (p, plan.specs[name]) for plan in ordered for name, p in plan.info.parameters.items()}
+    specs = {
+        id(p): (p, plan.specs[name]) for plan in ordered for name, p in plan.info.parameters.items()
+    }
     return list(specs.values())
 
 
@@ -90,7 +112,8 @@ def _stacked_dims(module: nnx.Module, dims: Signature) -> tuple[int, ...]:
 
 
 def _nearest_stacked_dims(path: str, stacks: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-    # A module without a signature takes the stacked dims of the nearest stock modules, inside or around it.
+    # A module without a signature takes the stacked dims of the nearest stock modules, inside or
+    # around it.
     while path:
         inside = {stack for other, stack in stacks.items() if is_inside(other, path)}
         if inside:
@@ -100,23 +123,37 @@ def _nearest_stacked_dims(path: str, stacks: dict[str, tuple[int, ...]]) -> tupl
 
 
 def _plan_module(
-    info: ModuleInfo, role: Role, dims: Signature | None, stack: tuple[int, ...], sizes: Mapping[str, int]
+    info: ModuleInfo,
+    role: Role,
+    dims: Signature | None,
+    stack: tuple[int, ...],
+    sizes: Mapping[str, int],
 ) -> ModulePlan:
-    style, is_called = role.style, has_method(original_class(info.module), "__call__")
+    style = role.style
+    is_called = has_method(original_class(info.module), "__call__")
     if role_of(info.module) is not None:
         raise PlanError("is parallel already; pass the original model to parallelize, and one plan")
-    declared = {name: declared_spec(parameter, parameter.ndim) for name, parameter in info.parameters.items()}
+    declared = {
+        name: declared_spec(parameter, parameter.ndim)
+        for name, parameter in info.parameters.items()
+    }
     exact = {
-        n for n, p in info.parameters.items() if p.get_metadata().get("out_sharding") and loads_shards(info.module)
+        n
+        for n, p in info.parameters.items()
+        if p.get_metadata().get("out_sharding") and loads_shards(info.module)
     }
     if style is not None:
         _check_layouts(style)
         if not isinstance(style, Replicate) and not is_called:
-            raise PlanError(f"cannot be {type(style).__name__}: it has no __call__{_submodules(info)}")
+            raise PlanError(
+                f"cannot be {type(style).__name__}: it has no __call__{_submodules(info)}"
+            )
         if isinstance(style, PrepareInput | PrepareOutput):
             _check_keywords(info, style)
         elif exact or (isinstance(style, Replicate) and any(map(any, declared.values()))):
-            raise PlanError(f"cannot be {type(style).__name__}: it declares the specs of its parameters itself")
+            raise PlanError(
+                f"cannot be {type(style).__name__}: it declares the specs of its parameters itself"
+            )
         else:
             _check_fits(info, style, dims)
         _check_sizes(info, style, dims, stack, sizes)
@@ -139,30 +176,53 @@ def _check_axes(modules: Sequence[ModuleInfo]) -> None:
         for info in modules
         for name, parameter in info.parameters.items()
     }
-    names = {axis: path for path, spec in specs.items() for entry in spec for axis in axes_of(entry)}
+    names = {
+        axis: path for path, spec in specs.items() for entry in spec for axis in axes_of(entry)
+    }
     if unknown := sorted(names.keys() - set(AXES)):
-        first, rules = names[unknown[0]], ", ".join(f"({axis!r}, ...)" for axis in unknown)
+        first = names[unknown[0]]
+        rules = ", ".join(f"({axis!r}, ...)" for axis in unknown)
         raise PlanError(
-            f"the model declares splits over {', '.join(map(repr, unknown))}: {first} is {specs[first]}, but the mesh "
-            f"axes are {', '.join(AXES)}. Map the names: flax.core.spmd.set_logical_axis_rules([{rules}])"
+            f"the model declares splits over {', '.join(map(repr, unknown))}: {first} is "
+            f"{specs[first]}, but the mesh "
+            f"axes are {', '.join(AXES)}. Map the names: "
+            f"flax.core.spmd.set_logical_axis_rules([{rules}])"
         )
 
 
-def _exact_spec(name: str, parameter: nnx.Param, spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
+def _exact_spec(
+    name: str, parameter: nnx.Param, spec: PartitionSpec, sizes: Mapping[str, int]
+) -> PartitionSpec:
     for dim, entry in enumerate(spec):
         num_parts = parts(sizes, axes_of(entry))
         if parameter.shape[dim] % num_parts:
             shape = tuple(parameter.shape)
-            raise PlanError(f"declares {name} {shape} as {spec}; {num_parts} does not divide dim {dim}")
+            raise PlanError(
+                f"declares {name} {shape} as {spec}; {num_parts} does not divide dim {dim}"
+            )
     return spec
 
 
 def _check_layouts(style: Style) -> None:
-    layouts = [layout for field in fields(style) if "layouts" in field.name for layout in _layouts(field.name, style)]
+    layouts = [
+        layout
+        for field in fields(style)
+        if "layouts" in field.name
+        for layout in _layouts(field.name, style)
+    ]
     if Shard(0) in layouts or (isinstance(style, SequenceParallel) and style.sequence_dim == 0):
-        raise PlanError(f"cannot be {style}: dim 0 is the batch, which dp and fsdp split; the sequence is Shard(1)")
-    if isinstance(style, PrepareInput | PrepareOutput) and not isinstance(style, ContextParallel) and not layouts:
-        raise PlanError(f"cannot be {type(style).__name__}() without desired layouts: it would change nothing")
+        raise PlanError(
+            f"cannot be {style}: dim 0 is the batch, which dp and fsdp split; the sequence is "
+            "Shard(1)"
+        )
+    if (
+        isinstance(style, PrepareInput | PrepareOutput)
+        and not isinstance(style, ContextParallel)
+        and not layouts
+    ):
+        raise PlanError(
+            f"cannot be {type(style).__name__}() without desired layouts: it would change nothing"
+        )
 
 
 def _layouts(name: str, style: Style) -> Iterator[Shard | Replicate]:
@@ -171,8 +231,12 @@ def _layouts(name: str, style: Style) -> Iterator[Shard | Replicate]:
         value = tuple(value.values())
     for layout in value if isinstance(value, tuple) else (value,):
         if isinstance(layout, type):
-            raise PlanError(f"has {name}={layout.__name__}, which is a class; write {layout.__name__}(...)")
-        if not isinstance(layout, Shard | Replicate | None) or not isinstance(getattr(layout, "dim", 0), int):
+            raise PlanError(
+                f"has {name}={layout.__name__}, which is a class; write {layout.__name__}(...)"
+            )
+        if not isinstance(layout, Shard | Replicate | None) or not isinstance(
+            getattr(layout, "dim", 0), int
+        ):
             raise PlanError(f"has {name}={layout!r}; a layout is Shard(dim) or Replicate()")
         if layout is not None:
             yield layout
@@ -202,28 +266,37 @@ def _check_keywords(info: ModuleInfo, style: PrepareInput | PrepareOutput) -> No
     parameters = inspect.signature(original_class(info.module).__call__).parameters  # type: ignore[operator]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if unknown := [name for name in names if name not in parameters and not takes_any]:
-        raise PlanError(f"has no argument {unknown[0]!r}; nearest: {', '.join(map(repr, list(parameters)[1:]))}")
+        raise PlanError(
+            f"has no argument {unknown[0]!r}; nearest: {', '.join(map(repr, list(parameters)[1:]))}"
+        )
 
 
 def _check_sizes(
-    info: ModuleInfo, style: Style, dims: Signature | None, stack: tuple[int, ...], sizes: Mapping[str, int]
+    info: ModuleInfo,
+    style: Style,
+    dims: Signature | None,
+    stack: tuple[int, ...],
+    sizes: Mapping[str, int],
 ) -> None:
     if dims is None or (letter := resolve_style(style, dims).letter) is None:
         return
     global_sizes = dims.sizes(info.module)
-    tp, size = sizes[TP], global_sizes[letter]
+    tp = sizes[TP]
+    size = global_sizes[letter]
     attribute = next(name for name, letters in dims.attributes.items() if letter in letters)
     if size % tp:
         fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 2 * tp)
         raise PlanError(
-            f"has {attribute} of {size} for {type(style).__name__} to split, not divisible by tp={tp}; "
+            f"has {attribute} of {size} for {type(style).__name__} to split, not divisible by "
+            f"tp={tp}; "
             f"nearest: {' or '.join(map(str, nearest_multiples(size, tp)))}, or tp {fits}"
         )
     for name, parameter in info.parameters.items():
         expected = tuple(global_sizes[letter] for letter in dims.params.get(name, ""))
         if tuple(parameter.shape[len(stack) :]) != expected:
             raise PlanError(
-                f"has {name} of shape {tuple(parameter.shape)}, but its attributes say {expected}: layers may be "
+                f"has {name} of shape {tuple(parameter.shape)}, but its attributes say {expected}: "
+                "layers may be "
                 "stacked along dim 0 only (nnx.vmap with out_axes=0)"
             )
 
@@ -234,7 +307,11 @@ def _check_tied(plans: Sequence[ModulePlan]) -> None:
     for plan in plans:
         follows = plan.signature is None and plan.role is not None and plan.role.style is None
         for name, parameter in plan.info.parameters.items() if not follows else ():
-            path, spec = f"{plan.info.path}.{name}", plan.specs[name]
+            path = f"{plan.info.path}.{name}"
+            spec = plan.specs[name]
             other, expected = first.setdefault(id(parameter), (path, spec))
             if spec != expected:
-                raise PlanError(f"{other!r} and {path!r} are one tied parameter, split as {expected} and as {spec}")
+                raise PlanError(
+                    f"{other!r} and {path!r} are one tied parameter, split as {expected} and "
+                    f"as {spec}"
+                )

@@ -72,8 +72,9 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command.
 
     Returns:
-      Exit code: 0; `train.stopped_exit_code` after a signal; 2 for a user's mistake; 3 for a non-finite number or
-      silent corruption; 74 if files could not be written; 75 if another process was lost; 130 for a second Ctrl-C.
+      Exit code: 0; `train.stopped_exit_code` after a signal; 2 for a user's mistake; 3 for a
+      non-finite number or silent corruption; 74 if files could not be written; 75 if another
+      process was lost; 130 for a second Ctrl-C.
     """
     silence_orbax()
     return run_and_report(lambda: entry.attempt(PROGRAM, lambda: _train(argv), INTERRUPTED))
@@ -86,7 +87,8 @@ def _train(argv: Sequence[str]) -> int:
 
         bind = _bind(argv)
         join_processes(bind=bind)
-    with raise_everywhere(partial(watch, bind)):  # flags first: they determine the number of virtual devices
+    # flags first: they determine the number of virtual devices
+    with raise_everywhere(partial(watch, bind)):
         config, startup_log = COMMAND.load(argv, _resolved)
         require_writable("--json", config.json)
         require_picture("--plot", config.plot)
@@ -103,9 +105,14 @@ def _resolved(config: RunCommand, explicit: Set[str]) -> tuple[RunCommand, list[
 
 
 def _bind(argv: Sequence[str]) -> str | None:
-    # `launch.bind` is needed before the processes meet; mistakes in the flags are reported afterwards.
+    # `launch.bind` is needed before the processes meet; mistakes in the flags are reported
+    # afterwards.
     nowhere = io.StringIO()
-    with suppress(UserError, OSError, SystemExit), redirect_stdout(nowhere), redirect_stderr(nowhere):
+    with (
+        suppress(UserError, OSError, SystemExit),
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+    ):
         return COMMAND.load(argv)[0].launch.bind
     return None
 

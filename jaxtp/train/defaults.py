@@ -1,9 +1,11 @@
 """Defaults that depend on the initial weights and the devices.
 
-The defaults of `TrainConfig` suit the tiny run on a CPU: its learning rate would destroy a trained model, few models
-fit its mesh, and its dtype leaves most of a GPU unused. Explicit settings, and a resumed run's, never change.
+The defaults of `TrainConfig` suit the tiny run on a CPU: its learning rate would destroy a trained
+model, few models fit its mesh, and its dtype leaves most of a GPU unused. Explicit settings, and a
+resumed run's, never change.
 
-Only the command, which reads the settings, knows which are explicit. A `TrainConfig` made in Python stays as it is.
+Only the command, which reads the settings, knows which are explicit. A `TrainConfig` made in Python
+stays as it is.
 """
 
 import math
@@ -20,7 +22,15 @@ from jax.sharding import Mesh
 
 from jaxtp.checkpoint.storage import Info, newest_info
 from jaxtp.config.console import size_text
-from jaxtp.config.schema import ConfigError, expand, leaves, nested, replace_nested, to_plain, validate
+from jaxtp.config.schema import (
+    ConfigError,
+    expand,
+    leaves,
+    nested,
+    replace_nested,
+    to_plain,
+    validate,
+)
 from jaxtp.data.manifest import DatasetError, read_manifest
 from jaxtp.distributed.agreement import is_multiprocess
 from jaxtp.distributed.allocator import choose_allocator
@@ -54,7 +64,9 @@ if TYPE_CHECKING:
 
 WARMUP = 0.03  # Warm-up of a trained model, as a fraction of the steps
 
-BATCH_SIZE, COMPUTE, RUN_DIR = "data.global_batch_size", "model.precision.compute", "run.dir"
+BATCH_SIZE = "data.global_batch_size"
+COMPUTE = "model.precision.compute"
+RUN_DIR = "run.dir"
 VIRTUAL_KIND = "virtual CPU devices"
 
 
@@ -66,7 +78,8 @@ class DeviceInfo:
     per_process: int
     bfloat16: bool  # whether bfloat16 products are faster than float32 ones
     kind: str  # name for messages
-    memory: float | None = None  # bytes of each device that JAX may allocate; None if unknown, as on CPUs
+    # bytes of each device that JAX may allocate; None if unknown, as on CPUs
+    memory: float | None = None
     platform: str = "cpu"  # as returned by `architecture_of`; decides the kernels
 
 
@@ -106,10 +119,16 @@ def resolve_defaults(
         defaults.choose_vocabulary()
     else:
         defaults.choose_folder(source.path)
-    resumed = newest_info(defaults.config.run.dir) if source.path is not None or COMPUTE not in explicit else None
+    resumed = (
+        newest_info(defaults.config.run.dir)
+        if source.path is not None or COMPUTE not in explicit
+        else None
+    )
     for name, value, reason in source.defaults(defaults.config, resumed):
         defaults.choose(name, value, reason)
-    if source.path is not None and any(block.selection_bias for block in defaults.config.model.block_kinds()):
+    if source.path is not None and any(
+        block.selection_bias for block in defaults.config.model.block_kinds()
+    ):
         defaults.choose("train.selection_bias_rate", 0.0, "a trained model's experts are balanced")
     defaults.choose_mesh(source.path is not None, resumed, devices)
     defaults.choose_steps(source)
@@ -121,7 +140,8 @@ def resolve_defaults(
 
 
 def settings_of_run(settings: Mapping[str, object], task: Task) -> tuple[TrainConfig, list[str]]:
-    """Returns the configuration of settings by dotted name, with defaults filled in, and lines with their reasons.
+    """Returns the configuration of settings by dotted name, with defaults filled in, and lines with
+    their reasons.
 
     Raises:
       ConfigError: unknown or invalid settings, or one that names a part of the task.
@@ -145,19 +165,27 @@ def settings_of_run(settings: Mapping[str, object], task: Task) -> tuple[TrainCo
 def _no_sizes(mesh: Mesh) -> str:
     # A run chooses the devices itself, so a mesh of others cannot be taken for its sizes alone.
     used = [f"{axis}={size}" for axis, size in mesh.shape.items() if axis in AXES and size > 1]
-    return f'mesh is a jax.sharding.Mesh, and a run makes its own, of given sizes: mesh="{",".join(used) or "dp=1"}"'
+    return (
+        "mesh is a jax.sharding.Mesh, and a run makes its own, of given sizes: "
+        f'mesh="{",".join(used) or "dp=1"}"'
+    )
 
 
 class _Defaults(Generic[AnyConfig]):
-    """A configuration whose defaults are chosen one after the other, and lines with their reasons."""
+    """A configuration whose defaults are chosen one after the other, and lines with their
+    reasons.
+    """
 
     def __init__(self, config: AnyConfig, explicit: Set[str]):
-        self.config, self.explicit = config, explicit
+        self.config = config
+        self.explicit = explicit
         self.lines: list[str] = []
 
     def choose(self, name: str, value: object, reason: str = "") -> None:
         """Sets a setting, unless the user set any part of it, or brings what replaces it."""
-        if not is_replaced(self.config, name) and not any(f"{each}.".startswith(f"{name}.") for each in self.explicit):
+        if not is_replaced(self.config, name) and not any(
+            f"{each}.".startswith(f"{name}.") for each in self.explicit
+        ):
             self.override(name, value, reason)
 
     def override(self, name: str, value: object, reason: str = "") -> None:
@@ -169,7 +197,9 @@ class _Defaults(Generic[AnyConfig]):
     def choose_folder(self, source: Path) -> None:
         # The default folder belongs to a run with random weights.
         path = Path(os.path.realpath(source))  # tolerates a link to itself
-        name = path.parents[1].name if path.parent.name in ("snapshots", "checkpoints") else path.name
+        name = (
+            path.parents[1].name if path.parent.name in ("snapshots", "checkpoints") else path.name
+        )
         self.choose(RUN_DIR, Path("runs") / f"{name}-tuned", f"for runs that begin with {source}")
 
     def choose_for_own_model(self, build: str, devices: DeviceInfo | None) -> None:
@@ -182,48 +212,74 @@ class _Defaults(Generic[AnyConfig]):
         sizes = mesh_shape(**{axis: self.config.mesh.sizes[axis] for axis in axes})
         reason = "other axes are 1"
         if not axes and resumed is not None:
-            sizes, reason = mesh_shape(**resumed["mesh"]), f"as the run in {self.config.run.dir} has it"
+            sizes = mesh_shape(**resumed["mesh"])
+            reason = f"as the run in {self.config.run.dir} has it"
         elif not axes:
             devices = devices or probe_devices(sizes)
             is_virtual = devices.kind == VIRTUAL_KIND
             sizes = sizes if is_virtual else mesh_shape(fsdp=devices.count)
-            reason = f"{devices.kind} share the cores, so one is enough" if is_virtual else f"all {devices.kind}"
+            reason = (
+                f"{devices.kind} share the cores, so one is enough"
+                if is_virtual
+                else f"all {devices.kind}"
+            )
         self.override("mesh", self.config.mesh.of_sizes(sizes))
         self.lines.append(f"mesh = {describe_mesh(sizes)}: {reason}")
 
     def choose_vocabulary(self) -> None:
         # Enlarges the vocabulary of a new model to fit its data; unreadable data is reported later.
-        sizes, data = {}, self.config.data
+        sizes = {}
+        data = self.config.data
         for folder in (path for path in (data.path, *map(Path, data.mixture)) if path is not None):
             with suppress(DatasetError, ConfigError):
                 sizes[folder] = read_manifest(expand(folder)).tokenizer.vocab_size
-        if sizes and sizes[folder := max(sizes, key=sizes.__getitem__)] > self.config.model.vocab_size:
+        if (
+            sizes
+            and sizes[folder := max(sizes, key=sizes.__getitem__)] > self.config.model.vocab_size
+        ):
             self.choose("model.vocab_size", sizes[folder], f"the vocabulary of {folder}")
 
-    def choose_mesh(self, has_model: bool, resumed: Info | None, devices: DeviceInfo | None) -> None:
-        # Also the compute dtype, which changes the memory of a mesh, and the batch size, which the mesh has to divide.
+    def choose_mesh(
+        self, has_model: bool, resumed: Info | None, devices: DeviceInfo | None
+    ) -> None:
+        # Also the compute dtype, which changes the memory of a mesh, and the batch size, which the
+        # mesh has to divide.
         axes = {axis for axis in AXES if f"mesh.{axis}" in self.explicit}
         own_batches = self.config.data.batches is not None
-        any_batch = has_model and resumed is None and BATCH_SIZE not in self.explicit and not own_batches
+        any_batch = (
+            has_model and resumed is None and BATCH_SIZE not in self.explicit and not own_batches
+        )
         free_mesh = len(axes) < len(AXES) or any_batch
         if not free_mesh and COMPUTE in self.explicit:
             return
         sizes = self.config.mesh.sizes
         explicit_or_one = mesh_shape(**{axis: sizes[axis] for axis in axes})
         smallest = {axis: max(size, 1) for axis, size in explicit_or_one.items()}
-        if any(problems(with_divisible_batch(self.config, smallest) if any_batch else self.config, smallest)):
+        if any(
+            problems(
+                with_divisible_batch(self.config, smallest) if any_batch else self.config, smallest
+            )
+        ):
             if has_model:  # so that `open_mesh` blames the explicit sizes alone
                 self.override("mesh", self.config.mesh.of_sizes(explicit_or_one))
             if devices is None:  # before JAX's backend starts
                 return
         others = mesh_shape() if resumed is None else mesh_shape(**resumed["mesh"])
-        mesh = {axis: others[axis] if has_model and axis not in axes else size for axis, size in sizes.items()}
+        mesh = {
+            axis: others[axis] if has_model and axis not in axes else size
+            for axis, size in sizes.items()
+        }
         devices = devices or probe_devices(mesh)
         self.choose_compute(has_model, resumed, devices)
         if not free_mesh:
             return
-        of_devices, batch = f"of {devices.count} {devices.kind}", None
-        reason = of_devices if not has_model or resumed is None else f"as the run in {self.config.run.dir} has it"
+        of_devices = f"of {devices.count} {devices.kind}"
+        batch = None
+        reason = (
+            of_devices
+            if not has_model or resumed is None
+            else f"as the run in {self.config.run.dir} has it"
+        )
         use_all = has_model and resumed is None and -1 not in mesh.values()
         if use_all or not fits(self.config, mesh, devices):
             if (found := best_mesh(self.config, axes, devices, any_batch=any_batch)) is None:
@@ -234,8 +290,14 @@ class _Defaults(Generic[AnyConfig]):
                 reason = f"{of_devices}, the mesh that lacks the least memory, {size_text(missing)}"
             elif devices.count == 1:
                 is_virtual = devices.kind == VIRTUAL_KIND
-                reason = f"{devices.kind} share the cores, so one is enough" if is_virtual else "the only device"
-        chosen = self.config.mesh.of_sizes({axis: size for axis, size in mesh.items() if axis not in axes})
+                reason = (
+                    f"{devices.kind} share the cores, so one is enough"
+                    if is_virtual
+                    else "the only device"
+                )
+        chosen = self.config.mesh.of_sizes(
+            {axis: size for axis, size in mesh.items() if axis not in axes}
+        )
         if chosen != self.config.mesh:
             self.override("mesh", chosen)
             self.lines.append(f"mesh = {describe_mesh(chosen.sizes)}: {reason}")
@@ -247,7 +309,8 @@ class _Defaults(Generic[AnyConfig]):
             dtype = resumed["config"]["model"]["precision"]["compute"]
             reason = f"as the run in {self.config.run.dir} has it"
         elif devices.bfloat16:
-            dtype, reason = "bfloat16", f"products are faster in it than in float32, on {devices.kind}"
+            dtype = "bfloat16"
+            reason = f"products are faster in it than in float32, on {devices.kind}"
         else:
             return
         if has_model or dtype != self.config.model.precision.compute:
@@ -291,7 +354,9 @@ def probe_devices(mesh: Mapping[str, int]) -> DeviceInfo:
 
 
 def fits(config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo) -> bool:
-    """Returns whether the run can use the mesh, where one size may be -1, and a step fits the memory."""
+    """Returns whether the run can use the mesh, where one size may be -1, and a step fits the
+    memory.
+    """
     try:
         filled = resolve_sizes(mesh, devices.count)
     except MeshError:  # these sizes do not divide the devices
@@ -301,31 +366,44 @@ def fits(config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo) -> b
 
 def _can_use(config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo) -> bool:
     count = math.prod(mesh.values())
-    enough = count == devices.count or (count < devices.count and devices.per_process == devices.count)
+    enough = count == devices.count or (
+        count < devices.count and devices.per_process == devices.count
+    )
     return enough and not any(problems(config, mesh))
 
 
 def missing_bytes(
-    config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo, arrays: Iterable["StoredArray"] | None = None
+    config: TrainConfig,
+    mesh: Mapping[str, int],
+    devices: DeviceInfo,
+    arrays: Iterable["StoredArray"] | None = None,
 ) -> float:
-    """Returns the bytes that a step lacks on each device, or 0; `arrays` are `stored_arrays(config)`, if known."""
+    """Returns the bytes that a step lacks on each device, or 0; `arrays` are
+    `stored_arrays(config)`, if known.
+    """
     if devices.memory is None:
         return 0.0
     from jaxtp.train.memory import memory_per_device
 
-    return max(0.0, memory_per_device(config, mesh, arrays, platform=devices.platform).total - devices.memory)
+    return max(
+        0.0,
+        memory_per_device(config, mesh, arrays, platform=devices.platform).total - devices.memory,
+    )
 
 
 def with_divisible_batch(config: TrainConfig, mesh: Mapping[str, int]) -> TrainConfig:
     """Rounds the batch size up so that the mesh divides it."""
     divisor = batch_parts(mesh) * config.train.accumulation
-    return replace_nested(config, {BATCH_SIZE: -(-config.data.global_batch_size // divisor) * divisor})
+    return replace_nested(
+        config, {BATCH_SIZE: -(-config.data.global_batch_size // divisor) * divisor}
+    )
 
 
 def best_mesh(
     config: TrainConfig, axes: Set[str], devices: DeviceInfo, *, any_batch: bool
 ) -> tuple[dict[str, int], int, float] | None:
-    """Returns the best mesh with the most devices, its batch size and `missing_bytes`; None if none fits.
+    """Returns the best mesh with the most devices, its batch size and `missing_bytes`; None if none
+    fits.
 
     Args:
       axes: axes whose configured size is fixed; -1 means any size.
@@ -336,20 +414,26 @@ def best_mesh(
     tried = [axis for axis in AXES if axis not in CONTEXT or axis in axes]  # cp only on request
     fixed = {axis: size for axis, size in config.mesh.sizes.items() if axis in axes and size != -1}
     arrays = () if devices.memory is None else stored_arrays(config)
-    use_all = devices.per_process < devices.count or any(config.mesh.sizes[axis] == -1 for axis in axes)
+    use_all = devices.per_process < devices.count or any(
+        config.mesh.sizes[axis] == -1 for axis in axes
+    )
     for count in (devices.count,) if use_all else range(devices.count, 0, -1):
         found = []
         for mesh in fitting_meshes(count, tried):
-            if not fixed.items() <= mesh.items() or devices.per_process % mesh[TP]:  # tp stays inside a process
+            # tp stays inside a process
+            if not fixed.items() <= mesh.items() or devices.per_process % mesh[TP]:
                 continue
             run = with_divisible_batch(config, mesh) if any_batch else config
             if _can_use(run, mesh, devices):
-                missing, pads = missing_bytes(run, mesh, devices, arrays), bool(padded_sizes(config.model, mesh[TP]))
+                missing = missing_bytes(run, mesh, devices, arrays)
+                pads = bool(padded_sizes(config.model, mesh[TP]))
                 sent = sum(costs_of_step(run, mesh).budget.values())
-                found.append((missing, pads, parts(mesh, REPLICAS), run.data.global_batch_size, sent, mesh))
+                found.append(
+                    (missing, pads, parts(mesh, REPLICAS), run.data.global_batch_size, sent, mesh)
+                )
         if found:
-            # Prefers, in order: fewest missing bytes, no padding, most shards of parameters, smallest batch, fewest
-            # bytes sent.
+            # Prefers, in order: fewest missing bytes, no padding, most shards of parameters,
+            # smallest batch, fewest bytes sent.
             missing, *_, batch, _, best = min(found, key=lambda each: each[:5])
             return best, batch, missing
     return None

@@ -1,6 +1,7 @@
 """Sources of initial weights: random numbers, or a trained model (`pretrained.py`).
 
-`resolve` reads `run.init_from`, `model.from_hf` and `model.lora.from`; later code uses the `InitSource`.
+`resolve` reads `run.init_from`, `model.from_hf` and `model.lora.from`; later code uses the
+`InitSource`.
 """
 
 from collections.abc import Iterator, Set
@@ -31,7 +32,8 @@ class InitialState:
     """A run's state before its first step."""
 
     state: nnx.State
-    base: dict[str, str] | None = None  # identity of the frozen model under the adapters, if there are any
+    # identity of the frozen model under the adapters, if there are any
+    base: dict[str, str] | None = None
     description: str = ""
     info: Info | None = None  # of the checkpoint of a user's model that has the weights
 
@@ -46,14 +48,17 @@ class InitSource:
         """Raises ConfigError if the source does not fit the run."""
         if config.model.lora.rank:
             raise ConfigError(
-                f"model.lora.rank={config.model.lora.rank} adds adapters to a trained model; {NAME_MODEL}"
+                f"model.lora.rank={config.model.lora.rank} adds adapters to a trained model; "
+                f"{NAME_MODEL}"
             )
 
     def check_tokenizer(self, made_by: TokenizerInfo) -> None:
         """Raises ConfigError if the data are known to use another tokenizer."""
 
     def defaults(self, config: TrainConfig, resumed: Info | None) -> Iterator[Default]:
-        """Yields settings that suit the model; `resumed` is the info of the run's newest checkpoint."""
+        """Yields settings that suit the model; `resumed` is the info of the run's newest
+        checkpoint.
+        """
         yield from ()
 
     def length_warning(self, config: TrainConfig) -> str | None:
@@ -68,7 +73,9 @@ class InitSource:
         Raises:
           HFError, CheckpointError: unreadable weights, or not the resumed run's.
         """
-        return InitialState(blueprint.create(config.run.seed) if restored is None else restored.state)
+        return InitialState(
+            blueprint.create(config.run.seed) if restored is None else restored.state
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,8 @@ class OwnModelRun(InitSource):
         """Refuses the run's own folder."""
         if self.path == config.run.dir:
             raise ConfigError(
-                f"run.init_from={self.path} is the run in run.dir itself; leave it out to resume that run"
+                f"run.init_from={self.path} is the run in run.dir itself; leave it out to resume "
+                "that run"
             )
 
     def create_state(
@@ -107,11 +115,18 @@ def resolve(config: AnyConfig, explicit: Set[str] = frozenset()) -> tuple[AnyCon
       HFError, CheckpointError: unreadable model, run or adapters.
       ConfigError: contradicting settings.
     """
-    run, folder, adapters = config.run.init_from, config.model.from_hf, config.model.lora.from_peft
+    run = config.run.init_from
+    folder = config.model.from_hf
+    adapters = config.model.lora.from_peft
     if run is not None and folder is not None:
-        raise ConfigError("--run.init-from and --model.from-hf are conflicting weight sources; leave one of them out")
+        raise ConfigError(
+            "--run.init-from and --model.from-hf are conflicting weight sources; leave one of "
+            "them out"
+        )
     if folder is None and config.model.ignore_config:
-        raise ConfigError("--ignore-config applies to the model of --model.from-hf, and there is none")
+        raise ConfigError(
+            "--ignore-config applies to the model of --model.from-hf, and there is none"
+        )
     if config.model.build is not None:
         return config, OwnModelRun(run) if run is not None else InitSource()
     if run is not None or folder is not None:
@@ -119,5 +134,7 @@ def resolve(config: AnyConfig, explicit: Set[str] = frozenset()) -> tuple[AnyCon
 
         return resolve_pretrained(config, explicit)
     if adapters is not None:
-        raise ConfigError(f"model.lora.from={adapters} are adapters of a trained model; {NAME_MODEL}")
+        raise ConfigError(
+            f"model.lora.from={adapters} are adapters of a trained model; {NAME_MODEL}"
+        )
     return config, InitSource()

@@ -17,7 +17,9 @@ from jaxtp.train.run_folder import versions
 
 Version = tuple[int, ...]
 
-_NCCL, _CUDNN = (tuple(f"nvidia-{name}-cu{cuda}" for cuda in (13, 12)) for name in ("nccl", "cudnn"))
+_NCCL, _CUDNN = (
+    tuple(f"nvidia-{name}-cu{cuda}" for cuda in (13, 12)) for name in ("nccl", "cudnn")
+)
 NATIVE = ("jaxlib", *_NCCL, *_CUDNN)
 """Packages with native code; `run_folder.versions` lists the others."""
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -31,7 +33,9 @@ class Known:
     first: Version
     fixed: Version  # the first after the range
     devices: str
-    """Part of the kind and `architecture_of` of affected devices, such as `NVIDIA RTX A6000, cuda 8.6`."""
+    """Part of the kind and `architecture_of` of affected devices, such as
+    `NVIDIA RTX A6000, cuda 8.6`.
+    """
     what: str
     """The effect, and the version to install instead."""
     thread: str
@@ -59,7 +63,8 @@ TABLE = (
         first=(0,),
         fixed=(9, 14),  # 9.13 was the newest at the report; the first that works is unknown
         devices=", cuda",
-        what="cuDNN's attention fails with CUDA 13; install a newer one, or use --model.attention fused",
+        what="cuDNN's attention fails with CUDA 13; install a newer one, or use "
+        "--model.attention fused",
         thread="https://github.com/jax-ml/jax/issues/32430",
     ),
     Known(
@@ -67,7 +72,8 @@ TABLE = (
         first=(0,),
         fixed=(9, 11),
         devices=", cuda 10.3",
-        what="it has no attention for this GPU; install 9.11 or newer, or use --model.attention fused",
+        what="it has no attention for this GPU; install 9.11 or newer, or use "
+        "--model.attention fused",
         thread="https://github.com/jax-ml/jax/pull/30242",
     ),
     Known(
@@ -75,7 +81,8 @@ TABLE = (
         first=(0,),
         fixed=(9, 25),
         devices=", cuda 10.7",
-        what="it has no attention for this GPU; install 9.25 or newer, or use --model.attention fused",
+        what="it has no attention for this GPU; install 9.25 or newer, or use "
+        "--model.attention fused",
         thread="https://github.com/pytorch/pytorch/pull/192843",
     ),
 )
@@ -92,7 +99,11 @@ def native_versions() -> dict[str, str]:
 
 def versions_here() -> dict[str, str]:
     """Returns the versions that affect computation and communication."""
-    driver = {"NVIDIA's driver": DRIVER.read_text(errors="replace").partition("\n")[0]} if DRIVER.exists() else {}
+    driver = (
+        {"NVIDIA's driver": DRIVER.read_text(errors="replace").partition("\n")[0]}
+        if DRIVER.exists()
+        else {}
+    )
     return versions() | native_versions() | driver
 
 
@@ -102,7 +113,9 @@ def version_warnings() -> list[str]:
     return list(known_problems(versions_here(), first.device_kind, architecture_of(first)))
 
 
-def known_problems(installed_versions: Mapping[str, str], kind: str, architecture: str) -> Iterator[str]:
+def known_problems(
+    installed_versions: Mapping[str, str], kind: str, architecture: str
+) -> Iterator[str]:
     """Yields a warning for each bad version on a device; see `Known.devices`."""
     for known in TABLE:
         for package in known.packages:

@@ -1,8 +1,8 @@
 """Memory of a training step per device: exact for the state, modeled for the rest.
 
-A step peaks in the last block's backward pass, in the loss, or with muon in the update. Activations and workspace
-(`analysis/layer_costs.py`) follow XLA's compiler for H100s (`scripts/estimate_accuracy.py`). Not modeled: temporaries
-of adafactor and dropout, fragmentation.
+A step peaks in the last block's backward pass, in the loss, or with muon in the update. Activations
+and workspace (`analysis/layer_costs.py`) follow XLA's compiler for H100s
+(`scripts/estimate_accuracy.py`). Not modeled: temporaries of adafactor and dropout, fragmentation.
 """
 
 import math
@@ -24,7 +24,8 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import TrainState
 
-MODEL, BLOCKS = "model.", "model.blocks."
+MODEL = "model."
+BLOCKS = "model.blocks."
 _INT32 = 4
 
 
@@ -55,11 +56,14 @@ class Memory:
     parameters: int  # Exact, as are `optimizer` and `batch`
     optimizer: int  # Moments and counters
     gradients: int
-    """Gradients in the parameters' dtype; with accumulation their sums over micro-batches, and if these are in a wider
-    dtype also the gradients of a micro-batch."""
+    """Gradients in the parameters' dtype; with accumulation their sums over micro-batches, and if
+    these are in a wider dtype also the gradients of a micro-batch.
+    """
     whole_matrices: int  # Whole matrices that muon orthogonalises, and their updates
     gathered_weights: int
-    """Weights as layers multiply with them (cast, gathered), and their gradients before reduction."""
+    """Weights as layers multiply with them (cast, gathered), and their gradients before
+    reduction.
+    """
     activations: int  # Activations saved for the backward pass, and the workspace of one branch
     logits: int  # Logits of one chunk of the loss, with the head and its gradient
     batch: int  # Tokens, labels and segment ids
@@ -92,10 +96,14 @@ def stored_arrays(config: TrainConfig) -> tuple[StoredArray, ...]:
     )
 
 
-def save_bytes(config: TrainConfig, sizes: Mapping[str, int], arrays: Iterable[StoredArray], devices: int) -> int:
+def save_bytes(
+    config: TrainConfig, sizes: Mapping[str, int], arrays: Iterable[StoredArray], devices: int
+) -> int:
     """Returns the peak host memory of a save per process of `devices` devices."""
     adapters = config.model.lora.rank > 0
-    saved = [each for each in arrays if each.trained or not (adapters and each.name.startswith(MODEL))]
+    saved = [
+        each for each in arrays if each.trained or not (adapters and each.name.startswith(MODEL))
+    ]
     total = sum(math.prod(each.shape) * each.dtype.itemsize for each in saved)
     return save_host_bytes(sum(each.bytes_per_device(sizes) for each in saved), devices, total)
 
@@ -115,15 +123,21 @@ def memory_per_device(
       platform: from `hardware.architecture_of`.
       costs: `costs_of_step(config, sizes, platform)`, if known.
     """
-    stored = [(array, array.bytes_per_device(sizes)) for array in (stored_arrays(config) if arrays is None else arrays)]
+    stored = [
+        (array, array.bytes_per_device(sizes))
+        for array in (stored_arrays(config) if arrays is None else arrays)
+    ]
     trained = [(array, size) for array, size in stored if array.trained]
     of_blocks = [(array, size) for array, size in trained if array.name.startswith(BLOCKS)]
     summed = 0  # gradients summed over micro-batches
     if config.train.accumulation > 1:
         sum_dtype = config.model.precision.sum_dtype
         summed = sum(array.bytes_per_device(sizes, sum_dtype(array.dtype)) for array, _ in trained)
-        # The backward pass adds to sums of the same dtype block by block (`step.py`); all others it returns.
-        of_blocks = [(array, size) for array, size in of_blocks if sum_dtype(array.dtype) != array.dtype]
+        # The backward pass adds to sums of the same dtype block by block (`step.py`); all others it
+        # returns.
+        of_blocks = [
+            (array, size) for array, size in of_blocks if sum_dtype(array.dtype) != array.dtype
+        ]
     costs = costs or costs_of_step(config, sizes, platform)
     inputs = 3 if config.data.packed else 2  # inputs, labels and, for packed documents, segment ids
     tokens = config.data.global_batch_size // batch_parts(sizes) * config.data.sequence_length
@@ -144,7 +158,8 @@ def memory_per_device(
         gathered_weights=costs.weights,
         activations=costs.kept + costs.working,
     )
-    # The update is in place (`step.make_train_step`); muon adds whole matrices and their updates to all gradients.
+    # The update is in place (`step.make_train_step`); muon adds whole matrices and their updates to
+    # all gradients.
     updated = sum(size for _, size in trained)
     update = replace(
         loss,
@@ -166,7 +181,8 @@ def costs_of_step(
 ) -> StepCosts:
     """Returns the costs of a step per device; ignores the run's mesh.
 
-    `platform` decides the kernels, which affect memory and time, not communication; `once`: see `Workload`.
+    `platform` decides the kernels, which affect memory and time, not communication; `once`: see
+    `Workload`.
     """
     costs = step_costs(
         config.model,
@@ -183,7 +199,12 @@ def costs_of_step(
         return costs
     from jaxtp.train.muon import with_muon
 
-    layout = (sizes[TP], parts(sizes, STORAGE)) if config.model.most_experts else ()  # it decides how experts split
+    # it decides how experts split
+    layout = (sizes[TP], parts(sizes, STORAGE)) if config.model.most_experts else ()
     as_split = described(config.model, *layout)
     variables = named_variables(nnx.state(as_split, nnx.Param))
-    return with_muon(costs, {path: v for path, v in variables.items() if optimizers.is_orthogonalised(path)}, sizes)
+    return with_muon(
+        costs,
+        {path: v for path, v in variables.items() if optimizers.is_orthogonalised(path)},
+        sizes,
+    )

@@ -31,12 +31,15 @@ class StepMemory:
     @property
     def fits(self) -> bool:
         """Whether the device can allocate the step."""
-        return self.step.total <= most_bytes(self.allocator, self.limit, memory_fraction(self.allocator))
+        return self.step.total <= most_bytes(
+            self.allocator, self.limit, memory_fraction(self.allocator)
+        )
 
     def __str__(self) -> str:
         hint = advice(self.allocator, self.step.total, self.limit, memory_fraction(self.allocator))
         return (
-            f"{self.amount} on each device at a step's peak, of {size_text(self.limit)} that JAX has there: "
+            f"{self.amount} on each device at a step's peak, of {size_text(self.limit)} that JAX "
+            "has there: "
             f"{'fits' if self.fits else 'does not fit'}{'' if hint is None else f'; {hint}'}"
         )
 
@@ -44,11 +47,16 @@ class StepMemory:
     def amount(self) -> str:
         """The bytes, and which are exact."""
         step = self.step
-        return f"{size_text(step.total)} ({size_text(step.state)} of state, exact; the rest modelled)"
+        return (
+            f"{size_text(step.total)} ({size_text(step.state)} of state, exact; the rest modelled)"
+        )
 
 
 def require_memory(
-    config: TrainConfig, blueprint: Blueprint, loss: Loss | None = None, batch: Mapping[str, jax.ShapeDtypeStruct] = {}
+    config: TrainConfig,
+    blueprint: Blueprint,
+    loss: Loss | None = None,
+    batch: Mapping[str, jax.ShapeDtypeStruct] = {},
 ) -> StepMemory | None:
     """Checks that the state fits the host (shared by virtual CPU devices), or a step each device.
 
@@ -62,15 +70,19 @@ def require_memory(
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if on_cpu and (needed := total_bytes(blueprint)) > (available := host_memory()):
         raise ConfigError(
-            f"the state alone needs {size_text(needed)}, and this machine has {size_text(available)} and no GPU; "
-            "jaxtp check tries the configuration at a small size, and jaxtp estimate says what hardware it needs"
+            f"the state alone needs {size_text(needed)}, and this machine has "
+            f"{size_text(available)} and no GPU; "
+            "jaxtp check tries the configuration at a small size, and jaxtp estimate says what "
+            "hardware it needs"
         )
     if config.train.verify_every:
         needed = verification_bytes(blueprint) + (total_bytes(blueprint) if on_cpu else 0)
         if needed > (available := host_memory()):
             raise ConfigError(
-                f"train.verify_every={config.train.verify_every} keeps the state of this process's devices in host "
-                f"memory, twice: that takes {size_text(needed)}, and this machine has {size_text(available)}; "
+                f"train.verify_every={config.train.verify_every} keeps the state of this process's "
+                "devices in host "
+                f"memory, twice: that takes {size_text(needed)}, and this machine has "
+                f"{size_text(available)}; "
                 "--train.verify-every 0 trains without verification"
             )
     limit = bytes_limit(mesh.local_devices[0])
@@ -79,7 +91,9 @@ def require_memory(
     if loss is None:
         from jaxtp.train.memory import memory_per_device
 
-        step = memory_per_device(config, mesh_sizes(mesh), platform=architecture_of(mesh.devices.flat[0]))
+        step = memory_per_device(
+            config, mesh_sizes(mesh), platform=architecture_of(mesh.devices.flat[0])
+        )
     else:
         from jaxtp.train.user_step import trace_step
 
@@ -88,7 +102,8 @@ def require_memory(
     if not memory.fits and not config.train.allow_oversize:
         raise ConfigError(
             f"a step takes {memory.amount} on each device, and JAX has {size_text(limit)} there; "
-            "jaxtp estimate with these settings and --hardware says what fits, and --train.allow-oversize "
+            "jaxtp estimate with these settings and --hardware says what fits, and "
+            "--train.allow-oversize "
             "tries it all the same"
         )
     return memory

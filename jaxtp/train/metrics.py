@@ -37,8 +37,18 @@ _MAX_BYTES = 2**30  # Maximum bytes of that file
 TENSORBOARD = "tensorboard"
 _TRACKER_IDS = "trackers.json"
 _FLUSH_SECONDS = 30.0  # Between flushes of TensorBoard's file, which wait for the disk
-CURVES = ("loss", "balance_loss", "learning_rate", "grad_norm", "tokens_per_second", "rows_per_second", "goodput")
-"""Metrics that are drawn by default, with `eval_loss` in the panel of `loss`; those that a run lacks are left out."""
+CURVES = (
+    "loss",
+    "balance_loss",
+    "learning_rate",
+    "grad_norm",
+    "tokens_per_second",
+    "rows_per_second",
+    "goodput",
+)
+"""Metrics that are drawn by default, with `eval_loss` in the panel of `loss`; those that a run
+lacks are left out.
+"""
 EVALUATED = "eval_"  # Prefix of a metric on the validation data
 _TITLES = {
     "loss": ("loss", ""),
@@ -63,7 +73,8 @@ _OF_RUN = re.compile(
 class Timing:
     """Measures step times, waits for data, and time lost between steps, in seconds.
 
-    A step lasts from the end of the previous step, as the host sees it, to its own end, minus time `lost_to` a cause.
+    A step lasts from the end of the previous step, as the host sees it, to its own end, minus time
+    `lost_to` a cause.
 
     Args:
       clock: returns seconds since any instant.
@@ -114,10 +125,13 @@ class Timing:
     def record(self) -> dict[str, float]:
         """Returns statistics since the last record.
 
-        Times are in seconds; `goodput` and `lost_to_CAUSE` are fractions of the time since the start.
+        Times are in seconds; `goodput` and `lost_to_CAUSE` are fractions of the time since the
+        start.
         """
-        steps, waited = np.array(self._steps), self._waited
-        self._steps, self._waited = [], 0.0
+        steps = np.array(self._steps)
+        waited = self._waited
+        self._steps = []
+        self._waited = 0.0
         p50, p90 = np.interp((0.5, 0.9), np.linspace(0, 1, len(steps)), np.sort(steps)).tolist()
         wall = self._clock() - self._started
         return {
@@ -143,7 +157,8 @@ class MeanLoss:
 
     def record(self, loss: float) -> float:
         """Returns the mean, or `loss` if no step was added, and restarts."""
-        (total, tokens), self.sums = self.sums, [0.0, 0.0]
+        total, tokens = self.sums
+        self.sums = [0.0, 0.0]
         return total / tokens if tokens else loss
 
 
@@ -154,7 +169,8 @@ class _TensorBoard:
         folder = config.run.dir / TENSORBOARD
         folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
-        # Without tensorboardX's thread, which dies on a full disk; its queue then blocks the writer.
+        # Without tensorboardX's thread, which dies on a full disk; its queue then blocks the
+        # writer.
         self._writer = RecordWriter(str(folder / name))
         self._add(0, file_version="brain.Event:2")
         self._add(logs_from, session_log=SessionLog(status=SessionLog.START))
@@ -162,8 +178,13 @@ class _TensorBoard:
         self.close = self._writer.close
 
     def write(self, step: int, values: Mapping[str, float | int]) -> None:
-        named = {re.sub(r"[^-/\w.]", "_", name).lstrip("/"): value for name, value in values.items()}
-        self._add(step, summary=Summary(value=[Summary.Value(tag=n, simple_value=v) for n, v in named.items()]))
+        named = {
+            re.sub(r"[^-/\w.]", "_", name).lstrip("/"): value for name, value in values.items()
+        }
+        self._add(
+            step,
+            summary=Summary(value=[Summary.Value(tag=n, simple_value=v) for n, v in named.items()]),
+        )
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self._writer.flush()
             self._flushed = time.monotonic()
@@ -188,7 +209,8 @@ class _WeightsAndBiases:
             )
         except wandb.Error as error:
             raise ConfigError(
-                f"metrics.trackers: wandb cannot start ({error}); run 'wandb login' first, or set WANDB_MODE=offline"
+                f"metrics.trackers: wandb cannot start ({error}); run 'wandb login' first, or set "
+                "WANDB_MODE=offline"
             ) from None
         self._run.define_metric("*", step_metric="step")  # W&B's own step must not repeat
         self.close = self._run.finish  # waits for the upload
@@ -219,7 +241,9 @@ class _Aim:
 
 
 class Tracker(Protocol):
-    """A tracker of process 0: an error of its constructor ends the run, one of `write` only the tracker."""
+    """A tracker of process 0: an error of its constructor ends the run, one of `write` only the
+    tracker.
+    """
 
     close: Callable[[], object]
 
@@ -232,18 +256,23 @@ TRACKERS: dict[str, Callable[[TrainConfig, int], Tracker]] = {
     "wandb": _WeightsAndBiases,
     "aim": _Aim,
 }
-"""By setting (`MetricsConfig.trackers`), package and extra. The second argument is the first step that is logged."""
+"""By setting (`MetricsConfig.trackers`), package and extra. The second argument is the first
+step that is logged.
+"""
 
 
 def check_installed(names: Sequence[str]) -> None:
     """Raises ConfigError if a tracker is not installed; imports nothing."""
     for name in names:  # tensorboardX comes with jaxtp
         if name != "tensorboard" and importlib.util.find_spec(name) is None:
-            raise ConfigError(f"metrics.trackers: {name} is not installed; pip install 'jaxtp[{name}]'")
+            raise ConfigError(
+                f"metrics.trackers: {name} is not installed; pip install 'jaxtp[{name}]'"
+            )
 
 
 class Trackers:
-    """Writes metrics to `metrics.jsonl`, where non-finite ones are null, and to trackers, on process 0.
+    """Writes metrics to `metrics.jsonl`, where non-finite ones are null, and to trackers, on
+    process 0.
 
     A tracker that fails is closed.
 
@@ -255,12 +284,14 @@ class Trackers:
     """
 
     def __init__(self, config: TrainConfig, resumed_at: int, warn: Callable[[str], None]):
-        self._warn, self._path = warn, config.run.dir / METRICS
+        self._warn = warn
+        self._path = config.run.dir / METRICS
         self._file: IO[str] | None = None
         self._trackers: dict[str, Tracker] = {}
         if jax.process_index() != 0:
             return
-        # A killed run may have logged steps after its last checkpoint. This run repeats them, so their records go.
+        # A killed run may have logged steps after its last checkpoint. This run repeats them, so
+        # their records go.
         logs_from = resumed_at + 1 if resumed_at else 0
         with writing(self._path):
             before = _read(self._path) if self._path.exists() else ""
@@ -301,11 +332,16 @@ class Trackers:
             except Exception as error:  # a service's client may raise anything
                 with contextlib.suppress(Exception):
                     self._trackers.pop(name).close()
-                self._warn(f"metrics.trackers: {name} failed ({error}) and is closed; {METRICS} has every number")
+                self._warn(
+                    f"metrics.trackers: {name} failed ({error}) and is closed; {METRICS} has "
+                    "every number"
+                )
 
 
 def tracker_id(folder: Path, name: str, new: str | None) -> str | None:
-    """Returns a tracker's id for this run, stored in the run's folder; stores `new` if there is none yet."""
+    """Returns a tracker's id for this run, stored in the run's folder; stores `new` if there is
+    none yet.
+    """
     path = folder / _TRACKER_IDS
     try:
         stored: dict[str, str] = dict(json.loads(read_bytes(path, MAX_JSON)))
@@ -337,7 +373,9 @@ def read_metrics(run: Path) -> list[dict[str, float]]:
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
-            records.append({name: value for name, value in record.items() if isinstance(value, float)})
+            records.append(
+                {name: value for name, value in record.items() if isinstance(value, float)}
+            )
     return records
 
 
@@ -356,7 +394,8 @@ class _Curve:
 
 
 def draw(runs: Sequence[Path], figure: Any, metrics: Sequence[str] = (), x: str = "step") -> None:
-    """Draws a panel for each metric over metric `x`, with a line per run, and a line for its validation data.
+    """Draws a panel for each metric over metric `x`, with a line per run, and a line for its
+    validation data.
 
     Args:
       metrics: by default `CURVES`, and each metric of a user's loss or logged by a user.
@@ -366,7 +405,9 @@ def draw(runs: Sequence[Path], figure: Any, metrics: Sequence[str] = (), x: str 
       OSError: a run has no metrics.
     """
     steps = {run: _by_step(read_metrics(run)) for run in runs}
-    known = list(dict.fromkeys(name for found in steps.values() for record in found for name in record))
+    known = list(
+        dict.fromkeys(name for found in steps.values() for record in found for name in record)
+    )
     if missing := [name for name in (x, *metrics) if name not in known and name not in CURVES]:
         raise ConfigError(f"no run has {missing[0]!r}; there are {', '.join(sorted(known))}")
     panels: dict[str, list[_Curve]] = {}
@@ -376,9 +417,13 @@ def draw(runs: Sequence[Path], figure: Any, metrics: Sequence[str] = (), x: str 
         if curves:
             panels[metric] = curves
     if not panels:
-        raise ConfigError(f"no run has logged a step; there are {', '.join(sorted(known)) or 'no numbers'}")
+        raise ConfigError(
+            f"no run has logged a step; there are {', '.join(sorted(known)) or 'no numbers'}"
+        )
     in_tokens = "eval_perplexity" in known
-    for number, (panel, (metric, curves)) in enumerate(zip(_panels(figure, len(panels)), panels.items(), strict=True)):
+    for number, (panel, (metric, curves)) in enumerate(
+        zip(_panels(figure, len(panels)), panels.items(), strict=True)
+    ):
         for color, curve in enumerate(curves):
             _draw_curve(panel, curve, color, name_run=len(runs) > 1)
         title, unit = _TITLES.get(metric, (metric, ""))
@@ -394,8 +439,11 @@ def draw(runs: Sequence[Path], figure: Any, metrics: Sequence[str] = (), x: str 
 
 
 def _default_metrics(known: Sequence[str]) -> list[str]:
-    # The loss, a user's metrics, then the others. A metric that was only evaluated has a panel, too.
-    own = [name for name in known if _OF_RUN.fullmatch(name) is None and not name.startswith(EVALUATED)]
+    # The loss, a user's metrics, then the others. A metric that was only evaluated has a panel,
+    # too.
+    own = [
+        name for name in known if _OF_RUN.fullmatch(name) is None and not name.startswith(EVALUATED)
+    ]
     only_evaluated = [
         name.removeprefix(EVALUATED)
         for name in known
@@ -421,7 +469,8 @@ def _curve(run: Path, records: Sequence[Mapping[str, float]], metric: str, x: st
 
 
 def _panels(figure: Any, count: int) -> list[Any]:
-    # Rows of at most three panels; the last row is as wide as the others, so that no place is empty.
+    # Rows of at most three panels; the last row is as wide as the others, so that no place is
+    # empty.
     columns = 2 if count in (2, 4) else min(3, count)
     rows = math.ceil(count / columns)
     figure.set_size_inches(4.8 * columns, 3.2 * rows)
@@ -438,10 +487,15 @@ def _draw_curve(panel: Any, curve: _Curve, color: int, *, name_run: bool) -> Non
     # A run alone has a colour for each kind of data; of several, each has one colour.
     name = f"{curve.run.name}, " if name_run else ""
     second = color if name_run else color + 1
-    styles = (("training", curve.training, color, "-"), ("validation", curve.validation, second, "--"))
+    styles = (
+        ("training", curve.training, color, "-"),
+        ("validation", curve.validation, second, "--"),
+    )
     for kind, points, number, line in styles:
         if not points:
             continue
         marker = "." if len(points) < 20 else ""  # a line of one point is invisible
         xs, ys = zip(*points, strict=True)
-        panel.plot(xs, ys, line, color=f"C{number}", label=f"{name}{kind}", linewidth=1.2, marker=marker)
+        panel.plot(
+            xs, ys, line, color=f"C{number}", label=f"{name}{kind}", linewidth=1.2, marker=marker
+        )

@@ -1,9 +1,11 @@
-"""Distributed Muon: each matrix is orthogonalized whole, on one of the devices that hold its shards.
+"""Distributed Muon: each matrix is orthogonalized whole, on one of the devices that hold its
+shards.
 
-Newton-Schulz multiplies whole matrices, but parameters are split over fsdp and tp. One all-to-all gives each device
-some whole matrices, and a second returns shards of the results; the rest of the update works on shards. If an axis
-splits the stack of matrices, such as tp the experts, each device exchanges only its own. Replicas along dp repeat the
-work: sharing it would send the whole update over dp.
+Newton-Schulz multiplies whole matrices, but parameters are split over fsdp and tp. One all-to-all
+gives each device some whole matrices, and a second returns shards of the results; the rest of the
+update works on shards. If an axis splits the stack of matrices, such as tp the experts, each device
+exchanges only its own. Replicas along dp repeat the work: sharing it would send the whole update
+over dp.
 
 Jordan et al. 2024; scale from Liu et al., arXiv 2502.16982.
 """
@@ -36,7 +38,10 @@ STEPS = 5  # Steps of Newton-Schulz
 RMS = 0.2  # Root mean square of a full-rank update, as Adam's
 
 _NEWTON_SCHULZ = optax.contrib.scale_by_muon(
-    ns_steps=STEPS, beta=0.0, nesterov=False, weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(1, 2)
+    ns_steps=STEPS,
+    beta=0.0,
+    nesterov=False,
+    weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(1, 2),
 )
 """On a stack `[n, in, out]`: without momentum, Optax's muon is Newton-Schulz."""
 
@@ -54,7 +59,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Member:
-    """The matrices of one parameter `[..., in, out]`, and how many of them have a shard on a device."""
+    """The matrices of one parameter `[..., in, out]`, and how many of them have a shard on a
+    device.
+    """
 
     path: str
     transposed: bool
@@ -62,13 +69,20 @@ class Member:
 
 
 def scale_by_muon(beta: float) -> optax.GradientTransformationExtraArgs:
-    """Returns Optax's `scale_by_muon`, same state, for sharded matrices; also scales updates to `RMS`.
+    """Returns Optax's `scale_by_muon`, same state, for sharded matrices; also scales updates to
+    `RMS`.
 
-    Takes arrays by dotted path. `update` reads specs and padding from `variables`; without them, arrays are unsharded.
+    Takes arrays by dotted path. `update` reads specs and padding from `variables`; without them,
+    arrays are unsharded.
     """
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, variables: Mapping[str, Any] | None = None, **_: Any
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        **_: Any,
     ) -> tuple[Any, Any]:
         count = optax.safe_increment(state.count)
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
@@ -77,10 +91,15 @@ def scale_by_muon(beta: float) -> optax.GradientTransformationExtraArgs:
         momentum = optax.tree.add(optax.tree.scale(beta, ahead), optax.tree.scale(1 - beta, here))
         momentum = optax.tree.cast_like(momentum, updates)
         matrices = {path: m for path, m in momentum.items() if not isinstance(m, optax.MaskedNode)}
-        owners = {path: nnx.Param(m) if variables is None else variables[path] for path, m in matrices.items()}
+        owners = {
+            path: nnx.Param(m) if variables is None else variables[path]
+            for path, m in matrices.items()
+        }
         return {**updates, **_orthogonalised(matrices, owners)}, state._replace(count=count, mu=mu)
 
-    return optax.GradientTransformationExtraArgs(optax.contrib.scale_by_muon(ns_steps=STEPS, beta=beta).init, update)
+    return optax.GradientTransformationExtraArgs(
+        optax.contrib.scale_by_muon(ns_steps=STEPS, beta=beta).init, update
+    )
 
 
 def kinds(variables: Mapping[str, Variable], sizes: Mapping[str, int]) -> dict[Kind, list[Member]]:
@@ -96,42 +115,62 @@ def kinds(variables: Mapping[str, Variable], sizes: Mapping[str, int]) -> dict[K
 def _kind(variable: Variable) -> tuple[Kind, bool]:
     # Also returns whether the matrices have to be transposed.
     *others, rows_over, columns_over = split_dims(variable)
-    shape, axes, padding = logical_shape(variable)[-2:], (rows_over, columns_over), padding_of(variable)
+    shape = logical_shape(variable)[-2:]
+    axes = (rows_over, columns_over)
+    padding = padding_of(variable)
     transposed = (axes[1], shape[1]) < (axes[0], shape[0])
     if transposed:
-        shape, axes, padding = shape[::-1], axes[::-1], tuple((-3 - dim, split) for dim, split in padding)
-    (rows, columns), (over_rows, over_columns) = shape, axes
+        shape = shape[::-1]
+        axes = axes[::-1]
+        padding = tuple((-3 - dim, split) for dim, split in padding)
+    rows, columns = shape
+    over_rows, over_columns = axes
     over = tuple(chain(*others))
-    return Kind((rows, columns), (over_rows, over_columns), over, padding, jnp.dtype(variable.dtype)), transposed
+    return Kind(
+        (rows, columns), (over_rows, over_columns), over, padding, jnp.dtype(variable.dtype)
+    ), transposed
 
 
 def _orthogonalised(matrices: Arrays, variables: Mapping[str, Variable]) -> Arrays:
     result: Arrays = {}
     for kind, members in kinds(variables, mesh_sizes(current_mesh())).items():
         specs = [spec_of(variables[member.path]) for member in members]
-        view = device_view(partial(_orthogonalised_kind, kind, members), MUON, in_specs=(specs,), out_specs=specs)
+        view = device_view(
+            partial(_orthogonalised_kind, kind, members), MUON, in_specs=(specs,), out_specs=specs
+        )
         made = view([matrices[member.path] for member in members])
         result |= {member.path: array for member, array in zip(members, made, strict=True)}
     return result
 
 
-def _orthogonalised_kind(kind: Kind, members: Sequence[Member], shards: Sequence[Array]) -> list[Array]:
+def _orthogonalised_kind(
+    kind: Kind, members: Sequence[Member], shards: Sequence[Array]
+) -> list[Array]:
     # Runs once per device, on its shards.
-    # Matrices from all layers and projections together, because their number is rarely a multiple of the devices; zeros
-    # fill the rest, so with fewer matrices than devices some devices wait.
+    # Matrices from all layers and projections together, because their number is rarely a multiple
+    # of the devices; zeros fill the rest, so with fewer matrices than devices some devices wait.
     tp = axis_size(TP)
-    turned = [shard.mT if member.transposed else shard for member, shard in zip(members, shards, strict=True)]
-    stack = jnp.concatenate([x.reshape(-1, *x.shape[-2:]) for x in turned])  # [n, rows/parts, columns/parts]
+    turned = [
+        shard.mT if member.transposed else shard
+        for member, shard in zip(members, shards, strict=True)
+    ]
+    # [n, rows/parts, columns/parts]
+    stack = jnp.concatenate([x.reshape(-1, *x.shape[-2:]) for x in turned])
     whole = unpad(_to_whole(stack, kind.axes), kind.padding, tp)
-    scale = RMS * math.sqrt(max(kind.shape))  # an orthogonal matrix has a root mean square of 1 / sqrt(max(shape))
+    # an orthogonal matrix has a root mean square of 1 / sqrt(max(shape))
+    scale = RMS * math.sqrt(max(kind.shape))
     scaled = pad(scale * _newton_schulz(whole), kind.padding, tp)
-    made = jnp.split(_to_shards(scaled, kind.axes), list(accumulate(member.count for member in members)))
-    results = [part.reshape(x.shape) for part, x in zip(made, turned, strict=False)]  # the rest is padding
+    made = jnp.split(
+        _to_shards(scaled, kind.axes), list(accumulate(member.count for member in members))
+    )
+    # the rest is padding
+    results = [part.reshape(x.shape) for part, x in zip(made, turned, strict=False)]
     return [x.mT if member.transposed else x for member, x in zip(members, results, strict=True)]
 
 
 def _newton_schulz(stack: Array) -> Array:
-    # `[n, in, out]`, in place and one matrix at a time: a single one can fill a device's multipliers.
+    # `[n, in, out]`, in place and one matrix at a time: a single one can fill a device's
+    # multipliers.
 
     def one(i: Array, stack: Array) -> Array:
         matrix = lax.dynamic_slice_in_dim(stack, i, 1)
@@ -148,7 +187,8 @@ def _to_whole(stack: Array, axes: tuple[Axes, Axes]) -> Array:
     n, rows, columns = stack.shape
     stack = jnp.pad(stack, ((0, -n % devices), (0, 0), (0, 0)))
     if devices > 1:
-        stack = lax.optimization_barrier(stack)  # else XLA on CPUs may see operands with different layouts
+        # else XLA on CPUs may see operands with different layouts
+        stack = lax.optimization_barrier(stack)
         # One exchange over both axes sends down to half as much as two in turn.
         stack = all_to_all(stack, *axes[0], *axes[1], split=0, join=0)
     blocks = stack.reshape(over_rows, over_columns, -1, rows, columns)
@@ -161,15 +201,26 @@ def _to_shards(whole: Array, axes: tuple[Axes, Axes]) -> Array:
     n, rows, columns = whole.shape
     blocks = whole.reshape(n, over_rows, rows // over_rows, over_columns, columns // over_columns)
     stack = blocks.transpose(1, 3, 0, 2, 4).reshape(-1, rows // over_rows, columns // over_columns)
-    return all_to_all(stack, *axes[0], *axes[1], split=0, join=0) if over_rows * over_columns > 1 else stack
+    return (
+        all_to_all(stack, *axes[0], *axes[1], split=0, join=0)
+        if over_rows * over_columns > 1
+        else stack
+    )
 
 
-def with_muon(costs: StepCosts, variables: Mapping[str, Variable], sizes: Mapping[str, int]) -> StepCosts:
-    """Adds the costs of the update of `variables` on one device, which also orthogonalizes zeros."""
-    traffic, products, working = Counter(costs.traffic), [], 0
+def with_muon(
+    costs: StepCosts, variables: Mapping[str, Variable], sizes: Mapping[str, int]
+) -> StepCosts:
+    """Adds the costs of the update of `variables` on one device, which also orthogonalizes
+    zeros.
+    """
+    traffic = Counter(costs.traffic)
+    products = []
+    working = 0
     for kind, members in kinds(variables, sizes).items():
         axes = tuple(axis for axis in sizes if sizes[axis] > 1 and axis in chain(*kind.axes))
-        devices, itemsize = parts(sizes, axes), kind.dtype.itemsize
+        devices = parts(sizes, axes)
+        itemsize = kind.dtype.itemsize
         count = -(-sum(member.count for member in members) // devices)
         dims = list(kind.shape)
         for dim, split in kind.padding:
@@ -178,7 +229,9 @@ def with_muon(costs: StepCosts, variables: Mapping[str, Variable], sizes: Mappin
         if devices > 1:
             traffic[Collective(ALL_TO_ALL, axes, devices, whole, f"{OPTIMIZER_SCOPE}/{MUON}")] += 2
         short, long = sorted(kind.shape)
-        for shape in ((short, long, short), (short, short, short), (short, short, long)):  # x x^T, its square, times x
+        # x x^T, its square, times x
+        for shape in ((short, long, short), (short, short, short), (short, short, long)):
             products.append(Product.of("optimizer's newton-schulz", shape, itemsize, STEPS * count))
-        working = max(working, whole + 2 * short * (long + short) * itemsize)  # x, its successor, two [short, short]
+        # x, its successor, two [short, short]
+        working = max(working, whole + 2 * short * (long + short) * itemsize)
     return replace(costs, traffic=traffic, update=tuple(products), owned=working)

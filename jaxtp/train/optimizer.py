@@ -1,7 +1,9 @@
-"""The optimizer, composed from Optax: clipping, rule, weight decay, learning rate, groups by patterns of paths.
+"""The optimizer, composed from Optax: clipping, rule, weight decay, learning rate, groups by
+patterns of paths.
 
-Names distinguish vectors from matrices, because stacked layers give vectors a second dim. Only the rule determines
-state paths in a checkpoint, and `first_moment` a dtype; other settings may change on resuming.
+Names distinguish vectors from matrices, because stacked layers give vectors a second dim. Only the
+rule determines state paths in a checkpoint, and `first_moment` a dtype; other settings may change
+on resuming.
 """
 
 import zlib
@@ -22,16 +24,29 @@ from jaxtp.mesh import TP
 from jaxtp.train.config import GroupConfig, OptimizerConfig
 from jaxtp.train.sharded_optimizer import OnPaddedArrays
 
-_VECTORS = {"scale", "bias", "biases", "alpha_p", "alpha_n", "sinks", "q_conv", "k_conv", "v_conv", "decay_log"}
+_VECTORS = {
+    "scale",
+    "bias",
+    "biases",
+    "alpha_p",
+    "alpha_n",
+    "sinks",
+    "q_conv",
+    "k_conv",
+    "v_conv",
+    "decay_log",
+}
 _TABLES = {"embedding", "head"}
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Returns linear warm-up from zero, then the schedule until the last step.
 
-    `wsd` (warm-up, stable, decay; arXiv 2404.06395) is constant, then linear over the last `decay_fraction` of steps.
+    `wsd` (warm-up, stable, decay; arXiv 2404.06395) is constant, then linear over the last
+    `decay_fraction` of steps.
     """
-    peak, end = config.learning_rate, config.learning_rate * config.final_fraction
+    peak = config.learning_rate
+    end = config.learning_rate * config.final_fraction
     warmup = min(config.warmup_steps, steps)
     rest = max(steps - warmup, 1)
     decay = min(max(round(config.decay_fraction * steps), 1), rest)
@@ -41,7 +56,11 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
         "constant": lambda: optax.constant_schedule(peak),
         "wsd": lambda: optax.linear_schedule(peak, end, decay, transition_begin=rest - decay),
     }[config.schedule]()
-    return after if warmup == 0 else optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
+    return (
+        after
+        if warmup == 0
+        else optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
+    )
 
 
 def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
@@ -62,16 +81,20 @@ def is_modelled(config: OptimizerConfig) -> bool:
     return config.name != "adafactor"
 
 
-def by_path(groups: Mapping[str, optax.GradientTransformation]) -> optax.GradientTransformationExtraArgs:
-    """Returns an `optax.partition` that updates each parameter by the first pattern that matches its path.
+def by_path(
+    groups: Mapping[str, optax.GradientTransformation],
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an `optax.partition` that updates each parameter by the first pattern that matches
+    its path.
 
     Example, with a frozen embedding, which has no state::
 
-        by_path({"embedding.*": optax.set_to_zero(), "*.bias|*.scale": optax.adamw(1e-3, weight_decay=0.0),
-                 "*": optax.adamw(3e-4)})
+        by_path({"embedding.*": optax.set_to_zero(), "*.bias|*.scale": optax.adamw(1e-3,
+                 weight_decay=0.0), "*": optax.adamw(3e-4)})
 
     Args:
-      groups: by pattern, as in the shell; `|` separates alternatives. Each needs a parameter of its own.
+      groups: by pattern, as in the shell; `|` separates alternatives. Each needs a parameter of its
+        own.
 
     Raises:
       ConfigError: at `init`, for a pattern without parameters, or a parameter without a pattern.
@@ -81,7 +104,9 @@ def by_path(groups: Mapping[str, optax.GradientTransformation]) -> optax.Gradien
         paths = tree_map_with_path(lambda path, _: keystr(path, simple=True, separator="."), params)
         check_patterns("by_path", groups, jax.tree.leaves(paths))
         if rest := [path for path in jax.tree.leaves(paths) if _first_match(groups, path) is None]:
-            raise ConfigError(f"by_path: no pattern matches {', '.join(rest)}; end with the pattern '*'")
+            raise ConfigError(
+                f"by_path: no pattern matches {', '.join(rest)}; end with the pattern '*'"
+            )
         return jax.tree.map(lambda path: _first_match(groups, path), paths)
 
     return optax.partition(groups, labels)
@@ -93,7 +118,8 @@ def check_patterns(setting: str, patterns: Iterable[str], paths: Sequence[str]) 
         matched = matching(setting, pattern, paths)
         if all(_first_match(patterns, path) != pattern for path in matched):
             raise ConfigError(
-                f"{setting}: earlier patterns match everything that {pattern!r} matches; the first matching pattern "
+                f"{setting}: earlier patterns match everything that {pattern!r} matches; the first "
+                "matching pattern "
                 "applies, so put it earlier"
             )
 
@@ -103,7 +129,8 @@ def matching(setting: str, pattern: str, paths: Sequence[str]) -> list[str]:
     matched = [path for path in paths if matches(pattern, path)]
     if not matched:
         raise ConfigError(
-            f"{setting}: the pattern {pattern!r} matches no trained parameter; there are:\n  " + "\n  ".join(paths)
+            f"{setting}: the pattern {pattern!r} matches no trained parameter; there are:\n  "
+            + "\n  ".join(paths)
         )
     return matched
 
@@ -113,18 +140,22 @@ def _first_match(patterns: Iterable[str], path: str) -> str | None:
 
 
 def current_learning_rate(state: optax.OptState) -> Array | None:
-    """Returns the `learning_rate` of the last update from an Optax state with one `optax.inject_hyperparams`, or None.
+    """Returns the `learning_rate` of the last update from an Optax state with one
+    `optax.inject_hyperparams`, or None.
 
     Optax stores no other rate. A later factor, such as `reduce_on_plateau`'s, is not in it.
     """
-    found = optax.tree.get_all_with_path(state, "learning_rate", filtering=lambda _, leaf: isinstance(leaf, Array))
+    found = optax.tree.get_all_with_path(
+        state, "learning_rate", filtering=lambda _, leaf: isinstance(leaf, Array)
+    )
     return found[0][1] if len(found) == 1 else None
 
 
 def is_matrix(path: str) -> bool:
     """Returns whether the parameter is a matrix, which decays."""
     names = path.split(".")
-    return not _VECTORS & {*names, *(name.rpartition("_")[2] for name in names)}  # also gate_bias, router_scale
+    # also gate_bias, router_scale
+    return not _VECTORS & {*names, *(name.rpartition("_")[2] for name in names)}
 
 
 def is_orthogonalised(path: str) -> bool:
@@ -133,7 +164,8 @@ def is_orthogonalised(path: str) -> bool:
 
 
 def round_stochastically(array: Array, noise: Array) -> Array:
-    """Rounds float32 to bfloat16, up with the probability that keeps the mean; `noise` is uniform in uint32.
+    """Rounds float32 to bfloat16, up with the probability that keeps the mean; `noise` is uniform
+    in uint32.
 
     To nearest, a decay that changes less than half a last digit would never change it.
     """
@@ -144,7 +176,8 @@ def round_stochastically(array: Array, noise: Array) -> Array:
 
 def noise_of(seed: Array, shape: Sequence[int], padding: Padding = ()) -> Array:
     """Returns uint32 by an element's index without padding: equal on every mesh."""
-    # A hash: with threefry, an update on a CPU takes four times as long, and XLA stores three words for each element.
+    # A hash: with threefry, an update on a CPU takes four times as long, and XLA stores three words
+    # for each element.
     splits = dict(padding)
     for dim in range(-len(shape), 0):
         split = splits.get(dim)
@@ -186,7 +219,9 @@ def _in_bfloat16(rule: optax.GradientTransformation) -> optax.GradientTransforma
 
         return updates, state._replace(mu=tree_map_with_path(rounded, state.mu))
 
-    return optax.GradientTransformationExtraArgs(lambda params: with_mu(rule.init(params), "bfloat16"), update)
+    return optax.GradientTransformationExtraArgs(
+        lambda params: with_mu(rule.init(params), "bfloat16"), update
+    )
 
 
 def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -197,19 +232,23 @@ def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
     if config.name == "lion":  # Chen et al., arXiv 2302.06675
         return stored(optax.scale_by_lion(config.beta1, config.beta2))
     if config.name == "adafactor":
-        # Shazeer and Stern, arXiv 1804.04235, with the decoupled decay and clipping of this file instead of its own:
-        # its root mean squares over a table would count the rows that pad a vocabulary.
+        # Shazeer and Stern, arXiv 1804.04235, with the decoupled decay and clipping of this file
+        # instead of its own: its root mean squares over a table would count the rows that pad a
+        # vocabulary.
         return _with_float32_state(optax.scale_by_factored_rms())
     from jaxtp.train.muon import MUON, scale_by_muon
 
     def label(params: dict[str, Any]) -> dict[str, str]:
         return {path: MUON if is_orthogonalised(path) else "adam" for path in params}
 
-    return optax.partition({MUON: optax.chain(stored(scale_by_muon(config.beta1))), "adam": adam}, label)
+    return optax.partition(
+        {MUON: optax.chain(stored(scale_by_muon(config.beta1))), "adam": adam}, label
+    )
 
 
 def _with_float32_state(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    # Adafactor's decay approaches 1: after a thousand steps it changes a moment by less than bfloat16's last bit.
+    # Adafactor's decay approaches 1: after a thousand steps it changes a moment by less than
+    # bfloat16's last bit.
 
     def cast(params: object) -> Any:
         return optax.tree.cast(params, "float32")
@@ -228,7 +267,9 @@ def _decayed(config: OptimizerConfig) -> optax.GradientTransformation:
         return update + decay * param if decay else update
 
     return optax.stateless(
-        lambda updates, params: {path: decayed(path, u, params[path]) for path, u in updates.items()}
+        lambda updates, params: {
+            path: decayed(path, u, params[path]) for path, u in updates.items()
+        }
     )
 
 
@@ -237,7 +278,9 @@ def _scaled_by_group(config: OptimizerConfig) -> optax.GradientTransformation:
         scale = _group_of(config, path).learning_rate_scale
         return update if scale == 1 else scale * update
 
-    return optax.stateless(lambda updates, _: {path: scaled(path, u) for path, u in updates.items()})
+    return optax.stateless(
+        lambda updates, _: {path: scaled(path, u) for path, u in updates.items()}
+    )
 
 
 def _group_of(config: OptimizerConfig, path: str) -> GroupConfig:

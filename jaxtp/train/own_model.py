@@ -1,4 +1,6 @@
-"""A model of the user's that is no Decoder: how it is split over the mesh, computed, and loaded from its run."""
+"""A model of the user's that is no Decoder: how it is split over the mesh, computed, and loaded
+from its run.
+"""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -41,7 +43,11 @@ def load_run(path: str | Path, *, base: str | Path | None = None) -> Decoder: ..
 
 @overload
 def load_run(
-    path: str | Path, *, base: str | Path | None = None, build: object, plan: Plan | str | None = None
+    path: str | Path,
+    *,
+    base: str | Path | None = None,
+    build: object,
+    plan: Plan | str | None = None,
 ) -> Any: ...
 
 
@@ -52,46 +58,60 @@ def load_run(
     build: object = None,
     plan: Plan | str | None = None,
 ) -> object:
-    """Returns the trained model in a run (its newest checkpoint) or a checkpoint, on the mesh in context.
+    """Returns the trained model in a run (its newest checkpoint) or a checkpoint, on the mesh in
+    context.
 
-    It needs neither the data nor the mesh of the run. Without a mesh in context, the model is on one device. A model
-    of your own is in the mode in which `build` returns it: call `model.eval()` before you use one with dropout.
+    It needs neither the data nor the mesh of the run. Without a mesh in context, the model is on
+    one device. A model of your own is in the mode in which `build` returns it: call `model.eval()`
+    before you use one with dropout.
 
     Args:
       base: the base model of a run's adapters, if it has moved.
-      build: for a model of your own, what made it: a function, a class, settings, or the name of one of these,
-        `"FILE.py:NAME"`. It gets the run's `model.arguments`. No code that a run's folder names is imported.
-      plan: for a model of your own, how `parallelize` splits it over tp, or the name of such a plan; without one, and
-        without specs of its own, every device along tp has all of it.
+      build: for a model of your own, what made it: a function, a class, settings, or the name of
+        one of these, `"FILE.py:NAME"`. It gets the run's `model.arguments`. No code that a run's
+        folder names is imported.
+      plan: for a model of your own, how `parallelize` splits it over tp, or the name of such a
+        plan; without one, and without specs of its own, every device along tp has all of it.
 
     Raises:
-      CheckpointError: the checkpoint is missing, damaged, or of another model; or the base model does not match.
+      CheckpointError: the checkpoint is missing, damaged, or of another model; or the base model
+        does not match.
       ConfigError: `build` does not take the recorded arguments, or fails.
       PlanError: the plan does not fit the model or the mesh.
       HFError: the base model is unreadable.
     """
     has_mesh = current_mesh() is not None
-    mesh = jax.sharding.get_mesh() if has_mesh else make_mesh()  # before anything starts JAX's backend
+    # before anything starts JAX's backend
+    mesh = jax.sharding.get_mesh() if has_mesh else make_mesh()
     checkpoint = open_checkpoint(expand(Path(path)))
     source = load_object(build, "build") if isinstance(build, str) else build
     styles: Plan | None = load_object(plan, "plan") if isinstance(plan, str) else plan
     if not (source is None or callable(source) or isinstance(source, ModelConfig)):
         raise ConfigError(
-            f"build is {describe_value(source)}, and should be a function, a class, settings, or FILE.py:NAME"
+            f"build is {describe_value(source)}, and should be a function, a class, settings, or "
+            "FILE.py:NAME"
         )
     if not (styles is None or isinstance(styles, Mapping)):
-        raise ConfigError(f"plan is {describe_value(styles)}, and should be a dict of styles, or FILE.py:NAME")
+        raise ConfigError(
+            f"plan is {describe_value(styles)}, and should be a dict of styles, or FILE.py:NAME"
+        )
     config, is_decoder = own_or_decoder(checkpoint.folder, checkpoint.info, source)
     if is_decoder:
         if styles is not None:
-            raise ConfigError("a plan splits a model of your own; the decoder has its own PartitionSpecs")
+            raise ConfigError(
+                "a plan splits a model of your own; the decoder has its own PartitionSpecs"
+            )
         return load_decoder(checkpoint, config, mesh, base)
     if base is not None:
-        raise ConfigError("base names the base model of a decoder's adapters, and the run's model is another")
+        raise ConfigError(
+            "base names the base model of a decoder's adapters, and the run's model is another"
+        )
     assert callable(source), "settings are a decoder's"
     make = builder(source, config)
     # Without a mesh and a plan the model stays plain Flax.
-    return _load_own(checkpoint, config, make, styles, mesh, is_split=has_mesh or styles is not None)
+    return _load_own(
+        checkpoint, config, make, styles, mesh, is_split=has_mesh or styles is not None
+    )
 
 
 def _load_own(
@@ -127,7 +147,11 @@ def _load_own(
 def _require_fit(checkpoint: StoredCheckpoint, config: ModelConfig, blueprint: Blueprint) -> None:
     prefix = "model."
     made = abstract_logical(blueprint.abstract["model"], blueprint.mesh)
-    stored = {name.removeprefix(prefix): a for name, a in checkpoint.arrays.items() if name.startswith(prefix)}
+    stored = {
+        name.removeprefix(prefix): a
+        for name, a in checkpoint.arrays.items()
+        if name.startswith(prefix)
+    }
     problems = []
     for name in sorted(made.keys() | stored.keys()):
         if name not in stored:
@@ -135,7 +159,10 @@ def _require_fit(checkpoint: StoredCheckpoint, config: ModelConfig, blueprint: B
         elif name not in made:
             problems.append(f"the model has no {name}")
         elif stored[name].shape != made[name].shape:
-            problems.append(f"{name} is {stored[name].shape} in the checkpoint, and {made[name].shape} in the model")
+            problems.append(
+                f"{name} is {stored[name].shape} in the checkpoint, and {made[name].shape} in "
+                "the model"
+            )
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
@@ -158,7 +185,8 @@ def split_model(
     if task.plan is None:
         plan, lines = _proposed(build, config, mesh, task, batch)
     else:
-        plan, lines = task.plan, []
+        plan = task.plan
+        lines = []
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         model = build(rngs)
@@ -175,7 +203,8 @@ def _proposed(
     task: Task,
     batch: Mapping[str, jax.ShapeDtypeStruct],
 ) -> tuple[Plan, list[str]]:
-    sizes, loss = mesh_sizes(mesh), task.loss
+    sizes = mesh_sizes(mesh)
+    loss = task.loss
     _require_whole_sequences(mesh)
     if sizes[TP] == 1 or loss is None:
         return {}, []
@@ -186,23 +215,36 @@ def _proposed(
 
     key = jax.random.key(config.run.seed)
     proposal = propose_plan(
-        create, batch, mesh=sizes, call=lambda model, batch: call(loss, model, batch, key).loss, report=None
+        create,
+        batch,
+        mesh=sizes,
+        call=lambda model, batch: call(loss, model, batch, key).loss,
+        report=None,
     )
-    styles = ", ".join(f"{pattern}: {format_style(style)}" for pattern, style in proposal.items()) or "no split over tp"
-    return proposal, [f"plan    proposed: {styles} (jaxtp explain says why)", *map("note    {}".format, proposal.notes)]
+    styles = (
+        ", ".join(f"{pattern}: {format_style(style)}" for pattern, style in proposal.items())
+        or "no split over tp"
+    )
+    return proposal, [
+        f"plan    proposed: {styles} (jaxtp explain says why)",
+        *map("note    {}".format, proposal.notes),
+    ]
 
 
 def _require_whole_sequences(mesh: Mesh) -> None:
     cp = mesh_sizes(mesh)[CP]
     if cp > 1:
         raise ConfigError(
-            f"mesh.cp={cp} splits sequences, and no plan names their module; bring one (--model.plan) with "
+            f"mesh.cp={cp} splits sequences, and no plan names their module; bring one "
+            "(--model.plan) with "
             '{"": ContextParallel()}'
         )
 
 
 def set_precision(model: nnx.Module, precision: Precision) -> None:
-    """Makes Flax's layers compute in a dtype: those that take theirs from their inputs. Casts stored parameters."""
+    """Makes Flax's layers compute in a dtype: those that take theirs from their inputs. Casts
+    stored parameters.
+    """
     default = Precision()
     if precision.compute != default.compute:
         for _, module in nnx.iter_modules(model):

@@ -1,4 +1,6 @@
-"""Performance of devices: utilization, memory in use, the slowest device or process, profiler traces."""
+"""Performance of devices: utilization, memory in use, the slowest device or process, profiler
+traces.
+"""
 
 import math
 import statistics
@@ -26,17 +28,20 @@ from jaxtp.train.task import Task
 SLOW = 1.25  # A device is slow from this multiple of the median on
 LATE = 0.1  # A wait for data is long if it exceeds the median by this fraction of a step
 IN_A_ROW = 3  # Logged steps in a row before a slow device is reported
-_SIZE, _SIZE_ON_CPU = 2048, 256
+_SIZE = 2048
+_SIZE_ON_CPU = 256
 
 
 def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) -> float:
-    """Returns `6 (N - V D) + 6 L S (heads * head_dim)`, the definition for every utilization, with N `parameters`.
+    """Returns `6 (N - V D) + 6 L S (heads * head_dim)`, the definition for every utilization, with
+    N `parameters`.
 
-    A layer of Gated DeltaNet has 18 (value heads * K V), three products with its states, in place of attention's term.
+    A layer of Gated DeltaNet has 18 (value heads * K V), three products with its states, in place
+    of attention's term.
 
-    Embedding lookups, recomputation and unused experts do not count; a tied table counts as the head's product. Frozen
-    parameters count 4 instead of 6. Kaplan et al., arXiv 2001.08361; attention as in Megatron-LM, arXiv 2104.04473,
-    halved for causality.
+    Embedding lookups, recomputation and unused experts do not count; a tied table counts as the
+    head's product. Frozen parameters count 4 instead of 6. Kaplan et al., arXiv 2001.08361;
+    attention as in Megatron-LM, arXiv 2104.04473, halved for causality.
     """
     lookup = 0 if config.tie_embeddings else config.vocab_size * config.d_model
     lookup += (config.learned_positions or 0) * config.d_model
@@ -59,7 +64,8 @@ def peak_flops(device: jax.Device) -> float:
 def row_flops(
     config: TrainConfig, blueprint: Blueprint, task: Task, batch: Mapping[str, jax.ShapeDtypeStruct]
 ) -> float:
-    """Returns the FLOPs of a row of a batch: by `flops_per_token`, or for a user's loss by `row_work`.
+    """Returns the FLOPs of a row of a batch: by `flops_per_token`, or for a user's loss by
+    `row_work`.
 
     NaN if the loss cannot be traced on one device. Call it without a mesh in context.
     """
@@ -84,7 +90,10 @@ def describe_peak(device: jax.Device) -> str | None:
     """Explains why no MFU is logged; None on CPUs, or if it is logged."""
     if device.platform == "cpu" or not math.isnan(peak_flops(device)):
         return None
-    return f"of {device.device_kind!r} not known: no mfu is logged (jaxtp/analysis/hardware.py lists known devices)"
+    return (
+        f"of {device.device_kind!r} not known: no mfu is logged (jaxtp/analysis/hardware.py "
+        "lists known devices)"
+    )
 
 
 def memory_record(device: jax.Device) -> dict[str, int]:
@@ -99,17 +108,25 @@ class Stragglers:
 
     Args:
       warn: takes a line for the console.
-      seconds: times the products on local devices; by default not for virtual devices, which share a CPU's cores.
+      seconds: times the products on local devices; by default not for virtual devices, which share
+        a CPU's cores.
     """
 
-    def __init__(self, mesh: Mesh, warn: Callable[[str], None], seconds: Callable[[], list[float]] | None = None):
+    def __init__(
+        self,
+        mesh: Mesh,
+        warn: Callable[[str], None],
+        seconds: Callable[[], list[float]] | None = None,
+    ):
         self._devices = list(mesh.local_devices)
         self._warn = warn
         self._seconds = seconds
         share_a_cpu = self._devices[0].platform == "cpu" and len(set(host_names())) == 1
         if seconds is None and mesh.size > 1 and not share_a_cpu:
             self._seconds = matmul_timer(self._devices)
-        self._suspect, self._since, self._count = "", 0, 0
+        self._suspect = ""
+        self._since = 0
+        self._count = 0
         """Name, first logged step, and number of logged steps in a row."""
 
     def record(self, step: int, record: dict[str, float], in_flight: object) -> dict[str, float]:
@@ -128,16 +145,26 @@ class Stragglers:
             jax.block_until_ready(in_flight)
             times = self._seconds()
         wait = record["data_wait_seconds"]
-        rows = [(seconds, wait, *map(used.get, names)) for seconds, used in zip(times, memory, strict=True)]
+        rows = [
+            (seconds, wait, *map(used.get, names))
+            for seconds, used in zip(times, memory, strict=True)
+        ]
         gathered = gather_numbers(np.array(rows, np.float32))  # [processes, local devices, numbers]
-        factor = self._compare(step, gathered[..., 0], gathered[:, 0, 1].tolist(), record["step_seconds"])
+        factor = self._compare(
+            step, gathered[..., 0], gathered[:, 0, 1].tolist(), record["step_seconds"]
+        )
         _, longest_wait, *largest = gathered.max(axis=(0, 1)).tolist()
         compared = {"slowest_device": factor} if self._seconds is not None else {}
         return (
-            record | dict(zip(names, map(int, largest), strict=True)) | compared | {"data_wait_seconds": longest_wait}
+            record
+            | dict(zip(names, map(int, largest), strict=True))
+            | compared
+            | {"data_wait_seconds": longest_wait}
         )
 
-    def _compare(self, step: int, seconds: np.ndarray, waits: Sequence[float], step_seconds: float) -> float:
+    def _compare(
+        self, step: int, seconds: np.ndarray, waits: Sequence[float], step_seconds: float
+    ) -> float:
         # Returns how many times the median the slowest device takes.
         factor = float(seconds.max() / np.percentile(seconds, 50, method="lower"))
         late = max(waits) - statistics.median_low(waits)
@@ -152,10 +179,14 @@ class Stragglers:
         if name != self._suspect:
             if self._count >= IN_A_ROW:
                 self._warn(f"step {step}: {self._suspect} no longer holds up the others")
-            self._suspect, self._since, self._count = name, step, 0
+            self._suspect = name
+            self._since = step
+            self._count = 0
         self._count += bool(name)
         if self._count == IN_A_ROW:
-            self._warn(f"step {step}: the others wait for one: {name} {how}, since step {self._since}")
+            self._warn(
+                f"step {step}: the others wait for one: {name} {how}, since step {self._since}"
+            )
         return factor
 
 
@@ -169,7 +200,9 @@ def gather_numbers(numbers: np.ndarray) -> np.ndarray:
 
 
 def matmul_timer(devices: Sequence[jax.Device]) -> Callable[[], list[float]]:
-    """Returns a function that times the same products on each device in turn: the best of three runs."""
+    """Returns a function that times the same products on each device in turn: the best of three
+    runs.
+    """
     size = _SIZE_ON_CPU if devices[0].platform == "cpu" else _SIZE
 
     @jax.jit
@@ -199,8 +232,10 @@ class Profiler:
     """
 
     def __init__(self, folder: Path, start: int, steps: int, timing: Timing):
-        self._folder, self._timing = folder, timing
-        self._first, self._last = start, start + steps - 1
+        self._folder = folder
+        self._timing = timing
+        self._first = start
+        self._last = start + steps - 1
         self._tracing = False
         self._failure: str | None = None
 
@@ -209,7 +244,9 @@ class Profiler:
         if step == self._first:
             self._tracing = True
             with self._timing.lost_to("profile"):
-                self._attempt(lambda: jax.profiler.start_trace(self._folder, create_perfetto_trace=True))
+                self._attempt(
+                    lambda: jax.profiler.start_trace(self._folder, create_perfetto_trace=True)
+                )
 
     def after(self, step: int, results: object) -> str | None:
         """Ends the trace after the results of its last step; returns its location or failure."""
@@ -219,7 +256,11 @@ class Profiler:
             jax.block_until_ready(results)
             self.close()
         steps = f"profile of steps {self._first} to {self._last}"
-        return f"{steps} in {self._folder}" if self._failure is None else f"no {steps}: {self._failure}"
+        return (
+            f"{steps} in {self._folder}"
+            if self._failure is None
+            else f"no {steps}: {self._failure}"
+        )
 
     def close(self) -> None:
         """Ends an unfinished trace."""

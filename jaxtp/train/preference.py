@@ -1,6 +1,8 @@
-"""DPO on pairs of a chosen and a rejected answer (arXiv 2305.18290), with the formulas and metrics of TRL 1.16.
+"""DPO on pairs of a chosen and a rejected answer (arXiv 2305.18290), with the formulas and metrics
+of TRL 1.16.
 
-The log-probabilities of an answer's tokens are summed by the column `pairs`, so an answer may be anywhere in its row.
+The log-probabilities of an answer's tokens are summed by the column `pairs`, so an answer may be
+anywhere in its row.
 """
 
 from collections.abc import Mapping
@@ -30,15 +32,20 @@ from jaxtp.train.config import TrainConfig
 class DPO:
     """A loss that makes the chosen answer of each pair likelier, and the rejected one less likely.
 
-    Likelihoods are relative to a reference: the model without its adapters, or the scores of `jaxtp score`
-    (`data.scores`). The step divides by the number of pairs; a pair without labels in both answers does not count.
+    Likelihoods are relative to a reference: the model without its adapters, or the scores of
+    `jaxtp score` (`data.scores`). The step divides by the number of pairs; a pair without labels in
+    both answers does not count.
     """
 
     beta: Positive = 0.1
-    """Strength of the reference: a reward is beta times the log-ratio of the model to the reference."""
+    """Strength of the reference: a reward is beta times the log-ratio of the model to the
+    reference.
+    """
 
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """Loss of a margin of rewards; ipo (arXiv 2310.12036) takes log-ratios per token, towards 1 / (2 beta)."""
+    """Loss of a margin of rewards; ipo (arXiv 2310.12036) takes log-ratios per token, towards 1
+    / (2 beta).
+    """
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5), allowed("from 0 to below 0.5")] = 0.0
     """Probability that the answers of a pair are swapped (conservative DPO); for sigmoid only."""
@@ -47,24 +54,33 @@ class DPO:
     """Take log-ratios per token (`sigmoid_norm` of TRL); ipo always does."""
 
     sft_weight: NonNegative = 0.0
-    """Weight of the cross-entropy of chosen answers (RPO, arXiv 2404.19733), a mean over a micro-batch's tokens."""
+    """Weight of the cross-entropy of chosen answers (RPO, arXiv 2404.19733), a mean over a
+    micro-batch's tokens.
+    """
 
     columns: ClassVar[tuple[str, ...]] = ("inputs", "labels", PAIRS)
     scores_temperature: ClassVar[float] = 1.0
-    reads_reference: ClassVar[bool] = True  # needs log-probabilities of the initial model, or adapters
+    # needs log-probabilities of the initial model, or adapters
+    reads_reference: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.label_smoothing and self.loss != "sigmoid":
-            raise ConfigError(f"DPO: label_smoothing={self.label_smoothing} is for loss='sigmoid', not {self.loss!r}")
+            raise ConfigError(
+                f"DPO: label_smoothing={self.label_smoothing} is for loss='sigmoid', not "
+                f"{self.loss!r}"
+            )
 
     def __call__(
         self, model: Decoder, batch: Mapping[str, Array], key: Array
     ) -> tuple[Array, Array, dict[str, tuple[Array, Array]]]:
         """Returns the sum over pairs, their number, and TRL's metrics."""
-        labels_BT, pairs_BT = batch["labels"], batch[PAIRS]
+        labels_BT = batch["labels"]
+        pairs_BT = batch[PAIRS]
         if pairs_BT.shape != labels_BT.shape:
-            raise ConfigError(f"DPO: {PAIRS} is {list(pairs_BT.shape)}, and labels is {list(labels_BT.shape)}")
+            raise ConfigError(
+                f"DPO: {PAIRS} is {list(pairs_BT.shape)}, and labels is {list(labels_BT.shape)}"
+            )
         segments_BT = batch.get(SEGMENTS, 2 * jnp.abs(pairs_BT) - (pairs_BT > 0))
 
         def log_probs(model: Decoder) -> Array:
@@ -76,17 +92,23 @@ class DPO:
             reference_BT = jax.lax.stop_gradient(log_probs(without_adapters(model)))
         else:
             raise ConfigError(
-                f"DPO needs a reference: a column {LOG_PROBS}, as `jaxtp score` makes it for data.scores, or adapters "
+                f"DPO needs a reference: a column {LOG_PROBS}, as `jaxtp score` makes it for "
+                "data.scores, or adapters "
                 "(--model.lora.rank 16); the model without them is then the reference"
             )
         is_label_BT = labels_BT != IGNORE
         terms_BT3 = jnp.stack([log_probs(model), reference_BT, is_label_BT], axis=-1)
-        sums = [_by_answer(terms_BT3, jnp.where(is_label_BT, sign * pairs_BT, 0)) for sign in (1, -1)]
-        policy, reference, tokens = jnp.moveaxis(jnp.stack(sums), -1, 0)  # [2 answers, B, pairs of a row]
+        sums = [
+            _by_answer(terms_BT3, jnp.where(is_label_BT, sign * pairs_BT, 0)) for sign in (1, -1)
+        ]
+        # [2 answers, B, pairs of a row]
+        policy, reference, tokens = jnp.moveaxis(jnp.stack(sums), -1, 0)
         valid = jnp.all(tokens > 0, axis=0)
         _check(jnp.sum(tokens * valid, axis=(0, 2)), jnp.sum(is_label_BT, axis=1))
-        total, log_ratios = partial(jnp.sum, where=valid), policy - reference
-        loss, count = total(self._losses(log_ratios, tokens)), jnp.sum(valid)
+        total = partial(jnp.sum, where=valid)
+        log_ratios = policy - reference
+        loss = total(self._losses(log_ratios, tokens))
+        count = jnp.sum(valid)
         if self.sft_weight:
             loss -= self.sft_weight * count * total(policy[0]) / jnp.maximum(total(tokens[0]), 1)
         rewards = self.beta * jax.lax.stop_gradient(log_ratios)
@@ -110,9 +132,13 @@ class DPO:
         if self.loss == "hinge":
             return jax.nn.relu(1 - margin)
         smoothing = self.label_smoothing
-        return -(1 - smoothing) * jax.nn.log_sigmoid(margin) - smoothing * jax.nn.log_sigmoid(-margin)
+        return -(1 - smoothing) * jax.nn.log_sigmoid(margin) - smoothing * jax.nn.log_sigmoid(
+            -margin
+        )
 
-    def example_batch(self, rows: int, length: int, config: TrainConfig) -> dict[str, NDArray[np.generic]]:
+    def example_batch(
+        self, rows: int, length: int, config: TrainConfig
+    ) -> dict[str, NDArray[np.generic]]:
         """Returns random rows of two pairs."""
         random = np.random.default_rng(0)
         inputs, labels = random.integers(0, config.model.vocab_size, (2, rows, length), np.int32)
@@ -127,15 +153,21 @@ class DPO:
 def _by_answer(terms_BT3: Array, numbers_BT: Array) -> Array:
     """Returns sums `[B, pairs, 3]` over the tokens of answers 1, 2, ... of each row."""
     most = terms_BT3.shape[1] // 2
-    indices_BT = jnp.where(numbers_BT > 0, numbers_BT - 1, most)  # segment_sum drops indices beyond the last
+    # segment_sum drops indices beyond the last
+    indices_BT = jnp.where(numbers_BT > 0, numbers_BT - 1, most)
     return jax.vmap(partial(jax.ops.segment_sum, num_segments=most))(terms_BT3, indices_BT)
 
 
 def _check(paired_B: Array, labels_B: Array) -> None:
     """Raises `UserError` if rows outside of a jit have labels outside of whole pairs."""
-    if not isinstance(paired_B, jax.core.Tracer) and (wrong := np.flatnonzero(paired_B != labels_B)).size:
+    if (
+        not isinstance(paired_B, jax.core.Tracer)
+        and (wrong := np.flatnonzero(paired_B != labels_B)).size
+    ):
         row = wrong[0]
         raise UserError(
-            f"row {row}: {labels_B[row] - paired_B[row]:g} of {labels_B[row]} labels are in no pair; `{PAIRS}` should "
-            "be 1 for the tokens of the first chosen answer, -1 for its rejected one, 2 and -2 for the next ones"
+            f"row {row}: {labels_B[row] - paired_B[row]:g} of {labels_B[row]} labels are in no "
+            f"pair; `{PAIRS}` should "
+            "be 1 for the tokens of the first chosen answer, -1 for its rejected one, 2 and -2 for "
+            "the next ones"
         )

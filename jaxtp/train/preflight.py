@@ -33,9 +33,12 @@ from jaxtp.train.known_versions import versions_here
 from jaxtp.train.self_check import check_collectives
 
 MAX_SKEW = 60.0
-"""Seconds by which the clocks of hosts may differ. A larger skew breaks certificates, logs and schedulers."""
+"""Seconds by which the clocks of hosts may differ. A larger skew breaks certificates, logs and
+schedulers.
+"""
 
-_GATHERED, _GATHERED_ON_CPU = 2**26, 2**20  # Bytes per device of the array that measures an axis
+_GATHERED = 2**26
+_GATHERED_ON_CPU = 2**20  # Bytes per device of the array that measures an axis
 _GATHERS = 5
 
 
@@ -71,14 +74,18 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, object]) -> li
     check_clocks(all_gather_json(time.time()), records)  # right after an exchange
     check_folder(config.run.dir)
     check_collectives(mesh)
-    first, hosts = records[0], [record["host"] for record in records]
+    first = records[0]
+    hosts = [record["host"] for record in records]
     count = first["devices"]
-    counts = ", ".join(f"{count * times} x {first['kind']} on {host}" for host, times in Counter(hosts).items())
+    counts = ", ".join(
+        f"{count * times} x {first['kind']} on {host}" for host, times in Counter(hosts).items()
+    )
     return [
         f"hosts   {len(records)} processes of {count} device{'s' if count != 1 else ''}: {counts}",
         f"axes    between hosts: {', '.join(axes_between_hosts(mesh, hosts)) or 'none'}",
         f"versions {', '.join(f'{name} {version}' for name, version in first['versions'].items())}",
-        f"equal   versions, configuration (sha256 {fingerprint(first['configuration'])[:12]}), data, clocks and run "
+        f"equal   versions, configuration (sha256 {fingerprint(first['configuration'])[:12]}), "
+        "data, clocks and run "
         "folder; collectives over every axis are right",
         *(measure_axes(mesh) if config.launch.preflight_bandwidth else []),
     ]
@@ -107,27 +114,37 @@ def compare(records: Sequence[Record]) -> None:
         pair = f"{process_name(process, other['host'])} and {process_name(0, first['host'])}"
         for what, meaning in (("kind", "kinds of devices"), ("devices", "numbers of devices")):
             if (theirs := other[what]) != (ours := first[what]):  # type: ignore[literal-required]
-                raise ConfigError(f"{pair} have different {meaning}, {theirs} and {ours}: all must be equal")
+                raise ConfigError(
+                    f"{pair} have different {meaning}, {theirs} and {ours}: all must be equal"
+                )
         for what in ("versions", "configuration", "data"):
             if lines := differences(first[what], other[what]):  # type: ignore[literal-required]
                 changes = "\n".join(f"  {line}" for line in lines)
-                raise ConfigError(f"{pair} differ in their {what} (process 0 -> process {process}):\n{changes}")
+                raise ConfigError(
+                    f"{pair} differ in their {what} (process 0 -> process {process}):\n{changes}"
+                )
 
 
 def check_gpus(records: Sequence[Record]) -> None:
     """Raises ConfigError if visible GPUs of a host are idle."""
     for host in dict.fromkeys(record["host"] for record in records):
         here = [record for record in records if record["host"] == host]
-        visible = {tuple(record["visible"]) for record in here}  # processes that see the same GPUs share them
+        # processes that see the same GPUs share them
+        visible = {tuple(record["visible"]) for record in here}
         driven = sum(len(record["driven"]) for record in here)
         if driven >= (total := sum(map(len, visible))):
             continue
         (*_, names) = visible
         used = {index for record in here for index in record["driven"]}
-        idle = [name for index, name in enumerate(names) if index not in used] if len(visible) == 1 else []
+        idle = (
+            [name for index, name in enumerate(names) if index not in used]
+            if len(visible) == 1
+            else []
+        )
         which = f" (not {', '.join(idle)})" if idle else ""
         raise ConfigError(
-            f"{host} has {total} visible GPUs, and its {len(here)} processes drive {driven} of them{which}: start "
+            f"{host} has {total} visible GPUs, and its {len(here)} processes drive {driven} of "
+            f"them{which}: start "
             f"{process_counts(total)} processes there, or hide the others by CUDA_VISIBLE_DEVICES"
         )
 
@@ -142,8 +159,10 @@ def check_hosts_of_tp(host_names: Sequence[str], mesh: Mesh) -> None:
     most = min(Counter(itertools.chain(*places)).values())
     able = ", ".join(map(str, divisors(most)))
     raise ConfigError(
-        f"mesh.tp={mesh.shape[TP]} spreads layers over the hosts {' and '.join(spread)}, so that each waits for the "
-        f"network between them; with {most} devices on a host tp can be {able}, and cp, fsdp or dp the rest; "
+        f"mesh.tp={mesh.shape[TP]} spreads layers over the hosts {' and '.join(spread)}, so that "
+        "each waits for the "
+        f"network between them; with {most} devices on a host tp can be {able}, and cp, fsdp or dp "
+        "the rest; "
         "--mesh.tp-across-hosts allows it"
     )
 
@@ -152,17 +171,24 @@ def axes_between_hosts(mesh: Mesh, host_names: Sequence[str]) -> list[str]:
     """Returns the axes along which devices lie on several hosts; `host_names` is by process."""
     places = np.vectorize(lambda device: host_names[device.process_index])(mesh.devices)
     firsts = [places.take([0], axis=at) for at in range(places.ndim)]
-    return [axis for axis, first in zip(mesh.axis_names, firsts, strict=True) if (places != first).any()]
+    return [
+        axis for axis, first in zip(mesh.axis_names, firsts, strict=True) if (places != first).any()
+    ]
 
 
 def check_clocks(times: Sequence[float], records: Sequence[Record]) -> None:
     """Raises ConfigError if a clock differs too much from process 0's."""
     for process, seconds in enumerate(times):
         if not abs(seconds - times[0]) <= MAX_SKEW:
-            clocks = [time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(each)) for each in (times[0], seconds)]
+            clocks = [
+                time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(each))
+                for each in (times[0], seconds)
+            ]
             raise ConfigError(
-                f"the clock of {process_name(process, records[process]['host'])} says {clocks[1]}, the clock of "
-                f"{process_name(0, records[0]['host'])} {clocks[0]}: they may differ by {MAX_SKEW:g} s at most"
+                f"the clock of {process_name(process, records[process]['host'])} says {clocks[1]}, "
+                "the clock of "
+                f"{process_name(0, records[0]['host'])} {clocks[0]}: they may differ by "
+                f"{MAX_SKEW:g} s at most"
             )
 
 
@@ -178,7 +204,8 @@ def check_folder(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
     if blind is not None:
         raise ConfigError(
-            f"run.dir={folder} is not one folder for all: {blind} does not see what process 0 writes there; name a "
+            f"run.dir={folder} is not one folder for all: {blind} does not see what process 0 "
+            "writes there; name a "
             "folder on a file system that all hosts share"
         )
 
@@ -192,7 +219,9 @@ def measure_axes(mesh: Mesh) -> list[str]:
         if size == 1:
             continue
         split, whole = (NamedSharding(mesh, PartitionSpec(part)) for part in (axis, None))
-        parts = jax.make_array_from_callback((size * each,), split, np.zeros(size * each, np.uint8).__getitem__)
+        parts = jax.make_array_from_callback(
+            (size * each,), split, np.zeros(size * each, np.uint8).__getitem__
+        )
         gather = jax.jit(lambda array: array, out_shardings=whole)
         jax.block_until_ready(gather(parts))
         times = []

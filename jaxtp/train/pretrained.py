@@ -37,12 +37,15 @@ from jaxtp.train.init_source import AnyConfig, Default, InitialState, InitSource
 from jaxtp.train.resume import Restored
 from jaxtp.train.state import Blueprint
 
-RATE, ADAPTER_RATE = 1e-5, 2e-4
+RATE = 1e-5
+ADAPTER_RATE = 2e-4
 """Usual learning rates of AdamW for all weights of a trained model, and for adapters."""
 LION = 1 / 3  # Lion's rate relative to AdamW's (Chen et al., arXiv 2302.06675)
 LENGTH = 1024  # Tokens in a sequence, if the model supports that many
-_OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt")  # Files of a tokenizer without a tokenizer.json
-_MAX_SHOWN = 2  # Most settings that a message lists; the configuration of another model differs in ten
+# Files of a tokenizer without a tokenizer.json
+_OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt")
+# Most settings that a message lists; the configuration of another model differs in ten
+_MAX_SHOWN = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,30 +76,44 @@ class Pretrained(InitSource):
 
     def length_warning(self, config: TrainConfig) -> str | None:
         """Compares the sequence length with config.json."""
-        longest, length = self.attributes.get(MAX_POSITIONS), config.data.sequence_length
+        longest = self.attributes.get(MAX_POSITIONS)
+        length = config.data.sequence_length
         if type(longest) is not int or length <= longest:
             return None
         return (
-            f"sequences of {length:,} tokens, but the model was made for {longest:,} (max_position_embeddings in its "
-            f"config.json); jaxtp evaluate and generate go beyond {longest:,} only with --beyond-context"
+            f"sequences of {length:,} tokens, but the model was made for {longest:,} "
+            "(max_position_embeddings in its "
+            f"config.json); jaxtp evaluate and generate go beyond {longest:,} only with "
+            "--beyond-context"
         )
 
     def defaults(self, config: TrainConfig, resumed: Info | None) -> Iterator[Default]:
-        """Yields dtypes (frozen weights keep their files' dtype), learning rate, lengths and batch size."""
-        as_resumed, lora = f"as the run in {config.run.dir} has it", config.model.lora
+        """Yields dtypes (frozen weights keep their files' dtype), learning rate, lengths and
+        batch size.
+        """
+        as_resumed = f"as the run in {config.run.dir} has it"
+        lora = config.model.lora
         if lora.rank:
             if resumed is None:
                 dtypes = {"model.precision.param": self.dtype}
                 reason = f"the frozen weights as {self.path} has them; adapters in {lora.dtype}"
             else:
-                model, reason = run_model_config(config.run.dir, resumed, remedy=remedy_of_train(resumed)), as_resumed
-                dtypes = {"model.precision.param": model.precision.param, "model.lora.dtype": model.lora.dtype}
-            yield from ((name, dtype, "" if dtype == "float32" else reason) for name, dtype in dtypes.items())
+                model = run_model_config(config.run.dir, resumed, remedy=remedy_of_train(resumed))
+                reason = as_resumed
+                dtypes = {
+                    "model.precision.param": model.precision.param,
+                    "model.lora.dtype": model.lora.dtype,
+                }
+            yield from (
+                (name, dtype, "" if dtype == "float32" else reason)
+                for name, dtype in dtypes.items()
+            )
         if resumed is None:
             yield self._learning_rate(config)
             yield self._sequence_length(config)
             return
-        optimizer, data = resumed["config"]["optimizer"], resumed["config"]["data"]
+        optimizer = resumed["config"]["optimizer"]
+        data = resumed["config"]["data"]
         yield "optimizer.learning_rate", optimizer["learning_rate"], as_resumed
         yield "optimizer.warmup_steps", optimizer["warmup_steps"], as_resumed
         yield "data.sequence_length", data["sequence_length"], as_resumed
@@ -105,9 +122,11 @@ class Pretrained(InitSource):
     def _learning_rate(self, config: TrainConfig) -> Default:
         rate, reason = self._full_rate()
         if config.model.lora.rank:
-            rate, reason = ADAPTER_RATE, "usual for adapters"
+            rate = ADAPTER_RATE
+            reason = "usual for adapters"
         if config.optimizer.name == "lion":
-            rate, reason = rate * LION, f"{reason}, and a third of it for lion"
+            rate = rate * LION
+            reason = f"{reason}, and a third of it for lion"
         return "optimizer.learning_rate", float(f"{rate:.2g}"), reason
 
     def _full_rate(self) -> tuple[float, str]:
@@ -116,30 +135,46 @@ class Pretrained(InitSource):
     def _sequence_length(self, config: TrainConfig) -> Default:
         longest = config.model.learned_positions or self.attributes.get(MAX_POSITIONS)
         if type(longest) is not int or longest < 1:
-            return "data.sequence_length", config.data.sequence_length, "the model does not state its maximum"
-        return "data.sequence_length", min(longest, LENGTH), f"the model was trained for {longest:,}"
+            return (
+                "data.sequence_length",
+                config.data.sequence_length,
+                "the model does not state its maximum",
+            )
+        return (
+            "data.sequence_length",
+            min(longest, LENGTH),
+            f"the model was trained for {longest:,}",
+        )
 
     def changes(self, config: TrainConfig) -> list[str]:
         """Returns model settings that differ from the source."""
         if config.model.build:  # the source's settings need its code
             return []
-        before, now = architecture(self.model or config.model), architecture(config.model)
+        before = architecture(self.model or config.model)
+        now = architecture(config.model)
         return differences(before | {"lora": now["lora"]}, now, "model.")
 
     def open_adapters(self, config: TrainConfig) -> PeftFolder:
-        """Returns the adapters of `model.lora.from`; raises `HFError` if they are unreadable, or another model's."""
+        """Returns the adapters of `model.lora.from`; raises `HFError` if they are unreadable, or
+        another model's.
+        """
         family = self.attributes.get("model_type")
         return open_peft(Path(str(config.model.lora.from_peft)), self.model or config.model, family)
 
-    def create_state(self, config: TrainConfig, blueprint: Blueprint, restored: Restored | None = None) -> InitialState:
+    def create_state(
+        self, config: TrainConfig, blueprint: Blueprint, restored: Restored | None = None
+    ) -> InitialState:
         """Loads the weights, unless a checkpoint has all of them."""
         if restored is not None and not config.model.lora.rank:
             return super().create_state(config, blueprint, restored)
-        base, changes = None, self.changes(config)
+        base = None
+        changes = self.changes(config)
         try:
             if config.model.lora.rank:
                 abstract = blueprint.abstract["model"]
-                weights, base, origin = load_frozen(self.path, config.model, blueprint.mesh, abstract)
+                weights, base, origin = load_frozen(
+                    self.path, config.model, blueprint.mesh, abstract
+                )
             else:
                 weights, origin = load_base(self.path, config.model, blueprint.mesh)
         except CheckpointError as error:
@@ -179,17 +214,21 @@ class RunSource(Pretrained):
         """Checks the folder and the order of the blocks."""
         if self.checkpoint.is_relative_to(config.run.dir):
             raise ConfigError(
-                f"run.init_from={self.path} is the run in run.dir={config.run.dir} itself; name another folder with "
+                f"run.init_from={self.path} is the run in run.dir={config.run.dir} itself; name "
+                "another folder with "
                 "--run.dir, or leave --run.init-from out to resume it"
             )
-        # Weights are matched by path: if runs stack layers differently, weights would land in the wrong layers.
+        # Weights are matched by path: if runs stack layers differently, weights would land in the
+        # wrong layers.
         layers, stored = (
-            [(path, list(numbers)) for path, numbers, _ in model.kinds()] for model in (config.model, self.model)
+            [(path, list(numbers)) for path, numbers, _ in model.kinds()]
+            for model in (config.model, self.model)
         )
         if layers != stored and config.model.num_layers == self.model.num_layers:
             raise ConfigError(
                 f"the blocks of run.init_from={self.path} are arranged differently; set "
-                f"model.pattern={list(self.model.pattern)} and model.first_blocks={list(self.model.first_blocks)}"
+                f"model.pattern={list(self.model.pattern)} and "
+                f"model.first_blocks={list(self.model.first_blocks)}"
             )
 
     def check_tokenizer(self, made_by: TokenizerInfo) -> None:
@@ -197,8 +236,10 @@ class RunSource(Pretrained):
         before = self.info.get("corpus", {}).get("tokenizer", made_by.name)
         if made_by.name != before:
             raise ConfigError(
-                f"run.init_from={self.path} was trained with tokenizer {before[:12]}, but this dataset was prepared "
-                f"with tokenizer {made_by.name[:12]}, whose ids mean other tokens; prepare it with the run's tokenizer"
+                f"run.init_from={self.path} was trained with tokenizer {before[:12]}, but this "
+                "dataset was prepared "
+                f"with tokenizer {made_by.name[:12]}, whose ids mean other tokens; prepare it with "
+                "the run's tokenizer"
             )
 
     def defaults(self, config: TrainConfig, resumed: Info | None) -> Iterator[Default]:
@@ -214,7 +255,11 @@ class RunSource(Pretrained):
         return max(peak / 10, min(peak, RATE)), reason
 
     def _sequence_length(self, config: TrainConfig) -> Default:
-        return "data.sequence_length", self.info["config"]["data"]["sequence_length"], f"as {self.path} was trained"
+        return (
+            "data.sequence_length",
+            self.info["config"]["data"]["sequence_length"],
+            f"as {self.path} was trained",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,25 +280,37 @@ class HFSource(Pretrained):
         if (file := self.path / TOKENIZER).is_file():
             if sha256(file) != made_by.sha256:
                 raise ConfigError(
-                    f"the data were not made by the model's tokenizer; prepare them with --tokenizer {file}"
+                    "the data were not made by the model's tokenizer; prepare them with "
+                    f"--tokenizer {file}"
                 )
-        elif made_by.sha256 is None and any((self.path / name).exists() for name in _OTHER_TOKENIZERS):
+        elif made_by.sha256 is None and any(
+            (self.path / name).exists() for name in _OTHER_TOKENIZERS
+        ):
             raise ConfigError(
-                f"the data are bytes, and {self.path} has its own tokenizer, but no {TOKENIZER} for jaxtp prepare; "
+                f"the data are bytes, and {self.path} has its own tokenizer, but no {TOKENIZER} "
+                "for jaxtp prepare; "
                 "transformers writes one: AutoTokenizer.save_pretrained(folder)"
             )
 
 
 def resolve_pretrained(config: AnyConfig, explicit: Set[str]) -> tuple[AnyConfig, Pretrained]:
     """`init_source.resolve` for a run that names a model."""
-    run, folder, lora = config.run.init_from, config.model.from_hf, config.model.lora
+    run = config.run.init_from
+    folder = config.model.from_hf
+    lora = config.model.lora
     source: Pretrained
     if run is not None:
         checkpoint = newest_checkpoint(run)
         info = read_info(checkpoint)
         remedy = remedy_of_train(info)
-        model = config.model if config.model.build else run_model_config(checkpoint, info, remedy=remedy)
-        source = RunSource(path=run, files=hf_files_of(checkpoint), model=model, checkpoint=checkpoint, info=info)
+        model = (
+            config.model
+            if config.model.build
+            else run_model_config(checkpoint, info, remedy=remedy)
+        )
+        source = RunSource(
+            path=run, files=hf_files_of(checkpoint), model=model, checkpoint=checkpoint, info=info
+        )
     else:
         assert folder is not None
         # The folder may be gone if the run to resume has the weights and the sizes.
@@ -267,7 +324,9 @@ def resolve_pretrained(config: AnyConfig, explicit: Set[str]) -> tuple[AnyConfig
     if resumed is not None and resumed.lora.rank and resumed.lora.from_peft == lora.from_peft:
         return _with_adapters(config, resumed.lora, explicit), source
     adapters = source.open_adapters(config)
-    return _with_adapters(config, adapters.lora, explicit), dataclasses.replace(source, adapters=adapters)
+    return _with_adapters(config, adapters.lora, explicit), dataclasses.replace(
+        source, adapters=adapters
+    )
 
 
 def _resumed_model(config: TrainConfig) -> ModelConfig | None:
@@ -282,7 +341,8 @@ def _sizes(model: ModelConfig) -> dict[str, Any]:
 
 
 def _with_sizes(config: AnyConfig, folder: Path, model: ModelConfig) -> AnyConfig:
-    stored, default = _sizes(model), _sizes(ModelConfig())
+    stored = _sizes(model)
+    default = _sizes(ModelConfig())
     problems = [
         f"model.{name}={value}, but it has {stored[name]}"
         for name, value in _sizes(config.model).items()
@@ -290,23 +350,37 @@ def _with_sizes(config: AnyConfig, folder: Path, model: ModelConfig) -> AnyConfi
     ]
     if len(problems) > _MAX_SHOWN:
         raise ConfigError(
-            f"the model in {folder} does not match: {problems[0]}, and {len(problems) - 1} more; remove these "
-            "settings, or write a configuration for it: jaxtp estimate --model.from-hf DIR --write FILE.yaml"
+            f"the model in {folder} does not match: {problems[0]}, and {len(problems) - 1} more; "
+            "remove these "
+            "settings, or write a configuration for it: jaxtp estimate --model.from-hf DIR --write "
+            "FILE.yaml"
         )
     if problems:
-        raise ConfigError(f"the model in {folder} does not match: {'; '.join(problems)}; remove these settings")
+        raise ConfigError(
+            f"the model in {folder} does not match: {'; '.join(problems)}; remove these settings"
+        )
     return replace_nested(config, {f"model.{name}": getattr(model, name) for name in stored})
 
 
 def _with_adapters(config: AnyConfig, found: LoraConfig, explicit: Set[str]) -> AnyConfig:
-    lora, problems = config.model.lora, []
+    lora = config.model.lora
+    problems = []
     for name in ("rank", "alpha", "rslora", "targets"):
-        requested, stored = getattr(lora, name), getattr(found, name)
+        requested = getattr(lora, name)
+        stored = getattr(found, name)
         is_requested = f"model.lora.{name}" in explicit or requested != getattr(LoraConfig(), name)
-        if is_requested and (set(requested) != set(stored) if name == "targets" else requested != stored):
-            texts = (" ".join(value) if isinstance(value, tuple) else str(value) for value in (requested, stored))
+        if is_requested and (
+            set(requested) != set(stored) if name == "targets" else requested != stored
+        ):
+            texts = (
+                " ".join(value) if isinstance(value, tuple) else str(value)
+                for value in (requested, stored)
+            )
             problems.append(f"model.lora.{name}={', but they have '.join(texts)}")
     if problems:
-        raise ConfigError(f"adapters in {lora.from_peft} do not match: {'; '.join(problems)}; remove these settings")
+        raise ConfigError(
+            f"adapters in {lora.from_peft} do not match: {'; '.join(problems)}; remove these "
+            "settings"
+        )
     found = dataclasses.replace(found, from_peft=lora.from_peft, dtype=lora.dtype, base=lora.base)
     return replace_nested(config, {"model.lora": found})

@@ -28,7 +28,9 @@ _TRAINED_ORDER = {
     MIXTURE: "order of the sources of a mixture",
 }
 _UNLABELED_LEFT_OUT = ("best fit 1", "best fit 2")
-"""Algorithms of packing, before and after rows without a label were left out (`data/packing.py`)."""
+"""Algorithms of packing, before and after rows without a label were left out
+(`data/packing.py`).
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,9 @@ def restore(
     def accept(info: dict[str, Any]) -> None:
         changed[:] = check_resumable(config, data, info)
 
-    found = restore_newest(checkpoints, blueprint.stored(blueprint.abstract), blueprint.mesh, accept, warn)
+    found = restore_newest(
+        checkpoints, blueprint.stored(blueprint.abstract), blueprint.mesh, accept, warn
+    )
     if found is None:
         return None
     step, state, info = found
@@ -90,12 +94,15 @@ def learning_rate_change(config: TrainConfig, stored: Mapping[str, Any], updates
     if config.optimizer.build is not None or not updates or equal:
         return []
     return [
-        f"learning rate: {float(before(updates - 1)):.4g} at the last step, {float(now(updates)):.4g} at the next; "
+        f"learning rate: {float(before(updates - 1)):.4g} at the last step, "
+        f"{float(now(updates)):.4g} at the next; "
         f"without the changes it would be {float(before(updates)):.4g}"
     ]
 
 
-def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Mapping[str, Any]) -> list[str]:
+def check_resumable(
+    config: TrainConfig, data: Mapping[str, Any], info: Mapping[str, Any]
+) -> list[str]:
     """Compares a checkpoint with the run that resumes it.
 
     Returns lines on changed settings, first those that change the numbers.
@@ -104,15 +111,25 @@ def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Mapping[
       RunFolderError: model, data or sample order differ.
     """
     if not is_of_run(info):
-        raise RunFolderError(f"{config.run.dir} has checkpoints of another loop; name another --run.dir")
-    defaults, now = configuration.to_plain(type(config)()), configuration.to_plain(config)
+        raise RunFolderError(
+            f"{config.run.dir} has checkpoints of another loop; name another --run.dir"
+        )
+    defaults = configuration.to_plain(type(config)())
+    now = configuration.to_plain(config)
     written = {**info["config"], "model": upgrade_settings(info["config"]["model"])}
-    # With defaults for settings that are newer than the checkpoint, and without model settings that are gone.
-    stored: dict[str, Any] = configuration.merged({section: defaults.get(section) for section in written}, written)
-    stored["model"] = {name: value for name, value in stored["model"].items() if name in now["model"]}
+    # With defaults for settings that are newer than the checkpoint, and without model settings that
+    # are gone.
+    stored: dict[str, Any] = configuration.merged(
+        {section: defaults.get(section) for section in written}, written
+    )
+    stored["model"] = {
+        name: value for name, value in stored["model"].items() if name in now["model"]
+    }
     # The data may have moved. Their order is compared below.
     was, is_now = ({**read, "source": None, ORDER: None} for read in (info["corpus"], data))
-    fatal, changed, harmless = configuration.differences(was, is_now, "data: "), [], []
+    fatal = configuration.differences(was, is_now, "data: ")
+    changed = []
+    harmless = []
     for line in configuration.differences(stored, now):
         mark = affects(TrainConfig, line.partition(":")[0])
         if mark.fixed:
@@ -127,7 +144,8 @@ def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Mapping[
         raise RunFolderError(
             f"{config.run.dir} holds a checkpoint of another run (stored -> requested):\n"
             + "\n".join(f"  {line}" for line in [*fatal, *_other_library(info["corpus"], data)])
-            + "\nResume it with the stored values, or start afresh with another --run.dir, from these weights with "
+            + "\nResume it with the stored values, or start afresh with another --run.dir, from "
+            "these weights with "
             "--run.init-from if the model is the same. Nothing was changed."
         )
     return _compare_order(config, data.get(ORDER, {}), info) + changed + harmless
@@ -140,15 +158,25 @@ def _other_library(stored: Mapping[str, object], now: Mapping[str, object]) -> l
     if is_same or not all(each.startswith(LIBRARY) for each in sources):
         return []
     was, is_now = sources
-    return [f"each Python has its own default data: {was} -> {is_now}; resume with that Python, or name --data.path"]
+    return [
+        f"each Python has its own default data: {was} -> {is_now}; resume with that Python, or "
+        "name --data.path"
+    ]
 
 
-def _compare_order(config: TrainConfig, now: Mapping[str, Any], info: Mapping[str, Any]) -> list[str]:
-    # Returns lines on allowed differences; another order of training samples would repeat some and skip others.
-    stored, versions = info["corpus"].get(ORDER), info.get("versions", {})
+def _compare_order(
+    config: TrainConfig, now: Mapping[str, Any], info: Mapping[str, Any]
+) -> list[str]:
+    # Returns lines on allowed differences; another order of training samples would repeat some and
+    # skip others.
+    stored = info["corpus"].get(ORDER)
+    versions = info.get("versions", {})
     jaxtp = f"jaxtp {versions.get('jaxtp', '(of unknown version)')}"
     if stored is None:
-        unknown = f"order of the samples: the checkpoint, by {jaxtp}, is older than its record, and cannot be compared"
+        unknown = (
+            f"order of the samples: the checkpoint, by {jaxtp}, is older than its record, "
+            "and cannot be compared"
+        )
         return [unknown] if now else []
     fatal = []
     for part, name in _TRAINED_ORDER.items():
@@ -156,14 +184,21 @@ def _compare_order(config: TrainConfig, now: Mapping[str, Any], info: Mapping[st
             fatal.append(f"{name}: {change}; {_reason(part, stored, now, jaxtp)}")
     if fatal:
         raise RunFolderError(
-            f"{config.run.dir} holds a checkpoint of a run that reads the same data in another order (stored -> now):\n"
+            f"{config.run.dir} holds a checkpoint of a run that reads the same data in another "
+            "order (stored -> now):\n"
             + "\n".join(f"  {line}" for line in fatal)
-            + "\nHere it would read some samples twice and others never. Start a new run with another --run.dir, from "
-            "these weights with --run.init-from, or finish this one with the versions that began it. Nothing was "
+            + "\nHere it would read some samples twice and others never. Start a new run with "
+            "another --run.dir, from "
+            "these weights with --run.init-from, or finish this one with the versions that began "
+            "it. Nothing was "
             "changed."
         )
     change = _change(HELD_OUT, stored, now)
-    return [] if change is None else [f"changed since: rows of evaluations: {change}; compare their losses with care"]
+    return (
+        []
+        if change is None
+        else [f"changed since: rows of evaluations: {change}; compare their losses with care"]
+    )
 
 
 def _reason(part: str, stored: Mapping[str, Any], now: Mapping[str, Any], jaxtp: str) -> str:
@@ -180,7 +215,9 @@ def _reason(part: str, stored: Mapping[str, Any], now: Mapping[str, Any], jaxtp:
 
 def _change(part: str, stored: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     # None if the hash is the same, whatever the algorithm is called.
-    was, is_now = ({"algorithm": "none", "sha256": ""} | order.get(part, {}) for order in (stored, now))
+    was, is_now = (
+        {"algorithm": "none", "sha256": ""} | order.get(part, {}) for order in (stored, now)
+    )
     if was["sha256"] == is_now["sha256"]:
         return None
     return " -> ".join(f"{each['algorithm']} ({each['sha256'][:12]})" for each in (was, is_now))

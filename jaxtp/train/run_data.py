@@ -25,7 +25,8 @@ from jaxtp.train.validation import check_vocabulary
 if TYPE_CHECKING:
     from jaxtp.data.scores import Wanted
 
-TOKENS, ROWS = "tokens", "rows"
+TOKENS = "tokens"
+ROWS = "rows"
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,21 @@ class RunData:
         """Describes a user's validation data, for the summary."""
         if self.validation is None:
             return "none: there are no validation batches"
-        rows, size = self.validation.num_rows, self.validation.global_batch_size
+        rows = self.validation.num_rows
+        size = self.validation.global_batch_size
         if rows is None:
             return str(name)
         rest = 0 if self.validation.with_weights else rows % size
-        left = rest and f"; the last {rest} are left out, since the loss does not read batch['weights']"
+        left = (
+            rest
+            and f"; the last {rest} are left out, since the loss does not read batch['weights']"
+        )
         return f"{name}: {rows:,} rows in batches of {size:,}{left or ''}"
 
     def pad_short_batches(self, on: bool) -> None:
-        """Gives batches a column of weights and pads short ones, if the loss reads the weights of rows."""
+        """Gives batches a column of weights and pads short ones, if the loss reads the weights
+        of rows.
+        """
         for batches in (self.train, self.validation):
             if batches is not None:
                 batches.with_weights = on
@@ -83,7 +90,9 @@ class RunData:
         """Returns a training batch of abstract arrays."""
         return split(self.train.shapes, mesh)
 
-    def batches(self, mesh: Mesh, position: Position, count: int) -> Iterator[tuple[Batch, Position]]:
+    def batches(
+        self, mesh: Mesh, position: Position, count: int
+    ) -> Iterator[tuple[Batch, Position]]:
         """Yields training batches, and the position after each."""
         return on_mesh(self.train, mesh, position, count, micro_batches=self.micro_batches)
 
@@ -101,7 +110,9 @@ class RunData:
     def validation_batches(self, mesh: Mesh, most: int) -> Iterator[Batch]:
         """Yields at most `most` batches to evaluate on, the same in each evaluation."""
         if self.validation is not None:
-            for batch, _ in on_mesh(self.validation, mesh, Position(), most, micro_batches=self.micro_batches):
+            for batch, _ in on_mesh(
+                self.validation, mesh, Position(), most, micro_batches=self.micro_batches
+            ):
                 yield batch
 
 
@@ -124,7 +135,9 @@ def load_tokens(config: TrainConfig, source: InitSource, loss: Loss | None = Non
 
 def _row_settings(config: TrainConfig) -> RowSettings:
     data = config.data
-    return RowSettings(data.sequence_length, config.model.vocab_size, data.packing, data.long_documents)
+    return RowSettings(
+        data.sequence_length, config.model.vocab_size, data.packing, data.long_documents
+    )
 
 
 def _wanted_scores(config: TrainConfig, loss: Loss | None) -> "Wanted":
@@ -142,33 +155,42 @@ def _check_reference(config: TrainConfig, data: Data, loss: Loss | None) -> None
         return
     from jaxtp.data.scores import free_folder
 
-    path, scores = config.data.path, data.scores
+    path = config.data.path
+    scores = data.scores
     wanted = _wanted_scores(config, loss)
     if scores is not None and scores.record.top_k is not None:
         command = wanted.command(_row_settings(config), out=free_folder(scores.folder))
         raise ConfigError(
-            f"data.scores={scores.folder} has the {scores.record.top_k} most probable tokens at each position, and the "
+            f"data.scores={scores.folder} has the {scores.record.top_k} most probable tokens at "
+            "each position, and the "
             f"loss needs the log-probabilities of the labels: {command}"
         )
     if scores is None and not config.model.lora.rank:
         out = None if path is None else free_folder(path.with_name(f"{path.name}-scores"))
         raise ConfigError(
-            f"the loss needs a reference: {wanted.command(_row_settings(config), out=out)}; its folder is then "
-            "--data.scores. Or train adapters (--model.lora.rank 16): the reference is then the model without them"
+            f"the loss needs a reference: {wanted.command(_row_settings(config), out=out)}; its "
+            "folder is then "
+            "--data.scores. Or train adapters (--model.lora.rank 16): the reference is then the "
+            "model without them"
         )
 
 
 def check_scored_model(data: Data | None, initial: InitialState, mesh: Mesh) -> None:
-    """Raises `ConfigError` if log-probabilities are not of the initial model; all processes must call it."""
+    """Raises `ConfigError` if log-probabilities are not of the initial model; all processes must
+    call it.
+    """
     if data is None or data.scores is None or data.scores.record.top_k is not None:
         return
     from jaxtp.hf.runs import base_checksums
 
-    scores, base, weights = data.scores, initial.base, initial.state["model"]
+    scores = data.scores
+    base = initial.base
+    weights = initial.state["model"]
     sha256 = base["sha256"] if base else fingerprint(base_checksums(weights, mesh))  # type: ignore[arg-type]
     if sha256 != scores.record.model_sha256:
         raise ConfigError(
-            f"data.scores={scores.folder} has log-probabilities of {truncate(scores.record.model)}, and this run "
+            f"data.scores={scores.folder} has log-probabilities of "
+            f"{truncate(scores.record.model)}, and this run "
             f"starts from other weights; score the data by its initial model: {scores.command()}"
         )
 
@@ -179,22 +201,31 @@ def check_temperature(data: Data, loss: Loss | None) -> None:
     wanted: float | None = attribute(loss, "scores_temperature", None)
     if scores is not None and wanted not in (None, scores.record.temperature):
         raise ConfigError(
-            f"data.scores={scores.folder} has scores at temperature {scores.record.temperature:g}, and the loss needs "
-            f"those at {wanted:g}; score again, or change the loss: {scores.command(temperature=wanted)}"
+            f"data.scores={scores.folder} has scores at temperature {scores.record.temperature:g}, "
+            "and the loss needs "
+            f"those at {wanted:g}; score again, or change the loss: "
+            f"{scores.command(temperature=wanted)}"
         )
 
 
 def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
     """Opens a run's batches; raises a `ValueError` for a user's mistake."""
-    size, seed = config.data.global_batch_size, config.run.seed
+    size = config.data.global_batch_size
+    seed = config.run.seed
     micro_batches = 1 if task.loss is None else config.train.accumulation
     if config.data.scores is not None and (task.loss is None or task.batches is not None):
-        why = "data.batches replaces them" if task.loss else "the default loss does not read them; set --train.loss"
+        why = (
+            "data.batches replaces them"
+            if task.loss
+            else "the default loss does not read them; set --train.loss"
+        )
         raise ConfigError(f"data.scores={config.data.scores}: {why}, or leave data.scores out")
     if task.batches is None:
         tokens = load_tokens(config, source, task.loss)
         if tokens.corpus.has_pairs and task.loss is None:
-            raise ConfigError(f"{tokens.corpus.description}: pairs need a loss for them: --train.loss jaxtp:DPO")
+            raise ConfigError(
+                f"{tokens.corpus.description}: pairs need a loss for them: --train.loss jaxtp:DPO"
+            )
         check_temperature(tokens, task.loss)
         _check_reference(config, tokens, task.loss)
         samples = tokens.validation(config.eval.batches, size)
@@ -210,25 +241,32 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
 
 
 def check_decoder_columns(data: RunData) -> None:
-    """Raises BatchError if a user's batches do not have the columns that the decoder's own loss reads."""
+    """Raises BatchError if a user's batches do not have the columns that the decoder's own loss
+    reads.
+    """
     for batches in filter(None, (data.train, data.validation)):
         shapes = batches.shapes
         for name in ("inputs", "labels"):
             if name not in shapes:
                 raise BatchError(
-                    f"{batches.name} has the columns {', '.join(shapes)}, and the decoder's loss reads 'inputs' and "
-                    "'labels', token ids [B, T]; rename yours, or bring a loss that reads them (--train.loss)"
+                    f"{batches.name} has the columns {', '.join(shapes)}, and the decoder's loss "
+                    "reads 'inputs' and "
+                    "'labels', token ids [B, T]; rename yours, or bring a loss that reads them "
+                    "(--train.loss)"
                 )
             if shapes[name].ndim != 2:
                 hint = f". {describe_batches_in_rows(batches)}" if batches_in_rows(batches) else ""
                 raise BatchError(
-                    f"{batches.name}: column {name!r} is {list(shapes[name].shape)} in a batch, and the decoder's loss "
+                    f"{batches.name}: column {name!r} is {list(shapes[name].shape)} in a batch, "
+                    "and the decoder's loss "
                     f"reads token ids [B, T]{hint}"
                 )
 
 
 def batches_in_rows(batches: Batches) -> dict[str, jax.ShapeDtypeStruct] | None:
-    """Returns the items of a dataset as batches; None if they are none, since their columns differ in length."""
+    """Returns the items of a dataset as batches; None if they are none, since their columns
+    differ in length.
+    """
     if not isinstance(batches, SampleBatches):
         return None
     items = {name: each.update(shape=each.shape[1:]) for name, each in batches.shapes.items()}
@@ -244,8 +282,14 @@ def describe_batches_in_rows(batches: Batches, *, may_be: bool = False) -> str:
     if not batches.name.startswith("grain "):
         how = "give its rows, or a function that yields the batches: batches=lambda: iter(BATCHES)"
     if may_be:
-        return f"{batches.name} is read by rows, and an item ({columns}) is one row; if it is a batch, {how}"
-    return f"{batches.name}: a dataset is read by rows, and each item of this one is a batch ({columns}); {how}"
+        return (
+            f"{batches.name} is read by rows, and an item ({columns}) is one row; if it is a "
+            f"batch, {how}"
+        )
+    return (
+        f"{batches.name}: a dataset is read by rows, and each item of this one is a batch "
+        f"({columns}); {how}"
+    )
 
 
 def _layout(batches: Batches) -> Layout:
@@ -253,7 +297,9 @@ def _layout(batches: Batches) -> Layout:
 
 
 def changed_columns(data: RunData) -> str | None:
-    """Describes how the columns of validation batches differ from training's; None if they do not."""
+    """Describes how the columns of validation batches differ from training's; None if they do
+    not.
+    """
     if data.validation is None:
         return None
     training = _layout(data.train)
@@ -265,5 +311,11 @@ def changed_columns(data: RunData) -> str | None:
     for name, (shape, dtype) in validation.items():
         was_shape, was_dtype = training.get(name, (shape, dtype))
         if (was_shape, was_dtype) != (shape, dtype):
-            changes.append(f"with {name!r} {dtype}{list(shape)} in a row, instead of {was_dtype}{list(was_shape)}")
-    return f"validation batches ({data.validation.name}) are {', '.join(changes)}, unlike training batches"
+            changes.append(
+                f"with {name!r} {dtype}{list(shape)} in a row, instead of "
+                f"{was_dtype}{list(was_shape)}"
+            )
+    return (
+        f"validation batches ({data.validation.name}) are {', '.join(changes)}, unlike "
+        "training batches"
+    )

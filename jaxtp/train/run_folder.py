@@ -29,14 +29,20 @@ NON_FINITE = "non_finite"
 CORRUPTION = "corruption"
 PROFILE = "profile"
 _REPORTS = ("tensorboard", "wandb", "hf", NON_FINITE, CORRUPTION, PROFILE, "damaged")
-"""Folders that a run makes and fills. `checkpoints` may be a link: large runs keep them on another disk."""
+"""Folders that a run makes and fills. `checkpoints` may be a link: large runs keep them on
+another disk.
+"""
 LOCK = ".lock"
 _MAX_LOCK = 300  # Maximum characters that a message shows of it
 _NO_FILE = (errno.ELOOP, errno.EINVAL)  # Errors of `open_directly` and `open_regular`
 BASE = "base"
-"""Key in the info of a checkpoint of adapters: the identity of the frozen model, as in `hf.runs`."""
+"""Key in the info of a checkpoint of adapters: the identity of the frozen model, as in
+`hf.runs`.
+"""
 STREAMS = "streams"
-"""Key in a checkpoint's info: the states of a user's streams, which give the position in the data."""
+"""Key in a checkpoint's info: the states of a user's streams, which give the position in the
+data.
+"""
 VERIFIED = "verified"  # Key in a checkpoint's info: the last verified step when it was saved
 
 
@@ -51,30 +57,40 @@ class RunFilesError(RunFolderError):
 
 
 def prepare(folder: Path) -> None:
-    """Creates the folder; raises RunFolderError if it cannot be written, or would lead a run's reports elsewhere."""
+    """Creates the folder; raises RunFolderError if it cannot be written, or would lead a run's
+    reports elsewhere.
+    """
     for name in _REPORTS:
         if (folder / name).is_symlink():
             raise RunFolderError(
-                f"{folder / name} is a link, and a run writes no reports through one; delete it, or name another "
+                f"{folder / name} is a link, and a run writes no reports through one; delete it, "
+                "or name another "
                 "folder with --run.dir FOLDER"
             )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise RunFolderError(f"run.dir={folder}: {error.strerror}; name another with --run.dir FOLDER") from None
+        raise RunFolderError(
+            f"run.dir={folder}: {error.strerror}; name another with --run.dir FOLDER"
+        ) from None
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Converts an OSError: `RunFolderError` if a folder, link or pipe is in the way, else `RunFilesError`."""
+    """Converts an OSError: `RunFolderError` if a folder, link or pipe is in the way, else
+    `RunFilesError`.
+    """
     try:
         yield
     except OSError as error:
-        is_in_the_way = isinstance(error, IsADirectoryError | NotADirectoryError) or error.errno in _NO_FILE
+        is_in_the_way = (
+            isinstance(error, IsADirectoryError | NotADirectoryError) or error.errno in _NO_FILE
+        )
         kind = RunFolderError if is_in_the_way else RunFilesError
         raise kind(
-            f"{path} cannot be written ({error.strerror}); the same command resumes from the newest checkpoint, if "
+            f"{path} cannot be written ({error.strerror}); the same command resumes from the "
+            "newest checkpoint, if "
             "there is one, or starts again"
         ) from None
 
@@ -95,11 +111,17 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            problem = f"cannot be locked ({error.strerror}); name one on another disk with --run.dir FOLDER"
+            problem = (
+                f"cannot be locked ({error.strerror}); name one on another disk with "
+                "--run.dir FOLDER"
+            )
             if isinstance(error, BlockingIOError):
                 file.seek(0)
                 user = file.read(_MAX_LOCK).strip() or "another run"
-                problem = f"is in use by {user}; wait until it ends, or name another with --run.dir FOLDER"
+                problem = (
+                    f"is in use by {user}; wait until it ends, or name another with "
+                    "--run.dir FOLDER"
+                )
             raise RunFolderError(f"run.dir={folder} {problem}") from None
         with writing(folder / LOCK):
             file.truncate(0)

@@ -45,12 +45,14 @@ class Report(Display):
 
     def step(self, step: int, values: Mapping[str, float], rate: str) -> None:
         """Updates the progress bar."""
-        begin, end = _losses(values), f"  {rate}"
+        begin = _losses(values)
+        end = f"  {rate}"
         room = shutil.get_terminal_size().columns - _AROUND_METRICS - len(begin) - len(end)
         self.move(step, f"{begin}{_fitting(self._own(values, short=True), room)}{end}")
 
     def _own(self, values: Mapping[str, float], *, short: bool = False) -> list[str]:
-        # The metrics of a user's loss; with `short` without a common prefix, such as that of rewards/margins.
+        # The metrics of a user's loss; with `short` without a common prefix, such as that of
+        # rewards/margins.
         texts = []
         for name in self.own_metrics:
             last = name.rpartition("/")[2]
@@ -59,12 +61,18 @@ class Report(Display):
                 texts.append(f"  {last if short and is_unique else name} {values[name]:.4g}")
         return texts
 
-    def log(self, record: dict[str, float | int], total: int, unit: str, *, is_first: bool = False) -> None:
+    def log(
+        self, record: dict[str, float | int], total: int, unit: str, *, is_first: bool = False
+    ) -> None:
         """Prints a logged step if there is no progress bar."""
         if self.has_bar:
             return
         # A process's first step includes compilation.
-        left = "" if is_first else f"  {_duration((total - record['step']) * record['step_seconds'])} left"
+        left = (
+            ""
+            if is_first
+            else f"  {_duration((total - record['step']) * record['step_seconds'])} left"
+        )
         rate = record[f"{unit}_per_second"]
         losses = "".join([_losses(record), *self._own(record)])
         self.line(f"step {record['step']}/{total}  {losses}  {rate:,.0f} {unit}/s{left}")
@@ -81,12 +89,16 @@ def next_steps(config: TrainConfig, saved: Path, *, decoder: bool, pairs: bool) 
 
     trained_on = config.data.path or next(map(Path, config.data.mixture), Path(shlex.__file__))
     data = config.data.validation or trained_on
-    run, text = shlex.quote(str(config.run.dir)), shlex.quote(str(data))
+    run = shlex.quote(str(config.run.dir))
+    text = shlex.quote(str(data))
     build = config.model.build and f" --build {shlex.quote(config.model.build)}"
     prompt = "--chat" if (trained_on / TEMPLATE).is_file() else "--prompt 'def '"
     export = f"{config.run.dir}-{'peft' if config.model.lora.rank else 'hf'}"
     then = "" if build else f"; jaxtp convert export {run} {shlex.quote(export)}"
-    evaluate = f"  jaxtp evaluate --model {run}{build or ''} --{'data' if data.is_dir() else 'text'} {text}"
+    evaluate = (
+        f"  jaxtp evaluate --model {run}{build or ''} "
+        f"--{'data' if data.is_dir() else 'text'} {text}"
+    )
     return [
         f"saved in {saved}; next:",
         *([] if pairs else [evaluate]),
@@ -95,7 +107,11 @@ def next_steps(config: TrainConfig, saved: Path, *, decoder: bool, pairs: bool) 
 
 
 def summary(
-    config: TrainConfig, data: RunData, blueprint: Blueprint, notes: Mapping[str, str | None], progress: tuple[int, int]
+    config: TrainConfig,
+    data: RunData,
+    blueprint: Blueprint,
+    notes: Mapping[str, str | None],
+    progress: tuple[int, int],
 ) -> str:
     """Describes the run: versions, mesh, sizes and bytes.
 
@@ -104,22 +120,27 @@ def summary(
       progress: steps done, and sequences read.
     """
     mesh = blueprint.mesh
-    device, sizes = mesh.devices.flat[0], mesh_sizes(mesh)
-    kind, peak = "virtual CPU devices", None
+    device = mesh.devices.flat[0]
+    sizes = mesh_sizes(mesh)
+    kind = "virtual CPU devices"
+    peak = None
     if device.platform != "cpu":
         from jaxtp.train.performance import describe_peak
 
-        kind, peak = device.device_kind, describe_peak(device)
+        kind = device.device_kind
+        peak = describe_peak(device)
     if blueprint.is_decoder:
         model = _model_rows(config, blueprint)
     else:
         build = f"{config.model.build}({_arguments(config.model.arguments)})"
         model = {"model": f"{parameter_count(blueprint):,} parameters: {build}"}
     rows = {
-        "jaxtp": f"{jaxtp.__version__} with jax {jax.__version__}, Python {platform.python_version()}",
+        "jaxtp": f"{jaxtp.__version__} with jax {jax.__version__}, Python "
+        f"{platform.python_version()}",
         "mesh": f"{describe_mesh(sizes)} = {mesh.size} {kind}",
         "model": model.pop("model"),
-        "state": f"{size_text(bytes_per_device(blueprint), binary=True)} of parameters and optimizer on each device, "
+        "state": f"{size_text(bytes_per_device(blueprint), binary=True)} of parameters and "
+        "optimizer on each device, "
         f"of {size_text(total_bytes(blueprint), binary=True)} in all",
         "context": model.pop("context", None),
         "experts": model.pop("experts", None),
@@ -147,13 +168,17 @@ def describe_loss(train: LoopConfig) -> str | None:
 
 
 def _model_rows(config: TrainConfig, blueprint: Blueprint) -> dict[str, str | None]:
-    model, mesh = config.model, blueprint.mesh
-    device, sizes = mesh.devices.flat[0], mesh_sizes(mesh)
-    active, padding = "", None
+    model = config.model
+    mesh = blueprint.mesh
+    device = mesh.devices.flat[0]
+    sizes = mesh_sizes(mesh)
+    active = ""
+    padding = None
     if model.most_experts or padded_sizes(model, sizes[TP]):
         from jaxtp.analysis.step_costs import describe_active, describe_padding
 
-        active, padding = describe_active(model, parameter_count(blueprint)), describe_padding(model, sizes)
+        active = describe_active(model, parameter_count(blueprint))
+        padding = describe_padding(model, sizes)
     return {
         "model": f"{parameter_count(blueprint):,} parameters"
         f"{active}{_describe_trained(blueprint)}: "
@@ -175,10 +200,15 @@ def _arguments(values: Mapping[str, object]) -> str:
 def _data_rows(
     config: TrainConfig, data: RunData, sizes: Mapping[str, int], progress: tuple[int, int]
 ) -> dict[str, str | None]:
-    batch, steps = config.data.global_batch_size, config.train.steps
+    batch = config.data.global_batch_size
+    steps = config.train.steps
     if data.tokens is None:
-        arrays = ", ".join(f"{name} {each.dtype}{list(each.shape[1:])}" for name, each in data.train.shapes.items())
-        epoch = data.num_rows and f", {steps * batch / data.num_rows:.2g} epochs of {data.num_rows:,}"
+        arrays = ", ".join(
+            f"{name} {each.dtype}{list(each.shape[1:])}" for name, each in data.train.shapes.items()
+        )
+        epoch = (
+            data.num_rows and f", {steps * batch / data.num_rows:.2g} epochs of {data.num_rows:,}"
+        )
         return {
             "data": f"{config.data.batches}: rows of {arrays}",
             "batch": _describe_batch(config, sizes, ROWS),
@@ -192,7 +222,9 @@ def _data_rows(
         f"{corpus.validation_tokens:,} held out, sha256 {corpus.identity[:12]}",
         "rows": _describe_rows(data.tokens),
         "scores": None if data.tokens.scores is None else data.tokens.scores.describe(),
-        "batch": _describe_batch(config, sizes, f"sequences of {config.data.sequence_length} {corpus.unit}"),
+        "batch": _describe_batch(
+            config, sizes, f"sequences of {config.data.sequence_length} {corpus.unit}"
+        ),
         "steps": describe_steps(config, data.tokens, *progress),
         "eval": corpus.not_evaluated(),
     }
@@ -200,26 +232,36 @@ def _data_rows(
 
 def describe_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> str:
     """Describes the kernels of attention, Gated DeltaNet and experts."""
-    attention = [f"{name} attention ({why})" for name, why in chosen_kernels(config, mesh, platform).items()]
+    attention = [
+        f"{name} attention ({why})" for name, why in chosen_kernels(config, mesh, platform).items()
+    ]
     others = *describe_delta(config.model, platform), *describe_grouped(config.model, platform)
     return "; ".join([*([" and ".join(attention)] if attention else []), *others])
 
 
 def describe_delta(model: ModelConfig, platform: str) -> Iterator[str]:
     """Yields what computes the states of Gated DeltaNet."""
-    for width in dict.fromkeys(block.delta_key_dim for block in model.block_kinds() if block.delta_value_heads):
+    for width in dict.fromkeys(
+        block.delta_key_dim for block in model.block_kinds() if block.delta_value_heads
+    ):
         scan, why = pick_scan(width, platform)
         yield f"{'pallas' if scan else 'xla'} states of Gated DeltaNet ({why})"
 
 
 def describe_grouped(model: ModelConfig, platform: str) -> Iterator[str]:
-    """Yields how experts multiply; warns if an accelerator multiplies every row with every expert."""
+    """Yields how experts multiply; warns if an accelerator multiplies every row with every
+    expert.
+    """
     if not (experts := model.most_experts):
         return
     method, why = grouped.pick_method(model.grouped, platform)
     yield f"{method} products of experts ({why})"
     if platform != "cpu" and multiplies_all(model, platform):
-        yield f"WARNING: it multiplies every row by every expert, {experts} times the work and the memory of rows"
+        yield (
+            f"WARNING: it multiplies every row by every expert, {experts} times the work "
+            "and the "
+            "memory of rows"
+        )
 
 
 def describe_experts(model: ModelConfig, tp: int) -> str | None:
@@ -228,22 +270,29 @@ def describe_experts(model: ModelConfig, tp: int) -> str | None:
     divided = dict.fromkeys(
         f"{block.num_experts // tp} of {block.num_experts} on each device, whole"
         if block.over_tp(tp)
-        else f"all {block.num_experts} on each device, {-(-block.d_ff // tp)} of the width {block.d_ff} of each"
+        else f"all {block.num_experts} on each device, {-(-block.d_ff // tp)} of the width "
+        f"{block.d_ff} of each"
         for block in blocks
     )
     return f"over tp {tp}: {' and '.join(divided)}" if divided else None
 
 
 def describe_matmul(model: ModelConfig) -> str | None:
-    """Lists the projections that `precision.matmul` applies to, and the others by reason; None if it is off."""
+    """Lists the projections that `precision.matmul` applies to, and the others by reason; None
+    if it is off.
+    """
     if (matmul := model.precision.matmul) == "compute":
         return None
     from jaxtp.parallelize.plan import patterns_for
 
-    layers, named = matmul_layers(model), dict[str | None, list[str]]()
-    for pattern, why in {pattern: layers[path] for path, pattern in patterns_for(layers).items()}.items():
+    layers = matmul_layers(model)
+    named = dict[str | None, list[str]]()
+    for pattern, why in {
+        pattern: layers[path] for path, pattern in patterns_for(layers).items()
+    }.items():
         named.setdefault(why, []).append(pattern.removeprefix(f"{BLOCKS}."))
-    taken, compute = ", ".join(named.pop(None)), model.precision.compute
+    taken = ", ".join(named.pop(None))
+    compute = model.precision.compute
     rest = "".join(f", {', '.join(paths)} ({why})" for why, paths in named.items())
     return f"{matmul} products in {taken}; {compute} in gradients of weights, the head{rest}"
 
@@ -252,7 +301,8 @@ def describe_context(config: TrainConfig, mesh: Mapping[str, int]) -> str | None
     """Describes attention and Gated DeltaNet over cp; None if cp is 1."""
     if mesh[CP] == 1:
         return None
-    share, found = share_of(config, mesh), {}
+    share = share_of(config, mesh)
+    found = {}
     attending = attention_blocks(config.model)
     for block in attending:
         attention = block.context_attention(mesh[TP])
@@ -263,7 +313,10 @@ def describe_context(config: TrainConfig, mesh: Mapping[str, int]) -> str | None
     if config.model.zigzag(share):
         chunks = "two chunks of each on a device, for even work"
     elif any(found.values()):
-        chunks += f"; WARNING: the last has the most to do, as 2 * cp does not divide sequences of {share.length:,}"
+        chunks += (
+            "; WARNING: the last has the most to do, as 2 * cp does not divide sequences of "
+            f"{share.length:,}"
+        )
     layers = [f"attention by {' and '.join(found)}"] if found else []
     if len(attending) < len(config.model.block_kinds()):
         layers.append("Gated DeltaNet by its chunks' maps of states")
@@ -272,19 +325,27 @@ def describe_context(config: TrainConfig, mesh: Mapping[str, int]) -> str | None
 
 def describe_overlap(config: TrainConfig, mesh: Mapping[str, int]) -> str | None:
     """Describes the overlap of communication and products; None if off."""
-    length, tp = config.data.sequence_length, mesh[TP]
+    length = config.data.sequence_length
+    tp = mesh[TP]
     if config.model.overlap == "none":
         return None
-    if is_ring(config.model.overlap, tp, split=is_split(config.model.sequence_parallel, length, mesh)):
+    if is_ring(
+        config.model.overlap, tp, split=is_split(config.model.sequence_parallel, length, mesh)
+    ):
         return f"rings of tp {tp}: a part of a sequence moves while another is multiplied"
     parts_of = describe_mesh(mesh, [axis for axis in SEQUENCE if mesh[axis] > 1])
-    why = "there is no tp" if tp == 1 else f"{parts_of} does not divide sequences of {length}, which tp leaves whole"
+    why = (
+        "there is no tp"
+        if tp == 1
+        else f"{parts_of} does not divide sequences of {length}, which tp leaves whole"
+    )
     return f"model.overlap=ring does nothing here: {why}"
 
 
 def _describe_rows(data: Data) -> str:
     rows = data.train_rows
-    count, split = sum(map(len, rows)), sum(of_source.num_split for of_source in rows)
+    count = sum(map(len, rows))
+    split = sum(of_source.num_split for of_source in rows)
     padding = sum(of_source.padding * len(of_source) for of_source in rows) / count
     text = f"{count:,} sequences, {padding:.2%} padding"
     if unlabelled := sum(of_source.num_unlabelled for of_source in rows):
@@ -298,30 +359,44 @@ def _describe_rows(data: Data) -> str:
     if dropped:
         text += f", {dropped:,} longer documents left out"
     if split and data.corpus.loss_tokens is not None:
-        text += ", whose later parts have no prompt before them (data.long_documents=drop leaves them out)"
+        text += (
+            ", whose later parts have no prompt before them (data.long_documents=drop leaves "
+            "them out)"
+        )
     return text
 
 
 def describe_steps(config: TrainConfig, data: Data, done: int, read: int) -> str:
     """Returns the summary's account of the steps, after some that are done and have read rows."""
-    batch, steps = config.data.global_batch_size, config.train.steps
+    batch = config.data.global_batch_size
+    steps = config.train.steps
     left = max(steps - done, 0)
-    samples, tokens = read + left * batch, batch * config.data.sequence_length  # steps so far: maybe another batch
+    samples = read + left * batch
+    tokens = batch * config.data.sequence_length  # steps so far: maybe another batch
     total = f"{samples * config.data.sequence_length:,} {data.corpus.unit}"
     length = f"{steps:,} of {tokens:,} = {total}"
     if samples != steps * batch:
         length = f"{steps:,}: {done:,} done, {left:,} left, of {tokens:,} each; {total} in all"
     for source, epochs in zip(data.corpus.sources, data.epochs(samples), strict=True):
-        length += f", {epochs:{',.0f' if epochs >= 10 else '.2g'}} epochs{f' of {source.name}' if source.name else ''}"
+        length += (
+            f", {epochs:{',.0f' if epochs >= 10 else '.2g'}} "
+            f"epochs{f' of {source.name}' if source.name else ''}"
+        )
     if (warmup := config.optimizer.warmup_steps) > steps:
-        length += f"; the warm-up of {warmup} steps (optimizer.warmup_steps) is cut to these {steps}"
+        length += (
+            f"; the warm-up of {warmup} steps (optimizer.warmup_steps) is cut to these {steps}"
+        )
     return length
 
 
 def _describe_batch(config: TrainConfig, sizes: Mapping[str, int], rows: str) -> str:
-    accumulation, batch = config.train.accumulation, config.data.global_batch_size
+    accumulation = config.train.accumulation
+    batch = config.data.global_batch_size
     per_device = batch // (batch_parts(sizes) * accumulation)
-    return f"{batch} {rows} = {describe_mesh(sizes, BATCH)} x accumulation {accumulation} x {per_device} per device"
+    return (
+        f"{batch} {rows} = {describe_mesh(sizes, BATCH)} x accumulation {accumulation} x "
+        f"{per_device} per device"
+    )
 
 
 def _describe_trained(blueprint: Blueprint) -> str:
@@ -329,17 +404,27 @@ def _describe_trained(blueprint: Blueprint) -> str:
     if not model.lora.rank:
         return ""
     adapters = logical_size(nnx.filter_state(blueprint.abstract["model"], nnx.Param))
-    frozen = model.precision.param + (", their kernels in float8" if model.lora.base == "float8" else "")
+    frozen = model.precision.param + (
+        ", their kernels in float8" if model.lora.base == "float8" else ""
+    )
     return f", {adapters:,} of them trained in {model.lora.dtype}, the others frozen in {frozen}"
 
 
 def sharding_table(blueprint: Blueprint) -> list[str]:
-    """Returns shape, sharding, and shape per device, a line for each parameter, or for equal ones of a user's model."""
-    sizes, rows = mesh_sizes(blueprint.mesh), {}
+    """Returns shape, sharding, and shape per device, a line for each parameter, or for equal
+    ones of a user's model.
+    """
+    sizes = mesh_sizes(blueprint.mesh)
+    rows = {}
     for name, variable in parameters(blueprint).items():
-        shard = jax.sharding.NamedSharding(blueprint.mesh, spec_of(variable)).shard_shape(variable.shape)
+        shard = jax.sharding.NamedSharding(blueprint.mesh, spec_of(variable)).shard_shape(
+            variable.shape
+        )
         named = map(axes_of, spec_of(variable))
-        spec = [" x ".join([axis for axis in axes if sizes[axis] > 1] or axes[:1]) or None for axes in named]
+        spec = [
+            " x ".join([axis for axis in axes if sizes[axis] > 1] or axes[:1]) or None
+            for axes in named
+        ]
         whole = "x".join(map(str, logical_shape(variable)))
         split = ", ".join(map(str, spec)) if any(spec) else "replicated"
         rows[name] = f"{whole:<20}{split:<28}{'x'.join(map(str, shard))}"

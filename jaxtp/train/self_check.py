@@ -1,8 +1,8 @@
 """Checks of devices, collectives and attention kernels before a run.
 
-The first device of each process computes a few small operations eagerly, and all devices compute them in one compiled
-program. Both results are compared with float64 on the host. Then each collective that layers use moves integers along
-each mesh axis.
+The first device of each process computes a few small operations eagerly, and all devices compute
+them in one compiled program. Both results are compared with float64 on the host. Then each
+collective that layers use moves integers along each mesh axis.
 """
 
 import math
@@ -19,11 +19,26 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtp.collectives import all_gather, all_reduce, all_to_all, device_view, permute, reduce_scatter, vary_everywhere
+from jaxtp.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    device_view,
+    permute,
+    reduce_scatter,
+    vary_everywhere,
+)
 from jaxtp.config.entry import NumericsError
 from jaxtp.config.schema import ConfigError
 from jaxtp.distributed.agreement import all_gather_json, is_multiprocess, raise_everywhere
-from jaxtp.layers.kernels.select import KERNELS, Kernel, Use, architecture_of, candidates, record_fastest
+from jaxtp.layers.kernels.select import (
+    KERNELS,
+    Kernel,
+    Use,
+    architecture_of,
+    candidates,
+    record_fastest,
+)
 from jaxtp.layers.sequence_parallel import Part
 from jaxtp.mesh import AXES, TP, describe_mesh, mesh_sizes, platform_of
 from jaxtp.train.config import TrainConfig
@@ -35,7 +50,9 @@ HostArray = np.ndarray[Any, Any]
 EXACT = 1e-4  # Largest error of a float32 operation, relative to the largest value of its result
 
 TOLERANCE = {"float32": 5e-3, "float16": 1e-2, "bfloat16": 2e-2}
-"""Largest relative error by compute dtype. Products of float32 may run in TF32, whose mantissa has 10 bits."""
+"""Largest relative error by compute dtype. Products of float32 may run in TF32, whose mantissa
+has 10 bits.
+"""
 
 _PER_DEVICE = PartitionSpec(AXES)  # One row per device
 
@@ -59,9 +76,12 @@ class Operation:
 def operations(dtype: str) -> dict[str, Operation]:
     """Returns the operations by name; the product is in `dtype`, others in float32."""
     random = np.random.default_rng(0)
-    a, b = (random.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in ((256, 512), (512, 256)))
+    a, b = (
+        random.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in ((256, 512), (512, 256))
+    )
     numbers, logits, rows = (
-        random.standard_normal(shape).astype(np.float32) for shape in ((8, 2**17), (64, 4096), (4096, 64))
+        random.standard_normal(shape).astype(np.float32)
+        for shape in ((8, 2**17), (64, 4096), (4096, 64))
     )
     index = random.integers(64, size=4096)
 
@@ -79,27 +99,37 @@ def operations(dtype: str) -> dict[str, Operation]:
             lambda x: jnp.sqrt(x + 1), lambda x: np.sqrt(x + 1), (np.abs(numbers[0, :512]),)
         ),
         "a product": Operation(jnp.matmul, np.matmul, (a, b), TOLERANCE[dtype]),
-        "a sum over a long axis": Operation(lambda x: x.sum(-1), lambda x: x.sum(-1), (np.abs(numbers),)),
+        "a sum over a long axis": Operation(
+            lambda x: x.sum(-1), lambda x: x.sum(-1), (np.abs(numbers),)
+        ),
         "a softmax": Operation(jax.nn.softmax, softmax, (8 * logits,)),
         "a scatter-add": Operation(
-            lambda rows, index: jnp.zeros((64, 64)).at[index].add(rows), scatter_add, (rows, index.astype(np.int32))
+            lambda rows, index: jnp.zeros((64, 64)).at[index].add(rows),
+            scatter_add,
+            (rows, index.astype(np.int32)),
         ),
     }
 
 
 def check_outside_of_jit(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> None:
-    """Raises NumericsError if this process's first device is wrong; arguments as for `check_devices`."""
-    # With jax 0.11 on an RTX A6000, `jnp.ones(4) + 1` was 513 outside of jit, and right inside (jax-ml/jax#40633).
+    """Raises NumericsError if this process's first device is wrong; arguments as for
+    `check_devices`.
+    """
+    # With jax 0.11 on an RTX A6000, `jnp.ones(4) + 1` was 513 outside of jit, and right inside
+    # (jax-ml/jax#40633).
     first = mesh.local_devices[0]
     if platform_of(first) == "cpu" and not on_cpu:
         return
     with jax.default_device(first):
         for name, case in operations(dtype).items():
-            _compare(f"{name} outside of jit", case, case.run(*map(jnp.asarray, case.arguments)), first)
+            _compare(
+                f"{name} outside of jit", case, case.run(*map(jnp.asarray, case.arguments)), first
+            )
 
 
 def check_devices(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> list[str]:
-    """Checks all devices, and in a single process the collectives, which `preflight` checks for several.
+    """Checks all devices, and in a single process the collectives, which `preflight` checks for
+    several.
 
     All processes must call it. Returns a line for the summary, if anything was checked.
 
@@ -112,15 +142,20 @@ def check_devices(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> list[str]:
     """
     if platform_of(mesh.devices.flat[0]) == "cpu" and not on_cpu:
         return []
-    started, cases = time.perf_counter(), operations(dtype)
+    started = time.perf_counter()
+    cases = operations(dtype)
 
     def body(arguments: Mapping[str, tuple[Array, ...]]) -> dict[str, Array]:
-        return {name: vary_everywhere(case.run(*arguments[name]))[None] for name, case in cases.items()}
+        return {
+            name: vary_everywhere(case.run(*arguments[name]))[None] for name, case in cases.items()
+        }
 
     with jax.set_mesh(mesh):
         arguments = {name: case.arguments for name, case in cases.items()}
         whole = (jax.tree.map(lambda _: PartitionSpec(), arguments),)
-        results = jax.jit(device_view(body, "device_check", whole, dict.fromkeys(cases, _PER_DEVICE)))(arguments)
+        results = jax.jit(
+            device_view(body, "device_check", whole, dict.fromkeys(cases, _PER_DEVICE))
+        )(arguments)
         jax.block_until_ready(results)
     with raise_everywhere():
         for name, case in cases.items():
@@ -129,16 +164,22 @@ def check_devices(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> list[str]:
     if not is_multiprocess():
         check_collectives(mesh)
     took = time.perf_counter() - started
-    return [f"checked products, sums, softmax, scatter-add and collectives on every device, in {took:.1f} s"]
+    return [
+        "checked products, sums, softmax, scatter-add and collectives on every device, in "
+        f"{took:.1f} s"
+    ]
 
 
 def _compare(name: str, case: Operation, result: Array | HostArray, device: jax.Device) -> None:
-    error = np.max(np.abs(np.asarray(result, np.float64) - case.expected)) / np.max(np.abs(case.expected))
+    error = np.max(np.abs(np.asarray(result, np.float64) - case.expected)) / np.max(
+        np.abs(case.expected)
+    )
     if not error <= case.tolerance:  # also NaN
         versions = {"jax": jax.__version__, **native_versions()}
         known = known_problems(versions, device.device_kind, architecture_of(device))
         message = (
-            f"{_describe(device)} computes {name} wrong: the result is off by {error:.1e} of its largest value, and "
+            f"{_describe(device)} computes {name} wrong: the result is off by {error:.1e} of its "
+            "largest value, and "
             f"rounding explains {case.tolerance:.0e}; try another device, driver or version of JAX "
             "(--launch.no-self-check starts the run all the same)"
         )
@@ -157,7 +198,8 @@ def check_collectives(mesh: Mesh) -> None:
     """
     sizes = {axis: size for axis, size in mesh_sizes(mesh).items() if size > 1}
     numbers = {axis: exact_numbers(mesh.size, size) for axis, size in sizes.items()}
-    each, sharding = dict.fromkeys(sizes, _PER_DEVICE), NamedSharding(mesh, _PER_DEVICE)
+    each = dict.fromkeys(sizes, _PER_DEVICE)
+    sharding = NamedSharding(mesh, _PER_DEVICE)
 
     def along(axis: str, x: Array) -> dict[str, Array]:
         moved = {
@@ -173,19 +215,29 @@ def check_collectives(mesh: Mesh) -> None:
         return {axis: along(axis, row[0]) for axis, row in rows.items()}
 
     with jax.set_mesh(mesh):
-        rows = {axis: jax.make_array_from_callback(a.shape, sharding, a.__getitem__) for axis, a in numbers.items()}
-        results = jax.block_until_ready(jax.jit(device_view(body, "collectives", (each,), each))(rows))
+        rows = {
+            axis: jax.make_array_from_callback(a.shape, sharding, a.__getitem__)
+            for axis, a in numbers.items()
+        }
+        results = jax.block_until_ready(
+            jax.jit(device_view(body, "collectives", (each,), each))(rows)
+        )
     with raise_everywhere():
         for axis, moved in results.items():
-            grid, dim = numbers[axis].reshape(*mesh.devices.shape, -1), mesh.axis_names.index(axis)
+            grid = numbers[axis].reshape(*mesh.devices.shape, -1)
+            dim = mesh.axis_names.index(axis)
             for name, array in moved.items():
                 for shard in array.addressable_shards:
                     group = list(np.unravel_index(shard.index[0].start or 0, mesh.devices.shape))
                     index, group[dim] = group[dim], slice(None)
-                    if not np.array_equal(np.asarray(shard.data)[0], _EXPECTED[name](grid[tuple(group)], index)):
+                    if not np.array_equal(
+                        np.asarray(shard.data)[0], _EXPECTED[name](grid[tuple(group)], index)
+                    ):
                         raise NumericsError(
-                            f"{_describe(shard.device)} receives wrong numbers by {name} over mesh.{axis}, of "
-                            f"{describe_mesh(mesh_sizes(mesh))}: its links, or the devices along that axis, are broken"
+                            f"{_describe(shard.device)} receives wrong numbers by {name} over "
+                            f"mesh.{axis}, of "
+                            f"{describe_mesh(mesh_sizes(mesh))}: its links, or the devices along "
+                            "that axis, are broken"
                         )
 
 
@@ -196,24 +248,40 @@ _EXPECTED: dict[str, Callable[[HostArray, int], HostArray]] = {
     "all-to-all": lambda rows, index: np.split(rows, len(rows), axis=1)[index].ravel(),
     "permute": lambda rows, index: rows[index - 1],
 }
-"""By collective: the array that the device at `index` along an axis receives, from the rows of all devices on it."""
+"""By collective: the array that the device at `index` along an axis receives, from the rows of
+all devices on it.
+"""
 
 
 def exact_numbers(devices: int, size: int) -> HostArray:
-    """Returns a row per device, of a length that `size` divides; sums over any axis are exact in float32."""
-    return np.arange(devices, dtype=np.float32)[:, None] % 1021 * 8 + np.arange(2 * size, dtype=np.float32) % 8
+    """Returns a row per device, of a length that `size` divides; sums over any axis are exact in
+    float32.
+    """
+    return (
+        np.arange(devices, dtype=np.float32)[:, None] % 1021 * 8
+        + np.arange(2 * size, dtype=np.float32) % 8
+    )
 
 
-MOST_TOKENS, TIMED_TOKENS = 1024, 4096
-"""Maximum lengths of the problem that is checked (several blocks of every kernel) and of the problem that is timed."""
+MOST_TOKENS = 1024
+TIMED_TOKENS = 4096
+"""Maximum lengths of the problem that is checked (several blocks of every kernel) and of the
+problem that is timed.
+"""
 
 SPAN = 16
-"""Tokens of a span. Each span may have twice the error; the total norm alone would hide a wrong edge of a mask."""
+"""Tokens of a span. Each span may have twice the error; the total norm alone would hide a wrong
+edge of a mask.
+"""
 
-CHUNKS, HALO = 7, 5
+CHUNKS = 7
+HALO = 5
 """Chunks of a sequence, and number of keys before it, in the problem for context parallelism."""
 
-_RESULTS = ("its output", *(f"its gradient of the {of}" for of in ("queries", "keys", "values", "sinks")))
+_RESULTS = (
+    "its output",
+    *(f"its gradient of the {of}" for of in ("queries", "keys", "values", "sinks")),
+)
 
 Times = Sequence[Mapping[str, float]]
 """Seconds by kernel, for each use of attention; empty if only one kernel works."""
@@ -222,14 +290,14 @@ Times = Sequence[Mapping[str, float]]
 def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) -> Times:
     """Checks a run's attention kernels, and times alternatives.
 
-    Each process's first device computes a small problem of the run's shape, forward and backward, and compares it with
-    the `xla` kernel in float32.
+    Each process's first device computes a small problem of the run's shape, forward and backward,
+    and compares it with the `xla` kernel in float32.
 
     Raises:
       ConfigError: a kernel does not run, or gives wrong results.
     """
-    # Kernels have been wrong on one model of GPU, or with one kind of mask. If the settings name no kernel, and cuDNN's
-    # and the fused one both work, the run takes the faster.
+    # Kernels have been wrong on one model of GPU, or with one kind of mask. If the settings name no
+    # kernel, and cuDNN's and the fused one both work, the run takes the faster.
     device = mesh.local_devices[0]
     if platform_of(device) == "cpu" and not on_cpu:
         return []
@@ -242,7 +310,11 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
             if (wrong := _kernel_problem(first, use, heads, device.device_kind)) is not None:
                 other = "xla" if first.name == "blockwise" else "blockwise"
                 raise ConfigError(f"model.attention: {wrong}; try --model.attention {other}")
-            working = [other for other in others if _kernel_problem(other, use, heads, device.device_kind) is None]
+            working = [
+                other
+                for other in others
+                if _kernel_problem(other, use, heads, device.device_kind) is None
+            ]
             timed = [first, *working] if working else []
             times.append({kernel.name: kernel_seconds(kernel, use, heads) for kernel in timed})
     return times
@@ -261,7 +333,8 @@ def select_attention(config: TrainConfig, mesh: Mesh, times: Times) -> None:
         seconds = {name: max(taken[name] for taken in by_process) for name in working}
         if len(seconds) < 2:
             continue
-        preferred, fastest = next(iter(seconds)), min(seconds, key=lambda name: seconds[name])
+        preferred = next(iter(seconds))
+        fastest = min(seconds, key=lambda name: seconds[name])
         name = preferred if seconds[preferred] <= 1.1 * seconds[fastest] else fastest
         measured = ", ".join(f"{kernel} {1e3 * took:.2f} ms" for kernel, took in seconds.items())
         record_fastest(use, KERNELS[name].name, f"measured here, forward and backward: {measured}")
@@ -279,26 +352,33 @@ def _kernel_problem(kernel: Kernel, use: Use, heads: tuple[int, int], where: str
     try:
         errors = relative_errors(kernel.run, use, *heads)
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as reason:
-        return f"the kernel {kernel.name} does not run on {where}: {str(reason).partition(chr(10))[0]}"
+        return (
+            f"the kernel {kernel.name} does not run on {where}: {str(reason).partition(chr(10))[0]}"
+        )
     most = TOLERANCE[str(use.dtype)]
     for what, error in zip(_RESULTS, errors, strict=False):  # a run may have no sinks
         if not error <= most:  # also NaN
             return (
-                f"the kernel {kernel.name} is wrong on {where}: {what} is off by {error:.1e} of its norm, and "
+                f"the kernel {kernel.name} is wrong on {where}: {what} is off by {error:.1e} of "
+                "its norm, and "
                 f"{use.dtype} explains {most:.0e}"
             )
     return None
 
 
 def kernel_seconds(kernel: Kernel, use: Use, heads: tuple[int, int]) -> float:
-    """Returns the time of the fastest of five runs, forward and backward, at the run's length or `TIMED_TOKENS`."""
+    """Returns the time of the fastest of five runs, forward and backward, at the run's length or
+    `TIMED_TOKENS`.
+    """
     arrays, settings = problem(use, *heads, most=TIMED_TOKENS)
     program = jax.jit(partial(results, kernel.run, settings))
     jax.block_until_ready(program(*arrays))
     return min(timeit.repeat(lambda: jax.block_until_ready(program(*arrays)), number=1))
 
 
-def relative_errors(run: Callable[..., Array], use: Use, num_queries: int, num_keys: int) -> list[float]:
+def relative_errors(
+    run: Callable[..., Array], use: Use, num_queries: int, num_keys: int
+) -> list[float]:
     """Returns relative errors, in the norm, of a kernel's output and gradients.
 
     Each is the larger of the total error and half of the worst span's error.
@@ -312,8 +392,8 @@ def relative_errors(run: Callable[..., Array], use: Use, num_queries: int, num_k
 
 
 def _error(found: Array, right: Array, dy: Array) -> float:
-    # Arrays are `[b, T, N, H]`, or `[N]` for sinks. Relative to at least a tenth of the norm of `dy`, because some
-    # gradients nearly cancel.
+    # Arrays are `[b, T, N, H]`, or `[N]` for sinks. Relative to at least a tenth of the norm of
+    # `dy`, because some gradients nearly cancel.
     least = jnp.sqrt(jnp.mean(jnp.square(dy.astype(jnp.float32)))) / 10
 
     def norms(x: Array) -> Array:  # root mean square of each span
@@ -322,25 +402,33 @@ def _error(found: Array, right: Array, dy: Array) -> float:
         squares = jnp.pad(jnp.mean(jnp.square(x), axis=(2, 3)), ((0, 0), (0, -length % SPAN)))
         return jnp.sqrt(squares.reshape(rows, -1, SPAN).mean(-1))
 
-    off, size = norms(found - right), norms(right)
+    off = norms(found - right)
+    size = norms(right)
     whole = jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(size))), least)
     worst = jnp.max(off / jnp.maximum(size, whole))
     return float(jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(off))) / whole, worst / 2))
 
 
-def problem(use: Use, num_queries: int, num_keys: int, most: int = MOST_TOKENS) -> tuple[list[Array], dict[str, Any]]:
-    """Returns queries, keys, values, a gradient of the output, perhaps sinks, and a kernel's keyword arguments.
+def problem(
+    use: Use, num_queries: int, num_keys: int, most: int = MOST_TOKENS
+) -> tuple[list[Array], dict[str, Any]]:
+    """Returns queries, keys, values, a gradient of the output, perhaps sinks, and a kernel's
+    keyword arguments.
 
-    Two rows differ in packing: unaligned documents, one of three tokens, and padding. The window is shorter than most
-    documents; scores are large enough for a softcap to matter, and sinks for their share. With context parallelism,
-    queries are every other chunk, and keys begin before the sequence.
+    Two rows differ in packing: unaligned documents, one of three tokens, and padding. The window is
+    shorter than most documents; scores are large enough for a softcap to matter, and sinks for
+    their share. With context parallelism, queries are every other chunk, and keys begin before the
+    sequence.
     """
     length = max(16, min(int(use.length or most), most))
-    queries, keys, part = length, length, None
+    queries = length
+    keys = length
+    part = None
     if use.part:
         chunks = jnp.arange(length // CHUNKS * CHUNKS, dtype=jnp.int32).reshape(CHUNKS, -1)
         part = Part(chunks[::2].ravel(), -HALO)
-        queries, keys = part.queries.size, HALO + length
+        queries = part.queries.size
+        keys = HALO + length
     shapes = [(queries, num_queries), (keys, num_keys), (keys, num_keys), (queries, num_queries)]
     randoms = jax.random.split(jax.random.key(0), len(shapes))
     widths = [use.head_dim] * 2 + [use.value_head_dim or use.head_dim] * 2
@@ -348,13 +436,19 @@ def problem(use: Use, num_queries: int, num_keys: int, most: int = MOST_TOKENS) 
         jax.random.normal(key, (2, *shape, width), use.dtype)
         for key, shape, width in zip(randoms, shapes, widths, strict=True)
     ]
-    spread = 1.0 if use.softcap is None else min(8.0, use.softcap)  # standard deviation of the scores
+    # standard deviation of the scores
+    spread = 1.0 if use.softcap is None else min(8.0, use.softcap)
     arrays[0] = (arrays[0] * (spread / (use.factor * use.head_dim**0.5))).astype(arrays[0].dtype)
     ends = jnp.array(  # of the documents in each row; the rest of the second row is padding
-        [[length // 5, length // 2, length - 3], [length // 3, length - length // 7 - 3, length - length // 7]]
+        [
+            [length // 5, length // 2, length - 3],
+            [length // 3, length - length // 7 - 3, length - length // 7],
+        ]
     )
     segments = jnp.sum(jnp.arange(length) >= ends[:, :, None], axis=1) + 1
-    segments = segments.at[1].set(jnp.where(segments[1] > ends.shape[1], 0, segments[1])).astype(jnp.int32)
+    segments = (
+        segments.at[1].set(jnp.where(segments[1] > ends.shape[1], 0, segments[1])).astype(jnp.int32)
+    )
     window = use.window and max(1, min(use.window, length // 8))
     if use.sinks:
         arrays.append(jnp.linspace(-1, 1, num_queries) + math.log(window or length / 4))
@@ -368,7 +462,13 @@ def problem(use: Use, num_queries: int, num_keys: int, most: int = MOST_TOKENS) 
 
 
 def results(
-    run: Callable[..., Array], settings: Mapping[str, Any], q: Array, k: Array, v: Array, dy: Array, *sinks: Array
+    run: Callable[..., Array],
+    settings: Mapping[str, Any],
+    q: Array,
+    k: Array,
+    v: Array,
+    dy: Array,
+    *sinks: Array,
 ) -> tuple[Array, ...]:
     """Returns the output, and gradients of queries, keys, values and sinks."""
 

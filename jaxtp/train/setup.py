@@ -1,4 +1,6 @@
-"""Starting a run: `make_run` turns a configuration into a state on its devices and the programs that step it."""
+"""Starting a run: `make_run` turns a configuration into a state on its devices and the programs
+that step it.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -97,19 +99,25 @@ def make_run(
     """Starts a run, or resumes it from the newest undamaged checkpoint in `config.run.dir`.
 
     Args:
-      exit_stack: closes the mesh context, the run's folder, console, signal handlers and checkpoints.
+      exit_stack: closes the mesh context, the run's folder, console, signal handlers and
+        checkpoints.
       startup_log: lines on the configuration.
       task: parts that replace the settings in `config`.
       verbose: also print the shape and the sharding of each parameter.
 
     Raises:
-      ValueError: a user's mistake (`ConfigError`, `MeshError`, `PlanError`, `CorpusError`, `DatasetError`,
-        `BatchError`, `HFError`, `RunFolderError`, `CheckpointError`), before the folder is changed.
+      ValueError: a user's mistake (`ConfigError`, `MeshError`, `PlanError`, `CorpusError`,
+        `DatasetError`, `BatchError`, `HFError`, `RunFolderError`, `CheckpointError`), before the
+        folder is changed.
     """
     timing = Timing()
     with raise_everywhere():
         setup = _check(config, task)
-    config, task, source, data, blueprint = setup.config, setup.task, setup.source, setup.data, setup.blueprint
+    config = setup.config
+    task = setup.task
+    source = setup.source
+    data = setup.data
+    blueprint = setup.blueprint
     lines = [*setup.lines, *_startup_checks(config, blueprint, data)]
 
     exit_stack.enter_context(jax.set_mesh(blueprint.mesh))
@@ -122,12 +130,19 @@ def make_run(
     interrupt = exit_stack.enter_context(Interrupt(notice=_NOTICE, at_start=at_start))
     for line in (*lines, *(f"default {line}" for line in startup_log)):
         report.line(line)
-    report.line(summary(config, data, blueprint, _notes(config, source, blueprint, setup.memory), setup.before))
+    report.line(
+        summary(
+            config, data, blueprint, _notes(config, source, blueprint, setup.memory), setup.before
+        )
+    )
     if verbose:
         report.line("\n".join([*sharding_table(blueprint), ""]))
 
-    keep, folder = config.checkpoint, config.run.dir / run_folder.CHECKPOINTS
-    checkpoints = Checkpoints(folder, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best)
+    keep = config.checkpoint
+    folder = config.run.dir / run_folder.CHECKPOINTS
+    checkpoints = Checkpoints(
+        folder, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best
+    )
     exit_stack.enter_context(checkpoints)
     restored = None
     if checkpoints.steps():
@@ -159,7 +174,9 @@ def make_run(
             run_folder.write_config(config)
 
     leaves, tree = jax.tree.flatten(initial.state)
-    train_step = make_train_step(config, blueprint, with_checksums=config.train.verify_every > 0, task=task)
+    train_step = make_train_step(
+        config, blueprint, with_checksums=config.train.verify_every > 0, task=task
+    )
     timing.end_startup()
     return Run(
         config=config,
@@ -206,7 +223,8 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
     enable_compilation_cache(mesh.devices.flat[0].platform)
     check_installed(config.metrics.trackers)
     task = load_task(config, task)  # imports a user's files, which may use the mesh's devices
-    model, config = config.model, with_parts(config, task)
+    model = config.model
+    config = with_parts(config, task)
     if config.model is not model:
         check_decoder(config, mesh)
     data = open_data(config, source, task)
@@ -223,7 +241,8 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
         notes = [*_note_on_items(config, task, data.train), *_check_validation(config, task, data)]
         if config.model.dropout and not traits.is_random:
             raise ConfigError(
-                f"model.dropout={config.model.dropout:g} has no effect: {config.train.loss or 'the loss'} passes no "
+                f"model.dropout={config.model.dropout:g} has no effect: "
+                f"{config.train.loss or 'the loss'} passes no "
                 "dropout_keys to the model; use --model.dropout 0"
             )
         data.pad_short_batches(traits.reads_weights)
@@ -232,11 +251,24 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
     blueprint, lines = plan(config, mesh, task, data.train.shapes)
     memory = require_memory(config, blueprint, task.loss, data.train.shapes)
     row_flops = _row_flops(config, blueprint, task, data)
-    return _Setup(config, task, source, data, blueprint, [*notes, *lines], before, memory, row_flops, own_metrics)
+    return _Setup(
+        config,
+        task,
+        source,
+        data,
+        blueprint,
+        [*notes, *lines],
+        before,
+        memory,
+        row_flops,
+        own_metrics,
+    )
 
 
 def check_loss_on(config: TrainConfig, task: Task, batches: Batches) -> Traits:
-    """`check_loss` on batches; raises BatchError if the loss takes the items of a dataset, and not batches of them."""
+    """`check_loss` on batches; raises BatchError if the loss takes the items of a dataset, and
+    not batches of them.
+    """
     try:
         return check_loss(config, task, batches.shapes)
     except ConfigError as error:
@@ -265,7 +297,8 @@ def _note_on_items(config: TrainConfig, task: Task, batches: Batches) -> list[st
 
 
 def _check_validation(config: TrainConfig, task: Task, data: RunData) -> list[str]:
-    # Returns a line if validation batches have other columns than training's, and the loss takes both.
+    # Returns a line if validation batches have other columns than training's, and the loss takes
+    # both.
     if data.validation is None or (changed := changed_columns(data)) is None:
         return []
     try:
@@ -288,11 +321,17 @@ def _row_flops(config: TrainConfig, blueprint: Blueprint, task: Task, data: RunD
 def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) -> list[str]:
     # Checks devices and processes, and prepares the folder; returns lines for the summary.
     mesh = blueprint.mesh
-    on_accelerator, lines = platform_of(mesh.devices.flat[0]) != "cpu", []
+    on_accelerator = platform_of(mesh.devices.flat[0]) != "cpu"
+    lines = []
     self_check = on_accelerator and config.launch.self_check
     with raise_everywhere():
         if self_check:
-            from jaxtp.train.self_check import check_attention, check_devices, check_outside_of_jit, select_attention
+            from jaxtp.train.self_check import (
+                check_attention,
+                check_devices,
+                check_outside_of_jit,
+                select_attention,
+            )
 
             check_outside_of_jit(mesh, config.model.precision.compute)
             attention_times = check_attention(config, mesh) if blueprint.is_decoder else None
@@ -319,7 +358,8 @@ def _notes(
     if every := config.train.verify_every:
         verify = (
             f"every {every:,} steps: an extra step, and in each process "
-            f"{size_text(verification_bytes(blueprint), binary=True)} of host memory, for the state before the "
+            f"{size_text(verification_bytes(blueprint), binary=True)} of host memory, for the "
+            "state before the "
             "step and its first result"
         )
     return {
@@ -330,17 +370,22 @@ def _notes(
 
 
 def progress(config: TrainConfig) -> tuple[int, int]:
-    """Returns the run's steps and sequences so far; raises `CheckpointError` if the newest checkpoint is unreadable."""
+    """Returns the run's steps and sequences so far; raises `CheckpointError` if the newest
+    checkpoint is unreadable.
+    """
     found = newest_with_info(config.run.dir / run_folder.CHECKPOINTS)
     return (0, 0) if found is None else (int(found[0].name), found[1].get("next_sample", 0))
 
 
 def with_batches(config: TrainConfig, data: RunData, mesh: Mesh | AbstractMesh) -> TrainConfig:
-    """Returns the configuration with the batch size of a user's batches; raises ConfigError if it does not fit."""
+    """Returns the configuration with the batch size of a user's batches; raises ConfigError if
+    it does not fit.
+    """
     size = data.global_batch_size
     if config.data.global_batch_size not in (size, DataConfig().global_batch_size):
         raise ConfigError(
-            f"data.global_batch_size={config.data.global_batch_size}, and the batches have {size} rows; leave it out"
+            f"data.global_batch_size={config.data.global_batch_size}, and the batches have {size} "
+            "rows; leave it out"
         )
     config = replace_nested(config, {"data.global_batch_size": size})
     have_own_rows = config.data.batches is not None and not isinstance(data.train, SampleBatches)
@@ -348,7 +393,9 @@ def with_batches(config: TrainConfig, data: RunData, mesh: Mesh | AbstractMesh) 
     return config
 
 
-def with_steps(config: AnyConfig, rows: int | None, progress: tuple[int, int]) -> tuple[AnyConfig, str]:
+def with_steps(
+    config: AnyConfig, rows: int | None, progress: tuple[int, int]
+) -> tuple[AnyConfig, str]:
     """Replaces epochs, if any, by steps, and returns the reason for their number.
 
     A resumed run counts remaining samples, whatever its batch size was.
@@ -360,19 +407,24 @@ def with_steps(config: AnyConfig, rows: int | None, progress: tuple[int, int]) -
     Raises:
       ConfigError: both are set, too many epochs, or an unknown number of rows.
     """
-    epochs, steps = config.train.epochs, config.train.steps
+    epochs = config.train.epochs
+    steps = config.train.steps
     if epochs is None:
         return config, ""
     if steps != LoopConfig().steps:
         raise ConfigError(
-            f"train.steps={steps} and train.epochs={epochs:,.15g} exclude each other: leave one of them out"
+            f"train.steps={steps} and train.epochs={epochs:,.15g} exclude each other: leave one of "
+            "them out"
         )
     if rows is None:
         raise ConfigError(
-            f"train.epochs={epochs:,.15g}: the batches do not tell how many rows they have; set train.steps"
+            f"train.epochs={epochs:,.15g}: the batches do not tell how many rows they have; set "
+            "train.steps"
         )
-    batch, (done, read) = config.data.global_batch_size, progress
-    left = max(math.ceil(round((epochs * rows - read) / batch, 6)), 0)  # 1.1 is a little more than 11/10
+    batch = config.data.global_batch_size
+    done, read = progress
+    # 1.1 is a little more than 11/10
+    left = max(math.ceil(round((epochs * rows - read) / batch, 6)), 0)
     if done + left >= 2**31:
         raise ConfigError(f"train.epochs={epochs:,.15g}: a run has less than {2**31:,} steps")
     each = f", {batch:,} in a step"
@@ -383,9 +435,13 @@ def with_steps(config: AnyConfig, rows: int | None, progress: tuple[int, int]) -
 
 
 def plan(
-    config: TrainConfig, mesh: Mesh, task: Task = Task(), batch: Mapping[str, jax.ShapeDtypeStruct] = {}
+    config: TrainConfig,
+    mesh: Mesh,
+    task: Task = Task(),
+    batch: Mapping[str, jax.ShapeDtypeStruct] = {},
 ) -> tuple[Blueprint, list[str]]:
-    """Plans the state of a run on a mesh, which may be abstract, and returns lines on it; allocates and writes nothing.
+    """Plans the state of a run on a mesh, which may be abstract, and returns lines on it; allocates
+    and writes nothing.
 
     Args:
       batch: a training batch; for a model of the user's.
@@ -400,7 +456,9 @@ def plan(
         from jaxtp.train.own_model import split_model
 
         make_model, lines = split_model(config, mesh, task, batch)
-    optimizer = transformation(task, config.train.steps) or optimizers.build(config.optimizer, config.train.steps)
+    optimizer = transformation(task, config.train.steps) or optimizers.build(
+        config.optimizer, config.train.steps
+    )
     blueprint = plan_state(config.model, optimizer, mesh, make_model, config.run.seed)
     paths = list(trained_parameters(blueprint))
     optimizers.check_patterns("optimizer.groups", config.optimizer.groups, paths)
@@ -409,7 +467,9 @@ def plan(
     return blueprint, lines
 
 
-def check_loss(config: TrainConfig, task: Task, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Traits:
+def check_loss(
+    config: TrainConfig, task: Task, batch: Mapping[str, jax.ShapeDtypeStruct]
+) -> Traits:
     """Traces a task's loss on one abstract device.
 
     Raises:
@@ -422,7 +482,8 @@ def check_loss(config: TrainConfig, task: Task, batch: Mapping[str, jax.ShapeDty
         traits = inspect_loss(task.loss, on_one_device(config, task), batch)
     if traits.changes and config.train.accumulation > 1:
         raise ConfigError(
-            f"train.accumulation={config.train.accumulation}: a step changes {', '.join(traits.changes[:3])}, "
+            f"train.accumulation={config.train.accumulation}: a step changes "
+            f"{', '.join(traits.changes[:3])}, "
             "which would depend on the micro-batches; use --train.accumulation 1"
         )
     return traits
@@ -440,13 +501,19 @@ def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.Sha
     from jaxtp.train.user_step import ONE_DEVICE
 
     config, source = resolve(config)
-    task = load_task(replace_nested(config, {"train.callbacks": (), "data.validation_batches": None}))
+    task = load_task(
+        replace_nested(config, {"train.callbacks": (), "data.validation_batches": None})
+    )
     config = with_parts(config, task)
     loss = task.loss or partial(_decoder_loss, config.mesh.context)
     if (shapes := _example_shapes(config, task)) is not None:
         task = replace(task, loss=loss, validation=None)
         weights = jax.ShapeDtypeStruct((config.data.global_batch_size,), jnp.float32)
-        return config, task, shapes | ({WEIGHTS: weights} if check_loss(config, task, shapes).reads_weights else {})
+        return (
+            config,
+            task,
+            shapes | ({WEIGHTS: weights} if check_loss(config, task, shapes).reads_weights else {}),
+        )
     data = open_data(config, source, replace(task, validation=None))
     task = replace(task, loss=loss, validation=None)
     config = with_batches(config, data, ONE_DEVICE)
@@ -455,15 +522,24 @@ def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.Sha
 
 
 def _example_shapes(config: TrainConfig, task: Task) -> dict[str, jax.ShapeDtypeStruct] | None:
-    # Of a decoder's batch, which needs no data, unless they are here and may have columns that only they know.
-    data, rows = config.data, config.data.global_batch_size
+    # Of a decoder's batch, which needs no data, unless they are here and may have columns that only
+    # they know.
+    data = config.data
+    rows = config.data.global_batch_size
     is_here = bool(data.mixture) or (data.path is not None and data.path.exists())
     knows = task.loss is None or attribute(task.loss, "example_batch", None) is not None
     if task.has_own_model or task.batches is not None or (is_here and not knows):
         return None
     row = example_batch(task.loss, config, 1)
-    return {name: jax.ShapeDtypeStruct((rows, *each.shape[1:]), each.dtype) for name, each in row.items()}
+    return {
+        name: jax.ShapeDtypeStruct((rows, *each.shape[1:]), each.dtype)
+        for name, each in row.items()
+    }
 
 
-def _decoder_loss(context: Context, model: Decoder, batch: Mapping[str, Array], _: Array) -> tuple[Array, Array]:
-    return model.loss(batch["inputs"], batch["labels"], segments_BT=batch.get(SEGMENTS), context=context)
+def _decoder_loss(
+    context: Context, model: Decoder, batch: Mapping[str, Array], _: Array
+) -> tuple[Array, Array]:
+    return model.loss(
+        batch["inputs"], batch["labels"], segments_BT=batch.get(SEGMENTS), context=context
+    )

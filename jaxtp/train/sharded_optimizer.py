@@ -1,11 +1,12 @@
 """Applies any Optax transformation to a sharded model.
 
-Optax sees parameters as a flat dict by dotted path, such as `blocks.mlp.up.kernel`; masks and labels take this dict. A
-stack of layers is one array `[layers, ...]`. Arrays have their logical shapes, or norms, factored moments and
-orthogonalization would depend on the mesh, which pads some dims. Only `OnPaddedArrays` sees the stored arrays.
+Optax sees parameters as a flat dict by dotted path, such as `blocks.mlp.up.kernel`; masks and
+labels take this dict. A stack of layers is one array `[layers, ...]`. Arrays have their logical
+shapes, or norms, factored moments and orthogonalization would depend on the mesh, which pads some
+dims. Only `OnPaddedArrays` sees the stored arrays.
 
-An array of the state is sharded like the parameter whose path is among its keys, dim by dim. Other arrays, such as the
-state of `optax.flatten`, are replicated.
+An array of the state is sharded like the parameter whose path is among its keys, dim by dim. Other
+arrays, such as the state of `optax.flatten`, are replicated.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +22,14 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.tree_util import KeyPath, keystr, tree_leaves_with_path, tree_map_with_path
 
-from jaxtp.checkpoint.logical import Arrays, Variable, divisible_axes, logical_spec, named_variables, split_dims
+from jaxtp.checkpoint.logical import (
+    Arrays,
+    Variable,
+    divisible_axes,
+    logical_spec,
+    named_variables,
+    split_dims,
+)
 from jaxtp.collectives import axis_size, constrain
 from jaxtp.config.entry import UserError
 from jaxtp.config.hints import by_dotted_path
@@ -33,7 +41,8 @@ from jaxtp.mesh import TP, current_mesh, mesh_sizes
 class OptimizerState(Variable):
     """An array of an Optax state, as a checkpoint stores it.
 
-    A typed PRNG key is its data, with the metadata `key_impl`; an empty array is a zero, with `empty_shape`.
+    A typed PRNG key is its data, with the metadata `key_impl`; an empty array is a zero, with
+    `empty_shape`.
     """
 
 
@@ -47,32 +56,39 @@ class OnPaddedArrays(optax.GradientTransformationExtraArgs):
 class Optimizer(nnx.Module):
     """`nnx.Optimizer` for sharded and padded parameters.
 
-    `update` passes `value` and `grad` to transformations with extra arguments. Transformations that evaluate the loss
-    themselves (`value_fn` of line searches, `obj_fn` of Sophia) are refused.
+    `update` passes `value` and `grad` to transformations with extra arguments. Transformations that
+    evaluate the loss themselves (`value_fn` of line searches, `obj_fn` of Sophia) are refused.
 
     Args:
       model: only its `nnx.Param` variables are updated.
       transformation: or an `optax.MultiSteps`.
 
     Raises:
-      ConfigError: the transformation cannot update this model; also while `__init__` is only traced.
+      ConfigError: the transformation cannot update this model; also while `__init__` is only
+        traced.
     """
 
-    def __init__(self, model: nnx.Module, transformation: optax.GradientTransformation | optax.MultiSteps):
+    def __init__(
+        self, model: nnx.Module, transformation: optax.GradientTransformation | optax.MultiSteps
+    ):
         if isinstance(transformation, optax.MultiSteps):
             transformation = transformation.gradient_transformation()
         if not isinstance(transformation, optax.GradientTransformation):
             raise ConfigError(
-                f"the optimizer is {transformation!r}: should be an Optax transformation, such as optax.adamw(3e-4)"
+                f"the optimizer is {transformation!r}: should be an Optax transformation, such as "
+                "optax.adamw(3e-4)"
             )
-        self.transformation, self.sees_padding = transformation, isinstance(transformation, OnPaddedArrays)
+        self.transformation = transformation
+        self.sees_padding = isinstance(transformation, OnPaddedArrays)
         self.step = OptimizerState(jnp.zeros((), jnp.int32))  # signed: schedules subtract from it
         variables = _parameters(model)
         params = self._optax_arrays(variables, variables)
 
         def variable(path: KeyPath, leaf: Any) -> OptimizerState:
             array = _as_array(path, leaf)
-            metadata = _sharding_metadata(array.shape, _parameter_at(path, variables), self.sees_padding)
+            metadata = _sharding_metadata(
+                array.shape, _parameter_at(path, variables), self.sees_padding
+            )
             if _is_key(leaf):
                 metadata["key_impl"] = jax.random.key_impl(leaf)
             elif not jnp.size(leaf):
@@ -83,16 +99,22 @@ class Optimizer(nnx.Module):
             self.opt_state = nnx.data(tree_map_with_path(variable, transformation.init(params)))
         if not self.sees_padding:  # an error of the first step comes before anything is allocated
             with _explained("update"):
-                jax.eval_shape(lambda: self._transform(params, params, value=jnp.zeros(()), grad=params))
+                jax.eval_shape(
+                    lambda: self._transform(params, params, value=jnp.zeros(()), grad=params)
+                )
 
     def update(self, model: nnx.Module, grads: nnx.State, value: Array) -> None:
         """Applies gradients, a state like the model's parameters; `value` is the mean loss."""
         variables = _parameters(model)
         params = self._optax_arrays(variables, variables)
         gradients = self._optax_arrays(named_variables(grads), variables)
-        extra = {"variables": variables} if self.sees_padding else {"value": value, "grad": gradients}
+        extra = (
+            {"variables": variables} if self.sees_padding else {"value": value, "grad": gradients}
+        )
         updates, state = self._transform(gradients, params, **extra)
-        jax.tree.map(lambda v, array: v.set_value(array), self.opt_state, state, is_leaf=_is_variable)
+        jax.tree.map(
+            lambda v, array: v.set_value(array), self.opt_state, state, is_leaf=_is_variable
+        )
         self._write(optax.apply_updates(params, updates), variables)
         self.step.set_value(self.step[...] + 1)
 
@@ -100,13 +122,17 @@ class Optimizer(nnx.Module):
         """Returns the state in the transformation's structure."""
         return jax.tree.map(_leaf, self.opt_state, is_leaf=_is_variable)
 
-    def _transform(self, gradients: Arrays, params: Arrays, **extra: object) -> tuple[Arrays, optax.OptState]:
-        # Returns updates and the new state as arrays, checked: Optax and JAX would broadcast and promote.
+    def _transform(
+        self, gradients: Arrays, params: Arrays, **extra: object
+    ) -> tuple[Arrays, optax.OptState]:
+        # Returns updates and the new state as arrays, checked: Optax and JAX would broadcast and
+        # promote.
         update = optax.with_extra_args_support(self.transformation).update
         updates, state = update(gradients, self.optax_state(), params, **extra)
         state = tree_map_with_path(_as_array, state)
         _require_same("the optimizer's update of", updates, params, jnp.shape)
-        what, kind = "after an update the optimizer's state at", lambda array: f"{array.dtype}{list(array.shape)}"
+        what = "after an update the optimizer's state at"
+        kind = lambda array: f"{array.dtype}{list(array.shape)}"
         _require_same(what, state, self.opt_state, kind)
         return updates, state
 
@@ -123,7 +149,9 @@ class Optimizer(nnx.Module):
         for name, variable in variables.items():
             array = params[name]
             if array.shape != tuple(variable.shape):
-                array = constrain(pad(array, padding_of(variable), axis_size(TP)), spec_of(variable))
+                array = constrain(
+                    pad(array, padding_of(variable), axis_size(TP)), spec_of(variable)
+                )
             variable.set_value(array)
 
 
@@ -135,8 +163,10 @@ def _explained(function: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise ConfigError(
-            f"the optimizer's {function} raises {type(error).__name__}: {error}\nIt sees the parameters as a flat dict "
-            "by path. Its extra arguments are value, the mean loss, and grad, its gradient; there is no value_fn."
+            f"the optimizer's {function} raises {type(error).__name__}: {error}\nIt sees the "
+            "parameters as a flat dict "
+            "by path. Its extra arguments are value, the mean loss, and grad, its gradient; there "
+            "is no value_fn."
         ) from error
 
 
@@ -157,7 +187,8 @@ def _as_array(path: KeyPath, leaf: Any) -> Array:
     if array is None or array.dtype.itemsize > 4:
         what = repr(leaf) if array is None else f"a {array.dtype} array"
         raise ConfigError(
-            f"the optimizer's state at {_name(path)} is {what}: should be a number, a random key, or an array of at "
+            f"the optimizer's state at {_name(path)} is {what}: should be a number, a random key, "
+            "or an array of at "
             "most 4 bytes per element, so that checkpoints hold it"
         )
     return array.astype(array.dtype) if array.size else jnp.zeros((), array.dtype)
@@ -175,7 +206,9 @@ def _name(path: KeyPath) -> str:
     return keystr(path, simple=True, separator=".")
 
 
-def _require_same(what: str, actual: object, expected: object, describe: Callable[[Any], object]) -> None:
+def _require_same(
+    what: str, actual: object, expected: object, describe: Callable[[Any], object]
+) -> None:
     found, wanted = (
         {path: describe(leaf) for path, leaf in tree_leaves_with_path(tree, is_leaf=_is_variable)}
         for tree in (actual, expected)
@@ -187,7 +220,9 @@ def _require_same(what: str, actual: object, expected: object, describe: Callabl
 
 def _parameters(model: nnx.Module) -> dict[str, Variable]:
     # The variables themselves, not copies.
-    return by_dotted_path((path, value) for path, value in nnx.iter_graph(model) if isinstance(value, nnx.Param))
+    return by_dotted_path(
+        (path, value) for path, value in nnx.iter_graph(model) if isinstance(value, nnx.Param)
+    )
 
 
 def _parameter_at(path: KeyPath, params: dict[str, Variable]) -> Variable | None:
@@ -196,12 +231,19 @@ def _parameter_at(path: KeyPath, params: dict[str, Variable]) -> Variable | None
     return next((params[key] for key in keys if isinstance(key, str) and key in params), None)
 
 
-def _sharding_metadata(shape: tuple[int, ...], owner: Variable | None, padded: bool) -> dict[str, Any]:
-    # `nnx.Optimizer` would give every array the parameter's spec, which does not fit factored moments.
-    whole: tuple[int, ...] = () if owner is None else tuple(owner.shape) if padded else logical_shape(owner)
-    axes, shared = () if owner is None else split_dims(owner), _shared_dims(shape, whole)
+def _sharding_metadata(
+    shape: tuple[int, ...], owner: Variable | None, padded: bool
+) -> dict[str, Any]:
+    # `nnx.Optimizer` would give every array the parameter's spec, which does not fit factored
+    # moments.
+    whole: tuple[int, ...] = (
+        () if owner is None else tuple(owner.shape) if padded else logical_shape(owner)
+    )
+    axes = () if owner is None else split_dims(owner)
+    shared = _shared_dims(shape, whole)
     kept = [axes[shared[dim]] if dim in shared else () for dim in range(len(shape))]
-    # A dim that the parameter lacks, as in statistics [n, n] of a matrix [m, n], takes the axes that are left.
+    # A dim that the parameter lacks, as in statistics [n, n] of a matrix [m, n], takes the axes
+    # that are left.
     left = [names for dim, names in enumerate(axes) if dim not in shared.values()]
     for dim in reversed(range(len(shape))):
         if left and dim not in shared:
@@ -213,8 +255,10 @@ def _sharding_metadata(shape: tuple[int, ...], owner: Variable | None, padded: b
 
 
 def _shared_dims(shape: tuple[int, ...], whole: tuple[int, ...]) -> dict[int, int]:
-    # The longest common subsequence, the last of several: the dim in `whole` for each of its dims in `shape`.
-    dims, others = range(len(shape))[::-1], range(len(whole))[::-1]
+    # The longest common subsequence, the last of several: the dim in `whole` for each of its dims
+    # in `shape`.
+    dims = range(len(shape))[::-1]
+    others = range(len(whole))[::-1]
     for length in range(min(len(shape), len(whole)), 0, -1):
         for here, there in product(combinations(dims, length), combinations(others, length)):
             if all(shape[dim] == whole[other] for dim, other in zip(here, there, strict=True)):

@@ -14,7 +14,13 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtp.checkpoint.logical import Variable, logical_size, may_be_infinite, named_variables, select_paths
+from jaxtp.checkpoint.logical import (
+    Variable,
+    logical_size,
+    may_be_infinite,
+    named_variables,
+    select_paths,
+)
 from jaxtp.config.entry import in_thread
 from jaxtp.config.hints import by_dotted_path, dotted
 from jaxtp.config.schema import ConfigError, CountOrZero, validate
@@ -49,7 +55,11 @@ class TrainState(nnx.Module):
         make_model: MakeModel | None = None,
     ):
         rngs = nnx.Rngs(seed)
-        self.model = create_decoder(config, rngs=rngs) if make_model is None else _with_arrays(make_model(rngs))
+        self.model = (
+            create_decoder(config, rngs=rngs)
+            if make_model is None
+            else _with_arrays(make_model(rngs))
+        )
         self.optimizer = Optimizer(self.model, optimizer)
         self.skipped = Skipped(jnp.zeros((), jnp.int32))
 
@@ -69,9 +79,13 @@ def rng_state(rngs: nnx.State, key: Array | None) -> nnx.State:
         if not isinstance(variable, nnx.RngKey):
             return variable.replace(jnp.zeros(variable.shape, variable.dtype))
         of_stream = jax.random.fold_in(key, zlib.crc32(dotted(path).encode()))
-        return variable.replace(jax.random.split(of_stream, variable.shape) if variable.shape else of_stream)
+        return variable.replace(
+            jax.random.split(of_stream, variable.shape) if variable.shape else of_stream
+        )
 
-    return nnx.from_flat_state([(path, value(path, variable)) for path, variable in nnx.to_flat_state(rngs)])
+    return nnx.from_flat_state(
+        [(path, value(path, variable)) for path, variable in nnx.to_flat_state(rngs)]
+    )
 
 
 @dataclass(frozen=True)
@@ -104,7 +118,9 @@ class Blueprint:
         return nnx.merge(self.graph, state, rng_state(self.rngs, key), self.constants, copy=True)
 
     def model_of(self, weights: nnx.State) -> nnx.Module:
-        """Returns the model with these weights, as `merge` does; its optimizer's state stays abstract."""
+        """Returns the model with these weights, as `merge` does; its optimizer's state stays
+        abstract.
+        """
         state = nnx.State({**self.abstract, "model": weights})
         return self.merge(state).model
 
@@ -116,17 +132,21 @@ class Blueprint:
           weights: initial parameters, donated; others are random.
 
         Raises:
-          ConfigError: all weights are random, and the model's arrays that are no variables are of another seed.
+          ConfigError: all weights are random, and the model's arrays that are no variables are of
+            another seed.
         """
         names = list(by_dotted_path(nnx.to_flat_state(self.constants)))
         if weights is None and names and seed != self.seed:
             raise ConfigError(
-                f"the weights would be of seed {seed}, and {names[0]}, an attribute and no variable, is of seed "
+                f"the weights would be of seed {seed}, and {names[0]}, an attribute and no "
+                "variable, is of seed "
                 f"{self.seed}; call plan_state(..., seed={seed})"
             )
 
         def init(weights: nnx.State) -> nnx.State:
-            state = nnx.state(TrainState(self.config, self.optimizer, seed, self.make_model), STORED)
+            state = nnx.state(
+                TrainState(self.config, self.optimizer, seed, self.make_model), STORED
+            )
             state["model"] = nnx.merge_state(state["model"], weights)
             return state
 
@@ -136,13 +156,16 @@ class Blueprint:
             return in_thread(lowered.compile).result()(weights)
 
     def record_of_constants(self) -> dict[str, object]:
-        """Returns JSON for checkpoints, which have no constants: their seed, and sums of each; empty without any."""
+        """Returns JSON for checkpoints, which have no constants: their seed, and sums of each;
+        empty without any.
+        """
         arrays = by_dotted_path(nnx.to_flat_state(self.constants))
         sums = {name: _sums_of_constant(array) for name, array in arrays.items()}
         return {"seed": self.seed, "sums": sums} if sums else {}
 
     def with_constants_of(self, info: Mapping[str, object]) -> tuple["Blueprint", list[str]]:
-        """Returns the blueprint with the constants of the run that wrote a checkpoint, and lines on those that differ.
+        """Returns the blueprint with the constants of the run that wrote a checkpoint, and lines on
+        those that differ.
 
         Args:
           info: of the checkpoint. Before it had a record, constants were always of seed 0.
@@ -155,7 +178,9 @@ class Blueprint:
         record = validate(_RecordOfConstants, stored, source=f"the checkpoint's {CONSTANTS}")
         blueprint = self
         if record.seed != self.seed:
-            values = _values(self.constants, self.config, self.optimizer, self.mesh, self.make_model, record.seed)
+            values = _values(
+                self.constants, self.config, self.optimizer, self.mesh, self.make_model, record.seed
+            )
             blueprint = replace(self, constants=values, seed=record.seed)
         lines = []
         for name, array in by_dotted_path(nnx.to_flat_state(blueprint.constants)).items():
@@ -164,7 +189,8 @@ class Blueprint:
                 _sums_of_constant(array), before, rtol=1e-4, atol=before[0] * 1e-4
             ):
                 lines.append(
-                    f"changed since: the values of {name}, an attribute and no variable: the code that makes it is "
+                    f"changed since: the values of {name}, an attribute and no variable: the code "
+                    "that makes it is "
                     "another, or JAX's random numbers are"
                 )
         return blueprint, lines
@@ -172,7 +198,8 @@ class Blueprint:
     def stored(self, state: nnx.State) -> nnx.State:
         """Returns the saved part of a state: all but weights frozen under adapters."""
         if not self.config.lora.rank:
-            return state  # also variables that are not parameters, such as the selection bias of experts
+            # also variables that are not parameters, such as the selection bias of experts
+            return state
         return nnx.State({**state, "model": nnx.filter_state(state["model"], nnx.Param)})
 
     @property
@@ -190,8 +217,8 @@ class _RecordOfConstants:
 
 
 def _sums_of_constant(array: Array) -> tuple[float, float]:
-    # Of absolute values, and by place: rounding on other devices moves neither by much, other random numbers do.
-    # Reads at most about 2**17 elements.
+    # Of absolute values, and by place: rounding on other devices moves neither by much, other
+    # random numbers do. Reads at most about 2**17 elements.
     values = np.asarray(array).reshape(-1)
     values = values[:: max(values.size // 2**16, 1)]
     parts = np.concatenate([values.real, values.imag]) if np.iscomplexobj(values) else values
@@ -210,7 +237,8 @@ def plan_state(
     """Traces a `TrainState` on a mesh, which may be abstract.
 
     Args:
-      seed: of the model's arrays that are attributes of modules and no variables: `Blueprint.create` makes the others.
+      seed: of the model's arrays that are attributes of modules and no variables:
+        `Blueprint.create` makes the others.
 
     Raises:
       ConfigError: nothing is trained, or a Decoder has an array that is no variable.
@@ -218,23 +246,31 @@ def plan_state(
     """
     with as_current(mesh):
         abstract_state = nnx.eval_shape(lambda: TrainState(config, optimizer, 0, make_model))
-        by_dotted_path(nnx.to_flat_state(nnx.state(abstract_state)))  # refuses two variables with one path
+        # refuses two variables with one path
+        by_dotted_path(nnx.to_flat_state(nnx.state(abstract_state)))
         graph, rngs, abstract, constants = nnx.split(abstract_state, nnx.RngState, STORED, ...)  # type: ignore[misc]
         shardings = nnx.get_named_sharding(abstract, mesh)
-    if "model" not in abstract or not nnx.to_flat_state(nnx.filter_state(abstract["model"], nnx.Param)):
+    if "model" not in abstract or not nnx.to_flat_state(
+        nnx.filter_state(abstract["model"], nnx.Param)
+    ):
         if make_model is not None:
             raise ConfigError("the model has no nnx.Param, so nothing is trained")
         targets = ", ".join(config.lora.targets) or "nothing"
-        raise ConfigError(f"model.lora.targets={targets}: the model has no such projection, so nothing is trained")
+        raise ConfigError(
+            f"model.lora.targets={targets}: the model has no such projection, so nothing is trained"
+        )
     _check_dtypes(abstract["model"])
     if names := list(by_dotted_path(nnx.to_flat_state(constants))):
         if make_model is None:
             raise ConfigError(
-                f"{names[0]} is an array of a jaxtp.Decoder, an attribute and no variable, which no checkpoint would "
+                f"{names[0]} is an array of a jaxtp.Decoder, an attribute and no variable, which "
+                "no checkpoint would "
                 "have; make it a variable: class Buffer(nnx.Variable)"
             )
         constants = _values(constants, config, optimizer, mesh, make_model, seed)
-    return Blueprint(graph, abstract, rngs, constants, shardings, mesh, config, optimizer, make_model, seed)
+    return Blueprint(
+        graph, abstract, rngs, constants, shardings, mesh, config, optimizer, make_model, seed
+    )
 
 
 def _check_dtypes(model: nnx.State) -> None:
@@ -242,9 +278,14 @@ def _check_dtypes(model: nnx.State) -> None:
         dtype = variable.dtype
         real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, np.bool_))
         if not real or dtype.itemsize > 4 or dtype in (jnp.int4, jnp.uint4):
-            raise ConfigError(f"{name} is {dtype}, and a run's variables are real numbers of 1 to 4 bytes")
+            raise ConfigError(
+                f"{name} is {dtype}, and a run's variables are real numbers of 1 to 4 bytes"
+            )
         if not math.prod(variable.shape):
-            raise ConfigError(f"{name} has no elements (shape {tuple(variable.shape)}), so no checkpoint can have it")
+            raise ConfigError(
+                f"{name} has no elements (shape {tuple(variable.shape)}), so no checkpoint "
+                "can have it"
+            )
 
 
 def _values(
@@ -287,7 +328,9 @@ def parameter_count(blueprint: Blueprint) -> int:
 
 def total_bytes(blueprint: Blueprint) -> int:
     """Returns the bytes of the state, each array counted once."""
-    return sum(math.prod(v.shape) * v.dtype.itemsize for v in named_variables(blueprint.abstract).values())
+    return sum(
+        math.prod(v.shape) * v.dtype.itemsize for v in named_variables(blueprint.abstract).values()
+    )
 
 
 def bytes_per_device(blueprint: Blueprint) -> int:
@@ -298,13 +341,22 @@ def bytes_per_device(blueprint: Blueprint) -> int:
 def shard_bytes(state: nnx.State) -> int:
     """Returns the bytes per device of abstract arrays with shardings."""
     arrays = jax.tree.leaves(state)
-    return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)
+    return sum(
+        math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        for array in arrays
+    )
 
 
 def finite_arrays(state: nnx.State) -> dict[str, Array]:
-    """Returns the `named_arrays`, without variables of a user's class, such as masks, which may be infinite."""
+    """Returns the `named_arrays`, without variables of a user's class, such as masks, which may
+    be infinite.
+    """
     variables = named_variables(state)
-    return {name: array for name, array in named_arrays(state).items() if not may_be_infinite(variables[name])}
+    return {
+        name: array
+        for name, array in named_arrays(state).items()
+        if not may_be_infinite(variables[name])
+    }
 
 
 def named_arrays(state: nnx.State) -> dict[str, Array]:

@@ -1,9 +1,9 @@
 """The programs of a run: training step and evaluation.
 
-A step computes the summed loss and its gradient by micro-batch (`loss_and_grads`), divides by the number of tokens,
-applies the Optax chain (`sharded_optimizer.py`: clipping, rule, decay and learning rate of `optimizer.py`),
-moves the selection biases of experts, and selects the old state if the step is not finite, or has no weight
-(`_skip_if_useless`).
+A step computes the summed loss and its gradient by micro-batch (`loss_and_grads`), divides by the
+number of tokens, applies the Optax chain (`sharded_optimizer.py`: clipping, rule, decay and
+learning rate of `optimizer.py`), moves the selection biases of experts, and selects the old state
+if the step is not finite, or has no weight (`_skip_if_useless`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,14 @@ from jax.tree_util import PyTreeDef
 
 from jaxtp.checkpoint.checksum import device_checksums
 from jaxtp.checkpoint.logical import Variable, named_variables
-from jaxtp.collectives import all_reduce, axis_size, batch_spec, constrain, device_view, vary_everywhere
+from jaxtp.collectives import (
+    all_reduce,
+    axis_size,
+    batch_spec,
+    constrain,
+    device_view,
+    vary_everywhere,
+)
 from jaxtp.config.hints import matches
 from jaxtp.data.loader import Batch, abstract_batch
 from jaxtp.data.rows import SEGMENTS
@@ -42,16 +49,23 @@ from jaxtp.train.task import Loss, Task
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Scalars:
-    """Metrics of a step in one replicated array, and the maximum of the flags of all devices, if there are flags."""
+    """Metrics of a step in one replicated array, and the maximum of the flags of all devices, if
+    there are flags.
+    """
 
     names: tuple[str, ...] = field(metadata={"static": True})
-    values: Array  # a float32 for each name, then the maximum of the flags: it has no name that a metric may have too
+    # a float32 for each name, then the maximum of the flags: it has no name that a metric may have
+    # too
+    values: Array
 
     @classmethod
     def of(cls, named: Mapping[str, Array], flags: Array | None = None) -> "Scalars":
         """Stacks scalars, and the maximum of `flags`."""
         maximum = [] if flags is None else [jnp.max(flags)]
-        return cls(tuple(named), jnp.stack([scalar.astype(jnp.float32) for scalar in [*named.values(), *maximum]]))
+        return cls(
+            tuple(named),
+            jnp.stack([scalar.astype(jnp.float32) for scalar in [*named.values(), *maximum]]),
+        )
 
     @property
     def flag(self) -> int:
@@ -71,11 +85,15 @@ Choices = list[tuple[Array, Array] | None] | None
 """For each kind of block the router's choices and their margin, if they are recorded."""
 
 Experts = tuple[Array | None, ...] | None
-"""For each kind of block the experts to use for each token, `[B, layers, T, k]`, instead of the router's choices."""
+"""For each kind of block the experts to use for each token, `[B, layers, T, k]`, instead of the
+router's choices.
+"""
 
 
 class Replay(NamedTuple):
-    """Settings of `jaxtp check`: a step records the choices of its routers, or takes those from another mesh."""
+    """Settings of `jaxtp check`: a step records the choices of its routers, or takes those from
+    another mesh.
+    """
 
     record: bool = False
     experts: Experts = None
@@ -90,22 +108,25 @@ def make_train_step(
     with_grads: bool = False,
     task: Task = Task(),
 ) -> JittedTrainStep:
-    """Returns the jitted training step `state, batch -> state, scalars, ...`, which donates the state.
+    """Returns the jitted training step `state, batch -> state, scalars, ...`, which donates the
+    state.
 
-    It takes `stop`, the flags of all devices (`stopping.py`), and `experts`, which replace the routers' choices, by
-    keyword: as columns of the batch they would hide a user's columns of these names.
+    It takes `stop`, the flags of all devices (`stopping.py`), and `experts`, which replace the
+    routers' choices, by keyword: as columns of the batch they would hide a user's columns of these
+    names.
 
-    The scalars are `loss`, the mean over the batch's `loss_tokens` valid tokens; `grad_norm`, the global L2 norm before
-    clipping; `learning_rate`, if known; `param_norm` after the update; `skipped`, the number of non-finite steps in a
-    row; norms such as `grad_norm/blocks.mlp.*` for each of `metrics.norm_groups`; the balance of experts; and the
-    metrics of a user's loss. The state stays as it is if `loss` or `grad_norm` is not finite, or `loss_tokens` is 0; if
-    only `param_norm` is not finite, the update overflowed.
+    The scalars are `loss`, the mean over the batch's `loss_tokens` valid tokens; `grad_norm`, the
+    global L2 norm before clipping; `learning_rate`, if known; `param_norm` after the update;
+    `skipped`, the number of non-finite steps in a row; norms such as `grad_norm/blocks.mlp.*` for
+    each of `metrics.norm_groups`; the balance of experts; and the metrics of a user's loss. The
+    state stays as it is if `loss` or `grad_norm` is not finite, or `loss_tokens` is 0; if only
+    `param_norm` is not finite, the update overflowed.
 
     Args:
-      with_checksums: also return the gradients' `device_checksums`, after reduction and before clipping, in the order
-        of `trained_parameters`.
-      with_choices: also return, for each kind of block, the router's choices `[B, layers, T, k]` and their margin `[B,
-        layers, T]`, tokens in device order; None without experts.
+      with_checksums: also return the gradients' `device_checksums`, after reduction and before
+        clipping, in the order of `trained_parameters`.
+      with_choices: also return, for each kind of block, the router's choices `[B, layers, T, k]`
+        and their margin `[B, layers, T]`, tokens in device order; None without experts.
       with_grads: also return the gradients, last, in the parameters' shardings.
       task: parts that replace the decoder's loss and the optimizer of `config`.
     """
@@ -114,7 +135,9 @@ def make_train_step(
     is_own = task.optimizer is not None and not isinstance(task.optimizer, OptimizerConfig)
     schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
 
-    def step(state: nnx.State, batch: Batch, *, stop: Array | None = None, experts: Experts = None) -> tuple[Any, ...]:
+    def step(
+        state: nnx.State, batch: Batch, *, stop: Array | None = None, experts: Experts = None
+    ) -> tuple[Any, ...]:
         train_state = blueprint.merge(state)
         model: Any = train_state.model
         num_updates = train_state.optimizer.step[...]
@@ -141,7 +164,11 @@ def make_train_step(
 
         norms |= _norms("param_norm", nnx.filter_state(new["model"], nnx.Param), groups, norm)
         scalars = {"loss": mean, "loss_tokens": terms.count}
-        own_rate = optimizers.current_learning_rate(train_state.optimizer.optax_state()) if is_own else None
+        own_rate = (
+            optimizers.current_learning_rate(train_state.optimizer.optax_state())
+            if is_own
+            else None
+        )
         if (rate := own_rate if is_own else schedule(num_updates)) is not None:
             scalars["learning_rate"] = jnp.asarray(rate)
         scalars |= {**norms, "skipped": skipped}
@@ -158,29 +185,45 @@ def make_train_step(
 
 
 def on_leaves(step: JittedTrainStep, blueprint: Blueprint, tree: PyTreeDef) -> JittedTrainStep:
-    """Returns a training step from and to the leaves of a state: to flatten a state takes as long as a tiny step."""
+    """Returns a training step from and to the leaves of a state: to flatten a state takes as
+    long as a tiny step.
+    """
 
-    def flat(leaves: Sequence[Array], batch: Batch, *, stop: Array | None = None) -> tuple[object, object]:
+    def flat(
+        leaves: Sequence[Array], batch: Batch, *, stop: Array | None = None
+    ) -> tuple[object, object]:
         new, *others = step.__wrapped__(jax.tree.unflatten(tree, leaves), batch, stop=stop)
         return jax.tree.leaves(new), others
 
-    return jax.jit(flat, donate_argnums=0, out_shardings=(jax.tree.leaves(blueprint.shardings), _replicated(blueprint)))
+    return jax.jit(
+        flat,
+        donate_argnums=0,
+        out_shardings=(jax.tree.leaves(blueprint.shardings), _replicated(blueprint)),
+    )
 
 
 def loss_and_grads(
-    model: Any, batch: Batch, config: TrainConfig, key: Array, loss: Loss | None = None, *, replay: Replay = Replay()
+    model: Any,
+    batch: Batch,
+    config: TrainConfig,
+    key: Array,
+    loss: Loss | None = None,
+    *,
+    replay: Replay = Replay(),
 ) -> tuple[LossTerms, Choices, nnx.State]:
-    """Returns the loss terms of a batch, the routers' choices if `replay` asks, and the gradient of the mean loss.
+    """Returns the loss terms of a batch, the routers' choices if `replay` asks, and the gradient of
+    the mean loss.
 
-    The mean is over the batch's valid tokens (`count`, or a user's weight), not over means of micro-batches. With
-    accumulation, each replica sums its own gradients of jaxtp's layers, and one reduction follows
-    (`layers/parameter.py`).
+    The mean is over the batch's valid tokens (`count`, or a user's weight), not over means of
+    micro-batches. With accumulation, each replica sums its own gradients of jaxtp's layers, and one
+    reduction follows (`layers/parameter.py`).
 
     Args:
-      model: a `Decoder`, unless `loss` is given. A user's loss may change variables that are not parameters, such as
-        the statistics of `nnx.BatchNorm`; they are updated in place.
+      model: a `Decoder`, unless `loss` is given. A user's loss may change variables that are not
+        parameters, such as the statistics of `nnx.BatchNorm`; they are updated in place.
     """
-    accumulation, precision = config.train.accumulation, config.model.precision
+    accumulation = config.train.accumulation
+    precision = config.model.precision
     graph, stored, rngs, frozen = nnx.split(model, nnx.Param, nnx.RngState, ...)  # type: ignore[misc]
     unreduced = accumulation > 1 and loss is None
     params = mark_unreduced(stored) if unreduced else stored
@@ -192,18 +235,24 @@ def loss_and_grads(
         if loss is None:
             merged = nnx.merge(graph, params, rngs, frozen, copy=True)
             keys = row_keys(key, rows) if merged.config.dropout else None
-            total, terms, choices = _decoder_objective(merged, micro, config, keys, Replay(replay.record, experts))
+            total, terms, choices = _decoder_objective(
+                merged, micro, config, keys, Replay(replay.record, experts)
+            )
             return total, (terms, choices, nnx.State({}))
         micro_key = jax.random.fold_in(key, index)
         merged = nnx.merge(graph, params, rng_state(rngs, micro_key), frozen, copy=True)
         terms = user_loss.call(loss, merged, micro, micro_key)
-        return terms.loss, (terms, None, user_loss.changeable(merged, frozen) if accumulation == 1 else nnx.State({}))
+        return terms.loss, (
+            terms,
+            None,
+            user_loss.changeable(merged, frozen) if accumulation == 1 else nnx.State({}),
+        )
 
     def differentiate(
         micro: tuple[Batch, Experts, Array], index: Array
     ) -> tuple[LossTerms, Any, Callable[..., nnx.State]]:
-        # Also returns what a micro-batch has for each row, and a function that computes the gradients, into `refs` or
-        # as its result.
+        # Also returns what a micro-batch has for each row, and a function that computes the
+        # gradients, into `refs` or as its result.
         rows_of_batch, experts, rows = micro
         total_of = partial(objective, micro=rows_of_batch, experts=experts, rows=rows, index=index)
         total, backward, (terms, *per_row) = jax.vjp(total_of, params, has_aux=True)
@@ -242,8 +291,9 @@ def loss_and_grads(
 
 
 def _divisor(count: Array) -> Array:
-    # NaN for a batch of prompts or padding alone, or a weight that is not finite: the loss is NaN, so the step is
-    # skipped. XLA computes a quotient once, and would compute a condition again in the update of each parameter.
+    # NaN for a batch of prompts or padding alone, or a weight that is not finite: the loss is NaN,
+    # so the step is skipped. XLA computes a quotient once, and would compute a condition again in
+    # the update of each parameter.
     return jnp.where(jnp.isfinite(count) & (count != 0), count, jnp.nan)
 
 
@@ -263,9 +313,10 @@ def _decoder_objective(
     return terms.objective(config.train.balance_loss, config.train.router_z_loss), terms, choices
 
 
-# A second tree of gradients would not fit where accumulation is needed most. So each backward pass adds to the sums
-# block by block, and holds the gradients of one block; a sum after the pass would hold those of all blocks. The sums
-# are mutable arrays, which JAX makes a part of the state of the scan over blocks, updated in place.
+# A second tree of gradients would not fit where accumulation is needed most. So each backward pass
+# adds to the sums block by block, and holds the gradients of one block; a sum after the pass would
+# hold those of all blocks. The sums are mutable arrays, which JAX makes a part of the state of the
+# scan over blocks, updated in place.
 
 
 def _no_gradients(params: nnx.State, precision: Precision) -> nnx.State:
@@ -276,9 +327,11 @@ def _no_gradients(params: nnx.State, precision: Precision) -> nnx.State:
     return jax.tree.map(zeros, params)
 
 
-def _add_gradients(gradients: Callable[[nnx.State], object], sums: nnx.State, params: nnx.State) -> None:
-    # JAX adds a gradient only to a sum of its own dtype. Any other leaf than a mutable array, such as the parameter
-    # itself, asks it to return the gradient, which is added here.
+def _add_gradients(
+    gradients: Callable[[nnx.State], object], sums: nnx.State, params: nnx.State
+) -> None:
+    # JAX adds a gradient only to a sum of its own dtype. Any other leaf than a mutable array, such
+    # as the parameter itself, asks it to return the gradient, which is added here.
     def place(total: jax.Ref, param: Array) -> object:
         return total if total.dtype == param.dtype else param
 
@@ -289,7 +342,9 @@ def _add_gradients(gradients: Callable[[nnx.State], object], sums: nnx.State, pa
         total[...] += grad.astype(total.dtype)
 
 
-def _no_terms(terms_of: Callable[[Any, Array], LossTerms], inputs: object, count: int) -> LossTerms | None:
+def _no_terms(
+    terms_of: Callable[[Any, Array], LossTerms], inputs: object, count: int
+) -> LossTerms | None:
     # Zeros for the terms of a user's loss. One micro-batch needs none, and is not traced twice.
     if count == 1:
         return None
@@ -298,9 +353,11 @@ def _no_terms(terms_of: Callable[[Any, Array], LossTerms], inputs: object, count
     return jax.tree.map(lambda term: jnp.zeros(term.shape, term.dtype), terms)
 
 
-def _sum_over_micro_batches(fn: Callable[[Any, Array], tuple[Any, Any]], inputs: Any, count: int, zeros: Any) -> Any:
-    # Sums the first result of `fn`, which takes a micro-batch of `inputs [B, ...]` and its number; concatenates the
-    # second, which is per row.
+def _sum_over_micro_batches(
+    fn: Callable[[Any, Array], tuple[Any, Any]], inputs: Any, count: int, zeros: Any
+) -> Any:
+    # Sums the first result of `fn`, which takes a micro-batch of `inputs [B, ...]` and its number;
+    # concatenates the second, which is per row.
     if count == 1:
         return fn(inputs, jnp.zeros((), jnp.int32))
 
@@ -316,12 +373,13 @@ def _sum_over_micro_batches(fn: Callable[[Any, Array], tuple[Any, Any]], inputs:
 def _skip_if_useless(
     new: nnx.State, old: nnx.State, finite: Array, has_weight: Array, max_skipped: int
 ) -> tuple[nnx.State, Array]:
-    # Also returns the number of non-finite steps in a row; too many of them freeze the state. A step without weight has
-    # no gradient, and would move the parameters by old momentum and by decay; it does not count.
-    # Loss and gradient norm are known before the update, so XLA updates in place. Selecting by the new parameters' norm
-    # would keep both states in memory (Llama 3 70B over tp 8: 176 instead of 150 GB). With finite gradients only an
-    # absurd learning rate makes a non-finite update; the loop ends such a run before it saves. The frozen state is for
-    # the host, which reads one step behind and still finds it untouched.
+    # Also returns the number of non-finite steps in a row; too many of them freeze the state. A
+    # step without weight has no gradient, and would move the parameters by old momentum and by
+    # decay; it does not count. Loss and gradient norm are known before the update, so XLA updates
+    # in place. Selecting by the new parameters' norm would keep both states in memory (Llama 3 70B
+    # over tp 8: 176 instead of 150 GB). With finite gradients only an absurd learning rate makes a
+    # non-finite update; the loop ends such a run before it saves. The frozen state is for the host,
+    # which reads one step behind and still finds it untouched.
     before = jnp.asarray(old["skipped"][...])
     halted = before > max_skipped
     counted = jnp.where(finite, 0, before + 1)
@@ -336,7 +394,9 @@ def _norms(name: str, state: nnx.State, groups: tuple[str, ...], norm: Norm) -> 
     variables = named_variables(state)
     parts = {name: [*variables.values()]}
     for group in groups:
-        parts[f"{name}/{group}"] = [each for path, each in variables.items() if matches(group, path)]
+        parts[f"{name}/{group}"] = [
+            each for path, each in variables.items() if matches(group, path)
+        ]
     with jax.named_scope(name):
         return {key: norm(part) for key, part in parts.items()}
 
@@ -356,29 +416,41 @@ def _norm_by_one_sum(variables: Sequence[Variable]) -> Array:
             total += vary_everywhere(jnp.sum(jnp.square(shard.astype(jnp.float32))) / copies)
         return all_reduce(total, *AXES)
 
-    return jnp.sqrt(device_view(squares, NORM, specs, PartitionSpec())(*(variable[...] for variable in variables)))
+    return jnp.sqrt(
+        device_view(squares, NORM, specs, PartitionSpec())(
+            *(variable[...] for variable in variables)
+        )
+    )
 
 
 def _checksums(state: nnx.State) -> Array:
     variables = named_variables(state).values()
-    return device_checksums([variable[...] for variable in variables], tuple(spec_of(each) for each in variables))
+    return device_checksums(
+        [variable[...] for variable in variables], tuple(spec_of(each) for each in variables)
+    )
 
 
 def make_eval_step(config: TrainConfig, blueprint: Blueprint, loss: Loss | None = None) -> EvalStep:
     """Returns a jitted `state, batch, number of the batch -> terms`, summed over the batch.
 
-    With the training step's micro-batches it needs no more memory. A user's model is as after `nnx.Module.eval()`.
+    With the training step's micro-batches it needs no more memory. A user's model is as after
+    `nnx.Module.eval()`.
     """
 
     def step(state: nnx.State, batch: Batch, number: Array | int = 0) -> LossTerms:
         def terms_of(micro: Batch, index: Array) -> LossTerms:
-            key = jax.random.fold_in(jax.random.key(config.run.seed), number * config.train.accumulation + index)
+            key = jax.random.fold_in(
+                jax.random.key(config.run.seed), number * config.train.accumulation + index
+            )
             model: Any = blueprint.merge(state, key).model
             if loss is not None:
                 model.eval()
                 return user_loss.call(loss, model, micro, key)
-            segments, context = micro.get(SEGMENTS), config.mesh.context
-            total, count = model.loss(micro["inputs"], micro["labels"], segments_BT=segments, context=context)
+            segments = micro.get(SEGMENTS)
+            context = config.mesh.context
+            total, count = model.loss(
+                micro["inputs"], micro["labels"], segments_BT=segments, context=context
+            )
             return LossTerms(total, count, None)
 
         def micro_fn(micro: Batch, index: Array) -> tuple[LossTerms, None]:
@@ -411,25 +483,32 @@ def trace_step(
       step: from `make_train_step`, if already made.
       state: what the step takes; the abstract state if None.
     """
-    data, mesh = config.data, blueprint.mesh
+    data = config.data
+    mesh = blueprint.mesh
     if batch is None:
-        batch = abstract_batch(mesh, data.global_batch_size, data.sequence_length, packed=data.packed)
+        batch = abstract_batch(
+            mesh, data.global_batch_size, data.sequence_length, packed=data.packed
+        )
     step = step or make_train_step(config, blueprint)
     with jax.set_mesh(mesh):
-        return step.trace(blueprint.sharded if state is None else state, batch, **abstract_flags(mesh))
+        return step.trace(
+            blueprint.sharded if state is None else state, batch, **abstract_flags(mesh)
+        )
 
 
 def compiler_options(config: TrainConfig, platform: str) -> dict[str, bool | str]:
     """Returns the compiler options of the step."""
     options: dict[str, bool | str] = {}
     if platform in ("cuda", "rocm"):
-        # Verification needs bitwise reproducible programs, and a user may want them. On CPUs they are (tested). XLA of
-        # jax 0.10.2 and 0.12 compiles the step with this for an H100, but no GPU has run it. Not tried: whether cuDNN's
-        # attention respects it, and whether NCCL always sums in the same order; otherwise copies differ by rounding,
-        # which is reported although no device is at fault.
+        # Verification needs bitwise reproducible programs, and a user may want them. On CPUs they
+        # are (tested). XLA of jax 0.10.2 and 0.12 compiles the step with this for an H100, but no
+        # GPU has run it. Not tried: whether cuDNN's attention respects it, and whether NCCL always
+        # sums in the same order; otherwise copies differ by rounding, which is reported although no
+        # device is at fault.
         if config.train.excludes_nondeterministic:
             options["xla_gpu_exclude_nondeterministic_ops"] = True
-        # Else XLA times Triton's tiles, 100 times slower than cuBLAS, and Triton's products add to no ring's sum.
+        # Else XLA times Triton's tiles, 100 times slower than cuBLAS, and Triton's products add to
+        # no ring's sum.
         if config.model.precision.matmul == "float8" or config.model.overlap == "ring":
             options["xla_gpu_enable_triton_gemm"] = False
     return options
@@ -461,7 +540,8 @@ def _split_rows(array: Array, steps: int) -> Array:
 
 def _join_rows(micro: Array) -> Array:
     # The inverse of `_split_rows`.
-    devices, rest = batch_parts(mesh_sizes(jax.sharding.get_abstract_mesh())), micro.shape[2:]
+    devices = batch_parts(mesh_sizes(jax.sharding.get_abstract_mesh()))
+    rest = micro.shape[2:]
     return micro.reshape(micro.shape[0], devices, -1, *rest).swapaxes(0, 1).reshape(-1, *rest)
 
 

@@ -1,7 +1,7 @@
 """Early end of a run: a signal to one process stops all, and a watchdog ends a stuck process.
 
-Each process passes a flag per device to the step, which returns their maximum. So all processes stop after the same
-step, without an extra exchange.
+Each process passes a flag per device to the step, which returns their maximum. So all processes
+stop after the same step, without an extra exchange.
 """
 
 import contextlib
@@ -28,7 +28,11 @@ def abstract_flags(mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the step's argument for flags: with several processes, a float32 per device."""
     if not is_multiprocess():
         return {}
-    return {STOP: jax.ShapeDtypeStruct((mesh.size,), np.float32, sharding=NamedSharding(mesh, PartitionSpec(AXES)))}
+    return {
+        STOP: jax.ShapeDtypeStruct(
+            (mesh.size,), np.float32, sharding=NamedSharding(mesh, PartitionSpec(AXES))
+        )
+    }
 
 
 class Stopping:
@@ -44,7 +48,8 @@ class Stopping:
 
         self._interrupt = interrupt
         self._process = 0  # the process that received a signal, from 1; 0 if none did
-        self._flags = {False: flags(0), True: flags(jax.process_index() + 1)}  # by whether this process received one
+        # by whether this process received one
+        self._flags = {False: flags(0), True: flags(jax.process_index() + 1)}
 
     def flags(self) -> dict[str, Array]:
         """Returns the argument of the next step."""
@@ -59,14 +64,19 @@ class Stopping:
         """The signal that stops the run, or None."""
         if not is_multiprocess():
             return self._interrupt.received
-        return (self._interrupt.received or f"a signal to process {self._process - 1}") if self._process else None
+        return (
+            (self._interrupt.received or f"a signal to process {self._process - 1}")
+            if self._process
+            else None
+        )
 
 
 class Watchdog:
     """Reports, or ends, a process in which no step finishes.
 
     Args:
-      seconds: time without `feed` before it prints the stacks of all Python threads, once per stall; 0 never.
+      seconds: time without `feed` before it prints the stacks of all Python threads, once per
+        stall; 0 never.
       abort_seconds: time before it ends the process with exit code `TEMPORARY`; 0 never.
     """
 
@@ -96,8 +106,8 @@ class Watchdog:
             if stalled > self._abort_seconds:
                 limit = f"{self._abort_seconds:g} s (train.stall_abort_seconds)"
                 _show(f"no step for {limit}: the process ends; it waited on:")
-                # Neither an exception nor a normal exit ends a process stuck in a collective. `jaxtp launch` then ends
-                # the others.
+                # Neither an exception nor a normal exit ends a process stuck in a collective.
+                # `jaxtp launch` then ends the others.
                 os._exit(TEMPORARY)
             if stalled > self._seconds and fed != printed:
                 printed = fed
@@ -107,5 +117,6 @@ class Watchdog:
 def _show(message: str) -> None:
     with contextlib.suppress(OSError):  # a closed terminal
         os.write(STDERR, f"{message}\n".encode())
-    # Holds the interpreter lock: `dump_traceback_later` does not, and sometimes crashes the process.
+    # Holds the interpreter lock: `dump_traceback_later` does not, and sometimes crashes the
+    # process.
     faulthandler.dump_traceback(STDERR, all_threads=True)

@@ -1,7 +1,7 @@
 """The parts of a run that a user may bring: model, plan, loss, batches, optimizer, callbacks.
 
-A part is a plain function or value. `load_task` reads the parts that settings name (`--model.build FILE.py:build`), so
-the command and a script start the same run.
+A part is a plain function or value. `load_task` reads the parts that settings name
+(`--model.build FILE.py:build`), so the command and a script start the same run.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -27,17 +27,22 @@ from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 
 Metrics = Mapping[str, Array | tuple[Array, Array]]
-"""Sums over the rows of a batch, which the step divides by the loss's weight; or pairs of a sum and its weight."""
+"""Sums over the rows of a batch, which the step divides by the loss's weight; or pairs of a sum
+and its weight.
+"""
 
 Loss = Callable[[Any, Any, Array], tuple[Array, Array] | tuple[Array, Array, Metrics]]
-"""Takes a model, a batch and a random key; returns a sum over the batch's rows, and the weight that divides it.
+"""Takes a model, a batch and a random key; returns a sum over the batch's rows, and the weight that
+divides it.
 
-Not a mean: the step divides the sum over all micro-batches by their summed weight. So a token has the same weight in
-every micro-batch, on every mesh.
+Not a mean: the step divides the sum over all micro-batches by their summed weight. So a token has
+the same weight in every micro-batch, on every mesh.
 """
 
 Callback = Callable[[Any, Any], object]
-"""Takes the `Trainer` and its `Step`. Every process calls it after each step, because its work may need all devices."""
+"""Takes the `Trainer` and its `Step`. Every process calls it after each step, because its work
+may need all devices.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,22 +50,37 @@ class Task:
     """The parts of a run; the settings of the run give a part that is None."""
 
     model: Callable[..., nnx.Module] | ModelConfig | None = None
-    """A function that returns a Flax NNX model, or its class; a parameter `rngs` gets `nnx.Rngs(run.seed)`. Or the
-    settings of jaxtp's decoder, or of a subclass."""
+    """A function that returns a Flax NNX model, or its class; a parameter `rngs` gets
+    `nnx.Rngs(run.seed)`. Or the settings of jaxtp's decoder, or of a subclass.
+    """
 
     loss: Loss | None = None
-    """By default the cross-entropy of the decoder's next token. A dataclass of settings may be one: `DPO(beta=0.2)`."""
+    """By default the cross-entropy of the decoder's next token. A dataclass of settings may be
+    one: `DPO(beta=0.2)`.
+    """
 
     batches: object = None
-    """A function of the step that returns a dict of all rows in NumPy, a dataset with `__len__` and `__getitem__`, an
-    iterable of such dicts, a list of iterables, or a function that returns one of these (`data/sources.py`)."""
+    """A function of the step that returns a dict of all rows in NumPy, a dataset with `__len__` and
+    `__getitem__`, an iterable of such dicts, a list of iterables, or a function that returns one of
+    these (`data/sources.py`).
+    """
 
-    optimizer: optax.GradientTransformation | optax.MultiSteps | Callable[..., Any] | OptimizerConfig | None = None
-    """An Optax transformation, or a function that returns one; a parameter `steps` gets the updates in the whole run.
-    It sees the parameters as a dict by dotted path, `{"blocks.0.mlp.kernel": ...}` (see `jaxtp.by_path`)."""
+    optimizer: (
+        optax.GradientTransformation
+        | optax.MultiSteps
+        | Callable[..., Any]
+        | OptimizerConfig
+        | None
+    ) = None
+    """An Optax transformation, or a function that returns one; a parameter `steps` gets the updates
+    in the whole run. It sees the parameters as a dict by dotted path,
+    `{"blocks.0.mlp.kernel": ...}` (see `jaxtp.by_path`).
+    """
 
     plan: Mapping[str, Any] | None = None
-    """Styles by pattern of module paths, for `parallelize`. By default the model's specs, or else `propose_plan`'s."""
+    """Styles by pattern of module paths, for `parallelize`. By default the model's specs, or
+    else `propose_plan`'s.
+    """
 
     validation: object = None
     """Batches to evaluate on, as `batches`."""
@@ -76,7 +96,11 @@ class Task:
         """Returns the settings among the parts, by dotted name."""
         model = _recorded(self.model) if isinstance(self.model, ModelConfig) else None
         parts = {"model": model, "optimizer": self.optimizer}
-        return {name: part for name, part in parts.items() if isinstance(part, ModelConfig | OptimizerConfig)}
+        return {
+            name: part
+            for name, part in parts.items()
+            if isinstance(part, ModelConfig | OptimizerConfig)
+        }
 
 
 def _recorded(config: ModelConfig) -> ModelConfig:
@@ -101,13 +125,22 @@ _WEIGHTS_OF_LOSS = {"z_loss", "balance_loss", "router_z_loss", "selection_bias_r
 _REPLACED: dict[str, tuple[str, object, set[str]]] = {
     "optimizer": ("optimizer", OptimizerConfig(), {"build"}),
     "batches": ("data", DataConfig(), {"batches", "validation_batches", "global_batch_size"}),
-    "loss": ("train", LoopConfig(), {field.name for field in fields(LoopConfig)} - _WEIGHTS_OF_LOSS),
+    "loss": (
+        "train",
+        LoopConfig(),
+        {field.name for field in fields(LoopConfig)} - _WEIGHTS_OF_LOSS,
+    ),
 }
-"""The section whose settings each part replaces, with their defaults, and those that keep an effect."""
+"""The section whose settings each part replaces, with their defaults, and those that keep an
+effect.
+"""
 
 
-def with_references(config: TrainConfig, task: Task, explicit: Set[str] = frozenset()) -> TrainConfig:
-    """Returns the configuration with the names of a task's parts, for the record and for other commands.
+def with_references(
+    config: TrainConfig, task: Task, explicit: Set[str] = frozenset()
+) -> TrainConfig:
+    """Returns the configuration with the names of a task's parts, for the record and for other
+    commands.
 
     Raises:
       ConfigError: an explicit setting names a part that the task has too.
@@ -118,10 +151,16 @@ def with_references(config: TrainConfig, task: Task, explicit: Set[str] = frozen
         value = getattr(task, part)
         if value is None or part in task.settings():
             continue
-        of_part = [each for each in explicit if each == setting or f"{each}.".startswith(f"{setting}_arguments.")]
+        of_part = [
+            each
+            for each in explicit
+            if each == setting or f"{each}.".startswith(f"{setting}_arguments.")
+        ]
         arguments = recordable_arguments(value) if part == "loss" else None
         if of_part and (setting in of_part or arguments is not None):
-            raise ConfigError(f"{of_part[0]} is set, and the task has a {part} too; leave one of them out")
+            raise ConfigError(
+                f"{of_part[0]} is set, and the task has a {part} too; leave one of them out"
+            )
         names[setting] = reference_to(value if arguments is None else type(value), functions)
         if arguments is not None:
             names[LOSS_ARGUMENTS] = arguments
@@ -143,7 +182,9 @@ def load_task(config: TrainConfig, task: Task = Task()) -> Task:
         is_settings = part == "model" and not config.model.is_foreign
         if reference is not None and getattr(task, part) is None and not is_settings:
             parts[part] = load_object(reference, f"--{setting}".replace("_", "-"))
-    if isinstance(loss := parts.get("loss", task.loss), type) or (callable(loss) and config.train.loss_arguments):
+    if isinstance(loss := parts.get("loss", task.loss), type) or (
+        callable(loss) and config.train.loss_arguments
+    ):
         parts["loss"] = _with_arguments(loss, config.train)
     model = parts.get("model", task.model)
     if config.model.is_foreign:
@@ -151,16 +192,22 @@ def load_task(config: TrainConfig, task: Task = Task()) -> Task:
 
         if (settings := decoder_settings(model, config.model)) is not None:
             parts["model"] = settings
-    parts["callbacks"] = (*task.callbacks, *(load_object(name, "--train.callbacks") for name in config.train.callbacks))
+    parts["callbacks"] = (
+        *task.callbacks,
+        *(load_object(name, "--train.callbacks") for name in config.train.callbacks),
+    )
     loaded = replace(task, **parts)
     check(config, loaded)
     return loaded
 
 
 def _with_arguments(loss: Callable[..., object], settings: LoopConfig) -> Loss:
-    name, arguments = settings.loss or repr(loss), settings.loss_arguments
-    if (own := recordable_arguments(loss)) is not None:  # an instance, whose fields are the defaults
-        loss, arguments = type(loss), {**own, **arguments}
+    name = settings.loss or repr(loss)
+    arguments = settings.loss_arguments
+    # an instance, whose fields are the defaults
+    if (own := recordable_arguments(loss)) is not None:
+        loss = type(loss)
+        arguments = {**own, **arguments}
     elif not isinstance(loss, type):
         check_arguments(name, partial(loss, None, None, None), LOSS_ARGUMENTS, arguments)
         return cast(Loss, partial(loss, **arguments))
@@ -172,7 +219,9 @@ def _with_arguments(loss: Callable[..., object], settings: LoopConfig) -> Loss:
 
 
 def recordable_arguments(loss: object) -> dict[str, object] | None:
-    """Returns the fields of a loss that is a dataclass; None if they do not make it again from a file."""
+    """Returns the fields of a loss that is a dataclass; None if they do not make it again from a
+    file.
+    """
     if not is_dataclass(loss) or isinstance(loss, type):
         return None
     try:
@@ -183,7 +232,9 @@ def recordable_arguments(loss: object) -> dict[str, object] | None:
 
 
 def with_parts(config: TrainConfig, task: Task) -> TrainConfig:
-    """Returns the configuration with the settings of the Decoder that `model.build` makes, and all of a loss's."""
+    """Returns the configuration with the settings of the Decoder that `model.build` makes, and
+    all of a loss's.
+    """
     if (arguments := recordable_arguments(task.loss)) is not None:
         config = replace_nested(config, {LOSS_ARGUMENTS: arguments})
     has_decoder = config.model.is_foreign and isinstance(task.model, ModelConfig)
@@ -194,32 +245,49 @@ def check(config: TrainConfig, task: Task) -> None:
     """Raises ConfigError if a part has the wrong type, or a setting has no effect with it."""
     own = task.has_own_model
     if own and not callable(task.model):
-        raise ConfigError(f"model is {describe_value(task.model)}, and should be a function that returns an nnx.Module")
+        raise ConfigError(
+            f"model is {describe_value(task.model)}, and should be a function that returns an "
+            "nnx.Module"
+        )
     if task.loss is not None:
         _check_function("loss", task.loss, ("model", "batch", "key"))
     for callback in task.callbacks:
         if isinstance(callback, type):
-            raise ConfigError(f"callback {reference_to(callback)} is a class; name a function (trainer, step)")
+            raise ConfigError(
+                f"callback {reference_to(callback)} is a class; name a function (trainer, step)"
+            )
         _check_function("callback", callback, ("trainer", "step"))
     if task.loss is None and config.train.loss_arguments:
-        raise ConfigError(f"{LOSS_ARGUMENTS}={dict(config.train.loss_arguments)} need a loss: name it by --train.loss")
+        raise ConfigError(
+            f"{LOSS_ARGUMENTS}={dict(config.train.loss_arguments)} need a loss: name it by "
+            "--train.loss"
+        )
     if task.plan is not None and not isinstance(task.plan, Mapping):
-        raise ConfigError(f"a plan is a dict from patterns to styles, not {describe_value(task.plan)}")
+        raise ConfigError(
+            f"a plan is a dict from patterns to styles, not {describe_value(task.plan)}"
+        )
     if task.plan is not None and not own:
-        raise ConfigError("a plan splits a model of your own (--model.build); the decoder has its own PartitionSpecs")
+        raise ConfigError(
+            "a plan splits a model of your own (--model.build); the decoder has its own "
+            "PartitionSpecs"
+        )
     if own and task.loss is None:
         raise ConfigError(
-            "a model of your own needs a loss (--train.loss FILE.py:loss): a function (model, batch, key) that returns "
+            "a model of your own needs a loss (--train.loss FILE.py:loss): a function (model, "
+            "batch, key) that returns "
             "a sum over the batch's rows and its weight"
         )
     if own and task.batches is None and config.data.path is None and not config.data.mixture:
         raise ConfigError(
-            "a model of your own needs batches (--data.batches FILE.py:batches), or a dataset of tokens (--data.path)"
+            "a model of your own needs batches (--data.batches FILE.py:batches), or a dataset of "
+            "tokens (--data.path)"
         )
     if task.validation is not None and task.batches is None:
         raise ConfigError("validation batches need batches to train on (--data.batches)")
     if unused := list(_unused(config, task)):
-        raise ConfigError("these settings have no effect:\n" + "\n".join(f"  {each}" for each in unused))
+        raise ConfigError(
+            "these settings have no effect:\n" + "\n".join(f"  {each}" for each in unused)
+        )
 
 
 def _check_function(part: str, function: object, parameters: Sequence[str]) -> None:
@@ -232,11 +300,21 @@ def _unused(config: TrainConfig, task: Task) -> Iterator[str]:
     # Settings that are not at their default, and that a part replaces.
     replaced: list[tuple[str, object, object, str, set[str]]] = []
     if task.has_own_model and (matmul := config.model.precision.matmul) != "compute":
-        yield f"model.precision.matmul={matmul}: it is for projections of jaxtp's decoder, and the model is your own"
+        yield (
+            f"model.precision.matmul={matmul}: it is for projections of jaxtp's decoder, "
+            "and the "
+            "model is your own"
+        )
     if config.model.is_foreign:
         used = {"build", "arguments"} | ({"plan", "precision"} if task.has_own_model else set())
         replaced.append(
-            ("model", config.model, ModelConfig(), "the model is your own; its function takes model.arguments", used)
+            (
+                "model",
+                config.model,
+                ModelConfig(),
+                "the model is your own; its function takes model.arguments",
+                used,
+            )
         )
     for part, (section, settings, used) in _REPLACED.items():
         if getattr(task, part) is not None and part not in task.settings():
@@ -254,12 +332,18 @@ def is_replaced(config: TrainConfig, name: str) -> bool:
     section, _, key = name.partition(".")
     for part, (of_section, _, used) in _REPLACED.items():
         of_part = getattr(config, of_section)
-        if section == of_section and key not in used and getattr(of_part, _REFERENCES[part].partition(".")[2]):
+        if (
+            section == of_section
+            and key not in used
+            and getattr(of_part, _REFERENCES[part].partition(".")[2])
+        ):
             return True
     return False
 
 
-def transformation(task: Task, steps: int) -> optax.GradientTransformation | optax.MultiSteps | None:
+def transformation(
+    task: Task, steps: int
+) -> optax.GradientTransformation | optax.MultiSteps | None:
     """Returns the task's Optax transformation, if it has one.
 
     Args:
@@ -278,6 +362,7 @@ def transformation(task: Task, steps: int) -> optax.GradientTransformation | opt
             found = found(steps) if takes_steps else found()
     if not isinstance(found, optax.GradientTransformation | optax.MultiSteps):
         raise ConfigError(
-            f"optimizer is {describe_value(found)}, and should be an Optax transformation, such as optax.adamw(3e-4)"
+            f"optimizer is {describe_value(found)}, and should be an Optax transformation, such as "
+            "optax.adamw(3e-4)"
         )
     return found

@@ -1,6 +1,7 @@
 """The trainer: steps, logs, evaluates and saves.
 
-One step is in flight while the host reads the previous step's numbers, so that devices never wait for the host.
+One step is in flight while the host reads the previous step's numbers, so that devices never wait
+for the host.
 """
 
 import math
@@ -25,7 +26,13 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.data.batches import Position
 from jaxtp.data.columns import BatchError, EndOfDataError
 from jaxtp.data.loader import Batch
-from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere, report_failure, watch, working_on
+from jaxtp.distributed.agreement import (
+    is_multiprocess,
+    raise_everywhere,
+    report_failure,
+    watch,
+    working_on,
+)
 from jaxtp.distributed.allocator import describe_out_of_memory
 from jaxtp.distributed.environment import is_launched
 from jaxtp.mesh import mesh_sizes, platform_of
@@ -61,7 +68,9 @@ class Step:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the step: `loss`, `grad_norm`, a loss's own, and `eval_loss` if it was evaluated; waits for it."""
+        """Metrics of the step: `loss`, `grad_norm`, a loss's own, and `eval_loss` if it was
+        evaluated; waits for it.
+        """
         return self._trainer.metrics_of(self.index)
 
 
@@ -76,20 +85,22 @@ _OF_A_RUN = {"config", "mesh", "done", "step", "model"}
 class Trainer:
     """Trains a task in a folder, and resumes it from there.
 
-    `with Trainer(...) as trainer: for step in trainer: ...` runs all steps; each turn may read `step.metrics`, and call
-    `log`, `evaluate`, `save` or `stop`. All processes of a run must do the same.
+    `with Trainer(...) as trainer: for step in trainer: ...` runs all steps; each turn may read
+    `step.metrics`, and call `log`, `evaluate`, `save` or `stop`. All processes of a run must do the
+    same.
 
     Args:
       task: the parts that replace settings.
       mesh: devices along each axis, such as `fsdp=2,tp=4`.
       folder: of the run (`run.dir`).
       steps: updates in the whole run (`train.steps`).
-      settings: other settings by dotted name, as on the command line: `{"checkpoint.every": 100}`; or a `TrainConfig`.
+      settings: other settings by dotted name, as on the command line: `{"checkpoint.every": 100}`;
+        or a `TrainConfig`.
       verbose: also print the shape and the sharding of each parameter.
 
     Raises:
-      ConfigError: settings that are unknown, invalid, or without effect; other errors come at the start of the `with`
-        block (`setup.make_run`).
+      ConfigError: settings that are unknown, invalid, or without effect; other errors come at the
+        start of the `with` block (`setup.make_run`).
     """
 
     def __init__(
@@ -107,9 +118,14 @@ class Trainer:
         short = {"mesh": mesh, "run.dir": folder, "train.steps": steps}
         given = {name: value for name, value in short.items() if value is not None}
         if isinstance(settings, TrainConfig) and given:
-            raise ConfigError(f"settings are a whole TrainConfig, which also has {', '.join(given)}; leave these out")
+            raise ConfigError(
+                f"settings are a whole TrainConfig, which also has {', '.join(given)}; leave "
+                "these out"
+            )
         self._task = task
-        self._settings = settings if isinstance(settings, TrainConfig) else {**(settings or {}), **given}
+        self._settings = (
+            settings if isinstance(settings, TrainConfig) else {**(settings or {}), **given}
+        )
         self._verbose = verbose
         self._startup_log: Sequence[str] = ()
         self._exit_stack = ExitStack()
@@ -131,12 +147,16 @@ class Trainer:
         def __getattr__(self, name: str) -> object:
             """Called for names that are not there; the `with` block sets all that a run has."""
             if name in _OF_A_RUN or (name.startswith("_") and not name.startswith("__")):
-                message = "the trainer has not started; write: with jaxtp.Trainer(...) as trainer: ..."
+                message = (
+                    "the trainer has not started; write: with jaxtp.Trainer(...) as trainer: ..."
+                )
                 raise NotStartedError(message) from None
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @classmethod
-    def of(cls, config: TrainConfig, startup_log: Sequence[str], *, verbose: bool = False) -> "Trainer":
+    def of(
+        cls, config: TrainConfig, startup_log: Sequence[str], *, verbose: bool = False
+    ) -> "Trainer":
         """Returns the trainer of resolved settings; `startup_log` describes how they were found."""
         trainer = cls(settings=config, verbose=verbose)
         trainer._startup_log = startup_log
@@ -154,7 +174,9 @@ class Trainer:
         self.config: TrainConfig = settings
         """All settings of the run."""
         with ExitStack() as exit_stack, self._reporting():
-            run = make_run(settings, exit_stack, self._startup_log, self._task, verbose=self._verbose)
+            run = make_run(
+                settings, exit_stack, self._startup_log, self._task, verbose=self._verbose
+            )
             self._start(run, exit_stack)
             self._exit_stack = exit_stack.pop_all()
         return self
@@ -164,7 +186,8 @@ class Trainer:
         self.config = config = run.config
         self.mesh: Mesh = run.blueprint.mesh
         """The mesh of the run."""
-        self._report, self._timing = run.report, run.timing
+        self._report = run.report
+        self._timing = run.timing
         self._watchdog = Watchdog(config.train.stall_seconds, config.train.stall_abort_seconds)
         exit_stack.callback(self._watchdog.stop)
         self._stopping = Stopping(run.interrupt, self.mesh)
@@ -176,7 +199,9 @@ class Trainer:
             from jaxtp.train import performance
 
             folder = config.run.dir / run_folder.PROFILE
-            self._profiler = performance.Profiler(folder, config.profile.start, config.profile.steps, run.timing)
+            self._profiler = performance.Profiler(
+                folder, config.profile.start, config.profile.steps, run.timing
+            )
             exit_stack.callback(self._profiler.close)
         self._stragglers: Stragglers | None = None
         if is_multiprocess() or platform_of(self.mesh.devices.flat[0]) != "cpu":
@@ -189,7 +214,8 @@ class Trainer:
 
             self._verifier = verify.Verifier(config, run.blueprint, run.checkpoints, run.verified)
         self._in_flight: tuple[int, Batch, Scalars, list[jax.Array]] | None = None
-        self._last: tuple[int, dict[str, float]] = 0, {}  # a finished step, with its training and evaluation metrics
+        # a finished step, with its training and evaluation metrics
+        self._last: tuple[int, dict[str, float]] = 0, {}
         self._without_weight = 0  # steps in a row
         self._saved_at = run.step if run.checkpoints.steps() else None
         self._first = run.step + 1
@@ -200,13 +226,17 @@ class Trainer:
         """Whether all steps are done."""
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             with self._exit_stack:
                 if error is None:
                     with self._reporting():
-                        if not self.done and self._run.step >= self._first:  # the loop was left early
+                        # the loop was left early
+                        if not self.done and self._run.step >= self._first:
                             self.save()
                 else:
                     self._report_failure(error)
@@ -218,7 +248,8 @@ class Trainer:
         step = self._run.step
         if self._has_ended:
             raise ConfigError(
-                f"the trainer is closed at step {step}: its with block has ended; enter the trainer again "
+                f"the trainer is closed at step {step}: its with block has ended; enter the "
+                "trainer again "
                 "(with trainer: ...) to continue from the last checkpoint"
             )
 
@@ -246,7 +277,8 @@ class Trainer:
         """Trains until `train.steps`, a signal or `stop`; returns whether all steps are done.
 
         Raises:
-          NonFiniteError: a loss or gradient (unless `train.non_finite` allows it), update or state is not finite.
+          NonFiniteError: a loss or gradient (unless `train.non_finite` allows it), update or state
+            is not finite.
           CorruptionError: a verification failed.
           UnequalCopiesError: replicas differ at a save.
           ValueError: `UnwritableError`, `RunFilesError`, `TokenError` or `BatchError`.
@@ -270,14 +302,18 @@ class Trainer:
         self._finish_step()
         last, values = self._last
         if step != last:
-            raise ConfigError(f"the metrics of step {step} are gone; step {last} is the last. Read them in its turn")
+            raise ConfigError(
+                f"the metrics of step {step} are gone; step {last} is the last. Read them in "
+                "its turn"
+            )
         return values
 
     def log(self, values: Mapping[str, float]) -> None:
         """Writes values of the current step to `metrics.jsonl` and the trackers, from process 0.
 
         Raises:
-          ConfigError: a name that the run uses itself, a value that is no number, or the `with` block has ended.
+          ConfigError: a name that the run uses itself, a value that is no number, or the `with`
+            block has ended.
         """
         self._require_open()
         self._trackers.write({"step": self._run.step, **logged_numbers(values, "trainer.log has")})
@@ -288,7 +324,9 @@ class Trainer:
 
     @contextmanager
     def paused(self, cause: str) -> Iterator[None]:
-        """Waits for the last step; the time of the block counts as lost to `cause`, not as the next step's."""
+        """Waits for the last step; the time of the block counts as lost to `cause`, not as the
+        next step's.
+        """
         self._finish_step()
         with self._phase(f"{cause} at step {self._run.step}", cause):
             yield
@@ -302,17 +340,21 @@ class Trainer:
         self._run.interrupt.received = self._stop_reason = reason
 
     def save(self) -> Path:
-        """Saves a checkpoint of the current step, if there is none; returns its folder, complete."""
+        """Saves a checkpoint of the current step, if there is none; returns its folder,
+        complete.
+        """
         self._save()
         self._run.checkpoints.wait()
         return self._run.checkpoints.folder / str(self._run.step)
 
     def _train(self) -> Iterator[Step]:
-        run, total = self._run, self.config.train.steps
+        run = self._run
+        total = self.config.train.steps
         try:
             if run.step >= total:
                 self._report.line(
-                    f"already at step {run.step}, and train.steps={total}: raise it, or train.epochs if you give epochs"
+                    f"already at step {run.step}, and train.steps={total}: raise it, or "
+                    "train.epochs if you give epochs"
                 )
                 self._evaluate(log=False)
                 self.done = True
@@ -322,7 +364,8 @@ class Trainer:
             if isinstance(error, BrokenPipeError) and error.filename == STANDARD_OUTPUT:
                 raise
             raise run_folder.RunFilesError(
-                f"{truncate(error.filename or 'a file')}: {error.strerror or error}; {run.checkpoints.describe_disk()}"
+                f"{truncate(error.filename or 'a file')}: {error.strerror or error}; "
+                f"{run.checkpoints.describe_disk()}"
             ) from error
 
     def _train_steps(self, total: int) -> Iterator[Step]:
@@ -340,7 +383,9 @@ class Trainer:
             if run.task.loss is not None and run.step + 1 == self._first:
                 with self._timing.lost_to("start"):
                     accumulation = self.config.train.accumulation
-                    if warning := require_sums(run.task.loss, run.blueprint, run.state, batch, accumulation):
+                    if warning := require_sums(
+                        run.task.loss, run.blueprint, run.state, batch, accumulation
+                    ):
                         self._report.line(warning)
             flags = self._stopping.flags()
             run.interrupt.defer()
@@ -354,7 +399,10 @@ class Trainer:
             self._in_flight = run.step, batch, scalars, checksums
             if verifying:
                 self._finish_step()
-            if self._profiler is not None and (traced := self._profiler.after(run.step, scalars)) is not None:
+            if (
+                self._profiler is not None
+                and (traced := self._profiler.after(run.step, scalars)) is not None
+            ):
                 self._report.line(traced)
             self._evaluate_if_due(total)
             step = Step(run.step, self)
@@ -366,7 +414,11 @@ class Trainer:
                 if (reason := self._stopping.reason) is not None:
                     self.save()
                     by_signal = reason != self._stop_reason
-                    how = f"by {reason} at step {run.step}" if by_signal else f"at step {run.step}: {reason};"
+                    how = (
+                        f"by {reason} at step {run.step}"
+                        if by_signal
+                        else f"at step {run.step}: {reason};"
+                    )
                     then = "; the same command resumes it" if by_signal else ""
                     self._report.end()
                     self._report.line(f"stopped {how} and saved{then}")
@@ -387,8 +439,11 @@ class Trainer:
         try:
             return next(batches)
         except BatchError as error:
-            # No step is lost to bad data. Processes may fail at different steps, unless the data ends for all.
-            if self._run.step >= self._first and (isinstance(error, EndOfDataError) or not is_multiprocess()):
+            # No step is lost to bad data. Processes may fail at different steps, unless the data
+            # ends for all.
+            if self._run.step >= self._first and (
+                isinstance(error, EndOfDataError) or not is_multiprocess()
+            ):
                 self.save()
             raise
 
@@ -405,17 +460,22 @@ class Trainer:
 
     def _require_sound_start(self) -> None:
         # Otherwise the first step would be blamed.
-        run, advice = self._run, "begin with other weights"
+        run = self._run
+        advice = "begin with other weights"
         if run.step:
             saved = run.checkpoints.folder / str(run.step)
-            advice = f"{saved} has them: move it away, and the same command resumes from the checkpoint before it"
+            advice = (
+                f"{saved} has them: move it away, and the same command resumes from the "
+                "checkpoint before it"
+            )
         what = f"step {run.step}: the run cannot start from this state"
         self._report.line("checking that the state is finite")
         with self._timing.lost_to("start"):
             run.checkpoints.require_sound(Sums(finite_arrays(run.state)), self.mesh, what, advice)
 
     def _evaluate_during(self, block: ExitStack) -> None:
-        # In a thread, and reported also if the block fails. Not on GPUs, where XLA times kernels while it compiles.
+        # In a thread, and reported also if the block fails. Not on GPUs, where XLA times kernels
+        # while it compiles.
         begin = self._announce_evaluation()
         if is_multiprocess() or platform_of(self.mesh.devices.flat[0]) != "cpu":
             self._evaluate(lambda: in_thread(begin()).result())
@@ -430,7 +490,8 @@ class Trainer:
         block.push(finish)
 
     def _announce_evaluation(self) -> Callable[[], Callable[[], dict[str, float]]]:
-        # Returns the beginning of the first evaluation, which takes as long as a compilation and some steps.
+        # Returns the beginning of the first evaluation, which takes as long as a compilation and
+        # some steps.
         total = self._run.data.validation_count(self.config.eval.batches)
         if total == 0:
             return self._begin_evaluation
@@ -460,21 +521,28 @@ class Trainer:
                 traced = trace_step(self.config, run.blueprint, run.train_step, run.leaves, batch)
                 lowered = traced.lower()
                 options = compiler_options(self.config, platform)
-                compiled: TrainStep = in_thread(lambda: lowered.compile(compiler_options=options)).result()
+                compiled: TrainStep = in_thread(
+                    lambda: lowered.compile(compiler_options=options)
+                ).result()
             except (UserError, jax.errors.JaxRuntimeError):
                 raise
             except Exception as error:
                 if run.task.loss is None:
                     raise
-                raise user_code_error(f"compiling the training step for {platform}", error) from error
+                raise user_code_error(
+                    f"compiling the training step for {platform}", error
+                ) from error
             seconds = time.perf_counter() - started
         self._report.line(f"compiled the training step in {seconds:.1f} s")
         return compiled
 
-    def _begin_verification(self, train_step: TrainStep, batch: Batch, flags: Mapping[str, jax.Array]) -> None:
+    def _begin_verification(
+        self, train_step: TrainStep, batch: Batch, flags: Mapping[str, jax.Array]
+    ) -> None:
         # Computes the next step once, and restores the state.
         self._finish_step()
-        run, step = self._run, self._run.step + 1
+        run = self._run
+        step = self._run.step + 1
         assert self._verifier is not None
 
         def compute(state: nnx.State) -> tuple[nnx.State, Scalars, jax.Array]:
@@ -489,7 +557,10 @@ class Trainer:
         if verifier.due(step):
             with self._phase(f"the verification of step {step}", "verify"):
                 verifier.finish(step, self._run.state, checksums)
-            self._report.line(f"step {step}: verified; copies agree on all devices, and so do two computations of it")
+            self._report.line(
+                f"step {step}: verified; copies agree on all devices, and so do two "
+                "computations of it"
+            )
 
     def _between_steps(self) -> None:
         self._require_weight()
@@ -497,7 +568,8 @@ class Trainer:
             self._save()
 
     def _evaluate_if_due(self, total: int) -> None:
-        step, every = self._run.step, self.config.eval.every
+        step = self._run.step
+        every = self.config.eval.every
         if step == total or (every and step % every == 0):
             self._finish_step()
             if step == total:
@@ -508,7 +580,8 @@ class Trainer:
     def _finish_step(self) -> None:
         if self._in_flight is None:
             return
-        (step, batch, scalars, checksums), self._in_flight = self._in_flight, None
+        step, batch, scalars, checksums = self._in_flight
+        self._in_flight = None
         values = fetch(scalars)
         self._run.checkpoints.confirm()
         self._stopping.read(scalars.flag)
@@ -533,7 +606,9 @@ class Trainer:
         self._log(step, values)
 
     def _log(self, step: int, values: dict[str, float]) -> None:
-        run, total, unit = self._run, self.config.train.steps, self._run.data.unit
+        run = self._run
+        total = self.config.train.steps
+        unit = self._run.data.unit
         per_step = run.data.global_batch_size * run.data.units_per_row
         rate = per_step / self._timing.step_seconds
         self._report.step(step, values, f"{rate:,.0f} {unit}/s")
@@ -549,36 +624,52 @@ class Trainer:
                 record = self._stragglers.record(step, record, run.state)
             self._trackers.write(record)
             self._report.log(record, total, unit, is_first=step == self._first)
-        elif step == self._first:  # shown, but not logged: the log must equal an uninterrupted run's
+        elif step == self._first:
+            # shown, but not logged: the log must equal an uninterrupted run's
             speed = {f"{unit}_per_second": rate, "step_seconds": self._timing.step_seconds}
             self._report.log({"step": step, **values, **speed}, total, unit, is_first=True)
 
     def _speed(self, per_step: int) -> dict[str, float]:
-        timing, devices, unit = self._timing.record(), self.mesh.size, self._run.data.unit
+        timing = self._timing.record()
+        devices = self.mesh.size
+        unit = self._run.data.unit
         rate = per_step / timing["step_seconds"]
-        speed = {f"{unit}_per_second": rate, f"{unit}_per_second_per_device": rate / devices, **timing}
+        speed = {
+            f"{unit}_per_second": rate,
+            f"{unit}_per_second_per_device": rate / devices,
+            **timing,
+        }
         if platform_of(self.mesh.devices.flat[0]) != "cpu":
             from jaxtp.train.performance import utilization
 
-            speed |= utilization(self.mesh, self._run.row_flops * rate / self._run.data.units_per_row)
+            speed |= utilization(
+                self.mesh, self._run.row_flops * rate / self._run.data.units_per_row
+            )
         return speed
 
     def _handle_no_weight(self, step: int) -> None:
         self._without_weight += 1
-        what = "no token of the batch has a label" if self._run.task.loss is None else "the weight of the loss is 0"
+        what = (
+            "no token of the batch has a label"
+            if self._run.task.loss is None
+            else "the weight of the loss is 0"
+        )
         self._report.line(f"step {step}: {what}, so there is no loss; the update is skipped")
 
     def _require_weight(self) -> None:
-        most, found = self.config.train.max_skipped, self._without_weight
+        most = self.config.train.max_skipped
+        found = self._without_weight
         if found > most:
             self.save()
             raise BatchError(
-                f"step {self._run.step}: the last {found} steps had no weight, more than train.max_skipped={most}; the "
+                f"step {self._run.step}: the last {found} steps had no weight, more than "
+                f"train.max_skipped={most}; the "
                 "run is saved. Look at the labels of the data and the weight that the loss returns"
             )
 
     def _handle_skip(self, step: int, skipped: int, values: dict[str, float], batch: Batch) -> None:
-        run, allowed = self._run, self.config.train.skips_allowed
+        run = self._run
+        allowed = self.config.train.skips_allowed
         what = f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
         if skipped == 1:  # a bad state makes every step fail
             run.checkpoints.require_sound(Sums(finite_arrays(run.state)), self.mesh, what)
@@ -589,17 +680,25 @@ class Trainer:
         self._report.line(f"{what}; the update is skipped, {skipped} in a row of at most {allowed}")
 
     def evaluate(self) -> dict[str, float]:
-        """Returns `eval_loss` and further metrics of the current parameters, on the validation batches."""
+        """Returns `eval_loss` and further metrics of the current parameters, on the validation
+        batches.
+        """
         self._finish_step()
         return self._evaluated()
 
-    def _evaluated(self, evaluation: Callable[[], dict[str, float]] | None = None) -> dict[str, float]:
+    def _evaluated(
+        self, evaluation: Callable[[], dict[str, float]] | None = None
+    ) -> dict[str, float]:
         with self._phase(f"the evaluation at step {self._run.step}", "evaluate"):
             return (evaluation or self._begin_evaluation())()
 
-    def _begin_evaluation(self, show: Callable[[int], object] | None = None) -> Callable[[], dict[str, float]]:
-        # Traces in this thread, whose settings of JAX apply. `show` gets the number of finished batches.
-        run, state = self._run, self._run.state
+    def _begin_evaluation(
+        self, show: Callable[[int], object] | None = None
+    ) -> Callable[[], dict[str, float]]:
+        # Traces in this thread, whose settings of JAX apply. `show` gets the number of finished
+        # batches.
+        run = self._run
+        state = self._run.state
         batches = run.data.validation_batches(self.mesh, self.config.eval.batches)
         if (first := next(batches, None)) is None:
             return dict
@@ -617,7 +716,9 @@ class Trainer:
 
         return evaluate
 
-    def _evaluate(self, evaluation: Callable[[], dict[str, float]] | None = None, *, log: bool = True) -> None:
+    def _evaluate(
+        self, evaluation: Callable[[], dict[str, float]] | None = None, *, log: bool = True
+    ) -> None:
         run = self._run
         if not (values := self._evaluated(evaluation)):
             return
@@ -627,12 +728,15 @@ class Trainer:
             self._last = run.step, self._last[1] | values
         if log:
             self._trackers.write({"step": run.step, **values})
-        loss, rest = values["eval_loss"], {name: values[name] for name in values if name != "eval_loss"}
+        loss = values["eval_loss"]
+        rest = {name: values[name] for name in values if name != "eval_loss"}
         if run.task.loss is None and run.data.tokens is not None:
             unit = run.data.tokens.corpus.unit.removesuffix("s")
             described = f"{loss:.4f} nats per {unit}, perplexity {values['eval_perplexity']:.4g}"
         else:
-            described = ", ".join([f"{loss:.4f}", *(f"{name} {value:.4g}" for name, value in rest.items())])
+            described = ", ".join(
+                [f"{loss:.4f}", *(f"{name} {value:.4g}" for name, value in rest.items())]
+            )
         self._report.line(f"step {run.step}: validation loss {described}")
 
     def _save(self) -> None:
@@ -641,16 +745,23 @@ class Trainer:
         if self._saved_at == run.step:
             return
         self._require_open()
-        eval_loss = self._last[1].get("eval_loss", math.nan) if self._last[0] == run.step else math.nan
+        eval_loss = (
+            self._last[1].get("eval_loss", math.nan) if self._last[0] == run.step else math.nan
+        )
         best = eval_loss if math.isfinite(eval_loss) else None
         with self._phase(f"the checkpoint at step {run.step}", "save"):
             stored = run.blueprint.stored(run.state)
-            run.checkpoints.save(run.step, stored, self.mesh, self._checkpoint_info(), eval_loss=best)
+            run.checkpoints.save(
+                run.step, stored, self.mesh, self._checkpoint_info(), eval_loss=best
+            )
         self._saved_at = run.step
 
     def _checkpoint_info(self) -> dict[str, object]:
-        run, sizes = self._run, mesh_sizes(self.mesh)
-        info = run_folder.checkpoint_info(self.config, run.data.description, run.position.sample, sizes)
+        run = self._run
+        sizes = mesh_sizes(self.mesh)
+        info = run_folder.checkpoint_info(
+            self.config, run.data.description, run.position.sample, sizes
+        )
         if (streams := run.position.gathered().streams) is not None:
             info[run_folder.STREAMS] = streams
         info[MEAN_LOSS] = run.mean_loss.sums
@@ -679,6 +790,9 @@ def evaluation_metrics(results: Sequence[LossTerms], *, own_loss: bool) -> dict[
         return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700))}
     metrics: dict[str, float] = {}
     for name in results[0].metrics:
-        total, by = (sum(map(float, part)) for part in zip(*(terms.metrics[name] for terms in results), strict=True))
+        total, by = (
+            sum(map(float, part))
+            for part in zip(*(terms.metrics[name] for terms in results), strict=True)
+        )
         metrics[f"eval_{name}"] = total / by if by else math.nan
     return {"eval_loss": loss, **metrics}

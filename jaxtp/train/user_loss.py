@@ -29,14 +29,41 @@ from jaxtp.train.task import Loss
 T = TypeVar("T")
 Example = NDArray[np.generic] | jax.ShapeDtypeStruct
 STATEFUL = nnx.All(nnx.Variable, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
-"""Filter of the variables that a model may change during a step, such as the statistics of `nnx.BatchNorm`."""
+"""Filter of the variables that a model may change during a step, such as the statistics of
+`nnx.BatchNorm`.
+"""
 
 _RESERVED = {
-    *("step", "loss", "eval_loss", "eval_perplexity", "learning_rate", "grad_norm", "param_norm", "skipped"),
-    *("loss_tokens", "loss_weight", "tokens", "rows", "data_wait_seconds", "goodput", "mfu", "slowest_device"),
+    *(
+        "step",
+        "loss",
+        "eval_loss",
+        "eval_perplexity",
+        "learning_rate",
+        "grad_norm",
+        "param_norm",
+        "skipped",
+    ),
+    *(
+        "loss_tokens",
+        "loss_weight",
+        "tokens",
+        "rows",
+        "data_wait_seconds",
+        "goodput",
+        "mfu",
+        "slowest_device",
+    ),
     *("memory_bytes", "memory_peak_bytes"),
 }
-_RESERVED_GROUPS = ("grad_norm/", "param_norm/", "lost_to_", "step_seconds", "tokens_per_second", "rows_per_second")
+_RESERVED_GROUPS = (
+    "grad_norm/",
+    "param_norm/",
+    "lost_to_",
+    "step_seconds",
+    "tokens_per_second",
+    "rows_per_second",
+)
 """Beginnings of names."""
 _FORM = "should return (sum, weight) or (sum, weight, metrics), sums over the rows of the batch"
 
@@ -52,16 +79,22 @@ _ORIGINS = {
 
 
 def attribute(loss: Loss | None, name: str, default: T) -> T:
-    """Returns an optional attribute of a loss, such as `columns`, also if `train.loss_arguments` complete it."""
+    """Returns an optional attribute of a loss, such as `columns`, also if `train.loss_arguments`
+    complete it.
+    """
     function = loss.func if isinstance(loss, partial) else loss
     with user_code(f"the loss's attribute {name}"):
         return getattr(function, name, default)
 
 
 def example_batch(loss: Loss | None, config: TrainConfig, rows: int) -> dict[str, Example]:
-    """Returns rows for a loss on a decoder without data: the loss's own, or ids, labels and segments of zeros."""
+    """Returns rows for a loss on a decoder without data: the loss's own, or ids, labels and
+    segments of zeros.
+    """
     shape = (rows, config.data.sequence_length)
-    make: Callable[[int, int, TrainConfig], Mapping[str, Example]] | None = attribute(loss, "example_batch", None)
+    make: Callable[[int, int, TrainConfig], Mapping[str, Example]] | None = attribute(
+        loss, "example_batch", None
+    )
     if make is not None:
         return dict(make(*shape, config))
     names = ("inputs", "labels", *((SEGMENTS,) if config.data.packed else ()))
@@ -69,16 +102,22 @@ def example_batch(loss: Loss | None, config: TrainConfig, rows: int) -> dict[str
 
 
 def check_names(metrics: Iterable[object], who: str) -> None:
-    """Raises ConfigError if a metric has the name of one that a run logs itself: one of the two would be lost."""
+    """Raises ConfigError if a metric has the name of one that a run logs itself: one of the two
+    would be lost.
+    """
     for name in metrics:
         if not isinstance(name, str):
             raise ConfigError(f"{who} a metric named {name!r}; a name is a string")
         if name in _RESERVED or name.startswith(_RESERVED_GROUPS):
-            raise ConfigError(f"{who} a metric named {name!r}; give it a name that a run does not use itself")
+            raise ConfigError(
+                f"{who} a metric named {name!r}; give it a name that a run does not use itself"
+            )
 
 
 def logged_numbers(metrics: object, who: str) -> dict[str, float]:
-    """Returns the metrics that a user logs; raises ConfigError if they are no dict of numbers by name."""
+    """Returns the metrics that a user logs; raises ConfigError if they are no dict of numbers by
+    name.
+    """
     if not isinstance(metrics, Mapping):
         raise ConfigError(f"{who} {describe_value(metrics)}; it takes a dict of numbers by name")
     check_names(metrics, who)
@@ -91,7 +130,9 @@ def _number(name: str, value: Any, who: str) -> float:
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             return float(value)
     what = f"{describe_value(value)}, a {type(value).__name__}" if is_text else _describe(value)
-    raise ConfigError(f"{who} a metric {name!r} that is {what}; it should be a number, or an array of shape ()")
+    raise ConfigError(
+        f"{who} a metric {name!r} that is {what}; it should be a number, or an array of shape ()"
+    )
 
 
 def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) -> LossTerms:
@@ -101,29 +142,45 @@ def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) 
         raise ConfigError(f"the loss returns {_describe(result)}; it {_FORM}")
     total, weight, metrics = (*result, {})[:3]
     if not isinstance(metrics, Mapping):
-        raise ConfigError(f"the third result of the loss is {_describe(metrics)}; it should be a dict of metrics")
+        raise ConfigError(
+            f"the third result of the loss is {_describe(metrics)}; it should be a dict of metrics"
+        )
     check_names(metrics, "the loss returns")
     for name in metrics:
         if (evaluated := f"eval_{name}") in metrics:
             raise ConfigError(
-                f"the loss returns metrics named {name!r} and {evaluated!r}, and an evaluation logs {name!r} as "
+                f"the loss returns metrics named {name!r} and {evaluated!r}, and an evaluation "
+                f"logs {name!r} as "
                 f"{evaluated!r}; rename one of them"
             )
-    pairs = {name: value if isinstance(value, tuple) else (value, weight) for name, value in metrics.items()}
-    if odd := [name for name, pair in pairs.items() if len(pair) != 2 or any(each is None for each in pair)]:
-        raise ConfigError(f"metric {odd[0]!r} is {metrics[odd[0]]!r}; it should be a number, or a pair (sum, weight)")
+    pairs = {
+        name: value if isinstance(value, tuple) else (value, weight)
+        for name, value in metrics.items()
+    }
+    if odd := [
+        name for name, pair in pairs.items() if len(pair) != 2 or any(each is None for each in pair)
+    ]:
+        raise ConfigError(
+            f"metric {odd[0]!r} is {metrics[odd[0]]!r}; it should be a number, or a pair "
+            "(sum, weight)"
+        )
     return LossTerms(
         _scalar("sum", total),
         _scalar("weight", weight),
         None,
-        {name: (_scalar(name, value), _scalar(f"weight of {name}", by)) for name, (value, by) in pairs.items()},
+        {
+            name: (_scalar(name, value), _scalar(f"weight of {name}", by))
+            for name, (value, by) in pairs.items()
+        },
     )
 
 
 def _scalar(name: str, value: object) -> Array:
     array = jnp.asarray(value)
     if array.shape or not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == bool):
-        raise ConfigError(f"the {name} of the loss is {_describe(value)}, not a number; the loss {_FORM}")
+        raise ConfigError(
+            f"the {name} of the loss is {_describe(value)}, not a number; the loss {_FORM}"
+        )
     return array.astype(jnp.float32)
 
 
@@ -144,18 +201,25 @@ class Traits:
     warning: str | None = None  # on its dtypes
 
 
-def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Traits:
+def inspect_loss(
+    loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDtypeStruct]
+) -> Traits:
     """Traces a loss on abstract arrays, under the mesh in context.
 
     Raises:
-      ConfigError: a column that the loss names is missing; or it fails, or returns something else than sums.
+      ConfigError: a column that the loss names is missing; or it fails, or returns something else
+        than sums.
     """
     columns: tuple[str, ...] = attribute(loss, "columns", ())
     if missing := [name for name in columns if name not in batch]:
         how = _ORIGINS.get(missing[0], "bring batches that have it (--data.batches)")
-        raise ConfigError(f"the loss needs {missing[0]!r}, and batches have {', '.join(batch)}: {how}")
+        raise ConfigError(
+            f"the loss needs {missing[0]!r}, and batches have {', '.join(batch)}: {how}"
+        )
     weights = jax.ShapeDtypeStruct(next(iter(batch.values())).shape[:1], jnp.float32)
-    graph, params, rngs, others, constants = nnx.split(model, nnx.Param, nnx.RngState, STATEFUL, ...)  # type: ignore[misc]
+    graph, params, rngs, others, constants = nnx.split(
+        model, nnx.Param, nnx.RngState, STATEFUL, ...
+    )  # type: ignore[misc]
     variables = by_dotted_path([*nnx.to_flat_state(others), *nnx.to_flat_state(params)])
     leaves, tree = jax.tree.flatten(others)
     metrics: tuple[str, ...] = ()
@@ -168,7 +232,11 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
         return result
 
     def run(
-        key: Array, weights: list[Array], batch: dict[str, Array], leaves: list[Array], params: nnx.State
+        key: Array,
+        weights: list[Array],
+        batch: dict[str, Array],
+        leaves: list[Array],
+        params: nnx.State,
     ) -> tuple[Any, Any]:
         nonlocal metrics
         others = jax.tree.unflatten(tree, leaves)
@@ -178,12 +246,16 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
         return terms, (changeable(merged, others), nnx.state(merged, nnx.Param))
 
     def trace(*weights: jax.ShapeDtypeStruct) -> Any:
-        return jax.make_jaxpr(run)(jax.random.key(0), list(weights), dict(batch), leaves, params).jaxpr
+        return jax.make_jaxpr(run)(
+            jax.random.key(0), list(weights), dict(batch), leaves, params
+        ).jaxpr
 
     num_state = len(leaves) + len(jax.tree.leaves(params))
 
     def reads_input(jaxpr: Any, index: int) -> bool:
-        return jaxpr.invars[index] in _needed(jaxpr, jaxpr.outvars[: len(jaxpr.outvars) - num_state])
+        return jaxpr.invars[index] in _needed(
+            jaxpr, jaxpr.outvars[: len(jaxpr.outvars) - num_state]
+        )
 
     has_weights = WEIGHTS in batch
     reads = False
@@ -200,23 +272,36 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
     producers = _producers(jaxpr)
     before = jaxpr.invars[len(jaxpr.invars) - num_state :]
     after = [_origin(var, producers) for var in jaxpr.outvars[len(jaxpr.outvars) - num_state :]]
-    changed = [(name, was, now) for name, was, now in zip(names, before, after, strict=True) if was is not now]
+    changed = [
+        (name, was, now)
+        for name, was, now in zip(names, before, after, strict=True)
+        if was is not now
+    ]
     of_params = set(names[len(leaves) :])
     for name, was, now in changed:
         if name in of_params:
             raise ConfigError(
-                f"the loss assigns the parameter {name}, which only the optimizer changes; make it another nnx.Variable"
+                f"the loss assigns the parameter {name}, which only the optimizer changes; make it "
+                "another nnx.Variable"
             )
-        old, new = was.aval.str_short(), now.aval.str_short()
+        old = was.aval.str_short()
+        new = now.aval.str_short()
         if old != new:
-            raise ConfigError(f"a call of the model changes {name} from {old} to {new}; keep its shape and dtype")
+            raise ConfigError(
+                f"a call of the model changes {name} from {old} to {new}; keep its shape and dtype"
+            )
     is_random = jaxpr.invars[0] in _needed(jaxpr, jaxpr.outvars)
-    return Traits(reads, tuple(name for name, _, _ in changed), metrics, is_random, _warning(results))
+    return Traits(
+        reads, tuple(name for name, _, _ in changed), metrics, is_random, _warning(results)
+    )
 
 
 def _warning(results: tuple[object, ...]) -> str | None:
     # On a sum or a weight in 16 bits: bfloat16 has three digits, and no odd number above 256.
-    dtypes = {name: getattr(each, "dtype", None) for name, each in zip(("sum", "weight"), results, strict=False)}
+    dtypes = {
+        name: getattr(each, "dtype", None)
+        for name, each in zip(("sum", "weight"), results, strict=False)
+    }
     found = [
         f"its {name} in {dtype}"
         for name, dtype in dtypes.items()
@@ -225,15 +310,20 @@ def _warning(results: tuple[object, ...]) -> str | None:
     if not found:
         return None
     return (
-        f"WARNING: the loss returns {' and '.join(found)}, which has too few digits for a sum over a batch; convert "
+        f"WARNING: the loss returns {' and '.join(found)}, which has too few digits for a sum over "
+        "a batch; convert "
         "what it sums to float32 before, as by losses.astype(jnp.float32).sum()"
     )
 
 
 def changeable(model: nnx.Module, like: nnx.State) -> nnx.State:
-    """Returns the variables of a model that are neither params nor random keys, without those that `like` lacks."""
+    """Returns the variables of a model that are neither params nor random keys, without those
+    that `like` lacks.
+    """
     now = dict(nnx.to_flat_state(nnx.state(model, STATEFUL)))
-    return nnx.from_flat_state([(path, now[path]) for path, _ in nnx.to_flat_state(like) if path in now])
+    return nnx.from_flat_state(
+        [(path, now[path]) for path, _ in nnx.to_flat_state(like) if path in now]
+    )
 
 
 def _needed(jaxpr: Any, outputs: list[Any]) -> set[Any]:
@@ -254,7 +344,8 @@ def _producers(jaxpr: Any) -> Producers:
 
 
 def _origin(var: object, producers: Producers) -> Any:
-    # The variable that a variable equals, through calls and scans that return one of their inputs unchanged.
+    # The variable that a variable equals, through calls and scans that return one of their inputs
+    # unchanged.
     while not hasattr(var, "val") and var in producers:
         equation, index = producers[var]
         params = equation.params
@@ -263,8 +354,10 @@ def _origin(var: object, producers: Producers) -> Any:
         if inner is None or hasattr(inner, "val") or inner not in body.invars:
             return var
         place = body.invars.index(inner)
-        if equation.primitive.name == "scan":  # its parameters differ between versions of JAX; ranks do not
-            outer, inner_vars = (equation.invars, equation.outvars), (body.invars, body.outvars)
+        # its parameters differ between versions of JAX; ranks do not
+        if equation.primitive.name == "scan":
+            outer = (equation.invars, equation.outvars)
+            inner_vars = (body.invars, body.outvars)
             sliced, stacked = (
                 [one.aval.ndim != other.aval.ndim for one, other in zip(*pair, strict=True)]
                 for pair in zip(outer, inner_vars, strict=True)
@@ -277,21 +370,29 @@ def _origin(var: object, producers: Producers) -> Any:
 
 
 def require_sums(
-    loss: Loss, blueprint: Blueprint, state: nnx.State, batch: Mapping[str, Array], accumulation: int
+    loss: Loss,
+    blueprint: Blueprint,
+    state: nnx.State,
+    batch: Mapping[str, Array],
+    accumulation: int,
 ) -> str | None:
-    """Checks a loss on one row for each device, and on a batch that has each of them twice; under the mesh in context.
+    """Checks a loss on one row for each device, and on a batch that has each of them twice; under
+    the mesh in context.
 
     Returns a warning if the loss depends on the rows together.
 
     Raises:
-      ConfigError: a mean instead of a sum, a weight that does not count rows, or a loss that accumulation changes.
+      ConfigError: a mean instead of a sum, a weight that does not count rows, or a loss that
+        accumulation changes.
     """
     devices = batch_parts(mesh_sizes(blueprint.mesh))
 
     def terms(batch: Mapping[str, Array], copies: int, key: Array) -> LossTerms:
         def rows(array: Array) -> Array:
             first = array.reshape(devices, -1, *array.shape[1:])[:, :1]
-            return constrain(jnp.repeat(first, copies, 1).reshape(-1, *array.shape[1:]), batch_spec())
+            return constrain(
+                jnp.repeat(first, copies, 1).reshape(-1, *array.shape[1:]), batch_spec()
+            )
 
         model = blueprint.merge(state, key).model
         model.eval()
@@ -306,12 +407,16 @@ def require_sums(
         jaxpr = jax.make_jaxpr(lambda key: terms(batch, 1, key))(key).jaxpr
     except Exception:  # the loss may need batches of one size
         return None
-    loss_is_random, weight_is_random = (jaxpr.invars[0] in _needed(jaxpr, [out]) for out in jaxpr.outvars[:2])
+    loss_is_random, weight_is_random = (
+        jaxpr.invars[0] in _needed(jaxpr, [out]) for out in jaxpr.outvars[:2]
+    )
     if weight_is_random:  # as in masked language models
         return None
     warning = _compare(_numbers(once), _numbers(twice), loss_is_random=loss_is_random)
     if warning and accumulation > 1:
-        raise ConfigError(f"{warning}. Micro-batches change it: use --train.accumulation 1, or sum over rows")
+        raise ConfigError(
+            f"{warning}. Micro-batches change it: use --train.accumulation 1, or sum over rows"
+        )
     return warning and f"WARNING: {warning}. If it should be one, look for a mistake in shapes"
 
 
@@ -319,7 +424,9 @@ Numbers = dict[str, tuple[float, float]]  # The loss and each metric, with their
 
 
 def _numbers(terms: LossTerms) -> Numbers:
-    pairs = {"loss": (terms.loss, terms.count)} | {f"metric {name!r}": pair for name, pair in terms.metrics.items()}
+    pairs = {"loss": (terms.loss, terms.count)} | {
+        f"metric {name!r}": pair for name, pair in terms.metrics.items()
+    }
     return {name: (float(value), float(weight)) for name, (value, weight) in pairs.items()}
 
 
@@ -329,18 +436,25 @@ def _compare(once: Numbers, twice: Numbers, *, loss_is_random: bool) -> str | No
     for name, (a, n) in once.items():
         b, m = twice[name]
         measured = (
-            f"it is {a:.6g} with weight {n:g} for some rows, and {b:.6g} with weight {m:g} for each of them twice"
+            f"it is {a:.6g} with weight {n:g} for some rows, and {b:.6g} with weight {m:g} "
+            "for each of them twice"
         )
         grows = _close(2 * n, m)
         if name == "loss" and not grows:
             raise ConfigError(
-                f"the weight of the loss does not grow with the rows: {measured}. Return the sum over rows, and the "
+                f"the weight of the loss does not grow with the rows: {measured}. Return the sum "
+                "over rows, and the "
                 "number of rows (or tokens) in the sum"
             )
         if a and _close(a, b) and grows:
-            hint = "" if name == "loss" else "; for a number that is no mean over rows return a pair (number, 1)"
+            hint = (
+                ""
+                if name == "loss"
+                else "; for a number that is no mean over rows return a pair (number, 1)"
+            )
             raise ConfigError(
-                f"the {name} is a mean: {measured}. Return the sum over rows; the step divides it by the weight{hint}"
+                f"the {name} is a mean: {measured}. Return the sum over rows; the step divides it "
+                f"by the weight{hint}"
             )
         if name == "loss" and not loss_is_random and not _close(2 * a, b):
             warning = f"the loss is no sum over rows: {measured}"

@@ -1,7 +1,8 @@
-"""The training step of a user's loss: its memory and work on a device, from a trace of one micro-batch.
+"""The training step of a user's loss: its memory and work on a device, from a trace of one
+micro-batch.
 
-State, gradients and batch are exact. Activations are the residuals of the trace: XLA keeps fewer where it recomputes
-them in a fusion, and needs workspace on top.
+State, gradients and batch are exact. Activations are the residuals of the trace: XLA keeps fewer
+where it recomputes them in a fusion, and needs workspace on top.
 """
 
 from collections.abc import Mapping
@@ -28,17 +29,29 @@ Shapes = Mapping[str, jax.ShapeDtypeStruct]  # A global batch of abstract arrays
 ONE_DEVICE = abstract_mesh(mesh_shape())
 
 
-def trace_step(config: TrainConfig, blueprint: Blueprint, loss: Loss, batch: Shapes) -> tuple[Memory, Work]:
-    """Returns the memory of a step, and the work of a micro-batch, on a device of a mesh that may be abstract."""
+def trace_step(
+    config: TrainConfig, blueprint: Blueprint, loss: Loss, batch: Shapes
+) -> tuple[Memory, Work]:
+    """Returns the memory of a step, and the work of a micro-batch, on a device of a mesh that
+    may be abstract.
+    """
     sizes = mesh_sizes(blueprint.mesh)
     with as_current(blueprint.mesh):
         work = _work(blueprint.abstract_model, loss, micro_batch(config, batch), sizes)
-    sharded, summed = blueprint.sharded, 0  # gradients summed over micro-batches
-    trained, parameters = nnx.filter_state(sharded["model"], nnx.Param), shard_bytes(sharded["model"])
+    sharded = blueprint.sharded
+    summed = 0  # gradients summed over micro-batches
+    trained = nnx.filter_state(sharded["model"], nnx.Param)
+    parameters = shard_bytes(sharded["model"])
     if config.train.accumulation > 1:
         sum_dtype = config.model.precision.sum_dtype
-        summed = shard_bytes(jax.tree.map(lambda each: each.update(dtype=sum_dtype(each.dtype)), trained))
-    gathers = [one.bytes for one in work.traffic if one.kind == ALL_GATHER and set(one.axes) <= set(STORAGE)]
+        summed = shard_bytes(
+            jax.tree.map(lambda each: each.update(dtype=sum_dtype(each.dtype)), trained)
+        )
+    gathers = [
+        one.bytes
+        for one in work.traffic
+        if one.kind == ALL_GATHER and set(one.axes) <= set(STORAGE)
+    ]
     memory = Memory(
         parameters=parameters,
         optimizer=shard_bytes(sharded) - parameters,
@@ -55,7 +68,10 @@ def trace_step(config: TrainConfig, blueprint: Blueprint, loss: Loss, batch: Sha
 def micro_batch(config: TrainConfig, batch: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes of a micro-batch."""
     count = config.train.accumulation
-    return {name: each.update(shape=(each.shape[0] // count, *each.shape[1:])) for name, each in batch.items()}
+    return {
+        name: each.update(shape=(each.shape[0] // count, *each.shape[1:]))
+        for name, each in batch.items()
+    }
 
 
 def on_one_device(config: TrainConfig, task: Task) -> nnx.Module:
@@ -64,14 +80,17 @@ def on_one_device(config: TrainConfig, task: Task) -> nnx.Module:
     def build() -> nnx.Module:
         rngs = nnx.Rngs(config.run.seed)
         return (
-            builder(task.model, config.model)(rngs) if callable(task.model) else create_decoder(config.model, rngs=rngs)
+            builder(task.model, config.model)(rngs)
+            if callable(task.model)
+            else create_decoder(config.model, rngs=rngs)
         )
 
     return abstract_model(build)
 
 
 def row_work(config: TrainConfig, task: Task, batch: Shapes) -> tuple[float, float]:
-    """Returns the FLOPs of a row in the products of both passes, and the bytes that it keeps for the backward pass.
+    """Returns the FLOPs of a row in the products of both passes, and the bytes that it keeps for
+    the backward pass.
 
     The model is whole, on one device. Recomputation does not count.
     """
@@ -80,7 +99,9 @@ def row_work(config: TrainConfig, task: Task, batch: Shapes) -> tuple[float, flo
     rows = next(iter(shapes.values())).shape[0]
     with as_current(ONE_DEVICE):
         work = _work(on_one_device(config, task), task.loss, shapes, mesh_sizes(ONE_DEVICE))
-    return sum(product.flops for product in work.products if not product.recomputed) / rows, work.saved / rows
+    return sum(
+        product.flops for product in work.products if not product.recomputed
+    ) / rows, work.saved / rows
 
 
 def _work(model: nnx.Module, loss: Loss, batch: Shapes, sizes: Mapping[str, int]) -> Work:

@@ -13,14 +13,34 @@ from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.distributed.devices import build_mesh, most_devices, request_virtual_devices
 from jaxtp.layers import remat
 from jaxtp.layers.kernels import grouped
-from jaxtp.layers.kernels.select import KernelName, Use, architecture_of, matmul_problem, pick_kernel, unsupported
+from jaxtp.layers.kernels.select import (
+    KernelName,
+    Use,
+    architecture_of,
+    matmul_problem,
+    pick_kernel,
+    unsupported,
+)
 from jaxtp.layers.sequence_parallel import LocalShape
-from jaxtp.mesh import AXES, BATCH, CONTEXT, SEQUENCE, TP, batch_parts, check_sizes, describe_mesh, mesh_sizes, parts
+from jaxtp.mesh import (
+    AXES,
+    BATCH,
+    CONTEXT,
+    SEQUENCE,
+    TP,
+    batch_parts,
+    check_sizes,
+    describe_mesh,
+    mesh_sizes,
+    parts,
+)
 from jaxtp.models.config import BlockConfig, ModelConfig, model_problems, padded_sizes
 from jaxtp.train.config import LoopConfig, TrainConfig
 
 
-def check(config: TrainConfig, mesh: dict[str, int], most: Callable[[], int | None] = most_devices) -> None:
+def check(
+    config: TrainConfig, mesh: dict[str, int], most: Callable[[], int | None] = most_devices
+) -> None:
     """Checks that settings fit each other and the mesh; ignores `config.mesh`.
 
     Args:
@@ -57,7 +77,9 @@ def open_mesh(config: TrainConfig) -> Mesh:
 
 
 def check_decoder(config: TrainConfig, mesh: Mesh) -> None:
-    """Raises ConfigError or RematError if a decoder's settings do not fit the mesh or its devices."""
+    """Raises ConfigError or RematError if a decoder's settings do not fit the mesh or its
+    devices.
+    """
     sizes = mesh_sizes(mesh)
     check(config, sizes)
     remat.policy(config.model.remat)
@@ -67,15 +89,19 @@ def check_decoder(config: TrainConfig, mesh: Mesh) -> None:
 def refuse(violations: Iterable[str]) -> None:
     """Raises ConfigError if there are violations."""
     if found := list(violations):
-        raise ConfigError("these settings do not fit each other:\n" + "\n".join(f"  {each}" for each in found))
+        raise ConfigError(
+            "these settings do not fit each other:\n" + "\n".join(f"  {each}" for each in found)
+        )
 
 
 def check_vocabulary(model: ModelConfig, needed: int, source: str) -> None:
     """Raises ConfigError if the data has token ids that the model lacks."""
     if model.vocab_size < needed:
         raise ConfigError(
-            f"the ids of {source} go up to {needed - 1}, and model.vocab_size={model.vocab_size} has fewer; a new "
-            f"model needs at least --model.vocab-size {needed}; a run's size is in --config RUN/config.yaml"
+            f"the ids of {source} go up to {needed - 1}, and model.vocab_size={model.vocab_size} "
+            "has fewer; a new "
+            f"model needs at least --model.vocab-size {needed}; a run's size is in --config "
+            "RUN/config.yaml"
         )
 
 
@@ -85,7 +111,9 @@ def check_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -
         raise ConfigError(problem)
 
 
-def kernel_problems(config: TrainConfig, mesh: Mapping[str, int], platform: str | None = None) -> Iterator[str]:
+def kernel_problems(
+    config: TrainConfig, mesh: Mapping[str, int], platform: str | None = None
+) -> Iterator[str]:
     """Yields why a requested kernel cannot compute this run."""
     found = (unsupported(config.model.attention, use) for use in run_uses(config, mesh, platform))
     yield from dict.fromkeys(problem for problems in found for problem in problems)
@@ -95,7 +123,9 @@ def kernel_problems(config: TrainConfig, mesh: Mapping[str, int], platform: str 
         yield problem
 
 
-def chosen_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> dict[KernelName, str]:
+def chosen_kernels(
+    config: TrainConfig, mesh: Mapping[str, int], platform: str
+) -> dict[KernelName, str]:
     """Returns the run's attention kernels on a platform, with reasons."""
     found = (pick_kernel(config.model.attention, use) for use in run_uses(config, mesh, platform))
     return {kernel.name: why for kernel, why in found}
@@ -103,13 +133,18 @@ def chosen_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) 
 
 def multiplies_all(model: ModelConfig, platform: str) -> bool:
     """Returns whether the platform multiplies every row with every expert."""
-    return model.most_experts > 0 and grouped.is_dense(grouped.pick_method(model.grouped, platform)[0], platform)
+    return model.most_experts > 0 and grouped.is_dense(
+        grouped.pick_method(model.grouped, platform)[0], platform
+    )
 
 
 def run_uses(config: TrainConfig, mesh: Mapping[str, int], platform: str | None) -> list[Use]:
     """Returns how each kind of block uses attention."""
     share = replace(share_of(config, mesh), packed=config.data.packed, platform=platform)
-    return [block.use_on(share, config.model.precision.compute) for block in attention_blocks(config.model)]
+    return [
+        block.use_on(share, config.model.precision.compute)
+        for block in attention_blocks(config.model)
+    ]
 
 
 def attention_blocks(model: ModelConfig) -> list[BlockConfig]:
@@ -119,11 +154,16 @@ def attention_blocks(model: ModelConfig) -> list[BlockConfig]:
 
 def share_of(config: TrainConfig, mesh: Mapping[str, int]) -> LocalShape:
     """Returns the per-device shape of one row of the batch."""
-    return LocalShape(sizes=mesh, rows=1, length=config.data.sequence_length, context=config.mesh.context)
+    return LocalShape(
+        sizes=mesh, rows=1, length=config.data.sequence_length, context=config.mesh.context
+    )
 
 
-def violations_on(config: TrainConfig, mesh: Mapping[str, int], devices: int | None = None) -> Iterator[str]:
-    """Yields each conflict of settings and mesh, with the nearest values that work; ignores `config.mesh`.
+def violations_on(
+    config: TrainConfig, mesh: Mapping[str, int], devices: int | None = None
+) -> Iterator[str]:
+    """Yields each conflict of settings and mesh, with the nearest values that work; ignores
+    `config.mesh`.
 
     Args:
       devices: number available, if known.
@@ -132,7 +172,9 @@ def violations_on(config: TrainConfig, mesh: Mapping[str, int], devices: int | N
     return _explained(problems, config, mesh, devices)
 
 
-def batch_violations(config: TrainConfig, mesh: Mapping[str, int], *, have_own_rows: bool) -> Iterator[str]:
+def batch_violations(
+    config: TrainConfig, mesh: Mapping[str, int], *, have_own_rows: bool
+) -> Iterator[str]:
     """Yields `batch_problems`, with the nearest values that work on as many devices or fewer."""
     find = partial(batch_problems, have_own_rows=have_own_rows)
     return _explained(find, config, mesh, math.prod(mesh.values()))
@@ -154,7 +196,9 @@ def _explained(
                 among={f"mesh.{axis}": size for axis, size in sizes.items()},
             )
 
-    return explained(problems_after, fixed=config.model.from_hf is not None or config.run.init_from is not None)
+    return explained(
+        problems_after, fixed=config.model.from_hf is not None or config.run.init_from is not None
+    )
 
 
 def problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
@@ -163,11 +207,17 @@ def problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
         yield from _general_problems(config, mesh)
         return
     of_model = [*model_problems(config.model, mesh), *context_problems(config, mesh)]
-    yield from of_model or (*map(Problem, kernel_problems(config, mesh)), *padding_problems(config, mesh))
+    yield from of_model or (
+        *map(Problem, kernel_problems(config, mesh)),
+        *padding_problems(config, mesh),
+    )
     yield from _general_problems(config, mesh)
-    length, positions = config.data.sequence_length, config.model.learned_positions
+    length = config.data.sequence_length
+    positions = config.model.learned_positions
     if positions is not None and length > positions:
-        yield Problem(f"data.sequence_length={length} is more than model.learned_positions={positions}")
+        yield Problem(
+            f"data.sequence_length={length} is more than model.learned_positions={positions}"
+        )
     yield from map(Problem, (*_moment_problems(config), *_contradictions(config)))
 
 
@@ -175,10 +225,16 @@ def _general_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[
     if config.data.batches is None:  # a user's batches have a size of their own
         yield from batch_problems(config, mesh)
     if config.data.path is not None and config.data.mixture:
-        yield Problem(f"data.path={config.data.path} and data.mixture exclude each other: leave one of them out")
+        yield Problem(
+            f"data.path={config.data.path} and data.mixture exclude each other: leave one of "
+            "them out"
+        )
     yield from map(Problem, _without_switch(config))
     if config.profile.start > config.train.steps:
-        yield Problem(f"profile.start={config.profile.start} is after the last step, train.steps={config.train.steps}")
+        yield Problem(
+            f"profile.start={config.profile.start} is after the last step, "
+            f"train.steps={config.train.steps}"
+        )
 
 
 def _without_switch(config: TrainConfig) -> Iterator[str]:
@@ -188,7 +244,11 @@ def _without_switch(config: TrainConfig) -> Iterator[str]:
         ("data.long_documents", config.data.packed, "data.packing=documents"),
         ("optimizer.decay_fraction", config.optimizer.schedule == "wsd", "optimizer.schedule=wsd"),
         ("profile.steps", config.profile.start > 0, "profile.start"),
-        ("metrics.project", "wandb" in trackers or "aim" in trackers, "wandb or aim in metrics.trackers"),
+        (
+            "metrics.project",
+            "wandb" in trackers or "aim" in trackers,
+            "wandb or aim in metrics.trackers",
+        ),
     ):
         section, _, key = name.partition(".")
         value = getattr(getattr(config, section), key)
@@ -197,7 +257,9 @@ def _without_switch(config: TrainConfig) -> Iterator[str]:
             yield f"{name}={value} has no effect without {switch}; set that, or leave this out"
 
 
-def batch_problems(config: TrainConfig, mesh: Mapping[str, int], *, have_own_rows: bool = False) -> Iterator[Problem]:
+def batch_problems(
+    config: TrainConfig, mesh: Mapping[str, int], *, have_own_rows: bool = False
+) -> Iterator[Problem]:
     """Yields why the batch cannot be split over the mesh and the micro-batches.
 
     Args:
@@ -211,7 +273,9 @@ def batch_problems(config: TrainConfig, mesh: Mapping[str, int], *, have_own_row
         by = f"mesh.{axes} * train.accumulation"
         yield from not_divisible("data.global_batch_size", batch, by, divisor, among)
     elif batch % divisor:
-        yield Problem(f"batches have {batch} rows, which {axes}*accumulation={divisor} does not divide", among)
+        yield Problem(
+            f"batches have {batch} rows, which {axes}*accumulation={divisor} does not divide", among
+        )
 
 
 def padding_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
@@ -224,23 +288,34 @@ def padding_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[P
 
 def context_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
     """Yields why sequences cannot be split over cp, or tp with sequence parallelism."""
-    length, axes = config.data.sequence_length, SEQUENCE if config.model.sequence_parallel else CONTEXT
+    length = config.data.sequence_length
+    axes = SEQUENCE if config.model.sequence_parallel else CONTEXT
     among = dict.fromkeys(mesh_settings(axes), length)
-    undivided = [*not_divisible("data.sequence_length", length, mesh_product(axes, mesh), parts(mesh, axes), among)]
+    undivided = [
+        *not_divisible(
+            "data.sequence_length", length, mesh_product(axes, mesh), parts(mesh, axes), among
+        )
+    ]
     kinds = config.model.block_kinds() if parts(mesh, CONTEXT) > 1 and not undivided else ()
-    found = {problem.text: problem for block in kinds for problem in block.context_problems(share_of(config, mesh))}
+    found = {
+        problem.text: problem
+        for block in kinds
+        for problem in block.context_problems(share_of(config, mesh))
+    }
     yield from (*undivided, *found.values())
 
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:
     if config.model.overlap == "ring" and config.model.sequence_parallel is False:
         yield (
-            "model.overlap=ring overlaps what sequence parallelism moves, and model.sequence_parallel is false: leave "
+            "model.overlap=ring overlaps what sequence parallelism moves, and "
+            "model.sequence_parallel is false: leave "
             "that out, or set model.overlap=none"
         )
     if config.optimizer.name == "adafactor" and config.optimizer.first_moment != "param":
         yield (
-            f"optimizer.first_moment={config.optimizer.first_moment} has no effect on adafactor, which has no first "
+            f"optimizer.first_moment={config.optimizer.first_moment} has no effect on adafactor, "
+            "which has no first "
             "moment; leave that out, or set optimizer.name to adamw, lion or muon"
         )
     yield from _experts_without_effect(config)
@@ -251,20 +326,34 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         ("selection_bias_rate", biased, "model.selection_bias"),
     ):
         if not used and (value := getattr(config.train, name)) != getattr(LoopConfig(), name):
-            yield f"train.{name}={value} has no effect while {switch} is off; set that, or leave this out"
-    dtypes = {f"model.precision.{name}": dtype for name, dtype in vars(config.model.precision).items()}
+            yield (
+                f"train.{name}={value} has no effect while {switch} is off; set that, or leave "
+                "this out"
+            )
+    dtypes = {
+        f"model.precision.{name}": dtype for name, dtype in vars(config.model.precision).items()
+    }
     if config.model.lora.rank:
         del dtypes["model.precision.param"]  # frozen weights have no gradient
         dtypes["model.lora.dtype"] = config.model.lora.dtype
-    if halves := " and ".join(f"{name}=float16" for name, dtype in dtypes.items() if dtype == "float16"):
+    if halves := " and ".join(
+        f"{name}=float16" for name, dtype in dtypes.items() if dtype == "float16"
+    ):
         yield (
-            f"{halves} cannot be trained in: gradients below 6e-8 vanish without loss scaling, which jaxtp does not "
+            f"{halves} cannot be trained in: gradients below 6e-8 vanish without loss scaling, "
+            "which jaxtp does not "
             "have; use bfloat16, or float32 on GPUs without it"
         )
 
 
 _OF_EXPERTS = (
-    *("experts_per_token", "normalize_experts", "normalize_floor", "experts_scale", "router_scores"),
+    *(
+        "experts_per_token",
+        "normalize_experts",
+        "normalize_floor",
+        "experts_scale",
+        "router_scores",
+    ),
     *("expert_groups", "groups_per_token", "group_score"),
 )
 
@@ -291,6 +380,7 @@ def _moment_problems(config: TrainConfig) -> Iterator[str]:
         beta = getattr(config.optimizer, name)
         if beta > most and config.optimizer.name != "adafactor":
             yield (
-                f"optimizer.{name}={beta} rounds to 1 in {dtype}, the dtype of the moments, which would never "
+                f"optimizer.{name}={beta} rounds to 1 in {dtype}, the dtype of the moments, which "
+                "would never "
                 f"forget; at most {most}{instead}"
             )

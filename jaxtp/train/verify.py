@@ -3,12 +3,13 @@
 Every `train.verify_every` steps, checksums of each device's shards are compared, bit by bit:
 
 1. Copies: devices that hold the same shard of the state or the batch, before and after the step.
-2. Computations: one program computes the step twice from the same state and batch. Gradients, after reduction and
-   before clipping, are compared first, because clipping spreads one wrong gradient to all results.
+2. Computations: one program computes the step twice from the same state and batch. Gradients, after
+   reduction and before clipping, are compared first, because clipping spreads one wrong gradient to
+   all results.
 
-Checksums of every step's gradients tell in which step copies first differed. Programs must be bitwise reproducible
-(`step.compiler_options`). With dp 1, nothing reveals a gradient that was wrong once, between verifications.
-Cost: `scripts/results/verify_cost.txt`.
+Checksums of every step's gradients tell in which step copies first differed. Programs must be
+bitwise reproducible (`step.compiler_options`). With dp 1, nothing reveals a gradient that was wrong
+once, between verifications. Cost: `scripts/results/verify_cost.txt`.
 
 The errors for non-finite losses, gradients and updates are here too.
 """
@@ -58,7 +59,8 @@ HostShards = dict[str, list[tuple[jax.Device, np.ndarray]]]
 """This process's shards of each array, in host memory."""
 
 _BEFORE_SUM = (
-    "All copies of some shard differ, or there is only one, so the fault may precede the reduction of these gradients: "
+    "All copies of some shard differ, or there is only one, so the fault may precede the reduction "
+    "of these gradients: "
     "then it is on one of the devices that contribute to them. "
 )
 _BATCH = "batch."
@@ -78,10 +80,18 @@ class Verifier:
       verified: the last verified step, if any.
     """
 
-    def __init__(self, config: TrainConfig, blueprint: Blueprint, checkpoints: Checkpoints, verified: int | None):
+    def __init__(
+        self,
+        config: TrainConfig,
+        blueprint: Blueprint,
+        checkpoints: Checkpoints,
+        verified: int | None,
+    ):
         self.verified = verified
-        self._every, self._folder = config.train.verify_every, config.run.dir / CORRUPTION
-        self._devices, self._checkpoints = list(blueprint.mesh.devices.flat), checkpoints
+        self._every = config.train.verify_every
+        self._folder = config.run.dir / CORRUPTION
+        self._devices = list(blueprint.mesh.devices.flat)
+        self._checkpoints = checkpoints
         self._hosts = host_names()
         self._gradients = {
             name: replica_groups(NamedSharding(blueprint.mesh, spec_of(variable)), variable.shape)
@@ -91,14 +101,17 @@ class Verifier:
         self._before: HostShards = {}
         self._first: HostShards = {}
         self._tables: list[Array] = []
-        """Checksums of state and batch, of both after their return from the host, of gradients, and of the result."""
+        """Checksums of state and batch, of both after their return from the host, of gradients,
+        and of the result.
+        """
 
     def due(self, step: int) -> bool:
         """Returns whether to verify a step."""
         return step % self._every == 0
 
     def begin(self, step: int, state: nnx.State, batch: Batch, compute: Compute) -> nnx.State:
-        """Compares copies, computes the step once, and returns the state before it; donates `state`.
+        """Compares copies, computes the step once, and returns the state before it; donates
+        `state`.
 
         Raises:
           CorruptionError: copies differ.
@@ -107,15 +120,21 @@ class Verifier:
         before = checksums(arrays)
         if places := minority_devices(np.asarray(before), replica_groups_by_name(arrays)):
             raise self._unequal_copies(step, places, to_host(arrays))
-        # The step donates the state, so it goes to the host and back; the first result stays there as evidence.
+        # The step donates the state, so it goes to the host and back; the first result stays there
+        # as evidence.
         self._before = to_host(arrays)
         first, _, gradients = compute(state)
         results = named_arrays(first)
-        after, self._first = checksums(results), to_host(results)
+        after = checksums(results)
+        self._first = to_host(results)
         for array in results.values():
             array.delete()  # makes room for the state
         state = replace_arrays(
-            state, {name: to_devices(self._before[name], array) for name, array in named_arrays(state).items()}
+            state,
+            {
+                name: to_devices(self._before[name], array)
+                for name, array in named_arrays(state).items()
+            },
         )
         self._tables = [before, checksums(arrays | named_arrays(state)), gradients, after]
         return state
@@ -131,71 +150,107 @@ class Verifier:
         before, back, first_gradients, first_result, second_gradients, second_result = tables
         twice = changed(self._gradients, first_gradients, second_gradients)
         faults = {
-            "the state changed on its way to host memory and back": changed(self._before, before, back),
-            "the gradients of the step, computed twice from the same state and batch, differ": twice,
+            "the state changed on its way to host memory and back": changed(
+                self._before, before, back
+            ),
+            "the gradients of the step, computed twice from the same state and "
+            "batch, differ": twice,
             "copies of the gradients differ, each time in the same way": minority_devices(
                 second_gradients, self._gradients
             ),
-            "the update, computed twice from equal gradients, differs": changed(results, first_result, second_result),
+            "the update, computed twice from equal gradients, differs": changed(
+                results, first_result, second_result
+            ),
             "copies differ after the update, each time in the same way": minority_devices(
                 second_result, replica_groups_by_name(results)
             ),
         }
-        in_all_copies = any(twice[name].issuperset(each) for name in twice for each in self._gradients[name])
+        in_all_copies = any(
+            twice[name].issuperset(each) for name in twice for each in self._gradients[name]
+        )
         for what, places in faults.items():
             if places:
                 note = _BEFORE_SUM if in_all_copies and places is twice else ""
-                evidence = {"before": self._before, "first": self._first, "second": to_host(results)}
+                evidence = {
+                    "before": self._before,
+                    "first": self._first,
+                    "second": to_host(results),
+                }
                 raise self._error(step, what, places, note, evidence)
         self.verified = step
         self._history.clear()
-        self._before, self._first = {}, {}
+        self._before = {}
+        self._first = {}
 
     def record(self, step: int, gradients: Array) -> None:
         """Keeps a step's gradient checksums until the next verification."""
         self._history[step] = np.asarray(gradients)
 
-    def _unequal_copies(self, step: int, places: MeshPositions, before: HostShards) -> CorruptionError:
+    def _unequal_copies(
+        self, step: int, places: MeshPositions, before: HostShards
+    ) -> CorruptionError:
         # Names the gradients that made copies of the state differ, if they did.
         for earlier, table in self._history.items():
             if found := minority_devices(table, self._gradients):
-                what = f"the gradients of step {earlier} differed between copies, and the state since then"
+                what = (
+                    f"the gradients of step {earlier} differed between copies, and the state "
+                    "since then"
+                )
                 return self._error(step, what, found, "", {"before": before})
         first = next(iter(self._history), None)
-        note = "" if first is None else f"The gradients had equal copies in each step since {first}. "
+        note = (
+            "" if first is None else f"The gradients had equal copies in each step since {first}. "
+        )
         return self._error(step, "copies differ before the step", places, note, {"before": before})
 
     def _error(
-        self, step: int, what: str, places: MeshPositions, note: str, evidence: Mapping[str, HostShards]
+        self,
+        step: int,
+        what: str,
+        places: MeshPositions,
+        note: str,
+        evidence: Mapping[str, HostShards],
     ) -> CorruptionError:
         where = describe_devices(places, self._devices, self._hosts)
         message = f"step {step}: silent corruption: {what}: {where}"
         folder = self._folder / str(step)
         failed = [each for each in all_gather_json(_write(folder, message, evidence)) if each]
-        saved = "Both results, the state before them and the batch" if len(evidence) > 1 else "The state and the batch"
+        saved = (
+            "Both results, the state before them and the batch"
+            if len(evidence) > 1
+            else "The state and the batch"
+        )
         saved += f" could not be saved: {failed[0]}" if failed else f" are in {folder}"
         return CorruptionError(f"{message}. {note}{saved}. {DIAGNOSE}. {self._recovery_hint()}")
 
     def _recovery_hint(self) -> str:
         with contextlib.suppress(CheckpointError, NumericsError):
             self._checkpoints.wait()
-        saved, last = self._checkpoints.steps(), -1 if self.verified is None else self.verified
+        saved = self._checkpoints.steps()
+        last = -1 if self.verified is None else self.verified
         if not saved:
             return "There is no checkpoint: the same command starts again"
-        good, later = [each for each in saved if each <= last], [each for each in saved if each > last]
+        good = [each for each in saved if each <= last]
+        later = [each for each in saved if each > last]
         unverified = f"the checkpoint{'s' * (len(later) > 1)} at {', '.join(map(str, later))}"
         if not good:
             return (
-                f"No verification followed {unverified}: the same command resumes from step {saved[-1]}, which may be "
+                f"No verification followed {unverified}: the same command resumes from step "
+                f"{saved[-1]}, which may be "
                 "corrupted too"
             )
         if later:
             return (
-                f"The verification at step {last} shows that the checkpoint at step {good[-1]} is good; later ones are "
-                f"unverified: move {unverified} out of {self._checkpoints.folder}, and the same command resumes from "
+                f"The verification at step {last} shows that the checkpoint at step {good[-1]} is "
+                "good; later ones are "
+                f"unverified: move {unverified} out of {self._checkpoints.folder}, and the same "
+                "command resumes from "
                 f"step {good[-1]}"
             )
-        return f"The same command resumes from step {good[-1]}, which the verification at step {last} shows to be good"
+        return (
+            f"The same command resumes from step {good[-1]}, which the verification at step "
+            f"{last} shows to be good"
+        )
 
 
 def changed(names: Iterable[str], one: np.ndarray, other: np.ndarray) -> MeshPositions:
@@ -206,7 +261,9 @@ def changed(names: Iterable[str], one: np.ndarray, other: np.ndarray) -> MeshPos
 
 def checksums(arrays: Mapping[str, Array]) -> Array:
     """Returns the `device_checksums` of arrays, on every device."""
-    return _checksums(tuple(arrays.values()), tuple(array.sharding.spec for array in arrays.values()))  # type: ignore[attr-defined]
+    return _checksums(
+        tuple(arrays.values()), tuple(array.sharding.spec for array in arrays.values())
+    )  # type: ignore[attr-defined]
 
 
 @partial(jax.jit, static_argnums=1)
@@ -219,12 +276,16 @@ def to_host(arrays: Mapping[str, Array]) -> HostShards:
     for array in arrays.values():
         array.copy_to_host_async()
     shards = {name: array.addressable_shards for name, array in arrays.items()}
-    return {name: [(each.device, _copy(each.data)) for each in of_array] for name, of_array in shards.items()}
+    return {
+        name: [(each.device, _copy(each.data)) for each in of_array]
+        for name, of_array in shards.items()
+    }
 
 
 def _copy(data: Array) -> np.ndarray:
     host = np.asarray(data)
-    return host.copy() if data.platform() == "cpu" else host  # on CPUs it shares the device's memory
+    # on CPUs it shares the device's memory
+    return host.copy() if data.platform() == "cpu" else host
 
 
 def to_devices(shards: Sequence[tuple[jax.Device, np.ndarray]], like: Array) -> Array:
@@ -234,7 +295,8 @@ def to_devices(shards: Sequence[tuple[jax.Device, np.ndarray]], like: Array) -> 
 
 
 def _write(folder: Path, message: str, evidence: Mapping[str, HostShards]) -> str | None:
-    # A file for each device of this process; returns the error, if any. NumPy stores bfloat16 as two bytes each.
+    # A file for each device of this process; returns the error, if any. NumPy stores bfloat16 as
+    # two bytes each.
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
@@ -242,7 +304,12 @@ def _write(folder: Path, message: str, evidence: Mapping[str, HostShards]) -> st
                 file.write(f"{message}\n")
         for what, shards in evidence.items():
             for device in jax.local_devices():
-                arrays = {name: part for name, parts in shards.items() for at, part in parts if at == device}
+                arrays = {
+                    name: part
+                    for name, parts in shards.items()
+                    for at, part in parts
+                    if at == device
+                }
                 with open_directly(folder / f"{what}_device_{device.id}.npz", "wb") as file:
                     np.savez(file, **arrays)  # type: ignore[arg-type]
     except OSError as error:
@@ -250,14 +317,20 @@ def _write(folder: Path, message: str, evidence: Mapping[str, HostShards]) -> st
     return None
 
 
-def nonfinite_gradient(run: Run, what: str, step: int, batch: Batch, info: dict[str, object]) -> NonFiniteError:
+def nonfinite_gradient(
+    run: Run, what: str, step: int, batch: Batch, info: dict[str, object]
+) -> NonFiniteError:
     """Saves the unchanged state and the batch; returns the error that describes `what`.
 
     Replaces the files of an earlier failure.
     """
     remedy = "leave such steps out with --train.non-finite skip"
     if run.config.train.non_finite == "skip":
-        remedy = f"allow more than --train.max-skipped {run.config.train.skips_allowed} such steps in a row"
+        remedy = (
+            f"allow more than --train.max-skipped {run.config.train.skips_allowed} "
+            "such steps "
+            "in a row"
+        )
     folder = run.config.run.dir / NON_FINITE
     try:
         _save_state_and_batch(run, step, batch, info)
@@ -266,7 +339,8 @@ def nonfinite_gradient(run: Run, what: str, step: int, batch: Batch, info: dict[
         saved = f"could not be saved for inspection ({error})"
     return NonFiniteError(
         f"{what}: not finite. The weights do not contain it; they and the batch {saved}. "
-        f"{_resume_hint(run.checkpoints)}. Look for the cause (a learning rate too high, a bad sample), or {remedy}"
+        f"{_resume_hint(run.checkpoints)}. Look for the cause (a learning rate too high, a bad "
+        f"sample), or {remedy}"
     )
 
 
@@ -277,8 +351,10 @@ def nonfinite_update(run: Run, step: int, values: dict[str, float]) -> NonFinite
     counts = Sums(named_arrays(run.state)).not_finite()
     where = f": {describe_not_finite(counts)}" if counts else ""
     return NonFiniteError(
-        f"step {step}: loss {loss:g}, gradient norm {gradient:g}, norm of the weights after it {weights:g}: the "
-        f"update is not finite{where}. These weights are not saved. {_resume_hint(run.checkpoints)}. Lower the "
+        f"step {step}: loss {loss:g}, gradient norm {gradient:g}, norm of the weights after it "
+        f"{weights:g}: the "
+        f"update is not finite{where}. These weights are not saved. "
+        f"{_resume_hint(run.checkpoints)}. Lower the "
         f"learning rate{rate}"
     )
 

@@ -18,7 +18,9 @@ from own_loss import CONFIG
 import jaxtp
 
 ROOT = Path(__file__).parents[2]
-FILES = [sorted(ROOT.glob(pattern)) for pattern in ("scripts/examples/*.py", "*.md", "configs/*.yaml")]
+FILES = [
+    sorted(ROOT.glob(pattern)) for pattern in ("scripts/examples/*.py", "*.md", "configs/*.yaml")
+]
 TEXTS = [np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8) for files in FILES]
 
 
@@ -29,8 +31,11 @@ class Classifier(jaxtp.Decoder):
         self.classes = nnx.Linear(config.d_model, len(TEXTS), kernel_metadata=split, rngs=rngs)
 
 
-def loss(model: Classifier, batch: dict[str, Array], key: Array) -> tuple[Array, int, dict[str, Array]]:
-    logits, labels = model.classes(model.hidden(batch["tokens"]).mean(1)), batch["labels"]
+def loss(
+    model: Classifier, batch: dict[str, Array], key: Array
+) -> tuple[Array, int, dict[str, Array]]:
+    logits = model.classes(model.hidden(batch["tokens"]).mean(1))
+    labels = batch["labels"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return losses.sum(), len(labels), {"accuracy": (logits.argmax(-1) == labels).sum()}
 
@@ -39,7 +44,9 @@ def batches(step: int, size: int = 32, length: int = 64) -> dict[str, np.ndarray
     random = np.random.default_rng(step)
     labels = random.integers(len(TEXTS), size=size, dtype=np.int32)
     starts = [random.integers(len(TEXTS[label]) - length) for label in labels]
-    rows = [TEXTS[label][start : start + length] for label, start in zip(labels, starts, strict=True)]
+    rows = [
+        TEXTS[label][start : start + length] for label, start in zip(labels, starts, strict=True)
+    ]
     return {"tokens": np.stack(rows).astype(np.int32), "labels": labels}
 
 

@@ -15,7 +15,8 @@ from textures import CLASSES, SIDE, Textures
 
 from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, Task, Trainer
 
-PATCH, D = (4, 4), 32
+PATCH = (4, 4)
+D = 32
 PLAN = {
     "blocks.*.attention": PrepareInput(Replicate(), Replicate()),
     "blocks.*.{attention.{query,key,value},mlp.layers.0}": Colwise(),
@@ -28,7 +29,9 @@ class Block(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs):
         self.attention = nnx.MultiHeadAttention(8, D, decode=False, rngs=rngs)
-        self.mlp = nnx.Sequential(nnx.Linear(D, 4 * D, rngs=rngs), nnx.gelu, nnx.Linear(4 * D, D, rngs=rngs))
+        self.mlp = nnx.Sequential(
+            nnx.Linear(D, 4 * D, rngs=rngs), nnx.gelu, nnx.Linear(4 * D, D, rngs=rngs)
+        )
         self.norm = nnx.LayerNorm(D, use_bias=False, use_scale=False, rngs=rngs)
         self.modulation = nnx.Linear(D, 6 * D, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
@@ -44,7 +47,8 @@ class DiffusionTransformer(nnx.Module):
     def __init__(self, depth: int = 2, *, rngs: nnx.Rngs):
         self.patches = nnx.Conv(1, D, PATCH, strides=PATCH, rngs=rngs)
         self.positions = nnx.Param(0.02 * rngs.params.normal((SIDE**2 // 16, D)))
-        self.times, self.labels = nnx.Linear(16, D, rngs=rngs), nnx.Embed(CLASSES, D, rngs=rngs)
+        self.times = nnx.Linear(16, D, rngs=rngs)
+        self.labels = nnx.Embed(CLASSES, D, rngs=rngs)
         self.blocks = nnx.List([Block(rngs) for _ in range(depth)])
         self.norm = nnx.LayerNorm(D, rngs=rngs)
         self.out = nnx.ConvTranspose(D, 1, PATCH, strides=PATCH, rngs=rngs)
@@ -52,16 +56,22 @@ class DiffusionTransformer(nnx.Module):
     def __call__(self, images: Array, times: Array, labels: Array) -> Array:
         """Returns the velocity of noisy images `[B, 16, 16, 1]` at times `[B]` from 0 to 1."""
         waves = 2.0 ** jnp.arange(8) * times[:, None]
-        condition = self.times(jnp.concatenate([jnp.sin(waves), jnp.cos(waves)], -1)) + self.labels(labels)
-        x = (cut := self.patches(images)).reshape(len(images), *self.positions.shape) + self.positions[...]
+        condition = self.times(jnp.concatenate([jnp.sin(waves), jnp.cos(waves)], -1)) + self.labels(
+            labels
+        )
+        x = (cut := self.patches(images)).reshape(
+            len(images), *self.positions.shape
+        ) + self.positions[...]
         for block in self.blocks:
             x = block(x, condition)
         return self.out(self.norm(x).reshape(cut.shape))
 
 
 def loss(model: DiffusionTransformer, batch: dict[str, Array], key: Array) -> tuple[Array, int]:
-    images, (for_times, for_noise) = batch["images"], jax.random.split(key)
-    at, noise = jax.random.uniform(for_times, (len(images), 1, 1, 1)), jax.random.normal(for_noise, images.shape)
+    images = batch["images"]
+    for_times, for_noise = jax.random.split(key)
+    at = jax.random.uniform(for_times, (len(images), 1, 1, 1))
+    noise = jax.random.normal(for_noise, images.shape)
     velocity = model((1 - at) * noise + at * images, at.reshape(-1), batch["labels"])
     return optax.squared_error(velocity, images - noise).mean((1, 2, 3)).sum(), len(images)
 
@@ -71,7 +81,8 @@ def main(mesh: str = "fsdp=2,tp=4", steps: int = 60, folder: str = "runs/diffusi
         trainer.run_to_end()
 
 
-build, batches = DiffusionTransformer, Textures
+build = DiffusionTransformer
+batches = Textures
 TASK = Task(model=build, plan=PLAN, loss=loss, batches=batches, optimizer=optax.adamw(3e-3))
 if __name__ == "__main__":
     tyro.cli(main)

@@ -12,10 +12,14 @@ from jax import Array
 
 from jaxtp import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, Task, Trainer
 
-V, T, D = 16, 8, 32  # vocabulary, length, width
+V = 16
+T = 8
+D = 32  # vocabulary, length, width
 PLAN = {
-    "{encoder,decoder}.*.attention": PrepareInput(Replicate(), Replicate()),  # one reduction for query, key and value
-    "encoder_norm": PrepareOutput(Replicate(), Replicate()),  # one for keys and values of all blocks
+    # one reduction for query, key and value
+    "{encoder,decoder}.*.attention": PrepareInput(Replicate(), Replicate()),
+    # one for keys and values of all blocks
+    "encoder_norm": PrepareOutput(Replicate(), Replicate()),
     "{head,{encoder,decoder}.*.{{attention,cross}.{query,key,value},mlp.layers.0}}": Colwise(),
     "{embedding,{encoder,decoder}.*.{{attention,cross}.out,mlp.layers.2}}": Rowwise(),
 }
@@ -27,8 +31,11 @@ class Block(nnx.Module):
     def __init__(self, decodes: bool, rngs: nnx.Rngs):
         self.attention = nnx.MultiHeadAttention(8, D, decode=False, rngs=rngs)
         self.cross = nnx.MultiHeadAttention(8, D, decode=False, rngs=rngs) if decodes else None
-        self.mlp = nnx.Sequential(nnx.Linear(D, 4 * D, rngs=rngs), nnx.relu, nnx.Linear(4 * D, D, rngs=rngs))
-        self.attention_norm, self.mlp_norm = nnx.LayerNorm(D, rngs=rngs), nnx.LayerNorm(D, rngs=rngs)
+        self.mlp = nnx.Sequential(
+            nnx.Linear(D, 4 * D, rngs=rngs), nnx.relu, nnx.Linear(4 * D, D, rngs=rngs)
+        )
+        self.attention_norm = nnx.LayerNorm(D, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(D, rngs=rngs)
         self.cross_norm = nnx.LayerNorm(D, rngs=rngs) if decodes else None
 
     def __call__(self, x: Array, memory: Array | None = None) -> Array:
@@ -40,14 +47,19 @@ class Block(nnx.Module):
 
 class EncoderDecoder(nnx.Module):
     def __init__(self, depth: int = 2, *, rngs: nnx.Rngs):
-        self.embedding, self.positions = nnx.Embed(V, D, rngs=rngs), nnx.Embed(T, D, rngs=rngs)
-        self.encoder, self.decoder = (nnx.List([Block(d, rngs) for _ in range(depth)]) for d in (False, True))
-        self.encoder_norm, self.decoder_norm = nnx.LayerNorm(D, rngs=rngs), nnx.LayerNorm(D, rngs=rngs)
+        self.embedding = nnx.Embed(V, D, rngs=rngs)
+        self.positions = nnx.Embed(T, D, rngs=rngs)
+        self.encoder, self.decoder = (
+            nnx.List([Block(d, rngs) for _ in range(depth)]) for d in (False, True)
+        )
+        self.encoder_norm = nnx.LayerNorm(D, rngs=rngs)
+        self.decoder_norm = nnx.LayerNorm(D, rngs=rngs)
         self.head = nnx.Linear(D, V, rngs=rngs)
 
     def __call__(self, source: Array, target: Array) -> Array:
         positions = self.positions(jnp.broadcast_to(jnp.arange(T), source.shape))
-        x, y = self.embedding(source) + positions, self.embedding(target) + positions
+        x = self.embedding(source) + positions
+        y = self.embedding(target) + positions
         for block in self.encoder:
             x = block(x)
         memory = self.encoder_norm(x)
@@ -57,9 +69,12 @@ class EncoderDecoder(nnx.Module):
 
 
 def loss(model: EncoderDecoder, batch: dict[str, Array], key: Array) -> tuple[Array, int]:
-    source, target = batch["source"], batch["source"][:, ::-1]
+    source = batch["source"]
+    target = batch["source"][:, ::-1]
     before = jnp.pad(target[:, :-1], ((0, 0), (1, 0)))
-    return optax.softmax_cross_entropy_with_integer_labels(model(source, before), target).sum(), target.size
+    return optax.softmax_cross_entropy_with_integer_labels(
+        model(source, before), target
+    ).sum(), target.size
 
 
 def batches(step: int) -> dict[str, np.ndarray]:

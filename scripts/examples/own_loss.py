@@ -1,4 +1,5 @@
-"""jaxtp's decoder with a loss of one's own: label smoothing, and a second head for the token after the next.
+"""jaxtp's decoder with a loss of one's own: label smoothing, and a second head for the token after
+the next.
 
     python scripts/examples/own_loss.py --mesh fsdp=2,tp=4
 
@@ -16,8 +17,12 @@ from jax import Array
 
 import jaxtp
 
-CONFIG = jaxtp.ModelConfig(vocab_size=256, d_model=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16, d_ff=128)
-TEXT = np.frombuffer(b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))), np.uint8)
+CONFIG = jaxtp.ModelConfig(
+    vocab_size=256, d_model=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16, d_ff=128
+)
+TEXT = np.frombuffer(
+    b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))), np.uint8
+)
 
 
 class TwoTokens(jaxtp.Decoder):
@@ -26,7 +31,9 @@ class TwoTokens(jaxtp.Decoder):
         self.second = nnx.Linear(config.d_model, config.vocab_size, rngs=rngs)
 
 
-def loss(model: TwoTokens, batch: dict[str, Array], key: Array) -> tuple[Array, int, dict[str, Array]]:
+def loss(
+    model: TwoTokens, batch: dict[str, Array], key: Array
+) -> tuple[Array, int, dict[str, Array]]:
     tokens = batch["tokens"]
     hidden = model.hidden(tokens[:, :-2])
     first = smoothed(model.logits_of_hidden(hidden), tokens[:, 1:-1])

@@ -17,7 +17,14 @@ from tunix.models.llama3.model import Llama3, ModelConfig
 
 from jaxtp import Task, Trainer
 
-SIZES = {"num_layers": 2, "vocab_size": 256, "embed_dim": 64, "hidden_dim": 128, "num_heads": 4, "num_kv_heads": 4}
+SIZES = {
+    "num_layers": 2,
+    "vocab_size": 256,
+    "embed_dim": 64,
+    "hidden_dim": 128,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+}
 CONFIG = ModelConfig(**SIZES, head_dim=16, rope_theta=500_000, norm_eps=1e-5)
 PLAN: dict[str, object] = {}
 
@@ -27,7 +34,8 @@ def build(rngs: nnx.Rngs) -> Llama3:
 
 
 def loss(model: Llama3, batch: dict[str, Array], key: Array) -> tuple[Array, int]:
-    inputs, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    inputs = batch["tokens"][:, :-1]
+    labels = batch["tokens"][:, 1:]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
     causal = nnx.make_causal_mask(inputs)[:, 0]
     logits, _ = model(inputs, positions, None, causal)

@@ -2,10 +2,10 @@
 
     python scripts/examples/recurrent.py --mesh fsdp=2,tp=4
 
-The units of an LSTM can be split: a unit's four gates, and its memory c, are on one device. The output h cannot: each
-gate of the next step reads all of h, so each step all-gathers it, which pays off only for the memory of wide cells.
-`nnx.GRUCell` and `nnx.OptimizedLSTMCell` stay whole: they compute all gates in one layer and slice its output, so a
-device would get one gate of all units.
+The units of an LSTM can be split: a unit's four gates, and its memory c, are on one device. The
+output h cannot: each gate of the next step reads all of h, so each step all-gathers it, which pays
+off only for the memory of wide cells. `nnx.GRUCell` and `nnx.OptimizedLSTMCell` stay whole: they
+compute all gates in one layer and slice its output, so a device would get one gate of all units.
 """
 
 import numpy as np
@@ -17,7 +17,8 @@ from jax import Array
 from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, Shard, Task, Trainer
 
 PLAN = {
-    "rnn.cell": PrepareInput((None, Replicate()), (None, Replicate())),  # x in (carry, x), for the four layers below
+    # x in (carry, x), for the four layers below
+    "rnn.cell": PrepareInput((None, Replicate()), (None, Replicate())),
     "rnn.cell.{ii,if_,ig,io}": Colwise(),
     "rnn.cell.{hi,hf,hg,ho}": Colwise(input_layouts=Shard(-1)),  # h is split, and all-gathered
     "up": Colwise(),
@@ -29,7 +30,8 @@ class Recurrent(nnx.Module):
     def __init__(self, width: int = 32, *, rngs: nnx.Rngs):
         self.embedding = nnx.Linear(1, width, rngs=rngs)
         self.rnn = nnx.RNN(nnx.LSTMCell(width, width, rngs=rngs), rngs=rngs)
-        self.up, self.down = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, 4, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, 4, rngs=rngs)
 
     def __call__(self, samples: Array) -> Array:
         h = self.rnn(nnx.gelu(self.embedding(samples)))
@@ -38,14 +40,24 @@ class Recurrent(nnx.Module):
 
 def loss(model: Recurrent, batch: dict[str, Array], key: Array) -> tuple[Array, int]:
     logits = model(batch["samples"])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).sum(), len(logits)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).sum(), len(
+        logits
+    )
 
 
 def batches(step: int, size: int = 64) -> dict[str, np.ndarray]:
-    """Returns samples `[64, 16, 1]`, and labels `[64]`: sine, square, triangle or sawtooth waves."""
+    """Returns samples `[64, 16, 1]`, and labels `[64]`: sine, square, triangle or sawtooth
+    waves.
+    """
     random = np.random.default_rng(step)
-    labels, turns = random.integers(4, size=size), (np.arange(16) / 8 + random.uniform(size=(size, 1))) % 1
-    waves = [sine := np.sin(2 * np.pi * turns), np.sign(sine), 4 * np.abs(turns - 0.5) - 1, 2 * turns - 1]
+    labels = random.integers(4, size=size)
+    turns = (np.arange(16) / 8 + random.uniform(size=(size, 1))) % 1
+    waves = [
+        sine := np.sin(2 * np.pi * turns),
+        np.sign(sine),
+        4 * np.abs(turns - 0.5) - 1,
+        2 * turns - 1,
+    ]
     samples = np.stack(waves)[labels, np.arange(size)] + 0.05 * random.normal(size=turns.shape)
     return {"samples": samples[..., None], "labels": labels}
 

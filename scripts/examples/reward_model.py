@@ -1,9 +1,10 @@
-"""A reward model (Bradley-Terry): a score of a text, trained on pairs of which one text is preferred.
+"""A reward model (Bradley-Terry): a score of a text, trained on pairs of which one text is
+preferred.
 
     python scripts/examples/reward_model.py --mesh fsdp=2,tp=4
 
-The score is a linear head on the decoder's hidden state of the last token. Preferred is the source of these examples,
-rejected the same text with a tenth of its bytes replaced.
+The score is a linear head on the decoder's hidden state of the last token. Preferred is the source
+of these examples, rejected the same text with a tenth of its bytes replaced.
 """
 
 import jax
@@ -21,7 +22,9 @@ import jaxtp
 class RewardModel(jaxtp.Decoder):
     def __init__(self, config: jaxtp.ModelConfig = CONFIG, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
-        self.score = nnx.Linear(config.d_model, 1, kernel_metadata={"out_sharding": P(jaxtp.FSDP, None)}, rngs=rngs)
+        self.score = nnx.Linear(
+            config.d_model, 1, kernel_metadata={"out_sharding": P(jaxtp.FSDP, None)}, rngs=rngs
+        )
 
     def rewards(self, ids: Array) -> Array:
         sequences = self.sequences(ids)
@@ -29,16 +32,27 @@ class RewardModel(jaxtp.Decoder):
         return self.score(hidden[:, -1])[:, 0]
 
 
-def loss(model: RewardModel, batch: dict[str, Array], key: Array) -> tuple[Array, int, dict[str, Array]]:
+def loss(
+    model: RewardModel, batch: dict[str, Array], key: Array
+) -> tuple[Array, int, dict[str, Array]]:
     margins = model.rewards(batch["chosen"]) - model.rewards(batch["rejected"])
-    return -jax.nn.log_sigmoid(margins).sum(), len(margins), {"accuracy": (margins > 0).sum(), "margin": margins.sum()}
+    return (
+        -jax.nn.log_sigmoid(margins).sum(),
+        len(margins),
+        {"accuracy": (margins > 0).sum(), "margin": margins.sum()},
+    )
 
 
 def batches(step: int, size: int = 32, length: int = 32) -> dict[str, np.ndarray]:
     random = np.random.default_rng(step)
-    chosen = TEXT[random.integers(len(TEXT) - length, size=(size, 1)) + np.arange(length)].astype(np.int32)
+    chosen = TEXT[random.integers(len(TEXT) - length, size=(size, 1)) + np.arange(length)].astype(
+        np.int32
+    )
     noise = random.integers(32, 127, chosen.shape, np.int32)
-    return {"chosen": chosen, "rejected": np.where(random.random(chosen.shape) < 0.1, noise, chosen)}
+    return {
+        "chosen": chosen,
+        "rejected": np.where(random.random(chosen.shape) < 0.1, noise, chosen),
+    }
 
 
 def main(mesh: str = "fsdp=2,tp=4", steps: int = 60, folder: str = "runs/reward_model") -> None:

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-SIDE, CLASSES = 16, 8
+SIDE = 16
+CLASSES = 8
 ROW = np.dtype([("images", np.float32, (SIDE, SIDE, 1)), ("labels", np.int32)])
 
 
 class Textures:
-    """A dataset of dicts with `images [16, 16, 1]` and `labels`, the direction and frequency of a wave.
+    """A dataset of dicts with `images [16, 16, 1]` and `labels`, the direction and frequency of a
+    wave.
 
     It reads a file, and writes it first if there is none.
     """
@@ -33,12 +35,15 @@ class Textures:
 
 def generated(size: int) -> np.ndarray:
     """Returns `size` rows."""
-    random, rows = np.random.default_rng(0), np.zeros(size, ROW)
+    random = np.random.default_rng(0)
+    rows = np.zeros(size, ROW)
     labels = rows["labels"] = random.integers(CLASSES, size=size)
     directions = np.array([(1, 0), (0, 1), (1, 1), (1, -1)])[labels % 4]
     waves = directions * np.where(labels < 4, 0.8, 1.6)[:, None]
     grid = np.stack(np.meshgrid(np.arange(SIDE), np.arange(SIDE), indexing="ij"))
     phase = random.uniform(0, 2 * np.pi, (size, 1, 1))
-    images = np.sin(np.einsum("bk,kxy->bxy", waves, grid) + phase) + 0.3 * random.normal(size=(size, SIDE, SIDE))
+    images = np.sin(np.einsum("bk,kxy->bxy", waves, grid) + phase) + 0.3 * random.normal(
+        size=(size, SIDE, SIDE)
+    )
     rows["images"] = images[..., None]
     return rows

@@ -11,8 +11,10 @@ from textures import CLASSES, SIDE, Textures
 
 from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, Task, Trainer
 
-PLAN = {  # attention is split by heads, the MLP by hidden features; the patch convolution stays whole
-    "blocks.*.attention": PrepareInput(Replicate(), Replicate()),  # one reduction for query, key and value
+# attention is split by heads, the MLP by hidden features; the patch convolution stays whole
+PLAN = {
+    # one reduction for query, key and value
+    "blocks.*.attention": PrepareInput(Replicate(), Replicate()),
     "blocks.*.{attention.{query,key,value},mlp.layers.0}": Colwise(),
     "blocks.*.{attention.out,mlp.layers.2}": Rowwise(),
 }
@@ -20,9 +22,12 @@ PLAN = {  # attention is split by heads, the MLP by hidden features; the patch c
 
 class Block(nnx.Module):
     def __init__(self, dim: int, num_heads: int, rngs: nnx.Rngs):
-        self.attention_norm, self.mlp_norm = nnx.LayerNorm(dim, rngs=rngs), nnx.LayerNorm(dim, rngs=rngs)
+        self.attention_norm = nnx.LayerNorm(dim, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(dim, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(num_heads, dim, decode=False, rngs=rngs)
-        self.mlp = nnx.Sequential(nnx.Linear(dim, 4 * dim, rngs=rngs), nnx.gelu, nnx.Linear(4 * dim, dim, rngs=rngs))
+        self.mlp = nnx.Sequential(
+            nnx.Linear(dim, 4 * dim, rngs=rngs), nnx.gelu, nnx.Linear(4 * dim, dim, rngs=rngs)
+        )
 
     def __call__(self, x: Array) -> Array:
         x = x + self.attention(self.attention_norm(x))
@@ -30,11 +35,14 @@ class Block(nnx.Module):
 
 
 class VisionTransformer(nnx.Module):
-    def __init__(self, dim: int = 32, num_heads: int = 8, depth: int = 2, patch: int = 4, *, rngs: nnx.Rngs):
+    def __init__(
+        self, dim: int = 32, num_heads: int = 8, depth: int = 2, patch: int = 4, *, rngs: nnx.Rngs
+    ):
         self.patches = nnx.Conv(1, dim, (patch, patch), strides=(patch, patch), rngs=rngs)
         self.positions = nnx.Param(0.02 * rngs.params.normal(((SIDE // patch) ** 2, dim)))
         self.blocks = nnx.List([Block(dim, num_heads, rngs) for _ in range(depth)])
-        self.norm, self.head = nnx.LayerNorm(dim, rngs=rngs), nnx.Linear(dim, CLASSES, rngs=rngs)
+        self.norm = nnx.LayerNorm(dim, rngs=rngs)
+        self.head = nnx.Linear(dim, CLASSES, rngs=rngs)
 
     def __call__(self, images: Array) -> Array:
         x = self.patches(images).reshape(len(images), *self.positions.shape) + self.positions[...]
@@ -43,8 +51,11 @@ class VisionTransformer(nnx.Module):
         return self.head(self.norm(x).mean(1))
 
 
-def loss(model: VisionTransformer, batch: dict[str, Array], key: Array) -> tuple[Array, int, dict[str, Array]]:
-    logits, labels = model(batch["images"]), batch["labels"]
+def loss(
+    model: VisionTransformer, batch: dict[str, Array], key: Array
+) -> tuple[Array, int, dict[str, Array]]:
+    logits = model(batch["images"])
+    labels = batch["labels"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return losses.sum(), len(labels), {"accuracy": (logits.argmax(-1) == labels).sum()}
 
@@ -54,7 +65,8 @@ def main(mesh: str = "fsdp=2,tp=4", steps: int = 60, folder: str = "runs/vit") -
         trainer.run_to_end()
 
 
-build, batches = VisionTransformer, Textures
+build = VisionTransformer
+batches = Textures
 TASK = Task(model=build, plan=PLAN, loss=loss, batches=batches, optimizer=optax.adamw(3e-3))
 if __name__ == "__main__":
     tyro.cli(main)

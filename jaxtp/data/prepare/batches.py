@@ -1,6 +1,7 @@
 """Reads documents in hashed batches.
 
-Only a document's hash decides whether it is held out, a duplicate, or in the tokenizer's training sample.
+Only a document's hash decides whether it is held out, a duplicate, or in the tokenizer's training
+sample.
 """
 
 import hashlib
@@ -25,11 +26,15 @@ from jaxtp.data.prepare.readers import (
 
 BATCH_BYTES = 2**22
 BATCH_DOCUMENTS = 2**13
-FEW = 1000  # Up to this many documents the number held out is exact; with more, hashes alone come close to the share
+# Up to this many documents the number held out is exact; with more, hashes alone come close to the
+# share
+FEW = 1000
 
 
 MANY_PROBLEMS = 100_000
-"""After this many unreadable rows `threshold` reads no more, if the command will end at the first of them."""
+"""After this many unreadable rows `threshold` reads no more, if the command will end at the
+first of them.
+"""
 
 
 class Entry(NamedTuple):
@@ -50,11 +55,18 @@ class Batch:
     problems: list[BadInputError] = field(default_factory=list)
 
 
-def batches(sources: Sequence[Source], fields: Fields, start: Position, on_error: str) -> Iterator[Batch]:
-    """Yields documents from `start`; with `on_error` "stop", raises at a problem, after all documents before it."""
-    done, batch, size = 0, Batch(start), 0
+def batches(
+    sources: Sequence[Source], fields: Fields, start: Position, on_error: str
+) -> Iterator[Batch]:
+    """Yields documents from `start`; with `on_error` "stop", raises at a problem, after all
+    documents before it.
+    """
+    done = 0
+    batch = Batch(start)
+    size = 0
     for index, source in enumerate(sources):
-        before, done = done, done + source.size
+        before = done
+        done = done + source.size
         if index < start.source:
             continue
         for event in read_source(source, start.item if index == start.source else 0, fields):
@@ -71,16 +83,19 @@ def batches(sources: Sequence[Source], fields: Fields, start: Position, on_error
             batch.done = done if is_last else before + event.done
             if size >= BATCH_BYTES or len(batch.entries) + len(batch.problems) >= BATCH_DOCUMENTS:
                 yield batch
-                batch, size = Batch(batch.position), 0
+                batch = Batch(batch.position)
+                size = 0
     yield batch
 
 
 def _entry(turns: tuple[Turn, ...]) -> Entry:
     """Hashes prompt lengths too: another division into prompt and text is another document."""
-    digest, sizes = hashlib.sha256(), []
+    digest = hashlib.sha256()
+    sizes = []
     for turn in turns:
         plain = without_marks if turn.is_rendered else str
-        prompt, text = plain(turn.prompt or "").encode(), plain(turn.text).encode()
+        prompt = plain(turn.prompt or "").encode()
+        text = plain(turn.text).encode()
         if turn.prompt is not None:
             digest.update(len(prompt).to_bytes(8, "little") + prompt)
         digest.update(text)
@@ -101,8 +116,8 @@ def split_of(digest: bytes, held_out: float) -> str:
 def threshold(sources: Sequence[Source], fields: Fields, config: PrepareConfig) -> float:
     """Returns the `fraction` below which a document is held out.
 
-    With many documents it is `--held-out`. With few, it is the threshold that holds out the number of documents nearest
-    to the share; at least one document remains for training.
+    With many documents it is `--held-out`. With few, it is the threshold that holds out the number
+    of documents nearest to the share; at least one document remains for training.
     """
     if not config.held_out:
         return 0.0
@@ -117,6 +132,7 @@ def threshold(sources: Sequence[Source], fields: Fields, config: PrepareConfig) 
             break
     fractions = sorted(set(fractions) if config.dedup else fractions)
     target = config.held_out * len(fractions)
-    borders = [i for i in range(1, len(fractions)) if fractions[i - 1] < fractions[i]]  # equal documents share a split
+    # equal documents share a split
+    borders = [i for i in range(1, len(fractions)) if fractions[i - 1] < fractions[i]]
     held_out = min((0, *borders), key=lambda count: (abs(count - target), -count))
     return fractions[held_out] if held_out else 0.0

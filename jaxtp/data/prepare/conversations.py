@@ -1,7 +1,8 @@
-"""Converts conversations to documents: each assistant answer, with everything before it as its prompt.
+"""Converts conversations to documents: each assistant answer, with everything before it as its
+prompt.
 
-A template may render an earlier answer differently from the last. A document per answer trains on exactly the inference
-input, but repeats the beginning of a conversation.
+A template may render an earlier answer differently from the last. A document per answer trains on
+exactly the inference input, but repeats the beginning of a conversation.
 """
 
 import datetime
@@ -51,7 +52,9 @@ _PROBE = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}]
 
 
 class Conversations:
-    """Renders and tokenizes conversations; sets the tokenizer's prefix and end token to the template's."""
+    """Renders and tokenizes conversations; sets the tokenizer's prefix and end token to the
+    template's.
+    """
 
     def __init__(self, config: PrepareConfig, tokenizer: Tokenizer):
         self._config = config
@@ -68,7 +71,9 @@ class Conversations:
             prefix = info.prefix if np.array_equal(first[: len(info.prefix)], info.prefix) else ()
             ends = [token for token in last.tolist() if token in self._rendered.ids]
             is_named = config.eos is not None or config.no_eos
-            tokenizer.info = replace(info, prefix=prefix, eos_id=info.eos_id if is_named or not ends else ends[-1])
+            tokenizer.info = replace(
+                info, prefix=prefix, eos_id=info.eos_id if is_named or not ends else ends[-1]
+            )
 
     def of_row(self, row: Row) -> tuple[Turn, ...]:
         """Like `turns`, of a row's conversation."""
@@ -85,11 +90,16 @@ class Conversations:
     def encode(self, turns: Sequence[Turn]) -> list[list[Tokens]]:
         """Returns prompt ids and answer ids of each turn."""
         pairs = [(turn.prompt or "", turn.text) for turn in turns]
-        return [[part.astype(self._dtype) for part in parts] for parts in self._rendered.encode_batch(pairs)]
+        return [
+            [part.astype(self._dtype) for part in parts]
+            for parts in self._rendered.encode_batch(pairs)
+        ]
 
     @property
     def day(self) -> str | None:
-        """The day that the template reads as today; None if it reads none, or until the dataset has one."""
+        """The day that the template reads as today; None if it reads none, or until the dataset
+        has one.
+        """
         return self._template.day
 
     def set_day(self, day: str | None) -> None:
@@ -102,10 +112,14 @@ class Conversations:
         if self.day is not None:
             described[TEMPLATE_DAY] = self.day
         write_atomically(folder / TEMPLATE, self._text.encode())
-        write_atomically(folder / TOKENIZER_CONFIG, (json.dumps(described, indent=1) + "\n").encode())
+        write_atomically(
+            folder / TOKENIZER_CONFIG, (json.dumps(described, indent=1) + "\n").encode()
+        )
 
     def _limited(self, turns: Iterable[Turn]) -> tuple[Turn, ...]:
-        kept, size, most = [], 0, self._config.max_document_bytes
+        kept = []
+        size = 0
+        most = self._config.max_document_bytes
         for turn in turns:
             kept.append(turn)
             size += sum(len((text or "").encode()) for text in turn[:2])
@@ -118,10 +132,14 @@ class Conversations:
         whole = self._template.render(messages[: index + 1], answer=False)
         if not whole.startswith(before):
             raise ChatError(
-                f"message {index + 1}: the template starts this answer differently from its generation prompt, "
-                f"{without_marks(self._tokens.mark(before))[-40:]!r}; give another template by --template FILE"
+                f"message {index + 1}: the template starts this answer differently from its "
+                "generation prompt, "
+                f"{without_marks(self._tokens.mark(before))[-40:]!r}; give another template by "
+                "--template FILE"
             )
-        return Turn(self._tokens.mark(before), self._tokens.mark(whole[len(before) :]), is_rendered=True)
+        return Turn(
+            self._tokens.mark(before), self._tokens.mark(whole[len(before) :]), is_rendered=True
+        )
 
 
 def template_of(config: PrepareConfig) -> tuple[str, str]:
@@ -138,7 +156,9 @@ def template_of(config: PrepareConfig) -> tuple[str, str]:
 
 
 def first_day(config: PrepareConfig) -> str | None:
-    """Returns the day for a new dataset's template, which is today unless the user names one; None without a day."""
+    """Returns the day for a new dataset's template, which is today unless the user names one;
+    None without a day.
+    """
     if config.messages is None or not writes_day(template_of(config)[0]):
         return None
     return config.date or datetime.date.today().isoformat()
@@ -153,7 +173,8 @@ def template_checksum(config: PrepareConfig) -> str:
 def _special_tokens(config: PrepareConfig, tokenizer: Tokenizer) -> dict[str, str]:
     if config.tokenizer is None or not isinstance(tokenizer, HuggingFaceTokenizer):
         return {}
-    info, tokens = tokenizer.info, {}
+    info = tokenizer.info
+    tokens = {}
     if info.prefix:
         tokens["bos_token"] = tokenizer.spelling(info.prefix[0])
     if info.eos_id is not None:
@@ -171,11 +192,17 @@ def _messages(row: Row, fields: Fields) -> object:
     if fields.prompt is not None:
         question = "\n\n".join(str(text) for text in (row[fields.prompt], row.get("input")) if text)
         history = row.get("history") or []
-        if not isinstance(history, list) or any(not isinstance(turn, list) or len(turn) != 2 for turn in history):
+        if not isinstance(history, list) or any(
+            not isinstance(turn, list) or len(turn) != 2 for turn in history
+        ):
             raise ChatError(f"'history' is no list of pairs of texts, but {shorten(history)}")
         turns = [*history, [question, messages]]
         roles = ("user", ASSISTANT)
-        messages = [{"role": r, "content": text} for turn in turns for r, text in zip(roles, turn, strict=True)]
+        messages = [
+            {"role": r, "content": text}
+            for turn in turns
+            for r, text in zip(roles, turn, strict=True)
+        ]
     return with_system(messages, row.get("system")) if isinstance(messages, list) else messages
 
 
@@ -183,13 +210,18 @@ def with_system(messages: list[Message], system: object) -> list[Message]:
     """Puts a row's system message, if it has one, before the others."""
     if not system:
         return messages
-    if any(isinstance(each, dict) and "system" in (each.get("role"), each.get("from")) for each in messages):
+    if any(
+        isinstance(each, dict) and "system" in (each.get("role"), each.get("from"))
+        for each in messages
+    ):
         raise ChatError("there are two system messages, one of them in the field 'system'")
     return [{"role": "system", "content": system}, *messages]
 
 
 def checked(messages: object, media_as_text: bool) -> list[Message]:
-    """Returns messages with role and content, converted from ShareGPT's keys and from lists of parts."""
+    """Returns messages with role and content, converted from ShareGPT's keys and from lists of
+    parts.
+    """
     if messages == []:
         raise ChatError("the list of messages is empty")
     if not isinstance(messages, list):
@@ -197,11 +229,15 @@ def checked(messages: object, media_as_text: bool) -> list[Message]:
     kept: list[Message] = []
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
-            raise ChatError(f"message {number} is not an object with role and content, but {shorten(message)}")
+            raise ChatError(
+                f"message {number} is not an object with role and content, but {shorten(message)}"
+            )
         if message.get("role") is None and {"from", "value"} <= message.keys():
             role = message["from"]
             if not isinstance(role, str) or role not in _ROLES:
-                raise ChatError(f"message {number} is from {shorten(role)}, and not from {', '.join(_ROLES)}")
+                raise ChatError(
+                    f"message {number} is from {shorten(role)}, and not from {', '.join(_ROLES)}"
+                )
             message = {"role": _ROLES[role], "content": message["value"]}
         if message.get("tool_calls") and message.get("content") is None:
             message = {**message, "content": ""}
@@ -212,11 +248,14 @@ def checked(messages: object, media_as_text: bool) -> list[Message]:
         for key in ("role", "content"):
             if not isinstance(message[key], str):
                 fix = "; give it a text, or remove the message" if message[key] is None else ""
-                raise ChatError(f"message {number}: {key!r} is not a string, but {shorten(message[key])}{fix}")
+                raise ChatError(
+                    f"message {number}: {key!r} is not a string, but {shorten(message[key])}{fix}"
+                )
         if (found := _MEDIA.search(message["content"])) and not media_as_text:
             raise BadInputError(
                 MEDIA,
-                f"message {number} has {found[0]}, and only text is read; --media-as-text keeps that word as text",
+                f"message {number} has {found[0]}, and only text is read; --media-as-text keeps "
+                "that word as text",
             )
         kept.append(message)
     return kept
@@ -241,7 +280,10 @@ def _no_answer(roles: Sequence[str]) -> ChatError:
     names = ", ".join(map(repr, dict.fromkeys(roles)))
     meant = next((role for role in roles if _ROLES.get(role.lower()) == ASSISTANT), None)
     fix = "" if meant is None else f"; write {ASSISTANT!r} instead of {meant!r}"
-    return ChatError(f"no message has the role {ASSISTANT!r}, so there is no answer to learn; it has {names}{fix}")
+    return ChatError(
+        f"no message has the role {ASSISTANT!r}, so there is no answer to learn; it has "
+        f"{names}{fix}"
+    )
 
 
 def _joined(content: object) -> object:
@@ -250,7 +292,9 @@ def _joined(content: object) -> object:
         return content
     texts: list[str] = []
     for part in content:
-        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+        kind, text = (
+            (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+        )
         if isinstance(kind, str) and (medium := _MEDIUM.search(kind)):
             texts.append(f"<{medium[0]}>")
         elif isinstance(text, str):

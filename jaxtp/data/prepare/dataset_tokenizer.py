@@ -34,7 +34,8 @@ def named_tokenizer(config: PrepareConfig) -> Tokenizer | None:
 
 def open_tokenizer(job: Job, state: State) -> Tokenizer:
     """Opens or trains the dataset's tokenizer and writes its file."""
-    path, config = job.out / TOKENIZER, job.config
+    path = job.out / TOKENIZER
+    config = job.config
     if state.tokenizer is None and config.tokenizer is not None:
         write_atomically(path, read_tokenizer(tokenizer_file(config.tokenizer)))
     elif state.tokenizer is None and job.tokenizer is None:
@@ -43,7 +44,9 @@ def open_tokenizer(job: Job, state: State) -> Tokenizer:
     if state.tokenizer is None:
         state.tokenizer = tokenizer.info
         state.save(job.out)
-    elif state.tokenizer.sha256 is not None and not (path.exists() and sha256(path) == state.tokenizer.sha256):
+    elif state.tokenizer.sha256 is not None and not (
+        path.exists() and sha256(path) == state.tokenizer.sha256
+    ):
         raise damaged_error(path, "it is not the tokenizer that made the tokens so far")
     return tokenizer
 
@@ -51,9 +54,13 @@ def open_tokenizer(job: Job, state: State) -> Tokenizer:
 def describe(tokenizer: Tokenizer) -> Iterator[str]:
     """Yields how documents start and end; nothing for bytes."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        prefix, end = tokenizer.info.prefix, tokenizer.info.eos_id
+        prefix = tokenizer.info.prefix
+        end = tokenizer.info.eos_id
         if prefix:
-            yield f"begin with {' '.join(f'{tokenizer.spelling(token)} ({token})' for token in prefix)}"
+            yield (
+                "begin with "
+                f"{' '.join(f'{tokenizer.spelling(token)} ({token})' for token in prefix)}"
+            )
         if end is not None:
             yield f"end with {tokenizer.spelling(end)} ({end})"
 
@@ -63,7 +70,9 @@ def _with_special_tokens(content: bytes, name: str, config: PrepareConfig) -> Hu
     if eos is None and not config.no_eos:  # None: search for a well-known name
         eos = end_token(tokenizer_file(config.tokenizer).parent) if config.tokenizer else _END_TOKEN
     special = config.special_tokens
-    tokenizer = IsolatedTokenizer(content, name, eos=eos, has_eos=not config.no_eos, special_tokens=special)
+    tokenizer = IsolatedTokenizer(
+        content, name, eos=eos, has_eos=not config.no_eos, special_tokens=special
+    )
     if config.tokenizer is not None and config.bos == "auto":
         tokenizer.info = replace(tokenizer.info, prefix=tokenizer.prefix)
     return tokenizer
@@ -74,7 +83,9 @@ def _train_bpe(job: Job) -> bytes:
         from tokenizers import Tokenizer as Library
         from tokenizers import decoders, models, pre_tokenizers, trainers
     except ImportError:
-        raise PrepareError("--train-bpe needs the library tokenizers: pip install 'jaxtp[data]'") from None
+        raise PrepareError(
+            "--train-bpe needs the library tokenizers: pip install 'jaxtp[data]'"
+        ) from None
     assert job.config.train_bpe is not None
     tokenizer = Library(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -101,5 +112,9 @@ def _sampled_texts(job: Job) -> Iterator[str]:
                 for turn in entry.turns:
                     yield from filter(None, (turn.text, turn.prompt))
     if not chosen:
-        raise PrepareError("nothing to train a tokenizer on: the inputs, without the held-out part, have no text")
-    print(f"training a BPE tokenizer of {config.train_bpe:,} on {chosen:,} bytes of text", flush=True)
+        raise PrepareError(
+            "nothing to train a tokenizer on: the inputs, without the held-out part, have no text"
+        )
+    print(
+        f"training a BPE tokenizer of {config.train_bpe:,} on {chosen:,} bytes of text", flush=True
+    )

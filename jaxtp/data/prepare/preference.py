@@ -1,7 +1,9 @@
-"""Converts preference data to pairs of documents: a chosen and a rejected answer, each after the same prompt.
+"""Converts preference data to pairs of documents: a chosen and a rejected answer, each after the
+same prompt.
 
-A row has texts, or lists of messages for the chat template. If it has no prompt, `chosen` and `rejected` start with it:
-the prompt is every message but the last, or the beginning that the texts share.
+A row has texts, or lists of messages for the chat template. If it has no prompt, `chosen` and
+`rejected` start with it: the prompt is every message but the last, or the beginning that the texts
+share.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,10 +16,14 @@ from jaxtp.data.prepare.conversations import Conversations, checked, with_system
 from jaxtp.data.prepare.prepare_config import CHOSEN, REJECTED, PrepareConfig
 from jaxtp.data.prepare.readers import NO_CONVERSATION, BadInputError, Fields, Row, Turn, text_of
 
-_NO_PAIR, _EMPTY_ANSWER, _EQUAL_ANSWERS = "no pair", "empty answer", "equal answers"
+_NO_PAIR = "no pair"
+_EMPTY_ANSWER = "empty answer"
+_EQUAL_ANSWERS = "equal answers"
 """Kinds of problems, as `dataset.json` counts them."""
 _ANSWER = "\n\nAssistant:"
-"""Starts each answer in the texts of Anthropic's HH; the last one that both texts have starts the pair's answers."""
+"""Starts each answer in the texts of Anthropic's HH; the last one that both texts have starts
+the pair's answers.
+"""
 
 
 def fields_of_texts(config: PrepareConfig) -> Fields:
@@ -32,10 +38,13 @@ class PairsOfConversations(Conversations):
         """Returns the chosen and the rejected answer; raises `BadInputError`."""
         with _naming(self._config.prompt_name):
             prompt = self._prompt(row)
-        prompts, turns = [], []
+        prompts = []
+        turns = []
         for name in (CHOSEN, REJECTED):
             with _naming(name):
-                whole = with_system(self._whole(row, name, prompt), row.get("system") and text_of(row, "system"))
+                whole = with_system(
+                    self._whole(row, name, prompt), row.get("system") and text_of(row, "system")
+                )
                 *before, answer = self._tokens.escape(whole)
                 prompts.append(before)
                 turns.append(self._turn([*before, answer], len(before)))
@@ -44,7 +53,8 @@ class PairsOfConversations(Conversations):
         if prompts[0] != prompts[1]:
             raise BadInputError(
                 _NO_PAIR,
-                f"{CHOSEN!r} and {REJECTED!r} differ in message {_num_shared(*prompts) + 1}, before the answer; only "
+                f"{CHOSEN!r} and {REJECTED!r} differ in message {_num_shared(*prompts) + 1}, "
+                "before the answer; only "
                 "their last messages may differ",
             )
         return self._limited(_different(*turns))
@@ -61,24 +71,36 @@ class PairsOfConversations(Conversations):
         value = row[name]
         if isinstance(value, str):
             value = {"role": ASSISTANT, "content": value}
-        messages = checked([value] if isinstance(value, dict) else value, self._config.media_as_text)
+        messages = checked(
+            [value] if isinstance(value, dict) else value, self._config.media_as_text
+        )
         if messages[0]["role"] == ASSISTANT:
             messages = [*prompt, *messages]
-        elif prompt and not any(_said(messages[i : i + len(prompt)]) == _said(prompt) for i in range(len(messages))):
-            raise ChatError(f"it starts with a message of the role {messages[0]['role']!r}, but not with the prompt")
+        elif prompt and not any(
+            _said(messages[i : i + len(prompt)]) == _said(prompt) for i in range(len(messages))
+        ):
+            raise ChatError(
+                f"it starts with a message of the role {messages[0]['role']!r}, but not with "
+                "the prompt"
+            )
         if (role := messages[-1]["role"]) != ASSISTANT:
-            raise ChatError(f"the last message has the role {role!r}; it should be the answer of {ASSISTANT!r}")
+            raise ChatError(
+                f"the last message has the role {role!r}; it should be the answer of {ASSISTANT!r}"
+            )
         if len(messages) == 1:
             raise _no_prompt(self._config.prompt_name)
         return messages
 
 
 def _texts(prompt_name: str, row: Row) -> tuple[Turn, ...]:
-    chosen, rejected = text_of(row, CHOSEN), text_of(row, REJECTED)
+    chosen = text_of(row, CHOSEN)
+    rejected = text_of(row, REJECTED)
     if row.get(prompt_name) is not None:
         prompt = text_of(row, prompt_name)
     elif (cut := _shared(chosen, rejected)) > 0:
-        prompt, chosen, rejected = chosen[:cut], chosen[cut:], rejected[cut:]
+        prompt = chosen[:cut]
+        chosen = chosen[cut:]
+        rejected = rejected[cut:]
     else:
         raise _no_prompt(prompt_name)
     for name, text in ((CHOSEN, chosen), (REJECTED, rejected)):
@@ -88,7 +110,9 @@ def _texts(prompt_name: str, row: Row) -> tuple[Turn, ...]:
 
 
 def _shared(chosen: str, rejected: str) -> int:
-    """Returns where the answers start; without HH's mark, at the last word or line that both texts start alike."""
+    """Returns where the answers start; without HH's mark, at the last word or line that both
+    texts start alike.
+    """
     both = chosen[: _num_shared(chosen, rejected)]
     if (mark := both.rfind(_ANSWER)) >= 0:
         return mark + len(_ANSWER)
@@ -117,7 +141,8 @@ def _empty(name: str) -> BadInputError:
 def _no_prompt(name: str) -> BadInputError:
     return BadInputError(
         _NO_PAIR,
-        f"there is no {name!r}, and {CHOSEN!r} and {REJECTED!r} do not start with one; --prompt-field NAME names it",
+        f"there is no {name!r}, and {CHOSEN!r} and {REJECTED!r} do not start with one; "
+        "--prompt-field NAME names it",
     )
 
 

@@ -14,9 +14,23 @@ Count = Annotated[int, Field(ge=1, lt=2**40), allowed("1 or more")]
 Patterns = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN")]
 
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end token
-TEXT_FIELD, PROMPT_FIELD, CHOSEN, REJECTED = "text", "prompt", "chosen", "rejected"
+TEXT_FIELD = "text"
+PROMPT_FIELD = "prompt"
+CHOSEN = "chosen"
+REJECTED = "rejected"
 FIRST = (
-    *("inputs", "out", "tokenizer", "train_bpe", "field", "messages", "preference", "template", "include", "held_out"),
+    *(
+        "inputs",
+        "out",
+        "tokenizer",
+        "train_bpe",
+        "field",
+        "messages",
+        "preference",
+        "template",
+        "include",
+        "held_out",
+    ),
     *("dedup", "on_error", "overwrite", "json", "verify"),
 )
 """Settings at the top of the help."""
@@ -26,10 +40,13 @@ FIRST = (
 class PrepareConfig:
     """Settings of `jaxtp prepare`."""
 
-    inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT", help_behavior_hint="")] = ()
-    """Text, .jsonl, .json and .parquet files (all but Parquet also as .gz and .zst), folders of them, and Hugging Face
-    datasets: hf:NAME:SPLIT, or hf:FOLDER[:SPLIT] from save_to_disk. A .json file named here holds a list of objects, or
-    an object in each line."""
+    inputs: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT", help_behavior_hint="")
+    ] = ()
+    """Text, .jsonl, .json and .parquet files (all but Parquet also as .gz and .zst), folders of
+    them, and Hugging Face datasets: hf:NAME:SPLIT, or hf:FOLDER[:SPLIT] from save_to_disk. A .json
+    file named here holds a list of objects, or an object in each line.
+    """
 
     out: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder for the dataset; after an interruption the same command resumes in it."""
@@ -38,7 +55,9 @@ class PrepareConfig:
     """A tokenizer.json of Hugging Face, or a folder with one, such as the model to tune; by default
     every byte is a token."""
 
-    train_bpe: Annotated[int | None, Field(ge=MIN_VOCAB_SIZE, le=2**20), tyro.conf.arg(metavar="SIZE")] = None
+    train_bpe: Annotated[
+        int | None, Field(ge=MIN_VOCAB_SIZE, le=2**20), tyro.conf.arg(metavar="SIZE")
+    ] = None
     """Vocabulary size (257 or more) of a byte-level BPE tokenizer, which is then trained on the
     training split."""
 
@@ -46,9 +65,10 @@ class PrepareConfig:
     """Approximate bytes of text for --train-bpe, chosen by a hash of each document."""
 
     eos: Annotated[str | None, tyro.conf.arg(metavar="TOKEN")] = None
-    """The token that ends each document. By default the eos_token in tokenizer_config.json next to tokenizer.json, the
-    first eos_token_id in config.json or generation_config.json there, or a well-known name; <|endoftext|> for a
-    tokenizer trained here."""
+    """The token that ends each document. By default the eos_token in tokenizer_config.json next to
+    tokenizer.json, the first eos_token_id in config.json or generation_config.json there, or a
+    well-known name; <|endoftext|> for a tokenizer trained here.
+    """
 
     no_eos: Switch = False
     """Documents have no end token."""
@@ -58,10 +78,14 @@ class PrepareConfig:
     such as Llama's BOS; none puts nothing. Bytes and tokenizers trained here have no such token."""
 
     special_tokens: Switch = False
-    """Text that spells a special token, such as <|im_start|>, becomes that token; otherwise it stays text."""
+    """Text that spells a special token, such as <|im_start|>, becomes that token; otherwise it
+    stays text.
+    """
 
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """Format of all input files; by default from the suffix, else text. jsonl also reads lists of objects."""
+    """Format of all input files; by default from the suffix, else text. jsonl also reads lists
+    of objects.
+    """
 
     field: str = TEXT_FIELD
     """Field of a JSONL or Parquet row that holds the document."""
@@ -89,37 +113,45 @@ class PrepareConfig:
     the last message, or texts that start alike."""
 
     template: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
-    """Chat template for --messages, in Jinja; by default the one next to the tokenizer (chat_template.jinja, or in
-    tokenizer_config.json)."""
+    """Chat template for --messages, in Jinja; by default the one next to the tokenizer
+    (chat_template.jinja, or in tokenizer_config.json).
+    """
 
     date: Day | None = None
-    """The day that a chat template with a date writes (strftime_now); by default the day on which the dataset is begun,
-    which the dataset records."""
+    """The day that a chat template with a date writes (strftime_now); by default the day on which
+    the dataset is begun, which the dataset records.
+    """
 
     media_as_text: Switch = False
-    """Read conversations with images, audio or video as text, with words such as <image> in their places; by default
-    they are unreadable input."""
+    """Read conversations with images, audio or video as text, with words such as <image> in their
+    places; by default they are unreadable input.
+    """
 
     include: Patterns = ()
-    """Files to read in folders, such as '*.py'; by default all. Matches the name, or the path in the folder if the
-    pattern has a /. Can be repeated."""
+    """Files to read in folders, such as '*.py'; by default all. Matches the name, or the path in
+    the folder if the pattern has a /. Can be repeated.
+    """
 
     exclude: Patterns = ()
     """Files and folders to leave out in folders, such as site-packages. Can be repeated."""
 
     held_out: Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")] = 0.01
-    """Share of the documents for validation, chosen by a hash of their text. Of up to 1,000 documents the nearest
-    number is held out; with more, each is chosen independently."""
+    """Share of the documents for validation, chosen by a hash of their text. Of up to 1,000
+    documents the nearest number is held out; with more, each is chosen independently.
+    """
 
     dedup: Switch = False
-    """Leaves out documents that equal an earlier one, byte for byte; takes about 100 bytes of memory per document."""
+    """Leaves out documents that equal an earlier one, byte for byte; takes about 100 bytes of
+    memory per document.
+    """
 
     on_error: Literal["stop", "skip"] = "stop"
     """On unreadable input: stop ends with its file and line; skip counts it and continues."""
 
     max_document_bytes: Count = 2**26
-    """Maximum size of a document, a line of JSONL, or the answers of a conversation with their prompts; a document and
-    its tokens take about eleven times its size in memory."""
+    """Maximum size of a document, a line of JSONL, or the answers of a conversation with their
+    prompts; a document and its tokens take about eleven times its size in memory.
+    """
 
     max_window_bytes: Annotated[int, Field(ge=2**10, le=2**31), allowed("2**10 to 2**31")] = 2**27
     """Maximum memory for unpacking a .zst file; those made by zstd --long=31 take 2**31."""
@@ -137,7 +169,9 @@ class PrepareConfig:
     """JSON file for the content of dataset.json, or for the result of --verify."""
 
     verify: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
-    """Dataset to compare with its checksums, instead of making one; exit code 1 if it is damaged."""
+    """Dataset to compare with its checksums, instead of making one; exit code 1 if it is
+    damaged.
+    """
 
     @property
     def has_prompts(self) -> bool:
@@ -160,14 +194,26 @@ class PrepareConfig:
         if self.messages == "instruction":
             return Fields("output", "instruction", ("input", "system", "history"))
         if self.messages is not None:
-            return Fields(self.messages, optional=("system",) if self.messages == "conversations" else ())
+            return Fields(
+                self.messages, optional=("system",) if self.messages == "conversations" else ()
+            )
         if self.completion_field is None:
             return Fields(self.field)
         return Fields(self.completion_field, self.prompt_field)
 
 
 _MAY_CHANGE = {
-    *("out", "tokenizer", "bos", "template", "on_error", "save_seconds", "overwrite", "verify", "json"),
+    *(
+        "out",
+        "tokenizer",
+        "bos",
+        "template",
+        "on_error",
+        "save_seconds",
+        "overwrite",
+        "verify",
+        "json",
+    ),
     *("max_document_bytes", "max_window_bytes"),
 }
 """Settings that a resumed command may change. Tokenizer and template are compared by content."""
@@ -197,8 +243,15 @@ def _contradictions(config: PrepareConfig) -> Iterator[str]:
         yield "name the folder of the dataset by --out DIR"
     if config.tokenizer is not None and config.train_bpe is not None:
         yield "--tokenizer and --train-bpe are two tokenizers; give one"
-    if config.tokenizer is None and config.train_bpe is None and (config.eos is not None or config.special_tokens):
-        yield "bytes have no special tokens; --eos and --special-tokens go with --tokenizer or --train-bpe"
+    if (
+        config.tokenizer is None
+        and config.train_bpe is None
+        and (config.eos is not None or config.special_tokens)
+    ):
+        yield (
+            "bytes have no special tokens; --eos and --special-tokens go with --tokenizer or "
+            "--train-bpe"
+        )
     if config.eos is not None and config.no_eos:
         yield "--eos and --no-eos contradict each other"
     if config.eos == "":
@@ -208,22 +261,40 @@ def _contradictions(config: PrepareConfig) -> Iterator[str]:
     elif (config.prompt_field is None) != (config.completion_field is None):
         yield "--prompt-field and --completion-field go together"
     elif config.prompt_field is not None and config.field != TEXT_FIELD:
-        yield "--field is for documents without a prompt; give it or --prompt-field and --completion-field"
+        yield (
+            "--field is for documents without a prompt; give it or --prompt-field and "
+            "--completion-field"
+        )
     if config.messages is not None and config.bos != "auto":
         yield "--bos is for documents; the chat template determines how a conversation starts"
     if config.messages is None or config.preference:
         return
     if config.prompt_field is not None or config.field != TEXT_FIELD:
-        yield "--messages is a row's only field; leave --field, --prompt-field and --completion-field out"
+        yield (
+            "--messages is a row's only field; leave --field, --prompt-field and "
+            "--completion-field out"
+        )
     if config.train_bpe is not None:
-        yield "--messages needs the tokenizer that the chat template is made for: --tokenizer instead of --train-bpe"
+        yield (
+            "--messages needs the tokenizer that the chat template is made for: --tokenizer "
+            "instead of --train-bpe"
+        )
 
 
 def _contradictions_of_pairs(config: PrepareConfig) -> Iterator[str]:
-    names = {"--messages": config.messages not in (None, CHOSEN), "--field": config.field != TEXT_FIELD}
+    names = {
+        "--messages": config.messages not in (None, CHOSEN),
+        "--field": config.field != TEXT_FIELD,
+    }
     names["--completion-field"] = config.completion_field is not None
     if any(names.values()):
         given = ", ".join(name for name in names if names[name])
-        yield f"--preference reads prompt (or --prompt-field NAME), chosen and rejected; leave {given} out"
+        yield (
+            "--preference reads prompt (or --prompt-field NAME), chosen and rejected; leave "
+            f"{given} out"
+        )
     if config.train_bpe is not None:
-        yield "--preference needs the tokenizer of the model to tune: --tokenizer instead of --train-bpe"
+        yield (
+            "--preference needs the tokenizer of the model to tune: --tokenizer instead of "
+            "--train-bpe"
+        )

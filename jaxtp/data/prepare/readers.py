@@ -1,4 +1,6 @@
-"""Reads documents from text, JSONL, lists of JSON objects, Parquet and Hugging Face's `datasets`."""
+"""Reads documents from text, JSONL, lists of JSON objects, Parquet and Hugging Face's
+`datasets`.
+"""
 
 import codecs
 import difflib
@@ -24,15 +26,29 @@ if TYPE_CHECKING:
     import pyarrow
     from _typeshed import WriteableBuffer
 
-TEXT, JSONL, ARRAY, PARQUET, DATASETS = "text", "jsonl", "array", "parquet", "datasets"
+TEXT = "text"
+JSONL = "jsonl"
+ARRAY = "array"
+PARQUET = "parquet"
+DATASETS = "datasets"
 """Formats; `ARRAY` is a JSON file with a list of objects."""
 BINARY = "binary"  # The format of files in folders that are left out
-GZIP, ZSTD = ".gz", ".zst"
+GZIP = ".gz"
+ZSTD = ".zst"
 
-EMPTY_FILE, EMPTY_DOCUMENT, BINARY_FILE, DUPLICATE = "empty file", "empty document", "binary file", "duplicate"
-UNREADABLE, BROKEN_FILE, NOT_UTF8 = "unreadable file", "broken file", "not UTF-8"
-NOT_JSON, NO_FIELD, NOT_A_STRING = "not JSON", "no such field", "not a string"
-NO_CONVERSATION, TOO_LARGE, MEDIA = "no conversation", "too large", "image, audio or video"
+EMPTY_FILE = "empty file"
+EMPTY_DOCUMENT = "empty document"
+BINARY_FILE = "binary file"
+DUPLICATE = "duplicate"
+UNREADABLE = "unreadable file"
+BROKEN_FILE = "broken file"
+NOT_UTF8 = "not UTF-8"
+NOT_JSON = "not JSON"
+NO_FIELD = "no such field"
+NOT_A_STRING = "not a string"
+NO_CONVERSATION = "no conversation"
+TOO_LARGE = "too large"
+MEDIA = "image, audio or video"
 """Kinds of problems, as `dataset.json` counts them."""
 
 END = -1  # The `item` of an event that ends its source
@@ -46,17 +62,22 @@ ARRAY_CHUNK = 2**20  # Bytes of a JSON list that are read at a time
 MAX_VALUES = 2**22  # Most values of a row; each takes some 100 bytes of memory
 _VALUE_BYTES = 64  # Approximate memory of a value of a table in Python
 VALUES_BYTES = MAX_VALUES * _VALUE_BYTES
-_DECODING, _EXPANSION = 2**30, 64
+_DECODING = 2**30
+_EXPANSION = 64
 """Memory for decoding a table: bytes, and bytes for each byte of the file."""
 _TRUNCATED = 16  # A JSON error this close to the end of a text may come from what follows
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-"""A JSON string, perhaps cut short. Possessive, because backtracking would take gigabytes of memory."""
+"""A JSON string, perhaps cut short. Possessive, because backtracking would take gigabytes of
+memory.
+"""
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 DECOMPRESSION_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
 """Errors of truncated or damaged gzip streams; `_unpack_zstd` converts zstd's to EOFError."""
 _ZSTD_CHUNK = 2**11
-"""Compressed bytes at a time; zstd may unpack them to 30,000 times as many, which are in memory together."""
+"""Compressed bytes at a time; zstd may unpack them to 30,000 times as many, which are in memory
+together.
+"""
 _PARQUET_ROWS = 32  # Rows in memory at a time
 
 
@@ -65,11 +86,14 @@ class PrepareError(UserError):
 
 
 class BadInputError(Exception):
-    """A row or the rest of a source is unusable; if `is_harmless`, it is only counted, whatever `--on-error` is."""
+    """A row or the rest of a source is unusable; if `is_harmless`, it is only counted, whatever
+    `--on-error` is.
+    """
 
     def __init__(self, kind: str, complaint: str, *, is_harmless: bool = False):
         super().__init__(complaint)
-        self.kind, self.is_harmless = kind, is_harmless
+        self.kind = kind
+        self.is_harmless = is_harmless
 
     def at(self, place: str) -> "BadInputError":
         """Returns the error with its place."""
@@ -103,7 +127,9 @@ class Event(NamedTuple):
 
 Row = Mapping[str, object]
 Item = tuple[int, int, object]
-"""Number from 1, bytes of the source read so far, and a text, a line of JSON (bytes), a row, or its problem."""
+"""Number from 1, bytes of the source read so far, and a text, a line of JSON (bytes), a row, or
+its problem.
+"""
 
 
 @dataclass(frozen=True)
@@ -150,7 +176,8 @@ class Source:
 
 def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
     """Yields an event for each item after the first `start`."""
-    unit, number = "line" if source.format == JSONL else "row", start
+    unit = "line" if source.format == JSONL else "row"
+    number = start
     try:
         for number, done, item in _READERS[source.format](source, start, fields):
             if isinstance(item, bytes) and item.isspace():
@@ -183,7 +210,9 @@ def first_keys(source: Source) -> list[str]:
 def first_row(source: Source, fields: Fields | None) -> Row:
     """Returns the first JSON object, or a table's first row of `fields`; empty if unreadable."""
     with suppress(*DECOMPRESSION_ERRORS, BadInputError, OSError):
-        for _, _, item in itertools.islice(_READERS[source.format](source, 0, fields), _PEEKED_LINES):
+        for _, _, item in itertools.islice(
+            _READERS[source.format](source, 0, fields), _PEEKED_LINES
+        ):
             with suppress(BadInputError):
                 return _row(source, item, fields)
     return {}
@@ -205,7 +234,13 @@ def _read_text(source: Source, start: int, fields: Fields | None) -> Iterator[It
     if start:
         return
     if fields is not None and (fields.prompt is not None or fields.turns is not None):
-        what = "pairs" if fields.required else "conversations" if fields.turns else "prompts and completions"
+        what = (
+            "pairs"
+            if fields.required
+            else "conversations"
+            if fields.turns
+            else "prompts and completions"
+        )
         raise BadInputError(NO_FIELD, f"text has no fields; {what} are read from JSONL and Parquet")
     with open_stream(Path(source.path), source.max_window) as (stream, _):
         content = stream.read(_BINARY_PREFIX)
@@ -275,7 +310,9 @@ class _Array:
             yield self._item()
             mark = self._read_mark()
         if mark != "]":
-            raise BadInputError(NOT_JSON, "not JSON: Expecting ',' delimiter or the end of the list")
+            raise BadInputError(
+                NOT_JSON, "not JSON: Expecting ',' delimiter or the end of the list"
+            )
         if self._mark():
             raise BadInputError(NOT_JSON, "not JSON: Extra data after the list")
 
@@ -309,7 +346,9 @@ class _Array:
         return _repeated_key(name)
 
     def _require_truncated(self, error: json.JSONDecodeError) -> None:
-        is_at_end = error.pos >= len(self._text) - _TRUNCATED or error.msg.startswith("Unterminated")
+        is_at_end = error.pos >= len(self._text) - _TRUNCATED or error.msg.startswith(
+            "Unterminated"
+        )
         if self._is_whole or not is_at_end:
             raise _not_json(error, self._at) from None
 
@@ -329,7 +368,9 @@ class _Array:
         return mark
 
     def _read_more(self) -> None:
-        """Reads a chunk, as long as the rest of the text, so that a long item is parsed only a few times."""
+        """Reads a chunk, as long as the rest of the text, so that a long item is parsed only a
+        few times.
+        """
         left = self._text[self._at :]
         chunk = self._stream.read(max(ARRAY_CHUNK, len(left)))
         try:
@@ -348,15 +389,18 @@ class _Array:
 def _read_parquet(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
     """Skips row groups before `start`.
 
-    Others are read from their first row, so a resumed read meets a damaged page at the same row. A file of a few bytes
-    can hold a list of billions of nulls, so types and counts are checked before values are decoded.
+    Others are read from their first row, so a resumed read meets a damaged page at the same row. A
+    file of a few bytes can hold a list of billions of nulls, so types and counts are checked before
+    values are decoded.
     """
     import pyarrow
     from pyarrow import parquet
 
     row = 0
     try:
-        with parquet.ParquetFile(source.path, page_checksum_verification=True, pre_buffer=False) as file:
+        with parquet.ParquetFile(
+            source.path, page_checksum_verification=True, pre_buffer=False
+        ) as file:
             names = _columns(file.schema_arrow, fields)
             for group in range(file.num_row_groups):
                 group_metadata = file.metadata.row_group(group)
@@ -365,7 +409,9 @@ def _read_parquet(source: Source, start: int, fields: Fields | None) -> Iterator
                     continue
                 _require_few_values_in(group_metadata, names)
                 # without threads, whose stacks would count as memory
-                decoded = file.iter_batches(_PARQUET_ROWS, row_groups=[group], columns=names, use_threads=False)
+                decoded = file.iter_batches(
+                    _PARQUET_ROWS, row_groups=[group], columns=names, use_threads=False
+                )
                 for batch in _within_memory(_DECODING + _EXPANSION * source.size, decoded):
                     for values in _rows_of(batch, names, source.max_document):
                         row += 1
@@ -375,11 +421,15 @@ def _read_parquet(source: Source, start: int, fields: Fields | None) -> Iterator
         raise BadInputError(NOT_UTF8, _not_utf8(error)) from None
     except (MemoryError, pyarrow.lib.ArrowMemoryError):
         limit = _DECODING + _EXPANSION * source.size
-        raise BadInputError(TOO_LARGE, f"decoding it takes more than {limit:,} bytes of memory") from None
+        raise BadInputError(
+            TOO_LARGE, f"decoding it takes more than {limit:,} bytes of memory"
+        ) from None
     except (pyarrow.lib.ArrowException, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise _to_bad_input(source, error) from None
-        raise BadInputError(BROKEN_FILE, f"broken Parquet file: {str(error).splitlines()[0][:200]}") from None
+        raise BadInputError(
+            BROKEN_FILE, f"broken Parquet file: {str(error).splitlines()[0][:200]}"
+        ) from None
 
 
 def _require_few_values_in(group: "pyarrow.parquet.RowGroupMetaData", names: list[str]) -> None:
@@ -388,7 +438,9 @@ def _require_few_values_in(group: "pyarrow.parquet.RowGroupMetaData", names: lis
         name = column.path_in_schema.split(".")[0]
         if name in names and column.num_values > MAX_VALUES * max(group.num_rows, 1):
             rows = f"{column.num_values:,} values in {group.num_rows:,} rows"
-            raise BadInputError(TOO_LARGE, f"the column {name!r} has {rows}; at most {MAX_VALUES:,} a row are read")
+            raise BadInputError(
+                TOO_LARGE, f"the column {name!r} has {rows}; at most {MAX_VALUES:,} a row are read"
+            )
 
 
 def _within_memory(most: int, values: Iterator[T]) -> Iterator[T]:
@@ -482,7 +534,9 @@ _READERS: dict[str, Callable[[Source, int, Fields | None], Iterator[Item]]] = {
 
 
 def _columns(schema: "pyarrow.Schema", fields: Fields | None) -> list[str]:
-    """Returns the columns to read; refuses a column of texts that has another type, before any value is read."""
+    """Returns the columns to read; refuses a column of texts that has another type, before any
+    value is read.
+    """
     from pyarrow import types
 
     assert fields is not None
@@ -492,12 +546,16 @@ def _columns(schema: "pyarrow.Schema", fields: Fields | None) -> list[str]:
             kind = schema.field(name).type
             values = kind.value_type if types.is_dictionary(kind) else kind
             if not _is_text(values) and not types.is_string_view(values):
-                raise BadInputError(NOT_A_STRING, f"the column {name!r} has no strings, but values of type {kind}")
+                raise BadInputError(
+                    NOT_A_STRING, f"the column {name!r} has no strings, but values of type {kind}"
+                )
     return fields.names_in(schema.names)
 
 
 def _lines(content: BinaryIO, limit: int, skips: bool) -> Iterator[bytes]:
-    """Yields lines, cut after the limit; unless it `skips`, raises after a cut one, whose end may be far away."""
+    """Yields lines, cut after the limit; unless it `skips`, raises after a cut one, whose end
+    may be far away.
+    """
     while line := content.readline(limit + 1):
         yield line
         if len(line) > limit and not line.endswith(b"\n"):
@@ -509,14 +567,19 @@ def _lines(content: BinaryIO, limit: int, skips: bool) -> Iterator[bytes]:
 
 @contextmanager
 def open_stream(path: Path, max_window: int) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Yields a file's unpacked content by its suffix, and the file; zstd may use `max_window` bytes of memory."""
+    """Yields a file's unpacked content by its suffix, and the file; zstd may use `max_window`
+    bytes of memory.
+    """
     suffix = path.suffix.lower()
     with path.open("rb") as file:
         if suffix == GZIP:
             with gzip.GzipFile(fileobj=file) as unpacked:
                 yield cast(BinaryIO, unpacked), file
         elif suffix == ZSTD:
-            yield cast(BinaryIO, io.BufferedReader(_Unpacked(_unpack_zstd(file, max_window)), 2**18)), file
+            yield (
+                cast(BinaryIO, io.BufferedReader(_Unpacked(_unpack_zstd(file, max_window)), 2**18)),
+                file,
+            )
         else:
             yield file, file
 
@@ -525,7 +588,8 @@ class _Unpacked(io.RawIOBase):
     """A stream of nonempty parts."""
 
     def __init__(self, parts: Iterator[memoryview]):
-        self._parts, self._left = parts, memoryview(b"")
+        self._parts = parts
+        self._left = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -539,11 +603,14 @@ class _Unpacked(io.RawIOBase):
 
 
 def _unpack_zstd(file: BinaryIO, max_window: int) -> Iterator[memoryview]:
-    """Yields the content of all frames; the library's own reader does not notice a truncated frame."""
+    """Yields the content of all frames; the library's own reader does not notice a truncated
+    frame.
+    """
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=max_window)
-    frame, is_open = decompressor.decompressobj(), False
+    frame = decompressor.decompressobj()
+    is_open = False
     while data := frame.unused_data or file.read(_ZSTD_CHUNK):
         if frame.eof:
             frame = decompressor.decompressobj()
@@ -553,7 +620,9 @@ def _unpack_zstd(file: BinaryIO, max_window: int) -> Iterator[memoryview]:
             if "requires too much memory" not in str(error):
                 raise EOFError(str(error)) from None
             window = f"unpacking takes more than {max_window:,} bytes of memory"
-            raise BadInputError(TOO_LARGE, f"{window}; a larger --max-window-bytes allows it, up to 2**31") from None
+            raise BadInputError(
+                TOO_LARGE, f"{window}; a larger --max-window-bytes allows it, up to 2**31"
+            ) from None
         is_open = not frame.eof
         if part:
             yield memoryview(part)
@@ -567,7 +636,9 @@ def _turns(source: Source, item: object, fields: Fields) -> tuple[Turn, ...]:
     record = _row(source, item, fields)
     _require_fields(record, fields)
     row = {name: record[name] for name in fields.names_in(record)}
-    if any(isinstance(value, str) and _is_longer(value, source.max_document) for value in row.values()):
+    if any(
+        isinstance(value, str) and _is_longer(value, source.max_document) for value in row.values()
+    ):
         raise too_large(source.max_document)
     if row[fields.text] == "" and not fields.is_list:
         raise BadInputError(EMPTY_DOCUMENT, f"{fields.text!r} is empty", is_harmless=True)
@@ -617,14 +688,20 @@ def _parse(content: bytes, fields: Fields | None) -> object:
 
 
 def _may_repeat(content: bytes, fields: Fields | None) -> bool:
-    """Returns whether the keys of a row are worth counting, which takes longer than to parse a short row."""
+    """Returns whether the keys of a row are worth counting, which takes longer than to parse a
+    short row.
+    """
     if fields is None:
         return False
-    return fields.turns is not None or any(content.count(f'"{name}"'.encode()) > 1 for name in fields.names)
+    return fields.turns is not None or any(
+        content.count(f'"{name}"'.encode()) > 1 for name in fields.names
+    )
 
 
 def _decoder(repeated: list[str], fields: Fields | None) -> json.JSONDecoder:
-    """Returns a decoder that appends to `repeated` the keys that an object has twice; Python keeps the last value."""
+    """Returns a decoder that appends to `repeated` the keys that an object has twice; Python
+    keeps the last value.
+    """
 
     def unique(pairs: list[tuple[str, object]]) -> Row:
         found = dict(pairs)
@@ -639,11 +716,15 @@ def _decoder(repeated: list[str], fields: Fields | None) -> json.JSONDecoder:
 
 
 def _repeated_key(name: str) -> BadInputError:
-    return BadInputError(NOT_JSON, f"the key {shorten(name)} occurs twice in an object; remove one of them")
+    return BadInputError(
+        NOT_JSON, f"the key {shorten(name)} occurs twice in an object; remove one of them"
+    )
 
 
 def _not_json(error: json.JSONDecodeError, start: int = 0) -> BadInputError:
-    return BadInputError(NOT_JSON, f"not JSON: {error.msg} at character {error.pos - start + 1:,} of the row")
+    return BadInputError(
+        NOT_JSON, f"not JSON: {error.msg} at character {error.pos - start + 1:,} of the row"
+    )
 
 
 def _too_many_digits() -> BadInputError:
@@ -655,7 +736,9 @@ def _too_deep() -> BadInputError:
 
 
 def _require_few_values(content: bytes) -> None:
-    """Counts values outside of strings, because a value of two bytes takes a hundred as an object."""
+    """Counts values outside of strings, because a value of two bytes takes a hundred as an
+    object.
+    """
     marks = (b",", b"[", b"{")
     if sum(map(content.count, marks)) <= MAX_VALUES:
         return
@@ -672,31 +755,41 @@ def text_of(row: Row, name: str) -> str:
     try:
         value.isascii() or value.encode()
     except UnicodeEncodeError:
-        raise BadInputError(NOT_UTF8, f"{name!r} holds half of a surrogate pair, which is no character") from None
+        raise BadInputError(
+            NOT_UTF8, f"{name!r} holds half of a surrogate pair, which is no character"
+        ) from None
     return value
 
 
 def _is_longer(text: str, limit: int) -> bool:
-    return len(text) > limit or (4 * len(text) > limit and len(text.encode(errors="replace")) > limit)
+    return len(text) > limit or (
+        4 * len(text) > limit and len(text.encode(errors="replace")) > limit
+    )
 
 
 def _to_bad_input(source: Source, error: Exception) -> BadInputError:
     if isinstance(error, BadInputError):
         return error
     if isinstance(error, DECOMPRESSION_ERRORS):
-        return BadInputError(BROKEN_FILE, f"broken {Path(source.path).suffix.removeprefix('.')} file: {error}")
+        return BadInputError(
+            BROKEN_FILE, f"broken {Path(source.path).suffix.removeprefix('.')} file: {error}"
+        )
     return BadInputError(UNREADABLE, str(getattr(error, "strerror", None) or error))
 
 
 def too_large(limit: int, what: str = "") -> BadInputError:
     """Returns the error of an oversized document."""
-    return BadInputError(TOO_LARGE, f"{what}more than {limit:,} bytes; a larger --max-document-bytes reads it")
+    return BadInputError(
+        TOO_LARGE, f"{what}more than {limit:,} bytes; a larger --max-document-bytes reads it"
+    )
 
 
 def _not_utf8(error: UnicodeDecodeError, before: int = 0) -> str:
     if error.object.startswith(_UTF16):
         return "UTF-16, not UTF-8 text; convert it with iconv -f UTF-16 -t UTF-8 FILE > NEW"
-    return f"not UTF-8 text: byte 0x{error.object[error.start]:02x} at position {before + error.start}"
+    return (
+        f"not UTF-8 text: byte 0x{error.object[error.start]:02x} at position {before + error.start}"
+    )
 
 
 def _require_fields(row: Row, fields: Fields) -> None:
@@ -705,7 +798,9 @@ def _require_fields(row: Row, fields: Fields) -> None:
     if missing is None:
         return
     close = difflib.get_close_matches(missing, row, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"fields: {', '.join(map(repr, row)) or 'none'}"
+    hint = (
+        f"did you mean {close[0]!r}?" if close else f"fields: {', '.join(map(repr, row)) or 'none'}"
+    )
     other = ""
     if missing == "text":
         other = ". Name it with --field NAME, or a conversation with --messages NAME"

@@ -33,14 +33,17 @@ from jaxtp.data.prepare.sources import find_sources, syntax_counts, with_layout
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import Tokenizer
 
-_DIGEST = 16  # Stored bytes of each hash, with --dedup: two of 10^12 documents collide with a probability of 10^-14
+# Stored bytes of each hash, with --dedup: two of 10^12 documents collide with a probability of
+# 10^-14
+_DIGEST = 16
 _MAX_PROBLEMS = 5  # Most problems that are printed
 _LINE_SECONDS = 5.0  # Seconds between lines of progress
 
 
 def prepare(out: Path, config: PrepareConfig) -> None:
     """Makes or resumes a dataset; raises `UserError`."""
-    named, sources = named_tokenizer(config), find_sources(config)
+    named = named_tokenizer(config)
+    sources = find_sources(config)
     config = with_layout(config, sources)
     kind = PairsOfConversations if config.preference else Conversations
     conversations = None if config.messages is None or named is None else kind(config, named)
@@ -68,24 +71,35 @@ def prepare(out: Path, config: PrepareConfig) -> None:
 
 class _Preparation:
     def __init__(self, job: Job, tokenizer: Tokenizer, state: State, stack: ExitStack):
-        self._job, self._config, self._tokenizer, self._state = job, job.config, tokenizer, state
+        self._job = job
+        self._config = job.config
+        self._tokenizer = tokenizer
+        self._state = state
         info = tokenizer.info
         adds_tokens = job.conversations is None  # else the template writes prefix and end
         self._prefix = np.array(info.prefix if adds_tokens else [], info.dtype)
-        self._end = np.array([info.eos_id] if adds_tokens and info.eos_id is not None else [], info.dtype)
+        self._end = np.array(
+            [info.eos_id] if adds_tokens and info.eos_id is not None else [], info.dtype
+        )
         settings = info, self._config.has_prompts, self._config.shard_tokens
         self._writers = {
-            name: stack.enter_context(closing(SplitWriter(job.out, name, *settings, state.splits[name])))
+            name: stack.enter_context(
+                closing(SplitWriter(job.out, name, *settings, state.splits[name]))
+            )
             for name in SPLITS
         }
-        drop_unknown(job.out, {name for writer in self._writers.values() for name in writer.files()})
+        drop_unknown(
+            job.out, {name for writer in self._writers.values() for name in writer.files()}
+        )
         self._digests: set[bytes] = set()
         if self._config.dedup:
             truncate_file(job.out / SEEN, state.seen * _DIGEST)
             self._seen = stack.enter_context(open_directly(job.out / SEEN, "a+b"))
             self._seen.seek(0)
             self._digests = self._read_digests(state.seen)
-        self._num_documents, self._num_tokens, self._num_shown = 0, 0, 0
+        self._num_documents = 0
+        self._num_tokens = 0
+        self._num_shown = 0
         self._started = self._reported = time.monotonic()
 
     def _read_digests(self, count: int) -> set[bytes]:
@@ -101,37 +115,58 @@ class _Preparation:
         source, item = self._state.position
         if (source, item) != (0, 0):
             part = f", item {item:,} of the next" if item else ""
-            print(f"resuming after {source:,} of {len(self._job.sources):,} inputs{part}", flush=True)
+            print(
+                f"resuming after {source:,} of {len(self._job.sources):,} inputs{part}", flush=True
+            )
         saved = time.monotonic()
         if self._job.conversations is not None:
             self._job.conversations.save(self._job.out)
         try:
-            for batch in batches(self._job.sources, self._job.fields, self._state.position, self._config.on_error):
+            for batch in batches(
+                self._job.sources, self._job.fields, self._state.position, self._config.on_error
+            ):
                 self._take(batch)
                 if time.monotonic() - saved >= self._config.save_seconds:
                     self._save()
                     saved = time.monotonic()
         except PrepareError as error:  # keeps everything before the bad input
             self._save()
-            done = sum(sum(s.documents for s in p.shards) + p.documents for p in self._state.splits.values())
-            is_begun = self._state.position.item > 0  # the first rows of its file are written and must not change
-            fix = "a corrected file needs --overwrite" if is_begun else "or correct the input and repeat it"
+            done = sum(
+                sum(s.documents for s in p.shards) + p.documents
+                for p in self._state.splits.values()
+            )
+            # the first rows of its file are written and must not change
+            is_begun = self._state.position.item > 0
+            fix = (
+                "a corrected file needs --overwrite"
+                if is_begun
+                else "or correct the input and repeat it"
+            )
             raise PrepareError(
-                f"{error}\n{done:,} documents before it are done; the same command with --on-error skip leaves out "
+                f"{error}\n{done:,} documents before it are done; the same command with --on-error "
+                "skip leaves out "
                 f"what cannot be read and does the rest; {fix}"
             ) from None
         self._write_manifest()
 
     def _take(self, batch: Batch) -> None:
-        entries = [entry for entry in batch.entries if not self._config.dedup or self._is_new(entry.digest)]
+        entries = [
+            entry for entry in batch.entries if not self._config.dedup or self._is_new(entry.digest)
+        ]
         encoded = self._encode([turn for entry in entries for turn in entry.turns])
         for entry in entries:
-            documents = list(zip(entry.sizes, encoded, strict=False))  # `zip` takes one encoding per turn
+            # `zip` takes one encoding per turn
+            documents = list(zip(entry.sizes, encoded, strict=False))
             if self._config.preference and not all(len(ids[-1]) for _, ids in documents):
                 self._state.skip(EMPTY_DOCUMENT)
                 continue
             for number, (size, ids) in enumerate(documents, 1):
-                self._append(entry, size, ids, may_end=not self._config.preference or number == len(documents))
+                self._append(
+                    entry,
+                    size,
+                    ids,
+                    may_end=not self._config.preference or number == len(documents),
+                )
         for problem in batch.problems:
             self._state.skip(problem.kind)
             self._show(problem)
@@ -146,7 +181,8 @@ class _Preparation:
             percent = 100 * done // max(sum(source.size for source in self._job.sources), 1)
             speed = self._num_tokens / (now - self._started)
             print(
-                f"{percent}%  {self._num_documents:,} documents  {self._num_tokens:,} tokens  {speed:,.0f} tokens/s",
+                f"{percent}%  {self._num_documents:,} documents  {self._num_tokens:,} tokens  "
+                f"{speed:,.0f} tokens/s",
                 flush=True,
             )
 
@@ -169,7 +205,9 @@ class _Preparation:
             return iter(self._job.conversations.encode(turns))
         if not self._config.has_prompts:
             return ([ids] for ids in self._tokenizer.encode_batch([turn.text for turn in turns]))
-        ids = self._tokenizer.encode_batch([text for turn in turns for text in (turn.prompt or "", turn.text)])
+        ids = self._tokenizer.encode_batch(
+            [text for turn in turns for text in (turn.prompt or "", turn.text)]
+        )
         return ([ids[i], ids[i + 1]] for i in range(0, len(ids), 2))
 
     def _append(self, entry: Entry, size: int, ids: list[Tokens], *, may_end: bool) -> None:
@@ -177,7 +215,9 @@ class _Preparation:
             self._state.skip(EMPTY_DOCUMENT)
             return
         prefix = self._prefix
-        if self._config.special_tokens and np.array_equal(np.concatenate(ids)[: len(prefix)], prefix):
+        if self._config.special_tokens and np.array_equal(
+            np.concatenate(ids)[: len(prefix)], prefix
+        ):
             prefix = prefix[:0]  # the text spells it
         writer = self._writers[split_of(entry.digest, self._config.held_out)]
         prompt = len(prefix) + len(ids[0]) if self._config.has_prompts else 0
@@ -197,7 +237,8 @@ class _Preparation:
         for writer in self._writers.values():
             writer.end_shard()
         self._save()
-        sources, skipped = self._job.sources, dict(sorted(self._state.skipped.items()))
+        sources = self._job.sources
+        skipped = dict(sorted(self._state.skipped.items()))
         shards = {name: tuple(writer.progress.shards) for name, writer in self._writers.items()}
         if not any(shards.values()):
             left_out = f"; left out: {_listed(skipped)}" if skipped else ""
@@ -216,23 +257,40 @@ class _Preparation:
         print("\n".join(self._summary(manifest)), flush=True)
 
     def _summary(self, manifest: Manifest) -> Iterator[str]:
-        info, requested = manifest.tokenizer, self._config.train_bpe or 0
-        fewer = f" (the text yields no more; requested {requested:,})" if requested > info.vocab_size else ""
-        yield f"{'dataset':<12}{self._job.out}, tokenizer {info.kind}, vocabulary {info.vocab_size:,}{fewer}"
+        info = manifest.tokenizer
+        requested = self._config.train_bpe or 0
+        fewer = (
+            f" (the text yields no more; requested {requested:,})"
+            if requested > info.vocab_size
+            else ""
+        )
+        yield (
+            f"{'dataset':<12}{self._job.out}, tokenizer {info.kind}, vocabulary "
+            f"{info.vocab_size:,}{fewer}"
+        )
         if ends := list(describe(self._tokenizer)):
             yield f"{'documents':<12}{'; '.join(ends)}"
         if self._state.day is not None:
-            yield f"{'date':<12}the chat template writes the day {self._state.day}; --date names another"
+            yield (
+                f"{'date':<12}the chat template writes the day {self._state.day}; --date "
+                "names another"
+            )
         written = open_dataset(self._job.out)
         for name in SPLITS:
-            split, shards = manifest.splits[name], len(manifest.splits[name].shards)
+            split = manifest.splits[name]
+            shards = len(manifest.splits[name].shards)
             items = split.documents // 2 if manifest.pairs else split.documents
             noun = "pair" if manifest.pairs else "document"
             count = f"{items:,} {noun}{'' if items == 1 else 's'}"
-            loss = f", {written.splits[name].num_loss_tokens:,} of them with loss," if manifest.prompts else ""
+            loss = (
+                f", {written.splits[name].num_loss_tokens:,} of them with loss,"
+                if manifest.prompts
+                else ""
+            )
             yield (
                 f"{name:<12}{count}, {split.tokens:,} tokens{loss} in "
-                f"{shards} shard{'' if shards == 1 else 's'}, the longest document {split.longest:,}"
+                f"{shards} shard{'' if shards == 1 else 's'}, the longest document "
+                f"{split.longest:,}"
             )
         if not manifest.splits[VALIDATION].shards and manifest.arguments["held_out"]:
             yield f"{'':<12}nothing is held out: so few documents need a larger --held-out"

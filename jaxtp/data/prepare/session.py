@@ -1,10 +1,12 @@
 """The folder of an unfinished dataset: its journal, and the files that grow.
 
-`begin` decides whether a command starts or resumes a dataset, finds it finished, or refuses the folder.
+`begin` decides whether a command starts or resumes a dataset, finds it finished, or refuses the
+folder.
 
-`journal.json` exists from the start until `dataset.json` does. It records the position in the inputs and each file's
-length there. It is written every few seconds, once all data that it describes is on disk; resuming drops later data.
-The number of tokens alone decides where a shard ends, so neither batches nor interruptions affect the result.
+`journal.json` exists from the start until `dataset.json` does. It records the position in the
+inputs and each file's length there. It is written every few seconds, once all data that it
+describes is on disk; resuming drops later data. The number of tokens alone decides where a shard
+ends, so neither batches nor interruptions affect the result.
 """
 
 import json
@@ -17,7 +19,14 @@ from typing import IO, Annotated
 from pydantic import Field
 
 from jaxtp.config import schema
-from jaxtp.config.files import PARTIAL, open_directly, require_empty, sha256, sync_file, write_atomically
+from jaxtp.config.files import (
+    PARTIAL,
+    open_directly,
+    require_empty,
+    sha256,
+    sync_file,
+    write_atomically,
+)
 from jaxtp.config.reading import read_bytes
 from jaxtp.config.schema import expand
 from jaxtp.data.documents import Tokens
@@ -60,7 +69,9 @@ _MAX_JOURNAL = 2**30  # Maximum bytes of the journal, and of the list of inputs
 
 def damaged_error(path: Path, how: str) -> PrepareError:
     """Returns the error for a dataset that cannot be resumed."""
-    return PrepareError(f"{path}: damaged, so the command cannot resume: {how}; --overwrite starts over")
+    return PrepareError(
+        f"{path}: damaged, so the command cannot resume: {how}; --overwrite starts over"
+    )
 
 
 @dataclass
@@ -99,12 +110,17 @@ class State:
     arguments: Mapping[str, object]
     tokenizer: TokenizerInfo | None = None  # None until it is opened or trained
     threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    """From `batches.threshold`; None if an older version, whose threshold is `held_out`, started the dataset."""
+    """From `batches.threshold`; None if an older version, whose threshold is `held_out`, started
+    the dataset.
+    """
     day: str | None = None  # the day that the chat template writes
     position: Position = Position(0, 0)
     seen: Annotated[int, Field(ge=0)] = 0  # number of valid hashes in the file `SEEN`
-    skipped: dict[str, int] = field(default_factory=dict)  # number of items that were left out, by reason
-    splits: dict[str, Progress] = field(default_factory=lambda: {name: Progress() for name in SPLITS})
+    # number of items that were left out, by reason
+    skipped: dict[str, int] = field(default_factory=dict)
+    splits: dict[str, Progress] = field(
+        default_factory=lambda: {name: Progress() for name in SPLITS}
+    )
 
     def skip(self, kind: str, count: int = 1) -> None:
         """Counts skipped items."""
@@ -127,8 +143,11 @@ class _Input:
 
 def begin(job: Job) -> State | None:
     """Returns the state to resume from; None if finished."""
-    out, config = job.out, job.config
-    settings = arguments(config) | ({} if config.messages is None else {"template": template_checksum(config)})
+    out = job.out
+    config = job.config
+    settings = arguments(config) | (
+        {} if config.messages is None else {"template": template_checksum(config)}
+    )
     exists = (out / MANIFEST).exists() or (out / JOURNAL).exists()
     if exists and config.overwrite:
         _require_inputs_elsewhere(out, config)
@@ -184,7 +203,9 @@ def _load(out: Path) -> State | None:
     try:
         state = parse(State, read_bytes(path, _MAX_JOURNAL))
         if state.splits.keys() != set(SPLITS) or min(state.position) < 0:
-            raise DatasetError(f"splits {', '.join(state.splits)}, position {tuple(state.position)}")
+            raise DatasetError(
+                f"splits {', '.join(state.splits)}, position {tuple(state.position)}"
+            )
         return state
     except FileNotFoundError:
         return None
@@ -193,22 +214,36 @@ def _load(out: Path) -> State | None:
 
 
 def _require_inputs_elsewhere(out: Path, config: PrepareConfig) -> None:
-    for path in (*(expand(Path(name)) for name in config.inputs), config.tokenizer, config.template):
+    for path in (
+        *(expand(Path(name)) for name in config.inputs),
+        config.tokenizer,
+        config.template,
+    ):
         if path is not None and path.resolve().is_relative_to(out.resolve()):
-            raise PrepareError(f"--overwrite would delete {path} with {out}; copy it elsewhere, or name another --out")
+            raise PrepareError(
+                f"--overwrite would delete {path} with {out}; copy it elsewhere, or name "
+                "another --out"
+            )
 
 
-def _changed(before: Manifest | State, job: Job, settings: dict[str, object], read: int | None) -> list[str]:
+def _changed(
+    before: Manifest | State, job: Job, settings: dict[str, object], read: int | None
+) -> list[str]:
     """Returns changed settings, or else changes among the first `read` inputs."""
     defaults = arguments(PrepareConfig())  # of settings that are newer than the dataset
     changed = schema.differences({**defaults, **before.arguments}, settings)
     if before.tokenizer is not None and job.tokenizer is not None:
-        old, new = asdict(before.tokenizer), asdict(job.tokenizer.info)
+        old = asdict(before.tokenizer)
+        new = asdict(job.tokenizer.info)
         changed += schema.differences({"tokenizer": old}, {"tokenizer": new})
     if changed:
         return changed
-    then, now = _inputs_before(job.out)[:read], _inputs(job)[:read]
-    old, new = ({r.path: f"{r.bytes:,} bytes, modified at {r.modified:,} ns" for r in each} for each in (then, now))
+    then = _inputs_before(job.out)[:read]
+    now = _inputs(job)[:read]
+    old, new = (
+        {r.path: f"{r.bytes:,} bytes, modified at {r.modified:,} ns" for r in each}
+        for each in (then, now)
+    )
     return schema.differences(old, new) or (["the order of the inputs"] if then != now else [])
 
 
@@ -249,9 +284,18 @@ class SplitWriter:
     """Appends documents to a split, after truncating its files to `progress`."""
 
     def __init__(
-        self, folder: Path, split: str, tokenizer: TokenizerInfo, prompts: bool, shard_tokens: int, progress: Progress
+        self,
+        folder: Path,
+        split: str,
+        tokenizer: TokenizerInfo,
+        prompts: bool,
+        shard_tokens: int,
+        progress: Progress,
     ):
-        self._folder, self._split, self._dtype, self._shard_tokens = folder, split, tokenizer.dtype, shard_tokens
+        self._folder = folder
+        self._split = split
+        self._dtype = tokenizer.dtype
+        self._shard_tokens = shard_tokens
         self._suffixes = (TOKENS, DOCUMENTS, PROMPTS) if prompts else (TOKENS, DOCUMENTS)
         self.progress = progress
         self._files: dict[str, IO[bytes]] = {}
@@ -266,9 +310,14 @@ class SplitWriter:
             for suffix in self._suffixes:
                 truncate_file(self._open_path(suffix), sizes[suffix])
 
-    def append(self, parts: Iterable[Tokens], prompt: int, text_bytes: int, *, may_end: bool = True) -> int:
-        """Writes a document with a nonempty part, after which the shard may end; returns its number of tokens."""
-        length, progress = 0, self.progress
+    def append(
+        self, parts: Iterable[Tokens], prompt: int, text_bytes: int, *, may_end: bool = True
+    ) -> int:
+        """Writes a document with a nonempty part, after which the shard may end; returns its
+        number of tokens.
+        """
+        length = 0
+        progress = self.progress
         if not self._files:
             for suffix in self._suffixes:
                 self._files[suffix] = open_directly(self._open_path(suffix), "ab", _BUFFER)
@@ -307,14 +356,17 @@ class SplitWriter:
         try:
             self.save()
         finally:
-            files, self._files = self._files, {}
+            files = self._files
+            self._files = {}
             for file in files.values():
                 file.close()
 
     def files(self) -> set[str]:
         """Returns the file names of all shards."""
         count = len(self.progress.shards) + bool(self.progress.documents)
-        return {self._path(index, suffix).name for index in range(count) for suffix in self._suffixes}
+        return {
+            self._path(index, suffix).name for index in range(count) for suffix in self._suffixes
+        }
 
     def _path(self, shard: int, suffix: str) -> Path:
         return shard_file(self._folder, self._split, shard, suffix)

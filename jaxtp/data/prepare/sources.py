@@ -53,7 +53,9 @@ _SUFFIXES = {
 _JSON = ".json"
 _SYNTAX = (_JSON, ".csv", ".tsv", ".ipynb", ".html", ".htm", ".xml", ".rtf")
 """Suffixes of text with much syntax; the summary counts such files."""
-_CONVERT = "python -c 'import csv, json, sys; [print(json.dumps(r)) for r in csv.DictReader(sys.stdin{})]'"
+_CONVERT = (
+    "python -c 'import csv, json, sys; [print(json.dumps(r)) for r in csv.DictReader(sys.stdin{})]'"
+)
 _UNPACK = {GZIP: "gzip -dc", ZSTD: "zstd -dc"}
 
 
@@ -63,10 +65,18 @@ def _by_suffix(suffixes: str, what: str, advice: str) -> dict[str, tuple[str, st
 
 _PACKED = "unpack it, or pack it with gzip or zstd instead"
 _NOT_TEXT: dict[str, tuple[str, str]] = {
-    **_by_suffix(".zip .tar .tgz .7z .rar .jar .whl", "an archive", "unpack it, and name its files or their folder"),
+    **_by_suffix(
+        ".zip .tar .tgz .7z .rar .jar .whl",
+        "an archive",
+        "unpack it, and name its files or their folder",
+    ),
     **_by_suffix(".bz2 .xz .lzma .lz4 .br .z", "packed in a way that is not read", _PACKED),
     **_by_suffix(".pdf", "a PDF", "extract its text first, with pdftotext for example"),
-    **_by_suffix(".docx .doc .odt .epub .pptx .ppt .odp", "a document with layout", "save it as plain text first"),
+    **_by_suffix(
+        ".docx .doc .odt .epub .pptx .ppt .odp",
+        "a document with layout",
+        "save it as plain text first",
+    ),
     **_by_suffix(".xlsx .xls .ods", "a spreadsheet", "save it as CSV, and make JSON Lines of that"),
     **_by_suffix(
         ".arrow .feather .orc .avro",
@@ -80,11 +90,16 @@ _NOT_TEXT: dict[str, tuple[str, str]] = {
         "prepare reads text",
     ),
     **_by_suffix(
-        ".png .jpg .jpeg .gif .webp .bmp .tif .tiff .ico .mp3 .wav .flac .ogg .m4a .mp4 .mkv .avi .mov .webm",
+        ".png .jpg .jpeg .gif .webp .bmp .tif .tiff .ico .mp3 .wav .flac .ogg .m4a .mp4 .mkv .avi "
+        ".mov .webm",
         "an image, audio or video",
         "prepare reads text",
     ),
-    **_by_suffix(".exe .dll .so .o .a .pyc .class .dylib .woff .woff2 .ttf .otf", "a binary", "prepare reads text"),
+    **_by_suffix(
+        ".exe .dll .so .o .a .pyc .class .dylib .woff .woff2 .ttf .otf",
+        "a binary",
+        "prepare reads text",
+    ),
 }
 """Files that are never text, by suffix: a description, and how a user gets text out of them."""
 _SIGNATURES = {
@@ -125,13 +140,19 @@ def find_sources(config: PrepareConfig) -> list[Source]:
 
 
 def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
-    """Detects and prints the layout of conversations by the first row's keys, unless a field is named."""
+    """Detects and prints the layout of conversations by the first row's keys, unless a field is
+    named.
+    """
     source = next((source for source in sources if source.format != TEXT), None)
     if config.preference:
         return config if source is None else _with_layout_of_pairs(config, source)
-    names_field = config.messages is not None or config.prompt_field is not None or config.field != TEXT_FIELD
+    names_field = (
+        config.messages is not None or config.prompt_field is not None or config.field != TEXT_FIELD
+    )
     names = [] if names_field or source is None else readers.first_keys(source)
-    layouts = [] if TEXT_FIELD in names else [name for name in _LAYOUTS if _LAYOUTS[name][1] <= {*names}]
+    layouts = (
+        [] if TEXT_FIELD in names else [name for name in _LAYOUTS if _LAYOUTS[name][1] <= {*names}]
+    )
     if not layouts:
         if config.template is not None and config.messages is None:
             raise ConfigError("--template is for conversations; give --messages FIELD too")
@@ -143,13 +164,20 @@ def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
 
 
 def _with_layout_of_pairs(config: PrepareConfig, source: Source) -> PrepareConfig:
-    """Reads conversations if there are messages in the first row, or a template is named; else texts."""
+    """Reads conversations if there are messages in the first row, or a template is named; else
+    texts.
+    """
     row = readers.first_row(source, config.fields)
-    has_messages = any(isinstance(row.get(name), list | dict) for name in config.fields.names_in(row))
+    has_messages = any(
+        isinstance(row.get(name), list | dict) for name in config.fields.names_in(row)
+    )
     if has_messages or config.template is not None:
         config = replace(config, messages=config.fields.text)
         check(config)
-    layout = f"pairs of {'texts' if config.messages is None else 'conversations'}, 'chosen' and 'rejected'"
+    layout = (
+        f"pairs of {'texts' if config.messages is None else 'conversations'}, 'chosen' and "
+        "'rejected'"
+    )
     _print_layout(layout, readers.first_keys(source), config)
     return config
 
@@ -179,7 +207,9 @@ def _sources_of(name: str, config: PrepareConfig) -> list[Source]:
     if not stat.S_ISDIR(status.st_mode):
         raise PrepareError(f"{path} is neither a file nor a folder")
     files = _walk(path, config)
-    if any(file.suffix == ".arrow" for file in files) and any(path / name in files for name in _SAVED):
+    if any(file.suffix == ".arrow" for file in files) and any(
+        path / name in files for name in _SAVED
+    ):
         raise PrepareError(f"{path} is a dataset made by save_to_disk; name it {HF_PREFIX}{path}")
     sources = [_file(file, file.stat(), config, in_folder=True) for file in files]
     if not sources:
@@ -193,11 +223,15 @@ def _open_table(name: str) -> "datasets.Dataset":
     try:
         import datasets
     except ImportError:
-        raise PrepareError(f"{name} needs the library datasets: pip install 'jaxtp[datasets]'") from None
+        raise PrepareError(
+            f"{name} needs the library datasets: pip install 'jaxtp[datasets]'"
+        ) from None
     first, *rest = name.removeprefix(HF_PREFIX).split(":")
     is_folder = Path(first).is_dir()
     if not (is_folder or rest):
-        raise PrepareError(f"{name}: no such folder; of a dataset by name also name the split: {name}:train")
+        raise PrepareError(
+            f"{name}: no such folder; of a dataset by name also name the split: {name}:train"
+        )
     datasets.disable_progress_bars()
     try:
         if is_folder:
@@ -206,9 +240,14 @@ def _open_table(name: str) -> "datasets.Dataset":
         else:
             table = datasets.load_dataset(first, *rest[:-1], split=rest[-1])
     except Exception as error:  # the library has no base exception
-        raise PrepareError(f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
+        raise PrepareError(
+            f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        ) from None
     if not isinstance(table, datasets.Dataset):
-        raise PrepareError(f"{name} has several splits; name one: {', '.join(f'{name}:{split}' for split in table)}")
+        raise PrepareError(
+            f"{name} has several splits; name one: "
+            f"{', '.join(f'{name}:{split}' for split in table)}"
+        )
     return table
 
 
@@ -220,11 +259,15 @@ def _file(path: Path, status: os.stat_result, config: PrepareConfig, in_folder: 
         format = ARRAY
     limits = config.max_document_bytes, config.max_window_bytes
     skips = config.on_error == "skip"
-    return Source(str(path), status.st_size, status.st_mtime_ns, format, *limits, in_folder, skips=skips)
+    return Source(
+        str(path), status.st_size, status.st_mtime_ns, format, *limits, in_folder, skips=skips
+    )
 
 
 def _format_in_folder(path: Path, config: PrepareConfig) -> str:
-    """Returns the format by suffix. A `.json` file among sources is text, unless the command reads rows with fields."""
+    """Returns the format by suffix. A `.json` file among sources is text, unless the command
+    reads rows with fields.
+    """
     suffix = _suffix(path)
     if suffix in _NOT_TEXT:
         return BINARY
@@ -237,7 +280,9 @@ def _format_in_folder(path: Path, config: PrepareConfig) -> str:
 
 
 def _format_of_named(path: Path, config: PrepareConfig) -> str:
-    """Returns the format by suffix and first bytes; raises `PrepareError` for a file that is no text and no rows."""
+    """Returns the format by suffix and first bytes; raises `PrepareError` for a file that is no
+    text and no rows.
+    """
     suffix = _suffix(path)
     format = format_of(path)
     if format == PARQUET:
@@ -248,7 +293,8 @@ def _format_of_named(path: Path, config: PrepareConfig) -> str:
         format = _format_of_json(path, config) or _refuse_json(path, config)
     elif suffix in (".csv", ".tsv"):
         raise PrepareError(
-            f"{path} is a table, which would be read as one text; make JSON Lines of it:\n  {_conversion(path)}\n"
+            f"{path} is a table, which would be read as one text; make JSON Lines of it:\n  "
+            f"{_conversion(path)}\n"
             "--format text reads it as one text"
         )
     found = _NOT_TEXT.get(suffix) or _signed(path)
@@ -263,7 +309,10 @@ def _conversion(path: Path) -> str:
     separator = ", delimiter=chr(9)" if _suffix(path) == ".tsv" else ""
     unpack = _UNPACK.get(path.suffix.lower(), "cat")
     new = path.with_name(path.name.partition(".")[0] + ".jsonl")
-    return f"{unpack} {shlex.quote(str(path))} | {_CONVERT.format(separator)} > {shlex.quote(str(new))}"
+    return (
+        f"{unpack} {shlex.quote(str(path))} | {_CONVERT.format(separator)} > "
+        f"{shlex.quote(str(new))}"
+    )
 
 
 def _format_of_json(path: Path, config: PrepareConfig) -> str | None:
@@ -276,7 +325,9 @@ def _format_of_json(path: Path, config: PrepareConfig) -> str | None:
 
 
 def _refuse_json(path: Path, config: PrepareConfig) -> str:
-    """Raises `PrepareError`; returns TEXT for a file that is empty or broken, which the reader refuses."""
+    """Raises `PrepareError`; returns TEXT for a file that is empty or broken, which the reader
+    refuses.
+    """
     start = _first_bytes(path, config)
     if not start.strip():
         return TEXT
@@ -285,7 +336,8 @@ def _refuse_json(path: Path, config: PrepareConfig) -> str:
         name = nested[1].decode(errors="replace")
         hint = f"if {name!r} is the list of its rows, {readers.of_nested_rows(name)}"
     raise PrepareError(
-        f"{path} is neither a list of objects nor JSON Lines: {hint}; --format text reads it as one text"
+        f"{path} is neither a list of objects nor JSON Lines: {hint}; --format text reads it as "
+        "one text"
     )
 
 
@@ -303,7 +355,9 @@ def _first_bytes(path: Path, config: PrepareConfig) -> bytes:
 
 
 def _signed(path: Path) -> tuple[str, str] | None:
-    """Returns a description and advice if the first bytes, still packed, are never those that text has."""
+    """Returns a description and advice if the first bytes, still packed, are never those that
+    text has.
+    """
     start = b""
     if path.suffix.lower() not in (GZIP, ZSTD):
         with suppress(OSError), path.open("rb") as file:
@@ -335,15 +389,23 @@ def _walk(root: Path, config: PrepareConfig) -> list[Path]:
 
     def matches(path: Path, patterns: tuple[str, ...]) -> bool:
         inside = path.relative_to(root).as_posix()
-        return any(fnmatchcase(inside if "/" in pattern else path.name, pattern) for pattern in patterns)
+        return any(
+            fnmatchcase(inside if "/" in pattern else path.name, pattern) for pattern in patterns
+        )
 
     paths: list[Path] = []
     for folder, folders, files in os.walk(root, onerror=refuse):
         path_of = {name: Path(folder, name) for name in (*folders, *files)}
-        included = [n for n, path in path_of.items() if not n.startswith(".") and not matches(path, config.exclude)]
+        included = [
+            n
+            for n, path in path_of.items()
+            if not n.startswith(".") and not matches(path, config.exclude)
+        ]
         folders[:] = [name for name in folders if name in included]
         named = [path_of[name] for name in files if name in included]
-        paths += [p for p in named if (not config.include or matches(p, config.include)) and _is_file(p)]
+        paths += [
+            p for p in named if (not config.include or matches(p, config.include)) and _is_file(p)
+        ]
     return sorted(paths)
 
 
@@ -351,4 +413,6 @@ def _is_file(path: Path) -> bool:
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except OSError as error:
-        raise PrepareError(f"{path}: {error.strerror}; --exclude {path.name} leaves it out") from None
+        raise PrepareError(
+            f"{path}: {error.strerror}; --exclude {path.name} leaves it out"
+        ) from None

@@ -19,14 +19,27 @@ from jaxtp.hf.families.granite import GRANITE, GRANITEMOE, GRANITEMOEHYBRID
 from jaxtp.hf.families.hunyuan import HUNYUAN
 from jaxtp.hf.families.llama import ARCEE, LLAMA, SEED_OSS, SMOLLM3
 from jaxtp.hf.families.minimax import MINIMAX_M2
-from jaxtp.hf.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3_WRAPPER, MISTRAL4, MIXTRAL
+from jaxtp.hf.families.mistral import (
+    MINISTRAL,
+    MINISTRAL3,
+    MISTRAL,
+    MISTRAL3_WRAPPER,
+    MISTRAL4,
+    MIXTRAL,
+)
 from jaxtp.hf.families.muse_glimmer import MUSE_GLIMMER, MUSE_GLIMMER_WRAPPER
 from jaxtp.hf.families.nemotron import NEMOTRON
 from jaxtp.hf.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from jaxtp.hf.families.phi import PHI
 from jaxtp.hf.families.phi3 import PHI3
 from jaxtp.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from jaxtp.hf.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_WRAPPER, QWEN3_5_WRAPPER, QWEN3_NEXT
+from jaxtp.hf.families.qwen3_5 import (
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_WRAPPER,
+    QWEN3_5_WRAPPER,
+    QWEN3_NEXT,
+)
 from jaxtp.hf.families.stablelm import STABLELM
 from jaxtp.hf.families.starcoder import GPT_BIGCODE, STARCODER2
 
@@ -60,7 +73,9 @@ ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """Models of another `model_type` that their configuration makes one of a family."""
 
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "deepseek_v4"), "sparse attention with an indexer"),
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa", "deepseek_v4"), "sparse attention with an indexer"
+    ),
     **dict.fromkeys(("nemotron_h", "falcon_h1", "mamba2", "bamba"), "Mamba-2 layers"),
     "llama4": "chunked attention",
     "gemma3n": "embeddings and caches that layers share",

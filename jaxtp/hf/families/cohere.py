@@ -1,4 +1,6 @@
-"""Cohere's Command R and R7B: a parallel block with one LayerNorm without bias, interleaved rotation, scaled logits."""
+"""Cohere's Command R and R7B: a parallel block with one LayerNorm without bias, interleaved
+rotation, scaled logits.
+"""
 
 from dataclasses import replace
 
@@ -43,6 +45,9 @@ COHERE2 = replace(
         **{"use_gated_activation": True, "use_parallel_block": True},
         "order_of_interleaved_layers": "local_attn_first",
     },
-    # transformers computes head_dim, and reads sliding_window_pattern and tie_word_embeddings instead of the others.
-    ignored_attributes=frozenset({"head_dim", "layer_switch", "use_embedding_sharing", "use_parallel_embedding"}),
+    # transformers computes head_dim, and reads sliding_window_pattern and tie_word_embeddings
+    # instead of the others.
+    ignored_attributes=frozenset(
+        {"head_dim", "layer_switch", "use_embedding_sharing", "use_parallel_embedding"}
+    ),
 )

@@ -1,4 +1,5 @@
-"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention, and experts chosen within groups.
+"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention, and experts chosen
+within groups.
 
 Kimi-K2 and Moonlight are DeepSeek-V3 in other sizes.
 """
@@ -10,7 +11,9 @@ from jaxtp.hf.families import family as base
 
 def _tensor(ours: str, theirs: str, unless: str | None = None) -> base.Tensor:
     name = f"model.layers.{{layer}}.self_attn.{theirs}.weight"
-    return base.Tensor(f"blocks.attention.{ours}", name, transposed="norm" not in ours, unless=unless)
+    return base.Tensor(
+        f"blocks.attention.{ours}", name, transposed="norm" not in ours, unless=unless
+    )
 
 
 LATENT_BODY = (
@@ -52,7 +55,9 @@ ATTENTION_TP_PLAN = {
     "layers.*.self_attn.kv_b_proj": "colwise",
     "layers.*.self_attn.o_proj": "rowwise",
 }
-_MLP_TP_PLAN = {name: style for name, style in base.TP_PLAN.items() if "attn" not in name} | base.EXPERTS_TP_PLAN
+_MLP_TP_PLAN = {
+    name: style for name, style in base.TP_PLAN.items() if "attn" not in name
+} | base.EXPERTS_TP_PLAN
 
 
 def _remote_code(version: str) -> tuple[str, ...]:
@@ -66,7 +71,14 @@ _ROUTER_V3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_f
 
 
 def _limit(name: str, field: str) -> base.Attribute:
-    return base.Attribute(name, (field,), int, only_if=("topk_method", "group_limited_greedy"), can_be_null=True, off=1)
+    return base.Attribute(
+        name,
+        (field,),
+        int,
+        only_if=("topk_method", "group_limited_greedy"),
+        can_be_null=True,
+        off=1,
+    )
 
 
 DEEPSEEK_V2 = base.Family(
@@ -78,7 +90,12 @@ DEEPSEEK_V2 = base.Family(
         base.Attribute("n_routed_experts", ("num_experts",), int, 64, alias="num_experts"),
         base.Attribute("num_experts_per_tok", ("experts_per_token",), int),
         base.Attribute("routed_scaling_factor", ("experts_scale",), float, 1.0),
-        base.Attribute("topk_method", ("group_score",), {"greedy": "top2", "group_limited_greedy": "max"}, "greedy"),
+        base.Attribute(
+            "topk_method",
+            ("group_score",),
+            {"greedy": "top2", "group_limited_greedy": "max"},
+            "greedy",
+        ),
         _limit("n_group", "expert_groups"),
         _limit("topk_group", "groups_per_token"),
     ),
@@ -91,7 +108,12 @@ DEEPSEEK_V2 = base.Family(
     required=_WITHOUT_BIASES | _ROUTER_V2,
     written=_ROUTER_V2,
     ignored_attributes=base.ROUTER_LOSS | IGNORED,
-    tp_plan={**ATTENTION_TP_PLAN, "layers.*.self_attn.q_proj": "colwise", **_MLP_TP_PLAN, **base.SHARED_TP_PLAN},
+    tp_plan={
+        **ATTENTION_TP_PLAN,
+        "layers.*.self_attn.q_proj": "colwise",
+        **_MLP_TP_PLAN,
+        **base.SHARED_TP_PLAN,
+    },
 )
 
 DEEPSEEK_V3 = replace(
@@ -113,6 +135,7 @@ DEEPSEEK_V3 = replace(
     always={"router_scores": "sigmoid", "selection_bias": True},
     required=_WITHOUT_BIASES | _ROUTER_V3,
     written={**_ROUTER_V3, "num_nextn_predict_layers": 0},
-    ignored_attributes=DEEPSEEK_V2.ignored_attributes | {"num_nextn_predict_layers", "num_mtp_layers"},
+    ignored_attributes=DEEPSEEK_V2.ignored_attributes
+    | {"num_nextn_predict_layers", "num_mtp_layers"},
     tp_plan=_MLP_TP_PLAN | base.SHARED_TP_PLAN,
 )

@@ -1,8 +1,9 @@
 """Types and shared entries of the families' tables, which serve import and export.
 
-A new family is a file in this folder, listed last in `__init__.py`, because an export takes the first that fits.
-`tests/hf/test_transformers.py` needs a reference of it. An import refuses config.json attributes that the table lacks,
-unless `--ignore-config` names them: they may change the model's output.
+A new family is a file in this folder, listed last in `__init__.py`, because an export takes the
+first that fits. `tests/hf/test_transformers.py` needs a reference of it. An import refuses
+config.json attributes that the table lacks, unless `--ignore-config` names them: they may change
+the model's output.
 """
 
 import re
@@ -11,31 +12,42 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
 
-LAYER, EXPERT, HEAD = "{layer}", "{expert}", "{head}"
+LAYER = "{layer}"
+EXPERT = "{expert}"
+HEAD = "{head}"
 """Placeholders for the number of a layer, expert or head in tensor names; jaxtp stacks them."""
 
-Layout = Literal["separate", "stacked"]  # Experts in a file: one tensor per expert, or one stacked tensor per layer
+# Experts in a file: one tensor per expert, or one stacked tensor per layer
+Layout = Literal["separate", "stacked"]
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A file's tensor name (`theirs`) and the dotted path of the parameter (`ours`), without the index of its stack.
+    """A file's tensor name (`theirs`) and the dotted path of the parameter (`ours`), without the
+    index of its stack.
 
-    Entries with the same `theirs` are parts of one tensor, concatenated along the output dim, or cut into chunks that
-    alternate. Entries with the same `ours` are alternatives; a file may use another one in each layer.
+    Entries with the same `theirs` are parts of one tensor, concatenated along the output dim, or
+    cut into chunks that alternate. Entries with the same `ours` are alternatives; a file may use
+    another one in each layer.
     """
 
     ours: str
     theirs: str
-    transposed: bool = False  # The file has `[out, in]`, jaxtp `[in, out]`; the expert dim comes first in both
+    # The file has `[out, in]`, jaxtp `[in, out]`; the expert dim comes first in both
+    transposed: bool = False
     layout: Layout | Literal["mxfp4"] | None = None
-    """The layout of experts that has this tensor; None: both have it. An export writes no "mxfp4"."""
+    """The layout of experts that has this tensor; None: both have it. An export writes no
+    "mxfp4".
+    """
     chunks: str | None = None
-    """Field with the number of chunks of each part: with num_heads, a fused kernel has the output dims `[N, parts, H]`,
-    with num_kv_heads the queries of a group, its key and its value in turn, with d_ff parts that alternate."""
+    """Field with the number of chunks of each part: with num_heads, a fused kernel has the output
+    dims `[N, parts, H]`, with num_kv_heads the queries of a group, its key and its value in turn,
+    with d_ff parts that alternate.
+    """
     by_head: bool = False  # The file has a dim of heads, `[N, H]`; jaxtp `[N*H]`
     unit_dim: bool = False  # The file has a dim of 1 before the last: `[1, N]`, jaxtp `[N]`
-    float32: bool | None = False  # Always float32 in the file, whatever the dtype of the others; None: in some files
+    # Always float32 in the file, whatever the dtype of the others; None: in some files
+    float32: bool | None = False
     unless: str | None = None  # Field that is 0 in a block with this tensor
 
 
@@ -43,20 +55,26 @@ class Tensor:
 class Attribute:
     """A config.json attribute and the `ModelConfig` fields that it sets.
 
-    Without fields, the values of its `kind` are those that do not change the model; an export writes the first.
+    Without fields, the values of its `kind` are those that do not change the model; an export
+    writes the first.
     """
 
     name: str
     fields: tuple[str, ...]
-    kind: type | Mapping[Any, Any]  # int, float or bool; or a map from the attribute's values to the fields' values
+    # int, float or bool; or a map from the attribute's values to the fields' values
+    kind: type | Mapping[Any, Any]
     default: Any = None  # The default of transformers; None: the attribute is required
     alias: str | None = None  # Alternative name in config.json
     default_from: str | None = None
-    """Field of an earlier attribute. Multiplied by `times`, it replaces null, and a missing value without `default`."""
+    """Field of an earlier attribute. Multiplied by `times`, it replaces null, and a missing
+    value without `default`.
+    """
     times: int = 1
-    only_if: tuple[str, object] | None = None  # Another attribute, and the value without which this one has no effect
+    # Another attribute, and the value without which this one has no effect
+    only_if: tuple[str, object] | None = None
     power: float = 1.0  # Exponent: the fields are the attribute raised to it
-    unit: tuple[str, float] | None = None  # An earlier field and an exponent: their power multiplies the attribute
+    # An earlier field and an exponent: their power multiplies the attribute
+    unit: tuple[str, float] | None = None
     plus: str | None = None  # An earlier field that is added
     can_be_null: bool = False  # Null switches the feature off: the fields are `off`
     off: int | None = None
@@ -74,11 +92,14 @@ LayerType = Literal[AttentionType, "rope", "no_rope", "experts", "dense"]
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A multimodal `model_type`: its config.json has the text model's attributes in `text_config`."""
+    """A multimodal `model_type`: its config.json has the text model's attributes in
+    `text_config`.
+    """
 
     model_type: str
     architecture: str  # Class name in transformers
-    text_types: tuple[str, ...]  # Supported values of the `model_type` in `text_config`; the first is the default
+    # Supported values of the `model_type` in `text_config`; the first is the default
+    text_types: tuple[str, ...]
     others: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.")
     """Beginnings of the names of tensors outside of the text model, without a leading `model.`."""
     required: Mapping[str, object] = field(default_factory=dict)
@@ -86,11 +107,17 @@ class Wrapper:
 
 
 TEXT_PREFIXES = (("language_model.model.", "language_model."), ("model.language_model.", ""))
-"""Names of text tensors in a multimodal file: what replaces a family's prefix, and what precedes its head."""
+"""Names of text tensors in a multimodal file: what replaces a family's prefix, and what precedes
+its head.
+"""
 
 
-ROPE = frozenset({"rope_parameters", "rope_theta", "rope_scaling", "original_max_position_embeddings"})
-"""Attributes of rotary embeddings; with rope_local_base_freq, layers with a window have their own base."""
+ROPE = frozenset(
+    {"rope_parameters", "rope_theta", "rope_scaling", "original_max_position_embeddings"}
+)
+"""Attributes of rotary embeddings; with rope_local_base_freq, layers with a window have their
+own base.
+"""
 WINDOW = frozenset({"sliding_window"})
 """Attribute that gives all layers a window; layer_types restricts it to some layers."""
 SWITCHED_WINDOW = WINDOW | {"use_sliding_window", "max_window_layers"}
@@ -119,17 +146,26 @@ TP_PLAN: dict[str, str] = {
     "lm_head": "colwise_gather_output",
 }
 ATTENTION_TP_PLAN = {module: style for module, style in TP_PLAN.items() if ".mlp." not in module}
-EXPERTS_TP_PLAN = {"layers.*.mlp.experts.gate_up_proj": "packed_colwise", "layers.*.mlp.experts.down_proj": "rowwise"}
-"""transformers also lists `layers.*.mlp.experts`, which splits no weight and sums the experts' outputs."""
+EXPERTS_TP_PLAN = {
+    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.experts.down_proj": "rowwise",
+}
+"""transformers also lists `layers.*.mlp.experts`, which splits no weight and sums the experts'
+outputs.
+"""
 SHARED_TP_PLAN = {
-    module.replace(".mlp.", ".mlp.shared_experts."): style for module, style in TP_PLAN.items() if ".mlp." in module
+    module.replace(".mlp.", ".mlp.shared_experts."): style
+    for module, style in TP_PLAN.items()
+    if ".mlp." in module
 }
 GATHERED_TP_PLAN = {
     **{f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"},
     "layers.*.self_attn.o_proj": "rowwise_split_input",
 }
 """transformers gathers q and k to normalize them over all heads; jaxtp sums the squares over tp."""
-REPLICATED = dict.fromkeys(("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"), "replicated_with_grad_allreduce")
+REPLICATED = dict.fromkeys(
+    ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"), "replicated_with_grad_allreduce"
+)
 """Plan of the query and key norms of each head."""
 
 
@@ -141,12 +177,16 @@ class Family:
     architecture: str  # Class name in transformers
     tensors: tuple[Tensor, ...]
     """All tensors that a model may have; a tensor is required if the model has its parameter."""
-    attributes: tuple[Attribute, ...]  # If several entries have one name, an export writes the first
+    # If several entries have one name, an export writes the first
+    attributes: tuple[Attribute, ...]
     layer_attributes: frozenset[str] = COMMON
-    """Further attributes, read by `hf/config_blocks.py`. If one is missing here, the family lacks its feature."""
+    """Further attributes, read by `hf/config_blocks.py`. If one is missing here, the family
+    lacks its feature.
+    """
     rope_attributes: tuple[Attribute, ...] = ()
-    """Attributes in `rope_parameters` (or `rope_scaling`) or beside it; of two with one field, the first in the file
-    counts, and an export writes the first."""
+    """Attributes in `rope_parameters` (or `rope_scaling`) or beside it; of two with one field, the
+    first in the file counts, and an export writes the first.
+    """
     by_type: Mapping[LayerType, tuple[Attribute, ...]] = field(default_factory=dict)
     """Attributes of the layers of one type."""
     always_by_type: Mapping[LayerType, Mapping[str, Any]] = field(default_factory=dict)
@@ -154,54 +194,74 @@ class Family:
     prefix: str = "model."  # Prefix of all tensor names except the head's; a file may lack it
     wrapper: Wrapper | None = None  # The multimodal model that holds this text model, if any
     interleaved_rope: bool = False
-    """The file has rotated pairs of query and key dims next to each other, jaxtp half of the rotated dims apart;
-    rope_interleave may switch it off."""
+    """The file has rotated pairs of query and key dims next to each other, jaxtp half of the
+    rotated dims apart; rope_interleave may switch it off.
+    """
     rope_in_head: bool = False
-    """Whether latent attention has a partial_rotary_factor in rope_parameters: the rotated part of a head."""
+    """Whether latent attention has a partial_rotary_factor in rope_parameters: the rotated part
+    of a head.
+    """
     scaled_scores: bool = False  # Whether mscale_all_dim of yarn also scales the attention scores
     remote_code: tuple[str, ...] = ()  # Classes in auto_map that transformers has too
     others: tuple[str, ...] = ()
-    """Beginnings of the names of tensors that are not read, but copied by an export, such as prediction heads."""
-    later_layers: bool = False  # Whether layers from num_hidden_layers on are prediction heads, among `others`
+    """Beginnings of the names of tensors that are not read, but copied by an export, such as
+    prediction heads.
+    """
+    # Whether layers from num_hidden_layers on are prediction heads, among `others`
+    later_layers: bool = False
     ignored_tensors: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
     """Tensors in files that an import skips."""
     constants: Mapping[str, float] = field(default_factory=dict)
-    """Scalar tensors of each layer with one supported value. A file may lack them; an export writes them."""
+    """Scalar tensors of each layer with one supported value. A file may lack them; an export
+    writes them.
+    """
     default_window: int | None = 4096  # Default of sliding_window
     window_period: int = 2
-    """Without layer_types, every n-th layer has no window; sliding_window_pattern overrides n. If 0, layer_types is
-    required."""
+    """Without layer_types, every n-th layer has no window; sliding_window_pattern overrides n. If
+    0, layer_types is required.
+    """
     default_full_layers: int = 28  # Default of max_window_layers
-    windows_from_last: bool = False  # Whether these layers are counted from the last, which has no window
+    # Whether these layers are counted from the last, which has no window
+    windows_from_last: bool = False
     last_is_global: bool = False  # Whether the last layer never has a window
     window_can_be_null: bool = False
     """Whether a sliding_window of null means no windows, and layers are global only without it."""
     pattern_is_default: bool = False  # Whether layer_types replaces another sliding_window_pattern
     only_layer_type: str | None = None
-    """The one supported type in layer_types, in a family without windows; a file without layer_types has others."""
+    """The one supported type in layer_types, in a family without windows; a file without
+    layer_types has others.
+    """
     default_dense_layers: int = 0  # Default of first_k_dense_replace and moe_layer_start_index
     rope_theta: float = 10_000.0
     """Default of rope_theta; with rope_local_base_freq, it is 10,000 in layers with a window."""
     rope_theta_name: str = "rope_theta"  # Name of rope_theta beside `rope_scaling`
     rope_by_type: bool = False
-    """Whether rope_parameters holds one rotary embedding for each attention type; a `rope_scaling` is for layers with
-    full attention."""
-    default_rope: Mapping[str, Any] = field(default_factory=dict)  # The rope_parameters of a file without any
-    rope_ignored: frozenset[str] = frozenset()  # Parameters of the rotary embedding without effect on text
+    """Whether rope_parameters holds one rotary embedding for each attention type; a `rope_scaling`
+    is for layers with full attention.
+    """
+    # The rope_parameters of a file without any
+    default_rope: Mapping[str, Any] = field(default_factory=dict)
+    # Parameters of the rotary embedding without effect on text
+    rope_ignored: frozenset[str] = frozenset()
     rope_kinds: frozenset[str] = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
     """Supported kinds of rotary embedding."""
-    rope_aliases: Mapping[str, str] = field(default_factory=dict)  # Other names of these kinds, in older files
+    # Other names of these kinds, in older files
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)
     original_length: int | None = None
-    """Default of a top-level original_max_position_embeddings; None: the value in rope_scaling or rope_parameters, else
-    max_position_embeddings."""
-    default_head_dim: int | None = None  # Default of head_dim; None: hidden_size / num_attention_heads
-    always: Mapping[str, Any] = field(default_factory=dict)  # Fields of `ModelConfig` with a fixed value
+    """Default of a top-level original_max_position_embeddings; None: the value in rope_scaling or
+    rope_parameters, else max_position_embeddings.
+    """
+    # Default of head_dim; None: hidden_size / num_attention_heads
+    default_head_dim: int | None = None
+    # Fields of `ModelConfig` with a fixed value
+    always: Mapping[str, Any] = field(default_factory=dict)
     required: Mapping[str, object] = field(default_factory=dict)
     """Attributes with one supported value; others would change the model."""
     written: Mapping[str, object] = field(default_factory=dict)
     """Attributes that an export adds, without effect on the model."""
     ignored_attributes: frozenset[str] = frozenset()  # Ignored in addition to `IGNORED_ATTRIBUTES`
-    quantization: frozenset[str] = frozenset({"fp8"})  # Supported values of quant_method in quantization_config
+    # Supported values of quant_method in quantization_config
+    quantization: frozenset[str] = frozenset({"fp8"})
     tp_plan: Mapping[str, str] = field(default_factory=TP_PLAN.copy)
     """`base_model_tp_plan` of transformers 5, with a row for the head."""
 
@@ -212,16 +272,28 @@ class Family:
 
     def known_attributes(self) -> frozenset[str]:
         """Returns the attributes that an import reads."""
-        every = (*self.attributes, *self.rope_attributes, *chain.from_iterable(self.by_type.values()))
+        every = (
+            *self.attributes,
+            *self.rope_attributes,
+            *chain.from_iterable(self.by_type.values()),
+        )
         names = {name for each in every for name in (each.name, each.alias) if name is not None}
         return self.layer_attributes | names | {"model_type", self.rope_theta_name}
 
 
 def biases(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Returns the biases of norms, given by their scales, and of kernels."""
-    names = [re.sub(r"kernel|scale", "bias", tensor.ours).replace("biass", "biases") for tensor in tensors]
+    names = [
+        re.sub(r"kernel|scale", "bias", tensor.ours).replace("biass", "biases")
+        for tensor in tensors
+    ]
     return tuple(
-        replace(tensor, ours=name, theirs=tensor.theirs.removesuffix("weight") + "bias", transposed=False)
+        replace(
+            tensor,
+            ours=name,
+            theirs=tensor.theirs.removesuffix("weight") + "bias",
+            transposed=False,
+        )
         for tensor, name in zip(tensors, names, strict=True)
     )
 
@@ -242,21 +314,49 @@ NORMS = (
     Tensor("blocks.mlp_norm.scale", "model.layers.{layer}.post_attention_layernorm.weight"),
 )
 QKV = (
-    Tensor("blocks.attention.qkv.kernels.0", "model.layers.{layer}.self_attn.q_proj.weight", transposed=True),
-    Tensor("blocks.attention.qkv.kernels.1", "model.layers.{layer}.self_attn.k_proj.weight", transposed=True),
-    Tensor("blocks.attention.qkv.kernels.2", "model.layers.{layer}.self_attn.v_proj.weight", transposed=True),
+    Tensor(
+        "blocks.attention.qkv.kernels.0",
+        "model.layers.{layer}.self_attn.q_proj.weight",
+        transposed=True,
+    ),
+    Tensor(
+        "blocks.attention.qkv.kernels.1",
+        "model.layers.{layer}.self_attn.k_proj.weight",
+        transposed=True,
+    ),
+    Tensor(
+        "blocks.attention.qkv.kernels.2",
+        "model.layers.{layer}.self_attn.v_proj.weight",
+        transposed=True,
+    ),
 )
-OUT = (Tensor("blocks.attention.out.kernel", "model.layers.{layer}.self_attn.o_proj.weight", transposed=True),)
+OUT = (
+    Tensor(
+        "blocks.attention.out.kernel",
+        "model.layers.{layer}.self_attn.o_proj.weight",
+        transposed=True,
+    ),
+)
 GATE_UP = (
-    Tensor("blocks.mlp.gate_up.kernels.0", "model.layers.{layer}.mlp.gate_proj.weight", transposed=True),
-    Tensor("blocks.mlp.gate_up.kernels.1", "model.layers.{layer}.mlp.up_proj.weight", transposed=True),
+    Tensor(
+        "blocks.mlp.gate_up.kernels.0", "model.layers.{layer}.mlp.gate_proj.weight", transposed=True
+    ),
+    Tensor(
+        "blocks.mlp.gate_up.kernels.1", "model.layers.{layer}.mlp.up_proj.weight", transposed=True
+    ),
 )
-UP = (Tensor("blocks.mlp.up.kernels.0", "model.layers.{layer}.mlp.up_proj.weight", transposed=True),)
+UP = (
+    Tensor("blocks.mlp.up.kernels.0", "model.layers.{layer}.mlp.up_proj.weight", transposed=True),
+)
 """The first projection of a plain MLP."""
-DOWN = (Tensor("blocks.mlp.down.kernel", "model.layers.{layer}.mlp.down_proj.weight", transposed=True),)
+DOWN = (
+    Tensor("blocks.mlp.down.kernel", "model.layers.{layer}.mlp.down_proj.weight", transposed=True),
+)
 PROJECTIONS = QKV + OUT + GATE_UP + DOWN
 BODY = OUTER + NORMS + PROJECTIONS
-QKV_BIASES, OUT_BIAS, MLP_BIASES = biases(*QKV), biases(*OUT), biases(*GATE_UP, *DOWN)
+QKV_BIASES = biases(*QKV)
+OUT_BIAS = biases(*OUT)
+MLP_BIASES = biases(*GATE_UP, *DOWN)
 ATTENTION = QKV + QKV_BIASES + OUT + OUT_BIAS
 QK_NORMS = (
     Tensor("blocks.attention.qk_norms.0.scale", "model.layers.{layer}.self_attn.q_norm.weight"),
@@ -264,32 +364,51 @@ QK_NORMS = (
 )
 ROUTER = Tensor("blocks.mlp.router", "model.layers.{layer}.mlp.gate.weight", transposed=True)
 STACKED_EXPERTS = tuple(
-    Tensor(f"blocks.mlp.{ours}", f"model.layers.{{layer}}.mlp.experts.{theirs}", transposed=True, layout="stacked")
+    Tensor(
+        f"blocks.mlp.{ours}",
+        f"model.layers.{{layer}}.mlp.experts.{theirs}",
+        transposed=True,
+        layout="stacked",
+    )
     for ours, theirs in (("gate", "gate_up_proj"), ("up", "gate_up_proj"), ("down", "down_proj"))
 )
 """As in transformers 5."""
 
 
 def separate_experts(module: str, **names: str) -> tuple[Tensor, ...]:
-    """Returns the tensors of a layer's module with one per expert; `names` are file names of gate, up and down."""
+    """Returns the tensors of a layer's module with one per expert; `names` are file names of
+    gate, up and down.
+    """
     before = f"model.layers.{{layer}}.{module}.experts.{{expert}}"
     return tuple(
-        Tensor(f"blocks.mlp.{ours}", f"{before}.{theirs}.weight", transposed=True, layout="separate")
+        Tensor(
+            f"blocks.mlp.{ours}", f"{before}.{theirs}.weight", transposed=True, layout="separate"
+        )
         for ours, theirs in names.items()
     )
 
 
-EXPERTS = (ROUTER, *separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"), *STACKED_EXPERTS)
+EXPERTS = (
+    ROUTER,
+    *separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    *STACKED_EXPERTS,
+)
 
 
 ATTENTION_BIAS = Attribute("attention_bias", ("attention_bias", "attention_out_bias"), bool, False)
 """One switch for the biases of q, k, v and o."""
 MLP_BIAS = Attribute("mlp_bias", ("mlp_bias",), bool, False)
 SELECTION_BIAS = Tensor(
-    "blocks.mlp.selection_bias", "model.layers.{layer}.mlp.gate.e_score_correction_bias", float32=True
+    "blocks.mlp.selection_bias",
+    "model.layers.{layer}.mlp.gate.e_score_correction_bias",
+    float32=True,
 )
 SHARED_EXPERTS = tuple(
-    Tensor(f"blocks.mlp.shared.{ours}", f"model.layers.{{layer}}.mlp.shared_experts.{theirs}.weight", transposed=True)
+    Tensor(
+        f"blocks.mlp.shared.{ours}",
+        f"model.layers.{{layer}}.mlp.shared_experts.{theirs}.weight",
+        transposed=True,
+    )
     for ours, theirs in (
         ("gate_up.kernels.0", "gate_proj"),
         ("gate_up.kernels.1", "up_proj"),
@@ -310,21 +429,29 @@ ACTIVATIONS: Mapping[str, str] = {
 
 
 def only(name: str, *values: object, default: object = None) -> Attribute:
-    """Returns an attribute whose other values would change the model; a missing one has its `default`."""
+    """Returns an attribute whose other values would change the model; a missing one has its
+    `default`.
+    """
     return Attribute(name, (), dict.fromkeys(values), default)
 
 
 def with_defaults(attributes: Collection[Attribute], **defaults: object) -> tuple[Attribute, ...]:
     """Returns attributes with other defaults."""
-    return tuple(replace(each, default=defaults.get(each.name, each.default)) for each in attributes)
+    return tuple(
+        replace(each, default=defaults.get(each.name, each.default)) for each in attributes
+    )
 
 
 def kv_heads(default: int | None = None) -> Attribute:
     """Returns num_key_value_heads; by default equal to num_attention_heads."""
-    return Attribute("num_key_value_heads", ("num_kv_heads",), int, default, default_from="num_heads")
+    return Attribute(
+        "num_key_value_heads", ("num_kv_heads",), int, default, default_from="num_heads"
+    )
 
 
-def some_experts(count: int, per_token: int, alias: str | None = "num_local_experts") -> tuple[Attribute, ...]:
+def some_experts(
+    count: int, per_token: int, alias: str | None = "num_local_experts"
+) -> tuple[Attribute, ...]:
     """Returns the attributes of a router without groups, with their defaults."""
     return (
         Attribute("num_experts", ("num_experts",), int, count, alias=alias),
@@ -347,21 +474,35 @@ def grouped_experts(
     )
 
 
-def first_dense(width: int | None, shared: int | None = None) -> Mapping[LayerType, tuple[Attribute, ...]]:
-    """Returns DeepSeek's widths of experts, shared experts and dense layers, with their defaults."""
+def first_dense(
+    width: int | None, shared: int | None = None
+) -> Mapping[LayerType, tuple[Attribute, ...]]:
+    """Returns DeepSeek's widths of experts, shared experts and dense layers, with their
+    defaults.
+    """
     return {
         "experts": (
             Attribute("moe_intermediate_size", ("d_ff",), int, width),
-            Attribute("n_shared_experts", ("shared_experts",), int, shared, unit=("d_ff", 1), can_be_zero=True),
+            Attribute(
+                "n_shared_experts",
+                ("shared_experts",),
+                int,
+                shared,
+                unit=("d_ff", 1),
+                can_be_zero=True,
+            ),
         ),
         "dense": (Attribute("intermediate_size", ("d_ff",), int),),
     }
 
 
-PARTIAL_ROPE = Attribute("partial_rotary_factor", ("rotary_fraction",), float, 1.0)  # Rotated part of each head
+# Rotated part of each head
+PARTIAL_ROPE = Attribute("partial_rotary_factor", ("rotary_fraction",), float, 1.0)
 
 
-def sizes(eps: float = 1e-6, *, eps_name: str = "rms_norm_eps", tied: bool = False) -> tuple[Attribute, ...]:
+def sizes(
+    eps: float = 1e-6, *, eps_name: str = "rms_norm_eps", tied: bool = False
+) -> tuple[Attribute, ...]:
     """Returns attributes that most families share."""
     return (
         Attribute("vocab_size", ("vocab_size",), int),
@@ -397,22 +538,100 @@ ROUTER_LOSS = frozenset({"output_router_logits", "router_aux_loss_coef"})
 """Training attributes without effect on the model's output."""
 IGNORED_ATTRIBUTES = frozenset(
     {
-        *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "name_or_path"),
-        *("max_position_embeddings", "model_max_length", "max_sequence_length", "max_seq_length", "max_seq_len"),
-        *("initializer_range", "use_cache", "pretraining_tp", "is_llama_config", "is_decoder", "tokenizer_class"),
-        *("output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate", "output_scores"),
-        *("base_model_tp_plan", "base_model_pp_plan", "base_model_fsdp_plan", "tie_last_hidden_states"),
-        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params", "prefix"),
-        *("torchscript", "tf_legacy_loss", "use_bfloat16", "tie_encoder_decoder", "chunk_size_feed_forward"),
-        *("cross_attention_hidden_size", "gradient_checkpointing", "transformers.js_config", "cache_implementation"),
+        *(
+            "architectures",
+            "model_type",
+            "transformers_version",
+            "torch_dtype",
+            "dtype",
+            "name_or_path",
+        ),
+        *(
+            "max_position_embeddings",
+            "model_max_length",
+            "max_sequence_length",
+            "max_seq_length",
+            "max_seq_len",
+        ),
+        *(
+            "initializer_range",
+            "use_cache",
+            "pretraining_tp",
+            "is_llama_config",
+            "is_decoder",
+            "tokenizer_class",
+        ),
+        *(
+            "output_attentions",
+            "output_hidden_states",
+            "return_dict",
+            "return_dict_in_generate",
+            "output_scores",
+        ),
+        *(
+            "base_model_tp_plan",
+            "base_model_pp_plan",
+            "base_model_fsdp_plan",
+            "tie_last_hidden_states",
+        ),
+        *(
+            "id2label",
+            "label2id",
+            "num_labels",
+            "problem_type",
+            "finetuning_task",
+            "task_specific_params",
+            "prefix",
+        ),
+        *(
+            "torchscript",
+            "tf_legacy_loss",
+            "use_bfloat16",
+            "tie_encoder_decoder",
+            "chunk_size_feed_forward",
+        ),
+        *(
+            "cross_attention_hidden_size",
+            "gradient_checkpointing",
+            "transformers.js_config",
+            "cache_implementation",
+        ),
         # Generation settings, which older versions stored here:
-        *("max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
-        *("diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty"),
-        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences"),
-        *("remove_invalid_values", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty"),
+        *(
+            "max_length",
+            "min_length",
+            "max_new_tokens",
+            "do_sample",
+            "early_stopping",
+            "num_beams",
+            "num_beam_groups",
+        ),
+        *(
+            "diversity_penalty",
+            "temperature",
+            "top_k",
+            "top_p",
+            "typical_p",
+            "repetition_penalty",
+            "length_penalty",
+        ),
+        *(
+            "no_repeat_ngram_size",
+            "encoder_no_repeat_ngram_size",
+            "bad_words_ids",
+            "num_return_sequences",
+        ),
+        *(
+            "remove_invalid_values",
+            "suppress_tokens",
+            "begin_suppress_tokens",
+            "exponential_decay_length_penalty",
+        ),
     }
 )
-"""Ignored by all families. max_position_embeddings is the trained length; a `ModelConfig` has no such limit."""
+"""Ignored by all families. max_position_embeddings is the trained length; a `ModelConfig` has no
+such limit.
+"""
 _BOOKKEEPING = re.compile(
     r"_.*"  # internal to transformers: _name_or_path, _attn_implementation, _flash_attn_2_enabled
     r"|\w+_token_ids?"
@@ -424,8 +643,16 @@ _BOOKKEEPING = re.compile(
 
 def is_ignorable(name: str, value: object, family: Family) -> bool:
     """Returns whether an attribute has no effect on model output."""
-    if name == "auto_map":  # classes in Python files of the folder; an AutoModel... class may compute anything
+    # classes in Python files of the folder; an AutoModel... class may compute anything
+    if name == "auto_map":
         models = value.items() if isinstance(value, dict) else ()
-        unknown = (key for key, name in models if key.startswith("AutoModel") and name not in family.remote_code)
+        unknown = (
+            key
+            for key, name in models
+            if key.startswith("AutoModel") and name not in family.remote_code
+        )
         return value is None or (isinstance(value, dict) and not any(unknown))
-    return name in IGNORED_ATTRIBUTES | family.ignored_attributes or _BOOKKEEPING.fullmatch(name) is not None
+    return (
+        name in IGNORED_ATTRIBUTES | family.ignored_attributes
+        or _BOOKKEEPING.fullmatch(name) is not None
+    )

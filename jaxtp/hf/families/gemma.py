@@ -1,4 +1,6 @@
-"""Gemma 1 (arXiv 2403.08295), 2 (2408.00118), the text models of Gemma 3 (2503.19786), and VaultGemma (2510.15001)."""
+"""Gemma 1 (arXiv 2403.08295), 2 (2408.00118), the text models of Gemma 3 (2503.19786), and
+VaultGemma (2510.15001).
+"""
 
 from dataclasses import replace
 
@@ -16,11 +18,18 @@ GEMMA = base.Family(
         base.ATTENTION_BIAS,
         _EMBEDDING_SCALE,
         # transformers takes gelu, which older files have, as its approximation by tanh.
-        base.Attribute("hidden_act", ("activation",), {**base.ACTIVATIONS, "gelu": "gelu_tanh"}, "gelu_pytorch_tanh"),
+        base.Attribute(
+            "hidden_act",
+            ("activation",),
+            {**base.ACTIVATIONS, "gelu": "gelu_tanh"},
+            "gelu_pytorch_tanh",
+        ),
     ),
     default_head_dim=256,
     always={"norm": "rms_plus_one"},
-    required=base.required(without=("hidden_act",), mlp_bias=False, use_bidirectional_attention=False),
+    required=base.required(
+        without=("hidden_act",), mlp_bias=False, use_bidirectional_attention=False
+    ),
     ignored_attributes=frozenset({"hidden_activation"}),  # transformers reads hidden_act instead
 )
 
@@ -30,9 +39,16 @@ GEMMA2 = base.Family(
     tensors=(
         *base.OUTER,
         base.Tensor("blocks.attention_norm.scale", "model.layers.{layer}.input_layernorm.weight"),
-        base.Tensor("blocks.attention_after_norm.scale", "model.layers.{layer}.post_attention_layernorm.weight"),
-        base.Tensor("blocks.mlp_norm.scale", "model.layers.{layer}.pre_feedforward_layernorm.weight"),
-        base.Tensor("blocks.mlp_after_norm.scale", "model.layers.{layer}.post_feedforward_layernorm.weight"),
+        base.Tensor(
+            "blocks.attention_after_norm.scale",
+            "model.layers.{layer}.post_attention_layernorm.weight",
+        ),
+        base.Tensor(
+            "blocks.mlp_norm.scale", "model.layers.{layer}.pre_feedforward_layernorm.weight"
+        ),
+        base.Tensor(
+            "blocks.mlp_after_norm.scale", "model.layers.{layer}.post_feedforward_layernorm.weight"
+        ),
         *(base.PROJECTIONS + base.QKV_BIASES + base.OUT_BIAS),
     ),
     attributes=(
@@ -42,13 +58,19 @@ GEMMA2 = base.Family(
         _EMBEDDING_SCALE,
         base.Attribute("query_pre_attn_scalar", ("query_scale",), float, 256, power=-0.5),
         base.Attribute("hidden_activation", ("activation",), base.ACTIVATIONS, "gelu_pytorch_tanh"),
-        base.Attribute("attn_logit_softcapping", ("attention_softcap",), float, 50.0, can_be_null=True),
-        base.Attribute("final_logit_softcapping", ("logit_softcap",), float, 30.0, can_be_null=True),
+        base.Attribute(
+            "attn_logit_softcapping", ("attention_softcap",), float, 50.0, can_be_null=True
+        ),
+        base.Attribute(
+            "final_logit_softcapping", ("logit_softcap",), float, 30.0, can_be_null=True
+        ),
     ),
     layer_attributes=base.COMMON | base.WINDOW | {"layer_types"},
     default_head_dim=256,
     always={"norm": "rms_plus_one", "norm_placement": "both"},
-    required=base.required(without=("hidden_act",), mlp_bias=False, use_bidirectional_attention=False),
+    required=base.required(
+        without=("hidden_act",), mlp_bias=False, use_bidirectional_attention=False
+    ),
     # transformers reads hidden_activation and sliding_window instead.
     ignored_attributes=frozenset({"hidden_act", "sliding_window_size"}),
 )
@@ -68,7 +90,11 @@ GEMMA3 = replace(
     tensors=GEMMA2.tensors + base.QK_NORMS,
     attributes=base.with_defaults(
         (
-            *(attribute for attribute in GEMMA2.attributes if not attribute.name.endswith("_softcapping")),
+            *(
+                attribute
+                for attribute in GEMMA2.attributes
+                if not attribute.name.endswith("_softcapping")
+            ),
             base.Attribute("final_logit_softcapping", ("logit_softcap",), float, can_be_null=True),
         ),
         # The text models of multimodal files rely on these.

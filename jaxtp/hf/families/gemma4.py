@@ -21,15 +21,25 @@ GEMMA4 = replace(
             for each in GEMMA3.tensors
             if each.ours.startswith(("blocks.mlp.", "blocks.mlp_norm."))
         ),
-        base.Tensor("blocks.mlp.mlp_after_norm.scale", f"{_LAYER}post_feedforward_layernorm_1.weight"),
-        base.Tensor("blocks.mlp.experts.input_scale", f"{_LAYER}pre_feedforward_layernorm_2.weight"),
-        base.Tensor("blocks.mlp.experts_after_norm.scale", f"{_LAYER}post_feedforward_layernorm_2.weight"),
+        base.Tensor(
+            "blocks.mlp.mlp_after_norm.scale", f"{_LAYER}post_feedforward_layernorm_1.weight"
+        ),
+        base.Tensor(
+            "blocks.mlp.experts.input_scale", f"{_LAYER}pre_feedforward_layernorm_2.weight"
+        ),
+        base.Tensor(
+            "blocks.mlp.experts_after_norm.scale", f"{_LAYER}post_feedforward_layernorm_2.weight"
+        ),
         base.Tensor("blocks.mlp.experts.router", f"{_LAYER}router.proj.weight", transposed=True),
         base.Tensor("blocks.mlp.experts.router_scale", f"{_LAYER}router.scale"),
         base.Tensor("blocks.mlp.experts.expert_scale", f"{_LAYER}router.per_expert_scale"),
         *(
             base.Tensor(f"blocks.mlp.experts.{ours}", f"{_LAYER}experts.{theirs}", transposed=True)
-            for ours, theirs in (("gate", "gate_up_proj"), ("up", "gate_up_proj"), ("down", "down_proj"))
+            for ours, theirs in (
+                ("gate", "gate_up_proj"),
+                ("up", "gate_up_proj"),
+                ("down", "down_proj"),
+            )
         ),
     ),
     attributes=(
@@ -43,7 +53,9 @@ GEMMA4 = replace(
         base.Attribute("num_experts", ("num_experts",), int, can_be_null=True, can_be_zero=True),
         base.only("use_bidirectional_attention", None, "vision"),  # causal for text
     ),
-    layer_attributes=base.COMMON | base.WINDOW | {"layer_types", "per_layer_config", "enable_moe_block"},
+    layer_attributes=base.COMMON
+    | base.WINDOW
+    | {"layer_types", "per_layer_config", "enable_moe_block"},
     by_type={
         "experts": (
             base.Attribute("top_k_experts", ("experts_per_token",), int),
@@ -70,14 +82,20 @@ GEMMA4 = replace(
     rope_kinds=frozenset({"default", "proportional"}),
     rope_attributes=(base.PARTIAL_ROPE,),
     default_rope={
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1_000_000.0,
+        },
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     },
     always={
         **{"norm": "rms", "norm_placement": "both", "qk_norm": "head", "value_norm": True},
         **{"query_scale": 1.0, "layer_scale": True},
     },
-    required=base.required(without=("hidden_act", "partial_rotary_factor", "per_layer_config"), mlp_bias=False),
+    required=base.required(
+        without=("hidden_act", "partial_rotary_factor", "per_layer_config"), mlp_bias=False
+    ),
     ignored_attributes=frozenset({"vocab_size_per_layer_input"}),
     tp_plan={
         **GEMMA3.tp_plan,

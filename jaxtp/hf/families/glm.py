@@ -1,7 +1,7 @@
 """GLM-4 (arXiv 2406.12793): interleaved rotation of half of each head, fused gate and up.
 
-GLM-4 0414: norms before and after. GLM-4.5 to 4.7: experts with sigmoid scores, a bias for their choice and shared
-experts (arXiv 2508.06471). GLM-4.7-Flash: DeepSeek-V3 in other sizes.
+GLM-4 0414: norms before and after. GLM-4.5 to 4.7: experts with sigmoid scores, a bias for their
+choice and shared experts (arXiv 2508.06471). GLM-4.7-Flash: DeepSeek-V3 in other sizes.
 """
 
 from dataclasses import replace
@@ -15,12 +15,22 @@ GLM4 = base.Family(
     tensors=(
         *base.OUTER,
         base.Tensor("blocks.attention_norm.scale", "model.layers.{layer}.input_layernorm.weight"),
-        base.Tensor("blocks.attention_after_norm.scale", "model.layers.{layer}.post_self_attn_layernorm.weight"),
+        base.Tensor(
+            "blocks.attention_after_norm.scale",
+            "model.layers.{layer}.post_self_attn_layernorm.weight",
+        ),
         # Before the MLP, unlike the norm of this name in Gemma.
-        base.Tensor("blocks.mlp_norm.scale", "model.layers.{layer}.post_attention_layernorm.weight"),
-        base.Tensor("blocks.mlp_after_norm.scale", "model.layers.{layer}.post_mlp_layernorm.weight"),
+        base.Tensor(
+            "blocks.mlp_norm.scale", "model.layers.{layer}.post_attention_layernorm.weight"
+        ),
+        base.Tensor(
+            "blocks.mlp_after_norm.scale", "model.layers.{layer}.post_mlp_layernorm.weight"
+        ),
         *(base.QKV + base.QKV_BIASES + base.OUT),
-        *(replace(tensor, theirs="model.layers.{layer}.mlp.gate_up_proj.weight") for tensor in base.GATE_UP),
+        *(
+            replace(tensor, theirs="model.layers.{layer}.mlp.gate_up_proj.weight")
+            for tensor in base.GATE_UP
+        ),
         *base.DOWN,
     ),
     attributes=(
@@ -51,7 +61,14 @@ GLM = replace(
 GLM4_MOE = base.Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
-    tensors=(*base.BODY, *base.QKV_BIASES, *base.QK_NORMS, *base.EXPERTS, base.SELECTION_BIAS, *base.SHARED_EXPERTS),
+    tensors=(
+        *base.BODY,
+        *base.QKV_BIASES,
+        *base.QK_NORMS,
+        *base.EXPERTS,
+        base.SELECTION_BIAS,
+        *base.SHARED_EXPERTS,
+    ),
     attributes=(
         *base.sizes(1e-5),
         base.kv_heads(8),
@@ -75,7 +92,11 @@ GLM4_MOE_LITE = replace(
     model_type="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
     attributes=base.with_defaults(
-        (*deepseek.attributes(1e-5), deepseek.ROPE_PAIRS, *base.grouped_experts(64, 4, normalize=True)),
+        (
+            *deepseek.attributes(1e-5),
+            deepseek.ROPE_PAIRS,
+            *base.grouped_experts(64, 4, normalize=True),
+        ),
         num_key_value_heads=20,
         q_lora_rank=768,
         qk_nope_head_dim=192,

@@ -28,7 +28,9 @@ GPT2 = base.Family(
     ),
     attributes=(
         base.Attribute("vocab_size", ("vocab_size",), int),
-        base.Attribute("n_positions", ("learned_positions",), int, 1024, alias="max_position_embeddings"),
+        base.Attribute(
+            "n_positions", ("learned_positions",), int, 1024, alias="max_position_embeddings"
+        ),
         base.Attribute("n_embd", ("d_model",), int, alias="hidden_size"),
         base.Attribute("n_inner", ("d_ff",), int, default_from="d_model", times=4),
         base.Attribute("n_layer", ("num_layers",), int, alias="num_hidden_layers"),

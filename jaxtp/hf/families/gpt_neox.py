@@ -1,4 +1,5 @@
-"""GPT-NeoX and Pythia: a parallel block with two LayerNorms, biases, partly rotated heads (arXiv 2204.06745).
+"""GPT-NeoX and Pythia: a parallel block with two LayerNorms, biases, partly rotated heads (arXiv
+2204.06745).
 
 GPT-Neo: GPT-2 with windows and without a scale of attention scores (github.com/EleutherAI/gpt-neo).
 """
@@ -22,12 +23,20 @@ GPT_NEOX = base.Family(
             base.Tensor("blocks.mlp_norm.scale", f"{_LAYER}post_attention_layernorm.weight"),
             base.Tensor("norm.scale", "gpt_neox.final_layer_norm.weight"),
             *(
-                replace(each, theirs=f"{_LAYER}attention.query_key_value.weight", chunks="num_heads")
+                replace(
+                    each, theirs=f"{_LAYER}attention.query_key_value.weight", chunks="num_heads"
+                )
                 for each in base.QKV
             ),
-            base.Tensor("blocks.attention.out.kernel", f"{_LAYER}attention.dense.weight", transposed=True),
-            base.Tensor("blocks.mlp.up.kernels.0", f"{_LAYER}mlp.dense_h_to_4h.weight", transposed=True),
-            base.Tensor("blocks.mlp.down.kernel", f"{_LAYER}mlp.dense_4h_to_h.weight", transposed=True),
+            base.Tensor(
+                "blocks.attention.out.kernel", f"{_LAYER}attention.dense.weight", transposed=True
+            ),
+            base.Tensor(
+                "blocks.mlp.up.kernels.0", f"{_LAYER}mlp.dense_h_to_4h.weight", transposed=True
+            ),
+            base.Tensor(
+                "blocks.mlp.down.kernel", f"{_LAYER}mlp.dense_4h_to_h.weight", transposed=True
+            ),
         ),
     ),
     attributes=(
@@ -40,12 +49,23 @@ GPT_NEOX = base.Family(
         base.Attribute("tie_word_embeddings", ("tie_embeddings",), bool, False),
         base.Attribute("hidden_act", ("activation",), base.ACTIVATIONS, "gelu"),
         base.Attribute("attention_bias", ("attention_bias", "attention_out_bias"), bool, True),
-        base.Attribute("use_parallel_residual", ("norm_placement",), {True: "parallel_two", False: "before"}, True),
+        base.Attribute(
+            "use_parallel_residual",
+            ("norm_placement",),
+            {True: "parallel_two", False: "before"},
+            True,
+        ),
     ),
     prefix="gpt_neox.",
-    ignored_tensors=tuple(f"{_LAYER}attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
+    ignored_tensors=tuple(
+        f"{_LAYER}attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
+    ),
     layer_attributes=base.ROPE,
-    rope_attributes=(base.Attribute("rotary_pct", ("rotary_fraction",), float, 0.25, alias="partial_rotary_factor"),),
+    rope_attributes=(
+        base.Attribute(
+            "rotary_pct", ("rotary_fraction",), float, 0.25, alias="partial_rotary_factor"
+        ),
+    ),
     rope_theta_name="rotary_emb_base",
     always={"norm": "layer", "mlp": "plain", "mlp_bias": True},
     required=base.required(without=("hidden_act", "partial_rotary_factor", "attention_dropout")),
@@ -79,7 +99,9 @@ GPT_NEO = replace(
             if ".c_attn." not in tensor.theirs
         ),
         *(
-            replace(each, theirs=each.theirs.replace("model.layers.{layer}.self_attn", _NEO_ATTENTION))
+            replace(
+                each, theirs=each.theirs.replace("model.layers.{layer}.self_attn", _NEO_ATTENTION)
+            )
             for each in base.QKV
         ),
     ),
@@ -89,7 +111,9 @@ GPT_NEO = replace(
         base.Attribute("hidden_size", ("d_model",), int),
         base.Attribute("intermediate_size", ("d_ff",), int, default_from="d_model", times=4),
         base.Attribute("num_layers", ("num_layers",), int, alias="num_hidden_layers"),
-        base.Attribute("num_heads", ("num_heads", "num_kv_heads"), int, alias="num_attention_heads"),
+        base.Attribute(
+            "num_heads", ("num_heads", "num_kv_heads"), int, alias="num_attention_heads"
+        ),
         base.Attribute("layer_norm_epsilon", ("norm_eps",), float, 1e-5),
         base.Attribute("tie_word_embeddings", ("tie_embeddings",), bool, True),
         base.Attribute("activation_function", ("activation",), base.ACTIVATIONS, "gelu_new"),
@@ -100,6 +124,12 @@ GPT_NEO = replace(
     always={**GPT2.always, "attention_bias": False, "query_scale": 1.0},
     required=base.required(without=("hidden_act", "attention_dropout")),
     ignored_attributes=GPT2.ignored_attributes
-    | {"attention_layers", "attention_dropout", "resid_dropout", "embed_dropout", "classifier_dropout"}
+    | {
+        "attention_layers",
+        "attention_dropout",
+        "resid_dropout",
+        "embed_dropout",
+        "classifier_dropout",
+    }
     | {"num_key_value_heads", "summary_proj_to_labels"},
 )

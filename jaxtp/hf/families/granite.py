@@ -1,6 +1,8 @@
-"""Granite 3 and 4: Llama with factors of embeddings, scores, branches and logits, dense or with experts (2407.13739).
+"""Granite 3 and 4: Llama with factors of embeddings, scores, branches and logits, dense or with
+experts (2407.13739).
 
-Granite 4 (model_type granitemoehybrid) has a dense MLP, with or without experts. Its Mamba-2 layers are not supported.
+Granite 4 (model_type granitemoehybrid) has a dense MLP, with or without experts. Its Mamba-2 layers
+are not supported.
 """
 
 from collections.abc import Iterator
@@ -10,9 +12,12 @@ from jaxtp.hf.families import family as base
 
 _LAYER = "model.layers.{layer}."
 _DROPOUT = frozenset({"attention_dropout"})  # 0.1 in some files
-_IN, _GATE_UP = "input_linear.weight", "experts.gate_up_proj"
+_IN = "input_linear.weight"
+_GATE_UP = "experts.gate_up_proj"
 _SHARED = tuple(
-    base.Tensor(f"blocks.mlp.{module}{ours}", f"{_LAYER}shared_mlp.{theirs}.weight", transposed=True)
+    base.Tensor(
+        f"blocks.mlp.{module}{ours}", f"{_LAYER}shared_mlp.{theirs}.weight", transposed=True
+    )
     for module in ("", "shared.")  # alone, or with experts
     for ours, theirs in (
         ("gate_up.kernels.0", "input_linear"),
@@ -53,8 +58,12 @@ GRANITEMOE = base.Family(
     tensors=(
         *(base.OUTER + base.NORMS + base.ATTENTION),
         # Both stack experts: files, and transformers 5 in memory.
-        *_experts("separate", gate=_IN, up=_IN, down="output_linear.weight", router="router.layer.weight"),
-        *_experts("stacked", gate=_GATE_UP, up=_GATE_UP, down="experts.down_proj", router="router.weight"),
+        *_experts(
+            "separate", gate=_IN, up=_IN, down="output_linear.weight", router="router.layer.weight"
+        ),
+        *_experts(
+            "stacked", gate=_GATE_UP, up=_GATE_UP, down="experts.down_proj", router="router.weight"
+        ),
     ),
     attributes=(
         *_COMMON,
@@ -75,7 +84,10 @@ GRANITEMOEHYBRID = replace(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
     tensors=GRANITEMOE.tensors + _SHARED,
-    attributes=(*_COMMON, base.Attribute("num_local_experts", ("num_experts",), int, 8, can_be_zero=True)),
+    attributes=(
+        *_COMMON,
+        base.Attribute("num_local_experts", ("num_experts",), int, 8, can_be_zero=True),
+    ),
     layer_attributes=base.COMMON | {"layer_types", "position_embedding_type"},
     by_type={
         "experts": (
@@ -89,6 +101,9 @@ GRANITEMOEHYBRID = replace(
     required=base.required(without=_DROPOUT, mlp_bias=False, normalization_function="rmsnorm"),
     written={"mamba_n_heads": 1},  # transformers checks it
     ignored_attributes=GRANITEMOE.ignored_attributes
-    | {f"mamba_{name}" for name in ("n_heads", "n_groups", "d_state", "d_head", "d_conv", "expand", "chunk_size")}
+    | {
+        f"mamba_{name}"
+        for name in ("n_heads", "n_groups", "d_state", "d_head", "d_conv", "expand", "chunk_size")
+    }
     | {"mamba_conv_bias", "mamba_proj_bias", "time_step_limit", "init_method"},
 )

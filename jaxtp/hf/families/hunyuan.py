@@ -1,4 +1,6 @@
-"""Hunyuan (dense): Llama whose queries and keys are normalized after the rotation, with a scaled base."""
+"""Hunyuan (dense): Llama whose queries and keys are normalized after the rotation, with a scaled
+base.
+"""
 
 from jaxtp.hf.families import family as base
 
@@ -9,8 +11,14 @@ HUNYUAN = base.Family(
         *base.BODY,
         *base.QKV_BIASES,
         *base.OUT_BIAS,
-        base.Tensor("blocks.attention.qk_norms.0.scale", "model.layers.{layer}.self_attn.query_layernorm.weight"),
-        base.Tensor("blocks.attention.qk_norms.1.scale", "model.layers.{layer}.self_attn.key_layernorm.weight"),
+        base.Tensor(
+            "blocks.attention.qk_norms.0.scale",
+            "model.layers.{layer}.self_attn.query_layernorm.weight",
+        ),
+        base.Tensor(
+            "blocks.attention.qk_norms.1.scale",
+            "model.layers.{layer}.self_attn.key_layernorm.weight",
+        ),
     ),
     attributes=(*base.sizes(1e-5), base.kv_heads(), base.ATTENTION_BIAS),
     rope_kinds=frozenset({"default", "linear", "llama3", "yarn", "longrope", "dynamic"}),
@@ -24,11 +32,26 @@ HUNYUAN = base.Family(
         position_embedding_xdrope=False,
         add_classification_head=False,
     ),
-    # Of the other models of its authors' code: image and text tokens, classes, layers that share keys.
+    # Of the other models of its authors' code: image and text tokens, classes, layers that share
+    # keys.
     ignored_attributes=frozenset(
         {
-            *("attention_head_dim", "cla_share_factor", "class_num", "dense_list", "enable_lm_head_fp32"),
-            *("org_vocab_size", "pad_id", "mask_init_id", "text_start_id", "text_end_id", "im_start_id", "im_end_id"),
+            *(
+                "attention_head_dim",
+                "cla_share_factor",
+                "class_num",
+                "dense_list",
+                "enable_lm_head_fp32",
+            ),
+            *(
+                "org_vocab_size",
+                "pad_id",
+                "mask_init_id",
+                "text_start_id",
+                "text_end_id",
+                "im_start_id",
+                "im_end_id",
+            ),
             *("pool_type", "skip_cls_token", "num_media_embeds"),
         }
     ),

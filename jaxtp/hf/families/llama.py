@@ -53,7 +53,10 @@ SMOLLM3 = replace(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
     attributes=(*base.sizes(tied=True), base.kv_heads(4), base.ATTENTION_BIAS, base.MLP_BIAS),
-    layer_attributes=base.COMMON | base.WINDOW | base.NO_ROPE_LAYERS | {"use_sliding_window", "layer_types"},
+    layer_attributes=base.COMMON
+    | base.WINDOW
+    | base.NO_ROPE_LAYERS
+    | {"use_sliding_window", "layer_types"},
     default_window=None,
     window_period=0,
     rope_theta=2_000_000.0,

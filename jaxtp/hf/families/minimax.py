@@ -14,7 +14,11 @@ MINIMAX_M2 = base.Family(
         replace(base.ROUTER, theirs=f"{_SPARSE}gate.weight", layout="separate"),
         replace(base.ROUTER, layout="stacked"),
         replace(base.SELECTION_BIAS, theirs=f"{_SPARSE}e_score_correction_bias", layout="separate"),
-        replace(base.SELECTION_BIAS, theirs="model.layers.{layer}.mlp.e_score_correction_bias", layout="stacked"),
+        replace(
+            base.SELECTION_BIAS,
+            theirs="model.layers.{layer}.mlp.e_score_correction_bias",
+            layout="stacked",
+        ),
         *base.separate_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
         *base.STACKED_EXPERTS,
     ),
@@ -40,8 +44,19 @@ MINIMAX_M2 = base.Family(
     # Of linear attention and prediction heads in its authors' code, which these models have not.
     ignored_attributes=base.ROUTER_LOSS
     | {
-        *("attn_type_list", "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"),
-        *("mlp_intermediate_size", "shared_moe_mode", "use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+        *(
+            "attn_type_list",
+            "layernorm_full_attention_beta",
+            "layernorm_linear_attention_beta",
+            "layernorm_mlp_beta",
+        ),
+        *(
+            "mlp_intermediate_size",
+            "shared_moe_mode",
+            "use_mtp",
+            "num_mtp_modules",
+            "mtp_transformer_layers",
+        ),
     },
     tp_plan=base.GATHERED_TP_PLAN | {"lm_head": "colwise_gather_output"} | base.EXPERTS_TP_PLAN,
 )

@@ -1,7 +1,9 @@
-"""Mistral: Llama with a sliding window (arXiv 2310.06825); Mixtral: with experts in every layer (arXiv 2401.04088).
+"""Mistral: Llama with a sliding window (arXiv 2310.06825); Mixtral: with experts in every layer
+(arXiv 2401.04088).
 
-Ministral: Mistral with a window in some layers. Ministral 3: Mistral whose queries grow with their position.
-Mistral 4: DeepSeek's attention and groups of experts, with softmax scores and such queries.
+Ministral: Mistral with a window in some layers. Ministral 3: Mistral whose queries grow with their
+position. Mistral 4: DeepSeek's attention and groups of experts, with softmax scores and such
+queries.
 """
 
 from dataclasses import replace
@@ -24,7 +26,11 @@ MIXTRAL = base.Family(
     architecture="MixtralForCausalLM",
     tensors=(
         *(base.OUTER + base.NORMS + base.QKV + base.OUT),
-        replace(base.ROUTER, theirs="model.layers.{layer}.block_sparse_moe.gate.weight", layout="separate"),
+        replace(
+            base.ROUTER,
+            theirs="model.layers.{layer}.block_sparse_moe.gate.weight",
+            layout="separate",
+        ),
         replace(base.ROUTER, layout="stacked"),
         *base.separate_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
         *base.STACKED_EXPERTS,
@@ -57,13 +63,28 @@ MINISTRAL3 = replace(
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
     attributes=(*base.sizes(1e-5), base.kv_heads(8)),
-    rope_attributes=(base.Attribute("llama_4_scaling_beta", ("query_temperature",), float, 0.0, can_be_zero=True),),
+    rope_attributes=(
+        base.Attribute(
+            "llama_4_scaling_beta", ("query_temperature",), float, 0.0, can_be_zero=True
+        ),
+    ),
     default_window=None,
     window_can_be_null=True,
     default_head_dim=128,
     default_rope={
-        **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384},
-        **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        **{
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+        },
+        **{
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
     },
 )
 
@@ -79,7 +100,11 @@ MISTRAL4 = replace(
         *base.SHARED_EXPERTS,
     ),
     attributes=base.with_defaults(
-        (*deepseek.attributes(), deepseek.ROPE_PAIRS, *base.grouped_experts(128, 4, normalize=True)),
+        (
+            *deepseek.attributes(),
+            deepseek.ROPE_PAIRS,
+            *base.grouped_experts(128, 4, normalize=True),
+        ),
         num_key_value_heads=32,
         q_lora_rank=1024,
         kv_lora_rank=256,

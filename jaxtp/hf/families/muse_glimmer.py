@@ -1,4 +1,6 @@
-"""Muse Glimmer: a gate on the heads' results, queries and keys without learned norms, layers without rotation."""
+"""Muse Glimmer: a gate on the heads' results, queries and keys without learned norms, layers
+without rotation.
+"""
 
 from dataclasses import replace
 
@@ -12,7 +14,9 @@ MUSE_GLIMMER = replace(
     tensors=(
         *GEMMA2.tensors,
         base.Tensor(
-            "blocks.attention.qkv.kernels.3", "model.layers.{layer}.self_attn.gate_proj.weight", transposed=True
+            "blocks.attention.qkv.kernels.3",
+            "model.layers.{layer}.self_attn.gate_proj.weight",
+            transposed=True,
         ),
     ),
     attributes=(
@@ -35,7 +39,12 @@ MUSE_GLIMMER = replace(
     default_head_dim=128,
     always={
         **GEMMA2.always,
-        **{"final_norm": "rms", "embedding_norm": True, "qk_norm": "head_plain", "attention_gate": True},
+        **{
+            "final_norm": "rms",
+            "embedding_norm": True,
+            "qk_norm": "head_plain",
+            "attention_gate": True,
+        },
     },
     required=base.required(without=("hidden_act",), mlp_bias=False, attention_bias=False),
     tp_plan=base.TP_PLAN | {"layers.*.self_attn.gate_proj": "colwise"},

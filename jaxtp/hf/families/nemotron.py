@@ -1,4 +1,6 @@
-"""Nemotron-4 and Minitron: LayerNorms of factor 1 + scale, squared ReLU, partly rotated heads (arXiv 2402.16819)."""
+"""Nemotron-4 and Minitron: LayerNorms of factor 1 + scale, squared ReLU, partly rotated heads
+(arXiv 2402.16819).
+"""
 
 from dataclasses import replace
 
@@ -21,5 +23,7 @@ NEMOTRON = base.Family(
     rope_attributes=(replace(base.PARTIAL_ROPE, default=0.5),),
     always={"norm": "layer_plus_one", "mlp": "plain"},
     required=base.required(without=("hidden_act", "partial_rotary_factor")),
-    tp_plan={module: style for module, style in base.TP_PLAN.items() if not module.endswith("gate_proj")},
+    tp_plan={
+        module: style for module, style in base.TP_PLAN.items() if not module.endswith("gate_proj")
+    },
 )

@@ -1,6 +1,8 @@
-"""OLMo (arXiv 2402.00838), OLMo 2 (2501.00656), OLMo 3 (2512.13961), OLMoE (2409.02060) and FlexOlmo (2507.07024).
+"""OLMo (arXiv 2402.00838), OLMo 2 (2501.00656), OLMo 3 (2512.13961), OLMoE (2409.02060) and
+FlexOlmo (2507.07024).
 
-From OLMo 2 on, norms follow attention and MLP, and queries and keys are normalized over all heads, as in OLMoE.
+From OLMo 2 on, norms follow attention and MLP, and queries and keys are normalized over all heads,
+as in OLMoE.
 """
 
 from dataclasses import replace
@@ -15,7 +17,8 @@ _EXPERTS_TP_PLAN = {module: style for module, style in _TP_PLAN.items() if ".mlp
 OLMO = base.Family(
     model_type="olmo",
     architecture="OlmoForCausalLM",
-    tensors=base.OUTER[::2] + base.ATTENTION + base.GATE_UP + base.DOWN,  # without the last norm's scale
+    # without the last norm's scale
+    tensors=base.OUTER[::2] + base.ATTENTION + base.GATE_UP + base.DOWN,
     attributes=(
         *(attribute for attribute in base.sizes() if attribute.name != "rms_norm_eps"),
         base.kv_heads(),
@@ -31,8 +34,13 @@ OLMO2 = base.Family(
     architecture="Olmo2ForCausalLM",
     tensors=(
         *base.OUTER,
-        base.Tensor("blocks.attention_after_norm.scale", "model.layers.{layer}.post_attention_layernorm.weight"),
-        base.Tensor("blocks.mlp_after_norm.scale", "model.layers.{layer}.post_feedforward_layernorm.weight"),
+        base.Tensor(
+            "blocks.attention_after_norm.scale",
+            "model.layers.{layer}.post_attention_layernorm.weight",
+        ),
+        base.Tensor(
+            "blocks.mlp_after_norm.scale", "model.layers.{layer}.post_feedforward_layernorm.weight"
+        ),
         *(base.PROJECTIONS + base.QKV_BIASES + base.OUT_BIAS + base.QK_NORMS),
     ),
     attributes=(*base.sizes(1e-5), base.kv_heads(), base.ATTENTION_BIAS),
@@ -55,7 +63,13 @@ OLMOE = base.Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
     tensors=base.OUTER + base.NORMS + base.ATTENTION + base.QK_NORMS + base.EXPERTS,
-    attributes=(*base.sizes(1e-5), base.kv_heads(), base.ATTENTION_BIAS, _CLIP, *base.some_experts(64, 8)),
+    attributes=(
+        *base.sizes(1e-5),
+        base.kv_heads(),
+        base.ATTENTION_BIAS,
+        _CLIP,
+        *base.some_experts(64, 8),
+    ),
     layer_attributes=base.ROPE,  # its norms need a head_dim of hidden_size / num_attention_heads
     always={"qk_norm": "projection"},
     required=base.required(mlp_bias=False, sliding_window=None),

@@ -1,4 +1,6 @@
-"""Phi-1, 1.5 and 2: a parallel block with one LayerNorm, biases, partly rotated heads (arXiv 2309.05463)."""
+"""Phi-1, 1.5 and 2: a parallel block with one LayerNorm, biases, partly rotated heads (arXiv
+2309.05463).
+"""
 
 from dataclasses import replace
 
@@ -16,11 +18,17 @@ PHI = base.Family(
             base.Tensor("norm.scale", "model.final_layernorm.weight"),
             base.Tensor("blocks.attention_norm.scale", f"{_LAYER}input_layernorm.weight"),
             *base.QKV,
-            base.Tensor("blocks.attention.out.kernel", f"{_LAYER}self_attn.dense.weight", transposed=True),
+            base.Tensor(
+                "blocks.attention.out.kernel", f"{_LAYER}self_attn.dense.weight", transposed=True
+            ),
             base.Tensor("blocks.mlp.up.kernels.0", f"{_LAYER}mlp.fc1.weight", transposed=True),
             base.Tensor("blocks.mlp.down.kernel", f"{_LAYER}mlp.fc2.weight", transposed=True),
-            base.Tensor("blocks.attention.qk_norms.0.scale", f"{_LAYER}self_attn.q_layernorm.weight"),
-            base.Tensor("blocks.attention.qk_norms.1.scale", f"{_LAYER}self_attn.k_layernorm.weight"),
+            base.Tensor(
+                "blocks.attention.qk_norms.0.scale", f"{_LAYER}self_attn.q_layernorm.weight"
+            ),
+            base.Tensor(
+                "blocks.attention.qk_norms.1.scale", f"{_LAYER}self_attn.k_layernorm.weight"
+            ),
         ),
     ),
     attributes=(

@@ -1,12 +1,20 @@
-"""Phi-3, Phi-4-mini: Llama with fused q/k/v and gate/up kernels in the file (arXiv 2404.14219, 2503.01743)."""
+"""Phi-3, Phi-4-mini: Llama with fused q/k/v and gate/up kernels in the file (arXiv 2404.14219,
+2503.01743).
+"""
 
 from dataclasses import replace
 
 from jaxtp.hf.families import family as base
 
 _FUSED = (
-    *(replace(tensor, theirs="model.layers.{layer}.self_attn.qkv_proj.weight") for tensor in base.QKV),
-    *(replace(tensor, theirs="model.layers.{layer}.mlp.gate_up_proj.weight") for tensor in base.GATE_UP),
+    *(
+        replace(tensor, theirs="model.layers.{layer}.self_attn.qkv_proj.weight")
+        for tensor in base.QKV
+    ),
+    *(
+        replace(tensor, theirs="model.layers.{layer}.mlp.gate_up_proj.weight")
+        for tensor in base.GATE_UP
+    ),
 )
 
 PHI3 = base.Family(

@@ -45,7 +45,9 @@ QWEN3_MOE = base.Family(
 )
 
 SHARED_EXPERT = tuple(
-    base.Tensor(f"blocks.mlp.{ours}", f"model.layers.{{layer}}.mlp.{theirs}.weight", transposed=True)
+    base.Tensor(
+        f"blocks.mlp.{ours}", f"model.layers.{{layer}}.mlp.{theirs}.weight", transposed=True
+    )
     for ours, theirs in (
         ("shared.gate_up.kernels.0", "shared_expert.gate_proj"),
         ("shared.gate_up.kernels.1", "shared_expert.up_proj"),
@@ -58,7 +60,10 @@ QWEN2_MOE = replace(
     QWEN3_MOE,
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
-    tensors=(*(tensor for tensor in QWEN3_MOE.tensors if tensor not in base.QK_NORMS + base.OUT_BIAS), *SHARED_EXPERT),
+    tensors=(
+        *(tensor for tensor in QWEN3_MOE.tensors if tensor not in base.QK_NORMS + base.OUT_BIAS),
+        *SHARED_EXPERT,
+    ),
     attributes=(
         *base.sizes(),
         base.kv_heads(16),

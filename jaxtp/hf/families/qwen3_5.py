@@ -1,4 +1,6 @@
-"""Qwen3-Next and Qwen 3.5, 3.6 and 3.8: most layers have Gated DeltaNet (arXiv 2412.06464), the others gated heads."""
+"""Qwen3-Next and Qwen 3.5, 3.6 and 3.8: most layers have Gated DeltaNet (arXiv 2412.06464), the
+others gated heads.
+"""
 
 from dataclasses import replace
 
@@ -8,8 +10,11 @@ from jaxtp.hf.families.qwen import SHARED_EXPERT
 _LAYER = "model.layers.{layer}."
 
 
-def _delta(ours: str, theirs: str, *, chunks: str | None = None, float32: bool | None = False) -> base.Tensor:
-    paths, conv = (f"blocks.attention.{ours}", f"{_LAYER}linear_attn.{theirs}"), "_conv" in ours
+def _delta(
+    ours: str, theirs: str, *, chunks: str | None = None, float32: bool | None = False
+) -> base.Tensor:
+    paths = (f"blocks.attention.{ours}", f"{_LAYER}linear_attn.{theirs}")
+    conv = "_conv" in ours
     transposed = conv or "kernel" in ours
     return base.Tensor(*paths, transposed=transposed, unit_dim=conv, chunks=chunks, float32=float32)
 
@@ -57,16 +62,23 @@ _LINEAR: dict[base.LayerType, tuple[base.Attribute, ...]] = {
 _EXPERTS: dict[base.LayerType, tuple[base.Attribute, ...]] = {
     "experts": (
         base.Attribute("moe_intermediate_size", ("d_ff",), int, 512),
-        base.Attribute("shared_expert_intermediate_size", ("shared_experts",), int, 512, can_be_zero=True),
+        base.Attribute(
+            "shared_expert_intermediate_size", ("shared_experts",), int, 512, can_be_zero=True
+        ),
     )
 }
 _REQUIRED = base.required(without=("partial_rotary_factor",), mlp_bias=False, attn_output_gate=True)
 _ATTENTION_TP_PLAN = base.ATTENTION_TP_PLAN | base.REPLICATED
-_SHARED_TP_PLAN = {name.replace("_experts", "_expert"): style for name, style in base.SHARED_TP_PLAN.items()}
+_SHARED_TP_PLAN = {
+    name.replace("_experts", "_expert"): style for name, style in base.SHARED_TP_PLAN.items()
+}
 
 
 def _linear_tp_plan(*modules: str) -> dict[str, str]:
-    return {f"layers.*.linear_attn.{module}": "colwise_gather_output" for module in (*modules, "out_proj")}
+    return {
+        f"layers.*.linear_attn.{module}": "colwise_gather_output"
+        for module in (*modules, "out_proj")
+    }
 
 
 _LINEAR_TP_PLAN = _linear_tp_plan("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -81,7 +93,11 @@ QWEN3_5 = base.Family(
         *_inputs("in_proj_b", 4),
         *_inputs("in_proj_a", 5),
     ),
-    attributes=(*_ATTRIBUTES, base.kv_heads(4), base.only("output_gate_type", "swish", "silu", None, default="swish")),
+    attributes=(
+        *_ATTRIBUTES,
+        base.kv_heads(4),
+        base.only("output_gate_type", "swish", "silu", None, default="swish"),
+    ),
     layer_attributes=base.COMMON | base.LINEAR_LAYERS,
     by_type=_LINEAR,
     default_head_dim=256,
@@ -91,7 +107,9 @@ QWEN3_5 = base.Family(
     required=_REQUIRED,
     others=("mtp.",),
     # The state is float32 in transformers too, whatever mamba_ssm_dtype is.
-    ignored_attributes=frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
+    ignored_attributes=frozenset(
+        {"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
+    ),
     tp_plan=base.TP_PLAN | base.REPLICATED | _LINEAR_TP_PLAN,
 )
 
@@ -101,7 +119,11 @@ QWEN3_5_MOE = replace(
     architecture="Qwen3_5MoeForCausalLM",
     tensors=(*QWEN3_5.tensors, *base.EXPERTS, *SHARED_EXPERT),
     attributes=(
-        *(each for each in QWEN3_5.attributes if each.name not in ("intermediate_size", "num_key_value_heads")),
+        *(
+            each
+            for each in QWEN3_5.attributes
+            if each.name not in ("intermediate_size", "num_key_value_heads")
+        ),
         base.kv_heads(2),
         base.Attribute("num_experts", ("num_experts",), int, 256),
         base.Attribute("num_experts_per_tok", ("experts_per_token",), int, 8),
@@ -151,5 +173,8 @@ QWEN3_5_WRAPPER = base.Wrapper(
     "qwen3_5", "Qwen3_5ForConditionalGeneration", text_types=("qwen3_5_text",), others=("visual.",)
 )
 QWEN3_5_MOE_WRAPPER = base.Wrapper(
-    "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", text_types=("qwen3_5_moe_text",), others=("visual.",)
+    "qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration",
+    text_types=("qwen3_5_moe_text",),
+    others=("visual.",),
 )

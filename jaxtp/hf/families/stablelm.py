@@ -1,4 +1,6 @@
-"""StableLM 2: Llama with LayerNorms and partly rotated heads; 12B has a parallel block (arXiv 2402.17834)."""
+"""StableLM 2: Llama with LayerNorms and partly rotated heads; 12B has a parallel block (arXiv
+2402.17834).
+"""
 
 from dataclasses import replace
 
@@ -25,7 +27,9 @@ STABLELM = base.Family(
         base.kv_heads(32),
         base.Attribute("use_qkv_bias", ("attention_bias",), bool, False),
         base.Attribute("qk_layernorm", ("qk_norm",), {False: "none", True: "heads"}, False),
-        base.Attribute("use_parallel_residual", ("norm_placement",), {False: "before", True: "parallel"}, False),
+        base.Attribute(
+            "use_parallel_residual", ("norm_placement",), {False: "before", True: "parallel"}, False
+        ),
     ),
     layer_attributes=base.ROPE,
     rope_attributes=(replace(base.PARTIAL_ROPE, default=0.25),),

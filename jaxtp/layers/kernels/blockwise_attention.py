@@ -1,10 +1,12 @@
-"""Causal attention by blocks in plain `lax`, for every backend; it never holds more than one block of scores.
+"""Causal attention by blocks in plain `lax`, for every backend; it never holds more than one block
+of scores.
 
-It visits pairs of a query block and a key block with an online softmax (Dao et al., arXiv 2205.14135). The backward
-pass recomputes scores from the log-sum-exp; autodiff of the loop would save every block.
+It visits pairs of a query block and a key block with an online softmax (Dao et al., arXiv
+2205.14135). The backward pass recomputes scores from the log-sum-exp; autodiff of the loop would
+save every block.
 
-Query blocks are `[n, b, K, G*c, H]` (n blocks of c positions, K kv heads of G query heads), so that a pair is one
-product per kv head; blocks of keys and values are `[n, b, K, c, H]`.
+Query blocks are `[n, b, K, G*c, H]` (n blocks of c positions, K kv heads of G query heads), so that
+a pair is one product per kv head; blocks of keys and values are `[n, b, K, c, H]`.
 """
 
 from collections.abc import Sequence
@@ -21,9 +23,12 @@ from jaxtp.collectives import ATTENDED, vary_like
 from jaxtp.layers.sequence_parallel import Part, key_ranges
 
 MOST_IN_BLOCK = 256
-"""Positions in a block of a long sequence, the fastest from 128 to 512 on CPUs (`scripts/attention_speed.py`)."""
+"""Positions in a block of a long sequence, the fastest from 128 to 512 on CPUs
+(`scripts/attention_speed.py`).
+"""
 
-_LEAST_IN_BLOCK, _FEWEST_BLOCKS = 8, 4
+_LEAST_IN_BLOCK = 8
+_FEWEST_BLOCKS = 4
 _NO_SCORE = -1e30  # initial maximum; finite, so that differences of it are 0, not NaN
 
 _Where = tuple[Array | None, Part | None]  # segments and part
@@ -48,7 +53,8 @@ def blockwise_attention(
     part: Part | None = None,
     sinks: Array | None = None,
 ) -> Array:
-    """Returns values weighted by causal attention, `[B, T, N, values' width]`; 0 if a query sees nothing.
+    """Returns values weighted by causal attention, `[B, T, N, values' width]`; 0 if a query sees
+    nothing.
 
     Args:
       q_BTNH: queries; head n attends to kv head n // (N // K).
@@ -61,7 +67,9 @@ def blockwise_attention(
     """
     settings = _Settings(scale, window, softcap, block_size(q_BTNH.shape[1]))
     arrays = jax.tree.map(jnp.asarray, (q_BTNH, k_BSKH, v_BSKH, sinks, (segments_BT, part)))
-    return _attend(settings, *jax.tree.map(lambda x: vary_like(x, *jax.tree.leaves(arrays)), arrays))
+    return _attend(
+        settings, *jax.tree.map(lambda x: vary_like(x, *jax.tree.leaves(arrays)), arrays)
+    )
 
 
 def sinks_gradient(sinks: Array, log_sum: Array, means: Array) -> Array:
@@ -88,17 +96,22 @@ def num_visited(chunks: Sequence[range], window: int | None) -> int:
 @lru_cache(maxsize=4096)
 def _num_visited(chunks: tuple[range, ...], window: int | None) -> int:
     ends = np.cumsum([len(chunk) for chunk in chunks])
-    ahead = np.array([chunk.stop for chunk in chunks]) - ends  # offset from a query's index to its position
+    # offset from a query's index to its position
+    ahead = np.array([chunk.stop for chunk in chunks]) - ends
     block = block_size(int(ends[-1]))
     first = np.arange(0, ends[-1], block)
     last = np.minimum(first + block, ends[-1]) - 1
-    first, last = (index + ahead[np.searchsorted(ends, index, side="right")] for index in (first, last))
+    first, last = (
+        index + ahead[np.searchsorted(ends, index, side="right")] for index in (first, last)
+    )
     lowest = 0 if window is None else np.maximum(first - (window - 1), 0)
     return int(np.sum(last // block - lowest // block + 1))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(settings: _Settings, q: Array, k: Array, v: Array, sinks: Array | None, where: _Where) -> Array:
+def _attend(
+    settings: _Settings, q: Array, k: Array, v: Array, sinks: Array | None, where: _Where
+) -> Array:
     return _forward(settings, q, k, v, sinks, where)[0]
 
 
@@ -106,7 +119,9 @@ def _forward(
     settings: _Settings, q: Array, k: Array, v: Array, sinks: Array | None, where: _Where
 ) -> tuple[Array, tuple[Any, ...]]:
     pairs = _Pairs(settings, q, k, *where)
-    queries, keys, values = pairs.of_queries(q), pairs.of_keys(k), pairs.of_keys(v)
+    queries = pairs.of_queries(q)
+    keys = pairs.of_keys(k)
+    values = pairs.of_keys(v)
 
     def visit(turn: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         highest, total, weighted = sums
@@ -124,7 +139,8 @@ def _forward(
 
     empty = jnp.zeros_like(queries, pairs.wide, shape=(*queries.shape[:-1], v.shape[3]))
     each = jnp.zeros_like(queries[..., 0], pairs.wide)
-    # The softmax begins with the sink. The log-sum-exp then contains it, so that the backward loop is the same.
+    # The softmax begins with the sink. The log-sum-exp then contains it, so that the backward loop
+    # is the same.
     begin = (each + _NO_SCORE, each) if sinks is None else (each + pairs.of_heads(sinks), each + 1)
     highest, total, weighted = lax.fori_loop(0, pairs.count, visit, (*begin, empty))
     total = jnp.where(total == 0, 1, total)  # for queries that see nothing
@@ -132,12 +148,20 @@ def _forward(
     return y, (q, k, v, sinks, where, y, checkpoint_name(highest + jnp.log(total), ATTENDED))
 
 
-def _backward(settings: _Settings, residuals: tuple[Any, ...], dy: Array) -> tuple[Array | None, ...]:
+def _backward(
+    settings: _Settings, residuals: tuple[Any, ...], dy: Array
+) -> tuple[Array | None, ...]:
     q, k, v, sinks, where, y, log_sum = residuals
     pairs = _Pairs(settings, q, k, *where)
-    queries, keys, values, grads = pairs.of_queries(q), pairs.of_keys(k), pairs.of_keys(v), pairs.of_queries(dy)
-    # The softmax's transpose subtracts the weighted mean of the weights' gradients from each of them.
-    means = pairs.of_queries(jnp.sum(y.astype(pairs.wide) * dy.astype(pairs.wide), axis=-1, keepdims=True))
+    queries = pairs.of_queries(q)
+    keys = pairs.of_keys(k)
+    values = pairs.of_keys(v)
+    grads = pairs.of_queries(dy)
+    # The softmax's transpose subtracts the weighted mean of the weights' gradients from each of
+    # them.
+    means = pairs.of_queries(
+        jnp.sum(y.astype(pairs.wide) * dy.astype(pairs.wide), axis=-1, keepdims=True)
+    )
 
     def visit(turn: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         dq, dk, dv = sums
@@ -170,20 +194,28 @@ _attend.defvjp(_forward, _backward)
 class _Pairs:
     """The pairs of a query block and a key block that have unmasked scores."""
 
-    def __init__(self, settings: _Settings, q: Array, k: Array, segments: Array | None, part: Part | None):
-        (rows, length, heads, _), (_, num_keys, kv_heads, _) = q.shape, k.shape
-        self.settings, self.group, self.wide = settings, heads // kv_heads, jnp.promote_types(q.dtype, jnp.float32)
+    def __init__(
+        self, settings: _Settings, q: Array, k: Array, segments: Array | None, part: Part | None
+    ):
+        rows, length, heads, _ = q.shape
+        _, num_keys, kv_heads, _ = k.shape
+        self.settings = settings
+        self.group = heads // kv_heads
+        self.wide = jnp.promote_types(q.dtype, jnp.float32)
         first, last = key_ranges((rows, length), num_keys, settings.window, segments, part)
         filled = ((0, 0), (0, -length % settings.block))
         self.first = jnp.pad(first, filled, constant_values=num_keys)  # padding sees nothing
         self.last = jnp.pad(last, filled, constant_values=-1)
         first, last = (x.reshape(rows, -1, settings.block) for x in (self.first, self.last))
-        begins = jnp.min(first, axis=(0, 2)) // settings.block  # first key block that any row needs, per query block
+        # first key block that any row needs, per query block
+        begins = jnp.min(first, axis=(0, 2)) // settings.block
         turns = jnp.maximum(jnp.max(last, axis=(0, 2)) // settings.block + 1 - begins, 0)
         self.ends = jnp.cumsum(turns)
         self.offsets = begins - (self.ends - turns)
         known = segments is None and part is None
-        self.count: int | Array = num_visited([range(length)], settings.window) if known else self.ends[-1]
+        self.count: int | Array = (
+            num_visited([range(length)], settings.window) if known else self.ends[-1]
+        )
 
     def at(self, turn: Array) -> tuple[Array, Array]:
         i = jnp.sum(self.ends <= turn)
@@ -196,8 +228,12 @@ class _Pairs:
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         at = j * block + jnp.arange(block)
-        first, last = (lax.dynamic_slice_in_dim(x, i * block, block, axis=1) for x in (self.first, self.last))
-        return scores, jnp.tile((first[:, :, None] <= at) & (at <= last[:, :, None]), (1, self.group, 1))[:, None]
+        first, last = (
+            lax.dynamic_slice_in_dim(x, i * block, block, axis=1) for x in (self.first, self.last)
+        )
+        return scores, jnp.tile(
+            (first[:, :, None] <= at) & (at <= last[:, :, None]), (1, self.group, 1)
+        )[:, None]
 
     def of_queries(self, x: Array) -> Array:
         return self._blocks(x, self.group)
@@ -207,7 +243,9 @@ class _Pairs:
 
     def of_heads(self, x: Array) -> Array:
         """Returns a number of each query head for each row of a block, `[K, G*c]`."""
-        return jnp.repeat(x.astype(self.wide), self.settings.block).reshape(-1, self.group * self.settings.block)
+        return jnp.repeat(x.astype(self.wide), self.settings.block).reshape(
+            -1, self.group * self.settings.block
+        )
 
     def _blocks(self, x: Array, group: int) -> Array:
         rows, length, heads, width = x.shape
@@ -217,11 +255,19 @@ class _Pairs:
         return x.transpose(1, 0, 3, 4, 2, 5).reshape(-1, rows, heads // group, group * block, width)
 
     def joined(self, blocks: Array, like: Array) -> Array:
-        (rows, length, heads, _), kv_heads, width = like.shape, blocks.shape[2], blocks.shape[4]
+        rows, length, heads, _ = like.shape
+        kv_heads = blocks.shape[2]
+        width = blocks.shape[4]
         x = blocks.reshape(-1, rows, kv_heads, heads // kv_heads, self.settings.block, width)
-        return x.transpose(1, 0, 4, 2, 3, 5).reshape(rows, -1, heads, width)[:, :length].astype(like.dtype)
+        return (
+            x.transpose(1, 0, 4, 2, 3, 5)
+            .reshape(rows, -1, heads, width)[:, :length]
+            .astype(like.dtype)
+        )
 
 
 def _product(a: Array, b: Array, a_dim: int, b_dim: int) -> Array:
     wide = jnp.promote_types(a.dtype, jnp.float32)
-    return lax.dot_general(a, b, (((a_dim,), (b_dim,)), ((0, 1), (0, 1))), preferred_element_type=wide)
+    return lax.dot_general(
+        a, b, (((a_dim,), (b_dim,)), ((0, 1), (0, 1))), preferred_element_type=wide
+    )

@@ -1,7 +1,8 @@
-"""The gated delta rule's recurrence over chunks as a Pallas kernel for NVIDIA GPUs, compiled by Triton.
+"""The gated delta rule's recurrence over chunks as a Pallas kernel for NVIDIA GPUs, compiled by
+Triton.
 
-A program holds columns of one head's state on the chip and visits the chunks. Precision and determinism: see
-`fused_attention.py`.
+A program holds columns of one head's state on the chip and visits the chunks. Precision and
+determinism: see `fused_attention.py`.
 """
 
 from functools import partial
@@ -20,32 +21,53 @@ from jaxtp.mesh import current_platform
 
 DTYPES = ("bfloat16", "float16", "float32")  # dtypes of the operands
 
-MOST_KEY_DIM, MOST_TOKENS = 256, 64  # width of keys and tokens of a chunk that a program multiplies at once
+MOST_KEY_DIM = 256
+MOST_TOKENS = 64  # width of keys and tokens of a chunk that a program multiplies at once
 
 _LEAST = 16  # narrowest product that Triton computes
-_COLUMNS = 32  # columns of a program: with more there are too few programs, with fewer w is read too often
-_PREFETCHED = 2**14  # bytes of a chunk of w, up to which shared memory has room for the next chunk too
+# columns of a program: with more there are too few programs, with fewer w is read too often
+_COLUMNS = 32
+# bytes of a chunk of w, up to which shared memory has room for the next chunk too
+_PREFETCHED = 2**14
 
 
-def chunk_states(w: Array, u: Array, k_decayed: Array, decay: Array, state: Array) -> tuple[Array, Array, Array]:
-    """Returns the state before each chunk, the new values and the final state; see `delta_rule.chunk_states`.
+def chunk_states(
+    w: Array, u: Array, k_decayed: Array, decay: Array, state: Array
+) -> tuple[Array, Array, Array]:
+    """Returns the state before each chunk, the new values and the final state; see
+    `delta_rule.chunk_states`.
 
     Off CUDA the kernel runs in Pallas' interpreter, slowly, for tests.
 
     Raises:
       ValueError: unsupported dtypes or sizes.
     """
-    rows, keys, values = w.shape[-2], w.shape[-1], u.shape[-1]
+    rows = w.shape[-2]
+    keys = w.shape[-1]
+    values = u.shape[-1]
     if {x.dtype for x in (w, u, k_decayed)} != {w.dtype} or w.dtype.name not in DTYPES:
         dtypes = ", ".join(x.dtype.name for x in (w, u, k_decayed))
-        raise ValueError(f"w, u and k_decayed are {dtypes}: the kernel takes one of {', '.join(DTYPES)}")
+        raise ValueError(
+            f"w, u and k_decayed are {dtypes}: the kernel takes one of {', '.join(DTYPES)}"
+        )
     if keys > MOST_KEY_DIM or rows > MOST_TOKENS:
         most = f"{MOST_TOKENS} tokens of width {MOST_KEY_DIM}"
-        raise ValueError(f"chunks of {rows} tokens of width {keys} do not fit a GPU's shared memory: at most {most}")
+        raise ValueError(
+            f"chunks of {rows} tokens of width {keys} do not fit a GPU's shared memory: at "
+            f"most {most}"
+        )
     columns = min(_COLUMNS, _padded(values))
-    more_rows, more_keys, more_values = _padded(rows) - rows, _padded(keys) - keys, -values % columns
+    more_rows = _padded(rows) - rows
+    more_keys = _padded(keys) - keys
+    more_values = -values % columns
     w, k_decayed = (_pad(x, more_rows, more_keys) for x in (w, k_decayed))
-    arrays = w, _pad(u, more_rows, more_values), k_decayed, decay, _pad(state, more_keys, more_values)
+    arrays = (
+        w,
+        _pad(u, more_rows, more_values),
+        k_decayed,
+        decay,
+        _pad(state, more_keys, more_values),
+    )
     states, new, final = states_by(_run, *(vary_like(x, *arrays) for x in arrays))
     return states[..., :keys, :values], new[..., :rows, :values], final[..., :keys, :values]
 
@@ -58,20 +80,27 @@ def _pad(x: Array, rows: int, columns: int) -> Array:
     return jnp.pad(x, (*[(0, 0)] * (x.ndim - 2), (0, rows), (0, columns)))
 
 
-@jax.jit  # without jit, JAX 0.10 keeps a kernel in the backward pass when `jax.checkpoint` has saved its results
+# without jit, JAX 0.10 keeps a kernel in the backward pass when `jax.checkpoint` has saved its
+# results
+@jax.jit
 def _run(a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Array | None) -> Any:
     batch, heads, chunks, rows, keys = a.shape
-    columns, prefetches = min(_COLUMNS, u.shape[-1]), rows * keys * a.dtype.itemsize <= _PREFETCHED
+    columns = min(_COLUMNS, u.shape[-1])
+    prefetches = rows * keys * a.dtype.itemsize <= _PREFETCHED
     varying = jax.typeof(a).manual_axis_type  # all inputs vary equally
 
     def whole(x: Array) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, *x.shape[2:]), lambda j, h, i: (i, h, *[0] * (x.ndim - 2)))
 
     def block(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, *shape, columns), lambda j, h, i: (i, h, *[0] * len(shape), j))
+        return pl.BlockSpec(
+            (None, None, *shape, columns), lambda j, h, i: (i, h, *[0] * len(shape), j)
+        )
 
     def result(dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((batch, heads, *shape, u.shape[-1]), dtype, manual_axis_type=varying)
+        return jax.ShapeDtypeStruct(
+            (batch, heads, *shape, u.shape[-1]), dtype, manual_axis_type=varying
+        )
 
     def program(*refs: object) -> None:  # jit: see `fused_attention.py`
         jax.jit(partial(_kernel, d_states is not None))(*refs)
@@ -79,14 +108,21 @@ def _run(a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Arr
     extra = [] if d_states is None else [d_states]
     return pl.pallas_call(
         program,
-        grid=(u.shape[-1] // columns, heads, batch),  # neighbours share w and k_decayed, which stay in the cache
+        # neighbours share w and k_decayed, which stay in the cache
+        grid=(u.shape[-1] // columns, heads, batch),
         in_specs=[
             *(whole(a), block(chunks, rows), whole(b), whole(decay), block(keys)),
             *(block(chunks, keys) for _ in extra),
         ],
         out_specs=[block(chunks, keys), block(chunks, rows), block(keys)],
-        out_shape=[result(jnp.float32, chunks, keys), result(a.dtype, chunks, rows), result(jnp.float32, keys)],
-        compiler_params=triton.CompilerParams(num_warps=4 if prefetches else 8, num_stages=2 if prefetches else 1),
+        out_shape=[
+            result(jnp.float32, chunks, keys),
+            result(a.dtype, chunks, rows),
+            result(jnp.float32, keys),
+        ],
+        compiler_params=triton.CompilerParams(
+            num_warps=4 if prefetches else 8, num_stages=2 if prefetches else 1
+        ),
         interpret=current_platform() != "cuda",
         name="delta_states" if d_states is None else "delta_gradient",
     )(a, u, b, decay, state, *extra)
@@ -99,7 +135,8 @@ def _kernel(backward: bool, *refs: Any) -> None:
     def visit(i: Array, state: Array) -> Array:
         at = chunks - 1 - i if backward else i
         states_ref[at] = state
-        a, u = a_ref[at], u_ref[at].astype(jnp.float32)
+        a = a_ref[at]
+        u = u_ref[at].astype(jnp.float32)
         product = triton.dot(a, state.astype(a.dtype))
         new = (u + product if backward else u - product).astype(a.dtype)
         new_ref[at] = new

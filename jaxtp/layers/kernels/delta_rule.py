@@ -1,13 +1,16 @@
 """The gated delta rule by chunks in plain `lax`, for every backend.
 
-The state S of a value head, `[K, V]`, maps keys to values. Each token decays it, writes its value and reads:
+The state S of a value head, `[K, V]`, maps keys to values. Each token decays it, writes its value
+and reads:
 
     S = exp(log_decay) * S;    S = S + k^T (write * (v - k S));    y = q S
 
-In a chunk of c tokens all writes together solve a unit lower triangular system (the WY form: Yang et al., arXiv
-2412.06464), so that only the states at the beginnings of chunks are computed one after the other.
+In a chunk of c tokens all writes together solve a unit lower triangular system (the WY form: Yang
+et al., arXiv 2412.06464), so that only the states at the beginnings of chunks are computed one
+after the other.
 
-Letters of einsum: b rows, g key heads, r value heads of each, n chunks, i and j tokens of a chunk, k and v widths.
+Letters of einsum: b rows, g key heads, r value heads of each, n chunks, i and j tokens of a chunk,
+k and v widths.
 """
 
 from collections.abc import Callable
@@ -27,7 +30,8 @@ CARRIED = "carried"
 State = Array | Callable[[Array, Array], Array] | None
 _Results = tuple[Array, Array, Array]
 Scan = Callable[[Array, Array, Array, Array, Array], _Results]
-Recurrence = Callable[[Array, Array, Array, Array, Array, Array | None], _Results]  # see `states_by`
+# see `states_by`
+Recurrence = Callable[[Array, Array, Array, Array, Array, Array | None], _Results]
 
 
 class Tokens(NamedTuple):
@@ -38,19 +42,23 @@ class Tokens(NamedTuple):
     v: Array  # `[B, T, Hv, V]`
     log_decay: Array  # at most 0, `[B, T, Hv]`
     write: Array  # the strength of writing, `[B, T, Hv]`
-    starts: Array | None = None  # whether a document begins at a token, which reads nothing from before, `[B, T]`
+    # whether a document begins at a token, which reads nothing from before, `[B, T]`
+    starts: Array | None = None
 
 
 def delta_rule(
     tokens: Tokens, state: State = None, *, chunk: int = 64, scan: Scan | None = None
 ) -> tuple[Array, Array]:
-    """Returns what the queries read, `[B, T, Hv, V]`, and the final state, `[B, Hv, K, V]`, at least float32.
+    """Returns what the queries read, `[B, T, Hv, V]`, and the final state, `[B, Hv, K, V]`, at
+    least float32.
 
-    Products are in the dtype of `v` with float32 sums. The backward pass saves the arguments and `CARRIED`.
+    Products are in the dtype of `v` with float32 sums. The backward pass saves the arguments and
+    `CARRIED`.
 
     Args:
-      state: the initial state; a function gets the tokens' affine map, `(M [B, Hv, K, K], U [B, Hv, K, V])` with
-        final state = M initial + U, and returns it; None is zero.
+      state: the initial state; a function gets the tokens' affine map,
+        `(M [B, Hv, K, K], U [B, Hv, K, V])` with final state = M initial + U, and returns it; None
+        is zero.
       chunk: tokens of a chunk, a power of two.
       scan: replaces `chunk_states`.
     """
@@ -61,23 +69,38 @@ def delta_rule(
     wide = jnp.promote_types(v.dtype, jnp.float32)
     chunk = min(chunk, 1 << (length - 1).bit_length())
     starts = jnp.zeros((rows, length), bool) if starts is None else starts
-    initial = jnp.zeros((rows, heads, k.shape[3], values), wide) if state is None or callable(state) else state
-    tokens = Tokens(q.astype(v.dtype), k.astype(v.dtype), v, log_decay.astype(wide), write.astype(wide), starts)
+    initial = (
+        jnp.zeros((rows, heads, k.shape[3], values), wide)
+        if state is None or callable(state)
+        else state
+    )
+    tokens = Tokens(
+        q.astype(v.dtype), k.astype(v.dtype), v, log_decay.astype(wide), write.astype(wide), starts
+    )
     arrays = (q, k, v, log_decay, write, starts, initial)
     tokens, initial = jax.tree.map(lambda x: vary_like(x, *arrays), (tokens, initial.astype(wide)))
 
     def run(tokens: Tokens, initial: Array) -> tuple[Array, Array]:
-        return _Chunks(chunk, tokens).rule(scan or chunk_states, state if callable(state) else None, initial)
+        return _Chunks(chunk, tokens).rule(
+            scan or chunk_states, state if callable(state) else None, initial
+        )
 
-    y, final = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(CARRIED))(tokens, initial)
+    y, final = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(CARRIED))(
+        tokens, initial
+    )
     return y[:, :length], final
 
 
-def delta_step(q: Array, k: Array, v: Array, log_decay: Array, write: Array, state: Array) -> tuple[Array, Array]:
-    """Returns what one token of each row reads, `[B, Hv, V]`, and the new state, `[B, Hv, K, V]`."""
+def delta_step(
+    q: Array, k: Array, v: Array, log_decay: Array, write: Array, state: Array
+) -> tuple[Array, Array]:
+    """Returns what one token of each row reads, `[B, Hv, V]`, and the new state,
+    `[B, Hv, K, V]`.
+    """
     q, k = (jnp.repeat(x.astype(state.dtype), v.shape[1] // x.shape[1], axis=1) for x in (q, k))
     decay = jnp.exp(log_decay)[..., None]
-    # XLA would copy a state that is decayed, grouped or transposed before the product, and not update it in place.
+    # XLA would copy a state that is decayed, grouped or transposed before the product, and not
+    # update it in place.
     read = decay[..., None] * jnp.einsum("bhsk,bhkv->bhsv", jnp.stack([q, k], axis=2), state)
     new = write[..., None] * (v - read[:, :, 1])
     after = decay[..., None] * state + k[..., None] * new[:, :, None]
@@ -98,12 +121,17 @@ class _Chunks:
             return jnp.moveaxis(x, range(3, 3 + len(heads)), range(1, 1 + len(heads)))
 
         both = keys, v.shape[2] // keys
-        self.q, self.k, self.v = chunks(q, keys), chunks(k, keys), chunks(v, *both)
-        log_decay, self.write = chunks(log_decay, *both), chunks(write, *both)
-        document = jnp.cumsum(chunks(jnp.asarray(starts)), axis=-1)[:, None, None]  # 0: it began before the chunk
+        self.q = chunks(q, keys)
+        self.k = chunks(k, keys)
+        self.v = chunks(v, *both)
+        log_decay = chunks(log_decay, *both)
+        self.write = chunks(write, *both)
+        # 0: it began before the chunk
+        document = jnp.cumsum(chunks(jnp.asarray(starts)), axis=-1)[:, None, None]
         at = jnp.arange(chunk)
         self.lower = at[:, None] > at
-        # Sums of the decays of tokens j+1 to i. Differences of one running sum would lose digits after strong decay.
+        # Sums of the decays of tokens j+1 to i. Differences of one running sum would lose digits
+        # after strong decay.
         sums = _exact(
             "il,bgrnlj->bgrnij",
             (at[:, None] >= at).astype(log_decay.dtype),
@@ -114,28 +142,44 @@ class _Chunks:
         self.from_state = jnp.where(document == 0, jnp.exp(sums[..., 0] + log_decay[..., :1]), 0)
 
     def of_values(self, x: Array) -> Array:
-        # The transpose of a concatenation is additions, of a broadcast a reduction, which XLA for CPUs does slowly.
+        # The transpose of a concatenation is additions, of a broadcast a reduction, which XLA for
+        # CPUs does slowly.
         return jnp.concatenate([x[:, :, None]] * self.v.shape[2], axis=2)
 
-    def rule(self, scan: Scan, begin: Callable[[Array, Array], Array] | None, initial: Array) -> tuple[Array, Array]:
+    def rule(
+        self, scan: Scan, begin: Callable[[Array, Array], Array] | None, initial: Array
+    ) -> tuple[Array, Array]:
         dtype = self.v.dtype
-        weights = self.write[..., None] * self.of_values(_product("bgnik,bgnjk->bgnij", self.k, self.k)) * self.between
+        weights = (
+            self.write[..., None]
+            * self.of_values(_product("bgnik,bgnjk->bgnij", self.k, self.k))
+            * self.between
+        )
         inverse = unit_inverse(jnp.where(self.lower, weights, 0)) * self.write[..., None, :]
         u = _product("bgrnij,bgrnjv->bgrniv", inverse.astype(dtype), self.v)
-        # In the other order XLA for CPUs would transpose a factor, which it cannot for bfloat16 without optimization.
-        w = _product("bgnjk,bgrnij->bgrnik", self.k, (inverse * self.from_state[..., None, :]).astype(dtype))
+        # In the other order XLA for CPUs would transpose a factor, which it cannot for bfloat16
+        # without optimization.
+        w = _product(
+            "bgnjk,bgrnij->bgrnik", self.k, (inverse * self.from_state[..., None, :]).astype(dtype)
+        )
         k = self.of_values(self.k) * self.between[..., -1, :, None]
         w, u, k = (_by_head(x.astype(dtype)) for x in (w, u, k))
         decay = _by_head(self.from_state[..., -1])
         if begin is not None:
             width = w.shape[-1]
             columns = jnp.concatenate([u, jnp.zeros_like(w)], axis=-1)
-            identity = jnp.zeros_like(initial, shape=(*initial.shape[:3], width)) + jnp.eye(width, dtype=initial.dtype)
+            identity = jnp.zeros_like(initial, shape=(*initial.shape[:3], width)) + jnp.eye(
+                width, dtype=initial.dtype
+            )
             *_, image = scan(w, columns, k, decay, jnp.concatenate([initial, identity], axis=-1))
-            initial = vary_like(begin(image[..., -width:], image[..., :-width]).astype(initial.dtype), initial)
+            initial = vary_like(
+                begin(image[..., -width:], image[..., :-width]).astype(initial.dtype), initial
+            )
         states, new, final = scan(w, u, k, decay, initial)
         states, new = (x.reshape(*self.v.shape[:3], *x.shape[2:]) for x in (states, new))
-        y = self.from_state[..., None] * _product("bgnik,bgrnkv->bgrniv", self.q, states.astype(dtype))
+        y = self.from_state[..., None] * _product(
+            "bgnik,bgrnkv->bgrniv", self.q, states.astype(dtype)
+        )
         scores = self.of_values(_product("bgnik,bgnjk->bgnij", self.q, self.k)) * self.between
         y += _product("bgrnij,bgrnjv->bgrniv", scores.astype(dtype), new)
         y = _by_head(y).astype(dtype)
@@ -146,8 +190,11 @@ def _by_head(x: Array) -> Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-def chunk_states(w: Array, u: Array, k_decayed: Array, decay: Array, state: Array) -> tuple[Array, Array, Array]:
-    """Returns the states at the chunks' beginnings `[B, H, C, K, V]`, the new values and the final state.
+def chunk_states(
+    w: Array, u: Array, k_decayed: Array, decay: Array, state: Array
+) -> tuple[Array, Array, Array]:
+    """Returns the states at the chunks' beginnings `[B, H, C, K, V]`, the new values and the final
+    state.
 
     In each chunk, new values = u - w S and then S = decay * S + k_decayed^T (new values).
 
@@ -160,13 +207,17 @@ def chunk_states(w: Array, u: Array, k_decayed: Array, decay: Array, state: Arra
     return states_by(_recurrence, w, u, k_decayed, decay, state)
 
 
-def _recurrence(a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Array | None = None) -> _Results:
+def _recurrence(
+    a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Array | None = None
+) -> _Results:
     # The carry is one state: a policy that saves everything saves the carry of each turn.
     def step(state: Array, n: Array) -> tuple[Array, tuple[Array, Array]]:
         read = _product("bhck,bhkv->bhcv", a[:, :, n], state.astype(a.dtype))
         new = (u[:, :, n] - read if d_states is None else u[:, :, n] + read).astype(u.dtype)
         change = _product("bhck,bhcv->bhkv", b[:, :, n], new)
-        after = decay[:, :, n, None, None] * state + (change if d_states is None else d_states[:, :, n] - change)
+        after = decay[:, :, n, None, None] * state + (
+            change if d_states is None else d_states[:, :, n] - change
+        )
         return after, (state, new)
 
     final, chunks = lax.scan(step, state, jnp.arange(a.shape[2]), reverse=d_states is not None)
@@ -175,11 +226,14 @@ def _recurrence(a: Array, u: Array, b: Array, decay: Array, state: Array, d_stat
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def states_by(run: Recurrence, w: Array, u: Array, k_decayed: Array, decay: Array, state: Array) -> _Results:
+def states_by(
+    run: Recurrence, w: Array, u: Array, k_decayed: Array, decay: Array, state: Array
+) -> _Results:
     """Computes `chunk_states` by a recurrence.
 
-    Its gradient is the same recurrence, from the last chunk to the first; the other gradients are products over all
-    chunks. `run(a, u, b, decay, state, d_states)` returns the states before each visit, the new values, the last state:
+    Its gradient is the same recurrence, from the last chunk to the first; the other gradients are
+    products over all chunks. `run(a, u, b, decay, state, d_states)` returns the states before each
+    visit, the new values, the last state:
 
         d_states    order       new              next state
         None        forward     u - a @ state    decay * state + b.T @ new
@@ -192,7 +246,8 @@ def _forward(
     run: Recurrence, w: Array, u: Array, k_decayed: Array, decay: Array, state: Array
 ) -> tuple[_Results, tuple[Array, ...]]:
     states, new, final = run(w, u, k_decayed, decay, state, None)
-    states, new = checkpoint_name(states, CARRIED), checkpoint_name(new, CARRIED)
+    states = checkpoint_name(states, CARRIED)
+    new = checkpoint_name(new, CARRIED)
     return (states, new, final), (w, k_decayed, decay, states, new)
 
 
@@ -202,7 +257,13 @@ def _backward(run: Recurrence, saved: tuple[Array, ...], grads: _Results) -> tup
     d_after, d_u, d_state = run(k, d_new, w, decay, d_final, d_states)
     d_w = -_product("bhncv,bhnkv->bhnck", d_u, states.astype(w.dtype))
     d_k = _product("bhncv,bhnkv->bhnck", new, d_after.astype(k.dtype))
-    return d_w.astype(w.dtype), d_u, d_k.astype(k.dtype), jnp.sum(states * d_after, axis=(-2, -1)), d_state
+    return (
+        d_w.astype(w.dtype),
+        d_u,
+        d_k.astype(k.dtype),
+        jnp.sum(states * d_after, axis=(-2, -1)),
+        d_state,
+    )
 
 
 states_by.defvjp(_forward, _backward)
@@ -210,9 +271,11 @@ states_by.defvjp(_forward, _backward)
 
 @jax.custom_vjp
 def unit_inverse(below: Array) -> Array:
-    """Returns the inverse of the identity plus `below`, which is zero on and above the diagonal, `[..., c, c]`.
+    """Returns the inverse of the identity plus `below`, which is zero on and above the diagonal,
+    `[..., c, c]`.
 
-    By blocks: two of half the size, then the block below them. Powers of `below` can be large where the inverse is not.
+    By blocks: two of half the size, then the block below them. Powers of `below` can be large where
+    the inverse is not.
     """
     size = below.shape[-1]
     if size == 1:
@@ -220,7 +283,9 @@ def unit_inverse(below: Array) -> Array:
     half = size // 2
     inverses = unit_inverse(jnp.stack([below[..., :half, :half], below[..., half:, half:]]))
     corner = -_exact(
-        "...ij,...jk->...ik", _exact("...ij,...jk->...ik", inverses[1], below[..., half:, :half]), inverses[0]
+        "...ij,...jk->...ik",
+        _exact("...ij,...jk->...ik", inverses[1], below[..., half:, :half]),
+        inverses[0],
     )
     upper = jnp.concatenate([inverses[0], jnp.zeros_like(corner)], axis=-1)
     return jnp.concatenate([upper, jnp.concatenate([corner, inverses[1]], axis=-1)], axis=-2)

@@ -1,15 +1,17 @@
-"""Causal self-attention as fused Pallas kernels for NVIDIA GPUs, compiled by Triton; they never store `[T, T]` scores.
+"""Causal self-attention as fused Pallas kernels for NVIDIA GPUs, compiled by Triton; they never
+store `[T, T]` scores.
 
-The algorithm is FlashAttention-2 (Dao, arXiv 2307.08691). A program holds a block of rows on the chip and visits the
-blocks that these rows see, or are seen by:
+The algorithm is FlashAttention-2 (Dao, arXiv 2307.08691). A program holds a block of rows on the
+chip and visits the blocks that these rows see, or are seen by:
 
     kernel     one program per     visits                                        writes
     forward    query block         key blocks                                    o, log-sum-exp
     queries    query block         key blocks                                    dq
     keys       key block           query blocks of all heads of its group        dk, dv
 
-Sums are float32 in a fixed order, without atomics: results are deterministic. JAX's kernel (`pallas.ops.gpu.attention`)
-lacks grouped queries, windows and softcaps, and needs divisible lengths.
+Sums are float32 in a fixed order, without atomics: results are deterministic. JAX's kernel
+(`pallas.ops.gpu.attention`) lacks grouped queries, windows and softcaps, and needs divisible
+lengths.
 """
 
 import math
@@ -36,13 +38,17 @@ MOST_HEAD_DIM = 256  # widest head: blocks of wider ones do not fit a GPU's shar
 DTYPES = ("bfloat16", "float16", "float32")  # dtypes of queries, keys and values
 
 _LEAST_HEAD_DIM = 16
-"""Narrowest product that Triton computes; narrower heads are padded to it, others to a power of two."""
+"""Narrowest product that Triton computes; narrower heads are padded to it, others to a power of
+two.
+"""
 
-_Ranges = tuple[Array, Array]  # first and last key that each query sees, or first and last query that sees each key
+# first and last key that each query sees, or first and last query that sees each key
+_Ranges = tuple[Array, Array]
 _BothRanges = tuple[_Ranges, _Ranges]
 
 _LOG2_E = math.log2(math.e)
-_NOTHING_SEEN = -1e30  # initial maximum: below all scores, finite so that its differences are not NaN
+# initial maximum: below all scores, finite so that its differences are not NaN
+_NOTHING_SEEN = -1e30
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,8 @@ class _Settings:
 
 def block_sizes(head_dim: int, dtype: DTypeLike) -> tuple[Blocks, Blocks]:
     """Returns the blocks of the forward kernel and of the backward kernels."""
-    wide = head_dim if jnp.dtype(dtype).itemsize == 2 else 4 * head_dim  # products in float32 take more registers
+    # products in float32 take more registers
+    wide = head_dim if jnp.dtype(dtype).itemsize == 2 else 4 * head_dim
     if wide <= 64:
         return Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 2)
     if wide <= 128:
@@ -89,15 +96,19 @@ def fused_attention(
     part: Part | None = None,
     sinks: Array | None = None,
 ) -> Array:
-    """Returns values weighted by causal attention, `[B, T, N, values' width]`; 0 if a query sees nothing.
+    """Returns values weighted by causal attention, `[B, T, N, values' width]`; 0 if a query sees
+    nothing.
 
-    For the arguments see `blockwise_attention`. Off CUDA the kernels run in Pallas' interpreter, slowly, for tests.
+    For the arguments see `blockwise_attention`. Off CUDA the kernels run in Pallas' interpreter,
+    slowly, for tests.
 
     Raises:
       ValueError: unsupported heads or dtype.
     """
     _check(q_BTNH, k_BSKH, v_BSKH)
-    length, num_keys, width = q_BTNH.shape[1], k_BSKH.shape[1], v_BSKH.shape[3]
+    length = q_BTNH.shape[1]
+    num_keys = k_BSKH.shape[1]
+    width = v_BSKH.shape[3]
     forward, backward = block_sizes(max(map(_padded_width, (q_BTNH, v_BSKH))), q_BTNH.dtype)
     settings = _Settings(scale, softcap, forward, backward)
     of_queries = key_ranges(q_BTNH.shape[:2], num_keys, window, segments_BT, part)
@@ -123,43 +134,69 @@ def _padded_width(x: Array) -> int:
 
 
 def _check(q: Array, k: Array, v: Array) -> None:
-    heads, kv_heads, width = q.shape[2], k.shape[2], max(q.shape[3], v.shape[3])
+    heads = q.shape[2]
+    kv_heads = k.shape[2]
+    width = max(q.shape[3], v.shape[3])
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads are not divisible by {kv_heads} kv heads")
     if width > MOST_HEAD_DIM:
-        raise ValueError(f"head_dim {width} is above {MOST_HEAD_DIM}, the widest of the fused attention kernels")
+        raise ValueError(
+            f"head_dim {width} is above {MOST_HEAD_DIM}, the widest of the fused attention kernels"
+        )
     if {x.dtype for x in (q, k, v)} != {q.dtype} or q.dtype.name not in DTYPES:
         dtypes = ", ".join(x.dtype.name for x in (q, k, v))
-        raise ValueError(f"queries, keys and values are {dtypes}: fused attention takes one of {', '.join(DTYPES)}")
+        raise ValueError(
+            f"queries, keys and values are {dtypes}: fused attention takes one of "
+            f"{', '.join(DTYPES)}"
+        )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(settings: _Settings, q: Array, k: Array, v: Array, sinks: Array | None, ranges: _BothRanges) -> Array:
+def _attention(
+    settings: _Settings, q: Array, k: Array, v: Array, sinks: Array | None, ranges: _BothRanges
+) -> Array:
     return _forward(settings, q, k, v, sinks, ranges)[0]
 
 
 def _forward(
     settings: _Settings, q: Array, k: Array, v: Array, sinks: Array | None, ranges: _BothRanges
 ) -> tuple[Array, tuple[Any, ...]]:
-    blocks, wide = settings.forward, v.shape[3]
-    o_BTNH, rows_BNT = (*q.shape[:3], wide), (q.shape[0], q.shape[2], q.shape[1])
-    of_heads = [] if sinks is None else [(sinks.astype(jnp.float32), pl.BlockSpec((None,), lambda i, n, b: (n,)))]
+    blocks = settings.forward
+    wide = v.shape[3]
+    o_BTNH = (*q.shape[:3], wide)
+    rows_BNT = (q.shape[0], q.shape[2], q.shape[1])
+    of_heads = (
+        []
+        if sinks is None
+        else [(sinks.astype(jnp.float32), pl.BlockSpec((None,), lambda i, n, b: (n,)))]
+    )
     o, lse = _run(
         _forward_kernel,
         settings,
         blocks,
         blocks.queries,
-        inputs=[*_queries_and_all_keys(q, k, v, blocks.queries), *_ranges(ranges[0], blocks.queries), *of_heads],
-        outputs=[(o_BTNH, q.dtype, _block(blocks.queries, wide)), (rows_BNT, jnp.float32, _statistics(blocks.queries))],
+        inputs=[
+            *_queries_and_all_keys(q, k, v, blocks.queries),
+            *_ranges(ranges[0], blocks.queries),
+            *of_heads,
+        ],
+        outputs=[
+            (o_BTNH, q.dtype, _block(blocks.queries, wide)),
+            (rows_BNT, jnp.float32, _statistics(blocks.queries)),
+        ],
     )
     o = checkpoint_name(o, ATTENDED)
     return o, (q, k, v, sinks, ranges, o, checkpoint_name(lse, ATTENDED))
 
 
-def _backward(settings: _Settings, residuals: tuple[Any, ...], do: Array) -> tuple[Array | None, ...]:
+def _backward(
+    settings: _Settings, residuals: tuple[Any, ...], do: Array
+) -> tuple[Array | None, ...]:
     q, k, v, sinks, (of_queries, of_keys), o, lse = residuals
-    blocks, group = settings.backward, q.shape[2] // k.shape[2]
-    delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1).swapaxes(1, 2)  # [B, N, T]
+    blocks = settings.backward
+    group = q.shape[2] // k.shape[2]
+    # [B, N, T]
+    delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     statistics = _statistics(blocks.queries)
     per_query = [(do, _block(blocks.queries, do.shape[3])), (lse, statistics), (delta, statistics)]
     (dq,) = _run(
@@ -167,11 +204,18 @@ def _backward(settings: _Settings, residuals: tuple[Any, ...], do: Array) -> tup
         settings,
         blocks,
         blocks.queries,
-        inputs=[*_queries_and_all_keys(q, k, v, blocks.queries), *_ranges(of_queries, blocks.queries), *per_query],
+        inputs=[
+            *_queries_and_all_keys(q, k, v, blocks.queries),
+            *_ranges(of_queries, blocks.queries),
+            *per_query,
+        ],
         outputs=[(q.shape, q.dtype, _block(blocks.queries, q.shape[3]))],
     )
     of_k, of_v = (_block(blocks.keys, x.shape[3]) for x in (k, v))
-    all_q, all_do = (pl.BlockSpec((None, x.shape[1], group, x.shape[3]), lambda j, n, b: (b, 0, n, 0)) for x in (q, do))
+    all_q, all_do = (
+        pl.BlockSpec((None, x.shape[1], group, x.shape[3]), lambda j, n, b: (b, 0, n, 0))
+        for x in (q, do)
+    )
     statistics = pl.BlockSpec((None, group, q.shape[1]), lambda j, n, b: (b, n, 0))
     per_query = [(do, all_do), (lse, statistics), (delta, statistics)]
     dk, dv = _run(
@@ -182,7 +226,11 @@ def _backward(settings: _Settings, residuals: tuple[Any, ...], do: Array) -> tup
         inputs=[(q, all_q), (k, of_k), (v, of_v), *_ranges(of_keys, blocks.keys), *per_query],
         outputs=[(k.shape, k.dtype, of_k), (v.shape, v.dtype, of_v)],
     )
-    d_sinks = None if sinks is None else sinks_gradient(sinks[:, None], lse, delta).sum((0, 2)).astype(sinks.dtype)
+    d_sinks = (
+        None
+        if sinks is None
+        else sinks_gradient(sinks[:, None], lse, delta).sum((0, 2)).astype(sinks.dtype)
+    )
     return dq, dk, dv, d_sinks, None
 
 
@@ -201,10 +249,18 @@ def _statistics(size: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, size), lambda i, n, b: (b, n, i))
 
 
-def _queries_and_all_keys(q: Array, k: Array, v: Array, size: int) -> list[tuple[Array, pl.BlockSpec]]:
+def _queries_and_all_keys(
+    q: Array, k: Array, v: Array, size: int
+) -> list[tuple[Array, pl.BlockSpec]]:
     group = q.shape[2] // k.shape[2]
     whole = [
-        (x, pl.BlockSpec((None, x.shape[1], None, x.shape[3]), lambda i, n, b: (b, 0, n // group, 0))) for x in (k, v)
+        (
+            x,
+            pl.BlockSpec(
+                (None, x.shape[1], None, x.shape[3]), lambda i, n, b: (b, 0, n // group, 0)
+            ),
+        )
+        for x in (k, v)
     ]
     return [(q, _block(size, q.shape[3])), *whole]
 
@@ -223,8 +279,8 @@ def _run(
     varying = jax.typeof(inputs[0][0]).manual_axis_type  # all inputs vary equally
 
     def program(*refs: object) -> None:
-        # Inside shard_map the interpreter evaluates operations one by one, and shard_map refuses operations between a
-        # varying array and a kernel constant. jit keeps the kernel whole.
+        # Inside shard_map the interpreter evaluates operations one by one, and shard_map refuses
+        # operations between a varying array and a kernel constant. jit keeps the kernel whole.
         jax.jit(partial(kernel, settings))(*refs)
 
     return pl.pallas_call(
@@ -232,7 +288,10 @@ def _run(
         grid=(length // size, heads, rows),
         in_specs=[spec for _, spec in inputs],
         out_specs=[spec for *_, spec in outputs],
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype, _ in outputs],
+        out_shape=[
+            jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+            for shape, dtype, _ in outputs
+        ],
         compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=current_platform() != "cuda",
         name=f"attention{kernel.__name__}".removesuffix("_kernel"),
@@ -241,20 +300,35 @@ def _run(
 
 def _forward_kernel(settings: _Settings, *refs: Any) -> None:
     q_ref, k_ref, v_ref, first_ref, last_ref, *sink_ref, o_ref, lse_ref = refs
-    q, first, last, size = q_ref[...], first_ref[...], last_ref[...], settings.forward.keys
+    q = q_ref[...]
+    first = first_ref[...]
+    last = last_ref[...]
+    size = settings.forward.keys
 
     def visit(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         o, highest, total = carry
         keys = pl.ds(j * size, size)
-        k, v = k_ref[keys, :], v_ref[keys, :]
+        k = k_ref[keys, :]
+        v = v_ref[keys, :]
         s = jnp.where(_within(_rows(j, size), first, last), _scores(q, k, settings), -jnp.inf)
         higher = jnp.maximum(highest, jnp.max(s, axis=1))
-        p, rescale = jnp.exp2(s - higher[:, None]), jnp.exp2(highest - higher)
-        return rescale[:, None] * o + triton.dot(p.astype(v.dtype), v), higher, rescale * total + jnp.sum(p, axis=1)
+        p = jnp.exp2(s - higher[:, None])
+        rescale = jnp.exp2(highest - higher)
+        return (
+            rescale[:, None] * o + triton.dot(p.astype(v.dtype), v),
+            higher,
+            rescale * total + jnp.sum(p, axis=1),
+        )
 
-    zeros, o = jnp.zeros(first.shape, jnp.float32), jnp.zeros(o_ref.shape, jnp.float32)
-    # As in `blockwise_attention`, the softmax begins with the sink, and the other kernels need not know it.
-    highest, total = (zeros + sink_ref[0][...] * _LOG2_E, zeros + 1) if sink_ref else (zeros + _NOTHING_SEEN, zeros)
+    zeros = jnp.zeros(first.shape, jnp.float32)
+    o = jnp.zeros(o_ref.shape, jnp.float32)
+    # As in `blockwise_attention`, the softmax begins with the sink, and the other kernels need not
+    # know it.
+    highest, total = (
+        (zeros + sink_ref[0][...] * _LOG2_E, zeros + 1)
+        if sink_ref
+        else (zeros + _NOTHING_SEEN, zeros)
+    )
     o, highest, total = lax.fori_loop(*_visited(first, last, size), visit, (o, highest, total))
     total = jnp.where(total > 0, total, 1)  # a row that sees nothing outputs 0
     o_ref[...] = (o / total[:, None]).astype(o_ref.dtype)
@@ -263,14 +337,22 @@ def _forward_kernel(settings: _Settings, *refs: Any) -> None:
 
 def _queries_kernel(settings: _Settings, *refs: Any) -> None:
     q_ref, k_ref, v_ref, first_ref, last_ref, do_ref, lse_ref, delta_ref, dq_ref = refs
-    q, do, first, last, size = q_ref[...], do_ref[...], first_ref[...], last_ref[...], settings.backward.keys
-    lse, delta = lse_ref[...][:, None], delta_ref[...][:, None]
+    q = q_ref[...]
+    do = do_ref[...]
+    first = first_ref[...]
+    last = last_ref[...]
+    size = settings.backward.keys
+    lse = lse_ref[...][:, None]
+    delta = delta_ref[...][:, None]
 
     def visit(j: Array, dq: Array) -> Array:
         keys = pl.ds(j * size, size)
-        k, v = k_ref[keys, :], v_ref[keys, :]
+        k = k_ref[keys, :]
+        v = v_ref[keys, :]
         seen = _within(_rows(j, size), first, last)
-        _, ds = _gradients(_scores(q, k, settings), seen, lse, triton.dot(do, v, trans_b=True) - delta, settings)
+        _, ds = _gradients(
+            _scores(q, k, settings), seen, lse, triton.dot(do, v, trans_b=True) - delta, settings
+        )
         return dq + triton.dot(ds.astype(k.dtype), k)
 
     dq = lax.fori_loop(*_visited(first, last, size), visit, jnp.zeros(q.shape, jnp.float32))
@@ -280,12 +362,17 @@ def _queries_kernel(settings: _Settings, *refs: Any) -> None:
 def _keys_kernel(settings: _Settings, *refs: Any) -> None:
     """Computes blocks of dk and dv; scores are transposed here, `[keys, queries]`."""
     q_ref, k_ref, v_ref, first_ref, last_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref = refs
-    k, v, first, last, size = k_ref[...], v_ref[...], first_ref[...], last_ref[...], settings.backward.queries
+    k = k_ref[...]
+    v = v_ref[...]
+    first = first_ref[...]
+    last = last_ref[...]
+    size = settings.backward.queries
 
     def visit(g: Array, i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         dk, dv = carry
         queries = pl.ds(i * size, size)
-        q, do = q_ref[queries, g, :], do_ref[queries, g, :]
+        q = q_ref[queries, g, :]
+        do = do_ref[queries, g, :]
         seen = _within(_rows(i, size), first, last)
         dp = triton.dot(v, do, trans_b=True) - delta_ref[g, queries]
         p, ds = _gradients(_scores(k, q, settings), seen, lse_ref[g, queries], dp, settings)
@@ -294,7 +381,10 @@ def _keys_kernel(settings: _Settings, *refs: Any) -> None:
     lower, upper = _visited(first, last, size)
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, v))
     dk, dv = lax.fori_loop(
-        0, q_ref.shape[1], lambda g, carry: lax.fori_loop(lower, upper, partial(visit, g), carry), zeros
+        0,
+        q_ref.shape[1],
+        lambda g, carry: lax.fori_loop(lower, upper, partial(visit, g), carry),
+        zeros,
     )
     dk_ref[...] = (dk * settings.scale).astype(dk_ref.dtype)
     dv_ref[...] = dv.astype(dv_ref.dtype)
@@ -321,7 +411,9 @@ def _scores(x: Array, y: Array, settings: _Settings) -> Array:
     return jnp.tanh(s * (settings.scale / settings.softcap)) * (settings.softcap * _LOG2_E)
 
 
-def _gradients(s: Array, seen: Array, lse: Array, dp: Array, settings: _Settings) -> tuple[Array, Array]:
+def _gradients(
+    s: Array, seen: Array, lse: Array, dp: Array, settings: _Settings
+) -> tuple[Array, Array]:
     """Returns the attention weights, and the gradient of the unscaled products of queries and keys.
 
     `dp` is the gradient of the weights minus its weighted mean.

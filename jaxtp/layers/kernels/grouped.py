@@ -1,7 +1,8 @@
 """Grouped matmul, for a mixture of experts: rows sorted by group, one kernel per group.
 
-The first `sizes[0]` rows of `[M, K]` are multiplied by kernel 0 of `[E, K, N]`, the next `sizes[1]` by kernel 1, and so
-on. Rows beyond all groups (most rows, if experts are split over devices) give 0 and get gradient 0.
+The first `sizes[0]` rows of `[M, K]` are multiplied by kernel 0 of `[E, K, N]`, the next `sizes[1]`
+by kernel 1, and so on. Rows beyond all groups (most rows, if experts are split over devices) give 0
+and get gradient 0.
 
     method    computes                                                              platforms
     xla       `jax.lax.ragged_dot`; except on TPUs, XLA multiplies all rows by      all
@@ -38,7 +39,8 @@ def grouped_matmul(rows_MK: Array, kernels_EKN: Array, sizes_E: Array, method: M
 
 
 def is_dense(method: Method, platform: str | None) -> bool:
-    """Returns whether all rows are multiplied by all kernels: E times the FLOPs, forward and backward.
+    """Returns whether all rows are multiplied by all kernels: E times the FLOPs, forward and
+    backward.
 
     On an NVIDIA GPU this takes `2 E M K` elements of temporary memory.
     """
@@ -46,7 +48,9 @@ def is_dense(method: Method, platform: str | None) -> bool:
 
 
 def pick_method(requested: Implementation, platform: str | None) -> tuple[Method, str]:
-    """Returns the method and the reason; `unsupported` checks a requested method. Platform None: unknown."""
+    """Returns the method and the reason; `unsupported` checks a requested method. Platform None:
+    unknown.
+    """
     if requested != "auto":
         return requested, "as configured"
     if _has_pallas(platform):
@@ -61,19 +65,28 @@ def _has_pallas(platform: str | None) -> bool:
 def unsupported(requested: Implementation, platform: str | None) -> Iterator[str]:
     """Yields why the requested method cannot run."""
     if requested == "pallas" and not _has_pallas(platform):
-        yield f"model.grouped=pallas: it runs on {_PALLAS_PLATFORM}, not on {platform}; use auto (xla)"
+        yield (
+            f"model.grouped=pallas: it runs on {_PALLAS_PLATFORM}, not on {platform}; use "
+            "auto (xla)"
+        )
 
 
 def _check(rows: Array, kernels: Array, sizes: Array) -> None:
     if rows.ndim != 2 or kernels.ndim != 3 or sizes.ndim != 1:
         raise ValueError(
-            f"rows {rows.shape}, kernels {kernels.shape} and sizes {sizes.shape} are not [M, K], [E, K, N] and [E]"
+            f"rows {rows.shape}, kernels {kernels.shape} and sizes {sizes.shape} are not [M, K], "
+            "[E, K, N] and [E]"
         )
     if rows.shape[1] != kernels.shape[1] or kernels.shape[0] != sizes.shape[0]:
-        raise ValueError(f"rows {rows.shape} and sizes {sizes.shape} do not match kernels {kernels.shape}")
+        raise ValueError(
+            f"rows {rows.shape} and sizes {sizes.shape} do not match kernels {kernels.shape}"
+        )
     if rows.dtype != kernels.dtype or not jnp.issubdtype(sizes.dtype, jnp.integer):
         dtypes = ", ".join(x.dtype.name for x in (rows, kernels, sizes))
-        raise ValueError(f"rows, kernels and sizes are {dtypes}: the first two have one dtype, the last are integers")
+        raise ValueError(
+            f"rows, kernels and sizes are {dtypes}: the first two have one dtype, the last are "
+            "integers"
+        )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -81,29 +94,41 @@ def _grouped(method: Method, rows: Array, kernels: Array, sizes: Array) -> Array
     return _product(method, rows, kernels, sizes, transposed=False)
 
 
-def _backward(method: Method, residuals: tuple[Array, Array, Array], grad: Array) -> tuple[Array, Array, None]:
+def _backward(
+    method: Method, residuals: tuple[Array, Array, Array], grad: Array
+) -> tuple[Array, Array, None]:
     rows, kernels, sizes = residuals
     of_rows = _product(method, grad, kernels, sizes, transposed=True)
     if method == "pallas":
         of_kernels = _kernels().kernels_gradient(rows, grad, sizes)
     else:
-        y = lax.ragged_dot_general(rows, grad, sizes, _SUM_OVER_ROWS, preferred_element_type=jnp.float32)
+        y = lax.ragged_dot_general(
+            rows, grad, sizes, _SUM_OVER_ROWS, preferred_element_type=jnp.float32
+        )
         of_kernels = y.astype(rows.dtype)
     return of_rows, of_kernels, None
 
 
-_grouped.defvjp(lambda method, *arrays: (_product(method, *arrays, transposed=False), arrays), _backward)
+_grouped.defvjp(
+    lambda method, *arrays: (_product(method, *arrays, transposed=False), arrays), _backward
+)
 
 
-def _product(method: Method, rows: Array, kernels: Array, sizes: Array, *, transposed: bool) -> Array:
+def _product(
+    method: Method, rows: Array, kernels: Array, sizes: Array, *, transposed: bool
+) -> Array:
     if method == "pallas":
         return _kernels().product(rows, kernels, sizes, transposed=transposed)
     kernels = kernels.swapaxes(1, 2) if transposed else kernels
-    return lax.ragged_dot(rows, kernels, sizes, preferred_element_type=jnp.float32).astype(rows.dtype)
+    return lax.ragged_dot(rows, kernels, sizes, preferred_element_type=jnp.float32).astype(
+        rows.dtype
+    )
 
 
 _SUM_OVER_ROWS = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
 )
 
 

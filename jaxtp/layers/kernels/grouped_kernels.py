@@ -1,12 +1,13 @@
-"""Grouped products as fused Pallas kernels for NVIDIA GPUs, compiled by Triton; rows are neither padded nor moved.
+"""Grouped products as fused Pallas kernels for NVIDIA GPUs, compiled by Triton; rows are neither
+padded nor moved.
 
     kernel      one program per                       sums over            writes
     product     column block of a tile of rows        the rows' width      outputs, or the rows' gradients
     gradient    block of a group's kernel             rows of a group      the kernels' gradients
 
 A tile is a block of rows of one group. The number of tiles is known only at run time, so there are
-`M / block + E + 1` programs, the maximum; surplus tiles write nothing. Rows beyond all groups form another group, which
-writes 0.
+`M / block + E + 1` programs, the maximum; surplus tiles write nothing. Rows beyond all groups form
+another group, which writes 0.
 
 Precision and determinism: see `fused_attention.py`.
 """
@@ -41,8 +42,12 @@ class Blocks:
     stages: int  # pipeline depth: the current block and the prefetched blocks
 
 
-def product_blocks(num_rows: int, groups: int, columns: int, summed: int, dtype: DTypeLike) -> Blocks:
-    """Returns the blocks of products; small groups get small tiles, because last tiles are half empty."""
+def product_blocks(
+    num_rows: int, groups: int, columns: int, summed: int, dtype: DTypeLike
+) -> Blocks:
+    """Returns the blocks of products; small groups get small tiles, because last tiles are half
+    empty.
+    """
     rows, warps = (128, 8) if num_rows >= 512 * groups else (64, 4)
     return Blocks(rows, _fitting(columns, 128), _fitting(summed, _depth(dtype)), warps, 3)
 
@@ -64,7 +69,9 @@ def _fitting(width: int, most: int) -> int:
     return block
 
 
-def product(rows_MK: Array, kernels_EKN: Array, sizes_E: Array, *, transposed: bool = False) -> Array:
+def product(
+    rows_MK: Array, kernels_EKN: Array, sizes_E: Array, *, transposed: bool = False
+) -> Array:
     """Returns each row multiplied by its group's kernel, `[M, N]`; 0 beyond the groups.
 
     Kernels are `[E, N, K]` if `transposed`.
@@ -76,7 +83,8 @@ def product(rows_MK: Array, kernels_EKN: Array, sizes_E: Array, *, transposed: b
     return _run(
         partial(_product_kernel, blocks, transposed),
         blocks,
-        (pl.cdiv(columns, blocks.columns), len(tiles[0])),  # neighbours share rows, which stay in the cache
+        # neighbours share rows, which stay in the cache
+        (pl.cdiv(columns, blocks.columns), len(tiles[0])),
         (*tiles, rows_MK, kernels_EKN),
         (num_rows, columns),
         "transposed_product" if transposed else "product",
@@ -112,7 +120,11 @@ def _tiles(sizes: Array, num_rows: int, size: int) -> tuple[Array, Array, Array]
     upto = jnp.cumsum(number)
     tile = jnp.arange(num_rows // size + len(ends))
     group = jnp.minimum(jnp.sum(tile[:, None] >= upto, axis=1, dtype=jnp.int32), len(sizes))
-    return group, jnp.minimum(begins[group] + (tile - (upto - number)[group]) * size, num_rows), ends[group]
+    return (
+        group,
+        jnp.minimum(begins[group] + (tile - (upto - number)[group]) * size, num_rows),
+        ends[group],
+    )
 
 
 def _run(
@@ -125,12 +137,15 @@ def _run(
 ) -> Array:
     *_, x, y = inputs
     if x.dtype != y.dtype or x.dtype.name not in DTYPES:
-        raise ValueError(f"the operands are {x.dtype} and {y.dtype}: grouped kernels take one of {', '.join(DTYPES)}")
+        raise ValueError(
+            f"the operands are {x.dtype} and {y.dtype}: grouped kernels take one of "
+            f"{', '.join(DTYPES)}"
+        )
     varying = jax.typeof(x).manual_axis_type  # all inputs vary equally
 
     def program(*refs: object) -> None:
-        # Inside shard_map the interpreter evaluates operations one by one, and shard_map refuses operations between a
-        # varying array and a kernel constant. jit keeps the kernel whole.
+        # Inside shard_map the interpreter evaluates operations one by one, and shard_map refuses
+        # operations between a varying array and a kernel constant. jit keeps the kernel whole.
         jax.jit(kernel)(tuple(pl.program_id(axis) for axis in range(len(grid))), *refs)
 
     return pl.pallas_call(
@@ -164,7 +179,10 @@ def _mask(rows: _Span, columns: _Span) -> Array | None:
     mask = None
     for dim, span in enumerate((rows, columns)):
         if span.end is not None:
-            here = lax.broadcasted_iota(jnp.int32, (rows.size, columns.size), dim) < span.end - span.begin
+            here = (
+                lax.broadcasted_iota(jnp.int32, (rows.size, columns.size), dim)
+                < span.end - span.begin
+            )
             mask = here if mask is None else mask & here
     return mask
 
@@ -172,25 +190,42 @@ def _mask(rows: _Span, columns: _Span) -> Array | None:
 def _load(ref: Any, *place: Any) -> Array:
     rows, columns = place[-2:]
     mask = _mask(rows, columns)
-    return triton.load(ref.at[(*place[:-2], rows.slice, columns.slice)], mask=mask, other=None if mask is None else 0)
+    return triton.load(
+        ref.at[(*place[:-2], rows.slice, columns.slice)],
+        mask=mask,
+        other=None if mask is None else 0,
+    )
 
 
 def _store(ref: Any, block: Array, *place: Any) -> None:
     rows, columns = place[-2:]
-    triton.store(ref.at[(*place[:-2], rows.slice, columns.slice)], block.astype(ref.dtype), mask=_mask(rows, columns))
+    triton.store(
+        ref.at[(*place[:-2], rows.slice, columns.slice)],
+        block.astype(ref.dtype),
+        mask=_mask(rows, columns),
+    )
 
 
-def _product_kernel(blocks: Blocks, transposed: bool, program: tuple[Array, Array], *refs: Any) -> None:
+def _product_kernel(
+    blocks: Blocks, transposed: bool, program: tuple[Array, Array], *refs: Any
+) -> None:
     group_ref, begin_ref, end_ref, x_ref, w_ref, y_ref = refs
     column, tile = program
-    group, begin, end, summed = group_ref[tile], begin_ref[tile], end_ref[tile], x_ref.shape[1]
+    group = group_ref[tile]
+    begin = begin_ref[tile]
+    end = end_ref[tile]
+    summed = x_ref.shape[1]
     rows = _Span(begin, blocks.rows, end)
     columns = _block(column, blocks.columns, y_ref.shape[1])
 
     def visit(i: Array, y: Array) -> Array:
         inner = _block(i, blocks.summed, summed)
         x = _load(x_ref, rows, inner)
-        w = _load(w_ref, group, columns, inner) if transposed else _load(w_ref, group, inner, columns)
+        w = (
+            _load(w_ref, group, columns, inner)
+            if transposed
+            else _load(w_ref, group, inner, columns)
+        )
         return y + triton.dot(x, w, trans_b=transposed)
 
     works = (group < w_ref.shape[0]) & (begin < end)
@@ -206,13 +241,16 @@ def _product_kernel(blocks: Blocks, transposed: bool, program: tuple[Array, Arra
 def _gradient_kernel(blocks: Blocks, program: tuple[Array, Array, Array], *refs: Any) -> None:
     begin_ref, end_ref, x_ref, dy_ref, dw_ref = refs
     column, row, group = program
-    begin, end = begin_ref[group], end_ref[group]
+    begin = begin_ref[group]
+    end = end_ref[group]
     rows = _block(row, blocks.rows, x_ref.shape[1])
     columns = _block(column, blocks.columns, dy_ref.shape[1])
 
     def visit(i: Array, dw: Array) -> Array:
         inner = _Span(begin + i * blocks.summed, blocks.summed, end)
-        return dw + triton.dot(_load(x_ref, inner, rows), _load(dy_ref, inner, columns), trans_a=True)
+        return dw + triton.dot(
+            _load(x_ref, inner, rows), _load(dy_ref, inner, columns), trans_a=True
+        )
 
     dw = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
     dw = lax.fori_loop(0, lax.div(end - begin + blocks.summed - 1, blocks.summed), visit, dw)

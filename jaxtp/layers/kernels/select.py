@@ -1,9 +1,11 @@
-"""Attention kernels: one table of their capabilities and costs, and the choice of `model.attention: auto`; `pick_scan`.
+"""Attention kernels: one table of their capabilities and costs, and the choice of
+`model.attention: auto`; `pick_scan`.
 
-No kernel gets a `[T, T]` mask, which tp would not split: `blockwise` and `fused` take the first and last key of each
-query (`activations.key_ranges`). cuDNN is the fastest on Hopper only: 1.7 to 2.3 times as fast as FlashAttention on an
-H100, 0.82 to 1.00 on an A100, A10G, L40S and RTX PRO 6000 (huggingface/transformers#48163). On GPUs a run checks its
-kernel against plain products, and times the candidates of `auto` (`train/self_check.py`).
+No kernel gets a `[T, T]` mask, which tp would not split: `blockwise` and `fused` take the first and
+last key of each query (`activations.key_ranges`). cuDNN is the fastest on Hopper only: 1.7 to 2.3
+times as fast as FlashAttention on an H100, 0.82 to 1.00 on an A100, A10G, L40S and RTX PRO 6000
+(huggingface/transformers#48163). On GPUs a run checks its kernel against plain products, and times
+the candidates of `auto` (`train/self_check.py`).
 """
 
 import importlib.metadata
@@ -17,7 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxtp.layers.kernels.blockwise_attention import MOST_IN_BLOCK, block_size, blockwise_attention, num_visited
+from jaxtp.layers.kernels.blockwise_attention import (
+    MOST_IN_BLOCK,
+    block_size,
+    blockwise_attention,
+    num_visited,
+)
 from jaxtp.layers.kernels.delta_rule import Scan
 from jaxtp.layers.sequence_parallel import Part, key_ranges, segment_mask
 from jaxtp.mesh import platform_of
@@ -25,7 +32,9 @@ from jaxtp.mesh import platform_of
 KernelName = Literal["cudnn", "fused", "blockwise", "xla"]
 KernelChoice = Literal["auto", KernelName]
 
-_AMPERE, _HOPPER, _BLACKWELL = 8, 9, 10  # major compute capabilities; consumer cards of Blackwell have 12
+_AMPERE = 8
+_HOPPER = 9
+_BLACKWELL = 10  # major compute capabilities; consumer cards of Blackwell have 12
 
 _WIDE_ON_BLACKWELL = (9, 25)
 """The first cuDNN with a backward pass for head_dim 256 on Blackwell; JAX accepts older ones.
@@ -42,10 +51,14 @@ CAPABILITIES = {
     **dict.fromkeys(("NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA GH200 480GB"), "9.0"),
     **dict.fromkeys(("NVIDIA B200", "NVIDIA GB200"), "10.0"),
 }
-"""Compute capability by `jax.Device.device_kind`, for devices of an abstract mesh: developer.nvidia.com/cuda-gpus."""
+"""Compute capability by `jax.Device.device_kind`, for devices of an abstract mesh:
+developer.nvidia.com/cuda-gpus.
+"""
 
 _SHORT = MOST_IN_BLOCK
-"""Longest sequence whose scores fit into one block: xla then stores no more of them than blockwise."""
+"""Longest sequence whose scores fit into one block: xla then stores no more of them than
+blockwise.
+"""
 
 
 def architecture_of(device: Any) -> str:
@@ -57,26 +70,39 @@ def architecture_of(device: Any) -> str:
 
 
 def matmul_problem(matmul: str, architecture: str) -> str | None:
-    """Returns why a device, by `architecture_of`, has no products in the dtype of `Precision.matmul`, or None."""
+    """Returns why a device, by `architecture_of`, has no products in the dtype of
+    `Precision.matmul`, or None.
+    """
     platform, _, capability = architecture.partition(" ")
     least = LEAST_CAPABILITY.get(matmul, 0.0)
-    if not least or platform == "cpu" or (platform == "cuda" and float(capability or least) >= least):
+    if (
+        not least
+        or platform == "cpu"
+        or (platform == "cuda" and float(capability or least) >= least)
+    ):
         return None
     works = "compute" if matmul == "float8" or matmul_problem("float8", architecture) else "float8"
     return (
-        f"model.precision.matmul={matmul}: {architecture} would multiply in 16 bits; it needs cuda {least} or newer; "
+        f"model.precision.matmul={matmul}: {architecture} would multiply in 16 bits; it needs cuda "
+        f"{least} or newer; "
         f"use model.precision.matmul={works}"
     )
 
 
 def _capability(kind: str) -> str | None:
     here = jax.devices()[0]
-    return getattr(here, "compute_capability", None) if here.device_kind == kind else CAPABILITIES.get(kind.strip())
+    return (
+        getattr(here, "compute_capability", None)
+        if here.device_kind == kind
+        else CAPABILITIES.get(kind.strip())
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """Properties of an attention call that decide its kernel; None means unknown and excludes no kernel."""
+    """Properties of an attention call that decide its kernel; None means unknown and excludes no
+    kernel.
+    """
 
     head_dim: int
     value_head_dim: int | None = None  # if it is not head_dim
@@ -88,7 +114,8 @@ class Use:
     length: int | None = None  # tokens in a sequence
     packed: bool | None = None  # a sequence holds several documents that do not see each other
     part: bool | None = None  # a device holds a part of the queries of a sequence
-    platform: str | None = None  # cpu, rocm, tpu, or cuda with a compute capability, as in `cuda 9.0`
+    # cpu, rocm, tpu, or cuda with a compute capability, as in `cuda 9.0`
+    platform: str | None = None
 
     @property
     def family(self) -> str | None:
@@ -127,13 +154,17 @@ class Kernel:
     """Attends with queries, keys, values and segments; see `blockwise_attention`."""
 
     blocks: Callable[[Sequence[range], int | None], tuple[int, int, int]]
-    """Returns the number of products that compute a head's scores, and the queries and keys of each product. Arguments:
-    the chunks of positions of a device's queries, and a window."""
+    """Returns the number of products that compute a head's scores, and the queries and keys of each
+    product. Arguments: the chunks of positions of a device's queries, and a window.
+    """
 
     stores_scores: bool = False  # all of them, `[T, T]`, in memory
-    streams_scores: bool = False  # writes scores to memory between products, all at once or block by block
+    # writes scores to memory between products, all at once or block by block
+    streams_scores: bool = False
     can_save_result: bool = True
-    """Remat policies can save its output and log-sum-exp, so that the backward pass does not run it again."""
+    """Remat policies can save its output and log-sum-exp, so that the backward pass does not run
+    it again.
+    """
 
     platforms: tuple[str, ...] | None = None  # None: everywhere
     sixteen_bits: bool = False  # computes in 16 bits only
@@ -153,7 +184,9 @@ class Kernel:
             yield f"it computes in 16 bits, and model.precision.compute is {use.dtype}"
         most, multiple = self.head_dims(use) if self.head_dims else (use.widest, 1)
         if use.widest > most or use.widest % multiple:
-            yield f"it takes a head_dim of at most {most}, a multiple of {multiple}, not {use.widest}"
+            yield (
+                f"it takes a head_dim of at most {most}, a multiple of {multiple}, not {use.widest}"
+            )
         if use.packed and not self.packed:
             yield "packed documents (data.packing=documents) would give it a [T, T] mask"
         if use.softcap is not None and not self.softcap:
@@ -161,7 +194,11 @@ class Kernel:
         if use.sinks and not self.sinks:
             yield "it has no model.attention_sinks"
         if use.part and not self.part:
-            yield "it needs whole sequences, which devices have with mesh.context=ulysses, but not with gather"
+            yield (
+                "it needs whole sequences, which devices have with mesh.context=ulysses, "
+                "but not "
+                "with gather"
+            )
 
 
 def num_scores(chunks: Sequence[range], window: int | None) -> float:
@@ -193,10 +230,18 @@ def _whole(chunks: Sequence[range], window: int | None) -> tuple[int, int, int]:
 
 
 def _cudnn(
-    q: Array, k: Array, v: Array, segments_BT: None, *, scale: float, window: int | None, **without: None
+    q: Array,
+    k: Array,
+    v: Array,
+    segments_BT: None,
+    *,
+    scale: float,
+    window: int | None,
+    **without: None,
 ) -> Array:  # never with `return_residual`: its log-sum-exp has no gradient
     del segments_BT, without  # `Kernel.problems` excludes documents, softcaps, sinks and parts
-    reach, width = None if window is None else (window - 1, 0), max(q.shape[3], v.shape[3])
+    reach = None if window is None else (window - 1, 0)
+    width = max(q.shape[3], v.shape[3])
     # cuDNN takes narrower values on Hopper, but JAX's function does not.
     q, k, v_padded = (jnp.pad(x, (*[(0, 0)] * 3, (0, width - x.shape[3]))) for x in (q, k, v))
     y = jax.nn.dot_product_attention(
@@ -223,7 +268,8 @@ def _heads_of_cudnn(use: Use) -> tuple[int, int]:
 
 
 def _fused(*arrays: Any, **settings: Any) -> Array:
-    from jaxtp.layers.kernels.fused_attention import fused_attention  # Pallas takes a while to import
+    # Pallas takes a while to import
+    from jaxtp.layers.kernels.fused_attention import fused_attention
 
     return fused_attention(*arrays, **settings)
 
@@ -244,21 +290,32 @@ def _xla(
     if plain and part is None:
         mask = None if segments_BT is None else segment_mask(segments_BT)
         reach = None if window is None else (window - 1, 0)
-        return _jax_attention(q, k, v, mask=mask, scale=scale, is_causal=True, local_window_size=reach)
-    first, last = (x[:, :, None] for x in key_ranges(q.shape[:2], k.shape[1], window, segments_BT, part))
-    at, sees_any = jnp.arange(k.shape[1]), first <= last
+        return _jax_attention(
+            q, k, v, mask=mask, scale=scale, is_causal=True, local_window_size=reach
+        )
+    first, last = (
+        x[:, :, None] for x in key_ranges(q.shape[:2], k.shape[1], window, segments_BT, part)
+    )
+    at = jnp.arange(k.shape[1])
+    sees_any = first <= last
     seen = ((first <= at) & (at <= last)) | ~sees_any  # a softmax over nothing would be NaN
     if plain:
         y = _jax_attention(q, k, v, mask=seen[:, None], scale=scale)
     else:
-        y = masked_attention(q, (k.swapaxes(1, 2), v.swapaxes(1, 2)), seen, scale=scale, softcap=softcap, sinks=sinks)
+        y = masked_attention(
+            q, (k.swapaxes(1, 2), v.swapaxes(1, 2)), seen, scale=scale, softcap=softcap, sinks=sinks
+        )
     return jnp.where(sees_any[..., None], y, 0)
 
 
 def _jax_attention(q: Array, k: Array, v: Array, **settings: Any) -> Array:
-    """Attends with JAX; float16 via float32, because JAX requests a float16 product that CPUs lack."""
+    """Attends with JAX; float16 via float32, because JAX requests a float16 product that CPUs
+    lack.
+    """
     wide = jnp.float32 if q.dtype == jnp.float16 else q.dtype
-    return jax.nn.dot_product_attention(*(x.astype(wide) for x in (q, k, v)), **settings).astype(q.dtype)
+    return jax.nn.dot_product_attention(*(x.astype(wide) for x in (q, k, v)), **settings).astype(
+        q.dtype
+    )
 
 
 def masked_attention(
@@ -270,11 +327,15 @@ def masked_attention(
     softcap: float | None,
     sinks: Array | None = None,
 ) -> Array:
-    """Attends to keys and values `[B, K, S, H]` with an explicit mask; each query must see a key."""
+    """Attends to keys and values `[B, K, S, H]` with an explicit mask; each query must see a
+    key.
+    """
     k_BKSH, v_BKSH = keys_values
     rows, length, heads, width = q_BTNH.shape
     groups = q_BTNH.reshape(rows, length, k_BKSH.shape[1], -1, width)
-    scores = scale * jnp.einsum("btkgh,bksh->bkgts", groups, k_BKSH, preferred_element_type=jnp.float32)
+    scores = scale * jnp.einsum(
+        "btkgh,bksh->bkgts", groups, k_BKSH, preferred_element_type=jnp.float32
+    )
     scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(seen_BTS[:, None, None], scores, -jnp.inf)
     if sinks is None:
@@ -285,7 +346,9 @@ def masked_attention(
         shares = jnp.exp(scores - highest)
         shares /= shares.sum(-1, keepdims=True) + jnp.exp(sinks - highest)
     # The output dims follow the operands' order; otherwise XLA for CPUs transposes the values.
-    y = jnp.einsum("bkgts,bksh->bkgth", shares.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32)
+    y = jnp.einsum(
+        "bkgts,bksh->bkgth", shares.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32
+    )
     return jnp.moveaxis(y, 3, 1).astype(q_BTNH.dtype).reshape(rows, length, heads, -1)
 
 
@@ -305,14 +368,28 @@ KERNELS: dict[KernelName, Kernel] = {
             sinks=False,
             part=False,
         ),
-        Kernel(name="fused", run=_fused, blocks=_exact, platforms=("cuda",), head_dims=lambda use: (256, 2)),
+        Kernel(
+            name="fused",
+            run=_fused,
+            blocks=_exact,
+            platforms=("cuda",),
+            head_dims=lambda use: (256, 2),
+        ),
         Kernel(name="blockwise", run=blockwise_attention, blocks=_by_blocks, streams_scores=True),
-        Kernel(name="xla", run=_xla, blocks=_whole, stores_scores=True, streams_scores=True, can_save_result=False),
+        Kernel(
+            name="xla",
+            run=_xla,
+            blocks=_whole,
+            stores_scores=True,
+            streams_scores=True,
+            can_save_result=False,
+        ),
     )
 }
 """By name, in the order in which `auto` prefers them; cudnn comes last except on Hopper."""
 
-_MEASURED: dict[Use, tuple[KernelName, str]] = {}  # the fastest of `candidates`, and the measurement
+# the fastest of `candidates`, and the measurement
+_MEASURED: dict[Use, tuple[KernelName, str]] = {}
 
 
 def record_fastest(use: Use, name: KernelName, why: str) -> None:
@@ -323,8 +400,15 @@ def record_fastest(use: Use, name: KernelName, why: str) -> None:
 def candidates(requested: KernelChoice, use: Use) -> list[Kernel]:
     """Returns the chosen kernel, then kernels that may be faster, to time them."""
     kernel, _ = pick_kernel(requested, use)
-    others = [] if requested != "auto" or kernel.platforms is None else [KERNELS["cudnn"], KERNELS["fused"]]
-    return [kernel, *(other for other in others if other != kernel and not any(other.problems(use)))]
+    others = (
+        []
+        if requested != "auto" or kernel.platforms is None
+        else [KERNELS["cudnn"], KERNELS["fused"]]
+    )
+    return [
+        kernel,
+        *(other for other in others if other != kernel and not any(other.problems(use))),
+    ]
 
 
 def pick_kernel(requested: KernelChoice, use: Use) -> tuple[Kernel, str]:
@@ -338,12 +422,16 @@ def pick_kernel(requested: KernelChoice, use: Use) -> tuple[Kernel, str]:
         return KERNELS["xla"], f"up to {_SHORT} tokens its scores are small"
     reasons = []
     on_hopper = use.capability is not None and use.capability[0] == _HOPPER
-    for kernel in sorted(KERNELS.values(), key=lambda kernel: kernel.name == "cudnn" and not on_hopper):
+    for kernel in sorted(
+        KERNELS.values(), key=lambda kernel: kernel.name == "cudnn" and not on_hopper
+    ):
         problem = next(kernel.problems(use), None)
         if problem is None:
             break
         reasons.append(f"{kernel.name}: {problem}")
-    return kernel, "; ".join(reasons) or f"cudnn is preferred on Hopper{'' if on_hopper else ' only'}"
+    return kernel, "; ".join(
+        reasons
+    ) or f"cudnn is preferred on Hopper{'' if on_hopper else ' only'}"
 
 
 def unsupported(requested: KernelChoice, use: Use) -> Iterator[str]:
@@ -362,13 +450,16 @@ def unsupported(requested: KernelChoice, use: Use) -> Iterator[str]:
 
 
 def pick_scan(key_dim: int, platform: str | None) -> tuple[Scan | None, str]:
-    """Returns what computes the states of Gated DeltaNet, None for `lax`, and the reason. Platform None: unknown."""
+    """Returns what computes the states of Gated DeltaNet, None for `lax`, and the reason.
+    Platform None: unknown.
+    """
     use = Use(head_dim=key_dim, platform=platform)
     if use.family not in (None, "cuda"):
         return None, f"pallas runs only on cuda, not on {use.family}"
     if use.capability and use.capability[0] < _AMPERE:
         return None, f"pallas runs only from compute capability {_AMPERE}.0 on, not on {platform}"
-    from jaxtp.layers.kernels.delta_kernels import MOST_KEY_DIM, chunk_states  # Pallas takes a while to import
+    # Pallas takes a while to import
+    from jaxtp.layers.kernels.delta_kernels import MOST_KEY_DIM, chunk_states
 
     if key_dim > MOST_KEY_DIM:
         return None, f"pallas takes a delta_key_dim of at most {MOST_KEY_DIM}, not {key_dim}"

@@ -1,8 +1,10 @@
-"""`jaxtp bench`: times collectives along each mesh axis, and the matrix products of a transformer block.
+"""`jaxtp bench`: times collectives along each mesh axis, and the matrix products of a transformer
+block.
 
-A collective is timed in a loop within one program: starting a program from Python takes longer than a small message.
-All groups along an axis communicate at once. Compiled for an H100, the loop adds nothing to an all-reduce, a copy of
-1/n of the message (n devices) to an all-gather or a reduce-scatter, and a copy of the whole message to a permute.
+A collective is timed in a loop within one program: starting a program from Python takes longer than
+a small message. All groups along an axis communicate at once. Compiled for an H100, the loop adds
+nothing to an all-reduce, a copy of 1/n of the message (n devices) to an all-gather or a
+reduce-scatter, and a copy of the whole message to a permute.
 """
 
 if __name__ == "__main__":
@@ -30,11 +32,27 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
-from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Collective
+from jaxtp.analysis.collective import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    PERMUTE,
+    REDUCE_SCATTER,
+    Collective,
+)
 from jaxtp.analysis.hardware import TABLE, Hardware, find, inside_domain, link_of, of_kind
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.analysis.tables import columns
-from jaxtp.collectives import all_gather, all_reduce, all_to_all, axis_size, device_view, permute, reduce_scatter, vary
+from jaxtp.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    axis_size,
+    device_view,
+    permute,
+    reduce_scatter,
+    vary,
+)
 from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command, choose
@@ -89,8 +107,9 @@ class CommConfig(TrainConfig):
     """Hardware file to write, for jaxtp estimate --hardware FILE.yamlx8."""
 
     like: Annotated[str | None, tyro.conf.arg(metavar="h100")] = None
-    """Row of the hardware table that supplies the peak FLOP/s, and every value that bench does not measure; by default
-    the row of the present devices."""
+    """Row of the hardware table that supplies the peak FLOP/s, and every value that bench does not
+    measure; by default the row of the present devices.
+    """
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """JSON file for all numbers."""
@@ -101,7 +120,15 @@ COMMANDS = {
         program=f"{PROGRAM} comm",
         schema=CommConfig,
         description=DESCRIPTION,
-        short_help=("message_bytes", "rounds", "in_a_row", "out", "like", "json", *in_short_help(TrainConfig)),
+        short_help=(
+            "message_bytes",
+            "rounds",
+            "in_a_row",
+            "out",
+            "like",
+            "json",
+            *in_short_help(TrainConfig),
+        ),
         ignored=IGNORED_BY_COST,
     )
 }
@@ -166,7 +193,11 @@ class Measured:
     @property
     def peak(self) -> float | None:
         """FLOP/s of the hardware in the dtype; float32 has half of bfloat16's."""
-        return None if self.hardware is None else self.hardware.flops * 2 / jnp.dtype(self.dtype).itemsize
+        return (
+            None
+            if self.hardware is None
+            else self.hardware.flops * 2 / jnp.dtype(self.dtype).itemsize
+        )
 
     @property
     def lines(self) -> list[Line]:
@@ -188,21 +219,34 @@ class Measured:
         rows = []
         for axis, devices, kind, size, sent, seconds in self.messages:
             speed = f"{digits(sent / seconds / 1e9)} GB/s"
-            rows.append((kind, f"{axis} {devices}", f"{digits(size / KIB)} KiB", f"{seconds * 1e6:,.1f}", speed))
+            rows.append(
+                (
+                    kind,
+                    f"{axis} {devices}",
+                    f"{digits(size / KIB)} KiB",
+                    f"{seconds * 1e6:,.1f}",
+                    speed,
+                )
+            )
         for product in self.products:
             rate = product.flops / product.seconds
             of_peak = "" if self.peak is None else f", {rate / self.peak:.1%} of the peak"
             shape = f"{product.m:,} x {product.k:,} x {product.n:,}"
             speed = f"{digits(rate / 1e12)} TFLOP/s{of_peak}"
-            rows.append((product.name, f"tp {product.tp}", shape, f"{product.seconds * 1e6:,.1f}", speed))
+            rows.append(
+                (product.name, f"tp {product.tp}", shape, f"{product.seconds * 1e6:,.1f}", speed)
+            )
         return columns(("measured", "over", "size", "us", "speed of a device"), rows)
 
     def hardware_file(self) -> str:
         """Returns the measured fields as YAML; needs `hardware`."""
-        lines, hardware, efficiency = self.lines, self.hardware, self.matmul_efficiency
+        lines = self.lines
+        hardware = self.hardware
+        efficiency = self.matmul_efficiency
         if without := {message.axis for message in self.messages} - {line.axis for line in lines}:
             raise ConfigError(
-                f"--out: the times along {' and '.join(sorted(without))} do not increase with the message size, so no "
+                f"--out: the times along {' and '.join(sorted(without))} do not increase with the "
+                "message size, so no "
                 "bandwidth can be fitted; use a wider range of --message-bytes, or more --rounds"
             )
         assert hardware is not None
@@ -211,7 +255,8 @@ class Measured:
         fields = measured_fields(hardware, self.sizes, lines, efficiency)
         return "\n".join(
             (
-                f"# jaxtp bench comm on {devices_text(self.platform, self.kind, self.sizes)}, jax {jax.__version__}",
+                f"# jaxtp bench comm on {devices_text(self.platform, self.kind, self.sizes)}, jax "
+                f"{jax.__version__}",
                 *virtual,
                 f"like: {hardware.name} # for all other keys",
                 *(f"{name}: {value:.3e}" for name, value in fields.items()),
@@ -224,10 +269,19 @@ class Measured:
         place = {name: getattr(self, name) for name in ("kind", "platform", "sizes", "dtype")}
         hardware = None if self.hardware is None else asdict(self.hardware)
         counts = {"devices": math.prod(self.sizes.values()), "processes": jax.process_count()}
-        rows = {name: [one._asdict() for one in getattr(self, name)] for name in ("messages", "products", "lines")}
+        rows = {
+            name: [one._asdict() for one in getattr(self, name)]
+            for name in ("messages", "products", "lines")
+        }
         note = {"note": VIRTUAL} if self.platform == "cpu" else {}
         place |= counts | {"hardware": hardware}
-        return {"jax": jax.__version__, **note, "place": place, **rows, "matmul_efficiency": self.matmul_efficiency}
+        return {
+            "jax": jax.__version__,
+            **note,
+            "place": place,
+            **rows,
+            "matmul_efficiency": self.matmul_efficiency,
+        }
 
 
 def _bench(argv: Sequence[str]) -> None:
@@ -235,7 +289,10 @@ def _bench(argv: Sequence[str]) -> None:
     join_processes()
     with raise_everywhere(watch):
         options, _ = command.load(
-            flags, lambda options, explicit: resolve_defaults(replace_nested(options, {"train.epochs": None}), explicit)
+            flags,
+            lambda options, explicit: resolve_defaults(
+                replace_nested(options, {"train.epochs": None}), explicit
+            ),
         )
     config = training_of(options)
     mesh = build_mesh(config.mesh.sizes)
@@ -247,7 +304,10 @@ def _bench(argv: Sequence[str]) -> None:
     require_writable("--json", options.json)
     require_writable("--out", options.out)
     if options.out is not None and options.out.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"--out {options.out}: a hardware file is YAML; name it {options.out.with_suffix('.yaml')}")
+        raise ConfigError(
+            f"--out {options.out}: a hardware file is YAML; name it "
+            f"{options.out.with_suffix('.yaml')}"
+        )
     measured = _measure(options, config, mesh)
     write_json("--json", options.json, measured.record())
     if options.out is not None:
@@ -257,16 +317,28 @@ def _bench(argv: Sequence[str]) -> None:
 
 
 def _measure(options: CommConfig, config: TrainConfig, mesh: Mesh) -> Measured:
-    device, sizes, dtype = mesh.devices.flat[0], mesh_sizes(mesh), config.model.precision.compute
-    hardware, virtual = _hardware_of(options, device), device.platform == "cpu"
+    device = mesh.devices.flat[0]
+    sizes = mesh_sizes(mesh)
+    dtype = config.model.precision.compute
+    hardware = _hardware_of(options, device)
+    virtual = device.platform == "cpu"
     tps = usable_tps(config.model, mesh.size)
     rows = max(1, config.data.global_batch_size // (batch_parts(sizes) * config.train.accumulation))
     length = max(1, config.data.sequence_length // parts(sizes, CONTEXT))
     devices = devices_text(device.platform, device.device_kind, sizes)
-    print(f"on      {devices}, processes: {jax.process_count()}, jaxtp {jaxtp.__version__} with jax {jax.__version__}")
+    print(
+        f"on      {devices}, processes: {jax.process_count()}, jaxtp {jaxtp.__version__} with jax "
+        f"{jax.__version__}"
+    )
     print(f"mesh    {describe_mesh(sizes)}, {dtype}")
-    print(f"block   {config.model.describe_block()}; {rows * length:,} tokens on a device: {rows} of {length:,}")
-    print(f"times   medians of {options.rounds} rounds, {options.in_a_row} runs in each, after a warm-up; random data")
+    print(
+        f"block   {config.model.describe_block()}; {rows * length:,} tokens on a device: {rows} of "
+        f"{length:,}"
+    )
+    print(
+        f"times   medians of {options.rounds} rounds, {options.in_a_row} runs in each, after a "
+        "warm-up; random data"
+    )
     print(f"beware  {VIRTUAL}\n" if virtual else "", flush=True)
     message_bytes = options.message_bytes or (CPU_SIZES if virtual else SIZES)
     measured = Measured(
@@ -275,13 +347,18 @@ def _measure(options: CommConfig, config: TrainConfig, mesh: Mesh) -> Measured:
         sizes=sizes,
         dtype=dtype,
         hardware=hardware,
-        messages=list(measure_messages(mesh, dtype, message_bytes, options.rounds, options.in_a_row)),
-        products=list(measure_products(config.model, tps, rows, length, options.rounds, options.in_a_row)),
+        messages=list(
+            measure_messages(mesh, dtype, message_bytes, options.rounds, options.in_a_row)
+        ),
+        products=list(
+            measure_products(config.model, tps, rows, length, options.rounds, options.in_a_row)
+        ),
     )
     print(measured.table(), flush=True)
     for line in measured.lines:
         print(
-            f"{line.axis} {line.devices}: {digits(line.latency * 1e6)} us and {digits(line.speed / 1e9)} GB/s; half of "
+            f"{line.axis} {line.devices}: {digits(line.latency * 1e6)} us and "
+            f"{digits(line.speed / 1e9)} GB/s; half of "
             f"the times are within {line.error:.0%} of this line"
         )
     return measured
@@ -303,12 +380,15 @@ def usable_tps(model: ModelConfig, devices: int) -> list[int]:
 def _hardware_of(options: CommConfig, device: jax.Device) -> Hardware | None:
     if options.like is not None:
         if options.like.endswith((".yaml", ".yml")):
-            raise ConfigError(f"--like {options.like}: should be a name of the table, one of {', '.join(TABLE)}")
+            raise ConfigError(
+                f"--like {options.like}: should be a name of the table, one of {', '.join(TABLE)}"
+            )
         return find(options.like)
     known = of_kind(device.device_kind)
     if known is None and options.out is not None:
         raise ConfigError(
-            f"--out {options.out}: {device.device_kind!r} is not in the hardware table (jaxtp/analysis/hardware.py); "
+            f"--out {options.out}: {device.device_kind!r} is not in the hardware table "
+            "(jaxtp/analysis/hardware.py); "
             "name the most similar row, as in --like h100"
         )
     return known
@@ -324,28 +404,41 @@ def digits(value: float) -> str:
 KINDS: Mapping[str, Callable[[Array, str], Array]] = {
     ALL_REDUCE: lambda x, axis: vary(all_reduce(x, axis), axis),
     ALL_GATHER: lambda x, axis: all_gather(x[: x.shape[0] // axis_size(axis)], axis),
-    REDUCE_SCATTER: lambda x, axis: lax.dynamic_update_slice_in_dim(x, reduce_scatter(x, axis), 0, 0),
+    REDUCE_SCATTER: lambda x, axis: lax.dynamic_update_slice_in_dim(
+        x, reduce_scatter(x, axis), 0, 0
+    ),
     ALL_TO_ALL: lambda x, axis: all_to_all(x, axis, split=0, join=0),
     PERMUTE: permute,
 }
 """Collectives whose result has the shape of their argument, so that a loop can repeat them."""
 
 
-def measure_messages(mesh: Mesh, dtype: str, sizes: Sequence[int], rounds: int, in_a_row: int) -> Iterator[Message]:
-    """Times every kind of collective along every axis larger than 1, on messages of `sizes` bytes."""
-    make = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=NamedSharding(mesh, P(AXES)))
+def measure_messages(
+    mesh: Mesh, dtype: str, sizes: Sequence[int], rounds: int, in_a_row: int
+) -> Iterator[Message]:
+    """Times every kind of collective along every axis larger than 1, on messages of `sizes`
+    bytes.
+    """
+    make = jax.jit(
+        jax.random.normal, static_argnums=(1, 2), out_shardings=NamedSharding(mesh, P(AXES))
+    )
     for axis, size in itertools.product((axis for axis in AXES if mesh.shape[axis] > 1), sizes):
         elements = max(1, size // (jnp.dtype(dtype).itemsize * mesh.shape[axis])) * mesh.shape[axis]
         x = make(jax.random.key(0), (mesh.size * elements,), dtype)
         with jax.set_mesh(mesh):
-            programs = {kind: partial(jax.jit(repeated(kind, axis, in_a_row)).lower(x).compile(), x) for kind in KINDS}
+            programs = {
+                kind: partial(jax.jit(repeated(kind, axis, in_a_row)).lower(x).compile(), x)
+                for kind in KINDS
+            }
         for kind, seconds in medians(programs, rounds).items():
             one = Collective(kind, (axis,), mesh.shape[axis], elements * jnp.dtype(dtype).itemsize)
             yield Message(axis, one.group, kind, int(one.bytes), one.bytes_sent, seconds / in_a_row)
 
 
 def repeated(kind: str, axis: str, times: int) -> Callable[[Array], Array]:
-    """Returns a function that runs a collective `times` times on an array split over all devices."""
+    """Returns a function that runs a collective `times` times on an array split over all
+    devices.
+    """
 
     def body(x: Array) -> Array:
         return lax.scan(lambda x, _: (KINDS[kind](x, axis), None), x, length=times)[0]
@@ -362,9 +455,14 @@ def measure_products(
         shapes = {product.name: (product.m, product.k, product.n) for product in costs.products}
         del shapes["head"]  # not in a block
         left, right = jax.random.split(jax.random.key(0))
-        dtype, product = model.precision.compute, jax.jit(jnp.matmul)
+        dtype = model.precision.compute
+        product = jax.jit(jnp.matmul)
         programs = {
-            name: partial(product, jax.random.normal(left, (m, k), dtype), jax.random.normal(right, (k, n), dtype))
+            name: partial(
+                product,
+                jax.random.normal(left, (m, k), dtype),
+                jax.random.normal(right, (k, n), dtype),
+            )
             for name, (m, k, n) in shapes.items()
         }
         seconds = medians(programs, rounds, calls=in_a_row)
@@ -381,8 +479,8 @@ def medians(
 ) -> dict[str, float]:
     """Returns the median seconds of a call of each program.
 
-    Each round runs all programs in turn, so that changes of the machine's speed affect all. A measurement starts
-    `calls` calls, then waits for their arrays.
+    Each round runs all programs in turn, so that changes of the machine's speed affect all. A
+    measurement starts `calls` calls, then waits for their arrays.
     """
     for program in programs.values():
         for _ in range(WARM_UP):
@@ -393,7 +491,8 @@ def medians(
             started = clock()
             for _ in range(calls - 1):
                 program()
-            jax.block_until_ready(program())  # a device runs its programs in order, so the last ends last
+            # a device runs its programs in order, so the last ends last
+            jax.block_until_ready(program())
             times[name].append((clock() - started) / calls)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
@@ -403,13 +502,18 @@ def fit_line(messages: Sequence[Message]) -> Line | None:
 
     Errors are relative, so that short messages decide the latency and long messages the speed.
     """
-    ring = [message for message in messages if message.kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)]
+    ring = [
+        message for message in messages if message.kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
+    ]
     seconds = np.array([message.seconds for message in ring])
     sent = np.array([message.bytes_sent for message in ring])
     per_byte = sent / seconds
-    (latency, slope), *_ = np.linalg.lstsq(np.stack([1 / seconds, per_byte], axis=1), np.ones(len(ring)))
+    (latency, slope), *_ = np.linalg.lstsq(
+        np.stack([1 / seconds, per_byte], axis=1), np.ones(len(ring))
+    )
     if latency < 0:
-        latency, slope = 0.0, per_byte.sum() / (per_byte**2).sum()
+        latency = 0.0
+        slope = per_byte.sum() / (per_byte**2).sum()
     if slope <= 0:
         return None
     error = float(np.median(np.abs(latency + slope * sent - seconds) / seconds))
@@ -421,9 +525,10 @@ def measured_fields(
 ) -> dict[str, float]:
     """Returns the measured fields of a hardware file.
 
-    The latency includes a ring's steps, so `hop` is 0. An axis inside a domain of fast links gives `link`, any other
-    `network`; of several, the one with the most devices. A measured `link` includes inefficiency, so
-    `link_efficiency` is 1; an unmeasured network gets the table's value times its efficiency.
+    The latency includes a ring's steps, so `hop` is 0. An axis inside a domain of fast links gives
+    `link`, any other `network`; of several, the one with the most devices. A measured `link`
+    includes inefficiency, so `link_efficiency` is 1; an unmeasured network gets the table's value
+    times its efficiency.
     """
     inside = {line.axis: inside_domain(hardware, sizes, (line.axis,)) for line in lines}
     by_size = sorted(lines, key=lambda line: line.devices)
@@ -434,7 +539,11 @@ def measured_fields(
     if fast:
         network = hardware.network * hardware.link_efficiency
         share = link_of(hardware, fast[-1].devices) / hardware.link
-        fields |= {"link": fast[-1].speed / share, "link_efficiency": efficiency, "network": network}
+        fields |= {
+            "link": fast[-1].speed / share,
+            "link_efficiency": efficiency,
+            "network": network,
+        }
     if slow:
         fields["network"] = slow[-1].speed / inside[slow[-1].axis] / efficiency
     if lines:

@@ -47,22 +47,30 @@ modules.
 
 --config FILE reads the configuration of a training run (see configs/); dotted flags override it.
 """
-NO_SUM = "the loss is no sum over single rows: it depends on the micro-batches, so train.accumulation has to be 1"
+NO_SUM = (
+    "the loss is no sum over single rows: it depends on the micro-batches, so "
+    "train.accumulation has to be 1"
+)
 COARSE = "bfloat16", "float16"
-IN_FLOAT32 = {f"model.precision.{part}": "float32" for part in ("param", "compute", "reduce", "logits")} | {
-    "optimizer.first_moment": "param"
-}
+IN_FLOAT32 = {
+    f"model.precision.{part}": "float32" for part in ("param", "compute", "reduce", "logits")
+} | {"optimizer.first_moment": "param"}
 VIRTUAL = DeviceInfo(count=8, per_process=8, bfloat16=True, kind="devices")
 """Devices for the defaults of the model."""
 _WIDTH = 56
-HEADER = f"{'':4}  {'mesh':<{_WIDTH}}{'dtype':<10}{'loss':>9}{'grad norm':>11}{'gradient':>10}{'updated':>9}"
+HEADER = (
+    f"{'':4}  "
+    f"{'mesh':<{_WIDTH}}{'dtype':<10}{'loss':>9}{'grad norm':>11}{'gradient':>10}{'updated':>9}"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig(TrainConfig):
     """Command line of a check: a training configuration, and meshes."""
 
-    meshes: Annotated[tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 cp=2,tp=4 ...")] = ()
+    meshes: Annotated[
+        tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 cp=2,tp=4 ...")
+    ] = ()
     """Meshes to compare with one device, by default several; an axis that is left out is 1. The
     default is the configuration's own, scaled down to 16 devices, and others that use each axis
     separately and together. With cp, each possible attention method is checked; mesh.context
@@ -92,7 +100,10 @@ def _check(argv: Sequence[str]) -> int:
     flags = "--model.precision", "--optimizer.first-moment"
     if coarse and not any(word.replace("_", "-").startswith(flags) for word in argv):
         config = replace_nested(config, IN_FLOAT32)
-        note = f"model.precision=float32: --model.precision.compute {coarse[0]} also compares in {coarse[0]}"
+        note = (
+            f"model.precision=float32: --model.precision.compute {coarse[0]} also compares in "
+            f"{coarse[0]}"
+        )
         notes = [*(line for line in notes if not line.startswith("model.precision")), note]
     require_writable("--json", config.json)
     jax.config.update("jax_platforms", "cpu")
@@ -102,7 +113,10 @@ def _check(argv: Sequence[str]) -> int:
     shown = ("model",) if config.meshes or subject.task.has_own_model else ("model", "mesh")
     print("".join(f"default {note}\n" for note in notes if note.startswith(shown)), end="")
     print(*_changes(config, small, subject), sep="\n")
-    print(f"cases   {len(cases)} in {' and '.join(dtypes(small))}; three updates; errors relative to one device\n")
+    print(
+        f"cases   {len(cases)} in {' and '.join(dtypes(small))}; three updates; errors relative to "
+        "one device\n"
+    )
     print(HEADER, flush=True)
     results: list[Verdict] = []
     for verdict in verdicts(small, cases, subject):
@@ -112,7 +126,8 @@ def _check(argv: Sequence[str]) -> int:
     left_out = [verdict for verdict in results if verdict.left_out and verdict.case.devices > 1]
     if left_out and (config.meshes or not any(verdict.case.devices > 1 for verdict in compared)):
         raise ConfigError(f"cannot run on {left_out[0].case}: {left_out[0].problems[0]}")
-    failed, count = sum(not verdict.passed for verdict in compared), len(compared)
+    failed = sum(not verdict.passed for verdict in compared)
+    count = len(compared)
     record = {"jaxtp": jaxtp.__version__, "jax": jax.__version__, "passed": not failed}
     record |= {"config": to_plain(config), "shrunk": to_plain(small)}
     write_json("--json", config.json, record | {"cases": [verdict.record() for verdict in results]})
@@ -152,59 +167,92 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """Returns the table row and any problems."""
-        row = f"{'--' if self.left_out else 'ok' if self.passed else 'FAIL':4}  {self.case!s:<{_WIDTH}}{self.dtype:<10}"
+        row = (
+            f"{'--' if self.left_out else 'ok' if self.passed else 'FAIL':4}  "
+            f"{self.case!s:<{_WIDTH}}{self.dtype:<10}"
+        )
         details = []
         if (e := self.errors) is not None:
             gradient, update = e.worst(self.tolerance)
             row += f"{e.loss:>9.1e}{e.grad_norm:>11.1e}{e.gradients[gradient]:>10.1e}{e.updates[update]:>9.1e}"
             if e.flips:
-                scores = f"with scores up to {e.margin:.1e} apart ({self.tolerance.tensor:.1e} allowed)"
+                scores = (
+                    f"with scores up to {e.margin:.1e} apart ({self.tolerance.tensor:.1e} allowed)"
+                )
                 details.append(f"{e.flips:,} of {e.choices:,} expert choices differ, {scores}")
             if not e.within(self.tolerance):
-                details += [f"first difference: {self.first_difference}"] if self.first_difference else []
+                details += (
+                    [f"first difference: {self.first_difference}"] if self.first_difference else []
+                )
                 worst = {"gradient": gradient, "updated array": update}.items()
-                limits = [f"worst {n} {a} (up to {e.allowed(a, self.tolerance):.1e} allowed)" for n, a in worst]
+                limits = [
+                    f"worst {n} {a} (up to {e.allowed(a, self.tolerance):.1e} allowed)"
+                    for n, a in worst
+                ]
                 details.append(", ".join(limits))
         return [row, *(f"        {detail}" for detail in (*details, *self.problems))]
 
     def record(self) -> dict[str, object]:
         """Returns the verdict as JSON values."""
-        case, e, errors = asdict(self.case), self.errors, None
+        case = asdict(self.case)
+        e = self.errors
+        errors = None
         if e is not None:
             gradient, update = e.worst(self.tolerance)
-            errors = {name: getattr(e, name) for name in ("loss", "grad_norm", "flips", "margin", "choices")}
+            errors = {
+                name: getattr(e, name)
+                for name in ("loss", "grad_norm", "flips", "margin", "choices")
+            }
             errors |= {"worst_gradient": gradient, "gradient": e.gradients[gradient]}
             errors |= {"worst_update": update, "update": e.updates[update]}
-        values = vars(self) | {"tolerance": asdict(self.tolerance), "errors": errors, "passed": self.passed}
-        return {"mesh": case.pop("sizes")} | case | {name: values[name] for name in values if name != "case"}
+        values = vars(self) | {
+            "tolerance": asdict(self.tolerance),
+            "errors": errors,
+            "passed": self.passed,
+        }
+        return (
+            {"mesh": case.pop("sizes")}
+            | case
+            | {name: values[name] for name in values if name != "case"}
+        )
 
 
 def dtypes(config: TrainConfig) -> list[str]:
-    """Returns the dtypes to check: float32, `precision.matmul`, then the coarsest 16-bit dtype of the configuration."""
+    """Returns the dtypes to check: float32, `precision.matmul`, then the coarsest 16-bit dtype
+    of the configuration.
+    """
     of_model = {*asdict(config.model.precision).values(), config.optimizer.first_moment}
-    in_matmul = [] if config.model.precision.matmul == "compute" else [config.model.precision.matmul]
+    in_matmul = (
+        [] if config.model.precision.matmul == "compute" else [config.model.precision.matmul]
+    )
     return ["float32", *in_matmul, *[dtype for dtype in COARSE if dtype in of_model][:1]]
 
 
-def verdicts(small: TrainConfig, cases: list[Case], subject: Subject = Subject()) -> Iterator[Verdict]:
+def verdicts(
+    small: TrainConfig, cases: list[Case], subject: Subject = Subject()
+) -> Iterator[Verdict]:
     """Runs each case in each dtype.
 
     Raises:
-      ConfigError: the task cannot be checked, because its numbers on one device are not finite or not repeatable.
+      ConfigError: the task cannot be checked, because its numbers on one device are not finite or
+        not repeatable.
     """
     exact: parity.Numbers | None = None  # another run on one device
     for dtype in dtypes(small):
         config = small if dtype in COARSE else replace_nested(small, IN_FLOAT32)
         if dtype != small.model.precision.matmul:
             config = replace_nested(config, {"model.precision.matmul": "compute"})
-        tolerance, initial = parity.TOLERANCES[dtype], parity.initial_arrays(config, subject)
+        tolerance = parity.TOLERANCES[dtype]
+        initial = parity.initial_arrays(config, subject)
         for case in (ONE_DEVICE, *cases):
             verdict = partial(Verdict, case, dtype, tolerance)
             search = partial(first_difference, config, case, initial, tolerance.tensor, subject)
             is_optional = case.accumulation is not None and small.train.accumulation == 1
             try:
                 if case == ONE_DEVICE:
-                    initial, expected, again = parity.on_one_device(config, initial, subject, replayed=exact)
+                    initial, expected, again = parity.on_one_device(
+                        config, initial, subject, replayed=exact
+                    )
                     exact = exact or again
                     continue
                 options = {"audited": subject.is_audited, "replayed": exact, "subject": subject}
@@ -214,7 +262,9 @@ def verdicts(small: TrainConfig, cases: list[Case], subject: Subject = Subject()
                 if is_mistake and case == ONE_DEVICE:
                     raise
                 if is_mistake or is_optional:
-                    why = str(error) if isinstance(error, UserError) else describe_error("it", error)
+                    why = (
+                        str(error) if isinstance(error, UserError) else describe_error("it", error)
+                    )
                     yield verdict(None, (why,), left_out=True)
                     continue
                 where = search()
@@ -228,12 +278,17 @@ def verdicts(small: TrainConfig, cases: list[Case], subject: Subject = Subject()
             elif case.accumulation is not None:
                 yield verdict(errors, (NO_SUM,), left_out=is_optional)
             else:
-                yield verdict(errors, actual.problems, search() or _remaining_cause(errors, tolerance))
+                yield verdict(
+                    errors, actual.problems, search() or _remaining_cause(errors, tolerance)
+                )
 
 
 def _remaining_cause(errors: Errors, tolerance: Tolerance) -> str:
     if not errors.margin <= tolerance.tensor:
-        return f"a router: {errors.flips:,} of {errors.choices:,} expert choices differ, by up to {errors.margin:.1e}"
+        return (
+            f"a router: {errors.flips:,} of {errors.choices:,} expert choices differ, by up to "
+            f"{errors.margin:.1e}"
+        )
     gradient, update = errors.worst(tolerance)
     if not errors.gradients[gradient] <= errors.allowed(gradient, tolerance):
         return f"{gradient}: its own gradient, while outputs and their gradients agree"

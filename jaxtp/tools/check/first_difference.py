@@ -1,8 +1,8 @@
 """Finds the first module whose output, or its gradient, differs between two meshes.
 
-Each wrapped module call records its output and adds a zero, whose gradient is the output's gradient. A decoder runs
-block by block. Calls inside another transformation (`nnx.scan`, `nnx.remat`) cannot be recorded; the module around it
-is named instead.
+Each wrapped module call records its output and adds a zero, whose gradient is the output's
+gradient. A decoder runs block by block. Calls inside another transformation (`nnx.scan`,
+`nnx.remat`) cannot be recorded; the module around it is named instead.
 """
 
 from collections import Counter
@@ -32,7 +32,8 @@ from jaxtp.train import user_loss
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.step import dropout_key, row_keys
 
-DECODER_LOSS, LOSS = "head and loss", "the loss"
+DECODER_LOSS = "head and loss"
+LOSS = "the loss"
 Outputs = dict[str, list[Any]]  # Arrays of the outputs, or their gradients, by call
 
 
@@ -47,7 +48,9 @@ class _Recorder:
     trace: object = None
 
     def wrap(self, module: Model, prefix: str = "") -> Model:
-        def called(path: str, _: str, method: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
+        def called(
+            path: str, _: str, method: Callable[..., Any], /, *args: object, **kwargs: object
+        ) -> Any:
             if jax.sharding.get_abstract_mesh().manual_axes:
                 return method(*args, **kwargs)  # inside the `device_view` of another module
             name = ".".join(filter(None, (prefix, path))) or "the model"
@@ -69,11 +72,24 @@ class _Recorder:
         set_class(model, subclass(type(model), {"with_routing": self.run_blocks}))
 
     def run_blocks(
-        self, _: object, model: Decoder, ids_BT: Array, keys: Array | None, sequences: Sequences, experts: object = None
+        self,
+        _: object,
+        model: Decoder,
+        ids_BT: Array,
+        keys: Array | None,
+        sequences: Sequences,
+        experts: object = None,
     ) -> tuple[Array, list[None]]:
-        """Replaces `Decoder.with_routing`, whose scan and remat would hide the modules of its blocks."""
-        self.order, self.length = replace(sequences, segments=None, experts=None), ids_BT.shape[1]
-        layer_keys = [None] * model.config.num_layers if keys is None else split_keys(keys, model.config.num_layers)
+        """Replaces `Decoder.with_routing`, whose scan and remat would hide the modules of its
+        blocks.
+        """
+        self.order = replace(sequences, segments=None, experts=None)
+        self.length = ids_BT.shape[1]
+        layer_keys = (
+            [None] * model.config.num_layers
+            if keys is None
+            else split_keys(keys, model.config.num_layers)
+        )
         x_BTD = model.embed(ids_BT, sequences)
         for index, block in enumerate(model.in_order()):
             x_BTD = self.wrap(block, f"blocks.{index}")(x_BTD, layer_keys[index], sequences)
@@ -100,7 +116,9 @@ class _Recorder:
 def first_difference(
     config: TrainConfig, case: Case, initial: Arrays, tolerance: float, subject: Subject = Subject()
 ) -> str | None:
-    """Names the first module whose output or backward pass has a relative L2 error above `tolerance`."""
+    """Names the first module whose output or backward pass has a relative L2 error above
+    `tolerance`.
+    """
     traces = []
     for each in (ONE_DEVICE, case) if case != ONE_DEVICE else (case,):
         recorder = _Recorder()
@@ -108,14 +126,18 @@ def first_difference(
             traces.append(_trace(on_case(config, each), each, initial, recorder, subject))
         except Exception as error:
             return describe_error(f"{recorder.failed_in or 'the step'} on {each}", error)
-    (outputs, gradients), (actual_outputs, actual_gradients) = traces[0], traces[-1]
+    outputs, gradients = traces[0]
+    actual_outputs, actual_gradients = traces[-1]
     for name, output in outputs.items():
         if (difference := _error(actual_outputs.get(name, []), output)) > tolerance:
             return f"{name}: its output is off by {difference:.1e}"
     reader, *_ = reversed(outputs)
     for name, gradient in [*reversed(gradients.items())][1:]:
         if (difference := _error(actual_gradients.get(name, []), gradient)) > tolerance:
-            return f"{reader}: its backward pass is off by {difference:.1e}, in the gradient of the output of {name}"
+            return (
+                f"{reader}: its backward pass is off by {difference:.1e}, in the gradient of "
+                f"the output of {name}"
+            )
         reader = name
     return None
 
@@ -123,30 +145,45 @@ def first_difference(
 def _trace(
     config: TrainConfig, case: Case, initial: Arrays, recorder: _Recorder, subject: Subject
 ) -> tuple[Outputs, Outputs]:
-    mesh, user = mesh_of(case.sizes), subject.task.loss
+    mesh = mesh_of(case.sizes)
+    user = subject.task.loss
     batch = next(iter(subject.on_mesh(config, mesh)))
     blueprint = subject.blueprint(config, mesh)
     key = dropout_key(config.run.seed, 0)
     with jax.set_mesh(mesh):
         state = place(initial, blueprint.abstract, mesh)
 
-        def loss(zeros: Outputs, state: nnx.State, batch: Any, recorder: _Recorder) -> tuple[Array, Outputs]:
-            recorder.zeros, recorder.trace = zeros, get_opaque_trace_state()
+        def loss(
+            zeros: Outputs, state: nnx.State, batch: Any, recorder: _Recorder
+        ) -> tuple[Array, Outputs]:
+            recorder.zeros = zeros
+            recorder.trace = get_opaque_trace_state()
             model: Any = blueprint.merge(state, key).model
             recorder.wrap_model(model)
             if user is None:
                 total, count = _decoder_loss(model, batch, config, key)
             else:
                 terms = user_loss.call(user, model, batch, key)
-                total, count = terms.loss, terms.count
+                total = terms.loss
+                count = terms.count
             mean: Array = recorder.record(DECODER_LOSS if user is None else LOSS, total / count)
             return mean, recorder.outputs
 
-        _, shapes = jax.eval_shape(lambda state, batch: loss({}, state, batch, recorder), state, batch)
-        zeros = {name: [jnp.zeros(each.shape, each.dtype) for each in arrays] for name, arrays in shapes.items()}
-        backward = jax.jit(jax.grad(lambda zeros, state, batch: loss(zeros, state, batch, _Recorder()), has_aux=True))
+        _, shapes = jax.eval_shape(
+            lambda state, batch: loss({}, state, batch, recorder), state, batch
+        )
+        zeros = {
+            name: [jnp.zeros(each.shape, each.dtype) for each in arrays]
+            for name, arrays in shapes.items()
+        }
+        backward = jax.jit(
+            jax.grad(
+                lambda zeros, state, batch: loss(zeros, state, batch, _Recorder()), has_aux=True
+            )
+        )
         gradients, outputs = backward(zeros, state, batch)
-        order = list(recorder.outputs)  # order of execution; JAX transformations sort the keys of a dict
+        # order of execution; JAX transformations sort the keys of a dict
+        order = list(recorder.outputs)
 
         def in_order(arrays: Outputs) -> Outputs:
             return {name: [recorder.natural(array) for array in arrays[name]] for name in order}
@@ -154,9 +191,15 @@ def _trace(
         return in_order(outputs), in_order(gradients)
 
 
-def _decoder_loss(model: Decoder, batch: Batch, config: TrainConfig, key: Array) -> tuple[Array, Array]:
+def _decoder_loss(
+    model: Decoder, batch: Batch, config: TrainConfig, key: Array
+) -> tuple[Array, Array]:
     keys = row_keys(key, jnp.arange(len(batch["inputs"]))) if model.config.dropout else None
-    options = {"segments_BT": batch.get(SEGMENTS), "dropout_keys": keys, "context": config.mesh.context}
+    options = {
+        "segments_BT": batch.get(SEGMENTS),
+        "dropout_keys": keys,
+        "context": config.mesh.context,
+    }
     return model.loss(batch["inputs"], batch["labels"], **options)  # type: ignore[arg-type]
 
 
@@ -171,12 +214,16 @@ def _array(leaf: Array | Copies) -> Array:
 def _plus(leaf: Array | Copies, zero: Array) -> Array | Copies:
     if not isinstance(leaf, Copies):
         return leaf + zero
-    return Copies(leaf.array + zero, None if leaf.copies is None else leaf.copies + zero, leaf.context)
+    return Copies(
+        leaf.array + zero, None if leaf.copies is None else leaf.copies + zero, leaf.context
+    )
 
 
 def _error(actual: list[Any], expected: list[Any]) -> float:
     """Skips replicated kv heads, whose shapes differ."""
-    errors = [relative_error(a, e) for a, e in zip(actual, expected, strict=False) if a.shape == e.shape]
+    errors = [
+        relative_error(a, e) for a, e in zip(actual, expected, strict=False) if a.shape == e.shape
+    ]
     return max((float("inf") if np.isnan(error) else error for error in errors), default=0.0)
 
 

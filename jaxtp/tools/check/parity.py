@@ -1,8 +1,8 @@
 """Runs three updates on a mesh, and compares losses, gradients and states with one device.
 
-Rounding decides between experts with almost equal scores, and between neighbours in 8 bits, and all later numbers
-differ. So every mesh replays one device's expert choices, and with products in 8 bits its state before each update.
-Its own choices may differ where scores are equal up to rounding.
+Rounding decides between experts with almost equal scores, and between neighbours in 8 bits, and all
+later numbers differ. So every mesh replays one device's expert choices, and with products in 8 bits
+its state before each update. Its own choices may differ where scores are equal up to rounding.
 """
 
 import zlib
@@ -34,7 +34,8 @@ from jaxtp.train.validation import share_of
 
 NOISE = 0.1  # standard deviation added to every weight: zero biases and equal scales hide mistakes
 LAST_DIGITS = 2.0**-21  # relative; four units in the last place of float32
-COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}  # compiles in less than half the time on CPUs
+# compiles in less than half the time on CPUs
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,21 @@ class Tolerance:
     tensor: float  # for each gradient and each updated array
 
 
-LOSS, GRAD_NORM = "the loss", "the gradient norm"
+LOSS = "the loss"
+GRAD_NORM = "the gradient norm"
 
 TOLERANCES = {
     # 84 units in the last place; another order of summation changes about ten.
     "float32": Tolerance(scalar=1e-5, tensor=1e-5),
-    # A difference of eps moves one in 2^-4 / eps elements over a boundary of rounding, by up to 2^-3 of itself. So an
-    # operand differs by sqrt(eps) / 2 in norm: 2^-11.5 at eps = 2^-21, and 2^-6.75 in a product of such products. Wrong
-    # scales move most elements, by 2^-5 in norm.
+    # A difference of eps moves one in 2^-4 / eps elements over a boundary of rounding, by up to
+    # 2^-3 of itself. So an operand differs by sqrt(eps) / 2 in norm: 2^-11.5 at eps = 2^-21, and
+    # 2^-6.75 in a product of such products. Wrong scales move most elements, by 2^-5 in norm.
     "float8": Tolerance(scalar=2.0**-9, tensor=2.0**-6),
-    # Elements flip as in float8. A scale is a power of two: one that doubles changes only elements below 2^-5 of it, by
-    # 2^-9 of it, which is 2^-15 of a block's norm.
+    # Elements flip as in float8. A scale is a power of two: one that doubles changes only elements
+    # below 2^-5 of it, by 2^-9 of it, which is 2^-15 of a block's norm.
     "mxfp8": Tolerance(scalar=2.0**-9, tensor=2.0**-6),
-    # 1 and 8 units in the last place: a row layer rounds partial sums to bfloat16 before the reduction.
+    # 1 and 8 units in the last place: a row layer rounds partial sums to bfloat16 before the
+    # reduction.
     "bfloat16": Tolerance(scalar=2.0**-7, tensor=8 * 2.0**-7),
     "float16": Tolerance(scalar=2.0**-10, tensor=8 * 2.0**-10),
 }
@@ -65,8 +68,9 @@ TOLERANCES = {
 
 Arrays = Mapping[str, np.ndarray]
 Choices = Sequence[tuple[np.ndarray, np.ndarray] | None]
-"""Chosen experts `[B, layers, T, k]` and margins of their scores `[B, layers, T]`, by kind of block; None for dense
-blocks."""
+"""Chosen experts `[B, layers, T, k]` and margins of their scores `[B, layers, T]`, by kind of
+block; None for dense blocks.
+"""
 
 
 @dataclass(frozen=True)
@@ -99,22 +103,34 @@ class Errors:
     margin: float = 0.0  # largest margin, on one device, of a choice that differs
     choices: int = 0  # expert choices
     rounding: Mapping[str, float] = field(default_factory=dict)
-    """Difference of each array, `LOSS` and `GRAD_NORM` between two runs on one device: in float32, or with other last
-    digits of the weights (a user's task, and float8). Cancellation, as in the gradient of a norm's scale, makes it
-    larger than the precision of the dtype; the gradient of a bias of attention's keys is nothing else."""
+    """Difference of each array, `LOSS` and `GRAD_NORM` between two runs on one device: in float32,
+    or with other last digits of the weights (a user's task, and float8). Cancellation, as in the
+    gradient of a norm's scale, makes it larger than the precision of the dtype; the gradient of a
+    bias of attention's keys is nothing else.
+    """
 
     def allowed(self, name: str, tolerance: Tolerance) -> float:
-        """Returns the tolerance of an array, `LOSS` or `GRAD_NORM`: at least twice its rounding error on one device."""
+        """Returns the tolerance of an array, `LOSS` or `GRAD_NORM`: at least twice its rounding
+        error on one device.
+        """
         least = tolerance.scalar if name in (LOSS, GRAD_NORM) else tolerance.tensor
         rounding = self.rounding.get(name, 0.0)
         # An array that is zero but for rounding. A mistake makes it many thousand times as large.
         return 100.0 if rounding > 0.25 else max(least, 2 * rounding)
 
     def worst(self, tolerance: Tolerance) -> tuple[str, str]:
-        """Returns the gradient and updated array with the largest errors relative to their tolerance; NaN first."""
+        """Returns the gradient and updated array with the largest errors relative to their
+        tolerance; NaN first.
+        """
 
         def worst(errors: Mapping[str, float]) -> str:
-            return max(errors, key=lambda name: (np.isnan(errors[name]), errors[name] / self.allowed(name, tolerance)))
+            return max(
+                errors,
+                key=lambda name: (
+                    np.isnan(errors[name]),
+                    errors[name] / self.allowed(name, tolerance),
+                ),
+            )
 
         return worst(self.gradients), worst(self.updates)
 
@@ -125,10 +141,16 @@ class Errors:
         return allowed and self.margin <= tolerance.tensor
 
 
-def initial_arrays(config: TrainConfig, subject: Subject = Subject(), noise: float = NOISE) -> Arrays:
-    """Returns the unpadded initial state, with noise added to the weights; of a user's model only to parameters."""
+def initial_arrays(
+    config: TrainConfig, subject: Subject = Subject(), noise: float = NOISE
+) -> Arrays:
+    """Returns the unpadded initial state, with noise added to the weights; of a user's model
+    only to parameters.
+    """
     if config.model.lora.base != "full":
-        arrays = dict(initial_arrays(replace_nested(config, {"model.lora.base": "full"}), subject, noise))
+        arrays = dict(
+            initial_arrays(replace_nested(config, {"model.lora.base": "full"}), subject, noise)
+        )
         for kernel in float8_kernels(subject.blueprint(config, make_mesh()).abstract):
             stored = Float8.of(arrays.pop(kernel))._asdict()
             arrays |= {f"{kernel}.{field}": np.asarray(array) for field, array in stored.items()}
@@ -144,13 +166,15 @@ def initial_arrays(config: TrainConfig, subject: Subject = Subject(), noise: flo
 def on_one_device(
     config: TrainConfig, initial: Arrays, subject: Subject, *, replayed: Numbers | None = None
 ) -> tuple[Arrays, Numbers, Numbers]:
-    """Returns the initial state, its numbers on one device, and the numbers of another run, for `Errors.rounding`.
+    """Returns the initial state, its numbers on one device, and the numbers of another run, for
+    `Errors.rounding`.
 
-    For a user's task, and in float8, the other run changes the last digits of the weights. Noise that makes a loss
-    infinite is left out of the initial state.
+    For a user's task, and in float8, the other run changes the last digits of the weights. Noise
+    that makes a loss infinite is left out of the initial state.
 
     Raises:
-      ConfigError: the numbers of a user's task are not finite or not repeatable, or its loss is a mean.
+      ConfigError: the numbers of a user's task are not finite or not repeatable, or its loss is a
+        mean.
     """
     once = program(config, ONE_DEVICE, replayed=replayed, subject=subject)
     numbers = once(initial)
@@ -161,20 +185,24 @@ def on_one_device(
         initial = initial_arrays(config, subject, noise=0)
         numbers = once(initial)
     if not np.isfinite(numbers.losses).all():
-        raise ConfigError(f"the losses of three updates on one device are {', '.join(map(str, numbers.losses))}")
+        raise ConfigError(
+            f"the losses of three updates on one device are {', '.join(map(str, numbers.losses))}"
+        )
     again = program(config, ONE_DEVICE, replayed=replayed or numbers, subject=subject)
     errors = compare(again(initial), numbers)
     if not errors.within(TOLERANCES["float32"]):
         raise ConfigError(
             f"two runs on one device differ: the loss by {errors.loss:.1e}, the gradient norm by "
-            f"{errors.grad_norm:.1e}. Draw all random numbers from the key of the loss or from nnx.Rngs, not from "
+            f"{errors.grad_norm:.1e}. Draw all random numbers from the key of the loss or from "
+            "nnx.Rngs, not from "
             "NumPy's or Python's generator"
         )
     if (loss := subject.task.loss) is not None and replayed is None:
         mesh = make_mesh()
         blueprint = subject.blueprint(config, mesh)
         with jax.set_mesh(mesh):
-            state, batch = place(initial, blueprint.abstract, mesh), next(subject.on_mesh(config, mesh))
+            state = place(initial, blueprint.abstract, mesh)
+            batch = next(subject.on_mesh(config, mesh))
             if warning := require_sums(loss, blueprint, state, batch, config.train.accumulation):
                 print(warning)
     return initial, numbers, again(*_in_other_digits(initial, *numbers.states))
@@ -183,7 +211,10 @@ def on_one_device(
 def _in_other_digits(*states: Arrays) -> Iterator[Arrays]:
     # Shows how errors of rounding grow.
     for state in states:
-        yield {n: _with_noise(n, a, 0, LAST_DIGITS) if n.startswith("model.") else a for n, a in state.items()}
+        yield {
+            n: _with_noise(n, a, 0, LAST_DIGITS) if n.startswith("model.") else a
+            for n, a in state.items()
+        }
 
 
 def run(config: TrainConfig, case: Case, *states: Arrays, **options: Any) -> Numbers:
@@ -199,9 +230,12 @@ def program(
     replayed: Numbers | None = None,
     subject: Subject = Subject(),
 ) -> Callable[..., Numbers]:
-    """Compiles three updates from one state, or one for each, with the expert choices of `replayed`."""
+    """Compiles three updates from one state, or one for each, with the expert choices of
+    `replayed`.
+    """
     config = replace_nested(on_case(config, case), {"metrics.norm_groups": ()})
-    mesh, task = mesh_of(case.sizes), subject.task
+    mesh = mesh_of(case.sizes)
+    task = subject.task
     blueprint = subject.blueprint(config, mesh)
     step = make_train_step(config, blueprint, with_choices=True, with_grads=True, task=task)
     placed = list(subject.on_mesh(config, mesh))
@@ -219,7 +253,8 @@ def program(
         with jax.set_mesh(mesh):
             traced = step.trace(blueprint.sharded, placed[0], **replays[0])
         result = audit(traced, blueprint.sharded, mesh=mesh, **options)
-        problems, step = result.problems(), result.compiled
+        problems = result.problems()
+        step = result.compiled
     else:
         with jax.set_mesh(mesh):
             step = step.lower(blueprint.sharded, placed[0], **replays[0]).compile(**options)
@@ -236,18 +271,34 @@ def program(
                 state = place(states[update], blueprint.abstract, mesh)
             state, values, choices, grads = step(state, batch, **replay)
             choices = jax.tree.map(np.asarray, choices or [])
-            all_choices.append(jax.tree.map(lambda x: to_natural(x, case.sizes[CP], 2), choices) if zigzag else choices)
+            all_choices.append(
+                jax.tree.map(lambda x: to_natural(x, case.sizes[CP], 2), choices)
+                if zigzag
+                else choices
+            )
             metrics.append(fetch(values))
             gradients = gradients or on_host(grads, mesh)
             reached += [on_host(state, mesh)] if in_8_bits or update + 1 == len(placed) else []
-        losses, norms = (np.array([each[name] for each in metrics]) for name in ("loss", "grad_norm"))
-        return Numbers(losses, norms, gradients, reached.pop(), tuple(problems), tuple(all_choices), tuple(reached))
+        losses, norms = (
+            np.array([each[name] for each in metrics]) for name in ("loss", "grad_norm")
+        )
+        return Numbers(
+            losses,
+            norms,
+            gradients,
+            reached.pop(),
+            tuple(problems),
+            tuple(all_choices),
+            tuple(reached),
+        )
 
     return three_updates
 
 
 def compare(actual: Numbers, expected: Numbers, exact: Numbers | None = None) -> Errors:
-    """Returns a mesh's errors relative to one device; `exact` is another run on one device, for `Errors.rounding`."""
+    """Returns a mesh's errors relative to one device; `exact` is another run on one device, for
+    `Errors.rounding`.
+    """
     margins, choices = _flipped(actual, expected)
     return Errors(
         loss=relative_error(actual.losses, expected.losses),
@@ -267,11 +318,13 @@ def _errors(actual: Arrays, expected: Arrays) -> dict[str, float]:
 
 def _flipped(actual: Numbers, expected: Numbers) -> tuple[np.ndarray, int]:
     """Returns the margins of differing expert choices, and the number of choices."""
-    margins, total = [np.zeros(0)], 0
+    margins = [np.zeros(0)]
+    total = 0
     for update in zip(actual.choices, expected.choices, strict=True):
         for choice, reference in zip(*update, strict=True):
             if choice is not None and reference is not None:
-                (experts, _), (expected_experts, margin) = choice, reference
+                experts, _ = choice
+                expected_experts, margin = reference
                 differ = np.any(np.sort(experts) != np.sort(expected_experts), axis=-1)
                 margins.append(margin[differ].astype(np.float64))
                 total += differ.size
@@ -288,14 +341,18 @@ def place(arrays: Arrays, abstract: nnx.State, mesh: Mesh) -> nnx.State:
     """Returns a padded and sharded state from unpadded arrays."""
     targets = abstract_logical(abstract, mesh)
     with jax.set_mesh(mesh):
-        return from_logical({n: jax.device_put(arrays[n], t.sharding) for n, t in targets.items()}, abstract, mesh)
+        return from_logical(
+            {n: jax.device_put(arrays[n], t.sharding) for n, t in targets.items()}, abstract, mesh
+        )
 
 
 def _with_noise(name: str, array: np.ndarray, noise: float, relative: float = 0.0) -> np.ndarray:
     if not np.issubdtype(array.dtype, np.inexact) and array.dtype.kind != "V":
         return array
     random = np.random.default_rng(zlib.crc32(name.encode()))
-    return (array + (noise + relative * np.abs(array)) * random.standard_normal(array.shape)).astype(array.dtype)
+    return (
+        array + (noise + relative * np.abs(array)) * random.standard_normal(array.shape)
+    ).astype(array.dtype)
 
 
 def on_host(state: nnx.State, mesh: Mesh) -> dict[str, np.ndarray]:

@@ -1,6 +1,7 @@
 """The subject of a check: the task of a configuration, and its first batches.
 
-A user's model is used as it is, a decoder is shrunk. Batches of the user's are read once, so every mesh gets the same.
+A user's model is used as it is, a decoder is shrunk. Batches of the user's are read once, so every
+mesh gets the same.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,14 @@ from jaxtp.distributed.devices import host_memory
 from jaxtp.layers.loss import IGNORE
 from jaxtp.mesh import make_mesh
 from jaxtp.parallelize.styles import ContextParallel
-from jaxtp.tools.check.shrink import ONE_DEVICE, UPDATES, Case, in_three_updates, own_model_cases, plan
+from jaxtp.tools.check.shrink import (
+    ONE_DEVICE,
+    UPDATES,
+    Case,
+    in_three_updates,
+    own_model_cases,
+    plan,
+)
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.init_source import InitSource
 from jaxtp.train.run_data import open_data
@@ -34,7 +42,9 @@ from jaxtp.train.user_loss import Example, attribute, example_batch
 
 DOCUMENTS = 4  # mean number in a row of a packed batch
 COPIES = 6
-"""Copies of a state in the host's memory: on the devices, before and after the updates, and gradients."""
+"""Copies of a state in the host's memory: on the devices, before and after the updates, and
+gradients.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,38 +58,54 @@ class Subject:
     def is_own(self) -> bool:
         """Whether a part of it is the user's."""
         task = self.task
-        return any(part is not None for part in (task.model, task.loss, task.batches, task.optimizer))
+        return any(
+            part is not None for part in (task.model, task.loss, task.batches, task.optimizer)
+        )
 
     @property
     def is_audited(self) -> bool:
-        """Whether the modules declare all collectives of a step: in a decoder with its own loss and data."""
+        """Whether the modules declare all collectives of a step: in a decoder with its own loss
+        and data.
+        """
         return not self.task.has_own_model and self.task.loss is None and self.task.batches is None
 
     def blueprint(self, config: TrainConfig, mesh: Mesh) -> Blueprint:
         """Plans the state on a mesh."""
-        return plan_of_run(config, mesh, self.task, {} if self.batches is None else self.batches.shapes)[0]
+        return plan_of_run(
+            config, mesh, self.task, {} if self.batches is None else self.batches.shapes
+        )[0]
 
     def on_mesh(self, config: TrainConfig, mesh: Mesh) -> Iterator[Batch]:
         """Yields a batch for each update; raises BatchError if it cannot be split over the mesh."""
         source = self.batches or _in_memory(random_tokens(config))
         micro_batches = config.train.accumulation if self.task.loss is not None else 1
-        return (batch for batch, _ in on_mesh(source, mesh, Position(), UPDATES, micro_batches=micro_batches))
+        return (
+            batch
+            for batch, _ in on_mesh(source, mesh, Position(), UPDATES, micro_batches=micro_batches)
+        )
 
 
-def open_subject(config: TrainConfig, meshes: Sequence[str]) -> tuple[TrainConfig, list[Case], Subject]:
-    """Loads the parts that a configuration names; returns its small configuration, the cases, and the subject.
+def open_subject(
+    config: TrainConfig, meshes: Sequence[str]
+) -> tuple[TrainConfig, list[Case], Subject]:
+    """Loads the parts that a configuration names; returns its small configuration, the cases, and
+    the subject.
 
     Raises:
       ValueError: a user's mistake, as in a run, or a model that is too large.
     """
-    task = load_task(replace_nested(config, {"train.callbacks": (), "data.validation_batches": None}))
-    config, data = with_parts(config, task), None
+    task = load_task(
+        replace_nested(config, {"train.callbacks": (), "data.validation_batches": None})
+    )
+    config = with_parts(config, task)
+    data = None
     if task.has_own_model or task.batches is not None:
         data = open_data(config, InitSource(), task)
         config = _with_length(with_batches(config, data, make_mesh()), data.train)
     if task.has_own_model:
         over_cp = any(isinstance(style, ContextParallel) for style in (task.plan or {}).values())
-        small, cases = in_three_updates(config), own_model_cases(config, meshes, over_cp=over_cp)
+        small = in_three_updates(config)
+        cases = own_model_cases(config, meshes, over_cp=over_cp)
     else:
         small, cases = plan(config, meshes)
     batches = _in_memory(random_batches(small, task.loss)) if data is None else data.train
@@ -92,8 +118,10 @@ def open_subject(config: TrainConfig, meshes: Sequence[str]) -> tuple[TrainConfi
     blueprint = subject.blueprint(small, make_mesh())
     if (needed := COPIES * total_bytes(blueprint)) > (memory := host_memory()):
         raise ConfigError(
-            f"a check of this model needs {size_text(needed, binary=True)} for {COPIES} copies of its state, and "
-            f"this host has {size_text(memory, binary=True)}; make it small by arguments of the function that "
+            f"a check of this model needs {size_text(needed, binary=True)} for {COPIES} copies of "
+            "its state, and "
+            f"this host has {size_text(memory, binary=True)}; make it small by arguments of the "
+            "function that "
             "builds it (model.arguments)"
         )
     if task.loss is not None:
@@ -102,7 +130,9 @@ def open_subject(config: TrainConfig, meshes: Sequence[str]) -> tuple[TrainConfi
             cases = [replace(ONE_DEVICE, accumulation=accumulation), *cases]
     if data is not None:
         rows = range(data.global_batch_size)
-        subject = Subject(task, _in_memory([columns for columns, _ in data.train.read(rows, Position(), UPDATES)]))
+        subject = Subject(
+            task, _in_memory([columns for columns, _ in data.train.read(rows, Position(), UPDATES)])
+        )
     return small, cases, subject
 
 
@@ -125,7 +155,9 @@ def random_batches(config: TrainConfig, loss: Loss | None) -> list[Columns]:
     if attribute(loss, "example_batch", None) is None:
         return tokens
     example = example_batch(loss, config, config.data.global_batch_size)
-    return [{name: _filled(name, each, batch) for name, each in example.items()} for batch in tokens]
+    return [
+        {name: _filled(name, each, batch) for name, each in example.items()} for batch in tokens
+    ]
 
 
 def _filled(name: str, example: Example, tokens: Columns) -> NDArray[np.generic]:
@@ -139,7 +171,8 @@ def random_tokens(config: TrainConfig) -> list[Columns]:
 
     In a packed batch the last row and half of the row before it are padding.
     """
-    made, shape = [], (config.data.global_batch_size, config.data.sequence_length + 1)
+    made = []
+    shape = (config.data.global_batch_size, config.data.sequence_length + 1)
     for update in range(UPDATES):
         random = np.random.default_rng(update)
         tokens = random.integers(config.model.vocab_size, size=shape, dtype=np.int32)

@@ -71,13 +71,27 @@ jaxtp convert list
 """
 PLAN = "base_model_tp_plan"
 _EQUIVALENT = {
-    "colwise": {"colwise", "colwise_rep", "colwise_gather_output", "local_colwise", "packed_colwise"},
+    "colwise": {
+        "colwise",
+        "colwise_rep",
+        "colwise_gather_output",
+        "local_colwise",
+        "packed_colwise",
+    },
     "rowwise": {"rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise", "packed_rowwise"},
     "embedding_rowwise": {"embedding_rowwise", "rowwise", "rowwise_rep"},
     "grouped_gemm": {"grouped_gemm"},
-    "replicated": {"replicated", "replicated_with_grad_allreduce", "sequence_parallel", "local", "mla_kv_a_proj"},
+    "replicated": {
+        "replicated",
+        "replicated_with_grad_allreduce",
+        "sequence_parallel",
+        "local",
+        "mla_kv_a_proj",
+    },
 }
-"""Styles of transformers that split as jaxtp's style does; they may differ in gathering the output."""
+"""Styles of transformers that split as jaxtp's style does; they may differ in gathering the
+output.
+"""
 
 
 IMPORTED = "imported"  # Key of a checkpoint's info: folder and dtype of the imported model
@@ -88,7 +102,9 @@ OptionalDir = Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")]
 
 @dataclass(frozen=True, kw_only=True)
 class MeshFlags:
-    """Devices that hold the model during the conversion; without GPUs they are virtual devices of this host."""
+    """Devices that hold the model during the conversion; without GPUs they are virtual devices
+    of this host.
+    """
 
     fsdp: int = 1
     """Shards of each parameter."""
@@ -110,9 +126,13 @@ class Import:
     """New folder for the run; the tokenizer files are copied to its hf/, where export finds
     them."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the parameters in the run; by default the dtype of the safetensors (float16 becomes float32)."""
+    """Dtype of the parameters in the run; by default the dtype of the safetensors (float16
+    becomes float32).
+    """
     ignore_config: Keys = ()
-    """Unknown attributes of config.json to ignore, because they do not affect the model's outputs. Repeatable."""
+    """Unknown attributes of config.json to ignore, because they do not affect the model's
+    outputs. Repeatable.
+    """
     mesh: MeshFlags = MeshFlags()
 
 
@@ -121,32 +141,40 @@ class Export:
     """Flags of `jaxtp convert export`."""
 
     run: RunDir
-    """Folder of a run (its newest checkpoint), or of one checkpoint; with --adapters also a model in Hugging Face
-    format."""
+    """Folder of a run (its newest checkpoint), or of one checkpoint; with --adapters also a model
+    in Hugging Face format.
+    """
     out: HFDir
     """New folder for the model; it appears when it is complete."""
     family: str | None = None
     """Family to write, by its model_type, such as qwen3 or gemma2; by default the family of the
     model that the run started from, or the first that fits."""
     tokenizer_from: OptionalDir = None
-    """Folder in Hugging Face format whose tokenizer files are copied; by default the hf/ of an imported run."""
+    """Folder in Hugging Face format whose tokenizer files are copied; by default the hf/ of an
+    imported run.
+    """
     merged: Switch = False
-    """Write the whole model of a run that trained adapters, with the adapters merged into the kernels."""
+    """Write the whole model of a run that trained adapters, with the adapters merged into the
+    kernels.
+    """
     adapters: OptionalDir = None
     """Folder of adapters in PEFT's format, to merge into the kernels in float32."""
     base: OptionalDir = None
     """Base model of a run that trained adapters, if it has moved."""
     like: OptionalDir = None
-    """Folder that the model came from, if it has moved: the vision tower and other tensors outside of the text model
-    are copied from it."""
+    """Folder that the model came from, if it has moved: the vision tower and other tensors outside
+    of the text model are copied from it.
+    """
     text_only: Switch = False
     """Write the text model of a multimodal model by itself."""
     dtype: Annotated[DType | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")] = None
     """Dtype of the written tensors; by default the dtype of an imported model's files, and for
     other runs the dtype of the parameters (model.precision.param)."""
     experts: Annotated[Layout | None, tyro.conf.arg(metavar="{separate,stacked}")] = None
-    """Tensors of a mixture of experts: separate has one for each expert, as on the Hub, the default for models; stacked
-    has one for all experts of a layer, as in the memory of transformers 5, the default for adapters."""
+    """Tensors of a mixture of experts: separate has one for each expert, as on the Hub, the default
+    for models; stacked has one for all experts of a layer, as in the memory of transformers 5, the
+    default for adapters.
+    """
     max_shard_size: str = "5GB"
     """Maximum size of a file of weights, such as 500MB; a tensor is never split."""
     allow_non_finite: Switch = False
@@ -161,10 +189,14 @@ class Plan:
     """Flags of `jaxtp convert plan`."""
 
     source: HFDir
-    """Folder with a config.json; weights are not read. A plan in config.json overrides the plan of transformers."""
+    """Folder with a config.json; weights are not read. A plan in config.json overrides the plan
+    of transformers.
+    """
 
     ignore_config: Keys = ()
-    """Unknown attributes of config.json to ignore, because they do not affect the model's outputs. Repeatable."""
+    """Unknown attributes of config.json to ignore, because they do not affect the model's
+    outputs. Repeatable.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +213,9 @@ COMMANDS: dict[str, Command[Any]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns 0, 2 for a user's mistake, 3 for weights that are not finite, 130 for Ctrl-C."""
+    """Runs the command; returns 0, 2 for a user's mistake, 3 for weights that are not finite,
+    130 for Ctrl-C.
+    """
     silence_orbax()
     return entry.attempt(PROGRAM, lambda: _run(argv))
 
@@ -216,14 +250,21 @@ def import_run(command: Import) -> str:
         mesh = command.mesh.make()
         with jax.set_mesh(mesh), _progress("read") as progress:
             model = load_folder(source, config, mesh, progress)
-        run = TrainConfig(run=RunConfig(dir=target), mesh=MeshConfig(**asdict(command.mesh)), model=config)
+        run = TrainConfig(
+            run=RunConfig(dir=target), mesh=MeshConfig(**asdict(command.mesh)), model=config
+        )
         _save(partial, run, model, mesh, {"from": str(source.path), "dtype": dtype_of(source)})
         copy_hf_files(source.path, partial)
         (partial / run_folder.CONFIG).write_text(to_yaml(run), encoding="utf-8")
-    return f"{source.path} ({source.attributes['model_type']}) is in {target}, parameters in {config.precision.param}"
+    return (
+        f"{source.path} ({source.attributes['model_type']}) is in {target}, parameters in "
+        f"{config.precision.param}"
+    )
 
 
-def _save(folder: Path, config: TrainConfig, model: Decoder, mesh: Mesh, imported: dict[str, str]) -> None:
+def _save(
+    folder: Path, config: TrainConfig, model: Decoder, mesh: Mesh, imported: dict[str, str]
+) -> None:
     checkpoints = Checkpoints(folder / run_folder.CHECKPOINTS)
     info = run_folder.checkpoint_info(config, {IMPORTED: imported["from"]}, 0, mesh_sizes(mesh))
     state: nnx.State = nnx.State({"model": nnx.state(model)})
@@ -232,19 +273,35 @@ def _save(folder: Path, config: TrainConfig, model: Decoder, mesh: Mesh, importe
 
 
 def export_run(command: Export) -> str:
-    """Writes a checkpoint, or a model with adapters, as a folder in Hugging Face format; returns a message."""
+    """Writes a checkpoint, or a model with adapters, as a folder in Hugging Face format; returns
+    a message.
+    """
     mesh = command.mesh.make()  # before `open_stored`, which starts JAX's backend
-    settings = SourceConfig(adapters=command.adapters, base=command.base, ignore_config=command.ignore_config)
+    settings = SourceConfig(
+        adapters=command.adapters, base=command.base, ignore_config=command.ignore_config
+    )
     source = open_stored(command.run, settings, has_build=False)
-    stored, name, only_adapters = source.config, str(source.folder), source.config.lora.rank and not command.merged
+    stored = source.config
+    name = str(source.folder)
+    only_adapters = source.config.lora.rank and not command.merged
     if not source.is_run and source.adapters is None:
-        raise HFError(f"{name} is in Hugging Face format already; --adapters DIR adds adapters to it")
-    if not stored.lora.rank and (command.base is not None or (command.merged and source.adapters is None)):
-        raise HFError(f"{name} has no adapters; leave {'--base' if command.base is not None else '--merged'} out")
-    attributes, tokenizer = _run_files(source) if source.is_run else (copied_attributes(command.run), command.run)
+        raise HFError(
+            f"{name} is in Hugging Face format already; --adapters DIR adds adapters to it"
+        )
+    if not stored.lora.rank and (
+        command.base is not None or (command.merged and source.adapters is None)
+    ):
+        raise HFError(
+            f"{name} has no adapters; leave "
+            f"{'--base' if command.base is not None else '--merged'} out"
+        )
+    attributes, tokenizer = (
+        _run_files(source) if source.is_run else (copied_attributes(command.run), command.run)
+    )
     options: SaveOptions = {
         "family": command.family or (None if command.text_only else source.family),
-        "tokenizer_from": command.tokenizer_from or (tokenizer if tokenizer and has_tokenizer(tokenizer) else None),
+        "tokenizer_from": command.tokenizer_from
+        or (tokenizer if tokenizer and has_tokenizer(tokenizer) else None),
         "dtype": command.dtype,
         "allow_non_finite": command.allow_non_finite,
     }
@@ -260,31 +317,48 @@ def export_run(command: Export) -> str:
         model = source.load(config, mesh, progress)
     size, options["dtype"] = command.max_shard_size, dtype
     with _progress("written") as options["progress"]:
-        save_hf(model, command.out, attributes=attributes, like=like, max_shard_size=size, **options)
-    return f"{name}{'' if source.adapters is None else f' with {source.adapters.path}'} is in {command.out}"
+        save_hf(
+            model, command.out, attributes=attributes, like=like, max_shard_size=size, **options
+        )
+    return (
+        f"{name}{'' if source.adapters is None else f' with {source.adapters.path}'} is in "
+        f"{command.out}"
+    )
 
 
 def _origin(command: Export, source: StoredModel) -> Path | None:
-    """Returns the folder of a model that is more than a text model; raises `HFError` if it is gone."""
+    """Returns the folder of a model that is more than a text model; raises `HFError` if it is
+    gone.
+    """
     multimodal = command.family in WRAPPERS
     if command.text_only or (command.family is not None and not multimodal):
         return command.like
     if source.opened is not None:
-        return command.run if is_part(family_of(source.opened.attributes, str(command.run))) else command.like
-    if (like := command.like or origin_of(hf_files_of(source.folder))) is not None and not like.is_dir():
+        return (
+            command.run
+            if is_part(family_of(source.opened.attributes, str(command.run)))
+            else command.like
+        )
+    if (
+        like := command.like or origin_of(hf_files_of(source.folder))
+    ) is not None and not like.is_dir():
         raise HFError(
-            f"{like}: no such folder; {source.folder} has only the text model of the model there. Name the folder by "
+            f"{like}: no such folder; {source.folder} has only the text model of the model there. "
+            "Name the folder by "
             "--like DIR, or export the text model by --text-only"
         )
     if like is None and multimodal:
         raise HFError(
-            f"--family {command.family} has more than a text model; name a folder with the rest by --like DIR"
+            f"--family {command.family} has more than a text model; name a folder with the rest by "
+            "--like DIR"
         )
     return like
 
 
 def _export_adapters(command: Export, source: StoredModel, mesh: Mesh, options: SaveOptions) -> str:
-    checkpoint, config, base = source.folder, source.config, command.base
+    checkpoint = source.folder
+    config = source.config
+    base = command.base
     if base is None:
         model = load_adapters(checkpoint, config, mesh)
     else:
@@ -297,10 +371,14 @@ def _export_adapters(command: Export, source: StoredModel, mesh: Mesh, options: 
 
 def _run_files(source: StoredModel) -> tuple[dict[str, Any], Path | None]:
     """Returns config.json attributes without effect on outputs, and the folder of the tokenizer."""
-    hf_files, data = hf_files_of(source.folder), source.info["config"].get("data", {})
-    trained, path = data.get("sequence_length"), data.get("path")
+    hf_files = hf_files_of(source.folder)
+    data = source.info["config"].get("data", {})
+    trained = data.get("sequence_length")
+    path = data.get("path")
     folders = (hf_files, None if path is None else expand(Path(path)))
-    tokenizer = next((folder for folder in folders if folder is not None and has_tokenizer(folder)), None)
+    tokenizer = next(
+        (folder for folder in folders if folder is not None and has_tokenizer(folder)), None
+    )
     attributes = copied_attributes(hf_files)
     longest = attributes.get(MAX_POSITIONS)
     if hf_files is None or (trained and type(longest) is int and longest < trained):
@@ -312,23 +390,39 @@ def _list_lines() -> Iterator[str]:
     for family in FAMILIES.values():
         yield f"{family.model_type:<20}{family.architecture}"
     for wrapper in WRAPPERS.values():
-        yield f"{wrapper.model_type:<20}{wrapper.architecture}, with text of {' or '.join(wrapper.text_types)}"
+        yield (
+            f"{wrapper.model_type:<20}{wrapper.architecture}, with text of "
+            f"{' or '.join(wrapper.text_types)}"
+        )
     yield ""
     yield from (f"{model_type:<20}refused: {reason}" for model_type, reason in REFUSED.items())
     yield ""
-    yield "Each is tried with tiny random models of transformers 5.23, in float64. Published weights were loaded of"
-    yield "one model alone, SmolLM2-135M (llama): generate, evaluate and DPO agree with transformers and TRL on it."
+    yield (
+        "Each is tried with tiny random models of transformers 5.23, in float64. Published "
+        "weights were loaded of"
+    )
+    yield (
+        "one model alone, SmolLM2-135M (llama): generate, evaluate and DPO agree with "
+        "transformers and TRL on it."
+    )
 
 
 def plan_lines(path: Path, ignore_config: Collection[str] = ()) -> Iterator[str]:
-    """Yields a table with a line per module; raises `HFError` as `read_config`, or for an invalid plan."""
+    """Yields a table with a line per module; raises `HFError` as `read_config`, or for an
+    invalid plan.
+    """
     attributes = read_attributes(path)
     source = str(path / CONFIG)
-    config, family = model_config(attributes, source, ignore_config), family_of(attributes, source)
-    theirs, origin = attributes.get(PLAN), f"{PLAN} of {source}"
+    config = model_config(attributes, source, ignore_config)
+    family = family_of(attributes, source)
+    theirs = attributes.get(PLAN)
+    origin = f"{PLAN} of {source}"
     if theirs is None:
-        theirs, origin = family.tp_plan, "the plan of transformers"
-    if not isinstance(theirs, Mapping) or not all(isinstance(style, str) for style in theirs.values()):
+        theirs = family.tp_plan
+        origin = "the plan of transformers"
+    if not isinstance(theirs, Mapping) or not all(
+        isinstance(style, str) for style in theirs.values()
+    ):
         raise HFError(f"{source}: {PLAN} should give a style for each module")
     ours = _our_plan(config, family)
     yield f"{family.model_type}, {origin}"

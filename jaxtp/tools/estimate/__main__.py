@@ -20,7 +20,15 @@ from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_picture, require_writable, write_json, write_picture, writing
-from jaxtp.config.schema import ConfigError, CountOrZero, Positive, Switch, UserPath, replace_nested, to_short_yaml
+from jaxtp.config.schema import (
+    ConfigError,
+    CountOrZero,
+    Positive,
+    Switch,
+    UserPath,
+    replace_nested,
+    to_short_yaml,
+)
 from jaxtp.mesh import MeshError, mesh_shape, resolve_sizes
 from jaxtp.tools.estimate import foreign, generation
 from jaxtp.tools.estimate.compiler import (
@@ -115,8 +123,14 @@ COMMAND = Command(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns 0, 1 if nothing fits or tier 3 disagrees, 2 for a user's mistake."""
-    return foreign.main(argv) if foreign.names_model(argv) else entry.attempt(PROGRAM, lambda: _estimate(argv))
+    """Runs the command; returns 0, 1 if nothing fits or tier 3 disagrees, 2 for a user's
+    mistake.
+    """
+    return (
+        foreign.main(argv)
+        if foreign.names_model(argv)
+        else entry.attempt(PROGRAM, lambda: _estimate(argv))
+    )
 
 
 def _estimate(argv: Sequence[str]) -> int:
@@ -132,7 +146,9 @@ def _estimate(argv: Sequence[str]) -> int:
     load_task(config)  # refuses settings without effect
     where = _target(options)
     if options.tier == 2 and config.train.loss is not None:
-        raise ConfigError("--tier 2 compares the decoder's own loss with formulas; --tier 3 compiles yours")
+        raise ConfigError(
+            "--tier 2 compares the decoder's own loss with formulas; --tier 3 compiles yours"
+        )
     if options.tier == 3:
         try:
             topology(where.hardware.compiled_as, **where.hosts)
@@ -149,8 +165,14 @@ def _estimate(argv: Sequence[str]) -> int:
         print(f"\n--write {options.write}: not written, because nothing fits")
     elif options.write is not None:
         with writing("--write", options.write):
-            options.write.write_text(as_configuration(best, replace_nested(options, {"train.epochs": epochs})))
-        needed = " --model.from-hf DIR" if options.model.lora.rank and options.model.from_hf is None else ""
+            options.write.write_text(
+                as_configuration(best, replace_nested(options, {"train.epochs": epochs}))
+            )
+        needed = (
+            " --model.from-hf DIR"
+            if options.model.lora.rank and options.model.from_hf is None
+            else ""
+        )
         print(f"\n{options.write}: for jaxtp train --config {options.write}{needed}")
     return entry.fail(PROGRAM, failed) if failed is not None else 0 if fits else 1
 
@@ -164,7 +186,8 @@ def _load(argv: Sequence[str]) -> tuple[EstimateConfig, list[str], float | None]
         epochs = options.train.epochs
         return _fit(options, explicit)
 
-    writes = any(word.partition("=")[0] == "--write" for word in argv)  # then all settings of the run matter
+    # then all settings of the run matter
+    writes = any(word.partition("=")[0] == "--write" for word in argv)
     options, notes = (replace(COMMAND, ignored=()) if writes else COMMAND).load(argv, fitted)
     return options, notes, epochs
 
@@ -172,52 +195,76 @@ def _load(argv: Sequence[str]) -> tuple[EstimateConfig, list[str], float | None]
 def _search(
     options: EstimateConfig, config: TrainConfig, where: Target, model: Model
 ) -> tuple[Setting, dict[str, object]]:
-    # Prints the ranking and what --plot and --generate add; returns the best setting, and numbers for --json.
-    meshes: Sequence[Mapping[str, int]] = parse_meshes(options.meshes, options.hardware, where.devices)
+    # Prints the ranking and what --plot and --generate add; returns the best setting, and numbers
+    # for --json.
+    meshes: Sequence[Mapping[str, int]] = parse_meshes(
+        options.meshes, options.hardware, where.devices
+    )
     meshes = meshes or meshes_to_try(config, where.devices, where.hardware.domain)
     found = search(config, where, model, meshes, as_configured=options.as_configured)
     print(ranking(found), end="\n\n", flush=True)
-    configured = None if options.as_configured or options.meshes else _configured(config, where, model)
+    configured = (
+        None if options.as_configured or options.meshes else _configured(config, where, model)
+    )
     alternatives = faster(found, model) if found.fitting else list(remedies(found, model))
     print(explained(found, configured, alternatives, options.price), flush=True)
-    best, matmul = found.settings[0], config.model.precision.matmul
+    best = found.settings[0]
+    matmul = config.model.precision.matmul
     if matmul != "compute":
-        without = estimate(replace_nested(best.config, {"model.precision.matmul": "compute"}), where, model)
+        without = estimate(
+            replace_nested(best.config, {"model.precision.matmul": "compute"}), where, model
+        )
         gain = without.time.expected / best.time.expected
-        print(f"{matmul:<8}{gain:.2f} x as fast as --model.precision.matmul compute: modelled, not measured")
+        print(
+            f"{matmul:<8}{gain:.2f} x as fast as --model.precision.matmul compute: modelled, not "
+            "measured"
+        )
     numbers = record(config, where, model, found) | {
         "configured": None if configured is None else setting_record(configured),
-        "alternatives": [{"change": other.change, **setting_record(other.setting)} for other in alternatives],
+        "alternatives": [
+            {"change": other.change, **setting_record(other.setting)} for other in alternatives
+        ],
     }
     title = f"{model.parameters:,} parameters on {options.hardware}"
     write_picture("--plot", options.plot, partial(draw, found, title))
     if options.generate:
         length = config.data.sequence_length
-        generating = generation.generations(config.model, where, model, meshes, options.generate, length)
+        generating = generation.generations(
+            config.model, where, model, meshes, options.generate, length
+        )
         print("", generation.table(generating, length), sep="\n", flush=True)
         numbers["generation"] = list(map(generation.record, generating))
     return best, numbers
 
 
 def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, list[str]]:
-    if options.train.epochs is not None and not (options.data.path or options.data.mixture or options.data.batches):
+    if options.train.epochs is not None and not (
+        options.data.path or options.data.mixture or options.data.batches
+    ):
         raise ConfigError(
-            f"train.epochs={options.train.epochs:,.15g} needs a dataset to count its steps: add --data.path, or "
+            f"train.epochs={options.train.epochs:,.15g} needs a dataset to count its steps: add "
+            "--data.path, or "
             "give --train.steps instead"
         )
     where = _target(options)
-    hardware, per_process = where.hardware, min(where.devices, where.hardware.domain)
-    place = DeviceInfo(where.devices, per_process, True, hardware.name, where.room, hardware.architecture)
+    hardware = where.hardware
+    per_process = min(where.devices, where.hardware.domain)
+    place = DeviceInfo(
+        where.devices, per_process, True, hardware.name, where.room, hardware.architecture
+    )
     config, notes = resolve_defaults(options, explicit, place)
     return config, [f"default {note}" for note in notes if not note.startswith(RUN_DIR)]
 
 
 def _refuse_for_own_parts(options: EstimateConfig) -> None:
     names = ("tier", "as_configured", "price", "generate", "write", "plot")
-    if chosen := [name for name in names if getattr(options, name) != getattr(EstimateConfig, name)]:
+    if chosen := [
+        name for name in names if getattr(options, name) != getattr(EstimateConfig, name)
+    ]:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in chosen)
         raise ConfigError(
-            f"{flags}: not for a model, loss, batches or optimizer of your own, whose step is traced as it is "
+            f"{flags}: not for a model, loss, batches or optimizer of your own, whose step is "
+            "traced as it is "
             "configured; --mesh, --memory-fraction and --json work"
         )
 
@@ -236,7 +283,8 @@ def _check_overwrite(options: EstimateConfig) -> None:
         with options.write.open(errors="replace") as file:
             if not is_written(file.read(4096)):
                 raise ConfigError(
-                    f"--write {options.write}: it exists, and no earlier --write made it; name another file"
+                    f"--write {options.write}: it exists, and no earlier --write made it; name "
+                    "another file"
                 )
 
 
@@ -246,36 +294,54 @@ def is_written(text: str) -> bool:
 
 
 def as_configuration(best: Setting, options: EstimateConfig) -> str:
-    """Returns a setting as YAML for `train`, with the command, the hardware and missing settings in comments."""
+    """Returns a setting as YAML for `train`, with the command, the hardware and missing settings
+    in comments.
+    """
     slow, fast = best.tokens_per_second_range
-    where, config = best.target, best.config
+    where = best.target
+    config = best.config
     if spans_hosts(best.sizes, where.hardware.domain):
         config = replace_nested(config, {"mesh.tp_across_hosts": True})
     if options.train.epochs is not None:  # the run counts its steps itself
-        config = replace_nested(config, {"train.epochs": options.train.epochs, "train.steps": LoopConfig().steps})
+        config = replace_nested(
+            config, {"train.epochs": options.train.epochs, "train.steps": LoopConfig().steps}
+        )
     default = target(where.hardware, where.devices, allocator=config.launch.allocator).share
     variable = "" if where.share == default else f"XLA_PYTHON_CLIENT_MEM_FRACTION={where.share} "
     missing = {
-        "data.path: a dataset of jaxtp prepare": config.data.path is None and not config.data.mixture,
-        "model.from_hf: the model to fine-tune; without it the weights are random": config.model.from_hf is None
-        and config.run.init_from is None,
+        "data.path: a dataset of jaxtp prepare": config.data.path is None
+        and not config.data.mixture,
+        "model.from_hf: the model to fine-tune; without it the weights "
+        "are random": config.model.from_hf is None and config.run.init_from is None,
         "run.dir: a folder for the run": config.run.dir == TrainConfig().run.dir,
     }
     lines = [
         f"# {variable}jaxtp train --config {options.write}",
         "#",
         f"{WRITTEN} {options.hardware}: {gigabytes(best.memory.total)} GB on each device, of",
-        f"# {gigabytes(where.room)} for JAX, and {between(f'{slow:,.0f}', f'{fast:,.0f}')} tokens/s, modelled.",
+        f"# {gigabytes(where.room)} for JAX, and {between(f'{slow:,.0f}', f'{fast:,.0f}')} "
+        "tokens/s, modelled.",
     ]
     if where.devices > where.hardware.domain:
-        lines.insert(0, "# Each host starts this, by a scheduler or jaxtp launch (jaxtp/distributed/README.md):")
+        lines.insert(
+            0,
+            "# Each host starts this, by a scheduler or jaxtp launch "
+            "(jaxtp/distributed/README.md):",
+        )
     if any(missing.values()):
-        lines += ["# Still to be filled in:", *(f"#   {line}" for line, is_missing in missing.items() if is_missing)]
+        lines += [
+            "# Still to be filled in:",
+            *(f"#   {line}" for line, is_missing in missing.items() if is_missing),
+        ]
     return "\n".join(lines) + f"\n\n{to_short_yaml(config, default_settings(config))}"
 
 
-def _compile(options: EstimateConfig, best: Setting, numbers: dict[str, object]) -> tuple[bool, Exception | None]:
-    """Adds tiers 2 and 3 to the numbers; returns whether the step fits, and an error of a compiler."""
+def _compile(
+    options: EstimateConfig, best: Setting, numbers: dict[str, object]
+) -> tuple[bool, Exception | None]:
+    """Adds tiers 2 and 3 to the numbers; returns whether the step fits, and an error of a
+    compiler.
+    """
     fits = best.fits
     failed: Exception | None = None
     try:
@@ -288,8 +354,11 @@ def _compile(options: EstimateConfig, best: Setting, numbers: dict[str, object])
         numbers["tier_2"], failed = {"error": str(error)}, error
     try:
         if options.tier >= 3:
-            name, hosts = best.target.hardware.compiled_as, best.target.hosts
-            compiled = compile_for(best.config, best.sizes, name, **hosts, timeout_s=options.timeout)
+            name = best.target.hardware.compiled_as
+            hosts = best.target.hosts
+            compiled = compile_for(
+                best.config, best.sizes, name, **hosts, timeout_s=options.timeout
+            )
             numbers["tier_3"], fits = compiled.record(best), fits and compiled.fits(best)
             print("", *compiled.lines(best), sep="\n", flush=True)
     except DoesNotFitError as error:

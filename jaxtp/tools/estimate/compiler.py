@@ -1,9 +1,10 @@
 """Tiers 2 and 3: the real training step, compiled from shapes; nothing is allocated or run.
 
-Tier 2 compiles for virtual CPU devices. Tier 3 compiles for GPUs or TPUs that may be absent, in a process of its own
-(`python -m` this file), because a compiler without its devices may crash, hang or print. XLA reads an absent GPU's
-`GpuTargetConfigProto` as text (openxla/xla, xla/stream_executor/device_description.proto). It divides by missing fields
-and dies silently, so every field is set.
+Tier 2 compiles for virtual CPU devices. Tier 3 compiles for GPUs or TPUs that may be absent, in a
+process of its own (`python -m` this file), because a compiler without its devices may crash, hang
+or print. XLA reads an absent GPU's `GpuTargetConfigProto` as text (openxla/xla,
+xla/stream_executor/device_description.proto). It divides by missing fields and dies silently, so
+every field is set.
 """
 
 import dataclasses
@@ -32,7 +33,15 @@ from jaxtp.analysis.compiling import captured_stderr
 from jaxtp.analysis.hardware import GB, TABLE, Hardware
 from jaxtp.analysis.hlo import HloError, count_flops_in_hlo, read_float8
 from jaxtp.analysis.layer_costs import itemsize
-from jaxtp.analysis.schedule import AMOUNTS, COLLECTIVES, Part, Scheduled, part_of, read_parts, read_schedule
+from jaxtp.analysis.schedule import (
+    AMOUNTS,
+    COLLECTIVES,
+    Part,
+    Scheduled,
+    part_of,
+    read_parts,
+    read_schedule,
+)
 from jaxtp.analysis.step_costs import LOGIT_PASSES
 from jaxtp.analysis.tables import columns
 from jaxtp.config.entry import signal_name
@@ -52,7 +61,8 @@ from jaxtp.train.step import compiler_options, make_train_step, trace_step
 from jaxtp.train.task import Task
 from jaxtp.train.validation import check, chosen_kernels, kernel_problems
 
-MAX_DEVICES = 1024  # virtual devices of a process: each has threads, and XLA's CPU client refuses 4,096
+# virtual devices of a process: each has threads, and XLA's CPU client refuses 4,096
+MAX_DEVICES = 1024
 QUICK = {"xla_backend_optimization_level": 0}  # the program after partitioning is all that is read
 COMPILER = (sys.executable, "-m", "jaxtp.tools.estimate.compiler")
 _NO_DEVICES = {
@@ -63,15 +73,19 @@ _NO_DEVICES = {
 _LAST_LINES = 3
 _WARNING = re.compile(r"Involuntary full rematerialization[^\n]*")
 _DIFFERENCES = {
-    "cuda": "compiled without cuBLAS and autotuning: kernels, and a few MB of their workspace, differ",
+    "cuda": "compiled without cuBLAS and autotuning: kernels, and a few MB of their "
+    "workspace, differ",
     "tpu": "on TPUs, compute that overlaps with collectives is not read",
 }
-GPU_EXTRA, CUDNN_EXTRA, TPU_EXTRA = "estimate-gpu", "estimate-cudnn", "estimate-tpu"
+GPU_EXTRA = "estimate-gpu"
+CUDNN_EXTRA = "estimate-cudnn"
+TPU_EXTRA = "estimate-tpu"
 GPU_COMPILERS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _CUDNN = {"jax-cuda13-plugin": "nvidia-cudnn-cu13", "jax-cuda12-plugin": "nvidia-cudnn-cu12"}
 _TORUS_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3}
 SECONDS = ("seconds_of_products", "seconds_of_others", "seconds_of_copies", "seconds_of_links")
-LOGITS = 2.5  # passes over float32 logits that a loss needs: read forward and backward, and a gradient in 16 bits
+# passes over float32 logits that a loss needs: read forward and backward, and a gradient in 16 bits
+LOGITS = 2.5
 ABSENT_GPU = {"xla_gpu_autotune_level": 0}  # no GPU to time kernels on
 
 Bytes = Mapping[tuple[str, Axes], float]  # Bytes that each device sends, by kind and mesh axes
@@ -108,12 +122,20 @@ class Partitioned:
 
     def lines(self, setting: Setting) -> Iterator[str]:
         """Yields the collectives, problems, warnings and notes."""
-        yield f"compiled {setting} for {setting.target.devices} virtual CPU devices in {self.seconds:.0f} s"
-        rows = [(kind, "+".join(axes), *(f"{n / GB:,.3f}" for n in sent)) for kind, axes, *sent in self.rows]
+        yield (
+            f"compiled {setting} for {setting.target.devices} virtual CPU devices in "
+            f"{self.seconds:.0f} s"
+        )
+        rows = [
+            (kind, "+".join(axes), *(f"{n / GB:,.3f}" for n in sent))
+            for kind, axes, *sent in self.rows
+        ]
         yield columns(("collective", "over", "GB sent, tier 1", "GB sent, compiled"), rows)
         amount = "what tier 1 says" if self.equal else "no more than the bounds of tier 1"
         if self.within:
-            yield f"the partitioned program moves {amount}, in kind, axes and bytes, and nothing else"
+            yield (
+                f"the partitioned program moves {amount}, in kind, axes and bytes, and nothing else"
+            )
         else:
             yield "the partitioned program does not move what tier 1 says"
         yield from (f"  {text}" for text in (*self.problems, *self.warnings, *self.notes))
@@ -122,11 +144,14 @@ class Partitioned:
         """Returns tier 2 for JSON."""
         sent = {
             name: [
-                {"kind": kind, "axes": axes, "bytes_sent": size} for (kind, axes), size in getattr(self, name).items()
+                {"kind": kind, "axes": axes, "bytes_sent": size}
+                for (kind, axes), size in getattr(self, name).items()
             ]
             for name in ("planned", "realised")
         }
-        others = {name: getattr(self, name) for name in ("problems", "warnings", "notes", "seconds")}
+        others = {
+            name: getattr(self, name) for name in ("problems", "warnings", "notes", "seconds")
+        }
         agreement = {"equal_to_tier_1": self.equal, "within_tier_1": self.within}
         return {"provenance": "compiled", **agreement, **sent, **others}
 
@@ -135,14 +160,17 @@ def request_devices(setting: Setting) -> None:
     """Requests a mesh's virtual devices before other uses of JAX."""
     if setting.target.devices > MAX_DEVICES:
         raise ConfigError(
-            f"tier 2 compiles for at most {MAX_DEVICES:,} virtual CPU devices, not {setting.target.devices:,}; a mesh "
+            f"tier 2 compiles for at most {MAX_DEVICES:,} virtual CPU devices, not "
+            f"{setting.target.devices:,}; a mesh "
             "with less dp shows the same collectives, as in --hardware h100x512"
         )
     request_virtual_devices(setting.target.devices)
 
 
 def compile_partitioned(setting: Setting) -> Partitioned:
-    """Compiles the step for virtual CPU devices; raises `MeshError` if JAX has started with fewer."""
+    """Compiles the step for virtual CPU devices; raises `MeshError` if JAX has started with
+    fewer.
+    """
     started = time.monotonic()
     config, notes = _for_cpu(setting.config)
     mesh = mesh_of(setting.sizes)
@@ -169,13 +197,17 @@ def compile_partitioned(setting: Setting) -> Partitioned:
 
 def bytes_sent(moved: Traffic) -> Bytes:
     """Sums the bytes per device by kind and mesh axes."""
-    return {place: sent for place, (_, sent) in sums(moved, lambda one: (one.kind, one.axes)).items()}
+    return {
+        place: sent for place, (_, sent) in sums(moved, lambda one: (one.kind, one.axes)).items()
+    }
 
 
 def _for_cpu(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     notes = []
     if any(kernel_problems(config, config.mesh.sizes, "cpu")):
-        notes.append(f"compiled with a CPU's attention, which moves the same as {config.model.attention}'s")
+        notes.append(
+            f"compiled with a CPU's attention, which moves the same as {config.model.attention}'s"
+        )
         config = with_attention(config, "auto")
     if config.model.remat == "offload":
         config = replace_nested(config, {"model.remat": "full"})
@@ -194,9 +226,10 @@ class GpuSpec(NamedTuple):
     threads: int = 2048
 
 
-KIB, MIB = 2**10, 2**20
-# CUDA C++ Programming Guide, table of technical specifications per compute capability; NVIDIA's architecture papers
-# for the counts, caches and clocks.
+KIB = 2**10
+MIB = 2**20
+# CUDA C++ Programming Guide, table of technical specifications per compute capability; NVIDIA's
+# architecture papers for the counts, caches and clocks.
 _GPUS = {
     "a100-40": GpuSpec(108, 64, 164 * KIB, 40 * MIB, 1.41),
     "a100": GpuSpec(108, 64, 164 * KIB, 40 * MIB, 1.41),
@@ -211,7 +244,8 @@ _GPUS = {
 def target_config(hardware: Hardware, gpu: GpuSpec) -> str:
     """Returns the `GpuTargetConfigProto` as text."""
     major, minor = hardware.capability.split(".")
-    feature = "ACCELERATED_FEATURES" if int(major) >= 9 else "NONE"  # sm_90a, sm_100a: their matrix instructions
+    # sm_90a, sm_100a: their matrix instructions
+    feature = "ACCELERATED_FEATURES" if int(major) >= 9 else "NONE"
     return f"""gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {gpu.threads}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
@@ -251,21 +285,31 @@ class Topology:
 
     def devices(self) -> Sequence[jax.Device]:
         """Returns abstract devices to compile for."""
-        gpu = {"topology": self.name, "target_config": self.target_config} if self.platform == "cuda" else {}
+        gpu = (
+            {"topology": self.name, "target_config": self.target_config}
+            if self.platform == "cuda"
+            else {}
+        )
         described = topologies.get_topology_desc(self.name, self.platform, **gpu)
         return list(described.devices)
 
 
 def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
-    """Describes devices of the hardware table, perhaps absent; raises `TargetError` without a compiler for them."""
+    """Describes devices of the hardware table, perhaps absent; raises `TargetError` without a
+    compiler for them.
+    """
     if hardware in TARGET_CONFIGS:
         compiler = installed(GPU_COMPILERS, GPU_EXTRA)
         name = f"1x{hosts}x{devices_per_host}"
-        return Topology(platform="cuda", name=name, target_config=TARGET_CONFIGS[hardware], compiler=compiler)
+        return Topology(
+            platform="cuda", name=name, target_config=TARGET_CONFIGS[hardware], compiler=compiler
+        )
     if hardware in _TORUS_DIMS:
         shape = torus(hosts * devices_per_host, _TORUS_DIMS[hardware])
         compiler = installed(("libtpu",), TPU_EXTRA)
-        return Topology(platform="tpu", name=f"{hardware}:{'x'.join(map(str, shape))}", compiler=compiler)
+        return Topology(
+            platform="tpu", name=f"{hardware}:{'x'.join(map(str, shape))}", compiler=compiler
+        )
     known = ", ".join((*TARGET_CONFIGS, *_TORUS_DIMS))
     raise TargetError(f"no compiler works for {hardware} without the device; choose one of {known}")
 
@@ -278,7 +322,9 @@ def with_cudnn(target: Topology) -> Topology | None:
     except metadata.PackageNotFoundError:
         return None
     folder = str(found.locate_file("nvidia/cudnn/lib"))
-    return replace(target, compiler=f"{target.compiler}, {package} {found.version}", libraries=folder)
+    return replace(
+        target, compiler=f"{target.compiler}, {package} {found.version}", libraries=folder
+    )
 
 
 def installed(packages: Sequence[str], extra: str) -> str:
@@ -288,14 +334,18 @@ def installed(packages: Sequence[str], extra: str) -> str:
             return f"{package} {metadata.version(package)}"
         except metadata.PackageNotFoundError:
             continue
-    raise TargetError(f"the compiler for this target is not installed: pip install 'jaxtp[{extra}]'")
+    raise TargetError(
+        f"the compiler for this target is not installed: pip install 'jaxtp[{extra}]'"
+    )
 
 
 def torus(devices: int, dims: int) -> tuple[int, ...]:
     """Returns a TPU slice's shape: near a cube, of powers of two."""
     if devices.bit_count() != 1:
         near = 2 ** math.floor(math.log2(devices))
-        raise TargetError(f"{devices} TPUs: a slice has a power of two, such as {near} or {2 * near}")
+        raise TargetError(
+            f"{devices} TPUs: a slice has a power of two, such as {near} or {2 * near}"
+        )
     small, rest = divmod(devices.bit_length() - 1, dims)
     return tuple(2 ** (small + (i >= dims - rest)) for i in range(dims))
 
@@ -308,12 +358,14 @@ class Compiled:
     temp_bytes: int  # the block that holds everything else
     peak_bytes: int  # bytes to allocate: arguments, temporaries, results that replace no argument
     parts: Mapping[str, Part]  # the kernels, by part of the step; empty where they cannot be read
-    collectives: tuple[Scheduled, ...]  # by kind, axes and group, with the compute that overlaps them
+    # by kind, axes and group, with the compute that overlaps them
+    collectives: tuple[Scheduled, ...]
     seconds: float  # to compile
     flops: float | None  # FLOPs of the program's products; None if a kernel does not tell its own
     in_float8: int  # products that `precision.matmul` takes and the compiler made in 8 bits
     not_in_float8: Mapping[str, int]  # the others that it takes, by layer and dtypes
-    notes: tuple[str, ...]  # differences from the program on real devices, and the compiler's warnings
+    # differences from the program on real devices, and the compiler's warnings
+    notes: tuple[str, ...]
 
     def fits(self, setting: Setting) -> bool:
         """Returns whether the step fits into memory."""
@@ -321,34 +373,69 @@ class Compiled:
 
     def lines(self, setting: Setting) -> Iterator[str]:
         """Yields memory, collectives and notes."""
-        peak, room, estimated = self.peak_bytes, setting.target.room, setting.memory.total
+        peak = self.peak_bytes
+        room = setting.target.room
+        estimated = setting.memory.total
         where = f"{setting.target.devices} x {setting.target.hardware.name}"
         yield f"compiled {setting} for {where}, which need not be there, in {self.seconds:.0f} s"
         yield (
-            f"state and batch {self.argument_bytes / GB:,.2f} GB, temporaries {self.temp_bytes / GB:,.2f}, peak "
-            f"{peak / GB:,.2f} of {room / GB:,.2f} for JAX: {'fits' if self.fits(setting) else 'does not fit'}; "
+            f"state and batch {self.argument_bytes / GB:,.2f} GB, temporaries "
+            f"{self.temp_bytes / GB:,.2f}, peak "
+            f"{peak / GB:,.2f} of {room / GB:,.2f} for JAX: "
+            f"{'fits' if self.fits(setting) else 'does not fit'}; "
             f"tier 1: {estimated / GB:,.2f}, {estimated / peak - 1:+.0%} of the peak"
         )
         if setting.config.model.most_experts and self.flops is not None:
             expected = f"{setting.costs.flops / 1e12:,.1f}"
-            yield f"products: {self.flops / 1e12:,.1f} TFLOP with empty rows of experts, tier 1: {expected} without"
+            yield (
+                f"products: {self.flops / 1e12:,.1f} TFLOP with empty rows of experts, tier 1: "
+                f"{expected} without"
+            )
         if setting.config.model.precision.matmul != "compute":
             asked = self.in_float8 + sum(self.not_in_float8.values())
             none = "" if self.in_float8 else "; WARNING: none"
-            yield f"products asked for in float8: {asked:,}; compiled in float8: {self.in_float8:,}{none}"
-            yield from (f"  not in float8: {layer}, {times:,} times" for layer, times in self.not_in_float8.items())
+            yield (
+                f"products asked for in float8: {asked:,}; compiled in float8: "
+                f"{self.in_float8:,}{none}"
+            )
+            yield from (
+                f"  not in float8: {layer}, {times:,} times"
+                for layer, times in self.not_in_float8.items()
+            )
         rows = [
-            (m.kind, f"{'+'.join(m.axes)} {m.group}", f"{m.count:,}", f"{m.bytes / GB:,.3f}", *overlap)
+            (
+                m.kind,
+                f"{'+'.join(m.axes)} {m.group}",
+                f"{m.count:,}",
+                f"{m.bytes / GB:,.3f}",
+                *overlap,
+            )
             for m in self.collectives
             for overlap in [(f"{m.overlapped:,}", f"{m.computing:,}")]
         ]
-        yield columns(("collective", "over", "times", "GB of messages", "overlapped", "operations that overlap"), rows)
+        yield columns(
+            (
+                "collective",
+                "over",
+                "times",
+                "GB of messages",
+                "overlapped",
+                "operations that overlap",
+            ),
+            rows,
+        )
         if self.parts:
-            yield "Parts of the step, with milliseconds at the peaks of the hardware (copies are among the others):"
+            yield (
+                "Parts of the step, with milliseconds at the peaks of the hardware (copies are "
+                "among the others):"
+            )
             parts = roofline(setting, self.parts, self.collectives)
             yield part_table(parts)
             if unknown := parts["all"]["unknown"]:
-                yield f"  (products counted as 0, because their kernels do not tell their FLOPs: {unknown:,.0f})"
+                yield (
+                    "  (products counted as 0, because their kernels do not tell their FLOPs: "
+                    f"{unknown:,.0f})"
+                )
         yield from (f"  ({note})" for note in self.notes)
 
     def record(self, setting: Setting) -> dict[str, object]:
@@ -363,56 +450,102 @@ class Compiled:
         }
 
 
-def roofline(setting: Setting, parts: Mapping[str, Part], collectives: Sequence[Scheduled]) -> dict[str, Part]:
-    """Returns parts with seconds at the hardware's peaks and the least, the account of remat none; all; links."""
-    hardware, once = setting.target.hardware, replace_nested(setting.config, {"model.remat": "none"})
+def roofline(
+    setting: Setting, parts: Mapping[str, Part], collectives: Sequence[Scheduled]
+) -> dict[str, Part]:
+    """Returns parts with seconds at the hardware's peaks and the least, the account of remat
+    none; all; links.
+    """
+    hardware = setting.target.hardware
+    once = replace_nested(setting.config, {"model.remat": "none"})
     costs = costs_of_step(once, setting.sizes, hardware.architecture, once=True)
     trained = 0 if once.model.lora.rank else setting.memory.parameters
     gradients = trained * min(1.0, itemsize(once.model.precision.reduce) / costs.param_itemsize)
     least = [
-        ("optimizer", 0.0, 2 * (setting.memory.optimizer + trained + gradients)),  # gradients: also for their norm
+        # gradients: also for their norm
+        ("optimizer", 0.0, 2 * (setting.memory.optimizer + trained + gradients)),
         ("embedding, loss", 0.0, costs.logits * LOGITS / LOGIT_PASSES),
         *((part_of(one.module), 0.0, one.bytes) for one in costs.elementwise),
     ]
     for one in (*costs.products, *costs.attention, *costs.update):
-        least.append((part_of(f"{one.module}/{one.name}"), one.counted * one.flops, one.count * one.bytes))
-    sent, needed = bytes_by_axes(dict.fromkeys(collectives, 1)), bytes_by_axes(costs.traffic)
+        least.append(
+            (part_of(f"{one.module}/{one.name}"), one.counted * one.flops, one.count * one.bytes)
+        )
+    sent = bytes_by_axes(dict.fromkeys(collectives, 1))
+    needed = bytes_by_axes(costs.traffic)
     zeros = dict.fromkeys((*AMOUNTS, *SECONDS, "bytes_sent", "least_flops", "least_bytes"), 0.0)
     found = {name: zeros | part for name, part in parts.items()}
     for part in found.values():
-        seconds = [part[key] / hardware.bandwidth for key in ("product_bytes", "other_bytes", "copied_bytes")]
-        part |= zip(SECONDS, (max(part["flops_16"] / hardware.flops, seconds[0]), *seconds[1:], 0.0), strict=True)
+        seconds = [
+            part[key] / hardware.bandwidth
+            for key in ("product_bytes", "other_bytes", "copied_bytes")
+        ]
+        part |= zip(
+            SECONDS,
+            (max(part["flops_16"] / hardware.flops, seconds[0]), *seconds[1:], 0.0),
+            strict=True,
+        )
     for name, flops, size in least:
         found[name]["least_flops"] += setting.relative_work * flops
         found[name]["least_bytes"] += setting.relative_work * size
     links = dict[str, Part]()
     for axes, size in sent.items():
         each = {"bytes_sent": size, "least_bytes": setting.relative_work * needed.get(axes, 0.0)}
-        each[SECONDS[-1]] = size / link_speed(hardware, setting.sizes, axes) * hardware.link_efficiency
+        each[SECONDS[-1]] = (
+            size / link_speed(hardware, setting.sizes, axes) * hardware.link_efficiency
+        )
         links[f"sent over {'+'.join(axes)}"] = zeros | each
         found[COLLECTIVES][SECONDS[-1]] += each[SECONDS[-1]]
-    return found | {"all": {key: sum(part[key] for part in found.values()) for key in zeros}} | links
+    return (
+        found | {"all": {key: sum(part[key] for part in found.values()) for key in zeros}} | links
+    )
 
 
 def part_table(parts: Mapping[str, Part]) -> str:
     """Formats a `roofline`."""
-    header, rows = ("part", "kernels", "TFLOP", "/ least", "GB", "/ least", "products", "others", "copies", "links"), []
+    header = (
+        "part",
+        "kernels",
+        "TFLOP",
+        "/ least",
+        "GB",
+        "/ least",
+        "products",
+        "others",
+        "copies",
+        "links",
+    )
+    rows = []
     for name, one in parts.items():
-        flops, size = one["flops"], one["product_bytes"] + one["other_bytes"] + one["bytes_sent"]
+        flops = one["flops"]
+        size = one["product_bytes"] + one["other_bytes"] + one["bytes_sent"]
         both = (flops, one["least_flops"]), (size, one["least_bytes"])
         ratios = [f"{amount / least:.2f}" if least else "" for amount, least in both]
-        amounts = f"{one['kernels']:,.0f}", f"{flops / 1e12:,.2f}", ratios[0], f"{size / GB:,.2f}", ratios[1]
+        amounts = (
+            f"{one['kernels']:,.0f}",
+            f"{flops / 1e12:,.2f}",
+            ratios[0],
+            f"{size / GB:,.2f}",
+            ratios[1],
+        )
         rows.append((name, *amounts, *(f"{1e3 * one[key]:,.2f}" for key in SECONDS)))
     return columns(header, rows)
 
 
 def compile_for(
-    config: TrainConfig, sizes: Mapping[str, int], hardware: str, *, hosts: int, devices_per_host: int, timeout_s: float
+    config: TrainConfig,
+    sizes: Mapping[str, int],
+    hardware: str,
+    *,
+    hosts: int,
+    devices_per_host: int,
+    timeout_s: float,
 ) -> Compiled:
     """Compiles the step for hardware of the table that may be absent; ignores the run's mesh.
 
     Raises:
-      TargetError: the compiler is missing, crashed, timed out, or reports that the program does not fit.
+      TargetError: the compiler is missing, crashed, timed out, or reports that the program does not
+        fit.
       ConfigError: the configuration does not fit the mesh.
     """
     if min(sizes.values()) < 1:
@@ -420,14 +553,21 @@ def compile_for(
     check(config, dict(sizes))
     if (needed := math.prod(sizes.values())) != hosts * devices_per_host:
         there = f"{hosts} host{'s' if hosts > 1 else ''} of {devices_per_host}"
-        raise TargetError(f"mesh {describe_mesh(sizes)} takes {needed} devices, and {there} have another number")
-    target, notes = topology(hardware, hosts, devices_per_host), []
+        raise TargetError(
+            f"mesh {describe_mesh(sizes)} takes {needed} devices, and {there} have another number"
+        )
+    target = topology(hardware, hosts, devices_per_host)
+    notes = []
     if "cudnn" in chosen_kernels(config, sizes, TABLE[hardware].architecture):
         if found := with_cudnn(target):
-            target, notes = found, ["the workspace of cuDNN's kernels is not counted"]
+            target = found
+            notes = ["the workspace of cuDNN's kernels is not counted"]
         else:
             config = with_attention(config, "fused")
-            notes = [f"compiled with the fused attention; for cuDNN's: pip install 'jaxtp[{CUDNN_EXTRA}]'"]
+            notes = [
+                "compiled with the fused attention; for cuDNN's: pip install "
+                f"'jaxtp[{CUDNN_EXTRA}]'"
+            ]
     compiled = ask(config, sizes, target, timeout_s=timeout_s)
     return replace(compiled, notes=(*compiled.notes, *notes))
 
@@ -441,7 +581,11 @@ def ask(
     compiler: Sequence[str] | None = None,
 ) -> Compiled:
     """Runs the compiler process and reads its answer; tests replace `compiler`."""
-    request = {"config": to_plain(config), "sizes": dict(sizes), "target": dataclasses.asdict(target)}
+    request = {
+        "config": to_plain(config),
+        "sizes": dict(sizes),
+        "target": dataclasses.asdict(target),
+    }
     environment = child_environment(**_NO_DEVICES)
     if target.libraries:
         folders = filter(None, (target.libraries, environment.get("LD_LIBRARY_PATH")))
@@ -459,20 +603,30 @@ def ask(
         )
     except subprocess.TimeoutExpired:
         raise TargetError(
-            f"the compiler for the target was ended after its time limit of {timeout_s:g} s; allow it more, "
+            f"the compiler for the target was ended after its time limit of {timeout_s:g} s; allow "
+            "it more, "
             f"such as --timeout {3 * timeout_s:g}"
         ) from None
     if done.returncode:
         how = f"crashed ({signal_name(-done.returncode)})" if done.returncode < 0 else "failed"
-        last = [f"\n  {line}" for line in done.stderr.splitlines() if line.strip(" ^~")][-_LAST_LINES:]
-        raise TargetError(f"the compiler for the target {how}{''.join((':', *last)) if last else ' without a word'}")
+        last = [f"\n  {line}" for line in done.stderr.splitlines() if line.strip(" ^~")][
+            -_LAST_LINES:
+        ]
+        raise TargetError(
+            "the compiler for the target "
+            f"{how}{''.join((':', *last)) if last else ' without a word'}"
+        )
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        raise TargetError(f"the compiler for the target gave no answer: {done.stdout[-200:]!r}") from None
+        raise TargetError(
+            f"the compiler for the target gave no answer: {done.stdout[-200:]!r}"
+        ) from None
     if error := answer.get("error"):
         raise (TargetError if answer.get("fits", True) else DoesNotFitError)(error)
-    collectives = tuple(Scheduled(**{**one, "axes": tuple(one["axes"])}) for one in answer.pop("collectives"))
+    collectives = tuple(
+        Scheduled(**{**one, "axes": tuple(one["axes"])}) for one in answer.pop("collectives")
+    )
     notes = (_DIFFERENCES[target.platform], *sorted(set(_WARNING.findall(done.stderr))))
     return Compiled(**answer, collectives=collectives, notes=notes)
 
@@ -481,14 +635,17 @@ def main() -> None:
     """Reads a request (`ask`) and prints the answer on one line."""
     request = json.load(sys.stdin)
     config = validate(TrainConfig, request["config"], source="request")
-    target, sizes = Topology(**request["target"]), request["sizes"]
+    target = Topology(**request["target"])
+    sizes = request["sizes"]
     mesh = mesh_of(sizes, target.devices())
     traced = trace(config, mesh)
     with jax.set_mesh(mesh):
         lowered = traced.lower()
     started = time.perf_counter()
     try:
-        options = compiler_options(config, target.platform) | (ABSENT_GPU if target.platform == "cuda" else {})
+        options = compiler_options(config, target.platform) | (
+            ABSENT_GPU if target.platform == "cuda" else {}
+        )
         compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -496,28 +653,43 @@ def main() -> None:
         text = f"the compiler says that it does not fit: {str(error).splitlines()[0][:300]}"
         print(json.dumps({"error": text, "fits": False}))
     else:
-        print(json.dumps({"seconds": time.perf_counter() - started, **_numbers(compiled, target.platform, sizes)}))
+        print(
+            json.dumps(
+                {
+                    "seconds": time.perf_counter() - started,
+                    **_numbers(compiled, target.platform, sizes),
+                }
+            )
+        )
 
 
 def trace(config: TrainConfig, mesh: Mesh) -> Traced:
     """Traces the step of a configuration on a mesh, also with a user's loss."""
-    task, batch = Task(), None
+    task = Task()
+    batch = None
     if config.train.loss is not None:
         config, task, shapes = open_task(config)
         batch = split(shapes, mesh)
     with jax.set_mesh(mesh):
         blueprint = _plan(config, mesh)
-        return trace_step(config, blueprint, make_train_step(config, blueprint, task=task), batch=batch)
+        return trace_step(
+            config, blueprint, make_train_step(config, blueprint, task=task), batch=batch
+        )
 
 
 def _plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
     return plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
 
 
-def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Mapping[str, int]) -> dict[str, object]:
-    text, flops, kernels = compiled.as_text() or "", None, dict[str, Part]()
+def _numbers(
+    compiled: jax.stages.Compiled, platform: str, sizes: Mapping[str, int]
+) -> dict[str, object]:
+    text = compiled.as_text() or ""
+    flops = None
+    kernels = dict[str, Part]()
     stats: Any = compiled.memory_analysis()
-    arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
+    arguments = stats.argument_size_in_bytes
+    temporaries = stats.temp_size_in_bytes
     block = arguments + temporaries + stats.output_size_in_bytes - stats.alias_size_in_bytes
     if platform == "cuda":
         with suppress(HloError):
@@ -527,7 +699,8 @@ def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Mapping[str, i
     return {
         "argument_bytes": arguments,
         "temp_bytes": temporaries,
-        "peak_bytes": stats.peak_memory_in_bytes if platform == "tpu" else block,  # GPUs: temporaries are one block
+        # GPUs: temporaries are one block
+        "peak_bytes": stats.peak_memory_in_bytes if platform == "tpu" else block,
         "parts": kernels,
         "collectives": [one.record() for one in read_schedule(text, sizes)],
         "flops": flops,

@@ -1,8 +1,10 @@
-"""Ranks meshes for any Flax model and loss, from a trace of the step on each mesh (`train/user_step.py`).
+"""Ranks meshes for any Flax model and loss, from a trace of the step on each mesh
+(`train/user_step.py`).
 
-`jaxtp estimate --model.build ...` takes a run's model, plan, loss, batches and optimizer. In `jaxtp estimate
-FILE.py:build` the loss is the sum of the model's outputs. Bytes sent and FLOPs are those that `jaxtp explain` counts.
-State and gradients are exact for their specs; activations and seconds are modelled (`roofline.py`).
+`jaxtp estimate --model.build ...` takes a run's model, plan, loss, batches and optimizer. In
+`jaxtp estimate FILE.py:build` the loss is the sum of the model's outputs. Bytes sent and FLOPs are
+those that `jaxtp explain` counts. State and gradients are exact for their specs; activations and
+seconds are modelled (`roofline.py`).
 """
 
 import dataclasses
@@ -28,7 +30,12 @@ from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.python_object import load_object, user_code
 from jaxtp.config.schema import ConfigError, UserPath, allowed, replace_nested
 from jaxtp.mesh import CP, TP, abstract_mesh, describe_mesh, fitting_meshes, mesh_sizes
-from jaxtp.tools.estimate.roofline import StepTime, communication_seconds, leaves_domain, product_seconds
+from jaxtp.tools.estimate.roofline import (
+    StepTime,
+    communication_seconds,
+    leaves_domain,
+    product_seconds,
+)
 from jaxtp.tools.estimate.search import MEMORY_ERROR, NEAR, Target, parse_meshes, target
 from jaxtp.tools.explain.explanation import sum_of_outputs
 from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_settings
@@ -50,8 +57,10 @@ With a loss and batches: jaxtp estimate --model.build model.py:build --train.los
 """
 _KEYS = ", ".join(f"{key} ({unit})" for key, (_, _, unit) in RANGES.items())
 HARDWARE = (
-    f"Kind and number of devices, as in h100x8, 2xh100x8 (two hosts) or mine.yamlx8 (a YAML file): {', '.join(TABLE)}. "
-    "A YAML file has like (a name; without it the first six keys are required), platform (cuda, rocm, tpu), direct "
+    "Kind and number of devices, as in h100x8, 2xh100x8 (two hosts) or mine.yamlx8 (a YAML file): "
+    f"{', '.join(TABLE)}. "
+    "A YAML file has like (a name; without it the first six keys are required), platform (cuda, "
+    "rocm, tpu), direct "
     f"(true: links join each pair) and {_KEYS}."
 )
 MB = 1e6
@@ -66,12 +75,15 @@ class OnHardware:
     hardware: Annotated[str, tyro.conf.arg(metavar="h100x8", help=HARDWARE)] = "h100x8"
     """See `HARDWARE`."""
 
-    meshes: Annotated[tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 fsdp=2,tp=4 ...")] = ()
+    meshes: Annotated[
+        tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 fsdp=2,tp=4 ...")
+    ] = ()
     """Meshes to try, by default all that can run; an axis that is left out is 1."""
 
     memory_fraction: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] | None = None
-    """Share of a GPU's memory that JAX takes: by default 0.75 as in JAX, and 0.9 on several hosts as in
-    scripts/cluster/gpu.env. XLA_PYTHON_CLIENT_MEM_FRACTION is ignored."""
+    """Share of a GPU's memory that JAX takes: by default 0.75 as in JAX, and 0.9 on several hosts
+    as in scripts/cluster/gpu.env. XLA_PYTHON_CLIENT_MEM_FRACTION is ignored.
+    """
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """JSON file for all numbers."""
@@ -90,7 +102,9 @@ COMMAND = Command(program=PROGRAM, schema=EstimateModel, description=DESCRIPTION
 
 def names_model(argv: Sequence[str]) -> bool:
     """Returns whether a command line has a Flax model without a flag, as in `FILE.py:build`."""
-    return not has_settings(argv) and any(re.fullmatch(r"[^-\s][^\s:]*:[A-Za-z_]\w*", word) for word in argv)
+    return not has_settings(argv) and any(
+        re.fullmatch(r"[^-\s][^\s:]*:[A-Za-z_]\w*", word) for word in argv
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,15 +115,20 @@ def main(argv: Sequence[str]) -> int:
 def _of_model(command: EstimateModel) -> int:
     require_writable("--json", command.json)
     if not command.input:
-        raise ConfigError("an estimate runs the model: give the shapes of its inputs, --input 64x128:int32")
+        raise ConfigError(
+            "an estimate runs the model: give the shapes of its inputs, --input 64x128:int32"
+        )
     jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
     task = Task(
         model=command.builder(),
         plan=command.load_plan() or (None if command.propose else {}),
         loss=lambda model, batch, key: (sum_of_outputs(model(*batch.values())), jnp.ones(())),
-        optimizer=optax.adamw(1e-3) if command.optimizer is None else load_object(command.optimizer, "--optimizer"),
+        optimizer=optax.adamw(1e-3)
+        if command.optimizer is None
+        else load_object(command.optimizer, "--optimizer"),
     )
-    inputs = {f"{index:03}": each for index, each in enumerate(command.shapes())}  # JAX sorts the names
+    # JAX sorts the names
+    inputs = {f"{index:03}": each for index, each in enumerate(command.shapes())}
     settings = {"model.build": command.model, "data.global_batch_size": inputs["000"].shape[0]}
     return rank(command, replace_nested(TrainConfig(), settings), task, inputs)
 
@@ -135,12 +154,17 @@ class Estimate:
     def rank(self) -> tuple[int, float]:
         """Sort key: with margin, tight, too large; then time or missing memory."""
         margin = MEMORY_ERROR * (self.memory.total - self.memory.state)
-        return (0 if self.spare >= margin else 1, self.time.expected) if self.spare >= 0 else (2, -self.spare)
+        return (
+            (0 if self.spare >= margin else 1, self.time.expected)
+            if self.spare >= 0
+            else (2, -self.spare)
+        )
 
     def row(self) -> tuple[str, ...]:
         """Returns a line of the table."""
         return (
-            " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device",
+            " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
+            or "one device",
             f"{self.memory.total / MB:,.1f}",
             f"{self.spare / MB:,.0f}" if self.spare >= 0 else "does not fit",
             f"{self.flops / 1e9:,.3f}",
@@ -156,7 +180,9 @@ class Estimate:
             "fits": self.spare >= 0,
             "bytes_per_device": dataclasses.asdict(self.memory) | {"total": self.memory.total},
             "flops_per_device": self.flops,
-            "bytes_sent": {"+".join(axes): sent for axes, sent in bytes_by_axes(self.traffic).items()},
+            "bytes_sent": {
+                "+".join(axes): sent for axes, sent in bytes_by_axes(self.traffic).items()
+            },
             "seconds": {"serial": self.time.serial, "overlapped": self.time.overlapped},
             "plan": self.plan,
         }
@@ -166,10 +192,15 @@ def rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes) -> i
     """Prints the ranking of the meshes for a task with a loss; returns 0, or 1 if nothing fits."""
     hardware, count = parse(flags.hardware)
     where = target(hardware, count, flags.memory_fraction, config.launch.allocator)
-    print(f"{count} x {hardware.name}, {where.room / GB:,.1f} GB each for JAX; a step on one global batch", flush=True)
+    print(
+        f"{count} x {hardware.name}, {where.room / GB:,.1f} GB each for JAX; a step on one "
+        "global batch",
+        flush=True,
+    )
     splits = task.plan is None or bool(task.plan)  # else tp and cp would only repeat work
     every = [sizes for sizes in fitting_meshes(count) if splits or sizes[TP] * sizes[CP] == 1]
-    estimates, refused = [], {}
+    estimates = []
+    refused = {}
     for sizes in parse_meshes(flags.meshes, flags.hardware, count) or every:
         try:
             estimates.append(estimate(config, task, batch, sizes, where))
@@ -194,9 +225,15 @@ def rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes) -> i
         *(f"note: {note}" for note in notes),
     ]
     print(*lines, sep="\n")
-    record = {"model": config.model.build, "hardware": dataclasses.asdict(hardware), "devices": count}
+    record = {
+        "model": config.model.build,
+        "hardware": dataclasses.asdict(hardware),
+        "devices": count,
+    }
     meshes = [each.record() for each in estimates]
-    write_json("--json", flags.json, {**record, "refused": refused, "notes": list(notes), "meshes": meshes})
+    write_json(
+        "--json", flags.json, {**record, "refused": refused, "notes": list(notes), "meshes": meshes}
+    )
     return 0 if best.spare >= 0 else 1
 
 
@@ -211,14 +248,17 @@ def simplest_first(ranked: list[Estimate]) -> list[Estimate]:
 
 
 def _is_as_fast(each: Estimate, first: Estimate) -> bool:
-    # A tp group that computes the same on all its devices sends little. In a small step that could decide, although
-    # overlap hides what others send, so its time has to be below theirs whatever overlaps.
+    # A tp group that computes the same on all its devices sends little. In a small step that could
+    # decide, although overlap hides what others send, so its time has to be below theirs whatever
+    # overlaps.
     if NEAR * each.flops < first.flops and each.time.overlapped <= first.time.serial:
         return True
     return each.time.expected <= NEAR * first.time.expected
 
 
-def estimate(config: TrainConfig, task: Task, batch: Shapes, sizes: Mapping[str, int], where: Target) -> Estimate:
+def estimate(
+    config: TrainConfig, task: Task, batch: Shapes, sizes: Mapping[str, int], where: Target
+) -> Estimate:
     """Returns the memory and time of a step on a mesh.
 
     Raises:
@@ -229,12 +269,16 @@ def estimate(config: TrainConfig, task: Task, batch: Shapes, sizes: Mapping[str,
     if problem := next(batch_problems(config, sizes), None):
         raise ConfigError(problem.text)
     with user_code("the model or its loss", UserError):
-        blueprint, lines = plan(config, cast(Mesh, abstract_mesh(sizes)), task, batch)  # a trace needs no devices
+        # a trace needs no devices
+        blueprint, lines = plan(config, cast(Mesh, abstract_mesh(sizes)), task, batch)
         memory, work = trace_step(config, blueprint, task.loss, batch)
-    hardware, count = where.hardware, config.train.accumulation
+    hardware = where.hardware
+    count = config.train.accumulation
     traffic = {one: count * times for one, times in work.traffic.items()}
     communication = communication_seconds(hardware, sizes, traffic)
-    products = (product_seconds(hardware, one.flops, one.bytes, one.itemsize) for one in work.products)
+    products = (
+        product_seconds(hardware, one.flops, one.bytes, one.itemsize) for one in work.products
+    )
     time = StepTime(
         products=count * sum(products),
         attention=0.0,

@@ -1,8 +1,9 @@
 """Costs of generating: weights and KV cache per device, and the time of a token with a full cache.
 
-Weights are laid out as in `generate/decode_model.py`: fsdp splits rows, as dp does. A token reads all weights and cache
-once, and waits for each layer's collectives. With E experts, n rows that choose k each read the share
-1 - (1 - k / E) ** n. Left out: prefill (time and activations), sampling, arithmetic.
+Weights are laid out as in `generate/decode_model.py`: fsdp splits rows, as dp does. A token reads
+all weights and cache once, and waits for each layer's collectives. With E experts, n rows that
+choose k each read the share 1 - (1 - k / E) ** n. Left out: prefill (time and activations),
+sampling, arithmetic.
 """
 
 import math
@@ -49,9 +50,15 @@ class Generation:
 
 
 def generations(
-    config: ModelConfig, where: Target, model: Model, meshes: Sequence[Mapping[str, int]], rows: int, length: int
+    config: ModelConfig,
+    where: Target,
+    model: Model,
+    meshes: Sequence[Mapping[str, int]],
+    rows: int,
+    length: int,
 ) -> list[Generation]:
-    """Returns the costs of `rows` texts of `length` tokens on each possible mesh; fastest fitting first.
+    """Returns the costs of `rows` texts of `length` tokens on each possible mesh; fastest fitting
+    first.
 
     Raises:
       ConfigError: no mesh can hold them.
@@ -59,17 +66,29 @@ def generations(
     alone = [sizes for sizes in meshes if sizes[CP] == 1]  # a cache is not divided over cp
     if not alone:
         requested = ", ".join(map(describe_mesh, meshes))
-        raise ConfigError(f"--generate {rows}: a cache is not divided over cp; add a mesh with cp=1 to {requested}")
-    able = [sizes for sizes in alone if not list(violations(config, sizes)) and rows % batch_parts(sizes) == 0]
+        raise ConfigError(
+            f"--generate {rows}: a cache is not divided over cp; add a mesh with cp=1 to "
+            f"{requested}"
+        )
+    able = [
+        sizes
+        for sizes in alone
+        if not list(violations(config, sizes)) and rows % batch_parts(sizes) == 0
+    ]
     if not able:
         raise ConfigError(
-            f"--generate {rows}: no mesh of {where.devices} devices holds the model and divides {rows} rows by dp*fsdp"
+            f"--generate {rows}: no mesh of {where.devices} devices holds the model and divides "
+            f"{rows} rows by dp*fsdp"
         )
-    config = replace(config, precision=replace(config.precision, matmul="compute"))  # as `jaxtp generate` does
-    hardware, arrays = where.hardware, [array for array in model.arrays if array.name.startswith(MODEL)]
+    # as `jaxtp generate` does
+    config = replace(config, precision=replace(config.precision, matmul="compute"))
+    hardware = where.hardware
+    arrays = [array for array in model.arrays if array.name.startswith(MODEL)]
     found = []
     for sizes in {tuple(sizes.values()): sizes for sizes in map(decode_sizes, able)}.values():
-        token = costs_of(config, Workload(sizes=sizes, rows=rows // batch_parts(sizes), length=1, training=False))
+        token = costs_of(
+            config, Workload(sizes=sizes, rows=rows // batch_parts(sizes), length=1, training=False)
+        )
         weights = sum(
             array.bytes_per_device(sizes, config.precision.compute)
             * math.prod(split.shared_by(sizes[TP]) for _, split in array.padding)
@@ -80,7 +99,9 @@ def generations(
         reading = (weights - unread + cache) / hardware.memory_speed
         moving = sum(communication_seconds(hardware, sizes, token.traffic).values())
         found.append(Generation(dict(sizes), weights, cache, reading + moving, rows, where.room))
-    return sorted(found, key=lambda one: (not one.fits, one.seconds if one.fits else one.weights + one.cache))
+    return sorted(
+        found, key=lambda one: (not one.fits, one.seconds if one.fits else one.weights + one.cache)
+    )
 
 
 def cache_bytes(config: ModelConfig, sizes: Mapping[str, int], rows: int, length: int) -> int:
@@ -97,7 +118,10 @@ def table(found: Sequence[Generation], length: int) -> str:
         sizes = (f"{one.weights / GB:,.2f}", f"{one.cache / GB:,.2f}", spare)
         lines.append((describe_mesh(one.sizes), *sizes, f"{one.tokens_per_second:,.0f}"))
     header = ("mesh", "GB of weights", "GB of cache", "to spare", "tokens/s with a full cache")
-    return f"generating {found[0].rows} rows of {length:,} tokens\n{columns(header, lines)}\n{LEFT_OUT}"
+    return (
+        f"generating {found[0].rows} rows of {length:,} "
+        f"tokens\n{columns(header, lines)}\n{LEFT_OUT}"
+    )
 
 
 def record(one: Generation) -> dict[str, object]:
@@ -105,6 +129,10 @@ def record(one: Generation) -> dict[str, object]:
     return {
         **one.sizes,
         "fits": one.fits,
-        "bytes_per_device": {"weights": one.weights, "cache": one.cache, "total": one.weights + one.cache},
+        "bytes_per_device": {
+            "weights": one.weights,
+            "cache": one.cache,
+            "total": one.weights + one.cache,
+        },
         "tokens_per_second": one.tokens_per_second,
     }

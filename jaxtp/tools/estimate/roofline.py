@@ -1,11 +1,12 @@
 """A model of a training step's seconds, from its costs and the hardware's speeds.
 
-A matrix product takes the longer of computing and moving its operands; everything else runs at memory speed (Williams
-et al., "Roofline", CACM 2009).
+A matrix product takes the longer of computing and moving its operands; everything else runs at
+memory speed (Williams et al., "Roofline", CACM 2009).
 
-A collective takes a start, its sequential steps, and its bytes at the speed of the slowest link. The fastest algorithm
-and protocol counts; README.md has the formulas. `Hardware` has the numbers of Simple rings, and the constants below are
-shares of these. If `hop` or `network_hop` is 0, the measured latency includes the protocols.
+A collective takes a start, its sequential steps, and its bytes at the speed of the slowest link.
+The fastest algorithm and protocol counts; README.md has the formulas. `Hardware` has the numbers of
+Simple rings, and the constants below are shares of these. If `hop` or `network_hop` is 0, the
+measured latency includes the protocols.
 """
 
 import math
@@ -52,7 +53,9 @@ class StepTime:
     @property
     def overlapped(self) -> float:
         """Seconds if computing, fast links and network overlap fully."""
-        across = sum(seconds for axes, seconds in self.communication.items() if axes in self.crossing)
+        across = sum(
+            seconds for axes, seconds in self.communication.items() if axes in self.crossing
+        )
         return max(self.computing, across, self.moving - across)
 
     @property
@@ -67,16 +70,28 @@ class StepTime:
 
 
 def step_time(
-    hardware: Hardware, sizes: Mapping[str, int], costs: StepCosts, memory: Memory, accumulation: int, work: float = 1.0
+    hardware: Hardware,
+    sizes: Mapping[str, int],
+    costs: StepCosts,
+    memory: Memory,
+    accumulation: int,
+    work: float = 1.0,
 ) -> StepTime:
-    """Models a step of `accumulation` micro-batches; the model does `work` times the work of `costs`."""
+    """Models a step of `accumulation` micro-batches; the model does `work` times the work of
+    `costs`.
+    """
 
     def products(each: Iterable[Product], itemsize: int) -> float:
-        return sum(product_seconds(hardware, one.flops, one.count * one.bytes, itemsize, one.dtype) for one in each)
+        return sum(
+            product_seconds(hardware, one.flops, one.count * one.bytes, itemsize, one.dtype)
+            for one in each
+        )
 
-    speed, communication = hardware.memory_speed, communication_seconds(hardware, sizes, costs.traffic)
+    speed = hardware.memory_speed
+    communication = communication_seconds(hardware, sizes, costs.traffic)
     communication = {axes: work * seconds for axes, seconds in communication.items()}
-    sums = 3 * memory.gradients * accumulation if accumulation > 1 else 0  # two read, one written, each micro-batch
+    # two read, one written, each micro-batch
+    sums = 3 * memory.gradients * accumulation if accumulation > 1 else 0
     moved = 2 * memory.state + 2 * memory.gradients + sums  # the gradients once more for their norm
     return StepTime(
         products=work * products(costs.products, costs.itemsize),
@@ -88,17 +103,29 @@ def step_time(
     )
 
 
-def product_seconds(hardware: Hardware, flops: float, size: float, itemsize: int, dtype: str = "") -> float:
-    """Returns the seconds of matrix products that move `size` bytes; `dtype` as in `layer_costs.Product`."""
-    peak = hardware.peak(dtype) if dtype else hardware.flops * jnp.dtype("bfloat16").itemsize / itemsize
+def product_seconds(
+    hardware: Hardware, flops: float, size: float, itemsize: int, dtype: str = ""
+) -> float:
+    """Returns the seconds of matrix products that move `size` bytes; `dtype` as in
+    `layer_costs.Product`.
+    """
+    peak = (
+        hardware.peak(dtype)
+        if dtype
+        else hardware.flops * jnp.dtype("bfloat16").itemsize / itemsize
+    )
     return max(flops / (peak * hardware.matmul_efficiency), size / hardware.memory_speed)
 
 
-def communication_seconds(hardware: Hardware, sizes: Mapping[str, int], traffic: Traffic) -> dict[Axes, float]:
+def communication_seconds(
+    hardware: Hardware, sizes: Mapping[str, int], traffic: Traffic
+) -> dict[Axes, float]:
     """Returns the seconds of all collectives, by mesh axes."""
     seconds: dict[Axes, float] = {}
     for one, times in traffic.items():
-        seconds[one.axes] = seconds.get(one.axes, 0.0) + times * collective_seconds(hardware, sizes, one)
+        seconds[one.axes] = seconds.get(one.axes, 0.0) + times * collective_seconds(
+            hardware, sizes, one
+        )
     return seconds
 
 
@@ -122,14 +149,18 @@ class Protocol(NamedTuple):
 
 SIMPLE = Protocol(Way(1, 1, 1, 1, 1), Way(1, 4.0 / 3.4, 1, 0.92, 0.92))
 LL128 = Protocol(
-    Way(14 / 8.4, 1.9 / 3.4, 4.0 / 14, 0.92, 0.92), Way(14 / 8.4, 1.25 / 3.4, 8.5 / 14, 0.92 * 7 / 9, 0.92 * 120 / 128)
+    Way(14 / 8.4, 1.9 / 3.4, 4.0 / 14, 0.92, 0.92),
+    Way(14 / 8.4, 1.25 / 3.4, 8.5 / 14, 0.92 * 7 / 9, 0.92 * 120 / 128),
 )
 LL = Protocol(
     # 0.38: at most 88 GB/s of the 240 that an A100's links reach, and 141 of an H100's 360
     Way(6.6 / 8.4, 0.6 / 3.4, 2.7 / 14, 0.38, 0.5, 20e9),
     Way(6.8 / 8.4, 0.6 / 3.4, 5.0 / 14, 0.92 / 3.8, 0.92 / 3.8, 20e9),
 )
-RCCL_LL = Protocol(Way(12 / 17, 0.8 / 4.5, 9.5 / 24.1, 0.08, 0.08), Way(12 / 17, 0.8 / 4.5, 10.5 / 24.1, 0.06, 0.06))
+RCCL_LL = Protocol(
+    Way(12 / 17, 0.8 / 4.5, 9.5 / 24.1, 0.08, 0.08),
+    Way(12 / 17, 0.8 / 4.5, 10.5 / 24.1, 0.06, 0.06),
+)
 POST = 1.0 / 3.4  # least share of a hop that a step of a ring across hosts takes
 PCIE = 64e9  # bytes/s one way of PCIe 5.0 x16; faster links are NVLink
 
@@ -140,17 +171,30 @@ PAT_EACH_S = 2.8e-6
 
 def collective_seconds(hardware: Hardware, sizes: Mapping[str, int], one: Collective) -> float:
     """Returns the seconds of the fastest way."""
-    return min(steps + one.bytes_sent / speed for steps, speed in _ways(hardware, sizes, one.axes, one.kind))
+    return min(
+        steps + one.bytes_sent / speed
+        for steps, speed in _ways(hardware, sizes, one.axes, one.kind)
+    )
 
 
-def _ways(hardware: Hardware, sizes: Mapping[str, int], axes: Axes, kind: str) -> Iterator[tuple[float, float]]:
+def _ways(
+    hardware: Hardware, sizes: Mapping[str, int], axes: Axes, kind: str
+) -> Iterator[tuple[float, float]]:
     """Yields each way's latency in seconds, and bytes/s."""
     devices = parts(sizes, axes)
     hosts = devices // inside_domain(hardware, sizes, axes)
-    start, hop, network = hardware.latency, hardware.hop, hardware.network_hop
+    start = hardware.latency
+    hop = hardware.hop
+    network = hardware.network_hop
     full = link_speed(hardware, sizes, axes)
     if kind == ALL_TO_ALL and hosts > 1:
-        full = min(full, hardware.network * hardware.link_efficiency * (devices - 1) / (devices - devices // hosts))
+        full = min(
+            full,
+            hardware.network
+            * hardware.link_efficiency
+            * (devices - 1)
+            / (devices - devices // hosts),
+        )
 
     def speed(way: Way) -> float:
         return full * way.inside if hosts == 1 else min(full * way.across, way.most)
@@ -163,10 +207,19 @@ def _ways(hardware: Hardware, sizes: Mapping[str, int], axes: Axes, kind: str) -
         steps = hops[0] * step * hop + hops[1] * far * network
         yield ring.start * start + rounds * steps, speed(ring)
         if kind == ALL_REDUCE and hardware.platform != "tpu":
-            steps = (devices // hosts - 1) * tree.hop * hop + math.log2(hosts) * tree.network_hop * network
+            steps = (devices // hosts - 1) * tree.hop * hop + math.log2(
+                hosts
+            ) * tree.network_hop * network
             yield tree.start * start + 2 * steps, speed(tree)
-    if kind not in (ALL_REDUCE, ALL_TO_ALL, PERMUTE) and hardware.platform != "tpu" and 1 < hosts == devices:
-        yield start + math.log2(hosts) * network * PAT_NETWORK + devices * PAT_EACH_S, PAT_SHARE * full
+    if (
+        kind not in (ALL_REDUCE, ALL_TO_ALL, PERMUTE)
+        and hardware.platform != "tpu"
+        and 1 < hosts == devices
+    ):
+        yield (
+            start + math.log2(hosts) * network * PAT_NETWORK + devices * PAT_EACH_S,
+            PAT_SHARE * full,
+        )
 
 
 def _protocols(hardware: Hardware) -> Sequence[Protocol]:

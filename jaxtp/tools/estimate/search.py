@@ -1,10 +1,11 @@
 """Tries every mesh, micro-batch and remat policy that a configuration can run with, and ranks them.
 
-Costs are formulas (`analysis/step_costs.py`, `train/memory.py`), so hundreds of settings take a second; `compiler.py`
-compiles the best one.
+Costs are formulas (`analysis/step_costs.py`, `train/memory.py`), so hundreds of settings take a
+second; `compiler.py` compiles the best one.
 
-Settings that fit even if the modelled memory is off by 20% rank first, then the middle of the time range decides. Among
-a mesh's settings within 5% of its fastest, the least memory wins; among meshes within 5% of the fastest, the simplest.
+Settings that fit even if the modelled memory is off by 20% rank first, then the middle of the time
+range decides. Among a mesh's settings within 5% of its fastest, the least memory wins; among meshes
+within 5% of the fastest, the simplest.
 """
 
 import itertools
@@ -25,7 +26,14 @@ from jaxtp.models.config import ModelConfig
 from jaxtp.tools.estimate.roofline import StepTime, leaves_domain, step_time
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.memory import MODEL, Memory, StoredArray, costs_of_step, memory_per_device, stored_arrays
+from jaxtp.train.memory import (
+    MODEL,
+    Memory,
+    StoredArray,
+    costs_of_step,
+    memory_per_device,
+    stored_arrays,
+)
 from jaxtp.train.performance import flops_per_token
 from jaxtp.train.setup import open_task
 from jaxtp.train.user_step import row_work
@@ -34,10 +42,13 @@ from jaxtp.train.validation import violations_on
 REMATS: tuple[RematPolicy, ...] = ("none", "save_gathered", "save_dots", "save_reduced", "full")
 """Policies to try; `offload` only if configured, because transfers to the host are not modelled."""
 
-JAX_SHARE, CLUSTER_SHARE = MEMORY_FRACTION["default"], 0.9
+JAX_SHARE = MEMORY_FRACTION["default"]
+CLUSTER_SHARE = 0.9
 """Share of a GPU's memory for JAX: by default, and as scripts/cluster/gpu.env sets it."""
 MEMORY_ERROR = 0.2
-"""Safety margin for modelled memory, which is 19% too low at worst (`scripts/results/estimate_accuracy.txt`)."""
+"""Safety margin for modelled memory, which is 19% too low at worst
+(`scripts/results/estimate_accuracy.txt`).
+"""
 NEAR = 1.05  # times within this factor count as equal
 LEAST_PART = 8192  # with cp, minimum tokens of a sequence on each device
 MAX_REASONS = 3  # in the error that no mesh works
@@ -53,7 +64,8 @@ class Target:
     hardware: Hardware
     devices: int
     room: float  # bytes of each device
-    share: float | None = None  # share of the memory that JAX's allocator takes; None on TPUs, where it takes all
+    # share of the memory that JAX's allocator takes; None on TPUs, where it takes all
+    share: float | None = None
     share_source: str = ""  # the setting, file or default that sets this share
 
     @property
@@ -64,7 +76,10 @@ class Target:
 
 
 def target(
-    hardware: Hardware, devices: int, memory_fraction: float | None = None, allocator: Allocator = "default"
+    hardware: Hardware,
+    devices: int,
+    memory_fraction: float | None = None,
+    allocator: Allocator = "default",
 ) -> Target:
     """Returns the target with JAX's memory, or less if communication and driver leave less.
 
@@ -72,14 +87,24 @@ def target(
     """
     if hardware.platform == "tpu":
         return Target(hardware, devices, hardware.memory - hardware.reserved)
-    share, source = JAX_SHARE, "JAX's default"
+    share = JAX_SHARE
+    source = "JAX's default"
     if memory_fraction is not None:
-        share, source = memory_fraction, "--memory-fraction"
+        share = memory_fraction
+        source = "--memory-fraction"
     elif allocator == "cuda_async":
-        share, source = MEMORY_FRACTION[allocator], "of launch.allocator=cuda_async"
+        share = MEMORY_FRACTION[allocator]
+        source = "of launch.allocator=cuda_async"
     elif devices > hardware.domain:
-        share, source = CLUSTER_SHARE, "set by scripts/cluster/gpu.env"
-    return Target(hardware, devices, min(share * hardware.memory, hardware.memory - hardware.reserved), share, source)
+        share = CLUSTER_SHARE
+        source = "set by scripts/cluster/gpu.env"
+    return Target(
+        hardware,
+        devices,
+        min(share * hardware.memory, hardware.memory - hardware.reserved),
+        share,
+        source,
+    )
 
 
 @dataclass(frozen=True)
@@ -115,7 +140,9 @@ def _loss_work(config: TrainConfig) -> LossWork:
     row = replace_nested(config, {"data.global_batch_size": 1, "train.accumulation": 1})
     own = open_task(row)
     flops, saved = row_work(*own)
-    usual, least = row_work(*open_task(replace_nested(row, {"train.loss": None, "train.loss_arguments": {}})))
+    usual, least = row_work(
+        *open_task(replace_nested(row, {"train.loss": None, "train.loss_arguments": {}}))
+    )
     columns = sum(each.size * each.dtype.itemsize for each in own[2].values())
     return LossWork(flops, flops / usual, max(0.0, saved - least), columns)
 
@@ -140,7 +167,9 @@ class Setting:
     @property
     def rows(self) -> int:
         """Micro-batch size per device."""
-        return self.config.data.global_batch_size // (batch_parts(self.sizes) * self.config.train.accumulation)
+        return self.config.data.global_batch_size // (
+            batch_parts(self.sizes) * self.config.train.accumulation
+        )
 
     @property
     def fits(self) -> bool:
@@ -181,7 +210,9 @@ class Setting:
     def mfu_range(self) -> tuple[float, float]:
         """Model FLOPs utilization, relative to the dense bfloat16 peak."""
         peak = self.target.devices * self.target.hardware.flops
-        low, high = (tokens * self.flops_per_token / peak for tokens in self.tokens_per_second_range)
+        low, high = (
+            tokens * self.flops_per_token / peak for tokens in self.tokens_per_second_range
+        )
         return low, high
 
     @property
@@ -190,14 +221,18 @@ class Setting:
         return self.config.data.global_batch_size * self.config.data.sequence_length
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
+        return (
+            " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
+            or "one device"
+        )
 
 
 @dataclass(frozen=True)
 class Search:
     """Result of a search."""
 
-    settings: tuple[Setting, ...]  # the best setting of each mesh, ranked; the first is the best of all
+    # the best setting of each mesh, ranked; the first is the best of all
+    settings: tuple[Setting, ...]
     all: tuple[Setting, ...]
     refused: Mapping[str, str]  # why the other meshes cannot run the configuration, by mesh
     as_configured: bool  # remat and accumulation are as configured
@@ -226,33 +261,47 @@ def search(
         raise ConfigError(_none_can(config, where.devices, refused))
     most = max(2, min(MAX_ACCUMULATIONS, MAX_SETTINGS // (len(REMATS) * len(able))))
     of_mesh = [
-        [estimate(choice, where, model) for choice in ([one] if as_configured else _choices(one, most))] for one in able
+        [
+            estimate(choice, where, model)
+            for choice in ([one] if as_configured else _choices(one, most))
+        ]
+        for one in able
     ]
     best = sorted(map(_choose, of_mesh), key=rank)
     return Search(_simplest_first(best), tuple(itertools.chain(*of_mesh)), refused, as_configured)
 
 
 def parse_meshes(texts: Sequence[str], hardware: str, devices: int) -> list[dict[str, int]]:
-    """Returns the meshes of --mesh; raises `ConfigError` unless each has all `devices` of --hardware."""
+    """Returns the meshes of --mesh; raises `ConfigError` unless each has all `devices` of
+    --hardware.
+    """
     meshes = [parse_mesh(text, AXES) for text in texts]
     for text, sizes in zip(texts, meshes, strict=True):
         if (needed := math.prod(sizes.values())) != devices:
             kind = re.sub(r"^\d+[xX](?=.+[xX])|\d+$", "", hardware)
             instead = f"; {kind}{needed} has as many" if needed <= MAX_DEVICES else ""
             raise ConfigError(
-                f"--mesh {text}: {describe_mesh(sizes)} is {needed:,} devices, and --hardware {hardware} is "
+                f"--mesh {text}: {describe_mesh(sizes)} is {needed:,} devices, and --hardware "
+                f"{hardware} is "
                 f"{devices:,}{instead}"
             )
     return meshes
 
 
-def meshes_to_try(config: TrainConfig, devices: int, domain: int | None = None) -> list[dict[str, int]]:
+def meshes_to_try(
+    config: TrainConfig, devices: int, domain: int | None = None
+) -> list[dict[str, int]]:
     """Returns meshes with at least `LEAST_PART` tokens per sequence part, or the run's cp.
 
-    Unless the run allows it, no tp group spans several domains of fast links (`domain` devices each).
+    Unless the run allows it, no tp group spans several domains of fast links (`domain` devices
+    each).
     """
     longest = max(1, config.data.sequence_length // LEAST_PART)
-    meshes = [sizes for sizes in fitting_meshes(devices) if sizes[CP] <= longest or sizes[CP] == config.mesh.cp]
+    meshes = [
+        sizes
+        for sizes in fitting_meshes(devices)
+        if sizes[CP] <= longest or sizes[CP] == config.mesh.cp
+    ]
     if config.mesh.tp_across_hosts or domain is None:
         return meshes
     return [sizes for sizes in meshes if not spans_hosts(sizes, domain)]
@@ -266,8 +315,11 @@ def spans_hosts(sizes: Mapping[str, int], domain: int) -> bool:
 def runnable(
     config: TrainConfig, meshes: Sequence[Mapping[str, int]], *, as_configured: bool = False
 ) -> tuple[list[TrainConfig], dict[str, str]]:
-    """Returns the run on each mesh that can run it (in one micro-batch unless `as_configured`); why others cannot."""
-    able, refused = [], {}
+    """Returns the run on each mesh that can run it (in one micro-batch unless `as_configured`);
+    why others cannot.
+    """
+    able = []
+    refused = {}
     once = config if as_configured else replace_nested(config, {"train.accumulation": 1})
     for sizes in meshes:
         on_mesh = replace_nested(once, {"mesh": once.mesh.of_sizes(sizes)})
@@ -279,7 +331,9 @@ def runnable(
 
 
 def leanest(config: TrainConfig) -> Iterator[TrainConfig]:
-    """Yields candidates for least memory: full remat, one row per micro-batch or all in one (no gradients to sum)."""
+    """Yields candidates for least memory: full remat, one row per micro-batch or all in one (no
+    gradients to sum).
+    """
     remat = "offload" if config.model.remat == "offload" else "full"
     for accumulation in {rows_of(config), 1}:
         yield replace_nested(config, {"model.remat": remat, "train.accumulation": accumulation})
@@ -287,19 +341,32 @@ def leanest(config: TrainConfig) -> Iterator[TrainConfig]:
 
 def _none_can(config: TrainConfig, devices: int, refused: Mapping[str, str]) -> str:
     def able(number: int) -> bool:
-        return any(next(violations_on(config, sizes), None) is None for sizes in meshes_to_try(config, number))
+        return any(
+            next(violations_on(config, sizes), None) is None
+            for sizes in meshes_to_try(config, number)
+        )
 
-    problem = f"none of the requested meshes can run this configuration; others of {devices:,} devices can:"
+    problem = (
+        f"none of the requested meshes can run this configuration; others of {devices:,} "
+        "devices can:"
+    )
     if not able(devices):
-        fewer, more = range(devices - 1, max(0, devices - FURTHEST), -1), range(devices + 1, devices + FURTHEST)
-        near = [f"{number:,}" for numbers in (fewer, more) for number in itertools.islice(filter(able, numbers), 1)]
+        fewer = range(devices - 1, max(0, devices - FURTHEST), -1)
+        more = range(devices + 1, devices + FURTHEST)
+        near = [
+            f"{number:,}"
+            for numbers in (fewer, more)
+            for number in itertools.islice(filter(able, numbers), 1)
+        ]
         instead = f"; {' or '.join(near)} devices could" if near else ""
         problem = f"no mesh of {devices:,} devices can run this configuration{instead}:"
     first: dict[str, str] = {}
     for mesh, reason in refused.items():
         first.setdefault(reason, mesh)
     lines = [f"  {mesh}: {reason}" for reason, mesh in first.items()]
-    rest = [f"  ... and {len(lines) - MAX_REASONS} more reasons"] if len(lines) > MAX_REASONS else []
+    rest = (
+        [f"  ... and {len(lines) - MAX_REASONS} more reasons"] if len(lines) > MAX_REASONS else []
+    )
     return "\n".join([problem, *lines[:MAX_REASONS], *rest])
 
 
@@ -310,7 +377,8 @@ def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
     memory = memory_per_device(config, sizes, model.arrays, costs=costs)
     work = 1.0
     if (loss := model.loss) is not None:
-        work, rows = loss.relative, config.data.global_batch_size // batch_parts(sizes)
+        work = loss.relative
+        rows = config.data.global_batch_size // batch_parts(sizes)
         saved = int(loss.saved * rows / (config.train.accumulation * sizes[CP]))
         memory = replace(memory, activations=memory.activations + saved, batch=loss.columns * rows)
     time = step_time(where.hardware, sizes, costs, memory, config.train.accumulation, work)
@@ -332,12 +400,15 @@ def rank(setting: Setting) -> tuple[int, float, float]:
 
 def _simplest_first(ranked: list[Setting]) -> tuple[Setting, ...]:
     def complexity(setting: Setting) -> tuple[bool, int, int, int]:
-        sizes, leaves = setting.sizes, leaves_domain(setting.target.hardware, setting.sizes, (TP,))
+        sizes = setting.sizes
+        leaves = leaves_domain(setting.target.hardware, setting.sizes, (TP,))
         return leaves, setting.config.train.accumulation, sizes[TP], sizes[CP]
 
     first = ranked[0]
     near = [s for s in ranked if s.fits and s.time.expected <= NEAR * first.time.expected]
-    simplest = min((s for s in near if s.has_margin == first.has_margin), key=complexity, default=first)
+    simplest = min(
+        (s for s in near if s.has_margin == first.has_margin), key=complexity, default=first
+    )
     return (simplest, *(setting for setting in ranked if setting is not simplest))
 
 
@@ -358,7 +429,8 @@ def _choices(config: TrainConfig, most: int) -> Iterator[TrainConfig]:
 def is_plain(model: ModelConfig) -> bool:
     """Returns whether the formulas are exact, not upper bounds."""
     plain = all(
-        not (block.attention_bias or block.attention_out_bias or block.mlp_bias) and block.qk_norm == "none"
+        not (block.attention_bias or block.attention_out_bias or block.mlp_bias)
+        and block.qk_norm == "none"
         for block in model.block_kinds()
     )
     return plain and not (model.tie_embeddings or model.lora.rank)

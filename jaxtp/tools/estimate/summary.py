@@ -18,14 +18,21 @@ from jaxtp.tools.estimate.search import MEMORY_ERROR, Model, Search, Setting, Ta
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.memory import Memory, save_bytes
-from jaxtp.train.run_report import describe_context, describe_kernels, describe_loss, describe_matmul
+from jaxtp.train.run_report import (
+    describe_context,
+    describe_kernels,
+    describe_loss,
+    describe_matmul,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MAX_ROWS = 10
-EXACT, MODELLED, AT_MOST = "exact", "modelled", "at most"
+EXACT = "exact"
+MODELLED = "modelled"
+AT_MOST = "at most"
 _COLORS = (
     *("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink"),
     *("teal", "goldenrod", "slateblue", "yellowgreen", "lightcoral", "skyblue", "silver", "black"),
@@ -35,7 +42,9 @@ EXACT_MEMORY = ("parameters", "optimizer", "batch")
 
 def heading(config: TrainConfig, where: Target, model: Model) -> str:
     """Formats hardware, model and batch."""
-    hardware, sizes, data = where.hardware, config.model, config.data
+    hardware = where.hardware
+    sizes = config.model
+    data = config.data
     tokens = data.global_batch_size * data.sequence_length
     share = "" if where.share is None else f" ({where.share:.0%}, {where.share_source})"
     assumed = data.sequence_length == DataConfig().sequence_length
@@ -45,9 +54,11 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
     if hardware.direct:
         links = f"{link_of(hardware, 2) / GB:,.0f} GB/s to each of {hardware.domain - 1}"
     rows = {
-        "on": f"{where.devices} x {hardware.name}: {hardware.memory / GB:,.1f} GB each, of which JAX takes "
+        "on": f"{where.devices} x {hardware.name}: {hardware.memory / GB:,.1f} GB each, of which "
+        "JAX takes "
         f"{where.room / GB:,.1f}{share}; "
-        f"{hardware.peak(matmul) / 1e12:,.0f} TFLOP/s{in_dtype}, {hardware.bandwidth / 1e12:,.2f} TB/s; "
+        f"{hardware.peak(matmul) / 1e12:,.0f} TFLOP/s{in_dtype}, "
+        f"{hardware.bandwidth / 1e12:,.2f} TB/s; "
         f"{links}, {hardware.network / GB:,.0f} beyond",
         "model": f"{model.parameters:,} parameters{describe_active(sizes, model.parameters)}: "
         f"{sizes.num_layers} layers, d_model {sizes.d_model}, {sizes.precision.compute} compute, "
@@ -55,14 +66,19 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
         **_loss(config, model),
         "kernels": describe_kernels(config, mesh_shape(), hardware.architecture),
         "matmul": describe_matmul(sizes),
-        "batch": f"{data.global_batch_size:,} sequences of {data.sequence_length:,} tokens = {tokens:,}"
+        "batch": f"{data.global_batch_size:,} sequences of {data.sequence_length:,} tokens = "
+        f"{tokens:,}"
         f"{' (the default; --data.sequence-length N changes it)' if assumed else ''}",
         "assumed": f"{hardware.matmul_efficiency:.0%} of the peak in large products, "
-        f"{hardware.bandwidth_efficiency:.0%} of memory's bandwidth, {hardware.link_efficiency:.0%} of links "
+        f"{hardware.bandwidth_efficiency:.0%} of memory's bandwidth, "
+        f"{hardware.link_efficiency:.0%} of links "
         f"({hardware.source if hardware.name not in TABLE else 'jaxtp/analysis/hardware.py'})",
     }
     if not optimizers.is_modelled(config.optimizer):
-        rows["without"] = f"the update by {config.optimizer.name}: its time, memory and communication are not modelled"
+        rows["without"] = (
+            f"the update by {config.optimizer.name}: its time, memory and communication are not "
+            "modelled"
+        )
     if sizes.remat == "offload":
         rows["without"] = "the time of offloaded activations on their way to the host and back"
     return "\n".join(f"{name:<8}{text}" for name, text in rows.items() if text is not None)
@@ -73,8 +89,10 @@ def _loss(config: TrainConfig, model: Model) -> dict[str, str]:
         return {}
     work = f"{loss.flops * config.data.global_batch_size / 1e12:,.1f} TFLOP a step"
     return {
-        "loss": f"{describe_loss(config.train)}: {work}, {loss.relative:.2f} times the cross-entropy's, traced on one "
-        f"device;\n{'':<8}its time is modelled in proportion, and its peak of memory in the backward pass"
+        "loss": f"{describe_loss(config.train)}: {work}, {loss.relative:.2f} times the "
+        "cross-entropy's, traced on one "
+        f"device;\n{'':<8}its time is modelled in proportion, and its peak of memory in the "
+        "backward pass"
     }
 
 
@@ -92,9 +110,12 @@ def ranking(found: Search) -> str:
 
 
 def _row(setting: Setting) -> tuple[str, ...]:
-    (slow, fast), (low, high) = setting.tokens_per_second_range, setting.mfu_range
+    slow, fast = setting.tokens_per_second_range
+    low, high = setting.mfu_range
     doubts = {"tight": not setting.has_margin, "without the update": not setting.update_is_modelled}
-    spare = ", ".join((gigabytes(setting.spare), *(doubt for doubt, holds in doubts.items() if holds)))
+    spare = ", ".join(
+        (gigabytes(setting.spare), *(doubt for doubt, holds in doubts.items() if holds))
+    )
     return (
         str(setting),
         setting.config.model.remat,
@@ -108,7 +129,10 @@ def _row(setting: Setting) -> tuple[str, ...]:
 
 
 def explained(
-    found: Search, configured: Setting | None, alternatives: Sequence[Alternative], price: float | None = None
+    found: Search,
+    configured: Setting | None,
+    alternatives: Sequence[Alternative],
+    price: float | None = None,
 ) -> str:
     """Formats the best setting: its fit, memory, time and cost, and what changes it.
 
@@ -117,9 +141,15 @@ def explained(
       price: of a device hour.
     """
     best = found.settings[0]
-    where, time, steps = best.target, best.time, best.config.train.steps
+    where = best.target
+    time = best.time
+    steps = best.config.train.steps
     verdict = "" if best.fits else "nothing fits; the least is "
-    rows = [("best", f"{verdict}{_used(best)}"), ("memory", _memory(best)), *(("", text) for text in _warnings(best))]
+    rows = [
+        ("best", f"{verdict}{_used(best)}"),
+        ("memory", _memory(best)),
+        *(("", text) for text in _warnings(best)),
+    ]
     if best.fits:
         parts = sorted(_seconds(best).items(), key=lambda part: -part[1])
         shares = ", ".join(f"{name} {seconds / time.serial:.0%}" for name, seconds in parts)
@@ -160,7 +190,11 @@ def _used(setting: Setting) -> str:
 
 
 def _beside(setting: Setting, best: Setting) -> str:
-    speed = f", {best.time.expected / setting.time.expected:.2f} x as fast" if setting.fits and best.fits else ""
+    speed = (
+        f", {best.time.expected / setting.time.expected:.2f} x as fast"
+        if setting.fits and best.fits
+        else ""
+    )
     return f"{_used(setting)}{speed}"
 
 
@@ -168,10 +202,14 @@ def _memory(setting: Setting) -> str:
     unit, size = ("GB", GB) if setting.memory.total >= GB / 10 else ("MB", GB / 1000)
     kinds = sorted(dataclasses.asdict(setting.memory).items(), key=lambda kind: -kind[1])
     exact, modelled = (
-        ", ".join(f"{label(k)} {n / size:,.2f}" for k, n in kinds if n and (k in EXACT_MEMORY) == is_exact)
+        ", ".join(
+            f"{label(k)} {n / size:,.2f}" for k, n in kinds if n and (k in EXACT_MEMORY) == is_exact
+        )
         for is_exact in (True, False)
     )
-    total = f"{setting.memory.total / size:,.2f} of {setting.target.room / size:,.2f} {unit} for JAX"
+    total = (
+        f"{setting.memory.total / size:,.2f} of {setting.target.room / size:,.2f} {unit} for JAX"
+    )
     return f"{total}: exact {exact};\n{'':<8}modelled {modelled}"
 
 
@@ -182,10 +220,15 @@ def label(kind: str) -> str:
 
 def _warnings(best: Setting) -> Iterator[str]:
     if not best.update_is_modelled:
-        yield f"not sure: the update by {best.config.optimizer.name} is not modelled; --tier 3 compiles it"
+        yield (
+            f"not sure: the update by {best.config.optimizer.name} is not modelled; --tier 3 "
+            "compiles it"
+        )
     if best.fits and not best.has_margin:
         yield f"tight: the modelled memory may be off by {MEMORY_ERROR:.0%}; --tier 3 compiles it"
-    hardware, room, allocator = best.target.hardware, best.target.room, best.config.launch.allocator
+    hardware = best.target.hardware
+    room = best.target.room
+    allocator = best.config.launch.allocator
     advised = advice(allocator, best.memory.total, room, room / hardware.memory)
     if hardware.platform == "cuda" and advised is not None:
         yield f"launch.allocator={allocator}: {advised}"
@@ -214,7 +257,8 @@ def device_hours(best: Setting) -> tuple[float, float]:
 
 def record(config: TrainConfig, where: Target, model: Model, found: Search) -> dict[str, object]:
     """Returns the search for JSON; sizes in bytes, times in seconds."""
-    best, moves = found.settings[0], EXACT if is_plain(config.model) else AT_MOST
+    best = found.settings[0]
+    moves = EXACT if is_plain(config.model) else AT_MOST
     if not optimizers.is_modelled(config.optimizer):
         moves = f"{moves}, but for the update by {config.optimizer.name}"
     return {
@@ -229,11 +273,14 @@ def record(config: TrainConfig, where: Target, model: Model, found: Search) -> d
         "loss": None if model.loss is None else dataclasses.asdict(model.loss),
         "tokens": config.data.global_batch_size * config.data.sequence_length,
         "steps": config.train.steps,
-        "save_host_bytes": save_bytes(best.config, best.sizes, model.arrays, where.hosts["devices_per_host"]),
+        "save_host_bytes": save_bytes(
+            best.config, best.sizes, model.arrays, where.hosts["devices_per_host"]
+        ),
         "device_hours": list(device_hours(best)),
         "provenance": {
             "bytes_per_device": {
-                kind.name: EXACT if kind.name in EXACT_MEMORY else MODELLED for kind in dataclasses.fields(Memory)
+                kind.name: EXACT if kind.name in EXACT_MEMORY else MODELLED
+                for kind in dataclasses.fields(Memory)
             },
             "collectives": moves,
             "flops_per_device": moves,
@@ -259,15 +306,26 @@ def setting_record(setting: Setting) -> dict[str, object]:
         "bytes_per_device": dataclasses.asdict(setting.memory) | {"total": setting.memory.total},
         "bytes_to_spare": setting.spare,
         "collectives": [
-            {"module": one.module, "kind": one.kind, "axes": one.axes, "devices": one.group, "count": times}
+            {
+                "module": one.module,
+                "kind": one.kind,
+                "axes": one.axes,
+                "devices": one.group,
+                "count": times,
+            }
             | {"bytes_sent": times * one.bytes_sent}
             for one, times in setting.costs.traffic.items()
         ],
         "flops_per_device": setting.costs.flops * setting.relative_work,
         "padding": setting.costs.padding,
         "seconds": {
-            **{name: getattr(time, name) for name in ("products", "attention", "elementwise", "update")},
-            "communication": {"+".join(axes): seconds for axes, seconds in time.communication.items()},
+            **{
+                name: getattr(time, name)
+                for name in ("products", "attention", "elementwise", "update")
+            },
+            "communication": {
+                "+".join(axes): seconds for axes, seconds in time.communication.items()
+            },
             "serial": time.serial,
             "overlapped": time.overlapped,
         },
@@ -278,7 +336,9 @@ def setting_record(setting: Setting) -> dict[str, object]:
 
 
 def draw(found: Search, title: str, figure: "Figure") -> None:
-    """Draws bars of memory by kind and seconds by part, for each tp's best setting; marks the best of all."""
+    """Draws bars of memory by kind and seconds by part, for each tp's best setting; marks the
+    best of all.
+    """
     by_tp = {setting.sizes[TP]: setting for setting in reversed(found.settings)}
     settings = [by_tp[tp] for tp in sorted(by_tp)]
     figure.set_size_inches(13, 6.5)
@@ -297,7 +357,8 @@ def draw(found: Search, title: str, figure: "Figure") -> None:
         _name_bars(panel, settings, best=found.settings[0])
     room = settings[0].target.room / GB
     memory_panel.axhline(room, color="black", linestyle="--", linewidth=1)
-    right, above = (0.99, room), (0, 3)
+    right = (0.99, room)
+    above = (0, 3)
     memory_panel.annotate(
         f"limit {room:.1f} GB",
         xy=right,
@@ -320,14 +381,18 @@ def _part_colors(bars: Sequence[Mapping[str, float]]) -> dict[str, str]:
     return dict(zip(parts, cycle(_COLORS), strict=False))
 
 
-def _draw_bars(panel: "Axes", bars: Sequence[Mapping[str, float]], colors: Mapping[str, str], total: str) -> None:
+def _draw_bars(
+    panel: "Axes", bars: Sequence[Mapping[str, float]], colors: Mapping[str, str], total: str
+) -> None:
     below = [0.0] * len(bars)
     visible = max(sum(bar.values()) for bar in bars) / 200
     for part in dict.fromkeys(part for bar in bars for part in bar):
         values = [bar.get(part, 0.0) for bar in bars]
         if max(values) < visible:
             continue
-        panel.bar(range(len(values)), values, bottom=below, width=0.6, label=part, color=colors[part])
+        panel.bar(
+            range(len(values)), values, bottom=below, width=0.6, label=part, color=colors[part]
+        )
         below = [bottom + value for bottom, value in zip(below, values, strict=True)]
     for place, bar in enumerate(bars):
         height = sum(bar.values())
@@ -341,7 +406,9 @@ def _draw_bars(panel: "Axes", bars: Sequence[Mapping[str, float]], colors: Mappi
         )
     panel.margins(y=0.12)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+    panel.legend(
+        frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16)
+    )
 
 
 def _name_bars(panel: "Axes", settings: Sequence[Setting], best: Setting) -> None:

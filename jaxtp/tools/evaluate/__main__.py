@@ -1,4 +1,6 @@
-"""`jaxtp evaluate`: opens models and documents, measures, and reports the numbers as a table or as JSON."""
+"""`jaxtp evaluate`: opens models and documents, measures, and reports the numbers as a table or
+as JSON.
+"""
 
 if __name__ == "__main__":
     from jaxtp.config.entry import start
@@ -23,7 +25,13 @@ from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.chat_template import writes_day
-from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere, reporting_failure, run_and_report, watch
+from jaxtp.distributed.agreement import (
+    is_multiprocess,
+    raise_everywhere,
+    reporting_failure,
+    run_and_report,
+    watch,
+)
 from jaxtp.distributed.joining import join_processes
 from jaxtp.generate.loading import (
     ModelSource,
@@ -35,7 +43,12 @@ from jaxtp.generate.loading import (
     request_devices,
 )
 from jaxtp.mesh import mesh_sizes
-from jaxtp.tools.evaluate.evaluation_settings import SHOWN_FIRST, EvaluateConfig, conflicts, window_length
+from jaxtp.tools.evaluate.evaluation_settings import (
+    SHOWN_FIRST,
+    EvaluateConfig,
+    conflicts,
+    window_length,
+)
 from jaxtp.tools.evaluate.inputs import Input, open_inputs
 from jaxtp.tools.evaluate.measure import Measured, Scorer, measure
 
@@ -51,10 +64,18 @@ are the same on any mesh (--mesh fsdp=2,tp=4) and with any --batch-size. --tasks
 lm-evaluation-harness instead (pip install 'jaxtp[eval]'). Results go to standard output, as a table or with --json - as
 JSON; everything else goes to standard error.
 """
-COMMAND = Command(program=PROGRAM, schema=EvaluateConfig, description=DESCRIPTION, short_help=SHOWN_FIRST)
+COMMAND = Command(
+    program=PROGRAM, schema=EvaluateConfig, description=DESCRIPTION, short_help=SHOWN_FIRST
+)
 STDOUT = Path("-")  # Value of --json for standard output
 _COUNTS = dict.fromkeys(("documents", "tokens", "bytes"), ",")
-_FORMATS = {**_COUNTS, "loss": ".6f", "perplexity": ".5g", "bits_per_byte": ".5f", "accuracy": ".2%"}
+_FORMATS = {
+    **_COUNTS,
+    "loss": ".6f",
+    "perplexity": ".5g",
+    "bits_per_byte": ".5f",
+    "accuracy": ".2%",
+}
 """Columns of the table."""
 
 Record = dict[str, Any]  # An object of the JSON
@@ -64,7 +85,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command.
 
     Returns:
-      0; 2 for a user's mistake; 3 for a loss that is not finite; 75 if another process was lost; 130 for Ctrl-C.
+      0; 2 for a user's mistake; 3 for a loss that is not finite; 75 if another process was lost;
+      130 for Ctrl-C.
     """
     silence_orbax()
     return run_and_report(lambda: entry.attempt(PROGRAM, lambda: _evaluate(argv)))
@@ -89,30 +111,44 @@ def _measure_models(config: EvaluateConfig) -> None:
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"--model {duplicates[0]} is given twice")
         length = window_length(config, sources)
-        inputs = [open_inputs(config, path, source) for path, source in zip(config.model, sources, strict=True)]
+        inputs = [
+            open_inputs(config, path, source)
+            for path, source in zip(config.model, sources, strict=True)
+        ]
         meshes = [inference_mesh(config.mesh, source.config) for source in sources]
     records: list[Record] = []
     try:
         for source, documents, mesh in zip(sources, inputs, meshes, strict=True):
             about = {"data": [each.name for each in documents], "stride": config.stride or length}
             measured = _measure(config, source, documents, mesh, length)
-            records.append({**_describe(source, mesh, length), **about, **_record(measured, config.by)})
+            records.append(
+                {**_describe(source, mesh, length), **about, **_record(measured, config.by)}
+            )
     finally:  # also reports the models measured before a failure
         if records:
             record = records[0] if len(sources) == 1 else {"models": records}
             _report(_table(records), config.json, record)
 
 
-def _measure(config: EvaluateConfig, source: ModelSource, inputs: Sequence[Input], mesh: Mesh, length: int) -> Measured:
+def _measure(
+    config: EvaluateConfig, source: ModelSource, inputs: Sequence[Input], mesh: Mesh, length: int
+) -> Measured:
     scorer = Scorer(load_model(source, mesh), config.batch_size)
-    total, started, status = sum(each.num_documents for each in inputs), time.monotonic(), Status()
+    total = sum(each.num_documents for each in inputs)
+    started = time.monotonic()
+    status = Status()
     stride = f" that start {config.stride:,} apart" if config.stride not in (None, length) else ""
-    print_status(f"data    {total:,} document{'s' * (total != 1)}; windows of {length:,} tokens{stride}")
+    print_status(
+        f"data    {total:,} document{'s' * (total != 1)}; windows of {length:,} tokens{stride}"
+    )
 
     def progress(measured: Measured) -> None:
         if (whole := measured.whole()).tokens:
             rate = whole.tokens / (time.monotonic() - started)
-            status(f"{measured.documents_scored() / total:.0%}  loss {whole.loss:.4f}  {rate:,.0f} tokens/s")
+            status(
+                f"{measured.documents_scored() / total:.0%}  loss {whole.loss:.4f}  {rate:,.0f} "
+                "tokens/s"
+            )
 
     return measure(scorer, inputs, length, config.stride or length, progress)
 
@@ -121,7 +157,10 @@ def _run_tasks(config: EvaluateConfig) -> None:
     if find_spec("lm_eval") is None:
         raise ConfigError("--tasks needs lm-evaluation-harness: pip install 'jaxtp[eval]'")
     if is_multiprocess():
-        raise ConfigError("--tasks runs in one process, and there are several; one process drives all GPUs of a host")
+        raise ConfigError(
+            "--tasks runs in one process, and there are several; one process drives all GPUs "
+            "of a host"
+        )
     from jaxtp.tools.evaluate import harness
 
     _require_json(config.json)
@@ -136,7 +175,8 @@ def _run_tasks(config: EvaluateConfig) -> None:
         source = replace(source, template_day=day)
         about = {"chat_template_day": day}
         print_status(f"date    the chat template writes the day {day}; --date names another")
-    length, mesh = window_length(config, [source]), inference_mesh(config.mesh, source.config)
+    length = window_length(config, [source])
+    mesh = inference_mesh(config.mesh, source.config)
     tasks = harness.open_tasks(config.tasks, config.task_folder)
     table, results = harness.run(load_model(source, mesh), source, tasks, config, length)
     _report(table, config.json, {**_describe(source, mesh, length), **about, **results})
@@ -144,7 +184,12 @@ def _run_tasks(config: EvaluateConfig) -> None:
 
 def _describe(source: ModelSource, mesh: Mesh, length: int) -> Record:
     dtype = source.config.precision.compute
-    return {"model": source.name, "dtype": dtype, "mesh": mesh_sizes(mesh), "sequence_length": length}
+    return {
+        "model": source.name,
+        "dtype": dtype,
+        "mesh": mesh_sizes(mesh),
+        "sequence_length": length,
+    }
 
 
 def _require_json(path: Path | None) -> None:
@@ -166,7 +211,9 @@ def _report(table: str, path: Path | None, record: Mapping[str, object]) -> None
 def _record(measured: Measured, by: Sequence[str]) -> Record:
     record: Record = {"all": measured.whole().numbers()}
     if "source" in by:
-        record["by_source"] = [{"source": name, **part.numbers()} for name, part in measured.by_source().items()]
+        record["by_source"] = [
+            {"source": name, **part.numbers()} for name, part in measured.by_source().items()
+        ]
     if "length" in by:
         record["by_length"] = [
             {"tokens_from": least, "tokens_to": 2 * least - 1, **part.numbers()}
@@ -180,11 +227,23 @@ def _table(records: Sequence[Record]) -> str:
     for record in records:
         parts = [(each["source"], each) for each in record.get("by_source", ())]
         for each in record.get("by_length", ()):
-            least, most = each["tokens_from"], each["tokens_to"]
-            parts.append((f"{least:,} tokens" if least == most else f"{least:,} to {most:,} tokens", each))
+            least = each["tokens_from"]
+            most = each["tokens_to"]
+            parts.append(
+                (f"{least:,} tokens" if least == most else f"{least:,} to {most:,} tokens", each)
+            )
         for part, numbers in [*parts, ("all", record["all"])]:
-            name = part if len(records) == 1 else f"{record['model']}: {part}" if parts else record["model"]
-            cells = ["-" if numbers[key] is None else f"{numbers[key]:{style}}" for key, style in _FORMATS.items()]
+            name = (
+                part
+                if len(records) == 1
+                else f"{record['model']}: {part}"
+                if parts
+                else record["model"]
+            )
+            cells = [
+                "-" if numbers[key] is None else f"{numbers[key]:{style}}"
+                for key, style in _FORMATS.items()
+            ]
             rows.append([name, f"{record['sequence_length']:,}", *cells])
     first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [[name.ljust(first), *map(str.rjust, cells, others)] for name, *cells in rows]

@@ -46,10 +46,14 @@ class EvaluateConfig(SourceConfig):
     """Field of the text in JSONL and Parquet."""
 
     max_document_bytes: Count = 2**26
-    """Refuse larger documents, and lines of JSONL: a document and its tokens take ten times as much memory."""
+    """Refuse larger documents, and lines of JSONL: a document and its tokens take ten times as
+    much memory.
+    """
 
     by: _Groupings = ()
-    """Also show the numbers by document length in tokens, or by source (dataset or file). Can be given twice."""
+    """Also show the numbers by document length in tokens, or by source (dataset or file). Can be
+    given twice.
+    """
 
     limit: Count | None = None
     """Read at most this many documents of each dataset and file, or examples of each task."""
@@ -60,20 +64,24 @@ class EvaluateConfig(SourceConfig):
     shortest of their windows."""
 
     stride: Count | None = None
-    """Tokens between the starts of two windows of a long document; by default sequence-length, so windows do not
-    overlap. With a smaller stride, each token after the first window sees at least sequence-length - stride + 1
-    tokens; it counts once."""
+    """Tokens between the starts of two windows of a long document; by default sequence-length, so
+    windows do not overlap. With a smaller stride, each token after the first window sees at least
+    sequence-length - stride + 1 tokens; it counts once.
+    """
 
     beyond_context: Switch = False
-    """Allow a --sequence-length beyond the model's context (max_position_embeddings in its config.json)."""
+    """Allow a --sequence-length beyond the model's context (max_position_embeddings in its
+    config.json).
+    """
 
     tasks: _Names = ()
     """Task or group of lm-evaluation-harness, instead of data (pip install 'jaxtp[eval]'); can be
     given several times."""
 
     task_folder: Annotated[_Folders, RUNS_CODE] = ()
-    """A folder of your own tasks, in the harness's YAML, which may call Python functions of the folder. Can be given
-    several times."""
+    """A folder of your own tasks, in the harness's YAML, which may call Python functions of the
+    folder. Can be given several times.
+    """
 
     num_fewshot: CountOrZero | None = None
     """Examples shown before each question; by default the number in the task."""
@@ -82,12 +90,14 @@ class EvaluateConfig(SourceConfig):
     """Ask tasks' questions as chat messages, with the model's chat template."""
 
     date: Day | None = None
-    """With --chat: the day that a chat template with a date writes (strftime_now); by default the day that it wrote
-    into the run's data, else today."""
+    """With --chat: the day that a chat template with a date writes (strftime_now); by default the
+    day that it wrote into the run's data, else today.
+    """
 
     cache: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR"), RUNS_CODE] = None
-    """Folder that stores the answers to tasks, so that an interrupted command can continue. The harness pickles them,
-    so a folder from someone else could run code."""
+    """Folder that stores the answers to tasks, so that an interrupted command can continue. The
+    harness pickles them, so a folder from someone else could run code.
+    """
 
     batch_size: Count = 8
     """Rows of a batch, rounded up to a multiple of mesh.dp * mesh.fsdp."""
@@ -116,7 +126,9 @@ def conflicts(config: EvaluateConfig) -> Iterator[str]:
     if not config.model:
         yield "name the model by --model DIR"
     if len(config.model) > 1 and config.adapters is not None:
-        yield f"--adapters {config.adapters} is for one model, and --model names {len(config.model)}"
+        yield (
+            f"--adapters {config.adapters} is for one model, and --model names {len(config.model)}"
+        )
     if config.tasks:
         if len(config.model) > 1:
             yield "--tasks takes one --model; run the command once for each"
@@ -125,7 +137,8 @@ def conflicts(config: EvaluateConfig) -> Iterator[str]:
                 yield f"--{name} is for text, and tasks have their own; run the command twice"
         if (cp := config.mesh.cp) != 1:
             yield (
-                f"--mesh.cp {cp}: tasks may generate text, and a KV cache cannot be split over cp; give its devices "
+                f"--mesh.cp {cp}: tasks may generate text, and a KV cache cannot be split over cp; "
+                "give its devices "
                 f"to tp: --mesh.tp {cp}"
             )
         return
@@ -146,7 +159,8 @@ def window_length(config: EvaluateConfig, sources: Sequence[ModelSource]) -> int
     Raises:
       ConfigError: it exceeds a model's context, is not divisible by cp, or is less than the stride.
     """
-    cp, length = max(config.mesh.cp, 1), config.sequence_length
+    cp = max(config.mesh.cp, 1)
+    length = config.sequence_length
     limits = [(source, limits_of(source.config, source.context).context) for source in sources]
     if length is None:
         length = min(_default_length(config, source, context) for source, context in limits)
@@ -156,20 +170,25 @@ def window_length(config: EvaluateConfig, sources: Sequence[ModelSource]) -> int
             continue
         if (learned := source.config.learned_positions) is not None and length > learned:
             raise ConfigError(
-                f"--sequence-length {length}: the model has {learned:,} learned positions (model.learned_positions); "
+                f"--sequence-length {length}: the model has {learned:,} learned positions "
+                "(model.learned_positions); "
                 f"give at most {context}"
             )
         if not config.beyond_context:
             raise ConfigError(
-                f"--sequence-length {length}: the model's context is {context:,} tokens (max_position_embeddings in "
+                f"--sequence-length {length}: the model's context is {context:,} tokens "
+                "(max_position_embeddings in "
                 f"its config.json); give at most {context}, or allow it by --beyond-context"
             )
     if length % cp:
         nearest = " or ".join(map(str, nearest_multiples(length, cp)))
-        raise ConfigError(f"--sequence-length {length} is not divisible by --mesh.{CP} {cp}; nearest: {nearest}")
+        raise ConfigError(
+            f"--sequence-length {length} is not divisible by --mesh.{CP} {cp}; nearest: {nearest}"
+        )
     if config.stride is not None and config.stride > length:
         raise ConfigError(
-            f"--stride {config.stride} is more than the {length} tokens of a window (--sequence-length), so tokens "
+            f"--stride {config.stride} is more than the {length} tokens of a window "
+            "(--sequence-length), so tokens "
             "between windows would be skipped"
         )
     return length

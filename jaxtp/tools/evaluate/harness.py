@@ -1,8 +1,9 @@
 """Runs lm-evaluation-harness tasks; importing it needs the extra `eval`.
 
-Requests that differ only in their last token, for example the answers A to D to a question, share a row. Rows are
-sorted by length and padded on the right to a few powers of two, each compiled once. Tokens, windows and the prefix of
-an empty context are as in the harness's `hf` model, so results agree.
+Requests that differ only in their last token, for example the answers A to D to a question, share a
+row. Rows are sorted by length and padded on the right to a few powers of two, each compiled once.
+Tokens, windows and the prefix of an empty context are as in the harness's `hf` model, so results
+agree.
 """
 
 import difflib
@@ -19,9 +20,18 @@ import datasets
 import numpy as np
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window, make_table
+from lm_eval.utils import (
+    get_rolling_token_windows,
+    handle_non_serializable,
+    make_disjoint_window,
+    make_table,
+)
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from jaxtp.config.entry import Interrupt, UserError
@@ -64,22 +74,36 @@ class JaxtpLM(TemplateLM):
 
     tokenizer_name = ""  # part of the key of cached requests, which are off
 
-    def __init__(self, model: Decoder, source: ModelSource, *, batch_size: int, max_length: int, interrupt: Interrupt):
+    def __init__(
+        self,
+        model: Decoder,
+        source: ModelSource,
+        *,
+        batch_size: int,
+        max_length: int,
+        interrupt: Interrupt,
+    ):
         super().__init__()
-        self.source, self.max_length = source, max_length
-        self._model, self._scorer, self._interrupt = model, Scorer(model, batch_size), interrupt
+        self.source = source
+        self.max_length = max_length
+        self._model = model
+        self._scorer = Scorer(model, batch_size)
+        self._interrupt = interrupt
 
     @cached_property
     def _generator(self) -> Generator:
         # Made on first use: it copies the weights, and few tasks generate.
-        source, rows = self.source, self._scorer.batch_size
+        source = self.source
+        rows = self._scorer.batch_size
         return Generator(self._model, source.tokenizer, end_ids=source.end_ids, batch_size=rows)
 
     @cached_property
     def _chat(self) -> ChatTemplate:
         assert self.source.template is not None, "checked before the weights are loaded"
         name = f"the chat template of {self.source.name}"
-        return ChatTemplate(self.source.template, name, self.source.special_tokens, self.source.template_day)
+        return ChatTemplate(
+            self.source.template, name, self.source.special_tokens, self.source.template_day
+        )
 
     @property
     def eot_token_id(self) -> int:
@@ -89,17 +113,25 @@ class JaxtpLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The token of an empty context: the first token of a text, or the end token."""
-        return _special_token(self.source, "bos_token", next(iter(self.source.prefix), self.eot_token_id))
+        return _special_token(
+            self.source, "bos_token", next(iter(self.source.prefix), self.eot_token_id)
+        )
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: object
+    ) -> list[int]:
         """Returns a text's tokens after the model's prefix."""
         ids: list[int] = self.source.tokenizer.encode_batch([string])[0].tolist()
         prefix = list(self.source.prefix)
-        if add_special_tokens is False or (add_special_tokens is None and ids[: len(prefix)] == prefix):
+        if add_special_tokens is False or (
+            add_special_tokens is None and ids[: len(prefix)] == prefix
+        ):
             return ids
         return [*prefix, *ids]
 
-    def loglikelihood_rolling(self, requests: Sequence[_Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: Sequence[_Instance], disable_tqdm: bool = False
+    ) -> list[float]:
         """Returns each text's log-likelihood, in `max_length`-token windows without overlap."""
         texts = [request.args[0] for request in requests]
         windows: list[Pair] = []
@@ -110,12 +142,16 @@ class JaxtpLM(TemplateLM):
                 windows.append((None, *make_disjoint_window(pair)))
                 owners.append(owner)
         answers = self._loglikelihood_tokens(windows, disable_tqdm)
-        sums: list[float] = np.bincount(owners, [logprob for logprob, _ in answers], len(texts)).tolist()
+        sums: list[float] = np.bincount(
+            owners, [logprob for logprob, _ in answers], len(texts)
+        ).tolist()
         for text, value in zip(texts, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), value)
         return sums
 
-    def generate_until(self, requests: Sequence[_Instance], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(
+        self, requests: Sequence[_Instance], disable_tqdm: bool = False
+    ) -> list[str]:
         """Returns each context's continuation, up to its first stop text."""
         texts: dict[int, str] = {}
         by_settings: dict[str, list[int]] = {}
@@ -124,26 +160,35 @@ class JaxtpLM(TemplateLM):
         with tqdm(total=len(requests), unit="text", disable=disable_tqdm) as progress:
             for indices in by_settings.values():
                 kwargs = requests[indices[0]].args[1]
-                settings, stops = _generation_settings(kwargs, self.source.special_tokens.get("eos_token"))
+                settings, stops = _generation_settings(
+                    kwargs, self.source.special_tokens.get("eos_token")
+                )
                 room = self.max_length - settings.max_tokens
                 if room < 1:
                     raise HarnessError(
-                        f"a task generates {settings.max_tokens:,} tokens, and the model reads {self.max_length:,} "
-                        "with the context; give a larger --sequence-length if the model's context allows it"
+                        f"a task generates {settings.max_tokens:,} tokens, and the model reads "
+                        f"{self.max_length:,} "
+                        "with the context; give a larger --sequence-length if the model's context "
+                        "allows it"
                     )
                 prompts = [self.tok_encode(requests[index].args[0])[-room:] for index in indices]
                 for piece in self._generator.stream(prompts, settings):
                     if piece.result is None:
                         continue
-                    index, ids = indices[piece.index], np.array(piece.result.ids, np.int32)
+                    index = indices[piece.index]
+                    ids = np.array(piece.result.ids, np.int32)
                     text = self.source.tokenizer.decode(ids).decode(errors="replace")
                     texts[index] = postprocess_generated_text(text, stops, None)
-                    self.cache_hook.add_partial("generate_until", (requests[index].args[0], kwargs), texts[index])
+                    self.cache_hook.add_partial(
+                        "generate_until", (requests[index].args[0], kwargs), texts[index]
+                    )
                     progress.update()
                     self._interrupt.check()
         return [texts[index] for index in range(len(requests))]
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         """Renders a conversation."""
         text = self._chat.render(chat_history, answer=add_generation_prompt)
         if add_generation_prompt:
@@ -162,7 +207,9 @@ class JaxtpLM(TemplateLM):
             tokens = [*context, *continuation][-(self.max_length + 1) :]
             groups.setdefault(tuple(tokens[:-1]), []).append(index)
         longest_first = sorted(groups, key=lambda inputs: (-len(inputs), inputs))
-        by_length = itertools.groupby(longest_first, lambda inputs: row_length(len(inputs), self.max_length))
+        by_length = itertools.groupby(
+            longest_first, lambda inputs: row_length(len(inputs), self.max_length)
+        )
         with tqdm(total=len(requests), unit="request", disable=disable_tqdm) as progress:
             for length, same_length in by_length:
                 while rows := list(itertools.islice(same_length, self._scorer.batch_size)):
@@ -177,8 +224,12 @@ class JaxtpLM(TemplateLM):
                     self._interrupt.check()
         return [answers[index] for index in range(len(requests))]
 
-    def _scores(self, rows: Sequence[tuple[int, ...]], length: int) -> Callable[[int, int, list[int]], Answer]:
-        """Returns a function of a row, its length, and a continuation: all but its last token are at the row's end."""
+    def _scores(
+        self, rows: Sequence[tuple[int, ...]], length: int
+    ) -> Callable[[int, int, list[int]], Answer]:
+        """Returns a function of a row, its length, and a continuation: all but its last token
+        are at the row's end.
+        """
         size = self._scorer.batch_size
         batch = {name: np.stack([array] * size) for name, array in empty_row(length).items()}
         last = np.zeros(size, np.int32)
@@ -187,13 +238,17 @@ class JaxtpLM(TemplateLM):
             batch["labels"][row, : len(inputs) - 1] = inputs[1:]
             last[row] = len(inputs) - 1
         scores, next_token = self._scorer.next_token_logprobs(batch, last)
-        losses, correct = np.asarray(scores.losses, np.float64), np.asarray(scores.correct)
+        losses = np.asarray(scores.losses, np.float64)
+        correct = np.asarray(scores.correct)
         next_logprobs = np.asarray(next_token)
 
         def answer(row: int, end: int, continuation: list[int]) -> Answer:
-            before, logprobs = slice(end - len(continuation), end - 1), next_logprobs[row]
+            before = slice(end - len(continuation), end - 1)
+            logprobs = next_logprobs[row]
             logprob = float(logprobs[continuation[-1]]) - float(losses[row, before].sum())
-            return logprob, bool(correct[row, before].all() and logprobs[continuation[-1]] >= logprobs.max())
+            return logprob, bool(
+                correct[row, before].all() and logprobs[continuation[-1]] >= logprobs.max()
+            )
 
         return answer
 
@@ -202,7 +257,8 @@ class JaxtpLM(TemplateLM):
             raise HarnessError("a task has a context or a continuation without tokens")
         if len(continuation) > self.max_length:
             raise HarnessError(
-                f"a continuation has {len(continuation):,} tokens, and the model reads {self.max_length:,}; give a "
+                f"a continuation has {len(continuation):,} tokens, and the model reads "
+                f"{self.max_length:,}; give a "
                 "larger --sequence-length if the model's context allows it"
             )
         if (largest := max(*context, *continuation)) >= (size := self._scorer.config.vocab_size):
@@ -220,10 +276,12 @@ def _special_token(source: ModelSource, name: str, default: int | None) -> int:
 def _generation_settings(kwargs: Settings, eos: str | None) -> tuple[GenerationSettings, list[str]]:
     values = dict(normalize_gen_kwargs(kwargs, MAX_NEW_TOKENS))
     stops: list[str] = handle_stop_sequences(values.pop("until", None), eos)
-    max_tokens, do_sample = values.pop("max_gen_toks"), values.pop("do_sample", False)
+    max_tokens = values.pop("max_gen_toks")
+    do_sample = values.pop("do_sample", False)
     if unknown := values.keys() - _SAMPLING:
         raise HarnessError(
-            f"a task generates with {', '.join(sorted(unknown))}; known are {', '.join(sorted(_SAMPLING))}, do_sample, "
+            f"a task generates with {', '.join(sorted(unknown))}; known are "
+            f"{', '.join(sorted(_SAMPLING))}, do_sample, "
             "until and max_gen_toks"
         )
     used = values if do_sample else {k: v for k, v in values.items() if k == "repetition_penalty"}
@@ -244,16 +302,24 @@ def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
             raise HarnessError(f"--task-folder {folder}: no such folder{nearest_file(folder)}")
     paths = [str(folder) for folder in folders]
     in_folders = TaskManager(include_path=paths, include_defaults=False).all_tasks if paths else []
-    tasks = TaskManager(include_path=paths or None, include_defaults=not set(names) <= set(in_folders))
+    tasks = TaskManager(
+        include_path=paths or None, include_defaults=not set(names) <= set(in_folders)
+    )
     if missing := [name for name in names if name not in tasks.all_tasks]:
         close = difflib.get_close_matches(missing[0], tasks.all_tasks, n=3, cutoff=0.5)
-        hint = f"did you mean {', '.join(close)}?" if close else "`lm_eval ls tasks` lists the tasks of the harness"
+        hint = (
+            f"did you mean {', '.join(close)}?"
+            if close
+            else "`lm_eval ls tasks` lists the tasks of the harness"
+        )
         raise HarnessError(f"--tasks {missing[0]}: no such task; {hint}")
     try:
         loaded = tasks.load(list(names))
     except Exception as error:  # from YAML, datasets, or a task's code
         message = str(error).strip().partition("\n")[0][:300]
-        raise HarnessError(f"--tasks {' '.join(names)}: {type(error).__name__}: {message}") from None
+        raise HarnessError(
+            f"--tasks {' '.join(names)}: {type(error).__name__}: {message}"
+        ) from None
     tasks.load = lambda _: loaded  # the harness would load them again
     return tasks
 
@@ -272,7 +338,9 @@ def run(
     cache = None if config.cache is None else str(config.cache / _cache_key(config, source, length))
     with Interrupt(signal.SIGINT) as interrupt:  # waits for the batch
         results = simple_evaluate(
-            JaxtpLM(model, source, batch_size=config.batch_size, max_length=length, interrupt=interrupt),
+            JaxtpLM(
+                model, source, batch_size=config.batch_size, max_length=length, interrupt=interrupt
+            ),
             tasks=list(config.tasks),
             task_manager=tasks,
             num_fewshot=config.num_fewshot,
@@ -282,14 +350,23 @@ def run(
             log_samples=False,
             batch_size=config.batch_size,
         )
-    tables = [make_table(results), *([make_table(results, "groups")] if results.get("groups") else ())]
+    tables = [
+        make_table(results),
+        *([make_table(results, "groups")] if results.get("groups") else ()),
+    ]
     names = ("results", "groups", "n-shot", "n-samples", "versions")
     chosen = {name: results[name] for name in names if name in results}
-    return "\n".join(tables).rstrip(), json.loads(json.dumps(chosen, default=handle_non_serializable))
+    return "\n".join(tables).rstrip(), json.loads(
+        json.dumps(chosen, default=handle_non_serializable)
+    )
 
 
 def _cache_key(config: EvaluateConfig, source: ModelSource, length: int) -> str:
-    folders = [folder for folder in (*config.model, config.base, config.adapters) if folder is not None]
+    folders = [
+        folder for folder in (*config.model, config.base, config.adapters) if folder is not None
+    ]
     files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
     stats = [[str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    return fingerprint([source.name, source.tokenizer.info.name, length, to_plain(source.config), stats])[:32]
+    return fingerprint(
+        [source.name, source.tokenizer.info.name, length, to_plain(source.config), stats]
+    )[:32]

@@ -45,7 +45,8 @@ class Input:
 
 
 def open_inputs(config: EvaluateConfig, path: Path, model: ModelSource) -> list[Input]:
-    """Opens the datasets and files for the model in `path`; reads files once in full, to find errors early.
+    """Opens the datasets and files for the model in `path`; reads files once in full, to find
+    errors early.
 
     Raises:
       ValueError: an input is missing, unreadable, empty, or for another tokenizer.
@@ -58,7 +59,10 @@ def open_inputs(config: EvaluateConfig, path: Path, model: ModelSource) -> list[
 
 def _open_dataset(folder: Path, config: EvaluateConfig, path: Path, model: ModelSource) -> Input:
     if not (folder / MANIFEST).exists() and folder.is_file():
-        raise InputError(f"--data {folder} is a file: read it by --text {folder}, or make a dataset by jaxtp prepare")
+        raise InputError(
+            f"--data {folder} is a file: read it by --text {folder}, or make a dataset by "
+            "jaxtp prepare"
+        )
     if not folder.exists():
         raise InputError(f"--data {folder}: no such folder{nearest_file(folder)}")
     dataset = open_dataset(folder)
@@ -66,33 +70,50 @@ def _open_dataset(folder: Path, config: EvaluateConfig, path: Path, model: Model
     splits = {name: split for name, split in dataset.splits.items() if split.num_documents}
     if not splits:
         raise InputError(f"--data {folder}: a dataset without documents")
-    name = (VALIDATION if VALIDATION in splits else TRAIN) if config.split == "auto" else config.split
+    name = (
+        (VALIDATION if VALIDATION in splits else TRAIN) if config.split == "auto" else config.split
+    )
     if name not in splits:
-        raise InputError(f"--data {folder} has no documents in its {name} split; it has some in {', '.join(splits)}")
+        raise InputError(
+            f"--data {folder} has no documents in its {name} split; it has some in "
+            f"{', '.join(splits)}"
+        )
     split = splits[name]
     if split.has_pairs:
-        raise InputError(f"--data {folder} has pairs of answers, which only a loss of jaxtp train evaluates")
+        raise InputError(
+            f"--data {folder} has pairs of answers, which only a loss of jaxtp train evaluates"
+        )
     count = min(split.num_documents, config.limit or split.num_documents)
-    return Input(str(folder), count, partial(_documents_of_split, split, count, load_tokenizer(folder), model))
+    return Input(
+        str(folder),
+        count,
+        partial(_documents_of_split, split, count, load_tokenizer(folder), model),
+    )
 
 
-def _documents_of_split(split: Split, count: int, tokenizer: Tokenizer, model: ModelSource) -> Iterator[Document]:
+def _documents_of_split(
+    split: Split, count: int, tokenizer: Tokenizer, model: ModelSource
+) -> Iterator[Document]:
     for index in range(count):
         tokens = split.document(index).astype(np.int32)
         _check_ids(tokens, model, split.location(index))
         first = max(split.prompt_length(index), 1)
-        yield Document(tokens, first, tokenizer.num_bytes(tokens[max(first, len(tokenizer.info.prefix)) :]))
+        yield Document(
+            tokens, first, tokenizer.num_bytes(tokens[max(first, len(tokenizer.info.prefix)) :])
+        )
 
 
 def _require_tokenizer(dataset: Dataset, tokenizer: Path, model: ModelSource) -> None:
-    wanted, found = model.tokenizer.info.sha256, dataset.tokenizer.sha256
+    wanted = model.tokenizer.info.sha256
+    found = dataset.tokenizer.sha256
     if wanted == found:
         return
     made = "bytes" if found is None else f"another tokenizer ({found[:12]})"
     reads = "bytes" if wanted is None else f"the tokenizer of {model.name} ({wanted[:12]})"
     prepare = "without --tokenizer" if wanted is None else f"with --tokenizer {tokenizer}"
     raise InputError(
-        f"--data {dataset.folder} was made with {made}, and the model needs {reads}. Prepare the documents again "
+        f"--data {dataset.folder} was made with {made}, and the model needs {reads}. Prepare the "
+        "documents again "
         f"{prepare}, or give their files by --text"
     )
 
@@ -101,9 +122,14 @@ def _open_files(name: str, config: EvaluateConfig, model: ModelSource) -> list[I
     if (Path(name) / MANIFEST).is_file():
         raise InputError(f"--text {name} is a dataset of jaxtp prepare: read it by --data {name}")
     most = config.max_document_bytes
-    prepare = PrepareConfig(inputs=(name,), field=config.field, max_document_bytes=most, max_window_bytes=2**31)
+    prepare = PrepareConfig(
+        inputs=(name,), field=config.field, max_document_bytes=most, max_window_bytes=2**31
+    )
     fields = replace(prepare.fields, only_texts=True)
-    files = [(each.path, partial(_read_texts, each, fields, config.limit)) for each in find_sources(prepare)]
+    files = [
+        (each.path, partial(_read_texts, each, fields, config.limit))
+        for each in find_sources(prepare)
+    ]
     counts = [sum(map(len, read())) for _, read in files]
     inputs = [
         Input(path, count, partial(_documents_of_texts, read, path, model))
@@ -124,19 +150,24 @@ def _read_texts(source: Source, fields: Fields, limit: int | None) -> Iterator[l
             return
 
 
-def _documents_of_texts(read: Callable[[], Iterator[list[str]]], name: str, model: ModelSource) -> Iterator[Document]:
-    tokenizer, prefix = model.tokenizer, np.array(model.prefix, np.int32)
+def _documents_of_texts(
+    read: Callable[[], Iterator[list[str]]], name: str, model: ModelSource
+) -> Iterator[Document]:
+    tokenizer = model.tokenizer
+    prefix = np.array(model.prefix, np.int32)
     for texts in read():
         for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
             tokens = np.concatenate([prefix, ids.astype(np.int32)])
             _check_ids(tokens, model, name)
-            uncounted = 0 if len(prefix) else tokenizer.num_bytes(ids[:1])  # the first token is not predicted
+            # the first token is not predicted
+            uncounted = 0 if len(prefix) else tokenizer.num_bytes(ids[:1])
             yield Document(tokens, max(len(prefix), 1), max(len(text.encode()) - uncounted, 0))
 
 
 def _check_ids(tokens: NDArray[np.int32], model: ModelSource, place: str) -> None:
     if len(tokens) and (largest := int(tokens.max())) >= model.config.vocab_size:
         raise InputError(
-            f"{place}: the token {largest} is beyond the {model.config.vocab_size:,} of {model.name}: its tokenizer "
+            f"{place}: the token {largest} is beyond the {model.config.vocab_size:,} of "
+            f"{model.name}: its tokenizer "
             "has more tokens than the model"
         )

@@ -1,8 +1,9 @@
 """Sums a model's losses over documents: float32 token losses, added in float64 on the host.
 
-Documents are cut into windows, and windows share rows. A window is at most T + 1 consecutive tokens: all but the last
-are read, and all but the first are predicted from earlier tokens in the window. A token that overlapping windows
-predict twice counts the first time. So each token counts once, except a document's first token or its prompt.
+Documents are cut into windows, and windows share rows. A window is at most T + 1 consecutive
+tokens: all but the last are read, and all but the first are predicted from earlier tokens in the
+window. A token that overlapping windows predict twice counts the first time. So each token counts
+once, except a document's first token or its prompt.
 """
 
 import itertools
@@ -35,7 +36,9 @@ MAX_EXPONENT = 700.0  # `math.exp` overflows above 709
 GROUPS = "groups"
 """Key of a row: the group of each counted label's document, `[T]`; -1 for other labels."""
 POOL_TOKENS = 2**20
-"""Number of tokens whose windows are packed together. Independent of the batch size, so packing is reproducible."""
+"""Number of tokens whose windows are packed together. Independent of the batch size, so packing
+is reproducible.
+"""
 MIN_ROW = 64  # Shortest length of a row
 
 
@@ -56,7 +59,8 @@ def spans(num_tokens: int, first: int, length: int, stride: int) -> Iterator[tup
       length: T.
       stride: tokens between the starts of two windows, at most T.
     """
-    done, begin = max(first, 1), 0
+    done = max(first, 1)
+    begin = 0
     while done < num_tokens:
         end = min(begin + length + 1, num_tokens)
         if end > done:
@@ -80,7 +84,9 @@ def rows(windows: Iterable[Window], length: int, multiple: int = 1) -> Iterator[
 
 
 def row_length(size: int, length: int, multiple: int = 1) -> int:
-    """Returns the row length for `size` tokens: a power of two, rounded up to `multiple`, at most T."""
+    """Returns the row length for `size` tokens: a power of two, rounded up to `multiple`, at
+    most T.
+    """
     power = max(MIN_ROW, 1 << (size - 1).bit_length())
     return min(-(-power // multiple) * multiple, length)
 
@@ -116,35 +122,49 @@ class Scorer:
     def __init__(self, model: Decoder, batch_size: int):
         self._mesh = model_mesh(model)
         sizes = mesh_sizes(self._mesh)
-        self.parts, self.sequence_parts = batch_parts(sizes), sizes[CP]
+        self.parts = batch_parts(sizes)
+        self.sequence_parts = sizes[CP]
         self.batch_size = math.ceil(batch_size / self.parts) * self.parts
         self.config = model.config
         graph, self._state = nnx.split(model)
 
-        def scores(state: nnx.State, batch: dict[str, Array], last_B: Array | None) -> tuple[Scores, Array | None]:
+        def scores(
+            state: nnx.State, batch: dict[str, Array], last_B: Array | None
+        ) -> tuple[Scores, Array | None]:
             merged: Decoder = nnx.merge(graph, state, copy=True)
             sequences = merged.sequences(batch["inputs"], batch.get(SEGMENTS))
             x_BTD = merged.hidden(batch["inputs"], sequences=sequences)
             labels_BT = sequences.local_tokens(batch["labels"])
-            found, counts = vocab_parallel_statistics(x_BTD, merged.projection(), labels_BT), labels_BT != IGNORE
+            found = vocab_parallel_statistics(x_BTD, merged.projection(), labels_BT)
+            counts = labels_BT != IGNORE
             losses = jnp.where(counts, found.log_normaliser - found.label_logit, 0)
-            each = Scores(*map(sequences.natural, (losses, counts & (found.label_logit >= found.highest))))
+            each = Scores(
+                *map(sequences.natural, (losses, counts & (found.label_logit >= found.highest)))
+            )
             if last_B is None:
                 return each, None
-            return each, jax.nn.log_softmax(merged.logits_at(x_BTD, last_B[:, None]).astype(jnp.float32), axis=-1)
+            return each, jax.nn.log_softmax(
+                merged.logits_at(x_BTD, last_B[:, None]).astype(jnp.float32), axis=-1
+            )
 
         # Replicated, so that every process can read all scores.
         self._scores = jax.jit(scores, out_shardings=NamedSharding(self._mesh, P()))
 
     def __call__(self, batch: Row) -> Scores:
-        """Returns the scores of `inputs` and `labels` `[B, T]`, with `SEGMENTS` if rows are packed."""
+        """Returns the scores of `inputs` and `labels` `[B, T]`, with `SEGMENTS` if rows are
+        packed.
+        """
         with jax.set_mesh(self._mesh):
             return self._scores(self._state, self._put_batch(batch), None)[0]
 
     def next_token_logprobs(self, batch: Row, last_B: NDArray[np.int32]) -> tuple[Scores, Array]:
-        """Returns scores, and next-token log-probabilities `[B, V]` at each row's `last_B`; needs cp=1."""
+        """Returns scores, and next-token log-probabilities `[B, V]` at each row's `last_B`;
+        needs cp=1.
+        """
         with jax.set_mesh(self._mesh):
-            return self._scores(self._state, self._put_batch(batch), self._put(last_B, batch_spec()))
+            return self._scores(
+                self._state, self._put_batch(batch), self._put(last_B, batch_spec())
+            )
 
     def _put_batch(self, batch: Row) -> dict[str, Array]:
         names = [name for name in ("inputs", "labels", SEGMENTS) if name in batch]
@@ -177,13 +197,22 @@ class Totals(NamedTuple):
 
     def numbers(self) -> dict[str, float | None]:
         """Returns all numbers by name; None for one that is undefined or infinite."""
-        numbers: dict[str, float | None] = dict.fromkeys(("loss", "perplexity", "bits_per_byte", "accuracy"))
+        numbers: dict[str, float | None] = dict.fromkeys(
+            ("loss", "perplexity", "bits_per_byte", "accuracy")
+        )
         if self.tokens:
             numbers["loss"] = self.loss
             numbers["perplexity"] = math.exp(self.loss) if self.loss < MAX_EXPONENT else None
-            numbers["bits_per_byte"] = self.nats / math.log(2) / self.num_bytes if self.num_bytes else None
+            numbers["bits_per_byte"] = (
+                self.nats / math.log(2) / self.num_bytes if self.num_bytes else None
+            )
             numbers["accuracy"] = self.num_correct / self.tokens
-        return {"documents": self.documents, "tokens": self.tokens, "bytes": self.num_bytes, **numbers}
+        return {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "bytes": self.num_bytes,
+            **numbers,
+        }
 
 
 class Group(NamedTuple):
@@ -215,12 +244,18 @@ class Measured:
     def by_source(self) -> dict[str, Totals]:
         """Returns each source's sums, in reading order."""
         names = dict.fromkeys(group.source for group in self.totals)
-        return {name: Totals.sum(t for group, t in self.totals.items() if group.source == name) for name in names}
+        return {
+            name: Totals.sum(t for group, t in self.totals.items() if group.source == name)
+            for name in names
+        }
 
     def by_length(self) -> dict[int, Totals]:
         """Returns the sums of documents of n to 2n - 1 tokens, by n, ascending."""
         lengths = sorted({group.length for group in self.totals})
-        return {n: Totals.sum(t for group, t in self.totals.items() if group.length == n) for n in lengths}
+        return {
+            n: Totals.sum(t for group, t in self.totals.items() if group.length == n)
+            for n in lengths
+        }
 
     def windows(self, inputs: Iterable[Input], length: int, stride: int) -> Iterator[Window]:
         """Yields the windows of documents, and counts the documents."""
@@ -230,7 +265,9 @@ class Measured:
                 group = Group(source.name, power_of_two(len(document.tokens)))
                 self._add(group, Totals(documents=1, num_bytes=document.num_bytes))
                 index = indices.setdefault(group, len(indices))
-                for begin, end, counted in spans(len(document.tokens), document.first, length, stride):
+                for begin, end, counted in spans(
+                    len(document.tokens), document.first, length, stride
+                ):
                     self._tokens_read += counted
                     yield Window(document.tokens[begin:end], counted, index)
 
@@ -238,12 +275,14 @@ class Measured:
         """Adds the losses of a batch; raises `NumericsError` if one is not finite."""
         losses, correct = (np.asarray(each) for each in scores)
         counted = batch[GROUPS] >= 0
-        indices, losses = batch[GROUPS][counted], losses[counted]
+        indices = batch[GROUPS][counted]
+        losses = losses[counted]
         groups = list(self.totals)
         if not np.isfinite(losses).all():
             source, _ = groups[int(indices[~np.isfinite(losses)][0])]
             raise NumericsError(
-                f"{source}: the loss of a token is not finite: the weights are damaged, or --dtype float32 is needed"
+                f"{source}: the loss of a token is not finite: the weights are damaged, or --dtype "
+                "float32 is needed"
             )
         weights = None, losses.astype(np.float64), correct[counted]
         sums = (np.bincount(indices, each, len(groups)).tolist() for each in weights)
@@ -255,7 +294,11 @@ class Measured:
 
 
 def measure(
-    scorer: Scorer, inputs: Sequence[Input], length: int, stride: int, progress: Callable[[Measured], None]
+    scorer: Scorer,
+    inputs: Sequence[Input],
+    length: int,
+    stride: int,
+    progress: Callable[[Measured], None],
 ) -> Measured:
     """Measures a model on documents.
 
@@ -306,13 +349,18 @@ def _pools(windows: Iterable[Window]) -> Iterator[list[Window]]:
         tokens += len(window.tokens)
         if tokens >= POOL_TOKENS:
             yield pool
-            pool, tokens = [], 0
+            pool = []
+            tokens = 0
     if pool:
         yield pool
 
 
 def _empty_row(length: int) -> Row:
-    return {**empty_row(length), GROUPS: np.full(length, -1, np.int32), SEGMENTS: np.zeros(length, np.int32)}
+    return {
+        **empty_row(length),
+        GROUPS: np.full(length, -1, np.int32),
+        SEGMENTS: np.zeros(length, np.int32),
+    }
 
 
 def _row(windows: Iterable[Window], length: int) -> Row:

@@ -52,7 +52,9 @@ class Output:
     """Flags of the output."""
 
     compile: Switch = False
-    """Also compile for virtual CPU devices, and show the collectives that the compiler adds between the layers."""
+    """Also compile for virtual CPU devices, and show the collectives that the compiler adds
+    between the layers.
+    """
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """JSON file for all numbers."""
@@ -67,7 +69,9 @@ class Explain(Output, PythonModel):
     configuration of jaxtp train."""
 
     mesh: Annotated[str | None, tyro.conf.arg(metavar="fsdp=2,tp=4")] = None
-    """Devices along each axis, 1 by default. The devices need not exist. A YAML configuration has a mesh already."""
+    """Devices along each axis, 1 by default. The devices need not exist. A YAML configuration
+    has a mesh already.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +80,9 @@ class ExplainRun(Output, TrainConfig):
 
 
 COMMAND = Command(program=PROGRAM, schema=Explain, description=DESCRIPTION)
-RUN_COMMAND = Command(program=PROGRAM, schema=ExplainRun, description=DESCRIPTION, printed=training_of)
+RUN_COMMAND = Command(
+    program=PROGRAM, schema=ExplainRun, description=DESCRIPTION, printed=training_of
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,7 +93,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _explain_run(options: ExplainRun) -> None:
-    config, sizes = training_of(options), _known(options.mesh.sizes)
+    config = training_of(options)
+    sizes = _known(options.mesh.sizes)
     require_writable("--json", options.json)
     if options.compile:
         request_virtual_devices(math.prod(sizes.values()))
@@ -105,9 +112,13 @@ def _explain_run(options: ExplainRun) -> None:
 
 
 def _explain_model(command: Explain) -> None:
-    config = from_yaml(TrainConfig, command.model) if command.model.endswith((".yaml", ".yml")) else None
+    config = (
+        from_yaml(TrainConfig, command.model) if command.model.endswith((".yaml", ".yml")) else None
+    )
     if config is not None and (has_own_step(config) or named_code(config)):
-        raise ConfigError(f"{command.model} names parts of your own; write jaxtp explain --config {command.model}")
+        raise ConfigError(
+            f"{command.model} names parts of your own; write jaxtp explain --config {command.model}"
+        )
     if command.mesh is not None:
         sizes = parse_mesh(command.mesh, AXES)
     elif config is not None:
@@ -117,12 +128,15 @@ def _explain_model(command: Explain) -> None:
     require_writable("--json", command.json)
     if command.compile:  # before the model's file, which may start JAX's backend
         request_virtual_devices(math.prod(sizes.values()))
-    plan, inputs, call = command.load_plan(), command.shapes(), None
+    plan = command.load_plan()
+    inputs = command.shapes()
+    call = None
     if config is None:
         build = command.builder()
         if not inputs and (command.propose or command.compile):
             raise ConfigError(
-                "--propose and --compile trace the model: give the shapes of its inputs, --input 64x128:int32"
+                "--propose and --compile trace the model: give the shapes of its inputs, --input "
+                "64x128:int32"
             )
     else:
         if sizes[CP] > 1 and not inputs:
@@ -135,16 +149,23 @@ def _explain_model(command: Explain) -> None:
         if command.propose:
             plan = propose_plan(build, *inputs, mesh=sizes, call=call)
             print()
-        explanation = explain(build, *inputs, plan=plan, mesh=sizes, call=call, compiled=command.compile)
+        explanation = explain(
+            build, *inputs, plan=plan, mesh=sizes, call=call, compiled=command.compile
+        )
     print(explanation)
     if config is not None and not command.input:
-        print("\nnote: numbers are for the whole batch at once, without remat; jaxtp estimate shows a training step")
+        print(
+            "\nnote: numbers are for the whole batch at once, without remat; jaxtp estimate shows "
+            "a training step"
+        )
     write_json("--json", command.json, {"model": command.model, **explanation.record()})
 
 
 def _known(sizes: dict[str, int]) -> dict[str, int]:
     if -1 in sizes.values():
-        raise ConfigError(f"{describe_mesh(sizes)} depends on the number of devices; name a mesh, --mesh tp=8")
+        raise ConfigError(
+            f"{describe_mesh(sizes)} depends on the number of devices; name a mesh, --mesh tp=8"
+        )
     return sizes
 
 

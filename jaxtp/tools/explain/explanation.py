@@ -1,4 +1,6 @@
-"""`explain`: how a plan splits a model, which collectives it runs by module, and notes on avoidable communication."""
+"""`explain`: how a plan splits a model, which collectives it runs by module, and notes on
+avoidable communication.
+"""
 
 import math
 import re
@@ -15,7 +17,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.analysis.audit import added_by_compiler
 from jaxtp.analysis.census import A_TURN, AT_MOST, count_collectives
-from jaxtp.analysis.collective import ALL_REDUCE, Collective, Traffic, bytes_by_axes, sums, total_sent
+from jaxtp.analysis.collective import (
+    ALL_REDUCE,
+    Collective,
+    Traffic,
+    bytes_by_axes,
+    sums,
+    total_sent,
+)
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.dataflow import ROOT, Dataflow, LayerCall, find_dataflow
 from jaxtp.analysis.hlo import count_collectives_in_hlo
@@ -24,13 +33,31 @@ from jaxtp.analysis.tables import columns
 from jaxtp.analysis.traced_model import Forward, MeshLike, ModelCall, axis_sizes, trace_model
 from jaxtp.analysis.work import Objective, Product, Work, gradient, repeated_work, work_of
 from jaxtp.layers.parameter import PARAMETERS, spec_of
-from jaxtp.mesh import BATCH, TOKENS, TP, abstract_mesh, axes_of, batch_parts, describe_mesh, mesh_of, parts
+from jaxtp.mesh import (
+    BATCH,
+    TOKENS,
+    TP,
+    abstract_mesh,
+    axes_of,
+    batch_parts,
+    describe_mesh,
+    mesh_of,
+    parts,
+)
 from jaxtp.parallelize.layouts import as_tuple
 from jaxtp.parallelize.module_wrappers import original_class
 from jaxtp.parallelize.parallelize import original_model, parallelize
 from jaxtp.parallelize.plan import Plan, PlanError, format_style, patterns_for
 from jaxtp.parallelize.run_styles import role_of
-from jaxtp.parallelize.styles import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Style
+from jaxtp.parallelize.styles import (
+    Colwise,
+    PrepareInput,
+    PrepareOutput,
+    Replicate,
+    Rowwise,
+    SequenceParallel,
+    Style,
+)
 
 _SCOPE = "module:"
 _INEXACT = {
@@ -46,7 +73,8 @@ class SplitParameter:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    split: tuple[tuple[str, ...], ...]  # axes that split each dim; trailing whole dims may be missing
+    # axes that split each dim; trailing whole dims may be missing
+    split: tuple[tuple[str, ...], ...]
 
     def bytes(self, sizes: Mapping[str, int]) -> int:
         """Returns the bytes per device."""
@@ -73,7 +101,9 @@ class Explanation:
     traffic: Traffic
     """Collectives of the program in one forward and backward pass; empty without inputs."""
     added: Traffic
-    """Collectives that the compiler adds between the layers; empty unless `explain` compiled the model."""
+    """Collectives that the compiler adds between the layers; empty unless `explain` compiled the
+    model.
+    """
     products: tuple[Product, ...]  # in the forward and backward pass; empty without inputs
     saved: float  # bytes of residuals on a device
     notes: tuple[str, ...]
@@ -109,7 +139,9 @@ class Explanation:
                 "module": row.path,
                 "class": row.kind,
                 "style": format_style(row.style) if row.style else None,
-                "parameters": [{**asdict(p), "bytes_per_device": p.bytes(self.sizes)} for p in row.parameters],
+                "parameters": [
+                    {**asdict(p), "bytes_per_device": p.bytes(self.sizes)} for p in row.parameters
+                ],
             }
             for row in self.rows
         ]
@@ -152,11 +184,13 @@ def explain(
     """Returns how a model is split and which collectives it runs, without computing or allocating.
 
     Args:
-      model: a model, real or abstract, or a function that returns one; also the result of `parallelize`.
-      *inputs: a global batch: pytrees of arrays or `jax.ShapeDtypeStruct`s; other values pass unchanged. Without inputs
-        there are no collectives.
+      model: a model, real or abstract, or a function that returns one; also the result of
+        `parallelize`.
+      *inputs: a global batch: pytrees of arrays or `jax.ShapeDtypeStruct`s; other values pass
+        unchanged. Without inputs there are no collectives.
       plan: for a model that is not parallel yet.
-      mesh: by default the mesh in context; also sizes, `{"fsdp": 2, "tp": 4}`. A parallel model is split again.
+      mesh: by default the mesh in context; also sizes, `{"fsdp": 2, "tp": 4}`. A parallel model is
+        split again.
       call: a function of the model and the inputs; by default `model(*inputs)`.
       compiled: also list the collectives that the compiler adds, which needs the devices.
 
@@ -173,7 +207,9 @@ def explain(
         loss, *state = _loss(parallel, model_call)
         work = work_of(loss, sizes, *state, model_call.arrays) if inputs else Work({}, (), 0.0)
         notes = [*undivided_parameters(parallel, sizes)]
-        notes += _avoidable_communication(model_call, styles, sizes) if inputs and sizes[TP] > 1 else []
+        notes += (
+            _avoidable_communication(model_call, styles, sizes) if inputs and sizes[TP] > 1 else []
+        )
         notes = [*merge_equal(notes), *repeated_work(work.products, sizes[TP])]
     added = _compiler_collectives(model, plan, model_call, sizes) if inputs and compiled else {}
     for counted, meaning in _INEXACT.items():
@@ -181,7 +217,9 @@ def explain(
             _module_of(one) or ROOT for one in (*work.traffic, *added) if one.counted == counted
         ):
             notes.append(f"{', '.join(modules)}: {meaning}")
-    return Explanation(sizes, tuple(_rows(parallel)), work.traffic, added, work.products, work.saved, tuple(notes))
+    return Explanation(
+        sizes, tuple(_rows(parallel)), work.traffic, added, work.products, work.saved, tuple(notes)
+    )
 
 
 def _parallelized(
@@ -194,12 +232,15 @@ def _parallelized(
 
 
 def _loss(model: nnx.Module, call: ModelCall) -> tuple[Objective, nnx.State, nnx.State]:
-    """Returns the sum of all outputs as a function of the parameters, the other state and the inputs; and both states.
+    """Returns the sum of all outputs as a function of the parameters, the other state and the
+    inputs; and both states.
 
     Each equation has its module's path in its name stack.
     """
 
-    def scoped(path: str, _: str, method: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
+    def scoped(
+        path: str, _: str, method: Callable[..., Any], /, *args: object, **kwargs: object
+    ) -> Any:
         with jax.named_scope(f"{_SCOPE}{path}"):
             return method(*args, **kwargs)
 
@@ -215,12 +256,17 @@ def _loss(model: nnx.Module, call: ModelCall) -> tuple[Objective, nnx.State, nnx
 def sum_of_outputs(outputs: object) -> jax.Array:
     """Returns the sum of all floating-point outputs, in float32."""
     arrays = map(jnp.asarray, jax.tree.leaves(outputs))
-    floating = (array.astype(jnp.float32) for array in arrays if jnp.issubdtype(array.dtype, jnp.floating))
+    floating = (
+        array.astype(jnp.float32) for array in arrays if jnp.issubdtype(array.dtype, jnp.floating)
+    )
     return sum(map(jnp.sum, floating), jnp.zeros(()))
 
 
 def _compiler_collectives(
-    model: nnx.Module | Callable[[], nnx.Module], plan: Plan | None, call: ModelCall, sizes: dict[str, int]
+    model: nnx.Module | Callable[[], nnx.Module],
+    plan: Plan | None,
+    call: ModelCall,
+    sizes: dict[str, int],
 ) -> Traffic:
     mesh = mesh_of(sizes)
 
@@ -230,23 +276,35 @@ def _compiler_collectives(
 
     with jax.set_mesh(mesh):
         loss, *state = _loss(_parallelized(model, plan, mesh), call)
-        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x.shape)) for x in call.arrays]
+        arrays = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x.shape)) for x in call.arrays
+        ]
         traced = jax.jit(lambda *inputs: gradient(loss)(*inputs)[1]).trace(*state, arrays)
         _, text = compile_with_spmd_text(traced.lower())
-    return added_by_compiler(count_collectives(traced.jaxpr, sizes), count_collectives_in_hlo(text, sizes))
+    return added_by_compiler(
+        count_collectives(traced.jaxpr, sizes), count_collectives_in_hlo(text, sizes)
+    )
 
 
 def _rows(model: nnx.Module) -> Iterator[ModuleRow]:
     seen: set[int] = set()
-    for path, module in sorted(nnx.iter_modules(model), key=lambda item: [_sort_key(name) for name in item[0]]):
+    for path, module in sorted(
+        nnx.iter_modules(model), key=lambda item: [_sort_key(name) for name in item[0]]
+    ):
         role = role_of(module)
-        params = {n: v for n, v in vars(module).items() if isinstance(v, PARAMETERS) and id(v) not in seen}
+        params = {
+            n: v for n, v in vars(module).items() if isinstance(v, PARAMETERS) and id(v) not in seen
+        }
         seen |= {id(parameter) for parameter in params.values()}
         if params or (role and role.style):
-            name, kind = ".".join(map(str, path)), original_class(module).__name__
+            name = ".".join(map(str, path))
+            kind = original_class(module).__name__
             splits = tuple(
                 SplitParameter(
-                    name, tuple(value.shape), str(value.get_value().dtype), tuple(map(axes_of, spec_of(value)))
+                    name,
+                    tuple(value.shape),
+                    str(value.get_value().dtype),
+                    tuple(map(axes_of, spec_of(value))),
                 )
                 for name, value in params.items()
             )
@@ -254,7 +312,8 @@ def _rows(model: nnx.Module) -> Iterator[ModuleRow]:
 
 
 def _sort_key(name: object) -> str:
-    return f"{name:09}" if isinstance(name, int) else str(name)  # sorts 10 after 9, and numbers before names
+    # sorts 10 after 9, and numbers before names
+    return f"{name:09}" if isinstance(name, int) else str(name)
 
 
 def _module_of(collective: Collective) -> str:
@@ -267,19 +326,32 @@ def _traffic_by_source(explanation: Explanation) -> tuple[tuple[str, Traffic], .
 
 
 def _sections(explanation: Explanation) -> Iterator[str]:
-    sizes, patterns = explanation.sizes, explanation.patterns
+    sizes = explanation.sizes
+    patterns = explanation.patterns
     parameters = [parameter for row in explanation.rows for parameter in row.parameters]
     total = sum(math.prod(p.shape) * jnp.dtype(p.dtype).itemsize for p in parameters)
     device = explanation.bytes_per_device
-    yield f"mesh {describe_mesh(sizes)}: {device:,} bytes of parameters on each device, {total:,} in total"
+    yield (
+        f"mesh {describe_mesh(sizes)}: {device:,} bytes of parameters on each device, {total:,} "
+        "in total"
+    )
     groups: dict[str, list[ModuleRow]] = {}
     for row in explanation.rows:
         groups.setdefault(patterns[row.path], []).append(row)
-    cells = [line for pattern, rows in groups.items() for line in _module_cells(pattern, rows, sizes)]
-    yield columns(("module", "class", "style", "parameter", "shape", "split", "bytes on a device"), cells)
+    cells = [
+        line for pattern, rows in groups.items() for line in _module_cells(pattern, rows, sizes)
+    ]
+    yield columns(
+        ("module", "class", "style", "parameter", "shape", "split", "bytes on a device"), cells
+    )
     if traffic := list(_traffic_cells(explanation)):
-        yield columns(("module", "pass", "collective", "over", "by", "count", "bytes sent"), traffic)
-        totals = ", ".join(f"{sent:,.0f} over {'+'.join(axes)}" for axes, sent in explanation.sent_by_axes().items())
+        yield columns(
+            ("module", "pass", "collective", "over", "by", "count", "bytes sent"), traffic
+        )
+        totals = ", ".join(
+            f"{sent:,.0f} over {'+'.join(axes)}"
+            for axes, sent in explanation.sent_by_axes().items()
+        )
         yield f"each device sends, forward and backward, in bytes: {totals}"
     if explanation.products:
         yield (
@@ -289,8 +361,11 @@ def _sections(explanation: Explanation) -> Iterator[str]:
     yield from (f"note: {note}" for note in explanation.notes)
 
 
-def _module_cells(pattern: str, rows: list[ModuleRow], sizes: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
-    row, times = rows[0], f" x {len(rows)}" if len(rows) > 1 else ""
+def _module_cells(
+    pattern: str, rows: list[ModuleRow], sizes: Mapping[str, int]
+) -> Iterator[tuple[str, ...]]:
+    row = rows[0]
+    times = f" x {len(rows)}" if len(rows) > 1 else ""
     first = (f"{pattern or ROOT}{times}", row.kind, format_style(row.style) if row.style else "")
     if not row.parameters:
         yield (*first, "", "", "", "")
@@ -305,17 +380,31 @@ def _module_cells(pattern: str, rows: list[ModuleRow], sizes: Mapping[str, int])
 def _traffic_cells(explanation: Explanation) -> Iterator[tuple[str, ...]]:
     def key(one: Collective) -> tuple[str, ...]:
         pattern = explanation.patterns.get(path := _module_of(one), path) or ROOT
-        return pattern, "backward" if one.backward else "forward", one.kind, "+".join(one.axes), one.counted
+        return (
+            pattern,
+            "backward" if one.backward else "forward",
+            one.kind,
+            "+".join(one.axes),
+            one.counted,
+        )
 
     for by, traffic in _traffic_by_source(explanation):
         for (*cells, counted), (count, sent) in sums(traffic, key).items():
             yield *cells, by, f"{count:,} {counted}".strip(), f"{sent:,.0f}"
 
 
-def _avoidable_communication(call: ModelCall, styles: Mapping[str, Style], sizes: Mapping[str, int]) -> list[str]:
+def _avoidable_communication(
+    call: ModelCall, styles: Mapping[str, Style], sizes: Mapping[str, int]
+) -> list[str]:
     traced = trace_model(call)
-    split = {path for path, style in styles.items() if isinstance(style, Colwise) and style.output_layouts is None}
-    dataflow = find_dataflow(traced, set(traced.modules) - split, tp=sizes[TP], batch_shards=parts(sizes, TOKENS))
+    split = {
+        path
+        for path, style in styles.items()
+        if isinstance(style, Colwise) and style.output_layouts is None
+    }
+    dataflow = find_dataflow(
+        traced, set(traced.modules) - split, tp=sizes[TP], batch_shards=parts(sizes, TOKENS)
+    )
     return [
         *_gathered_outputs(dataflow),
         *_whole_row_inputs(dataflow, styles),
@@ -327,7 +416,8 @@ def _gathered_outputs(dataflow: Dataflow) -> Iterator[str]:
     calls = {call.path: call for call in dataflow.calls}
     for path, why in dataflow.blocked.items():
         yield (
-            f"{path} is Colwise(), and {why}: the compiler gathers it, and each device sends at most "
+            f"{path} is Colwise(), and {why}: the compiler gathers it, and each device sends "
+            "at most "
             f"{dataflow.sent(calls[path], 1):,.0f} bytes; leave this style out, or write "
             "Colwise(output_layouts=Replicate()) if it is intended"
         )
@@ -335,13 +425,25 @@ def _gathered_outputs(dataflow: Dataflow) -> Iterator[str]:
 
 def _whole_row_inputs(dataflow: Dataflow, styles: Mapping[str, Style]) -> Iterator[str]:
     for call in dataflow.calls:
-        style, splits_input = styles.get(call.path), call.dims is not None and call.dims.row is not None
-        if isinstance(style, Rowwise) and style.input_layouts is None and splits_input and not call.is_row:
+        style = styles.get(call.path)
+        splits_input = call.dims is not None and call.dims.row is not None
+        if (
+            isinstance(style, Rowwise)
+            and style.input_layouts is None
+            and splits_input
+            and not call.is_row
+        ):
             sent = dataflow.sent(call, 0)
-            cost = f"is gathered, {sent:,.0f} bytes sent by each device" if call.input.has_grad else "is not needed"
+            cost = (
+                f"is gathered, {sent:,.0f} bytes sent by each device"
+                if call.input.has_grad
+                else "is not needed"
+            )
             yield (
-                f"{call.path} is Rowwise(), and its input is whole on every device: each device slices it, and the "
-                f"gradient {cost}; put a Colwise layer before it, or write Rowwise(input_layouts=Replicate()) if it is "
+                f"{call.path} is Rowwise(), and its input is whole on every device: each device "
+                "slices it, and the "
+                f"gradient {cost}; put a Colwise layer before it, or write "
+                "Rowwise(input_layouts=Replicate()) if it is "
                 "intended"
             )
 
@@ -350,11 +452,18 @@ def _duplicate_reductions(dataflow: Dataflow, styles: Mapping[str, Style]) -> It
     readers: dict[object, dict[str, LayerCall]] = {}
     for call in dataflow.calls:
         style = styles.get(call.path)
-        if isinstance(style, Colwise) and style.input_layouts == Replicate() and call.input.has_grad:
+        if (
+            isinstance(style, Colwise)
+            and style.input_layouts == Replicate()
+            and call.input.has_grad
+        ):
             readers.setdefault(call.input.key, {})[call.path] = call
     for calls in readers.values():
         first = next(iter(calls.values()))
-        shared = any(_replicates_argument(styles.get(path), argument) for path, argument in first.input.entered)
+        shared = any(
+            _replicates_argument(styles.get(path), argument)
+            for path, argument in first.input.entered
+        )
         shared |= any(_replicates_result(styles.get(path)) for path in first.input.left)
         if len(calls) > 1 and not shared:
             sent = (len(calls) - 1) * dataflow.sent(first, 0, ALL_REDUCE)
@@ -363,7 +472,8 @@ def _duplicate_reductions(dataflow: Dataflow, styles: Mapping[str, Style]) -> It
                 if path and path != first.path:  # the last one is the innermost
                     remedy = f"{format_style(replicate_input({argument}))} for {path!r}"
             yield (
-                f"{', '.join(calls)} read one array, and each reduces its gradient over tp; {remedy} reduces it once: "
+                f"{', '.join(calls)} read one array, and each reduces its gradient over tp; "
+                f"{remedy} reduces it once: "
                 f"{sent:,.0f} bytes less sent by each device"
             )
 
@@ -373,7 +483,9 @@ def _replicates_argument(style: Style | None, argument: str) -> bool:
         return False
     if not argument.isdigit():
         return (style.desired_input_kwarg_layouts or {}).get(argument) == Replicate()
-    return as_tuple(style.desired_input_layouts)[int(argument) : int(argument) + 1] == (Replicate(),)
+    return as_tuple(style.desired_input_layouts)[int(argument) : int(argument) + 1] == (
+        Replicate(),
+    )
 
 
 def _replicates_result(style: Style | None) -> bool:

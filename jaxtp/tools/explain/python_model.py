@@ -1,4 +1,6 @@
-"""Flags of `jaxtp explain` and `jaxtp estimate` that name a Flax model, and the step of a user's run."""
+"""Flags of `jaxtp explain` and `jaxtp estimate` that name a Flax model, and the step of a user's
+run.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -28,19 +30,25 @@ class PythonModel:
     """Flags that name a model, its plan and its inputs."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:FUNCTION")]
-    """A function that returns an nnx.Module, or its class, in a file or a module (package.model:build). A parameter
-    rngs gets nnx.Rngs(0)."""
+    """A function that returns an nnx.Module, or its class, in a file or a module
+    (package.model:build). A parameter rngs gets nnx.Rngs(0).
+    """
 
     plan: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
-    """A dict from patterns of module paths to styles. Without a plan, parameters are split over fsdp only. With cp > 1
-    the plan must name the module whose sequences cp splits: {"": ContextParallel()}."""
+    """A dict from patterns of module paths to styles. Without a plan, parameters are split over
+    fsdp only. With cp > 1 the plan must name the module whose sequences cp splits: {"":
+    ContextParallel()}.
+    """
 
     propose: Switch = False
     """Use the plan that jaxtp.propose_plan returns; jaxtp explain prints its reasons."""
 
-    input: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="64x16x16x1")] = ()
-    """Shape of an input of a global batch, with a dtype unless it is float32: 16x128:int32. Repeat the flag for several
-    inputs. Without inputs there are no collectives."""
+    input: Annotated[
+        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="64x16x16x1")
+    ] = ()
+    """Shape of an input of a global batch, with a dtype unless it is float32: 16x128:int32. Repeat
+    the flag for several inputs. Without inputs there are no collectives.
+    """
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Returns the inputs."""
@@ -53,7 +61,8 @@ class PythonModel:
         plan: Plan | None = None if self.plan is None else load_object(self.plan, "--plan")
         if plan is not None and not isinstance(plan, Mapping):
             raise ConfigError(
-                f"--plan {self.plan} is {describe_value(plan)}, and should be a dict from module paths to styles"
+                f"--plan {self.plan} is {describe_value(plan)}, and should be a dict from module "
+                "paths to styles"
             )
         return plan
 
@@ -65,23 +74,37 @@ class PythonModel:
 
 
 def has_settings(argv: Sequence[str]) -> bool:
-    """Returns whether a command line has settings of a run: `--config`, or flags such as `--model.build`."""
+    """Returns whether a command line has settings of a run: `--config`, or flags such as
+    `--model.build`.
+    """
     flags = (word.partition("=")[0] for word in argv if word.startswith("--"))
     return any("." in flag or flag == "--config" for flag in flags)
 
 
 def has_own_step(config: TrainConfig) -> bool:
-    """Returns whether a run's model, loss or batches are the user's, so that its step has to be traced."""
+    """Returns whether a run's model, loss or batches are the user's, so that its step has to be
+    traced.
+    """
     return any((config.model.build, config.train.loss, config.data.batches))
 
 
 def explain_step(
     config: TrainConfig, blueprint: Blueprint, loss: Loss, batch: Shapes, *, compiled: bool = False
 ) -> Explanation:
-    """Explains a user's loss on one micro-batch, on a mesh that may be abstract; `compiled` as in `explain`."""
-    rows, sizes, key = micro_batch(config, batch), mesh_sizes(blueprint.mesh), jax.random.key(config.run.seed)
+    """Explains a user's loss on one micro-batch, on a mesh that may be abstract; `compiled` as
+    in `explain`.
+    """
+    rows = micro_batch(config, batch)
+    sizes = mesh_sizes(blueprint.mesh)
+    key = jax.random.key(config.run.seed)
     model = blueprint.abstract_model
-    return explain(model, rows, mesh=sizes, call=lambda model, rows: loss(model, rows, key)[0], compiled=compiled)
+    return explain(
+        model,
+        rows,
+        mesh=sizes,
+        call=lambda model, rows: loss(model, rows, key)[0],
+        compiled=compiled,
+    )
 
 
 def _parse_input(text: str) -> jax.ShapeDtypeStruct:
@@ -91,5 +114,7 @@ def _parse_input(text: str) -> jax.ShapeDtypeStruct:
     except TypeError:
         dtype = None
     if match is None or dtype is None:
-        raise ConfigError(f"--input {text}: should be a shape such as 64x16x16x1, or with a dtype 16x128:int32")
+        raise ConfigError(
+            f"--input {text}: should be a shape such as 64x16x16x1, or with a dtype 16x128:int32"
+        )
     return jax.ShapeDtypeStruct(tuple(map(int, match[1].split("x"))), dtype)

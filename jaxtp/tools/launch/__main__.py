@@ -41,16 +41,23 @@ class Launch:
     """Number of processes."""
 
     devices: Number | None = None
-    """Virtual CPU devices of each process; by default the processes divide the GPUs of the machine, or without GPUs the
-    virtual devices of the mesh."""
+    """Virtual CPU devices of each process; by default the processes divide the GPUs of the machine,
+    or without GPUs the virtual devices of the mesh.
+    """
 
-    restarts: Annotated[int, pydantic.Field(ge=0, le=MOST_PROCESSES), allowed(f"0 to {MOST_PROCESSES}")] = 0
-    """Maximum number of restarts after failures; none after a mistake (exit code 2) or wrong numbers (3)."""
+    restarts: Annotated[
+        int, pydantic.Field(ge=0, le=MOST_PROCESSES), allowed(f"0 to {MOST_PROCESSES}")
+    ] = 0
+    """Maximum number of restarts after failures; none after a mistake (exit code 2) or wrong
+    numbers (3).
+    """
 
     logs: Annotated[UserPath, tyro.conf.arg(metavar="DIR")] = Path("logs")
     """Folder of the logs process-0.log, ..., to which a later start appends."""
 
-    command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND")] = ()
+    command: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND")
+    ] = ()
     """jaxtp command, or arguments for Python."""
 
 
@@ -73,11 +80,14 @@ def _launch(argv: Sequence[str]) -> int:
         command = ["-m", *command]
     if launch.devices is None and not gpus_present():
         print(
-            "no NVIDIA GPUs here: the processes divide the mesh's devices, which are virtual CPU devices (--devices N "
+            "no NVIDIA GPUs here: the processes divide the mesh's devices, which are virtual CPU "
+            "devices (--devices N "
             "gives each process N)",
             file=sys.stderr,
         )
-    return supervise(Group(launch.processes, command, launch.logs, launch.devices), restarts=launch.restarts)
+    return supervise(
+        Group(launch.processes, command, launch.logs, launch.devices), restarts=launch.restarts
+    )
 
 
 if __name__ == "__main__":

@@ -63,7 +63,16 @@ jaxtp score --verify scores/base
 compares scores with their checksums.
 """
 SHOWN_FIRST = (
-    *("dataset", "model", "out", "top_k", "temperature", "data.sequence_length", "data.packing", "data.long_documents"),
+    *(
+        "dataset",
+        "model",
+        "out",
+        "top_k",
+        "temperature",
+        "data.sequence_length",
+        "data.packing",
+        "data.long_documents",
+    ),
     *("batch_size", "dtype", "adapters", "verify", "json"),
 )
 
@@ -86,7 +95,9 @@ class ScoredDataConfig:
 class ScoreConfig(SourceConfig):
     """The model, the dataset, the rows, and devices."""
 
-    dataset: Annotated[DataPath | None, tyro.conf.Positional, tyro.conf.arg(metavar="DATASET")] = None
+    dataset: Annotated[DataPath | None, tyro.conf.Positional, tyro.conf.arg(metavar="DATASET")] = (
+        None
+    )
     """Dataset of jaxtp prepare, made with the model's tokenizer; all its splits are scored."""
 
     model: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
@@ -116,7 +127,9 @@ class ScoreConfig(SourceConfig):
     mesh: InferenceMeshConfig = InferenceMeshConfig()
 
 
-COMMAND = Command(program=PROGRAM, schema=ScoreConfig, description=DESCRIPTION, short_help=SHOWN_FIRST)
+COMMAND = Command(
+    program=PROGRAM, schema=ScoreConfig, description=DESCRIPTION, short_help=SHOWN_FIRST
+)
 INTERRUPTED = "interrupted; the same command resumes"
 
 
@@ -124,8 +137,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command.
 
     Returns:
-      0; 1 for damaged scores; 2 for a user's mistake; 3 for a number that is not finite; 75 if another process was
-      lost; 130 for Ctrl-C.
+      0; 1 for damaged scores; 2 for a user's mistake; 3 for a number that is not finite; 75 if
+      another process was lost; 130 for Ctrl-C.
     """
     silence_orbax()
     return run_and_report(lambda: entry.attempt(PROGRAM, lambda: _run(argv), INTERRUPTED))
@@ -156,7 +169,9 @@ def _missing(config: ScoreConfig) -> Iterator[str]:
 
 
 def _score(config: ScoreConfig, arguments: tuple[str, ...]) -> None:
-    path, out, length = config.model, config.out, config.data.sequence_length
+    path = config.model
+    out = config.out
+    length = config.data.sequence_length
     if config.dataset is None or path is None or out is None or length is None:
         raise ConfigError("; ".join(_missing(config)))
     with raise_everywhere():
@@ -165,7 +180,9 @@ def _score(config: ScoreConfig, arguments: tuple[str, ...]) -> None:
         _check(config, dataset, source)
         mesh = inference_mesh(config.mesh, source.config)
         _check_length(source, mesh, length)
-        settings = RowSettings(length, source.config.vocab_size, config.data.packing, config.data.long_documents)
+        settings = RowSettings(
+            length, source.config.vocab_size, config.data.packing, config.data.long_documents
+        )
         splits = {name: split for name, split in dataset.splits.items() if split.num_tokens}
         rows = {name: make_rows(split, settings) for name, split in splits.items()}
         job = Job(out, _record(config, source, dataset, rows), splits, rows, arguments)
@@ -178,7 +195,9 @@ def _score(config: ScoreConfig, arguments: tuple[str, ...]) -> None:
         write_json("--json", config.json, {"folder": str(out), **asdict(open_scores(out).record)})
 
 
-def _record(config: ScoreConfig, source: ModelSource, dataset: Dataset, rows: Mapping[str, Rows]) -> Record:
+def _record(
+    config: ScoreConfig, source: ModelSource, dataset: Dataset, rows: Mapping[str, Rows]
+) -> Record:
     return Record(
         format=1,
         model=source.name,
@@ -202,7 +221,8 @@ def _record(config: ScoreConfig, source: ModelSource, dataset: Dataset, rows: Ma
 
 def _open_model(config: ScoreConfig, path: Path) -> ModelSource:
     # With weights as stored: their identity does not depend on --dtype.
-    source, stored = open_source(path, config), open_stored(path, config)
+    source = open_source(path, config)
+    stored = open_stored(path, config)
     model = replace(source.config, precision=replace(source.config.precision, param=stored.dtype))
     return replace(source, config=model, load=partial(stored.load, model))
 
@@ -210,16 +230,26 @@ def _open_model(config: ScoreConfig, path: Path) -> ModelSource:
 def _check(config: ScoreConfig, dataset: Dataset, source: ModelSource) -> None:
     if dataset.tokenizer.name != source.tokenizer.info.name:
         raise ScoresError(
-            f"{dataset.folder} was made with tokenizer {dataset.tokenizer.name[:12]}, and {source.name} has "
-            f"{source.tokenizer.info.name[:12]}, whose ids mean other tokens; prepare the data with --tokenizer "
+            f"{dataset.folder} was made with tokenizer {dataset.tokenizer.name[:12]}, and "
+            f"{source.name} has "
+            f"{source.tokenizer.info.name[:12]}, whose ids mean other tokens; prepare the data "
+            "with --tokenizer "
             f"{config.tokenizer or config.model}"
         )
     if config.top_k is not None and config.top_k > source.config.vocab_size:
         raise ConfigError(
-            f"--top-k {config.top_k}: {source.name} has {source.config.vocab_size} tokens; that is the most"
+            f"--top-k {config.top_k}: {source.name} has {source.config.vocab_size} tokens; that is "
+            "the most"
         )
-    if source.context is not None and (length := config.data.sequence_length) and length > source.context:
-        print_status(f"warning: sequences of {length:,} tokens, but the model was made for {source.context:,}")
+    if (
+        source.context is not None
+        and (length := config.data.sequence_length)
+        and length > source.context
+    ):
+        print_status(
+            f"warning: sequences of {length:,} tokens, but the model was made for "
+            f"{source.context:,}"
+        )
 
 
 def _check_length(source: ModelSource, mesh: Mesh, length: int) -> None:
@@ -232,11 +262,14 @@ def _check_length(source: ModelSource, mesh: Mesh, length: int) -> None:
 
 
 def _verify(folder: Path, file: Path | None) -> int:
-    scores, problems = open_scores(folder), list[str]()
+    scores = open_scores(folder)
+    problems = list[str]()
     for problem in verify(scores):
         problems.append(problem)
         print(problem)
-    kind = "log-probabilities" if scores.record.top_k is None else f"{scores.record.top_k} tokens each"
+    kind = (
+        "log-probabilities" if scores.record.top_k is None else f"{scores.record.top_k} tokens each"
+    )
     print(f"{folder}: {kind}, {len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}")
     write_json("--json", file, {"folder": str(folder), "problems": problems})
     return 1 if problems else 0

@@ -1,7 +1,8 @@
 """Scores rows on the mesh, and writes the scores so that a killed command resumes.
 
-Rows are scored in their order, in batches. Process 0 writes each score to the place of its token. Every few seconds it
-syncs the files, then replaces the journal, which counts the finished rows; resuming computes the later ones again.
+Rows are scored in their order, in batches. Process 0 writes each score to the place of its token.
+Every few seconds it syncs the files, then replaces the journal, which counts the finished rows;
+resuming computes the later ones again.
 """
 
 import json
@@ -28,7 +29,14 @@ from numpy.typing import NDArray
 
 from jaxtp.config.console import size_text
 from jaxtp.config.entry import Interrupt, InterruptError, NumericsError
-from jaxtp.config.files import locked, open_directly, require_empty, sha256, sync_file, write_atomically
+from jaxtp.config.files import (
+    locked,
+    open_directly,
+    require_empty,
+    sha256,
+    sync_file,
+    write_atomically,
+)
 from jaxtp.config.schema import differences
 from jaxtp.data.batches import Position, token_batches
 from jaxtp.data.documents import Documents
@@ -95,7 +103,8 @@ def score(job: Job, model: Decoder, batch_size: int) -> None:
         total = sum(map(len, job.rows.values()))
         resumed = f"; {finished:,} of them are done" if finished else ""
         print_status(f"data    {total:,} rows of {job.record.sequence_length:,} tokens{resumed}")
-        status, started = Status(), time.monotonic()
+        status = Status()
+        started = time.monotonic()
         try:
             for name, rows in job.rows.items():
                 for first, found in _scores(program, mesh, rows, size, done[name]):
@@ -103,7 +112,11 @@ def score(job: Job, model: Decoder, batch_size: int) -> None:
                     if writer is not None:
                         writer.write(name, first, found)
                     finished += min(size, len(rows) - first)
-                    rate = (finished - at_start) * job.record.sequence_length / (time.monotonic() - started)
+                    rate = (
+                        (finished - at_start)
+                        * job.record.sequence_length
+                        / (time.monotonic() - started)
+                    )
                     status(f"{finished / total:.0%}  {rate:,.0f} tokens/s")
         except InterruptError:
             if writer is not None:
@@ -117,16 +130,23 @@ def score(job: Job, model: Decoder, batch_size: int) -> None:
 def _program(model: Decoder, record: Record) -> Callable[[Batch], dict[str, Array]]:
     graph, state = nnx.split(model)
 
-    def scores(state: nnx.State, ids_BT: Array, labels_BT: Array, segments_BT: Array | None) -> dict[str, Array]:
+    def scores(
+        state: nnx.State, ids_BT: Array, labels_BT: Array, segments_BT: Array | None
+    ) -> dict[str, Array]:
         merged: Decoder = nnx.merge(graph, state, copy=True)
         t = record.temperature
         if record.top_k is None:
             log_probs_BT = token_log_probs(merged, ids_BT, labels_BT, segments_BT, temperature=t)
             assert isinstance(log_probs_BT, Array)
             return {LOG_PROBS: log_probs_BT}
-        values_BTK, ids_BTK = top_log_probs(merged, ids_BT, record.top_k, segments_BT, temperature=t)
+        values_BTK, ids_BTK = top_log_probs(
+            merged, ids_BT, record.top_k, segments_BT, temperature=t
+        )
         has_label = (labels_BT != IGNORE)[..., None]
-        return {TOP_IDS: jnp.where(has_label, ids_BTK, 0), TOP_LOG_PROBS: jnp.where(has_label, values_BTK, 0)}
+        return {
+            TOP_IDS: jnp.where(has_label, ids_BTK, 0),
+            TOP_LOG_PROBS: jnp.where(has_label, values_BTK, 0),
+        }
 
     # Replicated, so that process 0 can read all scores.
     run = jax.jit(scores, out_shardings=NamedSharding(model_mesh(model), P()))
@@ -136,7 +156,9 @@ def _program(model: Decoder, record: Record) -> Callable[[Batch], dict[str, Arra
 def _scores(
     program: Callable[[Batch], dict[str, Array]], mesh: Mesh, rows: Rows, size: int, done: int
 ) -> Iterator[tuple[int, Found]]:
-    """Yields the first row of each batch, and its scores; the devices compute the next batch meanwhile."""
+    """Yields the first row of each batch, and its scores; the devices compute the next batch
+    meanwhile.
+    """
     if done == len(rows):
         return
     batches = token_batches(grain.MapDataset.source(rows), size, once=True)
@@ -146,7 +168,8 @@ def _scores(
     with Interrupt(signal.SIGINT, signal.SIGTERM) as interrupt, jax.set_mesh(mesh):
         try:
             for batch, after in on_mesh(batches, mesh, Position(0, done)):
-                before, pending = pending, (after.sample - size, program(batch))
+                before = pending
+                pending = (after.sample - size, program(batch))
                 if before is not None:
                     yield before[0], jax.device_get(before[1])
                 interrupt.check()
@@ -160,7 +183,8 @@ def _check_finite(found: Found) -> None:
     for suffix, array in found.items():
         if suffix != TOP_IDS and not np.isfinite(array).all():
             raise NumericsError(
-                "a log-probability is not finite: the weights are damaged, or --dtype float32 is needed"
+                "a log-probability is not finite: the weights are damaged, or --dtype float32 "
+                "is needed"
             )
 
 
@@ -174,30 +198,41 @@ def finished_rows(job: Job) -> dict[str, int] | None:
     rows: dict[str, int] | None = None
     if (out / SCORES).exists():
         record = open_scores(out).record
-        splits = {name: replace(each, shards=({},) * len(each.shards)) for name, each in record.splits.items()}
+        splits = {
+            name: replace(each, shards=({},) * len(each.shards))
+            for name, each in record.splits.items()
+        }
         record = replace(record, splits=splits)
     elif (journal := read_journal(out)) is not None:
         record = journal.record
         rows = {name: min(journal.rows.get(name, 0), len(each)) for name, each in job.rows.items()}
     else:
         require_empty(out, "scores")
-        size, free = sum(_sizes(job).values()), shutil.disk_usage(out).free
+        size = sum(_sizes(job).values())
+        free = shutil.disk_usage(out).free
         if size > free:
             smaller = "" if job.record.top_k is None else "; a smaller --top-k needs less"
-            raise ScoresError(f"{out}: the scores take {size_text(size)}, and {size_text(free)} are free{smaller}")
+            raise ScoresError(
+                f"{out}: the scores take {size_text(size)}, and {size_text(free)} are free{smaller}"
+            )
         return dict.fromkeys(job.rows, 0)
     # The model and the dataset may have moved; before the weights are read, their hash is unknown.
-    moved = dict.fromkeys(("model", "dataset", *([] if job.record.model_sha256 else ["model_sha256"])), "")
+    moved = dict.fromkeys(
+        ("model", "dataset", *([] if job.record.model_sha256 else ["model_sha256"])), ""
+    )
     if changed := differences(asdict(record) | moved, asdict(job.record) | moved):
         raise ScoresError(
-            f"{out} holds scores that differ from this command (there -> here): {'; '.join(changed)}; name another "
+            f"{out} holds scores that differ from this command (there -> here): "
+            f"{'; '.join(changed)}; name another "
             "folder by --out DIR. Nothing was changed."
         )
     return rows
 
 
 def _sizes(job: Job) -> dict[Path, int]:
-    sizes = (job.record.sizes(job.out, name, each.shard_sizes) for name, each in job.documents.items())
+    sizes = (
+        job.record.sizes(job.out, name, each.shard_sizes) for name, each in job.documents.items()
+    )
     return {path: size for of_split in sizes for path, size in of_split.items()}
 
 
@@ -208,7 +243,9 @@ class _Writer:
     """
 
     def __init__(self, job: Job):
-        self._job, self._files, self._saved = job, dict[Path, IO[bytes]](), time.monotonic()
+        self._job = job
+        self._files = dict[Path, IO[bytes]]()
+        self._saved = time.monotonic()
         self.done = done = finished_rows(job)
         if done is None:
             (job.out / JOURNAL).unlink(missing_ok=True)  # after a kill in `finish`
@@ -219,14 +256,16 @@ class _Writer:
             with open_directly(path, "ab") as file:  # sparse: tokens in no row have zeros
                 if file.tell() != size and any(done.values()):
                     raise ScoresError(
-                        f"{path}: damaged: {file.tell():,} bytes of {size:,}; delete {job.out} to start over"
+                        f"{path}: damaged: {file.tell():,} bytes of {size:,}; delete {job.out} to "
+                        "start over"
                     )
                 file.truncate(size)
                 sync_file(file)
 
     def write(self, split: str, first: int, found: Found) -> None:
         """Writes the scores of successive rows; saves from time to time."""
-        rows, layout = self._job.rows[split], self._job.record.layout
+        rows = self._job.rows[split]
+        layout = self._job.record.layout
         assert self.done is not None
         last = min(first + len(next(iter(found.values()))), len(rows))
         for index in range(first, last):
@@ -234,7 +273,9 @@ class _Writer:
                 for suffix, (dtype, _) in layout.items():
                     content = found[suffix][index - first, at].astype(dtype)
                     path = shard_file(self._job.out, split, shard, suffix)
-                    file = self._files.get(path) or self._files.setdefault(path, open_directly(path, "r+b"))
+                    file = self._files.get(path) or self._files.setdefault(
+                        path, open_directly(path, "r+b")
+                    )
                     file.seek(part.start * content[0].nbytes)
                     file.write(content.tobytes())
         self.done[split] = last
@@ -257,13 +298,20 @@ class _Writer:
 
     def finish(self) -> None:
         self.save()
-        out, record = self._job.out, self._job.record
+        out = self._job.out
+        record = self._job.record
         print_status(f"sha256  of {len(_sizes(self._job)):,} files")
         splits = {}
         for name, split in record.splits.items():
             file = partial(shard_file, out, name)
-            shards = ({suffix: sha256(file(i, suffix)) for suffix in record.layout} for i in range(len(split.shards)))
+            shards = (
+                {suffix: sha256(file(i, suffix)) for suffix in record.layout}
+                for i in range(len(split.shards))
+            )
             splits[name] = replace(split, shards=tuple(shards))
-        write_atomically(out / SCORES, (json.dumps(asdict(replace(record, splits=splits)), indent=1) + "\n").encode())
+        write_atomically(
+            out / SCORES,
+            (json.dumps(asdict(replace(record, splits=splits)), indent=1) + "\n").encode(),
+        )
         (out / JOURNAL).unlink()
         print_status(f"saved in {out}; read them by --data.scores {out}")
