@@ -131,8 +131,12 @@ class _StandIn:
         return self
 
     __or__ = __ror__ = __getitem__
-    __bool__ = lambda _: False
-    __float__ = lambda _: 0.0
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __float__(self) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

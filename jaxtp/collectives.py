@@ -6,15 +6,19 @@ each function below is one collective. Autodiff derives the backward pass, excep
     function                       forward          backward
     enter_parallel, no sequence    nothing          all-reduce      (Megatron's f)
     enter_parallel, sequence       all-gather       reduce-scatter
-    enter_float8                   as above, of 8 bits and a scale per token; its backward pass is in the compute dtype
+    enter_float8                   as above, of 8 bits and a scale per token;
+                                   its backward pass is in the compute dtype
     leave_parallel, no sequence    all-reduce       nothing         (Megatron's g)
     leave_parallel, sequence       reduce-scatter   all-gather
-    load_weight, split             all-gather       reduce-scatter  (over fsdp and cp), all-reduce over dp
-    load_weight, not split         nothing          all-reduce over dp, fsdp and cp, and tp if `used_by_all_tp`
+    load_weight, split             all-gather       reduce-scatter  (over fsdp and cp),
+                                                    all-reduce over dp
+    load_weight, not split         nothing          all-reduce over dp, fsdp and cp,
+                                                    and tp if `used_by_all_tp`
     load_weight of a `Float8`      all-gather       nothing          (of 8 bits, if split)
     load_float8                    as load_weight, of 8 bits and a scale per output feature
     average_gradient               nothing          all-gather over neighbours along tp
-    all_reduce                     all-reduce       nothing          (where the sum meets a shard: all-reduce)
+    all_reduce                     all-reduce       nothing
+                                                    (where the sum meets a shard: all-reduce)
     reduce_scatter                 reduce-scatter   all-gather
     all_gather                     all-gather       reduce-scatter   (`to="invarying"`: nothing)
     all_to_all                     all-to-all       all-to-all

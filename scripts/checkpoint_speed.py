@@ -86,9 +86,11 @@ def forget(folder: Path) -> None:
 def measure(megabytes: int, repeats: int, folder: Path) -> tuple[int, dict[str, list[float]]]:
     """Returns the bytes of the state, and the seconds of each action in each turn but the first."""
     blueprint = plan(megabytes)
-    ones = lambda a: jax.device_put(
-        np.ones(a.shape, a.dtype), NamedSharding(blueprint.mesh, a.sharding.spec)
-    )  # noqa: E731
+
+    def ones(a):
+        sharding = NamedSharding(blueprint.mesh, a.sharding.spec)
+        return jax.device_put(np.ones(a.shape, a.dtype), sharding)
+
     # XLA takes minutes to compile the initialisation of many blocks that are not stacked.
     state = jax.tree.map(ones, blueprint.abstract) if ALONE else blueprint.create(seed=0)
     jax.block_until_ready(state)

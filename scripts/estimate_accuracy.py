@@ -1,8 +1,10 @@
-"""Compares the modelled memory of a training step with the memory that the H100 compiler allocates;
-no GPU needed.
+"""Compares the modelled memory of a training step with the memory that the H100 compiler allocates.
 
-    python scripts/estimate_accuracy.py                  # compiles missing points, then prints the table
-    python scripts/estimate_accuracy.py --again 8b 'save_(dots|gathered)'  # compiles what matches once more
+No GPU is needed. The first command compiles missing points and then prints the table, the second
+compiles what matches once more, and the third only prints the table:
+
+    python scripts/estimate_accuracy.py
+    python scripts/estimate_accuracy.py --again 8b 'save_(dots|gathered)'
     python scripts/estimate_accuracy.py --table-only
 
 A point is a Llama, with or without adapters, or a mixture of experts, with an optimizer, a sequence

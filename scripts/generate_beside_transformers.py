@@ -180,7 +180,8 @@ def main(argv: list[str] | None = None) -> None:
                 theirs = found["transformers"][index]
                 batch = f"{rows} x {length}"
                 print(
-                    f"{dtype:<10}{batch:>16}{what:>12}{ours:>10,.1f}{theirs:>14,.1f}{ours / theirs:>8.2f}",
+                    f"{dtype:<10}{batch:>16}{what:>12}"
+                    f"{ours:>10,.1f}{theirs:>14,.1f}{ours / theirs:>8.2f}",
                     flush=True,
                 )
 

@@ -167,7 +167,8 @@ def in_process(folder: Path, length: int, packing: str, seconds: float) -> dict[
 def table(sizes: list[int], seconds: float, repeats: int, folder: Path) -> None:
     """Prints a row for each packing and dataset."""
     print(
-        f"{'rows':<28}{'data':>14}{'tokens/s':>14}{'padding':>10}{'first batch, s':>16}{'memory, MB':>12}"
+        f"{'rows':<28}{'data':>14}{'tokens/s':>14}{'padding':>10}"
+        f"{'first batch, s':>16}{'memory, MB':>12}"
     )
     for tokens in sizes:
         write_dataset(folder / str(tokens), tokens)

@@ -1,9 +1,10 @@
-"""Changes one place of the core at a time, and looks for a test that fails: how much are the tests
-worth?
+"""Changes one place of the core at a time, and looks for a test that fails.
 
-    python -m pytest --cov jaxtp --cov-context test --cov-report= -m "not journey and not slow and
-    not cluster" python scripts/mutants.py --coverage .coverage --count 240 --out
-    scripts/results/mutants.txt
+It answers how much the tests are worth:
+
+    python -m pytest --cov jaxtp --cov-context test --cov-report= \\
+        -m "not journey and not slow and not cluster"
+    python scripts/mutants.py --coverage .coverage --count 240 --out scripts/results/mutants.txt
 
 The first command records which cases reach which line. For each mutant of a line the second runs
 those cases until one fails. A mutant that no case notices survives: it needs a test, or an
@@ -193,7 +194,8 @@ class Coverage:
     def cases(self, file, line):
         """Returns the ids of the cases that reach a line."""
         query = """select context.context, line_bits.numbits from line_bits
-                   join file on file.id = line_bits.file_id join context on context.id = line_bits.context_id
+                   join file on file.id = line_bits.file_id
+                   join context on context.id = line_bits.context_id
                    where file.path like ?"""
         reached = set()
         for context, bits in self._rows.execute(query, (f"%/{file}",)):

@@ -199,7 +199,9 @@ def show(title: str, found: Times, unit: str, base: str | None = None) -> None:
         ratio = (
             ""
             if base is None
-            else f"{statistics.median(a / b for a, b in zip(values, found[base], strict=True)):8.2f}"
+            else format(
+                statistics.median(a / b for a, b in zip(values, found[base], strict=True)), "8.2f"
+            )
         )
         print(f"  {name:<52}{median:9.2f} {unit}  ({low:.2f} to {high:.2f}){ratio}")
 

@@ -144,8 +144,13 @@ class Plain:
         w = {
             name: value.astype(self.dtype) if value.ndim > 1 else value for name, value in w.items()
         }
-        column = lambda n: self.constrain(w[n], None, "tp")
-        row = lambda n: self.constrain(w[n], "tp", None)
+
+        def column(name):
+            return self.constrain(w[name], None, "tp")
+
+        def row(name):
+            return self.constrain(w[name], "tp", None)
+
         h = self.norm(x, w["n1"])
         q, k, v = (
             self.constrain(h @ column(name), "fsdp", None, "tp") for name in ("wq", "wk", "wv")
@@ -362,7 +367,7 @@ def agree(found: list[Any], *, low: bool) -> list[float]:
     if max(losses) - min(losses) > (2e-2 if low else 1e-3):
         sys.exit(
             "losses differ: "
-            f"{', '.join(f'{runner.name} {loss}' for runner, loss in zip(found, losses, strict=True))}"
+            + ", ".join(f"{runner.name} {loss}" for runner, loss in zip(found, losses, strict=True))
         )
     return losses
 

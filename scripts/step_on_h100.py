@@ -70,7 +70,8 @@ plan = plan_state(config.model, optimizer.build(config.optimizer, config.train.s
 with jax.set_mesh(mesh):
     lowered = step.trace_step(config, plan).lower()
 options = getattr(step, "compiler_options", lambda *_: {})(config, "cuda")
-options.pop("xla_gpu_exclude_nondeterministic_ops", None)  # without a GPU some products then have no kernel
+# Without a GPU some products then have no kernel.
+options.pop("xla_gpu_exclude_nondeterministic_ops", None)
 compiled, text = compile_with_spmd_text(lowered, {"xla_gpu_autotune_level": 0, **options})
 memory = compiled.memory_analysis()
 held = memory.argument_size_in_bytes + memory.temp_size_in_bytes

@@ -324,7 +324,8 @@ def require_matmul(hardware: Hardware, matmul: str) -> None:
             f"model.precision.matmul={matmul}: {hardware.name} has no such products; "
             f"--model.precision.matmul {works} "
             "works, or one of "
-            f"{able}{'' if lacking or hardware.name in TABLE else ', or the key float8 in the file'}"
+            f"{able}"
+            f"{'' if lacking or hardware.name in TABLE else ', or the key float8 in the file'}"
         )
 
 

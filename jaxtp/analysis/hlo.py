@@ -41,7 +41,8 @@ _DTYPES = {"pred": "bool", "bf16": "bfloat16", "f8e4m3fn": "float8_e4m3fn"} | {
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(
-    r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
+    r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) "
+    r"(?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
 )
 _CALLEE = re.compile(r"(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
@@ -414,7 +415,8 @@ def _partitions(rest: str, sizes: Mapping[str, int]) -> np.ndarray:
     # Ids of devices that exchange messages, one group per row: the first group (the others are
     # shifted copies of it), or all pairs of a permutation.
     if named := re.search(
-        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}",
+        r"replica_groups=mesh\[(.*?)\]"
+        r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}",
         rest,
     ):
         return _named_group(*named.groups())

@@ -64,7 +64,7 @@ def inspect(args: Inspect) -> int:
         print(f"written   on mesh {mesh} by {info.get('processes', 'unknown')} process(es)")
         print(
             "versions  "
-            f"{', '.join(f'{name} {version}' for name, version in info.get('versions', {}).items())}"
+            + ", ".join(f"{name} {version}" for name, version in info.get("versions", {}).items())
         )
         print(f"data      {json.dumps(info['corpus'])}")
         config = dict(info["config"])

@@ -50,19 +50,22 @@ from jaxtp.generate.request import GenerationError, Ids, Limits, Result, encode_
 from jaxtp.generate.sampling import GenerationSettings, settings_problems
 
 PROGRAM = "jaxtp generate"
-DESCRIPTION = """Continues texts with a model: a run of jaxtp train, or a folder in Hugging Face's format.
+DESCRIPTION = """\
+Continues texts with a model: a run of jaxtp train, or a folder in Hugging Face's format.
 
 jaxtp generate --model runs/a --prompt "def main(" --prompt "import " --max-tokens 64
 
-A single text is printed while it is generated, several texts when each is complete; --json FILE writes an object for
-each. Without --temperature the most likely token is taken; --top-p, --top-k and --min-p remove unlikely tokens. The
-same --seed gives the same texts on any mesh and in any batch, except for rounding.
+A single text is printed while it is generated, several texts when each is complete;
+--json FILE writes an object for each. Without --temperature the most likely token is taken;
+--top-p, --top-k and --min-p remove unlikely tokens. The same --seed gives the same texts on any
+mesh and in any batch, except for rounding.
 
 jaxtp generate --model DIR --chat --temperature 0.7 --max-tokens 1000
 
-chats with a model that has a chat template; /quit ends the chat. --mesh tp=2 splits the model and its KV
-cache over devices, virtual ones on a CPU. The speed of reading prompts (prefill) and generating (decode) is printed at
-the end, on standard error.
+chats with a model that has a chat template; /quit ends the chat.
+
+--mesh tp=2 splits the model and its KV cache over devices, virtual ones on a CPU. The speed of
+reading prompts (prefill) and generating (decode) is printed at the end, on standard error.
 """
 STDOUT = Path("-")  # Value of --json for standard output
 MAX_BYTES = 2**30  # Maximum size of a prompt file

@@ -3,7 +3,9 @@
 The auxiliary loss is per sequence (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), over its n tokens
 without padding:
 
-    balance = sum_e f_e P_e,   f_e = E / (k n) * (times e is chosen),   P_e = mean share of the e-th score
+    balance = sum_e f_e P_e
+    f_e = E / (k n) * (times e is chosen)
+    P_e = mean share of the e-th score
 
 A share is a score over the sum of all scores. The loss is 1 for a uniform choice. The mean over
 labels does not depend on how a batch is divided. Layers are averaged.

@@ -4,10 +4,11 @@ Every device of a cp group has whole rows of ids, labels and segments and slices
 (`Sequences.local_tokens`), so data and checkpoints do not depend on cp. Only attention and Gated
 DeltaNet need other positions. Attention:
 
-    ulysses   all-to-all to all tokens of N/(tp*cp) heads, and back (Jacobs et al., arXiv 2309.14509). All kernels
-              work; kv heads are copied until cp divides them.
-    gather    all-gather of keys and values (Llama 3, arXiv 2407.21783, section 3.3.2). N and K are arbitrary. With a
-              window, a device fetches only the missing tokens that its tokens see, the halo.
+    ulysses   all-to-all to all tokens of N/(tp*cp) heads, and back (Jacobs et al., arXiv
+              2309.14509). All kernels work; kv heads are copied until cp divides them.
+    gather    all-gather of keys and values (Llama 3, arXiv 2407.21783, section 3.3.2). N and K
+              are arbitrary. With a window, a device fetches only the missing tokens that its
+              tokens see, the halo.
 
 Later tokens see more keys. Gather without a window therefore balances work by zigzag order: of the
 chunks 0 to 2cp-1, device c has c and 2cp-1-c. Activations have this order, results for users have

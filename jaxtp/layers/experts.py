@@ -5,8 +5,10 @@ Scores are float32, a softmax over all E experts or a sigmoid of each; ties go t
 No token is dropped: every choice becomes a row, sorted by expert (`layers/kernels/grouped.py`).
 Kernels are stacked, `[E, D, F]`, and split over tp:
 
-    experts over tp   if tp divides E: a device has E/tp whole experts and computes the rows that chose them.
-    experts inside    otherwise: a device has F/tp of every expert, padded, and computes its part of every row.
+    experts over tp   if tp divides E: a device has E/tp whole experts and computes the rows that
+                      chose them.
+    experts inside    otherwise: a device has F/tp of every expert, padded, and computes its part
+                      of every row.
 
 Under sequence parallelism both send as much as a dense MLP, plus two floats per choice, without
 all-to-all. Shared experts are a dense MLP with the same gathered input and sum over tp.

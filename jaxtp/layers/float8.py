@@ -2,8 +2,9 @@
 float32.
 
     y  = (x_8 @ w_8) * s_x * s_w         x ~ x_8 * s_x by token, w ~ w_8 * s_w by output feature
-    dx = (q_8 @ w_8.T) * s_q             q_8 * s_q ~ dy * s_w by token: the same w_8, which has no
-    second copy dw = (x_8 * s_x).T @ dy              in the compute dtype
+    dx = (q_8 @ w_8.T) * s_q             q_8 * s_q ~ dy * s_w by token: the same w_8, which has
+                                         no second copy
+    dw = (x_8 * s_x).T @ dy              in the compute dtype
 
 A scale is the largest absolute value over 448, of a whole token or of all inputs of an output
 feature: a maximum over the mesh axes that split them. So operands do not depend on the mesh, and
@@ -12,7 +13,9 @@ there is no state.
 `Float8` bounds the error e of an operand: 2^-4 of an element, or 2^-10 of its scale. A product is
 then within
 
-    |x| @ e_w + e_x @ |w| + e_x @ e_w     of x @ w, element by element; errors of random sign add up to about 4% of |y|.
+    |x| @ e_w + e_x @ |w| + e_x @ e_w
+
+of x @ w, element by element; errors of random sign add up to about 4% of |y|.
 """
 
 from dataclasses import dataclass

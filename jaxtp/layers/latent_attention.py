@@ -5,9 +5,9 @@ A token has a latent of `kv_rank` numbers, a rotated key of `rope_head_dim` numb
 share, and perhaps a latent of `query_rank` numbers for its queries. Heads are split over tp,
 latents are not:
 
-    sequence parallelism   each device projects and normalises the latents of its own tokens, and one all-gather brings
-                           them to the tp group. They are narrower than the input, which other
-                           layers gather.
+    sequence parallelism   each device projects and normalises the latents of its own tokens, and
+                           one all-gather brings them to the tp group. They are narrower than the
+                           input, which other layers gather.
     otherwise              each device computes all latents, from equal inputs.
 
 The latents' gradient is summed over tp once, where they enter the heads. Gradients of the down

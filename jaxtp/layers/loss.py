@@ -139,7 +139,10 @@ def _on_devices(
         tables = jax.lax.stop_gradient(table.astype(precision.compute)), table
         first = sequence_first((x, *labels), sequence)
         lead = first[0].shape[:2]
-        of_logits = lambda x, *labels: of_chunk(_logits(head, tables, bias, x), *labels)
+
+        def of_logits(x: Array, *labels: Array) -> _PerToken:
+            return of_chunk(_logits(head, tables, bias, x), *labels)
+
         tokens = [each.reshape(-1, *each.shape[2:]) for each in first]  # nothing is copied
         numbers = _map_chunks(of_logits, tokens, head.chunk_size)
         numbers = jax.tree.map(lambda each: each.reshape(*lead, *each.shape[1:]), numbers)

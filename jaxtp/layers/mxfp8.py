@@ -2,7 +2,8 @@
 block of 32.
 
     y  = x @ w        blocks of x and w along K
-    dx = dy @ w.T     blocks of dy and w along N: w is quantised again, so no second copy lives until the backward pass
+    dx = dy @ w.T     blocks of dy and w along N: w is quantised again, so no second copy lives
+                      until the backward pass
     dw = x.T @ dy     in the compute dtype, summed in float32
 
 E4M3 also for gradients: E5M2 trains worse with blocks (arXiv 2506.08027). Blocks do not depend on
@@ -16,7 +17,8 @@ normal number: an element a has an error of at most
 
 and a product is within `|x| @ e(w) + e(x) @ |w| + e(x) @ e(w)` of `x @ w`, element by element,
 before it is rounded to the compute dtype. As `2^-10 s sqrt(32)` is less than `2^-15 |block|`, where
-|v| is the norm of a vector, the error of y is less than `0.13 |x| |w|` for a row of x and a column of w; errors of random sign add up to about 4% of |y|.
+|v| is the norm of a vector, the error of y is less than `0.13 |x| |w|` for a row of x and a column
+of w; errors of random sign add up to about 4% of |y|.
 """
 
 import jax

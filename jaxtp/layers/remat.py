@@ -2,16 +2,15 @@
 
 Saved per layer and device (b = local sequences, s = sequence length, D = d_model, t = tp; in
 parentheses under sequence parallelism), and traffic over tp, forward and backward, in units of
-(t-1)/t * b * s * D:
+(t-1)/t * b * s * D, with all-reduces, under sequence parallelism, and in a ring:
 
-| policy          | saves                                                  | all-reduce | sequence-parallel | ring |
-|-----------------|--------------------------------------------------------|-----------:|------------------:|-----:|
-| `none`          | every activation                                       |          8 |                 8 |   10 |
-| `save_dots`     | results of projections, tp reductions and kernels      |          8 |                10 |   10 |
-| `save_gathered` | inputs of column layers, outputs of row layers: 4bsD   |          8 |                 8 |   10 |
-| `save_reduced`  | block input, outputs of row layers: 2bsD (2bsD/t)      |          8 |                10 |   10 |
-| `full`          | block input: bsD (bsD/t)                               |         10 |                11 |   11 |
-| `offload`       | like `full`, in host memory                            |         10 |                11 |   11 |
+    policy         saves                                                 all-reduce  sequence  ring
+    none           every activation                                               8         8    10
+    save_dots      results of projections, tp reductions and kernels              8        10    10
+    save_gathered  inputs of column layers, outputs of row layers: 4bsD           8         8    10
+    save_reduced   block input, outputs of row layers: 2bsD (2bsD/t)              8        10    10
+    full           block input: bsD (bsD/t)                                      10        11    11
+    offload        like `full`, in host memory                                   10        11    11
 
 `save_dots` is Megatron's choice under sequence parallelism (arXiv 2205.05198). In a ring
 (`layers/overlap.py`) `save_gathered` saves only a shard of column layers' inputs, 4bsD/t in all.

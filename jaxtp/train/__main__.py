@@ -38,9 +38,10 @@ from jaxtp.train.trainer import Trainer
 PROGRAM = "jaxtp train"
 DESCRIPTION = """Trains a tensor-parallel decoder, or a Flax model of your own.
 
-Without flags: a small Llama on the sources of the Python standard library, over eight virtual CPU devices, in a
-minute or two. --config FILE reads a YAML file (see configs/); dotted flags override it; --print-config prints the
-result and does nothing else. The same command again resumes the run in --run.dir, on any mesh.
+Without flags: a small Llama on the sources of the Python standard library, over eight virtual CPU
+devices, in a minute or two. --config FILE reads a YAML file (see configs/); dotted flags override
+it; --print-config prints the result and does nothing else. The same command again resumes the run
+in --run.dir, on any mesh.
 """
 
 

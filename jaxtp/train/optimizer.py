@@ -89,8 +89,11 @@ def by_path(
 
     Example, with a frozen embedding, which has no state::
 
-        by_path({"embedding.*": optax.set_to_zero(), "*.bias|*.scale": optax.adamw(1e-3,
-                 weight_decay=0.0), "*": optax.adamw(3e-4)})
+        by_path({
+            "embedding.*": optax.set_to_zero(),
+            "*.bias|*.scale": optax.adamw(1e-3, weight_decay=0.0),
+            "*": optax.adamw(3e-4),
+        })
 
     Args:
       groups: by pattern, as in the shell; `|` separates alternatives. Each needs a parameter of its

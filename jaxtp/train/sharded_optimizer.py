@@ -132,7 +132,10 @@ class Optimizer(nnx.Module):
         state = tree_map_with_path(_as_array, state)
         _require_same("the optimizer's update of", updates, params, jnp.shape)
         what = "after an update the optimizer's state at"
-        kind = lambda array: f"{array.dtype}{list(array.shape)}"
+
+        def kind(array: Array) -> str:
+            return f"{array.dtype}{list(array.shape)}"
+
         _require_same(what, state, self.opt_state, kind)
         return updates, state
 

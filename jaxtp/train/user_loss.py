@@ -217,9 +217,9 @@ def inspect_loss(
             f"the loss needs {missing[0]!r}, and batches have {', '.join(batch)}: {how}"
         )
     weights = jax.ShapeDtypeStruct(next(iter(batch.values())).shape[:1], jnp.float32)
-    graph, params, rngs, others, constants = nnx.split(
+    graph, params, rngs, others, constants = nnx.split(  # type: ignore[misc]
         model, nnx.Param, nnx.RngState, STATEFUL, ...
-    )  # type: ignore[misc]
+    )
     variables = by_dotted_path([*nnx.to_flat_state(others), *nnx.to_flat_state(params)])
     leaves, tree = jax.tree.flatten(others)
     metrics: tuple[str, ...] = ()

@@ -262,8 +262,9 @@ def changed(names: Iterable[str], one: np.ndarray, other: np.ndarray) -> MeshPos
 def checksums(arrays: Mapping[str, Array]) -> Array:
     """Returns the `device_checksums` of arrays, on every device."""
     return _checksums(
-        tuple(arrays.values()), tuple(array.sharding.spec for array in arrays.values())
-    )  # type: ignore[attr-defined]
+        tuple(arrays.values()),
+        tuple(array.sharding.spec for array in arrays.values()),  # type: ignore[attr-defined]
+    )
 
 
 @partial(jax.jit, static_argnums=1)

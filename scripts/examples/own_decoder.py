@@ -1,6 +1,7 @@
 """A Decoder of one's own: gated attention, a head for the token after the next, and a loss of both.
 
-jaxtp train --model.build scripts/examples/own_decoder.py:build --train.loss scripts/examples/own_decoder.py:loss \
+jaxtp train --model.build scripts/examples/own_decoder.py:build \
+    --train.loss scripts/examples/own_decoder.py:loss \
     --train.callbacks scripts/examples/own_decoder.py:sample
 """
 
@@ -35,7 +36,9 @@ class GatedConfig(jaxtp.ModelConfig):
 class GatedDecoder(jaxtp.Decoder):
     def __init__(self, config, *, rngs):
         super().__init__(config, rngs=rngs)
-        self.second = jaxtp.VocabParallelHead(config.vocab_size, config.d_model, config.layer_context, rngs=rngs)
+        self.second = jaxtp.VocabParallelHead(
+            config.vocab_size, config.d_model, config.layer_context, rngs=rngs
+        )
 
 
 def build(rngs, **settings):
@@ -46,12 +49,16 @@ def loss(model, batch, key):
     config, labels = model.config, batch["labels"]
     sequences = model.sequences(batch["inputs"], batch.get("segments"))
     hidden = model.hidden(batch["inputs"], sequences=sequences)
-    # Over cp, hidden states have another order than the batch, and `local_tokens` gives the labels the same.
+    # Over cp, hidden states have another order than the batch, and `local_tokens` gives the labels
+    # the same.
     total, count = model.loss_of_hidden(hidden, sequences.local_tokens(labels))
     after = jnp.roll(labels, -1, axis=1).at[:, -1].set(-100)
-    after = sequences.local_tokens(jnp.where(labels == -100, -100, after))  # no label leaves its document
+    # No label leaves its document.
+    after = sequences.local_tokens(jnp.where(labels == -100, -100, after))
     head = jaxtp.HeadConfig(config.vocab_size, config.layer_context)
-    second, number = jaxtp.vocab_parallel_cross_entropy(hidden, model.second.kernel[...], after, head)
+    second, number = jaxtp.vocab_parallel_cross_entropy(
+        hidden, model.second.kernel[...], after, head
+    )
     return total + config.second_weight * second, count, {"second": (second, number)}
 
 

@@ -23,8 +23,9 @@ DESCRIPTION = """Makes a dataset of tokens out of text, JSONL, Parquet and folde
 
 jaxtp prepare books/ more.jsonl.zst --out data/books --train-bpe 8192
 
-Each text or source file is a document, and so is each line of JSONL and each row of Parquet. After an interruption the
-same command resumes, and the result is the same to the byte. jaxtp/data/store.py documents the format.
+Each text or source file is a document, and so is each line of JSONL and each row of Parquet.
+After an interruption the same command resumes, and the result is the same to the byte.
+jaxtp/data/store.py documents the format.
 
 jaxtp prepare --verify data/books
 

@@ -1,9 +1,9 @@
 """Grouped products as fused Pallas kernels for NVIDIA GPUs, compiled by Triton; rows are neither
 padded nor moved.
 
-    kernel      one program per                       sums over            writes
-    product     column block of a tile of rows        the rows' width      outputs, or the rows' gradients
-    gradient    block of a group's kernel             rows of a group      the kernels' gradients
+    kernel      one program per                  sums over         writes
+    product     column block of a tile of rows   the rows' width   outputs, or the rows' gradients
+    gradient    block of a group's kernel        rows of a group   the kernels' gradients
 
 A tile is a block of rows of one group. The number of tiles is known only at run time, so there are
 `M / block + E + 1` programs, the maximum; surplus tiles write nothing. Rows beyond all groups form

@@ -77,15 +77,17 @@ VIRTUAL = "virtual CPU devices share one processor: their times mean nothing for
 PROGRAM = "jaxtp bench"
 DESCRIPTION = """Measures collectives and matrix products on the devices of this machine.
 
-Times all-reduce, all-gather, reduce-scatter, all-to-all and permute over message sizes on each axis of the mesh, and
-the matrix products of a transformer block at each tp. --config FILE reads the configuration of a training run (see
-configs/), for its mesh and sizes; dotted flags override it. --out writes a hardware file for jaxtp estimate.
+Times all-reduce, all-gather, reduce-scatter, all-to-all and permute over message sizes on each axis
+of the mesh, and the matrix products of a transformer block at each tp. --config FILE reads the
+configuration of a training run (see configs/), for its mesh and sizes; dotted flags override it.
+--out writes a hardware file for jaxtp estimate.
 
   jaxtp bench comm --config configs/llama3_8b.yaml --out h100.yaml
   jaxtp estimate --config configs/llama3_8b.yaml --hardware h100.yamlx8
 
-Without GPUs it measures virtual CPU devices: this tests the command, but says nothing about hardware. Several
-processes, started as for jaxtp train, measure together; the first prints and writes.
+Without GPUs it measures virtual CPU devices: this tests the command, but says nothing about
+hardware. Several processes, started as for jaxtp train, measure together; the first prints and
+writes.
 """
 
 

@@ -32,18 +32,20 @@ from jaxtp.train.defaults import DeviceInfo, resolve_defaults
 PROGRAM = "jaxtp check"
 DESCRIPTION = """Checks that a mesh gives the numbers of one device, for a training configuration.
 
-The model is shrunk, with the same architecture and parallel structure, and trained for three updates on one device and
-on each mesh, on virtual CPU devices. Losses, gradient norms, every gradient and every updated array are compared, and
-the compiled step is audited for unintended replicas, and collectives that no module declares. The exit code is 1 if
-anything differs; the output names the first module that differs.
+The model is shrunk, with the same architecture and parallel structure, and trained for three
+updates on one device and on each mesh, on virtual CPU devices. Losses, gradient norms, every
+gradient and every updated array are compared, and the compiled step is audited for unintended
+replicas, and collectives that no module declares. The exit code is 1 if anything differs; the
+output names the first module that differs.
 
-Numbers are compared in float32; with --model.precision.compute bfloat16 also in bfloat16. With products in float8
-(model.precision.matmul) they are also compared with these products, and all else in float32.
+Numbers are compared in float32; with --model.precision.compute bfloat16 also in bfloat16. With
+products in float8 (model.precision.matmul) they are also compared with these products, and all else
+in float32.
 
---model.build FILE.py:build, --train.loss, --data.batches and --optimizer.build check a task of your own, as in jaxtp
-train. Your model is not shrunk: model.arguments can make it small. Your batches stay as they are, so a decoder keeps
-its vocabulary and length. The compiled step is not audited, because the compiler chooses collectives between your
-modules.
+--model.build FILE.py:build, --train.loss, --data.batches and --optimizer.build check a task of your
+own, as in jaxtp train. Your model is not shrunk: model.arguments can make it small. Your batches
+stay as they are, so a decoder keeps its vocabulary and length. The compiled step is not audited,
+because the compiler chooses collectives between your modules.
 
 --config FILE reads the configuration of a training run (see configs/); dotted flags override it.
 """
@@ -174,7 +176,10 @@ class Verdict:
         details = []
         if (e := self.errors) is not None:
             gradient, update = e.worst(self.tolerance)
-            row += f"{e.loss:>9.1e}{e.grad_norm:>11.1e}{e.gradients[gradient]:>10.1e}{e.updates[update]:>9.1e}"
+            row += (
+                f"{e.loss:>9.1e}{e.grad_norm:>11.1e}"
+                f"{e.gradients[gradient]:>10.1e}{e.updates[update]:>9.1e}"
+            )
             if e.flips:
                 scores = (
                     f"with scores up to {e.margin:.1e} apart ({self.tolerance.tensor:.1e} allowed)"

@@ -45,14 +45,16 @@ from jaxtp.train import run_folder
 from jaxtp.train.config import MeshConfig, RunConfig, TrainConfig
 
 PROGRAM = "jaxtp convert"
-IMPORT_HELP = """Reads a folder in Hugging Face format into a new run: config.yaml and a checkpoint at step 0.
+IMPORT_HELP = """\
+Reads a folder in Hugging Face format into a new run: config.yaml and a checkpoint at step 0.
 
 jaxtp convert import models/Llama-3.2-1B runs/llama
 
 Train from it by
 jaxtp train --config runs/llama/config.yaml --run.init-from runs/llama --run.dir runs/tuned
 """
-EXPORT_HELP = """Writes a run's checkpoint as a folder in Hugging Face format, or its adapters in PEFT's format.
+EXPORT_HELP = """\
+Writes a run's checkpoint as a folder in Hugging Face format, or its adapters in PEFT's format.
 
 jaxtp convert export runs/tuned models/tuned --tokenizer-from models/Llama-3.2-1B
 
@@ -60,12 +62,15 @@ With --adapters, merges adapters into a model:
 
 jaxtp convert export models/Llama-3.2-1B models/merged --adapters models/adapters
 """
-PLAN_HELP = """Compares how transformers splits each module of a model over tp (base_model_tp_plan) with how jaxtp does.
+PLAN_HELP = """\
+Compares how transformers splits each module of a model over tp (base_model_tp_plan) with how
+jaxtp does.
 
 jaxtp convert plan models/Llama-3.2-1B
 """
-LIST_HELP = """Prints the models that jaxtp reads and writes, by the model_type in their config.json, and others that it
-refuses, with what they need.
+LIST_HELP = """\
+Prints the models that jaxtp reads and writes, by the model_type in their config.json, and others
+that it refuses, with what they need.
 
 jaxtp convert list
 """

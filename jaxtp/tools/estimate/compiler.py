@@ -246,19 +246,24 @@ def target_config(hardware: Hardware, gpu: GpuSpec) -> str:
     major, minor = hardware.capability.split(".")
     # sm_90a, sm_100a: their matrix instructions
     feature = "ACCELERATED_FEATURES" if int(major) >= 9 else "NONE"
+    # The first CUDA and cuDNN with products in float8 and MXFP8, without which XLA multiplies in 16
+    # bits.
     return f"""gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {gpu.threads}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   core_count: {gpu.cores} fpus_per_core: {gpu.fpus} clock_rate_ghz: {gpu.clock_ghz}
   shared_memory_per_block: {48 * KIB} shared_memory_per_block_optin: {gpu.shared - KIB}
-  shared_memory_per_core: {gpu.shared} registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: {hardware.bandwidth:.0f} l2_cache_size: {gpu.l2} device_memory_size: {hardware.memory:.0f}
+  shared_memory_per_core: {gpu.shared}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: {hardware.bandwidth:.0f}
+  l2_cache_size: {gpu.l2} device_memory_size: {hardware.memory:.0f}
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {feature} }}
   runtime_version: "12.0.0" dnn_version: "9.10.0"
 }}
-platform_name: "CUDA" device_description_str: "{hardware.kinds[0]}" dnn_version_info {{ major: 9 minor: 10 }}
-"""  # the first CUDA and cuDNN with products in float8 and MXFP8, without which XLA multiplies in 16 bits
+platform_name: "CUDA" device_description_str: "{hardware.kinds[0]}"
+dnn_version_info {{ major: 9 minor: 10 }}
+"""
 
 
 TARGET_CONFIGS = {name: target_config(TABLE[name], gpu) for name, gpu in _GPUS.items()}

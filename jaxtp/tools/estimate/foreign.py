@@ -48,12 +48,17 @@ from jaxtp.train.user_step import Shapes, trace_step
 from jaxtp.train.validation import batch_problems
 
 PROGRAM = "jaxtp estimate"
-DESCRIPTION = """Ranks the meshes on which a plan trains a Flax model. The hardware need not be here.
+DESCRIPTION = """\
+Ranks the meshes on which a plan trains a Flax model. The hardware need not be here.
 
 jaxtp estimate model.py:build --plan plan.py:PLAN --input 64x16x16x1 --hardware h100x8
 
-A step on one global batch is traced as by jaxtp explain. Activations and times are modelled. Exit code 1: nothing fits.
-With a loss and batches: jaxtp estimate --model.build model.py:build --train.loss ..., as for jaxtp train.
+A step on one global batch is traced as by jaxtp explain. Activations and times are modelled.
+Exit code 1: nothing fits.
+
+With a loss and batches, as for jaxtp train:
+
+jaxtp estimate --model.build model.py:build --train.loss ...
 """
 _KEYS = ", ".join(f"{key} ({unit})" for key, (_, _, unit) in RANGES.items())
 HARDWARE = (

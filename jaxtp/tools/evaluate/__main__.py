@@ -53,16 +53,18 @@ from jaxtp.tools.evaluate.inputs import Input, open_inputs
 from jaxtp.tools.evaluate.measure import Measured, Scorer, measure
 
 PROGRAM = "jaxtp evaluate"
-DESCRIPTION = """Measures loss, perplexity and bits per byte of a model on text. The model is a run of jaxtp train or a
-folder in Hugging Face's format; the text is in datasets of jaxtp prepare or in files.
+DESCRIPTION = """Measures loss, perplexity and bits per byte of a model on text.
+
+The model is a run of jaxtp train or a folder in Hugging Face's format; the text is in datasets of
+jaxtp prepare or in files.
 
 jaxtp evaluate --model runs/a --data data/own --text notes.txt --by length
 jaxtp evaluate --model models/base runs/tuned --data data/own
 
-Every token of a document except the first is predicted once, from the earlier ones in the same document. The numbers
-are the same on any mesh (--mesh fsdp=2,tp=4) and with any --batch-size. --tasks NAME runs tasks of
-lm-evaluation-harness instead (pip install 'jaxtp[eval]'). Results go to standard output, as a table or with --json - as
-JSON; everything else goes to standard error.
+Every token of a document except the first is predicted once, from the earlier ones in the same
+document. The numbers are the same on any mesh (--mesh fsdp=2,tp=4) and with any --batch-size.
+--tasks NAME runs tasks of lm-evaluation-harness instead (pip install 'jaxtp[eval]'). Results go to
+standard output, as a table or with --json - as JSON; everything else goes to standard error.
 """
 COMMAND = Command(
     program=PROGRAM, schema=EvaluateConfig, description=DESCRIPTION, short_help=SHOWN_FIRST

@@ -34,13 +34,15 @@ from jaxtp.train.config import TrainConfig, training_of
 from jaxtp.train.validation import batch_problems, check, refuse
 
 PROGRAM = "jaxtp explain"
-DESCRIPTION = """Shows how a plan splits a model over a mesh and what it communicates, without the devices.
+DESCRIPTION = """\
+Shows how a plan splits a model over a mesh and what it communicates, without the devices.
 
 jaxtp explain model.py:build --plan plan.py:PLAN --input 64x16x16x1 --mesh fsdp=2,tp=4
 
-The first table has a line for each module: its style, how its parameters are split, and the bytes on each device. The
-second lists the collectives of a forward and backward pass by module. Notes point out avoidable communication. The
-model may also be a configuration of jaxtp train, and settings of a run work too:
+The first table has a line for each module: its style, how its parameters are split, and the bytes
+on each device. The second lists the collectives of a forward and backward pass by module. Notes
+point out avoidable communication. The model may also be a configuration of jaxtp train, and
+settings of a run work too:
 
 jaxtp explain configs/llama3_8b.yaml --mesh fsdp=4,tp=8
 jaxtp explain --model.build mine.py:build --train.loss mine.py:loss --data.batches mine.py:batches

@@ -22,12 +22,15 @@ from jaxtp.distributed.environment import LaunchError, gpus_present
 from jaxtp.distributed.supervisor import Group, supervise
 
 PROGRAM = "jaxtp launch"
-DESCRIPTION = """Starts the processes of one machine, each with its share of the GPUs; ends all of them when one dies.
+DESCRIPTION = """\
+Starts the processes of one machine, each with its share of the GPUs; ends all of them when one
+dies.
 
     jaxtp launch --processes 2 -- jaxtp train --config FILE
 
-After -- comes a jaxtp command, or arguments for Python such as -m mine.train. One process can drive all GPUs of a host.
-Several are for trying a run of several hosts, also on CPUs, and for programs that need one process for each GPU.
+After -- comes a jaxtp command, or arguments for Python such as -m mine.train. One process can drive
+all GPUs of a host. Several are for trying a run of several hosts, also on CPUs, and for programs
+that need one process for each GPU.
 """
 MOST_PROCESSES = 1024
 Number = Annotated[int, pydantic.Field(ge=1, le=MOST_PROCESSES), allowed(f"1 to {MOST_PROCESSES}")]

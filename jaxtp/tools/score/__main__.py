@@ -46,15 +46,17 @@ from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.validation import context_problems, refuse
 
 PROGRAM = "jaxtp score"
-DESCRIPTION = """Computes log-probabilities of a dataset's tokens, for losses that need a reference or a teacher.
+DESCRIPTION = """\
+Computes log-probabilities of a dataset's tokens, for losses that need a reference or a teacher.
 
 jaxtp score data/pairs --model models/base --out scores/base --data.sequence-length 2048
 jaxtp train --config dpo.yaml --data.scores scores/base
 
-The model, a run of jaxtp train or a folder in Hugging Face's format, reads the rows that a run with the same --data
-settings trains on, on any mesh. The scores are the log-probability of each label (for DPO), or with --top-k 64 the most
-probable next tokens and their log-probabilities (for distillation). A run with data.scores has them in its batches, as
-log_probs, or top_ids and top_log_probs; it needs no memory for the model. jaxtp/data/scores.py documents the format.
+The model, a run of jaxtp train or a folder in Hugging Face's format, reads the rows that a run with
+the same --data settings trains on, on any mesh. The scores are the log-probability of each label
+(for DPO), or with --top-k 64 the most probable next tokens and their log-probabilities (for
+distillation). A run with data.scores has them in its batches, as log_probs, or top_ids and
+top_log_probs; it needs no memory for the model. jaxtp/data/scores.py documents the format.
 
 After an interruption the same command resumes; on the same mesh the files are the same to the byte.
 
