@@ -75,8 +75,9 @@ KEPT = "kept"  # what every remat policy saves: routers' choices, and sines and 
 def device_view(
     body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], out_specs: Any
 ) -> Callable[..., Any]:
-    """Returns a function that runs `body` on the shards of each device; without a mesh it calls
-    `body`.
+    """Returns a function that runs `body` on the shards of each device.
+
+    Without a mesh it calls `body`.
 
     `name` appears in profiles and errors. Each spec is a `PartitionSpec`, or a pytree of specs like
     its argument. Axes of one device are left out of the specs: `body` uses the functions below, not
@@ -106,8 +107,9 @@ def device_view(
 
 
 class MissingReductionError(ValueError):
-    """A layer's result varies over an axis along which its spec replicates it; `message` is
-    JAX's message.
+    """A layer's result varies over an axis along which its spec replicates it.
+
+    `message` is JAX's message.
     """
 
     def __init__(self, name: str, message: str):
@@ -189,8 +191,9 @@ def _split_spec(spec: PartitionSpec) -> PartitionSpec:
 
 
 def axis_index(*axes: str) -> Array | int:
-    """Returns this device's position along `axes`, the last fastest, inside `device_view`; 0
-    without a mesh.
+    """Returns this device's position along `axes`, the last fastest.
+
+    It is for use inside `device_view`; without a mesh it is 0.
     """
     place: Array | int = 0
     for axis in _split_axes(axes):
@@ -199,8 +202,9 @@ def axis_index(*axes: str) -> Array | int:
 
 
 def vary(x: Array, *axes: str) -> Array:
-    """Marks `x`, replicated along `axes`, as varying over them, so that its gradient is summed
-    over them.
+    """Marks `x`, replicated along `axes`, as varying over them.
+
+    Its gradient is then summed over them.
     """
     return lax.pcast(x, axes, to="varying") if (axes := _split_axes(axes)) else x
 
@@ -242,8 +246,9 @@ def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
 
 
 def sequence_first(x: V, sequence_dim: int | None) -> V:
-    """Swaps the first dim and `sequence_dim` of arrays if tp splits the sequence; undoes it the
-    second time.
+    """Swaps the first dim and `sequence_dim` of arrays if tp splits the sequence.
+
+    A second call undoes the first.
 
     XLA gathers and scatters along the first dim: around a product of `[B, T, D]` it would swap
     whole activations.
@@ -278,9 +283,7 @@ def all_gather(
 
 
 def reduce_scatter(x: Array, *axes: str, dim: int = 0) -> Array:
-    """Returns this device's part of the sum over the devices along `axes`:
-    `[n * S, ...] -> [S, ...]`.
-    """
+    """Returns this device's part of the sum along `axes`: `[n * S, ...] -> [S, ...]`."""
     return (
         lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
         if (axes := _split_axes(axes))
@@ -289,15 +292,17 @@ def reduce_scatter(x: Array, *axes: str, dim: int = 0) -> Array:
 
 
 def all_to_all(x: Array, *axes: str, split: int, join: int) -> Array:
-    """Sends part i of dim `split` to device i along `axes`, and concatenates the received parts
-    along `join`.
+    """Sends part i of dim `split` to device i along `axes`.
+
+    The received parts are concatenated along `join`.
     """
     return lax.all_to_all(x, axes, split, join, tiled=True) if (axes := _split_axes(axes)) else x
 
 
 def permute(x: Array, axis: str, pairs: Iterable[tuple[int, int]] | None = None) -> Array:
-    """Returns the array of the previous device along `axis`, or of the source in (source, target)
-    `pairs`.
+    """Returns the array of the previous device along `axis`.
+
+    With (source, target) `pairs` it is the array of the source.
 
     A device that is not a target gets zeros.
     """
@@ -309,8 +314,9 @@ def permute(x: Array, axis: str, pairs: Iterable[tuple[int, int]] | None = None)
 
 
 class Float8(NamedTuple):
-    """An array in 8 bits: float8 numbers (E4M3), and a float32 scale for each output feature, or
-    each token.
+    """An array in 8 bits: float8 numbers (E4M3) with float32 scales.
+
+    There is a scale for each output feature, or for each token.
 
     Their product is within 2^-4 of the array, relatively, or within 2^-10 of the scale if that is
     more: E4M3 has 3 bits of mantissa, and 2^-6 is its smallest normal number. The fields of a
@@ -331,8 +337,9 @@ class Float8(NamedTuple):
     def of(
         cls, array: Array | np.ndarray, *, dim: int = -2, axes: tuple[str, ...] = ()
     ) -> "Float8":
-        """Quantises an array with one scale along `dim`, which the mesh axes `axes` split; zeros
-        stay zero.
+        """Quantises an array with one scale along `dim`; zeros stay zero.
+
+        The mesh axes `axes` split `dim`.
         """
         most = all_reduce_max(
             jnp.max(jnp.abs(array), axis=dim, keepdims=True).astype(jnp.float32), *axes
@@ -390,9 +397,7 @@ class WeightDtypes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightLayout:
-    """How a device's shard of a weight is stored, and which part of the weight the device
-    multiplies with.
-    """
+    """How a device's shard of a weight is stored, and which part the device multiplies with."""
 
     fsdp_dim: int | None
     """Dim that is split over fsdp and gathered; None if fsdp holds replicas."""
@@ -430,8 +435,9 @@ class WeightLayout:
         return all_gather(shard, *STORAGE, dim=self.fsdp_dim)
 
     def whole_bits(self, shard: Float8) -> Float8:
-        """Gathers a kernel in 8 bits; its scale is split like the kernel, except along `in`,
-        where its size is 1.
+        """Gathers a kernel in 8 bits.
+
+        Its scale is split like the kernel, except along `in`, where its size is 1.
         """
         return Float8(
             self.whole(shard.bits),
@@ -439,8 +445,9 @@ class WeightLayout:
         )
 
     def summed(self, grad: Array, shard: Array, dtype: DTypeLike) -> Array:
-        """Returns the gradient of `shard`, summed in `dtype`: `whole` transposed, and a sum over
-        `replicas`.
+        """Returns the gradient of `shard`, summed in `dtype`.
+
+        It is `whole` transposed, and a sum over `replicas`.
         """
         grad = grad.astype(dtype)
         if self.fsdp_dim is not None and self.gathered:
@@ -457,8 +464,9 @@ class WeightLayout:
         return by_rows(all_reduce(grad, *self.replicas(shard))).astype(shard.dtype)
 
     def replicas(self, shard: Array) -> tuple[str, ...]:
-        """Returns the axes over which the shard's gradient is summed, but for those over which
-        it varies already.
+        """Returns the axes over which the shard's gradient is summed.
+
+        Axes over which it varies already are left out.
         """
         if current_mesh() is None:
             return ()
@@ -508,8 +516,9 @@ def load_weight(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayou
 def load_float8(
     shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayout, axes: tuple[str, ...]
 ) -> Quantised:
-    """Like `load_weight`, of a kernel that is gathered and multiplied in 8 bits; `axes` split
-    its input features.
+    """Like `load_weight`, of a kernel that is gathered and multiplied in 8 bits.
+
+    `axes` split its input features.
     """
     if isinstance(shard, Float8):
         return Quantised.of(layout.whole_bits(shard), dtypes.compute)
@@ -529,8 +538,9 @@ def load_float8(
 
 
 def by_rows(shard: Array) -> Array:
-    """Fixes the layout of a shard or its gradient, which XLA would copy for all layers,
-    transposed.
+    """Fixes the layout of a shard or its gradient.
+
+    XLA would copy it for all layers, transposed.
     """
     # XLA gathers along the first dim, and Hopper reads float8 by columns.
     return with_layout_constraint(shard, Layout(major_to_minor=tuple(range(shard.ndim))))
@@ -554,8 +564,9 @@ def enter_float8(x: Quantised, sequence_dim: int | None) -> Quantised:
 
 
 def average_gradient(y: Array, group: int) -> Array:
-    """Returns `y`; its gradient is averaged over groups of neighbours along tp that compute the
-    same `y`.
+    """Returns `y`; its gradient is averaged over groups of neighbours along tp.
+
+    The devices of a group compute the same `y`.
     """
     if group == 1:
         return y
@@ -582,8 +593,9 @@ def is_tp_reduction(primitive: Any, params: dict[str, Any]) -> bool:
 
 
 def is_weight_gather(primitive: Any, params: dict[str, Any]) -> bool:
-    """Returns whether a jaxpr primitive is `load_weight`'s gather, which remat policies never
-    save, or `SHARED`.
+    """Returns whether a jaxpr primitive is `load_weight`'s gather, or `SHARED`.
+
+    Remat policies never save this gather.
     """
     over_storage = set(params.get("axis_name", ())) <= set(STORAGE)
     return primitive.name == "all_gather" and (

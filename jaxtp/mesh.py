@@ -122,15 +122,17 @@ def request_virtual_devices(count: int = 1) -> None:
 
 
 def is_number_configured() -> bool:
-    """Returns whether the user set the number of CPU devices; `request_virtual_devices` leaves
-    spare ones otherwise.
+    """Returns whether the user set the number of CPU devices.
+
+    `request_virtual_devices` leaves spare ones otherwise.
     """
     return jax.config.jax_num_cpu_devices not in (-1, *_numbers_of_devices)  # type: ignore[attr-defined]
 
 
 def all_devices() -> list[jax.Device]:
-    """Returns JAX's devices; if this starts the backend of a single process, it has virtual ones
-    for later meshes.
+    """Returns JAX's devices.
+
+    If this starts the backend of a single process, it has virtual ones for later meshes.
     """
     if not jax.distributed.is_initialized():
         request_virtual_devices()
@@ -169,8 +171,9 @@ def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
 
 
 def as_current(mesh: Mesh | AbstractMesh) -> AbstractContextManager[object]:
-    """Makes a mesh current in a `with` block; under an abstract mesh functions can only be
-    traced.
+    """Makes a mesh current in a `with` block.
+
+    Under an abstract mesh functions can only be traced.
     """
     return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
 
@@ -181,8 +184,9 @@ def mesh_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
 
 
 def current_mesh() -> AbstractMesh | None:
-    """Returns the mesh set by `jax.set_mesh`, or None; raises as `check_axes`, or if axes are
-    explicit.
+    """Returns the mesh set by `jax.set_mesh`, or None.
+
+    Raises as `check_axes`, or if axes are explicit.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -258,8 +262,9 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
 
 
 def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    """Replaces -1 by the remaining devices; raises a MeshError if the other sizes do not divide
-    `num_devices`.
+    """Replaces -1 by the remaining devices.
+
+    Raises a MeshError if the other sizes do not divide `num_devices`.
     """
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if -1 in sizes.values() and num_devices % fixed:

@@ -106,8 +106,9 @@ def xla(q: Array, k: Array, v: Array, segments: Array | None, *, scale: float) -
 
 
 def zigzag(place: Array, size: int, devices: int) -> Part:
-    """Returns the attention part of device `place`: two chunks of queries in zigzag order, and
-    all keys.
+    """Returns the attention part of device `place`.
+
+    It has two chunks of queries in zigzag order, and all keys.
     """
     chunk = jnp.arange(size, dtype=jnp.int32)
     return Part(
@@ -129,8 +130,9 @@ def compile_with_gradients(
     devices: int = 1,
     may_spill: bool = False,
 ) -> Program:
-    """Compiles attention with its gradients inside `shard_map`, as a layer runs it; `devices`
-    split the sequence.
+    """Compiles attention with its gradients inside `shard_map`, as a layer runs it.
+
+    `devices` split the sequence.
     """
 
     def step(segments: Array | None, place: Array, do: Array, *inputs: Array) -> tuple[Array, ...]:

@@ -1,5 +1,6 @@
-"""Times the attention kernels that run on every platform: the forward pass, and forward with
-backward.
+"""Times the attention kernels that run on every platform.
+
+It times the forward pass, and forward with backward.
 
     python scripts/attention_speed.py | tee scripts/results/attention_speed.txt
 

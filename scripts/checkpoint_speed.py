@@ -1,5 +1,6 @@
-"""Measures checkpoints beside plain Orbax: time that training waits, throughput, and host memory of
-a restore.
+"""Measures checkpoints beside plain Orbax.
+
+It measures time that training waits, throughput, and host memory of a restore.
 
     python scripts/checkpoint_speed.py [--one-device] [--arrays 2000]
 

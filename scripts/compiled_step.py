@@ -1,5 +1,6 @@
-"""Measures communication, memory and FLOPs of the compiled training step on virtual CPU devices,
-without running it.
+"""Measures communication, memory and FLOPs of the compiled training step.
+
+It compiles for virtual CPU devices, and runs nothing.
 
     python scripts/compiled_step.py
 
@@ -96,8 +97,9 @@ class Measured:
 def plan_without_layers(
     model: jaxtp.ModelConfig, optimizer: object, mesh: jax.sharding.Mesh
 ) -> Blueprint:
-    """Returns a plan with the same parameters and shardings, whose modules are built without a
-    mesh.
+    """Returns a plan with the same parameters and shardings.
+
+    Its modules are built without a mesh.
     """
     built = nnx.eval_shape(lambda: TrainState(model, optimizer, seed=0))
     return dataclasses.replace(plan_state(model, optimizer, mesh), graph=nnx.split(built)[0])
@@ -105,8 +107,9 @@ def plan_without_layers(
 
 @contextmanager
 def constraints_only(mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """Constrains the outputs of layers, and inputs and outputs of attention, to their sharding in
-    this package; the compiler chooses the rest.
+    """Constrains the outputs of layers to their sharding in this package.
+
+    So are inputs and outputs of attention. The compiler chooses the rest.
     """
 
     def constrain(x: object, spec: P) -> object:

@@ -1,5 +1,6 @@
-"""Times the gated delta rule by chunks beside the rule token by token: the forward pass, and
-forward with backward.
+"""Times the gated delta rule by chunks beside the rule token by token.
+
+It times the forward pass, and forward with backward.
 
     taskset -c 0 python scripts/delta_rule_speed.py --lengths 2048 --rounds 3 | tee
     scripts/results/delta_rule_speed.txt

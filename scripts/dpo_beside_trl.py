@@ -1,5 +1,6 @@
-"""Tunes a model by DPO with TRL and with jaxtp, on the same pairs in the same order, and compares
-each step.
+"""Tunes a model by DPO with TRL and with jaxtp, and compares each step.
+
+Both have the same pairs in the same order.
 
     python scripts/dpo_beside_trl.py MODEL FOLDER --jaxtp PYTHON >
     scripts/results/dpo_beside_trl.txt

@@ -176,8 +176,9 @@ class Point:
 
 
 def points() -> list[Point]:
-    """Returns each shape with each remat policy four times, cycling through lengths and meshes,
-    then further points.
+    """Returns each shape with each remat policy four times, then further points.
+
+    The repetitions cycle through lengths and meshes.
     """
     everywhere = [
         Point(shape, SEQUENCES[(i // 15 + i) % 3], policy, MESHES[7 * i % len(MESHES)])
@@ -260,8 +261,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def compile_missing(again: Sequence[str] | None = None) -> None:
-    """Compiles each point without a result, or whose key matches all patterns `again`, and
-    stores the result.
+    """Compiles each point without a result, and stores the result.
+
+    Points whose key matches all patterns `again` are compiled once more.
     """
     rows = read()
     for point in points():
@@ -299,8 +301,9 @@ def read() -> dict[str, dict]:
 
 
 def table(rows: dict[str, dict]) -> str:
-    """Returns the table of modelled and compiled memory, with relative errors of total and
-    temporaries.
+    """Returns the table of modelled and compiled memory.
+
+    It has relative errors of total and temporaries.
     """
     header = (
         "shape",

@@ -1,5 +1,6 @@
-"""Compiles the shipped Llama configurations, and a 70B model as tp grows, for GPUs that need not be
-present.
+"""Compiles the shipped Llama configurations, and a 70B model as tp grows.
+
+The GPUs need not be present.
 
     python scripts/estimate_targets.py
 

@@ -155,8 +155,9 @@ class Theirs:
             return float(self.model(input_ids=given, labels=given, use_cache=False).loss)
 
     def separate(self, documents: list[list[int]], length: int, stride: int) -> tuple[float, int]:
-        """Returns sum and number of the losses of separate windows; each token counts once, also
-        in overlaps.
+        """Returns sum and number of the losses of separate windows.
+
+        Each token counts once, also in overlaps.
         """
         total = 0.0
         count = 0

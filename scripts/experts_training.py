@@ -1,5 +1,6 @@
-"""Trains tiny models with and without experts on the same tokens, and compares their validation
-losses.
+"""Trains tiny models with and without experts on the same tokens.
+
+It compares their validation losses.
 
     python scripts/experts_training.py | tee scripts/results/experts_training.txt
 
@@ -133,9 +134,7 @@ def row(variant: Variant, seed: int, records: list[dict[str, float]]) -> tuple[f
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 1 if the mixture is not better than the dense model or leaves an expert unused,
-    else 0.
-    """
+    """Returns 0 if the mixture is better than the dense model and uses all experts, else 1."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

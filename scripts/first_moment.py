@@ -1,5 +1,6 @@
-"""Trains the README's run with the first moment in float32 and in bfloat16, and compares their
-losses.
+"""Trains the README's run with the first moment in float32 and in bfloat16.
+
+It compares their losses.
 
     python scripts/first_moment.py | tee scripts/results/first_moment.txt
 

@@ -1,5 +1,6 @@
-"""Compares the steps of Llama 3 in bfloat16 and with products in float8, compiled for H100s that
-need not be there.
+"""Compares the steps of Llama 3 in bfloat16 and with products in float8.
+
+They are compiled for H100s that need not be there.
 
     pip install -e '.[estimate-gpu,estimate-cudnn]'
     python scripts/float8_compiled.py --dumps runs/float8_compiled | tee
@@ -111,8 +112,9 @@ def compiled(config: TrainConfig, sizes: dict[str, int], folder: Path) -> Step:
 
 
 def others(text: str) -> Counter[str]:
-    """Counts products that are not in float8, but for attention's, by the dtypes of their
-    operands.
+    """Counts products that are not in float8, by the dtypes of their operands.
+
+    Attention's do not count.
     """
     module, entry = parse_module(text)
     found: Counter[str] = Counter()
@@ -126,8 +128,9 @@ def others(text: str) -> Counter[str]:
 
 
 def gathered(text: str, sizes: dict[str, int]) -> Counter[tuple[str, bool]]:
-    """Returns the bytes of all-gathers, by mesh axes and pass; a recomputed forward pass is not
-    backward.
+    """Returns the bytes of all-gathers, by mesh axes and pass.
+
+    A recomputed forward pass is not backward.
     """
     found: Counter[tuple[str, bool]] = Counter()
     for one, times in count_collectives_in_hlo(text, sizes).items():
@@ -138,8 +141,9 @@ def gathered(text: str, sizes: dict[str, int]) -> Counter[tuple[str, bool]]:
 
 
 def stacks(text: str, layers: int) -> tuple[int, tuple[int, int]]:
-    """Returns the bytes of activations that the loop over layers stacks, and of kernels that it
-    reads as copies.
+    """Returns the bytes of activations that the loop over layers stacks.
+
+    It also returns the bytes of kernels that it reads as copies.
     """
     module, entry = parse_module(text)
     saved = 0
@@ -171,8 +175,10 @@ def cells(step: Step) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 1 if a product asked for is not in float8, a peak exceeds the limit, or the backward
-    pass reads copied kernels, else 0.
+    """Returns 1 if a check fails, else 0.
+
+    One fails if a product asked for is not in float8, a peak exceeds the limit, or the backward
+    pass reads copied kernels.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

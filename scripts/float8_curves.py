@@ -95,8 +95,9 @@ def read(runs: Path, model: str, variant: str, seed: int) -> tuple[list[float], 
 
 
 def compare(runs: Path, seeds: int) -> tuple[str, bool]:
-    """Returns the table, and whether the mean differences of float8 are accepted, of runs that
-    have ended.
+    """Returns the table, and whether the mean differences of float8 are accepted.
+
+    It is of runs that have ended.
     """
     rows = []
     good = True
@@ -129,9 +130,7 @@ def compare(runs: Path, seeds: int) -> tuple[str, bool]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 1 if a mean difference exceeds the limit, or if no pair of a model has ended, else
-    0.
-    """
+    """Returns 1 if a mean difference exceeds the limit, or no pair of a model has ended, else 0."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -35,9 +35,7 @@ Columns = dict[str, np.ndarray]
 def plain_loop(
     build: Callable[[], nnx.Module], batches: Callable[[int], Columns]
 ) -> Iterator[float]:
-    """Yields the loss of each step of a loop as one writes it in Flax, under the mesh in
-    context.
-    """
+    """Yields the loss of each step of a plain Flax loop, under the mesh in context."""
     model = jaxtp.parallelize(build, vit.PLAN)
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
 

@@ -1,5 +1,6 @@
-"""Compares reading a prompt once for all its samples with reading it for each, and measures
-proposals.
+"""Compares reading a prompt once for all its samples with reading it for each.
+
+It also measures proposals.
 
     python scripts/generate_samples.py | tee scripts/results/generate_samples.txt
 

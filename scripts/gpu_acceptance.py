@@ -1,5 +1,6 @@
-"""Tests correctness of the package on one GPU, or all GPUs of a host, and its speed beside what the
-hardware allows.
+"""Tests correctness of the package on one GPU, or all GPUs of a host.
+
+It also compares its speed with what the hardware allows.
 
     python scripts/gpu_acceptance.py --out runs/acceptance
 
@@ -79,8 +80,9 @@ SMALL = ": everything runs small, and says nothing about speed"
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step that is timed: a file of configs/, layers and rows that fit on one GPU, and changed
-    settings.
+    """A step that is timed.
+
+    It has a file of configs/, layers and rows that fit on one GPU, and changed settings.
     """
 
     config: str
@@ -268,8 +270,9 @@ def compare_attention(case: tuple[Kernel, Use, tuple[int, int]]) -> tuple[str, R
 
 
 def attention(machine: Machine, out: Path, log: Path) -> Result:
-    """Compares each attention kernel that runs here with plain float32 attention; threads
-    compile at the same time.
+    """Compares each attention kernel that runs here with plain float32 attention.
+
+    Threads compile at the same time.
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = dict(pool.map(compare_attention, attention_cases(machine)))
@@ -329,8 +332,9 @@ def attention_speed(machine: Machine, out: Path, log: Path) -> Result:
 
 
 def experts(machine: Machine, out: Path, log: Path) -> Result:
-    """Compares grouped products of experts, and their gradients, with a float32 loop over
-    experts; times them.
+    """Compares grouped products of experts, and their gradients, with a loop; times them.
+
+    The loop over experts is in float32.
     """
     import jax
     import jax.numpy as jnp
@@ -435,8 +439,9 @@ def settings_of(machine: Machine, case: Step) -> TrainConfig:
 
 
 def step(machine: Machine, out: Path, log: Path, *, name: str) -> Result:
-    """Times a training step, and its parts in a profile, beside what its kernels take at the
-    peaks of the hardware.
+    """Times a training step, and its parts in a profile.
+
+    Its kernels' times at the peaks of the hardware are given too.
     """
     import jax
     from step_beside_plain import Plain, Runner, make_batch, plain_runner
@@ -551,8 +556,9 @@ def summed(events: list[Result], names: Mapping[str, str]) -> dict[str, float]:
 
 
 def decode(machine: Machine, out: Path, log: Path) -> Result:
-    """Times reading prompts and decoding with 8B, beside its FLOPs and its bytes at the peaks of
-    the hardware.
+    """Times reading prompts and decoding with 8B.
+
+    Its FLOPs and its bytes at the peaks of the hardware are given too.
     """
     import jax
     from flax import nnx
@@ -685,8 +691,9 @@ def torch_step(model: Mapping[str, Any], length: int, rows: int, checkpointing: 
 
 
 def several(machine: Machine, out: Path, log: Path) -> Result:
-    """Measures the bandwidth between devices, and steps beside the plain ones at each tp, also
-    with rings.
+    """Measures the bandwidth between devices, and steps beside the plain ones at each tp.
+
+    Steps are also measured with rings.
     """
     if machine.count < 2:
         raise LeftOutError("there is one device")
@@ -788,8 +795,9 @@ def row(name: str, result: Result) -> str:
 
 
 def earlier(file: Path, machine: Result) -> dict[str, Result]:
-    """Returns the earlier results of this machine; none if the file is from another machine or
-    damaged.
+    """Returns the earlier results of this machine.
+
+    There are none if the file is from another machine or damaged.
     """
     try:
         kept = json.loads(file.read_text())

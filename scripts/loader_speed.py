@@ -72,8 +72,9 @@ def write_dataset(folder: Path, tokens: int) -> None:
 
 
 def write_zeros(folder: Path, documents: int) -> None:
-    """Writes a dataset, in shards as large as those of `jaxtp prepare`; 1% more documents are
-    held out.
+    """Writes a dataset, in shards as large as those of `jaxtp prepare`.
+
+    1% more documents are held out.
     """
     folder.mkdir()
     random = np.random.default_rng(0)
@@ -147,8 +148,9 @@ def anonymous_bytes() -> int:
 
 
 def in_process(folder: Path, length: int, packing: str, seconds: float) -> dict[str, float]:
-    """Runs `measure`, or `measure_start` for 0 seconds, in a process; adds its memory's growth
-    after the imports.
+    """Runs `measure`, or `measure_start` for 0 seconds, in a process.
+
+    Adds its memory's growth after the imports.
     """
     command = [
         sys.executable,

@@ -1,5 +1,6 @@
-"""Times `jaxtp prepare` on the standard library's sources and on a JSONL file, and reading the
-datasets.
+"""Times `jaxtp prepare` on the standard library's sources and on a JSONL file.
+
+It also times reading the datasets.
 
     python scripts/prepare_speed.py
 

@@ -1,5 +1,6 @@
-"""Repeatedly ends one of a run's four processes, and compares the metrics with an uninterrupted
-run.
+"""Repeatedly ends one of a run's four processes.
+
+It compares the metrics with an uninterrupted run.
 
     python scripts/process_failures.py
 

@@ -1,5 +1,6 @@
-"""Compares error and cost of jaxtp's rotary angles with float32 products of positions and
-frequencies.
+"""Compares error and cost of jaxtp's rotary angles with float32 products.
+
+These are of positions and frequencies.
 
     python scripts/rope_error.py
 
@@ -29,8 +30,9 @@ def products(positions, frequencies):
 
 
 def largest_error(angles, length, theta):
-    """Returns the largest error over 20,000 positions below a length, including the last, from
-    sines and cosines.
+    """Returns the largest error over 20,000 positions below a length.
+
+    They include the last. It is from sines and cosines.
     """
     positions = np.append(np.random.default_rng(0).integers(0, length, 20_000), length - 1).astype(
         np.int32

@@ -1,5 +1,6 @@
-"""Measures what a command does before its first step, and what a step costs beside the devices'
-work.
+"""Measures what a command does before its first step.
+
+It also compares a step's cost with the devices' work.
 
     python scripts/start_speed.py --beside OTHER_CHECKOUT | tee scripts/results/start_speed.txt
 

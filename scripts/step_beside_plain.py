@@ -1,5 +1,6 @@
-"""Compares the training step with a Llama's step that an expert writes in plain JAX, by time or by
-compiled program.
+"""Compares the training step with a Llama's step that an expert writes in plain JAX.
+
+It does so by time or by compiled program.
 
     python scripts/step_beside_plain.py --mesh tp=2
     python scripts/step_beside_plain.py --model 8b --rows 8 --mesh fsdp=8 --absent
@@ -349,8 +350,9 @@ def make_batch(mesh: Mesh, vocab_size: int, rows: int, length: int) -> dict[str,
 def take_turns(
     found: list[Any], batch: dict[str, jax.Array], blocks: int, steps: int, *, low: bool
 ) -> tuple[list[list[float]], list[float]]:
-    """Returns the seconds per step of each runner in each block, and the last losses; three
-    steps precede.
+    """Returns the seconds per step of each runner in each block, and the last losses.
+
+    Three steps precede.
     """
     for runner in found:
         runner.seconds(batch, 1)

@@ -1,5 +1,6 @@
-"""Times the training step of this package and PyTorch's of the same Llama, on CPUs, with the same
-weights and tokens.
+"""Times the training step of this package and PyTorch's of the same Llama, on CPUs.
+
+Both have the same weights and tokens.
 
     python scripts/step_beside_torch.py --tp 2
 
@@ -61,8 +62,9 @@ def write_model(folder: str) -> None:
 
 
 def serve_torch(folder: str, name: str, threads: int) -> None:
-    """Runs as many steps as a line on stdin says; the first process answers with seconds per
-    step and the loss.
+    """Runs as many steps as a line on stdin says.
+
+    The first process answers with seconds per step and the loss.
     """
     import torch
     import torch.distributed.tensor.parallel as parallel

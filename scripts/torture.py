@@ -75,8 +75,9 @@ def read(folder: Path) -> dict[int, dict]:
 
 
 def disturb(process: subprocess.Popen, folder: Path, chance: random.Random) -> tuple[str, bool]:
-    """Waits for a new step and a random time, then kills the run; returns the signal, and
-    whether a save was active.
+    """Waits for a new step and a random time, then kills the run.
+
+    Returns the signal, and whether a save was active.
     """
     before = max(read(folder), default=0)
     while process.poll() is None and max(read(folder), default=0) <= before:
@@ -113,8 +114,9 @@ def torture(
 
 
 def differences(whole: Path, joined: Path) -> dict[str, float]:
-    """Returns the largest difference of each metric over the steps, which must be the same in
-    both runs.
+    """Returns the largest difference of each metric over the steps.
+
+    Both runs must have the same steps.
     """
     expected = read(whole)
     actual = read(joined)

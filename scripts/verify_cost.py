@@ -86,8 +86,9 @@ class Bench:
         self.verifier.finish(1, self.state, checksums)
 
     def read(self, part: str = "") -> None:
-        """Computes checksums of the state's shards, or of a part of the state; a verification
-        does so four times.
+        """Computes checksums of the state's shards, or of a part of the state.
+
+        A verification does so four times.
         """
         arrays = verify.named_arrays(self.state)
         jax.block_until_ready(
@@ -104,8 +105,9 @@ class Bench:
 
 
 def quartiles(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Returns the quartiles of each action's seconds; actions take turns, so other load affects
-    all of them.
+    """Returns the quartiles of each action's seconds.
+
+    Actions take turns, so other load affects all of them.
     """
     times: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(repeats + 1):

@@ -77,8 +77,9 @@ class Holding:
         )
 
     def matrices(self) -> set[tuple[int, ...]]:
-        """Returns the shapes in which it may be sent: each dim whole or sharded; also one
-        stacked layer.
+        """Returns the shapes in which it may be sent: each dim whole or sharded.
+
+        A stacked variable may also be sent layer by layer.
         """
         dims = [sorted({whole, part}) for whole, part in zip(self.shape, self.shard, strict=True)]
         single = [dims[1:]] if len(dims) > 2 else []

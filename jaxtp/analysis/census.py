@@ -57,8 +57,9 @@ def count_collectives(jaxpr: Any, mesh_sizes: Mapping[str, int]) -> Counter[Coll
 def equations(
     jaxpr: Jaxpr, times: int = 1, counted: Counted = "", outer: str = ""
 ) -> Iterator[tuple[JaxprEqn, int, Counted, str]]:
-    """Yields `(equation, runs, meaning of runs, scope)` of needed equations, also nested but not
-    inside kernels.
+    """Yields `(equation, runs, meaning of runs, scope)` of needed equations.
+
+    Nested equations are included, except in kernels.
     """
     for equation in needed_equations(jaxpr):
         scope = "/".join(filter(None, (outer, str(equation.source_info.name_stack))))
@@ -127,8 +128,9 @@ Products = tuple[int, int, int, int]
 def kernel_products(
     name: str, operands: Sequence[Sequence[int]], result: Sequence[int]
 ) -> Products | None:
-    """Returns the products of a Pallas kernel or of cuDNN's attention (fmha), by its shapes;
-    None if unknown.
+    """Returns the products of a Pallas kernel or of cuDNN's attention (fmha), by its shapes.
+
+    The result is None if they are unknown.
     """
     # each row with the matrix of its group, or its part of the matrix's gradient
     if name.startswith("grouped_"):

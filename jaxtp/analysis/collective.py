@@ -96,8 +96,9 @@ class Collective:
 
     @property
     def bytes_sent(self) -> float:
-        """Bytes each device sends: (n-1)/n of `bytes`, twice for an all-reduce (a ring); all for
-        a permute.
+        """The bytes that each device sends.
+
+        They are (n-1)/n of `bytes`, twice that for an all-reduce (a ring), and all for a permute.
         """
         if self.kind == PERMUTE:
             return float(self.bytes)

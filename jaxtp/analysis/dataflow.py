@@ -163,8 +163,9 @@ def parameter_bytes(module: nnx.Module) -> int:
 def find_dataflow(
     traced: TracedModel, excluded: Iterable[str], *, tp: int, batch_shards: int
 ) -> Dataflow:
-    """Follows the split output of every stock layer outside `excluded`; tp must divide every
-    split dim.
+    """Follows the split output of every stock layer outside `excluded`.
+
+    tp must divide every split dim.
     """
     walk = _DataflowWalk(traced, frozenset(excluded), tp, batch_shards)
     jaxpr = traced.jaxpr.jaxpr
@@ -269,9 +270,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         ]
 
     def reduces(self, equation: JaxprEqn) -> bool:
-        """Returns whether an all-reduce of its result is enough: in a loss of logits, for
-        example.
-        """
+        """Returns whether an all-reduce of its result is enough, as in a loss of logits."""
         return self.is_loss and equation.primitive.name in REDUCTIONS
 
     def pass_operation(

@@ -330,8 +330,9 @@ def require_matmul(hardware: Hardware, matmul: str) -> None:
 
 
 def inside_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> int:
-    """Returns how many devices of a ring over `axes` share a domain; the last axes join
-    neighbors.
+    """Returns how many devices of a ring over `axes` share a domain.
+
+    The last axes join neighbors.
     """
     left = hardware.domain
     inside = {}
@@ -352,8 +353,9 @@ def link_of(hardware: Hardware, devices: int) -> float:
 
 
 def find(name: str) -> Hardware:
-    """Returns the hardware of a name (in any case) or YAML file; raises `ConfigError` with the
-    nearest name.
+    """Returns the hardware of a name (in any case) or YAML file.
+
+    Raises `ConfigError` with the nearest name.
     """
     return (
         read(Path(name))
@@ -374,8 +376,9 @@ def _of_table(name: str, besides: str = "") -> Hardware:
 
 
 def parse(text: str) -> tuple[Hardware, int]:
-    """Returns hardware and device count of `h100x8`, `mine.yamlx8` or, on two hosts, `2xh100x8`; X
-    means x.
+    """Returns hardware and device count of `h100x8`, `mine.yamlx8` or `2xh100x8` (two hosts).
+
+    X means x.
 
     Raises:
       ConfigError: malformed, or unknown hardware.

@@ -1,5 +1,6 @@
-"""Counts collectives and products in HLO text: of compiled programs, and as XLA dumps it after SPMD
-partitioning.
+"""Counts collectives and products in HLO text.
+
+The text is a compiled program, or XLA's dump after SPMD partitioning.
 
 The latter precedes backend-specific passes, which merge, split and schedule collectives. It begins
 with tables of file names, locations, and stack frames.
@@ -108,8 +109,9 @@ Module = Mapping[str, Sequence[Instruction]]
 
 @lru_cache(maxsize=1)  # a program is read several times
 def parse_module(text: str) -> tuple[Module, str]:
-    """Returns the computations, and the entry's name; raises `HloError` if it is not the text of
-    a module.
+    """Returns the computations, and the entry's name.
+
+    Raises `HloError` if the text is not a module.
     """
     module: dict[str, list[Instruction]] = {}
     entry = current = ""
@@ -212,9 +214,7 @@ def count_flops_in_hlo(text: str) -> int:
 
 
 def is_product(instruction: Instruction) -> bool:
-    """Returns whether it is a matrix product, or a library's or custom kernel that computes
-    some.
-    """
+    """Returns whether it is a matrix product, or a library's or custom kernel with products."""
     if instruction.opcode != "custom-call":
         return instruction.opcode == "dot"
     target = instruction.attribute("custom_call_target") or ""
@@ -222,8 +222,9 @@ def is_product(instruction: Instruction) -> bool:
 
 
 def read_float8(text: str) -> tuple[int, Counter[str]]:
-    """Returns how many products of a compiled program are in float8 as asked for, and the others
-    of these, by layer.
+    """Returns the number of products in float8 as asked for, and the others by layer.
+
+    The others were asked for in float8 too.
     """
     module, entry = parse_module(text)
     right = 0
@@ -256,9 +257,7 @@ def _source(
 def walk(
     module: Module, name: str, scope: str = "", times: int = 1, counted: Counted = ""
 ) -> Iterator[tuple[str, Instruction, str, int, Counted]]:
-    """Yields each executed instruction: computation, instruction, scope, count, and the count's
-    meaning.
-    """
+    """Yields each executed instruction: computation, instruction, scope, count and its meaning."""
     for instruction in module[name]:
         op_name = instruction.op_name
         here = op_name if op_name.startswith("jit(") else f"{scope}/{op_name}".strip("/")
@@ -280,8 +279,9 @@ def walk(
 
 
 def _trip_count(module: Module, around: Sequence[Instruction], loop: Instruction) -> int | None:
-    """Returns the iterations of a `while` in `around`, from the compiler's note or the
-    condition; None if unknown.
+    """Returns the iterations of a `while` in `around`; None if unknown.
+
+    They are from the compiler's note or from the condition.
     """
     if f"/{RARELY}/" in loop.op_name:
         return 0
@@ -361,8 +361,9 @@ def operand_types(computation: Sequence[Instruction], reader: Instruction) -> li
 
 
 def product_flops(computation: Sequence[Instruction], product: Instruction) -> int | None:
-    """Returns the FLOPs of an instruction for which `is_product` holds; None if neither shapes
-    nor name tell them.
+    """Returns the FLOPs of an instruction for which `is_product` holds.
+
+    The result is None if neither shapes nor name tell them.
     """
     types = [*operand_types(computation, product), product.type]
     *operands, result = [_integers(_SHAPE.findall(one)[0][1]) for one in types]

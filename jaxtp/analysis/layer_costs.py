@@ -1,5 +1,6 @@
-"""Costs of each layer on one device, as closed formulas: fast enough to search thousands of
-settings.
+"""Costs of each layer on one device, as closed formulas.
+
+They are fast enough to search thousands of settings.
 
 A layer yields records: weights, collectives, products, and bytes of memory and of traffic through
 it; `step_costs.py` sums them. The formulas derive from a layer's sizes and one device's workload,
@@ -162,8 +163,9 @@ class Weight:
         return self.over_tp(sizes) / (parts(sizes, STORAGE) if self.fsdp else 1)
 
     def collectives(self, work: Workload) -> Iterator[CollectiveCost]:
-        """Yields gathers in the compute dtype, or in 8 bits, gradient reductions in the
-        reduction dtype.
+        """Yields gathers and gradient reductions.
+
+        Gathers are in the compute dtype or in 8 bits, reductions in the reduction dtype.
         """
         trained = work.training and not self.is_frozen(work)
         gradient = self.stored(work.sizes) * itemsize(self.precision.reduce)
@@ -187,8 +189,9 @@ class Weight:
             yield replace(collective_cost(ALL_REDUCE, last, GRADIENTS, work, gradient), once=True)
 
     def loads(self, work: Workload, *, trained: bool) -> Iterator[CollectiveCost]:
-        """Yields the gathers, and the reductions of a trained weight's gradient over the same
-        devices.
+        """Yields the gathers of a weight, and the reductions of its gradient if it is trained.
+
+        Both are over the same devices.
         """
         gathered = "uint8" if self.float8 or self.matmul == "float8" else self.precision.compute
         groups: list[tuple[Axes, int, float]] = [
@@ -209,8 +212,9 @@ class Weight:
 
 
 def kernel_weights(kernel: object, weight: Weight, bias: Weight) -> Iterator[Weight]:
-    """Yields a projection's kernel, and the scales of one in 8 bits, which are split like the
-    projection's bias.
+    """Yields a projection's kernel, and the scales of one in 8 bits.
+
+    The scales are split like the projection's bias.
     """
     float8 = isinstance(kernel, Float8Kernel)
     yield replace(weight, float8=float8)
@@ -293,8 +297,9 @@ def enter(
     again: bool,
     gathered: float | None = None,
 ) -> list[CollectiveCost]:
-    """Returns the collectives of `enter_parallel` for an activation of `size` bytes, maybe split
-    along the sequence.
+    """Returns the collectives of `enter_parallel` for an activation of `size` bytes.
+
+    The activation may be split along the sequence.
 
     `again`: the backward pass repeats the forward collective, which moves `gathered` bytes, by
     default `size`.
@@ -323,8 +328,9 @@ def leave(
 
 
 def ring(module: str, work: Workload, size: float, times: int) -> CollectiveCost:
-    """Returns the permutes of `times` rings over tp (`layers/overlap.py`) for an activation of
-    `size` bytes.
+    """Returns the permutes of `times` rings over tp for an activation of `size` bytes.
+
+    See `layers/overlap.py`.
     """
     return collective_cost(PERMUTE, (TP,), module, work, size / work.tp, times * (work.tp - 1))
 
@@ -344,8 +350,9 @@ def branch_costs(branch: Branch, work: Workload, *, read: bool) -> Iterator[Cost
 
 
 def has_formulas(branch: Branch) -> bool:
-    """Returns whether `branch_costs` supports the branch, whose computation may be inherited but
-    not replaced.
+    """Returns whether `branch_costs` supports the branch.
+
+    Its computation may be inherited, but not replaced.
     """
     kind = type(branch)
     registered = next((base for base in kind.__mro__ if base in branch_costs.registry), object)
@@ -442,8 +449,9 @@ def row_costs(
 def projection_weights(
     layer: Projection, kernel: object, work: Workload, weights: tuple[Weight, Weight], axes: Axes
 ) -> Iterator[Cost]:
-    """Yields the costs of loading a kernel; `weights` are it and its bias, `axes` split its
-    input features.
+    """Yields the costs of loading a kernel.
+
+    `weights` are the kernel and its bias; `axes` split its input features.
     """
     weight, bias = weights
     yield from kernel_weights(kernel, replace(weight, matmul=layer.matmul), bias)
@@ -465,8 +473,9 @@ def projection_products(
     chunks: int,
     recomputed: bool,
 ) -> Iterator[Cost]:
-    """Yields the products of a layer: in 8 bits those that `Precision.matmul` computes, not the
-    weight's gradient.
+    """Yields the products of a layer.
+
+    Those that `Precision.matmul` computes are in 8 bits, except for the weight's gradient.
     """
     m, k, n = shape
     compute = itemsize(layer.precision.compute)
@@ -486,8 +495,9 @@ def projection_products(
 
 
 def column_gradient_costs(layer: ColumnParallelLinear, work: Workload) -> Iterator[Cost]:
-    """Yields what gradients move over tp to be quantised: of each output its maxima, and
-    averages of shared heads.
+    """Yields what gradients move over tp to be quantised.
+
+    These are the maxima of each output, and averages of shared heads.
     """
     times = int(work.training)
     for f in layer.features:
@@ -532,8 +542,9 @@ def lora_costs(
     *,
     recomputed: bool,
 ) -> Iterator[Cost]:
-    """Yields the costs of an adapter with local `features` and weights A and B, whose product
-    may be recomputed.
+    """Yields the costs of an adapter with local `features` and weights A and B.
+
+    The product of the weights may be recomputed.
     """
     compute = itemsize(weights[0].precision.compute)
     yield from (replace(weight, adapter=True) for weight in weights)
@@ -549,8 +560,9 @@ def lora_costs(
 def norm_costs(
     norm: Norm, work: Workload, *, inside: bool = True, recomputed: bool = False
 ) -> Iterator[Cost]:
-    """Yields the costs of a norm; a backward pass reloads scales inside of blocks, and biases if
-    recomputed.
+    """Yields the costs of a norm.
+
+    A backward pass reloads scales inside of blocks, and biases if they are recomputed.
     """
     weight = partial(Weight, module=norm.name, precision=norm.precision)
     used_by_all = work.is_split(norm.sequence_parallel)
@@ -741,8 +753,9 @@ def context_costs(
     *,
     result_read: bool = True,
 ) -> Iterator[CollectiveCost]:
-    """Yields the collectives of attention over cp; `result_read`: the backward pass reads the
-    output's input.
+    """Yields the collectives of attention over cp.
+
+    `result_read`: the backward pass reads the output's input.
     """
     cp = work.sizes[CP]
     token = work.tokens * head_bytes
@@ -805,8 +818,9 @@ def num_columns(config: MLPConfig) -> int:
 
 
 def hidden_costs(columns: int, work: Workload, features: int, in_float32: int) -> Iterator[Cost]:
-    """Yields the costs of an MLP between its products: bytes of the hidden features, and more
-    that are saved.
+    """Yields the costs of an MLP between its products.
+
+    `features` are bytes of the hidden features, `in_float32` further bytes that are saved.
     """
     yield Bytes("elementwise", (columns + 1) * features)
     # gate, up, sigmoid, silu, its derivative and the product
@@ -916,8 +930,9 @@ def _lora(layer: MixtureOfExperts, name: str) -> Lora | None:
 def experts_beside_mlp_costs(
     layer: ExpertsBesideMLP, work: Workload, *, read: bool
 ) -> Iterator[Cost]:
-    """Yields the costs of experts, a dense MLP and their norms; `read` does not matter, as norms
-    read both results.
+    """Yields the costs of experts, a dense MLP and their norms.
+
+    `read` does not matter, because norms read both results.
     """
     for norm in (
         layer.mlp_norm,

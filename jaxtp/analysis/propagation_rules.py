@@ -1,5 +1,6 @@
-"""Rules for how a split dim passes through JAX primitives without communication, and the walk that
-applies them.
+"""Rules for how a split dim passes through JAX primitives, and the walk that applies them.
+
+A rule holds where no communication is needed.
 
 A rule maps an equation and the split dims of its operands to the split dims of its results; None
 means replicated. It raises `Blocked` if a device cannot compute its shard from its operands'
@@ -36,8 +37,9 @@ class Blocked(Exception):  # noqa: N818  # an outcome, not an error
 
 
 def pass_through(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    """Returns the results' split dims, or raises `Blocked`; an operand is split, and there is no
-    inner jaxpr.
+    """Returns the results' split dims, or raises `Blocked`.
+
+    An operand is split, and there is no inner jaxpr.
     """
     name = equation.primitive.name
     if name in ELEMENTWISE:
@@ -194,8 +196,9 @@ _CALLS = {
 
 
 class Walk(Generic[Fact, Result]):
-    """Propagates a fact about each array through a jaxpr and its inner jaxprs, and collects
-    `result`.
+    """Propagates a fact about each array through a jaxpr and its inner jaxprs.
+
+    It collects `result`.
 
     Subclasses define `_operation` (facts about the results of an equation without an inner jaxpr),
     `_join` (the fact about a variable with several possible values) and `_shift` (the fact after a

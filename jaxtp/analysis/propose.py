@@ -64,9 +64,7 @@ class Reason:
 
 
 class Proposal(dict[str, Style]):
-    """A plan for `parallelize`: styles by pattern, with a reason for every layer, in model
-    order.
-    """
+    """A plan for `parallelize`: styles by pattern, and a reason for every layer in model order."""
 
     def __init__(
         self, plan: Mapping[str, Style], reasons: Iterable[Reason], sizes: Mapping[str, int]
@@ -96,8 +94,9 @@ def propose_plan(
     call: Forward | None = None,
     report: Callable[[str], None] | None = print,
 ) -> Proposal:
-    """Proposes how to split a model over tp. With cp > 1, cp splits the sequences of the whole
-    model.
+    """Proposes how to split a model over tp.
+
+    With cp > 1, cp splits the sequences of the whole model.
 
     Tracing is abstract: the model is unchanged, and nothing is allocated. Python branches that
     these inputs do not take are not split. The plan is an editable dict, empty if no split is worth
@@ -152,8 +151,9 @@ def _trace_plan(call: ModelCall, plan: Plan, sizes: Mapping[str, int]) -> tuple[
 
 
 def undivided_parameters(model: nnx.Module, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yields a note for each parameter of a parallel model that declares a split over tp, but is
-    not split.
+    """Yields a note for each parameter of a parallel model that is not split as declared.
+
+    It declares a split over tp.
     """
     for info in find_modules(model):
         for name, parameter in info.parameters.items():
@@ -281,8 +281,9 @@ def _share_inputs(draft: PlanDraft, *, share: bool) -> None:
 def _sharing_module(
     draft: PlanDraft, calls: list[LayerCall], arguments: dict[str, set[str]]
 ) -> tuple[str, str] | None:
-    """Returns the innermost module around all readers of an array, and its argument; or the
-    module that returned it.
+    """Returns the innermost module around all readers of an array, and its argument.
+
+    If there is none, returns the module that returned the array.
     """
     around = [_modules_entered(call, arguments) for call in calls]
     common = [entry for entry in around[0] if all(entry in others for others in around)]
@@ -293,8 +294,9 @@ def _sharing_module(
 
 
 def _modules_entered(call: LayerCall, arguments: dict[str, set[str]]) -> list[tuple[str, str]]:
-    """Returns the modules around a layer, outermost first, that pass an argument to it
-    unchanged, and the argument.
+    """Returns the modules around a layer that pass an argument to it, and the argument.
+
+    They pass it unchanged, and the outermost is first.
     """
     return [
         (path, argument)

@@ -1,5 +1,6 @@
-"""Collectives of a compiled program with the computation scheduled during each, and the kernels of
-each part of a step.
+"""Collectives of a compiled program with the computation scheduled during each.
+
+It also reads the kernels of each part of a step.
 
 Text compiled for GPUs lists operations in issue order, and splits collectives into start and done;
 operations in between overlap. Each operation outside of fusions is a kernel, which reads its
@@ -62,8 +63,9 @@ PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduled(Collective):
-    """Collectives of one kind in equal groups of the same axes, with all bytes of a step, and
-    what overlaps them.
+    """Collectives of one kind in equal groups of the same axes.
+
+    It has all their bytes in a step, and what overlaps them.
     """
 
     count: int  # operations in a step; one may move several arrays
@@ -83,8 +85,9 @@ class Scheduled(Collective):
 
 
 def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
-    """Returns the collectives of a compiled program by kind, axes and size of the group, most bytes
-    first.
+    """Returns the collectives of a compiled program by kind, axes and size of the group.
+
+    The first has most bytes.
 
     Args:
       text: from `jax.stages.Compiled.as_text()`.
@@ -167,8 +170,9 @@ def _multiplies(instruction: Instruction, module: Module) -> bool:
 
 
 def read_parts(text: str) -> dict[str, Part]:
-    """Returns the kernels of a compiled program by part of the step: `PARTS`, `OTHER` and
-    `COLLECTIVES`.
+    """Returns the kernels of a compiled program by part of the step.
+
+    The parts are `PARTS`, `OTHER` and `COLLECTIVES`.
 
     Raises:
       HloError: a data-dependent trip count.

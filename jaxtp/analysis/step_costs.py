@@ -288,8 +288,9 @@ def decoder_costs(model: Decoder, work: Workload) -> Iterator[Cost]:
 
 
 def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
-    """Yields the costs of head and loss. Over tp: a column layer's input, and three floats per
-    token.
+    """Yields the costs of head and loss.
+
+    Over tp they are a column layer's input, and three floats per token.
     """
     compute = itemsize(config.precision.compute)
     tokens = work.tokens
@@ -391,8 +392,9 @@ def _products(costs: Iterable[tuple[int, Cost]], work: Workload) -> list[Product
 
 
 def described(config: ModelConfig, tp: int = 1, shards: int = 1) -> Decoder:
-    """Returns the model without arrays; `tp` and the storage's `shards` may change their layout,
-    nothing else.
+    """Returns the model without arrays.
+
+    `tp` and the storage's `shards` may change their layout, but nothing else.
     """
     return _described(replace(config, remat="full"), tp, shards)
 
@@ -405,8 +407,9 @@ def _described(config: ModelConfig, tp: int, shards: int) -> Decoder:
 
 @branch_costs.register
 def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Iterator[Cost]:
-    """Yields the costs of Gated DeltaNet: of its projections by formulas, between them of a
-    traced program.
+    """Yields the costs of Gated DeltaNet.
+
+    Its projections have formulas; between them a traced program is counted.
     """
     config = layer.config
     compute = itemsize(layer.precision.compute)
@@ -529,8 +532,9 @@ def _program_costs(
     work: Workload,
     copied: Callable[..., object] | None = None,
 ) -> Iterator[Bytes | CollectiveCost | Product]:
-    """Yields the costs of `forward(inputs, others)` and of the gradient by its inputs, perhaps
-    by copies of them.
+    """Yields the costs of `forward(inputs, others)` and of the gradient by its inputs.
+
+    The gradient may be by copies of the inputs.
     """
 
     def vjp(policy: RematPolicy, inputs: object, others: object) -> Any:

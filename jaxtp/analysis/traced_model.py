@@ -47,8 +47,9 @@ class ModelCall:
         inputs: tuple[object, ...],
         call: Forward | None,
     ) -> "ModelCall":
-        """Returns the call `call(model, *inputs)`, or `model(*inputs)`; arguments as in
-        `explain`.
+        """Returns the call `call(model, *inputs)`, or `model(*inputs)`.
+
+        Arguments are as in `explain`.
         """
         leaves, tree = jax.tree.flatten(inputs)
 
@@ -77,8 +78,9 @@ class ModelCall:
     def functional(
         self, model: nnx.Module, wrap: Callable[..., Any] | None = None
     ) -> tuple[StateFunction, nnx.State]:
-        """Returns the call as a function of the state of `model`, and the state; `wrap` as in
-        `with_calls`.
+        """Returns the call as a function of the state of `model`, and the state.
+
+        `wrap` is as in `with_calls`.
         """
         graph, state = nnx.split(model)
 

@@ -1,5 +1,6 @@
-"""Counts the matrix products, collectives and residuals of a traced forward and backward pass, on
-one device.
+"""Counts matrix products, collectives and residuals of a traced forward and backward pass.
+
+The counts are of one device.
 
 Shapes are local inside `shard_map`, and global elsewhere. Global arrays are assumed to be split
 over dp, fsdp and cp. The output of a column layer stays split over tp as far as the rules of
@@ -58,8 +59,9 @@ class _Split:
 
 
 def gradient(objective: Objective) -> Callable[..., tuple[list[Array], Any]]:
-    """Returns a function that returns the residuals and the gradient of an objective by its
-    first argument.
+    """Returns a function that returns the residuals and the gradient of an objective.
+
+    The gradient is by its first argument.
     """
 
     def compute(params: object, *inputs: object) -> tuple[list[Array], Any]:
@@ -72,8 +74,9 @@ def gradient(objective: Objective) -> Callable[..., tuple[list[Array], Any]]:
 def work_of(
     objective: Objective, sizes: Mapping[str, int], params: object, *inputs: object
 ) -> Work:
-    """Returns the work of an objective and its gradient, traced under the mesh in context of
-    these sizes.
+    """Returns the work of an objective and its gradient.
+
+    They are traced under the mesh in context, which has these sizes.
     """
     closed = jax.make_jaxpr(gradient(objective))(params, *inputs)
     products, results = count_work(closed, sizes, (params, *inputs))
@@ -87,8 +90,9 @@ def work_of(
 def count_work(
     jaxpr: ClosedJaxpr, sizes: Mapping[str, int], inputs: object
 ) -> tuple[list[Product], list[float]]:
-    """Returns the products of a closed jaxpr, and the bytes of each result; variables among
-    `inputs` have specs.
+    """Returns the products of a closed jaxpr, and the bytes of each result.
+
+    Variables among `inputs` have specs.
     """
     counter = _Counter(sizes)
     leaves = jax.tree.leaves(inputs, is_leaf=is_variable)

@@ -9,8 +9,9 @@ import warnings
 
 
 def silence_orbax() -> None:
-    """Silences deprecations, and Orbax's warnings and unawaited TensorStore futures: our errors
-    report damage.
+    """Silences deprecations, and Orbax's warnings and unawaited TensorStore futures.
+
+    Our errors report damage.
     """
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"orbax|grain|flax")
     for library in ("absl", "asyncio"):

@@ -1,5 +1,6 @@
-"""Computes checksums of arrays on their devices, and compares replicas: corrupted memory raises no
-error.
+"""Computes checksums of arrays on their devices, and compares replicas.
+
+Corrupted memory raises no error.
 
 The bits of each element are mixed with its position (the finalizer of MurmurHash3, Austin Appleby,
 public domain) and summed modulo 2^32, twice with different seeds. Integer sums are independent of
@@ -73,8 +74,9 @@ class Sums:
 
     @cached_property
     def rows(self) -> list[np.ndarray]:
-        """Sums of each array, uint32 `[3, devices]`: two checksums, and the count of elements that
-        are not finite (in a scalar, NaN).
+        """Sums of each array, uint32 `[3, devices]`.
+
+        They are two checksums, and the count of elements that are not finite (in a scalar, NaN).
         """
         found = {
             name: row
@@ -108,8 +110,9 @@ class Sums:
 
 
 def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) -> Array:
-    """Returns a checksum of each device's part of each array, uint32 `[arrays, devices]`,
-    without communication.
+    """Returns a checksum of each device's part of each array, without communication.
+
+    They are uint32 `[arrays, devices]`.
     """
 
     def on_device(*parts: Array) -> Array:
@@ -148,8 +151,9 @@ def replica_groups_by_name(arrays: Mapping[str, Array]) -> dict[str, ReplicaGrou
 def minority_devices(
     table: Iterable[np.ndarray], replicas: Mapping[str, ReplicaGroups]
 ) -> MeshPositions:
-    """Returns devices whose checksum in `table` `[arrays, devices]` is not their group's most
-    common; in a tie, all.
+    """Returns devices whose checksum is not the most common one of their group.
+
+    `table` has the checksums, `[arrays, devices]`. In a tie, all devices are returned.
     """
     positions: MeshPositions = {}
     for row, (name, groups) in zip(table, replicas.items(), strict=True):
@@ -166,8 +170,9 @@ def minority_devices(
 def describe_devices(
     positions: MeshPositions, devices: Sequence[jax.Device], hosts: Sequence[str]
 ) -> str:
-    """Describes arrays and devices by process; `positions` index `devices`, `hosts` are host
-    names by process.
+    """Describes arrays and devices by process.
+
+    `positions` index `devices`; `hosts` are host names by process.
     """
     by_process: dict[int, list[jax.Device]] = {}
     for position in sorted(set().union(*positions.values())):

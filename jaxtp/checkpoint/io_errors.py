@@ -1,5 +1,6 @@
-"""Distinguishes corrupted checkpoints from transient I/O errors, with the same result in all
-processes.
+"""Distinguishes corrupted checkpoints from transient I/O errors.
+
+The result is the same in all processes.
 
 Processes read their parts independently, then share their errors (`distributed/agreement.py`).
 """
@@ -34,8 +35,9 @@ class CheckpointError(UserError):
 
 
 class UnwritableError(CheckpointError):
-    """A checkpoint cannot be written; a retry resumes from the previous checkpoint and may
-    succeed.
+    """A checkpoint cannot be written.
+
+    A retry resumes from the previous checkpoint and may succeed.
     """
 
     exit_code = FILES
@@ -46,8 +48,9 @@ class DamagedError(CheckpointError):
 
 
 def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
-    """Calls `read` on a checkpoint; raises `DamagedError`, or `CheckpointError` if it is only
-    unreadable now.
+    """Calls `read` on a checkpoint.
+
+    Raises `DamagedError`, or `CheckpointError` if it is only unreadable now.
 
     Libraries hide file system errors, so one failed read proves nothing. Corruption is proven if
     every file is fully readable and a second attempt fails. File system errors are retried as in
@@ -80,8 +83,9 @@ def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
 
 
 def retry_io(folder: Path, look: Callable[[], T], hint: str = "") -> T:
-    """Calls `look`; retries after file system errors, except missing files, then raises
-    `CheckpointError`.
+    """Calls `look`, and retries after file system errors.
+
+    Missing files are not retried. Finally it raises `CheckpointError`.
 
     `hint` ends the error message.
     """
@@ -142,8 +146,9 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def read_on_all(attempt: Callable[[], T]) -> T:
-    """Calls `attempt` in every process; if any fails, all raise its error, a `DamagedError`
-    first.
+    """Calls `attempt` in every process; if any fails, all raise its error.
+
+    A `DamagedError` comes first.
     """
     with raise_everywhere(kinds=(DamagedError, CheckpointError)):
         return attempt()

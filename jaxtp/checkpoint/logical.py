@@ -23,8 +23,9 @@ Variable = nnx.Variable[Any]
 
 
 def may_be_infinite(variable: Variable) -> bool:
-    """Returns whether a variable is of a user's class, such as a mask, and neither a parameter
-    nor a statistic.
+    """Returns whether a variable is of a user's class, such as a mask.
+
+    Parameters and statistics are not.
     """
     return not (
         type(variable).__module__.startswith("jaxtp.")
@@ -92,8 +93,9 @@ def split_dims(variable: Variable) -> tuple[tuple[str, ...], ...]:
 def divisible_axes(
     shape: Sequence[int], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns each dim's axes. Axes that do not divide their dim move to a dim that they divide,
-    or are dropped.
+    """Returns each dim's axes.
+
+    Axes that do not divide their dim move to a dim that they divide, or are dropped.
     """
     result = [tuple(names) for names in axes]
     indivisible = [dim for dim, size in enumerate(shape) if size % parts(sizes, result[dim])]

@@ -1,5 +1,6 @@
-"""Saves and restores a run: asynchronously, sharded, atomically, verified, on any mesh and any
-number of processes.
+"""Saves and restores a run: asynchronously, sharded, atomically and verified.
+
+It does so on any mesh and any number of processes.
 
 Each process writes its part in the background, through Orbax. The processes wait for each other
 twice: for all parts to be written, and for process 0 to commit the checkpoint. If a process fails,
@@ -128,8 +129,9 @@ class SaveBarriers:
 
 
 class _KeepBest(policies.PreservationPolicy):
-    """The newest on ties. Orbax's policy keeps losses in memory, so a resumed run would delete
-    the earlier best.
+    """Keeps the best checkpoint, the newest on ties.
+
+    Orbax's policy keeps losses in memory, so a resumed run would delete the earlier best.
     """
 
     def __init__(self, losses: Mapping[int, float]):
@@ -283,8 +285,9 @@ class Checkpoints:
             raise self._unwritable(ValueError(f"step {step} is not after the newest"))
 
     def confirm(self) -> None:
-        """Waits for the sums of the last saved state; raises in all processes if it is corrupt,
-        and not saved.
+        """Waits for the sums of the last saved state.
+
+        Raises in all processes if it is corrupt, and not saved.
         """
         confirm = self._unconfirmed
         self._unconfirmed = None
@@ -297,8 +300,9 @@ class Checkpoints:
                 raise
 
     def wait(self) -> None:
-        """Waits until the last save is on disk; if it failed, all processes raise the failed
-        process's error.
+        """Waits until the last save is on disk.
+
+        If it failed, all processes raise the failed process's error.
         """
         self.confirm()
         with raise_everywhere(kinds=(UnwritableError, PeerUnwritableError)):
@@ -322,8 +326,9 @@ class Checkpoints:
     def restore(
         self, step: int, state: nnx.State, mesh: Mesh, info: storage.Info | None = None
     ) -> nnx.State:
-        """Reads a checkpoint into the shapes and shardings of `state` on `mesh`; raises
-        `CheckpointError`.
+        """Reads a checkpoint into the shapes and shardings of `state` on `mesh`.
+
+        Raises `CheckpointError`.
         """
         info = self.info(step) if info is None else info
         target = abstract_logical(state, mesh)
@@ -337,8 +342,9 @@ class Checkpoints:
         )
 
     def set_aside(self, step: int) -> Path:
-        """Moves a damaged checkpoint to `damaged/` next to the folder; raises `CheckpointError`
-        if that fails.
+        """Moves a damaged checkpoint to `damaged/` next to the folder.
+
+        Raises `CheckpointError` if that fails.
         """
         source = self.folder / str(step)
         target = self.folder.parent / "damaged" / str(step)
@@ -374,8 +380,9 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Closes without replacing an active error; waits only briefly, since other processes
-        may not have failed.
+        """Closes without replacing an active error.
+
+        Waits only briefly, since other processes may not have failed.
         """
         if error is None:
             self.close()
@@ -507,9 +514,7 @@ def restore_newest(
 
 
 def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, Path]:
-    """Returns the parameters in a checkpoint, or in the newest of a run, and the checkpoint's
-    folder.
-    """
+    """Returns the parameters in a checkpoint, or in the newest of a run, and its folder."""
     folder, info = storage.read_info_on_all(run, lambda: storage.newest_checkpoint(run))
     target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
     restored = storage.read_verified(folder, target, info)

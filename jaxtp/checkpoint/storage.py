@@ -73,8 +73,9 @@ class BoundedHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
 
 
 class DeferredInfoHandler(ocp.JsonCheckpointHandler):  # type: ignore[misc]
-    """Orbax's handler; the saved item is a function that returns the info, or raises, in the
-    background.
+    """Orbax's handler, for an item that is a function.
+
+    The function returns the info, or raises, in the background.
     """
 
     async def async_save(self, directory: Path, *_: object, args: ocp.args.JsonSave) -> object:
@@ -202,8 +203,9 @@ def is_of_run(info: Mapping[str, Any]) -> bool:
 
 
 def read_info_on_all(run: Path, find: Callable[[], Path]) -> tuple[Path, Info]:
-    """Finds a checkpoint and reads its info, the same in all processes; raises
-    `CheckpointError`.
+    """Finds a checkpoint and reads its info, the same in all processes.
+
+    Raises `CheckpointError`.
     """
     if is_multiprocess():
         io_errors.require_shared(run, lambda: _visible_files(find))
@@ -261,8 +263,9 @@ def read_arrays(
 def read_verified(
     folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]
 ) -> Arrays:
-    """Reads arrays, compares checksums, and casts to `target`; all processes must call it and
-    raise together.
+    """Reads arrays, compares checksums, and casts to `target`.
+
+    All processes must call it and raise together.
     """
     arrays = read_on_all(lambda: _read_as_stored(folder, target, info))
     computed = Sums(arrays).checksums()
@@ -385,8 +388,9 @@ class StoredCheckpoint:
 
 
 def open_checkpoint(folder: Path) -> StoredCheckpoint:
-    """Opens a checkpoint, or the newest of a run; raises `CheckpointError` if it is missing or
-    damaged.
+    """Opens a checkpoint, or the newest of a run.
+
+    Raises `CheckpointError` if it is missing or damaged.
     """
     folder = newest_checkpoint(folder)
     info = read_info(folder)

@@ -1,5 +1,6 @@
-"""The settings of a configuration, and annotations on them: effects of a change, and whether
-`--help` lists them.
+"""The settings of a configuration, and annotations on them.
+
+Annotations tell the effects of a change, and whether `--help` lists a setting.
 
 An example is `steps: Annotated[Count, STEP, SHORT_HELP] = 400`. Fields without `Affects` have their
 section's. This file imports only the standard library, so any room can use it.
@@ -138,8 +139,9 @@ def _marks(hint: object) -> tuple[object, ...]:
 
 
 def find_setting(schema: type, name: str) -> Setting | None:
-    """Returns the setting of a dotted name, which may extend into its value
-    (`data.mixture.code`).
+    """Returns the setting of a dotted name.
+
+    The name may extend into its value (`data.mixture.code`).
     """
     keys = name.split(".")
     known = settings_of(schema)

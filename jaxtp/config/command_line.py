@@ -1,5 +1,6 @@
-"""Command lines: fills dataclasses from a YAML file and flags; prints help, completion scripts and
-one-line errors.
+"""Command lines: fills dataclasses from a YAML file and flags.
+
+It also prints help, completion scripts and one-line errors.
 
 Every command takes `--config FILE` (YAML), dotted flags that override it (`--mesh.tp 4`),
 `--mesh fsdp=2,tp=4`, `--print-config`, `--help`, `--help SECTION` and `--help-all`. tyro formats
@@ -163,8 +164,9 @@ class Command(Generic[T]):
         return own + settings
 
     def help_schema(self, settings: Iterable[Setting], *, short: bool = True) -> type:
-        """Returns a flat dataclass of settings for tyro; `short` cuts each help text after its
-        first sentence.
+        """Returns a flat dataclass of settings for tyro.
+
+        `short` cuts each help text after its first sentence.
         """
         fields: list[tuple[str, object, Any]] = []
         for setting in settings:
@@ -327,8 +329,9 @@ class Command(Generic[T]):
 
 
 def asks_for_help(argv: Sequence[str]) -> int:
-    """Returns the place of the first word that asks for help, from 1; 0 if there is none before
-    `--`.
+    """Returns the place, from 1, of the first word that asks for help.
+
+    It is 0 if there is none before `--`.
     """
     words = takewhile(lambda word: word != "--", argv)
     return next((place for place, word in enumerate(words, 1) if word in _HELP_WORDS), 0)
@@ -340,8 +343,9 @@ def leaf_settings(schema: object) -> list[Setting]:
 
 
 def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> dict[str, int]:
-    """Parses `fsdp=2,tp=4`; other axes have size 1. `allow_rest` accepts -1: all remaining
-    devices.
+    """Parses `fsdp=2,tp=4`; other axes have size 1.
+
+    `allow_rest` accepts -1: all remaining devices.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -376,8 +380,9 @@ def choose(
 def choose_name(
     program: str, commands: Mapping[str, str], argv: Sequence[str], note: str = ""
 ) -> tuple[str, list[str]]:
-    """Splits off the name of a command of `program`, such as `jaxtp convert`; `--help` lists the
-    names and exits.
+    """Splits off the name of a command of `program`, such as `jaxtp convert`.
+
+    `--help` lists the names and exits.
 
     Args:
       commands: one-line summaries by name.
@@ -458,8 +463,9 @@ def spellings(setting: Setting) -> Iterator[str]:
 
 
 def _value(setting: Setting, word: str) -> object:
-    """Returns the value for pydantic to validate; a key of a mapping has no type, and is read as
-    in a YAML file.
+    """Returns the value for pydantic to validate.
+
+    A key of a mapping has no type, and is read as in a YAML file.
     """
     if setting.kind is object:
         with contextlib.suppress(ValueError):

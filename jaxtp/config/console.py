@@ -28,8 +28,9 @@ _BINARY = ("B", "KiB", "MiB", "GiB")
 
 
 def size_text(size: float, *, binary: bool = False) -> str:
-    """Returns a number of bytes in the largest unit that leaves a digit before the point, at
-    most GB: `1.3 MB`.
+    """Returns a number of bytes in a fitting unit: `1.3 MB`.
+
+    It is the largest that leaves a digit before the point, at most GB.
     """
     step = 1024 if binary else 1000
     *smaller, largest = _BINARY if binary else _DECIMAL
@@ -135,8 +136,9 @@ class Display:
         self._write(_CLEAR + self._bar)
 
     def _fitted(self, label: str, done: int, text: str, left: str) -> str:
-        """Returns the label, bar, text and remaining time; a narrow terminal gets a shorter bar,
-        or a shorter text.
+        """Returns the label, bar, text and remaining time.
+
+        A narrow terminal gets a shorter bar, or a shorter text.
         """
         columns = self._columns()
         width = min(_BAR_WIDTH, columns - len(f"{label} [] {text}{left}"))

@@ -1,5 +1,6 @@
-"""Entry and exit of commands: mistakes, Ctrl-C, closed pipes and full disks print one line, no
-traceback.
+"""Entry and exit of commands.
+
+Mistakes, Ctrl-C, closed pipes and full disks print one line, no traceback.
 
 A command's `__main__.py` begins with `start(PROGRAM)`, before its other imports. It defines
 `main(argv)`, which calls `attempt`, and ends with `run(PROGRAM, main)`. Both calls are under
@@ -45,8 +46,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class BriefError(Exception):
-    """An error whose message suffices: notebooks show it below the user's own lines, without the
-    lines of libraries.
+    """An error whose message suffices.
+
+    Notebooks show it below the user's own lines, without the lines of libraries.
     """
 
     def _render_traceback_(self) -> list[str]:
@@ -103,8 +105,9 @@ def attempt(
 
 
 def shown(text: str) -> str:
-    """Returns a model's text for standard output: a terminal would obey control characters, so it
-    gets them escaped.
+    """Returns a model's text for standard output.
+
+    A terminal would obey control characters, so it gets them escaped.
 
     Newlines and tabs stay.
     """
@@ -192,8 +195,9 @@ def import_fast(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def paused_collection() -> Iterator[None]:
-    """Pauses garbage collection, which takes up to half of the time of code that makes many
-    objects.
+    """Pauses garbage collection.
+
+    It takes up to half of the time of code that makes many objects.
     """
     enabled = gc.isenabled()
     gc.disable()

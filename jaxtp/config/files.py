@@ -80,8 +80,9 @@ def _open_no_link(name: str, flags: int) -> int:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file and syncs it; after a crash or with concurrent writers the file is whole or
-    unchanged.
+    """Writes a file and syncs it.
+
+    After a crash or with concurrent writers the file is whole or unchanged.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
@@ -110,8 +111,9 @@ def mark_as_own(path: Path) -> None:
 
 
 def is_own(path: Path) -> bool:
-    """Returns whether `mark_as_own` marked a file that nobody has changed, moved, copied or
-    unpacked since.
+    """Returns whether `mark_as_own` marked a file that is unchanged since.
+
+    Nobody has changed, moved, copied or unpacked it.
     """
     mark = _mark_of(path)
     try:
@@ -253,8 +255,9 @@ def require_picture(flag: str, path: Path | None) -> None:
 
 
 def write_picture(flag: str, path: Path | None, draw: Callable[[Any], None]) -> None:
-    """Calls `draw` on a matplotlib `Figure` and writes a flag's picture, if any, after
-    `require_picture`.
+    """Calls `draw` on a matplotlib `Figure` and writes a flag's picture, if any.
+
+    Call it after `require_picture`.
     """
     if path is None:
         return

@@ -1,5 +1,6 @@
-"""Suggests settings for unknown names, values for sizes that do not fit, and names things by dotted
-paths.
+"""Suggests settings for unknown names, and values for sizes that do not fit.
+
+It also names things by dotted paths.
 
 Each suggestion of a value changes one setting, fixes all its problems, and causes no others.
 """
@@ -117,8 +118,9 @@ its name at {}.
 
 
 def hint_for(name: str, known: Sequence[str], spell: Callable[[str], str]) -> str | None:
-    """Returns a hint for an unknown setting: the setting that is meant, or what there is instead of
-    it.
+    """Returns a hint for an unknown setting.
+
+    It is the setting that is meant, or what there is instead of it.
 
     Args:
       known: dotted names of settings.
@@ -134,8 +136,9 @@ def hint_for(name: str, known: Sequence[str], spell: Callable[[str], str]) -> st
 
 
 def nearest_name(name: str, known: Sequence[str]) -> str | None:
-    """Returns the setting that another program's name means, with the same key, or with nearly
-    the same.
+    """Returns the setting that another program's name means.
+
+    It has the same key, or nearly the same.
     """
     last = _short(name).lower()
     for setting, others in OTHER_NAMES.items():
@@ -208,8 +211,9 @@ def explained(problems: Problems, *, fixed: bool) -> Iterator[str]:
 def not_divisible(
     name: str, value: int, by_name: str, by: int, among: Mapping[str, int]
 ) -> Iterator[Problem]:
-    """Yields a problem if `value` of setting `name` is not divisible by `by`, the value of
-    `by_name`.
+    """Yields a problem if `value` of setting `name` is not divisible by `by`.
+
+    `by` is the value of `by_name`.
     """
     if value % by:
         sizes = tuple(multiple for multiple in nearest_multiples(value, by) if multiple < 2**31)
@@ -217,8 +221,9 @@ def not_divisible(
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Returns whether one of the pattern's alternatives, separated by `|`, matches as in the
-    shell.
+    """Returns whether one of the pattern's alternatives matches as in the shell.
+
+    `|` separates alternatives.
     """
     return any(fnmatch.fnmatchcase(path, alternative) for alternative in pattern.split("|"))
 
@@ -270,8 +275,9 @@ def mesh_settings(axes: Iterable[str]) -> tuple[str, ...]:
 
 
 def mesh_product(axes: Iterable[str], sizes: Mapping[str, int]) -> str:
-    """Returns the number of shards over `axes` as a text, `mesh.fsdp * mesh.cp`; omits axes of
-    size 1.
+    """Returns the number of shards over `axes` as a text, `mesh.fsdp * mesh.cp`.
+
+    Axes of size 1 are left out.
     """
     return " * ".join(mesh_settings(axis for axis in axes if sizes[axis] > 1))
 

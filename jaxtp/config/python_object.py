@@ -63,8 +63,9 @@ def load_object(text: str, setting: str) -> Any:
 
 @contextmanager
 def user_code(what: str, *passing: type[Exception]) -> Iterator[None]:
-    """Converts whatever a user's code raises to a `ConfigError`, except for Ctrl-C and the types
-    that pass.
+    """Converts whatever a user's code raises to a `ConfigError`.
+
+    Ctrl-C and the types that pass are not converted.
 
     `SystemExit` too: it would end a command with exit code 0, and without a word.
     """
@@ -301,8 +302,9 @@ def _kind(setting: str) -> str:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Returns the signature of a call; None for some C functions, and where a user's object
-    hides it.
+    """Returns the signature of a call; None if there is none.
+
+    Some C functions have none, and a user's object may hide it.
     """
     given = function if isinstance(function, partial) else partial(function)
     called: Any = given.func
@@ -351,8 +353,9 @@ def check_arguments(
 
 
 def reference_to(thing: object, neighbours: Iterable[object] = ()) -> str:
-    """Returns the `FILE.py:NAME` or `package.module:NAME` of an object; for an object without a
-    name a description.
+    """Returns the `FILE.py:NAME` or `package.module:NAME` of an object.
+
+    An object without a name gets a description.
 
     Args:
       neighbours: functions and classes; a value without a name of its own may be a variable of
@@ -387,8 +390,9 @@ def user_code_error(what: str, error: BaseException) -> ConfigError:
 
 
 def describe_exception(error: BaseException) -> str:
-    """Returns the innermost line of a user's code, and the exception:
-    ` (FILE, line 7: ...): KeyError: 'x'`.
+    """Returns the innermost line of a user's code, and the exception.
+
+    An example is ` (FILE, line 7: ...): KeyError: 'x'`.
     """
     if isinstance(error, SyntaxError):
         where = f" ({error.filename}, line {error.lineno})"
@@ -414,8 +418,9 @@ def describe_exception(error: BaseException) -> str:
 
 
 def users_lines(error: BaseException) -> list[str]:
-    """Returns the lines of a user's code through which an exception came:
-    `mine.py, line 7: train()`.
+    """Returns the lines of a user's code through which an exception came.
+
+    An example is `mine.py, line 7: train()`.
     """
     lines = []
     for frame in _users_frames(error):

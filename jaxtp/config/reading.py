@@ -34,8 +34,9 @@ digits.
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Opens a regular file; raises an `OSError` for a folder, pipe, device or unfetched Git LFS
-    pointer.
+    """Opens a regular file.
+
+    Raises an `OSError` for a folder, pipe, device or unfetched Git LFS pointer.
     """
     try:
         mode = path.stat().st_mode
@@ -64,8 +65,9 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """Returns the content of a regular file of at most `most` bytes; errors as in
-    `open_regular`.
+    """Returns the content of a regular file of at most `most` bytes.
+
+    Errors are as in `open_regular`.
     """
     content = bytearray()
     with open_regular(path) as file:

@@ -43,8 +43,9 @@ _MAX_PROBLEMS = 20  # Maximum number of problems in one message
 
 
 class ConfigError(UserError):
-    """A mistake in a setting; the message has the problem, the value, and the nearest valid
-    value.
+    """A mistake in a setting.
+
+    The message has the problem, the value, and the nearest valid value.
     """
 
 
@@ -139,8 +140,9 @@ def from_yaml(schema: type[T], path: str | Path) -> T:
 
 
 def read_yaml(path: Path, included_by: str = "") -> object:
-    """Returns the values in a YAML file; None if empty. `included_by` follows the path in
-    errors.
+    """Returns the values in a YAML file; None if empty.
+
+    `included_by` follows the path in errors.
     """
     try:
         return parse_yaml(read_bytes(path, MAX_YAML))
@@ -177,8 +179,9 @@ def read_values(path: Path, including: tuple[str, ...] = ()) -> dict[str, object
 def merged(
     below: Mapping[str, object], above: Mapping[str, object], prefix: str = ""
 ) -> dict[str, object]:
-    """Merges nested mappings; `above` wins, and removes keys of `below` that it excludes
-    (`_EXCLUSIVE`).
+    """Merges nested mappings; `above` wins.
+
+    It also removes keys of `below` that it excludes (`_EXCLUSIVE`).
     """
     result = {
         key: value
@@ -234,8 +237,9 @@ def validate(
 
 
 def check_fields(made: object) -> None:
-    """Raises ConfigError if a dataclass that was made in Python has a value that its annotations
-    do not allow.
+    """Raises ConfigError if a dataclass has a value that its annotations do not allow.
+
+    The dataclass was made in Python.
     """
     hints = get_type_hints(type(made), include_extras=True)
     for field in dataclasses.fields(made):  # type: ignore[arg-type]
@@ -331,8 +335,9 @@ _HUB_NAME = re.compile(r"(?:[\w.-]{1,96}/)?[\w.-]{1,96}(?<!\.json)")
 
 
 def missing_model(path: Path) -> str:
-    """Suggests an existing folder with a similar name, or how to download a model that the path
-    may name.
+    """Suggests an existing folder with a similar name, or how to download a model.
+
+    The path may name the model.
     """
     if near := nearest_file(path):
         return near

@@ -1,5 +1,6 @@
-"""Batches of rows on the host: what a run reads, from any source (`sources.py`), and where it
-is.
+"""Batches of rows on the host: what a run reads, and where it is.
+
+Rows may come from any source (`sources.py`).
 """
 
 import sys
@@ -50,8 +51,9 @@ class Position:
     """
 
     def gathered(self) -> "Position":
-        """Returns the position with all processes' records, for a checkpoint. All processes must
-        call it.
+        """Returns the position with all processes' records, for a checkpoint.
+
+        All processes must call it.
         """
         if self.streams is None or len(self.streams) == 1:
             return self
@@ -61,8 +63,9 @@ class Position:
         )
 
     def check_agreement(self, name: str) -> None:
-        """Raises `BatchError` if processes read other rows from one source. All processes must
-        call it.
+        """Raises `BatchError` if processes read other rows from one source.
+
+        All processes must call it.
         """
         for seen in zip(
             *all_gather_json([record and record["crc32"] for record in self.streams or ()]),
@@ -148,8 +151,9 @@ class Batches(ABC):
 
     @abstractmethod
     def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
-        """Returns a function that reads the batch of a step, or None after the end; its calls
-        are in order.
+        """Returns a function that reads the batch of a step, or None after the end.
+
+        Its calls are in order.
         """
 
     def _zeros(self, rows: int) -> Columns:

@@ -120,8 +120,9 @@ def _render(template: str, variables: dict[str, object] | None, day: str | None)
 
 
 class SpecialTokens:
-    """Distinguishes special tokens of the template from those that messages spell, which stay
-    text unless `keep`.
+    """Distinguishes special tokens of the template from those that messages spell.
+
+    The latter stay text unless `keep`.
     """
 
     def __init__(self, tokens: Sequence[str], *, keep: bool = False):
@@ -215,8 +216,9 @@ class RenderedTokenizer:
                 )
 
     def encode_batch(self, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[Tokens, Tokens]]:
-        """Yields the ids of both parts of each pair; a token that spans both belongs to the
-        first.
+        """Yields the ids of both parts of each pair.
+
+        A token that spans both belongs to the first.
         """
         if self._library is None:
             for pair in pairs:

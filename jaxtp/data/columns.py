@@ -32,8 +32,9 @@ class EndOfDataError(BatchError):
 
 @contextmanager
 def reading(name: str, step: int | None = None) -> Iterator[None]:
-    """Converts an error of a user's source to a `BatchError` that begins with its name; other
-    `UserError`s pass.
+    """Converts an error of a user's source to a `BatchError` that begins with its name.
+
+    Other `UserError`s pass.
     """
     where = name if step is None else f"{name}, step {step + 1}"
     try:
@@ -111,8 +112,9 @@ def _to_array(name: str, value: object) -> NDArray[Any]:
 
 
 def count_rows(columns: Columns) -> int:
-    """Returns the number of rows of a batch; raises `BatchError` if columns differ in it, or are
-    scalars.
+    """Returns the number of rows of a batch.
+
+    Raises `BatchError` if columns differ in it, or are scalars.
     """
     shapes = {name: array.shape for name, array in columns.items()}
     if scalars := [name for name, shape in shapes.items() if not shape]:

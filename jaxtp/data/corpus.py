@@ -135,8 +135,9 @@ class Corpus:
 def load_corpus(
     path: Path | None, mixture: Mapping[str, float] | None = None, validation: Path | None = None
 ) -> Corpus:
-    """Opens the data of a run, by default the standard library; reads no tokens of prepared
-    datasets.
+    """Opens the data of a run, by default the standard library.
+
+    Reads no tokens of prepared datasets.
 
     Paths are prepared datasets or text files. `mixture` has weights by path, and replaces `path`.
     `validation` is other data to evaluate on: its validation split, or all of it if that is empty.

@@ -133,8 +133,9 @@ class Documents(ABC):
 
 
 class InMemory(Documents):
-    """Documents in one array; `source` names them in messages, `prompts` are the lengths of
-    prompts.
+    """Documents in one array.
+
+    `source` names them in messages; `prompts` are the lengths of prompts.
     """
 
     def __init__(

@@ -132,9 +132,7 @@ class Packed(Rows):
             yield self._with_labels(pieces, counts, lengths[documents], prompts[documents])
 
     def _shares(self) -> Iterator[tuple[int, Ints, Ints]]:
-        """Yields the first of the documents that are packed together, their lengths and their
-        prompts' lengths.
-        """
+        """Yields the first of the documents packed together, their lengths and prompts' lengths."""
         first = 0
         most = 2 * BLOCK if self._documents.has_pairs else BLOCK
         for lengths, prompts in zip(

@@ -51,8 +51,9 @@ class RowSettings:
 
 
 class Data:
-    """The samples of a corpus, with `scores` as columns; the seed affects only the training
-    order.
+    """The samples of a corpus, with `scores` as columns.
+
+    The seed affects only the training order.
     """
 
     def __init__(
@@ -118,8 +119,9 @@ class Data:
         return fingerprint([order, *(rows.identity for rows in self.validation_rows)])
 
     def validation(self, batches: int, batch_size: int) -> "Samples | None":
-        """Returns at most `batches` validation batches, each row once; None if no source has
-        any.
+        """Returns at most `batches` validation batches, each row once.
+
+        It is None if no source has any.
         """
         if not self.validation_rows:
             return None
@@ -130,8 +132,9 @@ class Data:
 
 
 def _distinct(sources: Sequence[Source]) -> list[tuple[Documents, float]]:
-    """Returns the distinct documents to evaluate on, and the weight of all sources that have
-    them.
+    """Returns the distinct documents to evaluate on.
+
+    Each has the weight of all sources that have it.
     """
     distinct: dict[str, tuple[Documents, float]] = {}
     for source in sources:
@@ -164,8 +167,9 @@ def _require_rows(rows: Rows, name: str, corpus: Corpus, settings: RowSettings) 
 
 
 def make_rows(documents: Documents, settings: RowSettings, scores: "Scores | None" = None) -> Rows:
-    """Returns the rows of documents, with `scores`; raises `CorpusError`, `LongDocumentError` or
-    `ScoresError`.
+    """Returns the rows of documents, with `scores`.
+
+    Raises `CorpusError`, `LongDocumentError` or `ScoresError`.
     """
     rows: Rows
     if settings.packing == "concatenated":

@@ -1,5 +1,6 @@
-"""Scores of a dataset's tokens by a model, written by `jaxtp score`: for losses that need a
-reference or a teacher.
+"""Scores of a dataset's tokens by a model, written by `jaxtp score`.
+
+They are for losses that need a reference or a teacher.
 
 Version 1 of the format is a folder:
 
@@ -190,8 +191,9 @@ class Scores:
         return f"{self.folder}: {what} by {truncate(self.record.model)}, in {self.record.dtype}"
 
     def command(self, settings: RowSettings | None = None, temperature: float | None = None) -> str:
-        """Returns a command that makes such scores, with other rows or at another temperature if
-        they are given.
+        """Returns a command that makes such scores.
+
+        They are of other rows or at another temperature, if these are given.
         """
         record = self.record
         rows = settings
@@ -205,8 +207,9 @@ class Scores:
         )
 
     def add_to(self, rows: Rows, documents: Documents, settings: RowSettings) -> None:
-        """Adds the scores as columns to rows; raises `ScoresError` if they are of others, or
-        files have other sizes.
+        """Adds the scores as columns to rows.
+
+        Raises `ScoresError` if they are of other rows, or files have other sizes.
         """
         found = {split.documents: (name, split) for name, split in self.record.splits.items()}
         if documents.identity not in found:
@@ -231,8 +234,9 @@ class Scores:
 
 
 class _Columns:
-    """Adds the scores of a split to rows (`Rows.add_columns`). Files are mapped on first use, as
-    in `store.Split`.
+    """Adds the scores of a split to rows (`Rows.add_columns`).
+
+    Files are mapped on first use, as in `store.Split`.
     """
 
     def __init__(self, folder: Path, split: str, record: Record, vocab_size: int):
@@ -331,9 +335,7 @@ def _size_of(path: Path) -> int:
 
 
 def verify(scores: Scores) -> Iterator[str]:
-    """Reads all files; yields every difference from `scores.json`, and every number that is no
-    score.
-    """
+    """Reads all files; yields differences from `scores.json`, and numbers that are no scores."""
     for name, split in scores.record.splits.items():
         for shard, sums in enumerate(split.shards):
             for suffix, expected in sums.items():

@@ -1,5 +1,6 @@
-"""Batches of rows on the host, from any source: a function, a dataset, a stream, or several
-streams.
+"""Batches of rows on the host, from any source.
+
+A source is a function, a dataset, a stream, or several streams.
 
 `open_batches` recognizes a source by its methods; no other library is imported.
 
@@ -30,8 +31,9 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class FunctionBatches(Batches):
-    """Batches of a function of the step, without an end; `batch_size` is for a function that
-    takes rows.
+    """Batches of a function of the step, without an end.
+
+    `batch_size` is for a function that takes rows.
     """
 
     def __init__(

@@ -55,8 +55,9 @@ def _serve(requests: BinaryIO, answers: BinaryIO, characters: int) -> None:
 
 
 def _answer(template: str, variables: Mapping[str, Any] | None, day: str | None) -> tuple[str, str]:
-    """Returns a problem, which follows the template's name in a message, or an empty string and the
-    text.
+    """Returns a problem, or an empty string and the text.
+
+    A problem follows the template's name in a message.
 
     If `day` is given, a template reads noon of that day as the present time, so that it always
     writes the same text.

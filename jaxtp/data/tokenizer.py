@@ -174,8 +174,9 @@ class HuggingFaceTokenizer:
         }
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Cuts before a line break after a visible character, where GPT-2's pattern always
-        splits.
+        """Cuts before a line break after a visible character.
+
+        GPT-2's pattern always splits there.
         """
         start = 0
         while (
@@ -189,8 +190,9 @@ class HuggingFaceTokenizer:
 
 
 class IsolatedTokenizer(HuggingFaceTokenizer):
-    """Encodes in a worker, so that a tokenizer.json that makes the library crash ends with a
-    `TokenizerError`.
+    """Encodes in a worker.
+
+    A tokenizer.json that makes the library crash then ends with a `TokenizerError`.
     """
 
     def __init__(

@@ -45,8 +45,9 @@ def end_token(folder: Path) -> str | int | None:
 
 
 def end_ids(path: Path) -> list[int]:
-    """Returns `eos_token_id` of a config.json or generation_config.json; raises
-    `TokenizerError`.
+    """Returns `eos_token_id` of a config.json or generation_config.json.
+
+    Raises `TokenizerError`.
     """
     ids = _with_text(read(path)).get("eos_token_id")
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
@@ -95,8 +96,9 @@ def template_day(folder: Path) -> str | None:
 
 
 def chat_template(folder: Path) -> str | None:
-    """Returns the template in chat_template.jinja or tokenizer_config.json (from a list:
-    "default").
+    """Returns the template in chat_template.jinja or tokenizer_config.json.
+
+    From a list it takes "default".
     """
     if os.path.lexists(folder / TEMPLATE):
         with reading(folder / TEMPLATE):

@@ -1,5 +1,6 @@
-"""The process that loads a `tokenizer.json` and encodes texts within limits; `tokenizer.py` starts
-it.
+"""The process that loads a `tokenizer.json` and encodes texts within limits.
+
+`tokenizer.py` starts it.
 
 The `tokenizers` library aborts its process when memory is exhausted, and a file of a few kilobytes
 can make it take all memory for a text of one letter. This file imports nothing from jaxtp, to start
@@ -112,8 +113,9 @@ def _tokens_before(encoding: "Encoding", before: int) -> int:
 
 
 def _limit_memory(most: int) -> None:
-    """Lets the process take `most` bytes more than it has; each thread may also reserve
-    addresses.
+    """Lets the process take `most` bytes more than it has.
+
+    Each thread may also reserve addresses.
     """
     # not every system limits it
     with suppress(OSError, ValueError), open("/proc/self/statm") as file:

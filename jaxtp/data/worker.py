@@ -1,5 +1,6 @@
-"""Processes for untrusted input: an input that would crash a process or fill its memory ends only a
-worker.
+"""Processes for untrusted input.
+
+An input that would crash a process or fill its memory ends only a worker.
 
 A worker is a Python file that imports nothing from jaxtp, to start quickly. It reads requests from
 standard input, limits its own memory and time for each, and writes answers to standard output.

@@ -158,8 +158,9 @@ def working_on(what: str) -> None:
 
 
 def report_failure(error: BaseException) -> None:
-    """Tells the others that this process failed; call it before closing objects that may wait
-    for them.
+    """Tells the others that this process failed.
+
+    Call it before closing objects that may wait for them.
     """
     if _current is not None:
         _current.fail(error)
@@ -176,8 +177,9 @@ def reporting_failure() -> Iterator[None]:
 
 
 def run_and_report(command: Callable[[], int]) -> int:
-    """Runs a command and returns its exit code; after a failure exits at once: JAX would wait
-    for the others.
+    """Runs a command and returns its exit code.
+
+    After a failure it exits at once: JAX would wait for the others.
     """
     try:
         code = command()

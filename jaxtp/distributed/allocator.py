@@ -84,8 +84,9 @@ def memory_fraction(allocator: Allocator, environment: Mapping[str, str] = os.en
 
 
 def most_bytes(allocator: Allocator, limit: float, fraction: float) -> float:
-    """Returns the most bytes a step can use: `limit`, which is `fraction` of the memory;
-    cuda_async can exceed it.
+    """Returns the most bytes a step can use.
+
+    It is `limit`, which is `fraction` of the memory; cuda_async can exceed it.
     """
     return max(limit, limit / fraction * (1 - OUTSIDE)) if allocator == "cuda_async" else limit
 

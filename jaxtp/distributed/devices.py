@@ -37,8 +37,9 @@ def request_virtual_devices(count: int) -> None:
 
 
 def most_devices() -> int | None:
-    """Starts JAX's backend and returns the number of devices; None for CPUs whose number was not
-    configured.
+    """Starts JAX's backend and returns the number of devices.
+
+    It is None for CPUs whose number was not configured.
     """
     _require_joined()
     accept_absent_gpus()
@@ -64,8 +65,9 @@ def bytes_limit(device: jax.Device) -> int | None:
 
 
 def memory_per_device(devices: Sequence[jax.Device]) -> int | None:
-    """Returns the bytes of each device of this process, or None; CPU devices share the host's
-    memory.
+    """Returns the bytes of each device of this process, or None.
+
+    CPU devices share the host's memory.
     """
     return (
         host_memory() // len(devices) if devices[0].platform == "cpu" else bytes_limit(devices[0])

@@ -1,5 +1,6 @@
-"""The user's cache folder and environment variables; only this room and `config/console.py` read
-the latter.
+"""The user's cache folder and environment variables.
+
+Only this room and `config/console.py` read the latter.
 """
 
 import contextlib
@@ -88,8 +89,9 @@ _MAX_CACHE_BYTES = 4 * 2**30
 def accept_absent_gpus(
     environment: MutableMapping[str, str] = os.environ, nvidia: Sequence[Path] = NVIDIA
 ) -> None:
-    """On a machine without a GPU, lets JAX's CUDA plugin skip its check of CUDA's libraries. Call
-    it before JAX starts.
+    """Lets JAX's CUDA plugin skip its check of CUDA's libraries on a machine without a GPU.
+
+    Call it before JAX starts.
 
     The extra estimate-gpu installs the plugin without cuDNN, to compile for absent GPUs; JAX would
     print a traceback.
@@ -99,8 +101,9 @@ def accept_absent_gpus(
 
 
 def scheduled_count(variables: Mapping[str, str]) -> str | None:
-    """Returns the scheduler's variable with the number of processes; variables set by hand
-    override it.
+    """Returns the scheduler's variable with the number of processes.
+
+    Variables set by hand override it.
     """
     names = [name for name in BY_HAND if name in variables]
     if names and names != [ADDRESS]:
@@ -171,8 +174,9 @@ def _proxy(environment: Mapping[str, str]) -> str:
 
 
 def num_processes(variables: Mapping[str, str] = os.environ) -> int:
-    """Returns the number of processes, from the environment: `jax.process_count()` would start
-    JAX's backend.
+    """Returns the number of processes, from the environment.
+
+    `jax.process_count()` would start JAX's backend.
     """
     name = scheduled_count(variables) or COUNT
     return read_number(variables, name) if name in variables else 1
@@ -195,8 +199,9 @@ def coordinator_host(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def token(environment: Mapping[str, str] = os.environ) -> str:
-    """Returns a text that all processes of a run share: `JAXTP_TOKEN`, the scheduler's job id, or
-    the command line.
+    """Returns a text that all processes of a run share.
+
+    It is `JAXTP_TOKEN`, the scheduler's job id, or the command line.
 
     Other users can guess the last two. The text omits configuration files, which the preflight
     compares.
@@ -271,8 +276,9 @@ def xla_flags() -> str:
 
 
 def names_of_gpus(present: int, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the names of the visible GPUs; CUDA ignores CUDA_VISIBLE_DEVICES from the first
-    invalid name on.
+    """Returns the names of the visible GPUs.
+
+    CUDA ignores CUDA_VISIBLE_DEVICES from the first invalid name on.
     """
     if "CUDA_VISIBLE_DEVICES" not in environment:
         return [str(index) for index in range(present)]

@@ -80,8 +80,9 @@ Variables = Mapping[str, str]
 
 @dataclass
 class Wait:
-    """A wait of up to `seconds` for `count` processes; `address` of process 0 is None if only
-    JAX knows it.
+    """A wait of up to `seconds` for `count` processes.
+
+    `address` of process 0 is None if only JAX knows it.
     """
 
     process: int
@@ -153,8 +154,9 @@ class _Task:
 def join_processes(
     environment: Variables = os.environ, gpus: int | None = None, bind: str | None = None
 ) -> None:
-    """Connects to the other processes, if the environment names any. Call it before any other use
-    of JAX.
+    """Connects to the other processes, if the environment names any.
+
+    Call it before any other use of JAX.
 
     Args:
       gpus: number of GPUs of this machine; by default the driver reports it.
@@ -225,8 +227,9 @@ _TASKS: Mapping[str, Callable[[Variables], _Task]] = {SLURM: _slurm_task, OPEN_M
 
 
 def _scheduled_address(task: _Task, count: int, variables: Variables) -> tuple[str, int] | None:
-    """Returns JAX_COORDINATOR_ADDRESS, else the address that JAX will derive: loopback on a
-    single host.
+    """Returns JAX_COORDINATOR_ADDRESS, else the address that JAX will derive.
+
+    It is loopback on a single host.
     """
     if ADDRESS in variables:
         return _parse_address(variables)
@@ -249,8 +252,9 @@ def _parse_address(variables: Variables) -> tuple[str, int]:
 
 
 def gpus_of_process(variables: Variables, tasks: int, index: int, present: int) -> list[int] | None:
-    """Returns the visible GPUs of process `index` among a host's `tasks` processes; None without
-    GPUs.
+    """Returns the visible GPUs of process `index` among a host's `tasks` processes.
+
+    It is None without GPUs.
 
     If the scheduler shows each process only some of the `present` GPUs, it uses these; else
     processes share them.

@@ -94,8 +94,9 @@ class Link:
 
 
 def connect(connection: socket.socket, token: str, hello: Message, seconds: float) -> Link | None:
-    """Sends `hello` and returns a link to a process that runs `accept_links`; None if it does not
-    prove the token.
+    """Sends `hello` and returns a link to a process that runs `accept_links`.
+
+    It is None if the process does not prove the token.
 
     Each answer may take `seconds`.
     """
@@ -152,8 +153,9 @@ def format_address(host: str, port: int) -> str:
 
 
 def listen_address(bind: str | None, host: str) -> str:
-    """Returns process 0's listening address: `bind`, else loopback if `host` is loopback, else
-    empty (all).
+    """Returns process 0's listening address.
+
+    It is `bind`, else loopback if `host` is loopback, else empty (all).
 
     Raises:
       LaunchError: `host` is loopback, and `bind` is another address.
@@ -172,8 +174,9 @@ def listen_address(bind: str | None, host: str) -> str:
 def accept_links(
     server: socket.socket, token: str, time_left: Callable[[], float], rejected: Counter[str]
 ) -> Iterator[tuple[Link, Message]]:
-    """Accepts connections in parallel until no time is left; yields authenticated links and their
-    first messages.
+    """Accepts connections in parallel until no time is left.
+
+    Yields authenticated links and their first messages.
 
     Args:
       token: the secret that the other ends must prove.

@@ -81,8 +81,9 @@ class Peers:
             self._broadcast({"process": self._process, "failure": failure, "code": code})
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others that this process failed; if another's failure may be why, lets the
-        thread exit instead.
+        """Tells the others that this process failed.
+
+        If another's failure may be why, lets the thread exit instead.
 
         A user error, or the same error as the other's, is always announced.
         """
@@ -100,8 +101,9 @@ class Peers:
         self.leave(failure, getattr(error, "exit_code", 1))
 
     def wait_for_peers(self) -> None:
-        """In process 0, waits briefly for the others: JAX aborts them when its coordinator
-        stops.
+        """In process 0, waits briefly for the others.
+
+        JAX aborts them when its coordinator stops.
         """
         if self._process == 0:
             self._thread.join(self._grace + 2 * self._beat)
@@ -148,8 +150,9 @@ class Peers:
     def _exit_after_losing(
         self, process: int, how: str, grace: float = 0.0, code: int = TEMPORARY
     ) -> None:
-        """Tells all that a process is lost; exits this process unless it leaves within `grace`
-        seconds.
+        """Tells all that a process is lost.
+
+        Exits this process unless it leaves within `grace` seconds.
         """
         if link := self._links.pop(process, None):
             link.close()
@@ -173,8 +176,9 @@ class Peers:
 
 
 def connect_peers(bind: str | None) -> Peers | None:
-    """Connects process 0 to each other process; returns None if one cannot connect. All processes
-    must call it.
+    """Connects process 0 to each other process; returns None if one cannot connect.
+
+    All processes must call it.
 
     Process 0 listens at `bind`, by default on loopback if all processes are on one host, else at
     all addresses.

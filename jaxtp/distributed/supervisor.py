@@ -87,8 +87,9 @@ class Group:
         return [{"CUDA_VISIBLE_DEVICES": share} if share else {} for share in shares]
 
     def shrunk_to_visible_gpus(self) -> "Group | None":
-        """Returns the group to restart, with fewer processes if GPUs have disappeared; None if
-        all have.
+        """Returns the group to restart, with fewer processes if GPUs have disappeared.
+
+        It is None if all have.
         """
         if self.devices is not None or not self.gpus:
             return self
@@ -102,8 +103,9 @@ class Group:
 
 
 def supervise(group: Group, *, restarts: int = 0) -> int:
-    """Runs processes until all succeed or one fails; returns the exit code of the first that
-    failed, else 0.
+    """Runs processes until all succeed or one fails.
+
+    Returns the exit code of the first that failed, else 0.
 
     The code is 128 + N after signal N. A failure restarts all processes, at most `restarts` times,
     except after a user error, wrong numbers, or a signal to the supervisor.

@@ -63,8 +63,9 @@ class ConversationEncoder:
         self._model_tokens = SpecialTokens(self._rendered.tokens)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the ids up to the model's answer; raises `ChatError` for a refused message or
-        a noncharacter.
+        """Returns the ids up to the model's answer.
+
+        Raises `ChatError` for a refused message or a noncharacter.
         """
         tokens = [
             self._model_tokens if each["role"] == ASSISTANT else self._user_tokens
@@ -176,9 +177,7 @@ class Chat:
             say("the answer is cut: the model's context is full; start again by /reset")
 
     def _speed(self, num_tokens: int) -> str:
-        """Returns the tokens of the last answer, and how fast they were generated after the
-        first one.
-        """
+        """Returns the tokens of the last answer, and their speed after the first one."""
         timing = self._generator.speed.timing
         tokens = f"{num_tokens:,} token{'s' if num_tokens > 1 else ''}"
         if not timing.decode_seconds:

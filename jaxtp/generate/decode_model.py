@@ -58,8 +58,9 @@ class DecodeModel(EmbeddingAndHead):
         return tuple(block.init_cache(num_rows, num_slots) for block in self.blocks)
 
     def __call__(self, ids_BT: Array, caches: KVCaches, new: NewTokens) -> tuple[Array, KVCaches]:
-        """Returns the final hidden states `[B, T, D]` (undefined for padding) and the updated KV
-        cache.
+        """Returns the final hidden states `[B, T, D]` and the updated KV cache.
+
+        Those for padding are undefined.
 
         Args:
           ids_BT: the tokens; padding may be any ids below V.
@@ -79,8 +80,9 @@ class DecodeModel(EmbeddingAndHead):
 
 
 class StackedDecodeModel(DecodeModel):
-    """Decodes with a decoder's own arrays: scans over its stacks gather and cast one layer at a
-    time.
+    """Decodes with a decoder's own arrays.
+
+    Scans over its stacks gather and cast one layer at a time.
     """
 
     def __init__(self, model: Decoder):
@@ -147,8 +149,9 @@ def weight_bytes(model: Decoder, sizes: Mapping[str, int]) -> int:
 
 
 def has_states(model: DecodeModel, mesh: Mesh) -> bool:
-    """Returns whether a layer caches a state of one size for rows of any length, which cannot be
-    cut back.
+    """Returns whether a layer caches a state of one size for rows of any length.
+
+    Such a state cannot be cut back.
     """
     rows = batch_parts(mesh_sizes(mesh))
     short, long = (_cache_arrays(model, mesh, rows, num_slots) for num_slots in (1, 2))
@@ -220,8 +223,9 @@ def decode_weights(
     *,
     donate: bool = False,
 ) -> Iterator[tuple[str, Array]]:
-    """Yields a decoder's arrays by path in a decode model, with any adapters merged, one stacked
-    parameter at a time.
+    """Yields a decoder's arrays by path in a decode model, one stacked parameter at a time.
+
+    Any adapters are merged.
 
     Args:
       targets: the decode model's variables, abstract or real; the arrays of real ones are deleted

@@ -233,9 +233,7 @@ class Generator:
         self._is_streaming = False
 
     def _place(self, model: Decoder, mesh: Mesh, donate: bool) -> tuple[Mesh, int, DecodeModel]:
-        """Returns the mesh of the programs, the bytes per device that the weights add, and the
-        model there.
-        """
+        """Returns the programs' mesh, the bytes per device of the weights, and the model there."""
         sizes = mesh_sizes(mesh)
         if sizes[CP] > 1:
             raise GenerationError(
@@ -355,8 +353,9 @@ class Generator:
     def _prepare(
         self, requests: Sequence[Request], settings: GenerationSettings, keep: bool
     ) -> tuple[Programs, Cache]:
-        """Reuses a KV cache with as many rows and enough slots; slots are powers of two, to
-        compile few programs.
+        """Reuses a KV cache with as many rows and enough slots.
+
+        Slots are powers of two, to compile few programs.
         """
         parts = self._batch_parts
         # On GPUs XLA writes each kernel times a single row, and sums later: 1.5 times as slow on an
@@ -489,8 +488,9 @@ class Scheduler:
             free.remove(row)
 
     def _num_cached(self, row: int, prompt: Sequence[int]) -> int:
-        """Counts cached prompt tokens, except the last, whose logits are needed; a state has all
-        its tokens or none.
+        """Counts cached prompt tokens, except the last, whose logits are needed.
+
+        A state has all its tokens or none.
         """
         cached = self._cached[row]
         most = min(len(cached), len(prompt) - 1)

@@ -236,8 +236,9 @@ class StoredModel:
 
 
 def open_stored(path: Path, options: SourceConfig, *, has_build: bool = True) -> StoredModel:
-    """Opens a Hugging Face folder, a checkpoint, or the newest checkpoint of a run, and
-    `options.adapters`.
+    """Opens a Hugging Face folder, a checkpoint, or the newest of a run.
+
+    Also opens `options.adapters`.
 
     Args:
       path: the model's folder.
@@ -383,8 +384,9 @@ def _default_dtype(stored: str | None) -> DType:
 
 
 def inference_config(config: ModelConfig, compute: DType) -> ModelConfig:
-    """Drops training-only settings and stores weights in the compute dtype, which layers cast to
-    anyway.
+    """Drops training-only settings and stores weights in the compute dtype.
+
+    Layers cast to it anyway.
     """
     return replace(
         config,

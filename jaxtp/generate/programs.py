@@ -1,5 +1,6 @@
-"""A generator's compiled programs: one reads prompt tokens, the other decodes several tokens per
-call.
+"""A generator's compiled programs.
+
+One reads prompt tokens, the other decodes several tokens per call.
 
 Both end by sampling, so logits never leave the devices. Each program updates its donated KV cache
 in place. A call returns the cache before its tokens are computed, so an interrupt while waiting for
@@ -129,7 +130,8 @@ class Programs:
     def decode(
         self, caches: KVCaches, rows: RowArrays, steps: int, *, waiting: bool
     ) -> tuple[KVCaches, Sampled]:
-        """Decodes `steps` (at most `MAX_STEPS`) times up to `width` tokens of each row;
+        """Decodes `steps` (at most `MAX_STEPS`) times up to `width` tokens of each row.
+
         `waiting`: a prompt waits.
         """
         arguments = caches, rows, np.int32(steps), np.bool_(waiting)

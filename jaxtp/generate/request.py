@@ -1,5 +1,6 @@
-"""Prompts and their generated texts: decodes tokens to whole characters, and ends texts at stop
-texts.
+"""Prompts and their generated texts.
+
+Decodes tokens to whole characters, and ends texts at stop texts.
 """
 
 import codecs

@@ -85,7 +85,8 @@ def settings_problems(
     settings: GenerationSettings,
     spell: Callable[[str, object], str] = lambda name, value: f"{name}={value}",
 ) -> Iterator[str]:
-    """Yields a message for each valid setting that has no effect or ends every text at once;
+    """Yields a message for each valid setting without effect, or that ends texts at once.
+
     `spell` formats it.
     """
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -201,8 +202,9 @@ def keep_top_k(logits: Array, k: int) -> Array:
 
 
 def keep_top_p(logits: Array, p: float) -> Array:
-    """Keeps a token if the more likely tokens add up to less than p (Holtzman et al., arXiv
-    1904.09751).
+    """Keeps a token if the more likely tokens add up to less than p.
+
+    See Holtzman et al., arXiv 1904.09751.
     """
     ordered = jnp.sort(logits, descending=True)
     probabilities = jax.nn.softmax(ordered)
@@ -211,8 +213,9 @@ def keep_top_p(logits: Array, p: float) -> Array:
 
 
 def keep_min_p(logits: Array, p: float) -> Array:
-    """Keeps a token with at least p times the largest probability (Nguyen et al., arXiv
-    2407.01082).
+    """Keeps a token with at least p times the largest probability.
+
+    See Nguyen et al., arXiv 2407.01082.
     """
     return _keep_from(logits, jnp.max(logits) + jnp.log(p))
 

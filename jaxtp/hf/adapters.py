@@ -78,8 +78,9 @@ def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
 
 
 def merge_adapters(model: Decoder, *, dtype: DType | None = None) -> Decoder:
-    """Returns a model with adapters merged in float32, rounded once to `dtype`, by default the
-    frozen weights' dtype.
+    """Returns a model with adapters merged in float32.
+
+    They are rounded once to `dtype`, by default the frozen weights' dtype.
 
     Outputs may differ slightly: an unmerged adapter is added to the layer's output, in the compute
     dtype.
@@ -101,8 +102,9 @@ Factors = tuple[Array, Array, float]
 
 
 def factors_by_kernel(model: Decoder) -> dict[str, Factors]:
-    """Returns a model's adapters by the path of their kernel; raises `ConfigError` if it has
-    kernels in 8 bits.
+    """Returns a model's adapters by the path of their kernel.
+
+    Raises `ConfigError` if it has kernels in 8 bits.
     """
     if model.config.lora.base != "full":
         raise ConfigError(
@@ -123,8 +125,9 @@ def factors_by_kernel(model: Decoder) -> dict[str, Factors]:
 
 
 def merged_variables(model: Decoder, dtype: DType) -> Iterator[tuple[str, Variable]]:
-    """Yields the variables by path, without adapters; an adapted kernel is merged when its turn
-    comes.
+    """Yields the variables by path, without adapters.
+
+    An adapted kernel is merged when its turn comes.
     """
     factors = factors_by_kernel(model)
     for path, variable in named_variables(nnx.state(model)).items():

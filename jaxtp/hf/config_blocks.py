@@ -1,5 +1,6 @@
-"""Reads and writes config.json attributes that may differ between layers: rotary embeddings,
-windows, experts.
+"""Reads and writes config.json attributes that may differ between layers.
+
+They are rotary embeddings, windows, and experts.
 
 transformers 5 writes rotary embeddings in `rope_parameters`, older versions in `rope_theta` and
 `rope_scaling`. A family's `layer_attributes` name the attributes that give each layer its types;
@@ -59,8 +60,9 @@ Settings = Mapping[str, Any]  # Plain values of fields of `ModelConfig` or `Bloc
 
 
 def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Settings:
-    """Returns `ModelConfig` fields for all layers, and a `pattern` or `first_blocks` if layers
-    differ.
+    """Returns `ModelConfig` fields for all layers.
+
+    They have a `pattern` or `first_blocks` if layers differ.
 
     `fields` come from other attributes. Raises for invalid or contradicting values.
     """
@@ -220,8 +222,9 @@ def _power(name: str, base: float, exponent: float) -> float:
 
 
 def write_fields(attributes: Sequence[Attribute], fields: Settings) -> Iterator[tuple[str, object]]:
-    """Yields the names and values of the attributes that have these fields; of equal names, the
-    first last.
+    """Yields the names and values of the attributes that have these fields.
+
+    Of equal names, the first is last.
     """
     for attribute in reversed(attributes):
         value = fields[attribute.fields[0]] if attribute.fields else None
@@ -269,8 +272,9 @@ def _read_overrides(
 
 
 def _compress_layers(base: Settings, layers: Sequence[Settings]) -> Settings:
-    """Returns `base` with the `pattern` or `first_blocks` for `layers` that compiles the fewest
-    blocks.
+    """Returns `base` with a `pattern` or `first_blocks` for `layers`.
+
+    It is the one that compiles the fewest blocks.
     """
     changes = [
         {name: value for name, value in layer.items() if name not in base or base[name] != value}
@@ -343,8 +347,9 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
 
 
 def _check_lengths(attributes: Attributes, names: Collection[str], count: int) -> None:
-    """Raises for a list of another length than the layers, also where another attribute makes it
-    needless.
+    """Raises for a list of another length than the layers.
+
+    It does so even where another attribute makes the list needless.
     """
     for name in ("layer_types", "mlp_layer_types"):
         types = attributes.get(name) if name in names else None
@@ -598,8 +603,9 @@ def _write_sparse(has_experts: Sequence[bool], family: Family) -> dict[str, obje
 def _read_rope(
     attributes: Attributes, family: Family, fields: Settings, *, windowed: bool
 ) -> Settings:
-    """Returns `rope_theta`, `rope_scaling` and the family's `rope_attributes` of blocks with or
-    without a window.
+    """Returns `rope_theta`, `rope_scaling` and the family's `rope_attributes` of blocks.
+
+    The blocks have a window if `windowed`, else none.
     """
     attributes, default_theta = _rope_of_type(attributes, family, windowed=windowed)
     theta_name = family.rope_theta_name
@@ -784,8 +790,9 @@ def _mscale(name: str, scale: object, factor: float) -> float:
 
 
 def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, object]:
-    """Returns the older format, which every version reads, unless only the newer one can express
-    a scaling.
+    """Returns the older format, which every version reads.
+
+    The newer one is returned if only it can express a scaling.
     """
     rotating = [layer for layer in layers if layer.rope_theta is not None] or layers
     full, sliding = (
@@ -840,8 +847,9 @@ def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, obj
 
 
 def _is_outside(attribute: Attribute) -> bool:
-    """Returns whether an attribute is written outside of `rope_scaling`, where every version
-    reads it.
+    """Returns whether an attribute is written outside of `rope_scaling`.
+
+    Every version reads it there.
     """
     return attribute.fields[0] == "rotary_fraction"
 

@@ -1,5 +1,6 @@
-"""Converts config.json to a `ModelConfig` and back; a round trip decides whether a family can
-represent a model.
+"""Converts config.json to a `ModelConfig` and back.
+
+A round trip decides whether a family can represent a model.
 """
 
 import dataclasses
@@ -126,8 +127,9 @@ def family_of(attributes: Attributes, source: str) -> Family:
 
 
 def check_adaptable(attributes: Attributes) -> None:
-    """Raises `HFError` for a layout of heads that PEFT's adapters of the `model_type` do not
-    have.
+    """Raises `HFError` for a layout of heads that PEFT's adapters do not have.
+
+    Adapters of the `model_type` have the usual layout.
     """
     if text_attributes(attributes).get("rope_interleave") is False:
         raise HFError(
@@ -162,8 +164,9 @@ def _nearest(attributes: Attributes) -> str:
 def model_config(
     attributes: Attributes, source: str, ignore_config: Collection[str] = ()
 ) -> ModelConfig:
-    """Returns the configuration in the attributes; `source` names their file in messages. Raises
-    as `read_config`.
+    """Returns the configuration in the attributes; `source` names their file in messages.
+
+    Raises as `read_config`.
     """
     family = family_of(attributes, source)
     text = text_attributes(attributes)
@@ -192,8 +195,9 @@ def open_whole(path: Path, config: ModelConfig) -> Whole:
 
 
 def changed_config(whole: Whole, dtype: DType, longest: object) -> dict[str, Any]:
-    """Returns the config.json of `whole` for text tensors of another dtype, or for longer
-    sequences.
+    """Returns the config.json of `whole` for another dtype or for longer sequences.
+
+    The dtype is of the text tensors.
     """
     text = text_attributes(whole.folder.attributes)
     changes = dict[str, object]()
@@ -207,8 +211,9 @@ def changed_config(whole: Whole, dtype: DType, longest: object) -> dict[str, Any
 
 
 def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[str, object]:
-    """Returns config.json attributes that every transformers version reads; raises if the family
-    lacks such models.
+    """Returns config.json attributes that every transformers version reads.
+
+    Raises if the family lacks such models.
     """
     written = {
         "architectures": [family.architecture],
@@ -243,8 +248,9 @@ def _common_settings(config: ModelConfig) -> ModelConfig:
 
 
 def _comparable(config: ModelConfig) -> dict[str, Any]:
-    """Returns the architecture. Settings that differ by layer are lists; dense layers have the
-    experts' defaults.
+    """Returns the architecture.
+
+    Settings that differ by layer are lists; dense layers have the experts' defaults.
     """
     fields = {
         name: value

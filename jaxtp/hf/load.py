@@ -125,8 +125,9 @@ def load_state(
     progress: Progress | None = None,
     only: Callable[[str], bool] = lambda path: True,
 ) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
-    """Returns the graph of `load_folder`'s model, and its variables whose dotted path is to be
-    loaded (`only`).
+    """Returns the graph of `load_folder`'s model, and its variables that are to be loaded.
+
+    `only` chooses them by their dotted path.
     """
     with prefix_errors(folder.path):
         validate_model(config, mesh_sizes(mesh), fixed=True)
@@ -150,8 +151,9 @@ def load_state(
 def _checked_blocks(
     tensor: StoredTensor, copy: StoredTensor | None, first: int, last: int
 ) -> Iterator[tuple[int, Block]]:
-    """Yields rows in blocks; refuses non-finite values, and a `copy` (a tied head) with other
-    values.
+    """Yields rows in blocks.
+
+    Refuses non-finite values, and a `copy` (a tied head) with other values.
     """
     unsigned, mask = _EXPONENTS[tensor.dtype]
     copied = None if copy is None else copy.blocks(first, last)
@@ -258,8 +260,10 @@ class _Buffers:
         }
 
     def slices(self, part: TensorPart) -> Iterator[tuple[Block, _Bounds, Columns | None]]:
-        """Yields each device's part of a tensor in the dim order of the file, its bounds in the
-        file, and the indices there of its columns if they are not consecutive.
+        """Yields each device's part of a tensor, its bounds in the file, and columns.
+
+        The part has the dim order of the file. The columns are indices in the file if they are not
+        consecutive, else None.
         """
         for where, block in self.blocks.items():
             if part.expert is not None:

@@ -1,5 +1,6 @@
-"""Reads an untrusted Hugging Face folder: config.json, and safetensors in one file or several with
-an index.
+"""Reads an untrusted Hugging Face folder.
+
+It has config.json, and safetensors in one file or several with an index.
 
 Nothing in it is executed; pickles are never opened. Weights may be links to any file, since they
 are parsed only as safetensors. Other files may be copied or printed: they must be in the folder or
@@ -101,8 +102,9 @@ def read_attributes(
 
 
 def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Returns the contents of `names` that exist; refuses large files and links out of the
-    folder.
+    """Returns the contents of `names` that exist.
+
+    Refuses large files and links out of the folder.
     """
     return {
         name: _read(folder, name, _MAX_COPIED) for name in names if os.path.lexists(folder / name)
@@ -163,8 +165,9 @@ def _unread(path: Path, read: Collection[str], source: str) -> list[str]:
 def without_wrappers(
     tensors: Mapping[str, StoredTensor],
 ) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Returns tensors by their names without what PyTorch's wrappers of modules add, and notes
-    on it.
+    """Returns tensors by their names without the parts of PyTorch's wrappers, and notes on it.
+
+    These wrap modules.
     """
     plain = {name: _WRAPPER.sub("", name) for name in tensors}
     found = {name for each in tensors for name in _WRAPPER.findall(each)}
@@ -243,8 +246,9 @@ def _read_weight_map(path: Path) -> dict[str, str]:
 def _read_indexed(
     path: Path, weight_map: Mapping[str, str], shards: Iterable[str]
 ) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Returns each tensor from the shard that the index names, and notes on copies in other
-    shards.
+    """Returns each tensor from the shard that the index names.
+
+    Also returns notes on copies in other shards.
     """
     tensors: dict[str, StoredTensor] = {}
     copies: list[str] = []

@@ -146,8 +146,9 @@ def _is_stacked(part: TensorPart) -> bool:
 
 
 def _stems(names: Iterable[str]) -> dict[str, str]:
-    """Returns the module with the adapter of each tensor; PEFT wraps a module once for each
-    adapted parameter.
+    """Returns the module with the adapter of each tensor.
+
+    PEFT wraps a module once for each adapted parameter.
     """
     stems: dict[str, str] = {}
     wrapped: Counter[str] = Counter()
@@ -170,8 +171,9 @@ def _factors(
     diagonal: bool,
     exchanged: Collection[str] = (),
 ) -> Iterator[TensorPart]:
-    """Yields the parts of each A, then of each B, which is block-diagonal if `diagonal` and it has
-    several parts.
+    """Yields the parts of each A, then of each B.
+
+    B is block-diagonal if `diagonal` and it has several parts.
 
     A part without an adapter has zeros. `exchanged` tensors have A in place of B, as before
     `_VERSION`.
@@ -391,8 +393,9 @@ def read_peft(folder: PeftFolder, abstract: nnx.State, mesh: Mesh | None) -> nnx
 
 
 def open_peft(path: Path, config: ModelConfig, family: str | None = None) -> PeftFolder:
-    """Opens a folder of adapters; raises `HFError` if they are unreadable, unsupported, or do
-    not fit the model.
+    """Opens a folder of adapters.
+
+    Raises `HFError` if they are unreadable, unsupported, or do not fit the model.
     """
     attributes = read_attributes(path, CONFIG, "PEFT's format")
     _check_base(attributes.get("base_model_name_or_path"))
@@ -514,8 +517,9 @@ def _check_tensors(
     family: Family,
     made_for: str,
 ) -> dict[str, StoredTensor]:
-    """Returns tensors by their names in memory; checks that they are float factors of `possible`
-    modules, in pairs.
+    """Returns tensors by their names in memory.
+
+    Checks that they are float factors of `possible` modules, in pairs.
     """
     kinds = ", ".join(
         dict.fromkeys(re.sub(r"\.\d+\.", ".*.", stem).partition(".*.")[2] for stem in possible)
@@ -562,8 +566,9 @@ def _lora_config(
     exchanged: Collection[str],
     made_for: str,
 ) -> tuple[LoraConfig, bool]:
-    """Returns the settings, and whether the B of several projections is block-diagonal; checks
-    all shapes.
+    """Returns the settings, and whether the B of several projections is block-diagonal.
+
+    Checks all shapes.
     """
     rslora = switch("use_rslora", attributes.get("use_rslora") or False)
     rank_of = _pattern(attributes, "rank_pattern", whole("r", attributes.get("r")), whole)
@@ -613,8 +618,9 @@ _Value = TypeVar("_Value")
 def _pattern(
     attributes: Attributes, name: str, default: _Value, check: Callable[[str, object], _Value]
 ) -> Callable[[str], _Value]:
-    """Returns the function from a module's or parameter's name to the value of a pattern in the
-    configuration.
+    """Returns the function from a module's or parameter's name to the value of a pattern.
+
+    The pattern is in the configuration.
     """
     patterns = attributes.get(name) or {}
     if not isinstance(patterns, dict):
@@ -686,8 +692,9 @@ def _names(name: str, attributes: Attributes) -> set[str]:
 def _check_names(
     attributes: Attributes, stems: Mapping[str, str], adapted: _Modules, made_for: str
 ) -> None:
-    """Compares the adapted modules with the lists in the configuration, unless a regular
-    expression chooses them.
+    """Compares the adapted modules with the lists in the configuration.
+
+    It does not if a regular expression chooses them.
     """
     parameters = _names("target_parameters", attributes)
     expected = {name: "target_parameters" for name in stems if _suffixes(name) & parameters}

@@ -67,8 +67,9 @@ def load_merged(
     mesh: Mesh,
     base: Path | None = None,
 ) -> Decoder:
-    """Returns a checkpoint's model as in `config`, with any adapters merged; raises as
-    `load_run`.
+    """Returns a checkpoint's model as in `config`, with any adapters merged.
+
+    Raises as `load_run`.
     """
     with jax.set_mesh(mesh):
         graph, abstract = abstract_decoder(config)
@@ -143,8 +144,7 @@ def run_model_config(
 def own_or_decoder(
     checkpoint: Path, info: Mapping[str, Any], build: object = None, remedy: str | None = None
 ) -> tuple[ModelConfig, bool]:
-    """Returns the model configuration that a checkpoint records, and whether it describes a
-    decoder.
+    """Returns the model configuration in a checkpoint, and whether it describes a decoder.
 
     A checkpoint may come from anyone, so no code that it names is imported: `build` makes a model
     of the user's.
@@ -247,8 +247,9 @@ def _has_adapters(info: Mapping[str, Any]) -> bool:
 def load_frozen(
     path: Path, config: ModelConfig, mesh: Mesh, abstract: nnx.State
 ) -> tuple[nnx.State, dict[str, str], Path]:
-    """Returns a base model's frozen parameters as `abstract` has them, their `describe_base`, and
-    its path.
+    """Returns a base model's frozen parameters, its `describe_base`, and its path.
+
+    The parameters are as in `abstract`.
 
     The description is of the original weights. Each kernel that is stored in 8 bits is loaded
     alone: before it is quantised, memory holds no other one in full precision. All processes must
@@ -273,8 +274,9 @@ def load_base(
     *,
     has_notes: bool = True,
 ) -> tuple[nnx.State, Path]:
-    """Returns the base model's parameters in a folder, run or checkpoint, and its path; all
-    processes must call it.
+    """Returns the base model's parameters in a folder, run or checkpoint, and its path.
+
+    All processes must call it.
 
     `only` tells by dotted path which to load; `has_notes` whether to print the folder's notes.
     """
@@ -305,8 +307,9 @@ def describe_base(sums: Mapping[str, str], origin: Path) -> dict[str, str]:
 
 
 def base_checksums(weights: nnx.State, mesh: Mesh) -> dict[str, str]:
-    """Returns the checksums of a base model's arrays in float32: bfloat16 of equal values has
-    the same.
+    """Returns the checksums of a base model's arrays in float32.
+
+    bfloat16 of equal values has the same.
     """
     arrays = to_logical(weights, mesh)
     return {
@@ -316,8 +319,9 @@ def base_checksums(weights: nnx.State, mesh: Mesh) -> dict[str, str]:
 
 
 def check_base(info: Mapping[str, Any], now: Mapping[str, str], origin: Path) -> None:
-    """Raises `CheckpointError` unless adapters were trained with this base model (`now`: its
-    `describe_base`).
+    """Raises `CheckpointError` unless adapters were trained with this base model.
+
+    `now` is its `describe_base`.
     """
     stored = info.get(BASE, {})
     if stored.get("sha256") != now["sha256"]:
@@ -329,8 +333,9 @@ def check_base(info: Mapping[str, Any], now: Mapping[str, str], origin: Path) ->
 
 
 def copy_hf_files(source: Path, run: Path) -> None:
-    """Copies config.json and tokenizer files to a run, all or none, unless the run has them; raises
-    `HFError`.
+    """Copies config.json and tokenizer files to a run, unless the run has them.
+
+    Copies all or none; raises `HFError`.
 
     If the source holds more than a text model, an export needs its folder, which `ORIGIN` names.
     """

@@ -1,5 +1,6 @@
-"""Reads and writes safetensors files (https://huggingface.co/docs/safetensors), which are not
-trusted.
+"""Reads and writes safetensors files, which are not trusted.
+
+See https://huggingface.co/docs/safetensors.
 
 The header is checked against the file size before data is read. Tensors are read in blocks of rows;
 the `safetensors` library reads whole tensors, and has no bfloat16 in NumPy.
@@ -77,8 +78,9 @@ class StoredTensor:
     def blocks(
         self, first: int = 0, last: int | None = None, block_bytes: int = _BLOCK
     ) -> Iterator[tuple[int, Block]]:
-        """Yields rows `[first, last)` in blocks of about `block_bytes`, each with the index of its
-        first row.
+        """Yields rows `[first, last)` in blocks of about `block_bytes`.
+
+        Each has the index of its first row.
 
         All blocks share one buffer: a block is valid until the next one. Raises `HFError` if the
         file is cut off.
@@ -130,8 +132,9 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class ScaledTensor(StoredTensor):
-    """A float8 matrix, or one of each expert, times the scales of its blocks, which reads as
-    float32.
+    """A float8 matrix, or one of each expert, times the scales of its blocks.
+
+    It reads as float32.
     """
 
     stored: StoredTensor
@@ -161,8 +164,9 @@ class ScaledTensor(StoredTensor):
 
 
 class MXFP4Tensor(ScaledTensor):
-    """Blocks of 32 FP4 numbers, each with a scale (OCP Microscaling Formats), which read as
-    bfloat16.
+    """Blocks of 32 FP4 numbers, each with a scale, which read as bfloat16.
+
+    See OCP Microscaling Formats.
     """
 
     def blocks(
@@ -211,8 +215,9 @@ class Constant(StoredTensor):
 def with_scales(
     tensors: Mapping[str, StoredTensor], block: tuple[int, int]
 ) -> dict[str, StoredTensor]:
-    """Combines float8 matrices with the scales of their blocks of this shape, or with one scale;
-    and MXFP4 tensors.
+    """Combines float8 matrices with the scales of their blocks, and MXFP4 tensors.
+
+    `block` is the shape of the blocks; a matrix may have one scale instead.
     """
     scaled: dict[str, StoredTensor] = {}
     mxfp4 = {
@@ -272,8 +277,9 @@ def _mxfp4_tensor(stored: StoredTensor, scale: StoredTensor | None) -> MXFP4Tens
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Returns a file's tensors by name, in data order; refuses a header that is damaged or does
-    not fit the data.
+    """Returns a file's tensors by name, in data order.
+
+    Refuses a header that is damaged or does not fit the data.
     """
     try:
         with open_regular(path) as file:
@@ -347,8 +353,9 @@ def _entry(path: Path, name: str, value: object, start: int) -> StoredTensor:
 def _without_gaps(
     path: Path, tensors: list[StoredTensor], start: int, size: int
 ) -> dict[str, StoredTensor]:
-    """Returns the tensors in data order; raises unless they cover the file without gaps or
-    overlaps.
+    """Returns the tensors in data order.
+
+    Raises unless they cover the file without gaps or overlaps.
     """
     for tensor in tensors:
         if (end := tensor.offset + tensor.num_bytes) > size:

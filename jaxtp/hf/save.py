@@ -195,8 +195,9 @@ def stream_weights(
     family: str | None = None,
     experts: Layout = "separate",
 ) -> Iterator[tuple[str, Block]]:
-    """Yields the names and tensors that `save_hf` writes, one after the other, with any adapters
-    merged.
+    """Yields the names and tensors that `save_hf` writes, one after the other.
+
+    Any adapters are merged.
 
     For an engine that follows a model in training. Every process must iterate to the end, and gets
     every tensor, as an engine that is split over hosts needs it. The host, and each device, holds
@@ -235,8 +236,9 @@ def write_folder(
     dtype: DType,
     options: SaveOptions,
 ) -> None:
-    """Writes safetensors `files`, the `others` and the tokenizer files; every process must call
-    it.
+    """Writes safetensors `files`, the `others` and the tokenizer files.
+
+    Every process must call it.
     """
     values = {name: variable[...] for name, variable in variables.items()}
     if not options.get("allow_non_finite") and (counts := Sums(values).not_finite()):
@@ -280,8 +282,9 @@ def gather_tensors(
     progress: Progress | None = None,
     factors: Mapping[str, Factors] = MappingProxyType({}),
 ) -> Iterator[Block]:
-    """Yields each tensor whole, as in the file, with `factors` merged; every process must
-    iterate to the end.
+    """Yields each tensor whole, as in the file, with `factors` merged.
+
+    Every process must iterate to the end.
     """
     done = 0
     total = sum(num_bytes(parts, dtype) for parts in tensors.values())
@@ -362,8 +365,9 @@ def num_bytes(tensor: Stored, dtype: DType) -> int:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yields a temporary folder, renamed to `path` (new or empty) on success and deleted on
-    failure.
+    """Yields a temporary folder.
+
+    It is renamed to `path` (new or empty) on success and deleted on failure.
     """
     partial_folder = None
     try:

@@ -169,8 +169,9 @@ class Place(NamedTuple):
 def place(
     tensor: Tensor, part: int, widths: Sequence[int], family: Family, block: BlockConfig
 ) -> Place:
-    """Returns the place of a part with a kernel's or bias's output dim; `widths` are of all
-    parts of its tensor.
+    """Returns the place of a part with a kernel's or bias's output dim.
+
+    `widths` are of all parts of its tensor.
     """
     first = sum(widths[:part])
     width = sum(widths)
@@ -220,8 +221,9 @@ def group_by_tensor(parts: Iterable[TensorPart]) -> dict[str, list[TensorPart]]:
 
 
 def _check_counts(stored: Mapping[str, StoredTensor], config: ModelConfig, family: Family) -> None:
-    """Refuses a wrong number of layers or separate experts before anything is allocated; shapes
-    show stacked ones.
+    """Refuses a wrong number of layers or experts before anything is allocated.
+
+    Experts are counted if they are separate; shapes show stacked ones.
     """
     before = next(
         tensor.theirs.partition(LAYER)[0] for tensor in family.tensors if LAYER in tensor.theirs
@@ -247,8 +249,9 @@ def general_names(stored: Iterable[str]) -> dict[str, str]:
 
 
 def dtypes(stored: Mapping[str, StoredTensor], family: Family) -> set[str]:
-    """Returns the tensors' dtypes, as spelled in the format; float8 with scales counts as
-    bfloat16.
+    """Returns the tensors' dtypes, as spelled in the format.
+
+    float8 with scales counts as bfloat16.
     """
     general = {tensor.theirs for tensor in family.tensors if tensor.float32 is not False}
     return {

@@ -1,5 +1,6 @@
-"""Models whose folder holds more than the text model: a vision tower, a projector, prediction
-heads.
+"""Models whose folder holds more than the text model.
+
+Examples are a vision tower, a projector, and prediction heads.
 
 Such tensors are not read. An export copies them byte for byte, and keeps config.json but for what
 training changed, if the folder that the model came from is still there.
@@ -33,8 +34,9 @@ Tensors = Mapping[str, StoredTensor]
 
 
 def text_attributes(attributes: Attributes) -> dict[str, Any]:
-    """Returns the text model's part of config.json; raises `HFError` if a multimodal model lacks
-    it.
+    """Returns the text model's part of config.json.
+
+    Raises `HFError` if a multimodal model lacks it.
     """
     if (wrapper := WRAPPERS.get(str(attributes.get("model_type")))) is None:
         return dict(attributes)
@@ -58,8 +60,9 @@ def is_part(family: Family) -> bool:
 
 
 def full_names(stored: Tensors, family: Family, num_layers: int | None = None) -> Tensors:
-    """Returns the text model's tensors by the names in the family's table; some files lack its
-    prefix.
+    """Returns the text model's tensors by the names in the family's table.
+
+    Some files lack its prefix.
 
     A text model that transformers took out of a multimodal folder has the names of that folder.
     Raises `HFError` if a multimodal file mixes names, or has none of the text model.

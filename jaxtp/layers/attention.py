@@ -307,8 +307,9 @@ class PaddedHeads(PaddedDim):
 
 @dataclass(frozen=True)
 class PaddedNumbers(PaddedDim):
-    """Splits numbers of query heads over tp, like the heads; factors: kv heads K, query heads per
-    kv head G, and perhaps numbers per query head.
+    """Splits numbers of query heads over tp, like the heads.
+
+    The factors are kv heads K, query heads per kv head G, and perhaps numbers per query head.
     """
 
     width: int  # of the heads
@@ -330,8 +331,9 @@ class PaddedKVHeads(PaddedDim):
         return kv_heads, width
 
     def shared_by(self, tp: int) -> int:
-        """See `PaddedDim`: with fewer heads than tp, neighbours store parts of a head, and each
-        outputs it whole.
+        """See `PaddedDim`.
+
+        With fewer heads than tp, neighbours store parts of a head, and each outputs it whole.
         """
         return max(1, tp // self.stored(tp)[0])
 
@@ -425,8 +427,9 @@ class CausalSelfAttention(Branch):
         return (q, k, k, *rest) if self.config.value_is_key else (q, k, *rest)
 
     def output(self, heads_BTF: Array, x_BTD: Array) -> Array:
-        """Projects the heads' results `[B, T, N * H]`, split over tp; a subclass may gate them
-        by the input.
+        """Projects the heads' results `[B, T, N * H]`, split over tp.
+
+        A subclass may gate them by the input.
         """
         return self.out(heads_BTF)
 
@@ -539,8 +542,9 @@ class CausalSelfAttention(Branch):
     def _attend_packed(
         self, qkv: Heads, new: NewTokens, num_slots: int, sinks: Array | None = None
     ) -> Array:
-        """Attends from packed tokens; a row that continues has keys and values of all its slots,
-        then of new tokens.
+        """Attends from packed tokens.
+
+        A row that continues has keys and values of all its slots, then of new tokens.
         """
         part = (
             Part(num_slots + jnp.arange(qkv[0].shape[1], dtype=jnp.int32), 0)
@@ -598,8 +602,9 @@ class CausalSelfAttention(Branch):
         ] or heads
 
     def _merge_heads(self, y: Array, *gate: Array) -> Array:
-        """Merges heads, times their gate. Padded heads become zero: the output kernel gets no
-        gradient there.
+        """Merges heads, times their gate.
+
+        Padded heads become zero: the output kernel gets no gradient there.
         """
         heads = self.config.heads
         tp = axis_size(TP)

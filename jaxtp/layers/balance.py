@@ -97,8 +97,9 @@ def no_balance(kinds: Sequence[tuple[int, int]]) -> Balance:
 def balance(
     routings: Sequence[Routing], labels_BT: Array, experts_per_token: Sequence[int]
 ) -> Balance:
-    """Returns the balance of all layers; `routings` and k are per kind of block, labels are
-    whole rows.
+    """Returns the balance of all layers.
+
+    `routings` and k are per kind of block; labels are whole rows.
     """
     by_layer = P(None, *batch_spec(SEQUENCE))
 
@@ -134,8 +135,9 @@ def balance(
 
 
 def updated_selection_bias(bias: Array, times_chosen: Array, rate: float) -> Array:
-    """Returns biases `[layers, E]`, raised below the mean load, lowered above (Wang et al.,
-    arXiv 2408.15664).
+    """Returns biases `[layers, E]`, raised below the mean load and lowered above.
+
+    See Wang et al., arXiv 2408.15664.
     """
     # Compared as integers: with a rounded mean, an expert with exactly the mean load would move.
     total = jnp.sum(times_chosen, axis=-1, keepdims=True)

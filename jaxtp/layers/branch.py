@@ -96,9 +96,7 @@ class ShrinkSpec:
         return smallest_congruent(value, math.lcm(*self.tps) * self.block, least)
 
     def width(self, value: int, least: int) -> int:
-        """Returns the smallest width >= `least`, at most `value`, that leaves the same part of a
-        block.
-        """
+        """Returns the smallest width >= `least` with the same part of a block, at most `value`."""
         return min(value, smallest_congruent(value, self.block, least))
 
 

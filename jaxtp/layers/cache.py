@@ -81,8 +81,9 @@ class NewTokens:
         return NewTokens(self.positions, rows, continued=True)
 
     def ends(self, num_rows: int) -> tuple[Array, Array, Array]:
-        """Returns whether each row has packed tokens, and the sequence and index of its last
-        one, `[R]` each.
+        """Returns whether each row has packed tokens, and its last one's sequence and index.
+
+        Each is `[R]`.
         """
         assert self.rows is not None
         rows = self.rows.reshape(-1)
@@ -92,23 +93,23 @@ class NewTokens:
         return last >= 0, *jnp.divmod(last, self.rows.shape[1])
 
     def before(self, cache: Array) -> Array:
-        """Returns the earlier tokens of each sequence's first row, right-aligned,
-        `[b, S, K, H]`; see `segments`.
+        """Returns the earlier tokens of each sequence's first row, `[b, S, K, H]`.
+
+        They are right-aligned; see `segments`.
         """
         first = self.first(cache).swapaxes(1, 2)
         return jax.vmap(lambda x, count: jnp.roll(x, -count, axis=0))(first, self.positions[:, 0])
 
     def first(self, cache: Array) -> Array:
-        """Returns the cache of each sequence's first row, `[b, ...]`; of any row if the first
-        begins.
+        """Returns the cache of each sequence's first row, or of any row if the first begins.
+
+        It is `[b, ...]`.
         """
         assert self.rows is not None
         return jnp.take(cache, self.rows[:, 0], axis=0, mode="clip")
 
     def segments(self, num_slots: int) -> Array:
-        """Returns the segments of packed tokens `[b, T]`, or of earlier and packed tokens
-        `[b, S + T]`.
-        """
+        """Returns the segments of packed tokens `[b, T]`, or with earlier tokens `[b, S + T]`."""
         assert self.rows is not None
         segments = self.rows + 1
         if not self.continued:
@@ -118,8 +119,9 @@ class NewTokens:
 
 
 def visible(positions: Array, num_slots: int, window: int | None = None) -> Array:
-    """Returns whether a token sees a slot, `[b, T, S]`: the last `window` slots up to its
-    position.
+    """Returns whether a token sees a slot, `[b, T, S]`.
+
+    It sees the last `window` slots up to its position.
     """
     far = positions[..., None] - jnp.arange(num_slots)
     return (far >= 0) if window is None else (far >= 0) & (far < window)

@@ -110,8 +110,9 @@ class Sequences:
         return 2 if self.zigzag else 1
 
     def initial_states(self, m: Array, u: Array) -> Array:
-        """Returns the state before each of this device's chunks, `[b * chunks, H, K, V]`, inside
-        `device_view`.
+        """Returns the state before each chunk of this device, `[b * chunks, H, K, V]`.
+
+        Call it inside `device_view`.
 
         A chunk's tokens turn the state S into m S + u, with m `[b * chunks, H, K, K]`.
         """
@@ -217,8 +218,9 @@ def chunk_size(length: int, cp: int, *, zigzag: bool) -> int:
 
 
 def halo(length: int, cp: int, window: int | None, *, zigzag: bool) -> int | None:
-    """Returns how many tokens before a chunk its tokens see; None if gathering all tokens sends
-    no more.
+    """Returns how many tokens before a chunk its tokens see.
+
+    It is None if gathering all tokens sends no more.
     """
     if window is None:
         return None
@@ -270,8 +272,9 @@ def num_routes(cp: int, hop: int, *, zigzag: bool) -> int:
 
 
 def with_halo(x: Array, reach: int, num_chunks: int) -> list[Array]:
-    """Returns a device's chunks, each preceded by the `reach` tokens before it (zeros before
-    position 0).
+    """Returns a device's chunks, each after the `reach` tokens before it.
+
+    They are zeros before position 0.
     """
     chunks = jnp.split(x, num_chunks, axis=1)
     cp = axis_size(CP)

@@ -151,8 +151,9 @@ class VocabParallelEmbedding(nnx.Module):
 
 
 class LearnedPositions(nnx.Module):
-    """A learned vector per position (GPT-2); the table `[num_positions, D]` is stored as
-    `P(None, STORAGE)`.
+    """A learned vector per position (GPT-2).
+
+    The table `[num_positions, D]` is stored as `P(None, STORAGE)`.
     """
 
     def __init__(
@@ -172,8 +173,9 @@ class LearnedPositions(nnx.Module):
         self.table = parameter("positions", table, P(None, STORAGE))
 
     def __call__(self, positions_BT: Array) -> Array:
-        """Looks up positions `[B, T]`: `[B, T, D]` in the compute dtype; padding may exceed the
-        table.
+        """Looks up positions `[B, T]`: `[B, T, D]` in the compute dtype.
+
+        Padding may exceed the table.
         """
         sequence = sequence_dim(self.sequence_parallel, positions_BT.shape)
 
@@ -197,8 +199,9 @@ class LearnedPositions(nnx.Module):
 
 
 class VocabParallelHead(nnx.Module):
-    """The output projection `[V, D]`, None if `tied` to the embedding, and its bias `[V]`, if
-    any.
+    """The output projection `[V, D]` and its bias `[V]`, if any.
+
+    The projection is None if `tied` to the embedding.
     """
 
     def __init__(
@@ -222,8 +225,9 @@ class VocabParallelHead(nnx.Module):
 def vocab_parallel_logits(
     x_BTD: Array, table_VD: Array, head: HeadConfig, bias_V: Array | None = None
 ) -> Array:
-    """Returns logits `[B, T, V]` in `precision.logits`; the table is the (tied) embedding or
-    head, `[V padded, D]`.
+    """Returns logits `[B, T, V]` in `precision.logits`.
+
+    The table is the (tied) embedding or head, `[V padded, D]`.
     """
     precision = head.context.precision
     sequence = sequence_dim(head.context.sequence_parallel, x_BTD.shape)

@@ -1,5 +1,6 @@
-"""Mixture of experts: each token uses the k experts with its highest router scores (Shazeer et al.,
-arXiv 1701.06538).
+"""Mixture of experts: each token uses the k experts with its highest router scores.
+
+See Shazeer et al., arXiv 1701.06538.
 
 Scores are float32, a softmax over all E experts or a sigmoid of each; ties go to the lower index.
 No token is dropped: every choice becomes a row, sorted by expert (`layers/kernels/grouped.py`).
@@ -156,14 +157,16 @@ class ExpertsConfig(MLPConfig):
         return self.num_experts % tp == 0
 
     def stored_by_expert(self, tp: int, shards: int) -> bool:
-        """Returns whether `shards` of the storage split a device's experts, not the features of
-        each.
+        """Returns whether `shards` of the storage split a device's experts.
+
+        Otherwise they split the features of each.
         """
         return self.num_experts % (shards * (tp if self.over_tp(tp) else 1)) == 0
 
     def projections(self) -> dict[str, str]:
-        """Returns the kernels of experts and their dims: E experts, D features of the model, F
-        of an expert.
+        """Returns the kernels of experts and their dims.
+
+        These are E experts, D features of the model, F of an expert.
         """
         return {"gate": "EDF", **_PLAIN} if self.mlp == "gated" else _PLAIN
 
@@ -435,8 +438,9 @@ class MixtureOfExperts(PositionwiseBranch):
         not_padding: Array,
         replayed: Array | None,
     ) -> tuple[Array, Array, Routing]:
-        """Returns the experts of this device's tokens, their weights, both `[b, t, k]`, and router
-        statistics.
+        """Returns the experts of this device's tokens, their weights, and router statistics.
+
+        Experts and weights are `[b, t, k]`.
 
         Padding gets expert E, which does not exist. `replayed` experts replace the router's choice,
         which is recorded.
@@ -520,8 +524,9 @@ class MixtureOfExperts(PositionwiseBranch):
         )
 
     def _in_best_groups(self, scores: Array) -> tuple[Array, Array | None]:
-        """Returns scores `[b, t, E]`, -inf outside of each token's groups, and the lowest chosen
-        group's lead `[b, t]`.
+        """Returns scores `[b, t, E]`, -inf outside of each token's groups, and a lead `[b, t]`.
+
+        It is the lead of the lowest chosen group.
 
         The lead is over the next group; it is None if no group is left out.
         """
@@ -567,8 +572,9 @@ class MixtureOfExperts(PositionwiseBranch):
     def _routed(
         self, x: Array, shares: Array, experts: Array, weights: Weights
     ) -> tuple[Array, Array]:
-        """Returns the summands of tokens `[N, D]` from this device's kernels, and the number of its
-        rows.
+        """Returns the summands of tokens `[N, D]` from this device, and the number of its rows.
+
+        The summands are from the device's kernels.
 
         Shares and experts are `[N, k]`.
         """
@@ -688,8 +694,9 @@ class Share(NamedTuple):
 
 
 class ExpertsBesideMLP(PositionwiseBranch):
-    """Experts and a dense MLP, each between two norms; `[B, T, D] -> [B, T, D]`, and the
-    `Routing`.
+    """Experts and a dense MLP, each between two norms.
+
+    It maps `[B, T, D] -> [B, T, D]`, and also returns the `Routing`.
     """
 
     def __init__(
@@ -791,8 +798,9 @@ def _in_parts(
     fixed: Weights,
     rows: Rows,
 ) -> Array:
-    """Returns the sum of `run` over parts of `size` rows; a loop computes all but the first, and
-    saves no residuals.
+    """Returns the sum of `run` over parts of `size` rows.
+
+    A loop computes all but the first, and saves no residuals.
     """
     if size == rows.row_of_choice.size:
         return run(variable, fixed, rows)

@@ -1,5 +1,6 @@
-"""Products in float8: E4M3 operands with one scale for each token and each output feature, sums in
-float32.
+"""Products in float8: E4M3 operands with scales, sums in float32.
+
+There is one scale for each token and each output feature.
 
     y  = (x_8 @ w_8) * s_x * s_w         x ~ x_8 * s_x by token, w ~ w_8 * s_w by output feature
     dx = (q_8 @ w_8.T) * s_q             q_8 * s_q ~ dy * s_w by token: the same w_8, which has
@@ -55,8 +56,9 @@ class NeedsGrad:
 
 
 def tokens_in_float8(x: Array, *axes: str) -> Quantised:
-    """Quantises each token `[..., D]`, whose features the mesh axes `axes` split; the gradient
-    passes unchanged.
+    """Quantises each token `[..., D]`; the gradient passes unchanged.
+
+    The mesh axes `axes` split the features.
 
     Raises:
       ConfigError: this device has no products in float8; XLA would convert the operands in silence.
@@ -73,8 +75,9 @@ def tokens_in_float8(x: Array, *axes: str) -> Quantised:
 
 
 def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
-    """Returns `x @ w`, in the dtype of the kernel; the mesh axes `axes` split the output
-    features.
+    """Returns `x @ w`, in the dtype of the kernel.
+
+    The mesh axes `axes` split the output features.
     """
     if isinstance(w, BlockScaled):
         return mx_matmul(x.astype(w.kernel.dtype), w.kernel)
@@ -124,8 +127,9 @@ def _matmul(x: Array, w: Array) -> Array:
 
 
 def product(x: Value, w: Value, dtype: DTypeLike) -> Array:
-    """Returns `x @ w` in the compute dtype. A `w` in float8 needs an `x` in float8, and is
-    multiplied in it.
+    """Returns `x @ w` in the compute dtype.
+
+    A `w` in float8 needs an `x` in float8, and is multiplied in it.
     """
     if not isinstance(w, Float8):
         return x.astype(dtype) @ w
@@ -147,8 +151,9 @@ def product(x: Value, w: Value, dtype: DTypeLike) -> Array:
 
 
 def input_gradient(grad: Array, w: Value, *axes: str) -> tuple[Value, Value]:
-    """Returns the operands of the gradient of `x` in `x @ w`; the mesh axes `axes` split the
-    output features.
+    """Returns the operands of the gradient of `x` in `x @ w`.
+
+    The mesh axes `axes` split the output features.
     """
     if not isinstance(w, Float8):
         return grad, w.T

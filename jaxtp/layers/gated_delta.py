@@ -1,5 +1,6 @@
-"""Gated DeltaNet (arXiv 2412.06464): linear attention with a matrix state, as in Qwen3-Next and
-Qwen3.5.
+"""Gated DeltaNet (arXiv 2412.06464): linear attention with a matrix state.
+
+Qwen3-Next and Qwen3.5 have it.
 
 Queries, keys and values pass a causal depthwise convolution. Each value head has a state `[K, V]`:
 a token decays it, and writes the difference of its value and the value that the state has for its
@@ -269,8 +270,9 @@ class GatedDeltaNet(Branch):
         return _recomputed(partial(_convolved_heads, widths), tokens, positions, *taps)
 
     def strengths(self, weights: Weights, write: Array, decay: Array) -> tuple[Array, Array]:
-        """Returns the logarithm of each head's decay, and its write strength, `[b, T, heads]` in
-        float32.
+        """Returns the logarithm of each head's decay, and its write strength.
+
+        They are `[b, T, heads]` in float32.
         """
         load = replace(self.precision, compute="float32").load
         rate, bias = (load(weights[name], None) for name in ("decay_log", "dt_bias"))
@@ -278,8 +280,9 @@ class GatedDeltaNet(Branch):
         return log_decay, jax.nn.sigmoid(write.astype(jnp.float32))
 
     def gated(self, weights: Weights, y: Array, gate: Array) -> Array:
-        """Normalises and gates results `[b, T, heads, V]`; returns `[b, T, F]`. Padded heads are
-        zero.
+        """Normalises and gates results `[b, T, heads, V]`; returns `[b, T, F]`.
+
+        Padded heads are zero.
         """
 
         def run(y: Array, gate: Array, scale: Array) -> Array:
@@ -292,8 +295,9 @@ class GatedDeltaNet(Branch):
         )
 
     def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
-        """Returns empty states `[B, Hv, K, V]`, and the convolution's last inputs
-        `[B, tp, W - 1, F / tp]`.
+        """Returns empty states `[B, Hv, K, V]`, and the convolution's last inputs.
+
+        These are `[B, tp, W - 1, F / tp]`.
         """
         config = self.config
         tp = axis_size(TP)

@@ -1,5 +1,6 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come
-from one latent.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+Keys and values of all heads come from one latent.
 
 A token has a latent of `kv_rank` numbers, a rotated key of `rope_head_dim` numbers that all heads
 share, and perhaps a latent of `query_rank` numbers for its queries. Heads are split over tp,
@@ -193,8 +194,9 @@ class LatentAttentionConfig(AttentionConfig):
 
 
 class LatentHeads(PaddedHeads):
-    """Heads with keys of their own, which no devices share; factors: their number N, 1, head
-    width H.
+    """Heads with keys of their own, which no devices share.
+
+    The factors are their number N, 1, head width H.
     """
 
     stored = PaddedDim.stored
@@ -249,8 +251,9 @@ class LatentAttention(CausalSelfAttention):
         )
 
     def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
-        """Returns an empty cache of latents with their rotated keys: one kv head, which every
-        device stores.
+        """Returns an empty cache of latents with their rotated keys.
+
+        It has one kv head, which every device stores.
         """
         shape = (
             num_rows,

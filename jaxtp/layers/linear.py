@@ -94,8 +94,9 @@ def fixed_in_part(bias: Array, period: int, count: int) -> Array:
 
 
 class ColumnParallelLinear(nnx.Module):
-    """Projects one input to one or several outputs, split by columns over tp:
-    `y_i = x @ kernels[i] + biases[i]`.
+    """Projects one input to one or several outputs, split by columns over tp.
+
+    Output i is `y_i = x @ kernels[i] + biases[i]`.
 
     The input's gradient is reduced over tp; with sequence parallelism the input is gathered. All
     outputs share both. Kernels are gathered over fsdp and cp. See `enter_parallel` and
@@ -289,8 +290,9 @@ def _load_kernel(
     *axes: str,
     **layout: Any,
 ) -> Kernel:
-    """Loads a kernel, whose input features the mesh axes `axes` split, for the products of its
-    layer.
+    """Loads a kernel for the products of its layer.
+
+    The mesh axes `axes` split its input features.
     """
     if layer.matmul == "float8":
         return layer.precision.load_float8(shard, fsdp_dim, *axes, **layout)

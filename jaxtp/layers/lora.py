@@ -103,8 +103,9 @@ def freeze(model: nnx.Module) -> None:
 
 
 def without_adapters(model: _Module) -> _Module:
-    """Returns a copy of a model that shares its arrays and has no adapters: the base of LoRA, as
-    in a DPO reference.
+    """Returns a copy of a model without adapters, which shares its arrays.
+
+    It is the base of LoRA, as in a DPO reference.
     """
     copy: _Module = nnx.merge(*nnx.split(model), copy=True)
     for _, module in [*nnx.iter_modules(copy)]:
@@ -181,8 +182,9 @@ _quantise = jax.jit(Float8.of)
 
 
 class Lora(nnx.Module):
-    """One adapter: `features` in and out, specs of A and B, of each of a `stack` of kernels. Its
-    layer applies it.
+    """One adapter, which its layer applies.
+
+    It has `features` in and out, and specs of A and B, of each of a `stack` of kernels.
     """
 
     def __init__(

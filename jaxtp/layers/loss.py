@@ -65,8 +65,9 @@ def vocab_parallel_cross_entropy(
     *,
     z_loss: float = 0.0,
 ) -> tuple[Array, Array]:
-    """Returns the summed cross-entropy, in nats, under `softmax(x @ table.T + bias)`, and the
-    number of labels.
+    """Returns the summed cross-entropy, in nats, and the number of labels.
+
+    The probabilities are `softmax(x @ table.T + bias)`.
 
     Both are float32 scalars over the *global* batch.
 
@@ -96,16 +97,18 @@ def vocab_parallel_cross_entropy(
 def vocab_parallel_statistics(
     x_BTD: Array, projection: Projection, labels: Array, *, entropy: bool = False
 ) -> TokenStatistics:
-    """Returns the statistics of each token; `labels` are `[B, T]`, or `[B, T, K]` for K ids per
-    token.
+    """Returns the statistics of each token.
+
+    `labels` are `[B, T]`, or `[B, T, K]` for K ids per token.
     """
     of_chunk = partial(_statistics, entropy=entropy)
     return _on_devices(of_chunk, lambda tokens, _: tokens, token_spec(), x_BTD, projection, labels)
 
 
 def vocab_parallel_top_k(x_BTD: Array, projection: Projection, k: int) -> tuple[Array, Array]:
-    """Returns each token's k highest log-probabilities, descending, and their ids, `[B, T, k]`;
-    without a gradient.
+    """Returns each token's k highest log-probabilities and their ids, `[B, T, k]`.
+
+    They are descending, and without a gradient.
     """
     return _on_devices(partial(_top_k, k), lambda top: top, token_spec(), x_BTD, projection)
 
@@ -118,8 +121,9 @@ def _on_devices(
     projection: Projection,
     *labels: Array,
 ) -> _Result:
-    """Returns `finish(numbers, *labels)` of each device's tokens, with numbers from
-    `of_chunk(logits, *labels)`.
+    """Returns `finish(numbers, *labels)` of each device's tokens.
+
+    The numbers are from `of_chunk(logits, *labels)`.
 
     Logits are a chunk's, over the device's part of the vocabulary, `[tokens, V/tp]`.
     """

@@ -144,8 +144,9 @@ class MLP(PositionwiseBranch):
         return self.up if self.config.mlp == "plain" else self.gate_up
 
     def has_ring(self, tp: int, *, split: bool) -> bool:
-        """Returns whether `ring_mlp` can compute the layer: without adapters, biases, xielu and
-        8 bits.
+        """Returns whether `ring_mlp` can compute the layer.
+
+        It computes layers without adapters, biases, xielu and 8 bits.
         """
         columns = self.columns
         down = self.down
@@ -201,8 +202,9 @@ class MLP(PositionwiseBranch):
 def hidden_features(
     activate: Callable[[Array], Array], products: Sequence[Array], limit: float | None = None
 ) -> Array:
-    """Returns activation(gate) * up of a gated MLP's two products, or activation(up) of a plain
-    one's.
+    """Returns activation(gate) * up of a gated MLP's products.
+
+    For a plain MLP it is activation(up).
 
     `limit` is `MLPConfig.swiglu_limit`. Padded features stay 0, as activation(0) is 0.
     """

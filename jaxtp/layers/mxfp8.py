@@ -1,5 +1,6 @@
-"""Products in MXFP8, which NVIDIA's Blackwell computes: E4M3 elements, and an E8M0 scale for each
-block of 32.
+"""Products in MXFP8, which NVIDIA's Blackwell computes.
+
+Elements are E4M3, and each block of 32 has an E8M0 scale.
 
     y  = x @ w        blocks of x and w along K
     dx = dy @ w.T     blocks of dy and w along N: w is quantised again, so no second copy lives

@@ -66,8 +66,9 @@ class NormConfig:
 
 
 class Norm(nnx.Module):
-    """Normalises the last dim of `[B, T, D]` in float32 (RMSNorm: arXiv 1910.07467; LayerNorm:
-    arXiv 1607.06450).
+    """Normalises the last dim of `[B, T, D]` in float32.
+
+    See arXiv 1910.07467 for RMSNorm, arXiv 1607.06450 for LayerNorm.
 
     Under sequence parallelism the scale's gradient is summed over tp. Scale and bias `[D]` are
     stored as `P(STORAGE)`.
@@ -124,8 +125,9 @@ def _initial_scale(kind: NormKind, size: int, dtype: DType) -> Array:
 
 
 def _normalised(x: Array, kind: NormKind, eps: float) -> Array:
-    """Normalises the last dim, without scale and bias; in float32, except for rms and rms_plain
-    (as transformers).
+    """Normalises the last dim, without scale and bias.
+
+    It does so in float32, except for rms and rms_plain (as transformers).
     """
     if kind in ("rms", "rms_plain"):
         return rms_normalise(x, eps)
@@ -136,8 +138,9 @@ def _normalised(x: Array, kind: NormKind, eps: float) -> Array:
 
 
 def rms_normalise(x: Array, eps: float) -> Array:
-    """Returns `x / sqrt(mean(x^2) + eps)` over the last dim, computed in float32, in the dtype
-    of `x`.
+    """Returns `x / sqrt(mean(x^2) + eps)` over the last dim, in the dtype of `x`.
+
+    It is computed in float32.
     """
     x32 = x.astype(jnp.float32)
     return (x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)).astype(
@@ -146,8 +149,9 @@ def rms_normalise(x: Array, eps: float) -> Array:
 
 
 class QKNorm(nnx.Module):
-    """Normalisation of a projection whose heads are split over tp; called inside attention's
-    `device_view`.
+    """Normalisation of a projection whose heads are split over tp.
+
+    It is called inside attention's `device_view`.
 
     Kind "head" normalises each head, with one scale `[H]` (Qwen 3); "heads" has a scale for each
     head, `[heads * H]` split like the heads (Cohere); "head_plain" has none (Muse Glimmer);

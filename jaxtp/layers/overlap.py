@@ -64,8 +64,9 @@ def _beside(moving: object, compute: Callable[..., C], *args: object) -> tuple[A
 def _ring_gather(
     x: Value, visit: Callable[..., tuple[list[Array], Sums]]
 ) -> tuple[list[Value], list[Array], Sums]:
-    """Runs `found, sums = visit(sums, part, position)` for every part of the sequence, while the
-    next part arrives.
+    """Runs `found, sums = visit(sums, part, position)` for every part of the sequence.
+
+    The next part arrives meanwhile.
 
     `position` is where `part` begins. Returns the parts, `found` as whole arrays `[b, T, ...]`, and
     the last sums.

@@ -178,8 +178,9 @@ def parameter(
     kind: type[Variable] = nnx.Param,
     padding: Padding = (),
 ) -> Any:
-    """Returns a parameter, sharded by `spec` over the mesh in context. `value` has no padding;
-    `name` is for errors.
+    """Returns a parameter, sharded by `spec` over the mesh in context.
+
+    `value` has no padding; `name` is for errors.
     """
     value = pad(value, padding, axis_size(TP))
     check_divides(name, value.shape, spec)  # JAX would silently replicate
@@ -238,8 +239,9 @@ def unpad(array: Any, padding: Padding, tp: int) -> Any:
 
 
 def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, PartitionSpec]]:
-    """Returns modules' parameters and specs by name, for `device_view`; a kernel in 8 bits is a
-    `Float8` of each.
+    """Returns modules' parameters and specs by name, for `device_view`.
+
+    A kernel in 8 bits is a `Float8` of each.
     """
     parameters = (
         item for module in modules for item in nnx.to_flat_state(nnx.state(module, PARAMETERS))

@@ -70,8 +70,9 @@ class RematError(UserError):
 
 
 def policy(name: RematPolicy) -> Callable[..., Any]:
-    """Returns the `jax.checkpoint` policy of a name; raises `RematError` for `offload` without
-    pinned host memory.
+    """Returns the `jax.checkpoint` policy of a name.
+
+    Raises `RematError` for `offload` without pinned host memory.
     """
 
     def save_named(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -79,8 +79,9 @@ class RopeScaling:
     """longrope: divisors of the frequencies for more positions."""
 
     def __str__(self) -> str:
-        """Returns the settings that are not defaults, for lists their length:
-        `kind yarn, factor 2.0`.
+        """Returns the settings that are not defaults: `kind yarn, factor 2.0`.
+
+        For lists it returns their length.
         """
         changed = {
             name: value for name, value in vars(self).items() if value != getattr(UNSCALED, name)
@@ -198,8 +199,9 @@ def apply_rope(
     length: int,
     fraction: float = 1.0,
 ) -> Array:
-    """Rotates each pair `(x[i], x[i + rotated/2])` of every head by `position * frequency[i]`,
-    computed in float32.
+    """Rotates each pair `(x[i], x[i + rotated/2])` of every head by its angle.
+
+    The angle is `position * frequency[i]`, computed in float32.
 
     Positions are `[T]` or `[B, T]`; `length` is the number of possible positions. The first
     `rotated` dims of a head are rotated: `fraction` of them, or all with the kind proportional.
@@ -239,8 +241,9 @@ def _angles(positions: Array, frequencies: Frequencies) -> Array:
 
 
 def _keep_by_wavelength(frequencies: Frequencies, scaling: RopeScaling) -> Frequencies:
-    """llama3: 1 for short wavelengths, 0 for long ones, linear in turns within the original
-    length between.
+    """llama3: 1 for short wavelengths, 0 for long ones, and a ramp between.
+
+    The ramp is linear in turns within the original length.
     """
     turns = scaling.original_length * frequencies / (2 * math.pi)
     with np.errstate(over="ignore"):  # for nearly equal factors
@@ -251,8 +254,9 @@ def _keep_by_wavelength(frequencies: Frequencies, scaling: RopeScaling) -> Frequ
 
 
 def _keep_by_dim(head_dim: int, theta: float, scaling: RopeScaling) -> Frequencies:
-    """yarn (Peng et al., arXiv 2309.00071, section 3.2): 1 for the first dims, 0 for the last, a
-    ramp between.
+    """yarn: 1 for the first dims, 0 for the last, and a ramp between.
+
+    See Peng et al., arXiv 2309.00071, section 3.2.
     """
 
     def dim_that_turns(times: float) -> float:

@@ -106,8 +106,9 @@ def key_ranges(
     segments_BT: Array | None,
     part: Part | None = None,
 ) -> tuple[Array, Array]:
-    """Returns the indices of the first and last key that each query sees, both `[B, Tq]`,
-    non-decreasing along Tq.
+    """Returns the indices of the first and last key that each query sees.
+
+    Both are `[B, Tq]`, non-decreasing along Tq.
 
     The last is before the first if a query sees nothing; attention then returns zero. These ranges
     are all that kernels know about windows, documents, cp, halos and zigzag order. `shape` is
@@ -132,8 +133,9 @@ def query_ranges(
     segments_BT: Array | None,
     part: Part | None = None,
 ) -> tuple[Array, Array]:
-    """Returns the indices of the first and last query that sees each key, both `[B, S]`,
-    non-decreasing along S.
+    """Returns the indices of the first and last query that sees each key.
+
+    Both are `[B, S]`, non-decreasing along S.
 
     `seen` is the result of `key_ranges`.
     """
@@ -163,8 +165,9 @@ def segment_mask(segments_BT: Array) -> Array:
 def dropout(
     x: Array, rate: float, keys: Array | None, spec: PartitionSpec, positions_T: Array | None = None
 ) -> Array:
-    """Zeroes elements of a global `x` with probability `rate` and scales the others by
-    `1 / (1 - rate)`.
+    """Zeroes elements of a global `x` with probability `rate`.
+
+    The others are scaled by `1 / (1 - rate)`.
 
     A token's mask depends only on its row's key, from `keys` `[B]`, and its position, by default 0,
     1, ...: not on the mesh, micro-batch or token order. Without keys dropout is off. Drawing the

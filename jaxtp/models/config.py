@@ -110,8 +110,9 @@ between meshes; with 1, by 6e-7.
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig):
-    """One kind of decoder block: attention or Gated DeltaNet, then an MLP or experts, each a
-    branch with norms.
+    """One kind of decoder block.
+
+    It has attention or Gated DeltaNet, then an MLP or experts, each a branch with norms.
     """
 
     residual_scale: Positive = 1.0
@@ -195,8 +196,9 @@ class DecoderSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(BlockConfig, DecoderSizes):
-    """A decoder, by default like Llama; `first_blocks` and `pattern` change the settings of
-    single blocks.
+    """A decoder, by default like Llama.
+
+    `first_blocks` and `pattern` change the settings of single blocks.
     """
 
     decoder: Annotated[
@@ -278,8 +280,9 @@ class ModelConfig(BlockConfig, DecoderSizes):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether `build` names a model that the other settings do not describe, or one that is
-        not imported yet.
+        """Whether `build` names a model that the other settings do not describe.
+
+        It may be one that is not imported yet.
         """
         return self.build is not None and self.decoder is None
 
@@ -383,8 +386,9 @@ class ModelConfig(BlockConfig, DecoderSizes):
         return f"d_model {self.d_model}, {heads}, d_ff {self.d_ff}{experts}{differing}"
 
     def listed_blocks(self) -> Mapping[str, BlockConfig]:
-        """Returns the settings of blocks in `first_blocks` and `pattern`, by place:
-        `model.pattern[0]`.
+        """Returns the settings of blocks in `first_blocks` and `pattern`, by place.
+
+        An example of a place is `model.pattern[0]`.
         """
         return _listed_blocks(self)
 
@@ -433,8 +437,9 @@ def _runs(blocks: Sequence[BlockConfig]) -> Iterator[Stack]:
 def validate_model(
     config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False
 ) -> ModelConfig:
-    """Returns the validated config; raises a ConfigError that lists values that are invalid or
-    do not fit the mesh.
+    """Returns the validated config.
+
+    Raises a ConfigError that lists values that are invalid or do not fit the mesh.
     """
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"a Decoder takes a ModelConfig, not {str(config)[:100]!r}")
@@ -615,8 +620,9 @@ def _lora_problems(lora: LoraConfig, param: DType) -> Iterator[Problem]:
 
 
 def matmul_layers(config: ModelConfig) -> dict[str, str | None]:
-    """Returns the projections in blocks by path: None if `precision.matmul` applies, or else why
-    it does not.
+    """Returns why `precision.matmul` does not apply to projections in blocks, by path.
+
+    It is None for a projection that it applies to.
     """
     return {
         path: why
@@ -626,8 +632,9 @@ def matmul_layers(config: ModelConfig) -> dict[str, str | None]:
 
 
 def set_matmul(config: ModelConfig, path: str, blocks: nnx.Module) -> None:
-    """Sets the dtype of products in the stacked blocks at a path, in the projections that
-    `matmul_layers` takes.
+    """Sets the dtype of products in the stacked blocks at a path.
+
+    It is for the projections that `matmul_layers` takes.
     """
     for _, layer, why in _projections(config, path, blocks):
         if why is None and layer is not None:
@@ -637,9 +644,7 @@ def set_matmul(config: ModelConfig, path: str, blocks: nnx.Module) -> None:
 def _projections(
     config: ModelConfig, root: str, module: nnx.Module
 ) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear | None, str | None]]:
-    """Yields the projections in a module: path, layer, and why `precision.matmul` does not
-    apply.
-    """
+    """Yields path, layer, and why `precision.matmul` does not apply, of a module's projections."""
     experts = [
         path for path, each in nnx.iter_modules(module) if isinstance(each, MixtureOfExperts)
     ]

@@ -84,8 +84,9 @@ class LossTerms:
 
 
 class LayerScale(nnx.Variable[Array]):
-    """The factor of a block's result. It is not an `nnx.Param`, so no optimizer sees it;
-    checkpoints save it.
+    """The factor of a block's result.
+
+    It is not an `nnx.Param`, so no optimizer sees it; checkpoints save it.
     """
 
 
@@ -181,8 +182,9 @@ class DecoderBlock(nnx.Module):
         run: Callable[[str, Branch, Array], Array],
         drop: Callable[[str, Array], Array],
     ) -> Array:
-        """Adds the branches to the residual stream; `run` calls a branch, `drop` drops out of
-        its output.
+        """Adds the branches to the residual stream.
+
+        `run` calls a branch; `drop` drops out of its output.
         """
         sequence = sequence_dim(self.config.sequence_parallel, x_BTD.shape)
         activation = activation_spec(sequence)
@@ -252,8 +254,9 @@ class EmbeddingAndHead(nnx.Module):
         return vocab_parallel_logits(x_BTD, *self.projection())
 
     def logits_at(self, x_BTD: Array, at_BR: Array) -> Array:
-        """Returns logits `[B * R, V]` at R positions of each sequence; ignore those at -1, no
-        position.
+        """Returns logits `[B * R, V]` at R positions of each sequence.
+
+        Ignore those at -1, no position.
         """
         # A masked sum: indexing along T, which sequence parallelism splits, would gather all of x.
         is_there = at_BR[..., None] == jnp.arange(x_BTD.shape[1])
@@ -363,8 +366,9 @@ class Decoder(EmbeddingAndHead):
         dropout_keys: Array | None = None,
         context: Context = "auto",
     ) -> tuple[Array, Array]:
-        """Returns the summed cross-entropy in nats and the number of labels that are not -100, as
-        float32 scalars.
+        """Returns the summed cross-entropy in nats and the number of labels that are not -100.
+
+        Both are float32 scalars.
 
         `labels_BT[b, t]` is the token after `ids_BT[b, t]`, or -100. `z_loss` is the weight of the
         squared log-normaliser; `dropout_keys` `[B]` turn dropout on; for the others see `__call__`.
@@ -432,8 +436,9 @@ class Decoder(EmbeddingAndHead):
     def hidden(
         self, ids_BT: Array, dropout_keys: Array | None = None, sequences: Sequences | None = None
     ) -> Array:
-        """Returns the final, normalised hidden states `[B, T, D]`, ordered like
-        `Sequences.positions`.
+        """Returns the final, normalised hidden states `[B, T, D]`.
+
+        They are ordered like `Sequences.positions`.
 
         Over cp this may be another order than the batch's. `sequences.local_tokens(labels)` gives
         the labels of a loss the same order, and `sequences.natural(...)` restores the batch's.
@@ -505,8 +510,9 @@ def _run_stack(
     sequences: Sequences,
     experts: list[Array | None],
 ) -> tuple[Array, Routings]:
-    """Runs a stack by one scan over turns; `keys` are per layer, `experts` per place of the
-    pattern.
+    """Runs a stack by one scan over turns.
+
+    `keys` are per layer, `experts` per place of the pattern.
     """
     config = blocks[0].config
 

@@ -1,5 +1,6 @@
-"""Log-probabilities of a decoder's tokens, for losses such as DPO, distillation and policy
-gradients.
+"""Log-probabilities of a decoder's tokens.
+
+They are for losses such as DPO, distillation and policy gradients.
 
 They are exact on every mesh, and logits exist for `loss_chunk` tokens at a time, also in the
 backward pass.
@@ -23,8 +24,9 @@ def token_log_probs(
     temperature: float = 1.0,
     entropy: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """Returns the log-probability of each label, given the ids up to its position: float32, shaped
-    like `labels`.
+    """Returns the log-probability of each label, given the ids up to its position.
+
+    They are float32, shaped like `labels`.
 
     Args:
       labels: next tokens `[B, T]`, or K ids for each position, `[B, T, K]`; -100 gives 0.
@@ -60,8 +62,9 @@ def top_log_probs(
     *,
     temperature: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Returns the k highest log-probabilities at each position, descending, and their ids int32:
-    `[B, T, k]`.
+    """Returns the k highest log-probabilities at each position, and their ids int32.
+
+    Both are `[B, T, k]`, and descending.
 
     They have no gradient; `token_log_probs` of the ids does.
     """

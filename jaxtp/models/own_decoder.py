@@ -1,5 +1,6 @@
-"""Models of the user's: `builder` calls the function that makes one; `decoder_settings` describes a
-Decoder.
+"""Models of the user's.
+
+`builder` calls the function that makes one; `decoder_settings` describes a Decoder.
 
 The settings of a Decoder carry what makes it (`ModelConfig.decoder`), for all code that makes a
 decoder from settings.
@@ -33,8 +34,9 @@ Builder = Callable[[nnx.Rngs], nnx.Module]
 
 
 def builder(function: Callable[..., Any], config: ModelConfig) -> Builder:
-    """Returns a function that builds a model with the settings' arguments; raises `ConfigError`
-    if it takes others.
+    """Returns a function that builds a model with the settings' arguments.
+
+    Raises `ConfigError` if it takes others.
     """
     name = config.build or describe_value(function)
     arguments = dict(config.arguments)
@@ -96,8 +98,9 @@ def decoder_settings(source: Any, config: ModelConfig) -> ModelConfig | None:
 
 
 def call_of_load(path: Path, build: str | None) -> str:
-    """Returns the Python expression that loads a run of a model of the user's, which `build`
-    names.
+    """Returns the Python expression that loads a run of a user's model.
+
+    `build` names the model.
     """
     place, _, name = (build or "").rpartition(":")
     reference = repr(build)
@@ -136,8 +139,9 @@ def _settings_of_built(build: Builder, config: ModelConfig) -> ModelConfig | Non
 
 
 def recorded(config: ModelConfig) -> ModelConfig:
-    """Returns the settings of a subclass with its name and arguments, so that they can be read
-    from a file.
+    """Returns the settings of a subclass with its name and arguments.
+
+    They can then be read from a file.
     """
     kind: Any = type(config)
     if config.build is not None:

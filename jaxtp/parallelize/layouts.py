@@ -43,8 +43,9 @@ def activation_spec(layout: Layout, ndim: int, leading: LeadingAxes = (BATCH,)) 
 def leading_axes(
     shape: tuple[int, ...], batch_ndim: int = 2, sequence_ndim: int = 3, *, context: bool
 ) -> LeadingAxes:
-    """Returns the axes that split the first dims of an activation; `context` is True inside
-    `ContextParallel`.
+    """Returns the axes that split the first dims of an activation.
+
+    `context` is True inside `ContextParallel`.
 
     Dim 0 is a batch if there are `batch_ndim` dims, dim 1 a sequence if there are `sequence_ndim`.
     One row stays whole.
@@ -68,8 +69,9 @@ def split_dim(layout: Layout, ndim: int) -> int | None:
 
 
 def declared_spec(parameter: nnx.Variable[Any], ndim: int) -> PartitionSpec:
-    """Returns the spec that a parameter declares for its last `ndim` dims; Flax's rules rename
-    logical axes.
+    """Returns the spec that a parameter declares for its last `ndim` dims.
+
+    Flax's rules rename logical axes.
 
     A layer in a stack keeps the spec of the stack, or the stack has the spec of a layer.
     """
@@ -198,8 +200,9 @@ jax.tree_util.register_pytree_node(  # the only leaf is the global array, withou
 
 
 def make_copies(x: Array, layout: Layout, *, context: bool = False) -> Array | Copies:
-    """Gathers an activation `[B, ...]` once for all column layers that read it; with tp=1 returns
-    `x`.
+    """Gathers an activation `[B, ...]` once for all column layers that read it.
+
+    With tp=1 it returns `x`.
 
     The transpose all-reduces the gradient, or reduce-scatters it if `layout` is `Shard`.
     """

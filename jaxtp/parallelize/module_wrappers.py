@@ -1,5 +1,6 @@
-"""Finds a model's modules and wraps their methods: a wrapped module gets a subclass, so
-`isinstance` still works.
+"""Finds a model's modules and wraps their methods.
+
+A wrapped module gets a subclass, so `isinstance` still works.
 """
 
 import functools
@@ -46,8 +47,9 @@ def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
 
 
 def with_calls(model: Model, wrap: Callable[..., Any]) -> Model:
-    """Replaces each module's methods, in place, with
-    `wrap(path, name, method, module, *args, **kwargs)`.
+    """Replaces each module's methods, in place.
+
+    The new ones are `wrap(path, name, method, module, *args, **kwargs)`.
     """
     for path, module in modules_of(model).items():
         wraps = {
@@ -61,8 +63,9 @@ def with_calls(model: Model, wrap: Callable[..., Any]) -> Model:
 
 
 def subclass(cls: type, wraps: Mapping[str, Callable[..., Any]], **members: object) -> type:
-    """Returns a subclass in which `wraps[name](method, module, *args, **kwargs)` replaces the
-    method `name`.
+    """Returns a subclass in which `wraps` replace methods.
+
+    `wraps[name](method, module, *args, **kwargs)` replaces the method `name`.
     """
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     methods = {name: _wrapped(getattr(cls, name), wrap) for name, wrap in wraps.items()}
@@ -81,15 +84,17 @@ def original_class(module: nnx.Module) -> type:
 
 
 def loads_shards(module: nnx.Module) -> bool:
-    """Returns whether a module is a layer of jaxtp, or a subclass: it loads its shards by the
-    specs it declares.
+    """Returns whether a module is a layer of jaxtp, or a subclass.
+
+    It loads its shards by the specs it declares.
     """
     return any(base.__module__.startswith("jaxtp.") for base in original_class(module).__mro__)
 
 
 def has_method(cls: type, name: str) -> bool:
-    """Returns whether a class has a method; `hasattr` would also find `__call__` of the
-    metaclass.
+    """Returns whether a class has a method.
+
+    `hasattr` would also find `__call__` of the metaclass.
     """
     return any(name in vars(base) for base in cls.__mro__)
 

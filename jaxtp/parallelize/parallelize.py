@@ -225,8 +225,9 @@ def abstract_model(model: nnx.Module | Build) -> nnx.Module:
 
 
 def arrays_of(build: Build) -> tuple[Any, ...]:
-    """Returns the arrays of the model that a function builds, in the order of its state; call it
-    under `jax.jit`.
+    """Returns the arrays of the model that a function builds, in the order of its state.
+
+    Call it under `jax.jit`.
     """
     return tuple(jax.tree.leaves(nnx.state(_build(build))))
 
@@ -285,8 +286,9 @@ def _merge_abstract(graph: Any, state: nnx.State) -> nnx.Module:
 
 
 def mark_arrays_as_data(model: nnx.Module) -> None:
-    """Marks arrays in module attributes as data; otherwise Flax treats traced arrays as
-    constants.
+    """Marks arrays in module attributes as data.
+
+    Otherwise Flax treats traced arrays as constants.
     """
     for _, node in list(nnx.iter_graph(model)):
         for name, value in list(vars(node).items()) if isinstance(node, nnx.Pytree) else ():

@@ -1,5 +1,6 @@
-"""Runs parallel modules: each gets a subclass for its style. Without a mesh in context it runs the
-original code.
+"""Runs parallel modules: each gets a subclass for its style.
+
+Without a mesh in context it runs the original code.
 
 A stock module's method runs on shards: a copy of the module with this device's parameters and sizes
 runs Flax's code. The split letter (`stock.py`) decides the communication: if the result has the
@@ -481,8 +482,9 @@ class _ShardedCall:
 
 
 def _masked_lookup(method: Callable[..., Array], local: Any, ids: Array, vocabulary: int) -> Array:
-    """Looks up ids in this device's rows; ids of other rows give zeros. Invalid ids behave as in
-    Flax.
+    """Looks up ids in this device's rows; ids of other rows give zeros.
+
+    Invalid ids behave as in Flax.
     """
     ids = jnp.where(ids < 0, ids + vocabulary, ids)
     rows = local.num_embeddings

@@ -49,8 +49,9 @@ class Signature:
 
 
 def signature(module: nnx.Module, **kwargs: object) -> Signature | None:
-    """Returns the signature of a stock module, or a subclass with the same `__call__`; None for
-    others.
+    """Returns the signature of a stock module; None for others.
+
+    A subclass with the same `__call__` has it too.
 
     If the module declares specs, a style fits only if it splits the same letter over tp.
     """

@@ -48,8 +48,9 @@ class Colwise:
 
 @dataclass(frozen=True)
 class Rowwise:
-    """Splits a linear map by input features, an embedding by vocabulary, and sums the partial
-    results.
+    """Splits a linear map by input features, an embedding by vocabulary.
+
+    It sums the partial results.
 
     Args:
       input_layouts: None expects features split as in the result of `Colwise` (ids are whole).
@@ -64,8 +65,9 @@ class Rowwise:
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """Runs a norm or dropout on tokens split over tp along `sequence_dim`, with parameters
-    replicated over tp.
+    """Runs a norm or dropout on tokens split over tp along `sequence_dim`.
+
+    Parameters are replicated over tp.
 
     `output_layouts=Replicate()` gathers the result once for all layers that read it; None leaves it
     split.
@@ -77,8 +79,9 @@ class SequenceParallel:
 
 @dataclass(frozen=True)
 class PrepareInput:
-    """Changes the layout of a module's arguments before the call, from `input_*` to
-    `desired_input_*`.
+    """Changes the layout of a module's arguments before the call.
+
+    It changes from `input_*` to `desired_input_*`.
 
     `Replicate()` gathers an argument once, and reduces its gradient once, for all column layers
     that read it (q, k and v; gate and up). Otherwise each layer does both for itself.
@@ -135,8 +138,9 @@ Style = (
 
 @dataclass(frozen=True)
 class Compute:
-    """Computes a module and its submodules in a dtype, where they have an attribute `dtype`, as
-    Flax's layers do.
+    """Computes a module and its submodules in a dtype.
+
+    They need an attribute `dtype`, as Flax's layers have.
 
     Parameters keep their dtype. A later pattern of a plan overrides:
     `{"": Compute("bfloat16"), "head": Compute("float32", Colwise())}`.

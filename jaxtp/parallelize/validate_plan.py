@@ -47,8 +47,9 @@ class ModulePlan:
 def validate_plan(
     modules: Sequence[ModuleInfo], plan: Plan, sizes: Mapping[str, int], *, fsdp: bool
 ) -> list[ModulePlan]:
-    """Returns each module's role and its parameters' specs; a PlanError says why the plan does
-    not fit.
+    """Returns each module's role and its parameters' specs.
+
+    A PlanError says why the plan does not fit.
     """
     _check_axes(modules)
     parameters = [
@@ -94,8 +95,9 @@ def validate_plan(
 
 
 def parameter_specs(plans: Sequence[ModulePlan]) -> list[tuple[nnx.Param, PartitionSpec]]:
-    """Returns each parameter once with its spec; for tied parameters, a module with a signature
-    decides.
+    """Returns each parameter once with its spec.
+
+    For tied parameters, a module with a signature decides.
     """
     ordered = sorted(plans, key=lambda plan: plan.signature is not None)
     specs = {

@@ -1,5 +1,6 @@
-"""The configuration of a training run; the defaults are `configs/tiny.yaml`. `validation.py`
-checks it.
+"""The configuration of a training run.
+
+The defaults are `configs/tiny.yaml`. `validation.py` checks it.
 """
 
 from collections.abc import Mapping

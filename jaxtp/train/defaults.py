@@ -140,8 +140,9 @@ def resolve_defaults(
 
 
 def settings_of_run(settings: Mapping[str, object], task: Task) -> tuple[TrainConfig, list[str]]:
-    """Returns the configuration of settings by dotted name, with defaults filled in, and lines with
-    their reasons.
+    """Returns the configuration of settings by dotted name, with defaults filled in.
+
+    Also returns lines with the reasons for these.
 
     Raises:
       ConfigError: unknown or invalid settings, or one that names a part of the task.
@@ -172,8 +173,9 @@ def _no_sizes(mesh: Mesh) -> str:
 
 
 class _Defaults(Generic[AnyConfig]):
-    """A configuration whose defaults are chosen one after the other, and lines with their
-    reasons.
+    """A configuration whose defaults are chosen one after the other.
+
+    Lines have the reasons for them.
     """
 
     def __init__(self, config: AnyConfig, explicit: Set[str]):
@@ -354,8 +356,9 @@ def probe_devices(mesh: Mapping[str, int]) -> DeviceInfo:
 
 
 def fits(config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo) -> bool:
-    """Returns whether the run can use the mesh, where one size may be -1, and a step fits the
-    memory.
+    """Returns whether the run can use the mesh, and a step fits the memory.
+
+    One size of the mesh may be -1.
     """
     try:
         filled = resolve_sizes(mesh, devices.count)
@@ -378,8 +381,9 @@ def missing_bytes(
     devices: DeviceInfo,
     arrays: Iterable["StoredArray"] | None = None,
 ) -> float:
-    """Returns the bytes that a step lacks on each device, or 0; `arrays` are
-    `stored_arrays(config)`, if known.
+    """Returns the bytes that a step lacks on each device, or 0.
+
+    `arrays` are `stored_arrays(config)`, if known.
     """
     if devices.memory is None:
         return 0.0
@@ -402,8 +406,9 @@ def with_divisible_batch(config: TrainConfig, mesh: Mapping[str, int]) -> TrainC
 def best_mesh(
     config: TrainConfig, axes: Set[str], devices: DeviceInfo, *, any_batch: bool
 ) -> tuple[dict[str, int], int, float] | None:
-    """Returns the best mesh with the most devices, its batch size and `missing_bytes`; None if none
-    fits.
+    """Returns the best mesh with the most devices, its batch size and `missing_bytes`.
+
+    It is None if none fits.
 
     Args:
       axes: axes whose configured size is fixed; -1 means any size.

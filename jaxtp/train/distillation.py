@@ -1,5 +1,6 @@
-"""A loss that draws a model towards the most probable tokens of a teacher, which
-`jaxtp score --top-k` has stored.
+"""A loss that draws a model towards the most probable tokens of a teacher.
+
+`jaxtp score --top-k` has stored these.
 
 At each position the teacher's k tokens keep their probabilities, and all others are one more token,
 for both models (the ghost token of Megatron-LM, the tail bucket of TRL). So the divergence is 0
@@ -34,8 +35,9 @@ linear there.
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation:
-    """A loss that makes a model predict a teacher's probabilities, read from scores
-    (`data.scores`).
+    """A loss that makes a model predict a teacher's probabilities.
+
+    They are read from scores (`data.scores`).
 
     Metrics are means over positions with a label: `kl`; `teacher_mass`, the teacher's probability
     of the k tokens; and `cross_entropy`, unless its weight is 0 and the temperature is not 1, where
@@ -103,8 +105,9 @@ class Distillation:
     def _student(
         self, log_probs: Callable[..., Array], ids_BTK: Array, labels_BT: Array
     ) -> tuple[Array, Array | None]:
-        """Returns log-probabilities of the ids, and of the labels at temperature 1 if they are
-        needed or free.
+        """Returns log-probabilities of the ids, and of the labels at temperature 1.
+
+        The latter are None unless they are needed or free.
         """
         if self.temperature == 1:
             both_BTL = log_probs(jnp.concatenate([ids_BTK, labels_BT[..., None]], axis=-1))

@@ -56,8 +56,9 @@ class InitSource:
         """Raises ConfigError if the data are known to use another tokenizer."""
 
     def defaults(self, config: TrainConfig, resumed: Info | None) -> Iterator[Default]:
-        """Yields settings that suit the model; `resumed` is the info of the run's newest
-        checkpoint.
+        """Yields settings that suit the model.
+
+        `resumed` is the info of the run's newest checkpoint.
         """
         yield from ()
 

@@ -241,8 +241,9 @@ class _Aim:
 
 
 class Tracker(Protocol):
-    """A tracker of process 0: an error of its constructor ends the run, one of `write` only the
-    tracker.
+    """A tracker of process 0.
+
+    An error of its constructor ends the run, one of `write` only the tracker.
     """
 
     close: Callable[[], object]
@@ -271,8 +272,9 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """Writes metrics to `metrics.jsonl`, where non-finite ones are null, and to trackers, on
-    process 0.
+    """Writes metrics to `metrics.jsonl` and to trackers, on process 0.
+
+    Non-finite metrics are null in the file.
 
     A tracker that fails is closed.
 
@@ -339,8 +341,9 @@ class Trackers:
 
 
 def tracker_id(folder: Path, name: str, new: str | None) -> str | None:
-    """Returns a tracker's id for this run, stored in the run's folder; stores `new` if there is
-    none yet.
+    """Returns a tracker's id for this run, stored in the run's folder.
+
+    Stores `new` if there is none yet.
     """
     path = folder / _TRACKER_IDS
     try:
@@ -394,8 +397,9 @@ class _Curve:
 
 
 def draw(runs: Sequence[Path], figure: Any, metrics: Sequence[str] = (), x: str = "step") -> None:
-    """Draws a panel for each metric over metric `x`, with a line per run, and a line for its
-    validation data.
+    """Draws a panel for each metric over metric `x`, with a line per run.
+
+    Validation data of a run have a line of their own.
 
     Args:
       metrics: by default `CURVES`, and each metric of a user's loss or logged by a user.

@@ -1,5 +1,6 @@
-"""Distributed Muon: each matrix is orthogonalized whole, on one of the devices that hold its
-shards.
+"""Distributed Muon.
+
+Each matrix is orthogonalized whole, on one of the devices that hold its shards.
 
 Newton-Schulz multiplies whole matrices, but parameters are split over fsdp and tp. One all-to-all
 gives each device some whole matrices, and a second returns shards of the results; the rest of the
@@ -59,9 +60,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Member:
-    """The matrices of one parameter `[..., in, out]`, and how many of them have a shard on a
-    device.
-    """
+    """The matrices of one parameter `[..., in, out]`, and how many have a shard on a device."""
 
     path: str
     transposed: bool
@@ -69,8 +68,9 @@ class Member:
 
 
 def scale_by_muon(beta: float) -> optax.GradientTransformationExtraArgs:
-    """Returns Optax's `scale_by_muon`, same state, for sharded matrices; also scales updates to
-    `RMS`.
+    """Returns Optax's `scale_by_muon` for sharded matrices.
+
+    The state is the same. It also scales updates to `RMS`.
 
     Takes arrays by dotted path. `update` reads specs and padding from `variables`; without them,
     arrays are unsharded.
@@ -211,8 +211,9 @@ def _to_shards(whole: Array, axes: tuple[Axes, Axes]) -> Array:
 def with_muon(
     costs: StepCosts, variables: Mapping[str, Variable], sizes: Mapping[str, int]
 ) -> StepCosts:
-    """Adds the costs of the update of `variables` on one device, which also orthogonalizes
-    zeros.
+    """Adds the costs of the update of `variables` on one device.
+
+    It also orthogonalizes zeros.
     """
     traffic = Counter(costs.traffic)
     products = []

@@ -1,5 +1,6 @@
-"""The optimizer, composed from Optax: clipping, rule, weight decay, learning rate, groups by
-patterns of paths.
+"""The optimizer, composed from Optax.
+
+It has clipping, rule, weight decay, learning rate, and groups by patterns of paths.
 
 Names distinguish vectors from matrices, because stacked layers give vectors a second dim. Only the
 rule determines state paths in a checkpoint, and `first_moment` a dtype; other settings may change
@@ -84,8 +85,9 @@ def is_modelled(config: OptimizerConfig) -> bool:
 def by_path(
     groups: Mapping[str, optax.GradientTransformation],
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns an `optax.partition` that updates each parameter by the first pattern that matches
-    its path.
+    """Returns an `optax.partition` that updates parameters by patterns of their paths.
+
+    The first pattern that matches the path of a parameter decides.
 
     Example, with a frozen embedding, which has no state::
 
@@ -143,8 +145,9 @@ def _first_match(patterns: Iterable[str], path: str) -> str | None:
 
 
 def current_learning_rate(state: optax.OptState) -> Array | None:
-    """Returns the `learning_rate` of the last update from an Optax state with one
-    `optax.inject_hyperparams`, or None.
+    """Returns the `learning_rate` of the last update, or None.
+
+    The Optax state has one `optax.inject_hyperparams`.
 
     Optax stores no other rate. A later factor, such as `reduce_on_plateau`'s, is not in it.
     """
@@ -167,8 +170,9 @@ def is_orthogonalised(path: str) -> bool:
 
 
 def round_stochastically(array: Array, noise: Array) -> Array:
-    """Rounds float32 to bfloat16, up with the probability that keeps the mean; `noise` is uniform
-    in uint32.
+    """Rounds float32 to bfloat16, up with the probability that keeps the mean.
+
+    `noise` is uniform in uint32.
 
     To nearest, a decay that changes less than half a last digit would never change it.
     """

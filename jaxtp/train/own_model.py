@@ -1,5 +1,6 @@
-"""A model of the user's that is no Decoder: how it is split over the mesh, computed, and loaded
-from its run.
+"""A model of the user's that is no Decoder.
+
+This module splits it over the mesh, computes it, and loads it from its run.
 """
 
 import warnings
@@ -58,8 +59,9 @@ def load_run(
     build: object = None,
     plan: Plan | str | None = None,
 ) -> object:
-    """Returns the trained model in a run (its newest checkpoint) or a checkpoint, on the mesh in
-    context.
+    """Returns the trained model in a run or a checkpoint, on the mesh in context.
+
+    A run's newest checkpoint is read.
 
     It needs neither the data nor the mesh of the run. Without a mesh in context, the model is on
     one device. A model of your own is in the mode in which `build` returns it: call `model.eval()`
@@ -242,8 +244,9 @@ def _require_whole_sequences(mesh: Mesh) -> None:
 
 
 def set_precision(model: nnx.Module, precision: Precision) -> None:
-    """Makes Flax's layers compute in a dtype: those that take theirs from their inputs. Casts
-    stored parameters.
+    """Makes Flax's layers compute in a dtype, if they take theirs from their inputs.
+
+    Casts stored parameters.
     """
     default = Precision()
     if precision.compute != default.compute:

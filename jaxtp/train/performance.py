@@ -1,5 +1,6 @@
-"""Performance of devices: utilization, memory in use, the slowest device or process, profiler
-traces.
+"""Performance of devices.
+
+It covers utilization, memory in use, the slowest device or process, and profiler traces.
 """
 
 import math
@@ -33,8 +34,9 @@ _SIZE_ON_CPU = 256
 
 
 def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) -> float:
-    """Returns `6 (N - V D) + 6 L S (heads * head_dim)`, the definition for every utilization, with
-    N `parameters`.
+    """Returns `6 (N - V D) + 6 L S (heads * head_dim)`, with N `parameters`.
+
+    It is the definition for every utilization.
 
     A layer of Gated DeltaNet has 18 (value heads * K V), three products with its states, in place
     of attention's term.
@@ -64,8 +66,9 @@ def peak_flops(device: jax.Device) -> float:
 def row_flops(
     config: TrainConfig, blueprint: Blueprint, task: Task, batch: Mapping[str, jax.ShapeDtypeStruct]
 ) -> float:
-    """Returns the FLOPs of a row of a batch: by `flops_per_token`, or for a user's loss by
-    `row_work`.
+    """Returns the FLOPs of a row of a batch.
+
+    They are by `flops_per_token`, or for a user's loss by `row_work`.
 
     NaN if the loss cannot be traced on one device. Call it without a mesh in context.
     """
@@ -200,8 +203,9 @@ def gather_numbers(numbers: np.ndarray) -> np.ndarray:
 
 
 def matmul_timer(devices: Sequence[jax.Device]) -> Callable[[], list[float]]:
-    """Returns a function that times the same products on each device in turn: the best of three
-    runs.
+    """Returns a function that times the same products on each device in turn.
+
+    It takes the best of three runs.
     """
     size = _SIZE_ON_CPU if devices[0].platform == "cpu" else _SIZE
 

@@ -1,5 +1,6 @@
-"""DPO on pairs of a chosen and a rejected answer (arXiv 2305.18290), with the formulas and metrics
-of TRL 1.16.
+"""DPO on pairs of a chosen and a rejected answer (arXiv 2305.18290).
+
+Formulas and metrics are as in TRL 1.16.
 
 The log-probabilities of an answer's tokens are summed by the column `pairs`, so an answer may be
 anywhere in its row.

@@ -88,8 +88,9 @@ class Pretrained(InitSource):
         )
 
     def defaults(self, config: TrainConfig, resumed: Info | None) -> Iterator[Default]:
-        """Yields dtypes (frozen weights keep their files' dtype), learning rate, lengths and
-        batch size.
+        """Yields dtypes, learning rate, lengths and batch size.
+
+        Frozen weights keep their files' dtype.
         """
         as_resumed = f"as the run in {config.run.dir} has it"
         lora = config.model.lora
@@ -155,8 +156,9 @@ class Pretrained(InitSource):
         return differences(before | {"lora": now["lora"]}, now, "model.")
 
     def open_adapters(self, config: TrainConfig) -> PeftFolder:
-        """Returns the adapters of `model.lora.from`; raises `HFError` if they are unreadable, or
-        another model's.
+        """Returns the adapters of `model.lora.from`.
+
+        Raises `HFError` if they are unreadable, or another model's.
         """
         family = self.attributes.get("model_type")
         return open_peft(Path(str(config.model.lora.from_peft)), self.model or config.model, family)

@@ -79,8 +79,9 @@ class RunData:
         return f"{name}: {rows:,} rows in batches of {size:,}{left or ''}"
 
     def pad_short_batches(self, on: bool) -> None:
-        """Gives batches a column of weights and pads short ones, if the loss reads the weights
-        of rows.
+        """Gives batches a column of weights and pads short ones.
+
+        It does so if the loss reads the weights of rows.
         """
         for batches in (self.train, self.validation):
             if batches is not None:
@@ -176,8 +177,9 @@ def _check_reference(config: TrainConfig, data: Data, loss: Loss | None) -> None
 
 
 def check_scored_model(data: Data | None, initial: InitialState, mesh: Mesh) -> None:
-    """Raises `ConfigError` if log-probabilities are not of the initial model; all processes must
-    call it.
+    """Raises `ConfigError` if log-probabilities are not the initial model's.
+
+    All processes must call it.
     """
     if data is None or data.scores is None or data.scores.record.top_k is not None:
         return
@@ -241,9 +243,7 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
 
 
 def check_decoder_columns(data: RunData) -> None:
-    """Raises BatchError if a user's batches do not have the columns that the decoder's own loss
-    reads.
-    """
+    """Raises BatchError if a user's batches lack columns that the decoder's own loss reads."""
     for batches in filter(None, (data.train, data.validation)):
         shapes = batches.shapes
         for name in ("inputs", "labels"):
@@ -264,8 +264,9 @@ def check_decoder_columns(data: RunData) -> None:
 
 
 def batches_in_rows(batches: Batches) -> dict[str, jax.ShapeDtypeStruct] | None:
-    """Returns the items of a dataset as batches; None if they are none, since their columns
-    differ in length.
+    """Returns the items of a dataset as batches.
+
+    It is None if they are none, since their columns differ in length.
     """
     if not isinstance(batches, SampleBatches):
         return None
@@ -297,8 +298,9 @@ def _layout(batches: Batches) -> Layout:
 
 
 def changed_columns(data: RunData) -> str | None:
-    """Describes how the columns of validation batches differ from training's; None if they do
-    not.
+    """Describes how columns of validation batches differ from training's.
+
+    It is None if they do not.
     """
     if data.validation is None:
         return None

@@ -57,8 +57,9 @@ class RunFilesError(RunFolderError):
 
 
 def prepare(folder: Path) -> None:
-    """Creates the folder; raises RunFolderError if it cannot be written, or would lead a run's
-    reports elsewhere.
+    """Creates the folder.
+
+    Raises RunFolderError if it cannot be written, or would lead a run's reports elsewhere.
     """
     for name in _REPORTS:
         if (folder / name).is_symlink():
@@ -78,8 +79,9 @@ def prepare(folder: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Converts an OSError: `RunFolderError` if a folder, link or pipe is in the way, else
-    `RunFilesError`.
+    """Converts an OSError.
+
+    It is `RunFolderError` if a folder, link or pipe is in the way, else `RunFilesError`.
     """
     try:
         yield

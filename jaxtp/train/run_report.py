@@ -249,8 +249,9 @@ def describe_delta(model: ModelConfig, platform: str) -> Iterator[str]:
 
 
 def describe_grouped(model: ModelConfig, platform: str) -> Iterator[str]:
-    """Yields how experts multiply; warns if an accelerator multiplies every row with every
-    expert.
+    """Yields how experts multiply.
+
+    Warns if an accelerator multiplies every row with every expert.
     """
     if not (experts := model.most_experts):
         return
@@ -278,8 +279,9 @@ def describe_experts(model: ModelConfig, tp: int) -> str | None:
 
 
 def describe_matmul(model: ModelConfig) -> str | None:
-    """Lists the projections that `precision.matmul` applies to, and the others by reason; None
-    if it is off.
+    """Lists the projections that `precision.matmul` applies to, and the others by reason.
+
+    It is None if it is off.
     """
     if (matmul := model.precision.matmul) == "compute":
         return None
@@ -411,8 +413,9 @@ def _describe_trained(blueprint: Blueprint) -> str:
 
 
 def sharding_table(blueprint: Blueprint) -> list[str]:
-    """Returns shape, sharding, and shape per device, a line for each parameter, or for equal
-    ones of a user's model.
+    """Returns shape, sharding, and shape per device, a line for each parameter.
+
+    Equal parameters of a user's model share a line.
     """
     sizes = mesh_sizes(blueprint.mesh)
     rows = {}

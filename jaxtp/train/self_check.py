@@ -112,8 +112,9 @@ def operations(dtype: str) -> dict[str, Operation]:
 
 
 def check_outside_of_jit(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> None:
-    """Raises NumericsError if this process's first device is wrong; arguments as for
-    `check_devices`.
+    """Raises NumericsError if this process's first device is wrong.
+
+    Arguments are as for `check_devices`.
     """
     # With jax 0.11 on an RTX A6000, `jnp.ones(4) + 1` was 513 outside of jit, and right inside
     # (jax-ml/jax#40633).
@@ -128,8 +129,9 @@ def check_outside_of_jit(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> Non
 
 
 def check_devices(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> list[str]:
-    """Checks all devices, and in a single process the collectives, which `preflight` checks for
-    several.
+    """Checks all devices, and in a single process the collectives.
+
+    `preflight` checks them for several processes.
 
     All processes must call it. Returns a line for the summary, if anything was checked.
 
@@ -254,8 +256,9 @@ all devices on it.
 
 
 def exact_numbers(devices: int, size: int) -> HostArray:
-    """Returns a row per device, of a length that `size` divides; sums over any axis are exact in
-    float32.
+    """Returns a row per device, of a length that `size` divides.
+
+    Sums over any axis are exact in float32.
     """
     return (
         np.arange(devices, dtype=np.float32)[:, None] % 1021 * 8
@@ -367,8 +370,9 @@ def _kernel_problem(kernel: Kernel, use: Use, heads: tuple[int, int], where: str
 
 
 def kernel_seconds(kernel: Kernel, use: Use, heads: tuple[int, int]) -> float:
-    """Returns the time of the fastest of five runs, forward and backward, at the run's length or
-    `TIMED_TOKENS`.
+    """Returns the time of the fastest of five runs, forward and backward.
+
+    They have the run's length or `TIMED_TOKENS`.
     """
     arrays, settings = problem(use, *heads, most=TIMED_TOKENS)
     program = jax.jit(partial(results, kernel.run, settings))
@@ -412,8 +416,9 @@ def _error(found: Array, right: Array, dy: Array) -> float:
 def problem(
     use: Use, num_queries: int, num_keys: int, most: int = MOST_TOKENS
 ) -> tuple[list[Array], dict[str, Any]]:
-    """Returns queries, keys, values, a gradient of the output, perhaps sinks, and a kernel's
-    keyword arguments.
+    """Returns queries, keys, values, a gradient of the output, and keyword arguments.
+
+    The arguments are the kernel's. There may be sinks.
 
     Two rows differ in packing: unaligned documents, one of three tokens, and padding. The window is
     shorter than most documents; scores are large enough for a softcap to matter, and sinks for

@@ -1,5 +1,6 @@
-"""Starting a run: `make_run` turns a configuration into a state on its devices and the programs
-that step it.
+"""Starts a run.
+
+`make_run` turns a configuration into a state on its devices and the programs that step it.
 """
 
 import math
@@ -266,8 +267,9 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
 
 
 def check_loss_on(config: TrainConfig, task: Task, batches: Batches) -> Traits:
-    """`check_loss` on batches; raises BatchError if the loss takes the items of a dataset, and
-    not batches of them.
+    """Calls `check_loss` on batches.
+
+    Raises BatchError if the loss takes the items of a dataset, and not batches of them.
     """
     try:
         return check_loss(config, task, batches.shapes)
@@ -370,16 +372,18 @@ def _notes(
 
 
 def progress(config: TrainConfig) -> tuple[int, int]:
-    """Returns the run's steps and sequences so far; raises `CheckpointError` if the newest
-    checkpoint is unreadable.
+    """Returns the run's steps and sequences so far.
+
+    Raises `CheckpointError` if the newest checkpoint is unreadable.
     """
     found = newest_with_info(config.run.dir / run_folder.CHECKPOINTS)
     return (0, 0) if found is None else (int(found[0].name), found[1].get("next_sample", 0))
 
 
 def with_batches(config: TrainConfig, data: RunData, mesh: Mesh | AbstractMesh) -> TrainConfig:
-    """Returns the configuration with the batch size of a user's batches; raises ConfigError if
-    it does not fit.
+    """Returns the configuration with the batch size of a user's batches.
+
+    Raises ConfigError if it does not fit.
     """
     size = data.global_batch_size
     if config.data.global_batch_size not in (size, DataConfig().global_batch_size):
@@ -440,8 +444,9 @@ def plan(
     task: Task = Task(),
     batch: Mapping[str, jax.ShapeDtypeStruct] = {},
 ) -> tuple[Blueprint, list[str]]:
-    """Plans the state of a run on a mesh, which may be abstract, and returns lines on it; allocates
-    and writes nothing.
+    """Plans the state of a run on a mesh, which may be abstract, and returns lines on it.
+
+    Allocates and writes nothing.
 
     Args:
       batch: a training batch; for a model of the user's.

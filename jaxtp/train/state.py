@@ -118,8 +118,9 @@ class Blueprint:
         return nnx.merge(self.graph, state, rng_state(self.rngs, key), self.constants, copy=True)
 
     def model_of(self, weights: nnx.State) -> nnx.Module:
-        """Returns the model with these weights, as `merge` does; its optimizer's state stays
-        abstract.
+        """Returns the model with these weights, as `merge` does.
+
+        Its optimizer's state stays abstract.
         """
         state = nnx.State({**self.abstract, "model": weights})
         return self.merge(state).model
@@ -156,16 +157,18 @@ class Blueprint:
             return in_thread(lowered.compile).result()(weights)
 
     def record_of_constants(self) -> dict[str, object]:
-        """Returns JSON for checkpoints, which have no constants: their seed, and sums of each;
-        empty without any.
+        """Returns JSON for checkpoints, which have no constants.
+
+        It has the constants' seed, and sums of each; without any it is empty.
         """
         arrays = by_dotted_path(nnx.to_flat_state(self.constants))
         sums = {name: _sums_of_constant(array) for name, array in arrays.items()}
         return {"seed": self.seed, "sums": sums} if sums else {}
 
     def with_constants_of(self, info: Mapping[str, object]) -> tuple["Blueprint", list[str]]:
-        """Returns the blueprint with the constants of the run that wrote a checkpoint, and lines on
-        those that differ.
+        """Returns the blueprint with a checkpoint's constants, and lines on those that differ.
+
+        They are the constants of the run that wrote the checkpoint.
 
         Args:
           info: of the checkpoint. Before it had a record, constants were always of seed 0.
@@ -348,8 +351,9 @@ def shard_bytes(state: nnx.State) -> int:
 
 
 def finite_arrays(state: nnx.State) -> dict[str, Array]:
-    """Returns the `named_arrays`, without variables of a user's class, such as masks, which may
-    be infinite.
+    """Returns the `named_arrays`, except for variables of a user's class.
+
+    These, such as masks, may be infinite.
     """
     variables = named_variables(state)
     return {

@@ -49,8 +49,9 @@ from jaxtp.train.task import Loss, Task
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Scalars:
-    """Metrics of a step in one replicated array, and the maximum of the flags of all devices, if
-    there are flags.
+    """Metrics of a step in one replicated array.
+
+    It also has the maximum of the flags of all devices, if there are flags.
     """
 
     names: tuple[str, ...] = field(metadata={"static": True})
@@ -91,8 +92,9 @@ router's choices.
 
 
 class Replay(NamedTuple):
-    """Settings of `jaxtp check`: a step records the choices of its routers, or takes those from
-    another mesh.
+    """Settings of `jaxtp check`.
+
+    A step records the choices of its routers, or takes those from another mesh.
     """
 
     record: bool = False
@@ -108,8 +110,9 @@ def make_train_step(
     with_grads: bool = False,
     task: Task = Task(),
 ) -> JittedTrainStep:
-    """Returns the jitted training step `state, batch -> state, scalars, ...`, which donates the
-    state.
+    """Returns the jitted training step `state, batch -> state, scalars, ...`.
+
+    It donates the state.
 
     It takes `stop`, the flags of all devices (`stopping.py`), and `experts`, which replace the
     routers' choices, by keyword: as columns of the batch they would hide a user's columns of these
@@ -185,8 +188,9 @@ def make_train_step(
 
 
 def on_leaves(step: JittedTrainStep, blueprint: Blueprint, tree: PyTreeDef) -> JittedTrainStep:
-    """Returns a training step from and to the leaves of a state: to flatten a state takes as
-    long as a tiny step.
+    """Returns a training step from and to the leaves of a state.
+
+    To flatten a state takes as long as a tiny step.
     """
 
     def flat(
@@ -211,8 +215,9 @@ def loss_and_grads(
     *,
     replay: Replay = Replay(),
 ) -> tuple[LossTerms, Choices, nnx.State]:
-    """Returns the loss terms of a batch, the routers' choices if `replay` asks, and the gradient of
-    the mean loss.
+    """Returns a batch's loss terms, the routers' choices, and the gradient of the mean loss.
+
+    Choices are returned if `replay` asks for them.
 
     The mean is over the batch's valid tokens (`count`, or a user's weight), not over means of
     micro-batches. With accumulation, each replica sums its own gradients of jaxtp's layers, and one

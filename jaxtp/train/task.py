@@ -139,8 +139,9 @@ effect.
 def with_references(
     config: TrainConfig, task: Task, explicit: Set[str] = frozenset()
 ) -> TrainConfig:
-    """Returns the configuration with the names of a task's parts, for the record and for other
-    commands.
+    """Returns the configuration with the names of a task's parts.
+
+    They are for the record and for other commands.
 
     Raises:
       ConfigError: an explicit setting names a part that the task has too.
@@ -219,8 +220,9 @@ def _with_arguments(loss: Callable[..., object], settings: LoopConfig) -> Loss:
 
 
 def recordable_arguments(loss: object) -> dict[str, object] | None:
-    """Returns the fields of a loss that is a dataclass; None if they do not make it again from a
-    file.
+    """Returns the fields of a loss that is a dataclass.
+
+    It is None if they do not make it again from a file.
     """
     if not is_dataclass(loss) or isinstance(loss, type):
         return None
@@ -232,8 +234,9 @@ def recordable_arguments(loss: object) -> dict[str, object] | None:
 
 
 def with_parts(config: TrainConfig, task: Task) -> TrainConfig:
-    """Returns the configuration with the settings of the Decoder that `model.build` makes, and
-    all of a loss's.
+    """Returns the configuration with the settings of a task's Decoder and loss.
+
+    `model.build` makes the Decoder; of a loss all settings are taken.
     """
     if (arguments := recordable_arguments(task.loss)) is not None:
         config = replace_nested(config, {LOSS_ARGUMENTS: arguments})

@@ -68,8 +68,9 @@ class Step:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the step: `loss`, `grad_norm`, a loss's own, and `eval_loss` if it was
-        evaluated; waits for it.
+        """Metrics of the step; waits for it.
+
+        They are `loss`, `grad_norm`, a loss's own, and `eval_loss` if it was evaluated.
         """
         return self._trainer.metrics_of(self.index)
 
@@ -324,8 +325,9 @@ class Trainer:
 
     @contextmanager
     def paused(self, cause: str) -> Iterator[None]:
-        """Waits for the last step; the time of the block counts as lost to `cause`, not as the
-        next step's.
+        """Waits for the last step.
+
+        The time of the block counts as lost to `cause`, not as the next step's.
         """
         self._finish_step()
         with self._phase(f"{cause} at step {self._run.step}", cause):
@@ -340,8 +342,9 @@ class Trainer:
         self._run.interrupt.received = self._stop_reason = reason
 
     def save(self) -> Path:
-        """Saves a checkpoint of the current step, if there is none; returns its folder,
-        complete.
+        """Saves a checkpoint of the current step, if there is none.
+
+        Returns its folder, complete.
         """
         self._save()
         self._run.checkpoints.wait()
@@ -680,9 +683,7 @@ class Trainer:
         self._report.line(f"{what}; the update is skipped, {skipped} in a row of at most {allowed}")
 
     def evaluate(self) -> dict[str, float]:
-        """Returns `eval_loss` and further metrics of the current parameters, on the validation
-        batches.
-        """
+        """Returns `eval_loss` and further metrics of the parameters on the validation batches."""
         self._finish_step()
         return self._evaluated()
 

@@ -79,8 +79,9 @@ _ORIGINS = {
 
 
 def attribute(loss: Loss | None, name: str, default: T) -> T:
-    """Returns an optional attribute of a loss, such as `columns`, also if `train.loss_arguments`
-    complete it.
+    """Returns an optional attribute of a loss, such as `columns`.
+
+    `train.loss_arguments` may complete the loss.
     """
     function = loss.func if isinstance(loss, partial) else loss
     with user_code(f"the loss's attribute {name}"):
@@ -88,8 +89,9 @@ def attribute(loss: Loss | None, name: str, default: T) -> T:
 
 
 def example_batch(loss: Loss | None, config: TrainConfig, rows: int) -> dict[str, Example]:
-    """Returns rows for a loss on a decoder without data: the loss's own, or ids, labels and
-    segments of zeros.
+    """Returns rows for a loss on a decoder without data.
+
+    They are the loss's own, or ids, labels and segments of zeros.
     """
     shape = (rows, config.data.sequence_length)
     make: Callable[[int, int, TrainConfig], Mapping[str, Example]] | None = attribute(
@@ -102,8 +104,9 @@ def example_batch(loss: Loss | None, config: TrainConfig, rows: int) -> dict[str
 
 
 def check_names(metrics: Iterable[object], who: str) -> None:
-    """Raises ConfigError if a metric has the name of one that a run logs itself: one of the two
-    would be lost.
+    """Raises ConfigError if a metric has the name of one that a run logs itself.
+
+    One of the two would be lost.
     """
     for name in metrics:
         if not isinstance(name, str):
@@ -115,8 +118,9 @@ def check_names(metrics: Iterable[object], who: str) -> None:
 
 
 def logged_numbers(metrics: object, who: str) -> dict[str, float]:
-    """Returns the metrics that a user logs; raises ConfigError if they are no dict of numbers by
-    name.
+    """Returns the metrics that a user logs.
+
+    Raises ConfigError if they are no dict of numbers by name.
     """
     if not isinstance(metrics, Mapping):
         raise ConfigError(f"{who} {describe_value(metrics)}; it takes a dict of numbers by name")
@@ -317,8 +321,9 @@ def _warning(results: tuple[object, ...]) -> str | None:
 
 
 def changeable(model: nnx.Module, like: nnx.State) -> nnx.State:
-    """Returns the variables of a model that are neither params nor random keys, without those
-    that `like` lacks.
+    """Returns the variables of a model that are neither params nor random keys.
+
+    Variables that `like` lacks are left out.
     """
     now = dict(nnx.to_flat_state(nnx.state(model, STATEFUL)))
     return nnx.from_flat_state(
@@ -376,8 +381,9 @@ def require_sums(
     batch: Mapping[str, Array],
     accumulation: int,
 ) -> str | None:
-    """Checks a loss on one row for each device, and on a batch that has each of them twice; under
-    the mesh in context.
+    """Checks a loss on one row for each device, and on a batch that has each of them twice.
+
+    Call it under the mesh in context.
 
     Returns a warning if the loss depends on the rows together.
 

@@ -1,5 +1,6 @@
-"""The training step of a user's loss: its memory and work on a device, from a trace of one
-micro-batch.
+"""The training step of a user's loss.
+
+Its memory and work on a device are from a trace of one micro-batch.
 
 State, gradients and batch are exact. Activations are the residuals of the trace: XLA keeps fewer
 where it recomputes them in a fusion, and needs workspace on top.
@@ -32,8 +33,9 @@ ONE_DEVICE = abstract_mesh(mesh_shape())
 def trace_step(
     config: TrainConfig, blueprint: Blueprint, loss: Loss, batch: Shapes
 ) -> tuple[Memory, Work]:
-    """Returns the memory of a step, and the work of a micro-batch, on a device of a mesh that
-    may be abstract.
+    """Returns the memory of a step, and the work of a micro-batch, on a device.
+
+    The mesh may be abstract.
     """
     sizes = mesh_sizes(blueprint.mesh)
     with as_current(blueprint.mesh):
@@ -89,8 +91,9 @@ def on_one_device(config: TrainConfig, task: Task) -> nnx.Module:
 
 
 def row_work(config: TrainConfig, task: Task, batch: Shapes) -> tuple[float, float]:
-    """Returns the FLOPs of a row in the products of both passes, and the bytes that it keeps for
-    the backward pass.
+    """Returns the FLOPs of a row in the products of both passes, and the bytes that it keeps.
+
+    These are for the backward pass.
 
     The model is whole, on one device. Recomputation does not count.
     """

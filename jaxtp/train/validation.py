@@ -77,9 +77,7 @@ def open_mesh(config: TrainConfig) -> Mesh:
 
 
 def check_decoder(config: TrainConfig, mesh: Mesh) -> None:
-    """Raises ConfigError or RematError if a decoder's settings do not fit the mesh or its
-    devices.
-    """
+    """Raises ConfigError or RematError if a decoder does not fit the mesh or its devices."""
     sizes = mesh_sizes(mesh)
     check(config, sizes)
     remat.policy(config.model.remat)
@@ -162,8 +160,9 @@ def share_of(config: TrainConfig, mesh: Mapping[str, int]) -> LocalShape:
 def violations_on(
     config: TrainConfig, mesh: Mapping[str, int], devices: int | None = None
 ) -> Iterator[str]:
-    """Yields each conflict of settings and mesh, with the nearest values that work; ignores
-    `config.mesh`.
+    """Yields each conflict of settings and mesh, with the nearest values that work.
+
+    Ignores `config.mesh`.
 
     Args:
       devices: number available, if known.

@@ -110,8 +110,9 @@ class Verifier:
         return step % self._every == 0
 
     def begin(self, step: int, state: nnx.State, batch: Batch, compute: Compute) -> nnx.State:
-        """Compares copies, computes the step once, and returns the state before it; donates
-        `state`.
+        """Compares copies, computes the step once, and returns the state before it.
+
+        Donates `state`.
 
         Raises:
           CorruptionError: copies differ.

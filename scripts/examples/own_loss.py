@@ -1,5 +1,6 @@
-"""jaxtp's decoder with a loss of one's own: label smoothing, and a second head for the token after
-the next.
+"""jaxtp's decoder with a loss of one's own.
+
+It has label smoothing, and a second head for the token after the next.
 
     python scripts/examples/own_loss.py --mesh fsdp=2,tp=4
 

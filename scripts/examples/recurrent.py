@@ -46,8 +46,9 @@ def loss(model: Recurrent, batch: dict[str, Array], key: Array) -> tuple[Array, 
 
 
 def batches(step: int, size: int = 64) -> dict[str, np.ndarray]:
-    """Returns samples `[64, 16, 1]`, and labels `[64]`: sine, square, triangle or sawtooth
-    waves.
+    """Returns samples `[64, 16, 1]`, and labels `[64]`.
+
+    They are sine, square, triangle or sawtooth waves.
     """
     random = np.random.default_rng(step)
     labels = random.integers(4, size=size)

@@ -1,5 +1,6 @@
-"""A reward model (Bradley-Terry): a score of a text, trained on pairs of which one text is
-preferred.
+"""A reward model (Bradley-Terry) that scores a text.
+
+It is trained on pairs with one preferred text.
 
     python scripts/examples/reward_model.py --mesh fsdp=2,tp=4
 

@@ -1,5 +1,6 @@
-"""A policy gradient: jaxtp's engine samples texts, a function rewards them, and a step on the same
-mesh learns from it.
+"""A policy gradient for jaxtp.
+
+jaxtp's engine samples texts, a function rewards them, and a step on the same mesh learns from it.
 
     python scripts/examples/rl_loop.py --mesh fsdp=2,tp=2
 

@@ -11,8 +11,9 @@ ROW = np.dtype([("images", np.float32, (SIDE, SIDE, 1)), ("labels", np.int32)])
 
 
 class Textures:
-    """A dataset of dicts with `images [16, 16, 1]` and `labels`, the direction and frequency of a
-    wave.
+    """A dataset of dicts with `images [16, 16, 1]` and `labels`.
+
+    Labels are the direction and frequency of a wave.
 
     It reads a file, and writes it first if there is none.
     """

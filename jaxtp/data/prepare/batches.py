@@ -58,8 +58,9 @@ class Batch:
 def batches(
     sources: Sequence[Source], fields: Fields, start: Position, on_error: str
 ) -> Iterator[Batch]:
-    """Yields documents from `start`; with `on_error` "stop", raises at a problem, after all
-    documents before it.
+    """Yields documents from `start`.
+
+    With `on_error` "stop", raises at a problem, after all documents before it.
     """
     done = 0
     batch = Batch(start)

@@ -1,5 +1,6 @@
-"""Converts conversations to documents: each assistant answer, with everything before it as its
-prompt.
+"""Converts conversations to documents.
+
+A document is an assistant answer, with everything before it as its prompt.
 
 A template may render an earlier answer differently from the last. A document per answer trains on
 exactly the inference input, but repeats the beginning of a conversation.
@@ -52,8 +53,9 @@ _PROBE = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}]
 
 
 class Conversations:
-    """Renders and tokenizes conversations; sets the tokenizer's prefix and end token to the
-    template's.
+    """Renders and tokenizes conversations.
+
+    It sets the tokenizer's prefix and end token to the template's.
     """
 
     def __init__(self, config: PrepareConfig, tokenizer: Tokenizer):
@@ -97,8 +99,9 @@ class Conversations:
 
     @property
     def day(self) -> str | None:
-        """The day that the template reads as today; None if it reads none, or until the dataset
-        has one.
+        """The day that the template reads as today.
+
+        It is None if the template reads none, or until the dataset has one.
         """
         return self._template.day
 
@@ -156,8 +159,9 @@ def template_of(config: PrepareConfig) -> tuple[str, str]:
 
 
 def first_day(config: PrepareConfig) -> str | None:
-    """Returns the day for a new dataset's template, which is today unless the user names one;
-    None without a day.
+    """Returns the day for a new dataset's template; None without a day.
+
+    It is today unless the user names one.
     """
     if config.messages is None or not writes_day(template_of(config)[0]):
         return None
@@ -219,8 +223,9 @@ def with_system(messages: list[Message], system: object) -> list[Message]:
 
 
 def checked(messages: object, media_as_text: bool) -> list[Message]:
-    """Returns messages with role and content, converted from ShareGPT's keys and from lists of
-    parts.
+    """Returns messages with role and content.
+
+    They are converted from ShareGPT's keys and from lists of parts.
     """
     if messages == []:
         raise ChatError("the list of messages is empty")

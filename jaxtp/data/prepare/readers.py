@@ -1,6 +1,4 @@
-"""Reads documents from text, JSONL, lists of JSON objects, Parquet and Hugging Face's
-`datasets`.
-"""
+"""Reads documents from text, JSONL, JSON lists, Parquet and Hugging Face's `datasets`."""
 
 import codecs
 import difflib
@@ -86,8 +84,9 @@ class PrepareError(UserError):
 
 
 class BadInputError(Exception):
-    """A row or the rest of a source is unusable; if `is_harmless`, it is only counted, whatever
-    `--on-error` is.
+    """A row or the rest of a source is unusable.
+
+    If `is_harmless`, it is only counted, whatever `--on-error` is.
     """
 
     def __init__(self, kind: str, complaint: str, *, is_harmless: bool = False):
@@ -368,8 +367,9 @@ class _Array:
         return mark
 
     def _read_more(self) -> None:
-        """Reads a chunk, as long as the rest of the text, so that a long item is parsed only a
-        few times.
+        """Reads a chunk, as long as the rest of the text.
+
+        A long item is then parsed only a few times.
         """
         left = self._text[self._at :]
         chunk = self._stream.read(max(ARRAY_CHUNK, len(left)))
@@ -534,8 +534,9 @@ _READERS: dict[str, Callable[[Source, int, Fields | None], Iterator[Item]]] = {
 
 
 def _columns(schema: "pyarrow.Schema", fields: Fields | None) -> list[str]:
-    """Returns the columns to read; refuses a column of texts that has another type, before any
-    value is read.
+    """Returns the columns to read.
+
+    Refuses a column of texts that has another type, before any value is read.
     """
     from pyarrow import types
 
@@ -553,8 +554,9 @@ def _columns(schema: "pyarrow.Schema", fields: Fields | None) -> list[str]:
 
 
 def _lines(content: BinaryIO, limit: int, skips: bool) -> Iterator[bytes]:
-    """Yields lines, cut after the limit; unless it `skips`, raises after a cut one, whose end
-    may be far away.
+    """Yields lines, cut after the limit.
+
+    Unless it `skips`, raises after a cut one, whose end may be far away.
     """
     while line := content.readline(limit + 1):
         yield line
@@ -567,8 +569,9 @@ def _lines(content: BinaryIO, limit: int, skips: bool) -> Iterator[bytes]:
 
 @contextmanager
 def open_stream(path: Path, max_window: int) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Yields a file's unpacked content by its suffix, and the file; zstd may use `max_window`
-    bytes of memory.
+    """Yields a file's unpacked content by its suffix, and the file.
+
+    zstd may use `max_window` bytes of memory.
     """
     suffix = path.suffix.lower()
     with path.open("rb") as file:
@@ -603,8 +606,9 @@ class _Unpacked(io.RawIOBase):
 
 
 def _unpack_zstd(file: BinaryIO, max_window: int) -> Iterator[memoryview]:
-    """Yields the content of all frames; the library's own reader does not notice a truncated
-    frame.
+    """Yields the content of all frames.
+
+    The library's own reader does not notice a truncated frame.
     """
     import zstandard
 
@@ -688,8 +692,9 @@ def _parse(content: bytes, fields: Fields | None) -> object:
 
 
 def _may_repeat(content: bytes, fields: Fields | None) -> bool:
-    """Returns whether the keys of a row are worth counting, which takes longer than to parse a
-    short row.
+    """Returns whether the keys of a row are worth counting.
+
+    Counting takes longer than to parse a short row.
     """
     if fields is None:
         return False
@@ -699,8 +704,9 @@ def _may_repeat(content: bytes, fields: Fields | None) -> bool:
 
 
 def _decoder(repeated: list[str], fields: Fields | None) -> json.JSONDecoder:
-    """Returns a decoder that appends to `repeated` the keys that an object has twice; Python
-    keeps the last value.
+    """Returns a decoder that appends to `repeated` the keys that an object has twice.
+
+    Python keeps the last value.
     """
 
     def unique(pairs: list[tuple[str, object]]) -> Row:
@@ -736,8 +742,9 @@ def _too_deep() -> BadInputError:
 
 
 def _require_few_values(content: bytes) -> None:
-    """Counts values outside of strings, because a value of two bytes takes a hundred as an
-    object.
+    """Counts values outside of strings.
+
+    A value of two bytes takes a hundred as an object.
     """
     marks = (b",", b"[", b"{")
     if sum(map(content.count, marks)) <= MAX_VALUES:

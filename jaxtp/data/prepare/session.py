@@ -313,8 +313,9 @@ class SplitWriter:
     def append(
         self, parts: Iterable[Tokens], prompt: int, text_bytes: int, *, may_end: bool = True
     ) -> int:
-        """Writes a document with a nonempty part, after which the shard may end; returns its
-        number of tokens.
+        """Writes a document with a nonempty part; returns its number of tokens.
+
+        The shard may end after the document.
         """
         length = 0
         progress = self.progress

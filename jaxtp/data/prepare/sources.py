@@ -140,8 +140,9 @@ def find_sources(config: PrepareConfig) -> list[Source]:
 
 
 def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
-    """Detects and prints the layout of conversations by the first row's keys, unless a field is
-    named.
+    """Detects and prints the layout of conversations by the first row's keys.
+
+    It does so unless a field is named.
     """
     source = next((source for source in sources if source.format != TEXT), None)
     if config.preference:
@@ -164,9 +165,7 @@ def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
 
 
 def _with_layout_of_pairs(config: PrepareConfig, source: Source) -> PrepareConfig:
-    """Reads conversations if there are messages in the first row, or a template is named; else
-    texts.
-    """
+    """Reads conversations if the first row has messages or a template is named; else texts."""
     row = readers.first_row(source, config.fields)
     has_messages = any(
         isinstance(row.get(name), list | dict) for name in config.fields.names_in(row)
@@ -265,8 +264,9 @@ def _file(path: Path, status: os.stat_result, config: PrepareConfig, in_folder: 
 
 
 def _format_in_folder(path: Path, config: PrepareConfig) -> str:
-    """Returns the format by suffix. A `.json` file among sources is text, unless the command
-    reads rows with fields.
+    """Returns the format by suffix.
+
+    A `.json` file among sources is text, unless the command reads rows with fields.
     """
     suffix = _suffix(path)
     if suffix in _NOT_TEXT:
@@ -280,8 +280,9 @@ def _format_in_folder(path: Path, config: PrepareConfig) -> str:
 
 
 def _format_of_named(path: Path, config: PrepareConfig) -> str:
-    """Returns the format by suffix and first bytes; raises `PrepareError` for a file that is no
-    text and no rows.
+    """Returns the format by suffix and first bytes.
+
+    Raises `PrepareError` for a file that is no text and no rows.
     """
     suffix = _suffix(path)
     format = format_of(path)
@@ -325,8 +326,9 @@ def _format_of_json(path: Path, config: PrepareConfig) -> str | None:
 
 
 def _refuse_json(path: Path, config: PrepareConfig) -> str:
-    """Raises `PrepareError`; returns TEXT for a file that is empty or broken, which the reader
-    refuses.
+    """Raises `PrepareError`; returns TEXT for an empty or broken file.
+
+    The reader refuses such a file.
     """
     start = _first_bytes(path, config)
     if not start.strip():
@@ -355,8 +357,9 @@ def _first_bytes(path: Path, config: PrepareConfig) -> bytes:
 
 
 def _signed(path: Path) -> tuple[str, str] | None:
-    """Returns a description and advice if the first bytes, still packed, are never those that
-    text has.
+    """Returns a description and advice if the first bytes are never a text's.
+
+    They are still packed.
     """
     start = b""
     if path.suffix.lower() not in (GZIP, ZSTD):

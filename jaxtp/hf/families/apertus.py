@@ -1,5 +1,6 @@
-"""Apertus: a plain MLP whose activation has two learned scalars, norms of queries and keys
-(arXiv 2509.14233).
+"""Apertus (arXiv 2509.14233).
+
+It has a plain MLP whose activation has two learned scalars, and norms of queries and keys.
 """
 
 from jaxtp.hf.families import family as base

@@ -1,5 +1,6 @@
-"""Cohere's Command R and R7B: a parallel block with one LayerNorm without bias, interleaved
-rotation, scaled logits.
+"""Cohere's Command R and R7B.
+
+They have a parallel block with one LayerNorm without bias, interleaved rotation, and scaled logits.
 """
 
 from dataclasses import replace

@@ -1,5 +1,6 @@
-"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention, and experts chosen
-within groups.
+"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437).
+
+They have latent attention, and experts chosen within groups.
 
 Kimi-K2 and Moonlight are DeepSeek-V3 in other sizes.
 """

@@ -1,5 +1,6 @@
-"""dots.llm1: experts chosen by sigmoid scores within groups, and shared experts (arXiv
-2506.05767).
+"""dots.llm1 (arXiv 2506.05767).
+
+It has experts chosen by sigmoid scores within groups, and shared experts.
 """
 
 from jaxtp.hf.families import family as base

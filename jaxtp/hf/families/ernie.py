@@ -1,5 +1,6 @@
-"""Ernie 4.5, dense and with experts: Llama with interleaved rotation; Ernie 4.5 technical
-report, 2025.
+"""Ernie 4.5, dense and with experts: Llama with interleaved rotation.
+
+See the Ernie 4.5 technical report, 2025.
 """
 
 from dataclasses import replace

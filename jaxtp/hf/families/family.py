@@ -23,8 +23,9 @@ Layout = Literal["separate", "stacked"]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A file's tensor name (`theirs`) and the dotted path of the parameter (`ours`), without the
-    index of its stack.
+    """A file's tensor name (`theirs`) and the dotted path of the parameter (`ours`).
+
+    The path has no index of its stack.
 
     Entries with the same `theirs` are parts of one tensor, concatenated along the output dim, or
     cut into chunks that alternate. Entries with the same `ours` are alternatives; a file may use
@@ -92,8 +93,9 @@ LayerType = Literal[AttentionType, "rope", "no_rope", "experts", "dense"]
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A multimodal `model_type`: its config.json has the text model's attributes in
-    `text_config`.
+    """A multimodal `model_type`.
+
+    Its config.json has the text model's attributes in `text_config`.
     """
 
     model_type: str
@@ -376,8 +378,9 @@ STACKED_EXPERTS = tuple(
 
 
 def separate_experts(module: str, **names: str) -> tuple[Tensor, ...]:
-    """Returns the tensors of a layer's module with one per expert; `names` are file names of
-    gate, up and down.
+    """Returns the tensors of a layer's module with one per expert.
+
+    `names` are file names of gate, up and down.
     """
     before = f"model.layers.{{layer}}.{module}.experts.{{expert}}"
     return tuple(
@@ -429,8 +432,9 @@ ACTIVATIONS: Mapping[str, str] = {
 
 
 def only(name: str, *values: object, default: object = None) -> Attribute:
-    """Returns an attribute whose other values would change the model; a missing one has its
-    `default`.
+    """Returns an attribute whose other values would change the model.
+
+    A missing one has its `default`.
     """
     return Attribute(name, (), dict.fromkeys(values), default)
 
@@ -477,8 +481,9 @@ def grouped_experts(
 def first_dense(
     width: int | None, shared: int | None = None
 ) -> Mapping[LayerType, tuple[Attribute, ...]]:
-    """Returns DeepSeek's widths of experts, shared experts and dense layers, with their
-    defaults.
+    """Returns DeepSeek's widths of experts, shared experts and dense layers.
+
+    Missing ones have their defaults.
     """
     return {
         "experts": (

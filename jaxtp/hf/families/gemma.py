@@ -1,5 +1,6 @@
-"""Gemma 1 (arXiv 2403.08295), 2 (2408.00118), the text models of Gemma 3 (2503.19786), and
-VaultGemma (2510.15001).
+"""Gemma 1 (arXiv 2403.08295), 2 (2408.00118), VaultGemma (2510.15001), and Gemma 3's text models.
+
+Gemma 3 is arXiv 2503.19786.
 """
 
 from dataclasses import replace

@@ -1,5 +1,6 @@
-"""GPT-NeoX and Pythia: a parallel block with two LayerNorms, biases, partly rotated heads (arXiv
-2204.06745).
+"""GPT-NeoX and Pythia (arXiv 2204.06745).
+
+They have a parallel block with two LayerNorms, biases, and partly rotated heads.
 
 GPT-Neo: GPT-2 with windows and without a scale of attention scores (github.com/EleutherAI/gpt-neo).
 """

@@ -1,5 +1,6 @@
-"""gpt-oss: attention sinks, windows in every other layer, and experts with biases, often in
-MXFP4 (2508.10925).
+"""gpt-oss (arXiv 2508.10925).
+
+It has attention sinks, windows in every other layer, and experts with biases, often in MXFP4.
 """
 
 from jaxtp.hf.families import family as base

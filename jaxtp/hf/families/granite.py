@@ -1,5 +1,6 @@
-"""Granite 3 and 4: Llama with factors of embeddings, scores, branches and logits, dense or with
-experts (2407.13739).
+"""Granite 3 and 4, dense or with experts (arXiv 2407.13739).
+
+They are Llama with factors of embeddings, scores, branches and logits.
 
 Granite 4 (model_type granitemoehybrid) has a dense MLP, with or without experts. Its Mamba-2 layers
 are not supported.

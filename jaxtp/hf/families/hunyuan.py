@@ -1,5 +1,6 @@
-"""Hunyuan (dense): Llama whose queries and keys are normalized after the rotation, with a scaled
-base.
+"""Hunyuan (dense): Llama with queries and keys normalized after the rotation.
+
+Its base is scaled.
 """
 
 from jaxtp.hf.families import family as base

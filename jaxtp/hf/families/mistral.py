@@ -1,5 +1,7 @@
-"""Mistral: Llama with a sliding window (arXiv 2310.06825); Mixtral: with experts in every layer
-(arXiv 2401.04088).
+"""Mistral and Mixtral.
+
+Mistral is Llama with a sliding window (arXiv 2310.06825); Mixtral has experts in every layer (arXiv
+2401.04088).
 
 Ministral: Mistral with a window in some layers. Ministral 3: Mistral whose queries grow with their
 position. Mistral 4: DeepSeek's attention and groups of experts, with softmax scores and such

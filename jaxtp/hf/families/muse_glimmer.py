@@ -1,5 +1,7 @@
-"""Muse Glimmer: a gate on the heads' results, queries and keys without learned norms, layers
-without rotation.
+"""Muse Glimmer.
+
+It has a gate on the heads' results, queries and keys without learned norms, and layers without
+rotation.
 """
 
 from dataclasses import replace

@@ -1,5 +1,6 @@
-"""Nemotron-4 and Minitron: LayerNorms of factor 1 + scale, squared ReLU, partly rotated heads
-(arXiv 2402.16819).
+"""Nemotron-4 and Minitron (arXiv 2402.16819).
+
+They have LayerNorms of factor 1 + scale, squared ReLU, and partly rotated heads.
 """
 
 from dataclasses import replace

@@ -1,5 +1,6 @@
-"""OLMo (arXiv 2402.00838), OLMo 2 (2501.00656), OLMo 3 (2512.13961), OLMoE (2409.02060) and
-FlexOlmo (2507.07024).
+"""OLMo, OLMo 2, OLMo 3, OLMoE and FlexOlmo.
+
+See arXiv 2402.00838, 2501.00656, 2512.13961, 2409.02060 and 2507.07024.
 
 From OLMo 2 on, norms follow attention and MLP, and queries and keys are normalized over all heads,
 as in OLMoE.

@@ -1,5 +1,6 @@
-"""Phi-1, 1.5 and 2: a parallel block with one LayerNorm, biases, partly rotated heads (arXiv
-2309.05463).
+"""Phi-1, 1.5 and 2 (arXiv 2309.05463).
+
+They have a parallel block with one LayerNorm, biases, and partly rotated heads.
 """
 
 from dataclasses import replace

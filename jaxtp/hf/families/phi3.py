@@ -1,5 +1,6 @@
-"""Phi-3, Phi-4-mini: Llama with fused q/k/v and gate/up kernels in the file (arXiv 2404.14219,
-2503.01743).
+"""Phi-3 and Phi-4-mini (arXiv 2404.14219, 2503.01743).
+
+They are Llama with fused q/k/v and gate/up kernels in the file.
 """
 
 from dataclasses import replace

@@ -1,5 +1,6 @@
-"""Qwen3-Next and Qwen 3.5, 3.6 and 3.8: most layers have Gated DeltaNet (arXiv 2412.06464), the
-others gated heads.
+"""Qwen3-Next and Qwen 3.5, 3.6 and 3.8.
+
+Most layers have Gated DeltaNet (arXiv 2412.06464), the others gated heads.
 """
 
 from dataclasses import replace

@@ -1,5 +1,6 @@
-"""StableLM 2: Llama with LayerNorms and partly rotated heads; 12B has a parallel block (arXiv
-2402.17834).
+"""StableLM 2 (arXiv 2402.17834): Llama with LayerNorms and partly rotated heads.
+
+12B has a parallel block.
 """
 
 from dataclasses import replace

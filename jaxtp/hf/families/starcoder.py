@@ -1,4 +1,6 @@
-"""StarCoder 1, like GPT-2 with one key/value head (arXiv 2305.06161); StarCoder 2, Llama with
+"""StarCoder 1 and 2.
+
+StarCoder 1 is like GPT-2 with one key/value head (arXiv 2305.06161), StarCoder 2 is Llama with
 LayerNorms and biases (arXiv 2402.19173).
 """
 

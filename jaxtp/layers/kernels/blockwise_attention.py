@@ -1,5 +1,6 @@
-"""Causal attention by blocks in plain `lax`, for every backend; it never holds more than one block
-of scores.
+"""Causal attention by blocks in plain `lax`, for every backend.
+
+It never holds more than one block of scores.
 
 It visits pairs of a query block and a key block with an online softmax (Dao et al., arXiv
 2205.14135). The backward pass recomputes scores from the log-sum-exp; autodiff of the loop would
@@ -53,8 +54,9 @@ def blockwise_attention(
     part: Part | None = None,
     sinks: Array | None = None,
 ) -> Array:
-    """Returns values weighted by causal attention, `[B, T, N, values' width]`; 0 if a query sees
-    nothing.
+    """Returns values weighted by causal attention, `[B, T, N, values' width]`.
+
+    It is 0 if a query sees nothing.
 
     Args:
       q_BTNH: queries; head n attends to kv head n // (N // K).

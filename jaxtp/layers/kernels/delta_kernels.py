@@ -1,5 +1,6 @@
-"""The gated delta rule's recurrence over chunks as a Pallas kernel for NVIDIA GPUs, compiled by
-Triton.
+"""The gated delta rule's recurrence over chunks as a Pallas kernel for NVIDIA GPUs.
+
+Triton compiles it.
 
 A program holds columns of one head's state on the chip and visits the chunks. Precision and
 determinism: see `fused_attention.py`.
@@ -34,8 +35,9 @@ _PREFETCHED = 2**14
 def chunk_states(
     w: Array, u: Array, k_decayed: Array, decay: Array, state: Array
 ) -> tuple[Array, Array, Array]:
-    """Returns the state before each chunk, the new values and the final state; see
-    `delta_rule.chunk_states`.
+    """Returns the state before each chunk, the new values and the final state.
+
+    See `delta_rule.chunk_states`.
 
     Off CUDA the kernel runs in Pallas' interpreter, slowly, for tests.
 

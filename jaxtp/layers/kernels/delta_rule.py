@@ -49,8 +49,9 @@ class Tokens(NamedTuple):
 def delta_rule(
     tokens: Tokens, state: State = None, *, chunk: int = 64, scan: Scan | None = None
 ) -> tuple[Array, Array]:
-    """Returns what the queries read, `[B, T, Hv, V]`, and the final state, `[B, Hv, K, V]`, at
-    least float32.
+    """Returns the queries' results, `[B, T, Hv, V]`, and the final state, `[B, Hv, K, V]`.
+
+    They are at least float32.
 
     Products are in the dtype of `v` with float32 sums. The backward pass saves the arguments and
     `CARRIED`.
@@ -94,9 +95,7 @@ def delta_rule(
 def delta_step(
     q: Array, k: Array, v: Array, log_decay: Array, write: Array, state: Array
 ) -> tuple[Array, Array]:
-    """Returns what one token of each row reads, `[B, Hv, V]`, and the new state,
-    `[B, Hv, K, V]`.
-    """
+    """Returns one token's result of each row, `[B, Hv, V]`, and the new state, `[B, Hv, K, V]`."""
     q, k = (jnp.repeat(x.astype(state.dtype), v.shape[1] // x.shape[1], axis=1) for x in (q, k))
     decay = jnp.exp(log_decay)[..., None]
     # XLA would copy a state that is decayed, grouped or transposed before the product, and not
@@ -193,8 +192,9 @@ def _by_head(x: Array) -> Array:
 def chunk_states(
     w: Array, u: Array, k_decayed: Array, decay: Array, state: Array
 ) -> tuple[Array, Array, Array]:
-    """Returns the states at the chunks' beginnings `[B, H, C, K, V]`, the new values and the final
-    state.
+    """Returns the states at the chunks' beginnings, the new values and the final state.
+
+    The first are `[B, H, C, K, V]`.
 
     In each chunk, new values = u - w S and then S = decay * S + k_decayed^T (new values).
 
@@ -271,8 +271,9 @@ states_by.defvjp(_forward, _backward)
 
 @jax.custom_vjp
 def unit_inverse(below: Array) -> Array:
-    """Returns the inverse of the identity plus `below`, which is zero on and above the diagonal,
-    `[..., c, c]`.
+    """Returns the inverse of the identity plus `below`, `[..., c, c]`.
+
+    `below` is zero on and above the diagonal.
 
     By blocks: two of half the size, then the block below them. Powers of `below` can be large where
     the inverse is not.

@@ -1,5 +1,6 @@
-"""Causal self-attention as fused Pallas kernels for NVIDIA GPUs, compiled by Triton; they never
-store `[T, T]` scores.
+"""Causal self-attention as fused Pallas kernels for NVIDIA GPUs, compiled by Triton.
+
+They never store `[T, T]` scores.
 
 The algorithm is FlashAttention-2 (Dao, arXiv 2307.08691). A program holds a block of rows on the
 chip and visits the blocks that these rows see, or are seen by:
@@ -96,8 +97,9 @@ def fused_attention(
     part: Part | None = None,
     sinks: Array | None = None,
 ) -> Array:
-    """Returns values weighted by causal attention, `[B, T, N, values' width]`; 0 if a query sees
-    nothing.
+    """Returns values weighted by causal attention, `[B, T, N, values' width]`.
+
+    It is 0 if a query sees nothing.
 
     For the arguments see `blockwise_attention`. Off CUDA the kernels run in Pallas' interpreter,
     slowly, for tests.

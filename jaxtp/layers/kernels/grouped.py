@@ -39,8 +39,9 @@ def grouped_matmul(rows_MK: Array, kernels_EKN: Array, sizes_E: Array, method: M
 
 
 def is_dense(method: Method, platform: str | None) -> bool:
-    """Returns whether all rows are multiplied by all kernels: E times the FLOPs, forward and
-    backward.
+    """Returns whether all rows are multiplied by all kernels.
+
+    That takes E times the FLOPs, forward and backward.
 
     On an NVIDIA GPU this takes `2 E M K` elements of temporary memory.
     """
@@ -48,8 +49,9 @@ def is_dense(method: Method, platform: str | None) -> bool:
 
 
 def pick_method(requested: Implementation, platform: str | None) -> tuple[Method, str]:
-    """Returns the method and the reason; `unsupported` checks a requested method. Platform None:
-    unknown.
+    """Returns the method and the reason; `unsupported` checks a requested method.
+
+    Platform None is unknown.
     """
     if requested != "auto":
         return requested, "as configured"

@@ -1,5 +1,6 @@
-"""Grouped products as fused Pallas kernels for NVIDIA GPUs, compiled by Triton; rows are neither
-padded nor moved.
+"""Grouped products as fused Pallas kernels for NVIDIA GPUs, compiled by Triton.
+
+Rows are neither padded nor moved.
 
     kernel      one program per                  sums over         writes
     product     column block of a tile of rows   the rows' width   outputs, or the rows' gradients
@@ -45,8 +46,9 @@ class Blocks:
 def product_blocks(
     num_rows: int, groups: int, columns: int, summed: int, dtype: DTypeLike
 ) -> Blocks:
-    """Returns the blocks of products; small groups get small tiles, because last tiles are half
-    empty.
+    """Returns the blocks of products.
+
+    Small groups get small tiles, because last tiles are half empty.
     """
     rows, warps = (128, 8) if num_rows >= 512 * groups else (64, 4)
     return Blocks(rows, _fitting(columns, 128), _fitting(summed, _depth(dtype)), warps, 3)

@@ -1,5 +1,6 @@
-"""Attention kernels: one table of their capabilities and costs, and the choice of
-`model.attention: auto`; `pick_scan`.
+"""Attention kernels and the choice of `model.attention: auto`; `pick_scan`.
+
+One table has their capabilities and costs.
 
 No kernel gets a `[T, T]` mask, which tp would not split: `blockwise` and `fused` take the first and
 last key of each query (`activations.key_ranges`). cuDNN is the fastest on Hopper only: 1.7 to 2.3
@@ -70,8 +71,9 @@ def architecture_of(device: Any) -> str:
 
 
 def matmul_problem(matmul: str, architecture: str) -> str | None:
-    """Returns why a device, by `architecture_of`, has no products in the dtype of
-    `Precision.matmul`, or None.
+    """Returns why a device has no products in the dtype of `Precision.matmul`, or None.
+
+    `architecture_of` gives the device.
     """
     platform, _, capability = architecture.partition(" ")
     least = LEAST_CAPABILITY.get(matmul, 0.0)
@@ -100,8 +102,9 @@ def _capability(kind: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """Properties of an attention call that decide its kernel; None means unknown and excludes no
-    kernel.
+    """Properties of an attention call that decide its kernel.
+
+    None means unknown and excludes no kernel.
     """
 
     head_dim: int
@@ -309,8 +312,9 @@ def _xla(
 
 
 def _jax_attention(q: Array, k: Array, v: Array, **settings: Any) -> Array:
-    """Attends with JAX; float16 via float32, because JAX requests a float16 product that CPUs
-    lack.
+    """Attends with JAX; float16 via float32.
+
+    JAX requests a float16 product that CPUs lack.
     """
     wide = jnp.float32 if q.dtype == jnp.float16 else q.dtype
     return jax.nn.dot_product_attention(*(x.astype(wide) for x in (q, k, v)), **settings).astype(
@@ -327,8 +331,9 @@ def masked_attention(
     softcap: float | None,
     sinks: Array | None = None,
 ) -> Array:
-    """Attends to keys and values `[B, K, S, H]` with an explicit mask; each query must see a
-    key.
+    """Attends to keys and values `[B, K, S, H]` with an explicit mask.
+
+    Each query must see a key.
     """
     k_BKSH, v_BKSH = keys_values
     rows, length, heads, width = q_BTNH.shape
@@ -451,7 +456,8 @@ def unsupported(requested: KernelChoice, use: Use) -> Iterator[str]:
 
 def pick_scan(key_dim: int, platform: str | None) -> tuple[Scan | None, str]:
     """Returns what computes the states of Gated DeltaNet, None for `lax`, and the reason.
-    Platform None: unknown.
+
+    Platform None is unknown.
     """
     use = Use(head_dim=key_dim, platform=platform)
     if use.family not in (None, "cuda"):

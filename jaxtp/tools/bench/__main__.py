@@ -1,5 +1,6 @@
-"""`jaxtp bench`: times collectives along each mesh axis, and the matrix products of a transformer
-block.
+"""`jaxtp bench`: times collectives along each mesh axis, and matrix products.
+
+These are the products of a transformer block.
 
 A collective is timed in a loop within one program: starting a program from Python takes longer than
 a small message. All groups along an axis communicate at once. Compiled for an H100, the loop adds
@@ -418,8 +419,9 @@ KINDS: Mapping[str, Callable[[Array, str], Array]] = {
 def measure_messages(
     mesh: Mesh, dtype: str, sizes: Sequence[int], rounds: int, in_a_row: int
 ) -> Iterator[Message]:
-    """Times every kind of collective along every axis larger than 1, on messages of `sizes`
-    bytes.
+    """Times every kind of collective along every axis larger than 1.
+
+    Messages have `sizes` bytes.
     """
     make = jax.jit(
         jax.random.normal, static_argnums=(1, 2), out_shardings=NamedSharding(mesh, P(AXES))
@@ -438,8 +440,9 @@ def measure_messages(
 
 
 def repeated(kind: str, axis: str, times: int) -> Callable[[Array], Array]:
-    """Returns a function that runs a collective `times` times on an array split over all
-    devices.
+    """Returns a function that runs a collective `times` times.
+
+    It runs on an array split over all devices.
     """
 
     def body(x: Array) -> Array:

@@ -223,8 +223,9 @@ class Verdict:
 
 
 def dtypes(config: TrainConfig) -> list[str]:
-    """Returns the dtypes to check: float32, `precision.matmul`, then the coarsest 16-bit dtype
-    of the configuration.
+    """Returns the dtypes to check.
+
+    They are float32, `precision.matmul`, then the coarsest 16-bit dtype of the configuration.
     """
     of_model = {*asdict(config.model.precision).values(), config.optimizer.first_moment}
     in_matmul = (

@@ -80,8 +80,9 @@ class _Recorder:
         sequences: Sequences,
         experts: object = None,
     ) -> tuple[Array, list[None]]:
-        """Replaces `Decoder.with_routing`, whose scan and remat would hide the modules of its
-        blocks.
+        """Replaces `Decoder.with_routing`.
+
+        Its scan and remat would hide the modules of its blocks.
         """
         self.order = replace(sequences, segments=None, experts=None)
         self.length = ids_BT.shape[1]
@@ -116,8 +117,9 @@ class _Recorder:
 def first_difference(
     config: TrainConfig, case: Case, initial: Arrays, tolerance: float, subject: Subject = Subject()
 ) -> str | None:
-    """Names the first module whose output or backward pass has a relative L2 error above
-    `tolerance`.
+    """Names the first module whose output or backward pass differs.
+
+    It has a relative L2 error above `tolerance`.
     """
     traces = []
     for each in (ONE_DEVICE, case) if case != ONE_DEVICE else (case,):

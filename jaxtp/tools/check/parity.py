@@ -110,8 +110,9 @@ class Errors:
     """
 
     def allowed(self, name: str, tolerance: Tolerance) -> float:
-        """Returns the tolerance of an array, `LOSS` or `GRAD_NORM`: at least twice its rounding
-        error on one device.
+        """Returns the tolerance of an array, `LOSS` or `GRAD_NORM`.
+
+        It is at least twice its rounding error on one device.
         """
         least = tolerance.scalar if name in (LOSS, GRAD_NORM) else tolerance.tensor
         rounding = self.rounding.get(name, 0.0)
@@ -119,8 +120,9 @@ class Errors:
         return 100.0 if rounding > 0.25 else max(least, 2 * rounding)
 
     def worst(self, tolerance: Tolerance) -> tuple[str, str]:
-        """Returns the gradient and updated array with the largest errors relative to their
-        tolerance; NaN first.
+        """Returns the gradient and updated array with the largest errors.
+
+        Errors are relative to their tolerance, and NaN comes first.
         """
 
         def worst(errors: Mapping[str, float]) -> str:
@@ -144,8 +146,9 @@ class Errors:
 def initial_arrays(
     config: TrainConfig, subject: Subject = Subject(), noise: float = NOISE
 ) -> Arrays:
-    """Returns the unpadded initial state, with noise added to the weights; of a user's model
-    only to parameters.
+    """Returns the unpadded initial state, with noise added to the weights.
+
+    A user's model gets noise only in parameters.
     """
     if config.model.lora.base != "full":
         arrays = dict(
@@ -166,8 +169,9 @@ def initial_arrays(
 def on_one_device(
     config: TrainConfig, initial: Arrays, subject: Subject, *, replayed: Numbers | None = None
 ) -> tuple[Arrays, Numbers, Numbers]:
-    """Returns the initial state, its numbers on one device, and the numbers of another run, for
-    `Errors.rounding`.
+    """Returns the initial state, its numbers on one device, and those from another run.
+
+    The latter are for `Errors.rounding`.
 
     For a user's task, and in float8, the other run changes the last digits of the weights. Noise
     that makes a loss infinite is left out of the initial state.
@@ -230,8 +234,9 @@ def program(
     replayed: Numbers | None = None,
     subject: Subject = Subject(),
 ) -> Callable[..., Numbers]:
-    """Compiles three updates from one state, or one for each, with the expert choices of
-    `replayed`.
+    """Compiles three updates from one state, or one for each.
+
+    They have the expert choices of `replayed`.
     """
     config = replace_nested(on_case(config, case), {"metrics.norm_groups": ()})
     mesh = mesh_of(case.sizes)
@@ -296,8 +301,9 @@ def program(
 
 
 def compare(actual: Numbers, expected: Numbers, exact: Numbers | None = None) -> Errors:
-    """Returns a mesh's errors relative to one device; `exact` is another run on one device, for
-    `Errors.rounding`.
+    """Returns a mesh's errors relative to one device.
+
+    `exact` is another run on one device, for `Errors.rounding`.
     """
     margins, choices = _flipped(actual, expected)
     return Errors(

@@ -92,8 +92,9 @@ def plan(config: TrainConfig, meshes: Sequence[str] = ()) -> tuple[TrainConfig, 
 
 
 def own_model_cases(config: TrainConfig, meshes: Sequence[str], *, over_cp: bool) -> list[Case]:
-    """Returns the requested or default meshes for a model of the user's, whether or not its plan
-    fits them.
+    """Returns the requested or default meshes for a model of the user's.
+
+    Its plan need not fit them.
     """
     if meshes:
         return [Case(sizes, False) for sizes in _requested_sizes(meshes).values()]
@@ -135,8 +136,9 @@ def _requested_cases(config: TrainConfig, meshes: Sequence[str]) -> list[Case]:
 
 
 def default_cases(config: TrainConfig, mesh: Mapping[str, int]) -> list[Case]:
-    """Returns the configuration's mesh, scaled down to 16 devices, and meshes for each axis
-    separately and together.
+    """Returns the configuration's mesh, and meshes for each axis separately and together.
+
+    The former is scaled down to 16 devices.
     """
     scaled = _scaled_down(mesh)
     runnable = [tp for tp in range(2, MAX_DEVICES + 1) if cases_of(config, mesh_shape(tp=tp))]
@@ -171,8 +173,9 @@ def default_cases(config: TrainConfig, mesh: Mapping[str, int]) -> list[Case]:
 def cases_of(
     config: TrainConfig, sizes: Mapping[str, int], first_method: Context = "auto"
 ) -> list[Case]:
-    """Returns a mesh's cases, the configuration's own first; an empty list if the model cannot
-    run on it.
+    """Returns a mesh's cases, the configuration's own first.
+
+    The list is empty if the model cannot run on it.
     """
     methods = sorted(methods_of(config, sizes), key=lambda method: method != first_method)
     split = is_split(None, config.data.sequence_length, sizes)
@@ -186,8 +189,9 @@ def cases_of(
 
 
 def methods_of(config: TrainConfig, sizes: Mapping[str, int]) -> list[Context]:
-    """Returns the cp attention methods to check: the configuration's, and for auto also the
-    others.
+    """Returns the cp attention methods to check.
+
+    They are the configuration's, and for auto also the others.
     """
     attending = attention_blocks(config.model)
     if sizes[CP] == 1 or config.mesh.context != "auto" or not attending:
@@ -216,8 +220,9 @@ def on_case(config: TrainConfig, case: Case) -> TrainConfig:
 
 
 def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
-    """Returns a small configuration with the same architecture and parallel structure, for all
-    cases.
+    """Returns a small configuration for all cases.
+
+    It has the same architecture and parallel structure.
     """
     same_batches = config.data.batches is not None
     meshes = [case.sizes for case in cases]

@@ -64,8 +64,9 @@ class Subject:
 
     @property
     def is_audited(self) -> bool:
-        """Whether the modules declare all collectives of a step: in a decoder with its own loss
-        and data.
+        """Whether the modules declare all collectives of a step.
+
+        A decoder's do, with its own loss and data.
         """
         return not self.task.has_own_model and self.task.loss is None and self.task.batches is None
 
@@ -88,8 +89,9 @@ class Subject:
 def open_subject(
     config: TrainConfig, meshes: Sequence[str]
 ) -> tuple[TrainConfig, list[Case], Subject]:
-    """Loads the parts that a configuration names; returns its small configuration, the cases, and
-    the subject.
+    """Loads the parts that a configuration names.
+
+    Returns its small configuration, the cases, and the subject.
 
     Raises:
       ValueError: a user's mistake, as in a run, or a model that is too large.

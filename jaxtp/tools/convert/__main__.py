@@ -107,8 +107,9 @@ OptionalDir = Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")]
 
 @dataclass(frozen=True, kw_only=True)
 class MeshFlags:
-    """Devices that hold the model during the conversion; without GPUs they are virtual devices
-    of this host.
+    """Devices that hold the model during the conversion.
+
+    Without GPUs they are virtual devices of this host.
     """
 
     fsdp: int = 1
@@ -218,8 +219,9 @@ COMMANDS: dict[str, Command[Any]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns 0, 2 for a user's mistake, 3 for weights that are not finite,
-    130 for Ctrl-C.
+    """Runs the command and returns its exit code.
+
+    It is 0, 2 for a user's mistake, 3 for weights that are not finite, 130 for Ctrl-C.
     """
     silence_orbax()
     return entry.attempt(PROGRAM, lambda: _run(argv))
@@ -278,8 +280,9 @@ def _save(
 
 
 def export_run(command: Export) -> str:
-    """Writes a checkpoint, or a model with adapters, as a folder in Hugging Face format; returns
-    a message.
+    """Writes a checkpoint, or a model with adapters, in Hugging Face format.
+
+    Returns a message.
     """
     mesh = command.mesh.make()  # before `open_stored`, which starts JAX's backend
     settings = SourceConfig(
@@ -332,8 +335,9 @@ def export_run(command: Export) -> str:
 
 
 def _origin(command: Export, source: StoredModel) -> Path | None:
-    """Returns the folder of a model that is more than a text model; raises `HFError` if it is
-    gone.
+    """Returns the folder of a model that is more than a text model.
+
+    Raises `HFError` if it is gone.
     """
     multimodal = command.family in WRAPPERS
     if command.text_only or (command.family is not None and not multimodal):
@@ -413,8 +417,9 @@ def _list_lines() -> Iterator[str]:
 
 
 def plan_lines(path: Path, ignore_config: Collection[str] = ()) -> Iterator[str]:
-    """Yields a table with a line per module; raises `HFError` as `read_config`, or for an
-    invalid plan.
+    """Yields a table with a line per module.
+
+    Raises `HFError` as `read_config`, or for an invalid plan.
     """
     attributes = read_attributes(path)
     source = str(path / CONFIG)

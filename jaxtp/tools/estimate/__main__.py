@@ -125,8 +125,9 @@ COMMAND = Command(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns 0, 1 if nothing fits or tier 3 disagrees, 2 for a user's
-    mistake.
+    """Runs the command and returns its exit code.
+
+    It is 0, 1 if nothing fits or tier 3 disagrees, 2 for a user's mistake.
     """
     return (
         foreign.main(argv)
@@ -296,8 +297,9 @@ def is_written(text: str) -> bool:
 
 
 def as_configuration(best: Setting, options: EstimateConfig) -> str:
-    """Returns a setting as YAML for `train`, with the command, the hardware and missing settings
-    in comments.
+    """Returns a setting as YAML for `train`.
+
+    Comments have the command, the hardware and missing settings.
     """
     slow, fast = best.tokens_per_second_range
     where = best.target
@@ -341,8 +343,9 @@ def as_configuration(best: Setting, options: EstimateConfig) -> str:
 def _compile(
     options: EstimateConfig, best: Setting, numbers: dict[str, object]
 ) -> tuple[bool, Exception | None]:
-    """Adds tiers 2 and 3 to the numbers; returns whether the step fits, and an error of a
-    compiler.
+    """Adds tiers 2 and 3 to the numbers.
+
+    Returns whether the step fits, and an error of a compiler.
     """
     fits = best.fits
     failed: Exception | None = None

@@ -168,8 +168,9 @@ def request_devices(setting: Setting) -> None:
 
 
 def compile_partitioned(setting: Setting) -> Partitioned:
-    """Compiles the step for virtual CPU devices; raises `MeshError` if JAX has started with
-    fewer.
+    """Compiles the step for virtual CPU devices.
+
+    Raises `MeshError` if JAX has started with fewer.
     """
     started = time.monotonic()
     config, notes = _for_cpu(setting.config)
@@ -300,8 +301,9 @@ class Topology:
 
 
 def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
-    """Describes devices of the hardware table, perhaps absent; raises `TargetError` without a
-    compiler for them.
+    """Describes devices of the hardware table, perhaps absent.
+
+    Raises `TargetError` without a compiler for them.
     """
     if hardware in TARGET_CONFIGS:
         compiler = installed(GPU_COMPILERS, GPU_EXTRA)
@@ -458,8 +460,9 @@ class Compiled:
 def roofline(
     setting: Setting, parts: Mapping[str, Part], collectives: Sequence[Scheduled]
 ) -> dict[str, Part]:
-    """Returns parts with seconds at the hardware's peaks and the least, the account of remat
-    none; all; links.
+    """Returns parts with their seconds at the hardware's peaks, `all` of them, and links.
+
+    A part also has the least FLOPs and bytes, the account of remat none.
     """
     hardware = setting.target.hardware
     once = replace_nested(setting.config, {"model.remat": "none"})

@@ -1,5 +1,6 @@
-"""Ranks meshes for any Flax model and loss, from a trace of the step on each mesh
-(`train/user_step.py`).
+"""Ranks meshes for any Flax model and loss.
+
+It traces the step on each mesh (`train/user_step.py`).
 
 `jaxtp estimate --model.build ...` takes a run's model, plan, loss, batches and optimizer. In
 `jaxtp estimate FILE.py:build` the loss is the sum of the model's outputs. Bytes sent and FLOPs are

@@ -57,8 +57,9 @@ def generations(
     rows: int,
     length: int,
 ) -> list[Generation]:
-    """Returns the costs of `rows` texts of `length` tokens on each possible mesh; fastest fitting
-    first.
+    """Returns the costs of `rows` texts of `length` tokens on each possible mesh.
+
+    The fastest that fits is first.
 
     Raises:
       ConfigError: no mesh can hold them.

@@ -1,5 +1,6 @@
-"""Changes that speed up the best setting or, if nothing fits, make the run fit, searched on all
-meshes.
+"""Changes that speed up the best setting or, if nothing fits, make the run fit.
+
+They are searched on all meshes.
 """
 
 import dataclasses
@@ -72,8 +73,9 @@ CHEAP: dict[str, Change] = {**FREE, f"--model.loss-chunk {CHUNK}": {"model.loss_
 
 
 def changed(run: Run, flags: str) -> Run | None:
-    """Returns the run with a change of `CHEAP`; None if its kernels and its memory stay as they
-    are.
+    """Returns the run with a change of `CHEAP`.
+
+    It is None if its kernels and its memory stay as they are.
     """
     where = run.where
     if flags == MORE_MEMORY:
@@ -113,8 +115,9 @@ def faster(found: Search, model: Model) -> list[Alternative]:
 
 
 def remedies(found: Search, model: Model) -> Iterator[Alternative]:
-    """Yields changes that make the run fit, cheapest first; costly changes add the cheap ones if
-    needed.
+    """Yields changes that make the run fit, cheapest first.
+
+    Costly changes add the cheap ones if needed.
     """
     run = Run(found.settings[0].config, found.settings[0].target)
     single = {flags: other for flags in CHEAP if (other := changed(run, flags))}

@@ -77,8 +77,9 @@ def step_time(
     accumulation: int,
     work: float = 1.0,
 ) -> StepTime:
-    """Models a step of `accumulation` micro-batches; the model does `work` times the work of
-    `costs`.
+    """Models a step of `accumulation` micro-batches.
+
+    The model does `work` times the work of `costs`.
     """
 
     def products(each: Iterable[Product], itemsize: int) -> float:
@@ -106,8 +107,9 @@ def step_time(
 def product_seconds(
     hardware: Hardware, flops: float, size: float, itemsize: int, dtype: str = ""
 ) -> float:
-    """Returns the seconds of matrix products that move `size` bytes; `dtype` as in
-    `layer_costs.Product`.
+    """Returns the seconds of matrix products that move `size` bytes.
+
+    `dtype` is as in `layer_costs.Product`.
     """
     peak = (
         hardware.peak(dtype)

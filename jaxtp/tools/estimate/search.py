@@ -272,8 +272,9 @@ def search(
 
 
 def parse_meshes(texts: Sequence[str], hardware: str, devices: int) -> list[dict[str, int]]:
-    """Returns the meshes of --mesh; raises `ConfigError` unless each has all `devices` of
-    --hardware.
+    """Returns the meshes of --mesh.
+
+    Raises `ConfigError` unless each has all `devices` of --hardware.
     """
     meshes = [parse_mesh(text, AXES) for text in texts]
     for text, sizes in zip(texts, meshes, strict=True):
@@ -315,8 +316,9 @@ def spans_hosts(sizes: Mapping[str, int], domain: int) -> bool:
 def runnable(
     config: TrainConfig, meshes: Sequence[Mapping[str, int]], *, as_configured: bool = False
 ) -> tuple[list[TrainConfig], dict[str, str]]:
-    """Returns the run on each mesh that can run it (in one micro-batch unless `as_configured`);
-    why others cannot.
+    """Returns the run on each mesh that can run it, and why others cannot.
+
+    It runs in one micro-batch unless `as_configured`.
     """
     able = []
     refused = {}
@@ -331,8 +333,9 @@ def runnable(
 
 
 def leanest(config: TrainConfig) -> Iterator[TrainConfig]:
-    """Yields candidates for least memory: full remat, one row per micro-batch or all in one (no
-    gradients to sum).
+    """Yields candidates for least memory.
+
+    They have full remat, and one row per micro-batch or all in one (no gradients to sum).
     """
     remat = "offload" if config.model.remat == "offload" else "full"
     for accumulation in {rows_of(config), 1}:

@@ -336,8 +336,9 @@ def setting_record(setting: Setting) -> dict[str, object]:
 
 
 def draw(found: Search, title: str, figure: "Figure") -> None:
-    """Draws bars of memory by kind and seconds by part, for each tp's best setting; marks the
-    best of all.
+    """Draws bars of memory by kind and seconds by part, for each tp's best setting.
+
+    Marks the best of all.
     """
     by_tp = {setting.sizes[TP]: setting for setting in reversed(found.settings)}
     settings = [by_tp[tp] for tp in sorted(by_tp)]

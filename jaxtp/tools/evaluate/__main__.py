@@ -1,5 +1,6 @@
-"""`jaxtp evaluate`: opens models and documents, measures, and reports the numbers as a table or
-as JSON.
+"""`jaxtp evaluate`: opens models and documents, and measures.
+
+It reports the numbers as a table or as JSON.
 """
 
 if __name__ == "__main__":

@@ -227,8 +227,9 @@ class JaxtpLM(TemplateLM):
     def _scores(
         self, rows: Sequence[tuple[int, ...]], length: int
     ) -> Callable[[int, int, list[int]], Answer]:
-        """Returns a function of a row, its length, and a continuation: all but its last token
-        are at the row's end.
+        """Returns a function of a row, its length, and a continuation.
+
+        All tokens of the continuation but the last are at the row's end.
         """
         size = self._scorer.batch_size
         batch = {name: np.stack([array] * size) for name, array in empty_row(length).items()}

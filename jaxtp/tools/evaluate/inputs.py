@@ -45,8 +45,9 @@ class Input:
 
 
 def open_inputs(config: EvaluateConfig, path: Path, model: ModelSource) -> list[Input]:
-    """Opens the datasets and files for the model in `path`; reads files once in full, to find
-    errors early.
+    """Opens the datasets and files for the model in `path`.
+
+    Reads files once in full, to find errors early.
 
     Raises:
       ValueError: an input is missing, unreadable, empty, or for another tokenizer.

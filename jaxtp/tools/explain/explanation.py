@@ -1,5 +1,6 @@
-"""`explain`: how a plan splits a model, which collectives it runs by module, and notes on
-avoidable communication.
+"""`explain`: how a plan splits a model, which collectives it runs by module, and notes.
+
+The notes are on avoidable communication.
 """
 
 import math
@@ -232,8 +233,9 @@ def _parallelized(
 
 
 def _loss(model: nnx.Module, call: ModelCall) -> tuple[Objective, nnx.State, nnx.State]:
-    """Returns the sum of all outputs as a function of the parameters, the other state and the
-    inputs; and both states.
+    """Returns the sum of all outputs as a function, and both states.
+
+    Its arguments are the parameters, the other state and the inputs.
 
     Each equation has its module's path in its name stack.
     """

@@ -1,5 +1,6 @@
-"""Flags of `jaxtp explain` and `jaxtp estimate` that name a Flax model, and the step of a user's
-run.
+"""Flags of `jaxtp explain` and `jaxtp estimate` that name a Flax model.
+
+Also the step of a user's run.
 """
 
 import re
@@ -74,16 +75,18 @@ class PythonModel:
 
 
 def has_settings(argv: Sequence[str]) -> bool:
-    """Returns whether a command line has settings of a run: `--config`, or flags such as
-    `--model.build`.
+    """Returns whether a command line has settings of a run.
+
+    Examples are `--config`, or flags such as `--model.build`.
     """
     flags = (word.partition("=")[0] for word in argv if word.startswith("--"))
     return any("." in flag or flag == "--config" for flag in flags)
 
 
 def has_own_step(config: TrainConfig) -> bool:
-    """Returns whether a run's model, loss or batches are the user's, so that its step has to be
-    traced.
+    """Returns whether a run's model, loss or batches are the user's.
+
+    Its step then has to be traced.
     """
     return any((config.model.build, config.train.loss, config.data.batches))
 
@@ -91,8 +94,9 @@ def has_own_step(config: TrainConfig) -> bool:
 def explain_step(
     config: TrainConfig, blueprint: Blueprint, loss: Loss, batch: Shapes, *, compiled: bool = False
 ) -> Explanation:
-    """Explains a user's loss on one micro-batch, on a mesh that may be abstract; `compiled` as
-    in `explain`.
+    """Explains a user's loss on one micro-batch, on a mesh that may be abstract.
+
+    `compiled` is as in `explain`.
     """
     rows = micro_batch(config, batch)
     sizes = mesh_sizes(blueprint.mesh)

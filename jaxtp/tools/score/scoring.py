@@ -156,8 +156,9 @@ def _program(model: Decoder, record: Record) -> Callable[[Batch], dict[str, Arra
 def _scores(
     program: Callable[[Batch], dict[str, Array]], mesh: Mesh, rows: Rows, size: int, done: int
 ) -> Iterator[tuple[int, Found]]:
-    """Yields the first row of each batch, and its scores; the devices compute the next batch
-    meanwhile.
+    """Yields the first row of each batch, and its scores.
+
+    The devices compute the next batch meanwhile.
     """
     if done == len(rows):
         return
