@@ -95,8 +95,7 @@ with open(__file__, encoding="utf-8") as _source:
     _IMPORTS = re.findall(r"(?m)^    from (.+) import (\w+) as \2$", _source.read())
 _MODULE_OF = {name: module for module, name in _IMPORTS}
 """The module of each public name, parsed from the imports above, which only type checkers
-evaluate.
-"""
+evaluate."""
 
 __all__ = sorted(_MODULE_OF)
 

@@ -403,24 +403,20 @@ class WeightLayout:
     """Dim that is split over fsdp and gathered; None if fsdp holds replicas."""
 
     gathered: bool = True
-    """False keeps the weight split over fsdp, for layers that gather tokens; replicas alone sum
-    its gradient.
-    """
+    """False keeps the weight split over fsdp, for layers that gather tokens; replicas alone sum its
+    gradient."""
 
     tp_gather: tuple[int, int] = (0, 1)
-    """(dim, group size): groups of neighbours along tp gather this dim, because tp exceeds the
-    kv heads.
-    """
+    """(dim, group size): groups of neighbours along tp gather this dim, because tp exceeds the kv
+    heads."""
 
     used_by_all_tp: bool = False
     """The weight is replicated over tp but used on different tokens (a norm under sequence
-    parallelism), so its gradient is summed over tp.
-    """
+    parallelism), so its gradient is summed over tp."""
 
     early: bool = False
-    """The gradient's sum stays in the layer's backward pass: XLA copies gradients if it moves
-    their sum.
-    """
+    """The gradient's sum stays in the layer's backward pass: XLA copies gradients if it moves their
+    sum."""
 
     def whole(self, shard: Array, *, split: bool = True) -> Array:
         """Gathers a shard; `split`: fsdp splits it too."""

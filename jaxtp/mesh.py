@@ -27,24 +27,20 @@ TOKENS = (*BATCH, *CONTEXT)  # axes that divide the tokens of a batch
 
 STORAGE = (FSDP, CP)
 """Axes that shard a stored weight. It is all-gathered before use; its gradient is
-reduce-scattered.
-"""
+reduce-scattered."""
 
 SEQUENCE = (*CONTEXT, TP)
-"""Axes that split the sequence between parallel layers under sequence parallelism; tp splits
-each shard of cp.
-"""
+"""Axes that split the sequence between parallel layers under sequence parallelism; tp splits each
+shard of cp."""
 
 REPLICAS = (DP,)
 """Axes along which every weight is replicated and used on different tokens; its gradient is
-all-reduced.
-"""
+all-reduced."""
 
 MAX_VIRTUAL_DEVICES = 1024  # of one process: they start in a second and share the cores
 MIN_VIRTUAL_DEVICES = 8
 """The fewest virtual devices with which a single process starts: their number cannot grow, and a
-later mesh, as in the next cell of a notebook, may be larger. Unused ones cost nothing.
-"""
+later mesh, as in the next cell of a notebook, may be larger. Unused ones cost nothing."""
 _MAX_LISTED = 12  # meshes listed in a message
 _MADE = "build it with jaxtp.make_mesh, where an unused axis has size 1"
 

@@ -109,7 +109,7 @@ def plan_without_layers(
 def constraints_only(mesh: jax.sharding.Mesh) -> Iterator[None]:
     """Constrains the outputs of layers to their sharding in this package.
 
-    So are inputs and outputs of attention. The compiler chooses the rest.
+    It also constrains inputs and outputs of attention. The compiler chooses the rest.
     """
 
     def constrain(x: object, spec: P) -> object:

@@ -35,8 +35,7 @@ SHIPPED = [
     ("llama3_405b.yaml", "h100", 64, None),
 ]
 """Each configuration with its GPUs, number of eight-GPU hosts, and sequence length if it differs
-from the file's.
-"""
+from the file's."""
 
 
 def compile_on(hardware: str, config: TrainConfig, sizes: dict[str, int]) -> tuple[Compiled, float]:

@@ -60,8 +60,7 @@ VARIANTS = [
     Variant("experts, balance 0", MIXTURE, {"balance_loss": 0.0}),
 ]
 """The first two are compared by medians over seeds; the others show the effect of balancing with
-one seed.
-"""
+one seed."""
 
 
 def sizes(variant: Variant) -> tuple[int, int]:

@@ -115,9 +115,8 @@ ON_DEVICE = (
     "decode",
     *(f"step-{name}" for name in STEPS),
 )
-"""Parts that use the device in their own process. The others start processes, which need all of
-its memory.
-"""
+"""Parts that use the device in their own process. The others start processes, which need all of its
+memory."""
 
 
 class LeftOutError(Exception):

@@ -35,8 +35,7 @@ CORE = ("collectives.py", "layers", "train/step.py", "data/packing.py", "checkpo
 LIBRARIES = ("jax", "flax.nnx", "optax", "orbax.checkpoint", "grain", "pytest")
 """They are imported once, before the forks. None of them starts a thread when it is imported.
 
-Not hypothesis: pytest warns of a plugin that was imported before it, and warnings are errors.
-"""
+Not hypothesis: pytest warns of a plugin that was imported before it, and warnings are errors."""
 TIERS = "not journey and not slow and not cluster"
 MAX_CASES = 60
 """Cases that are run for one mutant, of those that reach its line."""

@@ -83,8 +83,7 @@ with open(asked["out"], "w") as file:
     }, file)
 """
 """Compiles a step with the first jaxtp on Python's path; it uses only names that every checkout
-has.
-"""
+has."""
 
 
 def sizes_of(mesh: tuple[int, int, int]) -> dict[str, int]:

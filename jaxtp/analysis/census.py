@@ -23,9 +23,8 @@ from jaxtp.mesh import parts
 Counted = Literal["", "at most", "a turn"]  # Meaning of a count: exact, or one of these two
 
 AT_MOST: Final = "at most"
-"""A collective in a branch of a conditional: it runs as often as that branch is taken, and all
-are counted.
-"""
+"""A collective in a branch of a conditional: it runs as often as that branch is taken, and all are
+counted."""
 
 A_TURN: Final = "a turn"
 """A collective in a loop with an unknown trip count: counted for one iteration."""
@@ -151,9 +150,8 @@ _ATTENTION = {
     "fmha": 2,
     "fmhaBackward": 5,
 }
-"""Products in attention kernels; those in both backward kernels (scores, weights' gradients)
-count once.
-"""
+"""Products in attention kernels; those in both backward kernels (scores, weights' gradients) count
+once."""
 
 
 def turns(first: int | None, limit: int | None, step: int | None) -> int | None:

@@ -48,8 +48,7 @@ class ArrayInfo:
     key: object = field(default_factory=object, compare=False)  # the same in all uses of one array
     entered: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     """Modules that took the array unchanged, outermost first, with the argument's name or
-    position.
-    """
+    position."""
     left: tuple[str, ...] = field(default=(), compare=False)
     """Modules that returned the array unchanged, innermost first."""
 

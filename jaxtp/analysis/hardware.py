@@ -100,8 +100,7 @@ RANGES = {
     "network_hop": (0, 0.1, "seconds"),
 }
 """Least, most and unit of the numbers in a file. 80 for memory is no device's: it was meant in
-GB.
-"""
+GB."""
 
 MAX_DEVICES = 2**20
 PLATFORMS = ("cuda", "rocm", "tpu")

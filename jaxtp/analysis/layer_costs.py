@@ -68,8 +68,7 @@ RECOMPUTE_POLICIES: tuple[RematPolicy, ...] = (
 
 SCORE_PASSES = 5
 """Times that float32 scores go through memory outside of products: mask and maximum, exponentials,
-division; backward the product with the probabilities, and the difference. An estimate.
-"""
+division; backward the product with the probabilities, and the difference. An estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,8 +263,7 @@ class Bytes:
     """elementwise: traffic of a forward pass, each operation fused into one kernel; scores and
     logits: estimated traffic outside of products, in all passes; saved: activations that the remat
     policy saves; copied: their copies before the backward pass; workspace: activations alive at
-    once in the branch's backward pass; gradient: the head's; cached: KV cache for these tokens.
-    """
+    once in the branch's backward pass; gradient: the head's; cached: KV cache for these tokens."""
     bytes: float
     module: str = ""  # as in `Product`
 

@@ -165,8 +165,7 @@ REDUCTIONS = frozenset(
     )
 )
 """Primitives that reduce a split dim, or read an element of it, with an all-reduce of their
-result.
-"""
+result."""
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(REDUCTIONS, _drop_dims),

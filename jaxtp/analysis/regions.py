@@ -31,8 +31,7 @@ class Region:
     inner_bytes: float
     bytes: float
     """Bytes each device sends in a forward and backward pass; each input of columns is reduced
-    once.
-    """
+    once."""
     bytes_one_by_one: float
     """Bytes each device would send if every layer were a column layer with gathered output."""
     saved: float  # Bytes of parameters that a split saves on each device

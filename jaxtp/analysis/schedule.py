@@ -25,9 +25,8 @@ _NO_KERNELS = (
 )
 _SLICES = {"slice", "dynamic-slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-"""Operations that read a part of their first operand or update it in place, with the operand
-that is the update.
-"""
+"""Operations that read a part of their first operand or update it in place, with the operand that
+is the update."""
 _MOVES = (
     _VALUES
     | {"copy", "transpose", "reshape", "convert", "concatenate", "pad", "reverse"}
@@ -45,8 +44,8 @@ AMOUNTS = (
 )
 """On one device: kernels that run; FLOPs of products, and the same in time of 16-bit ones (half for
 8 bits, twice for 32); bytes of operands and results of kernels with products, of all others, and of
-the others that only copy, transpose or convert; products in kernels that do not tell their FLOPs.
-"""
+the others that only copy, transpose or convert; products in kernels that do not tell their
+FLOPs."""
 Part = dict[str, float]
 COLLECTIVES = "collectives"
 OTHER = "other"

@@ -79,14 +79,13 @@ from jaxtp.models.decoder import JOINED, Decoder, DecoderBlock, create_decoder
 
 LOGIT_PASSES = 6
 """Estimated passes of all float32 logits through memory besides the matrix products. Compiled steps
-make 3.5: maximum and exponentials; backward they read the logits, and write a gradient in 16 bits.
-"""
+make 3.5: maximum and exponentials; backward they read the logits, and write a gradient in 16
+bits."""
 
 BACKWARD_OF_DELTA = 1.2
 """Memory of Gated DeltaNet's backward pass in units of all activations between its projections,
 which it recomputes: measured in programs of NVIDIA's compiler (one block of Qwen3.5-27B, 8,192 to
-32,768 tokens).
-"""
+32,768 tokens)."""
 
 MUCH_PADDING = 0.25  # of a block's weights: from here on it is warned of
 _AMPERE = "8.0"  # the oldest architecture of NVIDIA with every kernel

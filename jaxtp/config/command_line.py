@@ -74,8 +74,7 @@ class _CommonFlags:
 
     allow_code: Switch = False
     """Runs the Python code that the --config file names. Give it only if you trust the file and
-    that code.
-    """
+    that code."""
 
     mesh: Annotated[str | None, tyro.conf.arg(metavar="fsdp=2,tp=4")] = None
     """Size of each mesh axis, 1 by default; -1 takes all remaining devices."""

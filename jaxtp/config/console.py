@@ -11,9 +11,8 @@ from typing import Self, TextIO
 from jaxtp.config.entry import end_by_closed_pipe, silence
 
 _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "JOB_COMPLETION_INDEX")
-"""Variables that a scheduler sets. `mpirun` and `srun --pty` give processes a terminal, but log
-its output.
-"""
+"""Variables that a scheduler sets. `mpirun` and `srun --pty` give processes a terminal, but log its
+output."""
 _CLEAR = "\r\x1b[2K"
 _UNWRAPPED = "\x1b[?7l{}\x1b[?7h"
 """Escape sequences: clear the current line, and print a text without wrapping it."""

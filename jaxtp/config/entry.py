@@ -33,12 +33,10 @@ WRONG = 3
 """The exit code if numbers are not finite or differ between devices: a retry would fail again."""
 FILES = 74
 """The exit code if files can no longer be written or read (EX_IOERR of sysexits.h): a retry may
-succeed.
-"""
+succeed."""
 TEMPORARY = 75
 """The exit code of a process that was stuck or lost another process of its run (EX_TEMPFAIL of
-sysexits.h).
-"""
+sysexits.h)."""
 INTERRUPTED = 130  # The exit code after Ctrl-C: 128 plus the number of the signal, as in shells
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # Control characters, except for newlines
 _AGAIN_SECONDS = 0.05  # until Ctrl-C is sent again whose exception was ignored
@@ -260,8 +258,7 @@ _SECOND_HANDLERS: dict[signal.Signals, Any] = {
     signal.SIGUSR1: signal.SIG_IGN,
 }
 """Handlers of a second signal. Repeated SIGHUP and SIGUSR1 are ignored: the kernel and the shell
-each send SIGHUP when a terminal closes, and a scheduler may repeat SIGUSR1.
-"""
+each send SIGHUP when a terminal closes, and a scheduler may repeat SIGUSR1."""
 SIGNALS = tuple(_SECOND_HANDLERS)  # Signals that request a stop
 
 

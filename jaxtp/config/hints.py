@@ -112,9 +112,8 @@ INSTEAD = {
     ),
     "dpo_beta loss_type": ("train.loss", _LOSS),
 }
-"""Names that other programs use where jaxtp has something else: a setting, and a sentence with
-its name at {}.
-"""
+"""Names that other programs use where jaxtp has something else: a setting, and a sentence with its
+name at {}."""
 
 
 def hint_for(name: str, known: Sequence[str], spell: Callable[[str], str]) -> str | None:

@@ -29,8 +29,7 @@ _MAX_DIGITS = 100  # Maximum digits of a number; each such integer can be conver
 _LFS = rb"version https://git-lfs\.github\.com/spec/(?:[^\0]*^size (\d{1,18})$)?"
 _BAD_VALUE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 """Errors of PyYAML for, say, the 45th of a month, an invalid code point, or an integer without
-digits.
-"""
+digits."""
 
 
 def open_regular(path: Path) -> BufferedReader:

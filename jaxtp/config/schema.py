@@ -32,9 +32,8 @@ _adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = cache(pydantic.TypeAdapte
 BASE = "base"  # The key by which a YAML file includes another
 
 _EXCLUSIVE = {"train.steps": "epochs", "train.epochs": "steps"}
-"""Keys that exclude each other: a flag or file that sets one removes the other from the files
-that it overrides.
-"""
+"""Keys that exclude each other: a flag or file that sets one removes the other from the files that
+it overrides."""
 
 HF_PREFIX = "hf:"  # Prefix of an input of `jaxtp prepare` that the `datasets` library loads
 

@@ -47,8 +47,7 @@ class Position:
     sample: int = 0  # number of rows so far
     streams: list[Record | None] | None = None
     """A record of each stream, None if this process does not read it; or one record of a
-    function.
-    """
+    function."""
 
     def gathered(self) -> "Position":
         """Returns the position with all processes' records, for a checkpoint.

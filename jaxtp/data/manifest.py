@@ -118,9 +118,8 @@ class Manifest:
     inputs: dict[str, int]  # number of input files, and their bytes
     arguments: dict[str, object]  # settings of `jaxtp prepare`
     pairs: bool = False
-    """Whether documents 2i and 2i + 1 are the chosen and the rejected answer to a prompt;
-    written only if true.
-    """
+    """Whether documents 2i and 2i + 1 are the chosen and the rejected answer to a prompt; written
+    only if true."""
 
     def __post_init__(self) -> None:
         if self.pairs and not self.prompts:

@@ -21,8 +21,7 @@ Row = dict[str, NDArray[np.int32]]
 """`inputs` and `labels`, `[T]`: a label is the next token, or `IGNORE`. Packed rows also have
 `SEGMENTS`: 1, 2, ... for their documents, 0 for padding. Rows of preference data also have `PAIRS`:
 i for the chosen and -i for the rejected document of the row's pair i = 1, 2, ..., prompts included,
-0 for padding. Scores (`scores.py`) add columns `[T, ...]`, some of float32.
-"""
+0 for padding. Scores (`scores.py`) add columns `[T, ...]`, some of float32."""
 
 Place = tuple[slice, int, slice]
 """Positions in a row, a shard, and the tokens there that the row has as inputs."""

@@ -34,8 +34,7 @@ SHUFFLE = "shuffle"
 MIXTURE = "mixture"
 HELD_OUT = "held_out"
 """Its parts: documents to rows, the order of an epoch, the order of sources, and the rows of an
-evaluation.
-"""
+evaluation."""
 
 
 @dataclass(frozen=True)

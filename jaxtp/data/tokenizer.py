@@ -50,8 +50,7 @@ _MEMORY_OF_FILE = 32
 MEMORY_OF_TEXT = 256
 SECONDS_OF_TEXT = 1e-4
 """Limits of the worker for a request: fixed, and for each byte of a tokenizer.json or character of
-a text. The library takes up to about 150 bytes for a character, and 10 microseconds.
-"""
+a text. The library takes up to about 150 bytes for a character, and 10 microseconds."""
 _WORKER = Worker(tokenizer_worker.__file__)
 """Encodes for all tokenizers of `jaxtp prepare`."""
 

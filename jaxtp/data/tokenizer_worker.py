@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 UNKNOWN = "unknown"
-"""The problem of a request whose tokenizer is not loaded; the same request with its `content`
-loads it.
-"""
+"""The problem of a request whose tokenizer is not loaded; the same request with its `content` loads
+it."""
 OUT_OF_MEMORY = 77  # Exit code
 _MAX_LOADED = 4  # Most tokenizers in memory
 _RESERVED_BY_THREAD = 2**27  # Addresses of a thread's stack and heap

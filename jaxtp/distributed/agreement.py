@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 PAUSES = (0.5, 1.0, 1.5, 3.0, 4.0)
 """Seconds between attempts to see another process's file; network file systems cache folder
-listings.
-"""
+listings."""
 
 
 class OtherProcessError(UserError):

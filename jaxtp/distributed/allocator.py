@@ -27,8 +27,7 @@ MEMORY_FRACTION: dict[Allocator, float] = {"default": 0.75, "platform": 0.75, "c
 
 OUTSIDE = 0.1
 """Minimum share of a GPU's memory to leave outside the pool: NCCL, cuBLAS and CUDA's context need
-10% to 15% (28.6 of 184 GiB in marin#8490).
-"""
+10% to 15% (28.6 of 184 GiB in marin#8490)."""
 
 FRAGMENTED = 0.1
 """Share of its memory that the default allocator may lose to fragmentation, an assumption."""
@@ -40,8 +39,7 @@ SMALLER_STEP = "XLA_FLAGS=--xla_gpu_memory_limit_slop_factor=85"
 _OPTIONS = "jax_pjrt_client_create_options"
 _SAME_AS_DEFAULT = ((0, 10, 1), (0, 11, 0))
 """From the first of these JAX versions until the second, `platform` selects the default
-allocator.
-"""
+allocator."""
 
 
 def choose_allocator(

@@ -32,8 +32,7 @@ TOKEN = "JAXTP_TOKEN"  # Variable with the secret that the processes of a run sh
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 """gRPC connects the processes through the proxy in one of these variables; it does not read
-upper-case names.
-"""
+upper-case names."""
 _NO_GRPC_PROXY = "no_grpc_proxy"
 _NO_PROXY = "no_proxy"
 """Hosts that gRPC connects to directly; it ignores `no_proxy` if `no_grpc_proxy` is set."""
@@ -80,8 +79,7 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 """Folder in which NVIDIA's driver has an entry for each GPU."""
 NVIDIA = tuple(map(Path, ("/proc/driver/nvidia", "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")))
 """Where there is an NVIDIA GPU, one of these exists; the first may be absent in containers and
-WSL2.
-"""
+WSL2."""
 # Maximum size of the compilation cache; a training step for GPUs takes some MB
 _MAX_CACHE_BYTES = 4 * 2**30
 

@@ -61,8 +61,7 @@ _THE_TOKEN = f"the token of this run (the same command line on all hosts, or {TO
 LONG_WAIT = 20.0  # Seconds after which a waiting process says that it waits
 _HEARTBEAT_SECONDS = 80
 """JAX ends the other processes after 40 to 80 seconds without a heartbeat; `peers` detects the loss
-earlier, if its processes can connect.
-"""
+earlier, if its processes can connect."""
 # Seconds by which JAX's time limit exceeds JAXTP_JOIN_SECONDS, so that ours reports first
 _MARGIN = 20
 _MAX_SECONDS = 24 * 60 * 60

@@ -54,9 +54,8 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """Runs a program that receives SIGTERM when the supervisor ends (PR_SET_PDEATHSIG of Linux)."""
 _POLL = 0.05
 _CAUSE_SECONDS = 1.0
-"""A process that lost another may exit before the process that caused it: seconds to wait for
-the cause.
-"""
+"""A process that lost another may exit before the process that caused it: seconds to wait for the
+cause."""
 
 
 @dataclass(frozen=True)

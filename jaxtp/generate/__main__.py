@@ -94,8 +94,7 @@ class GenerateConfig(SourceConfig):
 
     chat: Switch = False
     """Chat with the model: each line is answered, /reset starts again, Ctrl-C stops an answer,
-    /quit or Ctrl-D ends the chat.
-    """
+    /quit or Ctrl-D ends the chat."""
 
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """System message of a chat."""
@@ -105,22 +104,19 @@ class GenerateConfig(SourceConfig):
 
     date: Day | None = None
     """The day that a chat template with a date writes (strftime_now); by default the day that it
-    wrote into the run's data, else today.
-    """
+    wrote into the run's data, else today."""
 
     beyond_context: Switch = False
     """Allow prompts and texts longer than the model's context (max_position_embeddings in its
     config.json), which may make no sense. By default such a prompt is refused, and a text ends
-    there.
-    """
+    there."""
 
     batch_size: Count = 8
     """Prompts continued together, rounded up to a multiple of mesh.dp * mesh.fsdp."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """File for one JSON object per line and prompt: text, ids, logprobs, and why the text ended; -
-    writes them to standard output, instead of the texts.
-    """
+    writes them to standard output, instead of the texts."""
 
     sampling: Annotated[GenerationSettings, tyro.conf.arg(name="")] = GenerationSettings()
     mesh: InferenceMeshConfig = InferenceMeshConfig()

@@ -225,7 +225,7 @@ def decode_weights(
 ) -> Iterator[tuple[str, Array]]:
     """Yields a decoder's arrays by path in a decode model, one stacked parameter at a time.
 
-    Any adapters are merged.
+    Adapters, if there are any, are merged.
 
     Args:
       targets: the decode model's variables, abstract or real; the arrays of real ones are deleted

@@ -61,9 +61,8 @@ from jaxtp.models.decoder import Decoder
 
 MIN_SLOTS = 64
 CHAT_SLOTS = 1024
-"""Minimum tokens of a row, in general and in a chat. Each doubling of a row compiles the
-programs again.
-"""
+"""Minimum tokens of a row, in general and in a chat. Each doubling of a row compiles the programs
+again."""
 
 CPU_CHUNK = 512
 CHUNK = 2048
@@ -75,9 +74,8 @@ MAX_WASTE = 2
 """A compiled program is reused if its sequences are at most this many times longer than needed."""
 
 LEAST_SHARED = 8
-"""A prompt copies another row's tokens from one eighth of a chunk on; fewer are read again in
-less time.
-"""
+"""A prompt copies another row's tokens from one eighth of a chunk on; fewer are read again in less
+time."""
 
 SECONDS_PER_CALL = 0.1  # Target duration of a decode call; its tokens arrive when it ends
 
@@ -122,8 +120,7 @@ class Speed:
     compile_seconds: float = 0.0  # Compilation, not included in the other times
     timing: Timing = field(default_factory=Timing)
     """Tokens read (prefill) and generated (decode); the first token of each text belongs to
-    prefill.
-    """
+    prefill."""
     cut_texts: int = 0  # Number of texts that ended at the model's context
 
     def add(self, later: "Speed") -> None:

@@ -91,22 +91,19 @@ class SourceConfig:
 
     build: Reference | None = None
     """For a run with a Decoder of your own: the function or settings of its --model.build. The
-    Python file is imported.
-    """
+    Python file is imported."""
 
     adapters: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Adapters in PEFT's format to merge into the model, in float32 before the cast to --dtype."""
 
     ignore_config: Keys = ()
     """Unknown attributes of config.json to ignore, because they do not affect the model's outputs.
-    Can be given several times.
-    """
+    Can be given several times."""
 
     special_tokens: Switch = False
     """Text that spells a special token, such as <|im_start|>, becomes that token; by default it
     stays text. A chat template's own special tokens are always tokens, and so are all special
-    tokens in tasks of lm-evaluation-harness.
-    """
+    tokens in tasks of lm-evaluation-harness."""
 
     dtype: DType | None = None
     """Dtype of weights and computation; by default float32 on CPUs, and on GPUs the model's own.
@@ -124,18 +121,15 @@ class InferenceMeshConfig:
 
     fsdp: int = 1
     """Shards of each parameter. Generation gathers them once, so each device holds weights split
-    over tp only.
-    """
+    over tp only."""
 
     cp: int = 1
-    """Parts of each sequence, for long texts in evaluation. Generation needs 1: cp cannot split
-    a KV cache.
-    """
+    """Parts of each sequence, for long texts in evaluation. Generation needs 1: cp cannot split a
+    KV cache."""
 
     tp: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Shards of each matrix product and of the heads; by default as many GPUs as the model's heads
-    allow, and 1 on a CPU.
-    """
+    allow, and 1 on a CPU."""
 
 
 def request_devices(config: InferenceMeshConfig) -> None:

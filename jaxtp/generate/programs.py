@@ -70,14 +70,12 @@ class RowArrays:
     seeds: NDArray[np.uint32] | Array
     history: Ints | None = None
     """All tokens, `[rows, slots]`; -1 after the last. None without repetition penalty and
-    speculation.
-    """
+    speculation."""
 
 
 Sampled = tuple[Array, Array, Array]
 """Tokens (-1 for none) and log-probabilities, `[MAX_STEPS * width or 1, rows]`, and the number of
-valid lines; may not be computed yet.
-"""
+valid lines; may not be computed yet."""
 _Carry = tuple[Array, KVCaches, Array | None, Array, Array, Array, Array, Array]
 
 

@@ -128,9 +128,8 @@ class Result:
     # log-probability of each token in nats, before penalty, temperature and filters
     logprobs: tuple[float, ...]
     finish: Finish
-    """Why the text ended: an end token, a stop text, `max_tokens`, or the model's context
-    (prompt and text).
-    """
+    """Why the text ended: an end token, a stop text, `max_tokens`, or the model's context (prompt
+    and text)."""
     prompt_tokens: int
     sample: int = 0  # index among the texts of the prompt
 

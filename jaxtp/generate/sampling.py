@@ -37,13 +37,11 @@ class GenerationSettings:
 
     seed: CountOrZero = 0
     """Seed of the first text; each further sample or prompt uses the next seed. A seed gives a
-    prompt the same text in any batch.
-    """
+    prompt the same text in any batch."""
 
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100), allowed("from 0.01 to 100")] = 1.0
     """Divides positive and multiplies negative logits of tokens that are in the prompt or text
-    (CTRL); 1 is off.
-    """
+    (CTRL); 1 is off."""
 
     temperature: Annotated[float, Field(ge=0, le=1000), allowed("from 0 to 1000")] = 0.0
     """Randomness of the choice: divides the logits; 0 always takes the most likely token."""
@@ -64,8 +62,7 @@ class GenerationSettings:
     speculate: Annotated[int, Field(ge=0, le=64), allowed("from 0 to 64")] = 0
     """Tokens that each step proposes: those that followed the last tokens earlier in the prompt or
     text. A step keeps the proposals that equal its own choice, so texts stay the same; texts that
-    repeat come faster.
-    """
+    repeat come faster."""
 
 
 def check_settings(settings: GenerationSettings) -> None:

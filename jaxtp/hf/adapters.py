@@ -25,9 +25,8 @@ class Adapter:
     target: Target
     kernel: str
     lora: str
-    """`.a` is `[L, in, rank]`, `.b` is `[L, rank, out]`; of experts `[L, E, in, rank]` and
-    `[L, E, rank, out]`.
-    """
+    """`.a` is `[L, in, rank]`, `.b` is `[L, rank, out]`; of experts `[L, E, in, rank]` and `[L, E,
+    rank, out]`."""
     layers: range
 
 

@@ -45,8 +45,7 @@ _LISTS = ("short_factor", "long_factor")
 _ALL_DIM = "mscale_all_dim"
 _ATTENTION_SCALES = ("mscale", _ALL_DIM)
 """Parameters of YaRN that an export writes only if they scale the scores; others follow
-attention_factor.
-"""
+attention_factor."""
 _PARTIAL = "partial_rotary_factor"
 _COMMON_PARAMETERS = {"rope_theta", "rope_type", "type", _PARTIAL, _MAX_POSITIONS}
 _LOCAL_THETA = 10_000.0  # Default of rope_local_base_freq

@@ -31,8 +31,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 _WRAPPER = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Parts of the names of tensors that torch.compile, FSDP and activation checkpointing add before
-any module.
-"""
+any module."""
 _PARALLEL = "module."  # DistributedDataParallel adds it before the whole name
 _FP8_BLOCK = (128, 128)  # Default of weight_block_size
 _LISTED = 10  # Maximum number of problems in a message

@@ -106,9 +106,8 @@ _INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 _Modules = Mapping[str, list[TensorPart]]
-"""The parts of each tensor that can have an adapter, by its name in transformers' memory; a part
-is a kernel.
-"""
+"""The parts of each tensor that can have an adapter, by its name in transformers' memory; a part is
+a kernel."""
 _Adapters = Mapping[str, Adapter]  # A model's adapters by kernel
 
 

@@ -89,16 +89,14 @@ class SaveOptions(TypedDict, total=False):
     family: str | None
     """`model_type`; by default the first that can represent the model."""
     tokenizer_from: str | Path | None
-    """Source of tokenizer files and special token ids; without it, stderr reports that no
-    tokenizer is written.
-    """
+    """Source of tokenizer files and special token ids; without it, stderr reports that no tokenizer
+    is written."""
     dtype: DType | None
     """Dtype of the tensors; by default the parameters' dtype, which is lossless."""
     experts: Layout
     """"separate" (default for models) writes a tensor per expert, as on the Hub; "stacked" (default
     for adapters) one per layer, as in transformers 5. With `like`, the default is the layout in
-    that folder.
-    """
+    that folder."""
     allow_non_finite: bool
     """Write weights even if they are not finite."""
     progress: Progress | None
@@ -109,13 +107,11 @@ class ModelOptions(SaveOptions, total=False):
 
     like: str | Path | None
     """Folder that the model came from. Tensors outside of the text model (vision towers, prediction
-    heads) and the configuration are copied from it.
-    """
+    heads) and the configuration are copied from it."""
 
     attributes: Attributes | None
     """Additional config.json attributes. max_position_embeddings overrides the value from
-    `tokenizer_from`.
-    """
+    `tokenizer_from`."""
     max_shard_size: int | str
     """Bytes per file, or a string like "5GB" (default); never splits a tensor."""
 
@@ -197,7 +193,7 @@ def stream_weights(
 ) -> Iterator[tuple[str, Block]]:
     """Yields the names and tensors that `save_hf` writes, one after the other.
 
-    Any adapters are merged.
+    Adapters, if there are any, are merged.
 
     For an engine that follows a model in training. Every process must iterate to the end, and gets
     every tensor, as an engine that is split over hosts needs it. The host, and each device, holds

@@ -54,14 +54,12 @@ class TensorPart:
     """Index of the expert; None if the tensor holds all experts, or the parameter has none."""
     columns: Columns | None = field(default=None, compare=False)
     """Indices of the part's columns in the tensor's output dim, in jaxtp's order; None:
-    consecutive, from `first`.
-    """
+    consecutive, from `first`."""
     stored: tuple[int, ...] | None = None
     """Shape in the file, if it splits a dim into heads, or joins the dims of experts and ranks."""
     head: int | None = None
     """Number of the only head in the tensor; None if it holds all heads, or the parameter has
-    none.
-    """
+    none."""
     float32: bool | None = False
     """Float32 in the file, whatever the dtype of the others; None: in some files."""
     inner: int = 0

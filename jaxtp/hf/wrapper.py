@@ -27,9 +27,8 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json",
 )
 _SHARED = ("tie_word_embeddings", "quantization_config")
-"""Attributes of a text model that may be outside of `text_config`, where they have precedence,
-as in transformers.
-"""
+"""Attributes of a text model that may be outside of `text_config`, where they have precedence, as
+in transformers."""
 Tensors = Mapping[str, StoredTensor]
 
 

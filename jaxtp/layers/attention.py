@@ -42,9 +42,8 @@ from jaxtp.mesh import CP, TP, current_device, current_mesh, mesh_sizes
 Heads = tuple[Array, ...]  # queries, keys, values and perhaps gates
 
 _MAX_SHARED_KV_HEADS = 4096
-"""Bounds the search of `_padded_heads`: it also sees meshes that are refused later, which may
-have any size.
-"""
+"""Bounds the search of `_padded_heads`: it also sees meshes that are refused later, which may have
+any size."""
 
 _SMALL_HEAD_DIMS = (8, 16, 32, 64)
 # every dim rotates; in a dim that hardly rotates, a key bias's gradient is rounding noise
@@ -77,14 +76,12 @@ class AttentionConfig(BranchConfig):
 
     sliding_window: Count | None = None
     """Number of positions that a query attends to, including its own; by default all up to its
-    own.
-    """
+    own."""
 
     qk_norm: QKNormKind = "none"
     """Normalisation of queries and keys, as in norm but without a bias: of each head, with one
     scale for all heads (head), a scale for each (heads) or none (head_plain), or RMS normalisation
-    of the whole projection. head_bias is head with a bias (Phi).
-    """
+    of the whole projection. head_bias is head with a bias (Phi)."""
 
     qk_norm_after_rope: bool = False
     """Normalise queries and keys after the rotary embedding (Hunyuan)."""
@@ -94,16 +91,14 @@ class AttentionConfig(BranchConfig):
 
     value_is_key: bool = False
     """Values are the keys before their normalisation, without a projection of their own (Gemma
-    4).
-    """
+    4)."""
 
     clip_qkv: Positive | None = None
     """Clamps queries, keys and values to this magnitude, before the rotary embedding (OLMo)."""
 
     query_temperature: NonNegative = 0.0
     """Multiplies queries by 1 + query_temperature * log(1 + floor(position /
-    rope_scaling.original_length)) (Ministral 3).
-    """
+    rope_scaling.original_length)) (Ministral 3)."""
 
     query_scale: Positive | None = None
     """Factor of attention scores; by default head_dim ** -0.5."""
@@ -116,8 +111,7 @@ class AttentionConfig(BranchConfig):
 
     attention_gate: bool = False
     """Multiplies the heads' results by the sigmoid of another projection of the input (Muse
-    Glimmer).
-    """
+    Glimmer)."""
 
     attention_bias: bool = False
     """Biases on the query, key, value and gate projections."""

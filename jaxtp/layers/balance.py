@@ -55,8 +55,7 @@ class Routing:
     experts: Array | None = None  # `[B, T, k]` int32: the router's choice; only if recorded
     margin: Array | None = None
     """`[B, T]` float32: lowest chosen score minus the highest score that was not chosen, or the
-    same of groups if that is less; only if recorded.
-    """
+    same of groups if that is less; only if recorded."""
 
 
 @jax.tree_util.register_dataclass

@@ -20,9 +20,8 @@ from jaxtp.layers.lora import Target
 from jaxtp.layers.sequence_parallel import LocalShape
 
 KVCache = tuple[Array, ...]
-"""Cached arrays of a branch: `[B, K, S, H]` with a slot S for each position, or states. tp
-splits the second dim.
-"""
+"""Cached arrays of a branch: `[B, K, S, H]` with a slot S for each position, or states. tp splits
+the second dim."""
 
 
 class Branch(nnx.Module):
@@ -34,13 +33,11 @@ class Branch(nnx.Module):
 
     joined = False
     """Whether its layers have `LayerContext.joined`: the block gathers its input and reduces its
-    output.
-    """
+    output."""
 
     over_cp: ClassVar[bool] = False
     """Whether the branch supports sequences split over cp, with positions on other devices
-    (`Sequences.attend`). A mesh with cp refuses models with other branches.
-    """
+    (`Sequences.attend`). A mesh with cp refuses models with other branches."""
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """Transforms `[B, T, D]`; a branch that routes tokens also returns its `Routing`."""

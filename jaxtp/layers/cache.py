@@ -17,17 +17,15 @@ from jaxtp.collectives import batch_spec
 from jaxtp.mesh import CONTEXT, TP
 
 LAYER_SPEC = batch_spec(TP, CONTEXT, None)
-"""The spec of one layer's keys or values, `[B, K, S, H]`: a matrix per head, so that products
-need no transpose.
-"""
+"""The spec of one layer's keys or values, `[B, K, S, H]`: a matrix per head, so that products need
+no transpose."""
 
 DROPPED = 2**30  # Position of a token that no row has
 
 KVCaches = tuple[Mapping[str, tuple[Array, ...]], ...]
 """Caches by layer and branch: keys and values `[B, K, S, H]` in the compute dtype, keys rotated, S
 slots a row. K is the number of kv heads, or tp if that is more: devices that share a head each
-store it. Arrays without S slots are states, which all tokens of a row changed in turn.
-"""
+store it. Arrays without S slots are states, which all tokens of a row changed in turn."""
 
 
 @jax.tree_util.register_dataclass
@@ -37,18 +35,15 @@ class NewTokens:
 
     positions: Array
     """Position of each token in its row, `[B, T]` int32; tokens at `DROPPED` leave a cache as it
-    is.
-    """
+    is."""
 
     rows: Array | None = None
     """Packed: row of each token among its device's rows, `[B, T]` int32, one run per row; -1 for
-    padding, at the end. None: each sequence is the row of the same index.
-    """
+    padding, at the end. None: each sequence is the row of the same index."""
 
     continued: bool = field(default=False, metadata={"static": True})
     """Packed: the first row of a sequence may have tokens before these. All others begin at
-    position 0.
-    """
+    position 0."""
 
     @property
     def specs(self) -> "NewTokens":

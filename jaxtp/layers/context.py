@@ -56,9 +56,8 @@ class Sequences:
     """Documents and token order of a batch's sequences, for layers that mix positions."""
 
     segments: Array | None = None
-    """Documents of each row (`layers/sequence_parallel.py`), in natural order; None if each row
-    is one document.
-    """
+    """Documents of each row (`layers/sequence_parallel.py`), in natural order; None if each row is
+    one document."""
 
     # requested method of attention over cp
     context: Context = field(default="auto", metadata=_STATIC)

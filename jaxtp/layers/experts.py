@@ -113,44 +113,37 @@ class ExpertsConfig(MLPConfig):
     """Biases on the projections of experts (gpt-oss)."""
 
     expert_groups: Count = 1
-    """Number of groups of equally many consecutive experts; each token chooses in
-    groups_per_token of them.
-    """
+    """Number of groups of equally many consecutive experts; each token chooses in groups_per_token
+    of them."""
 
     groups_per_token: Count = 1
     """Groups in which a token chooses its experts: the groups with the highest scores."""
 
     group_score: Literal["top2", "max"] = "top2"
     """Score of a group: the sum of its two highest scores (DeepSeek-V3), or its highest score
-    (DeepSeek-V2).
-    """
+    (DeepSeek-V2)."""
 
     shared_experts: CountOrZero = 0
     """Hidden width of a dense MLP whose output is added to the output of the experts; 0 for none.
-    mlp_bias gives biases to this MLP, not to the experts.
-    """
+    mlp_bias gives biases to this MLP, not to the experts."""
 
     shared_experts_gate: bool = False
     """Multiply the output of shared_experts by the sigmoid of a projection of the input
-    (Qwen2-MoE).
-    """
+    (Qwen2-MoE)."""
 
     dense_mlp: CountOrZero = 0
     """Hidden width of a dense MLP whose output is added to the output of the experts, both
     normalised; 0 for none. Each of both reads the residual stream through its own norm. Learned
-    scales multiply the input of the router and the weight of each expert (Gemma 4).
-    """
+    scales multiply the input of the router and the weight of each expert (Gemma 4)."""
 
     selection_bias: bool = False
     """Add a bias to each expert's score, for the choice only. Each update moves it against the
-    expert's load; see train.selection_bias_rate.
-    """
+    expert's load; see train.selection_bias_rate."""
 
     grouped: Annotated[Implementation, COST] = "auto"
     """Kernel that multiplies rows with their experts. pallas runs on NVIDIA GPUs. xla runs
     everywhere, but on GPUs it multiplies every row with every expert. auto takes pallas where it
-    runs.
-    """
+    runs."""
 
     def over_tp(self, tp: int) -> bool:
         """Returns whether each device has whole experts."""

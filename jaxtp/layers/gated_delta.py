@@ -54,8 +54,7 @@ class GatedDeltaConfig(LatentAttentionConfig):
 
     delta_value_heads: CountOrZero = 0
     """Value heads of Gated DeltaNet, which replaces attention in blocks where this is not 0.
-    Divisible by delta_key_heads; the layer pads both if mesh.tp needs more.
-    """
+    Divisible by delta_key_heads; the layer pads both if mesh.tp needs more."""
 
     delta_key_heads: CountOrZero = 0
     """Gated DeltaNet: query and key heads."""
@@ -68,8 +67,7 @@ class GatedDeltaConfig(LatentAttentionConfig):
 
     delta_conv: Count = 4
     """Gated DeltaNet: tokens that the causal convolution of queries, keys and values reads, with
-    the current one.
-    """
+    the current one."""
 
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """See `BranchConfig`."""

@@ -73,16 +73,14 @@ class LatentAttentionConfig(AttentionConfig):
 
     kv_rank: CountOrZero = 0
     """Width of the latent from which multi-head latent attention computes keys and values; 0 is
-    ordinary attention.
-    """
+    ordinary attention."""
 
     query_rank: CountOrZero = 0
     """Width of the latent from which it computes queries; 0 computes them from the input."""
 
     rope_head_dim: CountOrZero = 0
     """Latent attention: last part of head_dim that is rotated; all heads share this part of the
-    keys.
-    """
+    keys."""
 
     value_head_dim: CountOrZero = 0
     """Latent attention: width of a head's values and results."""

@@ -67,14 +67,12 @@ class LayerContext:
 
     sequence_parallel: SequenceParallel = False
     """Activations between layers are split over tp along the sequence. By default a layer takes
-    whole sequences; `ModelConfig` decides by the length.
-    """
+    whole sequences; `ModelConfig` decides by the length."""
 
     joined: bool = False
     """Inputs of column layers come gathered, and outputs of row layers are summands, one for each
     device of a tp group; both `[B, T, tp * D]`, split over tp. For layers that share these
-    collectives.
-    """
+    collectives."""
 
     # projections overlap their products with communication (`layers/overlap.py`)
     overlap: Overlap = "none"

@@ -53,13 +53,11 @@ class LoraConfig:
 
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead, so that outputs do not shrink at high ranks
-    (rsLoRA).
-    """
+    (rsLoRA)."""
 
     targets: tuple[Target, ...] = TARGETS
     """Projections that get an adapter, named as in Hugging Face's Llama and DeepSeek, and as in FLA
-    for Gated DeltaNet; others than the model's are skipped.
-    """
+    for Gated DeltaNet; others than the model's are skipped."""
 
     dtype: Annotated[DType, STEP] = "float32"
     """Dtype of the adapters and their optimizer state. All other weights are frozen, and stored in
@@ -70,8 +68,7 @@ class LoraConfig:
     each output feature), half of bfloat16's memory and traffic over fsdp; values move by up to
     1/16, so adapters learn on a slightly other model, which the run's own evaluations see too.
     Exports, `jaxtp generate` and `jaxtp evaluate` use the original weights. Embedding, head, norms,
-    biases and routers stay in model.precision.param.
-    """
+    biases and routers stay in model.precision.param."""
 
     @property
     def scale(self) -> float:

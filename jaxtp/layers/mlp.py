@@ -65,9 +65,8 @@ class MLPConfig(BranchConfig):
     each layer (arXiv 2411.13010)."""
 
     swiglu_limit: Positive | None = None
-    """Limits a gated MLP (gpt-oss): gate(x) to at most this, up(x) to between minus this and
-    this, and adds 1 to it.
-    """
+    """Limits a gated MLP (gpt-oss): gate(x) to at most this, up(x) to between minus this and this,
+    and adds 1 to it."""
 
     mlp_bias: bool = False
     """Biases on the MLP's projections."""

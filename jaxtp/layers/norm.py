@@ -45,8 +45,7 @@ class NormConfig:
     norm: NormKind = "rms"
     """Kind of norm: rms divides by the root mean square and multiplies by a scale; layer subtracts
     the mean before, and adds a bias (GPT-2). With plus_one the factor is 1 + scale (Gemma,
-    Nemotron); no_bias has only a scale (Cohere); plain has neither (OLMo 1).
-    """
+    Nemotron); no_bias has only a scale (Cohere); plain has neither (OLMo 1)."""
 
     norm_eps: Positive = 1e-5
     """Added to the mean square, or the variance, in every norm."""
@@ -54,8 +53,7 @@ class NormConfig:
     norm_placement: NormPlacement = "before"
     """Place of the norms: before attention and MLP, after them (OLMo 2), or both (Gemma 2). With
     parallel, attention and MLP read one norm of the block's input, and the block adds both results
-    (Cohere); with parallel_two each has its own norm (GPT-NeoX).
-    """
+    (Cohere); with parallel_two each has its own norm (GPT-NeoX)."""
 
     norm_after_eps: Positive | None = None
     """Instead of norm_eps, for the norms after attention and MLP (Muse Glimmer)."""

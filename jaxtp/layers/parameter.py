@@ -40,8 +40,7 @@ Variable = nnx.Variable[Any]
 
 GRADIENTS = "gradients"
 """Name in profiles of the sum of all micro-batches' gradients over devices
-(`sum_over_replicas`).
-"""
+(`sum_over_replicas`)."""
 
 DType = Literal["float32", "bfloat16", "float16"]
 Matmul = Literal["compute", "float8", "mxfp8"]
@@ -56,16 +55,14 @@ class Precision:
 
     param: DType = "float32"
     """Dtype of stored parameters and optimizer state; adafactor's moments are always float32. With
-    adapters it is the dtype of the frozen weights only, by default as in their files.
-    """
+    adapters it is the dtype of the frozen weights only, by default as in their files."""
 
     compute: DType = "float32"
     """Dtype of activations and matrix products; weights are cast to it before they are gathered."""
 
     reduce: DType = "float32"
-    """Dtype in which weight gradients are summed over devices, and over micro-batches if param
-    is not wider.
-    """
+    """Dtype in which weight gradients are summed over devices, and over micro-batches if param is
+    not wider."""
 
     logits: DType = "float32"
     """Dtype of the head's output; the softmax over it is float32, its gradient in `compute`."""
@@ -75,8 +72,7 @@ class Precision:
     float8 is E4M3 with a scale for each token and output feature: half of the bytes that fsdp
     gathers, and sequence parallelism in the forward pass. Gradients of weights, head, routers,
     norms, adapters and experts stay in the compute dtype. mxfp8 has a scale for each block of 32
-    features, and gathers in the compute dtype.
-    """
+    features, and gathers in the compute dtype."""
 
     matmul_layers: str = "*"
     """Layers that matmul applies to, by path as in the shell; | separates alternatives, as in
@@ -84,8 +80,7 @@ class Precision:
 
     matmul_least: Count = 2048
     """Least number of input features, and of all output features together, of a layer that matmul
-    applies to. Each is a multiple of 16; 1 takes layers of any size.
-    """
+    applies to. Each is a multiple of 16; 1 takes layers of any size."""
 
     def sum_dtype(self, param: DTypeLike) -> jnp.dtype:
         """Returns the dtype in which gradients accumulate over micro-batches."""

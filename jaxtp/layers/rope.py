@@ -23,9 +23,8 @@ from jaxtp.config.schema import Count, Positive
 RopeScalingKind = Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"]
 
 MAX_FREQUENCY = 1024.0
-"""Largest frequency, in radians per position: float64 keeps its angles within 1e-6 at four
-million positions.
-"""
+"""Largest frequency, in radians per position: float64 keeps its angles within 1e-6 at four million
+positions."""
 
 Frequencies = NDArray[np.float64]  # radians per position, `[head_dim / 2]`
 
@@ -50,8 +49,7 @@ class RopeScaling:
 
     low_freq_factor: Positive = 1.0
     """llama3: wavelengths above original_length / low_freq_factor are divided by the whole
-    factor.
-    """
+    factor."""
 
     high_freq_factor: Positive = 4.0
     """llama3: wavelengths below original_length / high_freq_factor are not divided."""
@@ -64,16 +62,14 @@ class RopeScaling:
 
     attention_factor: Positive | None = None
     """yarn, longrope: multiplies rotated queries and keys. Default: 0.1 ln(factor) + 1 for yarn,
-    sqrt(1 + ln(factor) / ln(original_length)) for longrope, and 1 for factors below 1.
-    """
+    sqrt(1 + ln(factor) / ln(original_length)) for longrope, and 1 for factors below 1."""
 
     truncate: bool = True
     """yarn: round both bounds of the transition outwards to whole dims."""
 
     short_factor: tuple[Positive, ...] = ()
     """longrope: divisors of the frequencies for up to original_length positions, one for each
-    rotated pair.
-    """
+    rotated pair."""
 
     long_factor: tuple[Positive, ...] = ()
     """longrope: divisors of the frequencies for more positions."""

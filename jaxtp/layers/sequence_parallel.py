@@ -25,9 +25,8 @@ Method = Literal["ulysses", "gather"]
 Context = Literal["auto", "ulysses", "gather"]
 
 SequenceParallel = bool | None
-"""On, off, or None: on if tp > 1 divides the sequence of the input, hence off when a single
-token is decoded.
-"""
+"""On, off, or None: on if tp > 1 divides the sequence of the input, hence off when a single token
+is decoded."""
 
 
 def sequence_dim(setting: SequenceParallel, shape: tuple[int, ...]) -> int | None:
@@ -64,8 +63,7 @@ class LocalShape:
     packed: bool = False  # sequences hold several documents
     platform: str | None = "cpu"
     """Architecture of the device (`architecture_of`), which decides the kernels; None if
-    unknown.
-    """
+    unknown."""
 
     context: Context = "auto"  # requested method of attention over cp
     zigzag: bool = False  # devices along cp hold tokens in zigzag order (`layers/context.py`)
@@ -95,8 +93,7 @@ class Part(NamedTuple):
     queries: Array  # position of each query, `[Tq]` int32, ascending
     first_key: Array | int
     """Position of the first key; the others follow one by one. Keys before position 0 are
-    masked.
-    """
+    masked."""
 
 
 def key_ranges(

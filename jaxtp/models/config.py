@@ -65,8 +65,7 @@ from jaxtp.mesh import CP, STORAGE, TP, parts
 
 _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="KEY")]
 """Keys whose flag can also be `--ignore-config`, the only spelling in commands without a model
-section.
-"""
+section."""
 
 
 class Changes(dict[str, Any]):
@@ -104,8 +103,7 @@ _MAX_TURNS = 2
 _SMALL_EPS = 1.0
 """Least norm_eps of a small model with Gated DeltaNet: what a query reads of a state can be small,
 and the norm divides by it. With 1e-2, gradients of a small Qwen3.5 in float32 differ by 9e-6
-between meshes; with 1, by 6e-7.
-"""
+between meshes; with 1, by 6e-7."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +117,8 @@ class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig):
     """Factor of the outputs of attention and MLP (Granite)."""
 
     layer_scale: bool = False
-    """Multiply the residual stream at the end of each block by a number that is not trained
-    (Gemma 4).
-    """
+    """Multiply the residual stream at the end of each block by a number that is not trained (Gemma
+    4)."""
 
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """See `BranchConfig`."""
@@ -144,8 +141,7 @@ class Stack:
 
     repeats: int
     """Number of turns; the params of blocks at the same place of the pattern are stacked along
-    them.
-    """
+    them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +154,7 @@ class DecoderSizes:
 
     ignore_config: Annotated[_Ignored, STEP] = ()
     """Attributes of that model's config.json that jaxtp does not know, to ignore if they do not
-    change the model's results. Can be given several times.
-    """
+    change the model's results. Can be given several times."""
 
     build: Annotated[Reference | None, STEP, SHORT_HELP] = None
     """Model of your own: a function that returns a Flax NNX model or a Decoder of your own, its
@@ -184,9 +179,8 @@ class DecoderSizes:
     """Decoder blocks, stacked and run by one scan."""
 
     first_blocks: _BlockList = ()
-    """In a YAML file: for each of the first blocks a mapping of the settings that differ from
-    the model's.
-    """
+    """In a YAML file: for each of the first blocks a mapping of the settings that differ from the
+    model's."""
 
     pattern: _BlockList = ()
     """In a YAML file: a mapping of settings for each block of a pattern, which repeats after the
@@ -204,14 +198,12 @@ class ModelConfig(BlockConfig, DecoderSizes):
     decoder: Annotated[
         Callable[..., Any] | None, Field(exclude=True), tyro.conf.Suppress, tyro.conf.Fixed
     ] = None
-    """Makes the decoder, called as `decoder(config, rngs=rngs)`; by default the class `Decoder`.
-    No setting.
-    """
+    """Makes the decoder, called as `decoder(config, rngs=rngs)`; by default the class `Decoder`. No
+    setting."""
 
     learned_positions: Count | None = None
     """Number of learned position embeddings, and the longest sequence; by default none are
-    learned.
-    """
+    learned."""
 
     embedding_scale: Positive | None = None
     """Factor of the embedding, rounded to the compute dtype; by default 1."""
@@ -245,19 +237,16 @@ class ModelConfig(BlockConfig, DecoderSizes):
 
     scan_layers: Annotated[bool, COST] = True
     """Run the blocks by one scan, compiled once; false unrolls the scan, which takes longer to
-    compile.
-    """
+    compile."""
 
     sequence_parallel: Annotated[bool | None, COST] = None
     """Between blocks, split activations over tp along the sequence. By default wherever tp > 1
-    divides the sequence.
-    """
+    divides the sequence."""
 
     overlap: Annotated[Overlap, COST] = "none"
     """Overlap of a block's products with the communication of sequence parallelism. none
     all-gathers before products and reduce-scatters after them. ring multiplies each part of the
-    sequence as it arrives; it sends up to 1/4 more.
-    """
+    sequence as it arrives; it sends up to 1/4 more."""
 
     loss_chunk: Annotated[Count, COST] = CHUNK_SIZE
     """Tokens per device whose logits the loss computes at a time."""

@@ -57,8 +57,7 @@ JOINED = "joined_branches"
 
 Routings = list[Routing | None]
 """Router statistics of each kind of block, stacked over its layers; None for a block without
-experts.
-"""
+experts."""
 
 
 @jax.tree_util.register_dataclass

@@ -21,8 +21,7 @@ from jaxtp.parallelize.styles import Layout, Layouts, Replicate, Shard
 
 LeadingAxes = tuple[tuple[str, ...], ...]
 """Axes that split the first dims of an activation: no dim, the batch, or the batch and the
-sequence.
-"""
+sequence."""
 
 
 def activation_spec(layout: Layout, ndim: int, leading: LeadingAxes = (BATCH,)) -> PartitionSpec:

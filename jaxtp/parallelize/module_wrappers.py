@@ -19,8 +19,7 @@ METHODS = ("__call__", "attend")  # `attend` of an embedding is a tied head
 
 CONTAINERS = nnx.List | nnx.Dict | list | tuple | dict
 """Containers of modules: never called, but the attribute that holds one is part of a module's
-path.
-"""
+path."""
 
 
 def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:

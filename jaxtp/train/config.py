@@ -79,9 +79,8 @@ class MeshConfig:
     """Shards of each parameter, gathered before use."""
 
     cp: int = 1
-    """Parts of each sequence, for long sequences. Parameters are sharded over cp too, and
-    gathered before use.
-    """
+    """Parts of each sequence, for long sequences. Parameters are sharded over cp too, and gathered
+    before use."""
 
     tp: int = 4
     """Shards of each matrix product."""
@@ -113,25 +112,21 @@ class DataConfig:
 
     path: Annotated[DataPath | None, SAMPLES, SHORT_HELP] = None
     """A folder made by jaxtp prepare, or a text file, read as bytes; by default the standard
-    library of the Python that runs the command.
-    """
+    library of the Python that runs the command."""
 
     mixture: Annotated[dict[DataKey, Positive], tyro.conf.Fixed, SAMPLES] = field(
         default_factory=dict
     )
     """In a YAML file, instead of path: weights of datasets, such as {data/code: 0.7, data/prose:
-    0.3}.
-    """
+    0.3}."""
 
     validation: Annotated[DataPath | None, SAMPLES] = None
     """Data to evaluate on: its held-out split, or all of it without one. By default the training
-    data's split.
-    """
+    data's split."""
 
     scores: Annotated[UserPath | None, STEP] = None
-    """A folder made by jaxtp score from this data: columns log_probs, or top_ids and
-    top_log_probs, for train.loss.
-    """
+    """A folder made by jaxtp score from this data: columns log_probs, or top_ids and top_log_probs,
+    for train.loss."""
 
     batches: Annotated[Reference | None, SAMPLES, SHORT_HELP] = None
     """Batches of your own: a function of the step that returns a dict of rows, a dataset, or an
@@ -157,8 +152,7 @@ class DataConfig:
 
     global_batch_size: Annotated[Count, STEP, SHORT_HELP] = 16
     """Sequences in a step, on all devices together. Divisible by mesh.dp * mesh.fsdp *
-    train.accumulation.
-    """
+    train.accumulation."""
 
     @property
     def packed(self) -> bool:
@@ -195,8 +189,7 @@ class OptimizerConfig:
         Literal["param", "bfloat16"], Affects(cost=True, numbers=True, fixed=True)
     ] = "param"
     """Dtype of the first moment, or of the momentum of lion and muon: the parameters', or bfloat16,
-    rounded stochastically.
-    """
+    rounded stochastically."""
 
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Decay of the learning rate after the warm-up; wsd stays at the peak and decays at the end."""
@@ -208,10 +201,8 @@ class OptimizerConfig:
         dict[str, GroupConfig], tyro.conf.Fixed, Affects(numbers=True, fixed=True)
     ] = field(default_factory=dict)
     """In a YAML file: settings by pattern of parameter path, such as "blocks.*.kernel":
-    {learning_rate_scale: 0.5};
-    * matches anything. The first matching pattern applies; a pattern that matches no parameter is
-      an error.
-    """
+    {learning_rate_scale: 0.5}; * matches anything. The first matching pattern applies; a pattern
+    that matches no parameter is an error."""
 
     learning_rate: Annotated[Positive, NUMBERS, SHORT_HELP] = 5e-3
     """Learning rate at its peak, after the warm-up."""
@@ -221,8 +212,7 @@ class OptimizerConfig:
 
     final_fraction: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1")] = 0.1
     """Learning rate at the last step, as a fraction of the peak; unused by the constant
-    schedule.
-    """
+    schedule."""
 
     beta1: Beta = 0.9
     """Decay of the first moment, or of muon's momentum."""
@@ -271,19 +261,16 @@ class LoopConfig:
     """Functions (trainer, step) that every process calls after each step."""
 
     z_loss: Annotated[NonNegative, NUMBERS] = 0.0
-    """Weight of the squared log-normaliser of the softmax in the training loss; 1e-4 is usual, 0
-    is off.
-    """
+    """Weight of the squared log-normaliser of the softmax in the training loss; 1e-4 is usual, 0 is
+    off."""
 
     balance_loss: Annotated[NonNegative, NUMBERS] = 1e-2
-    """Weight of the loss that evens the load of experts, averaged over layers; 1e-3 is usual for
-    a trained model.
-    """
+    """Weight of the loss that evens the load of experts, averaged over layers; 1e-3 is usual for a
+    trained model."""
 
     router_z_loss: Annotated[NonNegative, NUMBERS] = 0.0
-    """Weight of the squared log-normaliser of the routers' softmax, averaged over layers; 1e-3
-    is usual, 0 is off.
-    """
+    """Weight of the squared log-normaliser of the routers' softmax, averaged over layers; 1e-3 is
+    usual, 0 is off."""
 
     selection_bias_rate: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1"), NUMBERS] = 1e-3
     """Distance by which an update moves each expert's bias against its load, if
@@ -295,46 +282,38 @@ class LoopConfig:
     non_finite: Annotated[Literal["stop", "skip"], NOTHING] = "stop"
     """Reaction to a non-finite loss or gradient, whose update is never applied: stop saves state
     and batch and ends the run, skip continues. A non-finite update from a finite loss and gradient
-    ends the run either way.
-    """
+    ends the run either way."""
 
     max_skipped: Annotated[Count, NOTHING] = 10
     """Maximum number of skipped steps in a row before the run ends. Steps without a label, or in
-    which a loss returns the weight 0, are always skipped, and count by themselves.
-    """
+    which a loss returns the weight 0, are always skipped, and count by themselves."""
 
     allow_oversize: Annotated[bool, NOTHING] = False
     """Train even if the estimate of a step's memory, which is partly a model, exceeds a device's
-    memory.
-    """
+    memory."""
 
     stall_seconds: Annotated[NonNegative, NOTHING] = 1800.0
-    """Seconds after which a step is stalled, and the run prints the stacks of all Python
-    threads; 0 is off.
-    """
+    """Seconds after which a step is stalled, and the run prints the stacks of all Python threads; 0
+    is off."""
 
     stall_abort_seconds: Annotated[NonNegative, NOTHING] = 0.0
     """Seconds after which a step (the first includes compilation), evaluation or save ends the
-    process with exit code 75, so that a scheduler can restart it; 0 is off.
-    """
+    process with exit code 75, so that a scheduler can restart it; 0 is off."""
 
     stopped_exit_code: Annotated[int, Field(ge=0, le=255), allowed("from 0 to 255"), NOTHING] = 0
-    """Exit code when a signal stops a run early; not 0 for schedulers that restart only failed
-    jobs (Kubernetes).
-    """
+    """Exit code when a signal stops a run early; not 0 for schedulers that restart only failed jobs
+    (Kubernetes)."""
 
     verify_every: Annotated[CountOrZero, NOTHING] = 0
     """Steps between checks for silent corruption: the run compares replicas, and computes a step
     twice. A difference ends the run and names the devices. A check keeps the state twice in host
-    memory. 0 is off.
-    """
+    memory. 0 is off."""
 
     deterministic: Annotated[bool, NOTHING] = False
     """On GPUs, compile the step without operations that sum in a varying order (XLA's flag
     xla_gpu_exclude_nondeterministic_ops), and take the first suitable attention kernel, not the
     fastest. The step may be slower. verify_every implies the flag. CPUs are deterministic without
-    it.
-    """
+    it."""
 
     @property
     def excludes_nondeterministic(self) -> bool:
@@ -360,9 +339,8 @@ class MetricsConfig:
     """W&B project, or Aim experiment, of the run."""
 
     norm_groups: tuple[str, ...] = ()
-    """Patterns of parameter path, such as "blocks.mlp.*", whose norms of gradients and
-    parameters are logged too.
-    """
+    """Patterns of parameter path, such as "blocks.mlp.*", whose norms of gradients and parameters
+    are logged too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,18 +354,15 @@ class LaunchConfig:
 
     preflight_bandwidth: bool = False
     """Also measure the all-gather bandwidth of each mesh axis, before the run allocates
-    anything.
-    """
+    anything."""
 
     bind: str | None = None
     """Address at which process 0, and JAX's coordinator in it, listens for the other processes. By
-    default loopback if all run on one host, else every address.
-    """
+    default loopback if all run on one host, else every address."""
 
     self_check: bool = True
     """On GPUs, first compare devices, collectives and attention kernels with the host: a few
-    seconds.
-    """
+    seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,8 +382,7 @@ class EvalConfig:
 
     every: Annotated[CountOrZero, NOTHING, SHORT_HELP] = 100
     """Steps between evaluations. Every run with validation data also evaluates before the first
-    step and after the last; 0 adds none.
-    """
+    step and after the last; 0 adds none."""
 
     batches: Count = 8
     """Maximum number of batches in an evaluation. It reads each held-out row at most once, and the
@@ -429,9 +403,8 @@ class CheckpointConfig:
     """Also keep the checkpoints at multiples of this step; 0 for none."""
 
     keep_best: bool = True
-    """Also keep the checkpoint with the lowest validation loss, among those saved at an
-    evaluated step.
-    """
+    """Also keep the checkpoint with the lowest validation loss, among those saved at an evaluated
+    step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,8 +29,7 @@ from jaxtp.train.user_loss import Example
 
 LEAST = 1e-6
 """Probability below which float32 cannot tell all other tokens from rounding: their logarithm is
-linear there.
-"""
+linear there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +48,14 @@ class Distillation:
 
     temperature: Positive = 1.0
     """Divides the student's logits, as `jaxtp score --temperature` divided the teacher's; its
-    square multiplies the divergence (arXiv 1503.02531).
-    """
+    square multiplies the divergence (arXiv 1503.02531)."""
 
     cross_entropy: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1")] = 0.0
     """Weight of the cross-entropy of the labels, at temperature 1; the divergence has the rest."""
 
     top_k: Count = 64
     """Tokens of a position where no data are read, as in `jaxtp estimate`; scores know their
-    own.
-    """
+    own."""
 
     columns: ClassVar[tuple[str, ...]] = ("inputs", "labels", TOP_IDS, TOP_LOG_PROBS)
 

@@ -33,9 +33,8 @@ class Known:
     first: Version
     fixed: Version  # the first after the range
     devices: str
-    """Part of the kind and `architecture_of` of affected devices, such as
-    `NVIDIA RTX A6000, cuda 8.6`.
-    """
+    """Part of the kind and `architecture_of` of affected devices, such as `NVIDIA RTX A6000, cuda
+    8.6`."""
     what: str
     """The effect, and the version to install instead."""
     thread: str

@@ -57,13 +57,11 @@ class Memory:
     optimizer: int  # Moments and counters
     gradients: int
     """Gradients in the parameters' dtype; with accumulation their sums over micro-batches, and if
-    these are in a wider dtype also the gradients of a micro-batch.
-    """
+    these are in a wider dtype also the gradients of a micro-batch."""
     whole_matrices: int  # Whole matrices that muon orthogonalises, and their updates
     gathered_weights: int
     """Weights as layers multiply with them (cast, gathered), and their gradients before
-    reduction.
-    """
+    reduction."""
     activations: int  # Activations saved for the backward pass, and the workspace of one branch
     logits: int  # Logits of one chunk of the loss, with the head and its gradient
     batch: int  # Tokens, labels and segment ids

@@ -47,8 +47,7 @@ CURVES = (
     "goodput",
 )
 """Metrics that are drawn by default, with `eval_loss` in the panel of `loss`; those that a run
-lacks are left out.
-"""
+lacks are left out."""
 EVALUATED = "eval_"  # Prefix of a metric on the validation data
 _TITLES = {
     "loss": ("loss", ""),
@@ -257,9 +256,8 @@ TRACKERS: dict[str, Callable[[TrainConfig, int], Tracker]] = {
     "wandb": _WeightsAndBiases,
     "aim": _Aim,
 }
-"""By setting (`MetricsConfig.trackers`), package and extra. The second argument is the first
-step that is logged.
-"""
+"""By setting (`MetricsConfig.trackers`), package and extra. The second argument is the first step
+that is logged."""
 
 
 def check_installed(names: Sequence[str]) -> None:

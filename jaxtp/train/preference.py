@@ -40,13 +40,11 @@ class DPO:
 
     beta: Positive = 0.1
     """Strength of the reference: a reward is beta times the log-ratio of the model to the
-    reference.
-    """
+    reference."""
 
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """Loss of a margin of rewards; ipo (arXiv 2310.12036) takes log-ratios per token, towards 1
-    / (2 beta).
-    """
+    """Loss of a margin of rewards; ipo (arXiv 2310.12036) takes log-ratios per token, towards 1 /
+    (2 beta)."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5), allowed("from 0 to below 0.5")] = 0.0
     """Probability that the answers of a pair are swapped (conservative DPO); for sigmoid only."""
@@ -56,8 +54,7 @@ class DPO:
 
     sft_weight: NonNegative = 0.0
     """Weight of the cross-entropy of chosen answers (RPO, arXiv 2404.19733), a mean over a
-    micro-batch's tokens.
-    """
+    micro-batch's tokens."""
 
     columns: ClassVar[tuple[str, ...]] = ("inputs", "labels", PAIRS)
     scores_temperature: ClassVar[float] = 1.0

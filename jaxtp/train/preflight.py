@@ -34,8 +34,7 @@ from jaxtp.train.self_check import check_collectives
 
 MAX_SKEW = 60.0
 """Seconds by which the clocks of hosts may differ. A larger skew breaks certificates, logs and
-schedulers.
-"""
+schedulers."""
 
 _GATHERED = 2**26
 _GATHERED_ON_CPU = 2**20  # Bytes per device of the array that measures an axis

@@ -29,8 +29,7 @@ _TRAINED_ORDER = {
 }
 _UNLABELED_LEFT_OUT = ("best fit 1", "best fit 2")
 """Algorithms of packing, before and after rows without a label were left out
-(`data/packing.py`).
-"""
+(`data/packing.py`)."""
 
 
 @dataclass(frozen=True)

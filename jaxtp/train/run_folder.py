@@ -29,20 +29,17 @@ NON_FINITE = "non_finite"
 CORRUPTION = "corruption"
 PROFILE = "profile"
 _REPORTS = ("tensorboard", "wandb", "hf", NON_FINITE, CORRUPTION, PROFILE, "damaged")
-"""Folders that a run makes and fills. `checkpoints` may be a link: large runs keep them on
-another disk.
-"""
+"""Folders that a run makes and fills. `checkpoints` may be a link: large runs keep them on another
+disk."""
 LOCK = ".lock"
 _MAX_LOCK = 300  # Maximum characters that a message shows of it
 _NO_FILE = (errno.ELOOP, errno.EINVAL)  # Errors of `open_directly` and `open_regular`
 BASE = "base"
 """Key in the info of a checkpoint of adapters: the identity of the frozen model, as in
-`hf.runs`.
-"""
+`hf.runs`."""
 STREAMS = "streams"
 """Key in a checkpoint's info: the states of a user's streams, which give the position in the
-data.
-"""
+data."""
 VERIFIED = "verified"  # Key in a checkpoint's info: the last verified step when it was saved
 
 

@@ -50,9 +50,8 @@ HostArray = np.ndarray[Any, Any]
 EXACT = 1e-4  # Largest error of a float32 operation, relative to the largest value of its result
 
 TOLERANCE = {"float32": 5e-3, "float16": 1e-2, "bfloat16": 2e-2}
-"""Largest relative error by compute dtype. Products of float32 may run in TF32, whose mantissa
-has 10 bits.
-"""
+"""Largest relative error by compute dtype. Products of float32 may run in TF32, whose mantissa has
+10 bits."""
 
 _PER_DEVICE = PartitionSpec(AXES)  # One row per device
 
@@ -250,9 +249,8 @@ _EXPECTED: dict[str, Callable[[HostArray, int], HostArray]] = {
     "all-to-all": lambda rows, index: np.split(rows, len(rows), axis=1)[index].ravel(),
     "permute": lambda rows, index: rows[index - 1],
 }
-"""By collective: the array that the device at `index` along an axis receives, from the rows of
-all devices on it.
-"""
+"""By collective: the array that the device at `index` along an axis receives, from the rows of all
+devices on it."""
 
 
 def exact_numbers(devices: int, size: int) -> HostArray:
@@ -269,13 +267,11 @@ def exact_numbers(devices: int, size: int) -> HostArray:
 MOST_TOKENS = 1024
 TIMED_TOKENS = 4096
 """Maximum lengths of the problem that is checked (several blocks of every kernel) and of the
-problem that is timed.
-"""
+problem that is timed."""
 
 SPAN = 16
 """Tokens of a span. Each span may have twice the error; the total norm alone would hide a wrong
-edge of a mask.
-"""
+edge of a mask."""
 
 CHUNKS = 7
 HALO = 5

@@ -87,8 +87,7 @@ Choices = list[tuple[Array, Array] | None] | None
 
 Experts = tuple[Array | None, ...] | None
 """For each kind of block the experts to use for each token, `[B, layers, T, k]`, instead of the
-router's choices.
-"""
+router's choices."""
 
 
 class Replay(NamedTuple):

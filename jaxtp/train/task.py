@@ -27,22 +27,19 @@ from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 
 Metrics = Mapping[str, Array | tuple[Array, Array]]
-"""Sums over the rows of a batch, which the step divides by the loss's weight; or pairs of a sum
-and its weight.
-"""
+"""Sums over the rows of a batch, which the step divides by the loss's weight; or pairs of a sum and
+its weight."""
 
 Loss = Callable[[Any, Any, Array], tuple[Array, Array] | tuple[Array, Array, Metrics]]
 """Takes a model, a batch and a random key; returns a sum over the batch's rows, and the weight that
 divides it.
 
 Not a mean: the step divides the sum over all micro-batches by their summed weight. So a token has
-the same weight in every micro-batch, on every mesh.
-"""
+the same weight in every micro-batch, on every mesh."""
 
 Callback = Callable[[Any, Any], object]
-"""Takes the `Trainer` and its `Step`. Every process calls it after each step, because its work
-may need all devices.
-"""
+"""Takes the `Trainer` and its `Step`. Every process calls it after each step, because its work may
+need all devices."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +48,16 @@ class Task:
 
     model: Callable[..., nnx.Module] | ModelConfig | None = None
     """A function that returns a Flax NNX model, or its class; a parameter `rngs` gets
-    `nnx.Rngs(run.seed)`. Or the settings of jaxtp's decoder, or of a subclass.
-    """
+    `nnx.Rngs(run.seed)`. Or the settings of jaxtp's decoder, or of a subclass."""
 
     loss: Loss | None = None
-    """By default the cross-entropy of the decoder's next token. A dataclass of settings may be
-    one: `DPO(beta=0.2)`.
-    """
+    """By default the cross-entropy of the decoder's next token. A dataclass of settings may be one:
+    `DPO(beta=0.2)`."""
 
     batches: object = None
     """A function of the step that returns a dict of all rows in NumPy, a dataset with `__len__` and
     `__getitem__`, an iterable of such dicts, a list of iterables, or a function that returns one of
-    these (`data/sources.py`).
-    """
+    these (`data/sources.py`)."""
 
     optimizer: (
         optax.GradientTransformation
@@ -73,14 +67,12 @@ class Task:
         | None
     ) = None
     """An Optax transformation, or a function that returns one; a parameter `steps` gets the updates
-    in the whole run. It sees the parameters as a dict by dotted path,
-    `{"blocks.0.mlp.kernel": ...}` (see `jaxtp.by_path`).
-    """
+    in the whole run. It sees the parameters as a dict by dotted path, `{"blocks.0.mlp.kernel":
+    ...}` (see `jaxtp.by_path`)."""
 
     plan: Mapping[str, Any] | None = None
-    """Styles by pattern of module paths, for `parallelize`. By default the model's specs, or
-    else `propose_plan`'s.
-    """
+    """Styles by pattern of module paths, for `parallelize`. By default the model's specs, or else
+    `propose_plan`'s."""
 
     validation: object = None
     """Batches to evaluate on, as `batches`."""
@@ -132,8 +124,7 @@ _REPLACED: dict[str, tuple[str, object, set[str]]] = {
     ),
 }
 """The section whose settings each part replaces, with their defaults, and those that keep an
-effect.
-"""
+effect."""
 
 
 def with_references(

@@ -30,8 +30,7 @@ T = TypeVar("T")
 Example = NDArray[np.generic] | jax.ShapeDtypeStruct
 STATEFUL = nnx.All(nnx.Variable, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
 """Filter of the variables that a model may change during a step, such as the statistics of
-`nnx.BatchNorm`.
-"""
+`nnx.BatchNorm`."""
 
 _RESERVED = {
     *(

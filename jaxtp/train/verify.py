@@ -101,9 +101,8 @@ class Verifier:
         self._before: HostShards = {}
         self._first: HostShards = {}
         self._tables: list[Array] = []
-        """Checksums of state and batch, of both after their return from the host, of gradients,
-        and of the result.
-        """
+        """Checksums of state and batch, of both after their return from the host, of gradients, and
+        of the result."""
 
     def due(self, step: int) -> bool:
         """Returns whether to verify a step."""

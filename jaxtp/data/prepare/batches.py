@@ -32,9 +32,8 @@ FEW = 1000
 
 
 MANY_PROBLEMS = 100_000
-"""After this many unreadable rows `threshold` reads no more, if the command will end at the
-first of them.
-"""
+"""After this many unreadable rows `threshold` reads no more, if the command will end at the first
+of them."""
 
 
 class Entry(NamedTuple):

@@ -22,9 +22,8 @@ _EMPTY_ANSWER = "empty answer"
 _EQUAL_ANSWERS = "equal answers"
 """Kinds of problems, as `dataset.json` counts them."""
 _ANSWER = "\n\nAssistant:"
-"""Starts each answer in the texts of Anthropic's HH; the last one that both texts have starts
-the pair's answers.
-"""
+"""Starts each answer in the texts of Anthropic's HH; the last one that both texts have starts the
+pair's answers."""
 
 
 def fields_of_texts(config: PrepareConfig) -> Fields:

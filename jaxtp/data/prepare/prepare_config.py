@@ -45,8 +45,7 @@ class PrepareConfig:
     ] = ()
     """Text, .jsonl, .json and .parquet files (all but Parquet also as .gz and .zst), folders of
     them, and Hugging Face datasets: hf:NAME:SPLIT, or hf:FOLDER[:SPLIT] from save_to_disk. A .json
-    file named here holds a list of objects, or an object in each line.
-    """
+    file named here holds a list of objects, or an object in each line."""
 
     out: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder for the dataset; after an interruption the same command resumes in it."""
@@ -67,8 +66,7 @@ class PrepareConfig:
     eos: Annotated[str | None, tyro.conf.arg(metavar="TOKEN")] = None
     """The token that ends each document. By default the eos_token in tokenizer_config.json next to
     tokenizer.json, the first eos_token_id in config.json or generation_config.json there, or a
-    well-known name; <|endoftext|> for a tokenizer trained here.
-    """
+    well-known name; <|endoftext|> for a tokenizer trained here."""
 
     no_eos: Switch = False
     """Documents have no end token."""
@@ -79,13 +77,11 @@ class PrepareConfig:
 
     special_tokens: Switch = False
     """Text that spells a special token, such as <|im_start|>, becomes that token; otherwise it
-    stays text.
-    """
+    stays text."""
 
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """Format of all input files; by default from the suffix, else text. jsonl also reads lists
-    of objects.
-    """
+    """Format of all input files; by default from the suffix, else text. jsonl also reads lists of
+    objects."""
 
     field: str = TEXT_FIELD
     """Field of a JSONL or Parquet row that holds the document."""
@@ -114,44 +110,37 @@ class PrepareConfig:
 
     template: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """Chat template for --messages, in Jinja; by default the one next to the tokenizer
-    (chat_template.jinja, or in tokenizer_config.json).
-    """
+    (chat_template.jinja, or in tokenizer_config.json)."""
 
     date: Day | None = None
     """The day that a chat template with a date writes (strftime_now); by default the day on which
-    the dataset is begun, which the dataset records.
-    """
+    the dataset is begun, which the dataset records."""
 
     media_as_text: Switch = False
     """Read conversations with images, audio or video as text, with words such as <image> in their
-    places; by default they are unreadable input.
-    """
+    places; by default they are unreadable input."""
 
     include: Patterns = ()
     """Files to read in folders, such as '*.py'; by default all. Matches the name, or the path in
-    the folder if the pattern has a /. Can be repeated.
-    """
+    the folder if the pattern has a /. Can be repeated."""
 
     exclude: Patterns = ()
     """Files and folders to leave out in folders, such as site-packages. Can be repeated."""
 
     held_out: Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")] = 0.01
     """Share of the documents for validation, chosen by a hash of their text. Of up to 1,000
-    documents the nearest number is held out; with more, each is chosen independently.
-    """
+    documents the nearest number is held out; with more, each is chosen independently."""
 
     dedup: Switch = False
     """Leaves out documents that equal an earlier one, byte for byte; takes about 100 bytes of
-    memory per document.
-    """
+    memory per document."""
 
     on_error: Literal["stop", "skip"] = "stop"
     """On unreadable input: stop ends with its file and line; skip counts it and continues."""
 
     max_document_bytes: Count = 2**26
     """Maximum size of a document, a line of JSONL, or the answers of a conversation with their
-    prompts; a document and its tokens take about eleven times its size in memory.
-    """
+    prompts; a document and its tokens take about eleven times its size in memory."""
 
     max_window_bytes: Annotated[int, Field(ge=2**10, le=2**31), allowed("2**10 to 2**31")] = 2**27
     """Maximum memory for unpacking a .zst file; those made by zstd --long=31 take 2**31."""
@@ -170,8 +159,7 @@ class PrepareConfig:
 
     verify: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Dataset to compare with its checksums, instead of making one; exit code 1 if it is
-    damaged.
-    """
+    damaged."""
 
     @property
     def has_prompts(self) -> bool:

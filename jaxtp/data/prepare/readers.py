@@ -67,15 +67,13 @@ _TRUNCATED = 16  # A JSON error this close to the end of a text may come from wh
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 """A JSON string, perhaps cut short. Possessive, because backtracking would take gigabytes of
-memory.
-"""
+memory."""
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 DECOMPRESSION_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
 """Errors of truncated or damaged gzip streams; `_unpack_zstd` converts zstd's to EOFError."""
 _ZSTD_CHUNK = 2**11
 """Compressed bytes at a time; zstd may unpack them to 30,000 times as many, which are in memory
-together.
-"""
+together."""
 _PARQUET_ROWS = 32  # Rows in memory at a time
 
 
@@ -126,9 +124,8 @@ class Event(NamedTuple):
 
 Row = Mapping[str, object]
 Item = tuple[int, int, object]
-"""Number from 1, bytes of the source read so far, and a text, a line of JSON (bytes), a row, or
-its problem.
-"""
+"""Number from 1, bytes of the source read so far, and a text, a line of JSON (bytes), a row, or its
+problem."""
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,7 @@ class State:
     tokenizer: TokenizerInfo | None = None  # None until it is opened or trained
     threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """From `batches.threshold`; None if an older version, whose threshold is `held_out`, started
-    the dataset.
-    """
+    the dataset."""
     day: str | None = None  # the day that the chat template writes
     position: Position = Position(0, 0)
     seen: Annotated[int, Field(ge=0)] = 0  # number of valid hashes in the file `SEEN`

@@ -38,13 +38,11 @@ class Tensor:
     transposed: bool = False
     layout: Layout | Literal["mxfp4"] | None = None
     """The layout of experts that has this tensor; None: both have it. An export writes no
-    "mxfp4".
-    """
+    "mxfp4"."""
     chunks: str | None = None
     """Field with the number of chunks of each part: with num_heads, a fused kernel has the output
     dims `[N, parts, H]`, with num_kv_heads the queries of a group, its key and its value in turn,
-    with d_ff parts that alternate.
-    """
+    with d_ff parts that alternate."""
     by_head: bool = False  # The file has a dim of heads, `[N, H]`; jaxtp `[N*H]`
     unit_dim: bool = False  # The file has a dim of 1 before the last: `[1, N]`, jaxtp `[N]`
     # Always float32 in the file, whatever the dtype of the others; None: in some files
@@ -67,9 +65,8 @@ class Attribute:
     default: Any = None  # The default of transformers; None: the attribute is required
     alias: str | None = None  # Alternative name in config.json
     default_from: str | None = None
-    """Field of an earlier attribute. Multiplied by `times`, it replaces null, and a missing
-    value without `default`.
-    """
+    """Field of an earlier attribute. Multiplied by `times`, it replaces null, and a missing value
+    without `default`."""
     times: int = 1
     # Another attribute, and the value without which this one has no effect
     only_if: tuple[str, object] | None = None
@@ -110,16 +107,14 @@ class Wrapper:
 
 TEXT_PREFIXES = (("language_model.model.", "language_model."), ("model.language_model.", ""))
 """Names of text tensors in a multimodal file: what replaces a family's prefix, and what precedes
-its head.
-"""
+its head."""
 
 
 ROPE = frozenset(
     {"rope_parameters", "rope_theta", "rope_scaling", "original_max_position_embeddings"}
 )
-"""Attributes of rotary embeddings; with rope_local_base_freq, layers with a window have their
-own base.
-"""
+"""Attributes of rotary embeddings; with rope_local_base_freq, layers with a window have their own
+base."""
 WINDOW = frozenset({"sliding_window"})
 """Attribute that gives all layers a window; layer_types restricts it to some layers."""
 SWITCHED_WINDOW = WINDOW | {"use_sliding_window", "max_window_layers"}
@@ -153,8 +148,7 @@ EXPERTS_TP_PLAN = {
     "layers.*.mlp.experts.down_proj": "rowwise",
 }
 """transformers also lists `layers.*.mlp.experts`, which splits no weight and sums the experts'
-outputs.
-"""
+outputs."""
 SHARED_TP_PLAN = {
     module.replace(".mlp.", ".mlp.shared_experts."): style
     for module, style in TP_PLAN.items()
@@ -182,13 +176,11 @@ class Family:
     # If several entries have one name, an export writes the first
     attributes: tuple[Attribute, ...]
     layer_attributes: frozenset[str] = COMMON
-    """Further attributes, read by `hf/config_blocks.py`. If one is missing here, the family
-    lacks its feature.
-    """
+    """Further attributes, read by `hf/config_blocks.py`. If one is missing here, the family lacks
+    its feature."""
     rope_attributes: tuple[Attribute, ...] = ()
     """Attributes in `rope_parameters` (or `rope_scaling`) or beside it; of two with one field, the
-    first in the file counts, and an export writes the first.
-    """
+    first in the file counts, and an export writes the first."""
     by_type: Mapping[LayerType, tuple[Attribute, ...]] = field(default_factory=dict)
     """Attributes of the layers of one type."""
     always_by_type: Mapping[LayerType, Mapping[str, Any]] = field(default_factory=dict)
@@ -197,31 +189,26 @@ class Family:
     wrapper: Wrapper | None = None  # The multimodal model that holds this text model, if any
     interleaved_rope: bool = False
     """The file has rotated pairs of query and key dims next to each other, jaxtp half of the
-    rotated dims apart; rope_interleave may switch it off.
-    """
+    rotated dims apart; rope_interleave may switch it off."""
     rope_in_head: bool = False
-    """Whether latent attention has a partial_rotary_factor in rope_parameters: the rotated part
-    of a head.
-    """
+    """Whether latent attention has a partial_rotary_factor in rope_parameters: the rotated part of
+    a head."""
     scaled_scores: bool = False  # Whether mscale_all_dim of yarn also scales the attention scores
     remote_code: tuple[str, ...] = ()  # Classes in auto_map that transformers has too
     others: tuple[str, ...] = ()
     """Beginnings of the names of tensors that are not read, but copied by an export, such as
-    prediction heads.
-    """
+    prediction heads."""
     # Whether layers from num_hidden_layers on are prediction heads, among `others`
     later_layers: bool = False
     ignored_tensors: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
     """Tensors in files that an import skips."""
     constants: Mapping[str, float] = field(default_factory=dict)
-    """Scalar tensors of each layer with one supported value. A file may lack them; an export
-    writes them.
-    """
+    """Scalar tensors of each layer with one supported value. A file may lack them; an export writes
+    them."""
     default_window: int | None = 4096  # Default of sliding_window
     window_period: int = 2
     """Without layer_types, every n-th layer has no window; sliding_window_pattern overrides n. If
-    0, layer_types is required.
-    """
+    0, layer_types is required."""
     default_full_layers: int = 28  # Default of max_window_layers
     # Whether these layers are counted from the last, which has no window
     windows_from_last: bool = False
@@ -231,16 +218,14 @@ class Family:
     pattern_is_default: bool = False  # Whether layer_types replaces another sliding_window_pattern
     only_layer_type: str | None = None
     """The one supported type in layer_types, in a family without windows; a file without
-    layer_types has others.
-    """
+    layer_types has others."""
     default_dense_layers: int = 0  # Default of first_k_dense_replace and moe_layer_start_index
     rope_theta: float = 10_000.0
     """Default of rope_theta; with rope_local_base_freq, it is 10,000 in layers with a window."""
     rope_theta_name: str = "rope_theta"  # Name of rope_theta beside `rope_scaling`
     rope_by_type: bool = False
     """Whether rope_parameters holds one rotary embedding for each attention type; a `rope_scaling`
-    is for layers with full attention.
-    """
+    is for layers with full attention."""
     # The rope_parameters of a file without any
     default_rope: Mapping[str, Any] = field(default_factory=dict)
     # Parameters of the rotary embedding without effect on text
@@ -251,8 +236,7 @@ class Family:
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
     original_length: int | None = None
     """Default of a top-level original_max_position_embeddings; None: the value in rope_scaling or
-    rope_parameters, else max_position_embeddings.
-    """
+    rope_parameters, else max_position_embeddings."""
     # Default of head_dim; None: hidden_size / num_attention_heads
     default_head_dim: int | None = None
     # Fields of `ModelConfig` with a fixed value
@@ -635,8 +619,7 @@ IGNORED_ATTRIBUTES = frozenset(
     }
 )
 """Ignored by all families. max_position_embeddings is the trained length; a `ModelConfig` has no
-such limit.
-"""
+such limit."""
 _BOOKKEEPING = re.compile(
     r"_.*"  # internal to transformers: _name_or_path, _attn_implementation, _flash_attn_2_enabled
     r"|\w+_token_ids?"

@@ -25,8 +25,7 @@ from jaxtp.layers.sequence_parallel import Part, key_ranges
 
 MOST_IN_BLOCK = 256
 """Positions in a block of a long sequence, the fastest from 128 to 512 on CPUs
-(`scripts/attention_speed.py`).
-"""
+(`scripts/attention_speed.py`)."""
 
 _LEAST_IN_BLOCK = 8
 _FEWEST_BLOCKS = 4

@@ -40,8 +40,7 @@ DTYPES = ("bfloat16", "float16", "float32")  # dtypes of queries, keys and value
 
 _LEAST_HEAD_DIM = 16
 """Narrowest product that Triton computes; narrower heads are padded to it, others to a power of
-two.
-"""
+two."""
 
 # first and last key that each query sees, or first and last query that sees each key
 _Ranges = tuple[Array, Array]

@@ -53,13 +53,11 @@ CAPABILITIES = {
     **dict.fromkeys(("NVIDIA B200", "NVIDIA GB200"), "10.0"),
 }
 """Compute capability by `jax.Device.device_kind`, for devices of an abstract mesh:
-developer.nvidia.com/cuda-gpus.
-"""
+developer.nvidia.com/cuda-gpus."""
 
 _SHORT = MOST_IN_BLOCK
 """Longest sequence whose scores fit into one block: xla then stores no more of them than
-blockwise.
-"""
+blockwise."""
 
 
 def architecture_of(device: Any) -> str:
@@ -158,16 +156,14 @@ class Kernel:
 
     blocks: Callable[[Sequence[range], int | None], tuple[int, int, int]]
     """Returns the number of products that compute a head's scores, and the queries and keys of each
-    product. Arguments: the chunks of positions of a device's queries, and a window.
-    """
+    product. Arguments: the chunks of positions of a device's queries, and a window."""
 
     stores_scores: bool = False  # all of them, `[T, T]`, in memory
     # writes scores to memory between products, all at once or block by block
     streams_scores: bool = False
     can_save_result: bool = True
-    """Remat policies can save its output and log-sum-exp, so that the backward pass does not run
-    it again.
-    """
+    """Remat policies can save its output and log-sum-exp, so that the backward pass does not run it
+    again."""
 
     platforms: tuple[str, ...] | None = None  # None: everywhere
     sixteen_bits: bool = False  # computes in 16 bits only

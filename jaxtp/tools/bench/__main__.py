@@ -111,8 +111,7 @@ class CommConfig(TrainConfig):
 
     like: Annotated[str | None, tyro.conf.arg(metavar="h100")] = None
     """Row of the hardware table that supplies the peak FLOP/s, and every value that bench does not
-    measure; by default the row of the present devices.
-    """
+    measure; by default the row of the present devices."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """JSON file for all numbers."""

@@ -69,8 +69,7 @@ TOLERANCES = {
 Arrays = Mapping[str, np.ndarray]
 Choices = Sequence[tuple[np.ndarray, np.ndarray] | None]
 """Chosen experts `[B, layers, T, k]` and margins of their scores `[B, layers, T]`, by kind of
-block; None for dense blocks.
-"""
+block; None for dense blocks."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +105,7 @@ class Errors:
     """Difference of each array, `LOSS` and `GRAD_NORM` between two runs on one device: in float32,
     or with other last digits of the weights (a user's task, and float8). Cancellation, as in the
     gradient of a norm's scale, makes it larger than the precision of the dtype; the gradient of a
-    bias of attention's keys is nothing else.
-    """
+    bias of attention's keys is nothing else."""
 
     def allowed(self, name: str, tolerance: Tolerance) -> float:
         """Returns the tolerance of an array, `LOSS` or `GRAD_NORM`.

@@ -43,8 +43,7 @@ from jaxtp.train.user_loss import Example, attribute, example_batch
 DOCUMENTS = 4  # mean number in a row of a packed batch
 COPIES = 6
 """Copies of a state in the host's memory: on the devices, before and after the updates, and
-gradients.
-"""
+gradients."""
 
 
 @dataclass(frozen=True)

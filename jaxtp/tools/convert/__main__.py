@@ -95,8 +95,7 @@ _EQUIVALENT = {
     },
 }
 """Styles of transformers that split as jaxtp's style does; they may differ in gathering the
-output.
-"""
+output."""
 
 
 IMPORTED = "imported"  # Key of a checkpoint's info: folder and dtype of the imported model
@@ -132,13 +131,11 @@ class Import:
     """New folder for the run; the tokenizer files are copied to its hf/, where export finds
     them."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the parameters in the run; by default the dtype of the safetensors (float16
-    becomes float32).
-    """
+    """Dtype of the parameters in the run; by default the dtype of the safetensors (float16 becomes
+    float32)."""
     ignore_config: Keys = ()
-    """Unknown attributes of config.json to ignore, because they do not affect the model's
-    outputs. Repeatable.
-    """
+    """Unknown attributes of config.json to ignore, because they do not affect the model's outputs.
+    Repeatable."""
     mesh: MeshFlags = MeshFlags()
 
 
@@ -148,8 +145,7 @@ class Export:
 
     run: RunDir
     """Folder of a run (its newest checkpoint), or of one checkpoint; with --adapters also a model
-    in Hugging Face format.
-    """
+    in Hugging Face format."""
     out: HFDir
     """New folder for the model; it appears when it is complete."""
     family: str | None = None
@@ -157,20 +153,17 @@ class Export:
     model that the run started from, or the first that fits."""
     tokenizer_from: OptionalDir = None
     """Folder in Hugging Face format whose tokenizer files are copied; by default the hf/ of an
-    imported run.
-    """
+    imported run."""
     merged: Switch = False
     """Write the whole model of a run that trained adapters, with the adapters merged into the
-    kernels.
-    """
+    kernels."""
     adapters: OptionalDir = None
     """Folder of adapters in PEFT's format, to merge into the kernels in float32."""
     base: OptionalDir = None
     """Base model of a run that trained adapters, if it has moved."""
     like: OptionalDir = None
     """Folder that the model came from, if it has moved: the vision tower and other tensors outside
-    of the text model are copied from it.
-    """
+    of the text model are copied from it."""
     text_only: Switch = False
     """Write the text model of a multimodal model by itself."""
     dtype: Annotated[DType | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")] = None
@@ -179,8 +172,7 @@ class Export:
     experts: Annotated[Layout | None, tyro.conf.arg(metavar="{separate,stacked}")] = None
     """Tensors of a mixture of experts: separate has one for each expert, as on the Hub, the default
     for models; stacked has one for all experts of a layer, as in the memory of transformers 5, the
-    default for adapters.
-    """
+    default for adapters."""
     max_shard_size: str = "5GB"
     """Maximum size of a file of weights, such as 500MB; a tensor is never split."""
     allow_non_finite: Switch = False
@@ -195,14 +187,12 @@ class Plan:
     """Flags of `jaxtp convert plan`."""
 
     source: HFDir
-    """Folder with a config.json; weights are not read. A plan in config.json overrides the plan
-    of transformers.
-    """
+    """Folder with a config.json; weights are not read. A plan in config.json overrides the plan of
+    transformers."""
 
     ignore_config: Keys = ()
-    """Unknown attributes of config.json to ignore, because they do not affect the model's
-    outputs. Repeatable.
-    """
+    """Unknown attributes of config.json to ignore, because they do not affect the model's outputs.
+    Repeatable."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,8 +88,7 @@ class OnHardware:
 
     memory_fraction: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] | None = None
     """Share of a GPU's memory that JAX takes: by default 0.75 as in JAX, and 0.9 on several hosts
-    as in scripts/cluster/gpu.env. XLA_PYTHON_CLIENT_MEM_FRACTION is ignored.
-    """
+    as in scripts/cluster/gpu.env. XLA_PYTHON_CLIENT_MEM_FRACTION is ignored."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """JSON file for all numbers."""

@@ -35,8 +35,7 @@ SHORTEST = 512  # Tokens of the shortest sequence to propose
 LORA_RANK = 16
 CHUNK = 128
 """Tokens of a memory-saving chunk of the loss; with fewer, products wait for the head to be
-read.
-"""
+read."""
 
 
 class Run(NamedTuple):

@@ -47,8 +47,7 @@ CLUSTER_SHARE = 0.9
 """Share of a GPU's memory for JAX: by default, and as scripts/cluster/gpu.env sets it."""
 MEMORY_ERROR = 0.2
 """Safety margin for modelled memory, which is 19% too low at worst
-(`scripts/results/estimate_accuracy.txt`).
-"""
+(`scripts/results/estimate_accuracy.txt`)."""
 NEAR = 1.05  # times within this factor count as equal
 LEAST_PART = 8192  # with cp, minimum tokens of a sequence on each device
 MAX_REASONS = 3  # in the error that no mesh works

@@ -46,14 +46,12 @@ class EvaluateConfig(SourceConfig):
     """Field of the text in JSONL and Parquet."""
 
     max_document_bytes: Count = 2**26
-    """Refuse larger documents, and lines of JSONL: a document and its tokens take ten times as
-    much memory.
-    """
+    """Refuse larger documents, and lines of JSONL: a document and its tokens take ten times as much
+    memory."""
 
     by: _Groupings = ()
     """Also show the numbers by document length in tokens, or by source (dataset or file). Can be
-    given twice.
-    """
+    given twice."""
 
     limit: Count | None = None
     """Read at most this many documents of each dataset and file, or examples of each task."""
@@ -66,13 +64,11 @@ class EvaluateConfig(SourceConfig):
     stride: Count | None = None
     """Tokens between the starts of two windows of a long document; by default sequence-length, so
     windows do not overlap. With a smaller stride, each token after the first window sees at least
-    sequence-length - stride + 1 tokens; it counts once.
-    """
+    sequence-length - stride + 1 tokens; it counts once."""
 
     beyond_context: Switch = False
     """Allow a --sequence-length beyond the model's context (max_position_embeddings in its
-    config.json).
-    """
+    config.json)."""
 
     tasks: _Names = ()
     """Task or group of lm-evaluation-harness, instead of data (pip install 'jaxtp[eval]'); can be
@@ -80,8 +76,7 @@ class EvaluateConfig(SourceConfig):
 
     task_folder: Annotated[_Folders, RUNS_CODE] = ()
     """A folder of your own tasks, in the harness's YAML, which may call Python functions of the
-    folder. Can be given several times.
-    """
+    folder. Can be given several times."""
 
     num_fewshot: CountOrZero | None = None
     """Examples shown before each question; by default the number in the task."""
@@ -91,13 +86,11 @@ class EvaluateConfig(SourceConfig):
 
     date: Day | None = None
     """With --chat: the day that a chat template with a date writes (strftime_now); by default the
-    day that it wrote into the run's data, else today.
-    """
+    day that it wrote into the run's data, else today."""
 
     cache: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR"), RUNS_CODE] = None
     """Folder that stores the answers to tasks, so that an interrupted command can continue. The
-    harness pickles them, so a folder from someone else could run code.
-    """
+    harness pickles them, so a folder from someone else could run code."""
 
     batch_size: Count = 8
     """Rows of a batch, rounded up to a multiple of mesh.dp * mesh.fsdp."""

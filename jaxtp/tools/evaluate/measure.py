@@ -36,9 +36,8 @@ MAX_EXPONENT = 700.0  # `math.exp` overflows above 709
 GROUPS = "groups"
 """Key of a row: the group of each counted label's document, `[T]`; -1 for other labels."""
 POOL_TOKENS = 2**20
-"""Number of tokens whose windows are packed together. Independent of the batch size, so packing
-is reproducible.
-"""
+"""Number of tokens whose windows are packed together. Independent of the batch size, so packing is
+reproducible."""
 MIN_ROW = 64  # Shortest length of a row
 
 

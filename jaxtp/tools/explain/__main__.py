@@ -54,9 +54,8 @@ class Output:
     """Flags of the output."""
 
     compile: Switch = False
-    """Also compile for virtual CPU devices, and show the collectives that the compiler adds
-    between the layers.
-    """
+    """Also compile for virtual CPU devices, and show the collectives that the compiler adds between
+    the layers."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """JSON file for all numbers."""
@@ -71,9 +70,8 @@ class Explain(Output, PythonModel):
     configuration of jaxtp train."""
 
     mesh: Annotated[str | None, tyro.conf.arg(metavar="fsdp=2,tp=4")] = None
-    """Devices along each axis, 1 by default. The devices need not exist. A YAML configuration
-    has a mesh already.
-    """
+    """Devices along each axis, 1 by default. The devices need not exist. A YAML configuration has a
+    mesh already."""
 
 
 @dataclass(frozen=True, kw_only=True)

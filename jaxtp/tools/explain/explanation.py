@@ -103,8 +103,7 @@ class Explanation:
     """Collectives of the program in one forward and backward pass; empty without inputs."""
     added: Traffic
     """Collectives that the compiler adds between the layers; empty unless `explain` compiled the
-    model.
-    """
+    model."""
     products: tuple[Product, ...]  # in the forward and backward pass; empty without inputs
     saved: float  # bytes of residuals on a device
     notes: tuple[str, ...]

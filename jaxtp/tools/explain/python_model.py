@@ -1,6 +1,6 @@
 """Flags of `jaxtp explain` and `jaxtp estimate` that name a Flax model.
 
-Also the step of a user's run.
+It also has the step of a user's run.
 """
 
 import re
@@ -32,14 +32,12 @@ class PythonModel:
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:FUNCTION")]
     """A function that returns an nnx.Module, or its class, in a file or a module
-    (package.model:build). A parameter rngs gets nnx.Rngs(0).
-    """
+    (package.model:build). A parameter rngs gets nnx.Rngs(0)."""
 
     plan: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
     """A dict from patterns of module paths to styles. Without a plan, parameters are split over
     fsdp only. With cp > 1 the plan must name the module whose sequences cp splits: {"":
-    ContextParallel()}.
-    """
+    ContextParallel()}."""
 
     propose: Switch = False
     """Use the plan that jaxtp.propose_plan returns; jaxtp explain prints its reasons."""
@@ -48,8 +46,7 @@ class PythonModel:
         tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="64x16x16x1")
     ] = ()
     """Shape of an input of a global batch, with a dtype unless it is float32: 16x128:int32. Repeat
-    the flag for several inputs. Without inputs there are no collectives.
-    """
+    the flag for several inputs. Without inputs there are no collectives."""
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Returns the inputs."""

@@ -45,15 +45,13 @@ class Launch:
 
     devices: Number | None = None
     """Virtual CPU devices of each process; by default the processes divide the GPUs of the machine,
-    or without GPUs the virtual devices of the mesh.
-    """
+    or without GPUs the virtual devices of the mesh."""
 
     restarts: Annotated[
         int, pydantic.Field(ge=0, le=MOST_PROCESSES), allowed(f"0 to {MOST_PROCESSES}")
     ] = 0
     """Maximum number of restarts after failures; none after a mistake (exit code 2) or wrong
-    numbers (3).
-    """
+    numbers (3)."""
 
     logs: Annotated[UserPath, tyro.conf.arg(metavar="DIR")] = Path("logs")
     """Folder of the logs process-0.log, ..., to which a later start appends."""
