@@ -121,7 +121,7 @@ class _StandIn:
         return self
 
     def __call__(self, *arguments: object, **_: object) -> object:
-        # decorates a class
+        # As a decorator of a class it returns the class.
         return arguments[0] if arguments and isinstance(arguments[0], type) else self
 
     def __mro_entries__(self, bases: object) -> tuple[type, ...]:

@@ -65,7 +65,7 @@ V = TypeVar("V")
 # Values of `checkpoint_name`
 GATHERED = "gathered"  # a column layer's all-gathered input; in a ring, this device's shard
 REDUCED = "reduced"  # a row layer's output
-# residuals of projections: outputs of column layers, and `x @ A` of every adapter
+# Residuals of projections: outputs of column layers, and `x @ A` of every adapter
 PROJECTED = "projected"
 ATTENDED = "attended"  # an attention kernel's residuals: its output and log-sum-exp
 SHARED = "shared"  # keys and values of all devices along cp
@@ -323,9 +323,9 @@ class Float8(NamedTuple):
     kernel may also be specs.
     """
 
-    # of the float8 numbers, as uint8: XLA for CPUs would slice and gather float8 in float16
+    # The float8 numbers, as uint8: XLA for CPUs would slice and gather float8 in float16
     bits: Array
-    # of a kernel `[..., 1, out]`, of tokens `[..., 1]`: the largest absolute value over 448
+    # The largest absolute value over 448, of a kernel `[..., 1, out]`, of tokens `[..., 1]`
     scale: Array
 
     @property
@@ -391,7 +391,7 @@ class WeightDtypes(NamedTuple):
 
     compute: DTypeLike  # of the gather over devices
     reduce: DTypeLike  # of the sum of gradients over devices
-    # of the gathered weight, in which gradients of its uses accumulate; `compute` or wider
+    # Dtype of the gathered weight, in which gradients of its uses accumulate; `compute` or wider
     result: DTypeLike
 
 
@@ -489,7 +489,7 @@ def load_weight(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayou
         def dequantised(shard: Float8) -> Array:
             return layout.whole_bits(shard).astype(dtypes.compute).astype(dtypes.result)
 
-        # one call, so that remat sees a frozen weight and saves no part of it
+        # One call, so that remat sees a frozen weight and saves no part of it
         frozen = jax.custom_vjp(dequantised)
         frozen.defvjp(lambda shard: (dequantised(shard), None), lambda *_: (None,))
         return frozen(shard)

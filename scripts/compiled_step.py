@@ -150,7 +150,7 @@ def traffic(model: jaxtp.ModelConfig, rows: int, length: int) -> str:
     table = []
     for mesh in MESHES:
         explicit = Measured(model, mesh, rows, length)
-        # chunks would make constraints alone send more
+        # Chunks would make constraints alone send more.
         whole = dataclasses.replace(model, loss_chunk=rows * length)
         constrained = Measured(whole, mesh, rows, length, explicit=False)
         budget = sum(

@@ -165,7 +165,7 @@ class Point:
             for i, (value, default) in enumerate(zip(values, defaults, strict=True))
             if value != default
         )
-        # keys from before later fields were added
+        # The slice also gives the keys from before later fields were added.
         return json.dumps(values[: max(given + 1, _FIRST_FIELDS)])
 
     @classmethod

@@ -108,7 +108,7 @@ def write_tasks(folder: Path) -> None:
             "dataset_kwargs": {"data_files": {"test": str(file)}},
             "test_split": "test",
         }
-        # which is YAML
+        # JSON is YAML.
         (folder / f"{name}.yaml").write_text(json.dumps({"task": f"local_{name}", **data, **task}))
 
 

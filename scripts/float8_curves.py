@@ -69,7 +69,7 @@ def train(runs: Path, model: str, variant: str, seed: int) -> None:
     flags |= {"run.seed": seed, "run.dir": folder_of(runs, model, variant, seed)}
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "jaxtp.train", "--mesh", "dp=1,fsdp=1,tp=1", *words]
-    # several runs share a GPU
+    # Several runs share a GPU.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:

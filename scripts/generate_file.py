@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
 
     def in_batches() -> list[tuple[int, ...]]:
         found = []
-        # keeps each prompt's number, and so its seed
+        # The list keeps each prompt's number, and so its seed.
         for start in range(0, len(prompts), arguments.rows):
             found += at_once([None] * start + prompts[start : start + arguments.rows])
         return found

@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
         "for each"
     )
     print(f"{'tp':<8}{'rows':>6}{'same texts':>14}{'largest difference':>22}")
-    # the largest first, for its devices
+    # The largest mesh is made first, for its devices.
     meshes = [jaxtp.make_mesh(tp=tp) for tp in reversed(TPS)][::-1]
     for tp, mesh in zip(TPS, meshes, strict=True):
         for rows in BATCHES:

@@ -305,7 +305,7 @@ def attention_speed(machine: Machine, out: Path, log: Path) -> Result:
         if length > SCORES_FIT:
             kernels = [kernel for kernel in kernels if not kernel.stores_scores]
         arrays, settings = problem(use, 32, 8, most=length)
-        # 2 products forward and 5 backward, of half of the scores
+        # There are 2 products forward and 5 backward, of half of the scores.
         flops = 7 * 2 * 32 * length**2 * head_dim
 
         def timed(
@@ -347,7 +347,7 @@ def experts(machine: Machine, out: Path, log: Path) -> Result:
 
     groups, rows, width, features = (4, 64, 16, 24) if machine.is_small else (32, 8192, 2048, 768)
     random = np.random.default_rng(0)
-    # uneven; some rows have no expert
+    # The sizes are uneven; some rows have no expert.
     sizes = random.multinomial(rows - rows // 8, random.dirichlet(np.ones(groups)))
     ends = np.cumsum(sizes)
     shapes = ((rows, width), (groups, width, features), (rows, features))
@@ -572,7 +572,7 @@ def decode(machine: Machine, out: Path, log: Path) -> Result:
         model = nnx.jit(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))()
     arrays = jax.tree.leaves(nnx.state(model, nnx.Param))
     table = config.vocab_size * config.d_model
-    # decoding looks up few rows of the embedding
+    # Decoding looks up few rows of the embedding.
     read = sum(array.nbytes for array in arrays) - 2 * table
     size = sum(array.size for array in arrays) - 2 * table
     generator = jaxtp.Generator(model, jaxtp.ByteTokenizer(), end_ids=frozenset(), donate=True)
@@ -743,7 +743,7 @@ def attempt(name: str, out: Path, machine: Result, most: int) -> Result:
         try:
             printed, errors = process.communicate(timeout=most)
         except BaseException as ended:
-            # also kills its children, which would occupy the GPU
+            # The signal also kills its children, which would occupy the GPU.
             os.killpg(process.pid, signal.SIGKILL)
             if isinstance(ended, subprocess.TimeoutExpired):
                 printed, errors = process.communicate()

@@ -136,7 +136,7 @@ class Job:
             now = time.monotonic()
             assert now - began < LIMIT, [process.poll() for process in processes]
             if number == signal.SIGUSR2 and now - told > 5 and processes[victim].poll() is None:
-                # the first was raised in a callback, which lost it
+                # The first signal was raised in a callback, which lost it.
                 processes[victim].send_signal(number)
                 began = told = now
             time.sleep(0.01)

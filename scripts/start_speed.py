@@ -210,7 +210,7 @@ def show(title: str, found: Times, unit: str, base: str | None = None) -> None:
 def child(checkout: Path, words: list[str], **variables: str) -> tuple[float, str]:
     """Runs Python in a checkout; returns its start and its output."""
     environment = os.environ | {"PYTHONPATH": str(checkout)} | variables
-    # where it is set, each process compiles the sources anew
+    # Where this variable is set, each process compiles the sources anew.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     started = time.time()
     done = subprocess.run(

@@ -138,7 +138,7 @@ def row(
     moved = [(m.bytes_sent, m.hidden_bytes / m.bytes) for m in read_schedule(found["text"], sizes)]
     sent = sum(size for size, _ in moved)
     exposed = sum(size * (1 - hidden) for size, hidden in moved)
-    # 4096 is d_model
+    # The number 4096 is d_model.
     square = "" if length == 4096 else "yes" if f"{length},{length}]" in found["text"] else "no"
     theirs = MAXTEXT.get(mesh) if name == "llama3_8b" and length == 4096 else None
     peak = found["peak"]

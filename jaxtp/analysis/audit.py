@@ -44,7 +44,7 @@ class Holding:
     dtype: str
     itemsize: int
     declared: PartitionSpec | None
-    # mesh axes of more than one device along which the compiled step holds copies
+    # Mesh axes of more than one device along which the compiled step holds copies
     replicated_over: tuple[str, ...]
 
     @property
@@ -100,9 +100,9 @@ class Audit:
     realised: Counter[Collective]  # collectives that the partitioner made of them
     budget: Budget | None  # bytes that the modules may send
     sizes: Mapping[str, int]  # devices along each axis of the mesh
-    # modules that are written on global arrays: the compiler chooses their collectives
+    # Modules that are written on global arrays: the compiler chooses their collectives
     global_view: tuple[str, ...]
-    # modules where a loop may turn any number of times: it counts one turn
+    # Modules where a loop may turn any number of times: it counts one turn
     uncounted: tuple[str, ...]
     compiled: Compiled  # the program itself: it can be run, and has a `memory_analysis()`
 

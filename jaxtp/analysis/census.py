@@ -76,7 +76,7 @@ def needed_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
     for equation in reversed(jaxpr.eqns):
         if equation.effects or not read.isdisjoint(map(id, equation.outvars)):
             read.update(map(id, equation.invars))
-            # XLA removes others: JAX keeps kernels in a recomputation that nothing reads
+            # XLA removes other equations: JAX keeps kernels in a recomputation that nothing reads.
             needed.append(equation)
     return needed[::-1]
 
@@ -131,7 +131,7 @@ def kernel_products(
 
     The result is None if they are unknown.
     """
-    # each row with the matrix of its group, or its part of the matrix's gradient
+    # Each row has a product with the matrix of its group, or its part of the matrix's gradient.
     if name.startswith("grouped_"):
         return operands[-2][0], operands[-2][1], result[-1], 1
     if name.startswith("delta_"):  # each token reads the state, then changes it

@@ -72,12 +72,12 @@ class Collective:
     axes: Axes  # mesh axes between the devices, without axes of size 1
     group: int  # number of devices that take part
     bytes: float  # size of the whole message: the larger of operand and result on one device
-    # the `jax.named_scope` it was written in, as JAX spells it, or the name of its module
+    # The `jax.named_scope` it was written in, as JAX spells it, or the name of its module
     scope: str = ""
     shape: tuple[int, ...] = ()  # shape and dtype of the message, where it is read from a program
     dtype: str = ""
     counted: str = ""  # meaning of its count; empty where the count is exact
-    # `file:line` of Python that it comes from, where that is known
+    # The `file:line` of Python that it comes from, where that is known
     source: str = field(default="", compare=False)
 
     @property

@@ -89,10 +89,10 @@ class Dataflow:
     tp: int
     batch_shards: int  # shards of a batch's tokens
     calls: list[LayerCall] = field(default_factory=list)
-    # they can run on shards of dims that they do not normalise
+    # Norms can run on shards of dims that they do not normalise.
     norms: list[LayerCall] = field(default_factory=list)
     joined: list[Columns] = field(default_factory=list)  # layers that must be split together
-    # layers whose output is needed whole, and why
+    # Layers whose output is needed whole, and why
     blocked: dict[str, str] = field(default_factory=dict)
     summed: set[str] = field(default_factory=set)  # layers whose split output a loss reduces
     through: dict[str, dict[str, None]] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         self.path: list[str] = []
         self.is_loss = all(shape_of(variable) == () for variable in traced.jaxpr.jaxpr.outvars)
         self.why_summed: dict[str, str] = {}
-        # the stock layer around the equation, and its input
+        # The stock layer around the equation, and its input
         self.layer: tuple[Boundary, ArrayInfo, Any] | None = None
 
     def _equation(self, equation: JaxprEqn, facts: list[ArrayInfo], times: int) -> list[ArrayInfo]:
@@ -288,7 +288,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
             why_here = f"{why} (in {next((path for path in reversed(self.path) if path), ROOT)})"
             if self.reduces(equation):
                 self.result.summed |= columns
-                # if a layer reads the result
+                # The reason is used if a layer reads the result.
                 self.why_summed |= dict.fromkeys(columns, f"its output {why_here}")
                 for result in equation.outvars:
                     self.count(
@@ -301,7 +301,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         for path in columns:
             self.result.through.setdefault(path, {})[name] = None
         for info, operand in zip(infos, equation.invars, strict=True):
-            # the gradient of a whole operand is partial on each device
+            # The gradient of a whole operand is partial on each device.
             if info.dim is None and info.has_grad:
                 kind = (
                     ALL_GATHER

@@ -32,32 +32,32 @@ class Hardware:
     """A kind of device, and its interconnect."""
 
     name: str = "custom"
-    # in a file: the row of the table that has its missing keys, and that programs are compiled for
+    # In a file: the row of the table that has its missing keys, and that programs are compiled for
     like: str = ""
-    # values of `jax.Device.device_kind`, exactly: a near name is another device's
+    # Values of `jax.Device.device_kind`, exactly: a near name is another device's
     kinds: tuple[str, ...] = ()
     platform: str = "cuda"  # cuda, rocm or tpu
-    # compute capability of an NVIDIA GPU, as in 9.0; it decides which kernels there are
+    # Compute capability of an NVIDIA GPU, as in 9.0; it decides which kernels there are
     capability: str = ""
     memory: Positive = 80 * GIB  # bytes that a program can see
     flops: Positive = 1e15  # dense bfloat16 FLOP/s at their peak
     float8: NonNegative = 0.0  # the same of E4M3 with float32 sums; 0: it multiplies none
     bandwidth: Positive = 3e12  # bytes/s to and from its memory
-    # bytes/s to the others of its domain, one way; to all of them together if `direct`
+    # Bytes/s to the others of its domain, one way; to all of them together if `direct`
     link: Positive = 450e9
     domain: Count = 8  # devices that fast links join
-    # links join each pair; else a switch or a torus gives a ring all of `link`
+    # Whether links join each pair; else a switch or a torus gives a ring all of `link`
     direct: bool = False
     network: Positive = 50e9  # bytes/s that it sends out of its domain, in one direction
-    # assumed bytes outside JAX's allocator: context, kernels, communication buffers
+    # Assumed bytes outside JAX's allocator: context, kernels, communication buffers
     reserved: NonNegative = 2.0 * GIB
-    # share of the peak that a large matrix product reaches, assumed as the next two
+    # Share of the peak that a large matrix product reaches, assumed as the next two
     matmul_efficiency: Positive = 0.7
     bandwidth_efficiency: Positive = 0.85
     link_efficiency: Positive = 0.8  # 360 of 450 GB/s on an H100
-    # seconds until a collective starts, as in NCCL (src/graph/tuning.cc: Simple rings)
+    # Seconds until a collective starts, as in NCCL (src/graph/tuning.cc: Simple rings)
     latency: NonNegative = 8.4e-6
-    # seconds of each step of a collective in a domain; 0: a measured `latency` has it
+    # Seconds of each step of a collective in a domain; 0: a measured `latency` has it
     hop: NonNegative = 3.4e-6
     network_hop: NonNegative = 14e-6  # the same between devices of different domains
     source: str = ""  # source of the numbers

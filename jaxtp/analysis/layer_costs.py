@@ -97,7 +97,7 @@ class CollectiveCost:
 
     collective: Collective
     count: int
-    # runs once in a step, for all layers, instead of in each micro-batch and layer
+    # Whether it runs once in a step, for all layers, instead of in each micro-batch and layer
     once: bool = False
 
 
@@ -111,7 +111,8 @@ class Weight:
     split: PaddedDim | None = None  # the padding of the dim over tp
     tp: bool = True  # it is split over tp; `fsdp` likewise
     fsdp: bool = True
-    # parts over fsdp are gathered; else each is used for the tokens of all devices along fsdp
+    # Whether parts over fsdp are gathered; else each is used for the tokens of all devices along
+    # fsdp
     gathered: bool = True
     group: int = 1  # neighbours over tp that gather each other's parts
     used_by_all_tp: bool = False  # its gradient is summed over tp
@@ -143,7 +144,7 @@ class Weight:
         """Returns the bytes of the loaded weight, with its gradient before reduction over fsdp."""
         shards = parts(work.sizes, STORAGE)
         compute = itemsize(self.precision.compute)
-        # maybe beside the dequantised weight
+        # The gathered kernel may be in 8 bits beside the dequantised weight.
         in_8_bits = self.matmul == "float8" or (self.float8 and shards > 1)
         each = (
             (0 if self.matmul == "float8" else compute)
@@ -236,7 +237,7 @@ class Product:
     count: int
     bytes: float  # bytes of operands and result of each, through memory
     attention: bool = False  # it is a product of attention, without weights
-    # fraction of it that counts as model FLOPs: about half in causal attention
+    # Fraction of it that counts as model FLOPs: about half in causal attention
     counted: float = 1.0
     dtype: str = ""  # float8 or mxfp8; empty: the compute dtype
     module: str = ""  # names of the branch and of the layer, as far as known
@@ -392,7 +393,7 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
         yield ring(COLUMN, work, hidden, int(work.training))
     else:
         chunks = 1
-        # adapters dequantise
+        # Adapters dequantise their input.
         saved_input = hidden if work.remat == "none" and layer.adapted else moved
         yield from enter(
             COLUMN, work, hidden, split=split, again=work.remat in REGATHER_POLICIES, gathered=moved
@@ -401,7 +402,7 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
     yield from projection_products(layer, name, shape, work, chunks=chunks, recomputed=recomputed)
     yield Bytes("workspace", 3 * hidden)
     outputs = tokens * sum(local) * compute
-    # scaled, before the cast
+    # Outputs are in float32 when they are scaled, before the cast.
     in_float32 = tokens * sum(local) * (FLOAT32 - compute) if layer.matmul == "float8" else 0
     saved = {"none": saved_input + in_float32, "save_gathered": saved_input, "save_dots": outputs}
     yield Bytes("saved", saved.get(work.remat, 0))
@@ -484,7 +485,7 @@ def projection_products(
         yield product
         return
     in_float8 = chunks * work.num_evals(recomputed, 1)
-    # on average: of the forward product and the input's gradient
+    # The average of the forward product and the input's gradient
     moved = m * (k + n) * (1 + compute) / 2 + k * n
     yield replace(product, count=in_float8, bytes=moved, dtype=layer.matmul)
     yield replace(product, count=product.count - in_float8)
@@ -665,7 +666,7 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
 
     attention = config.context_attention(work.tp)
     method, _ = attention.method(work)
-    # on average: queries are as wide as keys
+    # On average, queries are as wide as keys.
     head_bytes = (config.head_dim + values) * compute // 2
     result_read = not work.frozen or bool(layer.out.loras) or config.attention_gate
     yield from context_costs(attention, method, head_bytes, work, result_read=result_read)
@@ -674,7 +675,7 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
     saved = kernel.can_save_result and work.remat == "save_dots"  # also the results of kernels
     recomputed = work.remat in RECOMPUTE_POLICIES and not saved
     runs = work.rows * (heads // cp if method == "ulysses" else heads) * number
-    # keys and values, by queries of their group
+    # Keys and values are read once for the queries of their group.
     shared = (heads + kv_heads) / (2 * heads) if work.once else 1.0
     streamed = m * n * FLOAT32 if kernel.streams_scores and not work.once else 0
     through = m * (config.head_dim + values) * compute * shared + streamed
@@ -693,7 +694,7 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
         yield Bytes("scores", runs * m * n * FLOAT32 * SCORE_PASSES)
     rotated = stored_kv * (group + 1) * config.head_dim // work.tp
     yield Bytes("elementwise", work.tokens * 2 * rotated * compute, ATTEND)
-    # reads results and gates, writes products; saves the gates' sigmoid too
+    # The gate reads results and gates, writes products, and saves the gates' sigmoid too.
     if config.attention_gate:
         yield Bytes("elementwise", 3 * results * compute, ATTEND)
         yield Bytes("saved", 3 * results * compute if work.remat == "none" else 0)
@@ -799,7 +800,7 @@ def _mlp_costs(layer: MLP, work: Workload, *, read: bool) -> Iterator[Cost]:
             used_by_all_tp=True,
         )
         yield from (alpha, alpha)
-    # input, exponent and square; two masks
+    # The input, its exponent and its square; and two masks
     in_float32 = (3 * FLOAT32 + 2) * features if learned else 0
     costs += hidden_costs(columns, work, features * itemsize(layer.precision.compute), in_float32)
     for cost in costs:  # of a ring, parts are alive, and the sum of the kernels' gradients
@@ -821,7 +822,7 @@ def hidden_costs(columns: int, work: Workload, features: int, in_float32: int) -
     `features` are bytes of the hidden features, `in_float32` further bytes that are saved.
     """
     yield Bytes("elementwise", (columns + 1) * features)
-    # gate, up, sigmoid, silu, its derivative and the product
+    # The gate, up, sigmoid, silu, its derivative and the product
     saved = 3 * columns * features + in_float32
     yield Bytes("workspace", saved)
     if work.remat == "none":
@@ -857,7 +858,7 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
         bias = _of_experts(layer, work, dims[0] + dims[2])
         yield from kernel_weights(getattr(layer, name), _of_experts(layer, work, dims), bias)
         if config.experts_bias:
-            # the weights of experts have a gradient
+            # The weights of experts have a gradient.
             again = dims[2] == "D" or work.remat in REPROJECT_POLICIES
             yield replace(bias, again=again)
         if lora := _lora(layer, name):
@@ -886,7 +887,7 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
                 (backward, int(work.training)),
             ):
                 yield collective_cost(kind, STORAGE, EXPERTS, work, share.shards * size, count)
-    # gradients of scores and normalisers, which one device of a tp group sums up
+    # Gradients of scores and normalisers, which one device of a tp group sums up
     if not split and work.training:
         yield collective_cost(ALL_REDUCE, (TP,), EXPERTS, work, FLOAT32 * (experts + 1) * work.rows)
     yield from _expert_work(layer, work, read=read)

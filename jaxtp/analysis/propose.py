@@ -51,11 +51,11 @@ class Reason:
     """Why a module has its style, or none."""
 
     module: str  # pattern in the plan; modules with the same reason share it
-    # as written in the plan; "as declared" if only the model's specs split it, empty if nothing
-    # does
+    # The style as written in the plan; "as declared" if only the model's specs split it, empty if
+    # nothing does
     style: str
     why: str
-    # sent by each device over tp, forward and backward, for all modules of the pattern
+    # Bytes sent by each device over tp, forward and backward, for all modules of the pattern
     bytes: float
 
     def __str__(self) -> str:
@@ -210,7 +210,7 @@ class PlanDraft:
     excluded: dict[str, str]  # layers that cannot be column layers, and why
     chosen: list[Region]
     styles: dict[str, Style] = field(default_factory=dict)
-    # sent by each device because of a module's style
+    # Bytes sent by each device because of a module's style
     bytes: dict[str, float] = field(default_factory=dict)
     shared: dict[str, list[str]] = field(default_factory=dict)
     """Column layers that share a replicated array, by the module whose style replicates it."""
@@ -265,7 +265,7 @@ def _share_inputs(draft: PlanDraft, *, share: bool) -> None:
             arguments.setdefault(path, set()).add(argument)
             draft.shared.setdefault(path, []).extend(call.path for call in calls)
             continue
-        # two calls of a layer on one array reduce its gradient once
+        # Two calls of a layer on one array reduce its gradient once.
         for call in calls if several else calls[:1]:
             draft.bytes[call.path] = draft.bytes.get(call.path, 0) + draft.dataflow.input_bytes(
                 [call]

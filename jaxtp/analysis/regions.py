@@ -25,7 +25,7 @@ class Region:
 
     columns: Columns
     rows: frozenset[str]
-    # the output of the columns is also an output of the model, or goes into the loss
+    # Whether the output of the columns is also an output of the model, or goes into the loss
     reaches_output: bool
     # Bytes each device sends between the layers, and for split outputs of the model
     inner_bytes: float
@@ -121,7 +121,8 @@ def _region(traced: TracedModel, dataflow: Dataflow, columns: Columns) -> Region
         for split_by, traffic in dataflow.collectives.items()
         if split_by & columns
     )
-    # gathered; three all-reduces of a softmax cross-entropy if no row layer reads it
+    # Outputs are gathered; there are three all-reduces of a softmax cross-entropy if no row layer
+    # reads it.
     for aval in outputs:
         size = aval.size * aval.dtype.itemsize
         whole = dataflow.over_tp(ALL_GATHER, size)

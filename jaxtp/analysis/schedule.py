@@ -241,7 +241,7 @@ def _only_moves(instruction: Instruction, module: Module) -> bool:
         return all(
             _only_moves(inner, module) for name in instruction.callees for inner in module[name]
         )
-    # such as the index of a slice
+    # A scalar, such as the index of a slice
     scalar = "[]" in instruction.type and instruction.opcode != "reduce"
     return instruction.opcode in _MOVES or scalar
 

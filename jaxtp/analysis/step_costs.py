@@ -99,9 +99,9 @@ class StepCosts:
     traffic: Mapping[Collective, int]  # collectives, and how often each runs
     products: tuple[Product, ...]  # matrix products with weights
     attention: tuple[Product, ...]  # scores, and the values weighted by them
-    # through memory outside of products, but for `scores` and `logits`
+    # Bytes through memory outside of products, except for `scores` and `logits`
     elementwise: tuple[Bytes, ...]
-    # bytes of attention scores through memory outside of products; 0 for a kernel that never holds
+    # Bytes of attention scores through memory outside of products; 0 for a kernel that never holds
     # them
     scores: float
     logits: float
@@ -111,16 +111,16 @@ class StepCosts:
     copied: int  # bytes of their copies before it
     working: int  # bytes of activations that the backward pass of the largest branch works on
     weights: int  # bytes of the largest block's loaded weights, and of their unreduced gradients
-    # bytes of the head, of the logits of a chunk, and of its share of the head's gradient
+    # Bytes of the head, of the logits of a chunk, and of its share of the head's gradient
     loss: int
-    # bytes of the head's gradient before it is reduced, which is after the blocks' backward passes
+    # Bytes of the head's gradient before it is reduced, which is after the blocks' backward passes
     head: int
     cached: int  # bytes that all blocks remember of the tokens of all rows
     adapters: int  # elements of all adapters
-    # elements of a device's weights that none of its tokens uses: experts that none chose, on
+    # Elements of a device's weights that none of its tokens uses: experts that none chose, on
     # average
     unused: float
-    # matrix products of the optimizer's rule, in the parameters' dtype
+    # Matrix products of the optimizer's rule, in the parameters' dtype
     update: tuple[Product, ...] = ()
     owned: int = 0  # bytes of whole matrices that the optimizer's rule works on
     padding: float  # elements that padding adds to the weights of all blocks, as a share of them
@@ -183,7 +183,7 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
     every = inside + outside
     weights = [(n, cost) for n, cost in inside if isinstance(cost, Weight)]
     products = _products(every, work)
-    # a backward pass counts 1.5
+    # A backward pass counts 1.5.
     passes = 2.5 + (work.remat in RECOMPUTE_POLICIES) if work.training else 1.0
     elementwise = [
         (n, cost) for n, cost in every if isinstance(cost, Bytes) and cost.kind == "elementwise"
@@ -209,7 +209,7 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
         head=int(_bytes("gradient", outside)),
         cached=int(_bytes("cached", every)),
         adapters=sum(n * weight.size for n, weight in weights if weight.adapter),
-        # uniform routing
+        # Routing is assumed to be uniform.
         unused=sum(n * w.over_tp(work.sizes) * (1 - w.active) ** work.tokens for n, w in weights),
         padding=sum(n * w.padded(work.tp) for n, w in weights) / sum(n * w.size for n, w in weights)
         - 1,
@@ -237,7 +237,8 @@ def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
             yield from _within(
                 name, norm_costs(before, work, recomputed=work.remat in REGATHER_POLICIES)
             )
-        # recomputed if a branch follows: its norm reads the sum that contains this result
+        # A result is recomputed if a branch follows: its norm reads the sum that contains this
+        # result.
         if after is not None:
             recomputed = name != last and work.remat != "none"
             yield from _within(name, norm_costs(after, work, recomputed=recomputed))
@@ -511,7 +512,7 @@ def traced_costs(
         return y * y if read else y
 
     def unreduced(inputs: tuple[Array, nnx.State]) -> tuple[Array, nnx.State]:
-        # copies are summed after the last micro-batch, which `Weight.collectives` counts
+        # Copies are summed after the last micro-batch, which `Weight.collectives` counts.
         return inputs[0], mark_unreduced(inputs[1])
 
     copied = unreduced if work.training and work.accumulation > 1 else None

@@ -25,7 +25,7 @@ from jaxtp.parallelize.plan import PlanError
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None  # None: the mesh in context
 Forward = Callable[..., object]  # of a model and its inputs
-# of a model's state and the arrays among its inputs
+# A function of a model's state and the arrays among its inputs
 StateFunction = Callable[[nnx.State, list[Any]], Any]
 
 _PREFIX = "jaxtp "
@@ -37,7 +37,7 @@ class ModelCall:
 
     model: nnx.Module
     arrays: list[jax.ShapeDtypeStruct]  # among the inputs
-    # calls any model with the inputs, in which it replaces the arrays
+    # Calls any model with the inputs, in which it replaces the arrays.
     run: Callable[[nnx.Module, list[Any]], object]
 
     @classmethod

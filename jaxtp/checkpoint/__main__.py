@@ -100,7 +100,7 @@ def _record(stored: StoredCheckpoint) -> dict[str, Any]:
     }
     size = sum(path.stat().st_size for path in stored.folder.rglob("*") if path.is_file())
     recorded = {name: stored.info[name] for name in _RECORDED if name in stored.info}
-    # of a copy: any name
+    # The folder of a copy may have any name.
     step = int(stored.folder.name) if stored.folder.name.isdecimal() else stored.folder.name
     return {"folder": str(stored.folder), "step": step, "bytes": size, **recorded, "arrays": arrays}
 

@@ -61,7 +61,7 @@ class Sums:
         alike: dict[tuple[object, ...], list[str]] = {}
         for name, array in arrays.items():
             place = (_mesh_of(array) or array.sharding,)
-            # of many arrays, a program sums only equal ones
+            # With many arrays, a program sums only equal ones.
             layout = (array.shape, array.dtype, array.sharding)
             alike.setdefault(layout if len(arrays) > GROUP else place, []).append(name)
         parts = [

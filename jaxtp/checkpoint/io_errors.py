@@ -68,7 +68,7 @@ def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
                 transient = isinstance(error, _TRANSIENT) and not isinstance(error, MISSING)
                 if not transient or (isinstance(error, OSError) and error.filename is None):
                     with contextlib.suppress(*MISSING):
-                        # raises the file system's error, which names the file
+                        # This raises the file system's error, which names the file.
                         _read_every_byte(folder)
                 if transient:
                     raise
@@ -130,7 +130,7 @@ def _read_data(file: BinaryIO) -> None:
             raise
         end = file.seek(position, os.SEEK_HOLE)
         file.seek(position)
-        # empty at the end, also of a file that is cut meanwhile
+        # A block is empty at the end, also of a file that is cut meanwhile.
         while block := file.read(min(_BLOCK, end - position)):
             position += len(block)
 

@@ -83,7 +83,7 @@ class SaveBarriers:
 
     def __init__(self) -> None:
         everyone = set(range(jax.process_count()))
-        # equal in all processes: they open folders in the same order
+        # The number is equal in all processes: they open folders in the same order.
         self._prefix = f"jaxtp{next(_instances)}"
         self.processes = ocp.options.MultiprocessingOptions(
             primary_host=0, active_processes=everyone, barrier_sync_key_prefix=self._prefix
@@ -271,12 +271,12 @@ class Checkpoints:
             saved = self._manager.save(step, args=args)
             self._unconfirmed = sound_sums
         except Exception as error:
-            # the others may wait in a barrier, so do not exchange errors here
+            # The others may wait in a barrier, so do not exchange errors here.
             raise self._unwritable(error) from error
         finally:
             try:
                 with _frequent_switches():
-                    # after the copies to the host, which it would delay
+                    # The sums are made after the copies to the host, which they would delay.
                     summed.set_result(Sums(arrays))
             except BaseException as error:
                 summed.set_exception(error)  # `describe` waits for it

@@ -292,7 +292,7 @@ def _read_as_stored(
     )
     metadata = known if small and known.keys() == target.keys() else read_metadata(folder)
     shapes = {name: tuple(array.shape) for name, array in metadata.items()}
-    # absent in version 0.1
+    # Version 0.1 has no shapes.
     saved = {name: tuple(shape) for name, shape in info.get(_SHAPES, shapes).items()}
     if saved.keys() != info[_CHECKSUMS].keys() or any(
         shapes.get(name) != shape for name, shape in saved.items()

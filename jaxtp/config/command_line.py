@@ -89,11 +89,11 @@ class Command(Generic[T]):
 
     program: str  # `jaxtp train`
     schema: type[T]  # dataclass of its settings
-    # purpose and examples, for the help; lists of commands show the first sentence
+    # Purpose and examples, for the help; lists of commands show the first sentence
     description: str
-    # dotted names of the settings that --help shows; empty for all
+    # Dotted names of the settings that --help shows; empty for all
     short_help: tuple[str, ...] = ()
-    # dotted names of unused settings and sections, which a --config file may contain
+    # Dotted names of unused settings and sections, which a --config file may contain
     ignored: tuple[str, ...] = ()
     printed: Callable[[T], object] = lambda config: config  # selects what --print-config prints
 
@@ -157,7 +157,7 @@ class Command(Generic[T]):
         if own and any(setting.runs_code for setting in settings):
             own.append(_ALLOW)
         mesh = find_setting(self.schema, "mesh")
-        # check has its own
+        # The command check has its own --mesh.
         if mesh and mesh.is_section and not any(each.flag == mesh.flag for each in settings):
             own += [_MESH]
         return own + settings

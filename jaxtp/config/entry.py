@@ -180,7 +180,7 @@ def run(program: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
                 child.terminate()
         os._exit(code)  # at the interpreter's exit, threads in which XLA still compiles would crash
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # no message for Ctrl-C while libraries shut down
+        # There is no message for Ctrl-C while libraries shut down.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)
 
@@ -330,7 +330,7 @@ class Interrupt:
             signal.signal(each, _SECOND_HANDLERS[each])
         if number == signal.SIGINT and self._notice and os.isatty(2):
             with contextlib.suppress(OSError):
-                # a handler cannot use `sys.stderr`, which may be busy
+                # A handler cannot use `sys.stderr`, which may be busy.
                 os.write(2, f"\n{self._notice}\n".encode())
 
     def _ignored(self, unraisable: "sys.UnraisableHookArgs") -> None:

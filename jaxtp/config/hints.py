@@ -163,7 +163,7 @@ class Problem:
     """Sizes that do not fit each other."""
 
     text: str  # the message, with names and values
-    # settings that must divide a number: `{"mesh.tp": 9}`
+    # Settings that must divide a number: `{"mesh.tp": 9}`
     among: Mapping[str, int] = field(default_factory=dict)
     multiples: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Settings that must be a multiple, and the nearest multiples: `{"model.d_ff": (96, 104)}`."""

@@ -424,7 +424,7 @@ def users_lines(error: BaseException) -> list[str]:
     """
     lines = []
     for frame in _users_frames(error):
-        # no file that a user knows
+        # The frame of a cell is in no file that a user knows.
         is_cell = "ipykernel_" in frame.filename or frame.filename.startswith("<")
         place = "" if is_cell else f"{frame.filename}, "
         lines.append(f"{place}line {frame.lineno}: {frame.line}")
@@ -434,7 +434,7 @@ def users_lines(error: BaseException) -> list[str]:
 def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
-    # also of another environment
+    # Libraries may also be of another environment.
     return [frame for frame in users if "site-packages" not in frame.filename]
 
 

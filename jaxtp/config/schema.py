@@ -202,7 +202,7 @@ def flag(schema: type, keys: Sequence[object]) -> str:
 
 
 def _assignment(keys: Sequence[object], value: object) -> str:
-    # none: of all values together
+    # Without keys the problem is of all values together.
     name = f"{truncate('.'.join(map(str, keys)))} = " if keys else ""
     return f"{name}{truncate(repr(value))}"
 
@@ -391,7 +391,7 @@ def _unknown_keys(
             and {int, float} & (kinds := {kind, *get_args(kind)})
             and bool not in kinds
         ):
-            # YAML reads yes and on as true, and true as 1
+            # YAML reads yes and on as true, and true as 1.
             yield f"{prefix}{key} = {value}: should be a number"
         elif dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
             yield from _unknown_keys(kind, value, f"{prefix}{key}.", names)

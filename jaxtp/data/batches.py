@@ -266,5 +266,5 @@ class SampleBatches(Batches):
 
 def token_batches(samples: Samples, size: int, *, once: bool = False) -> SampleBatches:
     """Returns batches of samples in their order."""
-    # `Data.description` does
+    # `Data.description` describes the data.
     return SampleBatches("data", samples, size, once=once, describe=False)

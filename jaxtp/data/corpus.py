@@ -127,7 +127,7 @@ class Corpus:
             "validation_tokens": self.validation_tokens,
             "tokenizer": self.tokenizer.name,
             "sha256": self.identity,
-            # absent in older runs
+            # Older runs have no prefix.
             **({PREFIX: [*self.tokenizer.prefix]} if self.tokenizer.prefix else {}),
         }
 

@@ -19,7 +19,7 @@ class Documents(ABC):
     """Documents in shards, e.g. a dataset's split (`data/store.py`)."""
 
     has_prompts = False  # whether documents may start with a prompt, which the loss ignores
-    # whether documents 2i and 2i + 1 are the chosen and rejected answer to a prompt, in one shard
+    # Whether documents 2i and 2i + 1 are the chosen and rejected answer to a prompt, in one shard
     has_pairs = False
 
     def __init__(

@@ -37,7 +37,7 @@ class Mixture(Sequence[T]):
         self._cycle = schedule(self.counts)
         self.identity = fingerprint(self._cycle.tolist())
         chosen = self._cycle[:, None] == np.arange(len(sources))
-        # index of each sample within its source and cycle
+        # The index of each sample within its source and cycle
         self._ranks = np.cumsum(chosen, axis=0)[chosen] - 1
 
     def __len__(self) -> int:

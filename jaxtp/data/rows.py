@@ -49,7 +49,7 @@ class Rows(Sequence[Row]):
     algorithm: str  # name and version
     identity: str  # hash of the positions of tokens in the rows, not of the tokens
     padding = 0.0  # fraction of positions without a token
-    # number of documents that were cut or left out; of pairs, if they are the unit
+    # Number of documents that were cut or left out; of pairs, if they are the unit
     num_split = num_dropped = 0
     num_unlabelled = 0  # number of rows that were left out, because they have no label
     add_columns: Callable[[Row, Iterator[Place]], None] | None = None  # adds columns to a row

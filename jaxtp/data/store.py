@@ -108,7 +108,7 @@ class Split(Documents):
         shard = self._shards[index]
         offsets = self._array(index, DOCUMENTS)
         longest = 0
-        # a file may have more offsets than memory holds
+        # A file may have more offsets than memory holds.
         for start in range(0, len(offsets) - 1, _BLOCK):
             lengths = np.diff(offsets[start : start + _BLOCK + 1])
             if offsets[0] != 0 or lengths.min() < 1:

@@ -213,7 +213,7 @@ class StreamBatches(Batches):
         process, processes = (
             (jax.process_index(), jax.process_count()) if is_multiprocess() else (0, 1)
         )
-        # most likely one that this process reads
+        # The stream that comes next is most likely one that this process reads.
         stream = self._streams[process * number // processes]
         with reading(stream.name, 0):
             first = stream.peek()
@@ -243,7 +243,7 @@ class StreamBatches(Batches):
 
     def _batches(self, rows: Sequence[int], position: Position) -> Iterator[Read]:
         size = self.global_batch_size // len(self._streams)
-        # row of a stream, by place and stream
+        # The row of a stream, by place and stream
         places: dict[int, dict[int, int]] = defaultdict(dict)
         for place, row in enumerate(rows):
             places[row // size][place] = row % size

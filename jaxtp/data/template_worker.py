@@ -30,7 +30,7 @@ def main(memory: int, characters: int) -> None:
     with suppress(ValueError, OSError):  # not every system limits it
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # ends the process, even within one long operation
+    # SIGPROF ends the process, even within one long operation.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     try:
         _serve(sys.stdin.buffer, sys.stdout.buffer, characters)
@@ -94,7 +94,7 @@ def _load(template: str) -> Callable[..., str]:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
-    # Jinja's own escapes HTML
+    # Jinja's own filter escapes HTML.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
     return environment.from_string(template).render

@@ -102,7 +102,7 @@ class HuggingFaceTokenizer:
         size = max(ids.values()) + 1  # ids may have gaps
         eos_id = _end_token(ids, name, eos) if has_eos else None
         self.info = TokenizerInfo(HUGGING_FACE, hashlib.sha256(content).hexdigest(), size, eos_id)
-        # not `content`: the library also reads invalid JSON
+        # The text is not `content`: the library also reads invalid JSON.
         file = json.loads(self._tokenizer.to_str())
         self._added = self._tokenizer.get_added_tokens_decoder()
         self._cuts_at_lines = _splits_like_gpt2(file) and not any(
@@ -370,7 +370,7 @@ def _growth(part: Mapping[str, Any]) -> float:
         return math.prod(map(_growth, steps))
     if part.get("type") != "Replace":
         return 1.0
-    # a regular expression may match one character
+    # A regular expression may match one character.
     replaced = len(part["pattern"].get("String") or "x")
     return max(1.0, len(part["content"]) / replaced)
 

@@ -77,7 +77,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
     """Returns a chat template's tokens, e.g. bos_token, from tokenizer_config.json."""
     described = read(folder / TOKENIZER_CONFIG)
     spelled = {name: described.get(name) for name in SPECIAL_TOKENS}
-    # an object instead of a string also configures how the token is matched
+    # An object instead of a string also configures how the token is matched.
     texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in spelled.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 

@@ -32,7 +32,7 @@ _RESERVED_BY_THREAD = 2**27  # Addresses of a thread's stack and heap
 def main() -> None:
     """Answers requests: pickled keyword arguments of `_answer`, with `memory` and `seconds`."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # ends the process, even within one long operation
+    # SIGPROF ends the process, even within one long operation.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     try:
         _serve(sys.stdin.buffer, sys.stdout.buffer)
@@ -86,7 +86,7 @@ def _answer(
         loaded[key] = _load(content)
     tokenizer = loaded[key]
     tokenizer.encode_special_tokens = settings["encode_special_tokens"]
-    # only `encode_batch` computes the positions of tokens
+    # Only `encode_batch` computes the positions of tokens.
     encode = tokenizer.encode_batch_fast if before is None else tokenizer.encode_batch
     encodings: list[Encoding] = encode(texts, add_special_tokens=settings["add_special_tokens"])
     return encodings
@@ -116,7 +116,7 @@ def _limit_memory(most: int) -> None:
 
     Each thread may also reserve addresses.
     """
-    # not every system limits it
+    # Not every system limits it.
     with suppress(OSError, ValueError), open("/proc/self/statm") as file:
         pages = list(map(int, file.read().split()))
         reserved = _RESERVED_BY_THREAD * (os.cpu_count() or 1)

@@ -225,7 +225,7 @@ def enable_compilation_cache(platform: str) -> None:
 
     configured = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if configured == "":
-        # else XLA writes files into the current folder
+        # Otherwise XLA writes files into the current folder.
         jax.config.update("jax_enable_compilation_cache", False)
     if configured is not None or platform == "cpu" or jax.process_count() > 1:
         return
@@ -238,9 +238,9 @@ def enable_compilation_cache(platform: str) -> None:
         print(f"the compilation cache is off: {error}", file=sys.stderr)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    # a start compiles many small programs
+    # A start compiles many small programs.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # they grow without limit, and damage is an error
+    # These caches grow without limit, and damage is an error.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "")
 
 

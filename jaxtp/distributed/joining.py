@@ -456,7 +456,7 @@ def _join_rendezvous(waiting: Wait, token: str) -> None:
         else:
             verdict = None
             while verdict is None and link.is_open and waiting.time_left() > -HELLO_SECONDS:
-                # sent when all have connected or process 0 stops waiting
+                # The verdict is sent when all have connected or process 0 stops waiting.
                 verdict = link.receive(1.0)
             link.close()
             if verdict is not None and "error" in verdict:

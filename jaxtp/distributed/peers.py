@@ -123,7 +123,7 @@ class Peers:
                 next_beat = before + self._beat
             readable = ready(list(self._links.values()), max(0.0, next_beat - before))
             now = time.monotonic()
-            # this process itself was stopped, so the silence proves nothing
+            # This process itself was stopped, so the silence proves nothing.
             if now - before > SILENCE / 2:
                 last_seen = dict.fromkeys(self._links, now)
             for process, link in list(self._links.items()):

@@ -65,7 +65,7 @@ class Group:
     count: int
     arguments: Sequence[str]  # for Python, such as -m jaxtp.train
     logs: Path  # folder of the logs
-    # virtual CPU devices of each process; None divides the GPUs among the processes
+    # Virtual CPU devices of each process; None divides the GPUs among the processes
     devices: int | None = None
     gpus: Sequence[str] = field(default_factory=lambda: names_of_gpus(gpus_present()))
 
@@ -171,7 +171,7 @@ def _run(group: Group) -> tuple[tuple[int, int] | None, bool]:
 
     with ExitStack() as stack:
         for number in _FORWARDED:
-            # SIGHUP is ignored under nohup
+            # SIGHUP is ignored under nohup.
             if (before := signal.getsignal(number)) != signal.SIG_IGN:
                 signal.signal(number, forward)
                 stack.callback(signal.signal, number, before)
@@ -221,7 +221,7 @@ def _first_failure(
         _print_new(shown)
         codes = [process.poll() for process in processes]
         failed = [(index, code) for index, code in enumerate(codes) if code]
-        # the others exited because they lost one of these
+        # The others exited because they lost one of these.
         causes = [each for each in failed if each[1] != TEMPORARY]
         if causes or waited > _CAUSE_SECONDS:
             return (causes or failed)[0]

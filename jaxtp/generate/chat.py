@@ -129,7 +129,7 @@ class Chat:
         while sys.stdin is not None:
             try:
                 line = input("> " if self._interactive and sys.stdout.isatty() else "")
-                # in a locale other than UTF-8, Python passes other bytes as surrogates
+                # In a locale other than UTF-8, Python passes other bytes as surrogates.
                 line.encode()
             except UnicodeError:
                 raise ChatError("the input is not UTF-8") from None

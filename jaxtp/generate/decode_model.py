@@ -192,7 +192,7 @@ def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) 
         decoder = model if plain == config else create_decoder(plain, rngs=nnx.Rngs(0))
         return DecodeModel(decoder, decoder.in_order())
 
-    # a mesh in context would not take a stack's specs
+    # A mesh in context would not take a stack's specs.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         graph, abstract = nnx.split(nnx.eval_shape(unstacked))
 

@@ -382,7 +382,7 @@ class Generator:
             "use a smaller --max-tokens or --batch-size, or shorter prompts",
         )
         self._cache = None  # frees a cache that is not reused
-        # these do not affect the programs
+        # These settings do not affect the programs.
         key = shape, replace(settings, max_tokens=1, samples=1, seed=0, stop=())
         if key not in self._programs:
             self._programs[key] = Programs(
@@ -447,7 +447,7 @@ class Scheduler:
         self._max_chunk = max_chunk
         self._progress = progress
         self._requests: dict[int, Request] = {}  # by row; a row without one is free
-        # by row: the row to copy the first tokens from, and their number
+        # By row: the row to copy the first tokens from, and their number
         self._shared: dict[int, tuple[int, int]] = {}
         self._steps = 1
         self._history = np.full((len(cache.tokens), cache.shape.slots), -1, np.int32)
@@ -472,7 +472,7 @@ class Scheduler:
             other, shared = self._most_shared(row, request)
             copies = shared > max(count, self._max_chunk // LEAST_SHARED)
             count = shared if copies else count
-            # a row with cached tokens must begin a sequence
+            # A row with cached tokens must begin a sequence.
             if not alone and count < request.num_prompt / 2:
                 count = 0
             if copies and count:
@@ -585,7 +585,7 @@ class Scheduler:
             if jax.process_count() == 1
             else MAX_STEPS
         )
-        # the first call of a program is slower
+        # The first call of a program is slower.
         self._steps = min(max(1, int(target)), 2 * self._steps, MAX_STEPS)
         self.timing.decode_seconds += seconds
         pieces = self._append_tokens(sampled, rows)
@@ -613,7 +613,7 @@ class Scheduler:
         pieces = []
         for tokens, logprobs in zip(*sampled, strict=True):
             for row in rows:
-                # its text has ended, or no token
+                # The text of the row has ended, or there is no token.
                 if (request := self._requests.get(row)) is None or tokens[row] < 0:
                     continue
                 if not math.isfinite(logprobs[row]):

@@ -439,7 +439,7 @@ def open_tokenizer(path: str | Path, *, special_tokens: bool = False) -> Tokeniz
 
 
 def _end_ids(folder: Path) -> frozenset[int]:
-    # the first may name several
+    # The first file may name several.
     return frozenset(end_ids(folder / GENERATION) or end_ids(folder / MODEL_CONFIG))
 
 

@@ -265,7 +265,7 @@ class Programs:
                     lambda x: lax.dynamic_update_index_in_dim(x, one(x), row, x.ndim - 4), caches
                 )
 
-            # row by row, so that no second cache is made
+            # Copies are made row by row, so that no second cache is made.
             return lax.fori_loop(0, sources.size, copy_row, caches)
 
         specs = jax.tree.map(lambda x: P(*(None,) * (x.ndim - 4), *LAYER_SPEC), caches)
@@ -284,7 +284,7 @@ class Programs:
             started = time.perf_counter()
             types = jax.tree.map(self._abstract, arguments)
             with jax.set_mesh(self._mesh):
-                # donates the KV cache
+                # The program donates the KV cache.
                 jitted = jax.jit(program, donate_argnums=1 if arguments else ())
                 self._compiled[key] = jitted.lower(self.weights, *types).compile()
             self.compile_seconds += time.perf_counter() - started

@@ -98,7 +98,7 @@ def encode_prompts(
     for index, prompt in present.items():
         if not _is_prompt(prompt):
             raise GenerationError(f"{name(index)} is {prompt!r:.40}, not text or ids")
-        # half a surrogate pair
+        # A prompt may have half a surrogate pair.
         if isinstance(prompt, str) and prompt != prompt.encode(errors="replace").decode():
             raise GenerationError(f"{name(index)} is not UTF-8")
     texts = {index: prompt for index, prompt in present.items() if isinstance(prompt, str)}
@@ -114,7 +114,7 @@ def encode_prompts(
 
 def _is_prompt(prompt: object) -> bool:
     array = np.asarray(prompt)
-    # [] is an array of floats
+    # [] is an array of floats.
     return isinstance(prompt, str) or (array.ndim == 1 and array.dtype.kind in "iuf")
 
 
@@ -125,7 +125,7 @@ class Result:
     index: int  # index of the prompt, from 0
     text: str  # the text before the end token or the stop text
     ids: tuple[int, ...]  # tokens of the text and of the stop text, without the end token
-    # log-probability of each token in nats, before penalty, temperature and filters
+    # Log-probability of each token in nats, before penalty, temperature and filters
     logprobs: tuple[float, ...]
     finish: Finish
     """Why the text ended: an end token, a stop text, `max_tokens`, or the model's context (prompt

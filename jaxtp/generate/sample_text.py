@@ -54,7 +54,7 @@ def sample_text(
         nonlocal generator, made_for
         if step.index % every:
             return
-        # virtual CPU devices can deadlock with several programs in flight
+        # Virtual CPU devices can deadlock with several programs in flight.
         with trainer.paused("sample_text"):
             model = trainer.model
             run = (trainer.mesh, trainer.config)
@@ -113,7 +113,7 @@ def _on_mesh(model: Decoder, mesh: Mesh) -> Decoder:
     # `mesh` has the same devices, and fsdp and cp as one axis, so most arrays are not copied.
     def place(variable: nnx.Variable[Array]) -> nnx.Variable[Array]:
         spec = spec_of(variable)
-        # the joined axis has no such parts
+        # The joined axis has no such parts.
         if any(len({*axes_of(entry)} & {*STORAGE}) == 1 for entry in spec):
             spec = PartitionSpec()
         return variable.replace(jax.device_put(variable[...], NamedSharding(mesh, spec)))

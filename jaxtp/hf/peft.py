@@ -188,7 +188,7 @@ def _factors(
                 outputs = part.ordered_shape[-1]
                 joined = math.prod(stacked)
                 first, ranks = (i * rank, len(kernels) * rank) if diagonal else (0, rank)
-                # `[E * r, sides]`, unlike `[sides, r * E]`
+                # The shape is `[E * r, sides]`, unlike `[sides, r * E]`.
                 is_first = (factor == "A") != (name in exchanged)
                 sides = inputs if factor == "A" else outputs
                 where = TensorPart(
@@ -255,7 +255,7 @@ def save_peft(
         _on_host(jnp.array_equal, arrays[first], arrays[other]) for first, other in pairs
     )
     files = {WEIGHTS: group_by_tensor(_factors(adapted, trained, variables, diagonal=diagonal))}
-    # a vision tower has modules of the same names
+    # A vision tower has modules of the same names.
     are_short = len(adapted) == len(modules) and family.wrapper is None
     described = _peft_config(config, adapted, are_short=are_short, diagonal=diagonal)
     others = {
@@ -313,7 +313,7 @@ def _peft_config(
         if others and diagonal:
             counts[end] = 1 + len(others)
     rslora = lora.rslora and not any(part.expert is not None for part, *_ in adapted.values())
-    # PEFT doubles both for a fused kernel
+    # PEFT doubles both for a fused kernel.
     alpha = lora.alpha if rslora == lora.rslora else lora.scale * lora.rank
     attributes: dict[str, object] = {
         "peft_type": "LORA",

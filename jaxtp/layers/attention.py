@@ -46,7 +46,7 @@ _MAX_SHARED_KV_HEADS = 4096
 any size."""
 
 _SMALL_HEAD_DIMS = (8, 16, 32, 64)
-# every dim rotates; in a dim that hardly rotates, a key bias's gradient is rounding noise
+# Every dim rotates; in a dim that hardly rotates, a key bias's gradient is rounding noise.
 _SMALL_THETA = 2.0
 
 
@@ -265,7 +265,7 @@ class AttentionConfig(BranchConfig):
             "rope_theta": self.rope_theta and _SMALL_THETA,
             "rope_scaling": scaling(head_dim),
             "sliding_window": self.sliding_window and small.positions(self.sliding_window),
-            # those need a GPU
+            # These kernels need a GPU.
             "attention": "auto" if self.attention in ("cudnn", "fused") else self.attention,
             **super().shrink(small),
         }
@@ -337,7 +337,7 @@ def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, 
     """Returns the padded factors of `PaddedHeads` with the fewest query heads."""
     unshared = -(-kv_heads // tp) * tp
     for shared in range(kv_heads, min(unshared, tp, _MAX_SHARED_KV_HEADS)):
-        # tp / shared devices share a head, and store a part of it
+        # `tp / shared` devices share a head, and store a part of it.
         if tp % shared == 0 and shared * width % tp == 0:
             padded = -(-group * shared // tp) * tp // shared
             if shared * padded <= unshared * group:
@@ -547,7 +547,7 @@ class CausalSelfAttention(Branch):
         )
         known = {"dtype": self.precision.compute, "platform": architecture_of(current_device())}
         use = self.config.use(length=qkv[1].shape[1], packed=True, part=new.continued, **known)
-        # the kernel configured for training may not support this use
+        # The kernel configured for training may not support this use.
         kernel, _ = pick_kernel("auto", use)
         return kernel.run(
             *qkv, new.segments(num_slots), part=part, window=use.window, **use.scores, sinks=sinks
@@ -558,7 +558,7 @@ class CausalSelfAttention(Branch):
     ) -> tuple[Array, Array, Array]:
         config = self.config
         scaling = self.config.rope_scaling
-        # [B/(dp*fsdp), T/cp, N/tp, H]
+        # Each is `[B/(dp*fsdp), T/cp, N/tp, H]`.
         q, k, v = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in qkv[:3])
         if not config.qk_norm_after_rope:
             q, k = self._normalise(weights, q, k)

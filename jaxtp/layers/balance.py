@@ -65,7 +65,7 @@ class Balance:
 
     balance_loss: Array  # sum over valid labels of their sequence's loss
     router_z_loss: Array  # the same for mean squared log-normalisers
-    # for each kind of block `[layers, E]`: tokens that chose each expert
+    # For each kind of block `[layers, E]`: tokens that chose each expert
     times_chosen: tuple[Array, ...]
     entropy: Array  # entropies of all tokens in all layers
     dropped: Array  # choices that no expert computed; not 0 means a bug
@@ -103,7 +103,7 @@ def balance(
     by_layer = P(None, *batch_spec(SEQUENCE))
 
     def total(routings: list[Routing], labels: Array) -> Balance:
-        # [layers, b, ...], of this device's tokens
+        # Sums are `[layers, b, ...]`, of this device's tokens.
         local = jax.tree.map(lambda sums: jnp.sum(sums, axis=2), routings)
         local = _reduce_flat(lambda sums: all_reduce(sums, *SEQUENCE), local)
         counted = jnp.sum(labels != IGNORE, axis=1, dtype=jnp.float32)  # [b]

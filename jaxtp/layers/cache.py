@@ -54,7 +54,7 @@ class NewTokens:
     def write(self, cache: Array, new: Array) -> Array:
         """Writes new tokens `[b, T, K, H]` to a device's cache `[b, K, S, H]`."""
         rows = jnp.arange(cache.shape[0])[:, None] if self.rows is None else self.rows
-        # a negative index would count from the end
+        # A negative index would count from the end.
         rows = jnp.where(rows < 0, cache.shape[0], rows)
         positions = self.positions
         if new.shape[:2] == (1, 1):

@@ -59,10 +59,10 @@ class Sequences:
     """Documents of each row (`layers/sequence_parallel.py`), in natural order; None if each row is
     one document."""
 
-    # requested method of attention over cp
+    # Requested method of attention over cp
     context: Context = field(default="auto", metadata=_STATIC)
     zigzag: bool = field(default=False, metadata=_STATIC)  # devices hold tokens in zigzag order
-    # experts to use instead of a router's choice, `[B, T, k]` in natural order
+    # Experts to use instead of a router's choice, `[B, T, k]` in natural order
     experts: Array | None = None
     record: bool = field(default=False, metadata=_STATIC)
     """Whether routers also return their choices (`layers/balance.py`)."""
@@ -132,7 +132,7 @@ class Sequences:
         own = jnp.take(states, self.local_positions(len(every)), axis=0, mode="clip")
         return jnp.moveaxis(own, 0, 1).reshape(u.shape)
 
-    # (first position, size) of each
+    # Chunks are pairs of the first position and the size.
     def _chunks(self, length: int) -> list[tuple[Array | int, int]]:
         cp = axis_size(CP)
         index = axis_index(CP)
@@ -162,7 +162,7 @@ class Sequences:
         if method == "ulysses":
             copies = kv_head_copies(k.shape[2], cp)
             k, v = (x if copies == 1 else jnp.repeat(x, copies, axis=2) for x in (k, v))
-            # [b, T, N/(tp*cp), H]
+            # Each is `[b, T, N/(tp*cp), H]`.
             q, k, v = (all_to_all(x, *CONTEXT, split=2, join=1) for x in (q, k, v))
             return all_to_all(run(q, k, v, self.segments), *CONTEXT, split=1, join=2)
         size = q.shape[1]

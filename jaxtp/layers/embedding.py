@@ -51,9 +51,9 @@ class HeadConfig:
     scale: float = 1.0  # multiplies each logit
     softcap: float | None = None  # squashes each logit l to `softcap * tanh(l / softcap)`
     temperature: float = 1.0  # divides each logit, after the softcap
-    # tokens on a device whose logits exist at a time in a loss (`layers/loss.py`)
+    # Tokens on a device whose logits exist at a time in a loss (`layers/loss.py`)
     chunk_size: int = CHUNK_SIZE
-    # the table's spec, which `mark_unreduced` changes, as it does the bias's
+    # The table's spec, which `mark_unreduced` changes, as it does the bias's
     table_spec: P = TABLE_SPEC
     bias_spec: P = BIAS_SPEC
 
@@ -122,9 +122,9 @@ class VocabParallelEmbedding(nnx.Module):
 
     def _look_up(self, sequence: int | None, exchanges: bool, ids: Array, shard: Array) -> Array:
         # Read as float32, so that gradients of a frequent token accumulate in float32. XLA fuses
-        # the cast. [V/tp, D or D/fsdp]
+        # the cast. The table is [V/tp, D or D/fsdp].
         table = self.precision.load(shard, 1, accumulate="float32", gathered=not exchanges)
-        # [B/(dp*fsdp), T/cp], or [B*cp/dp, T/cp]
+        # The ids are [B/(dp*fsdp), T/cp], or [B*cp/dp, T/cp].
         ids = all_gather(ids, *STORAGE) if exchanges else ids
         local = ids - axis_index(TP) * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
@@ -182,7 +182,7 @@ class LearnedPositions(nnx.Module):
             table = self.precision.load(
                 shard, 1, accumulate="float32", used_by_all_tp=sequence is not None
             )
-            # sliced here, or XLA would also split the computation of the positions
+            # Positions are sliced here, or XLA would also split their computation.
             if sequence is not None:
                 length = positions.shape[sequence] // axis_size(TP)
                 positions = jax.lax.dynamic_slice_in_dim(

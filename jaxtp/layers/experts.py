@@ -73,12 +73,12 @@ from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, current_platform
 
 EXPERTS = "mixture_of_experts"
-# scope of loops that seldom run: accounts of a program count none of their turns
+# Scope of loops that seldom run: accounts of a program count none of their turns
 RARELY = "jaxtp_rarely"
 _SMALL_EXPERTS = 4
 _SMALL_CHOICES = 2
 SPARE = 1.5  # rows of a part, relative to a device's average
-# rows that cost less than to ask whether there are more: a GPU stops for each answer
+# Rows that cost less than to ask whether there are more: a GPU stops for each answer
 FEW_ROWS = 8192
 _PLAIN = {"up": "EDF", "down": "EFD"}
 _TARGETS: Mapping[str, Target] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -405,7 +405,7 @@ class MixtureOfExperts(PositionwiseBranch):
             x = x * self.precision.load(
                 weights["input_scale"], 0, used_by_all_tp=sequence is not None
             )
-        # maybe [T/cp, b, D]
+        # The input may be [T/cp, b, D].
         x = sequence_first(enter_parallel(x.astype(self.precision.compute), sequence), sequence)
         y, rows = self._routed(
             x.reshape(-1, x.shape[-1]), shares.reshape(-1, k), experts.reshape(-1, k), weights
@@ -449,7 +449,7 @@ class MixtureOfExperts(PositionwiseBranch):
         if config.router_bias:
             logits += load_scale(weights["router_bias"], None)
         softmax = config.router_scores == "softmax"
-        # up to a term that is equal for all experts
+        # Log-scores, up to a term that is equal for all experts
         log_scores = logits if softmax else jax.nn.log_sigmoid(logits)
         probabilities = jax.nn.softmax(log_scores)  # scores over their sum
         scores = probabilities if softmax else jax.nn.sigmoid(logits)
@@ -728,7 +728,7 @@ class Rows:
 
     sizes: Array  # rows of each expert, `[experts]` int32
     row_of_choice: Array  # `[N, k]`
-    # `[rows]`, N * k in all: the index of a token times k, plus the index of its choice
+    # The index of a token times k, plus the index of its choice, `[rows]`, N * k in all
     choice_of_row: Array
 
     @classmethod
@@ -848,7 +848,7 @@ def _spread(x: Array, row_of_choice: Array, choice_of_row: Array) -> Array:
 
 @jax.custom_vjp
 def _collect(rows: Array, row_of_choice: Array, choice_of_row: Array) -> Array:
-    # [N, k, D], fused
+    # The rows are [N, k, D], fused.
     taken = jnp.take(rows, row_of_choice, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
     return jnp.sum(taken, axis=1).astype(rows.dtype)
 

@@ -85,7 +85,7 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
     if not low:
         x = x.astype(w.dtype)
         w = w.astype(w.dtype)
-        # over tp, the product for `w` hides the other's reduction
+        # Over tp, the product for `w` hides the other's reduction.
         if axis_size(TP) > 1 or axis_size(*STORAGE) == 1:
             return _matmul(x, w)
         x, w = vary_like(x, w), vary_like(w, x)
@@ -102,13 +102,13 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
 
     def backward(residuals: tuple[Value | None, Value | None], grad: Array) -> tuple[Any, Any]:
         x, w = residuals
-        # XLA would join the products for several kernels, and copy their parts
+        # XLA would join the products for several kernels, and copy their parts.
         if x is not None and not low:
             x, grad = lax.optimization_barrier((x, grad))
         grad_x = None if w is None else product(*input_gradient(grad, w, *axes), grad.dtype)
         grad_w = None if x is None else kernel_gradient(x, grad, grad.dtype)
         if not low:
-            # the sum of `w`'s gradient over devices starts early
+            # The sum of `w`'s gradient over devices starts early.
             return lax.optimization_barrier((grad_x, grad_w))
         return Quantised.gradient(grad_x), Quantised.gradient(grad_w)
 

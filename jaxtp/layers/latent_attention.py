@@ -183,7 +183,7 @@ class LatentAttentionConfig(AttentionConfig):
             "query_rank": self.query_rank and rank,
             "rope_head_dim": rope,
             "head_dim": rope + nope,
-            # unlike the others
+            # The width of values is unlike the others.
             "value_head_dim": small.width(self.value_head_dim, _SMALL_WIDTH + 1 + small.block),
             "rope_scaling": self.rope_scaling.shrink(
                 rope, small.positions(self.rope_scaling.original_length)

@@ -74,9 +74,9 @@ class LayerContext:
     device of a tp group; both `[B, T, tp * D]`, split over tp. For layers that share these
     collectives."""
 
-    # projections overlap their products with communication (`layers/overlap.py`)
+    # Whether projections overlap their products with communication (`layers/overlap.py`)
     overlap: Overlap = "none"
-    # the backward pass computes column layers again: a ring keeps what passes
+    # Whether the backward pass computes column layers again: a ring keeps what passes
     recomputed: bool = False
     fused: bool = False  # and it does not read the result of an MLP, which is then one ring
     lora: LoraConfig = LoraConfig()
@@ -182,7 +182,7 @@ class ColumnParallelLinear(nnx.Module):
         products = (_multiply_each if self.joined else enter)(tokens, kernels, sequence)
         outputs = list(products[: len(self.features)])
         inner = products[len(self.features) :]
-        # whole gradients are quantised, not summands of devices that share a head
+        # Whole gradients are quantised, not summands of devices that share a head.
         if self.matmul != "compute":
             shared = (f.shared_by(axis_size(TP)) for f in self.features)
             outputs = [average_gradient(y, group) for y, group in zip(outputs, shared, strict=True)]
@@ -196,7 +196,7 @@ class ColumnParallelLinear(nnx.Module):
             outputs[i] += lora.scale * (
                 small @ self._load(weights[f"loras.{at}.b"], None, self.features[i])
             )
-        # each [B/(dp*fsdp), T/cp, F/tp]
+        # Each output is [B/(dp*fsdp), T/cp, F/tp].
         return tuple(checkpoint_name(y, PROJECTED) for y in outputs)
 
     def merged(self, weights: Weights) -> Array:
@@ -260,14 +260,14 @@ class RowParallelLinear(nnx.Module):
 
     def _project(self, sequence: int | None, x: Array, weights: Weights) -> Array:
         x = x.astype(self.precision.compute)
-        # [B/(dp*fsdp), T/cp, F/tp]
+        # The input is [B/(dp*fsdp), T/cp, F/tp].
         inputs: list[Operand] = [tokens_in_float8(x, TP) if self.matmul == "float8" else x]
-        # [F/tp, D]
+        # The kernel is [F/tp, D].
         kernels = [_load_kernel(self, weights["kernel"], 1, TP, early=axis_size(TP) == 1)]
         for at, lora in enumerate(self.loras):
             a = weights[f"loras.{at}.a"]
             b = weights[f"loras.{at}.b"]
-            # [B/(dp*fsdp), T/cp, rank], a summand
+            # The product is [B/(dp*fsdp), T/cp, rank], a summand.
             inner = lora.scale * (x @ self.precision.load(a, None))
             inputs.append(checkpoint_name(inner, PROJECTED))
             kernels.append(self.precision.load(b, 1, used_by_all_tp=True))
@@ -344,7 +344,7 @@ def enter_matmul(
         return gather_matmul(
             keep, jax.tree.map(lambda each: checkpoint_name(each, GATHERED), x), tuple(kernels)
         )
-    # [b, T, D]
+    # The gathered input is [b, T, D].
     x = enter_float8(x, sequence) if isinstance(x, Quantised) else enter_parallel(x, sequence)
     return _multiply_each(x, kernels, sequence)  # each [b, T, F_i/tp]
 
@@ -380,7 +380,7 @@ def leave_matmul(
     """Returns the sum of `inputs[i] @ kernels[i]` over i and tp; see `enter_matmul`."""
     if is_ring(overlap, axis_size(TP), split=sequence is not None):
         return checkpoint_name(matmul_scatter(tuple(inputs), tuple(kernels)), REDUCED)
-    # [b, T, D], or [b, T/tp, D]
+    # The result is [b, T, D], or [b, T/tp, D].
     return leave_parallel(_sum_of_products(inputs, kernels, sequence), sequence)
 
 

@@ -136,10 +136,10 @@ def _on_devices(
         x = enter_parallel(x.astype(precision.compute), sequence)
         # Gathered: if each device used its D/fsdp columns, logits would be summed over fsdp, three
         # times (fsdp-1)*V/tp floats per token, which is less than the table only where a device has
-        # fewer than about D/(2*fsdp) tokens. chunks accumulate gradients in float32
+        # fewer than about D/(2*fsdp) tokens. Chunks accumulate gradients in float32.
         table = precision.load(shard, 1, accumulate="float32")
         bias = None if bias is None else precision.load(bias, None, accumulate="float32")
-        # cast once, not in each chunk
+        # The table is cast once, not in each chunk.
         tables = jax.lax.stop_gradient(table.astype(precision.compute)), table
         first = sequence_first((x, *labels), sequence)
         lead = first[0].shape[:2]

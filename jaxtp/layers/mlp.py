@@ -30,7 +30,7 @@ from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_spe
 from jaxtp.mesh import TP
 
 MIN_FEATURES = 48
-# projections of an MLP that can have adapters
+# Projections of an MLP that can have adapters
 MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
 
 XIELU = "xielu"

@@ -34,7 +34,8 @@ from jaxtp.layers.kernels.select import architecture_of, installed_cudnn, matmul
 from jaxtp.mesh import current_device, current_platform
 
 BLOCK = 32
-# with older ones XLA multiplies in bfloat16 without a word (jax 0.10.2, compiled for a B200)
+# The first cuDNN with these products; with older ones XLA multiplies in bfloat16 without a word
+# (jax 0.10.2, compiled for a B200)
 _FIRST_CUDNN = (9, 10)
 
 
@@ -111,9 +112,9 @@ def _product(a: Array, b: Array) -> Array:
     """Returns `a @ b.T` with blocks along the last dims, `[..., K]` and `[N, K]`, rounded once."""
     a_8, a_scale = _quantise(a.reshape(1, -1, a.shape[-1]))
     b_8, b_scale = _quantise(b[None])
-    # jax 0.10 has none for CPUs
+    # JAX 0.10 has no such product for CPUs.
     multiply = jax.nn.scaled_matmul if current_platform() == "cuda" else _multiply
-    # scaled_matmul forgets where it varies
+    # The function scaled_matmul forgets where its result varies.
     y = vary_like(multiply(a_8, b_8, a_scale, b_scale, a.dtype), a, b)
     return y.reshape(*a.shape[:-1], -1)
 

@@ -237,7 +237,7 @@ def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[object, ...], 
 
     _, ys, sums = _ring_gather(grad, visit)
     grad_inputs = dict(zip(moving, ys, strict=True))
-    # both are in 8 bits, or neither
+    # Both are in 8 bits, or neither is.
     each = tuple(gradient_of(w, grad_inputs.get(i)) for i, w in enumerate(kernels))
     return each, _cast_kernel_grads(sums, trained, kernels, grad.dtype)
 

@@ -179,7 +179,7 @@ def parameter(
     """
     value = pad(value, padding, axis_size(TP))
     check_divides(name, value.shape, spec)  # JAX would silently replicate
-    # one entry per dim: `spec_of` counts them
+    # The spec has one entry per dim: `spec_of` counts them.
     spec = PartitionSpec(*spec, *(None,) * (value.ndim - len(spec)))
     padded = tuple((dim, split) for dim, split in padding if not isinstance(split, ExactDim))
     metadata: dict[str, Any] = {_LOADED: True} | ({"padding": padded} if padded else {})

@@ -61,7 +61,7 @@ _VIEWS = {
     ),
     *("layout_constraint", "optimization_barrier"),
 }
-# primitive of `load_weight` for frozen weights; for others autodiff replaces it
+# Primitive of `load_weight` for frozen weights; for others autodiff replaces it
 _FROZEN = "custom_vjp_call"
 
 

@@ -206,7 +206,7 @@ def apply_rope(
         positions, rope_frequencies(x_BTNH.shape[-1], theta, scaling, length, fraction)
     )
     factor = _attention_factor(scaling)
-    # layers share them
+    # Layers share these tables.
     tables = (checkpoint_name(factor * of(angles), KEPT) for of in (jnp.sin, jnp.cos))
     sin, cos = (table[..., None, :] for table in tables)  # [(B,) T, 1, rotated/2]
     width = 2 * angles.shape[-1]
@@ -230,7 +230,7 @@ def _angles(positions: Array, frequencies: Frequencies) -> Array:
     unit = 2 * math.pi / 2**32
     units = frequencies / (2 * math.pi) * 2**32
     whole = np.round(units)
-    # both wrap around
+    # Both terms wrap around.
     counted = positions[..., None].astype(jnp.int32) * whole.astype(np.int64).astype(np.int32)
     rest = positions[..., None].astype(jnp.float32) * ((units - whole) * unit).astype(np.float32)
     return counted.astype(jnp.float32) * np.float32(unit) + rest

@@ -559,7 +559,7 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
         yield from (replace(problem, text=place + problem.text) for problem in found)
     if not config.lora.rank:
         yield from _lora_problems(config.lora, config.precision.param)
-    # these mean all that there are
+    # These targets mean all that there are.
     if config.lora.rank and config.lora.targets not in (TARGETS, LLAMA_TARGETS):
         adaptable = {
             target for block in config.block_kinds() for target, _ in block.adapter_kernels()

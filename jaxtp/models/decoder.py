@@ -68,7 +68,7 @@ class LossTerms:
     loss: Array  # cross-entropy in nats, with the z-loss of the logits
     count: Array  # number of labels that are not -100
     balance: Balance | None  # None for a model without experts
-    # of a user's loss: sums and their weights
+    # Metrics of a user's loss: sums and their weights
     metrics: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
 
     def objective(self, balance_loss: float, router_z_loss: float) -> Array:

@@ -56,7 +56,7 @@ def leading_axes(
     if len(shape) < batch_ndim or one_row:
         return ()
     if cp == 1:
-        # with cp of size 1: shard_map tracks every axis over which a value may vary
+        # The axes also have cp of size 1: shard_map tracks every axis over which a value may vary.
         return (TOKENS,)
     divides = context and len(shape) >= sequence_ndim and shape[1] % cp == 0
     return (BATCH, CONTEXT) if divides else (BATCH,)
@@ -75,7 +75,7 @@ def declared_spec(parameter: nnx.Variable[Any], ndim: int) -> PartitionSpec:
     A layer in a stack keeps the spec of the stack, or the stack has the spec of a layer.
     """
     found = nnx.get_partition_spec(parameter)
-    # a plain array declares nothing
+    # A plain array declares nothing.
     entries = tuple(found.get_value() if isinstance(found, nnx.Variable) else found)
     spec = entries[-ndim:] if ndim else ()
     return PartitionSpec(*spec, *(None,) * (ndim - len(spec)))

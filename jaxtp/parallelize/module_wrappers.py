@@ -112,7 +112,7 @@ class ModuleInfo:
 
     module: nnx.Module
     paths: tuple[str, ...]  # several if the module is shared; `""` is the model itself
-    # by name, also in containers; without parameters of submodules
+    # Parameters by name, also in containers; without parameters of submodules
     parameters: dict[str, nnx.Param[Any]]
 
     @property

@@ -313,6 +313,6 @@ def _tracers(node: object) -> Iterator[jax.core.Tracer]:
         yield from _tracers(node.func)
     elif isinstance(node, types.FunctionType):
         cells = node.__closure__ or ()
-        # an empty cell has no contents
+        # An empty cell has no contents.
         values = (cell.cell_contents for cell in cells if cell != types.CellType())
     yield from (value for value in values if isinstance(value, jax.core.Tracer))

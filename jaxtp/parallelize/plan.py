@@ -164,7 +164,7 @@ def patterns_for(values: Mapping[str, object]) -> dict[str, str]:
         if path not in chosen:
             candidates = _candidate_patterns(path)
             first = next((pattern for pattern in candidates if fits(pattern, path)), candidates[-1])
-            # with the fewest `*`
+            # The pattern with the fewest `*`
             pattern = [other for other in candidates if matching[other] == matching[first]][-1]
             chosen |= dict.fromkeys(matching[first], pattern)
     return {path: chosen[path] for path in values}

@@ -75,7 +75,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Role:
     """How a module runs in a parallel model."""
 
-    # with None, its code is unchanged, and its parameters are gathered over fsdp and cp
+    # With None, the module's code is unchanged, and its parameters are gathered over fsdp and cp.
     style: Style | None
     fsdp: bool  # its parameters are stored split over fsdp and cp
     context: bool  # it is in a `ContextParallel` module

@@ -25,11 +25,11 @@ class Signature:
     outputs: Mapping[str, int]  # dim of each letter in the result
     column: str | None = None  # the letter that `Colwise` splits; None if the style does not fit
     row: str | None = None  # the letter that `Rowwise` splits; None if the style does not fit
-    # letters of the sizes in each attribute
+    # Letters of the sizes in each attribute
     attributes: Mapping[str, str] = field(default_factory=dict)
 
     more_dims: int = 0  # dims of the result minus dims of the input
-    # dim 0 of an input of at least this many dims is a batch; None: the module mixes rows
+    # Dim 0 of an input of at least this many dims is a batch; None: the module mixes rows
     batch_ndim: int | None = 2
     mixes_positions: bool = False  # a result depends on several positions along dim 1 of the input
 
@@ -215,7 +215,7 @@ def _norm(module: nnx.LayerNorm | nnx.RMSNorm) -> Signature | None:
     last = all(axes in (-1, (-1,)) for axes in (module.reduction_axes, module.feature_axes))
     if not last or module.axis_name is not None:
         return None
-    # nnx.RMSNorm has no bias
+    # The class nnx.RMSNorm has no bias.
     params = {name: "d" for name in ("scale", "bias") if hasattr(module, name)}
     return Signature(params, {"d": -1}, {"d": -1}, attributes={"num_features": "d"})
 

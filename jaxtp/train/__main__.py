@@ -88,7 +88,7 @@ def _train(argv: Sequence[str]) -> int:
 
         bind = _bind(argv)
         join_processes(bind=bind)
-    # flags first: they determine the number of virtual devices
+    # Flags come first: they determine the number of virtual devices.
     with raise_everywhere(partial(watch, bind)):
         config, startup_log = COMMAND.load(argv, _resolved)
         require_writable("--json", config.json)

@@ -78,7 +78,7 @@ class DeviceInfo:
     per_process: int
     bfloat16: bool  # whether bfloat16 products are faster than float32 ones
     kind: str  # name for messages
-    # bytes of each device that JAX may allocate; None if unknown, as on CPUs
+    # Bytes of each device that JAX may allocate; None if unknown, as on CPUs
     memory: float | None = None
     platform: str = "cpu"  # as returned by `architecture_of`; decides the kernels
 
@@ -425,7 +425,7 @@ def best_mesh(
     for count in (devices.count,) if use_all else range(devices.count, 0, -1):
         found = []
         for mesh in fitting_meshes(count, tried):
-            # tp stays inside a process
+            # Tensor parallelism stays inside a process.
             if not fixed.items() <= mesh.items() or devices.per_process % mesh[TP]:
                 continue
             run = with_divisible_batch(config, mesh) if any_batch else config

@@ -130,7 +130,7 @@ class Distillation:
 def with_rest(log_probs_BTK: Array) -> Array:
     """Returns log-probabilities with one more, of all other tokens together."""
     rest = 1 - jnp.sum(jnp.exp(log_probs_BTK), axis=-1, keepdims=True)
-    # has a gradient, so that a student does not stay there
+    # The continuation has a gradient, so that a student does not stay there.
     below = math.log(LEAST) + rest / LEAST - 1
     log_rest = jnp.where(rest > LEAST, jnp.log(jnp.maximum(rest, LEAST)), below)
     return jnp.concatenate([log_probs_BTK, log_rest], axis=-1)

@@ -32,7 +32,7 @@ class InitialState:
     """A run's state before its first step."""
 
     state: nnx.State
-    # identity of the frozen model under the adapters, if there are any
+    # Identity of the frozen model under the adapters, if there are any
     base: dict[str, str] | None = None
     description: str = ""
     info: Info | None = None  # of the checkpoint of a user's model that has the weights

@@ -197,7 +197,7 @@ def costs_of_step(
         return costs
     from jaxtp.train.muon import with_muon
 
-    # it decides how experts split
+    # The layout decides how experts split.
     layout = (sizes[TP], parts(sizes, STORAGE)) if config.model.most_experts else ()
     as_split = described(config.model, *layout)
     variables = named_variables(nnx.state(as_split, nnx.Param))

@@ -154,16 +154,16 @@ def _orthogonalised_kind(
         shard.mT if member.transposed else shard
         for member, shard in zip(members, shards, strict=True)
     ]
-    # [n, rows/parts, columns/parts]
+    # The stack is [n, rows/parts, columns/parts].
     stack = jnp.concatenate([x.reshape(-1, *x.shape[-2:]) for x in turned])
     whole = unpad(_to_whole(stack, kind.axes), kind.padding, tp)
-    # an orthogonal matrix has a root mean square of 1 / sqrt(max(shape))
+    # An orthogonal matrix has a root mean square of 1 / sqrt(max(shape)).
     scale = RMS * math.sqrt(max(kind.shape))
     scaled = pad(scale * _newton_schulz(whole), kind.padding, tp)
     made = jnp.split(
         _to_shards(scaled, kind.axes), list(accumulate(member.count for member in members))
     )
-    # the rest is padding
+    # The rest of the results is padding.
     results = [part.reshape(x.shape) for part, x in zip(made, turned, strict=False)]
     return [x.mT if member.transposed else x for member, x in zip(members, results, strict=True)]
 
@@ -187,7 +187,7 @@ def _to_whole(stack: Array, axes: tuple[Axes, Axes]) -> Array:
     n, rows, columns = stack.shape
     stack = jnp.pad(stack, ((0, -n % devices), (0, 0), (0, 0)))
     if devices > 1:
-        # else XLA on CPUs may see operands with different layouts
+        # Otherwise XLA on CPUs may see operands with different layouts.
         stack = lax.optimization_barrier(stack)
         # One exchange over both axes sends down to half as much as two in turn.
         stack = all_to_all(stack, *axes[0], *axes[1], split=0, join=0)
@@ -230,9 +230,9 @@ def with_muon(
         if devices > 1:
             traffic[Collective(ALL_TO_ALL, axes, devices, whole, f"{OPTIMIZER_SCOPE}/{MUON}")] += 2
         short, long = sorted(kind.shape)
-        # x x^T, its square, times x
+        # The products are x x^T, its square, and that times x.
         for shape in ((short, long, short), (short, short, short), (short, short, long)):
             products.append(Product.of("optimizer's newton-schulz", shape, itemsize, STEPS * count))
-        # x, its successor, two [short, short]
+        # The memory is x, its successor, and two [short, short].
         working = max(working, whole + 2 * short * (long + short) * itemsize)
     return replace(costs, traffic=traffic, update=tuple(products), owned=working)

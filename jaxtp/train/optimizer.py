@@ -160,7 +160,7 @@ def current_learning_rate(state: optax.OptState) -> Array | None:
 def is_matrix(path: str) -> bool:
     """Returns whether the parameter is a matrix, which decays."""
     names = path.split(".")
-    # also gate_bias, router_scale
+    # Names such as gate_bias and router_scale count as well.
     return not _VECTORS & {*names, *(name.rpartition("_")[2] for name in names)}
 
 

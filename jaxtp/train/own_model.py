@@ -83,7 +83,7 @@ def load_run(
       HFError: the base model is unreadable.
     """
     has_mesh = current_mesh() is not None
-    # before anything starts JAX's backend
+    # The mesh is made before anything starts JAX's backend.
     mesh = jax.sharding.get_mesh() if has_mesh else make_mesh()
     checkpoint = open_checkpoint(expand(Path(path)))
     source = load_object(build, "build") if isinstance(build, str) else build

@@ -58,7 +58,7 @@ class DPO:
 
     columns: ClassVar[tuple[str, ...]] = ("inputs", "labels", PAIRS)
     scores_temperature: ClassVar[float] = 1.0
-    # needs log-probabilities of the initial model, or adapters
+    # Whether it needs log-probabilities of the initial model, or adapters
     reads_reference: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class DPO:
         sums = [
             _by_answer(terms_BT3, jnp.where(is_label_BT, sign * pairs_BT, 0)) for sign in (1, -1)
         ]
-        # [2 answers, B, pairs of a row]
+        # Each is [2 answers, B, pairs of a row].
         policy, reference, tokens = jnp.moveaxis(jnp.stack(sums), -1, 0)
         valid = jnp.all(tokens > 0, axis=0)
         _check(jnp.sum(tokens * valid, axis=(0, 2)), jnp.sum(is_label_BT, axis=1))
@@ -151,7 +151,7 @@ class DPO:
 def _by_answer(terms_BT3: Array, numbers_BT: Array) -> Array:
     """Returns sums `[B, pairs, 3]` over the tokens of answers 1, 2, ... of each row."""
     most = terms_BT3.shape[1] // 2
-    # segment_sum drops indices beyond the last
+    # The function segment_sum drops indices beyond the last.
     indices_BT = jnp.where(numbers_BT > 0, numbers_BT - 1, most)
     return jax.vmap(partial(jax.ops.segment_sum, num_segments=most))(terms_BT3, indices_BT)
 

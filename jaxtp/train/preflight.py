@@ -128,7 +128,7 @@ def check_gpus(records: Sequence[Record]) -> None:
     """Raises ConfigError if visible GPUs of a host are idle."""
     for host in dict.fromkeys(record["host"] for record in records):
         here = [record for record in records if record["host"] == host]
-        # processes that see the same GPUs share them
+        # Processes that see the same GPUs share them.
         visible = {tuple(record["visible"]) for record in here}
         driven = sum(len(record["driven"]) for record in here)
         if driven >= (total := sum(map(len, visible))):

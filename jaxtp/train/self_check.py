@@ -437,7 +437,7 @@ def problem(
         jax.random.normal(key, (2, *shape, width), use.dtype)
         for key, shape, width in zip(randoms, shapes, widths, strict=True)
     ]
-    # standard deviation of the scores
+    # The standard deviation of the scores
     spread = 1.0 if use.softcap is None else min(8.0, use.softcap)
     arrays[0] = (arrays[0] * (spread / (use.factor * use.head_dim**0.5))).astype(arrays[0].dtype)
     ends = jnp.array(  # of the documents in each row; the rest of the second row is padding

@@ -427,7 +427,7 @@ def with_steps(
         )
     batch = config.data.global_batch_size
     done, read = progress
-    # 1.1 is a little more than 11/10
+    # 1.1 is a little more than 11/10.
     left = max(math.ceil(round((epochs * rows - read) / batch, 6)), 0)
     if done + left >= 2**31:
         raise ConfigError(f"train.epochs={epochs:,.15g}: a run has less than {2**31:,} steps")

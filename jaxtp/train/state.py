@@ -201,7 +201,8 @@ class Blueprint:
     def stored(self, state: nnx.State) -> nnx.State:
         """Returns the saved part of a state: all but weights frozen under adapters."""
         if not self.config.lora.rank:
-            # also variables that are not parameters, such as the selection bias of experts
+            # The state also has variables that are not parameters, such as the selection bias of
+            # experts.
             return state
         return nnx.State({**state, "model": nnx.filter_state(state["model"], nnx.Param)})
 
@@ -249,7 +250,7 @@ def plan_state(
     """
     with as_current(mesh):
         abstract_state = nnx.eval_shape(lambda: TrainState(config, optimizer, 0, make_model))
-        # refuses two variables with one path
+        # This refuses two variables with one path.
         by_dotted_path(nnx.to_flat_state(nnx.state(abstract_state)))
         graph, rngs, abstract, constants = nnx.split(abstract_state, nnx.RngState, STORED, ...)  # type: ignore[misc]
         shardings = nnx.get_named_sharding(abstract, mesh)

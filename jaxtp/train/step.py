@@ -55,7 +55,7 @@ class Scalars:
     """
 
     names: tuple[str, ...] = field(metadata={"static": True})
-    # a float32 for each name, then the maximum of the flags: it has no name that a metric may have
+    # A float32 for each name, then the maximum of the flags: it has no name that a metric may have
     # too
     values: Array
 

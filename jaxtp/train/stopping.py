@@ -48,7 +48,7 @@ class Stopping:
 
         self._interrupt = interrupt
         self._process = 0  # the process that received a signal, from 1; 0 if none did
-        # by whether this process received one
+        # Flags by whether this process received a signal
         self._flags = {False: flags(0), True: flags(jax.process_index() + 1)}
 
     def flags(self) -> dict[str, Array]:

@@ -196,7 +196,7 @@ def load_task(config: TrainConfig, task: Task = Task()) -> Task:
 def _with_arguments(loss: Callable[..., object], settings: LoopConfig) -> Loss:
     name = settings.loss or repr(loss)
     arguments = settings.loss_arguments
-    # an instance, whose fields are the defaults
+    # The loss is an instance, whose fields are the defaults.
     if (own := recordable_arguments(loss)) is not None:
         loss = type(loss)
         arguments = {**own, **arguments}

@@ -215,7 +215,7 @@ class Trainer:
 
             self._verifier = verify.Verifier(config, run.blueprint, run.checkpoints, run.verified)
         self._in_flight: tuple[int, Batch, Scalars, list[jax.Array]] | None = None
-        # a finished step, with its training and evaluation metrics
+        # A finished step, with its training and evaluation metrics
         self._last: tuple[int, dict[str, float]] = 0, {}
         self._without_weight = 0  # steps in a row
         self._saved_at = run.step if run.checkpoints.steps() else None
@@ -236,7 +236,7 @@ class Trainer:
             with self._exit_stack:
                 if error is None:
                     with self._reporting():
-                        # the loop was left early
+                        # The loop was left early.
                         if not self.done and self._run.step >= self._first:
                             self.save()
                 else:
@@ -628,7 +628,7 @@ class Trainer:
             self._trackers.write(record)
             self._report.log(record, total, unit, is_first=step == self._first)
         elif step == self._first:
-            # shown, but not logged: the log must equal an uninterrupted run's
+            # The step is shown, but not logged: the log must equal an uninterrupted run's.
             speed = {f"{unit}_per_second": rate, "step_seconds": self._timing.step_seconds}
             self._report.log({"step": step, **values, **speed}, total, unit, is_first=True)
 

@@ -358,7 +358,7 @@ def _origin(var: object, producers: Producers) -> Any:
         if inner is None or hasattr(inner, "val") or inner not in body.invars:
             return var
         place = body.invars.index(inner)
-        # its parameters differ between versions of JAX; ranks do not
+        # A scan's parameters differ between versions of JAX; ranks do not.
         if equation.primitive.name == "scan":
             outer = (equation.invars, equation.outvars)
             inner_vars = (body.invars, body.outvars)

@@ -285,7 +285,7 @@ def to_host(arrays: Mapping[str, Array]) -> HostShards:
 
 def _copy(data: Array) -> np.ndarray:
     host = np.asarray(data)
-    # on CPUs it shares the device's memory
+    # On CPUs the array shares the device's memory.
     return host.copy() if data.platform() == "cpu" else host
 
 

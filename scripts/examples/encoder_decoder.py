@@ -16,9 +16,9 @@ V = 16
 T = 8
 D = 32  # vocabulary, length, width
 PLAN = {
-    # one reduction for query, key and value
+    # One reduction for query, key and value
     "{encoder,decoder}.*.attention": PrepareInput(Replicate(), Replicate()),
-    # one for keys and values of all blocks
+    # One reduction for keys and values of all blocks
     "encoder_norm": PrepareOutput(Replicate(), Replicate()),
     "{head,{encoder,decoder}.*.{{attention,cross}.{query,key,value},mlp.layers.0}}": Colwise(),
     "{embedding,{encoder,decoder}.*.{{attention,cross}.out,mlp.layers.2}}": Rowwise(),

@@ -17,7 +17,7 @@ from jax import Array
 from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, Shard, Task, Trainer
 
 PLAN = {
-    # x in (carry, x), for the four layers below
+    # The input x in (carry, x), for the four layers below
     "rnn.cell": PrepareInput((None, Replicate()), (None, Replicate())),
     "rnn.cell.{ii,if_,ig,io}": Colwise(),
     "rnn.cell.{hi,hf,hg,ho}": Colwise(input_layouts=Shard(-1)),  # h is split, and all-gathered

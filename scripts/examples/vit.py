@@ -11,9 +11,9 @@ from textures import CLASSES, SIDE, Textures
 
 from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, Task, Trainer
 
-# attention is split by heads, the MLP by hidden features; the patch convolution stays whole
+# Attention is split by heads, the MLP by hidden features; the patch convolution stays whole.
 PLAN = {
-    # one reduction for query, key and value
+    # One reduction for query, key and value
     "blocks.*.attention": PrepareInput(Replicate(), Replicate()),
     "blocks.*.{attention.{query,key,value},mlp.layers.0}": Colwise(),
     "blocks.*.{attention.out,mlp.layers.2}": Rowwise(),

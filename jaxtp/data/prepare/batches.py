@@ -132,7 +132,7 @@ def threshold(sources: Sequence[Source], fields: Fields, config: PrepareConfig) 
             break
     fractions = sorted(set(fractions) if config.dedup else fractions)
     target = config.held_out * len(fractions)
-    # equal documents share a split
+    # Equal documents share a split.
     borders = [i for i in range(1, len(fractions)) if fractions[i - 1] < fractions[i]]
     held_out = min((0, *borders), key=lambda count: (abs(count - target), -count))
     return fractions[held_out] if held_out else 0.0

@@ -405,7 +405,7 @@ def _read_parquet(source: Source, start: int, fields: Fields | None) -> Iterator
                     row += group_metadata.num_rows
                     continue
                 _require_few_values_in(group_metadata, names)
-                # without threads, whose stacks would count as memory
+                # Threads have stacks, which would count as memory.
                 decoded = file.iter_batches(
                     _PARQUET_ROWS, row_groups=[group], columns=names, use_threads=False
                 )

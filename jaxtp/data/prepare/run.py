@@ -135,7 +135,7 @@ class _Preparation:
                 sum(s.documents for s in p.shards) + p.documents
                 for p in self._state.splits.values()
             )
-            # the first rows of its file are written and must not change
+            # The first rows of its file are written and must not change.
             is_begun = self._state.position.item > 0
             fix = (
                 "a corrected file needs --overwrite"
@@ -155,7 +155,7 @@ class _Preparation:
         ]
         encoded = self._encode([turn for entry in entries for turn in entry.turns])
         for entry in entries:
-            # `zip` takes one encoding per turn
+            # `zip` takes one encoding per turn.
             documents = list(zip(entry.sizes, encoded, strict=False))
             if self._config.preference and not all(len(ids[-1]) for _, ids in documents):
                 self._state.skip(EMPTY_DOCUMENT)

@@ -115,7 +115,7 @@ class State:
     day: str | None = None  # the day that the chat template writes
     position: Position = Position(0, 0)
     seen: Annotated[int, Field(ge=0)] = 0  # number of valid hashes in the file `SEEN`
-    # number of items that were left out, by reason
+    # Number of items that were left out, by reason
     skipped: dict[str, int] = field(default_factory=dict)
     splits: dict[str, Progress] = field(
         default_factory=lambda: {name: Progress() for name in SPLITS}
@@ -167,7 +167,7 @@ def begin(job: Job) -> State | None:
     if state is None:
         require_empty(out, "dataset")
     else:
-        # unread inputs may differ, unless the tokenizer was trained on them
+        # Unread inputs may differ, unless the tokenizer was trained on them.
         is_trained = config.train_bpe is not None and state.tokenizer is not None
         read = None if is_trained else state.position.source + (state.position.item > 0)
         if changed := _changed(state, job, settings, read):

@@ -60,7 +60,7 @@ class Attribute:
 
     name: str
     fields: tuple[str, ...]
-    # int, float or bool; or a map from the attribute's values to the fields' values
+    # Type int, float or bool; or a map from the attribute's values to the fields' values
     kind: type | Mapping[Any, Any]
     default: Any = None  # The default of transformers; None: the attribute is required
     alias: str | None = None  # Alternative name in config.json
@@ -631,7 +631,7 @@ _BOOKKEEPING = re.compile(
 
 def is_ignorable(name: str, value: object, family: Family) -> bool:
     """Returns whether an attribute has no effect on model output."""
-    # classes in Python files of the folder; an AutoModel... class may compute anything
+    # Classes in Python files of the folder; an AutoModel... class may compute anything.
     if name == "auto_map":
         models = value.items() if isinstance(value, dict) else ()
         unknown = (

@@ -18,7 +18,7 @@ _EXPERTS_TP_PLAN = {module: style for module, style in _TP_PLAN.items() if ".mlp
 OLMO = base.Family(
     model_type="olmo",
     architecture="OlmoForCausalLM",
-    # without the last norm's scale
+    # The last norm has no scale.
     tensors=base.OUTER[::2] + base.ATTENTION + base.GATE_UP + base.DOWN,
     attributes=(
         *(attribute for attribute in base.sizes() if attribute.name != "rms_norm_eps"),

@@ -97,7 +97,7 @@ def num_visited(chunks: Sequence[range], window: int | None) -> int:
 @lru_cache(maxsize=4096)
 def _num_visited(chunks: tuple[range, ...], window: int | None) -> int:
     ends = np.cumsum([len(chunk) for chunk in chunks])
-    # offset from a query's index to its position
+    # The offset from a query's index to its position
     ahead = np.array([chunk.stop for chunk in chunks]) - ends
     block = block_size(int(ends[-1]))
     first = np.arange(0, ends[-1], block)
@@ -208,7 +208,7 @@ class _Pairs:
         self.first = jnp.pad(first, filled, constant_values=num_keys)  # padding sees nothing
         self.last = jnp.pad(last, filled, constant_values=-1)
         first, last = (x.reshape(rows, -1, settings.block) for x in (self.first, self.last))
-        # first key block that any row needs, per query block
+        # The first key block that any row needs, per query block
         begins = jnp.min(first, axis=(0, 2)) // settings.block
         turns = jnp.maximum(jnp.max(last, axis=(0, 2)) // settings.block + 1 - begins, 0)
         self.ends = jnp.cumsum(turns)

@@ -26,9 +26,9 @@ MOST_KEY_DIM = 256
 MOST_TOKENS = 64  # width of keys and tokens of a chunk that a program multiplies at once
 
 _LEAST = 16  # narrowest product that Triton computes
-# columns of a program: with more there are too few programs, with fewer w is read too often
+# Columns of a program: with more there are too few programs, with fewer w is read too often
 _COLUMNS = 32
-# bytes of a chunk of w, up to which shared memory has room for the next chunk too
+# Bytes of a chunk of w, up to which shared memory has room for the next chunk too
 _PREFETCHED = 2**14
 
 
@@ -82,8 +82,8 @@ def _pad(x: Array, rows: int, columns: int) -> Array:
     return jnp.pad(x, (*[(0, 0)] * (x.ndim - 2), (0, rows), (0, columns)))
 
 
-# without jit, JAX 0.10 keeps a kernel in the backward pass when `jax.checkpoint` has saved its
-# results
+# Without jit, JAX 0.10 keeps a kernel in the backward pass when `jax.checkpoint` has saved its
+# results.
 @jax.jit
 def _run(a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Array | None) -> Any:
     batch, heads, chunks, rows, keys = a.shape
@@ -110,7 +110,7 @@ def _run(a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Arr
     extra = [] if d_states is None else [d_states]
     return pl.pallas_call(
         program,
-        # neighbours share w and k_decayed, which stay in the cache
+        # Neighbours share w and k_decayed, which stay in the cache.
         grid=(u.shape[-1] // columns, heads, batch),
         in_specs=[
             *(whole(a), block(chunks, rows), whole(b), whole(decay), block(keys)),

@@ -30,7 +30,7 @@ CARRIED = "carried"
 State = Array | Callable[[Array, Array], Array] | None
 _Results = tuple[Array, Array, Array]
 Scan = Callable[[Array, Array, Array, Array, Array], _Results]
-# see `states_by`
+# A recurrence as `states_by` takes it
 Recurrence = Callable[[Array, Array, Array, Array, Array, Array | None], _Results]
 
 
@@ -42,7 +42,7 @@ class Tokens(NamedTuple):
     v: Array  # `[B, T, Hv, V]`
     log_decay: Array  # at most 0, `[B, T, Hv]`
     write: Array  # the strength of writing, `[B, T, Hv]`
-    # whether a document begins at a token, which reads nothing from before, `[B, T]`
+    # Whether a document begins at a token, which reads nothing from before, `[B, T]`
     starts: Array | None = None
 
 
@@ -125,7 +125,7 @@ class _Chunks:
         self.v = chunks(v, *both)
         log_decay = chunks(log_decay, *both)
         self.write = chunks(write, *both)
-        # 0: it began before the chunk
+        # 0 stands for a document that began before the chunk.
         document = jnp.cumsum(chunks(jnp.asarray(starts)), axis=-1)[:, None, None]
         at = jnp.arange(chunk)
         self.lower = at[:, None] > at

@@ -42,12 +42,12 @@ _LEAST_HEAD_DIM = 16
 """Narrowest product that Triton computes; narrower heads are padded to it, others to a power of
 two."""
 
-# first and last key that each query sees, or first and last query that sees each key
+# First and last key that each query sees, or first and last query that sees each key
 _Ranges = tuple[Array, Array]
 _BothRanges = tuple[_Ranges, _Ranges]
 
 _LOG2_E = math.log2(math.e)
-# initial maximum: below all scores, finite so that its differences are not NaN
+# Initial maximum: below all scores, finite so that its differences are not NaN
 _NOTHING_SEEN = -1e30
 
 
@@ -73,7 +73,7 @@ class _Settings:
 
 def block_sizes(head_dim: int, dtype: DTypeLike) -> tuple[Blocks, Blocks]:
     """Returns the blocks of the forward kernel and of the backward kernels."""
-    # products in float32 take more registers
+    # Products in float32 take more registers.
     wide = head_dim if jnp.dtype(dtype).itemsize == 2 else 4 * head_dim
     if wide <= 64:
         return Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 2)
@@ -196,7 +196,7 @@ def _backward(
     q, k, v, sinks, (of_queries, of_keys), o, lse = residuals
     blocks = settings.backward
     group = q.shape[2] // k.shape[2]
-    # [B, N, T]
+    # The sum is [B, N, T].
     delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     statistics = _statistics(blocks.queries)
     per_query = [(do, _block(blocks.queries, do.shape[3])), (lse, statistics), (delta, statistics)]

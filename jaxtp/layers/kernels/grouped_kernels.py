@@ -85,7 +85,7 @@ def product(
     return _run(
         partial(_product_kernel, blocks, transposed),
         blocks,
-        # neighbours share rows, which stay in the cache
+        # Neighbours share rows, which stay in the cache.
         (pl.cdiv(columns, blocks.columns), len(tiles[0])),
         (*tiles, rows_MK, kernels_EKN),
         (num_rows, columns),

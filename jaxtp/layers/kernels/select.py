@@ -115,7 +115,7 @@ class Use:
     length: int | None = None  # tokens in a sequence
     packed: bool | None = None  # a sequence holds several documents that do not see each other
     part: bool | None = None  # a device holds a part of the queries of a sequence
-    # cpu, rocm, tpu, or cuda with a compute capability, as in `cuda 9.0`
+    # The platform: cpu, rocm, tpu, or cuda with a compute capability, as in `cuda 9.0`
     platform: str | None = None
 
     @property
@@ -159,7 +159,7 @@ class Kernel:
     product. Arguments: the chunks of positions of a device's queries, and a window."""
 
     stores_scores: bool = False  # all of them, `[T, T]`, in memory
-    # writes scores to memory between products, all at once or block by block
+    # Whether it writes scores to memory between products, all at once or block by block
     streams_scores: bool = False
     can_save_result: bool = True
     """Remat policies can save its output and log-sum-exp, so that the backward pass does not run it
@@ -267,7 +267,7 @@ def _heads_of_cudnn(use: Use) -> tuple[int, int]:
 
 
 def _fused(*arrays: Any, **settings: Any) -> Array:
-    # Pallas takes a while to import
+    # Pallas takes a while to import.
     from jaxtp.layers.kernels.fused_attention import fused_attention
 
     return fused_attention(*arrays, **settings)
@@ -389,7 +389,7 @@ KERNELS: dict[KernelName, Kernel] = {
 }
 """By name, in the order in which `auto` prefers them; cudnn comes last except on Hopper."""
 
-# the fastest of `candidates`, and the measurement
+# The fastest of `candidates`, and the measurement
 _MEASURED: dict[Use, tuple[KernelName, str]] = {}
 
 
@@ -460,7 +460,7 @@ def pick_scan(key_dim: int, platform: str | None) -> tuple[Scan | None, str]:
         return None, f"pallas runs only on cuda, not on {use.family}"
     if use.capability and use.capability[0] < _AMPERE:
         return None, f"pallas runs only from compute capability {_AMPERE}.0 on, not on {platform}"
-    # Pallas takes a while to import
+    # Pallas takes a while to import.
     from jaxtp.layers.kernels.delta_kernels import MOST_KEY_DIM, chunk_states
 
     if key_dim > MOST_KEY_DIM:

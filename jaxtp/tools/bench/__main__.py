@@ -495,7 +495,7 @@ def medians(
             started = clock()
             for _ in range(calls - 1):
                 program()
-            # a device runs its programs in order, so the last ends last
+            # A device runs its programs in order, so the last ends last.
             jax.block_until_ready(program())
             times[name].append((clock() - started) / calls)
     return {name: statistics.median(seconds) for name, seconds in times.items()}

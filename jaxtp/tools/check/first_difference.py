@@ -184,7 +184,7 @@ def _trace(
             )
         )
         gradients, outputs = backward(zeros, state, batch)
-        # order of execution; JAX transformations sort the keys of a dict
+        # The order of execution; JAX transformations sort the keys of a dict.
         order = list(recorder.outputs)
 
         def in_order(arrays: Outputs) -> Outputs:

@@ -79,7 +79,7 @@ def plan(config: TrainConfig, meshes: Sequence[str] = ()) -> tuple[TrainConfig, 
     """Returns the shrunk configuration and its cases, on the requested or default meshes."""
     sizes = config.mesh.sizes
     check_sizes(sizes)
-    # -1 may be 1
+    # A size of -1 may be 1.
     smallest = {axis: 1 if meshes or size == -1 else size for axis, size in sizes.items()}
     check(config, smallest, lambda: None)
     resolved = {axis: 2 if size == -1 else size for axis, size in sizes.items()}
@@ -165,7 +165,7 @@ def default_cases(config: TrainConfig, mesh: Mapping[str, int]) -> list[Case]:
     cases = [case for sizes in meshes for case in cases_of(config, sizes, method)[:1]]
     cases[1:1] = cases_of(config, scaled, method)[1:] or cases_of(config, mesh_shape(tp=tp))[1:]
     over_cp = cases_of(config, mesh_shape(cp=2, tp=least), method)
-    # each method
+    # The meshes of each method
     cases += [case for case in over_cp if case.sequence_parallel == over_cp[0].sequence_parallel]
     return list({str(case): case for case in cases if 1 < case.devices <= MAX_DEVICES}.values())
 
@@ -273,7 +273,7 @@ def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:
         after = vars(getattr(small, section))
         changes = {name: (old, after[name]) for name, old in before.items() if old != after[name]}
         for name, (old, new) in changes.items():
-            # of precision only `matmul_layers`, which are the same layers
+            # Changes of precision concern only `matmul_layers`, which are the same layers.
             if name in ("steps", "precision"):
                 continue
             listed = name in ("first_blocks", "pattern")  # their sizes change like the model's

@@ -189,7 +189,7 @@ def _load(argv: Sequence[str]) -> tuple[EstimateConfig, list[str], float | None]
         epochs = options.train.epochs
         return _fit(options, explicit)
 
-    # then all settings of the run matter
+    # With --write all settings of the run matter.
     writes = any(word.partition("=")[0] == "--write" for word in argv)
     options, notes = (replace(COMMAND, ignored=()) if writes else COMMAND).load(argv, fitted)
     return options, notes, epochs

@@ -61,7 +61,7 @@ from jaxtp.train.step import compiler_options, make_train_step, trace_step
 from jaxtp.train.task import Task
 from jaxtp.train.validation import check, chosen_kernels, kernel_problems
 
-# virtual devices of a process: each has threads, and XLA's CPU client refuses 4,096
+# Virtual devices of a process: each has threads, and XLA's CPU client refuses 4,096
 MAX_DEVICES = 1024
 QUICK = {"xla_backend_optimization_level": 0}  # the program after partitioning is all that is read
 COMPILER = (sys.executable, "-m", "jaxtp.tools.estimate.compiler")
@@ -84,7 +84,7 @@ GPU_COMPILERS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _CUDNN = {"jax-cuda13-plugin": "nvidia-cudnn-cu13", "jax-cuda12-plugin": "nvidia-cudnn-cu12"}
 _TORUS_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3}
 SECONDS = ("seconds_of_products", "seconds_of_others", "seconds_of_copies", "seconds_of_links")
-# passes over float32 logits that a loss needs: read forward and backward, and a gradient in 16 bits
+# Passes over float32 logits that a loss needs: read forward and backward, and a gradient in 16 bits
 LOGITS = 2.5
 ABSENT_GPU = {"xla_gpu_autotune_level": 0}  # no GPU to time kernels on
 
@@ -245,7 +245,7 @@ _GPUS = {
 def target_config(hardware: Hardware, gpu: GpuSpec) -> str:
     """Returns the `GpuTargetConfigProto` as text."""
     major, minor = hardware.capability.split(".")
-    # sm_90a, sm_100a: their matrix instructions
+    # Architectures such as sm_90a and sm_100a have their own matrix instructions.
     feature = "ACCELERATED_FEATURES" if int(major) >= 9 else "NONE"
     # The first CUDA and cuDNN with products in float8 and MXFP8, without which XLA multiplies in 16
     # bits.
@@ -365,13 +365,13 @@ class Compiled:
     temp_bytes: int  # the block that holds everything else
     peak_bytes: int  # bytes to allocate: arguments, temporaries, results that replace no argument
     parts: Mapping[str, Part]  # the kernels, by part of the step; empty where they cannot be read
-    # by kind, axes and group, with the compute that overlaps them
+    # Collectives by kind, axes and group, with the compute that overlaps them
     collectives: tuple[Scheduled, ...]
     seconds: float  # to compile
     flops: float | None  # FLOPs of the program's products; None if a kernel does not tell its own
     in_float8: int  # products that `precision.matmul` takes and the compiler made in 8 bits
     not_in_float8: Mapping[str, int]  # the others that it takes, by layer and dtypes
-    # differences from the program on real devices, and the compiler's warnings
+    # Differences from the program on real devices, and the compiler's warnings
     notes: tuple[str, ...]
 
     def fits(self, setting: Setting) -> bool:
@@ -470,7 +470,7 @@ def roofline(
     trained = 0 if once.model.lora.rank else setting.memory.parameters
     gradients = trained * min(1.0, itemsize(once.model.precision.reduce) / costs.param_itemsize)
     least = [
-        # gradients: also for their norm
+        # Gradients are also read for their norm.
         ("optimizer", 0.0, 2 * (setting.memory.optimizer + trained + gradients)),
         ("embedding, loss", 0.0, costs.logits * LOGITS / LOGIT_PASSES),
         *((part_of(one.module), 0.0, one.bytes) for one in costs.elementwise),
@@ -707,7 +707,7 @@ def _numbers(
     return {
         "argument_bytes": arguments,
         "temp_bytes": temporaries,
-        # GPUs: temporaries are one block
+        # On GPUs, temporaries are one block.
         "peak_bytes": stats.peak_memory_in_bytes if platform == "tpu" else block,
         "parts": kernels,
         "collectives": [one.record() for one in read_schedule(text, sizes)],

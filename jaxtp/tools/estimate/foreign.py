@@ -132,7 +132,7 @@ def _of_model(command: EstimateModel) -> int:
         if command.optimizer is None
         else load_object(command.optimizer, "--optimizer"),
     )
-    # JAX sorts the names
+    # JAX sorts the names.
     inputs = {f"{index:03}": each for index, each in enumerate(command.shapes())}
     settings = {"model.build": command.model, "data.global_batch_size": inputs["000"].shape[0]}
     return rank(command, replace_nested(TrainConfig(), settings), task, inputs)
@@ -274,7 +274,7 @@ def estimate(
     if problem := next(batch_problems(config, sizes), None):
         raise ConfigError(problem.text)
     with user_code("the model or its loss", UserError):
-        # a trace needs no devices
+        # A trace needs no devices.
         blueprint, lines = plan(config, cast(Mesh, abstract_mesh(sizes)), task, batch)
         memory, work = trace_step(config, blueprint, task.loss, batch)
     hardware = where.hardware

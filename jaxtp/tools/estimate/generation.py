@@ -81,7 +81,7 @@ def generations(
             f"--generate {rows}: no mesh of {where.devices} devices holds the model and divides "
             f"{rows} rows by dp*fsdp"
         )
-    # as `jaxtp generate` does
+    # The dtype is as in `jaxtp generate`.
     config = replace(config, precision=replace(config.precision, matmul="compute"))
     hardware = where.hardware
     arrays = [array for array in model.arrays if array.name.startswith(MODEL)]

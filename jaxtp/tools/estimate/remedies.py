@@ -60,7 +60,7 @@ class Alternative:
 MORE_MEMORY = f"XLA_PYTHON_CLIENT_MEM_FRACTION={CLUSTER_SHARE} (--memory-fraction {CLUSTER_SHARE})"
 Change = dict[str, object]  # Settings, by their dotted names
 FREE: dict[str, Change] = {
-    # first: kernels may need 16 bits
+    # This change is first: kernels may need 16 bits.
     "--model.precision.compute bfloat16": {"model.precision.compute": "bfloat16"},
     "--model.attention auto": {"model.attention": "auto"},
     "--model.grouped auto": {"model.grouped": "auto"},

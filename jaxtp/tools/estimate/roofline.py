@@ -91,7 +91,7 @@ def step_time(
     speed = hardware.memory_speed
     communication = communication_seconds(hardware, sizes, costs.traffic)
     communication = {axes: work * seconds for axes, seconds in communication.items()}
-    # two read, one written, each micro-batch
+    # Two gradients are read and one is written, in each micro-batch.
     sums = 3 * memory.gradients * accumulation if accumulation > 1 else 0
     moved = 2 * memory.state + 2 * memory.gradients + sums  # the gradients once more for their norm
     return StepTime(

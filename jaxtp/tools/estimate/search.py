@@ -63,7 +63,7 @@ class Target:
     hardware: Hardware
     devices: int
     room: float  # bytes of each device
-    # share of the memory that JAX's allocator takes; None on TPUs, where it takes all
+    # Share of the memory that JAX's allocator takes; None on TPUs, where it takes all
     share: float | None = None
     share_source: str = ""  # the setting, file or default that sets this share
 
@@ -230,7 +230,7 @@ class Setting:
 class Search:
     """Result of a search."""
 
-    # the best setting of each mesh, ranked; the first is the best of all
+    # The best setting of each mesh, ranked; the first is the best of all
     settings: tuple[Setting, ...]
     all: tuple[Setting, ...]
     refused: Mapping[str, str]  # why the other meshes cannot run the configuration, by mesh

@@ -160,7 +160,7 @@ def _documents_of_texts(
         for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
             tokens = np.concatenate([prefix, ids.astype(np.int32)])
             _check_ids(tokens, model, name)
-            # the first token is not predicted
+            # The first token is not predicted.
             uncounted = 0 if len(prefix) else tokenizer.num_bytes(ids[:1])
             yield Document(tokens, max(len(prefix), 1), max(len(text.encode()) - uncounted, 0))
 

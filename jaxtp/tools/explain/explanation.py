@@ -74,7 +74,7 @@ class SplitParameter:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    # axes that split each dim; trailing whole dims may be missing
+    # Axes that split each dim; trailing whole dims may be missing
     split: tuple[tuple[str, ...], ...]
 
     def bytes(self, sizes: Mapping[str, int]) -> int:
@@ -313,7 +313,7 @@ def _rows(model: nnx.Module) -> Iterator[ModuleRow]:
 
 
 def _sort_key(name: object) -> str:
-    # sorts 10 after 9, and numbers before names
+    # The key sorts 10 after 9, and numbers before names.
     return f"{name:09}" if isinstance(name, int) else str(name)
 
 
