@@ -2,7 +2,7 @@
 
 It answers how much the tests are worth:
 
-    python -m pytest --cov jaxtp --cov-context test --cov-report= \\
+    python -m pytest --cov jaxtp --cov-context test --cov-report= \
         -m "not journey and not slow and not cluster"
     python scripts/mutants.py --coverage .coverage --count 240 --out scripts/results/mutants.txt
 
