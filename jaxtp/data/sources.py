@@ -197,6 +197,6 @@ def _name_of(source: object) -> str:
         return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
     kind = source if isinstance(source, type) else type(source)
     library = kind.__module__.partition(".")[0]
-    # The user's module may be a file that a setting names.
+    # A module with a space in its name is a file that a setting names.
     is_users = library in ("builtins", "__main__") or " " in library
     return kind.__name__ if is_users else f"{library} {kind.__name__}"
