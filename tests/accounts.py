@@ -31,7 +31,9 @@ T = 16
 
 def step_of(config, mesh, accumulation, context="auto"):
     """Returns a training step, and the plan of its state."""
-    run = TrainConfig(model=config, train=LoopConfig(accumulation=accumulation), mesh=MeshConfig(context=context))
+    run = TrainConfig(
+        model=config, train=LoopConfig(accumulation=accumulation), mesh=MeshConfig(context=context)
+    )
     plan = plan_state(config, optimizers.build(run.optimizer, run.train.steps), mesh)
     return make_train_step(run, plan), plan
 
@@ -105,7 +107,9 @@ def equations(jaxpr):
     """Yields the equations of a jaxpr and of its inner jaxprs."""
     for equation in jaxpr.eqns:
         yield equation
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")
+        ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from equations(inner)
@@ -119,10 +123,14 @@ def kept(config, rows, length, tp=1):
             if hasattr(layer, "matmul"):
                 layer.matmul = config.precision.matmul  # as the decoder does
         graph, params, frozen = nnx.split(abstract, nnx.Param, ...)
-        block = jax.checkpoint(lambda x, *states: nnx.merge(graph, *states)(x), policy=remat.policy(config.remat))
+        block = jax.checkpoint(
+            lambda x, *states: nnx.merge(graph, *states)(x), policy=remat.policy(config.remat)
+        )
         x = jax.ShapeDtypeStruct((rows, length, config.d_model), config.precision.compute)
         backward = jax.eval_shape(
-            lambda x, params, frozen: jax.vjp(lambda x, params: block(x, params, frozen), x, params)[1],
+            lambda x, params, frozen: jax.vjp(
+                lambda x, params: block(x, params, frozen), x, params
+            )[1],
             *(x, params, frozen),
         )
     return jax.tree.leaves(backward)
@@ -130,20 +138,35 @@ def kept(config, rows, length, tp=1):
 
 def kept_activations(config, rows, length, tp=1):
     """Returns the bytes of a block's residuals on all devices, without weights."""
-    return sum(array.size * array.dtype.itemsize for array in kept(config, rows, length, tp) if array.ndim > 2)
+    return sum(
+        array.size * array.dtype.itemsize
+        for array in kept(config, rows, length, tp)
+        if array.ndim > 2
+    )
 
 
-REARRANGES = ("copy", "transpose", "convert", "concatenate", "all-gather", "all-to-all", "pad", "reshape", "slice")
+REARRANGES = (
+    "copy",
+    "transpose",
+    "convert",
+    "concatenate",
+    "all-gather",
+    "all-to-all",
+    "pad",
+    "reshape",
+    "slice",
+)
 LOOKS_UP = ("gather", "dynamic-slice", "scatter", "dynamic-update-slice")
 _SIZES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1}
 
 
 def bytes_of_a_turn(text, least):
-    """Returns what one iteration of a program's outermost loop does with arrays of at least `least` bytes: bytes that
-    its instructions read, and the instructions that rearrange one such array into another.
+    """Returns what one iteration of a program's outermost loop does with arrays of at least `least`
+    bytes: bytes that its instructions read, and the instructions that rearrange one such array into
+    another.
 
-    An instruction that gathers from an array, or updates it in place, does not count as reading the array; one that
-    adds does not rearrange.
+    An instruction that gathers from an array, or updates it in place, does not count as reading the
+    array; one that adds does not rearrange.
     """
     module, entry = parse_module(text)
     (loop,) = [instruction for instruction in module[entry] if instruction.opcode == "while"]
@@ -154,13 +177,23 @@ def bytes_of_a_turn(text, least):
     for instruction in body:
         if instruction.opcode in ("parameter", "tuple", "get-tuple-element", "bitcast", "constant"):
             continue
-        inside = [module[callee] for callee in instruction.callees if instruction.opcode in ("fusion", "call")]
+        inside = [
+            module[callee]
+            for callee in instruction.callees
+            if instruction.opcode in ("fusion", "call")
+        ]
         opcodes = {i.opcode for computation in inside for i in computation} or {instruction.opcode}
-        if not opcodes & {"dot", "add", *LOOKS_UP} and opcodes & {*REARRANGES} and _bytes(instruction.type) >= least:
+        if (
+            not opcodes & {"dot", "add", *LOOKS_UP}
+            and opcodes & {*REARRANGES}
+            and _bytes(instruction.type) >= least
+        ):
             rearranged.append(f"{instruction.opcode} {instruction.type} {sorted(opcodes)}")
         for index, (name, _) in enumerate(instruction.operands):
             size = _bytes(types[name].type)
-            if size >= least and not any(_only_looked_up(computation, index) for computation in inside):
+            if size >= least and not any(
+                _only_looked_up(computation, index) for computation in inside
+            ):
                 looked_up = instruction.opcode in LOOKS_UP and index == 0
                 read += 0 if looked_up else size
     return read, rearranged
@@ -169,12 +202,16 @@ def bytes_of_a_turn(text, least):
 def _bytes(type):
     """Returns the bytes of an array; 0 for a tuple."""
     found = re.match(r"(\w+)\[([\d,]*)\]", type)
-    return _SIZES[found[1]] * math.prod(int(dim) for dim in found[2].split(",") if dim) if found else 0
+    return (
+        _SIZES[found[1]] * math.prod(int(dim) for dim in found[2].split(",") if dim) if found else 0
+    )
 
 
 def _only_looked_up(computation, index):
     """Returns whether a fusion only gathers from an argument or updates it in place."""
-    (parameter,) = [i for i in computation if i.opcode == "parameter" and i.rest.startswith(f"{index})")]
+    (parameter,) = [
+        i for i in computation if i.opcode == "parameter" and i.rest.startswith(f"{index})")
+    ]
     names = {parameter.name}
     users = []
     for instruction in computation:

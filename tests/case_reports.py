@@ -6,7 +6,9 @@ import pytest
 
 TIERS = ("wide", "journey", "slow", "cluster")
 LIGHT_SECONDS = 2.0
-"""A case of the default suite that takes more CPU seconds than this is marked `heavy`, or made cheaper."""
+"""A case of the default suite that takes more CPU seconds than this is marked `heavy`, or made
+cheaper.
+"""
 STARTED = pytest.StashKey()
 seconds_of_cases = {}
 """CPU seconds by the id of a case; in the process that reports, not in its workers."""
@@ -57,11 +59,15 @@ def pytest_terminal_summary(terminalreporter):
     expensive = sorted(seconds_of_cases, key=seconds_of_cases.get, reverse=True)[:10]
     if len(seconds_of_cases) > len(expensive):
         total = sum(seconds_of_cases.values())
-        terminalreporter.section(f"{len(seconds_of_cases)} cases took {total:.0f} CPU seconds; the ten most expensive")
+        terminalreporter.section(
+            f"{len(seconds_of_cases)} cases took {total:.0f} CPU seconds; the ten most expensive"
+        )
         for name in expensive:
             terminalreporter.line(f"{seconds_of_cases[name]:8.1f}  {name}")
         if too_heavy:
-            terminalreporter.line(f"{len(too_heavy)} cases over {LIGHT_SECONDS} s are not marked `heavy`:")
+            terminalreporter.line(
+                f"{len(too_heavy)} cases over {LIGHT_SECONDS} s are not marked `heavy`:"
+            )
             for name in sorted(too_heavy, key=seconds_of_cases.get, reverse=True):
                 terminalreporter.line(f"{seconds_of_cases[name]:8.1f}  {name}")
     if commands_of_failures:

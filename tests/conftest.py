@@ -1,4 +1,6 @@
-"""Sets up the suite: sixteen virtual CPU devices, tiers, time limits, and fixtures that many tests share."""
+"""Sets up the suite: sixteen virtual CPU devices, tiers, time limits, and fixtures that many
+tests share.
+"""
 
 import gc
 import itertools
@@ -22,8 +24,9 @@ IN_OTHER_PROCESSES = {"journey", "slow", "cluster"}
 MAX_HEAVY_CASES = 20
 MAX_BYTES_OF_PROGRAMS = 6 * 2**30
 
-# When the futures of a failed read are collected, asyncio formats their tracebacks, which parses code. CPython 3.11
-# crashes if this happens inside of another parse (github.com/python/cpython/issues/106905), such as tyro's.
+# When the futures of a failed read are collected, asyncio formats their tracebacks, which parses
+# code. CPython 3.11 crashes if this happens inside of another parse
+# (github.com/python/cpython/issues/106905), such as tyro's.
 logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 jax.config.update("jax_num_cpu_devices", 16)
@@ -34,7 +37,13 @@ hypothesis.settings.load_profile("suite")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--sample", type=int, default=1, metavar="N", help="run one case in N, the same ones each time")
+    parser.addoption(
+        "--sample",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run one case in N, the same ones each time",
+    )
     parser.addoption(
         "--as-users",
         action="store_true",
@@ -47,8 +56,8 @@ def pytest_configure(config):
     if config.option.as_users:
         return
     compile_fast()
-    # Journeys compare this process with runs in other processes, which use Threefry. An empty expression asks for all
-    # tiers.
+    # Journeys compare this process with runs in other processes, which use Threefry. An empty
+    # expression asks for all tiers.
     expression = config.option.markexpr
     if expression and not IN_OTHER_PROCESSES & tiers_asked_for(expression):
         use_cheap_random_bits()
@@ -72,7 +81,9 @@ def pytest_collection_modifyitems(config, items):
         if tier_of(names) in IN_OTHER_PROCESSES and "timeout" not in names:
             item.add_marker(pytest.mark.timeout(900))
     if heavy > MAX_HEAVY_CASES:
-        raise pytest.UsageError(f"{heavy} cases of the default suite are heavy: at most {MAX_HEAVY_CASES} may be")
+        raise pytest.UsageError(
+            f"{heavy} cases of the default suite are heavy: at most {MAX_HEAVY_CASES} may be"
+        )
     if config.option.sample > 1:
         drawn = [zlib.crc32(item.nodeid.encode()) % config.option.sample == 0 for item in items]
         left_out = [item for item, is_drawn in zip(items, drawn, strict=True) if not is_drawn]

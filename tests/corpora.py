@@ -1,7 +1,7 @@
 """Small datasets: inputs in every format, `jaxtp prepare` in this process, and its output decoded.
 
-A command line is written as in a shell; its files are those of the present folder, and its dataset is in `d` unless it
-names another one by `--out`.
+A command line is written as in a shell; its files are those of the present folder, and its dataset
+is in `d` unless it names another one by `--out`.
 """
 
 import contextlib
@@ -20,13 +20,32 @@ from jaxtp.data.prepare.__main__ import main
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import load_tokenizer
 
-WORDS = ["the", "of", "naïve", "語", "🙂", "def", "x1", "'", "3.14", "<|endoftext|>", "é", "", "", "\n", "\t", "\r\n"]
+WORDS = [
+    "the",
+    "of",
+    "naïve",
+    "語",
+    "🙂",
+    "def",
+    "x1",
+    "'",
+    "3.14",
+    "<|endoftext|>",
+    "é",
+    "",
+    "",
+    "\n",
+    "\t",
+    "\r\n",
+]
 
 
 def texts(count, seed=0, longest=60):
     """Returns documents of mixed scripts, some of them repeated."""
     numbers = random.Random(seed)
-    made = [" ".join(numbers.choices(WORDS, k=numbers.randint(1, longest))) or "x" for _ in range(count)]
+    made = [
+        " ".join(numbers.choices(WORDS, k=numbers.randint(1, longest))) or "x" for _ in range(count)
+    ]
     return [made[numbers.randrange(i + 1)] if i % 5 == 4 else text for i, text in enumerate(made)]
 
 
@@ -37,7 +56,9 @@ def with_text(rows):
 
 def jsonl(path, rows):
     """Writes rows as JSONL, compressed by suffix."""
-    lines = [json.dumps(row, ensure_ascii=i % 2 == 0) + "\n" for i, row in enumerate(with_text(rows))]
+    lines = [
+        json.dumps(row, ensure_ascii=i % 2 == 0) + "\n" for i, row in enumerate(with_text(rows))
+    ]
     path.write_bytes(packed(path.suffix, "".join(lines).encode()))
     return path
 
@@ -51,12 +72,16 @@ def parquet(path, rows, **settings):
     import pyarrow
     from pyarrow import parquet
 
-    parquet.write_table(pyarrow.Table.from_pylist(with_text(rows)), path, row_group_size=10, **settings)
+    parquet.write_table(
+        pyarrow.Table.from_pylist(with_text(rows)), path, row_group_size=10, **settings
+    )
     return path
 
 
 def write(name, content):
-    """Writes bytes as they are; a text and the rows of a list are written in the format of the suffix."""
+    """Writes bytes as they are; a text and the rows of a list are written in the format of the
+    suffix.
+    """
     path = Path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, bytes):
@@ -86,7 +111,10 @@ def run(line):
     words = shlex.split(line)
     if "--out" not in words and "--verify" not in words:
         words += ["--out", "d"]
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+    ):
         code = main(words)
     assert "Traceback" not in out.getvalue() + errors.getvalue()
     return code, out.getvalue(), errors.getvalue()
@@ -107,7 +135,9 @@ def dataset(line):
 
 
 def documents(line):
-    """Runs a command line that holds nothing out and starts over, and returns the documents, as text."""
+    """Runs a command line that holds nothing out and starts over, and returns the documents, as
+    text.
+    """
     return [content.decode() for content in decoded(dataset(f"{line} --held-out 0 --overwrite"))]
 
 
@@ -123,7 +153,8 @@ CHAT_TOKENIZER = Tokenizer.from_str(begins_texts().decode())
 BEGIN, END, TURN, STOP = map(CHAT_TOKENIZER.token_to_id, CHAT_TOKENS)
 CHAT_NAMES = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content | trim }}<|stop|>\n{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content | trim "
+    "}}<|stop|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
 
@@ -131,13 +162,17 @@ CHAT_TEMPLATE = (
 def write_chat_tokenizer(folder="t"):
     """Writes a tokenizer that begins texts, with its chat template."""
     write(f"{folder}/tokenizer.json", begins_texts())
-    write(f"{folder}/tokenizer_config.json", json.dumps(CHAT_NAMES | {"chat_template": CHAT_TEMPLATE}))
+    write(
+        f"{folder}/tokenizer_config.json", json.dumps(CHAT_NAMES | {"chat_template": CHAT_TEMPLATE})
+    )
 
 
 def conversation(*contents):
     """Returns a row in which user and assistant take turns."""
     roles = ["user", "assistant"] * len(contents)
-    messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+    messages = [
+        {"role": role, "content": text} for role, text in zip(roles, contents, strict=False)
+    ]
     return {"messages": messages}
 
 

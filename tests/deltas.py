@@ -1,4 +1,6 @@
-"""Reference of Gated DeltaNet without the package's code: token by token. It equals transformers' in float64."""
+"""Reference of Gated DeltaNet without the package's code: token by token. It equals
+transformers' in float64.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,9 @@ from latents import effective
 
 
 def gated_delta(x, segments, w, config, eps, scale=0):
-    """Returns the layer's output; `w` are its weights by name, `scale` is the factor of adapters."""
+    """Returns the layer's output; `w` are its weights by name, `scale` is the factor of
+    adapters.
+    """
     group = config.delta_value_heads // config.delta_key_heads
 
     def projected(i):
@@ -20,11 +24,16 @@ def gated_delta(x, segments, w, config, eps, scale=0):
     gate, write, decay = (projected(i) for i in (3, 4, 5))
     q, k = (each.reshape(*each.shape[:2], -1, config.delta_key_dim) for each in (q, k))
     q, k = (each / jnp.sqrt((each**2).sum(-1, keepdims=True) + 1e-6) for each in (q, k))
-    q, k = (jnp.stack([each] * group, axis=3).reshape(*each.shape[:2], -1, each.shape[3]) for each in (q, k))
+    q, k = (
+        jnp.stack([each] * group, axis=3).reshape(*each.shape[:2], -1, each.shape[3])
+        for each in (q, k)
+    )
     values = (*v.shape[:2], -1, config.delta_value_dim)
     kept = jnp.exp(-jnp.exp(w["decay_log"]) * jnp.log1p(jnp.exp(decay + w["dt_bias"])))
     begins = np.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    y, _ = read(q / config.delta_key_dim**0.5, k, v.reshape(values), kept, 1 / (1 + jnp.exp(-write)), begins)
+    y, _ = read(
+        q / config.delta_key_dim**0.5, k, v.reshape(values), kept, 1 / (1 + jnp.exp(-write)), begins
+    )
     y = reference.rms_norm(y, w["norm_scale"], eps) * silu(gate.reshape(values))
     return y.reshape(gate.shape) @ effective(w, "out", scale)
 
@@ -52,7 +61,8 @@ def convolved(x, segments, taps):
 def read(q, k, v, kept, strength, begins, state=None):
     """Returns what each token reads, and the last state.
 
-    q and k `[B, T, H, K]`, v `[B, T, H, V]`, kept and strength `[B, T, H]`, begins `[B, T]`, state `[B, H, K, V]`.
+    q and k `[B, T, H, K]`, v `[B, T, H, V]`, kept and strength `[B, T, H]`, begins `[B, T]`, state
+    `[B, H, K, V]`.
     """
 
     def step(state, token):
@@ -64,6 +74,8 @@ def read(q, k, v, kept, strength, begins, state=None):
 
     if state is None:
         state = jnp.zeros((q.shape[0], *q.shape[2:], v.shape[3]), q.dtype)
-    tokens = tuple(jnp.swapaxes(jnp.asarray(each), 0, 1) for each in (q, k, v, kept, strength, begins))
+    tokens = tuple(
+        jnp.swapaxes(jnp.asarray(each), 0, 1) for each in (q, k, v, kept, strength, begins)
+    )
     final, y = jax.lax.scan(step, state, tokens)
     return jnp.swapaxes(y, 0, 1), final

@@ -1,4 +1,6 @@
-"""Sets environment variables and signals, for this process and those that tests start. Import it before JAX."""
+"""Sets environment variables and signals, for this process and those that tests start. Import it
+before JAX.
+"""
 
 import os
 import signal
@@ -9,7 +11,9 @@ from pathlib import Path
 
 USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 PROGRAMS = USER_CACHE / "jaxtp-tests" / f"jax-{version('jax')}"
-"""Compiled programs outlive a run and a clone. JAX names each one by its contents, its flags and the versions."""
+"""Compiled programs outlive a run and a clone. JAX names each one by its contents, its flags and
+the versions.
+"""
 USERS_XLA_FLAGS = os.environ.get("XLA_FLAGS", "")
 
 # A process that reads a program while another one writes it warns, and compiles the program itself.
@@ -21,15 +25,15 @@ os.environ |= {
 }
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(PROGRAMS))
 
-# The commands that tests run write into a home folder of their own. Python still finds packages, and git settings, in
-# the user's home folder.
+# The commands that tests run write into a home folder of their own. Python still finds packages,
+# and git settings, in the user's home folder.
 os.environ.setdefault("PYTHONUSERBASE", site.getuserbase())
 os.environ.setdefault("GIT_CONFIG_GLOBAL", str(Path.home() / ".gitconfig"))
 _HOME = tempfile.TemporaryDirectory(prefix="jaxtp-home-")
 os.environ["HOME"] = _HOME.name
 
-# A shell that starts the suite in the background, or under nohup, ignores these signals, and all processes that the
-# tests start would inherit that.
+# A shell that starts the suite in the background, or under nohup, ignores these signals, and all
+# processes that the tests start would inherit that.
 DEFAULT_ACTIONS = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGHUP: signal.SIG_DFL,

@@ -1,4 +1,6 @@
-"""Makes programs compile fast, and draw random numbers cheaply. `--as-users` leaves both as users have them."""
+"""Makes programs compile fast, and draw random numbers cheaply. `--as-users` leaves both as
+users have them.
+"""
 
 import itertools
 import os
@@ -14,10 +16,14 @@ from jax.interpreters import mlir
 def compile_fast():
     """Turns XLA's optimizations off. The partitioning and the mathematics stay the same.
 
-    Tests spend most of their time compiling, and this takes less than half of the time. The emitters that jaxlib 0.10
-    still has beside its new ones take half of that again.
+    Tests spend most of their time compiling, and this takes less than half of the time. The
+    emitters that jaxlib 0.10 still has beside its new ones take half of that again.
     """
-    flags = [USERS_XLA_FLAGS, "--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+    flags = [
+        USERS_XLA_FLAGS,
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ]
     if version("jaxlib").startswith("0.10."):
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join(flags)
@@ -28,9 +34,12 @@ def compile_fast():
 def one_context_for_many(make_context, lowerings=100):
     """Returns a function that makes one MLIR context for many programs.
 
-    JAX 0.10 makes one for each program, which takes five of the six milliseconds of lowering a small program.
+    JAX 0.10 makes one for each program, which takes five of the six milliseconds of lowering a
+    small program.
     """
-    contexts = itertools.chain.from_iterable(itertools.repeat(make_context(), lowerings) for _ in itertools.count())
+    contexts = itertools.chain.from_iterable(
+        itertools.repeat(make_context(), lowerings) for _ in itertools.count()
+    )
     return lambda: next(contexts)
 
 
@@ -41,7 +50,9 @@ def use_cheap_random_bits():
 
 
 def random_bits(key_1, key_2, count_1, count_2):
-    """Returns two words that depend on key and counter, as Threefry does, without its twenty rounds."""
+    """Returns two words that depend on key and counter, as Threefry does, without its twenty
+    rounds.
+    """
     key = key_1 * np.uint32(0x9E3779B1) + key_2 * np.uint32(0x85EBCA77)
     word = key + count_1 * np.uint32(0xC2B2AE3D) + count_2
     words = []

@@ -1,4 +1,6 @@
-"""Small models in plain Flax, written for one device, without jaxtp, and the usual plan for one of them."""
+"""Small models in plain Flax, written for one device, without jaxtp, and the usual plan for one
+of them.
+"""
 
 from functools import partial
 
@@ -9,7 +11,13 @@ from flax import nnx
 
 from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, SequenceParallel, Shard
 
-V, T, D, F, N, K, H = 32, 8, 16, 32, 8, 8, 4
+V = 32
+T = 8
+D = 16
+F = 32
+N = 8
+K = 8
+H = 4
 
 
 def rope(x, theta=10_000.0):
@@ -17,7 +25,8 @@ def rope(x, theta=10_000.0):
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None] * theta ** (-jnp.arange(half) / half)
     cos, sin = (f(angles)[None, :, None, :] for f in (jnp.cos, jnp.sin))
-    one, two = x[..., :half], x[..., half:]
+    one = x[..., :half]
+    two = x[..., half:]
     return jnp.concatenate([one * cos - two * sin, two * cos + one * sin], axis=-1)
 
 
@@ -79,25 +88,35 @@ class Llama(nnx.Module):
 LLAMA_PLAN = {
     "tok_embeddings": Rowwise(input_layouts=Replicate(), output_layouts=Shard(1)),
     "layers.*.attention_norm": SequenceParallel(),
-    "layers.*.attention": PrepareInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "layers.*.attention": PrepareInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+    ),
     "layers.*.attention.w{q,k,v}": Colwise(),
     "layers.*.attention.wo": Rowwise(output_layouts=Shard(1)),
     "layers.*.ffn_norm": SequenceParallel(),
-    "layers.*.feed_forward": PrepareInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "layers.*.feed_forward": PrepareInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+    ),
     "layers.*.feed_forward.w{1,3}": Colwise(),
     "layers.*.feed_forward.w2": Rowwise(output_layouts=Shard(1)),
     "norm": SequenceParallel(),
     "output": Colwise(input_layouts=Shard(1), output_layouts=Replicate()),
 }
-"""The plan of that tutorial: `parallelize_module` of the model, then of each block, with paths from the model."""
+"""The plan of that tutorial: `parallelize_module` of the model, then of each block, with paths
+from the model.
+"""
 
 
 class Perceptron(nnx.Module):
     """Layers in a named list, a dict and an nnx.Sequential."""
 
     def __init__(self, rngs):
-        self.norms = nnx.Dict({"first": nnx.LayerNorm(D, rngs=rngs), "last": nnx.LayerNorm(D, rngs=rngs)})
-        self.body = nnx.Sequential(nnx.Linear(D, F, rngs=rngs), nnx.gelu, nnx.Linear(F, D, rngs=rngs))
+        self.norms = nnx.Dict(
+            {"first": nnx.LayerNorm(D, rngs=rngs), "last": nnx.LayerNorm(D, rngs=rngs)}
+        )
+        self.body = nnx.Sequential(
+            nnx.Linear(D, F, rngs=rngs), nnx.gelu, nnx.Linear(F, D, rngs=rngs)
+        )
         self.more = nnx.List([nnx.Linear(D, F, rngs=rngs), nnx.Linear(F, D, rngs=rngs)])
 
     def __call__(self, x):
@@ -228,12 +247,16 @@ class Homemade(nnx.Module):
             self.scale = nnx.Param(jnp.ones(D))
 
         def __call__(self, x):
-            return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * self.scale[...]
+            return (
+                x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * self.scale[...]
+            )
 
     def __init__(self, rngs):
         self.positions = nnx.Param(jax.random.normal(rngs.params(), (T, D)) / 4)
         self.norm = Homemade.Norm()
-        self.kernels = nnx.List([nnx.Param(jax.random.normal(rngs.params(), (D, D)) / 4) for _ in range(2)])
+        self.kernels = nnx.List(
+            [nnx.Param(jax.random.normal(rngs.params(), (D, D)) / 4) for _ in range(2)]
+        )
         self.bias = nnx.Param(jnp.zeros(5))
         self.out = nnx.Linear(D, 5, rngs=rngs)
 

@@ -8,7 +8,9 @@ from jaxtp.train.state import named_arrays
 
 
 def flipped(array, position, bit=0):
-    """Returns the array with one bit flipped on the device at a mesh position; works in several processes."""
+    """Returns the array with one bit flipped on the device at a mesh position; works in several
+    processes.
+    """
     wrong = array.sharding.mesh.devices.flat[position]
     parts = []
     for shard in array.addressable_shards:

@@ -37,13 +37,21 @@ def write_tensors(file, arrays):
 def read_tensors(file):
     """Returns the arrays of a safetensors file, or of the model of a folder, by name."""
     tensors = open_folder(file).tensors if file.is_dir() else read_header(file)
-    return {name: tensor.data().view(NUMPY[tensor.dtype]).reshape(tensor.shape) for name, tensor in tensors.items()}
+    return {
+        name: tensor.data().view(NUMPY[tensor.dtype]).reshape(tensor.shape)
+        for name, tensor in tensors.items()
+    }
 
 
 def stored_tensors(folder):
-    """Returns dtype, shape and bytes of each tensor of a folder, also of those of other dtypes than weights have."""
+    """Returns dtype, shape and bytes of each tensor of a folder, also of those of other dtypes
+    than weights have.
+    """
     tensors = open_folder(folder).tensors
-    return {name: (tensor.dtype, tensor.shape, tensor.data().tobytes()) for name, tensor in tensors.items()}
+    return {
+        name: (tensor.dtype, tensor.shape, tensor.data().tobytes())
+        for name, tensor in tensors.items()
+    }
 
 
 def reference_tensors(name):
@@ -64,9 +72,16 @@ def write_model(folder, attributes, arrays):
 
 
 def changed_tensors(arrays, change):
-    """Returns arrays without those whose names have the part `drop`, and with ones of the shapes in `add` by name."""
-    kept = {name: array for name, array in arrays.items() if change.get("drop", "no part") not in name}
-    added = {name: np.ones(shape, change.get("dtype", "float32")) for name, shape in change.get("add", {}).items()}
+    """Returns arrays without those whose names have the part `drop`, and with ones of the shapes
+    in `add` by name.
+    """
+    kept = {
+        name: array for name, array in arrays.items() if change.get("drop", "no part") not in name
+    }
+    added = {
+        name: np.ones(shape, change.get("dtype", "float32"))
+        for name, shape in change.get("add", {}).items()
+    }
     return kept | added
 
 
@@ -76,8 +91,9 @@ def rewritten(name, change):
 
 
 def planted(name, kind):
-    """Returns a change of a folder: what `structures.plant` puts in the place of a file. The other file of a link has
-    a secret."""
+    """Returns a change of a folder: what `structures.plant` puts in the place of a file. The other
+    file of a link has a secret.
+    """
 
     def change(folder):
         (folder.parent / "victim").write_text("secret")
@@ -130,8 +146,9 @@ def move_adapters(model, scale=0.1):
 
 
 def refusal_problem(action, words):
-    """Returns what is wrong with how an action is refused, or None: it should name all `words`, clearly, and tell no
-    `secret` of the files that tests write outside of a folder."""
+    """Returns what is wrong with how an action is refused, or None: it should name all `words`,
+    clearly, and tell no `secret` of the files that tests write outside of a folder.
+    """
     try:
         action()
     except jaxtp.HFError as error:
@@ -161,8 +178,9 @@ def random_model(config):
 
 
 def float8(array, block, random):
-    """Returns codes, random scales, and their product, of the matrices of an array; `block` is the shape of what has a
-    scale of its own, or None if all have one."""
+    """Returns codes, random scales, and their product, of the matrices of an array; `block` is the
+    shape of what has a scale of its own, or None if all have one.
+    """
     *experts, height, width = array.shape
     if block is None:
         scale = np.asarray(random.uniform(0.001, 0.1), np.float32)

@@ -1,7 +1,9 @@
-"""Reference models in Hugging Face format, with their float64 results; see `tests/hf/references/README.md`.
+"""Reference models in Hugging Face format, with their float64 results; see
+`tests/hf/references/README.md`.
 
-Gradients are stored as sketches: fixed random signed sums of their elements in buckets, `SIZE` of them or 64. The
-difference of two sketches has the L2 norm of the gradients' difference, to a few per cent.
+Gradients are stored as sketches: fixed random signed sums of their elements in buckets, `SIZE` of
+them or 64. The difference of two sketches has the L2 norm of the gradients' difference, to a few
+per cent.
 """
 
 import json
@@ -20,8 +22,13 @@ MADE += ["gpt2_scaled", "gpt2_unscaled", "phi3_long", *EXPERTS]
 """Models; those in `TRAINED` also have updates."""
 NEWER = sorted({path.parent.name for path in FOLDER.glob("*/config.json")} - {*COPIED, *MADE})
 """Models whose rotary frequencies are float64."""
-LOGITS, LOSS, GRAD_NORM, GRADIENT = 5e-5, 5e-6, 5e-6, 2e-5
-"""Tolerances: absolute for logits and loss, relative for the norm, relative L2 norm for each gradient."""
+LOGITS = 5e-5
+LOSS = 5e-6
+GRAD_NORM = 5e-6
+GRADIENT = 2e-5
+"""Tolerances: absolute for logits and loss, relative for the norm, relative L2 norm for each
+gradient.
+"""
 
 
 def sketch(name, array, size=SIZE):
@@ -38,17 +45,22 @@ def pack(arrays, prefix, size=SIZE):
     return {
         f"{prefix}_names": np.array(list(arrays)),
         f"{prefix}_sketches": sketches.astype(np.float32),
-        f"{prefix}_norms": np.array([np.linalg.norm(np.float64(array)) for array in arrays.values()]),
+        f"{prefix}_norms": np.array(
+            [np.linalg.norm(np.float64(array)) for array in arrays.values()]
+        ),
     }
 
 
 def sketched_errors(arrays, stored, prefix):
-    """Returns the relative L2 error of each array by name; checks that the stored names are the same."""
+    """Returns the relative L2 error of each array by name; checks that the stored names are the
+    same.
+    """
     names = {key.removeprefix(f"{prefix}/") for key in stored if key.startswith(f"{prefix}/")}
     assert arrays.keys() == names
     sketches = {name: stored[f"{prefix}/{name}"] for name in names}
     return {
-        name: np.linalg.norm(sketch(name, arrays[name], len(known)) - known) / stored[f"{prefix}_norm/{name}"]
+        name: np.linalg.norm(sketch(name, arrays[name], len(known)) - known)
+        / stored[f"{prefix}_norm/{name}"]
         for name, known in sketches.items()
     }
 

@@ -1,10 +1,11 @@
-"""Repeats a `jaxtp prepare` command that it kills at random instants, until it ends; prints the number of kills.
+"""Repeats a `jaxtp prepare` command that it kills at random instants, until it ends; prints the
+number of kills.
 
     python tests/killer.py SEED BATCH OUT ARGUMENT...
 
-Each run is a fork of this process, so a kill does not hit its imports. Batches have BATCH documents, and each batch is
-saved. A kill comes a few milliseconds after some number of saves, so there is progress on slow machines too; sometimes
-it comes before the first save.
+Each run is a fork of this process, so a kill does not hit its imports. Batches have BATCH
+documents, and each batch is saved. A kill comes a few milliseconds after some number of saves, so
+there is progress on slow machines too; sometimes it comes before the first save.
 """
 
 import os
@@ -31,7 +32,9 @@ def saves(journal):
 
 
 def live(process, journal, count, seconds):
-    """Waits for `count` saves, then `seconds`; returns the exit code if the process ends before, else None."""
+    """Waits for `count` saves, then `seconds`; returns the exit code if the process ends before,
+    else None.
+    """
     last = saves(journal)
     until = None
     while until is None or time.monotonic() < until:
@@ -54,7 +57,11 @@ def killed_until_done(seed, out, arguments):
         process = os.fork()
         if process == 0:
             os._exit(main([*arguments, "--out", str(out)]))
-        instant = (0, numbers.uniform(0, 0.3)) if kills % 4 == 3 else (numbers.randint(1, 40), numbers.uniform(0, 0.01))
+        instant = (
+            (0, numbers.uniform(0, 0.3))
+            if kills % 4 == 3
+            else (numbers.randint(1, 40), numbers.uniform(0, 0.01))
+        )
         code = live(process, out / "journal.json", *instant)
         if code is not None:
             assert code == 0, code
@@ -66,4 +73,9 @@ def killed_until_done(seed, out, arguments):
 
 if __name__ == "__main__":
     batches.BATCH_DOCUMENTS = int(sys.argv[2])
-    print("killed", killed_until_done(int(sys.argv[1]), Path(sys.argv[3]), [*sys.argv[4:], "--save-seconds", "0"]))
+    print(
+        "killed",
+        killed_until_done(
+            int(sys.argv[1]), Path(sys.argv[3]), [*sys.argv[4:], "--save-seconds", "0"]
+        ),
+    )

@@ -9,7 +9,11 @@ import reference
 def effective(weights, module, scale):
     """Returns a kernel with its adapter."""
     kernel = weights.get(f"{module}.kernel", weights.get(f"{module}.kernels.0"))
-    return kernel + scale * weights[f"{module}.loras.0.a"] @ weights[f"{module}.loras.0.b"] if scale else kernel
+    return (
+        kernel + scale * weights[f"{module}.loras.0.a"] @ weights[f"{module}.loras.0.b"]
+        if scale
+        else kernel
+    )
 
 
 def attention(x, segments, w, config, scale):
@@ -18,8 +22,15 @@ def attention(x, segments, w, config, scale):
     nope = config.head_dim - config.rope_head_dim
     values = config.value_head_dim
     kernel = lambda name: effective(w, name, scale)
-    place = np.stack([np.concatenate([np.arange((row == s).sum()) for s in dict.fromkeys(row)]) for row in segments])
-    angle = place[..., None] * config.rope_theta ** (-np.arange(config.rope_head_dim // 2) * 2 / config.rope_head_dim)
+    place = np.stack(
+        [
+            np.concatenate([np.arange((row == s).sum()) for s in dict.fromkeys(row)])
+            for row in segments
+        ]
+    )
+    angle = place[..., None] * config.rope_theta ** (
+        -np.arange(config.rope_head_dim // 2) * 2 / config.rope_head_dim
+    )
 
     def rotate(x):
         half = x.shape[-1] // 2
@@ -27,12 +38,16 @@ def attention(x, segments, w, config, scale):
         return jnp.concatenate([turned.real, turned.imag], axis=-1)
 
     down = x @ kernel("latent_down")
-    kv = reference.rms_norm(down[..., : config.kv_rank], w["latent_norm.scale"], 1e-6) @ kernel("latent_up")
+    kv = reference.rms_norm(down[..., : config.kv_rank], w["latent_norm.scale"], 1e-6) @ kernel(
+        "latent_up"
+    )
     shared = rotate(down[..., config.kv_rank :])
     if config.query_rank:
         x = reference.rms_norm(x @ kernel("query_down"), w["query_norm.scale"], 1e-6)
     q = x @ kernel("query_up")
-    q *= (1 + config.query_temperature * np.log1p(place // config.rope_scaling.original_length))[..., None]
+    q *= (1 + config.query_temperature * np.log1p(place // config.rope_scaling.original_length))[
+        ..., None
+    ]
     distance = np.arange(length)[:, None] - np.arange(length)
     seen = (distance >= 0) & (distance < (config.sliding_window or length))
     seen = seen & (segments[:, :, None] == segments[:, None])
@@ -43,5 +58,7 @@ def attention(x, segments, w, config, scale):
         scores = query[..., :nope] @ of_head[..., :nope].swapaxes(1, 2)
         scores += rotate(query[..., nope:]) @ shared.swapaxes(1, 2)
         scores *= config.query_scale or config.head_dim**-0.5
-        outputs.append(jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1) @ of_head[..., nope:])
+        outputs.append(
+            jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1) @ of_head[..., nope:]
+        )
     return jnp.concatenate(outputs, axis=-1) @ kernel("out")

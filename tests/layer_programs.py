@@ -17,18 +17,22 @@ def called(layer, x, *others):
 class LayerProgram:
     """`call(layer, x, *others)` on a mesh or on none, with its gradients.
 
-    A call with x, the gradient of the output and the others returns the output as `y`, the gradient of x as `x`, and
-    the gradients of the trained params by their names.
+    A call with x, the gradient of the output and the others returns the output as `y`, the gradient
+    of x as `x`, and the gradients of the trained params by their names.
     """
 
     def __init__(self, build, weights, mesh=None, *, trained=nnx.Param, call=called):
         self.mesh = mesh and mesh_of(sizes_of(mesh))
-        graph, state = state_on_mesh(build, weights, self.mesh) if mesh else without_mesh(build, weights)
+        graph, state = (
+            state_on_mesh(build, weights, self.mesh) if mesh else without_mesh(build, weights)
+        )
         self.params, rest = nnx.split_state(state, trained, ...)
 
         @jax.jit
         def run(params, x, grad, *others):
-            y, backward = jax.vjp(lambda params, x: call(nnx.merge(graph, params, rest), x, *others), params, x)
+            y, backward = jax.vjp(
+                lambda params, x: call(nnx.merge(graph, params, rest), x, *others), params, x
+            )
             return y, *backward(grad)
 
         self.run = run

@@ -1,4 +1,5 @@
-"""Folders that a session makes once, for all of its workers: a dataset, a tokenizer, a run and its export.
+"""Folders that a session makes once, for all of its workers: a dataset, a tokenizer, a run and its
+export.
 
 Tests read them, and copy what they change.
 """
@@ -92,7 +93,9 @@ def bpe_tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory, byte_dataset):
-    """A run of four steps of a model of one layer on `byte_dataset`, with checkpoints of steps 2 and 4."""
+    """A run of four steps of a model of one layer on `byte_dataset`, with checkpoints of steps 2
+    and 4.
+    """
 
     def make(folder):
         places = {"--data.path": byte_dataset, "--run.dir": folder / "run"}

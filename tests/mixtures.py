@@ -1,4 +1,6 @@
-"""A plain float64 mixture of experts without the package's code, and the layer to compare with it."""
+"""A plain float64 mixture of experts without the package's code, and the layer to compare with
+it.
+"""
 
 from functools import cache
 
@@ -50,7 +52,9 @@ def scores_of(logits, config):
 
 
 def in_groups(scores, config):
-    """Returns NumPy scores `[N, E]`, -inf outside of each token's groups, and the scores of the groups `[N, G]`."""
+    """Returns NumPy scores `[N, E]`, -inf outside of each token's groups, and the scores of the
+    groups `[N, G]`.
+    """
     grouped = scores.reshape(len(scores), config.expert_groups, -1)
     highest = -np.sort(-grouped, axis=2)
     of_groups = highest[:, :, 0] if config.group_score == "max" else highest[:, :, :2].sum(axis=2)
@@ -59,7 +63,9 @@ def in_groups(scores, config):
 
 
 def is_near_tie(scores, k):
-    """Returns whether rounding may change which k are the highest, which no two equal scores are."""
+    """Returns whether rounding may change which k are the highest, which no two equal scores
+    are.
+    """
     ordered = -np.sort(-scores, axis=1)
     last, following = (ordered[:, [i]] for i in (k - 1, min(k, scores.shape[1] - 1)))
     gap = (last - following) / np.maximum(np.abs(last), 1e-30)
@@ -77,7 +83,9 @@ def activated(gate, up, config):
 
 
 def projected(x, weights, kernel, bias, lora):
-    """Returns a projection with its bias and its adapter, if it has them; of all experts, if the kernel has them."""
+    """Returns a projection with its bias and its adapter, if it has them; of all experts, if the
+    kernel has them.
+    """
     y = x @ weights[kernel]
     if f"{lora}.a" in weights:
         y += LORA.scale * (x @ weights[f"{lora}.a"] @ weights[f"{lora}.b"])
@@ -96,13 +104,24 @@ def mlp(x, weights, config, gate, up, down):
 def shared_experts(x, weights, config):
     names = ("shared.{}.kernels.{}", "shared.{}.biases.{}", "shared.{}.loras.{}")
     of = lambda layer, i: [name.format(layer, i) for name in names]
-    gate, up = (of("gate_up", 0), of("gate_up", 1)) if config.mlp == "gated" else (None, of("up", 0))
-    y = mlp(x, weights, config, gate, up, ("shared.down.kernel", "shared.down.bias", "shared.down.loras.0"))
+    gate, up = (
+        (of("gate_up", 0), of("gate_up", 1)) if config.mlp == "gated" else (None, of("up", 0))
+    )
+    y = mlp(
+        x,
+        weights,
+        config,
+        gate,
+        up,
+        ("shared.down.kernel", "shared.down.bias", "shared.down.loras.0"),
+    )
     return y / (1 + jnp.exp(-x @ weights["shared_gate"])) if config.shared_experts_gate else y
 
 
 def mixture(weights, x, counts, config, experts):
-    """Returns outputs for tokens `x [N, D]`, and per-token terms of the sums; `counts` is False for padding."""
+    """Returns outputs for tokens `x [N, D]`, and per-token terms of the sums; `counts` is False
+    for padding.
+    """
     logits = x @ weights["router"] + weights.get("router_bias", 0)
     normaliser = jax.nn.logsumexp(logits, axis=1)
     scores, of_all = scores_of(logits, config)
@@ -138,7 +157,10 @@ def reference_program(config, shape):
 
     def scalar(weights, x, counts, experts):
         y, sums = mixture(weights, x.reshape(-1, shape[-1]), counts.reshape(-1), config, experts)
-        sums = {name: array.reshape(*shape[:2], *array.shape[1:]).sum(axis=1) for name, array in sums.items()}
+        sums = {
+            name: array.reshape(*shape[:2], *array.shape[1:]).sum(axis=1)
+            for name, array in sums.items()
+        }
         y = y.reshape(shape)
         return probe(y, sums), {"output": y, **sums}
 
@@ -146,18 +168,26 @@ def reference_program(config, shape):
 
 
 def expected(weights, x, counts, config):
-    """Returns the results of all experts for all tokens in float64, weighted by what the router chose."""
+    """Returns the results of all experts for all tokens in float64, weighted by what the router
+    chose.
+    """
     with jax.enable_x64(True):
         weights = {name: np.asarray(array, np.float64) for name, array in weights.items()}
         x = np.asarray(x, np.float64)
         logits = x.reshape(-1, D) @ weights["router"] + weights.get("router_bias", 0)
         preferred = np.asarray(scores_of(logits, config)[0]) + weights.pop("selection_bias", 0.0)
         limited, of_groups = in_groups(preferred, config)
-        unclear = is_near_tie(preferred, config.experts_per_token) or is_near_tie(of_groups, config.groups_per_token)
+        unclear = is_near_tie(preferred, config.experts_per_token) or is_near_tie(
+            of_groups, config.groups_per_token
+        )
         assert not unclear, "rounding may choose another expert; take another seed"
         experts = choose(limited, config.experts_per_token)
-        (_, parts), (grads, grad_x) = reference_program(config, x.shape)(weights, x, np.asarray(counts), experts)
-        return {name: np.asarray(array) for name, array in {**parts, "input": grad_x, **grads}.items()}
+        (_, parts), (grads, grad_x) = reference_program(config, x.shape)(
+            weights, x, np.asarray(counts), experts
+        )
+        return {
+            name: np.asarray(array) for name, array in {**parts, "input": grad_x, **grads}.items()
+        }
 
 
 # The layer.
@@ -177,7 +207,9 @@ def program(config, mesh, sequence_parallel, packed, lora=LoraConfig()):
         params, rest = nnx.split_state(state, nnx.Param, ...)
 
         def scalar(params, x):
-            y, routing = nnx.merge(graph, params, rest)(x, Sequences(segments=segments if packed else None))
+            y, routing = nnx.merge(graph, params, rest)(
+                x, Sequences(segments=segments if packed else None)
+            )
             sums = {name: getattr(routing, name).sum(axis=1) for name in ROUTING}
             return probe(y, sums), {"output": y, **sums}
 
@@ -198,14 +230,18 @@ def on_devices(mesh, *arrays):
 
 # Balance.
 def balance_of(router, layers, counts, labels, chosen, config):
-    """Returns the auxiliary loss and z-loss of routers with inputs `[L, B, T, D]`; each label counts its sequence's."""
+    """Returns the auxiliary loss and z-loss of routers with inputs `[L, B, T, D]`; each label
+    counts its sequence's.
+    """
     logits = layers @ router
     k = config.experts_per_token
     scores = jnp.where(counts[:, :, None], scores_of(logits, config)[1], 0.0)
     n = np.maximum(counts.sum(axis=1), 1)[:, None]
     share = scores.shape[-1] / (k * n) * chosen.sum(axis=2)  # [L, B, E]
     loss = jnp.sum(share * scores.sum(axis=2) / n, axis=2)
-    squared = jnp.sum(jnp.where(counts, jax.nn.logsumexp(logits, axis=3) ** 2, 0.0), axis=2) / n[:, 0]
+    squared = (
+        jnp.sum(jnp.where(counts, jax.nn.logsumexp(logits, axis=3) ** 2, 0.0), axis=2) / n[:, 0]
+    )
     of_labels = (labels != -100).sum(axis=1) / len(layers)
     return jnp.sum(of_labels * loss), jnp.sum(of_labels * squared)
 
@@ -222,7 +258,9 @@ def expected_balance(weights, layers, counts, labels, config):
         return loss + 0.3 * squared, {"balance_loss": loss, "router_z_loss": squared}
 
     with jax.enable_x64(True):
-        (_, losses), grads = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(router, layers)
+        (_, losses), grads = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(
+            router, layers
+        )
     return {**losses, **dict(zip(("router", "input"), grads, strict=True))}
 
 
@@ -252,7 +290,9 @@ def balance_program(config, mesh, sequence_parallel=None):
             assert float(found.dropped) == 0
             losses = {"balance_loss": found.balance_loss, "router_z_loss": found.router_z_loss}
             result = {**losses, "router": by_name(grads, on)["router"], "input": grad_x}
-            return {name: np.asarray(a) for name, a in result.items()}, np.asarray(found.times_chosen[0])
+            return {name: np.asarray(a) for name, a in result.items()}, np.asarray(
+                found.times_chosen[0]
+            )
 
     return balanced
 
@@ -263,15 +303,27 @@ WORK = 32, 32, 64
 
 
 def work(mesh, config):
-    """Returns the equations of a device's program, forward and backward, and the size of the largest array that
-    they make."""
+    """Returns the equations of a device's program, forward and backward, and the size of the
+    largest array that they make.
+    """
     with jax.set_mesh(mesh_of(sizes_of(mesh))):
-        make = lambda: MixtureOfExperts(WORK[2], config, LayerContext(sequence_parallel=None), rngs=nnx.Rngs(0))
+        make = lambda: MixtureOfExperts(
+            WORK[2], config, LayerContext(sequence_parallel=None), rngs=nnx.Rngs(0)
+        )
         graph, state = nnx.split(nnx.eval_shape(make))
         x = jax.ShapeDtypeStruct(WORK, jnp.float32)
         scalar = lambda state, x: nnx.merge(graph, state)(x)[0].sum()
         jaxpr = jax.make_jaxpr(jax.grad(scalar, argnums=(0, 1)))(state, x)
-    views = [e.params["jaxpr"] for e in accounts.equations(jaxpr.jaxpr) if e.primitive.name == "shard_map"]
+    views = [
+        e.params["jaxpr"]
+        for e in accounts.equations(jaxpr.jaxpr)
+        if e.primitive.name == "shard_map"
+    ]
     assert len(views) >= 2, "forward and backward"
     inside = [equation for view in views for equation in accounts.equations(view)]
-    return inside, max(var.aval.size for equation in inside for var in equation.outvars if hasattr(var.aval, "size"))
+    return inside, max(
+        var.aval.size
+        for equation in inside
+        for var in equation.outvars
+        if hasattr(var.aval, "size")
+    )

@@ -29,7 +29,9 @@ def collectives_over_tp(build, plan, inputs, mesh, loss=mean_of_random_parts):
 
         @jax.jit
         def step(params, rest, *inputs):
-            return jax.value_and_grad(lambda p: loss(nnx.merge(graph, p, rest, copy=True), *inputs))(params)
+            return jax.value_and_grad(
+                lambda p: loss(nnx.merge(graph, p, rest, copy=True), *inputs)
+            )(params)
 
         sharding = NamedSharding(mesh, PartitionSpec(BATCH))
         given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in inputs]
@@ -48,7 +50,9 @@ def audit_gradients(mesh, build, shape, split=None):
     mesh = mesh_of(sizes_of(mesh))
     with jax.set_mesh(mesh):
         graph, state = nnx.split(build())
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
     loss = lambda state, x: jnp.sum(jnp.square(nnx.merge(graph, state)(x)))
     sharding = None if split is None else NamedSharding(mesh, split)
     given = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)

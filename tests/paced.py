@@ -1,4 +1,5 @@
-"""Trains with a pause in each step, so that a test can act during the run; a pause takes no CPU time.
+"""Trains with a pause in each step, so that a test can act during the run; a pause takes no CPU
+time.
 
     PYTHON="python tests/paced.py" PACE=FILE sbatch ...
 

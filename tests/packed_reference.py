@@ -1,4 +1,6 @@
-"""Reference of a decoder on packed documents, with Gated DeltaNet or latent attention in its blocks, in float64."""
+"""Reference of a decoder on packed documents, with Gated DeltaNet or latent attention in its
+blocks, in float64.
+"""
 
 from functools import cache
 
@@ -36,7 +38,11 @@ def logits_of(weights, config):
     x = weights["embedding.embedding"][ids]
     for layer, block in enumerate(config.layers()):
         path = f"blocks.{layer}." if config.pattern else "blocks."
-        w = {name.removeprefix(path): a[0 if config.pattern else layer] for name, a in weights.items() if path in name}
+        w = {
+            name.removeprefix(path): a[0 if config.pattern else layer]
+            for name, a in weights.items()
+            if path in name
+        }
         inner = {name.removeprefix("attention."): array for name, array in w.items()}
         read = norm(x, w["attention_norm.scale"])
         if block.delta_value_heads:
@@ -45,7 +51,11 @@ def logits_of(weights, config):
             x = x + latents.attention(read, segments, inner, block, scale)
         gate, up = (
             w[f"mlp.gate_up.kernels.{i}"]
-            + (scale * w[f"mlp.gate_up.loras.{i}.a"] @ w[f"mlp.gate_up.loras.{i}.b"] if scale else 0)
+            + (
+                scale * w[f"mlp.gate_up.loras.{i}.a"] @ w[f"mlp.gate_up.loras.{i}.b"]
+                if scale
+                else 0
+            )
             for i in (0, 1)
         )
         mlp = {"gate": gate, "up": up, "down": latents.effective(w, "mlp.down", scale)}

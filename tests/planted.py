@@ -1,4 +1,6 @@
-"""What known bugs are planted with: gradients that are changed on their way, and errors against a reference."""
+"""What known bugs are planted with: gradients that are changed on their way, and errors against
+a reference.
+"""
 
 import jax
 from support import relative_error

@@ -6,7 +6,8 @@ QUICK = [
     *SMALL,
     "--model.num-layers",
     "1",
-    # With a rate that does not depend on the number of steps, runs of any length share the program of a step.
+    # With a rate that does not depend on the number of steps, runs of any length share the program
+    # of a step.
     "--optimizer.schedule",
     "constant",
 ]
@@ -14,7 +15,14 @@ QUICK = [
 
 def quick_flags(folder, text, *sizes):
     """Returns the flags of a run on a text, by default over fsdp 2 and tp 2, in `folder`."""
-    return [*QUICK, "--data.path", str(text), *mesh(*(sizes or (1, 2, 2))), "--run.dir", str(folder)]
+    return [
+        *QUICK,
+        "--data.path",
+        str(text),
+        *mesh(*(sizes or (1, 2, 2))),
+        "--run.dir",
+        str(folder),
+    ]
 
 
 def start_together(start, flags, count, devices):

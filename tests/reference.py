@@ -25,17 +25,23 @@ def rotate(x, frequencies):
 
 
 def attention(x, w, num_heads, num_kv_heads, head_dim, theta, window=None, change=None):
-    """Weights `w` are q, k, v, o and optionally bq, bk, bv, bo. Causal; a position sees the last `window` positions.
+    """Weights `w` are q, k, v, o and optionally bq, bk, bv, bo. Causal; a position sees the last
+    `window` positions.
 
-    `change(q, k, v)` replaces RoPE. Without v, values are keys; `gate` multiplies results by its sigmoid; `sinks` are a
-    column of scores more, the values of which are 0.
+    `change(q, k, v)` replaces RoPE. Without v, values are keys; `gate` multiplies results by its
+    sigmoid; `sinks` are a column of scores more, the values of which are 0.
     """
     batch, length, _ = x.shape
-    project = lambda name, heads: (x @ w[name] + w.get("b" + name, 0.0)).reshape(batch, length, heads, head_dim)
+    project = lambda name, heads: (x @ w[name] + w.get("b" + name, 0.0)).reshape(
+        batch, length, heads, head_dim
+    )
     q = project("q", num_heads)
     k = project("k", num_kv_heads)
     v = project("v" if "v" in w else "k", num_kv_heads)
-    by_rope = lambda q, k, v: (*(rotate(each, frequencies_of(head_dim, theta)) for each in (q, k)), v)
+    by_rope = lambda q, k, v: (
+        *(rotate(each, frequencies_of(head_dim, theta)) for each in (q, k)),
+        v,
+    )
     q, k, v = (change or by_rope)(q, k, v)
     distance = jnp.arange(length)[:, None] - jnp.arange(length)
     seen = (distance >= 0) & (distance < (window or length))
@@ -44,7 +50,9 @@ def attention(x, w, num_heads, num_kv_heads, head_dim, theta, window=None, chang
         shared = head // (num_heads // num_kv_heads)
         scores = jnp.einsum("bth,bsh->bts", q[:, :, head], k[:, :, shared]) / jnp.sqrt(head_dim)
         sink = w["sinks"][head] if "sinks" in w else -jnp.inf
-        scores = jnp.pad(jnp.where(seen, scores, -jnp.inf), ((0, 0), (0, 0), (0, 1)), constant_values=sink)
+        scores = jnp.pad(
+            jnp.where(seen, scores, -jnp.inf), ((0, 0), (0, 0), (0, 1)), constant_values=sink
+        )
         outputs.append(jax.nn.softmax(scores, axis=-1)[..., :-1] @ v[:, :, shared])
     heads = jnp.concatenate(outputs, axis=-1)
     if "gate" in w:
@@ -71,7 +79,9 @@ def cross_entropy(logits, labels):
     """Returns the sum of losses over labels other than -100, and their number."""
     valid = labels != -100
     log_probabilities = jax.nn.log_softmax(logits, axis=-1)
-    picked = jnp.take_along_axis(log_probabilities, jnp.where(valid, labels, 0)[..., None], axis=-1)[..., 0]
+    picked = jnp.take_along_axis(
+        log_probabilities, jnp.where(valid, labels, 0)[..., None], axis=-1
+    )[..., 0]
     return -jnp.sum(jnp.where(valid, picked, 0)), jnp.sum(valid).astype(jnp.float32)
 
 
@@ -85,7 +95,9 @@ MLP = {"gate": "gate_up.kernels.0", "up": "gate_up.kernels.1", "down": "down.ker
 
 def named(weights, names, prefix=""):
     """Returns the package's weights under this file's names."""
-    return {short: weights[prefix + long] for short, long in names.items() if prefix + long in weights}
+    return {
+        short: weights[prefix + long] for short, long in names.items() if prefix + long in weights
+    }
 
 
 def decoder_logits(weights, config, ids, layers=None):
@@ -99,13 +111,22 @@ def decoder_logits(weights, config, ids, layers=None):
     for stack, place, window, theta in layers or [
         ("blocks", i, None, config.rope_theta) for i in range(config.num_layers)
     ]:
-        w = {name.removeprefix(f"{stack}."): a[place] for name, a in weights.items() if name.startswith(f"{stack}.")}
+        w = {
+            name.removeprefix(f"{stack}."): a[place]
+            for name, a in weights.items()
+            if name.startswith(f"{stack}.")
+        }
         heads = (config.num_heads, config.num_kv_heads, config.head_dim, theta, window)
         normed = norm(x, w["attention_norm.scale"])
-        attended = config.residual_scale * attention(normed, named(w, ATTENTION, "attention."), *heads)
+        attended = config.residual_scale * attention(
+            normed, named(w, ATTENTION, "attention."), *heads
+        )
         read = x if config.norm_placement.startswith("parallel") else x + attended
         normed = normed if config.norm_placement == "parallel" else norm(read, w["mlp_norm.scale"])
         x = x + attended + config.residual_scale * swiglu(normed, named(w, MLP, "mlp."))
         x = x * w.get("layer_scale", 1)
-    logits = norm(x, weights["norm.scale"]) @ weights.get("head.kernel", weights["embedding.embedding"]).T
+    logits = (
+        norm(x, weights["norm.scale"])
+        @ weights.get("head.kernel", weights["embedding.embedding"]).T
+    )
     return config.logit_scale * (logits + weights.get("head.bias", 0))

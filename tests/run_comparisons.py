@@ -10,4 +10,6 @@ def assert_same_records(run, expected, *names, rtol=0.0):
         known = records(expected, name)
         found = records(run, name)
         assert found.keys() == known.keys(), name
-        np.testing.assert_allclose(list(found.values()), list(known.values()), rtol=rtol, err_msg=name)
+        np.testing.assert_allclose(
+            list(found.values()), list(known.values()), rtol=rtol, err_msg=name
+        )

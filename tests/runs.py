@@ -33,8 +33,18 @@ SMALL = [
     "2",
 ]
 SMOL_LM = {
-    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 49152},
-    **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "rms_norm_eps": 1e-5},
+    **{
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": 49152,
+    },
+    **{
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "rms_norm_eps": 1e-5,
+    },
     **{"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192},
     **{"tie_word_embeddings": True, "rope_theta": 100000, "torch_dtype": "bfloat16"},
 }
@@ -50,7 +60,12 @@ def smol_lm(folder):
 
 def mesh(dp, fsdp, tp, cp=1):
     sizes = {"dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
-    return [word for axis, size in sizes.items() if size > 1 or axis != "cp" for word in (f"--mesh.{axis}", str(size))]
+    return [
+        word
+        for axis, size in sizes.items()
+        if size > 1 or axis != "cp"
+        for word in (f"--mesh.{axis}", str(size))
+    ]
 
 
 def records(folder, key="loss"):
@@ -64,7 +79,9 @@ def records(folder, key="loss"):
 
 @contextlib.contextmanager
 def full_disk(size):
-    """Limits files to `size` bytes. Compile before: JAX's compilation cache would be truncated too."""
+    """Limits files to `size` bytes. Compile before: JAX's compilation cache would be truncated
+    too.
+    """
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -74,7 +91,11 @@ def full_disk(size):
 
 
 def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in Path(folder).rglob("*")
+        if path.is_file()
+    }
 
 
 def free_address():

@@ -1,7 +1,7 @@
 """A real Slurm cluster of two nodes on this machine, with its own daemons, in one folder.
 
-A node is a `slurmd` with its own name, hosts file and port. Its eight GPUs are empty files: jobs request GPUs, and run
-on CPUs. Slurm's waiting times are shortened to seconds.
+A node is a `slurmd` with its own name, hosts file and port. Its eight GPUs are empty files: jobs
+request GPUs, and run on CPUs. Slurm's waiting times are shortened to seconds.
 """
 
 import contextlib
@@ -100,7 +100,8 @@ class Cluster:
     """A context manager that runs a cluster, and ends all daemons and tasks.
 
     Args:
-      folder: folder of configuration, state and logs; its path must be short, because socket paths are limited.
+      folder: folder of configuration, state and logs; its path must be short, because socket paths
+        are limited.
     """
 
     def __init__(self, folder):
@@ -111,7 +112,8 @@ class Cluster:
     def __enter__(self):
         try:
             self._configure()
-            key, place = self.folder / "munge.key", f"{self.folder}/munge"
+            key = self.folder / "munge.key"
+            place = f"{self.folder}/munge"
             key.write_bytes(os.urandom(128))
             key.chmod(0o600)
             files = [f"--key-file={key}", f"--socket={place}.socket", f"--log-file={place}.log"]
@@ -130,25 +132,39 @@ class Cluster:
     def __exit__(self, *_):
         for name in reversed(list(self._daemons)):
             self.kill(name, signal.SIGTERM)
-        for process in processes_with(SLURM_CONF=f"{self.folder}/slurm.conf"):  # they outlive the daemon of their node
+        # they outlive the daemon of their node
+        for process in processes_with(SLURM_CONF=f"{self.folder}/slurm.conf"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
     def __call__(self, *command):
         """Runs a Slurm command; returns its output."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}\n{self.logs()}"
         return done.stdout.strip()
 
     def _configure(self):
         for name in ("state", *(f"{node}.spool" for node in NODES)):
             (self.folder / name).mkdir()
-        own, ports = socket.gethostname(), free_ports(1 + len(NODES))
-        about = {"host": own, "ports": ports, "user": getpass.getuser(), "folder": self.folder, "kill_wait": KILL_WAIT}
-        # JAX derives the coordinator's port from the job number: two clusters on a machine need different numbers.
+        own = socket.gethostname()
+        ports = free_ports(1 + len(NODES))
+        about = {
+            "host": own,
+            "ports": ports,
+            "user": getpass.getuser(),
+            "folder": self.folder,
+            "kill_wait": KILL_WAIT,
+        }
+        # JAX derives the coordinator's port from the job number: two clusters on a machine need
+        # different numbers.
         text = CONFIGURATION.format(**about, first=random.randrange(1, 2**20))
         for node, port in zip(NODES, ports[1:], strict=True):
-            text += f"NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={port} CPUs=16 Gres=gpu:{GPUS}\n"
+            text += (
+                f"NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={port} CPUs=16 "
+                f"Gres=gpu:{GPUS}\n"
+            )
         (self.folder / "slurm.conf").write_text(text)
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost {own} {' '.join(NODES)}\n")
         for gpu in range(GPUS):
@@ -158,11 +174,15 @@ class Cluster:
     def _start(self, name, *command):
         with (self.folder / f"{name}.out").open("a") as out:
             streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
-            self._daemons[name] = subprocess.Popen(command, env=self.environment, start_new_session=True, **streams)
+            self._daemons[name] = subprocess.Popen(
+                command, env=self.environment, start_new_session=True, **streams
+            )
 
     def start_node(self, node):
         """Starts the daemon of a node."""
-        self._start(node, "unshare", "--mount", "--uts", "sh", "-c", OF_NODE, node, f"{self.folder}/hosts")
+        self._start(
+            node, "unshare", "--mount", "--uts", "sh", "-c", OF_NODE, node, f"{self.folder}/hosts"
+        )
 
     def kill(self, name, number=signal.SIGKILL):
         """Ends `slurmctld`, or the daemon of a node."""
@@ -185,7 +205,9 @@ class Cluster:
     def wait_until_idle(self):
         """Waits until both nodes can take a job."""
         states = ("sinfo", "--noheader", "--Node", "--format=%t")
-        wait_for(lambda: self(*states).split() == ["idle"] * len(NODES), "idle nodes", 60, self.logs)
+        wait_for(
+            lambda: self(*states).split() == ["idle"] * len(NODES), "idle nodes", 60, self.logs
+        )
 
     def job(self, job):
         """Returns Slurm's record of a job."""
@@ -194,4 +216,6 @@ class Cluster:
     def logs(self):
         """Returns the last part of each daemon's log."""
         files = sorted(self.folder.glob("*.log"))
-        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in files)
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in files
+        )

@@ -1,4 +1,6 @@
-"""Small decoders with random weights on any mesh, generators of them, and their likeliest tokens."""
+"""Small decoders with random weights on any mesh, generators of them, and their likeliest
+tokens.
+"""
 
 from functools import cache, cached_property
 
@@ -12,7 +14,8 @@ from jaxtp.data.tokenizer import ByteTokenizer
 
 
 def greedy_ids(logits, prompt, count, length, num_ids=256):
-    """Returns the likeliest of the first `num_ids` tokens after a prompt, each from reading everything again.
+    """Returns the likeliest of the first `num_ids` tokens after a prompt, each from reading
+    everything again.
 
     Args:
       logits: a function of `length` ids, of which some are padding.
@@ -50,7 +53,9 @@ class SmallDecoder:
         """Returns the model on a mesh, by its sizes; None for no mesh."""
         if mesh is None:
             return nnx.merge(*without_mesh(self.build, self.weights))
-        return nnx.merge(*state_on_mesh(self.build, self.weights, jaxtp.make_mesh(**sizes_of(mesh))))
+        return nnx.merge(
+            *state_on_mesh(self.build, self.weights, jaxtp.make_mesh(**sizes_of(mesh)))
+        )
 
     def generator(self, mesh=None, tokenizer=None, *, chunk=16, **options):
         """Returns a generator of bytes, which reads prompts in short chunks."""

@@ -55,7 +55,9 @@ def batches(step):
 def trainer_of(folder, mesh="dp=1", steps=3, settings=None, **parts):
     """Returns a trainer of the network; `parts` replace those of its task."""
     own = {"model": Net, "loss": loss, "batches": batches, "optimizer": optimizer}
-    return jaxtp.Trainer(jaxtp.Task(**own | parts), mesh=mesh, folder=folder, steps=steps, settings=settings or {})
+    return jaxtp.Trainer(
+        jaxtp.Task(**own | parts), mesh=mesh, folder=folder, steps=steps, settings=settings or {}
+    )
 
 
 def train(*arguments, **named):
@@ -63,7 +65,9 @@ def train(*arguments, **named):
     with trainer_of(*arguments, **named) as trainer:
         found = [step.metrics for step in trainer]
         state = nnx.state(trainer.model, nnx.Not(nnx.RngState))
-    variables = [(path, each) for path, each in nnx.to_flat_state(state) if isinstance(each, nnx.Variable)]
+    variables = [
+        (path, each) for path, each in nnx.to_flat_state(state) if isinstance(each, nnx.Variable)
+    ]
     numbers = [[each["loss"], each.get("noise", 0.0)] for each in found]
     return numbers, {path: np.asarray(each[...]) for path, each in variables}
 

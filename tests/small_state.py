@@ -17,10 +17,15 @@ def variable(array, mesh, *spec):
 
 
 def small_state(value=1.0, mesh=None, *spec):
-    """Returns a weight that begins with a value, split as in `spec`, and a counter, by default on one device."""
+    """Returns a weight that begins with a value, split as in `spec`, and a counter, by default
+    on one device.
+    """
     mesh = mesh or make_mesh()
     weight = np.arange(24, dtype=np.float32).reshape(4, 6) + np.float32(value)
-    state = {"model": {"weight": variable(weight, mesh, *spec)}, "step": variable(np.int32(3), mesh)}
+    state = {
+        "model": {"weight": variable(weight, mesh, *spec)},
+        "step": variable(np.int32(3), mesh),
+    }
     return nnx.State(state)
 
 

@@ -18,7 +18,21 @@ SCALARS = st.one_of(
     st.floats(),
     st.sampled_from([0.0, 0.5, 1.0, 1e-45, 1e308]),
     st.text(max_size=5),
-    st.sampled_from(["", "1", "~nobody/x", "a\0b", "../x", "F32", "llama", "true", "1e400", "\x1b[2J\n", "x" * 5000]),
+    st.sampled_from(
+        [
+            "",
+            "1",
+            "~nobody/x",
+            "a\0b",
+            "../x",
+            "F32",
+            "llama",
+            "true",
+            "1e400",
+            "\x1b[2J\n",
+            "x" * 5000,
+        ]
+    ),
 )
 
 
@@ -35,7 +49,13 @@ VALUES = st.recursive(SCALARS, extended, max_leaves=6)
 def places(value, at=()):
     """Yields the path of each value inside a value."""
     yield at
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield from places(inner, (*at, key))
 
@@ -64,22 +84,34 @@ def is_one_clear_message(error):
     """Returns whether an error's message is printable and short."""
     text = str(error)
     text.encode()
-    return 0 < len(text) < 8000 and all(line.isprintable() for line in text.splitlines()) and "Traceback" not in text
+    return (
+        0 < len(text) < 8000
+        and all(line.isprintable() for line in text.splitlines())
+        and "Traceback" not in text
+    )
 
 
 def gives_one_of(expected, mistake, action):
-    """Checks that an action returns an `expected` value, or raises a `mistake` with a clear message."""
+    """Checks that an action returns an `expected` value, or raises a `mistake` with a clear
+    message.
+    """
     raised = None
     try:
         found = action()
     except mistake as error:
         raised = error
-    assert isinstance(found, expected) if raised is None else is_one_clear_message(raised), repr(raised)
+    assert isinstance(found, expected) if raised is None else is_one_clear_message(raised), repr(
+        raised
+    )
 
 
 def examples(count):
     """Returns Hypothesis settings for a test that writes a file for each example."""
-    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    return settings(
+        max_examples=count,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
 
 
 def _pipe(path):
@@ -105,7 +137,9 @@ PLANTED = {
     "link to another file": _link_to("../victim"),
     "empty file": lambda path: path.touch(),
 }
-"""What someone may put in the place of a file of a folder that they share; `victim` is next to the folder."""
+"""What someone may put in the place of a file of a folder that they share; `victim` is next to
+the folder.
+"""
 
 
 def plant(path, kind):

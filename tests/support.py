@@ -37,10 +37,14 @@ def decoder(config):
 
 
 def random_weights(build, seed=0, scale=0.1):
-    """Returns the arrays of `build()` without a mesh, by name; changes each parameter from its initial value."""
+    """Returns the arrays of `build()` without a mesh, by name; changes each parameter from its
+    initial value.
+    """
     named = named_variables(jax.jit(lambda: nnx.state(build()))())
     return {
-        name: moved(name, variable[...], seed, scale) if isinstance(variable, PARAMETERS) else variable[...]
+        name: moved(name, variable[...], seed, scale)
+        if isinstance(variable, PARAMETERS)
+        else variable[...]
         for name, variable in named.items()
     }
 
@@ -63,13 +67,16 @@ def without_mesh(build, weights):
 
 
 def filled(abstract, weights, mesh=None):
-    """Returns `graph, state` of an abstract model with these weights by name; on the mesh that it was made on, if any.
+    """Returns `graph, state` of an abstract model with these weights by name; on the mesh that it
+    was made on, if any.
 
     To initialise a model instead, its whole program would be compiled.
     """
     graph, state = nnx.split(abstract)
     if mesh is None:
-        return graph, replace_arrays(state, {name: jnp.asarray(array) for name, array in weights.items()})
+        return graph, replace_arrays(
+            state, {name: jnp.asarray(array) for name, array in weights.items()}
+        )
     return graph, place(weights, state, mesh)
 
 
@@ -81,11 +88,16 @@ def cached_and_whole(graph, state, ids, cut):
 
     @jax.jit
     def run(state, first, second):
-        model, (rows, length) = nnx.merge(graph, state), ids.shape
+        model = nnx.merge(graph, state)
+        rows, length = ids.shape
         reader = DecodeModel(model, model.in_order())
-        found, caches = continue_rows(reader, first, reader.empty(rows, length), jnp.zeros(rows, jnp.int32))
+        found, caches = continue_rows(
+            reader, first, reader.empty(rows, length), jnp.zeros(rows, jnp.int32)
+        )
         rest, _ = continue_rows(reader, second, caches, jnp.full(rows, cut))
-        return jnp.concatenate([found, rest], axis=1), model.hidden(jnp.concatenate([first, second], axis=1))
+        return jnp.concatenate([found, rest], axis=1), model.hidden(
+            jnp.concatenate([first, second], axis=1)
+        )
 
     return run(state, ids[:, :cut], ids[:, cut:])
 
@@ -98,26 +110,38 @@ def continue_rows(reader, ids_BT, caches, lengths_B):
 
 def sweep(cases, *first):
     """Returns parameters of a test with one argument; cases not in `first` are in the wide tier."""
-    assert all(case in cases for case in first), "a case of the default suite is not among the cases"
+    assert all(case in cases for case in first), (
+        "a case of the default suite is not among the cases"
+    )
     return [pytest.param(case, marks=() if case in first else pytest.mark.wide) for case in cases]
 
 
 def sweep_of(lists, *first):
-    """Returns parameters of a test with several arguments: all combinations, with tiers as in `sweep`."""
+    """Returns parameters of a test with several arguments: all combinations, with tiers as in
+    `sweep`.
+    """
     cases = list(itertools.product(*lists))
-    assert all(case in cases for case in first), "a case of the default suite is not among the cases"
+    assert all(case in cases for case in first), (
+        "a case of the default suite is not among the cases"
+    )
     return [pytest.param(*case, marks=() if case in first else pytest.mark.wide) for case in cases]
 
 
 def journeys(cases, *first):
-    """Returns parameters of a journey with one argument; cases not in `first` are in the slow tier."""
+    """Returns parameters of a journey with one argument; cases not in `first` are in the slow
+    tier.
+    """
     assert all(case in cases for case in first), "a case of the journeys is not among the cases"
-    return [pytest.param(case, marks=pytest.mark.journey if case in first else pytest.mark.slow) for case in cases]
+    return [
+        pytest.param(case, marks=pytest.mark.journey if case in first else pytest.mark.slow)
+        for case in cases
+    ]
 
 
 def relative_error(actual, expected):
     """Returns the L2 norm of the difference, relative to the norm of `expected`."""
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    actual = np.asarray(actual, np.float64)
+    expected = np.asarray(expected, np.float64)
     assert actual.shape == expected.shape
     norm = np.linalg.norm(expected)
     return np.linalg.norm(actual - expected) / norm if norm else np.linalg.norm(actual)
@@ -133,7 +157,9 @@ def assert_close(actual, expected, tolerance=TOLERANCE):
 
 @contextmanager
 def compilations():
-    """Yields a list of the programs that are compiled inside, or loaded from the compilation cache."""
+    """Yields a list of the programs that are compiled inside, or loaded from the compilation
+    cache.
+    """
     names = []
 
     def listen(event, _, **about):
@@ -161,8 +187,15 @@ def local_batches(samples, rows, global_batch_size, start, count):
 
 def task_flags(file, **parts):
     """Returns the flags that name parts of a task in a file: `loss="mean_loss"`."""
-    settings = {"model": "model.build", "plan": "model.plan", "loss": "train.loss", "batches": "data.batches"}
-    return [f"--{settings.get(part, f'{part}.build')}={file}:{name}" for part, name in parts.items()]
+    settings = {
+        "model": "model.build",
+        "plan": "model.plan",
+        "loss": "train.loss",
+        "batches": "data.batches",
+    }
+    return [
+        f"--{settings.get(part, f'{part}.build')}={file}:{name}" for part, name in parts.items()
+    ]
 
 
 def assert_refused(main, words, message, capsys):

@@ -1,4 +1,6 @@
-"""Tables in YAML files next to tests; in those of mistakes each row has the words that its error `says`."""
+"""Tables in YAML files next to tests; in those of mistakes each row has the words that its error
+`says`.
+"""
 
 from pathlib import Path
 
@@ -8,17 +10,25 @@ from jaxtp.config.entry import UserError
 
 
 def read_table(test_file, name=None):
-    """Returns the content of a YAML file next to a test file, by default of the one with its name."""
-    return yaml.safe_load(Path(test_file).with_name(f"{name or Path(test_file).stem}.yaml").read_text())
+    """Returns the content of a YAML file next to a test file, by default of the one with its
+    name.
+    """
+    return yaml.safe_load(
+        Path(test_file).with_name(f"{name or Path(test_file).stem}.yaml").read_text()
+    )
 
 
 def with_tuples(settings):
     """Returns settings with tuples, as Python has them, for the lists of YAML."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()
+    }
 
 
 def raised_by(action, *arguments, kind=UserError):
-    """Returns the name and the text of a user's mistake that a call raises; `no error` if it raises none."""
+    """Returns the name and the text of a user's mistake that a call raises; `no error` if it
+    raises none.
+    """
     try:
         action(*arguments)
     except kind as error:

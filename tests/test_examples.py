@@ -1,4 +1,6 @@
-"""Examples train the same on every mesh, survive a kill, and learn; a proposed plan sends no more than theirs."""
+"""Examples train the same on every mesh, survive a kill, and learn; a proposed plan sends no
+more than theirs.
+"""
 
 import importlib
 import inspect
@@ -33,7 +35,9 @@ RATED = ["reward_model", "classifier"]
 NAMES = [*PLANNED, "own_loss", "public_model", *RATED]
 MESHES = ["dp=2,tp=2", "fsdp=2,tp=2", "tp=4", "fsdp=4", "dp=2,fsdp=2,tp=2", "dp=4"]
 OPTIMIZER = optax.sgd(0.05, momentum=0.9)
-"""Adam divides a gradient that is zero but for rounding, such as that of a bias of keys, by itself."""
+"""Adam divides a gradient that is zero but for rounding, such as that of a bias of keys, by
+itself.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +48,8 @@ def _in_a_folder_of_data(monkeypatch, tmp_path_factory):
 
 def example(name):
     if name == "public_model":
-        warnings.filterwarnings("ignore", category=DeprecationWarning)  # Tunix uses deprecated names of JAX and Flax
+        # Tunix uses deprecated names of JAX and Flax
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
         pytest.importorskip("tunix")
     return importlib.import_module(name)
 
@@ -61,7 +66,10 @@ def trained(name, mesh, accumulation=1, **parts):
     ):
         losses = {str(step.index): np.array(step.metrics["loss"]) for step in trainer}
         state = nnx.to_flat_state(nnx.state(trainer.model, nnx.Param))
-    return {"loss": losses, "parameter": {".".join(map(str, path)): np.asarray(each[...]) for path, each in state}}
+    return {
+        "loss": losses,
+        "parameter": {".".join(map(str, path)): np.asarray(each[...]) for path, each in state},
+    }
 
 
 @pytest.mark.wide
@@ -78,9 +86,13 @@ def test_an_example_trains_as_on_one_device(name):
 
 @pytest.mark.journey
 def test_an_example_learns(tmp_path, capsys):
-    """How well the others learn is no question for a test: `tests/known_bugs` looks for mistakes."""
+    """How well the others learn is no question for a test: `tests/known_bugs` looks for
+    mistakes.
+    """
     example("vit").main(folder=str(tmp_path), steps=40)
-    losses = [float(loss) for loss in re.findall(r"step \d0/40  loss ([\d.]+)", capsys.readouterr().out)]
+    losses = [
+        float(loss) for loss in re.findall(r"step \d0/40  loss ([\d.]+)", capsys.readouterr().out)
+    ]
     assert len(losses) == 4
     assert losses[-1] < 0.9 * losses[0]
 
@@ -107,7 +119,14 @@ def parts(name):
 
 
 # Whatever the number of steps; at higher rates the loss first grows, and rounding with it.
-STEADY = ["--optimizer.schedule", "constant", "--optimizer.warmup-steps", "0", "--optimizer.learning-rate", "1e-3"]
+STEADY = [
+    "--optimizer.schedule",
+    "constant",
+    "--optimizer.warmup-steps",
+    "0",
+    "--optimizer.learning-rate",
+    "1e-3",
+]
 
 
 def train(name, folder, mesh, steps):
@@ -125,13 +144,16 @@ def test_a_killed_run_goes_on_on_another_mesh(name, tmp_path):
     assert run_command(["train", *train(name, whole, "dp=2", 12)]) == 0
     endless = train(name, killed, "fsdp=2,tp=2", 100_000)
     command = [sys.executable, "-m", "jaxtp", "train", *endless, "--checkpoint.every", "2"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         try:
             wait_for_step(killed, 5, process)
         finally:
             process.kill()
-    # In a process of its own, like any command. XLA's CPU client has few threads for collectives that do not depend on
-    # each other; after the commands of other tests it had too few, and waited forever.
+    # In a process of its own, like any command. XLA's CPU client has few threads for collectives
+    # that do not depend on each other; after the commands of other tests it had too few, and waited
+    # forever.
     again = train(name, killed, "dp=2,tp=2", max(records(killed)) + 3)
     subprocess.run([*command[:4], *again], capture_output=True, check=True)
     expected = records(whole)
@@ -148,7 +170,10 @@ CHECKED = ["vit", "own_loss", "public_model", "encoder_decoder"]
 def test_check_and_estimate_take_an_example(name):
     example(name)
     assert run_command(["check", *parts(name), "--mesh", "fsdp=2,tp=2"]) == 0
-    assert run_command(["estimate", *parts(name), "--hardware", "h100x4", "--mesh", "fsdp=2,tp=2"]) == 0
+    assert (
+        run_command(["estimate", *parts(name), "--hardware", "h100x4", "--mesh", "fsdp=2,tp=2"])
+        == 0
+    )
 
 
 def built(name):
@@ -158,7 +183,9 @@ def built(name):
 def total(name):
     """Returns the summed loss as a function of the model and the columns of a batch."""
     key = jax.random.key(0)
-    return lambda model, *arrays: example(name).loss(model, dict(zip(columns(name), arrays, strict=True)), key)[0]
+    return lambda model, *arrays: example(name).loss(
+        model, dict(zip(columns(name), arrays, strict=True)), key
+    )[0]
 
 
 def columns(name):
@@ -166,12 +193,17 @@ def columns(name):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", [name for name in PLANNED if name != "diffusion"])  # whose noise is split over tp
+# whose noise is split over tp
+@pytest.mark.parametrize("name", [name for name in PLANNED if name != "diffusion"])
 def test_a_proposed_plan_moves_no_more_than_the_one_by_hand(name):
     """Also checks that the compiled step sends the predicted bytes."""
     mesh = jaxtp.make_mesh(fsdp=2, tp=4)
-    plan = jaxtp.propose_plan(built(name), *columns(name).values(), mesh=mesh, call=total(name), report=None)
-    over_tp = lambda plan: bytes_over_tp(built(name), plan, columns(name).values(), mesh, total(name))
+    plan = jaxtp.propose_plan(
+        built(name), *columns(name).values(), mesh=mesh, call=total(name), report=None
+    )
+    over_tp = lambda plan: bytes_over_tp(
+        built(name), plan, columns(name).values(), mesh, total(name)
+    )
     assert over_tp(plan) == plan.bytes <= over_tp(example(name).PLAN)
 
 
@@ -195,8 +227,20 @@ def test_a_plot_leaves_out_lines_that_are_no_records(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(FOLDER.parent))
     huge = f'{{"step": 3, "loss": 1{"0" * 400}}}'
-    wrong = ["5", "[]", '{"step": 2, "loss": "high"}', '{"step": 2, "loss": [1]}', "[" * 100_000, huge]
+    wrong = [
+        "5",
+        "[]",
+        '{"step": 2, "loss": "high"}',
+        '{"step": 2, "loss": [1]}',
+        "[" * 100_000,
+        huge,
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(['{"step": 1, "loss": 0.5}', *wrong, ""]))
     out = tmp_path / "plot.png"
-    assert importlib.import_module("plot_run").main([str(tmp_path), "--metrics", "loss", "--out", str(out)]) == 0
+    assert (
+        importlib.import_module("plot_run").main(
+            [str(tmp_path), "--metrics", "loss", "--out", str(out)]
+        )
+        == 0
+    )
     assert out.is_file()

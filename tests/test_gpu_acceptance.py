@@ -1,4 +1,6 @@
-"""Runs `scripts/gpu_acceptance.py` small on the CPU: its parts, omitted parts, and parts that it skips."""
+"""Runs `scripts/gpu_acceptance.py` small on the CPU: its parts, omitted parts, and parts that it
+skips.
+"""
 
 import importlib
 import json
@@ -12,7 +14,9 @@ SCRIPT = Path(__file__).parent.parent / "scripts/gpu_acceptance.py"
 
 
 def accept(out, *parts, options=(), code=0):
-    """Runs parts of the script, which ends with an exit code; returns what it prints and its results."""
+    """Runs parts of the script, which ends with an exit code; returns what it prints and its
+    results.
+    """
     command = [sys.executable, str(SCRIPT), "--out", str(out), *options, "--only", *parts]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
@@ -85,13 +89,51 @@ def test_a_trace_of_a_gpu_is_summed_over_its_streams(monkeypatch):
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "/device:GPU:0"}},
         {"ph": "M", "name": "process_sort_index", "pid": 1, "args": {"sort_index": 1}},
         {"ph": "M", "name": "process_name", "pid": 2, "args": {"name": "/host:CPU"}},
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 7, "args": {"name": "Stream #13(Compute)"}},
+        {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": 1,
+            "tid": 7,
+            "args": {"name": "Stream #13(Compute)"},
+        },
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": 8, "args": {"name": "XLA Modules"}},
-        {"ph": "X", "name": "nvjet_hsh", "pid": 1, "tid": 7, "ts": 0, "dur": 5, "args": {"hlo_op": "gemm.1"}},
-        {"ph": "X", "name": "loop_add", "pid": 1, "tid": 7, "ts": 5, "dur": 2, "args": {"name": "jit(step)/norm/add"}},
+        {
+            "ph": "X",
+            "name": "nvjet_hsh",
+            "pid": 1,
+            "tid": 7,
+            "ts": 0,
+            "dur": 5,
+            "args": {"hlo_op": "gemm.1"},
+        },
+        {
+            "ph": "X",
+            "name": "loop_add",
+            "pid": 1,
+            "tid": 7,
+            "ts": 5,
+            "dur": 2,
+            "args": {"name": "jit(step)/norm/add"},
+        },
         {"ph": "X", "name": "MemcpyD2D", "pid": 1, "tid": 7, "ts": 9, "dur": 1},
-        {"ph": "X", "name": "jit_step", "pid": 1, "tid": 8, "ts": 0, "dur": 10, "args": {"hlo_module": "jit_step"}},
-        {"ph": "X", "name": "call", "pid": 2, "tid": 7, "ts": 0, "dur": 10, "args": {"hlo_op": "gemm.1"}},
+        {
+            "ph": "X",
+            "name": "jit_step",
+            "pid": 1,
+            "tid": 8,
+            "ts": 0,
+            "dur": 10,
+            "args": {"hlo_module": "jit_step"},
+        },
+        {
+            "ph": "X",
+            "name": "call",
+            "pid": 2,
+            "tid": 7,
+            "ts": 0,
+            "dur": 10,
+            "args": {"hlo_op": "gemm.1"},
+        },
     ]
     found = summed(events, {"gemm.1": "jit(step)/mlp/dot_general"})
     assert found == {"MLP": 5, "norms": 2, "other": 1}

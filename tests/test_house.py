@@ -57,7 +57,9 @@ def imports(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             package, _, module = node.module.partition(".")
             if package == "jaxtp":
-                yield from [module.partition(".")[0]] if module else [alias.name for alias in node.names]
+                yield from (
+                    [module.partition(".")[0]] if module else [alias.name for alias in node.names]
+                )
 
 
 def calls(tree):
@@ -81,7 +83,12 @@ def faults_of_names(path):
     tree = trees()[path]
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     called = {function.attr for function in calls(tree) if isinstance(function, ast.Attribute)}
-    keywords = {keyword.arg for node in ast.walk(tree) if isinstance(node, ast.Call) for keyword in node.keywords}
+    keywords = {
+        keyword.arg
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+    }
     if room(path) != "collectives" and called & COLLECTIVES:
         yield f"{called & COLLECTIVES}: only jaxtp.collectives names a collective"
     if "check_vma" in keywords:
@@ -122,10 +129,13 @@ BUDGETS = {
     "Any": 545,
     "file names used more than twice": 0,
 }
-PHRASES = "of which|(that|those) of|so many|(is|are) told|(goes|go) on|as of|beside|what (it|is)|of those"
+PHRASES = (
+    "of which|(that|those) of|so many|(is|are) told|(goes|go) on|as of|beside|what (it|is)|of those"
+)
 """A sentence with one of these says the same more plainly without it."""
 MODULES = {
-    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in SOURCES
 }
 
 
@@ -150,7 +160,11 @@ def arrows():
     found = {}
     for path, tree in trees().items():
         if path.parent != PACKAGE or path.stem not in ("__init__", "__main__"):
-            others = {room(other) for other in imported(ast.walk(tree))} - {room(path), "__init__", "__main__"}
+            others = {room(other) for other in imported(ast.walk(tree))} - {
+                room(path),
+                "__init__",
+                "__main__",
+            }
             found.setdefault(room(path), set()).update(others)
     return found
 
@@ -166,22 +180,28 @@ def imported_at_the_top(path, reached=frozenset()):
 
 def docstrings():
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    nodes = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, kinds)]
+    nodes = [
+        node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, kinds)
+    ]
     return " ".join(filter(None, map(ast.get_docstring, nodes)))
 
 
 def tokens_of_code(path):
     """The names, operators and numbers of a file, without its imports.
 
-    Tokens measure the size of the package, because a budget of lines rewards statements that are joined.
+    Tokens measure the size of the package, because a budget of lines rewards statements that are
+    joined.
     """
-    imports = [node for node in ast.walk(trees()[path]) if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = [
+        node for node in ast.walk(trees()[path]) if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
     lines_of_imports = set()
     for node in imports:
         lines_of_imports.update(range(node.lineno, node.end_lineno + 1))
     counted = {tokenize.NAME, tokenize.OP, tokenize.NUMBER}
     count = 0
-    f_strings = 0  # that surround a token: Python 3.12 and newer also yield the tokens inside of an f-string
+    # that surround a token: Python 3.12 and newer also yield the tokens inside of an f-string
+    f_strings = 0
     with path.open() as source:
         for token in tokenize.generate_tokens(source.readline):
             f_strings += tokenize.tok_name[token.type] == "FSTRING_START"
@@ -200,9 +220,18 @@ def parameters(function):
 def test_budgets():
     lines = {path: path.read_text().count("\n") for path in SOURCES}
     trained = imported_at_the_top(PACKAGE / "train/__main__.py")
-    functions = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    functions = [
+        node
+        for tree in trees().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+    ]
     names = Counter(path.name for path in SOURCES if not path.name.startswith("__"))
-    short = [p for p in SOURCES if lines[p] < 80 and not p.name.startswith("__") and p.parent.name != "families"]
+    short = [
+        p
+        for p in SOURCES
+        if lines[p] < 80 and not p.name.startswith("__") and p.parent.name != "families"
+    ]
     measured = {
         "tokens of code": sum(tokens_of_code(path) for path in SOURCES),
         "files": len(lines),
@@ -210,7 +239,9 @@ def test_budgets():
         "rooms": len(arrows()),
         "arrows between rooms": sum(map(len, arrows().values())),
         "files that training imports": len(trained),
-        "functions of more than 6 parameters": sum(parameters(function) > 6 for function in functions),
+        "functions of more than 6 parameters": sum(
+            parameters(function) > 6 for function in functions
+        ),
         "Any": sum(len(re.findall(r"\bAny\b", path.read_text())) for path in SOURCES),
         "file names used more than twice": sum(count > 2 for count in names.values()),
     }

@@ -119,10 +119,18 @@ def test_help_of_the_module_needs_no_library():
 
 def test_every_name_resolves_to_what_type_checkers_see():
     source = ast.parse(Path(inspect.getfile(jaxtp)).read_text())
-    (block,) = (node for node in source.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    modules = {node.names[0].asname: node.module for node in block.body if isinstance(node, ast.ImportFrom)}
+    (block,) = (
+        node
+        for node in source.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    modules = {
+        node.names[0].asname: node.module for node in block.body if isinstance(node, ast.ImportFrom)
+    }
     assert sorted(modules) == jaxtp.__all__
-    seen = {name: getattr(importlib.import_module(module), name) for name, module in modules.items()}
+    seen = {
+        name: getattr(importlib.import_module(module), name) for name, module in modules.items()
+    }
     assert [name for name in modules if getattr(jaxtp, name) is not seen[name]] == []
 
 
@@ -137,7 +145,8 @@ FUNCTIONS_AND_CLASSES = [
     name
     for name in jaxtp.__all__
     if callable(public := getattr(jaxtp, name))
-    and not (isinstance(public, type) and issubclass(public, BaseException))  # built in: they take a message
+    # built in: they take a message
+    and not (isinstance(public, type) and issubclass(public, BaseException))
 ]
 
 
@@ -152,15 +161,23 @@ def has_own_signature(public):
 def has_plain_signature(dataclass):
     """Plain types, and the defaults of the fields."""
     signature = inspect.signature(dataclass)
-    defaults = {field.name: field.default for field in fields(dataclass) if field.default is not MISSING}
+    defaults = {
+        field.name: field.default for field in fields(dataclass) if field.default is not MISSING
+    }
     is_plain = not re.search("Annotated|<function|tyro|pydantic", str(signature))
     is_short = len(str(signature)) < 200 * (1 + len(signature.parameters))
-    return is_plain and is_short and all(signature.parameters[name].default == defaults[name] for name in defaults)
+    return (
+        is_plain
+        and is_short
+        and all(signature.parameters[name].default == defaults[name] for name in defaults)
+    )
 
 
 def test_public_classes_and_functions_have_their_own_signatures():
     dataclasses = [name for name in jaxtp.__all__ if is_dataclass(getattr(jaxtp, name))]
-    assert [name for name in FUNCTIONS_AND_CLASSES if not has_own_signature(getattr(jaxtp, name))] == []
+    assert [
+        name for name in FUNCTIONS_AND_CLASSES if not has_own_signature(getattr(jaxtp, name))
+    ] == []
     assert [name for name in dataclasses if not has_plain_signature(getattr(jaxtp, name))] == []
 
 

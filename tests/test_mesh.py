@@ -45,7 +45,15 @@ def test_minus_one_takes_what_is_left():
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"tp": 0}, {"dp": -2}, {"dp": -1, "tp": -1}, {"tp": 3, "dp": -1}, {"tp": "2"}, {"tp": 2.0}, {"fsdp": None}],
+    [
+        {"tp": 0},
+        {"dp": -2},
+        {"dp": -1, "tp": -1},
+        {"tp": 3, "dp": -1},
+        {"tp": "2"},
+        {"tp": 2.0},
+        {"fsdp": None},
+    ],
 )
 def test_impossible_sizes(sizes):
     with pytest.raises(MeshError, match="|".join(f"{axis}[= ]" for axis in sizes)):
@@ -59,8 +67,13 @@ def test_a_mesh_of_no_device_or_of_one_twice_is_refused(devices):
 
 
 TOO_LARGE = {
-    r"needs 16 devices, and there are 8 \(NVIDIA H100\).*\(1, 1, 1, 8\)": {"tp": 16, "devices": gpus(8)},
-    r'before any other JAX operation, or jax.config.update\("jax_num_cpu_devices", 32\)': {"tp": 32},
+    r"needs 16 devices, and there are 8 \(NVIDIA H100\).*\(1, 1, 1, 8\)": {
+        "tp": 16,
+        "devices": gpus(8),
+    },
+    r'before any other JAX operation, or jax.config.update\("jax_num_cpu_devices", 32\)': {
+        "tp": 32
+    },
     r"needs 1000000 devices.*the limit of virtual CPU devices is 1024": {"dp": 1_000_000},
 }
 
@@ -73,7 +86,9 @@ def test_a_mesh_that_is_too_large_says_what_can_be_done():
 
 
 def test_of_many_meshes_some_are_listed_those_of_powers_of_two_first():
-    with pytest.raises(MeshError, match=r"\(dp, fsdp, cp, tp\): \(\d+, \d+, 1, 1\), .*, \.\.\.$") as error:
+    with pytest.raises(
+        MeshError, match=r"\(dp, fsdp, cp, tp\): \(\d+, \d+, 1, 1\), .*, \.\.\.$"
+    ) as error:
         jaxtp.make_mesh(tp=999, devices=gpus(720))
     assert len(str(error.value)) < 400
 
@@ -102,11 +117,14 @@ def test_a_mesh_of_other_axes_is_refused(axes, kind, problem):
 
 def test_what_tp_does_not_divide_is_refused_not_replicated():
     with jax.set_mesh(jaxtp.make_mesh(dp=2, fsdp=2, tp=4)):
-        with pytest.raises(ValueError, match=r"kernel: dim 1 .* is 6, not divisible by tp=4; nearest: 4 or 8"):
+        with pytest.raises(
+            ValueError, match=r"kernel: dim 1 .* is 6, not divisible by tp=4; nearest: 4 or 8"
+        ):
             jaxtp.ColumnParallelLinear(4, 6, rngs=nnx.Rngs(0))
         layer = jaxtp.ColumnParallelLinear(4, 8, rngs=nnx.Rngs(0))
         with pytest.raises(
-            ValueError, match=r"column_parallel_linear: dim 0 .* is 3, not .* dp=2 x fsdp=2; nearest: 4"
+            ValueError,
+            match=r"column_parallel_linear: dim 0 .* is 3, not .* dp=2 x fsdp=2; nearest: 4",
         ):
             layer(np.ones((3, 5, 4)))
 
@@ -119,7 +137,9 @@ def start_jax(monkeypatch):
         config = SimpleNamespace(jax_num_cpu_devices=number)
         config.update = partial(setattr, config)
         distributed = SimpleNamespace(is_initialized=lambda: processes > 1)
-        monkeypatch.setattr("jaxtp.mesh.jax", SimpleNamespace(config=config, distributed=distributed))
+        monkeypatch.setattr(
+            "jaxtp.mesh.jax", SimpleNamespace(config=config, distributed=distributed)
+        )
         monkeypatch.setattr("jaxtp.mesh._numbers_of_devices", set())
         return config
 
@@ -166,9 +186,16 @@ print(jaxtp.make_mesh(fsdp=-1, tp=2).shape["fsdp"])
 
 @pytest.mark.journey
 def test_a_later_mesh_may_be_larger():
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"
+    }
     done = subprocess.run(
-        [sys.executable, "-c", LATER], env=environment, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", LATER],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     assert done.stdout.split() == ["2", "8", "4"]
 

@@ -1,7 +1,7 @@
 """Runs the commands of the README, the recipes and the guides.
 
-Each page runs separately, from its first command to its last, in a folder with the files that it assumes: the
-repository's configurations and scripts, texts, conversations, and tiny models.
+Each page runs separately, from its first command to its last, in a folder with the files that it
+assumes: the repository's configurations and scripts, texts, conversations, and tiny models.
 """
 
 import contextlib
@@ -73,7 +73,13 @@ def blocks(page):
 
 
 def lines_of(page):
-    return [line for kind, text in blocks(page) if kind == "sh" for line in text.splitlines() if line.strip()]
+    return [
+        line
+        for kind, text in blocks(page)
+        if kind == "sh"
+        for line in text.splitlines()
+        if line.strip()
+    ]
 
 
 def value_of(words, name):
@@ -102,7 +108,9 @@ class Reader:
         """The actual step, by run folder and step on the page."""
 
     def prepared(self, words):
-        """Runs `jaxtp prepare`, or copies the dataset that the same command made for another page."""
+        """Runs `jaxtp prepare`, or copies the dataset that the same command made for another
+        page.
+        """
         out = value_of(words, "--out")
         kept = self.library / re.sub(r"\W+", "_", " ".join(words))
         if kept.exists():
@@ -173,14 +181,19 @@ class Reader:
             assert re.search(r"all \d+ equal one device", said)
         if whole and (name == "explain" or (name == "estimate" and "tokens/s" in shown)):
             # The residuals of a step differ between versions of JAX.
-            shown, said = (re.sub(r"saves [\d,]+ bytes", "saves bytes", text) for text in (shown, said))
+            shown, said = (
+                re.sub(r"saves [\d,]+ bytes", "saves bytes", text) for text in (shown, said)
+            )
             missing = set(shown.splitlines()) - {"...", ""} - set(said.splitlines())
             assert not missing, f"the page shows lines that it does not print: {missing}"
 
     def run_script(self, words):
         script, *flags = words
-        if "/" not in script:  # a file of the page; it needs a process of its own, with devices for its mesh
-            done = subprocess.run([sys.executable, script, *flags], capture_output=True, text=True, check=False)
+        # a file of the page; it needs a process of its own, with devices for its mesh
+        if "/" not in script:
+            done = subprocess.run(
+                [sys.executable, script, *flags], capture_output=True, text=True, check=False
+            )
             assert done.returncode == 0, done.stderr
             return
         if "/examples/" in script:
@@ -197,9 +210,14 @@ class Reader:
 def tiny_models(library):
     """Folders in Hugging Face format, with a tokenizer and a chat template."""
     text = library / "text.txt"
-    text.write_text("\n".join(" ".join(words) for words in WORDS) + (ROOT / "README.md").read_text())
+    text.write_text(
+        "\n".join(" ".join(words) for words in WORDS) + (ROOT / "README.md").read_text()
+    )
     data = library / "tokens"
-    assert run_command(["prepare", str(text), str(README), "--train-bpe", "1024", "--out", str(data)]) == 0
+    assert (
+        run_command(["prepare", str(text), str(README), "--train-bpe", "1024", "--out", str(data)])
+        == 0
+    )
     size = read_manifest(data).tokenizer.vocab_size
     for name, recipe in MODELS.items():
         special = from_yaml(TrainConfig, ROOT / f"configs/{recipe}.yaml").model
@@ -226,9 +244,14 @@ def furnish(place, tiny_models):
         for index, words in enumerate(WORDS):
             (place / folder / f"{index}.txt").write_text(" ".join(words))
     said = [" ".join(words) for words in WORDS]
-    chats = [[{"role": "user", "content": line}, {"role": "assistant", "content": "It says so."}] for line in said[:60]]
+    chats = [
+        [{"role": "user", "content": line}, {"role": "assistant", "content": "It says so."}]
+        for line in said[:60]
+    ]
     write_rows(place / "chats.jsonl", [{"messages": messages} for messages in chats])
-    answers = [{"prompt": f"{n} + 1 =", "chosen": f" {n + 1}", "rejected": f" {n}"} for n in range(60)]
+    answers = [
+        {"prompt": f"{n} + 1 =", "chosen": f" {n + 1}", "rejected": f" {n}"} for n in range(60)
+    ]
     write_rows(place / "pairs.jsonl", answers)
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -254,10 +277,19 @@ def test_a_page_can_be_followed(page, library, tiny_models, tmp_path, monkeypatc
             reader.follow(line, below[1] if line is lines[-1] and below[0] == "" else "")
 
 
-CHECKS = sorted({line for page in FOLLOWED for line in lines_of(page) if line.startswith("jaxtp check --config ")})
+CHECKS = sorted(
+    {
+        line
+        for page in FOLLOWED
+        for line in lines_of(page)
+        if line.startswith("jaxtp check --config ")
+    }
+)
 
 
-@pytest.mark.parametrize("line", journeys(CHECKS, *(line for line in CHECKS if line in lines_of(README))))
+@pytest.mark.parametrize(
+    "line", journeys(CHECKS, *(line for line in CHECKS if line in lines_of(README)))
+)
 def test_a_check_of_a_configuration_passes(line, tmp_path, monkeypatch, capsys):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
@@ -269,7 +301,12 @@ def test_a_check_of_a_configuration_passes(line, tmp_path, monkeypatch, capsys):
 @pytest.mark.journey
 @pytest.mark.parametrize(
     "example",
-    [text for page in PAGES for kind, text in blocks(page) if kind == "python" and not FILE.match(text)],
+    [
+        text
+        for page in PAGES
+        for kind, text in blocks(page)
+        if kind == "python" and not FILE.match(text)
+    ],
     ids=lambda text: "",
 )
 def test_an_example_prints_what_it_says(example, capsys):
@@ -283,7 +320,9 @@ def test_an_example_prints_what_it_says(example, capsys):
 def test_what_a_step_moves_is_what_the_page_says_at_a_small_size_too(capsys):
     runpy.run_path(str(ROOT / "scripts/compiled_step.py"))["main"](["--small", "--repeats", "1"])
     traffic, shares, _compiling = capsys.readouterr().out.split("\n\n")[2::2]
-    for *_, budget, explicit, constrained, _ratio in [line.split() for line in traffic.splitlines() if " all " in line]:
+    for *_, budget, explicit, constrained, _ratio in [
+        line.split() for line in traffic.splitlines() if " all " in line
+    ]:
         assert explicit == budget
         assert float(explicit) < float(constrained)
     rows = {line.split("  ")[0]: line.split()[-5:] for line in shares.splitlines()}
@@ -296,7 +335,12 @@ def test_what_a_step_moves_is_what_the_page_says_at_a_small_size_too(capsys):
 def test_tables_are_the_stored_results():
     """Each line of such a table is in the script's raw output."""
     results = {path: path.read_text().splitlines() for path in ROOT.glob("scripts/results/*.txt")}
-    shown = [text.strip().splitlines() for page in PAGES for kind, text in blocks(page) if not kind and text.strip()]
+    shown = [
+        text.strip().splitlines()
+        for page in PAGES
+        for kind, text in blocks(page)
+        if not kind and text.strip()
+    ]
     for path, lines in results.items():
         headers = {line for line in lines if line.startswith("mesh ") and " dp " not in line}
         if not headers:
@@ -309,11 +353,15 @@ def test_tables_are_the_stored_results():
 def test_the_numbers_of_recipes_are_those_of_their_files():
     """The table of recipes agrees with the head of each file."""
     rows = re.findall(
-        r"^\| \[.*?\| \[(\w+\.yaml)\].*?\| [^|]+ \| ([\d.]+) \| ([\d, to]+) \|$", PAGES[1].read_text(), re.M
+        r"^\| \[.*?\| \[(\w+\.yaml)\].*?\| [^|]+ \| ([\d.]+) \| ([\d, to]+) \|$",
+        PAGES[1].read_text(),
+        re.M,
     )
     assert len(rows) == 16
     for file, gigabytes, speed in rows:
-        said = " ".join((ROOT / "configs" / file).read_text().partition("\nrun:")[0].replace("#", "").split())
+        said = " ".join(
+            (ROOT / "configs" / file).read_text().partition("\nrun:")[0].replace("#", "").split()
+        )
         if file == "finetune_llama31_8b.yaml":
             continue  # the row tells of two files
         assert f"{gigabytes} GB on " in said
@@ -328,11 +376,17 @@ def test_the_set_up_commands():
 
 @pytest.mark.journey
 def test_a_script_in_the_folder_that_holds_the_clone_imports_the_package(tmp_path):
-    """`git clone` makes a folder with the package's name, which Python could import as a namespace package."""
+    """`git clone` makes a folder with the package's name, which Python could import as a
+    namespace package.
+    """
     (tmp_path / "jaxtp").symlink_to(ROOT)
     (tmp_path / "mine.py").write_text("import jaxtp\nprint(jaxtp.Decoder.__name__)")
-    done = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stdout == "Decoder\n", f"{done.stderr}\nof an older install? {SET_UP} -e . installs it again"
+    done = subprocess.run(
+        [sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "Decoder\n", (
+        f"{done.stderr}\nof an older install? {SET_UP} -e . installs it again"
+    )
 
 
 def test_every_command_of_the_pages_is_one_that_is_followed():

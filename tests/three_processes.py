@@ -1,6 +1,8 @@
-"""A program that imports JAX once, and forks the three processes of each of several runs, which end in several ways.
+"""A program that imports JAX once, and forks the three processes of each of several runs, which end
+in several ways.
 
-`python three_processes.py FOLDER ENDING...` prints the exit codes of each run; the processes write logs to the folder.
+`python three_processes.py FOLDER ENDING...` prints the exit codes of each run; the processes write
+logs to the folder.
 """
 
 import json
@@ -42,10 +44,16 @@ def forked(ending, me, address, log, go):
     """Starts a process; returns its id."""
     if pid := os.fork():
         return pid
-    os.environ |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": str(me)}
+    os.environ |= {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": "3",
+        "JAX_PROCESS_ID": str(me),
+    }
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    sys.exit(agreement.run_and_report(lambda: entry.attempt("program", lambda: act(ending, me, go))))
+    sys.exit(
+        agreement.run_and_report(lambda: entry.attempt("program", lambda: act(ending, me, go)))
+    )
 
 
 def exit_codes(ending, address, folder):

@@ -1,8 +1,8 @@
 """A gated causal convolution, which the package lacks, with its settings and a model.
 
-It computes `out(silu(gate) * convolution(values))`. One column layer computes gate and values; the convolution mixes
-each feature over earlier positions of its document, and divides by the norm of all features, a sum over tp; `out` is a
-row layer.
+It computes `out(silu(gate) * convolution(values))`. One column layer computes gate and values; the
+convolution mixes each feature over earlier positions of its document, and divides by the norm of
+all features, a sum over tp; `out` is a row layer.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,9 @@ class ConvolutionConfig(BranchConfig):
     def problems(self, sizes):
         yield from super().problems(sizes)
         among = {f"mesh.{TP}": self.conv_features}
-        yield from not_divisible("model.conv_features", self.conv_features, "mesh.tp", sizes[TP], among)
+        yield from not_divisible(
+            "model.conv_features", self.conv_features, "mesh.tp", sizes[TP], among
+        )
 
     def shrink(self, small):
         return {"conv_features": small.size(self.conv_features, 16), **super().shrink(small)}
@@ -53,7 +55,9 @@ class CausalConvolution(nnx.Module):
 
     def __init__(self, config, precision, rngs):
         self.precision = precision
-        taps = 0.1 * jax.random.normal(rngs.params(), (config.conv_width, config.conv_features), precision.param)
+        taps = 0.1 * jax.random.normal(
+            rngs.params(), (config.conv_width, config.conv_features), precision.param
+        )
         self.taps = parameter("taps", taps, P(None, TP))
 
     def __call__(self, values_BTF, segments_BT=None):
@@ -70,7 +74,9 @@ class CausalConvolution(nnx.Module):
         features = token_spec(TP)
         in_specs = (specs, features, LAYER_SPEC, new.specs)
         out_specs = (features, LAYER_SPEC)
-        return device_view(self._decode, CONVOLUTION, in_specs, out_specs)(weights, values_BTF, cache, new)
+        return device_view(self._decode, CONVOLUTION, in_specs, out_specs)(
+            weights, values_BTF, cache, new
+        )
 
     def _convolve(self, weights, values, segments=None):
         length = values.shape[1]
@@ -82,7 +88,9 @@ class CausalConvolution(nnx.Module):
         cache = new.write(cache, values[..., None])
         rows = jnp.arange(cache.shape[0])[:, None] if new.rows is None else new.rows
         before = lambda k: cache.at[rows, :, new.positions - k, 0].get(mode="clip")
-        return self._sum(weights, lambda k: jnp.where(new.positions[..., None] >= k, before(k), 0)), cache
+        return self._sum(
+            weights, lambda k: jnp.where(new.positions[..., None] >= k, before(k), 0)
+        ), cache
 
     def _sum(self, weights, before):
         taps = self.precision.load(weights["taps"], None)
@@ -94,13 +102,16 @@ class CausalConvolution(nnx.Module):
 
 
 class GatedConvolution(Branch):
-    """The branch. It reads earlier positions on its own device only, so it does not declare `over_cp`, and cp refuses a
-    model with it."""
+    """The branch. It reads earlier positions on its own device only, so it does not declare
+    `over_cp`, and cp refuses a model with it.
+    """
 
     def __init__(self, d_model, config, context, *, rngs):
         self.config = config
         self.precision = context.precision
-        self.enter = ColumnParallelLinear(d_model, (config.conv_features, config.conv_features), context, rngs=rngs)
+        self.enter = ColumnParallelLinear(
+            d_model, (config.conv_features, config.conv_features), context, rngs=rngs
+        )
         self.convolution = CausalConvolution(config, self.precision, rngs)
         self.out = RowParallelLinear(config.conv_features, d_model, context, rngs=rngs)
 
@@ -131,7 +142,10 @@ class ToyModel(jaxtp.ModelConfig, ToyBlock):
 
     def branches(self, block, rngs):
         layers = {"convolution": self.layer, "mlp": MLP}
-        return {name: layer(self.d_model, block, self.layer_context, rngs=rngs) for name, layer in layers.items()}
+        return {
+            name: layer(self.d_model, block, self.layer_context, rngs=rngs)
+            for name, layer in layers.items()
+        }
 
 
 class LocallyNormed(CausalConvolution):

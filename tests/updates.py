@@ -17,7 +17,8 @@ def shifted(labels):
 
 
 def updated(folder, mesh, batches, eps):
-    """Returns the model after one update per batch at a constant rate, and the loss and gradient norm of each.
+    """Returns the model after one update per batch at a constant rate, and the loss and gradient
+    norm of each.
 
     Nothing balances experts.
     """
@@ -29,7 +30,8 @@ def updated(folder, mesh, batches, eps):
     state["model"] = nnx.state(model)
     loop = LoopConfig(steps=len(batches), balance_loss=0, selection_bias_rate=0)
     step = make_train_step(TrainConfig(optimizer=settings, train=loop), blueprint)
-    losses, norms = [], []
+    losses = []
+    norms = []
     with jax.set_mesh(mesh):
         for ids in batches:
             state, scalars = step(state, {"inputs": ids.astype(np.int32), "labels": shifted(ids)})

@@ -24,7 +24,14 @@ from jaxtp.train.step import make_train_step
 B = 8
 T = 16
 MODEL = jaxtp.ModelConfig(
-    vocab_size=61, d_model=32, num_layers=1, num_heads=8, num_kv_heads=2, head_dim=8, d_ff=64, loss_chunk=8
+    vocab_size=61,
+    d_model=32,
+    num_layers=1,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=8,
+    d_ff=64,
+    loss_chunk=8,
 )
 QUICK = {"xla_backend_optimization_level": 0}
 
@@ -51,7 +58,14 @@ def audited(name, mesh, split):
     plan = plan_state(model, optimizers.build(OptimizerConfig(), 10), mesh)
     step = make_train_step(TrainConfig(), plan)
     budget = step_costs(model, mesh_sizes(mesh), batch_size=B, sequence_length=T).budget
-    return audit(step, plan.sharded, abstract_batch(mesh, B, T), mesh=mesh, budget=budget, compiler_options=QUICK)
+    return audit(
+        step,
+        plan.sharded,
+        abstract_batch(mesh, B, T),
+        mesh=mesh,
+        budget=budget,
+        compiler_options=QUICK,
+    )
 
 
 FIRST = ("large vocabulary", (1, 2, 2), True)
@@ -76,8 +90,12 @@ def test_the_compiler_adds_nothing_but_scalars(step):
 
 def test_the_text_says_what_the_jaxpr_says():
     found = audited(*FIRST)
-    assert bytes_by_place(found.realised - found.added) == pytest.approx(bytes_by_place(found.written))
-    assert {"all-to-all", "all-gather", "reduce-scatter", "all-reduce"} <= {c.kind for c in found.realised}
+    assert bytes_by_place(found.realised - found.added) == pytest.approx(
+        bytes_by_place(found.written)
+    )
+    assert {"all-to-all", "all-gather", "reduce-scatter", "all-reduce"} <= {
+        c.kind for c in found.realised
+    }
 
 
 def test_the_tables_name_everything():
@@ -85,8 +103,15 @@ def test_the_tables_name_everything():
     text = str(found)
     assert all(holding.name in text for holding in found.holdings)
     kernel = next(h for h in found.holdings if h.name == "model.blocks.mlp.down.kernel")
-    assert (kernel.shape, kernel.shard, kernel.bytes_per_device) == ((1, 64, 32), (1, 32, 16), 32 * 16 * 4)
-    assert all(word in text for word in ("P(None, 'tp', ('fsdp', 'cp'))", "mlp/row_parallel_linear", "the compiler"))
+    assert (kernel.shape, kernel.shard, kernel.bytes_per_device) == (
+        (1, 64, 32),
+        (1, 32, 16),
+        32 * 16 * 4,
+    )
+    assert all(
+        word in text
+        for word in ("P(None, 'tp', ('fsdp', 'cp'))", "mlp/row_parallel_linear", "the compiler")
+    )
 
 
 class Dense(nnx.Module):
@@ -100,7 +125,9 @@ class Dense(nnx.Module):
 
 
 def audit_dense(step, spec, *, held_as=None, out=None):
-    """Audits a step of an abstract `Dense` that declares `spec`, and is held as `held_as`, else as it declares."""
+    """Audits a step of an abstract `Dense` that declares `spec`, and is held as `held_as`, else
+    as it declares.
+    """
     mesh = jaxtp.make_mesh(fsdp=2, tp=4)
     graph, state = nnx.split(nnx.eval_shape(Dense))
     if spec is not None:
@@ -129,7 +156,9 @@ SPLIT = P("fsdp", "tp")
 def test_a_parameter_that_declares_nothing():
     found = audit_dense(update, None, held_as=P())
     (problem,) = of_replication(found, 1024)
-    assert problem.startswith("kernel 64x64 is replicated over fsdp and tp, each device holds 16,384 of its")
+    assert problem.startswith(
+        "kernel 64x64 is replicated over fsdp and tp, each device holds 16,384 of its"
+    )
     assert problem.endswith("16,384 bytes: no spec declared")
     assert not of_replication(found, 2**20)
 
@@ -162,11 +191,16 @@ def test_a_written_gather_of_a_weight_over_tp():
 def test_a_gather_in_a_loop_that_data_end_is_reported_until_it_is_allowed():
     def step(graph, state, x):
         with jax.named_scope("settle"):
-            return jax.lax.while_loop(lambda x: x.sum() > 0.0, lambda x: x @ state["kernel"][...] - 1, x)
+            return jax.lax.while_loop(
+                lambda x: x.sum() > 0.0, lambda x: x @ state["kernel"][...] - 1, x
+            )
 
     found = audit_dense(step, SPLIT)
     problems = found.problems()
-    assert any("all-gather of float32" in p and "over fsdp" in p and "the compiler added it" in p for p in problems)
+    assert any(
+        "all-gather of float32" in p and "over fsdp" in p and "the compiler added it" in p
+        for p in problems
+    )
     unknown = [p for p in problems if "that may turn any number of times" in p]
     assert any("over fsdp" in p for p in unknown)
     assert all('uncounted=("settle",) allows it' in p for p in unknown)
@@ -177,20 +211,33 @@ def test_a_gather_in_a_loop_that_data_end_is_reported_until_it_is_allowed():
 
 def test_a_budget_is_kept_where_there_is_one():
     problems = dataclasses.replace(audited(*FIRST), budget={}).problems()
-    assert any("mlp/row_parallel_linear sends" in p and "over tp; its budget is 0" in p for p in problems)
+    assert any(
+        "mlp/row_parallel_linear sends" in p and "over tp; its budget is 0" in p for p in problems
+    )
     assert dataclasses.replace(audited(*FIRST), budget=None).problems() == []
 
 
 def test_any_pytree_of_arrays_and_keys_is_a_state():
-    arrays = {"w": jnp.ones((8, 8)), "moments": (jnp.ones((8, 8)), jnp.zeros(())), "key": jax.random.key(0)}
-    found = audit(jax.jit(lambda state: state), arrays, mesh=jaxtp.make_mesh(tp=4), compiler_options=QUICK)
+    arrays = {
+        "w": jnp.ones((8, 8)),
+        "moments": (jnp.ones((8, 8)), jnp.zeros(())),
+        "key": jax.random.key(0),
+    }
+    found = audit(
+        jax.jit(lambda state: state), arrays, mesh=jaxtp.make_mesh(tp=4), compiler_options=QUICK
+    )
     assert {h.declared for h in found.holdings} == {None}
     sizes = {"w": 256, "moments.0": 256, "moments.1": 4, "key": arrays["key"].dtype.itemsize}
     assert {h.name: h.bytes for h in found.holdings} == sizes
 
 
 @pytest.mark.parametrize(
-    ("step", "state"), [(lambda state: state, {"w": 1.0}), (jax.jit(lambda state: state), {}), (jax.jit(abs), Dense())]
+    ("step", "state"),
+    [
+        (lambda state: state, {"w": 1.0}),
+        (jax.jit(lambda state: state), {}),
+        (jax.jit(abs), Dense()),
+    ],
 )
 def test_what_cannot_be_audited_is_said(step, state):
     with pytest.raises(TypeError, match=r"nnx\.split"):

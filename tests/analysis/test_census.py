@@ -32,7 +32,9 @@ def moved(x):
 
 
 def test_scan_counts_every_turn():
-    found = collectives_of(lambda x: jax.lax.scan(lambda carry, _: (moved(carry), None), x, length=5)[0])
+    found = collectives_of(
+        lambda x: jax.lax.scan(lambda carry, _: (moved(carry), None), x, length=5)[0]
+    )
     ((collective, times),) = found.items()
     assert (collective.kind, collective.shape, times) == ("all-reduce", (2,), 5)
     assert collective.bytes_sent == 2 * 3 / 4 * 2 * 4
@@ -55,7 +57,9 @@ UNCOUNTED = [
 
 def counts_of_loop(goes_on, step, first):
     return counts_of(
-        lambda x: jax.lax.while_loop(lambda c: goes_on(c[0]), lambda c: (c[0] + step, moved(c[1])), (first, x))[1]
+        lambda x: jax.lax.while_loop(
+            lambda c: goes_on(c[0]), lambda c: (c[0] + step, moved(c[1])), (first, x)
+        )[1]
     )
 
 
@@ -77,23 +81,29 @@ def test_a_loop_that_rarely_runs_counts_nothing():
             return jax.lax.fori_loop(0, n, lambda _, x: jnp.sin(moved(x)), x)
 
     assert counts_of(partial(loop, scope=RARELY), jnp.int32(3)) == {("all-reduce", ""): 0}
-    assert counts_of(partial(loop, scope="rarely"), jnp.int32(3)) == {("all-reduce", "a turn"): 1}, "a user's name"
+    assert counts_of(partial(loop, scope="rarely"), jnp.int32(3)) == {
+        ("all-reduce", "a turn"): 1
+    }, "a user's name"
     for scope, wave, turns in ((RARELY, "sine", {0}), ("rarely", "cosine", {1})):
-        module, entry = parse_module(jax.jit(partial(loop_alone, scope)).lower(jnp.ones(2), 3).compile().as_text())
+        module, entry = parse_module(
+            jax.jit(partial(loop_alone, scope)).lower(jnp.ones(2), 3).compile().as_text()
+        )
         assert {times for _, one, _, times, _ in walk(module, entry) if one.opcode == wave} == turns
 
 
 def loop_alone(scope, x, n):
     """Programs differ in more than their names: the compilation cache ignores these."""
     with jax.named_scope(scope):
-        return jax.lax.fori_loop(0, n, lambda _, x: jnp.sin(x) if scope == RARELY else jnp.cos(x), x)
+        return jax.lax.fori_loop(
+            0, n, lambda _, x: jnp.sin(x) if scope == RARELY else jnp.cos(x), x
+        )
 
 
 def test_a_condition_runs_once_more_than_its_loop():
     going = lambda c: (c[0] < 3) & (jax.lax.psum(c[1][0], "tp") > 0)
-    assert counts_of(lambda x: jax.lax.while_loop(going, lambda c: (c[0] + 1, c[1]), (0, x))[1]) == {
-        ("all-reduce", "a turn"): 1
-    }
+    assert counts_of(
+        lambda x: jax.lax.while_loop(going, lambda c: (c[0] + 1, c[1]), (0, x))[1]
+    ) == {("all-reduce", "a turn"): 1}
 
 
 def test_branches_count_as_what_they_move_at_most():
@@ -118,14 +128,18 @@ MODULES = {
 
 
 def test_module_is_the_scope_without_plumbing():
-    assert {scope: Collective("all-reduce", ("tp",), 4, 8, scope).module for scope in MODULES} == MODULES
+    assert {
+        scope: Collective("all-reduce", ("tp",), 4, 8, scope).module for scope in MODULES
+    } == MODULES
 
 
 def test_axes_of_one_device_are_left_out():
     mesh = jaxtp.make_mesh(fsdp=2, tp=2)
     with jax.set_mesh(mesh):
         run = jax.shard_map(
-            lambda x: jax.lax.psum(x, ("tp", "dp", "fsdp")), in_specs=P(("dp", "fsdp", "tp")), out_specs=P()
+            lambda x: jax.lax.psum(x, ("tp", "dp", "fsdp")),
+            in_specs=P(("dp", "fsdp", "tp")),
+            out_specs=P(),
         )
         counts = count_collectives(jax.make_jaxpr(run)(jnp.ones(8)), mesh_sizes(mesh))
     assert [(c.axes, c.group) for c in counts] == [(("fsdp", "tp"), 4)]

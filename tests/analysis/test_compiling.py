@@ -57,7 +57,8 @@ def test_the_text_is_kept_by_the_program_and_its_options(cache):
     cases = [(2.0, None), (2.0, None), (3.0, None), (2.0, {"xla_backend_optimization_level": 0})]
     programs = [Watched(lowered(factor)) for factor, _ in cases]
     (again, first), (compiled, second), (_, other), (_, less) = (
-        compile_with_spmd_text(program, options) for program, (_, options) in zip(programs, cases, strict=True)
+        compile_with_spmd_text(program, options)
+        for program, (_, options) in zip(programs, cases, strict=True)
     )
     assert [program.compiled for program in programs] == [1, 0, 1, 1], "the second is the first"
     assert "all-reduce" in first

@@ -6,7 +6,17 @@ import pytest
 import yaml
 from tables import raised_by, read_table
 
-from jaxtp.analysis.hardware import NEEDED, RANGES, TABLE, find, link_of, of_kind, parse, read, require_matmul
+from jaxtp.analysis.hardware import (
+    NEEDED,
+    RANGES,
+    TABLE,
+    find,
+    link_of,
+    of_kind,
+    parse,
+    read,
+    require_matmul,
+)
 from jaxtp.config.schema import ConfigError
 
 DATA = read_table(__file__)
@@ -26,7 +36,9 @@ def test_every_row_is_whole_and_plausible(hardware):
 
 def test_each_kind_has_its_own_peak():
     expected = DATA["tflops"]
-    assert {kind: of_kind(kind).flops / 1e12 for kind in expected} == pytest.approx(expected, rel=1e-3)
+    assert {kind: of_kind(kind).flops / 1e12 for kind in expected} == pytest.approx(
+        expected, rel=1e-3
+    )
 
 
 def test_a_kind_that_is_not_in_the_table_is_not_taken_for_a_near_one():
@@ -39,8 +51,13 @@ def test_float8_is_where_data_sheets_have_it(tmp_path):
     assert [name for name, one in TABLE.items() if one.peak("mxfp8")] == ["b200", "gb200"]
     for matmul in ("compute", "float8"):
         require_matmul(TABLE["h100"], matmul)
-    for name, matmul, works in (("a100", "float8", "compute"), ("h100", "mxfp8", "float8 or compute")):
-        with pytest.raises(ConfigError, match=f"{matmul}: {name} has .*matmul {works} works.*gb200"):
+    for name, matmul, works in (
+        ("a100", "float8", "compute"),
+        ("h100", "mxfp8", "float8 or compute"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"{matmul}: {name} has .*matmul {works} works.*gb200"
+        ):
             require_matmul(TABLE[name], matmul)
     file = tmp_path / "mine.yaml"
     file.write_text(DATA["whole"])

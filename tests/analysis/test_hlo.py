@@ -34,8 +34,10 @@ GROUPS = {
     "replica_groups=[1,8]<=[8]": "fsdp tp 8",
     "replica_groups=mesh['fsdp'=2,'tp'=4] {'tp'}": "tp 4",
     "replica_groups=mesh['dp'=1,'fsdp'=2,'tp'=4] {'dp','fsdp'}": "fsdp 2",
-    "replica_groups=mesh['axis_0'=1,'axis_1'=4,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_2'}": "fsdp 2",
-    "replica_groups=mesh['axis_0'=1,'axis_1'=4,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_1'}": "tp 4",
+    "replica_groups=mesh['axis_0'=1,'axis_1'=4,'axis_2'=2], device_ids=([2,4]T(1,0)) "
+    "{'axis_2'}": "fsdp 2",
+    "replica_groups=mesh['axis_0'=1,'axis_1'=4,'axis_2'=2], device_ids=([2,4]T(1,0)) "
+    "{'axis_1'}": "tp 4",
     "replica_groups={}": "fsdp tp 8",
     "replica_groups={{0,1},{2,3},{4,5},{6,7}}": "tp 2",  # a part of an axis
 }
@@ -46,7 +48,9 @@ PERMUTATIONS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "spelled"), [("all-reduce", GROUPS), ("collective-permute", PERMUTATIONS)])
+@pytest.mark.parametrize(
+    ("kind", "spelled"), [("all-reduce", GROUPS), ("collective-permute", PERMUTATIONS)]
+)
 def test_axes_are_recovered_from_device_ids(kind, spelled):
     found = {}
     for attributes in spelled:
@@ -64,20 +68,25 @@ def test_what_moves():
 
 
 def test_reduce_scatter_counts_its_operand():
-    text = module("replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={1}", "reduce-scatter", "bf16[8,1]{1,0}")
+    text = module(
+        "replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={1}", "reduce-scatter", "bf16[8,1]{1,0}"
+    )
     collective, _ = only(text)
     assert (collective.shape, collective.dtype) == ((8, 4), "bfloat16")
 
 
 def test_every_array_of_a_tuple_counts():
     counts = count_collectives_in_hlo(
-        module("replica_groups={{0,1,2,3},{4,5,6,7}}", shape="(f32[8,4]{1,0}, /*index=1*/s32[])"), SIZES
+        module("replica_groups={{0,1,2,3},{4,5,6,7}}", shape="(f32[8,4]{1,0}, /*index=1*/s32[])"),
+        SIZES,
     )
     assert {(c.shape, c.dtype) for c in counts} == {((8, 4), "float32"), ((), "int32")}
 
 
 def test_groups_of_one_device_are_nothing():
-    assert not count_collectives_in_hlo(module("replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}"), SIZES)
+    assert not count_collectives_in_hlo(
+        module("replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}"), SIZES
+    )
 
 
 LOOP = """HloModule jit_step
@@ -148,12 +157,16 @@ def test_a_loop_without_a_counter_has_no_count(old, new):
 
 
 def test_a_condition_runs_once_more_than_its_loop():
-    text = LOOP.replace("  ROOT %lt", "  %c = f32[4]{0} call(%x.9), to_apply=%layer\n  ROOT %lt").replace("KNOWN", "")
+    text = LOOP.replace(
+        "  ROOT %lt", "  %c = f32[4]{0} call(%x.9), to_apply=%layer\n  ROOT %lt"
+    ).replace("KNOWN", "")
     assert sum(count_collectives_in_hlo(text, SIZES).values()) == 5 + 6
 
 
 def test_a_branch_counts_as_what_it_moves_at_most():
-    text = LOOP.replace("call(%x), to_apply=%layer", "conditional(%q, %x, %x), branch_computations={%layer, %layer}")
+    text = LOOP.replace(
+        "call(%x), to_apply=%layer", "conditional(%q, %x, %x), branch_computations={%layer, %layer}"
+    )
     collective, times = only(text.replace("KNOWN", ""))
     assert (times, collective.counted) == (10, "at most")
 
@@ -231,12 +244,21 @@ metadata={{op_name="{LAYER}/dot_general"}}
 
 
 def test_products_that_are_not_in_float8_as_asked_for_are_named_by_layer():
-    assert read_float8(COMPILED) == (3, {"input gradient of mlp/row_parallel_linear (f16 x f16)": 1})
+    assert read_float8(COMPILED) == (
+        3,
+        {"input gradient of mlp/row_parallel_linear (f16 x f16)": 1},
+    )
     assert count_flops_in_hlo(COMPILED) == 5 * 2 * 8 * 2 * 4
 
 
-TRITON = 'custom_call_target="__gpu$xla.gpu.triton", backend_config={ir = "\\00dot\\00", name = "NAME", num_stages = 2}'
-MASKED = 'custom_call_target="__cudnn$NAME", backend_config={"cudnn_fmha_backend_config": {"mask_type": "CAUSAL"}}'
+TRITON = (
+    'custom_call_target="__gpu$xla.gpu.triton", backend_config={ir = "\\00dot\\00", name = '
+    '"NAME", num_stages = 2}'
+)
+MASKED = (
+    'custom_call_target="__cudnn$NAME", backend_config={"cudnn_fmha_backend_config": '
+    '{"mask_type": "CAUSAL"}}'
+)
 ONE = 2 * (3 * 64 * 8) * 16 * 32
 """FLOPs of a product of causal attention: half of the pairs."""
 

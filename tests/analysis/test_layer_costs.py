@@ -1,4 +1,6 @@
-"""Formulas of costs, against the choices of layers that depend on them and against traced programs."""
+"""Formulas of costs, against the choices of layers that depend on them and against traced
+programs.
+"""
 
 import dataclasses
 import math
@@ -12,14 +14,24 @@ from hypothesis import strategies as st
 from support import sweep
 
 import jaxtp
-from jaxtp.analysis.layer_costs import Workload, collectives_of, context_costs, has_formulas, lookup_costs
+from jaxtp.analysis.layer_costs import (
+    Workload,
+    collectives_of,
+    context_costs,
+    has_formulas,
+    lookup_costs,
+)
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.layers.context import ContextAttention
 from jaxtp.mesh import mesh_shape
 
 
 def bytes_sent(costs, work):
-    return sum(one.count * one.collective.bytes_sent for cost in costs for one in collectives_of(cost, work))
+    return sum(
+        one.count * one.collective.bytes_sent
+        for cost in costs
+        for one in collectives_of(cost, work)
+    )
 
 
 DTYPES = st.sampled_from(["float32", "bfloat16"])
@@ -27,7 +39,9 @@ DTYPES = st.sampled_from(["float32", "bfloat16"])
 
 @settings(max_examples=100)
 @given(
-    sizes=st.fixed_dictionaries({"dp": st.just(2), **dict.fromkeys(("fsdp", "cp", "tp"), st.integers(1, 16))}),
+    sizes=st.fixed_dictionaries(
+        {"dp": st.just(2), **dict.fromkeys(("fsdp", "cp", "tp"), st.integers(1, 16))}
+    ),
     rows=st.integers(1, 8),
     length=st.integers(1, 64),
     vocab_size=st.integers(1, 1000),
@@ -36,9 +50,13 @@ DTYPES = st.sampled_from(["float32", "bfloat16"])
     split=st.sampled_from([None, False]),
 )
 def test_the_cheaper_way_is_chosen(sizes, rows, length, vocab_size, features, precision, split):
-    embedding = SimpleNamespace(vocab_size=vocab_size, features=features, precision=precision, sequence_parallel=split)
+    embedding = SimpleNamespace(
+        vocab_size=vocab_size, features=features, precision=precision, sequence_parallel=split
+    )
     shape = Workload(sizes=sizes, rows=rows, length=length * sizes["cp"])
-    gathered, exchanged = (bytes_sent(lookup_costs(embedding, shape, exchanges=way), shape) for way in (False, True))
+    gathered, exchanged = (
+        bytes_sent(lookup_costs(embedding, shape, exchanges=way), shape) for way in (False, True)
+    )
     if not math.isclose(gathered, exchanged):  # sums of equal terms in another order
         assert jaxtp.VocabParallelEmbedding.exchanges(embedding, shape) == (exchanged < gathered)
 
@@ -52,10 +70,14 @@ def test_the_cheaper_way_is_chosen(sizes, rows, length, vocab_size, features, pr
     window=st.one_of(st.none(), st.integers(1, 2048)),
     zigzag=st.booleans(),
 )
-def test_the_method_of_attention_that_moves_less_is_chosen(cp, queries, keys, chunk, window, zigzag):
+def test_the_method_of_attention_that_moves_less_is_chosen(
+    cp, queries, keys, chunk, window, zigzag
+):
     attention = ContextAttention(queries=queries * cp, keys=keys, window=window)
     shape = Workload(sizes=mesh_shape(cp=cp), rows=3, length=2 * cp * chunk, zigzag=zigzag)
-    ulysses, gather = (bytes_sent(context_costs(attention, way, 2, shape), shape) for way in ("ulysses", "gather"))
+    ulysses, gather = (
+        bytes_sent(context_costs(attention, way, 2, shape), shape) for way in ("ulysses", "gather")
+    )
     method, why = attention.method(shape)
     assert method == ("ulysses" if ulysses <= gather else "gather")
     if cp > 1:
@@ -143,7 +165,9 @@ def test_formulas_are_not_inherited_by_another_forward_pass():
         assert {has_formulas(branch) for _, branch, *_ in block.branches()} == {expected}
 
 
-KERNELS = dataclasses.replace(MODEL, d_model=128, head_dim=64, attention_bias=False, qk_norm="none", attention="fused")
+KERNELS = dataclasses.replace(
+    MODEL, d_model=128, head_dim=64, attention_bias=False, qk_norm="none", attention="fused"
+)
 EXPERTS = {"d_ff": 64, "num_experts": 4, "experts_per_token": 2}
 OF_KERNELS = {
     "attention": {"remat": "full"},

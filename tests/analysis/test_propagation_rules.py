@@ -1,4 +1,6 @@
-"""What a split dim passes through: each part of the result is computed from the parts of the operands."""
+"""What a split dim passes through: each part of the result is computed from the parts of the
+operands.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +58,10 @@ PASSES = [
     (lambda x: jnp.flip(x, 1), SPLIT),
     (lambda x: x[:, jnp.array([3, 1])], SPLIT),
     (lambda x: jnp.take(x, jnp.array([[3, 1]]), axis=0), SPLIT),
-    (lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 1), (1, 2, 1), "VALID"), SPLIT),
+    (
+        lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 1), (1, 2, 1), "VALID"),
+        SPLIT,
+    ),
     (lambda x, y: x * y, (2, 2)),
     (lambda x, y: jnp.einsum("bsk,btk->kst", x, y), (2, 2)),
     (lambda x, y: jnp.einsum("bsk,bsj->bkj", x, y), (None, 2)),
@@ -91,7 +96,9 @@ BLOCKED = {
     "sums over the split dim": lambda x: x @ X[0].T,
     "another dim|merged": lambda x: x * x.transpose(2, 1, 0).reshape(4, 6, 8),
     "gather, which needs all": lambda x: jnp.asarray(X[0])[x[0, 0].astype(int)],
-    "reduce_window": lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 1, 2), (1, 1, 2), "VALID"),
+    "reduce_window": lambda x: jax.lax.reduce_window(
+        x, 0.0, jax.lax.add, (1, 1, 2), (1, 1, 2), "VALID"
+    ),
 }
 
 

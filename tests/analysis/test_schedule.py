@@ -10,7 +10,10 @@ SIZES = {"dp": 1, "fsdp": 2, "tp": 4}
 TP = "replica_groups={{0,1,2,3},{4,5,6,7}}"
 FSDP = "replica_groups={{0,4},{1,5},{2,6},{3,7}}"
 LOOP = 'condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}'
-KERNEL = 'custom-call(%x), custom_call_target="__gpu$xla.gpu.triton", backend_config={ir = "ML\\EFR\\00func\\00"}'
+KERNEL = (
+    'custom-call(%x), custom_call_target="__gpu$xla.gpu.triton", backend_config={ir = '
+    '"ML\\EFR\\00func\\00"}'
+)
 BOTH = "(bf16[8,4]{1,0}, /*index=1*/bf16[8]{0})"
 TEXT = f"""HloModule jit_step, is_scheduled=true
 
@@ -67,7 +70,16 @@ def test_everything_that_moves_is_there_with_what_is_computed_beside_it():
     found = read_schedule(TEXT, SIZES)
     assert list(found) == sorted(found, key=lambda one: -one.bytes), "the most bytes come first"
     assert set(found) == {
-        Scheduled("all-gather", ("tp",), 4, gathers, count=6, overlapped=3, computing=6, hidden_bytes=beside_a_product),
+        Scheduled(
+            "all-gather",
+            ("tp",),
+            4,
+            gathers,
+            count=6,
+            overlapped=3,
+            computing=6,
+            hidden_bytes=beside_a_product,
+        ),
         Scheduled("reduce-scatter", ("fsdp",), 2, 4 * 8 * 4, count=1, overlapped=1, computing=1),
         Scheduled("all-reduce", ("fsdp", "tp"), 8, 20, count=1, overlapped=0, computing=0),
         Scheduled("all-reduce", ("tp",), 4, 64, count=1, overlapped=0, computing=0),
@@ -76,10 +88,20 @@ def test_everything_that_moves_is_there_with_what_is_computed_beside_it():
 
 def test_groups_of_different_sizes_along_an_axis_are_kept_apart():
     """A ring of 2 sends half of a message, one of 4 three quarters."""
-    pairs = TEXT.replace(f"all-reduce(%r), {TP}", "all-reduce(%r), replica_groups={{0,1},{2,3},{4,5},{6,7}}")
-    more = pairs.replace("  ROOT %whole", f"  %four = f32[16]{{0}} all-reduce(%r), {TP}, to_apply=%sum\n  ROOT %whole")
-    found = [one for one in read_schedule(more, SIZES) if (one.kind, one.axes) == ("all-reduce", ("tp",))]
-    assert {one.group: (one.count, one.bytes, one.bytes_sent) for one in found} == {2: (1, 64, 64), 4: (1, 64, 96)}
+    pairs = TEXT.replace(
+        f"all-reduce(%r), {TP}", "all-reduce(%r), replica_groups={{0,1},{2,3},{4,5},{6,7}}"
+    )
+    more = pairs.replace(
+        "  ROOT %whole",
+        f"  %four = f32[16]{{0}} all-reduce(%r), {TP}, to_apply=%sum\n  ROOT %whole",
+    )
+    found = [
+        one for one in read_schedule(more, SIZES) if (one.kind, one.axes) == ("all-reduce", ("tp",))
+    ]
+    assert {one.group: (one.count, one.bytes, one.bytes_sent) for one in found} == {
+        2: (1, 64, 64),
+        4: (1, 64, 96),
+    }
     assert {Scheduled(**one.record()) for one in found} == set(found)
 
 
@@ -166,7 +188,10 @@ def test_kernels_are_counted_by_the_part_of_the_step():
         "collectives": {"kernels": 1, "other_bytes": 4 * (8 + 16)},
     }
     parts = read_parts(PARTS_TEXT)
-    found = {name: {key: amount for key, amount in part.items() if amount} for name, part in parts.items()}
+    found = {
+        name: {key: amount for key, amount in part.items() if amount}
+        for name, part in parts.items()
+    }
     assert {name: part for name, part in found.items() if part} == expected
     in_float8 = read_parts(PARTS_TEXT.replace("bf16", "f8e5m2"))["MLP"]
     assert (in_float8["flops"], in_float8["flops_16"]) == (flops, flops / 2)
@@ -183,7 +208,8 @@ def test_kernels_are_counted_by_the_part_of_the_step():
 
 def test_asynchronous_kernels_read_and_write_what_others_do():
     """A fusion that updates a slice of a stack, and a copy, as XLA of jax 0.12 starts them."""
-    stack, copy = "f32[3,8,2]{2,1,0}", "  %copied.1 = f32[8]{0} copy(%p)\n  %gather-start"
+    stack = "f32[3,8,2]{2,1,0}"
+    copy = "  %copied.1 = f32[8]{0} copy(%p)\n  %gather-start"
     plain = PARTS_TEXT.replace("  %gather-start", copy)
     started = f"(({stack}, f32[8,2]{{1,0}}, s32[]), {stack}, u32[]) fusion-start(%saved"
     more = plain.replace(f"%more = {stack} fusion(%saved", f"%more-start = {started}")
@@ -198,8 +224,11 @@ def test_the_flops_and_bytes_of_a_compiled_program():
         with jax.named_scope("mlp"):
             return jnp.tanh(x @ w), None
 
-    x, w = jnp.ones((8, 16)), jnp.ones((3, 16, 16))
-    parts = read_parts(jax.jit(lambda x, w: jax.lax.scan(layer, x, w)[0]).lower(x, w).compile().as_text())
+    x = jnp.ones((8, 16))
+    w = jnp.ones((3, 16, 16))
+    parts = read_parts(
+        jax.jit(lambda x, w: jax.lax.scan(layer, x, w)[0]).lower(x, w).compile().as_text()
+    )
     assert parts["MLP"]["flops"] == 3 * 2 * 8 * 16 * 16
     moved = parts["MLP"]["product_bytes"] + parts["MLP"]["other_bytes"]
     assert moved >= 3 * 4 * (2 * 8 * 16 + 16 * 16)

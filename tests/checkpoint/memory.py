@@ -1,4 +1,6 @@
-"""Saves or restores a state in a process of its own; prints the growth at the peak of a restore, per byte read."""
+"""Saves or restores a state in a process of its own; prints the growth at the peak of a restore,
+per byte read.
+"""
 
 import sys
 from pathlib import Path
@@ -17,7 +19,8 @@ from jaxtp.checkpoint import storage
 from jaxtp.checkpoint.checksum import Sums
 from jaxtp.checkpoint.manager import Checkpoints
 
-ARRAYS, ELEMENTS = 24, 2**22
+ARRAYS = 24
+ELEMENTS = 2**22
 """Arrays of 16 MiB, each in four parts."""
 
 
@@ -37,9 +40,14 @@ def restore(folder, mesh):
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
     Sums({"x": jax.device_put(np.ones(ELEMENTS, np.float32), sharding)})  # compiles
     there = storage.read_metadata(folder / "1")
-    target = {name: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding) for name, each in there.items()}
+    target = {
+        name: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding)
+        for name, each in there.items()
+    }
     before = resident("VmRSS")
-    jax.block_until_ready(storage.read_verified(folder / "1", target, storage.read_info(folder / "1")))
+    jax.block_until_ready(
+        storage.read_verified(folder / "1", target, storage.read_info(folder / "1"))
+    )
     print((resident("VmHWM") - before) / (ARRAYS * ELEMENTS * 4))
 
 

@@ -1,6 +1,8 @@
-"""What one of several processes does in tests/checkpoint/test_processes.py: `python processes.py SCENARIO FOLDER`.
+"""What one of several processes does in tests/checkpoint/test_processes.py:
+`python processes.py SCENARIO FOLDER`.
 
-Each scenario raises where something is not as it should be; who started the processes sees their exit codes.
+Each scenario raises where something is not as it should be; who started the processes sees their
+exit codes.
 """
 
 import contextlib
@@ -32,26 +34,36 @@ from jaxtp.train import optimizer
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import plan_state
 
-MODEL = jaxtp.ModelConfig(vocab_size=19, d_model=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=96)
-"""Each device has kilobytes of each matrix: what is smaller Orbax keeps in the files of process 0 alone."""
+MODEL = jaxtp.ModelConfig(
+    vocab_size=19, d_model=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=96
+)
+"""Each device has kilobytes of each matrix: what is smaller Orbax keeps in the files of process
+0 alone.
+"""
 
 
 def plan():
     """The state of a tiny model, whose vocabulary is padded, over all devices."""
     tp = 2 if jax.device_count() % 2 == 0 else 1
-    return plan_state(MODEL, optimizer.build(OptimizerConfig(), 10), jaxtp.make_mesh(fsdp=-1, tp=tp))
+    return plan_state(
+        MODEL, optimizer.build(OptimizerConfig(), 10), jaxtp.make_mesh(fsdp=-1, tp=tp)
+    )
 
 
 def values(name, step, array):
     """The whole of an array at a step, the same in every process."""
-    numbers = np.random.default_rng([zlib.crc32(name.encode()), step]).normal(scale=100, size=array.shape)
+    numbers = np.random.default_rng([zlib.crc32(name.encode()), step]).normal(
+        scale=100, size=array.shape
+    )
     return np.asarray(numbers, array.dtype)
 
 
 def state_at(step, planned):
     made = {}
     for name, array in abstract_logical(planned.abstract, planned.mesh).items():
-        made[name] = jax.make_array_from_callback(array.shape, array.sharding, values(name, step, array).__getitem__)
+        made[name] = jax.make_array_from_callback(
+            array.shape, array.sharding, values(name, step, array).__getitem__
+        )
     return from_logical(made, planned.abstract, planned.mesh)
 
 
@@ -59,7 +71,9 @@ def require_state(state, step, planned):
     for name, array in to_logical(state, planned.mesh).items():
         whole = values(name, step, array)
         for shard in array.addressable_shards:
-            np.testing.assert_array_equal(shard.data, whole[shard.index], err_msg=f"{name} at step {step}")
+            np.testing.assert_array_equal(
+                shard.data, whole[shard.index], err_msg=f"{name} at step {step}"
+            )
 
 
 def first(do):
@@ -70,10 +84,14 @@ def first(do):
 
 
 def restored(place, planned):
-    """Restores the newest in a folder; returns its step, once every array of it is right and all processes agree."""
+    """Restores the newest in a folder; returns its step, once every array of it is right and all
+    processes agree.
+    """
     warnings = []
     with Checkpoints(place / "checkpoints") as opened:
-        step, state, info = restore_newest(opened, planned.abstract, planned.mesh, lambda info: None, warnings.append)
+        step, state, info = restore_newest(
+            opened, planned.abstract, planned.mesh, lambda info: None, warnings.append
+        )
         assert opened.steps()[-1] == step
     require_state(state, step, planned)
     assert info["next_sample"] == step
@@ -113,15 +131,20 @@ def turn_a_bit(path):
 
 
 def damage_files(place):
-    """Files of the newest checkpoint in turn: it is restored right, or all set it aside and use the one before.
+    """Files of the newest checkpoint in turn: it is restored right, or all set it aside and use the
+    one before.
 
-    The largest of each process, and two that describe the others. Each file of one process is in test_manager.py.
+    The largest of each process, and two that describe the others. Each file of one process is in
+    test_manager.py.
     """
     planned = plan()
     work = place / "work"
     good = place / "checkpoints"
     parts = [f"ocdbt.process_{part}" for part in range(jax.process_count())]
-    files = [max((good / "2/state" / part).rglob("*"), key=lambda path: path.stat().st_size) for part in parts]
+    files = [
+        max((good / "2/state" / part).rglob("*"), key=lambda path: path.stat().st_size)
+        for part in parts
+    ]
     files += [good / "2/info/metadata", good / "2/state/array_metadatas/process_1"]
 
     def prepare(file, damage):
@@ -135,14 +158,19 @@ def damage_files(place):
         step, warnings = restored(work, planned)
         assert step == 1 or number >= len(parts), "damage to the arrays of a process is found"
         assert (work / "checkpoints/1").is_dir()
-        assert (work / "damaged/2").is_dir() == (step == 1) == (len(warnings) == 1), (file, warnings)
+        assert (work / "damaged/2").is_dir() == (step == 1) == (len(warnings) == 1), (
+            file,
+            warnings,
+        )
         assert not (work / "damaged/1").exists()
         all_gather_json(None)  # before the next case replaces the folder
         print(file, step, *warnings, flush=True)
 
 
 def fail_to_read(place):
-    """An error of the file system of one process: it passes, or is the error of all; nothing is set aside."""
+    """An error of the file system of one process: it passes, or is the error of all; nothing is
+    set aside.
+    """
     planned = plan()
     restores = ocp.PyTreeCheckpointHandler.restore
     errors = []
@@ -159,12 +187,16 @@ def fail_to_read(place):
         assert restored(place, planned) == (2, [])
         errors += [OSError(errno.EIO, "Input/output error")] * 99
         said = refused(lambda: restored(place, planned))
-    assert re.match(r"process 1 \(on .*checkpoints/2 cannot be read \(\[Errno 5\].*proves no damage", said), said
+    assert re.match(
+        r"process 1 \(on .*checkpoints/2 cannot be read \(\[Errno 5\].*proves no damage", said
+    ), said
     assert restored(place, planned) == (2, [])
 
 
 def see_another_folder(place):
-    """A folder of one name on each host, which is not one: other steps, or other files in a step."""
+    """A folder of one name on each host, which is not one: other steps, or other files in a
+    step.
+    """
     planned = plan()
     elsewhere = place / "elsewhere/checkpoints"
     first(lambda: shutil.copytree(place / "checkpoints/1", elsewhere / "1"))
@@ -173,19 +205,26 @@ def see_another_folder(place):
         patch.chdir(elsewhere.parent if jax.process_index() == 1 else place)
         for steps in ("other", "same"):
             said = refused(lambda: restored(Path(), planned))
-            assert re.search(r"not one folder for all: process 1 \(on .* does not see what process 0 sees", said), said
+            assert re.search(
+                r"not one folder for all: process 1 \(on .* does not see what process 0 sees", said
+            ), said
             if steps == "other":
                 first(lambda: shutil.copytree(elsewhere / "1", elsewhere / "2"))
 
 
 def fail_to_write(place):
-    """The disk of one process is full, before a save and during it: all fail, and what is there stays whole."""
+    """The disk of one process is full, before a save and during it: all fail, and what is there
+    stays whole.
+    """
     planned = plan()
     # A save first tries to write a page.
     for failing, size in ((0, 100), (0, 5000), (2, 100), (2, 5000)):
         fails = jax.process_index() == failing
         said = save_fails(place, planned, full_disk(size) if fails else contextlib.nullcontext())
-        assert re.match(rf"process {failing} \(on .*could not be written.*checkpoint at step 2 is complete", said), said
+        assert re.match(
+            rf"process {failing} \(on .*could not be written.*checkpoint at step 2 is complete",
+            said,
+        ), said
 
 
 def save_fails(place, planned, where):
@@ -219,7 +258,9 @@ def come_late(place):
         patch.setattr(manager, "BARRIER_SECONDS", 3)
         patch.setattr(SaveBarriers, "__call__", hold_up)
         said = save_fails(place, planned, contextlib.nullcontext())
-    assert "process 2 did not write its part within 3 s); the checkpoint at step 2 is complete" in said, said
+    assert (
+        "process 2 did not write its part within 3 s); the checkpoint at step 2 is complete" in said
+    ), said
 
 
 SCENARIOS = {

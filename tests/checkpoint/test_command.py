@@ -17,9 +17,16 @@ from jaxtp.checkpoint.manager import Checkpoints
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Checkpoints of a run on (1, 2, 2), of when there was no cp; in the second, one array is larger by one."""
+    """Checkpoints of a run on (1, 2, 2), of when there was no cp; in the second, one array is
+    larger by one.
+    """
     folder = tmp_path_factory.mktemp("run")
-    info = {"next_sample": 8, "mesh": {"dp": 1, "fsdp": 2, "tp": 2}, "processes": 1, "versions": {"jax": "x"}}
+    info = {
+        "next_sample": 8,
+        "mesh": {"dp": 1, "fsdp": 2, "tp": 2},
+        "processes": 1,
+        "versions": {"jax": "x"},
+    }
     info |= {"corpus": {"sha256": "abc"}, "config": {"model": {"d_model": 8}}}
     mesh = jaxtp.make_mesh(1, 2, 2)
     with Checkpoints(folder / "checkpoints") as checkpoints:
@@ -35,7 +42,9 @@ def test_inspect_prints_the_arrays_of_a_checkpoint(run, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "step      2, next sample 8" in out
     assert "written   on mesh dp 1 x fsdp 2 x cp 1 x tp 2 by 1 process(es)" in out
-    assert re.search(r"^model.weight +4x6 +float32 +96 .*\('tp', \('fsdp', 'cp'\)\)$", out, re.MULTILINE)
+    assert re.search(
+        r"^model.weight +4x6 +float32 +96 .*\('tp', \('fsdp', 'cp'\)\)$", out, re.MULTILINE
+    )
 
 
 def test_inspect_prints_a_copy_of_a_checkpoint_that_another_loop_wrote(tmp_path, capsys):

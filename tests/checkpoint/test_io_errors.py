@@ -10,7 +10,11 @@ from jaxtp.checkpoint import io_errors
 from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, read_or_explain, retry_io
 
 MAY_PASS = [
-    *map(OSError, (errno.EIO, errno.ESTALE, errno.EACCES, errno.ENOSPC, errno.EMFILE), ["from the file system"] * 5),
+    *map(
+        OSError,
+        (errno.EIO, errno.ESTALE, errno.EACCES, errno.ENOSPC, errno.EMFILE),
+        ["from the file system"] * 5,
+    ),
     TimeoutError(),
     MemoryError(),
     jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"),
@@ -35,7 +39,9 @@ def test_what_may_pass_proves_nothing(tmp_path, error):
         assert not isinstance(raised.value, DamagedError)
 
 
-@pytest.mark.parametrize("error", [ValueError("not JSON"), FileNotFoundError("gone"), KeyError("x")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [ValueError("not JSON"), FileNotFoundError("gone"), KeyError("x")], ids=repr
+)
 def test_files_that_can_be_read_and_mean_nothing_are_damaged(tmp_path, error):
     with pytest.raises(DamagedError, match="is damaged"):
         read_or_explain(tmp_path, raises(error, error))
@@ -45,16 +51,23 @@ def test_a_second_attempt_counts(tmp_path):
     """Also where the file system fails between the two."""
     late = ValueError("the file system answered late, and Orbax calls it otherwise")
     assert read_or_explain(tmp_path, raises(late)) == 3
-    assert read_or_explain(tmp_path, raises(late, OSError(errno.EIO, "Input/output error"), late)) == 3
+    assert (
+        read_or_explain(tmp_path, raises(late, OSError(errno.EIO, "Input/output error"), late)) == 3
+    )
 
 
 @pytest.mark.parametrize("read", [read_or_explain, retry_io])
 def test_an_error_that_passes_is_waited_for_aloud_and_then_named(tmp_path, capsys, read):
-    passing = [OSError(errno.EIO, "Input/output error", str(tmp_path / "d/part"))] * len(io_errors.PAUSES)
+    passing = [OSError(errno.EIO, "Input/output error", str(tmp_path / "d/part"))] * len(
+        io_errors.PAUSES
+    )
     assert read(tmp_path, raises(*passing)) == 3
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len(io_errors.PAUSES)
-    assert all("cannot be read now ([Errno 5] Input/output error: " in line and "d/part" in line for line in lines)
+    assert all(
+        "cannot be read now ([Errno 5] Input/output error: " in line and "d/part" in line
+        for line in lines
+    )
     lasting = [OSError(errno.ESTALE, "Stale file handle", "part")] * 9
     with pytest.raises(CheckpointError, match=r"cannot be read .*Stale file handle: 'part'"):
         read(tmp_path, raises(*lasting))

@@ -1,4 +1,6 @@
-"""Saves and restores of a run: on any mesh, kept as asked for, and never of damaged or wrong numbers."""
+"""Saves and restores of a run: on any mesh, kept as asked for, and never of damaged or wrong
+numbers.
+"""
 
 import contextlib
 import shutil
@@ -38,8 +40,12 @@ class Padded(nnx.Module):
         self.table = vocabulary_table(19, 16, jaxtp.Precision(param=param), rngs)
         matrix = jax.random.normal(rngs.params(), (16, 22), param)
         heads = jax.random.normal(rngs.params(), (36, 16), param)
-        self.heads = parameter("heads", heads, PartitionSpec("tp"), padding=((-2, PaddedHeads((3, 3, 4))),))
-        self.matrix = parameter("matrix", matrix, PartitionSpec("fsdp", "tp"), padding=((-1, PaddedDim((22,))),))
+        self.heads = parameter(
+            "heads", heads, PartitionSpec("tp"), padding=((-2, PaddedHeads((3, 3, 4))),)
+        )
+        self.matrix = parameter(
+            "matrix", matrix, PartitionSpec("fsdp", "tp"), padding=((-1, PaddedDim((22,))),)
+        )
 
 
 WEIGHTS = {
@@ -50,7 +56,9 @@ WEIGHTS = {
 
 
 def padded_state(mesh, dtype="float32"):
-    _, state = state_on_mesh(lambda: Padded(dtype), {n: w.astype(dtype) for n, w in WEIGHTS.items()}, mesh)
+    _, state = state_on_mesh(
+        lambda: Padded(dtype), {n: w.astype(dtype) for n, w in WEIGHTS.items()}, mesh
+    )
     return nnx.State({"model": state, "step": variable(np.int32(3), mesh)})
 
 
@@ -98,7 +106,10 @@ def test_weights_alone_are_read_in_the_dtype_that_is_asked_for(written, dtype):
 
 
 def test_a_checkpoint_of_another_model_is_refused(written):
-    with Checkpoints(written) as checkpoints, pytest.raises(CheckpointError, match=r"this model's state.*model\.table"):
+    with (
+        Checkpoints(written) as checkpoints,
+        pytest.raises(CheckpointError, match=r"this model's state.*model\.table"),
+    ):
         checkpoints.restore(3, small_state(), MESH)
     larger = nnx.State({"table": variable(np.ones((21, 16)), MESH)})
     with pytest.raises(CheckpointError, match=r"model.table is \(19, 16\), not \(21, 16\)"):
@@ -143,7 +154,9 @@ def test_an_unpadded_table_is_still_split_over_every_device_that_held_it():
 
 @pytest.mark.parametrize("best", [False, True])
 def test_the_newest_the_best_and_every_fourth_checkpoint_are_kept(tmp_path, best):
-    """Validation losses by step: the best is at 2; the newest has none, and is kept all the same."""
+    """Validation losses by step: the best is at 2; the newest has none, and is kept all the
+    same.
+    """
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 5: 1.5, 7: 1.2}
     settings = {"keep": 1, "keep_every": 4, "keep_best": True} if best else {"keep": 2}
     kept = {6: [2, 4, 6], 7: [2, 4, 7]} if best else {6: [5, 6], 7: [6, 7]}
@@ -183,7 +196,9 @@ def weights_or_none(run):
 
 @pytest.mark.wide
 def test_every_damage_is_found_or_harmless(tmp_path):
-    """Each file of a checkpoint in turn: what is restored is right, or the one before it, which is right too."""
+    """Each file of a checkpoint in turn: what is restored is right, or the one before it, which
+    is right too.
+    """
     good = tmp_path / "good"
     save_steps(good, 1, 2).close()
     expected = {step: weight_of(small_state(step)) for step in (1, 2)}
@@ -214,13 +229,17 @@ def test_every_damage_is_found_or_harmless(tmp_path):
 @pytest.mark.wide
 @pytest.mark.parametrize("file", ["info/metadata", "state/_METADATA", "state/d/*"])
 def test_what_cannot_be_read_is_not_taken_for_damage(tmp_path, file, monkeypatch):
-    """A healthy checkpoint stays where it is while the file system fails, and is used when it answers again."""
+    """A healthy checkpoint stays where it is while the file system fails, and is used when it
+    answers again.
+    """
     monkeypatch.setattr("jaxtp.checkpoint.io_errors.PAUSES", (0.0,))
     with save_steps(tmp_path / "checkpoints", 1, 2) as checkpoints:
         (path,) = (tmp_path / "checkpoints/2").glob(file)
         path.rename(tmp_path / "away")
         path.symlink_to("/proc/self/mem")  # opens, and fails with EIO when it is read
-        with pytest.raises(CheckpointError, match=rf"2 cannot be read \(\[Errno 5\].*{path.name}.*proves no damage"):
+        with pytest.raises(
+            CheckpointError, match=rf"2 cannot be read \(\[Errno 5\].*{path.name}.*proves no damage"
+        ):
             newest(checkpoints)
         (tmp_path / "away").rename(path)
         assert newest(checkpoints)[0] == 2
@@ -231,7 +250,9 @@ def test_a_damaged_checkpoint_that_cannot_be_moved_is_one_message(tmp_path):
     with save_steps(tmp_path / "checkpoints", 1, 2) as checkpoints:
         (tmp_path / "checkpoints/2/info/metadata").unlink()
         (tmp_path / "damaged").write_text("in the way")
-        with pytest.raises(CheckpointError, match=r"checkpoints/2 is damaged, and cannot be moved to .*damaged/2"):
+        with pytest.raises(
+            CheckpointError, match=r"checkpoints/2 is damaged, and cannot be moved to .*damaged/2"
+        ):
             newest(checkpoints)
 
 
@@ -239,7 +260,9 @@ def test_if_all_are_damaged_nothing_is_touched(tmp_path):
     with save_steps(tmp_path / "checkpoints", 1) as checkpoints:
         for path in (tmp_path / "checkpoints/1/info").iterdir():
             path.write_text("{}")
-        with pytest.raises(CheckpointError, match=r"1 is damaged.*name another --run.dir to start a new run"):
+        with pytest.raises(
+            CheckpointError, match=r"1 is damaged.*name another --run.dir to start a new run"
+        ):
             newest(checkpoints)
     assert (tmp_path / "checkpoints/1").is_dir()
 
@@ -247,7 +270,9 @@ def test_if_all_are_damaged_nothing_is_touched(tmp_path):
 def test_a_step_that_is_not_after_the_newest_is_refused_aloud(tmp_path):
     with save_steps(tmp_path, 2) as checkpoints:
         for step in (1, 2):
-            with pytest.raises(CheckpointError, match=f"step {step} is not after the newest.*step 2 is complete"):
+            with pytest.raises(
+                CheckpointError, match=f"step {step} is not after the newest.*step 2 is complete"
+            ):
                 checkpoints.save(step, small_state(), MESH, {})
 
 
@@ -272,7 +297,9 @@ def test_a_save_does_not_wait_for_its_sums(tmp_path, monkeypatch):
         checkpoints.wait()
         assert checkpoints.steps() == [1]
         checkpoints.save(2, small_state(np.nan), MESH, {})
-        with pytest.raises(NonFiniteError, match=r"step 2 is not saved: .* not finite.*step 1 is complete"):
+        with pytest.raises(
+            NonFiniteError, match=r"step 2 is not saved: .* not finite.*step 1 is complete"
+        ):
             checkpoints.confirm()
         save_and_wait(checkpoints, 3, small_state(), MESH)
         assert checkpoints.steps() == [1, 3]
@@ -283,7 +310,10 @@ def test_what_is_not_finite_is_not_saved(tmp_path):
     with save_steps(tmp_path, 1, keep=1) as checkpoints:
         for step, wrong in enumerate((np.nan, np.inf, -np.inf), start=2):
             state = nnx.State({"model": {"weight": variable([1.0, wrong], MESH)}})
-            with pytest.raises(NonFiniteError, match=f"step {step} is not saved: model.weight has 1 element that is"):
+            with pytest.raises(
+                NonFiniteError,
+                match=f"step {step} is not saved: model.weight has 1 element that is",
+            ):
                 save_and_wait(checkpoints, step, state, MESH)
         assert checkpoints.steps() == [1]
 
@@ -297,7 +327,9 @@ def test_a_copy_that_differs_is_found_by_the_save(tmp_path, sizes):
         for step, position in ((1, 0), (2, mesh.size - 1)):
             bad = with_flip(state, "model.weight", position, bit=29)
             which = rf".*device.* {position}" if mesh.size > 2 else " on devices 0, 1"
-            with pytest.raises(UnequalCopiesError, match=f"step {step} is not saved: .*model.weight{which}"):
+            with pytest.raises(
+                UnequalCopiesError, match=f"step {step} is not saved: .*model.weight{which}"
+            ):
                 save_and_wait(checkpoints, step, bad, mesh)
         assert checkpoints.steps() == []
 
@@ -310,7 +342,9 @@ def test_steps_are_those_on_the_disk(tmp_path):
         assert checkpoints.describe_disk() == "the checkpoint at step 2 is complete"
         shutil.rmtree(tmp_path / "run")
         assert checkpoints.steps() == []
-        with pytest.raises(UnwritableError, match=r"could not be written .*; there is no checkpoint$"):
+        with pytest.raises(
+            UnwritableError, match=r"could not be written .*; there is no checkpoint$"
+        ):
             checkpoints.save(4, small_state(), MESH, {})
         (tmp_path / "run").mkdir()
 
@@ -319,7 +353,9 @@ def test_a_save_that_fails_in_the_background_hides_no_other_error(tmp_path, monk
     save_steps(tmp_path, 1).close()
 
     def full(self):
-        raise ValueError("RESOURCE_EXHAUSTED: Error writing ...: No space left on device [os_error_code='28']")
+        raise ValueError(
+            "RESOURCE_EXHAUSTED: Error writing ...: No space left on device [os_error_code='28']"
+        )
 
     monkeypatch.setattr(ocp.CheckpointManager, "wait_until_finished", full)
     monkeypatch.setattr(ocp.CheckpointManager, "close", lambda self: None)
@@ -360,5 +396,9 @@ def test_sums_of_many_arrays_are_those_of_each():
 
 def test_an_infinite_scalar_is_sound_and_nan_is_not():
     """The lowest loss so far starts at infinity."""
-    arrays = {"best": np.float32(np.inf), "nan": np.float32(np.nan), "vector": np.array([np.inf], np.float32)}
+    arrays = {
+        "best": np.float32(np.inf),
+        "nan": np.float32(np.nan),
+        "vector": np.array([np.inf], np.float32),
+    }
     assert Sums(jax.tree.map(jax.device_put, arrays)).not_finite() == {"nan": 1, "vector": 1}

@@ -18,7 +18,15 @@ def run_processes(tmp_path, monkeypatch):
 
     def run(scenarios, processes=4, devices=1):
         logs = tmp_path / f"logs-{processes}-{scenarios[0]}"
-        flags = ["--processes", str(processes), "--devices", str(devices), "--logs", str(logs), "--"]
+        flags = [
+            "--processes",
+            str(processes),
+            "--devices",
+            str(devices),
+            "--logs",
+            str(logs),
+            "--",
+        ]
         code = launch([*flags, str(HERE / "processes.py"), str(tmp_path), *scenarios])
         said = "\n".join(log.read_text()[-3000:] for log in logs.iterdir())
         assert code == 0, said

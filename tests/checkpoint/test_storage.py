@@ -1,4 +1,6 @@
-"""What saves and restores hold in memory, and that plain Orbax and older checkpoints can be read."""
+"""What saves and restores hold in memory, and that plain Orbax and older checkpoints can be
+read.
+"""
 
 import json
 import re
@@ -42,7 +44,9 @@ def peak(action, folder, at_once):
 @pytest.mark.slow
 def test_a_restore_holds_little_more_than_what_it_reads(tmp_path):
     peak("save", tmp_path, storage.MAX_BYTES_IN_FLIGHT)
-    bounded, unbounded = (float(peak("restore", tmp_path, at_once)) for at_once in (20 * 10**6, 96 * 10**9))
+    bounded, unbounded = (
+        float(peak("restore", tmp_path, at_once)) for at_once in (20 * 10**6, 96 * 10**9)
+    )
     assert bounded < 1.5
     assert unbounded > bounded + 0.2, "else nothing shows that it is the bound"
 
@@ -59,7 +63,9 @@ def test_the_largest_part_passes_any_limit(tmp_path, monkeypatch):
             checkpoints.restore(step, small_state(1, mesh, "fsdp"), mesh)
 
 
-def test_a_save_uses_no_pinned_memory_and_restores_the_switch_interval_of_threads(tmp_path, monkeypatch):
+def test_a_save_uses_no_pinned_memory_and_restores_the_switch_interval_of_threads(
+    tmp_path, monkeypatch
+):
     init = mock.Mock(wraps=ocp.PyTreeCheckpointHandler)
     monkeypatch.setattr(ocp, "PyTreeCheckpointHandler", init)
     before = sys.getswitchinterval()
@@ -108,15 +114,21 @@ def test_an_info_that_describes_no_arrays_is_damaged(tmp_path):
 
 
 def state_of(size, dtype):
-    return nnx.State({name: nnx.Param(jax.device_put((np.arange(size) / 7).astype(dtype))) for name in "ab"})
+    return nnx.State(
+        {name: nnx.Param(jax.device_put((np.arange(size) / 7).astype(dtype))) for name in "ab"}
+    )
 
 
-def test_a_restore_opens_each_array_once_and_finds_those_that_are_not_as_saved(tmp_path, monkeypatch):
+def test_a_restore_opens_each_array_once_and_finds_those_that_are_not_as_saved(
+    tmp_path, monkeypatch
+):
     states = [state_of(4, "float32"), state_of(6, "float32"), state_of(4, jax.numpy.bfloat16)]
     for index, state in enumerate(states):
         with Checkpoints(tmp_path / str(index)) as checkpoints:
             checkpoints.save(1, state, MESH, {})
-    monkeypatch.setattr(storage, "read_metadata", lambda folder: pytest.fail("opens each array once more"))
+    monkeypatch.setattr(
+        storage, "read_metadata", lambda folder: pytest.fail("opens each array once more")
+    )
     stored = tmp_path / "0/1/state"
     with Checkpoints(tmp_path / "0") as checkpoints:
         restored = checkpoints.restore(1, states[0], MESH)
@@ -136,15 +148,25 @@ def test_a_restore_opens_each_array_once_and_finds_those_that_are_not_as_saved(t
 @pytest.mark.journey
 def test_plain_orbax_reads_a_checkpoint_on_one_device(tmp_path):
     """By the lines of the guide, in a process that never imports jaxtp."""
-    model = jaxtp.ModelConfig(vocab_size=19, d_model=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2, d_ff=8)
+    model = jaxtp.ModelConfig(
+        vocab_size=19, d_model=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2, d_ff=8
+    )
     plan = plan_state(model, optimizer.build(OptimizerConfig(), 10), jaxtp.make_mesh(1, 2, 2))
     state = plan.create(seed=0)
     with Checkpoints(tmp_path / "runs/a/checkpoints") as checkpoints:
         checkpoints.save(80, state, plan.mesh, {})
-    (lines,) = re.findall(r"```py\n(import jax(?:(?!```).)*?RestoreArgs.*?)```", GUIDE.read_text(), re.DOTALL)
-    after = "import sys; assert 'jaxtp' not in sys.modules; print(jax.device_count(), len(arrays))\n"
+    (lines,) = re.findall(
+        r"```py\n(import jax(?:(?!```).)*?RestoreArgs.*?)```", GUIDE.read_text(), re.DOTALL
+    )
+    after = (
+        "import sys; assert 'jaxtp' not in sys.modules; print(jax.device_count(), len(arrays))\n"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", lines + after + 'np.save("embedding.npy", arrays["model.embedding.embedding"])'],
+        [
+            sys.executable,
+            "-c",
+            lines + after + 'np.save("embedding.npy", arrays["model.embedding.embedding"])',
+        ],
         **{"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120},
     )
     assert done.returncode == 0, done.stderr
@@ -168,7 +190,11 @@ def test_what_is_no_file_of_a_checkpoint_is_damage(tmp_path):
         for kind in kinds:
             path.unlink()
             plant(path, kind)
-            what = None if kind == "empty file" else rf"{name} (is not a regular file|has [\d,]+ bytes)"
+            what = (
+                None
+                if kind == "empty file"
+                else rf"{name} (is not a regular file|has [\d,]+ bytes)"
+            )
             with watched(), pytest.raises(DamagedError, match=what):
                 storage.read_info(tmp_path / "1")
         path.unlink()
@@ -179,6 +205,9 @@ def test_checkpoints_with_a_pipe_among_them_are_not_opened(tmp_path):
     (tmp_path / "1").mkdir()
     for name, kind in (("1/_CHECKPOINT_METADATA", "pipe"), ("1/pipe", "device"), ("pipe", "pipe")):
         plant(tmp_path / name, kind)
-        with watched(), pytest.raises(CheckpointError, match=f"{name} is not a regular file; delete it"):
+        with (
+            watched(),
+            pytest.raises(CheckpointError, match=f"{name} is not a regular file; delete it"),
+        ):
             Checkpoints(tmp_path)
         (tmp_path / name).unlink()

@@ -1,4 +1,6 @@
-"""What every command line takes alike: files, meshes, and help of two lengths; and `jaxtp`, which has them all."""
+"""What every command line takes alike: files, meshes, and help of two lengths; and `jaxtp`,
+which has them all.
+"""
 
 import contextlib
 import importlib
@@ -19,7 +21,14 @@ from tables import raised_by, read_table, unexpected
 
 from jaxtp.__main__ import COMMANDS as JAXTP_COMMANDS
 from jaxtp.__main__ import main as jaxtp_main
-from jaxtp.config.command_line import Command, completion, docstrings, leaf_settings, parse_mesh, spellings
+from jaxtp.config.command_line import (
+    Command,
+    completion,
+    docstrings,
+    leaf_settings,
+    parse_mesh,
+    spellings,
+)
 from jaxtp.config.hints import INSTEAD, OTHER_NAMES
 from jaxtp.config.schema import ConfigError, Count, Keys, UserPath
 from jaxtp.data.prepare.__main__ import COMMAND as PREPARE
@@ -36,7 +45,11 @@ from jaxtp.train.__main__ import COMMAND as TRAIN
 def all_commands():
     for name in JAXTP_COMMANDS.values():
         module = importlib.import_module(f"{name}.__main__")
-        yield from getattr(module, "COMMANDS", None).values() if hasattr(module, "COMMANDS") else [module.COMMAND]
+        yield from (
+            getattr(module, "COMMANDS", None).values()
+            if hasattr(module, "COMMANDS")
+            else [module.COMMAND]
+        )
 
 
 COMMANDS = {command.program: command for command in all_commands()}
@@ -77,12 +90,16 @@ def test_help_fits_a_terminal_and_points_to_all_settings(program, terminal, caps
     for setting in command.used_settings():
         first = first_sentence(setting)
         assert re.fullmatch(r"(?!See )\S+ \S+ .*\.", first), setting.name
-        assert first in shown or (command.short_help and setting.name not in command.short_help), setting.name
+        assert first in shown or (command.short_help and setting.name not in command.short_help), (
+            setting.name
+        )
     assert "--help" in flags
     everything = printed(command, "--help-all", capsys=capsys)
     if command.short_help:
         assert {"--help-all", "--json"} <= flags
-        assert flags - {"--help-all"} <= set(re.findall(r"--[a-z][\w.-]+", everything)), "what is first is among all"
+        assert flags - {"--help-all"} <= set(re.findall(r"--[a-z][\w.-]+", everything)), (
+            "what is first is among all"
+        )
         assert len(everything.splitlines()) > len(lines)
 
 
@@ -102,12 +119,18 @@ def test_optional_references_show_a_file_and_a_name(terminal, capsys):
 
 
 def test_lists_of_settings_name_those_that_there_are():
-    """A name of `short_help` or `ignored` that no field has any more would show or refuse nothing."""
+    """A name of `short_help` or `ignored` that no field has any more would show or refuse
+    nothing.
+    """
     for command in COMMANDS.values():
         for name in (*command.short_help, *command.ignored):
             schema = command.schema
             for key in name.split("."):
-                schema = schema.__dataclass_fields__[key].default if isinstance(schema, type) else getattr(schema, key)
+                schema = (
+                    schema.__dataclass_fields__[key].default
+                    if isinstance(schema, type)
+                    else getattr(schema, key)
+                )
 
 
 def test_help_of_a_section(terminal, capsys):
@@ -115,22 +138,29 @@ def test_help_of_a_section(terminal, capsys):
     assert "--checkpoint.keep-every" in text
     assert "--model" not in text
     assert "--help SECTION" not in text
-    assert "--help-all" in printed(TRAIN, "--config", "configs/llama3_8b.yaml", "--help", capsys=capsys)
+    assert "--help-all" in printed(
+        TRAIN, "--config", "configs/llama3_8b.yaml", "--help", capsys=capsys
+    )
 
 
 def test_jaxtp_lists_its_commands_and_runs_them(terminal, capsys):
     with pytest.raises(SystemExit):
         jaxtp_main([])
     listed = capsys.readouterr().out
-    assert [name for name in COMMANDS if not re.search(rf"^  {name.split()[1]} ", listed, re.MULTILINE)] == []
+    assert [
+        name for name in COMMANDS if not re.search(rf"^  {name.split()[1]} ", listed, re.MULTILINE)
+    ] == []
     assert len(listed.splitlines()) <= 60
     with pytest.raises(SystemExit):
         jaxtp_main(["convert"])
-    assert "others that it refuses, with what they need." in " ".join(capsys.readouterr().out.split())
+    assert "others that it refuses, with what they need." in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert jaxtp_main(["--version"]) == 0
     assert re.fullmatch(r"jaxtp \d+\.\d+\.\d+\n", capsys.readouterr().out)
     for words, said in {
-        "estimte": "jaxtp: error: 'estimte' is not a command of jaxtp; did you mean jaxtp estimate?\n",
+        "estimte": "jaxtp: error: 'estimte' is not a command of jaxtp; did you mean jaxtp "
+        "estimate?\n",
         "convert exprt": "did you mean jaxtp convert export?",
         "bench x": "'x' is not a command of jaxtp bench; there are comm",
         "completion bash --bogus": "--bogus: jaxtp completion has no such setting",
@@ -153,7 +183,11 @@ def test_a_mesh_is_one_flag_or_several():
         (CONVERT["export"], "a b --mesh tp=2", {"tp": 2}),
     ):
         asked, _ = command.load(words.split())
-        found = {axis: size for axis, size in vars(asked.mesh).items() if axis in mesh_shape() and size != 1}
+        found = {
+            axis: size
+            for axis, size in vars(asked.mesh).items()
+            if axis in mesh_shape() and size != 1
+        }
         assert found == sizes, words
 
 
@@ -181,7 +215,13 @@ def load(row):
 def test_mistaken_flags_are_errors_that_name_what_is_meant():
     """Also flags of other programs."""
     rows = read_table(__file__, "mistaken_flags")
-    rows.append({"command": "train", "flags": "--\x1b[2J\udcff", "says": r"--\x1b[2J\udcff: unexpected argument"})
+    rows.append(
+        {
+            "command": "train",
+            "flags": "--\x1b[2J\udcff",
+            "says": r"--\x1b[2J\udcff: unexpected argument",
+        }
+    )
     rows.append({"command": "train", "flags": "\udcff\0" + 999 * "9", "says": r"\udcff\x00999"})
     assert unexpected(rows, lambda row: raised_by(load, row)) == []
 
@@ -198,10 +238,14 @@ def test_names_of_other_programs_are_no_settings_and_what_they_mean_is_one():
 def test_a_flag_turns_off_what_a_file_turns_on(tmp_path):
     flags = ["--config", str(tmp_path / "c.yaml")]
     for on in (True, False):
-        (tmp_path / "c.yaml").write_text(yaml.safe_dump({"model": "m", "prompt": ["a", "b"], "chat": on}))
+        (tmp_path / "c.yaml").write_text(
+            yaml.safe_dump({"model": "m", "prompt": ["a", "b"], "chat": on})
+        )
         for more, chat in (([], on), (["--chat"], True), (["--no-chat"], False)):
             assert GENERATE.load([*flags, *more])[0].chat == chat
-    assert GENERATE.load([*flags, "--prompt", "c"])[0].prompt == ("c",), "and a list replaces that of the file"
+    assert GENERATE.load([*flags, "--prompt", "c"])[0].prompt == ("c",), (
+        "and a list replaces that of the file"
+    )
 
 
 def test_a_value_may_look_like_a_flag():
@@ -214,7 +258,12 @@ def test_a_value_may_look_like_a_flag():
 def test_a_key_of_a_mapping_is_a_flag(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("train: {loss_arguments: {beta: 1, kind: x}}")
-    flags = ["--train.loss-arguments.beta", "0.1", "--train.loss_arguments.on=true", "--model.arguments.sizes=[1, 2]"]
+    flags = [
+        "--train.loss-arguments.beta",
+        "0.1",
+        "--train.loss_arguments.on=true",
+        "--model.arguments.sizes=[1, 2]",
+    ]
     config, _ = TRAIN.load(["--config", str(file), *flags, "--model.arguments.text", "a: b: c"])
     assert config.train.loss_arguments == {"beta": 0.1, "kind": "x", "on": True}
     assert config.model.arguments == {"sizes": [1, 2], "text": "a: b: c"}
@@ -227,12 +276,19 @@ def test_none_is_no_value_where_a_setting_may_have_none(tmp_path):
     flags = ["--config", str(tmp_path / "c.yaml")]
     assert TRAIN.load(flags)[0].model.learned_positions == 16
     for word in ("none", "null"):
-        assert TRAIN.load([*flags, "--model.learned-positions", word])[0].model.learned_positions is None
+        assert (
+            TRAIN.load([*flags, "--model.learned-positions", word])[0].model.learned_positions
+            is None
+        )
     assert TRAIN.load(flags)[0].data.path.name == "none", "which is a name like others"
 
 
 def test_own_flags_are_spelled_either_way(capsys):
-    for flag, other in (("--print_config", "--print-config"), ("--help_all", "--help-all"), ("-h", "--help")):
+    for flag, other in (
+        ("--print_config", "--print-config"),
+        ("--help_all", "--help-all"),
+        ("-h", "--help"),
+    ):
         assert printed(SMALL, flag, capsys=capsys) == printed(SMALL, other, capsys=capsys)
 
 
@@ -262,7 +318,9 @@ checkpoint: {every: 3}
 """
 
 
-def test_what_a_command_has_no_use_for_may_stand_in_a_file_and_changes_nothing(tmp_path, monkeypatch):
+def test_what_a_command_has_no_use_for_may_stand_in_a_file_and_changes_nothing(
+    tmp_path, monkeypatch
+):
     """Settings that `estimate` does not offer, changed in a file: its numbers stay the same."""
     monkeypatch.chdir(tmp_path)  # where no earlier run has settings of its own
     Path("c.yaml").write_text(OF_NO_USE)
@@ -301,10 +359,17 @@ class Small:
     """Is quick."""
 
 
-SMALL = Command(program="jaxtp small", schema=Small, description="Example.\n\njaxtp small --fast", short_help=("word",))
+SMALL = Command(
+    program="jaxtp small",
+    schema=Small,
+    description="Example.\n\njaxtp small --fast",
+    short_help=("word",),
+)
 
 
-@pytest.mark.parametrize("flags", ["--help", "--help-all", "--help inner", "b --word x --inner.size 6 --print-config"])
+@pytest.mark.parametrize(
+    "flags", ["--help", "--help-all", "--help inner", "b --word x --inner.size 6 --print-config"]
+)
 def test_golden_output(flags, terminal, capsys):
     """Rewrite the file after a change that is meant: GOLDEN=1 pytest -k golden."""
     text = printed(SMALL, *flags.split(), capsys=capsys)
@@ -316,13 +381,31 @@ def test_golden_output(flags, terminal, capsys):
 
 @pytest.mark.wide
 def test_completion_knows_commands_and_their_flags():
-    offered = {"train": TRAIN, "convert": CONVERT, "check": CHECK, "bench": BENCH, "estimate": ESTIMATE}
+    offered = {
+        "train": TRAIN,
+        "convert": CONVERT,
+        "check": CHECK,
+        "bench": BENCH,
+        "estimate": ESTIMATE,
+    }
     for shell in ("bash", "zsh", "fish"):
         script = completion("jaxtp", offered, shell)
-        words = ("train", "convert", "export", "--model.lora.rank", "--mesh", "--config", "--merged", "--message-bytes")
+        words = (
+            "train",
+            "convert",
+            "export",
+            "--model.lora.rank",
+            "--mesh",
+            "--config",
+            "--merged",
+            "--message-bytes",
+        )
         assert [word for word in words if word not in script] == [], shell
     without_train = {name: command for name, command in offered.items() if name != "train"}
-    assert not re.search(r"--command\.|--checkpoint\.every|--data\.mixture", completion("jaxtp", without_train, "bash"))
+    assert not re.search(
+        r"--command\.|--checkpoint\.every|--data\.mixture",
+        completion("jaxtp", without_train, "bash"),
+    )
 
 
 @pytest.mark.journey
@@ -339,11 +422,16 @@ def test_bash_completes(tmp_path, capsys):
         "check --checkpoint.": "",
         "comp": "completion",
     }
-    asked = [f"source {tmp_path / 'jaxtp.bash'}", "f=$(complete -p jaxtp | sed 's/.*-F \\([^ ]*\\) .*/\\1/')"]
+    asked = [
+        f"source {tmp_path / 'jaxtp.bash'}",
+        "f=$(complete -p jaxtp | sed 's/.*-F \\([^ ]*\\) .*/\\1/')",
+    ]
     for typed in offered:
         words = f"COMP_WORDS=(jaxtp {typed}); COMP_CWORD={len(typed.split())}; COMPREPLY=()"
         asked.append(f'{words}; $f; echo "${{COMPREPLY[@]}}"')
-    done = subprocess.run(["bash", "-c", "\n".join(asked)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(asked)], capture_output=True, text=True, check=True
+    )
     answers = [line.strip() for line in done.stdout.splitlines()]
     assert dict(zip(offered, answers, strict=True)) == offered
 

@@ -55,7 +55,8 @@ def test_a_summary_says_whether_rings_do_anything():
 
 
 def test_scientific_notation_without_a_point_is_a_number(tmp_path):
-    (tmp_path / "c.yaml").write_text("optimizer: {learning_rate: 1e-3}")  # YAML 1.1 calls this a string
+    # YAML 1.1 calls this a string
+    (tmp_path / "c.yaml").write_text("optimizer: {learning_rate: 1e-3}")
     assert from_yaml(TrainConfig, tmp_path / "c.yaml").optimizer.learning_rate == 1e-3
 
 
@@ -71,7 +72,11 @@ def test_mistakes_in_a_file_are_errors_that_name_the_setting(tmp_path):
 
 def test_short_yaml_says_what_differs_and_reads_back_the_same(tmp_path):
     always = {"mesh.tp", "model.precision.compute"}
-    for chosen in ({}, {"data.mixture": {"a": 0.5}, "train.steps": 7}, {"model.scan_layers": False}):
+    for chosen in (
+        {},
+        {"data.mixture": {"a": 0.5}, "train.steps": 7},
+        {"model.scan_layers": False},
+    ):
         config = replace_nested(TrainConfig(), chosen)
         text = to_short_yaml(config, always)
         (tmp_path / "c.yaml").write_text(text)
@@ -90,8 +95,13 @@ def test_all_problems_of_a_file_at_once(tmp_path):
 
 def test_steps_and_epochs_replace_each_other_in_the_section_train_alone():
     mixture = {"data": {"mixture": {"steps": 0.5, "epochs": 0.5}}}
-    assert merged({"train": {"steps": 7}} | mixture, {"train": {"epochs": 2}}) == {"train": {"epochs": 2}} | mixture
-    assert merged({"train": {"steps": 7}}, {"train": {"epochs": None}}) == {"train": {"steps": 7, "epochs": None}}
+    assert (
+        merged({"train": {"steps": 7}} | mixture, {"train": {"epochs": 2}})
+        == {"train": {"epochs": 2}} | mixture
+    )
+    assert merged({"train": {"steps": 7}}, {"train": {"epochs": None}}) == {
+        "train": {"steps": 7, "epochs": None}
+    }
 
 
 def test_missing_file_suggests_its_neighbour(tmp_path):
@@ -103,7 +113,9 @@ def test_missing_file_suggests_its_neighbour(tmp_path):
 def test_a_default_that_a_setting_does_not_fit_is_named():
     """Of the two, only num_heads was given."""
     model = dataclasses.replace(TrainConfig().model, num_heads=4)
-    with pytest.raises(ConfigError, match=r"num_kv_heads=8, the default: set both; num_kv_heads can be 1, 2, 4$"):
+    with pytest.raises(
+        ConfigError, match=r"num_kv_heads=8, the default: set both; num_kv_heads can be 1, 2, 4$"
+    ):
         check(TrainConfig(model=model), mesh_shape())
 
 
@@ -113,10 +125,17 @@ def test_violations_come_together_with_values_that_work():
         check(TrainConfig(model=model), mesh_shape(fsdp=3, tp=8))
     text = str(error.value)
     assert (
-        "model.num_heads=12 is not divisible by model.num_kv_heads=5; num_kv_heads can be 1, 2, 3, 4, 6, 12\n" in text
+        "model.num_heads=12 is not divisible by model.num_kv_heads=5; num_kv_heads can be 1, 2, 3, "
+        "4, 6, 12\n" in text
     )
-    assert "model.d_model=100 is not divisible by mesh.fsdp=3; fsdp can be 1, 2, or d_model 99 or 102" in text
-    assert "data.global_batch_size=16 is not divisible by mesh.dp*fsdp * train.accumulation=3; fsdp can be 1, 2" in text
+    assert (
+        "model.d_model=100 is not divisible by mesh.fsdp=3; fsdp can be 1, 2, or d_model 99 or 102"
+        in text
+    )
+    assert (
+        "data.global_batch_size=16 is not divisible by mesh.dp*fsdp * train.accumulation=3; fsdp "
+        "can be 1, 2" in text
+    )
 
 
 SMOL = ModelConfig(vocab_size=512, d_model=576, num_heads=9, num_kv_heads=3, head_dim=64, d_ff=1536)
@@ -149,12 +168,16 @@ def test_following_one_hint_solves_its_problem_and_makes_no_other(model, mesh, b
         for name, values in HINT.findall(line.partition("; ")[2]):
             for value in map(int, re.findall(r"\d+", values)):
                 setting = SETTINGS[name]
-                assert not (fixed and setting.startswith("model.")), "the sizes of a model that is there stay"
+                assert not (fixed and setting.startswith("model.")), (
+                    "the sizes of a model that is there stay"
+                )
                 if name in mesh:
                     after = problems_of(config, mesh | {name: value})
                 else:
                     after = problems_of(replace_nested(config, {setting: value}), mesh)
-                assert after < before or not after, f"{line}: with {setting}={value} there is {after - before}"
+                assert after < before or not after, (
+                    f"{line}: with {setting}={value} there is {after - before}"
+                )
 
 
 HINT = re.compile(r"(\w+)(?: can be)? (\d+(?:(?:, | or )\d+)*)")
@@ -168,18 +191,26 @@ SETTINGS = {
 
 def problems_of(config, mesh):
     """The problems without what is suggested; of the number of devices, whether there is one."""
-    return {re.sub("^the mesh.*", "devices", line.partition("; ")[0]) for line in violations_on(config, mesh, 16)}
+    return {
+        re.sub("^the mesh.*", "devices", line.partition("; ")[0])
+        for line in violations_on(config, mesh, 16)
+    }
 
 
 def test_a_model_that_is_there_keeps_its_sizes():
     model = dataclasses.replace(SMOL, from_hf=Path("a"))
     strict = TrainConfig(model=model, mesh=MeshConfig(allow_padding=False))
     (heads, kv_heads) = violations_on(strict, mesh_shape(fsdp=2, tp=4), devices=8)
-    assert heads == "mesh.tp=4 pads 9 query heads to 12, and mesh.allow_padding is false; tp can be 1, 3"
+    assert (
+        heads
+        == "mesh.tp=4 pads 9 query heads to 12, and mesh.allow_padding is false; tp can be 1, 3"
+    )
     assert kv_heads.endswith("; tp can be 1, 3"), "of 8 devices, fsdp has 2"
     hints = violations(SMOL, mesh_shape(fsdp=5), fixed=True)
     assert [line.partition("; ")[2].split(",")[0] for line in hints] == ["fsdp can be 1"]
-    assert "or d_model" not in "".join(violations(SMOL, mesh_shape(fsdp=10**22))), "no such model can be"
+    assert "or d_model" not in "".join(violations(SMOL, mesh_shape(fsdp=10**22))), (
+        "no such model can be"
+    )
     assert "or d_model 575 or 580" in next(violations(SMOL, mesh_shape(fsdp=5)))
 
 
@@ -204,7 +235,10 @@ SINGLE_VIOLATIONS = [
         "change": {"model.d_ff": 80, "model.precision": MXFP8},
         "says": ["80 input features on a device", "nearest: 64 or 96", "mlp.down"],
     },
-    {"change": {"profile.start": 500}, "says": "profile.start=500 is after the last step, train.steps=400"},
+    {
+        "change": {"profile.start": 500},
+        "says": "profile.start=500 is after the last step, train.steps=400",
+    },
 ]
 
 
@@ -237,6 +271,8 @@ def test_a_setting_whose_switch_is_off_is_refused():
     for row in read_table(__file__, "switches"):
         *_, name = row["settings"]
         without = replace_nested(TrainConfig(), with_tuples(row["settings"]))
-        with pytest.raises(ConfigError, match=rf"{name}=\S+ (is for adapters|needs experts|has no effect without)"):
+        with pytest.raises(
+            ConfigError, match=rf"{name}=\S+ (is for adapters|needs experts|has no effect without)"
+        ):
             check(without, ONE)
         check(replace_nested(without, with_tuples(row["switch"])), ONE)

@@ -1,4 +1,6 @@
-"""Code that a configuration names runs only with the user's consent, because anyone may have written the file."""
+"""Code that a configuration names runs only with the user's consent, because anyone may have
+written the file.
+"""
 
 import os
 import re
@@ -44,7 +46,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def write(path, values):
-    path.write_text(yaml.safe_dump(nested((name.split("."), value) for name, value in values.items())))
+    path.write_text(
+        yaml.safe_dump(nested((name.split("."), value) for name, value in values.items()))
+    )
     return ["--config", str(path)]
 
 
@@ -78,7 +82,10 @@ def test_a_file_cannot_call_a_function_of_the_standard_library(folder, capsys):
     loss = {"train.loss": "jaxtp:DPO", "data.batches": "itertools:count"}
     call = {"model.build": "os:system", "model.arguments": {"command": "touch PWNED"}}
     words = write(folder / "shared.yaml", call | loss)
-    listed = "--model.build os:system\n  --data.batches itertools:count\n  --model.arguments.command 'touch PWNED'\n"
+    listed = (
+        "--model.build os:system\n  --data.batches itertools:count\n  "
+        "--model.arguments.command 'touch PWNED'\n"
+    )
     for program in ("check", "estimate", "explain", "train"):
         assert run(program, words) == 2
         assert listed in capsys.readouterr().err, program
@@ -86,8 +93,20 @@ def test_a_file_cannot_call_a_function_of_the_standard_library(folder, capsys):
 
 
 ARGUMENTS = {"model.build": "model.arguments", "train.loss": "train.loss_arguments"}
-SHOWN = ["command 'touch PWNED'", "depth 4", "lines '\"a\\nb\"'", 'nested \'{"a": [1, "b"]}\'', "text '\"4\"'"]
-GIVEN = {"command": "touch PWNED", "depth": 4, "text": "4", "nested": {"a": [1, "b"]}, "lines": "a\nb"}
+SHOWN = [
+    "command 'touch PWNED'",
+    "depth 4",
+    "lines '\"a\\nb\"'",
+    'nested \'{"a": [1, "b"]}\'',
+    "text '\"4\"'",
+]
+GIVEN = {
+    "command": "touch PWNED",
+    "depth": 4,
+    "text": "4",
+    "nested": {"a": [1, "b"]},
+    "lines": "a\nb",
+}
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -101,7 +120,10 @@ def test_arguments_of_a_file_are_shown(name, folder, capsys):
         TRAIN.load(words)
     TRAIN.load([*words, "--allow-code"])
     listed = ", ".join(shown)
-    assert capsys.readouterr().err == f"{words[1]} names code that runs: --{name} evil.py:code, {listed}\n"
+    assert (
+        capsys.readouterr().err
+        == f"{words[1]} names code that runs: --{name} evil.py:code, {listed}\n"
+    )
     same, _ = TRAIN.load([*words, f"--{name}", "evil.py:code"])
     assert capsys.readouterr().err == f"{words[1]} has arguments of code that runs: {listed}\n"
     words = write(folder / "mine.yaml", {})
@@ -116,7 +138,10 @@ def test_code_of_a_flag_gets_arguments_of_other_code_only_with_consent(folder, c
     words += ["--model.build", "os:system"]
     assert run("train", words) == 2
     error = capsys.readouterr().err
-    assert "shared.yaml has arguments of other code than the code that runs; if you trust it, add --allow-code" in error
+    assert (
+        "shared.yaml has arguments of other code than the code that runs; if you trust it, add "
+        "--allow-code" in error
+    )
     assert "\n  --model.arguments.command 'touch PWNED'\n" in error
     assert not Path("PWNED").exists()
     TRAIN.load([*words, "--allow-code"])
@@ -133,7 +158,10 @@ def test_arguments_in_a_file_that_names_no_code_are_shown(folder, capsys):
 
 
 def test_arguments_are_shown_as_a_flag_takes_them_and_long_ones_in_part(folder):
-    for command, shown in (("-rf /", r"command='-rf /'$"), ("a" * 10_000, r"command a{200,300}\.\.\.$")):
+    for command, shown in (
+        ("-rf /", r"command='-rf /'$"),
+        ("a" * 10_000, r"command a{200,300}\.\.\.$"),
+    ):
         call = {"model.build": "os:system", "model.arguments": {"command": command}}
         with pytest.raises(ConfigError, match=shown):
             TRAIN.load(write(folder / "shared.yaml", call))
@@ -141,7 +169,12 @@ def test_arguments_are_shown_as_a_flag_takes_them_and_long_ones_in_part(folder):
 
 
 def test_arguments_of_a_loss_of_jaxtps_own_need_no_consent(folder, capsys):
-    TRAIN.load(write(folder / "shared.yaml", {"train.loss": "jaxtp:DPO", "train.loss_arguments": {"beta": 0.2}}))
+    TRAIN.load(
+        write(
+            folder / "shared.yaml",
+            {"train.loss": "jaxtp:DPO", "train.loss_arguments": {"beta": 0.2}},
+        )
+    )
     assert capsys.readouterr().err == ""
 
 
@@ -220,7 +253,10 @@ def own(folder, key):
 
 def test_a_file_of_the_users_own_run_has_consent(own, capsys):
     TRAIN.load(["--config", str(own)])
-    assert "run/config.yaml names code that runs: --model.build evil.py:code" in capsys.readouterr().err
+    assert (
+        "run/config.yaml names code that runs: --model.build evil.py:code"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_key_of_the_marks_is_secret_and_stays(own, key):
@@ -352,9 +388,13 @@ def test_a_file_of_another_user_has_no_consent(own, monkeypatch):
     assert not is_own(own)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    named=st.dictionaries(st.sampled_from(REFERENCES), st.sampled_from(["evil.py:code", "os:system", "jaxtp:DPO"])),
+    named=st.dictionaries(
+        st.sampled_from(REFERENCES), st.sampled_from(["evil.py:code", "os:system", "jaxtp:DPO"])
+    ),
     in_base=st.sets(st.sampled_from(REFERENCES)),
     flags=st.sets(st.sampled_from(REFERENCES)),
 )
@@ -367,7 +407,9 @@ def test_any_file_is_refused_unless_flags_replace_all_its_names(named, in_base, 
     words = write(folder / "shared.yaml", above)
     for name in flags:
         words += [f"--{name}", "evil.py:code"]
-    left = [name for name, reference in named.items() if name not in flags and reference != "jaxtp:DPO"]
+    left = [
+        name for name, reference in named.items() if name not in flags and reference != "jaxtp:DPO"
+    ]
     error = raised_by(TRAIN.load, words)
     assert ("names code" in error) == bool(left)
     assert [name for name in left if f"--{name.replace('_', '-')} " not in error] == []

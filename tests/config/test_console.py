@@ -66,7 +66,12 @@ def test_a_narrow_terminal_shows_the_end_of_the_bar(columns, monkeypatch):
     assert stream.getvalue().rpartition("\x1b[?7l")[2].removesuffix("\x1b[?7h") == NARROW[columns]
 
 
-ERRORS = [OSError(errno.EIO, "closed terminal"), OSError(errno.ENOSPC, "full"), BrokenPipeError(), ValueError("closed")]
+ERRORS = [
+    OSError(errno.EIO, "closed terminal"),
+    OSError(errno.ENOSPC, "full"),
+    BrokenPipeError(),
+    ValueError("closed"),
+]
 
 
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_RANK", "SLURM_PROCID", None])
@@ -83,9 +88,23 @@ def test_the_terminal_of_a_scheduler_gets_lines(variable, monkeypatch):
 @pytest.mark.journey
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
 def test_the_log_of_mpirun_has_lines():
-    code = "import sys, test_console as t; assert sys.stdout.isatty(); t.show(t.Display('step {done}'))"
-    command = ["mpirun", "-n", "1", "--allow-run-as-root", "--oversubscribe", sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=os.path.dirname(__file__), capture_output=True, text=True, timeout=60)
+    code = (
+        "import sys, test_console as t; assert sys.stdout.isatty(); t.show(t.Display('step "
+        "{done}'))"
+    )
+    command = [
+        "mpirun",
+        "-n",
+        "1",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        sys.executable,
+        "-c",
+        code,
+    ]
+    done = subprocess.run(
+        command, cwd=os.path.dirname(__file__), capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["first", "line 0", "line 1", "line 2", "after"]
 
@@ -109,7 +128,9 @@ def test_what_the_encoding_lacks_is_escaped(monkeypatch):
 
 
 def test_a_full_device_fails_once_and_not_at_the_end(monkeypatch):
-    """Python flushes what is left over when it ends: that would be an error of its own, with exit code 120."""
+    """Python flushes what is left over when it ends: that would be an error of its own, with
+    exit code 120.
+    """
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         show(Display("step {done}"))
@@ -136,7 +157,9 @@ with Display("step {done}") as display:
 def test_a_terminal_of_any_size_that_is_closed():
     ours, theirs = os.openpty()
     command = [sys.executable, "-c", RESIZED]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=theirs, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=theirs, stderr=subprocess.PIPE
+    )
     os.close(theirs)
     seen = b""
     while b"shown at (60000, 60000)" not in seen:
@@ -157,7 +180,9 @@ def test_a_bar_with_a_label_of_its_own_leaves_nothing():
     text = stream.getvalue()
     assert "evaluation 0/2 [" in text
     assert "evaluation 2/2 [" in text
-    assert text.index("\r\x1b[2Kevaluated\n") < text.index("step 0/3 ["), "the bar's line is cleared for the next"
+    assert text.index("\r\x1b[2Kevaluated\n") < text.index("step 0/3 ["), (
+        "the bar's line is cleared for the next"
+    )
 
 
 SIZES = {

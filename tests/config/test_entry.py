@@ -37,12 +37,16 @@ def test_every_command_starts_before_its_imports_and_ends_in_the_one_way():
     for path in MAINS:
         text = path.read_text()
         ending = text.rpartition('if __name__ == "__main__":\n')[2].strip()
-        assert ending.startswith("entry.run(") or (path.parent.name == "jaxtp" and ending == "script()"), path
+        assert ending.startswith("entry.run(") or (
+            path.parent.name == "jaxtp" and ending == "script()"
+        ), path
         assert "\n" not in ending, path
         first = ast.unparse(ast.parse(text).body[1])
         program = re.search(r'^PROGRAM = "(.*)"$', text, re.MULTILINE)[1]
         start = "start()" if program == "jaxtp" else f"start({program!r})"
-        beginning = f"if __name__ == '__main__':\n    from jaxtp.config.entry import start\n    {start}"
+        beginning = (
+            f"if __name__ == '__main__':\n    from jaxtp.config.entry import start\n    {start}"
+        )
         assert first.startswith(beginning), path
 
 
@@ -55,7 +59,8 @@ def test_a_full_disk_under_standard_output_is_a_mistake(capsys):
             output.flush()
 
         assert entry.attempt("program", action) == 2
-        output.flush()  # what is left in the buffer is silent, as it must be when the interpreter ends
+        # what is left in the buffer is silent, as it must be when the interpreter ends
+        output.flush()
     assert capsys.readouterr().err == "program: error: standard output: No space left on device\n"
 
 
@@ -103,7 +108,9 @@ def test_errors_of_files_are_one_line(tmp_path, capsys):
 
 
 def test_a_full_disk_under_a_report_names_its_flag():
-    with pytest.raises(ConfigError, match="--json /dev/full: No space left on device; name another file"):
+    with pytest.raises(
+        ConfigError, match="--json /dev/full: No space left on device; name another file"
+    ):
         write_json("--json", Path("/dev/full"), {"numbers": [1, 2]})
 
 
@@ -127,13 +134,17 @@ def test_a_users_mistake_is_one_line_and_other_errors_are_not_hidden(capsys):
 
 
 def started(module, *flags, **streams):
-    return subprocess.Popen([sys.executable, "-m", module, *flags], stderr=subprocess.PIPE, text=True, **streams)
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *flags], stderr=subprocess.PIPE, text=True, **streams
+    )
 
 
 @pytest.mark.journey
 @pytest.mark.parametrize("module", ["jaxtp", "jaxtp.train", "jaxtp.tools.launch"])
 def test_a_closed_pipe_is_silent_and_a_full_disk_is_one_line(module):
-    """Of the program, of a command, and of one that does not import JAX; all start in the one way."""
+    """Of the program, of a command, and of one that does not import JAX; all start in the one
+    way.
+    """
     flags = [] if module == "jaxtp" else ["--help"]
     name = module.replace(".tools", "").replace(".", " ")
     with started(module, *flags, stdout=subprocess.PIPE) as process:
@@ -159,10 +170,14 @@ SCRIPT = "import sys; from {} import {function}; sys.argv = ['jaxtp', 'train']; 
 
 @pytest.mark.parametrize("name", journeys(["script", "train", "generate"], "script", "train"))
 def test_ctrl_c_during_imports_is_one_line(name):
-    """At the first library that is imported after `jaxtp.config.entry`; a traceback would come from there."""
+    """At the first library that is imported after `jaxtp.config.entry`; a traceback would come
+    from there.
+    """
     command = ["-m", f"jaxtp.{name}", "--help"]
     if name == "script":
-        scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+        scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())[
+            "project"
+        ]["scripts"]
         module, _, function = scripts["jaxtp"].partition(":")
         command = ["-c", SCRIPT.format(module, function=function)]
         name = "train"
@@ -182,7 +197,11 @@ def wait_until_it_imports_a_library(pid):
 @pytest.mark.journey
 def test_output_that_was_never_open_is_no_error():
     done = subprocess.run(
-        f"{sys.executable} -m jaxtp.tools.launch --help >&-", shell=True, capture_output=True, text=True, check=False
+        f"{sys.executable} -m jaxtp.tools.launch --help >&-",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -24,8 +24,9 @@ def _handlers():
 
 @pytest.mark.parametrize("first", SIGNALS)
 def test_the_first_signal_asks_and_a_second_one_ends_the_run(first):
-    """A terminal that closes again does not: the kernel sends SIGHUP, then the shell does to its jobs, then the kernel
-    again when the shell ends."""
+    """A terminal that closes again does not: the kernel sends SIGHUP, then the shell does to its
+    jobs, then the kernel again when the shell ends.
+    """
     with Interrupt() as interrupt:
         assert interrupt.received is None
         for number in (first, signal.SIGHUP, signal.SIGHUP):
@@ -118,7 +119,9 @@ def _call_a_destructor(interrupt):
     Owner()
 
 
-@pytest.mark.parametrize("swallow", [_collect_with_a_callback, _end_a_weak_reference, _call_a_destructor])
+@pytest.mark.parametrize(
+    "swallow", [_collect_with_a_callback, _end_a_weak_reference, _call_a_destructor]
+)
 def test_ctrl_c_where_python_ignores_exceptions_is_sent_again(swallow, capfd):
     hook = sys.unraisablehook
     gc.collect()  # another test's objects could end in this one
@@ -134,7 +137,9 @@ def test_ctrl_c_ends_a_wait_for_a_thread():
     release = threading.Event()
     with Interrupt(at_start="nothing is lost"):
         future = in_thread(release.wait)
-        threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        threading.Timer(
+            0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+        ).start()
         with pytest.raises(InterruptError):
             future.result(timeout=10)
     release.set()

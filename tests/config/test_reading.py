@@ -1,4 +1,6 @@
-"""Files that nobody vouches for: configurations, hardware and JSON of any structure give a value or one clear error."""
+"""Files that nobody vouches for: configurations, hardware and JSON of any structure give a value
+or one clear error.
+"""
 
 import json
 import os
@@ -10,7 +12,16 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from structures import PLANTED, VALUES, changed, examples, gives_one_of, is_one_clear_message, plant, watched
+from structures import (
+    PLANTED,
+    VALUES,
+    changed,
+    examples,
+    gives_one_of,
+    is_one_clear_message,
+    plant,
+    watched,
+)
 from tables import raised_by, unexpected
 
 from jaxtp.analysis import hardware
@@ -24,7 +35,14 @@ from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.train.__main__ import main as train
 from jaxtp.train.config import TrainConfig
 
-HARDWARE = {"like": "h100", "memory": 8e10, "link": 4.5e11, "domain": 8, "platform": "cuda", "latency": 0}
+HARDWARE = {
+    "like": "h100",
+    "memory": 8e10,
+    "link": 4.5e11,
+    "domain": 8,
+    "platform": "cuda",
+    "latency": 0,
+}
 DEFAULT = to_plain(TrainConfig())
 NOBODY = "~nobody-of-that-name"
 READERS = {"config": lambda path: from_yaml(TrainConfig, path), "hardware": hardware.read}
@@ -39,7 +57,10 @@ ABSURD = {
     "nested blocks": ("\n".join("  " * i + "- a:" for i in range(200)), "nested too deeply"),
     "most nested brackets": ("[" * (MAX_YAML - 1), "nested too deeply"),
     "no such date": ("name: 2001-13-45", "'2001-13-45' is not a valid timestamp"),
-    "an endless integer": ("link: " + "9" * 5000, "a number of 5,000 digits; at most 100 are allowed"),
+    "an endless integer": (
+        "link: " + "9" * 5000,
+        "a number of 5,000 digits; at most 100 are allowed",
+    ),
     "an endless hexadecimal": ("link: 0x" + "f" * 100_000, "a number of 100,002 digits"),
     "an endless sexagesimal": ("link: 1" + ":59" * 50_000, "a number of 150,001 digits"),
     "an endless float": ("link: 1." + "9" * 5000, "a number of 5,002 digits"),
@@ -53,12 +74,18 @@ ABSURD = {
     "a merged alias": ("a: &a {b: 1}\nc: {<<: *a}", "an alias"),
     "in itself": ("a: &a [*a]", "an alias"),
     "in itself as a key": ("a: &a\n  ? *a\n  : 1", "an alias"),
-    "an object of Python": ("name: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
+    "an object of Python": (
+        "name: !!python/object/apply:os.system [ls]",
+        "could not determine a constructor",
+    ),
     "not UTF-8": (b"name: \xff\xfe", "not UTF-8 text"),
     "a null byte": (b"name: a\0b", "not UTF-8 text"),
     "two documents": ("a: 1\n---\nb: 1", "another document"),
     "a merge of a word": ("<<: x", "expected a mapping"),
-    "too long": (b"#" * (MAX_YAML + 1), "larger than 262,144 bytes, the limit for this kind of file"),
+    "too long": (
+        b"#" * (MAX_YAML + 1),
+        "larger than 262,144 bytes, the limit for this kind of file",
+    ),
     "not fetched": (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n",
         r"a Git LFS pointer to a file of 7 bytes .* fetch it with `git -C \S+ lfs pull --include c.yaml`",
@@ -67,7 +94,9 @@ ABSURD = {
 
 
 def test_absurd_yaml_is_one_error(tmp_path):
-    """Both readers begin with the same one, so that one in five of these is enough for that of hardware."""
+    """Both readers begin with the same one, so that one in five of these is enough for that of
+    hardware.
+    """
     path = tmp_path / "c.yaml"
     for index, (name, (text, message)) in enumerate(ABSURD.items()):
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -120,12 +149,18 @@ def test_files_cannot_include_each_other_for_ever(tmp_path):
 
 ADDRESS = "a path, but {} is an address. A run needs"
 PATHS = [
-    {"file": 'data: {path: "a\\0b"}', "says": ["data.path = ", "should be a path, but contains a null byte"]},
+    {
+        "file": 'data: {path: "a\\0b"}',
+        "says": ["data.path = ", "should be a path, but contains a null byte"],
+    },
     # Else it would be a local folder of that name.
     {"file": "run: {dir: gs://bucket/x}", "says": ADDRESS.format("gs://bucket/x")},
     {"file": "run: {init_from: s3://bucket/x}", "says": ADDRESS.format("s3://bucket/x")},
     {"file": "data: {path: hdfs://bucket/x}", "says": ADDRESS.format("hdfs://bucket/x")},
-    {"file": f"data: {{path: {NOBODY}/x}}", "says": ["data.path = ", "there is no user nobody-of-that-name"]},
+    {
+        "file": f"data: {{path: {NOBODY}/x}}",
+        "says": ["data.path = ", "there is no user nobody-of-that-name"],
+    },
 ]
 
 
@@ -144,8 +179,32 @@ def test_hundreds_of_problems_are_not_all_told(tmp_path):
     assert is_one_clear_message(caught.value)
 
 
-WORDS = [*"-?:,[]{}#&*!|>%'\"~=<\n \t", "<<", "&a ", "*a", "!!int ", "!!set ", "!!omap ", "!!binary ", "!!timestamp "]
-WORDS += ["model", "base: c.yaml", "1e3", "0x_", "1:60", "2001-02-30", ".nan", "\\", "\0", "\ud7ff", "- ", ": ", "? "]
+WORDS = [
+    *"-?:,[]{}#&*!|>%'\"~=<\n \t",
+    "<<",
+    "&a ",
+    "*a",
+    "!!int ",
+    "!!set ",
+    "!!omap ",
+    "!!binary ",
+    "!!timestamp ",
+]
+WORDS += [
+    "model",
+    "base: c.yaml",
+    "1e3",
+    "0x_",
+    "1:60",
+    "2001-02-30",
+    ".nan",
+    "\\",
+    "\0",
+    "\ud7ff",
+    "- ",
+    ": ",
+    "? ",
+]
 TOKENS = st.lists(st.sampled_from(WORDS), max_size=25).map("".join)
 
 
@@ -180,7 +239,10 @@ ABSURD_JSON = [
     (b'{"a": ' + b"9" * 10_000 + b"}", "an integer of 10,000 digits"),
     (b'{"a": -1' + b"0" * 400 + b"}", "an integer of 402 digits"),
     (b'{"a": 1, "a": 2}', "the key 'a' occurs twice"),
-    (b"{" + b",".join(b'"%d": 0' % i for i in [*range(100_000), 99_999]) + b"}", "the key '99999' occurs twice"),
+    (
+        b"{" + b",".join(b'"%d": 0' % i for i in [*range(100_000), 99_999]) + b"}",
+        "the key '99999' occurs twice",
+    ),
     (b'{"\\ud800": 1}', "half of a surrogate pair"),
     (b'{"a": "\xff"}', "is not JSON"),
     (b"{" + b"," * 2**23, "values, the limit"),
@@ -210,7 +272,13 @@ def test_a_file_is_inside_of_its_folder_or_a_blob(tmp_path):
     blobs.mkdir()
     (blobs / "b").write_text("blob")
     (folder / "deep/c").write_text("deep")
-    links = {"b": "../../blobs/b", "c": "deep/c", "out": "../out", "gone": "nothing", "loop": "loop"}
+    links = {
+        "b": "../../blobs/b",
+        "c": "deep/c",
+        "out": "../out",
+        "gone": "nothing",
+        "loop": "loop",
+    }
     for name, target in links.items():
         (folder / name).symlink_to(target)
     assert [read_bytes(inside(folder, name), 4) for name in "bc"] == [b"blob", b"deep"]

@@ -1,4 +1,6 @@
-"""Batches of a user's sources: exact resume, the rows of each process, short batches, and clear errors."""
+"""Batches of a user's sources: exact resume, the rows of each process, short batches, and clear
+errors.
+"""
 
 import json
 from collections import Counter
@@ -60,7 +62,9 @@ class Stream:
 
 @dataclass(eq=False)
 class Stateful(Stream):
-    """With a state and epochs, as Hugging Face's streams have them; `lossy` forgets its shuffle buffer."""
+    """With a state and epochs, as Hugging Face's streams have them; `lossy` forgets its shuffle
+    buffer.
+    """
 
     epoch: int = 0
     loaded: dict = field(default_factory=dict)
@@ -146,7 +150,9 @@ def read(source, position=Position(), count=None, rows=range(B), **options):
 def assert_resumes(make, steps, count=13):
     """Compares what a run reads that resumes at some steps with what one reads that goes on."""
     whole, positions = read(make(), count=count)
-    assert [(each.step, each.sample) for each in positions] == [(n, n * B) for n in range(1, count + 1)]
+    assert [(each.step, each.sample) for each in positions] == [
+        (n, n * B) for n in range(1, count + 1)
+    ]
     for step in steps:
         assert read(make(), positions[step - 1], count - step)[0] == whole[step:]
     return whole
@@ -169,12 +175,18 @@ def streamed():
 
 
 def shards():
-    return [huggingface().to_iterable_dataset(num_shards=8).shard(8, index).batch(B // 8) for index in range(8)]
+    return [
+        huggingface().to_iterable_dataset(num_shards=8).shard(8, index).batch(B // 8)
+        for index in range(8)
+    ]
 
 
 def loader(kind="torch.utils.data", stream=False, shuffle=None):
     torch = pytest.importorskip("torch")
-    make = getattr(pytest.importorskip(kind), "DataLoader" if kind == "torch.utils.data" else "StatefulDataLoader")
+    make = getattr(
+        pytest.importorskip(kind),
+        "DataLoader" if kind == "torch.utils.data" else "StatefulDataLoader",
+    )
     data = streamed() if stream else huggingface().with_format("torch")
     return make(data, batch_size=B, shuffle=shuffle, generator=torch.Generator().manual_seed(1))
 
@@ -208,18 +220,28 @@ def test_torchs_generator_is_saved_and_its_short_batch_is_seen_before_the_first(
     assert read(another, positions[1], 3)[0] == whole[2:]
     assert "read again" not in capsys.readouterr().out
     torch = pytest.importorskip("torch")
-    short = torch.utils.data.DataLoader(list(range(ROWS + 3)), batch_size=B, collate_fn=lambda x: {"x": x})
+    short = torch.utils.data.DataLoader(
+        list(range(ROWS + 3)), batch_size=B, collate_fn=lambda x: {"x": x}
+    )
     with pytest.raises(BatchError, match="its last batch has only 3 rows"):
         read(short, count=1)
 
 
-@given(st.sampled_from(sorted(SOURCES)), st.permutations(range(B)), st.integers(1, B), st.integers(0, 6))
+@given(
+    st.sampled_from(sorted(SOURCES)),
+    st.permutations(range(B)),
+    st.integers(1, B),
+    st.integers(0, 6),
+)
 @settings(max_examples=10, deadline=None)
 def test_processes_read_each_row_once_whatever_rows_they_hold(name, rows, first, step):
     """Two processes; the later one resumes from the positions of both."""
     whole, _ = read(SOURCES[name](), count=step + 3)
     parts = [sorted(part) for part in (rows[:first], rows[first:]) if part]
-    positions = [read(SOURCES[name](), count=step, rows=part)[1][-1] if step else Position() for part in parts]
+    positions = [
+        read(SOURCES[name](), count=step, rows=part)[1][-1] if step else Position()
+        for part in parts
+    ]
     records = zip(*(each.streams or [] for each in positions), strict=True)
     streams = [next(filter(None, each), None) for each in records]
     position = Position(step, step * B, streams or None)
@@ -249,10 +271,14 @@ def test_a_lossy_state_is_found_out_and_the_stream_read_again(capsys):
     lossy = SOURCES["lossy"]
     position = read(lossy(), count=3)[1][-1]
     assert read(lossy(), position, 4)[0] == read(lossy(), count=7)[0][3:]
-    assert "omits something (a shuffle buffer?), so its first 3 batches are read again" in capsys.readouterr().out
+    assert (
+        "omits something (a shuffle buffer?), so its first 3 batches are read again"
+        in capsys.readouterr().out
+    )
     read(Stateful(), position, 4)
     assert not capsys.readouterr().out
-    # Nor has a stream without a state more than its batches; its first order is that of the next seed.
+    # Nor has a stream without a state more than its batches; its first order is that of the next
+    # seed.
     assert read(Stream(seed=-1), position, 1)[0] == read(Stateful(), count=4)[0][3:]
     assert "has no state, so its first 3 batches" in capsys.readouterr().out
 
@@ -295,8 +321,17 @@ def test_arrays_that_a_source_fills_again_are_not_disturbed_by_reading_ahead():
 
 @pytest.mark.parametrize("name", ["dataset", "stream", "streams"])
 def test_a_short_batch_is_padded_with_rows_without_weight(name):
-    sources = {"dataset": Dataset(ROWS - 4), "stream": Stream(ROWS - 4), "streams": [Stream(9, 2) for _ in range(4)]}
-    batches = [batch for batch, _ in opened(sources[name], with_weights=True, once=True).read(range(B), Position())]
+    sources = {
+        "dataset": Dataset(ROWS - 4),
+        "stream": Stream(ROWS - 4),
+        "streams": [Stream(9, 2) for _ in range(4)],
+    }
+    batches = [
+        batch
+        for batch, _ in opened(sources[name], with_weights=True, once=True).read(
+            range(B), Position()
+        )
+    ]
     x = np.stack([batch["x"] for batch in batches])
     weights = np.stack([batch[WEIGHTS] for batch in batches])
     assert x.shape == weights.shape == (len(batches), B)
@@ -320,10 +355,15 @@ def test_without_weights_a_short_batch_stops_training_and_an_evaluation_leaves_i
         read(Dataset(rows=5), once=True)
 
 
-@pytest.mark.parametrize("name", ["dataset", "list", "grain map", "stateful", "generator function", "streams"])
+@pytest.mark.parametrize(
+    "name", ["dataset", "list", "grain map", "stateful", "generator function", "streams"]
+)
 def test_an_evaluation_reads_each_row_once_and_each_time_the_same(name):
     evaluation = opened(SOURCES[name](), once=True, with_weights=True)
-    first, second = ([batch["x"].tolist() for batch, _ in evaluation.read(range(B), Position())] for _ in range(2))
+    first, second = (
+        [batch["x"].tolist() for batch, _ in evaluation.read(range(B), Position())]
+        for _ in range(2)
+    )
     assert first == second
     if name != "streams":
         assert sorted(np.ravel(first)) == list(range(ROWS))
@@ -332,7 +372,11 @@ def test_an_evaluation_reads_each_row_once_and_each_time_the_same(name):
 SIZES = [(1, 2, 1), (2, 1, 2), (1, 1, 8)]
 
 
-@given(st.sampled_from(SIZES), st.sampled_from([1, 2, 4]), st.sampled_from(["function", "function of rows", "streams"]))
+@given(
+    st.sampled_from(SIZES),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from(["function", "function of rows", "streams"]),
+)
 @settings(max_examples=6, deadline=None)
 def test_a_micro_batch_is_the_same_rows_on_every_mesh(sizes, micro_batches, name):
     mesh = jaxtp.make_mesh(*sizes)
@@ -340,26 +384,44 @@ def test_a_micro_batch_is_the_same_rows_on_every_mesh(sizes, micro_batches, name
     ((expected, _),) = source.read(range(B), Position(), 1)
     ((batch, position),) = on_mesh(source, mesh, Position(), 1, micro_batches=micro_batches)
     devices = sizes[0] * sizes[1]
-    micro = np.asarray(batch["x"]).reshape(devices, micro_batches, -1).swapaxes(0, 1)  # as the step splits them
+    # as the step splits them
+    micro = np.asarray(batch["x"]).reshape(devices, micro_batches, -1).swapaxes(0, 1)
     np.testing.assert_array_equal(micro.reshape(-1), expected["x"])
     assert (position.step, position.sample) == (1, B)
     spec = split(source.shapes, mesh)["x"]
-    assert (batch["x"].shape, batch["x"].dtype, batch["x"].sharding) == (spec.shape, spec.dtype, spec.sharding)
+    assert (batch["x"].shape, batch["x"].dtype, batch["x"].sharding) == (
+        spec.shape,
+        spec.dtype,
+        spec.sharding,
+    )
 
 
 def test_rows_that_do_not_divide_are_an_error():
-    with pytest.raises(BatchError, match=r"8 rows cannot be split over 8 devices .* 2 micro-batches"):
+    with pytest.raises(
+        BatchError, match=r"8 rows cannot be split over 8 devices .* 2 micro-batches"
+    ):
         next(on_mesh(opened(by_step), jaxtp.make_mesh(1, 8, 1), Position(), 1, micro_batches=2))
 
 
 def changing(key, value):
-    return lambda step: {"x": np.zeros((B, 2)), "y": np.zeros(B)} | {key: value if step == 2 else np.zeros((B, 2))}
+    return lambda step: (
+        {"x": np.zeros((B, 2)), "y": np.zeros(B)} | {key: value if step == 2 else np.zeros((B, 2))}
+    )
 
 
 WRONG = {
-    "another shape": (changing("x", np.zeros((B, 3))), r"step 3: column 'x' is float32\[3\].*was float32\[2\]"),
-    "another dtype": (changing("x", np.zeros((B, 2), int)), r"step 3: column 'x' is int32\[2\].*float32\[2\]"),
-    "another column": (lambda step: {"x": np.zeros(B), f"z{step // 2}": np.zeros(B)}, "step 3: has the columns .*z1"),
+    "another shape": (
+        changing("x", np.zeros((B, 3))),
+        r"step 3: column 'x' is float32\[3\].*was float32\[2\]",
+    ),
+    "another dtype": (
+        changing("x", np.zeros((B, 2), int)),
+        r"step 3: column 'x' is int32\[2\].*float32\[2\]",
+    ),
+    "another column": (
+        lambda step: {"x": np.zeros(B), f"z{step // 2}": np.zeros(B)},
+        "step 3: has the columns .*z1",
+    ),
     "unequal rows": (changing("y", np.zeros(3)), r"step 3: columns differ .*x \[8, 2\], y \[3\]"),
     "more rows": (lambda step: {"x": np.zeros(B + step)}, "step 2: has 9 rows, more than the 8"),
     "numbers": (lambda step: {"x": 1}, "these are samples"),
@@ -385,11 +447,20 @@ WRONG = {
         lambda step: {"x": {"ids": np.zeros(4), "mask": np.ones(4)}},
         "column 'x' is a dict of ids, mask, and a column is one array; .* such as 'x_ids'",
     ),
-    "a dict in a tuple": (lambda step: ({"ids": np.zeros(4)}, np.ones(4)), "column '0' is a dict of ids"),
+    "a dict in a tuple": (
+        lambda step: ({"ids": np.zeros(4)}, np.ones(4)),
+        "column '0' is a dict of ids",
+    ),
     "a dict in a sample": ([{"x": {"ids": 1}}] * 8, "column 'x' is a dict of ids"),
-    "equal names": (lambda step: {0: np.zeros(4), "0": np.ones(4)}, "has columns 0 and '0', which have one name"),
+    "equal names": (
+        lambda step: {0: np.zeros(4), "0": np.ones(4)},
+        "has columns 0 and '0', which have one name",
+    ),
     "a path": ("data.jsonl", "is a str"),
-    "fewer rows than asked": (lambda step, rows: {"x": np.zeros(3)}, "returned 3 rows, and was called with 8"),
+    "fewer rows than asked": (
+        lambda step, rows: {"x": np.zeros(3)},
+        "returned 3 rows, and was called with 8",
+    ),
     "datasets for streams": ([Dataset(), Dataset()], "dataset of samples"),
 }
 
@@ -429,6 +500,9 @@ def test_token_data_have_weights_if_a_loss_reads_them(tmp_path):
     data = open_data(TrainConfig(data=tokens), InitSource(), jaxtp.Task())
     data.pad_short_batches(True)
     mesh = jaxtp.make_mesh()
-    for batch in (next(data.batches(mesh, Position(), 1))[0], next(data.validation_batches(mesh, 1))):
+    for batch in (
+        next(data.batches(mesh, Position(), 1))[0],
+        next(data.validation_batches(mesh, 1)),
+    ):
         assert batch.keys() == data.train.shapes.keys()
         assert batch[WEIGHTS].tolist() == [1.0] * B

@@ -1,4 +1,6 @@
-"""What a chat template may take: one error that names it and the limit, and the next conversation is rendered."""
+"""What a chat template may take: one error that names it and the limit, and the next
+conversation is rendered.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +14,10 @@ from jaxtp.data.worker import Worker
 
 MESSAGES = [{"role": "user", "content": "é"}]
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-DOUBLING = "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"
+DOUBLING = (
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% "
+    "endfor %}{{ n.x }}"
+)
 CALLS = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
 TIME = "takes more than 0.2 s of computing"
 SPACE = "takes more than 1,024 MiB of memory"
@@ -22,7 +27,8 @@ EITHER = "takes more than "
 def refused(template, messages=MESSAGES):
     with pytest.raises(ChatError) as raised:
         ChatTemplate(template, "x.jinja", {}).render(messages)
-    assert ChatTemplate("{{ messages[0].content }}", "t", {}).render(MESSAGES) == "é"  # by another process, or the same
+    # by another process, or the same
+    assert ChatTemplate("{{ messages[0].content }}", "t", {}).render(MESSAGES) == "é"
     return str(raised.value)
 
 
@@ -58,8 +64,14 @@ UNUSABLE = {
         "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
         "x.jinja: not a chat template: maximum recursion",
     ),
-    "nested blocks": ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "x.jinja: not a chat template: maximum recursion"),
-    "long": ("x" * (2**20 + 1), "x.jinja: more than 1,048,576 characters, the limit for a chat template"),
+    "nested blocks": (
+        "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
+        "x.jinja: not a chat template: maximum recursion",
+    ),
+    "long": (
+        "x" * (2**20 + 1),
+        "x.jinja: more than 1,048,576 characters, the limit for a chat template",
+    ),
     "a long text": ("{{ 'x' * 70000000 }}", f"{FAILS}its text has more than 67,108,864 characters"),
     "half a character": ("{{ '\\ud800' }}", f"{FAILS}'utf-8' codec can't encode"),
     "a number": ("{{ 1 | join }}", f"{FAILS}'int' object is not iterable"),
@@ -93,7 +105,9 @@ def test_a_process_that_has_ended_is_replaced():
 
 def test_a_process_that_crashes_is_an_error(monkeypatch):
     monkeypatch.setattr(limits, "RENDERER", Worker(str(write("worker.py", "raise SystemExit(3)"))))
-    with pytest.raises(ChatError, match=r"x.jinja crashes the process .* \(exit code 3\) when it is loaded"):
+    with pytest.raises(
+        ChatError, match=r"x.jinja crashes the process .* \(exit code 3\) when it is loaded"
+    ):
         ChatTemplate("", "x.jinja", {})
 
 
@@ -114,4 +128,7 @@ def test_threads_get_their_own_answers():
     template = ChatTemplate("{{ messages[0].content }}", "t", {})
     numbers = list(map(str, range(100)))
     with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(lambda number: template.render([{"content": number}]), numbers)) == numbers
+        assert (
+            list(threads.map(lambda number: template.render([{"content": number}]), numbers))
+            == numbers
+        )

@@ -1,4 +1,6 @@
-"""Text that a chat template wrote: its special tokens become tokens, and what a message spells stays text."""
+"""Text that a chat template wrote: its special tokens become tokens, and what a message spells
+stays text.
+"""
 
 import numpy as np
 import pytest
@@ -7,31 +9,47 @@ from hypothesis import strategies as st
 from small_tokenizers import CHAT_TOKENS, begins_texts, byte_fallback
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from jaxtp.data.chat_template import ChatError, ChatTemplate, RenderedTokenizer, SpecialTokens, without_marks
+from jaxtp.data.chat_template import (
+    ChatError,
+    ChatTemplate,
+    RenderedTokenizer,
+    SpecialTokens,
+    without_marks,
+)
 from jaxtp.data.tokenizer_files import TokenizerError
 
 CONTENTS = {"byte level": begins_texts(), "byte fallback": byte_fallback()}
 LIBRARY = {name: Tokenizer.from_str(content.decode()) for name, content in CONTENTS.items()}
 OURS = {name: RenderedTokenizer(content, name) for name, content in CONTENTS.items()}
-TEMPLATE = ChatTemplate("{% for m in messages %}<s><|turn|>{{ m.content | trim }}<|stop|> {% endfor %}", "t", {})
-TEXT = st.text(st.sampled_from("ab é語🙂\n<|>")) | st.lists(st.sampled_from([*CHAT_TOKENS, "<s>", " a", "<"])).map(
-    "".join
+TEMPLATE = ChatTemplate(
+    "{% for m in messages %}<s><|turn|>{{ m.content | trim }}<|stop|> {% endfor %}", "t", {}
 )
+TEXT = st.text(st.sampled_from("ab é語🙂\n<|>")) | st.lists(
+    st.sampled_from([*CHAT_TOKENS, "<s>", " a", "<"])
+).map("".join)
 
 
 def marked(name, contents):
     tokens = SpecialTokens(OURS[name].tokens)
-    return tokens.mark(TEMPLATE.render(tokens.escape([{"content": content} for content in contents])))
+    return tokens.mark(
+        TEMPLATE.render(tokens.escape([{"content": content} for content in contents]))
+    )
 
 
 @given(
-    st.sampled_from(sorted(CONTENTS)), st.lists(st.text(st.sampled_from("ab é語🙂\n.")), max_size=3), st.integers(0, 99)
+    st.sampled_from(sorted(CONTENTS)),
+    st.lists(st.text(st.sampled_from("ab é語🙂\n.")), max_size=3),
+    st.integers(0, 99),
 )
 @settings(deadline=None, max_examples=20)
-def test_where_no_message_spells_a_token_it_is_what_the_library_makes_of_the_text(name, contents, cut):
+def test_where_no_message_spells_a_token_it_is_what_the_library_makes_of_the_text(
+    name, contents, cut
+):
     text = marked(name, contents)
     ((first, second),) = OURS[name].encode_batch([(text[:cut], text[cut:])])
-    assert [*first, *second] == LIBRARY[name].encode(without_marks(text), add_special_tokens=False).ids
+    assert [*first, *second] == LIBRARY[name].encode(
+        without_marks(text), add_special_tokens=False
+    ).ids
 
 
 @given(st.sampled_from(sorted(CONTENTS)), st.lists(TEXT, min_size=1, max_size=3))
@@ -56,7 +74,13 @@ def test_noncharacters_of_a_template_are_left_out():
     nines = "9" * 5000
     cut = "ab{{ messages[0].content[:2] }}"
     tokens = SpecialTokens(["<s>"])
-    for template in ("a\ufdd299\ufdd3b", "a\ufdd2\ufdd3b", f"a\ufdd2{nines}\ufdd3b", "a\ufdd0\ufdd1b", cut):
+    for template in (
+        "a\ufdd299\ufdd3b",
+        "a\ufdd2\ufdd3b",
+        f"a\ufdd2{nines}\ufdd3b",
+        "a\ufdd0\ufdd1b",
+        cut,
+    ):
         rendered = ChatTemplate(template, "t", {}).render(tokens.escape([{"content": "<s>"}]))
         assert set(tokens.mark(rendered)) <= set("ab0123456789"), template
 
@@ -67,7 +91,9 @@ def test_absent_parts_are_left_out_and_others_are_kept():
 
 
 def test_unigram_vocabularies_too():
-    library = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("a", -1.0), ("<", -2.0)], unk_id=0))
+    library = Tokenizer(
+        models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("a", -1.0), ("<", -2.0)], unk_id=0)
+    )
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     library.add_special_tokens(["</s>", "<unk>"])
     tokenizer = RenderedTokenizer(library.to_str().encode(), "t")

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from corpora import output, write
 
-from jaxtp.data.corpus import BYTE_TOKENIZER, Corpus, CorpusError, Source, load_corpus, standard_library, text_file
+from jaxtp.data.corpus import (
+    BYTE_TOKENIZER,
+    Corpus,
+    CorpusError,
+    Source,
+    load_corpus,
+    standard_library,
+    text_file,
+)
 from jaxtp.data.documents import InMemory
 from jaxtp.data.samples import HELD_OUT, ORDER, Data, RowSettings
 
@@ -27,7 +35,9 @@ def prepare(folder, held_out, texts=TEXTS, flags=""):
 
 
 def contents(*splits):
-    return [split.document(i).tobytes().decode() for split in splits for i in range(split.num_documents)]
+    return [
+        split.document(i).tobytes().decode() for split in splits for i in range(split.num_documents)
+    ]
 
 
 def test_the_standard_library_is_real_text_with_a_held_out_part():
@@ -42,7 +52,10 @@ def test_the_standard_library_is_real_text_with_a_held_out_part():
 
 def test_tests_site_packages_and_encodings_are_left_out():
     kept = {f"module_{i}.py": f"a{i}" for i in range(100)} | {"json/decoder.py": "b"}
-    left_out = {f"{folder}/x.py": "SECRET" for folder in ("test", "json/tests", "site-packages/numpy", "encodings")}
+    left_out = {
+        f"{folder}/x.py": "SECRET"
+        for folder in ("test", "json/tests", "site-packages/numpy", "encodings")
+    }
     part = standard_library(write_all("lib", kept | left_out | {"README.txt": "SECRET"}))
     assert sorted(contents(part.train, part.validation)) == sorted(kept.values())
     assert part.description.endswith(f"{len(kept)} files")
@@ -91,7 +104,9 @@ def test_a_text_larger_than_the_memory_is_to_be_prepared(monkeypatch):
 
 def test_a_text_shorter_than_a_sequence_names_the_length_that_fits():
     corpus = load_corpus(write("own.txt", "x" * 100))
-    with pytest.raises(CorpusError, match=r"95 bytes to train on.*at most --data.sequence-length 95"):
+    with pytest.raises(
+        CorpusError, match=r"95 bytes to train on.*at most --data.sequence-length 95"
+    ):
         Data(corpus, RowSettings(128, 256), seed=0)
 
 
@@ -108,7 +123,9 @@ def test_data_without_held_out_documents_are_not_evaluated():
     train = prepare("a", 0)
     corpus = load_corpus(train)
     assert corpus.train_tokens == sum(map(len, TEXTS))
-    assert corpus.not_evaluated().startswith(f"none: {train} has no held-out documents; prepare again with --held-out")
+    assert corpus.not_evaluated().startswith(
+        f"none: {train} has no held-out documents; prepare again with --held-out"
+    )
     assert corpus.validation_tokens == 0
     data = Data(corpus, RowSettings(8, 256), seed=3)
     assert data.validation(8, 4) is None
@@ -125,7 +142,9 @@ def test_data_without_held_out_documents_are_not_evaluated():
 
 def test_documents_without_a_label_are_refused():
     def cut(prompt):
-        return InMemory(np.zeros(40, np.uint8), np.array([20, 20]), "chats", np.array([prompt, prompt]))
+        return InMemory(
+            np.zeros(40, np.uint8), np.array([20, 20]), "chats", np.array([prompt, prompt])
+        )
 
     for train, validation, where in ((20, 2, "train"), (2, 20, "evaluate")):
         corpus = Corpus((Source("", 1.0, cut(train), cut(validation)),), BYTE_TOKENIZER, "chats")
@@ -142,13 +161,17 @@ def test_a_mixture_names_its_parts_and_changes_when_they_do():
     assert mixed.description == "0.7 x a + 0.3 x b"
     assert load_corpus(None, {"a": 0.6, "b": 0.4}).identity != mixed.identity
     data = Data(mixed, RowSettings(8, 256), seed=3)
-    np.testing.assert_allclose(data.epochs(100), [70 / len(data.train_rows[0]), 30 / len(data.train_rows[1])])
+    np.testing.assert_allclose(
+        data.epochs(100), [70 / len(data.train_rows[0]), 30 / len(data.train_rows[1])]
+    )
 
 
 def test_parts_by_different_tokenizers_are_refused():
     prepare("a", 0.2)
     trained = prepare("b", 0.2, TEXTS, "--train-bpe 300")
-    with pytest.raises(CorpusError, match="were not made by the same tokenizer: prepare one of them again"):
+    with pytest.raises(
+        CorpusError, match="were not made by the same tokenizer: prepare one of them again"
+    ):
         load_corpus(None, {"a": 1.0, "b": 1.0})
     with pytest.raises(CorpusError, match="were not made by the same tokenizer"):
         load_corpus(None, validation=trained)

@@ -1,4 +1,6 @@
-"""What an evaluation reads: every held-out row once, whatever the batch size, the sources or the processes."""
+"""What an evaluation reads: every held-out row once, whatever the batch size, the sources or the
+processes.
+"""
 
 import numpy as np
 from hypothesis import given, settings
@@ -15,7 +17,9 @@ T = 4
 
 def documents(first, count):
     """Each a row of its own, told by its tokens."""
-    return InMemory(np.arange(first, first + T * count, dtype=np.uint16), np.full(count, T), f"from {first}")
+    return InMemory(
+        np.arange(first, first + T * count, dtype=np.uint16), np.full(count, T), f"from {first}"
+    )
 
 
 def rows(first, count, packing="documents"):
@@ -29,7 +33,9 @@ def firsts(samples):
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 12), st.sampled_from([0.1, 1.0, 7.0])), min_size=1, max_size=3),
+    st.lists(
+        st.tuples(st.integers(1, 12), st.sampled_from([0.1, 1.0, 7.0])), min_size=1, max_size=3
+    ),
     st.integers(1, 9),
     st.integers(1, 9),
     st.sampled_from(["documents", "concatenated"]),
@@ -44,7 +50,9 @@ def test_each_row_once_and_no_more_batches_than_there_are_rows_for(sources, batc
     assert len(set(read)) == len(read) == min(total, batches * size)
     assert len(samples) == min(-(-total // size), batches) * size
     everything = validation_samples(made, weights, batches=total, batch_size=1)
-    assert firsts(everything)[: len(read)] == read, "the same rows in the same order, whatever the batch size"
+    assert firsts(everything)[: len(read)] == read, (
+        "the same rows in the same order, whatever the batch size"
+    )
 
 
 @given(st.lists(st.sampled_from([0.5, 1.0, 3.0, 8.0]), min_size=2, max_size=4), st.integers(1, 40))
@@ -63,14 +71,22 @@ def test_processes_together_read_the_rows_of_one(count, split):
     samples = validation_samples([rows(0, count)], [1.0], batches=9, batch_size=size)
     share = size // processes
     steps = len(samples) // size
-    parts = [list(local_batches(samples, range(p * share, (p + 1) * share), size, 0, steps)) for p in range(processes)]
+    parts = [
+        list(local_batches(samples, range(p * share, (p + 1) * share), size, 0, steps))
+        for p in range(processes)
+    ]
     for name in ("inputs", "labels", "segments"):
         joined = [row for step in range(steps) for part in parts for row in part[step][name]]
-        np.testing.assert_array_equal(joined, [samples[index][name] for index in range(len(samples))])
+        np.testing.assert_array_equal(
+            joined, [samples[index][name] for index in range(len(samples))]
+        )
 
 
 def test_documents_that_several_sources_are_evaluated_on_count_once():
     shared = documents(5000, 6)
-    sources = tuple(Source(name, 1.0, documents(first, 9), shared) for name, first in {"a": 0, "b": 1000}.items())
+    sources = tuple(
+        Source(name, 1.0, documents(first, 9), shared)
+        for name, first in {"a": 0, "b": 1000}.items()
+    )
     data = Data(Corpus(sources, BYTE_TOKENIZER, "test"), RowSettings(T, 2**16), seed=0)
     assert sorted(firsts(data.validation(8, 4))) == list(range(5000, 5000 + 6 * T, T))

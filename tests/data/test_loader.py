@@ -1,4 +1,6 @@
-"""Batches of samples: their order and their division, whatever the mesh, the batch size or the number of processes."""
+"""Batches of samples: their order and their division, whatever the mesh, the batch size or the
+number of processes.
+"""
 
 import sys
 from collections import Counter
@@ -17,7 +19,8 @@ from jaxtp.data.loader import abstract_batch, local_rows
 from jaxtp.data.samples import Data, RowSettings, make_rows, shuffled
 
 T = 4
-DOCUMENTS = InMemory(np.arange(100, dtype=np.uint8), np.full(25, T), "test")  # 25 rows, each told by its first token
+# 25 rows, each told by its first token
+DOCUMENTS = InMemory(np.arange(100, dtype=np.uint8), np.full(25, T), "test")
 
 
 def samples(packing="documents"):
@@ -47,7 +50,11 @@ def test_batches_are_split_as_their_description_says(packing):
     assert batch.keys() == described.keys()
     for name, expected in described.items():
         found = batch[name]
-        assert (found.shape, found.dtype, found.sharding) == (expected.shape, expected.dtype, expected.sharding)
+        assert (found.shape, found.dtype, found.sharding) == (
+            expected.shape,
+            expected.dtype,
+            expected.sharding,
+        )
         assert found.addressable_shards[0].data.shape == (2, T)
 
 
@@ -97,7 +104,12 @@ def test_every_order_of_devices_has_its_rows_and_each_row_is_read_once(sizes, or
 
 
 STARTS = st.lists(
-    st.tuples(st.sampled_from(SIZES), st.permutations(range(8)), st.sampled_from([1, 2, 4]), st.sampled_from([8, 16])),
+    st.tuples(
+        st.sampled_from(SIZES),
+        st.permutations(range(8)),
+        st.sampled_from([1, 2, 4]),
+        st.sampled_from([8, 16]),
+    ),
     min_size=2,
     max_size=3,
 )
@@ -106,16 +118,28 @@ STARTS = st.lists(
 STEPS = 2
 
 
-@given(corpora(), st.integers(1, 24), st.sampled_from(["documents", "concatenated"]), STARTS, st.integers(0, 40))
+@given(
+    corpora(),
+    st.integers(1, 24),
+    st.sampled_from(["documents", "concatenated"]),
+    STARTS,
+    st.integers(0, 40),
+)
 @settings(max_examples=3)
-def test_no_sample_is_lost_or_repeated_when_a_run_resumes_on_other_hosts(corpus, length, packing, starts, first):
-    """Each process reads what its devices hold, once; those of a step are the next samples, whoever took the last."""
+def test_no_sample_is_lost_or_repeated_when_a_run_resumes_on_other_hosts(
+    corpus, length, packing, starts, first
+):
+    """Each process reads what its devices hold, once; those of a step are the next samples,
+    whoever took the last.
+    """
     length = min(length, *(source.train.num_tokens for source in corpus.sources))
     data = Data(corpus, RowSettings(length, 2**16, packing), seed=1)
     next_sample = first
     for sizes, order, processes, size in starts:
         mesh = jaxtp.make_mesh(*sizes, devices=[jax.devices()[index] for index in order])
-        parts = abstract_batch(mesh, size, length)["inputs"].sharding.devices_indices_map((size, length))
+        parts = abstract_batch(mesh, size, length)["inputs"].sharding.devices_indices_map(
+            (size, length)
+        )
         taken = set()
         for process in range(processes):
             held = [part for device, part in parts.items() if device.id * processes // 8 == process]

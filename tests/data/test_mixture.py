@@ -20,7 +20,9 @@ def test_counts_are_the_weights(weights):
     counts = cycle_counts(weights)
     total = sum(map(Fraction, weights))
     for count, weight in zip(counts, weights, strict=True):
-        assert abs(Fraction(count, sum(counts)) - Fraction(weight) / total) <= Fraction(len(weights), PARTS)
+        assert abs(Fraction(count, sum(counts)) - Fraction(weight) / total) <= Fraction(
+            len(weights), PARTS
+        )
     assert sum(counts) <= PARTS + len(weights)
 
 
@@ -33,7 +35,9 @@ def test_round_weights_are_exact():
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=15)
 def test_every_source_keeps_to_its_share_within_a_sample(counts):
-    """Tijdeman's bound, 1 - 1 / (2 K - 2), at every point; so any window is within twice that: one, for two sources."""
+    """Tijdeman's bound, 1 - 1 / (2 K - 2), at every point; so any window is within twice that:
+    one, for two sources.
+    """
     order = schedule(counts)
     bound = 1 - 1 / max(2 * len(counts) - 2, 1)
     steps = np.arange(len(order) + 1)
@@ -47,7 +51,9 @@ def test_every_source_keeps_to_its_share_within_a_sample(counts):
 
 @given(WEIGHTS, st.integers(0, 10**6))
 @settings(deadline=None, max_examples=8)
-def test_samples_of_each_source_come_in_its_own_order_without_gap_wherever_one_begins(weights, start):
+def test_samples_of_each_source_come_in_its_own_order_without_gap_wherever_one_begins(
+    weights, start
+):
     mixture = Mixture([Endless() for _ in weights], weights)
     found = {}
     for index in range(start, start + 300):

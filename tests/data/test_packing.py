@@ -17,7 +17,9 @@ SOME = [7, 2, 9, 1, 3, 3, 3, 1, 25]
 def documents(lengths, prompts=None):
     """Every token is another one."""
     tokens = np.arange(sum(lengths), dtype=np.uint32)
-    return InMemory(tokens, np.array(lengths), "test", None if prompts is None else np.array(prompts))
+    return InMemory(
+        tokens, np.array(lengths), "test", None if prompts is None else np.array(prompts)
+    )
 
 
 def pack(lengths, length=10, prompts=None, long="split"):
@@ -47,7 +49,9 @@ def test_every_token_is_an_input_once_and_a_label_once(lengths, length):
         assert not row["inputs"][~used].any()
         assert (row["labels"][~used] == IGNORE).all()
         for tokens, following in pieces(row):
-            np.testing.assert_array_equal(following, np.where(np.isin(tokens, ends), IGNORE, tokens + 1))
+            np.testing.assert_array_equal(
+                following, np.where(np.isin(tokens, ends), IGNORE, tokens + 1)
+            )
             labels += following[following != IGNORE].tolist()
     every = set(range(sum(lengths)))
     assert sorted(labels) == sorted(every - {0, *(ends + 1)})
@@ -65,7 +69,9 @@ def test_every_token_is_an_input_once_and_a_label_once(lengths, length):
 @given(LENGTHS, st.integers(1, 50))
 @settings(deadline=None)
 def test_a_document_that_fits_is_never_cut(lengths, length):
-    found = {int(tokens[0]): len(tokens) for row in pack(lengths, length) for tokens, _ in pieces(row)}
+    found = {
+        int(tokens[0]): len(tokens) for row in pack(lengths, length) for tokens, _ in pieces(row)
+    }
     start = 0
     for size in lengths:
         # A document of one token may be left out.
@@ -104,7 +110,10 @@ def test_best_fit_is_the_textbook_s_one_document_at_a_time(sizes, room):
     assert sorted(chain.from_iterable(rows)) == sorted(sizes)
 
 
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=60), st.integers(1, 50))
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=60),
+    st.integers(1, 50),
+)
 @settings(deadline=None)
 def test_prompts_are_no_labels_and_rows_without_a_label_are_left_out(documents, length):
     lengths = [size for size, _ in documents]
@@ -142,13 +151,17 @@ def test_long_documents_are_cut_left_out_or_refused():
     dropped = pack(lengths, long="drop")
     assert inputs_of(dropped) == [0, 1, 2, 15, 16, 17, 18, 19]
     assert (dropped.num_dropped, len(dropped)) == (2, 1)
-    with pytest.raises(LongDocumentError, match=r"test, document 1: 12 tokens .* data.sequence_length=10; --data"):
+    with pytest.raises(
+        LongDocumentError, match=r"test, document 1: 12 tokens .* data.sequence_length=10; --data"
+    ):
         pack(lengths, long="stop")
 
 
 @pytest.mark.parametrize("kind", [Packed, Concatenated])
 def test_a_token_beyond_the_vocabulary_is_named_with_its_place(kind):
-    with pytest.raises(TokenError, match=r"test, document 2: token 1[234] is beyond model.vocab_size=12"):
+    with pytest.raises(
+        TokenError, match=r"test, document 2: token 1[234] is beyond model.vocab_size=12"
+    ):
         list(kind(documents([5, 5, 5]), 4, 12))
 
 
@@ -160,7 +173,11 @@ def test_blocks_are_packed_among_themselves(monkeypatch):
 
 
 def test_where_every_document_is_left_out_the_plan_is_empty():
-    for plan in (pack(SOME, 1, long="drop"), pack([5, 6], 1, long="drop"), pack([4, 5], prompts=[4, 5])):
+    for plan in (
+        pack(SOME, 1, long="drop"),
+        pack([5, 6], 1, long="drop"),
+        pack([4, 5], prompts=[4, 5]),
+    ):
         assert len(plan) == 0
 
 

@@ -67,7 +67,9 @@ def test_each_pair_is_whole_in_one_row_and_prompts_have_no_loss(pairs, length):
 
 
 def test_blocks_of_pairs_are_packed_among_themselves(monkeypatch):
-    """Of two pairs: one block more would change the rows, and so the identity, of a run that is there."""
+    """Of two pairs: one block more would change the rows, and so the identity, of a run that is
+    there.
+    """
     monkeypatch.setattr("jaxtp.data.packing.BLOCK", 2)
     packed = Packed(Pairs([(3, 3), (3, 3), (2, 2)], prompts=[0] * 3), 10, VOCAB)
     assert [int(row["pairs"].max()) for row in packed] == [1, 1, 1]
@@ -80,7 +82,9 @@ def test_a_longer_pair_is_left_out_or_refused(monkeypatch):
     assert (len(dropped), dropped.num_dropped, dropped.num_split) == (3, 2, 0)
     assert sorted(int(row["inputs"][0]) for row in dropped) == [0, 17, 27]
     for long in ("split", "stop"):
-        with pytest.raises(LongDocumentError, match=r"document 2: chosen .* 11 tokens, .*length=10.* drop leaves"):
+        with pytest.raises(
+            LongDocumentError, match=r"document 2: chosen .* 11 tokens, .*length=10.* drop leaves"
+        ):
             Packed(source, 10, VOCAB, long)
 
 
@@ -93,5 +97,7 @@ def test_a_row_of_pairs_without_a_label_is_left_out(monkeypatch):
 
 
 def test_concatenated_rows_are_refused():
-    with pytest.raises(CorpusError, match=r"concatenated does not know .*; pairs need --data.packing documents"):
+    with pytest.raises(
+        CorpusError, match=r"concatenated does not know .*; pairs need --data.packing documents"
+    ):
         make_rows(Pairs([(2, 2)]), RowSettings(4, VOCAB, "concatenated"))

@@ -113,7 +113,9 @@ MESHES = [
     ((2, 2, 2), (0, 4, 1, 5, 2, 6, 3, 7), list(range(8)), list(range(8))),
     ((1, 4, 2), (0, 1, 2, 4, 3, 5, 6, 7), [0, 1, 2, 3, 4, 5], [2, 3, 4, 5, 6, 7]),
 ]
-"""Sizes, the order of the devices (each process has four), and the rows that each process needs of eight."""
+"""Sizes, the order of the devices (each process has four), and the rows that each process needs
+of eight.
+"""
 
 
 @pytest.mark.journey

@@ -19,7 +19,16 @@ from jaxtp.data.corpus import load_corpus
 from jaxtp.data.manifest import BYTES
 from jaxtp.data.rows import IGNORE
 from jaxtp.data.samples import Data, RowSettings, make_rows
-from jaxtp.data.scores import JOURNAL, SCORES, Record, Scored, Scores, ScoresError, open_scores, verify
+from jaxtp.data.scores import (
+    JOURNAL,
+    SCORES,
+    Record,
+    Scored,
+    Scores,
+    ScoresError,
+    open_scores,
+    verify,
+)
 from jaxtp.tools.score.scoring import Job, _Writer
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.init_source import InitSource
@@ -35,19 +44,36 @@ def dataset(tmp_path_factory):
     """Documents in several shards."""
     folder = tmp_path_factory.mktemp("data")
     jsonl(folder / "a.jsonl", texts(40))
-    return prepared(folder / "data", folder / "a.jsonl", "--held-out", "0.2", "--shard-tokens", "1000")
+    return prepared(
+        folder / "data", folder / "a.jsonl", "--held-out", "0.2", "--shard-tokens", "1000"
+    )
 
 
 def write(dataset, settings=SETTINGS, top_k=None):
-    """Writes scores that name the token: minus its index among all tokens, and k ids from there on."""
+    """Writes scores that name the token: minus its index among all tokens, and k ids from there
+    on.
+    """
     rows = {}
     splits = {}
     for name, split in dataset.splits.items():
         rows[name] = make_rows(split, settings)
         splits[name] = Scored(split.identity, rows[name].identity, ({},) * len(split.shard_sizes))
     record = Record(
-        **{"format": 1, "model": "m", "model_sha256": "", "dtype": "float32", "dataset": "d", "tokenizer": BYTES},
-        **{"vocab_size": 256, "top_k": top_k, "temperature": 1.0, "sequence_length": settings.length, "splits": splits},
+        **{
+            "format": 1,
+            "model": "m",
+            "model_sha256": "",
+            "dtype": "float32",
+            "dataset": "d",
+            "tokenizer": BYTES,
+        },
+        **{
+            "vocab_size": 256,
+            "top_k": top_k,
+            "temperature": 1.0,
+            "sequence_length": settings.length,
+            "splits": splits,
+        },
         **{"packing": settings.packing, "long_documents": settings.long_documents},
     )
     FOLDER.mkdir()
@@ -73,7 +99,9 @@ def expected(split, rows, index, top_k):
     return {"top_ids": ids.astype(np.int32), "top_log_probs": -ids.astype(np.float32)}
 
 
-@pytest.mark.parametrize(("packing", "top_k"), [("documents", None), ("documents", 3), ("concatenated", 3)])
+@pytest.mark.parametrize(
+    ("packing", "top_k"), [("documents", None), ("documents", 3), ("concatenated", 3)]
+)
 def test_rows_have_the_scores_of_their_tokens(dataset, packing, top_k):
     settings = replace(SETTINGS, packing=packing)
     write(dataset, settings, top_k).finish()
@@ -82,7 +110,9 @@ def test_rows_have_the_scores_of_their_tokens(dataset, packing, top_k):
     assert scores.describe().startswith(f"s: {'3 most probable tokens' if top_k else 'log-prob'}")
     data = Data(load_corpus(dataset.folder), settings, 0, scores)
     assert data.description["scores"] == scores.identity
-    for split, rows in zip(dataset.splits.values(), (*data.train_rows, *data.validation_rows), strict=True):
+    for split, rows in zip(
+        dataset.splits.values(), (*data.train_rows, *data.validation_rows), strict=True
+    ):
         plain = make_rows(split, settings)
         for index, row in enumerate(pickle.loads(pickle.dumps(rows))):
             wanted = plain[index] | expected(split, plain, index, top_k)
@@ -96,7 +126,9 @@ def test_rows_have_the_scores_of_their_tokens(dataset, packing, top_k):
 
 
 def test_scores_that_do_not_fit_the_data_are_refused(dataset):
-    """Each message names the folder, and the command that makes the right scores or finishes these."""
+    """Each message names the folder, and the command that makes the right scores or finishes
+    these.
+    """
     config = DataConfig(path=dataset.folder, scores=FOLDER, sequence_length=64)
 
     def assert_refused(match, task=Task(loss=lambda *_: None), **changes):
@@ -112,7 +144,10 @@ def test_scores_that_do_not_fit_the_data_are_refused(dataset):
     assert_refused(r"data.sequence_length: 64 -> 32", sequence_length=32)
     assert_refused(r"data.long_documents: split -> drop", long_documents="drop")
     other = prepared("other", jsonl(Path("b.jsonl"), texts(40, seed=1)), "--held-out", "0.2").folder
-    assert_refused("has scores of d, and not of the documents in .*other/train-00000.tokens; .*: jaxtp sc", path=other)
+    assert_refused(
+        "has scores of d, and not of the documents in .*other/train-00000.tokens; .*: jaxtp sc",
+        path=other,
+    )
     assert_refused("documents in .*other/validation", validation=other)
 
 
@@ -120,19 +155,30 @@ def test_scores_of_another_tokenizer_or_vocabulary_are_refused(dataset):
     write(dataset, top_k=3).finish()
     scores = open_scores(FOLDER)
     foreign = Scores(FOLDER, replace(scores.record, tokenizer="\x1b[31m"))
-    for found, name in ((scores, "bytes, and the data were made with tokenizer abc"), (foreign, r"\\x1b\[31m")):
+    for found, name in (
+        (scores, "bytes, and the data were made with tokenizer abc"),
+        (foreign, r"\\x1b\[31m"),
+    ):
         with pytest.raises(ScoresError, match=f"scores for tokenizer {name}"):
             found.check(SimpleNamespace(name="abc"), SETTINGS)
     train = dataset.splits["train"]
     rows = make_rows(train, SETTINGS)
     scores.add_to(rows, train, replace(SETTINGS, vocab_size=100))
-    with pytest.raises(ScoresError, match=r"train-0000\d.top_ids: id \d+ is beyond model.vocab_size=100"):
+    with pytest.raises(
+        ScoresError, match=r"train-0000\d.top_ids: id \d+ is beyond model.vocab_size=100"
+    ):
         list(rows)
 
 
 def test_a_run_of_dpo_is_told_the_command_that_makes_its_reference(dataset):
-    """With its own paths, another folder than one that is there, and never the most probable tokens of --top-k."""
-    settings = {"data.path": dataset.folder, "data.sequence_length": 64, "model.from_hf": Path("a model")}
+    """With its own paths, another folder than one that is there, and never the most probable
+    tokens of --top-k.
+    """
+    settings = {
+        "data.path": dataset.folder,
+        "data.sequence_length": 64,
+        "model.from_hf": Path("a model"),
+    }
     config = replace_nested(TrainConfig(), settings)
     scored = f"jaxtp score {dataset.folder} --model 'a model' --out"
 
@@ -142,7 +188,9 @@ def test_a_run_of_dpo_is_told_the_command_that_makes_its_reference(dataset):
         return str(error.value)
 
     none = refusal()
-    assert f"needs a reference: {scored} {dataset.folder}-scores --data.sequence-length 64; " in none
+    assert (
+        f"needs a reference: {scored} {dataset.folder}-scores --data.sequence-length 64; " in none
+    )
     assert "--model.lora.rank 16" in none
     write(dataset, top_k=3).finish()
     top = refusal(**{"data.scores": FOLDER})
@@ -150,7 +198,9 @@ def test_a_run_of_dpo_is_told_the_command_that_makes_its_reference(dataset):
     assert top.endswith(f"labels: {scored} s-2 --data.sequence-length 64")
     rows = refusal(**{"data.scores": FOLDER, "data.sequence_length": 32})
     assert rows.endswith(f"score again: {scored} s-2 --data.sequence-length 32")
-    teacher = refusal(jaxtp.Distillation(), **{"data.scores": FOLDER, "data.packing": "concatenated"})
+    teacher = refusal(
+        jaxtp.Distillation(), **{"data.scores": FOLDER, "data.packing": "concatenated"}
+    )
     assert f"jaxtp score {dataset.folder} --model MODEL --out s-2 --top-k 3 --data.sequ" in teacher
     assert teacher.endswith("--data.packing concatenated")
 
@@ -188,7 +238,14 @@ def test_a_wrong_scores_json_is_refused(dataset):
     write(dataset).finish()
     file = FOLDER / SCORES
     record = json.loads(file.read_text())
-    wrong = {"format": 2, "top_k": 0, "temperature": 0, "packing": "no", "vocab_size": "x", "splits": {"../y": {}}}
+    wrong = {
+        "format": 2,
+        "top_k": 0,
+        "temperature": 0,
+        "packing": "no",
+        "vocab_size": "x",
+        "splits": {"../y": {}},
+    }
     for key, value in wrong.items():
         file.write_text(json.dumps({**record, key: value}))
         with pytest.raises(ScoresError, match=r"scores.json: "):
@@ -209,14 +266,18 @@ def test_mutated_files_give_rows_or_one_error(dataset, name):
         at = int(numbers.integers(len(content)))
         content[at : at + int(numbers.integers(3))] = numbers.bytes(int(numbers.integers(3)))
         (FOLDER / name).write_bytes(content)
-        errors.append(raised_by(lambda: Data(corpus, SETTINGS, 0, open_scores(FOLDER)), kind=ScoresError))
+        errors.append(
+            raised_by(lambda: Data(corpus, SETTINGS, 0, open_scores(FOLDER)), kind=ScoresError)
+        )
     assert not [error for error in errors if "\n" in error]
     assert any(error != "no error" for error in errors)
     assert (name == SCORES) == ("no error" in errors)
 
 
 def test_pairs_keep_their_scores():
-    rows = [{"prompt": f"{i} ", "chosen": "yes" * (i + 1), "rejected": "no" * (9 - i)} for i in range(9)]
+    rows = [
+        {"prompt": f"{i} ", "chosen": "yes" * (i + 1), "rejected": "no" * (9 - i)} for i in range(9)
+    ]
     pairs = prepared("data", jsonl(Path("a.jsonl"), rows), "--preference", "--held-out", "0.3")
     write(pairs).finish()
     for row in Data(load_corpus(pairs.folder), SETTINGS, 0, open_scores(FOLDER)).train_rows[0]:

@@ -1,4 +1,6 @@
-"""Reading datasets: what is in them, without reading more than is asked for, and what is wrong with them."""
+"""Reading datasets: what is in them, without reading more than is asked for, and what is wrong
+with them.
+"""
 
 import json
 import os
@@ -17,7 +19,16 @@ from jaxtp.data.packing import Packed
 from jaxtp.data.store import DatasetError, open_dataset, verify
 
 ROWS = [{"p": text[: i % 7], "c": text} for i, text in enumerate(texts(200))]
-FLAGS = ["--prompt-field", "p", "--completion-field", "c", "--shard-tokens", 5000, "--held-out", 0.1]
+FLAGS = [
+    "--prompt-field",
+    "p",
+    "--completion-field",
+    "c",
+    "--shard-tokens",
+    5000,
+    "--held-out",
+    0.1,
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +59,9 @@ def test_documents_tokens_and_positions_agree(dataset, split):
     owners = np.repeat(np.arange(split.num_documents), lengths)
     for position in range(0, split.num_tokens, 37):
         assert split.document_at(position) == owners[position]
-        np.testing.assert_array_equal(split.tokens(position, split.num_tokens), everything[position:])
+        np.testing.assert_array_equal(
+            split.tokens(position, split.num_tokens), everything[position:]
+        )
     assert split.tokens(5, 5).size == 0
     assert read_manifest(dataset.folder).splits["train"].text_bytes == split.num_tokens
 
@@ -71,7 +84,9 @@ def test_opening_reads_no_data(split, copy):
     for path in copy.glob("*-*.*"):
         path.unlink()
     assert opened.num_tokens == split.num_tokens
-    with pytest.raises(DatasetError, match=r"train-00000\.documents: damaged dataset: .*No such file"):
+    with pytest.raises(
+        DatasetError, match=r"train-00000\.documents: damaged dataset: .*No such file"
+    ):
         opened.document(0)
 
 
@@ -112,7 +127,10 @@ def test_the_identity_follows_from_the_data(split):
 
 
 def test_ids_are_stored_in_the_smallest_dtype_that_holds_the_vocabulary():
-    sizes = {size: TokenizerInfo("huggingface", "", size, None).dtype.itemsize for size in (256, 257, 65536, 65537)}
+    sizes = {
+        size: TokenizerInfo("huggingface", "", size, None).dtype.itemsize
+        for size in (256, 257, 65536, 65537)
+    }
     assert sizes == {256: 1, 257: 2, 65536: 2, 65537: 4}
 
 
@@ -124,12 +142,19 @@ def test_verify_is_silent_of_a_whole_dataset(dataset):
 def test_a_file_of_another_size_is_named(copy, suffix):
     path = copy / f"train-00001.{suffix}"
     content = path.read_bytes()
-    for damaged, message in {content[:-1]: r"cut short: [\d,]+ bytes of", content + b"2": "too long"}.items():
+    for damaged, message in {
+        content[:-1]: r"cut short: [\d,]+ bytes of",
+        content + b"2": "too long",
+    }.items():
         path.write_bytes(damaged)
-        with pytest.raises(DatasetError, match=rf"train-00001\.{suffix}: damaged dataset: {message}"):
+        with pytest.raises(
+            DatasetError, match=rf"train-00001\.{suffix}: damaged dataset: {message}"
+        ):
             open_dataset(copy)
     path.unlink()
-    with pytest.raises(DatasetError, match=rf"train-00001\.{suffix}: damaged dataset: No such file"):
+    with pytest.raises(
+        DatasetError, match=rf"train-00001\.{suffix}: damaged dataset: No such file"
+    ):
         open_dataset(copy)
 
 
@@ -140,7 +165,9 @@ def test_damaged_offsets_are_named_before_they_are_used(copy):
         offsets = whole.copy()
         offsets[entry] = value
         offsets.tofile(path)
-        with pytest.raises(DatasetError, match=r"train-00001\.documents: .*damaged dataset; .*--verify"):
+        with pytest.raises(
+            DatasetError, match=r"train-00001\.documents: .*damaged dataset; .*--verify"
+        ):
             Packed(open_dataset(copy).splits["train"], 32, 256)
 
 
@@ -203,7 +230,9 @@ def test_folders_that_are_no_dataset_are_refused(folder):
             open_dataset(folder / name)
 
 
-@pytest.mark.parametrize("name", ["dataset.json", "train-00001.tokens", "train-00000.documents", "train-00000.prompts"])
+@pytest.mark.parametrize(
+    "name", ["dataset.json", "train-00001.tokens", "train-00000.documents", "train-00000.prompts"]
+)
 def test_a_planted_file_is_one_error(copy, name):
     """A pipe, a device, a link, ... in the place of a file of the dataset."""
     (copy.parent / "victim").write_text("{}")
@@ -229,7 +258,11 @@ def sparse(copy, manifest, documents, tokens):
     shard |= {"documents": documents, "tokens": tokens, "longest": tokens - documents + 1}
     manifest["splits"]["train"] = {**shard, "shards": [shard]}
     del manifest["splits"]["train"]["sha256"]
-    for suffix, size in {"tokens": tokens, "documents": 8 * (documents + 1), "prompts": 4 * documents}.items():
+    for suffix, size in {
+        "tokens": tokens,
+        "documents": 8 * (documents + 1),
+        "prompts": 4 * documents,
+    }.items():
         path = copy / f"train-00000.{suffix}"
         path.write_bytes(b"")
         os.truncate(path, size)
@@ -239,12 +272,19 @@ def sparse(copy, manifest, documents, tokens):
 
 
 @pytest.mark.parametrize(
-    ("documents", "tokens", "needed"), [(1, 2**41, 773), (2**37, 2**38, 6185)], ids=["one document", "many documents"]
+    ("documents", "tokens", "needed"),
+    [(1, 2**41, 773), (2**37, 2**38, 6185)],
+    ids=["one document", "many documents"],
 )
 def test_rows_that_no_memory_could_plan_are_one_error(copy, manifest, documents, tokens, needed):
     """Of 45 bytes for each document, or for each row of one."""
     split = sparse(copy, manifest, documents, tokens)
-    with watched(), pytest.raises(DatasetError, match=f"need {needed:,} GB of memory to plan the rows") as caught:
+    with (
+        watched(),
+        pytest.raises(
+            DatasetError, match=f"need {needed:,} GB of memory to plan the rows"
+        ) as caught,
+    ):
         Packed(split, 128, 256)
     assert f"{documents:,} documents of {tokens:,} tokens" in str(caught.value)
     assert "--data.packing concatenated" in str(caught.value)
@@ -252,5 +292,8 @@ def test_rows_that_no_memory_could_plan_are_one_error(copy, manifest, documents,
 
 def test_offsets_are_checked_in_blocks(copy, manifest):
     split = sparse(copy, manifest, 2**30, 2**31)
-    with watched(memory=10**9), pytest.raises(DatasetError, match="the offsets do not ascend from 0"):
+    with (
+        watched(memory=10**9),
+        pytest.raises(DatasetError, match="the offsets do not ascend from 0"),
+    ):
         next(split.lengths())

@@ -8,11 +8,24 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from corpora import dataset, decoded, texts, write
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from jaxtp.data import tokenizer as module
 from jaxtp.data.manifest import TOKENIZER
-from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, IsolatedTokenizer, load_tokenizer
+from jaxtp.data.tokenizer import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    IsolatedTokenizer,
+    load_tokenizer,
+)
 from jaxtp.data.tokenizer_files import TokenizerError
 
 END = "<|endoftext|>"
@@ -24,7 +37,9 @@ def byte_level(specials=(END, "<|im_start|>")):
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=list(specials), initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=list(specials), initial_alphabet=alphabet
+    )
     library.train_from_iterator(texts(300), trainer)
     return library
 
@@ -78,7 +93,9 @@ def test_the_settings_of_the_file_change_no_tokens():
     library = Tokenizer.from_str(CONTENT.decode())
     library.enable_truncation(3)
     library.enable_padding(length=50)
-    library.post_processor = processors.TemplateProcessing(single=f"{END} $A {END}", special_tokens=[(END, 0)])
+    library.post_processor = processors.TemplateProcessing(
+        single=f"{END} $A {END}", special_tokens=[(END, 0)]
+    )
     library.model.dropout = 0.9
     (expected,) = TRAINED.encode_batch([" ".join(texts(20))])
     (found,) = ours(library).encode_batch([" ".join(texts(20))])
@@ -87,8 +104,13 @@ def test_the_settings_of_the_file_change_no_tokens():
 
 def test_special_tokens_in_text_are_text_unless_asked_for():
     text = f"a{END}b<|im_start|>c"
-    for special_tokens, found, decoded_text in ((False, [], text), (True, [0, 1], "ab<|im_start|>c")):
-        (ids,) = HuggingFaceTokenizer(CONTENT, "x", special_tokens=special_tokens).encode_batch([text])
+    for special_tokens, found, decoded_text in (
+        (False, [], text),
+        (True, [0, 1], "ab<|im_start|>c"),
+    ):
+        (ids,) = HuggingFaceTokenizer(CONTENT, "x", special_tokens=special_tokens).encode_batch(
+            [text]
+        )
         assert ids[ids < 2].tolist() == found
         assert TRAINED.decode(ids) == decoded_text.encode()
 
@@ -127,7 +149,9 @@ def test_a_text_without_a_token_is_an_error():
         ours(library).encode_batch(["b"])
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff\xfe", CONTENT[:-20], b'{"model": {"type": "BPE"}}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[1]", b"\xff\xfe", CONTENT[:-20], b'{"model": {"type": "BPE"}}']
+)
 def test_files_that_are_no_tokenizer_are_refused(content):
     with pytest.raises(TokenizerError, match=r"x: not a tokenizer\.json|without a vocabulary"):
         HuggingFaceTokenizer(content, "x")
@@ -149,7 +173,9 @@ def test_the_tokenizer_of_a_dataset_is_the_one_that_made_it():
 
 def test_without_the_library_the_message_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(TokenizerError, match=r"x needs the library tokenizers: pip install 'jaxtp\[data\]'"):
+    with pytest.raises(
+        TokenizerError, match=r"x needs the library tokenizers: pip install 'jaxtp\[data\]'"
+    ):
         HuggingFaceTokenizer(CONTENT, "x")
 
 
@@ -178,7 +204,9 @@ def test_a_worker_that_takes_too_much_is_an_error_and_another_one_starts(monkeyp
         patched.setattr(module, f"{kind}_OF_TEXT", 0)
         with pytest.raises(TokenizerError, match=f"^x: ({TOO_MUCH[kind]})"):
             tokenizer.encode_batch(["ab " * 2**20])
-    np.testing.assert_array_equal(tokenizer.encode_batch(["ab"])[0], TRAINED.encode_batch(["ab"])[0])
+    np.testing.assert_array_equal(
+        tokenizer.encode_batch(["ab"])[0], TRAINED.encode_batch(["ab"])[0]
+    )
 
 
 @pytest.mark.parametrize("part", ["normalizer", "decoder"])
@@ -189,7 +217,9 @@ def test_replacements_that_grow_a_text_are_refused(part):
         return json.dumps({**json.loads(CONTENT), part: step}).encode()
 
     for kind in (HuggingFaceTokenizer, IsolatedTokenizer):
-        with pytest.raises(TokenizerError, match=f"its {part} makes 1,000,000,000,000 characters out of one"):
+        with pytest.raises(
+            TokenizerError, match=f"its {part} makes 1,000,000,000,000 characters out of one"
+        ):
             kind(content({"type": "Sequence", f"{part}s": [replace] * 4}), "x")
     doubled = HuggingFaceTokenizer(content({**replace, "content": "aa"}), "x")
     assert doubled.decode(np.array([5])) is not None

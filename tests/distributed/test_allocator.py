@@ -1,4 +1,6 @@
-"""The allocator of a GPU's memory: what JAX's plugin for CUDA would be given, and what is said of its limit."""
+"""The allocator of a GPU's memory: what JAX's plugin for CUDA would be given, and what is said
+of its limit.
+"""
 
 import os
 import re
@@ -26,7 +28,8 @@ GB = 10**9
 def options_after(tmp_path, monkeypatch):
     """Chooses an allocator on a machine with a GPU.
 
-    Returns what JAX passes to the plugin for CUDA when the backend starts, as its plugin's `initialize` has it do.
+    Returns what JAX passes to the plugin for CUDA when the backend starts, as its plugin's
+    `initialize` has it do.
     """
     from jax._src import xla_bridge  # the plugin itself registers by it
 
@@ -34,11 +37,15 @@ def options_after(tmp_path, monkeypatch):
     before = getattr(jax.config, OPTIONS)
     given = []
     monkeypatch.setattr(xla_client, "pjrt_plugin_initialized", lambda name: True)
-    monkeypatch.setattr(xla_client, "make_c_api_client", lambda name, options, *_: given.append(options))
+    monkeypatch.setattr(
+        xla_client, "make_c_api_client", lambda name, options, *_: given.append(options)
+    )
 
     def choose(allocator, environment=os.environ):
         choose_allocator(allocator, environment, [tmp_path / "nvidiactl"])
-        xla_bridge.make_pjrt_c_api_client("cuda", options=xla_client.generate_pjrt_gpu_plugin_options())
+        xla_bridge.make_pjrt_c_api_client(
+            "cuda", options=xla_client.generate_pjrt_gpu_plugin_options()
+        )
         return given.pop()
 
     yield choose
@@ -79,7 +86,9 @@ def test_without_a_gpu_nothing_changes(tmp_path):
 def test_platform_is_refused_where_jax_takes_its_default_for_it(options_after, monkeypatch):
     for version in ((0, 10, 1), (0, 10, 2)):
         monkeypatch.setattr(jax, "__version_info__", version)
-        with pytest.raises(UserError, match=r"platform: .*issues/39145\); install jax 0.11 or newer, or"):
+        with pytest.raises(
+            UserError, match=r"platform: .*issues/39145\); install jax 0.11 or newer, or"
+        ):
             options_after("platform", {})
     for version in ((0, 10, 0), (0, 11, 0), (0, 12, 0, 1)):
         monkeypatch.setattr(jax, "__version_info__", version)
@@ -95,25 +104,49 @@ ADVICE = [
     ("default", 101, 0.75, "None"),  # it does not fit, which is said elsewhere
     ("platform", 95, 0.75, "None"),
     ("cuda_async", 95, 0.85, "None"),
-    ("cuda_async", 101, 0.85, f"above the 100.0 GB .* Raise {FRACTION} from 0.85 to 0.9 at most, .*{SMALLER_STEP}"),
-    ("cuda_async", 80, 0.95, f"{FRACTION}=0.95 leaves less than 10% of the memory outside of the pool"),
+    (
+        "cuda_async",
+        101,
+        0.85,
+        f"above the 100.0 GB .* Raise {FRACTION} from 0.85 to 0.9 at most, .*{SMALLER_STEP}",
+    ),
+    (
+        "cuda_async",
+        80,
+        0.95,
+        f"{FRACTION}=0.95 leaves less than 10% of the memory outside of the pool",
+    ),
 ]
 
 
 def test_what_a_peak_means_for_an_allocator():
     for allocator, peak, fraction, said in ADVICE:
-        assert re.search(said, str(advice(allocator, peak * GB, 100 * GB, fraction))), (allocator, peak)
+        assert re.search(said, str(advice(allocator, peak * GB, 100 * GB, fraction))), (
+            allocator,
+            peak,
+        )
 
 
 def test_a_step_may_outgrow_the_pool_of_cuda_async_but_not_what_stays_outside():
     assert most_bytes("default", 75, 0.75) == 75
     assert most_bytes("cuda_async", 75, 0.75) == pytest.approx(90)
     assert most_bytes("cuda_async", 95, 0.95) == 95
-    assert memory_fraction("default", {}) == memory_fraction("platform", {"XLA_CLIENT_MEM_FRACTION": "x"}) == 0.75
+    assert (
+        memory_fraction("default", {})
+        == memory_fraction("platform", {"XLA_CLIENT_MEM_FRACTION": "x"})
+        == 0.75
+    )
 
 
 def test_an_error_for_lack_of_memory_says_what_may_help():
-    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 15354000000 bytes.")
-    assert "memory is fragmented: --launch.allocator cuda_async" in describe_out_of_memory(error, "default")
+    error = jax.errors.JaxRuntimeError(
+        "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 15354000000 bytes."
+    )
+    assert "memory is fragmented: --launch.allocator cuda_async" in describe_out_of_memory(
+        error, "default"
+    )
     assert SMALLER_STEP in describe_out_of_memory(error, "cuda_async")
-    assert describe_out_of_memory(jax.errors.JaxRuntimeError("INTERNAL: no such kernel"), "default") is None
+    assert (
+        describe_out_of_memory(jax.errors.JaxRuntimeError("INTERNAL: no such kernel"), "default")
+        is None
+    )

@@ -1,4 +1,6 @@
-"""The files for clusters: when Slurm's script, with stubs for its commands, queues a job again, and what others say."""
+"""The files for clusters: when Slurm's script, with stubs for its commands, queues a job again,
+and what others say.
+"""
 
 import os
 import re
@@ -26,7 +28,11 @@ ENDINGS = {
     "exit 3": (0, 3, ""),
     "sleep 0; exit 75": (4, 75, "queued again after exit code 75\n"),
     "exit 75": (5, 75, "not queued again: more than 5 failures, in slurm-7.failures\n"),
-    '[ -z "$https_proxy" ] && [ "$JAXTP_JOIN_SECONDS" = 300 ] && [ "$NCCL_DEBUG" = WARN ]': (0, 0, ""),
+    '[ -z "$https_proxy" ] && [ "$JAXTP_JOIN_SECONDS" = 300 ] && [ "$NCCL_DEBUG" = WARN ]': (
+        0,
+        0,
+        "",
+    ),
 }
 """What srun does: how often the job has failed before, its exit code and what is said."""
 
@@ -39,10 +45,17 @@ def test_slurm_queues_again_what_failed_and_was_no_mistake(tmp_path, does):
     for name, ends in (("srun", does), ("scontrol", "")):
         (tmp_path / name).write_text(f'#!/bin/bash\necho "{name} $*" >> {tmp_path}/said\n{ends}\n')
         (tmp_path / name).chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "https_proxy": "x"}
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "https_proxy": "x",
+    }
     environment["SETTINGS"] = str(CLUSTER / "gpu.env")
     command = ["bash", str(CLUSTER / "slurm.sbatch"), "--train.steps", "5"]
-    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=60)
+    done = subprocess.run(
+        command, env=environment, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=60
+    )
     assert (done.returncode, done.stderr) == (code, said)
     started, *asked = (tmp_path / "said").read_text().splitlines()
     flags = "--train.stall-abort-seconds 1800 --train.verify-every 1000 --train.steps 5"
@@ -78,12 +91,23 @@ def test_the_jobset_fits_the_command():
     assert mesh_of(container["args"]).fsdp == 2
     (rule,) = job["podFailurePolicy"]["rules"]
     exit_codes = rule["onExitCodes"]
-    assert (exit_codes["values"], exit_codes["containerName"]) == ([entry.MISTAKE, entry.WRONG], container["name"])
+    assert (exit_codes["values"], exit_codes["containerName"]) == (
+        [entry.MISTAKE, entry.WRONG],
+        container["name"],
+    )
     assert f"--train.stopped-exit-code={entry.TEMPORARY}" in container["args"]
-    assert [mount["name"] for mount in container["volumeMounts"]] == [volume["name"] for volume in pod["volumes"]]
+    assert [mount["name"] for mount in container["volumeMounts"]] == [
+        volume["name"] for volume in pod["volumes"]
+    ]
 
 
-TYPES = {"string": str, "integer": int, "boolean": bool, "object": dict, "integer | string": (int, str)}
+TYPES = {
+    "string": str,
+    "integer": int,
+    "boolean": bool,
+    "object": dict,
+    "integer | string": (int, str),
+}
 
 
 def check_fields(value, allowed, place="jobset"):
@@ -137,10 +161,16 @@ def test_the_settings_for_gpus_are_variables_and_flags_that_there_are():
 
 
 def test_python_and_drivers_for_gpus_are_named():
-    """jax has left Python 3.11; its installation page names the least driver of each version of CUDA."""
+    """jax has left Python 3.11; its installation page names the least driver of each version of
+    CUDA.
+    """
     assert re.search(r"^FROM python:3\.1[2-9]", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE)
     readme = (ROOT / "README.md").read_text()
-    for said in ("Python 3.12 or newer", "`.[cuda13]` (driver 580 or newer)", "`.[cuda12]` (525 or newer)"):
+    for said in (
+        "Python 3.12 or newer",
+        "`.[cuda13]` (driver 580 or newer)",
+        "`.[cuda12]` (525 or newer)",
+    ):
         assert said in readme
 
 
@@ -154,4 +184,6 @@ def test_the_image_is_made_of_what_is_there():
     (extras,) = re.findall(r'"\.\[(.*?)\]"', "\n".join(lines))
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(extras.split(",")) <= known.keys()
-    assert lines.index("USER 1000") > max(i for i, line in enumerate(lines) if line.startswith(("RUN", "COPY")))
+    assert lines.index("USER 1000") > max(
+        i for i, line in enumerate(lines) if line.startswith(("RUN", "COPY"))
+    )

@@ -38,7 +38,9 @@ def test_libraries_of_cuda_are_not_looked_for_without_a_gpu(tmp_path):
 def test_the_gpus_that_may_be_used_are_those_that_a_variable_lists():
     counts = {"": 0, "1": 1, "0,1,2": 3, "GPU-8932f937, GPU-1": 2, "0,-1,2": 1, "0,1,2,3,4": 4}
     assert len(launch.names_of_gpus(4, {})) == 4
-    assert {listed: len(launch.names_of_gpus(4, {"CUDA_VISIBLE_DEVICES": listed})) for listed in counts} == counts
+    assert {
+        listed: len(launch.names_of_gpus(4, {"CUDA_VISIBLE_DEVICES": listed})) for listed in counts
+    } == counts
 
 
 CACHE = (
@@ -51,7 +53,9 @@ CACHE = (
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    """The folder of compiled programs, in a cache of its own; JAX's configuration says nothing of one."""
+    """The folder of compiled programs, in a cache of its own; JAX's configuration says nothing
+    of one.
+    """
     before = {name: getattr(jax.config, name) for name in CACHE}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     jax.config.update("jax_compilation_cache_dir", None)
@@ -75,7 +79,9 @@ def test_programs_for_gpus_are_kept_and_damage_to_them_is_compiled_anew(kept, ca
     assert capsys.readouterr().err == ""
 
 
-def test_programs_of_cpus_and_of_several_processes_are_not_kept_nor_where_jax_has_a_setting(kept, monkeypatch):
+def test_programs_of_cpus_and_of_several_processes_are_not_kept_nor_where_jax_has_a_setting(
+    kept, monkeypatch
+):
     for asked, platform, processes in ((None, "cpu", 1), (None, "gpu", 2), ("own", "gpu", 1)):
         jax.config.update("jax_compilation_cache_dir", asked)
         monkeypatch.setattr(jax, "process_count", lambda processes=processes: processes)
@@ -94,7 +100,10 @@ def test_an_empty_folder_turns_the_cache_off(kept):
 
 def test_a_folder_of_programs_that_cannot_be_used_is_one_line(kept, capsys):
     """A file in its place, and a folder that is open to others."""
-    for make in (kept.parent.touch, lambda: (kept.parent.unlink(), kept.mkdir(parents=True), kept.chmod(0o777))):
+    for make in (
+        kept.parent.touch,
+        lambda: (kept.parent.unlink(), kept.mkdir(parents=True), kept.chmod(0o777)),
+    ):
         make()
         launch.enable_compilation_cache("gpu")
         (line,) = capsys.readouterr().err.splitlines()
@@ -121,7 +130,9 @@ def test_the_programs_that_were_used_last_are_kept(tmp_path):
     ],
 )
 def test_commands_that_compute_keep_their_programs(module, main, flags, monkeypatch):
-    """Each is stopped by a mistake, which comes after its devices are known and before anything is compiled."""
+    """Each is stopped by a mistake, which comes after its devices are known and before anything
+    is compiled.
+    """
     asked = []
     monkeypatch.setattr(module, "enable_compilation_cache", asked.append)
     source = SimpleNamespace(

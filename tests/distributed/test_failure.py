@@ -1,4 +1,6 @@
-"""A short version of scripts/process_failures.py: one process of four ends, and the run goes on with two."""
+"""A short version of scripts/process_failures.py: one process of four ends, and the run goes on
+with two.
+"""
 
 import runpy
 from pathlib import Path
@@ -14,4 +16,7 @@ def test_the_others_of_a_process_that_ends_end_too_and_the_run_goes_on(capsys):
     assert script["main"](["--kind", "killed", "failing", "--rounds", "1", "--steps", "30"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum("3 named it; went on with two processes" in line for line in lines) == 2
-    assert [line.split(":")[1] for line in lines if line.startswith("ok")] == [" killed", " failing"]
+    assert [line.split(":")[1] for line in lines if line.startswith("ok")] == [
+        " killed",
+        " failing",
+    ]

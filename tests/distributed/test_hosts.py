@@ -1,4 +1,6 @@
-"""Which device is on which host, whatever the order in which a scheduler dealt out the processes."""
+"""Which device is on which host, whatever the order in which a scheduler dealt out the
+processes.
+"""
 
 from dataclasses import dataclass
 
@@ -22,7 +24,11 @@ class Device:
 
 
 def devices(processes, each):
-    return [Device(2048 * process + index, process) for process in range(processes) for index in range(each)]
+    return [
+        Device(2048 * process + index, process)
+        for process in range(processes)
+        for index in range(each)
+    ]
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.randoms())
@@ -33,7 +39,9 @@ def test_devices_of_a_host_are_neighbours(num_hosts, of_host, each, chance):
     ordered = by_host(chance.sample(there, len(there)), hosts)
     assert sorted(ordered, key=lambda device: device.id) == there
     places = [hosts[device.process_index] for device in ordered]
-    groups = [places[start : start + of_host * each] for start in range(0, len(places), of_host * each)]
+    groups = [
+        places[start : start + of_host * each] for start in range(0, len(places), of_host * each)
+    ]
     assert [set(group) for group in groups] == [{host} for host in dict.fromkeys(hosts)]
     own = [(device.process_index, device.id) for device in ordered]
     for start in range(0, len(own), of_host * each):

@@ -39,7 +39,9 @@ def alone(monkeypatch):
 def joined(alone, monkeypatch):
     calls = []
     monkeypatch.setattr(joining, "rendezvous", lambda *_: None)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((*args, kwargs)))
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *args, **kwargs: calls.append((*args, kwargs))
+    )
     return calls
 
 
@@ -58,14 +60,21 @@ def test_a_process_finds_its_place_and_its_gpus(joined):
         joined.clear()
         known = ("num_processes", "process_id", "local_device_ids")
         assert [address, *(settings.get(name) for name in known)] == row["place"], row
-        assert settings["coordinator_bind_address"] == (address if address and "127.0.0.1" in address else None)
+        assert settings["coordinator_bind_address"] == (
+            address if address and "127.0.0.1" in address else None
+        )
         assert num_processes(row["environment"]) == settings["num_processes"]
         assert settings["initialization_timeout"] > joining.JOIN_SECONDS
 
 
 def test_processes_that_would_each_run_alone_are_refused():
     rows = [row | {"says": [*row["says"], *JAX_NAMES]} for row in LAUNCHERS["alone"]]
-    assert unexpected(rows, lambda row: raised_by(require_joinable, row["environment"], kind=LaunchError)) == []
+    assert (
+        unexpected(
+            rows, lambda row: raised_by(require_joinable, row["environment"], kind=LaunchError)
+        )
+        == []
+    )
 
 
 def test_one_process_and_processes_that_are_joined_are_accepted():
@@ -87,7 +96,12 @@ def test_the_mesh_of_a_run_is_refused_where_another_launcher_started_it(monkeypa
 @pytest.mark.journey
 def test_a_training_under_another_launcher_is_one_error_and_its_help_is_printed(tmp_path):
     command = [sys.executable, "-m", "jaxtp", "train"]
-    settings = {"env": os.environ | RECORDED["torchrun"], "capture_output": True, "text": True, "timeout": 300}
+    settings = {
+        "env": os.environ | RECORDED["torchrun"],
+        "capture_output": True,
+        "text": True,
+        "timeout": 300,
+    }
     refused = subprocess.run([*command, "--run.dir", str(tmp_path / "run")], **settings)
     assert refused.returncode == 2
     assert refused.stderr.startswith("jaxtp train: error: torchrun")
@@ -104,7 +118,10 @@ def test_the_processes_do_not_meet_through_a_proxy():
         ({"http_proxy": ""}, None),
         ({"http_proxy": "http://proxy"}, "node1"),
         ({"https_proxy": "http://proxy", "no_proxy": "a.org,b.org"}, "a.org,b.org,node1"),
-        ({"grpc_proxy": "http://proxy", "no_proxy": "a.org", "no_grpc_proxy": "c.org"}, "c.org,node1"),
+        (
+            {"grpc_proxy": "http://proxy", "no_proxy": "a.org", "no_grpc_proxy": "c.org"},
+            "c.org,node1",
+        ),
     ):
         environment = dict(before)
         bypass_proxy("node1", environment)
@@ -153,15 +170,25 @@ def test_process_0_listens_on_loopback_where_all_meet_there_or_at_an_address_tha
 
 
 def test_an_address_at_which_the_others_do_not_look_is_an_error(joined):
-    for bind, environment in (("10.0.0.7", at("localhost")), ("::1", at("127.0.0.1")), ("10.0.0.7", ON_ONE_HOST)):
-        with pytest.raises(LaunchError, match=f"^launch.bind={bind}: the processes meet at (localhost|127.0.0.1)"):
+    for bind, environment in (
+        ("10.0.0.7", at("localhost")),
+        ("::1", at("127.0.0.1")),
+        ("10.0.0.7", ON_ONE_HOST),
+    ):
+        with pytest.raises(
+            LaunchError, match=f"^launch.bind={bind}: the processes meet at (localhost|127.0.0.1)"
+        ):
             join_processes(environment, gpus=0, bind=bind)
     assert not joined
 
 
 def test_an_address_that_is_not_of_this_host_is_an_error(joined):
-    with pytest.raises(LaunchError, match=r"^192\.0\.2\.77:61445: this host cannot listen there \("):
-        join_processes(SLURM | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}, gpus=0, bind="192.0.2.77")
+    with pytest.raises(
+        LaunchError, match=r"^192\.0\.2\.77:61445: this host cannot listen there \("
+    ):
+        join_processes(
+            SLURM | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}, gpus=0, bind="192.0.2.77"
+        )
     assert not joined
 
 
@@ -182,7 +209,8 @@ def test_a_process_that_waits_for_the_others_says_so(monkeypatch, capsys):
     where = "process 1 of 2 at no-such-host.invalid:61445: "
     assert re.fullmatch(rf"{where}the host has no address \(.+\); still trying", said[0])
     assert re.fullmatch(
-        rf"{where}still waiting for all to start, up to 70 s \(the host has no address \(.+\)\)", said[1]
+        rf"{where}still waiting for all to start, up to 70 s \(the host has no address \(.+\)\)",
+        said[1],
     )
 
 
@@ -195,15 +223,23 @@ def test_who_waits_in_vain_for_a_scheduler_names_the_node(monkeypatch, capsys):
     join_processes(NOBODY | {"JAXTP_JOIN_SECONDS": "1"}, gpus=8)
     end.assert_called_once_with(2)
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: process 1 of 2 at no-such-host.invalid:61445: not all came within 1 s: the host has")
+    assert last.startswith(
+        "error: process 1 of 2 at no-such-host.invalid:61445: not all came within 1 s: the host has"
+    )
     assert "JAX_COORDINATOR_ADDRESS=HOST:PORT names another" in last
 
 
 def test_an_error_of_jax_while_joining_is_one_message(alone, monkeypatch):
     monkeypatch.setattr(joining, "rendezvous", lambda *_: None)
     for error, message in (
-        (RuntimeError("DEADLINE_EXCEEDED: Barrier timed out.\nmore"), r"of 2 at host:1: .*timed out\.$"),
-        (ValueError("coordinator_address should be defined."), "defined.; set JAX_COORDINATOR_ADDRESS=HOST"),
+        (
+            RuntimeError("DEADLINE_EXCEEDED: Barrier timed out.\nmore"),
+            r"of 2 at host:1: .*timed out\.$",
+        ),
+        (
+            ValueError("coordinator_address should be defined."),
+            "defined.; set JAX_COORDINATOR_ADDRESS=HOST",
+        ),
     ):
         monkeypatch.setattr(jax.distributed, "initialize", Mock(side_effect=error))
         with pytest.raises(LaunchError, match=message):
@@ -219,7 +255,11 @@ def test_a_process_that_waits_in_vain_ends_with_one_line():
     }
     for process, message in messages.items():
         address = free_address()
-        place = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": process}
+        place = {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": "2",
+            "JAX_PROCESS_ID": process,
+        }
         variables = os.environ | place | {"JAXTP_JOIN_SECONDS": "3"}
         command = [sys.executable, "-m", "jaxtp.train"]
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)

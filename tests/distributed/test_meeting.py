@@ -1,4 +1,6 @@
-"""The processes that people start by hand: all of them, one that is missing, ids and counts that cannot be."""
+"""The processes that people start by hand: all of them, one that is missing, ids and counts that
+cannot be.
+"""
 
 import os
 import re
@@ -58,7 +60,8 @@ def send_bytes(port, data):
 
 
 def meeting(places, seconds=20, strangers=(), gone=None):
-    """What becomes of processes, each with its (id, count) and its token, if it has another: None, or its error.
+    """What becomes of processes, each with its (id, count) and its token, if it has another: None,
+    or its error.
 
     Args:
       strangers: bytes that others send first.
@@ -79,7 +82,9 @@ def meeting(places, seconds=20, strangers=(), gone=None):
         reached(partial(send_bytes, port, data))
     if gone:
         reached(partial(say_hello, port, **gone))
-    threads += [in_a_thread(take_part, index, *place) for index, place in enumerate(places) if index]
+    threads += [
+        in_a_thread(take_part, index, *place) for index, place in enumerate(places) if index
+    ]
     for thread in threads:
         thread.join(60)
     return [ends[index] for index in range(len(places))]
@@ -93,13 +98,18 @@ def test_processes_meet():
 def test_one_that_is_missing_is_named_to_all():
     first, other = meeting([(0, 4), (2, 4)], seconds=1)
     assert first == other
-    assert first.startswith("process 1, 3 of 4 did not come within 1 s: does it run, with the address 127.0.0.1:")
+    assert first.startswith(
+        "process 1, 3 of 4 did not come within 1 s: does it run, with the address 127.0.0.1:"
+    )
     assert "and JAX_PROCESS_ID=1? (JAXTP_JOIN_SECONDS" in first
 
 
 def test_ids_and_counts_that_cannot_be_end_all_at_once():
     here = f"{socket.gethostname()}, pid {os.getpid()}"
-    twice = f"two processes have the id 1, one on {here} and one on {here}: set JAX_PROCESS_ID to 0 to 2, each once"
+    twice = (
+        f"two processes have the id 1, one on {here} and one on {here}: set JAX_PROCESS_ID to "
+        "0 to 2, each once"
+    )
     assert {*meeting([(0, 3), (1, 3), (1, 3)], seconds=60)} == {twice}
     counts = f"process 1 (on {here}) expects 4 processes, but process 0 expects 3"
     assert {*meeting([(0, 3), (1, 4)], seconds=60)} == {counts}
@@ -118,13 +128,25 @@ def test_a_process_that_went_away_may_come_again():
 
 def test_the_words_of_another_process_stay_on_one_line():
     (error,) = meeting([(0, 2)], gone={"process": 1, "count": 3, "host": "a\nerror: \x1b[31mb"})
-    assert error == r"process 1 (on a\nerror: \x1b[31mb) expects 3 processes, but process 0 expects 2"
+    assert (
+        error == r"process 1 (on a\nerror: \x1b[31mb) expects 3 processes, but process 0 expects 2"
+    )
 
 
 def test_strangers_are_left_alone():
-    strangers = [b"", b"GET / HTTP/1.0\r\n\r\n", b"[" * 4000 + b"\n", b'{"process": "1"}\n', b"x" * 9000, STRANGER]
+    strangers = [
+        b"",
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"[" * 4000 + b"\n",
+        b'{"process": "1"}\n',
+        b"x" * 9000,
+        STRANGER,
+    ]
     # Python's reader of JSON and its writer refuse different depths.
-    nested = [b"[" * depth + b"1" + b"]" * depth for depth in (100, 900, 950, 970, 980, 985, 990, 995, 2000)]
+    nested = [
+        b"[" * depth + b"1" + b"]" * depth
+        for depth in (100, 900, 950, 970, 980, 985, 990, 995, 2000)
+    ]
     for proof in (b'"00"', b"{}", b'"\xc3\xa9"', b'"\\ud800"', *nested):
         strangers.append(STRANGER.replace(b"}", b', "challenge": [1], "proof": ' + proof + b"}"))
         strangers.append(STRANGER.replace(b"}", b', "challenge": ' + proof + b', "proof": "00"}'))
@@ -132,7 +154,9 @@ def test_strangers_are_left_alone():
 
 
 def test_silent_strangers_hold_up_nobody():
-    """Half of them say a byte; they are heard beside the others: one after the other they would take minutes."""
+    """Half of them say a byte; they are heard beside the others: one after the other they would
+    take minutes.
+    """
     port = free_port()
     processes = [in_a_thread(come, port, 0, 2, 20)]
     reached(partial(send_bytes, port, b"{"))
@@ -149,7 +173,9 @@ def test_silent_strangers_hold_up_nobody():
 
 def test_where_nothing_answers_it_is_said_in_time(monkeypatch, capsys):
     monkeypatch.setattr(joining, "LONG_WAIT", 0.1)
-    with pytest.raises(LaunchError, match="nothing answers there after 1 s: process 0 has to run on that host"):
+    with pytest.raises(
+        LaunchError, match="nothing answers there after 1 s: process 0 has to run on that host"
+    ):
         come(free_port(), 1, 2, 1)
     assert "still waiting for all to start, up to 1 s" in capsys.readouterr().err
 
@@ -157,7 +183,9 @@ def test_where_nothing_answers_it_is_said_in_time(monkeypatch, capsys):
 def test_an_address_that_cannot_be_reached_is_named_at_once_and_at_the_end(monkeypatch, capsys):
     said = []
     monkeypatch.setattr(
-        joining.time, "sleep", lambda _: said.append(capsys.readouterr().err) or threading.Event().wait(0.2)
+        joining.time,
+        "sleep",
+        lambda _: said.append(capsys.readouterr().err) or threading.Event().wait(0.2),
     )
     for host, problem in (
         ("no-such-host.invalid", "the host has no address ("),
@@ -176,10 +204,15 @@ def test_an_address_that_cannot_be_reached_is_named_at_once_and_at_the_end(monke
 
 
 def test_without_the_token_nobody_is_believed(capsys):
-    """Neither a process by process 0, nor the reverse; both say so, and a line that is not signed ends nobody."""
+    """Neither a process by process 0, nor the reverse; both say so, and a line that is not
+    signed ends nobody.
+    """
     first, other = meeting([(0, 2, "token 0"), (1, 2, "token 1")], seconds=2)
     dropped = r"did not come within 2 s.*; dropped \d+ connections that did not prove the token of this run \(the same "
-    assert re.search(f"process 1 of 2 {dropped}command line on all hosts, or JAXTP_TOKEN\\), from 127.0.0.1$", first)
+    assert re.search(
+        f"process 1 of 2 {dropped}command line on all hosts, or JAXTP_TOKEN\\), from 127.0.0.1$",
+        first,
+    )
     assert "the program that answers there does not prove the token of this run" in other
     assert capsys.readouterr().err.count("does not prove the token of this run") == 1
 

@@ -1,4 +1,6 @@
-"""Two hosts with names and addresses of their own, by Linux's namespaces: where a machine lets us make them."""
+"""Two hosts with names and addresses of their own, by Linux's namespaces: where a machine lets
+us make them.
+"""
 
 import os
 import signal
@@ -30,7 +32,10 @@ def can_make_hosts():
     return made and named
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not can_make_hosts(), reason="no network namespaces here")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not can_make_hosts(), reason="no network namespaces here"),
+]
 
 
 @pytest.fixture
@@ -57,14 +62,41 @@ def start(tmp_path, cable):
 
     def start(process, *flags):
         host = list(LINKS)[process]
-        place = {"JAX_COORDINATOR_ADDRESS": ADDRESS, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(process)}
+        place = {
+            "JAX_COORDINATOR_ADDRESS": ADDRESS,
+            "JAX_NUM_PROCESSES": "2",
+            "JAX_PROCESS_ID": str(process),
+        }
         place |= {"JAX_NUM_CPU_DEVICES": "2", "JAXTP_JOIN_SECONDS": "60", "PYTHONUNBUFFERED": "1"}
-        train = [sys.executable, "-m", "jaxtp.train", *SMALL, "--run.dir", str(tmp_path / "run"), *flags]
-        (tmp_path / "hosts").write_text("".join(f"{at.partition('/')[0]} {name}\n" for name, at in LINKS.items()))
+        train = [
+            sys.executable,
+            "-m",
+            "jaxtp.train",
+            *SMALL,
+            "--run.dir",
+            str(tmp_path / "run"),
+            *flags,
+        ]
+        (tmp_path / "hosts").write_text(
+            "".join(f"{at.partition('/')[0]} {name}\n" for name, at in LINKS.items())
+        )
         own = f'mount --bind {tmp_path}/hosts /etc/hosts && hostname {host} && exec "$@"'
         with log(process).open("a") as file:
             streams = {"stdout": file, "stderr": subprocess.STDOUT}
-            command = ["ip", "netns", "exec", host, "unshare", "-u", "-m", "sh", "-c", own, "sh", *train]
+            command = [
+                "ip",
+                "netns",
+                "exec",
+                host,
+                "unshare",
+                "-u",
+                "-m",
+                "sh",
+                "-c",
+                own,
+                "sh",
+                *train,
+            ]
             processes.append(subprocess.Popen(command, env=os.environ | place, **streams))
         return processes[-1]
 
@@ -112,4 +144,7 @@ def test_when_the_cable_is_cut_both_end(start):
     ip("-n", HOSTS[0], "link", "set", "v0", "down")
     assert all(process.wait(60) != 0 for process in processes)
     for process in range(2):
-        assert f"process {1 - process} (on {HOSTS[1 - process]}) has sent no heartbeat for 25 s" in start.said(process)
+        assert (
+            f"process {1 - process} (on {HOSTS[1 - process]}) has sent no heartbeat for 25 s"
+            in start.said(process)
+        )

@@ -24,7 +24,14 @@ pytestmark = [
 @pytest.fixture
 def arguments(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
-    return [*SMALL, "--data.path", str(tmp_path / "text.txt"), "--train.steps", "40", *mesh(1, 2, 2)]
+    return [
+        *SMALL,
+        "--data.path",
+        str(tmp_path / "text.txt"),
+        "--train.steps",
+        "40",
+        *mesh(1, 2, 2),
+    ]
 
 
 @pytest.fixture
@@ -34,12 +41,22 @@ def mpirun(tmp_path):
 
     def start(*command, pace=0.25):
         (tmp_path / "pace").write_text(str(pace))
-        place = {"PACE": str(tmp_path / "pace"), "JAX_NUM_CPU_DEVICES": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
-        place |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "TMPDIR": "/tmp"}
+        place = {
+            "PACE": str(tmp_path / "pace"),
+            "JAX_NUM_CPU_DEVICES": "1",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        }
+        place |= {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "TMPDIR": "/tmp",
+        }
         place |= {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
         with (tmp_path / "log").open("w") as log:
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-            started.append(subprocess.Popen(["mpirun", "-n", "4", *command], env=os.environ | place, **streams))
+            started.append(
+                subprocess.Popen(["mpirun", "-n", "4", *command], env=os.environ | place, **streams)
+            )
         return started[-1]
 
     yield start
@@ -51,7 +68,9 @@ def mpirun(tmp_path):
 
 
 def test_four_processes_equal_one_and_a_signal_to_mpirun_saves(tmp_path, arguments, mpirun):
-    one, four, log = tmp_path / "one", tmp_path / "four", tmp_path / "log"
+    one = tmp_path / "one"
+    four = tmp_path / "four"
+    log = tmp_path / "log"
     assert train([*arguments, "--run.dir", str(one)]) == 0
     paced = [sys.executable, str(PACED), "-m", "jaxtp.train", *arguments, "--run.dir", str(four)]
     process = mpirun(*paced)
@@ -65,7 +84,9 @@ def test_four_processes_equal_one_and_a_signal_to_mpirun_saves(tmp_path, argumen
     # mpirun waits so long before it passes SIGTERM on, and as long again before it kills.
     process = mpirun("--mca", "odls_base_sigkill_timeout", "15", *paced, pace=1)
     wait_for_step(four, stopped + 3, process)
-    assert f"resumed from the checkpoint at step {stopped}\n" in log.read_text().replace("\r\n", "\n")
+    assert f"resumed from the checkpoint at step {stopped}\n" in log.read_text().replace(
+        "\r\n", "\n"
+    )
     process.send_signal(signal.SIGTERM)
     process.wait(120)
     assert f"stopped by SIGTERM at step {max(records(four))} and saved" in log.read_text()

@@ -1,4 +1,6 @@
-"""What a process learns of the others: one ends, hangs, fails or leaves, and what it says before it ends itself."""
+"""What a process learns of the others: one ends, hangs, fails or leaves, and what it says before
+it ends itself.
+"""
 
 import json
 import os
@@ -37,7 +39,9 @@ class Process:
         self.others = {other: Link(far) for other, far in self.sockets.items()}
         links = {other: Link(near) for other, (near, _) in pairs.items()}
         self.ends = [*links.values(), *self.others.values()]
-        self.peers = peers.Peers(NAMES, links, **{"beat": 0.05, "grace": 0.5, "end_process": self.end} | settings)
+        self.peers = peers.Peers(
+            NAMES, links, **{"beat": 0.05, "grace": 0.5, "end_process": self.end} | settings
+        )
         self.peers.activity = "step 7"
 
     def end(self, code):
@@ -94,7 +98,9 @@ def test_a_process_that_ends_is_named_to_all(start, capsys):
     assert message(process.others[1]) == LOST | {"code": TEMPORARY}
     assert codes_at_the_end(process) == [TEMPORARY]
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: process 2 (on n2) has ended without a word; process 0 (on n0) cannot continue with")
+    assert line.startswith(
+        "error: process 2 (on n2) has ended without a word; process 0 (on n0) cannot continue with"
+    )
     assert line.endswith("step 7 and ends (exit code 75)")
 
 
@@ -102,7 +108,9 @@ def test_a_loss_that_process_0_reports_ends_the_others_too(start, capsys):
     process = start(1)
     process.others[0].send(LOST)
     assert codes_at_the_end(process) == [TEMPORARY]
-    assert "process 2 (on n2) has ended without a word; process 1 (on n1)" in capsys.readouterr().err
+    assert (
+        "process 2 (on n2) has ended without a word; process 1 (on n1)" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("me", sweep([0, 1], 1))
@@ -117,7 +125,9 @@ def test_a_process_without_heartbeats_is_lost(me, start, monkeypatch, capsys):
             link.send({})
         time.sleep(0.05)
     assert process.codes == [TEMPORARY]
-    assert f"process {silent} (on n{silent}) has sent no heartbeat for 1 s" in capsys.readouterr().err
+    assert (
+        f"process {silent} (on n{silent}) has sent no heartbeat for 1 s" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(("said", "code"), [(MISTAKE, MISTAKE), (WRONG, WRONG), (1, TEMPORARY)])
@@ -125,7 +135,12 @@ def test_the_failure_of_another_decides_the_exit_code(said, code, start, capsys)
     process = start(0)
     why = "TokenError: a\nerror: \x1b[31mb " + "ü" * 1000
     process.others[1].send({"process": 1, "failure": why, "code": said})
-    assert message(process.others[2]) == {"process": 1, "how": f"failed: {why}", "grace": 0.5, "code": code}
+    assert message(process.others[2]) == {
+        "process": 1,
+        "how": f"failed: {why}",
+        "grace": 0.5,
+        "code": code,
+    }
     assert codes_at_the_end(process) == [code]
     error = capsys.readouterr().err
     assert r"process 1 (on n1) failed: TokenError: a\nerror: \x1b[31mb " in error
@@ -176,7 +191,10 @@ def test_heartbeats_come_by_the_clock(start):
 
 def test_a_failure_like_that_of_another_is_announced_and_any_other_is_its_consequence(start):
     """Gloo and NCCL fail where a process has ended."""
-    for failure, grace, codes in (("NonFiniteError: step 3", 0.5, [TEMPORARY]), ("FloatingPointError: step 3", 60, [])):
+    for failure, grace, codes in (
+        ("NonFiniteError: step 3", 0.5, [TEMPORARY]),
+        ("FloatingPointError: step 3", 60, []),
+    ):
         process = start(0, grace=grace)
         process.others[1].send({"process": 1, "failure": failure, "code": 1})
         assert message(process.others[2])
@@ -185,7 +203,9 @@ def test_a_failure_like_that_of_another_is_announced_and_any_other_is_its_conseq
 
 
 def test_processes_with_other_numbers_of_devices_are_named(monkeypatch):
-    """Every process sees the devices of all, and raises the same; what exchanges values would fail."""
+    """Every process sees the devices of all, and raises the same; what exchanges values would
+    fail.
+    """
     devices = [SimpleNamespace(process_index=process) for process in (0, 0, 1, 1, 2)]
     monkeypatch.setattr(agreement, "is_multiprocess", lambda: True)
     monkeypatch.setattr(peers.jax, "devices", lambda: devices)
@@ -199,15 +219,25 @@ def test_strangers_are_counted_and_one_host_listens_on_loopback(bind, monkeypatc
     monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
     monkeypatch.setattr(peers.jax, "process_index", lambda: 1)
     exchanged = queue.Queue()
-    monkeypatch.setattr(peers, "all_gather_json", lambda value: [exchanged.put(value)] if value else [exchanged.get()])
+    monkeypatch.setattr(
+        peers,
+        "all_gather_json",
+        lambda value: [exchanged.put(value)] if value else [exchanged.get()],
+    )
     names = [socket.gethostname()] * 2 if bind is None else ["no-such-host.invalid", "b"]
     found = {}
-    listening = threading.Thread(target=lambda: found.update(peers.accept_peers(names, bind)), daemon=True)
+    listening = threading.Thread(
+        target=lambda: found.update(peers.accept_peers(names, bind)), daemon=True
+    )
     listening.start()
     port, token = exchanged.get(timeout=10)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=5)
-    for line in (b'{"process": 1}\n', b"GET / HTTP/1.0\n", f'{{"process": 1, "token": "{token}"}}\n'.encode()):
+    for line in (
+        b'{"process": 1}\n',
+        b"GET / HTTP/1.0\n",
+        f'{{"process": 1, "token": "{token}"}}\n'.encode(),
+    ):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
             stranger.sendall(line)
             stranger.settimeout(5)
@@ -219,13 +249,19 @@ def test_strangers_are_counted_and_one_host_listens_on_loopback(bind, monkeypatc
     assert (list(links), list(found)) == ([0], [1])
     for link in (*links.values(), *found.values()):
         link.close()
-    assert capsys.readouterr().err == "dropped 3 connections that did not come from processes of this run\n"
+    assert (
+        capsys.readouterr().err
+        == "dropped 3 connections that did not come from processes of this run\n"
+    )
 
 
 FAILED = "process {} (on {{host}}) failed: RuntimeError: the disk is gone"
 ENDINGS = {
     "killed": ([TEMPORARY, -9, TEMPORARY], "process 1 (on {host}) has ended without a word"),
-    "stopped": ([TEMPORARY, None, TEMPORARY], "process 1 (on {host}) has sent no heartbeat for 4 s"),
+    "stopped": (
+        [TEMPORARY, None, TEMPORARY],
+        "process 1 (on {host}) has sent no heartbeat for 4 s",
+    ),
     "1": ([TEMPORARY, 1, TEMPORARY], FAILED.format(1)),
     "0": ([1, TEMPORARY, TEMPORARY], FAILED.format(0)),
     "mistake": ([2, 2, 2], "program: error: a mistake of all"),
@@ -237,10 +273,17 @@ ENDINGS = {
 @pytest.mark.journey
 def test_three_processes(tmp_path):
     """One program imports JAX, and forks three processes for each ending."""
-    command = [sys.executable, str(Path(__file__).parent.parent / "three_processes.py"), str(tmp_path), *ENDINGS]
+    command = [
+        sys.executable,
+        str(Path(__file__).parent.parent / "three_processes.py"),
+        str(tmp_path),
+        *ENDINGS,
+    ]
     addresses = json.dumps([free_address() for _ in ENDINGS])
     variables = {"JAX_NUM_CPU_DEVICES": "1", "ADDRESSES": addresses}
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     ended = json.loads(done.stdout)
     assert ended == {ending: codes for ending, (codes, _) in ENDINGS.items()}

@@ -49,7 +49,16 @@ def text(tmp_path_factory):
 
 
 def flags(folder, text, axes):
-    return [*SMALL, "--data.path", str(text), "--train.steps", str(STEPS), "--run.dir", str(folder), *mesh(*axes)]
+    return [
+        *SMALL,
+        "--data.path",
+        str(text),
+        "--train.steps",
+        str(STEPS),
+        "--run.dir",
+        str(folder),
+        *mesh(*axes),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +80,9 @@ class Job:
     """
 
     def __init__(self, cluster, folder, arguments, *options):
-        self.cluster, self.folder, self.run = cluster, folder, folder / "run"
+        self.cluster = cluster
+        self.folder = folder
+        self.run = folder / "run"
         self.pace(0.3)
         variables = {
             "PYTHON": f"{sys.executable} {ROOT}/tests/paced.py",
@@ -98,7 +109,9 @@ class Job:
         return path.read_text().splitlines() if path.exists() else []
 
     def wait_for_line(self, line, times=1):
-        wait_for(lambda: self.log.count(line) >= times, f"{line!r}, {times} times", 180, lambda: self.log)
+        wait_for(
+            lambda: self.log.count(line) >= times, f"{line!r}, {times} times", 180, lambda: self.log
+        )
 
     def wait_for_steps(self, more=3):
         """Waits for steps that are new."""
@@ -108,10 +121,14 @@ class Job:
         wait_for(reached, f"step {last + more}", 180, lambda: self.log)
 
     def wait_for_state(self, state):
-        wait_for(lambda: self.cluster.job(self.number)["JobState"] == state, state, 180, lambda: self.log)
+        wait_for(
+            lambda: self.cluster.job(self.number)["JobState"] == state, state, 180, lambda: self.log
+        )
 
     def checkpoints(self):
-        return sorted(int(path.name) for path in (self.run / "checkpoints").glob("*") if path.name.isdecimal())
+        return sorted(
+            int(path.name) for path in (self.run / "checkpoints").glob("*") if path.name.isdecimal()
+        )
 
 
 def same_curve(folder, undisturbed, steps):
@@ -120,9 +137,12 @@ def same_curve(folder, undisturbed, steps):
     assert losses == pytest.approx({step: undisturbed[step] for step in losses}, rel=1e-4)
 
 
-def test_a_time_limit_saves_and_the_joined_curve_is_that_of_an_undisturbed_run(cluster, tmp_path, text, undisturbed):
+def test_a_time_limit_saves_and_the_joined_curve_is_that_of_an_undisturbed_run(
+    cluster, tmp_path, text, undisturbed
+):
     arguments = flags(tmp_path / "run", text, (1, 2, 1))
-    # Slurm looks at time limits every 30 s and sends the signal up to 30 s too early: here after 30 to 60 s.
+    # Slurm looks at time limits every 30 s and sends the signal up to 30 s too early: here after 30
+    # to 60 s.
     job = Job(cluster, tmp_path, arguments, "--time=2", "--signal=B:USR1@60")
     job.pace(2)
     job.wait_for_line("queued again after exit code 0")
@@ -143,14 +163,19 @@ def test_a_time_limit_saves_and_the_joined_curve_is_that_of_an_undisturbed_run(c
     same_curve(job.run, undisturbed, STEPS)
 
 
-def test_a_killed_task_and_a_lost_node_are_named_and_scancel_leaves_a_whole_checkpoint(cluster, tmp_path, text):
+def test_a_killed_task_and_a_lost_node_are_named_and_scancel_leaves_a_whole_checkpoint(
+    cluster, tmp_path, text
+):
     job = Job(cluster, tmp_path, flags(tmp_path / "run", text, (1, 2, 1)))
     job.wait_for_steps(7)
     (task,) = cluster.tasks(SLURM_JOB_ID=job.number, SLURM_PROCID="1")
     os.kill(task, signal.SIGKILL)
     job.wait_for_line("queued again after exit code")
     assert "no settings at scripts/cluster/gpu.env: sbatch is for the folder that has it" in job.log
-    assert "error: process 1 (on n2) has ended without a word; process 0 (on n1) cannot continue with" in job.log
+    assert (
+        "error: process 1 (on n2) has ended without a word; process 0 (on n1) cannot continue with"
+        in job.log
+    )
     assert "srun: error: n2: task 1: Killed" in job.log
     assert len(job.failures) == 1
 
@@ -178,7 +203,9 @@ def test_a_killed_task_and_a_lost_node_are_named_and_scancel_leaves_a_whole_chec
     assert run_command(["checkpoint", "verify", str(job.run)]) == 0
 
 
-def test_two_tasks_a_node_train_and_scancel_saves_where_a_step_is_quick(cluster, tmp_path, text, undisturbed):
+def test_two_tasks_a_node_train_and_scancel_saves_where_a_step_is_quick(
+    cluster, tmp_path, text, undisturbed
+):
     job = Job(cluster, tmp_path, flags(tmp_path / "run", text, (1, 2, 2)), "--ntasks-per-node=2")
     job.wait_for_steps()
     assert "hosts   4 processes of 1 device: 2 x cpu on n1, 2 x cpu on n2" in job.log
@@ -193,14 +220,27 @@ def test_two_tasks_a_node_train_and_scancel_saves_where_a_step_is_quick(cluster,
 
 @pytest.fixture
 def shared(tmp_path):
-    """What the guide's example finds in /shared: a clone, conversations, and the model, here a tiny one."""
+    """What the guide's example finds in /shared: a clone, conversations, and the model, here a
+    tiny one.
+    """
     (tmp_path / "jaxtp").symlink_to(ROOT)
     words = [" ".join(line) for line in WORDS]
-    asked = [[{"role": "user", "content": line}, {"role": "assistant", "content": "It says so."}] for line in words]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in asked))
+    asked = [
+        [{"role": "user", "content": line}, {"role": "assistant", "content": "It says so."}]
+        for line in words
+    ]
+    (tmp_path / "chats.jsonl").write_text(
+        "".join(json.dumps({"messages": each}) + "\n" for each in asked)
+    )
     (tmp_path / "text.txt").write_text("\n".join(words))
-    tokens, model = tmp_path / "tokens", tmp_path / "models/Qwen3-8B"
-    assert run_command(["prepare", str(tmp_path / "text.txt"), "--train-bpe", "512", "--out", str(tokens)]) == 0
+    tokens = tmp_path / "tokens"
+    model = tmp_path / "models/Qwen3-8B"
+    assert (
+        run_command(
+            ["prepare", str(tmp_path / "text.txt"), "--train-bpe", "512", "--out", str(tokens)]
+        )
+        == 0
+    )
     recipe = from_yaml(TrainConfig, ROOT / "configs/chat_qwen3_8b.yaml").model
     size = {**SIZES, "vocab_size": read_manifest(tokens).tokenizer.vocab_size}
     whole = dataclasses.replace(recipe, **size, precision=Precision(), lora=type(recipe.lora)())
@@ -211,16 +251,35 @@ def shared(tmp_path):
 
 def test_the_example_of_two_nodes_in_the_guide(cluster, shared):
     folder, sizes = shared
-    example = (ROOT / "jaxtp/distributed/README.md").read_text().partition("### Example: ")[2].partition("\n## ")[0]
-    example = example.replace("/shared/venv/bin/", f"{Path(sys.executable).parent}/").replace("/shared", str(folder))
+    example = (
+        (ROOT / "jaxtp/distributed/README.md")
+        .read_text()
+        .partition("### Example: ")[2]
+        .partition("\n## ")[0]
+    )
+    example = example.replace("/shared/venv/bin/", f"{Path(sys.executable).parent}/").replace(
+        "/shared", str(folder)
+    )
     once, submit = re.findall(r"^```\n(.*?)^```", example, re.MULTILINE | re.DOTALL)
-    submit = submit.replace("--mesh dp=16", "--mesh dp=4")  # collectives of eight CPU devices of a process can hang
+    # collectives of eight CPU devices of a process can hang
+    submit = submit.replace("--mesh dp=16", "--mesh dp=4")
     *_, prepare = map(shlex.split, once.splitlines())
     assert run_command(prepare[1:]) == 0
-    short = [*sizes, "--data.sequence-length=64", "--train.steps=3", "--optimizer.warmup-steps=1", "--eval.batches=1"]
-    own = {"JAX_NUM_CPU_DEVICES": "2", "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
+    short = [
+        *sizes,
+        "--data.sequence-length=64",
+        "--train.steps=3",
+        "--optimizer.warmup-steps=1",
+        "--eval.batches=1",
+    ]
+    own = {
+        "JAX_NUM_CPU_DEVICES": "2",
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+    }
     command = ["bash", "-ec", f"{submit.strip()} {shlex.join(short)}"]
-    done = subprocess.run(command, cwd=folder, env=cluster.environment | own, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=folder, env=cluster.environment | own, capture_output=True, text=True
+    )
     number = done.stdout.split()[-1]
     log = folder / f"runs/slurm-{number}.log"
     wait_for(lambda: cluster.job(number)["JobState"] == "COMPLETED", "its end", 180, log.read_text)

@@ -33,7 +33,8 @@ def group(tmp_path, count, code, **settings):
 
 def runs(pid):
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"  # not reaped yet
+        # not reaped yet
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
@@ -56,10 +57,24 @@ def logs_of(folder, count):
 
 
 def launched(folder, count, code, *flags, shell=()):
-    """Starts `jaxtp launch`, and waits until each process has written a line to its log; returns it and the logs."""
-    command = [*shell, sys.executable, "-m", "jaxtp", "launch", "--processes", str(count), "--logs", str(folder)]
+    """Starts `jaxtp launch`, and waits until each process has written a line to its log; returns
+    it and the logs.
+    """
+    command = [
+        *shell,
+        sys.executable,
+        "-m",
+        "jaxtp",
+        "launch",
+        "--processes",
+        str(count),
+        "--logs",
+        str(folder),
+    ]
     command += [*flags, "--", "-c", ME + code]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     logs = logs_of(folder, count)
     wait_until(lambda: all(log.exists() and log.read_text().endswith("\n") for log in logs))
     return process, logs
@@ -68,7 +83,11 @@ def launched(folder, count, code, *flags, shell=()):
 def test_processes_that_end_well_are_0_and_each_has_a_log(tmp_path, capsys):
     code = "print(me, os.environ['JAX_NUM_PROCESSES'], os.environ['JAX_NUM_CPU_DEVICES'])"
     assert supervise(group(tmp_path, 3, code, devices=4)) == 0
-    assert [log.read_text() for log in logs_of(tmp_path / "logs", 3)] == ["0 3 4\n", "1 3 4\n", "2 3 4\n"]
+    assert [log.read_text() for log in logs_of(tmp_path / "logs", 3)] == [
+        "0 3 4\n",
+        "1 3 4\n",
+        "2 3 4\n",
+    ]
     logs = f"logs: {tmp_path}/logs/process-0.log to process-2.log\n"
     assert capsys.readouterr() == ("0 3 4\n", logs)
 
@@ -76,8 +95,15 @@ def test_processes_that_end_well_are_0_and_each_has_a_log(tmp_path, capsys):
 def test_when_one_dies_all_end_and_its_last_words_are_shown(tmp_path, monkeypatch, capsys):
     """Those that ignore being asked to end are killed, with what they have started."""
     monkeypatch.setattr(supervisor, "GRACE", 0.5)
-    child = "import subprocess; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
-    stay = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {child}; print(child.pid, flush=True); time.sleep(600)"
+    child = (
+        "import subprocess; child = subprocess.Popen([sys.executable, '-c', 'import time; "
+        "time.sleep(600)'])"
+    )
+    stay = (
+        f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {child}; print(child.pid, "
+        "flush=True); "
+        "time.sleep(600)"
+    )
     wait = "time.sleep(1); print('last words', flush=True)"
     assert supervise(group(tmp_path, 3, f"if me == '1':\n    {wait}; os.kill(0, 9)\n{stay}")) == 137
     error = capsys.readouterr().err
@@ -88,11 +114,16 @@ def test_when_one_dies_all_end_and_its_last_words_are_shown(tmp_path, monkeypatc
 
 def test_processes_are_started_again_as_often_as_asked(tmp_path, capsys):
     count = tmp_path / "count"
-    code = f"open({str(count)!r}, 'a').write(me)\ntime.sleep(0.5)\nsys.exit(os.path.getsize({str(count)!r}) < 5)"
+    code = (
+        f"open({str(count)!r}, "
+        f"'a').write(me)\ntime.sleep(0.5)\nsys.exit(os.path.getsize({str(count)!r}) < 5)"
+    )
     assert supervise(group(tmp_path, 2, code), restarts=5) == 0
     assert count.stat().st_size == 6
     assert "restarts all processes (restart 2 of 5)" in capsys.readouterr().err
-    assert supervise(group(tmp_path, 1, f"sys.exit({FILES})"), restarts=1) == FILES, "lost files are worth another try"
+    assert supervise(group(tmp_path, 1, f"sys.exit({FILES})"), restarts=1) == FILES, (
+        "lost files are worth another try"
+    )
     assert "restarts all processes (restart 1 of 1)" in capsys.readouterr().err
 
 
@@ -100,21 +131,35 @@ def test_the_log_of_a_dead_process_is_kept(tmp_path, capsys):
     """Also by another start; the last lines that are shown are those of the last start."""
     log = tmp_path / "logs/process-1.log"
     for words in ("first", "second"):
-        assert supervise(group(tmp_path, 2, f"print('{words}', flush=True); sys.exit(me == '1')"), restarts=1) == 1
-        shown = re.findall(r"process-1.log:\n(.*?)\n(?!  )", capsys.readouterr().err + "\n", re.DOTALL)
+        assert (
+            supervise(
+                group(tmp_path, 2, f"print('{words}', flush=True); sys.exit(me == '1')"), restarts=1
+            )
+            == 1
+        )
+        shown = re.findall(
+            r"process-1.log:\n(.*?)\n(?!  )", capsys.readouterr().err + "\n", re.DOTALL
+        )
         assert shown == [f"  {words}"] * 2
-    starts = re.split(r"\n--- started again by jaxtp launch, \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---\n", log.read_text())
+    starts = re.split(
+        r"\n--- started again by jaxtp launch, \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---\n",
+        log.read_text(),
+    )
     assert starts == ["first\n", "first\n", "second\n", "second\n"]
 
 
 def test_a_mistake_is_not_tried_again(tmp_path, capsys):
     assert supervise(group(tmp_path, 1, "print(me); sys.exit(2)"), restarts=3) == 2
-    assert (tmp_path / "logs/process-0.log").read_text() == "none\n"  # one process needs to meet nobody
+    # one process needs to meet nobody
+    assert (tmp_path / "logs/process-0.log").read_text() == "none\n"
     assert "restarts" not in capsys.readouterr().err
 
 
 def test_a_signal_reaches_all_and_ends_it(tmp_path):
-    code = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(me == '1'))\nprint('up', flush=True)\ntime.sleep(600)"
+    code = (
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(me == '1'))\nprint('up', "
+        "flush=True)\ntime.sleep(600)"
+    )
     process, _ = launched(tmp_path, 2, code, "--restarts", "3")
     process.send_signal(signal.SIGUSR1)
     _, error = process.communicate(timeout=60)
@@ -125,7 +170,10 @@ def test_a_signal_reaches_all_and_ends_it(tmp_path):
 
 def test_lines_of_gloo_are_not_shown(tmp_path, capsys):
     noise = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number is : 1"
-    code = f"print('{noise}'); print('words of', me); print('{noise}', flush=True); sys.exit(me == '1')"
+    code = (
+        f"print('{noise}'); print('words of', me); print('{noise}', flush=True); "
+        "sys.exit(me == '1')"
+    )
     assert supervise(group(tmp_path, 2, f"time.sleep(me == '1')\n{code}")) == 1
     shown, error = capsys.readouterr()
     assert shown == "words of 0\n"
@@ -142,7 +190,9 @@ def with_gpus(monkeypatch, *counts):
 def test_gpus_are_divided_and_those_that_cannot_be_are_an_error(monkeypatch, tmp_path):
     with_gpus(monkeypatch, 8, 8, 8)
     for count in (3, 16):
-        with pytest.raises(LaunchError, match=f"--processes {count}: 8 GPUs can be divided among 1, 2, 4 or 8"):
+        with pytest.raises(
+            LaunchError, match=f"--processes {count}: 8 GPUs can be divided among 1, 2, 4 or 8"
+        ):
             group(tmp_path, count, "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     shares = [own["CUDA_VISIBLE_DEVICES"] for own in group(tmp_path, 2, "").environments]
@@ -206,7 +256,9 @@ except ConnectionRefusedError:
 
 
 @pytest.mark.journey
-def test_the_processes_of_a_machine_meet_on_loopback_alone_and_not_through_a_proxy(tmp_path, monkeypatch):
+def test_the_processes_of_a_machine_meet_on_loopback_alone_and_not_through_a_proxy(
+    tmp_path, monkeypatch
+):
     """Linux answers on all of 127.0.0.0/8, so that 127.0.0.2 stands for another interface."""
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
@@ -220,7 +272,9 @@ def test_processes_that_cannot_divide_the_mesh_are_refused(monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr("jaxtp.distributed.devices.host_names", lambda: ["here"])
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    with pytest.raises(MeshError, match="3 processes cannot divide 4 evenly: start 1, 2 or 4 processes"):
+    with pytest.raises(
+        MeshError, match="3 processes cannot divide 4 evenly: start 1, 2 or 4 processes"
+    ):
         build_mesh({"dp": 1, "fsdp": 2, "cp": 1, "tp": 2})
 
 

@@ -96,7 +96,11 @@ class Answers:
             raise answer
         try:
             for place, letter in enumerate(answer, 1):
-                ended = Result(0, answer, (), (), "end", len(prompts[0])) if place == len(answer) else None
+                ended = (
+                    Result(0, answer, (), (), "end", len(prompts[0]))
+                    if place == len(answer)
+                    else None
+                )
                 piece = Piece(0, 0, letter, ended)
                 self.each(piece)
                 yield piece
@@ -129,7 +133,9 @@ def test_in_a_terminal_a_line_that_cannot_be_answered_is_forgotten(monkeypatch, 
 
 
 def test_reasoning_of_a_gpt_oss_is_not_read_again(monkeypatch):
-    answer = "<|channel|>analysis<|message|>2+2<|end|><|start|>assistant<|channel|>final<|message|>4"
+    answer = (
+        "<|channel|>analysis<|message|>2+2<|end|><|start|>assistant<|channel|>final<|message|>4"
+    )
     assert talk(monkeypatch, "a\nb\n", answer, "5") == ["[a]", "[a][4][b]"]
 
 
@@ -219,7 +225,9 @@ def test_a_terminal_shows_the_tokens_and_the_speed_of_an_answer(note, monkeypatc
 
 def test_the_speed_of_a_chat_is_of_all_answers(monkeypatch):
     def count(answers, _):
-        answers.speed = Speed(Shape(1, 64), 5, 0.5, Timing(2, 1.0, 3, decode_tokens=4, decode_seconds=2.0))
+        answers.speed = Speed(
+            Shape(1, 64), 5, 0.5, Timing(2, 1.0, 3, decode_tokens=4, decode_seconds=2.0)
+        )
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
     chat = Chat(Answers("x", "y", begin=count), encoder_of(PLAIN, ByteTokenizer()), SETTINGS)
@@ -236,7 +244,9 @@ def test_a_terminal_does_not_obey_the_text_of_a_model(in_terminal, monkeypatch):
     text = "\a\x1b[31m red\t\x7f\r"
     out = Terminal() if in_terminal else io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
-    assert talk(monkeypatch, "a\nb\n", text, "y") == ["[a]", f"[a][{text}][b]"], "the model reads what it wrote"
+    assert talk(monkeypatch, "a\nb\n", text, "y") == ["[a]", f"[a][{text}][b]"], (
+        "the model reads what it wrote"
+    )
     written = r"\x07\x1b[31m red" + "\t" + r"\x7f\r" if in_terminal else text
     assert out.getvalue() == f"{written}\ny\n"
 
@@ -266,7 +276,12 @@ def test_what_is_typed_during_an_answer_is_the_next_text():
     )
     os.close(theirs)
     seen = b""
-    for awaited, typed in ((b"> ", b"first\n"), (b"x", b"second\n"), (b"more", b"/quit\n"), (b"']", b"")):
+    for awaited, typed in (
+        (b"> ", b"first\n"),
+        (b"x", b"second\n"),
+        (b"more", b"/quit\n"),
+        (b"']", b""),
+    ):
         begin = len(seen)
         while awaited not in seen[begin:]:
             seen += os.read(ours, 65536)  # raises when the other end has been closed
@@ -297,5 +312,7 @@ def test_a_text_beyond_the_context_is_not_answered(monkeypatch, capsys):
     assert beyond in str(raised.value)
     assert "shorten it by 3, or start again by /reset" in str(raised.value)
     generator = Answers("x", "y", "z", "!", context=19)
-    assert talk(monkeypatch, Terminal("a\nb\nc\nd\n/reset\nd\n"), generator=generator)[3:] == ["[d]"]
+    assert talk(monkeypatch, Terminal("a\nb\nc\nd\n/reset\nd\n"), generator=generator)[3:] == [
+        "[d]"
+    ]
     assert "not answered: " + beyond in capsys.readouterr().err

@@ -28,7 +28,8 @@ from jaxtp.generate.request import Piece, Result
 from jaxtp.train.__main__ import main as train
 
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}{% if "
+    "add_generation_prompt %}<bot>{% endif %}"
 )
 PROMPT = "line 12: the quick"
 
@@ -81,7 +82,9 @@ def test_another_mesh_and_a_stop_text(run, generate):
     flags = ["--prompt", PROMPT, "--max-tokens", 10]
     text = generate(run, *flags).out
     stop = text.rstrip("\n")[6:8]
-    assert generate(run, *flags, *mesh(1, 2, 2), "--stop", stop).out == text.partition(stop)[0] + "\n"
+    assert (
+        generate(run, *flags, *mesh(1, 2, 2), "--stop", stop).out == text.partition(stop)[0] + "\n"
+    )
 
 
 @pytest.mark.journey
@@ -94,34 +97,54 @@ def test_files_of_prompts_and_json(token_run, generate, tmp_path):
     flags = ["--max-tokens", 4, "--temperature", 1, "--seed", 4, "--prompt", "x"]
 
     def records(*more):
-        return [json.loads(line) for line in generate(token_run, *flags, "--json", "-", *more).out.splitlines()]
+        return [
+            json.loads(line)
+            for line in generate(token_run, *flags, "--json", "-", *more).out.splitlines()
+        ]
 
     found = records(*of_records)
     assert [(record["index"], record["prompt"]) for record in found] == list(enumerate(prompts))
     for record in found:
         assert len(record["ids"]) == len(record["logprobs"])
         assert (record["finish"] == "length") == (len(record["ids"]) == 4)
-    assert [each["ids"] for each in records("--batch-size", 1, *of_records)] == [each["ids"] for each in found]
+    assert [each["ids"] for each in records("--batch-size", 1, *of_records)] == [
+        each["ids"] for each in found
+    ]
     found = records(*of_text)
     numbered = zip([0, 1, 3], prompts, strict=True)  # a blank line is counted
     assert [(record["index"], record["prompt"]) for record in found] == list(numbered)
     as_text = generate(token_run, *flags, *of_text).out
-    assert as_text == "".join(f"--- {r['index']}: {json.dumps(r['prompt'])}\n{r['text']}\n" for r in found)
+    assert as_text == "".join(
+        f"--- {r['index']}: {json.dumps(r['prompt'])}\n{r['text']}\n" for r in found
+    )
     as_text = generate(token_run, *flags, "--samples", 2, "--json", tmp_path / "s.jsonl").out
     samples = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
     assert [(record["index"], record["sample"]) for record in samples] == [(0, 0), (0, 1)]
-    assert as_text == "".join(f'--- 0, sample {i}: "x"\n{each["text"]}\n' for i, each in enumerate(samples))
+    assert as_text == "".join(
+        f'--- 0, sample {i}: "x"\n{each["text"]}\n' for i, each in enumerate(samples)
+    )
 
 
 @pytest.mark.journey
 def test_a_chat_reads_what_was_said(run, generate, tmp_path, monkeypatch):
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nand then?\n"))
-    flags = ["--chat", "--template", tmp_path / "t.jinja", "--max-tokens", 6, "--system", "be brief"]
+    flags = [
+        "--chat",
+        "--template",
+        tmp_path / "t.jinja",
+        "--max-tokens",
+        6,
+        "--system",
+        "be brief",
+    ]
     told = generate(run, *flags)
     conversation = "<system> be brief\n<user> hello\n<bot>"
     first = generate(run, "--max-tokens", 6, "--prompt", conversation).out
-    again = conversation.removesuffix("<bot>") + f"<assistant> {first.removesuffix(chr(10))}\n<user> and then?\n<bot>"
+    again = (
+        conversation.removesuffix("<bot>")
+        + f"<assistant> {first.removesuffix(chr(10))}\n<user> and then?\n<bot>"
+    )
     second = generate(run, "--max-tokens", 6, "--prompt", again).out
     assert told.out == first + second
     known = len(conversation.removesuffix("bot>"))
@@ -144,9 +167,12 @@ class Writes(io.RawIOBase):
 
 @pytest.mark.journey
 @pytest.mark.parametrize("form", [[], ["--json", "-"]])
-def test_each_text_is_written_at_once_in_the_order_of_prompts(form, run, tmp_path, monkeypatch, capsys):
-    """So that a killed command leaves whole lines, also where a text is longer than a buffer. Meanwhile standard error
-    shows the progress."""
+def test_each_text_is_written_at_once_in_the_order_of_prompts(
+    form, run, tmp_path, monkeypatch, capsys
+):
+    """So that a killed command leaves whole lines, also where a text is longer than a buffer.
+    Meanwhile standard error shows the progress.
+    """
     prompts = ["line 1" * count for count in (1, 50, 2)]
     (tmp_path / "p.txt").write_text("\n".join(prompts))
     monkeypatch.setattr("jaxtp.generate.loading.PROGRESS_SECONDS", 0.0)
@@ -154,7 +180,9 @@ def test_each_text_is_written_at_once_in_the_order_of_prompts(form, run, tmp_pat
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(writes, 64)))
     flags = ["--model", run, "--prompt-file", tmp_path / "p.txt", "--max-tokens", 2, *form]
     assert main([str(flag) for flag in flags]) == 0
-    assert [prompt in part.decode() for prompt, part in zip(prompts, writes.parts, strict=True)] == [True] * 3
+    assert [
+        prompt in part.decode() for prompt, part in zip(prompts, writes.parts, strict=True)
+    ] == [True] * 3
     assert all(part.endswith(b"\n") for part in writes.parts)
     assert re.search(r"^[0-3] of 3 texts, [\d,]+ tokens/s$", capsys.readouterr().err, re.MULTILINE)
 
@@ -162,7 +190,9 @@ def test_each_text_is_written_at_once_in_the_order_of_prompts(form, run, tmp_pat
 @pytest.mark.journey
 def test_a_terminal_does_not_obey_generated_texts(run, monkeypatch):
     """A pipe gets the text as it is."""
-    bell = lambda *_, **__: iter([Piece(0, 7, "\x1b\a\x7f", Result(0, "\x1b\a\x7f", (), (), "end", 1))])
+    bell = lambda *_, **__: iter(
+        [Piece(0, 7, "\x1b\a\x7f", Result(0, "\x1b\a\x7f", (), (), "end", 1))]
+    )
     monkeypatch.setattr(jaxtp.Generator, "stream", bell)
     for form in ([], ["--prompt", "y"], ["--json", "-"]):
         written = []
@@ -191,12 +221,16 @@ def test_a_closed_pipe_ends_the_command_in_silence(run, tmp_path):
 
 @pytest.mark.journey
 def test_a_chat_in_a_terminal(run, tmp_path):
-    """Keys as they are typed, with what a terminal makes of them: signals, an end, lines that are called back."""
+    """Keys as they are typed, with what a terminal makes of them: signals, an end, lines that
+    are called back.
+    """
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     flags = ["--model", run, "--chat", "--template", tmp_path / "t.jinja", "--max-tokens", 100_000]
     command = [sys.executable, "-m", "jaxtp.generate", *map(str, flags)]
     terminal = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])", *command]
-    with subprocess.Popen(terminal, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
+    with subprocess.Popen(
+        terminal, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as process:
         try:
             converse(process)
             process.stdin.close()
@@ -291,7 +325,11 @@ def test_refused_commands(run, byte_dataset, tmp_path, capsys, monkeypatch):
         words += [] if row.get("alone") else ["--prompt", "x"]
         code = main(words)
         said = capsys.readouterr()
-        return f"{code} {said.out}: {said.err}" if (code, said.out) != (2, "") or "Traceback" in said.err else said.err
+        return (
+            f"{code} {said.out}: {said.err}"
+            if (code, said.out) != (2, "") or "Traceback" in said.err
+            else said.err
+        )
 
     assert unexpected(read_table(__file__, "refused_commands"), error_of, names) == []
 
@@ -310,7 +348,9 @@ def test_speculation_with_states_is_refused_before_the_weights_are_read(monkeypa
     source = SimpleNamespace(config=jaxtp.ModelConfig(delta_value_heads=4), context=None)
     monkeypatch.setattr(command, "open_source", lambda *_: source)
     assert main(["--model", "runs/a", "--prompt", "x", "--speculate", "2"]) == 2
-    assert "--speculate 2: a model with recurrent states (Gated DeltaNet)" in capsys.readouterr().err
+    assert (
+        "--speculate 2: a model with recurrent states (Gated DeltaNet)" in capsys.readouterr().err
+    )
 
 
 def test_a_damaged_checkpoint_is_one_error(run, tmp_path, capsys):

@@ -66,7 +66,8 @@ def test_a_space_before_the_first_word_is_kept():
 
 def stopped(pieces, stops):
     """What is given out, piece by piece, and whether a stop text was found."""
-    pending, given_out = "", []
+    pending = ""
+    given_out = []
     for piece in pieces:
         certain, pending, found = cut_at_stop(pending + piece, stops)
         given_out.append(certain)
@@ -89,5 +90,8 @@ def test_a_text_ends_before_the_first_stop_text_however_it_is_cut(pieces, stops)
 
 
 def test_only_what_may_begin_a_stop_text_is_held_back():
-    assert stopped(["Hello", " <", "|", "x <|", "end|> more"], ["<|end|>"]) == (["Hello", " ", "", "<|x ", ""], True)
+    assert stopped(["Hello", " <", "|", "x <|", "end|> more"], ["<|end|>"]) == (
+        ["Hello", " ", "", "<|x ", ""],
+        True,
+    )
     assert stopped(["a", "b"], []) == (["a", "b", ""], False)

@@ -1,4 +1,6 @@
-"""The generator: greedy texts are those of the plain model, a prompt's text is its own, and how texts end."""
+"""The generator: greedy texts are those of the plain model, a prompt's text is its own, and how
+texts end.
+"""
 
 import dataclasses
 from functools import cache, partial
@@ -25,7 +27,14 @@ from jaxtp.generate.request import GenerationError
 from jaxtp.mesh import mesh_sizes
 
 CONFIG = jaxtp.ModelConfig(
-    vocab_size=259, d_model=16, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=4, d_ff=24, norm_eps=1e-3
+    vocab_size=259,
+    d_model=16,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=4,
+    d_ff=24,
+    norm_eps=1e-3,
 )
 PROMPTS = ["a", "tensor", "forty characters, which are several chunks", "überall"]
 LONG = PROMPTS[2]
@@ -33,7 +42,13 @@ LENGTH = 64
 TOKENS = 12
 SETTINGS = jaxtp.GenerationSettings(max_tokens=TOKENS)
 SAMPLED = jaxtp.GenerationSettings(
-    max_tokens=TOKENS, temperature=1.2, top_k=100, top_p=0.95, min_p=0.001, repetition_penalty=1.2, seed=7
+    max_tokens=TOKENS,
+    temperature=1.2,
+    top_k=100,
+    top_p=0.95,
+    min_p=0.001,
+    repetition_penalty=1.2,
+    seed=7,
 )
 SMALL = SmallDecoder(CONFIG)
 change = dataclasses.replace
@@ -62,10 +77,14 @@ def ids_of(results):
 @pytest.mark.heavy
 @pytest.mark.parametrize("mesh", sweep([(2, 1, 2), (1, 2, 4)], (2, 1, 2)), ids=str)
 def test_greedy_texts_are_the_argmax_of_plain_formulas(mesh):
-    """Prompts and texts have many lengths: a row whose text ends takes the next prompt, each token is read once, and
-    each program is compiled once."""
+    """Prompts and texts have many lengths: a row whose text ends takes the next prompt, each token
+    is read once, and each program is compiled once.
+    """
     rng = np.random.default_rng(0)
-    prompts = [*PROMPTS, *(rng.integers(0, 256, length).tolist() for length in rng.integers(1, 40, 6))]
+    prompts = [
+        *PROMPTS,
+        *(rng.integers(0, 256, length).tolist() for length in rng.integers(1, 40, 6)),
+    ]
     ends = range(0, 256, 9)
     generator = SMALL.generator(mesh, batch_size=4, end_ids=frozenset(ends))
     results = generator.generate(prompts, SETTINGS)
@@ -107,7 +126,9 @@ def test_a_seed_gives_the_same_text_in_any_batch_and_on_any_mesh():
 @pytest.mark.wide
 @pytest.mark.parametrize("mesh", [None, (2, 1, 2)], ids=str)
 def test_samples_of_a_prompt_and_prompts_with_the_same_beginning_are_read_once(mesh):
-    """By each part of the batch; log-probabilities are those of plain formulas, which read each text again."""
+    """By each part of the batch; log-probabilities are those of plain formulas, which read each
+    text again.
+    """
     prompts = [LONG, LONG[:30] + "another end", PROMPTS[0]]
     generator = SMALL.generator(mesh, batch_size=8)
     found = generator.generate(prompts, change(SAMPLED, samples=2))
@@ -129,7 +150,9 @@ def test_samples_of_a_prompt_and_prompts_with_the_same_beginning_are_read_once(m
 
 @pytest.mark.wide
 def test_a_conversation_is_read_on_from_the_tokens_in_the_cache(monkeypatch):
-    """Also when an answer is given up, when another is asked for, and when the memory has to grow."""
+    """Also when an answer is given up, when another is asked for, and when the memory has to
+    grow.
+    """
     monkeypatch.setattr(engine, "CHAT_SLOTS", LENGTH)
     generator = SMALL.generator()
     first = list(b"what is this?")
@@ -155,12 +178,17 @@ def test_a_conversation_is_read_on_from_the_tokens_in_the_cache(monkeypatch):
 
 
 # Of the calls of `wait`, three read the prompt.
-INTERRUPTED = {"in a program": (Programs, "decode", 1, len(LONG)), "while waiting": (engine, "wait", 5, 1)}
+INTERRUPTED = {
+    "in a program": (Programs, "decode", 1, len(LONG)),
+    "while waiting": (engine, "wait", 5, 1),
+}
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("case", INTERRUPTED)
-def test_an_interrupt_in_a_program_loses_the_cache_and_one_while_waiting_loses_nothing(case, monkeypatch):
+def test_an_interrupt_in_a_program_loses_the_cache_and_one_while_waiting_loses_nothing(
+    case, monkeypatch
+):
     owner, name, call, read = INTERRUPTED[case]
     monkeypatch.setattr(engine, "CHAT_SLOTS", LENGTH)
     generator = SMALL.generator()
@@ -213,8 +241,10 @@ WIDE = change(
 @pytest.mark.wide
 @pytest.mark.parametrize("case", [(None, 1), ((1, 2, 2), 8), ((1, 1, 4), 4)], ids=str)
 def test_a_token_reads_weights_and_cache_once_and_nothing_is_copied(case):
-    """By the compiled loop, also of shared kv heads: no copy, conversion, transposition or gather of a kernel, and its
-    instructions read at most 1.1 times the weights and the cache. A copy of rows is in place."""
+    """By the compiled loop, also of shared kv heads: no copy, conversion, transposition or gather
+    of a kernel, and its instructions read at most 1.1 times the weights and the cache. A copy of
+    rows is in place.
+    """
     mesh, rows = case
     model = SmallDecoder(WIDE).on(mesh)
     placed = decode_mesh(model_mesh(model))
@@ -231,7 +261,9 @@ def test_a_token_reads_weights_and_cache_once_and_nothing_is_copied(case):
     assert min(copied.alias_size_in_bytes, decode.memory_analysis().alias_size_in_bytes) >= size
     assert copied.temp_size_in_bytes < size / 2
     _, sampled = decode.output_shardings
-    assert all(sharding.is_fully_replicated for sharding in sampled), "each process reads the tokens"
+    assert all(sharding.is_fully_replicated for sharding in sampled), (
+        "each process reads the tokens"
+    )
 
 
 REPEATING = [*PROMPTS, "abcabcabcabc", "hello hello hello"]
@@ -256,7 +288,9 @@ def test_speculation_gives_the_same_texts_in_fewer_steps(name):
     """Whatever ends a text: an end token, a stop text, its length or the context."""
     mesh, changes, settings = SPECULATIVE[name]
     model = SmallDecoder(change(CONFIG, **changes))
-    generator = model.generator(mesh, batch_size=4, end_ids=frozenset(range(0, 256, 60)), context=60)
+    generator = model.generator(
+        mesh, batch_size=4, end_ids=frozenset(range(0, 256, 60)), context=60
+    )
     plain = jaxtp.GenerationSettings(max_tokens=45, **settings)
     longest = max((result.text for result in generator.generate(REPEATING, plain)), key=len)
     plain = change(plain, stop=(longest[20:30],))
@@ -268,7 +302,9 @@ def test_speculation_gives_the_same_texts_in_fewer_steps(name):
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
     timing = generator.speed.timing
     assert 0 < timing.accepted_tokens < timing.proposed_tokens
-    assert timing.decode_tokens == sum(len(result.ids) + (result.finish == "end") - 1 for result in found)
+    assert timing.decode_tokens == sum(
+        len(result.ids) + (result.finish == "end") - 1 for result in found
+    )
 
 
 @pytest.mark.wide
@@ -298,7 +334,11 @@ def test_pieces_add_up_and_come_as_they_are_made():
 def test_a_text_ends_before_a_stop_text():
     (_, whole, *_) = one().generate(PROMPTS, SETTINGS)
     stop = whole.text[3:5]
-    pieces = [each for each in one().stream(PROMPTS, change(SETTINGS, stop=("never there", stop))) if each.index == 1]
+    pieces = [
+        each
+        for each in one().stream(PROMPTS, change(SETTINGS, stop=("never there", stop)))
+        if each.index == 1
+    ]
     result = pieces[-1].result
     assert (result.text, result.finish) == (whole.text.split(stop)[0], "stop")
     assert "".join(piece.text for piece in pieces) == result.text
@@ -339,7 +379,9 @@ def test_refused_prompts_and_settings():
 NO_DECODERS = {
     "the model is a Linear, which is no jaxtp.Decoder": lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
     "the model is the class Decoder, which is no jaxtp.Decoder": lambda: jaxtp.Decoder,
-    "sequence_parallel=None": lambda: SmallDecoder(change(CONFIG, sequence_parallel=True)).on((1, 1, 2)),
+    "sequence_parallel=None": lambda: SmallDecoder(change(CONFIG, sequence_parallel=True)).on(
+        (1, 1, 2)
+    ),
     "cp=2": lambda: SMALL.on((1, 1, 2, 1)),
 }
 
@@ -360,7 +402,9 @@ def test_a_batch_size_below_one_is_refused():
 
 
 def test_logits_that_are_not_finite_are_an_error():
-    broken = SmallDecoder(CONFIG, change=lambda weights: weights | {"norm.scale": np.full(16, np.nan, np.float32)})
+    broken = SmallDecoder(
+        CONFIG, change=lambda weights: weights | {"norm.scale": np.full(16, np.nan, np.float32)}
+    )
     with pytest.raises(NumericsError, match="logits after prompt 0 are not finite"):
         broken.generator().generate(["a"], SETTINGS)
 
@@ -375,27 +419,39 @@ def test_a_text_ends_with_the_context_and_a_prompt_beyond_it_is_refused():
     assert (second.finish, second.ids) == ("length", one().generate(PROMPTS[:1], whole)[0].ids)
     assert any(line.startswith("cut     1 ") for line in generator.speed.lines())
     for length in (LENGTH, LENGTH + 1):
-        with pytest.raises(GenerationError, match=f"prompt 1 has {length} tokens, .* context is {LENGTH}"):
+        with pytest.raises(
+            GenerationError, match=f"prompt 1 has {length} tokens, .* context is {LENGTH}"
+        ):
             generator.generate(["a", "a" * length], SETTINGS)
 
 
 def test_no_token_comes_after_the_learned_positions():
     """Even where a longer context is given, or any."""
     model = SmallDecoder(change(CONFIG, learned_positions=8))
-    for context, way_out in ((None, "learned_positions"), (4, "--beyond-context"), (99, "learned_positions")):
+    for context, way_out in (
+        (None, "learned_positions"),
+        (4, "--beyond-context"),
+        (99, "learned_positions"),
+    ):
         with pytest.raises(GenerationError, match=f"prompt 0 has 8 tokens, .*{way_out}"):
             model.generator(context=context).generate([list(range(8))])
 
 
 def test_reading_a_long_prompt_reports_its_progress():
     told = []
-    list(one().stream(["a", "b", "c", "d" * 37], SETTINGS, progress=lambda *progress: told.append(progress)))
+    list(
+        one().stream(
+            ["a", "b", "c", "d" * 37], SETTINGS, progress=lambda *progress: told.append(progress)
+        )
+    )
     assert told == [(16, 40), (32, 40), (40, 40)]
 
 
 @pytest.mark.wide
 def test_an_update_gives_the_texts_of_the_new_weights():
-    """Of a model on another mesh: adapters are merged, old weights are deleted, and nothing is compiled again."""
+    """Of a model on another mesh: adapters are merged, old weights are deleted, and nothing is
+    compiled again.
+    """
     generator = SMALL.generator((1, 1, 2))
     config = change(CONFIG, lora=jaxtp.LoraConfig(rank=2), sequence_parallel=True, remat="none")
     with jax.set_mesh(jaxtp.make_mesh(fsdp=2, cp=2, tp=2)):
@@ -407,7 +463,9 @@ def test_an_update_gives_the_texts_of_the_new_weights():
     assert deleted >= sum(array.nbytes for array in jax.tree.leaves(nnx.state(SMALL.on(None))))
     assert not any(array.is_deleted() for array in jax.tree.leaves(nnx.state(model)))
     weights = values(jaxtp.merge_adapters(model))
-    assert ids_of(generator.generate(PROMPTS, SETTINGS)) == [likeliest(prompt, weights) for prompt in PROMPTS]
+    assert ids_of(generator.generate(PROMPTS, SETTINGS)) == [
+        likeliest(prompt, weights) for prompt in PROMPTS
+    ]
     assert generator.speed.compile_seconds == 0
 
 
@@ -423,4 +481,8 @@ def test_an_update_takes_other_weights_and_no_other_architecture_and_ends_no_str
     other = SmallDecoder(CONFIG, scale=0.2)
     generator.update(other.on(None))
     expected = [likeliest(prompt, other.weights) for prompt in PROMPTS]
-    assert ids_of(generator.generate(PROMPTS, SETTINGS)) == expected != [likeliest(prompt) for prompt in PROMPTS]
+    assert (
+        ids_of(generator.generate(PROMPTS, SETTINGS))
+        == expected
+        != [likeliest(prompt) for prompt in PROMPTS]
+    )

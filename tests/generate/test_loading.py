@@ -21,7 +21,9 @@ from jaxtp.generate.loading import open_source
 from jaxtp.generate.request import Piece
 from jaxtp.tools.convert.__main__ import main as convert
 
-CONFIG = jaxtp.ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=16)
+CONFIG = jaxtp.ModelConfig(
+    vocab_size=300, d_model=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=16
+)
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
 
 
@@ -32,17 +34,25 @@ def folder(tmp_path, tmp_path_factory):
     def make(folder):
         jaxtp.save_hf(random_model(CONFIG), folder / "model")
         change(folder / "model", eos_token_id=7)
-        write(folder / "model", "tokenizer_config.json", {"bos_token": {"content": "<s>"}, "chat_template": TEMPLATE})
+        write(
+            folder / "model",
+            "tokenizer_config.json",
+            {"bos_token": {"content": "<s>"}, "chat_template": TEMPLATE},
+        )
         (folder / "model/tokenizer.json").write_bytes(byte_fallback())
 
-    shutil.copytree(made_once(tmp_path_factory, "model of test_loading", make) / "model", tmp_path / "model")
+    shutil.copytree(
+        made_once(tmp_path_factory, "model of test_loading", make) / "model", tmp_path / "model"
+    )
     return tmp_path / "model"
 
 
 def change(folder, **attributes):
     """Changes attributes of config.json; None removes one."""
     config = json.loads((folder / "config.json").read_text()) | attributes
-    write(folder, "config.json", {name: value for name, value in config.items() if value is not None})
+    write(
+        folder, "config.json", {name: value for name, value in config.items() if value is not None}
+    )
 
 
 def write(folder, name, record):
@@ -64,7 +74,9 @@ def test_end_tokens_prefix_and_template(folder):
     assert open_source(folder).template == "yes"
     write(folder, "tokenizer_config.json", {"bos_token": "<s>"})
     source = open_source(folder)
-    assert (source.template, source.special_tokens) == (None, {"bos_token": "<s>"}), "a --template FILE may name them"
+    assert (source.template, source.special_tokens) == (None, {"bos_token": "<s>"}), (
+        "a --template FILE may name them"
+    )
 
 
 @pytest.fixture
@@ -100,7 +112,16 @@ def test_the_context_is_what_the_model_was_made_for(folder):
 @pytest.mark.journey
 def test_a_prompt_beyond_the_context_is_refused_unless_it_is_allowed(folder, refusal, capsys):
     change(folder, max_position_embeddings=12)
-    command = ["--model", str(folder), "--prompt", "to a cap to a cap", "--max-tokens", "3", "--json", "-"]
+    command = [
+        "--model",
+        str(folder),
+        "--prompt",
+        "to a cap to a cap",
+        "--max-tokens",
+        "3",
+        "--json",
+        "-",
+    ]
     assert "--beyond-context" in refusal(*command)
     assert main([*command, "--beyond-context"]) == 0
     assert json.loads(capsys.readouterr().out)["finish"] in ("length", "end")
@@ -108,7 +129,9 @@ def test_a_prompt_beyond_the_context_is_refused_unless_it_is_allowed(folder, ref
 
 @pytest.fixture
 def conversation(folder, monkeypatch):
-    """Chats with a generator that gives listed answers; returns the generator and the prompts that it was given."""
+    """Chats with a generator that gives listed answers; returns the generator and the prompts
+    that it was given.
+    """
 
     def chat(lines, answers, *flags):
         prompts = []
@@ -129,12 +152,30 @@ def conversation(folder, monkeypatch):
 
 
 def test_a_text_and_a_chat(folder, conversation, capsys):
-    assert main(["--model", str(folder), "--prompt", "to", "--max-tokens", "3", "--mesh.tp", "2", "--json", "-"]) == 0
+    assert (
+        main(
+            [
+                "--model",
+                str(folder),
+                "--prompt",
+                "to",
+                "--max-tokens",
+                "3",
+                "--mesh.tp",
+                "2",
+                "--json",
+                "-",
+            ]
+        )
+        == 0
+    )
     record = json.loads(capsys.readouterr().out)
     assert record["prompt_tokens"] == 1 + 3, "the first token, and a mark and two letters"
     generator, prompts = conversation("to\n", [""], "--dtype", "bfloat16")
     assert generator.config.precision == jaxtp.Precision(param="bfloat16", compute="bfloat16")
-    assert prompts[0].count(1) == 1, "the template spells the first token, and it is not put there twice"
+    assert prompts[0].count(1) == 1, (
+        "the template spells the first token, and it is not put there twice"
+    )
 
 
 @pytest.mark.wide
@@ -151,7 +192,16 @@ def test_adapters_are_added_before_the_cast(folder, refusal, capsys):
     merged = values(jaxtp.merge_adapters(adapted))
     assert_same(values(loaded), {name: array.astype("float16") for name, array in merged.items()})
     assert convert(["import", str(folder), str(folder.parent / "run")]) == 0
-    flags = ["--model", str(folder.parent / "run"), "--prompt", "to", "--max-tokens", "2", "--dtype", "float16"]
+    flags = [
+        "--model",
+        str(folder.parent / "run"),
+        "--prompt",
+        "to",
+        "--max-tokens",
+        "2",
+        "--dtype",
+        "float16",
+    ]
     assert main([*flags, "--adapters", str(asked.adapters)]) == 0
     assert f"with {asked.adapters}: " in capsys.readouterr().err
     error = refusal("--model", asked.adapters, "--prompt", "to")
@@ -173,7 +223,10 @@ def test_the_dtype_is_the_models_on_gpus_and_float32_on_cpus(folder, monkeypatch
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
         for asked in (None, "bfloat16"):
             found = open_source(folder, GenerateConfig(dtype=asked)).config.precision
-            assert found == jaxtp.Precision(param=asked or dtype, compute=asked or dtype), (attributes, backend)
+            assert found == jaxtp.Precision(param=asked or dtype, compute=asked or dtype), (
+                attributes,
+                backend,
+            )
 
 
 def test_prompts_are_checked_before_the_weights_are_read(folder, tmp_path, refusal):
@@ -189,7 +242,9 @@ def test_prompts_are_checked_before_the_weights_are_read(folder, tmp_path, refus
     assert f"prompt 2 ({tmp_path / 'p.txt'}, line 3) has 22 tokens" in refusal(*model, *of_file)
     assert "an empty conversation has 2" in refusal(*model, "--chat", "--system", "t" * 20)
     change(folder, vocab_size=100)
-    assert "has the token 258, but the model's tokens are 0 to 99: this is not" in refusal(*model, "--prompt", "to")
+    assert "has the token 258, but the model's tokens are 0 to 99: this is not" in refusal(
+        *model, "--prompt", "to"
+    )
 
 
 @pytest.mark.parametrize(("flags", "first_tokens"), [([], [1, 1]), (["--special-tokens"], [2, 3])])
@@ -216,7 +271,8 @@ def test_damaged_files_are_named(folder):
 
 TEMPLATES = {
     "{{ messages[0]['content'] }}{{ eos_token }}{{ bos_token }}": "é</s>",
-    "{% for m in messages %}\n  {{ m.role }}\n{% endfor %}{% if add_generation_prompt %}!{% endif %}": "  user\n!",
+    "{% for m in messages %}\n  {{ m.role }}\n{% endfor %}{% if add_generation_prompt %}!{% "
+    "endif %}": "  user\n!",
     "{{ messages | tojson }}": '[{"role": "user", "content": "é"}]',
     "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}": "01",
     "{{ strftime_now('%Y') | length }}": "4",

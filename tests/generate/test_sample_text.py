@@ -1,4 +1,6 @@
-"""Texts of a model in training: those of a generator with its weights, and a run that does not notice."""
+"""Texts of a model in training: those of a generator with its weights, and a run that does not
+notice.
+"""
 
 import json
 from contextlib import nullcontext
@@ -14,17 +16,30 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.generate.request import GenerationError
 
-MODEL = jaxtp.ModelConfig(vocab_size=256, d_model=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=24)
+MODEL = jaxtp.ModelConfig(
+    vocab_size=256, d_model=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=24
+)
 SETTINGS = jaxtp.GenerationSettings(max_tokens=6, temperature=1.0, seed=3)
 PROMPTS = ["line", "the quick"]
 
 
 def run(tmp_path, mesh, callbacks):
     (tmp_path / "text.txt").write_text(TEXT)
-    settings = {"data.path": tmp_path / "text.txt", "data.sequence_length": 16, "data.global_batch_size": 4}
-    settings |= {"eval.batches": 1, "train.log_every": 1, "checkpoint.every": 2, "checkpoint.keep": 9}
+    settings = {
+        "data.path": tmp_path / "text.txt",
+        "data.sequence_length": 16,
+        "data.global_batch_size": 4,
+    }
+    settings |= {
+        "eval.batches": 1,
+        "train.log_every": 1,
+        "checkpoint.every": 2,
+        "checkpoint.keep": 9,
+    }
     task = jaxtp.Task(model=MODEL, callbacks=callbacks)
-    with jaxtp.Trainer(task, mesh=mesh, folder=tmp_path / "run", steps=4, settings=settings) as trainer:
+    with jaxtp.Trainer(
+        task, mesh=mesh, folder=tmp_path / "run", steps=4, settings=settings
+    ) as trainer:
         trainer.run_to_end()
     return records(tmp_path / "run", "param_norm")
 
@@ -34,7 +49,11 @@ def test_texts_are_those_of_the_checkpoints(tmp_path, capsys):
     mesh = "fsdp=2,cp=2,tp=2"
     (tmp_path / "silent").mkdir()
     sampled = run(tmp_path, mesh, [jaxtp.sample_text(PROMPTS, every=2, settings=SETTINGS)])
-    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ") and '"' in line]
+    printed = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("step ") and '"' in line
+    ]
     assert sampled == run(tmp_path / "silent", mesh, [])
     expected = []
     for step in (2, 4):
@@ -42,7 +61,8 @@ def test_texts_are_those_of_the_checkpoints(tmp_path, capsys):
             model = jaxtp.load_run(tmp_path / f"run/checkpoints/{step}")
         results = jaxtp.Generator(model, ByteTokenizer()).generate(PROMPTS, SETTINGS)
         expected += [
-            f"step {step}: {json.dumps(p + r.text, ensure_ascii=False)}" for p, r in zip(PROMPTS, results, strict=True)
+            f"step {step}: {json.dumps(p + r.text, ensure_ascii=False)}"
+            for p, r in zip(PROMPTS, results, strict=True)
         ]
     assert printed == expected
     row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-2])
@@ -56,6 +76,8 @@ def test_invalid_settings_and_a_missing_tokenizer_are_refused():
         jaxtp.sample_text("a", settings=jaxtp.GenerationSettings(max_tokens=0))
     data = SimpleNamespace(batches="mine.py:batches")
     model = nnx.eval_shape(lambda: jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0)))
-    run = SimpleNamespace(model=model, mesh=None, config=SimpleNamespace(data=data), paused=lambda what: nullcontext())
+    run = SimpleNamespace(
+        model=model, mesh=None, config=SimpleNamespace(data=data), paused=lambda what: nullcontext()
+    )
     with pytest.raises(GenerationError, match="name no tokenizer; give one by tokenizer="):
         jaxtp.sample_text("a", every=1)(run, SimpleNamespace(index=1))

@@ -1,4 +1,6 @@
-"""Each filter against its definition in plain numpy, and the tokens drawn against the distribution that is left."""
+"""Each filter against its definition in plain numpy, and the tokens drawn against the
+distribution that is left.
+"""
 
 from functools import cache, partial
 
@@ -14,7 +16,10 @@ from jaxtp.generate import sampling
 from jaxtp.generate.sampling import GenerationSettings
 
 V = 13
-vectors = st.lists(st.sampled_from(np.linspace(-4, 4, 33).tolist()), min_size=V, max_size=V).map(np.array)  # with ties
+# with ties
+vectors = st.lists(st.sampled_from(np.linspace(-4, 4, 33).tolist()), min_size=V, max_size=V).map(
+    np.array
+)
 
 
 def softmax(logits):
@@ -36,7 +41,10 @@ def min_p(logits, p):
 
 
 def penalised(logits, seen, penalty):
-    return [(x / penalty if x > 0 else x * penalty) if s else x for x, s in zip(logits, seen, strict=True)]
+    return [
+        (x / penalty if x > 0 else x * penalty) if s else x
+        for x, s in zip(logits, seen, strict=True)
+    ]
 
 
 @partial(jax.jit, static_argnames="p")
@@ -65,7 +73,9 @@ def test_filters_are_their_definitions(logits, seen, p, penalty):
 @settings(deadline=None)
 @given(vectors, st.sampled_from([1, 4, V, V + 3]))
 def test_top_k(logits, k):
-    np.testing.assert_array_equal(np.isfinite(sampling.keep_top_k(jnp.array(logits), k)), top_k(logits, k))
+    np.testing.assert_array_equal(
+        np.isfinite(sampling.keep_top_k(jnp.array(logits), k)), top_k(logits, k)
+    )
 
 
 def plainly(logits, seen, chosen):
@@ -104,7 +114,9 @@ def draw(chosen, seeds, positions, *, num_ids=V, mesh=None):
 
 
 def chi_square_limit(freedom):
-    """Returns the value that one in a thousand samples exceeds, by the approximation of Wilson and Hilferty."""
+    """Returns the value that one in a thousand samples exceeds, by the approximation of Wilson
+    and Hilferty.
+    """
     variance = 2 / (9 * freedom)
     return freedom * (1 - variance + 3.0902 * variance**0.5) ** 3
 
@@ -121,7 +133,9 @@ def test_tokens_are_drawn_from_the_distribution_that_is_left(name):
         counts = np.bincount(tokens, minlength=V)
         assert not counts[expected == 0].any(), "a token that a filter leaves out"
         rare = DRAWS * expected < 5  # counted together: the test is no good for fewer
-        seen, wanted = (np.append(some[~rare], some[rare].sum()) for some in (counts, DRAWS * expected))
+        seen, wanted = (
+            np.append(some[~rare], some[rare].sum()) for some in (counts, DRAWS * expected)
+        )
         there = wanted > 0
         distance = np.sum((seen[there] - wanted[there]) ** 2 / wanted[there])
         assert distance < chi_square_limit(there.sum() - 1)  # seeds are fixed: it is not chance
@@ -140,7 +154,9 @@ def test_temperatures_and_shares_of_zero_or_nearly_zero_take_the_likeliest():
 
 def test_ids_without_a_meaning_are_never_chosen():
     few = int(np.argmax(LOGITS))  # the likeliest is the first that is left out
-    tokens, _ = draw(GenerationSettings(temperature=5.0), np.arange(DRAWS), np.zeros(DRAWS), num_ids=few)
+    tokens, _ = draw(
+        GenerationSettings(temperature=5.0), np.arange(DRAWS), np.zeros(DRAWS), num_ids=few
+    )
     assert set(tokens.tolist()) == set(range(few))
 
 
@@ -160,8 +176,13 @@ def test_proposals_follow_the_latest_place_with_the_most_equal_tokens():
     found = jax.jit(jax.vmap(partial(sampling.propose, count=5)))
     histories = rng.integers(0, 3, (200, 16)).astype(np.int32)
     lasts = rng.integers(1, 16, 200).astype(np.int32)
-    for history, last, ids in zip(histories.tolist(), lasts.tolist(), found(histories, lasts).tolist(), strict=True):
+    for history, last, ids in zip(
+        histories.tolist(), lasts.tolist(), found(histories, lasts).tolist(), strict=True
+    ):
         text = history[: last + 1]
-        lengths = {n: [at for at in range(n - 1, last) if text[at - n + 1 : at + 1] == text[-n:]] for n in (3, 2, 1)}
+        lengths = {
+            n: [at for at in range(n - 1, last) if text[at - n + 1 : at + 1] == text[-n:]]
+            for n in (3, 2, 1)
+        }
         after = 1 + max(next(filter(None, lengths.values()), [last - 1]))
         assert ids == [text[-1], *(text[after:] * 5)[:5]]

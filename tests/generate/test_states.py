@@ -1,4 +1,6 @@
-"""Hybrids of Gated DeltaNet and attention: a row's state has its own tokens only, whatever other rows do."""
+"""Hybrids of Gated DeltaNet and attention: a row's state has its own tokens only, whatever other
+rows do.
+"""
 
 import dataclasses
 import re
@@ -14,7 +16,13 @@ from support import sweep
 
 import jaxtp
 from jaxtp.generate import engine
-from jaxtp.generate.decode_model import decode_mesh, decode_sizes, has_states, model_mesh, to_decode_model
+from jaxtp.generate.decode_model import (
+    decode_mesh,
+    decode_sizes,
+    has_states,
+    model_mesh,
+    to_decode_model,
+)
 from jaxtp.generate.programs import Programs, Shape
 from jaxtp.generate.request import GenerationError
 from jaxtp.layers.cache import DROPPED, NewTokens
@@ -44,7 +52,9 @@ SETTINGS = jaxtp.GenerationSettings(max_tokens=TOKENS)
 
 def slowly(weights):
     """Returns weights with which states do not forget at once."""
-    return {name: array - 6 if name.endswith("decay_log") else array for name, array in weights.items()}
+    return {
+        name: array - 6 if name.endswith("decay_log") else array for name, array in weights.items()
+    }
 
 
 SMALL = SmallDecoder(CONFIG, scale=0.3, change=slowly)
@@ -77,12 +87,16 @@ def assert_read(generator, prompt, kept):
 @pytest.mark.heavy
 @pytest.mark.parametrize("mesh", sweep([None, (1, 1, 3), (2, 1, 2)], None), ids=str)
 def test_texts_are_those_of_reading_everything_again(mesh):
-    """Of more prompts than rows, packed, and in chunks that are shorter than a prompt; equal ones are read once."""
+    """Of more prompts than rows, packed, and in chunks that are shorter than a prompt; equal
+    ones are read once.
+    """
     prompts = prompts_of(5, 60)
     prompts[2:4] = [(5,), (6, 7)]  # shorter than the convolution
     generator = SMALL.generator(mesh, batch_size=4)
     for given in (prompts, prompts[:1] * 4):
-        assert [result.ids for result in generator.generate(given, SETTINGS)] == list(map(greedy, given))
+        assert [result.ids for result in generator.generate(given, SETTINGS)] == list(
+            map(greedy, given)
+        )
     parts = 1 if mesh is None else mesh[0] * mesh[1]
     assert generator.speed.timing.prefill_tokens == parts * len(prompts[0])
 
@@ -91,7 +105,9 @@ def test_texts_are_those_of_reading_everything_again(mesh):
 def test_texts_are_the_same_in_a_long_chunk():
     prompts = prompts_of(6, 110)
     generator = SMALL.generator(chunk=1024, batch_size=4)
-    assert [result.ids for result in generator.generate(prompts, SETTINGS)] == [greedy(prompt) for prompt in prompts]
+    assert [result.ids for result in generator.generate(prompts, SETTINGS)] == [
+        greedy(prompt) for prompt in prompts
+    ]
 
 
 @pytest.mark.wide
@@ -109,7 +125,10 @@ def test_a_turn_reads_on_from_a_state_that_is_its_beginning(monkeypatch):
 
 
 def test_speculation_is_refused():
-    with pytest.raises(GenerationError, match=r"speculate=2: .* \(Gated DeltaNet\) cannot take back .*; leave it out"):
+    with pytest.raises(
+        GenerationError,
+        match=r"speculate=2: .* \(Gated DeltaNet\) cannot take back .*; leave it out",
+    ):
         SMALL.generator().generate([(1,)], dataclasses.replace(SETTINGS, speculate=2))
 
 
@@ -120,7 +139,9 @@ def test_nothing_is_kept_of_a_state_past_a_stop_text_or_an_interrupt(monkeypatch
     first = tuple(b"what is this?")
     text = greedy(first)
     assert text[2] not in text[:2]
-    monkeypatch.setattr(generator.tokenizer, "decode", lambda ids: bytes(ids).decode("latin-1").encode())
+    monkeypatch.setattr(
+        generator.tokenizer, "decode", lambda ids: bytes(ids).decode("latin-1").encode()
+    )
     stopped = stream(generator, first, stop=(chr(text[2]),))
     assert (stopped.finish, stopped.ids) == ("stop", text[:3])
     second = (*first, *text[:3])
@@ -150,7 +171,9 @@ def test_nothing_is_kept_of_a_state_past_a_stop_text_or_an_interrupt(monkeypatch
 
 @pytest.mark.wide
 def test_a_token_updates_the_states_in_place():
-    """In the compiled loop, one instruction makes an array as large as the states: the new states."""
+    """In the compiled loop, one instruction makes an array as large as the states: the new
+    states.
+    """
     rows = 8
     config = dataclasses.replace(CONFIG, delta_value_heads=8, delta_key_dim=32, delta_value_dim=32)
     model = to_decode_model(SmallDecoder(config).build(), None)
@@ -181,7 +204,9 @@ def test_the_estimate_of_a_cache_is_its_size():
 
 
 def test_a_state_has_one_size_for_rows_of_any_length():
-    """Only the keys and values of a layer of attention grow: 2 x 4 numbers of 4 bytes for each kv head and token."""
+    """Only the keys and values of a layer of attention grow: 2 x 4 numbers of 4 bytes for each
+    kv head and token.
+    """
     model = to_decode_model(SMALL.on(None), None)
     mesh = decode_mesh(model_mesh(SMALL.on(None)))
     short, long = (engine.cache_bytes(model, mesh, 8, slots) for slots in (64, 128))
@@ -192,12 +217,17 @@ def test_a_state_has_one_size_for_rows_of_any_length():
 
 
 DELTA = GatedDeltaConfig(delta_value_heads=4, delta_key_heads=2, delta_key_dim=6, delta_value_dim=8)
-ROWS, PACKED, DOCUMENTS, LONGEST = 5, 96, 8, 240
+ROWS = 5
+PACKED = 96
+DOCUMENTS = 8
+LONGEST = 240
 
 
 @cache
 def layer_programs():
-    """Returns programs of a layer, documents, the layer's outputs of whole documents, and empty states."""
+    """Returns programs of a layer, documents, the layer's outputs of whole documents, and empty
+    states.
+    """
     layer = GatedDeltaNet(8, DELTA, rngs=nnx.Rngs(0))
     layer.decay_log[...] -= 6  # else states forget at once
     inputs = np.random.default_rng(1).normal(size=(DOCUMENTS, LONGEST, 8)).astype(np.float32)
@@ -206,7 +236,8 @@ def layer_programs():
 
 
 class Rows:
-    """Rows that read documents, some of them anew: by row, the document and the number of tokens that it has read.
+    """Rows that read documents, some of them anew: by row, the document and the number of tokens
+    that it has read.
 
     Both methods return new tokens, and the document and position of each by its place.
     """
@@ -265,7 +296,9 @@ def test_rows_that_begin_continue_wait_and_begin_again():
                 x[at] = inputs[place]
             y, caches = decode(x, caches, new)
             found = np.array([y[at] for at in places])
-            np.testing.assert_allclose(found, [expected[place] for place in places.values()], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(
+                found, [expected[place] for place in places.values()], rtol=1e-4, atol=1e-5
+            )
             touched = {*new.rows[0].tolist()} if is_packed else {row for row, _ in places}
             for old, after in zip(before, caches, strict=True):
                 for row in {*range(ROWS)} - touched:

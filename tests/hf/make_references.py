@@ -1,9 +1,10 @@
 """Makes the reference models of models.yaml: `python tests/hf/make_references.py [NAME ...]`.
 
-It needs torch (2.15; 2.13 for `OWN_SIZES` and `FAMILIES`) and transformers 5.23 or 5.24, which the tests do not.
-Weights are random and well away from their defaults; all is computed in float64, but for the rotary frequencies of all
-but `FAMILIES`, which transformers has in float32. gemma2_untied, gemma3_bias, olmo2_tied_bias and phi3_short were
-compared once and are not stored. The name `rope` makes rope.json, frequencies of transformers in float64.
+It needs torch (2.15; 2.13 for `OWN_SIZES` and `FAMILIES`) and transformers 5.23 or 5.24, which the
+tests do not. Weights are random and well away from their defaults; all is computed in float64, but
+for the rotary frequencies of all but `FAMILIES`, which transformers has in float32. gemma2_untied,
+gemma3_bias, olmo2_tied_bias and phi3_short were compared once and are not stored. The name `rope`
+makes rope.json, frequencies of transformers in float64.
 """
 
 import contextlib
@@ -24,7 +25,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from hf_reference import FOLDER, GRADIENT, LOGITS, SIZE, pack
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 TABLES = yaml.safe_load((Path(__file__).parent / "models.yaml").read_text())
 
 
@@ -51,14 +53,18 @@ IN_BLOCKS = ["gpt_oss_mxfp4"]
 """Whose experts are stored as OpenAI's are: in MXFP4."""
 SHAPES = [(64, 1e4), (80, 5e5), (128, 1e6)]
 """Widths of heads, and bases."""
-ORIGINAL, LONGEST = 8192, 131_072
+ORIGINAL = 8192
+LONGEST = 131_072
 TRAINED = ["gemma2", "gemma3", "olmo2", "phi3", "gpt2"]
 """Of which there are updates too."""
-BATCH, LENGTH = 2, 24
-UPDATES, ROWS = 3, 4
+BATCH = 2
+LENGTH = 24
+UPDATES = 3
+ROWS = 4
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1, "clip": 1.0}
-"""Without rotation a bias of the keys changes nothing: with an epsilon of 1e-8, what rounding leaves of its gradient
-would be the update."""
+"""Without rotation a bias of the keys changes nothing: with an epsilon of 1e-8, what rounding
+leaves of its gradient would be the update.
+"""
 
 
 class CloseChoiceError(Exception):
@@ -66,9 +72,11 @@ class CloseChoiceError(Exception):
 
 
 class InDouble(torch.overrides.TorchFunctionMode):
-    """Computes in float64 where transformers asks for float32: in norms, softmaxes, angles and losses.
+    """Computes in float64 where transformers asks for float32: in norms, softmaxes, angles and
+    losses.
 
-    Refuses choices of experts that differ by less than a margin."""
+    Refuses choices of experts that differ by less than a margin.
+    """
 
     def __init__(self, margin=5e-5):
         super().__init__()
@@ -78,18 +86,27 @@ class InDouble(torch.overrides.TorchFunctionMode):
         if function in (torch.topk, torch.Tensor.topk):
             count = arguments[1] if len(arguments) > 1 else keywords["k"]
             best = arguments[0].sort(descending=True).values
-            if count < best.shape[-1] and (best[..., count - 1] - best[..., count]).min() < self.margin:
+            if (
+                count < best.shape[-1]
+                and (best[..., count - 1] - best[..., count]).min() < self.margin
+            ):
                 raise CloseChoiceError
         if function is torch.Tensor.float:
             function = torch.Tensor.double
         wide = lambda value: torch.float64 if value is torch.float32 else value
-        return function(*map(wide, arguments), **{name: wide(value) for name, value in (keywords or {}).items()})
+        return function(
+            *map(wide, arguments), **{name: wide(value) for name, value in (keywords or {}).items()}
+        )
 
 
 def rope_cases():
-    """Frequencies of some dims, and the factor of queries and keys, as transformers' own functions have them."""
+    """Frequencies of some dims, and the factor of queries and keys, as transformers' own
+    functions have them.
+    """
     for kind, settings in TABLES["rope_scalings"].items():
-        for setting, (head_dim, theta) in itertools.product(settings, SHAPES[: 2 if kind == "longrope" else 3]):
+        for setting, (head_dim, theta) in itertools.product(
+            settings, SHAPES[: 2 if kind == "longrope" else 3]
+        ):
             rope = {"rope_type": kind, "rope_theta": theta, **setting}
             if kind != "linear":
                 rope["original_max_position_embeddings"] = ORIGINAL
@@ -98,7 +115,9 @@ def rope_cases():
                 rope["long_factor"] = [round(1.2**i, 1) for i in range(head_dim // 2)]
             sizes = {"head_dim": head_dim, "num_attention_heads": 2, "hidden_size": 2 * head_dim}
             config = transformers.LlamaConfig(
-                **sizes, max_position_embeddings=LONGEST, rope_parameters=json.loads(json.dumps(rope))
+                **sizes,
+                max_position_embeddings=LONGEST,
+                rope_parameters=json.loads(json.dumps(rope)),
             )
             for length in (ORIGINAL, ORIGINAL + 1) if kind == "longrope" else (LONGEST,):
                 with InDouble():
@@ -120,12 +139,18 @@ def make(name, seed):
     wraps = "text_config" in settings
     group = next(group for group in SIZES if name in TABLES[group])
     sizes = {} if wraps else SIZES[group]
-    settings = {key: value for key, value in {**sizes, **settings}.items() if (key, value) != ("head_dim", None)}
+    settings = {
+        key: value
+        for key, value in {**sizes, **settings}.items()
+        if (key, value) != ("head_dim", None)
+    }
     rope = {} if rope is None else {"rope_parameters": rope}
     config = getattr(transformers, f"{kind}Config")(**json.loads(json.dumps({**settings, **rope})))
     config._attn_implementation = config._experts_implementation = "eager"
     config.dtype = torch.float32
-    head = "ForConditionalGeneration" if wraps else "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    head = (
+        "ForConditionalGeneration" if wraps else "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    )
     with InDouble() if name in FAMILIES else contextlib.nullcontext():
         model = getattr(transformers, kind.removesuffix("Text") + head)(config).eval()
     folder = FOLDER / name
@@ -140,7 +165,9 @@ def make(name, seed):
         try:
             found = reference(wide.double(), generator, 64 if name in FAMILIES else SIZE)
             # Of smaller gradients little but rounding is left.
-            if name not in FAMILIES or (found["grad_norms"].min() > 5e-3 and is_well_conditioned(wide, found)):
+            if name not in FAMILIES or (
+                found["grad_norms"].min() > 5e-3 and is_well_conditioned(wide, found)
+            ):
                 break
         except CloseChoiceError:
             continue
@@ -160,12 +187,18 @@ def make(name, seed):
     np.savez_compressed(folder / "reference.npz", **found)
     if name in TRAINED:
         (FOLDER / f"{name}_adamw").mkdir(exist_ok=True)
-        np.savez_compressed(FOLDER / f"{name}_adamw" / "reference.npz", **updates(wide, generator, **ADAMW))
+        np.savez_compressed(
+            FOLDER / f"{name}_adamw" / "reference.npz", **updates(wide, generator, **ADAMW)
+        )
 
 
 def randomize(model, kind, generator, short):
     """Those of `FAMILIES` are rounded to bfloat16, and have buffers that are not as made either."""
-    buffers = [(p, b) for p, b in model.named_buffers() if p.endswith(("e_score_correction_bias", "layer_scalar"))]
+    buffers = [
+        (p, b)
+        for p, b in model.named_buffers()
+        if p.endswith(("e_score_correction_bias", "layer_scalar"))
+    ]
     for path, parameter in [*model.named_parameters(), *buffers]:
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = scale(kind, path, parameter) * noise + centre(kind, path)
@@ -174,13 +207,20 @@ def randomize(model, kind, generator, short):
 
 
 def in_blocks(model, generator):
-    """Gives the experts random MXFP4 weights, which transformers reads; returns the tensors of a file."""
+    """Gives the experts random MXFP4 weights, which transformers reads; returns the tensors of a
+    file.
+    """
     tensors = {}
     for path, parameter in model.named_parameters():
         if path.endswith(("gate_up_proj", "down_proj")):
             experts, inputs, outputs = parameter.shape
             blocks, scales = (
-                torch.randint(*limits, (experts, outputs, inputs // 32, *width), generator=generator, dtype=torch.uint8)
+                torch.randint(
+                    *limits,
+                    (experts, outputs, inputs // 32, *width),
+                    generator=generator,
+                    dtype=torch.uint8,
+                )
                 for limits, width in (((0, 256), (16,)), ((122, 126), ()))
             )
             parameter.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
@@ -191,10 +231,15 @@ def in_blocks(model, generator):
 def write_blocks(folder, blocks):
     rewrite(
         folder / "model.safetensors",
-        lambda tensors: {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in blocks} | blocks,
+        lambda tensors: (
+            {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in blocks}
+            | blocks
+        ),
     )
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": TABLES["quantized"]}, indent=2))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": TABLES["quantized"]}, indent=2)
+    )
 
 
 def rewrite(path, change):
@@ -203,7 +248,9 @@ def rewrite(path, change):
 
 
 def in_short(tensors):
-    """Returns matrices as bfloat16; not vectors, so that it is no model that computes in bfloat16."""
+    """Returns matrices as bfloat16; not vectors, so that it is no model that computes in
+    bfloat16.
+    """
     dims = [tensor.ndim for tensor in tensors.values()]
     least = max(dims) if min(dims) > 1 else 1
     return {
@@ -215,7 +262,11 @@ def in_short(tensors):
 def scale(kind, path, parameter):
     if "e_score_correction_bias" in path:
         return 0.2
-    if parameter.ndim < 2 or "norm" in path or path.split(".")[-2] in ("embed_tokens", "embed_in", "wte", "wpe"):
+    if (
+        parameter.ndim < 2
+        or "norm" in path
+        or path.split(".")[-2] in ("embed_tokens", "embed_in", "wte", "wpe")
+    ):
         return 0.4
     stored_in_out = kind == "GPT2" and "lm_head" not in path
     return 1.5 * parameter.shape[0 if stored_in_out else -1] ** -0.5
@@ -228,7 +279,11 @@ def centre(kind, path):
     scales = path.endswith("weight") and ("norm" in path or ".ln_" in path)
     added = kind in TABLES["added"] or (kind == "MuseGlimmer" and ".layers." in path)
     added &= "linear_attn.norm" not in path
-    return 1.0 if (scales and not added) or path.endswith(("layer_scalar", "router.scale", "expert_scale")) else 0.0
+    return (
+        1.0
+        if (scales and not added) or path.endswith(("layer_scalar", "router.scale", "expert_scale"))
+        else 0.0
+    )
 
 
 def write_published(path, generator, *, stacked):
@@ -236,11 +291,16 @@ def write_published(path, generator, *, stacked):
     tensors = load_file(path)
     while stacked and (name := next((name for name in tensors if ".experts.0." in name), None)):
         before = name.partition("experts.")[0] + "experts."
-        experts = {end: stack(tensors, before, end) for end in ("gate_proj", "up_proj", "down_proj")}
-        tensors[f"{before}gate_up_proj"] = torch.cat([experts["gate_proj"], experts["up_proj"]], dim=1)
+        experts = {
+            end: stack(tensors, before, end) for end in ("gate_proj", "up_proj", "down_proj")
+        }
+        tensors[f"{before}gate_up_proj"] = torch.cat(
+            [experts["gate_proj"], experts["up_proj"]], dim=1
+        )
         tensors[f"{before}down_proj"] = experts["down_proj"]
     heads = {
-        name: torch.randn(shape, generator=generator).bfloat16().float() for name, shape in TABLES["predicts"].items()
+        name: torch.randn(shape, generator=generator).bfloat16().float()
+        for name, shape in TABLES["predicts"].items()
     }
     save_file(tensors | heads, path, metadata={"format": "pt"})
 
@@ -248,7 +308,9 @@ def write_published(path, generator, *, stacked):
 def stack(tensors, before, end):
     """Takes out the kernels of a layer's experts."""
     numbered = (f"{before}{i}.{end}.weight" for i in itertools.count())
-    return torch.stack([tensors.pop(name) for name in itertools.takewhile(tensors.__contains__, numbered)])
+    return torch.stack(
+        [tensors.pop(name) for name in itertools.takewhile(tensors.__contains__, numbered)]
+    )
 
 
 def write_bare(path, config):
@@ -257,7 +319,9 @@ def write_bare(path, config):
     for layer in range(config["n_layer"]):
         masks[f"h.{layer}.attn.bias"] = mask.clone()
         masks[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
-    bare = lambda tensors: {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    bare = lambda tensors: {
+        name.removeprefix("transformer."): tensor for name, tensor in tensors.items()
+    }
     rewrite(path, lambda tensors: bare(tensors) | masks)
 
 
@@ -279,7 +343,9 @@ def older(config, settings):
             config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
             config["attention_bias"] = False
             rope.pop("original_max_position_embeddings", None)
-        config["rope_scaling"] = None if rope["rope_type"] == "default" else {"type": rope.pop("rope_type"), **rope}
+        config["rope_scaling"] = (
+            None if rope["rope_type"] == "default" else {"type": rope.pop("rope_type"), **rope}
+        )
     config["torch_dtype"] = config.pop("dtype")
     if config["model_type"] == "gemma2":
         config["hidden_act"] = config["hidden_activation"]
@@ -297,17 +363,25 @@ def older_family(config):
     """As the Hub has it; families that came with version 5 are spelled as it does."""
     if "text_config" in config:
         text = older_family({"dtype": None, **config["text_config"]})
-        return {**config, "text_config": {key: value for key, value in text.items() if key != "torch_dtype"}}
+        return {
+            **config,
+            "text_config": {key: value for key, value in text.items() if key != "torch_dtype"},
+        }
     kind = config["model_type"]
     lacks = TABLES["lacks"].get(kind, ())
-    config = {name: value for name, value in config.items() if name not in lacks} | TABLES["hub"].get(kind, {})
+    config = {name: value for name, value in config.items() if name not in lacks} | TABLES[
+        "hub"
+    ].get(kind, {})
     if kind.startswith("gemma4"):
         other = next(iter(config.pop("per_layer_config").values()))
         config["global_head_dim"] = other["head_dim"]
         config["num_global_key_value_heads"] = other.get("num_key_value_heads")
     elif kind == "gpt_neox":
         rope = config.pop("rope_parameters")
-        config |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
+        config |= {
+            "rotary_emb_base": rope["rope_theta"],
+            "rotary_pct": rope["partial_rotary_factor"],
+        }
     elif kind == "granitemoehybrid":
         config["layer_types"] = ["attention"] * config["num_hidden_layers"]
     elif kind == "gpt_oss":
@@ -352,7 +426,9 @@ def computed(model, ids, labels):
 
 
 def is_well_conditioned(model, found):
-    """Returns whether weights of another rounding to float32 have nearly the same logits and gradients."""
+    """Returns whether weights of another rounding to float32 have nearly the same logits and
+    gradients.
+    """
     ids = torch.from_numpy(found["input_ids"])
     expected, _, grads = computed(model, ids, ids)
     for seed in range(4):
@@ -361,7 +437,10 @@ def is_well_conditioned(model, found):
         for parameter in near.parameters():
             parameter.data *= 1 + 2**-24 * torch.randn(parameter.shape, generator=generator)
         logits, _, others = computed(near, ids, ids)
-        errors = [np.linalg.norm(others[name] - grad) / np.linalg.norm(grad) for name, grad in grads.items()]
+        errors = [
+            np.linalg.norm(others[name] - grad) / np.linalg.norm(grad)
+            for name, grad in grads.items()
+        ]
         if (logits - expected).abs().max() > LOGITS / 2 or max(errors) > GRADIENT / 2:
             return False
     return True
@@ -388,11 +467,18 @@ def updates(model, generator, lr, betas, eps, weight_decay, clip):
     batches = torch.randint(model.config.vocab_size, (UPDATES, ROWS, LENGTH), generator=generator)
     parameters = list(model.parameters())
     groups = [
-        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in parameters if parameter.ndim >= 2],
+            "weight_decay": weight_decay,
+        },
+        {
+            "params": [parameter for parameter in parameters if parameter.ndim < 2],
+            "weight_decay": 0.0,
+        },
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
-    losses, norms = [], []
+    losses = []
+    norms = []
     for ids in batches:
         _, loss, grads = computed(model, ids, ids)
         losses.append(loss)
@@ -407,7 +493,13 @@ def updates(model, generator, lr, betas, eps, weight_decay, clip):
         "losses64": np.array(losses),
         "grad_norms64": np.array(norms),
         "loss_batch0_after64": after,
-        **{"lr": lr, "betas": np.array(betas), "eps": eps, "weight_decay": weight_decay, "clip": clip},
+        **{
+            "lr": lr,
+            "betas": np.array(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "clip": clip,
+        },
     } | pack(final, "final")
 
 

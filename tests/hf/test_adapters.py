@@ -16,7 +16,9 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.hf.adapters import adapters
 from jaxtp.layers.lora import LoraConfig
 
-PLAIN = jaxtp.ModelConfig(vocab_size=37, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24)
+PLAIN = jaxtp.ModelConfig(
+    vocab_size=37, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24
+)
 LORA = LoraConfig(rank=3, alpha=5.0, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
 ADAPTED = dataclasses.replace(PLAIN, lora=LORA)
 IDS = np.arange(16).reshape(2, 8) * 5 % 37
@@ -36,7 +38,9 @@ def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     model = decoder()
     graph, _ = nnx.split(nnx.eval_shape(lambda: jaxtp.Decoder(PLAIN, rngs=nnx.Rngs(0))))
-    others = nnx.filter_state(nnx.state(model), lambda _, variable: not isinstance(variable, nnx.LoRAParam))
+    others = nnx.filter_state(
+        nnx.state(model), lambda _, variable: not isinstance(variable, nnx.LoRAParam)
+    )
     jaxtp.save_hf(nnx.merge(graph, others), folder / "base")
     jaxtp.save_peft(model, folder / "adapters", base=folder / "base")
     return folder, np.asarray(logits_of(model))
@@ -85,7 +89,9 @@ def test_adapters_are_written_and_merged_on_any_mesh(folders, tmp_path, sizes):
         jaxtp.save_peft(model, tmp_path / "adapters", base=folder / "base")
         merged = jaxtp.merge_adapters(model)
         np.testing.assert_allclose(logits_of(merged), logits, atol=2e-5)
-    one, other = (read_tensors(where / "adapters/adapter_model.safetensors") for where in (folder, tmp_path))
+    one, other = (
+        read_tensors(where / "adapters/adapter_model.safetensors") for where in (folder, tmp_path)
+    )
     assert one.keys() == other.keys()
     for name, array in one.items():
         np.testing.assert_allclose(other[name], array, atol=1e-6)
@@ -109,19 +115,42 @@ EXPERTS = {"num_experts": 3, "experts_per_token": 2, "d_ff": 8}
 OTHERS = {
     "gpt2": {
         **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), True),
-        **{"num_kv_heads": 4, "norm": "layer", "mlp": "plain", "rope_theta": None, "learned_positions": 8},
+        **{
+            "num_kv_heads": 4,
+            "norm": "layer",
+            "mlp": "plain",
+            "rope_theta": None,
+            "learned_positions": 8,
+        },
     },
     "gemma2": {
-        "norm_eps": 0.1,  # what leaves a branch is small, and divided by what it is, with its rounding
-        **{"norm": "rms_plus_one", "norm_placement": "both", "query_scale": 0.5, "embedding_scale": 4.0},
+        # what leaves a branch is small, and divided by what it is, with its rounding
+        "norm_eps": 0.1,
+        **{
+            "norm": "rms_plus_one",
+            "norm_placement": "both",
+            "query_scale": 0.5,
+            "embedding_scale": 4.0,
+        },
         "pattern": ({"sliding_window": 4}, {}),
     },
     "plain": {**EXPERTS, "mlp": "plain"},
     "shared": {**EXPERTS, "shared_experts": 12, "first_blocks": ({"num_experts": 0, "d_ff": 24},)},
     "beside an MLP": {**EXPERTS, "dense_mlp": 12, "norm_placement": "both"},
-    "latent": {"kv_rank": 8, "rope_head_dim": 4, "head_dim": 8, "value_head_dim": 6, "num_kv_heads": 4},
+    "latent": {
+        "kv_rank": 8,
+        "rope_head_dim": 4,
+        "head_dim": 8,
+        "value_head_dim": 6,
+        "num_kv_heads": 4,
+    },
 }
-OTHERS["linear"] = {"delta_key_heads": 2, "delta_key_dim": 3, "delta_value_dim": 5, "attention_gate": True}
+OTHERS["linear"] = {
+    "delta_key_heads": 2,
+    "delta_key_dim": 3,
+    "delta_value_dim": 5,
+    "attention_gate": True,
+}
 OTHERS["linear"]["pattern"] = ({"delta_value_heads": 4}, {})
 OTHERS["latent queries"] = {**OTHERS["latent"], **OTHERS["shared"], "query_rank": 8}
 
@@ -138,11 +167,14 @@ def test_adapters_of_mixtures_and_other_attention_are_merged(case):
         adapted = move_adapters(jaxtp.add_adapters(model, LoraConfig(rank=2)))
         merged = jaxtp.merge_adapters(adapted)
         np.testing.assert_allclose(logits_of(merged), logits_of(adapted), atol=5e-5)
-    before, after = values(model), values(merged)
+    before = values(model)
+    after = values(merged)
     moved = {path for path in before if not np.allclose(before[path], after[path], atol=1e-3)}
     assert moved == {adapter.kernel for adapter in adapters(adapted.config)}
     each = [adapter.lora for adapter in adapters(adapted.config)]
-    assert {f"{lora}.{factor}" for lora in each for factor in "ab"} == {*values(adapted, nnx.LoRAParam)}
+    assert {f"{lora}.{factor}" for lora in each for factor in "ab"} == {
+        *values(adapted, nnx.LoRAParam)
+    }
 
 
 def test_what_cannot_be_exported_or_adapted_is_refused(folders, tmp_path):
@@ -156,10 +188,18 @@ def test_what_cannot_be_exported_or_adapted_is_refused(folders, tmp_path):
         (jaxtp.HFError, "remat", lambda: jaxtp.load_hf(base, remta="none")),
         (jaxtp.HFError, "add_adapters", lambda: jaxtp.load_hf(base, lora=LORA)),
         (TypeError, "dtpye: no such option", lambda: jaxtp.save_hf(plain, out, dtpye="bfloat16")),
-        (TypeError, "like: no such option", lambda: jaxtp.save_peft(adapted, out, like="elsewhere")),
+        (
+            TypeError,
+            "like: no such option",
+            lambda: jaxtp.save_peft(adapted, out, like="elsewhere"),
+        ),
         (ConfigError, "merge_adapters", lambda: jaxtp.add_adapters(adapted, LORA)),
         (ConfigError, "make no adapters", lambda: jaxtp.add_adapters(plain, LoraConfig(rank=0))),
-        (ConfigError, "make no adapters", lambda: jaxtp.add_adapters(plain, LoraConfig(rank=2, targets=()))),
+        (
+            ConfigError,
+            "make no adapters",
+            lambda: jaxtp.add_adapters(plain, LoraConfig(rank=2, targets=())),
+        ),
     ]
     for kind, words, action in refusals:
         with pytest.raises(kind, match=words):
@@ -168,8 +208,11 @@ def test_what_cannot_be_exported_or_adapted_is_refused(folders, tmp_path):
 
 
 def test_adapters_beside_weights_in_16_bits_are_merged_in_float32_and_rounded_once(tmp_path):
-    frozen, lora = "bfloat16", LoraConfig(rank=3, alpha=5.0, targets=("down_proj",))
-    model = random_model(dataclasses.replace(PLAIN, num_layers=1, precision=jaxtp.Precision(param=frozen)))
+    frozen = "bfloat16"
+    lora = LoraConfig(rank=3, alpha=5.0, targets=("down_proj",))
+    model = random_model(
+        dataclasses.replace(PLAIN, num_layers=1, precision=jaxtp.Precision(param=frozen))
+    )
     adapted = move_adapters(jaxtp.add_adapters(model, lora))
     assert {array.dtype.name for array in values(adapted, nnx.LoRAParam).values()} == {"float32"}
     assert {array.dtype.name for array in values(adapted, jaxtp.FrozenParam).values()} == {frozen}
@@ -180,7 +223,9 @@ def test_adapters_beside_weights_in_16_bits_are_merged_in_float32_and_rounded_on
     np.testing.assert_allclose(whole.blocks.mlp.down.kernel[...], exact, atol=1e-6)
     rounded = jaxtp.merge_adapters(adapted)
     assert rounded.config.precision.param == frozen
-    np.testing.assert_array_equal(rounded.blocks.mlp.down.kernel[...], whole.blocks.mlp.down.kernel[...].astype(frozen))
+    np.testing.assert_array_equal(
+        rounded.blocks.mlp.down.kernel[...], whole.blocks.mlp.down.kernel[...].astype(frozen)
+    )
     jaxtp.save_peft(adapted, tmp_path / "adapters")
     written = read_tensors(tmp_path / "adapters/adapter_model.safetensors")
     assert {array.dtype.name for array in written.values()} == {"float32"}

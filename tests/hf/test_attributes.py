@@ -1,4 +1,6 @@
-"""config.json as it is found: bookkeeping is skipped, an attribute that could change the model is refused by name."""
+"""config.json as it is found: bookkeeping is skipped, an attribute that could change the model
+is refused by name.
+"""
 
 import contextlib
 import functools
@@ -46,7 +48,9 @@ def read(attributes, *ignored):
 
 
 def layer_values(config, field):
-    """Returns the values of a field by layer: `rope_scaling.factor`, or whether a layer `rotates`."""
+    """Returns the values of a field by layer: `rope_scaling.factor`, or whether a layer
+    `rotates`.
+    """
     if field == "rotates":
         return [layer.rope_theta is not None for layer in config.layers()]
     return [functools.reduce(getattr, field.split("."), layer) for layer in config.layers()]
@@ -55,7 +59,9 @@ def layer_values(config, field):
 def differences(case):
     """Yields the fields of a row of read_attributes.yaml that are not as they should be."""
     attributes = case.get("only", PUBLISHED[case["model"]] | case.get("with", {}))
-    config = read({name: value for name, value in attributes.items() if name not in case.get("without", ())})
+    config = read(
+        {name: value for name, value in attributes.items() if name not in case.get("without", ())}
+    )
     for field, expected in case.get("fields", {}).items():
         found = functools.reduce(getattr, field.split("."), config)
         if found != (pytest.approx(expected) if isinstance(expected, float) else expected):
@@ -89,7 +95,9 @@ def test_unsupported_attributes_are_refused_by_name():
 
 def test_attributes_without_effect_are_skipped():
     config = read(SMOLLM2)
-    assert not [name for name, value in BOOKKEEPING.items() if read(SMOLLM2 | {name: value}) != config]
+    assert not [
+        name for name, value in BOOKKEEPING.items() if read(SMOLLM2 | {name: value}) != config
+    ]
     assert read(SMOLLM2 | {"quantization_config": {}}) == config
     lite = PUBLISHED["lite"]
     assert read(lite) == read(lite | {"n_group": None, "topk_group": 2})
@@ -117,11 +125,23 @@ def test_attributes_that_change_the_model_cannot_be_ignored():
     refusals = {}
     for name, value in CHANGING.items():
         attributes = SMOLLM2 | {name: value}
-        refusals[f"{name} read"] = functools.partial(read, attributes), [f"{name} = ", "change the model"]
-        refusals[f"{name} ignored"] = functools.partial(read, attributes, name), [f"--ignore-config {name}"]
+        refusals[f"{name} read"] = (
+            functools.partial(read, attributes),
+            [f"{name} = ", "change the model"],
+        )
+        refusals[f"{name} ignored"] = (
+            functools.partial(read, attributes, name),
+            [f"--ignore-config {name}"],
+        )
     for name in ("hidden_size", "model_type", "rope_scaling", "architectures"):
-        refusals[name] = functools.partial(read, SMOLLM2, name), [f"--ignore-config {name}", "change the model"]
-    refusals["misspelt"] = functools.partial(read, SMOLLM2, "pad_tokn_id"), ["pad_tokn_id", "pad_token_id"]
+        refusals[name] = (
+            functools.partial(read, SMOLLM2, name),
+            [f"--ignore-config {name}", "change the model"],
+        )
+    refusals["misspelt"] = (
+        functools.partial(read, SMOLLM2, "pad_tokn_id"),
+        ["pad_tokn_id", "pad_token_id"],
+    )
     assert_all_refused(refusals)
 
 
@@ -137,12 +157,17 @@ def test_layers_that_differ_are_few_stacks():
 def test_published_attributes_are_written_as_they_were():
     """But for some that say nothing."""
     gpt_oss = read(PUBLISHED["gpt_oss_20b"])
-    assert read({"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32}) == gpt_oss
+    assert (
+        read({"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32}) == gpt_oss
+    )
     assert rewritten_attributes(gpt_oss, PUBLISHED["gpt_oss_20b"]) == []
     qwen = PUBLISHED["qwen3_next"]
     assert rewritten_attributes(read(qwen), qwen) == ["intermediate_size"]  # of no layer
     written = write_attributes(read(qwen), FAMILIES["qwen3_next"], "bfloat16")
-    assert written["layer_types"] == PUBLISHED["qwen3_5_text"]["layer_types"] + written["layer_types"][:8]
+    assert (
+        written["layer_types"]
+        == PUBLISHED["qwen3_5_text"]["layer_types"] + written["layer_types"][:8]
+    )
 
 
 def rewritten_attributes(config, published):
@@ -163,7 +188,10 @@ def test_a_multimodal_qwen_describes_its_text_model():
     tied = whole | {"text_config": text | {"tie_word_embeddings": True}}
     assert not read(tied).tie_embeddings, "transformers reads the attribute beside text_config"
     full = read(text | {"layer_types": ["full_attention"] * 40})
-    assert write_attributes(full, FAMILIES["qwen3_5_moe_text"], "float32")["full_attention_interval"] == 1
+    assert (
+        write_attributes(full, FAMILIES["qwen3_5_moe_text"], "float32")["full_attention_interval"]
+        == 1
+    )
 
 
 COMMANDS = {
@@ -181,7 +209,9 @@ def test_every_command_names_ignore_config_and_has_it(command, tmp_path, capsys)
     main, words = COMMANDS[command]
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SMOLLM2 | {"twist": 1, "turn": 2, "hidden_act": "gelu"}))
+    (folder / "config.json").write_text(
+        json.dumps(SMOLLM2 | {"twist": 1, "turn": 2, "hidden_act": "gelu"})
+    )
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     given = words.format(folder, tmp_path / "run").split()
 
@@ -201,19 +231,41 @@ def test_every_command_names_ignore_config_and_has_it(command, tmp_path, capsys)
 
 def test_numbers_of_attributes_are_positive_and_finite():
     values = [10**400, -(10**400), float("inf"), float("nan"), True, "1", None, [], 0]
-    assert_all_refused({repr(value): (functools.partial(positive, "factor", value), ["factor"]) for value in values})
+    assert_all_refused(
+        {
+            repr(value): (functools.partial(positive, "factor", value), ["factor"])
+            for value in values
+        }
+    )
 
 
 SIZES = {name: value for name, value in PUBLISHED["small"].items() if name != "model_type"}
 LAYER_TYPES = ["full_attention", "sliding_attention"]
-ROPE = ["factor", "original_max_position_embeddings", "mscale", "mscale_all_dim", "attention_factor", "rope_theta"]
-ROPE += ["low_freq_factor", "high_freq_factor", "truncate", "short_factor", "long_factor", "rope_type", *LAYER_TYPES]
+ROPE = [
+    "factor",
+    "original_max_position_embeddings",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+    "rope_theta",
+]
+ROPE += [
+    "low_freq_factor",
+    "high_freq_factor",
+    "truncate",
+    "short_factor",
+    "long_factor",
+    "rope_type",
+    *LAYER_TYPES,
+]
 KINDS = st.sampled_from(["linear", "llama3", "yarn", "longrope", "su", "default"])
 ROPES = st.dictionaries(
     st.sampled_from(ROPE),
     VALUES | st.floats(0.5, 8) | st.lists(VALUES | st.floats(0.5, 8), max_size=40) | KINDS,
 )
-LAYERS = st.lists(st.sampled_from(LAYER_TYPES), min_size=28, max_size=31) | st.lists(st.integers(-1, 40), max_size=3)
+LAYERS = st.lists(st.sampled_from(LAYER_TYPES), min_size=28, max_size=31) | st.lists(
+    st.integers(-1, 40), max_size=3
+)
 
 
 @st.composite
@@ -222,8 +274,13 @@ def of_family(draw):
     kind = draw(st.sampled_from(sorted(FAMILIES)))
     base = PUBLISHED["gpt2"] if kind == "gpt2" else SIZES
     known = sorted(FAMILIES[kind].known_attributes())
-    drawn = st.dictionaries(st.sampled_from(known), VALUES | st.integers(0, 40) | LAYERS | ROPES, max_size=6)
-    ropes = {name: draw(ROPES) for name in draw(st.sets(st.sampled_from(["rope_scaling", "rope_parameters"])))}
+    drawn = st.dictionaries(
+        st.sampled_from(known), VALUES | st.integers(0, 40) | LAYERS | ROPES, max_size=6
+    )
+    ropes = {
+        name: draw(ROPES)
+        for name in draw(st.sets(st.sampled_from(["rope_scaling", "rope_parameters"])))
+    }
     return {"model_type": kind} | base | ropes | draw(drawn)
 
 

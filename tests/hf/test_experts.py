@@ -1,4 +1,6 @@
-"""Mixtures of experts in Hugging Face format: a tensor for each expert or one for all, and layers without experts."""
+"""Mixtures of experts in Hugging Face format: a tensor for each expert or one for all, and
+layers without experts.
+"""
 
 import dataclasses
 import functools
@@ -43,7 +45,11 @@ NAMES = {
 TYPES = {name: reference_attributes(name)["model_type"] for name in EXPERTS}
 LAYERS = {"mixtral": (0, 1), "qwen3_moe": (0, 1), "qwen3_moe_dense": (3,)}
 """With experts."""
-MESHES = {"mixtral": {"fsdp": 2, "tp": 2}, "qwen3_moe": {"fsdp": 2, "cp": 2, "tp": 2}, "qwen3_moe_dense": {"tp": 4}}
+MESHES = {
+    "mixtral": {"fsdp": 2, "tp": 2},
+    "qwen3_moe": {"fsdp": 2, "cp": 2, "tp": 2},
+    "qwen3_moe_dense": {"tp": 4},
+}
 
 
 def separate(name, layer, kernel, expert):
@@ -74,7 +80,9 @@ def stacked(name):
 
 
 def older_folder(name, tensors, folder, **attributes):
-    """Writes tensors beside a reference's attributes as older versions of transformers have them."""
+    """Writes tensors beside a reference's attributes as older versions of transformers have
+    them.
+    """
     return write_model(folder, reference_attributes(name, "config_v4.json") | attributes, tensors)
 
 
@@ -82,11 +90,15 @@ def older_folder(name, tensors, folder, **attributes):
 def test_experts_are_written_and_read_stacked(name, tmp_path):
     read = []
     model = load_on(FOLDER / name, **MESHES[name])
-    jaxtp.save_hf(model, tmp_path / "out", family=TYPES[name], experts="stacked", max_shard_size="20KB")
+    jaxtp.save_hf(
+        model, tmp_path / "out", family=TYPES[name], experts="stacked", max_shard_size="20KB"
+    )
     written = read_tensors(tmp_path / "out")
     assert_same(written, stacked(name))
     with jax.set_mesh(jaxtp.make_mesh(**MESHES[name])):
-        again = jaxtp.load_hf(tmp_path / "out", progress=lambda done, total: read.append((done, total)))
+        again = jaxtp.load_hf(
+            tmp_path / "out", progress=lambda done, total: read.append((done, total))
+        )
     assert_same(values(again), values(model))
     num_bytes = sum(array.nbytes for array in written.values())
     assert read[-1] == (num_bytes, num_bytes), "every byte once"
@@ -94,7 +106,14 @@ def test_experts_are_written_and_read_stacked(name, tmp_path):
 
 @pytest.mark.parametrize("layout", ["separate", "stacked"])
 def test_experts_wider_than_a_tile(layout, tmp_path):
-    sizes = {"d_model": 80, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "d_ff": 144, "num_experts": 4}
+    sizes = {
+        "d_model": 80,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 4,
+        "d_ff": 144,
+        "num_experts": 4,
+    }
     model = random_model(jaxtp.ModelConfig(vocab_size=8, num_layers=1, **sizes))
     jaxtp.save_hf(model, tmp_path / "out", experts=layout)
     assert_same(values(jaxtp.load_hf(tmp_path / "out")), values(model))
@@ -128,7 +147,10 @@ def test_a_device_has_a_part_of_each_expert_where_tp_does_not_divide_their_numbe
 @pytest.mark.wide
 def test_the_export_command_has_the_flag(tmp_path):
     assert main(["import", str(FOLDER / "qwen3_moe"), str(tmp_path / "run")]) == 0
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "stacked"), "--experts", "stacked"]) == 0
+    assert (
+        main(["export", str(tmp_path / "run"), str(tmp_path / "stacked"), "--experts", "stacked"])
+        == 0
+    )
     assert_same(read_tensors(tmp_path / "stacked"), stacked("qwen3_moe"))
 
 
@@ -148,7 +170,9 @@ def test_the_plan_tells_how_experts_are_split(capsys):
     for name, plan in PLANS.items():
         assert main(["plan", str(FOLDER / name)]) == 0
         rows = dict(
-            line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("layers")
+            line.split(maxsplit=1)
+            for line in capsys.readouterr().out.splitlines()
+            if line.startswith("layers")
         )
         for module, words in plan.items():
             assert rows[module].split()[: len(words)] == words
@@ -157,7 +181,10 @@ def test_the_plan_tells_how_experts_are_split(capsys):
 BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
 SCALES = BLOCKS.replace("blocks", "scales")
 FIRST = separate("mixtral", 0, 0, 0)
-LARGE = {SCALES: np.full((5, 32, 2), 254, np.uint8), BLOCKS: np.full((5, 32, 2, 16), 0x77, np.uint8)}
+LARGE = {
+    SCALES: np.full((5, 32, 2), 254, np.uint8),
+    BLOCKS: np.full((5, 32, 2, 16), 0x77, np.uint8),
+}
 NOT_FINITE = {
     "an expert": ("mixtral", FIRST, {FIRST: np.full((24, 40), np.nan, np.float32)}),
     "a scale": ("gpt_oss_mxfp4", BLOCKS, {SCALES: np.full((5, 32, 2), 255, np.uint8)}),
@@ -201,12 +228,18 @@ def test_which_layers_have_experts(count, step, dense, normalised, window):
         "mlp_only_layers": dense,
         "norm_topk_prob": normalised,
         "moe_intermediate_size": 100,
-        **({} if window is None else {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}),
+        **(
+            {}
+            if window is None
+            else {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+        ),
     }
     config = model_config(attributes, "it")
     expected = [i not in (dense or []) and (i + 1) % step == 0 for i in range(count)]
     assert [bool(block.num_experts) for block in config.layers()] == expected
-    assert [block.d_ff for block in config.layers()] == [100 if sparse else 6144 for sparse in expected]
+    assert [block.d_ff for block in config.layers()] == [
+        100 if sparse else 6144 for sparse in expected
+    ]
     if any(expected):
         assert config.normalize_experts == normalised
         written = write_attributes(config, FAMILIES["qwen3_moe"], "float32")
@@ -221,10 +254,16 @@ def test_stacked_float8_has_a_scale_of_each(kind, tmp_path):
     for name in [name for name in plain if ".experts." in name]:
         block = {"block": (16, 24), "expert": plain[name].shape[1:], "all": None}[kind]
         codes, scale, plain[name] = float8(plain[name], block, random)
-        scaled |= {name: codes, f"{name}_scale_inv": scale, f"{name}_activation_scale": np.float32([1])}
+        scaled |= {
+            name: codes,
+            f"{name}_scale_inv": scale,
+            f"{name}_activation_scale": np.float32([1]),
+        }
     quantization = {"quant_method": "fp8", "weight_block_size": [16, 24]}
     whole = older_folder("mixtral", plain, tmp_path / "float32")
-    quantized = older_folder("mixtral", plain | scaled, tmp_path / "float8", quantization_config=quantization)
+    quantized = older_folder(
+        "mixtral", plain | scaled, tmp_path / "float8", quantization_config=quantization
+    )
     found = jaxtp.load_hf(quantized, precision=jaxtp.Precision())
     assert_same(values(found), values(jaxtp.load_hf(whole)))
 
@@ -233,20 +272,32 @@ FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def test_mxfp4_numbers(tmp_path):
-    """Two in each byte, the low four bits first: a sign and one of eight numbers, times 2^(scale - 127)."""
+    """Two in each byte, the low four bits first: a sign and one of eight numbers, times 2^(scale
+    - 127).
+    """
     rng = np.random.default_rng(0)
     grid = (5, 3, 2)
     blocks = rng.integers(256, size=(*grid, 16), dtype=np.uint8)
     scales = rng.integers(253, size=grid, dtype=np.uint8)
-    write_tensors(tmp_path / "it", {"down_blocks": blocks, "down_scales": scales, "other": np.ones(2, np.float32)})
+    write_tensors(
+        tmp_path / "it",
+        {"down_blocks": blocks, "down_scales": scales, "other": np.ones(2, np.float32)},
+    )
     codes = np.stack([blocks % 16, blocks // 16], axis=-1).reshape(*grid, 32)
-    expected = np.where(codes < 8, 1, -1) * FP4[codes % 8] * 2.0 ** (scales.astype(int) - 127)[..., None]
+    expected = (
+        np.where(codes < 8, 1, -1) * FP4[codes % 8] * 2.0 ** (scales.astype(int) - 127)[..., None]
+    )
     tensors = with_scales(read_header(tmp_path / "it"), (128, 128))
     assert tensors.keys() == {"down_blocks", "other"}
     for first, last, num_bytes in ((0, 5, 1), (1, 3, 500), (4, 5, 2**24)):
-        read = {row: block.astype(np.float64) for row, block in tensors["down_blocks"].blocks(first, last, num_bytes)}
+        read = {
+            row: block.astype(np.float64)
+            for row, block in tensors["down_blocks"].blocks(first, last, num_bytes)
+        }
         assert next(iter(read)) == first
-        np.testing.assert_array_equal(np.concatenate(list(read.values())), expected.reshape(5, 3, 64)[first:last])
+        np.testing.assert_array_equal(
+            np.concatenate(list(read.values())), expected.reshape(5, 3, 64)[first:last]
+        )
 
 
 MESHES_OF_MXFP4 = [{"fsdp": 2, "tp": 2}, {"tp": 5}, {"fsdp": 2, "cp": 2, "tp": 3}]
@@ -260,14 +311,24 @@ def test_mxfp4_is_written_as_bfloat16(mesh, tmp_path):
     tensors = read_header(tmp_path / "out/model.safetensors")
     source = read_header(FOLDER / "gpt_oss_mxfp4/model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {"BF16"}
-    assert {name.rpartition(".")[2] for name in tensors.keys() - source.keys()} == {"gate_up_proj", "down_proj"}
+    assert {name.rpartition(".")[2] for name in tensors.keys() - source.keys()} == {
+        "gate_up_proj",
+        "down_proj",
+    }
     with jax.set_mesh(jaxtp.make_mesh(**mesh)):
         again = jaxtp.load_hf(tmp_path / "out", precision=jaxtp.Precision())
     assert_same(values(again), values(model))
 
 
 TINY = jaxtp.ModelConfig(
-    vocab_size=11, d_model=8, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=12, num_experts=4
+    vocab_size=11,
+    d_model=8,
+    num_layers=3,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    d_ff=12,
+    num_experts=4,
 )
 DENSE = {"num_experts": 0, "experts_per_token": 3, "normalize_experts": False}
 LOST = {
@@ -287,4 +348,6 @@ def test_what_a_family_of_experts_cannot_represent_is_named():
         refusals[lost] = action, [family, "cannot represent this model", lost]
     assert_all_refused(refusals)
     dense = dataclasses.replace(TINY, **DENSE)
-    assert choose_family(dense, None).model_type == "llama", "settings of experts mean nothing without them"
+    assert choose_family(dense, None).model_type == "llama", (
+        "settings of experts mean nothing without them"
+    )

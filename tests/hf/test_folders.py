@@ -1,4 +1,6 @@
-"""Folders that hold more than a text model, fused and interleaved rows, float8 blocks: read, and written back."""
+"""Folders that hold more than a text model, fused and interleaved rows, float8 blocks: read, and
+written back.
+"""
 
 import dataclasses
 import functools
@@ -45,16 +47,31 @@ VISION = {
     "multi_modal_projector.weight": np.full((2, 2), np.nan, np.float32),
 }
 """An integer and a value that is not finite: nothing of it is looked at."""
-FORMS = {"older": ("language_model.model.", "language_model."), "newer": ("model.language_model.", "model.")}
+FORMS = {
+    "older": ("language_model.model.", "language_model."),
+    "newer": ("model.language_model.", "model."),
+}
 
 
 def multimodal(path, form="older", change=lambda tensors: tensors):
     """Writes a Gemma 3 with a vision tower."""
     prefix, before = FORMS[form]
-    text = {prefix + name.removeprefix("model."): array for name, array in reference_tensors("gemma3").items()}
-    vision = {before.removeprefix("language_model.") + name: array for name, array in VISION.items()}
-    kind = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "mm_tokens_per_image": 4}
-    described = kind | {"text_config": reference_attributes("gemma3"), "vision_config": {"hidden_size": 4}}
+    text = {
+        prefix + name.removeprefix("model."): array
+        for name, array in reference_tensors("gemma3").items()
+    }
+    vision = {
+        before.removeprefix("language_model.") + name: array for name, array in VISION.items()
+    }
+    kind = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "mm_tokens_per_image": 4,
+    }
+    described = kind | {
+        "text_config": reference_attributes("gemma3"),
+        "vision_config": {"hidden_size": 4},
+    }
     write_model(path, described, change(vision | text))
     (path / "preprocessor_config.json").write_text('{"size": 4}')
     return path
@@ -67,10 +84,15 @@ def test_a_multimodal_folder_comes_back_with_its_text_changed(form, tmp_path):
     assert_same(values(model), values(jaxtp.load_hf(FOLDER / "gemma3")))
     model.norm.scale[...] += 1
     jaxtp.save_hf(model, tmp_path / "out", like=source, max_shard_size="20KB")
-    before, after = stored_tensors(source), stored_tensors(tmp_path / "out")
-    assert [name for name in before | after if before.get(name) != after.get(name)] == [FORMS[form][0] + "norm.weight"]
+    before = stored_tensors(source)
+    after = stored_tensors(tmp_path / "out")
+    assert [name for name in before | after if before.get(name) != after.get(name)] == [
+        FORMS[form][0] + "norm.weight"
+    ]
     for name in ("config.json", "preprocessor_config.json"):
-        assert json.loads((tmp_path / "out" / name).read_text()) == json.loads((source / name).read_text())
+        assert json.loads((tmp_path / "out" / name).read_text()) == json.loads(
+            (source / name).read_text()
+        )
     jaxtp.save_hf(model, tmp_path / "text")
     assert json.loads((tmp_path / "text/config.json").read_text())["model_type"] == "gemma3_text"
     assert not [name for name in stored_tensors(tmp_path / "text") if "vision" in name]
@@ -81,7 +103,9 @@ FLOAT32 = ("A_log", "linear_attn.norm.weight")
 """Tensors of Qwen 3.5 on the Hub that are float32 beside bfloat16."""
 
 
-@pytest.mark.parametrize("wide", [FLOAT32, pytest.param((), marks=pytest.mark.wide)], ids=["3.5", "3.6"])
+@pytest.mark.parametrize(
+    "wide", [FLOAT32, pytest.param((), marks=pytest.mark.wide)], ids=["3.5", "3.6"]
+)
 def test_a_folder_keeps_its_dtypes_and_its_layout_of_experts(wide, tmp_path):
     shutil.copytree(FOLDER / "qwen3_5_moe_mm", tmp_path / "source")
     tensors = {
@@ -99,8 +123,12 @@ def test_a_folder_keeps_its_dtypes_and_its_layout_of_experts(wide, tmp_path):
 
 def test_a_text_model_may_have_the_names_of_its_multimodal_folder(tmp_path):
     """As transformers writes a Qwen3_5ForCausalLM that it has read there."""
-    attributes = reference_attributes("qwen3_5_mm")["text_config"] | {"architectures": ["Qwen3_5ForCausalLM"]}
-    write_model(tmp_path, attributes, changed_tensors(reference_tensors("qwen3_5_mm"), {"drop": ".visual."}))
+    attributes = reference_attributes("qwen3_5_mm")["text_config"] | {
+        "architectures": ["Qwen3_5ForCausalLM"]
+    }
+    write_model(
+        tmp_path, attributes, changed_tensors(reference_tensors("qwen3_5_mm"), {"drop": ".visual."})
+    )
     assert_same(values(jaxtp.load_hf(tmp_path)), values(jaxtp.load_hf(FOLDER / "qwen3_5_mm")))
 
 
@@ -109,10 +137,14 @@ def test_a_shared_expert_of_width_zero_is_none(tmp_path):
     attributes = reference_attributes("qwen3_5_moe") | {"shared_expert_intermediate_size": 0}
     tensors = reference_tensors("qwen3_5_moe")
     without = changed_tensors(tensors, {"drop": ".shared_expert."})
-    empty = {name: array[:, :0] if "down_proj" in name else array[:0] for name, array in tensors.items()}
+    empty = {
+        name: array[:, :0] if "down_proj" in name else array[:0] for name, array in tensors.items()
+    }
     found = jaxtp.load_hf(write_model(tmp_path / "empty", attributes, empty | without))
     assert not found.config.shared_experts
-    assert_same(values(found), values(jaxtp.load_hf(write_model(tmp_path / "without", attributes, without))))
+    assert_same(
+        values(found), values(jaxtp.load_hf(write_model(tmp_path / "without", attributes, without)))
+    )
 
 
 PREFIX = FORMS["older"][0]
@@ -128,7 +160,9 @@ MIXED_UP = {
 def test_no_tensor_of_a_multimodal_folder_is_made_up_or_skipped(tmp_path):
     refusals = {}
     for words, change in MIXED_UP.items():
-        folder = multimodal(tmp_path / words, change=functools.partial(changed_tensors, change=change))
+        folder = multimodal(
+            tmp_path / words, change=functools.partial(changed_tensors, change=change)
+        )
         refusals[words] = functools.partial(jaxtp.load_hf, folder), [words]
     assert_all_refused(refusals)
 
@@ -136,9 +170,13 @@ def test_no_tensor_of_a_multimodal_folder_is_made_up_or_skipped(tmp_path):
 def test_prediction_heads_are_copied(tmp_path):
     """Layers past the last, as GLM-4.5 has them."""
     attributes = small_attributes("glm4_moe") | {"num_nextn_predict_layers": 1}
-    jaxtp.save_hf(random_model(model_config(attributes, "it")), tmp_path / "plain", family="glm4_moe")
+    jaxtp.save_hf(
+        random_model(model_config(attributes, "it")), tmp_path / "plain", family="glm4_moe"
+    )
     stored = read_tensors(tmp_path / "plain")
-    source = write_model(tmp_path / "source", attributes, stored | {"model.layers.2.eh_proj.weight": ONES})
+    source = write_model(
+        tmp_path / "source", attributes, stored | {"model.layers.2.eh_proj.weight": ONES}
+    )
     jaxtp.save_hf(jaxtp.load_hf(source), tmp_path / "out", like=source)
     assert stored_tensors(tmp_path / "out") == stored_tensors(source)
     assert json.loads((tmp_path / "out/config.json").read_text()) == attributes
@@ -179,30 +217,57 @@ def test_a_kimi_is_written_as_what_it_is(tmp_path):
 
 
 def test_adapters_need_pairs_next_to_each_other(tmp_path):
-    """PEFT's files do not tell the layout of the model; a caller, or the adapters' configuration, names its folder."""
+    """PEFT's files do not tell the layout of the model; a caller, or the adapters'
+    configuration, names its folder.
+    """
     base = FOLDER / "deepseek_v3_yarn"
     config = dataclasses.replace(jaxtp.read_config(base), lora=LoraConfig(rank=2))
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(base)})
+    )
     actions = {
         "a run": functools.partial(load_base, base, config, jaxtp.make_mesh()),
-        "save_peft": functools.partial(jaxtp.save_peft, random_model(config), tmp_path / "out", base=base),
+        "save_peft": functools.partial(
+            jaxtp.save_peft, random_model(config), tmp_path / "out", base=base
+        ),
         "adapters": functools.partial(open_peft, tmp_path, jaxtp.read_config(base)),
     }
-    assert_all_refused({name: (action, ["rope_interleave = False"]) for name, action in actions.items()})
+    assert_all_refused(
+        {name: (action, ["rope_interleave = False"]) for name, action in actions.items()}
+    )
 
 
 SMALL = {
     "gpt_neox": {"hidden_size": 32, "num_attention_heads": 4, "rotary_pct": 0.5},
     "glm4": {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
-    "stablelm": {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3, "qk_layernorm": True}
+    "stablelm": {
+        "hidden_size": 24,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "qk_layernorm": True,
+    }
     | {"partial_rotary_factor": 0.5},
-    "cohere": {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "use_qk_norm": True},
+    "cohere": {
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "use_qk_norm": True,
+    },
 }
-SMALL["glm4_moe"] = SMALL["glm4"] | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+SMALL["glm4_moe"] = SMALL["glm4"] | {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+}
 
 
 def small_attributes(family):
-    sizes = {"model_type": family, "vocab_size": 11, "intermediate_size": 12, "num_hidden_layers": 2}
+    sizes = {
+        "model_type": family,
+        "vocab_size": 11,
+        "intermediate_size": 12,
+        "num_hidden_layers": 2,
+    }
     return sizes | SMALL[family]
 
 
@@ -224,15 +289,22 @@ def test_rows_are_read_on_a_mesh_as_they_were_written(family, tmp_path):
 def test_a_bias_of_choices_stays_float32_in_an_export_in_bfloat16(tmp_path):
     model = random_model(small_config("glm4_moe"))
     jaxtp.save_hf(model, tmp_path / "out", family="glm4_moe", dtype="bfloat16")
-    kinds = {name: tensor.dtype for name, tensor in read_header(tmp_path / "out/model.safetensors").items()}
-    assert {name.rpartition(".")[-1] for name in kinds if kinds[name] == "F32"} == {"e_score_correction_bias"}
+    kinds = {
+        name: tensor.dtype
+        for name, tensor in read_header(tmp_path / "out/model.safetensors").items()
+    }
+    assert {name.rpartition(".")[-1] for name in kinds if kinds[name] == "F32"} == {
+        "e_score_correction_bias"
+    }
     assert jaxtp.load_hf(tmp_path / "out").config.precision.param == "bfloat16"
 
 
 LATENTS = pytest.param("deepseek_v3", [5, 7], marks=pytest.mark.wide)
 
 
-@pytest.mark.parametrize(("name", "block"), [("mistral", [16, 24]), ("mistral", None), LATENTS], ids=str)
+@pytest.mark.parametrize(
+    ("name", "block"), [("mistral", [16, 24]), ("mistral", None), LATENTS], ids=str
+)
 def test_float8_is_multiplied_by_its_scales(name, block, tmp_path):
     """Of each block, also where a block is cut off, or of the whole matrix."""
     random = np.random.default_rng(0)
@@ -244,9 +316,16 @@ def test_float8_is_multiplied_by_its_scales(name, block, tmp_path):
             codes, scale, plain[key] = float8(plain[key], block, random)
             scaled |= {key: codes, f"{key}_scale_inv": scale}
     attributes = reference_attributes(name)
-    quantized = attributes | {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
-    folders = [write_model(tmp_path / "a", attributes, plain), write_model(tmp_path / "b", quantized, plain | scaled)]
-    wanted, found = (values(jaxtp.load_hf(folder, precision=jaxtp.Precision())) for folder in folders)
+    quantized = attributes | {
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": block}
+    }
+    folders = [
+        write_model(tmp_path / "a", attributes, plain),
+        write_model(tmp_path / "b", quantized, plain | scaled),
+    ]
+    wanted, found = (
+        values(jaxtp.load_hf(folder, precision=jaxtp.Precision())) for folder in folders
+    )
     assert_same(found, wanted)
     if name == "mistral" and block is not None:
         key = next(key for key in scaled if key.endswith("_scale_inv"))
@@ -259,10 +338,14 @@ def test_float8_is_multiplied_by_its_scales(name, block, tmp_path):
 def test_adapters_have_the_rows_and_names_of_their_kernels(wrapped, tmp_path):
     """In the files, a merged kernel is the kernel plus the product of its adapter."""
     if wrapped:
-        model, family = jaxtp.load_hf(multimodal(tmp_path / "source")), "gemma3"
+        model = jaxtp.load_hf(multimodal(tmp_path / "source"))
+        family = "gemma3"
     else:
-        model, family = random_model(small_config("glm4")), "glm4"
-    adapted = jaxtp.add_adapters(model, jaxtp.LoraConfig(rank=2, alpha=2.0, targets=("q_proj", "k_proj")))
+        model = random_model(small_config("glm4"))
+        family = "glm4"
+    adapted = jaxtp.add_adapters(
+        model, jaxtp.LoraConfig(rank=2, alpha=2.0, targets=("q_proj", "k_proj"))
+    )
     move_adapters(adapted, scale=1)
     jaxtp.save_hf(model, tmp_path / "base", family=family)
     jaxtp.save_hf(jaxtp.merge_adapters(adapted), tmp_path / "merged", family=family)

@@ -1,4 +1,6 @@
-"""Damaged and hostile folders: one clear message each, nothing run, nothing outside of the folder opened."""
+"""Damaged and hostile folders: one clear message each, nothing run, nothing outside of the
+folder opened.
+"""
 
 import functools
 import json
@@ -40,7 +42,8 @@ CONFIG = {
 TABLE = "model.embed_tokens.weight"
 Q = "model.layers.0.self_attn.q_proj.weight"
 WEIGHTS = "model.safetensors"
-FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+FIRST = "model-00001-of-00002.safetensors"
+SECOND = "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
 LAYER = {
     **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (4,)),
@@ -50,7 +53,9 @@ LAYER = {
     "mlp.down_proj": (4, 6),
 }
 SHAPES = {TABLE: (8, 4), "model.norm.weight": (4,), "lm_head.weight": (8, 4)} | {
-    f"model.layers.{layer}.{name}.weight": shape for layer in range(2) for name, shape in LAYER.items()
+    f"model.layers.{layer}.{name}.weight": shape
+    for layer in range(2)
+    for name, shape in LAYER.items()
 }
 
 
@@ -77,7 +82,10 @@ def split(folder):
     (folder / WEIGHTS).unlink()
     listed = {name: FIRST if i < 9 else SECOND for i, name in enumerate(SHAPES)}
     for file in (FIRST, SECOND):
-        write(folder / file, {name: array for name, array in tensors().items() if listed[name] == file})
+        write(
+            folder / file,
+            {name: array for name, array in tensors().items() if listed[name] == file},
+        )
     write_index(folder, listed)
     return listed
 
@@ -173,26 +181,48 @@ BAD = {  # of config.json, of safetensors, and of the index
     "no weights": (without(WEIGHTS), "model.safetensors", INDEX),
     "a pickle": (pickled("pytorch_model.bin"), "pytorch_model.bin", "pickle"),
     "GGUF": (pickled("tiny.Q4_K_M.GGUF"), "tiny.Q4_K_M.GGUF", "gguf_file"),
-    "GGUF without config": (in_turn(pickled("tiny.gguf"), without("config.json")), "tiny.gguf", "GGUF"),
-    "one name in a wrapper too": (weights({f"_orig_mod.{Q}": np.ones((4, 4), np.float32)}), Q, f"_orig_mod.{Q}"),
+    "GGUF without config": (
+        in_turn(pickled("tiny.gguf"), without("config.json")),
+        "tiny.gguf",
+        "GGUF",
+    ),
+    "one name in a wrapper too": (
+        weights({f"_orig_mod.{Q}": np.ones((4, 4), np.float32)}),
+        Q,
+        f"_orig_mod.{Q}",
+    ),
     "header cut off": (data(lambda found: found[:40]), "header", "40"),
     "data cut off": (data(lambda found: found[:-8]), "cut off"),
     "data too long": (LONGER, "4 bytes after"),
-    "huge header": (data(lambda found: struct.pack("<Q", 2**63) + found[8:]), "9,223,372,036,854,775,808"),
-    "header is not JSON": (data(lambda found: found[:8] + b"garbage" + found[15:]), "header", "not JSON"),
+    "huge header": (
+        data(lambda found: struct.pack("<Q", 2**63) + found[8:]),
+        "9,223,372,036,854,775,808",
+    ),
+    "header is not JSON": (
+        data(lambda found: found[:8] + b"garbage" + found[15:]),
+        "header",
+        "not JSON",
+    ),
     "header is a list": (header(lambda found: []), "header", "a list"),
     "a tensor twice": (data(lambda found: found.replace(OTHER_LAYER, FIRST_LAYER)), Q, "twice"),
     "a gap": (in_turn(header(gap), LONGER), "gap"),
     "shape of many dims": (entry({"shape": [1] * 10**5}), Q, "shape"),
     "shape is endless": (entry({"shape": [10**400]}), "401 digits"),
-    "a name that moves the cursor": (header(lambda found: found | {"\x1b[2J\n" * 1000: {}}), r"\x1b[2J\n"),
+    "a name that moves the cursor": (
+        header(lambda found: found | {"\x1b[2J\n" * 1000: {}}),
+        r"\x1b[2J\n",
+    ),
     "entry without shape": (header(lambda found: found | {Q: {"dtype": "F32"}}), Q, "shape"),
     "tensor missing": (weights({Q: None}), "missing", Q),
     "tensor left over": (weights({"extra": np.ones(3, np.float32)}), "unexpected", "extra"),
     "NaN": (poisoned(TABLE, np.nan), TABLE, "not finite"),
     "infinity": (poisoned(Q, -np.inf), Q, "not finite"),
     "NaN in bfloat16": (poisoned(Q, np.nan, jnp.bfloat16), Q, "not finite"),
-    "tied to another head": (in_turn(TIED, poisoned("lm_head.weight", 7.0)), "tie_word_embeddings", TABLE),
+    "tied to another head": (
+        in_turn(TIED, poisoned("lm_head.weight", 7.0)),
+        "tie_word_embeddings",
+        TABLE,
+    ),
     "tied to a smaller head": (
         in_turn(TIED, weights({"lm_head.weight": np.ones((7, 4), np.float32)})),
         "tie_word_embeddings",
@@ -206,7 +236,10 @@ BAD = {  # of config.json, of safetensors, and of the index
     "no index": (in_turn(split, without(INDEX)), "missing"),
     "shard is missing": (in_turn(split, without(SECOND)), SECOND, "No such file"),
     "shard is a link out": (in_turn(split, planted(SECOND, "link to another file")), "6 bytes"),
-    "index is a link out": (in_turn(split, planted(INDEX, "link to another file")), "outside of the folder"),
+    "index is a link out": (
+        in_turn(split, planted(INDEX, "link to another file")),
+        "outside of the folder",
+    ),
     "half a character": (listing({"extra": "\ud800.safetensors"}), "surrogate"),
     "a name too long": (listing({"extra": f"{'x' * 300}.safetensors"}), "File name too long"),
 }
@@ -253,7 +286,9 @@ def test_the_command_prints_the_message_and_writes_nothing(whole, tmp_path, caps
 
 
 def test_a_whole_folder_loads(whole):
-    """So that each case fails for its own reason; also with what older versions stored beside the weights."""
+    """So that each case fails for its own reason; also with what older versions stored beside
+    the weights.
+    """
     jaxtp.load_hf(whole)
     weights({"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(1, np.float32)})(whole)
     TIED(whole)
@@ -266,7 +301,9 @@ def test_a_whole_folder_loads(whole):
 def test_the_index_decides_which_copy_is_read(whole, capsys):
     listed = split(whole)
     first = {each: array for each, array in tensors().items() if listed[each] == FIRST}
-    write(whole / FIRST, first | {"model.layers.1.mlp.down_proj.weight": np.ones((4, 6), np.float32)})
+    write(
+        whole / FIRST, first | {"model.layers.1.mlp.down_proj.weight": np.ones((4, 6), np.float32)}
+    )
     write(whole / WEIGHTS, {each: array + 1 for each, array in tensors().items()})
     assert all(np.max(leaf) <= 0.5 for leaf in jax.tree.leaves(jaxtp.load_hf(whole)))
     said = capsys.readouterr().err
@@ -285,7 +322,9 @@ WRAPPERS = {
     "'_orig_mod.', of layers": lambda name: name.replace("layers.0.", "layers.0._orig_mod."),
     "'_checkpoint_wrapped": lambda name: name.replace(".mlp.", ".mlp._checkpoint_wrapped_module."),
 }
-"""Names of tensors as PyTorch's wrappers make them, and what a note says of them, before a comma."""
+"""Names of tensors as PyTorch's wrappers make them, and what a note says of them, before a
+comma.
+"""
 
 
 def test_names_with_the_wrappers_of_pytorch(whole):
@@ -314,7 +353,9 @@ def test_a_gguf_file_is_named(tmp_path, capsys):
     kind=st.sampled_from([None, *WRAPPERS]),
 )
 def test_any_copies_and_wrappers(place, copies, stray, kind, tmp_path_factory):
-    """Each tensor is read from the file that the index lists, under its plain name, and each copy is mentioned."""
+    """Each tensor is read from the file that the index lists, under its plain name, and each
+    copy is mentioned.
+    """
     folder = tmp_path_factory.mktemp("model")
     rename = WRAPPERS.get(kind, str)
     listed = dict(zip(SHAPES, place, strict=True))
@@ -337,7 +378,8 @@ def test_any_copies_and_wrappers(place, copies, stray, kind, tmp_path_factory):
 
 
 def test_a_snapshot_of_the_hub_links_to_its_blobs(whole, tmp_path):
-    snapshot, blobs = tmp_path / "models--a--b/snapshots/0123", tmp_path / "models--a--b/blobs"
+    snapshot = tmp_path / "models--a--b/snapshots/0123"
+    blobs = tmp_path / "models--a--b/blobs"
     for folder in (snapshot, blobs):
         folder.mkdir(parents=True)
     for file in whole.iterdir():
@@ -348,7 +390,10 @@ def test_a_snapshot_of_the_hub_links_to_its_blobs(whole, tmp_path):
 
 def test_a_folder_that_its_mesh_or_options_do_not_fit_is_refused(whole):
     for axis in ("fsdp", "cp"):
-        with jax.set_mesh(jaxtp.make_mesh(**{axis: 3})), pytest.raises(HFError, match=rf"{axis} can be 1, 2"):
+        with (
+            jax.set_mesh(jaxtp.make_mesh(**{axis: 3})),
+            pytest.raises(HFError, match=rf"{axis} can be 1, 2"),
+        ):
             jaxtp.load_hf(whole)
     with pytest.raises(HFError, match=r"norm_eps: .* determines the architecture"):
         jaxtp.load_hf(whole, norm_eps=1e-3)
@@ -377,7 +422,10 @@ BESIDE = {
     "link to nothing": "is a broken link",
     "pipe": "not a regular file",
 }
-LONG = {"nested too deeply": b'{"a": ' + b"[" * 100_000, "10,000 digits": b'{"eos_token_id": %s}' % (b"9" * 10_000)}
+LONG = {
+    "nested too deeply": b'{"a": ' + b"[" * 100_000,
+    "10,000 digits": b'{"eos_token_id": %s}' % (b"9" * 10_000),
+}
 
 
 def test_hostile_files_beside_a_tokenizer_are_refused(tmp_path):
@@ -385,7 +433,10 @@ def test_hostile_files_beside_a_tokenizer_are_refused(tmp_path):
     for case, message in BESIDE.items():
         folder = tmp_path / case
         folder.mkdir()
-        for name, action in (("tokenizer_config.json", special_tokens), ("chat_template.jinja", chat_template)):
+        for name, action in (
+            ("tokenizer_config.json", special_tokens),
+            ("chat_template.jinja", chat_template),
+        ):
             plant(folder / name, case)
             assert_unreadable(folder, action, message)
     for message, written in LONG.items():

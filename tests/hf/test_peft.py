@@ -1,4 +1,6 @@
-"""Adapters in PEFT's format read for a model; those that are damaged, hostile, of another kind or another model."""
+"""Adapters in PEFT's format read for a model; those that are damaged, hostile, of another kind
+or another model.
+"""
 
 import dataclasses
 import functools
@@ -32,14 +34,33 @@ import jaxtp
 from jaxtp.hf.peft import PeftFolder, load_peft, open_peft, with_peft
 from jaxtp.layers.lora import LoraConfig
 
-WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-MODEL = jaxtp.ModelConfig(vocab_size=8, d_model=4, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=2, d_ff=6)
+WEIGHTS = "adapter_model.safetensors"
+SETTINGS = "adapter_config.json"
+MODEL = jaxtp.ModelConfig(
+    vocab_size=8, d_model=4, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=2, d_ff=6
+)
 FEATURES = {"q_proj": (4, 4), "k_proj": (4, 2), "v_proj": (4, 2), "o_proj": (4, 4)}
 FEATURES |= {"gate_proj": (4, 6), "up_proj": (4, 6), "down_proj": (6, 4)}
 CONFIG = {
-    **{"peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"], "bias": "none"},
-    **{"use_rslora": False, "use_dora": False, "lora_dropout": 0.0, "modules_to_save": None, "loftq_config": {}},
-    **{"base_model_name_or_path": "someone/something", "rank_pattern": {}, "megatron_core": "megatron.core"},
+    **{
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj", "down_proj"],
+        "bias": "none",
+    },
+    **{
+        "use_rslora": False,
+        "use_dora": False,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "loftq_config": {},
+    },
+    **{
+        "base_model_name_or_path": "someone/something",
+        "rank_pattern": {},
+        "megatron_core": "megatron.core",
+    },
 }
 
 
@@ -101,7 +122,12 @@ def whole(tmp_path):
 
 KINDS = {  # ranks, attributes, the begin of each note, and a mesh
     "list": (everywhere("q_proj", "down_proj"), {}, [], {"fsdp": 2, "tp": 2}),
-    "rslora": (everywhere("q_proj"), {"target_modules": ["q_proj"], "use_rslora": True}, [], {"tp": 4}),
+    "rslora": (
+        everywhere("q_proj"),
+        {"target_modules": ["q_proj"], "use_rslora": True},
+        [],
+        {"tp": 4},
+    ),
     "an expression": (
         {("up_proj", 1): 2},
         {"target_modules": "(a+)+$"},
@@ -110,7 +136,11 @@ KINDS = {  # ranks, attributes, the begin of each note, and a mesh
     ),
     "some layers": (
         everywhere("v_proj", "o_proj", layers=[0, 2]),
-        {"target_modules": ["v_proj", "o_proj"], "layers_to_transform": [0, 2], "lora_dropout": 0.1},
+        {
+            "target_modules": ["v_proj", "o_proj"],
+            "layers_to_transform": [0, 2],
+            "lora_dropout": 0.1,
+        },
         ["lora_dropout = 0.1 is not applied", "4 of 6 modules"],
         {"tp": 2},
     ),
@@ -134,7 +164,9 @@ def test_adapters_are_what_they_add_to_the_kernels(kind, base, tmp_path):
     found = open_peft(write(tmp_path / "adapters", arrays, **attributes), MODEL)
     assert [note[: len(begin)] for note, begin in zip(found.notes, notes, strict=True)] == notes
     with jax.set_mesh(jaxtp.make_mesh(**mesh)):
-        merged = jaxtp.merge_adapters(with_peft(jaxtp.load_hf(base), found, jax.sharding.get_mesh()))
+        merged = jaxtp.merge_adapters(
+            with_peft(jaxtp.load_hf(base), found, jax.sharding.get_mesh())
+        )
         jaxtp.save_hf(merged, tmp_path / "merged")
     expected = read_tensors(base)
     scale = 6 / 2**0.5 if kind == "rslora" else 3
@@ -153,7 +185,9 @@ def factors_in(arrays, module):
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod."])
 def test_the_wrappers_of_pytorch_are_left_out_of_names(wrapper, tmp_path):
     arrays = tensors(PLAIN)
-    opened = open_peft(write(tmp_path / "in", {f"{wrapper}{name}": array for name, array in arrays.items()}), MODEL)
+    opened = open_peft(
+        write(tmp_path / "in", {f"{wrapper}{name}": array for name, array in arrays.items()}), MODEL
+    )
     assert {*opened.tensors} == {*arrays}
     assert f"'{wrapper}'" in opened.notes[0]
 
@@ -180,32 +214,50 @@ TOGETHER = {
 
 @pytest.mark.parametrize("name", sweep(list(TOGETHER), "gpt2"))
 def test_projections_in_one_tensor_share_their_a(name, tmp_path):
-    """As long as they do, they are written as they came; then as one adapter of the sum of their ranks."""
+    """As long as they do, they are written as they came; then as one adapter of the sum of their
+    ranks.
+    """
     model = jaxtp.load_hf(FOLDER / name)
     before = values(model)
     layers = range(model.config.num_layers)
-    columns = {at: [path for path in before if kernels in path] for at, kernels in TOGETHER[name].items()}
+    columns = {
+        at: [path for path in before if kernels in path] for at, kernels in TOGETHER[name].items()
+    }
     shapes = {
-        at.format(layer): ((2, model.config.d_model), (sum(before[path].shape[-1] for path in paths), 2))
+        at.format(layer): (
+            (2, model.config.d_model),
+            (sum(before[path].shape[-1] for path in paths), 2),
+        )
         for (at, paths), layer in itertools.product(columns.items(), layers)
     }
     arrays = random_factors(shapes)
     targets = [at.split(".{}.")[1] for at in columns]
-    adapted = load_peft(model, write(tmp_path / "adapters", arrays, target_modules=targets), family=name)
+    adapted = load_peft(
+        model, write(tmp_path / "adapters", arrays, target_modules=targets), family=name
+    )
     merged = values(jaxtp.merge_adapters(adapted))
     for (at, paths), layer in itertools.product(columns.items(), layers):
         a, b = factors_in(arrays, at.format(layer))
-        joined = [np.concatenate([each[path][layer] for path in paths], axis=-1) for each in (before, merged)]
+        joined = [
+            np.concatenate([each[path][layer] for path in paths], axis=-1)
+            for each in (before, merged)
+        ]
         np.testing.assert_allclose(joined[1], joined[0] + 3 * (b @ a).T, atol=1e-5)
     assert_same(written(adapted, tmp_path / "same", family=name)[1], arrays)
     move_adapters(adapted)
     attributes, _ = written(adapted, tmp_path / "trained", family=name)
     assert attributes["rank_pattern"][targets[0]] == 2 * 3
     assert attributes.get("fan_in_fan_out", False) == (name == "gpt2")
-    assert_same(factors_of(load_peft(model, tmp_path / "trained", family=name)), factors_of(adapted))
+    assert_same(
+        factors_of(load_peft(model, tmp_path / "trained", family=name)), factors_of(adapted)
+    )
 
 
-PARTS = [("q_proj", "v_proj", "o_proj"), ("k_proj", "up_proj"), ("up_proj", "gate_proj", "v_proj", "q_proj")]
+PARTS = [
+    ("q_proj", "v_proj", "o_proj"),
+    ("k_proj", "up_proj"),
+    ("up_proj", "gate_proj", "v_proj", "q_proj"),
+]
 
 
 @pytest.mark.parametrize("targets", sweep(PARTS, PARTS[0]), ids=str)
@@ -224,11 +276,16 @@ def test_some_projections_of_a_tensor_are_trained(targets, tmp_path):
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_adapters_of_the_text_in_a_multimodal_model(prefix, base, tmp_path):
     arrays = tensors(PLAIN)
-    renamed = {name.replace(".model.layers", f".{prefix}layers"): array for name, array in arrays.items()}
+    renamed = {
+        name.replace(".model.layers", f".{prefix}layers"): array for name, array in arrays.items()
+    }
     model = load_peft(jaxtp.load_hf(base), write(tmp_path / "renamed", renamed))
     for family, before in (("llama", "model."), ("mistral3", "model.language_model.")):
         _, found = written(model, tmp_path / family, family=family)
-        expected = {name.replace(".model.layers", f".{before}layers"): array for name, array in arrays.items()}
+        expected = {
+            name.replace(".model.layers", f".{before}layers"): array
+            for name, array in arrays.items()
+        }
         assert_same(found, expected)
     with pytest.raises(jaxtp.HFError, match=r"layers.0.* and .*layers.0.* are the same adapter"):
         open_peft(write(tmp_path / "twice", arrays | renamed), MODEL)
@@ -244,9 +301,16 @@ def factors_of(model):
     return values(model, nnx.LoRAParam)
 
 
-E, R, D, F = 3, 2, 4, 6
-MIXTRAL = jaxtp.ModelConfig(**{**vars(MODEL), "num_layers": 2, "num_experts": E, "experts_per_token": 2})
-"""Of which a PEFT file has these tensors, as PEFT 0.21 writes them with transformers 5, and with transformers 4."""
+E = 3
+R = 2
+D = 4
+F = 6
+MIXTRAL = jaxtp.ModelConfig(
+    **{**vars(MODEL), "num_layers": 2, "num_experts": E, "experts_per_token": 2}
+)
+"""Of which a PEFT file has these tensors, as PEFT 0.21 writes them with transformers 5, and with
+transformers 4.
+"""
 STACKED = {
     "self_attn.q_proj": ((R, D), (4, R)),
     "mlp.experts.base_layer": ((E * R, D), (2 * F, R * E)),
@@ -254,7 +318,9 @@ STACKED = {
 }
 SEPARATE = {"self_attn.q_proj": STACKED["self_attn.q_proj"]}
 for expert in range(E):
-    SEPARATE |= dict.fromkeys((f"block_sparse_moe.experts.{expert}.{name}" for name in ("w1", "w3")), ((R, D), (F, R)))
+    SEPARATE |= dict.fromkeys(
+        (f"block_sparse_moe.experts.{expert}.{name}" for name in ("w1", "w3")), ((R, D), (F, R))
+    )
     SEPARATE[f"block_sparse_moe.experts.{expert}.w2"] = ((R, F), (D, R))
 EXPERTS = {
     "stacked": (
@@ -279,12 +345,17 @@ def expert_names(layer, module):
 def of_experts(spelling):
     """Returns random tensors, and the attributes beside them."""
     shapes, attributes = EXPERTS[spelling]
-    of_layers = {expert_names(layer, each): shapes[each] for layer, each in itertools.product(range(2), shapes)}
+    of_layers = {
+        expert_names(layer, each): shapes[each]
+        for layer, each in itertools.product(range(2), shapes)
+    }
     return random_factors(of_layers), attributes
 
 
 def added_by(arrays, layer):
-    """Returns what PEFT's `get_delta_weight` adds to the gate, up and down kernels of all experts, `[E, in, out]`."""
+    """Returns what PEFT's `get_delta_weight` adds to the gate, up and down kernels of all
+    experts, `[E, in, out]`.
+    """
 
     def factors(module):
         return factors_in(arrays, expert_names(layer, module))
@@ -307,7 +378,9 @@ CASES = [("stacked", {}), ("separate", {"fsdp": 2, "tp": 2}), ("stacked", {"tp":
 
 @pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
 def test_adapters_of_experts(case, tmp_path):
-    """What they add, and out again byte by byte; in the other spelling, they are the same function."""
+    """What they add, and out again byte by byte; in the other spelling, they are the same
+    function.
+    """
     spelling, sizes = case
     arrays, attributes = of_experts(spelling)
     write(tmp_path / "in", arrays, **attributes)
@@ -315,7 +388,9 @@ def test_adapters_of_experts(case, tmp_path):
     with jax.set_mesh(mesh):
         model = random_model(MIXTRAL)
         adapted = load_peft(model, tmp_path / "in", family="mixtral")
-        found_attributes, found = written(adapted, tmp_path / "out", family="mixtral", experts=spelling)
+        found_attributes, found = written(
+            adapted, tmp_path / "out", family="mixtral", experts=spelling
+        )
         assert_same(found, arrays)
         for name in ("target_modules", "target_parameters", "rank_pattern"):
             assert found_attributes.get(name) == attributes.get(name), name
@@ -349,14 +424,19 @@ def test_experts_of_which_gate_and_up_differ(tmp_path):
     np.testing.assert_array_equal(b[F:, R:], mlp.up_lora.b[...][1].T)
     assert not b[F:, :R].any()
     assert not b[:F, R:].any()
-    assert_same(factors_of(load_peft(model, tmp_path / "out True", family="mixtral")), factors_of(adapted))
+    assert_same(
+        factors_of(load_peft(model, tmp_path / "out True", family="mixtral")), factors_of(adapted)
+    )
 
 
 def test_experts_whose_joined_adapter_was_trained_on_keep_its_rank(tmp_path):
     """B is no longer block-diagonal: both have all of A."""
     shapes = ((E * 2 * R, D), (2 * F, 2 * R * E))
     arrays = random_factors({expert_names(layer, "mlp.experts"): shapes for layer in range(2)})
-    patterns = {f"{name}_pattern": {r".*\.gate_up_proj": 2 * value} for name, value in (("rank", R), ("alpha", 6))}
+    patterns = {
+        f"{name}_pattern": {r".*\.gate_up_proj": 2 * value}
+        for name, value in (("rank", R), ("alpha", 6))
+    }
     only = {"target_modules": [], "target_parameters": ["gate_up_proj"], "peft_version": "0.21.2"}
     found = open_peft(write(tmp_path / "in", arrays, **only, **patterns), MIXTRAL, "mixtral")
     assert found.lora == LoraConfig(rank=2 * R, alpha=12, targets=("gate_proj", "up_proj"))
@@ -364,8 +444,8 @@ def test_experts_whose_joined_adapter_was_trained_on_keep_its_rank(tmp_path):
 
 @pytest.mark.parametrize("width", sweep([F, D // 2], F))
 def test_a_and_b_are_exchanged_before_peft_0_19(width, tmp_path):
-    """PEFT took `[E, out, in]` for `[E, in, out]`: `delta[e, out, in] = B[in, r, e] A[e, r, out]`. Where A and B have
-    the same sides, the version decides.
+    """PEFT took `[E, out, in]` for `[E, in, out]`: `delta[e, out, in] = B[in, r, e] A[e, r, out]`.
+    Where A and B have the same sides, the version decides.
     """
     config = dataclasses.replace(MIXTRAL, d_ff=width)
     shapes = {
@@ -373,7 +453,10 @@ def test_a_and_b_are_exchanged_before_peft_0_19(width, tmp_path):
         "mlp.experts": ((E * R, D), (width, R * E)),
     }
     arrays = random_factors(
-        {expert_names(layer, each): shapes[each] for layer, each in itertools.product(range(2), shapes)}
+        {
+            expert_names(layer, each): shapes[each]
+            for layer, each in itertools.product(range(2), shapes)
+        }
     )
     model = random_model(config)
     attributes = EXPERTS["stacked"][1] | {"target_modules": [], "peft_version": "0.18.1"}
@@ -381,19 +464,28 @@ def test_a_and_b_are_exchanged_before_peft_0_19(width, tmp_path):
     merged = values(jaxtp.merge_adapters(adapted))
     before = values(model)
     gate, up, down = (merged[name][1] - before[name][1] for name in KERNELS)
-    for module, found in (("mlp.experts.base_layer", np.concatenate([gate, up], axis=-1)), ("mlp.experts", down)):
+    for module, found in (
+        ("mlp.experts.base_layer", np.concatenate([gate, up], axis=-1)),
+        ("mlp.experts", down),
+    ):
         a, b = factors_in(arrays, expert_names(1, module))
         expected = 3 * np.einsum("ire,ero->eio", b.reshape(len(b), R, E), a.reshape(E, R, -1))
         np.testing.assert_allclose(found, expected, atol=2e-5)
     jaxtp.save_peft(adapted, tmp_path / "out", family="mixtral")
-    assert_same(factors_of(load_peft(model, tmp_path / "out", family="mixtral")), factors_of(adapted))
+    assert_same(
+        factors_of(load_peft(model, tmp_path / "out", family="mixtral")), factors_of(adapted)
+    )
 
 
 def test_some_experts_have_adapters(tmp_path):
     """By an expression; the others have zeros, and a note says how many have one."""
     arrays, _ = of_experts("separate")
-    arrays = {name: array for name, array in arrays.items() if ".1.block_sparse_moe.experts.2." in name}
-    folder = write(tmp_path / "in", arrays, target_modules=r".*\.1\.block_sparse_moe\.experts\.2\.w\d")
+    arrays = {
+        name: array for name, array in arrays.items() if ".1.block_sparse_moe.experts.2." in name
+    }
+    folder = write(
+        tmp_path / "in", arrays, target_modules=r".*\.1\.block_sparse_moe\.experts\.2\.w\d"
+    )
     found = open_peft(folder, MIXTRAL, "mixtral")
     assert found.notes == ("3 of 18 modules have an adapter; the others are not trained",)
     model = with_peft(random_model(MIXTRAL), found, None)
@@ -407,17 +499,27 @@ BAD = {
     "no folder": (lambda folder: folder.rename(folder.parent / "adapter"), "no such folder"),
     "no configuration": (lambda folder: (folder / SETTINGS).unlink(), "no adapter_config.json"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "no adapter_model.safetensors"),
-    "a pickle": (lambda folder: (folder / WEIGHTS).rename(folder / "adapter_model.bin"), "adapter_model.bin", "pickle"),
+    "a pickle": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "adapter_model.bin"),
+        "adapter_model.bin",
+        "pickle",
+    ),
     "cut off": (rewritten(WEIGHTS, lambda content: content[:-8]), "cut off"),
     "no header": (rewritten(WEIGHTS, lambda content: b"\xff" * 8 + content[8:]), "cut off"),
-    "key twice": (rewritten(SETTINGS, lambda content: content.replace(b'"r": 2', b'"r": 2, "r": 2')), "'r'", "twice"),
+    "key twice": (
+        rewritten(SETTINGS, lambda content: content.replace(b'"r": 2', b'"r": 2, "r": 2')),
+        "'r'",
+        "twice",
+    ),
     "deep": (rewritten(SETTINGS, lambda _: b'{"a":' + b"[" * 10**5), SETTINGS),
     "no object": (rewritten(SETTINGS, lambda _: b"[]"), "a list"),
 }
 
 
 def bad_folders(kind, arrays, **attributes):
-    """Yields functions that write a folder of adapters of a kind of refused_adapters.yaml, and words of the message."""
+    """Yields functions that write a folder of adapters of a kind of refused_adapters.yaml, and
+    words of the message.
+    """
     table = read_table(__file__, "refused_adapters")
     for changes, *words in table.get(kind, ()):
         yield functools.partial(write, arrays=arrays, **{**attributes, **changes}), words
@@ -428,7 +530,10 @@ def bad_folders(kind, arrays, **attributes):
 
 def test_unsupported_and_damaged_adapters_are_refused_in_one_message(tmp_path):
     """Which names the folder, before any array is read."""
-    plain = [*bad_folders("plain", tensors(PLAIN)), *((change, words) for change, *words in BAD.values())]
+    plain = [
+        *bad_folders("plain", tensors(PLAIN)),
+        *((change, words) for change, *words in BAD.values()),
+    ]
     for file, kind, *words in read_table(__file__, "refused_adapters")["planted"]:
         plain.append((planted(file, kind), words))
     experts = []
@@ -442,7 +547,10 @@ def test_unsupported_and_damaged_adapters_are_refused_in_one_message(tmp_path):
             place.mkdir()
             folder = write(place / "adapters", tensors(PLAIN))
             change(folder)
-            refusals[f"{words} {place.name}"] = functools.partial(open_peft, folder, *model), [*words, str(folder)]
+            refusals[f"{words} {place.name}"] = (
+                functools.partial(open_peft, folder, *model),
+                [*words, str(folder)],
+            )
     assert_all_refused(refusals)
 
 
@@ -457,7 +565,9 @@ def test_adapters_that_are_not_finite_are_refused(base, whole):
 def test_attributes_that_say_nothing_are_skipped(whole):
     """What PEFT writes by default, and what a later one may."""
     write(whole, tensors(PLAIN), new=None, other=False, listed=[], auto_mapping={"a": 1})
-    assert open_peft(whole, MODEL).lora == LoraConfig(rank=2, alpha=6, targets=("q_proj", "down_proj"))
+    assert open_peft(whole, MODEL).lora == LoraConfig(
+        rank=2, alpha=6, targets=("q_proj", "down_proj")
+    )
 
 
 def test_a_model_has_one_set_of_adapters(base, whole):

@@ -13,7 +13,9 @@ from runs import free_address
 import jaxtp
 from jaxtp.data.tokenizer import ByteTokenizer
 
-FOLDER, EXPERTS = (Path(__file__).parent / "references" / name for name in ("llama31_rope", "mixtral"))
+FOLDER, EXPERTS = (
+    Path(__file__).parent / "references" / name for name in ("llama31_rope", "mixtral")
+)
 PROGRAM = """
 import sys
 from jaxtp.distributed.joining import join_processes
@@ -36,7 +38,11 @@ print("ids", [list(result.ids) for result in results])
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
     address = free_address()
-    shared = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_NUM_CPU_DEVICES": "2"}
+    shared = {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_NUM_CPU_DEVICES": "2",
+    }
     out, separate, stacked = (tmp_path / name for name in ("out", "separate", "stacked"))
     processes = [
         subprocess.Popen(

@@ -1,4 +1,6 @@
-"""Every family against float64 references: logits, losses and gradients of every tensor, on rotating meshes."""
+"""Every family against float64 references: logits, losses and gradients of every tensor, on
+rotating meshes.
+"""
 
 import itertools
 from functools import partial
@@ -38,9 +40,13 @@ MESHES = [
 ROTATED = [(name, *case) for name, case in zip(NAMES, itertools.cycle(MESHES), strict=False)]
 HEADS = ["llama_gqa", "llama_kv2", "gpt2", "olmo2", "phi3", "mixtral"]
 HEADS += ["gpt_oss", "gpt_bigcode", "deepseek_v3_yarn", "gemma4_26b", "qwen3_5", "qwen3_next"]
-"""Models that differ in numbers of heads, kv heads, experts or DeltaNet's heads, and so in how they are split."""
+"""Models that differ in numbers of heads, kv heads, experts or DeltaNet's heads, and so in how
+they are split.
+"""
 SPLIT = [((1, 1, 1), False), ((1, 1, 2), False), ((1, 1, 4), True), ((1, 1, 8), False)]
-CASES = ROTATED + [(name, *case) for name in HEADS for case in SPLIT if (name, *case) not in ROTATED]
+CASES = ROTATED + [
+    (name, *case) for name in HEADS for case in SPLIT if (name, *case) not in ROTATED
+]
 DIFFERENT = {
     "gpt2": "biases, learned positions, a tied table",
     "gemma4_26b": "soft caps, windows, experts beside an MLP, two widths of heads",
@@ -64,7 +70,9 @@ IN_MEMORY = {
 def by_their_names(state, config, name):
     """Returns trained arrays of a state like the model's, as transformers has them in memory."""
     family = family_of(read_attributes(FOLDER / name), name)
-    variables = {path: each for path, each in named_variables(state).items() if isinstance(each, nnx.Param)}
+    variables = {
+        path: each for path, each in named_variables(state).items() if isinstance(each, nnx.Param)
+    }
     tensors = group_by_tensor(tensor_parts(variables, config, family, "stacked"))
     names = [name_in_memory(theirs, family) for theirs in tensors]
     return dict(zip(names, gather_tensors(variables, tensors, "float32"), strict=True))
@@ -115,7 +123,9 @@ def test_logits_losses_and_gradients(case):
 
 HEAVY = ("gemma4_26b", "qwen3_next")
 FIRST = [
-    pytest.param(case, marks=pytest.mark.heavy if case[0] in HEAVY else ()) for case in ROTATED if case[0] in DIFFERENT
+    pytest.param(case, marks=pytest.mark.heavy if case[0] in HEAVY else ())
+    for case in ROTATED
+    if case[0] in DIFFERENT
 ]
 
 
@@ -134,8 +144,25 @@ def test_references_that_are_not_read_are_of_refused_families():
     assert not [name for name in UNREAD if not model_types(name) & REFUSED.keys()]
 
 
-BLOCKS = ["qwen3_moe_dense", "gemma3", "gemma4_26b", "ministral3", "olmoe", "granite4_moe", "exaone4"]
-BLOCKS += ["apertus", "stablelm", "gpt_neo", "gpt_oss", "deepseek_v2", "qwen3_5_moe", "muse_glimmer", "phi4_mini_long"]
+BLOCKS = [
+    "qwen3_moe_dense",
+    "gemma3",
+    "gemma4_26b",
+    "ministral3",
+    "olmoe",
+    "granite4_moe",
+    "exaone4",
+]
+BLOCKS += [
+    "apertus",
+    "stablelm",
+    "gpt_neo",
+    "gpt_oss",
+    "deepseek_v2",
+    "qwen3_5_moe",
+    "muse_glimmer",
+    "phi4_mini_long",
+]
 """Models of one kind of block each: a kind of attention, norms, rotation or experts."""
 
 
@@ -146,7 +173,9 @@ def test_sequences_in_a_row_are_as_alone_and_a_cache_is_as_the_whole(name):
     reference = hf_reference.load(name)
     cut = 11
     ids = reference["input_ids"].astype(np.int32)
-    rows, expected = (np.concatenate([a[:, :cut], a[::-1, :-cut]], axis=1) for a in (ids, reference["logits"]))
+    rows, expected = (
+        np.concatenate([a[:, :cut], a[::-1, :-cut]], axis=1) for a in (ids, reference["logits"])
+    )
     segments = np.broadcast_to(1 + (np.arange(ids.shape[1]) >= cut), ids.shape).astype(np.int32)
     with jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2)):
         graph, state = nnx.split(jaxtp.load_hf(FOLDER / name))
@@ -163,7 +192,9 @@ ADAPTED = ["gemma4_26b", "stablelm", "gpt_neox", "gpt_oss", "deepseek_v2", "qwen
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ADAPTED)
 def test_a_step_of_adapters_is_kept_in_the_format_of_peft(name, tmp_path):
-    ids, labels = (hf_reference.load(name)[key].astype(np.int32) for key in ("input_ids", "labels_masked"))
+    ids, labels = (
+        hf_reference.load(name)[key].astype(np.int32) for key in ("input_ids", "labels_masked")
+    )
     family = family_of(read_attributes(FOLDER / name), name).model_type
     with jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2)):
         model = jaxtp.load_hf(FOLDER / name)
@@ -195,7 +226,9 @@ def test_both_spellings_of_a_configuration_are_the_same_model():
     """As transformers 5 and as older versions write it."""
     older = {name: reference_attributes(name, "config_v4.json") for name in NAMES}
     newer = {name: read_attributes(FOLDER / name) for name in NAMES}
-    assert not [name for name in NAMES if model_config(newer[name], name) != model_config(older[name], name)]
+    assert not [
+        name for name in NAMES if model_config(newer[name], name) != model_config(older[name], name)
+    ]
 
 
 @pytest.mark.wide
@@ -206,15 +239,20 @@ def test_greedy_tokens():
     graph, state = nnx.split(jaxtp.load_hf(FOLDER / "llama_kv2"))
     logits = jax.jit(lambda state, ids: nnx.merge(graph, state)(ids[None])[0])
     assert [
-        *greedy_ids(partial(logits, state), prompt, len(expected), len(prompt) + len(expected), num_ids=None)
+        *greedy_ids(
+            partial(logits, state), prompt, len(expected), len(prompt) + len(expected), num_ids=None
+        )
     ] == expected
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma3", "gpt2"])
 def test_updates_of_adamw(name):
-    reference, mesh = hf_reference.load(f"{name}_adamw"), jaxtp.make_mesh(1, 2, 2)
-    model, losses, norms = updated(FOLDER / name, mesh, reference["batches"], eps=float(reference.get("eps", 1e-8)))
+    reference = hf_reference.load(f"{name}_adamw")
+    mesh = jaxtp.make_mesh(1, 2, 2)
+    model, losses, norms = updated(
+        FOLDER / name, mesh, reference["batches"], eps=float(reference.get("eps", 1e-8))
+    )
     np.testing.assert_allclose(losses, reference["losses64"], atol=1e-5, rtol=0)
     np.testing.assert_allclose(norms, reference["grad_norms64"], rtol=5e-6)
     final = by_their_names(nnx.state(model), model.config, name)
@@ -228,7 +266,9 @@ def test_a_sketch_has_the_norm_of_its_array():
     one[5, 7] = 1e-3
     dense = np.random.default_rng(0).standard_normal((96, 192))
     for error in (one, dense):
-        assert np.linalg.norm(hf_reference.sketch("a", error)) == pytest.approx(np.linalg.norm(error), rel=0.2)
+        assert np.linalg.norm(hf_reference.sketch("a", error)) == pytest.approx(
+            np.linalg.norm(error), rel=0.2
+        )
 
 
 SIXTEEN = [("float16", "auto", 0.004), ("float16", "blockwise", 0.004), ("bfloat16", "auto", 0.03)]
@@ -238,9 +278,14 @@ SIXTEEN = [("float16", "auto", 0.004), ("float16", "blockwise", 0.004), ("bfloat
 @pytest.mark.parametrize("case", SIXTEEN, ids=str)
 def test_sixteen_bit_compute_stays_near(case):
     dtype, attention, bound = case
-    reference, precision = hf_reference.load("llama_gqa"), jaxtp.Precision(param=dtype, compute=dtype)
+    reference = hf_reference.load("llama_gqa")
+    precision = jaxtp.Precision(param=dtype, compute=dtype)
     with jax.set_mesh(jaxtp.make_mesh(tp=2)):
-        graph, state = nnx.split(jaxtp.load_hf(FOLDER / "llama_gqa", precision=precision, attention=attention))
-        logits = jax.jit(lambda state: nnx.merge(graph, state)(reference["input_ids"].astype(np.int32)))(state)
+        graph, state = nnx.split(
+            jaxtp.load_hf(FOLDER / "llama_gqa", precision=precision, attention=attention)
+        )
+        logits = jax.jit(
+            lambda state: nnx.merge(graph, state)(reference["input_ids"].astype(np.int32))
+        )(state)
     error = np.asarray(logits, np.float64) - reference["logits"]
     assert np.linalg.norm(error) < bound * np.linalg.norm(reference["logits"])

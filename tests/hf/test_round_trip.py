@@ -1,4 +1,6 @@
-"""Import then export, bit by bit, from any mesh; never a half-written folder; families chosen and refused by name."""
+"""Import then export, bit by bit, from any mesh; never a half-written folder; families chosen
+and refused by name.
+"""
 
 import dataclasses
 import itertools
@@ -9,7 +11,14 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from hf_folders import load_on, random_model, read_tensors, reference_attributes, stored_tensors, write_model
+from hf_folders import (
+    load_on,
+    random_model,
+    read_tensors,
+    reference_attributes,
+    stored_tensors,
+    write_model,
+)
 from hf_reference import COPIED, FOLDER, MADE, NEWER, model_types
 from support import sweep
 from tables import read_table, with_tuples
@@ -22,14 +31,23 @@ from jaxtp.hf.safetensors import DTYPES, read_header
 from jaxtp.hf.tensor_map import full_names
 from jaxtp.layers.rope import RopeScaling
 
-SMALL = jaxtp.ModelConfig(vocab_size=11, d_model=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=12)
+SMALL = jaxtp.ModelConfig(
+    vocab_size=11, d_model=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=12
+)
 
-MESHES = [{}, {"cp": 2, "tp": 2}, {"dp": 2, "fsdp": 2, "tp": 2}, {"fsdp": 2, "tp": 4}, {"fsdp": 2, "cp": 2, "tp": 2}]
+MESHES = [
+    {},
+    {"cp": 2, "tp": 2},
+    {"dp": 2, "fsdp": 2, "tp": 2},
+    {"fsdp": 2, "tp": 4},
+    {"fsdp": 2, "cp": 2, "tp": 2},
+]
 READ = [name for name in NEWER if model_types(name) <= FAMILIES.keys() | WRAPPERS.keys()]
 # An export has 16 bits instead of MXFP4; Apertus has float64 scalars, which are constants.
 WHOLE = [name for name in COPIED + MADE + READ if not name.endswith(("mxfp4", "apertus"))]
 CASES = list(zip(WHOLE, itertools.cycle(MESHES), strict=False))
-CASES.sort(key=lambda case: MESHES.index(case[1]))  # families of equal sizes share compiled programs
+# families of equal sizes share compiled programs
+CASES.sort(key=lambda case: MESHES.index(case[1]))
 FIRST = [case for case in CASES if case[0] == "phi3"]
 
 
@@ -56,8 +74,11 @@ def test_an_export_equals_what_was_imported_bit_by_bit(case, tmp_path):
     found = stored_tensors(tmp_path / "out")
     if family.wrapper is None:
         expected = full_names(expected, family)
-    if read_attributes(source).get("rope_interleave") is False:  # written as pairs: other values at the same places
-        expected, found = ({name: tensor[:2] for name, tensor in each.items()} for each in (expected, found))
+    # written as pairs: other values at the same places
+    if read_attributes(source).get("rope_interleave") is False:
+        expected, found = (
+            {name: tensor[:2] for name, tensor in each.items()} for each in (expected, found)
+        )
     differing = [name for name in expected | found if expected.get(name) != found.get(name)]
     assert not [name for name in differing if not is_ignored(name, family)]
     assert jaxtp.read_config(tmp_path / "out") == jaxtp.read_config(source)
@@ -68,7 +89,8 @@ def test_an_export_equals_what_was_imported_bit_by_bit(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "param"), [("BF16", "bfloat16"), pytest.param("F16", "float32", marks=pytest.mark.wide)]
+    ("dtype", "param"),
+    [("BF16", "bfloat16"), pytest.param("F16", "float32", marks=pytest.mark.wide)],
 )
 def test_sixteen_bits(dtype, param, tmp_path):
     source = in_dtype(FOLDER / "llama_linear", tmp_path / "source", dtype)
@@ -118,7 +140,9 @@ def test_progress_counts_every_byte(name, tmp_path):
     written = []
     model = jaxtp.load_hf(FOLDER / name, progress=lambda *counts: read.append(counts))
     jaxtp.save_hf(model, tmp_path / "out", progress=lambda *counts: written.append(counts))
-    total = sum(tensor.num_bytes for tensor in read_header(FOLDER / name / "model.safetensors").values())
+    total = sum(
+        tensor.num_bytes for tensor in read_header(FOLDER / name / "model.safetensors").values()
+    )
     assert read[-1] == written[-1] == (total, total)
 
 
@@ -135,7 +159,9 @@ def of_fields(fields):
 
 
 def test_the_family_follows_from_the_model():
-    """And its attributes can be written: `write_attributes` checks that they read back as the model."""
+    """And its attributes can be written: `write_attributes` checks that they read back as the
+    model.
+    """
     assert FAMILY_FIELDS.keys() | NEVER_FIRST == FAMILIES.keys()
     models = {family: of_fields(fields) for family, fields in FAMILY_FIELDS.items()}
     chosen = {family: choose_family(config, None).model_type for family, config in models.items()}
@@ -146,7 +172,9 @@ def test_the_family_follows_from_the_model():
 
 
 NO_FAMILY = {
-    r"no family can represent this model:\n  a llama cannot .*qk_norm: projection -> none": {"qk_norm": "projection"},
+    r"no family can represent this model:\n  a llama cannot .*qk_norm: projection -> none": {
+        "qk_norm": "projection"
+    },
     "attention_sinks: True -> False": {"attention_sinks": True},
 }
 
@@ -155,8 +183,12 @@ def test_a_model_of_no_family_is_refused():
     for message, fields in NO_FAMILY.items():
         with pytest.raises(jaxtp.HFError, match=message) as refused:
             choose_family(dataclasses.replace(SMALL, **fields), None)
-        assert "experts" not in str(refused.value), "families with experts are not the nearest of a dense model"
-    with pytest.raises(jaxtp.HFError, match=r"a llama cannot represent this model .*sliding_window: 4 -> None"):
+        assert "experts" not in str(refused.value), (
+            "families with experts are not the nearest of a dense model"
+        )
+    with pytest.raises(
+        jaxtp.HFError, match=r"a llama cannot represent this model .*sliding_window: 4 -> None"
+    ):
         write_attributes(dataclasses.replace(SMALL, sliding_window=4), FAMILIES["llama"], "float32")
 
 
@@ -169,13 +201,24 @@ def test_shards_hold_what_fits(small, tmp_path):
 
 
 def test_scalars_with_one_value(tmp_path):
-    """An export writes them in the dtype of the others; an import needs none, and refuses other values."""
-    model, name = jaxtp.load_hf(FOLDER / "apertus"), "model.layers.1.mlp.act_fn.beta"
+    """An export writes them in the dtype of the others; an import needs none, and refuses other
+    values.
+    """
+    model = jaxtp.load_hf(FOLDER / "apertus")
+    name = "model.layers.1.mlp.act_fn.beta"
     jaxtp.save_hf(model, tmp_path / "out", dtype="bfloat16")
     tensors = open_folder(tmp_path / "out").tensors
-    assert (tensors[name].dtype, tensors[name].shape, tensors[name].is_about(0.5)) == ("BF16", (), True)
+    assert (tensors[name].dtype, tensors[name].shape, tensors[name].is_about(0.5)) == (
+        "BF16",
+        (),
+        True,
+    )
     assert jaxtp.load_hf(tmp_path / "out").config.precision.param == "bfloat16"
-    arrays = {key: tensor.read() for key, tensor in open_folder(FOLDER / "apertus").tensors.items() if tensor.shape}
+    arrays = {
+        key: tensor.read()
+        for key, tensor in open_folder(FOLDER / "apertus").tensors.items()
+        if tensor.shape
+    }
     attributes = reference_attributes("apertus")
     write_model(tmp_path / "without", attributes, arrays)
     write_model(tmp_path / "wrong", attributes, arrays | {name: np.float32(0.6)})

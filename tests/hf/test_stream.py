@@ -11,12 +11,18 @@ import jaxtp
 
 NAMES = ["mixtral", "qwen3_next", "gpt_oss"]
 """Models, which are of families of the same names; and a Llama."""
-LLAMA = jaxtp.ModelConfig(vocab_size=11, d_model=8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=4, d_ff=12)
+LLAMA = jaxtp.ModelConfig(
+    vocab_size=11, d_model=8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=4, d_ff=12
+)
 
 
 def adapted(name):
     model = random_model(LLAMA) if name == "llama" else jaxtp.load_hf(FOLDER / name)
-    return move_adapters(jaxtp.add_adapters(model, jaxtp.LoraConfig(rank=2, targets=("q_proj", "o_proj", "down_proj"))))
+    return move_adapters(
+        jaxtp.add_adapters(
+            model, jaxtp.LoraConfig(rank=2, targets=("q_proj", "o_proj", "down_proj"))
+        )
+    )
 
 
 @pytest.mark.parametrize("name", sweep(["llama", *NAMES], "llama"))

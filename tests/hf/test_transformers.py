@@ -1,4 +1,6 @@
-"""What we export, read by transformers and peft, and what peft writes, read by us: the logits are the same."""
+"""What we export, read by transformers and peft, and what peft writes, read by us: the logits
+are the same.
+"""
 
 import functools
 import json
@@ -20,9 +22,12 @@ from jaxtp.tools.convert.__main__ import main as convert
 
 torch, transformers, peft = map(pytest.importorskip, ("torch", "transformers", "peft"))
 mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
-pytestmark = [pytest.mark.wide, pytest.mark.filterwarnings("ignore")]  # of libraries that are not ours
+# of libraries that are not ours
+pytestmark = [pytest.mark.wide, pytest.mark.filterwarnings("ignore")]
 READ = FAMILIES.keys() | WRAPPERS.keys()
-SOURCES = sorted(path.parent for path in FOLDER.glob("*/config.json") if model_types(path.parent.name) <= READ)
+SOURCES = sorted(
+    path.parent for path in FOLDER.glob("*/config.json") if model_types(path.parent.name) <= READ
+)
 make_references = pytest.importorskip("hf.make_references")
 conversion = pytest.importorskip("peft.utils.transformers_weight_conversion")
 CONVERTED = {
@@ -30,17 +35,35 @@ CONVERTED = {
     for name, pattern in conversion._MODEL_TO_CONVERSION_PATTERN.items()
     if pattern in conversion._MOE_TARGET_MODULE_MAPPING
 }
-"""Families whose adapters in modules of experts PEFT reads; in others (Qwen2-MoE), it skips them silently."""
-PLAIN = jaxtp.ModelConfig(vocab_size=256, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24)
+"""Families whose adapters in modules of experts PEFT reads; in others (Qwen2-MoE), it skips them
+silently.
+"""
+PLAIN = jaxtp.ModelConfig(
+    vocab_size=256, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24
+)
 IDS = (np.arange(16).reshape(2, 8) * 5 % 37).astype(np.int32)
 FULL = "model.layers.{}.self_attn.{}_proj"
 KINDS = {
     "plain": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]},
     "rslora of all": {"r": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": "all-linear"},
-    "in some layers": {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "o_proj"], "layers_to_transform": [1]},
+    "in some layers": {
+        "r": 3,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj", "o_proj"],
+        "layers_to_transform": [1],
+    },
     "by an expression": {"r": 2, "lora_alpha": 5, "target_modules": r".*\.1\.mlp\.(gate|up)_proj"},
-    "but for one": {"r": 2, "target_modules": ["q_proj", "v_proj"], "exclude_modules": [FULL.format(0, "q")]},
-    "dropped out": {"r": 2, "target_modules": ["k_proj"], "lora_dropout": 0.1, "init_lora_weights": "gaussian"},
+    "but for one": {
+        "r": 2,
+        "target_modules": ["q_proj", "v_proj"],
+        "exclude_modules": [FULL.format(0, "q")],
+    },
+    "dropped out": {
+        "r": 2,
+        "target_modules": ["k_proj"],
+        "lora_dropout": 0.1,
+        "init_lora_weights": "gaussian",
+    },
 }
 
 
@@ -71,7 +94,11 @@ def theirs(folder, ids, adapters=None):
 def in_double(model, ids):
     """Returns logits of a model of transformers or peft, computed in float64."""
     with torch.no_grad(), make_references.InDouble(margin=0):
-        return model.double().eval()(torch.from_numpy(ids.astype(np.int64)), use_cache=False).logits.numpy()
+        return (
+            model.double()
+            .eval()(torch.from_numpy(ids.astype(np.int64)), use_cache=False)
+            .logits.numpy()
+        )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -93,7 +120,9 @@ def test_mxfp4_is_what_transformers_reads(tmp_path):
     write_tensors(tmp_path / "it", arrays)
     found = with_scales(read_header(tmp_path / "it"), (1, 1))["e_blocks"].read()
     expected = mxfp4.convert_moe_packed_tensors(*(torch.tensor(array) for array in arrays.values()))
-    np.testing.assert_array_equal(found.view(np.uint16), expected.mT.contiguous().view(torch.uint16).numpy())
+    np.testing.assert_array_equal(
+        found.view(np.uint16), expected.mT.contiguous().view(torch.uint16).numpy()
+    )
     folder = FOLDER / "gpt_oss_mxfp4"
     np.testing.assert_allclose(theirs(folder, IDS), ours(jaxtp.load_hf(folder), IDS), atol=5e-5)
 
@@ -104,7 +133,9 @@ def test_every_family_is_a_reference():
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_an_export_is_read_by_transformers_and_peft(source, tmp_path):
-    """The model with adapters: beside it in peft, and merged; experts in one layout, and in the other."""
+    """The model with adapters: beside it in peft, and merged; experts in one layout, and in the
+    other.
+    """
     family = family_of(read_attributes(source), source.name)
     name = model_type(source)
     whole = {"family": name} if family.wrapper is None else {"like": source}
@@ -112,14 +143,18 @@ def test_an_export_is_read_by_transformers_and_peft(source, tmp_path):
         ids = reference["input_ids"].astype(np.int32)
     with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
         model = jaxtp.load_hf(source)
-        adapted = move_adapters(jaxtp.add_adapters(model, LoraConfig(rank=2, rslora=True)), scale=0.05)
+        adapted = move_adapters(
+            jaxtp.add_adapters(model, LoraConfig(rank=2, rslora=True)), scale=0.05
+        )
         expected = ours(adapted, ids)
         layout = "stacked" if model.config.most_experts and family.wrapper is None else "separate"
         jaxtp.save_hf(jaxtp.merge_adapters(adapted), tmp_path / "merged", **whole, experts=layout)
         jaxtp.save_hf(model, tmp_path / "base", **whole)
         jaxtp.save_peft(adapted, tmp_path / "adapters", family=name)
         if name in CONVERTED:
-            jaxtp.save_peft(adapted, tmp_path / "adapters of modules", family=name, experts="separate")
+            jaxtp.save_peft(
+                adapted, tmp_path / "adapters of modules", family=name, experts="separate"
+            )
     if family.wrapper is not None:
         kept, written = (others(folder, family.wrapper) for folder in (source, tmp_path / "merged"))
         assert kept
@@ -137,13 +172,19 @@ def model_type(folder):
 def others(folder, wrapper):
     """Returns dtype, shape and bytes of the tensors outside of the text model."""
     tensors = stored_tensors(folder)
-    return {name: tensors[name] for name in tensors if name.removeprefix("model.").startswith(wrapper.others)}
+    return {
+        name: tensors[name]
+        for name in tensors
+        if name.removeprefix("model.").startswith(wrapper.others)
+    }
 
 
 def by_peft(base, folder, **settings):
     """Writes adapters of peft's, of which B is random; returns the logits."""
     torch.manual_seed(0)
-    model = peft.get_peft_model(loaded(base), peft.LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
+    model = peft.get_peft_model(
+        loaded(base), peft.LoraConfig(task_type="CAUSAL_LM", **settings)
+    ).eval()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -162,7 +203,12 @@ def base(tmp_path_factory):
 def test_adapters_of_peft_are_read_on_a_mesh_and_merged_by_the_command(kind, base, tmp_path):
     """And written back, and read by peft."""
     begun = by_peft(base, tmp_path / "theirs", **KINDS[kind])
-    assert convert(["export", str(base), str(tmp_path / "merged"), "--adapters", str(tmp_path / "theirs")]) == 0
+    assert (
+        convert(
+            ["export", str(base), str(tmp_path / "merged"), "--adapters", str(tmp_path / "theirs")]
+        )
+        == 0
+    )
     np.testing.assert_allclose(theirs(tmp_path / "merged", IDS), begun, atol=1e-4)
     assert_trained_on(base, begun, tmp_path)
 
@@ -178,21 +224,33 @@ TRAINED = [  # models, modules, and parameters of experts
     ("qwen3_moe", ["k_proj", "v_proj"], ["gate_up_proj"]),
     ("gpt_oss", ["q_proj", "o_proj"], ["down_proj"]),
     ("deepseek_v3", ["q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj"], ["gate_up_proj", "down_proj"]),
-    ("qwen3_5_moe", ["in_proj_qkv", "in_proj_z", "out_proj", "k_proj", "shared_expert.up_proj"], ["gate_up_proj"]),
+    (
+        "qwen3_5_moe",
+        ["in_proj_qkv", "in_proj_z", "out_proj", "k_proj", "shared_expert.up_proj"],
+        ["gate_up_proj"],
+    ),
     ("qwen3_next", ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"], ["down_proj"]),
 ]
 
 
 @pytest.mark.parametrize(("name", "modules", "parameters"), TRAINED, ids=str)
 def test_adapters_of_peft_are_trained_on(name, modules, parameters, tmp_path):
-    """PEFT has one A for several projections in one tensor, we have one for each; PEFT's is theirs, in a row."""
+    """PEFT has one A for several projections in one tensor, we have one for each; PEFT's is
+    theirs, in a row.
+    """
     settings = {"r": 2, "target_modules": modules}
     if parameters:
         settings["target_parameters"] = [f"mlp.experts.{parameter}" for parameter in parameters]
-    assert_trained_on(FOLDER / name, by_peft(FOLDER / name, tmp_path / "theirs", **settings), tmp_path)
+    assert_trained_on(
+        FOLDER / name, by_peft(FOLDER / name, tmp_path / "theirs", **settings), tmp_path
+    )
 
 
-SOME = [("qwen3_5", ("q_proj", "v_proj")), ("qwen3_next", ("gate_proj", "a_proj")), ("qwen3_5", ("b_proj",))]
+SOME = [
+    ("qwen3_5", ("q_proj", "v_proj")),
+    ("qwen3_next", ("gate_proj", "a_proj")),
+    ("qwen3_5", ("b_proj",)),
+]
 
 
 @pytest.mark.parametrize(("name", "targets"), SOME, ids=str)
@@ -200,7 +258,9 @@ def test_adapters_of_some_projections_of_a_tensor(name, targets, tmp_path):
     """The others of its tensor have zeros."""
     with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
         model = jaxtp.load_hf(FOLDER / name)
-        adapted = move_adapters(jaxtp.add_adapters(model, LoraConfig(rank=2, targets=targets)), scale=0.05)
+        adapted = move_adapters(
+            jaxtp.add_adapters(model, LoraConfig(rank=2, targets=targets)), scale=0.05
+        )
         jaxtp.save_peft(adapted, tmp_path / "ours", family=model_type(FOLDER / name))
         expected = ours(adapted, IDS)
         again = jaxtp.load_peft(model, tmp_path / "ours", family=model_type(FOLDER / name))
@@ -210,7 +270,8 @@ def test_adapters_of_some_projections_of_a_tensor(name, targets, tmp_path):
 
 def test_all_linear_layers_of_a_model_with_experts_but_its_gate(tmp_path):
     """PEFT also adapts the gate of the shared expert, which has no adapter here."""
-    base, but = FOLDER / "qwen3_5_moe", {"exclude_modules": ["shared_expert_gate"]}
+    base = FOLDER / "qwen3_5_moe"
+    but = {"exclude_modules": ["shared_expert_gate"]}
     by_peft(base, tmp_path / "with it", r=2, target_modules="all-linear")
     with pytest.raises(jaxtp.HFError, match=r"adapters of .*shared_expert_gate are not supported"):
         jaxtp.load_peft(jaxtp.load_hf(base), tmp_path / "with it")
@@ -230,11 +291,19 @@ def test_adapters_of_peft_of_experts_in_modules(name, tmp_path):
         if path.removesuffix(".weight").endswith(OLDER[name]):
             module = f"base_model.model.{path.removesuffix('.weight')}"
             for factor, shape in (("A", (2, kernel.shape[1])), ("B", (kernel.shape[0], 2))):
-                tensors[f"{module}.lora_{factor}.weight"] = random.normal(size=shape, scale=0.3).astype(np.float32)
+                tensors[f"{module}.lora_{factor}.weight"] = random.normal(
+                    size=shape, scale=0.3
+                ).astype(np.float32)
     folder = tmp_path / "theirs"
     folder.mkdir()
     write_tensors(folder / "adapter_model.safetensors", tensors)
-    attributes = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 3, "target_modules": OLDER[name]}
+    attributes = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": OLDER[name],
+    }
     (folder / "adapter_config.json").write_text(json.dumps(attributes))
     assert_trained_on(FOLDER / name, theirs(FOLDER / name, IDS, folder), tmp_path)
 

@@ -1,4 +1,6 @@
-"""Models and adapters that other systems read wrong: what is missing, left over, in another order or not scaled."""
+"""Models and adapters that other systems read wrong: what is missing, left over, in another
+order or not scaled.
+"""
 
 import json
 import shutil
@@ -24,7 +26,9 @@ WRONG = 1e-2
 
 def write(path, arrays):
     spelled = {dtype: name for name, dtype in DTYPES.items()}
-    write_file(path, {n: (spelled[a.dtype], a.shape) for n, a in arrays.items()}, arrays.__getitem__)
+    write_file(
+        path, {n: (spelled[a.dtype], a.shape) for n, a in arrays.items()}, arrays.__getitem__
+    )
 
 
 def stored(name):
@@ -58,9 +62,9 @@ def logits(graph, state, ids):
 
 
 def test_aidotnet_2074_queries_and_keys_are_in_the_order_of_their_rotation():
-    """https://github.com/ooples/AiDotNet/pull/2074: Hugging Face's Llama rotates pairs of dims half a head apart, and
-    the importer took neighbours for pairs, so that logits were wrong without a word. Here they are those of
-    transformers.
+    """https://github.com/ooples/AiDotNet/pull/2074: Hugging Face's Llama rotates pairs of dims half
+    a head apart, and the importer took neighbours for pairs, so that logits were wrong without a
+    word. Here they are those of transformers.
     """
     graph, state = nnx.split(loaded())
     assert logits_error(graph, state) < 1e-5
@@ -74,20 +78,26 @@ def test_aidotnet_2074_queries_and_keys_are_in_the_order_of_their_rotation():
 
 
 def test_mlx_vlm_1710_the_scaling_of_rotary_frequencies_is_applied(tmp_path):
-    """https://github.com/Blaizzy/mlx-vlm/pull/1710: ten models declared a scaling in their configuration and rotated
-    without it, which short prompts do not show. Here it is applied, and one that is not known is refused."""
+    """https://github.com/Blaizzy/mlx-vlm/pull/1710: ten models declared a scaling in their
+    configuration and rotated without it, which short prompts do not show. Here it is applied, and
+    one that is not known is refused.
+    """
     assert loaded().config.rope_scaling.kind == "llama3"
     assert logits_error(*nnx.split(loaded())) < 1e-5
     plain = {"rope_theta": 10000.0, "rope_type": "default"}
     unscaled = jaxtp.load_hf(changed(tmp_path / "plain", LLAMA, rope_parameters=plain))
     assert logits_error(*nnx.split(unscaled)) > WRONG
     with pytest.raises(jaxtp.HFError, match="twisted"):
-        jaxtp.read_config(changed(tmp_path / "other", LLAMA, rope_parameters=plain | {"rope_type": "twisted"}))
+        jaxtp.read_config(
+            changed(tmp_path / "other", LLAMA, rope_parameters=plain | {"rope_type": "twisted"})
+        )
 
 
 def test_sglang_32279_a_file_that_the_index_names_is_there(tmp_path):
-    """https://github.com/sgl-project/sglang/pull/32279: a file of weights that an interrupted download had left out was
-    passed over, and its weights stayed as memory was. Here its name is the error."""
+    """https://github.com/sgl-project/sglang/pull/32279: a file of weights that an interrupted
+    download had left out was passed over, and its weights stayed as memory was. Here its name is
+    the error.
+    """
     shutil.copytree(FOLDER / "llama_gqa", tmp_path / "model")
     names = set(json.loads((tmp_path / "model" / INDEX).read_text())["weight_map"].values())
     missing = sorted(names)[3]
@@ -97,22 +107,27 @@ def test_sglang_32279_a_file_that_the_index_names_is_there(tmp_path):
 
 
 def test_megatron_bridge_4706_experts_that_a_file_lacks_are_not_random(tmp_path):
-    """https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/4706: a conversion left experts with the random values that
-    they had. Here every parameter is in the file, and nothing is in the file that no parameter takes."""
+    """https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/4706: a conversion left experts with
+    the random values that they had. Here every parameter is in the file, and nothing is in the file
+    that no parameter takes.
+    """
     arrays = stored(EXPERTS)
     experts = [name for name in arrays if ".layers.1.mlp.experts." in name]
     assert experts
     kept = {name: array for name, array in arrays.items() if name not in experts}
     with pytest.raises(jaxtp.HFError, match=r"missing.*layers\.1\.mlp\.experts"):
         jaxtp.load_hf(changed(tmp_path / "fewer", EXPERTS, kept))
-    more = arrays | {"model.layers.1.mlp.shared_expert.up_proj.weight": np.zeros((20, 40), np.float32)}
+    more = arrays | {
+        "model.layers.1.mlp.shared_expert.up_proj.weight": np.zeros((20, 40), np.float32)
+    }
     with pytest.raises(jaxtp.HFError, match=r"unexpected.*shared_expert"):
         jaxtp.load_hf(changed(tmp_path / "more", EXPERTS, more))
 
 
 def test_tensorrt_llm_3324_a_head_that_is_missing_is_not_the_embedding(tmp_path):
-    """https://github.com/NVIDIA/TensorRT-LLM/issues/3324: where a head was not found, it was tied to the embedding
-    whatever the configuration said. Here a model that is not tied needs its head."""
+    """https://github.com/NVIDIA/TensorRT-LLM/issues/3324: where a head was not found, it was tied
+    to the embedding whatever the configuration said. Here a model that is not tied needs its head.
+    """
     headless = {name: array for name, array in stored(LLAMA).items() if name != "lm_head.weight"}
     with pytest.raises(jaxtp.HFError, match=r"missing.*lm_head\.weight"):
         jaxtp.load_hf(changed(tmp_path / "model", LLAMA, headless))
@@ -120,13 +135,19 @@ def test_tensorrt_llm_3324_a_head_that_is_missing_is_not_the_embedding(tmp_path)
 
 
 def test_transformers_42612_a_head_of_its_own_is_not_lost(tmp_path):
-    """https://github.com/huggingface/transformers/pull/42612: a head that a file held was overwritten by the embedding,
-    because the configuration said that they are one. Here two that differ are an error."""
+    """https://github.com/huggingface/transformers/pull/42612: a head that a file held was
+    overwritten by the embedding, because the configuration said that they are one. Here two that
+    differ are an error.
+    """
     arrays = stored(TIED)
     table = arrays["model.embed_tokens.weight"]
     jaxtp.load_hf(changed(tmp_path / "same", TIED, arrays | {"lm_head.weight": table}))
-    with pytest.raises(jaxtp.HFError, match=r"tie_word_embeddings is true, but lm_head\.weight and"):
-        jaxtp.load_hf(changed(tmp_path / "other", TIED, arrays | {"lm_head.weight": table[::-1].copy()}))
+    with pytest.raises(
+        jaxtp.HFError, match=r"tie_word_embeddings is true, but lm_head\.weight and"
+    ):
+        jaxtp.load_hf(
+            changed(tmp_path / "other", TIED, arrays | {"lm_head.weight": table[::-1].copy()})
+        )
 
 
 RANK = 4
@@ -137,7 +158,13 @@ ADAPTER = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
 def adapters(folder, arrays=None, **attributes):
     """A folder in PEFT's format, of the queries of both layers."""
     folder.mkdir()
-    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj"], "bias": "none"}
+    settings = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "target_modules": ["q_proj"],
+        "bias": "none",
+    }
     (folder / "adapter_config.json").write_text(json.dumps(settings | attributes))
     write(folder / "adapter_model.safetensors", factors() if arrays is None else arrays)
     return folder
@@ -148,14 +175,20 @@ def factors():
     config = loaded().config
     shapes = {"A": (RANK, config.d_model), "B": (config.num_heads * config.head_dim, RANK)}
     of = lambda shape: random.standard_normal(shape).astype(np.float32)
-    return {ADAPTER.format(layer, name): of(shape) for layer in range(2) for name, shape in shapes.items()}
+    return {
+        ADAPTER.format(layer, name): of(shape)
+        for layer in range(2)
+        for name, shape in shapes.items()
+    }
 
 
 def scale_of(folder):
     """By which an adapter's `B A` is in the kernel, once it is merged."""
     path = "blocks.attention.qkv.kernels.0"
     merged = jaxtp.merge_adapters(jaxtp.load_peft(loaded(), folder))
-    before, after = (np.float64(named_variables(nnx.state(model))[path][...][1]) for model in (loaded(), merged))
+    before, after = (
+        np.float64(named_variables(nnx.state(model))[path][...][1]) for model in (loaded(), merged)
+    )
     product = (factors()[ADAPTER.format(1, "B")] @ factors()[ADAPTER.format(1, "A")]).T
     scale = np.sum((after - before) * product) / np.sum(np.square(np.float64(product)))
     np.testing.assert_allclose(after - before, scale * product, atol=1e-4)
@@ -163,20 +196,29 @@ def scale_of(folder):
 
 
 def test_tensorrt_llm_1668_adapters_say_by_what_their_scale_is_divided(tmp_path):
-    """https://github.com/NVIDIA/TensorRT-LLM/issues/1668: alpha was divided by the rank, though the adapters had been
-    trained with it divided by the root of the rank. Here the scale is the one of use_rslora."""
+    """https://github.com/NVIDIA/TensorRT-LLM/issues/1668: alpha was divided by the rank, though the
+    adapters had been trained with it divided by the root of the rank. Here the scale is the one of
+    use_rslora.
+    """
     assert scale_of(adapters(tmp_path / "plain")) == pytest.approx(ALPHA / RANK)
-    assert scale_of(adapters(tmp_path / "rslora", use_rslora=True)) == pytest.approx(ALPHA / RANK**0.5)
+    assert scale_of(adapters(tmp_path / "rslora", use_rslora=True)) == pytest.approx(
+        ALPHA / RANK**0.5
+    )
 
 
 def test_peft_3449_a_scale_that_is_put_into_alpha_is_divided_as_it_will_be(tmp_path):
-    """https://github.com/huggingface/peft/pull/3449: a combined adapter had its scale in its weights, and use_rslora
-    from the first one, so that it was too large by the root of the rank. Here the scale that is written is the one
-    that was read, and a scale for some modules alone is refused.
+    """https://github.com/huggingface/peft/pull/3449: a combined adapter had its scale in its
+    weights, and use_rslora from the first one, so that it was too large by the root of the rank.
+    Here the scale that is written is the one that was read, and a scale for some modules alone is
+    refused.
     """
     one_layer = {"layers.1.self_attn.q_proj": 10}
-    with pytest.raises(jaxtp.HFError, match=r"layers\.1\..*jaxtp has one rank and one scale for all adapters"):
-        jaxtp.load_peft(loaded(), adapters(tmp_path / "some", use_rslora=True, alpha_pattern=one_layer))
+    with pytest.raises(
+        jaxtp.HFError, match=r"layers\.1\..*jaxtp has one rank and one scale for all adapters"
+    ):
+        jaxtp.load_peft(
+            loaded(), adapters(tmp_path / "some", use_rslora=True, alpha_pattern=one_layer)
+        )
     folder = adapters(tmp_path / "in", use_rslora=True, lora_alpha=10)
     assert scale_of(folder) == pytest.approx(10 / RANK**0.5)
     jaxtp.save_peft(jaxtp.load_peft(loaded(), folder), tmp_path / "out")
@@ -185,24 +227,31 @@ def test_peft_3449_a_scale_that_is_put_into_alpha_is_divided_as_it_will_be(tmp_p
 
 
 def test_transformers_34068_adapters_that_fit_nothing_are_an_error(tmp_path):
-    """https://github.com/huggingface/transformers/pull/34068: tensors that an adapter lacked were passed over without a
-    word. Here what is missing, and what no module of the model takes, is refused by name."""
+    """https://github.com/huggingface/transformers/pull/34068: tensors that an adapter lacked were
+    passed over without a word. Here what is missing, and what no module of the model takes, is
+    refused by name.
+    """
     missing = ADAPTER.format(1, "B")
     fewer = {name: array for name, array in factors().items() if name != missing}
     with pytest.raises(jaxtp.HFError, match=f"missing: {missing}"):
         jaxtp.load_peft(loaded(), adapters(tmp_path / "fewer", fewer))
     without_layer = {name: array for name, array in factors().items() if ".1." not in name}
-    renamed = {name.replace("model.layers", "transformer.h"): array for name, array in factors().items()}
+    renamed = {
+        name.replace("model.layers", "transformer.h"): array for name, array in factors().items()
+    }
     with pytest.raises(jaxtp.HFError, match=r"transformer\.h"):
         jaxtp.load_peft(loaded(), adapters(tmp_path / "renamed", renamed))
-    with pytest.raises(jaxtp.HFError, match=r"missing: .*layers\.1\..*which target_modules require"):
+    with pytest.raises(
+        jaxtp.HFError, match=r"missing: .*layers\.1\..*which target_modules require"
+    ):
         jaxtp.load_peft(loaded(), adapters(tmp_path / "layer", without_layer))
 
 
 def test_unsloth_4193_adapters_of_experts_are_not_skipped(tmp_path):
-    """https://github.com/unslothai/unsloth/issues/4193: the targets matched no module of experts, which are stacked in
-    one parameter, so that only attention was trained, without a word. Here each expert has adapters, and adapters
-    without the experts that their configuration names are refused.
+    """https://github.com/unslothai/unsloth/issues/4193: the targets matched no module of experts,
+    which are stacked in one parameter, so that only attention was trained, without a word. Here
+    each expert has adapters, and adapters without the experts that their configuration names are
+    refused.
     """
     model = jaxtp.load_hf(FOLDER / EXPERTS)
     targets = ("gate_proj", "up_proj", "down_proj")
@@ -211,10 +260,18 @@ def test_unsloth_4193_adapters_of_experts_are_not_skipped(tmp_path):
     jaxtp.save_peft(adapted, tmp_path / "experts", family="qwen3_moe", experts="separate")
     stored = read_header(tmp_path / "experts/adapter_model.safetensors")
     kernels = config.num_layers * config.num_experts * len(targets)
-    assert sum(tensor.num_bytes for tensor in stored.values()) == kernels * 2 * (config.d_model + config.d_ff) * 4
+    assert (
+        sum(tensor.num_bytes for tensor in stored.values())
+        == kernels * 2 * (config.d_model + config.d_ff) * 4
+    )
     attention = jaxtp.add_adapters(model, jaxtp.LoraConfig(rank=2, targets=("q_proj",)))
     jaxtp.save_peft(attention, tmp_path / "attention", family="qwen3_moe")
     settings = tmp_path / "attention/adapter_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"target_modules": ["q_proj", *targets]}))
-    with pytest.raises(jaxtp.HFError, match=r"missing: .*experts\.0\.gate_proj\.lora_A.*which target_modules require"):
+    settings.write_text(
+        json.dumps(json.loads(settings.read_text()) | {"target_modules": ["q_proj", *targets]})
+    )
+    with pytest.raises(
+        jaxtp.HFError,
+        match=r"missing: .*experts\.0\.gate_proj\.lora_A.*which target_modules require",
+    ):
         jaxtp.load_peft(model, tmp_path / "attention", family="qwen3_moe")

@@ -1,4 +1,6 @@
-"""What other systems made of documents and conversations: several in a row, their ends, labels and tokens."""
+"""What other systems made of documents and conversations: several in a row, their ends, labels
+and tokens.
+"""
 
 import dataclasses
 from functools import cache
@@ -7,7 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from corpora import BEGIN, CHAT_TOKENIZER, conversation, jsonl, prepared, spelled, write_chat_tokenizer
+from corpora import (
+    BEGIN,
+    CHAT_TOKENIZER,
+    conversation,
+    jsonl,
+    prepared,
+    spelled,
+    write_chat_tokenizer,
+)
 from flax import nnx
 from support import random_weights, without_mesh
 
@@ -27,7 +37,15 @@ from jaxtp.train.self_check import relative_errors
 T = 12
 V = 19
 MODEL = jaxtp.ModelConfig(
-    **{"vocab_size": V, "d_model": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "d_ff": 8},
+    **{
+        "vocab_size": V,
+        "d_model": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "d_ff": 8,
+    },
     **{"learned_positions": T, "rope_theta": None},
 )
 WRONG = 1e-3
@@ -37,18 +55,23 @@ WRONG = 1e-3
 def model(config=MODEL):
     build = lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
     weights = random_weights(build)
-    slow = {name: weights[name] - 4 for name in weights if name.endswith("decay_log")}  # a state stays
+    # a state stays
+    slow = {name: weights[name] - 4 for name in weights if name.endswith("decay_log")}
     return nnx.merge(*without_mesh(build, {**weights, **slow}))
 
 
 def row_of(*lengths):
     """Documents in one row, and its segments; every token is another one."""
-    row = Packed(InMemory(np.arange(sum(lengths), dtype=np.uint8), np.array(lengths), "test"), T, V)[0]
+    row = Packed(
+        InMemory(np.arange(sum(lengths), dtype=np.uint8), np.array(lengths), "test"), T, V
+    )[0]
     return row["inputs"], row["segments"]
 
 
 def document_errors(config=MODEL):
-    """How far the logits of each document in a row are from those of the document alone, at the beginning of a row."""
+    """How far the logits of each document in a row are from those of the document alone, at the
+    beginning of a row.
+    """
     inputs, segments = row_of(5, 4, 2)
     rows = [inputs]
     kinds = [segments]
@@ -65,8 +88,10 @@ def document_errors(config=MODEL):
 
 @pytest.mark.wide
 def test_nanovlm_201_positions_begin_anew_with_each_document(monkeypatch):
-    """https://github.com/huggingface/nanoVLM/issues/201: the documents of a row shared its positions, so that all but
-    the first stood where they never do alone. Here positions are those in the document."""
+    """https://github.com/huggingface/nanoVLM/issues/201: the documents of a row shared its
+    positions, so that all but the first stood where they never do alone. Here positions are those
+    in the document.
+    """
     assert max(document_errors()) < 1e-5
     along = lambda segments: jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
     monkeypatch.setattr(decoder, "segment_positions", along)
@@ -81,8 +106,9 @@ def no_documents(segments):
 
 
 def test_nanovlm_204_a_document_does_not_see_the_one_before_it(monkeypatch):
-    """https://github.com/huggingface/nanoVLM/pull/204: new positions alone did not keep a document from attending to
-    the one before it in its row. Here attention ends where the document begins."""
+    """https://github.com/huggingface/nanoVLM/pull/204: new positions alone did not keep a document
+    from attending to the one before it in its row. Here attention ends where the document begins.
+    """
     assert max(document_errors()) < 1e-5
     monkeypatch.setattr(kernels, "segment_mask", no_documents)
     first, *others = document_errors()
@@ -91,19 +117,28 @@ def test_nanovlm_204_a_document_does_not_see_the_one_before_it(monkeypatch):
 
 
 DELTA = dataclasses.replace(
-    MODEL, learned_positions=None, delta_value_heads=2, delta_key_heads=2, delta_key_dim=8, delta_value_dim=8
+    MODEL,
+    learned_positions=None,
+    delta_value_heads=2,
+    delta_key_heads=2,
+    delta_key_dim=8,
+    delta_value_dim=8,
 )
 
 
 @pytest.mark.wide
 def test_torchtitan_3984_a_state_begins_anew_with_each_document(monkeypatch):
-    """https://github.com/pytorch/torchtitan/pull/3984: the mask of documents reached the attention layers only; states
-    and convolutions of Gated DeltaNet ran across documents. Here both begin anew, each by itself."""
+    """https://github.com/pytorch/torchtitan/pull/3984: the mask of documents reached the attention
+    layers only; states and convolutions of Gated DeltaNet ran across documents. Here both begin
+    anew, each by itself.
+    """
     assert max(document_errors(DELTA)) < 1e-5
     rule = gated_delta.delta_rule
     heads = gated_delta._convolved_heads
     planted = {
-        "delta_rule": lambda tokens, *state, **others: rule(tokens._replace(starts=None), *state, **others),
+        "delta_rule": lambda tokens, *state, **others: rule(
+            tokens._replace(starts=None), *state, **others
+        ),
         "_convolved_heads": lambda widths, tokens, positions, *taps: heads(
             widths, tokens, jnp.broadcast_to(jnp.arange(T), positions.shape), *taps
         ),
@@ -118,9 +153,13 @@ def test_torchtitan_3984_a_state_begins_anew_with_each_document(monkeypatch):
 
 @pytest.mark.wide
 def test_nemo_rl_1672_sinks_are_trained_where_documents_are_packed(monkeypatch):
-    """https://github.com/NVIDIA-NeMo/RL/issues/1672: attention to packed documents took the sinks and did not use
-    them, so that they were never trained. Here they are, and the check of a run's kernels looks at their gradient."""
-    config = dataclasses.replace(MODEL, attention_sinks=True, rope_theta=2.0, learned_positions=None)
+    """https://github.com/NVIDIA-NeMo/RL/issues/1672: attention to packed documents took the sinks
+    and did not use them, so that they were never trained. Here they are, and the check of a run's
+    kernels looks at their gradient.
+    """
+    config = dataclasses.replace(
+        MODEL, attention_sinks=True, rope_theta=2.0, learned_positions=None
+    )
     graph, state = nnx.split(model(config))
     ids = np.arange(T, dtype=np.int32)[None]
 
@@ -145,15 +184,19 @@ def test_nemo_rl_1672_sinks_are_trained_where_documents_are_packed(monkeypatch):
 
 
 def test_ms_swift_9904_documents_of_one_token_are_documents():
-    """https://github.com/modelscope/ms-swift/pull/9904: documents were told apart where positions fall, so that one of
-    one token was joined with the next. Here neighbours differ in the number of their segment."""
+    """https://github.com/modelscope/ms-swift/pull/9904: documents were told apart where positions
+    fall, so that one of one token was joined with the next. Here neighbours differ in the number of
+    their segment.
+    """
     inputs, segments = row_of(1, 1, 3, 1)
     segments = segments[None]
     positions = np.asarray(segment_positions(jnp.asarray(segments)))[0]
     used = segments[0] > 0
     begins = np.flatnonzero(used & (positions == 0))
     assert sorted(np.diff([*begins, used.sum()])) == [1, 1, 1, 3]
-    assert used.sum() - np.sum(np.diff(positions[used]) < 0) - 1 > 3, "where positions fall there are fewer"
+    assert used.sum() - np.sum(np.diff(positions[used]) < 0) - 1 > 3, (
+        "where positions fall there are fewer"
+    )
     sees = np.asarray(segment_mask(jnp.asarray(segments)))[0, 0]
     assert [int(sees[i][used].sum()) for i in begins] == np.diff([*begins, used.sum()]).tolist()
     assert sorted(inputs[begins].tolist()) == [0, 1, 2, 5]
@@ -187,16 +230,20 @@ LONG = [1, 5, 9, 2, 6, 5, 3, 5, 8]
 
 @pytest.mark.wide
 def test_mlx_lm_1855_a_document_scores_the_same_beside_a_longer_one():
-    """https://github.com/ml-explore/mlx-lm/pull/1855: the score of a document that was not the longest of its batch had
-    the log-probability of a token of padding in it. Here what fills a row has no label."""
+    """https://github.com/ml-explore/mlx-lm/pull/1855: the score of a document that was not the
+    longest of its batch had the log-probability of a token of padding in it. Here what fills a row
+    has no label.
+    """
     apart = nats(SHORT) + nats(LONG)
     assert nats(SHORT, LONG) == pytest.approx(apart, rel=1e-6)
     assert nats([*SHORT, 0], LONG) != pytest.approx(apart, rel=WRONG), "with one token of padding"
 
 
 def test_levanter_860_documents_score_the_same_packed(monkeypatch):
-    """https://github.com/marin-community/levanter/issues/860: the scores of an evaluation fell to those of chance where
-    documents were packed into rows. Here they are those of each document alone."""
+    """https://github.com/marin-community/levanter/issues/860: the scores of an evaluation fell to
+    those of chance where documents were packed into rows. Here they are those of each document
+    alone.
+    """
     texts = SHORT, [7, 7, 2, 1], LONG, [2, 8]
     apart = sum(nats(text) for text in texts)
     assert nats(*texts) == pytest.approx(apart, rel=1e-6)
@@ -205,11 +252,15 @@ def test_levanter_860_documents_score_the_same_packed(monkeypatch):
 
 
 def test_trl_6357_a_document_ends_in_a_label_though_rows_are_filled_with_its_id():
-    """https://github.com/huggingface/trl/pull/6357: tokens of padding were told by their id, which was that of the end,
-    so that no model learned to stop. Here they are told by their place, and the end of a document is a label."""
+    """https://github.com/huggingface/trl/pull/6357: tokens of padding were told by their id, which
+    was that of the end, so that no model learned to stop. Here they are told by their place, and
+    the end of a document is a label.
+    """
     end = 0
     texts = ([5, 6, 7, 0], [8, 9, 0])
-    documents = InMemory(np.array([*texts[0], *texts[1]], np.uint8), np.array([len(text) for text in texts]), "test")
+    documents = InMemory(
+        np.array([*texts[0], *texts[1]], np.uint8), np.array([len(text) for text in texts]), "test"
+    )
     (row,) = make_rows(documents, RowSettings(T, V))
     assert row["inputs"][-1] == end
     assert row["segments"][-1] == 0
@@ -219,7 +270,9 @@ def test_trl_6357_a_document_ends_in_a_label_though_rows_are_filled_with_its_id(
 
 @pytest.fixture(scope="module")
 def talk(tmp_path_factory):
-    """The documents of a conversation of two answers, whose template begins it, with a tokenizer that begins texts."""
+    """The documents of a conversation of two answers, whose template begins it, with a tokenizer
+    that begins texts.
+    """
     folder = tmp_path_factory.mktemp("conversation")
     write_chat_tokenizer(folder)
     rows = jsonl(folder / "a.jsonl", [conversation("why?", "because", "and now?", "no")])
@@ -236,8 +289,10 @@ def labels_of(documents):
 
 
 def test_open_r1_462_a_conversation_begins_once(talk):
-    """https://github.com/huggingface/open-r1/pull/462: the template began the text, and then the tokenizer did once
-    more. Here a rendered text is read as it is, and other texts begin as the tokenizer has it."""
+    """https://github.com/huggingface/open-r1/pull/462: the template began the text, and then the
+    tokenizer did once more. Here a rendered text is read as it is, and other texts begin as the
+    tokenizer has it.
+    """
     for index in range(talk.num_documents):
         ids = talk.document(index).tolist()
         assert ids.count(BEGIN) == 1
@@ -245,8 +300,10 @@ def test_open_r1_462_a_conversation_begins_once(talk):
 
 
 def test_mlx_vlm_970_later_questions_are_no_labels(talk):
-    """https://github.com/Blaizzy/mlx-vlm/pull/970: only what comes before the first answer was left out of the loss, so
-    that a model was trained on all later questions. Here there is loss on answers alone."""
+    """https://github.com/Blaizzy/mlx-vlm/pull/970: only what comes before the first answer was left
+    out of the loss, so that a model was trained on all later questions. Here there is loss on
+    answers alone.
+    """
     assert sorted(labels_of(talk)) == ["because<|stop|>\n", "no<|stop|>\n"]
     cut = talk.prompt_length(0)
     later = talk.document(talk.num_documents - 1)[cut:]
@@ -254,13 +311,23 @@ def test_mlx_vlm_970_later_questions_are_no_labels(talk):
 
 
 def test_trl_1623_the_end_of_a_text_is_learned(tmp_path):
-    """https://github.com/huggingface/trl/issues/1623: nothing ended the texts that a model was tuned on, which then did
-    not stop. Here each document ends in the tokenizer's end token, and there is loss on it."""
+    """https://github.com/huggingface/trl/issues/1623: nothing ended the texts that a model was
+    tuned on, which then did not stop. Here each document ends in the tokenizer's end token, and
+    there is loss on it.
+    """
     write_chat_tokenizer(tmp_path)
     jsonl(tmp_path / "a.jsonl", ["one", "and two"])
     ended = {}
     for flags in ((), ("--no-eos",)):
-        command = [tmp_path / f"d{len(flags)}", tmp_path / "a.jsonl", "--tokenizer", tmp_path, "--held-out", 0, *flags]
+        command = [
+            tmp_path / f"d{len(flags)}",
+            tmp_path / "a.jsonl",
+            "--tokenizer",
+            tmp_path,
+            "--held-out",
+            0,
+            *flags,
+        ]
         ended[flags] = sorted(labels_of(prepared(*command).splits["train"]))
     assert ended[()] == ["and two<|end|>", "one<|end|>"]
     assert ended[("--no-eos",)] == ["and two", "one"]

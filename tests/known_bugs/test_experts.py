@@ -1,4 +1,5 @@
-"""Mixtures of experts that other systems got wrong, planted here: what checks a mixture notices each.
+"""Mixtures of experts that other systems got wrong, planted here: what checks a mixture notices
+each.
 
 Each test first asks the same of the code as it is.
 """
@@ -13,7 +14,19 @@ import numpy as np
 import pytest
 from flax import nnx
 from hf_reference import FOLDER
-from mixtures import B, D, E, F, T, balance_program, build, expected, expected_balance, program, work
+from mixtures import (
+    B,
+    D,
+    E,
+    F,
+    T,
+    balance_program,
+    build,
+    expected,
+    expected_balance,
+    program,
+    work,
+)
 from planted import errors_of, gathered_without_sum, with_gradient
 from support import random_weights, relative_error
 
@@ -65,9 +78,13 @@ def right(config=CONFIG):
 
 
 def off(mesh, given=None, config=CONFIG, layer=program.__wrapped__):
-    """How far each part of a layer on a mesh is from a loop over experts; a NaN is infinitely far."""
+    """How far each part of a layer on a mesh is from a loop over experts; a NaN is infinitely
+    far.
+    """
     x, segments, _ = rows()
-    return errors(layer(config, mesh, None, True)(given or weights(config), x, segments), right(config))
+    return errors(
+        layer(config, mesh, None, True)(given or weights(config), x, segments), right(config)
+    )
 
 
 def balance_off(mesh):
@@ -78,8 +95,12 @@ def balance_off(mesh):
 
 
 def errors(found, expected):
-    # A device counts the rows of tokens that it got from others, so that only the sum of these counts says something.
-    sums = [{name: np.sum(each[name]) for name in each if name == "computed"} for each in (found, expected)]
+    # A device counts the rows of tokens that it got from others, so that only the sum of these
+    # counts says something.
+    sums = [
+        {name: np.sum(each[name]) for name in each if name == "computed"}
+        for each in (found, expected)
+    ]
     return errors_of(found | sums[0], expected | sums[1])
 
 
@@ -94,8 +115,9 @@ def balanced_without_a_bug(mesh):
 
 
 def test_megatron_lm_5047_the_auxiliary_loss_does_not_depend_on_tp(monkeypatch):
-    """https://github.com/NVIDIA/Megatron-LM/pull/5047: the gradient of the auxiliary loss depended on tp. Here the loss
-    is that of whole sequences; made of each device's part, and left without a sum, it is an error of types.
+    """https://github.com/NVIDIA/Megatron-LM/pull/5047: the gradient of the auxiliary loss depended
+    on tp. Here the loss is that of whole sequences; made of each device's part, and left without a
+    sum, it is an error of types.
     """
     assert balanced_without_a_bug(OVER_TP)
     reduce = collectives.all_reduce
@@ -107,7 +129,9 @@ def test_megatron_lm_5047_the_auxiliary_loss_does_not_depend_on_tp(monkeypatch):
     errors = balance_off(OVER_TP)
     assert errors["balance_loss"] > WRONG
     assert errors["router"] > WRONG
-    monkeypatch.setattr(balance, "all_reduce", lambda x, *axes: x if axes == SEQUENCE else reduce(x, *axes))
+    monkeypatch.setattr(
+        balance, "all_reduce", lambda x, *axes: x if axes == SEQUENCE else reduce(x, *axes)
+    )
     # Jax 0.12 refuses it as well, and fails while it makes its message, where gradients are taken.
     said = "expert_balance: out_specs declares its result equal|Too few leaves for PyTreeDef"
     with pytest.raises(ValueError, match=said) as refused:
@@ -117,13 +141,19 @@ def test_megatron_lm_5047_the_auxiliary_loss_does_not_depend_on_tp(monkeypatch):
 
 @pytest.mark.parametrize("detached", [False, True])
 def test_automodel_1412_the_auxiliary_loss_is_whole_and_has_a_gradient(monkeypatch, detached):
-    """https://github.com/NVIDIA-NeMo/Automodel/pull/1412: the auxiliary loss was divided by the devices along dp, and
-    nothing went back from it. Here it is whole on every mesh, and moves the router."""
+    """https://github.com/NVIDIA-NeMo/Automodel/pull/1412: the auxiliary loss was divided by the
+    devices along dp, and nothing went back from it. Here it is whole on every mesh, and moves the
+    router.
+    """
     assert balanced_without_a_bug(INSIDE)
     reduce = collectives.all_reduce
 
     def planted(x, *axes):
-        return jax.lax.stop_gradient(reduce(x, *axes)) if detached else reduce(x, *axes) / axis_size(DP)
+        return (
+            jax.lax.stop_gradient(reduce(x, *axes))
+            if detached
+            else reduce(x, *axes) / axis_size(DP)
+        )
 
     monkeypatch.setattr(balance, "all_reduce", planted)
     errors = balance_off(INSIDE)
@@ -138,11 +168,15 @@ def of_the_batch(routing):
 
 
 def test_torchtitan_3000_the_balance_of_micro_batches_adds_up(monkeypatch):
-    """https://github.com/pytorch/torchtitan/pull/3000: an auxiliary loss of a batch, a product of means, is another one
-    for its micro-batches, so that accumulation is refused there. Here it is that of each sequence."""
+    """https://github.com/pytorch/torchtitan/pull/3000: an auxiliary loss of a batch, a product of
+    means, is another one for its micro-batches, so that accumulation is refused there. Here it is
+    that of each sequence.
+    """
     assert max(micro_batches_off().values()) < RIGHT
     replace = dataclasses.replace
-    monkeypatch.setattr(balance, "replace", lambda routing, **none: of_the_batch(replace(routing, **none)))
+    monkeypatch.setattr(
+        balance, "replace", lambda routing, **none: of_the_batch(replace(routing, **none))
+    )
     assert min(micro_batches_off().values()) > WRONG
 
 
@@ -151,13 +185,20 @@ def micro_batches_off():
     x, segments, labels = rows()
     run = balance_program(CONFIG, ONE)
     whole, _ = run(weights(), x[None], segments, labels)
-    parts = [run(weights(), x[None, own], segments[own], labels[own])[0] for own in np.split(np.arange(B), 2)]
-    return {name: relative_error(sum(part[name] for part in parts), whole[name]) for name in ("balance_loss", "router")}
+    parts = [
+        run(weights(), x[None, own], segments[own], labels[own])[0]
+        for own in np.split(np.arange(B), 2)
+    ]
+    return {
+        name: relative_error(sum(part[name] for part in parts), whole[name])
+        for name in ("balance_loss", "router")
+    }
 
 
 def test_torchtitan_1805_gradients_of_tokens_are_summed_over_tp(monkeypatch):
-    """https://github.com/pytorch/torchtitan/issues/1805: the backward pass of experts lacked a reduction over tp. Here
-    a token's gradient has in it what the experts, or the parts of them, on other devices add.
+    """https://github.com/pytorch/torchtitan/issues/1805: the backward pass of experts lacked a
+    reduction over tp. Here a token's gradient has in it what the experts, or the parts of them, on
+    other devices add.
     """
     assert without_a_bug(INSIDE)
     monkeypatch.setattr(experts, "enter_parallel", lambda x, _: gathered_without_sum(TP)(x))
@@ -167,22 +208,24 @@ def test_torchtitan_1805_gradients_of_tokens_are_summed_over_tp(monkeypatch):
 
 
 def test_pytorch_160285_gradients_of_experts_are_not_multiplied(monkeypatch):
-    """https://github.com/pytorch/pytorch/issues/160285: gradients of experts were too large by the number of devices
-    over which experts are divided. Here they are those of one device.
+    """https://github.com/pytorch/pytorch/issues/160285: gradients of experts were too large by the
+    number of devices over which experts are divided. Here they are those of one device.
     """
     assert without_a_bug(OVER_TP)
     load = parameter.load_weight
     times = with_gradient(lambda grad: grad * axis_size(TP))
-    monkeypatch.setattr(parameter, "load_weight", lambda shard, *args, **kwargs: load(times(shard), *args, **kwargs))
+    monkeypatch.setattr(
+        parameter, "load_weight", lambda shard, *args, **kwargs: load(times(shard), *args, **kwargs)
+    )
     found = off(OVER_TP)
     assert found["output"] < RIGHT
     assert [found[kernel] for kernel in KERNELS] == pytest.approx([1.0] * 3, abs=1e-4)
 
 
 def test_megatron_bridge_1817_gate_and_up_are_not_mixed_up():
-    """https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/1817: a projection that is gate and up in one was cut wrongly
-    where tp divides it, and training came apart in time. Here a loop over experts that shares no code tells which is
-    which.
+    """https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/1817: a projection that is gate and up in
+    one was cut wrongly where tp divides it, and training came apart in time. Here a loop over
+    experts that shares no code tells which is which.
     """
     assert without_a_bug(OVER_TP)
     swapped = {**weights(), "gate": weights()["up"], "up": weights()["gate"]}
@@ -196,8 +239,8 @@ def beyond_is_nan(rows, kernels, sizes_E, method):
 
 
 def test_pytorch_193633_nothing_reads_the_rows_beyond_all_experts(monkeypatch):
-    """https://github.com/pytorch/pytorch/issues/193633: rows beyond the last group of a grouped product are left as
-    memory was, and made NaNs. Here they may be anything.
+    """https://github.com/pytorch/pytorch/issues/193633: rows beyond the last group of a grouped
+    product are left as memory was, and made NaNs. Here they may be anything.
     """
     monkeypatch.setattr(experts, "grouped_matmul", beyond_is_nan)
     assert max(off(OVER_TP).values()) < RIGHT
@@ -205,7 +248,9 @@ def test_pytorch_193633_nothing_reads_the_rows_beyond_all_experts(monkeypatch):
 
     def all_there(chosen, count):
         found = of(chosen, count)
-        return dataclasses.replace(found, row_of_choice=jnp.minimum(found.row_of_choice, chosen.size - 1))
+        return dataclasses.replace(
+            found, row_of_choice=jnp.minimum(found.row_of_choice, chosen.size - 1)
+        )
 
     monkeypatch.setattr(experts.Rows, "of", all_there)
     assert off(OVER_TP)["output"] == float("inf")
@@ -222,8 +267,9 @@ def all_with_all(rows, kernels, sizes_E, method):
 
 
 def test_marin_7012_no_product_of_all_rows_with_all_experts(monkeypatch):
-    """https://github.com/marin-community/marin/issues/7012: on GPUs XLA multiplied every row with every expert, 23
-    TFLOP/s of what a kernel makes 1,470 of. Here the largest array that a device makes tells, and GPUs get a kernel.
+    """https://github.com/marin-community/marin/issues/7012: on GPUs XLA multiplied every row with
+    every expert, 23 TFLOP/s of what a kernel makes 1,470 of. Here the largest array that a device
+    makes tells, and GPUs get a kernel.
     """
     limit = MANY.num_experts * 32 * 32 * MANY.d_ff
     for mesh in (ONE, (1, 1, 1, 2)):
@@ -237,12 +283,15 @@ def test_marin_7012_no_product_of_all_rows_with_all_experts(monkeypatch):
 
 
 def test_vllm_55514_ties_are_broken_by_the_lower_index(monkeypatch):
-    """https://github.com/vllm-project/vllm/pull/55514: of experts with equal scores a fallback chose others than the
-    kernel. Here the lower index goes first everywhere."""
+    """https://github.com/vllm-project/vllm/pull/55514: of experts with equal scores a fallback
+    chose others than the kernel. Here the lower index goes first everywhere.
+    """
     equal = {**weights(), "router": np.zeros((D, E), np.float32)}
     x, segments, _ = rows()
     output = expected(equal, x, segments != 0, CONFIG)["output"]
-    off = lambda layer: relative_error(layer(CONFIG, ONE, None, True)(equal, x, segments)["output"], output)
+    off = lambda layer: relative_error(
+        layer(CONFIG, ONE, None, True)(equal, x, segments)["output"], output
+    )
     assert off(program) < RIGHT
     top_k = jax.lax.top_k
 
@@ -255,8 +304,9 @@ def test_vllm_55514_ties_are_broken_by_the_lower_index(monkeypatch):
 
 
 def test_megatron_lm_2121_padding_is_routed_nowhere(monkeypatch):
-    """https://github.com/NVIDIA/Megatron-LM/pull/2121: tokens of padding took part in the balance of experts. Here they
-    have no expert, take no place among rows and count for nothing."""
+    """https://github.com/NVIDIA/Megatron-LM/pull/2121: tokens of padding took part in the balance
+    of experts. Here they have no expert, take no place among rows and count for nothing.
+    """
     assert without_a_bug(OVER_TP)
     route = MixtureOfExperts._route
 
@@ -270,12 +320,17 @@ def test_megatron_lm_2121_padding_is_routed_nowhere(monkeypatch):
 
 @pytest.mark.parametrize("said", [True, False])
 def test_torchtitan_1448_weights_of_experts_are_normalised_where_the_model_says_so(said):
-    """https://github.com/pytorch/torchtitan/issues/1448: the weights of the chosen experts were not divided by their
-    sum, as the converted model had it, and its gradients were far too large. Here the model's configuration says it.
+    """https://github.com/pytorch/torchtitan/issues/1448: the weights of the chosen experts were not
+    divided by their sum, as the converted model had it, and its gradients were far too large. Here
+    the model's configuration says it.
     """
-    attributes = json.loads((FOLDER / "qwen3_moe/config.json").read_text()) | {"norm_topk_prob": said}
+    attributes = json.loads((FOLDER / "qwen3_moe/config.json").read_text()) | {
+        "norm_topk_prob": said
+    }
     assert model_config(attributes, "it").normalize_experts == said
-    configs = {value: dataclasses.replace(CONFIG, normalize_experts=value) for value in (True, False)}
+    configs = {
+        value: dataclasses.replace(CONFIG, normalize_experts=value) for value in (True, False)
+    }
     x, segments, _ = rows()
     found = program(configs[said], ONE, None, True)(weights(), x, segments)
     assert relative_error(found["output"], right(configs[said])["output"]) < RIGHT
@@ -283,25 +338,33 @@ def test_torchtitan_1448_weights_of_experts_are_normalised_where_the_model_says_
 
 
 def test_vllm_14027_the_router_is_float32(monkeypatch):
-    """https://github.com/vllm-project/vllm/pull/14027: logits of the router were computed in bfloat16, in which close
-    ones are equal. Here they are float32, whatever the layer computes in.
+    """https://github.com/vllm-project/vllm/pull/14027: logits of the router were computed in
+    bfloat16, in which close ones are equal. Here they are float32, whatever the layer computes in.
     """
     assert chosen_of_close_logits() == [3, 2]
     in_float32 = dataclasses.replace
     monkeypatch.setattr(
-        experts, "replace", lambda given, **new: given if "compute" in new else in_float32(given, **new)
+        experts,
+        "replace",
+        lambda given, **new: given if "compute" in new else in_float32(given, **new),
     )
     assert chosen_of_close_logits() == [0, 1], "as where they are equal"
 
 
 def chosen_of_close_logits():
-    """The experts of a token by a layer that computes in bfloat16, where logits differ by 1 in 1000."""
+    """The experts of a token by a layer that computes in bfloat16, where logits differ by 1 in
+    1000.
+    """
     config = ExpertsConfig(num_experts=4, d_ff=4)
-    layer = MixtureOfExperts(1, config, LayerContext(precision=Precision(compute="bfloat16")), rngs=nnx.Rngs(0))
+    layer = MixtureOfExperts(
+        1, config, LayerContext(precision=Precision(compute="bfloat16")), rngs=nnx.Rngs(0)
+    )
     logits = 1 + np.arange(4, dtype=np.float32) / 1000
     weights = {"router": jnp.asarray(logits[None])}
     one = np.ones((1, 1, 1))
-    chosen = jax.jit(lambda weights: layer._route(None, False, one, weights, one[0], None)[0])(weights)
+    chosen = jax.jit(lambda weights: layer._route(None, False, one, weights, one[0], None)[0])(
+        weights
+    )
     return np.asarray(chosen).ravel().tolist()
 
 
@@ -309,8 +372,8 @@ WITH_BIASES = dataclasses.replace(CONFIG, experts_bias=True, router_bias=True)
 
 
 def test_torchtitan_4245_biases_of_experts_count_once(monkeypatch):
-    """https://github.com/pytorch/torchtitan/pull/4245: where tp divides experts inside, each device added the bias of
-    the last projection before the sum over tp. Here one device adds it.
+    """https://github.com/pytorch/torchtitan/pull/4245: where tp divides experts inside, each device
+    added the bias of the last projection before the sum over tp. Here one device adds it.
     """
     assert without_a_bug(INSIDE, WITH_BIASES)
     monkeypatch.setattr(experts, "_on_first_device", lambda x: x)
@@ -318,13 +381,16 @@ def test_torchtitan_4245_biases_of_experts_count_once(monkeypatch):
 
 
 def test_automodel_2591_the_bias_of_an_expert_weighs_what_its_output_does():
-    """https://github.com/NVIDIA-NeMo/Automodel/pull/2591: the bias of the last projection was added in full for each of
-    a token's k experts, whatever their weights. Here biases of 1 add the sum of the weights, 1, to the output.
+    """https://github.com/NVIDIA-NeMo/Automodel/pull/2591: the bias of the last projection was added
+    in full for each of a token's k experts, whatever their weights. Here biases of 1 add the sum of
+    the weights, 1, to the output.
     """
     x, segments, _ = rows()
     run = program(WITH_BIASES, INSIDE, None, True)
     without, with_them = (
-        run({**weights(WITH_BIASES), "down_bias": np.full((E, D), size, np.float32)}, x, segments)["output"]
+        run({**weights(WITH_BIASES), "down_bias": np.full((E, D), size, np.float32)}, x, segments)[
+            "output"
+        ]
         for size in (0, 1)
     )
     np.testing.assert_allclose(np.asarray(with_them - without)[segments != 0], 1, atol=1e-5)
@@ -332,22 +398,25 @@ def test_automodel_2591_the_bias_of_an_expert_weighs_what_its_output_does():
 
 
 def test_torchtitan_4154_all_devices_of_a_tp_group_count_for_the_selection_bias(monkeypatch):
-    """https://github.com/pytorch/torchtitan/pull/4154: with tp, the choices that move selection biases were not summed
-    over tp. Here they are those of all tokens.
+    """https://github.com/pytorch/torchtitan/pull/4154: with tp, the choices that move selection
+    biases were not summed over tp. Here they are those of all tokens.
     """
     x, segments, labels = rows()
     _, times = balance_program(CONFIG, OVER_TP)(weights(), x[None], segments, labels)
     np.testing.assert_array_equal(times, right()["times_chosen"].sum(axis=0, keepdims=True))
     reduce = collectives.all_reduce
-    first = lambda x, *axes: reduce(jnp.where(collectives.axis_index(TP) == 0, x, 0) if axes == SEQUENCE else x, *axes)
+    first = lambda x, *axes: reduce(
+        jnp.where(collectives.axis_index(TP) == 0, x, 0) if axes == SEQUENCE else x, *axes
+    )
     monkeypatch.setattr(balance, "all_reduce", first)
     with pytest.raises(AssertionError):  # choices lack, as where nothing computed them
         balance_program(CONFIG, OVER_TP)(weights(), x[None], segments, labels)
 
 
 def test_unsloth_6936_adapters_of_experts_are_trained(monkeypatch):
-    """https://github.com/unslothai/unsloth/pull/6936: no name of a target matched the experts, which stayed frozen
-    without a word. Here each expert has adapters, and their parameters are those that training counts.
+    """https://github.com/unslothai/unsloth/pull/6936: no name of a target matched the experts,
+    which stayed frozen without a word. Here each expert has adapters, and their parameters are
+    those that training counts.
     """
     lora = LoraConfig(rank=2, targets=("q_proj", "gate_proj", "up_proj", "down_proj"))
     sizes = {"num_layers": 2, "d_model": D, "num_heads": 4, "num_kv_heads": 4, "head_dim": 2}

@@ -1,4 +1,5 @@
-"""Texts that other systems generated otherwise in a batch than alone: each is held against that of its prompt.
+"""Texts that other systems generated otherwise in a batch than alone: each is held against that of
+its prompt.
 
 One generator makes them all, three rows at a time.
 """
@@ -19,7 +20,14 @@ from jaxtp.data.tokenizer import ByteTokenizer
 pytestmark = pytest.mark.wide
 
 CONFIG = jaxtp.ModelConfig(
-    vocab_size=259, d_model=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=16, rope_theta=10.0
+    vocab_size=259,
+    d_model=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    d_ff=16,
+    rope_theta=10.0,
 )
 PROMPTS = ["a", "tensor", "a prompt that is longer"]
 GREEDY = jaxtp.GenerationSettings(max_tokens=8)
@@ -37,7 +45,9 @@ def weights():
 
 @cache
 def generator():
-    return jaxtp.Generator(nnx.merge(*without_mesh(build, weights())), ByteTokenizer(), batch_size=3)
+    return jaxtp.Generator(
+        nnx.merge(*without_mesh(build, weights())), ByteTokenizer(), batch_size=3
+    )
 
 
 def texts(prompts, settings):
@@ -45,9 +55,9 @@ def texts(prompts, settings):
 
 
 def test_unsloth_3699_positions_are_those_in_the_row():
-    """https://github.com/unslothai/unsloth/issues/3699: with a cache, prompts that were padded on the left to the
-    longest had its positions, and their texts were garbage. Here each text is what the plain model says after its
-    prompt.
+    """https://github.com/unslothai/unsloth/issues/3699: with a cache, prompts that were padded on
+    the left to the longest had its positions, and their texts were garbage. Here each text is what
+    the plain model says after its prompt.
     """
     logits = jax.jit(lambda ids: reference.decoder_logits(weights(), CONFIG, ids[None])[0])
     for prompt, found in zip(PROMPTS, texts(PROMPTS, GREEDY), strict=True):
@@ -60,9 +70,9 @@ def test_unsloth_3699_positions_are_those_in_the_row():
 
 
 def test_transformers_30670_a_text_does_not_depend_on_the_others():
-    """https://github.com/huggingface/transformers/issues/30670: with a static cache the text of a prompt was another
-    one beside other prompts. Here it is the same beside any, in any order, and in a row that another text had
-    before.
+    """https://github.com/huggingface/transformers/issues/30670: with a static cache the text of a
+    prompt was another one beside other prompts. Here it is the same beside any, in any order, and
+    in a row that another text had before.
     """
     together = texts(PROMPTS, GREEDY)
     assert len(set(together)) == len(PROMPTS)
@@ -72,8 +82,10 @@ def test_transformers_30670_a_text_does_not_depend_on_the_others():
 
 
 def test_vllm_51226_a_seed_holds_whatever_else_is_in_the_batch():
-    """https://github.com/vllm-project/vllm/issues/51226: the seed of a request did nothing where another request in the
-    batch had none. Here a row's random numbers follow from its own seed and length."""
+    """https://github.com/vllm-project/vllm/issues/51226: the seed of a request did nothing where
+    another request in the batch had none. Here a row's random numbers follow from its own seed and
+    length.
+    """
     found = texts([PROMPTS[1]] * 3, SAMPLED)
     assert len(set(found)) == 3, "the next prompt has the next seed"
     assert texts([PROMPTS[1], PROMPTS[0], PROMPTS[2]], SAMPLED)[0] == found[0]

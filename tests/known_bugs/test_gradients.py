@@ -1,4 +1,5 @@
-"""Parallel layers that other systems got wrong: outputs, gradients and random numbers against plain formulas.
+"""Parallel layers that other systems got wrong: outputs, gradients and random numbers against plain
+formulas.
 
 Each test plants the bug, or what comes of it, and so shows that its check would see it.
 """
@@ -47,18 +48,24 @@ F = 8
 D = 6
 RANK = 2
 SCALE = 3.0
-SMALL = jaxtp.ModelConfig(vocab_size=8, d_model=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4, d_ff=8)
+SMALL = jaxtp.ModelConfig(
+    vocab_size=8, d_model=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4, d_ff=8
+)
 
 
 def row_layer():
-    """With all that the devices along tp have in common: a bias, and the second factor of an adapter."""
+    """With all that the devices along tp have in common: a bias, and the second factor of an
+    adapter.
+    """
     adapter = LoraConfig(rank=RANK, alpha=SCALE * RANK)
     context = jaxtp.LayerContext(sequence_parallel=True, lora=adapter)
     return jaxtp.RowParallelLinear(F, D, context, use_bias=True, target="o_proj", rngs=nnx.Rngs(0))
 
 
 def found_on(mesh, layer, weights, x, g):
-    """Returns output and gradients of a layer on a mesh, where `g` is the gradient at the output."""
+    """Returns output and gradients of a layer on a mesh, where `g` is the gradient at the
+    output.
+    """
     graph, state = state_on_mesh(layer, weights, mesh)
 
     @jax.jit
@@ -72,7 +79,9 @@ def found_on(mesh, layer, weights, x, g):
 
 
 def reference(layer, formula, features):
-    """Returns weights, an input, a gradient at the output, and output and gradients of a formula in float64."""
+    """Returns weights, an input, a gradient at the output, and output and gradients of a formula
+    in float64.
+    """
     weights = random_weights(layer, scale=0.5)
     random = np.random.default_rng(0)
     x = random.standard_normal((B, T, features))
@@ -85,7 +94,12 @@ def reference(layer, formula, features):
         return {"output": y, "input": grad_x, **grads}
 
     with jax.enable_x64(True):
-        return weights, x, g, jax.device_get(run({name: np.float64(array) for name, array in weights.items()}, x, g))
+        return (
+            weights,
+            x,
+            g,
+            jax.device_get(run({name: np.float64(array) for name, array in weights.items()}, x, g)),
+        )
 
 
 def errors_over_tp(layer, given):
@@ -97,7 +111,11 @@ def errors_over_tp(layer, given):
 @cache
 def row_reference():
     def formula(weights, x):
-        return x @ weights["kernel"] + SCALE * x @ weights["loras.0.a"] @ weights["loras.0.b"] + weights["bias"]
+        return (
+            x @ weights["kernel"]
+            + SCALE * x @ weights["loras.0.a"] @ weights["loras.0.b"]
+            + weights["bias"]
+        )
 
     return reference(row_layer, formula, F)
 
@@ -127,26 +145,32 @@ def planted_load(monkeypatch, is_it, change):
 
 
 def test_text_generation_inference_1036_a_row_layer_adds_its_bias_once(monkeypatch):
-    """https://github.com/huggingface/text-generation-inference/issues/1036: each device added the bias to its summand,
-    so that the sum had it tp times. Here it is added once, after the sum."""
+    """https://github.com/huggingface/text-generation-inference/issues/1036: each device added the
+    bias to its summand, so that the sum had it tp times. Here it is added once, after the sum.
+    """
     assert max(right_row().values()) < RIGHT
     planted_load(monkeypatch, lambda shape: len(shape) == 1, lambda bias: bias * axis_size(TP))
     assert row_errors()["output"] > WRONG
 
 
 def test_torchtitan_4332_the_gradient_of_a_row_layers_bias_is_whole(monkeypatch):
-    """https://github.com/pytorch/torchtitan/pull/4332: the bias was divided by tp before the sum, by an operation with
-    a gradient, and so was its gradient. Here that is the sum over all tokens."""
+    """https://github.com/pytorch/torchtitan/pull/4332: the bias was divided by tp before the sum,
+    by an operation with a gradient, and so was its gradient. Here that is the sum over all tokens.
+    """
     assert right_row()["bias"] < RIGHT
-    planted_load(monkeypatch, lambda shape: len(shape) == 1, with_gradient(lambda grad: grad / axis_size(TP)))
+    planted_load(
+        monkeypatch, lambda shape: len(shape) == 1, with_gradient(lambda grad: grad / axis_size(TP))
+    )
     errors = row_errors()
     assert errors["output"] < RIGHT
     assert abs(errors["bias"] - 0.75) < RIGHT
 
 
 def test_mcore_bridge_173_gradients_of_adapters_are_summed_over_the_sequence(monkeypatch):
-    """https://github.com/modelscope/mcore-bridge/pull/173: where tp splits the sequence, the factor of an adapter that
-    all devices hold got the gradient of one device's tokens. Here it gets that of all tokens."""
+    """https://github.com/modelscope/mcore-bridge/pull/173: where tp splits the sequence, the factor
+    of an adapter that all devices hold got the gradient of one device's tokens. Here it gets that
+    of all tokens.
+    """
     assert max(right_row().values()) < RIGHT
     planted_load(monkeypatch, lambda shape: shape == (RANK, D), with_gradient(of_first_device))
     errors = row_errors()
@@ -155,7 +179,14 @@ def test_mcore_bridge_173_gradients_of_adapters_are_summed_over_the_sequence(mon
 
 
 LATENT = LatentAttentionConfig(
-    num_heads=4, num_kv_heads=4, kv_rank=4, query_rank=4, head_dim=4, rope_head_dim=2, value_head_dim=3, rope_theta=2.0
+    num_heads=4,
+    num_kv_heads=4,
+    kv_rank=4,
+    query_rank=4,
+    head_dim=4,
+    rope_head_dim=2,
+    value_head_dim=3,
+    rope_theta=2.0,
 )
 
 
@@ -188,19 +219,29 @@ def planted_gradient(monkeypatch, columns, change):
 @pytest.mark.wide
 @pytest.mark.parametrize("split", [False, True])
 def test_torchtitan_1373_the_gradient_of_a_latent_is_summed_once(split, monkeypatch):
-    """https://github.com/pytorch/torchtitan/pull/1373: each device had the gradient of latents from its own heads, and
-    down projections and norms got that. Here it is summed over all heads, and not for each device again."""
+    """https://github.com/pytorch/torchtitan/pull/1373: each device had the gradient of latents from
+    its own heads, and down projections and norms got that. Here it is summed over all heads, and
+    not for each device again.
+    """
     assert max(right_latent(split).values()) < RIGHT
     change = of_first_device if split else lambda grad: vary(all_reduce(grad, TP), TP)
     planted_gradient(monkeypatch, slice(None), change)
     errors = latent_errors(split)
     assert errors["output"] < RIGHT
-    assert min(errors[name] for name in ("query_down.kernel", "latent_down.kernel", "latent_norm.scale")) > WRONG
+    assert (
+        min(
+            errors[name]
+            for name in ("query_down.kernel", "latent_down.kernel", "latent_norm.scale")
+        )
+        > WRONG
+    )
 
 
 def test_megatron_lm_37_the_gradient_of_a_shared_key_is_of_all_heads(monkeypatch):
-    """https://github.com/bigcode-project/Megatron-LM/pull/37: the gradient of keys that all heads share was not summed
-    over tp. Here the key of latent attention, whose gradient enters another sum than the latent's, has that of all."""
+    """https://github.com/bigcode-project/Megatron-LM/pull/37: the gradient of keys that all heads
+    share was not summed over tp. Here the key of latent attention, whose gradient enters another
+    sum than the latent's, has that of all.
+    """
     assert max(right_latent(True).values()) < RIGHT
     shared = slice(LATENT.kv_rank, LATENT.kv_rank + LATENT.rope_head_dim)
     planted_gradient(monkeypatch, shared, of_first_device)
@@ -214,8 +255,10 @@ DELTA = GatedDeltaConfig(delta_value_heads=8, delta_key_heads=4, delta_key_dim=4
 
 @pytest.mark.wide
 def test_megatron_lm_1989_each_part_of_a_projection_is_split_by_heads():
-    """https://github.com/NVIDIA/Megatron-LM/pull/1989: the queries, keys, values, gates and strengths of Gated DeltaNet
-    were columns of one matrix, which tp cut evenly, so that a device took others for them. Here each is split alone."""
+    """https://github.com/NVIDIA/Megatron-LM/pull/1989: the queries, keys, values, gates and
+    strengths of Gated DeltaNet were columns of one matrix, which tp cut evenly, so that a device
+    took others for them. Here each is split alone.
+    """
     layer = lambda: GatedDeltaNet(D, DELTA, rngs=nnx.Rngs(0))
     weights = random_weights(layer, scale=0.5)
     _, x, g, _ = latent_reference()
@@ -223,9 +266,13 @@ def test_megatron_lm_1989_each_part_of_a_projection_is_split_by_heads():
     ends = np.cumsum([weights[name].shape[1] // 4 for name in names])
     packed = np.split(np.concatenate([weights[name] for name in names], axis=1), 4, axis=1)
     of_devices = [np.split(device, ends[:-1], axis=1) for device in packed]
-    cut = {name: np.concatenate(parts, axis=1) for name, *parts in zip(names, *of_devices, strict=True)}
+    cut = {
+        name: np.concatenate(parts, axis=1) for name, *parts in zip(names, *of_devices, strict=True)
+    }
     expected = found_on(make_mesh(), layer, weights, x, g)
-    assert max(errors_of(found_on(make_mesh(tp=4), layer, weights, x, g), expected).values()) < RIGHT
+    assert (
+        max(errors_of(found_on(make_mesh(tp=4), layer, weights, x, g), expected).values()) < RIGHT
+    )
     wrong = found_on(make_mesh(tp=4), layer, weights | cut, x, g)
     assert relative_error(wrong["output"], expected["output"]) > WRONG
 
@@ -235,7 +282,9 @@ V = 5
 
 
 def head_errors(softcap):
-    """How far the loss over tp 4 and its gradient are from float64; all logits are strongly negative."""
+    """How far the loss over tp 4 and its gradient are from float64; all logits are strongly
+    negative.
+    """
     random = np.random.default_rng(1)
     x = np.abs(random.standard_normal((B, T, D)))
     table = -2 * np.abs(random.standard_normal((V, D)))
@@ -255,30 +304,40 @@ def head_errors(softcap):
     with jax.set_mesh(make_mesh(tp=4)):
         run = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))
         found = run(np.float32(x), np.float32(table))
-    return [relative_error(a, b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)]
+    return [
+        relative_error(a, b)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    ]
 
 
 @pytest.mark.wide
 def test_unsloth_10616_padded_ids_have_no_probability_where_logits_are_capped(monkeypatch):
-    """https://github.com/unslothai/unsloth/pull/10616: logits beyond the vocabulary were -inf, and the cap, which came
-    after, made them finite, so that they had probability. Here they are left out after the cap."""
+    """https://github.com/unslothai/unsloth/pull/10616: logits beyond the vocabulary were -inf, and
+    the cap, which came after, made them finite, so that they had probability. Here they are left
+    out after the cap.
+    """
     assert max(head_errors(softcap=3.0)) < RIGHT
     where = jnp.where
-    monkeypatch.setattr(jnp, "where", lambda c, a, b: where(c, a, -3.0 if np.isneginf(b).all() else b))
+    monkeypatch.setattr(
+        jnp, "where", lambda c, a, b: where(c, a, -3.0 if np.isneginf(b).all() else b)
+    )
     assert max(head_errors(softcap=3.0)) > WRONG
 
 
 @pytest.mark.wide
 def test_torchtitan_3822_the_gradient_of_log_probabilities_is_not_summed_over_tp_twice(monkeypatch):
-    """https://github.com/pytorch/torchtitan/pull/3822: the backward pass of a gather over tp, whose result every device
-    used alike, summed their equal gradients, so those of log-probabilities were tp times too large. Here they are those
-    of one device."""
+    """https://github.com/pytorch/torchtitan/pull/3822: the backward pass of a gather over tp, whose
+    result every device used alike, summed their equal gradients, so those of log-probabilities were
+    tp times too large. Here they are those of one device.
+    """
     random = np.random.default_rng(1)
     x, table = (np.float32(random.standard_normal(shape)) for shape in ((B, T, D), (2 * V - 2, D)))
     labels = jnp.asarray(random.integers(0, 2 * V - 2, (B, T), np.int32))
 
     def log_probs(x, table):
-        found = loss.vocab_parallel_statistics(x, (table, jaxtp.HeadConfig(2 * V - 2), None), labels)
+        found = loss.vocab_parallel_statistics(
+            x, (table, jaxtp.HeadConfig(2 * V - 2), None), labels
+        )
         return jnp.sum(found.label_logit - found.log_normaliser)
 
     expected = jax.jit(jax.grad(log_probs, (0, 1)))(x, table)
@@ -290,7 +349,10 @@ def test_torchtitan_3822_the_gradient_of_log_probabilities_is_not_summed_over_tp
 
     assert times() == pytest.approx([1, 1], abs=RIGHT)
     summed = jax.custom_vjp(lambda x: all_reduce(x, TP))
-    summed.defvjp(lambda x: (all_reduce(x, TP), None), lambda _, grad: (vary(all_reduce(vary(grad, TP), TP), TP),))
+    summed.defvjp(
+        lambda x: (all_reduce(x, TP), None),
+        lambda _, grad: (vary(all_reduce(vary(grad, TP), TP), TP),),
+    )
     monkeypatch.setattr(loss, "all_reduce", lambda x, axis: summed(x))
     assert times() == pytest.approx([4, 4], abs=RIGHT)
 
@@ -312,12 +374,16 @@ EIGHT = {"dp": 2, "tp": 2, "cp": 2}
 
 @pytest.mark.wide
 def test_transformers_31412_dropout_differs_between_devices_of_the_batch():
-    """https://github.com/huggingface/transformers/issues/31412: with one seed, all devices dropped the same elements of
-    their rows. Here each row has a key of its own, and its mask is the same on every mesh."""
+    """https://github.com/huggingface/transformers/issues/31412: with one seed, all devices dropped
+    the same elements of their rows. Here each row has a key of its own, and its mask is the same on
+    every mesh.
+    """
     on_mesh = masks(batch_spec(), **EIGHT)
     np.testing.assert_array_equal(on_mesh, masks(batch_spec()))
     assert least_difference(on_mesh) > 0.3
-    assert least_difference(masks(batch_spec(), [0, 1, 0, 1], **EIGHT)) == 0, "two devices with the same keys"
+    assert least_difference(masks(batch_spec(), [0, 1, 0, 1], **EIGHT)) == 0, (
+        "two devices with the same keys"
+    )
 
 
 def least_difference(parts):
@@ -325,19 +391,25 @@ def least_difference(parts):
 
 
 def test_megatron_lm_1256_dropout_differs_between_the_parts_of_a_sequence():
-    """https://github.com/NVIDIA/Megatron-LM/issues/1256: with sequence parallelism a context that was to give each
-    device random numbers of its own was not entered. Here each position has its own, however it is split."""
+    """https://github.com/NVIDIA/Megatron-LM/issues/1256: with sequence parallelism a context that
+    was to give each device random numbers of its own was not entered. Here each position has its
+    own, however it is split.
+    """
     split = masks(batch_spec(SEQUENCE, None), **EIGHT)
     np.testing.assert_array_equal(split, masks(batch_spec()))
     assert least_difference(np.split(split, 4, axis=1)) > 0.3
 
 
 def test_pytorch_168058_initial_weights_do_not_depend_on_the_devices():
-    """https://github.com/pytorch/pytorch/issues/168058: a tensor's random values depended on how many devices it was
-    split over, and in which dim. Here each weight is the same to the bit on every mesh, and no two parts are alike."""
+    """https://github.com/pytorch/pytorch/issues/168058: a tensor's random values depended on how
+    many devices it was split over, and in which dim. Here each weight is the same to the bit on
+    every mesh, and no two parts are alike.
+    """
     optimizer = build_optimizer(OptimizerConfig(), 10)
     meshes = (make_mesh(), make_mesh(fsdp=2, tp=2))
-    found, expected = (by_name(plan_state(SMALL, optimizer, mesh).create(seed=3)["model"], mesh) for mesh in meshes)
+    found, expected = (
+        by_name(plan_state(SMALL, optimizer, mesh).create(seed=3)["model"], mesh) for mesh in meshes
+    )
     for name, array in expected.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)
         if array.ndim > 1 and "scale" not in name:
@@ -346,7 +418,9 @@ def test_pytorch_168058_initial_weights_do_not_depend_on_the_devices():
 
 
 def summed_gradient(reduce):
-    """The gradient of a norm's scale over fsdp 2 x tp 2, each device with a quarter of the tokens, in bfloat16."""
+    """The gradient of a norm's scale over fsdp 2 x tp 2, each device with a quarter of the
+    tokens, in bfloat16.
+    """
     tokens = jnp.array([[1, 2**-10], [2**-10, 2**-10]], jnp.bfloat16)
     layout = WeightLayout(fsdp_dim=0, used_by_all_tp=True)
 
@@ -354,7 +428,9 @@ def summed_gradient(reduce):
         return load_weight(scale, WeightDtypes("bfloat16", reduce, "bfloat16"), layout)[:1] * x
 
     def total(scale):
-        view = device_view(scaled, "scale", (jax.P(STORAGE), batch_spec(SEQUENCE)), batch_spec(SEQUENCE))
+        view = device_view(
+            scaled, "scale", (jax.P(STORAGE), batch_spec(SEQUENCE)), batch_spec(SEQUENCE)
+        )
         return view(scale, tokens).astype(jnp.float32).sum()
 
     with jax.set_mesh(make_mesh(fsdp=2, tp=2)):
@@ -362,21 +438,27 @@ def summed_gradient(reduce):
 
 
 def test_pytorch_190626_gradients_are_summed_over_tp_in_the_dtype_of_reduction():
-    """https://github.com/pytorch/pytorch/issues/190626: gradients of parameters that all devices along tp hold were
-    summed over tp in bfloat16, although the dtype of reductions was float32. Here both sums, over tp and over fsdp,
-    are in that dtype: small parts are not lost beside a large one."""
+    """https://github.com/pytorch/pytorch/issues/190626: gradients of parameters that all devices
+    along tp hold were summed over tp in bfloat16, although the dtype of reductions was float32.
+    Here both sums, over tp and over fsdp, are in that dtype: small parts are not lost beside a
+    large one.
+    """
     assert summed_gradient("float32") == 1 + 3 * 2**-10
     assert summed_gradient("bfloat16") == 1, "the small parts are lost"
 
 
 def column_in_float8():
-    layer = jaxtp.ColumnParallelLinear(D, F, jaxtp.LayerContext(sequence_parallel=True), rngs=nnx.Rngs(0))
+    layer = jaxtp.ColumnParallelLinear(
+        D, F, jaxtp.LayerContext(sequence_parallel=True), rngs=nnx.Rngs(0)
+    )
     layer.matmul = "float8"
     return layer
 
 
 def gathered_in_float8():
-    """The error of a column layer over tp 4, the sequence split before it, relative to one device."""
+    """The error of a column layer over tp 4, the sequence split before it, relative to one
+    device.
+    """
     weights = random_weights(column_in_float8)
     x = np.random.default_rng(0).standard_normal((B, T, D))
     g = np.ones((B, T, F))
@@ -385,9 +467,10 @@ def gathered_in_float8():
 
 
 def test_transformer_engine_74_devices_read_gathered_float8_by_its_own_scales(monkeypatch):
-    """https://github.com/NVIDIA/TransformerEngine/pull/74: without `reduce_amax` each device of tp had another scale,
-    although sequence parallelism gathers the tensor after the cast to float8. Here the scales of tokens are gathered
-    with their numbers."""
+    """https://github.com/NVIDIA/TransformerEngine/pull/74: without `reduce_amax` each device of tp
+    had another scale, although sequence parallelism gathers the tensor after the cast to float8.
+    Here the scales of tokens are gathered with their numbers.
+    """
     assert gathered_in_float8() < RIGHT
 
     def by_the_readers_scale(x, sequence):
@@ -406,11 +489,15 @@ def without_unsplit(spec, mesh):
 
 
 def declared_and_used(mesh):
-    """How each weight of a block is stored on a mesh, and as what the block's `shard_map`s take it."""
+    """How each weight of a block is stored on a mesh, and as what the block's `shard_map`s take
+    it.
+    """
     build = lambda: jaxtp.DecoderBlock(SMALL, rngs=nnx.Rngs(0))
     graph, state = state_on_mesh(build, random_weights(build), mesh)
     named = named_variables(state)
-    stored = {name: without_unsplit(variable[...].sharding.spec, mesh) for name, variable in named.items()}
+    stored = {
+        name: without_unsplit(variable[...].sharding.spec, mesh) for name, variable in named.items()
+    }
     with jax.set_mesh(mesh):
         run = jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x))
         jaxpr = run(state, jnp.ones((2, 4, 8))).jaxpr
@@ -424,9 +511,11 @@ def declared_and_used(mesh):
 
 
 def test_marin_4455_a_layer_takes_a_weight_as_it_is_stored():
-    """https://github.com/marin-community/marin/issues/4455: specs of a `shard_map` differed from how its arrays were
-    split. Older versions of JAX moved the arrays at every call without a word, and newer ones refuse them. Here the
-    spec stands on the parameter, and both the array and the `shard_map` have it."""
+    """https://github.com/marin-community/marin/issues/4455: specs of a `shard_map` differed from
+    how its arrays were split. Older versions of JAX moved the arrays at every call without a word,
+    and newer ones refuse them. Here the spec stands on the parameter, and both the array and the
+    `shard_map` have it.
+    """
     stored, used = declared_and_used(make_mesh(fsdp=2, tp=2))
     assert len(used) > 5
     assert used == stored

@@ -1,4 +1,6 @@
-"""The page of known bugs: each row names a test that is there, each test has its row, and both link the same thread."""
+"""The page of known bugs: each row names a test that is there, each test has its row, and both
+link the same thread.
+"""
 
 import ast
 import re
@@ -8,7 +10,8 @@ FOLDER = Path(__file__).parent
 LINK = re.compile(r"https://github\.com/([\w.-]+)/([\w.-]+)/(?:issues|pull)/(\d+)")
 ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \| `(test_\w+)` \|$")
 SECTION = re.compile(
-    r"^In \[(test_\w+\.py)\]\(\1\)\.\n\n\| where .*\n\|---\|---\|---\|---\|\n((?:\|.*\n)+)", re.MULTILINE
+    r"^In \[(test_\w+\.py)\]\(\1\)\.\n\n\| where .*\n\|---\|---\|---\|---\|\n((?:\|.*\n)+)",
+    re.MULTILINE,
 )
 
 
@@ -17,7 +20,11 @@ def docstrings():
     found = {}
     for path in FOLDER.glob("test_*.py"):
         for node in ast.parse(path.read_text()).body:
-            if path != Path(__file__) and isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            if (
+                path != Path(__file__)
+                and isinstance(node, ast.FunctionDef)
+                and node.name.startswith("test_")
+            ):
                 found[path.name, node.name] = ast.get_docstring(node) or ""
     return found
 
@@ -33,15 +40,23 @@ def test_every_test_has_a_row_with_its_link_and_every_row_a_test():
     tests = docstrings()
     assert rows.keys() == tests.keys()
     assert len(rows) == len(lines) >= 20, "a test has one row"
-    wrong = [place for place, cells in rows.items() if not links_agree(place[1], tests[place], *cells)]
+    wrong = [
+        place for place, cells in rows.items() if not links_agree(place[1], tests[place], *cells)
+    ]
     assert wrong == []
 
 
 def links_agree(name, docstring, where, there, here):
-    """Whether the only link of a row is that of its test, whose name has the repository and the number."""
+    """Whether the only link of a row is that of its test, whose name has the repository and the
+    number.
+    """
     links = list(LINK.finditer(docstring))
-    if len(links) != 1 or [match[0] for match in LINK.finditer(where + there + here)] != [links[0][0]]:
+    if len(links) != 1 or [match[0] for match in LINK.finditer(where + there + here)] != [
+        links[0][0]
+    ]:
         return False
     _, repository, number = links[0].groups()
     project = re.sub(r"\W", "", repository).lower()
-    return bool(LINK.search(there)) and number in name.split("_") and project in name.replace("_", "")
+    return (
+        bool(LINK.search(there)) and number in name.split("_") and project in name.replace("_", "")
+    )

@@ -1,4 +1,6 @@
-"""Runs that other systems resumed wrong: their data, checkpoints cut short, tables that are padded or tied."""
+"""Runs that other systems resumed wrong: their data, checkpoints cut short, tables that are
+padded or tied.
+"""
 
 import shutil
 from functools import cache
@@ -40,8 +42,9 @@ def rows_of(batches):
 
 
 def test_torchtitan_816_a_run_goes_on_where_it_was_over_fewer_devices():
-    """https://github.com/pytorch/torchtitan/pull/816: the place in the data was kept for each process, and with fewer
-    of them the places of the others were dropped. Here it is one index, that of the next sample.
+    """https://github.com/pytorch/torchtitan/pull/816: the place in the data was kept for each
+    process, and with fewer of them the places of the others were dropped. Here it is one index,
+    that of the next sample.
     """
     seen = []
     start = 0
@@ -52,12 +55,15 @@ def test_torchtitan_816_a_run_goes_on_where_it_was_over_fewer_devices():
     assert seen == read(samples(), range(start))
     by_process = [read(samples(), range(process, ROWS, 4)) for process in range(4)]
     left = [row for rows in by_process[:2] for row in rows[2:]]
-    assert sorted(left) != sorted(read(samples(), range(8, ROWS))), "what two of four processes have left"
+    assert sorted(left) != sorted(read(samples(), range(8, ROWS))), (
+        "what two of four processes have left"
+    )
 
 
 def test_llm_c_792_all_processes_shuffle_alike():
-    """https://github.com/karpathy/llm.c/issues/792: each process shuffles by a seed of its own, so that several can
-    read the same rows, and nobody others. Here they take parts of one order."""
+    """https://github.com/karpathy/llm.c/issues/792: each process shuffles by a seed of its own, so
+    that several can read the same rows, and nobody others. Here they take parts of one order.
+    """
 
     def epoch(seeds):
         found = []
@@ -71,8 +77,10 @@ def test_llm_c_792_all_processes_shuffle_alike():
 
 
 def test_torchtitan_2864_a_later_epoch_is_in_the_order_that_it_would_have_had():
-    """https://github.com/pytorch/torchtitan/issues/2864: an epoch was shuffled from the order of the one before it, and
-    after a resume from that of the data. Here its order follows from the seed and its number alone."""
+    """https://github.com/pytorch/torchtitan/issues/2864: an epoch was shuffled from the order of
+    the one before it, and after a resume from that of the data. Here its order follows from the
+    seed and its number alone.
+    """
     whole = read(samples(), range(3 * ROWS))
     epochs = np.split(np.array(whole), 3)
     assert all(sorted(epoch) == list(range(ROWS)) for epoch in epochs)
@@ -82,17 +90,23 @@ def test_torchtitan_2864_a_later_epoch_is_in_the_order_that_it_would_have_had():
 
 
 def test_torchtitan_3908_a_second_resume_goes_on_where_the_first_ended(tmp_path):
-    """https://github.com/pytorch/torchtitan/pull/3908: the state of the data was restored by the first resume, and the
-    second began with the data from the beginning. Here each resume reads the index of the next sample."""
+    """https://github.com/pytorch/torchtitan/pull/3908: the state of the data was restored by the
+    first resume, and the second began with the data from the beginning. Here each resume reads the
+    index of the next sample.
+    """
     plan = planned()
     seen = []
     starts = []
     for _ in range(3):
         with Checkpoints(tmp_path) as checkpoints:
-            found = restore_newest(checkpoints, plan.abstract, plan.mesh, lambda info: None, pytest.fail)
+            found = restore_newest(
+                checkpoints, plan.abstract, plan.mesh, lambda info: None, pytest.fail
+            )
             step, state, info = found or (0, plan.create(seed=0), {"next_sample": 0})
             starts.append(info["next_sample"])
-            seen += rows_of(batches(samples(), plan.mesh, global_batch_size=4, start=starts[-1], count=2))
+            seen += rows_of(
+                batches(samples(), plan.mesh, global_batch_size=4, start=starts[-1], count=2)
+            )
             checkpoints.save(step + 2, state, plan.mesh, {"next_sample": starts[-1] + 8})
     assert starts == [0, 8, 16]
     assert seen == read(samples(), range(24))
@@ -101,7 +115,14 @@ def test_torchtitan_3908_a_second_resume_goes_on_where_the_first_ended(tmp_path)
 
 
 ODD = jaxtp.ModelConfig(
-    vocab_size=21, d_model=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=8, tie_embeddings=True
+    vocab_size=21,
+    d_model=8,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    d_ff=8,
+    tie_embeddings=True,
 )
 TABLE = "model.embedding.embedding"
 
@@ -113,7 +134,9 @@ def planned(**sizes):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Checkpoints of two steps, written over tp 2, where 21 ids are padded to 22; and what they hold."""
+    """Checkpoints of two steps, written over tp 2, where 21 ids are padded to 22; and what they
+    hold.
+    """
     folder = tmp_path_factory.mktemp("run") / "checkpoints"
     plan = planned(tp=2)
     held = {}
@@ -134,8 +157,9 @@ def restored(folder, plan):
 
 @pytest.mark.wide
 def test_torchtitan_1136_a_vocabulary_that_nothing_divides_comes_back_whole(written):
-    """https://github.com/pytorch/torchtitan/issues/1136: with a vocabulary that the devices did not divide, a resumed
-    run had another loss. Here a checkpoint has no padding, and every mesh makes its own.
+    """https://github.com/pytorch/torchtitan/issues/1136: with a vocabulary that the devices did not
+    divide, a resumed run had another loss. Here a checkpoint has no padding, and every mesh makes
+    its own.
     """
     folder, held = written
     plan = planned(tp=4)
@@ -151,24 +175,32 @@ def test_torchtitan_1136_a_vocabulary_that_nothing_divides_comes_back_whole(writ
 
 @pytest.mark.wide
 def test_automodel_2511_a_tied_head_is_the_table(written):
-    """https://github.com/NVIDIA-NeMo/Automodel/pull/2511: the head of a tied model was an array of its own that
-    training moved and no checkpoint held. Here there is one array, and both its uses make its gradient.
+    """https://github.com/NVIDIA-NeMo/Automodel/pull/2511: the head of a tied model was an array of
+    its own that training moved and no checkpoint held. Here there is one array, and both its uses
+    make its gradient.
     """
     folder, held = written
-    assert [name for name in held[2] if name.startswith("model.") and 21 in held[2][name].shape] == [TABLE]
+    assert [
+        name for name in held[2] if name.startswith("model.") and 21 in held[2][name].shape
+    ] == [TABLE]
     plan = planned()
     graph, params = nnx.split(nnx.merge(plan.graph, restored(folder, plan)).model)
     ids = np.full((1, 4), 3, np.int32)
-    gradient = jax.jit(jax.grad(lambda params: nnx.merge(graph, params).loss(ids, ids + 2)[0]))(params)
+    gradient = jax.jit(jax.grad(lambda params: nnx.merge(graph, params).loss(ids, ids + 2)[0]))(
+        params
+    )
     table = np.asarray(named_variables(gradient)["embedding.embedding"][...])
     assert np.abs(table[3]).max() > 1e-4, "as an embedding"
     assert np.abs(table[np.arange(21) != 3]).min() > 0, "and as a head"
 
 
 @pytest.mark.parametrize("damage", ["cut short", "empty", "not finished"])
-def test_metaseq_53_a_checkpoint_that_was_not_written_whole_is_passed_over(written, tmp_path, damage):
-    """https://github.com/facebookresearch/metaseq/issues/53: a run that failed while it wrote left its newest
-    checkpoint with files of no bytes. Here the next run goes on from the one before, and says why.
+def test_metaseq_53_a_checkpoint_that_was_not_written_whole_is_passed_over(
+    written, tmp_path, damage
+):
+    """https://github.com/facebookresearch/metaseq/issues/53: a run that failed while it wrote left
+    its newest checkpoint with files of no bytes. Here the next run goes on from the one before, and
+    says why.
     """
     folder, held = written
     shutil.copytree(folder, tmp_path / "checkpoints")
@@ -177,11 +209,15 @@ def test_metaseq_53_a_checkpoint_that_was_not_written_whole_is_passed_over(writt
         shutil.rmtree(newest / "info")
     else:
         for path in newest.glob("state/**/d/*"):
-            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if damage == "cut short" else b"")
+            path.write_bytes(
+                path.read_bytes()[: path.stat().st_size // 2] if damage == "cut short" else b""
+            )
     plan = planned(tp=2)
     warnings = []
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        step, state, info = restore_newest(checkpoints, plan.abstract, plan.mesh, lambda info: None, warnings.append)
+        step, state, info = restore_newest(
+            checkpoints, plan.abstract, plan.mesh, lambda info: None, warnings.append
+        )
     assert (step, info["next_sample"]) == (1, 8)
     assert "damaged" in warnings[0]
     np.testing.assert_array_equal(by_name(state, plan.mesh)[TABLE], held[1][TABLE])

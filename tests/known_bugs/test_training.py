@@ -1,7 +1,9 @@
-"""Training steps that other systems got wrong: losses, norms, updates, schedules, evaluations and what is reported.
+"""Training steps that other systems got wrong: losses, norms, updates, schedules, evaluations and
+what is reported.
 
-Two programs serve most of it: a step on one device, and one that divides the batch, the heads, the experts and a
-vocabulary that is odd, and accumulates. One kv head is shared by the devices along tp.
+Two programs serve most of it: a step on one device, and one that divides the batch, the heads, the
+experts and a vocabulary that is odd, and accumulates. One kv head is shared by the devices along
+tp.
 """
 
 import dataclasses
@@ -37,7 +39,15 @@ T = 8
 V = 19
 STEPS = 10
 MODEL = jaxtp.ModelConfig(
-    **{"vocab_size": V, "d_model": 16, "num_layers": 1, "num_heads": 4, "num_kv_heads": 1, "head_dim": 4, "d_ff": 8},
+    **{
+        "vocab_size": V,
+        "d_model": 16,
+        "num_layers": 1,
+        "num_heads": 4,
+        "num_kv_heads": 1,
+        "head_dim": 4,
+        "d_ff": 8,
+    },
     **{"rope_theta": 2.0, "num_experts": 4, "experts_per_token": 2},
 )
 SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
@@ -55,7 +65,8 @@ def build():
 def weights():
     """Away from what they are at first, for a state on any mesh."""
     found = random_weights(build, scale=0.3)
-    return {name: np.asarray(array) for name, array in found.items()}  # a step takes the state's arrays
+    # a step takes the state's arrays
+    return {name: np.asarray(array) for name, array in found.items()}
 
 
 class Run:
@@ -66,7 +77,9 @@ class Run:
         self.mesh = make_mesh(*devices)
         self.plan = plan_state(MODEL, optimizers.build(SETTINGS, STEPS), self.mesh)
         loop = LoopConfig(steps=STEPS, accumulation=accumulation, non_finite="skip")
-        self._step = make_train_step(TrainConfig(optimizer=SETTINGS, train=loop), self.plan, with_grads=True)
+        self._step = make_train_step(
+            TrainConfig(optimizer=SETTINGS, train=loop), self.plan, with_grads=True
+        )
 
     def state(self):
         return state_on_mesh(build, weights(), self.mesh)[1]
@@ -91,28 +104,39 @@ def batch():
 
 @cache
 def gradients(sizes, row=None):
-    """Loss, norm and gradients of the first step, of all labels or of those of one row; and how many there are."""
+    """Loss, norm and gradients of the first step, of all labels or of those of one row; and how
+    many there are.
+    """
     given = batch()
     if row is not None:
         given["labels"][np.arange(B) != row] = -100
     program = run(*sizes)
     _, scalars, grads = program(program.state(), given)
     return SimpleNamespace(
-        count=np.sum(given["labels"] >= 0), grads=grads, named=by_name(grads, program.mesh), **scalars
+        count=np.sum(given["labels"] >= 0),
+        grads=grads,
+        named=by_name(grads, program.mesh),
+        **scalars,
     )
 
 
 @pytest.mark.wide
 def test_transformers_34191_micro_batches_weigh_as_many_tokens_as_they_have():
-    """https://github.com/huggingface/transformers/pull/34191: with gradient accumulation the loss was the mean of the
-    micro-batches' means, so that a token in a short row weighed more. Here sums are added up and divided once."""
+    """https://github.com/huggingface/transformers/pull/34191: with gradient accumulation the loss
+    was the mean of the micro-batches' means, so that a token in a short row weighed more. Here sums
+    are added up and divided once.
+    """
     whole = gradients(ONE)
     accumulated = gradients(MANY)
     rows = [gradients(ONE, row) for row in range(B)]
     assert accumulated.loss == pytest.approx(whole.loss, rel=1e-5)
     assert_close(accumulated.named, whole.named)
-    assert sum(row.count * row.loss for row in rows) / whole.count == pytest.approx(whole.loss, rel=1e-5)
-    assert np.mean([row.loss for row in rows]) != pytest.approx(whole.loss, rel=WRONG), "the mean of the means"
+    assert sum(row.count * row.loss for row in rows) / whole.count == pytest.approx(
+        whole.loss, rel=1e-5
+    )
+    assert np.mean([row.loss for row in rows]) != pytest.approx(whole.loss, rel=WRONG), (
+        "the mean of the means"
+    )
 
 
 def local_squares(grads, mesh):
@@ -127,8 +151,10 @@ def local_squares(grads, mesh):
 
 @pytest.mark.wide
 def test_transformer_engine_715_what_devices_hold_copies_of_counts_once_in_the_norm():
-    """https://github.com/ROCm/TransformerEngine/pull/715: weights that are equal along tp were counted once for each
-    device in the gradient's norm. Here the norm is that of one device; clipping divides by it."""
+    """https://github.com/ROCm/TransformerEngine/pull/715: weights that are equal along tp were
+    counted once for each device in the gradient's norm. Here the norm is that of one device;
+    clipping divides by it.
+    """
     whole = gradients(ONE)
     divided = gradients(MANY)
     plain = np.sqrt(sum(np.sum(np.square(np.float64(array))) for array in whole.named.values()))
@@ -140,11 +166,16 @@ def test_transformer_engine_715_what_devices_hold_copies_of_counts_once_in_the_n
 
 @pytest.mark.wide
 def test_deepspeed_8478_each_expert_counts_once_in_the_norm():
-    """https://github.com/deepspeedai/DeepSpeed/pull/8478: devices that hold different experts averaged the norms of
-    their own parts. Here the norm is of all experts, wherever they are."""
+    """https://github.com/deepspeedai/DeepSpeed/pull/8478: devices that hold different experts
+    averaged the norms of their own parts. Here the norm is of all experts, wherever they are.
+    """
     divided = gradients(MANY)
-    experts = {name: array for name, array in divided.named.items() if name.startswith("blocks.mlp.")}
-    assert {array.shape[1] for name, array in experts.items() if "router" not in name} == {MODEL.num_experts}
+    experts = {
+        name: array for name, array in divided.named.items() if name.startswith("blocks.mlp.")
+    }
+    assert {array.shape[1] for name, array in experts.items() if "router" not in name} == {
+        MODEL.num_experts
+    }
     assert divided.grad_norm == pytest.approx(gradients(ONE).grad_norm, rel=1e-5)
     averaged = np.sqrt(local_squares(divided.grads, run(*MANY).mesh)).mean()
     assert averaged < divided.grad_norm * (1 - WRONG)
@@ -152,8 +183,10 @@ def test_deepspeed_8478_each_expert_counts_once_in_the_norm():
 
 @pytest.mark.wide
 def test_torchtitan_2574_fewer_kv_heads_than_devices():
-    """https://github.com/pytorch/torchtitan/issues/2574: a model whose kv heads tp does not divide stopped in a reshape
-    without a word of why. Here devices share the head, and its gradient is the sum of theirs."""
+    """https://github.com/pytorch/torchtitan/issues/2574: a model whose kv heads tp does not divide
+    stopped in a reshape without a word of why. Here devices share the head, and its gradient is the
+    sum of theirs.
+    """
     whole, divided = (gradients(sizes).named for sizes in (ONE, MANY))
     for name in ("blocks.attention.qkv.kernels.1", "blocks.attention.qkv.kernels.2"):
         assert whole[name].shape == (1, MODEL.d_model, MODEL.head_dim)
@@ -162,8 +195,10 @@ def test_torchtitan_2574_fewer_kv_heads_than_devices():
 
 @pytest.mark.wide
 def test_accelerate_2926_the_schedule_goes_one_step_with_each_update():
-    """https://github.com/huggingface/accelerate/issues/2926: the schedule went on by one step for each process. Here
-    the rate is that of the update, however many devices and micro-batches take part in it."""
+    """https://github.com/huggingface/accelerate/issues/2926: the schedule went on by one step for
+    each process. Here the rate is that of the update, however many devices and micro-batches take
+    part in it.
+    """
     schedule = optimizers.learning_rate(SETTINGS, STEPS)
     for sizes in (ONE, MANY):
         program = run(*sizes)
@@ -173,13 +208,16 @@ def test_accelerate_2926_the_schedule_goes_one_step_with_each_update():
             state, scalars, _ = program(state, batch())
             rates.append(scalars["learning_rate"])
         assert rates == pytest.approx([float(schedule(update)) for update in range(4)], rel=1e-6)
-    assert float(schedule(3)) != pytest.approx(float(schedule(2 * 3)), rel=WRONG), "as two processes had it"
+    assert float(schedule(3)) != pytest.approx(float(schedule(2 * 3)), rel=WRONG), (
+        "as two processes had it"
+    )
 
 
 @pytest.mark.wide
 def test_habitat_lab_2226_a_gradient_that_is_not_finite_changes_nothing():
-    """https://github.com/facebookresearch/habitat-lab/issues/2226: clipping passed a NaN on to the optimizer, which
-    wrote it into every weight. Here such a step leaves weights and moments as they are, and is counted.
+    """https://github.com/facebookresearch/habitat-lab/issues/2226: clipping passed a NaN on to the
+    optimizer, which wrote it into every weight. Here such a step leaves weights and moments as they
+    are, and is counted.
     """
     program = run(*MANY)
     state = program.state()
@@ -188,7 +226,9 @@ def test_habitat_lab_2226_a_gradient_that_is_not_finite_changes_nothing():
     before = by_name(state, program.mesh)
     after, scalars, grads = program(state, batch())
     assert scalars["skipped"] == 1
-    assert not any(np.isfinite(array).all() for array in by_name(grads, program.mesh).values()), "it would reach all"
+    assert not any(np.isfinite(array).all() for array in by_name(grads, program.mesh).values()), (
+        "it would reach all"
+    )
     found = by_name(after, program.mesh)
     for name in before.keys() - {"skipped"}:
         np.testing.assert_array_equal(found[name], before[name], err_msg=name)
@@ -196,15 +236,32 @@ def test_habitat_lab_2226_a_gradient_that_is_not_finite_changes_nothing():
 
 @pytest.mark.wide
 def test_fast_llm_542_norms_and_biases_do_not_decay(monkeypatch):
-    """https://github.com/ServiceNow/Fast-LLM/issues/542: after a change of how they are made, norms and biases were
-    decayed as matrices are. Here what decays is told by name, in whichever stack a layer is."""
-    biased = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "qk_norm": "head", "num_experts": 0}
+    """https://github.com/ServiceNow/Fast-LLM/issues/542: after a change of how they are made, norms
+    and biases were decayed as matrices are. Here what decays is told by name, in whichever stack a
+    layer is.
+    """
+    biased = {
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "qk_norm": "head",
+        "num_experts": 0,
+    }
     of_experts = {"num_experts": 4, "experts_bias": True, "router_bias": True, "shared_experts": 8}
-    states = {"delta_value_heads": 2, "delta_key_heads": 2, "delta_key_dim": 4, "delta_value_dim": 4}
-    model = dataclasses.replace(MODEL, **biased, norm="layer", pattern=({}, of_experts, states), num_layers=3)
+    states = {
+        "delta_value_heads": 2,
+        "delta_key_heads": 2,
+        "delta_key_dim": 4,
+        "delta_value_dim": 4,
+    }
+    model = dataclasses.replace(
+        MODEL, **biased, norm="layer", pattern=({}, of_experts, states), num_layers=3
+    )
     plan = plan_state(model, optimizers.build(SETTINGS, STEPS), make_mesh())
     names = parameters(plan)
-    vectors = {name for name in names if any(word in name for word in ("norm", "bias", "conv", "decay"))}
+    vectors = {
+        name for name in names if any(word in name for word in ("norm", "bias", "conv", "decay"))
+    }
     assert len(vectors) > 30
     assert not optimizers.is_matrix("blocks.mlp.experts.router_scale")
     assert decaying(names) == names.keys() - vectors
@@ -222,8 +279,10 @@ def decaying(names):
 
 
 def test_transformers_41898_an_evaluation_is_the_mean_over_tokens():
-    """https://github.com/huggingface/transformers/issues/41898: the loss was the mean of the batches', though the last
-    one was smaller. Here sums are divided by the number of labels, and what fills the last batch has none."""
+    """https://github.com/huggingface/transformers/issues/41898: the loss was the mean of the
+    batches', though the last one was smaller. Here sums are divided by the number of labels, and
+    what fills the last batch has none.
+    """
     tokens = np.arange(5 * T, dtype=np.uint16)
     rows = Concatenated(InMemory(tokens, np.array([len(tokens)]), "test"), T, len(tokens))
     validation = validation_samples([rows], [1.0], batches=9, batch_size=2)
@@ -248,8 +307,9 @@ def utilised(length, **changes):
 
 
 def test_tt_metal_50114_a_lookup_is_no_product():
-    """https://github.com/tenstorrent/tt-metal/pull/50114: the embedding counted in the utilisation as the head does,
-    though nothing is multiplied. Here it counts where it is the head too."""
+    """https://github.com/tenstorrent/tt-metal/pull/50114: the embedding counted in the utilisation
+    as the head does, though nothing is multiplied. Here it counts where it is the head too.
+    """
     found, matrices = utilised(0)
     assert found == pytest.approx(matrices)
     tied, without_head = utilised(0, tie_embeddings=True)
@@ -257,8 +317,9 @@ def test_tt_metal_50114_a_lookup_is_no_product():
 
 
 def test_maxtext_1972_half_of_causal_attention_counts():
-    """https://github.com/AI-Hypercomputer/maxtext/issues/1972: products with keys that a causal query does not see were
-    counted as useful work. Here half of them count."""
+    """https://github.com/AI-Hypercomputer/maxtext/issues/1972: products with keys that a causal
+    query does not see were counted as useful work. Here half of them count.
+    """
     length = 256
     found, matrices = utilised(length)
     heads = MODEL.num_heads * MODEL.head_dim
@@ -266,19 +327,26 @@ def test_maxtext_1972_half_of_causal_attention_counts():
 
 
 def test_torchtitan_4300_keys_outside_of_a_window_do_not_count():
-    """https://github.com/pytorch/torchtitan/pull/4300: attention in a window was counted as that to all keys, and the
-    utilisation came to more than 100%. Here a query's window counts."""
+    """https://github.com/pytorch/torchtitan/pull/4300: attention in a window was counted as that to
+    all keys, and the utilisation came to more than 100%. Here a query's window counts.
+    """
     length = 256
     window = 16
     whole, matrices = utilised(length)
     found, _ = utilised(length, sliding_window=window)
     assert found - matrices < (whole - matrices) / 4
-    assert found - matrices == pytest.approx(12 * window * MODEL.num_heads * MODEL.head_dim, rel=0.05)
+    assert found - matrices == pytest.approx(
+        12 * window * MODEL.num_heads * MODEL.head_dim, rel=0.05
+    )
 
 
 def kept_of_blocks():
-    """The activations that autodiff keeps of two blocks of a whole model under `remat: full`, as shapes."""
-    model = dataclasses.replace(MODEL, num_layers=2, num_experts=0, attention="blockwise", remat="full")
+    """The activations that autodiff keeps of two blocks of a whole model under `remat: full`, as
+    shapes.
+    """
+    model = dataclasses.replace(
+        MODEL, num_layers=2, num_experts=0, attention="blockwise", remat="full"
+    )
     graph, abstract = nnx.split(nnx.eval_shape(lambda: jaxtp.Decoder(model, rngs=nnx.Rngs(0))))
     ids = jnp.zeros((3, 11), jnp.int32)
 
@@ -290,9 +358,10 @@ def kept_of_blocks():
 
 
 def test_automodel_3677_full_remat_covers_attention(monkeypatch):
-    """https://github.com/NVIDIA-NeMo/Automodel/issues/3677: activation checkpointing left attention out. The loss was
-    the same, and only a measurement of memory, 16% more, showed it. Here `full` keeps the input of each block, and
-    nothing of its attention."""
+    """https://github.com/NVIDIA-NeMo/Automodel/issues/3677: activation checkpointing left attention
+    out. The loss was the same, and only a measurement of memory, 16% more, showed it. Here `full`
+    keeps the input of each block, and nothing of its attention.
+    """
     assert kept_of_blocks() == [(2, 3, 11, MODEL.d_model)]
     monkeypatch.setitem(remat._SAVED_NAMES, "full", (ATTENDED,))
     assert len(kept_of_blocks()) > 1, "with what attention keeps"

@@ -1,4 +1,6 @@
-"""The balance of experts: the same however a batch is divided over devices, in micro-batches or in other batches."""
+"""The balance of experts: the same however a batch is divided over devices, in micro-batches or
+in other batches.
+"""
 
 from functools import cache
 
@@ -26,7 +28,9 @@ def weights():
 
 @cache
 def rows():
-    """Inputs of each layer, segments and labels of a batch, in which rows have more padding one than the other."""
+    """Inputs of each layer, segments and labels of a batch, in which rows have more padding one
+    than the other.
+    """
     random = np.random.default_rng(4)
     layers = random.standard_normal((LAYERS, B, T, D)).astype(np.float32)
     segments = 1 + np.cumsum(random.random((B, T)) < 0.3, axis=1).astype(np.int32)
@@ -68,10 +72,15 @@ def test_other_routers_are_those_of_the_paper(router):
 @settings(max_examples=4)
 @given(st.permutations(range(B)))
 def test_batches_and_micro_batches_add_up(order):
-    """Of half of the rows each, in any order: losses, gradients and counts are those of all rows."""
+    """Of half of the rows each, in any order: losses, gradients and counts are those of all
+    rows.
+    """
     layers, segments, labels = rows()
     run = balanced(CONFIG, (2, 1, 2, 2))
-    parts = [run(weights(), layers[:, own], segments[own], labels[own]) for own in np.split(np.array(order), 2)]
+    parts = [
+        run(weights(), layers[:, own], segments[own], labels[own])
+        for own in np.split(np.array(order), 2)
+    ]
     sums = {name: sum(found[name] for found, _ in parts) for name in parts[0][0]}
     sums["input"] = np.zeros_like(layers)
     sums["input"][:, order] = np.concatenate([found["input"] for found, _ in parts], axis=1)

@@ -1,4 +1,6 @@
-"""Gated DeltaNet over cp: states and convolutions reach over chunks of tokens, and so do all gradients."""
+"""Gated DeltaNet over cp: states and convolutions reach over chunks of tokens, and so do all
+gradients.
+"""
 
 from collections import Counter
 from functools import cache
@@ -43,7 +45,9 @@ def states_before(m, u):
     return jnp.stack(states)
 
 
-@pytest.mark.parametrize(("cp", "zigzag"), [(4, True), pytest.param(2, False, marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    ("cp", "zigzag"), [(4, True), pytest.param(2, False, marks=pytest.mark.wide)]
+)
 def test_every_chunk_starts_with_the_state_of_all_chunks_before_it(cp, zigzag):
     count = cp * (1 + zigzag)
     chunks = 1 + zigzag
@@ -55,7 +59,9 @@ def test_every_chunk_starts_with_the_state_of_all_chunks_before_it(cp, zigzag):
         order = sequences.positions(count)
 
         def body(m, u):  # of a device, [chunks, b, h, K, ...]
-            states = sequences.initial_states(*(jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]) for x in (m, u)))
+            states = sequences.initial_states(
+                *(jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]) for x in (m, u))
+            )
             return jnp.moveaxis(states.reshape(-1, chunks, *states.shape[1:]), 1, 0)
 
         spec = P(CONTEXT, BATCH, TP)
@@ -77,7 +83,9 @@ CONFIG = variant(jaxtp.ModelConfig(d_model=D), TABLE["model"])
 
 @cache
 def program(mesh, zigzag, packed=True):
-    """Returns a function from rows, the output's gradient and segments to the output and all gradients."""
+    """Returns a function from rows, the output's gradient and segments to the output and all
+    gradients.
+    """
 
     def build():
         return GatedDeltaNet(D, CONFIG, rngs=nnx.Rngs(0))
@@ -92,7 +100,9 @@ def program(mesh, zigzag, packed=True):
 
 @st.composite
 def packings(draw, length):
-    """A document's length, its place in a row, and the segments of a row with it alone and of one with others."""
+    """A document's length, its place in a row, and the segments of a row with it alone and of
+    one with others.
+    """
     size = draw(st.integers(1, length))
     place = draw(st.integers(0, length - size))
     around = np.cumsum(draw(st.lists(st.booleans(), min_size=length, max_size=length)))
@@ -100,7 +110,11 @@ def packings(draw, length):
     at = np.arange(length)
     alone = at < size
     packed = (at >= place) & (at < place + size)
-    return size, place, np.stack([np.where(alone, 99, 0), np.where(packed, 99, around + 100 * (at > place))])
+    return (
+        size,
+        place,
+        np.stack([np.where(alone, 99, 0), np.where(packed, 99, around + 100 * (at > place))]),
+    )
 
 
 @settings(max_examples=8)
@@ -138,8 +152,12 @@ def test_what_moves_over_cp_does_not_depend_on_the_length(zigzag):
     def moved(length):
         sizes = sizes_of((1, 1, cp, tp))
         with jax.set_mesh(mesh_of(sizes)):
-            graph, state = nnx.split(nnx.eval_shape(lambda: GatedDeltaNet(D, CONFIG, rngs=nnx.Rngs(0))))
-            loss = lambda params, x: jnp.sum(nnx.merge(graph, params[0])(params[1] + x, Sequences(zigzag=zigzag)))
+            graph, state = nnx.split(
+                nnx.eval_shape(lambda: GatedDeltaNet(D, CONFIG, rngs=nnx.Rngs(0)))
+            )
+            loss = lambda params, x: jnp.sum(
+                nnx.merge(graph, params[0])(params[1] + x, Sequences(zigzag=zigzag))
+            )
             x = jax.ShapeDtypeStruct((B, length, D), jnp.float32)
             traffic = work_of(loss, sizes, (state, x), x).traffic
         moved = Counter()

@@ -53,7 +53,9 @@ def draw(sizes, dtype="float32"):
 @partial(jax.jit, static_argnums=0)
 def found(scan, arrays, grads):
     results, backward = jax.vjp(scan, *arrays)
-    return dict(zip(("states", "new", "final"), results, strict=True)), dict(zip(NAMES, backward(grads), strict=True))
+    return dict(zip(("states", "new", "final"), results, strict=True)), dict(
+        zip(NAMES, backward(grads), strict=True)
+    )
 
 
 def check(sizes, dtype, tolerance):
@@ -65,7 +67,12 @@ def check(sizes, dtype, tolerance):
         assert_close(results, expected, tolerance)
 
 
-DTYPES = {"whole blocks": "bfloat16", "no power of two": "float32", "narrow": "float16", "widest keys": "float32"}
+DTYPES = {
+    "whole blocks": "bfloat16",
+    "no power of two": "float32",
+    "narrow": "float16",
+    "widest keys": "float32",
+}
 
 
 @pytest.mark.parametrize("sizes", sweep(list(SIZES), "whole blocks", "no power of two"))
@@ -83,7 +90,11 @@ def test_any_sizes_give_the_results_of_lax(sizes):
 
 REFUSED = [
     ("bfloat16", "narrow", "bfloat16, float32, float32.*takes one of bfloat16, float16, float32"),
-    ("float32", (1, 1, 1, 65, 16, 16), "chunks of 65 tokens of width 16.*at most 64 tokens of width 256"),
+    (
+        "float32",
+        (1, 1, 1, 65, 16, 16),
+        "chunks of 65 tokens of width 16.*at most 64 tokens of width 256",
+    ),
     ("float32", (1, 1, 1, 16, 257, 16), "16 tokens of width 257"),
 ]
 
@@ -112,22 +123,31 @@ def test_the_summary_of_a_run_says_what_computes_the_states_and_why():
         (said,) = describe_delta(model, platform)
         assert not [word for word in words if word not in said], said
         assert describe_kernels(TrainConfig(model=model), mesh_shape(), platform) == said
-        hybrid = TrainConfig(model=dataclasses.replace(model, pattern=({}, {"delta_value_heads": 0})))
+        hybrid = TrainConfig(
+            model=dataclasses.replace(model, pattern=({}, {"delta_value_heads": 0}))
+        )
         attention, *others = describe_kernels(hybrid, mesh_shape(), platform).split("; ")
         assert " attention (" in attention
         assert others[-1] == said
 
 
 def test_only_blocks_with_attention_use_its_kernels():
-    model = jaxtp.ModelConfig(num_layers=2, pattern=({}, {"delta_value_heads": 0}), attention="blockwise", **HEADS)
+    model = jaxtp.ModelConfig(
+        num_layers=2, pattern=({}, {"delta_value_heads": 0}), attention="blockwise", **HEADS
+    )
     (use,) = run_uses(TrainConfig(model=model), mesh_shape(), "cpu")
     assert use.head_dim == model.head_dim
 
 
 def test_products_in_the_kernel_are_counted():
-    config = jaxtp.ModelConfig(num_layers=1, d_model=16, vocab_size=16, num_heads=4, num_kv_heads=4, d_ff=16, **HEADS)
-    of = lambda platform: step_costs(config, mesh_shape(), batch_size=2, sequence_length=64, platform=platform)
-    # The kernel's backward pass has a few products more. Without all that are in it there would be fewer.
+    config = jaxtp.ModelConfig(
+        num_layers=1, d_model=16, vocab_size=16, num_heads=4, num_kv_heads=4, d_ff=16, **HEADS
+    )
+    of = lambda platform: step_costs(
+        config, mesh_shape(), batch_size=2, sequence_length=64, platform=platform
+    )
+    # The kernel's backward pass has a few products more. Without all that are in it there would be
+    # fewer.
     assert of("cpu").flops <= of("cuda 9.0").flops < 1.1 * of("cpu").flops
 
 
@@ -135,7 +155,9 @@ def test_a_layer_with_the_kernel_is_that_with_lax():
     """Of packed documents, on a mesh. The backward pass does not compute the states again."""
     arrays = np.random.default_rng(0).standard_normal((2, 2, 72, 12), "float32")
     segments = np.where(np.arange(72) < 65, 1, 2) + np.array([[0], [1]])
-    build = lambda: gated_delta.GatedDeltaNet(12, gated_delta.GatedDeltaConfig(**HEADS), rngs=nnx.Rngs(0))
+    build = lambda: gated_delta.GatedDeltaNet(
+        12, gated_delta.GatedDeltaConfig(**HEADS), rngs=nnx.Rngs(0)
+    )
     weights = random_weights(build)
     results = []
     programs = []
@@ -146,5 +168,7 @@ def test_a_layer_with_the_kernel_is_that_with_lax():
             programs.append(str(run.jaxpr(*arrays)))
             results.append(run(*arrays))
     assert_close(results[1], results[0])
-    counts = [[text.count(f"name=delta_{name}") for name in ("states", "gradient")] for text in programs]
+    counts = [
+        [text.count(f"name=delta_{name}") for name in ("states", "gradient")] for text in programs
+    ]
     assert counts == [[0, 0], [1, 1]]

@@ -39,7 +39,10 @@ def draw(length, heads=(2, 4), widths=(3, 5), dtype="float64", rows=2):
     write = 1 / (1 + np.exp(-rng.normal(size=(rows, length, values))))
     state, d_final = rng.normal(size=(2, rows, values, wide, deep))
     wide = jnp.promote_types(dtype, "float32")
-    small = [jnp.asarray(x, dtype) for x in (q, k, v)], [jnp.asarray(x, wide) for x in (log_decay, write)]
+    small = (
+        [jnp.asarray(x, dtype) for x in (q, k, v)],
+        [jnp.asarray(x, wide) for x in (log_decay, write)],
+    )
     starts = jnp.asarray(rng.random((rows, length)) < 0.12)
     return (*small[0], *small[1], starts, jnp.asarray(state, wide)), (
         jnp.asarray(dy, dtype),
@@ -74,7 +77,10 @@ def test_chunks_are_the_rule_token_by_token():
 @pytest.mark.wide  # each example is a program
 @settings(max_examples=6)
 @given(
-    st.integers(1, 40), st.sampled_from([1, 2, 16, 64]), st.sampled_from([(1, 1), (1, 4), (3, 6)]), st.integers(1, 5)
+    st.integers(1, 40),
+    st.sampled_from([1, 2, 16, 64]),
+    st.sampled_from([(1, 1), (1, 4), (3, 6)]),
+    st.integers(1, 5),
 )
 def test_any_length_chunk_heads_and_width(length, chunk, heads, width):
     with jax.enable_x64(True):
@@ -87,11 +93,15 @@ def test_one_token_is_a_step_of_the_rule():
         (*tokens, _, state), _ = draw(1)
         y, final = delta_step(*(x[:, 0] for x in tokens), state)
         right = token_by_token(*tokens, jnp.zeros((2, 1), bool), state)
-        assert_close({"y": y[:, None], "final": final}, dict(zip(("y", "final"), right, strict=True)), EXACT)
+        assert_close(
+            {"y": y[:, None], "final": final}, dict(zip(("y", "final"), right, strict=True)), EXACT
+        )
 
 
 def test_the_inverse_is_exact_where_powers_of_the_matrix_overflow():
-    """Equal keys that overwrite each other, without decay: entries of the 32nd power reach 10^17."""
+    """Equal keys that overwrite each other, without decay: entries of the 32nd power reach
+    10^17.
+    """
     size = 64
     below = jnp.tril(jnp.ones((size, size), "float32"), -1)
     np.testing.assert_array_equal(jax.jit(unit_inverse)(below), np.eye(size) - np.eye(size, k=-1))
@@ -100,7 +110,10 @@ def test_the_inverse_is_exact_where_powers_of_the_matrix_overflow():
 def hard_cases(q, k, v, log_decay, write, starts, state):
     """Yields arguments by the name of a case."""
     same = jnp.broadcast_to(k[:, :1], k.shape)
-    yield "equal keys, overwritten, no decay", (q, same, v, 0 * log_decay, jnp.ones_like(write), starts, state)
+    yield (
+        "equal keys, overwritten, no decay",
+        (q, same, v, 0 * log_decay, jnp.ones_like(write), starts, state),
+    )
     yield "no token keeps the state", (q, k, v, 0 * log_decay - 100, write, starts, state)
     slow = (0 * log_decay - 1e-3).at[:, ::50].set(-1e5)
     yield "slow decay after a strong one", (q, k, v, slow, write, starts, state)
@@ -111,18 +124,26 @@ def test_float32_is_as_exact_in_hard_cases():
     for case, hard in hard_cases(*arguments):
         result = found(hard, grads)
         with jax.enable_x64(True):
-            wide = jax.tree.map(lambda x: x if x.dtype == bool else np.asarray(x, "float64"), (hard, grads))
+            wide = jax.tree.map(
+                lambda x: x if x.dtype == bool else np.asarray(x, "float64"), (hard, grads)
+            )
             right = expected(*wide)
         assert all(np.isfinite(x).all() for x in result.values()), case
-        result, right = jax.tree.map(lambda x: np.where(np.abs(np.asarray(x)) < 1e-30, 0, x), (result, right))
+        result, right = jax.tree.map(
+            lambda x: np.where(np.abs(np.asarray(x)) < 1e-30, 0, x), (result, right)
+        )
         assert_close(result, right, 5e-6)
 
 
 def test_bfloat16_is_about_as_exact_as_token_by_token_in_float32():
-    """That rule rounds its results once, to half of this bound; by chunks the factors of products are rounded too."""
+    """That rule rounds its results once, to half of this bound; by chunks the factors of
+    products are rounded too.
+    """
     arguments, grads = draw(130, widths=(16, 16), dtype="bfloat16")
     result = found(arguments, grads)
-    wide = jax.tree.map(lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, (arguments, grads))
+    wide = jax.tree.map(
+        lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, (arguments, grads)
+    )
     right = expected(*wide)
     assert_close(result, right, float(jnp.finfo(jnp.bfloat16).eps))
 

@@ -1,4 +1,6 @@
-"""The table of an embedding stays as fsdp divides it, where an exchange of activations moves less."""
+"""The table of an embedding stays as fsdp divides it, where an exchange of activations moves
+less.
+"""
 
 import accounts
 import jax
@@ -21,7 +23,10 @@ LOW = jaxtp.Precision(compute="bfloat16")
 
 def layer(vocab_size, precision=LOW):
     return jaxtp.VocabParallelEmbedding(
-        vocab_size, D, jaxtp.LayerContext(sequence_parallel=None, precision=precision), rngs=nnx.Rngs(0)
+        vocab_size,
+        D,
+        jaxtp.LayerContext(sequence_parallel=None, precision=precision),
+        rngs=nnx.Rngs(0),
     )
 
 
@@ -40,7 +45,9 @@ def over_fsdp(vocab_size, precision=LOW):
 
 
 def test_activations_go_over_fsdp_where_the_table_is_large_and_the_table_where_it_is_small():
-    """Activations after the sum over tp: half of the tokens, once each way; and the ids of the group."""
+    """Activations after the sum over tp: half of the tokens, once each way; and the ids of the
+    group.
+    """
     assert over_fsdp(LARGE) == {
         ("all-gather", "int32", (4, T)): 1,
         ("all-to-all", "bfloat16", (4, T // 2, D // 2)): 1,
@@ -62,8 +69,12 @@ def test_a_device_never_has_more_of_a_large_table_than_it_stores():
     ("vocab_size", "reduce", "total"),
     [(2046, "float32", 1028), pytest.param(SMALL, "bfloat16", 1024, marks=pytest.mark.wide)],
 )
-def test_gradients_add_up_in_float32_and_are_summed_in_the_reduction_dtype(vocab_size, reduce, total):
-    """A token is 257 times on each device, which bfloat16 makes 256, and 514 times on those along fsdp: 512."""
+def test_gradients_add_up_in_float32_and_are_summed_in_the_reduction_dtype(
+    vocab_size, reduce, total
+):
+    """A token is 257 times on each device, which bfloat16 makes 256, and 514 times on those
+    along fsdp: 512.
+    """
     mesh = jaxtp.make_mesh(2, 2, 2)
     precision = jaxtp.Precision(compute="bfloat16", reduce=reduce)
     ids = jnp.ones((B, 129), jnp.int32).at[::2, 0].set(0)
@@ -72,5 +83,11 @@ def test_gradients_add_up_in_float32_and_are_summed_in_the_reduction_dtype(vocab
         loss = lambda state: nnx.merge(graph, state)(ids).astype("float32").sum()
         gradient = jax.jit(jax.grad(loss))(state)["embedding"][...]
     assert set(jnp.unique(gradient).tolist()) == {0.0, 4.0, total}
-    over_dp = [c for c in count_collectives(traced(vocab_size, mesh, precision), mesh_sizes(mesh)) if c.axes == ("dp",)]
-    assert [(c.kind, c.dtype, c.shape) for c in over_dp] == [("all-reduce", reduce, (vocab_size // 2, D // 2))]
+    over_dp = [
+        c
+        for c in count_collectives(traced(vocab_size, mesh, precision), mesh_sizes(mesh))
+        if c.axes == ("dp",)
+    ]
+    assert [(c.kind, c.dtype, c.shape) for c in over_dp] == [
+        ("all-reduce", reduce, (vocab_size // 2, D // 2))
+    ]

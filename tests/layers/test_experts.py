@@ -1,4 +1,6 @@
-"""A mixture of experts against plain mathematics in float64: output, sums and every gradient, on all meshes."""
+"""A mixture of experts against plain mathematics in float64: output, sums and every gradient, on
+all meshes.
+"""
 
 from functools import cache
 
@@ -103,7 +105,10 @@ def biased(weights):
     """Adds biases to scores, also negative ones: below them is -inf alone."""
     if "selection_bias" not in weights:
         return weights
-    return {**weights, "selection_bias": np.random.default_rng(5).normal(-1, 0.4, E).astype(np.float32)}
+    return {
+        **weights,
+        "selection_bias": np.random.default_rng(5).normal(-1, 0.4, E).astype(np.float32),
+    }
 
 
 ROUTERS = {
@@ -133,9 +138,13 @@ def check_everything(name, mesh, sequence_parallel=None, packed=True):
     for routed in ROUTERS if packed else ("as it is",):
         weights, rows, right = right_for(name, routed, packed)
         found = layer(weights, inputs(), rows)
-        # Devices count rows that they got from others. Rounding moves an entropy near 0 by more than its size.
+        # Devices count rows that they got from others. Rounding moves an entropy near 0 by more
+        # than its size.
         changes = {"computed": np.sum, "entropy": lambda a: a + 1}
-        compared = [{n: changes.get(n, np.asarray)(np.asarray(each[n])) for n in right} for each in (found, right)]
+        compared = [
+            {n: changes.get(n, np.asarray)(np.asarray(each[n])) for n in right}
+            for each in (found, right)
+        ]
         assert_close(*compared)
         chosen = right["times_chosen"].sum(axis=0)
         assert chosen.sum() == config.experts_per_token * (rows != 0).sum()
@@ -145,11 +154,15 @@ def check_everything(name, mesh, sequence_parallel=None, packed=True):
             check_routing(routed, config, chosen, (rows != 0).sum())
         for part in found:
             if part.partition("_")[0] in ("gate", "up", "down"):
-                assert not np.asarray(found[part])[chosen == 0].any(), "an expert that nobody chose has no gradient"
+                assert not np.asarray(found[part])[chosen == 0].any(), (
+                    "an expert that nobody chose has no gradient"
+                )
 
 
 def check_routing(routed, config, chosen, tokens):
-    """Checks what the data is for: a router that chooses by its scores alone does what it was changed to do."""
+    """Checks what the data is for: a router that chooses by its scores alone does what it was
+    changed to do.
+    """
     if routed == "all to one expert":
         assert chosen[4] == tokens
     if routed == "empty experts" and config.experts_per_token <= 2:
@@ -172,7 +185,11 @@ def test_a_layer_without_documents_equals_plain_mathematics(name):
 @pytest.mark.parametrize("over_tp", sweep([True, False], True))
 def test_given_choices_take_the_place_of_the_router(over_tp):
     """And what the router would choose is recorded, with its margin."""
-    given = np.random.default_rng(3).permuted(np.tile(np.arange(E), (B, T, 1)), axis=2)[:, :, :2].astype(np.int32)
+    given = (
+        np.random.default_rng(3)
+        .permuted(np.tile(np.arange(E), (B, T, 1)), axis=2)[:, :, :2]
+        .astype(np.int32)
+    )
     weights = weights_of("two of them")
     x = inputs()
     on = mesh_of(sizes_of((1, 2, 2, 2) if over_tp else (1, 1, 2, 4)))
@@ -189,18 +206,24 @@ def test_given_choices_take_the_place_of_the_router(over_tp):
     np.testing.assert_array_equal(routing.times_chosen.sum(axis=1), right["times_chosen"])
     np.testing.assert_array_equal(np.asarray(routing.experts).reshape(-1, 2), choose(scores, 2))
     ordered = -np.sort(-scores, axis=1)
-    np.testing.assert_allclose(np.asarray(routing.margin).reshape(-1), ordered[:, 1] - ordered[:, 2], atol=1e-6)
+    np.testing.assert_allclose(
+        np.asarray(routing.margin).reshape(-1), ordered[:, 1] - ordered[:, 2], atol=1e-6
+    )
 
 
 def test_a_margin_is_no_more_than_the_lead_of_a_group():
-    """A group that rounding would choose instead changes experts, however far apart the scores inside are."""
+    """A group that rounding would choose instead changes experts, however far apart the scores
+    inside are.
+    """
     config = CONFIGS["deepseek v3"]
     weights = biased(weights_of("deepseek v3"))
     graph, state = without_mesh(lambda: build(config), weights)
     layer = jax.jit(lambda state, x: nnx.merge(graph, state)(x, Sequences(record=True))[1].margin)
     margin = np.asarray(layer(state, inputs())).reshape(-1)
     scores, _ = scores_of(inputs().reshape(-1, D).astype(np.float64) @ weights["router"], config)
-    limited, of_groups = in_groups(np.asarray(scores, np.float64) + weights["selection_bias"], config)
+    limited, of_groups = in_groups(
+        np.asarray(scores, np.float64) + weights["selection_bias"], config
+    )
     leads = []
     for each, k in ((limited, config.experts_per_token), (of_groups, config.groups_per_token)):
         ordered = -np.sort(-each, axis=1)
@@ -209,18 +232,31 @@ def test_a_margin_is_no_more_than_the_lead_of_a_group():
     np.testing.assert_allclose(margin, np.minimum(*leads), atol=1e-6)
 
 
-@pytest.mark.parametrize("mesh", sweep([(1, 1, 1, 1), (1, 2, 2, 2), (1, 1, 1, 8)], (1, 2, 2, 2)), ids=str)
+@pytest.mark.parametrize(
+    "mesh", sweep([(1, 1, 1, 1), (1, 2, 2, 2), (1, 1, 1, 8)], (1, 2, 2, 2)), ids=str
+)
 def test_no_array_has_rows_of_all_tokens_for_all_experts(mesh):
-    """With the kernels for GPUs a device holds a row for each choice of its tp group's tokens, at most, forward and
-    backward, and multiplies nothing with all experts but the router."""
+    """With the kernels for GPUs a device holds a row for each choice of its tp group's tokens, at
+    most, forward and backward, and multiplies nothing with all experts but the router.
+    """
     config = ExpertsConfig(num_experts=24, d_ff=48, grouped="pallas")
     sizes = sizes_of(mesh)
     inside, largest = work(mesh, config)
     tokens = WORK[0] * WORK[1] // (sizes["dp"] * sizes["fsdp"] * sizes["cp"])
     hidden = config.d_ff if config.over_tp(sizes["tp"]) else config.d_ff // sizes["tp"]
     assert largest < config.num_experts * tokens * hidden
-    kernels = [equation.params["jaxpr"] for equation in inside if equation.primitive.name == "pallas_call"]
-    of_kernels = [equation for kernel in kernels for equation in accounts.equations(getattr(kernel, "jaxpr", kernel))]
-    products = [e for e in inside if "dot" in e.primitive.name and all(e is not other for other in of_kernels)]
+    kernels = [
+        equation.params["jaxpr"] for equation in inside if equation.primitive.name == "pallas_call"
+    ]
+    of_kernels = [
+        equation
+        for kernel in kernels
+        for equation in accounts.equations(getattr(kernel, "jaxpr", kernel))
+    ]
+    products = [
+        e
+        for e in inside
+        if "dot" in e.primitive.name and all(e is not other for other in of_kernels)
+    ]
     router = 2 * tokens // sizes["tp"] * WORK[2] * config.num_experts
     assert {accounts.flops_of_product(product) for product in products} == {router}

@@ -1,4 +1,6 @@
-"""A frozen base in 8 bits: its error, the same numbers on every mesh, and what a compiled step holds of it."""
+"""A frozen base in 8 bits: its error, the same numbers on every mesh, and what a compiled step
+holds of it.
+"""
 
 import dataclasses
 import re
@@ -43,8 +45,12 @@ IDS = jax.random.randint(jax.random.key(1), (4, 8), 0, CONFIG.vocab_size)
 
 @cache
 def weights(name):
-    """Graph and state of a model with a full base, then with one in 8 bits; and the settings of the second."""
-    full, config = (dataclasses.replace(MODELS[name], lora=lora) for lora in (LoraConfig(rank=2), LORA))
+    """Graph and state of a model with a full base, then with one in 8 bits; and the settings of
+    the second.
+    """
+    full, config = (
+        dataclasses.replace(MODELS[name], lora=lora) for lora in (LoraConfig(rank=2), LORA)
+    )
     graph, state = without_mesh(decoder(full), random_weights(decoder(full), scale=0.05))
     in_8_bits, abstract = nnx.split(nnx.eval_shape(decoder(config)))
     return (graph, state), (in_8_bits, freeze_as(state, abstract)), config
@@ -56,12 +62,18 @@ def arrays_of(state):
 
 @cache
 def on_one_device(name):
-    """Returns the numbers of a base in 8 bits, and the logits of its rounded kernels in float32 and of the original."""
+    """Returns the numbers of a base in 8 bits, and the logits of its rounded kernels in float32
+    and of the original.
+    """
     (graph, full), (_, stored), _ = weights(name)
     kernels = float8_kernels(stored)
     arrays = arrays_of(stored)
-    assert {path for path in named_variables(full) if ".kernel" in path and "head" not in path} <= kernels
-    rounded = {k: Float8(arrays[f"{k}.bits"], arrays[f"{k}.scale"]).astype("float32") for k in kernels}
+    assert {
+        path for path in named_variables(full) if ".kernel" in path and "head" not in path
+    } <= kernels
+    rounded = {
+        k: Float8(arrays[f"{k}.bits"], arrays[f"{k}.scale"]).astype("float32") for k in kernels
+    }
     of = jax.jit(lambda state: nnx.merge(graph, state)(IDS))
     return numbers(*weights(name)[1]), of(replace_arrays(full, arrays_of(full) | rounded)), of(full)
 
@@ -88,7 +100,11 @@ def test_the_error_of_each_number_is_bounded(dtype):
     magnitudes = jnp.array([1e-36, 1e-4, 1.0, 3e8, 0.0])
     kernel = (jax.random.normal(jax.random.key(0), (3, 64, 5)) ** 3 * magnitudes).astype(dtype)
     stored = Float8.of(kernel)
-    assert (stored.bits.dtype, stored.scale.shape, stored.shape) == (jnp.uint8, (3, 1, 5), kernel.shape)
+    assert (stored.bits.dtype, stored.scale.shape, stored.shape) == (
+        jnp.uint8,
+        (3, 1, 5),
+        kernel.shape,
+    )
     exact, found = (np.asarray(each.astype(jnp.float32)) for each in (kernel, stored))
     bound = np.maximum(np.abs(exact) / 16, np.asarray(stored.scale) / 1024)
     assert (np.abs(found - exact) <= bound * (1 + 1e-5)).all()
@@ -111,7 +127,9 @@ def test_every_mesh_gives_the_numbers_of_one_device_and_these_are_of_rounded_ker
     graph, state = state_on_mesh(decoder(config), arrays_of(stored), mesh)
     with jax.set_mesh(mesh):
         found = numbers(graph, state)
-    assert_close({"logits": found[1], **by_name(found[0], mesh)}, {"logits": logits, **arrays_of(grads)})
+    assert_close(
+        {"logits": found[1], **by_name(found[0], mesh)}, {"logits": logits, **arrays_of(grads)}
+    )
 
 
 @pytest.mark.wide
@@ -126,10 +144,16 @@ def test_a_step_gathers_8_bits_and_never_has_all_kernels_in_more(name):
         # Kernels of experts are gathered: in 8 bits they are fewer bytes than these tokens.
         text = step.lower(plan.sharded, abstract_batch(mesh, 4, 16)).compile().as_text()
     gathered = re.findall(r"= (\w+)\[([\d,]+)\]\S* all-gather\(", text)
-    assert len([dtype for dtype, _ in gathered if dtype == "u8"]) == 2 * len(kernels), "forward, and backward again"
+    assert len([dtype for dtype, _ in gathered if dtype == "u8"]) == 2 * len(kernels), (
+        "forward, and backward again"
+    )
     bits = {v.shape for path, v in nnx.to_flat_state(plan.abstract) if path[-1] == "bits"}
     held = set(re.findall(r"(\w+)\[5,([\d,]+)\]", text))
-    shards = {",".join(map(str, (*s[1:at], s[at] // 2, *s[at + 1 :]))) for s in bits for at in range(1, len(s))}
+    shards = {
+        ",".join(map(str, (*s[1:at], s[at] // 2, *s[at + 1 :])))
+        for s in bits
+        for at in range(1, len(s))
+    }
     whole = {",".join(map(str, s[1:])) for s in bits}
     assert {dtype for dtype, shape in held if shape in shards | whole} == {"u8"}
 
@@ -147,9 +171,13 @@ def test_70b_in_8_bits_take_half_the_memory_and_traffic_of_bfloat16():
     gigabytes = []
     sent = []
     for base in ("full", "float8"):
-        run = TrainConfig(model=variant(CONFIG, TABLE["70b"] | {"lora": {"rank": 16, "base": base}}))
+        run = TrainConfig(
+            model=variant(CONFIG, TABLE["70b"] | {"lora": {"rank": 16, "base": base}})
+        )
         gigabytes.append(round(memory_per_device(run, sizes).parameters / 1e9, 1))
         traffic = costs_of_step(run, sizes).traffic
-        sent.append(sum(c.bytes_sent * times for c, times in traffic.items() if c.axes == ("fsdp",)))
+        sent.append(
+            sum(c.bytes_sent * times for c, times in traffic.items() if c.axes == ("fsdp",))
+        )
     assert gigabytes == [18.2, 9.7]
     assert sent[1] < 0.52 * sent[0]

@@ -1,4 +1,6 @@
-"""Products in float8: errors within bounds that coarser rounding exceeds, and the numbers of one device on any mesh."""
+"""Products in float8: errors within bounds that coarser rounding exceeds, and the numbers of one
+device on any mesh.
+"""
 
 from functools import cache
 
@@ -22,7 +24,9 @@ KINDS = {"column": linear.ColumnParallelLinear, "row": linear.RowParallelLinear}
 
 
 def single(rng, *shape):
-    """A number in each row, and a larger one that meets zeros: sums of one product, whose errors do not cancel."""
+    """A number in each row, and a larger one that meets zeros: sums of one product, whose errors
+    do not cancel.
+    """
     array = np.zeros(shape)
     rows = np.arange(shape[0])
     array[rows, 2 + rng.permutation(rows) % (shape[1] - 2)] = rng.uniform(1, 2, shape[0])
@@ -62,7 +66,9 @@ def gradients(kind, x, kernel, grad_y):
         return nnx.merge(graph, jax.tree.map(lambda _: kernel, state))(x[None])[0]
 
     y, transpose = jax.vjp(output, *(jnp.asarray(each, jnp.float32) for each in (x, kernel)))
-    return [np.asarray(each, np.float64) for each in (y, *transpose(jnp.asarray(grad_y, jnp.float32)))]
+    return [
+        np.asarray(each, np.float64) for each in (y, *transpose(jnp.asarray(grad_y, jnp.float32)))
+    ]
 
 
 def error(x, dim=-1):
@@ -78,7 +84,10 @@ def excess(kind, inputs):
     """The largest error relative to its bound, and the largest relative error of an array."""
     rng = np.random.default_rng(0)
     make = INPUTS[inputs]
-    x, kernel, grad_y = (np.float64(np.float32(each)) for each in (make(rng, T, D), make(rng, F, D).T, make(rng, T, F)))
+    x, kernel, grad_y = (
+        np.float64(np.float32(each))
+        for each in (make(rng, T, D), make(rng, F, D).T, make(rng, T, F))
+    )
     found = gradients(kind, x, kernel, grad_y)
     scale = np.abs(kernel).max(0) / 448
     to_round = grad_y * scale
@@ -89,16 +98,25 @@ def excess(kind, inputs):
         of_product(to_round, rounded.T, error(to_round), error(rounded, 0).T),
         error(x).T @ np.abs(grad_y),
     ]
-    terms = [np.abs(x) @ np.abs(kernel), np.abs(grad_y) @ np.abs(kernel.T), np.abs(x.T) @ np.abs(grad_y)]
-    bounds = [bound + 1e-5 * each + 1e-30 for bound, each in zip(bounds, terms, strict=True)]  # float32 sums
-    worst = max((np.abs(f - e) / bound).max() for f, e, bound in zip(found, exact, bounds, strict=True))
+    terms = [
+        np.abs(x) @ np.abs(kernel),
+        np.abs(grad_y) @ np.abs(kernel.T),
+        np.abs(x.T) @ np.abs(grad_y),
+    ]
+    # float32 sums
+    bounds = [bound + 1e-5 * each + 1e-30 for bound, each in zip(bounds, terms, strict=True)]
+    worst = max(
+        (np.abs(f - e) / bound).max() for f, e, bound in zip(found, exact, bounds, strict=True)
+    )
     return worst, max(map(relative_error, found, exact))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_error_of_each_number_is_bounded(kind):
     errors = {inputs: excess(kind, inputs) for inputs in INPUTS}
-    assert not {inputs: found for inputs, found in errors.items() if not (found[0] <= 1 and found[1] < 0.05)}
+    assert not {
+        inputs: found for inputs, found in errors.items() if not (found[0] <= 1 and found[1] < 0.05)
+    }
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -153,7 +171,9 @@ def on_one_device(kind):
 
 @pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
 def test_a_layer_rounds_on_each_mesh_as_on_one_device(case):
-    """One layer rounds the same numbers on every mesh, so another order of summation is all that differs."""
+    """One layer rounds the same numbers on every mesh, so another order of summation is all that
+    differs.
+    """
     kind, split, overlap, mesh = case
     weights, expected = on_one_device(kind)
     found = LayerProgram(layer_of(kind, split, overlap), weights, mesh)(*GIVEN)

@@ -58,13 +58,17 @@ def test_a_layer_is_the_recurrence_on_every_mesh(case):
     weights, arrays, right = expected(name)
     trained = nnx.LoRAParam if CONFIGS[name].lora.rank else nnx.Param
     call = lambda layer, x, segments: layer(x, Sequences(segments=segments))
-    run = LayerProgram(layer_of(CONFIGS[name], sequence_parallel=split), weights, mesh, trained=trained, call=call)
+    run = LayerProgram(
+        layer_of(CONFIGS[name], sequence_parallel=split), weights, mesh, trained=trained, call=call
+    )
     found = run(*arrays, batch()[2])
     assert_close(found, {path: right[path] for path in found})
 
 
 def test_initial_values_are_those_of_transformers_on_every_mesh():
-    config = dataclasses.replace(CONFIG, delta_value_heads=600, delta_key_heads=200, delta_key_dim=1)
+    config = dataclasses.replace(
+        CONFIG, delta_value_heads=600, delta_key_heads=200, delta_key_dim=1
+    )
     make = jax.jit(lambda: nnx.state(GatedDeltaNet(8, config, rngs=nnx.Rngs(0))))
     on = jaxtp.make_mesh(tp=3)
     with jax.set_mesh(on):
@@ -81,7 +85,9 @@ def test_initial_values_are_those_of_transformers_on_every_mesh():
 def test_settings_of_a_hybrid_may_be_those_of_the_model_or_of_its_pattern():
     sizes = {name: getattr(CONFIG, name) for name in ("delta_value_heads", "delta_key_heads")}
     one = dataclasses.replace(CONFIG, num_layers=2, pattern=({}, {"delta_value_heads": 0}))
-    other = dataclasses.replace(one, delta_value_heads=0, delta_key_heads=0, pattern=(sizes, {"delta_key_heads": 2}))
+    other = dataclasses.replace(
+        one, delta_value_heads=0, delta_key_heads=0, pattern=(sizes, {"delta_key_heads": 2})
+    )
     assert list(one.layers()) == list(other.layers())
     assert one.describe_block() == other.describe_block()
     assert "6 heads with states" in one.describe_block()
@@ -90,10 +96,18 @@ def test_settings_of_a_hybrid_may_be_those_of_the_model_or_of_its_pattern():
 
 def test_a_small_model_is_padded_like_the_large_one():
     pattern = ({}, {"delta_value_heads": 0, "num_heads": 6})
-    wide = {"num_layers": 4, "delta_key_dim": 128, "delta_value_dim": 128, "head_dim": 64, "norm_eps": 1e-6}
+    wide = {
+        "num_layers": 4,
+        "delta_key_dim": 128,
+        "delta_value_dim": 128,
+        "head_dim": 64,
+        "norm_eps": 1e-6,
+    }
     large = dataclasses.replace(CONFIG, pattern=pattern, **wide)
     for tp in (2, 3, 4, 8):
-        small = shrink_model(large, ShrinkSpec(tps=frozenset({1, tp}), shards=1, length=32, before=4096))
+        small = shrink_model(
+            large, ShrinkSpec(tps=frozenset({1, tp}), shards=1, length=32, before=4096)
+        )
         assert (small.delta_key_dim, small.delta_value_dim, small.norm_eps) == (8, 10, 1.0)
         sizes = [padded_sizes(each, tp) for each in (large, small)]
         padded = [{name: n for name, n in each.items() if "heads" in name} for each in sizes]

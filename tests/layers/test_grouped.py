@@ -1,4 +1,6 @@
-"""Grouped products against a loop over groups in float64; Pallas' kernels interpreted on the CPU, in small blocks."""
+"""Grouped products against a loop over groups in float64; Pallas' kernels interpreted on the
+CPU, in small blocks.
+"""
 
 from functools import partial
 from unittest import mock
@@ -63,13 +65,19 @@ def expected(x, w, dy, sizes):
     ends = np.cumsum(sizes)
     for group, (begin, end) in enumerate(zip(ends - sizes, ends, strict=True)):
         rows = slice(begin, end)
-        y[rows], dx[rows], dw[group] = x[rows] @ w[group], dy[rows] @ w[group].T, x[rows].T @ dy[rows]
+        y[rows], dx[rows], dw[group] = (
+            x[rows] @ w[group],
+            dy[rows] @ w[group].T,
+            x[rows].T @ dy[rows],
+        )
     return {"output": y, "rows": dx, "kernels": dw}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_products_and_gradients_equal_a_loop_over_groups(method):
-    """Rows beyond the groups are left over from a selection: they may hold anything, and give zeros."""
+    """Rows beyond the groups are left over from a selection: they may hold anything, and give
+    zeros.
+    """
     for kind, sizes in SIZES.items():
         sizes = np.array(sizes)
         x, w, dy = draw()
@@ -92,7 +100,8 @@ def test_any_sizes_and_widths(sizes, width, columns):
 
 
 @pytest.mark.parametrize(
-    ("method", "dtype"), [("xla", "bfloat16"), pytest.param("pallas", "float16", marks=pytest.mark.wide)]
+    ("method", "dtype"),
+    [("xla", "bfloat16"), pytest.param("pallas", "float16", marks=pytest.mark.wide)],
 )
 def test_sixteen_bits_are_summed_in_float32(method, dtype):
     """Of a long sum in 16 bits not much would be left."""
@@ -139,7 +148,9 @@ def test_kernels_on_a_mesh_in_a_scan_with_remat_give_what_xla_does():
         for method in METHODS:
             view = device_view(partial(layers, method), "groups", (rows, whole, rows), rows)
             y, backward = jax.vjp(lambda x, w, view=view: view(x, w, sizes), x, w)
-            results.append(dict(zip(("output", "rows", "kernels"), (y, *backward(dy)), strict=True)))
+            results.append(
+                dict(zip(("output", "rows", "kernels"), (y, *backward(dy)), strict=True))
+            )
         return results
 
     with in_blocks(), jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2, devices=jax.devices()[:4])):
@@ -150,18 +161,37 @@ TABLE = read_table(__file__)
 
 
 def test_auto_takes_the_kernels_where_they_run_and_they_are_refused_elsewhere():
-    assert unexpected(TABLE["picked"], lambda row: " ".join(pick_method(row["asked"], row["platform"]))) == []
+    assert (
+        unexpected(
+            TABLE["picked"], lambda row: " ".join(pick_method(row["asked"], row["platform"]))
+        )
+        == []
+    )
     (problem,) = unsupported("pallas", "rocm")
-    assert not [word for word in ("model.grouped=pallas", "cuda, not on rocm", "auto (xla)") if word not in problem]
+    assert not [
+        word
+        for word in ("model.grouped=pallas", "cuda, not on rocm", "auto (xla)")
+        if word not in problem
+    ]
     assert not [row for row in TABLE["allowed"] if [*unsupported(*row)]]
 
 
 def test_xla_multiplies_each_row_with_every_group_but_on_tpus():
-    """As XLA's compiler counts it here; for an NVIDIA GPU see tests/tools/estimate/test_target.py."""
-    assert [is_dense("xla", platform) for platform in ("cuda", "rocm", "cpu", "tpu")] == [True, True, True, False]
+    """As XLA's compiler counts it here; for an NVIDIA GPU see
+    tests/tools/estimate/test_target.py.
+    """
+    assert [is_dense("xla", platform) for platform in ("cuda", "rocm", "cpu", "tpu")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     assert not is_dense("pallas", "cuda")
     shapes = (256, 32), (8, 32, 16), (8,)
-    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, ("f4", "f4", "i4"), strict=True)]
+    arrays = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in zip(shapes, ("f4", "f4", "i4"), strict=True)
+    ]
     cost = jax.jit(partial(grouped_matmul, method="xla")).lower(*arrays).compile().cost_analysis()
     assert cost["flops"] > 8 * 2 * 256 * 32 * 16
 
@@ -169,6 +199,8 @@ def test_xla_multiplies_each_row_with_every_group_but_on_tpus():
 def test_shapes_and_dtypes_that_do_not_fit_are_refused():
     def error_of(row):
         arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in row["arrays"]]
-        return raised_by(jax.eval_shape, partial(grouped_matmul, method="pallas"), *arrays, kind=ValueError)
+        return raised_by(
+            jax.eval_shape, partial(grouped_matmul, method="pallas"), *arrays, kind=ValueError
+        )
 
     assert unexpected(TABLE["refused"], error_of) == []

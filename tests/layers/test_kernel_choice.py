@@ -14,7 +14,14 @@ from jaxtp.analysis.hardware import TABLE
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.kernels import select
 from jaxtp.layers.kernels.fused_attention import DTYPES, MOST_HEAD_DIM, block_sizes, fused_attention
-from jaxtp.layers.kernels.select import KERNELS, Use, architecture_of, candidates, pick_kernel, unsupported
+from jaxtp.layers.kernels.select import (
+    KERNELS,
+    Use,
+    architecture_of,
+    candidates,
+    pick_kernel,
+    unsupported,
+)
 
 HOPPER = Use(platform="cuda 9.0", dtype="bfloat16", head_dim=128, length=4096, packed=False)
 CHOICES = read_table(__file__)
@@ -49,7 +56,9 @@ def test_a_layer_refuses_a_kernel_that_does_not_run_here():
     ("installed", "widest"),
     [((9, 22, 0), 128), ((9, 24, 0, 43), 128), ((9, 25, 0, 15), 256), ((10, 0), 256), (None, 256)],
 )
-def test_the_widest_head_of_cudnn_on_blackwell_depends_on_its_version(monkeypatch, installed, widest):
+def test_the_widest_head_of_cudnn_on_blackwell_depends_on_its_version(
+    monkeypatch, installed, widest
+):
     """NVIDIA/TransformerEngine#3056: an older one has no backward pass, and JAX lets it through."""
     monkeypatch.setattr(select, "installed_cudnn", lambda: installed)
     wide = replace(HOPPER, platform="cuda 10.0", head_dim=256)
@@ -58,9 +67,15 @@ def test_the_widest_head_of_cudnn_on_blackwell_depends_on_its_version(monkeypatc
 
 
 def test_the_architecture_is_that_of_the_device_or_of_its_row_in_the_table():
-    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA RTX A6000", compute_capability="8.6")
+    device = SimpleNamespace(
+        platform="gpu", device_kind="NVIDIA RTX A6000", compute_capability="8.6"
+    )
     assert architecture_of(device) == "cuda 8.6"
-    kinds = {"NVIDIA H100 NVL": "cuda 9.0", "NVIDIA of tomorrow": "cuda", "AMD Instinct MI300X": "rocm"}
+    kinds = {
+        "NVIDIA H100 NVL": "cuda 9.0",
+        "NVIDIA of tomorrow": "cuda",
+        "AMD Instinct MI300X": "rocm",
+    }
     for kind, architecture in kinds.items():
         assert architecture_of(SimpleNamespace(platform="gpu", device_kind=kind)) == architecture
     assert architecture_of(jax.devices()[0]) == "cpu"
@@ -73,7 +88,11 @@ def test_auto_takes_the_kernel_that_was_measured_to_be_faster():
     names = lambda asked, use: [kernel.name for kernel in candidates(asked, use)]
     assert names("auto", use) == ["cudnn", "fused"]
     assert names("auto", replace(use, platform="cuda 8.9")) == ["fused", "cudnn"]
-    for asked, changes in (("cudnn", {}), ("auto", {"packed": True}), ("auto", {"platform": "cpu"})):
+    for asked, changes in (
+        ("cudnn", {}),
+        ("auto", {"packed": True}),
+        ("auto", {"platform": "cpu"}),
+    ):
         assert len(candidates(asked, replace(use, **changes))) == 1
     select.record_fastest(use, "fused", "measured")
     assert pick_kernel("auto", use) == (KERNELS["fused"], "measured")
@@ -85,13 +104,20 @@ def test_every_head_has_blocks_that_triton_takes():
     assert KERNELS["fused"].head_dims(Use(head_dim=1))[0] == MOST_HEAD_DIM
     for dtype in DTYPES:
         for head_dim in (16, 32, 64, 128, MOST_HEAD_DIM):
-            sizes = [size for blocks in block_sizes(head_dim, dtype) for size in (blocks.queries, blocks.keys)]
+            sizes = [
+                size
+                for blocks in block_sizes(head_dim, dtype)
+                for size in (blocks.queries, blocks.keys)
+            ]
             assert all(size >= 16 and size & (size - 1) == 0 for size in sizes)
 
 
 def test_heads_and_dtypes_that_the_fused_kernels_do_not_take_are_refused():
     def error_of(row):
-        q, kv = (jax.ShapeDtypeStruct((1, 4, heads, row["width"]), row["dtype"]) for heads in row["heads"])
+        q, kv = (
+            jax.ShapeDtypeStruct((1, 4, heads, row["width"]), row["dtype"])
+            for heads in row["heads"]
+        )
         attend = lambda q, k, v: fused_attention(q, k, v, scale=1.0)
         return raised_by(jax.eval_shape, attend, q, kv, kv, kind=ValueError)
 

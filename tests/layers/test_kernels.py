@@ -1,4 +1,5 @@
-"""Attention kernels, forward and backward, against plain mathematics in float64; what they read and what they hold.
+"""Attention kernels, forward and backward, against plain mathematics in float64; what they read and
+what they hold.
 
 The fused kernels are interpreted on the CPU, in small blocks.
 """
@@ -56,7 +57,9 @@ class Structure:
 
 STRUCTURES = {
     "documents": Structure((2, 1)),
-    "window and softcap": Structure((4, 2), 5, 3.0, blocks=(Blocks(4, 8, 4, 2), Blocks(16, 4, 4, 2))),
+    "window and softcap": Structure(
+        (4, 2), 5, 3.0, blocks=(Blocks(4, 8, 4, 2), Blocks(16, 4, 4, 2))
+    ),
     "one document": Structure((2, 2), softcap=3.0, packed=False),
     "one document and a window": Structure((2, 1), 7, packed=False),
     "sinks and narrow values": Structure((4, 2), 5, 3.0, values=3, sinks=True),
@@ -83,11 +86,15 @@ def by_the_book(q, k, v, sinks, seen, structure):
 @partial(jax.jit, static_argnames="structure")
 def plain(q, k, v, grad, sinks, seen, structure):
     """Returns the result of attention and the gradients of its product with `grad`, in float64."""
-    return with_gradients(lambda *arrays: by_the_book(*arrays, seen, structure), q, k, v, grad, sinks)
+    return with_gradients(
+        lambda *arrays: by_the_book(*arrays, seen, structure), q, k, v, grad, sinks
+    )
 
 
 def which_see(queries, keys, window, segments):
-    """Returns whether each query sees each key, `[B, T, S]`, by their positions; no key is before position 0."""
+    """Returns whether each query sees each key, `[B, T, S]`, by their positions; no key is
+    before position 0.
+    """
     distance = queries[:, None] - keys
     seen = (distance >= 0) & (distance < (window or np.inf)) & (keys >= 0)
     in_row = np.clip(keys, 0, segments.shape[1] - 1)
@@ -124,7 +131,9 @@ def attend(name, structure, q, k, v, sinks, segments, part=None):
 
 @cache
 def program(name, structure):
-    """Returns a compiled kernel with its gradients; documents and part are arguments of it, not constants."""
+    """Returns a compiled kernel with its gradients; documents and part are arguments of it, not
+    constants.
+    """
     return jax.jit(partial(with_gradients, partial(attend, name, structure)))
 
 
@@ -138,22 +147,34 @@ def check(name, structure, segments, part=None):
     arrays = draw(structure, len(queries), len(keys))
     with jax.enable_x64(name != "fused"):
         found = program(name, structure)(*arrays, segments, part)
-    seen = which_see(queries, keys, structure.window, segments if structure.packed else 0 * segments)
+    seen = which_see(
+        queries, keys, structure.window, segments if structure.packed else 0 * segments
+    )
     with jax.enable_x64(True):
         expected = plain(*arrays, seen, structure)
     for what, array in found.items():
         np.testing.assert_allclose(array, expected[what], atol=ERRORS[name], err_msg=what)
-    for what, empty in (("output", ~seen.any(2)), ("queries", ~seen.any(2)), ("keys", ~seen.any(1))):
+    for what, empty in (
+        ("output", ~seen.any(2)),
+        ("queries", ~seen.any(2)),
+        ("keys", ~seen.any(1)),
+    ):
         assert not np.asarray(found[what])[empty].any(), f"{what} that meet nothing are exactly 0"
 
 
 def documents(tokens):
     """Draws segments of two rows; from the last end on there is padding."""
-    rows = st.lists(st.sets(st.integers(1, tokens), min_size=1, max_size=4).map(sorted), min_size=ROWS, max_size=ROWS)
+    rows = st.lists(
+        st.sets(st.integers(1, tokens), min_size=1, max_size=4).map(sorted),
+        min_size=ROWS,
+        max_size=ROWS,
+    )
 
     def segments(rows):
         at = np.arange(tokens)
-        ids = [np.where(at < ends[-1], np.searchsorted(ends, at, side="right") + 1, 0) for ends in rows]
+        ids = [
+            np.where(at < ends[-1], np.searchsorted(ends, at, side="right") + 1, 0) for ends in rows
+        ]
         return np.stack(ids).astype(np.int32)
 
     return rows.map(segments)
@@ -172,7 +193,12 @@ def test_a_kernel_equals_plain_mathematics(structure, name, segments, queries, f
     Keys may begin before the sequence, and some queries see none of them.
     """
     check(name, STRUCTURES[structure], segments)
-    check(name, STRUCTURES[structure], segments, Part(np.array(sorted(queries), np.int32), np.int32(first_key)))
+    check(
+        name,
+        STRUCTURES[structure],
+        segments,
+        Part(np.array(sorted(queries), np.int32), np.int32(first_key)),
+    )
 
 
 @pytest.mark.wide  # each example is a program
@@ -199,13 +225,17 @@ def test_a_kernel_equals_plain_mathematics_whatever_the_sizes(name, structure, s
 def test_a_document_may_have_the_number_of_one_before_its_neighbour(name):
     structure = STRUCTURES["documents"]
     run = partial(program(name, structure), *draw(structure, 12, 12))
-    again, counted = (np.repeat([ids, ids], 4, axis=1).astype(np.int32) for ids in ([1, 2, 1], [1, 2, 3]))
+    again, counted = (
+        np.repeat([ids, ids], 4, axis=1).astype(np.int32) for ids in ([1, 2, 1], [1, 2, 3])
+    )
     jax.tree.map(np.testing.assert_array_equal, run(again), run(counted))
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_a_device_may_learn_its_part_only_when_it_runs(name):
-    """Zigzag: chunks 0 and 3 or 1 and 2, by the place along an axis; the keys' gradients are summed over it."""
+    """Zigzag: chunks 0 and 3 or 1 and 2, by the place along an axis; the keys' gradients are
+    summed over it.
+    """
     structure = STRUCTURES["sinks and wide values"]
     order = np.arange(24).reshape(4, 6)[[0, 3, 1, 2]].ravel()
     segments = np.repeat([[1, 2, 3], [1, 1, 0]], 8, axis=1).astype(np.int32)
@@ -230,7 +260,8 @@ def test_a_device_may_learn_its_part_only_when_it_runs(name):
 
 
 NOT_READ = {
-    # Documents and window; the blocks of 8 that read the keys of block 1, and those that its queries read.
+    # Documents and window; the blocks of 8 that read the keys of block 1, and those that its
+    # queries read.
     "window": ([1] * 32, 9, {1, 2}, {0, 1}),
     "causality and documents": ([1] * 8 + [2] * 16 + [0] * 8, None, {1, 2}, {1}),
 }
@@ -245,7 +276,9 @@ def test_blocks_that_nothing_sees_are_not_read(case, name):
     segments = np.array([ids] * ROWS, np.int32)
     structure = Structure((2, 1), window, blocks=IN_EIGHTS)
     q, k, v, grad, _ = draw(structure, 32, 32)
-    poisoned = [np.where(np.arange(32)[:, None, None] // 8 == 1, np.nan, x) for x in (q, k, v, grad)]
+    poisoned = [
+        np.where(np.arange(32)[:, None, None] // 8 == 1, np.nan, x) for x in (q, k, v, grad)
+    ]
     run = program(name, structure)
     clean = run(q, k, v, grad, None, segments)
     of_keys = run(q, *poisoned[1:3], grad, None, segments)
@@ -294,17 +327,23 @@ def test_second_derivatives_of_blockwise_are_those_of_xla():
 
 @pytest.mark.parametrize("dtype", sweep(["bfloat16", "float16"], "bfloat16"))
 def test_sixteen_bits_are_as_exact_as_a_result_that_is_rounded_once(dtype):
-    """The gradient takes the softmax's mean from the output, which is in 16 bits, and is not rounded any more."""
+    """The gradient takes the softmax's mean from the output, which is in 16 bits, and is not
+    rounded any more.
+    """
     structure = Structure((4, 2), packed=False)
     *arrays, _ = (x if x is None else jnp.asarray(x, dtype) for x in draw(structure, 40, 40))
-    found = jax.jit(lambda *given: {name: program(name, structure)(*given, None, None) for name in ERRORS})(*arrays)
+    found = jax.jit(
+        lambda *given: {name: program(name, structure)(*given, None, None) for name in ERRORS}
+    )(*arrays)
     exact = [np.asarray(x, np.float64) for x in arrays]
     at = np.arange(40)
     with jax.enable_x64(True):
         expected = plain(*exact, None, which_see(at, at, None, np.zeros((ROWS, 40))), structure)
     for results in found.values():
         assert {array.dtype.name for array in results.values()} == {dtype}
-        assert_close(results, {what: expected[what] for what in results}, float(jnp.finfo(dtype).eps) / 2)
+        assert_close(
+            results, {what: expected[what] for what in results}, float(jnp.finfo(dtype).eps) / 2
+        )
 
 
 def test_blockwise_holds_blocks_of_scores_and_no_more():
@@ -312,7 +351,9 @@ def test_blockwise_holds_blocks_of_scores_and_no_more():
 
     def temporaries(length):
         structure = Structure((1, 1), packed=False, values=8, sinks=True)
-        shapes = [jax.ShapeDtypeStruct((1, length, 1, 8), "float32")] * 4 + [jax.ShapeDtypeStruct((1,), "float32")]
+        shapes = [jax.ShapeDtypeStruct((1, length, 1, 8), "float32")] * 4 + [
+            jax.ShapeDtypeStruct((1,), "float32")
+        ]
         compiled = program("blockwise", structure).lower(*shapes, None).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -348,7 +389,9 @@ def test_visited_blocks_and_scores_of_a_device_are_counted_from_its_chunks(devic
         pairs = sum(queries[i : i + block][-1] // block - lowest[i] // block + 1 for i in starts)
         assert num_visited(chunks, window) == pairs
     whole = [range(sum(len(chunk) for chunks in devices for chunk in chunks))]
-    np.testing.assert_allclose(sum(num_scores(chunks, window) for chunks in devices), num_scores(whole, window))
+    np.testing.assert_allclose(
+        sum(num_scores(chunks, window) for chunks in devices), num_scores(whole, window)
+    )
 
 
 def test_zigzag_chunks_make_the_work_of_all_devices_alike():
@@ -374,7 +417,10 @@ def test_cudnn_gets_values_as_wide_as_keys(monkeypatch):
     @jax.jit
     def run(given):
         pairs = zip(structures, given, strict=True)
-        return [[program(name, s)(*arrays, None) for name in ("cudnn", "blockwise")] for s, arrays in pairs]
+        return [
+            [program(name, s)(*arrays, None) for name in ("cudnn", "blockwise")]
+            for s, arrays in pairs
+        ]
 
     for found, expected in run([draw(structure) for structure in structures]):
         assert_close(found, expected)
@@ -388,7 +434,9 @@ def test_a_layer_with_a_kernel_for_gpus_equals_one_with_xla():
 
     def build(name):
         config = jaxtp.AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4, attention=name)
-        return jaxtp.CausalSelfAttention(8, config, jaxtp.LayerContext(sequence_parallel=None), rngs=nnx.Rngs(0))
+        return jaxtp.CausalSelfAttention(
+            8, config, jaxtp.LayerContext(sequence_parallel=None), rngs=nnx.Rngs(0)
+        )
 
     def twice(layer, x):
         again = jax.checkpoint(lambda x, _: (layer(x), None))
@@ -396,8 +444,14 @@ def test_a_layer_with_a_kernel_for_gpus_equals_one_with_xla():
 
     arrays = np.random.default_rng(0).standard_normal((2, 4, 10, 8), "f4")
     weights = random_weights(partial(build, "xla"))
-    fused, xla = (LayerProgram(partial(build, name), weights, (1, 2, 1, 2), call=twice) for name in ("fused", "xla"))
-    with in_blocks(IN_EIGHTS), mock.patch.object(attention, "architecture_of", return_value="cuda 9.0"):
+    fused, xla = (
+        LayerProgram(partial(build, name), weights, (1, 2, 1, 2), call=twice)
+        for name in ("fused", "xla")
+    )
+    with (
+        in_blocks(IN_EIGHTS),
+        mock.patch.object(attention, "architecture_of", return_value="cuda 9.0"),
+    ):
         assert_close(fused(*arrays), xla(*arrays))
         equations = accounts.equations(fused.jaxpr(*arrays).jaxpr)
     grids = [e.params["grid_mapping"].grid for e in equations if e.primitive.name == "pallas_call"]

@@ -13,7 +13,9 @@ import jaxtp
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.layers.lora import LoraConfig
 
-CONFIG = jaxtp.ModelConfig(vocab_size=19, d_model=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24)
+CONFIG = jaxtp.ModelConfig(
+    vocab_size=19, d_model=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24
+)
 ADAPTED = dataclasses.replace(CONFIG, lora=LoraConfig(rank=3, alpha=5.0))
 PLACES = {  # by target: the kernel, and the adapter beside it
     "q_proj": ("attention.qkv.kernels.0", "attention.qkv.loras.0"),
@@ -62,7 +64,11 @@ def arrays_of(model):
 def test_only_the_targets_have_an_adapter():
     for target, (_, adapter) in PLACES.items():
         config = dataclasses.replace(CONFIG, lora=LoraConfig(rank=2, targets=(target,)))
-        names = {name for name in named_variables(nnx.state(nnx.eval_shape(build(config)))) if "loras" in name}
+        names = {
+            name
+            for name in named_variables(nnx.state(nnx.eval_shape(build(config))))
+            if "loras" in name
+        }
         # With one target its adapter is the first of its layer.
         layer = adapter.rpartition(".")[0]
         assert names == {f"blocks.{layer}.0.{part}" for part in "ab"}
@@ -70,12 +76,16 @@ def test_only_the_targets_have_an_adapter():
 
 @pytest.mark.wide
 def test_an_optimizer_of_all_params_trains_the_adapters_alone():
-    """With frozen weights that are an `nnx.Param` too, a plain NNX optimizer trained all of the model, silently."""
+    """With frozen weights that are an `nnx.Param` too, a plain NNX optimizer trained all of the
+    model, silently.
+    """
     model = jaxtp.add_adapters(build(CONFIG)(), LoraConfig(rank=3))
     before = {name: np.asarray(array) for name, array in arrays_of(model).items()}
     adapters = {name for name in before if "loras" in name}
     optimizer = nnx.Optimizer(model, optax.adamw(0.1), wrt=nnx.Param)
-    moments = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(optimizer.opt_state)) if leaf.size > 1)
+    moments = sum(
+        leaf.size for leaf in jax.tree.leaves(nnx.state(optimizer.opt_state)) if leaf.size > 1
+    )
     assert moments == 2 * sum(before[name].size for name in adapters)
 
     gradient = nnx.jit(nnx.grad(lambda model: model.loss(IDS, IDS)[0]))
@@ -84,7 +94,9 @@ def test_an_optimizer_of_all_params_trains_the_adapters_alone():
         assert named_variables(grads).keys() == adapters
         optimizer.update(model, grads)
     after = named_variables(nnx.state(model))
-    assert {name for name in after if (np.asarray(after[name][...]) != before[name]).any()} == adapters
+    assert {
+        name for name in after if (np.asarray(after[name][...]) != before[name]).any()
+    } == adapters
     assert {type(after[name]) for name in after} == {nnx.LoRAParam, jaxtp.FrozenParam}
 
     nnx.update(model, jax.tree.map(lambda a: 0 * a, nnx.state(model, nnx.LoRAParam)))

@@ -42,13 +42,17 @@ def traced(rows, length, chunk_size, precision=jaxtp.Precision()):
 def test_products_are_in_the_compute_dtype():
     for dtype in ("bfloat16", "float32"):
         equations = traced(4, 4, CHUNK, jaxtp.Precision(compute=dtype))
-        products = [[v.aval.dtype for v in e.invars] for e in equations if e.primitive.name == "dot_general"]
+        products = [
+            [v.aval.dtype for v in e.invars] for e in equations if e.primitive.name == "dot_general"
+        ]
         assert len(products) >= 4
         assert all(dtypes == [dtype, dtype] for dtypes in products)
 
 
 def test_tokens_are_listed_without_a_copy():
-    """Where chunks divide the tokens, the loops read the activation and write its gradient as they are."""
+    """Where chunks divide the tokens, the loops read the activation and write its gradient as
+    they are.
+    """
     outputs = [(e.primitive.name, v.aval.size) for e in traced(8, 8, 8) for v in e.outvars]
     assert {name for name, size in outputs if size == 8 * 8 * D} == {"name", "scan", "reshape"}
 
@@ -57,7 +61,8 @@ def test_chunks_add_up_their_gradients_in_float32():
     """In bfloat16 a sum of 512 would have lost what the later ones add."""
     x, table, labels = given(4, 128)
     whole, added = (
-        jax.jit(jax.grad(lambda table, size=size: total(x, table, labels, size, LOW)))(table) for size in (512, 1)
+        jax.jit(jax.grad(lambda table, size=size: total(x, table, labels, size, LOW)))(table)
+        for size in (512, 1)
     )
     assert relative_error(added, whole) < 2**-8
     assert jnp.linalg.norm(whole) > 1
@@ -67,7 +72,9 @@ def test_second_derivatives():
     x, table, labels = given(2, 4)
 
     def plain(x, table):
-        return -jnp.take_along_axis(jax.nn.log_softmax(x @ table.T), labels[..., None], axis=-1).sum()
+        return -jnp.take_along_axis(
+            jax.nn.log_softmax(x @ table.T), labels[..., None], axis=-1
+        ).sum()
 
     def second(loss):
         along = lambda *args: sum(map(jnp.vdot, jax.grad(loss, (0, 1))(*args), (x, table)))
@@ -75,7 +82,9 @@ def test_second_derivatives():
 
     ours = lambda x, table: total(x, table, labels, CHUNK)
     with jax.set_mesh(jaxtp.make_mesh(tp=2)):
-        found, expected = jax.jit(lambda *args: (second(ours)(*args), second(plain)(*args)))(x, table)
+        found, expected = jax.jit(lambda *args: (second(ours)(*args), second(plain)(*args)))(
+            x, table
+        )
     assert max(map(relative_error, found, expected)) < 1e-5
 
 
@@ -91,15 +100,21 @@ def log_probs_of(found, labels):
 
 @pytest.mark.parametrize("case", sweep(CASES, "soft caps and scale", "one label over all axes"))
 def test_log_probabilities_entropy_and_top_ids_of_each_token(case):
-    """Against float64 on whole logits; 37 ids are not divided by tp, and no chunk divides the tokens of a device."""
+    """Against float64 on whole logits; 37 ids are not divided by tp, and no chunk divides the
+    tokens of a device.
+    """
     (dp, fsdp, cp, tp), softcap, split, *dims = CASES[case]
     size = 37
     x, table, _ = given(4, 8)
     arrays = (x, table[:size], 3 * table[:size, 0]) if split else (x, table[:size])
     scale, temperature = (0.5, TEMPERATURE) if split else (1.0, 1.0)
-    labels = jax.random.randint(jax.random.key(3), (4, 8, *dims), 0, 3 if dims else size)  # repeats in K labels
+    # repeats in K labels
+    labels = jax.random.randint(jax.random.key(3), (4, 8, *dims), 0, 3 if dims else size)
     labels = labels.at[:, 6:].set(-100).at[:, 5, ...].set(size - 1)
-    weights = jax.random.normal(jax.random.key(4), (4, 8, *dims)), jax.random.normal(jax.random.key(5), (4, 8))
+    weights = (
+        jax.random.normal(jax.random.key(4), (4, 8, *dims)),
+        jax.random.normal(jax.random.key(5), (4, 8)),
+    )
     head = jaxtp.HeadConfig(
         size,
         jaxtp.LayerContext(sequence_parallel=split),
@@ -143,7 +158,9 @@ def test_the_likeliest_label_has_the_highest_logit():
     logits = np.einsum("btd,vd->btv", np.float64(x), np.float64(table[:37]))
     labels = jnp.where(labels < 37, labels, -100).at[:, :3].set(logits.argmax(-1)[:, :3])
     with jax.set_mesh(jaxtp.make_mesh(tp=4)):
-        statistics = lambda x, table: vocab_parallel_statistics(x, (table, jaxtp.HeadConfig(37), None), labels)
+        statistics = lambda x, table: vocab_parallel_statistics(
+            x, (table, jaxtp.HeadConfig(37), None), labels
+        )
         found = jax.jit(statistics)(x, table)
     assert found.entropy is None
     assert np.array_equal(found.label_logit >= found.highest, labels == logits.argmax(-1))
@@ -151,7 +168,9 @@ def test_the_likeliest_label_has_the_highest_logit():
 
 @pytest.mark.parametrize("mesh", sweep([(1, 1, 4), (1, 2, 2)], (1, 1, 4)), ids=str)
 def test_no_array_of_the_compiled_program_has_all_logits(mesh):
-    """Nor more than a few numbers of K labels for each token; 128 tokens, of chunks of 8 on a device."""
+    """Nor more than a few numbers of K labels for each token; 128 tokens, of chunks of 8 on a
+    device.
+    """
     _, fsdp, tp = mesh
     ids = 1024
     tokens = 128 // fsdp
@@ -166,6 +185,8 @@ def test_no_array_of_the_compiled_program_has_all_logits(mesh):
     with jax.set_mesh(jaxtp.make_mesh(*mesh)):
         run = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))
         text = run.lower(jnp.ones((8, 16, 4)), jnp.ones((ids, 4))).compile().as_text()
-    sizes = {math.prod(map(int, dims.split(","))) for dims in re.findall(r"\b[fs]32\[([\d,]+)\]", text)}
+    sizes = {
+        math.prod(map(int, dims.split(","))) for dims in re.findall(r"\b[fs]32\[([\d,]+)\]", text)
+    }
     assert 8 * ids // tp in sizes
     assert max(sizes - {4 * ids}) <= 2 * 8 * ids // tp < tokens * ids // tp

@@ -1,4 +1,6 @@
-"""Products in MXFP8: their error, their gradients, the same numbers on every mesh, and what is refused."""
+"""Products in MXFP8: their error, their gradients, the same numbers on every mesh, and what is
+refused.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +12,28 @@ from jax.sharding import PartitionSpec as P
 from support import assert_close, relative_error, sizes_of, sweep
 
 from jaxtp.analysis.census import equations
-from jaxtp.collectives import WeightDtypes, WeightLayout, device_view, enter_parallel, leave_parallel, load_weight
+from jaxtp.collectives import (
+    WeightDtypes,
+    WeightLayout,
+    device_view,
+    enter_parallel,
+    leave_parallel,
+    load_weight,
+)
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.mxfp8 import mx_matmul, mx_problem
 from jaxtp.layers.sequence_parallel import SEQUENCE_DIM
-from jaxtp.mesh import BATCH, CONTEXT, SEQUENCE, STORAGE, TP, abstract_mesh, as_current, mesh_of, mesh_shape
+from jaxtp.mesh import (
+    BATCH,
+    CONTEXT,
+    SEQUENCE,
+    STORAGE,
+    TP,
+    abstract_mesh,
+    as_current,
+    mesh_of,
+    mesh_shape,
+)
 
 M = 12
 K = 64
@@ -22,13 +41,19 @@ N = 96
 INPUTS = {
     "random": lambda r, shape: r.standard_normal(shape),
     "heavy-tailed": lambda r, shape: r.standard_t(1.5, shape),
-    "outlier channels": lambda r, shape: r.standard_normal(shape) * np.where(r.random(shape[-1]) < 0.05, 100.0, 1.0),
-    "many magnitudes": lambda r, shape: r.standard_normal(shape) * np.exp2(r.integers(-40, 40, (*shape[:-1], 1))),
+    "outlier channels": lambda r, shape: (
+        r.standard_normal(shape) * np.where(r.random(shape[-1]) < 0.05, 100.0, 1.0)
+    ),
+    "many magnitudes": lambda r, shape: (
+        r.standard_normal(shape) * np.exp2(r.integers(-40, 40, (*shape[:-1], 1)))
+    ),
 }
 
 
 def blocked(x):
-    """Elements of the blocks along the last dim times their scales, and the bound of their errors, in float64."""
+    """Elements of the blocks along the last dim times their scales, and the bound of their
+    errors, in float64.
+    """
     blocks = np.asarray(x, np.float64).reshape(*x.shape[:-1], -1, 32)
     most = np.abs(blocks).max(-1, keepdims=True)
     scale = np.exp2(np.ceil(np.log2(np.where(most, most, 1) / 448)))
@@ -51,7 +76,12 @@ def test_elements_are_those_of_the_format():
     np.testing.assert_array_equal(y[finite], blocked(x[finite])[0])
 
 
-DTYPES = {"random": "float32", "outlier channels": "bfloat16", "heavy-tailed": "float32", "many magnitudes": "bfloat16"}
+DTYPES = {
+    "random": "float32",
+    "outlier channels": "bfloat16",
+    "heavy-tailed": "float32",
+    "many magnitudes": "bfloat16",
+}
 
 
 @pytest.mark.parametrize(("name", "dtype"), DTYPES.items())
@@ -69,9 +99,13 @@ def test_the_errors_of_products_are_bounded(name, dtype):
         rounding = allowed(result, np.abs(a) @ np.abs(b).T, dtype)
         assert (np.abs(result - a_8 @ b_8.T) <= rounding).all(), "not the product of the blocks"
         assert (np.abs(result - exact) <= bound + rounding).all()
-        assert (bound <= 0.13 * np.linalg.norm(a, axis=-1)[..., None] * np.linalg.norm(b, axis=-1)).all()
+        assert (
+            bound <= 0.13 * np.linalg.norm(a, axis=-1)[..., None] * np.linalg.norm(b, axis=-1)
+        ).all()
         assert 0.01 < relative_error(result, exact) < 0.05
-    exact, size = (np.einsum("btk,btn->kn", *each) for each in ((x, grad), (np.abs(x), np.abs(grad))))
+    exact, size = (
+        np.einsum("btk,btn->kn", *each) for each in ((x, grad), (np.abs(x), np.abs(grad)))
+    )
     assert (np.abs(dw - exact) <= allowed(dw, size, dtype)).all()
 
 
@@ -89,15 +123,25 @@ def with_gradients(function, *arguments):
 def mlp(sequence):
     """A column and a row layer with remat: output and gradients."""
     r = np.random.default_rng(2)
-    x, up, down, grad = (r.standard_normal(shape).astype("f4") for shape in ((4, 8, K), (K, 256), (256, K), (4, 8, K)))
+    x, up, down, grad = (
+        r.standard_normal(shape).astype("f4")
+        for shape in ((4, 8, K), (K, 256), (256, K), (4, 8, K))
+    )
     dtypes = WeightDtypes(*[jnp.dtype("float32")] * 3)
 
     def body(x, up, down):
-        inner = mx_matmul(enter_parallel(x, sequence), load_weight(up, dtypes, WeightLayout(fsdp_dim=0)))
-        return leave_parallel(mx_matmul(jnp.tanh(inner), load_weight(down, dtypes, WeightLayout(fsdp_dim=1))), sequence)
+        inner = mx_matmul(
+            enter_parallel(x, sequence), load_weight(up, dtypes, WeightLayout(fsdp_dim=0))
+        )
+        return leave_parallel(
+            mx_matmul(jnp.tanh(inner), load_weight(down, dtypes, WeightLayout(fsdp_dim=1))),
+            sequence,
+        )
 
     tokens = P(BATCH, SEQUENCE if sequence else CONTEXT)
-    layer = device_view(jax.checkpoint(body), "mlp", (tokens, P(STORAGE, TP), P(TP, STORAGE)), tokens)
+    layer = device_view(
+        jax.checkpoint(body), "mlp", (tokens, P(STORAGE, TP), P(TP, STORAGE)), tokens
+    )
 
     results = jax.jit(lambda *given: with_gradients(layer, *given))(x, up, down, grad)
     return dict(zip(("y", "x", "up", "down"), results, strict=True))
@@ -137,7 +181,10 @@ def test_only_needed_products_are_computed_by_kernels_on_blackwell():
 
 def test_sizes_libraries_and_other_gpus_are_checked(monkeypatch):
     for kind, named in (("NVIDIA H100 80GB HBM3", "cuda 9.0"), ("AMD Instinct MI300X", "rocm")):
-        with on(kind), pytest.raises(ConfigError, match=f"{named} would multiply in 16 bits.*cuda 10.0"):
+        with (
+            on(kind),
+            pytest.raises(ConfigError, match=f"{named} would multiply in 16 bits.*cuda 10.0"),
+        ):
             products(0, "")
     with pytest.raises(ConfigError, match=r"40 input features.*nearest: 32 or 64"):
         mx_matmul(jnp.ones((M, 40)), jnp.ones((40, N)))

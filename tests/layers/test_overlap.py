@@ -1,4 +1,6 @@
-"""Rings give what a gather before the product, and a scatter after it, give: outputs and gradients."""
+"""Rings give what a gather before the product, and a scatter after it, give: outputs and
+gradients.
+"""
 
 from functools import partial
 
@@ -24,15 +26,22 @@ SPLIT = P(None, "tp")
 def arrays(tp, dtype="float32"):
     shapes = {"x": (2, PART * tp, D), "in 0": (D, FEATURES[0]), "in 1": (D, FEATURES[1])}
     shapes |= {"out 0": (FEATURES[0], D), "out 1": (FEATURES[1], D)}
-    return {name: jax.random.normal(jax.random.key(i), s, dtype) for i, (name, s) in enumerate(shapes.items())}
+    return {
+        name: jax.random.normal(jax.random.key(i), s, dtype)
+        for i, (name, s) in enumerate(shapes.items())
+    }
 
 
 def pair(overlap):
-    """A column layer of two projections and a row layer that sums two products, on a device's parts."""
+    """A column layer of two projections and a row layer that sums two products, on a device's
+    parts.
+    """
 
     def body(given):
         a, b = enter_matmul(given["x"], [given["in 0"], given["in 1"]], SEQUENCE_DIM, overlap)
-        return leave_matmul([jnp.tanh(a), jnp.sin(b)], [given["out 0"], given["out 1"]], SEQUENCE_DIM, overlap)
+        return leave_matmul(
+            [jnp.tanh(a), jnp.sin(b)], [given["out 0"], given["out 1"]], SEQUENCE_DIM, overlap
+        )
 
     specs = {name: P("tp") if name.startswith("out") else SPLIT for name in arrays(1)}
     return jax.shard_map(body, in_specs=(specs,), out_specs=SPLIT)
@@ -50,9 +59,12 @@ def run(overlap, given):
 
 
 def moved(function, *args):
-    counted = count_collectives(jax.make_jaxpr(function)(*args), mesh_sizes(jax.sharding.get_mesh()))
+    counted = count_collectives(
+        jax.make_jaxpr(function)(*args), mesh_sizes(jax.sharding.get_mesh())
+    )
     return {
-        kind: sum(n * c.bytes_sent for c, n in counted.items() if c.kind == kind) for kind in {c.kind for c in counted}
+        kind: sum(n * c.bytes_sent for c, n in counted.items() if c.kind == kind)
+        for kind in {c.kind for c in counted}
     }
 
 
@@ -63,7 +75,9 @@ def test_rings_give_the_outputs_and_gradients_of_gathers(tp):
 
 
 def test_only_permutes_of_parts_move_and_none_for_weights_without_a_gradient():
-    """Forward a ring each; backward one for the row layer, and for the column layer one by input, one by weights."""
+    """Forward a ring each; backward one for the row layer, and for the column layer one by
+    input, one by weights.
+    """
     tp = 4
     given = arrays(tp)
     unit = (tp - 1) / tp * given["x"].nbytes
@@ -83,14 +97,19 @@ def test_an_unused_output_of_a_ring_has_no_gradient():
 
     def first(x, kernels, ring):
         project = (
-            partial(gather_matmul, False) if ring else partial(enter_matmul, sequence=SEQUENCE_DIM, overlap="none")
+            partial(gather_matmul, False)
+            if ring
+            else partial(enter_matmul, sequence=SEQUENCE_DIM, overlap="none")
         )
-        ys = jax.shard_map(project, in_specs=(SPLIT, (SPLIT, SPLIT)), out_specs=(P(None, None, "tp"),) * 2)(x, kernels)
+        ys = jax.shard_map(
+            project, in_specs=(SPLIT, (SPLIT, SPLIT)), out_specs=(P(None, None, "tp"),) * 2
+        )(x, kernels)
         return (ys[0] ** 2).sum()
 
     with jax.set_mesh(jaxtp.make_mesh(tp=4)):
         found, expected = (
-            jax.jit(jax.grad(first, (0, 1)), static_argnums=2)(given["x"], kernels, r) for r in (True, False)
+            jax.jit(jax.grad(first, (0, 1)), static_argnums=2)(given["x"], kernels, r)
+            for r in (True, False)
         )
     named = lambda grads: dict(zip(("x", "in 0", "in 1"), jax.tree.leaves(grads), strict=True))
     assert_close(named(found), named(expected), tolerance=1e-6)
@@ -104,7 +123,9 @@ def test_the_gradient_of_a_weight_is_rounded_once():
 
     def total(kernel):
         ys = jax.shard_map(
-            lambda x, w: gather_matmul(False, x, (w,))[0], in_specs=(SPLIT, SPLIT), out_specs=P(None, None, "tp")
+            lambda x, w: gather_matmul(False, x, (w,))[0],
+            in_specs=(SPLIT, SPLIT),
+            out_specs=P(None, None, "tp"),
         )
         return ys(x, kernel).astype("float32").sum()
 
@@ -116,7 +137,9 @@ def test_the_gradient_of_a_weight_is_rounded_once():
 
 @pytest.mark.parametrize("trained", [("x", "in 0", "out 0"), ("x",)], ids=len)
 def test_an_mlp_in_one_ring(trained):
-    """Its bytes: forward x and sums, backward both again and the gradient of x; no array has whole sequences."""
+    """Its bytes: forward x and sums, backward both again and the gradient of x; no array has
+    whole sequences.
+    """
     tp = 4
     plain = lambda hidden, x, columns, rows: hidden(x @ columns) @ rows
     given = arrays(tp)
@@ -125,13 +148,17 @@ def test_an_mlp_in_one_ring(trained):
         def total(chosen):
             x, columns, rows = (chosen.get(name, given[name]) for name in ("x", "in 0", "out 0"))
             body = jax.shard_map(partial(mlp, jnp.tanh), in_specs=specs, out_specs=specs[0])
-            return (jnp.sin(body(x, columns, rows)) * jax.random.normal(jax.random.key(9), x.shape)).sum()
+            return (
+                jnp.sin(body(x, columns, rows)) * jax.random.normal(jax.random.key(9), x.shape)
+            ).sum()
 
         return jax.grad(total)
 
     with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
         chosen = {name: given[name] for name in trained}
         ring = of(ring_mlp, (SPLIT, SPLIT, P("tp")))
-        assert_close(jax.jit(ring)(chosen), jax.jit(of(plain, (P(), P(), P())))(chosen), tolerance=1e-6)
+        assert_close(
+            jax.jit(ring)(chosen), jax.jit(of(plain, (P(), P(), P())))(chosen), tolerance=1e-6
+        )
         assert moved(ring, chosen) == {"permute": 5 * (tp - 1) / tp * given["x"].nbytes}
         assert f"[2,{PART * tp},{FEATURES[0] // tp}]" not in str(jax.make_jaxpr(ring)(chosen))

@@ -1,4 +1,6 @@
-"""Layers, on meshes and on none, against the plain mathematics: output, input and weight gradients."""
+"""Layers, on meshes and on none, against the plain mathematics: output, input and weight
+gradients.
+"""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,7 +13,15 @@ import numpy as np
 import pytest
 import reference
 from flax import nnx
-from support import MESHES, assert_close, by_name, random_weights, state_on_mesh, sweep, without_mesh
+from support import (
+    MESHES,
+    assert_close,
+    by_name,
+    random_weights,
+    state_on_mesh,
+    sweep,
+    without_mesh,
+)
 from tables import read_table
 from variants import variant
 
@@ -35,7 +45,9 @@ WHOLE = jaxtp.LayerContext(sequence_parallel=False)
 
 @dataclass(frozen=True)
 class Case:
-    """A layer, what it computes from its weights by name, how it is called, and the shape of its input."""
+    """A layer, what it computes from its weights by name, how it is called, and the shape of its
+    input.
+    """
 
     build: Any
     reference: Any
@@ -51,7 +63,9 @@ def loss_and_count(head, x):
 def biased_loss(head, x):
     config = jaxtp.HeadConfig(V, chunk_size=2, scale=0.7)
     logits = jaxtp.vocab_parallel_logits(x, head.kernel[...], config, head.bias[...])
-    total, _ = jaxtp.vocab_parallel_cross_entropy(x, head.kernel[...], LABELS, config, head.bias[...])
+    total, _ = jaxtp.vocab_parallel_cross_entropy(
+        x, head.kernel[...], LABELS, config, head.bias[...]
+    )
     return logits + total
 
 
@@ -70,7 +84,9 @@ LINEAR = {
     "column of rows": Case(column(), lambda w, x: x @ w["kernels.0"], shape=(B, D)),
     "several columns": Case(
         column((F, 8, 16), use_bias=True),
-        lambda w, x: jnp.concatenate([x @ w[f"kernels.{i}"] + w[f"biases.{i}"] for i in range(3)], axis=-1),
+        lambda w, x: jnp.concatenate(
+            [x @ w[f"kernels.{i}"] + w[f"biases.{i}"] for i in range(3)], axis=-1
+        ),
         lambda layer, x: jnp.concatenate(layer(x), axis=-1),
     ),
     "row": Case(
@@ -83,11 +99,23 @@ LINEAR = {
         lambda w, x: reference.swiglu(x, reference.named(w, reference.MLP)),
     ),
     "xIELU": Case(
-        lambda rngs: jaxtp.MLP(D, jaxtp.MLPConfig(d_ff=F - 3, mlp="plain", activation="xielu"), rngs=rngs),
-        lambda w, x: reference.xielu(x @ w["up.kernels.0"], w["alpha_p"], w["alpha_n"]) @ w["down.kernel"],
+        lambda rngs: jaxtp.MLP(
+            D, jaxtp.MLPConfig(d_ff=F - 3, mlp="plain", activation="xielu"), rngs=rngs
+        ),
+        lambda w, x: (
+            reference.xielu(x @ w["up.kernels.0"], w["alpha_p"], w["alpha_n"]) @ w["down.kernel"]
+        ),
     ),
 }
-NORMS = ("rms", "rms_plus_one", "rms_plain", "layer", "layer_plus_one", "layer_no_bias", "layer_plain")
+NORMS = (
+    "rms",
+    "rms_plus_one",
+    "rms_plain",
+    "layer",
+    "layer_plus_one",
+    "layer_no_bias",
+    "layer_plain",
+)
 EMBEDDINGS = {
     # An embedding has no float input; the factor is one.
     "embedding": Case(
@@ -113,7 +141,9 @@ LOSSES = {
         loss_and_count,
     ),
     "biased loss": Case(
-        lambda rngs: jaxtp.VocabParallelHead(V, D, use_bias=True, rngs=rngs), biased_loss_by_the_book, biased_loss
+        lambda rngs: jaxtp.VocabParallelHead(V, D, use_bias=True, rngs=rngs),
+        biased_loss_by_the_book,
+        biased_loss,
     ),
 }
 
@@ -127,7 +157,9 @@ def norm_by_the_book(kind, w, x, prefix="", shape=(-1,)):
 
 def norm_case(kind):
     config = jaxtp.NormConfig(norm=kind, norm_eps=1e-3)
-    return Case(lambda rngs: jaxtp.Norm(D, config, SPLIT), lambda w, x: norm_by_the_book(kind, w, x))
+    return Case(
+        lambda rngs: jaxtp.Norm(D, config, SPLIT), lambda w, x: norm_by_the_book(kind, w, x)
+    )
 
 
 TABLE = read_table(__file__)
@@ -172,9 +204,13 @@ def attention_case(norm, settings):
 
     def attend(w, x):
         change = lambda *projections: heads_of(config, norm, w, *projections)
-        return reference.attention(x, reference.named(w, names), *HEADS.values(), None, change=change)
+        return reference.attention(
+            x, reference.named(w, names), *HEADS.values(), None, change=change
+        )
 
-    return Case(lambda rngs: jaxtp.CausalSelfAttention(D, config, SPLIT, norm=norms, rngs=rngs), attend)
+    return Case(
+        lambda rngs: jaxtp.CausalSelfAttention(D, config, SPLIT, norm=norms, rngs=rngs), attend
+    )
 
 
 CASES = {**LINEAR, **EMBEDDINGS, **LOSSES, **{f"norm {kind}": norm_case(kind) for kind in NORMS}}
@@ -194,12 +230,16 @@ def build(group):
 
 
 def with_gradients(function, weights, inputs):
-    """Returns the outputs of layers, and the gradients of their product with fixed random numbers."""
+    """Returns the outputs of layers, and the gradients of their product with fixed random
+    numbers.
+    """
 
     def scalar(weights, inputs):
         outputs = function(weights, inputs)
         random = np.random.default_rng(3)
-        return sum(jnp.sum(y * random.standard_normal(y.shape).astype("f4")) for y in outputs.values()), outputs
+        return sum(
+            jnp.sum(y * random.standard_normal(y.shape).astype("f4")) for y in outputs.values()
+        ), outputs
 
     return jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True)(weights, inputs)
 
@@ -217,15 +257,21 @@ def results(found, weights_by_name):
 def plain_mathematics(group):
     """Returns weights and inputs of layers, and their outputs and gradients as they should be."""
     weights = random_weights(lambda: build(group))
-    inputs = {name: RANDOM.standard_normal(CASES[name].shape).astype("f4") for name in GROUPS[group]}
+    inputs = {
+        name: RANDOM.standard_normal(CASES[name].shape).astype("f4") for name in GROUPS[group]
+    }
 
     def expected(weights, inputs):
         own = lambda name: {
-            path.removeprefix(f"{name}."): a for path, a in weights.items() if path.startswith(name + ".")
+            path.removeprefix(f"{name}."): a
+            for path, a in weights.items()
+            if path.startswith(name + ".")
         }
         return {name: CASES[name].reference(own(name), x) for name, x in inputs.items()}
 
-    found = jax.jit(lambda weights, inputs: with_gradients(expected, weights, inputs))(weights, inputs)
+    found = jax.jit(lambda weights, inputs: with_gradients(expected, weights, inputs))(
+        weights, inputs
+    )
     return weights, inputs, results(found, dict)
 
 
@@ -249,21 +295,28 @@ ON_ALL = ("embeddings", "losses")
 
 
 def rotated_meshes():
-    """Each group without a mesh and on two, and on all where it has collectives of its own; and padded heads."""
+    """Each group without a mesh and on two, and on all where it has collectives of its own; and
+    padded heads.
+    """
     pairs = []
     for place, group in enumerate(GROUPS):
-        some = MESHES[1:] if group in ON_ALL else [MESHES[1 + (2 * place + i) % 7] for i in range(2)]
+        some = (
+            MESHES[1:] if group in ON_ALL else [MESHES[1 + (2 * place + i) % 7] for i in range(2)]
+        )
         padded = [(1, 1, 3)] if group.startswith("attention") else []
         pairs += [(group, mesh) for mesh in (None, *some, *padded)]
     return pairs
 
 
 DEFAULT = [
-    (group, (1, 2, 4)) for group in ("linear", "norms", "embeddings", "losses", "attention of llama with biases")
+    (group, (1, 2, 4))
+    for group in ("linear", "norms", "embeddings", "losses", "attention of llama with biases")
 ]
 
 
-@pytest.mark.parametrize("case", sweep([*dict.fromkeys([*DEFAULT, *rotated_meshes()])], *DEFAULT), ids=str)
+@pytest.mark.parametrize(
+    "case", sweep([*dict.fromkeys([*DEFAULT, *rotated_meshes()])], *DEFAULT), ids=str
+)
 def test_layers_equal_plain_mathematics(case):
     group, mesh = case
     assert_close(on_mesh(group, mesh), plain_mathematics(group)[2])
@@ -274,11 +327,15 @@ KEY_BIASES = TABLE["key biases"]
 
 @pytest.mark.wide
 def test_a_key_bias_has_a_gradient_where_it_matters():
-    """Without RoPE it adds the same to all scores of a query, unless the key's norm, cap or value depends on it."""
+    """Without RoPE it adds the same to all scores of a query, unless the key's norm, cap or
+    value depends on it.
+    """
     x = RANDOM.standard_normal((B, 5, D)).astype("f4")
 
     def layer(settings):
-        config = variant(jaxtp.AttentionConfig(**HEADS, rope_theta=2.0, attention_bias=True), settings)
+        config = variant(
+            jaxtp.AttentionConfig(**HEADS, rope_theta=2.0, attention_bias=True), settings
+        )
         return jaxtp.CausalSelfAttention(D, config, rngs=nnx.Rngs(0))
 
     make = lambda: [layer(row["settings"]) for row in KEY_BIASES.values()]

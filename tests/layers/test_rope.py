@@ -21,7 +21,9 @@ from jaxtp.train.config import TrainConfig
 
 SHORT = (1.0, 1.1, 1.3, 1.6)
 LONG = (1.2, 2.5, 9.0, 31.0)
-LONGROPE = RopeScaling(kind="longrope", factor=8.0, original_length=16, short_factor=SHORT, long_factor=LONG)
+LONGROPE = RopeScaling(
+    kind="longrope", factor=8.0, original_length=16, short_factor=SHORT, long_factor=LONG
+)
 
 
 def rotated(positions, head_dim, theta, scaling=UNSCALED, length=1):
@@ -50,9 +52,13 @@ def test_frequencies_above_a_turn_are_rotated_too():
     assert np.abs(rotated(range(99), 8, 1e4, scaling) * np.exp(-1j * angles) - 1).max() < 1e-6
 
 
-@pytest.mark.parametrize(("length", "factors"), [(1, SHORT), (16, SHORT), (17, LONG), (2**17, LONG)])
+@pytest.mark.parametrize(
+    ("length", "factors"), [(1, SHORT), (16, SHORT), (17, LONG), (2**17, LONG)]
+)
 def test_longrope_takes_the_list_by_the_positions_that_there_can_be(length, factors):
-    """Whatever positions there are: they may be of packed documents, or a cache that is not full."""
+    """Whatever positions there are: they may be of packed documents, or a cache that is not
+    full.
+    """
     size = math.sqrt(1 + math.log(8) / math.log(16))
     angles = np.arange(40)[:, None] * 1e4 ** -(np.arange(4) / 4) / factors
     found = rotated(range(40), 8, 1e4, LONGROPE, length)
@@ -104,9 +110,13 @@ def test_a_small_model_rotates_pairs_too():
     for fraction in (0.25, 0.4, 0.5, 0.75, 1.0):
         for kind in ("none", "longrope", "proportional"):
             pairs = (1.0,) * (int(80 * fraction) // 2)
-            scaling = RopeScaling(kind=kind, original_length=64, short_factor=pairs, long_factor=pairs)
+            scaling = RopeScaling(
+                kind=kind, original_length=64, short_factor=pairs, long_factor=pairs
+            )
             model = jaxtp.ModelConfig(head_dim=80, rotary_fraction=fraction, rope_scaling=scaling)
-            small = model.block().shrink(ShrinkSpec(tps=frozenset({1, 2}), shards=2, length=24, before=48))
+            small = model.block().shrink(
+                ShrinkSpec(tps=frozenset({1, 2}), shards=2, length=24, before=48)
+            )
             assert small["head_dim"] <= 16
             for each in (model, dataclasses.replace(model, **small)):
                 assert not [*violations(each, mesh_shape())], (fraction, kind)
@@ -117,8 +127,12 @@ def test_factors_of_longrope_are_lists_in_yaml_and_flags(tmp_path):
     scaled = TrainConfig(model=jaxtp.ModelConfig(head_dim=8, rope_scaling=LONGROPE))
     path.write_text(to_yaml(scaled))
     assert from_yaml(TrainConfig, path).model == scaled.model
-    config, _ = TRAIN.load(["--config", str(path), "--model.rope-scaling.long-factor", "2", "3.5", "4", "5e1"])
-    assert config.model.rope_scaling == dataclasses.replace(LONGROPE, long_factor=(2.0, 3.5, 4.0, 50.0))
+    config, _ = TRAIN.load(
+        ["--config", str(path), "--model.rope-scaling.long-factor", "2", "3.5", "4", "5e1"]
+    )
+    assert config.model.rope_scaling == dataclasses.replace(
+        LONGROPE, long_factor=(2.0, 3.5, 4.0, 50.0)
+    )
     for wrong in ("abc", "[1, 2, x]", "[1, .nan]", "[1, -2]", "[[1]]"):
         path.write_text(f"model: {{rope_scaling: {{kind: longrope, short_factor: {wrong}}}}}")
         error = raised_by(from_yaml, TrainConfig, path)
@@ -130,7 +144,9 @@ def test_factors_of_longrope_are_lists_in_yaml_and_flags(tmp_path):
 def test_a_small_model_keeps_the_list_of_factors_that_holds(before, length):
     """Its sequences of 24 are on the same side of the original length as those of the run."""
     factors = tuple(1 + i / 48 for i in range(48))
-    scaling = dataclasses.replace(LONGROPE, original_length=2048, short_factor=factors, long_factor=factors[::-1])
+    scaling = dataclasses.replace(
+        LONGROPE, original_length=2048, short_factor=factors, long_factor=factors[::-1]
+    )
     model = jaxtp.ModelConfig(head_dim=96, rope_scaling=scaling)
     small = ShrinkSpec(tps=frozenset({1, 2}), shards=2, length=24, before=before)
     found = model.block().shrink(small)

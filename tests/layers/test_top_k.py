@@ -1,4 +1,6 @@
-"""The most probable tokens on a mesh whose tp does not divide the vocabulary: some devices have padding alone."""
+"""The most probable tokens on a mesh whose tp does not divide the vocabulary: some devices have
+padding alone.
+"""
 
 import jax
 import numpy as np
@@ -18,7 +20,9 @@ CASES = [(1, 1, 2), (5, 3, 4), (5, 5, 1), (9, 9, 8), (37, 3, 4), (37, 37, 2)]
 
 @pytest.mark.parametrize("case", sweep(CASES, (9, 9, 8)), ids=str)
 def test_the_top_tokens_and_their_log_probabilities(case):
-    """Whole numbers give exact logits with many ties, of which the lower id comes first; padding is never chosen."""
+    """Whole numbers give exact logits with many ties, of which the lower id comes first; padding
+    is never chosen.
+    """
     size, k, tp = case
     random = np.random.default_rng(size)
     padded = PaddedDim((size,)).padded(tp)
@@ -28,7 +32,9 @@ def test_the_top_tokens_and_their_log_probabilities(case):
     head = jaxtp.HeadConfig(size, jaxtp.LayerContext(), chunk_size=5)
     arrays = [each.astype(np.float32) for each in (x, table, bias)]
     with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
-        values, ids = jax.jit(lambda x, table, bias: vocab_parallel_top_k(x, (table, head, bias), k))(*arrays)
+        values, ids = jax.jit(
+            lambda x, table, bias: vocab_parallel_top_k(x, (table, head, bias), k)
+        )(*arrays)
     logits = (np.einsum("btd,vd->btv", x, table) + bias)[..., :size]
     expected = np.argsort(-logits, axis=-1, kind="stable")[..., :k]
     assert np.array_equal(ids, expected)

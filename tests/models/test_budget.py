@@ -28,10 +28,19 @@ from jaxtp.train.memory import stored_arrays
 
 POLICIES = ["none", "save_dots", "save_gathered", "save_reduced", "full"]
 PLAIN = jaxtp.ModelConfig(
-    vocab_size=64, d_model=64, num_layers=4, num_heads=8, num_kv_heads=8, head_dim=8, d_ff=96, loss_chunk=5
+    vocab_size=64,
+    d_model=64,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=8,
+    d_ff=96,
+    loss_chunk=5,
 )
 SETTINGS = read_table(__file__)
-MODELS = {kind: variants(PLAIN, SETTINGS[kind]) for kind in ("dense", "experts", "ulysses", "gather")}
+MODELS = {
+    kind: variants(PLAIN, SETTINGS[kind]) for kind in ("dense", "experts", "ulysses", "gather")
+}
 OVER_CP = [(2, 1, 4, 2), (1, 2, 2, 4), (1, 1, 4, 1)]
 MESHES = {
     "dense": [(2, 2, 1, 4), (1, 1, 1, 8), (2, 2, 1, 2)],
@@ -56,7 +65,9 @@ def rotated():
     return cases
 
 
-@pytest.mark.parametrize("case", sweep(rotated(), *(case for case in rotated() if case[1] in DEFAULT)), ids=str)
+@pytest.mark.parametrize(
+    "case", sweep(rotated(), *(case for case in rotated() if case[1] in DEFAULT)), ids=str
+)
 def test_a_step_moves_and_multiplies_what_is_declared(case):
     kind, name, mesh, policy = case
     config = dataclasses.replace(MODELS[kind][name], remat=policy)
@@ -64,7 +75,9 @@ def test_a_step_moves_and_multiplies_what_is_declared(case):
     found = accounts.account_of(config, mesh, accumulation=2, context=context)
     budget = found.costs.budget
     exact = {place for place in {*found.sent, *budget} if not is_bounded(place, config)}
-    assert {place: found.sent.get(place) for place in exact} == pytest.approx({p: budget.get(p) for p in exact})
+    assert {place: found.sent.get(place) for place in exact} == pytest.approx(
+        {p: budget.get(p) for p in exact}
+    )
     assert all(sent <= budget[place] * (1 + 1e-9) for place, sent in found.sent.items())
     if "halo" in name:  # the first chunk has no halo, which the formula multiplies too
         assert 0.95 * found.costs.flops < found.flops < found.costs.flops
@@ -73,11 +86,14 @@ def test_a_step_moves_and_multiplies_what_is_declared(case):
 
 
 def is_bounded(place, config):
-    """Returns whether the budget of a place is an upper bound: frozen embeddings have no gradient, and devices that
-    share a kv head share its norm."""
+    """Returns whether the budget of a place is an upper bound: frozen embeddings have no gradient,
+    and devices that share a kv head share its norm.
+    """
     module, _ = place
     frozen_embedding = config.lora.rank > 0 and module == "vocab_parallel_embedding"
-    return frozen_embedding or (config.qk_norm in ("head", "projection") and module == "attention/attend")
+    return frozen_embedding or (
+        config.qk_norm in ("head", "projection") and module == "attention/attend"
+    )
 
 
 VOLUMES = SETTINGS["blocks"]
@@ -99,9 +115,13 @@ def block_collectives(mesh, policy, length=T, **changes):
         if config.lora.rank:
             freeze(abstract)  # as the decoder does with all of its blocks
         graph, params, frozen = nnx.split(abstract, nnx.Param, ...)
-        block = jax.checkpoint(lambda x, *states: nnx.merge(graph, *states)(x), policy=remat.policy(policy))
+        block = jax.checkpoint(
+            lambda x, *states: nnx.merge(graph, *states)(x), policy=remat.policy(policy)
+        )
         x = jax.ShapeDtypeStruct((B, length, config.d_model), jnp.float32)
-        jaxpr = jax.make_jaxpr(jax.value_and_grad(lambda *args: block(*args).sum(), argnums=(0, 1)))(x, params, frozen)
+        jaxpr = jax.make_jaxpr(
+            jax.value_and_grad(lambda *args: block(*args).sum(), argnums=(0, 1))
+        )(x, params, frozen)
     return count_collectives(jaxpr, mesh_sizes(mesh))
 
 
@@ -119,20 +139,28 @@ def bytes_of(collectives):
 
 def units_over_tp(collectives, mesh):
     dp, fsdp, tp = mesh
-    activations = {c: times for c, times in collectives.items() if c.axes == ("tp",) and len(c.shape) == 3}
+    activations = {
+        c: times for c, times in collectives.items() if c.axes == ("tp",) and len(c.shape) == 3
+    }
     return bytes_of(activations) / ((tp - 1) / tp * (B // (dp * fsdp)) * T * PLAIN.d_model * 4)
 
 
 @pytest.mark.parametrize("way", sweep([*VOLUMES], "sequence"))
 def test_volume_of_a_block_over_tp(way):
     mesh = [(2, 2, 2), (1, 1, 8)][[*VOLUMES].index(way) % 2]
-    found = {policy: block_collectives(mesh, policy, **VOLUMES[way]["model"]) for policy in POLICIES}
+    found = {
+        policy: block_collectives(mesh, policy, **VOLUMES[way]["model"]) for policy in POLICIES
+    }
     assert {policy: units_over_tp(each, mesh) for policy, each in found.items()} == {
         policy: VOLUMES[way][policy] for policy in POLICIES
     }
     for each in found.values():
-        assert set(kinds(each, "tp")) - {"all-reduce"} <= KINDS.get(way, {"all-gather", "reduce-scatter", "permute"})
-        assert all(len(c.shape) <= 2 for c in each if c.axes != ("tp",)), "over other axes no activation moves"
+        assert set(kinds(each, "tp")) - {"all-reduce"} <= KINDS.get(
+            way, {"all-gather", "reduce-scatter", "permute"}
+        )
+        assert all(len(c.shape) <= 2 for c in each if c.axes != ("tp",)), (
+            "over other axes no activation moves"
+        )
 
 
 def test_weights_of_a_block_are_gathered_twice_and_gradients_reduced_once():
@@ -143,12 +171,19 @@ def test_weights_of_a_block_are_gathered_twice_and_gradients_reduced_once():
     assert {c.axes for c in found} == {("tp",), ("fsdp",), ("dp",)}
     frozen = kinds(block_collectives((1, 2, 4), "none", lora={"rank": 4}), "fsdp")
     gathered = 2 * (NUM_WEIGHTS + NUM_ADAPTERS)
-    assert frozen == {"all-gather": gathered, "reduce-scatter": NUM_ADAPTERS, "all-reduce": NUM_ADAPTERS}
+    assert frozen == {
+        "all-gather": gathered,
+        "reduce-scatter": NUM_ADAPTERS,
+        "all-reduce": NUM_ADAPTERS,
+    }
 
 
 @pytest.mark.wide
 def test_dropout_keeps_parallel_branches_apart():
-    found = [block_collectives((2, 2, 2), "full", norm_placement="parallel", dropout=rate) for rate in (0.0, 0.1)]
+    found = [
+        block_collectives((2, 2, 2), "full", norm_placement="parallel", dropout=rate)
+        for rate in (0.0, 0.1)
+    ]
     together, apart = (units_over_tp(each, (2, 2, 2)) for each in found)
     assert apart == 2 * together
 
@@ -167,14 +202,21 @@ def test_experts_move_over_tp_what_a_dense_mlp_does(num_experts, shared, k):
     """And beside it two floats for each choice."""
     changes = {"experts_per_token": k, "shared_experts": shared}
     dense, mixture = (
-        block_collectives((1, 1, 8), "save_dots", num_experts=count, **changes) for count in (0, num_experts)
+        block_collectives((1, 1, 8), "save_dots", num_experts=count, **changes)
+        for count in (0, num_experts)
     )
     activations, of_experts = (
-        {c: times for c, times in found.items() if c.axes == ("tp",) and c.shape[2:] == (PLAIN.d_model,)}
+        {
+            c: times
+            for c, times in found.items()
+            if c.axes == ("tp",) and c.shape[2:] == (PLAIN.d_model,)
+        }
         for found in (dense, mixture)
     )
     assert bytes_of(of_experts) == bytes_of(activations)
-    of_tokens = {c: times for c, times in mixture.items() if c.axes == ("tp",) and len(c.shape) == 3}
+    of_tokens = {
+        c: times for c, times in mixture.items() if c.axes == ("tp",) and len(c.shape) == 3
+    }
     others = {c: times for c, times in of_tokens.items() if c not in of_experts}
     # They are gathered forward and, with this policy, backward again, and their gradient is summed.
     assert bytes_of(others) == (2 + 1) * 7 / 8 * B * T * 2 * k * 4
@@ -191,7 +233,9 @@ def test_experts_move_over_tp_what_a_dense_mlp_does(num_experts, shared, k):
         ("gather", "halo", {"permute"}),
     ],
 )
-def test_attention_over_cp_moves_what_its_method_needs_and_nothing_else(context, name, kinds, policy):
+def test_attention_over_cp_moves_what_its_method_needs_and_nothing_else(
+    context, name, kinds, policy
+):
     """In units of (cp-1)/cp * T/cp * H/tp elements for each sequence, as `layers/context.py` has
     it."""
     cp = 4
@@ -237,7 +281,9 @@ def test_float8_layers_gather_half_the_bytes_of_bfloat16():
     gathered = Counter()
     for matmul in ("compute", "float8"):
         precision = {"compute": "bfloat16", "matmul": matmul, "matmul_least": 16}
-        config = variant(PLAIN, {"d_model": 1024, "d_ff": 2048, "head_dim": 128, "precision": precision})
+        config = variant(
+            PLAIN, {"d_model": 1024, "d_ff": 2048, "head_dim": 128, "precision": precision}
+        )
         costs = step_costs(config, sizes_of((1, 4, 2)), batch_size=B, sequence_length=T)
         for one, times in costs.traffic.items():
             if one.kind == ALL_GATHER and one.module.endswith(COLUMN):

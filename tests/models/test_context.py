@@ -46,11 +46,16 @@ PACKED = variants(LLAMA, TABLE["packed"])
 @pytest.mark.parametrize("name", TABLE["shares"])
 def test_the_device_with_the_most_work_has_its_share_of_all(name):
     cp, method, zigzag, model = TABLE["shares"][name]
-    run = variant(RUN, {"model": model, "mesh": {"context": method}, "data": {"sequence_length": 4096}})
+    run = variant(
+        RUN, {"model": model, "mesh": {"context": method}, "data": {"sequence_length": 4096}}
+    )
     share, whole = (share_of(run, mesh_shape(cp=size, tp=tp)) for size, tp in ((cp, 2), (1, 1)))
     assert run.model.zigzag(share) == zigzag
     most, everything = (
-        sum(product.flops * product.counted for product in costs_of(run.model, Workload(**vars(each))).attention)
+        sum(
+            product.flops * product.counted
+            for product in costs_of(run.model, Workload(**vars(each))).attention
+        )
         for each in (share, whole)
     )
     assert most == pytest.approx(everything / (cp * 2), rel=0.02)
@@ -71,7 +76,9 @@ def logits_by(method):
     """Returns a function of ids and segments that gives logits on a mesh with cp."""
     mesh = mesh_of(sizes_of(MESH))
     graph, state = state_on_mesh(*built(method), mesh)
-    run = jax.jit(lambda state, ids, segments: nnx.merge(graph, state)(ids, segments, context=method))
+    run = jax.jit(
+        lambda state, ids, segments: nnx.merge(graph, state)(ids, segments, context=method)
+    )
 
     def logits(ids, segments):
         with jax.set_mesh(mesh):
@@ -86,9 +93,17 @@ def packings(draw):
     among others."""
     ids = st.integers(0, LLAMA.vocab_size - 1)
     document = draw(st.lists(ids, min_size=1, max_size=T))
-    rows = np.array(draw(st.lists(st.lists(ids, min_size=T, max_size=T), min_size=ROWS, max_size=ROWS)), np.int32)
-    places = [0, *draw(st.lists(st.integers(0, T - len(document)), min_size=ROWS - 1, max_size=ROWS - 1))]
-    bounds = draw(st.lists(st.lists(st.booleans(), min_size=T, max_size=T), min_size=ROWS, max_size=ROWS))
+    rows = np.array(
+        draw(st.lists(st.lists(ids, min_size=T, max_size=T), min_size=ROWS, max_size=ROWS)),
+        np.int32,
+    )
+    places = [
+        0,
+        *draw(st.lists(st.integers(0, T - len(document)), min_size=ROWS - 1, max_size=ROWS - 1)),
+    ]
+    bounds = draw(
+        st.lists(st.lists(st.booleans(), min_size=T, max_size=T), min_size=ROWS, max_size=ROWS)
+    )
     segments = 1 + np.cumsum(bounds, axis=1, dtype=np.int32)
     segments[0] = 1
     for row, place in enumerate(places):
@@ -147,7 +162,9 @@ def test_a_mesh_that_the_heads_or_a_cache_do_not_allow_is_refused():
 def test_a_length_that_cp_does_not_divide_is_refused_by_the_model_itself():
     with jax.set_mesh(mesh_of(mesh_shape(cp=2, tp=2))):
         for length in (15, 1):
-            with pytest.raises(ValueError, match=f"dim 1 of shape .* is {length}, not divisible by cp=2; nearest: "):
+            with pytest.raises(
+                ValueError, match=f"dim 1 of shape .* is {length}, not divisible by cp=2; nearest: "
+            ):
                 traced(length)
 
 
@@ -159,7 +176,9 @@ def test_an_unknown_method_is_refused_by_the_model_itself():
 
 def test_the_summary_says_who_has_the_most_to_do():
     by_gathers = {"mesh": {"context": "gather"}}
-    uneven = describe_context(variant(RUN, {"data": {"sequence_length": 20}, **by_gathers}), mesh_shape(cp=4))
+    uneven = describe_context(
+        variant(RUN, {"data": {"sequence_length": 20}, **by_gathers}), mesh_shape(cp=4)
+    )
     assert "WARNING: the last has the most to do" in uneven
     assert "WARNING" not in describe_context(RUN, mesh_shape(cp=4, tp=2))
     windows = {"model": {"pattern": [{"sliding_window": 3}, {}]}}
@@ -171,4 +190,8 @@ def test_the_summary_says_who_has_the_most_to_do():
 def test_halos_are_counted_as_they_are_sent():
     for cp, zigzag in itertools.product(range(2, 8), (False, True)):
         for hop in range(1, 3 * cp):
-            assert num_routes(cp, hop, zigzag=zigzag) == len(routes(cp, hop, zigzag=zigzag)), (cp, hop, zigzag)
+            assert num_routes(cp, hop, zigzag=zigzag) == len(routes(cp, hop, zigzag=zigzag)), (
+                cp,
+                hop,
+                zigzag,
+            )

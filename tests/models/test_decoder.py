@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import reference
 from flax import nnx
-from support import assert_close, by_name, decoder, random_weights, state_on_mesh, sweep, without_mesh
+from support import (
+    assert_close,
+    by_name,
+    decoder,
+    random_weights,
+    state_on_mesh,
+    sweep,
+    without_mesh,
+)
 from tables import raised_by, read_table, unexpected, with_tuples
 from variants import variant, variants
 
@@ -70,7 +78,9 @@ def test_a_layer_scale_is_stored_and_not_trained():
 
 
 def test_norms_after_a_branch_may_have_another_epsilon():
-    block = jaxtp.DecoderBlock(dataclasses.replace(PLAIN, norm_placement="both", norm_after_eps=1e-8), rngs=nnx.Rngs(0))
+    block = jaxtp.DecoderBlock(
+        dataclasses.replace(PLAIN, norm_placement="both", norm_after_eps=1e-8), rngs=nnx.Rngs(0)
+    )
     epsilons = [(before.eps, after.eps) for _, _, before, after in block.branches()]
     assert epsilons == [(PLAIN.norm_eps, 1e-8)] * 2
 
@@ -85,7 +95,9 @@ def test_remat_changes_no_gradient():
         graph = nnx.graphdef(nnx.eval_shape(decoder(dataclasses.replace(PLAIN, remat=policy))))
         return jax.grad(lambda state: nnx.merge(graph, state).loss(ids, ids)[0])(state)
 
-    every = jax.jit(lambda state: {policy: gradients(policy, state) for policy in get_args(RematPolicy)})(state)
+    every = jax.jit(
+        lambda state: {policy: gradients(policy, state) for policy in get_args(RematPolicy)}
+    )(state)
     found = {policy: by_name(each, jaxtp.make_mesh()) for policy, each in every.items()}
     for each in found.values():
         assert_close(each, found["none"])
@@ -96,8 +108,14 @@ def test_a_configuration_that_cannot_be_is_refused_in_python_too():
         config = dataclasses.replace(PLAIN, **with_tuples(row["model"]))
         return raised_by(lambda: decoder(config)(), kind=ConfigError)
 
-    rows = [*TABLE["refused"], {"model": {"precision": jaxtp.Precision(param="float64")}, "says": "param = 'float64'"}]
-    for lora, says in (({"rank": -1}, "lora.rank = -1"), ({"rank": 2, "targets": ("query",)}, "lora.targets.0")):
+    rows = [
+        *TABLE["refused"],
+        {"model": {"precision": jaxtp.Precision(param="float64")}, "says": "param = 'float64'"},
+    ]
+    for lora, says in (
+        ({"rank": -1}, "lora.rank = -1"),
+        ({"rank": 2, "targets": ("query",)}, "lora.targets.0"),
+    ):
         rows.append({"model": {"lora": jaxtp.LoraConfig(**lora)}, "says": says})
     assert unexpected(rows, error_of) == []
 
@@ -117,7 +135,10 @@ def test_what_is_no_configuration_is_refused():
 def test_a_width_that_the_mesh_does_not_divide_is_refused_with_what_fits():
     """The hints build the model's branches, for which the mesh in context is not the one that is
     asked about."""
-    with jax.set_mesh(jaxtp.make_mesh(fsdp=7)), pytest.raises(ConfigError, match="fsdp=7; fsdp can be 1, 2, 4"):
+    with (
+        jax.set_mesh(jaxtp.make_mesh(fsdp=7)),
+        pytest.raises(ConfigError, match="fsdp=7; fsdp can be 1, 2, 4"),
+    ):
         decoder(PLAIN)()
     for sizes, product, changes in (
         ({"cp": 3}, 3, {}),

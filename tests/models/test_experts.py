@@ -80,24 +80,37 @@ def stepped(mesh, accumulation, remat, scan_layers=True):
         return terms, grads, model.blocks.mlp.selection_bias[...]
 
     with jax.set_mesh(on):
-        terms, grads, biases = step(state, {name: jnp.asarray(array) for name, array in batch.items()})
-        sums = {name: np.asarray(getattr(terms.balance, name)) for name in ("balance_loss", "router_z_loss", "entropy")}
+        terms, grads, biases = step(
+            state, {name: jnp.asarray(array) for name, array in batch.items()}
+        )
+        sums = {
+            name: np.asarray(getattr(terms.balance, name))
+            for name in ("balance_loss", "router_z_loss", "entropy")
+        }
         (times,) = terms.balance.times_chosen
-        return {**sums, **by_name(grads, on)}, np.asarray(times), np.asarray(biases), float(terms.balance.dropped)
+        return (
+            {**sums, **by_name(grads, on)},
+            np.asarray(times),
+            np.asarray(biases),
+            float(terms.balance.dropped),
+        )
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", TABLE["steps"])
 def test_balance_is_that_of_one_device(name):
-    """Losses, their gradients, counts and biases, whatever the mesh, accumulation or policy of remat is: nothing is
-    counted twice because it is computed again."""
+    """Losses, their gradients, counts and biases, whatever the mesh, accumulation or policy of
+    remat is: nothing is counted twice because it is computed again.
+    """
     mesh, *options = TABLE["steps"][name]
     found, times, biases, dropped = stepped(tuple(mesh), *options)
     expected, right, _, _ = stepped((1, 1, 1, 1), 1, "none")
     assert_close(found, expected)
     np.testing.assert_array_equal(times, right)
     tokens = (random_tokens(RUN)[0][SEGMENTS] != 0).sum()
-    np.testing.assert_array_equal(times.sum(axis=1), [tokens * MIXTURE.experts_per_token] * MIXTURE.num_layers)
+    np.testing.assert_array_equal(
+        times.sum(axis=1), [tokens * MIXTURE.experts_per_token] * MIXTURE.num_layers
+    )
     assert dropped == 0
     if name != "written out":  # whose layers have their biases apart
         towards = np.sign(times.sum(axis=1, keepdims=True) - MIXTURE.num_experts * times)

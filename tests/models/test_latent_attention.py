@@ -1,4 +1,6 @@
-"""Latent attention, also beside Gated DeltaNet, against plain mathematics in float64: loss and every gradient."""
+"""Latent attention, also beside Gated DeltaNet, against plain mathematics in float64: loss and
+every gradient.
+"""
 
 from functools import cache
 
@@ -28,7 +30,11 @@ def weights_and_expected(name):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.heavy if case == HEAVY else pytest.mark.wide) for case in CASES]
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.heavy if case == HEAVY else pytest.mark.wide)
+        for case in CASES
+    ],
 )
 def test_loss_and_gradients_equal_the_plain_mathematics(case):
     row = CASES[case]

@@ -43,7 +43,9 @@ SEGMENTS = np.broadcast_to(np.repeat(np.array([1, 2, 3, 0], np.int32), 4), (B, T
 
 
 def expected(model):
-    warm_BTV, plain_BTV = (jax.nn.log_softmax(model(IDS, SEGMENTS) / temperature) for temperature in (1.3, 1.0))
+    warm_BTV, plain_BTV = (
+        jax.nn.log_softmax(model(IDS, SEGMENTS) / temperature) for temperature in (1.3, 1.0)
+    )
     of_labels = jnp.take_along_axis(warm_BTV, jnp.maximum(LABELS, 0)[..., None], axis=-1)[..., 0]
     of_top = jnp.take_along_axis(plain_BTV, jnp.maximum(TOP, 0), axis=-1)
     entropy = -jnp.sum(jnp.exp(warm_BTV) * warm_BTV, axis=-1)
@@ -52,9 +54,16 @@ def expected(model):
 
 
 def found(model):
-    log_probs, entropy = jaxtp.token_log_probs(model, IDS, LABELS, SEGMENTS, temperature=1.3, entropy=True)
+    log_probs, entropy = jaxtp.token_log_probs(
+        model, IDS, LABELS, SEGMENTS, temperature=1.3, entropy=True
+    )
     of_top = jaxtp.token_log_probs(model, IDS, TOP, SEGMENTS)
-    return log_probs, entropy, of_top, *jaxtp.top_log_probs(model, IDS, K, SEGMENTS, temperature=1.3)
+    return (
+        log_probs,
+        entropy,
+        of_top,
+        *jaxtp.top_log_probs(model, IDS, K, SEGMENTS, temperature=1.3),
+    )
 
 
 def alone(numbers, graph, state):
@@ -95,11 +104,20 @@ def test_log_probabilities_and_their_gradients(name):
 
 @pytest.mark.parametrize("name", sweep(TABLE["adapted"], "plain"))
 def test_a_model_without_adapters_is_its_base(name):
-    """Inside a differentiated function, whose model keeps its adapters and gets no gradient through the base."""
-    adapted, plain = (decoder(variant(PLAIN, {"lora": {"rank": rank}, **TABLE["adapted"][name]})) for rank in (2, 0))
+    """Inside a differentiated function, whose model keeps its adapters and gets no gradient
+    through the base.
+    """
+    adapted, plain = (
+        decoder(variant(PLAIN, {"lora": {"rank": rank}, **TABLE["adapted"][name]}))
+        for rank in (2, 0)
+    )
     weights = random_weights(adapted)
-    base_graph, base = without_mesh(plain, {path: array for path, array in weights.items() if "lora" not in path})
-    graph, adapters, frozen = nnx.split(nnx.merge(*without_mesh(adapted, weights)), nnx.LoRAParam, ...)
+    base_graph, base = without_mesh(
+        plain, {path: array for path, array in weights.items() if "lora" not in path}
+    )
+    graph, adapters, frozen = nnx.split(
+        nnx.merge(*without_mesh(adapted, weights)), nnx.LoRAParam, ...
+    )
 
     @jax.jit
     @partial(jax.grad, has_aux=True)
@@ -107,7 +125,9 @@ def test_a_model_without_adapters_is_its_base(name):
         model = nnx.merge(graph, adapters, frozen, copy=True)
         before = jax.tree.leaves(nnx.state(model))
         logits = jaxtp.without_adapters(model)(IDS)
-        assert all(map(operator.is_, before, jax.tree.leaves(nnx.state(model)))), "a scan returns its blocks' arrays"
+        assert all(map(operator.is_, before, jax.tree.leaves(nnx.state(model)))), (
+            "a scan returns its blocks' arrays"
+        )
         return jnp.sum(jnp.sin(logits)), (logits, model(IDS))
 
     grads, (without, with_them) = run(adapters)

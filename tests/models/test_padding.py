@@ -1,6 +1,8 @@
-"""Heads and hidden features that tp does not divide: padded inside the layers, and nothing of it shows outside.
+"""Heads and hidden features that tp does not divide: padded inside the layers, and nothing of it
+shows outside.
 
-(Updates on meshes: test_updates.py.)"""
+(Updates on meshes: test_updates.py.)
+"""
 
 import dataclasses
 
@@ -32,7 +34,14 @@ from jaxtp.train.validation import check
 
 RUN = TrainConfig(
     model=jaxtp.ModelConfig(
-        vocab_size=31, d_model=16, num_layers=2, num_heads=9, num_kv_heads=3, head_dim=8, d_ff=100, loss_chunk=5
+        vocab_size=31,
+        d_model=16,
+        num_layers=2,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=8,
+        d_ff=100,
+        loss_chunk=5,
     ),
     data=DataConfig(sequence_length=8, global_batch_size=8),
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, weight_decay=0.1),
@@ -45,7 +54,9 @@ FEW = {"num_heads": 7, "num_kv_heads": 1, "d_ff": 77}
 
 def test_an_activation_maps_zero_to_zero():
     """Otherwise the padded rows of a plain MLP's down projection get gradients."""
-    found = jax.jit(lambda x: {name: activation(x) for name, activation in ACTIVATIONS.items()})(np.zeros(()))
+    found = jax.jit(lambda x: {name: activation(x) for name, activation in ACTIVATIONS.items()})(
+        np.zeros(())
+    )
     assert found == dict.fromkeys(ACTIVATIONS, 0)
 
 
@@ -66,7 +77,9 @@ def test_padding_stays_zero_and_moves_between_meshes(optimizer):
     for name, variable in padded.items():
         array = np.asarray(variable[...])
         padding = padding_of(variable)
-        np.testing.assert_array_equal(pad(unpad(array, padding, 8), padding, 8), array, err_msg=name)
+        np.testing.assert_array_equal(
+            pad(unpad(array, padding, 8), padding, 8), array, err_msg=name
+        )
     logical = {name: np.asarray(array) for name, array in to_logical(state, plan.mesh).items()}
     for other in (jaxtp.make_mesh(fsdp=2, tp=2), jaxtp.make_mesh(tp=5)):
         there = from_logical(logical, plan_state(run.model, rule, other).abstract, other)
@@ -75,7 +88,12 @@ def test_padding_stays_zero_and_moves_between_meshes(optimizer):
             np.testing.assert_array_equal(back[name], array, err_msg=name)
 
 
-@given(st.integers(1, 12), st.integers(1, 9), st.integers(1, 16).map(lambda half: 2 * half), st.integers(1, 16))
+@given(
+    st.integers(1, 12),
+    st.integers(1, 9),
+    st.integers(1, 16).map(lambda half: 2 * half),
+    st.integers(1, 16),
+)
 def test_every_device_has_the_query_heads_of_its_kv_heads(kv_heads, group, width, tp):
     split = PaddedHeads((kv_heads, group, width))
     stored_kv, stored_group, stored_width = split.stored(tp)
@@ -87,7 +105,9 @@ def test_every_device_has_the_query_heads_of_its_kv_heads(kv_heads, group, width
         assert stored_kv * width % tp == 0
     else:
         assert stored_group == group
-    if kv_heads % tp == 0 or (tp % kv_heads == 0 and kv_heads * group % tp == 0 and kv_heads * width % tp == 0):
+    if kv_heads % tp == 0 or (
+        tp % kv_heads == 0 and kv_heads * group % tp == 0 and kv_heads * width % tp == 0
+    ):
         assert split.stored(tp) == split.factors
     assert split.keys.stored(tp) == (stored_kv, width)
 
@@ -141,6 +161,8 @@ def test_what_padding_costs_is_said_and_counted():
 
 def test_a_run_may_refuse_padding():
     refusing = variant(RUN, {"mesh": {"dp": 1, "fsdp": 1, "tp": 2, "allow_padding": False}})
-    with pytest.raises(ConfigError, match=r"tp=2 pads 9 query heads to 12.*allow_padding.*tp can be 1"):
+    with pytest.raises(
+        ConfigError, match=r"tp=2 pads 9 query heads to 12.*allow_padding.*tp can be 1"
+    ):
         check(refusing, mesh_shape(tp=2))
     check(RUN, mesh_shape(tp=2))

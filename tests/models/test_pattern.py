@@ -22,10 +22,19 @@ from jaxtp.train.run_folder import RunFolderError, checkpoint_info
 B = 8
 T = 8
 PLAIN = jaxtp.ModelConfig(
-    vocab_size=32, d_model=16, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=24, loss_chunk=8
+    vocab_size=32,
+    d_model=16,
+    num_layers=6,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    d_ff=24,
+    loss_chunk=8,
 )
 MODEL = dataclasses.replace(
-    PLAIN, first_blocks=({"rope_theta": 50.0},), pattern=({"sliding_window": 3}, {"rope_theta": 100.0})
+    PLAIN,
+    first_blocks=({"rope_theta": 50.0},),
+    pattern=({"sliding_window": 3}, {"rope_theta": 100.0}),
 )
 LAYERS = [
     ("blocks.0", 0, None, 50.0),
@@ -53,7 +62,9 @@ def test_it_equals_the_plain_mathematics():
     in tests/hf."""
     weights = random_weights(build(MODEL))
     loss, gradients = loss_of(MODEL, weights)
-    plain = lambda w: reference.cross_entropy(reference.decoder_logits(w, MODEL, IDS, LAYERS), IDS)[0]
+    plain = lambda w: reference.cross_entropy(reference.decoder_logits(w, MODEL, IDS, LAYERS), IDS)[
+        0
+    ]
     expected_loss, expected = jax.jit(jax.value_and_grad(plain))(weights)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     assert_close(by_name(gradients, jaxtp.make_mesh()), expected)
@@ -65,7 +76,11 @@ def test_scan_pattern_and_unrolling_draw_the_same_dropout():
     alike = dataclasses.replace(PLAIN, num_layers=4, dropout=0.4)
     in_turn = dataclasses.replace(alike, pattern=({"sliding_window": T}, {}))
     weights = random_weights(build(alike))
-    blocks = {name.removeprefix("blocks."): array for name, array in weights.items() if name.startswith("blocks.")}
+    blocks = {
+        name.removeprefix("blocks."): array
+        for name, array in weights.items()
+        if name.startswith("blocks.")
+    }
     turned = {name: array for name, array in weights.items() if not name.startswith("blocks.")}
     turned |= {f"blocks.{i}.{name}": array[i::2] for name, array in blocks.items() for i in (0, 1)}
     keys = jax.random.split(jax.random.key(1), B)
@@ -76,13 +91,19 @@ def test_scan_pattern_and_unrolling_draw_the_same_dropout():
 
 
 def test_equal_blocks_are_one_stack_whatever_describes_them():
-    for described in ({"pattern": ({}, {})}, {"pattern": ({"num_heads": 4}, {}, {})}, {"pattern": ({"d_ff": 24},)}):
+    for described in (
+        {"pattern": ({}, {})},
+        {"pattern": ({"num_heads": 4}, {}, {})},
+        {"pattern": ({"d_ff": 24},)},
+    ):
         (stack,) = dataclasses.replace(PLAIN, **described).stacks()
         assert stack == PLAIN.stacks()[0]
 
 
 def test_it_is_written_as_mappings_and_read_back(tmp_path):
-    run = TrainConfig(model=dataclasses.replace(MODEL, pattern=({"rope_scaling": {"kind": "yarn"}}, {})))
+    run = TrainConfig(
+        model=dataclasses.replace(MODEL, pattern=({"rope_scaling": {"kind": "yarn"}}, {}))
+    )
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(run))
     assert "  pattern:\n  - rope_scaling:\n      kind: yarn\n  - {}\n" in file.read_text()
@@ -94,27 +115,48 @@ def test_it_is_written_as_mappings_and_read_back(tmp_path):
     [
         ("pattern: 3", "model.pattern = 3: should be a list"),
         ("pattern: [3]", "model.pattern.0 = 3: should be a mapping"),
-        ("pattern: [[[sliding_window, 4]]]", "model.pattern.0 = [['sliding_window', 4]]: should be a mapping"),
+        (
+            "pattern: [[[sliding_window, 4]]]",
+            "model.pattern.0 = [['sliding_window', 4]]: should be a mapping",
+        ),
         ("pattern: {sliding_window: 4}", "model.pattern = {'sliding_window': 4}: should be a list"),
-        ("pattern: [{sliding_windw: 4}]", "sliding_windw: unknown key; did you mean sliding_window?"),
+        (
+            "pattern: [{sliding_windw: 4}]",
+            "sliding_windw: unknown key; did you mean sliding_window?",
+        ),
         (
             "pattern: [{}, {sliding_window: [4]}]",
             "model.pattern[1]:\n  sliding_window = [4]: should be a valid integer",
         ),
-        ("pattern: [{sliding_window: true}]", "model.pattern[0]:\n  sliding_window = True: should be a number"),
+        (
+            "pattern: [{sliding_window: true}]",
+            "model.pattern[0]:\n  sliding_window = True: should be a number",
+        ),
         ("sliding_window: true", "model.sliding_window = True: should be a number"),
         (
             "first_blocks: [{rope_scaling: {knd: yarn}}]",
             "rope_scaling.knd: unknown key; did you mean rope_scaling.kind?",
         ),
-        ("pattern: [{d_model: 4}]", "model.pattern[0]: d_model cannot differ between blocks; set model.d_model"),
-        ("pattern: [{attention: cudnn}]", "attention cannot differ between blocks; set model.attention"),
-        ("pattern: [{num_heads: 12}]", "model.pattern[0]: model.num_heads=12 is not divisible by model.num_kv_heads=8"),
+        (
+            "pattern: [{d_model: 4}]",
+            "model.pattern[0]: d_model cannot differ between blocks; set model.d_model",
+        ),
+        (
+            "pattern: [{attention: cudnn}]",
+            "attention cannot differ between blocks; set model.attention",
+        ),
+        (
+            "pattern: [{num_heads: 12}]",
+            "model.pattern[0]: model.num_heads=12 is not divisible by model.num_kv_heads=8",
+        ),
         (
             "{attention: cudnn, head_dim: 16, pattern: [{attention_softcap: 5.0}]}",
             "attention=cudnn: it has no model.att",
         ),
-        ("{num_layers: 2, first_blocks: [{}, {}, {}]}", "3 in model.first_blocks and 0 in model.pattern; at least 3"),
+        (
+            "{num_layers: 2, first_blocks: [{}, {}, {}]}",
+            "3 in model.first_blocks and 0 in model.pattern; at least 3",
+        ),
         (f"pattern: [{'{}, ' * 200}]", "has 200 values; at most 128 are allowed"),
     ],
 )
@@ -129,13 +171,17 @@ def test_a_pattern_that_cannot_be_is_one_error(model, message, tmp_path, capsys)
 
 
 def test_problems_of_many_kinds_of_blocks_are_told_of_the_first_few():
-    many = dataclasses.replace(PLAIN, num_layers=100, pattern=tuple({"num_heads": 2 * n + 1} for n in range(100)))
+    many = dataclasses.replace(
+        PLAIN, num_layers=100, pattern=tuple({"num_heads": 2 * n + 1} for n in range(100))
+    )
     with pytest.raises(ConfigError) as caught:
         validate_model(many, mesh_shape())
     assert 2 <= len(str(caught.value).splitlines()) <= 10
 
 
-@pytest.mark.parametrize("pattern", [3, (3,), "local", ({"sliding_window": {}},), ({3: 4},)], ids=str)
+@pytest.mark.parametrize(
+    "pattern", [3, (3,), "local", ({"sliding_window": {}},), ({3: 4},)], ids=str
+)
 def test_in_python_too(pattern):
     with pytest.raises(ConfigError, match="pattern"):
         validate_model(dataclasses.replace(PLAIN, pattern=pattern), mesh_shape())
@@ -145,7 +191,12 @@ def test_a_run_of_the_first_version_goes_on_without_a_word():
     """Its blocks are of one kind, and keep their paths; what it does not know had no effect on
     it."""
     paths = nnx.to_flat_state(nnx.state(nnx.eval_shape(build(PLAIN)))).paths
-    assert {path[1] for path in paths if path[0] == "blocks"} == {"attention_norm", "attention", "mlp_norm", "mlp"}
+    assert {path[1] for path in paths if path[0] == "blocks"} == {
+        "attention_norm",
+        "attention",
+        "mlp_norm",
+        "mlp",
+    }
     run = TrainConfig(model=PLAIN)
     info = checkpoint_info(run, {}, 0, mesh_shape())
     for name in ("first_blocks", "pattern", "activation", "norm", "norm_placement", "query_scale"):

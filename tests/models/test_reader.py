@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import TOLERANCE, continue_rows, decoder, random_weights, relative_error, state_on_mesh, sweep
+from support import (
+    TOLERANCE,
+    continue_rows,
+    decoder,
+    random_weights,
+    relative_error,
+    state_on_mesh,
+    sweep,
+)
 from tables import read_table
 from variants import variant
 
@@ -38,7 +46,9 @@ def test_reading_in_parts_equals_reading_at_once(name):
     graph, state = built(variant(SHARED, MODELS[name]["model"]), mesh)
     ids = np.random.default_rng(0).integers(0, SHARED.vocab_size, (B, T), np.int32)
     with jax.set_mesh(mesh):
-        expected = np.asarray(jax.jit(lambda state: nnx.merge(graph, state)(ids))(state), np.float64)
+        expected = np.asarray(
+            jax.jit(lambda state: nnx.merge(graph, state)(ids))(state), np.float64
+        )
     whole = decode_mesh(mesh)
     reader, weights = nnx.split(to_decode_model(nnx.merge(graph, state), whole))
     parts = batch_parts(mesh_sizes(whole))
@@ -52,7 +62,9 @@ def test_reading_in_parts_equals_reading_at_once(name):
         return model.logits_of_hidden(x), caches
 
     def packed(caches, counts, *, continued):
-        """Reads so many of the next tokens of each row, those of a part in one sequence; padding may be any ids."""
+        """Reads so many of the next tokens of each row, those of a part in one sequence; padding
+        may be any ids.
+        """
         size = B // parts
         given = np.full((parts, 48), 3, np.int32)
         positions = np.full_like(given, T)
@@ -111,7 +123,9 @@ def test_the_cache_is_split_over_rows_and_kv_heads(config, sizes, heads):
         caches = jax.tree.leaves(jax.jit(lambda: reader.empty(B, T))())
     dp, fsdp, tp = sizes
     # One array of latents, or keys and values, in each layer.
-    number, width = (1, config.kv_rank + config.rope_head_dim) if config.kv_rank else (2, config.head_dim)
+    number, width = (
+        (1, config.kv_rank + config.rope_head_dim) if config.kv_rank else (2, config.head_dim)
+    )
     assert [array.shape for array in caches] == [(B, heads, T, width)] * number * config.num_layers
     held = {shard.data.shape for array in caches for shard in array.addressable_shards}
     assert held == {(B // (dp * fsdp), heads // tp, T, width)}
@@ -119,13 +133,17 @@ def test_the_cache_is_split_over_rows_and_kv_heads(config, sizes, heads):
 
 def test_weights_are_whole_but_for_tp_and_in_the_compute_dtype():
     mesh = jaxtp.make_mesh(2, 2, 2)
-    config = variant(SHARED, {"num_layers": 1, "vocab_size": 32, "precision": {"compute": "bfloat16"}})
+    config = variant(
+        SHARED, {"num_layers": 1, "vocab_size": 32, "precision": {"compute": "bfloat16"}}
+    )
     with jax.set_mesh(mesh):
         model = jax.jit(decoder(config))()
     reader = to_decode_model(model, decode_mesh(mesh), donate=True)
     arrays = jax.tree.leaves(nnx.state(reader))
     assert {str(array.dtype) for array in arrays} == {"bfloat16"}
-    shares = {(array.ndim > 1, array.size // array.addressable_shards[0].data.size) for array in arrays}
+    shares = {
+        (array.ndim > 1, array.size // array.addressable_shards[0].data.size) for array in arrays
+    }
     assert shares == {(True, 2), (False, 1)}, "norms are on every device"
     held = sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards) // 8
     assert held == weight_bytes(model, mesh_sizes(mesh))
@@ -139,7 +157,9 @@ def test_reading_a_token_moves_one_or_two_sums_a_layer_and_none_of_the_cache(nam
     reader, weights = nnx.split(to_decode_model(nnx.merge(*built(config, mesh)), mesh))
     with jax.set_mesh(mesh):
         caches = jax.eval_shape(lambda: nnx.merge(reader, weights).empty(B, T))
-        read = lambda weights, caches, ids: continue_rows(nnx.merge(reader, weights), ids, caches, ids[:, 0])
+        read = lambda weights, caches, ids: continue_rows(
+            nnx.merge(reader, weights), ids, caches, ids[:, 0]
+        )
         jaxpr = jax.make_jaxpr(read)(weights, caches, jnp.zeros((B, 1), jnp.int32))
     found = count_collectives(jaxpr, mesh_sizes(mesh))
     assert {(c.kind, c.shape) for c in found} == {("all-reduce", (B, 1, config.d_model))}

@@ -28,7 +28,13 @@ MODELS = {
     "parallel": {"norm_placement": "parallel", "residual_scale": 0.5, "mlp_bias": True},
     "parallel, two norms": {"norm_placement": "parallel_two", "layer_scale": True},
     "float8": {"precision": {"matmul": "float8", "matmul_least": 16}},
-    "latent": {"num_kv_heads": 8, "kv_rank": 16, "query_rank": 8, "rope_head_dim": 4, "value_head_dim": 6},
+    "latent": {
+        "num_kv_heads": 8,
+        "kv_rank": 16,
+        "query_rank": 8,
+        "rope_head_dim": 4,
+        "value_head_dim": 6,
+    },
 }
 POLICIES = ["full", "save_reduced", "save_gathered", "save_dots"]
 
@@ -62,4 +68,7 @@ def test_weights_are_kept_as_they_are_stored(model):
     rotary angles.)"""
     for config in with_adapters(model, ["none", *POLICIES]):
         weights = [array for array in kept(config, B, T) if array.ndim <= 2]
-        assert {array.dtype.name for array in weights} - {"int32"} == {"float32"}, (config.remat, config.lora)
+        assert {array.dtype.name for array in weights} - {"int32"} == {"float32"}, (
+            config.remat,
+            config.lora,
+        )

@@ -29,13 +29,16 @@ SEGMENTS = np.repeat([[1, 2, 3]], LENGTHS, axis=1).astype(np.int32)
 
 @pytest.mark.wide
 def test_packed_documents_have_the_numbers_of_documents_alone():
-    """On one device, where logits are the plain mathematics' (test_decoder.py), and which meshes equal."""
+    """On one device, where logits are the plain mathematics' (test_decoder.py), and which meshes
+    equal.
+    """
     build = lambda: jaxtp.Decoder(CONFIG, rngs=nnx.Rngs(0))
     graph, state = without_mesh(build, random_weights(build))
     ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, T), np.int32)
     labels = np.roll(ids, -1, axis=1)
     labels[:, np.cumsum(LENGTHS) - 1] = -100
-    # A row for each document, which begins there; what comes after it is not seen, and has no labels.
+    # A row for each document, which begins there; what comes after it is not seen, and has no
+    # labels.
     alone, of_alone = (np.repeat(array, len(LENGTHS), axis=0) for array in (ids, labels))
     for row, (length, end) in enumerate(zip(LENGTHS, np.cumsum(LENGTHS), strict=True)):
         alone[row] = np.roll(alone[row], length - end)
@@ -63,7 +66,9 @@ def test_no_position_sees_the_future_or_another_document():
     def influences(state, x):
         block = nnx.merge(graph, state)
         of = lambda *args: jax.jacobian(lambda x: block(x, *args).sum(axis=-1))(x)[0, :, 0]
-        return [jnp.abs(of(*args)).sum(axis=-1) for args in ((), (None, Sequences(segments=SEGMENTS)))]
+        return [
+            jnp.abs(of(*args)).sum(axis=-1) for args in ((), (None, Sequences(segments=SEGMENTS)))
+        ]
 
     whole, packed = influences(state, x)
     past = np.tril(np.ones((T, T), bool))
@@ -73,6 +78,8 @@ def test_no_position_sees_the_future_or_another_document():
 
 def test_positions_restart():
     segments = np.array([[1, 1, 1, 2, 3, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
-    positions, mask = jax.jit(lambda segments: (segment_positions(segments), segment_mask(segments)))(segments)
+    positions, mask = jax.jit(
+        lambda segments: (segment_positions(segments), segment_mask(segments))
+    )(segments)
     np.testing.assert_array_equal(positions, [[0, 1, 2, 0, 0, 1, 0, 1], range(8)])
     assert mask[0, 0].sum() == 9 + 1 + 4 + 4

@@ -76,7 +76,9 @@ def test_its_products_are_those_of_the_compiled_program():
 
 @pytest.mark.parametrize("remat", sweep(["full", "save_gathered", "save_dots"], "save_gathered"))
 def test_a_block_keeps_what_it_declares(remat):
-    config = dataclasses.replace(MODEL, num_layers=1, remat=remat, precision=Precision(compute="bfloat16"))
+    config = dataclasses.replace(
+        MODEL, num_layers=1, remat=remat, precision=Precision(compute="bfloat16")
+    )
     declared = step_costs(config, mesh_shape(), batch_size=2, sequence_length=T).kept
     assert declared == kept_activations(config, 2, T)
 
@@ -84,7 +86,9 @@ def test_a_block_keeps_what_it_declares(remat):
 @pytest.mark.wide
 def test_memory_and_the_search_for_a_setting():
     """Of one block on one mesh, of which the search tries few settings."""
-    small, large = (memory_per_device(run_of(conv_features=n), mesh_shape(tp=2)).parameters for n in (32, 64))
+    small, large = (
+        memory_per_device(run_of(conv_features=n), mesh_shape(tp=2)).parameters for n in (32, 64)
+    )
     assert large - small == 3 * 4 * 32 * (3 * 32 / 2) + 4 * 32 * (2 + 3 + 2) / 2
     run = run_of(num_layers=1, pattern=[])
     found = search(run, target(find("h100"), 2, 0.75), describe_model(run), [mesh_shape(tp=2)])
@@ -123,20 +127,28 @@ def where_it_differs(kind, case):
 @pytest.mark.wide
 def test_the_check_names_a_wrong_layer_and_no_other():
     assert where_it_differs(ToyModel, TP) is None
-    assert where_it_differs(WrongModel, TP).startswith("blocks.0.convolution.convolution: its output is off")
+    assert where_it_differs(WrongModel, TP).startswith(
+        "blocks.0.convolution.convolution: its output is off"
+    )
     assert where_it_differs(DaringModel, CP).startswith("blocks.0.convolution")
 
 
 def test_sizes_that_do_not_fit_are_named():
     (problem,) = violations(dataclasses.replace(MODEL, conv_features=36), mesh_shape(tp=8))
     assert "model.conv_features=36 is not divisible by mesh.tp=8" in problem
-    with pytest.raises(ConfigError, match=r"model.pattern\[1\]:\n.*conv_widht: unknown key; did you mean conv_width"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model.pattern\[1\]:\n.*conv_widht: unknown key; did you mean conv_width",
+    ):
         validate_model(dataclasses.replace(MODEL, pattern=({}, {"conv_widht": 2})), mesh_shape())
 
 
 def test_over_cp_it_is_refused_and_not_wrong():
     (problem,) = violations(PATTERN, mesh_shape(cp=2, tp=2))
-    assert problem == "mesh.cp=2 splits each sequence, which is not supported by GatedConvolution; cp can be 1"
+    assert (
+        problem
+        == "mesh.cp=2 splits each sequence, which is not supported by GatedConvolution; cp can be 1"
+    )
     with (
         pytest.raises(ConfigError, match="not supported by GatedConvolution"),
         jax.set_mesh(mesh_of(mesh_shape(cp=2))),

@@ -16,7 +16,14 @@ from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainCon
 T = 16
 RUN = TrainConfig(
     model=jaxtp.ModelConfig(
-        vocab_size=29, d_model=16, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=4, d_ff=24, rope_theta=2.0
+        vocab_size=29,
+        d_model=16,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=4,
+        d_ff=24,
+        rope_theta=2.0,
     ),
     data=DataConfig(sequence_length=T, global_batch_size=8, packing="documents"),
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, weight_decay=0.1),
@@ -38,7 +45,11 @@ def on_one_device(run):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.heavy if name == "mixture" else pytest.mark.wide) for name in ROWS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.heavy if name == "mixture" else pytest.mark.wide)
+        for name in ROWS
+    ],
 )
 def test_three_updates_on_a_mesh_are_those_of_one_device(name):
     settings = dict(ROWS[name])
@@ -51,7 +62,9 @@ def test_three_updates_on_a_mesh_are_those_of_one_device(name):
     found = parity.run(run, Case(sizes_of(mesh), split, method), initial, audited=True)
     errors = parity.compare(found, expected)
     # A second moment is a square, with twice the gradient's relative error.
-    updates = {path: error / 2 if ".nu." in path else error for path, error in errors.updates.items()}
+    updates = {
+        path: error / 2 if ".nu." in path else error for path, error in errors.updates.items()
+    }
     tolerance = parity.TOLERANCES[run.model.precision.compute]
     assert dataclasses.replace(errors, updates=updates).within(tolerance), errors
     assert found.problems == ()

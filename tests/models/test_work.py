@@ -38,7 +38,11 @@ def test_tp_divides_the_products_of_gated_delta_net():
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_products_of_layers_and_of_their_inputs_gradients_are_in_float8(rank):
-    costs = step_costs(variant(MODEL, {"lora": {"rank": rank}, **TABLE[".float8"]}), mesh_shape(fsdp=2, tp=4), **SHAPE)
+    costs = step_costs(
+        variant(MODEL, {"lora": {"rank": rank}, **TABLE[".float8"]}),
+        mesh_shape(fsdp=2, tp=4),
+        **SHAPE,
+    )
     in_float8 = [each for each in costs.products if each.dtype == "float8"]
     names = {each.name for each in in_float8}
     of_weights = sum(each.flops for each in costs.products if each.name in names and not each.dtype)
@@ -54,7 +58,11 @@ def test_a_kernel_of_experts_computes_what_the_tokens_chose_alone(mesh):
     sizes = sizes_of(mesh)
     config = variant(MODEL, TABLE[".experts"])
     own, dense = (
-        {p.name: p for p in step_costs(config, sizes, **SHAPE, platform=platform).products if "experts" in p.name}
+        {
+            p.name: p
+            for p in step_costs(config, sizes, **SHAPE, platform=platform).products
+            if "experts" in p.name
+        }
         for platform in ("cuda", "cpu")
     )
     dp, fsdp, tp = mesh
@@ -71,9 +79,13 @@ def test_a_kernel_of_experts_computes_what_the_tokens_chose_alone(mesh):
 
 
 def test_micro_batches_change_no_flops_but_how_often_weights_are_read():
-    whole, parts = (step_costs(MODEL, mesh_shape(fsdp=2, tp=4), **SHAPE, accumulation=n) for n in (1, 4))
+    whole, parts = (
+        step_costs(MODEL, mesh_shape(fsdp=2, tp=4), **SHAPE, accumulation=n) for n in (1, 4)
+    )
     assert whole.flops == parts.flops
-    assert sum(p.bytes * p.count for p in whole.products) < sum(p.bytes * p.count for p in parts.products)
+    assert sum(p.bytes * p.count for p in whole.products) < sum(
+        p.bytes * p.count for p in parts.products
+    )
 
 
 def test_a_kernel_without_scores_makes_half_of_them_and_moves_none():

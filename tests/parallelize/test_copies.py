@@ -20,7 +20,9 @@ USES = {
     "astype, indexing, methods": lambda x: x.astype(jnp.float32)[:, ::-1] + x.mean(0),
     "softmax": jax.nn.softmax,
     "operators": lambda x: -x + 2 - x * x + (x > 0) + jax.nn.gelu(x) / len(x),
-    "concatenate": lambda x: jnp.concatenate([x[:, :4], x.reshape(x.shape)[:, 4:]], axis=-1) @ jnp.ones((D, D)),
+    "concatenate": lambda x: (
+        jnp.concatenate([x[:, :4], x.reshape(x.shape)[:, 4:]], axis=-1) @ jnp.ones((D, D))
+    ),
 }
 PLAN = {"": PrepareInput(Shard(1), Replicate()), "up": Colwise(), "down": Rowwise()}
 
@@ -49,7 +51,11 @@ def test_any_use_gives_the_numbers_of_the_array():
     expected = run(Mlp(), x)
     with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
         found = run(jaxtp.parallelize(Mlp, PLAN), x)
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5), found, expected)
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5),
+        found,
+        expected,
+    )
 
 
 class Identity(nnx.Module):

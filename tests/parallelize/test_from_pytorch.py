@@ -10,7 +10,16 @@ from flax import nnx
 from flax_models import D, F, T, V
 
 import jaxtp
-from jaxtp import Colwise, PrepareInput, PrepareInputOutput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Shard
+from jaxtp import (
+    Colwise,
+    PrepareInput,
+    PrepareInputOutput,
+    PrepareOutput,
+    Replicate,
+    Rowwise,
+    SequenceParallel,
+    Shard,
+)
 from jaxtp.analysis.audit import audit
 
 B = 8
@@ -30,14 +39,34 @@ ROWS = jax.P("tp", "fsdp")
 
 STYLES = {
     "ColwiseParallel()": (LINEAR, Colwise(), COLUMNS, FEATURES),
-    "ColwiseParallel(input_layouts=Shard(1))": (LINEAR, Colwise(input_layouts=Shard(1)), COLUMNS, FEATURES),
-    "ColwiseParallel(output_layouts=Replicate())": (LINEAR, Colwise(output_layouts=Replicate()), COLUMNS, WHOLE),
+    "ColwiseParallel(input_layouts=Shard(1))": (
+        LINEAR,
+        Colwise(input_layouts=Shard(1)),
+        COLUMNS,
+        FEATURES,
+    ),
+    "ColwiseParallel(output_layouts=Replicate())": (
+        LINEAR,
+        Colwise(output_layouts=Replicate()),
+        COLUMNS,
+        WHOLE,
+    ),
     "RowwiseParallel()": (LINEAR, Rowwise(), ROWS, WHOLE),
-    "RowwiseParallel(output_layouts=Shard(1))": (LINEAR, Rowwise(output_layouts=Shard(1)), ROWS, SEQUENCE),
+    "RowwiseParallel(output_layouts=Shard(1))": (
+        LINEAR,
+        Rowwise(output_layouts=Shard(1)),
+        ROWS,
+        SEQUENCE,
+    ),
     "RowwiseParallel on nn.Embedding": (EMBED, Rowwise(Replicate(), Shard(1)), ROWS, SEQUENCE),
     "ColwiseParallel on nn.Embedding": (EMBED, Colwise(), COLUMNS, FEATURES),
     "SequenceParallel()": (NORM, SequenceParallel(), jax.P("fsdp"), SEQUENCE),
-    "SequenceParallel, and features": (NORM, SequenceParallel(output_layouts=Shard(-1)), jax.P("fsdp"), FEATURES),
+    "SequenceParallel, and features": (
+        NORM,
+        SequenceParallel(output_layouts=Shard(-1)),
+        jax.P("fsdp"),
+        FEATURES,
+    ),
     "ColwiseParallel of heads": (HEADS, Colwise(), COLUMNS, FEATURES),
     "fully_shard": (LINEAR, None, jax.P(None, "fsdp"), WHOLE),
     "replicate": (LINEAR, Replicate(), jax.P(), WHOLE),
@@ -86,7 +115,9 @@ class Keyword(nnx.Module):
 
 
 def test_prepare_module_input_by_keyword_and_output(mesh):
-    inputs = PrepareInput(input_kwarg_layouts={"x": Shard(1)}, desired_input_kwarg_layouts={"x": Replicate()})
+    inputs = PrepareInput(
+        input_kwarg_layouts={"x": Shard(1)}, desired_input_kwarg_layouts={"x": Replicate()}
+    )
     outputs = PrepareOutput(output_layouts=(None, None), desired_output_layouts=(Shard(1), None))
     call = nnx.jit(lambda model, x: jax.tree.map(jnp.asarray, model(2.0, x=x)))
     y, seen = call(jaxtp.parallelize(Keyword, {"": inputs, "up": Colwise()}), X)
@@ -97,7 +128,11 @@ def test_prepare_module_input_by_keyword_and_output(mesh):
 
 
 def test_prepare_module_input_output(mesh):
-    layouts = {"input_layouts": Shard(1), "desired_input_layouts": Replicate(), "desired_output_layouts": Shard(1)}
+    layouts = {
+        "input_layouts": Shard(1),
+        "desired_input_layouts": Replicate(),
+        "desired_output_layouts": Shard(1),
+    }
     plan = {"": PrepareInputOutput(**layouts), "w{1,3}": Colwise(), "w2": Rowwise()}
     build = lambda: models.FeedForward(nnx.Rngs(0))
     y = run(jaxtp.parallelize(build, plan), X)
@@ -109,18 +144,29 @@ def audit_gradient(mesh, layer, plan, loss):
     """Audits the gradient of a loss of a layer's output."""
     with jax.set_mesh(mesh):
         graph, state = nnx.split(jaxtp.parallelize(layer, plan))
-    return audit(jax.jit(jax.grad(lambda state, x: loss(nnx.merge(graph, state)(x)))), state, X, mesh=mesh)
+    return audit(
+        jax.jit(jax.grad(lambda state, x: loss(nnx.merge(graph, state)(x)))), state, X, mesh=mesh
+    )
 
 
 def test_mixed_precision_is_the_dtype_of_the_module():
-    """`MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`: gathered in one, summed in the other."""
+    """`MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`: gathered in one,
+    summed in the other.
+    """
     layer = lambda: nnx.Linear(D, F, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    found = audit_gradient(jaxtp.make_mesh(fsdp=8), layer, {}, lambda y: y.astype(jnp.float32).sum())
-    assert {(c.kind, c.dtype) for c in found.written} == {("all-gather", "bfloat16"), ("reduce-scatter", "float32")}
+    found = audit_gradient(
+        jaxtp.make_mesh(fsdp=8), layer, {}, lambda y: y.astype(jnp.float32).sum()
+    )
+    assert {(c.kind, c.dtype) for c in found.written} == {
+        ("all-gather", "bfloat16"),
+        ("reduce-scatter", "float32"),
+    }
 
 
 def test_loss_parallel_is_a_head_that_is_left_split():
-    """With `Colwise()` on the head the logits stay split over the vocabulary, and so does the loss on global arrays."""
+    """With `Colwise()` on the head the logits stay split over the vocabulary, and so does the
+    loss on global arrays.
+    """
 
     def loss(logits):
         picked = jnp.sum(jnp.where(jnp.arange(V) == IDS[..., None], logits, 0), axis=-1)
@@ -133,8 +179,12 @@ def test_loss_parallel_is_a_head_that_is_left_split():
 
 def test_gradient_clipping_is_optax(mesh):
     """`clip_grad_norm_` over DTensors: the norm of global arrays."""
-    norm_of = nnx.jit(lambda m: optax.tree.norm(nnx.as_pure(nnx.grad(lambda m: (m(X) ** 2).sum())(m))))
-    np.testing.assert_allclose(norm_of(jaxtp.parallelize(LINEAR, {"": Colwise()})), norm_of(LINEAR()), rtol=1e-5)
+    norm_of = nnx.jit(
+        lambda m: optax.tree.norm(nnx.as_pure(nnx.grad(lambda m: (m(X) ** 2).sum())(m)))
+    )
+    np.testing.assert_allclose(
+        norm_of(jaxtp.parallelize(LINEAR, {"": Colwise()})), norm_of(LINEAR()), rtol=1e-5
+    )
 
 
 def test_full_tensor_is_the_array_itself():

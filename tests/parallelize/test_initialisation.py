@@ -48,7 +48,9 @@ def test_both_forms_give_the_same_model():
         made, in_parts = (jaxtp.parallelize(model, {"up": Colwise()}) for model in (build(), build))
         np.testing.assert_allclose(run(in_parts, x), run(made, x), rtol=1e-5, atol=1e-5)
     assert nnx.split(made)[0] == nnx.split(in_parts)[0]
-    shardings = [jax.tree.map(lambda array: array.sharding, nnx.state(model)) for model in (made, in_parts)]
+    shardings = [
+        jax.tree.map(lambda array: array.sharding, nnx.state(model)) for model in (made, in_parts)
+    ]
     assert jax.tree.leaves(shardings[0]) == jax.tree.leaves(shardings[1])
 
 
@@ -70,7 +72,9 @@ HIDDEN = {
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_an_array_that_flax_does_not_see_is_refused_by_its_place(name):
-    with pytest.raises(PlanError, match=r"model in which inner\.held\S* contains an array .* nnx\.data\(\.\.\.\)"):
+    with pytest.raises(
+        PlanError, match=r"model in which inner\.held\S* contains an array .* nnx\.data\(\.\.\.\)"
+    ):
         jaxtp.parallelize(lambda: nnx.Dict(inner=Holds(HIDDEN[name])), mesh=jaxtp.make_mesh(fsdp=2))
 
 

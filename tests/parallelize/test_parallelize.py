@@ -1,4 +1,6 @@
-"""Models that somebody wrote for one device, parallel by a plan: outputs, gradients and three updates are the same."""
+"""Models that somebody wrote for one device, parallel by a plan: outputs, gradients and three
+updates are the same.
+"""
 
 import functools
 
@@ -12,7 +14,16 @@ from flax_models import D, T, V
 from flax_parity import assert_same, train_alone, train_on
 
 import jaxtp
-from jaxtp import Colwise, ContextParallel, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Shard
+from jaxtp import (
+    Colwise,
+    ContextParallel,
+    PrepareInput,
+    PrepareOutput,
+    Replicate,
+    Rowwise,
+    SequenceParallel,
+    Shard,
+)
 
 B = 8
 RANDOM = np.random.default_rng(1)
@@ -52,10 +63,17 @@ CASES = {
             "norm": SequenceParallel(output_layouts=Replicate()),
         },
     ),
-    "tied features": (models.TiedLanguageModel, {"tokens": Colwise(), "positions": Rowwise(), "hidden": Replicate()}),
+    "tied features": (
+        models.TiedLanguageModel,
+        {"tokens": Colwise(), "positions": Rowwise(), "hidden": Replicate()},
+    ),
     "dropout": (
         models.Noisy,
-        {"up": Colwise(), "down": Rowwise(output_layouts=Shard(1)), "dropouts.1": SequenceParallel()},
+        {
+            "up": Colwise(),
+            "down": Rowwise(output_layouts=Shard(1)),
+            "dropouts.1": SequenceParallel(),
+        },
     ),
     "convolutions": (models.ConvNet, {"widen": Colwise(), "narrow": Rowwise()}),
     "shared": (
@@ -80,19 +98,34 @@ CASES = {
     ),
     "general": (
         models.General,
-        {"heads": Colwise(), "merge": Rowwise(output_layouts=Shard(1)), "up": Colwise(), "down": Rowwise()},
+        {
+            "heads": Colwise(),
+            "merge": Rowwise(output_layouts=Shard(1)),
+            "up": Colwise(),
+            "down": Rowwise(),
+        },
     ),
     "homemade": (models.Homemade, {"norm": SequenceParallel(), "out": Rowwise()}),
     "grouped": (models.Grouped, {}),
 }
 """Models and plans."""
-MESHES = [(1, 2, 2, 2), (1, 1, 1, 8), (2, 2, 1, 2), (8, 1, 1, 1), (1, 2, 1, 4), (1, 1, 4, 2), (1, 8, 1, 1)]
+MESHES = [
+    (1, 2, 2, 2),
+    (1, 1, 1, 8),
+    (2, 2, 1, 2),
+    (8, 1, 1, 1),
+    (1, 2, 1, 4),
+    (1, 1, 4, 2),
+    (1, 8, 1, 1),
+]
 """Devices along dp, fsdp, cp and tp."""
 PLACES = [pytest.param("containers", (1, 2, 1, 2))]
 """Each case on one mesh or two, all meshes in turn; the first in the default suite."""
 for index, name in enumerate(CASES):
     for turn in (0, 3)[: 1 + index % 2]:
-        PLACES.append(pytest.param(name, MESHES[(index + turn) % len(MESHES)], marks=pytest.mark.wide))
+        PLACES.append(
+            pytest.param(name, MESHES[(index + turn) % len(MESHES)], marks=pytest.mark.wide)
+        )
 
 
 @functools.cache
@@ -116,7 +149,9 @@ def test_ids_that_are_not_there_give_what_flax_gives():
     build = lambda: nnx.Embed(V, D, rngs=nnx.Rngs(0))
     run = nnx.jit(lambda embeds: [embed(ids) for embed in embeds])
     with jax.set_mesh(jaxtp.make_mesh(dp=2, tp=2)):
-        found = run([jaxtp.parallelize(build, plan) for plan in ({"": Colwise()}, {"": Rowwise()}, {})])
+        found = run(
+            [jaxtp.parallelize(build, plan) for plan in ({"": Colwise()}, {"": Rowwise()}, {})]
+        )
     np.testing.assert_array_equal(found, run([build()] * 3))
 
 

@@ -1,6 +1,8 @@
-"""Models with their sequences divided over cp: what moves, what is refused, and parts that have no sequence.
+"""Models with their sequences divided over cp: what moves, what is refused, and parts that have no
+sequence.
 
-(That numbers are those of one device: test_parallelize.py.)"""
+(That numbers are those of one device: test_parallelize.py.)
+"""
 
 import flax_models as models
 import jax
@@ -20,7 +22,9 @@ WHOLE = {"": ContextParallel()}
 
 
 class Pooled(nnx.Module):
-    """A part whose sequences are divided, behind one that mixes positions, before one that has none."""
+    """A part whose sequences are divided, behind one that mixes positions, before one that has
+    none.
+    """
 
     def __init__(self, rngs):
         self.mix = nnx.Conv(D, D, (3,), rngs=rngs)
@@ -32,13 +36,23 @@ class Pooled(nnx.Module):
         return self.head(nnx.relu(self.hidden(self.body(self.mix(x)).mean(axis=1))))
 
 
-SPLIT = {"body.w{1,3}": Colwise(), "body.w2": Rowwise(), "hidden": Colwise(), "head": Rowwise(), "mix": Colwise()}
+SPLIT = {
+    "body.w{1,3}": Colwise(),
+    "body.w2": Rowwise(),
+    "hidden": Colwise(),
+    "head": Rowwise(),
+    "mix": Colwise(),
+}
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("plan", "mesh"),
-    [(WHOLE, (2, 1, 4, 1)), ({"body": ContextParallel()}, (2, 1, 4, 1)), (WHOLE | SPLIT, (1, 2, 2, 2))],
+    [
+        (WHOLE, (2, 1, 4, 1)),
+        ({"body": ContextParallel()}, (2, 1, 4, 1)),
+        (WHOLE | SPLIT, (1, 2, 2, 2)),
+    ],
     ids=["whole", "body", "split"],
 )
 def test_layers_without_sequences_compute_as_they_did(plan, mesh):
@@ -75,8 +89,12 @@ def test_over_tp_a_device_moves_its_tokens_alone():
 def test_a_plan_that_does_not_say_where_cp_divides_is_refused():
     mesh = jaxtp.make_mesh(cp=2)
     for plan in (None, {"feed_forward.w2": Rowwise()}):
-        with pytest.raises(PlanError, match=r"cp=2 .*the plan does not say .*\{'': ContextParallel\(\), \.\.\.\}"):
-            jaxtp.parallelize(nnx.eval_shape(lambda: models.LlamaBlock(nnx.Rngs(0))), plan, mesh=mesh)
+        with pytest.raises(
+            PlanError, match=r"cp=2 .*the plan does not say .*\{'': ContextParallel\(\), \.\.\.\}"
+        ):
+            jaxtp.parallelize(
+                nnx.eval_shape(lambda: models.LlamaBlock(nnx.Rngs(0))), plan, mesh=mesh
+            )
     config = jaxtp.ModelConfig(d_model=D, num_heads=4, num_kv_heads=4, head_dim=4, d_ff=D)
     with jax.set_mesh(mesh):  # our own block knows of cp itself
         jaxtp.parallelize(nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0))))
@@ -87,7 +105,9 @@ def test_inputs_that_cp_does_not_divide_are_refused():
         model = jaxtp.parallelize(nnx.Linear(D, D, rngs=nnx.Rngs(0)), WHOLE)
         with pytest.raises(ValueError, match=r"float32\[8, 16\], which has no sequence: use cp=1"):
             model(X[:, 0])
-        with pytest.raises(ValueError, match=r"dim 1 of shape \(8, 7, 16\) is 7, .* cp=2; nearest: 6 or 8"):
+        with pytest.raises(
+            ValueError, match=r"dim 1 of shape \(8, 7, 16\) is 7, .* cp=2; nearest: 6 or 8"
+        ):
             model(X[:, :7])
 
 

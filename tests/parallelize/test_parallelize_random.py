@@ -29,15 +29,17 @@ class Graph(nnx.Module):
 
     def __call__(self, x):
         seen = [x]
-        for part, norm, (_, source, residual) in zip(self.parts, self.norms, self.drawn, strict=True):
+        for part, norm, (_, source, residual) in zip(
+            self.parts, self.norms, self.drawn, strict=True
+        ):
             y = part(norm(seen[source % len(seen)]))
             seen.append(residual * seen[-1] + y)
         return seen[-1]
 
 
-GRAPHS = st.lists(st.tuples(st.sampled_from(BRANCHES), st.integers(0, 2), st.booleans()), min_size=1, max_size=2).map(
-    tuple
-)
+GRAPHS = st.lists(
+    st.tuples(st.sampled_from(BRANCHES), st.integers(0, 2), st.booleans()), min_size=1, max_size=2
+).map(tuple)
 OUTSIDE = st.sampled_from([Replicate(), Shard(1), Shard(-1)])
 LINEAR = st.one_of(
     st.builds(Colwise, OUTSIDE, st.sampled_from([None, Replicate(), Shard(1)])),

@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxtp
-from jaxtp import Colwise, PlanError, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Shard
+from jaxtp import (
+    Colwise,
+    PlanError,
+    PrepareInput,
+    PrepareOutput,
+    Replicate,
+    Rowwise,
+    SequenceParallel,
+    Shard,
+)
 from jaxtp.config.entry import UserError
 from jaxtp.mesh import STORAGE
 from jaxtp.parallelize.plan import expand_braces, matches
@@ -67,12 +76,18 @@ class Table(nnx.Module):
 
 
 REFUSED_OF_LLAMA = {
-    "a parameter": ({"output.kernel": Colwise()}, "matches a parameter; give the style to its module: 'output'"),
+    "a parameter": (
+        {"output.kernel": Colwise()},
+        "matches a parameter; give the style to its module: 'output'",
+    ),
     "two patterns": (
         {"layers.*.attention.wq": Colwise(), "layers.0.**": Rowwise()},
         r"'layers.\*.attention.wq' and 'layers.0.\*\*' match the same module",
     ),
-    "no style": ({"output": "colwise"}, "'output': 'colwise' is not a style; the styles are Colwise, Rowwise"),
+    "no style": (
+        {"output": "colwise"},
+        "'output': 'colwise' is not a style; the styles are Colwise, Rowwise",
+    ),
     "does not fit": (
         {"layers.*.attention_norm": Colwise()},
         r"'layers.0.attention_norm' \(RMSNorm\) cannot be Colwise, which fits nnx.Linear, ",
@@ -98,7 +113,10 @@ REFUSED_OF_LLAMA = {
         r"has input_layouts='Shard\(1\)'; a layout is Shard\(dim\) or",
     ),
     "no number": ({"output": Rowwise(output_layouts=Shard("1"))}, "a layout is"),
-    "one of several": ({"output": PrepareInput((Shard(1), 2), (Replicate(), None))}, "has input_layouts=2"),
+    "one of several": (
+        {"output": PrepareInput((Shard(1), 2), (Replicate(), None))},
+        "has input_layouts=2",
+    ),
     "no plan": ([("up", Colwise())], "a plan is a dict"),
 }
 REFUSED_OF_OTHERS = {
@@ -108,7 +126,9 @@ REFUSED_OF_OTHERS = {
         r"\(MultiHeadAttention\) cannot be Colwise.*its parts are .*'attention.query'",
     ),
     "kv heads": (
-        lambda: nnx.MultiHeadAttention(8, D, num_kv_heads=2, qkv_features=32, decode=False, rngs=nnx.Rngs(0)),
+        lambda: nnx.MultiHeadAttention(
+            8, D, num_kv_heads=2, qkv_features=32, decode=False, rngs=nnx.Rngs(0)
+        ),
         {"key": Colwise()},
         r"'key' \(LinearGeneral\) has out_features of 2 .* not divisible by tp=4",
     ),
@@ -117,9 +137,21 @@ REFUSED_OF_OTHERS = {
         {"depthwise": Colwise()},
         r"'depthwise' \(Conv\) cannot be Colwise: it is grouped \(feature_group_count=\d+\)",
     ),
-    "a parameter of the model itself": (Root, {"table": Colwise()}, "'table' matches a parameter; .*the model itself"),
-    "a list of parameters": (Root, {"listed": Colwise()}, "'listed' matches a parameter; .*the model itself"),
-    "one of a list of parameters": (Root, {"listed.*": Colwise()}, "matches a parameter; .*the model itself"),
+    "a parameter of the model itself": (
+        Root,
+        {"table": Colwise()},
+        "'table' matches a parameter; .*the model itself",
+    ),
+    "a list of parameters": (
+        Root,
+        {"listed": Colwise()},
+        "'listed' matches a parameter; .*the model itself",
+    ),
+    "one of a list of parameters": (
+        Root,
+        {"listed.*": Colwise()},
+        "matches a parameter; .*the model itself",
+    ),
     "adapters of Flax": (
         lambda: nnx.Dict(up=nnx.LoRALinear(D, D, lora_rank=2, rngs=nnx.Rngs(0))),
         {"up": Colwise()},
@@ -143,16 +175,25 @@ REFUSED_OF_OTHERS = {
     "shared": (
         lambda: models.Universal(nnx.Rngs(0)),
         {"first.w1": Colwise(), "again.w1": Rowwise()},
-        "'first.w1' .*'again.w1'.* are one shared module|'again.w1' .*'first.w1'.* are one shared module",
+        "'first.w1' .*'again.w1'.* are one shared module|'again.w1' .*'first.w1'.* are one "
+        "shared module",
     ),
     "tied": (Tied, {"one": Colwise()}, "'one.kernel' and 'two.kernel' are one tied parameter"),
-    "stacked elsewhere": (Sideways, {"layers": Colwise()}, "layers may be stacked along dim 0 only"),
+    "stacked elsewhere": (
+        Sideways,
+        {"layers": Colwise()},
+        "layers may be stacked along dim 0 only",
+    ),
     "our own layer": (
         lambda: jaxtp.ColumnParallelLinear(D, F, rngs=nnx.Rngs(0)),
         {"": Colwise()},
         "it declares the specs of its parameters itself",
     ),
-    "never called": (Table, {"": SequenceParallel()}, "cannot be SequenceParallel: it has no __call__"),
+    "never called": (
+        Table,
+        {"": SequenceParallel()},
+        "cannot be SequenceParallel: it has no __call__",
+    ),
     "not a model": (lambda: {"a": 1}, {}, "expected an nnx.Module, or a function"),
 }
 """Models, plans and what is said of them."""
@@ -181,13 +222,18 @@ class Keyed(nnx.Module):
 def test_a_path_names_one_thing():
     for inner, message in (
         (lambda layer: nnx.Dict({"b": layer}), "two things at 'parts.a.b.bias'"),
-        (lambda layer: nnx.Dict({"b": nnx.Dict({"bias": layer.bias})}), "two things at 'parts.a.b.bias'"),
+        (
+            lambda layer: nnx.Dict({"b": nnx.Dict({"bias": layer.bias})}),
+            "two things at 'parts.a.b.bias'",
+        ),
         (lambda layer: layer, r"\['parts', 'a.b'\] is not inside of 'parts.a'"),
     ):
         with pytest.raises(UserError, match=message):
             parallelize(partial(Keyed, inner), {})
     # A dot in a key is no mistake where paths differ
-    model = parallelize(lambda: Keyed(lambda layer: nnx.Dict({"c": layer})), {"parts.a.b": Colwise()})
+    model = parallelize(
+        lambda: Keyed(lambda layer: nnx.Dict({"c": layer})), {"parts.a.b": Colwise()}
+    )
     assert model.parts["a.b"].kernel.get_metadata()["out_sharding"][1] == "tp"
 
 
@@ -201,7 +247,9 @@ def test_a_mesh_is_needed():
     model = nnx.eval_shape(llama)
     with pytest.raises(jaxtp.MeshError, match="parallelize needs a mesh"):
         jaxtp.parallelize(model, {})
-    other = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    other = jax.make_mesh(
+        (2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,)
+    )
     with pytest.raises(jaxtp.MeshError, match="lacks"):
         jaxtp.parallelize(model, {}, mesh=other)
 
@@ -236,12 +284,20 @@ def test_what_makes_no_model(name):
 
 def test_calls_that_do_not_fit_are_refused():
     with jax.set_mesh(jaxtp.make_mesh(*MESH)):
-        for style in (SequenceParallel(), PrepareInput(Replicate(), Shard(1)), PrepareOutput(None, Shard(1))):
+        for style in (
+            SequenceParallel(),
+            PrepareInput(Replicate(), Shard(1)),
+            PrepareOutput(None, Shard(1)),
+        ):
             dropout = jaxtp.parallelize(nnx.Dropout(0.0, deterministic=True), {"": style})
-            with pytest.raises(ValueError, match=r"Shard\(dim=1\): dim 1 .* is 6, not divisible by tp=4"):
+            with pytest.raises(
+                ValueError, match=r"Shard\(dim=1\): dim 1 .* is 6, not divisible by tp=4"
+            ):
                 dropout(jnp.ones((4, 6, D)))
         prepared = jaxtp.parallelize(linear(), {"": PrepareInput(Shard(1), Replicate())})
-        with pytest.raises(TypeError, match=r"called with 0 positional arguments; .* input_kwarg_layouts"):
+        with pytest.raises(
+            TypeError, match=r"called with 0 positional arguments; .* input_kwarg_layouts"
+        ):
             prepared(inputs=jnp.ones((4, T, D)))
 
 
@@ -280,7 +336,9 @@ def test_patterns_of_a_path_match_it(names, data):
     """Any name may become `*` or a choice, any run of names `**`."""
     start = data.draw(st.integers(0, len(names)))
     end = data.draw(st.integers(start, len(names)))
-    general = [data.draw(st.sampled_from([name, "*", f"{{{name},z}}", f"{name[0]}*"])) for name in names]
+    general = [
+        data.draw(st.sampled_from([name, "*", f"{{{name},z}}", f"{name[0]}*"])) for name in names
+    ]
     assert matches(".".join(general), ".".join(names))
     assert matches(".".join([*general[:start], "**", *general[end:]]), ".".join(names))
     assert not matches(".".join([*general, "q"]), ".".join(names))

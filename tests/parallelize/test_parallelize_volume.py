@@ -21,10 +21,18 @@ COLUMNS = {"attention.w{q,k,v}": Colwise(), "feed_forward.w{1,3}": Colwise()}
 
 
 def plan_of(layout):
-    """Returns a plan of a block whose activations between branches are whole, or split along the sequence."""
+    """Returns a plan of a block whose activations between branches are whole, or split along the
+    sequence.
+    """
     rows = Rowwise(output_layouts=layout)
     inputs = PrepareInput(layout, Replicate())
-    plan = {"attention": inputs, "feed_forward": inputs, "attention.wo": rows, "feed_forward.w2": rows, **COLUMNS}
+    plan = {
+        "attention": inputs,
+        "feed_forward": inputs,
+        "attention.wo": rows,
+        "feed_forward.w2": rows,
+        **COLUMNS,
+    }
     return plan | {"*_norm": SequenceParallel()} if layout == Shard(1) else plan
 
 
@@ -44,7 +52,12 @@ GIVEN = (B, T, D)
 )
 def test_a_stock_llama_block_moves_over_tp_what_our_own_does(mesh, sequence, kv_heads):
     config = jaxtp.ModelConfig(
-        d_model=D, num_heads=N, num_kv_heads=kv_heads, head_dim=H, d_ff=F, sequence_parallel=sequence
+        d_model=D,
+        num_heads=N,
+        num_kv_heads=kv_heads,
+        head_dim=H,
+        d_ff=F,
+        sequence_parallel=sequence,
     )
     plan = SEQUENCE if sequence else ALL_REDUCE
     build = lambda: jaxtp.parallelize(models.LlamaBlock(nnx.Rngs(0), kv_heads=kv_heads), plan)
@@ -66,19 +79,28 @@ def test_without_a_shared_input_each_projection_reduces_for_itself():
 
     shared = over_tp(ALL_REDUCE)
     assert shared == 4 * 2 * 3 / 4 * B * T * D * 4
-    assert over_tp({pattern: style for pattern, style in ALL_REDUCE.items() if "w" in pattern}) >= 1.25 * shared
+    assert (
+        over_tp({pattern: style for pattern, style in ALL_REDUCE.items() if "w" in pattern})
+        >= 1.25 * shared
+    )
 
 
 def test_fsdp_gathers_weights_and_scatters_gradients_and_moves_nothing_else():
-    found = audit_gradients((1, 4, 1), lambda: jaxtp.parallelize(models.LlamaBlock(nnx.Rngs(0))), GIVEN)
+    found = audit_gradients(
+        (1, 4, 1), lambda: jaxtp.parallelize(models.LlamaBlock(nnx.Rngs(0))), GIVEN
+    )
     assert_weights_alone_move(found, "fsdp")
 
 
 def test_a_module_of_ones_own_gathers_too():
-    found = audit_gradients((1, 4, 1), lambda: jaxtp.parallelize(models.Homemade(nnx.Rngs(0))), GIVEN)
+    found = audit_gradients(
+        (1, 4, 1), lambda: jaxtp.parallelize(models.Homemade(nnx.Rngs(0))), GIVEN
+    )
     assert {c.kind for c in found.realised if len(c.shape) == 3} == set(), "an activation moves"
     listed = jax.tree.leaves(found.compiled.output_shardings[0]["kernels"])
-    assert [grad.spec for grad in listed] == [jax.P("fsdp")] * 2, "a gradient is split as its parameter in a list is"
+    assert [grad.spec for grad in listed] == [jax.P("fsdp")] * 2, (
+        "a gradient is split as its parameter in a list is"
+    )
 
 
 def test_the_optimizer_moves_nothing():

@@ -21,4 +21,6 @@ def save_model(folder, seed, norm=1.0):
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """The folder of the model."""
-    return made_once(tmp_path_factory, "tiny_model", lambda folder: save_model(folder / "m", 0)) / "m"
+    return (
+        made_once(tmp_path_factory, "tiny_model", lambda folder: save_model(folder / "m", 0)) / "m"
+    )

@@ -10,9 +10,12 @@ from runs import TEXT
 
 @pytest.fixture
 def start():
-    """Starts a run in a process of its own; whatever is left of it at the end of the test is killed."""
+    """Starts a run in a process of its own; whatever is left of it at the end of the test is
+    killed.
+    """
     processes = []
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a child inherits what is ignored, as in the background
+    # a child inherits what is ignored, as in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def start_process(command, **environment):
         process = subprocess.Popen(
@@ -41,5 +44,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def command(tmp_path, text):
-    """The flags of a quick run in `run`, on four devices; a flag that follows them replaces one of them."""
+    """The flags of a quick run in `run`, on four devices; a flag that follows them replaces one
+    of them.
+    """
     return quick_flags(tmp_path / "run", text)

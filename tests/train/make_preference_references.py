@@ -1,7 +1,9 @@
-"""Makes preference.npz, what TRL's DPOTrainer computes: `python tests/train/make_preference_references.py`.
+"""Makes preference.npz, what TRL's DPOTrainer computes:
+`python tests/train/make_preference_references.py`.
 
-It needs trl 1.16 and transformers 5.24, which the tests do not. The model is one of `tests/hf/references`; the
-reference's weights are `SCALE` of its weights. TRL has the loss with label smoothing as `aot_unpaired` of single pairs.
+It needs trl 1.16 and transformers 5.24, which the tests do not. The model is one of
+`tests/hf/references`; the reference's weights are `SCALE` of its weights. TRL has the loss with
+label smoothing as `aot_unpaired` of single pairs.
 """
 
 import sys
@@ -19,10 +21,17 @@ sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.par
 from hf_reference import FOLDER, pack  # noqa: E402
 from make_references import InDouble  # noqa: E402
 
-MODEL, SCALE = "llama_linear", 0.9
+MODEL = "llama_linear"
+SCALE = 0.9
 LENGTHS = [(3, 5, 4), (2, 1, 6), (4, 3, 3), (1, 6, 2), (5, 2, 5)]
 """Tokens of prompts, chosen and rejected answers."""
-METRICS = ["rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen"]
+METRICS = [
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+]
 METRICS += ["logps/rejected"]
 VARIANTS = {
     "sigmoid": {"beta": 0.1},
@@ -37,9 +46,13 @@ VARIANTS = {
 def trainer(model, reference, folder, settings):
     words = {"a": 0, "b": 1, "c": 2}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="a")), pad_token="c", eos_token="c"
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="a")),
+        pad_token="c",
+        eos_token="c",
     )
-    config = DPOConfig(folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], **settings)
+    config = DPOConfig(
+        folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], **settings
+    )
     pair = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
     return DPOTrainer(model, reference, config, train_dataset=pair, processing_class=tokenizer)
 
@@ -47,7 +60,9 @@ def trainer(model, reference, folder, settings):
 def computed(settings, examples, folder):
     """Returns loss, metrics and gradients of TRL's own loss."""
     model, reference = (
-        AutoModelForCausalLM.from_pretrained(FOLDER / MODEL, dtype=torch.float64, attn_implementation="eager")
+        AutoModelForCausalLM.from_pretrained(
+            FOLDER / MODEL, dtype=torch.float64, attn_implementation="eager"
+        )
         for _ in range(2)
     )
     with torch.no_grad():
@@ -75,12 +90,16 @@ def main():
         {"prompt_ids": ids(prompt), "chosen_ids": ids(chosen), "rejected_ids": ids(rejected)}
         for prompt, chosen, rejected in LENGTHS
     ]
-    found = {f"ids_{i}": np.concatenate(list(example.values())) for i, example in enumerate(examples)}
+    found = {
+        f"ids_{i}": np.concatenate(list(example.values())) for i, example in enumerate(examples)
+    }
     found["lengths"] = np.array(LENGTHS)
     with tempfile.TemporaryDirectory() as folder:
         for name, settings in VARIANTS.items():
             loss, metrics, grads = computed(settings, examples, folder)
-            found |= {f"{name}/loss": loss, f"{name}/metrics": np.array(metrics)} | pack(grads, f"{name}/grad", 64)
+            found |= {f"{name}/loss": loss, f"{name}/metrics": np.array(metrics)} | pack(
+                grads, f"{name}/grad", 64
+            )
             print(name, loss, *metrics)
     np.savez_compressed(Path(__file__).parent / "preference.npz", **found)
 

@@ -1,4 +1,6 @@
-"""The check of attention's kernels on the devices of a run: what is right passes, what is planted is named."""
+"""The check of attention's kernels on the devices of a run: what is right passes, what is
+planted is named.
+"""
 
 import dataclasses
 
@@ -63,7 +65,9 @@ MISTAKES = {
     "no documents": lambda **_: {"segments_BT": None},
     "a window off by one": lambda window, **_: {"window": window + 1},
     "no softcap": lambda **_: {"softcap": None},
-    "documents of the first row": lambda segments_BT, **_: {"segments_BT": segments_BT[:1].repeat(2, axis=0)},
+    "documents of the first row": lambda segments_BT, **_: {
+        "segments_BT": segments_BT[:1].repeat(2, axis=0)
+    },
     "half a gradient": lambda k, **_: {"k": (k + jax.lax.stop_gradient(k)) / 2},
     "sinks of other heads": lambda sinks, **_: {"sinks": sinks[::-1]},
     "sinks without a gradient": lambda sinks, **_: {"sinks": jax.lax.stop_gradient(sinks)},
@@ -79,7 +83,9 @@ WRONG_GRADIENT = {
 def test_a_wrong_kernel_refuses_the_run_by_name(monkeypatch, mistake):
     monkeypatch.setitem(kernels.KERNELS, "blockwise", planted(MISTAKES[mistake]))
     wrong = WRONG_GRADIENT.get(mistake, "its output")
-    with pytest.raises(ConfigError, match=f"blockwise is wrong on cpu: {wrong} is off .* try --model.attention xla"):
+    with pytest.raises(
+        ConfigError, match=f"blockwise is wrong on cpu: {wrong} is off .* try --model.attention xla"
+    ):
         check()
 
 
@@ -111,7 +117,9 @@ def as_if_keys_before_the_sequence_were_positions(segments_BT, part, **_):
 
 
 def as_if_queries_were_one_chunk(q, part, **_):
-    return {"part": part._replace(queries=part.queries[0] + jnp.arange(q.shape[1], dtype=jnp.int32))}
+    return {
+        "part": part._replace(queries=part.queries[0] + jnp.arange(q.shape[1], dtype=jnp.int32))
+    }
 
 
 PART_MISTAKES = {
@@ -119,7 +127,9 @@ PART_MISTAKES = {
     "keys one further": lambda part, **_: {"part": part._replace(first_key=part.first_key + 1)},
     "keys from the beginning": lambda part, **_: {"part": part._replace(first_key=0)},
     "one chunk": as_if_queries_were_one_chunk,
-    "documents one further": lambda segments_BT, **_: {"segments_BT": jnp.roll(segments_BT, 1, axis=1)},
+    "documents one further": lambda segments_BT, **_: {
+        "segments_BT": jnp.roll(segments_BT, 1, axis=1)
+    },
     "what is before the sequence": as_if_keys_before_the_sequence_were_positions,
 }
 
@@ -134,7 +144,9 @@ def test_a_kernel_that_does_not_run_there_is_one_message(monkeypatch):
         raise NotImplementedError("no such instruction\nand more")
 
     monkeypatch.setitem(kernels.KERNELS, "blockwise", dataclasses.replace(RIGHT, run=unsupported))
-    with pytest.raises(ConfigError, match="the kernel blockwise does not run on cpu: no such instruction; try"):
+    with pytest.raises(
+        ConfigError, match="the kernel blockwise does not run on cpu: no such instruction; try"
+    ):
         check()
 
 
@@ -147,8 +159,12 @@ def test_cpus_are_not_checked_by_default(monkeypatch):
 def times(monkeypatch):
     """Two kernels that are timed, and what they take."""
     seconds = {"blockwise": 3.0, "xla": 2.0}
-    monkeypatch.setattr(self_check, "candidates", lambda asked, use: [kernels.KERNELS[name] for name in seconds])
-    monkeypatch.setattr(self_check, "kernel_seconds", lambda kernel, use, heads: seconds[kernel.name])
+    monkeypatch.setattr(
+        self_check, "candidates", lambda asked, use: [kernels.KERNELS[name] for name in seconds]
+    )
+    monkeypatch.setattr(
+        self_check, "kernel_seconds", lambda kernel, use, heads: seconds[kernel.name]
+    )
     return seconds
 
 
@@ -158,11 +174,14 @@ MESH = jaxtp.make_mesh(tp=2)
 def run_of_length(length, **loop):
     """A run whose kernels are chosen on their own: a choice is for all uses of one length.
 
-    Kernels are checked at sixteen tokens at least, so that all of these lengths share their programs.
+    Kernels are checked at sixteen tokens at least, so that all of these lengths share their
+    programs.
     """
     assert length < 16
     model = dataclasses.replace(MODEL, attention="auto")
-    return TrainConfig(model=model, data=DataConfig(sequence_length=length), train=LoopConfig(**loop))
+    return TrainConfig(
+        model=model, data=DataConfig(sequence_length=length), train=LoopConfig(**loop)
+    )
 
 
 def chosen(run):
@@ -175,12 +194,16 @@ STAYS = "blockwise attention (measured here, "
 
 def test_of_two_kernels_a_run_takes_the_faster_and_says_so(times):
     run = run_of_length(8)
-    said = "xla attention (measured here, forward and backward: blockwise 3000.00 ms, xla 2000.00 ms)"
+    said = (
+        "xla attention (measured here, forward and backward: blockwise 3000.00 ms, xla 2000.00 ms)"
+    )
     assert chosen(run) == said
 
 
 def test_all_processes_take_the_kernel_whose_slowest_process_is_the_fastest(times, monkeypatch):
-    monkeypatch.setattr(self_check, "all_gather_json", lambda mine: [mine, [{"blockwise": 3.0, "xla": 4.0}]])
+    monkeypatch.setattr(
+        self_check, "all_gather_json", lambda mine: [mine, [{"blockwise": 3.0, "xla": 4.0}]]
+    )
     assert chosen(run_of_length(9)).startswith(STAYS)
     # A process in which a kernel is wrong has no times of it.
     monkeypatch.setattr(self_check, "all_gather_json", lambda mine: [mine, [{}]])

@@ -21,7 +21,16 @@ import jaxtp.__main__
 from jaxtp.train.__main__ import main
 
 VIT = Path(__file__).parent.parent.parent / "scripts/examples/vit.py"
-LOGGED = {"step", "loss", "grad_norm", "param_norm", "learning_rate", "step_seconds", "data_wait_seconds", "goodput"}
+LOGGED = {
+    "step",
+    "loss",
+    "grad_norm",
+    "param_norm",
+    "learning_rate",
+    "step_seconds",
+    "data_wait_seconds",
+    "goodput",
+}
 
 
 @pytest.mark.heavy
@@ -30,7 +39,12 @@ def test_a_run_leaves_what_it_should_and_learns(tmp_path, text, capsys):
     assert main([*command, "--train.steps", "24", "--checkpoint.every", "12"]) == 0
     out = capsys.readouterr().out
     assert "dp 1 x fsdp 1 x cp 1 x tp 2 = 2 virtual CPU devices" in out
-    announced = ["making the initial state: ", "evaluating at step 0: 2 batches\n", "compiling the", "step 1/24"]
+    announced = [
+        "making the initial state: ",
+        "evaluating at step 0: 2 batches\n",
+        "compiling the",
+        "step 1/24",
+    ]
     places = [out.index(f"\n{words}") for words in announced]
     assert places == sorted(places), "each line comes before its work"
     run = tmp_path / "run"
@@ -48,7 +62,13 @@ def test_a_run_leaves_what_it_should_and_learns(tmp_path, text, capsys):
     assert {path.name for path in run.iterdir()} == set(left.split())
 
 
-FINISHED = [*quick_flags("run", "text.txt", 1, 1, 2), "--train.steps", "3", "--optimizer.warmup-steps", "20"]
+FINISHED = [
+    *quick_flags("run", "text.txt", 1, 1, 2),
+    "--train.steps",
+    "3",
+    "--optimizer.warmup-steps",
+    "20",
+]
 
 
 @pytest.fixture
@@ -57,10 +77,18 @@ def finished(tmp_path_factory, tmp_path, monkeypatch):
 
     def make(folder):
         (folder / "text.txt").write_text(TEXT)
-        with contextlib.chdir(folder), Path("said").open("w") as said, contextlib.redirect_stdout(said):
+        with (
+            contextlib.chdir(folder),
+            Path("said").open("w") as said,
+            contextlib.redirect_stdout(said),
+        ):
             assert main(FINISHED) == 0
 
-    shutil.copytree(made_once(tmp_path_factory, "finished run of three steps", make), tmp_path, dirs_exist_ok=True)
+    shutil.copytree(
+        made_once(tmp_path_factory, "finished run of three steps", make),
+        tmp_path,
+        dirs_exist_ok=True,
+    )
     monkeypatch.chdir(tmp_path)
     return Path("said").read_text()
 
@@ -79,7 +107,9 @@ def test_the_same_command_on_a_finished_run_says_so(finished, capsys):
     out = capsys.readouterr().out
     assert "blocks.mlp.down.kernel" in out
     assert "already at step 3" in out
-    assert list(records("run", "eval_loss")) == [0, 3], "a run that resumes does not repeat the first"
+    assert list(records("run", "eval_loss")) == [0, 3], (
+        "a run that resumes does not repeat the first"
+    )
     assert list(records("run")) == [1, 2, 3]
 
 
@@ -87,7 +117,10 @@ def test_the_same_command_on_a_finished_run_says_so(finished, capsys):
 def test_resuming_says_what_changed(finished, capsys):
     """And so does a run that is too short for its warm-up, which the configuration keeps."""
     assert "the warm-up of 20 steps (optimizer.warmup_steps) is cut to these 3" in finished
-    assert main([*FINISHED, "--train.steps", "4", *mesh(2, 2, 2), "--data.global-batch-size", "4"]) == 0
+    assert (
+        main([*FINISHED, "--train.steps", "4", *mesh(2, 2, 2), "--data.global-batch-size", "4"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert "the warm-up of 20 steps (optimizer.warmup_steps) is cut to these 4" in out
     rates = np.array(list(records("run", "learning_rate").values()))
@@ -145,7 +178,15 @@ def test_a_run_goes_on_in_float8_and_is_used_in_its_compute_dtype(tmp_path, comm
     assert "matmul  float8 products in attention.out, attention.qkv, mlp.down, mlp.gate_up; " in out
     assert "changed since: model.precision.matmul: compute -> float8" in out
     run = str(tmp_path / "run")
-    evaluate = ["evaluate", "--model", run, "--text", str(text), "--json", str(tmp_path / "loss.json")]
+    evaluate = [
+        "evaluate",
+        "--model",
+        run,
+        "--text",
+        str(text),
+        "--json",
+        str(tmp_path / "loss.json"),
+    ]
     assert jaxtp.__main__.main(evaluate) == 0
     assert json.loads((tmp_path / "loss.json").read_text())["dtype"] == "float32"
 
@@ -157,7 +198,9 @@ MISTAKES = read_table(__file__)
 def test_a_mistake_is_one_message_and_exit_code_2(tmp_path, text, capsys, monkeypatch, name):
     monkeypatch.setenv("COLUMNS", "300")
     words = MISTAKES[name]["flags"].format(vit=VIT).split()
-    assert main([*quick_flags(tmp_path / "run", text, 1, 2, 4), "--model.num-layers=2", *words]) == 2
+    assert (
+        main([*quick_flags(tmp_path / "run", text, 1, 2, 4), "--model.num-layers=2", *words]) == 2
+    )
     error = capsys.readouterr().err
     assert MISTAKES[name]["says"] in error
     assert "Traceback" not in error
@@ -168,8 +211,8 @@ def test_a_mistake_is_one_message_and_exit_code_2(tmp_path, text, capsys, monkey
 def test_a_killed_run_goes_on_over_other_axes(tmp_path, command, start):
     """Its losses are those of a run that was never killed, so the data had no gap and no repeat.
 
-    Over fsdp and tp, cp alone, cp and tp, and one device, verified on the way: neither data nor checkpoints know of
-    the mesh.
+    Over fsdp and tp, cp alone, cp and tp, and one device, verified on the way: neither data nor
+    checkpoints know of the mesh.
     """
     command += ["--train.steps", "30", "--eval.every", "10", "--train.verify-every", "10"]
     command += ["--model.num-kv-heads", "2", "--model.dropout", "0.1", "--train.accumulation", "2"]
@@ -191,7 +234,15 @@ def test_a_killed_run_goes_on_over_other_axes(tmp_path, command, start):
 @pytest.mark.journey
 def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path, command, start):
     """Though the next step that is logged is far away."""
-    flags = [*command, "--train.steps", "1000000", "--train.log-every", "1000000", "--train.stopped-exit-code", "7"]
+    flags = [
+        *command,
+        "--train.steps",
+        "1000000",
+        "--train.log-every",
+        "1000000",
+        "--train.stopped-exit-code",
+        "7",
+    ]
     processes = start_together(start, flags, 2, devices=2)
     until = time.monotonic() + 180
     while not (tmp_path / "run/checkpoints/5").exists():
@@ -209,7 +260,9 @@ ACROSS = {"ulysses": mesh(1, 1, 2, cp=2), "gather": mesh(1, 1, 1, cp=4)}
 
 @pytest.mark.parametrize("context", journeys(list(ACROSS), "ulysses"))
 def test_a_run_goes_on_with_more_processes_and_with_fewer(tmp_path, command, start, context):
-    """With one process, then two that split the sequence, then one: as a run that was never stopped."""
+    """With one process, then two that split the sequence, then one: as a run that was never
+    stopped.
+    """
     assert main([*command, "--train.steps", "2"]) == 0
     both = [*command, "--train.steps", "6", *ACROSS[context], "--mesh.context", context]
     first, second = map(finish, start_together(start, both, 2, devices=2))

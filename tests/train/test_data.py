@@ -27,7 +27,9 @@ def texts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     random = np.random.default_rng(0)
     for index in range(120):
-        (folder / f"{index}.txt").write_text(" ".join(random.choice(WORDS, random.integers(3, 30))) + ".\n")
+        (folder / f"{index}.txt").write_text(
+            " ".join(random.choice(WORDS, random.integers(3, 30))) + ".\n"
+        )
     return folder
 
 
@@ -45,7 +47,9 @@ def command(tmp_path):
 
 
 @pytest.mark.journey
-def test_an_odd_vocabulary_resumes_on_another_mesh_from_data_that_moved(tmp_path, dataset, command, capsys):
+def test_an_odd_vocabulary_resumes_on_another_mesh_from_data_that_moved(
+    tmp_path, dataset, command, capsys
+):
     command = [*command, f"--data.path={dataset}", "--optimizer.schedule=constant"]
     assert train([*command, "--mesh=tp=2"]) == 0
     assert f"data    {dataset}: " in capsys.readouterr().out
@@ -59,12 +63,16 @@ def test_an_odd_vocabulary_resumes_on_another_mesh_from_data_that_moved(tmp_path
 
 
 @pytest.mark.journey
-def test_a_mixture_of_concatenated_documents_and_a_validation_set_of_its_own(tmp_path, texts, dataset, command, capsys):
+def test_a_mixture_of_concatenated_documents_and_a_validation_set_of_its_own(
+    tmp_path, texts, dataset, command, capsys
+):
     other = tmp_path / "other"
     tokenizer = [f"--tokenizer={dataset}/tokenizer.json", "--held-out", "0"]
     assert prepare([str(texts), "--include", "*.txt", *tokenizer, f"--out={other}"]) == 0
     config = tmp_path / "c.yaml"
-    config.write_text(f"data: {{mixture: {{{dataset}: 3, {other}: 1}}, validation: {dataset}, packing: concatenated}}")
+    config.write_text(
+        f"data: {{mixture: {{{dataset}: 3, {other}: 1}}, validation: {dataset}, packing: concatenated}}"
+    )
     flags = [f"--config={config}", *command, "--mesh=fsdp=2,tp=2"]
     assert train(flags) == 0
     out = capsys.readouterr().out
@@ -78,18 +86,31 @@ def test_a_mixture_of_concatenated_documents_and_a_validation_set_of_its_own(tmp
 def test_sequences_of_prompts_alone_are_left_out_and_counted(tmp_path, command, capsys):
     rows = [{"prompt": f"{i:{200 if i % 2 else 2}}", "completion": "yes"} for i in range(40)]
     long = str(tmp_path / "long")
-    assert prepare([write_rows(tmp_path / "rows.jsonl", rows), *PAIRS, "--held-out", "0.3", "--out", long]) == 0
+    assert (
+        prepare(
+            [write_rows(tmp_path / "rows.jsonl", rows), *PAIRS, "--held-out", "0.3", "--out", long]
+        )
+        == 0
+    )
     flags = [*command, "--mesh=tp=2", "--data.path", long, "--data.global-batch-size=2"]
     assert train(flags) == 0
-    assert re.search(r"^rows .* \d+ more without a label left out", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(
+        r"^rows .* \d+ more without a label left out", capsys.readouterr().out, re.MULTILINE
+    )
     assert min(records(tmp_path / "run").values()) > 0
-    assert_refused(train, [*flags, "--data.packing=concatenated", f"--run.dir={tmp_path}/next"], "data.packing", capsys)
+    assert_refused(
+        train,
+        [*flags, "--data.packing=concatenated", f"--run.dir={tmp_path}/next"],
+        "data.packing",
+        capsys,
+    )
 
 
 REFUSED = {
     "--model.vocab-size=200": "model.vocab_size=200 has fewer",
     "--data.path=nowhere": "data.path=nowhere: there is no such file or dataset",
-    "--data.sequence-length=8 --data.long-documents=stop": "tokens are more than data.sequence_length=8",
+    "--data.sequence-length=8 "
+    "--data.long-documents=stop": "tokens are more than data.sequence_length=8",
     "--data.path={rows}": "is not plain text: make a dataset of it by jaxtp prepare",
 }
 
@@ -97,7 +118,17 @@ REFUSED = {
 def test_data_that_do_not_fit_are_refused(tmp_path, dataset, command, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
     for flags, message in REFUSED.items():
-        assert train([*command, "--mesh=tp=2", f"--data.path={dataset}", *flags.format(rows=rows).split()]) == 2, flags
+        assert (
+            train(
+                [
+                    *command,
+                    "--mesh=tp=2",
+                    f"--data.path={dataset}",
+                    *flags.format(rows=rows).split(),
+                ]
+            )
+            == 2
+        ), flags
         error = capsys.readouterr().err
         assert message in error
         assert "Traceback" not in error

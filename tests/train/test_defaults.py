@@ -50,7 +50,9 @@ def ask(tmp_path, model):
     def resolved(*flags, place=gpus(8), begins=(f"--model.from-hf={model}",)):
         if not flags:  # parsing takes longer than all the rest
             begun = ModelConfig(from_hf=model) if begins else ModelConfig()
-            return resolve_defaults(TrainConfig(run=RunConfig(dir=tmp_path / "run"), model=begun), {"run.dir"}, place)
+            return resolve_defaults(
+                TrainConfig(run=RunConfig(dir=tmp_path / "run"), model=begun), {"run.dir"}, place
+            )
         argv = [f"--run.dir={tmp_path}/run", *begins, *flags]
         return TRAIN.load(argv, partial(resolve_defaults, devices=place))
 
@@ -87,17 +89,25 @@ def test_a_recipe_has_the_sizes_of_its_model_and_leaves_no_default_open(recipe, 
     flags = [f"--config={file}", f"--model.from-hf={tmp_path}"]
     config, notes = TRAIN.load(flags, partial(resolve_defaults, devices=gpus(8)))
     assert notes == []
-    assert training_of(config) == dataclasses.replace(alone, model=dataclasses.replace(alone.model, from_hf=tmp_path))
+    assert training_of(config) == dataclasses.replace(
+        alone, model=dataclasses.replace(alone.model, from_hf=tmp_path)
+    )
 
 
 @pytest.mark.parametrize("memory", sweep([20e9, 44.5e9], 44.5e9))
 def test_a_default_mesh_lacks_the_least_memory(tmp_path, memory):
-    """By the account of an estimate: of 70B with adapters it said that a mesh fits, and below that it does not."""
+    """By the account of an estimate: of 70B with adapters it said that a mesh fits, and below
+    that it does not.
+    """
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["models"]["llama31_70b"]))
     flags = [f"--model.from-hf={tmp_path}", "--model.lora.rank=16", "--data.sequence-length=2048"]
     devices = dataclasses.replace(gpus(8), kind="h100", platform="cuda", memory=memory)
     config, _ = TRAIN.load(flags, partial(resolve_defaults, devices=devices))
-    able = [sizes for sizes in fitting_meshes(8) if sizes["cp"] == 1 and not any(violations_on(config, sizes))]
+    able = [
+        sizes
+        for sizes in fitting_meshes(8)
+        if sizes["cp"] == 1 and not any(violations_on(config, sizes))
+    ]
     least = min(missing_bytes(config, sizes, devices) for sizes in able)
     assert missing_bytes(config, config.mesh.sizes, devices) == least
     assert (least == 0) == (memory == 44.5e9)
@@ -129,7 +139,14 @@ def test_the_rate_follows_what_is_trained_and_by_which_rule(ask):
     assert {flags: ask(*flags.split())[0].optimizer.learning_rate for flags in rates} == rates
 
 
-GPT2 = {"model_type": "gpt2", "vocab_size": 512, "n_positions": 96, "n_embd": 32, "n_head": 4, "n_layer": 2}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 512,
+    "n_positions": 96,
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +165,10 @@ def test_the_length_is_the_models_and_the_dtype_that_of_the_devices(ask, model, 
 
 def write_weights(folder, dtypes):
     """Writes an empty tensor of each dtype."""
-    names = {f"tensor{i}": {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]} for i, dtype in enumerate(dtypes)}
+    names = {
+        f"tensor{i}": {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]}
+        for i, dtype in enumerate(dtypes)
+    }
     header = json.dumps(names).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
 
@@ -164,12 +184,17 @@ def write_weights(folder, dtypes):
     ],
     ids=str,
 )
-def test_weights_that_adapters_leave_frozen_have_the_dtype_of_their_files(ask, model, stored, param):
+def test_weights_that_adapters_leave_frozen_have_the_dtype_of_their_files(
+    ask, model, stored, param
+):
     if stored is not None:
         write_weights(model, stored)
     config, notes = ask("--model.lora.rank=8")
     assert (config.model.precision.param, config.model.lora.dtype) == (param, "float32")
-    reason = f"model.precision.param = {param}: the frozen weights as {model} has them; adapters in float32"
+    reason = (
+        f"model.precision.param = {param}: the frozen weights as {model} has them; adapters "
+        "in float32"
+    )
     assert (reason in notes) == (param != "float32")
 
 
@@ -183,14 +208,22 @@ def test_weights_in_16_bits_are_trained_in_float32(ask):
     shared=st.integers(1, 4),
     d_model=st.integers(1, 40),
     devices=st.sampled_from([1, 2, 3, 4, 6, 7, 8, 16, 72]),
-    fixed=st.fixed_dictionaries({}, optional={axis: st.integers(1, 4) for axis in ("dp", "fsdp", "tp")}),
+    fixed=st.fixed_dictionaries(
+        {}, optional={axis: st.integers(1, 4) for axis in ("dp", "fsdp", "tp")}
+    ),
 )
 @settings(max_examples=10)
-def test_a_chosen_mesh_fits_the_model_the_devices_and_what_is_given(heads, shared, d_model, devices, fixed):
-    model = ModelConfig(num_heads=heads * shared, num_kv_heads=heads, d_model=d_model * 8, d_ff=heads * shared * 8)
+def test_a_chosen_mesh_fits_the_model_the_devices_and_what_is_given(
+    heads, shared, d_model, devices, fixed
+):
+    model = ModelConfig(
+        num_heads=heads * shared, num_kv_heads=heads, d_model=d_model * 8, d_ff=heads * shared * 8
+    )
     config = TrainConfig(model=model, mesh=MeshConfig(**fixed))
     place = DeviceInfo(devices, devices, bfloat16=True, kind="GPUs")
-    fitted, _ = resolve_defaults(config, {f"mesh.{axis}" for axis in fixed} | {"data.global_batch_size"}, place)
+    fitted, _ = resolve_defaults(
+        config, {f"mesh.{axis}" for axis in fixed} | {"data.global_batch_size"}, place
+    )
     sizes = vars(fitted.mesh)
     assert fixed.items() <= sizes.items()
     if not fixed or fitted.mesh != config.mesh:
@@ -228,7 +261,9 @@ BEFORE = {
 }
 
 
-def test_a_run_whose_newest_checkpoint_is_damaged_keeps_what_the_one_before_it_has(tmp_path, monkeypatch, ask):
+def test_a_run_whose_newest_checkpoint_is_damaged_keeps_what_the_one_before_it_has(
+    tmp_path, monkeypatch, ask
+):
     for step in (10, 20):
         (tmp_path / f"run/checkpoints/{step}/state").mkdir(parents=True)
     damage = storage.DamagedError("damaged")
@@ -248,7 +283,10 @@ def test_a_run_whose_newest_checkpoint_is_damaged_keeps_what_the_one_before_it_h
 @pytest.mark.parametrize("recorded", [{}, {"dtype": "float32"}], ids=["0.2", "0.3"])
 def test_a_run_of_adapters_goes_on_in_the_dtypes_that_it_has(monkeypatch, ask, recorded):
     """Until 0.2 adapters had the dtype of the weights beside them."""
-    model = {"precision": {"compute": "float32", "param": "bfloat16"}, "lora": {"rank": 8, **recorded}}
+    model = {
+        "precision": {"compute": "float32", "param": "bfloat16"},
+        "lora": {"rank": 8, **recorded},
+    }
     before = BEFORE | {"config": BEFORE["config"] | {"model": model}}
     monkeypatch.setattr(defaults, "newest_info", lambda run: before)
     config, _ = ask("--model.lora.rank=8")
@@ -263,7 +301,9 @@ def test_a_run_of_adapters_goes_on_in_the_dtypes_that_it_has(monkeypatch, ask, r
 def test_a_run_that_begins_with_a_run_needs_another_folder_and_the_same_tokens(tmp_path):
     run = RunConfig(dir=tmp_path)
     info = {"corpus": {"tokenizer": "0123"}}
-    source = pretrained.RunSource(path=tmp_path, files=None, checkpoint=tmp_path / "1", info=info, model=ModelConfig())
+    source = pretrained.RunSource(
+        path=tmp_path, files=None, checkpoint=tmp_path / "1", info=info, model=ModelConfig()
+    )
     with pytest.raises(ConfigError, match=r"is the run in run.dir=.* itself; name another folder"):
         source.check(TrainConfig(run=run))
     source.check_tokenizer(TokenizerInfo("huggingface", "0123", 256, None))
@@ -285,7 +325,9 @@ def test_a_run_of_ours_fits_the_devices_that_are_there(ask):
         assert config.mesh.dp * config.mesh.fsdp * config.mesh.tp == 2
         assert names_of(notes) == {"model.precision.compute", "mesh"}
         assert config.optimizer == TrainConfig().optimizer
-    assert ask(begins=(), place=cpus(8)) == (TrainConfig(run=config.run), []), "where the defaults fit they stay"
+    assert ask(begins=(), place=cpus(8)) == (TrainConfig(run=config.run), []), (
+        "where the defaults fit they stay"
+    )
 
 
 WHOLE_MESH = ("--mesh.dp=1", "--mesh.fsdp=2", "--mesh.tp=4")
@@ -320,19 +362,31 @@ def test_a_run_that_goes_on_keeps_what_it_has(ask, monkeypatch):
     assert config.mesh.sizes == mesh_shape(fsdp=2, tp=3)
     assert all(" has it" in note for note in notes)
     config, _ = ask("--mesh.tp=1", "--optimizer.learning-rate=1e-6", place=gpus(1))
-    assert (config.optimizer.learning_rate, config.mesh.fsdp) == (1e-6, 1), "fewer devices than before"
+    assert (config.optimizer.learning_rate, config.mesh.fsdp) == (1e-6, 1), (
+        "fewer devices than before"
+    )
 
 
 @pytest.mark.wide
-def test_fine_tuning_without_a_flag_does_not_undo_what_a_model_has_learned(tmp_path, monkeypatch, capsys):
+def test_fine_tuning_without_a_flag_does_not_undo_what_a_model_has_learned(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(TEXT)
     one = ["--data.path=text.txt", "--eval.every=0", "--data.sequence-length=32", "--mesh=dp=1"]
-    sizes = ["--model.num-heads=9", "--model.num-kv-heads=3", "--model.d-model=36", "--model.num-layers=1"]
+    sizes = [
+        "--model.num-heads=9",
+        "--model.num-kv-heads=3",
+        "--model.d-model=36",
+        "--model.num-layers=1",
+    ]
     assert main([*one, *sizes, "--train.steps=40", "--run.dir=base"]) == 0
     assert convert(["export", "base", "model"]) == 0
     before = records("base", "eval_loss")[40]
-    for model, begins, rate in (("model", "--model.from-hf=model", 1e-5), ("base", "--run.init-from=base", 5e-4)):
+    for model, begins, rate in (
+        ("model", "--model.from-hf=model", 1e-5),
+        ("base", "--run.init-from=base", 5e-4),
+    ):
         assert main([*one, begins, "--train.steps=9"]) == 0
         assert f"default optimizer.learning_rate = {rate}" in capsys.readouterr().out
         assert records(f"runs/{model}-tuned", "eval_loss")[9] < before + 0.01

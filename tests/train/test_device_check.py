@@ -13,7 +13,13 @@ from jaxtp.config.entry import NumericsError
 from jaxtp.config.schema import ConfigError
 from jaxtp.train import known_versions, self_check, setup
 from jaxtp.train.__main__ import main
-from jaxtp.train.self_check import Operation, check_collectives, check_devices, check_outside_of_jit, operations
+from jaxtp.train.self_check import (
+    Operation,
+    check_collectives,
+    check_devices,
+    check_outside_of_jit,
+    operations,
+)
 
 
 @pytest.mark.parametrize("dtype", sweep(["float32", "bfloat16"], "bfloat16"))
@@ -45,9 +51,13 @@ def planted(monkeypatch, name, run):
 )
 def test_a_wrong_operation_is_named(monkeypatch, name, run):
     planted(monkeypatch, name, run)
-    with pytest.raises(NumericsError, match=rf"device 0 of process 0 \(cpu\) computes {name} outside of jit wrong"):
+    with pytest.raises(
+        NumericsError, match=rf"device 0 of process 0 \(cpu\) computes {name} outside of jit wrong"
+    ):
         check_outside_of_jit(jaxtp.make_mesh(), "float32", on_cpu=True)
-    with pytest.raises(NumericsError, match=rf"device 0 of process 0 \(cpu\) computes {name} wrong"):
+    with pytest.raises(
+        NumericsError, match=rf"device 0 of process 0 \(cpu\) computes {name} wrong"
+    ):
         check_devices(jaxtp.make_mesh(), "float32", on_cpu=True)
 
 
@@ -56,7 +66,9 @@ def test_a_wrong_operation_is_explained_by_a_version_that_is_known_to_be_bad(mon
     monkeypatch.setattr(self_check, "native_versions", lambda: {"jax": "0.11.1"})
     everywhere = dataclasses.replace(known_versions.TABLE[0], devices="")
     monkeypatch.setattr(known_versions, "TABLE", (everywhere,))
-    with pytest.raises(NumericsError, match=r"(?s)outside of jit wrong: .*\nWARNING jax 0\.11\.1, .*40633"):
+    with pytest.raises(
+        NumericsError, match=r"(?s)outside of jit wrong: .*\nWARNING jax 0\.11\.1, .*40633"
+    ):
         check_outside_of_jit(jaxtp.make_mesh(), "float32", on_cpu=True)
 
 
@@ -66,7 +78,8 @@ def test_the_one_device_that_is_wrong_is_named(monkeypatch):
 
     planted(monkeypatch, "a sum over a long axis", wrong_on_one)
     with pytest.raises(
-        NumericsError, match=r"device 2 of process 0 .* a sum over a long axis wrong: .* off by 1.0e-02"
+        NumericsError,
+        match=r"device 2 of process 0 .* a sum over a long axis wrong: .* off by 1.0e-02",
     ):
         check_devices(jaxtp.make_mesh(tp=4), "float32", on_cpu=True)
 
@@ -84,7 +97,9 @@ FAULTS = {
 def test_a_wrong_collective_is_named_with_its_axis(monkeypatch, collective):
     name, fault = FAULTS[collective]
     monkeypatch.setattr(self_check, name, fault)
-    with pytest.raises(NumericsError, match=rf"device \d of process 0 .* by {collective} over mesh\.fsdp"):
+    with pytest.raises(
+        NumericsError, match=rf"device \d of process 0 .* by {collective} over mesh\.fsdp"
+    ):
         check_collectives(jaxtp.make_mesh(1, 2, 1))
 
 
@@ -101,7 +116,9 @@ def test_the_numbers_that_collectives_sum_are_exact_for_a_thousand_devices():
 
 @pytest.mark.parametrize("checked", ["check_devices", "check_outside_of_jit"])
 @pytest.mark.parametrize(("flags", "code"), [([], 3), (["--launch.no-self-check"], 2)])
-def test_a_run_checks_its_devices_unless_told_not_to(checked, flags, code, command, monkeypatch, capsys):
+def test_a_run_checks_its_devices_unless_told_not_to(
+    checked, flags, code, command, monkeypatch, capsys
+):
     def wrong(mesh, dtype):
         raise NumericsError("device 0 is wrong")
 
@@ -112,4 +129,6 @@ def test_a_run_checks_its_devices_unless_told_not_to(checked, flags, code, comma
     monkeypatch.setattr(self_check, checked, wrong)
     monkeypatch.setattr(setup.run_folder, "locked", reached)
     assert main([*command, *flags]) == code
-    assert ("device 0 is wrong" if code == 3 else "the folder is locked next") in capsys.readouterr().err
+    assert (
+        "device 0 is wrong" if code == 3 else "the folder is locked next"
+    ) in capsys.readouterr().err

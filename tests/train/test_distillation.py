@@ -25,7 +25,10 @@ from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.distillation import Distillation, with_rest
 from jaxtp.train.step import loss_and_grads
 
-B, T, V, D = 8, 8, 37, 16
+B = 8
+T = 8
+V = 37
+D = 16
 MODEL = jaxtp.ModelConfig(
     vocab_size=V,
     d_model=D,
@@ -82,32 +85,44 @@ def batch_of(k, temperature=1.0):
     labels = np.where(random.random((B, T)) < 0.2, -100, tokens[:, 1:])
     segments = 1 + (np.arange(T) >= random.integers(1, T, (B, 1))).astype(np.int32)
     ids = np.argsort(-logits, axis=-1)[..., :k].astype(np.int32)
-    log_probs = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits / temperature)), ids, axis=-1)
+    log_probs = np.take_along_axis(
+        np.asarray(jax.nn.log_softmax(logits / temperature)), ids, axis=-1
+    )
     valid = (labels != -100)[..., None]
     scores = {"top_ids": np.where(valid, ids, 0), "top_log_probs": np.where(valid, log_probs, 0)}
     return {"inputs": tokens[:, :-1], "labels": labels, "segments": segments} | scores, logits
 
 
 def dense(loss, teacher_logits):
-    """Returns the loss as a formula on whole logits, in which the tokens that are not among the k are added up."""
+    """Returns the loss as a formula on whole logits, in which the tokens that are not among the
+    k are added up.
+    """
 
     def run(model, batch, key):
-        labels, logits = batch["labels"], model(batch["inputs"], batch["segments"])
+        labels = batch["labels"]
+        logits = model(batch["inputs"], batch["segments"])
         valid = labels != -100
         among = (batch["top_ids"][..., None] == jnp.arange(V)).any(axis=2)
 
         def log_probs(logits):
             whole = jax.nn.log_softmax(logits / loss.temperature)
             rest = jax.nn.logsumexp(whole, axis=-1, where=~among, keepdims=True)
-            return jnp.concatenate([jnp.where(among, whole, 0), jnp.where(among.all(-1, keepdims=True), 0, rest)], -1)
+            return jnp.concatenate(
+                [jnp.where(among, whole, 0), jnp.where(among.all(-1, keepdims=True), 0, rest)], -1
+            )
 
-        counts = jnp.pad(among, ((0, 0), (0, 0), (0, 1)), constant_values=batch["top_ids"].shape[-1] < V)
-        p, q = log_probs(jnp.asarray(teacher_logits)), log_probs(logits)
+        counts = jnp.pad(
+            among, ((0, 0), (0, 0), (0, 1)), constant_values=batch["top_ids"].shape[-1] < V
+        )
+        p = log_probs(jnp.asarray(teacher_logits))
+        q = log_probs(logits)
         first, second = (p, q) if loss.direction == "forward" else (q, p)
         kl = jnp.sum(jnp.exp(first) * (first - second), axis=-1, where=counts)
         one_hot = labels[..., None] == jnp.arange(V)
         cross_entropy = -jnp.sum(jax.nn.log_softmax(logits), axis=-1, where=one_hot)
-        each = (1 - loss.cross_entropy) * loss.temperature**2 * kl + loss.cross_entropy * cross_entropy
+        each = (
+            1 - loss.cross_entropy
+        ) * loss.temperature**2 * kl + loss.cross_entropy * cross_entropy
         return tuple(jnp.sum(x, where=valid) for x in (each, jnp.ones_like(each)))
 
     return run
@@ -121,8 +136,12 @@ def results(loss, batch, model="shallow", accumulation=1, **sizes):
 
     @jax.jit
     def run(state, batch):
-        terms, _, grads = loss_and_grads(nnx.merge(graph, state), batch, config, jax.random.key(0), loss)
-        return {"loss": terms.loss, "weight": terms.count} | {name: x for name, (x, _) in terms.metrics.items()}, grads
+        terms, _, grads = loss_and_grads(
+            nnx.merge(graph, state), batch, config, jax.random.key(0), loss
+        )
+        return {"loss": terms.loss, "weight": terms.count} | {
+            name: x for name, (x, _) in terms.metrics.items()
+        }, grads
 
     with jax.set_mesh(mesh):
         numbers, grads = run(state, batch)
@@ -161,7 +180,9 @@ def test_a_student_that_leaves_nothing_to_other_tokens_is_pulled_back():
     for logit, tolerance in ((-2.0, 1e-5), (-10.0, 1e-2), (-16.0, 1.0)):
         gradient = gradient_of(np.array([0, 0, logit], np.float32))[2]
         assert gradient < 0
-        assert gradient == pytest.approx(math.exp(logit) / (2 + math.exp(logit)) - 0.1, rel=tolerance)
+        assert gradient == pytest.approx(
+            math.exp(logit) / (2 + math.exp(logit)) - 0.1, rel=tolerance
+        )
 
 
 @pytest.mark.parametrize("case", sweep(MESHES, MESHES[0]), ids=" ".join)
@@ -176,7 +197,9 @@ def test_no_array_has_the_logits_of_all_tokens():
     graph, state = nnx.split(nnx.eval_shape(MODELS["shallow"]))
 
     def run(state, batch):
-        return loss_and_grads(nnx.merge(graph, state), batch, TrainConfig(), jax.random.key(0), Distillation())
+        return loss_and_grads(
+            nnx.merge(graph, state), batch, TrainConfig(), jax.random.key(0), Distillation()
+        )
 
     equations = accounts.equations(jax.make_jaxpr(run)(state, batch).jaxpr)
     shapes = [v.aval.shape for e in equations for v in e.outvars]
@@ -205,8 +228,19 @@ def test_a_student_learns_from_the_scores_of_a_teacher_and_resumes(tmp_path, cap
     assert main([*small, "--train.steps=30", f"--run.dir={tmp_path}/teacher"]) == 0
     teacher = [f"--model={tmp_path}/teacher", "--top-k", "8", "--data.sequence-length=32"]
     assert score([str(data), *teacher, "--out", scores]) == 0
-    student = [*small, "--data.scores", scores, "--run.seed=1", "--train.steps=20", "--optimizer.schedule=constant"]
-    student += ["--train.loss=jaxtp:Distillation", "--train.loss-arguments.cross-entropy=0.1", "--run.dir"]
+    student = [
+        *small,
+        "--data.scores",
+        scores,
+        "--run.seed=1",
+        "--train.steps=20",
+        "--optimizer.schedule=constant",
+    ]
+    student += [
+        "--train.loss=jaxtp:Distillation",
+        "--train.loss-arguments.cross-entropy=0.1",
+        "--run.dir",
+    ]
     whole = tmp_path / "whole"
     resumed = tmp_path / "resumed"
     refused = [*student, str(whole), "--train.loss-arguments.temperature=2"]

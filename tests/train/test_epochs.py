@@ -24,7 +24,11 @@ CPU = DeviceInfo(count=1, per_process=1, bfloat16=False, kind="virtual CPU devic
 @pytest.fixture
 def text(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
-    return [f"--data.path={tmp_path}/text.txt", "--data.sequence-length=32", f"--run.dir={tmp_path}/r"]
+    return [
+        f"--data.path={tmp_path}/text.txt",
+        "--data.sequence-length=32",
+        f"--run.dir={tmp_path}/r",
+    ]
 
 
 def resolved(*flags):
@@ -40,7 +44,10 @@ def test_epochs_come_to_steps_of_the_rows_and_the_batch(text):
     rows = rows_of(config)
     assert config.train.steps == math.ceil(0.5 * rows / 6)
     assert config.train.epochs is None, "from here on they are steps"
-    assert f"train.steps = {config.train.steps}: 0.5 epochs of {rows:,} sequences, 6 in a step" in notes
+    assert (
+        f"train.steps = {config.train.steps}: 0.5 epochs of {rows:,} sequences, 6 in a step"
+        in notes
+    )
 
 
 def test_a_flag_or_a_file_replaces_what_the_file_below_it_says(tmp_path, text):
@@ -62,11 +69,15 @@ def test_a_resumed_run_says_what_is_done_and_what_is_left(text, monkeypatch):
     config, _ = resolved(*text)
     rows = rows_of(config)
     data = load_tokens(config, InitSource())
-    monkeypatch.setattr("jaxtp.train.setup.newest_with_info", lambda run: (Path("10"), {"next_sample": 160}))
+    monkeypatch.setattr(
+        "jaxtp.train.setup.newest_with_info", lambda run: (Path("10"), {"next_sample": 160})
+    )
     flags = [*text, "--optimizer.warmup-steps=10", "--data.global-batch-size=8", "--train.epochs"]
     left = math.ceil((1000 * rows - 160) / 8)
     _, notes = resolved(*flags, "1000")
-    what = f"1,000 epochs of {rows:,} sequences; steps done: 10; left: {left:,}, of 8 sequences each"
+    what = (
+        f"1,000 epochs of {rows:,} sequences; steps done: 10; left: {left:,}, of 8 sequences each"
+    )
     assert f"train.steps = {10 + left}: {what}" in notes
     ended, _ = resolved(*flags, str(160 / rows))
     done = f"10: 10 done, 0 left, of 256 each; 5,120 bytes in all, {160 / rows:.2g} epochs"
@@ -80,7 +91,10 @@ def test_a_resumed_run_says_what_is_done_and_what_is_left(text, monkeypatch):
 def test_an_estimate_of_epochs_needs_the_data(tmp_path, text, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert estimate(["--train.epochs=3"]) == 2
-    assert "train.epochs=3 needs a dataset to count its steps: add --data.path" in capsys.readouterr().err
+    assert (
+        "train.epochs=3 needs a dataset to count its steps: add --data.path"
+        in capsys.readouterr().err
+    )
     flags = [*text[:2], "--hardware=h100x8", "--mesh=dp=8", "--as-configured"]
     config, _ = resolved(*text, "--train.epochs=3")
     assert estimate([*flags, "--train.epochs=3", "--write", "e.yaml"]) == 0
@@ -97,7 +111,10 @@ def test_a_run_of_epochs_reads_each_sample_so_often_on_any_batch(tmp_path):
     run = tmp_path / "run"
     command = [*SMALL, f"--data.path={tmp_path}/text.txt", f"--run.dir={run}"]
     assert main([*command, "--mesh=tp=2", "--train.steps=4"]) == 0
-    assert main([*command, "--mesh=fsdp=2,tp=2", "--train.epochs=1", "--data.global-batch-size=4"]) == 0
+    assert (
+        main([*command, "--mesh=fsdp=2,tp=2", "--train.epochs=1", "--data.global-batch-size=4"])
+        == 0
+    )
     config = from_yaml(TrainConfig, run / "config.yaml")
     rows = rows_of(config)
     assert config.train.steps == max(records(run)) == 4 + math.ceil((rows - 32) / 4)

@@ -1,4 +1,6 @@
-"""Training a mixture of experts: what checkpoints hold, what moves its biases, what a run says and goes on with."""
+"""Training a mixture of experts: what checkpoints hold, what moves its biases, what a run says
+and goes on with.
+"""
 
 import dataclasses
 import re
@@ -53,7 +55,8 @@ RUN = TrainConfig(
     train=LoopConfig(steps=10, balance_loss=0.01, selection_bias_rate=RATE),
 )
 BIAS = "model.blocks.mlp.selection_bias"
-WHOLE, INSIDE = mesh_shape(fsdp=2, tp=2), mesh_shape(dp=2, tp=4)
+WHOLE = mesh_shape(fsdp=2, tp=2)
+INSIDE = mesh_shape(dp=2, tp=4)
 
 
 def plan_of(config, sizes=ONE_DEVICE.sizes):
@@ -72,15 +75,23 @@ def test_checkpoints_hold_the_bias_and_no_optimizer_has_it():
     """It is no `nnx.Param`: a checkpoint of those alone had none, and could not be resumed."""
     assert [name for name in stored_in(RUN) if "selection_bias" in name] == [BIAS]
     assert BIAS.removeprefix("model.") not in trained_parameters(plan_of(RUN))
-    of_adapters = [name for name in stored_in(dataclasses.replace(RUN, model=ADAPTED)) if name.startswith("model.")]
-    assert {name.rpartition(".")[2] for name in of_adapters} == {"a", "b"}, "the bias too is the base model's"
+    of_adapters = [
+        name
+        for name in stored_in(dataclasses.replace(RUN, model=ADAPTED))
+        if name.startswith("model.")
+    ]
+    assert {name.rpartition(".")[2] for name in of_adapters} == {"a", "b"}, (
+        "the bias too is the base model's"
+    )
 
 
 def test_merged_adapters_leave_the_bias_where_it_is():
     model = jaxtp.Decoder(ADAPTED, rngs=nnx.Rngs(0))
     bias = model.blocks.mlp.selection_bias
     bias[...] = np.random.default_rng(0).normal(size=bias.shape).astype(np.float32)
-    np.testing.assert_array_equal(jaxtp.merge_adapters(model).blocks.mlp.selection_bias[...], bias[...])
+    np.testing.assert_array_equal(
+        jaxtp.merge_adapters(model).blocks.mlp.selection_bias[...], bias[...]
+    )
 
 
 def updated(sizes, **train):
@@ -97,7 +108,9 @@ def updated(sizes, **train):
 
 @pytest.mark.wide
 def test_an_update_moves_each_bias_once():
-    """By the rate, up or down, whatever the mesh and the micro-batches: it is neither averaged nor decayed."""
+    """By the rate, up or down, whatever the mesh and the micro-batches: it is neither averaged
+    nor decayed.
+    """
     expected, numbers = updated(ONE_DEVICE.sizes)
     assert set(np.abs(expected / RATE).ravel()) <= {0, 1, 2, 3}
     assert np.any(expected)
@@ -111,8 +124,12 @@ def test_an_update_moves_each_bias_once():
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ["muon", "adafactor", "lion"])
 def test_optimizers_over_whole_experts_and_parts_of_them(name):
-    """Muon deals out matrices that tp divides inside, and has those of a device's own experts to itself over tp."""
-    config = dataclasses.replace(RUN, optimizer=OptimizerConfig(name=name, learning_rate=1e-2, warmup_steps=1))
+    """Muon deals out matrices that tp divides inside, and has those of a device's own experts to
+    itself over tp.
+    """
+    config = dataclasses.replace(
+        RUN, optimizer=OptimizerConfig(name=name, learning_rate=1e-2, warmup_steps=1)
+    )
     initial = parity.initial_arrays(config)
     whole = parity.run(config, ONE_DEVICE, initial)
     for sizes in (WHOLE, INSIDE):
@@ -121,7 +138,13 @@ def test_optimizers_over_whole_experts_and_parts_of_them(name):
 
 
 def test_the_lines_of_a_run_say_the_balance(capsys):
-    record = {"step": 3, "loss": 2.5, "balance_loss": 1.0234, "step_seconds": 1.0, "tokens_per_second": 640.0}
+    record = {
+        "step": 3,
+        "loss": 2.5,
+        "balance_loss": 1.0234,
+        "step_seconds": 1.0,
+        "tokens_per_second": 640.0,
+    }
     with Report() as report:
         report.log(record, 10, "tokens")
         report.log(record, 10, "tokens", is_first=True)
@@ -144,7 +167,9 @@ def test_the_summary_says_how_experts_are_divided_and_what_multiplies_with_them(
         return "".join(describe_grouped(dataclasses.replace(MODEL, grouped=grouped), platform))
 
     assert products("cuda", "auto").startswith("pallas products of experts")
-    assert products("cpu", "auto") == "xla products of experts (pallas runs only on cuda, not on cpu)"
+    assert (
+        products("cpu", "auto") == "xla products of experts (pallas runs only on cuda, not on cpu)"
+    )
     assert "WARNING: it multiplies every row by every expert, 6 times" in products("cuda", "xla")
 
 
@@ -164,7 +189,13 @@ def test_what_would_have_no_effect_is_refused():
 def test_active_parameters_are_counted_whatever_mesh_is_in_context():
     """Of several processes, none can make a mesh of one device."""
     model = dataclasses.replace(MODEL, vocab_size=67)  # no other test has counted this one's
-    dense = 3 * model.num_layers * model.d_model * model.d_ff * (model.num_experts - model.experts_per_token)
+    dense = (
+        3
+        * model.num_layers
+        * model.d_model
+        * model.d_ff
+        * (model.num_experts - model.experts_per_token)
+    )
     with jax.set_mesh(mesh_of(mesh_shape(fsdp=2, tp=2))):
         assert costs.active_parameters(model, 10**6) == 10**6 - dense
         assert axis_size(TP) == 2
@@ -174,7 +205,9 @@ def test_a_run_goes_on_and_generates_where_its_kernel_is_not():
     """Trained on GPUs by a kernel of theirs, and opened on a CPU."""
     check_kernels(TrainConfig(model=jaxtp.ModelConfig(grouped="pallas")), ONE_DEVICE.sizes, "cpu")
     config = dataclasses.replace(RUN, model=dataclasses.replace(MODEL, grouped="pallas"))
-    with pytest.raises(ConfigError, match=r"model.grouped=pallas: it runs on cuda, not on cpu; use auto \(xla\)"):
+    with pytest.raises(
+        ConfigError, match=r"model.grouped=pallas: it runs on cuda, not on cpu; use auto \(xla\)"
+    ):
         check_kernels(config, ONE_DEVICE.sizes, "cpu")
     assert inference_config(config.model, "float32").grouped == "auto"
     stored = {"config": to_plain(config), "corpus": {}, "mesh": {}, "next_sample": 0}
@@ -185,14 +218,20 @@ def test_a_run_goes_on_and_generates_where_its_kernel_is_not():
 @pytest.fixture
 def command(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
-    experts = ["--model.num-experts=6", "--model.selection-bias", "--train.selection-bias-rate=0.01"]
+    experts = [
+        "--model.num-experts=6",
+        "--model.selection-bias",
+        "--train.selection-bias-rate=0.01",
+    ]
     loop = ["--train.steps=12", "--optimizer.schedule=constant", "--optimizer.learning-rate=1e-3"]
     return [*SMALL, *experts, *loop, f"--data.path={tmp_path}/text.txt"]
 
 
 @pytest.mark.journey
 def test_a_run_resumes_where_experts_are_divided_otherwise(tmp_path, command, capsys):
-    """From whole experts over tp 2 to parts of each over tp 4, in micro-batches; then others begin with the run."""
+    """From whole experts over tp 2 to parts of each over tp 4, in micro-batches; then others
+    begin with the run.
+    """
     whole = tmp_path / "whole"
     resumed = tmp_path / "resumed"
     assert main([*command, "--mesh=fsdp=2,tp=2", f"--run.dir={whole}"]) == 0
@@ -207,7 +246,17 @@ def test_a_run_resumes_where_experts_are_divided_otherwise(tmp_path, command, ca
     np.testing.assert_array_equal(*biases)
     assert np.any(biases[0])
 
-    flags = [*SMALL[SMALL.index("--data.sequence-length") :], command[-1], f"--run.init-from={resumed}"]
-    adapters = [*flags, "--train.steps=2", "--mesh=tp=2", "--model.lora.rank=2", "--model.lora.targets"]
+    flags = [
+        *SMALL[SMALL.index("--data.sequence-length") :],
+        command[-1],
+        f"--run.init-from={resumed}",
+    ]
+    adapters = [
+        *flags,
+        "--train.steps=2",
+        "--mesh=tp=2",
+        "--model.lora.rank=2",
+        "--model.lora.targets",
+    ]
     assert main([*adapters, "q_proj", "up_proj", f"--run.dir={tmp_path}/tuned"]) == 0
     assert generate([f"--model={tmp_path}/tuned", "--prompt", "line", "--max-tokens", "4"]) == 0

@@ -23,7 +23,9 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.train.__main__ import main
 
-MODEL = jaxtp.ModelConfig(vocab_size=256, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=32)
+MODEL = jaxtp.ModelConfig(
+    vocab_size=256, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=32
+)
 SHORT = [
     "--data.sequence-length=32",
     "--data.global-batch-size=8",
@@ -93,7 +95,9 @@ def test_adapters_alone_are_stored_and_a_run_goes_on_beside_the_same_model_only(
     tmp_path, command, model, whole_run, adapter_run, capsys
 ):
     losses = records(adapter_run)
-    assert losses[1] == pytest.approx(records(whole_run)[1], rel=1e-6), "an adapter begins as nothing"
+    assert losses[1] == pytest.approx(records(whole_run)[1], rel=1e-6), (
+        "an adapter begins as nothing"
+    )
     assert losses[6] < losses[1]
     names = [name for name in open_checkpoint(adapter_run).arrays if name.startswith("model.")]
     assert len(names) == 14
@@ -114,7 +118,10 @@ def test_adapters_alone_are_stored_and_a_run_goes_on_beside_the_same_model_only(
     other = tmp_path / "other"
     jaxtp.save_hf(decoder(6), other)
     assert_refused(
-        main, [*again, f"--model.from-hf={other}", "--train.steps=7"], f"the model in {other} has other values", capsys
+        main,
+        [*again, f"--model.from-hf={other}", "--train.steps=7"],
+        f"the model in {other} has other values",
+        capsys,
     )
 
 
@@ -124,7 +131,12 @@ def test_a_family_is_trained_beside_adapters_and_exported_as_itself(name, tmp_pa
     config = dataclasses.replace(jaxtp.read_config(FOLDER / name), vocab_size=256)
     family = json.loads((FOLDER / name / "config.json").read_text())["model_type"]
     jaxtp.save_hf(jaxtp.Decoder(config, rngs=nnx.Rngs(5)), tmp_path / "model", family=family)
-    flags = [f"--model.from-hf={tmp_path}/model", "--data.sequence-length=16", "--mesh=fsdp=2,tp=2", *LORA]
+    flags = [
+        f"--model.from-hf={tmp_path}/model",
+        "--data.sequence-length=16",
+        "--mesh=fsdp=2,tp=2",
+        *LORA,
+    ]
     assert main([*command, *flags]) == 0
     losses = records(tmp_path / "run")
     assert losses[3] < losses[1]
@@ -145,13 +157,20 @@ def test_adapters_beside_a_model_in_bfloat16(tmp_path, command, capsys):
     run = str(tmp_path / "run")
     flags = [*command, "--mesh=tp=2", *LORA, f"--model.from-hf={base}"]
     assert main(flags) == 0
-    assert f"model.precision.param = bfloat16: the frozen weights as {base} has them" in capsys.readouterr().out
+    assert (
+        f"model.precision.param = bfloat16: the frozen weights as {base} has them"
+        in capsys.readouterr().out
+    )
     assert main([*flags, "--train.steps=4"]) == 0
     assert "changed since: model." not in capsys.readouterr().out
     arrays = open_checkpoint(tmp_path / "run").arrays
-    assert {array.dtype.name for name, array in arrays.items() if name.startswith("model.")} == {"float32"}
+    assert {array.dtype.name for name, array in arrays.items() if name.startswith("model.")} == {
+        "float32"
+    }
     adapted = jaxtp.load_run(run)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(adapted, jaxtp.FrozenParam))} == {"bfloat16"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(adapted, jaxtp.FrozenParam))} == {
+        "bfloat16"
+    }
 
 
 @pytest.mark.journey
@@ -170,7 +189,9 @@ def test_adapters_beside_a_model_in_8_bits(tmp_path, command, model, adapter_run
     assert bases[0] == bases[1], "of the original weights"
     adapted = jaxtp.load_run(run)
     assert convert(["export", str(run), str(tmp_path / "merged"), "--merged"]) == 0
-    np.testing.assert_allclose(outputs_of(jaxtp.load_hf(tmp_path / "merged")), outputs_of(adapted), atol=1e-4)
+    np.testing.assert_allclose(
+        outputs_of(jaxtp.load_hf(tmp_path / "merged")), outputs_of(adapted), atol=1e-4
+    )
 
 
 @pytest.mark.journey
@@ -178,23 +199,34 @@ def test_a_run_of_adapters_is_generated_from_and_exported(tmp_path, model, adapt
     run = str(adapter_run)
     assert convert(["export", run, str(tmp_path / "adapters")]) == 0
     assert "no tokenizer is written" in capsys.readouterr().err
-    assert json.loads((tmp_path / "adapters/adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
+    assert json.loads((tmp_path / "adapters/adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(model)
     assert convert(["export", run, str(tmp_path / "merged"), "--merged", "--mesh.tp=2"]) == 0
     merged = outputs_of(jaxtp.load_hf(tmp_path / "merged"))
-    assert np.abs(merged - outputs_of(jaxtp.load_hf(model))).max() > 0.01, "the adapters do something"
+    assert np.abs(merged - outputs_of(jaxtp.load_hf(model))).max() > 0.01, (
+        "the adapters do something"
+    )
     capsys.readouterr()
     prompt = ["--model", run, "--prompt", "aaa", "--max-tokens", "2"]
     assert generate([*prompt, "--mesh.tp=2"]) == 0
     assert "parameters, float32" in capsys.readouterr().err
     jaxtp.save_hf(decoder(6), tmp_path / "other")
-    assert_refused(generate, [f"--model={tmp_path}/adapters", "--prompt", "a"], "adapters in PEFT's format", capsys)
+    assert_refused(
+        generate,
+        [f"--model={tmp_path}/adapters", "--prompt", "a"],
+        "adapters in PEFT's format",
+        capsys,
+    )
     assert_refused(generate, [*prompt, f"--base={tmp_path}/moved"], "moved: no such folder", capsys)
     export = ["export", run, str(tmp_path / "z"), f"--base={tmp_path}/other"]
     assert_refused(convert, export, "has other values", capsys)
 
 
 @pytest.mark.journey
-def test_what_only_adapters_have_is_refused_of_other_runs(tmp_path, data, whole_run, adapter_run, capsys):
+def test_what_only_adapters_have_is_refused_of_other_runs(
+    tmp_path, data, whole_run, adapter_run, capsys
+):
     assert_refused(
         convert,
         ["export", str(whole_run), str(tmp_path / "out"), "--merged"],
@@ -206,11 +238,15 @@ def test_what_only_adapters_have_is_refused_of_other_runs(tmp_path, data, whole_
 
 
 @pytest.mark.journey
-def test_a_run_needs_the_folder_that_it_began_with_no_more(tmp_path, command, whole_run, capsys, monkeypatch):
+def test_a_run_needs_the_folder_that_it_began_with_no_more(
+    tmp_path, command, whole_run, capsys, monkeypatch
+):
     run = shutil.copytree(whole_run, tmp_path / "run")
     gone = whole_run.parent / "copied"
     assert main([f"--config={run}/config.yaml", f"--run.dir={run}", "--train.steps=4"]) == 0
-    assert main([*command, f"--model.from-hf={gone}", "--train.steps=5"]) == 2, "the sizes are unknown"
+    assert main([*command, f"--model.from-hf={gone}", "--train.steps=5"]) == 2, (
+        "the sizes are unknown"
+    )
     assert f"{gone}: no such folder" in capsys.readouterr().err
     assert convert(["export", str(run), str(tmp_path / "out")]) == 0
     monkeypatch.setattr("sys.stdin", io.StringIO("aaa\n"))
@@ -235,17 +271,24 @@ def trained_adapters(tmp_path_factory, model):
 
 
 def adapters_in(folder):
-    return {name: tensor.read() for name, tensor in read_header(folder / "adapter_model.safetensors").items()}
+    return {
+        name: tensor.read()
+        for name, tensor in read_header(folder / "adapter_model.safetensors").items()
+    }
 
 
 @pytest.mark.journey
-def test_adapters_are_trained_further(tmp_path, command, data, model, trained_adapters, whole_run, capsys):
+def test_adapters_are_trained_further(
+    tmp_path, command, data, model, trained_adapters, whole_run, capsys
+):
     """From PEFT's folder, on another mesh without it, and back into one."""
     adapters = shutil.copytree(trained_adapters, tmp_path / "adapters")
     flags = [*command, f"--model.lora.from={adapters}", "--optimizer.learning-rate=0.01"]
     assert main([*flags, "--mesh=fsdp=2,tp=2"]) == 0
     printed = capsys.readouterr().out
-    assert f"weights from {model}; adapters from {adapters}; 2 of 4 modules have an adapter" in printed
+    assert (
+        f"weights from {model}; adapters from {adapters}; 2 of 4 modules have an adapter" in printed
+    )
     shutil.rmtree(adapters)
     run = tmp_path / "run"
     assert main([*flags, "--mesh=dp=2", "--train.steps=4"]) == 0
@@ -278,13 +321,17 @@ OF_MODELS = {
     "--model.d-model=64": "does not match: model.d_model=64, but it has 16",
     "--run.init-from={run}": "--run.init-from and --model.from-hf are conflicting weight sources",
     "--model.from-hf=nowhere": "nowhere: no such folder",
-    "--model.from-hf=meta-llama/Llama-3.1-8B": "`hf download meta-llama/Llama-3.1-8B --local-dir models/Llama-3.1-8B`",
+    "--model.from-hf=meta-llama/Llama-3.1-8B": "`hf download meta-llama/Llama-3.1-8B --local-dir "
+    "models/Llama-3.1-8B`",
     "--mesh.tp=8 --mesh.no-allow-padding": "mesh.tp=8 pads 4 query heads to 8",
-    "--model.from-hf={with_tokenizer}": "prepare them with --tokenizer {with_tokenizer}/tokenizer.json",
+    "--model.from-hf={with_tokenizer}": "prepare them with --tokenizer "
+    "{with_tokenizer}/tokenizer.json",
 }
 
 
-def test_mistakes_with_models_and_adapters_are_refused(tmp_path, command, model, trained_adapters, capsys):
+def test_mistakes_with_models_and_adapters_are_refused(
+    tmp_path, command, model, trained_adapters, capsys
+):
     places = {name: str(tmp_path / name) for name in ("narrow", "with_tokenizer", "run")}
     places["adapters"] = str(trained_adapters)
     for name in ("narrow", "with_tokenizer"):

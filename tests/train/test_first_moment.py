@@ -1,4 +1,6 @@
-"""A first moment in bfloat16: rounded without bias, from bits that neither mesh nor interruption changes."""
+"""A first moment in bfloat16: rounded without bias, from bits that neither mesh nor interruption
+changes.
+"""
 
 import dataclasses
 
@@ -29,7 +31,9 @@ SHAPE = (32, 1024)
 
 
 def config_of(name, **settings):
-    return OptimizerConfig(name=name, first_moment="bfloat16", warmup_steps=0, clip_norm=1e9, **settings)
+    return OptimizerConfig(
+        name=name, first_moment="bfloat16", warmup_steps=0, clip_norm=1e9, **settings
+    )
 
 
 @jax.jit
@@ -44,7 +48,11 @@ def test_rounding_is_to_a_neighbour_and_unbiased():
     size, sign = jax.random.normal(jax.random.key(0), (2, *SHAPE))
     x = np.asarray(jnp.exp(20 * size) * sign)  # over 70 powers of two
     down = (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
-    up = ((x.view(np.uint32) & np.uint32(0xFFFF0000)) + np.uint32(0x10000)).view(np.float32).astype(np.float64)
+    up = (
+        ((x.view(np.uint32) & np.uint32(0xFFFF0000)) + np.uint32(0x10000))
+        .view(np.float32)
+        .astype(np.float64)
+    )
     y = np.asarray(rounded(x, SEEDS).astype(jnp.float32), np.float64)
     assert ((y == down) | (y == up)).all()
     error = (y - x) / np.abs(up - down)
@@ -58,7 +66,9 @@ def test_rounding_is_to_a_neighbour_and_unbiased():
 
 
 def test_exact_and_non_finite_values_stay():
-    exact = np.array([0.0, 1.0, -1.5, 2.0**-126, -(2.0**-133), 3.3895314e38, np.inf, -np.inf], np.float32)
+    exact = np.array(
+        [0.0, 1.0, -1.5, 2.0**-126, -(2.0**-133), 3.3895314e38, np.inf, -np.inf], np.float32
+    )
     for found in rounded(exact, SEEDS).astype(jnp.float32):
         np.testing.assert_array_equal(found, exact)
     nans = np.array([0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], np.uint32).view(np.float32)
@@ -73,9 +83,13 @@ def test_a_slow_decay_shrinks_a_moment():
     @jax.jit
     def mean_after_50_updates():
         state = rule.init(params)
-        state = optax.tree.set(state, mu=jax.tree.map(lambda mu: mu + 1, optax.tree.get(state, "mu")))
+        state = optax.tree.set(
+            state, mu=jax.tree.map(lambda mu: mu + 1, optax.tree.get(state, "mu"))
+        )
         gradients = {"head.kernel": jnp.zeros(SHAPE)}
-        state = jax.lax.fori_loop(0, 50, lambda _, state: rule.update(gradients, state, params)[1], state)
+        state = jax.lax.fori_loop(
+            0, 50, lambda _, state: rule.update(gradients, state, params)[1], state
+        )
         (mu,) = optax.tree.get(state, "mu").values()
         assert mu.dtype == jnp.bfloat16
         return mu.astype(jnp.float32).mean()
@@ -83,9 +97,11 @@ def test_a_slow_decay_shrinks_a_moment():
     assert float(mean_after_50_updates()) == pytest.approx(0.999**50, rel=1e-4)
 
 
-QUERIES, HIDDEN = PaddedHeads((3, 3, 4)), PaddedDim((22,))
+QUERIES = PaddedHeads((3, 3, 4))
+HIDDEN = PaddedDim((22,))
 SHAPES = {
-    "blocks.query.kernel": ((2, 16, 36), PartitionSpec(None, "fsdp", "tp"), ((-1, QUERIES),)),  # 9 heads of 4
+    # 9 heads of 4
+    "blocks.query.kernel": ((2, 16, 36), PartitionSpec(None, "fsdp", "tp"), ((-1, QUERIES),)),
     "blocks.down.kernel": ((2, 22, 16), PartitionSpec(None, "tp", "fsdp"), ((-2, HIDDEN),)),
     "blocks.norm.scale": ((2, 16), PartitionSpec(None, "fsdp"), ()),
 }
@@ -112,7 +128,10 @@ def moments(name, sizes):
         found = {}
         for mu in two_updates({path: variable[...] for path, variable in variables.items()}):
             found |= {path: array for path, array in mu.items() if isinstance(array, jax.Array)}
-    return {path: unpad(np.asarray(found[path]), padding_of(variables[path]), sizes["tp"]) for path in found}
+    return {
+        path: unpad(np.asarray(found[path]), padding_of(variables[path]), sizes["tp"])
+        for path in found
+    }
 
 
 CASES = [("adamw", (1, 2, 4)), ("lion", (1, 1, 2)), ("muon", (2, 2, 2))]
@@ -130,7 +149,14 @@ def test_every_mesh_rounds_alike(case):
 
 RUN = TrainConfig(
     model=jaxtp.ModelConfig(
-        vocab_size=61, d_model=16, num_layers=1, num_heads=3, num_kv_heads=3, head_dim=8, d_ff=26, rope_theta=2.0
+        vocab_size=61,
+        d_model=16,
+        num_layers=1,
+        num_heads=3,
+        num_kv_heads=3,
+        head_dim=8,
+        d_ff=26,
+        rope_theta=2.0,
     ),
     data=DataConfig(sequence_length=8, global_batch_size=8),
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, first_moment="bfloat16"),
@@ -165,6 +191,8 @@ def test_another_dtype_is_refused_on_resuming_and_with_adafactor():
     assert not check_resumable(RUN, {}, info)
     with pytest.raises(RunFolderError, match=r"optimizer\.first_moment: bfloat16 -> param"):
         check_resumable(WIDE, {}, info)
-    config = dataclasses.replace(RUN, optimizer=dataclasses.replace(RUN.optimizer, name="adafactor"))
+    config = dataclasses.replace(
+        RUN, optimizer=dataclasses.replace(RUN.optimizer, name="adafactor")
+    )
     (problem,) = violations_on(config, mesh_shape())
     assert "optimizer.first_moment=bfloat16 has no effect on adafactor" in problem

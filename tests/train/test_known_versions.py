@@ -19,7 +19,9 @@ VERSIONS = read_table(__file__, "known_versions")
 
 
 @pytest.mark.parametrize(("package", "version", "device", "thread"), VERSIONS)
-def test_a_version_that_is_known_to_be_bad_is_named_with_its_thread(package, version, device, thread):
+def test_a_version_that_is_known_to_be_bad_is_named_with_its_thread(
+    package, version, device, thread
+):
     lines = list(known_problems({package: version, "flax": "0.12"}, *DEVICES[device]))
     assert len(lines) == (thread is not None)
     if thread is not None:
@@ -39,4 +41,6 @@ def test_a_run_warns(monkeypatch):
     assert known_versions.version_warnings() == []
     monkeypatch.setattr(known_versions, "architecture_of", lambda device: "cuda 9.0")
     (line,) = known_versions.version_warnings()
-    assert line.startswith("WARNING nvidia-nccl-cu13 2.30.7, cpu: transfers between processes can hang")
+    assert line.startswith(
+        "WARNING nvidia-nccl-cu13 2.30.7, cpu: transfers between processes can hang"
+    )

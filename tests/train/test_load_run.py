@@ -77,25 +77,45 @@ def test_a_trained_model_is_loaded_on_another_mesh_and_on_none(trained, mesh, gi
     with nullcontext() if mesh is None else jax.set_mesh(jaxtp.make_mesh(**mesh)):
         model = jaxtp.load_run(folder, **given)
         model.eval()
-        np.testing.assert_allclose(outputs_of(model, batches(7)["x"]), expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            outputs_of(model, batches(7)["x"]), expected, rtol=1e-5, atol=1e-5
+        )
         assert mesh or type(model.up) is nnx.Linear, "plain Flax"
         assert mesh != {"tp": 4} or model.up.kernel.sharding.spec[1] == "tp", "as in the plan"
 
 
 MISTAKES = {
-    "no build": ({}, r"no code that a folder names; .* jaxtp\.load_run\('.*', build='.*:WithFeatures'\)$"),
-    "fewer variables": ({"build": Net}, "WithFeatures, .* the model has no norm.bias; .*no norm.var"),
-    "other layers": ({"build": narrow}, "no down.bias; .*; the model has no norm.mean; and 4 more$"),
+    "no build": (
+        {},
+        r"no code that a folder names; .* jaxtp\.load_run\('.*', build='.*:WithFeatures'\)$",
+    ),
+    "fewer variables": (
+        {"build": Net},
+        "WithFeatures, .* the model has no norm.bias; .*no norm.var",
+    ),
+    "other layers": (
+        {"build": narrow},
+        "no down.bias; .*; the model has no norm.mean; and 4 more$",
+    ),
     "another size": (
         {"build": resized},
         r"down.kernel is \(32, 10\) in the checkpoint, and \(8, 10\) in the model; up.bias is ",
     ),
     "no file": ({"build": "nowhere.py:Net"}, "build nowhere.py: no such file"),
-    "no function": ({"build": 3}, "build is 3, and should be a function, a class, settings, or FILE.py:NAME"),
+    "no function": (
+        {"build": 3},
+        "build is 3, and should be a function, a class, settings, or FILE.py:NAME",
+    ),
     "arguments": ({"build": lambda width: None}, "missing a required argument: 'width'"),
-    "a pattern": ({"build": WithFeatures, "plan": {"sideways": jaxtp.Colwise()}}, "'sideways' matches no module"),
+    "a pattern": (
+        {"build": WithFeatures, "plan": {"sideways": jaxtp.Colwise()}},
+        "'sideways' matches no module",
+    ),
     "no plan": ({"build": WithFeatures, "plan": f"{small_net.FILE}:ROWS"}, "plan is 32"),
-    "a base": ({"build": WithFeatures, "base": "base"}, "base names the base model of a decoder's adapters"),
+    "a base": (
+        {"build": WithFeatures, "base": "base"},
+        "base names the base model of a decoder's adapters",
+    ),
 }
 
 
@@ -107,13 +127,18 @@ def test_a_model_that_cannot_be_loaded_is_one_error(trained, name):
 
 
 def test_over_cp_a_model_is_loaded_only_with_a_plan(trained):
-    with jax.set_mesh(jaxtp.make_mesh(cp=2)), pytest.raises(UserError, match="no plan names their module"):
+    with (
+        jax.set_mesh(jaxtp.make_mesh(cp=2)),
+        pytest.raises(UserError, match="no plan names their module"),
+    ):
         jaxtp.load_run(trained[0], build=WithFeatures)
 
 
 def test_a_plain_array_that_differs_from_the_trained_one_is_reported(trained):
     """No checkpoint has it, only its seed and its sums."""
-    with pytest.warns(UserWarning, match="the values of model.features, an attribute and no variable"):
+    with pytest.warns(
+        UserWarning, match="the values of model.features, an attribute and no variable"
+    ):
         model = jaxtp.load_run(trained[0], build=lambda rngs: WithFeatures(8, rngs=rngs))
     assert model.features.shape == (8, 10)
 
@@ -127,4 +152,6 @@ def test_a_message_has_the_call_that_loads_a_run():
         "<Net.<locals>.<lambda>>": "...",
     }
     calls = {build: call_of_load(Path("runs/a"), build) for build in given}
-    assert calls == {build: f"jaxtp.load_run('runs/a', build={word})" for build, word in given.items()}
+    assert calls == {
+        build: f"jaxtp.load_run('runs/a', build={word})" for build, word in given.items()
+    }

@@ -59,7 +59,8 @@ def error(model, batch, key, scale=1.0):
 instance = Error(scale=3.0)
 optimizer = optax.sgd(1.0)
 DEVICES = DeviceInfo(count=3, per_process=3, bfloat16=True, kind="devices")
-MODEL, BATCH = lambda x: x, {"x": np.ones(4), "y": np.zeros(4)}
+MODEL = lambda x: x
+BATCH = {"x": np.ones(4), "y": np.zeros(4)}
 
 
 def loaded(name, **arguments):
@@ -94,10 +95,18 @@ def test_arguments_reach_classes_functions_and_instances(name, arguments, expect
             {"scale": "x", "power": 3},
             r"scale = 'x': should be a valid number(.|\n)*power = 3: should be 1 or 2",
         ),
-        ("error", {"scal": 2}, r"keyword argument 'scal'; train.loss_arguments can give scale; did you mean scale\?"),
+        (
+            "error",
+            {"scal": 2},
+            r"keyword argument 'scal'; train.loss_arguments can give scale; did you mean scale\?",
+        ),
         ("Plain", {}, "missing a required argument: 'scale'; train.loss_arguments can give scale"),
         ("Plain", {"scale": 0}, r"test_loss_arguments.py, line \d+: .*ZeroDivisionError"),
-        ("SmallError", {"least": 2}, r"train.loss_arguments:\n  \{'least': 2\}: least is more than most"),
+        (
+            "SmallError",
+            {"least": 2},
+            r"train.loss_arguments:\n  \{'least': 2\}: least is more than most",
+        ),
         ("eror", {}, r"has no eror; did you mean error\?"),
     ],
 )
@@ -111,7 +120,8 @@ NOT_THERE = {
     "train.loss jaxtp:KTO": "jaxtp has no KTO; it has DPO, Distillation",
     "train.loss jaxtp:Decode": "jaxtp has no Decode; it has DPO, Distillation",
     "train.loss dpo": "should be FILE.py:NAME or package.module:NAME; did you mean jaxtp:DPO?",
-    "train.loss KTO": "should be FILE.py:NAME or package.module:NAME, such as jaxtp:DPO or jaxtp:Distillation",
+    "train.loss KTO": "should be FILE.py:NAME or package.module:NAME, such as jaxtp:DPO or "
+    "jaxtp:Distillation",
     "train.loss mine.py": "should be FILE.py:NAME or package.module:NAME",
     "model.build dpo": "should be FILE.py:NAME or package.module:NAME",
     "model.build jaxtp:Deco": "jaxtp has no Deco; did you mean Decoder?",
@@ -141,7 +151,9 @@ ROWS = [{"x": 1}]
 """
 
 
-def test_a_name_that_is_not_there_is_refused_with_names_of_the_setting_s_kind(tmp_path, monkeypatch):
+def test_a_name_that_is_not_there_is_refused_with_names_of_the_setting_s_kind(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MINE)
     for setting, message in NOT_THERE.items():
@@ -169,12 +181,16 @@ SMALL = {"model.num_layers": 1, "model.d_model": 32, "model.d_ff": 64, "data.glo
 
 def small_run(name):
     """Returns the settings of a run with a loss of this file."""
-    return replace_nested(TrainConfig(), SMALL | {"train.loss": f"{__file__}:{name}", "data.path": Path("absent")})
+    return replace_nested(
+        TrainConfig(), SMALL | {"train.loss": f"{__file__}:{name}", "data.path": Path("absent")}
+    )
 
 
 def test_a_missing_column_is_refused_with_how_to_get_it():
     config = replace_nested(small_run("NeedsPairs"), {"data.path": None})
-    with pytest.raises(ConfigError, match=r"needs 'pairs', and batches have inputs.*: jaxtp prepare --preference"):
+    with pytest.raises(
+        ConfigError, match=r"needs 'pairs', and batches have inputs.*: jaxtp prepare --preference"
+    ):
         open_task(config)
 
 
@@ -190,19 +206,27 @@ class Wet:
 
 
 def test_dropout_that_a_loss_leaves_out_is_refused(tmp_path):
-    settings = SMALL | {"model.dropout": 0.5, "data.sequence_length": 32, "run.dir": tmp_path / "run"}
+    settings = SMALL | {
+        "model.dropout": 0.5,
+        "data.sequence_length": 32,
+        "run.dir": tmp_path / "run",
+    }
     config = replace_nested(TrainConfig(), settings)
     batch = {name: jax.ShapeDtypeStruct((4, 32), np.int32) for name in ("inputs", "labels")}
     assert check_loss(config, Task(loss=Wet()), batch).is_random
     assert not check_loss(config, Task(loss=Dry()), batch).is_random
-    with pytest.raises(ConfigError, match=r"model.dropout=0.5 has no effect: .*:Dry passes no dropout_keys"):
+    with pytest.raises(
+        ConfigError, match=r"model.dropout=0.5 has no effect: .*:Dry passes no dropout_keys"
+    ):
         jaxtp.Trainer(settings=settings | {"train.loss": f"{__file__}:Dry"}).__enter__()
 
 
 def test_an_example_batch_replaces_data_that_are_not_here():
     config = small_run("BringsPairs")
     _, task, batch = open_task(config)
-    assert {name: each.shape for name, each in batch.items()} == dict.fromkeys(("inputs", "labels", "pairs"), (4, 128))
+    assert {name: each.shape for name, each in batch.items()} == dict.fromkeys(
+        ("inputs", "labels", "pairs"), (4, 128)
+    )
     first, *_ = random_batches(config, task.loss)
     assert first["labels"].any(), "an abstract column has random tokens"
     assert not first["inputs"].any()
@@ -212,7 +236,9 @@ def test_defaults_for_fine_tuning_leave_out_what_a_part_replaces(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMOL_LM))
     parts = {"train.loss": "loss", "data.batches": "batches", "optimizer.build": "optimizer"}
     flags = [f"--{setting}={__file__}:{name}" for setting, name in parts.items()]
-    config, notes = COMMAND.load([f"--model.from-hf={tmp_path}", *flags], partial(resolve_defaults, devices=DEVICES))
+    config, notes = COMMAND.load(
+        [f"--model.from-hf={tmp_path}", *flags], partial(resolve_defaults, devices=DEVICES)
+    )
     assert config.data == replace(DataConfig(), batches=f"{__file__}:batches")
     assert config.optimizer == OptimizerConfig(build=f"{__file__}:optimizer")
     assert not any(note.startswith(("data.", "optimizer.")) for note in notes)
@@ -221,7 +247,9 @@ def test_defaults_for_fine_tuning_leave_out_what_a_part_replaces(tmp_path):
 def test_arguments_need_a_loss_and_are_given_once():
     with pytest.raises(ConfigError, match=r"need a loss: name it by --train\.loss"):
         load_task(replace_nested(TrainConfig(), {"train.loss_arguments": {"beta": 1}}))
-    with pytest.raises(ConfigError, match=r"train.loss_arguments.scale is set, and the task has a loss"):
+    with pytest.raises(
+        ConfigError, match=r"train.loss_arguments.scale is set, and the task has a loss"
+    ):
         with_references(TrainConfig(), Task(loss=Error()), {"train.loss_arguments.scale"})
 
 
@@ -236,7 +264,9 @@ def batches(step):
 def test_a_run_records_its_loss_so_that_its_file_and_flags_resume_it(tmp_path, capsys):
     settings = {"train.log_every": 1, "optimizer.learning_rate": 1e-3}
     task = jaxtp.Task(model=build, loss=Error(scale=0.5), batches=batches)
-    with jaxtp.Trainer(task, mesh="dp=1", folder=tmp_path / "run", steps=1, settings=settings) as trainer:
+    with jaxtp.Trainer(
+        task, mesh="dp=1", folder=tmp_path / "run", steps=1, settings=settings
+    ) as trainer:
         assert trainer.run_to_end()
     assert "test_loss_arguments:Error(scale=0.5, power=2)" in capsys.readouterr().out
     again = ["--config", f"{tmp_path}/run/config.yaml"]

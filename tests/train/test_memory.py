@@ -1,4 +1,6 @@
-"""What a step takes: the state to the byte, the rest within 15% of what the compiler for GPUs allots."""
+"""What a step takes: the state to the byte, the rest within 15% of what the compiler for GPUs
+allots.
+"""
 
 import dataclasses
 import json
@@ -73,14 +75,22 @@ def total():
 
 MODELS = {
     "plain": MODEL,
-    "tied": dataclasses.replace(MODEL, tie_embeddings=True, precision=jaxtp.Precision(param="bfloat16")),
+    "tied": dataclasses.replace(
+        MODEL, tie_embeddings=True, precision=jaxtp.Precision(param="bfloat16")
+    ),
     "adapters": dataclasses.replace(
-        MODEL, lora=LoraConfig(rank=4), d_model=256, d_ff=512, precision=jaxtp.Precision(param="bfloat16")
+        MODEL,
+        lora=LoraConfig(rank=4),
+        d_model=256,
+        d_ff=512,
+        precision=jaxtp.Precision(param="bfloat16"),
     ),
 }
 
 
-@pytest.mark.parametrize(("model", "optimizer"), [("plain", "muon"), ("tied", "lion"), ("adapters", "adafactor")])
+@pytest.mark.parametrize(
+    ("model", "optimizer"), [("plain", "muon"), ("tied", "lion"), ("adapters", "adafactor")]
+)
 def test_state_bytes_are_the_planned_ones(model, optimizer):
     config = TrainConfig(model=MODELS[model], optimizer=OptimizerConfig(name=optimizer))
     arrays = stored_arrays(config)
@@ -90,7 +100,9 @@ def test_state_bytes_are_the_planned_ones(model, optimizer):
 
 
 def compiled(config, mesh, trace=trace_step):
-    """Returns the program of a step, or of what else `trace` traces, and the bytes of its temporaries."""
+    """Returns the program of a step, or of what else `trace` traces, and the bytes of its
+    temporaries.
+    """
     plan = plan_of(config, mesh)
     with jax.set_mesh(plan.mesh):
         program = trace(config, plan).lower().compile()
@@ -106,7 +118,9 @@ def trace_gradients(config, plan):
 
 @pytest.mark.wide
 def test_micro_batches_add_their_gradients_to_one_tree():
-    """Their activations are smaller, so they take less memory than the whole batch; a second tree would be more."""
+    """Their activations are smaller, so they take less memory than the whole batch; a second
+    tree would be more.
+    """
     runs = [run_of(16, 8, accumulation, num_layers=8, d_ff=256) for accumulation in (4, 1)]
     parts, whole = (compiled(run, (1, 1, 1), trace_gradients)[1] for run in runs)
     assert parts < whole
@@ -122,7 +136,9 @@ def test_an_evaluation_reads_micro_batches_and_takes_no_more_than_a_step():
     """So the check of a step's memory covers the evaluation's."""
     run = run_of(64, 32, accumulation=4, num_layers=1, remat="none")
     _, taken = compiled(run, (1, 2, 2), trace_evaluation)
-    _, of_micro_batch = compiled(run_of(64, 8, num_layers=1, remat="none"), (1, 2, 2), trace_evaluation)
+    _, of_micro_batch = compiled(
+        run_of(64, 8, num_layers=1, remat="none"), (1, 2, 2), trace_evaluation
+    )
     assert of_micro_batch <= taken < 1.5 * of_micro_batch
     assert taken <= compiled(run, (1, 2, 2))[1]
 
@@ -130,13 +146,23 @@ def test_an_evaluation_reads_micro_batches_and_takes_no_more_than_a_step():
 @pytest.mark.wide
 def test_gated_delta_net_takes_memory_in_proportion_to_the_length():
     """And has no array with two dims of tokens."""
-    heads = {"delta_value_heads": 4, "delta_key_heads": 2, "delta_key_dim": 8, "delta_value_dim": 10}
+    heads = {
+        "delta_value_heads": 4,
+        "delta_key_heads": 2,
+        "delta_key_dim": 8,
+        "delta_value_dim": 10,
+    }
     taken = []
     for length in (672, 1344):  # equal to no width of the model
-        program, temporaries = compiled(run_of(length, 2, num_layers=1, remat="none", **heads), (1, 1, 2, 2))
+        program, temporaries = compiled(
+            run_of(length, 2, num_layers=1, remat="none", **heads), (1, 1, 2, 2)
+        )
         taken.append(temporaries)
         tokens = {length, length // 2, length // 4}
-        shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", program.as_text())}
+        shapes = {
+            tuple(map(int, dims.split(",")))
+            for dims in re.findall(r"\w\[([\d,]+)\]", program.as_text())
+        }
         assert {sum(dim in tokens for dim in shape) for shape in shapes} == {0, 1}
     assert 1.5 * taken[0] < taken[1] < 2.1 * taken[0]
 
@@ -146,7 +172,9 @@ def test_frozen_weights_take_the_bytes_of_their_dtype_and_only_adapters_have_gra
     adapted = dataclasses.replace(MODEL, lora=LoraConfig(rank=4))
     half = dataclasses.replace(adapted, precision=jaxtp.Precision(param="bfloat16"))
     whole, frozen = (memory_per_device(TrainConfig(model=each), sizes) for each in (adapted, half))
-    adapters = sum(a.bytes_per_device(sizes) for a in stored_arrays(TrainConfig(model=half)) if a.trained)
+    adapters = sum(
+        a.bytes_per_device(sizes) for a in stored_arrays(TrainConfig(model=half)) if a.trained
+    )
     assert frozen.parameters - adapters == (whole.parameters - adapters) / 2
     assert (frozen.optimizer, frozen.gradients) == (whole.optimizer, whole.gradients)
     assert frozen.gradients == adapters
@@ -192,6 +220,8 @@ def test_the_model_is_within_15_percent_of_what_was_compiled(share):
             traced[kind] = stored_arrays(point.config())
         memory = memory_per_device(point.config(), point.sizes, traced[kind], platform="cuda")
         if point.lora:  # of the modelled part alone
-            assert memory.total - row["argument_bytes"] == pytest.approx(row["temp_bytes"], rel=0.2), point
+            assert memory.total - row["argument_bytes"] == pytest.approx(
+                row["temp_bytes"], rel=0.2
+            ), point
         assert memory.state + memory.batch == row["argument_bytes"], point
         assert memory.total == pytest.approx(row["peak_bytes"], rel=0.15), point

@@ -47,10 +47,16 @@ def test_the_memory_line_knows_the_allocator(monkeypatch):
     plan = plan_state(config.model, rule, make_mesh(fsdp=2, tp=4))
     step = memory_per_device(config, mesh_shape(fsdp=2, tp=4))
     for allocator, share, said in LINES:
-        monkeypatch.setattr(memory_check, "bytes_limit", lambda device, share=share: share * step.total)
-        config = TrainConfig(launch=LaunchConfig(allocator=allocator), train=LoopConfig(allow_oversize=True))
+        monkeypatch.setattr(
+            memory_check, "bytes_limit", lambda device, share=share: share * step.total
+        )
+        config = TrainConfig(
+            launch=LaunchConfig(allocator=allocator), train=LoopConfig(allow_oversize=True)
+        )
         line = str(memory_check.require_memory(config, plan))
-        assert line.startswith(f"{step.total / 1e6:,.1f} MB ({step.state / 1e6:,.1f} MB of state, exact")
+        assert line.startswith(
+            f"{step.total / 1e6:,.1f} MB ({step.state / 1e6:,.1f} MB of state, exact"
+        )
         assert re.search(said, line), (allocator, share, line)
 
 

@@ -26,7 +26,13 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import MetricsConfig, RunConfig, TrainConfig
 from jaxtp.train.metrics import TRACKERS, Timing, Trackers, draw, read_metrics, tracker_id
-from jaxtp.train.performance import Profiler, describe_peak, flops_per_token, memory_record, peak_flops
+from jaxtp.train.performance import (
+    Profiler,
+    describe_peak,
+    flops_per_token,
+    memory_record,
+    peak_flops,
+)
 from jaxtp.train.run_folder import RunFilesError, RunFolderError
 from jaxtp.train.run_report import Report
 
@@ -38,7 +44,9 @@ def tensorboard_values(run, tag="loss"):
 
 
 def records_of_wandb(data):
-    """Yields the records of a file of W&B: LevelDB's log format, in blocks of 32 KiB, around protocol buffers."""
+    """Yields the records of a file of W&B: LevelDB's log format, in blocks of 32 KiB, around
+    protocol buffers.
+    """
     at = 7
     pending = b""
     while at + 7 <= len(data):
@@ -91,7 +99,9 @@ GROUPS = ["blocks.attention.*", "blocks.mlp.*", "embedding.*", "head.*", "*norm.
 
 @pytest.mark.journey
 @pytest.mark.parametrize("tracker", READERS)
-def test_a_tracker_and_the_file_hold_the_same_numbers_after_a_resume(tmp_path, monkeypatch, command, tracker):
+def test_a_tracker_and_the_file_hold_the_same_numbers_after_a_resume(
+    tmp_path, monkeypatch, command, tracker
+):
     if tracker != "tensorboard":
         pytest.importorskip(tracker)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -112,26 +122,44 @@ def test_a_run_logs_norms_by_group_and_its_evaluations(tmp_path, command):
         for step, norm in records(run, kind).items():
             assert math.hypot(*(part[step] for part in parts)) == pytest.approx(norm, rel=1e-6)
     assert tensorboard_values(run, "goodput") == pytest.approx(records(run, "goodput"), rel=1e-6)
-    assert records(run, "eval_perplexity")[6] == pytest.approx(math.exp(records(run, "eval_loss")[6]))
+    assert records(run, "eval_perplexity")[6] == pytest.approx(
+        math.exp(records(run, "eval_loss")[6])
+    )
 
 
 @pytest.mark.journey
 def test_profiles_and_the_first_step_of_a_run_that_logs_every_fifth(tmp_path, command, capsys):
     """A resumed run shows its first step too, and its metrics are those of an undisturbed run."""
     (tmp_path / "c.yaml").write_text("metrics: {trackers: []}\n")
-    sparse = ["--config", str(tmp_path / "c.yaml"), *command, "--train.log-every", "5", "--eval.every", "0"]
-    assert main([*sparse, "--train.steps", "6", "--profile.start", "3", "--profile.steps", "2"]) == 0
+    sparse = [
+        "--config",
+        str(tmp_path / "c.yaml"),
+        *command,
+        "--train.log-every",
+        "5",
+        "--eval.every",
+        "0",
+    ]
+    assert (
+        main([*sparse, "--train.steps", "6", "--profile.start", "3", "--profile.steps", "2"]) == 0
+    )
     said = capsys.readouterr().out
     assert re.findall(r"^step (\d+)/6 ", said, re.MULTILINE) == ["1", "5", "6"]
     profile = tmp_path / "run/profile"
     assert f"profile of steps 3 to 4 in {profile}" in said
     (trace,) = profile.rglob("*.xplane.pb")
-    modules = (b"mlp/row_parallel_linear", b"attention/column_parallel_linear", b"vocab_parallel_cross_entropy")
+    modules = (
+        b"mlp/row_parallel_linear",
+        b"attention/column_parallel_linear",
+        b"vocab_parallel_cross_entropy",
+    )
     traced = trace.read_bytes()
     assert [module for module in modules if module not in traced] == []
     assert list(profile.rglob("perfetto_trace.json.gz"))
     # The second profile ends with the run, before its last step.
-    assert main([*sparse, "--train.steps", "9", "--profile.start", "8", "--profile.steps", "9"]) == 0
+    assert (
+        main([*sparse, "--train.steps", "9", "--profile.start", "8", "--profile.steps", "9"]) == 0
+    )
     assert re.findall(r"^step (\d+)/9 ", capsys.readouterr().out, re.MULTILINE) == ["7", "9"]
     assert list(records(tmp_path / "run")) == [1, 5, 6, 9]
     assert len(list(profile.rglob("*.xplane.pb"))) == 2
@@ -159,7 +187,9 @@ def test_steps_that_a_killed_run_had_logged_are_forgotten(tmp_path):
 
 
 def test_a_tracker_that_fails_gets_no_more_and_the_run_goes_on(tmp_path):
-    """tensorboardX's own writer would block the run for good, some events after its disk was full."""
+    """tensorboardX's own writer would block the run for good, some events after its disk was
+    full.
+    """
     said = []
     trackers = trackers_of(tmp_path, "tensorboard", warn=said.append)
     with full_disk(1200):
@@ -178,7 +208,12 @@ def test_a_full_disk_under_the_metrics_is_one_message(tmp_path):
 
 
 def test_what_is_in_the_place_of_a_file_of_metrics_is_one_error(tmp_path):
-    kinds = {"folder": RunFolderError, "pipe": RunFolderError, "device": RunFolderError, "sparse file": RunFilesError}
+    kinds = {
+        "folder": RunFolderError,
+        "pipe": RunFolderError,
+        "device": RunFolderError,
+        "sparse file": RunFilesError,
+    }
     for kind, error in kinds.items():
         folder = tmp_path / kind
         folder.mkdir()
@@ -202,7 +237,9 @@ def test_metrics_are_not_written_through_a_link(tmp_path):
 
 
 def test_files_that_a_crash_left_half_written_are_read_as_far_as_they_go(tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 2.0}\n' + b"[" * 100_000 + b'\n\x00\xff{"step"')
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'{"step": 1, "loss": 2.0}\n' + b"[" * 100_000 + b'\n\x00\xff{"step"'
+    )
     (tmp_path / "trackers.json").write_bytes(b'{"wandb": "a')
     trackers_of(tmp_path, resumed_at=1).close()
     assert records(tmp_path) == {1: 2.0}
@@ -211,7 +248,9 @@ def test_files_that_a_crash_left_half_written_are_read_as_far_as_they_go(tmp_pat
 
 def test_a_tracker_that_is_not_installed_names_its_extra(monkeypatch, command, capsys):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "aim" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "aim" else find(name)
+    )
     assert main([*command, "--metrics.trackers", "aim"]) == 2
     assert "jaxtp[aim]" in capsys.readouterr().err
 
@@ -234,16 +273,26 @@ def test_timing_divides_the_time_into_steps_waits_and_losses():
 
 
 def test_flops_per_token_are_those_of_the_published_tables():
-    """Llama 3.1 8B at 8,192 tokens: 14,451 tokens/s are 744 TFLOP/s (Megatron-Bridge's performance summary, 25.11)."""
+    """Llama 3.1 8B at 8,192 tokens: 14,451 tokens/s are 744 TFLOP/s (Megatron-Bridge's
+    performance summary, 25.11).
+    """
     model = jaxtp.ModelConfig(
-        vocab_size=128256, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=14336
+        vocab_size=128256,
+        d_model=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        d_ff=14336,
     )
     flops = flops_per_token(model, parameters=8_030_261_248, sequence_length=8192)
     assert 14451 * flops / 1e12 == pytest.approx(743.8, abs=0.1)
 
 
 def test_flops_per_token_leave_out_what_a_token_does_not_use():
-    """Without attention and lookup: 6 for a parameter, 4 for a frozen one, none for an expert that is not chosen."""
+    """Without attention and lookup: 6 for a parameter, 4 for a frozen one, none for an expert
+    that is not chosen.
+    """
     model = jaxtp.ModelConfig(d_model=64, num_layers=3, d_ff=48, num_experts=8, experts_per_token=2)
     head = model.vocab_size * model.d_model
     experts = 3 * 3 * 64 * 48
@@ -256,7 +305,9 @@ def test_flops_per_token_leave_out_what_a_token_does_not_use():
 
 
 def test_gated_delta_net_counts_three_products_with_its_states():
-    model = jaxtp.ModelConfig(delta_value_heads=6, delta_key_heads=3, delta_key_dim=8, delta_value_dim=10)
+    model = jaxtp.ModelConfig(
+        delta_value_heads=6, delta_key_heads=3, delta_key_dim=8, delta_value_dim=10
+    )
     of_weights = flops_per_token(model, 10**6, sequence_length=0)
     of_states = flops_per_token(model, 10**6, sequence_length=100) - of_weights
     assert of_states == pytest.approx(model.num_layers * 18 * 6 * 8 * 10)
@@ -265,7 +316,9 @@ def test_gated_delta_net_counts_three_products_with_its_states():
 def test_active_parameters_are_those_that_are_published():
     for name, every, active in (("qwen3_30b_a3b", 30.5, 3.35), ("mixtral_8x7b", 46.7, 12.9)):
         model = from_yaml(TrainConfig, Path(__file__).parents[2] / f"configs/{name}.yaml").model
-        parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(described(model), nnx.Param)))
+        parameters = sum(
+            leaf.size for leaf in jax.tree.leaves(nnx.state(described(model), nnx.Param))
+        )
         assert parameters / 1e9 == pytest.approx(every, abs=0.05)
         assert active_parameters(model, parameters) / 1e9 == pytest.approx(active, abs=0.05)
 
@@ -294,7 +347,9 @@ def test_a_profile_that_cannot_be_written_is_said_and_never_touches_the_run(tmp_
     profiler = Profiler(tmp_path, 1, 2, Timing())
     profiler.before(1)
     assert profiler.after(1, None) is None
-    assert profiler.after(2, None) == "no profile of steps 1 to 2: [Errno 28] No space left on device"
+    assert (
+        profiler.after(2, None) == "no profile of steps 1 to 2: [Errno 28] No space left on device"
+    )
     profiler.close()
 
 
@@ -342,7 +397,13 @@ def test_the_loss_of_tokens_has_a_unit(tmp_path):
 def test_a_step_shows_the_metrics_of_a_loss(capsys):
     report = Report()
     report.own_metrics = ("rewards/margins", "accuracy")
-    values = {"step": 3, "loss": 0.5, "accuracy": 0.75, "rewards/margins": 0.125, "rows_per_second": 7.0}
+    values = {
+        "step": 3,
+        "loss": 0.5,
+        "accuracy": 0.75,
+        "rewards/margins": 0.125,
+        "rows_per_second": 7.0,
+    }
     report.log({**values, "step_seconds": 1.0}, 9, "rows")
     shown = "step 3/9  loss 0.5000  rewards/margins 0.125  accuracy 0.75  7 rows/s  0:06 left\n"
     assert capsys.readouterr().out == shown

@@ -1,4 +1,6 @@
-"""Muon by ownership: equal to whole matrices on one device, and what it moves, computes and holds as declared."""
+"""Muon by ownership: equal to whole matrices on one device, and what it moves, computes and
+holds as declared.
+"""
 
 import dataclasses
 from collections import Counter
@@ -32,8 +34,10 @@ EIGHT = mesh_shape(dp=2, fsdp=2, tp=2)
 TP_4 = mesh_shape(tp=4)
 TP_8 = mesh_shape(tp=8)
 FSDP_4 = mesh_shape(fsdp=4)
-QUERIES, HIDDEN = PaddedHeads((3, 3, 4)), PaddedDim((22,))
-COLUMNS, ROWS = PartitionSpec(None, "fsdp", "tp"), PartitionSpec(None, "tp", "fsdp")
+QUERIES = PaddedHeads((3, 3, 4))
+HIDDEN = PaddedDim((22,))
+COLUMNS = PartitionSpec(None, "fsdp", "tp")
+ROWS = PartitionSpec(None, "tp", "fsdp")
 SHAPES = {
     "query": ((3, 16, 36), COLUMNS, ((-1, QUERIES),)),  # 9 heads of 4
     "out": ((3, 36, 16), ROWS, ((-2, QUERIES),)),
@@ -45,19 +49,27 @@ SHAPES = {
     "whole": ((2, 3, 5), PartitionSpec(), ()),
     "experts": ((2, 8, 16, 12), PartitionSpec(None, "tp", "fsdp"), ()),
     "experts' down": ((2, 8, 12, 16), PartitionSpec(None, "tp", None, "fsdp"), ()),
-    "beside them": ((3, 16, 12), PartitionSpec(None, "fsdp"), ()),  # of their shape, and not split over tp
+    # of their shape, and not split over tp
+    "beside them": ((3, 16, 12), PartitionSpec(None, "fsdp"), ()),
     "experts inside": ((1, 3, 16, 24), PartitionSpec(None, None, "fsdp", "tp"), ()),
 }
-"""Weights without padding: 3 + 3 and 3 + 2 matrices are dealt out together, and mostly do not go into the devices."""
+"""Weights without padding: 3 + 3 and 3 + 2 matrices are dealt out together, and mostly do not go
+into the devices.
+"""
 
 
 def weights():
     random = np.random.default_rng(0)
-    return {name: jnp.asarray(random.standard_normal(shape, np.float32)) for name, (shape, *_) in SHAPES.items()}
+    return {
+        name: jnp.asarray(random.standard_normal(shape, np.float32))
+        for name, (shape, *_) in SHAPES.items()
+    }
 
 
 def two_updates(rule, gradients, **variables):
-    """The last of two updates, of other gradients each, and the state after it; padding stays zero."""
+    """The last of two updates, of other gradients each, and the state after it; padding stays
+    zero.
+    """
     state = rule.init(gradients)
     _, state = rule.update(gradients, state, **variables)
     return rule.update(jax.tree.map(jnp.sin, gradients), state, **variables)
@@ -68,11 +80,15 @@ def expected():
     """Optax's own, of whole matrices."""
 
     def matrices(tree):
-        return jax.tree.map(lambda u: optax.contrib.MuonDimensionNumbers(u.ndim - 2, u.ndim - 1), tree)
+        return jax.tree.map(
+            lambda u: optax.contrib.MuonDimensionNumbers(u.ndim - 2, u.ndim - 1), tree
+        )
 
     rule = optax.contrib.scale_by_muon(beta=0.9, weight_dimension_numbers=matrices)
     updates, state = jax.jit(lambda gradients: two_updates(rule, gradients))(weights())
-    return {name: update * 0.2 * max(update.shape[-2:]) ** 0.5 for name, update in updates.items()}, state.mu
+    return {
+        name: update * 0.2 * max(update.shape[-2:]) ** 0.5 for name, update in updates.items()
+    }, state.mu
 
 
 @pytest.mark.wide
@@ -81,18 +97,27 @@ def test_matrices_that_are_dealt_out_are_orthogonalised_whole(expected, sizes):
     mesh = mesh_of(sizes)
     with jax.set_mesh(mesh):
         variables = {
-            name: parameter(name, w, SHAPES[name][1], padding=SHAPES[name][2]) for name, w in weights().items()
+            name: parameter(name, w, SHAPES[name][1], padding=SHAPES[name][2])
+            for name, w in weights().items()
         }
-        update = jax.jit(lambda gradients: two_updates(scale_by_muon(0.9), gradients, variables=variables))
+        update = jax.jit(
+            lambda gradients: two_updates(scale_by_muon(0.9), gradients, variables=variables)
+        )
         updates, state = update({name: variable[...] for name, variable in variables.items()})
     for name, variable in variables.items():
-        assert updates[name].sharding.is_equivalent_to(NamedSharding(mesh, spec_of(variable)), updates[name].ndim), name
+        assert updates[name].sharding.is_equivalent_to(
+            NamedSharding(mesh, spec_of(variable)), updates[name].ndim
+        ), name
     for arrays, those, tolerance in zip((updates, state.mu), expected, (1e-5, 1e-6), strict=True):
-        whole = {name: unpad(np.asarray(arrays[name]), padding_of(v), sizes["tp"]) for name, v in variables.items()}
+        whole = {
+            name: unpad(np.asarray(arrays[name]), padding_of(v), sizes["tp"])
+            for name, v in variables.items()
+        }
         assert_close(whole, those, tolerance)
 
 
-MODEL = jaxtp.ModelConfig(  # over tp 2 and 4 heads and d_ff are padded, and three layers never go into the devices
+# over tp 2 and 4 heads and d_ff are padded, and three layers never go into the devices
+MODEL = jaxtp.ModelConfig(
     vocab_size=61,
     d_model=16,
     num_layers=3,

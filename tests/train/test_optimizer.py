@@ -25,10 +25,21 @@ from jaxtp.train.validation import violations_on
 
 TABLES = read_table(__file__)
 SMALL = jaxtp.ModelConfig(
-    vocab_size=61, d_model=16, num_layers=1, num_heads=8, num_kv_heads=2, head_dim=12, d_ff=24, rope_theta=2.0
+    vocab_size=61,
+    d_model=16,
+    num_layers=1,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=12,
+    d_ff=24,
+    rope_theta=2.0,
 )
-WIDE = dataclasses.replace(SMALL, d_model=128, head_dim=16, d_ff=128)  # from 128 on, adafactor factors
-GROUPS = {"blocks.mlp*": GroupConfig(learning_rate_scale=0.5), "*.scale": GroupConfig(weight_decay=0.3)}
+# from 128 on, adafactor factors
+WIDE = dataclasses.replace(SMALL, d_model=128, head_dim=16, d_ff=128)
+GROUPS = {
+    "blocks.mlp*": GroupConfig(learning_rate_scale=0.5),
+    "*.scale": GroupConfig(weight_decay=0.3),
+}
 RULES = {
     "lion": (SMALL, {"name": "lion", "groups": GROUPS}),
     "adafactor": (WIDE, {"name": "adafactor"}),
@@ -55,8 +66,12 @@ def test_every_rule_moves_every_parameter_as_on_one_device(rule):
     actual = parity.run(config, Case(mesh_shape(dp=2, fsdp=2, tp=2), True), initial)
     errors = parity.compare(actual, expected)
     assert errors.within(parity.TOLERANCES["float32"]), errors
-    moved = {name: parity.relative_error(expected.state[name], array) for name, array in initial.items()}
-    assert [name for name, change in moved.items() if name.startswith("model.") and change < 1e-3] == []
+    moved = {
+        name: parity.relative_error(expected.state[name], array) for name, array in initial.items()
+    }
+    assert [
+        name for name, change in moved.items() if name.startswith("model.") and change < 1e-3
+    ] == []
 
 
 SHAPES = {"blocks.up.kernel": (2, 6, 4), "blocks.norm.scale": (2, 6), "head.kernel": (8, 6)}
@@ -84,7 +99,9 @@ def updated(rule, params, gradients, updates=1):
 def test_lion_is_optax_s_own():
     config = OptimizerConfig(name="lion", learning_rate=1e-2, warmup_steps=0, clip_norm=1e9)
     mask = {path: optimizers.is_matrix(path) for path in SHAPES}
-    theirs = optax.lion(optimizers.learning_rate(config, 10), 0.9, 0.95, weight_decay=0.1, mask=mask)
+    theirs = optax.lion(
+        optimizers.learning_rate(config, 10), 0.9, 0.95, weight_decay=0.1, mask=mask
+    )
     before = arrays()
     gradients = jax.tree.map(np.cos, before)
     _, expected = updated(theirs, before, gradients, 3)
@@ -96,12 +113,17 @@ def stored(config, steps=10):
     """Shape and dtype of each array of the optimizer's state, by where a checkpoint has it."""
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
     state = jax.eval_shape(optimizers.build(config, steps).init, params)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    return {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
 def test_the_rule_alone_decides_what_a_checkpoint_holds(name):
-    """Any other setting may change when a run resumes: a weight decay may become that of a group, say."""
+    """Any other setting may change when a run resumes: a weight decay may become that of a
+    group, say.
+    """
     settings = {setting for changes in TABLES["other_values"] for setting in changes}
     assert settings | {"name", "build", "first_moment"} == set(vars(OptimizerConfig()))
     grouped = OptimizerConfig(name=name, groups={"*.scale": GroupConfig(weight_decay=0.3)})
@@ -156,17 +178,26 @@ def test_an_epsilon_that_is_zero_in_float32_is_refused():
 
 
 def test_adafactor_keeps_its_moments_in_float32():
-    """They are small, and after a thousand steps it changes them by less than a bfloat16's last digit."""
-    params = {"blocks.up.kernel": jnp.ones((128, 128), jnp.bfloat16), "norm.scale": jnp.ones(128, jnp.bfloat16)}
+    """They are small, and after a thousand steps it changes them by less than a bfloat16's last
+    digit.
+    """
+    params = {
+        "blocks.up.kernel": jnp.ones((128, 128), jnp.bfloat16),
+        "norm.scale": jnp.ones(128, jnp.bfloat16),
+    }
     rule = optimizers.build(OptimizerConfig(name="adafactor"), 10)
     state = jax.eval_shape(rule.init, params)
     _, after = jax.eval_shape(rule.update, params, state, params)
     for moments in (state[1], after[1]):
-        assert {array.dtype for array in jax.tree.leaves((moments.v_row, moments.v))} == {jnp.dtype("float32")}
+        assert {array.dtype for array in jax.tree.leaves((moments.v_row, moments.v))} == {
+            jnp.dtype("float32")
+        }
 
 
 def test_muon_orthogonalises_each_layer_s_matrix():
-    config = OptimizerConfig(name="muon", learning_rate=1.0, warmup_steps=0, weight_decay=0, schedule="constant")
+    config = OptimizerConfig(
+        name="muon", learning_rate=1.0, warmup_steps=0, weight_decay=0, schedule="constant"
+    )
     before = arrays()
     changes, _ = updated(optimizers.build(config, 10), before, jax.tree.map(np.cos, before))
     for layer in changes["blocks.up.kernel"]:
@@ -176,7 +207,11 @@ def test_muon_orthogonalises_each_layer_s_matrix():
 
 
 GROUPED = {  # how many times as much the head moves, and whether scales move as before
-    "frozen": ({"head.*": GroupConfig(learning_rate_scale=0.0), "*.kernel": GroupConfig()}, 0, True),
+    "frozen": (
+        {"head.*": GroupConfig(learning_rate_scale=0.0), "*.kernel": GroupConfig()},
+        0,
+        True,
+    ),
     "half": ({"*.kernel": GroupConfig(learning_rate_scale=0.5)}, 0.5, True),
     "decayed": ({"*.scale": GroupConfig(weight_decay=0.1)}, 1, False),
 }
@@ -215,7 +250,9 @@ def test_a_schedule_warms_up_and_decays(schedule):
     np.testing.assert_allclose(found, list(expected.values()), atol=1e-6)
     assert rates(10, [0], warmup_steps=0, schedule=schedule) == 1
     found = rates(5, np.arange(5), warmup_steps=20, schedule=schedule)
-    np.testing.assert_allclose(found, np.arange(5) / 5, atol=1e-6, err_msg="a longer warm-up is cut to the run")
+    np.testing.assert_allclose(
+        found, np.arange(5) / 5, atol=1e-6, err_msg="a longer warm-up is cut to the run"
+    )
 
 
 def test_a_decay_longer_than_what_follows_the_warm_up_starts_there():

@@ -1,4 +1,6 @@
-"""The order of the samples is in the checkpoint: another one is refused or named, whatever it is that changes it."""
+"""The order of the samples is in the checkpoint: another one is refused or named, whatever it is
+that changes it.
+"""
 
 import copy
 import dataclasses
@@ -36,7 +38,11 @@ def _nothing_is_remembered():
 
 ALGORITHMS = {
     ROWS: (packing, "best_fit", lambda best_fit: lambda *args: best_fit(*args)[::-1]),
-    SHUFFLE: (samples, "shuffled", lambda shuffled: lambda rows, weights, seed: shuffled(rows, weights, seed + 1)),
+    SHUFFLE: (
+        samples,
+        "shuffled",
+        lambda shuffled: lambda rows, weights, seed: shuffled(rows, weights, seed + 1),
+    ),
     MIXTURE: (mixture, "schedule", lambda schedule: lambda counts: schedule(counts)[::-1]),
     HELD_OUT: (mixture, "validation_order", lambda order: lambda *args: order(*args)[::-1]),
 }
@@ -69,15 +75,22 @@ def test_the_learning_rate_that_other_steps_make_is_said():
     before = configuration.replace_nested(TrainConfig(), {"train.steps": 60})
     stored = configuration.to_plain(before)
     then, now = (learning_rate(before.optimizer, steps) for steps in (60, 600))
-    (line,) = learning_rate_change(configuration.replace_nested(before, {"train.steps": 600}), stored, 59)
+    (line,) = learning_rate_change(
+        configuration.replace_nested(before, {"train.steps": 600}), stored, 59
+    )
     assert f"{float(then(58)):.4g} at the last step, {float(now(59)):.4g} at the next" in line
     assert f"without the changes it would be {float(then(59)):.4g}" in line
     assert learning_rate_change(before, stored, 59) == []
 
 
 def test_the_hashes_in_the_checkpoints_of_runs_under_way_stay():
-    """Whoever changes a hash here refuses every run that is under way: the version beside the algorithm changes too."""
-    assert {name: (part["algorithm"], part["sha256"][:16]) for name, part in data().description[ORDER].items()} == {
+    """Whoever changes a hash here refuses every run that is under way: the version beside the
+    algorithm changes too.
+    """
+    assert {
+        name: (part["algorithm"], part["sha256"][:16])
+        for name, part in data().description[ORDER].items()
+    } == {
         ROWS: ("best fit 2", "10dbb59970c19566"),
         SHUFFLE: (f"grain {samples.version('grain')}", "dfd844250ab4a349"),
         MIXTURE: ("Tijdeman 1", "2c24932e8e4ebc2f"),
@@ -87,7 +100,9 @@ def test_the_hashes_in_the_checkpoints_of_runs_under_way_stay():
 
 
 def test_a_run_of_the_same_order_goes_on_without_a_word():
-    """Also by another version of an algorithm, and with settings that are newer than LongRoPE and cp."""
+    """Also by another version of an algorithm, and with settings that are newer than LongRoPE
+    and cp.
+    """
     stored = stored_by(data().description)
     assert lines_of(data().description, stored) == []
     for part in stored["corpus"][ORDER].values():
@@ -104,15 +119,25 @@ def test_a_run_of_the_same_order_goes_on_without_a_word():
 def test_another_python_has_another_library_and_the_message_says_so():
     """The default data of a run."""
     libraries = [f"{LIBRARY} 3.11.7, 612 files", f"{LIBRARY} 3.13.1, 630 files"]
-    then, now = (data().description | {"source": library, "sha256": library} for library in libraries)
-    assert f"each Python has its own default data: {' -> '.join(libraries)}" in refusal(now, stored_by(then))
+    then, now = (
+        data().description | {"source": library, "sha256": library} for library in libraries
+    )
+    assert f"each Python has its own default data: {' -> '.join(libraries)}" in refusal(
+        now, stored_by(then)
+    )
 
 
 def test_a_checkpoint_of_another_loop_is_refused():
-    assert "checkpoints of another loop" in refusal(data().description, {"next_sample": 8, "config": "mine.yaml"})
+    assert "checkpoints of another loop" in refusal(
+        data().description, {"next_sample": 8, "config": "mine.yaml"}
+    )
 
 
-PACKAGES = {ROWS: "jaxtp 0.0.1", SHUFFLE: f"grain {samples.version('grain')}", MIXTURE: "jaxtp 0.0.1"}
+PACKAGES = {
+    ROWS: "jaxtp 0.0.1",
+    SHUFFLE: f"grain {samples.version('grain')}",
+    MIXTURE: "jaxtp 0.0.1",
+}
 
 
 @pytest.mark.parametrize("part", PACKAGES)

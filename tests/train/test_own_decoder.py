@@ -1,4 +1,6 @@
-"""A Decoder of one's own: the example of the guide, and others, on meshes, in runs and from their folders."""
+"""A Decoder of one's own: the example of the guide, and others, on meshes, in runs and from
+their folders.
+"""
 
 import dataclasses
 import functools
@@ -64,7 +66,11 @@ class Probed(jaxtp.Decoder):
         super().__init__(config, rngs=rngs)
         self.probe = nnx.Linear(config.d_model, 3, rngs=rngs)
         self.split = nnx.Linear(
-            config.d_model, 4, rngs=rngs, kernel_metadata={"out_sharding": ("fsdp", None)}, use_bias=False
+            config.d_model,
+            4,
+            rngs=rngs,
+            kernel_metadata={"out_sharding": ("fsdp", None)},
+            use_bias=False,
         )
 
 
@@ -86,7 +92,10 @@ class WithArray(jaxtp.Decoder):
 
 def test_an_array_that_no_checkpoint_would_have_is_refused():
     settings = jaxtp.ModelConfig(decoder=WithArray, **SIZES)
-    with pytest.raises(ConfigError, match=r"model.table is an array of a jaxtp.Decoder, an attribute and no variable"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model.table is an array of a jaxtp.Decoder, an attribute and no variable",
+    ):
         plan_state(settings, optax.sgd(0.1), make_mesh())
 
 
@@ -115,11 +124,16 @@ def gradients(build, loss, sizes, accumulation=1):
     graph, state = state_on_mesh(build, weights, mesh)
     tokens = np.random.default_rng(0).integers(0, 256, (B, T + 1), np.int32)
     tokens[0, 1:4] = -100
-    batch = {"inputs": jnp.asarray(np.maximum(tokens[:, :-1], 0)), "labels": jnp.asarray(tokens[:, 1:])}
+    batch = {
+        "inputs": jnp.asarray(np.maximum(tokens[:, :-1], 0)),
+        "labels": jnp.asarray(tokens[:, 1:]),
+    }
 
     @jax.jit
     def run(state):
-        terms, _, grads = loss_and_grads(nnx.merge(graph, state), batch, config, jax.random.key(0), loss)
+        terms, _, grads = loss_and_grads(
+            nnx.merge(graph, state), batch, config, jax.random.key(0), loss
+        )
         metrics = {name: total for name, (total, _) in terms.metrics.items()}
         return metrics | {"loss": terms.loss, "count": terms.count}, grads
 
@@ -197,7 +211,12 @@ def test_a_run_resumes_on_another_mesh_and_is_used_from_its_folder(tmp_path, cap
 
     before = contents(run)
     prompt = [f"--model={run}", "--prompt", "line 1", "--max-tokens", "1"]
-    assert_refused(generate, prompt, f"If it is one, and you trust that code, give --build {FILE}:build", capsys)
+    assert_refused(
+        generate,
+        prompt,
+        f"If it is one, and you trust that code, give --build {FILE}:build",
+        capsys,
+    )
     assert generate([*prompt, "--build", f"{FILE}:build", "--json", "-"]) == 0
     generated = json.loads(capsys.readouterr().out)["ids"]
     with jax.set_mesh(make_mesh(tp=2)):
@@ -211,14 +230,26 @@ def test_a_run_resumes_on_another_mesh_and_is_used_from_its_folder(tmp_path, cap
 def trainer_of(folder, task, **settings):
     """Returns a trainer of one step."""
     (folder / "text.txt").write_text(TEXT)
-    data = {"data.path": folder / "text.txt", "data.sequence_length": 16, "data.global_batch_size": 4}
-    more = {"mesh": "tp=2", "eval.every": 0, "eval.batches": 1, "checkpoint.every": 0, "train.steps": 1}
+    data = {
+        "data.path": folder / "text.txt",
+        "data.sequence_length": 16,
+        "data.global_batch_size": 4,
+    }
+    more = {
+        "mesh": "tp=2",
+        "eval.every": 0,
+        "eval.batches": 1,
+        "checkpoint.every": 0,
+        "train.steps": 1,
+    }
     return jaxtp.Trainer(task, settings=data | more | {"run.dir": folder / "run"} | settings)
 
 
 @pytest.mark.wide
 def test_a_run_of_settings_records_them_and_is_loaded_by_their_class(tmp_path):
-    with trainer_of(tmp_path, jaxtp.Task(model=example.GatedConfig(**SIZES, second_weight=0.5))) as trainer:
+    with trainer_of(
+        tmp_path, jaxtp.Task(model=example.GatedConfig(**SIZES, second_weight=0.5))
+    ) as trainer:
         assert trainer.run_to_end()
     written = yaml.safe_load((tmp_path / "run/config.yaml").read_text())["model"]
     assert written["build"] == f"{FILE}:GatedConfig"
@@ -253,7 +284,9 @@ def test_a_class_with_some_arguments_gets_the_others_and_random_numbers():
     sizes = {"out_features": 3}
     model = builder(with_input, jaxtp.ModelConfig(arguments=sizes))(nnx.Rngs(0))
     assert model.kernel.shape == (4, 3)
-    with pytest.raises(ConfigError, match=r"'depth'; model\.arguments can give out_features, use_bias"):
+    with pytest.raises(
+        ConfigError, match=r"'depth'; model\.arguments can give out_features, use_bias"
+    ):
         builder(with_input, jaxtp.ModelConfig(arguments=sizes | {"depth": 1}))
 
 
@@ -270,9 +303,17 @@ def plain(rngs, **changes):
 CONTRACT = "its __init__ should make all of it from its config"
 adapted = functools.partial(plain, lora=jaxtp.LoraConfig(rank=2))
 REFUSED = {
-    "made later": (with_more, {}, rf"Decoder\(config, rngs=rngs\) differ in second.bias, second.kernel.*{CONTRACT}"),
+    "made later": (
+        with_more,
+        {},
+        rf"Decoder\(config, rngs=rngs\) differ in second.bias, second.kernel.*{CONTRACT}",
+    ),
     "adapters": (adapted, {}, r"takes weights by --run.init-from, and has no adapters"),
-    "a mesh": (functools.partial(plain, d_model=15), {"mesh": "fsdp=2"}, r"d_model=15 is not divisible by mesh.fsdp"),
+    "a mesh": (
+        functools.partial(plain, d_model=15),
+        {"mesh": "fsdp=2"},
+        r"d_model=15 is not divisible by mesh.fsdp",
+    ),
 }
 
 
@@ -291,7 +332,9 @@ class Rescaled(jaxtp.Decoder):
 
 def test_generation_refuses_what_it_would_not_call():
     model = Rescaled(CONFIG, rngs=nnx.Rngs(0))
-    with pytest.raises(GenerationError, match="Rescaled has its own embed, which decoding would not call"):
+    with pytest.raises(
+        GenerationError, match="Rescaled has its own embed, which decoding would not call"
+    ):
         jaxtp.Generator(model, jaxtp.open_tokenizer)
 
 
@@ -299,7 +342,9 @@ class Bigram(nnx.Module):
     """A model of another class: scores of the next byte by the byte before."""
 
     def __init__(self, rngs):
-        self.table = nnx.Param(jax.random.normal(rngs.params(), (256, 256)), out_sharding=(None, None))
+        self.table = nnx.Param(
+            jax.random.normal(rngs.params(), (256, 256)), out_sharding=(None, None)
+        )
 
 
 def loss_of_bigram(model, batch, key):
@@ -318,10 +363,15 @@ def test_a_model_that_is_no_decoder_is_trained_on_tokens_and_has_no_commands(tmp
         assert trainer.run_to_end()
     run = tmp_path / "run"
     out = capsys.readouterr().out
-    assert out.splitlines()[-1].strip() == f"model = jaxtp.load_run('{run}', build='{__name__}:Bigram')"
+    assert (
+        out.splitlines()[-1].strip()
+        == f"model = jaxtp.load_run('{run}', build='{__name__}:Bigram')"
+    )
     assert "attention" not in out
     assert jaxtp.load_run(run, build=Bigram).table.shape == (256, 256)
-    with pytest.raises(CheckpointError, match=rf"name it: jaxtp\.load_run\('{run}.*', build='.*:Bigram'\)$"):
+    with pytest.raises(
+        CheckpointError, match=rf"name it: jaxtp\.load_run\('{run}.*', build='.*:Bigram'\)$"
+    ):
         jaxtp.load_run(run)
     source = [f"--model={run}", "--build", f"{__file__}:Bigram"]
     here = rf"in Python, jaxtp\.load_run\('{run}.*', build='.*:Bigram'\)"
@@ -331,7 +381,11 @@ def test_a_model_that_is_no_decoder_is_trained_on_tokens_and_has_no_commands(tmp
             ["export", str(run), str(tmp_path / "hf")],
             "takes only jaxtp's own decoder. In Python, jaxtp.load_run",
         ),
-        (main, [f"--run.init-from={run}"], r"name it: --model\.build \S+:Bigram --train\.loss \S+:loss_of_bigram$"),
+        (
+            main,
+            [f"--run.init-from={run}"],
+            r"name it: --model\.build \S+:Bigram --train\.loss \S+:loss_of_bigram$",
+        ),
         (generate, [*source, "--prompt", "a"], rf"is no jaxtp\.Decoder, .*; {here} returns it"),
         (evaluate, [*source, "--text", __file__], rf"is no jaxtp\.Decoder, .*; {here} returns it"),
     ]
@@ -360,7 +414,9 @@ def test_settings_without_effect_on_a_model_of_ones_own_are_refused(tmp_path):
 @pytest.mark.wide
 def test_the_check_and_the_budget_take_it():
     """The check makes it with other sizes, and its own layers send what their trace does."""
-    model = decoder_settings(example.build, jaxtp.ModelConfig(build="mine.py:build", arguments=SIZES))
+    model = decoder_settings(
+        example.build, jaxtp.ModelConfig(build="mine.py:build", arguments=SIZES)
+    )
     data = DataConfig(sequence_length=16, global_batch_size=16)
     cases = [Case(mesh_shape(cp=2, tp=2), False, "gather")]
     small = shrink(TrainConfig(model=dataclasses.replace(model, d_model=64), data=data), cases)

@@ -1,4 +1,6 @@
-"""Folders that someone shares, with a pipe, a device, a link or a huge file in the place of one of their files."""
+"""Folders that someone shares, with a pipe, a device, a link or a huge file in the place of one
+of their files.
+"""
 
 import random
 import shutil
@@ -20,13 +22,21 @@ COMMANDS = {
     ],
     "dataset": [
         "prepare --verify FOLDER",
-        "train --data.path FOLDER --data.validation FOLDER --train.steps 1 --run.dir OTHER --mesh fsdp=1",
+        "train --data.path FOLDER --data.validation FOLDER --train.steps 1 --run.dir OTHER "
+        "--mesh fsdp=1",
         "prepare TEXT --dedup --held-out 0.2 --out FOLDER",
         "estimate --data.path FOLDER --train.epochs 1 --hardware h100x2",
     ],
 }
 ABSENT = {
-    "run": [".lock", "metrics.jsonl", ".config.yaml.own", "checkpoints/1", "corruption", "non_finite.new"],
+    "run": [
+        ".lock",
+        "metrics.jsonl",
+        ".config.yaml.own",
+        "checkpoints/1",
+        "corruption",
+        "non_finite.new",
+    ],
     "dataset": ["journal.json", "seen.sha256", "train-00001.tokens", "tokenizer.json"],
 }
 """Files that a folder may have, too."""
@@ -50,7 +60,9 @@ def replaced(folder, what, chosen):
 @pytest.mark.wide
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("what", COMMANDS)
-def test_a_shared_folder_gives_a_result_or_one_error(what, seed, tiny_run, byte_dataset, tmp_path, monkeypatch, capfd):
+def test_a_shared_folder_gives_a_result_or_one_error(
+    what, seed, tiny_run, byte_dataset, tmp_path, monkeypatch, capfd
+):
     chosen = random.Random(seed)
     shared = tiny_run if what == "run" else byte_dataset
     for index, command in enumerate(COMMANDS[what]):

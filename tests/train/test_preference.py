@@ -1,4 +1,6 @@
-"""DPO against TRL's DPOTrainer in float64 (`make_preference_references.py`), on meshes, packed and unpacked."""
+"""DPO against TRL's DPOTrainer in float64 (`make_preference_references.py`), on meshes, packed
+and unpacked.
+"""
 
 import json
 from dataclasses import replace
@@ -69,7 +71,10 @@ def reference():
 
 def pairs_in_rows(packed, rows=8, length=64):
     """Returns the pairs of the references, three in a row or one; the rest is padding."""
-    columns = {name: np.zeros((rows, length), np.int32) for name in ("inputs", "labels", "segments", "pairs")}
+    columns = {
+        name: np.zeros((rows, length), np.int32)
+        for name in ("inputs", "labels", "segments", "pairs")
+    }
     columns["labels"] -= 100
     used = np.zeros(rows, int)
     numbers = np.zeros(rows, int)
@@ -91,7 +96,9 @@ def pairs_in_rows(packed, rows=8, length=64):
 @jax.jit
 def log_probs_of(model, columns):
     """Returns what `jaxtp score` stores."""
-    return jaxtp.token_log_probs(model, *(columns[name] for name in ("inputs", "labels", "segments")))
+    return jaxtp.token_log_probs(
+        model, *(columns[name] for name in ("inputs", "labels", "segments"))
+    )
 
 
 @cache
@@ -103,8 +110,12 @@ def scored(packed):
 
 
 def means(loss, model, columns):
-    total, count, metrics = loss(model, {name: jnp.asarray(each) for name, each in columns.items()}, None)
-    return total / count, {name: value / weight for name, (value, weight) in metrics.items()} | {"count": count}
+    total, count, metrics = loss(
+        model, {name: jnp.asarray(each) for name, each in columns.items()}, None
+    )
+    return total / count, {name: value / weight for name, (value, weight) in metrics.items()} | {
+        "count": count
+    }
 
 
 @pytest.mark.wide
@@ -120,7 +131,9 @@ def test_loss_metrics_and_gradients_are_those_of_trl(case):
         (loss, metrics), grads = jax.jit(jax.value_and_grad(run, has_aux=True))(state)
     assert loss == pytest.approx(known[f"{name}/loss"], rel=TOLERANCE)
     assert metrics.pop("count") == len(known["lengths"])
-    assert metrics == pytest.approx(dict(zip(METRICS, known[f"{name}/metrics"], strict=True)), rel=TOLERANCE)
+    assert metrics == pytest.approx(
+        dict(zip(METRICS, known[f"{name}/metrics"], strict=True)), rel=TOLERANCE
+    )
     grads = by_their_names(grads, model.config, MODEL)
     names, *found = (known[f"{name}/grad_{part}"] for part in ("names", "sketches", "norms"))
     errors = {
@@ -149,7 +162,9 @@ def test_every_variant_has_the_loss_and_metrics_of_trl(stored):
     for name, (loss, metrics) in of_all(stored).items():
         assert loss == pytest.approx(reference()[f"{name}/loss"], rel=TOLERANCE), name
         known = dict(zip(METRICS, reference()[f"{name}/metrics"], strict=True))
-        assert metrics == pytest.approx(known | {"count": len(reference()["lengths"])}, rel=TOLERANCE), name
+        assert metrics == pytest.approx(
+            known | {"count": len(reference()["lengths"])}, rel=TOLERANCE
+        ), name
 
 
 WRONG = [
@@ -187,7 +202,10 @@ def test_settings_are_refused():
         "beta=0.0: should be greater than 0": {"beta": 0.0},
         "beta=nan": {"beta": float("nan")},
         "label_smoothing=0.5: should be less than 0.5": {"label_smoothing": 0.5},
-        "label_smoothing=0.1 is for loss='sigmoid', not 'hinge'": {"label_smoothing": 0.1, "loss": "hinge"},
+        "label_smoothing=0.1 is for loss='sigmoid', not 'hinge'": {
+            "label_smoothing": 0.1,
+            "loss": "hinge",
+        },
         "sft_weight=-1.0: should be greater than or equal to 0": {"sft_weight": -1.0},
     }
     for message, settings in messages.items():
@@ -195,12 +213,16 @@ def test_settings_are_refused():
             jaxtp.DPO(**settings)
 
 
-SMALL_MODEL = jaxtp.ModelConfig(vocab_size=64, d_model=16, num_layers=1, num_heads=2, num_kv_heads=2, d_ff=24)
+SMALL_MODEL = jaxtp.ModelConfig(
+    vocab_size=64, d_model=16, num_layers=1, num_heads=2, num_kv_heads=2, d_ff=24
+)
 ADAPTED = replace(SMALL_MODEL, lora=jaxtp.LoraConfig(rank=2), remat="none")
 
 
 def test_a_model_without_adapters_needs_scores():
-    with pytest.raises(ConfigError, match="needs a reference: a column log_probs, as `jaxtp score` makes"):
+    with pytest.raises(
+        ConfigError, match="needs a reference: a column log_probs, as `jaxtp score` makes"
+    ):
         means(jaxtp.DPO(), jaxtp.Decoder(SMALL_MODEL, rngs=nnx.Rngs(0)), pairs_in_rows(True))
 
 
@@ -230,7 +252,13 @@ def temporaries(config, task, batch):
     plan = plan_state(config.model, optimizers.build(config.optimizer, 10), make_mesh())
     with jax.set_mesh(plan.mesh):
         step = make_train_step(config, plan, task=task)
-        return trace_step(config, plan, step, batch=batch).lower().compile().memory_analysis().temp_size_in_bytes
+        return (
+            trace_step(config, plan, step, batch=batch)
+            .lower()
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
 
 
 @pytest.mark.wide
@@ -256,15 +284,24 @@ def test_a_run_ends_with_commands_that_take_its_data():
 @pytest.mark.journey
 def test_a_run_with_adapters_resumes(tmp_path):
     """From texts; margins rise."""
-    jaxtp.save_hf(jaxtp.Decoder(replace(SMALL_MODEL, vocab_size=256), rngs=nnx.Rngs(5)), tmp_path / "model")
-    pairs = [{"prompt": f"{i} + {i}?", "chosen": f" {2 * i}.", "rejected": f" {i}, no!"} for i in range(64)]
+    jaxtp.save_hf(
+        jaxtp.Decoder(replace(SMALL_MODEL, vocab_size=256), rngs=nnx.Rngs(5)), tmp_path / "model"
+    )
+    pairs = [
+        {"prompt": f"{i} + {i}?", "chosen": f" {2 * i}.", "rejected": f" {i}, no!"}
+        for i in range(64)
+    ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     flags = ["--preference", f"--out={tmp_path}/data", "--held-out", "0.1"]
     assert prepare([str(tmp_path / "pairs.jsonl"), *flags]) == 0
     command = [*SMALL[SMALL.index("--data.sequence-length") :], "--mesh=fsdp=2,tp=2"]
     command += [f"--model.from-hf={tmp_path}/model", f"--data.path={tmp_path}/data"]
     command += ["--model.lora.rank=4", "--train.loss=jaxtp:DPO", "--train.loss-arguments.beta=0.2"]
-    command += ["--data.packing=documents", "--data.sequence-length=64", "--optimizer.learning-rate=0.02"]
+    command += [
+        "--data.packing=documents",
+        "--data.sequence-length=64",
+        "--optimizer.learning-rate=0.02",
+    ]
     command += ["--optimizer.schedule=constant", "--train.steps=16", "--run.dir"]
     whole = tmp_path / "whole"
     resumed = tmp_path / "resumed"

@@ -1,4 +1,6 @@
-"""The preflight of a run of several processes: one of them lies about each thing that is compared."""
+"""The preflight of a run of several processes: one of them lies about each thing that is
+compared.
+"""
 
 import copy
 import socket
@@ -47,14 +49,18 @@ def test_a_process_that_differs_is_named_with_both_values(path, records):
     for name in parents:
         place = place[name]
     place[last] = lie
-    with pytest.raises(ConfigError, match=rf"(?s)process 2 \(on node2\) and process 0 \(on node0\) .*{message}"):
+    with pytest.raises(
+        ConfigError, match=rf"(?s)process 2 \(on node2\) and process 0 \(on node0\) .*{message}"
+    ):
         preflight.compare(records)
 
 
 def test_gpus_that_nobody_drives_are_named():
     def error_of(row):
         each = zip(row["visible"], row["driven"], strict=True)
-        return raised_by(preflight.check_gpus, [{"host": "a", "visible": v, "driven": d} for v, d in each])
+        return raised_by(
+            preflight.check_gpus, [{"host": "a", "visible": v, "driven": d} for v, d in each]
+        )
 
     assert unexpected(TABLES["gpus"], error_of) == []
 
@@ -64,13 +70,19 @@ def processes(*shape, devices_each=1):
     numbers = np.arange(np.prod(shape)) // devices_each
     devices = np.array([SimpleNamespace(process_index=int(number)) for number in numbers], object)
     sizes = dict(zip(AXES, shape, strict=True))
-    return SimpleNamespace(devices=devices.reshape(shape), axis_names=AXES, shape=sizes, size=devices.size)
+    return SimpleNamespace(
+        devices=devices.reshape(shape), axis_names=AXES, shape=sizes, size=devices.size
+    )
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 1, 4), (2, 2, 1, 2), (2, 1, 1, 4), (1, 1, 4, 2), (1, 1, 1, 8)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 2, 1, 4), (2, 2, 1, 2), (2, 1, 1, 4), (1, 1, 4, 2), (1, 1, 1, 8)]
+)
 def test_layers_stay_on_one_host(sizes):
     """Two hosts of two processes of two devices; sequences may reach over them."""
-    said = raised_by(preflight.check_hosts_of_tp, ["a", "a", "b", "b"], processes(*sizes, devices_each=2))
+    said = raised_by(
+        preflight.check_hosts_of_tp, ["a", "a", "b", "b"], processes(*sizes, devices_each=2)
+    )
     refusal = "mesh.tp=8 spreads layers over the hosts a and b"
     assert said.startswith("no error" if sizes[-1] < 8 else f"ConfigError: {refusal}")
 
@@ -78,7 +90,9 @@ def test_layers_stay_on_one_host(sizes):
 def test_a_folder_that_one_host_does_not_see_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(agreement, "PAUSES", ())
     monkeypatch.setattr(agreement, "all_gather_json", lambda seen: [seen, ["node1", False], seen])
-    with pytest.raises(ConfigError, match=r"is not one folder for all: process 1 \(on node1\) does not see"):
+    with pytest.raises(
+        ConfigError, match=r"is not one folder for all: process 1 \(on node1\) does not see"
+    ):
         preflight.check_folder(tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -93,7 +107,8 @@ def test_each_axis_of_several_devices_is_measured():
 MISTAKES = {
     "['--run.dir', 'elsewhere']": "differ in their configuration",
     "['--data.path', '/nowhere']": "data.path=/nowhere: there is no such file or dataset",
-    "['--nonsense']": "process 1 (on {host}) cannot continue: --nonsense: jaxtp train has no such setting; ",
+    "['--nonsense']": "process 1 (on {host}) cannot continue: --nonsense: jaxtp train has no such "
+    "setting; ",
 }
 
 

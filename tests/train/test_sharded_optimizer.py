@@ -1,4 +1,6 @@
-"""Optax's transformations on sharded and padded models: equal to one device, also resumed on another mesh."""
+"""Optax's transformations on sharded and padded models: equal to one device, also resumed on
+another mesh.
+"""
 
 import math
 from functools import cache
@@ -27,7 +29,14 @@ from jaxtp.train.state import plan_state
 from jaxtp.train.step import fetch, make_train_step
 
 DECODER = jaxtp.ModelConfig(  # over tp 2 and 4 the vocabulary, heads and d_ff are padded
-    vocab_size=61, d_model=16, num_layers=1, num_heads=9, num_kv_heads=3, head_dim=8, d_ff=26, rope_theta=2.0
+    vocab_size=61,
+    d_model=16,
+    num_layers=1,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=8,
+    d_ff=26,
+    rope_theta=2.0,
 )
 
 
@@ -44,7 +53,11 @@ class Plain(nnx.Module):
             "down": ((hidden, 8), ("tp", "fsdp"), -2),
         }
         for name, (shape, spec, padded) in shapes.items():
-            setattr(self, name, parameter(name, draw(*shape), PartitionSpec(*spec), padding=((padded, dim),)))
+            setattr(
+                self,
+                name,
+                parameter(name, draw(*shape), PartitionSpec(*spec), padding=((padded, dim),)),
+            )
         self.square = parameter("square", draw(8, 8), PartitionSpec("tp"))
         self.gain = nnx.Param(jnp.ones(()))
 
@@ -74,7 +87,8 @@ def last_two_dims(params):
 
 R = 1e-2
 TRANSFORMATIONS = {
-    "adamw": optax.adamw(R / 10),  # a step of R is half of a decoder's weights: rounding would grow to 1e-5
+    # a step of R is half of a decoder's weights: rounding would grow to 1e-5
+    "adamw": optax.adamw(R / 10),
     "adafactor": optax.adafactor(R, min_dim_size_to_factor=8, weight_decay_rate=1e-3),
     "momentum": optax.sgd(R, momentum=0.9, nesterov=True),
     "lion": optax.lion(R),
@@ -89,12 +103,17 @@ TRANSFORMATIONS = {
     "apply_if_finite": optax.apply_if_finite(optax.adam(R), 3),
     "noise": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.adam(R)),
     "inject": optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(R, 0.0, 10)),
-    "plateau": optax.chain(optax.adam(R), optax.contrib.reduce_on_plateau(accumulation_size=3, patience=1)),
+    "plateau": optax.chain(
+        optax.adam(R), optax.contrib.reduce_on_plateau(accumulation_size=3, patience=1)
+    ),
     "polyak": optax.polyak_sgd(),
     "mechanize": optax.contrib.mechanize(optax.adamw(R)),
     "frozen": by_path({"*bias|*.scale|gain": optax.set_to_zero(), "*": optax.adamw(R)}),
-    "groups": optax.multi_transform({"bias": optax.adam(R)}, lambda params: dict.fromkeys(params, "bias")),
-    "sam": optax.GradientTransformation(*optax.contrib.sam(optax.sgd(R), optax.sgd(0.05))),  # takes no extra arguments
+    "groups": optax.multi_transform(
+        {"bias": optax.adam(R)}, lambda params: dict.fromkeys(params, "bias")
+    ),
+    # takes no extra arguments
+    "sam": optax.GradientTransformation(*optax.contrib.sam(optax.sgd(R), optax.sgd(0.05))),
     "flatten": optax.flatten(optax.adam(R)),
 }
 TOLERANCE = {"lbfgs": 1e-4}  # it stores differences of gradients
@@ -177,7 +196,9 @@ def test_a_run_equals_one_device_and_resumes_there(tmp_path, case):
     state, more = advance(names, one, range(2, 4), state)
     np.testing.assert_allclose(losses + more, expected_losses, rtol=1e-5, err_msg=str(names))
     for name in names:
-        assert_close(by_name(state[name], one), by_name(expected[name], one), TOLERANCE.get(name, 1e-5))
+        assert_close(
+            by_name(state[name], one), by_name(expected[name], one), TOLERANCE.get(name, 1e-5)
+        )
 
 
 SPLIT = read_table(__file__)
@@ -188,7 +209,10 @@ def test_states_are_split_like_their_parameters():
     for name, expected in SPLIT.items():
         shards = named_variables(shardings[name]["optimizer"]["opt_state"])
         found = named_variables(abstract[name]["optimizer"]["opt_state"])
-        sizes = {path: math.prod(shards[path].get_value().shard_shape(v.shape)) for path, v in found.items()}
+        sizes = {
+            path: math.prod(shards[path].get_value().shard_shape(v.shape))
+            for path, v in found.items()
+        }
         assert {path: sizes.get(path) for path in expected} == expected, (name, sizes)
 
 
@@ -207,14 +231,23 @@ def test_a_frozen_part_has_no_state_and_does_not_move():
     after = advance(("frozen",), mesh, range(2), state)[0]["frozen"]
     moved = by_name(after["model"], mesh)
     assert {name for name in weights if (weights[name] == moved[name]).all()} == {"bias", "gain"}
-    assert not [path for path in named_variables(after["optimizer"]) if path.endswith((".bias", ".gain"))]
+    assert not [
+        path for path in named_variables(after["optimizer"]) if path.endswith((".bias", ".gain"))
+    ]
 
 
 def test_patterns_of_by_path_are_refused():
-    params = {"mlp.up.kernel": jnp.ones((2, 2)), "mlp.up.bias": jnp.ones(2), "norm.scale": jnp.ones(2)}
+    params = {
+        "mlp.up.kernel": jnp.ones((2, 2)),
+        "mlp.up.bias": jnp.ones(2),
+        "norm.scale": jnp.ones(2),
+    }
     zero = optax.set_to_zero()
     for patterns, message in {
-        ("*.bais", "*"): r"by_path: the pattern '\*\.bais' matches no trained parameter; there are:\n  mlp.up.bias\n",
+        (
+            "*.bais",
+            "*",
+        ): r"by_path: the pattern '\*\.bais' matches no trained parameter; there are:\n  mlp.up.bias\n",
         ("mlp.*", "*.kernel", "*"): r"earlier patterns match everything that '\*\.kernel' matches",
         ("mlp.*",): "no pattern matches norm.scale; end with the pattern",
     }.items():
@@ -223,18 +256,26 @@ def test_patterns_of_by_path_are_refused():
 
 
 def stateful(init, update):
-    return optax.GradientTransformation(lambda params: init, lambda updates, state, params=None: update(updates, state))
+    return optax.GradientTransformation(
+        lambda params: init, lambda updates, state, params=None: update(updates, state)
+    )
 
 
 REFUSED = {
     "a line search": (optax.lbfgs(), "value_fn"),
-    "means": (optax.stateless(lambda g, _: jax.tree.map(jnp.mean, g)), r"update of bias is \(\), not \(12,\)"),
+    "means": (
+        optax.stateless(lambda g, _: jax.tree.map(jnp.mean, g)),
+        r"update of bias is \(\), not \(12,\)",
+    ),
     "lookahead": (
         optax.lookahead(optax.sgd(R), 5, 0.5),
         "'fast'\nIt sees the parameters as a flat dict",
     ),
     "text": (stateful({"mode": "fast"}, lambda g, s: (g, s)), "state at mode is 'fast'"),
-    "another dtype": (stateful({"n": 0}, lambda g, s: (g, {"n": s["n"] + 0.5})), r"at n is float32\[\], not int32\[\]"),
+    "another dtype": (
+        stateful({"n": 0}, lambda g, s: (g, {"n": s["n"] + 0.5})),
+        r"at n is float32\[\], not int32\[\]",
+    ),
     "a new entry": (stateful({}, lambda g, s: (g, {"n": 0})), r"at n is int32\[\], not absent"),
     "a rate": (1e-3, "the optimizer is 0.001: should be an Optax transformation"),
 }
@@ -272,12 +313,19 @@ def test_the_learning_rate_of_the_last_update_is_found_in_the_state():
 
 def test_the_training_step_passes_its_mean_loss_and_gradient():
     def update(updates, state, params=None, *, value, grad, **_):
-        return jax.tree.map(jnp.zeros_like, updates), {"value": value, "norm": optax.tree.norm(grad)}
+        return jax.tree.map(jnp.zeros_like, updates), {
+            "value": value,
+            "norm": optax.tree.norm(grad),
+        }
 
     empty = {"value": 0.0, "norm": 0.0}
     mesh = make_mesh(fsdp=2)
-    blueprint = plan_state(DECODER, optax.GradientTransformationExtraArgs(lambda params: empty, update), mesh)
-    config = TrainConfig(model=DECODER, data=DataConfig(sequence_length=8), train=LoopConfig(steps=2))
+    blueprint = plan_state(
+        DECODER, optax.GradientTransformationExtraArgs(lambda params: empty, update), mesh
+    )
+    config = TrainConfig(
+        model=DECODER, data=DataConfig(sequence_length=8), train=LoopConfig(steps=2)
+    )
     ids = np.random.default_rng(0).integers(DECODER.vocab_size, size=(8, 9))
     batch = {"inputs": ids[:, :-1], "labels": ids[:, 1:]}
     with jax.set_mesh(mesh):

@@ -1,4 +1,6 @@
-"""The training step: the textbook's update, accumulation, memory; `tests/tools/check` has its parity over meshes."""
+"""The training step: the textbook's update, accumulation, memory; `tests/tools/check` has its
+parity over meshes.
+"""
 
 import dataclasses
 import runpy
@@ -23,13 +25,16 @@ from jaxtp.train.step import Scalars, fetch, make_train_step
 B = 8
 T = 5
 SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=1)
-PLAIN = jaxtp.ModelConfig(vocab_size=32, d_model=16, num_layers=1, num_heads=8, num_kv_heads=8, head_dim=4, d_ff=24)
+PLAIN = jaxtp.ModelConfig(
+    vocab_size=32, d_model=16, num_layers=1, num_heads=8, num_kv_heads=8, head_dim=4, d_ff=24
+)
 ODD = dataclasses.replace(
     PLAIN,
     vocab_size=19,
     num_kv_heads=2,
     head_dim=12,
-    rope_theta=2.0,  # all dims turn: in one that hardly does, a key bias has no gradient but rounding noise
+    # all dims turn: in one that hardly does, a key bias has no gradient but rounding noise
+    rope_theta=2.0,
     tie_embeddings=True,
     attention_bias=True,
     attention_out_bias=True,
@@ -44,7 +49,9 @@ def plan_of(model, **sizes):
 
 
 def initial_state(model, mesh):
-    """Weights well away from their initial values, at which some gradients are little more than rounding noise."""
+    """Weights well away from their initial values, at which some gradients are little more than
+    rounding noise.
+    """
     build = lambda: TrainState(model, optimizers.build(SETTINGS, 10), seed=0)
     return state_on_mesh(build, random_weights(build, scale=0.3), mesh)[1]
 
@@ -54,7 +61,9 @@ def run_of(**loop):
 
 
 def batch_of(model, step):
-    """Returns tokens of which the first row has few labels, so that a mean of micro-batches' means would differ."""
+    """Returns tokens of which the first row has few labels, so that a mean of micro-batches'
+    means would differ.
+    """
     tokens = np.random.default_rng(step).integers(0, model.vocab_size, (B, T + 1), np.int32)
     labels = tokens[:, 1:].copy()
     labels[0, :2] = -100
@@ -63,8 +72,12 @@ def batch_of(model, step):
 
 @pytest.mark.wide
 def test_bfloat16_parameters_have_gradients_and_norms_that_are_summed_in_float32():
-    """In bfloat16 a sum of 256 micro-batches loses the last digits of each of its terms: 2% here."""
-    plan = plan_of(dataclasses.replace(PLAIN, precision=jaxtp.Precision(param="bfloat16")), dp=2, tp=2)
+    """In bfloat16 a sum of 256 micro-batches loses the last digits of each of its terms: 2%
+    here.
+    """
+    plan = plan_of(
+        dataclasses.replace(PLAIN, precision=jaxtp.Precision(param="bfloat16")), dp=2, tp=2
+    )
     tokens = np.random.default_rng(0).integers(0, PLAIN.vocab_size, (512, 3), np.int32)
     batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
     found = []
@@ -89,7 +102,9 @@ def test_the_step_is_the_textbook_update():
     step = make_train_step(run_of(), plan)
     state = initial_state(ODD, plan.mesh)
     before = by_name(state, plan.mesh)
-    params = {name.removeprefix("model."): before[name] for name in before if name.startswith("model.")}
+    params = {
+        name.removeprefix("model."): before[name] for name in before if name.startswith("model.")
+    }
     decayed = {name: "bias" not in name and not name.endswith("scale") for name in params}
     schedule = optimizers.learning_rate(SETTINGS, 10)
     adamw = optax.adamw(schedule, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, mask=decayed)
@@ -122,11 +137,20 @@ def test_each_device_holds_an_eighth_at_tp_8():
     plan = plan_of(ODD, tp=8)
     leaves = jax.tree.leaves(plan.create(seed=0))
     first = jax.devices()[0]
-    held = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards if shard.device == first)
+    held = sum(
+        shard.data.nbytes
+        for leaf in leaves
+        for shard in leaf.addressable_shards
+        if shard.device == first
+    )
     assert held == bytes_per_device(plan)
     # Norm scales, biases added after a reduction and counters are whole on each device.
     names = named_variables(plan.abstract)
-    small = [v for name, v in names.items() if v.ndim == 0 or name.endswith(("scale", "out.bias", "down.bias"))]
+    small = [
+        v
+        for name, v in names.items()
+        if v.ndim == 0 or name.endswith(("scale", "out.bias", "down.bias"))
+    ]
     whole = sum(v.size * v.dtype.itemsize for v in small)
     total = sum(leaf.nbytes for leaf in leaves)
     assert held <= 1.02 * (total - whole) / 8 + whole
@@ -141,7 +165,9 @@ def test_the_numbers_of_a_step_are_fetched_as_one_array():
 
 @pytest.mark.wide
 @pytest.mark.parametrize("max_skipped", [0, 1])
-def test_after_a_step_that_is_not_finite_a_healthy_one_goes_through_if_it_may_be_skipped(max_skipped):
+def test_after_a_step_that_is_not_finite_a_healthy_one_goes_through_if_it_may_be_skipped(
+    max_skipped,
+):
     """That such a step changes nothing is in known_bugs."""
     plan = plan_of(PLAIN, fsdp=2)
     step = make_train_step(run_of(non_finite="skip", max_skipped=max_skipped), plan)
@@ -162,7 +188,11 @@ def test_a_step_in_plain_jax_has_the_same_losses(monkeypatch, capsys):
     """The script exits if the losses of the first or of the last step differ."""
     script = runpy.run_path(str(Path(__file__).parents[2] / "scripts/step_beside_plain.py"))
     heads = {"num_heads": 2, "num_kv_heads": 2}
-    monkeypatch.setitem(script["MODELS"], "25m", {"vocab_size": 64, "d_model": 16, "num_layers": 1, "d_ff": 32} | heads)
+    monkeypatch.setitem(
+        script["MODELS"],
+        "25m",
+        {"vocab_size": 64, "d_model": 16, "num_layers": 1, "d_ff": 32} | heads,
+    )
     words = "script --rows 4 --length 32 --mesh fsdp=2,tp=2 --blocks 2 --steps 2"
     monkeypatch.setattr("sys.argv", words.split())
     script["main"]()

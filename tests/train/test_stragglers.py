@@ -1,4 +1,6 @@
-"""Who holds up the others: a slow device, a process that waits for its data, and when it is over."""
+"""Who holds up the others: a slow device, a process that waits for its data, and when it is
+over.
+"""
 
 import jax
 import numpy as np
@@ -13,11 +15,16 @@ RECORD = {"step_seconds": 1.0, "data_wait_seconds": 0.01}
 
 @pytest.fixture
 def others(monkeypatch):
-    """A run of three processes of two devices, of which this one is the first; takes what the others measure."""
-    measured = np.full((2, 2, 2), [1.0, 0.01], np.float32)  # seconds of the products and of waits, by device
+    """A run of three processes of two devices, of which this one is the first; takes what the
+    others measure.
+    """
+    # seconds of the products and of waits, by device
+    measured = np.full((2, 2, 2), [1.0, 0.01], np.float32)
     monkeypatch.setattr(performance, "is_multiprocess", lambda: True)
     monkeypatch.setattr(performance, "host_names", lambda: ["n0", "n1", "n2"])
-    monkeypatch.setattr(performance, "gather_numbers", lambda own: np.concatenate([own[None], measured]))
+    monkeypatch.setattr(
+        performance, "gather_numbers", lambda own: np.concatenate([own[None], measured])
+    )
     return measured
 
 
@@ -33,7 +40,8 @@ def test_a_slow_device_is_named_since_when_and_until_it_is_not(others):
         kept = watch.record(step, dict(RECORD), ())
         assert kept["slowest_device"] == pytest.approx(1.5 if step > 10 else 1.2, rel=1e-6)
     assert lines == [
-        "step 40: the others wait for one: device 1 of process 2 (on n2) takes 1.50 times the median for the same "
+        "step 40: the others wait for one: device 1 of process 2 (on n2) takes 1.50 times the "
+        "median for the same "
         "products, since step 20"
     ]
     others[1, 1, 0] = 1.0
@@ -48,7 +56,8 @@ def test_a_process_that_waits_for_data_is_named(others):
     for step in (1, 2, 3, 4):
         assert watch.record(step, dict(RECORD), ())["data_wait_seconds"] == pytest.approx(0.4)
     assert lines == [
-        "step 3: the others wait for one: process 1 (on n1) waits 0.39 s longer for data in each step of 1 s, since "
+        "step 3: the others wait for one: process 1 (on n1) waits 0.39 s longer for data in each "
+        "step of 1 s, since "
         "step 1"
     ]
 

@@ -1,4 +1,6 @@
-"""What a run survives: signals, damaged checkpoints, numbers that are not finite, a second run on its folder."""
+"""What a run survives: signals, damaged checkpoints, numbers that are not finite, a second run
+on its folder.
+"""
 
 import contextlib
 import errno
@@ -37,7 +39,15 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, command, start
     """Also with moments that are rounded with random bits."""
     whole = tmp_path / "whole"
     stopped = tmp_path / "run"
-    command = [*command, "--train.steps", "120", "--checkpoint.every", "0", "--optimizer.first-moment", "bfloat16"]
+    command = [
+        *command,
+        "--train.steps",
+        "120",
+        "--checkpoint.every",
+        "0",
+        "--optimizer.first-moment",
+        "bfloat16",
+    ]
     last = 0
     for number in (signal.SIGTERM, signal.SIGINT):
         process = start(command)
@@ -56,7 +66,9 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, command, start
 
 @pytest.mark.journey
 @pytest.mark.parametrize("delay", [0, 1.0])
-def test_repeated_ctrl_c_while_the_step_is_compiled_ends_without_a_crash(tmp_path, command, start, delay):
+def test_repeated_ctrl_c_while_the_step_is_compiled_ends_without_a_crash(
+    tmp_path, command, start, delay
+):
     """The interpreter's exit would crash threads in which XLA compiles."""
     process = start([*command, "--model.num-layers", "3"])
     while not (tmp_path / "run").exists() and process.poll() is None:
@@ -79,7 +91,9 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 @pytest.fixture
 def in_terminal():
-    """Starts a run in a terminal of its own; returns the process and the other end of the terminal."""
+    """Starts a run in a terminal of its own; returns the process and the other end of the
+    terminal.
+    """
     processes = []
 
     def start_in_terminal(flags):
@@ -109,7 +123,9 @@ def test_a_closed_terminal_saves_and_ends_well(tmp_path, command, in_terminal):
 
 @pytest.mark.journey
 @pytest.mark.parametrize("seen", ["making the initial", "compiling the"])
-def test_ctrl_c_in_a_terminal_before_the_first_step_ends_at_once(tmp_path, command, in_terminal, seen):
+def test_ctrl_c_in_a_terminal_before_the_first_step_ends_at_once(
+    tmp_path, command, in_terminal, seen
+):
     flags = [*command, "--train.steps", "2", "--model.num-layers", "3"]
     process, terminal = in_terminal(flags)
     shown = b""
@@ -128,7 +144,14 @@ def test_ctrl_c_in_a_terminal_before_the_first_step_ends_at_once(tmp_path, comma
     assert list(records(tmp_path / "run")) == [1, 2]
 
 
-EXPLODE = ["--optimizer.learning-rate", "1e15", "--optimizer.warmup-steps", "0", "--train.steps", "20"]
+EXPLODE = [
+    "--optimizer.learning-rate",
+    "1e15",
+    "--optimizer.warmup-steps",
+    "0",
+    "--train.steps",
+    "20",
+]
 """Weights that are finite after the first step, and whose loss is not."""
 
 OVERFLOW = ["--optimizer.learning-rate", "1e30", *EXPLODE[2:], "--checkpoint.every", "1"]
@@ -163,7 +186,10 @@ def test_an_update_that_is_not_finite_is_never_saved(tmp_path, command, capsys):
 @pytest.mark.journey
 def test_what_is_not_finite_never_enters_the_weights(tmp_path, command, capsys):
     """What is kept for inspection is finite, the optimizer's moments too."""
-    assert main([*command, *EXPLODE, "--train.non-finite", "skip", "--train.max-skipped", "2"]) == WRONG
+    assert (
+        main([*command, *EXPLODE, "--train.non-finite", "skip", "--train.max-skipped", "2"])
+        == WRONG
+    )
     captured = capsys.readouterr()
     for count in (1, 2):
         assert f"the update is skipped, {count} in a row of at most 2" in captured.out
@@ -183,7 +209,9 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
 
 
 @pytest.mark.journey
-def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(tmp_path, command, capsys):
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(
+    tmp_path, command, capsys
+):
     run = tmp_path / "run"
     assert main([*command, "--train.steps", "4", "--checkpoint.every", "2"]) == 0
     arrays = max((run / "checkpoints/4/state").rglob("*"), key=lambda path: path.stat().st_size)
@@ -200,7 +228,10 @@ def test_a_folder_that_another_run_uses_is_refused_with_its_name(tmp_path):
     (tmp_path / ".lock").write_text("process 7 on somewhere\n")
     with (tmp_path / ".lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(RunFolderError, match="in use by process 7 on somewhere"), locked(tmp_path):
+        with (
+            pytest.raises(RunFolderError, match="in use by process 7 on somewhere"),
+            locked(tmp_path),
+        ):
             pytest.fail("it was locked twice")
     with locked(tmp_path):
         pass
@@ -211,12 +242,17 @@ def test_a_file_system_without_locks_is_not_another_run(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with pytest.raises(RunFolderError, match=r"cannot be locked .No locks available"), locked(tmp_path):
+    with (
+        pytest.raises(RunFolderError, match=r"cannot be locked .No locks available"),
+        locked(tmp_path),
+    ):
         pytest.fail("it was not locked")
 
 
 @pytest.mark.journey
-def test_a_full_disk_stops_the_run_with_the_last_checkpoint_whole(tmp_path, command, capsys, monkeypatch):
+def test_a_full_disk_stops_the_run_with_the_last_checkpoint_whole(
+    tmp_path, command, capsys, monkeypatch
+):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
@@ -248,7 +284,10 @@ def test_a_checkpoint_that_lost_its_end_does_not_end_the_run(command, capsys):
 
 
 def test_an_error_of_a_file_in_mid_run_is_worth_another_try(tmp_path):
-    for error, code in ((OSError(errno.ENOSPC, "No space left"), FILES), (IsADirectoryError(21, "Is a directory"), 2)):
+    for error, code in (
+        (OSError(errno.ENOSPC, "No space left"), FILES),
+        (IsADirectoryError(21, "Is a directory"), 2),
+    ):
         with pytest.raises(RunFolderError) as raised, writing(tmp_path / "metrics.jsonl"):
             raise error
         assert raised.value.exit_code == code
@@ -256,7 +295,9 @@ def test_an_error_of_a_file_in_mid_run_is_worth_another_try(tmp_path):
 
 @pytest.mark.journey
 def test_a_weight_that_is_not_finite_is_named_and_never_saved(tmp_path, command, capsys):
-    """With train.non_finite=skip the steps would go on, and their checkpoints take the place of the finite ones."""
+    """With train.non_finite=skip the steps would go on, and their checkpoints take the place of
+    the finite ones.
+    """
     flags = ["--train.non-finite", "skip", "--train.max-skipped", "9", *accident("poison_a_weight")]
     assert main([*command, "--train.steps", "12", *flags]) == WRONG
     error = capsys.readouterr().err
@@ -266,7 +307,9 @@ def test_a_weight_that_is_not_finite_is_named_and_never_saved(tmp_path, command,
 
 @pytest.mark.journey
 def test_an_interrupted_run_logs_the_means_of_the_undisturbed_one(tmp_path, command):
-    """A line of the log is the mean of the steps since the line before; the run is interrupted between two lines."""
+    """A line of the log is the mean of the steps since the line before; the run is interrupted
+    between two lines.
+    """
     every = [*command, "--train.steps", "9"]
     assert main([*every, "--run.dir", str(tmp_path / "whole")]) == 0
     by_step = records(tmp_path / "whole")
@@ -300,7 +343,9 @@ class Infinite(Net):
 
 @pytest.mark.journey
 def test_a_run_that_begins_with_what_is_not_finite_says_so(tmp_path, command, capsys, monkeypatch):
-    with pytest.raises(NumericsError, match=r"step 0: .*up.bias has 32 elements .*begin with other weights"):
+    with pytest.raises(
+        NumericsError, match=r"step 0: .*up.bias has 32 elements .*begin with other weights"
+    ):
         train(tmp_path / "own", model=Infinite)
     assert main([*command, "--train.steps", "1"]) == 0
     restore = Checkpoints.restore
@@ -354,7 +399,9 @@ def test_a_run_saves_and_ends_in_silence_when_nobody_reads_its_output(tmp_path, 
     piped = f"set -o pipefail; {shlex.join(words)} | head -n 1"
     done = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
-    assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir() if folder.name.isdigit()]
+    assert [
+        folder.name for folder in (tmp_path / "run/checkpoints").iterdir() if folder.name.isdigit()
+    ]
 
 
 @pytest.mark.journey
@@ -383,13 +430,19 @@ def test_no_report_is_written_through_a_link_but_checkpoints_may_be_on_another_d
     run_folder.prepare(run)
 
 
-@pytest.mark.parametrize("kind", ["link to another file", "link to nothing", "pipe", "device", "folder"])
+@pytest.mark.parametrize(
+    "kind", ["link to another file", "link to nothing", "pipe", "device", "folder"]
+)
 def test_what_is_in_the_place_of_the_lock_is_one_error_and_left_alone(kind, tmp_path):
     (tmp_path / "victim").write_text("precious")
     run = tmp_path / "run"
     run.mkdir()
     plant(run / ".lock", kind)
-    with watched(), pytest.raises(RunFolderError, match=r"/run/\.lock cannot be written") as caught, locked(run):
+    with (
+        watched(),
+        pytest.raises(RunFolderError, match=r"/run/\.lock cannot be written") as caught,
+        locked(run),
+    ):
         pytest.fail("it was locked")
     assert caught.value.exit_code == 2
     assert (tmp_path / "victim").read_text() == "precious"

@@ -1,4 +1,6 @@
-"""A run of a user's model, loss, batches and optimizer: its numbers on meshes, and mistakes in these parts."""
+"""A run of a user's model, loss, batches and optimizer: its numbers on meshes, and mistakes in
+these parts.
+"""
 
 import functools
 import itertools
@@ -16,7 +18,18 @@ import pytest
 import small_net
 from flax import nnx
 from runs import records
-from small_net import PLAN, ROWS, Net, Normalised, batches, checkpoints_in, loss, losses_of, train, trainer_of
+from small_net import (
+    PLAN,
+    ROWS,
+    Net,
+    Normalised,
+    batches,
+    checkpoints_in,
+    loss,
+    losses_of,
+    train,
+    trainer_of,
+)
 
 import jaxtp
 from jaxtp.config.entry import NumericsError, UserError
@@ -37,7 +50,9 @@ class WithConstants(Net):
         self.mask = Buffer(jnp.full(10, -jnp.inf).at[:5].set(0.0))
 
     def __call__(self, x):
-        return super().__call__(x) + 0.01 * self.table * self.steps + jnp.maximum(self.mask[...], -1.0)
+        return (
+            super().__call__(x) + 0.01 * self.table * self.steps + jnp.maximum(self.mask[...], -1.0)
+        )
 
 
 EVERY_AXIS = "dp=2,fsdp=2,tp=2"
@@ -51,7 +66,9 @@ EVERY_AXIS = "dp=2,fsdp=2,tp=2"
     ],
     ids=["constants", "statistics"],
 )
-def test_no_mesh_changes_dropout_statistics_constants_or_the_losses_key(tmp_path, model, accumulation, mesh):
+def test_no_mesh_changes_dropout_statistics_constants_or_the_losses_key(
+    tmp_path, model, accumulation, mesh
+):
     settings = {"train.accumulation": accumulation}
     expected, arrays = train(tmp_path / "one", model=model, settings=settings)
     found, others = train(tmp_path / "many", mesh, model=model, plan=PLAN, settings=settings)
@@ -68,7 +85,9 @@ def test_a_run_resumes_on_another_mesh_with_its_statistics_and_others_begin_with
     (run / "checkpoints/3").rename(tmp_path / "removed")
     rest, arrays = train(run, "fsdp=2", model=Normalised)
     np.testing.assert_allclose(rest, whole[2:], rtol=1e-5, atol=1e-5)
-    with trainer_of(tmp_path / "next", "tp=2", settings={"run.init_from": run}, model=Normalised) as trainer:
+    with trainer_of(
+        tmp_path / "next", "tp=2", settings={"run.init_from": run}, model=Normalised
+    ) as trainer:
         np.testing.assert_allclose(trainer.model.norm.mean[...], arrays["norm", "mean"], rtol=1e-6)
 
 
@@ -107,7 +126,9 @@ def test_plain_arrays_have_the_seed_of_the_weights_they_were_trained_with(tmp_pa
     with trainer_of(run, "fsdp=2", 1, {"run.seed": 5}, model=RandomFeatures) as trainer:
         trained, _ = frequencies_of(trainer)
     settings = {"run.seed": 3, "run.init_from": run}
-    with trainer_of(tmp_path / "next", "fsdp=2", settings=settings, model=RandomFeatures) as trainer:
+    with trainer_of(
+        tmp_path / "next", "fsdp=2", settings=settings, model=RandomFeatures
+    ) as trainer:
         np.testing.assert_array_equal(trainer.model.frequencies, trained)
     assert "changed since: the values" not in capsys.readouterr().out
     wider = functools.partial(RandomFeatures, scale=1.1)
@@ -120,7 +141,9 @@ def test_a_loop_of_ones_own_gives_one_seed_for_weights_and_plain_arrays():
     mesh = jaxtp.make_mesh(fsdp=2)
     build = lambda rngs: jaxtp.parallelize(RandomFeatures(rngs=rngs), mesh=mesh)
     plan = functools.partial(plan_state, jaxtp.ModelConfig(), small_net.optimizer, mesh, build)
-    with pytest.raises(UserError, match=r"seed 5, and model.frequencies, .* is of seed 0; .*seed=5"):
+    with pytest.raises(
+        UserError, match=r"seed 5, and model.frequencies, .* is of seed 0; .*seed=5"
+    ):
         plan().create(5)
     blueprint = plan(5)
     state = blueprint.create(5)
@@ -175,7 +198,9 @@ def test_two_processes_have_the_plain_arrays_columns_and_loaded_model_of_one(tmp
     assert launch(["--processes", "2", "--devices", "4", "--", "-c", TWO_PROCESSES]) == 0
     expected, loss_of_one = plain_frequencies(5)
     losses_of_one, _ = train(tmp_path / "one", loss=reading_stop, batches=with_stop)
-    outputs_of_one = jaxtp.load_run(tmp_path / "run", build=RandomFeatures)(np.eye(4, 16, dtype=np.float32))
+    outputs_of_one = jaxtp.load_run(tmp_path / "run", build=RandomFeatures)(
+        np.eye(4, 16, dtype=np.float32)
+    )
     for process in range(2):
         np.testing.assert_array_equal(np.load(f"{process}.npy"), expected)
         first, losses, outputs = json.loads((tmp_path / f"{process}.json").read_text())
@@ -247,7 +272,9 @@ IN_MEMORY = [batches(step) for step in range(3)]
 ROWS_IN_MEMORY = [{"x": x, "y": y} for x, y in zip(*IN_MEMORY[0].values(), strict=True)]
 BATCHED = grain.MapDataset.source(ROWS_IN_MEMORY).batch(8)
 TOKENS = {"inputs": np.zeros((8, 16), np.int32), "labels": np.zeros((8, 16), np.int32)}
-DECODER = jaxtp.ModelConfig(vocab_size=8, d_model=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, d_ff=8)
+DECODER = jaxtp.ModelConfig(
+    vocab_size=8, d_model=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, d_ff=8
+)
 OF_DECODER = {"model": DECODER, "loss": None}
 EIGHT = {"data.global_batch_size": 8}
 TWICE = {"train.accumulation": 2}
@@ -258,22 +285,34 @@ MISTAKES = {
     "a metric": ({"loss": with_metrics(again=jnp.mean)}, "the metric 'again' is a mean"),
     "pairs of rows": ({"loss": of_pairs, "settings": TWICE}, "Micro-batches change it"),
     "a name": ({"loss": with_metrics(loss_tokens=jnp.sum)}, "'loss_tokens'"),
-    "no params": ({"model": nnx.Module, "loss": lambda m, b, k: (b["x"].sum(), ROWS)}, "no nnx.Param"),
+    "no params": (
+        {"model": nnx.Module, "loss": lambda m, b, k: (b["x"].sum(), ROWS)},
+        "no nnx.Param",
+    ),
     "a number": ({"loss": lambda *_: 1.0}, "returns a float"),
     "another key": ({"loss": lambda m, b, _: b["z"]}, r"test_task.py, line \d+: .*: KeyError: 'z'"),
     "a parameter": ({"loss": assigns}, "assigns the parameter up.bias"),
     "a dtype": ({"loss": grows, "model": WithConstants}, "changes mask from float32"),
     "statistics": ({"model": Normalised, "settings": TWICE}, "a step changes norm.mean"),
-    "equal paths": ({"model": DottedKeys}, r"'parts.a.b.bias', by the keys .*'a', 'b'.* and .*'a.b'"),
+    "equal paths": (
+        {"model": DottedKeys},
+        r"'parts.a.b.bias', by the keys .*'a', 'b'.* and .*'a.b'",
+    ),
     "no model": ({"model": lambda: 3}, "returns 3, and should return an nnx.Module"),
     "an instance": ({"model": Net(rngs=nnx.Rngs(0))}, "is a model; give its class"),
     "no optimizer": ({"optimizer": optax.adamw}, "'learning_rate'"),
-    "a plan": ({"plan": {"sideways": jaxtp.Colwise()}, "mesh": "tp=2"}, "'sideways' matches no module"),
+    "a plan": (
+        {"plan": {"sideways": jaxtp.Colwise()}, "mesh": "tp=2"},
+        "'sideways' matches no module",
+    ),
     "cp": ({"mesh": "cp=2"}, "no plan names their module"),
     "the end": ({"batches": finite(), "steps": 5}, "ended after 3 batches"),
     "rows": ({"batches": lambda step, rows=4: batches(step)}, "rename it"),
     "a size": ({"settings": EIGHT}, "the batches have 32 rows"),
-    "a dim": ({"mesh": "dp=5"}, r"32 rows, which dp\*fsdp\*accumulation=5 does not divide; dp can be 1, 2, 4$"),
+    "a dim": (
+        {"mesh": "dp=5"},
+        r"32 rows, which dp\*fsdp\*accumulation=5 does not divide; dp can be 1, 2, 4$",
+    ),
     "a list of batches": (
         {"batches": IN_MEMORY, "loss": flattening},
         r"list: .* item of this one is a batch \(x float32\[32, 16\], y int32\[32\]\); .* iter\(BATCHES\)",
@@ -287,7 +326,10 @@ MISTAKES = {
         "validation batches .* are without 'y', .*'y'",
     ),
     "no ids": (OF_DECODER, "columns x, y, and the decoder's loss reads 'inputs' and 'labels'"),
-    "batches of ids": (OF_DECODER | {"batches": [TOKENS] * 3}, r"'inputs' is \[16, 8, 16\] in a batch"),
+    "batches of ids": (
+        OF_DECODER | {"batches": [TOKENS] * 3},
+        r"'inputs' is \[16, 8, 16\] in a batch",
+    ),
 }
 
 
@@ -316,7 +358,10 @@ NOTES = {
         {"batches": IN_MEMORY, "loss": lambda m, b, k: (m(b["x"]).sum(), len(b["x"]))},
         ["note", "list is read by rows", "x float32[32, 16], y int32[32]"],
     ),
-    "another column": ({"validation": lambda step: batches(step) | {"z": np.ones(ROWS)}}, ["note", "with 'z'"]),
+    "another column": (
+        {"validation": lambda step: batches(step) | {"z": np.ones(ROWS)}},
+        ["note", "with 'z'"],
+    ),
     "rows": ({"batches": ROWS_IN_MEMORY}, []),
     "a batched stream": ({"batches": BATCHED.to_iter_dataset()}, []),
     "a function": ({"batches": lambda: iter(IN_MEMORY)}, []),
@@ -341,7 +386,9 @@ def test_the_command_takes_the_parts(tmp_path):
         "--optimizer.build": "optimizer",
         "--model.plan": "PLAN",
     }
-    flags = [word for setting, name in parts.items() for word in (setting, f"{small_net.FILE}:{name}")]
+    flags = [
+        word for setting, name in parts.items() for word in (setting, f"{small_net.FILE}:{name}")
+    ]
     run = ["--mesh", "tp=2", "--train.steps=2", "--train.log-every=1", f"--run.dir={tmp_path}/run"]
     assert main([*flags, *run]) == 0
     (first, _), (second, _) = train(tmp_path / "one", steps=2)[0]
@@ -354,7 +401,9 @@ def weighted(model, batch, key):
 
 def with_weights(*without):
     """Returns batches whose weights are 0 at some steps."""
-    return lambda step: batches(step) | {"w": np.full(ROWS, float(step + 1 not in without), np.float32)}
+    return lambda step: (
+        batches(step) | {"w": np.full(ROWS, float(step + 1 not in without), np.float32)}
+    )
 
 
 def test_steps_without_weight_move_no_parameter_and_too_many_in_a_row_end_the_run(tmp_path, capsys):
@@ -365,9 +414,15 @@ def test_steps_without_weight_move_no_parameter_and_too_many_in_a_row_end_the_ru
         losses.append(step.metrics["loss"])
         kernels.append(np.asarray(trainer.model.up.kernel[...]))
 
-    parts = {"loss": weighted, "optimizer": optax.adamw(1e-2), "batches": with_weights(2, 3, 5, 6, 7)}
+    parts = {
+        "loss": weighted,
+        "optimizer": optax.adamw(1e-2),
+        "batches": with_weights(2, 3, 5, 6, 7),
+    }
     settings = {"train.log_every": 1, "train.max_skipped": 2}
-    with pytest.raises(UserError, match=r"the last 3 steps had no weight, more than train\.max_skipped=2"):
+    with pytest.raises(
+        UserError, match=r"the last 3 steps had no weight, more than train\.max_skipped=2"
+    ):
         train(tmp_path, "fsdp=2", 9, settings, callbacks=[callback], **parts)
     moved = [(before != after).any() for before, after in itertools.pairwise(kernels)]
     assert moved == [False, False, True, False, False, False]
@@ -473,12 +528,16 @@ OWN = {"model.build": "Net", "train.loss": "loss", "data.batches": "batches"}
 
 @pytest.fixture
 def refusal(tmp_path, capsys, monkeypatch):
-    """Returns the message of a command with such a reference; checks that it is one line, before a run begins."""
+    """Returns the message of a command with such a reference; checks that it is one line, before
+    a run begins.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hostile.py").write_text(HOSTILE)
 
     def command(setting, reference):
-        own = {name: f"{small_net.FILE}:{part}" for name, part in OWN.items()} | {setting: reference}
+        own = {name: f"{small_net.FILE}:{part}" for name, part in OWN.items()} | {
+            setting: reference
+        }
         flags = [f"--{name}={value}" for name, value in own.items()]
         case = f"{setting} {reference}"
         assert main([*flags, "--mesh=fsdp=2", "--train.steps=1", "--run.dir=run"]) == 2, case
@@ -534,9 +593,17 @@ UNUSABLE = [
     ("data.batches", f"{__file__}:without_rows", "its first batch has no rows"),
     ("data.validation_batches", f"{__file__}:without_rows", "its first batch has no rows"),
     ("data.batches", f"{__file__}:rows_without", "returned 0 rows, and was called with 1"),
-    ("train.callbacks", f"{__file__}:one_argument", "takes (trainer), and is called with (trainer, step)"),
+    (
+        "train.callbacks",
+        f"{__file__}:one_argument",
+        "takes (trainer), and is called with (trainer, step)",
+    ),
     ("train.callbacks", f"{__file__}:Net", "is a class; name a function (trainer, step)"),
-    ("train.loss", f"{__file__}:one_result", "takes (model, batch), and is called with (model, batch, key)"),
+    (
+        "train.loss",
+        f"{__file__}:one_result",
+        "takes (model, batch), and is called with (model, batch, key)",
+    ),
     ("model.plan", f"{__file__}:ROWS", "a plan is a dict from patterns to styles, not 32"),
     ("data.batches", "hostile.py:negative", "should return >= 0"),
     ("data.batches", "hostile.py:huge", "cannot fit 'int'"),
@@ -550,7 +617,9 @@ def test_a_part_that_cannot_be_called_is_refused_before_the_run_begins(refusal):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("setting", [*OWN, "data.validation_batches", "optimizer.build", "model.plan"])
+@pytest.mark.parametrize(
+    "setting", [*OWN, "data.validation_batches", "optimizer.build", "model.plan"]
+)
 def test_whatever_a_setting_names_is_one_error(refusal, tmp_path, setting):
     names = runpy.run_path(str(tmp_path / "hostile.py"))["NAMES"]
     assert len(names) > 30

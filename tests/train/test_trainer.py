@@ -1,4 +1,6 @@
-"""The trainer's methods: what is logged, evaluated, saved and stopped, before, within and after its block."""
+"""The trainer's methods: what is logged, evaluated, saved and stopped, before, within and after
+its block.
+"""
 
 import json
 
@@ -28,7 +30,14 @@ def test_the_trainer_logs_evaluates_saves_and_stops(tmp_path, capsys):
 
     settings = {"eval.every": 2, "checkpoint.every": 2, "checkpoint.keep": 1, "train.log_every": 1}
     worse = optax.sgd(-0.1)
-    train(tmp_path, steps=9, callbacks=[callback], validation=batches, optimizer=worse, settings=settings)
+    train(
+        tmp_path,
+        steps=9,
+        callbacks=[callback],
+        validation=batches,
+        optimizer=worse,
+        settings=settings,
+    )
     assert "stopped at step 4: enough; and saved" in capsys.readouterr().out
     evaluated = records(tmp_path, "eval_loss")
     assert min(evaluated, key=evaluated.get) == 0
@@ -100,7 +109,11 @@ def test_what_is_logged_is_a_number_with_a_name_of_its_own(tmp_path):
         trainer.log({"good": np.float32(2.5), "array": jnp.array(3), "flag": True})
 
     train(tmp_path, steps=1, callbacks=[callback])
-    assert [records(tmp_path, name) for name in ("good", "array", "flag")] == [{1: 2.5}, {1: 3.0}, {1: 1.0}]
+    assert [records(tmp_path, name) for name in ("good", "array", "flag")] == [
+        {1: 2.5},
+        {1: 3.0},
+        {1: 1.0},
+    ]
     assert not records(tmp_path, "fine"), "all of a call, or nothing"
 
 
@@ -142,7 +155,9 @@ def test_a_block_that_is_left_saves_one_that_fails_does_not_and_both_are_entered
         lambda: next(steps),
     ]
     for use in uses:
-        with pytest.raises(ConfigError, match=r"the trainer is closed at step 1: .* enter the trainer again"):
+        with pytest.raises(
+            ConfigError, match=r"the trainer is closed at step 1: .* enter the trainer again"
+        ):
             use()
     assert trainer.save() == tmp_path / "checkpoints/1", "it is there"
     assert trainer.evaluate()["eval_loss"] > 0
@@ -194,9 +209,15 @@ def test_before_a_trainer_starts_all_its_uses_are_one_message():
     trainer = jaxtp.Trainer(jaxtp.Task())
     public = {name for name in vars(jaxtp.Trainer) if not name.startswith("_")} - {"of"}
     assert public <= {*USES, *ATTRIBUTES}
-    uses = [*USES.values(), *(lambda trainer, name=name: getattr(trainer, name) for name in ATTRIBUTES)]
+    uses = [
+        *USES.values(),
+        *(lambda trainer, name=name: getattr(trainer, name) for name in ATTRIBUTES),
+    ]
     for use in uses:
-        with pytest.raises(ConfigError, match=r"^the trainer has not started; write: with jaxtp.Trainer\(\.\.\.\) as"):
+        with pytest.raises(
+            ConfigError,
+            match=r"^the trainer has not started; write: with jaxtp.Trainer\(\.\.\.\) as",
+        ):
             use(trainer)
     assert not hasattr(trainer, "model")
     with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'nonsense'"):
@@ -210,7 +231,9 @@ def test_an_error_of_a_callback_names_its_line_and_an_error_of_the_run_passes(tm
     def failing(trainer, step):
         raise NumericsError("copies differ")
 
-    with pytest.raises(UserError, match=r"test_trainer.py, line \d+: raise SystemExit\): .* sys.exit\(None\)"):
+    with pytest.raises(
+        UserError, match=r"test_trainer.py, line \d+: raise SystemExit\): .* sys.exit\(None\)"
+    ):
         train(tmp_path / "one", steps=1, callbacks=[ending])
     with pytest.raises(NumericsError, match="copies differ"):
         train(tmp_path / "two", steps=1, callbacks=[failing])

@@ -21,7 +21,9 @@ from jaxtp.train.setup import plan
 from jaxtp.train.state import bytes_per_device
 from jaxtp.train.user_step import row_work, trace_step
 
-ROWS, WIDTH, HIDDEN = 16, 8, 32
+ROWS = 16
+WIDTH = 8
+HIDDEN = 32
 BATCH = {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)}
 
 
@@ -43,7 +45,10 @@ def loss(model, batch, key):
 
 
 TASK = jaxtp.Task(
-    model=Mlp, loss=loss, optimizer=optax.adafactor(1e-3), plan={"up": jaxtp.Colwise(), "down": jaxtp.Rowwise()}
+    model=Mlp,
+    loss=loss,
+    optimizer=optax.adafactor(1e-3),
+    plan={"up": jaxtp.Colwise(), "down": jaxtp.Rowwise()},
 )
 REMAT = dataclasses.replace(TASK, model=lambda rngs: Mlp(rngs, remat=True))
 CONFIG = TrainConfig(model=jaxtp.ModelConfig(build="mine:Mlp"))
@@ -65,7 +70,10 @@ def test_the_account_on_an_abstract_mesh_is_that_of_devices():
     assert memory.batch == 4 * ROWS * WIDTH / 2
     call = lambda model, batch: loss(model, batch, None)[0]
     whole = jaxtp.explain(lambda: Mlp(nnx.Rngs(0)), BATCH, plan=TASK.plan, mesh=sizes, call=call)
-    assert (work.saved, sum(product.flops for product in work.products)) == (whole.saved, whole.flops)
+    assert (work.saved, sum(product.flops for product in work.products)) == (
+        whole.saved,
+        whole.flops,
+    )
 
 
 def test_micro_batches_share_activations_and_add_a_sum_of_gradients():
@@ -81,10 +89,17 @@ def test_recomputation_costs_work_but_is_no_use():
     # The first layer has no gradient of its input.
     expected = 2 * WIDTH * HIDDEN * (3 + 2)
     for task in (TASK, REMAT):
-        assert row_work(CONFIG, task, BATCH)[0] == performance.row_flops(CONFIG, None, task, BATCH) == expected
+        assert (
+            row_work(CONFIG, task, BATCH)[0]
+            == performance.row_flops(CONFIG, None, task, BATCH)
+            == expected
+        )
     _, memory, work = traced(TASK, mesh_shape())
     _, leaner, again = traced(REMAT, mesh_shape())
-    assert sum(p.flops for p in again.products) == sum(p.flops for p in work.products) + 2 * ROWS * WIDTH * HIDDEN
+    assert (
+        sum(p.flops for p in again.products)
+        == sum(p.flops for p in work.products) + 2 * ROWS * WIDTH * HIDDEN
+    )
     assert [p.flops for p in again.products if p.recomputed] == [2 * ROWS * WIDTH * HIDDEN]
     assert leaner.activations < memory.activations
 
@@ -97,11 +112,15 @@ SETTINGS = {"mesh": "fsdp=2,tp=2", "train.steps": 1}
 WITH_BATCHES = dataclasses.replace(TASK, batches=batches)
 
 
-def test_a_step_that_exceeds_a_device_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
+def test_a_step_that_exceeds_a_device_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch, capsys
+):
     run = tmp_path / "run"
     _, memory, _ = traced(TASK, mesh_shape(fsdp=2, tp=2))
     monkeypatch.setattr(memory_check, "bytes_limit", lambda device: memory.total - 1)
-    with pytest.raises(ConfigError, match=r"a step takes .* on each device.*--train.allow-oversize"):
+    with pytest.raises(
+        ConfigError, match=r"a step takes .* on each device.*--train.allow-oversize"
+    ):
         jaxtp.Trainer(WITH_BATCHES, folder=run, settings=SETTINGS).__enter__()
     assert not run.exists()
     monkeypatch.setattr(memory_check, "bytes_limit", lambda device: memory.total)
@@ -123,7 +142,9 @@ def test_a_run_logs_mfu_where_the_peak_is_known(tmp_path, monkeypatch):
     with jaxtp.Trainer(WITH_BATCHES, folder=tmp_path, settings=settings) as trainer:
         assert trainer.run_to_end()
     flops = row_work(CONFIG, TASK, BATCH)[0]
-    expected = {step: flops * rate / 4 / 1e9 for step, rate in records(tmp_path, "rows_per_second").items()}
+    expected = {
+        step: flops * rate / 4 / 1e9 for step, rate in records(tmp_path, "rows_per_second").items()
+    }
     assert records(tmp_path, "mfu") == pytest.approx(expected)
 
 

@@ -37,8 +37,11 @@ from jaxtp.train.state import named_arrays, plan_state
 from jaxtp.train.step import compiler_options
 from jaxtp.train.verify import CorruptionError, Verifier, changed
 
-MODEL = jaxtp.ModelConfig(vocab_size=32, d_model=16, num_layers=1, num_heads=8, num_kv_heads=8, head_dim=4, d_ff=32)
-SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=1, clip_norm=1e-3)  # every gradient is clipped
+MODEL = jaxtp.ModelConfig(
+    vocab_size=32, d_model=16, num_layers=1, num_heads=8, num_kv_heads=8, head_dim=4, d_ff=32
+)
+# every gradient is clipped
+SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=1, clip_norm=1e-3)
 SCALE = "norm.scale"  # split over fsdp alone
 KERNEL = "blocks.mlp.gate_up.kernels.0"  # split over fsdp and tp
 WRONG = "wrong"  # the column of a batch that has the wrong bits
@@ -46,7 +49,9 @@ TESTS = Path(__file__).parents[1]
 
 
 class Rig:
-    """A step whose gradients get wrong bits on any device: the batch says which, so that one program makes all."""
+    """A step whose gradients get wrong bits on any device: the batch says which, so that one
+    program makes all.
+    """
 
     def __init__(self, sizes, folder):
         self.mesh = mesh_of(sizes_of(sizes))
@@ -54,9 +59,14 @@ class Rig:
         self.config = TrainConfig(optimizer=SETTINGS, train=loop, run=RunConfig(dir=folder))
         self.plan = plan_state(MODEL, optimizers.build(SETTINGS, 10), self.mesh)
         length = 5 if self.mesh.shape[CP] == 1 else 6  # tp does not divide what cp leaves
-        tokens = np.random.default_rng(0).integers(MODEL.vocab_size, size=(8, length + 1), dtype=np.int32)
+        tokens = np.random.default_rng(0).integers(
+            MODEL.vocab_size, size=(8, length + 1), dtype=np.int32
+        )
         where = NamedSharding(self.mesh, batch_spec(None))
-        self.batch = {"inputs": jax.device_put(tokens[:, :-1], where), "labels": jax.device_put(tokens[:, 1:], where)}
+        self.batch = {
+            "inputs": jax.device_put(tokens[:, :-1], where),
+            "labels": jax.device_put(tokens[:, 1:], where),
+        }
         self.step = steps.make_train_step(self.config, self.plan, with_checksums=True)
         self.first = self.plan.create(seed=0)
         self.copies = replica_groups_by_name(named_arrays(self.first))
@@ -64,7 +74,9 @@ class Rig:
 
     def restart(self, folder, saved=(), verified=None):
         """Begins again in a folder, with the steps of checkpoints and the last verified one."""
-        checkpoints = SimpleNamespace(steps=lambda: list(saved), wait=lambda: None, folder="checkpoints")
+        checkpoints = SimpleNamespace(
+            steps=lambda: list(saved), wait=lambda: None, folder="checkpoints"
+        )
         self.folder = folder
         config = replace(self.config, run=RunConfig(dir=folder))
         self.verifier = Verifier(config, self.plan, checkpoints, verified)
@@ -74,7 +86,9 @@ class Rig:
         return jax.tree.map(jnp.copy, self.first)
 
     def compute(self, wrong=(), name=SCALE):
-        """A step in which the gradient of a parameter has another bit at some positions of the mesh."""
+        """A step in which the gradient of a parameter has another bit at some positions of the
+        mesh.
+        """
         bits = np.zeros((2, self.mesh.size), np.uint32)
         bits[(SCALE, KERNEL).index(name), list(wrong)] = 1 << 20
         placed = jax.device_put(bits, NamedSharding(self.mesh, PartitionSpec(None, AXES)))
@@ -109,16 +123,22 @@ class Rig:
 
 
 def add_wrong_bits(grads, bits):
-    """The gradients, of which each device turns over the bits that it is given in the first element of two of them."""
+    """The gradients, of which each device turns over the bits that it is given in the first
+    element of two of them.
+    """
     for row, name in enumerate((SCALE, KERNEL)):
         variable = named_variables(grads)[name]
         spec = spec_of(variable)
 
         def turn(shard, bits, row=row):
             first = jnp.zeros(shard.size, jnp.uint32).at[0].set(bits[row, 0]).reshape(shard.shape)
-            return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(shard, jnp.uint32) ^ first, shard.dtype)
+            return jax.lax.bitcast_convert_type(
+                jax.lax.bitcast_convert_type(shard, jnp.uint32) ^ first, shard.dtype
+            )
 
-        view = jax.shard_map(turn, in_specs=(spec, PartitionSpec(None, AXES)), out_specs=spec, check_vma=False)
+        view = jax.shard_map(
+            turn, in_specs=(spec, PartitionSpec(None, AXES)), out_specs=spec, check_vma=False
+        )
         variable.set_value(view(variable[...], bits))
     return grads
 
@@ -153,11 +173,16 @@ def rig(rig_of_mesh, tmp_path):
 
 def named(message):
     """The ids of the devices that a message names."""
-    return {int(each) for each in re.search(r" on devices? ([\d, ]+), number", message)[1].split(", ")}
+    return {
+        int(each) for each in re.search(r" on devices? ([\d, ]+), number", message)[1].split(", ")
+    }
 
 
 def bits_of(state):
-    return {name: [np.array(s.data) for s in a.addressable_shards] for name, a in named_arrays(state).items()}
+    return {
+        name: [np.array(s.data) for s in a.addressable_shards]
+        for name, a in named_arrays(state).items()
+    }
 
 
 @pytest.mark.heavy  # the first case compiles what the others run
@@ -177,7 +202,9 @@ def test_a_wrong_bit_in_any_array_of_any_device_is_seen(rig):
 
 def test_a_verification_changes_nothing(rig):
     expected = bits_of(rig.compute()(rig.state())[0])
-    jax.tree.map(np.testing.assert_array_equal, bits_of(rig.verify(rig.compute(), rig.compute())), expected)
+    jax.tree.map(
+        np.testing.assert_array_equal, bits_of(rig.verify(rig.compute(), rig.compute())), expected
+    )
     assert rig.verifier.verified == 4
 
 
@@ -192,7 +219,9 @@ def test_a_wrong_copy_is_found_at_the_next_verification(rig, array, tmp_path):
     assert f"of process 0 (on {socket.gethostname()})" in message
     assert "checkpoint at step 1 is good" in message
     assert "move the checkpoint at 3 out of checkpoints" in message
-    wrong, *others = (rig.kept("before", each)[array] for each in (position, *suspects - {position}))
+    wrong, *others = (
+        rig.kept("before", each)[array] for each in (position, *suspects - {position})
+    )
     assert not any(np.array_equal(wrong, other) for other in others)
 
 
@@ -205,7 +234,9 @@ def test_a_wrong_gradient_of_one_computation_names_its_device(rig, wrong, name):
     message = rig.fails(*computations)
     assert f"computed twice from the same state and batch, differ: {name} on device " in message
     assert named(message) == {position}
-    assert ("may precede the reduction" in message) == (len(rig.holders(f"model.{name}", position)) == 1)
+    assert ("may precede the reduction" in message) == (
+        len(rig.holders(f"model.{name}", position)) == 1
+    )
     assert "There is no checkpoint" in message
     first, second = (rig.kept(what, position) for what in ("first", "second"))
     assert any(not np.array_equal(first[each], second[each]) for each in rig.copies)
@@ -220,7 +251,10 @@ def test_a_wrong_gradient_of_any_step_is_traced_to_the_step_and_the_device(rig):
         state, _, gradients = rig.compute(wrong)(state)
         rig.verifier.record(step, gradients)
     message = rig.fails(rig.compute(), rig.compute(), state=state)
-    assert f"the gradients of step 2 differed between copies, and the state since then: {SCALE} on dev" in message
+    assert (
+        f"the gradients of step 2 differed between copies, and the state since then: {SCALE} on dev"
+        in message
+    )
     assert named(message) == suspects
 
 
@@ -276,16 +310,23 @@ def test_only_gpus_need_an_option():
         assert not compiler_options(each, "cpu")
         assert compiler_options(each, "cuda") == {"xla_gpu_exclude_nondeterministic_ops": True}
     for changes in ({"model.precision.matmul": "float8"}, {"model.overlap": "ring"}):
-        assert compiler_options(replace_nested(off, changes), "cuda") == {"xla_gpu_enable_triton_gemm": False}
+        assert compiler_options(replace_nested(off, changes), "cuda") == {
+            "xla_gpu_enable_triton_gemm": False
+        }
 
 
 def test_a_host_without_the_memory_is_refused(monkeypatch):
     plan = plan_state(MODEL, optimizers.build(SETTINGS, 10), mesh_of(mesh_shape()))
     size = memory_check.verification_bytes(plan)
-    assert size == 2 * sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(plan.sharded))
-    monkeypatch.setattr(memory_check, "host_memory", lambda: size)  # and the state itself has no place
+    assert size == 2 * sum(
+        array.size * array.dtype.itemsize for array in jax.tree.leaves(plan.sharded)
+    )
+    # and the state itself has no place
+    monkeypatch.setattr(memory_check, "host_memory", lambda: size)
     memory_check.require_memory(TrainConfig(), plan)
-    with pytest.raises(ConfigError, match=r"train.verify_every=3 .* twice: .*--train.verify-every 0"):
+    with pytest.raises(
+        ConfigError, match=r"train.verify_every=3 .* twice: .*--train.verify-every 0"
+    ):
         memory_check.require_memory(TrainConfig(train=LoopConfig(verify_every=3)), plan)
 
 
@@ -298,7 +339,10 @@ def test_a_run_is_the_same_with_verification_and_a_flipped_bit_ends_it(tmp_path,
     assert main([*command, "--train.callbacks", f"{TESTS}/accidents.py:flip_a_bit"]) == entry.WRONG
     said = capfd.readouterr()
     assert "step 4: verified" in said.out
-    assert "step 8: silent corruption: copies differ before the step: model.norm.scale on device 3, " in said.err
+    assert (
+        "step 8: silent corruption: copies differ before the step: model.norm.scale on device 3, "
+        in said.err
+    )
     assert "there is no checkpoint" not in said.err
     assert max(records(run)) == 7
     assert main(command) == 0
@@ -317,7 +361,16 @@ FOUND = {"4": "step 8: silent corruption", "0": "step 10 is not saved: silent co
 def test_all_processes_end_with_the_device_of_one(tmp_path, monkeypatch, every):
     """A verification finds it, and without one the next save."""
     monkeypatch.chdir(tmp_path)
-    flags = [*QUICK, *mesh(4, 1, 1), "--train.steps", "12", "--train.verify-every", every, "--run.dir", "run"]
+    flags = [
+        *QUICK,
+        *mesh(4, 1, 1),
+        "--train.steps",
+        "12",
+        "--train.verify-every",
+        every,
+        "--run.dir",
+        "run",
+    ]
     flags += ["--train.callbacks", f"{TESTS}/accidents.py:flip_a_bit"]
     together = ["--processes", "2", "--devices", "2", "--", "-m", "jaxtp.train"]
     assert launch([*together, *flags]) == entry.WRONG

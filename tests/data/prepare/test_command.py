@@ -42,22 +42,38 @@ def test_help_explains_every_setting_and_verify(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help-all"])
     out = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    expected = ["jaxtp prepare --verify data/books", "after an interruption the same command resumes in it"]
-    expected += ["--out DIR", "--train-bpe SIZE", "--dedup", "--held-out FLOAT", "--prompt-field", "--no-eos"]
+    expected = [
+        "jaxtp prepare --verify data/books",
+        "after an interruption the same command resumes in it",
+    ]
+    expected += [
+        "--out DIR",
+        "--train-bpe SIZE",
+        "--dedup",
+        "--held-out FLOAT",
+        "--prompt-field",
+        "--no-eos",
+    ]
     assert [words for words in expected if words not in out] == []
 
 
 def test_mistaken_commands_are_refused():
     write("t.json", "{}")
     Path("llama").mkdir()
-    assert unexpected(read_table(__file__, "mistaken_commands"), lambda row: refusal(row["line"])) == []
+    assert (
+        unexpected(read_table(__file__, "mistaken_commands"), lambda row: refusal(row["line"]))
+        == []
+    )
     assert not Path("d").exists()
 
 
 def test_a_command_without_inputs_or_folder_is_refused(capsys):
     assert main([]) == 2
     error = capsys.readouterr().err
-    assert "name at least one INPUT: a file or a folder; name the folder of the dataset by --out DIR" in error
+    assert (
+        "name at least one INPUT: a file or a folder; name the folder of the dataset by --out DIR"
+        in error
+    )
 
 
 def test_the_summary_counts_documents_tokens_and_what_was_left_out():
@@ -177,7 +193,9 @@ def test_what_was_read_must_not_change_under_an_unfinished_dataset():
     write("c.txt", b"\xff")
     inputs = "a.txt b.txt c.txt"
     refusal(inputs)
-    assert "holds an unfinished dataset that differs from this command" in refusal(f"{inputs} --held-out 0.3")
+    assert "holds an unfinished dataset that differs from this command" in refusal(
+        f"{inputs} --held-out 0.3"
+    )
     write("b.txt", "other")
     assert "b.txt: 1 bytes, modified at " in refusal(inputs)
     assert documents(f"{inputs} --on-error skip") == ["a", "other"]
@@ -203,7 +221,14 @@ def test_a_file_of_many_bad_rows_is_not_read_whole_to_be_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["journal.json", "train-00000.tokens", "train-00000.documents", "tokenizer.json", "seen.sha256"]
+    "name",
+    [
+        "journal.json",
+        "train-00000.tokens",
+        "train-00000.documents",
+        "tokenizer.json",
+        "seen.sha256",
+    ],
 )
 def test_a_damaged_unfinished_dataset_is_refused(name):
     output("a.jsonl --train-bpe 300 --out t")
@@ -245,7 +270,10 @@ def test_on_a_full_disk_the_command_ends_with_an_error_and_resumes():
 )
 def test_an_interrupted_command_resumes_from_what_was_saved(monkeypatch, command, item):
     answers = [text for text in TEXTS[:40] if text.strip()]
-    write("pairs.parquet", [{"prompt": "", "chosen": text, "rejected": f"no {text}"} for text in answers])
+    write(
+        "pairs.parquet",
+        [{"prompt": "", "chosen": text, "rejected": f"no {text}"} for text in answers],
+    )
     encode = ByteTokenizer.encode_batch
     calls = iter(range(item))
 

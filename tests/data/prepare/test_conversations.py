@@ -36,11 +36,13 @@ from jaxtp.train.__main__ import main as train
 
 CHANNELS = (
     "{%- for m in messages %}{%- if m.tool_calls %}{% set call = m.tool_calls[0].function %}"
-    "<|turn|>assistant to=functions.{{ call.name }}<|channel|>commentary<|message|>{{ call.arguments|tojson }}<|stop|>"
+    "<|turn|>assistant to=functions.{{ call.name }}<|channel|>commentary<|message|>{{ "
+    "call.arguments|tojson }}<|stop|>"
     "{%- elif m.role != 'assistant' %}<|turn|>{{ m.role }}<|message|>{{ m.content }}<|stop|>"
     "{%- elif not loop.last or add_generation_prompt %}"
     "<|turn|>assistant<|channel|>final<|message|>{{ m.content }}<|stop|>"
-    "{%- else %}{% if m.thinking %}<|turn|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|stop|>{% endif %}"
+    "{%- else %}{% if m.thinking %}<|turn|>assistant<|channel|>analysis<|message|>{{ m.thinking "
+    "}}<|stop|>{% endif %}"
     "<|turn|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{%- if add_generation_prompt %}<|turn|>assistant{% endif %}"
 )
@@ -69,9 +71,14 @@ def messages_of(line):
 
 
 def test_images_are_refused_counted_or_read_as_words():
-    parts = [{"type": "text", "text": "What is "}, {"type": "image_url", "image_url": {"url": "x.png"}}]
+    parts = [
+        {"type": "text", "text": "What is "},
+        {"type": "image_url", "image_url": {"url": "x.png"}},
+    ]
     heard = conversation("<audio> and?", "no")
-    write("b.jsonl", [ROWS[0], conversation(parts, "a cat"), heard, conversation(parts[:1], "this")])
+    write(
+        "b.jsonl", [ROWS[0], conversation(parts, "a cat"), heard, conversation(parts[:1], "this")]
+    )
     command = "b.jsonl --messages messages --tokenizer t --held-out 0"
     assert "line 2: message 1 has <image>, and only text is read" in refusal(command)
     assert "2 x image, audio or video" in output(f"{command} --on-error skip")
@@ -94,11 +101,16 @@ def test_channels_and_tool_calls_are_what_a_model_writes_after_the_header():
     found = messages_of("b.jsonl --template channels")
     assert [spelled(answer) for _, answer in found] == [
         ' to=functions.get<|channel|>commentary<|message|>{"city": "Rom"}<|stop|>',
-        "<|channel|>analysis<|message|>20 is warm<|stop|><|turn|>assistant<|channel|>final<|message|>Yes.<|end|>",
+        "<|channel|>analysis<|message|>20 is "
+        "warm<|stop|><|turn|>assistant<|channel|>final<|message|>Yes.<|end|>",
         "<|channel|>final<|message|>No.<|end|>",
     ]
     prompts = [spelled(prompt) for prompt, _ in found]
-    assert not [prompt for prompt in prompts if not prompt.endswith("<|stop|><|turn|>assistant") or "warm<" in prompt]
+    assert not [
+        prompt
+        for prompt in prompts
+        if not prompt.endswith("<|stop|><|turn|>assistant") or "warm<" in prompt
+    ]
 
 
 @pytest.mark.parametrize("name", ["b.jsonl", "b.parquet"])
@@ -109,7 +121,9 @@ def test_each_answer_is_a_document_after_the_messages_before_it(name):
     expected = []
     for row, index in ((0, 1), (0, 3), (1, 1), (2, 1)):
         messages = ROWS[row]["messages"]
-        expected.append((template.render(messages[:index]), f"{messages[index]['content'].strip()}<|stop|>\n"))
+        expected.append(
+            (template.render(messages[:index]), f"{messages[index]['content'].strip()}<|stop|>\n")
+        )
     assert [(spelled(prompt), spelled(answer)) for prompt, answer in found] == expected
     assert found[0][0] == CHAT_TOKENIZER.encode(expected[0][0], add_special_tokens=False).ids
 
@@ -127,7 +141,9 @@ def test_the_answers_of_a_conversation_are_in_one_split():
     for name in ("train", "validation"):
         texts = [spelled(prompt + answer) for prompt, answer in prompts_and_answers(halves, name)]
         assert len(texts) > 20
-        assert all(second.startswith(first) for first, second in zip(texts[::2], texts[1::2], strict=True))
+        assert all(
+            second.startswith(first) for first, second in zip(texts[::2], texts[1::2], strict=True)
+        )
 
 
 def test_bytes_can_have_a_template():
@@ -142,7 +158,10 @@ def test_the_summary_counts_tokens_with_loss():
     out = output("a.jsonl --messages messages --tokenizer t --held-out 0")
     found = made("a.jsonl --messages messages")
     answers = sum(len(answer) for _, answer in prompts_and_answers(found))
-    assert f"{found.splits['train'].num_tokens:,} tokens, {answers:,} of them with loss, in 1 shard" in out
+    assert (
+        f"{found.splits['train'].num_tokens:,} tokens, {answers:,} of them with loss, in 1 shard"
+        in out
+    )
     assert load_corpus(Path("d"), validation=Path("d")).loss_tokens == answers
     write("a.txt", "abc")
     assert "with loss" not in output("a.txt --held-out 0 --out plain")
@@ -151,7 +170,9 @@ def test_the_summary_counts_tokens_with_loss():
 
 def test_documents_of_conversations_end_in_the_stop_token_and_another_template_is_another_dataset():
     command = "a.jsonl --messages messages --tokenizer t"
-    assert f"documents   begin with <|begin|> ({BEGIN}); end with <|stop|> ({STOP})\n" in output(command)
+    assert f"documents   begin with <|begin|> ({BEGIN}); end with <|stop|> ({STOP})\n" in output(
+        command
+    )
     assert "is finished; there is nothing to do" in output(command)
     tokenizer = dataset(command).tokenizer
     assert (tokenizer.prefix, tokenizer.eos_id) == ((BEGIN,), STOP)
@@ -165,7 +186,9 @@ MISTAKES = read_table(__file__, "mistaken_conversations")
 def test_rows_that_are_no_conversation_are_refused_or_skipped():
     def error_of(row):
         write("b.jsonl", [ROWS[0], row["row"]])
-        return refusal("b.jsonl --messages messages --tokenizer t --overwrite").partition("b.jsonl, line 2: ")[2]
+        return refusal("b.jsonl --messages messages --tokenizer t --overwrite").partition(
+            "b.jsonl, line 2: "
+        )[2]
 
     assert unexpected(MISTAKES["messages"], error_of) == []
     write("b.jsonl", [ROWS[0], *(row["row"] for row in MISTAKES["messages"])])
@@ -191,7 +214,10 @@ def test_keys_that_occur_twice_and_deep_nesting_have_no_layout():
 
 
 def test_a_resumed_command_writes_the_day_on_which_it_was_begun(monkeypatch):
-    write("day.jinja", "{{ strftime_now('%d %b %Y, %H:%M') }} {{ [1, 2, 3, 4, 5, 6] | random }}" + CHAT_TEMPLATE)
+    write(
+        "day.jinja",
+        "{{ strftime_now('%d %b %Y, %H:%M') }} {{ [1, 2, 3, 4, 5, 6] | random }}" + CHAT_TEMPLATE,
+    )
     rows = [conversation(f"{i}?", f"{i}") for i in range(30)]
     write("b.jsonl", [*rows[:10], {"messages": 3}, *rows[10:]])
     command = "b.jsonl --tokenizer t --template day.jinja --messages messages"
@@ -200,9 +226,13 @@ def test_a_resumed_command_writes_the_day_on_which_it_was_begun(monkeypatch):
         refusal(command)
         patched.setattr(session, "first_day", lambda config: "2026-02-01")
         command += " --on-error skip"
-        assert "the chat template writes the day 2026-01-31; --date names another" in output(command)
+        assert "the chat template writes the day 2026-01-31; --date names another" in output(
+            command
+        )
     output(f"{command} --out e --date 2026-01-31")
-    assert prompts_and_answers(open_dataset(Path("d"))) == prompts_and_answers(open_dataset(Path("e")))
+    assert prompts_and_answers(open_dataset(Path("d"))) == prompts_and_answers(
+        open_dataset(Path("e"))
+    )
     prompt, _ = prompts_and_answers(open_dataset(Path("d")))[0]
     assert spelled(prompt).startswith("31 Jan 2026, 12:00")
     assert template_day(Path("d")) == template_day(Path("e")) == "2026-01-31"
@@ -233,7 +263,9 @@ def test_a_tokenizer_without_a_template_needs_one():
 
 def sharegpt(number, row):
     """A row as ShareGPT has it, in one of its two spellings."""
-    names = [{"user": "human", "assistant": "gpt"}, {"user": "user", "assistant": "chatgpt"}][number % 2]
+    names = [{"user": "human", "assistant": "gpt"}, {"user": "user", "assistant": "chatgpt"}][
+        number % 2
+    ]
     turns = [{"from": names[turn["role"]], "value": turn["content"]} for turn in row["messages"]]
     return {"id": number, "conversations": turns}
 
@@ -245,7 +277,9 @@ SHAREGPT = [sharegpt(number, row) for number, row in enumerate(ROWS)]
 def test_sharegpt_is_read_as_messages_are(name):
     expected = messages_of("a.jsonl")
     write(name, SHAREGPT)
-    layout = "layout      ShareGPT, a conversation in each row's 'conversations'; not read: \"id\"\n"
+    layout = (
+        "layout      ShareGPT, a conversation in each row's 'conversations'; not read: \"id\"\n"
+    )
     assert layout in output(f"{name} --tokenizer t --overwrite")
     assert "is finished; there is nothing to do" in output(f"{name} --tokenizer t")
     assert prompts_and_answers(made(name)) == expected
@@ -276,7 +310,9 @@ def test_alpaca_is_read_as_a_question_and_its_answer(name):
     ]
     for flags in ("", "--messages instruction"):
         out = output(f"{name} --tokenizer t --held-out 0 --overwrite {flags}")
-        assert ("layout      Alpaca, a conversation of each row's 'instruction', 'inp" in out) == (not flags)
+        assert ("layout      Alpaca, a conversation of each row's 'instruction', 'inp" in out) == (
+            not flags
+        )
         assert "left out    1 x empty document" in out
         pairs = prompts_and_answers(open_dataset(Path("d")))
         assert [spelled(prompt) + "|" + spelled(answer) for prompt, answer in pairs] == expected
@@ -325,7 +361,13 @@ def test_layouts_that_cannot_be_read_are_refused():
 def test_one_can_talk_to_a_run_as_its_data_do(monkeypatch, capsys):
     write("b.jsonl", [conversation(f"{i}?", f"{i}") for i in range(40)])
     output("b.jsonl --messages messages --tokenizer t --held-out 0.3")
-    size = ["--model.vocab-size", str(CHAT_TOKENIZER.get_vocab_size()), *mesh(1, 1, 1), "--train.steps", "2"]
+    size = [
+        "--model.vocab-size",
+        str(CHAT_TOKENIZER.get_vocab_size()),
+        *mesh(1, 1, 1),
+        "--train.steps",
+        "2",
+    ]
     assert train([*SMALL, *size, "--data.path", "d", "--run.dir", "run"]) == 0
     shown = capsys.readouterr().out
     loss_tokens = load_corpus(Path("d")).loss_tokens
@@ -341,10 +383,15 @@ def test_one_can_talk_to_a_run_as_its_data_do(monkeypatch, capsys):
 
 
 def test_a_conversation_whose_documents_take_too_much_memory_is_refused():
-    """Each answer comes with all before it: in memory a line of many answers is many times as long as in the file."""
+    """Each answer comes with all before it: in memory a line of many answers is many times as
+    long as in the file.
+    """
     path = write("long.jsonl", [conversation(*["x" * 50] * 40), conversation("a", "b")])
     assert path.stat().st_size < 5000
     command = "long.jsonl --messages messages --max-document-bytes 5000"
     error = refusal(f"{command} --tokenizer t")
-    assert "line 1: its answers with their prompts: more than 5,000 bytes; a larger --max-document-bytes" in error
+    assert (
+        "line 1: its answers with their prompts: more than 5,000 bytes; a larger "
+        "--max-document-bytes" in error
+    )
     assert made(f"{command} --on-error skip").splits["train"].num_documents == 1

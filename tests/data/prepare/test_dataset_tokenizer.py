@@ -1,10 +1,24 @@
-"""What each document begins and ends with, and that runs and what is generated from them keep to it."""
+"""What each document begins and ends with, and that runs and what is generated from them keep to
+it.
+"""
 
 import json
 from pathlib import Path
 
 import pytest
-from corpora import BEGIN, END, STOP, TURN, dataset, output, prompts_and_answers, refusal, run, texts, write
+from corpora import (
+    BEGIN,
+    END,
+    STOP,
+    TURN,
+    dataset,
+    output,
+    prompts_and_answers,
+    refusal,
+    run,
+    texts,
+    write,
+)
 from runs import SMALL, mesh
 from small_tokenizers import begins_texts
 
@@ -45,7 +59,9 @@ def test_documents_begin_as_the_tokenizer_says():
     plain = made("--bos none --out plain")
     assert (begun.tokenizer.prefix, plain.tokenizer.prefix) == ((BEGIN,), ())
     assert ids_of(begun) == [[BEGIN, *ids] for ids in ids_of(plain)]
-    assert sorted(ids_of(plain)) == sorted([*ids.tolist(), END] for ids in TOKENIZER.encode_batch(ROWS))
+    assert sorted(ids_of(plain)) == sorted(
+        [*ids.tolist(), END] for ids in TOKENIZER.encode_batch(ROWS)
+    )
 
 
 def test_the_first_token_is_part_of_a_prompt():
@@ -72,8 +88,13 @@ def test_datasets_of_different_first_or_last_tokens_are_told_apart():
     assert f"tokenizer.prefix: ({BEGIN},) -> ()" in refusal(f"a.jsonl {COMMAND} --bos none")
     made("--bos none --out none")
     made("--eos '<|stop|>' --out stop")
-    for name, how in {"none": rf"before them \[{BEGIN}\] and \[\]", "stop": f"after them {END} and {STOP}"}.items():
-        with pytest.raises(CorpusError, match=rf"begin or end with different tokens .*{how}.*--bos and --eos"):
+    for name, how in {
+        "none": rf"before them \[{BEGIN}\] and \[\]",
+        "stop": f"after them {END} and {STOP}",
+    }.items():
+        with pytest.raises(
+            CorpusError, match=rf"begin or end with different tokens .*{how}.*--bos and --eos"
+        ):
             load_corpus(None, {"d": 1.0, name: 1.0})
 
 
@@ -100,7 +121,14 @@ def test_a_damaged_prefix_is_found():
 @pytest.mark.journey
 def test_a_run_generates_as_its_data_begin(capsys):
     made()
-    command = [*SMALL, "--model.vocab-size", str(TOKENIZER.info.vocab_size), *mesh(1, 1, 1), "--run.dir", "run"]
+    command = [
+        *SMALL,
+        "--model.vocab-size",
+        str(TOKENIZER.info.vocab_size),
+        *mesh(1, 1, 1),
+        "--run.dir",
+        "run",
+    ]
     command += ["--data.path", "d", "--train.steps", "2"]
     assert train(command) == 0
     assert open_source(Path("run")).prefix == (BEGIN,)
@@ -114,9 +142,18 @@ def test_a_run_generates_as_its_data_begin(capsys):
 @pytest.mark.parametrize(
     ("beside", "expected"),
     [
-        ({"tokenizer_config.json": {"eos_token": "<|stop|>"}, "config.json": {"eos_token_id": 7}}, STOP),
+        (
+            {
+                "tokenizer_config.json": {"eos_token": "<|stop|>"},
+                "config.json": {"eos_token_id": 7},
+            },
+            STOP,
+        ),
         ({"tokenizer_config.json": {"eos_token": {"content": "<|turn|>"}}}, TURN),
-        ({"tokenizer_config.json": {"eos_token": None}, "config.json": {"eos_token_id": STOP}}, STOP),
+        (
+            {"tokenizer_config.json": {"eos_token": None}, "config.json": {"eos_token_id": STOP}},
+            STOP,
+        ),
         ({"generation_config.json": {"eos_token_id": [TURN, STOP]}}, TURN),
     ],
 )

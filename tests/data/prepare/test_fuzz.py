@@ -1,4 +1,6 @@
-"""Thousands of damaged files give a result or a user's error, and damage to a dataset does not go unnoticed."""
+"""Thousands of damaged files give a result or a user's error, and damage to a dataset does not
+go unnoticed.
+"""
 
 import random
 import shutil
@@ -44,7 +46,9 @@ def mutated(content, numbers, most=4):
         elif kind == 3:
             content[at:at] = content[numbers.randrange(len(content)) :][:length]
         elif kind == 4:
-            content[at : at + 1] = numbers.choice([b"\0", b"\xff", b'"', b"{", b"]", b"-1", b"9" * 30, b"\n"])
+            content[at : at + 1] = numbers.choice(
+                [b"\0", b"\xff", b'"', b"{", b"]", b"-1", b"9" * 30, b"\n"]
+            )
         else:
             del content[at:]
     return bytes(content)
@@ -58,10 +62,16 @@ def whole_files():
     for name in FILES:
         write(name, TEXTS if "jsonl" in name else "\n".join(TEXTS))
     plain = {"compression": "none", "use_dictionary": False, "data_page_version": "2.0"}
-    return [*map(Path, FILES), write("c.parquet", TEXTS), parquet(Path("d.parquet"), TEXTS, **plain)]
+    return [
+        *map(Path, FILES),
+        write("c.parquet", TEXTS),
+        parquet(Path("d.parquet"), TEXTS, **plain),
+    ]
 
 
-@pytest.mark.parametrize(("rounds", "whole"), [(40, 13), pytest.param(200, 8, marks=WIDE)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    ("rounds", "whole"), [(40, 13), pytest.param(200, 8, marks=WIDE)], ids=["few", "many"]
+)
 @pytest.mark.parametrize("index", range(8))
 def test_damaged_inputs_give_documents_or_problems(index, rounds, whole):
     """Read as `prepare` reads them; one in `whole` goes through all of it."""
@@ -71,7 +81,9 @@ def test_damaged_inputs_give_documents_or_problems(index, rounds, whole):
     outcomes = set()
     for number in range(rounds):
         path.write_bytes(mutated(content, numbers))
-        source = Source(str(path), path.stat().st_size, 0, format_of(path), *LIMITS, in_folder=bool(number % 2))
+        source = Source(
+            str(path), path.stat().st_size, 0, format_of(path), *LIMITS, in_folder=bool(number % 2)
+        )
         events = read_source(source, number % 5, Fields("text"))
         outcomes.update(event.problem is None for event in events)
         if number % whole == whole - 1:
@@ -80,7 +92,9 @@ def test_damaged_inputs_give_documents_or_problems(index, rounds, whole):
 
 
 def prepare_or_refuse(out, path, numbers):
-    config = PrepareConfig(inputs=(str(path),), on_error=numbers.choice(["stop", "skip"]), dedup=numbers.random() < 0.5)
+    config = PrepareConfig(
+        inputs=(str(path),), on_error=numbers.choice(["stop", "skip"]), dedup=numbers.random() < 0.5
+    )
     refused = raised_by(prepare, out, config, kind=PrepareError)
     if refused == "no error":
         assert list(verify(open_dataset(out))) == []
@@ -125,7 +139,9 @@ print(codes)
 
 @WIDE
 def test_small_files_take_little_memory():
-    """Files that unpack or parse to gigabytes, each in a fork of a process that may take 1.5 GiB."""
+    """Files that unpack or parse to gigabytes, each in a fork of a process that may take 1.5
+    GiB.
+    """
     numbers = random.Random(3)
     write("t.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}")
     paths = []
@@ -136,7 +152,9 @@ def test_small_files_take_little_memory():
         flags = numbers.choice(["", "--messages text --template t.jinja"])
         lines.append(f"{path} {flags} --out {number}.out --held-out 0")
         paths.append(path)
-    ended = subprocess.run([sys.executable, "-c", LIMITED, *lines], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", LIMITED, *lines], capture_output=True, text=True, check=False
+    )
     assert ended.stdout.splitlines()[-1] == str([2] * len(lines)), ended
     assert [path for path in paths if f"jaxtp prepare: error: {path}" not in ended.stderr] == []
     assert "Traceback" not in ended.stderr
@@ -197,7 +215,9 @@ def test_damage_to_a_dataset_is_noticed(rounds):
 
 
 def is_noticed(folder):
-    """Whether opening or `verify` finds damage; whatever opens can be read, though what it reads may be nonsense."""
+    """Whether opening or `verify` finds damage; whatever opens can be read, though what it reads
+    may be nonsense.
+    """
     if raised_by(open_dataset, folder, kind=DatasetError) != "no error":
         return True
     found = open_dataset(folder)

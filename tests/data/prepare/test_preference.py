@@ -54,7 +54,11 @@ def in_bytes(pairs):
 def some(count):
     """Rows of pairs in which the rejected answer is `no` and the chosen one."""
     found = enumerate(texts(count))
-    return [{"prompt": f"{i}?", "chosen": text, "rejected": f"no {text}"} for i, text in found if text.strip()]
+    return [
+        {"prompt": f"{i}?", "chosen": text, "rejected": f"no {text}"}
+        for i, text in found
+        if text.strip()
+    ]
 
 
 def test_texts_have_a_prompt_or_share_their_beginning():
@@ -95,7 +99,10 @@ def test_texts_are_tokenized_like_prompts_and_completions():
     write("a.jsonl", rows)
     found = pairs_of("a.jsonl --tokenizer t")
     for index, name in enumerate(("chosen", "rejected")):
-        command = f"a.jsonl --tokenizer t --prompt-field prompt --completion-field {name} --held-out 0 --out {name}"
+        command = (
+            f"a.jsonl --tokenizer t --prompt-field prompt --completion-field {name} "
+            f"--held-out 0 --out {name}"
+        )
         assert prompts_and_answers(dataset(command)) == found[index::2]
 
 
@@ -110,7 +117,10 @@ def layouts(prompt, chosen, rejected):
         {"prompt": prompt, "chosen": answer(chosen), "rejected": answer(rejected)},
         whole,
         {"prompt": prompt, **whole},
-        {"prompt": [{"from": names[turn["role"]], "value": turn["content"]} for turn in prompt], **both},
+        {
+            "prompt": [{"from": names[turn["role"]], "value": turn["content"]} for turn in prompt],
+            **both,
+        },
         {"prompt": prompt[0]["content"] + "\n" if len(prompt) == 1 else prompt, **whole},
     ]
 
@@ -125,7 +135,10 @@ CONVERSATIONS = [
 def test_conversations_have_the_tokens_of_their_answers_in_instruction_data(number):
     write_chat_tokenizer()
     write("a.jsonl", [layouts(*each)[number] for each in CONVERSATIONS])
-    write("b.jsonl", [{"messages": [*prompt, answer(text)]} for prompt, *both in CONVERSATIONS for text in both])
+    write(
+        "b.jsonl",
+        [{"messages": [*prompt, answer(text)]} for prompt, *both in CONVERSATIONS for text in both],
+    )
     tuning = dataset("b.jsonl --messages messages --tokenizer t --held-out 0 --out e")
     found = pairs_of("a.jsonl --tokenizer t")
     answers = prompts_and_answers(tuning)
@@ -142,7 +155,10 @@ def test_a_system_message_and_texts_go_through_a_template():
     ]
     write("x.jinja", CHAT_TEMPLATE)
     write("a.parquet", rows)
-    found = [spelled(prompt + text) for prompt, text in pairs_of("a.parquet --tokenizer t --template x.jinja")]
+    found = [
+        spelled(prompt + text)
+        for prompt, text in pairs_of("a.parquet --tokenizer t --template x.jinja")
+    ]
     system = "<|begin|><|turn|>system\nBe brief.<|stop|>\n"
     assert found[1] == f"{system}<|turn|>user\na<|stop|>\n<|turn|>assistant\nc<|stop|>\n"
     assert found[2] == "<|begin|><|turn|>user\nd<|stop|>\n<|turn|>assistant\ne<|stop|>\n"
@@ -153,7 +169,9 @@ TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
 MISTAKES = read_table(__file__, "mistaken_pairs")
 
 
-@pytest.mark.parametrize(("kind", "like"), [("texts", TEXTS), ("messages", MESSAGES)], ids=["texts", "messages"])
+@pytest.mark.parametrize(
+    ("kind", "like"), [("texts", TEXTS), ("messages", MESSAGES)], ids=["texts", "messages"]
+)
 def test_rows_that_are_no_pairs_are_refused_or_skipped(kind, like):
     write_chat_tokenizer()
     base = MESSAGES if kind == "messages" else {}
@@ -161,7 +179,9 @@ def test_rows_that_are_no_pairs_are_refused_or_skipped(kind, like):
 
     def error_of(row):
         write("a.jsonl", [like, base | row["row"]])
-        return refusal("a.jsonl --tokenizer t --preference --overwrite").partition("a.jsonl, line 2: ")[2]
+        return refusal("a.jsonl --tokenizer t --preference --overwrite").partition(
+            "a.jsonl, line 2: "
+        )[2]
 
     assert unexpected(MISTAKES[kind], error_of) == []
     write("a.jsonl", [like, *rows])
@@ -173,7 +193,9 @@ SAID = st.sampled_from([None, 3, "", "a", "a b", [], {}, ["a"]])
 ROLE = st.sampled_from(["user", "assistant", "system", None])
 MESSAGE = st.fixed_dictionaries({"role": ROLE}, optional={"content": SAID})
 VALUE = SAID | MESSAGE | st.lists(MESSAGE, max_size=3)
-ROW = st.fixed_dictionaries({"chosen": VALUE, "rejected": VALUE}, optional={"prompt": VALUE, "system": SAID})
+ROW = st.fixed_dictionaries(
+    {"chosen": VALUE, "rejected": VALUE}, optional={"prompt": VALUE, "system": SAID}
+)
 
 
 @given(st.lists(ROW, min_size=20, max_size=40), st.sampled_from([TEXTS, MESSAGES]))
@@ -192,7 +214,9 @@ def test_pairs_are_not_read_from_text_and_keep_the_beginning_of_the_template():
     write_chat_tokenizer()
     write("a.txt", "a")
     write("a.jsonl", [MESSAGES])
-    assert "text has no fields; pairs are read from JSONL and Parquet" in refusal("a.txt --preference")
+    assert "text has no fields; pairs are read from JSONL and Parquet" in refusal(
+        "a.txt --preference"
+    )
     assert "--bos is for documents" in refusal("a.jsonl --preference --tokenizer t --bos none")
 
 
@@ -241,11 +265,15 @@ def test_pairs_are_not_mixed_with_other_data():
     output("a.jsonl --prompt-field prompt --completion-field chosen --out tuning")
     pairs = Path("pairs")
     assert load_corpus(None, {"pairs": 1, "more": 2}, validation=pairs).has_pairs
-    with pytest.raises(CorpusError, match=r"pairs has pairs .* and tuning has not: name datasets of one kind"):
+    with pytest.raises(
+        CorpusError, match=r"pairs has pairs .* and tuning has not: name datasets of one kind"
+    ):
         load_corpus(None, {"tuning": 1, "pairs": 2})
     with pytest.raises(CorpusError, match=r"pairs has pairs .* and tuning has not"):
         load_corpus(pairs, validation=Path("tuning"))
-    with pytest.raises(CorpusError, match=r"every pair is longer than data.sequence_length=2; use a larger"):
+    with pytest.raises(
+        CorpusError, match=r"every pair is longer than data.sequence_length=2; use a larger"
+    ):
         Data(load_corpus(pairs), RowSettings(2, 256, long_documents="drop"), 0)
 
 

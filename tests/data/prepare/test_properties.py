@@ -15,7 +15,9 @@ from jaxtp.data.prepare import batches
 from jaxtp.data.prepare.session import JOURNAL
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
-QUICK = hypothesis.settings(max_examples=8, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+QUICK = hypothesis.settings(
+    max_examples=8, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 NUMBERS = count()
 
 
@@ -27,11 +29,18 @@ def fresh(flags):
 def split(line):
     """The documents of both splits."""
     found = dataset(fresh(line))
-    return [text.decode() for text in decoded(found)], [text.decode() for text in decoded(found, "validation")]
+    return [text.decode() for text in decoded(found)], [
+        text.decode() for text in decoded(found, "validation")
+    ]
 
 
 @QUICK
-@given(st.lists(TEXT, min_size=1), st.sampled_from(["", "--train-bpe 300"]), st.integers(1, 60), st.integers(1, 9))
+@given(
+    st.lists(TEXT, min_size=1),
+    st.sampled_from(["", "--train-bpe 300"]),
+    st.integers(1, 60),
+    st.integers(1, 9),
+)
 def test_documents_in_are_documents_out(rows, flags, shard_tokens, batch):
     write("a.jsonl", rows)
     with pytest.MonkeyPatch.context() as patch:
@@ -52,7 +61,11 @@ def test_dedup_keeps_the_first_of_each(rows):
 
 
 @QUICK
-@given(st.lists(TEXT, min_size=2, unique=True), st.randoms(use_true_random=False), st.sampled_from([0.1, 0.5, 0.9]))
+@given(
+    st.lists(TEXT, min_size=2, unique=True),
+    st.randoms(use_true_random=False),
+    st.sampled_from([0.1, 0.5, 0.9]),
+)
 def test_with_many_documents_each_is_held_out_by_itself(rows, numbers, share):
     write("a.jsonl", rows)
     missing, *shuffled = numbers.sample(rows, len(rows))
@@ -65,12 +78,18 @@ def test_with_many_documents_each_is_held_out_by_itself(rows, numbers, share):
 
 
 @QUICK
-@given(st.lists(TEXT, min_size=1), st.randoms(use_true_random=False), st.sampled_from([0.01, 0.2, 0.5, 0.9]))
+@given(
+    st.lists(TEXT, min_size=1),
+    st.randoms(use_true_random=False),
+    st.sampled_from([0.01, 0.2, 0.5, 0.9]),
+)
 def test_of_few_documents_the_number_nearest_to_the_share_is_held_out(rows, numbers, share):
     write("a.jsonl", rows)
     unique = list(dict.fromkeys(rows))
     _, held_out = split(f"a.jsonl --dedup --held-out {share}")
-    nearest = min(range(len(unique)), key=lambda number: (abs(number - share * len(unique)), -number))
+    nearest = min(
+        range(len(unique)), key=lambda number: (abs(number - share * len(unique)), -number)
+    )
     assert len(held_out) == nearest
     write("b.jsonl", numbers.sample(unique, len(unique)))
     _, again = split(f"b.jsonl --dedup --held-out {share}")
@@ -86,7 +105,9 @@ def test_of_six_files_a_fifth_is_one():
         command = f"in --held-out {share}"
         assert ("nothing is held out" in output(f"{command} --overwrite")) == (number == 0)
         assert len(split(command)[1]) == number
-    assert "is finished; there is nothing to do" in output(command), "the manifest has the share that was requested"
+    assert "is finished; there is nothing to do" in output(command), (
+        "the manifest has the share that was requested"
+    )
 
 
 def test_an_unfinished_dataset_of_an_older_version_resumes_with_the_share_itself(monkeypatch):

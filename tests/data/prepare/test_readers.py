@@ -13,7 +13,17 @@ from pathlib import Path
 import pyarrow
 import pytest
 import zstandard
-from corpora import dataset, decoded, documents, output, parquet, prompts_and_answers, refusal, texts, write
+from corpora import (
+    dataset,
+    decoded,
+    documents,
+    output,
+    parquet,
+    prompts_and_answers,
+    refusal,
+    texts,
+    write,
+)
 from pyarrow import parquet as parquet_file
 from structures import watched
 from tables import read_table, unexpected
@@ -78,7 +88,10 @@ def test_a_document_beyond_the_limit_is_refused_and_what_follows_is_read(suffix,
     assert f"a.txt{suffix}: more than 100 bytes; a larger --max-document-bytes" in error
     write(f"a.jsonl{suffix}", ["one", long, "three"])
     command = f"a.jsonl{suffix} --max-document-bytes 100"
-    assert f"a.jsonl{suffix}, line 2: more than 100 bytes; a larger --max-document-bytes" in refusal(command)
+    assert (
+        f"a.jsonl{suffix}, line 2: more than 100 bytes; a larger --max-document-bytes"
+        in refusal(command)
+    )
     resumed = dataset(f"{command} --on-error skip")
     assert sorted(decoded(resumed) + decoded(resumed, "validation")) == [b"one", b"three"]
     assert skipped(command) == (["one", "three"], {"too large": 1})
@@ -88,7 +101,10 @@ def test_a_document_beyond_the_limit_is_refused_and_what_follows_is_read(suffix,
 @pytest.mark.parametrize("flags", ["", "--preference"], ids=["texts", "pairs"])
 def test_a_line_beyond_the_limit_is_refused_without_reading_its_end(flags):
     """The end of the line is a terabyte away, which takes no room on the disk."""
-    for line, first in {1: "", 2: '{"text": "a", "prompt": "a", "chosen": "b", "rejected": "c"}\n'}.items():
+    for line, first in {
+        1: "",
+        2: '{"text": "a", "prompt": "a", "chosen": "b", "rejected": "c"}\n',
+    }.items():
         os.truncate(write("a.jsonl", first), 2**40)
         with watched(seconds=30):
             error = refusal(f"a.jsonl --max-document-bytes 1000 {flags} --overwrite")
@@ -125,7 +141,9 @@ def test_a_row_of_a_table_beyond_the_limit_takes_no_memory():
 
 
 def test_marks_blanks_and_line_ends_of_other_writers_of_jsonl_are_read():
-    """A byte order mark, line ends of Windows, blank lines, none at the end, other fields, separators in text."""
+    """A byte order mark, line ends of Windows, blank lines, none at the end, other fields,
+    separators in text.
+    """
     write("a.jsonl", '\ufeff{"text": "a", "n": NaN}\r\n\n  \n{"id": 7, "text": "b\u2028\\u0085c"}')
     assert documents("a.jsonl") == ["a", "b\u2028\x85c"]
 
@@ -172,21 +190,29 @@ def test_a_list_is_read_in_parts(monkeypatch):
     assert documents("a.json") == TEXTS
     write("b.json", json.dumps([{"text": "é"}, {"text": "x" * 300}, {"text": "b"}]))
     error = refusal("b.json --max-document-bytes 100 --overwrite")
-    assert "b.json, after row 1: a row of more than 100 bytes; a larger --max-document-bytes" in error
+    assert (
+        "b.json, after row 1: a row of more than 100 bytes; a larger --max-document-bytes" in error
+    )
     assert documents("b.json --max-document-bytes 100 --on-error skip") == ["é"]
     write("c.json", b'[{"text": "a"}, {"text": "' + b"x" * 50 + b'\xff"}]')
-    assert "c.json, after row 1: not UTF-8 text: byte 0xff at position 76" in refusal("c.json --overwrite")
+    assert "c.json, after row 1: not UTF-8 text: byte 0xff at position 76" in refusal(
+        "c.json --overwrite"
+    )
 
 
 def test_a_row_of_very_many_values_is_refused(monkeypatch):
-    """Each of two bytes would take a hundred in memory; a long text is one value, however many commas it has."""
+    """Each of two bytes would take a hundred in memory; a long text is one value, however many
+    commas it has.
+    """
     monkeypatch.setattr(readers, "MAX_VALUES", 1000)
     monkeypatch.setattr(readers, "ARRAY_CHUNK", 100)
     many = {"text": "a", "b": [[]] * 2000}
     write("many.jsonl", [many])
     write("many.json", json.dumps([{"text": "a"}, many]))
     assert "many.jsonl, line 1: a row of more than 1,000 values" in refusal("many.jsonl")
-    assert "many.json, after row 1: a row of more than 1,000 values" in refusal("many.json --overwrite")
+    assert "many.json, after row 1: a row of more than 1,000 values" in refusal(
+        "many.json --overwrite"
+    )
     long = ',[{\\"' * 2000
     write("long.jsonl", [long])
     write("long.json", json.dumps([{"text": long}]))
@@ -195,7 +221,10 @@ def test_a_row_of_very_many_values_is_refused(monkeypatch):
 
 def test_a_key_that_occurs_twice_is_refused():
     """Python would keep the last value; in a text it is no key."""
-    write("a.jsonl", '{"text": "a", "n": 1, "n": 2}\n{"text": "say \\"text\\""}\n{"text": "b", "text": "c"}\n')
+    write(
+        "a.jsonl",
+        '{"text": "a", "n": 1, "n": 2}\n{"text": "say \\"text\\""}\n{"text": "b", "text": "c"}\n',
+    )
     assert 'a.jsonl, line 3: the key "text" occurs twice' in refusal("a.jsonl")
     assert documents("a.jsonl --on-error skip") == ["a", 'say "text"']
 
@@ -215,7 +244,10 @@ def test_a_table_of_many_nulls_is_refused_by_its_types_and_counts(monkeypatch):
     assert Path("a.parquet").stat().st_size < 10_000
     monkeypatch.setattr(parquet_file.ParquetFile, "iter_batches", None)
     error = refusal("a.parquet")
-    assert "a.parquet: the column 'text' has no strings, but values of type list<element: int8>" in error
+    assert (
+        "a.parquet: the column 'text' has no strings, but values of type list<element: int8>"
+        in error
+    )
     write("t.jinja", "")
     error = refusal("a.parquet --messages messages --template t.jinja --overwrite")
     assert "the column 'messages' has 5,000,000 values in 1 rows; at most 4,194,304 a row" in error
@@ -229,7 +261,9 @@ def test_a_row_of_a_table_that_is_large_in_memory_is_refused(monkeypatch):
     write("a.parquet", [{"messages": each} for each in (turn, turn * 500, long, turn)])
     write("t.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}")
     command = "a.parquet --template t.jinja --max-document-bytes 1000"
-    assert "a.parquet, row 2: a row that takes more than 11,000 bytes; a larger --max" in refusal(command)
+    assert "a.parquet, row 2: a row that takes more than 11,000 bytes; a larger --max" in refusal(
+        command
+    )
     assert skipped(command) == (["ab", "ab"], {"too large": 2})
 
 
@@ -237,7 +271,9 @@ def memory_limits():
     return [resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not limit memory")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="other systems do not limit memory"
+)
 def test_memory_for_decoding_a_table_is_limited(monkeypatch):
     """As for a page that unpacks to gigabytes; the process can take memory again afterwards."""
 
@@ -307,7 +343,9 @@ def test_prompts_and_completions_are_one_document_with_a_cut(name, tokenizer):
     rows = [{"prompt": f"{i} plus {i}?", "completion": f" {2 * i}"} for i in range(20)]
     rows.append({"prompt": "", "completion": "x"})
     write(name, rows)
-    found = dataset(f"{name} --prompt-field prompt --completion-field completion {tokenizer} --held-out 0")
+    found = dataset(
+        f"{name} --prompt-field prompt --completion-field completion {tokenizer} --held-out 0"
+    )
     decode = load_tokenizer(found.folder).decode
     for (prompt, answer), row in zip(prompts_and_answers(found), rows, strict=True):
         assert decode(prompt) == row["prompt"].encode()
@@ -315,7 +353,15 @@ def test_prompts_and_completions_are_one_document_with_a_cut(name, tokenizer):
 
 
 def test_folders_are_walked_in_order_without_what_is_hidden():
-    for name in ("b.py", "a/z.py", "a/.hidden.py", ".git/x.py", "a/data.txt", "c/skip/x.py", "a.py"):
+    for name in (
+        "b.py",
+        "a/z.py",
+        "a/.hidden.py",
+        ".git/x.py",
+        "a/data.txt",
+        "c/skip/x.py",
+        "a.py",
+    ):
         write(f"in/{name}", name)
     write("in/image.png", b"\x89PNG\0\xff")
     write("in/empty.py", b"")
@@ -334,7 +380,10 @@ def test_tables_of_the_library_datasets_are_read():
     datasets.DatasetDict({"train": table, "test": table.select([3])}).save_to_disk("two")
     assert documents("hf:one") == TEXTS
     assert documents("hf:two:test") == [TEXTS[3]]
-    assert unexpected(MISTAKES["library datasets"], lambda row: refusal(f"{row['line']} --overwrite")) == []
+    assert (
+        unexpected(MISTAKES["library datasets"], lambda row: refusal(f"{row['line']} --overwrite"))
+        == []
+    )
 
 
 def lines_with(content):
@@ -351,19 +400,51 @@ BAD = {
     "c.jsonl": (b"", ": the file is empty", "empty file"),
     "d.txt.gz": (half(gzip.compress(bytes(range(256)))), ": broken gz file: ", "broken file"),
     "e.txt.gz": (b"plain text", ": broken gz file: Not a gzipped file", "broken file"),
-    "f.txt.zst": (half(zstandard.compress(bytes(range(256)))), ": broken zst file: the zstd", "broken file"),
+    "f.txt.zst": (
+        half(zstandard.compress(bytes(range(256)))),
+        ": broken zst file: the zstd",
+        "broken file",
+    ),
     "g.txt.zst": (b"plain text", ": broken zst file: ", "broken file"),
     "h.jsonl": (lines_with(b"{nope}"), ", line 3: not JSON: Expecting property name", "not JSON"),
     "i.jsonl": (lines_with(b"[1, 2]"), ", line 3: not a JSON object: [1, 2]", "not JSON"),
-    "j.jsonl": (lines_with(b'{"txet": "x"}'), ", line 3: no field 'text'; did you mean 'txet'?", "no such field"),
+    "j.jsonl": (
+        lines_with(b'{"txet": "x"}'),
+        ", line 3: no field 'text'; did you mean 'txet'?",
+        "no such field",
+    ),
     "k.jsonl": (lines_with(b"{}"), ", line 3: no field 'text'; fields: none", "no such field"),
-    "l.jsonl": (lines_with(b'{"text": [1]}'), ", line 3: 'text' is not a string, but [1]", "not a string"),
-    "m.jsonl": (lines_with(b'{"text": null}'), ", line 3: 'text' is not a string, but null", "not a string"),
-    "n.jsonl": (lines_with(b'{"text": "\xe9"}'), ", line 3: not UTF-8 text: byte 0xe9 at position 10", "not UTF-8"),
-    "o.jsonl": (lines_with(b'{"text": "\\ud800"}'), ", line 3: 'text' holds half of a surrogate pair", "not UTF-8"),
+    "l.jsonl": (
+        lines_with(b'{"text": [1]}'),
+        ", line 3: 'text' is not a string, but [1]",
+        "not a string",
+    ),
+    "m.jsonl": (
+        lines_with(b'{"text": null}'),
+        ", line 3: 'text' is not a string, but null",
+        "not a string",
+    ),
+    "n.jsonl": (
+        lines_with(b'{"text": "\xe9"}'),
+        ", line 3: not UTF-8 text: byte 0xe9 at position 10",
+        "not UTF-8",
+    ),
+    "o.jsonl": (
+        lines_with(b'{"text": "\\ud800"}'),
+        ", line 3: 'text' holds half of a surrogate pair",
+        "not UTF-8",
+    ),
     "p.jsonl": (lines_with(b"[" * 100_000), ", line 3: not JSON: ", "not JSON"),
-    "q.jsonl": (lines_with(b'{"text": "x", "n": ' + b"9" * 5000 + b"}"), ", line 3: not JSON: ", "not JSON"),
-    "r.jsonl.gz": (gzip.compress(lines_with(b'{"text": ""}'))[:-9], ", after line 4: broken gz file: ", "broken file"),
+    "q.jsonl": (
+        lines_with(b'{"text": "x", "n": ' + b"9" * 5000 + b"}"),
+        ", line 3: not JSON: ",
+        "not JSON",
+    ),
+    "r.jsonl.gz": (
+        gzip.compress(lines_with(b'{"text": ""}'))[:-9],
+        ", after line 4: broken gz file: ",
+        "broken file",
+    ),
     "s.parquet": (b"PAR1 and no more PAR1", ": broken Parquet file: ", "broken file"),
     "t.parquet": (b"", ": broken Parquet file: ", "broken file"),
 }
@@ -437,7 +518,11 @@ def test_text_has_no_prompt():
 
 @pytest.mark.parametrize(
     ("name", "library", "extra"),
-    [("a.parquet", "pyarrow", "data"), ("a.txt.zst", "zstandard", "data"), ("hf:a", "datasets", "datasets")],
+    [
+        ("a.parquet", "pyarrow", "data"),
+        ("a.txt.zst", "zstandard", "data"),
+        ("hf:a", "datasets", "datasets"),
+    ],
 )
 def test_without_a_library_the_message_names_the_extra(monkeypatch, name, library, extra):
     monkeypatch.setitem(sys.modules, library, None)
@@ -458,4 +543,6 @@ def test_real_sources_decode_to_their_bytes():
     made = dataset(f"{root} --include *.py --train-bpe 600 --held-out 0")
     files = [path for path in root.rglob("*.py") if path.stat().st_size]
     assert decoded(made) == [path.read_bytes() for path in sorted(files)]
-    assert made.splits["train"].num_tokens < read_manifest(made.folder).splits["train"].text_bytes / 2
+    assert (
+        made.splits["train"].num_tokens < read_manifest(made.folder).splits["train"].text_bytes / 2
+    )

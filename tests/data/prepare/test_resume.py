@@ -1,4 +1,6 @@
-"""Killed at random instants and given again, the command makes what it makes undisturbed, byte for byte."""
+"""Killed at random instants and given again, the command makes what it makes undisturbed, byte
+for byte.
+"""
 
 import os
 import signal
@@ -29,7 +31,9 @@ def inputs():
 
 
 @pytest.mark.usefixtures("inputs")
-@pytest.mark.parametrize("flags", journeys(["", "--dedup", "--train-bpe 300 --dedup"], "--train-bpe 300 --dedup"))
+@pytest.mark.parametrize(
+    "flags", journeys(["", "--dedup", "--train-bpe 300 --dedup"], "--train-bpe 300 --dedup")
+)
 def test_a_killed_command_resumes_to_the_byte(flags):
     command = f"in {flags} --on-error skip --shard-tokens 4000 --held-out 0.1"
     output(command)
@@ -49,7 +53,9 @@ TEXTS = "in/b.parquet in/c.jsonl.zst --dedup --train-bpe 300 --shard-tokens 1000
 @pytest.mark.usefixtures("inputs")
 @pytest.mark.parametrize("command", journeys([TEXTS, PAIRS], PAIRS), ids=["texts", "pairs"])
 def test_a_command_that_ends_at_any_write_resumes_to_the_byte(monkeypatch, command):
-    """At the first, second, third ... time that something is brought to the disk, until none is left to end at."""
+    """At the first, second, third ... time that something is brought to the disk, until none is
+    left to end at.
+    """
     monkeypatch.setattr(batches, "BATCH_DOCUMENTS", 150)
     answers = [text for text in texts(420) if text.strip()]
     write("a.jsonl", [{"prompt": "", "chosen": text, "rejected": f"no {text}"} for text in answers])
@@ -93,7 +99,9 @@ def test_a_command_whose_output_nobody_reads_ends_in_silence_and_resumes():
     assert Path("d/dataset.json").exists()
 
 
-@pytest.mark.parametrize("name", ["seen.sha256", "train-00000.tokens", "train-00000.documents", "inputs.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["seen.sha256", "train-00000.tokens", "train-00000.documents", "inputs.jsonl"]
+)
 def test_a_link_in_an_unfinished_dataset_leads_to_no_other_file(name):
     write("victim", "precious")
     write("text.jsonl", ["some words", {"bad": 1}])

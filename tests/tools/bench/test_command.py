@@ -13,7 +13,18 @@ from jaxtp.tools.bench.__main__ import KINDS, digits, main, usable_tps
 from jaxtp.tools.estimate.__main__ import main as estimate
 
 QUICK = ["--rounds", "3", "--in-a-row", "2", "--message-bytes", "1024", "1048576"]
-SMALL = ["--mesh.fsdp", "1", "--mesh.cp", "2", "--mesh.tp", "2", "--data.sequence-length", "8", "--model.d-ff", "16"]
+SMALL = [
+    "--mesh.fsdp",
+    "1",
+    "--mesh.cp",
+    "2",
+    "--mesh.tp",
+    "2",
+    "--data.sequence-length",
+    "8",
+    "--model.d-ff",
+    "16",
+]
 
 
 @pytest.mark.journey
@@ -37,7 +48,12 @@ def test_measured_and_read_back(tmp_path, capsys):
     latencies = {line["axis"]: line["latency"] for line in found["lines"]}
     assert latencies.keys() == {"cp", "tp"}
     assert {one["tp"] for one in found["products"]} == {1, 2, 4}
-    assert {one["name"] for one in found["products"]} == {"q, k, v", "attention out", "gate, up", "down"}
+    assert {one["name"] for one in found["products"]} == {
+        "q, k, v",
+        "attention out",
+        "gate, up",
+        "down",
+    }
     hardware = read(out)
     assert hardware.matmul_efficiency == pytest.approx(found["matmul_efficiency"], rel=1e-3)
     assert hardware.latency == pytest.approx(latencies["tp"], rel=1e-3)
@@ -48,11 +64,32 @@ def test_measured_and_read_back(tmp_path, capsys):
 
 def test_one_device_has_no_links(tmp_path, capsys):
     out = tmp_path / "mine.yaml"
-    assert main(["comm", *QUICK, *SMALL, "--mesh.cp", "1", "--mesh.tp", "1", "--out", str(out), "--like", "l40s"]) == 0
+    assert (
+        main(
+            [
+                "comm",
+                *QUICK,
+                *SMALL,
+                "--mesh.cp",
+                "1",
+                "--mesh.tp",
+                "1",
+                "--out",
+                str(out),
+                "--like",
+                "l40s",
+            ]
+        )
+        == 0
+    )
     assert "all-reduce" not in capsys.readouterr().out
     hardware = read(out)
     table = find("l40s")
-    assert (hardware.link, hardware.link_efficiency, hardware.network) == (table.link, 0.8, table.network)
+    assert (hardware.link, hardware.link_efficiency, hardware.network) == (
+        table.link,
+        0.8,
+        table.network,
+    )
 
 
 def test_numbers_have_three_digits():
@@ -66,7 +103,11 @@ def test_tps_are_those_that_the_model_can_use():
 
 
 def test_help_teaches(capsys):
-    for argv, taught in (([], "  comm  "), (["--help"], "  comm  "), (["comm", "--help"], "--message-bytes")):
+    for argv, taught in (
+        ([], "  comm  "),
+        (["--help"], "  comm  "),
+        (["comm", "--help"], "--message-bytes"),
+    ):
         with pytest.raises(SystemExit):
             main(argv)
         assert taught in capsys.readouterr().out

@@ -22,7 +22,9 @@ def messages(axis, devices, latency, speed, noise=(1, 1, 1, 1), permute=1.0):
     for size, factor in zip(SIZES, noise, strict=True):
         for kind, share in SHARES.items():
             sent = share * (devices - 1) / devices * size
-            found.append(Message(axis, devices, kind, size, sent, (latency + sent / speed) * factor))
+            found.append(
+                Message(axis, devices, kind, size, sent, (latency + sent / speed) * factor)
+            )
         found.append(Message(axis, devices, "permute", size, size, permute))
     return found
 
@@ -51,7 +53,9 @@ def test_noise_moves_a_fitted_line_by_as_much(noise):
 def measured(sizes, found, like="h100", **changes):
     place = {"kind": "NVIDIA H100 80GB HBM3", "platform": "gpu", "dtype": "bfloat16"}
     products = [TimedProduct(tp, "down", 1000, 1000, 1000, 1e-5 * tp) for tp in (1, 2, 4)]
-    return Measured(**(place | changes), sizes=sizes, hardware=find(like), messages=found, products=products)
+    return Measured(
+        **(place | changes), sizes=sizes, hardware=find(like), messages=found, products=products
+    )
 
 
 def written(sizes, speeds, file, like="h100"):
@@ -114,5 +118,7 @@ def test_virtual_devices_are_named_in_the_file_and_the_record():
 def test_without_a_line_there_is_no_file():
     shrinking = messages("tp", 4, 2e-5, 1e15, [1, 1 / 2, 1 / 3, 1 / 4])
     assert fit_line(shrinking) is None
-    with pytest.raises(ConfigError, match="the times along tp do not increase with the message size"):
+    with pytest.raises(
+        ConfigError, match="the times along tp do not increase with the message size"
+    ):
         measured(mesh_shape(tp=4), shrinking).hardware_file()

@@ -12,7 +12,14 @@ import jaxtp
 from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.mesh import AXES, make_mesh, mesh_shape
-from jaxtp.tools.bench.__main__ import KINDS, WARM_UP, measure_messages, measure_products, medians, repeated
+from jaxtp.tools.bench.__main__ import (
+    KINDS,
+    WARM_UP,
+    measure_messages,
+    measure_products,
+    medians,
+    repeated,
+)
 
 EACH = 8
 TIMES = 3
@@ -26,13 +33,16 @@ def test_each_program_is_the_collective_of_its_name(kind, axis):
     with jax.set_mesh(mesh):
         program = jax.jit(repeated(kind, axis, TIMES)).lower(x).compile()
     ((left, times),) = count_collectives_in_hlo(program.as_text(), dict(mesh.shape)).items()
-    parts = mesh.shape[axis] if kind == "all-to-all" else 1  # the compiler for CPUs makes arrays of their own
+    # the compiler for CPUs makes arrays of their own
+    parts = mesh.shape[axis] if kind == "all-to-all" else 1
     assert (left.kind, left.axes, left.bytes * parts) == (kind, (axis,), 4 * EACH)
     assert times == TIMES * parts, "the compiler keeps all of them"
 
 
 def test_messages_have_their_bytes_and_times():
-    assert not list(measure_messages(make_mesh(), "float32", (64,), 1, 1)), "axes of one device are left out"
+    assert not list(measure_messages(make_mesh(), "float32", (64,), 1, 1)), (
+        "axes of one device are left out"
+    )
     messages = list(measure_messages(make_mesh(tp=4), "float32", (64, 1000), 1, 2))
     assert [(one.bytes, one.kind) for one in messages] == list(itertools.product((64, 992), KINDS))
     for one in messages:
@@ -44,12 +54,16 @@ def test_messages_have_their_bytes_and_times():
 def test_products_are_those_of_a_block():
     rows = 2
     length = 8
-    model = jaxtp.ModelConfig(d_model=8, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=2, num_layers=1, remat="none")
+    model = jaxtp.ModelConfig(
+        d_model=8, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=2, num_layers=1, remat="none"
+    )
     for tp in (1, 2):
         found = list(measure_products(model, [tp], rows, length, 1, 1))
         work = step_costs(model, mesh_shape(tp=tp), batch_size=rows, sequence_length=length)
         block = [product for product in work.products if product.name != "head"]
-        assert {one.name: 3 * one.flops for one in found} == {product.name: product.flops for product in block}
+        assert {one.name: 3 * one.flops for one in found} == {
+            product.name: product.flops for product in block
+        }
         assert all(one.seconds > 0 for one in found)
 
 

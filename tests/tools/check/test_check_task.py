@@ -86,7 +86,9 @@ class Layers(nnx.Module):
         self.stacked = make(rngs)
 
     def __call__(self, x):
-        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.stacked)
+        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            x, self.stacked
+        )
 
 
 InScan = partial(Mlp, middle=Layers)
@@ -236,7 +238,9 @@ def test_a_loss_of_pairs_of_rows_passes_without_accumulation(capsys):
 
 def decoder(*flags):
     sizes = ["--model.vocab-size", "40", "--model.num-layers", "1"]
-    return main([*sizes, *task_flags(HERE, loss="decoder_loss", batches="tokens"), "--mesh", "tp=2", *flags])
+    return main(
+        [*sizes, *task_flags(HERE, loss="decoder_loss", batches="tokens"), "--mesh", "tp=2", *flags]
+    )
 
 
 @pytest.mark.wide
@@ -249,7 +253,9 @@ def test_a_decoder_keeps_vocabulary_and_length_of_the_batches(capsys):
 
 
 def own_decoder(rngs):
-    return jaxtp.Decoder(jaxtp.ModelConfig(vocab_size=40, num_layers=1, d_model=32, d_ff=64), rngs=rngs)
+    return jaxtp.Decoder(
+        jaxtp.ModelConfig(vocab_size=40, num_layers=1, d_model=32, d_ff=64), rngs=rngs
+    )
 
 
 def pairs(step):
@@ -259,7 +265,9 @@ def pairs(step):
 
 def test_a_decoder_of_the_user_too_and_callbacks_are_not_loaded(tmp_path):
     parts = {"model": {"build": f"{HERE}:own_decoder"}, "data": {"batches": f"{HERE}:pairs"}}
-    (tmp_path / "run.yaml").write_text(json.dumps(parts | {"train": {"callbacks": ["/nothing.py:callback"]}}))
+    (tmp_path / "run.yaml").write_text(
+        json.dumps(parts | {"train": {"callbacks": ["/nothing.py:callback"]}})
+    )
     config, cases, subject = open_subject(from_yaml(CheckConfig, tmp_path / "run.yaml"), ["cp=2"])
     assert config.data.sequence_length == 16
     assert all(case.sizes["cp"] == 2 for case in cases)
@@ -282,11 +290,15 @@ def test_a_wrong_layer_of_a_decoder_is_named_under_a_loss_of_the_user(monkeypatc
 
     monkeypatch.setattr(linear.RowParallelLinear, "__call__", with_the_bias_of_every_device)
     assert decoder("--model.mlp-bias", "--model.attention-out-bias") == 1
-    assert "first difference: blocks.0.attention.out: its output is off by" in capsys.readouterr().out
+    assert (
+        "first difference: blocks.0.attention.out: its output is off by" in capsys.readouterr().out
+    )
 
 
 def test_default_meshes_of_the_model_of_a_user():
     own = replace_nested(CheckConfig(), {"mesh.dp": 4, "mesh.fsdp": 1, "mesh.tp": 64})
-    cases, without_cp = (", ".join(map(str, own_model_cases(own, (), over_cp=over_cp))) for over_cp in (True, False))
+    cases, without_cp = (
+        ", ".join(map(str, own_model_cases(own, (), over_cp=over_cp))) for over_cp in (True, False)
+    )
     assert cases == "tp 16, tp 2, tp 4, fsdp 2, fsdp 2 x tp 2, dp 2, cp 2, cp 2 x tp 2"
     assert "cp" not in without_cp

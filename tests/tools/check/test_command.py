@@ -28,7 +28,9 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 TINY = ("--config", str(ROOT / "configs/tiny.yaml"))
 OVER_TP = (*TINY, "--mesh", "tp=2", "--model.num-layers", "1")
 WHOLE = ("--data.sequence-length", "33")
-"""tp does not divide this length, so the sequence is whole on each device, and a mesh is one case."""
+"""tp does not divide this length, so the sequence is whole on each device, and a mesh is one
+case.
+"""
 IN_FLOAT8 = ("--model.precision.matmul", "float8", "--model.precision.matmul-least", "16")
 IN_16_BITS = {"llama3_405b", "llama3_8b_float8", "mixtral_8x7b"}
 """Configurations that are also compared in the 16 bits that all of them compute in."""
@@ -69,10 +71,14 @@ def test_a_configuration_passes_on_its_own_mesh(name, tmp_path, capsys):
 
 @pytest.mark.journey
 def test_a_model_of_hugging_face_is_checked_with_its_own_sizes(tmp_path, capsys):
-    model = checked(tmp_path, "--model.from-hf", FOLDER / "qwen3", "--mesh", "tp=2")["config"]["model"]
+    model = checked(tmp_path, "--model.from-hf", FOLDER / "qwen3", "--mesh", "tp=2")["config"][
+        "model"
+    ]
     own = jaxtp.read_config(FOLDER / "qwen3")
     assert (model["qk_norm"], model["vocab_size"]) == ("head", own.vocab_size)
-    assert_refused(main, ["--model.from-hf", str(tmp_path), "--mesh", "tp=2"], "config.json", capsys)
+    assert_refused(
+        main, ["--model.from-hf", str(tmp_path), "--mesh", "tp=2"], "config.json", capsys
+    )
 
 
 @pytest.mark.slow
@@ -140,7 +146,9 @@ def test_a_gradient_counted_twice_is_named(monkeypatch, capsys):
 
 @pytest.mark.wide
 def test_a_gradient_of_a_weight_counted_twice_is_named(monkeypatch, capsys):
-    """Where kv heads are shared, so that outputs have other shapes on other meshes, and with dropout."""
+    """Where kv heads are shared, so that outputs have other shapes on other meshes, and with
+    dropout.
+    """
     with_specs = linear.params_and_specs
 
     def counted_twice(layer):
@@ -186,7 +194,8 @@ REFUSED = {
     "--mesh tp=3 --mesh.no-allow-padding": "--mesh tp=3:\n  mesh.tp=3 pads 8 query heads to 9",
     "--config nothing.yaml": "nothing.yaml: No such file",
     "--mesh cp=3": "--mesh cp=3:\n  model.d_model=128 is not divisible by mesh.cp=3",
-    "--mesh cp=2 --data.sequence-length 33": "data.sequence_length=33 is not divisible by mesh.cp=2",
+    "--mesh cp=2 "
+    "--data.sequence-length 33": "data.sequence_length=33 is not divisible by mesh.cp=2",
     "--mesh cp=4,tp=4 --mesh.context ulysses": "mesh.cp=4 does not divide the 2 query heads",
 }
 
@@ -208,7 +217,9 @@ IN_8_BITS = {
 def test_the_small_model_has_the_same_layers_in_8_bits(name):
     matmul, config = name.split()
     changes = {"matmul": matmul, "matmul_layers": IN_8_BITS[name], "matmul_least": 512}
-    config = replace_nested(read(config), {f"model.precision.{key}": value for key, value in changes.items()})
+    config = replace_nested(
+        read(config), {f"model.precision.{key}": value for key, value in changes.items()}
+    )
     small, cases = plan(config)
     assert models.matmul_layers(small.model) == models.matmul_layers(config.model)
     for case in cases[:4]:
@@ -226,7 +237,9 @@ def test_shrinking_keeps_what_divides_what():
             rows = batch_parts(case.sizes) * small.train.accumulation
             assert small.data.global_batch_size % rows == 0
             for parts in (tp, cp * tp, 2 * cp):
-                assert (small.data.sequence_length % parts == 0) == (config.data.sequence_length % parts == 0)
+                assert (small.data.sequence_length % parts == 0) == (
+                    config.data.sequence_length % parts == 0
+                )
             assert (small.model.vocab_size % tp == 0) == (config.model.vocab_size % tp == 0)
         assert small.model.num_heads == config.model.num_heads
         assert small.model.num_kv_heads == config.model.num_kv_heads
@@ -255,7 +268,9 @@ def test_a_requested_mesh_replaces_that_of_the_configuration(tmp_path):
     small, cases = fitted(smol_lm(tmp_path / "model"), "tp=3", "fsdp=2,tp=3")
     assert meshes_of(cases) == numbers("1113 1213")
     assert dtypes(small) == ["float32", "bfloat16"], "the model's own dtype too"
-    adapted = jaxtp.ModelConfig(lora=jaxtp.LoraConfig(rank=2), precision=jaxtp.Precision(param="float16"))
+    adapted = jaxtp.ModelConfig(
+        lora=jaxtp.LoraConfig(rank=2), precision=jaxtp.Precision(param="float16")
+    )
     small, _ = plan(CheckConfig(model=adapted), ("tp=2",))
     assert dtypes(small) == ["float32", "float16"]
 
@@ -265,7 +280,9 @@ def test_default_meshes_are_those_that_a_model_of_hugging_face_fits(tmp_path):
     assert meshes_of(cases) >= numbers("1113 1213 2213 2113 1811 8111 1123 1181")
     model = jaxtp.ModelConfig(num_heads=11, num_kv_heads=11, d_ff=88)
     _, cases = plan(CheckConfig(model=model, mesh=MeshConfig(dp=1, fsdp=1, tp=1)))
-    assert meshes_of(cases) == numbers("1811 8111 1112 1181") | {(1, 1, 1, 11)}, "22 devices are too many beside cp"
+    assert meshes_of(cases) == numbers("1811 8111 1112 1181") | {(1, 1, 1, 11)}, (
+        "22 devices are too many beside cp"
+    )
     assert {case.context for case in cases} == {"auto", "gather"}, "8 does not divide 11 heads"
 
 

@@ -1,4 +1,6 @@
-"""A check of a mixture of experts: choices are compared by themselves, numbers with the choices of one device."""
+"""A check of a mixture of experts: choices are compared by themselves, numbers with the choices
+of one device.
+"""
 
 import dataclasses
 

@@ -1,4 +1,6 @@
-"""Sixteen meshes, sequence parallel or not, and many models: every gradient and three updates equal one device's."""
+"""Sixteen meshes, sequence parallel or not, and many models: every gradient and three updates
+equal one device's.
+"""
 
 import dataclasses
 import itertools
@@ -56,8 +58,8 @@ WHOLE = [case((1, 2, 4)), case((1, 8, 1)), case((8, 1, 1)), case((1, 4, 2))]
 def rotated():
     """Yields each configuration but those with more cases with one, so that all cases are met.
 
-    Rings, and every second one of the others, divide the sequence over tp. The rest do not, or are over cp for products
-    in 8 bits.
+    Rings, and every second one of the others, divide the sequence over tp. The rest do not, or are
+    over cp for products in 8 bits.
     """
     split = itertools.cycle(SPLIT)
     whole = itertools.cycle(WHOLE)
@@ -85,7 +87,9 @@ def tolerance_of(config):
 
 
 def assert_informative(initial, numbers):
-    """Gradients are there, and the updates move every parameter by more than a tolerance could hide."""
+    """Gradients are there, and the updates move every parameter by more than a tolerance could
+    hide.
+    """
     assert all(np.linalg.norm(gradient) > 1e-6 for gradient in numbers.gradients.values())
     moved = {
         name: parity.relative_error(array, initial[name])
@@ -114,12 +118,17 @@ def errors_on(each, config, initial, expected):
 
 
 def groups():
-    """Yields configurations with cases that one test tries, in the default suite and in the wide tier."""
+    """Yields configurations with cases that one test tries, in the default suite and in the wide
+    tier.
+    """
     for name, first in FIRST.items():
         yield pytest.param(name, [first], marks=pytest.mark.heavy, id=f"{name}: {first}")
     wide = [("llama", "batch", BATCH)]
     wide += [("llama", "divided", over_tp(split=True)), ("llama", "whole", over_tp(split=False))]
-    wide += [("float8", "over cp", [*OVER_CP[1:], case((8, 1, 1))]), ("mxfp8", "over cp", [*OVER_CP, case((1, 2, 4))])]
+    wide += [
+        ("float8", "over cp", [*OVER_CP[1:], case((8, 1, 1))]),
+        ("mxfp8", "over cp", [*OVER_CP, case((1, 2, 4))]),
+    ]
     wide += [(name, str(each), [each]) for name, each in rotated()]
     for name, group, cases in wide:
         yield pytest.param(name, cases, marks=pytest.mark.wide, id=f"{name}: {group}")
@@ -150,7 +159,8 @@ def test_bfloat16_is_within_its_tolerance():
 @pytest.mark.wide
 def test_accumulation_equals_the_whole_batch():
     accumulated, at_once = (
-        on_one_device(replace_nested(CONFIGS["accumulation"], {"train.accumulation": count}))[1] for count in (2, 1)
+        on_one_device(replace_nested(CONFIGS["accumulation"], {"train.accumulation": count}))[1]
+        for count in (2, 1)
     )
     errors = parity.compare(at_once, accumulated)
     assert errors.within(parity.TOLERANCES["float32"]), errors
@@ -159,7 +169,9 @@ def test_accumulation_equals_the_whole_batch():
 def test_errors_are_those_of_the_worst_arrays():
     ones = np.ones(4)
     expected = parity.Numbers(ones, ones, {"w": ones, "v": ones}, {"w": ones})
-    actual = dataclasses.replace(expected, gradients={"w": ones, "v": 1.5 * ones}, state={"w": np.nan * ones})
+    actual = dataclasses.replace(
+        expected, gradients={"w": ones, "v": 1.5 * ones}, state={"w": np.nan * ones}
+    )
     errors = parity.compare(actual, expected)
     tolerance = parity.Tolerance(1, 1)
     assert (errors.loss, errors.gradients) == (0, {"w": 0, "v": 0.5})
@@ -171,7 +183,8 @@ def test_errors_are_those_of_the_worst_arrays():
 def test_twice_the_rounding_error_of_one_device_is_allowed():
     ones = np.ones(3)
     exact, one, mesh, far = (
-        parity.Numbers(ones, ones, {"v": np.full(4, value)}, {}) for value in (1.0, 1.04, 1.11, 1.15)
+        parity.Numbers(ones, ones, {"v": np.full(4, value)}, {})
+        for value in (1.0, 1.04, 1.11, 1.15)
     )
     tolerance = parity.TOLERANCES["bfloat16"]
     assert not parity.compare(mesh, one).within(tolerance)

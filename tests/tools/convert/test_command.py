@@ -66,7 +66,15 @@ def test_in_and_out_bit_by_bit(imported, tmp_path):
 @pytest.mark.journey
 def test_a_command_makes_its_devices(imported, tmp_path):
     """The tests set a number of devices; a user's process has one until the mesh asks for more."""
-    command = [sys.executable, "-m", "jaxtp", "convert", "export", imported / "run", tmp_path / "out"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxtp",
+        "convert",
+        "export",
+        imported / "run",
+        tmp_path / "out",
+    ]
     environment = dict(os.environ)
     for name in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES"):
         environment.pop(name, None)

@@ -79,7 +79,9 @@ def test_a_shipped_configuration_is_answered(config, estimated, capsys):
     assert record["configured"]["fits"]
     hours = r"[\d,.]+ to [\d,.]+"
     assert re.search(rf"^run +100,000 steps: {hours} hours, {hours} h100 hours$", out, re.MULTILINE)
-    assert re.search(r"^memory +[\d.]+ of [\d.]+ GB for JAX: exact .*;\n +modelled ", out, re.MULTILINE)
+    assert re.search(
+        r"^memory +[\d.]+ of [\d.]+ GB for JAX: exact .*;\n +modelled ", out, re.MULTILINE
+    )
 
 
 NINE_TENTHS = "h100x8 --memory-fraction 0.9"
@@ -106,7 +108,9 @@ RECIPES = {
 
 
 def near_meshes(config):
-    """Returns the mesh of a configuration, and those that divide one axis by 2 and multiply another one."""
+    """Returns the mesh of a configuration, and those that divide one axis by 2 and multiply
+    another one.
+    """
     own = config.mesh.sizes
     for mesh in meshes_to_try(config, math.prod(own.values()), 8):
         if math.prod(max(own[axis] / mesh[axis], mesh[axis] / own[axis]) for axis in AXES) <= 4:
@@ -144,11 +148,15 @@ def test_a_loss_scales_the_time_of_a_step_and_needs_no_data(estimated, capsys):
     activations = dpo["bytes_per_device"]["activations"]
     kept = activations - usual["bytes_per_device"]["activations"]
     assert kept < 0.1 * activations, "the pass of the reference keeps nothing"
-    assert dpo["bytes_per_device"]["batch"] == usual["bytes_per_device"]["batch"], "pairs for segments"
+    assert dpo["bytes_per_device"]["batch"] == usual["bytes_per_device"]["batch"], (
+        "pairs for segments"
+    )
 
 
 def test_the_best_setting_is_written_for_training(estimated, tmp_path, monkeypatch, capsys):
-    """What depends on the devices is in it even at its default: training with it chooses nothing itself."""
+    """What depends on the devices is in it even at its default: training with it chooses nothing
+    itself.
+    """
     # A run in the default folder, as of the README's first command, would keep its dtype.
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "best.yaml"
@@ -158,7 +166,11 @@ def test_the_best_setting_is_written_for_training(estimated, tmp_path, monkeypat
     head, _, body = file.read_text().partition("\n\n")
     assert f"XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 jaxtp train --config {file}" in head
     assert "h100x8" in head
-    assert re.findall(r"^#   (\S+): ", head, re.MULTILINE) == ["data.path", "model.from_hf", "run.dir"]
+    assert re.findall(r"^#   (\S+): ", head, re.MULTILINE) == [
+        "data.path",
+        "model.from_hf",
+        "run.dir",
+    ]
     written = yaml.safe_load(body)
     assert set(written["data"]) == {"sequence_length", "global_batch_size"}
     assert not {"run", "optimizer", "eval", "metrics"} & set(written)
@@ -174,7 +186,9 @@ def test_the_best_setting_is_written_for_training(estimated, tmp_path, monkeypat
 def test_the_written_file_says_what_is_missing_and_how_several_hosts_start_it(estimated, tmp_path):
     file = tmp_path / "best.yaml"
     given = ["--data.path", "data/x", "--run.dir", "runs/x", "--model.precision.compute", "float32"]
-    estimated("--hardware", "2xh100x2", "--mesh", "dp=4", "--as-configured", *given, "--write", file)
+    estimated(
+        "--hardware", "2xh100x2", "--mesh", "dp=4", "--as-configured", *given, "--write", file
+    )
     head, _, body = file.read_text().partition("\n\n")
     first, second, *_ = head.splitlines()
     assert "jaxtp launch" in first
@@ -239,7 +253,9 @@ def failing(error):
 TIER_3 = [*TINY, *OVER_TP, "--tier", "3"]
 
 
-def test_numbers_of_other_tiers_stay_where_the_compiler_of_tier_3_fails(compile_by, estimated, monkeypatch, capsys):
+def test_numbers_of_other_tiers_stay_where_the_compiler_of_tier_3_fails(
+    compile_by, estimated, monkeypatch, capsys
+):
     compile_by(failing(TargetError("the compiler crashed")))
     record = estimated(*TIER_3, code=2)
     captured = capsys.readouterr()
@@ -249,8 +265,12 @@ def test_numbers_of_other_tiers_stay_where_the_compiler_of_tier_3_fails(compile_
     assert record["tier_2"]["equal_to_tier_1"]
     assert "crashed" in record["tier_3"]["error"]
     # A missing extra is found before the work.
-    monkeypatch.setattr(command, "topology", failing(TargetError("pip install 'jaxtp[estimate-gpu]'")))
-    assert_refused(main, TIER_3, "--tier 3: pip install 'jaxtp[estimate-gpu]'; --tier 2 needs none\n", capsys)
+    monkeypatch.setattr(
+        command, "topology", failing(TargetError("pip install 'jaxtp[estimate-gpu]'"))
+    )
+    assert_refused(
+        main, TIER_3, "--tier 3: pip install 'jaxtp[estimate-gpu]'; --tier 2 needs none\n", capsys
+    )
 
 
 def test_a_compiler_that_says_it_does_not_fit_is_believed(compile_by, estimated, capsys):
@@ -268,7 +288,13 @@ def test_tier_3_is_shown_beside_tier_1(peak, verdict, compile_by, estimated, cap
     parts = {name: dict.fromkeys(AMOUNTS, 0) for name in (*PARTS, OTHER, COLLECTIVES)}
     parts["MLP"] = dict(zip(AMOUNTS, (2, 2e12, 1e12, 1e9, 6.7e9, 3.35e9, 0), strict=True))
     parts["collectives"] = dict(zip(AMOUNTS, (3, 0, 0, 0, 0, 0, 1), strict=True))
-    sizes = {"argument_bytes": 1, "temp_bytes": 2, "peak_bytes": peak, "flops": 2e12, "in_float8": 0}
+    sizes = {
+        "argument_bytes": 1,
+        "temp_bytes": 2,
+        "peak_bytes": peak,
+        "flops": 2e12,
+        "in_float8": 0,
+    }
     lists = {"parts": parts, "collectives": (moved,), "notes": ("a note",), "not_in_float8": {}}
     compiler = mock.Mock(return_value=Compiled(**sizes, **lists, seconds=5.0))
     compile_by(compiler)

@@ -44,7 +44,11 @@ ANSWER = """{
 
 def compiler(code):
     """A process that stands for the compiler's."""
-    return [sys.executable, "-c", f"import json, os, sys, time\nrequest = json.load(sys.stdin)\n{code}"]
+    return [
+        sys.executable,
+        "-c",
+        f"import json, os, sys, time\nrequest = json.load(sys.stdin)\n{code}",
+    ]
 
 
 def ask_fake(code, timeout_s=30):
@@ -72,13 +76,16 @@ def warned(value):
 
 
 def test_the_process_is_told_the_program_and_kept_from_devices():
-    value = "[os.environ['JAX_PLATFORMS'], request['sizes']['tp'], request['config']['model']['remat']]"
+    value = (
+        "[os.environ['JAX_PLATFORMS'], request['sizes']['tp'], request['config']['model']['remat']]"
+    )
     assert json.loads(ask_fake(warned(value)).notes[-1].removeprefix(WARNING)) == ["cpu", 4, "full"]
 
 
 FAILING = {
     r"crashed \(SIGFPE\) without a word": "os.kill(os.getpid(), 8)",
-    r"crashed \(SIGABRT\):\n  F0000 missing field": "print('F0000 missing field', file=sys.stderr); os.abort()",
+    r"crashed \(SIGABRT\):\n  F0000 missing field": "print('F0000 missing field', "
+    "file=sys.stderr); os.abort()",
     r"failed:\n(.*\n)*  RuntimeError: no such topology": "raise RuntimeError('no such topology')",
     "gave no answer: 'hello": "print('hello')",
     "no such device": "print(json.dumps({'error': 'no such device'}))",
@@ -112,7 +119,9 @@ def test_a_missing_compiler_names_the_extra():
     assert installed(("no-such-compiler", "jax"), "estimate-gpu").startswith("jax ")
 
 
-CUDNN_RUN = replace_nested(CONFIG, {"model.attention": "cudnn", "model.head_dim": 64, "data.packing": "concatenated"})
+CUDNN_RUN = replace_nested(
+    CONFIG, {"model.attention": "cudnn", "model.head_dim": 64, "data.packing": "concatenated"}
+)
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["installed", "missing"])
@@ -120,11 +129,18 @@ def test_cudnn_is_compiled_where_its_library_is_installed(there, tmp_path, monke
     package = tmp_path / "nvidia_cudnn_cu13-9.9.dist-info"
     if there:
         package.mkdir()
-        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: nvidia-cudnn-cu13\nVersion: 9.9\n")
+        (package / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: nvidia-cudnn-cu13\nVersion: 9.9\n"
+        )
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setenv("LD_LIBRARY_PATH", "/other")
-    monkeypatch.setattr(tiers, "topology", lambda *_: dataclasses.replace(NOWHERE, compiler="jax-cuda13-plugin 1"))
-    value = "[request['config']['model']['attention'], request['target']['compiler'], os.environ['LD_LIBRARY_PATH']]"
+    monkeypatch.setattr(
+        tiers, "topology", lambda *_: dataclasses.replace(NOWHERE, compiler="jax-cuda13-plugin 1")
+    )
+    value = (
+        "[request['config']['model']['attention'], request['target']['compiler'], "
+        "os.environ['LD_LIBRARY_PATH']]"
+    )
     monkeypatch.setattr(tiers, "COMPILER", compiler(warned(value)))
     compiled = compile_for(CUDNN_RUN, SIZES, "h100", hosts=1, devices_per_host=8, timeout_s=60)
     attention, versions, folders = json.loads(compiled.notes[1].removeprefix(WARNING))
@@ -139,10 +155,14 @@ def test_cudnn_is_compiled_where_its_library_is_installed(there, tmp_path, monke
 def test_a_target_that_cannot_be_compiled_for_is_refused():
     with pytest.raises(TargetError, match=r"no compiler works for mi300x .* h100"):
         topology("mi300x", 1, 8)
-    with pytest.raises(TargetError, match=r"dp 1 x fsdp 2 x cp 1 x tp 4 takes 8 devices, and 2 hosts of 8"):
+    with pytest.raises(
+        TargetError, match=r"dp 1 x fsdp 2 x cp 1 x tp 4 takes 8 devices, and 2 hosts of 8"
+    ):
         compile_for(CONFIG, SIZES, "h100", hosts=2, devices_per_host=8, timeout_s=1)
     with pytest.raises(TargetError, match=r"fsdp -1 .*: each axis needs at least 1 device"):
-        compile_for(CONFIG, mesh_shape(fsdp=-1, tp=8), "h100", hosts=1, devices_per_host=8, timeout_s=1)
+        compile_for(
+            CONFIG, mesh_shape(fsdp=-1, tp=8), "h100", hosts=1, devices_per_host=8, timeout_s=1
+        )
     with pytest.raises(ConfigError, match=r"d_model=\d+ is not divisible by mesh.fsdp=3"):
         compile_for(CONFIG, mesh_shape(fsdp=3), "h100", hosts=1, devices_per_host=3, timeout_s=1)
 
@@ -157,7 +177,15 @@ def test_a_slice_is_nearly_a_cube():
 
 
 def test_a_description_of_a_gpu_leaves_nothing_zero():
-    gigabytes = {"a100-40": 40, "a100": 80, "h100": 80, "h200": 141, "b200": 192, "l40s": 48, "rtx4090": 24}
+    gigabytes = {
+        "a100-40": 40,
+        "a100": 80,
+        "h100": 80,
+        "h200": 141,
+        "b200": 192,
+        "l40s": 48,
+        "rtx4090": 24,
+    }
     assert gigabytes.keys() == TARGET_CONFIGS.keys()
     for name, description in TARGET_CONFIGS.items():
         values = dict(re.findall(r"(\w+): ([\d.]+)", description))

@@ -15,7 +15,9 @@ from jaxtp.tools.estimate.generation import cache_bytes, generations, table
 from jaxtp.tools.estimate.search import Target, describe_model
 from jaxtp.train.config import TrainConfig
 
-MODEL = jaxtp.ModelConfig(d_model=64, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=8, d_ff=64)
+MODEL = jaxtp.ModelConfig(
+    d_model=64, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=8, d_ff=64
+)
 CONFIG = TrainConfig(model=MODEL)
 facts = functools.cache(lambda: describe_model(CONFIG))
 ROWS = 8
@@ -64,7 +66,9 @@ def test_few_rows_read_the_experts_that_they_choose_and_many_read_all():
     facts = describe_model(TrainConfig(model=model))
 
     def seconds(rows, **changes):
-        (one,) = generations(dataclasses.replace(model, **changes), WHERE, facts, [mesh_shape(tp=8)], rows, LENGTH)
+        (one,) = generations(
+            dataclasses.replace(model, **changes), WHERE, facts, [mesh_shape(tp=8)], rows, LENGTH
+        )
         return one.seconds - cache_bytes(model, one.sizes, rows, LENGTH) / speed, one
 
     speed = WHERE.hardware.bandwidth * WHERE.hardware.bandwidth_efficiency
@@ -78,7 +82,11 @@ def test_few_rows_read_the_experts_that_they_choose_and_many_read_all():
 
 def test_a_mesh_that_cannot_generate_is_refused():
     for mesh, rows, message in [
-        ({"dp": 4, "cp": 2}, 8, "--generate 8: a cache is not divided over cp; add a mesh with cp=1"),
+        (
+            {"dp": 4, "cp": 2},
+            8,
+            "--generate 8: a cache is not divided over cp; add a mesh with cp=1",
+        ),
         ({"dp": 8}, 3, "--generate 3: no mesh of 8 devices"),
     ]:
         with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,6 @@
-"""Tier 1 beside the partitioned program: equal on every mesh, and what nobody planned is called out."""
+"""Tier 1 beside the partitioned program: equal on every mesh, and what nobody planned is called
+out.
+"""
 
 import dataclasses
 import inspect
@@ -111,11 +113,15 @@ def test_tier_1_knows_an_optimizer_that_exchanges_matrices():
 def test_tier_1_knows_every_family(name):
     model = dataclasses.replace(jaxtp.read_config(FOLDER / name), loss_chunk=8)
     config = dataclasses.replace(CONFIG, model=model)
-    assert_equal_to_tier_1(compile_partitioned(setting("1-2-1-4", {"data.sequence_length": 16}, config)))
+    assert_equal_to_tier_1(
+        compile_partitioned(setting("1-2-1-4", {"data.sequence_length": 16}, config))
+    )
 
 
 def plant(monkeypatch):
-    """Between attention and MLP, the whole batch on every device; returns the line that asks for it."""
+    """Between attention and MLP, the whole batch on every device; returns the line that asks for
+    it.
+    """
     norm = decoder.DecoderBlock.with_routing
 
     def resharding(self, x_BTD, *rest):
@@ -135,7 +141,9 @@ def test_a_planted_reshard_is_called_out_with_its_line(monkeypatch):
     assert not found.equal
     unasked = [problem for problem in found.problems if "the compiler added it" in problem]
     assert any(f"test_partitioned.py:{line}" in problem for problem in unasked), found.problems
-    assert any("all-gather of float32 32x32x32 (131,072 bytes) over fsdp" in problem for problem in unasked)
+    assert any(
+        "all-gather of float32 32x32x32 (131,072 bytes) over fsdp" in problem for problem in unasked
+    )
     text = "\n".join(found.lines(one))
     assert "does not move what tier 1 says" in text
     assert unasked[0] in text

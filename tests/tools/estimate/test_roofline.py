@@ -22,7 +22,9 @@ from jaxtp.train.config import DataConfig, MeshConfig, TrainConfig
 BY_HAND = read_table(__file__, "rings")
 US = 1e-6
 IDEAL = {
-    "h100": dataclasses.replace(find("h100"), link_efficiency=1.0, latency=0.0, hop=0.0, network_hop=0.0),
+    "h100": dataclasses.replace(
+        find("h100"), link_efficiency=1.0, latency=0.0, hop=0.0, network_hop=0.0
+    ),
     "mi300x": dataclasses.replace(find("mi300x"), link_efficiency=1.0),
 }
 H100 = IDEAL["h100"]
@@ -117,7 +119,9 @@ def test_a_latency_belongs_to_its_hardware():
         assert seconds_of(hardware, *OVER_TP, kind, 0.0) == pytest.approx(seconds), hardware
 
 
-MODEL = jaxtp.ModelConfig(vocab_size=512, d_model=1024, num_heads=16, num_kv_heads=8, head_dim=64, d_ff=4096)
+MODEL = jaxtp.ModelConfig(
+    vocab_size=512, d_model=1024, num_heads=16, num_kv_heads=8, head_dim=64, d_ff=4096
+)
 CONFIG = TrainConfig(model=MODEL, data=DataConfig(sequence_length=1024, global_batch_size=64))
 
 
@@ -130,7 +134,8 @@ def timed(hardware=H100, devices=8, model=MODEL, **mesh):
 def test_better_hardware_is_faster_in_its_own_part():
     base = timed(tp=8)
     faster = {
-        name: timed(dataclasses.replace(H100, **{name: 2 * getattr(H100, name)}), tp=8) for name in ("flops", "link")
+        name: timed(dataclasses.replace(H100, **{name: 2 * getattr(H100, name)}), tp=8)
+        for name in ("flops", "link")
     }
     assert faster["flops"].products < base.products
     assert faster["flops"].communication == base.communication
@@ -165,7 +170,9 @@ TINY = jaxtp.ModelConfig(**BY_HAND["tiny"])
 @pytest.mark.wide
 @pytest.mark.parametrize(("remat", "experts"), [("none", 0), ("full", 0), ("save_dots", 4)])
 def test_a_compiled_part_does_no_less_than_the_least(remat, experts):
-    """Without recomputation as much, but for logits, computed twice, and masked scores of attention."""
+    """Without recomputation as much, but for logits, computed twice, and masked scores of
+    attention.
+    """
     mesh = mesh_shape(fsdp=2, tp=2)
     config = TrainConfig(
         model=dataclasses.replace(TINY, remat=remat, num_experts=experts),
@@ -179,7 +186,9 @@ def test_a_compiled_part_does_no_less_than_the_least(remat, experts):
     # A CPU's compiler drops the names of the products of attention.
     found["attention"]["flops"] += found["other"]["flops"]
     names = ("MLP", "projections", "attention", "embedding, loss", "all")
-    mlp, projections, attention, loss, all_parts = (found[name]["flops"] / found[name]["least_flops"] for name in names)
+    mlp, projections, attention, loss, all_parts = (
+        found[name]["flops"] / found[name]["least_flops"] for name in names
+    )
     moving = [found[name] for name in ("sent over fsdp", "sent over tp") if name in found]
     sent = [part["bytes_sent"] / part["least_bytes"] for part in moving]
     assert min([mlp, projections, attention, all_parts, *sent]) >= 1

@@ -51,7 +51,9 @@ MODEL = jaxtp.ModelConfig(
 CONFIG = TrainConfig(model=MODEL, data=DataConfig(sequence_length=2048, global_batch_size=32))
 IN_FLOAT32 = replace_nested(CONFIG, {"model.precision.compute": "float32"})
 FUSED = replace_nested(CONFIG, {"model.attention": "auto"})
-MIXTURE = replace_nested(FUSED, {"model.d_ff": 1024, "model.num_experts": 6, "model.experts_per_token": 2})
+MIXTURE = replace_nested(
+    FUSED, {"model.d_ff": 1024, "model.num_experts": 6, "model.experts_per_token": 2}
+)
 facts_of_model = cache(lambda model: describe_model(dataclasses.replace(CONFIG, model=model)))
 
 
@@ -95,7 +97,9 @@ def words(result, configured=None, alternatives=()):
 
 @pytest.mark.wide
 def test_of_a_batch_with_many_divisors_some_are_tried():
-    result = found(replace_nested(CONFIG, {"data.global_batch_size": 2_000_000}), [mesh_shape(dp=8)])
+    result = found(
+        replace_nested(CONFIG, {"data.global_batch_size": 2_000_000}), [mesh_shape(dp=8)]
+    )
     assert {setting.config.train.accumulation for setting in result.all} >= {1, 250_000}
     assert len(result.all) == MAX_ACCUMULATIONS * len(REMATS)
 
@@ -103,7 +107,9 @@ def test_of_a_batch_with_many_divisors_some_are_tried():
 def test_no_setting_takes_less_memory_than_the_leanest():
     result = found(devices=2)
     for best in result.settings:
-        lean = [estimate(config, best.target, facts()).memory.total for config in leanest(best.config)]
+        lean = [
+            estimate(config, best.target, facts()).memory.total for config in leanest(best.config)
+        ]
         assert min(lean) == min(one.memory.total for one in result.all if one.sizes == best.sizes)
 
 
@@ -177,9 +183,13 @@ def test_the_best_setting_is_explained():
     best, *_, other = result.settings
     alternatives = faster(result, facts())
     told = words(result, other, alternatives)
-    assert told["best"].startswith(f"{best} with remat {best.config.model.remat} and micro-batches of {best.rows}: ")
+    assert told["best"].startswith(
+        f"{best} with remat {best.config.model.remat} and micro-batches of {best.rows}: "
+    )
     time = best.time
-    largest = max(time.products, time.attention, time.elementwise, time.update, *time.communication.values())
+    largest = max(
+        time.products, time.attention, time.elementwise, time.update, *time.communication.values()
+    )
     assert re.search(rf": [\w ]+ {largest / time.serial:.0%}, ", told["step"])
     assert f", {time.expected / other.time.expected:.2f} x as fast" in told["now"]
     assert {"memory", "step", "run"} <= set(told)
@@ -220,7 +230,12 @@ def test_another_kernel_of_attention_is_searched_with_all_meshes():
 
 
 def test_a_kernel_that_runs_already_is_not_proposed():
-    for attention, is_other in {"xla": True, "blockwise": True, "fused": False, "auto": False}.items():
+    for attention, is_other in {
+        "xla": True,
+        "blockwise": True,
+        "fused": False,
+        "auto": False,
+    }.items():
         run = Run(replace_nested(CONFIG, {"model.attention": attention}), WHERE)
         assert (changed(run, "--model.attention auto") is not None) == is_other
 
@@ -279,8 +294,12 @@ def test_where_no_single_change_would_do_all_go_together():
     small = with_room(1.01 * room_for(lora, devices=256))
     anywhere = replace_nested(IN_FLOAT32, {"mesh.tp_across_hosts": True})
     tight = search(anywhere, target(small, 256, 0.75), facts(), meshes_to_try(anywhere, 256))
-    remedy = next(other for other in remedies(tight, facts()) if "--model.lora.rank 16" in other.change)
-    assert remedy.change.startswith("--model.precision.compute bfloat16 --model.attention auto XLA_PYTHON")
+    remedy = next(
+        other for other in remedies(tight, facts()) if "--model.lora.rank 16" in other.change
+    )
+    assert remedy.change.startswith(
+        "--model.precision.compute bfloat16 --model.attention auto XLA_PYTHON"
+    )
     assert remedy.setting.has_margin
 
 
@@ -293,7 +312,9 @@ def test_experts_are_over_tp_or_inside_on_every_mesh():
 
 def test_products_with_all_experts_are_warned_of_and_cost_as_much():
     meshes = [mesh_shape(tp=8)]
-    own, dense = (found(replace_nested(MIXTURE, {"model.grouped": name}), meshes) for name in ("auto", "xla"))
+    own, dense = (
+        found(replace_nested(MIXTURE, {"model.grouped": name}), meshes) for name in ("auto", "xla")
+    )
     mixture = facts(MIXTURE)
     assert "pallas products of experts (it multiplies each row" in heading(MIXTURE, WHERE, mixture)
     warned = heading(dense.settings[0].config, WHERE, mixture)
@@ -310,7 +331,11 @@ LACKING = {
         "cuda 8.0",
         "would multiply in 16 bits; it needs cuda 8.9",
     ),
-    "model.precision.matmul=mxfp8": ("cpu, cuda, cuda 10.0", "rocm", "would multiply in 16 bits; it needs cuda 10.0"),
+    "model.precision.matmul=mxfp8": (
+        "cpu, cuda, cuda 10.0",
+        "rocm",
+        "would multiply in 16 bits; it needs cuda 10.0",
+    ),
 }
 
 
@@ -348,8 +373,12 @@ def test_changes_that_would_make_it_fit_are_proposed():
 
 
 def test_where_nothing_fits_a_batch_without_accumulation_is_proposed():
-    """Sums of gradients in float32 beside gradients in bfloat16 do not fit; a batch that needs no sums does."""
-    narrow = replace_nested(FUSED, {"model.precision.param": "bfloat16", "data.global_batch_size": 256})
+    """Sums of gradients in float32 beside gradients in bfloat16 do not fit; a batch that needs
+    no sums does.
+    """
+    narrow = replace_nested(
+        FUSED, {"model.precision.param": "bfloat16", "data.global_batch_size": 256}
+    )
     meshes = [OVER_FSDP, mesh_shape(fsdp=4, tp=2)]
     room = least(found(narrow, meshes)) - 1
     tight = found(narrow, meshes, room, hardware=with_room(room))

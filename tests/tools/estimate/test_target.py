@@ -12,7 +12,15 @@ from jaxtp.analysis.step_costs import step_costs
 from jaxtp.config.schema import replace_nested
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_shape
-from jaxtp.tools.estimate.compiler import GPU_COMPILERS, TargetError, ask, compile_for, installed, topology, with_cudnn
+from jaxtp.tools.estimate.compiler import (
+    GPU_COMPILERS,
+    TargetError,
+    ask,
+    compile_for,
+    installed,
+    topology,
+    with_cudnn,
+)
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device, with_attention
 
@@ -68,7 +76,9 @@ def test_a_step_is_compiled_for_gpus_that_are_not_there():
     assert first.argument_bytes == memory.state + memory.batch
     assert first.argument_bytes + first.temp_bytes <= first.peak_bytes < 2**30
     assert sum(part["flops"] for part in first.parts.values()) == first.flops
-    assert min(first.parts[name]["product_bytes"] for name in ("attention", "MLP", "projections")) > 0
+    assert (
+        min(first.parts[name]["product_bytes"] for name in ("attention", "MLP", "projections")) > 0
+    )
     moved = {(m.kind, m.axes): m for m in first.collectives}
     for kind in ("all-gather", "reduce-scatter"):
         assert moved[kind, ("fsdp",)].count > CONFIG.model.num_layers
@@ -76,14 +86,24 @@ def test_a_step_is_compiled_for_gpus_that_are_not_there():
 
 
 def test_no_stack_of_frozen_weights_is_copied():
-    """A layer adds its input, 0.25 MiB, and gradients of adapters; a copy of its weights would be 3."""
+    """A layer adds its input, 0.25 MiB, and gradients of adapters; a copy of its weights would
+    be 3.
+    """
     low = jaxtp.Precision(param="bfloat16", compute="bfloat16")
-    wide = {"d_model": 2048, "num_heads": 16, "num_kv_heads": 16, "head_dim": 128, "d_ff": 4096, "attention": "xla"}
+    wide = {
+        "d_model": 2048,
+        "num_heads": 16,
+        "num_kv_heads": 16,
+        "head_dim": 128,
+        "d_ff": 4096,
+        "attention": "xla",
+    }
     adapters = LoraConfig(rank=4)
     model = jaxtp.ModelConfig(lora=adapters, precision=low, remat="full", **wide)
     config = TrainConfig(model=model, data=DataConfig(sequence_length=64, global_batch_size=8))
     few, many = (
-        compiled_for_h100(replace_nested(config, {"model.num_layers": layers}), FSDP).temp_bytes for layers in (4, 36)
+        compiled_for_h100(replace_nested(config, {"model.num_layers": layers}), FSDP).temp_bytes
+        for layers in (4, 36)
     )
     assert many - few < 32 * 2**19
 
@@ -96,7 +116,8 @@ def test_the_attention_of_cudnn_is_compiled_without_a_gpu():
     long = replace_nested(CONFIG, changes | {"data.sequence_length": 8192})
     where = {"hosts": 1, "devices_per_host": 8, "timeout_s": 300}
     cudnn, fused, xla = (
-        compile_for(with_attention(long, name), SIZES, "h100", **where) for name in ("cudnn", "fused", "xla")
+        compile_for(with_attention(long, name), SIZES, "h100", **where)
+        for name in ("cudnn", "fused", "xla")
     )
     assert cudnn.notes[-1] == "the workspace of cuDNN's kernels is not counted"
     costs = step_costs(long.model, SIZES, batch_size=4, sequence_length=8192, platform="cuda 9.0")
@@ -160,13 +181,17 @@ for method in ("pallas", "xla"):
 
 def answers(program, request):
     """Returns the lines of JSON that a program prints."""
-    done = subprocess.run([sys.executable, "-c", program], input=json.dumps(request), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=json.dumps(request), capture_output=True, text=True
+    )
     assert not done.returncode, done.stderr
     return list(map(json.loads, done.stdout.splitlines()))
 
 
 def test_each_row_is_multiplied_with_its_own_expert_alone():
-    """By Pallas' kernels, which spill no registers; XLA lays the rows out for each of the experts, in memory."""
+    """By Pallas' kernels, which spill no registers; XLA lays the rows out for each of the
+    experts, in memory.
+    """
     shape = [4096 * 8, 2048, 768, 128]
     rows, width, columns, groups = shape
     pallas, xla = answers(GROUPED, shape)
@@ -193,7 +218,9 @@ print(json.dumps([text.count('custom_call_target="__cudnn$blockScaledDot"'), len
 
 
 def test_blackwell_multiplies_scaled_blocks():
-    """Output and input gradient; XLA would silently multiply in bfloat16 what cuDNN does not take."""
+    """Output and input gradient; XLA would silently multiply in bfloat16 what cuDNN does not
+    take.
+    """
     assert answers(MXFP8, [(2, 500, 2048), (2048, 4096), (2, 500, 4096)]) == [[2, 1]]
 
 
@@ -233,7 +260,8 @@ for step, one, shapes in programs:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "width"), sweep_of([["bfloat16", "float32"], [128, 256]], ("bfloat16", 128), ("float32", 128))
+    ("dtype", "width"),
+    sweep_of([["bfloat16", "float32"], [128, 256]], ("bfloat16", 128), ("float32", 128)),
 )
 def test_the_states_of_gated_deltanet_spill_no_registers(dtype, width):
     (compiled,) = answers(DELTA, (False, dtype, width))
@@ -242,7 +270,9 @@ def test_the_states_of_gated_deltanet_spill_no_registers(dtype, width):
 
 @pytest.mark.wide
 def test_gated_deltanet_is_compiled_without_loops():
-    """The backward pass does not compute the states again, and takes no more memory than with loops."""
+    """The backward pass does not compute the states again, and takes no more memory than with
+    loops.
+    """
     pallas, xla = answers(DELTA, (True, "bfloat16", 128))
     assert (pallas["kernels"], pallas["loops"]) == (["states", "gradient"], 0)
     assert (xla["kernels"], xla["loops"]) == ([], 2)

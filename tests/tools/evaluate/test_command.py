@@ -93,18 +93,33 @@ def test_numbers_by_source_and_by_length(tiny_model, lines, tmp_path, capsys):
     ids = [found.tolist() for found in tokenizer.encode_batch(TEXTS)]
     assert first["documents"] == len(TEXTS)
     assert first["tokens"] == sum(len(each) - 1 for each in ids)
-    assert first["bytes"] == sum(len(tokenizer.decode(np.array(each[1:], np.uint32))) for each in ids)
+    assert first["bytes"] == sum(
+        len(tokenizer.decode(np.array(each[1:], np.uint32))) for each in ids
+    )
     lengths = record["by_length"]
-    assert record["all"]["documents"] == sum(part["documents"] for part in lengths) == len(TEXTS) + 1
+    assert (
+        record["all"]["documents"] == sum(part["documents"] for part in lengths) == len(TEXTS) + 1
+    )
     of_documents = [len(each) for each in [*ids, ids[-1]]]
     for part in lengths:
-        inside = [length for length in of_documents if part["tokens_from"] <= length <= part["tokens_to"]]
+        inside = [
+            length for length in of_documents if part["tokens_from"] <= length <= part["tokens_to"]
+        ]
         assert part["documents"] == len(inside)
         assert part["tokens"] == sum(inside) - len(inside)
     (single,) = (part for part in lengths if part["tokens_from"] == 1)
     assert (single["tokens"], single["loss"], single["bits_per_byte"]) == (0, None, None)
     header, *_, last = captured.out.splitlines()
-    assert header.split() == ["window", "documents", "tokens", "bytes", "loss", "perplexity", "bits/byte", "accuracy"]
+    assert header.split() == [
+        "window",
+        "documents",
+        "tokens",
+        "bytes",
+        "loss",
+        "perplexity",
+        "bits/byte",
+        "accuracy",
+    ]
     assert last.split()[:2] == ["all", "16"]
     assert f"{record['all']['loss']:.6f}" in last
     assert "parameters, float32" in captured.err
@@ -112,8 +127,14 @@ def test_numbers_by_source_and_by_length(tiny_model, lines, tmp_path, capsys):
 
 def test_a_limit_counts_the_documents_that_are_read(tiny_model, tmp_path):
     """The first of them are shorter than the others."""
-    data = prepared_by(tiny_model, tmp_path / "d", jsonl(tmp_path / "a.jsonl", ["é" * size for size in (2, 3, 40, 50)]))
-    model = SimpleNamespace(name="m", config=SimpleNamespace(vocab_size=300), tokenizer=load_tokenizer(data))
+    data = prepared_by(
+        tiny_model,
+        tmp_path / "d",
+        jsonl(tmp_path / "a.jsonl", ["é" * size for size in (2, 3, 40, 50)]),
+    )
+    model = SimpleNamespace(
+        name="m", config=SimpleNamespace(vocab_size=300), tokenizer=load_tokenizer(data)
+    )
     for limit, count in {2: 2, 3: 3, 4: 4, 9: 4, None: 4}.items():
         (opened,) = open_inputs(EvaluateConfig(data=(data,), limit=limit), tmp_path, model)
         assert opened.num_documents == len(list(opened.documents())) == count
@@ -138,7 +159,12 @@ def test_several_models_in_one_table(tiny_model, lines, tmp_path, capsys):
     assert both[1] == evaluated(capsys, "--model", other, *given)
     losses = [record["all"]["loss"] for record in both]
     assert losses[0] != losses[1]
-    parts = [[f"{tiny_model}:", str(lines)], [f"{tiny_model}:", "all"], [f"{other}:", str(lines)], [f"{other}:", "all"]]
+    parts = [
+        [f"{tiny_model}:", str(lines)],
+        [f"{tiny_model}:", "all"],
+        [f"{other}:", str(lines)],
+        [f"{other}:", "all"],
+    ]
     assert [row[:2] for row in rows] == parts
     assert [row[-4] for row in rows[1::2]] == [f"{loss:.6f}" for loss in losses]
 
@@ -159,7 +185,16 @@ def test_a_model_and_a_run_that_was_tuned_from_it_are_compared(tiny_model, tmp_p
     data = prepared_by(tiny_model, tmp_path / "d", rows, "--held-out", "0.1")
     tuned = tmp_path / "run"
     flags = ["--run.dir", tuned, "--model.from-hf", tiny_model, "--data.path", data]
-    flags += ["--data.sequence-length", 16, "--train.steps", 2, "--eval.batches", 1, "--mesh", "tp=2"]
+    flags += [
+        "--data.sequence-length",
+        16,
+        "--train.steps",
+        2,
+        "--eval.batches",
+        1,
+        "--mesh",
+        "tp=2",
+    ]
     assert train(list(map(str, flags))) == 0
     given = ["--text", write(tmp_path / "text.txt", TEXT[:5000]), "--limit", 1]
     models = evaluated(capsys, "--model", tiny_model, tuned, *given)["models"]
@@ -177,7 +212,9 @@ def test_what_precedes_a_text_counts_no_byte(tiny_model, tmp_path, capsys):
         given = ["--model", model, "--sequence-length", 16]
         record = evaluated(capsys, *given, "--text", text)
         assert (record["all"]["bytes"] == len(TEXTS[-1].encode())) is (name != "plain")
-        of_data = evaluated(capsys, *given, "--data", prepared_by(model, tmp_path / f"data of {name}", text))
+        of_data = evaluated(
+            capsys, *given, "--data", prepared_by(model, tmp_path / f"data of {name}", text)
+        )
         assert of_data["all"] == record["all"], "a dataset gives what its files do"
 
 
@@ -193,7 +230,9 @@ def test_adapters_are_those_of_the_merged_model(tiny_model, lines, tmp_path, cap
         jaxtp.save_hf(jaxtp.merge_adapters(adapted), merged, tokenizer_from=tiny_model)
     given = ["--text", lines, "--sequence-length", 64]
     flags = [[tiny_model], [merged], [tiny_model, "--adapters", adapters]]
-    plain, as_one, found = (evaluated(capsys, "--model", *model, *given)["all"]["loss"] for model in flags)
+    plain, as_one, found = (
+        evaluated(capsys, "--model", *model, *given)["all"]["loss"] for model in flags
+    )
     assert found == pytest.approx(as_one, rel=1e-6)
     assert found != pytest.approx(plain, rel=1e-4)
 
@@ -255,12 +294,14 @@ REFUSED = {
     "--model {model} --text {here}/blank.jsonl": "all documents are empty",
     "--model {model} --text {here}/broken.jsonl": "line 2: not JSON",
     "--model {model} --text {here}/other.jsonl": "did you mean 'txt'?",
-    "--model {model} --text {here}/chat.jsonl": "prepare it with jaxtp prepare --messages NAME, then --data",
+    "--model {model} --text "
+    "{here}/chat.jsonl": "prepare it with jaxtp prepare --messages NAME, then --data",
     "--model {model} --text {here}/nothing.jsonl": "all documents are empty",
     "--model {model} --text {here}/empty.tx": "did you mean {here}/empty.txt?",
     "--model {model} --text {here}/folder": "no file in this folder",
     "--model {model} --text {data}": "read it by --data {data}",
-    "--model {model} --text {here}/long.jsonl --max-document-bytes 100": "line 2: more than 100 bytes; a larger",
+    "--model {model} --text {here}/long.jsonl "
+    "--max-document-bytes 100": "line 2: more than 100 bytes; a larger",
     "--model {model} --data {here}/one.txt": "--text",
     "--model {model} --data {here}/folders": "did you mean {here}/folder?",
     "--model {model} --data {data}": "Prepare the documents again with --tokenizer",
@@ -279,11 +320,18 @@ def test_contradictions_and_inputs_that_cannot_be_measured_are_refused(
         assert_refused(run, words.format(**places).split(), message.format(**places), capsys)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tiny_model, lines, tmp_path, capsys):
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+    tiny_model, lines, tmp_path, capsys
+):
     tokenizer = json.loads(byte_level())
     tokenizer["model"]["vocab"]["x"] = 3000
     model = changed_model(tiny_model, tmp_path / "model", json.dumps(tokenizer))
-    assert_refused(run, ["--model", model, "--text", lines], f"the token 3000 is beyond the 300 of {model}", capsys)
+    assert_refused(
+        run,
+        ["--model", model, "--text", lines],
+        f"the token 3000 is beyond the 300 of {model}",
+        capsys,
+    )
 
 
 def test_tasks_need_the_harness(tiny_model, monkeypatch, capsys):

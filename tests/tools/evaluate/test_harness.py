@@ -1,4 +1,6 @@
-"""The model class for lm-evaluation-harness on tasks that need no download, beside plain log-probabilities."""
+"""The model class for lm-evaluation-harness on tasks that need no download, beside plain
+log-probabilities.
+"""
 
 import json
 import shutil
@@ -25,7 +27,11 @@ from jaxtp.tools.evaluate.__main__ import main
 from jaxtp.tools.evaluate.harness import HarnessError, JaxtpLM
 from jaxtp.tools.evaluate.measure import Scorer
 
-QUESTIONS = [("the lazy", [" dog", " a", " ran, the dog"]), ("naïve", [" café", " dog"]), ("the lazy", [" dog", " b"])]
+QUESTIONS = [
+    ("the lazy", [" dog", " a", " ran, the dog"]),
+    ("naïve", [" café", " dog"]),
+    ("the lazy", [" dog", " b"]),
+]
 
 
 def requests(kind, *pairs):
@@ -51,7 +57,9 @@ def model(tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def logprobs(model):
-    """The log-probabilities `[T, V]` of what follows each of some tokens, in float64 from whole logits."""
+    """The log-probabilities `[T, V]` of what follows each of some tokens, in float64 from whole
+    logits.
+    """
     compute = nnx.jit(lambda model, ids: model(ids))
     whole = jaxtp.load_hf(model)
 
@@ -74,10 +82,14 @@ def most_likely(logprobs, ids, count, vocab_size=None):
 def opened(model, batch_size=8, sequence_length=2048, **mesh):
     source = open_source(model, SourceConfig(special_tokens=True))
     decoder = source.load(jaxtp.make_mesh(**mesh))
-    return JaxtpLM(decoder, source, batch_size=batch_size, max_length=sequence_length, interrupt=Interrupt())
+    return JaxtpLM(
+        decoder, source, batch_size=batch_size, max_length=sequence_length, interrupt=Interrupt()
+    )
 
 
-@pytest.mark.parametrize("settings", [{"batch_size": 1}, {"batch_size": 5, "fsdp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"batch_size": 1}, {"batch_size": 5, "fsdp": 2, "tp": 2}], ids=str
+)
 def test_log_likelihoods(model, logprobs, settings):
     lm = opened(model, **settings)
     pairs = [("", "the dog")]
@@ -126,7 +138,10 @@ def test_a_text_longer_than_the_model_reads_is_cut_into_windows(model, logprobs)
             total += logprobs(window)[-len(labels) :][np.arange(len(labels)), labels].sum()
         assert logprob == pytest.approx(total, rel=1e-6)
     too_long = "a continuation has 17 tokens, and the model reads 16"
-    for continuation, message in (([2] * 17, too_long), ([300], "the token 300 is beyond the 300 of")):
+    for continuation, message in (
+        ([2] * 17, too_long),
+        ([300], "the token 300 is beyond the 300 of"),
+    ):
         with pytest.raises(HarnessError, match=message):
             lm._loglikelihood_tokens([(None, [1], continuation)])
 
@@ -137,7 +152,9 @@ def test_texts_end_at_their_stop_texts(model, logprobs):
     settings = {"until": ["\n"], "max_gen_toks": 4, "do_sample": False, "temperature": 0.7}
 
     def generate(settings, *prompts):
-        return lm.generate_until(requests("generate_until", *((prompt, settings) for prompt in prompts)))
+        return lm.generate_until(
+            requests("generate_until", *((prompt, settings) for prompt in prompts))
+        )
 
     prompts = ["the lazy dog", "Grüße, the lazy"]
     found = generate(settings, *prompts)
@@ -146,7 +163,9 @@ def test_texts_end_at_their_stop_texts(model, logprobs):
         greedy = tokenizer.decode(np.array(ids)).decode(errors="replace")
         assert text == greedy.split("\n")[0].split("<|end|>")[0]
     stop = found[0][1:2]
-    assert generate({"until": [stop], "max_gen_toks": 4}, prompts[0]) == [found[0].partition(stop)[0]]
+    assert generate({"until": [stop], "max_gen_toks": 4}, prompts[0]) == [
+        found[0].partition(stop)[0]
+    ]
     for wrong, message in (({"num_beams": 4}, "num_beams"), ({"max_gen_toks": 10**6}, "reads")):
         with pytest.raises(HarnessError, match=message):
             generate(wrong, "a")
@@ -156,7 +175,10 @@ def test_a_conversation_is_written_by_the_template(model, tiny_model):
     lm = opened(model)
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     assert lm.apply_chat_template(messages[:1]) == "<|turn|>hi<|stop|><|turn|>"
-    assert lm.apply_chat_template(messages, add_generation_prompt=False) == "<|turn|>hi<|stop|><|turn|>yes"
+    assert (
+        lm.apply_chat_template(messages, add_generation_prompt=False)
+        == "<|turn|>hi<|stop|><|turn|>yes"
+    )
     assert lm.tok_encode("<|turn|>hi")[1] == begins(lm, "<|turn|>")
     plain = opened(tiny_model)
     assert plain.prefix_token_id == plain.eot_token_id == begins(plain, "\n")
@@ -166,7 +188,10 @@ def test_a_conversation_is_written_by_the_template(model, tiny_model):
 def tasks(tmp_path_factory):
     """A folder of tasks of each kind, about `QUESTIONS`."""
     folder = tmp_path_factory.mktemp("tasks")
-    rows = [{"q": context, "options": answers[:2], "a": len(answers) % 2} for context, answers in QUESTIONS]
+    rows = [
+        {"q": context, "options": answers[:2], "a": len(answers) % 2}
+        for context, answers in QUESTIONS
+    ]
     file = jsonl(folder / "rows.jsonl", rows)
     for task in Path(__file__).with_name("tasks").glob("*.yaml"):
         (folder / task.name).write_text(task.read_text().replace("ROWS", str(file)))
@@ -182,21 +207,35 @@ REFUSED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning"
+)
 class TestTheCommand:
     def test_tasks_of_ones_own(self, model, tasks, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub"))
         names = ["--tasks", "own_choice", "--tasks", "own_rolling", "--tasks", "own_text"]
-        flags = ["--model", str(model), "--task-folder", str(tasks), *names, "--cache", str(tmp_path / "cache")]
+        flags = [
+            "--model",
+            str(model),
+            "--task-folder",
+            str(tasks),
+            *names,
+            "--cache",
+            str(tmp_path / "cache"),
+        ]
         file = tmp_path / "numbers.json"
         assert main([*flags, "--json", str(file)]) == 0
         record = json.loads(file.read_text())
         assert "|own_choice |" in capsys.readouterr().out
         assert record["n-samples"]["own_choice"] == {"original": 3, "effective": 3}
         texts = [context for context, _ in QUESTIONS]
-        total = sum(opened(model).loglikelihood_rolling(requests("loglikelihood_rolling", *zip(texts))))
+        total = sum(
+            opened(model).loglikelihood_rolling(requests("loglikelihood_rolling", *zip(texts)))
+        )
         expected = -total / np.log(2) / len("".join(texts).encode())
-        assert record["results"]["own_rolling"]["bits_per_byte,none"] == pytest.approx(expected, rel=1e-6)
+        assert record["results"]["own_rolling"]["bits_per_byte,none"] == pytest.approx(
+            expected, rel=1e-6
+        )
         monkeypatch.setattr(JaxtpLM, "_loglikelihood_tokens", None)
         monkeypatch.setattr(JaxtpLM, "generate_until", None)
         assert main([*flags, "--json", "-"]) == 0, "all answers are in the cache"
@@ -204,11 +243,23 @@ class TestTheCommand:
         assert "torch" not in sys.modules
 
     @pytest.mark.parametrize("flags", sweep(list(REFUSED), *list(REFUSED)[1:]))
-    def test_what_is_refused_before_the_weights_are_read(self, model, tasks, monkeypatch, capsys, flags):
+    def test_what_is_refused_before_the_weights_are_read(
+        self, model, tasks, monkeypatch, capsys, flags
+    ):
         monkeypatch.setattr("jaxtp.generate.loading.load_folder", None)
         words = ["--model", str(model), "--task-folder", str(tasks), *flags.split()]
         assert_refused(main, words, REFUSED[flags], capsys)
 
     def test_a_chat_needs_a_template(self, tiny_model, tasks, capsys):
-        words = ["--model", str(tiny_model), "--task-folder", str(tasks), "--tasks", "own_choice", "--chat"]
-        assert_refused(main, words, f"--chat: {tiny_model} has no chat template; leave --chat out", capsys)
+        words = [
+            "--model",
+            str(tiny_model),
+            "--task-folder",
+            str(tasks),
+            "--tasks",
+            "own_choice",
+            "--chat",
+        ]
+        assert_refused(
+            main, words, f"--chat: {tiny_model} has no chat template; leave --chat out", capsys
+        )

@@ -132,8 +132,20 @@ def test_an_interrupt_waits_for_the_batch():
 
 
 def test_numbers_of_totals():
-    numbers = Totals(documents=2, tokens=4, num_bytes=8, nats=8 * np.log(2), num_correct=1).numbers()
-    assert [numbers[name] for name in ("perplexity", "bits_per_byte", "accuracy")] == pytest.approx([4, 1, 0.25])
+    numbers = Totals(
+        documents=2, tokens=4, num_bytes=8, nats=8 * np.log(2), num_correct=1
+    ).numbers()
+    assert [numbers[name] for name in ("perplexity", "bits_per_byte", "accuracy")] == pytest.approx(
+        [4, 1, 0.25]
+    )
     assert Totals(tokens=1, nats=1e4).numbers()["perplexity"] is None, "it overflows"
     assert Totals(tokens=1, nats=1.0).numbers()["bits_per_byte"] is None
-    assert [power_of_two(number) for number in (0, 1, 2, 3, 4, 1023, 1024)] == [0, 1, 2, 2, 4, 512, 1024]
+    assert [power_of_two(number) for number in (0, 1, 2, 3, 4, 1023, 1024)] == [
+        0,
+        1,
+        2,
+        2,
+        4,
+        512,
+        1024,
+    ]

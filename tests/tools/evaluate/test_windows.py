@@ -9,14 +9,19 @@ from jaxtp.data.packing import Packed
 from jaxtp.data.rows import IGNORE, SEGMENTS
 from jaxtp.tools.evaluate.measure import GROUPS, Window, batches, row_length, rows, spans
 
-LENGTHS = st.integers(1, 40).flatmap(lambda length: st.tuples(st.just(length), st.integers(1, length)))
+LENGTHS = st.integers(1, 40).flatmap(
+    lambda length: st.tuples(st.just(length), st.integers(1, length))
+)
 DOCUMENTS = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 
 
 def made(lengths):
     """Documents of so many tokens, each token another one."""
     ends = np.cumsum(lengths)
-    return [np.arange(end - length, end, dtype=np.int32) for end, length in zip(ends, lengths, strict=True)]
+    return [
+        np.arange(end - length, end, dtype=np.int32)
+        for end, length in zip(ends, lengths, strict=True)
+    ]
 
 
 def windows(documents, length, stride, first=1):
@@ -34,7 +39,9 @@ def test_every_token_after_the_prompt_counts_once(num_tokens, first, sizes):
     for begin, end, counted in spans(num_tokens, first, length, stride):
         assert 1 <= counted < end - begin <= length + 1
         for index in range(end - counted, end):
-            assert index - begin >= min(index, length - stride + 1), "tokens before it, all or so many"
+            assert index - begin >= min(index, length - stride + 1), (
+                "tokens before it, all or so many"
+            )
             seen.append(index)
     assert seen == list(range(max(first, 1), num_tokens))
 
@@ -55,15 +62,21 @@ def test_rows_hold_every_window_once(lengths, sizes, multiple, batch_size):
         shapes.add((count, size))
         counted = batch["labels"] != IGNORE
         assert np.array_equal(counted, batch[GROUPS] >= 0)
-        assert np.array_equal(batch["labels"][counted], batch["inputs"][counted] + 1), "what follows in the document"
-        for label, group in zip(batch["labels"][counted].tolist(), batch[GROUPS][counted].tolist(), strict=True):
+        assert np.array_equal(batch["labels"][counted], batch["inputs"][counted] + 1), (
+            "what follows in the document"
+        )
+        for label, group in zip(
+            batch["labels"][counted].tolist(), batch[GROUPS][counted].tolist(), strict=True
+        ):
             assert label not in found
             found[label] = group
         inside = (batch[SEGMENTS][:, 1:] == batch[SEGMENTS][:, :-1]) & (batch[SEGMENTS][:, 1:] > 0)
         assert (np.diff(batch["inputs"])[inside] == 1).all(), "a segment is one window"
     assert len(shapes) == len({size for _, size in shapes}), "a program for each length"
     documents = dict(enumerate(made(lengths)))
-    assert found == {int(token): group for group, tokens in documents.items() for token in tokens[1:]}
+    assert found == {
+        int(token): group for group, tokens in documents.items() for token in tokens[1:]
+    }
 
 
 @given(DOCUMENTS, st.integers(1, 40))
@@ -82,7 +95,11 @@ def test_windows_without_overlap_are_what_training_reads(lengths, length):
     documents = InMemory(np.concatenate(shorter), sizes, "here")
     trained = [pair for row in Packed(documents, length, 256) for pair in read(*row.values())]
     read_here = windows([tokens.astype(np.int32) for tokens in shorter], length, length)
-    ours = [pair for row in rows(read_here, length) for pair in read(row["inputs"], row["labels"], row[SEGMENTS])]
+    ours = [
+        pair
+        for row in rows(read_here, length)
+        for pair in read(row["inputs"], row["labels"], row[SEGMENTS])
+    ]
     assert sorted(ours) == sorted(trained)
 
 

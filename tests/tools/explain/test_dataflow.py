@@ -111,7 +111,9 @@ def test_of_a_whole_array_of_the_batch_each_device_gathers_its_rows():
 
 def test_the_carry_of_a_scan_keeps_its_split():
     fed = feeds(look(lambda rngs: nnx.RNN(nnx.LSTMCell(8, 8, rngs=rngs), rngs=rngs)))
-    assert fed["cell.hi"] == {f"cell.{gate}" for gate in ("ii", "ig", "io", "hi", "hf", "hg", "ho", "if_")}
+    assert fed["cell.hi"] == {
+        f"cell.{gate}" for gate in ("ii", "ig", "io", "hi", "hf", "hg", "ho", "if_")
+    }
 
 
 def test_convolutions_einsums_and_general_layers_can_be_split():

@@ -13,7 +13,15 @@ from flax_models import FeedForward
 from support import assert_refused
 
 import jaxtp
-from jaxtp import Colwise, ContextParallel, PlanError, PrepareInput, PrepareOutput, Replicate, Rowwise
+from jaxtp import (
+    Colwise,
+    ContextParallel,
+    PlanError,
+    PrepareInput,
+    PrepareOutput,
+    Replicate,
+    Rowwise,
+)
 from jaxtp.tools.explain.__main__ import main
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import costs_of_step
@@ -53,7 +61,10 @@ def explained(plan, sizes=OVER_TP, make=build, **options):
 
 
 def bytes_of_shards(model):
-    shards = [(each.sharding.shard_shape(each.shape), each.dtype) for each in jax.tree.leaves(nnx.state(model))]
+    shards = [
+        (each.sharding.shard_shape(each.shape), each.dtype)
+        for each in jax.tree.leaves(nnx.state(model))
+    ]
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards)
 
 
@@ -62,12 +73,16 @@ def sent(times, parts, sizes):
     return times * 2 * (sizes["tp"] - 1) / sizes["tp"] * ROWS * LENGTH * WIDTH * 4 / parts
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 4}, {"dp": 2, "fsdp": 2, "tp": 2}, {"fsdp": 4, "tp": 8}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"tp": 4}, {"dp": 2, "fsdp": 2, "tp": 2}, {"fsdp": 4, "tp": 8}], ids=str
+)
 def test_bytes_stored_and_sent_are_those_by_hand(sizes):
     found = explained(SHARED, sizes)
     matrices = 3 * 3 * WIDTH * HIDDEN * 4 / (sizes["tp"] * sizes.get("fsdp", 1))
     assert found.bytes_per_device == matrices + 3 * 2 * WIDTH * 4 / sizes.get("fsdp", 1)
-    assert found.sent("tp") == pytest.approx(sent(3 * 2, sizes.get("dp", 1) * sizes.get("fsdp", 1), sizes))
+    assert found.sent("tp") == pytest.approx(
+        sent(3 * 2, sizes.get("dp", 1) * sizes.get("fsdp", 1), sizes)
+    )
     assert not found.notes
     table = " ".join(str(found).split())
     assert "layers.*.w1 x 3 Linear Colwise()" in table
@@ -85,7 +100,9 @@ def test_over_cp_weights_are_stored_and_tokens_divided():
     assert not found.added
     assert not found.notes
     assert "tp fsdp+cp" in str(found)
-    with pytest.raises(PlanError, match="cp=2 divides sequences, and the plan does not say in which modules"):
+    with pytest.raises(
+        PlanError, match="cp=2 divides sequences, and the plan does not say in which modules"
+    ):
         explained(SHARED, sizes)
 
 
@@ -152,7 +169,8 @@ WASTEFUL = {
     ),
     "an output of columns that is needed whole": (
         COLUMN,
-        "layers.*.w2 is Colwise(), and its output goes into layers.*.norm, which needs all 16 elements of",
+        "layers.*.w2 is Colwise(), and its output goes into layers.*.norm, which needs all 16 "
+        "elements of",
         f"at most {sent(1, 2, OVER_TP):,.0f} bytes",
         "(x 2)",  # the last block's output is the model's
     ),
@@ -174,7 +192,9 @@ def test_what_a_plan_moves_without_need_is_noted(name):
 
 def test_collectives_of_the_compiler_are_told_from_those_of_layers():
     found = explained(COLUMN, make=build_two, compiled=True)
-    assert {one.axes for one in found.added} == {("tp",)}, "the residual stream has to be brought together"
+    assert {one.axes for one in found.added} == {("tp",)}, (
+        "the residual stream has to be brought together"
+    )
     assert not explained(SHARED, make=build_two, compiled=True).added
 
 
@@ -254,7 +274,12 @@ def test_a_model_without_fsdp_is_compiled_as_it_is():
 
 
 def test_a_module_shares_the_inputs_of_its_layers():
-    plan = {"w1": Colwise(), "w3": Colwise(), "w2": Rowwise(), "": PrepareInput(REPLICATE, REPLICATE)}
+    plan = {
+        "w1": Colwise(),
+        "w3": Colwise(),
+        "w2": Rowwise(),
+        "": PrepareInput(REPLICATE, REPLICATE),
+    }
     found = explained(plan, make=lambda: FeedForward(nnx.Rngs(0)))
     assert "the model itself" in str(found)
     assert not found.notes

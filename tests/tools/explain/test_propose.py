@@ -1,4 +1,6 @@
-"""Proposed plans: the pairs that are found, what is shared, what is left whole, and what is said about it."""
+"""Proposed plans: the pairs that are found, what is shared, what is left whole, and what is said
+about it.
+"""
 
 import itertools
 from functools import partial
@@ -13,7 +15,14 @@ from tools.explain.nets import net, over_sum, seeded
 from jaxtp.analysis.propose import propose_plan
 from jaxtp.mesh import MeshError, mesh_shape
 from jaxtp.parallelize.plan import PlanError
-from jaxtp.parallelize.styles import Colwise, ContextParallel, PrepareInput, PrepareOutput, Replicate, Rowwise
+from jaxtp.parallelize.styles import (
+    Colwise,
+    ContextParallel,
+    PrepareInput,
+    PrepareOutput,
+    Replicate,
+    Rowwise,
+)
 
 X = jax.ShapeDtypeStruct((8, 6, 16), jnp.float32)
 IDS = jax.ShapeDtypeStruct((8, 6), jnp.int32)
@@ -40,7 +49,9 @@ def reason(proposal, module):
 
 
 def sequence(*widths):
-    return lambda rngs: nnx.Sequential(*(nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(widths)))
+    return lambda rngs: nnx.Sequential(
+        *(nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(widths))
+    )
 
 
 def rnn(cell):
@@ -117,7 +128,8 @@ def test_a_keyword_and_a_second_argument_are_shared():
 CHAINS = {
     "16 64 16": "col row",
     "16 64 32 64 16": "col row col row",
-    # Of three, two can be split: without a gradient of its input the first pair moves least, unless it makes much.
+    # Of three, two can be split: without a gradient of its input the first pair moves least, unless
+    # it makes much.
     "16 64 64 16": "col row -",
     "16 64 256 16": "- col row",
     "16 64 64 64 64 16": "col row - col row",
@@ -139,7 +151,10 @@ WHOLE = {
     "becomes a dim of 2": (partial(models.Attention, kv_heads=2), "wk"),
     "divided into 3": (rnn(nnx.GRUCell), "cell.dense_h"),
     "column and a row": (rnn(nnx.LSTMCell), "cell.hi"),
-    "splits its submodules": (partial(nnx.Conv, 16, 16, (3,), feature_group_count=16), "the model itself"),
+    "splits its submodules": (
+        partial(nnx.Conv, 16, 16, (3,), feature_group_count=16),
+        "the model itself",
+    ),
 }
 
 
@@ -150,7 +165,9 @@ def test_the_reason_for_no_split_is_said(why):
     assert proposal == {}
     assert proposal.bytes == 0
     assert why in reason(proposal, module).why
-    assert str(proposal).startswith("no plan for mesh dp 1 x fsdp 1 x cp 1 x tp 4: nothing in this model is worth")
+    assert str(proposal).startswith(
+        "no plan for mesh dp 1 x fsdp 1 x cp 1 x tp 4: nothing in this model is worth"
+    )
 
 
 def test_layers_that_move_more_together_are_left():
@@ -209,7 +226,9 @@ class Ends(nnx.Module):
 
 
 def test_vocabularies_are_split_where_that_saves_more_than_it_moves():
-    """64 x 16 floats against 8 x 6 positions: not; 4,096 x 16: yes; one table for both ends: by its rows."""
+    """64 x 16 floats against 8 x 6 positions: not; 4,096 x 16: yes; one table for both ends: by
+    its rows.
+    """
     for whole in (64, 4097):
         assert propose(partial(Ends, vocabulary=whole), IDS) == {}
     large = propose(partial(Ends, vocabulary=4096), IDS)
@@ -229,7 +248,11 @@ def test_patterns_match_no_layer_that_stays_whole():
         return model
 
     plan = propose(make, IDS)
-    assert {"layers.0.attention.wk", "layers.2.attention.wk", "layers.*.feed_forward.w1"} <= plan.keys()
+    assert {
+        "layers.0.attention.wk",
+        "layers.2.attention.wk",
+        "layers.*.feed_forward.w1",
+    } <= plan.keys()
     assert not {"layers.*.attention.wk", "layers.1.attention.wk"} & plan.keys()
 
 
@@ -248,7 +271,11 @@ def test_a_layer_on_each_head_is_gathered_for():
 
 def test_every_layer_has_a_reason():
     proposal = propose(models.Llama, IDS)
-    assert {reason.module for reason in proposal.reasons} == {"tok_embeddings", "output", *megatron("layers.*.")}
+    assert {reason.module for reason in proposal.reasons} == {
+        "tok_embeddings",
+        "output",
+        *megatron("layers.*."),
+    }
     text = str(proposal)
     for found in proposal.reasons:
         assert found.module in text
@@ -258,7 +285,9 @@ def test_every_layer_has_a_reason():
 
 
 def test_a_proposal_is_printed_and_takes_a_mesh_in_context(capsys):
-    mesh = jax.make_mesh((1, 2, 4), ("dp", "fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    mesh = jax.make_mesh(
+        (1, 2, 4), ("dp", "fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
     with jax.set_mesh(mesh):
         proposal = propose_plan(mlp, X)
     assert capsys.readouterr().out == f"{proposal}\n"
@@ -270,7 +299,11 @@ def test_a_proposal_is_printed_and_takes_a_mesh_in_context(capsys):
 
 
 def test_a_mesh_without_tp_and_what_is_no_model_are_refused():
-    for mesh, message in ((None, "propose_plan needs a mesh"), ({"fsdp": 4}, "has 1 device"), ({"tp": 0}, "tp=0")):
+    for mesh, message in (
+        (None, "propose_plan needs a mesh"),
+        ({"fsdp": 4}, "has 1 device"),
+        ({"tp": 0}, "tp=0"),
+    ):
         with pytest.raises(MeshError, match=message):
             propose_plan(mlp, X, mesh=mesh)
     for model in ({}, lambda: 3, None):
@@ -286,13 +319,17 @@ def test_over_cp_the_model_itself_takes_the_sequences():
     assert "sequences are divided over cp" in reason(over_cp, "the model itself").why
     with pytest.raises(ValueError, match="has no sequence: use cp=1"):
         propose(models.FeedForward, X.update(shape=(8, 16)), cp=2)
-    with pytest.raises(MeshError, match=r"it cannot be both Rowwise\(\) and, for cp=2, ContextParallel\(\)"):
+    with pytest.raises(
+        MeshError, match=r"it cannot be both Rowwise\(\) and, for cp=2, ContextParallel\(\)"
+    ):
         propose(partial(nnx.Embed, 4096, 16), IDS, cp=2)
 
 
 def test_a_plan_for_another_function_than_call():
     proposal = propose(
-        models.Llama, IDS, call=lambda model, ids: model.layers[0].feed_forward(model.tok_embeddings(ids))
+        models.Llama,
+        IDS,
+        call=lambda model, ids: model.layers[0].feed_forward(model.tok_embeddings(ids)),
     )
     layer = "layers.0.feed_forward"
     assert proposal.keys() == {layer, f"{layer}.w1", f"{layer}.w2", f"{layer}.w3"}

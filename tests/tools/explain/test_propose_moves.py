@@ -1,7 +1,8 @@
-"""What proposed plans move once compiled: what they say, no more than plans by hand, no more than layers one by one.
+"""What proposed plans move once compiled: what they say, no more than plans by hand, no more than
+layers one by one.
 
-The bound for a random graph is the plan that splits the same layers without pairs: each is a column layer whose output
-is gathered, so that no layer knows of another.
+The bound for a random graph is the plan that splits the same layers without pairs: each is a column
+layer whose output is gathered, so that no layer knows of another.
 """
 
 from functools import partial
@@ -60,11 +61,15 @@ def test_a_llama_block_moves_no_more_than_by_the_plan_of_the_tutorial():
 
 @pytest.mark.wide
 def test_norms_of_heads_stay_where_the_heads_are():
-    """`nnx.MultiHeadAttention` with normalised queries and keys: as by hand, their norms are gathered."""
+    """`nnx.MultiHeadAttention` with normalised queries and keys: as by hand, their norms are
+    gathered.
+    """
     build = seeded(partial(InStream, models.Encoder))
     proposed = propose(build)
     assert proposed["block.attention.query_ln"] == SequenceParallel(2)
-    by_hand = {path: style for path, style in proposed.items() if not isinstance(style, SequenceParallel)}
+    by_hand = {
+        path: style for path, style in proposed.items() if not isinstance(style, SequenceParallel)
+    }
     moved = moves(build, proposed)
     assert moved <= proposed.bytes
     assert moved < moves(build, by_hand) / 2
@@ -101,7 +106,9 @@ KINDS = ["attention", "gated", "linear", "norm", "tokens", "wide"]
 
 
 class Graph(nnx.Module):
-    """Parts in a row, each fed by the last or one before it; what comes out has the width of the input."""
+    """Parts in a row, each fed by the last or one before it; what comes out has the width of the
+    input.
+    """
 
     def __init__(self, parts, rngs):
         widths = [16]
@@ -123,7 +130,9 @@ class Graph(nnx.Module):
 
 WIDTHS = st.sampled_from([6, 8, 16, 24, 32])
 SOURCES = st.sampled_from([-1, -1, -1, -2])
-PARTS = st.lists(st.tuples(st.sampled_from(KINDS), WIDTHS, SOURCES), min_size=1, max_size=5).map(tuple)
+PARTS = st.lists(st.tuples(st.sampled_from(KINDS), WIDTHS, SOURCES), min_size=1, max_size=5).map(
+    tuple
+)
 
 
 @pytest.mark.slow
@@ -137,7 +146,9 @@ def test_plans_of_random_graphs_keep_their_word(parts):
         moved = moves(build, plan)
         assert moved <= plan.bytes * (1 + 1e-9)
         if all(width % 4 == 0 for _, width, _ in parts):  # else not every layer can be split alone
-            layers = [pattern for pattern, style in plan.items() if isinstance(style, Colwise | Rowwise)]
+            layers = [
+                pattern for pattern, style in plan.items() if isinstance(style, Colwise | Rowwise)
+            ]
             one_by_one = dict.fromkeys(layers, Colwise(output_layouts=Replicate()))
             assert moved <= moves(build, one_by_one)
         assert_same(train_on((1, 2, 4), build, plan, (X,)), train_alone(build, (X,)))

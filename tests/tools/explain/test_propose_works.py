@@ -78,7 +78,9 @@ class Declares(nnx.Module):
         self.mlp_norm = Scale((None,))
         self.q = Projection("btd,dnh->btnh", (D, HEADS, WIDTH), P(fsdp, tp, None), rngs)
         self.k = Projection("btd,dnh->btnh", (D, 2, WIDTH), P(fsdp, tp, None), rngs)
-        self.v = nnx.Einsum("btd,dnh->btnh", (D, 2, WIDTH), kernel_metadata={"out_sharding": P(fsdp, tp)}, rngs=rngs)
+        self.v = nnx.Einsum(
+            "btd,dnh->btnh", (D, 2, WIDTH), kernel_metadata={"out_sharding": P(fsdp, tp)}, rngs=rngs
+        )
         self.o = Projection("btnh,nhd->btd", (HEADS, WIDTH, D), (tp,), rngs)
         self.gate, self.up = (linear(D, F, kernel_init=declared(fsdp, tp)) for _ in range(2))
         self.down = linear(F, D, kernel_init=declared(tp))
@@ -86,7 +88,9 @@ class Declares(nnx.Module):
     def __call__(self, ids):
         x = self.table.encode(ids)
         y = self.norm(x)
-        x = x + self.o(jax.nn.dot_product_attention(self.q(y), self.k(y), self.v(y), is_causal=True))
+        x = x + self.o(
+            jax.nn.dot_product_attention(self.q(y), self.k(y), self.v(y), is_causal=True)
+        )
         y = self.mlp_norm(x)
         return self.table.decode(x + self.down(jax.nn.silu(self.gate(y)) * self.up(y)))
 
@@ -95,7 +99,8 @@ class Pair(nnx.Module):
     def __init__(self, rngs, whole=False):
         self.up = nnx.Linear(D, F, rngs=rngs)
         self.down = nnx.Linear(F, D, rngs=rngs)
-        self.scale = nnx.Param(jnp.ones(D), dtype=jnp.float32)  # the class is metadata, in place of a dtype
+        # the class is metadata, in place of a dtype
+        self.scale = nnx.Param(jnp.ones(D), dtype=jnp.float32)
         self.whole = whole
 
     def __call__(self, x):
@@ -141,7 +146,11 @@ def propose(make, mesh, *inputs, **options):
 OVER_TP = {"tp": 2}
 OVER_FOUR = {"tp": 4}
 OVER_BOTH = {"fsdp": 2, "tp": 2}
-CASES = {"declares": (Declares, (1, 2, 2)), "pairs": (Pairs, (1, 2, 2)), "experts": (Experts, (1, 1, 2))}
+CASES = {
+    "declares": (Declares, (1, 2, 2)),
+    "pairs": (Pairs, (1, 2, 2)),
+    "experts": (Experts, (1, 1, 2)),
+}
 
 
 @pytest.mark.wide
@@ -219,7 +228,10 @@ def test_a_style_that_would_change_a_declared_spec_is_refused():
 
 def test_other_names_of_axes_are_mapped_or_refused():
     other = seeded(partial(Declares, fsdp="data", tp="model"))
-    with pytest.raises(PlanError, match=r"splits over 'data', 'model': .* axes are dp, fsdp, cp, tp\..*axis_rules\("):
+    with pytest.raises(
+        PlanError,
+        match=r"splits over 'data', 'model': .* axes are dp, fsdp, cp, tp\..*axis_rules\(",
+    ):
         propose(other, OVER_BOTH)
     with nnx.logical_axis_rules((("data", "fsdp"), ("model", "tp"))):
         assert propose(other, OVER_BOTH) == propose(declared, OVER_BOTH)
@@ -231,7 +243,9 @@ def test_activations_for_explicit_axes_are_refused(spec):
         def __call__(self, x):
             return super().__call__(x, out_sharding=spec)
 
-    with pytest.raises(PlanError, match=r"activations for a mesh with explicit axes.*configure it without"):
+    with pytest.raises(
+        PlanError, match=r"activations for a mesh with explicit axes.*configure it without"
+    ):
         propose(seeded(partial(Explicit, D, F)), OVER_BOTH, jnp.ones((B, T, D)))
 
 
@@ -240,7 +254,10 @@ def test_a_model_that_is_split_already_goes_back_to_what_it_declares():
     with jax.set_mesh(jaxtp.make_mesh(**OVER_BOTH)):
         model = jaxtp.parallelize(declared, plan)
     for mesh in (OVER_BOTH, OVER_FOUR):
-        assert jaxtp.explain(model, mesh=mesh).rows == jaxtp.explain(declared, plan=plan, mesh=mesh).rows
+        assert (
+            jaxtp.explain(model, mesh=mesh).rows
+            == jaxtp.explain(declared, plan=plan, mesh=mesh).rows
+        )
 
 
 PARTS = st.sampled_from(["a", "b", "0", "1", "*", "?", "["])
@@ -289,7 +306,11 @@ class Head(nnx.Module):
 
 @pytest.mark.parametrize("cross_entropy", [by_optax, by_index])
 def test_a_head_stays_split_in_a_loss(cross_entropy):
-    batch = {"ids": np.asarray(IDS), "labels": np.asarray(IDS), "weights": np.ones((B, T), np.float32)}
+    batch = {
+        "ids": np.asarray(IDS),
+        "labels": np.asarray(IDS),
+        "weights": np.ones((B, T), np.float32),
+    }
     given = (seeded(Head), batch, jax.random.key(0))
 
     def loss(model, batch, key):
@@ -304,7 +325,11 @@ def test_a_head_stays_split_in_a_loss(cross_entropy):
 
     plan = jaxtp.propose_plan(*given, mesh=OVER_BOTH, report=None, call=loss)
     assert plan["head"] == Colwise()
-    found, counted = (jaxtp.explain(*given, plan=plan, mesh=OVER_BOTH, call=call) for call in (loss, with_count))
+    found, counted = (
+        jaxtp.explain(*given, plan=plan, mesh=OVER_BOTH, call=call) for call in (loss, with_count)
+    )
     assert not found.notes
     assert counted.flops == found.flops
-    assert "head" not in jaxtp.propose_plan(*given, mesh=OVER_BOTH, report=None, call=read_by_a_layer)
+    assert "head" not in jaxtp.propose_plan(
+        *given, mesh=OVER_BOTH, report=None, call=read_by_a_layer
+    )

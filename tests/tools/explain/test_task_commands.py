@@ -1,4 +1,6 @@
-"""`jaxtp estimate` and `jaxtp explain` with the model, plan, loss, batches and optimizer of a run."""
+"""`jaxtp estimate` and `jaxtp explain` with the model, plan, loss, batches and optimizer of a
+run.
+"""
 
 import json
 from pathlib import Path
@@ -45,7 +47,15 @@ def run(tmp_path):
 
 @pytest.mark.wide
 def test_the_estimate_of_a_run_is_its_state_and_the_work_of_explain(run):
-    settings = ["--allow-code", "--config", f"{run}/run.yaml", "--mesh", "fsdp=2,tp=2", "--json", f"{run}/out.json"]
+    settings = [
+        "--allow-code",
+        "--config",
+        f"{run}/run.yaml",
+        "--mesh",
+        "fsdp=2,tp=2",
+        "--json",
+        f"{run}/out.json",
+    ]
     assert estimate([*settings, "--hardware", "h100x4"]) == 0
     (mesh,) = json.loads((run / "out.json").read_text())["meshes"]
     assert explain(settings) == 0
@@ -64,7 +74,10 @@ def test_without_a_plan_each_mesh_has_a_proposal_as_in_a_run(run, capsys):
     flags = task_flags(run / "mine.py", model="build", loss="loss", batches="batches")
     assert estimate([*flags, "--hardware", "h100x2", "--json", f"{run}/out.json"]) == 0
     record = json.loads((run / "out.json").read_text())
-    assert {(mesh["tp"], bool(mesh["plan"])) for mesh in record["meshes"]} == {(1, False), (2, True)}
+    assert {(mesh["tp"], bool(mesh["plan"])) for mesh in record["meshes"]} == {
+        (1, False),
+        (2, True),
+    }
     assert "mesh.cp=2 splits sequences" in next(iter(record["refused"].values()))
     assert explain([*flags, "--mesh", "tp=2"]) == 0
     assert "blocks.*.attention.query" in capsys.readouterr().out
@@ -93,14 +106,19 @@ def test_an_optimizer_of_the_users_has_its_own_state(run):
     assert estimate(command) == 0
     (mesh,) = json.loads((run / "out.json").read_text())["meshes"]
     memory = mesh["bytes_per_device"]
-    assert memory["parameters"] <= memory["optimizer"] < 1.1 * memory["parameters"], "one moment, and counters"
+    assert memory["parameters"] <= memory["optimizer"] < 1.1 * memory["parameters"], (
+        "one moment, and counters"
+    )
 
 
 REFUSED = {
-    "estimate --allow-code --config {run}/run.yaml --tier 2 --price 3": "--tier, --price: not for a model, loss",
+    "estimate --allow-code --config {run}/run.yaml --tier 2 "
+    "--price 3": "--tier, --price: not for a model, loss",
     "estimate --allow-code --config {run}/run.yaml --train.accumulation 3": "accumulation",
-    "estimate --allow-code --config {run}/run.yaml --train.loss {run}/mine.py:unlike": "KeyError: 'pictures'",
-    "estimate --allow-code --config {run}/run.yaml --train.loss {run}/mine.py:lost": "has no lost; did you mean loss?",
+    "estimate --allow-code --config {run}/run.yaml --train.loss "
+    "{run}/mine.py:unlike": "KeyError: 'pictures'",
+    "estimate --allow-code --config {run}/run.yaml --train.loss "
+    "{run}/mine.py:lost": "has no lost; did you mean loss?",
     "estimate --model.build {run}/mine.py:build": "needs a loss",
     "explain {run}/run.yaml --mesh tp=2": "names parts of your own; write jaxtp explain --config",
     "explain --allow-code --config {run}/run.yaml --mesh tp=-1": "depends on the number of devices",
@@ -112,4 +130,6 @@ REFUSED = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_a_mistake_is_refused(run, capsys, words):
     command, *rest = words.format(run=run).split()
-    assert_refused({"estimate": estimate, "explain": explain}[command], rest, REFUSED[words], capsys)
+    assert_refused(
+        {"estimate": estimate, "explain": explain}[command], rest, REFUSED[words], capsys
+    )

@@ -1,4 +1,6 @@
-"""`jaxtp score`: the model's log-probabilities on every mesh, after kills too, and training with them."""
+"""`jaxtp score`: the model's log-probabilities on every mesh, after kills too, and training with
+them.
+"""
 
 import json
 import os
@@ -44,7 +46,11 @@ def scored(data, model, out, *flags):
 def data(tmp_path_factory, tiny_model):
     """The folder of a dataset in several shards."""
     folder = tmp_path_factory.mktemp("data")
-    rows = [{"prompt": text[: len(text) // 3], "completion": f"{text} {i}"} for i in range(4) for text in TEXTS]
+    rows = [
+        {"prompt": text[: len(text) // 3], "completion": f"{text} {i}"}
+        for i in range(4)
+        for text in TEXTS
+    ]
     fields = ["--prompt-field", "prompt", "--completion-field", "completion"]
     options = ["--tokenizer", tiny_model, "--no-eos", "--held-out", "0.2", "--shard-tokens", "1000"]
     return prepared(folder / "data", jsonl(folder / "a.jsonl", rows), *fields, *options).folder
@@ -148,7 +154,9 @@ def test_a_killed_command_resumes(data, tiny_model, base, tmp_path, monkeypatch,
     """It is killed when the scores of a batch are written, and the journal does not say so yet."""
     out = tmp_path / "s"
     for saves, rows in ((1, 0), (1, 8), (0, 8)):
-        killed = mock.Mock(wraps=scoring.write_atomically, side_effect=[mock.DEFAULT] * saves + [Killed])
+        killed = mock.Mock(
+            wraps=scoring.write_atomically, side_effect=[mock.DEFAULT] * saves + [Killed]
+        )
         with monkeypatch.context() as patch:
             patch.setattr(scoring, "SAVE_SECONDS", 0.0)
             patch.setattr(scoring, "write_atomically", killed)
@@ -189,9 +197,28 @@ def test_ctrl_c_saves(data, tiny_model, base, tmp_path, monkeypatch):
 @pytest.mark.journey
 def test_two_processes(data, tiny_model, tmp_path):
     """Process 0 writes all scores."""
-    launch = ["launch", "--processes", "2", "--devices", "2", "--logs", tmp_path / "logs", "--", "jaxtp"]
+    launch = [
+        "launch",
+        "--processes",
+        "2",
+        "--devices",
+        "2",
+        "--logs",
+        tmp_path / "logs",
+        "--",
+        "jaxtp",
+    ]
     for out, before in (("two", launch), ("one", [])):
-        flags = [data, "--model", tiny_model, *LENGTH, "--mesh", "fsdp=2,tp=2", "--out", tmp_path / out]
+        flags = [
+            data,
+            "--model",
+            tiny_model,
+            *LENGTH,
+            "--mesh",
+            "fsdp=2,tp=2",
+            "--out",
+            tmp_path / out,
+        ]
         words = [sys.executable, "-m", "jaxtp", *before, "score", *flags]
         subprocess.run(list(map(str, words)), env=os.environ | {"XLA_FLAGS": ""}, check=True)
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
@@ -200,7 +227,8 @@ def test_two_processes(data, tiny_model, tmp_path):
 REFUSED = {
     "{data} {model}": "name a folder for the scores by --out DIR",
     "{data} {model} {out} --top-k 301": "--top-k 301: ",
-    "{data} {model} {out} --data.sequence-length 33 --mesh cp=2": "not divisible by mesh.cp=2; cp can be 1, 3",
+    "{data} {model} {out} --data.sequence-length 33 "
+    "--mesh cp=2": "not divisible by mesh.cp=2; cp can be 1, 3",
     "{data} --model {tmp}/nowhere {out}": "no such folder",
     "{data} {model} --out {base} --top-k 5": "top_k: None -> 5",
     "{data} {model} --out {tmp}/other": "holds other files (mine.txt) and no scores",
@@ -208,7 +236,9 @@ REFUSED = {
 }
 
 
-def test_mistakes_are_refused_before_weights_are_read(data, tiny_model, base, tmp_path, capsys, monkeypatch):
+def test_mistakes_are_refused_before_weights_are_read(
+    data, tiny_model, base, tmp_path, capsys, monkeypatch
+):
     write(tmp_path / "other/mine.txt", "")
     of_bytes = prepared(tmp_path / "bytes", write(tmp_path / "a.txt", "bytes" * 100)).folder
     places = {"data": data, "base": base, "tmp": tmp_path, "of_bytes": of_bytes}
