@@ -118,8 +118,7 @@ class MissingReductionError(ValueError):
         where = f" along {' and '.join(axes)}" if axes else ""
         super().__init__(
             f"{name}: out_specs declares its result equal{where}, but it differs between devices; "
-            "a reduction "
-            f"(leave_parallel, all_reduce) is missing"
+            "a reduction (leave_parallel, all_reduce) is missing"
         )
 
 

@@ -81,8 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     print(f"{'':6}  {'':<20}{'milliseconds':>20}{'':17}{'MB':>20}")
     print(
-        f"{'length':>6}  "
-        f"{'pass':<20}{'tokens':>10}{'chunks':>10}{'tokens / chunks':>17}"
+        f"{'length':>6}  {'pass':<20}{'tokens':>10}{'chunks':>10}{'tokens / chunks':>17}"
         f"{'tokens':>10}{'chunks':>10}"
     )
     for length in arguments.lengths:

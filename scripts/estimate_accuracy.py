@@ -347,8 +347,7 @@ def spread(errors: list[float]) -> str:
         100 * size for size in (statistics.median(sizes), max(sizes), statistics.median(errors))
     )
     return (
-        f"{within} of {len(sizes)} within 15%, median {median:.1f}%, worst "
-        f"{worst:.1f}%, signed "
+        f"{within} of {len(sizes)} within 15%, median {median:.1f}%, worst {worst:.1f}%, signed "
         f"{bias:+.1f}%"
     )
 

@@ -108,9 +108,8 @@ def main(argv: list[str] | None = None) -> None:
         )
     print(
         f"jax {jax.__version__}, {os.cpu_count()} cores, {arguments.mesh} (CPU devices); {count:,} "
-        "parameters, "
-        f"{arguments.rows} rows in a step; {arguments.blocks} blocks of {arguments.steps} "
-        "steps of each"
+        f"parameters, {arguments.rows} rows in a step; {arguments.blocks} blocks of "
+        f"{arguments.steps} steps of each"
     )
     for name, times in zip(loops, zip(*found, strict=True), strict=True):
         low, median, high = statistics.quantiles(times, n=4)

@@ -186,8 +186,7 @@ def measure(folder: Path, dtype: str, gigabytes: float, repeats: int) -> None:
     largest = max(tensor.num_bytes for tensor in tensors)
     print(
         f"\n{dtype}: {size / 1e9:.2f} GB in {len(list(folder.glob('*.safetensors')))} files, "
-        f"{len(tensors)} tensors, "
-        f"the largest of {largest / 1e6:,.0f} MB"
+        f"{len(tensors)} tensors, the largest of {largest / 1e6:,.0f} MB"
     )
     ways = {
         "jaxtp, one device": "1x1",
@@ -200,10 +199,9 @@ def measure(folder: Path, dtype: str, gigabytes: float, repeats: int) -> None:
         )
         above = (found["peak"] - found["arrays"]) / largest
         print(
-            f"{name:<22}{found['seconds']:>7.2f} s{size / 1e9 / found['seconds']:>8.2f} "
-            "GB/s   read "
-            f"{found['read'] / size:.3f} x the files   peak memory: the arrays and {above:.2f} of "
-            "the largest tensor"
+            f"{name:<22}{found['seconds']:>7.2f} s{size / 1e9 / found['seconds']:>8.2f} GB/s   "
+            f"read {found['read'] / size:.3f} x the files   peak memory: the arrays and "
+            f"{above:.2f} of the largest tensor"
         )
 
 

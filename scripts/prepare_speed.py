@@ -71,8 +71,7 @@ def row(name: str, out: Path, repeats: int, *arguments: str) -> None:
     size = split.text_bytes / 1e6
     print(
         f"{name:<44}{size:>8.1f} MB{split.tokens / 1e6:>9.2f} M tokens{took:>8.2f} "
-        f"s{size / took:>8.1f} MB/s"
-        f"{memory:>8,.0f} MB of memory",
+        f"s{size / took:>8.1f} MB/s{memory:>8,.0f} MB of memory",
         flush=True,
     )
 

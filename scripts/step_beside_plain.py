@@ -428,8 +428,8 @@ def main() -> None:
     device = mesh.devices.flat[0]
     print(
         f"jax {jax.__version__}, {mesh.size} x {device.device_kind}, {describe_mesh(sizes)}; "
-        f"{given.model} "
-        f"with {model.num_layers} layers, {given.rows} x {length} tokens, remat {given.remat}",
+        f"{given.model} with {model.num_layers} layers, {given.rows} x {length} tokens, remat "
+        f"{given.remat}",
         flush=True,
     )
     table: list[tuple[str, ...]] = []

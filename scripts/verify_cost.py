@@ -141,10 +141,8 @@ def main(argv: list[str] | None = None) -> None:
     size = bytes_per_device(bench.plan) * bench.mesh.size
     print(
         f"jax {jax.__version__}, {os.cpu_count()} cores, {describe_mesh(mesh_sizes(bench.mesh))} "
-        "(CPU devices); "
-        f"{parameter_count(bench.plan):,} parameters, {size / 1e6:,.0f} MB of state with its "
-        "copies, "
-        f"8 x {arguments.length} tokens in a step"
+        f"(CPU devices); {parameter_count(bench.plan):,} parameters, {size / 1e6:,.0f} MB of state "
+        f"with its copies, 8 x {arguments.length} tokens in a step"
     )
     off, on, whole, gradients, *_ = (median for _, median, _ in found.values())
     rows = [

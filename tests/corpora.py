@@ -154,8 +154,7 @@ BEGIN, END, TURN, STOP = map(CHAT_TOKENIZER.token_to_id, CHAT_TOKENS)
 CHAT_NAMES = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content | trim "
-    "}}<|stop|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+    "}}<|stop|>\n{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
 
 

@@ -85,8 +85,8 @@ def cross_entropy(logits, labels):
     return -jnp.sum(jnp.where(valid, picked, 0)), jnp.sum(valid).astype(jnp.float32)
 
 
-ATTENTION = {"q": "qkv.kernels.0", "k": "qkv.kernels.1", "v": "qkv.kernels.2", "o": "out.kernel"} | {
-    "bq": "qkv.biases.0", "bk": "qkv.biases.1", "bv": "qkv.biases.2", "bo": "out.bias", "sinks": "sinks"
+ATTENTION = {"q": "qkv.kernels.0", "k": "qkv.kernels.1", "v": "qkv.kernels.2", "o": "out.kernel"} | {  # noqa: E501
+    "bq": "qkv.biases.0", "bk": "qkv.biases.1", "bv": "qkv.biases.2", "bo": "out.bias", "sinks": "sinks"  # noqa: E501
 }  # fmt: skip
 MLP = {"gate": "gate_up.kernels.0", "up": "gate_up.kernels.1", "down": "down.kernel"} | {
     "bgate": "gate_up.biases.0", "bup": "gate_up.biases.1", "bdown": "down.bias"

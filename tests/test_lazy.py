@@ -66,7 +66,7 @@ def changed(before):
 before = state()
 import jaxtp
 print("import:", *changed(before))
-"""
+"""  # noqa: E501
 OF_ALL_NAMES = """
 import flax.nnx, grain, jax, numpy, optax, orbax.checkpoint, pydantic, tyro, yaml
 import jax.experimental.pallas.triton, tensorboardX
@@ -105,7 +105,7 @@ try:
     script()
 finally:
     print("libraries:", *(name for name in {HEAVY[:5]} if hasattr(sys.modules.get(name), "__version__")))
-"""
+"""  # noqa: E501
         assert output_of("-c", code) == f"{capsys.readouterr().out}libraries:\n"
 
 

@@ -158,9 +158,8 @@ class Audit:
             if axes and holding.bytes > large:
                 yield (
                     f"{holding.name} {_by(holding.shape)} is replicated over {' and '.join(axes)}, "
-                    "each device holds "
-                    f"{holding.bytes_per_device:,} of its {holding.bytes:,} bytes: "
-                    f"{holding.declaration}"
+                    f"each device holds {holding.bytes_per_device:,} of its {holding.bytes:,} "
+                    f"bytes: {holding.declaration}"
                 )
 
     def _weights_over_tp(self) -> Iterator[str]:
@@ -171,8 +170,7 @@ class Audit:
             if whole_group and (weight := self._weight_like(collective)):
                 yield (
                     f"{times} x {_describe(collective)}, a weight moves (it has the shape of "
-                    f"{weight}): what is split "
-                    f"over {TP} should stay where it is"
+                    f"{weight}): what is split over {TP} should stay where it is"
                 )
 
     def _added_collectives(self) -> Iterator[str]:
@@ -201,8 +199,7 @@ class Audit:
                 )
                 yield (
                     f"{times} x {_describe(collective)}, in each turn of a loop that may turn any "
-                    "number of times; "
-                    f"{allow} allows it"
+                    f"number of times; {allow} allows it"
                 )
 
     def _weight_like(self, collective: Collective) -> str | None:
@@ -259,9 +256,8 @@ def audit(
     ):
         raise TypeError(
             "audit takes a jax.jit function and the pytree of arrays that is its first argument. "
-            "For an nnx.Module: "
-            "pass `state` of graph, state = nnx.split(module), and call nnx.merge(graph, state) "
-            "inside the function"
+            "For an nnx.Module: pass `state` of graph, state = nnx.split(module), and call "
+            "nnx.merge(graph, state) inside the function"
         )
     with jax.set_mesh(mesh):
         traced = step if is_traced else step.trace(state, *args)

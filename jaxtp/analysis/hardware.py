@@ -185,18 +185,15 @@ _CLOUD = (
 
 _GH200 = (
     "NVIDIA data sheet of the GH200 (96 GB of HBM3; dense bfloat16); a superchip to a host, and "
-    "its network, 400 Gb/s, "
-    "are assumed"
+    "its network, 400 Gb/s, are assumed"
 )
 _GB200 = (
     "NVIDIA data sheet of the GB200 NVL72 (dense bfloat16, half of NVLink's two-way bandwidth); "
-    "the network, 400 Gb/s "
-    "each, is assumed"
+    "the network, 400 Gb/s each, is assumed"
 )
 _RTX4090 = (
     "NVIDIA Ada architecture paper (bfloat16 with float32 sums); half of PCIe 4.0 x16, because it "
-    "goes through the "
-    "host; the network, 100 Gb/s for eight, is assumed"
+    "goes through the host; the network, 100 Gb/s for eight, is assumed"
 )
 _MI300X = (
     "AMD data sheet of the MI300X: seven Infinity Fabric links, one to each other GPU, 64 "
@@ -321,9 +318,7 @@ def require_matmul(hardware: Hardware, matmul: str) -> None:
         works = "float8 or compute" if hardware.float8 else "compute"
         raise ConfigError(
             f"model.precision.matmul={matmul}: {hardware.name} has no such products; "
-            f"--model.precision.matmul {works} "
-            "works, or one of "
-            f"{able}"
+            f"--model.precision.matmul {works} works, or one of {able}"
             f"{'' if lacking or hardware.name in TABLE else ', or the key float8 in the file'}"
         )
 
@@ -393,8 +388,7 @@ def parse(text: str) -> tuple[Hardware, int]:
     if devices > hardware.domain:
         raise ConfigError(
             f"--hardware {text}: fast links join at most {hardware.domain} of {hardware.name}; "
-            f"{found['kind']}x{count} "
-            "has as many devices on more hosts"
+            f"{found['kind']}x{count} has as many devices on more hosts"
         )
     return replace(hardware, domain=devices), count
 
@@ -471,8 +465,7 @@ def read(path: Path) -> Hardware:
     if not base and (missing := [key for key in NEEDED if key not in values]):
         raise ConfigError(
             f"{path}: {', '.join(missing)} missing; give {'it' if len(missing) == 1 else 'them'}, "
-            "or the name of a "
-            "device that all that is left out is taken from, as in 'like: h100'"
+            "or the name of a device that all that is left out is taken from, as in 'like: h100'"
         )
     if hardware.reserved >= hardware.memory:
         raise ConfigError(

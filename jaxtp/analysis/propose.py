@@ -184,9 +184,8 @@ def _proposal(traced: TracedModel, sizes: Mapping[str, int], *, share: bool) -> 
         if "" in plan:
             raise MeshError(
                 f"the model is a single layer: it cannot be both {format_style(plan[''])} and, for "
-                f"{CP}={sizes[CP]}, "
-                "ContextParallel(); propose a plan for a model around it, or for a mesh "
-                f"with {CP}=1"
+                f"{CP}={sizes[CP]}, ContextParallel(); propose a plan for a model around it, or "
+                f"for a mesh with {CP}=1"
             )
         plan = {"": ContextParallel(), **plan}
         why = (
@@ -401,9 +400,8 @@ def _why_whole(draft: PlanDraft, path: str) -> str:
         if call.input.dim is not None and not call.is_row
     ]:
         return (
-            f"gathers its input, which {_names(draft, split[0].input.columns)} splits, "
-            "and runs "
-            "on the whole array"
+            f"gathers its input, which {_names(draft, split[0].input.columns)} splits, and runs on "
+            "the whole array"
         )
     column = next((region for region in draft.regions if path in region.columns), None)
     if column is not None:

@@ -66,8 +66,7 @@ class ModelCall:
                 problem = str(error).splitlines()[0]
                 raise PlanError(
                     "the model shards its activations for a mesh with explicit axes, and jaxtp's "
-                    "axes are automatic: "
-                    f"configure it without sharding of activations ({problem})"
+                    f"axes are automatic: configure it without sharding of activations ({problem})"
                 ) from error
 
         arrays = [

@@ -185,8 +185,7 @@ def repeated_work(products: Iterable[Product], tp: int) -> Iterator[str]:
     if tp > 1 and repeated > 3 * tp * divided:
         yield (
             f"tp does not divide {repeated / (repeated + tp * divided):.0%} of this model's FLOPs: "
-            f"the {tp} devices of "
-            "a tp group all compute the same; use more dp or fsdp, and less tp"
+            f"the {tp} devices of a tp group all compute the same; use more dp or fsdp, and less tp"
         )
 
 

@@ -160,8 +160,7 @@ def require_shared(folder: Path, look: Callable[[], object]) -> None:
     if blind is not None:
         raise CheckpointError(
             f"{folder} is not one folder for all: {blind} does not see what process 0 sees there; "
-            "name a folder on a "
-            "file system that all hosts share"
+            "name a folder on a file system that all hosts share"
         )
 
 

@@ -217,8 +217,8 @@ def require_empty(out: Path, what: str) -> None:
     if foreign := sorted(path.name for path in out.iterdir() if not path.name.endswith(PARTIAL)):
         raise ConfigError(
             f"{out} holds other files "
-            f"({', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}) and no "
-            f"{what}; name a folder of its own by --out DIR"
+            f"({', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}) and no {what}; name "
+            "a folder of its own by --out DIR"
         )
 
 

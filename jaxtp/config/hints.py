@@ -248,9 +248,8 @@ def by_dotted_path(items: Iterable[tuple[Sequence[object], T]]) -> dict[str, T]:
         if name in named:
             raise UserError(
                 f"the model has two things at {name!r}, by the keys {list(paths[name])} and "
-                f"{list(path)}: jaxtp joins "
-                "keys by dots, and could not tell them apart; rename the one that has a dot "
-                "in a key"
+                f"{list(path)}: jaxtp joins keys by dots, and could not tell them apart; rename "
+                "the one that has a dot in a key"
             )
         named[name] = thing
         paths[name] = path

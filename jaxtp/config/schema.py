@@ -71,10 +71,8 @@ def expand(path: Path) -> Path:
     if url := re.match(r"([a-z][a-z0-9+.-]+):/+(.*)", str(path)):
         raise ConfigError(
             f"should be a path, but {url[1]}://{url[2]} is an address. A run needs a folder that "
-            "all hosts mount, on a "
-            "file system that locks, appends and renames (NFS, Lustre); inputs may also be in a "
-            "mounted bucket "
-            "(gcsfuse, Mountpoint for S3)"
+            "all hosts mount, on a file system that locks, appends and renames (NFS, Lustre); "
+            "inputs may also be in a mounted bucket (gcsfuse, Mountpoint for S3)"
         )
     try:
         return path.expanduser()
@@ -346,8 +344,7 @@ def missing_model(path: Path) -> str:
     folder = Path("models", path.name)
     return (
         f"; if it is the name of a model on the Hugging Face hub, `hf download {name} --local-dir "
-        f"{folder}` downloads "
-        f"it, and then its folder is {folder}"
+        f"{folder}` downloads it, and then its folder is {folder}"
     )
 
 

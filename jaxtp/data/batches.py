@@ -73,8 +73,7 @@ class Position:
             if len(set(seen) - {None}) > 1:
                 raise BatchError(
                     f"{name}, step {self.step}: processes read different rows; give the same whole "
-                    "source in each "
-                    "process, with the same seed; jaxtp gives each device its rows"
+                    "source in each process, with the same seed; jaxtp gives each device its rows"
                 )
 
 

@@ -82,8 +82,7 @@ def _to_array(name: str, value: object) -> NDArray[Any]:
         flat = f"{name}_{next(iter(value), 'key')}"
         raise BatchError(
             f"column {name!r} is a dict of {keys}, and a column is one array; give each a column "
-            "of its own, such as "
-            f"{flat!r}"
+            f"of its own, such as {flat!r}"
         )
     try:
         array = np.asarray(value)
@@ -155,9 +154,8 @@ def check_columns(columns: Columns, expected: Layout) -> int:
 def too_short(rows: int) -> str:
     """Returns the end of a message on a short batch."""
     return (
-        f"has only {rows} rows: leave a short batch out (drop_last=True), or let the loss "
-        "multiply by "
-        f"batch[{WEIGHTS!r}], which is 0 in rows that pad it"
+        f"has only {rows} rows: leave a short batch out (drop_last=True), or let the loss multiply "
+        f"by batch[{WEIGHTS!r}], which is 0 in rows that pad it"
     )
 
 

@@ -106,8 +106,8 @@ class Corpus:
         every = "none" if len(lacking) == len(self.sources) else "partly"
         return (
             f"{every}: {' and '.join(lacking)} {'has' if len(lacking) == 1 else 'have'} no "
-            "held-out documents; prepare "
-            "again with --held-out 0.05, or name other data by --data.validation"
+            "held-out documents; prepare again with --held-out 0.05, or name other data by "
+            "--data.validation"
         )
 
     @cached_property  # every save reads it
@@ -206,8 +206,8 @@ def text_file(path: Path) -> Part:
     if path.suffix.lower() in _PREPARED_FIRST and path.exists():
         raise CorpusError(
             f"data.path={path} is not plain text: make a dataset of it by jaxtp prepare {path} "
-            "--out FOLDER (with "
-            "--field NAME, or --messages NAME for conversations), and name that folder"
+            "--out FOLDER (with --field NAME, or --messages NAME for conversations), and name that "
+            "folder"
         )
     if not path.exists():
         raise CorpusError(
@@ -255,16 +255,13 @@ def _require_one_tokenizer(parts: Mapping[str, Part]) -> None:
         if (theirs.name, theirs.vocab_size) != (ours.name, ours.vocab_size):
             raise CorpusError(
                 f"{both} were not made by the same tokenizer: prepare one of them again, with "
-                "--tokenizer "
-                "FOLDER/tokenizer.json of the other"
+                "--tokenizer FOLDER/tokenizer.json of the other"
             )
         if theirs != ours:
             raise CorpusError(
                 f"the documents of {both} begin or end with different tokens (before them "
-                f"{list(ours.prefix)} and "
-                f"{list(theirs.prefix)}, after them {ours.eos_id} and {theirs.eos_id}): prepare "
-                "one of them again, "
-                "with the same --bos and --eos"
+                f"{list(ours.prefix)} and {list(theirs.prefix)}, after them {ours.eos_id} and "
+                f"{theirs.eos_id}): prepare one of them again, with the same --bos and --eos"
             )
 
 
@@ -273,8 +270,7 @@ def _require_one_kind(parts: Mapping[str, Part]) -> None:
     if len(named) == 2:
         raise CorpusError(
             f"{named[True]} has pairs of a chosen and a rejected answer and {named[False]} has "
-            "not: name datasets of "
-            "one kind; jaxtp prepare --preference makes pairs"
+            "not: name datasets of one kind; jaxtp prepare --preference makes pairs"
         )
 
 
@@ -292,6 +288,5 @@ def _read(path: Path) -> bytes:
     except MemoryError:
         raise CorpusError(
             f"{path}: {path.stat().st_size:,} bytes do not fit in memory; jaxtp prepare {path} "
-            "--out FOLDER "
-            "makes a dataset that is memory-mapped"
+            "--out FOLDER makes a dataset that is memory-mapped"
         ) from None

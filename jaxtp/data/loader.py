@@ -60,8 +60,7 @@ def _order(size: int, devices: int, micro_batches: int) -> NDArray[np.int64]:
     if size % (devices * micro_batches):
         raise BatchError(
             f"a batch of {size} rows cannot be split over {devices} devices along dp and fsdp, and "
-            f"{micro_batches} "
-            "micro-batches (train.accumulation)"
+            f"{micro_batches} micro-batches (train.accumulation)"
         )
     return np.arange(size).reshape(micro_batches, devices, -1).swapaxes(0, 1).reshape(-1)
 

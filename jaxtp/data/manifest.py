@@ -197,8 +197,7 @@ def _missing(folder: Path) -> str:
         return f"{folder} is not a folder; name the --out folder of jaxtp prepare"
     return (
         f"{folder} has no {MANIFEST}: it is not a dataset, or an unfinished one, which the same "
-        "jaxtp prepare command "
-        "finishes"
+        "jaxtp prepare command finishes"
     )
 
 

@@ -104,18 +104,15 @@ class Packed(Rows):
             if pairs and long != "drop" and too_long.any():
                 raise LongDocumentError(
                     f"{self._documents.location(2 * int(units[too_long][0]))}: chosen and rejected "
-                    "together have "
-                    f"{sizes[too_long][0]:,} tokens, more than "
-                    f"data.sequence_length={self._length}, and a pair is "
-                    "never cut; --data.long-documents drop leaves such pairs out"
+                    f"together have {sizes[too_long][0]:,} tokens, more than "
+                    f"data.sequence_length={self._length}, and a pair is never cut; "
+                    "--data.long-documents drop leaves such pairs out"
                 )
             if long == "stop" and too_long.any():
                 raise LongDocumentError(
                     f"{self._documents.location(int(units[too_long][0]))}: {sizes[too_long][0]:,} "
-                    "tokens are "
-                    f"more than data.sequence_length={self._length}; --data.long-documents split "
-                    "cuts such documents, "
-                    "drop leaves them out"
+                    f"tokens are more than data.sequence_length={self._length}; "
+                    "--data.long-documents split cuts such documents, drop leaves them out"
                 )
             if long == "drop":
                 self.num_dropped += int(too_long.sum())
@@ -172,10 +169,9 @@ def _require_memory(documents: Documents, length: int) -> None:
     if needed > host_memory():
         raise DatasetError(
             f"{documents.location(0)}: {documents.num_documents:,} documents of "
-            f"{documents.num_tokens:,} tokens in "
-            f"rows of data.sequence_length={length} need {needed / 1e9:,.0f} GB of memory to plan "
-            "the rows, and this "
-            f"machine has {host_memory() / 1e9:,.0f} GB; --data.packing concatenated needs no plan"
+            f"{documents.num_tokens:,} tokens in rows of data.sequence_length={length} need "
+            f"{needed / 1e9:,.0f} GB of memory to plan the rows, and this machine has "
+            f"{host_memory() / 1e9:,.0f} GB; --data.packing concatenated needs no plan"
         )
 
 

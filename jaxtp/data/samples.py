@@ -62,10 +62,8 @@ class Data:
             if (count := source.train.num_tokens) < settings.length:
                 raise CorpusError(
                     f"{source.name or corpus.description} has {count:,} {corpus.unit} to train on, "
-                    "less than one "
-                    f"sequence of data.sequence_length={settings.length}; use more of them, or "
-                    "at most "
-                    f"--data.sequence-length {count}"
+                    f"less than one sequence of data.sequence_length={settings.length}; use more "
+                    f"of them, or at most --data.sequence-length {count}"
                 )
         self.corpus = corpus
         self.scores = scores
@@ -150,10 +148,8 @@ def _require_rows(rows: Rows, name: str, corpus: Corpus, settings: RowSettings) 
     if rows.num_unlabelled:
         raise CorpusError(
             f"{name}: no sequence of data.sequence_length={settings.length} has a label, since all "
-            "of its tokens are "
-            f"of prompts ({rows.num_unlabelled:,} sequences); use a larger --data.sequence-length, "
-            "or documents with "
-            "answers"
+            f"of its tokens are of prompts ({rows.num_unlabelled:,} sequences); use a larger "
+            "--data.sequence-length, or documents with answers"
         )
     what = "document"
     fix = "--data.long-documents split cuts them"
@@ -174,10 +170,9 @@ def make_rows(documents: Documents, settings: RowSettings, scores: "Scores | Non
     if settings.packing == "concatenated":
         if documents.has_prompts:
             raise CorpusError(
-                f"{documents.location(0)}: data.packing=concatenated does not know where "
-                "prompts end; "
-                f"{'pairs' if documents.has_pairs else 'instruction data'} need --data.packing "
-                "documents"
+                f"{documents.location(0)}: data.packing=concatenated does not know where prompts "
+                f"end; {'pairs' if documents.has_pairs else 'instruction data'} need "
+                "--data.packing documents"
             )
         rows = Concatenated(documents, settings.length, settings.vocab_size)
     else:

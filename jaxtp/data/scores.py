@@ -180,8 +180,7 @@ class Scores:
         if changed := differences(stored, dict(zip(stored, wanted, strict=True)), "data."):
             raise ScoresError(
                 f"data.scores={self.folder} was made with other rows (there -> here): "
-                f"{'; '.join(changed)}; use its "
-                f"settings, or score again: {self.command(settings)}"
+                f"{'; '.join(changed)}; use its settings, or score again: {self.command(settings)}"
             )
 
     def describe(self) -> str:
@@ -215,17 +214,14 @@ class Scores:
         if documents.identity not in found:
             raise ScoresError(
                 f"data.scores={self.folder} has scores of {truncate(self.record.dataset)}, and not "
-                "of the documents in "
-                f"{documents.location(0).rpartition(',')[0]}; all data of a run need to be one "
-                "dataset, scored by: "
-                f"{self.command(settings)}"
+                f"of the documents in {documents.location(0).rpartition(',')[0]}; all data of a "
+                f"run need to be one dataset, scored by: {self.command(settings)}"
             )
         name, split = found[documents.identity]
         if split.rows != rows.identity or len(split.shards) != len(documents.shard_sizes):
             raise ScoresError(
                 f"data.scores={self.folder} was made with other rows of {name}, by another version "
-                "of jaxtp; score "
-                f"again: {self.command(settings)}"
+                f"of jaxtp; score again: {self.command(settings)}"
             )
         for path, expected in self.record.sizes(self.folder, name, documents.shard_sizes).items():
             if (size := _size_of(path)) != expected:

@@ -56,8 +56,8 @@ class FunctionBatches(Batches):
         ):
             raise BatchError(
                 f"{self.name}, step {position.step}: its batch is not the checkpoint's, so the "
-                "function or its data "
-                "changed; start another run from these weights (--run.init-from)"
+                "function or its data changed; start another run from these weights "
+                "(--run.init-from)"
             )
         return partial(self._read, rows)
 
@@ -152,8 +152,8 @@ def _parameters(function: Callable[..., object]) -> list[str]:
     if first == "rows" or not required <= {first, "rows"} or isinstance(named.get("rows"), int):
         raise BatchError(
             f"{_name_of(function)} takes {signature}; it must take (step), or (step, rows) with "
-            "the indices of rows to "
-            "read, or nothing if it yields batches. If its rows are something else, rename it"
+            "the indices of rows to read, or nothing if it yields batches. If its rows are "
+            "something else, rename it"
         )
     return ["step", "rows"] if "rows" in others else ["step"]
 
@@ -170,8 +170,7 @@ def _is_dataset(source: Any) -> bool:
         )
         raise BatchError(
             f"is a {type(source).__name__}{keys}; give a function of the step, a dataset (len() "
-            "and [index]), or an "
-            "iterable of batches"
+            "and [index]), or an iterable of batches"
         )
     if not (has_index and hasattr(source, "__len__")):
         return False

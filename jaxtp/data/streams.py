@@ -86,10 +86,8 @@ class Stream:
             if not _reads_last(batches, record):
                 raise BatchError(
                     f"its batch {step} is not the checkpoint's: its order or the size of its "
-                    "batches changed. Seed its "
-                    "shuffle, or use a loader with state_dict and load_state_dict, such as "
-                    "torchdata's "
-                    "StatefulDataLoader"
+                    "batches changed. Seed its shuffle, or use a loader with state_dict and "
+                    "load_state_dict, such as torchdata's StatefulDataLoader"
                 )
         return batches
 

@@ -348,8 +348,7 @@ def load_library(content: bytes, name: str) -> "Library":
         if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > _MAX_GROWTH:
             raise TokenizerError(
                 f"{name}: its {type(part).__module__.rpartition('.')[2].removesuffix('s')} makes "
-                f"{growth:,.0f} "
-                f"characters out of one; at most {_MAX_GROWTH} are allowed"
+                f"{growth:,.0f} characters out of one; at most {_MAX_GROWTH} are allowed"
             )
     return tokenizer
 

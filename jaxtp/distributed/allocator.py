@@ -58,9 +58,8 @@ def choose_allocator(
     first, fixed = _SAME_AS_DEFAULT
     if allocator == "platform" and first <= jax.__version_info__ < fixed:
         raise LaunchError(
-            f"launch.allocator=platform: jax {jax.__version__} uses its default allocator for "
-            "that name "
-            "(https://github.com/jax-ml/jax/issues/39145); install jax 0.11 or newer, or use "
+            f"launch.allocator=platform: jax {jax.__version__} uses its default allocator for that "
+            "name (https://github.com/jax-ml/jax/issues/39145); install jax 0.11 or newer, or use "
             "cuda_async"
         )
     given = getattr(jax.config, _OPTIONS) or {}
@@ -98,24 +97,20 @@ def advice(allocator: Allocator, peak: float, limit: float, fraction: float) -> 
     if allocator == "default" and limit * (1 - FRAGMENTED) < peak <= limit:
         return (
             f"{size_text(limit - peak)} to spare; {size_text(limit * FRAGMENTED)} are advisable, "
-            "because fragments "
-            "of free memory can be too small, above all after a resume; --launch.allocator "
-            "cuda_async joins fragments"
+            "because fragments of free memory can be too small, above all after a resume; "
+            "--launch.allocator cuda_async joins fragments"
         )
     if allocator == "cuda_async" and peak > limit:
         return (
             f"WARNING: above the {size_text(limit)} that the pool of cuda_async retains: each step "
-            "maps memory "
-            f"anew, and one of many processes may fail to get it hours later. Raise {FRACTION} "
-            f"from {fraction:g} "
-            f"to {1 - OUTSIDE:g} at most, or have XLA plan a smaller step: {SMALLER_STEP} (its "
-            "default is 95)"
+            "maps memory anew, and one of many processes may fail to get it hours later. Raise "
+            f"{FRACTION} from {fraction:g} to {1 - OUTSIDE:g} at most, or have XLA plan a smaller "
+            f"step: {SMALLER_STEP} (its default is 95)"
         )
     if allocator == "cuda_async" and fraction > 1 - OUTSIDE:
         return (
             f"WARNING: {FRACTION}={fraction:g} leaves less than {OUTSIDE:.0%} of the memory "
-            "outside of the pool: NCCL, "
-            "cuBLAS and CUDA's context need 10% to 15%"
+            "outside of the pool: NCCL, cuBLAS and CUDA's context need 10% to 15%"
         )
     return None
 
@@ -129,11 +124,11 @@ def describe_out_of_memory(error: BaseException, allocator: Allocator) -> str | 
     else:
         instead = (
             "if the error names more free memory than it requested, or the run did fit before it "
-            "was resumed, the free "
-            "memory is fragmented: --launch.allocator cuda_async joins fragments"
+            "was resumed, the free memory is fragmented: --launch.allocator cuda_async joins "
+            "fragments"
         )
     return (
         "A device ran out of memory. To use less: more devices along fsdp or tp, --model.remat "
-        "full, a larger "
-        f"--train.accumulation. Otherwise: {instead}. jaxtp estimate shows which settings fit."
+        f"full, a larger --train.accumulation. Otherwise: {instead}. jaxtp estimate shows which "
+        "settings fit."
     )

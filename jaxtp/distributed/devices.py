@@ -86,8 +86,7 @@ def _check_processes(sizes: Mapping[str, int], devices: Sequence[jax.Device]) ->
     if rest:
         hint = (
             f"{processes} processes cannot divide {needed} evenly: start {process_counts(needed)} "
-            "processes, or choose "
-            f"a mesh whose size is a multiple of {processes}"
+            f"processes, or choose a mesh whose size is a multiple of {processes}"
         )
     raise MeshError(
         f"mesh {describe_mesh(sizes)} needs {needed} devices, and there are {len(devices)}; {hint}"

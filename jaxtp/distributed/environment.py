@@ -138,12 +138,9 @@ def _unjoined(launcher: _OtherLauncher, variables: Mapping[str, str]) -> str:
     found = ", ".join(f"{name}={variables[name][:100]}" for name in names)
     return (
         f"{launcher.name} started this process as one of several ({found}), and jaxtp does not "
-        "join them: each would "
-        f"run alone. Set {ADDRESS}=HOST:PORT of process 0, {COUNT} and {PROCESS} (the value of "
-        f"{launcher.process}) in "
-        "each, or start them by jaxtp launch, srun or Open MPI's mpirun; if there is only this "
-        "one, unset "
-        f"{launcher.process}"
+        f"join them: each would run alone. Set {ADDRESS}=HOST:PORT of process 0, {COUNT} and "
+        f"{PROCESS} (the value of {launcher.process}) in each, or start them by jaxtp launch, srun "
+        f"or Open MPI's mpirun; if there is only this one, unset {launcher.process}"
     )
 
 

@@ -413,9 +413,8 @@ def _serve_rendezvous(server: socket.socket, waiting: Wait, token: str) -> None:
             )
             problem = (
                 f"process {listed} of {waiting.count} did not come within {waiting.seconds:g} s: "
-                "does it run, with the "
-                f"address {waiting.where} and JAX_PROCESS_ID={missing[0]}? {_SECONDS_HINT}"
-                + (f"; {waiting.problem}" if waiting.problem else "")
+                f"does it run, with the address {waiting.where} and JAX_PROCESS_ID={missing[0]}? "
+                f"{_SECONDS_HINT}" + (f"; {waiting.problem}" if waiting.problem else "")
             )
     for link, _ in present.values():
         link.send({"error": problem})
@@ -440,8 +439,7 @@ def _conflict(
     if process in hosts:
         return (
             f"two processes have the id {process}, one on {hosts[process]} and one on {host}: set "
-            "JAX_PROCESS_ID to 0 "
-            f"to {count - 1}, each once"
+            f"JAX_PROCESS_ID to 0 to {count - 1}, each once"
         )
     return None
 
@@ -467,6 +465,5 @@ def _join_rendezvous(waiting: Wait, token: str) -> None:
         time.sleep(PAUSE)  # process 0 may restart, or its host name may resolve
     raise LaunchError(
         f"{waiting}: {waiting.problem} after {waiting.seconds:g} s: process 0 has to run on that "
-        "host, and its port to "
-        f"be open {_SECONDS_HINT}"
+        f"host, and its port to be open {_SECONDS_HINT}"
     )

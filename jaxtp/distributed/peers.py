@@ -189,17 +189,16 @@ def connect_peers(bind: str | None) -> Peers | None:
         why = str(error).partition("\n")[0]
         raise LaunchError(
             f"JAX cannot start the devices of {socket.gethostname()}: {why} (on CPUs, processes "
-            "communicate by "
-            "Gloo, which needs an address for this host's name, for example in /etc/hosts)"
+            "communicate by Gloo, which needs an address for this host's name, for example in "
+            "/etc/hosts)"
         ) from None
     if uneven := [process for process, count in counts.items() if count != counts[0]]:
         process = uneven[0]
         raise LaunchError(
             f"process {process} has {counts[process]} devices, and process 0 has {counts[0]}: "
-            "every process needs "
-            "the same number. Possible causes: a device is missing; JAX_NUM_CPU_DEVICES or the "
-            "mesh differs between "
-            f"processes; process {process} rejected its settings (see its output)"
+            "every process needs the same number. Possible causes: a device is missing; "
+            f"JAX_NUM_CPU_DEVICES or the mesh differs between processes; process {process} "
+            "rejected its settings (see its output)"
         )
     names = host_names()
     if len(names) == 1:

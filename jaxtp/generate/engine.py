@@ -201,17 +201,15 @@ class Generator:
         if model.config.sequence_parallel and mesh_sizes(mesh)[TP] > 1:
             raise GenerationError(
                 "the model was built with sequence_parallel=True, and a single token cannot be "
-                "split over tp; "
-                "build it with sequence_parallel=None"
+                "split over tp; build it with sequence_parallel=None"
             )
         if changed := [
             name for name in _REPLACED if getattr(type(model), name) is not getattr(Decoder, name)
         ]:
             raise GenerationError(
                 f"{type(model).__name__} has its own {' and '.join(changed)}, which decoding would "
-                "not call: it runs "
-                "the blocks one by one. Put the change into a Branch, or into a method of "
-                "another name"
+                "not call: it runs the blocks one by one. Put the change into a Branch, or into a "
+                "method of another name"
             )
         self._mesh, self._weight_bytes, self._model = self._place(model, mesh, donate)
         self.config = model.config
@@ -235,8 +233,7 @@ class Generator:
         if sizes[CP] > 1:
             raise GenerationError(
                 f"the model was built on a mesh with cp={sizes[CP]}, and a KV cache cannot be "
-                "split over cp; use cp=1 "
-                "and more tp"
+                "split over cp; use cp=1 and more tp"
             )
         mesh = decode_mesh(mesh)
         size = weight_bytes(model, sizes)

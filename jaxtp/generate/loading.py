@@ -275,9 +275,8 @@ def open_stored(path: Path, options: SourceConfig, *, has_build: bool = True) ->
         dtype = config.precision.param
     if config.lora.rank and options.adapters is not None:
         raise SourceError(
-            f"--adapters {options.adapters}: {path} has adapters already; merge them first "
-            "by `jaxtp "
-            f"convert export {path} DIR --merged`, and add others to DIR"
+            f"--adapters {options.adapters}: {path} has adapters already; merge them first by "
+            f"`jaxtp convert export {path} DIR --merged`, and add others to DIR"
         )
     adapters = None if options.adapters is None else open_peft(options.adapters, config, family)
     return StoredModel(folder, info, config, dtype, family, options.base, adapters, opened)
@@ -312,15 +311,13 @@ def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSour
         if (path / peft.CONFIG).is_file():
             raise SourceError(
                 f"--model {path}: adapters in PEFT's format, without a model; give the model by "
-                "--model and these by "
-                f"--adapters {path}"
+                f"--model and these by --adapters {path}"
             )
         if reason := explain_gguf(path):
             raise SourceError(f"--model {path}: {reason}")
         raise SourceError(
             f"--model {path}: neither a run with a finished checkpoint nor a model in Hugging "
-            "Face's format "
-            "(config.json)"
+            "Face's format (config.json)"
         )
     stored = open_stored(path, options)
     corpus = stored.info.get("corpus", {})

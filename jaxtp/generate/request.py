@@ -52,8 +52,7 @@ class Limits:
         if wrong.size:
             return (
                 f"has the token {wrong[0]}, but the model's tokens are 0 to {self.vocab_size - 1}: "
-                "this is not the "
-                "model's tokenizer; give the right one by --tokenizer PATH"
+                "this is not the model's tokenizer; give the right one by --tokenizer PATH"
             )
         if self.context is None or array.size < self.context:
             return ""
@@ -64,8 +63,8 @@ class Limits:
             remedy = "allow it by --beyond-context"
         return (
             f"has {array.size:,} tokens, and the model's context is {self.context:,}, generated "
-            f"text included{why}; "
-            f"shorten it by {array.size - self.context + 1:,}{', or ' if remedy else ''}{remedy}"
+            f"text included{why}; shorten it by "
+            f"{array.size - self.context + 1:,}{', or ' if remedy else ''}{remedy}"
         )
 
 

@@ -108,8 +108,8 @@ def factors_by_kernel(model: Decoder) -> dict[str, Factors]:
     if model.config.lora.base != "full":
         raise ConfigError(
             f"lora.base={model.config.lora.base}: adapters are merged into the original kernels, "
-            "and this model has "
-            "them in 8 bits; jaxtp.load_run(RUN) returns the originals with the run's adapters"
+            "and this model has them in 8 bits; jaxtp.load_run(RUN) returns the originals with the "
+            "run's adapters"
         )
     config = model.config
     variables = named_variables(nnx.state(model, nnx.LoRAParam))

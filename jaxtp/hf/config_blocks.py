@@ -314,10 +314,9 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
         if "max_window_layers" in names and (first := attributes.get("max_window_layers")):
             raise HFError(
                 f"max_window_layers = {quote(first)} and use_sliding_window = True: some versions "
-                "of transformers have "
-                "a window to the layers from this number on, others to all layers; set "
-                "max_window_layers to 0 for a "
-                "window in all layers, or use_sliding_window to false for none"
+                "of transformers have a window to the layers from this number on, others to all "
+                "layers; set max_window_layers to 0 for a window in all layers, or "
+                "use_sliding_window to false for none"
             )
         return [window is not None] * count
     if types is None:
@@ -512,8 +511,7 @@ def _check_multiple(values: int, keys: int) -> None:
         nearest = max(1, round(values / keys)) * keys
         raise HFError(
             f"linear_num_value_heads = {values} is not a multiple of linear_num_key_heads = "
-            f"{keys}; the nearest is "
-            f"{nearest}"
+            f"{keys}; the nearest is {nearest}"
         )
 
 
@@ -691,8 +689,8 @@ def _rope_of_type(
         if one_base and attributes.get(theta_name) not in (None, default_theta):
             raise HFError(
                 f"{theta_name} = {quote(attributes[theta_name])} without rope_parameters: versions "
-                "of transformers "
-                "differ in layers with a window; give the base of both types in rope_parameters"
+                "of transformers differ in layers with a window; give the base of both types in "
+                "rope_parameters"
             )
         attributes = {
             **attributes,

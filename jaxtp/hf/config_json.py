@@ -134,8 +134,7 @@ def check_adaptable(attributes: Attributes) -> None:
     if text_attributes(attributes).get("rope_interleave") is False:
         raise HFError(
             "rope_interleave = False: adapters need the usual layout; write the model in it by "
-            "`jaxtp convert import "
-            "FOLDER RUN` and `jaxtp convert export RUN NEW --text-only`"
+            "`jaxtp convert import FOLDER RUN` and `jaxtp convert export RUN NEW --text-only`"
         )
 
 
@@ -346,9 +345,8 @@ def _misfits(
             yield (
                 name,
                 f"the attribute {truncate(name)} = {quote(value, 'null')} of a {family.model_type} "
-                "is unknown and may "
-                "change the model; if you know that it does not, ignore it by --ignore-config "
-                f"{shlex.quote(truncate(name))}",
+                "is unknown and may change the model; if you know that it does not, ignore it by "
+                f"--ignore-config {shlex.quote(truncate(name))}",
             )
 
 
@@ -391,7 +389,6 @@ def _head_dim(attributes: Attributes, family: Family, fields: Settings) -> int:
     if fields["d_model"] % fields["num_heads"]:
         raise HFError(
             f"hidden_size = {fields['d_model']} is not divisible by num_attention_heads = "
-            f"{fields['num_heads']}, and "
-            "there is no head_dim"
+            f"{fields['num_heads']}, and there is no head_dim"
         )
     return int(fields["d_model"] // fields["num_heads"])

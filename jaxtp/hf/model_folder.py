@@ -203,10 +203,8 @@ def explain_gguf(path: Path) -> str | None:
         return None
     return (
         f"{truncate(found)} is GGUF, which jaxtp does not read; download the model that it was "
-        "made from, in "
-        "safetensors, or convert it by transformers: from_pretrained(FOLDER, "
-        f"gguf_file={truncate(found)!r})"
-        ".save_pretrained(NEW)"
+        "made from, in safetensors, or convert it by transformers: from_pretrained(FOLDER, "
+        f"gguf_file={truncate(found)!r}).save_pretrained(NEW)"
     )
 
 
@@ -217,8 +215,7 @@ def explain_pickle(path: Path, library: str) -> str | None:
         return None
     return (
         f"{pickles[0]} is a pickle, which can run any code when it is opened, so jaxtp never opens "
-        "it; if you "
-        f"trust it, convert it to safetensors by save_pretrained(folder) of {library}"
+        f"it; if you trust it, convert it to safetensors by save_pretrained(folder) of {library}"
     )
 
 

@@ -422,8 +422,7 @@ def _check_attributes(attributes: Attributes) -> None:
     if (init := attributes.get("init_lora_weights", True)) not in _INITS_THAT_KEEP_BASE:
         problems.append(
             f"init_lora_weights = {quote(init)} is not supported: it also changes the kernels; "
-            "PEFT can convert "
-            "the adapters (path_initial_model_for_weight_conversion)"
+            "PEFT can convert the adapters (path_initial_model_for_weight_conversion)"
         )
     if dropout := attributes.get("lora_dropout"):
         positive("lora_dropout", dropout)
@@ -603,10 +602,8 @@ def _lora_config(
         if lora.rank != count * one.rank or not math.isclose(lora.scale, one.scale, rel_tol=1e-6):
             raise HFError(
                 f"{name} has rank {lora.rank} and scale {lora.scale:.4g}, unlike {first} with "
-                f"{one.rank} and "
-                f"{one.scale:.4g}; jaxtp has one rank and one scale for all adapters. PEFT can "
-                "merge them "
-                "into the model: merge_and_unload()"
+                f"{one.rank} and {one.scale:.4g}; jaxtp has one rank and one scale for all "
+                "adapters. PEFT can merge them into the model: merge_and_unload()"
             )
     return one, diagonal
 

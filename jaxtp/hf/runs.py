@@ -135,8 +135,7 @@ def run_model_config(
         return config
     raise CheckpointError(
         f"{checkpoint} has a model of {config.build}, which is no jaxtp.Decoder, and commands that "
-        "generate, "
-        "evaluate, score or export take only decoders; in Python, "
+        "generate, evaluate, score or export take only decoders; in Python, "
         f"{call_of_load(checkpoint, config.build)} returns it"
     )
 
@@ -179,8 +178,7 @@ def own_or_decoder(
         call = call_of_load(checkpoint, str(name))
         raise CheckpointError(
             f"{checkpoint} has a model of {truncate(name, 300)}{with_them}, and jaxtp runs no code "
-            "that a folder "
-            f"names; {remedy or f'if you trust that code, name it: {call}'}"
+            f"that a folder names; {remedy or f'if you trust that code, name it: {call}'}"
         )
     settings = decoder_settings(build, ModelConfig(build=name, arguments=model["arguments"]))
     if settings is None:
@@ -203,8 +201,7 @@ def remedy_of_command(checkpoint: Path, info: Mapping[str, Any], *, has_build: b
         return f"this command takes only jaxtp's own decoder. In Python, {call} returns the model"
     return (
         "this command takes only a jaxtp.Decoder. If it is one, and you trust that code, give "
-        "--build "
-        f"{_word_of(name)}; in Python, {call} returns any model"
+        f"--build {_word_of(name)}; in Python, {call} returns any model"
     )
 
 

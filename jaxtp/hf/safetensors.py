@@ -266,9 +266,8 @@ def _mxfp4_tensor(stored: StoredTensor, scale: StoredTensor | None) -> MXFP4Tens
         found = "missing" if scale is None else f"{scale.dtype} {scale.shape}"
         raise HFError(
             f"{stored.file}: {truncate(stored.name)} is {stored.dtype} {stored.shape}, and its "
-            f"scales are {found}; "
-            f"MXFP4 has U8 [experts, outputs, blocks, {_MX_BYTES}] and U8 [experts, "
-            "outputs, blocks]"
+            f"scales are {found}; MXFP4 has U8 [experts, outputs, blocks, {_MX_BYTES}] and U8 "
+            "[experts, outputs, blocks]"
         )
     experts, outputs, blocks = grid
     shape = (experts, outputs, 2 * _MX_BYTES * blocks)
@@ -291,8 +290,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             if length > min(MAX_JSON, size - _LENGTH):
                 raise HFError(
                     f"{path}: a header of {length:,} bytes in a file of {size:,}; the file is cut "
-                    "off, or not "
-                    "safetensors"
+                    "off, or not safetensors"
                 )
             entries = parse_json(file.read(length), f"{path}: its header")
     except HFError:

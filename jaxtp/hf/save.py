@@ -240,8 +240,7 @@ def write_folder(
     if not options.get("allow_non_finite") and (counts := Sums(values).not_finite()):
         raise NonFiniteError(
             f"{describe_not_finite(counts)}; nothing is written. Export an earlier checkpoint, or "
-            "allow it: "
-            "allow_non_finite=True, --allow-non-finite"
+            "allow it: allow_non_finite=True, --allow-non-finite"
         )
     others = {**others, **_tokenizer_files(options.get("tokenizer_from"))}
     every = {name: tensor for group in files.values() for name, tensor in group.items()}

@@ -103,8 +103,7 @@ def require_prediction_heads(folder: Folder, family: Family, num_layers: int) ->
     if layers and (most := max(layers)) >= last:
         raise HFError(
             f"num_hidden_layers = {num_layers} and num_nextn_predict_layers = {quote(heads)}, and "
-            "the file has "
-            f"{truncate(layers[most])}"
+            f"the file has {truncate(layers[most])}"
         )
 
 

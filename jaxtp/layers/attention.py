@@ -206,8 +206,7 @@ class AttentionConfig(BranchConfig):
         if shape.context == "ulysses" and queries % cp:
             text = (
                 f"mesh.context=ulysses: mesh.cp={cp} does not divide the {queries} query heads of "
-                "a device over "
-                f"mesh.tp={shape.tp}; use gather or auto"
+                f"a device over mesh.tp={shape.tp}; use gather or auto"
             )
             yield Problem(text, among={f"mesh.{CP}": queries})
 

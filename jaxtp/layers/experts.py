@@ -181,14 +181,12 @@ class ExpertsConfig(MLPConfig):
         if self.mlp_bias and not self.shared_experts:
             yield Problem(
                 f"model.mlp_bias=true: the {experts} experts of model.num_experts have their "
-                "biases by "
-                "model.experts_bias; use it, and model.mlp_bias=false"
+                "biases by model.experts_bias; use it, and model.mlp_bias=false"
             )
         if self.activation == XIELU:
             yield Problem(
                 f"model.activation={XIELU}: the {experts} experts of model.num_experts have no "
-                "learned activations; "
-                "use, for example, model.activation=silu"
+                "learned activations; use, for example, model.activation=silu"
             )
         if self.shared_experts_gate and not self.shared_experts:
             yield Problem(

@@ -47,8 +47,8 @@ def mx_problem(k: int, n: int, architecture: str = "cpu") -> str | None:
             above = size // BLOCK * BLOCK + BLOCK
             return (
                 f"model.precision.matmul=mxfp8: {size} {kind} features on a device are not "
-                "divisible by its blocks of "
-                f"{BLOCK}; nearest: {f'{below} or {above}' if below else above}"
+                f"divisible by its blocks of {BLOCK}; nearest: "
+                f"{f'{below} or {above}' if below else above}"
             )
     problem = matmul_problem("mxfp8", architecture)
     if (

@@ -99,8 +99,7 @@ def _offload() -> Callable[..., Any]:
     if "pinned_host" not in kinds:
         raise RematError(
             f"model.remat=offload needs pinned host memory, and {jax.devices()[0].device_kind} "
-            "devices address "
-            f"{', '.join(kinds)}; use full"
+            f"devices address {', '.join(kinds)}; use full"
         )
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[KEPT],

@@ -135,13 +135,11 @@ def rope_problems(
                 times = "" if fraction == 1 else f" times model.rotary_fraction={fraction}"
                 yield (
                     f"model.rope_scaling.{name} has {given:,} numbers; longrope needs "
-                    f"{count // 2:,}, half "
-                    f"of model.head_dim={head_dim}{times}"
+                    f"{count // 2:,}, half of model.head_dim={head_dim}{times}"
                 )
         if scaling.original_length == 1:
             yield (
-                "model.rope_scaling.original_length=1 is not above 1, which longrope "
-                "needs; 4096 "
+                "model.rope_scaling.original_length=1 is not above 1, which longrope needs; 4096 "
                 "is usual"
             )
     lists = (*scaling.short_factor, *scaling.long_factor)
@@ -150,9 +148,8 @@ def rope_problems(
     if largest > MAX_FREQUENCY:
         yield (
             f"model.rope_theta={theta} and model.rope_scaling make frequencies of up to "
-            f"{largest:.3g} radians per "
-            f"position, above the limit of {MAX_FREQUENCY:,.0f}; a base and factors of 1 or more "
-            "are usual"
+            f"{largest:.3g} radians per position, above the limit of {MAX_FREQUENCY:,.0f}; a base "
+            "and factors of 1 or more are usual"
         )
 
 

@@ -529,9 +529,8 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     if config.num_layers < first + pattern:
         described = f"{first} in model.first_blocks and {pattern} in model.pattern"
         yield Problem(
-            f"model.num_layers={config.num_layers} is less than the listed blocks: {described}; "
-            "at least "
-            f"{first + pattern} works"
+            f"model.num_layers={config.num_layers} is less than the listed blocks: {described}; at "
+            f"least {first + pattern} works"
         )
         return
     for name in (
@@ -603,8 +602,7 @@ def _lora_problems(lora: LoraConfig, param: DType) -> Iterator[Problem]:
         shown = str(value).lower() if isinstance(value, bool) else value
         yield Problem(
             f"model.lora.{field.name}={shown} is for adapters, and model.lora.rank=0 trains all "
-            "parameters without "
-            "any; add --model.lora.rank 8, or leave it out"
+            "parameters without any; add --model.lora.rank 8, or leave it out"
         )
 
 

@@ -126,8 +126,7 @@ def _settings_of_built(build: Builder, config: ModelConfig) -> ModelConfig | Non
     call = f"{kind.__name__}(config, rngs=rngs)"
     rule = (
         "jaxtp makes the model with other settings too, to check it and to generate: its __init__ "
-        "should make all of "
-        "it from its config, as Decoder's does"
+        "should make all of it from its config, as Decoder's does"
     )
     try:
         other = _shapes(_abstract(lambda rngs: kind(model.config, rngs=rngs)))

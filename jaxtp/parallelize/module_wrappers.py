@@ -39,8 +39,7 @@ def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
             if outer in modules and not isinstance(modules[outer], nnx.List | nnx.Dict):
                 raise UserError(
                     f"the module at the keys {list(keys)} is not inside of {outer!r}, and its "
-                    "dotted path says so; "
-                    "rename the key that has a dot"
+                    "dotted path says so; rename the key that has a dot"
                 )
     return modules
 

@@ -211,14 +211,12 @@ def abstract_model(model: nnx.Module | Build) -> nnx.Module:
     except TraceContextError as error:
         raise PlanError(
             "the function that builds the model draws from RNG state outside of it; create that "
-            "state inside: "
-            f"parallelize(lambda: Model(nnx.Rngs(0)), plan) ({error})"
+            f"state inside: parallelize(lambda: Model(nnx.Rngs(0)), plan) ({error})"
         ) from None
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise PlanError(
             "the function that builds the model needs the value of an array while it is traced; "
-            "compute it with "
-            "NumPy, or build the model first and pass it to parallelize "
+            "compute it with NumPy, or build the model first and pass it to parallelize "
             f"({str(error).splitlines()[0]})"
         ) from error
     return _merge_abstract(graphs[-1], state)
@@ -246,8 +244,7 @@ def _check_build(build: object) -> None:
     except TypeError as error:
         raise PlanError(
             f"a function that builds a model is called without arguments, and {build!r} is "
-            f"{error}; write "
-            "lambda: Model(..., rngs=nnx.Rngs(0))"
+            f"{error}; write lambda: Model(..., rngs=nnx.Rngs(0))"
         ) from None
 
 
@@ -298,11 +295,9 @@ def mark_arrays_as_data(model: nnx.Module) -> None:
     for path, node in nnx.iter_graph(model):
         if any(id(array) not in seen for array in _tracers(node)):
             raise PlanError(
-                f"the function builds a model in which {dotted(path)} contains an array that "
-                "Flax treats "
-                "as a constant. Wrap containers of arrays in nnx.data(...). If a function captures "
-                "an array, store it "
-                "as an attribute of the module instead"
+                f"the function builds a model in which {dotted(path)} contains an array that Flax "
+                "treats as a constant. Wrap containers of arrays in nnx.data(...). If a function "
+                "captures an array, store it as an attribute of the module instead"
             )
 
 

@@ -136,9 +136,8 @@ def _split_sequence(
     if x.ndim < 2 or (x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.inexact)):
         raise ValueError(
             f"{cls.__name__} as ContextParallel takes ids [B, T] or an activation [B, T, ...], "
-            "whose T is split over "
-            f"cp={axis_size(CP)}; its first argument is {x.dtype}{list(x.shape)}, which has no "
-            "sequence: use cp=1"
+            f"whose T is split over cp={axis_size(CP)}; its first argument is "
+            f"{x.dtype}{list(x.shape)}, which has no sequence: use cp=1"
         )
     check_divides(f"{cls.__name__} as ContextParallel", x.shape, PartitionSpec(None, CONTEXT))
     if isinstance(x, Copies) or not (leading := leading_axes(x.shape, 2, 2, context=True)):
@@ -155,8 +154,7 @@ def _prepare_arguments(
     if any(layout is not None for layout in desired[len(args) :]):
         raise TypeError(
             f"{cls.__name__} as {style} was called with {len(args)} positional arguments; for "
-            "keyword arguments use "
-            "input_kwarg_layouts and desired_input_kwarg_layouts"
+            "keyword arguments use input_kwarg_layouts and desired_input_kwarg_layouts"
         )
     args = change_layouts(args, style.input_layouts, desired, context=context)
     before = style.input_kwarg_layouts or {}

@@ -85,10 +85,9 @@ def validate_plan(
     if sizes[CP] > 1 and not context and any(plan.role and plan.info.parameters for plan in plans):
         raise PlanError(
             f"cp={sizes[CP]} divides sequences, and the plan does not say in which modules; give "
-            "ContextParallel() to "
-            "the module that takes ids [B, T] or activations [B, T, ...], usually the model "
-            "itself: "
-            "{'': ContextParallel(), ...}; a model without sequences needs a mesh with cp=1"
+            "ContextParallel() to the module that takes ids [B, T] or activations [B, T, ...], "
+            "usually the model itself: {'': ContextParallel(), ...}; a model without sequences "
+            "needs a mesh with cp=1"
         )
     _check_tied(plans)
     return plans
@@ -186,8 +185,7 @@ def _check_axes(modules: Sequence[ModuleInfo]) -> None:
         rules = ", ".join(f"({axis!r}, ...)" for axis in unknown)
         raise PlanError(
             f"the model declares splits over {', '.join(map(repr, unknown))}: {first} is "
-            f"{specs[first]}, but the mesh "
-            f"axes are {', '.join(AXES)}. Map the names: "
+            f"{specs[first]}, but the mesh axes are {', '.join(AXES)}. Map the names: "
             f"flax.core.spmd.set_logical_axis_rules([{rules}])"
         )
 
@@ -290,16 +288,14 @@ def _check_sizes(
         fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 2 * tp)
         raise PlanError(
             f"has {attribute} of {size} for {type(style).__name__} to split, not divisible by "
-            f"tp={tp}; "
-            f"nearest: {' or '.join(map(str, nearest_multiples(size, tp)))}, or tp {fits}"
+            f"tp={tp}; nearest: {' or '.join(map(str, nearest_multiples(size, tp)))}, or tp {fits}"
         )
     for name, parameter in info.parameters.items():
         expected = tuple(global_sizes[letter] for letter in dims.params.get(name, ""))
         if tuple(parameter.shape[len(stack) :]) != expected:
             raise PlanError(
                 f"has {name} of shape {tuple(parameter.shape)}, but its attributes say {expected}: "
-                "layers may be "
-                "stacked along dim 0 only (nnx.vmap with out_axes=0)"
+                "layers may be stacked along dim 0 only (nnx.vmap with out_axes=0)"
             )
 
 

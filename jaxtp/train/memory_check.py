@@ -80,10 +80,8 @@ def require_memory(
         if needed > (available := host_memory()):
             raise ConfigError(
                 f"train.verify_every={config.train.verify_every} keeps the state of this process's "
-                "devices in host "
-                f"memory, twice: that takes {size_text(needed)}, and this machine has "
-                f"{size_text(available)}; "
-                "--train.verify-every 0 trains without verification"
+                f"devices in host memory, twice: that takes {size_text(needed)}, and this machine "
+                f"has {size_text(available)}; --train.verify-every 0 trains without verification"
             )
     limit = bytes_limit(mesh.local_devices[0])
     if limit is None:
@@ -103,8 +101,7 @@ def require_memory(
         raise ConfigError(
             f"a step takes {memory.amount} on each device, and JAX has {size_text(limit)} there; "
             "jaxtp estimate with these settings and --hardware says what fits, and "
-            "--train.allow-oversize "
-            "tries it all the same"
+            "--train.allow-oversize tries it all the same"
         )
     return memory
 

@@ -124,8 +124,7 @@ def check_patterns(setting: str, patterns: Iterable[str], paths: Sequence[str]) 
         if all(_first_match(patterns, path) != pattern for path in matched):
             raise ConfigError(
                 f"{setting}: earlier patterns match everything that {pattern!r} matches; the first "
-                "matching pattern "
-                "applies, so put it earlier"
+                "matching pattern applies, so put it earlier"
             )
 
 

@@ -91,8 +91,8 @@ class DPO:
         else:
             raise ConfigError(
                 f"DPO needs a reference: a column {LOG_PROBS}, as `jaxtp score` makes it for "
-                "data.scores, or adapters "
-                "(--model.lora.rank 16); the model without them is then the reference"
+                "data.scores, or adapters (--model.lora.rank 16); the model without them is then "
+                "the reference"
             )
         is_label_BT = labels_BT != IGNORE
         terms_BT3 = jnp.stack([log_probs(model), reference_BT, is_label_BT], axis=-1)
@@ -165,7 +165,6 @@ def _check(paired_B: Array, labels_B: Array) -> None:
         row = wrong[0]
         raise UserError(
             f"row {row}: {labels_B[row] - paired_B[row]:g} of {labels_B[row]} labels are in no "
-            f"pair; `{PAIRS}` should "
-            "be 1 for the tokens of the first chosen answer, -1 for its rejected one, 2 and -2 for "
-            "the next ones"
+            f"pair; `{PAIRS}` should be 1 for the tokens of the first chosen answer, -1 for its "
+            "rejected one, 2 and -2 for the next ones"
         )

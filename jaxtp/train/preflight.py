@@ -84,8 +84,7 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, object]) -> li
         f"axes    between hosts: {', '.join(axes_between_hosts(mesh, hosts)) or 'none'}",
         f"versions {', '.join(f'{name} {version}' for name, version in first['versions'].items())}",
         f"equal   versions, configuration (sha256 {fingerprint(first['configuration'])[:12]}), "
-        "data, clocks and run "
-        "folder; collectives over every axis are right",
+        "data, clocks and run folder; collectives over every axis are right",
         *(measure_axes(mesh) if config.launch.preflight_bandwidth else []),
     ]
 
@@ -143,8 +142,8 @@ def check_gpus(records: Sequence[Record]) -> None:
         which = f" (not {', '.join(idle)})" if idle else ""
         raise ConfigError(
             f"{host} has {total} visible GPUs, and its {len(here)} processes drive {driven} of "
-            f"them{which}: start "
-            f"{process_counts(total)} processes there, or hide the others by CUDA_VISIBLE_DEVICES"
+            f"them{which}: start {process_counts(total)} processes there, or hide the others by "
+            "CUDA_VISIBLE_DEVICES"
         )
 
 
@@ -159,10 +158,8 @@ def check_hosts_of_tp(host_names: Sequence[str], mesh: Mesh) -> None:
     able = ", ".join(map(str, divisors(most)))
     raise ConfigError(
         f"mesh.tp={mesh.shape[TP]} spreads layers over the hosts {' and '.join(spread)}, so that "
-        "each waits for the "
-        f"network between them; with {most} devices on a host tp can be {able}, and cp, fsdp or dp "
-        "the rest; "
-        "--mesh.tp-across-hosts allows it"
+        f"each waits for the network between them; with {most} devices on a host tp can be {able}, "
+        "and cp, fsdp or dp the rest; --mesh.tp-across-hosts allows it"
     )
 
 
@@ -185,9 +182,8 @@ def check_clocks(times: Sequence[float], records: Sequence[Record]) -> None:
             ]
             raise ConfigError(
                 f"the clock of {process_name(process, records[process]['host'])} says {clocks[1]}, "
-                "the clock of "
-                f"{process_name(0, records[0]['host'])} {clocks[0]}: they may differ by "
-                f"{MAX_SKEW:g} s at most"
+                f"the clock of {process_name(0, records[0]['host'])} {clocks[0]}: they may differ "
+                f"by {MAX_SKEW:g} s at most"
             )
 
 
@@ -204,8 +200,7 @@ def check_folder(folder: Path) -> None:
     if blind is not None:
         raise ConfigError(
             f"run.dir={folder} is not one folder for all: {blind} does not see what process 0 "
-            "writes there; name a "
-            "folder on a file system that all hosts share"
+            "writes there; name a folder on a file system that all hosts share"
         )
 
 

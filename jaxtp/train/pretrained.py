@@ -217,8 +217,7 @@ class RunSource(Pretrained):
         if self.checkpoint.is_relative_to(config.run.dir):
             raise ConfigError(
                 f"run.init_from={self.path} is the run in run.dir={config.run.dir} itself; name "
-                "another folder with "
-                "--run.dir, or leave --run.init-from out to resume it"
+                "another folder with --run.dir, or leave --run.init-from out to resume it"
             )
         # Weights are matched by path: if runs stack layers differently, weights would land in the
         # wrong layers.
@@ -239,9 +238,8 @@ class RunSource(Pretrained):
         if made_by.name != before:
             raise ConfigError(
                 f"run.init_from={self.path} was trained with tokenizer {before[:12]}, but this "
-                "dataset was prepared "
-                f"with tokenizer {made_by.name[:12]}, whose ids mean other tokens; prepare it with "
-                "the run's tokenizer"
+                f"dataset was prepared with tokenizer {made_by.name[:12]}, whose ids mean other "
+                "tokens; prepare it with the run's tokenizer"
             )
 
     def defaults(self, config: TrainConfig, resumed: Info | None) -> Iterator[Default]:
@@ -290,8 +288,7 @@ class HFSource(Pretrained):
         ):
             raise ConfigError(
                 f"the data are bytes, and {self.path} has its own tokenizer, but no {TOKENIZER} "
-                "for jaxtp prepare; "
-                "transformers writes one: AutoTokenizer.save_pretrained(folder)"
+                "for jaxtp prepare; transformers writes one: AutoTokenizer.save_pretrained(folder)"
             )
 
 
@@ -353,9 +350,8 @@ def _with_sizes(config: AnyConfig, folder: Path, model: ModelConfig) -> AnyConfi
     if len(problems) > _MAX_SHOWN:
         raise ConfigError(
             f"the model in {folder} does not match: {problems[0]}, and {len(problems) - 1} more; "
-            "remove these "
-            "settings, or write a configuration for it: jaxtp estimate --model.from-hf DIR --write "
-            "FILE.yaml"
+            "remove these settings, or write a configuration for it: jaxtp estimate "
+            "--model.from-hf DIR --write FILE.yaml"
         )
     if problems:
         raise ConfigError(

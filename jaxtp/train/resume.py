@@ -144,8 +144,7 @@ def check_resumable(
             f"{config.run.dir} holds a checkpoint of another run (stored -> requested):\n"
             + "\n".join(f"  {line}" for line in [*fatal, *_other_library(info["corpus"], data)])
             + "\nResume it with the stored values, or start afresh with another --run.dir, from "
-            "these weights with "
-            "--run.init-from if the model is the same. Nothing was changed."
+            "these weights with --run.init-from if the model is the same. Nothing was changed."
         )
     return _compare_order(config, data.get(ORDER, {}), info) + changed + harmless
 
@@ -187,10 +186,8 @@ def _compare_order(
             "order (stored -> now):\n"
             + "\n".join(f"  {line}" for line in fatal)
             + "\nHere it would read some samples twice and others never. Start a new run with "
-            "another --run.dir, from "
-            "these weights with --run.init-from, or finish this one with the versions that began "
-            "it. Nothing was "
-            "changed."
+            "another --run.dir, from these weights with --run.init-from, or finish this one with "
+            "the versions that began it. Nothing was changed."
         )
     change = _change(HELD_OUT, stored, now)
     return (

@@ -163,16 +163,14 @@ def _check_reference(config: TrainConfig, data: Data, loss: Loss | None) -> None
         command = wanted.command(_row_settings(config), out=free_folder(scores.folder))
         raise ConfigError(
             f"data.scores={scores.folder} has the {scores.record.top_k} most probable tokens at "
-            "each position, and the "
-            f"loss needs the log-probabilities of the labels: {command}"
+            f"each position, and the loss needs the log-probabilities of the labels: {command}"
         )
     if scores is None and not config.model.lora.rank:
         out = None if path is None else free_folder(path.with_name(f"{path.name}-scores"))
         raise ConfigError(
             f"the loss needs a reference: {wanted.command(_row_settings(config), out=out)}; its "
-            "folder is then "
-            "--data.scores. Or train adapters (--model.lora.rank 16): the reference is then the "
-            "model without them"
+            "folder is then --data.scores. Or train adapters (--model.lora.rank 16): the reference "
+            "is then the model without them"
         )
 
 
@@ -204,8 +202,7 @@ def check_temperature(data: Data, loss: Loss | None) -> None:
     if scores is not None and wanted not in (None, scores.record.temperature):
         raise ConfigError(
             f"data.scores={scores.folder} has scores at temperature {scores.record.temperature:g}, "
-            "and the loss needs "
-            f"those at {wanted:g}; score again, or change the loss: "
+            f"and the loss needs those at {wanted:g}; score again, or change the loss: "
             f"{scores.command(temperature=wanted)}"
         )
 
@@ -250,16 +247,14 @@ def check_decoder_columns(data: RunData) -> None:
             if name not in shapes:
                 raise BatchError(
                     f"{batches.name} has the columns {', '.join(shapes)}, and the decoder's loss "
-                    "reads 'inputs' and "
-                    "'labels', token ids [B, T]; rename yours, or bring a loss that reads them "
-                    "(--train.loss)"
+                    "reads 'inputs' and 'labels', token ids [B, T]; rename yours, or bring a loss "
+                    "that reads them (--train.loss)"
                 )
             if shapes[name].ndim != 2:
                 hint = f". {describe_batches_in_rows(batches)}" if batches_in_rows(batches) else ""
                 raise BatchError(
                     f"{batches.name}: column {name!r} is {list(shapes[name].shape)} in a batch, "
-                    "and the decoder's loss "
-                    f"reads token ids [B, T]{hint}"
+                    f"and the decoder's loss reads token ids [B, T]{hint}"
                 )
 
 

@@ -62,8 +62,7 @@ def prepare(folder: Path) -> None:
         if (folder / name).is_symlink():
             raise RunFolderError(
                 f"{folder / name} is a link, and a run writes no reports through one; delete it, "
-                "or name another "
-                "folder with --run.dir FOLDER"
+                "or name another folder with --run.dir FOLDER"
             )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,8 +88,7 @@ def writing(path: Path) -> Iterator[None]:
         kind = RunFolderError if is_in_the_way else RunFilesError
         raise kind(
             f"{path} cannot be written ({error.strerror}); the same command resumes from the "
-            "newest checkpoint, if "
-            "there is one, or starts again"
+            "newest checkpoint, if there is one, or starts again"
         ) from None
 
 

@@ -140,8 +140,7 @@ def summary(
         "mesh": f"{describe_mesh(sizes)} = {mesh.size} {kind}",
         "model": model.pop("model"),
         "state": f"{size_text(bytes_per_device(blueprint), binary=True)} of parameters and "
-        "optimizer on each device, "
-        f"of {size_text(total_bytes(blueprint), binary=True)} in all",
+        f"optimizer on each device, of {size_text(total_bytes(blueprint), binary=True)} in all",
         "context": model.pop("context", None),
         "experts": model.pop("experts", None),
         "kernels": model.pop("kernels", None),
@@ -259,8 +258,7 @@ def describe_grouped(model: ModelConfig, platform: str) -> Iterator[str]:
     yield f"{method} products of experts ({why})"
     if platform != "cpu" and multiplies_all(model, platform):
         yield (
-            f"WARNING: it multiplies every row by every expert, {experts} times the work "
-            "and the "
+            f"WARNING: it multiplies every row by every expert, {experts} times the work and the "
             "memory of rows"
         )
 

@@ -180,9 +180,8 @@ def _compare(name: str, case: Operation, result: Array | HostArray, device: jax.
         known = known_problems(versions, device.device_kind, architecture_of(device))
         message = (
             f"{_describe(device)} computes {name} wrong: the result is off by {error:.1e} of its "
-            "largest value, and "
-            f"rounding explains {case.tolerance:.0e}; try another device, driver or version of JAX "
-            "(--launch.no-self-check starts the run all the same)"
+            f"largest value, and rounding explains {case.tolerance:.0e}; try another device, "
+            "driver or version of JAX (--launch.no-self-check starts the run all the same)"
         )
         raise NumericsError("\n".join([message, *known]))
 
@@ -236,9 +235,8 @@ def check_collectives(mesh: Mesh) -> None:
                     ):
                         raise NumericsError(
                             f"{_describe(shard.device)} receives wrong numbers by {name} over "
-                            f"mesh.{axis}, of "
-                            f"{describe_mesh(mesh_sizes(mesh))}: its links, or the devices along "
-                            "that axis, are broken"
+                            f"mesh.{axis}, of {describe_mesh(mesh_sizes(mesh))}: its links, or the "
+                            "devices along that axis, are broken"
                         )
 
 
@@ -359,8 +357,7 @@ def _kernel_problem(kernel: Kernel, use: Use, heads: tuple[int, int], where: str
         if not error <= most:  # also NaN
             return (
                 f"the kernel {kernel.name} is wrong on {where}: {what} is off by {error:.1e} of "
-                "its norm, and "
-                f"{use.dtype} explains {most:.0e}"
+                f"its norm, and {use.dtype} explains {most:.0e}"
             )
     return None
 

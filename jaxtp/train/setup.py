@@ -361,8 +361,7 @@ def _notes(
         verify = (
             f"every {every:,} steps: an extra step, and in each process "
             f"{size_text(verification_bytes(blueprint), binary=True)} of host memory, for the "
-            "state before the "
-            "step and its first result"
+            "state before the step and its first result"
         )
     return {
         "memory": None if memory is None else str(memory),

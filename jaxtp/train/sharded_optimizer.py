@@ -167,9 +167,8 @@ def _explained(function: str) -> Iterator[None]:
     except Exception as error:
         raise ConfigError(
             f"the optimizer's {function} raises {type(error).__name__}: {error}\nIt sees the "
-            "parameters as a flat dict "
-            "by path. Its extra arguments are value, the mean loss, and grad, its gradient; there "
-            "is no value_fn."
+            "parameters as a flat dict by path. Its extra arguments are value, the mean loss, and "
+            "grad, its gradient; there is no value_fn."
         ) from error
 
 
@@ -191,8 +190,7 @@ def _as_array(path: KeyPath, leaf: Any) -> Array:
         what = repr(leaf) if array is None else f"a {array.dtype} array"
         raise ConfigError(
             f"the optimizer's state at {_name(path)} is {what}: should be a number, a random key, "
-            "or an array of at "
-            "most 4 bytes per element, so that checkpoints hold it"
+            "or an array of at most 4 bytes per element, so that checkpoints hold it"
         )
     return array.astype(array.dtype) if array.size else jnp.zeros((), array.dtype)
 

@@ -140,8 +140,7 @@ class Blueprint:
         if weights is None and names and seed != self.seed:
             raise ConfigError(
                 f"the weights would be of seed {seed}, and {names[0]}, an attribute and no "
-                "variable, is of seed "
-                f"{self.seed}; call plan_state(..., seed={seed})"
+                f"variable, is of seed {self.seed}; call plan_state(..., seed={seed})"
             )
 
         def init(weights: nnx.State) -> nnx.State:
@@ -193,8 +192,7 @@ class Blueprint:
             ):
                 lines.append(
                     f"changed since: the values of {name}, an attribute and no variable: the code "
-                    "that makes it is "
-                    "another, or JAX's random numbers are"
+                    "that makes it is another, or JAX's random numbers are"
                 )
         return blueprint, lines
 
@@ -268,8 +266,7 @@ def plan_state(
         if make_model is None:
             raise ConfigError(
                 f"{names[0]} is an array of a jaxtp.Decoder, an attribute and no variable, which "
-                "no checkpoint would "
-                "have; make it a variable: class Buffer(nnx.Variable)"
+                "no checkpoint would have; make it a variable: class Buffer(nnx.Variable)"
             )
         constants = _values(constants, config, optimizer, mesh, make_model, seed)
     return Blueprint(

@@ -268,8 +268,7 @@ def check(config: TrainConfig, task: Task) -> None:
     if own and task.loss is None:
         raise ConfigError(
             "a model of your own needs a loss (--train.loss FILE.py:loss): a function (model, "
-            "batch, key) that returns "
-            "a sum over the batch's rows and its weight"
+            "batch, key) that returns a sum over the batch's rows and its weight"
         )
     if own and task.batches is None and config.data.path is None and not config.data.mixture:
         raise ConfigError(
@@ -295,8 +294,7 @@ def _unused(config: TrainConfig, task: Task) -> Iterator[str]:
     replaced: list[tuple[str, object, object, str, set[str]]] = []
     if task.has_own_model and (matmul := config.model.precision.matmul) != "compute":
         yield (
-            f"model.precision.matmul={matmul}: it is for projections of jaxtp's decoder, "
-            "and the "
+            f"model.precision.matmul={matmul}: it is for projections of jaxtp's decoder, and the "
             "model is your own"
         )
     if config.model.is_foreign:

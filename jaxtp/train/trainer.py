@@ -250,8 +250,7 @@ class Trainer:
         if self._has_ended:
             raise ConfigError(
                 f"the trainer is closed at step {step}: its with block has ended; enter the "
-                "trainer again "
-                "(with trainer: ...) to continue from the last checkpoint"
+                "trainer again (with trainer: ...) to continue from the last checkpoint"
             )
 
     @contextmanager
@@ -666,8 +665,8 @@ class Trainer:
             self.save()
             raise BatchError(
                 f"step {self._run.step}: the last {found} steps had no weight, more than "
-                f"train.max_skipped={most}; the "
-                "run is saved. Look at the labels of the data and the weight that the loss returns"
+                f"train.max_skipped={most}; the run is saved. Look at the labels of the data and "
+                "the weight that the loss returns"
             )
 
     def _handle_skip(self, step: int, skipped: int, values: dict[str, float], batch: Batch) -> None:

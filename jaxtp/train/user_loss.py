@@ -153,8 +153,7 @@ def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) 
         if (evaluated := f"eval_{name}") in metrics:
             raise ConfigError(
                 f"the loss returns metrics named {name!r} and {evaluated!r}, and an evaluation "
-                f"logs {name!r} as "
-                f"{evaluated!r}; rename one of them"
+                f"logs {name!r} as {evaluated!r}; rename one of them"
             )
     pairs = {
         name: value if isinstance(value, tuple) else (value, weight)
@@ -314,8 +313,7 @@ def _warning(results: tuple[object, ...]) -> str | None:
         return None
     return (
         f"WARNING: the loss returns {' and '.join(found)}, which has too few digits for a sum over "
-        "a batch; convert "
-        "what it sums to float32 before, as by losses.astype(jnp.float32).sum()"
+        "a batch; convert what it sums to float32 before, as by losses.astype(jnp.float32).sum()"
     )
 
 
@@ -448,8 +446,7 @@ def _compare(once: Numbers, twice: Numbers, *, loss_is_random: bool) -> str | No
         if name == "loss" and not grows:
             raise ConfigError(
                 f"the weight of the loss does not grow with the rows: {measured}. Return the sum "
-                "over rows, and the "
-                "number of rows (or tokens) in the sum"
+                "over rows, and the number of rows (or tokens) in the sum"
             )
         if a and _close(a, b) and grows:
             hint = (

@@ -97,9 +97,8 @@ def check_vocabulary(model: ModelConfig, needed: int, source: str) -> None:
     if model.vocab_size < needed:
         raise ConfigError(
             f"the ids of {source} go up to {needed - 1}, and model.vocab_size={model.vocab_size} "
-            "has fewer; a new "
-            f"model needs at least --model.vocab-size {needed}; a run's size is in --config "
-            "RUN/config.yaml"
+            f"has fewer; a new model needs at least --model.vocab-size {needed}; a run's size is "
+            "in --config RUN/config.yaml"
         )
 
 
@@ -314,8 +313,8 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     if config.optimizer.name == "adafactor" and config.optimizer.first_moment != "param":
         yield (
             f"optimizer.first_moment={config.optimizer.first_moment} has no effect on adafactor, "
-            "which has no first "
-            "moment; leave that out, or set optimizer.name to adamw, lion or muon"
+            "which has no first moment; leave that out, or set optimizer.name to adamw, lion or "
+            "muon"
         )
     yield from _experts_without_effect(config)
     biased = any(block.selection_bias for block in config.model.block_kinds())
@@ -340,8 +339,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     ):
         yield (
             f"{halves} cannot be trained in: gradients below 6e-8 vanish without loss scaling, "
-            "which jaxtp does not "
-            "have; use bfloat16, or float32 on GPUs without it"
+            "which jaxtp does not have; use bfloat16, or float32 on GPUs without it"
         )
 
 
@@ -380,6 +378,5 @@ def _moment_problems(config: TrainConfig) -> Iterator[str]:
         if beta > most and config.optimizer.name != "adafactor":
             yield (
                 f"optimizer.{name}={beta} rounds to 1 in {dtype}, the dtype of the moments, which "
-                "would never "
-                f"forget; at most {most}{instead}"
+                f"would never forget; at most {most}{instead}"
             )

@@ -60,8 +60,7 @@ HostShards = dict[str, list[tuple[jax.Device, np.ndarray]]]
 
 _BEFORE_SUM = (
     "All copies of some shard differ, or there is only one, so the fault may precede the reduction "
-    "of these gradients: "
-    "then it is on one of the devices that contribute to them. "
+    "of these gradients: then it is on one of the devices that contribute to them. "
 )
 _BATCH = "batch."
 
@@ -236,16 +235,13 @@ class Verifier:
         if not good:
             return (
                 f"No verification followed {unverified}: the same command resumes from step "
-                f"{saved[-1]}, which may be "
-                "corrupted too"
+                f"{saved[-1]}, which may be corrupted too"
             )
         if later:
             return (
                 f"The verification at step {last} shows that the checkpoint at step {good[-1]} is "
-                "good; later ones are "
-                f"unverified: move {unverified} out of {self._checkpoints.folder}, and the same "
-                "command resumes from "
-                f"step {good[-1]}"
+                f"good; later ones are unverified: move {unverified} out of "
+                f"{self._checkpoints.folder}, and the same command resumes from step {good[-1]}"
             )
         return (
             f"The same command resumes from step {good[-1]}, which the verification at step "
@@ -328,9 +324,8 @@ def nonfinite_gradient(
     remedy = "leave such steps out with --train.non-finite skip"
     if run.config.train.non_finite == "skip":
         remedy = (
-            f"allow more than --train.max-skipped {run.config.train.skips_allowed} "
-            "such steps "
-            "in a row"
+            f"allow more than --train.max-skipped {run.config.train.skips_allowed} such steps in a "
+            "row"
         )
     folder = run.config.run.dir / NON_FINITE
     try:
@@ -353,10 +348,8 @@ def nonfinite_update(run: Run, step: int, values: dict[str, float]) -> NonFinite
     where = f": {describe_not_finite(counts)}" if counts else ""
     return NonFiniteError(
         f"step {step}: loss {loss:g}, gradient norm {gradient:g}, norm of the weights after it "
-        f"{weights:g}: the "
-        f"update is not finite{where}. These weights are not saved. "
-        f"{_resume_hint(run.checkpoints)}. Lower the "
-        f"learning rate{rate}"
+        f"{weights:g}: the update is not finite{where}. These weights are not saved. "
+        f"{_resume_hint(run.checkpoints)}. Lower the learning rate{rate}"
     )
 
 

@@ -116,11 +116,11 @@ def test_branches_count_as_what_they_move_at_most():
 
 
 MODULES = {
-    "jit(step)/transpose(jvp())/while/body/closed_call/checkpoint/mlp/row_parallel_linear/shard_map/psum": (
+    "jit(step)/transpose(jvp())/while/body/closed_call/checkpoint/mlp/row_parallel_linear/shard_map/psum": (  # noqa: E501
         "mlp/row_parallel_linear"
     ),
     "jit(step)/jvp(rms_norm)/shard_map/all_gather": "rms_norm",
-    "jit(f)/transpose(jvp(layer_0))/eval_jaxpr/rematted_computation/mlp/attend": "layer_0/mlp/attend",
+    "jit(f)/transpose(jvp(layer_0))/eval_jaxpr/rematted_computation/mlp/attend": "layer_0/mlp/attend",  # noqa: E501
     "jit(step)/optimizer/reduce_sum": "optimizer/reduce_sum",
     "jit(step)/router/cond/branch_1_fun/mlp": "router/mlp",
     "": "",

@@ -18,7 +18,7 @@ ENTRY %main_spmd (param: f32[8,4]) -> f32[8,4] {{
   %param = f32[8,4]{{1,0}} parameter(0)
   ROOT %out = {shape} {kind}(%param), {attributes}, to_apply=%sum, metadata={{op_name="jit(step)/mlp/psum"}}
 }}
-"""
+"""  # noqa: E501
 
 
 def only(text):
@@ -119,7 +119,7 @@ ENTRY %main (x.2: f32[4]) -> (s32[], f32[4]) {
   %init = (s32[], f32[4]{0}) tuple(%zero, %x.2)
   ROOT %w = (s32[], f32[4]{0}) while(%init), condition=%condition, body=%body, metadata={op_name="jit(step)/while"}KNOWN
 }
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ ENTRY %main (x.2: f32[4]) -> (s32[], f32[4]) {
   %init = (s32[], f32[4,8,16]{2,1,0}) tuple(%zero, %x.2)
   ROOT %w.1 = (s32[], f32[4]{0}) while(%init), condition=%condition, body=%body
 }
-"""
+"""  # noqa: E501
     assert count_flops_in_hlo(text) == 3 * 2 * (4 * 8 * 32) * 16
     part = text.replace("dot(%x, %w)", "dot(%p#1, %w)")  # as jax 0.12 spells a part of a tuple
     assert count_flops_in_hlo(part) == count_flops_in_hlo(text)
@@ -215,7 +215,7 @@ def test_unknown_spellings_are_refused():
 
 
 LAYER = "jit(step)/jvp()/while/body/closed_call/mlp/row_parallel_linear/shard_map"
-GEMM = 'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
+GEMM = 'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'  # noqa: E501
 COMPILED = f"""HloModule jit_step
 
 %gemm (a: f8e4m3fn[8,4], b: f8e4m3fn[4,2]) -> bf16[8,2] {{
@@ -240,7 +240,7 @@ metadata={{op_name="{LAYER.replace("jvp()", "transpose(jvp())")}/float8/dot_gene
 metadata={{op_name="{LAYER}/dot_general"}}
   ROOT %fused = bf16[8,2]{{1,0}} fusion(%x, %w), kind=kCustom, calls=%gemm
 }}
-"""
+"""  # noqa: E501
 
 
 def test_products_that_are_not_in_float8_as_asked_for_are_named_by_layer():
@@ -282,7 +282,7 @@ ENTRY %main (q: bf16[3,64,8,16], k: bf16[3,64,2,16]) -> bf16[3,64,8,16] {{
   %k = bf16[3,64,2,16]{{3,2,1,0}} parameter(1)
   ROOT %o = (bf16[3,64,8,16]{{3,2,1,0}}, f32[3,8,64]{{2,1,0}}) custom-call(%q, %k, /*index=2*/%k), {call}
 }}
-"""
+"""  # noqa: E501
     assert count_flops_in_hlo(text) == flops
     with pytest.raises(HloError, match="cannot tell what a product multiplies: o"):
         count_flops_in_hlo(text.replace(call, TRITON.replace("NAME", "mine")))

@@ -61,7 +61,7 @@ ENTRY %main (p: f32[8,4]) -> f32[4,4] {{
   %alone = f32[5]{{0}} all-reduce(%q), replica_groups={{{{0}},{{1}},{{2}},{{3}},{{4}},{{5}},{{6}},{{7}}}}, to_apply=%sum
   ROOT %whole = f32[16]{{0}} all-reduce(%r), {TP}, to_apply=%sum
 }}
-"""
+"""  # noqa: E501
 
 
 def test_everything_that_moves_is_there_with_what_is_computed_beside_it():
@@ -172,7 +172,7 @@ ENTRY %main (p: f32[8]) -> f32[16] {
   %gather-start = (f32[8]{0}, f32[16]{0}) all-gather-start(%p), replica_groups={{0,1}}, dimensions={0}
   ROOT %gather-done = f32[16]{0} all-gather-done(%gather-start)
 }
-"""
+"""  # noqa: E501
 
 
 def test_kernels_are_counted_by_the_part_of_the_step():

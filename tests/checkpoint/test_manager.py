@@ -359,7 +359,10 @@ def test_a_save_that_fails_in_the_background_hides_no_other_error(tmp_path, monk
 
     monkeypatch.setattr(ocp.CheckpointManager, "wait_until_finished", full)
     monkeypatch.setattr(ocp.CheckpointManager, "close", lambda self: None)
-    message = r"written \(No space left on device\); the checkpoint at step 1 is complete; free some space"
+    message = (
+        r"written \(No space left on device\); the checkpoint at step 1 is complete; free "
+        r"some space"
+    )
     with pytest.raises(CheckpointError, match=message), Checkpoints(tmp_path):
         pass
     with pytest.raises(KeyError, match="the run's own"), Checkpoints(tmp_path):

@@ -88,7 +88,8 @@ ABSURD = {
     ),
     "not fetched": (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n",
-        r"a Git LFS pointer to a file of 7 bytes .* fetch it with `git -C \S+ lfs pull --include c.yaml`",
+        r"a Git LFS pointer to a file of 7 bytes .* fetch it with `git -C \S+ lfs pull "
+        r"--include c.yaml`",
     ),
 }
 

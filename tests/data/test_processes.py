@@ -73,7 +73,7 @@ except BatchError as error:
     refused = str(error)
 with open(f"streams{process}.json", "w") as file:
     json.dump([resumed == expected, weights, whole, refused], file)
-"""
+"""  # noqa: E501
 
 
 ROWS = """

@@ -191,7 +191,8 @@ def test_a_worker_encodes_the_same(special_tokens):
 
 TOO_MUCH = {
     # Until 0.22, the library calls what it has no memory for an input of another type.
-    "MEMORY": r"encoding a text ends the tokenizer's process .* at most 0 MiB|cannot encode a text: ",
+    "MEMORY": r"encoding a text ends the tokenizer's process .* at most 0 MiB|cannot encode "
+    r"a text: ",
     "SECONDS": r"encoding a text ends the tokenizer's process .*SIGPROF.*at most 0 s of computing",
 }
 

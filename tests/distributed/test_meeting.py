@@ -208,7 +208,11 @@ def test_without_the_token_nobody_is_believed(capsys):
     signed ends nobody.
     """
     first, other = meeting([(0, 2, "token 0"), (1, 2, "token 1")], seconds=2)
-    dropped = r"did not come within 2 s.*; dropped \d+ connections that did not prove the token of this run \(the same "
+    dropped = (
+        r"did not come within 2 s.*; dropped \d+ connections that did not prove the "
+        r"token of "
+        r"this run \(the same "
+    )
     assert re.search(
         f"process 1 of 2 {dropped}command line on all hosts, or JAXTP_TOKEN\\), from 127.0.0.1$",
         first,

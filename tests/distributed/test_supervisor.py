@@ -100,8 +100,7 @@ def test_when_one_dies_all_end_and_its_last_words_are_shown(tmp_path, monkeypatc
         "time.sleep(600)'])"
     )
     stay = (
-        f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {child}; print(child.pid, "
-        "flush=True); "
+        f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {child}; print(child.pid, flush=True); "
         "time.sleep(600)"
     )
     wait = "time.sleep(1); print('last words', flush=True)"
@@ -201,7 +200,7 @@ def test_gpus_are_divided_and_those_that_cannot_be_are_an_error(monkeypatch, tmp
 
 def test_after_a_failure_fewer_go_on_with_the_gpus_that_are_left(monkeypatch, tmp_path, capsys):
     with_gpus(monkeypatch, 8, 6, 8, 0)
-    code = "print(os.environ['CUDA_VISIBLE_DEVICES'])\nsys.exit(os.environ['JAX_NUM_PROCESSES'] == '4')"
+    code = "print(os.environ['CUDA_VISIBLE_DEVICES'])\nsys.exit(os.environ['JAX_NUM_PROCESSES'] == '4')"  # noqa: E501
     assert supervise(group(tmp_path, 4, code), restarts=1) == 0
     assert "restarts only 3 processes (restart 1 of 1)" in capsys.readouterr().err
     assert (tmp_path / "logs/process-2.log").read_text().splitlines()[-1] == "4,5"

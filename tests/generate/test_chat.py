@@ -260,7 +260,7 @@ generator = test_chat.Answers("xyz", "more", each=wait)
 encoder = test_chat.encoder_of("{% for m in messages %}[{{ m.content }}]{% endfor %}", test_chat.ByteTokenizer())
 test_chat.Chat(generator, encoder, test_chat.SETTINGS).run()
 print(generator.asked)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.journey

@@ -32,7 +32,7 @@ with jax.set_mesh(jaxtp.make_mesh(tp=4)):
 with jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2)):
     jaxtp.save_hf(jaxtp.load_hf(sys.argv[3]), sys.argv[5], experts="stacked")
 print("ids", [list(result.ids) for result in results])
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow

@@ -155,7 +155,8 @@ REFUSED_OF_OTHERS = {
     "adapters of Flax": (
         lambda: nnx.Dict(up=nnx.LoRALinear(D, D, lora_rank=2, rngs=nnx.Rngs(0))),
         {"up": Colwise()},
-        r"'up' \(LoRALinear\) cannot be Colwise: it is an nnx.Linear with its own __call__.*'up.lora'",
+        r"'up' \(LoRALinear\) cannot be Colwise: it is an nnx.Linear with its own "
+        r"__call__.*'up.lora'",
     ),
     "linen": (
         lambda: nnx.Dict(up=nnx.bridge.ToNNX(linen.Dense(D), rngs=nnx.Rngs(0))),

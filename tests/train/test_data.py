@@ -71,7 +71,7 @@ def test_a_mixture_of_concatenated_documents_and_a_validation_set_of_its_own(
     assert prepare([str(texts), "--include", "*.txt", *tokenizer, f"--out={other}"]) == 0
     config = tmp_path / "c.yaml"
     config.write_text(
-        f"data: {{mixture: {{{dataset}: 3, {other}: 1}}, validation: {dataset}, packing: concatenated}}"
+        f"data: {{mixture: {{{dataset}: 3, {other}: 1}}, validation: {dataset}, packing: concatenated}}"  # noqa: E501
     )
     flags = [f"--config={config}", *command, "--mesh=fsdp=2,tp=2"]
     assert train(flags) == 0

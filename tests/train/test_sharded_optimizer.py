@@ -247,7 +247,8 @@ def test_patterns_of_by_path_are_refused():
         (
             "*.bais",
             "*",
-        ): r"by_path: the pattern '\*\.bais' matches no trained parameter; there are:\n  mlp.up.bias\n",
+        ): r"by_path: the pattern '\*\.bais' matches no trained parameter; there are:\n  "
+        r"mlp.up.bias\n",
         ("mlp.*", "*.kernel", "*"): r"earlier patterns match everything that '\*\.kernel' matches",
         ("mlp.*",): "no pattern matches norm.scale; end with the pattern",
     }.items():

@@ -188,7 +188,7 @@ with jax.set_mesh(jaxtp.make_mesh(fsdp=4, tp=2)):
     outputs = np.asarray(run(state, np.eye(4, 16, dtype=np.float32)))
 with open(f"{{jax.process_index()}}.json", "w") as file:
     json.dump([first, losses, outputs.tolist()], file)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.journey
@@ -315,7 +315,8 @@ MISTAKES = {
     ),
     "a list of batches": (
         {"batches": IN_MEMORY, "loss": flattening},
-        r"list: .* item of this one is a batch \(x float32\[32, 16\], y int32\[32\]\); .* iter\(BATCHES\)",
+        r"list: .* item of this one is a batch \(x float32\[32, 16\], y int32\[32\]\); .* "
+        r"iter\(BATCHES\)",
     ),
     "a batched pipeline": (
         {"batches": BATCHED.map(dict), "loss": flattening},

@@ -136,9 +136,8 @@ class Conversations:
         if not whole.startswith(before):
             raise ChatError(
                 f"message {index + 1}: the template starts this answer differently from its "
-                "generation prompt, "
-                f"{without_marks(self._tokens.mark(before))[-40:]!r}; give another template by "
-                "--template FILE"
+                f"generation prompt, {without_marks(self._tokens.mark(before))[-40:]!r}; give "
+                "another template by --template FILE"
             )
         return Turn(
             self._tokens.mark(before), self._tokens.mark(whole[len(before) :]), is_rendered=True

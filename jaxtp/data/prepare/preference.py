@@ -54,8 +54,7 @@ class PairsOfConversations(Conversations):
             raise BadInputError(
                 _NO_PAIR,
                 f"{CHOSEN!r} and {REJECTED!r} differ in message {_num_shared(*prompts) + 1}, "
-                "before the answer; only "
-                "their last messages may differ",
+                "before the answer; only their last messages may differ",
             )
         return self._limited(_different(*turns))
 

@@ -144,8 +144,7 @@ class _Preparation:
             )
             raise PrepareError(
                 f"{error}\n{done:,} documents before it are done; the same command with --on-error "
-                "skip leaves out "
-                f"what cannot be read and does the rest; {fix}"
+                f"skip leaves out what cannot be read and does the rest; {fix}"
             ) from None
         self._write_manifest()
 

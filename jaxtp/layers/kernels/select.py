@@ -84,8 +84,7 @@ def matmul_problem(matmul: str, architecture: str) -> str | None:
     works = "compute" if matmul == "float8" or matmul_problem("float8", architecture) else "float8"
     return (
         f"model.precision.matmul={matmul}: {architecture} would multiply in 16 bits; it needs cuda "
-        f"{least} or newer; "
-        f"use model.precision.matmul={works}"
+        f"{least} or newer; use model.precision.matmul={works}"
     )
 
 
@@ -194,8 +193,7 @@ class Kernel:
             yield "it has no model.attention_sinks"
         if use.part and not self.part:
             yield (
-                "it needs whole sequences, which devices have with mesh.context=ulysses, "
-                "but not "
+                "it needs whole sequences, which devices have with mesh.context=ulysses, but not "
                 "with gather"
             )
 

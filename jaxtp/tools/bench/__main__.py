@@ -248,8 +248,8 @@ class Measured:
         if without := {message.axis for message in self.messages} - {line.axis for line in lines}:
             raise ConfigError(
                 f"--out: the times along {' and '.join(sorted(without))} do not increase with the "
-                "message size, so no "
-                "bandwidth can be fitted; use a wider range of --message-bytes, or more --rounds"
+                "message size, so no bandwidth can be fitted; use a wider range of "
+                "--message-bytes, or more --rounds"
             )
         assert hardware is not None
         assert efficiency is not None
@@ -390,8 +390,7 @@ def _hardware_of(options: CommConfig, device: jax.Device) -> Hardware | None:
     if known is None and options.out is not None:
         raise ConfigError(
             f"--out {options.out}: {device.device_kind!r} is not in the hardware table "
-            "(jaxtp/analysis/hardware.py); "
-            "name the most similar row, as in --like h100"
+            "(jaxtp/analysis/hardware.py); name the most similar row, as in --like h100"
         )
     return known
 

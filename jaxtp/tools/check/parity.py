@@ -196,8 +196,7 @@ def on_one_device(
         raise ConfigError(
             f"two runs on one device differ: the loss by {errors.loss:.1e}, the gradient norm by "
             f"{errors.grad_norm:.1e}. Draw all random numbers from the key of the loss or from "
-            "nnx.Rngs, not from "
-            "NumPy's or Python's generator"
+            "nnx.Rngs, not from NumPy's or Python's generator"
         )
     if (loss := subject.task.loss) is not None and replayed is None:
         mesh = make_mesh()

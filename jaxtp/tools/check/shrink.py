@@ -117,8 +117,7 @@ def _requested_sizes(meshes: Sequence[str]) -> dict[str, dict[str, int]]:
         if count > MAX_DEVICES:
             raise ConfigError(
                 f"--mesh {text} is {count} devices, and a check runs on at most {MAX_DEVICES} "
-                "virtual ones; dp or "
-                "fsdp of 2 checks the same as a larger size"
+                "virtual ones; dp or fsdp of 2 checks the same as a larger size"
             )
     return requested
 

@@ -120,10 +120,8 @@ def open_subject(
     if (needed := COPIES * total_bytes(blueprint)) > (memory := host_memory()):
         raise ConfigError(
             f"a check of this model needs {size_text(needed, binary=True)} for {COPIES} copies of "
-            "its state, and "
-            f"this host has {size_text(memory, binary=True)}; make it small by arguments of the "
-            "function that "
-            "builds it (model.arguments)"
+            f"its state, and this host has {size_text(memory, binary=True)}; make it small by "
+            "arguments of the function that builds it (model.arguments)"
         )
     if task.loss is not None:
         accumulation = 2 if small.train.accumulation == 1 else 1

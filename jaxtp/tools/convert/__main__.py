@@ -290,8 +290,8 @@ def export_run(command: Export) -> str:
         command.base is not None or (command.merged and source.adapters is None)
     ):
         raise HFError(
-            f"{name} has no adapters; leave "
-            f"{'--base' if command.base is not None else '--merged'} out"
+            f"{name} has no adapters; leave {'--base' if command.base is not None else '--merged'} "
+            "out"
         )
     attributes, tokenizer = (
         _run_files(source) if source.is_run else (copied_attributes(command.run), command.run)
@@ -343,8 +343,7 @@ def _origin(command: Export, source: StoredModel) -> Path | None:
     ) is not None and not like.is_dir():
         raise HFError(
             f"{like}: no such folder; {source.folder} has only the text model of the model there. "
-            "Name the folder by "
-            "--like DIR, or export the text model by --text-only"
+            "Name the folder by --like DIR, or export the text model by --text-only"
         )
     if like is None and multimodal:
         raise HFError(

@@ -246,8 +246,7 @@ def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, l
     ):
         raise ConfigError(
             f"train.epochs={options.train.epochs:,.15g} needs a dataset to count its steps: add "
-            "--data.path, or "
-            "give --train.steps instead"
+            "--data.path, or give --train.steps instead"
         )
     where = _target(options)
     hardware = where.hardware
@@ -267,8 +266,7 @@ def _refuse_for_own_parts(options: EstimateConfig) -> None:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in chosen)
         raise ConfigError(
             f"{flags}: not for a model, loss, batches or optimizer of your own, whose step is "
-            "traced as it is "
-            "configured; --mesh, --memory-fraction and --json work"
+            "traced as it is configured; --mesh, --memory-fraction and --json work"
         )
 
 

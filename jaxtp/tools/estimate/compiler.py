@@ -612,8 +612,7 @@ def ask(
     except subprocess.TimeoutExpired:
         raise TargetError(
             f"the compiler for the target was ended after its time limit of {timeout_s:g} s; allow "
-            "it more, "
-            f"such as --timeout {3 * timeout_s:g}"
+            f"it more, such as --timeout {3 * timeout_s:g}"
         ) from None
     if done.returncode:
         how = f"crashed ({signal_name(-done.returncode)})" if done.returncode < 0 else "failed"

@@ -64,10 +64,8 @@ jaxtp estimate --model.build model.py:build --train.loss ...
 _KEYS = ", ".join(f"{key} ({unit})" for key, (_, _, unit) in RANGES.items())
 HARDWARE = (
     "Kind and number of devices, as in h100x8, 2xh100x8 (two hosts) or mine.yamlx8 (a YAML file): "
-    f"{', '.join(TABLE)}. "
-    "A YAML file has like (a name; without it the first six keys are required), platform (cuda, "
-    "rocm, tpu), direct "
-    f"(true: links join each pair) and {_KEYS}."
+    f"{', '.join(TABLE)}. A YAML file has like (a name; without it the first six keys are "
+    f"required), platform (cuda, rocm, tpu), direct (true: links join each pair) and {_KEYS}."
 )
 MB = 1e6
 PASSES = 2.5

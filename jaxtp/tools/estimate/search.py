@@ -282,8 +282,7 @@ def parse_meshes(texts: Sequence[str], hardware: str, devices: int) -> list[dict
             instead = f"; {kind}{needed} has as many" if needed <= MAX_DEVICES else ""
             raise ConfigError(
                 f"--mesh {text}: {describe_mesh(sizes)} is {needed:,} devices, and --hardware "
-                f"{hardware} is "
-                f"{devices:,}{instead}"
+                f"{hardware} is {devices:,}{instead}"
             )
     return meshes
 

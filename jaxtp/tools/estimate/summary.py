@@ -55,11 +55,9 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
         links = f"{link_of(hardware, 2) / GB:,.0f} GB/s to each of {hardware.domain - 1}"
     rows = {
         "on": f"{where.devices} x {hardware.name}: {hardware.memory / GB:,.1f} GB each, of which "
-        "JAX takes "
-        f"{where.room / GB:,.1f}{share}; "
-        f"{hardware.peak(matmul) / 1e12:,.0f} TFLOP/s{in_dtype}, "
-        f"{hardware.bandwidth / 1e12:,.2f} TB/s; "
-        f"{links}, {hardware.network / GB:,.0f} beyond",
+        f"JAX takes {where.room / GB:,.1f}{share}; {hardware.peak(matmul) / 1e12:,.0f} "
+        f"TFLOP/s{in_dtype}, {hardware.bandwidth / 1e12:,.2f} TB/s; {links}, "
+        f"{hardware.network / GB:,.0f} beyond",
         "model": f"{model.parameters:,} parameters{describe_active(sizes, model.parameters)}: "
         f"{sizes.num_layers} layers, d_model {sizes.d_model}, {sizes.precision.compute} compute, "
         f"{config.optimizer.name}",
@@ -67,8 +65,7 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
         "kernels": describe_kernels(config, mesh_shape(), hardware.architecture),
         "matmul": describe_matmul(sizes),
         "batch": f"{data.global_batch_size:,} sequences of {data.sequence_length:,} tokens = "
-        f"{tokens:,}"
-        f"{' (the default; --data.sequence-length N changes it)' if assumed else ''}",
+        f"{tokens:,}{' (the default; --data.sequence-length N changes it)' if assumed else ''}",
         "assumed": f"{hardware.matmul_efficiency:.0%} of the peak in large products, "
         f"{hardware.bandwidth_efficiency:.0%} of memory's bandwidth, "
         f"{hardware.link_efficiency:.0%} of links "
@@ -90,9 +87,8 @@ def _loss(config: TrainConfig, model: Model) -> dict[str, str]:
     work = f"{loss.flops * config.data.global_batch_size / 1e12:,.1f} TFLOP a step"
     return {
         "loss": f"{describe_loss(config.train)}: {work}, {loss.relative:.2f} times the "
-        "cross-entropy's, traced on one "
-        f"device;\n{'':<8}its time is modelled in proportion, and its peak of memory in the "
-        "backward pass"
+        f"cross-entropy's, traced on one device;\n{'':<8}its time is modelled in proportion, and "
+        "its peak of memory in the backward pass"
     }
 
 

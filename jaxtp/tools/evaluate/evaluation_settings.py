@@ -131,8 +131,7 @@ def conflicts(config: EvaluateConfig) -> Iterator[str]:
         if (cp := config.mesh.cp) != 1:
             yield (
                 f"--mesh.cp {cp}: tasks may generate text, and a KV cache cannot be split over cp; "
-                "give its devices "
-                f"to tp: --mesh.tp {cp}"
+                f"give its devices to tp: --mesh.tp {cp}"
             )
         return
     if not (config.data or config.text):
@@ -164,14 +163,13 @@ def window_length(config: EvaluateConfig, sources: Sequence[ModelSource]) -> int
         if (learned := source.config.learned_positions) is not None and length > learned:
             raise ConfigError(
                 f"--sequence-length {length}: the model has {learned:,} learned positions "
-                "(model.learned_positions); "
-                f"give at most {context}"
+                f"(model.learned_positions); give at most {context}"
             )
         if not config.beyond_context:
             raise ConfigError(
                 f"--sequence-length {length}: the model's context is {context:,} tokens "
-                "(max_position_embeddings in "
-                f"its config.json); give at most {context}, or allow it by --beyond-context"
+                f"(max_position_embeddings in its config.json); give at most {context}, or allow "
+                "it by --beyond-context"
             )
     if length % cp:
         nearest = " or ".join(map(str, nearest_multiples(length, cp)))
@@ -181,8 +179,7 @@ def window_length(config: EvaluateConfig, sources: Sequence[ModelSource]) -> int
     if config.stride is not None and config.stride > length:
         raise ConfigError(
             f"--stride {config.stride} is more than the {length} tokens of a window "
-            "(--sequence-length), so tokens "
-            "between windows would be skipped"
+            "(--sequence-length), so tokens between windows would be skipped"
         )
     return length
 

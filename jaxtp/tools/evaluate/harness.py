@@ -167,9 +167,8 @@ class JaxtpLM(TemplateLM):
                 if room < 1:
                     raise HarnessError(
                         f"a task generates {settings.max_tokens:,} tokens, and the model reads "
-                        f"{self.max_length:,} "
-                        "with the context; give a larger --sequence-length if the model's context "
-                        "allows it"
+                        f"{self.max_length:,} with the context; give a larger --sequence-length if "
+                        "the model's context allows it"
                     )
                 prompts = [self.tok_encode(requests[index].args[0])[-room:] for index in indices]
                 for piece in self._generator.stream(prompts, settings):
@@ -259,8 +258,8 @@ class JaxtpLM(TemplateLM):
         if len(continuation) > self.max_length:
             raise HarnessError(
                 f"a continuation has {len(continuation):,} tokens, and the model reads "
-                f"{self.max_length:,}; give a "
-                "larger --sequence-length if the model's context allows it"
+                f"{self.max_length:,}; give a larger --sequence-length if the model's context "
+                "allows it"
             )
         if (largest := max(*context, *continuation)) >= (size := self._scorer.config.vocab_size):
             raise HarnessError(f"the token {largest} is beyond the {size:,} of {self.source.name}")

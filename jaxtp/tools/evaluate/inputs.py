@@ -114,8 +114,7 @@ def _require_tokenizer(dataset: Dataset, tokenizer: Path, model: ModelSource) ->
     prepare = "without --tokenizer" if wanted is None else f"with --tokenizer {tokenizer}"
     raise InputError(
         f"--data {dataset.folder} was made with {made}, and the model needs {reads}. Prepare the "
-        "documents again "
-        f"{prepare}, or give their files by --text"
+        f"documents again {prepare}, or give their files by --text"
     )
 
 
@@ -169,6 +168,5 @@ def _check_ids(tokens: NDArray[np.int32], model: ModelSource, place: str) -> Non
     if len(tokens) and (largest := int(tokens.max())) >= model.config.vocab_size:
         raise InputError(
             f"{place}: the token {largest} is beyond the {model.config.vocab_size:,} of "
-            f"{model.name}: its tokenizer "
-            "has more tokens than the model"
+            f"{model.name}: its tokenizer has more tokens than the model"
         )

@@ -417,9 +417,8 @@ def _gathered_outputs(dataflow: Dataflow) -> Iterator[str]:
     calls = {call.path: call for call in dataflow.calls}
     for path, why in dataflow.blocked.items():
         yield (
-            f"{path} is Colwise(), and {why}: the compiler gathers it, and each device sends "
-            "at most "
-            f"{dataflow.sent(calls[path], 1):,.0f} bytes; leave this style out, or write "
+            f"{path} is Colwise(), and {why}: the compiler gathers it, and each device sends at "
+            f"most {dataflow.sent(calls[path], 1):,.0f} bytes; leave this style out, or write "
             "Colwise(output_layouts=Replicate()) if it is intended"
         )
 
@@ -442,10 +441,8 @@ def _whole_row_inputs(dataflow: Dataflow, styles: Mapping[str, Style]) -> Iterat
             )
             yield (
                 f"{call.path} is Rowwise(), and its input is whole on every device: each device "
-                "slices it, and the "
-                f"gradient {cost}; put a Colwise layer before it, or write "
-                "Rowwise(input_layouts=Replicate()) if it is "
-                "intended"
+                f"slices it, and the gradient {cost}; put a Colwise layer before it, or write "
+                "Rowwise(input_layouts=Replicate()) if it is intended"
             )
 
 
@@ -474,8 +471,7 @@ def _duplicate_reductions(dataflow: Dataflow, styles: Mapping[str, Style]) -> It
                     remedy = f"{format_style(replicate_input({argument}))} for {path!r}"
             yield (
                 f"{', '.join(calls)} read one array, and each reduces its gradient over tp; "
-                f"{remedy} reduces it once: "
-                f"{sent:,.0f} bytes less sent by each device"
+                f"{remedy} reduces it once: {sent:,.0f} bytes less sent by each device"
             )
 
 

@@ -82,8 +82,7 @@ def _launch(argv: Sequence[str]) -> int:
     if launch.devices is None and not gpus_present():
         print(
             "no NVIDIA GPUs here: the processes divide the mesh's devices, which are virtual CPU "
-            "devices (--devices N "
-            "gives each process N)",
+            "devices (--devices N gives each process N)",
             file=sys.stderr,
         )
     return supervise(

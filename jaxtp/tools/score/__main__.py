@@ -233,10 +233,8 @@ def _check(config: ScoreConfig, dataset: Dataset, source: ModelSource) -> None:
     if dataset.tokenizer.name != source.tokenizer.info.name:
         raise ScoresError(
             f"{dataset.folder} was made with tokenizer {dataset.tokenizer.name[:12]}, and "
-            f"{source.name} has "
-            f"{source.tokenizer.info.name[:12]}, whose ids mean other tokens; prepare the data "
-            "with --tokenizer "
-            f"{config.tokenizer or config.model}"
+            f"{source.name} has {source.tokenizer.info.name[:12]}, whose ids mean other tokens; "
+            f"prepare the data with --tokenizer {config.tokenizer or config.model}"
         )
     if config.top_k is not None and config.top_k > source.config.vocab_size:
         raise ConfigError(

@@ -37,13 +37,11 @@ from jaxtp.train.__main__ import main as train
 CHANNELS = (
     "{%- for m in messages %}{%- if m.tool_calls %}{% set call = m.tool_calls[0].function %}"
     "<|turn|>assistant to=functions.{{ call.name }}<|channel|>commentary<|message|>{{ "
-    "call.arguments|tojson }}<|stop|>"
-    "{%- elif m.role != 'assistant' %}<|turn|>{{ m.role }}<|message|>{{ m.content }}<|stop|>"
-    "{%- elif not loop.last or add_generation_prompt %}"
-    "<|turn|>assistant<|channel|>final<|message|>{{ m.content }}<|stop|>"
-    "{%- else %}{% if m.thinking %}<|turn|>assistant<|channel|>analysis<|message|>{{ m.thinking "
-    "}}<|stop|>{% endif %}"
-    "<|turn|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "call.arguments|tojson }}<|stop|>{%- elif m.role != 'assistant' %}<|turn|>{{ m.role "
+    "}}<|message|>{{ m.content }}<|stop|>{%- elif not loop.last or add_generation_prompt %}"
+    "<|turn|>assistant<|channel|>final<|message|>{{ m.content }}<|stop|>{%- else %}{% if "
+    "m.thinking %}<|turn|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|stop|>{% endif "
+    "%}<|turn|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{%- if add_generation_prompt %}<|turn|>assistant{% endif %}"
 )
 """As gpt-oss's: <|end|> only after the last answer, which alone has its reasoning."""

@@ -194,8 +194,8 @@ REFUSED = {
     "--mesh tp=3 --mesh.no-allow-padding": "--mesh tp=3:\n  mesh.tp=3 pads 8 query heads to 9",
     "--config nothing.yaml": "nothing.yaml: No such file",
     "--mesh cp=3": "--mesh cp=3:\n  model.d_model=128 is not divisible by mesh.cp=3",
-    "--mesh cp=2 "
-    "--data.sequence-length 33": "data.sequence_length=33 is not divisible by mesh.cp=2",
+    "--mesh cp=2 --data.sequence-length "
+    "33": "data.sequence_length=33 is not divisible by mesh.cp=2",
     "--mesh cp=4,tp=4 --mesh.context ulysses": "mesh.cp=4 does not divide the 2 query heads",
 }
 

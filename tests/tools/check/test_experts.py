@@ -28,7 +28,7 @@ model: {vocab_size: 32, d_model: 16, num_layers: 1, num_heads: 2, num_kv_heads: 
 data: {sequence_length: 8, global_batch_size: 4}
 optimizer: {learning_rate: 0.01, warmup_steps: 1}
 train: {steps: 10, accumulation: 2}
-"""
+"""  # noqa: E501
 CONFIG = validate(TrainConfig, yaml.safe_load(SETTINGS), source="here")
 TOLERANCE = parity.TOLERANCES["float32"]
 OVER_TP = Case(sizes_of((1, 2, 2)), True)

@@ -39,7 +39,7 @@ ANSWER = """{
     "not_in_float8": {}, "parts": {}, "collectives": [
         {"kind": "all-gather", "axes": ["tp"], "group": 4, "count": 2, "bytes": 8, "overlapped": 1, "computing": 3}
     ]
-}""".replace("\n", "")
+}""".replace("\n", "")  # noqa: E501
 
 
 def compiler(code):

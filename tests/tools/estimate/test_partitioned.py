@@ -29,7 +29,7 @@ model: {vocab_size: 61, d_model: 32, num_layers: 2, num_heads: 16, num_kv_heads:
 data: {sequence_length: 32, global_batch_size: 32}
 optimizer: {name: adamw}
 train: {accumulation: 1}
-"""
+"""  # noqa: E501
 CONFIG = validate(TrainConfig, yaml.safe_load(SETTINGS), source="here")
 MESHES = [
     "8-1-1-1",

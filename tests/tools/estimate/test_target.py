@@ -151,7 +151,7 @@ def compiled(step, *shapes, hardware="h100"):
         program = jax.shard_map(step, in_specs=PartitionSpec(), out_specs=PartitionSpec())
         options = ABSENT_GPU | {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
         return jax.jit(program).lower(*arrays).compile(compiler_options=options)
-"""
+"""  # noqa: E501
 """A kernel that spills registers fails to compile."""
 
 GROUPED = f"""{COMPILED}
@@ -176,7 +176,7 @@ for method in ("pallas", "xla"):
         "products": len(re.findall(r" dot\\(", text)),
         "largest": max(sizes),
     }}))
-"""
+"""  # noqa: E501
 
 
 def answers(program, request):
@@ -214,7 +214,7 @@ def step(x, w, grad):
 shapes = [(shape, "bfloat16") for shape in json.load(sys.stdin)]
 text = compiled(step, *shapes, hardware="b200").as_text()
 print(json.dumps([text.count('custom_call_target="__cudnn$blockScaledDot"'), len(re.findall(r" dot\\(", text))]))
-"""
+"""  # noqa: E501
 
 
 def test_blackwell_multiplies_scaled_blocks():
@@ -256,7 +256,7 @@ for step, one, shapes in programs:
         "kernels": re.findall(r'gpu.triton".*?op_name="[^"]*/delta_(\\w+)/', text),
         "loops": len(re.findall(r" while\\(", text)),
     }}))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(
