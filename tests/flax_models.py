@@ -70,11 +70,11 @@ class LlamaBlock(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """A Llama of one layer, with the names of the usual PyTorch tutorial."""
+    """A Llama with the names of the usual PyTorch tutorial."""
 
-    def __init__(self, rngs):
+    def __init__(self, rngs, *, num_layers=2):
         self.tok_embeddings = nnx.Embed(V, D, rngs=rngs)
-        self.layers = nnx.List([LlamaBlock(rngs)])
+        self.layers = nnx.List([LlamaBlock(rngs) for _ in range(num_layers)])
         self.norm = nnx.RMSNorm(D, rngs=rngs)
         self.output = nnx.Linear(D, V, use_bias=False, rngs=rngs)
 
