@@ -191,7 +191,7 @@ class Coverage:
         self._rows = sqlite3.connect(file)
 
     def cases(self, file, line):
-        """Returns the ids of the cases that reach a line."""
+        """Returns the ids of the cases that reach a line; those of the file's own room first."""
         query = """select context.context, line_bits.numbits from line_bits
                    join file on file.id = line_bits.file_id
                    join context on context.id = line_bits.context_id
@@ -201,7 +201,8 @@ class Coverage:
             byte = line // 8
             if byte < len(bits) and bits[byte] >> (line % 8) & 1:
                 reached.add(context.partition("|")[0])
-        return sorted(reached - {""})
+        room = f"tests/{file.split('/')[1].removesuffix('.py')}/"
+        return sorted(reached - {""}, key=lambda case: (not case.startswith(room), case))
 
 
 def import_changed(mutant):
