@@ -141,7 +141,8 @@ def by_jaxtp(model: str, folder: Path) -> tuple[list[list[int]], list[Record]]:
             for sign, i in ((1, 2 * (step * PAIRS + row)), (-1, 2 * (step * PAIRS + row) + 1)):
                 ids = tokens[i]
                 at = slice(start, start + len(tokens[i]))
-                columns["inputs"][row, at], columns["pairs"][row, at] = ids, sign
+                columns["inputs"][row, at] = ids
+                columns["pairs"][row, at] = sign
                 columns["labels"][row, start + prompts[i] - 1 : at.stop - 1] = ids[prompts[i] :]
                 start = at.stop
         segments = np.where(columns["pairs"] < 0, 2, columns["pairs"])

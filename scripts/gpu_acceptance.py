@@ -360,11 +360,9 @@ def experts(machine: Machine, out: Path, log: Path) -> Result:
         dw = np.zeros_like(w)
         for group, (size, end) in enumerate(zip(sizes, ends, strict=True)):
             mine = slice(end - size, end)
-            y[mine], dx[mine], dw[group] = (
-                x[mine] @ w[group],
-                grad[mine] @ w[group].T,
-                x[mine].T @ grad[mine],
-            )
+            y[mine] = x[mine] @ w[group]
+            dx[mine] = grad[mine] @ w[group].T
+            dw[group] = x[mine].T @ grad[mine]
         return [y, dx, dw]
 
     def results(multiply: Callable[..., Any], x: Any, w: Any, grad: Any) -> Any:

@@ -106,7 +106,20 @@ def faults_of_docstrings(path):
     yield from re.findall(r'^\s*"""((?:Of|What)\b.*)', path.read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("rule", [faults_of_imports, faults_of_names, faults_of_docstrings])
+def faults_of_assignments(path):
+    """`a, b = x, y` is two statements on one line, unless it swaps."""
+    for node in ast.walk(trees()[path]):
+        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
+            continue
+        values = sorted(map(ast.unparse, node.value.elts))
+        for target in node.targets:
+            if isinstance(target, ast.Tuple) and sorted(map(ast.unparse, target.elts)) != values:
+                yield f"line {node.lineno}: one assignment a line: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize(
+    "rule", [faults_of_imports, faults_of_names, faults_of_docstrings, faults_of_assignments]
+)
 def test_every_file_follows_the_rules(rule):
     faults = {relative(path): list(rule(path)) for path in SOURCES}
     assert {path: found for path, found in faults.items() if found} == {}

@@ -100,7 +100,8 @@ def divisible_axes(
     result = [tuple(names) for names in axes]
     indivisible = [dim for dim, size in enumerate(shape) if size % parts(sizes, result[dim])]
     for dim in indivisible:
-        moving, result[dim] = result[dim], ()
+        moving = result[dim]
+        result[dim] = ()
         for other in (dim for dim in range(len(shape)) if dim not in indivisible):
             if shape[other] % parts(sizes, result[other] + moving) == 0:
                 result[other] += moving

@@ -40,7 +40,11 @@ MAX_BYTES_IN_FLIGHT = 2 * 10**9
 _MAX_DESCRIPTION = 2**28  # Maximum bytes of a file that describes a checkpoint and is read whole
 # The names of these files
 _DESCRIPTION = re.compile(r"_\w+|metadata|manifest\.ocdbt|\.z\w+|process_\d+")
-OF_ARRAYS = _SPECS, _SHAPES, _DTYPES, _CHECKSUMS = "specs", "shapes", "dtypes", "checksums"
+_SPECS = "specs"
+_SHAPES = "shapes"
+_DTYPES = "dtypes"
+_CHECKSUMS = "checksums"
+OF_ARRAYS = (_SPECS, _SHAPES, _DTYPES, _CHECKSUMS)
 _TEXTS = pydantic.TypeAdapter(dict[str, str])
 _LISTS = pydantic.TypeAdapter(dict[str, list[int]])
 

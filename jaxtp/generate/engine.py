@@ -371,7 +371,8 @@ class Generator:
             cache = None
         shape = shape if cache is None else cache.shape
         size = cache_bytes(self._model, self._mesh, shape.rows, shape.slots)
-        self.speed.shape, self.speed.cache_bytes = shape, size
+        self.speed.shape = shape
+        self.speed.cache_bytes = size
         _require_memory(
             self._mesh,
             self._weight_bytes + size,
@@ -524,9 +525,7 @@ class Scheduler:
                 sources[row] = other % self._rows_per_part
                 self._cached[row] += self._requests[row].tokens[:count]
         if np.any(sources >= 0):
-            caches, self._cache.arrays = self._cache.arrays, None
-            assert caches is not None, "an earlier call has failed"
-            self._cache.arrays = self._programs.copy(caches, sources)
+            self._cache.arrays = self._programs.copy(self._taken_caches(), sources)
 
     def _prefill(self) -> Iterator[Piece]:
         total = sum(request.num_prompt - len(self._cached[row]) for row, request in self._unread())
@@ -594,9 +593,15 @@ class Scheduler:
         self.timing.accepted_tokens += found - first
         yield from pieces
 
-    def _call(self, program: Callable[..., tuple[KVCaches, Sampled]]) -> tuple[StepTokens, float]:
-        caches, self._cache.arrays = self._cache.arrays, None
+    def _taken_caches(self) -> KVCaches:
+        # A program takes their memory: they are not there again until it has returned.
+        caches = self._cache.arrays
         assert caches is not None, "an earlier call has failed"
+        self._cache.arrays = None
+        return caches
+
+    def _call(self, program: Callable[..., tuple[KVCaches, Sampled]]) -> tuple[StepTokens, float]:
+        caches = self._taken_caches()
         started = time.perf_counter()
         compiled = self._programs.compile_seconds
         caches, sampled = program(caches, rows=self._row_arrays())
@@ -634,8 +639,10 @@ class Scheduler:
         seeds = np.zeros(num_rows, np.uint32)
         for row, request in self._requests.items():
             has_text = len(request.tokens) > request.num_prompt
-            tokens[row], lengths[row] = request.tokens[-1], len(request.tokens) - has_text
-            left[row], seeds[row] = request.tokens_left, request.seed
+            tokens[row] = request.tokens[-1]
+            lengths[row] = len(request.tokens) - has_text
+            left[row] = request.tokens_left
+            seeds[row] = request.seed
         # A copy: the CPU backend may read the array itself.
         return RowArrays(
             tokens,
@@ -661,7 +668,8 @@ class Scheduler:
                 local_row = row % self._rows_per_part
                 span = slice(offset, offset + stop - start)
                 offset = span.stop
-                ids[part, span], rows[part, span] = request.tokens[start:stop], local_row
+                ids[part, span] = request.tokens[start:stop]
+                rows[part, span] = local_row
                 positions[part, span] = np.arange(start, stop)
                 if stop == request.num_prompt:
                     whole = [each for each, shared in self._shared.items() if shared == (row, stop)]

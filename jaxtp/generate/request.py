@@ -161,7 +161,8 @@ class Request:
         end_ids: frozenset[int],
         context: int | None = None,
     ):
-        (self.index, self.sample), self.num_prompt = divmod(number, settings.samples), len(prompt)
+        self.index, self.sample = divmod(number, settings.samples)
+        self.num_prompt = len(prompt)
         self.tokens: list[int] = prompt.tolist()
         """The prompt, then the generated tokens without an end token."""
         self.seed = (settings.seed + number) % 2**32

@@ -459,10 +459,8 @@ class CausalSelfAttention(Branch):
         """Returns `body(weights, project(x_BTD), *others)`, run on each device's heads."""
         weights, weight_specs = params_and_specs(self.qk_norms)
         if self.sinks is not None:
-            weights["sinks"], weight_specs["sinks"] = (
-                jnp.asarray(self.sinks[...]),
-                spec_of(self.sinks),
-            )
+            weights["sinks"] = jnp.asarray(self.sinks[...])
+            weight_specs["sinks"] = spec_of(self.sinks)
         heads = self.project(x_BTD)
         in_specs = (weight_specs, (token_spec(TP),) * len(heads), *specs)
         return device_view(body, ATTEND, in_specs, out_specs)(weights, heads, *others)

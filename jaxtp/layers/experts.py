@@ -356,7 +356,8 @@ class MixtureOfExperts(PositionwiseBranch):
         activation = activation_spec(sequence)
         weights, specs = params_and_specs(self)
         if self.config.selection_bias:
-            weights["selection_bias"], specs["selection_bias"] = self.selection_bias[...], P(None)
+            weights["selection_bias"] = self.selection_bias[...]
+            specs["selection_bias"] = P(None)
         # Each device slices its part itself: if these came in split over tp, XLA would split their
         # other readers too.
         by_token = {"segments": sequences.segments, "experts": sequences.experts}
@@ -569,11 +570,9 @@ class MixtureOfExperts(PositionwiseBranch):
 
         Shares and experts are `[N, k]`.
         """
-        config, k, (*_, down) = (
-            self.config,
-            self.config.experts_per_token,
-            self.config.projections(),
-        )
+        config = self.config
+        k = config.experts_per_token
+        *_, down = config.projections()
         trained = isinstance(getattr(self, down), nnx.Param)
         share = self.share(len(x), axis_size(TP), axis_size(*STORAGE), trained=trained)
         axes = ((TP,) if config.over_tp(axis_size(TP)) else ()) + (
@@ -610,7 +609,8 @@ class MixtureOfExperts(PositionwiseBranch):
 
     def _compute(self, variable: "_Variable", fixed: Weights, rows: "Rows") -> Array:
         """Returns the summands of these rows without down_bias, `[N, D]`."""
-        x, shares, weights = *variable[:2], {**variable[2], **fixed}
+        x, shares, changing = variable
+        weights = {**changing, **fixed}
         method, _ = pick_method(self.config.grouped, current_platform())
         multiply = partial(grouped_matmul, sizes_E=rows.sizes, method=method)
 

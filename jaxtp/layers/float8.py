@@ -88,7 +88,9 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
         # Over tp, the product for `w` hides the other's reduction.
         if axis_size(TP) > 1 or axis_size(*STORAGE) == 1:
             return _matmul(x, w)
-        x, w = vary_like(x, w), vary_like(w, x)
+        plain_x = x
+        x = vary_like(x, w)
+        w = vary_like(w, plain_x)
 
     def forward(x: object, w: object) -> tuple[Array, tuple[Value | None, Value | None]]:
         # What a gradient needs is its only residual: x for the gradient of w, w for the gradient of

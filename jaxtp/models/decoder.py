@@ -266,10 +266,9 @@ class EmbeddingAndHead(nnx.Module):
 
     def projection(self, temperature: float = 1.0) -> Projection:
         """Returns what makes logits of hidden states, divided by a temperature."""
-        config, kernel, bias = (
-            self.config,
-            *((None, None) if self.head is None else (self.head.kernel, self.head.bias)),
-        )
+        config = self.config
+        kernel = None if self.head is None else self.head.kernel
+        bias = None if self.head is None else self.head.bias
         table = self.embedding.embedding if kernel is None else kernel
         head = HeadConfig(
             config.vocab_size,

@@ -229,7 +229,8 @@ def check_collectives(mesh: Mesh) -> None:
             for name, array in moved.items():
                 for shard in array.addressable_shards:
                     group = list(np.unravel_index(shard.index[0].start or 0, mesh.devices.shape))
-                    index, group[dim] = group[dim], slice(None)
+                    index = group[dim]
+                    group[dim] = slice(None)
                     if not np.array_equal(
                         np.asarray(shard.data)[0], _EXPECTED[name](grid[tuple(group)], index)
                     ):

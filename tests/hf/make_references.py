@@ -350,7 +350,8 @@ def older(config, settings):
     if config["model_type"] == "gemma2":
         config["hidden_act"] = config["hidden_activation"]
     if config["model_type"] == "qwen3_moe":
-        config["num_experts"], config["max_window_layers"] = config.pop("num_local_experts"), 0
+        config["num_experts"] = config.pop("num_local_experts")
+        config["max_window_layers"] = 0
     if config["model_type"].startswith("gemma"):
         config["cache_implementation"] = "hybrid"
     if "layer_types" not in settings:
@@ -405,7 +406,8 @@ def reference(model, generator, size):
     vocab = IMAGE - 1 if hasattr(model.config, "text_config") else model.config.vocab_size
     ids = torch.randint(vocab, (BATCH, LENGTH), generator=generator)
     masked = ids.clone()
-    masked[0, 3:9], masked[1, 15:] = -100, -100
+    masked[0, 3:9] = -100
+    masked[1, 15:] = -100
     found = {"input_ids": ids.numpy(), "labels_masked": masked.numpy()}
     for suffix, labels in (("_masked", masked), ("", ids)):
         logits, loss, grads = computed(model, ids, labels)

@@ -598,7 +598,8 @@ class _Unpacked(io.RawIOBase):
         self._left = self._left or next(self._parts, self._left)
         target = memoryview(buffer)
         size = min(len(target), len(self._left))
-        target[:size], self._left = self._left[:size], self._left[size:]
+        target[:size] = self._left[:size]
+        self._left = self._left[size:]
         return size
 
 

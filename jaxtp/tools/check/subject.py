@@ -182,6 +182,7 @@ def random_tokens(config: TrainConfig) -> list[Columns]:
             begins = random.random(labels.shape) < DOCUMENTS / labels.shape[1]
             batch[SEGMENTS] = np.cumsum(begins, axis=1, dtype=np.int32)
             for row, begin in ((-1, 0), (-2, labels.shape[1] // 2)):
-                batch[SEGMENTS][row, begin:], labels[row, begin:] = 0, IGNORE
+                batch[SEGMENTS][row, begin:] = 0
+                labels[row, begin:] = IGNORE
         made.append(batch)
     return made

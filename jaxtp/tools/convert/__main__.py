@@ -313,10 +313,15 @@ def export_run(command: Export) -> str:
     config = replace(stored, lora=LoraConfig(), precision=replace(stored.precision, param=dtype))
     with nullcontext() if source.is_run else _progress("read") as progress:
         model = source.load(config, mesh, progress)
-    size, options["dtype"] = command.max_shard_size, dtype
+    options["dtype"] = dtype
     with _progress("written") as options["progress"]:
         save_hf(
-            model, command.out, attributes=attributes, like=like, max_shard_size=size, **options
+            model,
+            command.out,
+            attributes=attributes,
+            like=like,
+            max_shard_size=command.max_shard_size,
+            **options,
         )
     return (
         f"{name}{'' if source.adapters is None else f' with {source.adapters.path}'} is in "

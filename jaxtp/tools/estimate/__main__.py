@@ -354,7 +354,8 @@ def _compile(
             numbers["tier_2"] = partitioned.record()
             print("", *partitioned.lines(best), sep="\n", flush=True)
     except (ConfigError, MeshError) as error:
-        numbers["tier_2"], failed = {"error": str(error)}, error
+        numbers["tier_2"] = {"error": str(error)}
+        failed = error
     try:
         if options.tier >= 3:
             name = best.target.hardware.compiled_as
@@ -362,13 +363,16 @@ def _compile(
             compiled = compile_for(
                 best.config, best.sizes, name, **hosts, timeout_s=options.timeout
             )
-            numbers["tier_3"], fits = compiled.record(best), fits and compiled.fits(best)
+            numbers["tier_3"] = compiled.record(best)
+            fits = fits and compiled.fits(best)
             print("", *compiled.lines(best), sep="\n", flush=True)
     except DoesNotFitError as error:
-        numbers["tier_3"], fits = {"error": str(error), "fits": False}, False
+        numbers["tier_3"] = {"error": str(error), "fits": False}
+        fits = False
         print("", error, sep="\n", flush=True)
     except TargetError as error:
-        numbers["tier_3"], failed = {"error": str(error)}, error
+        numbers["tier_3"] = {"error": str(error)}
+        failed = error
     return fits, failed
 
 
