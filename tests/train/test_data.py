@@ -47,6 +47,20 @@ def command(tmp_path):
 
 
 @pytest.mark.journey
+def test_a_token_beyond_the_vocabulary_stops_the_run_with_its_place(
+    tmp_path, texts, command, capsys
+):
+    dataset = tmp_path / "bpe"
+    assert prepare([str(texts), *BPE, f"--out={dataset}"]) == 0
+    tokens = dataset / "train-00000.tokens"
+    tokens.write_bytes(np.full(tokens.stat().st_size // 2, 9999, "<u2").tobytes())
+    assert train([*command, "--mesh=tp=2", f"--data.path={dataset}"]) == 2
+    error = capsys.readouterr().err
+    assert f"{tokens}, document" in error
+    assert "token 9999 is beyond model.vocab_size=301" in error
+
+
+@pytest.mark.journey
 def test_an_odd_vocabulary_resumes_on_another_mesh_from_data_that_moved(
     tmp_path, dataset, command, capsys
 ):

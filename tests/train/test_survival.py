@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,13 +24,15 @@ from small_net import Net, train
 from structures import plant, watched
 
 from jaxtp.__main__ import main as jaxtp_command
-from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp.checkpoint.manager import CheckpointError, Checkpoints
 from jaxtp.checkpoint.storage import open_checkpoint
 from jaxtp.config.entry import FILES, INTERRUPTED, TEMPORARY, WRONG, NumericsError
-from jaxtp.train import run_folder
+from jaxtp.train import run_folder, verify
 from jaxtp.train.__main__ import main
+from jaxtp.train.config import RunConfig, TrainConfig
 from jaxtp.train.run_folder import RunFolderError, locked, replacing, writing
 from jaxtp.train.stopping import Watchdog
+from jaxtp.train.verify import nonfinite_gradient
 
 ACCIDENTS = Path(__file__).parents[1] / "accidents.py"
 
@@ -208,6 +211,18 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["second"]
 
 
+def test_a_full_disk_does_not_hide_what_was_not_finite(tmp_path, monkeypatch):
+    def full(folder):
+        raise CheckpointError("no space")
+
+    monkeypatch.setattr(verify, "Checkpoints", full)
+    checkpoints = SimpleNamespace(describe_newest=lambda: "", steps=lambda: [2])
+    run = SimpleNamespace(config=TrainConfig(run=RunConfig(dir=tmp_path)), checkpoints=checkpoints)
+    error = str(nonfinite_gradient(run, "step 3", 3, {}, {}))
+    assert "could not be saved for inspection (no space)" in error
+    assert "the checkpoint at step 2" in error
+
+
 @pytest.mark.journey
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(
     tmp_path, command, capsys
@@ -369,6 +384,7 @@ def test_a_stalled_step_prints_the_stacks_once(capfd):
 STUCK = """
 import time
 from jaxtp.train.stopping import Watchdog
+from jaxtp.train.verify import nonfinite_gradient
 watchdog = Watchdog(0.2, 1.0)
 watchdog.feed()
 time.sleep(0.5)
