@@ -39,7 +39,7 @@ TEMPORARY = 75
 sysexits.h)."""
 INTERRUPTED = 130  # The exit code after Ctrl-C: 128 plus the number of the signal, as in shells
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # Control characters, except for newlines
-_AGAIN_SECONDS = 0.05  # until Ctrl-C is sent again whose exception was ignored
+_AGAIN_SECONDS = 0.05  # until Ctrl-C is sent again, if Python ignored its exception
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -337,16 +337,16 @@ class Interrupt:
         # Python ignores an exception in a destructor, in a callback of a weak reference, and in one
         # of the garbage collector, in which a tracing run spends much of its time.
         if issubclass(unraisable.exc_type, InterruptError):
-            _send_again(signal.SIGINT)
+            _send_ctrl_c_again()
         elif self._hook_before is not None:
             self._hook_before(unraisable)
 
 
-def _send_again(number: int) -> None:
-    """Sends a signal to the main thread in a moment."""
+def _send_ctrl_c_again() -> None:
+    """Sends SIGINT to the main thread in a moment."""
     main = threading.main_thread().ident
     assert main is not None
-    timer = threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (main, number))
+    timer = threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (main, signal.SIGINT))
     timer.daemon = True
     timer.start()
 

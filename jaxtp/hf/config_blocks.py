@@ -289,6 +289,23 @@ def _compress_layers(base: Settings, layers: Sequence[Settings]) -> Settings:
     return {**base, "first_blocks": changes[:-last], "pattern": changes[-1:]}
 
 
+def _has_layer_type(types: object, name: str, count: int) -> list[bool]:
+    """Returns which of `count` layers has the type `name`; every other layer has full attention.
+
+    Raises:
+      HFError: `types` is not a list of these two types, one for each layer.
+    """
+    if (
+        not isinstance(types, list)
+        or len(types) != count
+        or not set(map(str, types)) <= {_FULL, name}
+    ):
+        raise HFError(
+            f"layer_types = {quote(types)}: should be {_FULL} or {name} for each of {count} layers"
+        )
+    return [kind == name for kind in types]
+
+
 def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bool]:
     names = family.layer_attributes
     window = attributes.get("sliding_window", family.default_window)
@@ -321,16 +338,7 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
         return [window is not None] * count
     if types is None:
         return _windows_by_index(attributes, family, count)
-    if (
-        not isinstance(types, list)
-        or len(types) != count
-        or not set(map(str, types)) <= {_FULL, _SLIDING}
-    ):
-        raise HFError(
-            f"layer_types = {quote(types)}: should be {_FULL} or {_SLIDING} for each of "
-            f"{count} layers"
-        )
-    kinds = [kind == _SLIDING for kind in types]
+    kinds = _has_layer_type(types, _SLIDING, count)
     kinds[-1] &= not family.last_is_global
     period = attributes.get("sliding_window_pattern")
     if (
@@ -494,16 +502,7 @@ def _read_linear(attributes: Attributes, family: Family, count: int) -> list[boo
     if (types := attributes.get("layer_types")) is None:
         period = whole(_INTERVAL, attributes.get(_INTERVAL, _DEFAULT_INTERVAL))
         return [(i + 1) % period != 0 for i in range(count)]
-    if (
-        not isinstance(types, list)
-        or len(types) != count
-        or not set(map(str, types)) <= {_FULL, _LINEAR}
-    ):
-        raise HFError(
-            f"layer_types = {quote(types)}: should be {_FULL} or {_LINEAR} for each of "
-            f"{count} layers"
-        )
-    return [kind == _LINEAR for kind in types]
+    return _has_layer_type(types, _LINEAR, count)
 
 
 def _check_multiple(values: int, keys: int) -> None:

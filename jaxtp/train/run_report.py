@@ -51,8 +51,8 @@ class Report(Display):
         self.move(step, f"{begin}{_fitting(self._own(values, short=True), room)}{end}")
 
     def _own(self, values: Mapping[str, float], *, short: bool = False) -> list[str]:
-        # The metrics of a user's loss; with `short` without a common prefix, such as that of
-        # rewards/margins.
+        # Formats the metrics of a user's loss. `short` drops a prefix (rewards/margins), unless
+        # two metrics would get the same name.
         texts = []
         for name in self.own_metrics:
             last = name.rpartition("/")[2]

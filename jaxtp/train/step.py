@@ -318,9 +318,9 @@ def _decoder_objective(
 
 
 # A second tree of gradients would not fit where accumulation is needed most. So each backward pass
-# adds to the sums block by block, and holds the gradients of one block; a sum after the pass would
-# hold those of all blocks. The sums are mutable arrays, which JAX makes a part of the state of the
-# scan over blocks, updated in place.
+# adds to the sums block by block, and holds the gradients of one block at a time; adding after the
+# pass would hold the gradients of all blocks. The sums are mutable arrays: JAX carries them through
+# the scan over blocks and updates them in place.
 
 
 def _no_gradients(params: nnx.State, precision: Precision) -> nnx.State:

@@ -114,7 +114,7 @@ class PrepareConfig:
 
     date: Day | None = None
     """The day that a chat template with a date writes (strftime_now); by default the day on which
-    the dataset is begun, which the dataset records."""
+    preparation starts. The dataset records it."""
 
     media_as_text: Switch = False
     """Read conversations with images, audio or video as text, with words such as <image> in their

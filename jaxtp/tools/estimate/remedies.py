@@ -225,8 +225,8 @@ def _more_devices(run: Run, model: Model) -> list[Alternative]:
 def _fits(
     run: Run, model: Model, meshes: Sequence[Mapping[str, int]] | None = None
 ) -> Setting | None:
-    # Searches all settings of all meshes, or of those given, only if one with the least memory fits
-    # with margin.
+    # A full search is slow, so first try only the settings that use the least memory. Search all
+    # settings only if one of those fits with margin.
     if meshes is None:
         meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
     able, _ = runnable(run.config, meshes)
