@@ -614,7 +614,7 @@ def ratios_of(script: str, pattern: str, log: Path, *words: str) -> Result:
 
 def start(machine: Machine, out: Path, log: Path) -> Result:
     """Times the way to the first step and a tiny step, beside plain JAX's."""
-    repeats = "2" if machine.is_small else "3"
+    repeats = "1" if machine.is_small else "3"
     return ratios_of(
         "start_speed.py",
         r"(?m)^  (.*?) +[\d.]+ m?s .*\) +([\d.]+)$",
@@ -703,7 +703,7 @@ def several(machine: Machine, out: Path, log: Path) -> Result:
     for tp in (tp for tp in (2, 4, 8) if tp <= machine.count):
         words = ["--mesh", f"tp={tp}", "--variants", "plain", "jaxtp", "model.overlap=ring"]
         words += (
-            ["--layers", "2", "--blocks", "3"]
+            ["--model", "tiny", "--length", "64", "--blocks", "3"]
             if machine.is_small
             else ["--model", "8b", "--layers", "8"]
         )

@@ -174,7 +174,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the instants and processes")
     arguments = parser.parse_args(argv)
     chance = random.Random(arguments.seed)
-    failed = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = folder / "text.txt"
@@ -185,16 +184,18 @@ def main(argv: list[str] | None = None) -> int:
         )
         whole = Job(folder / "whole", text, arguments.steps)
         whole.finish(1)
-        for how in arguments.kind:
-            job = Job(folder / how, text, arguments.steps)
-            for turn in range(arguments.rounds):
-                print(f"{turn + 1:2} {job.disturb(how, chance)}; {job.go_on()}", flush=True)
-            job.finish(2)
-            worst = differences(whole.folder / "run", job.folder / "run")
-            good = worst["loss"] <= 1e-4 and worst["tokens"] == 0
-            failed += not good
-            print(f"{'ok' if good else 'FAIL'}: {how}: largest differences {worst}", flush=True)
-    return 1 if failed else 0
+        job = Job(folder / "disturbed", text, arguments.steps)
+        turns = [how for _ in range(arguments.rounds) for how in arguments.kind]
+        for turn, how in enumerate(turns, 1):
+            line = job.disturb(how, chance)
+            if turn < len(turns):
+                line += f"; {job.go_on()}"
+            print(f"{turn:2} {line}", flush=True)
+        job.finish(2)
+        worst = differences(whole.folder / "run", job.folder / "run")
+    good = worst["loss"] <= 1e-4 and worst["tokens"] == 0
+    print(f"{'ok' if good else 'FAIL'}: largest differences {worst}", flush=True)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -48,6 +48,14 @@ from jaxtp.train.state import Blueprint, named_arrays, plan_state
 from jaxtp.train.step import compiler_options, trace_step
 
 MODELS = {
+    "tiny": {
+        "vocab_size": 256,
+        "d_model": 64,
+        "num_layers": 2,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "d_ff": 128,
+    },
     "25m": {
         "vocab_size": 8192,
         "d_model": 512,

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 from flax import nnx
-from support import journeys
+from pages import BLOCK, CHECK_OF_ONE_MESH, PAGES, README, blocks, lines_of
 
 import jaxtp
 from jaxtp.__main__ import commands
@@ -30,14 +30,11 @@ from jaxtp.layers.parameter import Precision
 from jaxtp.train.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
-PAGES = [README, ROOT / "configs/README.md", *sorted(ROOT.glob("jaxtp/*/**/README.md"))]
 MAP = [ROOT / "jaxtp/README.md", ROOT / "jaxtp/CONTRIBUTING.md", ROOT / "jaxtp/CHANGELOG.md"]
 FOLLOWED = [page for page in PAGES if "```sh\n" in page.read_text()]
 
 FILE = re.compile(r"# (\w+\.py)\n")
 """First line of an example that is a file."""
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SET_UP = ".venv/bin/pip install"
 WORDS = [line.split() for line in (ROOT / "LICENSE").read_text().splitlines() if line.strip()]
 MODELS = {
@@ -63,33 +60,12 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 SHORTER = {
     "generate": ["--max-tokens", "4"],
     "bench": ["--rounds", "3", "--in-a-row", "2", "--message-bytes", "1024", "1048576"],
-    "check": ["--model.precision.compute", "float32"],
 }
 SHORTER_RUN = ["--optimizer.warmup-steps", "1", "--eval.batches", "1"]
 
 
-def blocks(page):
-    return BLOCK.findall(page.read_text())
-
-
-def lines_of(page):
-    return [
-        line
-        for kind, text in blocks(page)
-        if kind == "sh"
-        for line in text.splitlines()
-        if line.strip()
-    ]
-
-
 def value_of(words, name):
     return words[words.index(name) + 1] if name in words else None
-
-
-def listed_blocks(words):
-    """Returns the number of blocks that a configuration lists, and at least 1."""
-    model = yaml.safe_load(Path(value_of(words, "--config")).read_text())["model"]
-    return str(max(1, len(model.get("first_blocks", ())) + len(model.get("pattern", ()))))
 
 
 @pytest.fixture(scope="module")
@@ -277,25 +253,22 @@ def test_a_page_can_be_followed(page, library, tiny_models, tmp_path, monkeypatc
             reader.follow(line, below[1] if line is lines[-1] and below[0] == "" else "")
 
 
-CHECKS = sorted(
-    {
+@pytest.mark.slow
+def test_meshes_are_checked_as_a_page_says(tmp_path, monkeypatch, capsys):
+    """Commands with one mesh run in tests/tools/check/test_command.py."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    lines = {
         line
         for page in FOLLOWED
         for line in lines_of(page)
         if line.startswith("jaxtp check --config ")
     }
-)
-
-
-@pytest.mark.parametrize(
-    "line", journeys(CHECKS, *(line for line in CHECKS if line in lines_of(README)))
-)
-def test_a_check_of_a_configuration_passes(line, tmp_path, monkeypatch, capsys):
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    monkeypatch.chdir(tmp_path)
-    words = shlex.split(line)[1:]
-    assert run_command([*words, *SHORTER["check"], "--model.num-layers", listed_blocks(words)]) == 0
-    assert re.search(r"all \d+ equal one device", capsys.readouterr().out)
+    of_several_meshes = sorted(line for line in lines if not CHECK_OF_ONE_MESH.fullmatch(line))
+    assert of_several_meshes
+    for line in of_several_meshes:
+        assert run_command(shlex.split(line)[1:]) == 0, line
+        assert re.search(r"all \d+ equal one device", capsys.readouterr().out), line
 
 
 @pytest.mark.journey

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from hf_reference import FOLDER
 from jax.sharding import PartitionSpec as P
+from pages import checked_meshes
 from runs import smol_lm
 from support import assert_refused, journeys
 
@@ -25,6 +26,7 @@ from jaxtp.train.defaults import resolve_defaults
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+MESHES = checked_meshes()
 TINY = ("--config", str(ROOT / "configs/tiny.yaml"))
 OVER_TP = (*TINY, "--mesh", "tp=2", "--model.num-layers", "1")
 WHOLE = ("--data.sequence-length", "33")
@@ -47,24 +49,32 @@ def checked(tmp_path, *flags):
     return json.loads(file.read_text())
 
 
-@pytest.mark.parametrize("name", journeys([path.stem for path in CONFIGS], "tiny"))
-def test_a_configuration_passes_on_its_own_mesh(name, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "name", journeys([path.stem for path in CONFIGS], "tiny", "finetune_llama31_8b")
+)
+def test_a_configuration_passes_on_the_mesh_of_a_page(name, tmp_path, capsys):
+    """A configuration that no page checks, on its own mesh of tp."""
     config = read(name)
-    tp = config.mesh.tp
+    own_mesh = f"tp={config.mesh.tp}" if config.mesh.tp > 1 else "fsdp=8"
+    mesh = MESHES.get(name, own_mesh)
     compute = config.model.precision.compute if name in IN_16_BITS else "float32"
-    flags = ["--mesh", f"tp={tp}" if tp > 1 else "fsdp=8"]
+    flags = ["--mesh", mesh]
+    listed = len(config.model.first_blocks) + len(config.model.pattern)
+    if listed > 1:
+        flags += ["--model.num-layers", str(listed)]
     if name in IN_16_BITS:
         flags += ["--model.precision.compute", compute]
     record = checked(tmp_path, "--config", ROOT / f"configs/{name}.yaml", *flags)
     cases = record["cases"]
     precisions = {"float32", compute, config.model.precision.matmul} - {"compute"}
     split = {case["sequence_parallel"] for case in cases}
-    assert split == ({True, False} if tp > 1 else {False})
+    assert split == ({True, False} if "tp" in mesh else {False})
     assert {case["dtype"] for case in cases} == precisions
     # A loss that is named is also summed over micro-batches.
     accumulated = 1 if config.train.loss is None else 2
     assert record["passed"]
-    assert len(cases) == accumulated * len(split) * len(precisions)
+    methods = {case["context"] for case in cases}
+    assert len(cases) == accumulated * len(split) * len(methods) * len(precisions)
     assert all(case["errors"]["gradient"] > 0 for case in cases), "something was compared"
     assert f"all {len(cases)} equal one device" in capsys.readouterr().out
 
