@@ -9,44 +9,34 @@ from pathlib import Path
 
 TEXT = "".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(2000))
 SMALL = [
-    "--model.d-model",
-    "32",
-    "--model.num-layers",
-    "2",
-    "--model.head-dim",
-    "4",
-    "--model.d-ff",
-    "64",
-    "--data.sequence-length",
-    "32",
-    "--data.global-batch-size",
-    "8",
-    "--train.log-every",
-    "1",
-    "--checkpoint.every",
-    "5",
-    "--eval.batches",
-    "2",
-    "--eval.every",
-    "20",
-    "--optimizer.warmup-steps",
-    "2",
+    "--model.d-model=32",
+    "--model.num-layers=2",
+    "--model.head-dim=4",
+    "--model.d-ff=64",
+    "--data.sequence-length=32",
+    "--data.global-batch-size=8",
+    "--train.log-every=1",
+    "--checkpoint.every=5",
+    "--eval.batches=2",
+    "--eval.every=20",
+    "--optimizer.warmup-steps=2",
 ]
+OF_ANY_MODEL = SMALL[4:]
 SMOL_LM = {
-    **{
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "vocab_size": 49152,
-    },
-    **{
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "rms_norm_eps": 1e-5,
-    },
-    **{"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192},
-    **{"tie_word_embeddings": True, "rope_theta": 100000, "torch_dtype": "bfloat16"},
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "rms_norm_eps": 1e-5,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "rope_theta": 100000,
+    "torch_dtype": "bfloat16",
 }
 """The config.json of SmolLM2-135M, whose number of heads no power of two divides."""
 
@@ -59,13 +49,8 @@ def smol_lm(folder):
 
 
 def mesh(dp, fsdp, tp, cp=1):
-    sizes = {"dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
-    return [
-        word
-        for axis, size in sizes.items()
-        if size > 1 or axis != "cp"
-        for word in (f"--mesh.{axis}", str(size))
-    ]
+    flags = [f"--mesh.dp={dp}", f"--mesh.fsdp={fsdp}", f"--mesh.tp={tp}"]
+    return flags if cp == 1 else [*flags, f"--mesh.cp={cp}"]
 
 
 def records(folder, key="loss"):

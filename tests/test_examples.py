@@ -120,19 +120,16 @@ def parts(name):
 
 # Whatever the number of steps; at higher rates the loss first grows, and rounding with it.
 STEADY = [
-    "--optimizer.schedule",
-    "constant",
-    "--optimizer.warmup-steps",
-    "0",
-    "--optimizer.learning-rate",
-    "1e-3",
+    "--optimizer.schedule=constant",
+    "--optimizer.warmup-steps=0",
+    "--optimizer.learning-rate=1e-3",
 ]
 
 
 def train(name, folder, mesh, steps):
     """Returns the flags of `jaxtp train`."""
     sizes = [f"--mesh.{size}" for size in mesh.split(",")]
-    run = ["--run.dir", str(folder), "--train.steps", str(steps), "--train.log-every", "1"]
+    run = [f"--run.dir={folder}", f"--train.steps={steps}", "--train.log-every=1"]
     return [*parts(name), *sizes, *STEADY, *run]
 
 
@@ -143,7 +140,7 @@ def test_a_killed_run_goes_on_on_another_mesh(name, tmp_path):
     killed = tmp_path / "killed"
     assert run_command(["train", *train(name, whole, "dp=2", 12)]) == 0
     endless = train(name, killed, "fsdp=2,tp=2", 100_000)
-    command = [sys.executable, "-m", "jaxtp", "train", *endless, "--checkpoint.every", "2"]
+    command = [sys.executable, "-m", "jaxtp", "train", *endless, "--checkpoint.every=2"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -169,11 +166,8 @@ CHECKED = ["vit", "own_loss", "public_model", "encoder_decoder"]
 @pytest.mark.parametrize("name", journeys(CHECKED, "vit", "own_loss"))
 def test_check_and_estimate_take_an_example(name):
     example(name)
-    assert run_command(["check", *parts(name), "--mesh", "fsdp=2,tp=2"]) == 0
-    assert (
-        run_command(["estimate", *parts(name), "--hardware", "h100x4", "--mesh", "fsdp=2,tp=2"])
-        == 0
-    )
+    assert run_command(["check", *parts(name), "--mesh=fsdp=2,tp=2"]) == 0
+    assert run_command(["estimate", *parts(name), "--hardware=h100x4", "--mesh=fsdp=2,tp=2"]) == 0
 
 
 def built(name):
@@ -238,9 +232,7 @@ def test_a_plot_leaves_out_lines_that_are_no_records(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text("\n".join(['{"step": 1, "loss": 0.5}', *wrong, ""]))
     out = tmp_path / "plot.png"
     assert (
-        importlib.import_module("plot_run").main(
-            [str(tmp_path), "--metrics", "loss", "--out", str(out)]
-        )
+        importlib.import_module("plot_run").main([str(tmp_path), "--metrics=loss", f"--out={out}"])
         == 0
     )
     assert out.is_file()

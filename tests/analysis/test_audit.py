@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import sweep
+from variants import small_model
 
 import jaxtp
 from jaxtp.analysis.audit import AuditError, audit, bytes_by_place
@@ -23,16 +24,7 @@ from jaxtp.train.step import make_train_step
 
 B = 8
 T = 16
-MODEL = jaxtp.ModelConfig(
-    vocab_size=61,
-    d_model=32,
-    num_layers=1,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=8,
-    d_ff=64,
-    loss_chunk=8,
-)
+MODEL = small_model(d_model=32, num_heads=8, head_dim=8, d_ff=64, loss_chunk=8)
 QUICK = {"xla_backend_optimization_level": 0}
 
 

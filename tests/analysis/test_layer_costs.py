@@ -12,6 +12,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import sweep
+from variants import small_model
 
 import jaxtp
 from jaxtp.analysis.layer_costs import (
@@ -109,13 +110,10 @@ def both_costs(config, sizes, **rows):
     return [step_costs(each, sizes, **rows) for each in (config, traced)]
 
 
-MODEL = jaxtp.ModelConfig(
-    vocab_size=61,
+MODEL = small_model(
     d_model=32,
-    num_layers=1,
     d_ff=50,
     num_heads=8,
-    num_kv_heads=2,
     head_dim=8,
     attention="xla",
     attention_bias=True,

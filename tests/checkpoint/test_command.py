@@ -51,7 +51,7 @@ def test_inspect_prints_a_copy_of_a_checkpoint_that_another_loop_wrote(tmp_path,
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, small_state(), jaxtp.make_mesh(), {"config": "mine.yaml", "mesh": [4]})
     copy = (tmp_path / "1").rename(tmp_path / "best")
-    assert main(["inspect", str(copy), "--json", str(tmp_path / "record.json")]) == 0
+    assert main(["inspect", str(copy), f"--json={tmp_path}/record.json"]) == 0
     out = capsys.readouterr().out
     assert 'info      {"config": "mine.yaml", "mesh": [4], "eval_loss": null}\n' in out
     assert "model.weight" in out

@@ -121,7 +121,7 @@ of eight.
 @pytest.mark.journey
 def test_two_processes_read_what_their_devices_need_and_notice_different_rows():
     code = STREAMS + ROWS % json.dumps([mesh[:2] for mesh in MESHES])
-    assert launch(["--processes", "2", "--devices", "4", "--", "-c", code]) == 0
+    assert launch(["--processes=2", "--devices=4", "--", "-c", code]) == 0
     total = 4 * sum(range(5, 21))
     for process in range(2):
         *found, refused = json.loads(Path(f"streams{process}.json").read_text())

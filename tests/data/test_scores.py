@@ -44,9 +44,7 @@ def dataset(tmp_path_factory):
     """Documents in several shards."""
     folder = tmp_path_factory.mktemp("data")
     jsonl(folder / "a.jsonl", texts(40))
-    return prepared(
-        folder / "data", folder / "a.jsonl", "--held-out", "0.2", "--shard-tokens", "1000"
-    )
+    return prepared(folder / "data", folder / "a.jsonl", "--held-out=0.2", "--shard-tokens=1000")
 
 
 def write(dataset, settings=SETTINGS, top_k=None):
@@ -143,7 +141,7 @@ def test_scores_that_do_not_fit_the_data_are_refused(dataset):
     assert_refused(r"data.packing: documents -> concatenated.*jaxtp score", packing="concatenated")
     assert_refused(r"data.sequence_length: 64 -> 32", sequence_length=32)
     assert_refused(r"data.long_documents: split -> drop", long_documents="drop")
-    other = prepared("other", jsonl(Path("b.jsonl"), texts(40, seed=1)), "--held-out", "0.2").folder
+    other = prepared("other", jsonl(Path("b.jsonl"), texts(40, seed=1)), "--held-out=0.2").folder
     assert_refused(
         "has scores of d, and not of the documents in .*other/train-00000.tokens; .*: jaxtp sc",
         path=other,

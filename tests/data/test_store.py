@@ -20,10 +20,8 @@ from jaxtp.data.store import DatasetError, open_dataset, verify
 
 ROWS = [{"p": text[: i % 7], "c": text} for i, text in enumerate(texts(200))]
 FLAGS = [
-    "--prompt-field",
-    "p",
-    "--completion-field",
-    "c",
+    "--prompt-field=p",
+    "--completion-field=c",
     "--shard-tokens",
     5000,
     "--held-out",

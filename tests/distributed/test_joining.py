@@ -102,7 +102,7 @@ def test_a_training_under_another_launcher_is_one_error_and_its_help_is_printed(
         "text": True,
         "timeout": 300,
     }
-    refused = subprocess.run([*command, "--run.dir", str(tmp_path / "run")], **settings)
+    refused = subprocess.run([*command, f"--run.dir={tmp_path}/run"], **settings)
     assert refused.returncode == 2
     assert refused.stderr.startswith("jaxtp train: error: torchrun")
     assert refused.stderr.count("\n") == 1

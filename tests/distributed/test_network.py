@@ -73,8 +73,7 @@ def start(tmp_path, cable):
             "-m",
             "jaxtp.train",
             *SMALL,
-            "--run.dir",
-            str(tmp_path / "run"),
+            f"--run.dir={tmp_path}/run",
             *flags,
         ]
         (tmp_path / "hosts").write_text(
@@ -118,7 +117,7 @@ def wait_until(true, seconds=180):
 
 
 def test_hosts_are_told_apart_and_a_coordinator_may_be_late_or_start_again(start, tmp_path):
-    flags = [*mesh(1, 2, 2), "--train.steps", "3", "--launch.preflight-bandwidth"]
+    flags = [*mesh(1, 2, 2), "--train.steps=3", "--launch.preflight-bandwidth"]
     first = start(0, *flags)
     wait_until(lambda: "still waiting for all to start" in start.said(0))
     first.send_signal(signal.SIGKILL)
@@ -139,7 +138,7 @@ def test_layers_over_both_hosts_are_refused_by_name(start):
 
 
 def test_when_the_cable_is_cut_both_end(start):
-    processes = [start(process, *mesh(1, 2, 2), "--train.steps", "1000000") for process in range(2)]
+    processes = [start(process, *mesh(1, 2, 2), "--train.steps=1000000") for process in range(2)]
     wait_until(lambda: "step 5/" in start.said(0))
     ip("-n", HOSTS[0], "link", "set", "v0", "down")
     assert all(process.wait(60) != 0 for process in processes)

@@ -26,10 +26,8 @@ def arguments(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     return [
         *SMALL,
-        "--data.path",
-        str(tmp_path / "text.txt"),
-        "--train.steps",
-        "40",
+        f"--data.path={tmp_path}/text.txt",
+        "--train.steps=40",
         *mesh(1, 2, 2),
     ]
 
@@ -71,8 +69,8 @@ def test_four_processes_equal_one_and_a_signal_to_mpirun_saves(tmp_path, argumen
     one = tmp_path / "one"
     four = tmp_path / "four"
     log = tmp_path / "log"
-    assert train([*arguments, "--run.dir", str(one)]) == 0
-    paced = [sys.executable, str(PACED), "-m", "jaxtp.train", *arguments, "--run.dir", str(four)]
+    assert train([*arguments, f"--run.dir={one}"]) == 0
+    paced = [sys.executable, str(PACED), "-m", "jaxtp.train", *arguments, f"--run.dir={four}"]
     process = mpirun(*paced)
     wait_for_step(four, 3, process)
     process.send_signal(signal.SIGUSR1)

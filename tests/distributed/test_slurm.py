@@ -51,12 +51,9 @@ def text(tmp_path_factory):
 def flags(folder, text, axes):
     return [
         *SMALL,
-        "--data.path",
-        str(text),
-        "--train.steps",
-        str(STEPS),
-        "--run.dir",
-        str(folder),
+        f"--data.path={text}",
+        f"--train.steps={STEPS}",
+        f"--run.dir={folder}",
         *mesh(*axes),
     ]
 
@@ -236,9 +233,7 @@ def shared(tmp_path):
     tokens = tmp_path / "tokens"
     model = tmp_path / "models/Qwen3-8B"
     assert (
-        run_command(
-            ["prepare", str(tmp_path / "text.txt"), "--train-bpe", "512", "--out", str(tokens)]
-        )
+        run_command(["prepare", str(tmp_path / "text.txt"), "--train-bpe=512", f"--out={tokens}"])
         == 0
     )
     recipe = from_yaml(TrainConfig, ROOT / "configs/chat_qwen3_8b.yaml").model

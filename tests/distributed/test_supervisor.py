@@ -66,10 +66,8 @@ def launched(folder, count, code, *flags, shell=()):
         "-m",
         "jaxtp",
         "launch",
-        "--processes",
-        str(count),
-        "--logs",
-        str(folder),
+        f"--processes={count}",
+        f"--logs={folder}",
     ]
     command += [*flags, "--", "-c", ME + code]
     process = subprocess.Popen(
@@ -159,7 +157,7 @@ def test_a_signal_reaches_all_and_ends_it(tmp_path):
         "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(me == '1'))\nprint('up', "
         "flush=True)\ntime.sleep(600)"
     )
-    process, _ = launched(tmp_path, 2, code, "--restarts", "3")
+    process, _ = launched(tmp_path, 2, code, "--restarts=3")
     process.send_signal(signal.SIGUSR1)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -279,9 +277,9 @@ def test_processes_that_cannot_divide_the_mesh_are_refused(monkeypatch):
 
 @pytest.mark.journey
 def test_without_gpus_the_processes_divide_the_mesh_and_equal_one_process(tmp_path, capfd):
-    run = [*SMALL, "--mesh", "fsdp=2,tp=2", "--train.steps", "4", "--run.dir"]
-    launch = ["--logs", str(tmp_path), "--", "jaxtp", "train"]
-    assert main(["--processes", "2", *launch, *run, str(tmp_path / "two")]) == 0
+    run = [*SMALL, "--mesh=fsdp=2,tp=2", "--train.steps=4", "--run.dir"]
+    launch = [f"--logs={tmp_path}", "--", "jaxtp", "train"]
+    assert main(["--processes=2", *launch, *run, str(tmp_path / "two")]) == 0
     assert "hosts   2 processes of 2 devices" in "".join(capfd.readouterr())
     assert train([*run, str(tmp_path / "one")]) == 0
     assert records(tmp_path / "two") == pytest.approx(records(tmp_path / "one"), rel=1e-5)

@@ -38,7 +38,7 @@ def make_token_run(folder):
     """Makes a run on tokens of BPE, and its dataset next to it."""
     (folder / "lines.txt").write_text(TEXT)
     data = folder / "data"
-    assert prepare([str(folder / "lines.txt"), "--train-bpe", "300", "--out", str(data)]) == 0
+    assert prepare([str(folder / "lines.txt"), "--train-bpe=300", f"--out={data}"]) == 0
     places = {"--model.vocab-size": 301, "--data.path": data, "--run.dir": folder / "run"}
     assert train(words_of(TINY_MODEL | TINY_RUN | places)) == 0
 
@@ -60,7 +60,7 @@ def generate(capsys):
 
     def generate(model, *flags):
         capsys.readouterr()
-        assert main(["--model", str(model), *map(str, flags)]) == 0
+        assert main([f"--model={model}", *map(str, flags)]) == 0
         return capsys.readouterr()
 
     return generate
@@ -93,13 +93,13 @@ def test_files_of_prompts_and_json(token_run, generate, tmp_path):
     (tmp_path / "p.txt").write_text("line 1\n\nline 2: the quick\r\n")
     (tmp_path / "p.jsonl").write_text('{"q": "line 1"}\n{"q": "line 2: the quick", "other": 1}\n')
     of_text = ["--prompt-file", tmp_path / "p.txt"]
-    of_records = ["--prompt-file", tmp_path / "p.jsonl", "--field", "q"]
-    flags = ["--max-tokens", 4, "--temperature", 1, "--seed", 4, "--prompt", "x"]
+    of_records = ["--prompt-file", tmp_path / "p.jsonl", "--field=q"]
+    flags = ["--max-tokens", 4, "--temperature", 1, "--seed", 4, "--prompt=x"]
 
     def records(*more):
         return [
             json.loads(line)
-            for line in generate(token_run, *flags, "--json", "-", *more).out.splitlines()
+            for line in generate(token_run, *flags, "--json=-", *more).out.splitlines()
         ]
 
     found = records(*of_records)
@@ -135,8 +135,7 @@ def test_a_chat_reads_what_was_said(run, generate, tmp_path, monkeypatch):
         tmp_path / "t.jinja",
         "--max-tokens",
         6,
-        "--system",
-        "be brief",
+        "--system=be brief",
     ]
     told = generate(run, *flags)
     conversation = "<system> be brief\n<user> hello\n<bot>"
@@ -166,7 +165,7 @@ class Writes(io.RawIOBase):
 
 
 @pytest.mark.journey
-@pytest.mark.parametrize("form", [[], ["--json", "-"]])
+@pytest.mark.parametrize("form", [[], ["--json=-"]])
 def test_each_text_is_written_at_once_in_the_order_of_prompts(
     form, run, tmp_path, monkeypatch, capsys
 ):
@@ -194,13 +193,13 @@ def test_a_terminal_does_not_obey_generated_texts(run, monkeypatch):
         [Piece(0, 7, "\x1b\a\x7f", Result(0, "\x1b\a\x7f", (), (), "end", 1))]
     )
     monkeypatch.setattr(jaxtp.Generator, "stream", bell)
-    for form in ([], ["--prompt", "y"], ["--json", "-"]):
+    for form in ([], ["--prompt=y"], ["--json=-"]):
         written = []
         for is_terminal in (True, False):
             stdout = io.StringIO()
             stdout.isatty = lambda is_terminal=is_terminal: is_terminal
             monkeypatch.setattr(sys, "stdout", stdout)
-            assert main(["--model", str(run), "--prompt", "x", *form]) == 0
+            assert main([f"--model={run}", "--prompt=x", *form]) == 0
             written.append(stdout.getvalue())
         assert written[0].replace("\n", "").isprintable(), form
         assert "\x7f" in written[1], form
@@ -209,7 +208,7 @@ def test_a_terminal_does_not_obey_generated_texts(run, monkeypatch):
 @pytest.mark.journey
 def test_a_closed_pipe_ends_the_command_in_silence(run, tmp_path):
     (tmp_path / "p.txt").write_text("\n".join(f"line {index}" for index in range(50)))
-    flags = ["--model", run, "--prompt-file", tmp_path / "p.txt", "--json", "-", "--max-tokens", 50]
+    flags = ["--model", run, "--prompt-file", tmp_path / "p.txt", "--json=-", "--max-tokens", 50]
     command = [sys.executable, "-m", "jaxtp.generate", *map(str, flags)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert json.loads(process.stdout.readline())["index"] == 0
@@ -281,11 +280,11 @@ def test_a_run_that_has_moved_from_its_data(tmp_path, generate, capsys):
     before = tmp_path / "before"
     before.mkdir()
     make_token_run(before)
-    flags = ["--prompt", "line 12", "--max-tokens", "4"]
+    flags = ["--prompt=line 12", "--max-tokens=4"]
     expected = generate(before / "run", *flags).out
     before.rename(tmp_path / "moved")
     data = tmp_path / "moved/data"
-    given = ["--model", str(tmp_path / "moved/run"), *flags]
+    given = [f"--model={tmp_path}/moved/run", *flags]
     for place in (data, data / "tokenizer.json"):
         assert generate(tmp_path / "moved/run", *flags, "--tokenizer", place).out == expected
     tokenizer = json.loads((data / "tokenizer.json").read_text())
@@ -293,8 +292,8 @@ def test_a_run_that_has_moved_from_its_data(tmp_path, generate, capsys):
     refusals = {
         f"is no longer in {before / 'data'}": [],
         "--tokenizer PATH": [],
-        "its sha256 differs": ["--tokenizer", str(tmp_path / "other.json")],
-        "not a tokenizer.json": ["--tokenizer", str(tmp_path / "moved/lines.txt")],
+        "its sha256 differs": [f"--tokenizer={tmp_path}/other.json"],
+        "not a tokenizer.json": [f"--tokenizer={tmp_path}/moved/lines.txt"],
     }
     for message, tokenizer_flags in refusals.items():
         assert main([*given, *tokenizer_flags]) == 2
@@ -322,7 +321,7 @@ def test_refused_commands(run, byte_dataset, tmp_path, capsys, monkeypatch):
         words = shlex.split(row.get("flags", "").format(**names))
         model = row.get("model", str(run)).format(**names)
         words += ["--model", model] if model else []
-        words += [] if row.get("alone") else ["--prompt", "x"]
+        words += [] if row.get("alone") else ["--prompt=x"]
         code = main(words)
         said = capsys.readouterr()
         return (
@@ -347,7 +346,7 @@ def test_a_bad_line_of_a_file_is_named(tmp_path):
 def test_speculation_with_states_is_refused_before_the_weights_are_read(monkeypatch, capsys):
     source = SimpleNamespace(config=jaxtp.ModelConfig(delta_value_heads=4), context=None)
     monkeypatch.setattr(command, "open_source", lambda *_: source)
-    assert main(["--model", "runs/a", "--prompt", "x", "--speculate", "2"]) == 2
+    assert main(["--model=runs/a", "--prompt=x", "--speculate=2"]) == 2
     assert (
         "--speculate 2: a model with recurrent states (Gated DeltaNet)" in capsys.readouterr().err
     )
@@ -357,7 +356,7 @@ def test_a_damaged_checkpoint_is_one_error(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     for path in (tmp_path / "run/checkpoints/4/state").rglob("d/*"):
         path.write_bytes(path.read_bytes()[:-64])
-    assert main(["--model", str(tmp_path / "run"), "--prompt", "x"]) == 2
+    assert main([f"--model={tmp_path}/run", "--prompt=x"]) == 2
     error = capsys.readouterr().err
     assert "damaged" in error
     assert "Traceback" not in error

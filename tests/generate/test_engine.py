@@ -15,6 +15,7 @@ from hf_folders import move_adapters, random_model, values
 from small_generators import SmallDecoder, greedy_ids
 from support import compilations, sweep
 from tables import raised_by, read_table, unexpected, with_tuples
+from variants import small_model
 
 import jaxtp
 from jaxtp.config.entry import NumericsError
@@ -26,16 +27,7 @@ from jaxtp.generate.programs import Programs, Shape
 from jaxtp.generate.request import GenerationError
 from jaxtp.mesh import mesh_sizes
 
-CONFIG = jaxtp.ModelConfig(
-    vocab_size=259,
-    d_model=16,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=4,
-    d_ff=24,
-    norm_eps=1e-3,
-)
+CONFIG = small_model(vocab_size=259, num_layers=2, num_heads=8, norm_eps=1e-3)
 PROMPTS = ["a", "tensor", "forty characters, which are several chunks", "überall"]
 LONG = PROMPTS[2]
 LENGTH = 64

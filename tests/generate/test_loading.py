@@ -12,6 +12,7 @@ from hf_folders import assert_same, move_adapters, random_model, values, write_t
 from made_once import made_once
 from small_tokenizers import byte_fallback
 from tables import raised_by, read_table, unexpected
+from variants import small_model
 
 import jaxtp
 from jaxtp.data.chat_template import ChatError, ChatTemplate
@@ -21,9 +22,7 @@ from jaxtp.generate.loading import open_source
 from jaxtp.generate.request import Piece
 from jaxtp.tools.convert.__main__ import main as convert
 
-CONFIG = jaxtp.ModelConfig(
-    vocab_size=300, d_model=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=16
-)
+CONFIG = small_model(vocab_size=300, d_ff=16)
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
 
 
@@ -91,7 +90,7 @@ def refusal(capsys):
 
 
 def test_build_is_refused_where_it_has_no_effect(folder, refusal):
-    error = refusal("--model", folder, "--build", "mine.py:build", "--prompt", "a")
+    error = refusal("--model", folder, "--build=mine.py:build", "--prompt=a")
     assert f"--build names the Decoder of a run, and {folder} is a model in" in error
 
 
@@ -113,14 +112,10 @@ def test_the_context_is_what_the_model_was_made_for(folder):
 def test_a_prompt_beyond_the_context_is_refused_unless_it_is_allowed(folder, refusal, capsys):
     change(folder, max_position_embeddings=12)
     command = [
-        "--model",
-        str(folder),
-        "--prompt",
-        "to a cap to a cap",
-        "--max-tokens",
-        "3",
-        "--json",
-        "-",
+        f"--model={folder}",
+        "--prompt=to a cap to a cap",
+        "--max-tokens=3",
+        "--json=-",
     ]
     assert "--beyond-context" in refusal(*command)
     assert main([*command, "--beyond-context"]) == 0
@@ -145,7 +140,7 @@ def conversation(folder, monkeypatch):
 
         monkeypatch.setattr(jaxtp.Generator, "stream", stream)
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-        assert main(["--model", str(folder), "--chat", *flags]) == 0
+        assert main([f"--model={folder}", "--chat", *flags]) == 0
         return generators[0], prompts
 
     return chat
@@ -155,23 +150,18 @@ def test_a_text_and_a_chat(folder, conversation, capsys):
     assert (
         main(
             [
-                "--model",
-                str(folder),
-                "--prompt",
-                "to",
-                "--max-tokens",
-                "3",
-                "--mesh.tp",
-                "2",
-                "--json",
-                "-",
+                f"--model={folder}",
+                "--prompt=to",
+                "--max-tokens=3",
+                "--mesh.tp=2",
+                "--json=-",
             ]
         )
         == 0
     )
     record = json.loads(capsys.readouterr().out)
     assert record["prompt_tokens"] == 1 + 3, "the first token, and a mark and two letters"
-    generator, prompts = conversation("to\n", [""], "--dtype", "bfloat16")
+    generator, prompts = conversation("to\n", [""], "--dtype=bfloat16")
     assert generator.config.precision == jaxtp.Precision(param="bfloat16", compute="bfloat16")
     assert prompts[0].count(1) == 1, (
         "the template spells the first token, and it is not put there twice"
@@ -193,18 +183,14 @@ def test_adapters_are_added_before_the_cast(folder, refusal, capsys):
     assert_same(values(loaded), {name: array.astype("float16") for name, array in merged.items()})
     assert convert(["import", str(folder), str(folder.parent / "run")]) == 0
     flags = [
-        "--model",
-        str(folder.parent / "run"),
-        "--prompt",
-        "to",
-        "--max-tokens",
-        "2",
-        "--dtype",
-        "float16",
+        f"--model={folder.parent / 'run'}",
+        "--prompt=to",
+        "--max-tokens=2",
+        "--dtype=float16",
     ]
-    assert main([*flags, "--adapters", str(asked.adapters)]) == 0
+    assert main([*flags, f"--adapters={asked.adapters}"]) == 0
     assert f"with {asked.adapters}: " in capsys.readouterr().err
-    error = refusal("--model", asked.adapters, "--prompt", "to")
+    error = refusal("--model", asked.adapters, "--prompt=to")
     assert f"give the model by --model and these by --adapters {asked.adapters}" in error
 
 
@@ -236,14 +222,14 @@ def test_prompts_are_checked_before_the_weights_are_read(folder, tmp_path, refus
     (tmp_path / "p.txt").write_text("\n".join(["", "to", *["t" * 20] * 7]))
     model = ["--model", folder]
     of_file = ["--prompt-file", tmp_path / "p.txt"]
-    error = refusal(*model, "--prompt", "t" * 15, *of_file)
+    error = refusal(*model, "--prompt=t" * 15, *of_file)
     assert "error: prompt 0 has 17 tokens, and the model's context is 16" in error
     assert "shorten it by 2, or allow it by --beyond-context" in error
     assert f"prompt 2 ({tmp_path / 'p.txt'}, line 3) has 22 tokens" in refusal(*model, *of_file)
     assert "an empty conversation has 2" in refusal(*model, "--chat", "--system", "t" * 20)
     change(folder, vocab_size=100)
     assert "has the token 258, but the model's tokens are 0 to 99: this is not" in refusal(
-        *model, "--prompt", "to"
+        *model, "--prompt=to"
     )
 
 

@@ -10,15 +10,14 @@ import jax
 import pytest
 from flax import nnx
 from runs import TEXT, records
+from variants import small_model
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.generate.request import GenerationError
 
-MODEL = jaxtp.ModelConfig(
-    vocab_size=256, d_model=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=24
-)
+MODEL = small_model(vocab_size=256)
 SETTINGS = jaxtp.GenerationSettings(max_tokens=6, temperature=1.0, seed=3)
 PROMPTS = ["line", "the quick"]
 

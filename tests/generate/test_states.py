@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from small_generators import SmallDecoder, greedy_ids
 from support import sweep
+from variants import small_model
 
 import jaxtp
 from jaxtp.generate import engine
@@ -30,14 +31,9 @@ from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.mesh import mesh_sizes
 from jaxtp.tools.estimate.generation import cache_bytes as estimated_bytes
 
-CONFIG = jaxtp.ModelConfig(
+CONFIG = small_model(
     vocab_size=259,
-    d_model=16,
     num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    d_ff=24,
     norm_eps=1e-3,
     delta_value_heads=4,
     delta_key_heads=2,

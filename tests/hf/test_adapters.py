@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from hf_folders import move_adapters, random_model, read_tensors, values, write_model
+from variants import small_model
 
 import jaxtp
 from jaxtp.checkpoint.checksum import NonFiniteError
@@ -16,9 +17,7 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.hf.adapters import adapters
 from jaxtp.layers.lora import LoraConfig
 
-PLAIN = jaxtp.ModelConfig(
-    vocab_size=37, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24
-)
+PLAIN = small_model(vocab_size=37, num_layers=2, head_dim=6)
 LORA = LoraConfig(rank=3, alpha=5.0, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
 ADAPTED = dataclasses.replace(PLAIN, lora=LORA)
 IDS = np.arange(16).reshape(2, 8) * 5 % 37

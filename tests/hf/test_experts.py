@@ -148,8 +148,7 @@ def test_a_device_has_a_part_of_each_expert_where_tp_does_not_divide_their_numbe
 def test_the_export_command_has_the_flag(tmp_path):
     assert main(["import", str(FOLDER / "qwen3_moe"), str(tmp_path / "run")]) == 0
     assert (
-        main(["export", str(tmp_path / "run"), str(tmp_path / "stacked"), "--experts", "stacked"])
-        == 0
+        main(["export", str(tmp_path / "run"), str(tmp_path / "stacked"), "--experts=stacked"]) == 0
     )
     assert_same(read_tensors(tmp_path / "stacked"), stacked("qwen3_moe"))
 

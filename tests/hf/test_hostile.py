@@ -340,7 +340,7 @@ def test_a_gguf_file_is_named(tmp_path, capsys):
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
     for path in (file, tmp_path):
-        assert generate(["--model", str(path), "--prompt", "a"]) == 2
+        assert generate([f"--model={path}", "--prompt=a"]) == 2
         assert "model.gguf is GGUF" in capsys.readouterr().err
 
 

@@ -42,25 +42,19 @@ MODEL = jaxtp.ModelConfig(
 FEATURES = {"q_proj": (4, 4), "k_proj": (4, 2), "v_proj": (4, 2), "o_proj": (4, 4)}
 FEATURES |= {"gate_proj": (4, 6), "up_proj": (4, 6), "down_proj": (6, 4)}
 CONFIG = {
-    **{
-        "peft_type": "LORA",
-        "r": 2,
-        "lora_alpha": 6,
-        "target_modules": ["q_proj", "down_proj"],
-        "bias": "none",
-    },
-    **{
-        "use_rslora": False,
-        "use_dora": False,
-        "lora_dropout": 0.0,
-        "modules_to_save": None,
-        "loftq_config": {},
-    },
-    **{
-        "base_model_name_or_path": "someone/something",
-        "rank_pattern": {},
-        "megatron_core": "megatron.core",
-    },
+    "peft_type": "LORA",
+    "r": 2,
+    "lora_alpha": 6,
+    "target_modules": ["q_proj", "down_proj"],
+    "bias": "none",
+    "use_rslora": False,
+    "use_dora": False,
+    "lora_dropout": 0.0,
+    "modules_to_save": None,
+    "loftq_config": {},
+    "base_model_name_or_path": "someone/something",
+    "rank_pattern": {},
+    "megatron_core": "megatron.core",
 }
 
 
@@ -69,7 +63,8 @@ def factor_name(module, factor):
 
 
 def module(target, layer):
-    return f"model.layers.{layer}.{'mlp' if target in list(FEATURES)[4:] else 'self_attn'}.{target}"
+    part = "mlp" if 6 in FEATURES[target] else "self_attn"
+    return f"model.layers.{layer}.{part}.{target}"
 
 
 def random_factors(shapes, dtype=np.float32):
@@ -156,18 +151,21 @@ KINDS = {  # ranks, attributes, the begin of each note, and a mesh
 }
 
 
-@pytest.mark.parametrize("kind", sweep([*KINDS], "some excluded"))
+@pytest.mark.parametrize("kind", sweep([*KINDS], "some layers"))
 def test_adapters_are_what_they_add_to_the_kernels(kind, base, tmp_path):
-    """`W + scale * (B @ A)^T`, wherever there is one."""
+    """`W + scale * (B @ A)^T`, wherever there is one. They are written as they were read: layers
+    without an adapter have none again.
+    """
     ranks, attributes, notes, mesh = KINDS[kind]
     arrays = tensors(ranks, np.float16 if kind == "list" else np.float32)
     found = open_peft(write(tmp_path / "adapters", arrays, **attributes), MODEL)
     assert [note[: len(begin)] for note, begin in zip(found.notes, notes, strict=True)] == notes
     with jax.set_mesh(jaxtp.make_mesh(**mesh)):
-        merged = jaxtp.merge_adapters(
-            with_peft(jaxtp.load_hf(base), found, jax.sharding.get_mesh())
-        )
-        jaxtp.save_hf(merged, tmp_path / "merged")
+        adapted = with_peft(jaxtp.load_hf(base), found, jax.sharding.get_mesh())
+        jaxtp.save_hf(jaxtp.merge_adapters(adapted), tmp_path / "merged")
+        if kind in ("rslora", "some layers"):
+            assert_same(written(adapted, tmp_path / "out")[1], arrays)
+            assert open_peft(tmp_path / "out", MODEL).lora == found.lora
     expected = read_tensors(base)
     scale = 6 / 2**0.5 if kind == "rslora" else 3
     for target, layer in ranks:
@@ -190,17 +188,6 @@ def test_the_wrappers_of_pytorch_are_left_out_of_names(wrapper, tmp_path):
     )
     assert {*opened.tensors} == {*arrays}
     assert f"'{wrapper}'" in opened.notes[0]
-
-
-@pytest.mark.parametrize("kind", ["rslora", "some layers"])
-def test_adapters_are_written_as_they_were_read(kind, base, tmp_path):
-    """Layers without an adapter have none again."""
-    ranks, attributes, *_ = KINDS[kind]
-    arrays = tensors(ranks)
-    model = load_peft(jaxtp.load_hf(base), write(tmp_path / "in", arrays, **attributes))
-    _, found = written(model, tmp_path / "out")
-    assert_same(found, arrays)
-    assert open_peft(tmp_path / "out", MODEL).lora == model.config.lora
 
 
 TOGETHER = {
@@ -248,9 +235,7 @@ def test_projections_in_one_tensor_share_their_a(name, tmp_path):
     attributes, _ = written(adapted, tmp_path / "trained", family=name)
     assert attributes["rank_pattern"][targets[0]] == 2 * 3
     assert attributes.get("fan_in_fan_out", False) == (name == "gpt2")
-    assert_same(
-        factors_of(load_peft(model, tmp_path / "trained", family=name)), factors_of(adapted)
-    )
+    assert_read_again(adapted, model, tmp_path / "trained", name)
 
 
 PARTS = [
@@ -266,10 +251,9 @@ def test_some_projections_of_a_tensor_are_trained(targets, tmp_path):
     model = jaxtp.load_hf(FOLDER / "phi3")
     adapted = move_adapters(jaxtp.add_adapters(model, LoraConfig(rank=2, targets=targets)))
     attributes, _ = written(adapted, tmp_path / "out", family="phi3")
-    again = load_peft(model, tmp_path / "out", family="phi3")
     if attributes.get("rank_pattern"):
-        assert {*again.config.lora.targets} == {*targets}
-        assert_same(factors_of(again), factors_of(adapted))
+        assert_read_again(adapted, model, tmp_path / "out", "phi3")
+    again = load_peft(model, tmp_path / "out", family="phi3")
     assert_same(values(jaxtp.merge_adapters(again)), values(jaxtp.merge_adapters(adapted)))
 
 
@@ -297,8 +281,11 @@ def written(model, folder, **options):
     return json.loads((folder / SETTINGS).read_text()), read_tensors(folder / WEIGHTS)
 
 
-def factors_of(model):
-    return values(model, nnx.LoRAParam)
+def assert_read_again(adapted, model, folder, family):
+    """Compares adapters with those of a folder that they were saved in."""
+    again = load_peft(model, folder, family=family)
+    assert {*again.config.lora.targets} == {*adapted.config.lora.targets}
+    assert_same(values(again, nnx.LoRAParam), values(adapted, nnx.LoRAParam))
 
 
 E = 3
@@ -318,10 +305,11 @@ STACKED = {
 }
 SEPARATE = {"self_attn.q_proj": STACKED["self_attn.q_proj"]}
 for expert in range(E):
-    SEPARATE |= dict.fromkeys(
-        (f"block_sparse_moe.experts.{expert}.{name}" for name in ("w1", "w3")), ((R, D), (F, R))
-    )
-    SEPARATE[f"block_sparse_moe.experts.{expert}.w2"] = ((R, F), (D, R))
+    SEPARATE |= {
+        f"block_sparse_moe.experts.{expert}.w1": ((R, D), (F, R)),
+        f"block_sparse_moe.experts.{expert}.w3": ((R, D), (F, R)),
+        f"block_sparse_moe.experts.{expert}.w2": ((R, F), (D, R)),
+    }
 EXPERTS = {
     "stacked": (
         STACKED,
@@ -338,18 +326,18 @@ EXPERTS = {
 KERNELS = ["blocks.mlp.gate", "blocks.mlp.up", "blocks.mlp.down"]
 
 
-def expert_names(layer, module):
-    return f"model.layers.{layer}.{module}"
+def in_both_layers(shapes):
+    """Returns random A and B by name, of their shapes in each layer."""
+    modules = itertools.product(range(2), shapes)
+    return random_factors(
+        {f"model.layers.{layer}.{module}": shapes[module] for layer, module in modules}
+    )
 
 
 def of_experts(spelling):
     """Returns random tensors, and the attributes beside them."""
     shapes, attributes = EXPERTS[spelling]
-    of_layers = {
-        expert_names(layer, each): shapes[each]
-        for layer, each in itertools.product(range(2), shapes)
-    }
-    return random_factors(of_layers), attributes
+    return in_both_layers(shapes), attributes
 
 
 def added_by(arrays, layer):
@@ -358,7 +346,7 @@ def added_by(arrays, layer):
     """
 
     def factors(module):
-        return factors_in(arrays, expert_names(layer, module))
+        return factors_in(arrays, f"model.layers.{layer}.{module}")
 
     def stacked(module):
         a, b = factors(module)
@@ -416,7 +404,7 @@ def test_experts_of_which_gate_and_up_differ(tmp_path):
         assert (attributes["target_modules"], attributes["target_parameters"]) == ([], [parameter])
         assert attributes["rank_pattern"] == {parameter: 2 * R}
         assert attributes["alpha_pattern"] == {parameter: pytest.approx(6.0 * scale)}
-    a, b = factors_in(out, expert_names(1, "mlp.experts"))
+    a, b = factors_in(out, "model.layers.1.mlp.experts")
     a = a.reshape(E, 2 * R, D)
     b = b.reshape(2 * F, 2 * R, E)
     mlp = adapted.blocks.mlp
@@ -424,21 +412,20 @@ def test_experts_of_which_gate_and_up_differ(tmp_path):
     np.testing.assert_array_equal(b[F:, R:], mlp.up_lora.b[...][1].T)
     assert not b[F:, :R].any()
     assert not b[:F, R:].any()
-    assert_same(
-        factors_of(load_peft(model, tmp_path / "out True", family="mixtral")), factors_of(adapted)
-    )
+    assert_read_again(adapted, model, tmp_path / "out True", "mixtral")
 
 
 def test_experts_whose_joined_adapter_was_trained_on_keep_its_rank(tmp_path):
     """B is no longer block-diagonal: both have all of A."""
-    shapes = ((E * 2 * R, D), (2 * F, 2 * R * E))
-    arrays = random_factors({expert_names(layer, "mlp.experts"): shapes for layer in range(2)})
-    patterns = {
-        f"{name}_pattern": {r".*\.gate_up_proj": 2 * value}
-        for name, value in (("rank", R), ("alpha", 6))
+    arrays = in_both_layers({"mlp.experts": ((E * 2 * R, D), (2 * F, 2 * R * E))})
+    attributes = {
+        "target_modules": [],
+        "target_parameters": ["gate_up_proj"],
+        "peft_version": "0.21.2",
+        "rank_pattern": {r".*\.gate_up_proj": 2 * R},
+        "alpha_pattern": {r".*\.gate_up_proj": 12},
     }
-    only = {"target_modules": [], "target_parameters": ["gate_up_proj"], "peft_version": "0.21.2"}
-    found = open_peft(write(tmp_path / "in", arrays, **only, **patterns), MIXTRAL, "mixtral")
+    found = open_peft(write(tmp_path / "in", arrays, **attributes), MIXTRAL, "mixtral")
     assert found.lora == LoraConfig(rank=2 * R, alpha=12, targets=("gate_proj", "up_proj"))
 
 
@@ -452,12 +439,7 @@ def test_a_and_b_are_exchanged_before_peft_0_19(width, tmp_path):
         "mlp.experts.base_layer": ((E * R, 2 * width), (D, R * E)),
         "mlp.experts": ((E * R, D), (width, R * E)),
     }
-    arrays = random_factors(
-        {
-            expert_names(layer, each): shapes[each]
-            for layer, each in itertools.product(range(2), shapes)
-        }
-    )
+    arrays = in_both_layers(shapes)
     model = random_model(config)
     attributes = EXPERTS["stacked"][1] | {"target_modules": [], "peft_version": "0.18.1"}
     adapted = load_peft(model, write(tmp_path / "in", arrays, **attributes), family="mixtral")
@@ -468,13 +450,11 @@ def test_a_and_b_are_exchanged_before_peft_0_19(width, tmp_path):
         ("mlp.experts.base_layer", np.concatenate([gate, up], axis=-1)),
         ("mlp.experts", down),
     ):
-        a, b = factors_in(arrays, expert_names(1, module))
+        a, b = factors_in(arrays, f"model.layers.1.{module}")
         expected = 3 * np.einsum("ire,ero->eio", b.reshape(len(b), R, E), a.reshape(E, R, -1))
         np.testing.assert_allclose(found, expected, atol=2e-5)
     jaxtp.save_peft(adapted, tmp_path / "out", family="mixtral")
-    assert_same(
-        factors_of(load_peft(model, tmp_path / "out", family="mixtral")), factors_of(adapted)
-    )
+    assert_read_again(adapted, model, tmp_path / "out", "mixtral")
 
 
 def test_some_experts_have_adapters(tmp_path):
@@ -505,13 +485,11 @@ BAD = {
         "pickle",
     ),
     "cut off": (rewritten(WEIGHTS, lambda content: content[:-8]), "cut off"),
-    "no header": (rewritten(WEIGHTS, lambda content: b"\xff" * 8 + content[8:]), "cut off"),
     "key twice": (
         rewritten(SETTINGS, lambda content: content.replace(b'"r": 2', b'"r": 2, "r": 2')),
         "'r'",
         "twice",
     ),
-    "deep": (rewritten(SETTINGS, lambda _: b'{"a":' + b"[" * 10**5), SETTINGS),
     "no object": (rewritten(SETTINGS, lambda _: b"[]"), "a list"),
 }
 
@@ -530,27 +508,21 @@ def bad_folders(kind, arrays, **attributes):
 
 def test_unsupported_and_damaged_adapters_are_refused_in_one_message(tmp_path):
     """Which names the folder, before any array is read."""
-    plain = [
-        *bad_folders("plain", tensors(PLAIN)),
-        *((change, words) for change, *words in BAD.values()),
-    ]
+    cases = [(MODEL, None, *case) for case in bad_folders("plain", tensors(PLAIN))]
+    cases += [(MODEL, None, change, words) for change, *words in BAD.values()]
     for file, kind, *words in read_table(__file__, "refused_adapters")["planted"]:
-        plain.append((planted(file, kind), words))
-    experts = []
+        cases.append((MODEL, None, planted(file, kind), words))
     for kind, spelling in (("experts", "stacked"), ("separate", "separate")):
         arrays, attributes = of_experts(spelling)
-        experts += bad_folders(kind, arrays, **attributes)
+        changes = bad_folders(kind, arrays, **attributes)
+        cases += [(MIXTRAL, "mixtral", *case) for case in changes]
     refusals = {}
-    for model, cases in (((MODEL,), plain), ((MIXTRAL, "mixtral"), experts)):
-        for change, words in cases:
-            place = tmp_path / str(len(refusals))
-            place.mkdir()
-            folder = write(place / "adapters", tensors(PLAIN))
-            change(folder)
-            refusals[f"{words} {place.name}"] = (
-                functools.partial(open_peft, folder, *model),
-                [*words, str(folder)],
-            )
+    for number, (model, family, change, words) in enumerate(cases):
+        (tmp_path / str(number)).mkdir()
+        folder = write(tmp_path / str(number) / "adapters", tensors(PLAIN))
+        change(folder)
+        action = functools.partial(open_peft, folder, model, family)
+        refusals[f"{words} {number}"] = action, [*words, str(folder)]
     assert_all_refused(refusals)
 
 
@@ -572,7 +544,6 @@ def test_attributes_that_say_nothing_are_skipped(whole):
 
 def test_a_model_has_one_set_of_adapters(base, whole):
     model = load_peft(jaxtp.load_hf(base), whole)
-    assert {path.split(".")[-1] for path in factors_of(model)} == {"a", "b"}
     with pytest.raises(jaxtp.HFError, match="has adapters already"):
         load_peft(model, whole)
 

@@ -6,14 +6,13 @@ from flax import nnx
 from hf_folders import assert_same, move_adapters, random_model, read_tensors
 from hf_reference import FOLDER
 from support import sweep
+from variants import small_model
 
 import jaxtp
 
 NAMES = ["mixtral", "qwen3_next", "gpt_oss"]
 """Models, which are of families of the same names; and a Llama."""
-LLAMA = jaxtp.ModelConfig(
-    vocab_size=11, d_model=8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=4, d_ff=12
-)
+LLAMA = small_model(vocab_size=11, d_model=8, num_layers=2, num_heads=2, d_ff=12)
 
 
 def adapted(name):

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from hf_folders import move_adapters, random_model, reference_tensors, stored_tensors, write_tensors
 from hf_reference import FOLDER, model_types
+from variants import small_model
 
 import jaxtp
 from jaxtp.hf.config_json import family_of
@@ -38,9 +39,7 @@ CONVERTED = {
 """Families whose adapters in modules of experts PEFT reads; in others (Qwen2-MoE), it skips them
 silently.
 """
-PLAIN = jaxtp.ModelConfig(
-    vocab_size=256, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24
-)
+PLAIN = small_model(vocab_size=256, num_layers=2, head_dim=6)
 IDS = (np.arange(16).reshape(2, 8) * 5 % 37).astype(np.int32)
 FULL = "model.layers.{}.self_attn.{}_proj"
 KINDS = {
@@ -204,9 +203,7 @@ def test_adapters_of_peft_are_read_on_a_mesh_and_merged_by_the_command(kind, bas
     """And written back, and read by peft."""
     begun = by_peft(base, tmp_path / "theirs", **KINDS[kind])
     assert (
-        convert(
-            ["export", str(base), str(tmp_path / "merged"), "--adapters", str(tmp_path / "theirs")]
-        )
+        convert(["export", str(base), str(tmp_path / "merged"), f"--adapters={tmp_path}/theirs"])
         == 0
     )
     np.testing.assert_allclose(theirs(tmp_path / "merged", IDS), begun, atol=1e-4)

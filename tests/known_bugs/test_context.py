@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from planted import errors_of, gathered_without_sum, with_gradient
 from support import random_weights, state_on_mesh, without_mesh
+from variants import small_model
 
 import jaxtp
 from jaxtp.collectives import axis_size, batch_spec, device_view, token_spec
@@ -225,18 +226,7 @@ def test_verl_4551_sinks_are_those_of_the_heads_of_a_device(monkeypatch):
 
 
 # A whole model: its loss and gradients over cp 2, against one device.
-MODEL = jaxtp.ModelConfig(
-    **{
-        "vocab_size": 29,
-        "d_model": 16,
-        "num_layers": 1,
-        "num_heads": N,
-        "num_kv_heads": K,
-        "head_dim": 4,
-        "d_ff": 24,
-    },
-    **{"loss_chunk": T, "attention_sinks": True},
-)
+MODEL = small_model(vocab_size=29, num_heads=N, num_kv_heads=K, loss_chunk=T, attention_sinks=True)
 NAME_OF_SINKS = "blocks.attention.sinks"
 
 

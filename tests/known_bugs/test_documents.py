@@ -20,6 +20,7 @@ from corpora import (
 )
 from flax import nnx
 from support import random_weights, without_mesh
+from variants import small_model
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
@@ -36,17 +37,8 @@ from jaxtp.train.self_check import relative_errors
 
 T = 12
 V = 19
-MODEL = jaxtp.ModelConfig(
-    **{
-        "vocab_size": V,
-        "d_model": 16,
-        "num_layers": 1,
-        "num_heads": 2,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "d_ff": 8,
-    },
-    **{"learned_positions": T, "rope_theta": None},
+MODEL = small_model(
+    vocab_size=V, num_heads=2, head_dim=8, d_ff=8, learned_positions=T, rope_theta=None
 )
 WRONG = 1e-3
 
@@ -276,7 +268,7 @@ def talk(tmp_path_factory):
     folder = tmp_path_factory.mktemp("conversation")
     write_chat_tokenizer(folder)
     rows = jsonl(folder / "a.jsonl", [conversation("why?", "because", "and now?", "no")])
-    flags = ["--tokenizer", folder, "--messages", "messages", "--held-out", 0]
+    flags = ["--tokenizer", folder, "--messages=messages", "--held-out", 0]
     return prepared(folder / "d", rows, *flags).splits["train"]
 
 

@@ -13,21 +13,15 @@ import pytest
 import reference
 from flax import nnx
 from support import random_weights, without_mesh
+from variants import small_model
 
 import jaxtp
 from jaxtp.data.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.wide
 
-CONFIG = jaxtp.ModelConfig(
-    vocab_size=259,
-    d_model=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    d_ff=16,
-    rope_theta=10.0,
+CONFIG = small_model(
+    vocab_size=259, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=16, rope_theta=10.0
 )
 PROMPTS = ["a", "tensor", "a prompt that is longer"]
 GREEDY = jaxtp.GenerationSettings(max_tokens=8)

@@ -15,6 +15,7 @@ from accounts import equations
 from flax import nnx
 from planted import errors_of, with_gradient
 from support import by_name, random_weights, relative_error, state_on_mesh
+from variants import small_model
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
@@ -48,9 +49,7 @@ F = 8
 D = 6
 RANK = 2
 SCALE = 3.0
-SMALL = jaxtp.ModelConfig(
-    vocab_size=8, d_model=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4, d_ff=8
-)
+SMALL = small_model(vocab_size=8, d_model=8, num_heads=2, d_ff=8)
 
 
 def row_layer():

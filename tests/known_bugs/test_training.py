@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support import assert_close, by_name, random_weights, state_on_mesh
+from variants import small_model
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
@@ -38,17 +39,8 @@ B = 4
 T = 8
 V = 19
 STEPS = 10
-MODEL = jaxtp.ModelConfig(
-    **{
-        "vocab_size": V,
-        "d_model": 16,
-        "num_layers": 1,
-        "num_heads": 4,
-        "num_kv_heads": 1,
-        "head_dim": 4,
-        "d_ff": 8,
-    },
-    **{"rope_theta": 2.0, "num_experts": 4, "experts_per_token": 2},
+MODEL = small_model(
+    vocab_size=V, num_kv_heads=1, d_ff=8, rope_theta=2.0, num_experts=4, experts_per_token=2
 )
 SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
 ONE = (1, 1, 1, 1)

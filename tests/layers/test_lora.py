@@ -8,14 +8,13 @@ import optax
 import pytest
 from flax import nnx
 from support import assert_close, random_weights, without_mesh
+from variants import small_model
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.layers.lora import LoraConfig
 
-CONFIG = jaxtp.ModelConfig(
-    vocab_size=19, d_model=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24
-)
+CONFIG = small_model(vocab_size=19, head_dim=6)
 ADAPTED = dataclasses.replace(CONFIG, lora=LoraConfig(rank=3, alpha=5.0))
 PLACES = {  # by target: the kernel, and the adapter beside it
     "q_proj": ("attention.qkv.kernels.0", "attention.qkv.loras.0"),

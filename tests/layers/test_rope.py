@@ -128,7 +128,7 @@ def test_factors_of_longrope_are_lists_in_yaml_and_flags(tmp_path):
     path.write_text(to_yaml(scaled))
     assert from_yaml(TrainConfig, path).model == scaled.model
     config, _ = TRAIN.load(
-        ["--config", str(path), "--model.rope-scaling.long-factor", "2", "3.5", "4", "5e1"]
+        [f"--config={path}", "--model.rope-scaling.long-factor", "2", "3.5", "4", "5e1"]
     )
     assert config.model.rope_scaling == dataclasses.replace(
         LONGROPE, long_factor=(2.0, 3.5, 4.0, 50.0)

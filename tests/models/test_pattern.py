@@ -9,6 +9,7 @@ import pytest
 import reference
 from flax import nnx
 from support import assert_close, by_name, random_weights, without_mesh
+from variants import small_model
 
 import jaxtp
 from jaxtp.config.schema import ConfigError, from_yaml, to_yaml
@@ -21,16 +22,7 @@ from jaxtp.train.run_folder import RunFolderError, checkpoint_info
 
 B = 8
 T = 8
-PLAIN = jaxtp.ModelConfig(
-    vocab_size=32,
-    d_model=16,
-    num_layers=6,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    d_ff=24,
-    loss_chunk=8,
-)
+PLAIN = small_model(vocab_size=32, num_layers=6, loss_chunk=8)
 MODEL = dataclasses.replace(
     PLAIN,
     first_blocks=({"rope_theta": 50.0},),
@@ -163,7 +155,7 @@ def test_it_is_written_as_mappings_and_read_back(tmp_path):
 def test_a_pattern_that_cannot_be_is_one_error(model, message, tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text(f"model: {model}" if model.startswith("{") else f"model: {{{model}}}")
-    assert main(["--config", str(file), "--run.dir", str(tmp_path / "run")]) == 2
+    assert main([f"--config={file}", f"--run.dir={tmp_path}/run"]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) <= 3

@@ -4,7 +4,7 @@ can gather again."""
 import pytest
 from accounts import kept, kept_activations
 from support import sweep
-from variants import variant
+from variants import small_model, variant
 
 import jaxtp
 from jaxtp.analysis.step_costs import step_costs
@@ -12,15 +12,8 @@ from jaxtp.mesh import mesh_shape
 
 B = 2
 T = 16
-MODEL = jaxtp.ModelConfig(
-    vocab_size=61,
-    d_model=32,
-    num_layers=1,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=8,
-    d_ff=64,
-    precision=jaxtp.Precision(compute="bfloat16"),
+MODEL = small_model(
+    d_model=32, num_heads=8, head_dim=8, d_ff=64, precision=jaxtp.Precision(compute="bfloat16")
 )
 ADAPTERS = [{}, {"rank": 4}, {"rank": 4, "targets": ["q_proj", "up_proj"]}]
 MODELS = {

@@ -6,22 +6,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from support import TOLERANCE, assert_close, by_name, random_weights, without_mesh
+from variants import small_model
 
 import jaxtp
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.sequence_parallel import segment_mask, segment_positions
 
-CONFIG = jaxtp.ModelConfig(
-    vocab_size=19,
-    d_model=16,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=4,
-    d_ff=24,
-    norm_eps=1e-3,
-    attention_sinks=True,
-)
+CONFIG = small_model(vocab_size=19, num_layers=2, num_heads=8, norm_eps=1e-3, attention_sinks=True)
 LENGTHS = [5, 9, 2]
 T = sum(LENGTHS)
 SEGMENTS = np.repeat([[1, 2, 3]], LENGTHS, axis=1).astype(np.int32)

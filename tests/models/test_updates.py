@@ -6,25 +6,15 @@ import deltas
 import pytest
 from support import sizes_of
 from tables import read_table
-from variants import variant
+from variants import small_model, variant
 
-import jaxtp
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 
 T = 16
 RUN = TrainConfig(
-    model=jaxtp.ModelConfig(
-        vocab_size=29,
-        d_model=16,
-        num_layers=2,
-        num_heads=8,
-        num_kv_heads=8,
-        head_dim=4,
-        d_ff=24,
-        rope_theta=2.0,
-    ),
+    model=small_model(vocab_size=29, num_layers=2, num_heads=8, num_kv_heads=8, rope_theta=2.0),
     data=DataConfig(sequence_length=T, global_batch_size=8, packing="documents"),
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, weight_decay=0.1),
     train=LoopConfig(steps=10),

@@ -400,8 +400,8 @@ def test_spare_virtual_devices_do_not_count_unless_an_axis_takes_them(monkeypatc
 
 
 def test_an_axis_of_minus_one_takes_all_remaining_devices():
-    config, _ = TRAIN.load(["--mesh", "fsdp=-1,tp=4"], resolve_defaults)
+    config, _ = TRAIN.load(["--mesh=fsdp=-1,tp=4"], resolve_defaults)
     assert mesh_sizes(open_mesh(training_of(config))) == mesh_shape(fsdp=4, tp=4)
-    config, _ = TRAIN.load(["--mesh", "fsdp=-1,tp=3"], resolve_defaults)
+    config, _ = TRAIN.load(["--mesh=fsdp=-1,tp=3"], resolve_defaults)
     with pytest.raises(MeshError, match=r"16 devices cannot be divided by 3"):
         open_mesh(training_of(config))

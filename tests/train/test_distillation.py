@@ -14,6 +14,7 @@ from flax import nnx
 from run_comparisons import assert_same_records
 from runs import SMALL, TEXT, records
 from support import assert_close, assert_refused, by_name, random_weights, state_on_mesh, sweep
+from variants import small_model
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
@@ -29,16 +30,8 @@ B = 8
 T = 8
 V = 37
 D = 16
-MODEL = jaxtp.ModelConfig(
-    vocab_size=V,
-    d_model=D,
-    num_layers=1,
-    num_heads=8,
-    num_kv_heads=8,
-    head_dim=4,
-    d_ff=24,
-    logit_softcap=4.0,
-    loss_chunk=6,
+MODEL = small_model(
+    vocab_size=V, d_model=D, num_heads=8, num_kv_heads=8, logit_softcap=4.0, loss_chunk=6
 )
 
 
@@ -222,11 +215,11 @@ def test_values_out_of_range_are_refused():
 def test_a_student_learns_from_the_scores_of_a_teacher_and_resumes(tmp_path, capsys):
     rows = "".join(f'{{"text": "{line}"}}\n' for line in TEXT.splitlines()[:100])
     (tmp_path / "text.jsonl").write_text(rows)
-    data = prepared(tmp_path / "data", tmp_path / "text.jsonl", "--held-out", "0.1").folder
+    data = prepared(tmp_path / "data", tmp_path / "text.jsonl", "--held-out=0.1").folder
     scores = str(tmp_path / "scores")
     small = [*SMALL, "--model.num-layers=1", f"--data.path={data}", "--mesh=fsdp=2,tp=2"]
     assert main([*small, "--train.steps=30", f"--run.dir={tmp_path}/teacher"]) == 0
-    teacher = [f"--model={tmp_path}/teacher", "--top-k", "8", "--data.sequence-length=32"]
+    teacher = [f"--model={tmp_path}/teacher", "--top-k=8", "--data.sequence-length=32"]
     assert score([str(data), *teacher, "--out", scores]) == 0
     student = [
         *small,

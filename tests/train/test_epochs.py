@@ -97,11 +97,11 @@ def test_an_estimate_of_epochs_needs_the_data(tmp_path, text, capsys, monkeypatc
     )
     flags = [*text[:2], "--hardware=h100x8", "--mesh=dp=8", "--as-configured"]
     config, _ = resolved(*text, "--train.epochs=3")
-    assert estimate([*flags, "--train.epochs=3", "--write", "e.yaml"]) == 0
+    assert estimate([*flags, "--train.epochs=3", "--write=e.yaml"]) == 0
     written = yaml.safe_load((tmp_path / "e.yaml").read_text())
     assert written["train"]["epochs"] == 3
     assert "steps" not in written["train"], "the run counts them"
-    assert resolved("--config", "e.yaml")[0].train.steps == config.train.steps
+    assert resolved("--config=e.yaml")[0].train.steps == config.train.steps
 
 
 @pytest.mark.journey

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from run_comparisons import assert_same_records
-from runs import SMALL, TEXT
+from runs import OF_ANY_MODEL, SMALL, TEXT
+from variants import small_model
 
 import jaxtp
 from jaxtp.analysis import step_costs as costs
@@ -34,18 +35,7 @@ from jaxtp.train.state import plan_state, trained_parameters
 from jaxtp.train.step import fetch, make_train_step
 from jaxtp.train.validation import check, check_kernels
 
-MODEL = jaxtp.ModelConfig(
-    vocab_size=61,
-    d_model=16,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    d_ff=8,
-    loss_chunk=8,
-    num_experts=6,
-    selection_bias=True,
-)
+MODEL = small_model(head_dim=8, d_ff=8, loss_chunk=8, num_experts=6, selection_bias=True)
 """Experts that are divided over tp 2 whole, over tp 4 inside."""
 RATE = 0.25
 RUN = TrainConfig(
@@ -247,7 +237,7 @@ def test_a_run_resumes_where_experts_are_divided_otherwise(tmp_path, command, ca
     assert np.any(biases[0])
 
     flags = [
-        *SMALL[SMALL.index("--data.sequence-length") :],
+        *OF_ANY_MODEL,
         command[-1],
         f"--run.init-from={resumed}",
     ]
@@ -259,4 +249,4 @@ def test_a_run_resumes_where_experts_are_divided_otherwise(tmp_path, command, ca
         "--model.lora.targets",
     ]
     assert main([*adapters, "q_proj", "up_proj", f"--run.dir={tmp_path}/tuned"]) == 0
-    assert generate([f"--model={tmp_path}/tuned", "--prompt", "line", "--max-tokens", "4"]) == 0
+    assert generate([f"--model={tmp_path}/tuned", "--prompt=line", "--max-tokens=4"]) == 0

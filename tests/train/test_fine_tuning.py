@@ -14,6 +14,7 @@ from hf_reference import FOLDER, TRAINED
 from run_comparisons import assert_same_records
 from runs import TEXT, records
 from support import assert_refused
+from variants import small_model
 
 import jaxtp
 from jaxtp.checkpoint.storage import open_checkpoint
@@ -23,9 +24,7 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.train.__main__ import main
 
-MODEL = jaxtp.ModelConfig(
-    vocab_size=256, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=32
-)
+MODEL = small_model(vocab_size=256, num_layers=2, head_dim=6, d_ff=32)
 SHORT = [
     "--data.sequence-length=32",
     "--data.global-batch-size=8",
@@ -208,13 +207,13 @@ def test_a_run_of_adapters_is_generated_from_and_exported(tmp_path, model, adapt
         "the adapters do something"
     )
     capsys.readouterr()
-    prompt = ["--model", run, "--prompt", "aaa", "--max-tokens", "2"]
+    prompt = ["--model", run, "--prompt=aaa", "--max-tokens=2"]
     assert generate([*prompt, "--mesh.tp=2"]) == 0
     assert "parameters, float32" in capsys.readouterr().err
     jaxtp.save_hf(decoder(6), tmp_path / "other")
     assert_refused(
         generate,
-        [f"--model={tmp_path}/adapters", "--prompt", "a"],
+        [f"--model={tmp_path}/adapters", "--prompt=a"],
         "adapters in PEFT's format",
         capsys,
     )
@@ -301,7 +300,7 @@ def test_adapters_are_trained_further(
     assert (described["r"], described["lora_alpha"], described["use_rslora"]) == (2, 4, True)
     assert_refused(
         generate,
-        [f"--model={run}", f"--adapters={trained_adapters}", "--prompt", "a"],
+        [f"--model={run}", f"--adapters={trained_adapters}", "--prompt=a"],
         "has adapters already",
         capsys,
     )

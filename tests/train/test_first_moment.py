@@ -11,8 +11,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 from support import sizes_of, sweep
+from variants import small_model
 
-import jaxtp
 from jaxtp.config.schema import to_plain
 from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.parameter import PaddedDim, padding_of, parameter, unpad
@@ -148,16 +148,7 @@ def test_every_mesh_rounds_alike(case):
 
 
 RUN = TrainConfig(
-    model=jaxtp.ModelConfig(
-        vocab_size=61,
-        d_model=16,
-        num_layers=1,
-        num_heads=3,
-        num_kv_heads=3,
-        head_dim=8,
-        d_ff=26,
-        rope_theta=2.0,
-    ),
+    model=small_model(num_heads=3, num_kv_heads=3, head_dim=8, d_ff=26, rope_theta=2.0),
     data=DataConfig(sequence_length=8, global_batch_size=8),
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, first_moment="bfloat16"),
     train=LoopConfig(steps=10),

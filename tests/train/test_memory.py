@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 from support import sizes_of, sweep
+from variants import small_model
 
 import jaxtp
 from jaxtp.data.loader import abstract_batch
@@ -23,12 +24,11 @@ from jaxtp.train.state import bytes_per_device, plan_state
 from jaxtp.train.step import loss_and_grads, make_eval_step, trace_step
 
 RESULTS = Path(__file__).parents[2] / "scripts" / "results" / "estimate_accuracy.jsonl"
-MODEL = jaxtp.ModelConfig(
-    vocab_size=61,  # no mesh divides it
+# No mesh divides the 61 ids.
+MODEL = small_model(
     d_model=32,
     num_layers=2,
     num_heads=8,
-    num_kv_heads=2,
     head_dim=8,
     d_ff=64,
     loss_chunk=8,

@@ -116,7 +116,7 @@ def test_a_tracker_and_the_file_hold_the_same_numbers_after_a_resume(
 @pytest.mark.journey
 def test_a_run_logs_norms_by_group_and_its_evaluations(tmp_path, command):
     run = tmp_path / "run"
-    assert main([*command, "--metrics.norm-groups", *GROUPS, "--train.steps", "6"]) == 0
+    assert main([*command, "--metrics.norm-groups", *GROUPS, "--train.steps=6"]) == 0
     for kind in ("grad_norm", "param_norm"):
         parts = [records(run, f"{kind}/{group}") for group in GROUPS]
         for step, norm in records(run, kind).items():
@@ -132,17 +132,12 @@ def test_profiles_and_the_first_step_of_a_run_that_logs_every_fifth(tmp_path, co
     """A resumed run shows its first step too, and its metrics are those of an undisturbed run."""
     (tmp_path / "c.yaml").write_text("metrics: {trackers: []}\n")
     sparse = [
-        "--config",
-        str(tmp_path / "c.yaml"),
+        f"--config={tmp_path}/c.yaml",
         *command,
-        "--train.log-every",
-        "5",
-        "--eval.every",
-        "0",
+        "--train.log-every=5",
+        "--eval.every=0",
     ]
-    assert (
-        main([*sparse, "--train.steps", "6", "--profile.start", "3", "--profile.steps", "2"]) == 0
-    )
+    assert main([*sparse, "--train.steps=6", "--profile.start=3", "--profile.steps=2"]) == 0
     said = capsys.readouterr().out
     assert re.findall(r"^step (\d+)/6 ", said, re.MULTILINE) == ["1", "5", "6"]
     profile = tmp_path / "run/profile"
@@ -157,9 +152,7 @@ def test_profiles_and_the_first_step_of_a_run_that_logs_every_fifth(tmp_path, co
     assert [module for module in modules if module not in traced] == []
     assert list(profile.rglob("perfetto_trace.json.gz"))
     # The second profile ends with the run, before its last step.
-    assert (
-        main([*sparse, "--train.steps", "9", "--profile.start", "8", "--profile.steps", "9"]) == 0
-    )
+    assert main([*sparse, "--train.steps=9", "--profile.start=8", "--profile.steps=9"]) == 0
     assert re.findall(r"^step (\d+)/9 ", capsys.readouterr().out, re.MULTILINE) == ["7", "9"]
     assert list(records(tmp_path / "run")) == [1, 5, 6, 9]
     assert len(list(profile.rglob("*.xplane.pb"))) == 2

@@ -12,6 +12,7 @@ import optax.contrib
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support import assert_close, sweep
+from variants import small_model
 
 import jaxtp
 from jaxtp.analysis.census import count_collectives
@@ -117,16 +118,8 @@ def test_matrices_that_are_dealt_out_are_orthogonalised_whole(expected, sizes):
 
 
 # over tp 2 and 4 heads and d_ff are padded, and three layers never go into the devices
-MODEL = jaxtp.ModelConfig(
-    vocab_size=61,
-    d_model=16,
-    num_layers=3,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=8,
-    d_ff=26,
-    rope_theta=2.0,
-    loss_chunk=8,
+MODEL = small_model(
+    num_layers=3, num_heads=9, num_kv_heads=3, head_dim=8, d_ff=26, rope_theta=2.0, loss_chunk=8
 )
 RUN = TrainConfig(
     model=MODEL,

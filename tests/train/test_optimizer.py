@@ -9,7 +9,7 @@ import optax
 import pytest
 from support import assert_close
 from tables import read_table
-from variants import variant
+from variants import small_model, variant
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
@@ -24,16 +24,7 @@ from jaxtp.train.setup import plan
 from jaxtp.train.validation import violations_on
 
 TABLES = read_table(__file__)
-SMALL = jaxtp.ModelConfig(
-    vocab_size=61,
-    d_model=16,
-    num_layers=1,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=12,
-    d_ff=24,
-    rope_theta=2.0,
-)
+SMALL = small_model(num_heads=8, head_dim=12, rope_theta=2.0)
 # from 128 on, adafactor factors
 WIDE = dataclasses.replace(SMALL, d_model=128, head_dim=16, d_ff=128)
 GROUPS = {
@@ -174,7 +165,7 @@ def test_a_moment_without_gradient_shrinks():
 
 def test_an_epsilon_that_is_zero_in_float32_is_refused():
     with pytest.raises(ConfigError, match=r"optimizer\.eps"):
-        TRAIN.load(["--optimizer.eps", "1e-46"])
+        TRAIN.load(["--optimizer.eps=1e-46"])
 
 
 def test_adafactor_keeps_its_moments_in_float32():

@@ -210,14 +210,14 @@ def test_a_run_resumes_on_another_mesh_and_is_used_from_its_folder(tmp_path, cap
     assert_same_records(run, whole, "loss", "grad_norm", "param_norm", "second", rtol=1e-5)
 
     before = contents(run)
-    prompt = [f"--model={run}", "--prompt", "line 1", "--max-tokens", "1"]
+    prompt = [f"--model={run}", "--prompt=line 1", "--max-tokens=1"]
     assert_refused(
         generate,
         prompt,
         f"If it is one, and you trust that code, give --build {FILE}:build",
         capsys,
     )
-    assert generate([*prompt, "--build", f"{FILE}:build", "--json", "-"]) == 0
+    assert generate([*prompt, "--build", f"{FILE}:build", "--json=-"]) == 0
     generated = json.loads(capsys.readouterr().out)["ids"]
     with jax.set_mesh(make_mesh(tp=2)):
         model = jaxtp.load_run(run, build=example.build)
@@ -386,7 +386,7 @@ def test_a_model_that_is_no_decoder_is_trained_on_tokens_and_has_no_commands(tmp
             [f"--run.init-from={run}"],
             r"name it: --model\.build \S+:Bigram --train\.loss \S+:loss_of_bigram$",
         ),
-        (generate, [*source, "--prompt", "a"], rf"is no jaxtp\.Decoder, .*; {here} returns it"),
+        (generate, [*source, "--prompt=a"], rf"is no jaxtp\.Decoder, .*; {here} returns it"),
         (evaluate, [*source, "--text", __file__], rf"is no jaxtp\.Decoder, .*; {here} returns it"),
     ]
     for tool, flags, message in refusals:

@@ -15,7 +15,7 @@ from flax import nnx
 from hf.test_references import by_their_names
 from hf_reference import FOLDER, sketch
 from run_comparisons import assert_same_records
-from runs import SMALL, records
+from runs import OF_ANY_MODEL, records
 from support import assert_close, by_name, random_weights, state_on_mesh
 
 import jaxtp
@@ -292,9 +292,9 @@ def test_a_run_with_adapters_resumes(tmp_path):
         for i in range(64)
     ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    flags = ["--preference", f"--out={tmp_path}/data", "--held-out", "0.1"]
+    flags = ["--preference", f"--out={tmp_path}/data", "--held-out=0.1"]
     assert prepare([str(tmp_path / "pairs.jsonl"), *flags]) == 0
-    command = [*SMALL[SMALL.index("--data.sequence-length") :], "--mesh=fsdp=2,tp=2"]
+    command = [*OF_ANY_MODEL, "--mesh=fsdp=2,tp=2"]
     command += [f"--model.from-hf={tmp_path}/model", f"--data.path={tmp_path}/data"]
     command += ["--model.lora.rank=4", "--train.loss=jaxtp:DPO", "--train.loss-arguments.beta=0.2"]
     command += [

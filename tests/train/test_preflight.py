@@ -120,7 +120,7 @@ def test_all_processes_end_with_the_mistake_of_one(mistake, tmp_path, monkeypatc
         f"sys.exit(main(sys.argv[1:] + ({mistake} if os.environ['JAX_PROCESS_ID'] == '1' else [])))"
     )
     flags = [*SMALL, "--mesh=fsdp=2", "--train.steps=2", "--run.dir=run"]
-    assert launch(["--processes", "2", "--devices", "1", "--", "-c", code, *flags]) == 2
+    assert launch(["--processes=2", "--devices=1", "--", "-c", code, *flags]) == 2
     logs = [(tmp_path / f"logs/process-{index}.log").read_text() for index in range(2)]
     assert all("error" in log or "nonsense" in log for log in logs)
     assert MISTAKES[mistake].format(host=socket.gethostname()) in logs[0]

@@ -15,8 +15,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from support import assert_close, by_name, compilations, sweep
 from tables import read_table
+from variants import small_model
 
-import jaxtp
 from jaxtp.checkpoint.logical import logical_spec, named_variables
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.config.schema import ConfigError
@@ -28,16 +28,8 @@ from jaxtp.train.sharded_optimizer import Optimizer
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import fetch, make_train_step
 
-DECODER = jaxtp.ModelConfig(  # over tp 2 and 4 the vocabulary, heads and d_ff are padded
-    vocab_size=61,
-    d_model=16,
-    num_layers=1,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=8,
-    d_ff=26,
-    rope_theta=2.0,
-)
+# Over tp 2 and 4 the vocabulary, heads and d_ff are padded.
+DECODER = small_model(num_heads=9, num_kv_heads=3, head_dim=8, d_ff=26, rope_theta=2.0)
 
 
 class Plain(nnx.Module):

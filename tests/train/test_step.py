@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from support import assert_close, by_name, random_weights, state_on_mesh, without_mesh
+from variants import small_model
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
@@ -25,9 +26,7 @@ from jaxtp.train.step import Scalars, fetch, make_train_step
 B = 8
 T = 5
 SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=1)
-PLAIN = jaxtp.ModelConfig(
-    vocab_size=32, d_model=16, num_layers=1, num_heads=8, num_kv_heads=8, head_dim=4, d_ff=24
-)
+PLAIN = small_model(vocab_size=32, num_heads=8, num_kv_heads=8)
 ODD = dataclasses.replace(
     PLAIN,
     vocab_size=19,

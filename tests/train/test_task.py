@@ -195,7 +195,7 @@ with open(f"{{jax.process_index()}}.json", "w") as file:
 def test_two_processes_have_the_plain_arrays_columns_and_loaded_model_of_one(tmp_path, monkeypatch):
     """And a run that one step stops ends after the next one."""
     monkeypatch.chdir(tmp_path)
-    assert launch(["--processes", "2", "--devices", "4", "--", "-c", TWO_PROCESSES]) == 0
+    assert launch(["--processes=2", "--devices=4", "--", "-c", TWO_PROCESSES]) == 0
     expected, loss_of_one = plain_frequencies(5)
     losses_of_one, _ = train(tmp_path / "one", loss=reading_stop, batches=with_stop)
     outputs_of_one = jaxtp.load_run(tmp_path / "run", build=RandomFeatures)(
@@ -390,7 +390,7 @@ def test_the_command_takes_the_parts(tmp_path):
     flags = [
         word for setting, name in parts.items() for word in (setting, f"{small_net.FILE}:{name}")
     ]
-    run = ["--mesh", "tp=2", "--train.steps=2", "--train.log-every=1", f"--run.dir={tmp_path}/run"]
+    run = ["--mesh=tp=2", "--train.steps=2", "--train.log-every=1", f"--run.dir={tmp_path}/run"]
     assert main([*flags, *run]) == 0
     (first, _), (second, _) = train(tmp_path / "one", steps=2)[0]
     assert records(tmp_path / "run") == pytest.approx({1: first, 2: second}, rel=1e-5)

@@ -250,7 +250,7 @@ def test_on_a_full_disk_the_command_ends_with_an_error_and_resumes():
         "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
         "runpy.run_module('jaxtp.data.prepare', run_name='__main__', alter_sys=True)"
     )
-    command = [sys.executable, "-c", limited, "a.jsonl", "--out", "d"]
+    command = [sys.executable, "-c", limited, "a.jsonl", "--out=d"]
     full = subprocess.run(command, capture_output=True, text=True, check=False)
     assert full.returncode == 2, full.stderr
     assert full.stderr.startswith("jaxtp prepare: error: ")

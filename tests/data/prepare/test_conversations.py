@@ -363,10 +363,9 @@ def test_one_can_talk_to_a_run_as_its_data_do(monkeypatch, capsys):
         "--model.vocab-size",
         str(CHAT_TOKENIZER.get_vocab_size()),
         *mesh(1, 1, 1),
-        "--train.steps",
-        "2",
+        "--train.steps=2",
     ]
-    assert train([*SMALL, *size, "--data.path", "d", "--run.dir", "run"]) == 0
+    assert train([*SMALL, *size, "--data.path=d", "--run.dir=run"]) == 0
     shown = capsys.readouterr().out
     loss_tokens = load_corpus(Path("d")).loss_tokens
     assert f" tokens to train on, {loss_tokens:,} of them with loss, " in shown
@@ -376,7 +375,7 @@ def test_one_can_talk_to_a_run_as_its_data_do(monkeypatch, capsys):
     assert (source.prefix, source.end_ids, source.template_day) == ((BEGIN,), {STOP}, None)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     capsys.readouterr()
-    assert generate(["--model", "run", "--chat", "--max-tokens", "2"]) == 0
+    assert generate(["--model=run", "--chat", "--max-tokens", "2"]) == 0
     assert "prefill" in capsys.readouterr().err
 
 

@@ -123,19 +123,17 @@ def test_a_run_generates_as_its_data_begin(capsys):
     made()
     command = [
         *SMALL,
-        "--model.vocab-size",
-        str(TOKENIZER.info.vocab_size),
+        f"--model.vocab-size={TOKENIZER.info.vocab_size}",
         *mesh(1, 1, 1),
-        "--run.dir",
-        "run",
+        "--run.dir=run",
     ]
-    command += ["--data.path", "d", "--train.steps", "2"]
+    command += ["--data.path=d", "--train.steps=2"]
     assert train(command) == 0
     assert open_source(Path("run")).prefix == (BEGIN,)
-    assert train([*command, "--train.steps", "3"]) == 0
+    assert train([*command, "--train.steps=3"]) == 0
     assert "resumed from the checkpoint at step 2" in capsys.readouterr().out
     made("--bos none --out none")
-    assert train([*command, "--data.path", "none", "--train.steps", "4"]) == 2
+    assert train([*command, "--data.path=none", "--train.steps=4"]) == 2
     assert f"data: prefix: [{BEGIN}] -> None" in capsys.readouterr().err
 
 

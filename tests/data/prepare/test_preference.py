@@ -292,8 +292,8 @@ def command():
     """Flags of a run on pairs, some of which are too long."""
     write("a.jsonl", some(99))
     output("a.jsonl --preference --held-out 0.2")
-    size = ["--data.path", "d", "--data.sequence-length", "300", "--data.long-documents", "drop"]
-    return [*SMALL, *mesh(1, 2, 1), *size, "--run.dir", "run"]
+    size = ["--data.path=d", "--data.sequence-length=300", "--data.long-documents=drop"]
+    return [*SMALL, *mesh(1, 2, 1), *size, "--run.dir=run"]
 
 
 def test_the_loss_of_a_run_on_pairs_must_be_one_for_pairs(command, capsys):
@@ -304,9 +304,9 @@ def test_the_loss_of_a_run_on_pairs_must_be_one_for_pairs(command, capsys):
 @pytest.mark.wide
 def test_a_run_counts_pairs(command, capsys):
     write("mine.py", LOSS)
-    assert train([*command, "--train.steps", "2", "--train.loss", "mine.py:loss"]) == 0
+    assert train([*command, "--train.steps=2", "--train.loss=mine.py:loss"]) == 0
     lengths = [len(prompt + text) for prompt, text in prompts_and_answers(open_dataset(Path("d")))]
     fits = [sum(pair) <= 300 for pair in zip(lengths[::2], lengths[1::2], strict=True)]
     assert f"pairs: {fits.count(True)}, {fits.count(False)} left out" in capsys.readouterr().out
-    assert evaluate(["--model", "run", "--data", "d"]) == 2
+    assert evaluate(["--model=run", "--data=d"]) == 2
     assert "d has pairs of answers" in capsys.readouterr().err

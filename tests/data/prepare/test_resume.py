@@ -91,7 +91,7 @@ def ends_at(moment, line):
 def test_a_command_whose_output_nobody_reads_ends_in_silence_and_resumes():
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "jaxtp", "prepare", "in", "--on-error", "skip", "--out", "d"]
+    command = [sys.executable, "-m", "jaxtp", "prepare", "in", "--on-error=skip", "--out=d"]
     with os.fdopen(writing) as nobody:
         ended = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, timeout=120)
     assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b"")

@@ -161,7 +161,7 @@ def check(*flags, **parts):
 @pytest.mark.wide
 def test_a_model_of_the_user_is_checked(tmp_path, capsys):
     file = tmp_path / "check.json"
-    flags = [*task_flags(HERE, optimizer="optimizer"), "--json", str(file)]
+    flags = [*task_flags(HERE, optimizer="optimizer"), f"--json={file}"]
     assert check(*flags, meshes=("fsdp=2,tp=2",)) == 0
     out = capsys.readouterr().out
     assert "shrunk  nothing: the model is your own" in out
@@ -232,14 +232,14 @@ def test_a_loss_of_pairs_of_rows_passes_without_accumulation(capsys):
     out = capsys.readouterr().out
     assert "--    one device, accumulation 2" in out
     assert "the loss is no sum over single rows" in out
-    words = [*command(loss="contrastive_loss", meshes=("fsdp=2",)), "--train.accumulation", "2"]
+    words = [*command(loss="contrastive_loss", meshes=("fsdp=2",)), "--train.accumulation=2"]
     assert_refused(main, words, "Micro-batches change it", capsys)
 
 
 def decoder(*flags):
-    sizes = ["--model.vocab-size", "40", "--model.num-layers", "1"]
+    sizes = ["--model.vocab-size=40", "--model.num-layers=1"]
     return main(
-        [*sizes, *task_flags(HERE, loss="decoder_loss", batches="tokens"), "--mesh", "tp=2", *flags]
+        [*sizes, *task_flags(HERE, loss="decoder_loss", batches="tokens"), "--mesh=tp=2", *flags]
     )
 
 

@@ -79,7 +79,7 @@ def test_a_command_makes_its_devices(imported, tmp_path):
     for name in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES"):
         environment.pop(name, None)
     root = Path(jaxtp.__file__).parent.parent
-    subprocess.run([*command, "--mesh.tp", "2"], check=True, env=environment, cwd=root)
+    subprocess.run([*command, "--mesh.tp=2"], check=True, env=environment, cwd=root)
     assert weights(tmp_path / "out") == weights(QWEN3)
 
 
@@ -152,7 +152,7 @@ def test_a_run_that_was_imported_is_verified_trained_and_exported(imported, tmp_
     assert train(words_of(small | {"--run.init-from": run, "--run.dir": tuned})) == 0
     assert f"weights from {run}/checkpoints/0" in capsys.readouterr().out
     out = tmp_path / "out"
-    flags = ["--tokenizer-from", imported / "source", "--dtype", "bfloat16"]
+    flags = ["--tokenizer-from", imported / "source", "--dtype=bfloat16"]
     convert("export", tuned, out, *flags)
     assert (out / "tokenizer.json").exists()
     header = read_header(out / "model.safetensors")

@@ -46,7 +46,7 @@ def run(words):
 
 def evaluated(capsys, *flags):
     capsys.readouterr()
-    assert run([*flags, "--json", "-"]) == 0
+    assert run([*flags, "--json=-"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -182,7 +182,7 @@ def test_numbers_stay_where_a_later_model_fails(tiny_model, lines, tmp_path, cap
 @pytest.mark.journey
 def test_a_model_and_a_run_that_was_tuned_from_it_are_compared(tiny_model, tmp_path, capsys):
     rows = jsonl(tmp_path / "texts.jsonl", TEXT.splitlines())
-    data = prepared_by(tiny_model, tmp_path / "d", rows, "--held-out", "0.1")
+    data = prepared_by(tiny_model, tmp_path / "d", rows, "--held-out=0.1")
     tuned = tmp_path / "run"
     flags = ["--run.dir", tuned, "--model.from-hf", tiny_model, "--data.path", data]
     flags += [
@@ -192,8 +192,7 @@ def test_a_model_and_a_run_that_was_tuned_from_it_are_compared(tiny_model, tmp_p
         2,
         "--eval.batches",
         1,
-        "--mesh",
-        "tp=2",
+        "--mesh=tp=2",
     ]
     assert train(list(map(str, flags))) == 0
     given = ["--text", write(tmp_path / "text.txt", TEXT[:5000]), "--limit", 1]

@@ -215,16 +215,14 @@ class TestTheCommand:
         monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub"))
         names = ["--tasks", "own_choice", "--tasks", "own_rolling", "--tasks", "own_text"]
         flags = [
-            "--model",
-            str(model),
-            "--task-folder",
-            str(tasks),
+            f"--model={model}",
+            f"--task-folder={tasks}",
             *names,
             "--cache",
             str(tmp_path / "cache"),
         ]
         file = tmp_path / "numbers.json"
-        assert main([*flags, "--json", str(file)]) == 0
+        assert main([*flags, f"--json={file}"]) == 0
         record = json.loads(file.read_text())
         assert "|own_choice |" in capsys.readouterr().out
         assert record["n-samples"]["own_choice"] == {"original": 3, "effective": 3}
@@ -238,7 +236,7 @@ class TestTheCommand:
         )
         monkeypatch.setattr(JaxtpLM, "_loglikelihood_tokens", None)
         monkeypatch.setattr(JaxtpLM, "generate_until", None)
-        assert main([*flags, "--json", "-"]) == 0, "all answers are in the cache"
+        assert main([*flags, "--json=-"]) == 0, "all answers are in the cache"
         assert json.loads(capsys.readouterr().out)["results"] == record["results"]
         assert "torch" not in sys.modules
 
@@ -247,15 +245,13 @@ class TestTheCommand:
         self, model, tasks, monkeypatch, capsys, flags
     ):
         monkeypatch.setattr("jaxtp.generate.loading.load_folder", None)
-        words = ["--model", str(model), "--task-folder", str(tasks), *flags.split()]
+        words = [f"--model={model}", f"--task-folder={tasks}", *flags.split()]
         assert_refused(main, words, REFUSED[flags], capsys)
 
     def test_a_chat_needs_a_template(self, tiny_model, tasks, capsys):
         words = [
-            "--model",
-            str(tiny_model),
-            "--task-folder",
-            str(tasks),
+            f"--model={tiny_model}",
+            f"--task-folder={tasks}",
             "--tasks",
             "own_choice",
             "--chat",

@@ -315,7 +315,7 @@ def test_the_command_explains_and_proposes(file, tmp_path, capsys):
     assert "layers.0" in output
     assert "Rowwise()" in output
     assert json.loads(json_file.read_text())["mesh"]["tp"] == 2
-    assert main([f"{file}:build", "--propose", "--input", "4x8", "--mesh", "tp=2"]) == 0
+    assert main([f"{file}:build", "--propose", "--input", "4x8", "--mesh=tp=2"]) == 0
     assert "Colwise()" in capsys.readouterr().out
 
 
@@ -341,7 +341,7 @@ REFUSED = {
 def test_a_mistake_is_refused(file, capsys, words):
     places = {"file": str(file), "folder": str(file.parent)}
     command = words.format(**places).split()
-    command += [] if "--mesh" in command else ["--mesh", "tp=2"]
+    command += [] if "--mesh" in command else ["--mesh=tp=2"]
     assert_refused(main, command, REFUSED[words].format(**places), capsys)
 
 

@@ -51,12 +51,11 @@ def test_the_estimate_of_a_run_is_its_state_and_the_work_of_explain(run):
         "--allow-code",
         "--config",
         f"{run}/run.yaml",
-        "--mesh",
-        "fsdp=2,tp=2",
+        "--mesh=fsdp=2,tp=2",
         "--json",
         f"{run}/out.json",
     ]
-    assert estimate([*settings, "--hardware", "h100x4"]) == 0
+    assert estimate([*settings, "--hardware=h100x4"]) == 0
     (mesh,) = json.loads((run / "out.json").read_text())["meshes"]
     assert explain(settings) == 0
     explained = json.loads((run / "out.json").read_text())
@@ -72,14 +71,14 @@ def test_the_estimate_of_a_run_is_its_state_and_the_work_of_explain(run):
 @pytest.mark.wide
 def test_without_a_plan_each_mesh_has_a_proposal_as_in_a_run(run, capsys):
     flags = task_flags(run / "mine.py", model="build", loss="loss", batches="batches")
-    assert estimate([*flags, "--hardware", "h100x2", "--json", f"{run}/out.json"]) == 0
+    assert estimate([*flags, "--hardware=h100x2", "--json", f"{run}/out.json"]) == 0
     record = json.loads((run / "out.json").read_text())
     assert {(mesh["tp"], bool(mesh["plan"])) for mesh in record["meshes"]} == {
         (1, False),
         (2, True),
     }
     assert "mesh.cp=2 splits sequences" in next(iter(record["refused"].values()))
-    assert explain([*flags, "--mesh", "tp=2"]) == 0
+    assert explain([*flags, "--mesh=tp=2"]) == 0
     assert "blocks.*.attention.query" in capsys.readouterr().out
 
 

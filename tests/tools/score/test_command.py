@@ -30,7 +30,7 @@ from jaxtp.tools.score import scoring
 from jaxtp.tools.score.__main__ import main
 from jaxtp.train.__main__ import main as train
 
-LENGTH = ["--data.sequence-length", "32"]
+LENGTH = ["--data.sequence-length=32"]
 
 
 def run(*words):
@@ -51,8 +51,8 @@ def data(tmp_path_factory, tiny_model):
         for i in range(4)
         for text in TEXTS
     ]
-    fields = ["--prompt-field", "prompt", "--completion-field", "completion"]
-    options = ["--tokenizer", tiny_model, "--no-eos", "--held-out", "0.2", "--shard-tokens", "1000"]
+    fields = ["--prompt-field=prompt", "--completion-field=completion"]
+    options = ["--tokenizer", tiny_model, "--no-eos", "--held-out", "0.2", "--shard-tokens=1000"]
     return prepared(folder / "data", jsonl(folder / "a.jsonl", rows), *fields, *options).folder
 
 
@@ -135,9 +135,9 @@ def test_a_mesh_scores_as_one_device(log_probs, data, tiny_model, tmp_path, flag
 
 @pytest.mark.wide
 def test_rows_that_cross_documents_and_shards(log_probs, tiny_model, tmp_path):
-    options = ["--tokenizer", tiny_model, "--no-eos", "--held-out", "0.3", "--shard-tokens", "100"]
+    options = ["--tokenizer", tiny_model, "--no-eos", "--held-out", "0.3", "--shard-tokens=100"]
     data = prepared(tmp_path / "data", jsonl(tmp_path / "a.jsonl", TEXTS * 3), *options).folder
-    concatenated = ["--data.packing", "concatenated", "--mesh", "tp=2"]
+    concatenated = ["--data.packing=concatenated", "--mesh=tp=2"]
     out = scored(data, tiny_model, tmp_path / "s", *concatenated)
     assert_scores(log_probs, data, out, packing="concatenated")
 
@@ -199,10 +199,8 @@ def test_two_processes(data, tiny_model, tmp_path):
     """Process 0 writes all scores."""
     launch = [
         "launch",
-        "--processes",
-        "2",
-        "--devices",
-        "2",
+        "--processes=2",
+        "--devices=2",
         "--logs",
         tmp_path / "logs",
         "--",
@@ -214,8 +212,7 @@ def test_two_processes(data, tiny_model, tmp_path):
             "--model",
             tiny_model,
             *LENGTH,
-            "--mesh",
-            "fsdp=2,tp=2",
+            "--mesh=fsdp=2,tp=2",
             "--out",
             tmp_path / out,
         ]
@@ -273,7 +270,7 @@ def test_a_run_reads_the_scores_of_its_initial_model(data, tiny_model, base, tmp
     file = write(tmp_path / "mine.py", LOSS)
     other = save_model(tmp_path / "other", 1)
     flags = ["--data.path", data, *LENGTH, "--data.global-batch-size", 4, "--train.log-every", 1]
-    flags += ["--mesh", "fsdp=2,tp=2", "--train.loss", f"{file}:loss", "--model.lora.rank", 2]
+    flags += ["--mesh=fsdp=2,tp=2", "--train.loss", f"{file}:loss", "--model.lora.rank", 2]
 
     def trained(model, scores, steps=2, folder="run"):
         places = ["--run.dir", tmp_path / folder, "--model.from-hf", model, "--data.scores", scores]
