@@ -7,6 +7,8 @@ import socket
 import time
 from pathlib import Path
 
+from tables import write_json
+
 TEXT = "".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(2000))
 SMALL = [
     "--model.d-model=32",
@@ -44,7 +46,7 @@ SMOL_LM = {
 def smol_lm(folder):
     """Writes a folder of SmolLM2-135M without weights."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SMOL_LM))
+    write_json(folder / "config.json", SMOL_LM)
     return folder
 
 

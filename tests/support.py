@@ -31,9 +31,18 @@ def sizes_of(mesh):
     return mesh_shape(dp=dp, fsdp=fsdp, cp=cp[0] if cp else 1, tp=tp)
 
 
+def new_decoder(config):
+    return jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+
+
 def decoder(config):
     """Returns a function that builds a decoder."""
-    return lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+    return lambda: new_decoder(config)
+
+
+def use_mesh(*sizes, **by_axis):
+    """Puts a mesh of these axis sizes in context, for a `with` block."""
+    return jax.set_mesh(jaxtp.make_mesh(*sizes, **by_axis))
 
 
 def random_weights(build, seed=0, scale=0.1):
@@ -109,11 +118,22 @@ def continue_rows(reader, ids_BT, caches, lengths_B):
 
 
 def sweep(cases, *first):
-    """Returns parameters of a test with one argument; cases not in `first` are in the wide tier."""
+    """Returns parameters of one argument; cases not in `first` are in the wide tier."""
     assert all(case in cases for case in first), (
         "a case of the default suite is not among the cases"
     )
     return [pytest.param(case, marks=() if case in first else pytest.mark.wide) for case in cases]
+
+
+def swept(name, cases, *first):
+    """Decorates a test that has one argument, with tiers as in `sweep`."""
+    return pytest.mark.parametrize(name, sweep(cases, *first), ids=_id)
+
+
+def _id(case):
+    """Returns a case as text, unless that has addresses or names of classes."""
+    text = str(case)
+    return None if "<" in text else text
 
 
 def sweep_of(lists, *first):

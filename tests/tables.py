@@ -2,6 +2,7 @@
 `says`.
 """
 
+import json
 from pathlib import Path
 
 import yaml
@@ -16,6 +17,14 @@ def read_table(test_file, name=None):
     return yaml.safe_load(
         Path(test_file).with_name(f"{name or Path(test_file).stem}.yaml").read_text()
     )
+
+
+def read_json(file):
+    return json.loads(file.read_text())
+
+
+def write_json(file, value):
+    file.write_text(json.dumps(value))
 
 
 def with_tuples(settings):

@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 
 import pytest
-from support import sweep
+from support import swept
 
 import jaxtp
 from jaxtp.__main__ import COMMANDS, main
@@ -88,7 +88,7 @@ def test_the_import_of_all_names_changes_no_more_than_the_libraries_do():
     assert output_of("-c", STATE_OF_PROCESS + OF_ALL_NAMES) == "import:\nnames:\n"
 
 
-@pytest.mark.parametrize("name", sweep(COMMANDS, "train"))
+@swept("name", COMMANDS, "train")
 def test_help_needs_no_library(name, capsys, monkeypatch):
     """It is printed with stand-ins for the libraries, and is the same."""
     monkeypatch.setenv("COLUMNS", "100")

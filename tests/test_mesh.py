@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from support import use_mesh
 
 import jaxtp
 from jaxtp.distributed.devices import request_virtual_devices
@@ -116,7 +117,7 @@ def test_a_mesh_of_other_axes_is_refused(axes, kind, problem):
 
 
 def test_what_tp_does_not_divide_is_refused_not_replicated():
-    with jax.set_mesh(jaxtp.make_mesh(dp=2, fsdp=2, tp=4)):
+    with use_mesh(dp=2, fsdp=2, tp=4):
         with pytest.raises(
             ValueError, match=r"kernel: dim 1 .* is 6, not divisible by tp=4; nearest: 4 or 8"
         ):

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import sweep
+from support import swept
 from variants import small_model
 
 import jaxtp
@@ -72,7 +72,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("step", sweep(STEPS, FIRST), ids=str)
+@swept("step", STEPS, FIRST)
 def test_the_compiler_adds_nothing_but_scalars(step):
     found = audited(*step)
     found.check(large=8)  # bytes: counters apart, everything declares how it is split

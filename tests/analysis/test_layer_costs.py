@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import sweep
+from support import swept
 from variants import small_model
 
 import jaxtp
@@ -140,7 +140,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", sweep(CASES, "pieces"))
+@swept("name", CASES, "pieces")
 def test_formulas_are_what_the_trace_of_a_layer_counts(name):
     axes, accumulation, changes = CASES[name]
     config = dataclasses.replace(MODEL, **changes)
@@ -176,7 +176,7 @@ OF_KERNELS = {
 }
 
 
-@pytest.mark.parametrize("name", sweep(OF_KERNELS, "attention, dots", "grouped products"))
+@swept("name", OF_KERNELS, "attention, dots", "grouped products")
 def test_flops_of_kernels_are_read_from_the_traced_program(name):
     config = dataclasses.replace(KERNELS, **OF_KERNELS[name])
     rows = {"batch_size": 4, "sequence_length": 256, "platform": "cuda 9.0"}

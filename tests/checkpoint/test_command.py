@@ -1,13 +1,14 @@
 """`jaxtp checkpoint`: inspect, verify, diff."""
 
 import dataclasses
-import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 from small_state import small_state
+from support import assert_refused
+from tables import read_json
 
 import jaxtp
 from jaxtp.checkpoint import storage
@@ -36,8 +37,12 @@ def run(tmp_path_factory):
 
 
 def test_inspect_prints_the_arrays_of_a_checkpoint(run, tmp_path, capsys):
-    assert main(["inspect", str(tmp_path)]) == 2
-    assert "no finished checkpoint there; name the folder of a run" in capsys.readouterr().err
+    assert_refused(
+        main,
+        ["inspect", str(tmp_path)],
+        "no finished checkpoint there; name the folder of a run",
+        capsys,
+    )
     assert main(["inspect", str(run)]) == 0
     out = capsys.readouterr().out
     assert "step      2, next sample 8" in out
@@ -55,7 +60,7 @@ def test_inspect_prints_a_copy_of_a_checkpoint_that_another_loop_wrote(tmp_path,
     out = capsys.readouterr().out
     assert 'info      {"config": "mine.yaml", "mesh": [4], "eval_loss": null}\n' in out
     assert "model.weight" in out
-    record = json.loads((tmp_path / "record.json").read_text())
+    record = read_json(tmp_path / "record.json")
     assert (record["step"], record["config"]) == ("best", "mine.yaml")
 
 

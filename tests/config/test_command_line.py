@@ -4,7 +4,6 @@ which has them all.
 
 import contextlib
 import importlib
-import json
 import os
 import re
 import shlex
@@ -16,8 +15,8 @@ from typing import Annotated, Literal
 import pytest
 import tyro
 import yaml
-from support import sweep
-from tables import raised_by, read_table, unexpected
+from support import swept
+from tables import raised_by, read_json, read_table, unexpected
 
 from jaxtp.__main__ import COMMANDS as JAXTP_COMMANDS
 from jaxtp.__main__ import main as jaxtp_main
@@ -76,7 +75,7 @@ def first_sentence(setting):
     return re.split(r"(?<=\.)\s", " ".join(text.split()), maxsplit=1)[0]
 
 
-@pytest.mark.parametrize("program", sweep([*COMMANDS], "jaxtp train"))
+@swept("program", COMMANDS, "jaxtp train")
 def test_help_fits_a_terminal_and_points_to_all_settings(program, terminal, capsys):
     """The first sentence of each setting is all that the short help shows."""
     command = COMMANDS[program]
@@ -328,7 +327,7 @@ def test_what_a_command_has_no_use_for_may_stand_in_a_file_and_changes_nothing(
     for flags in ([], ["--config", "c.yaml"]):
         with contextlib.redirect_stdout(None):
             assert jaxtp_main(["estimate", "--mesh", "tp=8", *flags, "--json", "e.json"]) == 0
-        results.append(json.loads(Path("e.json").read_text()) | {"config": None})
+        results.append(read_json(Path("e.json")) | {"config": None})
     assert results[0] == results[1]
 
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from corpora import write
-from support import sweep
+from support import swept
 
 from jaxtp.data import chat_template as limits
 from jaxtp.data.chat_template import ChatError, ChatTemplate
@@ -49,7 +49,7 @@ TOO_MUCH = {
 }
 
 
-@pytest.mark.parametrize("kind", sweep(list(TOO_MUCH), "a constant", "a method", "loops"))
+@swept("kind", TOO_MUCH, "a constant", "a method", "loops")
 def test_a_template_that_takes_too_much_is_refused_by_the_limit(monkeypatch, kind):
     monkeypatch.setattr(limits, "SECONDS", 0.2)
     template, message = TOO_MUCH[kind]
@@ -79,7 +79,7 @@ UNUSABLE = {
 }
 
 
-@pytest.mark.parametrize("kind", sweep(list(UNUSABLE), *(UNUSABLE.keys() - {"a long text"})))
+@swept("kind", UNUSABLE, *(UNUSABLE.keys() - {"a long text"}))
 def test_a_template_that_cannot_be_rendered_is_refused_with_its_reason(kind):
     template, message = UNUSABLE[kind]
     assert refused(template).startswith(message)

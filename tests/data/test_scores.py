@@ -1,6 +1,5 @@
 """Scores beside a dataset: they stay with their tokens in every row, and what training refuses."""
 
-import json
 import math
 import os
 import pickle
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from corpora import jsonl, prepared, texts
-from tables import raised_by
+from tables import raised_by, read_json, write_json
 
 import jaxtp
 from jaxtp.config.schema import ConfigError, replace_nested
@@ -235,7 +234,7 @@ def test_damage_is_found(dataset, damage):
 def test_a_wrong_scores_json_is_refused(dataset):
     write(dataset).finish()
     file = FOLDER / SCORES
-    record = json.loads(file.read_text())
+    record = read_json(file)
     wrong = {
         "format": 2,
         "top_k": 0,
@@ -245,7 +244,7 @@ def test_a_wrong_scores_json_is_refused(dataset):
         "splits": {"../y": {}},
     }
     for key, value in wrong.items():
-        file.write_text(json.dumps({**record, key: value}))
+        write_json(file, {**record, key: value})
         with pytest.raises(ScoresError, match=r"scores.json: "):
             open_scores(FOLDER)
 

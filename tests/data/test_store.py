@@ -2,7 +2,6 @@
 with them.
 """
 
-import json
 import os
 import pickle
 import shutil
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from corpora import jsonl, prepared, texts, write
 from structures import PLANTED, plant, watched
+from tables import read_json, write_json
 
 from jaxtp.data.manifest import MANIFEST, TokenizerInfo, read_manifest
 from jaxtp.data.packing import Packed
@@ -172,11 +172,11 @@ def test_damaged_offsets_are_named_before_they_are_used(copy):
 @pytest.fixture
 def manifest(copy):
     """The content of the manifest, which `save` writes back."""
-    return json.loads((copy / MANIFEST).read_text())
+    return read_json(copy / MANIFEST)
 
 
 def save(copy, manifest):
-    (copy / MANIFEST).write_text(json.dumps(manifest))
+    write_json(copy / MANIFEST, manifest)
     return copy
 
 

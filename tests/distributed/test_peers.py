@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from runs import free_address
-from support import sweep
+from support import swept
 
 from jaxtp.config.entry import MISTAKE, TEMPORARY, WRONG
 from jaxtp.distributed import agreement, peers
@@ -113,7 +113,7 @@ def test_a_loss_that_process_0_reports_ends_the_others_too(start, capsys):
     )
 
 
-@pytest.mark.parametrize("me", sweep([0, 1], 1))
+@swept("me", [0, 1], 1)
 def test_a_process_without_heartbeats_is_lost(me, start, monkeypatch, capsys):
     monkeypatch.setattr(peers, "SILENCE", 1.0)
     process = start(me)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import jax
 import pytest
-from flax import nnx
 from runs import SMALL, TEXT, mesh, records
 from slurm import Cluster, missing, wait_for
+from support import new_decoder
 from test_readme import SIZES, TEMPLATE, WORDS
 
 import jaxtp
@@ -239,7 +239,7 @@ def shared(tmp_path):
     recipe = from_yaml(TrainConfig, ROOT / "configs/chat_qwen3_8b.yaml").model
     size = {**SIZES, "vocab_size": read_manifest(tokens).tokenizer.vocab_size}
     whole = dataclasses.replace(recipe, **size, precision=Precision(), lora=type(recipe.lora)())
-    jaxtp.save_hf(jaxtp.Decoder(whole, rngs=nnx.Rngs(0)), model, tokenizer_from=tokens)
+    jaxtp.save_hf(new_decoder(whole), model, tokenizer_from=tokens)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     return tmp_path, [f"--model.{name.replace('_', '-')}={value}" for name, value in size.items()]
 

@@ -12,12 +12,11 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import jax
 import pytest
 from made_once import TINY_MODEL, TINY_RUN, made_once, words_of
 from runs import TEXT, mesh
-from support import sweep
-from tables import raised_by, read_table, unexpected
+from support import sweep, use_mesh
+from tables import raised_by, read_json, read_table, unexpected
 
 import jaxtp
 from jaxtp.data.prepare.__main__ import main as prepare
@@ -69,7 +68,7 @@ def generate(capsys):
 @pytest.mark.parametrize("run", sweep(["tiny_run", "token_run"], "tiny_run"), indirect=True)
 def test_a_run_continues_a_text(run, generate):
     found = generate(run, "--prompt", PROMPT, "--max-tokens", 10)
-    with jax.set_mesh(jaxtp.make_mesh()):
+    with use_mesh():
         generator = jaxtp.Generator(jaxtp.load_run(run), open_source(run).tokenizer)
     (expected,) = generator.generate([PROMPT], jaxtp.GenerationSettings(max_tokens=10))
     assert found.out == expected.text + "\n"
@@ -287,7 +286,7 @@ def test_a_run_that_has_moved_from_its_data(tmp_path, generate, capsys):
     given = [f"--model={tmp_path}/moved/run", *flags]
     for place in (data, data / "tokenizer.json"):
         assert generate(tmp_path / "moved/run", *flags, "--tokenizer", place).out == expected
-    tokenizer = json.loads((data / "tokenizer.json").read_text())
+    tokenizer = read_json(data / "tokenizer.json")
     (tmp_path / "other.json").write_text(json.dumps({**tokenizer, "version": "1.0"}, indent=3))
     refusals = {
         f"is no longer in {before / 'data'}": [],
@@ -368,7 +367,7 @@ def test_a_run_is_loaded_in_python_without_a_warning(run, monkeypatch, caplog):
     before = absl.level
     absl.setLevel(logging.WARNING)  # by the method, which forgets what was decided at another level
     monkeypatch.setattr(absl, "handlers", [caplog.handler])
-    with jax.set_mesh(jaxtp.make_mesh()):
+    with use_mesh():
         jaxtp.load_run(run)
     absl.setLevel(before)
     assert caplog.messages == []

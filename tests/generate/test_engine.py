@@ -13,7 +13,7 @@ import reference
 from flax import nnx
 from hf_folders import move_adapters, random_model, values
 from small_generators import SmallDecoder, greedy_ids
-from support import compilations, sweep
+from support import compilations, swept, use_mesh
 from tables import raised_by, read_table, unexpected, with_tuples
 from variants import small_model
 
@@ -67,7 +67,7 @@ def ids_of(results):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("mesh", sweep([(2, 1, 2), (1, 2, 4)], (2, 1, 2)), ids=str)
+@swept("mesh", [(2, 1, 2), (1, 2, 4)], (2, 1, 2))
 def test_greedy_texts_are_the_argmax_of_plain_formulas(mesh):
     """Prompts and texts have many lengths: a row whose text ends takes the next prompt, each token
     is read once, and each program is compiled once.
@@ -446,7 +446,7 @@ def test_an_update_gives_the_texts_of_the_new_weights():
     """
     generator = SMALL.generator((1, 1, 2))
     config = change(CONFIG, lora=jaxtp.LoraConfig(rank=2), sequence_parallel=True, remat="none")
-    with jax.set_mesh(jaxtp.make_mesh(fsdp=2, cp=2, tp=2)):
+    with use_mesh(fsdp=2, cp=2, tp=2):
         model = move_adapters(random_model(config))
     generator.generate(PROMPTS, SETTINGS)
     live = jax.live_arrays()

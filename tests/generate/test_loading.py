@@ -11,7 +11,8 @@ import pytest
 from hf_folders import assert_same, move_adapters, random_model, values, write_tensors
 from made_once import made_once
 from small_tokenizers import byte_fallback
-from tables import raised_by, read_table, unexpected
+from support import use_mesh
+from tables import raised_by, read_json, read_table, unexpected, write_json
 from variants import small_model
 
 import jaxtp
@@ -48,14 +49,14 @@ def folder(tmp_path, tmp_path_factory):
 
 def change(folder, **attributes):
     """Changes attributes of config.json; None removes one."""
-    config = json.loads((folder / "config.json").read_text()) | attributes
+    config = read_json(folder / "config.json") | attributes
     write(
         folder, "config.json", {name: value for name, value in config.items() if value is not None}
     )
 
 
 def write(folder, name, record):
-    (folder / name).write_text(json.dumps(record))
+    write_json(folder / name, record)
 
 
 def test_end_tokens_prefix_and_template(folder):
@@ -171,7 +172,7 @@ def test_a_text_and_a_chat(folder, conversation, capsys):
 @pytest.mark.wide
 def test_adapters_are_added_before_the_cast(folder, refusal, capsys):
     """In float32 to the stored weights, on a mesh; of a run, they are added to what it trained."""
-    with jax.set_mesh(jaxtp.make_mesh(tp=2)):
+    with use_mesh(tp=2):
         adapted = move_adapters(jaxtp.add_adapters(jaxtp.load_hf(folder), jaxtp.LoraConfig(rank=2)))
         jaxtp.save_peft(adapted, folder.parent / "adapters")
     asked = GenerateConfig(adapters=folder.parent / "adapters", dtype="float16")

@@ -6,10 +6,10 @@ import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import jax
 import pytest
 from flax import nnx
 from runs import TEXT, records
+from support import decoder, use_mesh
 from variants import small_model
 
 import jaxtp
@@ -56,7 +56,7 @@ def test_texts_are_those_of_the_checkpoints(tmp_path, capsys):
     assert sampled == run(tmp_path / "silent", mesh, [])
     expected = []
     for step in (2, 4):
-        with jax.set_mesh(jaxtp.make_mesh()):
+        with use_mesh():
             model = jaxtp.load_run(tmp_path / f"run/checkpoints/{step}")
         results = jaxtp.Generator(model, ByteTokenizer()).generate(PROMPTS, SETTINGS)
         expected += [
@@ -74,7 +74,7 @@ def test_invalid_settings_and_a_missing_tokenizer_are_refused():
     with pytest.raises(ConfigError, match="max_tokens"):
         jaxtp.sample_text("a", settings=jaxtp.GenerationSettings(max_tokens=0))
     data = SimpleNamespace(batches="mine.py:batches")
-    model = nnx.eval_shape(lambda: jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(decoder(MODEL))
     run = SimpleNamespace(
         model=model, mesh=None, config=SimpleNamespace(data=data), paused=lambda what: nullcontext()
     )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from small_generators import SmallDecoder, greedy_ids
-from support import sweep
+from support import swept
 from variants import small_model
 
 import jaxtp
@@ -81,7 +81,7 @@ def assert_read(generator, prompt, kept):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("mesh", sweep([None, (1, 1, 3), (2, 1, 2)], None), ids=str)
+@swept("mesh", [None, (1, 1, 3), (2, 1, 2)], None)
 def test_texts_are_those_of_reading_everything_again(mesh):
     """Of more prompts than rows, packed, and in chunks that are shorter than a prompt; equal
     ones are read once.

@@ -2,13 +2,13 @@
 
 import dataclasses
 import itertools
-import json
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
 from hf_folders import move_adapters, random_model, read_tensors, values, write_model
+from support import new_decoder, use_mesh
+from tables import read_json
 from variants import small_model
 
 import jaxtp
@@ -36,7 +36,7 @@ def folders(tmp_path_factory):
     """The base and the adapters as folders, and the logits of both together on one device."""
     folder = tmp_path_factory.mktemp("adapters")
     model = decoder()
-    graph, _ = nnx.split(nnx.eval_shape(lambda: jaxtp.Decoder(PLAIN, rngs=nnx.Rngs(0))))
+    graph, _ = nnx.split(nnx.eval_shape(lambda: new_decoder(PLAIN)))
     others = nnx.filter_state(
         nnx.state(model), lambda _, variable: not isinstance(variable, nnx.LoRAParam)
     )
@@ -65,14 +65,14 @@ def test_weights_that_are_not_finite_are_not_exported_in_silence(tmp_path, capsy
 
 def test_peft_adds_to_the_base_what_the_adapters_add(folders, tmp_path):
     folder, logits = folders
-    config = json.loads((folder / "adapters/adapter_config.json").read_text())
+    config = read_json(folder / "adapters/adapter_config.json")
     adapters = read_tensors(folder / "adapters/adapter_model.safetensors")
     tensors = read_tensors(folder / "base")
     for name in [name for name in adapters if name.endswith("lora_A.weight")]:
         target = name.removeprefix("base_model.model.").replace("lora_A.", "")
         b = adapters[name.replace("lora_A", "lora_B")]
         tensors[target] = tensors[target] + config["lora_alpha"] / config["r"] * b @ adapters[name]
-    write_model(tmp_path, json.loads((folder / "base/config.json").read_text()), tensors)
+    write_model(tmp_path, read_json(folder / "base/config.json"), tensors)
     np.testing.assert_allclose(logits_of(jaxtp.load_hf(tmp_path)), logits, atol=2e-5)
     assert len(adapters) == 2 * len(LORA.targets) * PLAIN.num_layers
     assert config["target_modules"] == list(LORA.targets)
@@ -83,7 +83,7 @@ def test_peft_adds_to_the_base_what_the_adapters_add(folders, tmp_path):
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "tp": 2}, {"cp": 2, "tp": 2}], ids=str)
 def test_adapters_are_written_and_merged_on_any_mesh(folders, tmp_path, sizes):
     folder, logits = folders
-    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
+    with use_mesh(**sizes):
         model = decoder()
         jaxtp.save_peft(model, tmp_path / "adapters", base=folder / "base")
         merged = jaxtp.merge_adapters(model)
@@ -100,7 +100,7 @@ def test_adapters_are_written_and_merged_on_any_mesh(folders, tmp_path, sizes):
 @pytest.mark.wide
 @pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "tp": 2}], ids=str)
 def test_new_adapters_of_a_loaded_model_change_nothing(folders, tmp_path, sizes):
-    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
+    with use_mesh(**sizes):
         model = jaxtp.load_hf(folders[0] / "base")
         adapted = jaxtp.add_adapters(model, LORA)
         np.testing.assert_array_equal(logits_of(adapted), logits_of(model))
@@ -161,7 +161,7 @@ ROTATED = list(zip(OTHERS, itertools.cycle([{}, {"fsdp": 2, "tp": 2}, {"tp": 3}]
 @pytest.mark.parametrize("case", ROTATED, ids=str)
 def test_adapters_of_mixtures_and_other_attention_are_merged(case):
     kind, sizes = case
-    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
+    with use_mesh(**sizes):
         model = random_model(dataclasses.replace(PLAIN, **OTHERS[kind]))
         adapted = move_adapters(jaxtp.add_adapters(model, LoraConfig(rank=2)))
         merged = jaxtp.merge_adapters(adapted)

@@ -5,7 +5,6 @@ is refused by name.
 import contextlib
 import functools
 import itertools
-import json
 import struct
 
 import pytest
@@ -13,7 +12,7 @@ from hf_folders import assert_all_refused
 from hypothesis import given
 from hypothesis import strategies as st
 from structures import VALUES, changed, examples, gives_one_of
-from tables import read_table
+from tables import read_table, write_json
 
 import jaxtp
 from jaxtp.data.tokenizer_files import TokenizerError, chat_template, end_token, special_tokens
@@ -209,9 +208,7 @@ def test_every_command_names_ignore_config_and_has_it(command, tmp_path, capsys)
     main, words = COMMANDS[command]
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(
-        json.dumps(SMOLLM2 | {"twist": 1, "turn": 2, "hidden_act": "gelu"})
-    )
+    write_json(folder / "config.json", SMOLLM2 | {"twist": 1, "turn": 2, "hidden_act": "gelu"})
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     given = words.format(folder, tmp_path / "run").split()
 
@@ -288,7 +285,7 @@ CONFIGS = changed(SMOLLM2) | of_family()
 
 
 def check_config(attributes, folder):
-    (folder / "config.json").write_text(json.dumps(attributes))
+    write_json(folder / "config.json", attributes)
     gives_one_of(jaxtp.ModelConfig, jaxtp.HFError, lambda: jaxtp.read_config(folder))
 
 
@@ -307,8 +304,8 @@ BESIDE = {
 
 
 def check_beside(described, folder):
-    (folder / "tokenizer_config.json").write_text(json.dumps(described))
-    (folder / "generation_config.json").write_text(json.dumps(described))
+    write_json(folder / "tokenizer_config.json", described)
+    write_json(folder / "generation_config.json", described)
     gives_one_of(str | int | None, TokenizerError, lambda: end_token(folder))
     gives_one_of(dict, TokenizerError, lambda: special_tokens(folder))
     gives_one_of(str | None, TokenizerError, lambda: chat_template(folder))

@@ -4,9 +4,7 @@ layers without experts.
 
 import dataclasses
 import functools
-import json
 
-import jax
 import numpy as np
 import pytest
 from hf_folders import (
@@ -27,8 +25,8 @@ from hf_reference import EXPERTS, FOLDER
 from hypothesis import given
 from hypothesis import strategies as st
 from structures import examples
-from support import sweep
-from tables import read_table
+from support import swept, use_mesh
+from tables import read_json, read_table
 
 import jaxtp
 from jaxtp.hf.config_json import choose_family, model_config, write_attributes
@@ -86,7 +84,7 @@ def older_folder(name, tensors, folder, **attributes):
     return write_model(folder, reference_attributes(name, "config_v4.json") | attributes, tensors)
 
 
-@pytest.mark.parametrize("name", sweep(EXPERTS, "mixtral"))
+@swept("name", EXPERTS, "mixtral")
 def test_experts_are_written_and_read_stacked(name, tmp_path):
     read = []
     model = load_on(FOLDER / name, **MESHES[name])
@@ -95,7 +93,7 @@ def test_experts_are_written_and_read_stacked(name, tmp_path):
     )
     written = read_tensors(tmp_path / "out")
     assert_same(written, stacked(name))
-    with jax.set_mesh(jaxtp.make_mesh(**MESHES[name])):
+    with use_mesh(**MESHES[name]):
         again = jaxtp.load_hf(
             tmp_path / "out", progress=lambda done, total: read.append((done, total))
         )
@@ -126,7 +124,7 @@ MIXED = {  # gate and up, down, the router, and the mesh
 }
 
 
-@pytest.mark.parametrize("stacked", sweep(list(MIXED), "gate, up and router"))
+@swept("stacked", MIXED, "gate, up and router")
 def test_both_layouts_in_one_folder(stacked, tmp_path):
     """Layers differ, kernels of a layer, and the router from its experts."""
     gate_up, down, router, mesh = MIXED[stacked]
@@ -302,11 +300,11 @@ def test_mxfp4_numbers(tmp_path):
 MESHES_OF_MXFP4 = [{"fsdp": 2, "tp": 2}, {"tp": 5}, {"fsdp": 2, "cp": 2, "tp": 3}]
 
 
-@pytest.mark.parametrize("mesh", sweep(MESHES_OF_MXFP4, MESHES_OF_MXFP4[0]), ids=str)
+@swept("mesh", MESHES_OF_MXFP4, MESHES_OF_MXFP4[0])
 def test_mxfp4_is_written_as_bfloat16(mesh, tmp_path):
     model = load_on(FOLDER / "gpt_oss_mxfp4", **mesh)
     jaxtp.save_hf(model, tmp_path / "out", dtype="bfloat16")
-    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    assert "quantization_config" not in read_json(tmp_path / "out/config.json")
     tensors = read_header(tmp_path / "out/model.safetensors")
     source = read_header(FOLDER / "gpt_oss_mxfp4/model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {"BF16"}
@@ -314,7 +312,7 @@ def test_mxfp4_is_written_as_bfloat16(mesh, tmp_path):
         "gate_up_proj",
         "down_proj",
     }
-    with jax.set_mesh(jaxtp.make_mesh(**mesh)):
+    with use_mesh(**mesh):
         again = jaxtp.load_hf(tmp_path / "out", precision=jaxtp.Precision())
     assert_same(values(again), values(model))
 

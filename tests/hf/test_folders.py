@@ -4,11 +4,9 @@ written back.
 
 import dataclasses
 import functools
-import json
 import os
 import shutil
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,7 +26,8 @@ from hf_folders import (
     write_model,
 )
 from hf_reference import FOLDER
-from support import sweep
+from support import assert_refused, swept, use_mesh
+from tables import read_json, write_json
 
 import jaxtp
 from jaxtp.hf.config_json import model_config
@@ -77,7 +76,7 @@ def multimodal(path, form="older", change=lambda tensors: tensors):
     return path
 
 
-@pytest.mark.parametrize("form", sweep([*FORMS], "newer"))
+@swept("form", FORMS, "newer")
 def test_a_multimodal_folder_comes_back_with_its_text_changed(form, tmp_path):
     source = multimodal(tmp_path / "source", form)
     model = jaxtp.load_hf(source)
@@ -90,11 +89,9 @@ def test_a_multimodal_folder_comes_back_with_its_text_changed(form, tmp_path):
         FORMS[form][0] + "norm.weight"
     ]
     for name in ("config.json", "preprocessor_config.json"):
-        assert json.loads((tmp_path / "out" / name).read_text()) == json.loads(
-            (source / name).read_text()
-        )
+        assert read_json(tmp_path / "out" / name) == read_json(source / name)
     jaxtp.save_hf(model, tmp_path / "text")
-    assert json.loads((tmp_path / "text/config.json").read_text())["model_type"] == "gemma3_text"
+    assert read_json(tmp_path / "text/config.json")["model_type"] == "gemma3_text"
     assert not [name for name in stored_tensors(tmp_path / "text") if "vision" in name]
 
 
@@ -179,7 +176,7 @@ def test_prediction_heads_are_copied(tmp_path):
     )
     jaxtp.save_hf(jaxtp.load_hf(source), tmp_path / "out", like=source)
     assert stored_tensors(tmp_path / "out") == stored_tensors(source)
-    assert json.loads((tmp_path / "out/config.json").read_text()) == attributes
+    assert read_json(tmp_path / "out/config.json") == attributes
     write_model(source, attributes, stored | {"model.layers.3.eh_proj.weight": ONES})
     with pytest.raises(jaxtp.HFError, match=r"num_nextn_predict_layers = 1, .*model\.layers\.3"):
         jaxtp.load_hf(source)
@@ -196,8 +193,7 @@ def test_an_export_needs_the_folder_that_its_run_came_from(tmp_path, capsys):
     assert export("out") == 0
     assert stored_tensors(tmp_path / "out") == stored_tensors(source)
     source.rename(moved)
-    assert export("without it") == 2
-    assert f"{source}: no such folder" in capsys.readouterr().err
+    assert_refused(export, "without it", f"{source}: no such folder", capsys)
     assert export("like it", "--like", moved) == 0
     assert stored_tensors(tmp_path / "like it") == stored_tensors(moved)
     assert export("text", "--text-only") == 0
@@ -210,10 +206,10 @@ def test_a_kimi_is_written_as_what_it_is(tmp_path):
     """transformers has no kimi_k2, and an export has no Python files."""
     shutil.copytree(FOLDER / "deepseek_v3", tmp_path / "kimi")
     attributes = reference_attributes("deepseek_v3", "config_v4.json")
-    (tmp_path / "kimi/config.json").write_text(json.dumps(attributes | {"model_type": "kimi_k2"}))
+    write_json(tmp_path / "kimi/config.json", attributes | {"model_type": "kimi_k2"})
     jaxtp.save_hf(jaxtp.load_hf(tmp_path / "kimi"), tmp_path / "out", like=tmp_path / "kimi")
     del attributes["auto_map"]
-    assert json.loads((tmp_path / "out/config.json").read_text()) == attributes
+    assert read_json(tmp_path / "out/config.json") == attributes
 
 
 def test_adapters_need_pairs_next_to_each_other(tmp_path):
@@ -222,9 +218,7 @@ def test_adapters_need_pairs_next_to_each_other(tmp_path):
     """
     base = FOLDER / "deepseek_v3_yarn"
     config = dataclasses.replace(jaxtp.read_config(base), lora=LoraConfig(rank=2))
-    (tmp_path / "adapter_config.json").write_text(
-        json.dumps({"base_model_name_or_path": str(base)})
-    )
+    write_json(tmp_path / "adapter_config.json", {"base_model_name_or_path": str(base)})
     actions = {
         "a run": functools.partial(load_base, base, config, jaxtp.make_mesh()),
         "save_peft": functools.partial(
@@ -275,11 +269,11 @@ def small_config(family):
     return model_config(small_attributes(family), "it")
 
 
-@pytest.mark.parametrize("family", sweep(list(SMALL), "stablelm"))
+@swept("family", SMALL, "stablelm")
 def test_rows_are_read_on_a_mesh_as_they_were_written(family, tmp_path):
     model = random_model(small_config(family))
     jaxtp.save_hf(model, tmp_path / "out", family=family)
-    with jax.set_mesh(jaxtp.make_mesh(tp=4)):
+    with use_mesh(tp=4):
         jaxtp.save_hf(jaxtp.load_hf(tmp_path / "out"), tmp_path / "again", family=family)
     assert stored_tensors(tmp_path / "again") == stored_tensors(tmp_path / "out")
     assert_same(values(jaxtp.load_hf(tmp_path / "out")), values(model))
@@ -334,7 +328,7 @@ def test_float8_is_multiplied_by_its_scales(name, block, tmp_path):
             jaxtp.load_hf(write_model(tmp_path / "b", quantized, plain | scaled | large))
 
 
-@pytest.mark.parametrize("wrapped", sweep([False, True], False))
+@swept("wrapped", [False, True], False)
 def test_adapters_have_the_rows_and_names_of_their_kernels(wrapped, tmp_path):
     """In the files, a merged kernel is the kernel plus the product of its adapter."""
     if wrapped:

@@ -15,7 +15,8 @@ from hf_folders import write_tensors as write
 from hypothesis import given
 from hypothesis import strategies as st
 from structures import VALUES, changed, examples, gives_one_of, is_one_clear_message, plant
-from tables import read_table
+from support import assert_refused, use_mesh
+from tables import read_table, write_json
 
 import jaxtp
 from jaxtp.data.tokenizer_files import TokenizerError, chat_template, special_tokens
@@ -64,7 +65,7 @@ def tensors(dtype=np.float32):
 
 
 def write_config(folder, changes=()):
-    (folder / "config.json").write_text(json.dumps(CONFIG | dict(changes)))
+    write_json(folder / "config.json", CONFIG | dict(changes))
 
 
 def write_whole(folder):
@@ -91,7 +92,7 @@ def split(folder):
 
 
 def write_index(folder, listed):
-    (folder / INDEX).write_text(json.dumps({"weight_map": listed}))
+    write_json(folder / INDEX, {"weight_map": listed})
 
 
 # What follows returns changes of a whole folder.
@@ -340,8 +341,7 @@ def test_a_gguf_file_is_named(tmp_path, capsys):
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
     for path in (file, tmp_path):
-        assert generate([f"--model={path}", "--prompt=a"]) == 2
-        assert "model.gguf is GGUF" in capsys.readouterr().err
+        assert_refused(generate, [f"--model={path}", "--prompt=a"], "model.gguf is GGUF", capsys)
 
 
 @pytest.mark.wide
@@ -391,7 +391,7 @@ def test_a_snapshot_of_the_hub_links_to_its_blobs(whole, tmp_path):
 def test_a_folder_that_its_mesh_or_options_do_not_fit_is_refused(whole):
     for axis in ("fsdp", "cp"):
         with (
-            jax.set_mesh(jaxtp.make_mesh(**{axis: 3})),
+            use_mesh(**{axis: 3}),
             pytest.raises(HFError, match=rf"{axis} can be 1, 2"),
         ):
             jaxtp.load_hf(whole)
@@ -453,7 +453,7 @@ def assert_unreadable(folder, action, message):
 def test_values_that_are_no_template_are_none(tmp_path):
     listed = [{"name": ["default"], "template": "x"}]
     for template in (listed, [{"name": {}}, 3, None], {"default": "x"}, 7, [], None):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        write_json(tmp_path / "tokenizer_config.json", {"chat_template": template})
         assert chat_template(tmp_path) is None, template
 
 
@@ -474,7 +474,7 @@ def check_structures(header, index, folder):
     gives_one_of(dict, HFError, lambda: read_header(folder / "x.safetensors"))
     write(folder / FIRST, {"a": np.ones((2, 3), np.float32)})
     write_config(folder)
-    (folder / INDEX).write_text(json.dumps(index))
+    write_json(folder / INDEX, index)
     gives_one_of(Folder, HFError, lambda: open_folder(folder))
 
 

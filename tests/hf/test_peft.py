@@ -5,7 +5,6 @@ or another model.
 import dataclasses
 import functools
 import itertools
-import json
 import math
 
 import jax
@@ -27,8 +26,8 @@ from hf_folders import (
 from hf_reference import FOLDER
 from hypothesis import given
 from structures import changed, examples, gives_one_of
-from support import by_name, sweep
-from tables import read_table
+from support import by_name, swept, use_mesh
+from tables import read_json, read_table, write_json
 
 import jaxtp
 from jaxtp.hf.peft import PeftFolder, load_peft, open_peft, with_peft
@@ -97,7 +96,7 @@ PLAIN = everywhere("q_proj", "down_proj")
 def write(folder, arrays, **attributes):
     folder.mkdir(exist_ok=True)
     kept = {key: value for key, value in (CONFIG | attributes).items() if value != "absent"}
-    (folder / SETTINGS).write_text(json.dumps(kept))
+    write_json(folder / SETTINGS, kept)
     write_tensors(folder / WEIGHTS, arrays)
     return folder
 
@@ -151,7 +150,7 @@ KINDS = {  # ranks, attributes, the begin of each note, and a mesh
 }
 
 
-@pytest.mark.parametrize("kind", sweep([*KINDS], "some layers"))
+@swept("kind", KINDS, "some layers")
 def test_adapters_are_what_they_add_to_the_kernels(kind, base, tmp_path):
     """`W + scale * (B @ A)^T`, wherever there is one. They are written as they were read: layers
     without an adapter have none again.
@@ -160,7 +159,7 @@ def test_adapters_are_what_they_add_to_the_kernels(kind, base, tmp_path):
     arrays = tensors(ranks, np.float16 if kind == "list" else np.float32)
     found = open_peft(write(tmp_path / "adapters", arrays, **attributes), MODEL)
     assert [note[: len(begin)] for note, begin in zip(found.notes, notes, strict=True)] == notes
-    with jax.set_mesh(jaxtp.make_mesh(**mesh)):
+    with use_mesh(**mesh):
         adapted = with_peft(jaxtp.load_hf(base), found, jax.sharding.get_mesh())
         jaxtp.save_hf(jaxtp.merge_adapters(adapted), tmp_path / "merged")
         if kind in ("rslora", "some layers"):
@@ -199,7 +198,7 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("name", sweep(list(TOGETHER), "gpt2"))
+@swept("name", TOGETHER, "gpt2")
 def test_projections_in_one_tensor_share_their_a(name, tmp_path):
     """As long as they do, they are written as they came; then as one adapter of the sum of their
     ranks.
@@ -245,7 +244,7 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("targets", sweep(PARTS, PARTS[0]), ids=str)
+@swept("targets", PARTS, PARTS[0])
 def test_some_projections_of_a_tensor_are_trained(targets, tmp_path):
     """The others have zeros: in B if one is trained, else in A too, and stay without an adapter."""
     model = jaxtp.load_hf(FOLDER / "phi3")
@@ -278,7 +277,7 @@ def test_adapters_of_the_text_in_a_multimodal_model(prefix, base, tmp_path):
 def written(model, folder, **options):
     """Returns the configuration and the tensors of `save_peft`."""
     jaxtp.save_peft(model, folder, **options)
-    return json.loads((folder / SETTINGS).read_text()), read_tensors(folder / WEIGHTS)
+    return read_json(folder / SETTINGS), read_tensors(folder / WEIGHTS)
 
 
 def assert_read_again(adapted, model, folder, family):
@@ -364,7 +363,7 @@ def added_by(arrays, layer):
 CASES = [("stacked", {}), ("separate", {"fsdp": 2, "tp": 2}), ("stacked", {"tp": 3})]
 
 
-@pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
+@swept("case", CASES, CASES[0])
 def test_adapters_of_experts(case, tmp_path):
     """What they add, and out again byte by byte; in the other spelling, they are the same
     function.
@@ -429,7 +428,7 @@ def test_experts_whose_joined_adapter_was_trained_on_keep_its_rank(tmp_path):
     assert found.lora == LoraConfig(rank=2 * R, alpha=12, targets=("gate_proj", "up_proj"))
 
 
-@pytest.mark.parametrize("width", sweep([F, D // 2], F))
+@swept("width", [F, D // 2], F)
 def test_a_and_b_are_exchanged_before_peft_0_19(width, tmp_path):
     """PEFT took `[E, out, in]` for `[E, in, out]`: `delta[e, out, in] = B[in, r, e] A[e, r, out]`.
     Where A and B have the same sides, the version decides.
@@ -551,7 +550,7 @@ def test_a_model_has_one_set_of_adapters(base, whole):
 @given(values=changed(CONFIG))
 @examples(20)
 def test_any_configuration_is_read_or_refused(whole, values):
-    (whole / SETTINGS).write_text(json.dumps(values))
+    write_json(whole / SETTINGS, values)
     gives_one_of(PeftFolder, jaxtp.HFError, lambda: open_peft(whole, MODEL))
 
 
@@ -560,5 +559,5 @@ def test_any_configuration_is_read_or_refused(whole, values):
 def test_any_configuration_of_experts_is_read_or_refused(tmp_path_factory, values):
     folder = tmp_path_factory.mktemp("adapters")
     write(folder, of_experts("stacked")[0])
-    (folder / SETTINGS).write_text(json.dumps(values))
+    write_json(folder / SETTINGS, values)
     gives_one_of(PeftFolder, jaxtp.HFError, lambda: open_peft(folder, MIXTRAL, "mixtral"))

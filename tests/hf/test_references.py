@@ -13,7 +13,7 @@ from flax import nnx
 from hf_folders import moved, reference_attributes, values
 from hf_reference import COPIED, FOLDER, GRAD_NORM, GRADIENT, LOGITS, LOSS, MADE, NEWER, model_types
 from small_generators import greedy_ids
-from support import cached_and_whole, relative_error, sizes_of
+from support import cached_and_whole, relative_error, sizes_of, use_mesh
 from updates import shifted, updated
 
 import jaxtp
@@ -97,7 +97,7 @@ def test_logits_losses_and_gradients(case):
     name, sizes, split = case
     reference = hf_reference.load(name)
     ids = reference["input_ids"].astype(np.int32)
-    with jax.set_mesh(jaxtp.make_mesh(**sizes_of(sizes))):
+    with use_mesh(**sizes_of(sizes)):
         model = jaxtp.load_hf(FOLDER / name, sequence_parallel=split, loss_chunk=16)
         graph, state = nnx.split(model)
 
@@ -133,7 +133,7 @@ FIRST = [
 def test_logits(case):
     name, sizes, split = case
     reference = hf_reference.load(name)
-    with jax.set_mesh(jaxtp.make_mesh(**sizes_of(sizes))):
+    with use_mesh(**sizes_of(sizes)):
         graph, state = nnx.split(jaxtp.load_hf(FOLDER / name, sequence_parallel=split))
         run = jax.jit(lambda state, ids: nnx.merge(graph, state)(ids))
         logits = run(state, reference["input_ids"].astype(np.int32))
@@ -177,7 +177,7 @@ def test_sequences_in_a_row_are_as_alone_and_a_cache_is_as_the_whole(name):
         np.concatenate([a[:, :cut], a[::-1, :-cut]], axis=1) for a in (ids, reference["logits"])
     )
     segments = np.broadcast_to(1 + (np.arange(ids.shape[1]) >= cut), ids.shape).astype(np.int32)
-    with jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2)):
+    with use_mesh(fsdp=2, tp=2):
         graph, state = nnx.split(jaxtp.load_hf(FOLDER / name))
         packed = jax.jit(lambda state: nnx.merge(graph, state)(rows, segments))(state)
         cached, whole = cached_and_whole(graph, state, ids, cut)
@@ -196,7 +196,7 @@ def test_a_step_of_adapters_is_kept_in_the_format_of_peft(name, tmp_path):
         hf_reference.load(name)[key].astype(np.int32) for key in ("input_ids", "labels_masked")
     )
     family = family_of(read_attributes(FOLDER / name), name).model_type
-    with jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2)):
+    with use_mesh(fsdp=2, tp=2):
         model = jaxtp.load_hf(FOLDER / name)
         adapted = jaxtp.add_adapters(model, jaxtp.LoraConfig(rank=2))
         graph, trained, others = nnx.split(adapted, nnx.LoRAParam, ...)
@@ -280,7 +280,7 @@ def test_sixteen_bit_compute_stays_near(case):
     dtype, attention, bound = case
     reference = hf_reference.load("llama_gqa")
     precision = jaxtp.Precision(param=dtype, compute=dtype)
-    with jax.set_mesh(jaxtp.make_mesh(tp=2)):
+    with use_mesh(tp=2):
         graph, state = nnx.split(
             jaxtp.load_hf(FOLDER / "llama_gqa", precision=precision, attention=attention)
         )

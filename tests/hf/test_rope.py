@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hf_folders import assert_all_refused
 from hf_reference import FOLDER
-from tables import read_table
+from tables import read_json, read_table
 
 import jaxtp
 from jaxtp.hf.config_json import model_config, write_attributes
@@ -45,7 +45,7 @@ def attention_factor(scaling):
 def test_frequencies_are_those_of_transformers():
     """Its own functions in float64; one part in 10^13 is 10^-7 of a radian at a million tokens."""
     factors = {}
-    for case in json.loads((FOLDER / "rope.json").read_text()):
+    for case in read_json(FOLDER / "rope.json"):
         rope = case["rope_parameters"]
         attributes = {
             "model_type": "llama",

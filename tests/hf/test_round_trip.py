@@ -4,7 +4,6 @@ and refused by name.
 
 import dataclasses
 import itertools
-import json
 import re
 
 import jax
@@ -20,8 +19,8 @@ from hf_folders import (
     write_model,
 )
 from hf_reference import COPIED, FOLDER, MADE, NEWER, model_types
-from support import sweep
-from tables import read_table, with_tuples
+from support import swept
+from tables import read_json, read_table, with_tuples
 
 import jaxtp
 from jaxtp.hf.config_json import choose_family, family_of, write_attributes
@@ -62,7 +61,7 @@ def is_ignored(name, family):
     return re.sub(r"\.\d+\.", ".{layer}.", name) in family.ignored_tensors
 
 
-@pytest.mark.parametrize("case", sweep(CASES, *FIRST), ids=str)
+@swept("case", CASES, *FIRST)
 def test_an_export_equals_what_was_imported_bit_by_bit(case, tmp_path):
     name, mesh = case
     source = in_dtype(FOLDER / name, tmp_path / "source", "F32") if name in NEWER else FOLDER / name
@@ -83,7 +82,7 @@ def test_an_export_equals_what_was_imported_bit_by_bit(case, tmp_path):
     assert not [name for name in differing if not is_ignored(name, family)]
     assert jaxtp.read_config(tmp_path / "out") == jaxtp.read_config(source)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
-    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    index = read_json(tmp_path / "out" / INDEX)
     assert index["weight_map"].keys() == found.keys()
     assert {path.name for path in tmp_path.iterdir()} <= {"out", "source"}
 

@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 from planted import errors_of, gathered_without_sum, with_gradient
-from support import random_weights, state_on_mesh, without_mesh
+from support import decoder, random_weights, state_on_mesh, without_mesh
 from variants import small_model
 
 import jaxtp
@@ -230,8 +230,7 @@ MODEL = small_model(vocab_size=29, num_heads=N, num_kv_heads=K, loss_chunk=T, at
 NAME_OF_SINKS = "blocks.attention.sinks"
 
 
-def build():
-    return jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0))
+build = decoder(MODEL)
 
 
 @cache

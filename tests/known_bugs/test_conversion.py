@@ -2,7 +2,6 @@
 order or not scaled.
 """
 
-import json
 import shutil
 from functools import cache, partial
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from hf_reference import FOLDER
+from tables import read_json, write_json
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables, replace_arrays
@@ -38,8 +38,8 @@ def stored(name):
 def changed(folder, name, arrays=None, **attributes):
     """A copy of a model with other tensors or attributes."""
     folder.mkdir()
-    config = json.loads((FOLDER / name / "config.json").read_text()) | attributes
-    (folder / "config.json").write_text(json.dumps(config))
+    config = read_json(FOLDER / name / "config.json") | attributes
+    write_json(folder / "config.json", config)
     write(folder / "model.safetensors", stored(name) if arrays is None else arrays)
     return folder
 
@@ -99,7 +99,7 @@ def test_sglang_32279_a_file_that_the_index_names_is_there(tmp_path):
     the error.
     """
     shutil.copytree(FOLDER / "llama_gqa", tmp_path / "model")
-    names = set(json.loads((tmp_path / "model" / INDEX).read_text())["weight_map"].values())
+    names = set(read_json(tmp_path / "model" / INDEX)["weight_map"].values())
     missing = sorted(names)[3]
     (tmp_path / "model" / missing).unlink()
     with pytest.raises(jaxtp.HFError, match=missing):
@@ -165,7 +165,7 @@ def adapters(folder, arrays=None, **attributes):
         "target_modules": ["q_proj"],
         "bias": "none",
     }
-    (folder / "adapter_config.json").write_text(json.dumps(settings | attributes))
+    write_json(folder / "adapter_config.json", settings | attributes)
     write(folder / "adapter_model.safetensors", factors() if arrays is None else arrays)
     return folder
 
@@ -267,9 +267,7 @@ def test_unsloth_4193_adapters_of_experts_are_not_skipped(tmp_path):
     attention = jaxtp.add_adapters(model, jaxtp.LoraConfig(rank=2, targets=("q_proj",)))
     jaxtp.save_peft(attention, tmp_path / "attention", family="qwen3_moe")
     settings = tmp_path / "attention/adapter_config.json"
-    settings.write_text(
-        json.dumps(json.loads(settings.read_text()) | {"target_modules": ["q_proj", *targets]})
-    )
+    write_json(settings, read_json(settings) | {"target_modules": ["q_proj", *targets]})
     with pytest.raises(
         jaxtp.HFError,
         match=r"missing: .*experts\.0\.gate_proj\.lora_A.*which target_modules require",

@@ -19,10 +19,9 @@ from corpora import (
     write_chat_tokenizer,
 )
 from flax import nnx
-from support import random_weights, without_mesh
+from support import new_decoder, random_weights, without_mesh
 from variants import small_model
 
-import jaxtp
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.data.documents import InMemory
 from jaxtp.data.packing import Packed
@@ -45,7 +44,7 @@ WRONG = 1e-3
 
 @cache
 def model(config=MODEL):
-    build = lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+    build = lambda: new_decoder(config)
     weights = random_weights(build)
     # a state stays
     slow = {name: weights[name] - 4 for name in weights if name.endswith("decay_log")}

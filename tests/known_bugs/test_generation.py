@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import reference
 from flax import nnx
-from support import random_weights, without_mesh
+from support import decoder, random_weights, without_mesh
 from variants import small_model
 
 import jaxtp
@@ -28,8 +28,7 @@ GREEDY = jaxtp.GenerationSettings(max_tokens=8)
 SAMPLED = dataclasses.replace(GREEDY, temperature=1.5, seed=7)
 
 
-def build():
-    return jaxtp.Decoder(CONFIG, rngs=nnx.Rngs(0))
+build = decoder(CONFIG)
 
 
 @cache

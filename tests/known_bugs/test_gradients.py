@@ -14,7 +14,7 @@ import pytest
 from accounts import equations
 from flax import nnx
 from planted import errors_of, with_gradient
-from support import by_name, random_weights, relative_error, state_on_mesh
+from support import by_name, random_weights, relative_error, state_on_mesh, use_mesh
 from variants import small_model
 
 import jaxtp
@@ -300,7 +300,7 @@ def head_errors(softcap):
 
     with jax.enable_x64(True):
         expected = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(x, table)
-    with jax.set_mesh(make_mesh(tp=4)):
+    with use_mesh(tp=4):
         run = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))
         found = run(np.float32(x), np.float32(table))
     return [
@@ -342,7 +342,7 @@ def test_torchtitan_3822_the_gradient_of_log_probabilities_is_not_summed_over_tp
     expected = jax.jit(jax.grad(log_probs, (0, 1)))(x, table)
 
     def times():
-        with jax.set_mesh(make_mesh(tp=4)):
+        with use_mesh(tp=4):
             grads = jax.jit(jax.grad(lambda *arrays: log_probs(*arrays), (0, 1)))(x, table)
         return [float(np.vdot(a, b) / np.vdot(b, b)) for a, b in zip(grads, expected, strict=True)]
 
@@ -364,7 +364,7 @@ def masks(spec, seeds=range(4), **sizes):
         keys = jax.vmap(jax.random.key)(seeds)
         return dropout(jnp.ones((4, 8, 16)), 0.5, keys, spec) > 0
 
-    with jax.set_mesh(make_mesh(**sizes)):
+    with use_mesh(**sizes):
         return np.asarray(run(np.array(seeds)))
 
 
@@ -432,7 +432,7 @@ def summed_gradient(reduce):
         )
         return view(scale, tokens).astype(jnp.float32).sum()
 
-    with jax.set_mesh(make_mesh(fsdp=2, tp=2)):
+    with use_mesh(fsdp=2, tp=2):
         return float(jax.jit(jax.grad(total))(jnp.ones(2))[0])
 
 

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import assert_close, by_name, random_weights, state_on_mesh
+from support import assert_close, by_name, decoder, random_weights, state_on_mesh
 from variants import small_model
 
-import jaxtp
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.collectives import ATTENDED
 from jaxtp.data.documents import InMemory
@@ -339,7 +338,7 @@ def kept_of_blocks():
     model = dataclasses.replace(
         MODEL, num_layers=2, num_experts=0, attention="blockwise", remat="full"
     )
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: jaxtp.Decoder(model, rngs=nnx.Rngs(0))))
+    graph, abstract = nnx.split(nnx.eval_shape(decoder(model)))
     ids = jnp.zeros((3, 11), jnp.int32)
 
     def backward(params):

@@ -12,7 +12,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_programs import LayerProgram
-from support import TOLERANCE, assert_close, random_weights, sweep
+from support import TOLERANCE, assert_close, random_weights, swept
 
 import jaxtp
 from jaxtp.analysis.step_costs import step_costs
@@ -75,7 +75,7 @@ DTYPES = {
 }
 
 
-@pytest.mark.parametrize("sizes", sweep(list(SIZES), "whole blocks", "no power of two"))
+@swept("sizes", SIZES, "whole blocks", "no power of two")
 def test_results_and_gradients_are_those_of_lax(sizes):
     dtype = DTYPES[sizes]
     check(SIZES[sizes], dtype, TOLERANCE if dtype == "float32" else 2 * float(jnp.finfo(dtype).eps))

@@ -20,7 +20,7 @@ from support import (
     relative_error,
     sizes_of,
     state_on_mesh,
-    sweep,
+    swept,
     without_mesh,
 )
 from tables import read_table
@@ -116,7 +116,7 @@ def test_the_error_of_each_number_is_bounded(dtype):
 CASES = [(name, tuple(mesh)) for name, mesh in TABLE["cases"]]
 
 
-@pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
+@swept("case", CASES, CASES[0])
 def test_every_mesh_gives_the_numbers_of_one_device_and_these_are_of_rounded_kernels(case):
     name, mesh = case
     (grads, logits), rounded, exact = on_one_device(name)

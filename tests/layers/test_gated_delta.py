@@ -6,11 +6,10 @@ from functools import cache
 import deltas
 import jax
 import numpy as np
-import pytest
 from flax import nnx
 from layer_programs import LayerProgram
 from packed_reference import D, V, batch
-from support import assert_close, by_name, random_weights, sweep
+from support import assert_close, by_name, random_weights, swept
 from tables import read_table
 from variants import variant, variants
 
@@ -51,7 +50,7 @@ def expected(name):
         return weights, arrays.astype(np.float32), {"y": y, "x": grad_x, **grads}
 
 
-@pytest.mark.parametrize("case", sweep(CASES, ("adapters", (1, 1, 1, 4), True)), ids=str)
+@swept("case", CASES, ("adapters", (1, 1, 1, 4), True))
 def test_a_layer_is_the_recurrence_on_every_mesh(case):
     """Of packed documents."""
     name, mesh, split = case

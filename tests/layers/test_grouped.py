@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from support import TOLERANCE, assert_close
+from support import TOLERANCE, assert_close, use_mesh
 from tables import raised_by, read_table, unexpected
 
-import jaxtp
 from jaxtp.collectives import device_view
 from jaxtp.layers.kernels import grouped_kernels
 from jaxtp.layers.kernels.grouped import grouped_matmul, is_dense, pick_method, unsupported
@@ -151,7 +150,7 @@ def test_kernels_on_a_mesh_in_a_scan_with_remat_give_what_xla_does():
             )
         return results
 
-    with in_blocks(), jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2, devices=jax.devices()[:4])):
+    with in_blocks(), use_mesh(fsdp=2, tp=2, devices=jax.devices()[:4]):
         assert_close(*program(x, w, dy), TOLERANCE)
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from layer_programs import LayerProgram
-from support import assert_close, random_weights, sweep, sweep_of
+from support import assert_close, random_weights, sweep_of, swept, use_mesh
 
 import jaxtp
 from jaxtp.collectives import axis_index, device_view
@@ -247,7 +247,7 @@ def test_a_device_may_learn_its_part_only_when_it_runs(name):
     split = P(None, "fsdp")
     view = device_view(body, "attention", (split, *[P()] * 4), split)
     q, k, v, grad, sinks = draw(structure, 24, 24)
-    with jax.set_mesh(jaxtp.make_mesh(fsdp=2, devices=jax.devices()[:2])):
+    with use_mesh(fsdp=2, devices=jax.devices()[:2]):
         run = jax.jit(lambda *arrays: with_gradients(lambda *given: view(*given), *arrays))
         found = run(q[:, order], k, v, grad[:, order], sinks, segments)
     at = np.arange(24)
@@ -269,7 +269,7 @@ IN_EIGHTS = (Blocks(8, 8, 4, 2), Blocks(8, 8, 4, 2))
 
 
 @pytest.mark.parametrize("name", ["blockwise", "fused"])
-@pytest.mark.parametrize("case", sweep(NOT_READ, "causality and documents"))
+@swept("case", NOT_READ, "causality and documents")
 def test_blocks_that_nothing_sees_are_not_read(case, name):
     """What is not a number stays so wherever it is read, even if it is masked."""
     ids, window, readers, read = NOT_READ[case]
@@ -325,7 +325,7 @@ def test_second_derivatives_of_blockwise_are_those_of_xla():
     assert_close(second("blockwise"), second("xla"), 1e-4)
 
 
-@pytest.mark.parametrize("dtype", sweep(["bfloat16", "float16"], "bfloat16"))
+@swept("dtype", ["bfloat16", "float16"], "bfloat16")
 def test_sixteen_bits_are_as_exact_as_a_result_that_is_rounded_once(dtype):
     """The gradient takes the softmax's mean from the output, which is in 16 bits, and is not
     rounded any more.

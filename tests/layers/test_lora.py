@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from support import assert_close, random_weights, without_mesh
+from support import assert_close, decoder, random_weights, without_mesh
 from variants import small_model
 
 import jaxtp
@@ -29,7 +29,7 @@ IDS = jax.random.randint(jax.random.key(1), (2, 7), 0, CONFIG.vocab_size)
 
 
 def build(config):
-    return lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+    return decoder(config)
 
 
 def logits(config, weights):

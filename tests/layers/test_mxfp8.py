@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice
 from jax.sharding import PartitionSpec as P
-from support import assert_close, relative_error, sizes_of, sweep
+from support import assert_close, relative_error, sizes_of, swept
 
 from jaxtp.analysis.census import equations
 from jaxtp.collectives import (
@@ -151,7 +151,7 @@ MESHES = [(1, 2, 2, 2), (1, 1, 1, 8), (2, 2, 1, 2), (1, 4, 1, 2)]
 CASES = [(mesh, (SEQUENCE_DIM, None)[i % 2]) for i, mesh in enumerate(MESHES)]
 
 
-@pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
+@swept("case", CASES, CASES[0])
 def test_every_mesh_gives_the_numbers_of_one_device(case):
     mesh, sequence = case
     expected = mlp(None)

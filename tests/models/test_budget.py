@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from support import sizes_of, sweep
+from support import sizes_of, swept
 from tables import read_table
 from variants import variant, variants
 
@@ -65,9 +65,7 @@ def rotated():
     return cases
 
 
-@pytest.mark.parametrize(
-    "case", sweep(rotated(), *(case for case in rotated() if case[1] in DEFAULT)), ids=str
-)
+@swept("case", rotated(), *(case for case in rotated() if case[1] in DEFAULT))
 def test_a_step_moves_and_multiplies_what_is_declared(case):
     kind, name, mesh, policy = case
     config = dataclasses.replace(MODELS[kind][name], remat=policy)
@@ -145,7 +143,7 @@ def units_over_tp(collectives, mesh):
     return bytes_of(activations) / ((tp - 1) / tp * (B // (dp * fsdp)) * T * PLAIN.d_model * 4)
 
 
-@pytest.mark.parametrize("way", sweep([*VOLUMES], "sequence"))
+@swept("way", VOLUMES, "sequence")
 def test_volume_of_a_block_over_tp(way):
     mesh = [(2, 2, 2), (1, 1, 8)][[*VOLUMES].index(way) % 2]
     found = {

@@ -18,7 +18,7 @@ from support import (
     relative_error,
     sizes_of,
     state_on_mesh,
-    sweep,
+    swept,
     without_mesh,
 )
 from tables import read_table
@@ -114,7 +114,7 @@ def packings(draw):
     return len(document), places, rows, segments
 
 
-@pytest.mark.parametrize("method", sweep(["ulysses", "gather"], "gather"))
+@swept("method", ["ulysses", "gather"], "gather")
 @settings(max_examples=10)
 @given(packing=packings())
 def test_a_document_alone_equals_the_same_packed_at_any_place(method, packing):
@@ -125,7 +125,7 @@ def test_a_document_alone_equals_the_same_packed_at_any_place(method, packing):
         assert relative_error(logits[row, place : place + length], logits[0, :length]) < TOLERANCE
 
 
-@pytest.mark.parametrize("method", sweep(["ulysses", "gather"], "gather"))
+@swept("method", ["ulysses", "gather"], "gather")
 def test_logits_are_in_natural_order_and_those_of_one_device(method):
     random = np.random.default_rng(0)
     ids = random.integers(0, LLAMA.vocab_size, (ROWS, T), np.int32)

@@ -15,7 +15,8 @@ from support import (
     decoder,
     random_weights,
     state_on_mesh,
-    sweep,
+    swept,
+    use_mesh,
     without_mesh,
 )
 from tables import raised_by, read_table, unexpected, with_tuples
@@ -42,7 +43,7 @@ def build_and_weights(config):
     return build, weights
 
 
-@pytest.mark.parametrize("name", sweep(MODELS, "layer scale"))
+@swept("name", MODELS, "layer scale")
 def test_logits_loss_and_gradients_equal_the_plain_mathematics(name):
     config = MODELS[name]
     mesh = jaxtp.make_mesh(*TABLE["meshes"][name])
@@ -136,7 +137,7 @@ def test_a_width_that_the_mesh_does_not_divide_is_refused_with_what_fits():
     """The hints build the model's branches, for which the mesh in context is not the one that is
     asked about."""
     with (
-        jax.set_mesh(jaxtp.make_mesh(fsdp=7)),
+        use_mesh(fsdp=7),
         pytest.raises(ConfigError, match="fsdp=7; fsdp can be 1, 2, 4"),
     ):
         decoder(PLAIN)()
@@ -147,5 +148,5 @@ def test_a_width_that_the_mesh_does_not_divide_is_refused_with_what_fits():
     ):
         model = jaxtp.ModelConfig(d_model=64, num_layers=1, **changes)
         nearest = f"or d_model {64 // product * product} or {-(-64 // product) * product}"
-        with jax.set_mesh(jaxtp.make_mesh(**sizes)), pytest.raises(ConfigError, match=nearest):
+        with use_mesh(**sizes), pytest.raises(ConfigError, match=nearest):
             decoder(model)()

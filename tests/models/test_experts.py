@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import assert_close, by_name, random_weights, sizes_of, state_on_mesh
+from support import assert_close, by_name, new_decoder, random_weights, sizes_of, state_on_mesh
 from tables import read_table
 from variants import variant
 
-import jaxtp
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.mesh import mesh_of
 from jaxtp.tools.check import parity
@@ -54,7 +53,7 @@ RATE = 0.125
 
 
 def build(config=MIXTURE):
-    return jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+    return new_decoder(config)
 
 
 @cache

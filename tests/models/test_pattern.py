@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import reference
 from flax import nnx
-from support import assert_close, by_name, random_weights, without_mesh
+from support import assert_close, by_name, decoder, random_weights, without_mesh
 from variants import small_model
 
 import jaxtp
@@ -38,7 +38,7 @@ IDS = np.random.default_rng(0).integers(0, PLAIN.vocab_size, (B, T), np.int32)
 
 
 def build(config):
-    return lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+    return decoder(config)
 
 
 def loss_of(config, weights, **given):

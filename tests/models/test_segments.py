@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import TOLERANCE, assert_close, by_name, random_weights, without_mesh
+from support import TOLERANCE, assert_close, by_name, decoder, random_weights, without_mesh
 from variants import small_model
 
 import jaxtp
@@ -23,7 +23,7 @@ def test_packed_documents_have_the_numbers_of_documents_alone():
     """On one device, where logits are the plain mathematics' (test_decoder.py), and which meshes
     equal.
     """
-    build = lambda: jaxtp.Decoder(CONFIG, rngs=nnx.Rngs(0))
+    build = decoder(CONFIG)
     graph, state = without_mesh(build, random_weights(build))
     ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, T), np.int32)
     labels = np.roll(ids, -1, axis=1)

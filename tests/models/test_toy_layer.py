@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from accounts import B, T, account_of, compiled_flops, kept_activations
 from flax import nnx
-from support import assert_close, cached_and_whole, decoder, random_weights, sweep, without_mesh
+from support import assert_close, cached_and_whole, decoder, random_weights, swept, without_mesh
 from tables import read_table
 from toy_layer import GatedConvolution, ToyModel, WrongModel
 from variants import variant
@@ -59,7 +59,7 @@ CONFIG = run_of()
 STEPS = read_table(__file__)
 
 
-@pytest.mark.parametrize("name", sweep(STEPS, "parallel"))
+@swept("name", STEPS, "parallel")
 def test_a_step_moves_and_multiplies_what_is_declared(name):
     found = account_of(variant(PATTERN, STEPS[name]["model"]), STEPS[name]["mesh"])
     assert found.sent == pytest.approx(found.costs.budget)
@@ -74,7 +74,7 @@ def test_its_products_are_those_of_the_compiled_program():
     assert work.flops == compiled_flops(config, (1, 2, 2), 1)
 
 
-@pytest.mark.parametrize("remat", sweep(["full", "save_gathered", "save_dots"], "save_gathered"))
+@swept("remat", ["full", "save_gathered", "save_dots"], "save_gathered")
 def test_a_block_keeps_what_it_declares(remat):
     config = dataclasses.replace(
         MODEL, num_layers=1, remat=remat, precision=Precision(compute="bfloat16")

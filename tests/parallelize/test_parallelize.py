@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from flax_models import D, T, V
 from flax_parity import assert_same, train_alone, train_on
+from support import use_mesh
 
 import jaxtp
 from jaxtp import (
@@ -148,7 +149,7 @@ def test_ids_that_are_not_there_give_what_flax_gives():
     ids = np.array([[0, V - 1, -1, -V], [V, 3, -V - 1, 7]])
     build = lambda: nnx.Embed(V, D, rngs=nnx.Rngs(0))
     run = nnx.jit(lambda embeds: [embed(ids) for embed in embeds])
-    with jax.set_mesh(jaxtp.make_mesh(dp=2, tp=2)):
+    with use_mesh(dp=2, tp=2):
         found = run(
             [jaxtp.parallelize(build, plan) for plan in ({"": Colwise()}, {"": Rowwise()}, {})]
         )

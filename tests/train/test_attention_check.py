@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from support import sweep
+from support import swept
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
@@ -40,7 +40,7 @@ def check(dtype="float32", length=50, **model):
     check_attention(run, jaxtp.make_mesh(tp=2), on_cpu=True)
 
 
-@pytest.mark.parametrize("dtype", sweep(["float32", "bfloat16"], "bfloat16"))
+@swept("dtype", ["float32", "bfloat16"], "bfloat16")
 def test_a_right_kernel_passes(dtype):
     check(dtype)
 
@@ -79,7 +79,7 @@ WRONG_GRADIENT = {
 }
 
 
-@pytest.mark.parametrize("mistake", sweep(MISTAKES, "a window off by one", "half a gradient"))
+@swept("mistake", MISTAKES, "a window off by one", "half a gradient")
 def test_a_wrong_kernel_refuses_the_run_by_name(monkeypatch, mistake):
     monkeypatch.setitem(kernels.KERNELS, "blockwise", planted(MISTAKES[mistake]))
     wrong = WRONG_GRADIENT.get(mistake, "its output")
@@ -134,7 +134,7 @@ PART_MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", sweep(PART_MISTAKES, "keys one further"))
+@swept("mistake", PART_MISTAKES, "keys one further")
 def test_a_kernel_that_takes_a_part_for_another_is_found(mistake):
     assert worst_error(planted(PART_MISTAKES[mistake]).run) > 1
 

@@ -14,8 +14,8 @@ import pytest
 from made_once import made_once
 from quick_run import quick_flags, start_together
 from runs import TEXT, contents, finish, mesh, records, wait_for_step
-from support import journeys
-from tables import read_table
+from support import assert_refused, journeys
+from tables import read_json, read_table
 
 import jaxtp.__main__
 from jaxtp.train.__main__ import main
@@ -149,8 +149,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_left_alone(finished, capsys)
 
 def test_an_empty_checkpoint_is_named_with_the_way_out(tmp_path, command, capsys):
     (tmp_path / "run/checkpoints/5").mkdir(parents=True)
-    assert main(command) == 2
-    assert "name another --run.dir" in capsys.readouterr().err
+    assert_refused(main, command, "name another --run.dir", capsys)
 
 
 @pytest.mark.journey
@@ -182,7 +181,7 @@ def test_a_run_goes_on_in_float8_and_is_used_in_its_compute_dtype(tmp_path, comm
         f"--json={tmp_path}/loss.json",
     ]
     assert jaxtp.__main__.main(evaluate) == 0
-    assert json.loads((tmp_path / "loss.json").read_text())["dtype"] == "float32"
+    assert read_json(tmp_path / "loss.json")["dtype"] == "float32"
 
 
 MISTAKES = read_table(__file__)

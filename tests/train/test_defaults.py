@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import SMOL_LM, TEXT, records, smol_lm
-from support import sweep
-from tables import read_table
+from support import swept
+from tables import read_table, write_json
 
 from jaxtp.checkpoint import storage
 from jaxtp.config.schema import ConfigError, from_yaml, to_plain
@@ -83,7 +83,7 @@ def test_a_trained_model_gets_the_defaults_of_fine_tuning(ask, tmp_path, capsys)
 
 @pytest.mark.parametrize("recipe", PUBLISHED["recipes"])
 def test_a_recipe_has_the_sizes_of_its_model_and_leaves_no_default_open(recipe, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["recipes"][recipe]))
+    write_json(tmp_path / "config.json", PUBLISHED["recipes"][recipe])
     file = Path(__file__).parents[2] / f"configs/{recipe}.yaml"
     alone = from_yaml(TrainConfig, file)
     flags = [f"--config={file}", f"--model.from-hf={tmp_path}"]
@@ -94,12 +94,12 @@ def test_a_recipe_has_the_sizes_of_its_model_and_leaves_no_default_open(recipe, 
     )
 
 
-@pytest.mark.parametrize("memory", sweep([20e9, 44.5e9], 44.5e9))
+@swept("memory", [20e9, 44.5e9], 44.5e9)
 def test_a_default_mesh_lacks_the_least_memory(tmp_path, memory):
     """By the account of an estimate: of 70B with adapters it said that a mesh fits, and below
     that it does not.
     """
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["models"]["llama31_70b"]))
+    write_json(tmp_path / "config.json", PUBLISHED["models"]["llama31_70b"])
     flags = [f"--model.from-hf={tmp_path}", "--model.lora.rank=16", "--data.sequence-length=2048"]
     devices = dataclasses.replace(gpus(8), kind="h100", platform="cuda", memory=memory)
     config, _ = TRAIN.load(flags, partial(resolve_defaults, devices=devices))
@@ -158,7 +158,7 @@ GPT2 = {
     ],
 )
 def test_the_length_is_the_models_and_the_dtype_that_of_the_devices(ask, model, attributes, length):
-    (model / "config.json").write_text(json.dumps(attributes))
+    write_json(model / "config.json", attributes)
     config, _ = ask()
     assert (config.data.sequence_length, config.model.precision.compute) == (length, "bfloat16")
 

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import sweep
+from support import swept
 
 import jaxtp
 from jaxtp.collectives import axis_index
@@ -22,7 +22,7 @@ from jaxtp.train.self_check import (
 )
 
 
-@pytest.mark.parametrize("dtype", sweep(["float32", "bfloat16"], "bfloat16"))
+@swept("dtype", ["float32", "bfloat16"], "bfloat16")
 def test_right_devices_pass(dtype):
     (line,) = check_devices(jaxtp.make_mesh(1, 2, 2, cp=2), dtype, on_cpu=True)
     assert "every device" in line

@@ -13,7 +13,15 @@ from corpora import prepared
 from flax import nnx
 from run_comparisons import assert_same_records
 from runs import SMALL, TEXT, records
-from support import assert_close, assert_refused, by_name, random_weights, state_on_mesh, sweep
+from support import (
+    assert_close,
+    assert_refused,
+    by_name,
+    random_weights,
+    state_on_mesh,
+    sweep,
+    swept,
+)
 from variants import small_model
 
 import jaxtp
@@ -150,7 +158,7 @@ def on_one_device(name, model):
 FORMULAS = [("all", 5), ("forward", V), ("reverse", 5), ("mixed", V), ("hot", 5)]
 
 
-@pytest.mark.parametrize("case", sweep(FORMULAS, FORMULAS[0]), ids=str)
+@swept("case", FORMULAS, FORMULAS[0])
 def test_the_loss_is_the_divergence_of_the_top_tokens_and_the_rest(case):
     """With all tokens it is the divergence of the vocabulary."""
     name, k = case

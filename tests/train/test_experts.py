@@ -8,9 +8,9 @@ import re
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from run_comparisons import assert_same_records
 from runs import OF_ANY_MODEL, SMALL, TEXT
+from support import new_decoder
 from variants import small_model
 
 import jaxtp
@@ -76,7 +76,7 @@ def test_checkpoints_hold_the_bias_and_no_optimizer_has_it():
 
 
 def test_merged_adapters_leave_the_bias_where_it_is():
-    model = jaxtp.Decoder(ADAPTED, rngs=nnx.Rngs(0))
+    model = new_decoder(ADAPTED)
     bias = model.blocks.mlp.selection_bias
     bias[...] = np.random.default_rng(0).normal(size=bias.shape).astype(np.float32)
     np.testing.assert_array_equal(

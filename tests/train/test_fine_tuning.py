@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 import shutil
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from hf_reference import FOLDER, TRAINED
 from run_comparisons import assert_same_records
 from runs import TEXT, records
 from support import assert_refused
+from tables import read_json, write_json
 from variants import small_model
 
 import jaxtp
@@ -103,8 +103,8 @@ def test_adapters_alone_are_stored_and_a_run_goes_on_beside_the_same_model_only(
     assert all("loras" in name for name in names)
 
     short = shutil.copytree(model, tmp_path / "short")
-    attributes = json.loads((short / "config.json").read_text())
-    (short / "config.json").write_text(json.dumps(attributes | {"max_position_embeddings": 16}))
+    attributes = read_json(short / "config.json")
+    write_json(short / "config.json", attributes | {"max_position_embeddings": 16})
     capsys.readouterr()
     assert main([*command, *LORA, "--mesh=tp=2", f"--model.from-hf={short}"]) == 0
     output = capsys.readouterr().out
@@ -128,7 +128,7 @@ def test_adapters_alone_are_stored_and_a_run_goes_on_beside_the_same_model_only(
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_family_is_trained_beside_adapters_and_exported_as_itself(name, tmp_path, command):
     config = dataclasses.replace(jaxtp.read_config(FOLDER / name), vocab_size=256)
-    family = json.loads((FOLDER / name / "config.json").read_text())["model_type"]
+    family = read_json(FOLDER / name / "config.json")["model_type"]
     jaxtp.save_hf(jaxtp.Decoder(config, rngs=nnx.Rngs(5)), tmp_path / "model", family=family)
     flags = [
         f"--model.from-hf={tmp_path}/model",
@@ -140,7 +140,7 @@ def test_a_family_is_trained_beside_adapters_and_exported_as_itself(name, tmp_pa
     losses = records(tmp_path / "run")
     assert losses[3] < losses[1]
     assert convert(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--merged"]) == 0
-    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == family
+    assert read_json(tmp_path / "out/config.json")["model_type"] == family
 
 
 @nnx.jit
@@ -198,9 +198,9 @@ def test_a_run_of_adapters_is_generated_from_and_exported(tmp_path, model, adapt
     run = str(adapter_run)
     assert convert(["export", run, str(tmp_path / "adapters")]) == 0
     assert "no tokenizer is written" in capsys.readouterr().err
-    assert json.loads((tmp_path / "adapters/adapter_config.json").read_text())[
-        "base_model_name_or_path"
-    ] == str(model)
+    assert read_json(tmp_path / "adapters/adapter_config.json")["base_model_name_or_path"] == str(
+        model
+    )
     assert convert(["export", run, str(tmp_path / "merged"), "--merged", "--mesh.tp=2"]) == 0
     merged = outputs_of(jaxtp.load_hf(tmp_path / "merged"))
     assert np.abs(merged - outputs_of(jaxtp.load_hf(model))).max() > 0.01, (
@@ -296,7 +296,7 @@ def test_adapters_are_trained_further(
     trained = adapters_in(tmp_path / "out")
     assert trained.keys() == begun.keys(), "the first layer still has none"
     assert all(np.abs(trained[name] - array).max() > 1e-3 for name, array in begun.items())
-    described = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    described = read_json(tmp_path / "out/adapter_config.json")
     assert (described["r"], described["lora_alpha"], described["use_rslora"]) == (2, 4, True)
     assert_refused(
         generate,
@@ -336,7 +336,7 @@ def test_mistakes_with_models_and_adapters_are_refused(
     for name in ("narrow", "with_tokenizer"):
         shutil.copytree(model, places[name])
     config = tmp_path / "narrow/config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_size": 8}))
+    write_json(config, read_json(config) | {"hidden_size": 8})
     (tmp_path / "with_tokenizer/tokenizer.json").write_text("{}")
     beside_adapters = [*command, f"--model.lora.from={trained_adapters}"]
     for begin, table in ((command, OF_MODELS), (beside_adapters, OF_ADAPTERS)):

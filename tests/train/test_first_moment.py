@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from support import sizes_of, sweep
+from support import sizes_of, swept
 from variants import small_model
 
 from jaxtp.config.schema import to_plain
@@ -137,7 +137,7 @@ def moments(name, sizes):
 CASES = [("adamw", (1, 2, 4)), ("lion", (1, 1, 2)), ("muon", (2, 2, 2))]
 
 
-@pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
+@swept("case", CASES, CASES[0])
 def test_every_mesh_rounds_alike(case):
     """To the bit, also where it pads heads: noise is by the index without padding."""
     name, mesh = case

@@ -9,6 +9,7 @@ import pytest
 import small_net
 from flax import nnx
 from small_net import PLAN, Net, Normalised, batches, trainer_of
+from support import use_mesh
 
 import jaxtp
 from jaxtp.config.entry import UserError
@@ -74,7 +75,7 @@ BY_NAME = {"build": f"{__file__}:WithFeatures"}
 def test_a_trained_model_is_loaded_on_another_mesh_and_on_none(trained, mesh, given):
     """With its statistics and its plain arrays, which no checkpoint has."""
     folder, expected = trained
-    with nullcontext() if mesh is None else jax.set_mesh(jaxtp.make_mesh(**mesh)):
+    with nullcontext() if mesh is None else use_mesh(**mesh):
         model = jaxtp.load_run(folder, **given)
         model.eval()
         np.testing.assert_allclose(
@@ -128,7 +129,7 @@ def test_a_model_that_cannot_be_loaded_is_one_error(trained, name):
 
 def test_over_cp_a_model_is_loaded_only_with_a_plan(trained):
     with (
-        jax.set_mesh(jaxtp.make_mesh(cp=2)),
+        use_mesh(cp=2),
         pytest.raises(UserError, match="no plan names their module"),
     ):
         jaxtp.load_run(trained[0], build=WithFeatures)

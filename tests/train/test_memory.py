@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from support import sizes_of, sweep
+from support import sizes_of, swept
 from variants import small_model
 
 import jaxtp
@@ -205,7 +205,7 @@ def test_scores_are_those_of_xla_attention_alone():
     assert held - none > 4 * LARGE["num_heads"] * 16384**2, "a block in float32"
 
 
-@pytest.mark.parametrize("share", sweep([1, 8], 8))
+@swept("share", [1, 8], 8)
 def test_the_model_is_within_15_percent_of_what_was_compiled(share):
     """By default, of one in eight of the programs."""
     script = runpy.run_path(str(RESULTS.parents[1] / "estimate_accuracy.py"))

@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 from runs import full_disk, records
 from structures import plant, watched
+from support import assert_refused
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jaxtp
@@ -244,8 +245,7 @@ def test_a_tracker_that_is_not_installed_names_its_extra(monkeypatch, command, c
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "aim" else find(name)
     )
-    assert main([*command, "--metrics.trackers", "aim"]) == 2
-    assert "jaxtp[aim]" in capsys.readouterr().err
+    assert_refused(main, [*command, "--metrics.trackers", "aim"], "jaxtp[aim]", capsys)
 
 
 def test_timing_divides_the_time_into_steps_waits_and_losses():

@@ -11,7 +11,7 @@ import numpy as np
 import optax.contrib
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from support import assert_close, sweep
+from support import assert_close, swept
 from variants import small_model
 
 import jaxtp
@@ -156,7 +156,7 @@ def traced_and_declared(model, sizes):
     return traced, costs, declared
 
 
-@pytest.mark.parametrize("case", sweep(DECLARED), ids=str)
+@swept("case", DECLARED)
 def test_what_it_moves_and_computes_is_what_is_declared(case):
     sizes, variant = case
     traced, costs, declared = traced_and_declared(VARIANTS[variant], sizes)
@@ -167,7 +167,7 @@ def test_what_it_moves_and_computes_is_what_is_declared(case):
     assert count_flops_in_hlo(text) == costs.flops
 
 
-@pytest.mark.parametrize("sizes", sweep([TP_4, TP_8, FOUR, mesh_shape(dp=2)], TP_4), ids=str)
+@swept("sizes", [TP_4, TP_8, FOUR, mesh_shape(dp=2)], TP_4)
 def test_experts_are_dealt_out_as_declared(sizes):
     """Six of them: whole ones over tp 2, and a part of each over tp 4 and 8."""
     _, _, declared = traced_and_declared(dataclasses.replace(MODEL, num_experts=6, d_ff=24), sizes)

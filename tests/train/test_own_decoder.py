@@ -19,7 +19,15 @@ import yaml
 from flax import nnx
 from run_comparisons import assert_same_records
 from runs import TEXT, contents
-from support import assert_close, assert_refused, by_name, random_weights, state_on_mesh
+from support import (
+    assert_close,
+    assert_refused,
+    by_name,
+    new_decoder,
+    random_weights,
+    state_on_mesh,
+    use_mesh,
+)
 
 import jaxtp
 from jaxtp.analysis.layer_costs import has_formulas
@@ -119,7 +127,7 @@ def gradients(build, loss, sizes, accumulation=1):
     """Returns loss, count, metrics and gradients."""
     mesh = make_mesh(**sizes)
     config = TrainConfig(train=LoopConfig(accumulation=accumulation))
-    with jax.set_mesh(make_mesh()):
+    with use_mesh():
         weights = random_weights(build)
     graph, state = state_on_mesh(build, weights, mesh)
     tokens = np.random.default_rng(0).integers(0, 256, (B, T + 1), np.int32)
@@ -145,7 +153,7 @@ def gradients(build, loss, sizes, accumulation=1):
 OWN = {
     "example": (lambda: example.build(nnx.Rngs(0), **SIZES), example.loss),
     "flax head": (lambda: Probed(CONFIG, rngs=nnx.Rngs(0)), probed_loss),
-    "flax branch": (lambda: jaxtp.Decoder(FlaxConfig(**SIZES), rngs=nnx.Rngs(0)), None),
+    "flax branch": (lambda: new_decoder(FlaxConfig(**SIZES)), None),
 }
 
 
@@ -170,7 +178,7 @@ def test_gradients_on_a_mesh_are_those_of_one_device(case):
     name, sizes = case
     build, loss = OWN[name]
     if sizes == ZIGZAG:
-        with jax.set_mesh(make_mesh(**sizes)):
+        with use_mesh(**sizes):
             assert nnx.eval_shape(build).sequences(jnp.zeros((B, T), jnp.int32)).zigzag
     assert_close(gradients(build, loss, sizes, accumulation=2), on_one_device(name))
 
@@ -219,7 +227,7 @@ def test_a_run_resumes_on_another_mesh_and_is_used_from_its_folder(tmp_path, cap
     )
     assert generate([*prompt, "--build", f"{FILE}:build", "--json=-"]) == 0
     generated = json.loads(capsys.readouterr().out)["ids"]
-    with jax.set_mesh(make_mesh(tp=2)):
+    with use_mesh(tp=2):
         model = jaxtp.load_run(run, build=example.build)
         scores = nnx.jit(lambda model, ids: model(ids))(model, jnp.array([list(b"line 1")]))
     assert type(model).__name__ == "GatedDecoder"
@@ -273,7 +281,7 @@ def test_the_weights_are_those_of_the_function():
         return model
 
     settings = decoder_settings(build, jaxtp.ModelConfig(build="mine.py:build"))
-    with jax.set_mesh(make_mesh()):
+    with use_mesh():
         made = create_decoder(settings, rngs=nnx.Rngs(0))
     assert type(made) is Probed
     assert made.probe.bias[0] == 7

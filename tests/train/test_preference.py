@@ -16,7 +16,15 @@ from hf.test_references import by_their_names
 from hf_reference import FOLDER, sketch
 from run_comparisons import assert_same_records
 from runs import OF_ANY_MODEL, records
-from support import assert_close, by_name, random_weights, state_on_mesh
+from support import (
+    assert_close,
+    by_name,
+    decoder,
+    new_decoder,
+    random_weights,
+    state_on_mesh,
+    use_mesh,
+)
 
 import jaxtp
 from jaxtp.config.entry import UserError
@@ -124,7 +132,7 @@ def test_loss_metrics_and_gradients_are_those_of_trl(case):
     name, sizes, packed = case
     known = reference()
     columns = scored(packed)
-    with jax.set_mesh(make_mesh(**sizes)):
+    with use_mesh(**sizes):
         model = jaxtp.load_hf(FOLDER / MODEL)
         graph, state = nnx.split(model)
         run = lambda state: means(VARIANTS[name], nnx.merge(graph, state), columns)
@@ -223,13 +231,13 @@ def test_a_model_without_adapters_needs_scores():
     with pytest.raises(
         ConfigError, match="needs a reference: a column log_probs, as `jaxtp score` makes"
     ):
-        means(jaxtp.DPO(), jaxtp.Decoder(SMALL_MODEL, rngs=nnx.Rngs(0)), pairs_in_rows(True))
+        means(jaxtp.DPO(), new_decoder(SMALL_MODEL), pairs_in_rows(True))
 
 
 @pytest.mark.wide
 def test_the_reference_of_adapters_is_the_base():
     """And its gradient is that of scores."""
-    build = lambda: jaxtp.Decoder(ADAPTED, rngs=nnx.Rngs(0))
+    build = decoder(ADAPTED)
     mesh = make_mesh()
     graph, state = state_on_mesh(build, random_weights(build), mesh)
     columns = pairs_in_rows(True)

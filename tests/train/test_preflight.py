@@ -112,7 +112,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", journeys([*MISTAKES], *list(MISTAKES)[:2]))
+@pytest.mark.parametrize("mistake", journeys(list(MISTAKES), *list(MISTAKES)[:2]))
 def test_all_processes_end_with_the_mistake_of_one(mistake, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code = (

@@ -13,7 +13,7 @@ import optax.contrib
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from support import assert_close, by_name, compilations, sweep
+from support import assert_close, by_name, compilations, swept, use_mesh
 from tables import read_table
 from variants import small_model
 
@@ -174,7 +174,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
+@swept("case", CASES, CASES[0])
 def test_a_run_equals_one_device_and_resumes_there(tmp_path, case):
     sizes, names = case
     mesh = make_mesh(**sizes)
@@ -278,7 +278,7 @@ REFUSED = {
 @pytest.mark.filterwarnings("ignore:.*has no attribute")
 def test_what_cannot_be_had_is_refused_before_anything_is_allocated(what):
     transformation, message = REFUSED[what]
-    with pytest.raises(ConfigError, match=message), jax.set_mesh(make_mesh(tp=2)):
+    with pytest.raises(ConfigError, match=message), use_mesh(tp=2):
         nnx.eval_shape(lambda: Pair(transformation, DIVISIBLE))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from support import assert_close, by_name, random_weights, state_on_mesh, without_mesh
+from support import assert_close, by_name, decoder, random_weights, state_on_mesh, without_mesh
 from variants import small_model
 
 import jaxtp
@@ -110,7 +110,7 @@ def test_the_step_is_the_textbook_update():
     update = optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
     def loss(params, inputs, labels):
-        model = nnx.merge(*without_mesh(lambda: jaxtp.Decoder(ODD, rngs=nnx.Rngs(0)), params))
+        model = nnx.merge(*without_mesh(decoder(ODD), params))
         total, count = model.loss(inputs, labels)
         return total / count
 

@@ -4,7 +4,6 @@ these parts.
 
 import functools
 import itertools
-import json
 import re
 import runpy
 from pathlib import Path
@@ -30,6 +29,7 @@ from small_net import (
     train,
     trainer_of,
 )
+from tables import read_json
 
 import jaxtp
 from jaxtp.config.entry import NumericsError, UserError
@@ -203,7 +203,7 @@ def test_two_processes_have_the_plain_arrays_columns_and_loaded_model_of_one(tmp
     )
     for process in range(2):
         np.testing.assert_array_equal(np.load(f"{process}.npy"), expected)
-        first, losses, outputs = json.loads((tmp_path / f"{process}.json").read_text())
+        first, losses, outputs = read_json(tmp_path / f"{process}.json")
         np.testing.assert_allclose(first, [loss_of_one], rtol=1e-5)
         np.testing.assert_allclose(losses, losses_of_one, rtol=1e-5)
         np.testing.assert_allclose(outputs, outputs_of_one, rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from corpora import dataset, decoded, documents, output, refusal, run, texts, write
 from runs import contents
-from tables import read_table, unexpected
+from tables import read_json, read_table, unexpected
 
 from jaxtp.data.prepare import batches
 from jaxtp.data.prepare.__main__ import main
@@ -133,7 +133,7 @@ def test_end_tokens_are_named_or_left_out():
     ended = dataset("a.jsonl --train-bpe 300 --eos '<end>' --held-out 0")
     split = ended.splits["train"]
     assert {split.document(i)[-1] for i in range(60)} == {ended.tokenizer.eos_id}
-    assert json.loads(Path("d/tokenizer.json").read_text())["added_tokens"][0]["content"] == "<end>"
+    assert read_json(Path("d/tokenizer.json"))["added_tokens"][0]["content"] == "<end>"
     plain = dataset("a.jsonl --tokenizer d/tokenizer.json --no-eos --held-out 0 --out e")
     assert plain.tokenizer.eos_id is None
     assert plain.splits["train"].num_tokens == split.num_tokens - 60

@@ -1,6 +1,5 @@
 """`jaxtp prepare --preference`: pairs of answers to one prompt."""
 
-import json
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -19,7 +18,8 @@ from corpora import (
 )
 from hypothesis import given, settings
 from runs import SMALL, mesh
-from tables import read_table, unexpected
+from support import assert_refused
+from tables import read_json, read_table, unexpected, write_json
 
 from jaxtp.data.corpus import CorpusError, load_corpus
 from jaxtp.data.manifest import read_manifest
@@ -239,7 +239,7 @@ def test_the_manifest_has_format_2_and_contradictions_are_refused():
     write("a.jsonl", some(20))
     output("a.jsonl --preference --held-out 0")
     assert "no problems" in output("--verify d")
-    record = json.loads(MANIFEST.read_text())
+    record = read_json(MANIFEST)
     assert (record["format"], record["pairs"], record["prompts"]) == (2, True, True)
     (shard,) = record["splits"]["train"]["shards"]
     odd = shard | {"documents": shard["documents"] - 1}
@@ -250,11 +250,11 @@ def test_the_manifest_has_format_2_and_contradictions_are_refused():
         ({"prompts": False}, "damaged: the file: pairs without prompts"),
         ({"splits": splits}, f"a shard of pairs has {odd['documents']} documents"),
     ):
-        MANIFEST.write_text(json.dumps(record | change))
+        write_json(MANIFEST, record | change)
         code, out, _ = run("--verify d")
         assert (code, message in out) == (1, True), out
     del record["format"]
-    MANIFEST.write_text(json.dumps(record))
+    write_json(MANIFEST, record)
     assert "damaged: format None with pairs" in run("--verify d")[1]
 
 
@@ -297,8 +297,7 @@ def command():
 
 
 def test_the_loss_of_a_run_on_pairs_must_be_one_for_pairs(command, capsys):
-    assert train(command) == 2
-    assert "d: pairs need a loss for them: --train.loss jaxtp:DPO" in capsys.readouterr().err
+    assert_refused(train, command, "d: pairs need a loss for them: --train.loss jaxtp:DPO", capsys)
 
 
 @pytest.mark.wide
@@ -308,5 +307,4 @@ def test_a_run_counts_pairs(command, capsys):
     lengths = [len(prompt + text) for prompt, text in prompts_and_answers(open_dataset(Path("d")))]
     fits = [sum(pair) <= 300 for pair in zip(lengths[::2], lengths[1::2], strict=True)]
     assert f"pairs: {fits.count(True)}, {fits.count(False)} left out" in capsys.readouterr().out
-    assert evaluate(["--model=run", "--data=d"]) == 2
-    assert "d has pairs of answers" in capsys.readouterr().err
+    assert_refused(evaluate, ["--model=run", "--data=d"], "d has pairs of answers", capsys)

@@ -1,6 +1,5 @@
 """What holds of any documents, in any order, in any batches."""
 
-import json
 from itertools import count
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from corpora import dataset, decoded, output, prompts_and_answers, refusal, texts, write
 from hypothesis import given
 from runs import contents
+from tables import read_json, write_json
 
 from jaxtp.data.prepare import batches
 from jaxtp.data.prepare.session import JOURNAL
@@ -120,9 +120,9 @@ def test_an_unfinished_dataset_of_an_older_version_resumes_with_the_share_itself
         output(f"{command} --on-error skip --out whole")
         refusal(command)
     journal = Path("d") / JOURNAL
-    record = json.loads(journal.read_text())
+    record = read_json(journal)
     del record["threshold"]
-    journal.write_text(json.dumps(record))
+    write_json(journal, record)
     output(f"{command} --on-error skip")
     assert contents("d") == contents("whole")
 

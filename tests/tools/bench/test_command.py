@@ -1,10 +1,10 @@
 """`jaxtp bench comm` as its users meet it."""
 
-import json
 import re
 
 import pytest
 from support import assert_refused
+from tables import read_json
 
 import jaxtp
 from jaxtp.analysis.hardware import find, read
@@ -37,7 +37,7 @@ def test_measured_and_read_back(tmp_path, capsys):
     assert "0.0156" in printed
     small = re.findall(r"(?<!\S)0\.0\d+(?!\S)", printed)
     assert min(map(float, small)) > 0
-    found = json.loads(record.read_text())
+    found = read_json(record)
     assert found["place"]["sizes"] == mesh_shape(cp=2, tp=2)
     assert len(found["messages"]) == 3 * 2 * len(KINDS)
     latencies = {line["axis"]: line["latency"] for line in found["lines"]}

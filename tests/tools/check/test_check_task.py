@@ -1,6 +1,5 @@
 """`jaxtp check` of a user's task: it passes on every plan, and names what is broken."""
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from support import assert_refused, sweep, task_flags
+from support import assert_refused, swept, task_flags
+from tables import read_json, write_json
 
 import jaxtp
 from jaxtp.collectives import axis_size
@@ -167,7 +167,7 @@ def test_a_model_of_the_user_is_checked(tmp_path, capsys):
     assert "shrunk  nothing: the model is your own" in out
     assert "audit   none" in out
     assert "all 2 equal one device" in out, "with two micro-batches instead of one"
-    accumulated, over_axes = json.loads(file.read_text())["cases"]
+    accumulated, over_axes = read_json(file)["cases"]
     assert (accumulated["mesh"]["fsdp"], over_axes["mesh"]["fsdp"]) == (1, 2)
     assert 0 < over_axes["errors"]["gradient"] < 1e-5, "something was compared"
 
@@ -211,7 +211,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("message", sweep(list(MISTAKES), *list(MISTAKES)[:3]))
+@swept("message", MISTAKES, *list(MISTAKES)[:3])
 def test_a_mistake_is_refused(message, capsys):
     assert_refused(main, command(**MISTAKES[message]), message, capsys)
 
@@ -265,9 +265,7 @@ def pairs(step):
 
 def test_a_decoder_of_the_user_too_and_callbacks_are_not_loaded(tmp_path):
     parts = {"model": {"build": f"{HERE}:own_decoder"}, "data": {"batches": f"{HERE}:pairs"}}
-    (tmp_path / "run.yaml").write_text(
-        json.dumps(parts | {"train": {"callbacks": ["/nothing.py:callback"]}})
-    )
+    write_json(tmp_path / "run.yaml", parts | {"train": {"callbacks": ["/nothing.py:callback"]}})
     config, cases, subject = open_subject(from_yaml(CheckConfig, tmp_path / "run.yaml"), ["cp=2"])
     assert config.data.sequence_length == 16
     assert all(case.sizes["cp"] == 2 for case in cases)

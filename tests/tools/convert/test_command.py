@@ -1,7 +1,6 @@
 """`jaxtp convert`: a model in, trained from, and out again; its plan."""
 
 import errno
-import json
 import os
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from flax import nnx
 from hf_reference import FOLDER
 from made_once import words_of
 from support import assert_refused
+from tables import read_json, write_json
 
 import jaxtp
 from jaxtp.checkpoint.__main__ import main as checkpoint
@@ -35,7 +35,7 @@ def weights(folder):
 
 
 def attributes_of(folder):
-    return json.loads((folder / "config.json").read_text())
+    return read_json(folder / "config.json")
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_a_model_that_was_trained_on_longer_sequences_is_made_for_them(imported,
     run = tmp_path / "run"
     shutil.copytree(imported / "run", run)
     kept = attributes_of(run / "hf") | {"max_position_embeddings": 64}
-    (run / "hf/config.json").write_text(json.dumps(kept))
+    write_json(run / "hf/config.json", kept)
     for out in (tmp_path / "with", tmp_path / "without"):
         convert("export", run, out)
         attributes = attributes_of(out)
@@ -202,7 +202,7 @@ def test_a_plan_is_compared_with_that_of_the_model(tmp_path, capsys):
     assert rows["norm"] == "- replicated"
     plan = {"layers.*.self_attn.q_proj": "rowwise", "layers.*.gone": "colwise"}
     attributes = attributes_of(FOLDER / "llama_gqa") | {"base_model_tp_plan": plan}
-    (tmp_path / "config.json").write_text(json.dumps(attributes))
+    write_json(tmp_path / "config.json", attributes)
     rows, head = plan_of(tmp_path, capsys)
     assert f"llama, base_model_tp_plan of {tmp_path}/config.json" in head
     assert rows["layers.*.self_attn.q_proj"] == "rowwise colwise differs"

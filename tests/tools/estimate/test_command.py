@@ -1,6 +1,5 @@
 """`jaxtp estimate` as its users meet it."""
 
-import json
 import math
 import re
 from functools import partial
@@ -9,7 +8,8 @@ from unittest import mock
 
 import pytest
 import yaml
-from support import assert_refused, sweep
+from support import assert_refused, swept
+from tables import read_json
 
 from jaxtp.analysis.schedule import AMOUNTS, COLLECTIVES, OTHER, PARTS, Scheduled
 from jaxtp.config.schema import from_yaml
@@ -42,7 +42,7 @@ def estimated(tmp_path):
     def run(*flags, code=0):
         file = tmp_path / "records" / "estimate.json"
         assert main([*map(str, flags), f"--json={file}"]) == code
-        return json.loads(file.read_text())
+        return read_json(file)
 
     return run
 
@@ -59,7 +59,7 @@ SHIPPED = {
 """With the number of parameters that is published."""
 
 
-@pytest.mark.parametrize("config", sweep(list(SHIPPED), "llama3_70b"))
+@swept("config", SHIPPED, "llama3_70b")
 def test_a_shipped_configuration_is_answered(config, estimated, capsys):
     path = ROOT / f"configs/{config}.yaml"
     hardware, parameters = SHIPPED[config]
@@ -117,7 +117,7 @@ def near_meshes(config):
             yield ",".join(f"{axis}={size}" for axis, size in mesh.items())
 
 
-@pytest.mark.parametrize("name", sweep(list(RECIPES), "pretrain_1b"))
+@swept("name", RECIPES, "pretrain_1b")
 def test_a_recipe_is_the_best_setting_and_surely_fits(name, estimated, tmp_path):
     """Best of the meshes near its own; all meshes take several times as long."""
     path = ROOT / f"configs/{name}.yaml"

@@ -1,6 +1,5 @@
 """`jaxtp estimate FILE.py:build`: any Flax model, by the account of `explain`."""
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support import assert_refused
+from tables import read_json
 
 import jaxtp
 from jaxtp.config.python_object import load_object
@@ -92,7 +92,7 @@ def estimated(file, *flags, model="build", shape="16x8x16"):
     record = file.parent / "record.json"
     words = [f"{file}:{model}", "--input", shape, "--hardware=h100x8", f"--json={record}"]
     assert main([*words, *flags]) == 0
-    return json.loads(record.read_text())
+    return read_json(record)
 
 
 @pytest.mark.wide

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 from flax import nnx
+from support import decoder
 
 import jaxtp
 from jaxtp.analysis.hardware import find
@@ -50,7 +51,7 @@ def test_meshes_are_ranked_and_divide_the_rows():
 def test_weights_are_split_by_tp_and_fsdp_is_counted_as_dp():
     by_mesh = weights_of()
     assert set(by_mesh) == {(8, 1, 1, 1), (4, 1, 1, 2), (2, 1, 1, 4), (1, 1, 1, 8)}
-    model = nnx.eval_shape(lambda: jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(decoder(MODEL))
     for (_, _, _, tp), weights in by_mesh.items():
         assert weights == weight_bytes(model, mesh_shape(tp=tp))
     precision = jaxtp.Precision(compute="bfloat16")

@@ -16,7 +16,8 @@ from flax import nnx
 from made_once import TINY_MODEL, words_of
 from runs import TEXT, full_disk, records
 from small_tokenizers import begins_texts, byte_fallback, byte_level
-from support import assert_refused
+from support import assert_refused, use_mesh
+from tables import read_json
 from tools.conftest import save_model
 
 import jaxtp
@@ -86,7 +87,7 @@ def test_numbers_by_source_and_by_length(tiny_model, lines, tmp_path, capsys):
     file = tmp_path / "new/numbers.json"
     assert run(["--model", tiny_model, *inputs, "--sequence-length", 16, "--json", file]) == 0
     captured = capsys.readouterr()
-    record = json.loads(file.read_text())
+    record = read_json(file)
     first, second = record["by_source"]
     assert (first["source"], second["source"]) == (str(lines), str(one))
     tokenizer = HuggingFaceTokenizer(byte_level(), "here", has_eos=False)
@@ -155,7 +156,7 @@ def test_several_models_in_one_table(tiny_model, lines, tmp_path, capsys):
     file = tmp_path / "numbers.json"
     assert run(["--model", tiny_model, "--model", other, *given, "--json", file]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    both = json.loads(file.read_text())["models"]
+    both = read_json(file)["models"]
     assert both[1] == evaluated(capsys, "--model", other, *given)
     losses = [record["all"]["loss"] for record in both]
     assert losses[0] != losses[1]
@@ -174,7 +175,7 @@ def test_numbers_stay_where_a_later_model_fails(tiny_model, lines, tmp_path, cap
     file = tmp_path / "numbers.json"
     given = ["--text", lines, "--sequence-length", 32, "--json", file]
     assert run(["--model", tiny_model, wrong, *given]) == 2
-    (record,) = json.loads(file.read_text())["models"]
+    (record,) = read_json(file)["models"]
     assert record["all"]["documents"] == len(TEXTS)
     assert "elements that are not finite" in capsys.readouterr().err
 
@@ -221,7 +222,7 @@ def test_what_precedes_a_text_counts_no_byte(tiny_model, tmp_path, capsys):
 def test_adapters_are_those_of_the_merged_model(tiny_model, lines, tmp_path, capsys):
     adapters = tmp_path / "adapters"
     merged = tmp_path / "merged"
-    with jax.set_mesh(jaxtp.make_mesh()):
+    with use_mesh():
         adapted = jaxtp.add_adapters(jaxtp.load_hf(tiny_model), jaxtp.LoraConfig(rank=2))
         state = nnx.state(adapted, nnx.LoRAParam)
         nnx.update(adapted, jax.tree.map(lambda array: array + 0.1, state))
@@ -251,7 +252,7 @@ def test_numbers_are_shown_where_their_file_cannot_be_written(tiny_model, lines,
 @pytest.mark.wide
 def test_a_context_is_not_exceeded(tiny_model, lines, tmp_path, capsys):
     model = changed_model(tiny_model, tmp_path / "model", byte_level())
-    config = json.loads((model / "config.json").read_text())
+    config = read_json(model / "config.json")
     write(model / "config.json", json.dumps(config | {"max_position_embeddings": 32}))
     given = ["--model", model, "--text", lines]
     longer = [*given, "--sequence-length", 33]

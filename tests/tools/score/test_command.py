@@ -2,7 +2,6 @@
 them.
 """
 
-import json
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from evaluations import TEXTS
 from flax import nnx
 from runs import contents, records
 from support import assert_refused
+from tables import read_json
 from tools.conftest import save_model
 
 import jaxtp
@@ -61,8 +61,8 @@ def base(data, tiny_model, tmp_path_factory):
     """The folder of the log-probabilities of the model."""
     folder = tmp_path_factory.mktemp("scores")
     out = scored(data, tiny_model, folder / "base", "--json", folder / "base.json")
-    record = json.loads((folder / "base.json").read_text())
-    assert record == {"folder": str(out)} | json.loads((out / SCORES).read_text())
+    record = read_json(folder / "base.json")
+    assert record == {"folder": str(out)} | read_json(out / SCORES)
     return out
 
 
@@ -114,7 +114,7 @@ def test_scores_of_one_device_are_those_of_the_model(log_probs, data, base, tmp_
     file = tmp_path / "verify.json"
     assert run("--verify", base, "--json", file) == 0
     assert capsys.readouterr().out == f"{base}: log-probabilities, no problems\n"
-    assert json.loads(file.read_text()) == {"folder": str(base), "problems": []}
+    assert read_json(file) == {"folder": str(base), "problems": []}
 
 
 ON_MESHES = {
@@ -147,7 +147,7 @@ class Killed(BaseException):
 
 
 def finished(out):
-    return json.loads((out / JOURNAL).read_text())["rows"].get("train", 0)
+    return read_json(out / JOURNAL)["rows"].get("train", 0)
 
 
 def test_a_killed_command_resumes(data, tiny_model, base, tmp_path, monkeypatch, capsys):
