@@ -3,12 +3,12 @@
 import dataclasses
 import itertools
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
-from hf_folders import move_adapters, random_model, read_tensors, values, write_model
-from support import new_decoder, use_mesh
-from tables import read_json
+from hf_folders import move_adapters, random_model, read_tensors, values
+from support import use_mesh
 from variants import small_model
 
 import jaxtp
@@ -32,17 +32,10 @@ def decoder():
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The base and the adapters as folders, and the logits of both together on one device."""
-    folder = tmp_path_factory.mktemp("adapters")
-    model = decoder()
-    graph, _ = nnx.split(nnx.eval_shape(lambda: new_decoder(PLAIN)))
-    others = nnx.filter_state(
-        nnx.state(model), lambda _, variable: not isinstance(variable, nnx.LoRAParam)
-    )
-    jaxtp.save_hf(nnx.merge(graph, others), folder / "base")
-    jaxtp.save_peft(model, folder / "adapters", base=folder / "base")
-    return folder, np.asarray(logits_of(model))
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters") / "base"
+    jaxtp.save_hf(random_model(PLAIN), folder)
+    return folder
 
 
 def test_weights_that_are_not_finite_are_not_exported_in_silence(tmp_path, capsys):
@@ -63,45 +56,11 @@ def test_weights_that_are_not_finite_are_not_exported_in_silence(tmp_path, capsy
         assert "no tokenizer is written" in capsys.readouterr().err
 
 
-def test_peft_adds_to_the_base_what_the_adapters_add(folders, tmp_path):
-    folder, logits = folders
-    config = read_json(folder / "adapters/adapter_config.json")
-    adapters = read_tensors(folder / "adapters/adapter_model.safetensors")
-    tensors = read_tensors(folder / "base")
-    for name in [name for name in adapters if name.endswith("lora_A.weight")]:
-        target = name.removeprefix("base_model.model.").replace("lora_A.", "")
-        b = adapters[name.replace("lora_A", "lora_B")]
-        tensors[target] = tensors[target] + config["lora_alpha"] / config["r"] * b @ adapters[name]
-    write_model(tmp_path, read_json(folder / "base/config.json"), tensors)
-    np.testing.assert_allclose(logits_of(jaxtp.load_hf(tmp_path)), logits, atol=2e-5)
-    assert len(adapters) == 2 * len(LORA.targets) * PLAIN.num_layers
-    assert config["target_modules"] == list(LORA.targets)
-    assert config["base_model_name_or_path"] == str(folder / "base")
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tp": 2}, {"cp": 2, "tp": 2}], ids=str)
-def test_adapters_are_written_and_merged_on_any_mesh(folders, tmp_path, sizes):
-    folder, logits = folders
-    with use_mesh(**sizes):
-        model = decoder()
-        jaxtp.save_peft(model, tmp_path / "adapters", base=folder / "base")
-        merged = jaxtp.merge_adapters(model)
-        np.testing.assert_allclose(logits_of(merged), logits, atol=2e-5)
-    one, other = (
-        read_tensors(where / "adapters/adapter_model.safetensors") for where in (folder, tmp_path)
-    )
-    assert one.keys() == other.keys()
-    for name, array in one.items():
-        np.testing.assert_allclose(other[name], array, atol=1e-6)
-    assert merged.blocks.mlp.down.kernel[...].sharding == model.blocks.mlp.down.kernel[...].sharding
-
-
 @pytest.mark.wide
 @pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "tp": 2}], ids=str)
-def test_new_adapters_of_a_loaded_model_change_nothing(folders, tmp_path, sizes):
+def test_new_adapters_of_a_loaded_model_change_nothing(base, tmp_path, sizes):
     with use_mesh(**sizes):
-        model = jaxtp.load_hf(folders[0] / "base")
+        model = jaxtp.load_hf(base)
         adapted = jaxtp.add_adapters(model, LORA)
         np.testing.assert_array_equal(logits_of(adapted), logits_of(model))
         a = adapted.blocks.mlp.down.loras[0].a[...]
@@ -114,23 +73,19 @@ EXPERTS = {"num_experts": 3, "experts_per_token": 2, "d_ff": 8}
 OTHERS = {
     "gpt2": {
         **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), True),
-        **{
-            "num_kv_heads": 4,
-            "norm": "layer",
-            "mlp": "plain",
-            "rope_theta": None,
-            "learned_positions": 8,
-        },
+        "num_kv_heads": 4,
+        "norm": "layer",
+        "mlp": "plain",
+        "rope_theta": None,
+        "learned_positions": 8,
     },
     "gemma2": {
         # what leaves a branch is small, and divided by what it is, with its rounding
         "norm_eps": 0.1,
-        **{
-            "norm": "rms_plus_one",
-            "norm_placement": "both",
-            "query_scale": 0.5,
-            "embedding_scale": 4.0,
-        },
+        "norm": "rms_plus_one",
+        "norm_placement": "both",
+        "query_scale": 0.5,
+        "embedding_scale": 4.0,
         "pattern": ({"sliding_window": 4}, {}),
     },
     "plain": {**EXPERTS, "mlp": "plain"},
@@ -166,6 +121,10 @@ def test_adapters_of_mixtures_and_other_attention_are_merged(case):
         adapted = move_adapters(jaxtp.add_adapters(model, LoraConfig(rank=2)))
         merged = jaxtp.merge_adapters(adapted)
         np.testing.assert_allclose(logits_of(merged), logits_of(adapted), atol=5e-5)
+    shardings = [
+        [array.sharding for array in jax.tree.leaves(nnx.state(each))] for each in (model, merged)
+    ]
+    assert shardings[0] == shardings[1]
     before = values(model)
     after = values(merged)
     moved = {path for path in before if not np.allclose(before[path], after[path], atol=1e-3)}
@@ -176,9 +135,8 @@ def test_adapters_of_mixtures_and_other_attention_are_merged(case):
     }
 
 
-def test_what_cannot_be_exported_or_adapted_is_refused(folders, tmp_path):
+def test_what_cannot_be_exported_or_adapted_is_refused(base, tmp_path):
     adapted = decoder()
-    base = folders[0] / "base"
     plain = jaxtp.load_hf(base)
     out = tmp_path / "out"
     refusals = [  # the error, words of its message, and the call

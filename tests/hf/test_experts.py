@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from structures import examples
 from support import swept, use_mesh
 from tables import read_json, read_table
+from variants import small_model
 
 import jaxtp
 from jaxtp.hf.config_json import choose_family, model_config, write_attributes
@@ -317,16 +318,7 @@ def test_mxfp4_is_written_as_bfloat16(mesh, tmp_path):
     assert_same(values(again), values(model))
 
 
-TINY = jaxtp.ModelConfig(
-    vocab_size=11,
-    d_model=8,
-    num_layers=3,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    d_ff=12,
-    num_experts=4,
-)
+TINY = small_model(num_layers=3, num_experts=4)
 DENSE = {"num_experts": 0, "experts_per_token": 3, "normalize_experts": False}
 LOST = {
     "selection_bias: True -> False": ("mixtral", {"selection_bias": True}),

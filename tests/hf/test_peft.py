@@ -163,7 +163,9 @@ def test_adapters_are_what_they_add_to_the_kernels(kind, base, tmp_path):
         adapted = with_peft(jaxtp.load_hf(base), found, jax.sharding.get_mesh())
         jaxtp.save_hf(jaxtp.merge_adapters(adapted), tmp_path / "merged")
         if kind in ("rslora", "some layers"):
-            assert_same(written(adapted, tmp_path / "out")[1], arrays)
+            attributes, found_arrays = written(adapted, tmp_path / "out", base=base)
+            assert attributes["base_model_name_or_path"] == str(base)
+            assert_same(found_arrays, arrays)
             assert open_peft(tmp_path / "out", MODEL).lora == found.lora
     expected = read_tensors(base)
     scale = 6 / 2**0.5 if kind == "rslora" else 3

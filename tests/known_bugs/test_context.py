@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from planted import errors_of, gathered_without_sum, with_gradient
+from planted import errors_of, gathered_without_sum, plant_weights, with_gradient
 from support import decoder, random_weights, state_on_mesh, without_mesh
 from variants import small_model
 
 import jaxtp
 from jaxtp.collectives import axis_size, batch_spec, device_view, token_spec
-from jaxtp.layers import context, parameter
+from jaxtp.layers import context
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.kernels.select import KERNELS
@@ -302,13 +302,7 @@ def test_megatron_lm_673_gradients_are_not_divided_by_cp(monkeypatch):
     divided by the number of tokens once.
     """
     assert model_without_a_bug()
-    load = parameter.load_weight
-    divided = with_gradient(lambda grad: grad / axis_size(CP))
-    monkeypatch.setattr(
-        parameter,
-        "load_weight",
-        lambda shard, *args, **kwargs: load(divided(shard), *args, **kwargs),
-    )
+    plant_weights(monkeypatch, with_gradient(lambda grad: grad / axis_size(CP)))
     loss, gradients = model_off()
     assert loss < RIGHT
     assert gradients["blocks.mlp.down.kernel"] == pytest.approx(0.5, abs=1e-4)

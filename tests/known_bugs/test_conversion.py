@@ -10,13 +10,14 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from hf_folders import read_tensors, reference_attributes, write_model, write_tensors
 from hf_reference import FOLDER
 from tables import read_json, write_json
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables, replace_arrays
-from jaxtp.hf.model_folder import INDEX, open_folder
-from jaxtp.hf.safetensors import DTYPES, read_header, write_file
+from jaxtp.hf.model_folder import INDEX
+from jaxtp.hf.safetensors import read_header
 
 LLAMA = "llama31_rope"
 TIED = "llama_tied_bias"
@@ -24,24 +25,14 @@ EXPERTS = "qwen3_moe"
 WRONG = 1e-2
 
 
-def write(path, arrays):
-    spelled = {dtype: name for name, dtype in DTYPES.items()}
-    write_file(
-        path, {n: (spelled[a.dtype], a.shape) for n, a in arrays.items()}, arrays.__getitem__
-    )
-
-
 def stored(name):
-    return {tensor: found.read() for tensor, found in open_folder(FOLDER / name).tensors.items()}
+    return read_tensors(FOLDER / name)
 
 
 def changed(folder, name, arrays=None, **attributes):
     """A copy of a model with other tensors or attributes."""
-    folder.mkdir()
-    config = read_json(FOLDER / name / "config.json") | attributes
-    write_json(folder / "config.json", config)
-    write(folder / "model.safetensors", stored(name) if arrays is None else arrays)
-    return folder
+    arrays = stored(name) if arrays is None else arrays
+    return write_model(folder, reference_attributes(name) | attributes, arrays)
 
 
 @cache
@@ -166,7 +157,7 @@ def adapters(folder, arrays=None, **attributes):
         "bias": "none",
     }
     write_json(folder / "adapter_config.json", settings | attributes)
-    write(folder / "adapter_model.safetensors", factors() if arrays is None else arrays)
+    write_tensors(folder / "adapter_model.safetensors", factors() if arrays is None else arrays)
     return folder
 
 

@@ -26,7 +26,7 @@ from mixtures import (
     program,
     work,
 )
-from planted import errors_of, gathered_without_sum, with_gradient
+from planted import errors_of, gathered_without_sum, plant_weights, with_gradient
 from support import decoder, random_weights, relative_error
 from tables import read_json
 
@@ -34,7 +34,7 @@ from jaxtp import collectives
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.collectives import MissingReductionError, axis_size
 from jaxtp.hf.config_json import model_config
-from jaxtp.layers import balance, experts, parameter
+from jaxtp.layers import balance, experts
 from jaxtp.layers.experts import ExpertsConfig, MixtureOfExperts
 from jaxtp.layers.kernels.grouped import grouped_matmul
 from jaxtp.layers.linear import LayerContext
@@ -211,11 +211,7 @@ def test_pytorch_160285_gradients_of_experts_are_not_multiplied(monkeypatch):
     number of devices over which experts are divided. Here they are those of one device.
     """
     assert without_a_bug(OVER_TP)
-    load = parameter.load_weight
-    times = with_gradient(lambda grad: grad * axis_size(TP))
-    monkeypatch.setattr(
-        parameter, "load_weight", lambda shard, *args, **kwargs: load(times(shard), *args, **kwargs)
-    )
+    plant_weights(monkeypatch, with_gradient(lambda grad: grad * axis_size(TP)))
     found = off(OVER_TP)
     assert found["output"] < RIGHT
     assert [found[kernel] for kernel in KERNELS] == pytest.approx([1.0] * 3, abs=1e-4)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from accounts import equations
 from flax import nnx
-from planted import errors_of, with_gradient
+from planted import errors_of, plant_weights, with_gradient
 from support import by_name, random_weights, relative_error, state_on_mesh, use_mesh
 from variants import small_model
 
@@ -31,7 +31,7 @@ from jaxtp.collectives import (
     load_weight,
     vary,
 )
-from jaxtp.layers import latent_attention, linear, loss, parameter
+from jaxtp.layers import latent_attention, linear, loss
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from jaxtp.layers.lora import LoraConfig
@@ -132,15 +132,8 @@ def of_first_device(grad):
     return jnp.where(axis_index(TP) == 0, grad, 0)
 
 
-def planted_load(monkeypatch, is_it, change):
-    """Has the loaded weights of some shapes changed."""
-    load = parameter.load_weight
-
-    def loaded(shard, *args, **kwargs):
-        found = load(shard, *args, **kwargs)
-        return change(found) if is_it(shard.shape) else found
-
-    monkeypatch.setattr(parameter, "load_weight", loaded)
+def is_vector(shape):
+    return len(shape) == 1
 
 
 def test_text_generation_inference_1036_a_row_layer_adds_its_bias_once(monkeypatch):
@@ -148,7 +141,7 @@ def test_text_generation_inference_1036_a_row_layer_adds_its_bias_once(monkeypat
     bias to its summand, so that the sum had it tp times. Here it is added once, after the sum.
     """
     assert max(right_row().values()) < RIGHT
-    planted_load(monkeypatch, lambda shape: len(shape) == 1, lambda bias: bias * axis_size(TP))
+    plant_weights(monkeypatch, lambda bias: bias * axis_size(TP), is_vector)
     assert row_errors()["output"] > WRONG
 
 
@@ -157,9 +150,7 @@ def test_torchtitan_4332_the_gradient_of_a_row_layers_bias_is_whole(monkeypatch)
     by an operation with a gradient, and so was its gradient. Here that is the sum over all tokens.
     """
     assert right_row()["bias"] < RIGHT
-    planted_load(
-        monkeypatch, lambda shape: len(shape) == 1, with_gradient(lambda grad: grad / axis_size(TP))
-    )
+    plant_weights(monkeypatch, with_gradient(lambda grad: grad / axis_size(TP)), is_vector)
     errors = row_errors()
     assert errors["output"] < RIGHT
     assert abs(errors["bias"] - 0.75) < RIGHT
@@ -171,7 +162,7 @@ def test_mcore_bridge_173_gradients_of_adapters_are_summed_over_the_sequence(mon
     of all tokens.
     """
     assert max(right_row().values()) < RIGHT
-    planted_load(monkeypatch, lambda shape: shape == (RANK, D), with_gradient(of_first_device))
+    plant_weights(monkeypatch, with_gradient(of_first_device), lambda shape: shape == (RANK, D))
     errors = row_errors()
     assert errors["output"] < RIGHT
     assert errors["loras.0.b"] > WRONG
@@ -280,7 +271,10 @@ V = 5
 """Ids of a vocabulary that tp 4 pads to 8."""
 
 
-def head_errors(softcap):
+SOFTCAP = 3.0
+
+
+def head_errors():
     """How far the loss over tp 4 and its gradient are from float64; all logits are strongly
     negative.
     """
@@ -290,12 +284,12 @@ def head_errors(softcap):
     labels = random.integers(0, V, (B, T))
 
     def plain(x, table):
-        logits = softcap * jnp.tanh(x @ table.T / softcap)
+        logits = SOFTCAP * jnp.tanh(x @ table.T / SOFTCAP)
         return -jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1))
 
     def ours(x, table):
         padded = jnp.pad(table, ((0, -V % 4), (0, 0)))
-        head = jaxtp.HeadConfig(V, softcap=softcap)
+        head = jaxtp.HeadConfig(V, softcap=SOFTCAP)
         return loss.vocab_parallel_cross_entropy(x, padded, jnp.asarray(labels), head)[0]
 
     with jax.enable_x64(True):
@@ -303,10 +297,7 @@ def head_errors(softcap):
     with use_mesh(tp=4):
         run = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))
         found = run(np.float32(x), np.float32(table))
-    return [
-        relative_error(a, b)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    ]
+    return jax.tree.leaves(jax.tree.map(relative_error, found, expected))
 
 
 @pytest.mark.wide
@@ -315,12 +306,12 @@ def test_unsloth_10616_padded_ids_have_no_probability_where_logits_are_capped(mo
     the cap, which came after, made them finite, so that they had probability. Here they are left
     out after the cap.
     """
-    assert max(head_errors(softcap=3.0)) < RIGHT
+    assert max(head_errors()) < RIGHT
     where = jnp.where
     monkeypatch.setattr(
-        jnp, "where", lambda c, a, b: where(c, a, -3.0 if np.isneginf(b).all() else b)
+        jnp, "where", lambda c, a, b: where(c, a, -SOFTCAP if np.isneginf(b).all() else b)
     )
-    assert max(head_errors(softcap=3.0)) > WRONG
+    assert max(head_errors()) > WRONG
 
 
 @pytest.mark.wide
