@@ -22,10 +22,8 @@ ROWS = [{"p": text[: i % 7], "c": text} for i, text in enumerate(texts(200))]
 FLAGS = [
     "--prompt-field=p",
     "--completion-field=c",
-    "--shard-tokens",
-    5000,
-    "--held-out",
-    0.1,
+    "--shard-tokens=5000",
+    "--held-out=0.1",
 ]
 
 

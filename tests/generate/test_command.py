@@ -67,7 +67,7 @@ def generate(capsys):
 
 @pytest.mark.parametrize("run", sweep(["tiny_run", "token_run"], "tiny_run"), indirect=True)
 def test_a_run_continues_a_text(run, generate):
-    found = generate(run, "--prompt", PROMPT, "--max-tokens", 10)
+    found = generate(run, f"--prompt={PROMPT}", "--max-tokens=10")
     with use_mesh():
         generator = jaxtp.Generator(jaxtp.load_run(run), open_source(run).tokenizer)
     (expected,) = generator.generate([PROMPT], jaxtp.GenerationSettings(max_tokens=10))
@@ -78,11 +78,12 @@ def test_a_run_continues_a_text(run, generate):
 
 @pytest.mark.wide
 def test_another_mesh_and_a_stop_text(run, generate):
-    flags = ["--prompt", PROMPT, "--max-tokens", 10]
+    flags = [f"--prompt={PROMPT}", "--max-tokens=10"]
     text = generate(run, *flags).out
     stop = text.rstrip("\n")[6:8]
     assert (
-        generate(run, *flags, *mesh(1, 2, 2), "--stop", stop).out == text.partition(stop)[0] + "\n"
+        generate(run, *flags, *mesh(1, 2, 2), f"--stop={stop}").out
+        == text.partition(stop)[0] + "\n"
     )
 
 
@@ -93,7 +94,7 @@ def test_files_of_prompts_and_json(token_run, generate, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"q": "line 1"}\n{"q": "line 2: the quick", "other": 1}\n')
     of_text = ["--prompt-file", tmp_path / "p.txt"]
     of_records = ["--prompt-file", tmp_path / "p.jsonl", "--field=q"]
-    flags = ["--max-tokens", 4, "--temperature", 1, "--seed", 4, "--prompt=x"]
+    flags = ["--max-tokens=4", "--temperature=1", "--seed=4", "--prompt=x"]
 
     def records(*more):
         return [
@@ -116,7 +117,7 @@ def test_files_of_prompts_and_json(token_run, generate, tmp_path):
     assert as_text == "".join(
         f"--- {r['index']}: {json.dumps(r['prompt'])}\n{r['text']}\n" for r in found
     )
-    as_text = generate(token_run, *flags, "--samples", 2, "--json", tmp_path / "s.jsonl").out
+    as_text = generate(token_run, *flags, "--samples=2", "--json", tmp_path / "s.jsonl").out
     samples = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
     assert [(record["index"], record["sample"]) for record in samples] == [(0, 0), (0, 1)]
     assert as_text == "".join(
@@ -132,18 +133,17 @@ def test_a_chat_reads_what_was_said(run, generate, tmp_path, monkeypatch):
         "--chat",
         "--template",
         tmp_path / "t.jinja",
-        "--max-tokens",
-        6,
+        "--max-tokens=6",
         "--system=be brief",
     ]
     told = generate(run, *flags)
     conversation = "<system> be brief\n<user> hello\n<bot>"
-    first = generate(run, "--max-tokens", 6, "--prompt", conversation).out
+    first = generate(run, "--max-tokens=6", f"--prompt={conversation}").out
     again = (
         conversation.removesuffix("<bot>")
         + f"<assistant> {first.removesuffix(chr(10))}\n<user> and then?\n<bot>"
     )
-    second = generate(run, "--max-tokens", 6, "--prompt", again).out
+    second = generate(run, "--max-tokens=6", f"--prompt={again}").out
     assert told.out == first + second
     known = len(conversation.removesuffix("bot>"))
     assert f"; {known} more were in the cache" in told.err
@@ -176,7 +176,7 @@ def test_each_text_is_written_at_once_in_the_order_of_prompts(
     monkeypatch.setattr("jaxtp.generate.loading.PROGRESS_SECONDS", 0.0)
     writes = Writes()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(writes, 64)))
-    flags = ["--model", run, "--prompt-file", tmp_path / "p.txt", "--max-tokens", 2, *form]
+    flags = ["--model", run, "--prompt-file", tmp_path / "p.txt", "--max-tokens=2", *form]
     assert main([str(flag) for flag in flags]) == 0
     assert [
         prompt in part.decode() for prompt, part in zip(prompts, writes.parts, strict=True)
@@ -207,7 +207,7 @@ def test_a_terminal_does_not_obey_generated_texts(run, monkeypatch):
 @pytest.mark.journey
 def test_a_closed_pipe_ends_the_command_in_silence(run, tmp_path):
     (tmp_path / "p.txt").write_text("\n".join(f"line {index}" for index in range(50)))
-    flags = ["--model", run, "--prompt-file", tmp_path / "p.txt", "--json=-", "--max-tokens", 50]
+    flags = ["--model", run, "--prompt-file", tmp_path / "p.txt", "--json=-", "--max-tokens=50"]
     command = [sys.executable, "-m", "jaxtp.generate", *map(str, flags)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert json.loads(process.stdout.readline())["index"] == 0
@@ -223,7 +223,7 @@ def test_a_chat_in_a_terminal(run, tmp_path):
     are called back.
     """
     (tmp_path / "t.jinja").write_text(TEMPLATE)
-    flags = ["--model", run, "--chat", "--template", tmp_path / "t.jinja", "--max-tokens", 100_000]
+    flags = ["--model", run, "--chat", "--template", tmp_path / "t.jinja", "--max-tokens=100000"]
     command = [sys.executable, "-m", "jaxtp.generate", *map(str, flags)]
     terminal = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])", *command]
     with subprocess.Popen(
@@ -285,7 +285,7 @@ def test_a_run_that_has_moved_from_its_data(tmp_path, generate, capsys):
     data = tmp_path / "moved/data"
     given = [f"--model={tmp_path}/moved/run", *flags]
     for place in (data, data / "tokenizer.json"):
-        assert generate(tmp_path / "moved/run", *flags, "--tokenizer", place).out == expected
+        assert generate(tmp_path / "moved/run", *flags, f"--tokenizer={place}").out == expected
     tokenizer = read_json(data / "tokenizer.json")
     (tmp_path / "other.json").write_text(json.dumps({**tokenizer, "version": "1.0"}, indent=3))
     refusals = {

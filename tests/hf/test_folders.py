@@ -194,7 +194,7 @@ def test_an_export_needs_the_folder_that_its_run_came_from(tmp_path, capsys):
     assert stored_tensors(tmp_path / "out") == stored_tensors(source)
     source.rename(moved)
     assert_refused(export, "without it", f"{source}: no such folder", capsys)
-    assert export("like it", "--like", moved) == 0
+    assert export("like it", f"--like={moved}") == 0
     assert stored_tensors(tmp_path / "like it") == stored_tensors(moved)
     assert export("text", "--text-only") == 0
     assert not [name for name in stored_tensors(tmp_path / "text") if "vision" in name]

@@ -267,7 +267,7 @@ def talk(tmp_path_factory):
     folder = tmp_path_factory.mktemp("conversation")
     write_chat_tokenizer(folder)
     rows = jsonl(folder / "a.jsonl", [conversation("why?", "because", "and now?", "no")])
-    flags = ["--tokenizer", folder, "--messages=messages", "--held-out", 0]
+    flags = [f"--tokenizer={folder}", "--messages=messages", "--held-out=0"]
     return prepared(folder / "d", rows, *flags).splits["train"]
 
 
@@ -313,10 +313,8 @@ def test_trl_1623_the_end_of_a_text_is_learned(tmp_path):
         command = [
             tmp_path / f"d{len(flags)}",
             tmp_path / "a.jsonl",
-            "--tokenizer",
-            tmp_path,
-            "--held-out",
-            0,
+            f"--tokenizer={tmp_path}",
+            "--held-out=0",
             *flags,
         ]
         ended[flags] = sorted(labels_of(prepared(*command).splits["train"]))

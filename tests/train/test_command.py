@@ -254,7 +254,7 @@ def test_a_run_goes_on_with_more_processes_and_with_fewer(tmp_path, command, sta
     stopped.
     """
     assert main([*command, "--train.steps=2"]) == 0
-    both = [*command, "--train.steps=6", *ACROSS[context], "--mesh.context", context]
+    both = [*command, "--train.steps=6", *ACROSS[context], f"--mesh.context={context}"]
     first, second = map(finish, start_together(start, both, 2, devices=2))
     assert "step 6/6" in first
     assert "step 6/6" not in second

@@ -102,11 +102,11 @@ def test_sequences_of_prompts_alone_are_left_out_and_counted(tmp_path, command, 
     long = str(tmp_path / "long")
     assert (
         prepare(
-            [write_rows(tmp_path / "rows.jsonl", rows), *PAIRS, "--held-out=0.3", "--out", long]
+            [write_rows(tmp_path / "rows.jsonl", rows), *PAIRS, "--held-out=0.3", f"--out={long}"]
         )
         == 0
     )
-    flags = [*command, "--mesh=tp=2", "--data.path", long, "--data.global-batch-size=2"]
+    flags = [*command, "--mesh=tp=2", f"--data.path={long}", "--data.global-batch-size=2"]
     assert train(flags) == 0
     assert re.search(
         r"^rows .* \d+ more without a label left out", capsys.readouterr().out, re.MULTILINE

@@ -228,11 +228,10 @@ def test_a_student_learns_from_the_scores_of_a_teacher_and_resumes(tmp_path, cap
     small = [*SMALL, "--model.num-layers=1", f"--data.path={data}", "--mesh=fsdp=2,tp=2"]
     assert main([*small, "--train.steps=30", f"--run.dir={tmp_path}/teacher"]) == 0
     teacher = [f"--model={tmp_path}/teacher", "--top-k=8", "--data.sequence-length=32"]
-    assert score([str(data), *teacher, "--out", scores]) == 0
+    assert score([str(data), *teacher, f"--out={scores}"]) == 0
     student = [
         *small,
-        "--data.scores",
-        scores,
+        f"--data.scores={scores}",
         "--run.seed=1",
         "--train.steps=20",
         "--optimizer.schedule=constant",

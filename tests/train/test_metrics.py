@@ -109,7 +109,7 @@ def test_a_tracker_and_the_file_hold_the_same_numbers_after_a_resume(
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = tmp_path / "run"
     for steps in ("3", "5"):
-        assert main([*command, "--train.steps", steps, "--metrics.trackers", tracker]) == 0
+        assert main([*command, f"--train.steps={steps}", "--metrics.trackers", tracker]) == 0
         time.sleep(1.1)  # folders of W&B are told apart by the second
     assert READERS[tracker](run) == pytest.approx(records(run), rel=1e-6)
 

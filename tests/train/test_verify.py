@@ -363,8 +363,7 @@ def test_all_processes_end_with_the_device_of_one(tmp_path, monkeypatch, every):
         *QUICK,
         *mesh(4, 1, 1),
         "--train.steps=12",
-        "--train.verify-every",
-        every,
+        f"--train.verify-every={every}",
         "--run.dir=run",
     ]
     flags += ["--train.callbacks", f"{TESTS}/accidents.py:flip_a_bit"]

@@ -46,14 +46,14 @@ def imported(tmp_path_factory):
     shutil.copytree(QWEN3, source)
     (source / "tokenizer.json").write_text('{"version": "1.0"}')
     (source / "chat_template.jinja").write_text("{{ messages }}")
-    convert("import", source, root / "run", "--mesh.fsdp", 2)
+    convert("import", source, root / "run", "--mesh.fsdp=2")
     return root
 
 
 def test_in_and_out_bit_by_bit(imported, tmp_path):
     run = imported / "run"
     out = tmp_path / "out"
-    convert("export", run, out, "--mesh.tp", 2)
+    convert("export", run, out, "--mesh.tp=2")
     assert weights(out) == weights(QWEN3)
     assert (out / "tokenizer.json").read_text() == '{"version": "1.0"}'
     assert (out / "chat_template.jinja").exists()
@@ -96,7 +96,7 @@ def test_a_model_and_adapters_become_one_model(imported, tmp_path):
     jaxtp.save_hf(jaxtp.merge_adapters(adapted), tmp_path / "merged", family="qwen3")
     for place in (source, imported / "run"):
         out = tmp_path / f"from {place.name}"
-        convert("export", place, out, "--adapters", adapters, "--mesh.tp", 2)
+        convert("export", place, out, f"--adapters={adapters}", "--mesh.tp=2")
         assert weights(out) == weights(tmp_path / "merged")
         assert attributes_of(out)["eos_token_id"] == 2
         assert (out / "tokenizer.json").exists()

@@ -63,7 +63,7 @@ SHIPPED = {
 def test_a_shipped_configuration_is_answered(config, estimated, capsys):
     path = ROOT / f"configs/{config}.yaml"
     hardware, parameters = SHIPPED[config]
-    record = estimated("--config", path, "--hardware", hardware)
+    record = estimated("--config", path, f"--hardware={hardware}")
     assert record["parameters"] == parameters
     out = capsys.readouterr().out
     best = record["meshes"][0]
@@ -125,7 +125,7 @@ def test_a_recipe_is_the_best_setting_and_surely_fits(name, estimated, tmp_path)
     written = tmp_path / "new" / "best.yaml"
     hardware = RECIPES[name]
     assert f"estimate --config configs/{name}.yaml --hardware {hardware}" in path.read_text()
-    flags = ["--config", path, "--hardware", *hardware.split(), "--write", written]
+    flags = [f"--config={path}", "--hardware", *hardware.split(), f"--write={written}"]
     assert estimated(*flags, "--mesh", *near_meshes(config))["meshes"][0]["fits_surely"]
     assert from_yaml(TrainConfig, written) == config
     assert len(written.read_text().splitlines()) < 65
@@ -161,7 +161,7 @@ def test_the_best_setting_is_written_for_training(estimated, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "best.yaml"
     flags = ["--mesh=dp=8", "--data.sequence-length=64", "--memory-fraction=0.9"]
-    best = estimated("--hardware=h100x8", *flags, "--write", file)["meshes"][0]
+    best = estimated("--hardware=h100x8", *flags, f"--write={file}")["meshes"][0]
     assert f"jaxtp train --config {file}\n" in capsys.readouterr().out
     head, _, body = file.read_text().partition("\n\n")
     assert f"XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 jaxtp train --config {file}" in head
@@ -186,7 +186,7 @@ def test_the_best_setting_is_written_for_training(estimated, tmp_path, monkeypat
 def test_the_written_file_says_what_is_missing_and_how_several_hosts_start_it(estimated, tmp_path):
     file = tmp_path / "best.yaml"
     given = ["--data.path=data/x", "--run.dir=runs/x", "--model.precision.compute=float32"]
-    estimated("--hardware=2xh100x2", "--mesh=dp=4", "--as-configured", *given, "--write", file)
+    estimated("--hardware=2xh100x2", "--mesh=dp=4", "--as-configured", *given, f"--write={file}")
     head, _, body = file.read_text().partition("\n\n")
     first, second, *_ = head.splitlines()
     assert "jaxtp launch" in first
@@ -223,7 +223,7 @@ def test_one_mesh_and_its_settings_as_they_are(estimated, capsys):
 def test_tier_2_compiles_the_step_and_a_picture_is_drawn(estimated, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file = tmp_path / "plot.png"
-    flags = [*TINY, "--hardware=a100x8", "--mesh=fsdp=2,tp=4", "--tier=2", "--plot", file]
+    flags = [*TINY, "--hardware=a100x8", "--mesh=fsdp=2,tp=4", "--tier=2", f"--plot={file}"]
     tier_2 = estimated(*flags)["tier_2"]
     assert tier_2["equal_to_tier_1"]
     assert tier_2["planned"]

@@ -38,7 +38,7 @@ def lines(tmp_path_factory):
 
 def prepared_by(model, folder, *words):
     """Returns the folder of a dataset of the tokens of a model."""
-    return prepared(folder, *words, "--tokenizer", model, "--no-eos").folder
+    return prepared(folder, *words, f"--tokenizer={model}", "--no-eos").folder
 
 
 def run(words):
@@ -69,7 +69,7 @@ def test_a_run_has_the_loss_of_its_own_evaluation(byte_dataset, tmp_path, capsys
         "--optimizer.warmup-steps": 1,
     }
     assert train(words_of(flags)) == 0
-    mesh = ["--mesh.fsdp", 2, "--mesh.tp", 2]
+    mesh = ["--mesh.fsdp=2", "--mesh.tp=2"]
     record = evaluated(capsys, "--model", tmp_path / "run", "--data", byte_dataset, *mesh)
     *_, expected = records(tmp_path / "run", "eval_loss").values()
     whole = record["all"]
@@ -85,7 +85,7 @@ def test_numbers_by_source_and_by_length(tiny_model, lines, tmp_path, capsys):
     one = write(tmp_path / "one.txt", TEXTS[-1])
     inputs = ["--text", lines, "--text", one, "--by", "source", "--by", "length"]
     file = tmp_path / "new/numbers.json"
-    assert run(["--model", tiny_model, *inputs, "--sequence-length", 16, "--json", file]) == 0
+    assert run(["--model", tiny_model, *inputs, "--sequence-length=16", f"--json={file}"]) == 0
     captured = capsys.readouterr()
     record = read_json(file)
     first, second = record["by_source"]
@@ -152,9 +152,9 @@ def test_the_default_window_of_several_models(tiny_model):
 
 def test_several_models_in_one_table(tiny_model, lines, tmp_path, capsys):
     other = save_model(tmp_path / "other", 1)
-    given = ["--text", lines, "--sequence-length", 32, "--by", "source"]
+    given = ["--text", lines, "--sequence-length=32", "--by", "source"]
     file = tmp_path / "numbers.json"
-    assert run(["--model", tiny_model, "--model", other, *given, "--json", file]) == 0
+    assert run(["--model", tiny_model, "--model", other, *given, f"--json={file}"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     both = read_json(file)["models"]
     assert both[1] == evaluated(capsys, "--model", other, *given)
@@ -173,7 +173,7 @@ def test_several_models_in_one_table(tiny_model, lines, tmp_path, capsys):
 def test_numbers_stay_where_a_later_model_fails(tiny_model, lines, tmp_path, capsys):
     wrong = save_model(tmp_path / "wrong", 1, norm=np.nan)
     file = tmp_path / "numbers.json"
-    given = ["--text", lines, "--sequence-length", 32, "--json", file]
+    given = ["--text", lines, "--sequence-length=32", f"--json={file}"]
     assert run(["--model", tiny_model, wrong, *given]) == 2
     (record,) = read_json(file)["models"]
     assert record["all"]["documents"] == len(TEXTS)
@@ -185,18 +185,15 @@ def test_a_model_and_a_run_that_was_tuned_from_it_are_compared(tiny_model, tmp_p
     rows = jsonl(tmp_path / "texts.jsonl", TEXT.splitlines())
     data = prepared_by(tiny_model, tmp_path / "d", rows, "--held-out=0.1")
     tuned = tmp_path / "run"
-    flags = ["--run.dir", tuned, "--model.from-hf", tiny_model, "--data.path", data]
+    flags = [f"--run.dir={tuned}", f"--model.from-hf={tiny_model}", f"--data.path={data}"]
     flags += [
-        "--data.sequence-length",
-        16,
-        "--train.steps",
-        2,
-        "--eval.batches",
-        1,
+        "--data.sequence-length=16",
+        "--train.steps=2",
+        "--eval.batches=1",
         "--mesh=tp=2",
     ]
     assert train(list(map(str, flags))) == 0
-    given = ["--text", write(tmp_path / "text.txt", TEXT[:5000]), "--limit", 1]
+    given = ["--text", write(tmp_path / "text.txt", TEXT[:5000]), "--limit=1"]
     models = evaluated(capsys, "--model", tiny_model, tuned, *given)["models"]
     assert [model["sequence_length"] for model in models] == [2048, 2048]
     assert evaluated(capsys, "--model", tuned, *given) == models[1]
@@ -209,7 +206,7 @@ def test_what_precedes_a_text_counts_no_byte(tiny_model, tmp_path, capsys):
     tokenizers = {"begins": begins_texts(), "fallback": byte_fallback(), "plain": byte_level()}
     for name, content in tokenizers.items():
         model = changed_model(tiny_model, tmp_path / name, content)
-        given = ["--model", model, "--sequence-length", 16]
+        given = ["--model", model, "--sequence-length=16"]
         record = evaluated(capsys, *given, "--text", text)
         assert (record["all"]["bytes"] == len(TEXTS[-1].encode())) is (name != "plain")
         of_data = evaluated(
@@ -228,8 +225,8 @@ def test_adapters_are_those_of_the_merged_model(tiny_model, lines, tmp_path, cap
         nnx.update(adapted, jax.tree.map(lambda array: array + 0.1, state))
         jaxtp.save_peft(adapted, adapters)
         jaxtp.save_hf(jaxtp.merge_adapters(adapted), merged, tokenizer_from=tiny_model)
-    given = ["--text", lines, "--sequence-length", 64]
-    flags = [[tiny_model], [merged], [tiny_model, "--adapters", adapters]]
+    given = ["--text", lines, "--sequence-length=64"]
+    flags = [[tiny_model], [merged], [tiny_model, f"--adapters={adapters}"]]
     plain, as_one, found = (
         evaluated(capsys, "--model", *model, *given)["all"]["loss"] for model in flags
     )
@@ -239,10 +236,10 @@ def test_adapters_are_those_of_the_merged_model(tiny_model, lines, tmp_path, cap
 
 def test_numbers_are_shown_where_their_file_cannot_be_written(tiny_model, lines, tmp_path, capsys):
     path = tmp_path / "numbers.json"
-    given = ["--model", tiny_model, "--text", lines, "--sequence-length", 16]
+    given = ["--model", tiny_model, "--text", lines, "--sequence-length=16"]
     evaluated(capsys, *given)
     with full_disk(20):
-        assert run([*given, "--json", path]) == 2
+        assert run([*given, f"--json={path}"]) == 2
     captured = capsys.readouterr()
     reason = os.strerror(errno.EFBIG)
     assert f"--json {path}: {reason}; name another file; the numbers are above" in captured.err
@@ -255,7 +252,7 @@ def test_a_context_is_not_exceeded(tiny_model, lines, tmp_path, capsys):
     config = read_json(model / "config.json")
     write(model / "config.json", json.dumps(config | {"max_position_embeddings": 32}))
     given = ["--model", model, "--text", lines]
-    longer = [*given, "--sequence-length", 33]
+    longer = [*given, "--sequence-length=33"]
     assert evaluated(capsys, *given)["sequence_length"] == 32
     assert_refused(run, longer, "give at most 32, or allow it by --beyond-context", capsys)
     assert evaluated(capsys, *longer, "--beyond-context")["sequence_length"] == 33

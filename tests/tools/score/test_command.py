@@ -38,7 +38,7 @@ def run(*words):
 
 
 def scored(data, model, out, *flags):
-    assert run(data, "--model", model, "--out", out, *LENGTH, *flags) == 0
+    assert run(data, "--model", model, f"--out={out}", *LENGTH, *flags) == 0
     return out
 
 
@@ -52,7 +52,7 @@ def data(tmp_path_factory, tiny_model):
         for text in TEXTS
     ]
     fields = ["--prompt-field=prompt", "--completion-field=completion"]
-    options = ["--tokenizer", tiny_model, "--no-eos", "--held-out", "0.2", "--shard-tokens=1000"]
+    options = [f"--tokenizer={tiny_model}", "--no-eos", "--held-out", "0.2", "--shard-tokens=1000"]
     return prepared(folder / "data", jsonl(folder / "a.jsonl", rows), *fields, *options).folder
 
 
@@ -112,7 +112,7 @@ def test_scores_of_one_device_are_those_of_the_model(log_probs, data, base, tmp_
     assert_scores(log_probs, data, base)
     assert not (base / JOURNAL).exists()
     file = tmp_path / "verify.json"
-    assert run("--verify", base, "--json", file) == 0
+    assert run("--verify", base, f"--json={file}") == 0
     assert capsys.readouterr().out == f"{base}: log-probabilities, no problems\n"
     assert read_json(file) == {"folder": str(base), "problems": []}
 
@@ -135,7 +135,7 @@ def test_a_mesh_scores_as_one_device(log_probs, data, tiny_model, tmp_path, flag
 
 @pytest.mark.wide
 def test_rows_that_cross_documents_and_shards(log_probs, tiny_model, tmp_path):
-    options = ["--tokenizer", tiny_model, "--no-eos", "--held-out", "0.3", "--shard-tokens=100"]
+    options = [f"--tokenizer={tiny_model}", "--no-eos", "--held-out", "0.3", "--shard-tokens=100"]
     data = prepared(tmp_path / "data", jsonl(tmp_path / "a.jsonl", TEXTS * 3), *options).folder
     concatenated = ["--data.packing=concatenated", "--mesh=tp=2"]
     out = scored(data, tiny_model, tmp_path / "s", *concatenated)
@@ -165,7 +165,7 @@ def test_a_killed_command_resumes(data, tiny_model, base, tmp_path, monkeypatch,
         assert finished(out) == rows
     assert run("--verify", out) == 2
     assert "this command finishes them: jaxtp score" in capsys.readouterr().err
-    assert run(data, "--model", tiny_model, "--out", out, "--data.sequence-length", 16) == 2
+    assert run(data, "--model", tiny_model, f"--out={out}", "--data.sequence-length=16") == 2
     assert "sequence_length: 32 -> 16" in capsys.readouterr().err
     scored(data, tiny_model, out)
     assert "; 8 of them are done" in capsys.readouterr().err
@@ -188,7 +188,7 @@ def test_ctrl_c_saves(data, tiny_model, base, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(scoring, "SAVE_SECONDS", 0.0)
         patch.setattr(scoring, "write_atomically", interrupted)
-        assert run(data, "--model", tiny_model, "--out", out, *LENGTH) == 130
+        assert run(data, "--model", tiny_model, f"--out={out}", *LENGTH) == 130
     assert finished(out) >= 8
     scored(data, tiny_model, out)
     assert contents(out) == contents(base)
@@ -269,19 +269,24 @@ def test_a_run_reads_the_scores_of_its_initial_model(data, tiny_model, base, tmp
     """Adapters are zero at first, so that the initial model is the one that was scored."""
     file = write(tmp_path / "mine.py", LOSS)
     other = save_model(tmp_path / "other", 1)
-    flags = ["--data.path", data, *LENGTH, "--data.global-batch-size", 4, "--train.log-every", 1]
-    flags += ["--mesh=fsdp=2,tp=2", "--train.loss", f"{file}:loss", "--model.lora.rank", 2]
+    flags = [f"--data.path={data}", *LENGTH, "--data.global-batch-size=4", "--train.log-every=1"]
+    flags += ["--mesh=fsdp=2,tp=2", "--train.loss", f"{file}:loss", "--model.lora.rank=2"]
 
     def trained(model, scores, steps=2, folder="run"):
-        places = ["--run.dir", tmp_path / folder, "--model.from-hf", model, "--data.scores", scores]
-        return train(list(map(str, [*flags, *places, "--train.steps", steps])))
+        places = [
+            "--run.dir",
+            tmp_path / folder,
+            f"--model.from-hf={model}",
+            f"--data.scores={scores}",
+        ]
+        return train(list(map(str, [*flags, *places, f"--train.steps={steps}"])))
 
     assert trained(other, base, folder="other_run") == 2
     assert "this run starts from other weights" in capsys.readouterr().err
     assert trained(tiny_model, base) == 0
     apart = records(tmp_path / "run", "apart")
     assert apart[1] < 1e-5 < apart[2]
-    hotter = scored(data, tiny_model, tmp_path / "hotter", "--temperature", 2)
+    hotter = scored(data, tiny_model, tmp_path / "hotter", "--temperature=2")
     assert trained(tiny_model, hotter, steps=3) == 2
     assert "data: scores: " in capsys.readouterr().err
     assert trained(tiny_model, base, steps=3) == 0
