@@ -4,6 +4,7 @@ import contextlib
 import json
 import resource
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -85,6 +86,12 @@ def contents(folder):
     }
 
 
+def run_program(*words, **settings):
+    """Runs a program to its end, which has five minutes."""
+    settings = {"timeout": 300} | settings
+    return subprocess.run(words, capture_output=True, text=True, **settings)
+
+
 def free_address():
     """Returns a free address for a coordinator."""
     with socket.socket() as free:
@@ -96,6 +103,13 @@ def finish(process):
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     return output
+
+
+def wait_until(happened, seconds=180):
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def wait_for_step(folder, step, process):

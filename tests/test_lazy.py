@@ -5,12 +5,12 @@ import importlib
 import importlib.metadata
 import inspect
 import re
-import subprocess
 import sys
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 
 import pytest
+from runs import run_program
 from support import swept
 
 import jaxtp
@@ -23,7 +23,7 @@ HEAVY = ("jax", "flax", "optax", "orbax", "grain", "pydantic", "tyro", "numpy")
 def output_of(*words):
     """Returns what a new Python prints."""
     command = [sys.executable, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return run_program(*command, check=True).stdout
 
 
 @pytest.mark.journey
@@ -111,7 +111,7 @@ finally:
 
 def test_help_of_the_module_needs_no_library():
     command = [sys.executable, "-X", "importtime", "-m", "jaxtp.train", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = run_program(*command, check=True)
     assert "--plot FILE.png" in done.stdout
     assert "jaxtp.train.trainer" in done.stderr
     assert "numpy._core" not in done.stderr

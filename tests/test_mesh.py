@@ -1,6 +1,5 @@
 import math
 import os
-import subprocess
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -9,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from runs import run_program
 from support import use_mesh
 
 import jaxtp
@@ -190,14 +190,7 @@ def test_a_later_mesh_may_be_larger():
     environment = {
         name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"
     }
-    done = subprocess.run(
-        [sys.executable, "-c", LATER],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = run_program(sys.executable, "-c", LATER, env=environment, check=True)
     assert done.stdout.split() == ["2", "8", "4"]
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from runs import run_program
 from small_state import save_steps, small_state, weight_of
 from structures import plant, watched
 from tables import read_json, write_json
@@ -36,7 +37,7 @@ MESH = jaxtp.make_mesh()
 
 def peak(action, folder, at_once):
     command = [sys.executable, str(HERE / "memory.py"), action, str(folder), str(at_once)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_program(*command)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

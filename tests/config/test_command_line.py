@@ -7,7 +7,6 @@ import importlib
 import os
 import re
 import shlex
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,6 +14,7 @@ from typing import Annotated, Literal
 import pytest
 import tyro
 import yaml
+from runs import run_program
 from support import swept
 from tables import raised_by, read_json, read_table, unexpected
 
@@ -428,9 +428,7 @@ def test_bash_completes(tmp_path, capsys):
     for typed in offered:
         words = f"COMP_WORDS=(jaxtp {typed}); COMP_CWORD={len(typed.split())}; COMPREPLY=()"
         asked.append(f'{words}; $f; echo "${{COMPREPLY[@]}}"')
-    done = subprocess.run(
-        ["bash", "-c", "\n".join(asked)], capture_output=True, text=True, check=True
-    )
+    done = run_program("bash", "-c", "\n".join(asked), check=True)
     answers = [line.strip() for line in done.stdout.splitlines()]
     assert dict(zip(offered, answers, strict=True)) == offered
 

@@ -63,15 +63,14 @@ def write(dataset, settings=SETTINGS, top_k=None):
             "dtype": "float32",
             "dataset": "d",
             "tokenizer": BYTES,
-        },
-        **{
             "vocab_size": 256,
             "top_k": top_k,
             "temperature": 1.0,
             "sequence_length": settings.length,
             "splits": splits,
-        },
-        **{"packing": settings.packing, "long_documents": settings.long_documents},
+            "packing": settings.packing,
+            "long_documents": settings.long_documents,
+        }
     )
     FOLDER.mkdir()
     writer = _Writer(Job(FOLDER, record, dataset.splits, rows, ("a", "b c")))

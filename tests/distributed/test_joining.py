@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import jax
 import pytest
-from runs import free_address
+from runs import free_address, run_program
 from tables import raised_by, read_table, unexpected
 
 from jaxtp.distributed import joining
@@ -262,7 +262,7 @@ def test_a_process_that_waits_in_vain_ends_with_one_line():
         }
         variables = os.environ | place | {"JAXTP_JOIN_SECONDS": "3"}
         command = [sys.executable, "-m", "jaxtp.train"]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+        done = run_program(*command, env=variables)
         (line,) = done.stderr.splitlines()
         assert line.startswith(f"jaxtp train: error: {message.format(address)}")
         assert done.returncode == 2

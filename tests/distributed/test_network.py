@@ -6,10 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from runs import SMALL, mesh, records
+from runs import SMALL, mesh, records, wait_until
 
 ADDRESS = "10.77.0.1:4321"
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "gw")
@@ -107,13 +106,6 @@ def start(tmp_path, cable):
     for process in processes:
         process.kill()
         process.wait()
-
-
-def wait_until(true, seconds=180):
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def test_hosts_are_told_apart_and_a_coordinator_may_be_late_or_start_again(start, tmp_path):

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from runs import SMALL, TEXT, mesh, records
+from runs import SMALL, TEXT, mesh, records, run_program
 from slurm import Cluster, missing, wait_for
 from support import new_decoder
 from test_readme import SIZES, TEMPLATE, WORDS
@@ -272,9 +271,7 @@ def test_the_example_of_two_nodes_in_the_guide(cluster, shared):
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
     }
     command = ["bash", "-ec", f"{submit.strip()} {shlex.join(short)}"]
-    done = subprocess.run(
-        command, cwd=folder, env=cluster.environment | own, capture_output=True, text=True
-    )
+    done = run_program(*command, cwd=folder, env=cluster.environment | own)
     number = done.stdout.split()[-1]
     log = folder / f"runs/slurm-{number}.log"
     wait_for(lambda: cluster.job(number)["JobState"] == "COMPLETED", "its end", 180, log.read_text)

@@ -5,13 +5,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
 import jax
 import pytest
-from runs import SMALL, records
+from runs import SMALL, records, wait_until
 from tables import read_table, unexpected
 
 from jaxtp.config.entry import FILES
@@ -37,13 +36,6 @@ def runs(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def wait_until(happened):
-    until = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def wait_for_end(logs):

@@ -83,12 +83,13 @@ def split(folder):
     (folder / WEIGHTS).unlink()
     listed = {name: FIRST if i < 9 else SECOND for i, name in enumerate(SHAPES)}
     for file in (FIRST, SECOND):
-        write(
-            folder / file,
-            {name: array for name, array in tensors().items() if listed[name] == file},
-        )
+        write(folder / file, listed_in(file, listed))
     write_index(folder, listed)
     return listed
+
+
+def listed_in(file, listed):
+    return {name: array for name, array in tensors().items() if listed[name] == file}
 
 
 def write_index(folder, listed):
@@ -301,9 +302,10 @@ def test_a_whole_folder_loads(whole):
 
 def test_the_index_decides_which_copy_is_read(whole, capsys):
     listed = split(whole)
-    first = {each: array for each, array in tensors().items() if listed[each] == FIRST}
     write(
-        whole / FIRST, first | {"model.layers.1.mlp.down_proj.weight": np.ones((4, 6), np.float32)}
+        whole / FIRST,
+        listed_in(FIRST, listed)
+        | {"model.layers.1.mlp.down_proj.weight": np.ones((4, 6), np.float32)},
     )
     write(whole / WEIGHTS, {each: array + 1 for each, array in tensors().items()})
     assert all(np.max(leaf) <= 0.5 for leaf in jax.tree.leaves(jaxtp.load_hf(whole)))
@@ -360,7 +362,7 @@ def test_any_copies_and_wrappers(place, copies, stray, kind, tmp_path_factory):
     rename = WRAPPERS.get(kind, str)
     listed = dict(zip(SHAPES, place, strict=True))
     for file in (FIRST, SECOND):
-        own = {name: array for name, array in tensors().items() if listed[name] == file}
+        own = listed_in(file, listed)
         others = {name: tensors()[name] + 1 for name in copies - {*own} if file in listed.values()}
         write(folder / file, {rename(name): array for name, array in (own | others).items()})
     if stray:
@@ -465,30 +467,18 @@ HEADER = {
 
 
 SHARDED = {"metadata": {"total_size": 24}, "weight_map": {"a": FIRST}}
-STRUCTURES = given(header=changed(HEADER), index=changed(SHARDED))
 
 
-def check_structures(header, index, folder):
-    text = json.dumps(header).encode()
-    (folder / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(32))
-    gives_one_of(dict, HFError, lambda: read_header(folder / "x.safetensors"))
-    write(folder / FIRST, {"a": np.ones((2, 3), np.float32)})
-    write_config(folder)
-    write_json(folder / INDEX, index)
-    gives_one_of(Folder, HFError, lambda: open_folder(folder))
-
-
-@examples(20)
-@STRUCTURES
+@examples(60)
+@given(header=changed(HEADER), index=changed(SHARDED))
 def test_any_structure_as_a_header_and_an_index(header, index, tmp_path):
-    check_structures(header, index, tmp_path)
-
-
-@pytest.mark.wide
-@examples(200)
-@STRUCTURES
-def test_many_structures(header, index, tmp_path):
-    check_structures(header, index, tmp_path)
+    text = json.dumps(header).encode()
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(32))
+    gives_one_of(dict, HFError, lambda: read_header(tmp_path / "x.safetensors"))
+    write(tmp_path / FIRST, {"a": np.ones((2, 3), np.float32)})
+    write_config(tmp_path)
+    write_json(tmp_path / INDEX, index)
+    gives_one_of(Folder, HFError, lambda: open_folder(tmp_path))
 
 
 @pytest.mark.wide

@@ -28,17 +28,13 @@ PLACES = {  # by target: the kernel, and the adapter beside it
 IDS = jax.random.randint(jax.random.key(1), (2, 7), 0, CONFIG.vocab_size)
 
 
-def build(config):
-    return decoder(config)
-
-
 def logits(config, weights):
-    graph, state = without_mesh(build(config), weights)
+    graph, state = without_mesh(decoder(config), weights)
     return jax.jit(lambda state: nnx.merge(graph, state)(IDS))(state)
 
 
 def test_an_adapter_is_what_it_adds_to_the_kernel():
-    weights = random_weights(build(ADAPTED))
+    weights = random_weights(decoder(ADAPTED))
     merged = {name: array for name, array in weights.items() if "loras" not in name}
     for kernel, lora in PLACES.values():
         a, b = (np.asarray(weights[f"blocks.{lora}.{part}"]) for part in "ab")
@@ -48,7 +44,7 @@ def test_an_adapter_is_what_it_adds_to_the_kernel():
 
 def test_a_new_adapter_changes_nothing():
     """Its second factor is zero, and its first one is random."""
-    for name, array in jax.jit(lambda: arrays_of(build(ADAPTED)()))().items():
+    for name, array in jax.jit(lambda: arrays_of(decoder(ADAPTED)()))().items():
         if name.endswith(".b"):
             assert not array.any()
         if name.endswith("down.loras.0.a"):
@@ -65,7 +61,7 @@ def test_only_the_targets_have_an_adapter():
         config = dataclasses.replace(CONFIG, lora=LoraConfig(rank=2, targets=(target,)))
         names = {
             name
-            for name in named_variables(nnx.state(nnx.eval_shape(build(config))))
+            for name in named_variables(nnx.state(nnx.eval_shape(decoder(config))))
             if "loras" in name
         }
         # With one target its adapter is the first of its layer.
@@ -78,7 +74,7 @@ def test_an_optimizer_of_all_params_trains_the_adapters_alone():
     """With frozen weights that are an `nnx.Param` too, a plain NNX optimizer trained all of the
     model, silently.
     """
-    model = jaxtp.add_adapters(build(CONFIG)(), LoraConfig(rank=3))
+    model = jaxtp.add_adapters(decoder(CONFIG)(), LoraConfig(rank=3))
     before = {name: np.asarray(array) for name, array in arrays_of(model).items()}
     adapters = {name for name in before if "loras" in name}
     optimizer = nnx.Optimizer(model, optax.adamw(0.1), wrt=nnx.Param)

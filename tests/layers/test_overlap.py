@@ -22,12 +22,11 @@ PART = 3
 SPLIT = P(None, "tp")
 
 
-def arrays(tp, dtype="float32"):
+def arrays(tp):
     shapes = {"x": (2, PART * tp, D), "in 0": (D, FEATURES[0]), "in 1": (D, FEATURES[1])}
     shapes |= {"out 0": (FEATURES[0], D), "out 1": (FEATURES[1], D)}
     return {
-        name: jax.random.normal(jax.random.key(i), s, dtype)
-        for i, (name, s) in enumerate(shapes.items())
+        name: jax.random.normal(jax.random.key(i), s) for i, (name, s) in enumerate(shapes.items())
     }
 
 

@@ -6,14 +6,13 @@ import random
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from made_once import made_once
 from quick_run import quick_flags, start_together
-from runs import TEXT, contents, finish, mesh, records, wait_for_step
+from runs import TEXT, contents, finish, mesh, records, wait_for_step, wait_until
 from support import assert_refused, journeys
 from tables import read_json, read_table
 
@@ -234,10 +233,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path, command
         "--train.stopped-exit-code=7",
     ]
     processes = start_together(start, flags, 2, devices=2)
-    until = time.monotonic() + 180
-    while not (tmp_path / "run/checkpoints/5").exists():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_until((tmp_path / "run/checkpoints/5").exists)
     processes[1].send_signal(signal.SIGUSR1)
     first, _ = (process.communicate(timeout=300)[0] for process in processes)
     assert [process.returncode for process in processes] == [7, 7]

@@ -19,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from accidents import WEIGHT, poisoned
-from runs import finish, records, wait_for_step
+from runs import finish, records, run_program, wait_for_step
 from small_net import Net, train
 from structures import plant, watched
 
@@ -386,7 +386,7 @@ time.sleep(600)
 
 @pytest.mark.journey
 def test_a_stuck_process_is_ended():
-    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60)
+    done = run_program(sys.executable, "-c", STUCK)
     assert done.returncode == TEMPORARY
     assert "no step for 1 s (train.stall_abort_seconds): the process ends" in done.stderr
     assert done.stderr.count("(train.stall_seconds)") == 2
@@ -404,7 +404,7 @@ def test_a_stall_of_absurd_length_is_watched_without_an_error(capfd):
 def test_a_run_saves_and_ends_in_silence_when_nobody_reads_its_output(tmp_path, command):
     words = [sys.executable, "-m", "jaxtp.train", *command, "--train.steps=100000"]
     piped = f"set -o pipefail; {shlex.join(words)} | head -n 1"
-    done = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, timeout=300)
+    done = run_program("bash", "-c", piped)
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
     assert [
         folder.name for folder in (tmp_path / "run/checkpoints").iterdir() if folder.name.isdigit()

@@ -5,13 +5,12 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from corpora import dataset, decoded, documents, output, refusal, run, texts, write
-from runs import contents
+from runs import contents, run_program
 from tables import read_json, read_table, unexpected
 
 from jaxtp.data.prepare import batches
@@ -251,7 +250,7 @@ def test_on_a_full_disk_the_command_ends_with_an_error_and_resumes():
         "runpy.run_module('jaxtp.data.prepare', run_name='__main__', alter_sys=True)"
     )
     command = [sys.executable, "-c", limited, "a.jsonl", "--out=d"]
-    full = subprocess.run(command, capture_output=True, text=True, check=False)
+    full = run_program(*command)
     assert full.returncode == 2, full.stderr
     assert full.stderr.startswith("jaxtp prepare: error: ")
     assert "File too large; fix this, and the same command resumes" in full.stderr

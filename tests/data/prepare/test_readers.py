@@ -6,7 +6,6 @@ import os
 import resource
 import subprocess
 import sys
-import sysconfig
 import tracemalloc
 from pathlib import Path
 
@@ -536,13 +535,3 @@ def test_text_jsonl_and_gzip_need_no_library(monkeypatch):
     write("a.txt.gz", "a")
     write("b.jsonl.gz", ["b"])
     assert documents("a.txt.gz b.jsonl.gz") == ["a", "b"]
-
-
-def test_real_sources_decode_to_their_bytes():
-    root = Path(sysconfig.get_paths()["stdlib"]) / "email"
-    made = dataset(f"{root} --include *.py --train-bpe 600 --held-out 0")
-    files = [path for path in root.rglob("*.py") if path.stat().st_size]
-    assert decoded(made) == [path.read_bytes() for path in sorted(files)]
-    assert (
-        made.splits["train"].num_tokens < read_manifest(made.folder).splits["train"].text_bytes / 2
-    )

@@ -1,10 +1,10 @@
 """Compiling for GPUs that are not there, by their own compiler."""
 
 import json
-import subprocess
 import sys
 
 import pytest
+from runs import run_program
 from support import sweep_of, swept
 
 import jaxtp
@@ -181,9 +181,7 @@ for method in ("pallas", "xla"):
 
 def answers(program, request):
     """Returns the lines of JSON that a program prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", program], input=json.dumps(request), capture_output=True, text=True
-    )
+    done = run_program(sys.executable, "-c", program, input=json.dumps(request))
     assert not done.returncode, done.stderr
     return list(map(json.loads, done.stdout.splitlines()))
 
