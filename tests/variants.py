@@ -1,6 +1,6 @@
 """Named variants of a model or of a run: what each changes of a base."""
 
-import dataclasses
+from dataclasses import replace
 
 from jaxtp.config.schema import merged, to_plain, validate
 from jaxtp.models.config import ModelConfig
@@ -14,7 +14,7 @@ def small_model(**changes):
     """Returns the configuration of a model of one layer that has other settings where a test needs
     them.
     """
-    return dataclasses.replace(SMALL_MODEL, **changes)
+    return replace(SMALL_MODEL, **changes)
 
 
 def variant(base, changes):

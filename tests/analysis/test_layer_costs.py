@@ -4,6 +4,7 @@ programs.
 
 import dataclasses
 import math
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -143,7 +144,7 @@ CASES = {
 @swept("name", CASES, "pieces")
 def test_formulas_are_what_the_trace_of_a_layer_counts(name):
     axes, accumulation, changes = CASES[name]
-    config = dataclasses.replace(MODEL, **changes)
+    config = replace(MODEL, **changes)
     rows = {"batch_size": 16, "sequence_length": 16, "accumulation": accumulation}
     formulas, traced = both_costs(config, mesh_shape(**axes), **rows)
     assert traced.flops == formulas.flops
@@ -163,7 +164,7 @@ def test_formulas_are_not_inherited_by_another_forward_pass():
         assert {has_formulas(branch) for _, branch, *_ in block.branches()} == {expected}
 
 
-KERNELS = dataclasses.replace(
+KERNELS = replace(
     MODEL, d_model=128, head_dim=64, attention_bias=False, qk_norm="none", attention="fused"
 )
 EXPERTS = {"d_ff": 64, "num_experts": 4, "experts_per_token": 2}
@@ -178,7 +179,7 @@ OF_KERNELS = {
 
 @swept("name", OF_KERNELS, "attention, dots", "grouped products")
 def test_flops_of_kernels_are_read_from_the_traced_program(name):
-    config = dataclasses.replace(KERNELS, **OF_KERNELS[name])
+    config = replace(KERNELS, **OF_KERNELS[name])
     rows = {"batch_size": 4, "sequence_length": 256, "platform": "cuda 9.0"}
     formulas, traced = both_costs(config, mesh_shape(dp=2), **rows)
     assert traced.flops == formulas.flops

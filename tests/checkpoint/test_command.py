@@ -1,8 +1,8 @@
 """`jaxtp checkpoint`: inspect, verify, diff."""
 
-import dataclasses
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,5 +89,5 @@ def test_diff_prints_the_largest_difference_of_each_array(run, capsys):
 def test_an_array_that_was_not_part_of_the_saved_state_is_compared_by_its_elements(run):
     first, second = (storage.open_checkpoint(run / "checkpoints" / step) for step in "12")
     sums = {name: sum_ for name, sum_ in first.info["checksums"].items() if name != "model.weight"}
-    unknown = dataclasses.replace(first, info={**first.info, "checksums": sums})
+    unknown = replace(first, info={**first.info, "checksums": sums})
     assert describe_difference(unknown, second, "model.weight") == "7.450e-02"

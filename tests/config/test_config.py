@@ -1,5 +1,5 @@
-import dataclasses
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,7 +112,7 @@ def test_missing_file_suggests_its_neighbour(tmp_path):
 
 def test_a_default_that_a_setting_does_not_fit_is_named():
     """Of the two, only num_heads was given."""
-    model = dataclasses.replace(TrainConfig().model, num_heads=4)
+    model = replace(TrainConfig().model, num_heads=4)
     with pytest.raises(
         ConfigError, match=r"num_kv_heads=8, the default: set both; num_kv_heads can be 1, 2, 4$"
     ):
@@ -120,7 +120,7 @@ def test_a_default_that_a_setting_does_not_fit_is_named():
 
 
 def test_violations_come_together_with_values_that_work():
-    model = dataclasses.replace(TrainConfig().model, num_heads=12, num_kv_heads=5, d_model=100)
+    model = replace(TrainConfig().model, num_heads=12, num_kv_heads=5, d_model=100)
     with pytest.raises(ConfigError) as error:
         check(TrainConfig(model=model), mesh_shape(fsdp=3, tp=8))
     text = str(error.value)
@@ -198,7 +198,7 @@ def problems_of(config, mesh):
 
 
 def test_a_model_that_is_there_keeps_its_sizes():
-    model = dataclasses.replace(SMOL, from_hf=Path("a"))
+    model = replace(SMOL, from_hf=Path("a"))
     strict = TrainConfig(model=model, mesh=MeshConfig(allow_padding=False))
     (heads, kv_heads) = violations_on(strict, mesh_shape(fsdp=2, tp=4), devices=8)
     assert (

@@ -1,6 +1,5 @@
 """The script for Slurm, with Slurm itself: two nodes on this machine."""
 
-import dataclasses
 import json
 import os
 import re
@@ -9,6 +8,7 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -237,7 +237,7 @@ def shared(tmp_path):
     )
     recipe = from_yaml(TrainConfig, ROOT / "configs/chat_qwen3_8b.yaml").model
     size = {**SIZES, "vocab_size": read_manifest(tokens).tokenizer.vocab_size}
-    whole = dataclasses.replace(recipe, **size, precision=Precision(), lora=type(recipe.lora)())
+    whole = replace(recipe, **size, precision=Precision(), lora=type(recipe.lora)())
     jaxtp.save_hf(new_decoder(whole), model, tokenizer_from=tokens)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     return tmp_path, [f"--model.{name.replace('_', '-')}={value}" for name, value in size.items()]

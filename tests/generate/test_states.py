@@ -2,8 +2,8 @@
 rows do.
 """
 
-import dataclasses
 import re
+from dataclasses import replace
 from functools import cache
 
 import accounts
@@ -68,7 +68,7 @@ def prompts_of(count, most):
 
 def stream(generator, prompt, **settings):
     """Returns the result of a prompt; what is in the cache remains."""
-    pieces = generator.stream([list(prompt)], dataclasses.replace(SETTINGS, **settings), keep=True)
+    pieces = generator.stream([list(prompt)], replace(SETTINGS, **settings), keep=True)
     (result,) = (piece.result for piece in pieces if piece.result)
     return result
 
@@ -125,7 +125,7 @@ def test_speculation_is_refused():
         GenerationError,
         match=r"speculate=2: .* \(Gated DeltaNet\) cannot take back .*; leave it out",
     ):
-        SMALL.generator().generate([(1,)], dataclasses.replace(SETTINGS, speculate=2))
+        SMALL.generator().generate([(1,)], replace(SETTINGS, speculate=2))
 
 
 @pytest.mark.wide
@@ -171,7 +171,7 @@ def test_a_token_updates_the_states_in_place():
     states.
     """
     rows = 8
-    config = dataclasses.replace(CONFIG, delta_value_heads=8, delta_key_dim=32, delta_value_dim=32)
+    config = replace(CONFIG, delta_value_heads=8, delta_key_dim=32, delta_value_dim=32)
     model = to_decode_model(SmallDecoder(config).build(), None)
     mesh = model_mesh(SMALL.on(None))
     programs = Programs(model, mesh, Shape(rows, 64), SETTINGS, 256, frozenset())

@@ -1,7 +1,7 @@
 """Adapters written as PEFT has them, and merged into their kernels."""
 
-import dataclasses
 import itertools
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from jaxtp.layers.lora import LoraConfig
 
 PLAIN = small_model(vocab_size=37, num_layers=2, head_dim=6)
 LORA = LoraConfig(rank=3, alpha=5.0, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
-ADAPTED = dataclasses.replace(PLAIN, lora=LORA)
+ADAPTED = replace(PLAIN, lora=LORA)
 IDS = np.arange(16).reshape(2, 8) * 5 % 37
 
 
@@ -98,7 +98,7 @@ ROTATED = list(zip(OTHERS, itertools.cycle([{}, {"fsdp": 2, "tp": 2}, {"tp": 3}]
 def test_adapters_of_mixtures_and_other_attention_are_merged(case):
     kind, sizes = case
     with use_mesh(**sizes):
-        model = random_model(dataclasses.replace(PLAIN, **OTHERS[kind]))
+        model = random_model(replace(PLAIN, **OTHERS[kind]))
         adapted = move_adapters(jaxtp.add_adapters(model, LoraConfig(rank=2)))
         merged = jaxtp.merge_adapters(adapted)
         np.testing.assert_allclose(logits_of(merged), logits_of(adapted), atol=5e-5)
@@ -149,9 +149,7 @@ def test_what_cannot_be_exported_or_adapted_is_refused(tmp_path):
 def test_adapters_beside_weights_in_16_bits_are_merged_in_float32_and_rounded_once(tmp_path):
     frozen = "bfloat16"
     lora = LoraConfig(rank=3, alpha=5.0, targets=("down_proj",))
-    model = random_model(
-        dataclasses.replace(PLAIN, num_layers=1, precision=jaxtp.Precision(param=frozen))
-    )
+    model = random_model(replace(PLAIN, num_layers=1, precision=jaxtp.Precision(param=frozen)))
     adapted = move_adapters(jaxtp.add_adapters(model, lora))
     assert {array.dtype.name for array in values(adapted, nnx.LoRAParam).values()} == {"float32"}
     assert {array.dtype.name for array in values(adapted, jaxtp.FrozenParam).values()} == {frozen}

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import struct
+from functools import partial
 
 import pytest
 from hf_folders import assert_all_refused
@@ -85,7 +86,7 @@ def test_published_attributes_and_what_transformers_assumes_without_them():
 def test_unsupported_attributes_are_refused_by_name():
     assert_all_refused(
         {
-            f"{model} {changes}": (functools.partial(read, PUBLISHED[model] | changes), words)
+            f"{model} {changes}": (partial(read, PUBLISHED[model] | changes), words)
             for model, rows in read_table(__file__, "refused_attributes").items()
             for changes, *words in rows
         }
@@ -125,20 +126,20 @@ def test_attributes_that_change_the_model_cannot_be_ignored():
     for name, value in CHANGING.items():
         attributes = SMOLLM2 | {name: value}
         refusals[f"{name} read"] = (
-            functools.partial(read, attributes),
+            partial(read, attributes),
             [f"{name} = ", "change the model"],
         )
         refusals[f"{name} ignored"] = (
-            functools.partial(read, attributes, name),
+            partial(read, attributes, name),
             [f"--ignore-config {name}"],
         )
     for name in ("hidden_size", "model_type", "rope_scaling", "architectures"):
         refusals[name] = (
-            functools.partial(read, SMOLLM2, name),
+            partial(read, SMOLLM2, name),
             [f"--ignore-config {name}", "change the model"],
         )
     refusals["misspelt"] = (
-        functools.partial(read, SMOLLM2, "pad_tokn_id"),
+        partial(read, SMOLLM2, "pad_tokn_id"),
         ["pad_tokn_id", "pad_token_id"],
     )
     assert_all_refused(refusals)
@@ -229,10 +230,7 @@ def test_every_command_names_ignore_config_and_has_it(command, tmp_path, capsys)
 def test_numbers_of_attributes_are_positive_and_finite():
     values = [10**400, -(10**400), float("inf"), float("nan"), True, "1", None, [], 0]
     assert_all_refused(
-        {
-            repr(value): (functools.partial(positive, "factor", value), ["factor"])
-            for value in values
-        }
+        {repr(value): (partial(positive, "factor", value), ["factor"]) for value in values}
     )
 
 

@@ -2,8 +2,8 @@
 layers without experts.
 """
 
-import dataclasses
-import functools
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -196,10 +196,10 @@ def test_wrong_tensors_are_named(tmp_path):
         for number, row in enumerate(rows):
             folder = wrong_folder(name, row, tmp_path / f"{name} {number}")
             words = [row["says"]] if isinstance(row["says"], str) else row["says"]
-            refusals[str(row)] = functools.partial(jaxtp.load_hf, folder), words
+            refusals[str(row)] = partial(jaxtp.load_hf, folder), words
     for case, (name, named, changed) in NOT_FINITE.items():
         folder = older_folder(name, reference_tensors(name) | changed, tmp_path / case)
-        refusals[case] = functools.partial(jaxtp.load_hf, folder), [named, "not finite"]
+        refusals[case] = partial(jaxtp.load_hf, folder), [named, "not finite"]
     assert_all_refused(refusals)
 
 
@@ -332,11 +332,11 @@ LOST = {
 def test_what_a_family_of_experts_cannot_represent_is_named():
     refusals = {}
     for lost, (family, changes) in LOST.items():
-        config = dataclasses.replace(TINY, **changes)
-        action = functools.partial(write_attributes, config, FAMILIES[family], "float32")
+        config = replace(TINY, **changes)
+        action = partial(write_attributes, config, FAMILIES[family], "float32")
         refusals[lost] = action, [family, "cannot represent this model", lost]
     assert_all_refused(refusals)
-    dense = dataclasses.replace(TINY, **DENSE)
+    dense = replace(TINY, **DENSE)
     assert choose_family(dense, None).model_type == "llama", (
         "settings of experts mean nothing without them"
     )

@@ -2,10 +2,10 @@
 written back.
 """
 
-import dataclasses
-import functools
 import os
 import shutil
+from dataclasses import replace
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -157,10 +157,8 @@ MIXED_UP = {
 def test_no_tensor_of_a_multimodal_folder_is_made_up_or_skipped(tmp_path):
     refusals = {}
     for words, change in MIXED_UP.items():
-        folder = multimodal(
-            tmp_path / words, change=functools.partial(changed_tensors, change=change)
-        )
-        refusals[words] = functools.partial(jaxtp.load_hf, folder), [words]
+        folder = multimodal(tmp_path / words, change=partial(changed_tensors, change=change))
+        refusals[words] = partial(jaxtp.load_hf, folder), [words]
     assert_all_refused(refusals)
 
 
@@ -217,14 +215,12 @@ def test_adapters_need_pairs_next_to_each_other(tmp_path):
     configuration, names its folder.
     """
     base = FOLDER / "deepseek_v3_yarn"
-    config = dataclasses.replace(jaxtp.read_config(base), lora=LoraConfig(rank=2))
+    config = replace(jaxtp.read_config(base), lora=LoraConfig(rank=2))
     write_json(tmp_path / "adapter_config.json", {"base_model_name_or_path": str(base)})
     actions = {
-        "a run": functools.partial(load_base, base, config, jaxtp.make_mesh()),
-        "save_peft": functools.partial(
-            jaxtp.save_peft, random_model(config), tmp_path / "out", base=base
-        ),
-        "adapters": functools.partial(open_peft, tmp_path, jaxtp.read_config(base)),
+        "a run": partial(load_base, base, config, jaxtp.make_mesh()),
+        "save_peft": partial(jaxtp.save_peft, random_model(config), tmp_path / "out", base=base),
+        "adapters": partial(open_peft, tmp_path, jaxtp.read_config(base)),
     }
     assert_all_refused(
         {name: (action, ["rope_interleave = False"]) for name, action in actions.items()}

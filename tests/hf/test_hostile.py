@@ -2,9 +2,9 @@
 folder opened.
 """
 
-import functools
 import json
 import struct
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -274,7 +274,7 @@ def test_a_damaged_or_hostile_folder_is_refused_in_one_message(tmp_path):
         (tmp_path / str(number)).mkdir()
         folder = write_whole(tmp_path / str(number) / "model")
         change(folder)
-        refusals[case] = functools.partial(jaxtp.load_hf, folder), [*words, str(folder)]
+        refusals[case] = partial(jaxtp.load_hf, folder), [*words, str(folder)]
     assert_all_refused(refusals)
 
 

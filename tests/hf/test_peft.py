@@ -2,10 +2,10 @@
 or another model.
 """
 
-import dataclasses
-import functools
 import itertools
 import math
+from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -435,7 +435,7 @@ def test_a_and_b_are_exchanged_before_peft_0_19(width, tmp_path):
     """PEFT took `[E, out, in]` for `[E, in, out]`: `delta[e, out, in] = B[in, r, e] A[e, r, out]`.
     Where A and B have the same sides, the version decides.
     """
-    config = dataclasses.replace(MIXTRAL, d_ff=width)
+    config = replace(MIXTRAL, d_ff=width)
     shapes = {
         "mlp.experts.base_layer": ((E * R, 2 * width), (D, R * E)),
         "mlp.experts": ((E * R, D), (width, R * E)),
@@ -501,10 +501,10 @@ def bad_folders(kind, arrays, **attributes):
     """
     table = read_table(__file__, "refused_adapters")
     for changes, *words in table.get(kind, ()):
-        yield functools.partial(write, arrays=arrays, **{**attributes, **changes}), words
+        yield partial(write, arrays=arrays, **{**attributes, **changes}), words
     for change, *words in table[f"{kind} tensors"]:
         changes = attributes | change.get("with", {})
-        yield functools.partial(write, arrays=changed_tensors(arrays, change), **changes), words
+        yield partial(write, arrays=changed_tensors(arrays, change), **changes), words
 
 
 def test_unsupported_and_damaged_adapters_are_refused_in_one_message(tmp_path):
@@ -522,7 +522,7 @@ def test_unsupported_and_damaged_adapters_are_refused_in_one_message(tmp_path):
         (tmp_path / str(number)).mkdir()
         folder = write(tmp_path / str(number) / "adapters", tensors(PLAIN))
         change(folder)
-        action = functools.partial(open_peft, folder, model, family)
+        action = partial(open_peft, folder, model, family)
         refusals[f"{words} {number}"] = action, [*words, str(folder)]
     assert_all_refused(refusals)
 

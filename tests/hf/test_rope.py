@@ -2,9 +2,9 @@
 lists.
 """
 
-import functools
 import json
 import math
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -194,7 +194,7 @@ def test_hostile_lists_are_refused_in_one_short_message():
     for name, (value, *words) in HOSTILE.items():
         rope = {**LISTS, "rope_type": "longrope", "short_factor": value}
         refusals[name] = (
-            functools.partial(model_config, PHI35_MINI | {"rope_scaling": rope}, "it"),
+            partial(model_config, PHI35_MINI | {"rope_scaling": rope}, "it"),
             words,
         )
     assert_all_refused(refusals)

@@ -2,9 +2,9 @@
 and refused by name.
 """
 
-import dataclasses
 import itertools
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -154,7 +154,7 @@ def of_fields(fields):
     """Returns a small model with fields of `families.yaml`."""
     if "rope_scaling" in fields:
         fields = fields | {"rope_scaling": RopeScaling(**fields["rope_scaling"])}
-    return dataclasses.replace(SMALL, **with_tuples(fields))
+    return replace(SMALL, **with_tuples(fields))
 
 
 def test_the_family_follows_from_the_model():
@@ -181,14 +181,14 @@ NO_FAMILY = {
 def test_a_model_of_no_family_is_refused():
     for message, fields in NO_FAMILY.items():
         with pytest.raises(jaxtp.HFError, match=message) as refused:
-            choose_family(dataclasses.replace(SMALL, **fields), None)
+            choose_family(replace(SMALL, **fields), None)
         assert "experts" not in str(refused.value), (
             "families with experts are not the nearest of a dense model"
         )
     with pytest.raises(
         jaxtp.HFError, match=r"a llama cannot represent this model .*sliding_window: 4 -> None"
     ):
-        write_attributes(dataclasses.replace(SMALL, sliding_window=4), FAMILIES["llama"], "float32")
+        write_attributes(replace(SMALL, sliding_window=4), FAMILIES["llama"], "float32")
 
 
 def test_shards_hold_what_fits(small, tmp_path):

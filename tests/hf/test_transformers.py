@@ -2,7 +2,7 @@
 are the same.
 """
 
-import functools
+from functools import partial
 
 import jax
 import numpy as np
@@ -101,7 +101,7 @@ def in_double(model, ids):
         )
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=0)
 def logits_of(graph, state, ids):
     return nnx.merge(graph, state)(ids)
 

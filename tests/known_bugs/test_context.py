@@ -5,7 +5,7 @@ Each test first asks the same of the code as it is.
 """
 
 import ast
-import dataclasses
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def attended(cp, method, window=None, segments=SEGMENTS, kernel=run):
         order = sequences.positions(T)
 
         def body(q, k, v, sinks, segments):
-            given = dataclasses.replace(sequences, segments=segments)
+            given = replace(sequences, segments=segments)
             own = partial(kernel, window=window, sinks=context.of_heads(sinks, method))
             return given.attend(own, method, window, q, k, v)
 

@@ -2,7 +2,7 @@
 and tokens.
 """
 
-import dataclasses
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -107,7 +107,7 @@ def test_nanovlm_204_a_document_does_not_see_the_one_before_it(monkeypatch):
     assert min(others) > WRONG
 
 
-DELTA = dataclasses.replace(
+DELTA = replace(
     MODEL,
     learned_positions=None,
     delta_value_heads=2,
@@ -148,9 +148,7 @@ def test_nemo_rl_1672_sinks_are_trained_where_documents_are_packed(monkeypatch):
     and did not use them, so that they were never trained. Here they are, and the check of a run's
     kernels looks at their gradient.
     """
-    config = dataclasses.replace(
-        MODEL, attention_sinks=True, rope_theta=2.0, learned_positions=None
-    )
+    config = replace(MODEL, attention_sinks=True, rope_theta=2.0, learned_positions=None)
     graph, state = nnx.split(model(config))
     ids = np.arange(T, dtype=np.int32)[None]
 
@@ -170,7 +168,7 @@ def test_nemo_rl_1672_sinks_are_trained_where_documents_are_packed(monkeypatch):
     assert np.all(gradient() != 0)
     assert worst(kernels.KERNELS["blockwise"].run) < 1e-5
     assert worst(dropped) > WRONG
-    monkeypatch.setitem(kernels.KERNELS, "xla", dataclasses.replace(right, run=dropped))
+    monkeypatch.setitem(kernels.KERNELS, "xla", replace(right, run=dropped))
     assert np.all(gradient() == 0)
 
 

@@ -4,7 +4,7 @@ its prompt.
 One generator makes them all, three rows at a time.
 """
 
-import dataclasses
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -25,7 +25,7 @@ CONFIG = small_model(
 )
 PROMPTS = ["a", "tensor", "a prompt that is longer"]
 GREEDY = jaxtp.GenerationSettings(max_tokens=8)
-SAMPLED = dataclasses.replace(GREEDY, temperature=1.5, seed=7)
+SAMPLED = replace(GREEDY, temperature=1.5, seed=7)
 
 
 build = decoder(CONFIG)

@@ -1,6 +1,6 @@
 """The kernel of Gated DeltaNet's states against `lax`, interpreted on the CPU."""
 
-import dataclasses
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -123,9 +123,7 @@ def test_the_summary_of_a_run_says_what_computes_the_states_and_why():
         (said,) = describe_delta(model, platform)
         assert not [word for word in words if word not in said], said
         assert describe_kernels(TrainConfig(model=model), mesh_shape(), platform) == said
-        hybrid = TrainConfig(
-            model=dataclasses.replace(model, pattern=({}, {"delta_value_heads": 0}))
-        )
+        hybrid = TrainConfig(model=replace(model, pattern=({}, {"delta_value_heads": 0})))
         attention, *others = describe_kernels(hybrid, mesh_shape(), platform).split("; ")
         assert " attention (" in attention
         assert others[-1] == said

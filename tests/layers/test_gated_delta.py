@@ -1,6 +1,6 @@
 """Gated DeltaNet against a recurrence in float64, on meshes: outputs and every gradient."""
 
-import dataclasses
+from dataclasses import replace
 from functools import cache
 
 import deltas
@@ -65,9 +65,7 @@ def test_a_layer_is_the_recurrence_on_every_mesh(case):
 
 
 def test_initial_values_are_those_of_transformers_on_every_mesh():
-    config = dataclasses.replace(
-        CONFIG, delta_value_heads=600, delta_key_heads=200, delta_key_dim=1
-    )
+    config = replace(CONFIG, delta_value_heads=600, delta_key_heads=200, delta_key_dim=1)
     make = jax.jit(lambda: nnx.state(GatedDeltaNet(8, config, rngs=nnx.Rngs(0))))
     on = jaxtp.make_mesh(tp=3)
     with jax.set_mesh(on):
@@ -83,8 +81,8 @@ def test_initial_values_are_those_of_transformers_on_every_mesh():
 
 def test_settings_of_a_hybrid_may_be_those_of_the_model_or_of_its_pattern():
     sizes = {name: getattr(CONFIG, name) for name in ("delta_value_heads", "delta_key_heads")}
-    one = dataclasses.replace(CONFIG, num_layers=2, pattern=({}, {"delta_value_heads": 0}))
-    other = dataclasses.replace(
+    one = replace(CONFIG, num_layers=2, pattern=({}, {"delta_value_heads": 0}))
+    other = replace(
         one, delta_value_heads=0, delta_key_heads=0, pattern=(sizes, {"delta_key_heads": 2})
     )
     assert list(one.layers()) == list(other.layers())
@@ -102,7 +100,7 @@ def test_a_small_model_is_padded_like_the_large_one():
         "head_dim": 64,
         "norm_eps": 1e-6,
     }
-    large = dataclasses.replace(CONFIG, pattern=pattern, **wide)
+    large = replace(CONFIG, pattern=pattern, **wide)
     for tp in (2, 3, 4, 8):
         small = shrink_model(
             large, ShrinkSpec(tps=frozenset({1, tp}), shards=1, length=32, before=4096)

@@ -1,6 +1,6 @@
 """An adapter adds `alpha / rank * A @ B` to its kernel, and begins as nothing."""
 
-import dataclasses
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from jaxtp.checkpoint.logical import named_variables
 from jaxtp.layers.lora import LoraConfig
 
 CONFIG = small_model(vocab_size=19, head_dim=6)
-ADAPTED = dataclasses.replace(CONFIG, lora=LoraConfig(rank=3, alpha=5.0))
+ADAPTED = replace(CONFIG, lora=LoraConfig(rank=3, alpha=5.0))
 PLACES = {  # by target: the kernel, and the adapter beside it
     "q_proj": ("attention.qkv.kernels.0", "attention.qkv.loras.0"),
     "k_proj": ("attention.qkv.kernels.1", "attention.qkv.loras.1"),
@@ -58,7 +58,7 @@ def arrays_of(model):
 
 def test_only_the_targets_have_an_adapter():
     for target, (_, adapter) in PLACES.items():
-        config = dataclasses.replace(CONFIG, lora=LoraConfig(rank=2, targets=(target,)))
+        config = replace(CONFIG, lora=LoraConfig(rank=2, targets=(target,)))
         names = {
             name
             for name in named_variables(nnx.state(nnx.eval_shape(decoder(config))))

@@ -1,8 +1,8 @@
 """A block, and a whole step, move what they must and compute what is declared, counted in the
 jaxpr."""
 
-import dataclasses
 from collections import Counter
+from dataclasses import replace
 
 import accounts
 import jax
@@ -68,7 +68,7 @@ def rotated():
 @swept("case", rotated(), *(case for case in rotated() if case[1] in DEFAULT))
 def test_a_step_moves_and_multiplies_what_is_declared(case):
     kind, name, mesh, policy = case
-    config = dataclasses.replace(MODELS[kind][name], remat=policy)
+    config = replace(MODELS[kind][name], remat=policy)
     context = kind if kind in ("ulysses", "gather") else "auto"
     found = accounts.account_of(config, mesh, accumulation=2, context=context)
     budget = found.costs.budget

@@ -1,6 +1,6 @@
 """The decoder against plain mathematics, and configurations that are refused."""
 
-import dataclasses
+from dataclasses import replace
 from typing import get_args
 
 import jax
@@ -80,7 +80,7 @@ def test_a_layer_scale_is_stored_and_not_trained():
 
 def test_norms_after_a_branch_may_have_another_epsilon():
     block = jaxtp.DecoderBlock(
-        dataclasses.replace(PLAIN, norm_placement="both", norm_after_eps=1e-8), rngs=nnx.Rngs(0)
+        replace(PLAIN, norm_placement="both", norm_after_eps=1e-8), rngs=nnx.Rngs(0)
     )
     epsilons = [(before.eps, after.eps) for _, _, before, after in block.branches()]
     assert epsilons == [(PLAIN.norm_eps, 1e-8)] * 2
@@ -93,7 +93,7 @@ def test_remat_changes_no_gradient():
     ids = np.random.default_rng(1).integers(0, PLAIN.vocab_size, (B, T), np.int32)
 
     def gradients(policy, state):
-        graph = nnx.graphdef(nnx.eval_shape(decoder(dataclasses.replace(PLAIN, remat=policy))))
+        graph = nnx.graphdef(nnx.eval_shape(decoder(replace(PLAIN, remat=policy))))
         return jax.grad(lambda state: nnx.merge(graph, state).loss(ids, ids)[0])(state)
 
     every = jax.jit(
@@ -106,7 +106,7 @@ def test_remat_changes_no_gradient():
 
 def test_a_configuration_that_cannot_be_is_refused_in_python_too():
     def error_of(row):
-        config = dataclasses.replace(PLAIN, **with_tuples(row["model"]))
+        config = replace(PLAIN, **with_tuples(row["model"]))
         return raised_by(lambda: decoder(config)(), kind=ConfigError)
 
     rows = [
@@ -123,7 +123,7 @@ def test_a_configuration_that_cannot_be_is_refused_in_python_too():
 
 def test_a_sequence_beyond_the_learned_positions_is_refused():
     """JAX would take the last of them for all that come after."""
-    config = dataclasses.replace(PLAIN, learned_positions=4)
+    config = replace(PLAIN, learned_positions=4)
     with pytest.raises(ConfigError, match=r"5 tokens .* 4 positions"):
         jax.eval_shape(lambda ids: decoder(config)()(ids), np.zeros((1, 5), np.int32))
 

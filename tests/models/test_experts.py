@@ -1,7 +1,7 @@
 """Mixtures of experts: what evens out their load is that of one device. (Updates:
 test_updates.py.)"""
 
-import dataclasses
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -65,7 +65,7 @@ def weights():
 def stepped(mesh, accumulation, remat, scan_layers=True):
     """Losses and gradients, counts, the selection biases after an update and what was dropped, of a
     batch on a mesh."""
-    config = dataclasses.replace(MIXTURE, remat=remat, scan_layers=scan_layers)
+    config = replace(MIXTURE, remat=remat, scan_layers=scan_layers)
     run = variant(RUN, {"train": {"accumulation": accumulation}})
     on = mesh_of(sizes_of(mesh))
     graph, state = state_on_mesh(lambda: build(config), weights(), on)

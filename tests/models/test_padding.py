@@ -4,7 +4,7 @@ shows outside.
 (Updates on meshes: test_updates.py.)
 """
 
-import dataclasses
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +150,7 @@ def test_what_padding_costs_is_said_and_counted():
     assert "WARNING" not in text
     # As where a run prints its summary.
     with use_mesh(tp=2):
-        assert describe_padding(dataclasses.replace(config, loss_chunk=6), mesh_shape(tp=8)) == text
+        assert describe_padding(replace(config, loss_chunk=6), mesh_shape(tp=8)) == text
     much = describe_padding(variant(RUN.model, FEW), mesh_shape(tp=5))
     assert much.endswith("much padding; tp 1 needs none")
     shape = {"batch_size": 8, "sequence_length": 8}

@@ -1,6 +1,6 @@
 """Outputs, gradients and three updates of a run on any mesh are those of one device."""
 
-import dataclasses
+from dataclasses import replace
 
 import deltas
 import pytest
@@ -56,7 +56,7 @@ def test_three_updates_on_a_mesh_are_those_of_one_device(name):
         path: error / 2 if ".nu." in path else error for path, error in errors.updates.items()
     }
     tolerance = parity.TOLERANCES[run.model.precision.compute]
-    assert dataclasses.replace(errors, updates=updates).within(tolerance), errors
+    assert replace(errors, updates=updates).within(tolerance), errors
     assert found.problems == ()
     has_experts = "num_experts" in str(settings) and not run.model.lora.rank
     assert has_experts == any("mlp.router" in name for name in found.gradients)

@@ -3,6 +3,7 @@ updates are the same.
 """
 
 import functools
+from functools import partial
 
 import flax_models as models
 import jax
@@ -37,7 +38,7 @@ CASES = {
     "llama": (models.Llama, models.LLAMA_PLAN),
     "llama without a plan": (models.Llama, {}),
     "llama, all-reduced": (
-        functools.partial(models.LlamaBlock, kv_heads=2, use_bias=True),
+        partial(models.LlamaBlock, kv_heads=2, use_bias=True),
         {
             "attention": PrepareInput(Replicate(), Replicate()),
             "attention.w{q,k,v}": Colwise(),

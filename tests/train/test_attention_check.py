@@ -2,7 +2,7 @@
 planted is named.
 """
 
-import dataclasses
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ RIGHT = kernels.KERNELS["blockwise"]
 
 
 def check(dtype="float32", length=50, **model):
-    model = dataclasses.replace(MODEL, precision=Precision(compute=dtype), **model)
+    model = replace(MODEL, precision=Precision(compute=dtype), **model)
     run = TrainConfig(model=model, data=DataConfig(sequence_length=length))
     check_attention(run, jaxtp.make_mesh(tp=2), on_cpu=True)
 
@@ -58,7 +58,7 @@ def planted(change):
         q, k, v = (arguments.pop(name) for name in "qkv")
         return RIGHT.run(q, k, v, **arguments)
 
-    return dataclasses.replace(RIGHT, run=run)
+    return replace(RIGHT, run=run)
 
 
 MISTAKES = {
@@ -143,7 +143,7 @@ def test_a_kernel_that_does_not_run_there_is_one_message(monkeypatch):
     def unsupported(*_, **__):
         raise NotImplementedError("no such instruction\nand more")
 
-    monkeypatch.setitem(kernels.KERNELS, "blockwise", dataclasses.replace(RIGHT, run=unsupported))
+    monkeypatch.setitem(kernels.KERNELS, "blockwise", replace(RIGHT, run=unsupported))
     with pytest.raises(
         ConfigError, match="the kernel blockwise does not run on cpu: no such instruction; try"
     ):
@@ -178,7 +178,7 @@ def run_of_length(length, **loop):
     programs.
     """
     assert length < 16
-    model = dataclasses.replace(MODEL, attention="auto")
+    model = replace(MODEL, attention="auto")
     return TrainConfig(
         model=model, data=DataConfig(sequence_length=length), train=LoopConfig(**loop)
     )
@@ -220,7 +220,7 @@ def test_a_kernel_that_is_as_fast_stays(times):
 
 
 def test_a_kernel_that_is_wrong_is_no_rival(times, monkeypatch):
-    wrong = dataclasses.replace(planted(MISTAKES["no documents"]), name="xla")
+    wrong = replace(planted(MISTAKES["no documents"]), name="xla")
     monkeypatch.setattr(self_check, "candidates", lambda asked, use: [RIGHT, wrong])
     assert "measured" not in chosen(run_of_length(13))
 

@@ -1,7 +1,7 @@
 """The defaults of a run that begins with a trained model."""
 
-import dataclasses
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -89,9 +89,7 @@ def test_a_recipe_has_the_sizes_of_its_model_and_leaves_no_default_open(recipe, 
     flags = [f"--config={file}", f"--model.from-hf={tmp_path}"]
     config, notes = TRAIN.load(flags, partial(resolve_defaults, devices=gpus(8)))
     assert notes == []
-    assert training_of(config) == dataclasses.replace(
-        alone, model=dataclasses.replace(alone.model, from_hf=tmp_path)
-    )
+    assert training_of(config) == replace(alone, model=replace(alone.model, from_hf=tmp_path))
 
 
 @swept("memory", [20e9, 44.5e9], 44.5e9)
@@ -101,7 +99,7 @@ def test_a_default_mesh_lacks_the_least_memory(tmp_path, memory):
     """
     write_json(tmp_path / "config.json", PUBLISHED["models"]["llama31_70b"])
     flags = [f"--model.from-hf={tmp_path}", "--model.lora.rank=16", "--data.sequence-length=2048"]
-    devices = dataclasses.replace(gpus(8), kind="h100", platform="cuda", memory=memory)
+    devices = replace(gpus(8), kind="h100", platform="cuda", memory=memory)
     config, _ = TRAIN.load(flags, partial(resolve_defaults, devices=devices))
     able = [
         sizes
@@ -337,7 +335,7 @@ def test_a_run_on_gpus_computes_in_bfloat16_unless_told_otherwise(ask):
     config, notes = ask(*WHOLE_MESH, begins=())
     assert config.model.precision.compute == "bfloat16"
     assert names_of(notes) == {"model.precision.compute"}
-    old_gpus = dataclasses.replace(gpus(8), bfloat16=False)
+    old_gpus = replace(gpus(8), bfloat16=False)
     for flags, place in ((("--model.precision.compute=float32",), gpus(8)), ((), old_gpus)):
         config, notes = ask(*WHOLE_MESH, *flags, place=place, begins=())
         assert (config.model.precision.compute, notes) == ("float32", [])

@@ -1,8 +1,8 @@
 """Distillation from a teacher's likeliest tokens, against dense formulas on whole logits."""
 
-import dataclasses
 import functools
 import math
+from dataclasses import replace
 
 import accounts
 import jax
@@ -50,7 +50,7 @@ class Shallow(jaxtp.Decoder):
         return self.norm(self.embed(ids_BT, sequences))
 
 
-EXPERTS = dataclasses.replace(MODEL, num_experts=4, experts_per_token=2, sequence_parallel=True)
+EXPERTS = replace(MODEL, num_experts=4, experts_per_token=2, sequence_parallel=True)
 MODELS = {
     "shallow": lambda: Shallow(MODEL, rngs=nnx.Rngs(0)),
     "decoder": lambda: create_decoder(MODEL, rngs=nnx.Rngs(0)),

@@ -1,8 +1,8 @@
 """Training that begins with a model in Hugging Face format: all of it, or adapters beside it."""
 
-import dataclasses
 import io
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -127,7 +127,7 @@ def test_adapters_alone_are_stored_and_a_run_goes_on_beside_the_same_model_only(
 @pytest.mark.wide
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_family_is_trained_beside_adapters_and_exported_as_itself(name, tmp_path, command):
-    config = dataclasses.replace(jaxtp.read_config(FOLDER / name), vocab_size=256)
+    config = replace(jaxtp.read_config(FOLDER / name), vocab_size=256)
     family = read_json(FOLDER / name / "config.json")["model_type"]
     jaxtp.save_hf(jaxtp.Decoder(config, rngs=nnx.Rngs(5)), tmp_path / "model", family=family)
     flags = [

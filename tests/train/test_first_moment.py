@@ -2,7 +2,7 @@
 changes.
 """
 
-import dataclasses
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -155,13 +155,13 @@ RUN = TrainConfig(
 )
 
 
-WIDE = dataclasses.replace(RUN, optimizer=OptimizerConfig())
+WIDE = replace(RUN, optimizer=OptimizerConfig())
 
 
 @pytest.mark.wide
 def test_a_run_equals_one_device_but_for_few_last_digits():
     """Rounding of float32 decides where a value is next to the noise."""
-    config = dataclasses.replace(RUN, optimizer=dataclasses.replace(RUN.optimizer, name="muon"))
+    config = replace(RUN, optimizer=replace(RUN.optimizer, name="muon"))
     initial = parity.initial_arrays(config)
     one = parity.run(config, ONE_DEVICE, initial)
     many = parity.run(config, Case(mesh_shape(fsdp=2, tp=2), True), initial, audited=True)
@@ -174,7 +174,7 @@ def test_a_run_equals_one_device_but_for_few_last_digits():
 def test_an_estimate_has_two_bytes_less_for_each_parameter():
     before, after = (memory_per_device(config, mesh_shape()) for config in (WIDE, RUN))
     saved = before.parameters // 2
-    assert dataclasses.replace(after, optimizer=after.optimizer + saved) == before
+    assert replace(after, optimizer=after.optimizer + saved) == before
 
 
 def test_another_dtype_is_refused_on_resuming_and_with_adafactor():
@@ -182,8 +182,6 @@ def test_another_dtype_is_refused_on_resuming_and_with_adafactor():
     assert not check_resumable(RUN, {}, info)
     with pytest.raises(RunFolderError, match=r"optimizer\.first_moment: bfloat16 -> param"):
         check_resumable(WIDE, {}, info)
-    config = dataclasses.replace(
-        RUN, optimizer=dataclasses.replace(RUN.optimizer, name="adafactor")
-    )
+    config = replace(RUN, optimizer=replace(RUN.optimizer, name="adafactor"))
     (problem,) = violations_on(config, mesh_shape())
     assert "optimizer.first_moment=bfloat16 has no effect on adafactor" in problem

@@ -2,10 +2,10 @@
 allots.
 """
 
-import dataclasses
 import json
 import re
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -54,7 +54,7 @@ def plan_of(config, mesh):
 
 def run_of(length, rows, accumulation=1, **model):
     return TrainConfig(
-        model=dataclasses.replace(MODEL, **model),
+        model=replace(MODEL, **model),
         data=DataConfig(sequence_length=length, global_batch_size=rows),
         train=LoopConfig(accumulation=accumulation),
     )
@@ -75,10 +75,8 @@ def total():
 
 MODELS = {
     "plain": MODEL,
-    "tied": dataclasses.replace(
-        MODEL, tie_embeddings=True, precision=jaxtp.Precision(param="bfloat16")
-    ),
-    "adapters": dataclasses.replace(
+    "tied": replace(MODEL, tie_embeddings=True, precision=jaxtp.Precision(param="bfloat16")),
+    "adapters": replace(
         MODEL,
         lora=LoraConfig(rank=4),
         d_model=256,
@@ -169,8 +167,8 @@ def test_gated_delta_net_takes_memory_in_proportion_to_the_length():
 
 def test_frozen_weights_take_the_bytes_of_their_dtype_and_only_adapters_have_gradients():
     sizes = mesh_shape(fsdp=2, tp=2)
-    adapted = dataclasses.replace(MODEL, lora=LoraConfig(rank=4))
-    half = dataclasses.replace(adapted, precision=jaxtp.Precision(param="bfloat16"))
+    adapted = replace(MODEL, lora=LoraConfig(rank=4))
+    half = replace(adapted, precision=jaxtp.Precision(param="bfloat16"))
     whole, frozen = (memory_per_device(TrainConfig(model=each), sizes) for each in (adapted, half))
     adapters = sum(
         a.bytes_per_device(sizes) for a in stored_arrays(TrainConfig(model=half)) if a.trained

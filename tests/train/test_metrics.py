@@ -1,6 +1,5 @@
 """What a run measures of itself, and where it writes it."""
 
-import dataclasses
 import importlib.util
 import json
 import math
@@ -9,6 +8,7 @@ import subprocess
 import sys
 import time
 import typing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -291,7 +291,7 @@ def test_flops_per_token_leave_out_what_a_token_does_not_use():
     experts = 3 * 3 * 64 * 48
     found = flops_per_token(model, 10**6 + head + 8 * experts, sequence_length=0)
     assert found == 6 * (10**6 + 2 * experts)
-    frozen = dataclasses.replace(model, lora=LoraConfig(rank=2, targets=("q_proj",)))
+    frozen = replace(model, lora=LoraConfig(rank=2, targets=("q_proj",)))
     adapters = 3 * 2 * (64 + model.num_heads * model.head_dim)
     found = flops_per_token(frozen, 10**6 + head + adapters + 8 * experts, sequence_length=0)
     assert found == 4 * (10**6 + 2 * experts) + 6 * adapters

@@ -2,8 +2,8 @@
 holds as declared.
 """
 
-import dataclasses
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -141,13 +141,13 @@ def exchanged(traffic):
 DECLARED = [(FOUR, "plain"), (FSDP_4, "adapters"), (TP_4, "bfloat16")]
 VARIANTS = {
     "plain": MODEL,
-    "adapters": dataclasses.replace(MODEL, lora=LoraConfig(rank=3)),
-    "bfloat16": dataclasses.replace(MODEL, precision=jaxtp.Precision(param="bfloat16")),
+    "adapters": replace(MODEL, lora=LoraConfig(rank=3)),
+    "bfloat16": replace(MODEL, precision=jaxtp.Precision(param="bfloat16")),
 }
 
 
 def traced_and_declared(model, sizes):
-    config = dataclasses.replace(RUN, model=model)
+    config = replace(RUN, model=model)
     plan = plan_state(model, optimizers.build(config.optimizer, 10), mesh_of(sizes))
     traced = trace_step(config, plan)
     costs = costs_of_step(config, sizes)
@@ -170,5 +170,5 @@ def test_what_it_moves_and_computes_is_what_is_declared(case):
 @swept("sizes", [TP_4, TP_8, FOUR, mesh_shape(dp=2)], TP_4)
 def test_experts_are_dealt_out_as_declared(sizes):
     """Six of them: whole ones over tp 2, and a part of each over tp 4 and 8."""
-    _, _, declared = traced_and_declared(dataclasses.replace(MODEL, num_experts=6, d_ff=24), sizes)
+    _, _, declared = traced_and_declared(replace(MODEL, num_experts=6, d_ff=24), sizes)
     assert any(module.endswith("muon") for module, *_ in declared) or sizes == mesh_shape(dp=2)

@@ -1,6 +1,6 @@
 """Rules, schedules and groups: against Optax's own and against one device."""
 
-import dataclasses
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jaxtp.train.validation import violations_on
 TABLES = read_table(__file__)
 SMALL = small_model(num_heads=8, head_dim=12, rope_theta=2.0)
 # from 128 on, adafactor factors
-WIDE = dataclasses.replace(SMALL, d_model=128, head_dim=16, d_ff=128)
+WIDE = replace(SMALL, d_model=128, head_dim=16, d_ff=128)
 GROUPS = {
     "blocks.mlp*": GroupConfig(learning_rate_scale=0.5),
     "*.scale": GroupConfig(weight_decay=0.3),
@@ -122,13 +122,13 @@ def test_the_rule_alone_decides_what_a_checkpoint_holds(name):
     for changes in TABLES["other_values"]:
         assert stored(variant(grouped, changes)) == expected, changes
     assert stored(grouped, steps=1) == expected
-    smaller = stored(dataclasses.replace(grouped, first_moment="bfloat16"))
+    smaller = stored(replace(grouped, first_moment="bfloat16"))
     assert smaller.keys() == expected.keys()
     changed = {path for path, array in expected.items() if smaller[path] != array}
     assert changed == {path for path in expected if ".mu" in path}
 
 
-BFLOAT16 = dataclasses.replace(SMALL, precision=jaxtp.Precision(param="bfloat16"))
+BFLOAT16 = replace(SMALL, precision=jaxtp.Precision(param="bfloat16"))
 
 
 def test_moments_that_would_never_forget_are_refused():
@@ -136,7 +136,7 @@ def test_moments_that_would_never_forget_are_refused():
 
     def problems(name, model, **betas):
         optimizer = OptimizerConfig(name=name, warmup_steps=1, **betas)
-        config = dataclasses.replace(config_of("lion"), model=model, optimizer=optimizer)
+        config = replace(config_of("lion"), model=model, optimizer=optimizer)
         return list(violations_on(config, mesh_shape()))
 
     (problem,) = problems("adamw", BFLOAT16, beta2=0.999)
@@ -212,7 +212,7 @@ GROUPED = {  # how many times as much the head moves, and whether scales move as
 def test_groups_change_rate_and_decay_of_their_parameters_alone(name):
     groups, share, scales_stay = GROUPED[name]
     base = OptimizerConfig(learning_rate=1e-2, warmup_steps=0)
-    rules = [optimizers.build(dataclasses.replace(base, groups=each), 10) for each in ({}, groups)]
+    rules = [optimizers.build(replace(base, groups=each), 10) for each in ({}, groups)]
     before = arrays()
     plain, changed = (updated(rule, before, before)[0] for rule in rules)
     np.testing.assert_allclose(changed["head.kernel"], share * plain["head.kernel"], rtol=1e-6)
@@ -222,11 +222,11 @@ def test_groups_change_rate_and_decay_of_their_parameters_alone(name):
 
 def test_a_group_of_frozen_parameters_is_refused():
     groups = {"embedding.*": GroupConfig(weight_decay=0.0)}
-    config = dataclasses.replace(config_of("lion"), optimizer=OptimizerConfig(groups=groups))
-    adapted = dataclasses.replace(SMALL, lora=LoraConfig(rank=2))
+    config = replace(config_of("lion"), optimizer=OptimizerConfig(groups=groups))
+    adapted = replace(SMALL, lora=LoraConfig(rank=2))
     plan(config, jaxtp.make_mesh())
     with pytest.raises(ConfigError, match=r"'embedding.\*' matches no trained parameter"):
-        plan(dataclasses.replace(config, model=adapted), jaxtp.make_mesh())
+        plan(replace(config, model=adapted), jaxtp.make_mesh())
 
 
 def rates(steps, at, **settings):

@@ -2,12 +2,12 @@
 their folders.
 """
 
-import dataclasses
 import functools
 import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -288,7 +288,7 @@ def test_the_weights_are_those_of_the_function():
 
 
 def test_a_class_with_some_arguments_gets_the_others_and_random_numbers():
-    with_input = functools.partial(nnx.Linear, 4)
+    with_input = partial(nnx.Linear, 4)
     sizes = {"out_features": 3}
     model = builder(with_input, jaxtp.ModelConfig(arguments=sizes))(nnx.Rngs(0))
     assert model.kernel.shape == (4, 3)
@@ -305,11 +305,11 @@ def with_more(rngs):
 
 
 def plain(rngs, **changes):
-    return jaxtp.Decoder(dataclasses.replace(CONFIG, **changes), rngs=rngs)
+    return jaxtp.Decoder(replace(CONFIG, **changes), rngs=rngs)
 
 
 CONTRACT = "its __init__ should make all of it from its config"
-adapted = functools.partial(plain, lora=jaxtp.LoraConfig(rank=2))
+adapted = partial(plain, lora=jaxtp.LoraConfig(rank=2))
 REFUSED = {
     "made later": (
         with_more,
@@ -318,7 +318,7 @@ REFUSED = {
     ),
     "adapters": (adapted, {}, r"takes weights by --run.init-from, and has no adapters"),
     "a mesh": (
-        functools.partial(plain, d_model=15),
+        partial(plain, d_model=15),
         {"mesh": "fsdp=2"},
         r"d_model=15 is not divisible by mesh.fsdp",
     ),
@@ -427,7 +427,7 @@ def test_the_check_and_the_budget_take_it():
     )
     data = DataConfig(sequence_length=16, global_batch_size=16)
     cases = [Case(mesh_shape(cp=2, tp=2), False, "gather")]
-    small = shrink(TrainConfig(model=dataclasses.replace(model, d_model=64), data=data), cases)
+    small = shrink(TrainConfig(model=replace(model, d_model=64), data=data), cases)
     (verdict,) = verdicts(small, cases)
     assert verdict.passed, (verdict.errors, verdict.problems)
     assert "model.second.kernel" in initial_arrays(small)

@@ -2,8 +2,8 @@
 parity over meshes.
 """
 
-import dataclasses
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -27,7 +27,7 @@ B = 8
 T = 5
 SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=1)
 PLAIN = small_model(vocab_size=32, num_heads=8, num_kv_heads=8)
-ODD = dataclasses.replace(
+ODD = replace(
     PLAIN,
     vocab_size=19,
     num_kv_heads=2,
@@ -74,9 +74,7 @@ def test_bfloat16_parameters_have_gradients_and_norms_that_are_summed_in_float32
     """In bfloat16 a sum of 256 micro-batches loses the last digits of each of its terms: 2%
     here.
     """
-    plan = plan_of(
-        dataclasses.replace(PLAIN, precision=jaxtp.Precision(param="bfloat16")), dp=2, tp=2
-    )
+    plan = plan_of(replace(PLAIN, precision=jaxtp.Precision(param="bfloat16")), dp=2, tp=2)
     tokens = np.random.default_rng(0).integers(0, PLAIN.vocab_size, (512, 3), np.int32)
     batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
     found = []

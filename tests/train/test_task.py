@@ -2,10 +2,10 @@
 these parts.
 """
 
-import functools
 import itertools
 import re
 import runpy
+from functools import partial
 from pathlib import Path
 
 import grain
@@ -131,7 +131,7 @@ def test_plain_arrays_have_the_seed_of_the_weights_they_were_trained_with(tmp_pa
     ) as trainer:
         np.testing.assert_array_equal(trainer.model.frequencies, trained)
     assert "changed since: the values" not in capsys.readouterr().out
-    wider = functools.partial(RandomFeatures, scale=1.1)
+    wider = partial(RandomFeatures, scale=1.1)
     with trainer_of(run, "tp=2", settings={"run.seed": 5}, model=wider) as trainer:
         np.testing.assert_allclose(trainer.model.frequencies, 1.1 * trained, rtol=1e-6)
     assert "changed since: the values of model.frequencies" in capsys.readouterr().out
@@ -140,7 +140,7 @@ def test_plain_arrays_have_the_seed_of_the_weights_they_were_trained_with(tmp_pa
 def test_a_loop_of_ones_own_gives_one_seed_for_weights_and_plain_arrays():
     mesh = jaxtp.make_mesh(fsdp=2)
     build = lambda rngs: jaxtp.parallelize(RandomFeatures(rngs=rngs), mesh=mesh)
-    plan = functools.partial(plan_state, jaxtp.ModelConfig(), small_net.optimizer, mesh, build)
+    plan = partial(plan_state, jaxtp.ModelConfig(), small_net.optimizer, mesh, build)
     with pytest.raises(
         UserError, match=r"seed 5, and model.frequencies, .* is of seed 0; .*seed=5"
     ):

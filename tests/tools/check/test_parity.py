@@ -2,8 +2,8 @@
 equal one device's.
 """
 
-import dataclasses
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,7 +76,7 @@ def rotated():
 def interpreted():
     """The kernel for GPUs, run by its interpreter."""
     with pytest.MonkeyPatch.context() as patched:
-        anywhere = dataclasses.replace(KERNELS["fused"], run=fused_attention, platforms=None)
+        anywhere = replace(KERNELS["fused"], run=fused_attention, platforms=None)
         patched.setitem(KERNELS, "fused", anywhere)
         yield
 
@@ -169,9 +169,7 @@ def test_accumulation_equals_the_whole_batch():
 def test_errors_are_those_of_the_worst_arrays():
     ones = np.ones(4)
     expected = parity.Numbers(ones, ones, {"w": ones, "v": ones}, {"w": ones})
-    actual = dataclasses.replace(
-        expected, gradients={"w": ones, "v": 1.5 * ones}, state={"w": np.nan * ones}
-    )
+    actual = replace(expected, gradients={"w": ones, "v": 1.5 * ones}, state={"w": np.nan * ones})
     errors = parity.compare(actual, expected)
     tolerance = parity.Tolerance(1, 1)
     assert (errors.loss, errors.gradients) == (0, {"w": 0, "v": 0.5})

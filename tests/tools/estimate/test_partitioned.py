@@ -2,10 +2,10 @@
 out.
 """
 
-import dataclasses
 import inspect
 import itertools
 import math
+from dataclasses import replace
 
 import jax
 import pytest
@@ -111,8 +111,8 @@ def test_tier_1_knows_an_optimizer_that_exchanges_matrices():
 @pytest.mark.wide
 @pytest.mark.parametrize("name", TRAINED)
 def test_tier_1_knows_every_family(name):
-    model = dataclasses.replace(jaxtp.read_config(FOLDER / name), loss_chunk=8)
-    config = dataclasses.replace(CONFIG, model=model)
+    model = replace(jaxtp.read_config(FOLDER / name), loss_chunk=8)
+    config = replace(CONFIG, model=model)
     assert_equal_to_tier_1(
         compile_partitioned(setting("1-2-1-4", {"data.sequence_length": 16}, config))
     )
@@ -151,7 +151,7 @@ def test_a_planted_reshard_is_called_out_with_its_line(monkeypatch):
 
 def test_more_devices_than_a_process_can_have_are_refused():
     where = Target(find("h100"), 2 * MAX_DEVICES, 1.0)
-    many = dataclasses.replace(setting("1-1-1-8"), target=where)
+    many = replace(setting("1-1-1-8"), target=where)
     with pytest.raises(ConfigError, match="at most 1,024 virtual CPU devices"):
         request_devices(many)
 

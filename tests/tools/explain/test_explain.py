@@ -1,7 +1,7 @@
 """What `explain` says of models whose answer is known."""
 
-import dataclasses
 import math
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -215,7 +215,7 @@ def decoder_on(config, sizes, rows=8, length=32):
 
 def test_our_own_decoder_has_the_split_it_declares():
     """Frozen weights beside adapters too."""
-    config = dataclasses.replace(SMALL, lora=jaxtp.LoraConfig(rank=4))
+    config = replace(SMALL, lora=jaxtp.LoraConfig(rank=4))
     found = decoder_on(config, OVER_FSDP_AND_TP)
     with use_mesh(**OVER_FSDP_AND_TP):
         abstract = nnx.eval_shape(decoder(config))
@@ -351,7 +351,7 @@ ON_MESHES = [(OVER_FSDP_AND_TP, "none", 4), ({"cp": 2, "tp": 2}, "none", 0), ({"
 @pytest.mark.parametrize(("sizes", "remat", "experts"), ON_MESHES, ids=str)
 def test_flops_of_the_decoder_are_those_of_its_formulas(sizes, remat, experts):
     """But for the head, which the loss runs once more than a call of the model does."""
-    model = dataclasses.replace(SMALL, num_layers=2, remat=remat, num_experts=experts)
+    model = replace(SMALL, num_layers=2, remat=remat, num_experts=experts)
     config = TrainConfig(model=model)
     found = decoder_on(model, sizes, config.data.global_batch_size, config.data.sequence_length)
     costs = costs_of_step(config, jaxtp.mesh.mesh_shape(**sizes))
