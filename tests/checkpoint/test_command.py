@@ -27,8 +27,9 @@ def run(tmp_path_factory):
         "mesh": {"dp": 1, "fsdp": 2, "tp": 2},
         "processes": 1,
         "versions": {"jax": "x"},
+        "corpus": {"sha256": "abc"},
+        "config": {"model": {"d_model": 8}},
     }
-    info |= {"corpus": {"sha256": "abc"}, "config": {"model": {"d_model": 8}}}
     mesh = jaxtp.make_mesh(1, 2, 2)
     with Checkpoints(folder / "checkpoints") as checkpoints:
         for step in (1, 2):

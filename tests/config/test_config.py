@@ -184,7 +184,8 @@ HINT = re.compile(r"(\w+)(?: can be)? (\d+(?:(?:, | or )\d+)*)")
 SETTINGS = {
     **{axis: f"mesh.{axis}" for axis in ONE},
     **{name: f"model.{name}" for name in ("num_heads", "num_kv_heads", "d_ff", "d_model")},
-    **{"accumulation": "train.accumulation", "global_batch_size": "data.global_batch_size"},
+    "accumulation": "train.accumulation",
+    "global_batch_size": "data.global_batch_size",
     "sequence_length": "data.sequence_length",
 }
 

@@ -65,8 +65,10 @@ def start(tmp_path, cable):
             "JAX_COORDINATOR_ADDRESS": ADDRESS,
             "JAX_NUM_PROCESSES": "2",
             "JAX_PROCESS_ID": str(process),
+            "JAX_NUM_CPU_DEVICES": "2",
+            "JAXTP_JOIN_SECONDS": "60",
+            "PYTHONUNBUFFERED": "1",
         }
-        place |= {"JAX_NUM_CPU_DEVICES": "2", "JAXTP_JOIN_SECONDS": "60", "PYTHONUNBUFFERED": "1"}
         train = [
             sys.executable,
             "-m",

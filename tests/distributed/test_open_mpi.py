@@ -43,13 +43,11 @@ def mpirun(tmp_path):
             "PACE": str(tmp_path / "pace"),
             "JAX_NUM_CPU_DEVICES": "1",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        }
-        place |= {
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "TMPDIR": "/tmp",
+            "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
         }
-        place |= {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
         with (tmp_path / "log").open("w") as log:
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
             started.append(

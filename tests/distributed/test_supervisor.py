@@ -60,8 +60,11 @@ def launched(folder, count, code, *flags, shell=()):
         "launch",
         f"--processes={count}",
         f"--logs={folder}",
+        *flags,
+        "--",
+        "-c",
+        ME + code,
     ]
-    command += [*flags, "--", "-c", ME + code]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from made_once import TINY_MODEL, TINY_RUN, made_once, words_of
 from runs import TEXT, mesh
-from support import sweep, use_mesh
+from support import assert_refused, sweep, use_mesh
 from tables import raised_by, read_json, read_table, unexpected
 
 import jaxtp
@@ -295,8 +295,7 @@ def test_a_run_that_has_moved_from_its_data(tmp_path, generate, capsys):
         "not a tokenizer.json": [f"--tokenizer={tmp_path}/moved/lines.txt"],
     }
     for message, tokenizer_flags in refusals.items():
-        assert main([*given, *tokenizer_flags]) == 2
-        assert message in capsys.readouterr().err
+        assert_refused(main, [*given, *tokenizer_flags], message, capsys)
 
 
 def test_refused_commands(run, byte_dataset, tmp_path, capsys, monkeypatch):
@@ -345,9 +344,11 @@ def test_a_bad_line_of_a_file_is_named(tmp_path):
 def test_speculation_with_states_is_refused_before_the_weights_are_read(monkeypatch, capsys):
     source = SimpleNamespace(config=jaxtp.ModelConfig(delta_value_heads=4), context=None)
     monkeypatch.setattr(command, "open_source", lambda *_: source)
-    assert main(["--model=runs/a", "--prompt=x", "--speculate=2"]) == 2
-    assert (
-        "--speculate 2: a model with recurrent states (Gated DeltaNet)" in capsys.readouterr().err
+    assert_refused(
+        main,
+        ["--model=runs/a", "--prompt=x", "--speculate=2"],
+        "--speculate 2: a model with recurrent states (Gated DeltaNet)",
+        capsys,
     )
 
 

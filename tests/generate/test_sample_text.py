@@ -28,8 +28,6 @@ def run(tmp_path, mesh, callbacks):
         "data.path": tmp_path / "text.txt",
         "data.sequence_length": 16,
         "data.global_batch_size": 4,
-    }
-    settings |= {
         "eval.batches": 1,
         "train.log_every": 1,
         "checkpoint.every": 2,

@@ -179,9 +179,14 @@ def rewritten_attributes(config, published):
 def test_a_multimodal_qwen_describes_its_text_model():
     text = PUBLISHED["qwen3_5_text"]
     whole = {
-        **{"architectures": ["Qwen3_5MoeForConditionalGeneration"], "image_token_id": 248056},
-        **{"model_type": "qwen3_5_moe", "text_config": text, "tie_word_embeddings": False},
-        **{"vision_config": {"depth": 27}, "video_token_id": 248057, "vision_end_token_id": 248054},
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "image_token_id": 248056,
+        "model_type": "qwen3_5_moe",
+        "text_config": text,
+        "tie_word_embeddings": False,
+        "vision_config": {"depth": 27},
+        "video_token_id": 248057,
+        "vision_end_token_id": 248054,
     }
     config = read(whole)
     assert config == read(text | {"output_gate_type": "swish", "layer_types": None})
@@ -243,8 +248,6 @@ ROPE = [
     "mscale_all_dim",
     "attention_factor",
     "rope_theta",
-]
-ROPE += [
     "low_freq_factor",
     "high_freq_factor",
     "truncate",

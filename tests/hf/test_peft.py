@@ -38,8 +38,15 @@ SETTINGS = "adapter_config.json"
 MODEL = jaxtp.ModelConfig(
     vocab_size=8, d_model=4, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=2, d_ff=6
 )
-FEATURES = {"q_proj": (4, 4), "k_proj": (4, 2), "v_proj": (4, 2), "o_proj": (4, 4)}
-FEATURES |= {"gate_proj": (4, 6), "up_proj": (4, 6), "down_proj": (6, 4)}
+FEATURES = {
+    "q_proj": (4, 4),
+    "k_proj": (4, 2),
+    "v_proj": (4, 2),
+    "o_proj": (4, 4),
+    "gate_proj": (4, 6),
+    "up_proj": (4, 6),
+    "down_proj": (6, 4),
+}
 CONFIG = {
     "peft_type": "LORA",
     "r": 2,

@@ -38,8 +38,20 @@ MESHES = [
 ]
 """Sizes of (dp, fsdp, tp) or (dp, fsdp, cp, tp), and `sequence_parallel`."""
 ROTATED = [(name, *case) for name, case in zip(NAMES, itertools.cycle(MESHES), strict=False)]
-HEADS = ["llama_gqa", "llama_kv2", "gpt2", "olmo2", "phi3", "mixtral"]
-HEADS += ["gpt_oss", "gpt_bigcode", "deepseek_v3_yarn", "gemma4_26b", "qwen3_5", "qwen3_next"]
+HEADS = [
+    "llama_gqa",
+    "llama_kv2",
+    "gpt2",
+    "olmo2",
+    "phi3",
+    "mixtral",
+    "gpt_oss",
+    "gpt_bigcode",
+    "deepseek_v3_yarn",
+    "gemma4_26b",
+    "qwen3_5",
+    "qwen3_next",
+]
 """Models that differ in numbers of heads, kv heads, experts or DeltaNet's heads, and so in how
 they are split.
 """

@@ -147,8 +147,9 @@ def with_longrope(name):
         "position_embedding_type": "rope",
         "n_routed_experts": 2,
         "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
     }
-    more |= {"n_shared_experts": 1, "first_k_dense_replace": 1}
     if family.only_layer_type is not None:
         more["layer_types"] = [family.only_layer_type] * 2
     known = {name: value for name, value in more.items() if name in family.known_attributes()}

@@ -105,8 +105,12 @@ def draw(structure, queries=TOKENS, keys=TOKENS):
     """Returns queries, keys, values, the gradient of the output, and sinks or None."""
     rng = np.random.default_rng(0)
     of_queries, of_keys = structure.heads
-    shapes = [(queries, of_queries, WIDTH), (keys, of_keys, WIDTH)]
-    shapes += [(keys, of_keys, structure.values), (queries, of_queries, structure.values)]
+    shapes = [
+        (queries, of_queries, WIDTH),
+        (keys, of_keys, WIDTH),
+        (keys, of_keys, structure.values),
+        (queries, of_queries, structure.values),
+    ]
     sinks = SINKS[-of_queries:] if structure.sinks else None
     return [*(rng.normal(size=(ROWS, *shape)) for shape in shapes), sinks]
 

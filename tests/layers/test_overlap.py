@@ -23,8 +23,13 @@ SPLIT = P(None, "tp")
 
 
 def arrays(tp):
-    shapes = {"x": (2, PART * tp, D), "in 0": (D, FEATURES[0]), "in 1": (D, FEATURES[1])}
-    shapes |= {"out 0": (FEATURES[0], D), "out 1": (FEATURES[1], D)}
+    shapes = {
+        "x": (2, PART * tp, D),
+        "in 0": (D, FEATURES[0]),
+        "in 1": (D, FEATURES[1]),
+        "out 0": (FEATURES[0], D),
+        "out 1": (FEATURES[1], D),
+    }
     return {
         name: jax.random.normal(jax.random.key(i), s) for i, (name, s) in enumerate(shapes.items())
     }

@@ -25,6 +25,7 @@ from support import (
     state_on_mesh,
     use_mesh,
 )
+from variants import small_model
 
 import jaxtp
 from jaxtp.config.entry import UserError
@@ -77,15 +78,14 @@ def reference():
         return dict(stored)
 
 
-def pairs_in_rows(packed, rows=8, length=64):
+def pairs_in_rows(packed):
     """Returns the pairs of the references, three in a row or one; the rest is padding."""
     columns = {
-        name: np.zeros((rows, length), np.int32)
-        for name in ("inputs", "labels", "segments", "pairs")
+        name: np.zeros((8, 64), np.int32) for name in ("inputs", "labels", "segments", "pairs")
     }
     columns["labels"] -= 100
-    used = np.zeros(rows, int)
-    numbers = np.zeros(rows, int)
+    used = np.zeros(8, int)
+    numbers = np.zeros(8, int)
     for i, (prompt, chosen, _) in enumerate(reference()["lengths"]):
         row = i // 3 if packed else i
         ids = reference()[f"ids_{i}"]
@@ -221,9 +221,7 @@ def test_settings_are_refused():
             jaxtp.DPO(**settings)
 
 
-SMALL_MODEL = jaxtp.ModelConfig(
-    vocab_size=64, d_model=16, num_layers=1, num_heads=2, num_kv_heads=2, d_ff=24
-)
+SMALL_MODEL = small_model(vocab_size=64, num_heads=2)
 ADAPTED = replace(SMALL_MODEL, lora=jaxtp.LoraConfig(rank=2), remat="none")
 
 
@@ -302,15 +300,21 @@ def test_a_run_with_adapters_resumes(tmp_path):
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     flags = ["--preference", f"--out={tmp_path}/data", "--held-out=0.1"]
     assert prepare([str(tmp_path / "pairs.jsonl"), *flags]) == 0
-    command = [*OF_ANY_MODEL, "--mesh=fsdp=2,tp=2"]
-    command += [f"--model.from-hf={tmp_path}/model", f"--data.path={tmp_path}/data"]
-    command += ["--model.lora.rank=4", "--train.loss=jaxtp:DPO", "--train.loss-arguments.beta=0.2"]
-    command += [
+    command = [
+        *OF_ANY_MODEL,
+        "--mesh=fsdp=2,tp=2",
+        f"--model.from-hf={tmp_path}/model",
+        f"--data.path={tmp_path}/data",
+        "--model.lora.rank=4",
+        "--train.loss=jaxtp:DPO",
+        "--train.loss-arguments.beta=0.2",
         "--data.packing=documents",
         "--data.sequence-length=64",
         "--optimizer.learning-rate=0.02",
+        "--optimizer.schedule=constant",
+        "--train.steps=16",
+        "--run.dir",
     ]
-    command += ["--optimizer.schedule=constant", "--train.steps=16", "--run.dir"]
     whole = tmp_path / "whole"
     resumed = tmp_path / "resumed"
     assert train([*command, str(whole)]) == 0

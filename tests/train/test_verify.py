@@ -365,8 +365,9 @@ def test_all_processes_end_with_the_device_of_one(tmp_path, monkeypatch, every):
         "--train.steps=12",
         f"--train.verify-every={every}",
         "--run.dir=run",
+        "--train.callbacks",
+        f"{TESTS}/accidents.py:flip_a_bit",
     ]
-    flags += ["--train.callbacks", f"{TESTS}/accidents.py:flip_a_bit"]
     together = ["--processes=2", "--devices=2", "--", "-m", "jaxtp.train"]
     assert launch([*together, *flags]) == entry.WRONG
     logs = [(tmp_path / f"logs/process-{index}.log").read_text() for index in range(2)]

@@ -44,8 +44,6 @@ def test_help_explains_every_setting_and_verify(capsys):
     expected = [
         "jaxtp prepare --verify data/books",
         "after an interruption the same command resumes in it",
-    ]
-    expected += [
         "--out DIR",
         "--train-bpe SIZE",
         "--dedup",

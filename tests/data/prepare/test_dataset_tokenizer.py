@@ -128,8 +128,9 @@ def test_a_run_generates_as_its_data_begin(capsys):
         f"--model.vocab-size={TOKENIZER.info.vocab_size}",
         *mesh(1, 1, 1),
         "--run.dir=run",
+        "--data.path=d",
+        "--train.steps=2",
     ]
-    command += ["--data.path=d", "--train.steps=2"]
     assert train(command) == 0
     assert open_source(Path("run")).prefix == (BEGIN,)
     assert train([*command, "--train.steps=3"]) == 0

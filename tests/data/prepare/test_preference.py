@@ -81,8 +81,11 @@ def test_texts_have_a_prompt_or_share_their_beginning():
         "~b",
         f"{human}~ It is.",
         f"{human}~ It was 🙂",
+        "What?\n~Yes",
+        "What?\n~Yesterday",
+        "Say it:~ well done",
+        "Say it:~ wrong",
     ]
-    expected += ["What?\n~Yes", "What?\n~Yesterday", "Say it:~ well done", "Say it:~ wrong"]
     assert in_bytes(pairs_of("a.jsonl")) == expected
     out = output("a.jsonl --preference --held-out 0 --overwrite")
     assert "layout      pairs of texts, 'chosen' and 'rejected'\n" in out

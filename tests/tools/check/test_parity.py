@@ -123,9 +123,10 @@ def groups():
     """
     for name, first in FIRST.items():
         yield pytest.param(name, [first], marks=pytest.mark.heavy, id=f"{name}: {first}")
-    wide = [("llama", "batch", BATCH)]
-    wide += [("llama", "divided", over_tp(split=True)), ("llama", "whole", over_tp(split=False))]
-    wide += [
+    wide = [
+        ("llama", "batch", BATCH),
+        ("llama", "divided", over_tp(split=True)),
+        ("llama", "whole", over_tp(split=False)),
         ("float8", "over cp", [*OVER_CP[1:], case((8, 1, 1))]),
         ("mxfp8", "over cp", [*OVER_CP, case((1, 2, 4))]),
     ]

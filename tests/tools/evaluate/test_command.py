@@ -185,8 +185,10 @@ def test_a_model_and_a_run_that_was_tuned_from_it_are_compared(tiny_model, tmp_p
     rows = jsonl(tmp_path / "texts.jsonl", TEXT.splitlines())
     data = prepared_by(tiny_model, tmp_path / "d", rows, "--held-out=0.1")
     tuned = tmp_path / "run"
-    flags = [f"--run.dir={tuned}", f"--model.from-hf={tiny_model}", f"--data.path={data}"]
-    flags += [
+    flags = [
+        f"--run.dir={tuned}",
+        f"--model.from-hf={tiny_model}",
+        f"--data.path={data}",
         "--data.sequence-length=16",
         "--train.steps=2",
         "--eval.batches=1",

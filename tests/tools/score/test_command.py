@@ -238,8 +238,14 @@ def test_mistakes_are_refused_before_weights_are_read(
 ):
     write(tmp_path / "other/mine.txt", "")
     of_bytes = prepared(tmp_path / "bytes", write(tmp_path / "a.txt", "bytes" * 100)).folder
-    places = {"data": data, "base": base, "tmp": tmp_path, "of_bytes": of_bytes}
-    places |= {"model": f"--model {tiny_model}", "out": f"--out {tmp_path}/s"}
+    places = {
+        "data": data,
+        "base": base,
+        "tmp": tmp_path,
+        "of_bytes": of_bytes,
+        "model": f"--model {tiny_model}",
+        "out": f"--out {tmp_path}/s",
+    }
     with monkeypatch.context() as patched:
         patched.setattr("jaxtp.generate.loading.load_folder", None)
         for words, message in REFUSED.items():
@@ -269,8 +275,16 @@ def test_a_run_reads_the_scores_of_its_initial_model(data, tiny_model, base, tmp
     """Adapters are zero at first, so that the initial model is the one that was scored."""
     file = write(tmp_path / "mine.py", LOSS)
     other = save_model(tmp_path / "other", 1)
-    flags = [f"--data.path={data}", *LENGTH, "--data.global-batch-size=4", "--train.log-every=1"]
-    flags += ["--mesh=fsdp=2,tp=2", "--train.loss", f"{file}:loss", "--model.lora.rank=2"]
+    flags = [
+        f"--data.path={data}",
+        *LENGTH,
+        "--data.global-batch-size=4",
+        "--train.log-every=1",
+        "--mesh=fsdp=2,tp=2",
+        "--train.loss",
+        f"{file}:loss",
+        "--model.lora.rank=2",
+    ]
 
     def trained(model, scores, steps=2, folder="run"):
         places = [
