@@ -111,7 +111,7 @@ STARTS = st.lists(
         st.sampled_from([8, 16]),
     ),
     min_size=2,
-    max_size=3,
+    max_size=2,
 )
 """Mesh, order of its devices, number of processes and size of a batch of each start of a run."""
 

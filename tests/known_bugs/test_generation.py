@@ -8,15 +8,12 @@ from dataclasses import replace
 from functools import cache
 
 import jax
-import numpy as np
 import pytest
 import reference
-from flax import nnx
-from support import decoder, random_weights, without_mesh
+from small_generators import SmallDecoder, greedy_ids
 from variants import small_model
 
 import jaxtp
-from jaxtp.data.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.wide
 
@@ -28,19 +25,12 @@ GREEDY = jaxtp.GenerationSettings(max_tokens=8)
 SAMPLED = replace(GREEDY, temperature=1.5, seed=7)
 
 
-build = decoder(CONFIG)
-
-
-@cache
-def weights():
-    return random_weights(build, scale=0.3)
+SMALL = SmallDecoder(CONFIG, scale=0.3)
 
 
 @cache
 def generator():
-    return jaxtp.Generator(
-        nnx.merge(*without_mesh(build, weights())), ByteTokenizer(), batch_size=3
-    )
+    return SMALL.generator(batch_size=3)
 
 
 def texts(prompts, settings):
@@ -52,14 +42,9 @@ def test_unsloth_3699_positions_are_those_in_the_row():
     the left to the longest had its positions, and their texts were garbage. Here each text is what
     the plain model says after its prompt.
     """
-    logits = jax.jit(lambda ids: reference.decoder_logits(weights(), CONFIG, ids[None])[0])
+    logits = jax.jit(lambda ids: reference.decoder_logits(SMALL.weights, CONFIG, ids[None])[0])
     for prompt, found in zip(PROMPTS, texts(PROMPTS, GREEDY), strict=True):
-        ids = list(prompt.encode())
-        for _ in range(GREEDY.max_tokens):
-            padded = np.zeros(32, np.int32)
-            padded[: len(ids)] = ids
-            ids.append(int(np.argmax(logits(padded)[len(ids) - 1, :256])))
-        assert list(found) == ids[-GREEDY.max_tokens :]
+        assert found == greedy_ids(logits, prompt.encode(), GREEDY.max_tokens, 32)
 
 
 def test_transformers_30670_a_text_does_not_depend_on_the_others():

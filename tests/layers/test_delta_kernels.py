@@ -161,7 +161,7 @@ def test_a_layer_with_the_kernel_is_that_with_lax():
     programs = []
     for platform in ("cpu", "cuda 9.0"):
         call = lambda layer, x: layer(x, Sequences(segments=segments))
-        run = LayerProgram(build, weights, (2, 1, 1, 2), call=call)
+        run = LayerProgram(build, weights, (1, 1, 1, 2), call=call)
         with mock.patch.object(gated_delta, "architecture_of", return_value=platform):
             programs.append(str(run.jaxpr(*arrays)))
             results.append(run(*arrays))

@@ -379,9 +379,8 @@ def test_where_nothing_fits_a_batch_without_accumulation_is_proposed():
     narrow = replace_nested(
         FUSED, {"model.precision.param": "bfloat16", "data.global_batch_size": 256}
     )
-    meshes = [OVER_FSDP, mesh_shape(fsdp=4, tp=2)]
-    room = least(found(narrow, meshes)) - 1
-    tight = found(narrow, meshes, room, hardware=with_room(room))
+    room = least(found(narrow, [OVER_FSDP])) - 1
+    tight = found(narrow, [OVER_FSDP], room, hardware=with_room(room))
     assert not tight.fitting
     note = "a batch without accumulation"
     once = next(other for other in remedies(tight, facts(narrow)) if other.note == note)
