@@ -92,6 +92,11 @@ def filled(abstract, weights, mesh=None):
 by_name = on_host
 
 
+@nnx.jit
+def outputs_of(model, *inputs):
+    return model(*inputs)
+
+
 def cached_and_whole(graph, state, ids, cut):
     """Returns the hidden states of rows read in two parts with a KV cache, and read at once."""
 

@@ -3,7 +3,6 @@ rotating meshes.
 """
 
 import itertools
-from functools import partial
 
 import hf_reference
 import jax
@@ -13,7 +12,7 @@ from flax import nnx
 from hf_folders import move_adapters, reference_attributes, values
 from hf_reference import COPIED, FOLDER, GRAD_NORM, GRADIENT, LOGITS, LOSS, MADE, NEWER, model_types
 from small_generators import greedy_ids
-from support import cached_and_whole, relative_error, sizes_of, use_mesh
+from support import cached_and_whole, outputs_of, relative_error, sizes_of, use_mesh
 from updates import shifted, updated
 
 import jaxtp
@@ -146,9 +145,8 @@ def test_logits(case):
     name, sizes, split = case
     reference = hf_reference.load(name)
     with use_mesh(**sizes_of(sizes)):
-        graph, state = nnx.split(jaxtp.load_hf(FOLDER / name, sequence_parallel=split))
-        run = jax.jit(lambda state, ids: nnx.merge(graph, state)(ids))
-        logits = run(state, reference["input_ids"].astype(np.int32))
+        model = jaxtp.load_hf(FOLDER / name, sequence_parallel=split)
+        logits = outputs_of(model, reference["input_ids"].astype(np.int32))
     assert_logits(logits, reference["logits"])
 
 
@@ -188,9 +186,9 @@ def test_sequences_in_a_row_are_as_alone_and_a_cache_is_as_the_whole(name):
     )
     segments = np.broadcast_to(1 + (np.arange(ids.shape[1]) >= cut), ids.shape).astype(np.int32)
     with use_mesh(fsdp=2, tp=2):
-        graph, state = nnx.split(jaxtp.load_hf(FOLDER / name))
-        packed = jax.jit(lambda state: nnx.merge(graph, state)(rows, segments))(state)
-        cached, whole = cached_and_whole(graph, state, ids, cut)
+        model = jaxtp.load_hf(FOLDER / name)
+        packed = outputs_of(model, rows, segments)
+        cached, whole = cached_and_whole(*nnx.split(model), ids, cut)
     assert_logits(packed, expected)
     assert relative_error(cached, whole) < 2e-6
 
@@ -241,13 +239,10 @@ def test_greedy_tokens():
     reference = hf_reference.load("llama_kv2")
     (prompt,) = reference["gen_prompt"]
     (expected,) = reference["gen_tokens"].tolist()
-    graph, state = nnx.split(jaxtp.load_hf(FOLDER / "llama_kv2"))
-    logits = jax.jit(lambda state, ids: nnx.merge(graph, state)(ids[None])[0])
-    assert [
-        *greedy_ids(
-            partial(logits, state), prompt, len(expected), len(prompt) + len(expected), num_ids=None
-        )
-    ] == expected
+    model = jaxtp.load_hf(FOLDER / "llama_kv2")
+    logits = lambda ids: outputs_of(model, ids[None])[0]
+    length = len(prompt) + len(expected)
+    assert [*greedy_ids(logits, prompt, len(expected), length, num_ids=None)] == expected
 
 
 @pytest.mark.wide
@@ -286,11 +281,7 @@ def test_sixteen_bit_compute_stays_near(case):
     reference = hf_reference.load("llama_gqa")
     precision = jaxtp.Precision(param=dtype, compute=dtype)
     with use_mesh(tp=2):
-        graph, state = nnx.split(
-            jaxtp.load_hf(FOLDER / "llama_gqa", precision=precision, attention=attention)
-        )
-        logits = jax.jit(
-            lambda state: nnx.merge(graph, state)(reference["input_ids"].astype(np.int32))
-        )(state)
+        model = jaxtp.load_hf(FOLDER / "llama_gqa", precision=precision, attention=attention)
+        logits = outputs_of(model, reference["input_ids"].astype(np.int32))
     error = np.asarray(logits, np.float64) - reference["logits"]
     assert np.linalg.norm(error) < bound * np.linalg.norm(reference["logits"])

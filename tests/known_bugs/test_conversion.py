@@ -3,15 +3,15 @@ order or not scaled.
 """
 
 import shutil
-from functools import cache, partial
+from functools import cache
 
 import hf_reference
-import jax
 import numpy as np
 import pytest
 from flax import nnx
 from hf_folders import read_tensors, reference_attributes, write_model, write_tensors
 from hf_reference import FOLDER
+from support import outputs_of
 from tables import read_json, write_json
 
 import jaxtp
@@ -40,16 +40,11 @@ def loaded():
     return jaxtp.load_hf(FOLDER / LLAMA)
 
 
-def logits_error(graph, state):
+def logits_error(model):
     """How far logits are from those of transformers, in float64, in relation to the largest."""
     reference = hf_reference.load(LLAMA)
-    found = logits(graph, state, reference["input_ids"].astype(np.int32))
+    found = outputs_of(model, reference["input_ids"].astype(np.int32))
     return np.abs(np.asarray(found) - reference["logits"]).max() / np.abs(reference["logits"]).max()
-
-
-@partial(jax.jit, static_argnums=0)
-def logits(graph, state, ids):
-    return nnx.merge(graph, state)(ids)
 
 
 def test_aidotnet_2074_queries_and_keys_are_in_the_order_of_their_rotation():
@@ -58,14 +53,15 @@ def test_aidotnet_2074_queries_and_keys_are_in_the_order_of_their_rotation():
     word. Here they are those of transformers.
     """
     graph, state = nnx.split(loaded())
-    assert logits_error(graph, state) < 1e-5
+    assert logits_error(loaded()) < 1e-5
     arrays = {path: v[...] for path, v in named_variables(state).items()}
     config = loaded().config
     for index, heads in ((0, config.num_heads), (1, config.num_kv_heads)):
         path = f"blocks.attention.qkv.kernels.{index}"
         halves = arrays[path].reshape(*arrays[path].shape[:2], heads, 2, -1)
         arrays[path] = halves.swapaxes(-1, -2).reshape(arrays[path].shape)
-    assert logits_error(graph, replace_arrays(state, arrays)) > WRONG, "as if neighbours were pairs"
+    neighbours = nnx.merge(graph, replace_arrays(state, arrays))
+    assert logits_error(neighbours) > WRONG, "as if neighbours were pairs"
 
 
 def test_mlx_vlm_1710_the_scaling_of_rotary_frequencies_is_applied(tmp_path):
@@ -74,10 +70,10 @@ def test_mlx_vlm_1710_the_scaling_of_rotary_frequencies_is_applied(tmp_path):
     one that is not known is refused.
     """
     assert loaded().config.rope_scaling.kind == "llama3"
-    assert logits_error(*nnx.split(loaded())) < 1e-5
+    assert logits_error(loaded()) < 1e-5
     plain = {"rope_theta": 10000.0, "rope_type": "default"}
     unscaled = jaxtp.load_hf(changed(tmp_path / "plain", LLAMA, rope_parameters=plain))
-    assert logits_error(*nnx.split(unscaled)) > WRONG
+    assert logits_error(unscaled) > WRONG
     with pytest.raises(jaxtp.HFError, match="twisted"):
         jaxtp.read_config(
             changed(tmp_path / "other", LLAMA, rope_parameters=plain | {"rope_type": "twisted"})

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from support import assert_close, decoder, random_weights, without_mesh
+from support import assert_close, decoder, outputs_of, random_weights, without_mesh
 from variants import small_model
 
 import jaxtp
@@ -29,8 +29,7 @@ IDS = jax.random.randint(jax.random.key(1), (2, 7), 0, CONFIG.vocab_size)
 
 
 def logits(config, weights):
-    graph, state = without_mesh(decoder(config), weights)
-    return jax.jit(lambda state: nnx.merge(graph, state)(IDS))(state)
+    return outputs_of(nnx.merge(*without_mesh(decoder(config), weights)), IDS)
 
 
 def test_an_adapter_is_what_it_adds_to_the_kernel():
