@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from support import sizes_of
+from support import sizes_of, use_mesh
 
 import jaxtp
-from jaxtp.mesh import mesh_of
 
 TOLERANCE = 1e-5  # of float32; these models are in float64, and come far below it
 STEPS = 3
@@ -80,6 +79,6 @@ def train_alone(build, inputs):
 def train_on(mesh, build, plan, inputs, *, sharded=True, **options):
     """Runs `train_alone` on a mesh; the model is created sharded, or created whole and then
     sharded."""
-    with jax.enable_x64(True), jax.set_mesh(mesh_of(sizes_of(mesh))):
+    with jax.enable_x64(True), use_mesh(**sizes_of(mesh)):
         make = lambda: in_float64(build())
         return train(jaxtp.parallelize(make if sharded else make(), plan, **options), inputs)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from support import by_name, sizes_of, state_on_mesh
+from support import by_name, sizes_of, state_on_mesh, use_mesh
 
 from jaxtp.collectives import batch_spec
 from jaxtp.layers.balance import balance
@@ -306,7 +306,7 @@ def work(mesh, config):
     """Returns the equations of a device's program, forward and backward, and the size of the
     largest array that they make.
     """
-    with jax.set_mesh(mesh_of(sizes_of(mesh))):
+    with use_mesh(**sizes_of(mesh)):
         make = lambda: MixtureOfExperts(
             WORK[2], config, LayerContext(sequence_parallel=None), rngs=nnx.Rngs(0)
         )

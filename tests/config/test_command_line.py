@@ -16,7 +16,7 @@ import tyro
 import yaml
 from runs import run_program
 from support import assert_refused, swept
-from tables import raised_by, read_json, read_table, unexpected
+from tables import assert_errors, raised_by, read_json, read_table
 
 from jaxtp.__main__ import COMMANDS as JAXTP_COMMANDS
 from jaxtp.__main__ import main as jaxtp_main
@@ -221,7 +221,7 @@ def test_mistaken_flags_are_errors_that_name_what_is_meant():
         }
     )
     rows.append({"command": "train", "flags": "\udcff\0" + 999 * "9", "says": r"\udcff\x00999"})
-    assert unexpected(rows, lambda row: raised_by(load, row)) == []
+    assert_errors(rows, lambda row: raised_by(load, row))
 
 
 def test_names_of_other_programs_are_no_settings_and_what_they_mean_is_one():

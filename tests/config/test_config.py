@@ -6,7 +6,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import raised_by, read_table, unexpected, with_tuples
+from tables import assert_errors, raised_by, read_table, with_tuples
 
 import jaxtp
 from jaxtp.config.schema import (
@@ -67,7 +67,7 @@ def test_mistakes_in_a_file_are_errors_that_name_the_setting(tmp_path):
         path.write_text(row["file"])
         return raised_by(from_yaml, TrainConfig, path)
 
-    assert unexpected(read_table(__file__, "mistaken_files"), error_of) == []
+    assert_errors(read_table(__file__, "mistaken_files"), error_of)
 
 
 def test_short_yaml_says_what_differs_and_reads_back_the_same(tmp_path):
@@ -245,7 +245,7 @@ SINGLE_VIOLATIONS = [
 
 def test_single_violations_name_the_setting():
     error_of = lambda row: raised_by(check, replace_nested(TrainConfig(), row["change"]), ONE)
-    assert unexpected(SINGLE_VIOLATIONS, error_of) == []
+    assert_errors(SINGLE_VIOLATIONS, error_of)
 
 
 def test_a_file_can_include_another(tmp_path):

@@ -22,7 +22,7 @@ from structures import (
     plant,
     watched,
 )
-from tables import raised_by, unexpected
+from tables import assert_errors, raised_by
 
 from jaxtp.analysis import hardware
 from jaxtp.analysis.hardware import Hardware
@@ -170,7 +170,7 @@ def test_a_setting_that_cannot_be_a_local_path_is_one_error(tmp_path):
         (tmp_path / "c.yaml").write_text(row["file"])
         return raised_by(from_yaml, TrainConfig, tmp_path / "c.yaml")
 
-    assert unexpected(PATHS, error_of) == []
+    assert_errors(PATHS, error_of)
 
 
 def test_hundreds_of_problems_are_not_all_told(tmp_path):

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import jax
 import pytest
 from runs import free_address, run_program
-from tables import raised_by, read_table, unexpected
+from tables import assert_errors, raised_by, read_table
 
 from jaxtp.distributed import joining
 from jaxtp.distributed.devices import build_mesh
@@ -69,11 +69,8 @@ def test_a_process_finds_its_place_and_its_gpus(joined):
 
 def test_processes_that_would_each_run_alone_are_refused():
     rows = [row | {"says": [*row["says"], *JAX_NAMES]} for row in LAUNCHERS["alone"]]
-    assert (
-        unexpected(
-            rows, lambda row: raised_by(require_joinable, row["environment"], kind=LaunchError)
-        )
-        == []
+    assert_errors(
+        rows, lambda row: raised_by(require_joinable, row["environment"], kind=LaunchError)
     )
 
 
@@ -143,7 +140,7 @@ def test_variables_that_cannot_be_are_errors(joined):
     def error_of(row):
         return raised_by(partial(join_processes, row["environment"], gpus=8), kind=LaunchError)
 
-    assert unexpected([*LAUNCHERS["wrong"], *endless], error_of) == []
+    assert_errors([*LAUNCHERS["wrong"], *endless], error_of)
     assert not joined
 
 

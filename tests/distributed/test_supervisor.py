@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import jax
 import pytest
 from runs import SMALL, records, wait_until
-from tables import read_table, unexpected
+from tables import assert_errors, read_table
 
 from jaxtp.config.entry import FILES
 from jaxtp.distributed import supervisor
@@ -230,7 +230,7 @@ def test_a_hang_up_that_was_ignored_stays_ignored(tmp_path):
 def test_mistaken_flags_are_one_error(capsys):
     error_of = lambda row: f"{main(row['flags'].split())} {capsys.readouterr().err}"
     rows = read_table(__file__, "mistaken_launches")
-    assert unexpected([row | {"says": ["2 ", row["says"]]} for row in rows], error_of) == []
+    assert_errors([row | {"says": ["2 ", row["says"]]} for row in rows], error_of)
 
 
 LISTENERS = """

@@ -16,7 +16,7 @@ import pytest
 from made_once import TINY_MODEL, TINY_RUN, made_once, words_of
 from runs import TEXT, mesh
 from support import assert_refused, sweep, use_mesh
-from tables import raised_by, read_json, read_table, unexpected
+from tables import assert_errors, raised_by, read_json, read_table
 
 import jaxtp
 from jaxtp.data.prepare.__main__ import main as prepare
@@ -328,7 +328,7 @@ def test_refused_commands(run, byte_dataset, tmp_path, capsys, monkeypatch):
             else said.err
         )
 
-    assert unexpected(read_table(__file__, "refused_commands"), error_of, names) == []
+    assert_errors(read_table(__file__, "refused_commands"), error_of, names)
 
 
 def test_a_bad_line_of_a_file_is_named(tmp_path):
@@ -338,7 +338,7 @@ def test_a_bad_line_of_a_file_is_named(tmp_path):
         path.write_text('{"prompt": "x"}\n' + row["line"] + "\n")
         return raised_by(command.read_prompts, path, "prompt")
 
-    assert unexpected(read_table(__file__, "bad_lines"), error_of) == []
+    assert_errors(read_table(__file__, "bad_lines"), error_of)
 
 
 def test_speculation_with_states_is_refused_before_the_weights_are_read(monkeypatch, capsys):

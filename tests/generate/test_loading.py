@@ -12,7 +12,7 @@ from hf_folders import assert_same, move_adapters, random_model, values, write_t
 from made_once import made_once
 from small_tokenizers import byte_fallback
 from support import use_mesh
-from tables import raised_by, read_json, read_table, unexpected, write_json
+from tables import assert_errors, raised_by, read_json, read_table, write_json
 from variants import small_model
 
 import jaxtp
@@ -277,7 +277,7 @@ def test_templates_that_fail_or_reach_out_are_errors():
         ChatTemplate(row["template"], "t", {}).render([{"role": "user", "content": "x"}])
 
     rows = read_table(__file__, "failing_templates")
-    assert unexpected(rows, partial(raised_by, render, kind=ChatError)) == []
+    assert_errors(rows, partial(raised_by, render, kind=ChatError))
 
 
 def test_the_library_that_a_chat_needs_is_named(monkeypatch):

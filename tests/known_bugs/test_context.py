@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 from planted import errors_of, gathered_without_sum, plant_weights, with_gradient
-from support import decoder, random_weights, state_on_mesh, without_mesh
+from support import decoder, random_weights, state_on_mesh, use_mesh, without_mesh
 from variants import small_model
 
 import jaxtp
@@ -57,7 +57,7 @@ def arrays():
 
 def attended(cp, method, window=None, segments=SEGMENTS, kernel=run):
     """What attention gives over cp, and its gradients, in natural order."""
-    with jax.set_mesh(mesh_of(mesh_shape(cp=cp))):
+    with use_mesh(cp=cp):
         sequences = Sequences(zigzag=cp > 1 and method == "gather" and window is None)
         order = sequences.positions(T)
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from layer_programs import LayerProgram
-from support import TOLERANCE, assert_close, random_weights, relative_error, sizes_of
+from support import TOLERANCE, assert_close, random_weights, relative_error, sizes_of, use_mesh
 from tables import read_table
 from variants import variant
 
@@ -54,7 +54,7 @@ def test_every_chunk_starts_with_the_state_of_all_chunks_before_it(cp, zigzag):
     draw = np.random.default_rng(0).standard_normal
     m, u, upstream = (draw((count, B, HEADS, K, width)).astype(np.float32) for width in (K, V, V))
     expected, pull = jax.vjp(states_before, m, u)
-    with jax.set_mesh(mesh_of(sizes_of((1, 2, cp, 2)))):
+    with use_mesh(**sizes_of((1, 2, cp, 2))):
         sequences = Sequences(zigzag=zigzag)
         order = sequences.positions(count)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 from support import TOLERANCE, assert_close, use_mesh
-from tables import raised_by, read_table, unexpected
+from tables import assert_errors, raised_by, read_table
 
 from jaxtp.collectives import device_view
 from jaxtp.layers.kernels import grouped_kernels
@@ -158,12 +158,7 @@ TABLE = read_table(__file__)
 
 
 def test_auto_takes_the_kernels_where_they_run_and_they_are_refused_elsewhere():
-    assert (
-        unexpected(
-            TABLE["picked"], lambda row: " ".join(pick_method(row["asked"], row["platform"]))
-        )
-        == []
-    )
+    assert_errors(TABLE["picked"], lambda row: " ".join(pick_method(row["asked"], row["platform"])))
     (problem,) = unsupported("pallas", "rocm")
     assert not [
         word
@@ -200,4 +195,4 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused():
             jax.eval_shape, partial(grouped_matmul, method="pallas"), *arrays, kind=ValueError
         )
 
-    assert unexpected(TABLE["refused"], error_of) == []
+    assert_errors(TABLE["refused"], error_of)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice
 from jax.sharding import PartitionSpec as P
-from support import assert_close, relative_error, sizes_of, swept
+from support import assert_close, relative_error, sizes_of, swept, use_mesh
 
 from jaxtp.analysis.census import equations
 from jaxtp.collectives import (
@@ -31,7 +31,6 @@ from jaxtp.mesh import (
     TP,
     abstract_mesh,
     as_current,
-    mesh_of,
     mesh_shape,
 )
 
@@ -155,7 +154,7 @@ CASES = [(mesh, (SEQUENCE_DIM, None)[i % 2]) for i, mesh in enumerate(MESHES)]
 def test_every_mesh_gives_the_numbers_of_one_device(case):
     mesh, sequence = case
     expected = mlp(None)
-    with jax.set_mesh(mesh_of(sizes_of(mesh))):
+    with use_mesh(**sizes_of(mesh)):
         assert_close(mlp(sequence), expected, tolerance=1e-6)
 
 

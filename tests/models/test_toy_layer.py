@@ -4,12 +4,19 @@ for."""
 import dataclasses
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 from accounts import B, T, account_of, compiled_flops, kept_activations
 from flax import nnx
-from support import assert_close, cached_and_whole, decoder, random_weights, swept, without_mesh
+from support import (
+    assert_close,
+    cached_and_whole,
+    decoder,
+    random_weights,
+    swept,
+    use_mesh,
+    without_mesh,
+)
 from tables import read_table
 from toy_layer import GatedConvolution, ToyModel, WrongModel
 from variants import variant
@@ -19,7 +26,7 @@ from jaxtp.analysis.hardware import find
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain, validate
 from jaxtp.layers.parameter import Precision
-from jaxtp.mesh import mesh_of, mesh_shape
+from jaxtp.mesh import mesh_shape
 from jaxtp.models.config import validate_model, violations
 from jaxtp.tools.check.__main__ import verdicts
 from jaxtp.tools.check.first_difference import first_difference
@@ -150,7 +157,7 @@ def test_over_cp_it_is_refused_and_not_wrong():
     )
     with (
         pytest.raises(ConfigError, match="not supported by GatedConvolution"),
-        jax.set_mesh(mesh_of(mesh_shape(cp=2))),
+        use_mesh(cp=2),
     ):
         nnx.eval_shape(decoder(PATTERN))
     assert not any(violations(jaxtp.ModelConfig(), mesh_shape(cp=2))), "attention and an MLP do"

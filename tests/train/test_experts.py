@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from run_comparisons import assert_same_records
 from runs import OF_ANY_MODEL, SMALL, TEXT
-from support import new_decoder
+from support import new_decoder, use_mesh
 from variants import small_model
 
 import jaxtp
@@ -182,7 +182,7 @@ def test_active_parameters_are_counted_whatever_mesh_is_in_context():
         * model.d_ff
         * (model.num_experts - model.experts_per_token)
     )
-    with jax.set_mesh(mesh_of(mesh_shape(fsdp=2, tp=2))):
+    with use_mesh(fsdp=2, tp=2):
         assert costs.active_parameters(model, 10**6) == 10**6 - dense
         assert axis_size(TP) == 2
 

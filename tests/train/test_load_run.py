@@ -9,7 +9,7 @@ import pytest
 import small_net
 from flax import nnx
 from small_net import PLAN, Net, Normalised, batches, trainer_of
-from support import use_mesh
+from support import outputs_of, use_mesh
 
 import jaxtp
 from jaxtp.config.entry import UserError
@@ -41,11 +41,6 @@ def resized(rngs):
 
 def narrow(rngs):
     return nnx.Dict(up=nnx.Linear(16, 8, rngs=rngs))
-
-
-@nnx.jit
-def outputs_of(model, x):
-    return model(x)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from runs import SMALL
 from support import journeys
-from tables import raised_by, read_table, unexpected
+from tables import assert_errors, raised_by, read_table
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
@@ -62,7 +62,7 @@ def test_gpus_that_nobody_drives_are_named():
             preflight.check_gpus, [{"host": "a", "visible": v, "driven": d} for v, d in each]
         )
 
-    assert unexpected(TABLES["gpus"], error_of) == []
+    assert_errors(TABLES["gpus"], error_of)
 
 
 def processes(*shape, devices_each=1):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from corpora import dataset, decoded, documents, output, refusal, run, texts, write
 from runs import contents, run_program
-from tables import read_json, read_table, unexpected
+from tables import assert_errors, read_json, read_table
 
 from jaxtp.data.prepare import batches
 from jaxtp.data.prepare.__main__ import main
@@ -57,10 +57,7 @@ def test_help_explains_every_setting_and_verify(capsys):
 def test_mistaken_commands_are_refused():
     write("t.json", "{}")
     Path("llama").mkdir()
-    assert (
-        unexpected(read_table(__file__, "mistaken_commands"), lambda row: refusal(row["line"]))
-        == []
-    )
+    assert_errors(read_table(__file__, "mistaken_commands"), lambda row: refusal(row["line"]))
     assert not Path("d").exists()
 
 

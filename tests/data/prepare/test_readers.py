@@ -25,7 +25,7 @@ from corpora import (
 )
 from pyarrow import parquet as parquet_file
 from structures import watched
-from tables import read_table, unexpected
+from tables import assert_errors, read_table
 
 from jaxtp.data.manifest import read_manifest
 from jaxtp.data.prepare import readers, run
@@ -309,7 +309,7 @@ def test_json_without_rows_is_refused():
         assert documents("a.json --format text") == [row["content"]]
         return error
 
-    assert unexpected(MISTAKES["no rows"], error_of) == []
+    assert_errors(MISTAKES["no rows"], error_of)
 
 
 def test_files_that_are_no_text_are_refused():
@@ -317,7 +317,7 @@ def test_files_that_are_no_text_are_refused():
         write(row["name"], row["content"])
         return refusal(f"{row['name']} --on-error skip")
 
-    assert unexpected(MISTAKES["no text"], error_of) == []
+    assert_errors(MISTAKES["no text"], error_of)
     assert not Path("d").exists()
 
 
@@ -379,10 +379,7 @@ def test_tables_of_the_library_datasets_are_read():
     datasets.DatasetDict({"train": table, "test": table.select([3])}).save_to_disk("two")
     assert documents("hf:one") == TEXTS
     assert documents("hf:two:test") == [TEXTS[3]]
-    assert (
-        unexpected(MISTAKES["library datasets"], lambda row: refusal(f"{row['line']} --overwrite"))
-        == []
-    )
+    assert_errors(MISTAKES["library datasets"], lambda row: refusal(f"{row['line']} --overwrite"))
 
 
 def lines_with(content):
@@ -468,7 +465,7 @@ def test_tables_without_texts_are_refused():
         write("a.parquet", row["rows"])
         return refusal("a.parquet --overwrite")
 
-    assert unexpected(MISTAKES["tables"], error_of) == []
+    assert_errors(MISTAKES["tables"], error_of)
 
 
 def test_a_damaged_page_is_found_by_its_checksum():
@@ -492,7 +489,7 @@ def test_paths_that_are_no_files_are_refused():
     write("books.txt", "x")
     Path("loop.txt").symlink_to("loop.txt")
     Path("empty").mkdir()
-    assert unexpected(MISTAKES["paths"], lambda row: refusal(row["line"])) == []
+    assert_errors(MISTAKES["paths"], lambda row: refusal(row["line"]))
     assert not Path("d").exists()
 
 
