@@ -131,7 +131,9 @@ def sweep(cases, *first):
 
 
 def swept(name, cases, *first):
-    """Decorates a test that has one argument, with tiers as in `sweep`."""
+    """Decorates a test that has one argument: cases not in `first` are in the wide tier, as all
+    are without it.
+    """
     return pytest.mark.parametrize(name, sweep(cases, *first), ids=_id)
 
 

@@ -20,7 +20,7 @@ from flax import nnx
 from flax_parity import assert_same
 from moves import bytes_over_tp
 from runs import records, wait_for_step
-from support import journeys, task_flags
+from support import journeys, swept, task_flags
 
 import jaxtp
 from jaxtp.__main__ import main as run_command
@@ -72,8 +72,7 @@ def trained(name, mesh, accumulation=1, **parts):
     }
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", NAMES)
+@swept("name", NAMES)
 def test_an_example_trains_as_on_one_device(name):
     """On one of the meshes, with micro-batches; by a plan that is proposed, on another."""
     one = trained(name, "dp=1")
@@ -97,8 +96,7 @@ def test_an_example_learns(tmp_path, capsys):
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", RATED)
+@swept("name", RATED)
 def test_the_accuracy_of_an_example_rises(name, tmp_path, capsys):
     example(name).main(mesh="tp=2", folder=str(tmp_path))
     first, *_, last = map(float, re.findall(r"accuracy ([\d.]+)", capsys.readouterr().out))
@@ -186,9 +184,8 @@ def columns(name):
     return open_batches(example(name).batches, batch_size=64).shapes
 
 
-@pytest.mark.wide
 # whose noise is split over tp
-@pytest.mark.parametrize("name", [name for name in PLANNED if name != "diffusion"])
+@swept("name", [name for name in PLANNED if name != "diffusion"])
 def test_a_proposed_plan_moves_no_more_than_the_one_by_hand(name):
     """Also checks that the compiled step sends the predicted bytes."""
     mesh = jaxtp.make_mesh(fsdp=2, tp=4)

@@ -115,8 +115,7 @@ def test_a_seed_gives_the_same_text_in_any_batch_and_on_any_mesh():
     assert [each.index for each in with_a_gap] == [1, 2, 3, 4], "a prompt that is None is counted"
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("mesh", [None, (2, 1, 2)], ids=str)
+@swept("mesh", [None, (2, 1, 2)])
 def test_samples_of_a_prompt_and_prompts_with_the_same_beginning_are_read_once(mesh):
     """By each part of the batch; log-probabilities are those of plain formulas, which read each
     text again.
@@ -176,8 +175,7 @@ INTERRUPTED = {
 }
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", INTERRUPTED)
+@swept("case", INTERRUPTED)
 def test_an_interrupt_in_a_program_loses_the_cache_and_one_while_waiting_loses_nothing(
     case, monkeypatch
 ):
@@ -230,8 +228,7 @@ WIDE = change(
 )
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", [(None, 1), ((1, 2, 2), 8), ((1, 1, 4), 4)], ids=str)
+@swept("case", [(None, 1), ((1, 2, 2), 8), ((1, 1, 4), 4)])
 def test_a_token_reads_weights_and_cache_once_and_nothing_is_copied(case):
     """By the compiled loop, also of shared kv heads: no copy, conversion, transposition or gather
     of a kernel, and its instructions read at most 1.1 times the weights and the cache. A copy of
@@ -274,8 +271,7 @@ SPECULATIVE = {
 }
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", SPECULATIVE)
+@swept("name", SPECULATIVE)
 def test_speculation_gives_the_same_texts_in_fewer_steps(name):
     """Whatever ends a text: an end token, a stop text, its length or the context."""
     mesh, changes, settings = SPECULATIVE[name]

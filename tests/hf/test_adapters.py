@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from hf_folders import move_adapters, random_model, read_tensors, values
 from hf_reference import FOLDER
-from support import use_mesh
+from support import swept, use_mesh
 from variants import small_model
 
 import jaxtp
@@ -93,8 +93,7 @@ OTHERS["latent queries"] = {**OTHERS["latent"], **OTHERS["shared"], "query_rank"
 ROTATED = list(zip(OTHERS, itertools.cycle([{}, {"fsdp": 2, "tp": 2}, {"tp": 3}]), strict=False))
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", ROTATED, ids=str)
+@swept("case", ROTATED)
 def test_adapters_of_mixtures_and_other_attention_are_merged(case):
     kind, sizes = case
     with use_mesh(**sizes):

@@ -12,7 +12,7 @@ from flax import nnx
 from hf_folders import move_adapters, reference_attributes, values
 from hf_reference import COPIED, FOLDER, GRAD_NORM, GRADIENT, LOGITS, LOSS, MADE, NEWER, model_types
 from small_generators import greedy_ids
-from support import cached_and_whole, outputs_of, relative_error, sizes_of, use_mesh
+from support import cached_and_whole, outputs_of, relative_error, sizes_of, swept, use_mesh
 from updates import shifted, updated
 
 import jaxtp
@@ -102,8 +102,7 @@ def assert_logits(found, expected):
     assert np.abs(np.asarray(found) - expected).max() < LOGITS
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", CASES, ids=str)
+@swept("case", CASES)
 def test_logits_losses_and_gradients(case):
     name, sizes, split = case
     reference = hf_reference.load(name)
@@ -174,8 +173,7 @@ BLOCKS = [
 """Models of one kind of block each: a kind of attention, norms, rotation or experts."""
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", BLOCKS)
+@swept("name", BLOCKS)
 def test_sequences_in_a_row_are_as_alone_and_a_cache_is_as_the_whole(name):
     """Rows begin with `cut` tokens of one sequence, and go on with the other."""
     reference = hf_reference.load(name)
@@ -197,8 +195,7 @@ ADAPTED = ["gemma4_26b", "stablelm", "gpt_neox", "gpt_oss", "deepseek_v2", "qwen
 """Models that differ in the projections that have adapters."""
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", ADAPTED)
+@swept("name", ADAPTED)
 def test_adapters_are_trained_and_kept_in_the_format_of_peft(name, tmp_path):
     ids, labels = (
         hf_reference.load(name)[key].astype(np.int32) for key in ("input_ids", "labels_masked")
@@ -245,8 +242,7 @@ def test_greedy_tokens():
     assert [*greedy_ids(logits, prompt, len(expected), length, num_ids=None)] == expected
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", ["llama_gqa", "gemma3", "gpt2"])
+@swept("name", ["llama_gqa", "gemma3", "gpt2"])
 def test_updates_of_adamw(name):
     reference = hf_reference.load(f"{name}_adamw")
     mesh = jaxtp.make_mesh(1, 2, 2)
@@ -274,8 +270,7 @@ def test_a_sketch_has_the_norm_of_its_array():
 SIXTEEN = [("float16", "auto", 0.004), ("float16", "blockwise", 0.004), ("bfloat16", "auto", 0.03)]
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", SIXTEEN, ids=str)
+@swept("case", SIXTEEN)
 def test_sixteen_bit_compute_stays_near(case):
     dtype, attention, bound = case
     reference = hf_reference.load("llama_gqa")

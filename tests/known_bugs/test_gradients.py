@@ -14,7 +14,7 @@ import pytest
 from accounts import equations
 from flax import nnx
 from planted import errors_of, plant_weights, with_gradient
-from support import by_name, random_weights, relative_error, state_on_mesh, use_mesh
+from support import by_name, random_weights, relative_error, state_on_mesh, swept, use_mesh
 from variants import small_model
 
 import jaxtp
@@ -206,8 +206,7 @@ def planted_gradient(monkeypatch, columns, change):
     monkeypatch.setattr(latent_attention, "enter_parallel", lambda *args: planted(enter(*args)))
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("split", [False, True])
+@swept("split", [False, True])
 def test_torchtitan_1373_the_gradient_of_a_latent_is_summed_once(split, monkeypatch):
     """https://github.com/pytorch/torchtitan/pull/1373: each device had the gradient of latents from
     its own heads, and down projections and norms got that. Here it is summed over all heads, and

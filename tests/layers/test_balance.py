@@ -6,7 +6,6 @@ from functools import cache
 
 import jax
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mixtures import B, D, E, F, T, balance_program, build, expected_balance
@@ -60,8 +59,7 @@ def test_losses_and_gradients_are_those_of_the_paper(case):
     assert_close(found, right())
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("router", TABLE["routers"])
+@swept("router", TABLE["routers"])
 def test_other_routers_are_those_of_the_paper(router):
     config = variant(CONFIG, TABLE["routers"][router])
     layers, segments, labels = rows()

@@ -15,7 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from layer_programs import LayerProgram
-from support import TOLERANCE, assert_close, random_weights, relative_error, sizes_of, use_mesh
+from support import (
+    TOLERANCE,
+    assert_close,
+    random_weights,
+    relative_error,
+    sizes_of,
+    swept,
+    use_mesh,
+)
 from tables import read_table
 from variants import variant
 
@@ -128,8 +136,7 @@ def test_a_document_over_chunks_equals_it_at_any_other_place(packing, seed):
     assert relative_error(y[1, place : place + size], y[0, :size]) < TOLERANCE
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", TABLE["cases"], ids=str)
+@swept("case", TABLE["cases"])
 @settings(max_examples=5)
 @given(data=st.data())
 def test_over_cp_outputs_and_gradients_are_those_of_one_device(case, data):

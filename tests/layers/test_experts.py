@@ -176,8 +176,7 @@ def test_a_layer_equals_plain_mathematics(case):
     check_everything(*case)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", ["two of them", "qwen2", "everything"])
+@swept("name", ["two of them", "qwen2", "everything"])
 def test_a_layer_without_documents_equals_plain_mathematics(name):
     check_everything(name, (1, 2, 1, 2), packed=False)
 

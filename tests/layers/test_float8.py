@@ -130,8 +130,7 @@ def test_every_mesh_gives_the_numbers_of_one_device_and_these_are_of_rounded_ker
     )
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", ["llama", "experts"])
+@swept("name", ["llama", "experts"])
 def test_a_step_gathers_8_bits_and_never_has_all_kernels_in_more(name):
     low = jaxtp.Precision(param="bfloat16", compute="bfloat16")
     config = replace(MODELS[name], lora=LORA, precision=low, num_layers=5)

@@ -224,8 +224,7 @@ def test_a_kernel_equals_plain_mathematics_whatever_the_sizes(name, structure, s
     check(name, structure, segments)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", ERRORS)
+@swept("name", ERRORS)
 def test_a_document_may_have_the_number_of_one_before_its_neighbour(name):
     structure = STRUCTURES["documents"]
     run = partial(program(name, structure), *draw(structure, 12, 12))

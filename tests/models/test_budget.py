@@ -290,8 +290,7 @@ def test_float8_layers_gather_half_the_bytes_of_bfloat16():
         assert 0.5 <= gathered["float8", axes] / gathered["compute", axes] < 0.503
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("rank", [0, 4])
+@swept("rank", [0, 4])
 def test_gradients_of_micro_batches_are_summed_over_dp_once(rank):
     config = variant(PLAIN, {"lora": {"rank": rank}})
     mesh = (4, 1, 2)

@@ -7,9 +7,16 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
-from support import assert_close, by_name, new_decoder, random_weights, sizes_of, state_on_mesh
+from support import (
+    assert_close,
+    by_name,
+    new_decoder,
+    random_weights,
+    sizes_of,
+    state_on_mesh,
+    swept,
+)
 from tables import read_table
 from variants import variant
 
@@ -28,8 +35,7 @@ UNCHOSEN = variant(RUN, TABLE["unchosen"])
 ROUTERS = TABLE["routers"]
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("router", ROUTERS)
+@swept("router", ROUTERS)
 def test_columns_of_a_router_that_no_token_chose_stay_as_they_are(router):
     """Adafactor divides a gradient by its size: of the rounding of a zero it made a full step,
     another on each mesh."""
@@ -95,8 +101,7 @@ def stepped(mesh, accumulation, remat, scan_layers=True):
         )
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", TABLE["steps"])
+@swept("name", TABLE["steps"])
 def test_balance_is_that_of_one_device(name):
     """Losses, their gradients, counts and biases, whatever the mesh, accumulation or policy of
     remat is: nothing is counted twice because it is computed again.

@@ -94,8 +94,7 @@ def test_log_probabilities_over_cp_and_a_split_vocabulary():
     assert max(map(relative_error, numbers, right)) < 1e-5
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", CASES)
+@swept("name", CASES)
 def test_log_probabilities_and_their_gradients(name):
     (right, right_grads), (numbers, grads), mesh = without_a_mesh_and_on_one(name, with_gradients)
     assert max(map(relative_error, numbers, right)) < 1e-5

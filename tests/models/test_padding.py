@@ -60,8 +60,7 @@ def test_an_activation_maps_zero_to_zero():
     assert found == dict.fromkeys(ACTIVATIONS, 0)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("optimizer", ["lion", "adafactor", "muon"])
+@swept("optimizer", ["lion", "adafactor", "muon"])
 def test_padding_stays_zero_and_moves_between_meshes(optimizer):
     model = {**BIASES, "qk_norm": "projection", "attention_gate": True, "attention_sinks": True}
     run = variant(RUN, {"model": model, "optimizer": {"name": optimizer}})

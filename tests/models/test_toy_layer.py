@@ -102,8 +102,7 @@ def test_memory_and_the_search_for_a_setting():
     assert all(setting.fits for setting in found.settings)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("placement", ["before", "parallel"])
+@swept("placement", ["before", "parallel"])
 def test_the_check_passes(placement):
     case = {"before": Case(mesh_shape(dp=2, fsdp=2, tp=2), True), "parallel": TP}[placement]
     run = run_of(norm_placement=placement, layer_scale=True)

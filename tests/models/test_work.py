@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from accounts import B, T, compiled_flops
-from support import sizes_of
+from support import sizes_of, swept
 from tables import read_table
 from variants import variant
 
@@ -19,8 +19,7 @@ SHAPE = {"batch_size": B, "sequence_length": T}
 COMPILED = TABLE["compiled"]
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", COMPILED)
+@swept("name", COMPILED)
 def test_flops_are_those_of_the_compiled_program(name):
     row = COMPILED[name]
     config = variant(MODEL, row["model"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from run_comparisons import assert_same_records
 from runs import OF_ANY_MODEL, SMALL, TEXT
-from support import new_decoder, use_mesh
+from support import new_decoder, swept, use_mesh
 from variants import small_model
 
 import jaxtp
@@ -109,8 +109,7 @@ def test_an_update_moves_each_bias_once():
         assert scalars == pytest.approx(numbers, rel=1e-4)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", ["muon", "adafactor", "lion"])
+@swept("name", ["muon", "adafactor", "lion"])
 def test_optimizers_over_whole_experts_and_parts_of_them(name):
     """Muon deals out matrices that tp divides inside, and has those of a device's own experts to
     itself over tp.

@@ -12,7 +12,7 @@ from flax import nnx
 from hf_reference import FOLDER, TRAINED
 from run_comparisons import assert_same_records
 from runs import TEXT, records
-from support import assert_refused
+from support import assert_refused, swept
 from tables import read_json, write_json
 from variants import small_model
 
@@ -124,8 +124,7 @@ def test_adapters_alone_are_stored_and_a_run_goes_on_beside_the_same_model_only(
     )
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", TRAINED)
+@swept("name", TRAINED)
 def test_a_family_is_trained_beside_adapters_and_exported_as_itself(name, tmp_path, command):
     config = replace(jaxtp.read_config(FOLDER / name), vocab_size=256)
     family = read_json(FOLDER / name / "config.json")["model_type"]

@@ -92,8 +92,7 @@ def expected():
     }, state.mu
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("sizes", [TP_4, EIGHT, FSDP_4], ids=str)
+@swept("sizes", [TP_4, EIGHT, FSDP_4])
 def test_matrices_that_are_dealt_out_are_orthogonalised_whole(expected, sizes):
     mesh = mesh_of(sizes)
     with jax.set_mesh(mesh):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import assert_close
+from support import assert_close, swept
 from tables import read_table
 from variants import small_model, variant
 
@@ -48,8 +48,7 @@ def config_of(rule):
     )
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("rule", RULES)
+@swept("rule", RULES)
 def test_every_rule_moves_every_parameter_as_on_one_device(rule):
     config = config_of(rule)
     initial = parity.initial_arrays(config)

@@ -26,6 +26,7 @@ from support import (
     new_decoder,
     random_weights,
     state_on_mesh,
+    swept,
     use_mesh,
 )
 
@@ -172,8 +173,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", MESHES, ids=str)
+@swept("case", MESHES)
 def test_gradients_on_a_mesh_are_those_of_one_device(case):
     name, sizes = case
     build, loss = OWN[name]

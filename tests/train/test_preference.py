@@ -23,6 +23,7 @@ from support import (
     new_decoder,
     random_weights,
     state_on_mesh,
+    swept,
     use_mesh,
 )
 from variants import small_model
@@ -126,8 +127,7 @@ def means(loss, model, columns):
     }
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", CASES, ids=str)
+@swept("case", CASES)
 def test_loss_metrics_and_gradients_are_those_of_trl(case):
     name, sizes, packed = case
     known = reference()

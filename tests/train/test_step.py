@@ -12,7 +12,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from support import assert_close, by_name, decoder, random_weights, state_on_mesh, without_mesh
+from support import (
+    assert_close,
+    by_name,
+    decoder,
+    random_weights,
+    state_on_mesh,
+    swept,
+    without_mesh,
+)
 from variants import small_model
 
 import jaxtp
@@ -160,8 +168,7 @@ def test_the_numbers_of_a_step_are_fetched_as_one_array():
     assert (fetch(scalars), scalars.flag) == ({"loss": np.float32(1 / 3), "skipped": 2}, 3)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("max_skipped", [0, 1])
+@swept("max_skipped", [0, 1])
 def test_after_a_step_that_is_not_finite_a_healthy_one_goes_through_if_it_may_be_skipped(
     max_skipped,
 ):

@@ -29,6 +29,7 @@ from small_net import (
     train,
     trainer_of,
 )
+from support import swept
 from tables import read_json
 
 import jaxtp
@@ -617,10 +618,7 @@ def test_a_part_that_cannot_be_called_is_refused_before_the_run_begins(refusal):
         assert message in error, (setting, reference, error)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize(
-    "setting", [*OWN, "data.validation_batches", "optimizer.build", "model.plan"]
-)
+@swept("setting", [*OWN, "data.validation_batches", "optimizer.build", "model.plan"])
 def test_whatever_a_setting_names_is_one_error(refusal, tmp_path, setting):
     names = runpy.run_path(str(tmp_path / "hostile.py"))["NAMES"]
     assert len(names) > 30

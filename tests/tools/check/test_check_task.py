@@ -179,8 +179,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("model", BROKEN)
+@swept("model", BROKEN)
 def test_the_first_module_that_differs_is_named(model, capsys):
     assert check(model=model) == 1
     out = capsys.readouterr().out
@@ -190,8 +189,7 @@ def test_the_first_module_that_differs_is_named(model, capsys):
     assert f"1 of {compared} differ" in out
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("model", ["WithBatchNorm", "WithDropout"])
+@swept("model", ["WithBatchNorm", "WithDropout"])
 def test_statistics_and_random_masks_equal_those_of_one_device(model, capsys):
     """Micro-batches would change the statistics, and draw other masks."""
     assert check(model=model, meshes=("fsdp=2,tp=2",)) == 0

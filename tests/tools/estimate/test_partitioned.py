@@ -13,6 +13,7 @@ import yaml
 from hf_reference import FOLDER, TRAINED
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import swept
 
 import jaxtp
 from jaxtp.analysis.hardware import find
@@ -84,14 +85,12 @@ def assert_equal_to_tier_1(found):
 VARIED = dict(zip(MESHES, itertools.cycle(VARIETY), strict=False))
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("mesh", MESHES)
+@swept("mesh", MESHES)
 def test_tier_1_is_what_the_partitioned_program_moves(mesh):
     assert_equal_to_tier_1(compile_partitioned(setting(mesh, VARIED[mesh])))
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", OTHERS)
+@swept("name", OTHERS)
 def test_tier_1_is_what_other_programs_move(name):
     mesh, changes = OTHERS[name]
     found = compile_partitioned(setting(mesh, changes | {"train.accumulation": 2}))
@@ -108,8 +107,7 @@ def test_tier_1_knows_an_optimizer_that_exchanges_matrices():
     assert not found.problems
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", TRAINED)
+@swept("name", TRAINED)
 def test_tier_1_knows_every_family(name):
     model = replace(jaxtp.read_config(FOLDER / name), loss_chunk=8)
     config = replace(CONFIG, model=model)

@@ -12,7 +12,7 @@ from flax_parity import assert_same, train_alone, train_on
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from support import sizes_of, use_mesh
+from support import sizes_of, swept, use_mesh
 from tools.explain.nets import seeded
 
 import jaxtp
@@ -153,8 +153,7 @@ CASES = {
 }
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", CASES)
+@swept("name", CASES)
 def test_a_mesh_computes_what_one_device_does(name):
     model, mesh = CASES[name]
     make = seeded(model)

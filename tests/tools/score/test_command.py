@@ -17,7 +17,7 @@ from corpora import jsonl, prepared, write
 from evaluations import TEXTS
 from flax import nnx
 from runs import contents, records
-from support import assert_refused
+from support import assert_refused, swept
 from tables import read_json
 from tools.conftest import save_model
 
@@ -125,8 +125,7 @@ ON_MESHES = {
 }
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("flags", ON_MESHES)
+@swept("flags", ON_MESHES)
 def test_a_mesh_scores_as_one_device(log_probs, data, tiny_model, tmp_path, flags):
     out = scored(data, tiny_model, tmp_path / "s", *flags.split())
     assert_scores(log_probs, data, out, **ON_MESHES[flags])
