@@ -56,7 +56,7 @@ def in_float64(model):
     return model
 
 
-def assert_same(actual, expected, tolerance=TOLERANCE):
+def assert_same(actual, expected):
     """Compares arrays, relative to the array's norm or a thousandth of the largest norm in its
     group."""
     for group, arrays in expected.items():
@@ -66,7 +66,7 @@ def assert_same(actual, expected, tolerance=TOLERANCE):
         for name, x in arrays.items():
             distance = np.linalg.norm(actual[group][name] - x)
             errors[f"{group}: {name}"] = distance / max(np.linalg.norm(x), floor)
-        worst = {name: error for name, error in errors.items() if not error <= tolerance}
+        worst = {name: error for name, error in errors.items() if not error <= TOLERANCE}
         assert not worst, worst
 
 

@@ -45,21 +45,21 @@ def use_mesh(*sizes, **by_axis):
     return jax.set_mesh(jaxtp.make_mesh(*sizes, **by_axis))
 
 
-def random_weights(build, seed=0, scale=0.1):
+def random_weights(build, scale=0.1):
     """Returns the arrays of `build()` without a mesh, by name; changes each parameter from its
     initial value.
     """
     named = named_variables(jax.jit(lambda: nnx.state(build()))())
     return {
-        name: moved(name, variable[...], seed, scale)
+        name: moved(name, variable[...], scale)
         if isinstance(variable, PARAMETERS)
         else variable[...]
         for name, variable in named.items()
     }
 
 
-def moved(name, array, seed, scale):
-    noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(array.shape)
+def moved(name, array, scale):
+    noise = np.random.default_rng([0, zlib.crc32(name.encode())]).standard_normal(array.shape)
     return (np.asarray(array, np.float64) + scale * noise).astype(array.dtype)
 
 

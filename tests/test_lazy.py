@@ -131,7 +131,7 @@ def test_every_name_resolves_to_what_type_checkers_see():
     seen = {
         name: getattr(importlib.import_module(module), name) for name, module in modules.items()
     }
-    assert [name for name in modules if getattr(jaxtp, name) is not seen[name]] == []
+    assert not [name for name in modules if getattr(jaxtp, name) is not seen[name]]
 
 
 def test_a_package_of_the_same_name_does_not_hide_a_function(monkeypatch):
@@ -175,10 +175,10 @@ def has_plain_signature(dataclass):
 
 def test_public_classes_and_functions_have_their_own_signatures():
     dataclasses = [name for name in jaxtp.__all__ if is_dataclass(getattr(jaxtp, name))]
-    assert [
+    assert not [
         name for name in FUNCTIONS_AND_CLASSES if not has_own_signature(getattr(jaxtp, name))
-    ] == []
-    assert [name for name in dataclasses if not has_plain_signature(getattr(jaxtp, name))] == []
+    ]
+    assert not [name for name in dataclasses if not has_plain_signature(getattr(jaxtp, name))]
 
 
 def test_a_dataclass_is_still_checked_after_its_signature_was_made_plain():

@@ -146,9 +146,9 @@ def test_jaxtp_lists_its_commands_and_runs_them(terminal, capsys):
     with pytest.raises(SystemExit):
         jaxtp_main([])
     listed = capsys.readouterr().out
-    assert [
+    assert not [
         name for name in COMMANDS if not re.search(rf"^  {name.split()[1]} ", listed, re.MULTILINE)
-    ] == []
+    ]
     assert len(listed.splitlines()) <= 60
     with pytest.raises(SystemExit):
         jaxtp_main(["convert"])
@@ -398,7 +398,7 @@ def test_completion_knows_commands_and_their_flags():
             "--merged",
             "--message-bytes",
         )
-        assert [word for word in words if word not in script] == [], shell
+        assert not [word for word in words if word not in script], shell
     without_train = {name: command for name, command in offered.items() if name != "train"}
     assert not re.search(
         r"--command\.|--checkpoint\.every|--data\.mixture",

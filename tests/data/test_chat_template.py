@@ -24,9 +24,9 @@ SPACE = "takes more than 1,024 MiB of memory"
 EITHER = "takes more than "
 
 
-def refused(template, messages=MESSAGES):
+def refused(template):
     with pytest.raises(ChatError) as raised:
-        ChatTemplate(template, "x.jinja", {}).render(messages)
+        ChatTemplate(template, "x.jinja", {}).render(MESSAGES)
     # by another process, or the same
     assert ChatTemplate("{{ messages[0].content }}", "t", {}).render(MESSAGES) == "é"
     return str(raised.value)

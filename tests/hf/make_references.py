@@ -70,9 +70,6 @@ class CloseChoiceError(Exception):
     """Rounding could choose another token or expert."""
 
 
-MARGIN = 5e-5
-
-
 class InDouble(torch.overrides.TorchFunctionMode):
     """Computes in float64 where transformers asks for float32: in norms, softmaxes, angles and
     losses.
@@ -80,11 +77,18 @@ class InDouble(torch.overrides.TorchFunctionMode):
     Refuses choices of experts that differ by less than a margin.
     """
 
+    def __init__(self, margin=5e-5):
+        super().__init__()
+        self.margin = margin
+
     def __torch_function__(self, function, types, arguments=(), keywords=None):
         if function in (torch.topk, torch.Tensor.topk):
             count = arguments[1] if len(arguments) > 1 else keywords["k"]
             best = arguments[0].sort(descending=True).values
-            if count < best.shape[-1] and (best[..., count - 1] - best[..., count]).min() < MARGIN:
+            if (
+                count < best.shape[-1]
+                and (best[..., count - 1] - best[..., count]).min() < self.margin
+            ):
                 raise CloseChoiceError
         if function is torch.Tensor.float:
             function = torch.Tensor.double

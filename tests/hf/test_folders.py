@@ -100,9 +100,7 @@ FLOAT32 = ("A_log", "linear_attn.norm.weight")
 """Tensors of Qwen 3.5 on the Hub that are float32 beside bfloat16."""
 
 
-@pytest.mark.parametrize(
-    "wide", [FLOAT32, pytest.param((), marks=pytest.mark.wide)], ids=["3.5", "3.6"]
-)
+@swept("wide", [FLOAT32, ()], FLOAT32)
 def test_a_folder_keeps_its_dtypes_and_its_layout_of_experts(wide, tmp_path):
     shutil.copytree(FOLDER / "qwen3_5_moe_mm", tmp_path / "source")
     tensors = {
@@ -289,14 +287,13 @@ def test_a_bias_of_choices_stays_float32_in_an_export_in_bfloat16(tmp_path):
     assert jaxtp.load_hf(tmp_path / "out").config.precision.param == "bfloat16"
 
 
-LATENTS = pytest.param("deepseek_v3", [5, 7], marks=pytest.mark.wide)
+IN_BLOCKS = [("mistral", [16, 24]), ("mistral", None), ("deepseek_v3", [5, 7])]
 
 
-@pytest.mark.parametrize(
-    ("name", "block"), [("mistral", [16, 24]), ("mistral", None), LATENTS], ids=str
-)
-def test_float8_is_multiplied_by_its_scales(name, block, tmp_path):
+@swept("case", IN_BLOCKS, *IN_BLOCKS[:2])
+def test_float8_is_multiplied_by_its_scales(case, tmp_path):
     """Of each block, also where a block is cut off, or of the whole matrix."""
+    name, block = case
     random = np.random.default_rng(0)
     plain = reference_tensors(name)
     scaled = {}

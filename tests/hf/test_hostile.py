@@ -183,11 +183,6 @@ BAD = {  # of config.json, of safetensors, and of the index
     "no weights": (without(WEIGHTS), "model.safetensors", INDEX),
     "a pickle": (pickled("pytorch_model.bin"), "pytorch_model.bin", "pickle"),
     "GGUF": (pickled("tiny.Q4_K_M.GGUF"), "tiny.Q4_K_M.GGUF", "gguf_file"),
-    "GGUF without config": (
-        in_turn(pickled("tiny.gguf"), without("config.json")),
-        "tiny.gguf",
-        "GGUF",
-    ),
     "one name in a wrapper too": (
         weights({f"_orig_mod.{Q}": np.ones((4, 4), np.float32)}),
         Q,

@@ -87,15 +87,15 @@ def test_an_export_equals_what_was_imported_bit_by_bit(case, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} <= {"out", "source"}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "param"),
-    [("BF16", "bfloat16"), pytest.param("F16", "float32", marks=pytest.mark.wide)],
-)
-def test_sixteen_bits(dtype, param, tmp_path):
+PARAMS = {"BF16": "bfloat16", "F16": "float32"}
+
+
+@swept("dtype", PARAMS, "BF16")
+def test_sixteen_bits(dtype, tmp_path):
     source = in_dtype(FOLDER / "llama_linear", tmp_path / "source", dtype)
     model = load_on(source, fsdp=2, tp=2)
-    assert model.config.precision.param == param
-    assert all(leaf.dtype == param for leaf in jax.tree.leaves(nnx.state(model)))
+    assert model.config.precision.param == PARAMS[dtype]
+    assert all(leaf.dtype == PARAMS[dtype] for leaf in jax.tree.leaves(nnx.state(model)))
     jaxtp.save_hf(model, tmp_path / "out", dtype="float16" if dtype == "F16" else None)
     assert stored_tensors(tmp_path / "out") == stored_tensors(source)
 
@@ -164,7 +164,7 @@ def test_the_family_follows_from_the_model():
         family: choose_family(of_fields(fields), None).model_type
         for family, fields in FAMILY_FIELDS.items()
     }
-    assert {family: other for family, other in chosen.items() if other != family} == {}
+    assert not {family: other for family, other in chosen.items() if other != family}
 
 
 NO_FAMILY = {

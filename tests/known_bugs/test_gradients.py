@@ -49,7 +49,7 @@ F = 8
 D = 6
 RANK = 2
 SCALE = 3.0
-SMALL = small_model(vocab_size=8, d_model=8, num_heads=2, d_ff=8)
+SMALL = small_model(vocab_size=8)
 
 
 def row_layer():
@@ -489,7 +489,7 @@ def declared_and_used(mesh):
     }
     with jax.set_mesh(mesh):
         run = jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x))
-        jaxpr = run(state, jnp.ones((2, 4, 8))).jaxpr
+        jaxpr = run(state, jnp.ones((2, 4, 16))).jaxpr
     names = dict(zip(jaxpr.invars, named, strict=False))
     used = {}
     for equation in equations(jaxpr):

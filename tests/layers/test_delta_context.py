@@ -9,7 +9,6 @@ import deltas
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,10 +52,9 @@ def states_before(m, u):
     return jnp.stack(states)
 
 
-@pytest.mark.parametrize(
-    ("cp", "zigzag"), [(4, True), pytest.param(2, False, marks=pytest.mark.wide)]
-)
-def test_every_chunk_starts_with_the_state_of_all_chunks_before_it(cp, zigzag):
+@swept("case", [(4, True), (2, False)], (4, True))
+def test_every_chunk_starts_with_the_state_of_all_chunks_before_it(case):
+    cp, zigzag = case
     count = cp * (1 + zigzag)
     chunks = 1 + zigzag
     draw = np.random.default_rng(0).standard_normal
@@ -148,8 +146,7 @@ def test_over_cp_outputs_and_gradients_are_those_of_one_device(case, data):
     assert_close(on_mesh(x, upstream, segments), on_one(x, upstream, segments))
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("zigzag", [False, True], ids=["natural", "zigzag"])
+@swept("zigzag", [False, True])
 def test_what_moves_over_cp_does_not_depend_on_the_length(zigzag):
     """A gather of maps in float32, and halos; transposed in the backward pass."""
     cp = 4

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from support import TOLERANCE, assert_close, use_mesh
+from support import TOLERANCE, assert_close, swept, use_mesh
 from tables import assert_errors, raised_by, read_table
 
 from jaxtp.collectives import device_view
@@ -96,12 +96,10 @@ def test_any_sizes_and_widths(sizes, width, columns):
             assert_close(found(method, *arrays, sizes), expected(*arrays, sizes), TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("method", "dtype"),
-    [("xla", "bfloat16"), pytest.param("pallas", "float16", marks=pytest.mark.wide)],
-)
-def test_sixteen_bits_are_summed_in_float32(method, dtype):
+@swept("case", [("xla", "bfloat16"), ("pallas", "float16")], ("xla", "bfloat16"))
+def test_sixteen_bits_are_summed_in_float32(case):
     """Of a long sum in 16 bits not much would be left."""
+    method, dtype = case
     arrays = draw((600, 3), groups=2, dtype=dtype, rows=500)
     sizes = np.array([450, 20])
     with in_blocks(32, 16, 32):

@@ -205,8 +205,7 @@ def test_a_kernel_equals_plain_mathematics(structure, name, segments, queries, f
     )
 
 
-@pytest.mark.wide  # each example is a program
-@pytest.mark.parametrize("name", ERRORS)
+@swept("name", ERRORS)  # each example is a program
 @settings(max_examples=6)
 @given(
     st.builds(

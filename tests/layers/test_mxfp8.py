@@ -89,7 +89,7 @@ def test_the_errors_of_products_are_bounded(name, dtype):
     given = (jnp.asarray(INPUTS[name](r, shape), dtype) for shape in ((3, M, K), (K, N), (3, M, N)))
     found = jax.jit(lambda x, w, grad: (x, w, grad, *with_gradients(mx_matmul, x, w, grad)))(*given)
     assert {each.dtype for each in found} == {jnp.dtype(dtype)}
-    x, w, grad, y, dx, dw = (np.asarray(each, np.float64) for each in found)
+    x, w, grad, y, dx, dw = (np.float64(each) for each in found)
     for result, a, b in ((y, x, w.T), (dx, grad, w)):
         (a_8, a_error) = blocked(a)
         (b_8, b_error) = blocked(b)

@@ -325,8 +325,8 @@ OTHERS = {"a.*": "a.b.c", "a.w{1,3}": "a.w2", "*": ""}
 
 
 def test_patterns():
-    assert [pattern for pattern, path in MATCHES.items() if not matches(pattern, path)] == []
-    assert [pattern for pattern, path in OTHERS.items() if matches(pattern, path)] == []
+    assert not [pattern for pattern, path in MATCHES.items() if not matches(pattern, path)]
+    assert not [pattern for pattern, path in OTHERS.items() if matches(pattern, path)]
 
 
 NAMES = st.lists(st.sampled_from(["a", "b", "cc", "0"]), min_size=1, max_size=4)

@@ -150,7 +150,7 @@ def test_profiles_and_the_first_step_of_a_run_that_logs_every_fifth(tmp_path, co
         b"vocab_parallel_cross_entropy",
     )
     traced = trace.read_bytes()
-    assert [module for module in modules if module not in traced] == []
+    assert not [module for module in modules if module not in traced]
     assert list(profile.rglob("perfetto_trace.json.gz"))
     # The second profile ends with the run, before its last step.
     assert main([*sparse, "--train.steps=9", "--profile.start=8", "--profile.steps=9"]) == 0

@@ -51,7 +51,7 @@ def test_help_explains_every_setting_and_verify(capsys):
         "--prompt-field",
         "--no-eos",
     ]
-    assert [words for words in expected if words not in out] == []
+    assert not [words for words in expected if words not in out]
 
 
 def test_mistaken_commands_are_refused():

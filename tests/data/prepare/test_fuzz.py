@@ -154,7 +154,7 @@ def test_small_files_take_little_memory():
         paths.append(path)
     ended = run_program(sys.executable, "-c", LIMITED, *lines)
     assert ended.stdout.splitlines()[-1] == str([2] * len(lines)), ended
-    assert [path for path in paths if f"jaxtp prepare: error: {path}" not in ended.stderr] == []
+    assert not [path for path in paths if f"jaxtp prepare: error: {path}" not in ended.stderr]
     assert "Traceback" not in ended.stderr
 
 
