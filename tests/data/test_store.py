@@ -270,7 +270,6 @@ def sparse(copy, manifest, documents, tokens):
 @pytest.mark.parametrize(
     ("documents", "tokens", "needed"),
     [(1, 2**41, 773), (2**37, 2**38, 6185)],
-    ids=["one document", "many documents"],
 )
 def test_rows_that_no_memory_could_plan_are_one_error(copy, manifest, documents, tokens, needed):
     """Of 45 bytes for each document, or for each row of one."""

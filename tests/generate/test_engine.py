@@ -353,15 +353,16 @@ def test_bfloat16_halves_the_cache():
     assert sizes[0] == 2 * sizes[1]
 
 
-def refuse(row):
-    one().generate(row["prompts"], jaxtp.GenerationSettings(**with_tuples(row.get("settings", {}))))
-
-
 def test_refused_prompts_and_settings():
     assert one().generate([], SETTINGS) == one().generate([None]) == []
     rows = read_table(__file__, "refused_prompts")
     rows.append({"prompts": ["\udcff"], "says": ["GenerationError", "prompt 0 is not UTF-8"]})
-    assert_errors(rows, lambda row: raised_by(refuse, row))
+
+    def refuse(row):
+        settings = with_tuples(row.get("settings", {}))
+        one().generate(row["prompts"], jaxtp.GenerationSettings(**settings))
+
+    assert_errors(rows, partial(raised_by, refuse))
 
 
 NO_DECODERS = {

@@ -223,7 +223,7 @@ def test_prompts_are_checked_before_the_weights_are_read(folder, tmp_path, refus
     (tmp_path / "p.txt").write_text("\n".join(["", "to", *["t" * 20] * 7]))
     model = ["--model", folder]
     of_file = ["--prompt-file", tmp_path / "p.txt"]
-    error = refusal(*model, "--prompt=t" * 15, *of_file)
+    error = refusal(*model, "--prompt", "t" * 15, *of_file)
     assert "error: prompt 0 has 17 tokens, and the model's context is 16" in error
     assert "shorten it by 2, or allow it by --beyond-context" in error
     assert f"prompt 2 ({tmp_path / 'p.txt'}, line 3) has 22 tokens" in refusal(*model, *of_file)

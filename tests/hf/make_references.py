@@ -24,7 +24,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from hf_reference import FOLDER, GRADIENT, LOGITS, SIZE, pack
+from hf_reference import FOLDER, GRADIENT, LOGITS, SIZE, TRAINED, pack
 
 TABLES = yaml.safe_load((Path(__file__).parent / "models.yaml").read_text())
 
@@ -46,16 +46,14 @@ SIZES = {"small": resolved({"+": ["sizes"]}), "tiny": resolved({"+": ["tiny"]}),
 MODELS, OWN_SIZES, FAMILIES = (resolved(TABLES[group]) for group in ("small", "own_sizes", "tiny"))
 IMAGE = 70
 """No id of text, and the padding of those that need one."""
-BARE = ["gpt2_unscaled"]
+BARE = "gpt2_unscaled"
 """Stored as OpenAI's are: no prefix in the names, and masks beside the weights."""
-IN_BLOCKS = ["gpt_oss_mxfp4"]
+IN_BLOCKS = "gpt_oss_mxfp4"
 """Whose experts are stored as OpenAI's are: in MXFP4."""
 SHAPES = [(64, 1e4), (80, 5e5), (128, 1e6)]
 """Widths of heads, and bases."""
 ORIGINAL = 8192
 LONGEST = 131_072
-TRAINED = ["gemma2", "gemma3", "olmo2", "phi3", "gpt2"]
-"""Of which there are updates too."""
 BATCH = 2
 LENGTH = 24
 UPDATES = 3
@@ -156,7 +154,7 @@ def make(name, seed):
     for each in itertools.count(seed, 1000):
         generator = torch.Generator().manual_seed(each)
         randomize(model, kind, generator, name in FAMILIES)
-        blocks = in_blocks(model, generator) if name in IN_BLOCKS else {}
+        blocks = in_blocks(model, generator) if name == IN_BLOCKS else {}
         model.save_pretrained(folder)
         wide = copy.deepcopy(model)
         if name not in FAMILIES:  # LongRoPE has its frequencies from here on
@@ -173,7 +171,7 @@ def make(name, seed):
     (folder / "generation_config.json").unlink(missing_ok=True)
     if blocks:
         write_blocks(folder, blocks)
-    if name in BARE:
+    if name == BARE:
         write_bare(folder / "model.safetensors", model.config)
     if name in ("qwen3_next", "qwen3_5_mm", "qwen3_5_moe_mm"):
         write_published(folder / "model.safetensors", generator, stacked=name.endswith("_moe_mm"))

@@ -27,13 +27,8 @@ IDS = np.arange(16).reshape(2, 8) * 5 % 37
 logits_of = nnx.jit(lambda model: model(IDS))
 
 
-def decoder():
-    """Returns a model whose adapters are not zero."""
-    return random_model(ADAPTED)
-
-
 def test_weights_that_are_not_finite_are_not_exported_in_silence(tmp_path, capsys):
-    adapted = decoder()
+    adapted = random_model(ADAPTED)
     whole = jaxtp.merge_adapters(adapted)
     down = adapted.blocks.mlp.down
     for model, variable, path, save, value in (
@@ -79,14 +74,14 @@ OTHERS = {
         "value_head_dim": 6,
         "num_kv_heads": 4,
     },
+    "linear": {
+        "delta_key_heads": 2,
+        "delta_key_dim": 3,
+        "delta_value_dim": 5,
+        "attention_gate": True,
+        "pattern": ({"delta_value_heads": 4}, {}),
+    },
 }
-OTHERS["linear"] = {
-    "delta_key_heads": 2,
-    "delta_key_dim": 3,
-    "delta_value_dim": 5,
-    "attention_gate": True,
-}
-OTHERS["linear"]["pattern"] = ({"delta_value_heads": 4}, {})
 OTHERS["latent queries"] = {**OTHERS["latent"], **OTHERS["shared"], "query_rank": 8}
 
 
@@ -116,7 +111,7 @@ def test_adapters_of_mixtures_and_other_attention_are_merged(case):
 
 
 def test_what_cannot_be_exported_or_adapted_is_refused(tmp_path):
-    adapted = decoder()
+    adapted = random_model(ADAPTED)
     plain = random_model(PLAIN)
     base = FOLDER / "phi3"
     out = tmp_path / "out"

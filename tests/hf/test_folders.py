@@ -233,8 +233,8 @@ SMALL = {
         "num_attention_heads": 6,
         "num_key_value_heads": 3,
         "qk_layernorm": True,
-    }
-    | {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor": 0.5,
+    },
     "cohere": {
         "hidden_size": 24,
         "num_attention_heads": 4,

@@ -49,10 +49,8 @@ SINKS = np.linspace(-1, 2, N).astype(np.float32)
 @cache
 def arrays():
     random = np.random.default_rng(0)
-    q, k, v, do = (
-        random.standard_normal((B, T, heads, H)).astype(np.float32) for heads in (N, K, K, N)
-    )
-    return q, k, v, do
+    shapes = [(B, T, heads, H) for heads in (N, K, K, N)]
+    return [random.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
 def attended(cp, method, window=None, segments=SEGMENTS, kernel=run):

@@ -18,6 +18,7 @@ from corpora import (
     spelled,
     write_chat_tokenizer,
 )
+from deltas import long_memory
 from flax import nnx
 from support import new_decoder, random_weights, without_mesh
 from variants import small_model
@@ -45,10 +46,7 @@ WRONG = 1e-3
 @cache
 def model(config=MODEL):
     build = lambda: new_decoder(config)
-    weights = random_weights(build)
-    # a state stays
-    slow = {name: weights[name] - 4 for name in weights if name.endswith("decay_log")}
-    return nnx.merge(*without_mesh(build, {**weights, **slow}))
+    return nnx.merge(*without_mesh(build, long_memory(random_weights(build))))
 
 
 def row_of(*lengths):

@@ -91,8 +91,8 @@ def test_the_errors_of_products_are_bounded(name, dtype):
     assert {each.dtype for each in found} == {jnp.dtype(dtype)}
     x, w, grad, y, dx, dw = (np.float64(each) for each in found)
     for result, a, b in ((y, x, w.T), (dx, grad, w)):
-        (a_8, a_error) = blocked(a)
-        (b_8, b_error) = blocked(b)
+        a_8, a_error = blocked(a)
+        b_8, b_error = blocked(b)
         exact = a @ b.T
         bound = np.abs(a) @ b_error.T + a_error @ np.abs(b).T + a_error @ b_error.T
         rounding = allowed(result, np.abs(a) @ np.abs(b).T, dtype)

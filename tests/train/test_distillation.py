@@ -19,7 +19,6 @@ from support import (
     by_name,
     random_weights,
     state_on_mesh,
-    sweep,
     swept,
 )
 from variants import small_model
@@ -186,7 +185,7 @@ def test_a_student_that_leaves_nothing_to_other_tokens_is_pulled_back():
         )
 
 
-@pytest.mark.parametrize("case", sweep(MESHES, MESHES[0]), ids=" ".join)
+@swept("case", MESHES, MESHES[0])
 def test_a_mesh_gives_the_numbers_of_one_device(case):
     mesh, name, model = case
     batch, expected = on_one_device(name, model)

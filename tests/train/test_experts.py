@@ -231,13 +231,10 @@ def test_a_run_resumes_where_experts_are_divided_otherwise(tmp_path, command, ca
     np.testing.assert_array_equal(*biases)
     assert np.any(biases[0])
 
-    flags = [
+    adapters = [
         *OF_ANY_MODEL,
         command[-1],
         f"--run.init-from={resumed}",
-    ]
-    adapters = [
-        *flags,
         "--train.steps=2",
         "--mesh=tp=2",
         "--model.lora.rank=2",

@@ -65,7 +65,6 @@ BY_NAME = {"build": f"{__file__}:WithFeatures"}
         pytest.param({"dp": 2, "fsdp": 2}, {"build": WithFeatures}, marks=pytest.mark.wide),
         pytest.param({"tp": 2}, {"build": in_build}, marks=pytest.mark.wide),
     ],
-    ids=["no mesh", "tp 4", "dp 2 x fsdp 2", "tp 2"],
 )
 def test_a_trained_model_is_loaded_on_another_mesh_and_on_none(trained, mesh, given):
     """With its statistics and its plain arrays, which no checkpoint has."""

@@ -39,8 +39,7 @@ from jaxtp.train.run_report import Report
 
 
 def tensorboard_values(run, tag="loss"):
-    events = EventAccumulator(str(run / "tensorboard"))
-    events.Reload()
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
     return {event.step: event.value for event in events.Scalars(tag)}
 
 

@@ -172,9 +172,7 @@ TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
 MISTAKES = read_table(__file__, "mistaken_pairs")
 
 
-@pytest.mark.parametrize(
-    ("kind", "like"), [("texts", TEXTS), ("messages", MESSAGES)], ids=["texts", "messages"]
-)
+@pytest.mark.parametrize(("kind", "like"), [("texts", TEXTS), ("messages", MESSAGES)])
 def test_rows_that_are_no_pairs_are_refused_or_skipped(kind, like):
     write_chat_tokenizer()
     base = MESSAGES if kind == "messages" else {}

@@ -97,7 +97,7 @@ def test_a_document_beyond_the_limit_is_refused_and_what_follows_is_read(suffix,
     assert len(documents(f"a.jsonl{suffix}")) == 3
 
 
-@pytest.mark.parametrize("flags", ["", "--preference"], ids=["texts", "pairs"])
+@pytest.mark.parametrize("flags", ["", "--preference"])
 def test_a_line_beyond_the_limit_is_refused_without_reading_its_end(flags):
     """The end of the line is a terabyte away, which takes no room on the disk."""
     for line, first in {
