@@ -201,7 +201,7 @@ def problems_of(config, mesh):
 def test_a_model_that_is_there_keeps_its_sizes():
     model = replace(SMOL, from_hf=Path("a"))
     strict = TrainConfig(model=model, mesh=MeshConfig(allow_padding=False))
-    (heads, kv_heads) = violations_on(strict, mesh_shape(fsdp=2, tp=4), devices=8)
+    heads, kv_heads = violations_on(strict, mesh_shape(fsdp=2, tp=4), devices=8)
     assert (
         heads
         == "mesh.tp=4 pads 9 query heads to 12, and mesh.allow_padding is false; tp can be 1, 3"

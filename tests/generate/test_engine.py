@@ -320,7 +320,7 @@ def test_pieces_add_up_and_come_as_they_are_made():
 
 
 def test_a_text_ends_before_a_stop_text():
-    (_, whole, *_) = one().generate(PROMPTS, SETTINGS)
+    _, whole, *_ = one().generate(PROMPTS, SETTINGS)
     stop = whole.text[3:5]
     pieces = [
         each

@@ -38,7 +38,7 @@ def layer_of(config, **context):
 def expected(name):
     """Returns weights, input and the output's gradient in float32; and results in float64."""
     config = CONFIGS[name]
-    (*_, segments) = batch()
+    *_, segments = batch()
     weights = deltas.long_memory(random_weights(layer_of(config)))
     arrays = np.random.default_rng(0).standard_normal((2, *segments.shape, D))
     scale = config.lora.scale if config.lora.rank else 0

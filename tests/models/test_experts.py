@@ -75,7 +75,7 @@ def stepped(mesh, accumulation, remat, scan_layers=True):
     run = variant(RUN, {"train": {"accumulation": accumulation}})
     on = mesh_of(sizes_of(mesh))
     graph, state = state_on_mesh(lambda: build(config), weights(), on)
-    (batch, *_) = random_tokens(RUN)
+    batch, *_ = random_tokens(RUN)
 
     @jax.jit
     def step(state, batch):

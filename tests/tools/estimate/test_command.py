@@ -337,7 +337,7 @@ def test_the_update_by_muon_is_modelled(estimated, capsys):
 
 
 def test_generation_is_estimated_too(estimated, capsys):
-    (one, *_) = estimated(*TINY, *OVER_TP, "--generate=16")["generation"]
+    one, *_ = estimated(*TINY, *OVER_TP, "--generate=16")["generation"]
     assert one["bytes_per_device"]["cache"] > 0
     assert "generating 16 rows of 128 tokens" in capsys.readouterr().out
 
