@@ -234,7 +234,7 @@ def test_names_of_other_programs_are_no_settings_and_what_they_mean_is_one():
 
 
 def test_a_flag_turns_off_what_a_file_turns_on(tmp_path):
-    flags = ["--config", str(tmp_path / "c.yaml")]
+    flags = [f"--config={tmp_path}/c.yaml"]
     for on in (True, False):
         (tmp_path / "c.yaml").write_text(
             yaml.safe_dump({"model": "m", "prompt": ["a", "b"], "chat": on})
@@ -262,7 +262,7 @@ def test_a_key_of_a_mapping_is_a_flag(tmp_path):
         "--train.loss_arguments.on=true",
         "--model.arguments.sizes=[1, 2]",
     ]
-    config, _ = TRAIN.load(["--config", str(file), *flags, "--model.arguments.text", "a: b: c"])
+    config, _ = TRAIN.load([f"--config={file}", *flags, "--model.arguments.text", "a: b: c"])
     assert config.train.loss_arguments == {"beta": 0.1, "kind": "x", "on": True}
     assert config.model.arguments == {"sizes": [1, 2], "text": "a: b: c"}
     with pytest.raises(ConfigError, match=r"--data\.mixture"):
@@ -271,7 +271,7 @@ def test_a_key_of_a_mapping_is_a_flag(tmp_path):
 
 def test_none_is_no_value_where_a_setting_may_have_none(tmp_path):
     (tmp_path / "c.yaml").write_text("model: {learned_positions: 16}\ndata: {path: none}")
-    flags = ["--config", str(tmp_path / "c.yaml")]
+    flags = [f"--config={tmp_path}/c.yaml"]
     assert TRAIN.load(flags)[0].model.learned_positions == 16
     for word in ("none", "null"):
         assert (
@@ -435,4 +435,4 @@ def test_bash_completes(tmp_path, capsys):
 def test_values_that_are_no_setting_of_a_section_are_refused_before_the_mesh(tmp_path):
     (tmp_path / "list.yaml").write_text("- a")
     with pytest.raises(ConfigError, match="expected a mapping of sections"):
-        TRAIN.load(["--config", str(tmp_path / "list.yaml"), "--mesh", "tp=2"])
+        TRAIN.load([f"--config={tmp_path}/list.yaml", "--mesh", "tp=2"])

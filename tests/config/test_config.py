@@ -258,7 +258,7 @@ def test_a_file_can_include_another(tmp_path):
 
 def test_the_printed_configuration_reads_back_the_same(tmp_path, capsys):
     (tmp_path / "a.yaml").write_text('optimizer: {groups: {"head.*": {learning_rate_scale: 0.5}}}')
-    words = ["--config", str(tmp_path / "a.yaml"), "--mesh.tp", "2", "--model.tie-embeddings"]
+    words = [f"--config={tmp_path}/a.yaml", "--mesh.tp", "2", "--model.tie-embeddings"]
     with pytest.raises(SystemExit, match="0"):
         TRAIN.load([*words, "--print-config"])
     (tmp_path / "b.yaml").write_text(capsys.readouterr().out)
