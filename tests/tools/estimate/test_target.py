@@ -181,7 +181,7 @@ for method in ("pallas", "xla"):
 
 def answers(program, request):
     """Returns the lines of JSON that a program prints."""
-    done = run_program(sys.executable, "-c", program, input=json.dumps(request))
+    done = run_program(sys.executable, "-c", program, input=json.dumps(request), timeout=900)
     assert not done.returncode, done.stderr
     return list(map(json.loads, done.stdout.splitlines()))
 
