@@ -3,7 +3,6 @@
 import itertools
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -96,10 +95,6 @@ def test_adapters_of_mixtures_and_other_attention_are_merged(case):
         adapted = move_adapters(jaxtp.add_adapters(model, LoraConfig(rank=2)))
         merged = jaxtp.merge_adapters(adapted)
         np.testing.assert_allclose(logits_of(merged), logits_of(adapted), atol=5e-5)
-    shardings = [
-        [array.sharding for array in jax.tree.leaves(nnx.state(each))] for each in (model, merged)
-    ]
-    assert shardings[0] == shardings[1]
     before = values(model)
     after = values(merged)
     moved = {path for path in before if not np.allclose(before[path], after[path], atol=1e-3)}

@@ -168,12 +168,15 @@ def test_adapters_are_what_they_add_to_the_kernels(kind, base, tmp_path):
     assert [note[: len(begin)] for note, begin in zip(found.notes, notes, strict=True)] == notes
     with use_mesh(**mesh):
         adapted = with_peft(jaxtp.load_hf(base), found, jax.sharding.get_mesh())
-        jaxtp.save_hf(jaxtp.merge_adapters(adapted), tmp_path / "merged")
+        merged = jaxtp.merge_adapters(adapted)
+        jaxtp.save_hf(merged, tmp_path / "merged")
         if kind in ("rslora", "some layers"):
             attributes, found_arrays = written(adapted, tmp_path / "out", base=base)
             assert attributes["base_model_name_or_path"] == str(base)
             assert_same(found_arrays, arrays)
             assert open_peft(tmp_path / "out", MODEL).lora == found.lora
+    kernels = [model.blocks.mlp.down.kernel[...] for model in (adapted, merged)]
+    assert kernels[0].sharding == kernels[1].sharding
     expected = read_tensors(base)
     scale = 6 / 2**0.5 if kind == "rslora" else 3
     for target, layer in ranks:
