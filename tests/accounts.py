@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax
 from flax import nnx
-from support import sizes_of
+from support import sizes_of, use_mesh
 
 import jaxtp
 from jaxtp.analysis.census import count_collectives
@@ -117,7 +117,7 @@ def equations(jaxpr):
 
 def kept(config, rows, length, tp=1):
     """Returns the residuals of one block, as abstract global arrays."""
-    with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
+    with use_mesh(tp=tp):
         abstract = nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)))
         for _, layer in nnx.iter_modules(abstract):
             if hasattr(layer, "matmul"):

@@ -95,7 +95,7 @@ def write(name, content):
 
 def prepared(out, *arguments):
     """Runs the command, and returns its dataset."""
-    assert main([*map(str, arguments), "--out", str(out)]) == 0
+    assert main([*map(str, arguments), f"--out={out}"]) == 0
     return open_dataset(Path(out))
 
 
@@ -110,7 +110,7 @@ def run(line):
     """Runs a command line, and returns its exit code, its output and its errors."""
     words = shlex.split(line)
     if "--out" not in words and "--verify" not in words:
-        words += ["--out", "d"]
+        words += ["--out=d"]
     with (
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as errors,

@@ -31,14 +31,14 @@ def compile_fast():
         mlir_of_jax.make_ir_context = one_context_for_many(mlir_of_jax.make_ir_context)
 
 
-def one_context_for_many(make_context, lowerings=100):
-    """Returns a function that makes one MLIR context for many programs.
+def one_context_for_many(make_context):
+    """Returns a function that makes one MLIR context for a hundred programs.
 
     JAX 0.10 makes one for each program, which takes five of the six milliseconds of lowering a
     small program.
     """
     contexts = itertools.chain.from_iterable(
-        itertools.repeat(make_context(), lowerings) for _ in itertools.count()
+        itertools.repeat(make_context(), 100) for _ in itertools.count()
     )
     return lambda: next(contexts)
 

@@ -20,10 +20,10 @@ K = 8
 H = 4
 
 
-def rope(x, theta=10_000.0):
+def rope(x):
     """Rotates pairs of `[B, T, N, H]` by their position."""
     half = x.shape[-1] // 2
-    angles = jnp.arange(x.shape[1])[:, None] * theta ** (-jnp.arange(half) / half)
+    angles = jnp.arange(x.shape[1])[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
     cos, sin = (f(angles)[None, :, None, :] for f in (jnp.cos, jnp.sin))
     one = x[..., :half]
     two = x[..., half:]

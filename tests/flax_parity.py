@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from support import sizes_of
+from support import sizes_of, use_mesh
 
 import jaxtp
-from jaxtp.mesh import mesh_of
 
 TOLERANCE = 1e-5  # of float32; these models are in float64, and come far below it
 STEPS = 3
@@ -57,7 +56,7 @@ def in_float64(model):
     return model
 
 
-def assert_same(actual, expected, tolerance=TOLERANCE):
+def assert_same(actual, expected):
     """Compares arrays, relative to the array's norm or a thousandth of the largest norm in its
     group."""
     for group, arrays in expected.items():
@@ -67,7 +66,7 @@ def assert_same(actual, expected, tolerance=TOLERANCE):
         for name, x in arrays.items():
             distance = np.linalg.norm(actual[group][name] - x)
             errors[f"{group}: {name}"] = distance / max(np.linalg.norm(x), floor)
-        worst = {name: error for name, error in errors.items() if not error <= tolerance}
+        worst = {name: error for name, error in errors.items() if not error <= TOLERANCE}
         assert not worst, worst
 
 
@@ -80,6 +79,6 @@ def train_alone(build, inputs):
 def train_on(mesh, build, plan, inputs, *, sharded=True, **options):
     """Runs `train_alone` on a mesh; the model is created sharded, or created whole and then
     sharded."""
-    with jax.enable_x64(True), jax.set_mesh(mesh_of(sizes_of(mesh))):
+    with jax.enable_x64(True), use_mesh(**sizes_of(mesh)):
         make = lambda: in_float64(build())
         return train(jaxtp.parallelize(make if sharded else make(), plan, **options), inputs)

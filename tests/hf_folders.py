@@ -1,14 +1,13 @@
 """Folders in Hugging Face format, for tests: written, read, and compared bit by bit."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from hf_reference import FOLDER
 from structures import is_one_clear_message, plant
-from support import filled
+from support import decoder, filled, use_mesh
+from tables import read_json, write_json
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
@@ -60,13 +59,13 @@ def reference_tensors(name):
 
 
 def reference_attributes(name, file="config.json"):
-    return json.loads((FOLDER / name / file).read_text())
+    return read_json(FOLDER / name / file)
 
 
 def write_model(folder, attributes, arrays):
     """Writes a folder of config.json and model.safetensors; returns it."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(attributes))
+    write_json(folder / "config.json", attributes)
     write_tensors(folder / "model.safetensors", arrays)
     return folder
 
@@ -104,7 +103,7 @@ def planted(name, kind):
 
 def load_on(folder, **mesh):
     """Loads a model on a mesh of these axis sizes."""
-    with jax.set_mesh(jaxtp.make_mesh(**mesh)):
+    with use_mesh(**mesh):
         return jaxtp.load_hf(folder)
 
 
@@ -167,7 +166,7 @@ def assert_all_refused(refusals):
 
 def random_model(config):
     """Returns a model with random weights on the mesh in context, or one device."""
-    abstract = nnx.eval_shape(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(decoder(config))
     random = np.random.default_rng(0)
     weights = {
         path: (0.2 * random.standard_normal(logical_shape(variable))).astype(variable.dtype)

@@ -6,11 +6,11 @@ them or 64. The difference of two sketches has the L2 norm of the gradients' dif
 per cent.
 """
 
-import json
 import zlib
 from pathlib import Path
 
 import numpy as np
+from tables import read_json
 
 FOLDER = Path(__file__).parent / "hf/references"
 SIZE = 512
@@ -67,7 +67,7 @@ def sketched_errors(arrays, stored, prefix):
 
 def model_types(name):
     """Returns the model_type of a model, and that of its text model if it is multimodal."""
-    attributes = json.loads((FOLDER / name / "config.json").read_text())
+    attributes = read_json(FOLDER / name / "config.json")
     return {each["model_type"] for each in (attributes, attributes.get("text_config", attributes))}
 
 

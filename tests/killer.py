@@ -56,7 +56,7 @@ def killed_until_done(seed, out, arguments):
     while True:
         process = os.fork()
         if process == 0:
-            os._exit(main([*arguments, "--out", str(out)]))
+            os._exit(main([*arguments, f"--out={out}"]))
         instant = (
             (0, numbers.uniform(0, 0.3))
             if kills % 4 == 3
@@ -75,7 +75,5 @@ if __name__ == "__main__":
     batches.BATCH_DOCUMENTS = int(sys.argv[2])
     print(
         "killed",
-        killed_until_done(
-            int(sys.argv[1]), Path(sys.argv[3]), [*sys.argv[4:], "--save-seconds", "0"]
-        ),
+        killed_until_done(int(sys.argv[1]), Path(sys.argv[3]), [*sys.argv[4:], "--save-seconds=0"]),
     )

@@ -76,7 +76,7 @@ def byte_dataset(tmp_path_factory):
         text = folder / "lines.jsonl"
         rows = [json.dumps({"text": line}) for line in TEXT.splitlines()]
         text.write_text("\n".join(rows))
-        assert prepare([str(text), "--held-out", "0.1", "--out", str(folder / "data")]) == 0
+        assert prepare([str(text), "--held-out=0.1", f"--out={folder}/data"]) == 0
 
     return made_once(tmp_path_factory, "byte_dataset", make) / "data"
 

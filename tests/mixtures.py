@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from support import by_name, sizes_of, state_on_mesh
+from support import by_name, sizes_of, state_on_mesh, use_mesh
 
 from jaxtp.collectives import batch_spec
 from jaxtp.layers.balance import balance
@@ -264,10 +264,10 @@ def expected_balance(weights, layers, counts, labels, config):
     return {**losses, **dict(zip(("router", "input"), grads, strict=True))}
 
 
-def balance_program(config, mesh, sequence_parallel=None):
+def balance_program(config, mesh):
     """Returns a function that gives the layer's losses, gradients and expert counts on a mesh."""
     on = mesh_of(sizes_of(mesh))
-    make = lambda: build(config, sequence_parallel)
+    make = lambda: build(config)
 
     @jax.jit
     def run(graph, state, layers, segments, labels):
@@ -306,7 +306,7 @@ def work(mesh, config):
     """Returns the equations of a device's program, forward and backward, and the size of the
     largest array that they make.
     """
-    with jax.set_mesh(mesh_of(sizes_of(mesh))):
+    with use_mesh(**sizes_of(mesh)):
         make = lambda: MixtureOfExperts(
             WORK[2], config, LayerContext(sequence_parallel=None), rngs=nnx.Rngs(0)
         )

@@ -5,6 +5,8 @@ a reference.
 import jax
 from support import relative_error
 
+from jaxtp.layers import parameter
+
 
 def with_gradient(change):
     """Returns the identity, which changes the gradient that goes through it."""
@@ -25,6 +27,17 @@ def gathered_without_sum(axis):
 
     gather.defvjp(forward, backward)
     return gather
+
+
+def plant_weights(monkeypatch, change, is_it=lambda shape: True):
+    """Has the loaded weights of some shapes changed."""
+    load = parameter.load_weight
+
+    def loaded(shard, *args, **kwargs):
+        weight = load(shard, *args, **kwargs)
+        return change(weight) if is_it(shard.shape) else weight
+
+    monkeypatch.setattr(parameter, "load_weight", loaded)
 
 
 def errors_of(found, expected):

@@ -8,8 +8,7 @@ QUICK = [
     "1",
     # With a rate that does not depend on the number of steps, runs of any length share the program
     # of a step.
-    "--optimizer.schedule",
-    "constant",
+    "--optimizer.schedule=constant",
 ]
 
 
@@ -17,11 +16,9 @@ def quick_flags(folder, text, *sizes):
     """Returns the flags of a run on a text, by default over fsdp 2 and tp 2, in `folder`."""
     return [
         *QUICK,
-        "--data.path",
-        str(text),
+        f"--data.path={text}",
         *mesh(*(sizes or (1, 2, 2))),
-        "--run.dir",
-        str(folder),
+        f"--run.dir={folder}",
     ]
 
 

@@ -4,49 +4,42 @@ import contextlib
 import json
 import resource
 import socket
+import subprocess
 import time
 from pathlib import Path
 
+from tables import write_json
+
 TEXT = "".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(2000))
 SMALL = [
-    "--model.d-model",
-    "32",
-    "--model.num-layers",
-    "2",
-    "--model.head-dim",
-    "4",
-    "--model.d-ff",
-    "64",
-    "--data.sequence-length",
-    "32",
-    "--data.global-batch-size",
-    "8",
-    "--train.log-every",
-    "1",
-    "--checkpoint.every",
-    "5",
-    "--eval.batches",
-    "2",
-    "--eval.every",
-    "20",
-    "--optimizer.warmup-steps",
-    "2",
+    "--model.d-model=32",
+    "--model.num-layers=2",
+    "--model.head-dim=4",
+    "--model.d-ff=64",
+    "--data.sequence-length=32",
+    "--data.global-batch-size=8",
+    "--train.log-every=1",
+    "--checkpoint.every=5",
+    "--eval.batches=2",
+    "--eval.every=20",
+    "--optimizer.warmup-steps=2",
 ]
+OF_ANY_MODEL = SMALL[4:]
 SMOL_LM = {
-    **{
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "vocab_size": 49152,
-    },
-    **{
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "rms_norm_eps": 1e-5,
-    },
-    **{"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192},
-    **{"tie_word_embeddings": True, "rope_theta": 100000, "torch_dtype": "bfloat16"},
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "rms_norm_eps": 1e-5,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "rope_theta": 100000,
+    "torch_dtype": "bfloat16",
 }
 """The config.json of SmolLM2-135M, whose number of heads no power of two divides."""
 
@@ -54,18 +47,13 @@ SMOL_LM = {
 def smol_lm(folder):
     """Writes a folder of SmolLM2-135M without weights."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SMOL_LM))
+    write_json(folder / "config.json", SMOL_LM)
     return folder
 
 
 def mesh(dp, fsdp, tp, cp=1):
-    sizes = {"dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
-    return [
-        word
-        for axis, size in sizes.items()
-        if size > 1 or axis != "cp"
-        for word in (f"--mesh.{axis}", str(size))
-    ]
+    flags = [f"--mesh.dp={dp}", f"--mesh.fsdp={fsdp}", f"--mesh.tp={tp}"]
+    return flags if cp == 1 else [*flags, f"--mesh.cp={cp}"]
 
 
 def records(folder, key="loss"):
@@ -98,6 +86,12 @@ def contents(folder):
     }
 
 
+def run_program(*words, **settings):
+    """Runs a program to its end, which has five minutes."""
+    settings = {"timeout": 300} | settings
+    return subprocess.run(words, capture_output=True, text=True, **settings)
+
+
 def free_address():
     """Returns a free address for a coordinator."""
     with socket.socket() as free:
@@ -109,6 +103,13 @@ def finish(process):
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     return output
+
+
+def wait_until(happened, seconds=180):
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def wait_for_step(folder, step, process):

@@ -116,8 +116,13 @@ class Cluster:
             place = f"{self.folder}/munge"
             key.write_bytes(os.urandom(128))
             key.chmod(0o600)
-            files = [f"--key-file={key}", f"--socket={place}.socket", f"--log-file={place}.log"]
-            files += [f"--pid-file={place}.pid", f"--seed-file={place}.seed"]
+            files = [
+                f"--key-file={key}",
+                f"--socket={place}.socket",
+                f"--log-file={place}.log",
+                f"--pid-file={place}.pid",
+                f"--seed-file={place}.seed",
+            ]
             self._start("munged", "munged", "--foreground", "--force", *files)
             wait_for(Path(f"{place}.socket").exists, "munged", 30, self.logs)
             self._start("slurmctld", "slurmctld", "-D")

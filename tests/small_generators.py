@@ -7,7 +7,7 @@ from functools import cache, cached_property
 import jax
 import numpy as np
 from flax import nnx
-from support import random_weights, sizes_of, state_on_mesh, without_mesh
+from support import new_decoder, random_weights, sizes_of, state_on_mesh, without_mesh
 
 import jaxtp
 from jaxtp.data.tokenizer import ByteTokenizer
@@ -43,7 +43,7 @@ class SmallDecoder:
         self.on = cache(self.on)
 
     def build(self):
-        return jaxtp.Decoder(self.config, rngs=nnx.Rngs(0))
+        return new_decoder(self.config)
 
     @cached_property
     def weights(self):

@@ -31,26 +31,35 @@ def sizes_of(mesh):
     return mesh_shape(dp=dp, fsdp=fsdp, cp=cp[0] if cp else 1, tp=tp)
 
 
+def new_decoder(config):
+    return jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+
+
 def decoder(config):
     """Returns a function that builds a decoder."""
-    return lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+    return lambda: new_decoder(config)
 
 
-def random_weights(build, seed=0, scale=0.1):
+def use_mesh(*sizes, **by_axis):
+    """Puts a mesh of these axis sizes in context, for a `with` block."""
+    return jax.set_mesh(jaxtp.make_mesh(*sizes, **by_axis))
+
+
+def random_weights(build, scale=0.1):
     """Returns the arrays of `build()` without a mesh, by name; changes each parameter from its
     initial value.
     """
     named = named_variables(jax.jit(lambda: nnx.state(build()))())
     return {
-        name: moved(name, variable[...], seed, scale)
+        name: moved(name, variable[...], scale)
         if isinstance(variable, PARAMETERS)
         else variable[...]
         for name, variable in named.items()
     }
 
 
-def moved(name, array, seed, scale):
-    noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(array.shape)
+def moved(name, array, scale):
+    noise = np.random.default_rng([0, zlib.crc32(name.encode())]).standard_normal(array.shape)
     return (np.asarray(array, np.float64) + scale * noise).astype(array.dtype)
 
 
@@ -83,6 +92,11 @@ def filled(abstract, weights, mesh=None):
 by_name = on_host
 
 
+@nnx.jit
+def outputs_of(model, *inputs):
+    return model(*inputs)
+
+
 def cached_and_whole(graph, state, ids, cut):
     """Returns the hidden states of rows read in two parts with a KV cache, and read at once."""
 
@@ -109,11 +123,24 @@ def continue_rows(reader, ids_BT, caches, lengths_B):
 
 
 def sweep(cases, *first):
-    """Returns parameters of a test with one argument; cases not in `first` are in the wide tier."""
+    """Returns parameters of one argument; cases not in `first` are in the wide tier."""
     assert all(case in cases for case in first), (
         "a case of the default suite is not among the cases"
     )
     return [pytest.param(case, marks=() if case in first else pytest.mark.wide) for case in cases]
+
+
+def swept(name, cases, *first):
+    """Decorates a test that has one argument: cases not in `first` are in the wide tier, as all
+    are without it.
+    """
+    return pytest.mark.parametrize(name, sweep(cases, *first), ids=_id)
+
+
+def _id(case):
+    """Returns a case as text, unless that has addresses or names of classes."""
+    text = str(case)
+    return None if "<" in text else text
 
 
 def sweep_of(lists, *first):

@@ -2,6 +2,7 @@
 `says`.
 """
 
+import json
 from pathlib import Path
 
 import yaml
@@ -16,6 +17,14 @@ def read_table(test_file, name=None):
     return yaml.safe_load(
         Path(test_file).with_name(f"{name or Path(test_file).stem}.yaml").read_text()
     )
+
+
+def read_json(file):
+    return json.loads(file.read_text())
+
+
+def write_json(file, value):
+    file.write_text(json.dumps(value))
 
 
 def with_tuples(settings):
@@ -36,8 +45,8 @@ def raised_by(action, *arguments, kind=UserError):
     return "no error"
 
 
-def unexpected(rows, error_of, names=None):
-    """Returns the rows whose error lacks words, and the error.
+def assert_errors(rows, error_of, names=None):
+    """Checks that the error of each row has its words; reports all that lack some.
 
     Args:
       error_of: returns the text of the error of a row.
@@ -49,4 +58,4 @@ def unexpected(rows, error_of, names=None):
         words = [row["says"]] if isinstance(row["says"], str) else row["says"]
         if not all((word if names is None else word.format(**names)) in error for word in words):
             found.append((row, error))
-    return found
+    assert not found

@@ -20,7 +20,7 @@ from flax import nnx
 from flax_parity import assert_same
 from moves import bytes_over_tp
 from runs import records, wait_for_step
-from support import journeys, task_flags
+from support import journeys, swept, task_flags
 
 import jaxtp
 from jaxtp.__main__ import main as run_command
@@ -72,8 +72,7 @@ def trained(name, mesh, accumulation=1, **parts):
     }
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", NAMES)
+@swept("name", NAMES)
 def test_an_example_trains_as_on_one_device(name):
     """On one of the meshes, with micro-batches; by a plan that is proposed, on another."""
     one = trained(name, "dp=1")
@@ -97,8 +96,7 @@ def test_an_example_learns(tmp_path, capsys):
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", RATED)
+@swept("name", RATED)
 def test_the_accuracy_of_an_example_rises(name, tmp_path, capsys):
     example(name).main(mesh="tp=2", folder=str(tmp_path))
     first, *_, last = map(float, re.findall(r"accuracy ([\d.]+)", capsys.readouterr().out))
@@ -120,19 +118,16 @@ def parts(name):
 
 # Whatever the number of steps; at higher rates the loss first grows, and rounding with it.
 STEADY = [
-    "--optimizer.schedule",
-    "constant",
-    "--optimizer.warmup-steps",
-    "0",
-    "--optimizer.learning-rate",
-    "1e-3",
+    "--optimizer.schedule=constant",
+    "--optimizer.warmup-steps=0",
+    "--optimizer.learning-rate=1e-3",
 ]
 
 
 def train(name, folder, mesh, steps):
     """Returns the flags of `jaxtp train`."""
     sizes = [f"--mesh.{size}" for size in mesh.split(",")]
-    run = ["--run.dir", str(folder), "--train.steps", str(steps), "--train.log-every", "1"]
+    run = [f"--run.dir={folder}", f"--train.steps={steps}", "--train.log-every=1"]
     return [*parts(name), *sizes, *STEADY, *run]
 
 
@@ -143,7 +138,7 @@ def test_a_killed_run_goes_on_on_another_mesh(name, tmp_path):
     killed = tmp_path / "killed"
     assert run_command(["train", *train(name, whole, "dp=2", 12)]) == 0
     endless = train(name, killed, "fsdp=2,tp=2", 100_000)
-    command = [sys.executable, "-m", "jaxtp", "train", *endless, "--checkpoint.every", "2"]
+    command = [sys.executable, "-m", "jaxtp", "train", *endless, "--checkpoint.every=2"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -169,11 +164,8 @@ CHECKED = ["vit", "own_loss", "public_model", "encoder_decoder"]
 @pytest.mark.parametrize("name", journeys(CHECKED, "vit", "own_loss"))
 def test_check_and_estimate_take_an_example(name):
     example(name)
-    assert run_command(["check", *parts(name), "--mesh", "fsdp=2,tp=2"]) == 0
-    assert (
-        run_command(["estimate", *parts(name), "--hardware", "h100x4", "--mesh", "fsdp=2,tp=2"])
-        == 0
-    )
+    assert run_command(["check", *parts(name), "--mesh=fsdp=2,tp=2"]) == 0
+    assert run_command(["estimate", *parts(name), "--hardware=h100x4", "--mesh=fsdp=2,tp=2"]) == 0
 
 
 def built(name):
@@ -192,9 +184,8 @@ def columns(name):
     return open_batches(example(name).batches, batch_size=64).shapes
 
 
-@pytest.mark.wide
 # whose noise is split over tp
-@pytest.mark.parametrize("name", [name for name in PLANNED if name != "diffusion"])
+@swept("name", [name for name in PLANNED if name != "diffusion"])
 def test_a_proposed_plan_moves_no_more_than_the_one_by_hand(name):
     """Also checks that the compiled step sends the predicted bytes."""
     mesh = jaxtp.make_mesh(fsdp=2, tp=4)
@@ -238,9 +229,7 @@ def test_a_plot_leaves_out_lines_that_are_no_records(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text("\n".join(['{"step": 1, "loss": 0.5}', *wrong, ""]))
     out = tmp_path / "plot.png"
     assert (
-        importlib.import_module("plot_run").main(
-            [str(tmp_path), "--metrics", "loss", "--out", str(out)]
-        )
+        importlib.import_module("plot_run").main([str(tmp_path), "--metrics=loss", f"--out={out}"])
         == 0
     )
     assert out.is_file()

@@ -5,13 +5,13 @@ import importlib
 import importlib.metadata
 import inspect
 import re
-import subprocess
 import sys
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 
 import pytest
-from support import sweep
+from runs import run_program
+from support import swept
 
 import jaxtp
 from jaxtp.__main__ import COMMANDS, main
@@ -23,7 +23,7 @@ HEAVY = ("jax", "flax", "optax", "orbax", "grain", "pydantic", "tyro", "numpy")
 def output_of(*words):
     """Returns what a new Python prints."""
     command = [sys.executable, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return run_program(*command, check=True).stdout
 
 
 @pytest.mark.journey
@@ -88,7 +88,7 @@ def test_the_import_of_all_names_changes_no_more_than_the_libraries_do():
     assert output_of("-c", STATE_OF_PROCESS + OF_ALL_NAMES) == "import:\nnames:\n"
 
 
-@pytest.mark.parametrize("name", sweep(COMMANDS, "train"))
+@swept("name", COMMANDS, "train")
 def test_help_needs_no_library(name, capsys, monkeypatch):
     """It is printed with stand-ins for the libraries, and is the same."""
     monkeypatch.setenv("COLUMNS", "100")
@@ -111,7 +111,7 @@ finally:
 
 def test_help_of_the_module_needs_no_library():
     command = [sys.executable, "-X", "importtime", "-m", "jaxtp.train", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = run_program(*command, check=True)
     assert "--plot FILE.png" in done.stdout
     assert "jaxtp.train.trainer" in done.stderr
     assert "numpy._core" not in done.stderr
@@ -131,7 +131,7 @@ def test_every_name_resolves_to_what_type_checkers_see():
     seen = {
         name: getattr(importlib.import_module(module), name) for name, module in modules.items()
     }
-    assert [name for name in modules if getattr(jaxtp, name) is not seen[name]] == []
+    assert not [name for name in modules if getattr(jaxtp, name) is not seen[name]]
 
 
 def test_a_package_of_the_same_name_does_not_hide_a_function(monkeypatch):
@@ -175,10 +175,10 @@ def has_plain_signature(dataclass):
 
 def test_public_classes_and_functions_have_their_own_signatures():
     dataclasses = [name for name in jaxtp.__all__ if is_dataclass(getattr(jaxtp, name))]
-    assert [
+    assert not [
         name for name in FUNCTIONS_AND_CLASSES if not has_own_signature(getattr(jaxtp, name))
-    ] == []
-    assert [name for name in dataclasses if not has_plain_signature(getattr(jaxtp, name))] == []
+    ]
+    assert not [name for name in dataclasses if not has_plain_signature(getattr(jaxtp, name))]
 
 
 def test_a_dataclass_is_still_checked_after_its_signature_was_made_plain():

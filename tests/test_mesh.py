@@ -1,6 +1,5 @@
 import math
 import os
-import subprocess
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -9,6 +8,8 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from runs import run_program
+from support import use_mesh
 
 import jaxtp
 from jaxtp.distributed.devices import request_virtual_devices
@@ -116,7 +117,7 @@ def test_a_mesh_of_other_axes_is_refused(axes, kind, problem):
 
 
 def test_what_tp_does_not_divide_is_refused_not_replicated():
-    with jax.set_mesh(jaxtp.make_mesh(dp=2, fsdp=2, tp=4)):
+    with use_mesh(dp=2, fsdp=2, tp=4):
         with pytest.raises(
             ValueError, match=r"kernel: dim 1 .* is 6, not divisible by tp=4; nearest: 4 or 8"
         ):
@@ -189,14 +190,7 @@ def test_a_later_mesh_may_be_larger():
     environment = {
         name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"
     }
-    done = subprocess.run(
-        [sys.executable, "-c", LATER],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = run_program(sys.executable, "-c", LATER, env=environment, check=True)
     assert done.stdout.split() == ["2", "8", "4"]
 
 

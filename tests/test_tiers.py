@@ -2,11 +2,11 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from runs import run_program
 
 ROOT = Path(__file__).parent.parent
 
@@ -14,9 +14,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.journey
 def test_a_part_of_ci_that_is_left_out_for_time_fails():
     environment = os.environ | {"CI_LIMIT": "0"}
-    done = subprocess.run(
-        ["bash", ".ci/run"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
-    )
+    done = run_program("bash", ".ci/run", cwd=ROOT, env=environment)
     assert done.returncode == 1, done.stdout + done.stderr
     for part in (
         "set up",
@@ -34,5 +32,5 @@ def test_on_a_machine_with_gpus_the_suite_takes_cpu_devices():
     code = "import environment, jax; print(jax.devices()[0].platform)"
     environment = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": str(ROOT / "tests")}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = run_program(*command, env=environment)
     assert done.stdout == "cpu\n", done.stderr

@@ -1,6 +1,20 @@
 """Named variants of a model or of a run: what each changes of a base."""
 
+from dataclasses import replace
+
 from jaxtp.config.schema import merged, to_plain, validate
+from jaxtp.models.config import ModelConfig
+
+SMALL_MODEL = ModelConfig(
+    vocab_size=61, d_model=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=24
+)
+
+
+def small_model(**changes):
+    """Returns the configuration of a model of one layer that has other settings where a test needs
+    them.
+    """
+    return replace(SMALL_MODEL, **changes)
 
 
 def variant(base, changes):

@@ -1,6 +1,6 @@
 """The audit: a clean step has no problems, and each kind of problem is found and named."""
 
-import dataclasses
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import sweep
+from support import swept
+from variants import small_model
 
 import jaxtp
 from jaxtp.analysis.audit import AuditError, audit, bytes_by_place
@@ -23,16 +24,7 @@ from jaxtp.train.step import make_train_step
 
 B = 8
 T = 16
-MODEL = jaxtp.ModelConfig(
-    vocab_size=61,
-    d_model=32,
-    num_layers=1,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=8,
-    d_ff=64,
-    loss_chunk=8,
-)
+MODEL = small_model(d_model=32, num_heads=8, head_dim=8, d_ff=64, loss_chunk=8)
 QUICK = {"xla_backend_optimization_level": 0}
 
 
@@ -53,7 +45,7 @@ VARIANTS = {
 @cache
 def audited(name, mesh, split):
     """One step, for many tests; `split`: the sequence is split between layers."""
-    model = dataclasses.replace(MODEL, sequence_parallel=split, **VARIANTS[name])
+    model = replace(MODEL, sequence_parallel=split, **VARIANTS[name])
     mesh = jaxtp.make_mesh(*mesh)
     plan = plan_state(model, optimizers.build(OptimizerConfig(), 10), mesh)
     step = make_train_step(TrainConfig(), plan)
@@ -80,7 +72,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("step", sweep(STEPS, FIRST), ids=str)
+@swept("step", STEPS, FIRST)
 def test_the_compiler_adds_nothing_but_scalars(step):
     found = audited(*step)
     found.check(large=8)  # bytes: counters apart, everything declares how it is split
@@ -205,16 +197,16 @@ def test_a_gather_in_a_loop_that_data_end_is_reported_until_it_is_allowed():
     assert any("over fsdp" in p for p in unknown)
     assert all('uncounted=("settle",) allows it' in p for p in unknown)
     assert "1 a turn" in str(found)
-    allowed = dataclasses.replace(found, uncounted=("settle",)).problems()
+    allowed = replace(found, uncounted=("settle",)).problems()
     assert allowed == [p for p in problems if p not in unknown]
 
 
 def test_a_budget_is_kept_where_there_is_one():
-    problems = dataclasses.replace(audited(*FIRST), budget={}).problems()
+    problems = replace(audited(*FIRST), budget={}).problems()
     assert any(
         "mlp/row_parallel_linear sends" in p and "over tp; its budget is 0" in p for p in problems
     )
-    assert dataclasses.replace(audited(*FIRST), budget=None).problems() == []
+    assert replace(audited(*FIRST), budget=None).problems() == []
 
 
 def test_any_pytree_of_arrays_and_keys_is_a_state():

@@ -4,6 +4,7 @@ programs.
 
 import dataclasses
 import math
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -11,7 +12,8 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import sweep
+from support import swept
+from variants import small_model
 
 import jaxtp
 from jaxtp.analysis.layer_costs import (
@@ -109,13 +111,10 @@ def both_costs(config, sizes, **rows):
     return [step_costs(each, sizes, **rows) for each in (config, traced)]
 
 
-MODEL = jaxtp.ModelConfig(
-    vocab_size=61,
+MODEL = small_model(
     d_model=32,
-    num_layers=1,
     d_ff=50,
     num_heads=8,
-    num_kv_heads=2,
     head_dim=8,
     attention="xla",
     attention_bias=True,
@@ -142,10 +141,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", sweep(CASES, "pieces"))
+@swept("name", CASES, "pieces")
 def test_formulas_are_what_the_trace_of_a_layer_counts(name):
     axes, accumulation, changes = CASES[name]
-    config = dataclasses.replace(MODEL, **changes)
+    config = replace(MODEL, **changes)
     rows = {"batch_size": 16, "sequence_length": 16, "accumulation": accumulation}
     formulas, traced = both_costs(config, mesh_shape(**axes), **rows)
     assert traced.flops == formulas.flops
@@ -165,7 +164,7 @@ def test_formulas_are_not_inherited_by_another_forward_pass():
         assert {has_formulas(branch) for _, branch, *_ in block.branches()} == {expected}
 
 
-KERNELS = dataclasses.replace(
+KERNELS = replace(
     MODEL, d_model=128, head_dim=64, attention_bias=False, qk_norm="none", attention="fused"
 )
 EXPERTS = {"d_ff": 64, "num_experts": 4, "experts_per_token": 2}
@@ -178,9 +177,9 @@ OF_KERNELS = {
 }
 
 
-@pytest.mark.parametrize("name", sweep(OF_KERNELS, "attention, dots", "grouped products"))
+@swept("name", OF_KERNELS, "attention, dots", "grouped products")
 def test_flops_of_kernels_are_read_from_the_traced_program(name):
-    config = dataclasses.replace(KERNELS, **OF_KERNELS[name])
+    config = replace(KERNELS, **OF_KERNELS[name])
     rows = {"batch_size": 4, "sequence_length": 256, "platform": "cuda 9.0"}
     formulas, traced = both_costs(config, mesh_shape(dp=2), **rows)
     assert traced.flops == formulas.flops

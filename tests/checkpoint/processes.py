@@ -21,6 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from runs import full_disk
+from variants import small_model
 
 import jaxtp
 from jaxtp.checkpoint import io_errors, manager, silence_orbax
@@ -34,9 +35,7 @@ from jaxtp.train import optimizer
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import plan_state
 
-MODEL = jaxtp.ModelConfig(
-    vocab_size=19, d_model=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=96
-)
+MODEL = small_model(vocab_size=19, d_model=64, head_dim=16, d_ff=96)
 """Each device has kilobytes of each matrix: what is smaller Orbax keeps in the files of process
 0 alone.
 """

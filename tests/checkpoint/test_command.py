@@ -1,13 +1,14 @@
 """`jaxtp checkpoint`: inspect, verify, diff."""
 
-import dataclasses
-import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from small_state import small_state
+from support import assert_refused
+from tables import read_json
 
 import jaxtp
 from jaxtp.checkpoint import storage
@@ -26,8 +27,9 @@ def run(tmp_path_factory):
         "mesh": {"dp": 1, "fsdp": 2, "tp": 2},
         "processes": 1,
         "versions": {"jax": "x"},
+        "corpus": {"sha256": "abc"},
+        "config": {"model": {"d_model": 8}},
     }
-    info |= {"corpus": {"sha256": "abc"}, "config": {"model": {"d_model": 8}}}
     mesh = jaxtp.make_mesh(1, 2, 2)
     with Checkpoints(folder / "checkpoints") as checkpoints:
         for step in (1, 2):
@@ -36,8 +38,12 @@ def run(tmp_path_factory):
 
 
 def test_inspect_prints_the_arrays_of_a_checkpoint(run, tmp_path, capsys):
-    assert main(["inspect", str(tmp_path)]) == 2
-    assert "no finished checkpoint there; name the folder of a run" in capsys.readouterr().err
+    assert_refused(
+        main,
+        ["inspect", str(tmp_path)],
+        "no finished checkpoint there; name the folder of a run",
+        capsys,
+    )
     assert main(["inspect", str(run)]) == 0
     out = capsys.readouterr().out
     assert "step      2, next sample 8" in out
@@ -51,11 +57,11 @@ def test_inspect_prints_a_copy_of_a_checkpoint_that_another_loop_wrote(tmp_path,
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, small_state(), jaxtp.make_mesh(), {"config": "mine.yaml", "mesh": [4]})
     copy = (tmp_path / "1").rename(tmp_path / "best")
-    assert main(["inspect", str(copy), "--json", str(tmp_path / "record.json")]) == 0
+    assert main(["inspect", str(copy), f"--json={tmp_path}/record.json"]) == 0
     out = capsys.readouterr().out
     assert 'info      {"config": "mine.yaml", "mesh": [4], "eval_loss": null}\n' in out
     assert "model.weight" in out
-    record = json.loads((tmp_path / "record.json").read_text())
+    record = read_json(tmp_path / "record.json")
     assert (record["step"], record["config"]) == ("best", "mine.yaml")
 
 
@@ -84,5 +90,5 @@ def test_diff_prints_the_largest_difference_of_each_array(run, capsys):
 def test_an_array_that_was_not_part_of_the_saved_state_is_compared_by_its_elements(run):
     first, second = (storage.open_checkpoint(run / "checkpoints" / step) for step in "12")
     sums = {name: sum_ for name, sum_ in first.info["checksums"].items() if name != "model.weight"}
-    unknown = dataclasses.replace(first, info={**first.info, "checksums": sums})
+    unknown = replace(first, info={**first.info, "checksums": sums})
     assert describe_difference(unknown, second, "model.weight") == "7.450e-02"

@@ -14,7 +14,7 @@ from flax import nnx
 from flips import with_flip
 from jax.sharding import NamedSharding, PartitionSpec
 from small_state import save_steps, small_state, variable, weight_of
-from support import compilations, state_on_mesh
+from support import compilations, state_on_mesh, swept
 
 import jaxtp
 from jaxtp.checkpoint import checksum
@@ -226,8 +226,7 @@ def test_every_damage_is_found_or_harmless(tmp_path):
     assert alone == {True, False}
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("file", ["info/metadata", "state/_METADATA", "state/d/*"])
+@swept("file", ["info/metadata", "state/_METADATA", "state/d/*"])
 def test_what_cannot_be_read_is_not_taken_for_damage(tmp_path, file, monkeypatch):
     """A healthy checkpoint stays where it is while the file system fails, and is used when it
     answers again.

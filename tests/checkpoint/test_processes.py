@@ -19,12 +19,9 @@ def run_processes(tmp_path, monkeypatch):
     def run(scenarios, processes=4, devices=1):
         logs = tmp_path / f"logs-{processes}-{scenarios[0]}"
         flags = [
-            "--processes",
-            str(processes),
-            "--devices",
-            str(devices),
-            "--logs",
-            str(logs),
+            f"--processes={processes}",
+            f"--devices={devices}",
+            f"--logs={logs}",
             "--",
         ]
         code = launch([*flags, str(HERE / "processes.py"), str(tmp_path), *scenarios])

@@ -2,7 +2,6 @@
 read.
 """
 
-import json
 import re
 import shutil
 import subprocess
@@ -15,8 +14,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from runs import run_program
 from small_state import save_steps, small_state, weight_of
 from structures import plant, watched
+from tables import read_json, write_json
 
 import jaxtp
 from jaxtp.checkpoint import storage
@@ -36,7 +37,7 @@ MESH = jaxtp.make_mesh()
 
 def peak(action, folder, at_once):
     command = [sys.executable, str(HERE / "memory.py"), action, str(folder), str(at_once)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_program(*command)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -105,10 +106,10 @@ WRONG_ENTRIES = [
 def test_an_info_that_describes_no_arrays_is_damaged(tmp_path):
     described = {"shapes": {"a": [2]}, "dtypes": {"a": "float32"}, "checksums": {"a": "0" * 16}}
     (tmp_path / "info").mkdir()
-    (tmp_path / "info/metadata").write_text(json.dumps(seal(described)))
+    write_json(tmp_path / "info/metadata", seal(described))
     assert storage.read_info(tmp_path) == described
     for entries in WRONG_ENTRIES:
-        (tmp_path / "info/metadata").write_text(json.dumps(seal(described | entries)))
+        write_json(tmp_path / "info/metadata", seal(described | entries))
         with pytest.raises(DamagedError, match="its info describes no arrays"):
             storage.read_info(tmp_path)
 
@@ -133,9 +134,9 @@ def test_a_restore_opens_each_array_once_and_finds_those_that_are_not_as_saved(
     with Checkpoints(tmp_path / "0") as checkpoints:
         restored = checkpoints.restore(1, states[0], MESH)
         jax.tree.map(np.testing.assert_array_equal, restored, states[0])
-        record = json.loads((stored / "_METADATA").read_text())
+        record = read_json(stored / "_METADATA")
         del record["tree_metadata"]["('b',)"]
-        (stored / "_METADATA").write_text(json.dumps(record))
+        write_json(stored / "_METADATA", record)
         with pytest.raises(DamagedError, match="arrays are missing: b"):
             checkpoints.restore(1, states[0], MESH)
         for other, why in (("1", "Requested shape"), ("2", "checksums differ")):

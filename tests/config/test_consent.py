@@ -49,7 +49,7 @@ def write(path, values):
     path.write_text(
         yaml.safe_dump(nested((name.split("."), value) for name, value in values.items()))
     )
-    return ["--config", str(path)]
+    return [f"--config={path}"]
 
 
 def value_of(name, reference):
@@ -206,7 +206,7 @@ def test_printing_needs_no_consent(folder, capsys):
 
 def test_the_recipes_need_no_consent():
     for path in CONFIGS:
-        TRAIN.load(["--config", str(path)])
+        TRAIN.load([f"--config={path}"])
 
 
 PUBLIC = ("jaxtp:DPO", "jaxtp:Distillation", "jaxtp.train.preference:DPO", "jaxtp:ModelConfig")
@@ -252,7 +252,7 @@ def own(folder, key):
 
 
 def test_a_file_of_the_users_own_run_has_consent(own, capsys):
-    TRAIN.load(["--config", str(own)])
+    TRAIN.load([f"--config={own}"])
     assert (
         "run/config.yaml names code that runs: --model.build evil.py:code"
         in capsys.readouterr().err
@@ -317,7 +317,7 @@ def test_without_a_key_there_is_no_mark_and_no_error(name, own, key, monkeypatch
     mark_as_own(own)
     assert not is_own(own)
     with pytest.raises(ConfigError, match="names code"):
-        TRAIN.load(["--config", str(own)])
+        TRAIN.load([f"--config={own}"])
 
 
 def archive(folder, own):
@@ -380,7 +380,7 @@ def test_a_file_of_anyone_else_has_none(name, folder, own):
     CHANGES[name](folder, own)
     assert not is_own(own)
     with pytest.raises(ConfigError, match="names code"):
-        TRAIN.load(["--config", str(own)])
+        TRAIN.load([f"--config={own}"])
 
 
 def test_a_file_of_another_user_has_no_consent(own, monkeypatch):
@@ -412,5 +412,5 @@ def test_any_file_is_refused_unless_flags_replace_all_its_names(named, in_base, 
     ]
     error = raised_by(TRAIN.load, words)
     assert ("names code" in error) == bool(left)
-    assert [name for name in left if f"--{name.replace('_', '-')} " not in error] == []
+    assert not [name for name in left if f"--{name.replace('_', '-')} " not in error]
     assert not Path("PWNED").exists()

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from corpora import write
-from support import sweep
+from support import swept
 
 from jaxtp.data import chat_template as limits
 from jaxtp.data.chat_template import ChatError, ChatTemplate
@@ -24,9 +24,9 @@ SPACE = "takes more than 1,024 MiB of memory"
 EITHER = "takes more than "
 
 
-def refused(template, messages=MESSAGES):
+def refused(template):
     with pytest.raises(ChatError) as raised:
-        ChatTemplate(template, "x.jinja", {}).render(messages)
+        ChatTemplate(template, "x.jinja", {}).render(MESSAGES)
     # by another process, or the same
     assert ChatTemplate("{{ messages[0].content }}", "t", {}).render(MESSAGES) == "é"
     return str(raised.value)
@@ -49,7 +49,7 @@ TOO_MUCH = {
 }
 
 
-@pytest.mark.parametrize("kind", sweep(list(TOO_MUCH), "a constant", "a method", "loops"))
+@swept("kind", TOO_MUCH, "a constant", "a method", "loops")
 def test_a_template_that_takes_too_much_is_refused_by_the_limit(monkeypatch, kind):
     monkeypatch.setattr(limits, "SECONDS", 0.2)
     template, message = TOO_MUCH[kind]
@@ -79,7 +79,7 @@ UNUSABLE = {
 }
 
 
-@pytest.mark.parametrize("kind", sweep(list(UNUSABLE), *(UNUSABLE.keys() - {"a long text"})))
+@swept("kind", UNUSABLE, *(UNUSABLE.keys() - {"a long text"}))
 def test_a_template_that_cannot_be_rendered_is_refused_with_its_reason(kind):
     template, message = UNUSABLE[kind]
     assert refused(template).startswith(message)

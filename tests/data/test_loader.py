@@ -50,11 +50,8 @@ def test_batches_are_split_as_their_description_says(packing):
     assert batch.keys() == described.keys()
     for name, expected in described.items():
         found = batch[name]
-        assert (found.shape, found.dtype, found.sharding) == (
-            expected.shape,
-            expected.dtype,
-            expected.sharding,
-        )
+        assert found.sharding == expected.sharding
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
         assert found.addressable_shards[0].data.shape == (2, T)
 
 
@@ -111,7 +108,7 @@ STARTS = st.lists(
         st.sampled_from([8, 16]),
     ),
     min_size=2,
-    max_size=3,
+    max_size=2,
 )
 """Mesh, order of its devices, number of processes and size of a batch of each start of a run."""
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tables import read_json
 
 from jaxtp.tools.launch.__main__ import main as launch
 
@@ -121,12 +122,12 @@ of eight.
 @pytest.mark.journey
 def test_two_processes_read_what_their_devices_need_and_notice_different_rows():
     code = STREAMS + ROWS % json.dumps([mesh[:2] for mesh in MESHES])
-    assert launch(["--processes", "2", "--devices", "4", "--", "-c", code]) == 0
+    assert launch(["--processes=2", "--devices=4", "--", "-c", code]) == 0
     total = 4 * sum(range(5, 21))
     for process in range(2):
-        *found, refused = json.loads(Path(f"streams{process}.json").read_text())
+        *found, refused = read_json(Path(f"streams{process}.json"))
         assert found == [True, [16, 12, 8, 8], 1]
         assert "rows_of_process" in refused
         assert "step 1: processes read different rows" in refused
-        rows = json.loads(Path(f"rows{process}.json").read_text())
+        rows = read_json(Path(f"rows{process}.json"))
         assert rows == [[total, mesh[2 + process]] for mesh in MESHES]

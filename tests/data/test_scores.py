@@ -1,6 +1,5 @@
 """Scores beside a dataset: they stay with their tokens in every row, and what training refuses."""
 
-import json
 import math
 import os
 import pickle
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from corpora import jsonl, prepared, texts
-from tables import raised_by
+from tables import raised_by, read_json, write_json
 
 import jaxtp
 from jaxtp.config.schema import ConfigError, replace_nested
@@ -44,9 +43,7 @@ def dataset(tmp_path_factory):
     """Documents in several shards."""
     folder = tmp_path_factory.mktemp("data")
     jsonl(folder / "a.jsonl", texts(40))
-    return prepared(
-        folder / "data", folder / "a.jsonl", "--held-out", "0.2", "--shard-tokens", "1000"
-    )
+    return prepared(folder / "data", folder / "a.jsonl", "--held-out=0.2", "--shard-tokens=1000")
 
 
 def write(dataset, settings=SETTINGS, top_k=None):
@@ -66,15 +63,14 @@ def write(dataset, settings=SETTINGS, top_k=None):
             "dtype": "float32",
             "dataset": "d",
             "tokenizer": BYTES,
-        },
-        **{
             "vocab_size": 256,
             "top_k": top_k,
             "temperature": 1.0,
             "sequence_length": settings.length,
             "splits": splits,
-        },
-        **{"packing": settings.packing, "long_documents": settings.long_documents},
+            "packing": settings.packing,
+            "long_documents": settings.long_documents,
+        }
     )
     FOLDER.mkdir()
     writer = _Writer(Job(FOLDER, record, dataset.splits, rows, ("a", "b c")))
@@ -143,7 +139,7 @@ def test_scores_that_do_not_fit_the_data_are_refused(dataset):
     assert_refused(r"data.packing: documents -> concatenated.*jaxtp score", packing="concatenated")
     assert_refused(r"data.sequence_length: 64 -> 32", sequence_length=32)
     assert_refused(r"data.long_documents: split -> drop", long_documents="drop")
-    other = prepared("other", jsonl(Path("b.jsonl"), texts(40, seed=1)), "--held-out", "0.2").folder
+    other = prepared("other", jsonl(Path("b.jsonl"), texts(40, seed=1)), "--held-out=0.2").folder
     assert_refused(
         "has scores of d, and not of the documents in .*other/train-00000.tokens; .*: jaxtp sc",
         path=other,
@@ -237,7 +233,7 @@ def test_damage_is_found(dataset, damage):
 def test_a_wrong_scores_json_is_refused(dataset):
     write(dataset).finish()
     file = FOLDER / SCORES
-    record = json.loads(file.read_text())
+    record = read_json(file)
     wrong = {
         "format": 2,
         "top_k": 0,
@@ -247,7 +243,7 @@ def test_a_wrong_scores_json_is_refused(dataset):
         "splits": {"../y": {}},
     }
     for key, value in wrong.items():
-        file.write_text(json.dumps({**record, key: value}))
+        write_json(file, {**record, key: value})
         with pytest.raises(ScoresError, match=r"scores.json: "):
             open_scores(FOLDER)
 

@@ -2,7 +2,6 @@
 with them.
 """
 
-import json
 import os
 import pickle
 import shutil
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from corpora import jsonl, prepared, texts, write
 from structures import PLANTED, plant, watched
+from tables import read_json, write_json
 
 from jaxtp.data.manifest import MANIFEST, TokenizerInfo, read_manifest
 from jaxtp.data.packing import Packed
@@ -20,14 +20,10 @@ from jaxtp.data.store import DatasetError, open_dataset, verify
 
 ROWS = [{"p": text[: i % 7], "c": text} for i, text in enumerate(texts(200))]
 FLAGS = [
-    "--prompt-field",
-    "p",
-    "--completion-field",
-    "c",
-    "--shard-tokens",
-    5000,
-    "--held-out",
-    0.1,
+    "--prompt-field=p",
+    "--completion-field=c",
+    "--shard-tokens=5000",
+    "--held-out=0.1",
 ]
 
 
@@ -174,11 +170,11 @@ def test_damaged_offsets_are_named_before_they_are_used(copy):
 @pytest.fixture
 def manifest(copy):
     """The content of the manifest, which `save` writes back."""
-    return json.loads((copy / MANIFEST).read_text())
+    return read_json(copy / MANIFEST)
 
 
 def save(copy, manifest):
-    (copy / MANIFEST).write_text(json.dumps(manifest))
+    write_json(copy / MANIFEST, manifest)
     return copy
 
 
@@ -274,7 +270,6 @@ def sparse(copy, manifest, documents, tokens):
 @pytest.mark.parametrize(
     ("documents", "tokens", "needed"),
     [(1, 2**41, 773), (2**37, 2**38, 6185)],
-    ids=["one document", "many documents"],
 )
 def test_rows_that_no_memory_could_plan_are_one_error(copy, manifest, documents, tokens, needed):
     """Of 45 bytes for each document, or for each row of one."""

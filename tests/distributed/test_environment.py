@@ -124,9 +124,9 @@ def test_the_programs_that_were_used_last_are_kept(tmp_path):
 @pytest.mark.parametrize(
     ("module", "main", "flags"),
     [
-        (setup, training, ["--data.path", "nowhere.txt"]),
-        (bench, bench.main, ["comm", "--json", "/proc/nothing/x.json"]),
-        (loading, generate.main, ["--model", ".", "--prompt", "a"]),
+        (setup, training, ["--data.path=nowhere.txt"]),
+        (bench, bench.main, ["comm", "--json=/proc/nothing/x.json"]),
+        (loading, generate.main, ["--model=.", "--prompt=a"]),
     ],
 )
 def test_commands_that_compute_keep_their_programs(module, main, flags, monkeypatch):

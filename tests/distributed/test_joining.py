@@ -11,8 +11,8 @@ from unittest.mock import Mock
 
 import jax
 import pytest
-from runs import free_address
-from tables import raised_by, read_table, unexpected
+from runs import free_address, run_program
+from tables import assert_errors, raised_by, read_table
 
 from jaxtp.distributed import joining
 from jaxtp.distributed.devices import build_mesh
@@ -69,11 +69,8 @@ def test_a_process_finds_its_place_and_its_gpus(joined):
 
 def test_processes_that_would_each_run_alone_are_refused():
     rows = [row | {"says": [*row["says"], *JAX_NAMES]} for row in LAUNCHERS["alone"]]
-    assert (
-        unexpected(
-            rows, lambda row: raised_by(require_joinable, row["environment"], kind=LaunchError)
-        )
-        == []
+    assert_errors(
+        rows, lambda row: raised_by(require_joinable, row["environment"], kind=LaunchError)
     )
 
 
@@ -102,7 +99,7 @@ def test_a_training_under_another_launcher_is_one_error_and_its_help_is_printed(
         "text": True,
         "timeout": 300,
     }
-    refused = subprocess.run([*command, "--run.dir", str(tmp_path / "run")], **settings)
+    refused = subprocess.run([*command, f"--run.dir={tmp_path}/run"], **settings)
     assert refused.returncode == 2
     assert refused.stderr.startswith("jaxtp train: error: torchrun")
     assert refused.stderr.count("\n") == 1
@@ -143,7 +140,7 @@ def test_variables_that_cannot_be_are_errors(joined):
     def error_of(row):
         return raised_by(partial(join_processes, row["environment"], gpus=8), kind=LaunchError)
 
-    assert unexpected([*LAUNCHERS["wrong"], *endless], error_of) == []
+    assert_errors([*LAUNCHERS["wrong"], *endless], error_of)
     assert not joined
 
 
@@ -262,7 +259,7 @@ def test_a_process_that_waits_in_vain_ends_with_one_line():
         }
         variables = os.environ | place | {"JAXTP_JOIN_SECONDS": "3"}
         command = [sys.executable, "-m", "jaxtp.train"]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+        done = run_program(*command, env=variables)
         (line,) = done.stderr.splitlines()
         assert line.startswith(f"jaxtp train: error: {message.format(address)}")
         assert done.returncode == 2

@@ -6,10 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from runs import SMALL, mesh, records
+from runs import SMALL, mesh, records, wait_until
 
 ADDRESS = "10.77.0.1:4321"
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "gw")
@@ -66,15 +65,16 @@ def start(tmp_path, cable):
             "JAX_COORDINATOR_ADDRESS": ADDRESS,
             "JAX_NUM_PROCESSES": "2",
             "JAX_PROCESS_ID": str(process),
+            "JAX_NUM_CPU_DEVICES": "2",
+            "JAXTP_JOIN_SECONDS": "60",
+            "PYTHONUNBUFFERED": "1",
         }
-        place |= {"JAX_NUM_CPU_DEVICES": "2", "JAXTP_JOIN_SECONDS": "60", "PYTHONUNBUFFERED": "1"}
         train = [
             sys.executable,
             "-m",
             "jaxtp.train",
             *SMALL,
-            "--run.dir",
-            str(tmp_path / "run"),
+            f"--run.dir={tmp_path}/run",
             *flags,
         ]
         (tmp_path / "hosts").write_text(
@@ -110,15 +110,8 @@ def start(tmp_path, cable):
         process.wait()
 
 
-def wait_until(true, seconds=180):
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def test_hosts_are_told_apart_and_a_coordinator_may_be_late_or_start_again(start, tmp_path):
-    flags = [*mesh(1, 2, 2), "--train.steps", "3", "--launch.preflight-bandwidth"]
+    flags = [*mesh(1, 2, 2), "--train.steps=3", "--launch.preflight-bandwidth"]
     first = start(0, *flags)
     wait_until(lambda: "still waiting for all to start" in start.said(0))
     first.send_signal(signal.SIGKILL)
@@ -139,7 +132,7 @@ def test_layers_over_both_hosts_are_refused_by_name(start):
 
 
 def test_when_the_cable_is_cut_both_end(start):
-    processes = [start(process, *mesh(1, 2, 2), "--train.steps", "1000000") for process in range(2)]
+    processes = [start(process, *mesh(1, 2, 2), "--train.steps=1000000") for process in range(2)]
     wait_until(lambda: "step 5/" in start.said(0))
     ip("-n", HOSTS[0], "link", "set", "v0", "down")
     assert all(process.wait(60) != 0 for process in processes)

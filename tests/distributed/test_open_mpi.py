@@ -26,10 +26,8 @@ def arguments(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     return [
         *SMALL,
-        "--data.path",
-        str(tmp_path / "text.txt"),
-        "--train.steps",
-        "40",
+        f"--data.path={tmp_path}/text.txt",
+        "--train.steps=40",
         *mesh(1, 2, 2),
     ]
 
@@ -45,13 +43,11 @@ def mpirun(tmp_path):
             "PACE": str(tmp_path / "pace"),
             "JAX_NUM_CPU_DEVICES": "1",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        }
-        place |= {
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "TMPDIR": "/tmp",
+            "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
         }
-        place |= {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
         with (tmp_path / "log").open("w") as log:
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
             started.append(
@@ -71,8 +67,8 @@ def test_four_processes_equal_one_and_a_signal_to_mpirun_saves(tmp_path, argumen
     one = tmp_path / "one"
     four = tmp_path / "four"
     log = tmp_path / "log"
-    assert train([*arguments, "--run.dir", str(one)]) == 0
-    paced = [sys.executable, str(PACED), "-m", "jaxtp.train", *arguments, "--run.dir", str(four)]
+    assert train([*arguments, f"--run.dir={one}"]) == 0
+    paced = [sys.executable, str(PACED), "-m", "jaxtp.train", *arguments, f"--run.dir={four}"]
     process = mpirun(*paced)
     wait_for_step(four, 3, process)
     process.send_signal(signal.SIGUSR1)

@@ -6,7 +6,6 @@ import json
 import os
 import queue
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -14,8 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from runs import free_address
-from support import sweep
+from runs import free_address, run_program
+from support import swept
 
 from jaxtp.config.entry import MISTAKE, TEMPORARY, WRONG
 from jaxtp.distributed import agreement, peers
@@ -83,9 +82,9 @@ def start(monkeypatch):
             link.close()
 
 
-def message(link, seconds=5.0):
-    """Returns what comes first besides heartbeats; None after `seconds`."""
-    until = time.monotonic() + seconds
+def message(link):
+    """Returns what comes first besides heartbeats; None after five seconds."""
+    until = time.monotonic() + 5
     while time.monotonic() < until:
         if found := link.receive(0.5):
             return found
@@ -113,7 +112,7 @@ def test_a_loss_that_process_0_reports_ends_the_others_too(start, capsys):
     )
 
 
-@pytest.mark.parametrize("me", sweep([0, 1], 1))
+@swept("me", [0, 1], 1)
 def test_a_process_without_heartbeats_is_lost(me, start, monkeypatch, capsys):
     monkeypatch.setattr(peers, "SILENCE", 1.0)
     process = start(me)
@@ -281,9 +280,7 @@ def test_three_processes(tmp_path):
     ]
     addresses = json.dumps([free_address() for _ in ENDINGS])
     variables = {"JAX_NUM_CPU_DEVICES": "1", "ADDRESSES": addresses}
-    done = subprocess.run(
-        command, env=os.environ | variables, capture_output=True, text=True, timeout=600
-    )
+    done = run_program(*command, env=os.environ | variables, timeout=600)
     assert done.returncode == 0, done.stderr
     ended = json.loads(done.stdout)
     assert ended == {ending: codes for ending, (codes, _) in ENDINGS.items()}

@@ -1,22 +1,21 @@
 """The script for Slurm, with Slurm itself: two nodes on this machine."""
 
-import dataclasses
 import json
 import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import pytest
-from flax import nnx
-from runs import SMALL, TEXT, mesh, records
+from runs import SMALL, TEXT, mesh, records, run_program
 from slurm import Cluster, missing, wait_for
+from support import new_decoder
 from test_readme import SIZES, TEMPLATE, WORDS
 
 import jaxtp
@@ -51,12 +50,9 @@ def text(tmp_path_factory):
 def flags(folder, text, axes):
     return [
         *SMALL,
-        "--data.path",
-        str(text),
-        "--train.steps",
-        str(STEPS),
-        "--run.dir",
-        str(folder),
+        f"--data.path={text}",
+        f"--train.steps={STEPS}",
+        f"--run.dir={folder}",
         *mesh(*axes),
     ]
 
@@ -236,15 +232,13 @@ def shared(tmp_path):
     tokens = tmp_path / "tokens"
     model = tmp_path / "models/Qwen3-8B"
     assert (
-        run_command(
-            ["prepare", str(tmp_path / "text.txt"), "--train-bpe", "512", "--out", str(tokens)]
-        )
+        run_command(["prepare", str(tmp_path / "text.txt"), "--train-bpe=512", f"--out={tokens}"])
         == 0
     )
     recipe = from_yaml(TrainConfig, ROOT / "configs/chat_qwen3_8b.yaml").model
     size = {**SIZES, "vocab_size": read_manifest(tokens).tokenizer.vocab_size}
-    whole = dataclasses.replace(recipe, **size, precision=Precision(), lora=type(recipe.lora)())
-    jaxtp.save_hf(jaxtp.Decoder(whole, rngs=nnx.Rngs(0)), model, tokenizer_from=tokens)
+    whole = replace(recipe, **size, precision=Precision(), lora=type(recipe.lora)())
+    jaxtp.save_hf(new_decoder(whole), model, tokenizer_from=tokens)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     return tmp_path, [f"--model.{name.replace('_', '-')}={value}" for name, value in size.items()]
 
@@ -277,9 +271,7 @@ def test_the_example_of_two_nodes_in_the_guide(cluster, shared):
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
     }
     command = ["bash", "-ec", f"{submit.strip()} {shlex.join(short)}"]
-    done = subprocess.run(
-        command, cwd=folder, env=cluster.environment | own, capture_output=True, text=True
-    )
+    done = run_program(*command, cwd=folder, env=cluster.environment | own)
     number = done.stdout.split()[-1]
     log = folder / f"runs/slurm-{number}.log"
     wait_for(lambda: cluster.job(number)["JobState"] == "COMPLETED", "its end", 180, log.read_text)

@@ -5,14 +5,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
 import jax
 import pytest
-from runs import SMALL, records
-from tables import read_table, unexpected
+from runs import SMALL, records, wait_until
+from tables import assert_errors, read_table
 
 from jaxtp.config.entry import FILES
 from jaxtp.distributed import supervisor
@@ -23,7 +22,6 @@ from jaxtp.mesh import MeshError
 from jaxtp.tools.launch.__main__ import main
 from jaxtp.train.__main__ import main as train
 
-LINK = "a link, and jaxtp does not write through it"
 ME = "import os, signal, sys, time; me = os.environ.get('JAX_PROCESS_ID', 'none')\n"
 
 
@@ -37,13 +35,6 @@ def runs(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def wait_until(happened):
-    until = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def wait_for_end(logs):
@@ -66,12 +57,13 @@ def launched(folder, count, code, *flags, shell=()):
         "-m",
         "jaxtp",
         "launch",
-        "--processes",
-        str(count),
-        "--logs",
-        str(folder),
+        f"--processes={count}",
+        f"--logs={folder}",
+        *flags,
+        "--",
+        "-c",
+        ME + code,
     ]
-    command += [*flags, "--", "-c", ME + code]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
@@ -159,7 +151,7 @@ def test_a_signal_reaches_all_and_ends_it(tmp_path):
         "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(me == '1'))\nprint('up', "
         "flush=True)\ntime.sleep(600)"
     )
-    process, _ = launched(tmp_path, 2, code, "--restarts", "3")
+    process, _ = launched(tmp_path, 2, code, "--restarts=3")
     process.send_signal(signal.SIGUSR1)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -237,7 +229,7 @@ def test_a_hang_up_that_was_ignored_stays_ignored(tmp_path):
 def test_mistaken_flags_are_one_error(capsys):
     error_of = lambda row: f"{main(row['flags'].split())} {capsys.readouterr().err}"
     rows = read_table(__file__, "mistaken_launches")
-    assert unexpected([row | {"says": ["2 ", row["says"]]} for row in rows], error_of) == []
+    assert_errors([row | {"says": ["2 ", row["says"]]} for row in rows], error_of)
 
 
 LISTENERS = """
@@ -279,9 +271,9 @@ def test_processes_that_cannot_divide_the_mesh_are_refused(monkeypatch):
 
 @pytest.mark.journey
 def test_without_gpus_the_processes_divide_the_mesh_and_equal_one_process(tmp_path, capfd):
-    run = [*SMALL, "--mesh", "fsdp=2,tp=2", "--train.steps", "4", "--run.dir"]
-    launch = ["--logs", str(tmp_path), "--", "jaxtp", "train"]
-    assert main(["--processes", "2", *launch, *run, str(tmp_path / "two")]) == 0
+    run = [*SMALL, "--mesh=fsdp=2,tp=2", "--train.steps=4", "--run.dir"]
+    launch = [f"--logs={tmp_path}", "--", "jaxtp", "train"]
+    assert main(["--processes=2", *launch, *run, str(tmp_path / "two")]) == 0
     assert "hosts   2 processes of 2 devices" in "".join(capfd.readouterr())
     assert train([*run, str(tmp_path / "one")]) == 0
     assert records(tmp_path / "two") == pytest.approx(records(tmp_path / "one"), rel=1e-5)
@@ -294,7 +286,7 @@ def test_no_file_is_written_through_a_link(tmp_path):
         (folder / "victim").write_text("precious")
         path = folder / "logs" / name
         path.symlink_to("../victim")
-        with pytest.raises(OSError, match=LINK) as caught:
+        with pytest.raises(OSError, match="a link, and jaxtp does not write through") as caught:
             supervise(group(folder, 2, "time.sleep(60)"))
         assert caught.value.filename == str(path)
         assert (folder / "victim").read_text() == "precious"

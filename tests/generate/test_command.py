@@ -12,12 +12,11 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import jax
 import pytest
 from made_once import TINY_MODEL, TINY_RUN, made_once, words_of
 from runs import TEXT, mesh
-from support import sweep
-from tables import raised_by, read_table, unexpected
+from support import assert_refused, sweep, use_mesh
+from tables import assert_errors, raised_by, read_json, read_table
 
 import jaxtp
 from jaxtp.data.prepare.__main__ import main as prepare
@@ -38,7 +37,7 @@ def make_token_run(folder):
     """Makes a run on tokens of BPE, and its dataset next to it."""
     (folder / "lines.txt").write_text(TEXT)
     data = folder / "data"
-    assert prepare([str(folder / "lines.txt"), "--train-bpe", "300", "--out", str(data)]) == 0
+    assert prepare([str(folder / "lines.txt"), "--train-bpe=300", f"--out={data}"]) == 0
     places = {"--model.vocab-size": 301, "--data.path": data, "--run.dir": folder / "run"}
     assert train(words_of(TINY_MODEL | TINY_RUN | places)) == 0
 
@@ -60,7 +59,7 @@ def generate(capsys):
 
     def generate(model, *flags):
         capsys.readouterr()
-        assert main(["--model", str(model), *map(str, flags)]) == 0
+        assert main([f"--model={model}", *map(str, flags)]) == 0
         return capsys.readouterr()
 
     return generate
@@ -68,22 +67,23 @@ def generate(capsys):
 
 @pytest.mark.parametrize("run", sweep(["tiny_run", "token_run"], "tiny_run"), indirect=True)
 def test_a_run_continues_a_text(run, generate):
-    found = generate(run, "--prompt", PROMPT, "--max-tokens", 10)
-    with jax.set_mesh(jaxtp.make_mesh()):
+    found = generate(run, f"--prompt={PROMPT}", "--max-tokens=4")
+    with use_mesh():
         generator = jaxtp.Generator(jaxtp.load_run(run), open_source(run).tokenizer)
-    (expected,) = generator.generate([PROMPT], jaxtp.GenerationSettings(max_tokens=10))
+    (expected,) = generator.generate([PROMPT], jaxtp.GenerationSettings(max_tokens=4))
     assert found.out == expected.text + "\n"
-    for part in (f"{run}, step 4", "= 1 CPU device\n", "prefill ", "decode  9 tokens"):
+    for part in (f"{run}, step 4", "= 1 CPU device\n", "prefill ", "decode  3 tokens"):
         assert part in found.err
 
 
 @pytest.mark.wide
 def test_another_mesh_and_a_stop_text(run, generate):
-    flags = ["--prompt", PROMPT, "--max-tokens", 10]
+    flags = [f"--prompt={PROMPT}", "--max-tokens=10"]
     text = generate(run, *flags).out
     stop = text.rstrip("\n")[6:8]
     assert (
-        generate(run, *flags, *mesh(1, 2, 2), "--stop", stop).out == text.partition(stop)[0] + "\n"
+        generate(run, *flags, *mesh(1, 2, 2), f"--stop={stop}").out
+        == text.partition(stop)[0] + "\n"
     )
 
 
@@ -93,13 +93,13 @@ def test_files_of_prompts_and_json(token_run, generate, tmp_path):
     (tmp_path / "p.txt").write_text("line 1\n\nline 2: the quick\r\n")
     (tmp_path / "p.jsonl").write_text('{"q": "line 1"}\n{"q": "line 2: the quick", "other": 1}\n')
     of_text = ["--prompt-file", tmp_path / "p.txt"]
-    of_records = ["--prompt-file", tmp_path / "p.jsonl", "--field", "q"]
-    flags = ["--max-tokens", 4, "--temperature", 1, "--seed", 4, "--prompt", "x"]
+    of_records = ["--prompt-file", tmp_path / "p.jsonl", "--field=q"]
+    flags = ["--max-tokens=4", "--temperature=1", "--seed=4", "--prompt=x"]
 
     def records(*more):
         return [
             json.loads(line)
-            for line in generate(token_run, *flags, "--json", "-", *more).out.splitlines()
+            for line in generate(token_run, *flags, "--json=-", *more).out.splitlines()
         ]
 
     found = records(*of_records)
@@ -117,7 +117,7 @@ def test_files_of_prompts_and_json(token_run, generate, tmp_path):
     assert as_text == "".join(
         f"--- {r['index']}: {json.dumps(r['prompt'])}\n{r['text']}\n" for r in found
     )
-    as_text = generate(token_run, *flags, "--samples", 2, "--json", tmp_path / "s.jsonl").out
+    as_text = generate(token_run, *flags, "--samples=2", "--json", tmp_path / "s.jsonl").out
     samples = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
     assert [(record["index"], record["sample"]) for record in samples] == [(0, 0), (0, 1)]
     assert as_text == "".join(
@@ -133,19 +133,17 @@ def test_a_chat_reads_what_was_said(run, generate, tmp_path, monkeypatch):
         "--chat",
         "--template",
         tmp_path / "t.jinja",
-        "--max-tokens",
-        6,
-        "--system",
-        "be brief",
+        "--max-tokens=6",
+        "--system=be brief",
     ]
     told = generate(run, *flags)
     conversation = "<system> be brief\n<user> hello\n<bot>"
-    first = generate(run, "--max-tokens", 6, "--prompt", conversation).out
+    first = generate(run, "--max-tokens=6", f"--prompt={conversation}").out
     again = (
         conversation.removesuffix("<bot>")
         + f"<assistant> {first.removesuffix(chr(10))}\n<user> and then?\n<bot>"
     )
-    second = generate(run, "--max-tokens", 6, "--prompt", again).out
+    second = generate(run, "--max-tokens=6", f"--prompt={again}").out
     assert told.out == first + second
     known = len(conversation.removesuffix("bot>"))
     assert f"; {known} more were in the cache" in told.err
@@ -166,7 +164,7 @@ class Writes(io.RawIOBase):
 
 
 @pytest.mark.journey
-@pytest.mark.parametrize("form", [[], ["--json", "-"]])
+@pytest.mark.parametrize("form", [[], ["--json=-"]])
 def test_each_text_is_written_at_once_in_the_order_of_prompts(
     form, run, tmp_path, monkeypatch, capsys
 ):
@@ -178,7 +176,7 @@ def test_each_text_is_written_at_once_in_the_order_of_prompts(
     monkeypatch.setattr("jaxtp.generate.loading.PROGRESS_SECONDS", 0.0)
     writes = Writes()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(writes, 64)))
-    flags = ["--model", run, "--prompt-file", tmp_path / "p.txt", "--max-tokens", 2, *form]
+    flags = ["--model", run, "--prompt-file", tmp_path / "p.txt", "--max-tokens=2", *form]
     assert main([str(flag) for flag in flags]) == 0
     assert [
         prompt in part.decode() for prompt, part in zip(prompts, writes.parts, strict=True)
@@ -194,13 +192,13 @@ def test_a_terminal_does_not_obey_generated_texts(run, monkeypatch):
         [Piece(0, 7, "\x1b\a\x7f", Result(0, "\x1b\a\x7f", (), (), "end", 1))]
     )
     monkeypatch.setattr(jaxtp.Generator, "stream", bell)
-    for form in ([], ["--prompt", "y"], ["--json", "-"]):
+    for form in ([], ["--prompt=y"], ["--json=-"]):
         written = []
         for is_terminal in (True, False):
             stdout = io.StringIO()
             stdout.isatty = lambda is_terminal=is_terminal: is_terminal
             monkeypatch.setattr(sys, "stdout", stdout)
-            assert main(["--model", str(run), "--prompt", "x", *form]) == 0
+            assert main([f"--model={run}", "--prompt=x", *form]) == 0
             written.append(stdout.getvalue())
         assert written[0].replace("\n", "").isprintable(), form
         assert "\x7f" in written[1], form
@@ -209,7 +207,7 @@ def test_a_terminal_does_not_obey_generated_texts(run, monkeypatch):
 @pytest.mark.journey
 def test_a_closed_pipe_ends_the_command_in_silence(run, tmp_path):
     (tmp_path / "p.txt").write_text("\n".join(f"line {index}" for index in range(50)))
-    flags = ["--model", run, "--prompt-file", tmp_path / "p.txt", "--json", "-", "--max-tokens", 50]
+    flags = ["--model", run, "--prompt-file", tmp_path / "p.txt", "--json=-", "--max-tokens=50"]
     command = [sys.executable, "-m", "jaxtp.generate", *map(str, flags)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert json.loads(process.stdout.readline())["index"] == 0
@@ -225,7 +223,7 @@ def test_a_chat_in_a_terminal(run, tmp_path):
     are called back.
     """
     (tmp_path / "t.jinja").write_text(TEMPLATE)
-    flags = ["--model", run, "--chat", "--template", tmp_path / "t.jinja", "--max-tokens", 100_000]
+    flags = ["--model", run, "--chat", "--template", tmp_path / "t.jinja", "--max-tokens=100000"]
     command = [sys.executable, "-m", "jaxtp.generate", *map(str, flags)]
     terminal = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])", *command]
     with subprocess.Popen(
@@ -281,24 +279,23 @@ def test_a_run_that_has_moved_from_its_data(tmp_path, generate, capsys):
     before = tmp_path / "before"
     before.mkdir()
     make_token_run(before)
-    flags = ["--prompt", "line 12", "--max-tokens", "4"]
+    flags = ["--prompt=line 12", "--max-tokens=4"]
     expected = generate(before / "run", *flags).out
     before.rename(tmp_path / "moved")
     data = tmp_path / "moved/data"
-    given = ["--model", str(tmp_path / "moved/run"), *flags]
+    given = [f"--model={tmp_path}/moved/run", *flags]
     for place in (data, data / "tokenizer.json"):
-        assert generate(tmp_path / "moved/run", *flags, "--tokenizer", place).out == expected
-    tokenizer = json.loads((data / "tokenizer.json").read_text())
+        assert generate(tmp_path / "moved/run", *flags, f"--tokenizer={place}").out == expected
+    tokenizer = read_json(data / "tokenizer.json")
     (tmp_path / "other.json").write_text(json.dumps({**tokenizer, "version": "1.0"}, indent=3))
     refusals = {
         f"is no longer in {before / 'data'}": [],
         "--tokenizer PATH": [],
-        "its sha256 differs": ["--tokenizer", str(tmp_path / "other.json")],
-        "not a tokenizer.json": ["--tokenizer", str(tmp_path / "moved/lines.txt")],
+        "its sha256 differs": [f"--tokenizer={tmp_path}/other.json"],
+        "not a tokenizer.json": [f"--tokenizer={tmp_path}/moved/lines.txt"],
     }
     for message, tokenizer_flags in refusals.items():
-        assert main([*given, *tokenizer_flags]) == 2
-        assert message in capsys.readouterr().err
+        assert_refused(main, [*given, *tokenizer_flags], message, capsys)
 
 
 def test_refused_commands(run, byte_dataset, tmp_path, capsys, monkeypatch):
@@ -322,7 +319,7 @@ def test_refused_commands(run, byte_dataset, tmp_path, capsys, monkeypatch):
         words = shlex.split(row.get("flags", "").format(**names))
         model = row.get("model", str(run)).format(**names)
         words += ["--model", model] if model else []
-        words += [] if row.get("alone") else ["--prompt", "x"]
+        words += [] if row.get("alone") else ["--prompt=x"]
         code = main(words)
         said = capsys.readouterr()
         return (
@@ -331,7 +328,7 @@ def test_refused_commands(run, byte_dataset, tmp_path, capsys, monkeypatch):
             else said.err
         )
 
-    assert unexpected(read_table(__file__, "refused_commands"), error_of, names) == []
+    assert_errors(read_table(__file__, "refused_commands"), error_of, names)
 
 
 def test_a_bad_line_of_a_file_is_named(tmp_path):
@@ -341,15 +338,17 @@ def test_a_bad_line_of_a_file_is_named(tmp_path):
         path.write_text('{"prompt": "x"}\n' + row["line"] + "\n")
         return raised_by(command.read_prompts, path, "prompt")
 
-    assert unexpected(read_table(__file__, "bad_lines"), error_of) == []
+    assert_errors(read_table(__file__, "bad_lines"), error_of)
 
 
 def test_speculation_with_states_is_refused_before_the_weights_are_read(monkeypatch, capsys):
     source = SimpleNamespace(config=jaxtp.ModelConfig(delta_value_heads=4), context=None)
     monkeypatch.setattr(command, "open_source", lambda *_: source)
-    assert main(["--model", "runs/a", "--prompt", "x", "--speculate", "2"]) == 2
-    assert (
-        "--speculate 2: a model with recurrent states (Gated DeltaNet)" in capsys.readouterr().err
+    assert_refused(
+        main,
+        ["--model=runs/a", "--prompt=x", "--speculate=2"],
+        "--speculate 2: a model with recurrent states (Gated DeltaNet)",
+        capsys,
     )
 
 
@@ -357,7 +356,7 @@ def test_a_damaged_checkpoint_is_one_error(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     for path in (tmp_path / "run/checkpoints/4/state").rglob("d/*"):
         path.write_bytes(path.read_bytes()[:-64])
-    assert main(["--model", str(tmp_path / "run"), "--prompt", "x"]) == 2
+    assert main([f"--model={tmp_path}/run", "--prompt=x"]) == 2
     error = capsys.readouterr().err
     assert "damaged" in error
     assert "Traceback" not in error
@@ -369,7 +368,7 @@ def test_a_run_is_loaded_in_python_without_a_warning(run, monkeypatch, caplog):
     before = absl.level
     absl.setLevel(logging.WARNING)  # by the method, which forgets what was decided at another level
     monkeypatch.setattr(absl, "handlers", [caplog.handler])
-    with jax.set_mesh(jaxtp.make_mesh()):
+    with use_mesh():
         jaxtp.load_run(run)
     absl.setLevel(before)
     assert caplog.messages == []

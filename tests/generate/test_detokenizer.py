@@ -26,7 +26,7 @@ def streamed(tokenizer, ids, prompt=()):
 @given(st.text(st.sampled_from(TEXT), max_size=30))
 def test_pieces_are_whole_characters_and_add_up(name, text):
     tokenizer = TOKENIZERS[name]
-    (prompt, ids) = (found.tolist() for found in tokenizer.encode_batch(["a ", "a " + text]))
+    prompt, ids = (found.tolist() for found in tokenizer.encode_batch(["a ", "a " + text]))
     ids = ids[len(prompt) :] if ids[: len(prompt)] == prompt else ids
     pieces = streamed(tokenizer, ids, prompt if len(ids) else ())
     assert all("\ufffd" not in piece for piece in pieces)

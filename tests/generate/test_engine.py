@@ -13,8 +13,9 @@ import reference
 from flax import nnx
 from hf_folders import move_adapters, random_model, values
 from small_generators import SmallDecoder, greedy_ids
-from support import compilations, sweep
-from tables import raised_by, read_table, unexpected, with_tuples
+from support import compilations, swept, use_mesh
+from tables import assert_errors, raised_by, read_table, with_tuples
+from variants import small_model
 
 import jaxtp
 from jaxtp.config.entry import NumericsError
@@ -26,16 +27,7 @@ from jaxtp.generate.programs import Programs, Shape
 from jaxtp.generate.request import GenerationError
 from jaxtp.mesh import mesh_sizes
 
-CONFIG = jaxtp.ModelConfig(
-    vocab_size=259,
-    d_model=16,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=4,
-    d_ff=24,
-    norm_eps=1e-3,
-)
+CONFIG = small_model(vocab_size=259, num_layers=2, num_heads=8, norm_eps=1e-3)
 PROMPTS = ["a", "tensor", "forty characters, which are several chunks", "überall"]
 LONG = PROMPTS[2]
 LENGTH = 64
@@ -75,7 +67,7 @@ def ids_of(results):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("mesh", sweep([(2, 1, 2), (1, 2, 4)], (2, 1, 2)), ids=str)
+@swept("mesh", [(2, 1, 2), (1, 2, 4)], (2, 1, 2))
 def test_greedy_texts_are_the_argmax_of_plain_formulas(mesh):
     """Prompts and texts have many lengths: a row whose text ends takes the next prompt, each token
     is read once, and each program is compiled once.
@@ -123,8 +115,7 @@ def test_a_seed_gives_the_same_text_in_any_batch_and_on_any_mesh():
     assert [each.index for each in with_a_gap] == [1, 2, 3, 4], "a prompt that is None is counted"
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("mesh", [None, (2, 1, 2)], ids=str)
+@swept("mesh", [None, (2, 1, 2)])
 def test_samples_of_a_prompt_and_prompts_with_the_same_beginning_are_read_once(mesh):
     """By each part of the batch; log-probabilities are those of plain formulas, which read each
     text again.
@@ -184,8 +175,7 @@ INTERRUPTED = {
 }
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", INTERRUPTED)
+@swept("case", INTERRUPTED)
 def test_an_interrupt_in_a_program_loses_the_cache_and_one_while_waiting_loses_nothing(
     case, monkeypatch
 ):
@@ -238,8 +228,7 @@ WIDE = change(
 )
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", [(None, 1), ((1, 2, 2), 8), ((1, 1, 4), 4)], ids=str)
+@swept("case", [(None, 1), ((1, 2, 2), 8), ((1, 1, 4), 4)])
 def test_a_token_reads_weights_and_cache_once_and_nothing_is_copied(case):
     """By the compiled loop, also of shared kv heads: no copy, conversion, transposition or gather
     of a kernel, and its instructions read at most 1.1 times the weights and the cache. A copy of
@@ -282,8 +271,7 @@ SPECULATIVE = {
 }
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", SPECULATIVE)
+@swept("name", SPECULATIVE)
 def test_speculation_gives_the_same_texts_in_fewer_steps(name):
     """Whatever ends a text: an end token, a stop text, its length or the context."""
     mesh, changes, settings = SPECULATIVE[name]
@@ -332,7 +320,7 @@ def test_pieces_add_up_and_come_as_they_are_made():
 
 
 def test_a_text_ends_before_a_stop_text():
-    (_, whole, *_) = one().generate(PROMPTS, SETTINGS)
+    _, whole, *_ = one().generate(PROMPTS, SETTINGS)
     stop = whole.text[3:5]
     pieces = [
         each
@@ -356,24 +344,25 @@ def test_the_prefix_of_a_tokenizer_comes_before_text_and_its_end_token_ends_one(
 @pytest.mark.wide
 def test_bfloat16_halves_the_cache():
     half = jaxtp.Precision(param="bfloat16", compute="bfloat16")
-    generator = SmallDecoder(change(CONFIG, precision=half)).generator((1, 2, 2))
-    (result,) = generator.generate(PROMPTS[:1], SETTINGS)
-    assert np.isfinite(result.logprobs).all()
-    bytes_of_one = generator.speed.cache_bytes
-    whole = SMALL.generator((1, 2, 2))
-    whole.generate(PROMPTS[:1], SETTINGS)
-    assert whole.speed.cache_bytes == 2 * bytes_of_one
-
-
-def refuse(row):
-    one().generate(row["prompts"], jaxtp.GenerationSettings(**with_tuples(row.get("settings", {}))))
+    sizes = []
+    for model in (SMALL, SmallDecoder(change(CONFIG, precision=half))):
+        generator = model.generator((1, 2, 2))
+        (result,) = generator.generate(PROMPTS[:1], SETTINGS)
+        assert np.isfinite(result.logprobs).all()
+        sizes.append(generator.speed.cache_bytes)
+    assert sizes[0] == 2 * sizes[1]
 
 
 def test_refused_prompts_and_settings():
     assert one().generate([], SETTINGS) == one().generate([None]) == []
     rows = read_table(__file__, "refused_prompts")
     rows.append({"prompts": ["\udcff"], "says": ["GenerationError", "prompt 0 is not UTF-8"]})
-    assert unexpected(rows, lambda row: raised_by(refuse, row)) == []
+
+    def refuse(row):
+        settings = with_tuples(row.get("settings", {}))
+        one().generate(row["prompts"], jaxtp.GenerationSettings(**settings))
+
+    assert_errors(rows, partial(raised_by, refuse))
 
 
 NO_DECODERS = {
@@ -454,7 +443,7 @@ def test_an_update_gives_the_texts_of_the_new_weights():
     """
     generator = SMALL.generator((1, 1, 2))
     config = change(CONFIG, lora=jaxtp.LoraConfig(rank=2), sequence_parallel=True, remat="none")
-    with jax.set_mesh(jaxtp.make_mesh(fsdp=2, cp=2, tp=2)):
+    with use_mesh(fsdp=2, cp=2, tp=2):
         model = move_adapters(random_model(config))
     generator.generate(PROMPTS, SETTINGS)
     live = jax.live_arrays()

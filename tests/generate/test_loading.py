@@ -11,7 +11,9 @@ import pytest
 from hf_folders import assert_same, move_adapters, random_model, values, write_tensors
 from made_once import made_once
 from small_tokenizers import byte_fallback
-from tables import raised_by, read_table, unexpected
+from support import use_mesh
+from tables import assert_errors, raised_by, read_json, read_table, write_json
+from variants import small_model
 
 import jaxtp
 from jaxtp.data.chat_template import ChatError, ChatTemplate
@@ -21,9 +23,7 @@ from jaxtp.generate.loading import open_source
 from jaxtp.generate.request import Piece
 from jaxtp.tools.convert.__main__ import main as convert
 
-CONFIG = jaxtp.ModelConfig(
-    vocab_size=300, d_model=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=16
-)
+CONFIG = small_model(vocab_size=300, d_ff=16)
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
 
 
@@ -49,14 +49,14 @@ def folder(tmp_path, tmp_path_factory):
 
 def change(folder, **attributes):
     """Changes attributes of config.json; None removes one."""
-    config = json.loads((folder / "config.json").read_text()) | attributes
+    config = read_json(folder / "config.json") | attributes
     write(
         folder, "config.json", {name: value for name, value in config.items() if value is not None}
     )
 
 
 def write(folder, name, record):
-    (folder / name).write_text(json.dumps(record))
+    write_json(folder / name, record)
 
 
 def test_end_tokens_prefix_and_template(folder):
@@ -91,7 +91,7 @@ def refusal(capsys):
 
 
 def test_build_is_refused_where_it_has_no_effect(folder, refusal):
-    error = refusal("--model", folder, "--build", "mine.py:build", "--prompt", "a")
+    error = refusal("--model", folder, "--build=mine.py:build", "--prompt=a")
     assert f"--build names the Decoder of a run, and {folder} is a model in" in error
 
 
@@ -113,14 +113,10 @@ def test_the_context_is_what_the_model_was_made_for(folder):
 def test_a_prompt_beyond_the_context_is_refused_unless_it_is_allowed(folder, refusal, capsys):
     change(folder, max_position_embeddings=12)
     command = [
-        "--model",
-        str(folder),
-        "--prompt",
-        "to a cap to a cap",
-        "--max-tokens",
-        "3",
-        "--json",
-        "-",
+        f"--model={folder}",
+        "--prompt=to a cap to a cap",
+        "--max-tokens=3",
+        "--json=-",
     ]
     assert "--beyond-context" in refusal(*command)
     assert main([*command, "--beyond-context"]) == 0
@@ -145,7 +141,7 @@ def conversation(folder, monkeypatch):
 
         monkeypatch.setattr(jaxtp.Generator, "stream", stream)
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-        assert main(["--model", str(folder), "--chat", *flags]) == 0
+        assert main([f"--model={folder}", "--chat", *flags]) == 0
         return generators[0], prompts
 
     return chat
@@ -155,23 +151,18 @@ def test_a_text_and_a_chat(folder, conversation, capsys):
     assert (
         main(
             [
-                "--model",
-                str(folder),
-                "--prompt",
-                "to",
-                "--max-tokens",
-                "3",
-                "--mesh.tp",
-                "2",
-                "--json",
-                "-",
+                f"--model={folder}",
+                "--prompt=to",
+                "--max-tokens=3",
+                "--mesh.tp=2",
+                "--json=-",
             ]
         )
         == 0
     )
     record = json.loads(capsys.readouterr().out)
     assert record["prompt_tokens"] == 1 + 3, "the first token, and a mark and two letters"
-    generator, prompts = conversation("to\n", [""], "--dtype", "bfloat16")
+    generator, prompts = conversation("to\n", [""], "--dtype=bfloat16")
     assert generator.config.precision == jaxtp.Precision(param="bfloat16", compute="bfloat16")
     assert prompts[0].count(1) == 1, (
         "the template spells the first token, and it is not put there twice"
@@ -181,7 +172,7 @@ def test_a_text_and_a_chat(folder, conversation, capsys):
 @pytest.mark.wide
 def test_adapters_are_added_before_the_cast(folder, refusal, capsys):
     """In float32 to the stored weights, on a mesh; of a run, they are added to what it trained."""
-    with jax.set_mesh(jaxtp.make_mesh(tp=2)):
+    with use_mesh(tp=2):
         adapted = move_adapters(jaxtp.add_adapters(jaxtp.load_hf(folder), jaxtp.LoraConfig(rank=2)))
         jaxtp.save_peft(adapted, folder.parent / "adapters")
     asked = GenerateConfig(adapters=folder.parent / "adapters", dtype="float16")
@@ -193,18 +184,14 @@ def test_adapters_are_added_before_the_cast(folder, refusal, capsys):
     assert_same(values(loaded), {name: array.astype("float16") for name, array in merged.items()})
     assert convert(["import", str(folder), str(folder.parent / "run")]) == 0
     flags = [
-        "--model",
-        str(folder.parent / "run"),
-        "--prompt",
-        "to",
-        "--max-tokens",
-        "2",
-        "--dtype",
-        "float16",
+        f"--model={folder.parent / 'run'}",
+        "--prompt=to",
+        "--max-tokens=2",
+        "--dtype=float16",
     ]
-    assert main([*flags, "--adapters", str(asked.adapters)]) == 0
+    assert main([*flags, f"--adapters={asked.adapters}"]) == 0
     assert f"with {asked.adapters}: " in capsys.readouterr().err
-    error = refusal("--model", asked.adapters, "--prompt", "to")
+    error = refusal("--model", asked.adapters, "--prompt=to")
     assert f"give the model by --model and these by --adapters {asked.adapters}" in error
 
 
@@ -243,7 +230,7 @@ def test_prompts_are_checked_before_the_weights_are_read(folder, tmp_path, refus
     assert "an empty conversation has 2" in refusal(*model, "--chat", "--system", "t" * 20)
     change(folder, vocab_size=100)
     assert "has the token 258, but the model's tokens are 0 to 99: this is not" in refusal(
-        *model, "--prompt", "to"
+        *model, "--prompt=to"
     )
 
 
@@ -290,7 +277,7 @@ def test_templates_that_fail_or_reach_out_are_errors():
         ChatTemplate(row["template"], "t", {}).render([{"role": "user", "content": "x"}])
 
     rows = read_table(__file__, "failing_templates")
-    assert unexpected(rows, partial(raised_by, render, kind=ChatError)) == []
+    assert_errors(rows, partial(raised_by, render, kind=ChatError))
 
 
 def test_the_library_that_a_chat_needs_is_named(monkeypatch):

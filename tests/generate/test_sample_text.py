@@ -6,19 +6,18 @@ import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import jax
 import pytest
 from flax import nnx
 from runs import TEXT, records
+from support import decoder, use_mesh
+from variants import small_model
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.generate.request import GenerationError
 
-MODEL = jaxtp.ModelConfig(
-    vocab_size=256, d_model=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=24
-)
+MODEL = small_model(vocab_size=256)
 SETTINGS = jaxtp.GenerationSettings(max_tokens=6, temperature=1.0, seed=3)
 PROMPTS = ["line", "the quick"]
 
@@ -29,8 +28,6 @@ def run(tmp_path, mesh, callbacks):
         "data.path": tmp_path / "text.txt",
         "data.sequence_length": 16,
         "data.global_batch_size": 4,
-    }
-    settings |= {
         "eval.batches": 1,
         "train.log_every": 1,
         "checkpoint.every": 2,
@@ -57,7 +54,7 @@ def test_texts_are_those_of_the_checkpoints(tmp_path, capsys):
     assert sampled == run(tmp_path / "silent", mesh, [])
     expected = []
     for step in (2, 4):
-        with jax.set_mesh(jaxtp.make_mesh()):
+        with use_mesh():
             model = jaxtp.load_run(tmp_path / f"run/checkpoints/{step}")
         results = jaxtp.Generator(model, ByteTokenizer()).generate(PROMPTS, SETTINGS)
         expected += [
@@ -75,7 +72,7 @@ def test_invalid_settings_and_a_missing_tokenizer_are_refused():
     with pytest.raises(ConfigError, match="max_tokens"):
         jaxtp.sample_text("a", settings=jaxtp.GenerationSettings(max_tokens=0))
     data = SimpleNamespace(batches="mine.py:batches")
-    model = nnx.eval_shape(lambda: jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(decoder(MODEL))
     run = SimpleNamespace(
         model=model, mesh=None, config=SimpleNamespace(data=data), paused=lambda what: nullcontext()
     )

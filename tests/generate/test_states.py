@@ -2,8 +2,8 @@
 rows do.
 """
 
-import dataclasses
 import re
+from dataclasses import replace
 from functools import cache
 
 import accounts
@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from small_generators import SmallDecoder, greedy_ids
-from support import sweep
+from support import swept
+from variants import small_model
 
 import jaxtp
 from jaxtp.generate import engine
@@ -30,14 +31,9 @@ from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.mesh import mesh_sizes
 from jaxtp.tools.estimate.generation import cache_bytes as estimated_bytes
 
-CONFIG = jaxtp.ModelConfig(
+CONFIG = small_model(
     vocab_size=259,
-    d_model=16,
     num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    d_ff=24,
     norm_eps=1e-3,
     delta_value_heads=4,
     delta_key_heads=2,
@@ -65,14 +61,14 @@ def greedy(prompt):
     return greedy_ids(SMALL.logits, prompt, TOKENS, LENGTH)
 
 
-def prompts_of(count, most, seed=0):
-    rng = np.random.default_rng(seed)
+def prompts_of(count, most):
+    rng = np.random.default_rng(0)
     return [tuple(rng.integers(0, 256, length).tolist()) for length in rng.integers(1, most, count)]
 
 
 def stream(generator, prompt, **settings):
     """Returns the result of a prompt; what is in the cache remains."""
-    pieces = generator.stream([list(prompt)], dataclasses.replace(SETTINGS, **settings), keep=True)
+    pieces = generator.stream([list(prompt)], replace(SETTINGS, **settings), keep=True)
     (result,) = (piece.result for piece in pieces if piece.result)
     return result
 
@@ -85,7 +81,7 @@ def assert_read(generator, prompt, kept):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("mesh", sweep([None, (1, 1, 3), (2, 1, 2)], None), ids=str)
+@swept("mesh", [None, (1, 1, 3), (2, 1, 2)], None)
 def test_texts_are_those_of_reading_everything_again(mesh):
     """Of more prompts than rows, packed, and in chunks that are shorter than a prompt; equal
     ones are read once.
@@ -129,7 +125,7 @@ def test_speculation_is_refused():
         GenerationError,
         match=r"speculate=2: .* \(Gated DeltaNet\) cannot take back .*; leave it out",
     ):
-        SMALL.generator().generate([(1,)], dataclasses.replace(SETTINGS, speculate=2))
+        SMALL.generator().generate([(1,)], replace(SETTINGS, speculate=2))
 
 
 @pytest.mark.wide
@@ -175,7 +171,7 @@ def test_a_token_updates_the_states_in_place():
     states.
     """
     rows = 8
-    config = dataclasses.replace(CONFIG, delta_value_heads=8, delta_key_dim=32, delta_value_dim=32)
+    config = replace(CONFIG, delta_value_heads=8, delta_key_dim=32, delta_value_dim=32)
     model = to_decode_model(SmallDecoder(config).build(), None)
     mesh = model_mesh(SMALL.on(None))
     programs = Programs(model, mesh, Shape(rows, 64), SETTINGS, 256, frozenset())

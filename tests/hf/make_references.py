@@ -4,7 +4,8 @@ It needs torch (2.15; 2.13 for `OWN_SIZES` and `FAMILIES`) and transformers 5.23
 tests do not. Weights are random and well away from their defaults; all is computed in float64, but
 for the rotary frequencies of all but `FAMILIES`, which transformers has in float32. gemma2_untied,
 gemma3_bias, olmo2_tied_bias and phi3_short were compared once and are not stored. The name `rope`
-makes rope.json, frequencies of transformers in float64.
+makes rope.json, frequencies of transformers in float64. A config_v4.json is written by hand: it is
+the config.json as a version before 5 spells it, or as the Hub has it.
 """
 
 import contextlib
@@ -23,10 +24,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from hf_reference import FOLDER, GRADIENT, LOGITS, SIZE, pack
+from hf_reference import FOLDER, GRADIENT, LOGITS, SIZE, TRAINED, pack
 
-FULL = "full_attention"
-SLIDING = "sliding_attention"
 TABLES = yaml.safe_load((Path(__file__).parent / "models.yaml").read_text())
 
 
@@ -47,16 +46,14 @@ SIZES = {"small": resolved({"+": ["sizes"]}), "tiny": resolved({"+": ["tiny"]}),
 MODELS, OWN_SIZES, FAMILIES = (resolved(TABLES[group]) for group in ("small", "own_sizes", "tiny"))
 IMAGE = 70
 """No id of text, and the padding of those that need one."""
-BARE = ["gpt2_unscaled"]
+BARE = "gpt2_unscaled"
 """Stored as OpenAI's are: no prefix in the names, and masks beside the weights."""
-IN_BLOCKS = ["gpt_oss_mxfp4"]
+IN_BLOCKS = "gpt_oss_mxfp4"
 """Whose experts are stored as OpenAI's are: in MXFP4."""
 SHAPES = [(64, 1e4), (80, 5e5), (128, 1e6)]
 """Widths of heads, and bases."""
 ORIGINAL = 8192
 LONGEST = 131_072
-TRAINED = ["gemma2", "gemma3", "olmo2", "phi3", "gpt2"]
-"""Of which there are updates too."""
 BATCH = 2
 LENGTH = 24
 UPDATES = 3
@@ -157,7 +154,7 @@ def make(name, seed):
     for each in itertools.count(seed, 1000):
         generator = torch.Generator().manual_seed(each)
         randomize(model, kind, generator, name in FAMILIES)
-        blocks = in_blocks(model, generator) if name in IN_BLOCKS else {}
+        blocks = in_blocks(model, generator) if name == IN_BLOCKS else {}
         model.save_pretrained(folder)
         wide = copy.deepcopy(model)
         if name not in FAMILIES:  # LongRoPE has its frequencies from here on
@@ -174,22 +171,17 @@ def make(name, seed):
     (folder / "generation_config.json").unlink(missing_ok=True)
     if blocks:
         write_blocks(folder, blocks)
-    config = json.loads((folder / "config.json").read_text())
-    before = older_family(config) if name in FAMILIES else older(config, settings)
-    (folder / "config_v4.json").write_text(json.dumps(before, indent=2))
-    if name in BARE:
-        write_bare(folder / "model.safetensors", config)
+    if name == BARE:
+        write_bare(folder / "model.safetensors", model.config)
     if name in ("qwen3_next", "qwen3_5_mm", "qwen3_5_moe_mm"):
         write_published(folder / "model.safetensors", generator, stacked=name.endswith("_moe_mm"))
     if name in FAMILIES:
-        rewrite(folder / "model.safetensors", in_short)
+        write_short(folder / "model.safetensors")
     (folder / "model.safetensors").chmod(0o644)
     np.savez_compressed(folder / "reference.npz", **found)
     if name in TRAINED:
         (FOLDER / f"{name}_adamw").mkdir(exist_ok=True)
-        np.savez_compressed(
-            FOLDER / f"{name}_adamw" / "reference.npz", **updates(wide, generator, **ADAMW)
-        )
+        np.savez_compressed(FOLDER / f"{name}_adamw" / "reference.npz", **updates(wide, generator))
 
 
 def randomize(model, kind, generator, short):
@@ -229,34 +221,31 @@ def in_blocks(model, generator):
 
 
 def write_blocks(folder, blocks):
-    rewrite(
-        folder / "model.safetensors",
-        lambda tensors: (
-            {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in blocks}
-            | blocks
-        ),
-    )
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(config | {"quantization_config": TABLES["quantized"]}, indent=2)
-    )
+    path = folder / "model.safetensors"
+    kept = {
+        name: tensor for name, tensor in load_file(path).items() if f"{name}_blocks" not in blocks
+    }
+    rewrite(path, kept | blocks)
+    config = folder / "config.json"
+    described = json.loads(config.read_text()) | {"quantization_config": TABLES["quantized"]}
+    config.write_text(json.dumps(described, indent=2))
 
 
-def rewrite(path, change):
-    """Changes the tensors of a file."""
-    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+def rewrite(path, tensors):
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
-def in_short(tensors):
-    """Returns matrices as bfloat16; not vectors, so that it is no model that computes in
+def write_short(path):
+    """Rounds matrices to bfloat16; not vectors, so that it is no model that computes in
     bfloat16.
     """
+    tensors = load_file(path)
     dims = [tensor.ndim for tensor in tensors.values()]
     least = max(dims) if min(dims) > 1 else 1
-    return {
-        name: tensor.bfloat16() if tensor.ndim > least and tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-    }
+    for name, tensor in tensors.items():
+        if tensor.ndim > least and tensor.is_floating_point():
+            tensors[name] = tensor.bfloat16()
+    rewrite(path, tensors)
 
 
 def scale(kind, path, parameter):
@@ -291,18 +280,16 @@ def write_published(path, generator, *, stacked):
     tensors = load_file(path)
     while stacked and (name := next((name for name in tensors if ".experts.0." in name), None)):
         before = name.partition("experts.")[0] + "experts."
-        experts = {
-            end: stack(tensors, before, end) for end in ("gate_proj", "up_proj", "down_proj")
-        }
-        tensors[f"{before}gate_up_proj"] = torch.cat(
-            [experts["gate_proj"], experts["up_proj"]], dim=1
+        gate, up, down = (
+            stack(tensors, before, end) for end in ("gate_proj", "up_proj", "down_proj")
         )
-        tensors[f"{before}down_proj"] = experts["down_proj"]
+        tensors[f"{before}gate_up_proj"] = torch.cat([gate, up], dim=1)
+        tensors[f"{before}down_proj"] = down
     heads = {
         name: torch.randn(shape, generator=generator).bfloat16().float()
         for name, shape in TABLES["predicts"].items()
     }
-    save_file(tensors | heads, path, metadata={"format": "pt"})
+    rewrite(path, tensors | heads)
 
 
 def stack(tensors, before, end):
@@ -314,92 +301,14 @@ def stack(tensors, before, end):
 
 
 def write_bare(path, config):
-    mask = torch.ones(config["n_positions"], config["n_positions"]).tril()[None, None]
-    masks = {}
-    for layer in range(config["n_layer"]):
-        masks[f"h.{layer}.attn.bias"] = mask.clone()
-        masks[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
-    bare = lambda tensors: {
-        name.removeprefix("transformer."): tensor for name, tensor in tensors.items()
+    mask = torch.ones(config.n_positions, config.n_positions).tril()[None, None]
+    tensors = {
+        name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()
     }
-    rewrite(path, lambda tensors: bare(tensors) | masks)
-
-
-def older(config, settings):
-    """As versions before 5 spell it."""
-    rope = config.pop("rope_parameters", None)
-    if config["model_type"] == "gpt2":
-        config["n_ctx"] = config["n_positions"]
-    elif config["model_type"] == "gemma3_text":
-        config["rope_theta"], config["rope_local_base_freq"] = (
-            rope[kind].pop("rope_theta") for kind in (FULL, SLIDING)
-        )
-        config["rope_scaling"] = None if rope[FULL]["rope_type"] == "default" else rope[FULL]
-        if "layer_types" not in settings:
-            config["sliding_window_pattern"] = settings.get("sliding_window_pattern", 6)
-    else:
-        config["rope_theta"] = rope.pop("rope_theta")
-        if config["model_type"] == "phi3":
-            config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
-            config["attention_bias"] = False
-            rope.pop("original_max_position_embeddings", None)
-        config["rope_scaling"] = (
-            None if rope["rope_type"] == "default" else {"type": rope.pop("rope_type"), **rope}
-        )
-    config["torch_dtype"] = config.pop("dtype")
-    if config["model_type"] == "gemma2":
-        config["hidden_act"] = config["hidden_activation"]
-    if config["model_type"] == "qwen3_moe":
-        config["num_experts"] = config.pop("num_local_experts")
-        config["max_window_layers"] = 0
-    if config["model_type"].startswith("gemma"):
-        config["cache_implementation"] = "hybrid"
-    if "layer_types" not in settings:
-        config.pop("layer_types", None)
-    config.pop("_sliding_window_pattern", None)
-    return {**config, "transformers_version": "4.46.0"}
-
-
-def older_family(config):
-    """As the Hub has it; families that came with version 5 are spelled as it does."""
-    if "text_config" in config:
-        text = older_family({"dtype": None, **config["text_config"]})
-        return {
-            **config,
-            "text_config": {key: value for key, value in text.items() if key != "torch_dtype"},
-        }
-    kind = config["model_type"]
-    lacks = TABLES["lacks"].get(kind, ())
-    config = {name: value for name, value in config.items() if name not in lacks} | TABLES[
-        "hub"
-    ].get(kind, {})
-    if kind.startswith("gemma4"):
-        other = next(iter(config.pop("per_layer_config").values()))
-        config["global_head_dim"] = other["head_dim"]
-        config["num_global_key_value_heads"] = other.get("num_key_value_heads")
-    elif kind == "gpt_neox":
-        rope = config.pop("rope_parameters")
-        config |= {
-            "rotary_emb_base": rope["rope_theta"],
-            "rotary_pct": rope["partial_rotary_factor"],
-        }
-    elif kind == "granitemoehybrid":
-        config["layer_types"] = ["attention"] * config["num_hidden_layers"]
-    elif kind == "gpt_oss":
-        config["experts_per_token"] = config["num_experts_per_tok"]
-    if kind in TABLES["as_in_5"]:
-        return {**config, "torch_dtype": config.pop("dtype")}
-    rope = config["rope_parameters"]
-    if kind == "minimax_m2":
-        config["rotary_dim"] = int(config["head_dim"] * rope.pop("partial_rotary_factor"))
-    elif kind == "olmo3":
-        config["rope_parameters"] = rope = rope[FULL]
-    if kind != "phi3" and "partial_rotary_factor" in rope:
-        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
-    config = older(config, config)
-    if kind in ("olmo3", "gpt_oss"):
-        config["rope_scaling"]["rope_type"] = config["rope_scaling"].pop("type")
-    return config
+    for layer in range(config.n_layer):
+        tensors[f"h.{layer}.attn.bias"] = mask.clone()
+        tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    rewrite(path, tensors)
 
 
 def reference(model, generator, size):
@@ -464,21 +373,15 @@ def greedy(model, prompt):
     return {"gen_prompt": prompt.numpy(), "gen_tokens": ids[:, prompt.shape[1] :].numpy()}
 
 
-def updates(model, generator, lr, betas, eps, weight_decay, clip):
+def updates(model, generator):
     """AdamW of PyTorch, with a constant rate and decay of all that has two dims."""
     batches = torch.randint(model.config.vocab_size, (UPDATES, ROWS, LENGTH), generator=generator)
     parameters = list(model.parameters())
     groups = [
-        {
-            "params": [parameter for parameter in parameters if parameter.ndim >= 2],
-            "weight_decay": weight_decay,
-        },
-        {
-            "params": [parameter for parameter in parameters if parameter.ndim < 2],
-            "weight_decay": 0.0,
-        },
+        {"params": [parameter], "weight_decay": ADAMW["weight_decay"] * (parameter.ndim >= 2)}
+        for parameter in parameters
     ]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
+    optimizer = torch.optim.AdamW(groups, lr=ADAMW["lr"], betas=ADAMW["betas"], eps=ADAMW["eps"])
     losses = []
     norms = []
     for ids in batches:
@@ -486,7 +389,7 @@ def updates(model, generator, lr, betas, eps, weight_decay, clip):
         losses.append(loss)
         norms.append(norm(grads))
         for parameter in parameters:
-            parameter.grad *= min(1.0, clip / norms[-1])
+            parameter.grad *= min(1.0, ADAMW["clip"] / norms[-1])
         optimizer.step()
     _, after, _ = computed(model, batches[0], batches[0])
     final = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
@@ -495,13 +398,7 @@ def updates(model, generator, lr, betas, eps, weight_decay, clip):
         "losses64": np.array(losses),
         "grad_norms64": np.array(norms),
         "loss_batch0_after64": after,
-        **{
-            "lr": lr,
-            "betas": np.array(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "clip": clip,
-        },
+        **ADAMW,
     } | pack(final, "final")
 
 

@@ -1,14 +1,15 @@
 """Adapters written as PEFT has them, and merged into their kernels."""
 
-import dataclasses
 import itertools
-import json
+from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
-from hf_folders import move_adapters, random_model, read_tensors, values, write_model
+from hf_folders import move_adapters, random_model, read_tensors, values
+from hf_reference import FOLDER
+from support import swept, use_mesh
+from variants import small_model
 
 import jaxtp
 from jaxtp.checkpoint.checksum import NonFiniteError
@@ -16,38 +17,17 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.hf.adapters import adapters
 from jaxtp.layers.lora import LoraConfig
 
-PLAIN = jaxtp.ModelConfig(
-    vocab_size=37, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24
-)
+PLAIN = small_model(vocab_size=37, num_layers=2, head_dim=6)
 LORA = LoraConfig(rank=3, alpha=5.0, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
-ADAPTED = dataclasses.replace(PLAIN, lora=LORA)
+ADAPTED = replace(PLAIN, lora=LORA)
 IDS = np.arange(16).reshape(2, 8) * 5 % 37
 
 
 logits_of = nnx.jit(lambda model: model(IDS))
 
 
-def decoder():
-    """Returns a model whose adapters are not zero."""
-    return random_model(ADAPTED)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The base and the adapters as folders, and the logits of both together on one device."""
-    folder = tmp_path_factory.mktemp("adapters")
-    model = decoder()
-    graph, _ = nnx.split(nnx.eval_shape(lambda: jaxtp.Decoder(PLAIN, rngs=nnx.Rngs(0))))
-    others = nnx.filter_state(
-        nnx.state(model), lambda _, variable: not isinstance(variable, nnx.LoRAParam)
-    )
-    jaxtp.save_hf(nnx.merge(graph, others), folder / "base")
-    jaxtp.save_peft(model, folder / "adapters", base=folder / "base")
-    return folder, np.asarray(logits_of(model))
-
-
 def test_weights_that_are_not_finite_are_not_exported_in_silence(tmp_path, capsys):
-    adapted = decoder()
+    adapted = random_model(ADAPTED)
     whole = jaxtp.merge_adapters(adapted)
     down = adapted.blocks.mlp.down
     for model, variable, path, save, value in (
@@ -64,74 +44,23 @@ def test_weights_that_are_not_finite_are_not_exported_in_silence(tmp_path, capsy
         assert "no tokenizer is written" in capsys.readouterr().err
 
 
-def test_peft_adds_to_the_base_what_the_adapters_add(folders, tmp_path):
-    folder, logits = folders
-    config = json.loads((folder / "adapters/adapter_config.json").read_text())
-    adapters = read_tensors(folder / "adapters/adapter_model.safetensors")
-    tensors = read_tensors(folder / "base")
-    for name in [name for name in adapters if name.endswith("lora_A.weight")]:
-        target = name.removeprefix("base_model.model.").replace("lora_A.", "")
-        b = adapters[name.replace("lora_A", "lora_B")]
-        tensors[target] = tensors[target] + config["lora_alpha"] / config["r"] * b @ adapters[name]
-    write_model(tmp_path, json.loads((folder / "base/config.json").read_text()), tensors)
-    np.testing.assert_allclose(logits_of(jaxtp.load_hf(tmp_path)), logits, atol=2e-5)
-    assert len(adapters) == 2 * len(LORA.targets) * PLAIN.num_layers
-    assert config["target_modules"] == list(LORA.targets)
-    assert config["base_model_name_or_path"] == str(folder / "base")
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tp": 2}, {"cp": 2, "tp": 2}], ids=str)
-def test_adapters_are_written_and_merged_on_any_mesh(folders, tmp_path, sizes):
-    folder, logits = folders
-    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
-        model = decoder()
-        jaxtp.save_peft(model, tmp_path / "adapters", base=folder / "base")
-        merged = jaxtp.merge_adapters(model)
-        np.testing.assert_allclose(logits_of(merged), logits, atol=2e-5)
-    one, other = (
-        read_tensors(where / "adapters/adapter_model.safetensors") for where in (folder, tmp_path)
-    )
-    assert one.keys() == other.keys()
-    for name, array in one.items():
-        np.testing.assert_allclose(other[name], array, atol=1e-6)
-    assert merged.blocks.mlp.down.kernel[...].sharding == model.blocks.mlp.down.kernel[...].sharding
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "tp": 2}], ids=str)
-def test_new_adapters_of_a_loaded_model_change_nothing(folders, tmp_path, sizes):
-    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
-        model = jaxtp.load_hf(folders[0] / "base")
-        adapted = jaxtp.add_adapters(model, LORA)
-        np.testing.assert_array_equal(logits_of(adapted), logits_of(model))
-        a = adapted.blocks.mlp.down.loras[0].a[...]
-        assert np.abs(np.asarray(a)).max() > 0
-        assert a.addressable_shards[0].data.shape[1] == PLAIN.d_ff // sizes.get("tp", 1)
-        jaxtp.save_peft(adapted, tmp_path / "out")
-
-
 EXPERTS = {"num_experts": 3, "experts_per_token": 2, "d_ff": 8}
 OTHERS = {
     "gpt2": {
         **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), True),
-        **{
-            "num_kv_heads": 4,
-            "norm": "layer",
-            "mlp": "plain",
-            "rope_theta": None,
-            "learned_positions": 8,
-        },
+        "num_kv_heads": 4,
+        "norm": "layer",
+        "mlp": "plain",
+        "rope_theta": None,
+        "learned_positions": 8,
     },
     "gemma2": {
         # what leaves a branch is small, and divided by what it is, with its rounding
         "norm_eps": 0.1,
-        **{
-            "norm": "rms_plus_one",
-            "norm_placement": "both",
-            "query_scale": 0.5,
-            "embedding_scale": 4.0,
-        },
+        "norm": "rms_plus_one",
+        "norm_placement": "both",
+        "query_scale": 0.5,
+        "embedding_scale": 4.0,
         "pattern": ({"sliding_window": 4}, {}),
     },
     "plain": {**EXPERTS, "mlp": "plain"},
@@ -144,26 +73,25 @@ OTHERS = {
         "value_head_dim": 6,
         "num_kv_heads": 4,
     },
+    "linear": {
+        "delta_key_heads": 2,
+        "delta_key_dim": 3,
+        "delta_value_dim": 5,
+        "attention_gate": True,
+        "pattern": ({"delta_value_heads": 4}, {}),
+    },
 }
-OTHERS["linear"] = {
-    "delta_key_heads": 2,
-    "delta_key_dim": 3,
-    "delta_value_dim": 5,
-    "attention_gate": True,
-}
-OTHERS["linear"]["pattern"] = ({"delta_value_heads": 4}, {})
 OTHERS["latent queries"] = {**OTHERS["latent"], **OTHERS["shared"], "query_rank": 8}
 
 
 ROTATED = list(zip(OTHERS, itertools.cycle([{}, {"fsdp": 2, "tp": 2}, {"tp": 3}]), strict=False))
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", ROTATED, ids=str)
+@swept("case", ROTATED)
 def test_adapters_of_mixtures_and_other_attention_are_merged(case):
     kind, sizes = case
-    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
-        model = random_model(dataclasses.replace(PLAIN, **OTHERS[kind]))
+    with use_mesh(**sizes):
+        model = random_model(replace(PLAIN, **OTHERS[kind]))
         adapted = move_adapters(jaxtp.add_adapters(model, LoraConfig(rank=2)))
         merged = jaxtp.merge_adapters(adapted)
         np.testing.assert_allclose(logits_of(merged), logits_of(adapted), atol=5e-5)
@@ -177,10 +105,10 @@ def test_adapters_of_mixtures_and_other_attention_are_merged(case):
     }
 
 
-def test_what_cannot_be_exported_or_adapted_is_refused(folders, tmp_path):
-    adapted = decoder()
-    base = folders[0] / "base"
-    plain = jaxtp.load_hf(base)
+def test_what_cannot_be_exported_or_adapted_is_refused(tmp_path):
+    adapted = random_model(ADAPTED)
+    plain = random_model(PLAIN)
+    base = FOLDER / "phi3"
     out = tmp_path / "out"
     refusals = [  # the error, words of its message, and the call
         (jaxtp.HFError, "save_peft", lambda: jaxtp.save_hf(adapted, out)),
@@ -210,9 +138,7 @@ def test_what_cannot_be_exported_or_adapted_is_refused(folders, tmp_path):
 def test_adapters_beside_weights_in_16_bits_are_merged_in_float32_and_rounded_once(tmp_path):
     frozen = "bfloat16"
     lora = LoraConfig(rank=3, alpha=5.0, targets=("down_proj",))
-    model = random_model(
-        dataclasses.replace(PLAIN, num_layers=1, precision=jaxtp.Precision(param=frozen))
-    )
+    model = random_model(replace(PLAIN, num_layers=1, precision=jaxtp.Precision(param=frozen)))
     adapted = move_adapters(jaxtp.add_adapters(model, lora))
     assert {array.dtype.name for array in values(adapted, nnx.LoRAParam).values()} == {"float32"}
     assert {array.dtype.name for array in values(adapted, jaxtp.FrozenParam).values()} == {frozen}

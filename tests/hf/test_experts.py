@@ -2,11 +2,9 @@
 layers without experts.
 """
 
-import dataclasses
-import functools
-import json
+from dataclasses import replace
+from functools import partial
 
-import jax
 import numpy as np
 import pytest
 from hf_folders import (
@@ -27,8 +25,9 @@ from hf_reference import EXPERTS, FOLDER
 from hypothesis import given
 from hypothesis import strategies as st
 from structures import examples
-from support import sweep
-from tables import read_table
+from support import swept, use_mesh
+from tables import read_json, read_table
+from variants import small_model
 
 import jaxtp
 from jaxtp.hf.config_json import choose_family, model_config, write_attributes
@@ -86,7 +85,7 @@ def older_folder(name, tensors, folder, **attributes):
     return write_model(folder, reference_attributes(name, "config_v4.json") | attributes, tensors)
 
 
-@pytest.mark.parametrize("name", sweep(EXPERTS, "mixtral"))
+@swept("name", EXPERTS, "mixtral")
 def test_experts_are_written_and_read_stacked(name, tmp_path):
     read = []
     model = load_on(FOLDER / name, **MESHES[name])
@@ -95,7 +94,7 @@ def test_experts_are_written_and_read_stacked(name, tmp_path):
     )
     written = read_tensors(tmp_path / "out")
     assert_same(written, stacked(name))
-    with jax.set_mesh(jaxtp.make_mesh(**MESHES[name])):
+    with use_mesh(**MESHES[name]):
         again = jaxtp.load_hf(
             tmp_path / "out", progress=lambda done, total: read.append((done, total))
         )
@@ -126,7 +125,7 @@ MIXED = {  # gate and up, down, the router, and the mesh
 }
 
 
-@pytest.mark.parametrize("stacked", sweep(list(MIXED), "gate, up and router"))
+@swept("stacked", MIXED, "gate, up and router")
 def test_both_layouts_in_one_folder(stacked, tmp_path):
     """Layers differ, kernels of a layer, and the router from its experts."""
     gate_up, down, router, mesh = MIXED[stacked]
@@ -148,8 +147,7 @@ def test_a_device_has_a_part_of_each_expert_where_tp_does_not_divide_their_numbe
 def test_the_export_command_has_the_flag(tmp_path):
     assert main(["import", str(FOLDER / "qwen3_moe"), str(tmp_path / "run")]) == 0
     assert (
-        main(["export", str(tmp_path / "run"), str(tmp_path / "stacked"), "--experts", "stacked"])
-        == 0
+        main(["export", str(tmp_path / "run"), str(tmp_path / "stacked"), "--experts=stacked"]) == 0
     )
     assert_same(read_tensors(tmp_path / "stacked"), stacked("qwen3_moe"))
 
@@ -198,10 +196,10 @@ def test_wrong_tensors_are_named(tmp_path):
         for number, row in enumerate(rows):
             folder = wrong_folder(name, row, tmp_path / f"{name} {number}")
             words = [row["says"]] if isinstance(row["says"], str) else row["says"]
-            refusals[str(row)] = functools.partial(jaxtp.load_hf, folder), words
+            refusals[str(row)] = partial(jaxtp.load_hf, folder), words
     for case, (name, named, changed) in NOT_FINITE.items():
         folder = older_folder(name, reference_tensors(name) | changed, tmp_path / case)
-        refusals[case] = functools.partial(jaxtp.load_hf, folder), [named, "not finite"]
+        refusals[case] = partial(jaxtp.load_hf, folder), [named, "not finite"]
     assert_all_refused(refusals)
 
 
@@ -303,11 +301,11 @@ def test_mxfp4_numbers(tmp_path):
 MESHES_OF_MXFP4 = [{"fsdp": 2, "tp": 2}, {"tp": 5}, {"fsdp": 2, "cp": 2, "tp": 3}]
 
 
-@pytest.mark.parametrize("mesh", sweep(MESHES_OF_MXFP4, MESHES_OF_MXFP4[0]), ids=str)
+@swept("mesh", MESHES_OF_MXFP4, MESHES_OF_MXFP4[0])
 def test_mxfp4_is_written_as_bfloat16(mesh, tmp_path):
     model = load_on(FOLDER / "gpt_oss_mxfp4", **mesh)
     jaxtp.save_hf(model, tmp_path / "out", dtype="bfloat16")
-    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    assert "quantization_config" not in read_json(tmp_path / "out/config.json")
     tensors = read_header(tmp_path / "out/model.safetensors")
     source = read_header(FOLDER / "gpt_oss_mxfp4/model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {"BF16"}
@@ -315,21 +313,12 @@ def test_mxfp4_is_written_as_bfloat16(mesh, tmp_path):
         "gate_up_proj",
         "down_proj",
     }
-    with jax.set_mesh(jaxtp.make_mesh(**mesh)):
+    with use_mesh(**mesh):
         again = jaxtp.load_hf(tmp_path / "out", precision=jaxtp.Precision())
     assert_same(values(again), values(model))
 
 
-TINY = jaxtp.ModelConfig(
-    vocab_size=11,
-    d_model=8,
-    num_layers=3,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    d_ff=12,
-    num_experts=4,
-)
+TINY = small_model(num_layers=3, num_experts=4)
 DENSE = {"num_experts": 0, "experts_per_token": 3, "normalize_experts": False}
 LOST = {
     "selection_bias: True -> False": ("mixtral", {"selection_bias": True}),
@@ -343,11 +332,11 @@ LOST = {
 def test_what_a_family_of_experts_cannot_represent_is_named():
     refusals = {}
     for lost, (family, changes) in LOST.items():
-        config = dataclasses.replace(TINY, **changes)
-        action = functools.partial(write_attributes, config, FAMILIES[family], "float32")
+        config = replace(TINY, **changes)
+        action = partial(write_attributes, config, FAMILIES[family], "float32")
         refusals[lost] = action, [family, "cannot represent this model", lost]
     assert_all_refused(refusals)
-    dense = dataclasses.replace(TINY, **DENSE)
+    dense = replace(TINY, **DENSE)
     assert choose_family(dense, None).model_type == "llama", (
         "settings of experts mean nothing without them"
     )

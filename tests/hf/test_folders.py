@@ -2,13 +2,11 @@
 written back.
 """
 
-import dataclasses
-import functools
-import json
 import os
 import shutil
+from dataclasses import replace
+from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,7 +26,8 @@ from hf_folders import (
     write_model,
 )
 from hf_reference import FOLDER
-from support import sweep
+from support import assert_refused, swept, use_mesh
+from tables import read_json, write_json
 
 import jaxtp
 from jaxtp.hf.config_json import model_config
@@ -77,7 +76,7 @@ def multimodal(path, form="older", change=lambda tensors: tensors):
     return path
 
 
-@pytest.mark.parametrize("form", sweep([*FORMS], "newer"))
+@swept("form", FORMS, "newer")
 def test_a_multimodal_folder_comes_back_with_its_text_changed(form, tmp_path):
     source = multimodal(tmp_path / "source", form)
     model = jaxtp.load_hf(source)
@@ -90,11 +89,9 @@ def test_a_multimodal_folder_comes_back_with_its_text_changed(form, tmp_path):
         FORMS[form][0] + "norm.weight"
     ]
     for name in ("config.json", "preprocessor_config.json"):
-        assert json.loads((tmp_path / "out" / name).read_text()) == json.loads(
-            (source / name).read_text()
-        )
+        assert read_json(tmp_path / "out" / name) == read_json(source / name)
     jaxtp.save_hf(model, tmp_path / "text")
-    assert json.loads((tmp_path / "text/config.json").read_text())["model_type"] == "gemma3_text"
+    assert read_json(tmp_path / "text/config.json")["model_type"] == "gemma3_text"
     assert not [name for name in stored_tensors(tmp_path / "text") if "vision" in name]
 
 
@@ -103,9 +100,7 @@ FLOAT32 = ("A_log", "linear_attn.norm.weight")
 """Tensors of Qwen 3.5 on the Hub that are float32 beside bfloat16."""
 
 
-@pytest.mark.parametrize(
-    "wide", [FLOAT32, pytest.param((), marks=pytest.mark.wide)], ids=["3.5", "3.6"]
-)
+@swept("wide", [FLOAT32, ()], FLOAT32)
 def test_a_folder_keeps_its_dtypes_and_its_layout_of_experts(wide, tmp_path):
     shutil.copytree(FOLDER / "qwen3_5_moe_mm", tmp_path / "source")
     tensors = {
@@ -160,10 +155,8 @@ MIXED_UP = {
 def test_no_tensor_of_a_multimodal_folder_is_made_up_or_skipped(tmp_path):
     refusals = {}
     for words, change in MIXED_UP.items():
-        folder = multimodal(
-            tmp_path / words, change=functools.partial(changed_tensors, change=change)
-        )
-        refusals[words] = functools.partial(jaxtp.load_hf, folder), [words]
+        folder = multimodal(tmp_path / words, change=partial(changed_tensors, change=change))
+        refusals[words] = partial(jaxtp.load_hf, folder), [words]
     assert_all_refused(refusals)
 
 
@@ -179,7 +172,7 @@ def test_prediction_heads_are_copied(tmp_path):
     )
     jaxtp.save_hf(jaxtp.load_hf(source), tmp_path / "out", like=source)
     assert stored_tensors(tmp_path / "out") == stored_tensors(source)
-    assert json.loads((tmp_path / "out/config.json").read_text()) == attributes
+    assert read_json(tmp_path / "out/config.json") == attributes
     write_model(source, attributes, stored | {"model.layers.3.eh_proj.weight": ONES})
     with pytest.raises(jaxtp.HFError, match=r"num_nextn_predict_layers = 1, .*model\.layers\.3"):
         jaxtp.load_hf(source)
@@ -196,9 +189,8 @@ def test_an_export_needs_the_folder_that_its_run_came_from(tmp_path, capsys):
     assert export("out") == 0
     assert stored_tensors(tmp_path / "out") == stored_tensors(source)
     source.rename(moved)
-    assert export("without it") == 2
-    assert f"{source}: no such folder" in capsys.readouterr().err
-    assert export("like it", "--like", moved) == 0
+    assert_refused(export, "without it", f"{source}: no such folder", capsys)
+    assert export("like it", f"--like={moved}") == 0
     assert stored_tensors(tmp_path / "like it") == stored_tensors(moved)
     assert export("text", "--text-only") == 0
     assert not [name for name in stored_tensors(tmp_path / "text") if "vision" in name]
@@ -210,10 +202,10 @@ def test_a_kimi_is_written_as_what_it_is(tmp_path):
     """transformers has no kimi_k2, and an export has no Python files."""
     shutil.copytree(FOLDER / "deepseek_v3", tmp_path / "kimi")
     attributes = reference_attributes("deepseek_v3", "config_v4.json")
-    (tmp_path / "kimi/config.json").write_text(json.dumps(attributes | {"model_type": "kimi_k2"}))
+    write_json(tmp_path / "kimi/config.json", attributes | {"model_type": "kimi_k2"})
     jaxtp.save_hf(jaxtp.load_hf(tmp_path / "kimi"), tmp_path / "out", like=tmp_path / "kimi")
     del attributes["auto_map"]
-    assert json.loads((tmp_path / "out/config.json").read_text()) == attributes
+    assert read_json(tmp_path / "out/config.json") == attributes
 
 
 def test_adapters_need_pairs_next_to_each_other(tmp_path):
@@ -221,16 +213,12 @@ def test_adapters_need_pairs_next_to_each_other(tmp_path):
     configuration, names its folder.
     """
     base = FOLDER / "deepseek_v3_yarn"
-    config = dataclasses.replace(jaxtp.read_config(base), lora=LoraConfig(rank=2))
-    (tmp_path / "adapter_config.json").write_text(
-        json.dumps({"base_model_name_or_path": str(base)})
-    )
+    config = replace(jaxtp.read_config(base), lora=LoraConfig(rank=2))
+    write_json(tmp_path / "adapter_config.json", {"base_model_name_or_path": str(base)})
     actions = {
-        "a run": functools.partial(load_base, base, config, jaxtp.make_mesh()),
-        "save_peft": functools.partial(
-            jaxtp.save_peft, random_model(config), tmp_path / "out", base=base
-        ),
-        "adapters": functools.partial(open_peft, tmp_path, jaxtp.read_config(base)),
+        "a run": partial(load_base, base, config, jaxtp.make_mesh()),
+        "save_peft": partial(jaxtp.save_peft, random_model(config), tmp_path / "out", base=base),
+        "adapters": partial(open_peft, tmp_path, jaxtp.read_config(base)),
     }
     assert_all_refused(
         {name: (action, ["rope_interleave = False"]) for name, action in actions.items()}
@@ -245,8 +233,8 @@ SMALL = {
         "num_attention_heads": 6,
         "num_key_value_heads": 3,
         "qk_layernorm": True,
-    }
-    | {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor": 0.5,
+    },
     "cohere": {
         "hidden_size": 24,
         "num_attention_heads": 4,
@@ -275,11 +263,11 @@ def small_config(family):
     return model_config(small_attributes(family), "it")
 
 
-@pytest.mark.parametrize("family", sweep(list(SMALL), "stablelm"))
+@swept("family", SMALL, "stablelm")
 def test_rows_are_read_on_a_mesh_as_they_were_written(family, tmp_path):
     model = random_model(small_config(family))
     jaxtp.save_hf(model, tmp_path / "out", family=family)
-    with jax.set_mesh(jaxtp.make_mesh(tp=4)):
+    with use_mesh(tp=4):
         jaxtp.save_hf(jaxtp.load_hf(tmp_path / "out"), tmp_path / "again", family=family)
     assert stored_tensors(tmp_path / "again") == stored_tensors(tmp_path / "out")
     assert_same(values(jaxtp.load_hf(tmp_path / "out")), values(model))
@@ -299,14 +287,13 @@ def test_a_bias_of_choices_stays_float32_in_an_export_in_bfloat16(tmp_path):
     assert jaxtp.load_hf(tmp_path / "out").config.precision.param == "bfloat16"
 
 
-LATENTS = pytest.param("deepseek_v3", [5, 7], marks=pytest.mark.wide)
+IN_BLOCKS = [("mistral", [16, 24]), ("mistral", None), ("deepseek_v3", [5, 7])]
 
 
-@pytest.mark.parametrize(
-    ("name", "block"), [("mistral", [16, 24]), ("mistral", None), LATENTS], ids=str
-)
-def test_float8_is_multiplied_by_its_scales(name, block, tmp_path):
+@swept("case", IN_BLOCKS, *IN_BLOCKS[:2])
+def test_float8_is_multiplied_by_its_scales(case, tmp_path):
     """Of each block, also where a block is cut off, or of the whole matrix."""
+    name, block = case
     random = np.random.default_rng(0)
     plain = reference_tensors(name)
     scaled = {}
@@ -334,15 +321,10 @@ def test_float8_is_multiplied_by_its_scales(name, block, tmp_path):
             jaxtp.load_hf(write_model(tmp_path / "b", quantized, plain | scaled | large))
 
 
-@pytest.mark.parametrize("wrapped", sweep([False, True], False))
-def test_adapters_have_the_rows_and_names_of_their_kernels(wrapped, tmp_path):
+def test_adapters_have_the_rows_of_their_kernels(tmp_path):
     """In the files, a merged kernel is the kernel plus the product of its adapter."""
-    if wrapped:
-        model = jaxtp.load_hf(multimodal(tmp_path / "source"))
-        family = "gemma3"
-    else:
-        model = random_model(small_config("glm4"))
-        family = "glm4"
+    model = random_model(small_config("glm4"))
+    family = "glm4"
     adapted = jaxtp.add_adapters(
         model, jaxtp.LoraConfig(rank=2, alpha=2.0, targets=("q_proj", "k_proj"))
     )
@@ -352,9 +334,9 @@ def test_adapters_have_the_rows_and_names_of_their_kernels(wrapped, tmp_path):
     jaxtp.save_peft(adapted, tmp_path / "adapters", family=family)
     base, merged = (open_folder(tmp_path / name).tensors for name in ("base", "merged"))
     factors = read_tensors(tmp_path / "adapters/adapter_model.safetensors")
-    before = "base_model.model.model.language_model." if wrapped else "base_model.model.model."
     for module in ("layers.0.self_attn.q_proj", "layers.1.self_attn.k_proj"):
-        a, b = (factors[f"{before}{module}.lora_{factor}.weight"] for factor in "AB")
+        names = [f"base_model.model.model.{module}.lora_{factor}.weight" for factor in "AB"]
+        a, b = (factors[name] for name in names)
         kernel = f"model.{module}.weight"
         np.testing.assert_allclose(merged[kernel].read(), base[kernel].read() + b @ a, atol=1e-5)
     again = jaxtp.load_peft(model, tmp_path / "adapters", family=family)

@@ -2,11 +2,10 @@
 or another model.
 """
 
-import dataclasses
-import functools
 import itertools
-import json
 import math
+from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -27,8 +26,8 @@ from hf_folders import (
 from hf_reference import FOLDER
 from hypothesis import given
 from structures import changed, examples, gives_one_of
-from support import by_name, sweep
-from tables import read_table
+from support import by_name, swept, use_mesh
+from tables import read_json, read_table, write_json
 
 import jaxtp
 from jaxtp.hf.peft import PeftFolder, load_peft, open_peft, with_peft
@@ -39,28 +38,29 @@ SETTINGS = "adapter_config.json"
 MODEL = jaxtp.ModelConfig(
     vocab_size=8, d_model=4, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=2, d_ff=6
 )
-FEATURES = {"q_proj": (4, 4), "k_proj": (4, 2), "v_proj": (4, 2), "o_proj": (4, 4)}
-FEATURES |= {"gate_proj": (4, 6), "up_proj": (4, 6), "down_proj": (6, 4)}
+FEATURES = {
+    "q_proj": (4, 4),
+    "k_proj": (4, 2),
+    "v_proj": (4, 2),
+    "o_proj": (4, 4),
+    "gate_proj": (4, 6),
+    "up_proj": (4, 6),
+    "down_proj": (6, 4),
+}
 CONFIG = {
-    **{
-        "peft_type": "LORA",
-        "r": 2,
-        "lora_alpha": 6,
-        "target_modules": ["q_proj", "down_proj"],
-        "bias": "none",
-    },
-    **{
-        "use_rslora": False,
-        "use_dora": False,
-        "lora_dropout": 0.0,
-        "modules_to_save": None,
-        "loftq_config": {},
-    },
-    **{
-        "base_model_name_or_path": "someone/something",
-        "rank_pattern": {},
-        "megatron_core": "megatron.core",
-    },
+    "peft_type": "LORA",
+    "r": 2,
+    "lora_alpha": 6,
+    "target_modules": ["q_proj", "down_proj"],
+    "bias": "none",
+    "use_rslora": False,
+    "use_dora": False,
+    "lora_dropout": 0.0,
+    "modules_to_save": None,
+    "loftq_config": {},
+    "base_model_name_or_path": "someone/something",
+    "rank_pattern": {},
+    "megatron_core": "megatron.core",
 }
 
 
@@ -69,7 +69,8 @@ def factor_name(module, factor):
 
 
 def module(target, layer):
-    return f"model.layers.{layer}.{'mlp' if target in list(FEATURES)[4:] else 'self_attn'}.{target}"
+    part = "mlp" if 6 in FEATURES[target] else "self_attn"
+    return f"model.layers.{layer}.{part}.{target}"
 
 
 def random_factors(shapes, dtype=np.float32):
@@ -102,7 +103,7 @@ PLAIN = everywhere("q_proj", "down_proj")
 def write(folder, arrays, **attributes):
     folder.mkdir(exist_ok=True)
     kept = {key: value for key, value in (CONFIG | attributes).items() if value != "absent"}
-    (folder / SETTINGS).write_text(json.dumps(kept))
+    write_json(folder / SETTINGS, kept)
     write_tensors(folder / WEIGHTS, arrays)
     return folder
 
@@ -156,18 +157,26 @@ KINDS = {  # ranks, attributes, the begin of each note, and a mesh
 }
 
 
-@pytest.mark.parametrize("kind", sweep([*KINDS], "some excluded"))
+@swept("kind", KINDS, "some layers")
 def test_adapters_are_what_they_add_to_the_kernels(kind, base, tmp_path):
-    """`W + scale * (B @ A)^T`, wherever there is one."""
+    """`W + scale * (B @ A)^T`, wherever there is one. They are written as they were read: layers
+    without an adapter have none again.
+    """
     ranks, attributes, notes, mesh = KINDS[kind]
     arrays = tensors(ranks, np.float16 if kind == "list" else np.float32)
     found = open_peft(write(tmp_path / "adapters", arrays, **attributes), MODEL)
     assert [note[: len(begin)] for note, begin in zip(found.notes, notes, strict=True)] == notes
-    with jax.set_mesh(jaxtp.make_mesh(**mesh)):
-        merged = jaxtp.merge_adapters(
-            with_peft(jaxtp.load_hf(base), found, jax.sharding.get_mesh())
-        )
+    with use_mesh(**mesh):
+        adapted = with_peft(jaxtp.load_hf(base), found, jax.sharding.get_mesh())
+        merged = jaxtp.merge_adapters(adapted)
         jaxtp.save_hf(merged, tmp_path / "merged")
+        if kind in ("rslora", "some layers"):
+            attributes, found_arrays = written(adapted, tmp_path / "out", base=base)
+            assert attributes["base_model_name_or_path"] == str(base)
+            assert_same(found_arrays, arrays)
+            assert open_peft(tmp_path / "out", MODEL).lora == found.lora
+    kernels = [model.blocks.mlp.down.kernel[...] for model in (adapted, merged)]
+    assert kernels[0].sharding == kernels[1].sharding
     expected = read_tensors(base)
     scale = 6 / 2**0.5 if kind == "rslora" else 3
     for target, layer in ranks:
@@ -192,17 +201,6 @@ def test_the_wrappers_of_pytorch_are_left_out_of_names(wrapper, tmp_path):
     assert f"'{wrapper}'" in opened.notes[0]
 
 
-@pytest.mark.parametrize("kind", ["rslora", "some layers"])
-def test_adapters_are_written_as_they_were_read(kind, base, tmp_path):
-    """Layers without an adapter have none again."""
-    ranks, attributes, *_ = KINDS[kind]
-    arrays = tensors(ranks)
-    model = load_peft(jaxtp.load_hf(base), write(tmp_path / "in", arrays, **attributes))
-    _, found = written(model, tmp_path / "out")
-    assert_same(found, arrays)
-    assert open_peft(tmp_path / "out", MODEL).lora == model.config.lora
-
-
 TOGETHER = {
     "gpt2": {"transformer.h.{}.attn.c_attn": "attention.qkv.kernels"},
     "phi3": {
@@ -212,7 +210,7 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("name", sweep(list(TOGETHER), "gpt2"))
+@swept("name", TOGETHER, "gpt2")
 def test_projections_in_one_tensor_share_their_a(name, tmp_path):
     """As long as they do, they are written as they came; then as one adapter of the sum of their
     ranks.
@@ -248,9 +246,7 @@ def test_projections_in_one_tensor_share_their_a(name, tmp_path):
     attributes, _ = written(adapted, tmp_path / "trained", family=name)
     assert attributes["rank_pattern"][targets[0]] == 2 * 3
     assert attributes.get("fan_in_fan_out", False) == (name == "gpt2")
-    assert_same(
-        factors_of(load_peft(model, tmp_path / "trained", family=name)), factors_of(adapted)
-    )
+    assert_read_again(adapted, model, tmp_path / "trained", name)
 
 
 PARTS = [
@@ -260,16 +256,15 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("targets", sweep(PARTS, PARTS[0]), ids=str)
+@swept("targets", PARTS, PARTS[0])
 def test_some_projections_of_a_tensor_are_trained(targets, tmp_path):
     """The others have zeros: in B if one is trained, else in A too, and stay without an adapter."""
     model = jaxtp.load_hf(FOLDER / "phi3")
     adapted = move_adapters(jaxtp.add_adapters(model, LoraConfig(rank=2, targets=targets)))
     attributes, _ = written(adapted, tmp_path / "out", family="phi3")
-    again = load_peft(model, tmp_path / "out", family="phi3")
     if attributes.get("rank_pattern"):
-        assert {*again.config.lora.targets} == {*targets}
-        assert_same(factors_of(again), factors_of(adapted))
+        assert_read_again(adapted, model, tmp_path / "out", "phi3")
+    again = load_peft(model, tmp_path / "out", family="phi3")
     assert_same(values(jaxtp.merge_adapters(again)), values(jaxtp.merge_adapters(adapted)))
 
 
@@ -294,11 +289,14 @@ def test_adapters_of_the_text_in_a_multimodal_model(prefix, base, tmp_path):
 def written(model, folder, **options):
     """Returns the configuration and the tensors of `save_peft`."""
     jaxtp.save_peft(model, folder, **options)
-    return json.loads((folder / SETTINGS).read_text()), read_tensors(folder / WEIGHTS)
+    return read_json(folder / SETTINGS), read_tensors(folder / WEIGHTS)
 
 
-def factors_of(model):
-    return values(model, nnx.LoRAParam)
+def assert_read_again(adapted, model, folder, family):
+    """Compares adapters with those of a folder that they were saved in."""
+    again = load_peft(model, folder, family=family)
+    assert {*again.config.lora.targets} == {*adapted.config.lora.targets}
+    assert_same(values(again, nnx.LoRAParam), values(adapted, nnx.LoRAParam))
 
 
 E = 3
@@ -318,10 +316,11 @@ STACKED = {
 }
 SEPARATE = {"self_attn.q_proj": STACKED["self_attn.q_proj"]}
 for expert in range(E):
-    SEPARATE |= dict.fromkeys(
-        (f"block_sparse_moe.experts.{expert}.{name}" for name in ("w1", "w3")), ((R, D), (F, R))
-    )
-    SEPARATE[f"block_sparse_moe.experts.{expert}.w2"] = ((R, F), (D, R))
+    SEPARATE |= {
+        f"block_sparse_moe.experts.{expert}.w1": ((R, D), (F, R)),
+        f"block_sparse_moe.experts.{expert}.w3": ((R, D), (F, R)),
+        f"block_sparse_moe.experts.{expert}.w2": ((R, F), (D, R)),
+    }
 EXPERTS = {
     "stacked": (
         STACKED,
@@ -338,18 +337,18 @@ EXPERTS = {
 KERNELS = ["blocks.mlp.gate", "blocks.mlp.up", "blocks.mlp.down"]
 
 
-def expert_names(layer, module):
-    return f"model.layers.{layer}.{module}"
+def in_both_layers(shapes):
+    """Returns random A and B by name, of their shapes in each layer."""
+    modules = itertools.product(range(2), shapes)
+    return random_factors(
+        {f"model.layers.{layer}.{module}": shapes[module] for layer, module in modules}
+    )
 
 
 def of_experts(spelling):
     """Returns random tensors, and the attributes beside them."""
     shapes, attributes = EXPERTS[spelling]
-    of_layers = {
-        expert_names(layer, each): shapes[each]
-        for layer, each in itertools.product(range(2), shapes)
-    }
-    return random_factors(of_layers), attributes
+    return in_both_layers(shapes), attributes
 
 
 def added_by(arrays, layer):
@@ -358,7 +357,7 @@ def added_by(arrays, layer):
     """
 
     def factors(module):
-        return factors_in(arrays, expert_names(layer, module))
+        return factors_in(arrays, f"model.layers.{layer}.{module}")
 
     def stacked(module):
         a, b = factors(module)
@@ -376,7 +375,7 @@ def added_by(arrays, layer):
 CASES = [("stacked", {}), ("separate", {"fsdp": 2, "tp": 2}), ("stacked", {"tp": 3})]
 
 
-@pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
+@swept("case", CASES, CASES[0])
 def test_adapters_of_experts(case, tmp_path):
     """What they add, and out again byte by byte; in the other spelling, they are the same
     function.
@@ -416,7 +415,7 @@ def test_experts_of_which_gate_and_up_differ(tmp_path):
         assert (attributes["target_modules"], attributes["target_parameters"]) == ([], [parameter])
         assert attributes["rank_pattern"] == {parameter: 2 * R}
         assert attributes["alpha_pattern"] == {parameter: pytest.approx(6.0 * scale)}
-    a, b = factors_in(out, expert_names(1, "mlp.experts"))
+    a, b = factors_in(out, "model.layers.1.mlp.experts")
     a = a.reshape(E, 2 * R, D)
     b = b.reshape(2 * F, 2 * R, E)
     mlp = adapted.blocks.mlp
@@ -424,40 +423,34 @@ def test_experts_of_which_gate_and_up_differ(tmp_path):
     np.testing.assert_array_equal(b[F:, R:], mlp.up_lora.b[...][1].T)
     assert not b[F:, :R].any()
     assert not b[:F, R:].any()
-    assert_same(
-        factors_of(load_peft(model, tmp_path / "out True", family="mixtral")), factors_of(adapted)
-    )
+    assert_read_again(adapted, model, tmp_path / "out True", "mixtral")
 
 
 def test_experts_whose_joined_adapter_was_trained_on_keep_its_rank(tmp_path):
     """B is no longer block-diagonal: both have all of A."""
-    shapes = ((E * 2 * R, D), (2 * F, 2 * R * E))
-    arrays = random_factors({expert_names(layer, "mlp.experts"): shapes for layer in range(2)})
-    patterns = {
-        f"{name}_pattern": {r".*\.gate_up_proj": 2 * value}
-        for name, value in (("rank", R), ("alpha", 6))
+    arrays = in_both_layers({"mlp.experts": ((E * 2 * R, D), (2 * F, 2 * R * E))})
+    attributes = {
+        "target_modules": [],
+        "target_parameters": ["gate_up_proj"],
+        "peft_version": "0.21.2",
+        "rank_pattern": {r".*\.gate_up_proj": 2 * R},
+        "alpha_pattern": {r".*\.gate_up_proj": 12},
     }
-    only = {"target_modules": [], "target_parameters": ["gate_up_proj"], "peft_version": "0.21.2"}
-    found = open_peft(write(tmp_path / "in", arrays, **only, **patterns), MIXTRAL, "mixtral")
+    found = open_peft(write(tmp_path / "in", arrays, **attributes), MIXTRAL, "mixtral")
     assert found.lora == LoraConfig(rank=2 * R, alpha=12, targets=("gate_proj", "up_proj"))
 
 
-@pytest.mark.parametrize("width", sweep([F, D // 2], F))
+@swept("width", [F, D // 2], F)
 def test_a_and_b_are_exchanged_before_peft_0_19(width, tmp_path):
     """PEFT took `[E, out, in]` for `[E, in, out]`: `delta[e, out, in] = B[in, r, e] A[e, r, out]`.
     Where A and B have the same sides, the version decides.
     """
-    config = dataclasses.replace(MIXTRAL, d_ff=width)
+    config = replace(MIXTRAL, d_ff=width)
     shapes = {
         "mlp.experts.base_layer": ((E * R, 2 * width), (D, R * E)),
         "mlp.experts": ((E * R, D), (width, R * E)),
     }
-    arrays = random_factors(
-        {
-            expert_names(layer, each): shapes[each]
-            for layer, each in itertools.product(range(2), shapes)
-        }
-    )
+    arrays = in_both_layers(shapes)
     model = random_model(config)
     attributes = EXPERTS["stacked"][1] | {"target_modules": [], "peft_version": "0.18.1"}
     adapted = load_peft(model, write(tmp_path / "in", arrays, **attributes), family="mixtral")
@@ -468,13 +461,11 @@ def test_a_and_b_are_exchanged_before_peft_0_19(width, tmp_path):
         ("mlp.experts.base_layer", np.concatenate([gate, up], axis=-1)),
         ("mlp.experts", down),
     ):
-        a, b = factors_in(arrays, expert_names(1, module))
+        a, b = factors_in(arrays, f"model.layers.1.{module}")
         expected = 3 * np.einsum("ire,ero->eio", b.reshape(len(b), R, E), a.reshape(E, R, -1))
         np.testing.assert_allclose(found, expected, atol=2e-5)
     jaxtp.save_peft(adapted, tmp_path / "out", family="mixtral")
-    assert_same(
-        factors_of(load_peft(model, tmp_path / "out", family="mixtral")), factors_of(adapted)
-    )
+    assert_read_again(adapted, model, tmp_path / "out", "mixtral")
 
 
 def test_some_experts_have_adapters(tmp_path):
@@ -505,13 +496,11 @@ BAD = {
         "pickle",
     ),
     "cut off": (rewritten(WEIGHTS, lambda content: content[:-8]), "cut off"),
-    "no header": (rewritten(WEIGHTS, lambda content: b"\xff" * 8 + content[8:]), "cut off"),
     "key twice": (
         rewritten(SETTINGS, lambda content: content.replace(b'"r": 2', b'"r": 2, "r": 2')),
         "'r'",
         "twice",
     ),
-    "deep": (rewritten(SETTINGS, lambda _: b'{"a":' + b"[" * 10**5), SETTINGS),
     "no object": (rewritten(SETTINGS, lambda _: b"[]"), "a list"),
 }
 
@@ -522,35 +511,29 @@ def bad_folders(kind, arrays, **attributes):
     """
     table = read_table(__file__, "refused_adapters")
     for changes, *words in table.get(kind, ()):
-        yield functools.partial(write, arrays=arrays, **{**attributes, **changes}), words
+        yield partial(write, arrays=arrays, **{**attributes, **changes}), words
     for change, *words in table[f"{kind} tensors"]:
         changes = attributes | change.get("with", {})
-        yield functools.partial(write, arrays=changed_tensors(arrays, change), **changes), words
+        yield partial(write, arrays=changed_tensors(arrays, change), **changes), words
 
 
 def test_unsupported_and_damaged_adapters_are_refused_in_one_message(tmp_path):
     """Which names the folder, before any array is read."""
-    plain = [
-        *bad_folders("plain", tensors(PLAIN)),
-        *((change, words) for change, *words in BAD.values()),
-    ]
+    cases = [(MODEL, None, *case) for case in bad_folders("plain", tensors(PLAIN))]
+    cases += [(MODEL, None, change, words) for change, *words in BAD.values()]
     for file, kind, *words in read_table(__file__, "refused_adapters")["planted"]:
-        plain.append((planted(file, kind), words))
-    experts = []
+        cases.append((MODEL, None, planted(file, kind), words))
     for kind, spelling in (("experts", "stacked"), ("separate", "separate")):
         arrays, attributes = of_experts(spelling)
-        experts += bad_folders(kind, arrays, **attributes)
+        changes = bad_folders(kind, arrays, **attributes)
+        cases += [(MIXTRAL, "mixtral", *case) for case in changes]
     refusals = {}
-    for model, cases in (((MODEL,), plain), ((MIXTRAL, "mixtral"), experts)):
-        for change, words in cases:
-            place = tmp_path / str(len(refusals))
-            place.mkdir()
-            folder = write(place / "adapters", tensors(PLAIN))
-            change(folder)
-            refusals[f"{words} {place.name}"] = (
-                functools.partial(open_peft, folder, *model),
-                [*words, str(folder)],
-            )
+    for number, (model, family, change, words) in enumerate(cases):
+        (tmp_path / str(number)).mkdir()
+        folder = write(tmp_path / str(number) / "adapters", tensors(PLAIN))
+        change(folder)
+        action = partial(open_peft, folder, model, family)
+        refusals[f"{words} {number}"] = action, [*words, str(folder)]
     assert_all_refused(refusals)
 
 
@@ -572,7 +555,6 @@ def test_attributes_that_say_nothing_are_skipped(whole):
 
 def test_a_model_has_one_set_of_adapters(base, whole):
     model = load_peft(jaxtp.load_hf(base), whole)
-    assert {path.split(".")[-1] for path in factors_of(model)} == {"a", "b"}
     with pytest.raises(jaxtp.HFError, match="has adapters already"):
         load_peft(model, whole)
 
@@ -580,7 +562,7 @@ def test_a_model_has_one_set_of_adapters(base, whole):
 @given(values=changed(CONFIG))
 @examples(20)
 def test_any_configuration_is_read_or_refused(whole, values):
-    (whole / SETTINGS).write_text(json.dumps(values))
+    write_json(whole / SETTINGS, values)
     gives_one_of(PeftFolder, jaxtp.HFError, lambda: open_peft(whole, MODEL))
 
 
@@ -589,5 +571,5 @@ def test_any_configuration_is_read_or_refused(whole, values):
 def test_any_configuration_of_experts_is_read_or_refused(tmp_path_factory, values):
     folder = tmp_path_factory.mktemp("adapters")
     write(folder, of_experts("stacked")[0])
-    (folder / SETTINGS).write_text(json.dumps(values))
+    write_json(folder / SETTINGS, values)
     gives_one_of(PeftFolder, jaxtp.HFError, lambda: open_peft(folder, MIXTRAL, "mixtral"))

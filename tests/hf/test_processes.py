@@ -5,10 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 from hf_folders import assert_same, read_tensors
 from runs import free_address
+from support import use_mesh
 
 import jaxtp
 from jaxtp.data.tokenizer import ByteTokenizer
@@ -54,7 +54,7 @@ def test_two_processes_equal_one(tmp_path):
         for process in range(2)
     ]
     outputs = [process.communicate(timeout=300)[0] for process in processes]
-    with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
+    with use_mesh(1, 2, 2):
         generator = jaxtp.Generator(jaxtp.load_hf(FOLDER), ByteTokenizer())
         results = generator.generate(["ab", "c"], jaxtp.GenerationSettings(max_tokens=4))
     expected = f"ids {[list(result.ids) for result in results]}"

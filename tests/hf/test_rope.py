@@ -2,16 +2,16 @@
 lists.
 """
 
-import functools
 import json
 import math
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hf_folders import assert_all_refused
 from hf_reference import FOLDER
-from tables import read_table
+from tables import read_json, read_table
 
 import jaxtp
 from jaxtp.hf.config_json import model_config, write_attributes
@@ -45,7 +45,7 @@ def attention_factor(scaling):
 def test_frequencies_are_those_of_transformers():
     """Its own functions in float64; one part in 10^13 is 10^-7 of a radian at a million tokens."""
     factors = {}
-    for case in json.loads((FOLDER / "rope.json").read_text()):
+    for case in read_json(FOLDER / "rope.json"):
         rope = case["rope_parameters"]
         attributes = {
             "model_type": "llama",
@@ -147,8 +147,9 @@ def with_longrope(name):
         "position_embedding_type": "rope",
         "n_routed_experts": 2,
         "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
     }
-    more |= {"n_shared_experts": 1, "first_k_dense_replace": 1}
     if family.only_layer_type is not None:
         more["layer_types"] = [family.only_layer_type] * 2
     known = {name: value for name, value in more.items() if name in family.known_attributes()}
@@ -194,7 +195,7 @@ def test_hostile_lists_are_refused_in_one_short_message():
     for name, (value, *words) in HOSTILE.items():
         rope = {**LISTS, "rope_type": "longrope", "short_factor": value}
         refusals[name] = (
-            functools.partial(model_config, PHI35_MINI | {"rope_scaling": rope}, "it"),
+            partial(model_config, PHI35_MINI | {"rope_scaling": rope}, "it"),
             words,
         )
     assert_all_refused(refusals)

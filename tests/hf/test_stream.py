@@ -5,15 +5,14 @@ import pytest
 from flax import nnx
 from hf_folders import assert_same, move_adapters, random_model, read_tensors
 from hf_reference import FOLDER
-from support import sweep
+from support import decoder, swept, use_mesh
+from variants import small_model
 
 import jaxtp
 
 NAMES = ["mixtral", "qwen3_next", "gpt_oss"]
 """Models, which are of families of the same names; and a Llama."""
-LLAMA = jaxtp.ModelConfig(
-    vocab_size=11, d_model=8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=4, d_ff=12
-)
+LLAMA = small_model(num_layers=2)
 
 
 def adapted(name):
@@ -25,9 +24,9 @@ def adapted(name):
     )
 
 
-@pytest.mark.parametrize("name", sweep(["llama", *NAMES], "llama"))
+@swept("name", ["llama", *NAMES], "llama")
 def test_streamed_weights_equal_those_in_the_files(name, tmp_path):
-    with jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2)):
+    with use_mesh(fsdp=2, tp=2):
         model = adapted(name)
         jaxtp.save_hf(jaxtp.merge_adapters(model), tmp_path / "out", family=name)
         streamed = dict(jaxtp.stream_weights(model, family=name))
@@ -37,7 +36,7 @@ def test_streamed_weights_equal_those_in_the_files(name, tmp_path):
 
 
 def test_a_device_holds_one_tensor_more_at_a_time():
-    with jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2)):
+    with use_mesh(fsdp=2, tp=2):
         model = adapted("llama")
         before = live_bytes()
         more = [(live_bytes() - before, array.nbytes) for _, array in jaxtp.stream_weights(model)]
@@ -51,6 +50,6 @@ def live_bytes():
 
 def test_a_model_of_no_family_is_refused_before_the_first_tensor():
     config = jaxtp.ModelConfig(num_layers=1, d_model=16, residual_scale=0.3, logit_softcap=3.0)
-    abstract = nnx.eval_shape(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(decoder(config))
     with pytest.raises(jaxtp.HFError, match="no family can represent this model"):
         jaxtp.stream_weights(abstract)

@@ -2,8 +2,7 @@
 are the same.
 """
 
-import functools
-import json
+from functools import partial
 
 import jax
 import numpy as np
@@ -11,6 +10,9 @@ import pytest
 from flax import nnx
 from hf_folders import move_adapters, random_model, reference_tensors, stored_tensors, write_tensors
 from hf_reference import FOLDER, model_types
+from support import use_mesh
+from tables import read_json, write_json
+from variants import small_model
 
 import jaxtp
 from jaxtp.hf.config_json import family_of
@@ -38,9 +40,7 @@ CONVERTED = {
 """Families whose adapters in modules of experts PEFT reads; in others (Qwen2-MoE), it skips them
 silently.
 """
-PLAIN = jaxtp.ModelConfig(
-    vocab_size=256, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24
-)
+PLAIN = small_model(vocab_size=256, num_layers=2, head_dim=6)
 IDS = (np.arange(16).reshape(2, 8) * 5 % 37).astype(np.int32)
 FULL = "model.layers.{}.self_attn.{}_proj"
 KINDS = {
@@ -68,7 +68,7 @@ KINDS = {
 
 
 def loaded(folder):
-    attributes = json.loads((folder / "config.json").read_text())
+    attributes = read_json(folder / "config.json")
     (architecture,) = attributes["architectures"]  # no AutoModel has them all
     dequantized = {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
     model, info = getattr(transformers, architecture).from_pretrained(
@@ -101,7 +101,7 @@ def in_double(model, ids):
         )
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=0)
 def logits_of(graph, state, ids):
     return nnx.merge(graph, state)(ids)
 
@@ -141,7 +141,7 @@ def test_an_export_is_read_by_transformers_and_peft(source, tmp_path):
     whole = {"family": name} if family.wrapper is None else {"like": source}
     with np.load(source / "reference.npz") as reference:
         ids = reference["input_ids"].astype(np.int32)
-    with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
+    with use_mesh(1, 2, 2):
         model = jaxtp.load_hf(source)
         adapted = move_adapters(
             jaxtp.add_adapters(model, LoraConfig(rank=2, rslora=True)), scale=0.05
@@ -204,9 +204,7 @@ def test_adapters_of_peft_are_read_on_a_mesh_and_merged_by_the_command(kind, bas
     """And written back, and read by peft."""
     begun = by_peft(base, tmp_path / "theirs", **KINDS[kind])
     assert (
-        convert(
-            ["export", str(base), str(tmp_path / "merged"), "--adapters", str(tmp_path / "theirs")]
-        )
+        convert(["export", str(base), str(tmp_path / "merged"), f"--adapters={tmp_path}/theirs"])
         == 0
     )
     np.testing.assert_allclose(theirs(tmp_path / "merged", IDS), begun, atol=1e-4)
@@ -256,7 +254,7 @@ SOME = [
 @pytest.mark.parametrize(("name", "targets"), SOME, ids=str)
 def test_adapters_of_some_projections_of_a_tensor(name, targets, tmp_path):
     """The others of its tensor have zeros."""
-    with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
+    with use_mesh(1, 2, 2):
         model = jaxtp.load_hf(FOLDER / name)
         adapted = move_adapters(
             jaxtp.add_adapters(model, LoraConfig(rank=2, targets=targets)), scale=0.05
@@ -304,14 +302,14 @@ def test_adapters_of_peft_of_experts_in_modules(name, tmp_path):
         "lora_alpha": 3,
         "target_modules": OLDER[name],
     }
-    (folder / "adapter_config.json").write_text(json.dumps(attributes))
+    write_json(folder / "adapter_config.json", attributes)
     assert_trained_on(FOLDER / name, theirs(FOLDER / name, IDS, folder), tmp_path)
 
 
 def assert_trained_on(base, begun, tmp_path):
     """PEFT's adapters in `theirs` are read, changed, merged, and read by PEFT."""
     family = model_type(base)
-    with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
+    with use_mesh(1, 2, 2):
         adapted = jaxtp.load_peft(jaxtp.load_hf(base), tmp_path / "theirs", family=family)
         np.testing.assert_allclose(ours(adapted, IDS), begun, atol=1e-4)
         jaxtp.save_peft(adapted, tmp_path / "same", family=family)

@@ -5,7 +5,7 @@ Each test first asks the same of the code as it is.
 """
 
 import ast
-import dataclasses
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from planted import errors_of, gathered_without_sum, with_gradient
-from support import random_weights, state_on_mesh, without_mesh
+from planted import errors_of, gathered_without_sum, plant_weights, with_gradient
+from support import decoder, random_weights, state_on_mesh, use_mesh, without_mesh
+from variants import small_model
 
 import jaxtp
 from jaxtp.collectives import axis_size, batch_spec, device_view, token_spec
-from jaxtp.layers import context, parameter
+from jaxtp.layers import context
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.kernels.select import KERNELS
@@ -48,20 +49,18 @@ SINKS = np.linspace(-1, 2, N).astype(np.float32)
 @cache
 def arrays():
     random = np.random.default_rng(0)
-    q, k, v, do = (
-        random.standard_normal((B, T, heads, H)).astype(np.float32) for heads in (N, K, K, N)
-    )
-    return q, k, v, do
+    shapes = [(B, T, heads, H) for heads in (N, K, K, N)]
+    return [random.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
 def attended(cp, method, window=None, segments=SEGMENTS, kernel=run):
     """What attention gives over cp, and its gradients, in natural order."""
-    with jax.set_mesh(mesh_of(mesh_shape(cp=cp))):
+    with use_mesh(cp=cp):
         sequences = Sequences(zigzag=cp > 1 and method == "gather" and window is None)
         order = sequences.positions(T)
 
         def body(q, k, v, sinks, segments):
-            given = dataclasses.replace(sequences, segments=segments)
+            given = replace(sequences, segments=segments)
             own = partial(kernel, window=window, sinks=context.of_heads(sinks, method))
             return given.attend(own, method, window, q, k, v)
 
@@ -225,23 +224,11 @@ def test_verl_4551_sinks_are_those_of_the_heads_of_a_device(monkeypatch):
 
 
 # A whole model: its loss and gradients over cp 2, against one device.
-MODEL = jaxtp.ModelConfig(
-    **{
-        "vocab_size": 29,
-        "d_model": 16,
-        "num_layers": 1,
-        "num_heads": N,
-        "num_kv_heads": K,
-        "head_dim": 4,
-        "d_ff": 24,
-    },
-    **{"loss_chunk": T, "attention_sinks": True},
-)
+MODEL = small_model(vocab_size=29, num_heads=N, num_kv_heads=K, loss_chunk=T, attention_sinks=True)
 NAME_OF_SINKS = "blocks.attention.sinks"
 
 
-def build():
-    return jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0))
+build = decoder(MODEL)
 
 
 @cache
@@ -313,13 +300,7 @@ def test_megatron_lm_673_gradients_are_not_divided_by_cp(monkeypatch):
     divided by the number of tokens once.
     """
     assert model_without_a_bug()
-    load = parameter.load_weight
-    divided = with_gradient(lambda grad: grad / axis_size(CP))
-    monkeypatch.setattr(
-        parameter,
-        "load_weight",
-        lambda shard, *args, **kwargs: load(divided(shard), *args, **kwargs),
-    )
+    plant_weights(monkeypatch, with_gradient(lambda grad: grad / axis_size(CP)))
     loss, gradients = model_off()
     assert loss < RIGHT
     assert gradients["blocks.mlp.down.kernel"] == pytest.approx(0.5, abs=1e-4)

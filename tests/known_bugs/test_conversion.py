@@ -2,21 +2,22 @@
 order or not scaled.
 """
 
-import json
 import shutil
-from functools import cache, partial
+from functools import cache
 
 import hf_reference
-import jax
 import numpy as np
 import pytest
 from flax import nnx
+from hf_folders import read_tensors, reference_attributes, write_model, write_tensors
 from hf_reference import FOLDER
+from support import outputs_of
+from tables import read_json, write_json
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables, replace_arrays
-from jaxtp.hf.model_folder import INDEX, open_folder
-from jaxtp.hf.safetensors import DTYPES, read_header, write_file
+from jaxtp.hf.model_folder import INDEX
+from jaxtp.hf.safetensors import read_header
 
 LLAMA = "llama31_rope"
 TIED = "llama_tied_bias"
@@ -24,24 +25,14 @@ EXPERTS = "qwen3_moe"
 WRONG = 1e-2
 
 
-def write(path, arrays):
-    spelled = {dtype: name for name, dtype in DTYPES.items()}
-    write_file(
-        path, {n: (spelled[a.dtype], a.shape) for n, a in arrays.items()}, arrays.__getitem__
-    )
-
-
 def stored(name):
-    return {tensor: found.read() for tensor, found in open_folder(FOLDER / name).tensors.items()}
+    return read_tensors(FOLDER / name)
 
 
 def changed(folder, name, arrays=None, **attributes):
     """A copy of a model with other tensors or attributes."""
-    folder.mkdir()
-    config = json.loads((FOLDER / name / "config.json").read_text()) | attributes
-    (folder / "config.json").write_text(json.dumps(config))
-    write(folder / "model.safetensors", stored(name) if arrays is None else arrays)
-    return folder
+    arrays = stored(name) if arrays is None else arrays
+    return write_model(folder, reference_attributes(name) | attributes, arrays)
 
 
 @cache
@@ -49,16 +40,11 @@ def loaded():
     return jaxtp.load_hf(FOLDER / LLAMA)
 
 
-def logits_error(graph, state):
+def logits_error(model):
     """How far logits are from those of transformers, in float64, in relation to the largest."""
     reference = hf_reference.load(LLAMA)
-    found = logits(graph, state, reference["input_ids"].astype(np.int32))
+    found = outputs_of(model, reference["input_ids"].astype(np.int32))
     return np.abs(np.asarray(found) - reference["logits"]).max() / np.abs(reference["logits"]).max()
-
-
-@partial(jax.jit, static_argnums=0)
-def logits(graph, state, ids):
-    return nnx.merge(graph, state)(ids)
 
 
 def test_aidotnet_2074_queries_and_keys_are_in_the_order_of_their_rotation():
@@ -67,14 +53,15 @@ def test_aidotnet_2074_queries_and_keys_are_in_the_order_of_their_rotation():
     word. Here they are those of transformers.
     """
     graph, state = nnx.split(loaded())
-    assert logits_error(graph, state) < 1e-5
+    assert logits_error(loaded()) < 1e-5
     arrays = {path: v[...] for path, v in named_variables(state).items()}
     config = loaded().config
     for index, heads in ((0, config.num_heads), (1, config.num_kv_heads)):
         path = f"blocks.attention.qkv.kernels.{index}"
         halves = arrays[path].reshape(*arrays[path].shape[:2], heads, 2, -1)
         arrays[path] = halves.swapaxes(-1, -2).reshape(arrays[path].shape)
-    assert logits_error(graph, replace_arrays(state, arrays)) > WRONG, "as if neighbours were pairs"
+    neighbours = nnx.merge(graph, replace_arrays(state, arrays))
+    assert logits_error(neighbours) > WRONG, "as if neighbours were pairs"
 
 
 def test_mlx_vlm_1710_the_scaling_of_rotary_frequencies_is_applied(tmp_path):
@@ -83,10 +70,10 @@ def test_mlx_vlm_1710_the_scaling_of_rotary_frequencies_is_applied(tmp_path):
     one that is not known is refused.
     """
     assert loaded().config.rope_scaling.kind == "llama3"
-    assert logits_error(*nnx.split(loaded())) < 1e-5
+    assert logits_error(loaded()) < 1e-5
     plain = {"rope_theta": 10000.0, "rope_type": "default"}
     unscaled = jaxtp.load_hf(changed(tmp_path / "plain", LLAMA, rope_parameters=plain))
-    assert logits_error(*nnx.split(unscaled)) > WRONG
+    assert logits_error(unscaled) > WRONG
     with pytest.raises(jaxtp.HFError, match="twisted"):
         jaxtp.read_config(
             changed(tmp_path / "other", LLAMA, rope_parameters=plain | {"rope_type": "twisted"})
@@ -99,7 +86,7 @@ def test_sglang_32279_a_file_that_the_index_names_is_there(tmp_path):
     the error.
     """
     shutil.copytree(FOLDER / "llama_gqa", tmp_path / "model")
-    names = set(json.loads((tmp_path / "model" / INDEX).read_text())["weight_map"].values())
+    names = set(read_json(tmp_path / "model" / INDEX)["weight_map"].values())
     missing = sorted(names)[3]
     (tmp_path / "model" / missing).unlink()
     with pytest.raises(jaxtp.HFError, match=missing):
@@ -165,8 +152,8 @@ def adapters(folder, arrays=None, **attributes):
         "target_modules": ["q_proj"],
         "bias": "none",
     }
-    (folder / "adapter_config.json").write_text(json.dumps(settings | attributes))
-    write(folder / "adapter_model.safetensors", factors() if arrays is None else arrays)
+    write_json(folder / "adapter_config.json", settings | attributes)
+    write_tensors(folder / "adapter_model.safetensors", factors() if arrays is None else arrays)
     return folder
 
 
@@ -267,9 +254,7 @@ def test_unsloth_4193_adapters_of_experts_are_not_skipped(tmp_path):
     attention = jaxtp.add_adapters(model, jaxtp.LoraConfig(rank=2, targets=("q_proj",)))
     jaxtp.save_peft(attention, tmp_path / "attention", family="qwen3_moe")
     settings = tmp_path / "attention/adapter_config.json"
-    settings.write_text(
-        json.dumps(json.loads(settings.read_text()) | {"target_modules": ["q_proj", *targets]})
-    )
+    write_json(settings, read_json(settings) | {"target_modules": ["q_proj", *targets]})
     with pytest.raises(
         jaxtp.HFError,
         match=r"missing: .*experts\.0\.gate_proj\.lora_A.*which target_modules require",

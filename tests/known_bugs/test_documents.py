@@ -2,7 +2,7 @@
 and tokens.
 """
 
-import dataclasses
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -18,10 +18,11 @@ from corpora import (
     spelled,
     write_chat_tokenizer,
 )
+from deltas import long_memory
 from flax import nnx
-from support import random_weights, without_mesh
+from support import new_decoder, random_weights, without_mesh
+from variants import small_model
 
-import jaxtp
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.data.documents import InMemory
 from jaxtp.data.packing import Packed
@@ -36,28 +37,16 @@ from jaxtp.train.self_check import relative_errors
 
 T = 12
 V = 19
-MODEL = jaxtp.ModelConfig(
-    **{
-        "vocab_size": V,
-        "d_model": 16,
-        "num_layers": 1,
-        "num_heads": 2,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "d_ff": 8,
-    },
-    **{"learned_positions": T, "rope_theta": None},
+MODEL = small_model(
+    vocab_size=V, num_heads=2, head_dim=8, d_ff=8, learned_positions=T, rope_theta=None
 )
 WRONG = 1e-3
 
 
 @cache
 def model(config=MODEL):
-    build = lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
-    weights = random_weights(build)
-    # a state stays
-    slow = {name: weights[name] - 4 for name in weights if name.endswith("decay_log")}
-    return nnx.merge(*without_mesh(build, {**weights, **slow}))
+    build = lambda: new_decoder(config)
+    return nnx.merge(*without_mesh(build, long_memory(random_weights(build))))
 
 
 def row_of(*lengths):
@@ -116,7 +105,7 @@ def test_nanovlm_204_a_document_does_not_see_the_one_before_it(monkeypatch):
     assert min(others) > WRONG
 
 
-DELTA = dataclasses.replace(
+DELTA = replace(
     MODEL,
     learned_positions=None,
     delta_value_heads=2,
@@ -157,9 +146,7 @@ def test_nemo_rl_1672_sinks_are_trained_where_documents_are_packed(monkeypatch):
     and did not use them, so that they were never trained. Here they are, and the check of a run's
     kernels looks at their gradient.
     """
-    config = dataclasses.replace(
-        MODEL, attention_sinks=True, rope_theta=2.0, learned_positions=None
-    )
+    config = replace(MODEL, attention_sinks=True, rope_theta=2.0, learned_positions=None)
     graph, state = nnx.split(model(config))
     ids = np.arange(T, dtype=np.int32)[None]
 
@@ -179,7 +166,7 @@ def test_nemo_rl_1672_sinks_are_trained_where_documents_are_packed(monkeypatch):
     assert np.all(gradient() != 0)
     assert worst(kernels.KERNELS["blockwise"].run) < 1e-5
     assert worst(dropped) > WRONG
-    monkeypatch.setitem(kernels.KERNELS, "xla", dataclasses.replace(right, run=dropped))
+    monkeypatch.setitem(kernels.KERNELS, "xla", replace(right, run=dropped))
     assert np.all(gradient() == 0)
 
 
@@ -276,7 +263,7 @@ def talk(tmp_path_factory):
     folder = tmp_path_factory.mktemp("conversation")
     write_chat_tokenizer(folder)
     rows = jsonl(folder / "a.jsonl", [conversation("why?", "because", "and now?", "no")])
-    flags = ["--tokenizer", folder, "--messages", "messages", "--held-out", 0]
+    flags = [f"--tokenizer={folder}", "--messages=messages", "--held-out=0"]
     return prepared(folder / "d", rows, *flags).splits["train"]
 
 
@@ -322,10 +309,8 @@ def test_trl_1623_the_end_of_a_text_is_learned(tmp_path):
         command = [
             tmp_path / f"d{len(flags)}",
             tmp_path / "a.jsonl",
-            "--tokenizer",
-            tmp_path,
-            "--held-out",
-            0,
+            f"--tokenizer={tmp_path}",
+            "--held-out=0",
             *flags,
         ]
         ended[flags] = sorted(labels_of(prepared(*command).splits["train"]))

@@ -5,7 +5,6 @@ Each test first asks the same of the code as it is.
 """
 
 import dataclasses
-import json
 from functools import cache
 
 import jax
@@ -27,14 +26,15 @@ from mixtures import (
     program,
     work,
 )
-from planted import errors_of, gathered_without_sum, with_gradient
-from support import random_weights, relative_error
+from planted import errors_of, gathered_without_sum, plant_weights, with_gradient
+from support import decoder, random_weights, relative_error
+from tables import read_json
 
 from jaxtp import collectives
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.collectives import MissingReductionError, axis_size
 from jaxtp.hf.config_json import model_config
-from jaxtp.layers import balance, experts, parameter
+from jaxtp.layers import balance, experts
 from jaxtp.layers.experts import ExpertsConfig, MixtureOfExperts
 from jaxtp.layers.kernels.grouped import grouped_matmul
 from jaxtp.layers.linear import LayerContext
@@ -42,7 +42,6 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import DP, SEQUENCE, TP, mesh_shape
 from jaxtp.models.config import ModelConfig
-from jaxtp.models.decoder import Decoder
 
 pytestmark = pytest.mark.wide
 
@@ -212,11 +211,7 @@ def test_pytorch_160285_gradients_of_experts_are_not_multiplied(monkeypatch):
     number of devices over which experts are divided. Here they are those of one device.
     """
     assert without_a_bug(OVER_TP)
-    load = parameter.load_weight
-    times = with_gradient(lambda grad: grad * axis_size(TP))
-    monkeypatch.setattr(
-        parameter, "load_weight", lambda shard, *args, **kwargs: load(times(shard), *args, **kwargs)
-    )
+    plant_weights(monkeypatch, with_gradient(lambda grad: grad * axis_size(TP)))
     found = off(OVER_TP)
     assert found["output"] < RIGHT
     assert [found[kernel] for kernel in KERNELS] == pytest.approx([1.0] * 3, abs=1e-4)
@@ -324,9 +319,7 @@ def test_torchtitan_1448_weights_of_experts_are_normalised_where_the_model_says_
     divided by their sum, as the converted model had it, and its gradients were far too large. Here
     the model's configuration says it.
     """
-    attributes = json.loads((FOLDER / "qwen3_moe/config.json").read_text()) | {
-        "norm_topk_prob": said
-    }
+    attributes = read_json(FOLDER / "qwen3_moe/config.json") | {"norm_topk_prob": said}
     assert model_config(attributes, "it").normalize_experts == said
     configs = {
         value: dataclasses.replace(CONFIG, normalize_experts=value) for value in (True, False)
@@ -423,7 +416,7 @@ def test_unsloth_6936_adapters_of_experts_are_trained(monkeypatch):
     config = ModelConfig(**sizes, d_ff=F, num_experts=E, lora=lora)
 
     def trained():
-        params = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))), nnx.Param)
+        params = nnx.state(nnx.eval_shape(decoder(config)), nnx.Param)
         return sum(leaf.size for leaf in jax.tree.leaves(params))
 
     of_queries = 2 * 2 * (D + 8)

@@ -4,50 +4,33 @@ its prompt.
 One generator makes them all, three rows at a time.
 """
 
-import dataclasses
+from dataclasses import replace
 from functools import cache
 
 import jax
-import numpy as np
 import pytest
 import reference
-from flax import nnx
-from support import random_weights, without_mesh
+from small_generators import SmallDecoder, greedy_ids
+from variants import small_model
 
 import jaxtp
-from jaxtp.data.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.wide
 
-CONFIG = jaxtp.ModelConfig(
-    vocab_size=259,
-    d_model=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    d_ff=16,
-    rope_theta=10.0,
+CONFIG = small_model(
+    vocab_size=259, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=16, rope_theta=10.0
 )
 PROMPTS = ["a", "tensor", "a prompt that is longer"]
 GREEDY = jaxtp.GenerationSettings(max_tokens=8)
-SAMPLED = dataclasses.replace(GREEDY, temperature=1.5, seed=7)
+SAMPLED = replace(GREEDY, temperature=1.5, seed=7)
 
 
-def build():
-    return jaxtp.Decoder(CONFIG, rngs=nnx.Rngs(0))
-
-
-@cache
-def weights():
-    return random_weights(build, scale=0.3)
+SMALL = SmallDecoder(CONFIG, scale=0.3)
 
 
 @cache
 def generator():
-    return jaxtp.Generator(
-        nnx.merge(*without_mesh(build, weights())), ByteTokenizer(), batch_size=3
-    )
+    return SMALL.generator(batch_size=3)
 
 
 def texts(prompts, settings):
@@ -59,14 +42,9 @@ def test_unsloth_3699_positions_are_those_in_the_row():
     the left to the longest had its positions, and their texts were garbage. Here each text is what
     the plain model says after its prompt.
     """
-    logits = jax.jit(lambda ids: reference.decoder_logits(weights(), CONFIG, ids[None])[0])
+    logits = jax.jit(lambda ids: reference.decoder_logits(SMALL.weights, CONFIG, ids[None])[0])
     for prompt, found in zip(PROMPTS, texts(PROMPTS, GREEDY), strict=True):
-        ids = list(prompt.encode())
-        for _ in range(GREEDY.max_tokens):
-            padded = np.zeros(32, np.int32)
-            padded[: len(ids)] = ids
-            ids.append(int(np.argmax(logits(padded)[len(ids) - 1, :256])))
-        assert list(found) == ids[-GREEDY.max_tokens :]
+        assert found == greedy_ids(logits, prompt.encode(), GREEDY.max_tokens, 32)
 
 
 def test_transformers_30670_a_text_does_not_depend_on_the_others():

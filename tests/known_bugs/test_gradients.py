@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from accounts import equations
 from flax import nnx
-from planted import errors_of, with_gradient
-from support import by_name, random_weights, relative_error, state_on_mesh
+from planted import errors_of, plant_weights, with_gradient
+from support import by_name, random_weights, relative_error, state_on_mesh, swept, use_mesh
+from variants import small_model
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
@@ -30,7 +31,7 @@ from jaxtp.collectives import (
     load_weight,
     vary,
 )
-from jaxtp.layers import latent_attention, linear, loss, parameter
+from jaxtp.layers import latent_attention, linear, loss
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from jaxtp.layers.lora import LoraConfig
@@ -48,9 +49,7 @@ F = 8
 D = 6
 RANK = 2
 SCALE = 3.0
-SMALL = jaxtp.ModelConfig(
-    vocab_size=8, d_model=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4, d_ff=8
-)
+SMALL = small_model(vocab_size=8)
 
 
 def row_layer():
@@ -133,15 +132,8 @@ def of_first_device(grad):
     return jnp.where(axis_index(TP) == 0, grad, 0)
 
 
-def planted_load(monkeypatch, is_it, change):
-    """Has the loaded weights of some shapes changed."""
-    load = parameter.load_weight
-
-    def loaded(shard, *args, **kwargs):
-        found = load(shard, *args, **kwargs)
-        return change(found) if is_it(shard.shape) else found
-
-    monkeypatch.setattr(parameter, "load_weight", loaded)
+def is_vector(shape):
+    return len(shape) == 1
 
 
 def test_text_generation_inference_1036_a_row_layer_adds_its_bias_once(monkeypatch):
@@ -149,7 +141,7 @@ def test_text_generation_inference_1036_a_row_layer_adds_its_bias_once(monkeypat
     bias to its summand, so that the sum had it tp times. Here it is added once, after the sum.
     """
     assert max(right_row().values()) < RIGHT
-    planted_load(monkeypatch, lambda shape: len(shape) == 1, lambda bias: bias * axis_size(TP))
+    plant_weights(monkeypatch, lambda bias: bias * axis_size(TP), is_vector)
     assert row_errors()["output"] > WRONG
 
 
@@ -158,9 +150,7 @@ def test_torchtitan_4332_the_gradient_of_a_row_layers_bias_is_whole(monkeypatch)
     by an operation with a gradient, and so was its gradient. Here that is the sum over all tokens.
     """
     assert right_row()["bias"] < RIGHT
-    planted_load(
-        monkeypatch, lambda shape: len(shape) == 1, with_gradient(lambda grad: grad / axis_size(TP))
-    )
+    plant_weights(monkeypatch, with_gradient(lambda grad: grad / axis_size(TP)), is_vector)
     errors = row_errors()
     assert errors["output"] < RIGHT
     assert abs(errors["bias"] - 0.75) < RIGHT
@@ -172,7 +162,7 @@ def test_mcore_bridge_173_gradients_of_adapters_are_summed_over_the_sequence(mon
     of all tokens.
     """
     assert max(right_row().values()) < RIGHT
-    planted_load(monkeypatch, lambda shape: shape == (RANK, D), with_gradient(of_first_device))
+    plant_weights(monkeypatch, with_gradient(of_first_device), lambda shape: shape == (RANK, D))
     errors = row_errors()
     assert errors["output"] < RIGHT
     assert errors["loras.0.b"] > WRONG
@@ -216,8 +206,7 @@ def planted_gradient(monkeypatch, columns, change):
     monkeypatch.setattr(latent_attention, "enter_parallel", lambda *args: planted(enter(*args)))
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("split", [False, True])
+@swept("split", [False, True])
 def test_torchtitan_1373_the_gradient_of_a_latent_is_summed_once(split, monkeypatch):
     """https://github.com/pytorch/torchtitan/pull/1373: each device had the gradient of latents from
     its own heads, and down projections and norms got that. Here it is summed over all heads, and
@@ -228,13 +217,8 @@ def test_torchtitan_1373_the_gradient_of_a_latent_is_summed_once(split, monkeypa
     planted_gradient(monkeypatch, slice(None), change)
     errors = latent_errors(split)
     assert errors["output"] < RIGHT
-    assert (
-        min(
-            errors[name]
-            for name in ("query_down.kernel", "latent_down.kernel", "latent_norm.scale")
-        )
-        > WRONG
-    )
+    down = [errors[f"{name}_down.kernel"] for name in ("query", "latent")]
+    assert min(*down, errors["latent_norm.scale"]) > WRONG
 
 
 def test_megatron_lm_37_the_gradient_of_a_shared_key_is_of_all_heads(monkeypatch):
@@ -281,7 +265,10 @@ V = 5
 """Ids of a vocabulary that tp 4 pads to 8."""
 
 
-def head_errors(softcap):
+SOFTCAP = 3.0
+
+
+def head_errors():
     """How far the loss over tp 4 and its gradient are from float64; all logits are strongly
     negative.
     """
@@ -291,23 +278,20 @@ def head_errors(softcap):
     labels = random.integers(0, V, (B, T))
 
     def plain(x, table):
-        logits = softcap * jnp.tanh(x @ table.T / softcap)
+        logits = SOFTCAP * jnp.tanh(x @ table.T / SOFTCAP)
         return -jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1))
 
     def ours(x, table):
         padded = jnp.pad(table, ((0, -V % 4), (0, 0)))
-        head = jaxtp.HeadConfig(V, softcap=softcap)
+        head = jaxtp.HeadConfig(V, softcap=SOFTCAP)
         return loss.vocab_parallel_cross_entropy(x, padded, jnp.asarray(labels), head)[0]
 
     with jax.enable_x64(True):
         expected = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(x, table)
-    with jax.set_mesh(make_mesh(tp=4)):
+    with use_mesh(tp=4):
         run = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))
         found = run(np.float32(x), np.float32(table))
-    return [
-        relative_error(a, b)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    ]
+    return jax.tree.leaves(jax.tree.map(relative_error, found, expected))
 
 
 @pytest.mark.wide
@@ -316,12 +300,12 @@ def test_unsloth_10616_padded_ids_have_no_probability_where_logits_are_capped(mo
     the cap, which came after, made them finite, so that they had probability. Here they are left
     out after the cap.
     """
-    assert max(head_errors(softcap=3.0)) < RIGHT
+    assert max(head_errors()) < RIGHT
     where = jnp.where
     monkeypatch.setattr(
-        jnp, "where", lambda c, a, b: where(c, a, -3.0 if np.isneginf(b).all() else b)
+        jnp, "where", lambda c, a, b: where(c, a, -SOFTCAP if np.isneginf(b).all() else b)
     )
-    assert max(head_errors(softcap=3.0)) > WRONG
+    assert max(head_errors()) > WRONG
 
 
 @pytest.mark.wide
@@ -343,7 +327,7 @@ def test_torchtitan_3822_the_gradient_of_log_probabilities_is_not_summed_over_tp
     expected = jax.jit(jax.grad(log_probs, (0, 1)))(x, table)
 
     def times():
-        with jax.set_mesh(make_mesh(tp=4)):
+        with use_mesh(tp=4):
             grads = jax.jit(jax.grad(lambda *arrays: log_probs(*arrays), (0, 1)))(x, table)
         return [float(np.vdot(a, b) / np.vdot(b, b)) for a, b in zip(grads, expected, strict=True)]
 
@@ -365,7 +349,7 @@ def masks(spec, seeds=range(4), **sizes):
         keys = jax.vmap(jax.random.key)(seeds)
         return dropout(jnp.ones((4, 8, 16)), 0.5, keys, spec) > 0
 
-    with jax.set_mesh(make_mesh(**sizes)):
+    with use_mesh(**sizes):
         return np.asarray(run(np.array(seeds)))
 
 
@@ -433,7 +417,7 @@ def summed_gradient(reduce):
         )
         return view(scale, tokens).astype(jnp.float32).sum()
 
-    with jax.set_mesh(make_mesh(fsdp=2, tp=2)):
+    with use_mesh(fsdp=2, tp=2):
         return float(jax.jit(jax.grad(total))(jnp.ones(2))[0])
 
 
@@ -500,7 +484,7 @@ def declared_and_used(mesh):
     }
     with jax.set_mesh(mesh):
         run = jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x))
-        jaxpr = run(state, jnp.ones((2, 4, 8))).jaxpr
+        jaxpr = run(state, jnp.ones((2, 4, 16))).jaxpr
     names = dict(zip(jaxpr.invars, named, strict=False))
     used = {}
     for equation in equations(jaxpr):

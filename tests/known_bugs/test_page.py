@@ -35,7 +35,7 @@ def test_every_test_has_a_row_with_its_link_and_every_row_a_test():
     lines = [(file, line) for file, table in sections for line in table.splitlines()]
     assert len(lines) == len(re.findall(r"^\|", text, re.MULTILINE)) - 2 * len(sections)
     matches = {(file, line): ROW.fullmatch(line) for file, line in lines}
-    assert [line for (_, line), match in matches.items() if match is None] == []
+    assert not [line for (_, line), match in matches.items() if match is None]
     rows = {(file, match[4]): match.group(1, 2, 3) for (file, _), match in matches.items()}
     tests = docstrings()
     assert rows.keys() == tests.keys()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from support import batches, by_name, local_batches
+from variants import small_model
 
-import jaxtp
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.checkpoint.manager import Checkpoints, restore_newest
 from jaxtp.data.documents import InMemory
@@ -114,16 +114,7 @@ def test_torchtitan_3908_a_second_resume_goes_on_where_the_first_ended(tmp_path)
     assert seen != again, "from the beginning"
 
 
-ODD = jaxtp.ModelConfig(
-    vocab_size=21,
-    d_model=8,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    d_ff=8,
-    tie_embeddings=True,
-)
+ODD = small_model(vocab_size=21, tie_embeddings=True)
 TABLE = "model.embedding.embedding"
 
 
@@ -165,7 +156,7 @@ def test_torchtitan_1136_a_vocabulary_that_nothing_divides_comes_back_whole(writ
     plan = planned(tp=4)
     state = restored(folder, plan)
     found = by_name(state, plan.mesh)
-    assert found[TABLE].shape == (21, 8)
+    assert found[TABLE].shape == (21, 16)
     for name, array in held[2].items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)
     table = np.asarray(state["model"]["embedding"]["embedding"][...])

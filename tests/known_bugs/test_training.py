@@ -6,8 +6,8 @@ experts and a vocabulary that is odd, and accumulates. One kv head is shared by 
 tp.
 """
 
-import dataclasses
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import assert_close, by_name, random_weights, state_on_mesh
+from support import assert_close, by_name, decoder, random_weights, state_on_mesh
+from variants import small_model
 
-import jaxtp
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.collectives import ATTENDED
 from jaxtp.data.documents import InMemory
@@ -38,17 +38,8 @@ B = 4
 T = 8
 V = 19
 STEPS = 10
-MODEL = jaxtp.ModelConfig(
-    **{
-        "vocab_size": V,
-        "d_model": 16,
-        "num_layers": 1,
-        "num_heads": 4,
-        "num_kv_heads": 1,
-        "head_dim": 4,
-        "d_ff": 8,
-    },
-    **{"rope_theta": 2.0, "num_experts": 4, "experts_per_token": 2},
+MODEL = small_model(
+    vocab_size=V, num_kv_heads=1, d_ff=8, rope_theta=2.0, num_experts=4, experts_per_token=2
 )
 SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
 ONE = (1, 1, 1, 1)
@@ -254,9 +245,7 @@ def test_fast_llm_542_norms_and_biases_do_not_decay(monkeypatch):
         "delta_key_dim": 4,
         "delta_value_dim": 4,
     }
-    model = dataclasses.replace(
-        MODEL, **biased, norm="layer", pattern=({}, of_experts, states), num_layers=3
-    )
+    model = replace(MODEL, **biased, norm="layer", pattern=({}, of_experts, states), num_layers=3)
     plan = plan_state(model, optimizers.build(SETTINGS, STEPS), make_mesh())
     names = parameters(plan)
     vectors = {
@@ -271,7 +260,7 @@ def test_fast_llm_542_norms_and_biases_do_not_decay(monkeypatch):
 
 def decaying(names):
     """The parameters that an update without a gradient changes."""
-    chain = optimizers.build(dataclasses.replace(SETTINGS, warmup_steps=0), STEPS)
+    chain = optimizers.build(replace(SETTINGS, warmup_steps=0), STEPS)
     ones = dict.fromkeys(names, np.ones(1, np.float32))
     zeros = dict.fromkeys(names, np.zeros(1, np.float32))
     updates = jax.jit(lambda: chain.update(zeros, chain.init(ones), ones)[0])()
@@ -299,7 +288,7 @@ def test_transformers_41898_an_evaluation_is_the_mean_over_tokens():
 
 def utilised(length, **changes):
     """Operations of a token, and those of the products of its weights alone."""
-    model = dataclasses.replace(MODEL, num_experts=0, **changes)
+    model = replace(MODEL, num_experts=0, **changes)
     plan = plan_state(model, optimizers.build(SETTINGS, STEPS), make_mesh())
     named = named_variables(plan.abstract["model"])
     matrices = sum(v.size for name, v in named.items() if not name.startswith("embedding"))
@@ -344,10 +333,8 @@ def kept_of_blocks():
     """The activations that autodiff keeps of two blocks of a whole model under `remat: full`, as
     shapes.
     """
-    model = dataclasses.replace(
-        MODEL, num_layers=2, num_experts=0, attention="blockwise", remat="full"
-    )
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: jaxtp.Decoder(model, rngs=nnx.Rngs(0))))
+    model = replace(MODEL, num_layers=2, num_experts=0, attention="blockwise", remat="full")
+    graph, abstract = nnx.split(nnx.eval_shape(decoder(model)))
     ids = jnp.zeros((3, 11), jnp.int32)
 
     def backward(params):

@@ -6,11 +6,10 @@ from functools import cache
 
 import jax
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mixtures import B, D, E, F, T, balance_program, build, expected_balance
-from support import assert_close, random_weights, sweep
+from support import assert_close, random_weights, swept
 from tables import read_table
 from variants import variant
 
@@ -53,15 +52,14 @@ TABLE = read_table(__file__)
 CASES = [(tuple(mesh), *whole) for mesh, *whole in TABLE["cases"]]
 
 
-@pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
+@swept("case", CASES, CASES[0])
 def test_losses_and_gradients_are_those_of_the_paper(case):
     """Auxiliary loss, z-loss and their gradients, of the router and of the input."""
     found, _ = balanced(CONFIG, *case)(weights(), *rows())
     assert_close(found, right())
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("router", TABLE["routers"])
+@swept("router", TABLE["routers"])
 def test_other_routers_are_those_of_the_paper(router):
     config = variant(CONFIG, TABLE["routers"][router])
     layers, segments, labels = rows()

@@ -9,13 +9,20 @@ import deltas
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from layer_programs import LayerProgram
-from support import TOLERANCE, assert_close, random_weights, relative_error, sizes_of
+from support import (
+    TOLERANCE,
+    assert_close,
+    random_weights,
+    relative_error,
+    sizes_of,
+    swept,
+    use_mesh,
+)
 from tables import read_table
 from variants import variant
 
@@ -45,16 +52,15 @@ def states_before(m, u):
     return jnp.stack(states)
 
 
-@pytest.mark.parametrize(
-    ("cp", "zigzag"), [(4, True), pytest.param(2, False, marks=pytest.mark.wide)]
-)
-def test_every_chunk_starts_with_the_state_of_all_chunks_before_it(cp, zigzag):
+@swept("case", [(4, True), (2, False)], (4, True))
+def test_every_chunk_starts_with_the_state_of_all_chunks_before_it(case):
+    cp, zigzag = case
     count = cp * (1 + zigzag)
     chunks = 1 + zigzag
     draw = np.random.default_rng(0).standard_normal
     m, u, upstream = (draw((count, B, HEADS, K, width)).astype(np.float32) for width in (K, V, V))
     expected, pull = jax.vjp(states_before, m, u)
-    with jax.set_mesh(mesh_of(sizes_of((1, 2, cp, 2)))):
+    with use_mesh(**sizes_of((1, 2, cp, 2))):
         sequences = Sequences(zigzag=zigzag)
         order = sequences.positions(count)
 
@@ -128,8 +134,7 @@ def test_a_document_over_chunks_equals_it_at_any_other_place(packing, seed):
     assert relative_error(y[1, place : place + size], y[0, :size]) < TOLERANCE
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", TABLE["cases"], ids=str)
+@swept("case", TABLE["cases"])
 @settings(max_examples=5)
 @given(data=st.data())
 def test_over_cp_outputs_and_gradients_are_those_of_one_device(case, data):
@@ -141,8 +146,7 @@ def test_over_cp_outputs_and_gradients_are_those_of_one_device(case, data):
     assert_close(on_mesh(x, upstream, segments), on_one(x, upstream, segments))
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("zigzag", [False, True], ids=["natural", "zigzag"])
+@swept("zigzag", [False, True])
 def test_what_moves_over_cp_does_not_depend_on_the_length(zigzag):
     """A gather of maps in float32, and halos; transposed in the backward pass."""
     cp = 4

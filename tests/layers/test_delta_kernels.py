@@ -1,6 +1,6 @@
 """The kernel of Gated DeltaNet's states against `lax`, interpreted on the CPU."""
 
-import dataclasses
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -12,7 +12,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_programs import LayerProgram
-from support import TOLERANCE, assert_close, random_weights, sweep
+from support import TOLERANCE, assert_close, random_weights, swept
 
 import jaxtp
 from jaxtp.analysis.step_costs import step_costs
@@ -75,7 +75,7 @@ DTYPES = {
 }
 
 
-@pytest.mark.parametrize("sizes", sweep(list(SIZES), "whole blocks", "no power of two"))
+@swept("sizes", SIZES, "whole blocks", "no power of two")
 def test_results_and_gradients_are_those_of_lax(sizes):
     dtype = DTYPES[sizes]
     check(SIZES[sizes], dtype, TOLERANCE if dtype == "float32" else 2 * float(jnp.finfo(dtype).eps))
@@ -123,9 +123,7 @@ def test_the_summary_of_a_run_says_what_computes_the_states_and_why():
         (said,) = describe_delta(model, platform)
         assert not [word for word in words if word not in said], said
         assert describe_kernels(TrainConfig(model=model), mesh_shape(), platform) == said
-        hybrid = TrainConfig(
-            model=dataclasses.replace(model, pattern=({}, {"delta_value_heads": 0}))
-        )
+        hybrid = TrainConfig(model=replace(model, pattern=({}, {"delta_value_heads": 0})))
         attention, *others = describe_kernels(hybrid, mesh_shape(), platform).split("; ")
         assert " attention (" in attention
         assert others[-1] == said
@@ -163,7 +161,7 @@ def test_a_layer_with_the_kernel_is_that_with_lax():
     programs = []
     for platform in ("cpu", "cuda 9.0"):
         call = lambda layer, x: layer(x, Sequences(segments=segments))
-        run = LayerProgram(build, weights, (2, 1, 1, 2), call=call)
+        run = LayerProgram(build, weights, (1, 1, 1, 2), call=call)
         with mock.patch.object(gated_delta, "architecture_of", return_value=platform):
             programs.append(str(run.jaxpr(*arrays)))
             results.append(run(*arrays))

@@ -30,8 +30,8 @@ def token_by_token(q, k, v, log_decay, write, starts, state):
 def draw(length, heads=(2, 4), widths=(3, 5), dtype="float64", rows=2):
     """Arguments of the rule, and the gradients of its results. Some tokens decay to nothing."""
     rng = np.random.default_rng(0)
-    (keys, values) = heads
-    (wide, deep) = widths
+    keys, values = heads
+    wide, deep = widths
     q, k = rng.normal(size=(2, rows, length, keys, wide))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v, dy = rng.normal(size=(2, rows, length, values, deep))
@@ -52,7 +52,7 @@ def draw(length, heads=(2, 4), widths=(3, 5), dtype="float64", rows=2):
 
 def run(rule, arguments, grads):
     """The results of a rule, and the gradients of its arguments but `starts`."""
-    (*tokens, starts, state) = arguments
+    *tokens, starts, state = arguments
     results, backward = jax.vjp(lambda *a: rule(*a[:5], starts, a[5]), *tokens, state)
     return dict(zip(NAMES, (*results, *backward(grads)), strict=True))
 

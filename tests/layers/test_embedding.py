@@ -38,9 +38,9 @@ def traced(vocab_size, mesh, precision=LOW):
         return jax.make_jaxpr(jax.grad(lambda state: nnx.merge(graph, state)(ids).sum()))(state)
 
 
-def over_fsdp(vocab_size, precision=LOW):
+def over_fsdp(vocab_size):
     mesh = jaxtp.make_mesh(2, 2, 2)
-    found = count_collectives(traced(vocab_size, mesh, precision), mesh_sizes(mesh))
+    found = count_collectives(traced(vocab_size, mesh), mesh_sizes(mesh))
     return {(c.kind, c.dtype, c.shape): times for c, times in found.items() if c.axes == ("fsdp",)}
 
 

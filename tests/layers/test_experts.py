@@ -26,7 +26,7 @@ from mixtures import (
     scores_of,
     work,
 )
-from support import assert_close, random_weights, sizes_of, state_on_mesh, sweep, without_mesh
+from support import assert_close, random_weights, sizes_of, state_on_mesh, swept, without_mesh
 from tables import read_table
 from variants import variants
 
@@ -171,18 +171,17 @@ def check_routing(routed, config, chosen, tokens):
         assert not chosen[config.experts_per_token :].any()
 
 
-@pytest.mark.parametrize("case", sweep(CASES, DEFAULT), ids=str)
+@swept("case", CASES, DEFAULT)
 def test_a_layer_equals_plain_mathematics(case):
     check_everything(*case)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", ["two of them", "qwen2", "everything"])
+@swept("name", ["two of them", "qwen2", "everything"])
 def test_a_layer_without_documents_equals_plain_mathematics(name):
     check_everything(name, (1, 2, 1, 2), packed=False)
 
 
-@pytest.mark.parametrize("over_tp", sweep([True, False], True))
+@swept("over_tp", [True, False], True)
 def test_given_choices_take_the_place_of_the_router(over_tp):
     """And what the router would choose is recorded, with its margin."""
     given = (
@@ -232,9 +231,7 @@ def test_a_margin_is_no_more_than_the_lead_of_a_group():
     np.testing.assert_allclose(margin, np.minimum(*leads), atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "mesh", sweep([(1, 1, 1, 1), (1, 2, 2, 2), (1, 1, 1, 8)], (1, 2, 2, 2)), ids=str
-)
+@swept("mesh", [(1, 1, 1, 1), (1, 2, 2, 2), (1, 1, 1, 8)], (1, 2, 2, 2))
 def test_no_array_has_rows_of_all_tokens_for_all_experts(mesh):
     """With the kernels for GPUs a device holds a row for each choice of its tp group's tokens, at
     most, forward and backward, and multiplies nothing with all experts but the router.

@@ -2,8 +2,8 @@
 holds of it.
 """
 
-import dataclasses
 import re
+from dataclasses import replace
 from functools import cache
 
 import accounts
@@ -20,7 +20,7 @@ from support import (
     relative_error,
     sizes_of,
     state_on_mesh,
-    sweep,
+    swept,
     without_mesh,
 )
 from tables import read_table
@@ -48,9 +48,7 @@ def weights(name):
     """Graph and state of a model with a full base, then with one in 8 bits; and the settings of
     the second.
     """
-    full, config = (
-        dataclasses.replace(MODELS[name], lora=lora) for lora in (LoraConfig(rank=2), LORA)
-    )
+    full, config = (replace(MODELS[name], lora=lora) for lora in (LoraConfig(rank=2), LORA))
     graph, state = without_mesh(decoder(full), random_weights(decoder(full), scale=0.05))
     in_8_bits, abstract = nnx.split(nnx.eval_shape(decoder(config)))
     return (graph, state), (in_8_bits, freeze_as(state, abstract)), config
@@ -116,7 +114,7 @@ def test_the_error_of_each_number_is_bounded(dtype):
 CASES = [(name, tuple(mesh)) for name, mesh in TABLE["cases"]]
 
 
-@pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
+@swept("case", CASES, CASES[0])
 def test_every_mesh_gives_the_numbers_of_one_device_and_these_are_of_rounded_kernels(case):
     name, mesh = case
     (grads, logits), rounded, exact = on_one_device(name)
@@ -132,11 +130,10 @@ def test_every_mesh_gives_the_numbers_of_one_device_and_these_are_of_rounded_ker
     )
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", ["llama", "experts"])
+@swept("name", ["llama", "experts"])
 def test_a_step_gathers_8_bits_and_never_has_all_kernels_in_more(name):
     low = jaxtp.Precision(param="bfloat16", compute="bfloat16")
-    config = dataclasses.replace(MODELS[name], lora=LORA, precision=low, num_layers=5)
+    config = replace(MODELS[name], lora=LORA, precision=low, num_layers=5)
     mesh = mesh_of(sizes_of((1, 2, 1)))
     step, plan = accounts.step_of(config, mesh, 1)
     kernels = float8_kernels(plan.abstract)
@@ -160,7 +157,7 @@ def test_a_step_gathers_8_bits_and_never_has_all_kernels_in_more(name):
 
 def test_a_base_in_8_bits_is_refused_without_adapters_and_they_are_not_merged_into_it():
     with pytest.raises(ConfigError, match=r"model.lora.base=float8 is for adapters"):
-        nnx.eval_shape(decoder(dataclasses.replace(CONFIG, lora=LoraConfig(base="float8"))))
+        nnx.eval_shape(decoder(replace(CONFIG, lora=LoraConfig(base="float8"))))
     with pytest.raises(ConfigError, match="merged into the original kernels"):
         nnx.eval_shape(lambda: jaxtp.merge_adapters(jaxtp.add_adapters(decoder(CONFIG)(), LORA)))
 

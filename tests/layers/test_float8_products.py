@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from layer_programs import LayerProgram
-from support import assert_close, random_weights, relative_error, sweep
+from support import assert_close, random_weights, relative_error, swept
 from tables import read_table
 
 from jaxtp.layers import linear
@@ -169,7 +169,7 @@ def on_one_device(kind):
     return weights, LayerProgram(layer_of(kind), weights)(*GIVEN)
 
 
-@pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
+@swept("case", CASES, CASES[0])
 def test_a_layer_rounds_on_each_mesh_as_on_one_device(case):
     """One layer rounds the same numbers on every mesh, so another order of summation is all that
     differs.

@@ -1,16 +1,15 @@
 """Gated DeltaNet against a recurrence in float64, on meshes: outputs and every gradient."""
 
-import dataclasses
+from dataclasses import replace
 from functools import cache
 
 import deltas
 import jax
 import numpy as np
-import pytest
 from flax import nnx
 from layer_programs import LayerProgram
 from packed_reference import D, V, batch
-from support import assert_close, by_name, random_weights, sweep
+from support import assert_close, by_name, random_weights, swept
 from tables import read_table
 from variants import variant, variants
 
@@ -39,7 +38,7 @@ def layer_of(config, **context):
 def expected(name):
     """Returns weights, input and the output's gradient in float32; and results in float64."""
     config = CONFIGS[name]
-    (*_, segments) = batch()
+    *_, segments = batch()
     weights = deltas.long_memory(random_weights(layer_of(config)))
     arrays = np.random.default_rng(0).standard_normal((2, *segments.shape, D))
     scale = config.lora.scale if config.lora.rank else 0
@@ -51,7 +50,7 @@ def expected(name):
         return weights, arrays.astype(np.float32), {"y": y, "x": grad_x, **grads}
 
 
-@pytest.mark.parametrize("case", sweep(CASES, ("adapters", (1, 1, 1, 4), True)), ids=str)
+@swept("case", CASES, ("adapters", (1, 1, 1, 4), True))
 def test_a_layer_is_the_recurrence_on_every_mesh(case):
     """Of packed documents."""
     name, mesh, split = case
@@ -66,9 +65,7 @@ def test_a_layer_is_the_recurrence_on_every_mesh(case):
 
 
 def test_initial_values_are_those_of_transformers_on_every_mesh():
-    config = dataclasses.replace(
-        CONFIG, delta_value_heads=600, delta_key_heads=200, delta_key_dim=1
-    )
+    config = replace(CONFIG, delta_value_heads=600, delta_key_heads=200, delta_key_dim=1)
     make = jax.jit(lambda: nnx.state(GatedDeltaNet(8, config, rngs=nnx.Rngs(0))))
     on = jaxtp.make_mesh(tp=3)
     with jax.set_mesh(on):
@@ -84,8 +81,8 @@ def test_initial_values_are_those_of_transformers_on_every_mesh():
 
 def test_settings_of_a_hybrid_may_be_those_of_the_model_or_of_its_pattern():
     sizes = {name: getattr(CONFIG, name) for name in ("delta_value_heads", "delta_key_heads")}
-    one = dataclasses.replace(CONFIG, num_layers=2, pattern=({}, {"delta_value_heads": 0}))
-    other = dataclasses.replace(
+    one = replace(CONFIG, num_layers=2, pattern=({}, {"delta_value_heads": 0}))
+    other = replace(
         one, delta_value_heads=0, delta_key_heads=0, pattern=(sizes, {"delta_key_heads": 2})
     )
     assert list(one.layers()) == list(other.layers())
@@ -103,7 +100,7 @@ def test_a_small_model_is_padded_like_the_large_one():
         "head_dim": 64,
         "norm_eps": 1e-6,
     }
-    large = dataclasses.replace(CONFIG, pattern=pattern, **wide)
+    large = replace(CONFIG, pattern=pattern, **wide)
     for tp in (2, 3, 4, 8):
         small = shrink_model(
             large, ShrinkSpec(tps=frozenset({1, tp}), shards=1, length=32, before=4096)

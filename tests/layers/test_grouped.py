@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from support import TOLERANCE, assert_close
-from tables import raised_by, read_table, unexpected
+from support import TOLERANCE, assert_close, swept, use_mesh
+from tables import assert_errors, raised_by, read_table
 
-import jaxtp
 from jaxtp.collectives import device_view
 from jaxtp.layers.kernels import grouped_kernels
 from jaxtp.layers.kernels.grouped import grouped_matmul, is_dense, pick_method, unsupported
@@ -97,12 +96,10 @@ def test_any_sizes_and_widths(sizes, width, columns):
             assert_close(found(method, *arrays, sizes), expected(*arrays, sizes), TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("method", "dtype"),
-    [("xla", "bfloat16"), pytest.param("pallas", "float16", marks=pytest.mark.wide)],
-)
-def test_sixteen_bits_are_summed_in_float32(method, dtype):
+@swept("case", [("xla", "bfloat16"), ("pallas", "float16")], ("xla", "bfloat16"))
+def test_sixteen_bits_are_summed_in_float32(case):
     """Of a long sum in 16 bits not much would be left."""
+    method, dtype = case
     arrays = draw((600, 3), groups=2, dtype=dtype, rows=500)
     sizes = np.array([450, 20])
     with in_blocks(32, 16, 32):
@@ -151,7 +148,7 @@ def test_kernels_on_a_mesh_in_a_scan_with_remat_give_what_xla_does():
             )
         return results
 
-    with in_blocks(), jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2, devices=jax.devices()[:4])):
+    with in_blocks(), use_mesh(fsdp=2, tp=2, devices=jax.devices()[:4]):
         assert_close(*program(x, w, dy), TOLERANCE)
 
 
@@ -159,12 +156,7 @@ TABLE = read_table(__file__)
 
 
 def test_auto_takes_the_kernels_where_they_run_and_they_are_refused_elsewhere():
-    assert (
-        unexpected(
-            TABLE["picked"], lambda row: " ".join(pick_method(row["asked"], row["platform"]))
-        )
-        == []
-    )
+    assert_errors(TABLE["picked"], lambda row: " ".join(pick_method(row["asked"], row["platform"])))
     (problem,) = unsupported("pallas", "rocm")
     assert not [
         word
@@ -201,4 +193,4 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused():
             jax.eval_shape, partial(grouped_matmul, method="pallas"), *arrays, kind=ValueError
         )
 
-    assert unexpected(TABLE["refused"], error_of) == []
+    assert_errors(TABLE["refused"], error_of)

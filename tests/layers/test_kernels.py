@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from layer_programs import LayerProgram
-from support import assert_close, random_weights, sweep, sweep_of
+from support import assert_close, random_weights, sweep_of, swept, use_mesh
 
 import jaxtp
 from jaxtp.collectives import axis_index, device_view
@@ -101,12 +101,16 @@ def which_see(queries, keys, window, segments):
     return seen & (segments[:, queries, None] == segments[:, None, in_row])
 
 
-def draw(structure, queries=TOKENS, keys=TOKENS, width=WIDTH):
+def draw(structure, queries=TOKENS, keys=TOKENS):
     """Returns queries, keys, values, the gradient of the output, and sinks or None."""
     rng = np.random.default_rng(0)
     of_queries, of_keys = structure.heads
-    shapes = [(queries, of_queries, width), (keys, of_keys, width)]
-    shapes += [(keys, of_keys, structure.values), (queries, of_queries, structure.values)]
+    shapes = [
+        (queries, of_queries, WIDTH),
+        (keys, of_keys, WIDTH),
+        (keys, of_keys, structure.values),
+        (queries, of_queries, structure.values),
+    ]
     sinks = SINKS[-of_queries:] if structure.sinks else None
     return [*(rng.normal(size=(ROWS, *shape)) for shape in shapes), sinks]
 
@@ -201,8 +205,7 @@ def test_a_kernel_equals_plain_mathematics(structure, name, segments, queries, f
     )
 
 
-@pytest.mark.wide  # each example is a program
-@pytest.mark.parametrize("name", ERRORS)
+@swept("name", ERRORS)  # each example is a program
 @settings(max_examples=6)
 @given(
     st.builds(
@@ -220,8 +223,7 @@ def test_a_kernel_equals_plain_mathematics_whatever_the_sizes(name, structure, s
     check(name, structure, segments)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", ERRORS)
+@swept("name", ERRORS)
 def test_a_document_may_have_the_number_of_one_before_its_neighbour(name):
     structure = STRUCTURES["documents"]
     run = partial(program(name, structure), *draw(structure, 12, 12))
@@ -247,7 +249,7 @@ def test_a_device_may_learn_its_part_only_when_it_runs(name):
     split = P(None, "fsdp")
     view = device_view(body, "attention", (split, *[P()] * 4), split)
     q, k, v, grad, sinks = draw(structure, 24, 24)
-    with jax.set_mesh(jaxtp.make_mesh(fsdp=2, devices=jax.devices()[:2])):
+    with use_mesh(fsdp=2, devices=jax.devices()[:2]):
         run = jax.jit(lambda *arrays: with_gradients(lambda *given: view(*given), *arrays))
         found = run(q[:, order], k, v, grad[:, order], sinks, segments)
     at = np.arange(24)
@@ -269,7 +271,7 @@ IN_EIGHTS = (Blocks(8, 8, 4, 2), Blocks(8, 8, 4, 2))
 
 
 @pytest.mark.parametrize("name", ["blockwise", "fused"])
-@pytest.mark.parametrize("case", sweep(NOT_READ, "causality and documents"))
+@swept("case", NOT_READ, "causality and documents")
 def test_blocks_that_nothing_sees_are_not_read(case, name):
     """What is not a number stays so wherever it is read, even if it is masked."""
     ids, window, readers, read = NOT_READ[case]
@@ -325,7 +327,7 @@ def test_second_derivatives_of_blockwise_are_those_of_xla():
     assert_close(second("blockwise"), second("xla"), 1e-4)
 
 
-@pytest.mark.parametrize("dtype", sweep(["bfloat16", "float16"], "bfloat16"))
+@swept("dtype", ["bfloat16", "float16"], "bfloat16")
 def test_sixteen_bits_are_as_exact_as_a_result_that_is_rounded_once(dtype):
     """The gradient takes the softmax's mean from the output, which is in 16 bits, and is not
     rounded any more.

@@ -1,22 +1,21 @@
 """An adapter adds `alpha / rank * A @ B` to its kernel, and begins as nothing."""
 
-import dataclasses
+from dataclasses import replace
 
 import jax
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from support import assert_close, random_weights, without_mesh
+from support import assert_close, decoder, outputs_of, random_weights, without_mesh
+from variants import small_model
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.layers.lora import LoraConfig
 
-CONFIG = jaxtp.ModelConfig(
-    vocab_size=19, d_model=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24
-)
-ADAPTED = dataclasses.replace(CONFIG, lora=LoraConfig(rank=3, alpha=5.0))
+CONFIG = small_model(vocab_size=19, head_dim=6)
+ADAPTED = replace(CONFIG, lora=LoraConfig(rank=3, alpha=5.0))
 PLACES = {  # by target: the kernel, and the adapter beside it
     "q_proj": ("attention.qkv.kernels.0", "attention.qkv.loras.0"),
     "k_proj": ("attention.qkv.kernels.1", "attention.qkv.loras.1"),
@@ -29,17 +28,12 @@ PLACES = {  # by target: the kernel, and the adapter beside it
 IDS = jax.random.randint(jax.random.key(1), (2, 7), 0, CONFIG.vocab_size)
 
 
-def build(config):
-    return lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
-
-
 def logits(config, weights):
-    graph, state = without_mesh(build(config), weights)
-    return jax.jit(lambda state: nnx.merge(graph, state)(IDS))(state)
+    return outputs_of(nnx.merge(*without_mesh(decoder(config), weights)), IDS)
 
 
 def test_an_adapter_is_what_it_adds_to_the_kernel():
-    weights = random_weights(build(ADAPTED))
+    weights = random_weights(decoder(ADAPTED))
     merged = {name: array for name, array in weights.items() if "loras" not in name}
     for kernel, lora in PLACES.values():
         a, b = (np.asarray(weights[f"blocks.{lora}.{part}"]) for part in "ab")
@@ -49,7 +43,7 @@ def test_an_adapter_is_what_it_adds_to_the_kernel():
 
 def test_a_new_adapter_changes_nothing():
     """Its second factor is zero, and its first one is random."""
-    for name, array in jax.jit(lambda: arrays_of(build(ADAPTED)()))().items():
+    for name, array in jax.jit(lambda: arrays_of(decoder(ADAPTED)()))().items():
         if name.endswith(".b"):
             assert not array.any()
         if name.endswith("down.loras.0.a"):
@@ -63,10 +57,10 @@ def arrays_of(model):
 
 def test_only_the_targets_have_an_adapter():
     for target, (_, adapter) in PLACES.items():
-        config = dataclasses.replace(CONFIG, lora=LoraConfig(rank=2, targets=(target,)))
+        config = replace(CONFIG, lora=LoraConfig(rank=2, targets=(target,)))
         names = {
             name
-            for name in named_variables(nnx.state(nnx.eval_shape(build(config))))
+            for name in named_variables(nnx.state(nnx.eval_shape(decoder(config))))
             if "loras" in name
         }
         # With one target its adapter is the first of its layer.
@@ -79,7 +73,7 @@ def test_an_optimizer_of_all_params_trains_the_adapters_alone():
     """With frozen weights that are an `nnx.Param` too, a plain NNX optimizer trained all of the
     model, silently.
     """
-    model = jaxtp.add_adapters(build(CONFIG)(), LoraConfig(rank=3))
+    model = jaxtp.add_adapters(decoder(CONFIG)(), LoraConfig(rank=3))
     before = {name: np.asarray(array) for name, array in arrays_of(model).items()}
     adapters = {name for name in before if "loras" in name}
     optimizer = nnx.Optimizer(model, optax.adamw(0.1), wrt=nnx.Param)

@@ -7,8 +7,7 @@ import accounts
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from support import relative_error, sweep
+from support import relative_error, swept, use_mesh
 from tables import read_table
 
 import jaxtp
@@ -81,7 +80,7 @@ def test_second_derivatives():
         return jax.grad(along, (0, 1))
 
     ours = lambda x, table: total(x, table, labels, CHUNK)
-    with jax.set_mesh(jaxtp.make_mesh(tp=2)):
+    with use_mesh(tp=2):
         found, expected = jax.jit(lambda *args: (second(ours)(*args), second(plain)(*args)))(
             x, table
         )
@@ -98,7 +97,7 @@ def log_probs_of(found, labels):
     return jnp.where(labels == -100, 0, found.label_logit - normaliser)
 
 
-@pytest.mark.parametrize("case", sweep(CASES, "soft caps and scale", "one label over all axes"))
+@swept("case", CASES, "soft caps and scale", "one label over all axes")
 def test_log_probabilities_entropy_and_top_ids_of_each_token(case):
     """Against float64 on whole logits; 37 ids are not divided by tp, and no chunk divides the
     tokens of a device.
@@ -147,7 +146,7 @@ def test_log_probabilities_entropy_and_top_ids_of_each_token(case):
     both = [jax.value_and_grad(each, range(len(arrays)), has_aux=True) for each in (dense, ours)]
     with jax.enable_x64(True):
         (_, expected), expected_grads = jax.jit(both[0])(*(jnp.float64(each) for each in arrays))
-    with jax.set_mesh(jaxtp.make_mesh(dp, fsdp, tp, cp=cp)):
+    with use_mesh(dp, fsdp, tp, cp=cp):
         (_, found), grads = jax.jit(both[1])(*arrays)
     assert max(map(relative_error, [*found, *grads], [*expected, *expected_grads])) < 1e-5
     assert not np.asarray(found[0])[labels == -100].any()
@@ -157,7 +156,7 @@ def test_the_likeliest_label_has_the_highest_logit():
     x, table, labels = given(4, 8)
     logits = np.einsum("btd,vd->btv", np.float64(x), np.float64(table[:37]))
     labels = jnp.where(labels < 37, labels, -100).at[:, :3].set(logits.argmax(-1)[:, :3])
-    with jax.set_mesh(jaxtp.make_mesh(tp=4)):
+    with use_mesh(tp=4):
         statistics = lambda x, table: vocab_parallel_statistics(
             x, (table, jaxtp.HeadConfig(37), None), labels
         )
@@ -166,7 +165,7 @@ def test_the_likeliest_label_has_the_highest_logit():
     assert np.array_equal(found.label_logit >= found.highest, labels == logits.argmax(-1))
 
 
-@pytest.mark.parametrize("mesh", sweep([(1, 1, 4), (1, 2, 2)], (1, 1, 4)), ids=str)
+@swept("mesh", [(1, 1, 4), (1, 2, 2)], (1, 1, 4))
 def test_no_array_of_the_compiled_program_has_all_logits(mesh):
     """Nor more than a few numbers of K labels for each token; 128 tokens, of chunks of 8 on a
     device.
@@ -182,7 +181,7 @@ def test_no_array_of_the_compiled_program_has_all_logits(mesh):
         values, top = vocab_parallel_top_k(x, (table, head, None), 5)
         return jnp.sum(log_probs_of(found, labels)) + jnp.sum(found.entropy * values[..., 0]), top
 
-    with jax.set_mesh(jaxtp.make_mesh(*mesh)):
+    with use_mesh(*mesh):
         run = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))
         text = run.lower(jnp.ones((8, 16, 4)), jnp.ones((ids, 4))).compile().as_text()
     sizes = {

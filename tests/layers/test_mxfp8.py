@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice
 from jax.sharding import PartitionSpec as P
-from support import assert_close, relative_error, sizes_of, sweep
+from support import assert_close, relative_error, sizes_of, swept, use_mesh
 
 from jaxtp.analysis.census import equations
 from jaxtp.collectives import (
@@ -31,7 +31,6 @@ from jaxtp.mesh import (
     TP,
     abstract_mesh,
     as_current,
-    mesh_of,
     mesh_shape,
 )
 
@@ -90,10 +89,10 @@ def test_the_errors_of_products_are_bounded(name, dtype):
     given = (jnp.asarray(INPUTS[name](r, shape), dtype) for shape in ((3, M, K), (K, N), (3, M, N)))
     found = jax.jit(lambda x, w, grad: (x, w, grad, *with_gradients(mx_matmul, x, w, grad)))(*given)
     assert {each.dtype for each in found} == {jnp.dtype(dtype)}
-    x, w, grad, y, dx, dw = (np.asarray(each, np.float64) for each in found)
+    x, w, grad, y, dx, dw = (np.float64(each) for each in found)
     for result, a, b in ((y, x, w.T), (dx, grad, w)):
-        (a_8, a_error) = blocked(a)
-        (b_8, b_error) = blocked(b)
+        a_8, a_error = blocked(a)
+        b_8, b_error = blocked(b)
         exact = a @ b.T
         bound = np.abs(a) @ b_error.T + a_error @ np.abs(b).T + a_error @ b_error.T
         rounding = allowed(result, np.abs(a) @ np.abs(b).T, dtype)
@@ -151,11 +150,11 @@ MESHES = [(1, 2, 2, 2), (1, 1, 1, 8), (2, 2, 1, 2), (1, 4, 1, 2)]
 CASES = [(mesh, (SEQUENCE_DIM, None)[i % 2]) for i, mesh in enumerate(MESHES)]
 
 
-@pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
+@swept("case", CASES, CASES[0])
 def test_every_mesh_gives_the_numbers_of_one_device(case):
     mesh, sequence = case
     expected = mlp(None)
-    with jax.set_mesh(mesh_of(sizes_of(mesh))):
+    with use_mesh(**sizes_of(mesh)):
         assert_close(mlp(sequence), expected, tolerance=1e-6)
 
 

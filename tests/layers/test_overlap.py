@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from support import assert_close, sweep
+from support import assert_close, swept, use_mesh
 
-import jaxtp
 from jaxtp.analysis.census import count_collectives
 from jaxtp.layers.linear import enter_matmul, leave_matmul
 from jaxtp.layers.overlap import gather_matmul, ring_mlp
@@ -23,12 +22,16 @@ PART = 3
 SPLIT = P(None, "tp")
 
 
-def arrays(tp, dtype="float32"):
-    shapes = {"x": (2, PART * tp, D), "in 0": (D, FEATURES[0]), "in 1": (D, FEATURES[1])}
-    shapes |= {"out 0": (FEATURES[0], D), "out 1": (FEATURES[1], D)}
+def arrays(tp):
+    shapes = {
+        "x": (2, PART * tp, D),
+        "in 0": (D, FEATURES[0]),
+        "in 1": (D, FEATURES[1]),
+        "out 0": (FEATURES[0], D),
+        "out 1": (FEATURES[1], D),
+    }
     return {
-        name: jax.random.normal(jax.random.key(i), s, dtype)
-        for i, (name, s) in enumerate(shapes.items())
+        name: jax.random.normal(jax.random.key(i), s) for i, (name, s) in enumerate(shapes.items())
     }
 
 
@@ -68,9 +71,9 @@ def moved(function, *args):
     }
 
 
-@pytest.mark.parametrize("tp", sweep([2, 4], 4))
+@swept("tp", [2, 4], 4)
 def test_rings_give_the_outputs_and_gradients_of_gathers(tp):
-    with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
+    with use_mesh(tp=tp):
         assert_close(run("ring", arrays(tp)), run("none", arrays(tp)), tolerance=1e-6)
 
 
@@ -83,7 +86,7 @@ def test_only_permutes_of_parts_move_and_none_for_weights_without_a_gradient():
     unit = (tp - 1) / tp * given["x"].nbytes
     every = jax.grad(lambda given: pair("ring")(given).sum())
     frozen = jax.grad(lambda x: pair("ring")({**given, "x": x}).sum())
-    with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
+    with use_mesh(tp=tp):
         assert moved(pair("ring"), given) == {"permute": 2 * unit}
         assert moved(every, given) == {"permute": 5 * unit}
         assert moved(frozen, given["x"]) == {"permute": 4 * unit}
@@ -106,7 +109,7 @@ def test_an_unused_output_of_a_ring_has_no_gradient():
         )(x, kernels)
         return (ys[0] ** 2).sum()
 
-    with jax.set_mesh(jaxtp.make_mesh(tp=4)):
+    with use_mesh(tp=4):
         found, expected = (
             jax.jit(jax.grad(first, (0, 1)), static_argnums=2)(given["x"], kernels, r)
             for r in (True, False)
@@ -129,7 +132,7 @@ def test_the_gradient_of_a_weight_is_rounded_once():
         )
         return ys(x, kernel).astype("float32").sum()
 
-    with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
+    with use_mesh(tp=tp):
         grad = jax.jit(jax.grad(total))(jnp.ones((1, tp), "bfloat16"))
     assert grad.dtype == jnp.bfloat16
     assert grad.tolist() == [[260.0] * tp]
@@ -154,7 +157,7 @@ def test_an_mlp_in_one_ring(trained):
 
         return jax.grad(total)
 
-    with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
+    with use_mesh(tp=tp):
         chosen = {name: given[name] for name in trained}
         ring = of(ring_mlp, (SPLIT, SPLIT, P("tp")))
         assert_close(

@@ -19,7 +19,7 @@ from support import (
     by_name,
     random_weights,
     state_on_mesh,
-    sweep,
+    swept,
     without_mesh,
 )
 from tables import read_table
@@ -314,9 +314,7 @@ DEFAULT = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", sweep([*dict.fromkeys([*DEFAULT, *rotated_meshes()])], *DEFAULT), ids=str
-)
+@swept("case", [*dict.fromkeys([*DEFAULT, *rotated_meshes()])], *DEFAULT)
 def test_layers_equal_plain_mathematics(case):
     group, mesh = case
     assert_close(on_mesh(group, mesh), plain_mathematics(group)[2])

@@ -1,7 +1,7 @@
 """Rotary angles at long positions, longrope's choice between its lists, and what cannot be."""
 
-import dataclasses
 import math
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -118,7 +118,7 @@ def test_a_small_model_rotates_pairs_too():
                 ShrinkSpec(tps=frozenset({1, 2}), shards=2, length=24, before=48)
             )
             assert small["head_dim"] <= 16
-            for each in (model, dataclasses.replace(model, **small)):
+            for each in (model, replace(model, **small)):
                 assert not [*violations(each, mesh_shape())], (fraction, kind)
 
 
@@ -128,11 +128,9 @@ def test_factors_of_longrope_are_lists_in_yaml_and_flags(tmp_path):
     path.write_text(to_yaml(scaled))
     assert from_yaml(TrainConfig, path).model == scaled.model
     config, _ = TRAIN.load(
-        ["--config", str(path), "--model.rope-scaling.long-factor", "2", "3.5", "4", "5e1"]
+        [f"--config={path}", "--model.rope-scaling.long-factor", "2", "3.5", "4", "5e1"]
     )
-    assert config.model.rope_scaling == dataclasses.replace(
-        LONGROPE, long_factor=(2.0, 3.5, 4.0, 50.0)
-    )
+    assert config.model.rope_scaling == replace(LONGROPE, long_factor=(2.0, 3.5, 4.0, 50.0))
     for wrong in ("abc", "[1, 2, x]", "[1, .nan]", "[1, -2]", "[[1]]"):
         path.write_text(f"model: {{rope_scaling: {{kind: longrope, short_factor: {wrong}}}}}")
         error = raised_by(from_yaml, TrainConfig, path)
@@ -144,7 +142,7 @@ def test_factors_of_longrope_are_lists_in_yaml_and_flags(tmp_path):
 def test_a_small_model_keeps_the_list_of_factors_that_holds(before, length):
     """Its sequences of 24 are on the same side of the original length as those of the run."""
     factors = tuple(1 + i / 48 for i in range(48))
-    scaling = dataclasses.replace(
+    scaling = replace(
         LONGROPE, original_length=2048, short_factor=factors, long_factor=factors[::-1]
     )
     model = jaxtp.ModelConfig(head_dim=96, rope_scaling=scaling)

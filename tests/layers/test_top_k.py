@@ -4,8 +4,7 @@ padding alone.
 
 import jax
 import numpy as np
-import pytest
-from support import sweep
+from support import swept, use_mesh
 
 import jaxtp
 from jaxtp.layers.loss import vocab_parallel_top_k
@@ -18,7 +17,7 @@ CASES = [(1, 1, 2), (5, 3, 4), (5, 5, 1), (9, 9, 8), (37, 3, 4), (37, 37, 2)]
 """Tokens of the vocabulary, tokens that are asked for, and tp."""
 
 
-@pytest.mark.parametrize("case", sweep(CASES, (9, 9, 8)), ids=str)
+@swept("case", CASES, (9, 9, 8))
 def test_the_top_tokens_and_their_log_probabilities(case):
     """Whole numbers give exact logits with many ties, of which the lower id comes first; padding
     is never chosen.
@@ -31,7 +30,7 @@ def test_the_top_tokens_and_their_log_probabilities(case):
     bias = np.where(np.arange(padded) < size, random.integers(-1, 2, padded), 50)
     head = jaxtp.HeadConfig(size, jaxtp.LayerContext(), chunk_size=5)
     arrays = [each.astype(np.float32) for each in (x, table, bias)]
-    with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
+    with use_mesh(tp=tp):
         values, ids = jax.jit(
             lambda x, table, bias: vocab_parallel_top_k(x, (table, head, bias), k)
         )(*arrays)

@@ -1,15 +1,15 @@
 """A block, and a whole step, move what they must and compute what is declared, counted in the
 jaxpr."""
 
-import dataclasses
 from collections import Counter
+from dataclasses import replace
 
 import accounts
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from support import sizes_of, sweep
+from support import sizes_of, swept
 from tables import read_table
 from variants import variant, variants
 
@@ -65,12 +65,10 @@ def rotated():
     return cases
 
 
-@pytest.mark.parametrize(
-    "case", sweep(rotated(), *(case for case in rotated() if case[1] in DEFAULT)), ids=str
-)
+@swept("case", rotated(), *(case for case in rotated() if case[1] in DEFAULT))
 def test_a_step_moves_and_multiplies_what_is_declared(case):
     kind, name, mesh, policy = case
-    config = dataclasses.replace(MODELS[kind][name], remat=policy)
+    config = replace(MODELS[kind][name], remat=policy)
     context = kind if kind in ("ulysses", "gather") else "auto"
     found = accounts.account_of(config, mesh, accumulation=2, context=context)
     budget = found.costs.budget
@@ -145,7 +143,7 @@ def units_over_tp(collectives, mesh):
     return bytes_of(activations) / ((tp - 1) / tp * (B // (dp * fsdp)) * T * PLAIN.d_model * 4)
 
 
-@pytest.mark.parametrize("way", sweep([*VOLUMES], "sequence"))
+@swept("way", VOLUMES, "sequence")
 def test_volume_of_a_block_over_tp(way):
     mesh = [(2, 2, 2), (1, 1, 8)][[*VOLUMES].index(way) % 2]
     found = {
@@ -292,8 +290,7 @@ def test_float8_layers_gather_half_the_bytes_of_bfloat16():
         assert 0.5 <= gathered["float8", axes] / gathered["compute", axes] < 0.503
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("rank", [0, 4])
+@swept("rank", [0, 4])
 def test_gradients_of_micro_batches_are_summed_over_dp_once(rank):
     config = variant(PLAIN, {"lora": {"rank": rank}})
     mesh = (4, 1, 2)

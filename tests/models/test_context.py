@@ -18,7 +18,8 @@ from support import (
     relative_error,
     sizes_of,
     state_on_mesh,
-    sweep,
+    swept,
+    use_mesh,
     without_mesh,
 )
 from tables import read_table
@@ -114,7 +115,7 @@ def packings(draw):
     return len(document), places, rows, segments
 
 
-@pytest.mark.parametrize("method", sweep(["ulysses", "gather"], "gather"))
+@swept("method", ["ulysses", "gather"], "gather")
 @settings(max_examples=10)
 @given(packing=packings())
 def test_a_document_alone_equals_the_same_packed_at_any_place(method, packing):
@@ -125,7 +126,7 @@ def test_a_document_alone_equals_the_same_packed_at_any_place(method, packing):
         assert relative_error(logits[row, place : place + length], logits[0, :length]) < TOLERANCE
 
 
-@pytest.mark.parametrize("method", sweep(["ulysses", "gather"], "gather"))
+@swept("method", ["ulysses", "gather"], "gather")
 def test_logits_are_in_natural_order_and_those_of_one_device(method):
     random = np.random.default_rng(0)
     ids = random.integers(0, LLAMA.vocab_size, (ROWS, T), np.int32)
@@ -138,7 +139,7 @@ def test_logits_are_in_natural_order_and_those_of_one_device(method):
 @given(cp=st.sampled_from([1, 2, 4, 8]), zigzag=st.booleans())
 def test_the_order_of_tokens_is_a_permutation_that_natural_undoes(cp, zigzag):
     sequences = Sequences(zigzag=zigzag and cp > 1)
-    with jax.set_mesh(mesh_of(sizes_of((1, 1, cp, 1)))):
+    with use_mesh(**sizes_of((1, 1, cp, 1))):
         positions = np.asarray(sequences.positions(T))
         assert np.array_equal(np.sort(positions), np.arange(T))
         assert np.array_equal(sequences.natural(positions, 0), np.arange(T))
@@ -152,7 +153,7 @@ def traced(length=T, **given):
 
 def test_a_mesh_that_the_heads_or_a_cache_do_not_allow_is_refused():
     decode = lambda ids: continue_rows(DecodeModel(decoder(LLAMA)(), ()), ids, (), ids[:, 0])
-    with jax.set_mesh(mesh_of(mesh_shape(cp=8, tp=2))):
+    with use_mesh(cp=8, tp=2):
         with pytest.raises(ConfigError, match=r"ulysses: mesh.cp=8 .* 4 query heads"):
             traced(context="ulysses")
         with pytest.raises(ConfigError, match=r"KV cache .* cp=8; use cp=1"):
@@ -160,7 +161,7 @@ def test_a_mesh_that_the_heads_or_a_cache_do_not_allow_is_refused():
 
 
 def test_a_length_that_cp_does_not_divide_is_refused_by_the_model_itself():
-    with jax.set_mesh(mesh_of(mesh_shape(cp=2, tp=2))):
+    with use_mesh(cp=2, tp=2):
         for length in (15, 1):
             with pytest.raises(
                 ValueError, match=f"dim 1 of shape .* is {length}, not divisible by cp=2; nearest: "

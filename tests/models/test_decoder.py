@@ -1,6 +1,6 @@
 """The decoder against plain mathematics, and configurations that are refused."""
 
-import dataclasses
+from dataclasses import replace
 from typing import get_args
 
 import jax
@@ -15,10 +15,11 @@ from support import (
     decoder,
     random_weights,
     state_on_mesh,
-    sweep,
+    swept,
+    use_mesh,
     without_mesh,
 )
-from tables import raised_by, read_table, unexpected, with_tuples
+from tables import assert_errors, raised_by, read_table, with_tuples
 from variants import variant, variants
 
 import jaxtp
@@ -42,7 +43,7 @@ def build_and_weights(config):
     return build, weights
 
 
-@pytest.mark.parametrize("name", sweep(MODELS, "layer scale"))
+@swept("name", MODELS, "layer scale")
 def test_logits_loss_and_gradients_equal_the_plain_mathematics(name):
     config = MODELS[name]
     mesh = jaxtp.make_mesh(*TABLE["meshes"][name])
@@ -79,7 +80,7 @@ def test_a_layer_scale_is_stored_and_not_trained():
 
 def test_norms_after_a_branch_may_have_another_epsilon():
     block = jaxtp.DecoderBlock(
-        dataclasses.replace(PLAIN, norm_placement="both", norm_after_eps=1e-8), rngs=nnx.Rngs(0)
+        replace(PLAIN, norm_placement="both", norm_after_eps=1e-8), rngs=nnx.Rngs(0)
     )
     epsilons = [(before.eps, after.eps) for _, _, before, after in block.branches()]
     assert epsilons == [(PLAIN.norm_eps, 1e-8)] * 2
@@ -92,7 +93,7 @@ def test_remat_changes_no_gradient():
     ids = np.random.default_rng(1).integers(0, PLAIN.vocab_size, (B, T), np.int32)
 
     def gradients(policy, state):
-        graph = nnx.graphdef(nnx.eval_shape(decoder(dataclasses.replace(PLAIN, remat=policy))))
+        graph = nnx.graphdef(nnx.eval_shape(decoder(replace(PLAIN, remat=policy))))
         return jax.grad(lambda state: nnx.merge(graph, state).loss(ids, ids)[0])(state)
 
     every = jax.jit(
@@ -105,7 +106,7 @@ def test_remat_changes_no_gradient():
 
 def test_a_configuration_that_cannot_be_is_refused_in_python_too():
     def error_of(row):
-        config = dataclasses.replace(PLAIN, **with_tuples(row["model"]))
+        config = replace(PLAIN, **with_tuples(row["model"]))
         return raised_by(lambda: decoder(config)(), kind=ConfigError)
 
     rows = [
@@ -117,12 +118,12 @@ def test_a_configuration_that_cannot_be_is_refused_in_python_too():
         ({"rank": 2, "targets": ("query",)}, "lora.targets.0"),
     ):
         rows.append({"model": {"lora": jaxtp.LoraConfig(**lora)}, "says": says})
-    assert unexpected(rows, error_of) == []
+    assert_errors(rows, error_of)
 
 
 def test_a_sequence_beyond_the_learned_positions_is_refused():
     """JAX would take the last of them for all that come after."""
-    config = dataclasses.replace(PLAIN, learned_positions=4)
+    config = replace(PLAIN, learned_positions=4)
     with pytest.raises(ConfigError, match=r"5 tokens .* 4 positions"):
         jax.eval_shape(lambda ids: decoder(config)()(ids), np.zeros((1, 5), np.int32))
 
@@ -136,7 +137,7 @@ def test_a_width_that_the_mesh_does_not_divide_is_refused_with_what_fits():
     """The hints build the model's branches, for which the mesh in context is not the one that is
     asked about."""
     with (
-        jax.set_mesh(jaxtp.make_mesh(fsdp=7)),
+        use_mesh(fsdp=7),
         pytest.raises(ConfigError, match="fsdp=7; fsdp can be 1, 2, 4"),
     ):
         decoder(PLAIN)()
@@ -147,5 +148,5 @@ def test_a_width_that_the_mesh_does_not_divide_is_refused_with_what_fits():
     ):
         model = jaxtp.ModelConfig(d_model=64, num_layers=1, **changes)
         nearest = f"or d_model {64 // product * product} or {-(-64 // product) * product}"
-        with jax.set_mesh(jaxtp.make_mesh(**sizes)), pytest.raises(ConfigError, match=nearest):
+        with use_mesh(**sizes), pytest.raises(ConfigError, match=nearest):
             decoder(model)()

@@ -1,19 +1,25 @@
 """Mixtures of experts: what evens out their load is that of one device. (Updates:
 test_updates.py.)"""
 
-import dataclasses
+from dataclasses import replace
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
-from support import assert_close, by_name, random_weights, sizes_of, state_on_mesh
+from support import (
+    assert_close,
+    by_name,
+    new_decoder,
+    random_weights,
+    sizes_of,
+    state_on_mesh,
+    swept,
+)
 from tables import read_table
 from variants import variant
 
-import jaxtp
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.mesh import mesh_of
 from jaxtp.tools.check import parity
@@ -29,8 +35,7 @@ UNCHOSEN = variant(RUN, TABLE["unchosen"])
 ROUTERS = TABLE["routers"]
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("router", ROUTERS)
+@swept("router", ROUTERS)
 def test_columns_of_a_router_that_no_token_chose_stay_as_they_are(router):
     """Adafactor divides a gradient by its size: of the rounding of a zero it made a full step,
     another on each mesh."""
@@ -54,7 +59,7 @@ RATE = 0.125
 
 
 def build(config=MIXTURE):
-    return jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+    return new_decoder(config)
 
 
 @cache
@@ -66,11 +71,11 @@ def weights():
 def stepped(mesh, accumulation, remat, scan_layers=True):
     """Losses and gradients, counts, the selection biases after an update and what was dropped, of a
     batch on a mesh."""
-    config = dataclasses.replace(MIXTURE, remat=remat, scan_layers=scan_layers)
+    config = replace(MIXTURE, remat=remat, scan_layers=scan_layers)
     run = variant(RUN, {"train": {"accumulation": accumulation}})
     on = mesh_of(sizes_of(mesh))
     graph, state = state_on_mesh(lambda: build(config), weights(), on)
-    (batch, *_) = random_tokens(RUN)
+    batch, *_ = random_tokens(RUN)
 
     @jax.jit
     def step(state, batch):
@@ -96,8 +101,7 @@ def stepped(mesh, accumulation, remat, scan_layers=True):
         )
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", TABLE["steps"])
+@swept("name", TABLE["steps"])
 def test_balance_is_that_of_one_device(name):
     """Losses, their gradients, counts and biases, whatever the mesh, accumulation or policy of
     remat is: nothing is counted twice because it is computed again.

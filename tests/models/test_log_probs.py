@@ -17,7 +17,7 @@ from support import (
     relative_error,
     sizes_of,
     state_on_mesh,
-    sweep,
+    swept,
     without_mesh,
 )
 from tables import read_table
@@ -94,15 +94,14 @@ def test_log_probabilities_over_cp_and_a_split_vocabulary():
     assert max(map(relative_error, numbers, right)) < 1e-5
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", CASES)
+@swept("name", CASES)
 def test_log_probabilities_and_their_gradients(name):
     (right, right_grads), (numbers, grads), mesh = without_a_mesh_and_on_one(name, with_gradients)
     assert max(map(relative_error, numbers, right)) < 1e-5
     assert_close(by_name(grads, mesh), by_name(right_grads, jaxtp.make_mesh()))
 
 
-@pytest.mark.parametrize("name", sweep(TABLE["adapted"], "plain"))
+@swept("name", TABLE["adapted"], "plain")
 def test_a_model_without_adapters_is_its_base(name):
     """Inside a differentiated function, whose model keeps its adapters and gets no gradient
     through the base.

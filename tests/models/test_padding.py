@@ -4,7 +4,7 @@ shows outside.
 (Updates on meshes: test_updates.py.)
 """
 
-import dataclasses
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
-from support import random_weights, sweep, without_mesh
+from support import decoder, random_weights, swept, use_mesh, without_mesh
 from variants import variant
 
 import jaxtp
@@ -60,8 +60,7 @@ def test_an_activation_maps_zero_to_zero():
     assert found == dict.fromkeys(ACTIVATIONS, 0)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("optimizer", ["lion", "adafactor", "muon"])
+@swept("optimizer", ["lion", "adafactor", "muon"])
 def test_padding_stays_zero_and_moves_between_meshes(optimizer):
     model = {**BIASES, "qk_norm": "projection", "attention_gate": True, "attention_sinks": True}
     run = variant(RUN, {"model": model, "optimizer": {"name": optimizer}})
@@ -128,12 +127,12 @@ def test_what_is_padded_is_cut_off_again(factors, tp, first):
     np.testing.assert_array_equal(unpad(padded, padding, tp), array)
 
 
-@pytest.mark.parametrize("tp", sweep([2, 5], 2))
+@swept("tp", [2, 5], 2)
 def test_files_have_no_padding(tmp_path, tp):
     config = variant(RUN.model, {"num_layers": 1, "vocab_size": 7, **BIASES})
-    build = lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+    build = decoder(config)
     jaxtp.save_hf(nnx.merge(*without_mesh(build, random_weights(build))), tmp_path / "whole")
-    with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
+    with use_mesh(tp=tp):
         jaxtp.save_hf(jaxtp.load_hf(tmp_path / "whole"), tmp_path / "padded")
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "padded"))
     assert one.keys() == other.keys()
@@ -149,8 +148,8 @@ def test_what_padding_costs_is_said_and_counted():
     assert text.startswith("with tp 8: 28 query heads to 32, 300 d_ff to 304, ")
     assert "WARNING" not in text
     # As where a run prints its summary.
-    with jax.set_mesh(jaxtp.make_mesh(tp=2)):
-        assert describe_padding(dataclasses.replace(config, loss_chunk=6), mesh_shape(tp=8)) == text
+    with use_mesh(tp=2):
+        assert describe_padding(replace(config, loss_chunk=6), mesh_shape(tp=8)) == text
     much = describe_padding(variant(RUN.model, FEW), mesh_shape(tp=5))
     assert much.endswith("much padding; tp 1 needs none")
     shape = {"batch_size": 8, "sequence_length": 8}

@@ -1,14 +1,15 @@
 """Models whose blocks differ: first ones, a pattern that repeats, and a rest that it does not
 divide."""
 
-import dataclasses
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 import reference
 from flax import nnx
-from support import assert_close, by_name, random_weights, without_mesh
+from support import assert_close, by_name, decoder, random_weights, without_mesh
+from variants import small_model
 
 import jaxtp
 from jaxtp.config.schema import ConfigError, from_yaml, to_yaml
@@ -21,17 +22,8 @@ from jaxtp.train.run_folder import RunFolderError, checkpoint_info
 
 B = 8
 T = 8
-PLAIN = jaxtp.ModelConfig(
-    vocab_size=32,
-    d_model=16,
-    num_layers=6,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    d_ff=24,
-    loss_chunk=8,
-)
-MODEL = dataclasses.replace(
+PLAIN = small_model(vocab_size=32, num_layers=6, loss_chunk=8)
+MODEL = replace(
     PLAIN,
     first_blocks=({"rope_theta": 50.0},),
     pattern=({"sliding_window": 3}, {"rope_theta": 100.0}),
@@ -46,7 +38,7 @@ IDS = np.random.default_rng(0).integers(0, PLAIN.vocab_size, (B, T), np.int32)
 
 
 def build(config):
-    return lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+    return decoder(config)
 
 
 def loss_of(config, weights, **given):
@@ -73,8 +65,8 @@ def test_it_equals_the_plain_mathematics():
 @pytest.mark.wide
 def test_scan_pattern_and_unrolling_draw_the_same_dropout():
     """A window of all positions makes another kind of block of the same mathematics."""
-    alike = dataclasses.replace(PLAIN, num_layers=4, dropout=0.4)
-    in_turn = dataclasses.replace(alike, pattern=({"sliding_window": T}, {}))
+    alike = replace(PLAIN, num_layers=4, dropout=0.4)
+    in_turn = replace(alike, pattern=({"sliding_window": T}, {}))
     weights = random_weights(build(alike))
     blocks = {
         name.removeprefix("blocks."): array
@@ -85,7 +77,7 @@ def test_scan_pattern_and_unrolling_draw_the_same_dropout():
     turned |= {f"blocks.{i}.{name}": array[i::2] for name, array in blocks.items() for i in (0, 1)}
     keys = jax.random.split(jax.random.key(1), B)
     expected, _ = loss_of(alike, weights, dropout_keys=keys)
-    for config in (in_turn, dataclasses.replace(in_turn, scan_layers=False)):
+    for config in (in_turn, replace(in_turn, scan_layers=False)):
         found, _ = loss_of(config, turned, dropout_keys=keys)
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
@@ -96,14 +88,12 @@ def test_equal_blocks_are_one_stack_whatever_describes_them():
         {"pattern": ({"num_heads": 4}, {}, {})},
         {"pattern": ({"d_ff": 24},)},
     ):
-        (stack,) = dataclasses.replace(PLAIN, **described).stacks()
+        (stack,) = replace(PLAIN, **described).stacks()
         assert stack == PLAIN.stacks()[0]
 
 
 def test_it_is_written_as_mappings_and_read_back(tmp_path):
-    run = TrainConfig(
-        model=dataclasses.replace(MODEL, pattern=({"rope_scaling": {"kind": "yarn"}}, {}))
-    )
+    run = TrainConfig(model=replace(MODEL, pattern=({"rope_scaling": {"kind": "yarn"}}, {})))
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(run))
     assert "  pattern:\n  - rope_scaling:\n      kind: yarn\n  - {}\n" in file.read_text()
@@ -163,7 +153,7 @@ def test_it_is_written_as_mappings_and_read_back(tmp_path):
 def test_a_pattern_that_cannot_be_is_one_error(model, message, tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text(f"model: {model}" if model.startswith("{") else f"model: {{{model}}}")
-    assert main(["--config", str(file), "--run.dir", str(tmp_path / "run")]) == 2
+    assert main([f"--config={file}", f"--run.dir={tmp_path}/run"]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) <= 3
@@ -171,7 +161,7 @@ def test_a_pattern_that_cannot_be_is_one_error(model, message, tmp_path, capsys)
 
 
 def test_problems_of_many_kinds_of_blocks_are_told_of_the_first_few():
-    many = dataclasses.replace(
+    many = replace(
         PLAIN, num_layers=100, pattern=tuple({"num_heads": 2 * n + 1} for n in range(100))
     )
     with pytest.raises(ConfigError) as caught:
@@ -184,7 +174,7 @@ def test_problems_of_many_kinds_of_blocks_are_told_of_the_first_few():
 )
 def test_in_python_too(pattern):
     with pytest.raises(ConfigError, match="pattern"):
-        validate_model(dataclasses.replace(PLAIN, pattern=pattern), mesh_shape())
+        validate_model(replace(PLAIN, pattern=pattern), mesh_shape())
 
 
 def test_a_run_of_the_first_version_goes_on_without_a_word():
@@ -203,4 +193,4 @@ def test_a_run_of_the_first_version_goes_on_without_a_word():
         del info["config"]["model"][name]
     assert check_resumable(run, {}, info) == []
     with pytest.raises(RunFolderError, match=r"model\.activation: silu -> gelu"):
-        check_resumable(TrainConfig(model=dataclasses.replace(PLAIN, activation="gelu")), {}, info)
+        check_resumable(TrainConfig(model=replace(PLAIN, activation="gelu")), {}, info)

@@ -15,7 +15,7 @@ from support import (
     random_weights,
     relative_error,
     state_on_mesh,
-    sweep,
+    swept,
 )
 from tables import read_table
 from variants import variant
@@ -39,7 +39,7 @@ def built(config, mesh):
     return state_on_mesh(decoder(config), random_weights(decoder(config)), mesh)
 
 
-@pytest.mark.parametrize("name", sweep(MODELS, "plain norms"))
+@swept("name", MODELS, "plain norms")
 def test_reading_in_parts_equals_reading_at_once(name):
     """Packed, also behind tokens that a row has already, and then a token of each row at a time."""
     mesh = jaxtp.make_mesh(*MODELS[name]["mesh"])

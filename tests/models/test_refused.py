@@ -1,6 +1,6 @@
 """Settings of a model that do not fit are one problem each, which names them and what would fit."""
 
-from tables import read_table, unexpected
+from tables import assert_errors, read_table
 from variants import variant
 
 import jaxtp
@@ -15,4 +15,4 @@ def problem_of(row):
 
 
 def test_settings_that_do_not_fit_are_one_problem_each():
-    assert unexpected(read_table(__file__), problem_of) == []
+    assert_errors(read_table(__file__), problem_of)

@@ -1,10 +1,9 @@
 """What a block keeps for its backward pass: what the model of memory counts, and no weight that it
 can gather again."""
 
-import pytest
 from accounts import kept, kept_activations
-from support import sweep
-from variants import variant
+from support import swept
+from variants import small_model, variant
 
 import jaxtp
 from jaxtp.analysis.step_costs import step_costs
@@ -12,15 +11,8 @@ from jaxtp.mesh import mesh_shape
 
 B = 2
 T = 16
-MODEL = jaxtp.ModelConfig(
-    vocab_size=61,
-    d_model=32,
-    num_layers=1,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=8,
-    d_ff=64,
-    precision=jaxtp.Precision(compute="bfloat16"),
+MODEL = small_model(
+    d_model=32, num_heads=8, head_dim=8, d_ff=64, precision=jaxtp.Precision(compute="bfloat16")
 )
 ADAPTERS = [{}, {"rank": 4}, {"rank": 4, "targets": ["q_proj", "up_proj"]}]
 MODELS = {
@@ -47,14 +39,14 @@ def with_adapters(model, policies, **changes):
         yield variant(MODEL, {"remat": policy, "lora": lora, **changes, **MODELS[model]})
 
 
-@pytest.mark.parametrize("model", sweep(MODELS, "sequential", "parallel", "float8"))
+@swept("model", MODELS, "sequential", "parallel", "float8")
 def test_a_block_keeps_the_activations_that_are_counted(model):
     for config in with_adapters(model, POLICIES):
         counted = step_costs(config, mesh_shape(), batch_size=B, sequence_length=T).kept
         assert kept_activations(config, B, T) == counted, (config.remat, config.lora)
 
 
-@pytest.mark.parametrize("model", sweep(["sequential", "float8"], "float8"))
+@swept("model", ["sequential", "float8"], "float8")
 def test_of_rings_a_device_keeps_its_part(model):
     tp = 4
     for config in with_adapters(model, POLICIES, num_kv_heads=4, overlap="ring"):
@@ -62,7 +54,7 @@ def test_of_rings_a_device_keeps_its_part(model):
         assert kept_activations(config, B, T, tp) == tp * counted, (config.remat, config.lora)
 
 
-@pytest.mark.parametrize("model", sweep(["sequential", "float8"], "sequential"))
+@swept("model", ["sequential", "float8"], "sequential")
 def test_weights_are_kept_as_they_are_stored(model):
     """In their own dtype: the result of a cast would be that of a gather too. (Integers are of
     rotary angles.)"""

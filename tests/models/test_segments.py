@@ -5,23 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import TOLERANCE, assert_close, by_name, random_weights, without_mesh
+from support import TOLERANCE, assert_close, by_name, decoder, random_weights, without_mesh
+from variants import small_model
 
 import jaxtp
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.sequence_parallel import segment_mask, segment_positions
 
-CONFIG = jaxtp.ModelConfig(
-    vocab_size=19,
-    d_model=16,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=4,
-    d_ff=24,
-    norm_eps=1e-3,
-    attention_sinks=True,
-)
+CONFIG = small_model(vocab_size=19, num_layers=2, num_heads=8, norm_eps=1e-3, attention_sinks=True)
 LENGTHS = [5, 9, 2]
 T = sum(LENGTHS)
 SEGMENTS = np.repeat([[1, 2, 3]], LENGTHS, axis=1).astype(np.int32)
@@ -32,7 +23,7 @@ def test_packed_documents_have_the_numbers_of_documents_alone():
     """On one device, where logits are the plain mathematics' (test_decoder.py), and which meshes
     equal.
     """
-    build = lambda: jaxtp.Decoder(CONFIG, rngs=nnx.Rngs(0))
+    build = decoder(CONFIG)
     graph, state = without_mesh(build, random_weights(build))
     ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, T), np.int32)
     labels = np.roll(ids, -1, axis=1)

@@ -2,13 +2,21 @@
 for."""
 
 import dataclasses
+from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 from accounts import B, T, account_of, compiled_flops, kept_activations
 from flax import nnx
-from support import assert_close, cached_and_whole, decoder, random_weights, sweep, without_mesh
+from support import (
+    assert_close,
+    cached_and_whole,
+    decoder,
+    random_weights,
+    swept,
+    use_mesh,
+    without_mesh,
+)
 from tables import read_table
 from toy_layer import GatedConvolution, ToyModel, WrongModel
 from variants import variant
@@ -18,7 +26,7 @@ from jaxtp.analysis.hardware import find
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain, validate
 from jaxtp.layers.parameter import Precision
-from jaxtp.mesh import mesh_of, mesh_shape
+from jaxtp.mesh import mesh_shape
 from jaxtp.models.config import validate_model, violations
 from jaxtp.tools.check.__main__ import verdicts
 from jaxtp.tools.check.first_difference import first_difference
@@ -29,7 +37,7 @@ from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device
 
 MODEL = ToyModel(vocab_size=61, d_model=32, num_layers=2, d_ff=48, conv_features=32, loss_chunk=8)
-PATTERN = dataclasses.replace(MODEL, num_layers=3, pattern=({"conv_width": 2}, {}))
+PATTERN = replace(MODEL, num_layers=3, pattern=({"conv_width": 2}, {}))
 """Two kinds of convolution in turn, and one left over."""
 TP = Case(mesh_shape(tp=2), True)
 CP = Case(mesh_shape(cp=2), False, "gather")
@@ -59,7 +67,7 @@ CONFIG = run_of()
 STEPS = read_table(__file__)
 
 
-@pytest.mark.parametrize("name", sweep(STEPS, "parallel"))
+@swept("name", STEPS, "parallel")
 def test_a_step_moves_and_multiplies_what_is_declared(name):
     found = account_of(variant(PATTERN, STEPS[name]["model"]), STEPS[name]["mesh"])
     assert found.sent == pytest.approx(found.costs.budget)
@@ -69,16 +77,14 @@ def test_a_step_moves_and_multiplies_what_is_declared(name):
 
 @pytest.mark.wide
 def test_its_products_are_those_of_the_compiled_program():
-    config = dataclasses.replace(MODEL, num_layers=1, remat="save_dots")
+    config = replace(MODEL, num_layers=1, remat="save_dots")
     work = step_costs(config, mesh_shape(fsdp=2, tp=2), batch_size=B, sequence_length=T)
     assert work.flops == compiled_flops(config, (1, 2, 2), 1)
 
 
-@pytest.mark.parametrize("remat", sweep(["full", "save_gathered", "save_dots"], "save_gathered"))
+@swept("remat", ["full", "save_gathered", "save_dots"], "save_gathered")
 def test_a_block_keeps_what_it_declares(remat):
-    config = dataclasses.replace(
-        MODEL, num_layers=1, remat=remat, precision=Precision(compute="bfloat16")
-    )
+    config = replace(MODEL, num_layers=1, remat=remat, precision=Precision(compute="bfloat16"))
     declared = step_costs(config, mesh_shape(), batch_size=2, sequence_length=T).kept
     assert declared == kept_activations(config, 2, T)
 
@@ -96,8 +102,7 @@ def test_memory_and_the_search_for_a_setting():
     assert all(setting.fits for setting in found.settings)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("placement", ["before", "parallel"])
+@swept("placement", ["before", "parallel"])
 def test_the_check_passes(placement):
     case = {"before": Case(mesh_shape(dp=2, fsdp=2, tp=2), True), "parallel": TP}[placement]
     run = run_of(norm_placement=placement, layer_scale=True)
@@ -117,8 +122,8 @@ def test_shrinking_keeps_its_structure():
 
 def where_it_differs(kind, case):
     """Returns the first module whose numbers on a mesh differ from one device's, or None."""
-    model = kind(**vars(dataclasses.replace(MODEL, num_layers=1)))
-    small = shrink(dataclasses.replace(CONFIG, model=model), [case])
+    model = kind(**vars(replace(MODEL, num_layers=1)))
+    small = shrink(replace(CONFIG, model=model), [case])
     if case.sizes["cp"] > 1:
         small = replace_nested(small, {"mesh.context": "gather", "model.sequence_parallel": False})
     return first_difference(small, case, initial_arrays(small), TOLERANCES["float32"].tensor)
@@ -134,13 +139,13 @@ def test_the_check_names_a_wrong_layer_and_no_other():
 
 
 def test_sizes_that_do_not_fit_are_named():
-    (problem,) = violations(dataclasses.replace(MODEL, conv_features=36), mesh_shape(tp=8))
+    (problem,) = violations(replace(MODEL, conv_features=36), mesh_shape(tp=8))
     assert "model.conv_features=36 is not divisible by mesh.tp=8" in problem
     with pytest.raises(
         ConfigError,
         match=r"model.pattern\[1\]:\n.*conv_widht: unknown key; did you mean conv_width",
     ):
-        validate_model(dataclasses.replace(MODEL, pattern=({}, {"conv_widht": 2})), mesh_shape())
+        validate_model(replace(MODEL, pattern=({}, {"conv_widht": 2})), mesh_shape())
 
 
 def test_over_cp_it_is_refused_and_not_wrong():
@@ -151,7 +156,7 @@ def test_over_cp_it_is_refused_and_not_wrong():
     )
     with (
         pytest.raises(ConfigError, match="not supported by GatedConvolution"),
-        jax.set_mesh(mesh_of(mesh_shape(cp=2))),
+        use_mesh(cp=2),
     ):
         nnx.eval_shape(decoder(PATTERN))
     assert not any(violations(jaxtp.ModelConfig(), mesh_shape(cp=2))), "attention and an MLP do"

@@ -1,30 +1,20 @@
 """Outputs, gradients and three updates of a run on any mesh are those of one device."""
 
-import dataclasses
+from dataclasses import replace
 
 import deltas
 import pytest
 from support import sizes_of
 from tables import read_table
-from variants import variant
+from variants import small_model, variant
 
-import jaxtp
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 
 T = 16
 RUN = TrainConfig(
-    model=jaxtp.ModelConfig(
-        vocab_size=29,
-        d_model=16,
-        num_layers=2,
-        num_heads=8,
-        num_kv_heads=8,
-        head_dim=4,
-        d_ff=24,
-        rope_theta=2.0,
-    ),
+    model=small_model(vocab_size=29, num_layers=2, num_heads=8, num_kv_heads=8, rope_theta=2.0),
     data=DataConfig(sequence_length=T, global_batch_size=8, packing="documents"),
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, weight_decay=0.1),
     train=LoopConfig(steps=10),
@@ -66,7 +56,7 @@ def test_three_updates_on_a_mesh_are_those_of_one_device(name):
         path: error / 2 if ".nu." in path else error for path, error in errors.updates.items()
     }
     tolerance = parity.TOLERANCES[run.model.precision.compute]
-    assert dataclasses.replace(errors, updates=updates).within(tolerance), errors
+    assert replace(errors, updates=updates).within(tolerance), errors
     assert found.problems == ()
     has_experts = "num_experts" in str(settings) and not run.model.lora.rank
     assert has_experts == any("mlp.router" in name for name in found.gradients)

@@ -1,11 +1,11 @@
 """The products of a step: by formula, in the compiled program, and by kernels that a CPU does not
 have."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 from accounts import B, T, compiled_flops
-from support import sizes_of
+from support import sizes_of, swept
 from tables import read_table
 from variants import variant
 
@@ -19,8 +19,7 @@ SHAPE = {"batch_size": B, "sequence_length": T}
 COMPILED = TABLE["compiled"]
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", COMPILED)
+@swept("name", COMPILED)
 def test_flops_are_those_of_the_compiled_program(name):
     row = COMPILED[name]
     config = variant(MODEL, row["model"])
@@ -74,7 +73,7 @@ def test_a_kernel_of_experts_computes_what_the_tokens_chose_alone(mesh):
     assert {(p.m, p.k, p.n) for p in own.values()} == {(rows, 32, 2 * width), (rows, width, 32)}
     assert all(dense[name].flops == config.num_experts * one.flops for name, one in own.items())
     assert all(p.counted * p.flops == own[name].flops for name, p in dense.items())
-    xla = step_costs(dataclasses.replace(config, grouped="xla"), sizes, **SHAPE, platform="cuda")
+    xla = step_costs(replace(config, grouped="xla"), sizes, **SHAPE, platform="cuda")
     assert xla.products == step_costs(config, sizes, **SHAPE, platform="rocm").products
 
 
@@ -93,7 +92,7 @@ def test_a_kernel_without_scores_makes_half_of_them_and_moves_none():
     with remat."""
 
     def attention(name, **changes):
-        work = step_costs(dataclasses.replace(MODEL, **changes), mesh_shape(fsdp=2, tp=4), **SHAPE)
+        work = step_costs(replace(MODEL, **changes), mesh_shape(fsdp=2, tp=4), **SHAPE)
         return sum(p.flops for p in work.attention if p.name == name), work.scores
 
     for name, times in (("scores", 5 / 4), ("weighted values", 1)):

@@ -1,10 +1,10 @@
 """`Compute`: the dtype of a module's computation, named in a plan."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support import use_mesh
 
 import jaxtp
 from jaxtp import Colwise, Compute, Rowwise
@@ -28,7 +28,7 @@ def test_layers_compute_in_the_dtype_and_keep_their_parameters():
     plan = {"": Compute("bfloat16"), "up": Colwise(), "down": Compute("float32", Rowwise())}
     x = np.random.default_rng(0).standard_normal((8, 16), np.float32)
     run = nnx.jit(lambda model, x: (model.up(x), model(x)))
-    with jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2)):
+    with use_mesh(fsdp=2, tp=2):
         model = jaxtp.parallelize(build, plan)
         assert (model.up.kernel.dtype, model.down.kernel.dtype) == (jnp.float32, jnp.float32)
         up, result = run(model, x)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support import use_mesh
 
 import jaxtp
 from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, Shard
@@ -49,7 +50,7 @@ def test_any_use_gives_the_numbers_of_the_array():
     x = np.random.default_rng(0).standard_normal((4, D), np.float32)
     run = nnx.jit(sums_and_gradients)
     expected = run(Mlp(), x)
-    with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
+    with use_mesh(1, 2, 2):
         found = run(jaxtp.parallelize(Mlp, PLAN), x)
     jax.tree.map(
         lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5),
@@ -64,7 +65,7 @@ class Identity(nnx.Module):
 
 
 def test_an_array_of_numpy_is_refused_as_ever():
-    with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
+    with use_mesh(1, 2, 2):
         model = jaxtp.parallelize(Identity(), {"": PrepareInput(Replicate(), Replicate())})
         with pytest.raises(jax.errors.TracerArrayConversionError):
             nnx.jit(lambda model, x: model(x))(model, np.ones((4, D), np.float32))

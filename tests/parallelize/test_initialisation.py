@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support import use_mesh
 
 import jaxtp
 from jaxtp import Colwise, PlanError
@@ -44,7 +45,7 @@ def test_both_forms_give_the_same_model():
     build = lambda: Tables(nnx.Rngs(0))
     x = jnp.linspace(0.0, 1.0, 4 * D).reshape(4, D)
     run = nnx.jit(lambda model, x: model(x))
-    with jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=4)):
+    with use_mesh(fsdp=2, tp=4):
         made, in_parts = (jaxtp.parallelize(model, {"up": Colwise()}) for model in (build(), build))
         np.testing.assert_allclose(run(in_parts, x), run(made, x), rtol=1e-5, atol=1e-5)
     assert nnx.split(made)[0] == nnx.split(in_parts)[0]

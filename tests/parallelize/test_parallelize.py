@@ -3,6 +3,7 @@ updates are the same.
 """
 
 import functools
+from functools import partial
 
 import flax_models as models
 import jax
@@ -12,6 +13,7 @@ import pytest
 from flax import nnx
 from flax_models import D, T, V
 from flax_parity import assert_same, train_alone, train_on
+from support import use_mesh
 
 import jaxtp
 from jaxtp import (
@@ -36,7 +38,7 @@ CASES = {
     "llama": (models.Llama, models.LLAMA_PLAN),
     "llama without a plan": (models.Llama, {}),
     "llama, all-reduced": (
-        functools.partial(models.LlamaBlock, kv_heads=2, use_bias=True),
+        partial(models.LlamaBlock, kv_heads=2, use_bias=True),
         {
             "attention": PrepareInput(Replicate(), Replicate()),
             "attention.w{q,k,v}": Colwise(),
@@ -148,7 +150,7 @@ def test_ids_that_are_not_there_give_what_flax_gives():
     ids = np.array([[0, V - 1, -1, -V], [V, 3, -V - 1, 7]])
     build = lambda: nnx.Embed(V, D, rngs=nnx.Rngs(0))
     run = nnx.jit(lambda embeds: [embed(ids) for embed in embeds])
-    with jax.set_mesh(jaxtp.make_mesh(dp=2, tp=2)):
+    with use_mesh(dp=2, tp=2):
         found = run(
             [jaxtp.parallelize(build, plan) for plan in ({"": Colwise()}, {"": Rowwise()}, {})]
         )

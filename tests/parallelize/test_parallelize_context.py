@@ -12,6 +12,7 @@ from flax import nnx
 from flax_models import D, T, V
 from flax_parity import assert_same, train_alone, train_on
 from moves import assert_weights_alone_move, audit_gradients, sent
+from support import use_mesh
 
 import jaxtp
 from jaxtp import Colwise, ContextParallel, PlanError, PrepareInput, Replicate, Rowwise, Shard
@@ -101,7 +102,7 @@ def test_a_plan_that_does_not_say_where_cp_divides_is_refused():
 
 
 def test_inputs_that_cp_does_not_divide_are_refused():
-    with jax.set_mesh(jaxtp.make_mesh(cp=2)):
+    with use_mesh(cp=2):
         model = jaxtp.parallelize(nnx.Linear(D, D, rngs=nnx.Rngs(0)), WHOLE)
         with pytest.raises(ValueError, match=r"float32\[8, 16\], which has no sequence: use cp=1"):
             model(X[:, 0])
@@ -112,7 +113,7 @@ def test_inputs_that_cp_does_not_divide_are_refused():
 
 
 def test_one_row_is_divided_too_and_ids_are_a_sequence():
-    with jax.set_mesh(jaxtp.make_mesh(cp=2, tp=2)):
+    with use_mesh(cp=2, tp=2):
         model = jaxtp.parallelize(nnx.Embed(V, D, rngs=nnx.Rngs(0)), WHOLE)
         found = nnx.jit(lambda model, ids: model(inputs=ids))(model, IDS)
     assert found.sharding.shard_shape(found.shape) == (1, T // 2, D)

@@ -10,6 +10,7 @@ from flax import linen, nnx
 from flax_models import D, F, T
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import use_mesh
 
 import jaxtp
 from jaxtp import (
@@ -284,7 +285,7 @@ def test_what_makes_no_model(name):
 
 
 def test_calls_that_do_not_fit_are_refused():
-    with jax.set_mesh(jaxtp.make_mesh(*MESH)):
+    with use_mesh(*MESH):
         for style in (
             SequenceParallel(),
             PrepareInput(Replicate(), Shard(1)),
@@ -324,8 +325,8 @@ OTHERS = {"a.*": "a.b.c", "a.w{1,3}": "a.w2", "*": ""}
 
 
 def test_patterns():
-    assert [pattern for pattern, path in MATCHES.items() if not matches(pattern, path)] == []
-    assert [pattern for pattern, path in OTHERS.items() if matches(pattern, path)] == []
+    assert not [pattern for pattern, path in MATCHES.items() if not matches(pattern, path)]
+    assert not [pattern for pattern, path in OTHERS.items() if matches(pattern, path)]
 
 
 NAMES = st.lists(st.sampled_from(["a", "b", "cc", "0"]), min_size=1, max_size=4)

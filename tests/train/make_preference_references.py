@@ -31,8 +31,8 @@ METRICS = [
     "rewards/accuracies",
     "rewards/margins",
     "logps/chosen",
+    "logps/rejected",
 ]
-METRICS += ["logps/rejected"]
 VARIANTS = {
     "sigmoid": {"beta": 0.1},
     "label_smoothing": {"beta": 0.3, "label_smoothing": 0.2, "loss_type": ["aot_unpaired"]},

@@ -2,12 +2,12 @@
 planted is named.
 """
 
-import dataclasses
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
-from support import sweep
+from support import swept
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
@@ -35,12 +35,12 @@ RIGHT = kernels.KERNELS["blockwise"]
 
 
 def check(dtype="float32", length=50, **model):
-    model = dataclasses.replace(MODEL, precision=Precision(compute=dtype), **model)
+    model = replace(MODEL, precision=Precision(compute=dtype), **model)
     run = TrainConfig(model=model, data=DataConfig(sequence_length=length))
     check_attention(run, jaxtp.make_mesh(tp=2), on_cpu=True)
 
 
-@pytest.mark.parametrize("dtype", sweep(["float32", "bfloat16"], "bfloat16"))
+@swept("dtype", ["float32", "bfloat16"], "bfloat16")
 def test_a_right_kernel_passes(dtype):
     check(dtype)
 
@@ -58,7 +58,7 @@ def planted(change):
         q, k, v = (arguments.pop(name) for name in "qkv")
         return RIGHT.run(q, k, v, **arguments)
 
-    return dataclasses.replace(RIGHT, run=run)
+    return replace(RIGHT, run=run)
 
 
 MISTAKES = {
@@ -79,7 +79,7 @@ WRONG_GRADIENT = {
 }
 
 
-@pytest.mark.parametrize("mistake", sweep(MISTAKES, "a window off by one", "half a gradient"))
+@swept("mistake", MISTAKES, "a window off by one", "half a gradient")
 def test_a_wrong_kernel_refuses_the_run_by_name(monkeypatch, mistake):
     monkeypatch.setitem(kernels.KERNELS, "blockwise", planted(MISTAKES[mistake]))
     wrong = WRONG_GRADIENT.get(mistake, "its output")
@@ -134,7 +134,7 @@ PART_MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", sweep(PART_MISTAKES, "keys one further"))
+@swept("mistake", PART_MISTAKES, "keys one further")
 def test_a_kernel_that_takes_a_part_for_another_is_found(mistake):
     assert worst_error(planted(PART_MISTAKES[mistake]).run) > 1
 
@@ -143,7 +143,7 @@ def test_a_kernel_that_does_not_run_there_is_one_message(monkeypatch):
     def unsupported(*_, **__):
         raise NotImplementedError("no such instruction\nand more")
 
-    monkeypatch.setitem(kernels.KERNELS, "blockwise", dataclasses.replace(RIGHT, run=unsupported))
+    monkeypatch.setitem(kernels.KERNELS, "blockwise", replace(RIGHT, run=unsupported))
     with pytest.raises(
         ConfigError, match="the kernel blockwise does not run on cpu: no such instruction; try"
     ):
@@ -178,7 +178,7 @@ def run_of_length(length, **loop):
     programs.
     """
     assert length < 16
-    model = dataclasses.replace(MODEL, attention="auto")
+    model = replace(MODEL, attention="auto")
     return TrainConfig(
         model=model, data=DataConfig(sequence_length=length), train=LoopConfig(**loop)
     )
@@ -220,7 +220,7 @@ def test_a_kernel_that_is_as_fast_stays(times):
 
 
 def test_a_kernel_that_is_wrong_is_no_rival(times, monkeypatch):
-    wrong = dataclasses.replace(planted(MISTAKES["no documents"]), name="xla")
+    wrong = replace(planted(MISTAKES["no documents"]), name="xla")
     monkeypatch.setattr(self_check, "candidates", lambda asked, use: [RIGHT, wrong])
     assert "measured" not in chosen(run_of_length(13))
 

@@ -13,8 +13,8 @@ from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.train.__main__ import main as train
 
 WORDS = ["tensor", "mesh", "shard", "gather", "scatter", "reduce", "device", "axis"]
-BPE = ["--include", "*.txt", "--train-bpe", "300", "--held-out", "0.2"]
-PAIRS = ["--prompt-field", "prompt", "--completion-field", "completion"]
+BPE = ["--include=*.txt", "--train-bpe=300", "--held-out=0.2"]
+PAIRS = ["--prompt-field=prompt", "--completion-field=completion"]
 
 
 def write_rows(path, rows):
@@ -81,8 +81,8 @@ def test_a_mixture_of_concatenated_documents_and_a_validation_set_of_its_own(
     tmp_path, texts, dataset, command, capsys
 ):
     other = tmp_path / "other"
-    tokenizer = [f"--tokenizer={dataset}/tokenizer.json", "--held-out", "0"]
-    assert prepare([str(texts), "--include", "*.txt", *tokenizer, f"--out={other}"]) == 0
+    tokenizer = [f"--tokenizer={dataset}/tokenizer.json", "--held-out=0"]
+    assert prepare([str(texts), "--include=*.txt", *tokenizer, f"--out={other}"]) == 0
     config = tmp_path / "c.yaml"
     config.write_text(
         f"data: {{mixture: {{{dataset}: 3, {other}: 1}}, validation: {dataset}, packing: concatenated}}"  # noqa: E501
@@ -102,11 +102,11 @@ def test_sequences_of_prompts_alone_are_left_out_and_counted(tmp_path, command, 
     long = str(tmp_path / "long")
     assert (
         prepare(
-            [write_rows(tmp_path / "rows.jsonl", rows), *PAIRS, "--held-out", "0.3", "--out", long]
+            [write_rows(tmp_path / "rows.jsonl", rows), *PAIRS, "--held-out=0.3", f"--out={long}"]
         )
         == 0
     )
-    flags = [*command, "--mesh=tp=2", "--data.path", long, "--data.global-batch-size=2"]
+    flags = [*command, "--mesh=tp=2", f"--data.path={long}", "--data.global-batch-size=2"]
     assert train(flags) == 0
     assert re.search(
         r"^rows .* \d+ more without a label left out", capsys.readouterr().out, re.MULTILINE
@@ -158,7 +158,7 @@ def test_the_validation_loss_does_not_depend_on_the_batch_size_and_the_mesh(tmp_
     for name in "ab":
         rows = [{"text": f"{name}{i} " * (1 + i % 23)} for i in range(90)]
         file = write_rows(tmp_path / f"{name}.jsonl", rows)
-        assert prepare([file, "--held-out", "0.2", "--out", str(tmp_path / name)]) == 0
+        assert prepare([file, "--held-out=0.2", f"--out={tmp_path / name}"]) == 0
     mixed = tmp_path / "mixture.yaml"
     mixed.write_text(f"data: {{mixture: {{{tmp_path / 'a'}: 3, {tmp_path / 'b'}: 1}}}}\n")
     once = ["--eval.batches=99", "--train.steps=1", "--optimizer.learning-rate=1e-30"]

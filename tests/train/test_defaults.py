@@ -1,7 +1,7 @@
 """The defaults of a run that begins with a trained model."""
 
-import dataclasses
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import SMOL_LM, TEXT, records, smol_lm
-from support import sweep
-from tables import read_table
+from support import swept
+from tables import read_table, write_json
 
 from jaxtp.checkpoint import storage
 from jaxtp.config.schema import ConfigError, from_yaml, to_plain
@@ -83,25 +83,23 @@ def test_a_trained_model_gets_the_defaults_of_fine_tuning(ask, tmp_path, capsys)
 
 @pytest.mark.parametrize("recipe", PUBLISHED["recipes"])
 def test_a_recipe_has_the_sizes_of_its_model_and_leaves_no_default_open(recipe, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["recipes"][recipe]))
+    write_json(tmp_path / "config.json", PUBLISHED["recipes"][recipe])
     file = Path(__file__).parents[2] / f"configs/{recipe}.yaml"
     alone = from_yaml(TrainConfig, file)
     flags = [f"--config={file}", f"--model.from-hf={tmp_path}"]
     config, notes = TRAIN.load(flags, partial(resolve_defaults, devices=gpus(8)))
     assert notes == []
-    assert training_of(config) == dataclasses.replace(
-        alone, model=dataclasses.replace(alone.model, from_hf=tmp_path)
-    )
+    assert training_of(config) == replace(alone, model=replace(alone.model, from_hf=tmp_path))
 
 
-@pytest.mark.parametrize("memory", sweep([20e9, 44.5e9], 44.5e9))
+@swept("memory", [20e9, 44.5e9], 44.5e9)
 def test_a_default_mesh_lacks_the_least_memory(tmp_path, memory):
     """By the account of an estimate: of 70B with adapters it said that a mesh fits, and below
     that it does not.
     """
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["models"]["llama31_70b"]))
+    write_json(tmp_path / "config.json", PUBLISHED["models"]["llama31_70b"])
     flags = [f"--model.from-hf={tmp_path}", "--model.lora.rank=16", "--data.sequence-length=2048"]
-    devices = dataclasses.replace(gpus(8), kind="h100", platform="cuda", memory=memory)
+    devices = replace(gpus(8), kind="h100", platform="cuda", memory=memory)
     config, _ = TRAIN.load(flags, partial(resolve_defaults, devices=devices))
     able = [
         sizes
@@ -158,7 +156,7 @@ GPT2 = {
     ],
 )
 def test_the_length_is_the_models_and_the_dtype_that_of_the_devices(ask, model, attributes, length):
-    (model / "config.json").write_text(json.dumps(attributes))
+    write_json(model / "config.json", attributes)
     config, _ = ask()
     assert (config.data.sequence_length, config.model.precision.compute) == (length, "bfloat16")
 
@@ -337,7 +335,7 @@ def test_a_run_on_gpus_computes_in_bfloat16_unless_told_otherwise(ask):
     config, notes = ask(*WHOLE_MESH, begins=())
     assert config.model.precision.compute == "bfloat16"
     assert names_of(notes) == {"model.precision.compute"}
-    old_gpus = dataclasses.replace(gpus(8), bfloat16=False)
+    old_gpus = replace(gpus(8), bfloat16=False)
     for flags, place in ((("--model.precision.compute=float32",), gpus(8)), ((), old_gpus)):
         config, notes = ask(*WHOLE_MESH, *flags, place=place, begins=())
         assert (config.model.precision.compute, notes) == ("float32", [])
@@ -400,8 +398,8 @@ def test_spare_virtual_devices_do_not_count_unless_an_axis_takes_them(monkeypatc
 
 
 def test_an_axis_of_minus_one_takes_all_remaining_devices():
-    config, _ = TRAIN.load(["--mesh", "fsdp=-1,tp=4"], resolve_defaults)
+    config, _ = TRAIN.load(["--mesh=fsdp=-1,tp=4"], resolve_defaults)
     assert mesh_sizes(open_mesh(training_of(config))) == mesh_shape(fsdp=4, tp=4)
-    config, _ = TRAIN.load(["--mesh", "fsdp=-1,tp=3"], resolve_defaults)
+    config, _ = TRAIN.load(["--mesh=fsdp=-1,tp=3"], resolve_defaults)
     with pytest.raises(MeshError, match=r"16 devices cannot be divided by 3"):
         open_mesh(training_of(config))

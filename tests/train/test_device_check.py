@@ -1,11 +1,11 @@
 """The self-check of devices: right ones pass, and each planted fault is named with its device."""
 
-import dataclasses
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import sweep
+from support import swept
 
 import jaxtp
 from jaxtp.collectives import axis_index
@@ -22,7 +22,7 @@ from jaxtp.train.self_check import (
 )
 
 
-@pytest.mark.parametrize("dtype", sweep(["float32", "bfloat16"], "bfloat16"))
+@swept("dtype", ["float32", "bfloat16"], "bfloat16")
 def test_right_devices_pass(dtype):
     (line,) = check_devices(jaxtp.make_mesh(1, 2, 2, cp=2), dtype, on_cpu=True)
     assert "every device" in line
@@ -64,7 +64,7 @@ def test_a_wrong_operation_is_named(monkeypatch, name, run):
 def test_a_wrong_operation_is_explained_by_a_version_that_is_known_to_be_bad(monkeypatch):
     planted(monkeypatch, "an elementwise operation", lambda x: x * 0)
     monkeypatch.setattr(self_check, "native_versions", lambda: {"jax": "0.11.1"})
-    everywhere = dataclasses.replace(known_versions.TABLE[0], devices="")
+    everywhere = replace(known_versions.TABLE[0], devices="")
     monkeypatch.setattr(known_versions, "TABLE", (everywhere,))
     with pytest.raises(
         NumericsError, match=r"(?s)outside of jit wrong: .*\nWARNING jax 0\.11\.1, .*40633"

@@ -1,8 +1,8 @@
 """Distillation from a teacher's likeliest tokens, against dense formulas on whole logits."""
 
-import dataclasses
 import functools
 import math
+from dataclasses import replace
 
 import accounts
 import jax
@@ -13,7 +13,15 @@ from corpora import prepared
 from flax import nnx
 from run_comparisons import assert_same_records
 from runs import SMALL, TEXT, records
-from support import assert_close, assert_refused, by_name, random_weights, state_on_mesh, sweep
+from support import (
+    assert_close,
+    assert_refused,
+    by_name,
+    random_weights,
+    state_on_mesh,
+    swept,
+)
+from variants import small_model
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
@@ -29,16 +37,8 @@ B = 8
 T = 8
 V = 37
 D = 16
-MODEL = jaxtp.ModelConfig(
-    vocab_size=V,
-    d_model=D,
-    num_layers=1,
-    num_heads=8,
-    num_kv_heads=8,
-    head_dim=4,
-    d_ff=24,
-    logit_softcap=4.0,
-    loss_chunk=6,
+MODEL = small_model(
+    vocab_size=V, d_model=D, num_heads=8, num_kv_heads=8, logit_softcap=4.0, loss_chunk=6
 )
 
 
@@ -49,7 +49,7 @@ class Shallow(jaxtp.Decoder):
         return self.norm(self.embed(ids_BT, sequences))
 
 
-EXPERTS = dataclasses.replace(MODEL, num_experts=4, experts_per_token=2, sequence_parallel=True)
+EXPERTS = replace(MODEL, num_experts=4, experts_per_token=2, sequence_parallel=True)
 MODELS = {
     "shallow": lambda: Shallow(MODEL, rngs=nnx.Rngs(0)),
     "decoder": lambda: create_decoder(MODEL, rngs=nnx.Rngs(0)),
@@ -157,7 +157,7 @@ def on_one_device(name, model):
 FORMULAS = [("all", 5), ("forward", V), ("reverse", 5), ("mixed", V), ("hot", 5)]
 
 
-@pytest.mark.parametrize("case", sweep(FORMULAS, FORMULAS[0]), ids=str)
+@swept("case", FORMULAS, FORMULAS[0])
 def test_the_loss_is_the_divergence_of_the_top_tokens_and_the_rest(case):
     """With all tokens it is the divergence of the vocabulary."""
     name, k = case
@@ -185,7 +185,7 @@ def test_a_student_that_leaves_nothing_to_other_tokens_is_pulled_back():
         )
 
 
-@pytest.mark.parametrize("case", sweep(MESHES, MESHES[0]), ids=" ".join)
+@swept("case", MESHES, MESHES[0])
 def test_a_mesh_gives_the_numbers_of_one_device(case):
     mesh, name, model = case
     batch, expected = on_one_device(name, model)
@@ -222,21 +222,18 @@ def test_values_out_of_range_are_refused():
 def test_a_student_learns_from_the_scores_of_a_teacher_and_resumes(tmp_path, capsys):
     rows = "".join(f'{{"text": "{line}"}}\n' for line in TEXT.splitlines()[:100])
     (tmp_path / "text.jsonl").write_text(rows)
-    data = prepared(tmp_path / "data", tmp_path / "text.jsonl", "--held-out", "0.1").folder
+    data = prepared(tmp_path / "data", tmp_path / "text.jsonl", "--held-out=0.1").folder
     scores = str(tmp_path / "scores")
     small = [*SMALL, "--model.num-layers=1", f"--data.path={data}", "--mesh=fsdp=2,tp=2"]
     assert main([*small, "--train.steps=30", f"--run.dir={tmp_path}/teacher"]) == 0
-    teacher = [f"--model={tmp_path}/teacher", "--top-k", "8", "--data.sequence-length=32"]
-    assert score([str(data), *teacher, "--out", scores]) == 0
+    teacher = [f"--model={tmp_path}/teacher", "--top-k=8", "--data.sequence-length=32"]
+    assert score([str(data), *teacher, f"--out={scores}"]) == 0
     student = [
         *small,
-        "--data.scores",
-        scores,
+        f"--data.scores={scores}",
         "--run.seed=1",
         "--train.steps=20",
         "--optimizer.schedule=constant",
-    ]
-    student += [
         "--train.loss=jaxtp:Distillation",
         "--train.loss-arguments.cross-entropy=0.1",
         "--run.dir",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from runs import SMALL, TEXT, records
+from support import assert_refused
 
 from jaxtp.config.schema import ConfigError, from_yaml, replace_nested
 from jaxtp.tools.estimate.__main__ import main as estimate
@@ -90,18 +91,19 @@ def test_a_resumed_run_says_what_is_done_and_what_is_left(text, monkeypatch):
 
 def test_an_estimate_of_epochs_needs_the_data(tmp_path, text, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert estimate(["--train.epochs=3"]) == 2
-    assert (
-        "train.epochs=3 needs a dataset to count its steps: add --data.path"
-        in capsys.readouterr().err
+    assert_refused(
+        estimate,
+        ["--train.epochs=3"],
+        "train.epochs=3 needs a dataset to count its steps: add --data.path",
+        capsys,
     )
     flags = [*text[:2], "--hardware=h100x8", "--mesh=dp=8", "--as-configured"]
     config, _ = resolved(*text, "--train.epochs=3")
-    assert estimate([*flags, "--train.epochs=3", "--write", "e.yaml"]) == 0
+    assert estimate([*flags, "--train.epochs=3", "--write=e.yaml"]) == 0
     written = yaml.safe_load((tmp_path / "e.yaml").read_text())
     assert written["train"]["epochs"] == 3
     assert "steps" not in written["train"], "the run counts them"
-    assert resolved("--config", "e.yaml")[0].train.steps == config.train.steps
+    assert resolved("--config=e.yaml")[0].train.steps == config.train.steps
 
 
 @pytest.mark.journey

@@ -2,15 +2,16 @@
 and goes on with.
 """
 
-import dataclasses
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from run_comparisons import assert_same_records
-from runs import SMALL, TEXT
+from runs import OF_ANY_MODEL, SMALL, TEXT
+from support import new_decoder, swept, use_mesh
+from variants import small_model
 
 import jaxtp
 from jaxtp.analysis import step_costs as costs
@@ -34,18 +35,7 @@ from jaxtp.train.state import plan_state, trained_parameters
 from jaxtp.train.step import fetch, make_train_step
 from jaxtp.train.validation import check, check_kernels
 
-MODEL = jaxtp.ModelConfig(
-    vocab_size=61,
-    d_model=16,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    d_ff=8,
-    loss_chunk=8,
-    num_experts=6,
-    selection_bias=True,
-)
+MODEL = small_model(head_dim=8, d_ff=8, loss_chunk=8, num_experts=6, selection_bias=True)
 """Experts that are divided over tp 2 whole, over tp 4 inside."""
 RATE = 0.25
 RUN = TrainConfig(
@@ -68,7 +58,7 @@ def stored_in(config):
 
 
 LORA = LoraConfig(rank=2, targets=("q_proj", "v_proj"))
-ADAPTED = dataclasses.replace(MODEL, lora=LORA)
+ADAPTED = replace(MODEL, lora=LORA)
 
 
 def test_checkpoints_hold_the_bias_and_no_optimizer_has_it():
@@ -76,9 +66,7 @@ def test_checkpoints_hold_the_bias_and_no_optimizer_has_it():
     assert [name for name in stored_in(RUN) if "selection_bias" in name] == [BIAS]
     assert BIAS.removeprefix("model.") not in trained_parameters(plan_of(RUN))
     of_adapters = [
-        name
-        for name in stored_in(dataclasses.replace(RUN, model=ADAPTED))
-        if name.startswith("model.")
+        name for name in stored_in(replace(RUN, model=ADAPTED)) if name.startswith("model.")
     ]
     assert {name.rpartition(".")[2] for name in of_adapters} == {"a", "b"}, (
         "the bias too is the base model's"
@@ -86,7 +74,7 @@ def test_checkpoints_hold_the_bias_and_no_optimizer_has_it():
 
 
 def test_merged_adapters_leave_the_bias_where_it_is():
-    model = jaxtp.Decoder(ADAPTED, rngs=nnx.Rngs(0))
+    model = new_decoder(ADAPTED)
     bias = model.blocks.mlp.selection_bias
     bias[...] = np.random.default_rng(0).normal(size=bias.shape).astype(np.float32)
     np.testing.assert_array_equal(
@@ -96,7 +84,7 @@ def test_merged_adapters_leave_the_bias_where_it_is():
 
 def updated(sizes, **train):
     """The selection biases after three updates, and the scalars of the last."""
-    config = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, **train))
+    config = replace(RUN, train=replace(RUN.train, **train))
     plan = plan_of(config, sizes)
     step = make_train_step(config, plan)
     with jax.set_mesh(plan.mesh):
@@ -121,15 +109,12 @@ def test_an_update_moves_each_bias_once():
         assert scalars == pytest.approx(numbers, rel=1e-4)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", ["muon", "adafactor", "lion"])
+@swept("name", ["muon", "adafactor", "lion"])
 def test_optimizers_over_whole_experts_and_parts_of_them(name):
     """Muon deals out matrices that tp divides inside, and has those of a device's own experts to
     itself over tp.
     """
-    config = dataclasses.replace(
-        RUN, optimizer=OptimizerConfig(name=name, learning_rate=1e-2, warmup_steps=1)
-    )
+    config = replace(RUN, optimizer=OptimizerConfig(name=name, learning_rate=1e-2, warmup_steps=1))
     initial = parity.initial_arrays(config)
     whole = parity.run(config, ONE_DEVICE, initial)
     for sizes in (WHOLE, INSIDE):
@@ -161,10 +146,10 @@ def test_the_summary_says_how_experts_are_divided_and_what_multiplies_with_them(
         4: "over tp 4: all 6 on each device, 2 of the width 8 of each",
     }
     assert {tp: describe_experts(MODEL, tp) for tp in divided} == divided
-    assert describe_experts(dataclasses.replace(MODEL, num_experts=0), 1) is None
+    assert describe_experts(replace(MODEL, num_experts=0), 1) is None
 
     def products(platform, grouped):
-        return "".join(describe_grouped(dataclasses.replace(MODEL, grouped=grouped), platform))
+        return "".join(describe_grouped(replace(MODEL, grouped=grouped), platform))
 
     assert products("cuda", "auto").startswith("pallas products of experts")
     assert (
@@ -173,22 +158,22 @@ def test_the_summary_says_how_experts_are_divided_and_what_multiplies_with_them(
     assert "WARNING: it multiplies every row by every expert, 6 times" in products("cuda", "xla")
 
 
-DENSE = dataclasses.replace(MODEL, num_experts=0, selection_bias=False)
-UNBIASED = dataclasses.replace(MODEL, selection_bias=False)
+DENSE = replace(MODEL, num_experts=0, selection_bias=False)
+UNBIASED = replace(MODEL, selection_bias=False)
 WITHOUT_EFFECT = {"balance_loss": DENSE, "router_z_loss": DENSE, "selection_bias_rate": UNBIASED}
 
 
 def test_what_would_have_no_effect_is_refused():
     for given, model in WITHOUT_EFFECT.items():
-        run = dataclasses.replace(RUN, model=model, train=LoopConfig(steps=10, **{given: 0.5}))
+        run = replace(RUN, model=model, train=LoopConfig(steps=10, **{given: 0.5}))
         with pytest.raises(ConfigError, match=f"train.{given}=0.5 has no effect while model"):
             check(run, ONE_DEVICE.sizes)
-        check(dataclasses.replace(run, train=LoopConfig(steps=10)), ONE_DEVICE.sizes)
+        check(replace(run, train=LoopConfig(steps=10)), ONE_DEVICE.sizes)
 
 
 def test_active_parameters_are_counted_whatever_mesh_is_in_context():
     """Of several processes, none can make a mesh of one device."""
-    model = dataclasses.replace(MODEL, vocab_size=67)  # no other test has counted this one's
+    model = replace(MODEL, vocab_size=67)  # no other test has counted this one's
     dense = (
         3
         * model.num_layers
@@ -196,7 +181,7 @@ def test_active_parameters_are_counted_whatever_mesh_is_in_context():
         * model.d_ff
         * (model.num_experts - model.experts_per_token)
     )
-    with jax.set_mesh(mesh_of(mesh_shape(fsdp=2, tp=2))):
+    with use_mesh(fsdp=2, tp=2):
         assert costs.active_parameters(model, 10**6) == 10**6 - dense
         assert axis_size(TP) == 2
 
@@ -204,7 +189,7 @@ def test_active_parameters_are_counted_whatever_mesh_is_in_context():
 def test_a_run_goes_on_and_generates_where_its_kernel_is_not():
     """Trained on GPUs by a kernel of theirs, and opened on a CPU."""
     check_kernels(TrainConfig(model=jaxtp.ModelConfig(grouped="pallas")), ONE_DEVICE.sizes, "cpu")
-    config = dataclasses.replace(RUN, model=dataclasses.replace(MODEL, grouped="pallas"))
+    config = replace(RUN, model=replace(MODEL, grouped="pallas"))
     with pytest.raises(
         ConfigError, match=r"model.grouped=pallas: it runs on cuda, not on cpu; use auto \(xla\)"
     ):
@@ -246,17 +231,14 @@ def test_a_run_resumes_where_experts_are_divided_otherwise(tmp_path, command, ca
     np.testing.assert_array_equal(*biases)
     assert np.any(biases[0])
 
-    flags = [
-        *SMALL[SMALL.index("--data.sequence-length") :],
+    adapters = [
+        *OF_ANY_MODEL,
         command[-1],
         f"--run.init-from={resumed}",
-    ]
-    adapters = [
-        *flags,
         "--train.steps=2",
         "--mesh=tp=2",
         "--model.lora.rank=2",
         "--model.lora.targets",
     ]
     assert main([*adapters, "q_proj", "up_proj", f"--run.dir={tmp_path}/tuned"]) == 0
-    assert generate([f"--model={tmp_path}/tuned", "--prompt", "line", "--max-tokens", "4"]) == 0
+    assert generate([f"--model={tmp_path}/tuned", "--prompt=line", "--max-tokens=4"]) == 0

@@ -1,9 +1,8 @@
 """Training that begins with a model in Hugging Face format: all of it, or adapters beside it."""
 
-import dataclasses
 import io
-import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -13,7 +12,9 @@ from flax import nnx
 from hf_reference import FOLDER, TRAINED
 from run_comparisons import assert_same_records
 from runs import TEXT, records
-from support import assert_refused
+from support import assert_refused, swept
+from tables import read_json, write_json
+from variants import small_model
 
 import jaxtp
 from jaxtp.checkpoint.storage import open_checkpoint
@@ -23,9 +24,7 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.train.__main__ import main
 
-MODEL = jaxtp.ModelConfig(
-    vocab_size=256, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=32
-)
+MODEL = small_model(vocab_size=256, num_layers=2, head_dim=6, d_ff=32)
 SHORT = [
     "--data.sequence-length=32",
     "--data.global-batch-size=8",
@@ -104,8 +103,8 @@ def test_adapters_alone_are_stored_and_a_run_goes_on_beside_the_same_model_only(
     assert all("loras" in name for name in names)
 
     short = shutil.copytree(model, tmp_path / "short")
-    attributes = json.loads((short / "config.json").read_text())
-    (short / "config.json").write_text(json.dumps(attributes | {"max_position_embeddings": 16}))
+    attributes = read_json(short / "config.json")
+    write_json(short / "config.json", attributes | {"max_position_embeddings": 16})
     capsys.readouterr()
     assert main([*command, *LORA, "--mesh=tp=2", f"--model.from-hf={short}"]) == 0
     output = capsys.readouterr().out
@@ -125,11 +124,10 @@ def test_adapters_alone_are_stored_and_a_run_goes_on_beside_the_same_model_only(
     )
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", TRAINED)
+@swept("name", TRAINED)
 def test_a_family_is_trained_beside_adapters_and_exported_as_itself(name, tmp_path, command):
-    config = dataclasses.replace(jaxtp.read_config(FOLDER / name), vocab_size=256)
-    family = json.loads((FOLDER / name / "config.json").read_text())["model_type"]
+    config = replace(jaxtp.read_config(FOLDER / name), vocab_size=256)
+    family = read_json(FOLDER / name / "config.json")["model_type"]
     jaxtp.save_hf(jaxtp.Decoder(config, rngs=nnx.Rngs(5)), tmp_path / "model", family=family)
     flags = [
         f"--model.from-hf={tmp_path}/model",
@@ -141,7 +139,7 @@ def test_a_family_is_trained_beside_adapters_and_exported_as_itself(name, tmp_pa
     losses = records(tmp_path / "run")
     assert losses[3] < losses[1]
     assert convert(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--merged"]) == 0
-    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == family
+    assert read_json(tmp_path / "out/config.json")["model_type"] == family
 
 
 @nnx.jit
@@ -199,22 +197,22 @@ def test_a_run_of_adapters_is_generated_from_and_exported(tmp_path, model, adapt
     run = str(adapter_run)
     assert convert(["export", run, str(tmp_path / "adapters")]) == 0
     assert "no tokenizer is written" in capsys.readouterr().err
-    assert json.loads((tmp_path / "adapters/adapter_config.json").read_text())[
-        "base_model_name_or_path"
-    ] == str(model)
+    assert read_json(tmp_path / "adapters/adapter_config.json")["base_model_name_or_path"] == str(
+        model
+    )
     assert convert(["export", run, str(tmp_path / "merged"), "--merged", "--mesh.tp=2"]) == 0
     merged = outputs_of(jaxtp.load_hf(tmp_path / "merged"))
     assert np.abs(merged - outputs_of(jaxtp.load_hf(model))).max() > 0.01, (
         "the adapters do something"
     )
     capsys.readouterr()
-    prompt = ["--model", run, "--prompt", "aaa", "--max-tokens", "2"]
+    prompt = ["--model", run, "--prompt=aaa", "--max-tokens=2"]
     assert generate([*prompt, "--mesh.tp=2"]) == 0
     assert "parameters, float32" in capsys.readouterr().err
     jaxtp.save_hf(decoder(6), tmp_path / "other")
     assert_refused(
         generate,
-        [f"--model={tmp_path}/adapters", "--prompt", "a"],
+        [f"--model={tmp_path}/adapters", "--prompt=a"],
         "adapters in PEFT's format",
         capsys,
     )
@@ -297,11 +295,11 @@ def test_adapters_are_trained_further(
     trained = adapters_in(tmp_path / "out")
     assert trained.keys() == begun.keys(), "the first layer still has none"
     assert all(np.abs(trained[name] - array).max() > 1e-3 for name, array in begun.items())
-    described = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    described = read_json(tmp_path / "out/adapter_config.json")
     assert (described["r"], described["lora_alpha"], described["use_rslora"]) == (2, 4, True)
     assert_refused(
         generate,
-        [f"--model={run}", f"--adapters={trained_adapters}", "--prompt", "a"],
+        [f"--model={run}", f"--adapters={trained_adapters}", "--prompt=a"],
         "has adapters already",
         capsys,
     )
@@ -337,7 +335,7 @@ def test_mistakes_with_models_and_adapters_are_refused(
     for name in ("narrow", "with_tokenizer"):
         shutil.copytree(model, places[name])
     config = tmp_path / "narrow/config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_size": 8}))
+    write_json(config, read_json(config) | {"hidden_size": 8})
     (tmp_path / "with_tokenizer/tokenizer.json").write_text("{}")
     beside_adapters = [*command, f"--model.lora.from={trained_adapters}"]
     for begin, table in ((command, OF_MODELS), (beside_adapters, OF_ADAPTERS)):

@@ -2,7 +2,7 @@
 changes.
 """
 
-import dataclasses
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from support import sizes_of, sweep
+from support import sizes_of, swept
+from variants import small_model
 
-import jaxtp
 from jaxtp.config.schema import to_plain
 from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.parameter import PaddedDim, padding_of, parameter, unpad
@@ -137,7 +137,7 @@ def moments(name, sizes):
 CASES = [("adamw", (1, 2, 4)), ("lion", (1, 1, 2)), ("muon", (2, 2, 2))]
 
 
-@pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
+@swept("case", CASES, CASES[0])
 def test_every_mesh_rounds_alike(case):
     """To the bit, also where it pads heads: noise is by the index without padding."""
     name, mesh = case
@@ -148,29 +148,20 @@ def test_every_mesh_rounds_alike(case):
 
 
 RUN = TrainConfig(
-    model=jaxtp.ModelConfig(
-        vocab_size=61,
-        d_model=16,
-        num_layers=1,
-        num_heads=3,
-        num_kv_heads=3,
-        head_dim=8,
-        d_ff=26,
-        rope_theta=2.0,
-    ),
+    model=small_model(num_heads=3, num_kv_heads=3, head_dim=8, d_ff=26, rope_theta=2.0),
     data=DataConfig(sequence_length=8, global_batch_size=8),
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, first_moment="bfloat16"),
     train=LoopConfig(steps=10),
 )
 
 
-WIDE = dataclasses.replace(RUN, optimizer=OptimizerConfig())
+WIDE = replace(RUN, optimizer=OptimizerConfig())
 
 
 @pytest.mark.wide
 def test_a_run_equals_one_device_but_for_few_last_digits():
     """Rounding of float32 decides where a value is next to the noise."""
-    config = dataclasses.replace(RUN, optimizer=dataclasses.replace(RUN.optimizer, name="muon"))
+    config = replace(RUN, optimizer=replace(RUN.optimizer, name="muon"))
     initial = parity.initial_arrays(config)
     one = parity.run(config, ONE_DEVICE, initial)
     many = parity.run(config, Case(mesh_shape(fsdp=2, tp=2), True), initial, audited=True)
@@ -183,7 +174,7 @@ def test_a_run_equals_one_device_but_for_few_last_digits():
 def test_an_estimate_has_two_bytes_less_for_each_parameter():
     before, after = (memory_per_device(config, mesh_shape()) for config in (WIDE, RUN))
     saved = before.parameters // 2
-    assert dataclasses.replace(after, optimizer=after.optimizer + saved) == before
+    assert replace(after, optimizer=after.optimizer + saved) == before
 
 
 def test_another_dtype_is_refused_on_resuming_and_with_adafactor():
@@ -191,8 +182,6 @@ def test_another_dtype_is_refused_on_resuming_and_with_adafactor():
     assert not check_resumable(RUN, {}, info)
     with pytest.raises(RunFolderError, match=r"optimizer\.first_moment: bfloat16 -> param"):
         check_resumable(WIDE, {}, info)
-    config = dataclasses.replace(
-        RUN, optimizer=dataclasses.replace(RUN.optimizer, name="adafactor")
-    )
+    config = replace(RUN, optimizer=replace(RUN.optimizer, name="adafactor"))
     (problem,) = violations_on(config, mesh_shape())
     assert "optimizer.first_moment=bfloat16 has no effect on adafactor" in problem

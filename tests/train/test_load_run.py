@@ -9,6 +9,7 @@ import pytest
 import small_net
 from flax import nnx
 from small_net import PLAN, Net, Normalised, batches, trainer_of
+from support import outputs_of, use_mesh
 
 import jaxtp
 from jaxtp.config.entry import UserError
@@ -42,11 +43,6 @@ def narrow(rngs):
     return nnx.Dict(up=nnx.Linear(16, 8, rngs=rngs))
 
 
-@nnx.jit
-def outputs_of(model, x):
-    return model(x)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Returns the folder of a run over two devices, and outputs of its model."""
@@ -69,12 +65,11 @@ BY_NAME = {"build": f"{__file__}:WithFeatures"}
         pytest.param({"dp": 2, "fsdp": 2}, {"build": WithFeatures}, marks=pytest.mark.wide),
         pytest.param({"tp": 2}, {"build": in_build}, marks=pytest.mark.wide),
     ],
-    ids=["no mesh", "tp 4", "dp 2 x fsdp 2", "tp 2"],
 )
 def test_a_trained_model_is_loaded_on_another_mesh_and_on_none(trained, mesh, given):
     """With its statistics and its plain arrays, which no checkpoint has."""
     folder, expected = trained
-    with nullcontext() if mesh is None else jax.set_mesh(jaxtp.make_mesh(**mesh)):
+    with nullcontext() if mesh is None else use_mesh(**mesh):
         model = jaxtp.load_run(folder, **given)
         model.eval()
         np.testing.assert_allclose(
@@ -128,7 +123,7 @@ def test_a_model_that_cannot_be_loaded_is_one_error(trained, name):
 
 def test_over_cp_a_model_is_loaded_only_with_a_plan(trained):
     with (
-        jax.set_mesh(jaxtp.make_mesh(cp=2)),
+        use_mesh(cp=2),
         pytest.raises(UserError, match="no plan names their module"),
     ):
         jaxtp.load_run(trained[0], build=WithFeatures)

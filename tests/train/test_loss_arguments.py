@@ -1,6 +1,5 @@
 """Losses with settings: classes and functions with `train.loss_arguments`."""
 
-import json
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from runs import SMOL_LM, records
+from tables import write_json
 
 import jaxtp
 from jaxtp.config.python_object import load_object
@@ -233,7 +233,7 @@ def test_an_example_batch_replaces_data_that_are_not_here():
 
 
 def test_defaults_for_fine_tuning_leave_out_what_a_part_replaces(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(SMOL_LM))
+    write_json(tmp_path / "config.json", SMOL_LM)
     parts = {"train.loss": "loss", "data.batches": "batches", "optimizer.build": "optimizer"}
     flags = [f"--{setting}={__file__}:{name}" for setting, name in parts.items()]
     config, notes = COMMAND.load(

@@ -2,15 +2,16 @@
 allots.
 """
 
-import dataclasses
 import json
 import re
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import pytest
-from support import sizes_of, sweep
+from support import sizes_of, swept
+from variants import small_model
 
 import jaxtp
 from jaxtp.data.loader import abstract_batch
@@ -23,12 +24,11 @@ from jaxtp.train.state import bytes_per_device, plan_state
 from jaxtp.train.step import loss_and_grads, make_eval_step, trace_step
 
 RESULTS = Path(__file__).parents[2] / "scripts" / "results" / "estimate_accuracy.jsonl"
-MODEL = jaxtp.ModelConfig(
-    vocab_size=61,  # no mesh divides it
+# No mesh divides the 61 ids.
+MODEL = small_model(
     d_model=32,
     num_layers=2,
     num_heads=8,
-    num_kv_heads=2,
     head_dim=8,
     d_ff=64,
     loss_chunk=8,
@@ -54,7 +54,7 @@ def plan_of(config, mesh):
 
 def run_of(length, rows, accumulation=1, **model):
     return TrainConfig(
-        model=dataclasses.replace(MODEL, **model),
+        model=replace(MODEL, **model),
         data=DataConfig(sequence_length=length, global_batch_size=rows),
         train=LoopConfig(accumulation=accumulation),
     )
@@ -75,10 +75,8 @@ def total():
 
 MODELS = {
     "plain": MODEL,
-    "tied": dataclasses.replace(
-        MODEL, tie_embeddings=True, precision=jaxtp.Precision(param="bfloat16")
-    ),
-    "adapters": dataclasses.replace(
+    "tied": replace(MODEL, tie_embeddings=True, precision=jaxtp.Precision(param="bfloat16")),
+    "adapters": replace(
         MODEL,
         lora=LoraConfig(rank=4),
         d_model=256,
@@ -169,8 +167,8 @@ def test_gated_delta_net_takes_memory_in_proportion_to_the_length():
 
 def test_frozen_weights_take_the_bytes_of_their_dtype_and_only_adapters_have_gradients():
     sizes = mesh_shape(fsdp=2, tp=2)
-    adapted = dataclasses.replace(MODEL, lora=LoraConfig(rank=4))
-    half = dataclasses.replace(adapted, precision=jaxtp.Precision(param="bfloat16"))
+    adapted = replace(MODEL, lora=LoraConfig(rank=4))
+    half = replace(adapted, precision=jaxtp.Precision(param="bfloat16"))
     whole, frozen = (memory_per_device(TrainConfig(model=each), sizes) for each in (adapted, half))
     adapters = sum(
         a.bytes_per_device(sizes) for a in stored_arrays(TrainConfig(model=half)) if a.trained
@@ -205,7 +203,7 @@ def test_scores_are_those_of_xla_attention_alone():
     assert held - none > 4 * LARGE["num_heads"] * 16384**2, "a block in float32"
 
 
-@pytest.mark.parametrize("share", sweep([1, 8], 8))
+@swept("share", [1, 8], 8)
 def test_the_model_is_within_15_percent_of_what_was_compiled(share):
     """By default, of one in eight of the programs."""
     script = runpy.run_path(str(RESULTS.parents[1] / "estimate_accuracy.py"))

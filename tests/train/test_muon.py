@@ -2,8 +2,8 @@
 holds as declared.
 """
 
-import dataclasses
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ import numpy as np
 import optax.contrib
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from support import assert_close, sweep
+from support import assert_close, swept
+from variants import small_model
 
 import jaxtp
 from jaxtp.analysis.census import count_collectives
@@ -91,8 +92,7 @@ def expected():
     }, state.mu
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("sizes", [TP_4, EIGHT, FSDP_4], ids=str)
+@swept("sizes", [TP_4, EIGHT, FSDP_4])
 def test_matrices_that_are_dealt_out_are_orthogonalised_whole(expected, sizes):
     mesh = mesh_of(sizes)
     with jax.set_mesh(mesh):
@@ -117,16 +117,8 @@ def test_matrices_that_are_dealt_out_are_orthogonalised_whole(expected, sizes):
 
 
 # over tp 2 and 4 heads and d_ff are padded, and three layers never go into the devices
-MODEL = jaxtp.ModelConfig(
-    vocab_size=61,
-    d_model=16,
-    num_layers=3,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=8,
-    d_ff=26,
-    rope_theta=2.0,
-    loss_chunk=8,
+MODEL = small_model(
+    num_layers=3, num_heads=9, num_kv_heads=3, head_dim=8, d_ff=26, rope_theta=2.0, loss_chunk=8
 )
 RUN = TrainConfig(
     model=MODEL,
@@ -148,13 +140,13 @@ def exchanged(traffic):
 DECLARED = [(FOUR, "plain"), (FSDP_4, "adapters"), (TP_4, "bfloat16")]
 VARIANTS = {
     "plain": MODEL,
-    "adapters": dataclasses.replace(MODEL, lora=LoraConfig(rank=3)),
-    "bfloat16": dataclasses.replace(MODEL, precision=jaxtp.Precision(param="bfloat16")),
+    "adapters": replace(MODEL, lora=LoraConfig(rank=3)),
+    "bfloat16": replace(MODEL, precision=jaxtp.Precision(param="bfloat16")),
 }
 
 
 def traced_and_declared(model, sizes):
-    config = dataclasses.replace(RUN, model=model)
+    config = replace(RUN, model=model)
     plan = plan_state(model, optimizers.build(config.optimizer, 10), mesh_of(sizes))
     traced = trace_step(config, plan)
     costs = costs_of_step(config, sizes)
@@ -163,7 +155,7 @@ def traced_and_declared(model, sizes):
     return traced, costs, declared
 
 
-@pytest.mark.parametrize("case", sweep(DECLARED), ids=str)
+@swept("case", DECLARED)
 def test_what_it_moves_and_computes_is_what_is_declared(case):
     sizes, variant = case
     traced, costs, declared = traced_and_declared(VARIANTS[variant], sizes)
@@ -174,8 +166,8 @@ def test_what_it_moves_and_computes_is_what_is_declared(case):
     assert count_flops_in_hlo(text) == costs.flops
 
 
-@pytest.mark.parametrize("sizes", sweep([TP_4, TP_8, FOUR, mesh_shape(dp=2)], TP_4), ids=str)
+@swept("sizes", [TP_4, TP_8, FOUR, mesh_shape(dp=2)], TP_4)
 def test_experts_are_dealt_out_as_declared(sizes):
     """Six of them: whole ones over tp 2, and a part of each over tp 4 and 8."""
-    _, _, declared = traced_and_declared(dataclasses.replace(MODEL, num_experts=6, d_ff=24), sizes)
+    _, _, declared = traced_and_declared(replace(MODEL, num_experts=6, d_ff=24), sizes)
     assert any(module.endswith("muon") for module, *_ in declared) or sizes == mesh_shape(dp=2)

@@ -1,15 +1,15 @@
 """Rules, schedules and groups: against Optax's own and against one device."""
 
-import dataclasses
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import assert_close
+from support import assert_close, swept
 from tables import read_table
-from variants import variant
+from variants import small_model, variant
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
@@ -24,18 +24,9 @@ from jaxtp.train.setup import plan
 from jaxtp.train.validation import violations_on
 
 TABLES = read_table(__file__)
-SMALL = jaxtp.ModelConfig(
-    vocab_size=61,
-    d_model=16,
-    num_layers=1,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=12,
-    d_ff=24,
-    rope_theta=2.0,
-)
+SMALL = small_model(num_heads=8, head_dim=12, rope_theta=2.0)
 # from 128 on, adafactor factors
-WIDE = dataclasses.replace(SMALL, d_model=128, head_dim=16, d_ff=128)
+WIDE = replace(SMALL, d_model=128, head_dim=16, d_ff=128)
 GROUPS = {
     "blocks.mlp*": GroupConfig(learning_rate_scale=0.5),
     "*.scale": GroupConfig(weight_decay=0.3),
@@ -57,8 +48,7 @@ def config_of(rule):
     )
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("rule", RULES)
+@swept("rule", RULES)
 def test_every_rule_moves_every_parameter_as_on_one_device(rule):
     config = config_of(rule)
     initial = parity.initial_arrays(config)
@@ -69,9 +59,9 @@ def test_every_rule_moves_every_parameter_as_on_one_device(rule):
     moved = {
         name: parity.relative_error(expected.state[name], array) for name, array in initial.items()
     }
-    assert [
+    assert not [
         name for name, change in moved.items() if name.startswith("model.") and change < 1e-3
-    ] == []
+    ]
 
 
 SHAPES = {"blocks.up.kernel": (2, 6, 4), "blocks.norm.scale": (2, 6), "head.kernel": (8, 6)}
@@ -131,13 +121,13 @@ def test_the_rule_alone_decides_what_a_checkpoint_holds(name):
     for changes in TABLES["other_values"]:
         assert stored(variant(grouped, changes)) == expected, changes
     assert stored(grouped, steps=1) == expected
-    smaller = stored(dataclasses.replace(grouped, first_moment="bfloat16"))
+    smaller = stored(replace(grouped, first_moment="bfloat16"))
     assert smaller.keys() == expected.keys()
     changed = {path for path, array in expected.items() if smaller[path] != array}
     assert changed == {path for path in expected if ".mu" in path}
 
 
-BFLOAT16 = dataclasses.replace(SMALL, precision=jaxtp.Precision(param="bfloat16"))
+BFLOAT16 = replace(SMALL, precision=jaxtp.Precision(param="bfloat16"))
 
 
 def test_moments_that_would_never_forget_are_refused():
@@ -145,7 +135,7 @@ def test_moments_that_would_never_forget_are_refused():
 
     def problems(name, model, **betas):
         optimizer = OptimizerConfig(name=name, warmup_steps=1, **betas)
-        config = dataclasses.replace(config_of("lion"), model=model, optimizer=optimizer)
+        config = replace(config_of("lion"), model=model, optimizer=optimizer)
         return list(violations_on(config, mesh_shape()))
 
     (problem,) = problems("adamw", BFLOAT16, beta2=0.999)
@@ -174,7 +164,7 @@ def test_a_moment_without_gradient_shrinks():
 
 def test_an_epsilon_that_is_zero_in_float32_is_refused():
     with pytest.raises(ConfigError, match=r"optimizer\.eps"):
-        TRAIN.load(["--optimizer.eps", "1e-46"])
+        TRAIN.load(["--optimizer.eps=1e-46"])
 
 
 def test_adafactor_keeps_its_moments_in_float32():
@@ -221,7 +211,7 @@ GROUPED = {  # how many times as much the head moves, and whether scales move as
 def test_groups_change_rate_and_decay_of_their_parameters_alone(name):
     groups, share, scales_stay = GROUPED[name]
     base = OptimizerConfig(learning_rate=1e-2, warmup_steps=0)
-    rules = [optimizers.build(dataclasses.replace(base, groups=each), 10) for each in ({}, groups)]
+    rules = [optimizers.build(replace(base, groups=each), 10) for each in ({}, groups)]
     before = arrays()
     plain, changed = (updated(rule, before, before)[0] for rule in rules)
     np.testing.assert_allclose(changed["head.kernel"], share * plain["head.kernel"], rtol=1e-6)
@@ -231,11 +221,11 @@ def test_groups_change_rate_and_decay_of_their_parameters_alone(name):
 
 def test_a_group_of_frozen_parameters_is_refused():
     groups = {"embedding.*": GroupConfig(weight_decay=0.0)}
-    config = dataclasses.replace(config_of("lion"), optimizer=OptimizerConfig(groups=groups))
-    adapted = dataclasses.replace(SMALL, lora=LoraConfig(rank=2))
+    config = replace(config_of("lion"), optimizer=OptimizerConfig(groups=groups))
+    adapted = replace(SMALL, lora=LoraConfig(rank=2))
     plan(config, jaxtp.make_mesh())
     with pytest.raises(ConfigError, match=r"'embedding.\*' matches no trained parameter"):
-        plan(dataclasses.replace(config, model=adapted), jaxtp.make_mesh())
+        plan(replace(config, model=adapted), jaxtp.make_mesh())
 
 
 def rates(steps, at, **settings):

@@ -3,7 +3,7 @@ that changes it.
 """
 
 import copy
-import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -174,7 +174,7 @@ def test_other_rows_of_evaluations_and_checkpoints_without_an_order_are_named(mo
 def test_other_data_and_settings_are_refused_before_the_order_that_follows_from_them():
     stored = stored_by(data().description)
     stored["corpus"][ORDER][ROWS]["sha256"] = "cd"
-    shorter = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, sequence_length=10))
+    shorter = replace(CONFIG, data=replace(CONFIG.data, sequence_length=10))
     assert "data.sequence_length: 128 -> 10\n" in refusal(data().description, stored, shorter)
     stored["corpus"]["sha256"] = "ab"
     message = refusal(data().description, stored)

@@ -2,12 +2,12 @@
 their folders.
 """
 
-import dataclasses
 import functools
 import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -19,7 +19,16 @@ import yaml
 from flax import nnx
 from run_comparisons import assert_same_records
 from runs import TEXT, contents
-from support import assert_close, assert_refused, by_name, random_weights, state_on_mesh
+from support import (
+    assert_close,
+    assert_refused,
+    by_name,
+    new_decoder,
+    random_weights,
+    state_on_mesh,
+    swept,
+    use_mesh,
+)
 
 import jaxtp
 from jaxtp.analysis.layer_costs import has_formulas
@@ -119,7 +128,7 @@ def gradients(build, loss, sizes, accumulation=1):
     """Returns loss, count, metrics and gradients."""
     mesh = make_mesh(**sizes)
     config = TrainConfig(train=LoopConfig(accumulation=accumulation))
-    with jax.set_mesh(make_mesh()):
+    with use_mesh():
         weights = random_weights(build)
     graph, state = state_on_mesh(build, weights, mesh)
     tokens = np.random.default_rng(0).integers(0, 256, (B, T + 1), np.int32)
@@ -145,7 +154,7 @@ def gradients(build, loss, sizes, accumulation=1):
 OWN = {
     "example": (lambda: example.build(nnx.Rngs(0), **SIZES), example.loss),
     "flax head": (lambda: Probed(CONFIG, rngs=nnx.Rngs(0)), probed_loss),
-    "flax branch": (lambda: jaxtp.Decoder(FlaxConfig(**SIZES), rngs=nnx.Rngs(0)), None),
+    "flax branch": (lambda: new_decoder(FlaxConfig(**SIZES)), None),
 }
 
 
@@ -164,13 +173,12 @@ MESHES = [
 ]
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", MESHES, ids=str)
+@swept("case", MESHES)
 def test_gradients_on_a_mesh_are_those_of_one_device(case):
     name, sizes = case
     build, loss = OWN[name]
     if sizes == ZIGZAG:
-        with jax.set_mesh(make_mesh(**sizes)):
+        with use_mesh(**sizes):
             assert nnx.eval_shape(build).sequences(jnp.zeros((B, T), jnp.int32)).zigzag
     assert_close(gradients(build, loss, sizes, accumulation=2), on_one_device(name))
 
@@ -210,16 +218,16 @@ def test_a_run_resumes_on_another_mesh_and_is_used_from_its_folder(tmp_path, cap
     assert_same_records(run, whole, "loss", "grad_norm", "param_norm", "second", rtol=1e-5)
 
     before = contents(run)
-    prompt = [f"--model={run}", "--prompt", "line 1", "--max-tokens", "1"]
+    prompt = [f"--model={run}", "--prompt=line 1", "--max-tokens=1"]
     assert_refused(
         generate,
         prompt,
         f"If it is one, and you trust that code, give --build {FILE}:build",
         capsys,
     )
-    assert generate([*prompt, "--build", f"{FILE}:build", "--json", "-"]) == 0
+    assert generate([*prompt, "--build", f"{FILE}:build", "--json=-"]) == 0
     generated = json.loads(capsys.readouterr().out)["ids"]
-    with jax.set_mesh(make_mesh(tp=2)):
+    with use_mesh(tp=2):
         model = jaxtp.load_run(run, build=example.build)
         scores = nnx.jit(lambda model, ids: model(ids))(model, jnp.array([list(b"line 1")]))
     assert type(model).__name__ == "GatedDecoder"
@@ -273,14 +281,14 @@ def test_the_weights_are_those_of_the_function():
         return model
 
     settings = decoder_settings(build, jaxtp.ModelConfig(build="mine.py:build"))
-    with jax.set_mesh(make_mesh()):
+    with use_mesh():
         made = create_decoder(settings, rngs=nnx.Rngs(0))
     assert type(made) is Probed
     assert made.probe.bias[0] == 7
 
 
 def test_a_class_with_some_arguments_gets_the_others_and_random_numbers():
-    with_input = functools.partial(nnx.Linear, 4)
+    with_input = partial(nnx.Linear, 4)
     sizes = {"out_features": 3}
     model = builder(with_input, jaxtp.ModelConfig(arguments=sizes))(nnx.Rngs(0))
     assert model.kernel.shape == (4, 3)
@@ -297,11 +305,11 @@ def with_more(rngs):
 
 
 def plain(rngs, **changes):
-    return jaxtp.Decoder(dataclasses.replace(CONFIG, **changes), rngs=rngs)
+    return jaxtp.Decoder(replace(CONFIG, **changes), rngs=rngs)
 
 
 CONTRACT = "its __init__ should make all of it from its config"
-adapted = functools.partial(plain, lora=jaxtp.LoraConfig(rank=2))
+adapted = partial(plain, lora=jaxtp.LoraConfig(rank=2))
 REFUSED = {
     "made later": (
         with_more,
@@ -310,7 +318,7 @@ REFUSED = {
     ),
     "adapters": (adapted, {}, r"takes weights by --run.init-from, and has no adapters"),
     "a mesh": (
-        functools.partial(plain, d_model=15),
+        partial(plain, d_model=15),
         {"mesh": "fsdp=2"},
         r"d_model=15 is not divisible by mesh.fsdp",
     ),
@@ -386,7 +394,7 @@ def test_a_model_that_is_no_decoder_is_trained_on_tokens_and_has_no_commands(tmp
             [f"--run.init-from={run}"],
             r"name it: --model\.build \S+:Bigram --train\.loss \S+:loss_of_bigram$",
         ),
-        (generate, [*source, "--prompt", "a"], rf"is no jaxtp\.Decoder, .*; {here} returns it"),
+        (generate, [*source, "--prompt=a"], rf"is no jaxtp\.Decoder, .*; {here} returns it"),
         (evaluate, [*source, "--text", __file__], rf"is no jaxtp\.Decoder, .*; {here} returns it"),
     ]
     for tool, flags, message in refusals:
@@ -419,7 +427,7 @@ def test_the_check_and_the_budget_take_it():
     )
     data = DataConfig(sequence_length=16, global_batch_size=16)
     cases = [Case(mesh_shape(cp=2, tp=2), False, "gather")]
-    small = shrink(TrainConfig(model=dataclasses.replace(model, d_model=64), data=data), cases)
+    small = shrink(TrainConfig(model=replace(model, d_model=64), data=data), cases)
     (verdict,) = verdicts(small, cases)
     assert verdict.passed, (verdict.errors, verdict.problems)
     assert "model.second.kernel" in initial_arrays(small)

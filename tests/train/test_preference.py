@@ -15,8 +15,18 @@ from flax import nnx
 from hf.test_references import by_their_names
 from hf_reference import FOLDER, sketch
 from run_comparisons import assert_same_records
-from runs import SMALL, records
-from support import assert_close, by_name, random_weights, state_on_mesh
+from runs import OF_ANY_MODEL, records
+from support import (
+    assert_close,
+    by_name,
+    decoder,
+    new_decoder,
+    random_weights,
+    state_on_mesh,
+    swept,
+    use_mesh,
+)
+from variants import small_model
 
 import jaxtp
 from jaxtp.config.entry import UserError
@@ -69,15 +79,14 @@ def reference():
         return dict(stored)
 
 
-def pairs_in_rows(packed, rows=8, length=64):
+def pairs_in_rows(packed):
     """Returns the pairs of the references, three in a row or one; the rest is padding."""
     columns = {
-        name: np.zeros((rows, length), np.int32)
-        for name in ("inputs", "labels", "segments", "pairs")
+        name: np.zeros((8, 64), np.int32) for name in ("inputs", "labels", "segments", "pairs")
     }
     columns["labels"] -= 100
-    used = np.zeros(rows, int)
-    numbers = np.zeros(rows, int)
+    used = np.zeros(8, int)
+    numbers = np.zeros(8, int)
     for i, (prompt, chosen, _) in enumerate(reference()["lengths"]):
         row = i // 3 if packed else i
         ids = reference()[f"ids_{i}"]
@@ -118,13 +127,12 @@ def means(loss, model, columns):
     }
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", CASES, ids=str)
+@swept("case", CASES)
 def test_loss_metrics_and_gradients_are_those_of_trl(case):
     name, sizes, packed = case
     known = reference()
     columns = scored(packed)
-    with jax.set_mesh(make_mesh(**sizes)):
+    with use_mesh(**sizes):
         model = jaxtp.load_hf(FOLDER / MODEL)
         graph, state = nnx.split(model)
         run = lambda state: means(VARIANTS[name], nnx.merge(graph, state), columns)
@@ -213,9 +221,7 @@ def test_settings_are_refused():
             jaxtp.DPO(**settings)
 
 
-SMALL_MODEL = jaxtp.ModelConfig(
-    vocab_size=64, d_model=16, num_layers=1, num_heads=2, num_kv_heads=2, d_ff=24
-)
+SMALL_MODEL = small_model(vocab_size=64, num_heads=2)
 ADAPTED = replace(SMALL_MODEL, lora=jaxtp.LoraConfig(rank=2), remat="none")
 
 
@@ -223,13 +229,13 @@ def test_a_model_without_adapters_needs_scores():
     with pytest.raises(
         ConfigError, match="needs a reference: a column log_probs, as `jaxtp score` makes"
     ):
-        means(jaxtp.DPO(), jaxtp.Decoder(SMALL_MODEL, rngs=nnx.Rngs(0)), pairs_in_rows(True))
+        means(jaxtp.DPO(), new_decoder(SMALL_MODEL), pairs_in_rows(True))
 
 
 @pytest.mark.wide
 def test_the_reference_of_adapters_is_the_base():
     """And its gradient is that of scores."""
-    build = lambda: jaxtp.Decoder(ADAPTED, rngs=nnx.Rngs(0))
+    build = decoder(ADAPTED)
     mesh = make_mesh()
     graph, state = state_on_mesh(build, random_weights(build), mesh)
     columns = pairs_in_rows(True)
@@ -292,17 +298,23 @@ def test_a_run_with_adapters_resumes(tmp_path):
         for i in range(64)
     ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    flags = ["--preference", f"--out={tmp_path}/data", "--held-out", "0.1"]
+    flags = ["--preference", f"--out={tmp_path}/data", "--held-out=0.1"]
     assert prepare([str(tmp_path / "pairs.jsonl"), *flags]) == 0
-    command = [*SMALL[SMALL.index("--data.sequence-length") :], "--mesh=fsdp=2,tp=2"]
-    command += [f"--model.from-hf={tmp_path}/model", f"--data.path={tmp_path}/data"]
-    command += ["--model.lora.rank=4", "--train.loss=jaxtp:DPO", "--train.loss-arguments.beta=0.2"]
-    command += [
+    command = [
+        *OF_ANY_MODEL,
+        "--mesh=fsdp=2,tp=2",
+        f"--model.from-hf={tmp_path}/model",
+        f"--data.path={tmp_path}/data",
+        "--model.lora.rank=4",
+        "--train.loss=jaxtp:DPO",
+        "--train.loss-arguments.beta=0.2",
         "--data.packing=documents",
         "--data.sequence-length=64",
         "--optimizer.learning-rate=0.02",
+        "--optimizer.schedule=constant",
+        "--train.steps=16",
+        "--run.dir",
     ]
-    command += ["--optimizer.schedule=constant", "--train.steps=16", "--run.dir"]
     whole = tmp_path / "whole"
     resumed = tmp_path / "resumed"
     assert train([*command, str(whole)]) == 0

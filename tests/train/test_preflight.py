@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from runs import SMALL
 from support import journeys
-from tables import raised_by, read_table, unexpected
+from tables import assert_errors, raised_by, read_table
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
@@ -62,7 +62,7 @@ def test_gpus_that_nobody_drives_are_named():
             preflight.check_gpus, [{"host": "a", "visible": v, "driven": d} for v, d in each]
         )
 
-    assert unexpected(TABLES["gpus"], error_of) == []
+    assert_errors(TABLES["gpus"], error_of)
 
 
 def processes(*shape, devices_each=1):
@@ -112,7 +112,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", journeys([*MISTAKES], *list(MISTAKES)[:2]))
+@pytest.mark.parametrize("mistake", journeys(list(MISTAKES), *list(MISTAKES)[:2]))
 def test_all_processes_end_with_the_mistake_of_one(mistake, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code = (
@@ -120,7 +120,7 @@ def test_all_processes_end_with_the_mistake_of_one(mistake, tmp_path, monkeypatc
         f"sys.exit(main(sys.argv[1:] + ({mistake} if os.environ['JAX_PROCESS_ID'] == '1' else [])))"
     )
     flags = [*SMALL, "--mesh=fsdp=2", "--train.steps=2", "--run.dir=run"]
-    assert launch(["--processes", "2", "--devices", "1", "--", "-c", code, *flags]) == 2
+    assert launch(["--processes=2", "--devices=1", "--", "-c", code, *flags]) == 2
     logs = [(tmp_path / f"logs/process-{index}.log").read_text() for index in range(2)]
     assert all("error" in log or "nonsense" in log for log in logs)
     assert MISTAKES[mistake].format(host=socket.gethostname()) in logs[0]

@@ -13,10 +13,10 @@ import optax.contrib
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from support import assert_close, by_name, compilations, sweep
+from support import assert_close, by_name, compilations, swept, use_mesh
 from tables import read_table
+from variants import small_model
 
-import jaxtp
 from jaxtp.checkpoint.logical import logical_spec, named_variables
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.config.schema import ConfigError
@@ -28,16 +28,8 @@ from jaxtp.train.sharded_optimizer import Optimizer
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import fetch, make_train_step
 
-DECODER = jaxtp.ModelConfig(  # over tp 2 and 4 the vocabulary, heads and d_ff are padded
-    vocab_size=61,
-    d_model=16,
-    num_layers=1,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=8,
-    d_ff=26,
-    rope_theta=2.0,
-)
+# Over tp 2 and 4 the vocabulary, heads and d_ff are padded.
+DECODER = small_model(num_heads=9, num_kv_heads=3, head_dim=8, d_ff=26, rope_theta=2.0)
 
 
 class Plain(nnx.Module):
@@ -182,7 +174,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", sweep(CASES, CASES[0]), ids=str)
+@swept("case", CASES, CASES[0])
 def test_a_run_equals_one_device_and_resumes_there(tmp_path, case):
     sizes, names = case
     mesh = make_mesh(**sizes)
@@ -286,7 +278,7 @@ REFUSED = {
 @pytest.mark.filterwarnings("ignore:.*has no attribute")
 def test_what_cannot_be_had_is_refused_before_anything_is_allocated(what):
     transformation, message = REFUSED[what]
-    with pytest.raises(ConfigError, match=message), jax.set_mesh(make_mesh(tp=2)):
+    with pytest.raises(ConfigError, match=message), use_mesh(tp=2):
         nnx.eval_shape(lambda: Pair(transformation, DIVISIBLE))
 
 

@@ -2,8 +2,8 @@
 parity over meshes.
 """
 
-import dataclasses
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -12,7 +12,16 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from support import assert_close, by_name, random_weights, state_on_mesh, without_mesh
+from support import (
+    assert_close,
+    by_name,
+    decoder,
+    random_weights,
+    state_on_mesh,
+    swept,
+    without_mesh,
+)
+from variants import small_model
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
@@ -25,10 +34,8 @@ from jaxtp.train.step import Scalars, fetch, make_train_step
 B = 8
 T = 5
 SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=1)
-PLAIN = jaxtp.ModelConfig(
-    vocab_size=32, d_model=16, num_layers=1, num_heads=8, num_kv_heads=8, head_dim=4, d_ff=24
-)
-ODD = dataclasses.replace(
+PLAIN = small_model(vocab_size=32, num_heads=8, num_kv_heads=8)
+ODD = replace(
     PLAIN,
     vocab_size=19,
     num_kv_heads=2,
@@ -75,9 +82,7 @@ def test_bfloat16_parameters_have_gradients_and_norms_that_are_summed_in_float32
     """In bfloat16 a sum of 256 micro-batches loses the last digits of each of its terms: 2%
     here.
     """
-    plan = plan_of(
-        dataclasses.replace(PLAIN, precision=jaxtp.Precision(param="bfloat16")), dp=2, tp=2
-    )
+    plan = plan_of(replace(PLAIN, precision=jaxtp.Precision(param="bfloat16")), dp=2, tp=2)
     tokens = np.random.default_rng(0).integers(0, PLAIN.vocab_size, (512, 3), np.int32)
     batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
     found = []
@@ -111,7 +116,7 @@ def test_the_step_is_the_textbook_update():
     update = optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
     def loss(params, inputs, labels):
-        model = nnx.merge(*without_mesh(lambda: jaxtp.Decoder(ODD, rngs=nnx.Rngs(0)), params))
+        model = nnx.merge(*without_mesh(decoder(ODD), params))
         total, count = model.loss(inputs, labels)
         return total / count
 
@@ -163,8 +168,7 @@ def test_the_numbers_of_a_step_are_fetched_as_one_array():
     assert (fetch(scalars), scalars.flag) == ({"loss": np.float32(1 / 3), "skipped": 2}, 3)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("max_skipped", [0, 1])
+@swept("max_skipped", [0, 1])
 def test_after_a_step_that_is_not_finite_a_healthy_one_goes_through_if_it_may_be_skipped(
     max_skipped,
 ):

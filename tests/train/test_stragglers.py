@@ -5,6 +5,7 @@ over.
 import jax
 import numpy as np
 import pytest
+from support import use_mesh
 
 import jaxtp
 from jaxtp.train import performance
@@ -87,7 +88,7 @@ def test_of_two_devices_one_can_be_slow(monkeypatch):
 
 
 def test_the_products_are_timed_on_each_device():
-    with jax.set_mesh(jaxtp.make_mesh(dp=2)):
+    with use_mesh(dp=2):
         times = performance.matmul_timer(jax.devices()[:2])()
     assert len(times) == 2
     assert min(times) > 0

@@ -19,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from accidents import WEIGHT, poisoned
-from runs import finish, records, wait_for_step
+from runs import finish, records, run_program, wait_for_step
 from small_net import Net, train
 from structures import plant, watched
 
@@ -44,12 +44,9 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, command, start
     stopped = tmp_path / "run"
     command = [
         *command,
-        "--train.steps",
-        "120",
-        "--checkpoint.every",
-        "0",
-        "--optimizer.first-moment",
-        "bfloat16",
+        "--train.steps=120",
+        "--checkpoint.every=0",
+        "--optimizer.first-moment=bfloat16",
     ]
     last = 0
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -62,7 +59,7 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, command, start
         last = max(records(stopped))
         assert last < 120
     assert main(command) == 0
-    assert main([*command, "--run.dir", str(whole)]) == 0
+    assert main([*command, f"--run.dir={whole}"]) == 0
     for key in ("loss", "grad_norm", "eval_loss"):
         assert records(stopped, key) == records(whole, key)
 
@@ -73,7 +70,7 @@ def test_repeated_ctrl_c_while_the_step_is_compiled_ends_without_a_crash(
     tmp_path, command, start, delay
 ):
     """The interpreter's exit would crash threads in which XLA compiles."""
-    process = start([*command, "--model.num-layers", "3"])
+    process = start([*command, "--model.num-layers=3"])
     while not (tmp_path / "run").exists() and process.poll() is None:
         time.sleep(0.01)
     time.sleep(delay)
@@ -115,7 +112,7 @@ def in_terminal():
 @pytest.mark.journey
 def test_a_closed_terminal_saves_and_ends_well(tmp_path, command, in_terminal):
     run = tmp_path / "run"
-    process, terminal = in_terminal([*command, "--train.steps", "100000"])
+    process, terminal = in_terminal([*command, "--train.steps=100000"])
     seen = b""
     while b"loss" not in seen.rpartition(b"compiled")[2]:
         seen += os.read(terminal, 65536)
@@ -129,7 +126,7 @@ def test_a_closed_terminal_saves_and_ends_well(tmp_path, command, in_terminal):
 def test_ctrl_c_in_a_terminal_before_the_first_step_ends_at_once(
     tmp_path, command, in_terminal, seen
 ):
-    flags = [*command, "--train.steps", "2", "--model.num-layers", "3"]
+    flags = [*command, "--train.steps=2", "--model.num-layers=3"]
     process, terminal = in_terminal(flags)
     shown = b""
     while seen.encode() not in shown:
@@ -141,23 +138,20 @@ def test_ctrl_c_in_a_terminal_before_the_first_step_ends_at_once(
     os.close(terminal)
     assert process.wait(timeout=120) == INTERRUPTED
     assert b"nothing is lost" in shown
-    assert [words for words in (b"Traceback", b"step 1/2", b"ignored") if words in shown] == []
+    assert not [words for words in (b"Traceback", b"step 1/2", b"ignored") if words in shown]
     assert not Checkpoints(tmp_path / "run/checkpoints").steps()
     assert main(flags) == 0
     assert list(records(tmp_path / "run")) == [1, 2]
 
 
 EXPLODE = [
-    "--optimizer.learning-rate",
-    "1e15",
-    "--optimizer.warmup-steps",
-    "0",
-    "--train.steps",
-    "20",
+    "--optimizer.learning-rate=1e15",
+    "--optimizer.warmup-steps=0",
+    "--train.steps=20",
 ]
 """Weights that are finite after the first step, and whose loss is not."""
 
-OVERFLOW = ["--optimizer.learning-rate", "1e30", *EXPLODE[2:], "--checkpoint.every", "1"]
+OVERFLOW = [*EXPLODE, "--optimizer.learning-rate=1e30", "--checkpoint.every=1"]
 """Weights whose norm is not finite after the first step."""
 
 
@@ -165,7 +159,7 @@ OVERFLOW = ["--optimizer.learning-rate", "1e30", *EXPLODE[2:], "--checkpoint.eve
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
     run = tmp_path / "run"
     (run / "non_finite").mkdir(parents=True)
-    assert main([*command, *EXPLODE, "--checkpoint.every", "1"]) == WRONG
+    assert main([*command, *EXPLODE, "--checkpoint.every=1"]) == WRONG
     error = capsys.readouterr().err
     assert "not finite. The weights do not contain it" in error
     assert "the checkpoint at step 1" in error
@@ -178,7 +172,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
 
 @pytest.mark.journey
 def test_an_update_that_is_not_finite_is_never_saved(tmp_path, command, capsys):
-    assert main([*command, *OVERFLOW, "--train.non-finite", "skip"]) == WRONG
+    assert main([*command, *OVERFLOW, "--train.non-finite=skip"]) == WRONG
     error = capsys.readouterr().err
     assert "norm of the weights after it inf: the update is not finite" in error
     assert "there is no checkpoint yet" in error
@@ -189,17 +183,14 @@ def test_an_update_that_is_not_finite_is_never_saved(tmp_path, command, capsys):
 @pytest.mark.journey
 def test_what_is_not_finite_never_enters_the_weights(tmp_path, command, capsys):
     """What is kept for inspection is finite, the optimizer's moments too."""
-    assert (
-        main([*command, *EXPLODE, "--train.non-finite", "skip", "--train.max-skipped", "2"])
-        == WRONG
-    )
+    assert main([*command, *EXPLODE, "--train.non-finite=skip", "--train.max-skipped=2"]) == WRONG
     captured = capsys.readouterr()
     for count in (1, 2):
         assert f"the update is skipped, {count} in a row of at most 2" in captured.out
     assert "not finite" in captured.err
     kept = open_checkpoint(tmp_path / "run/non_finite")
     assert len(kept.arrays) > 30
-    assert [name for name in kept.arrays if kept.verify(name)] == []
+    assert not [name for name in kept.arrays if kept.verify(name)]
 
 
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
@@ -228,10 +219,10 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(
     tmp_path, command, capsys
 ):
     run = tmp_path / "run"
-    assert main([*command, "--train.steps", "4", "--checkpoint.every", "2"]) == 0
+    assert main([*command, "--train.steps=4", "--checkpoint.every=2"]) == 0
     arrays = max((run / "checkpoints/4/state").rglob("*"), key=lambda path: path.stat().st_size)
     arrays.write_bytes(arrays.read_bytes()[:100])
-    assert main([*command, "--train.steps", "5"]) == 0
+    assert main([*command, "--train.steps=5"]) == 0
     out = capsys.readouterr().out
     assert "checkpoints/4 is damaged" in out
     assert "resumed from the checkpoint at step 2" in out
@@ -271,14 +262,14 @@ def test_a_full_disk_stops_the_run_with_the_last_checkpoint_whole(
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    assert main([*command, "--train.steps", "2"]) == 0
+    assert main([*command, "--train.steps=2"]) == 0
     with monkeypatch.context() as patch:
         patch.setattr(ocp.CheckpointManager, "save", full)
-        assert main([*command, "--train.steps", "3"]) == FILES
+        assert main([*command, "--train.steps=3"]) == FILES
     error = capsys.readouterr().err
     assert "No space left on device" in error
     assert "the checkpoint at step 2 is complete" in error
-    assert main([*command, "--train.steps", "3"]) == 0
+    assert main([*command, "--train.steps=3"]) == 0
 
 
 def accident(name):
@@ -288,13 +279,13 @@ def accident(name):
 @pytest.mark.journey
 @pytest.mark.parametrize("name", ["delete_the_run", "replace_the_checkpoints_by_a_file"])
 def test_a_folder_that_is_lost_is_not_said_to_be_whole(command, capsys, name):
-    assert main([*command, "--train.steps", "11", *accident(name)]) == FILES
+    assert main([*command, "--train.steps=11", *accident(name)]) == FILES
     assert "there is no checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.journey
 def test_a_checkpoint_that_lost_its_end_does_not_end_the_run(command, capsys):
-    assert main([*command, "--train.steps", "11", *accident("unfinish_the_checkpoint")]) == 0
+    assert main([*command, "--train.steps=11", *accident("unfinish_the_checkpoint")]) == 0
     assert "is complete" not in capsys.readouterr().err
 
 
@@ -313,8 +304,8 @@ def test_a_weight_that_is_not_finite_is_named_and_never_saved(tmp_path, command,
     """With train.non_finite=skip the steps would go on, and their checkpoints take the place of
     the finite ones.
     """
-    flags = ["--train.non-finite", "skip", "--train.max-skipped", "9", *accident("poison_a_weight")]
-    assert main([*command, "--train.steps", "12", *flags]) == WRONG
+    flags = ["--train.non-finite=skip", "--train.max-skipped=9", *accident("poison_a_weight")]
+    assert main([*command, "--train.steps=12", *flags]) == WRONG
     error = capsys.readouterr().err
     assert f"{WEIGHT} has 1 element that is not finite" in error
     assert Checkpoints(tmp_path / "run/checkpoints").steps() == [5]
@@ -325,10 +316,10 @@ def test_an_interrupted_run_logs_the_means_of_the_undisturbed_one(tmp_path, comm
     """A line of the log is the mean of the steps since the line before; the run is interrupted
     between two lines.
     """
-    every = [*command, "--train.steps", "9"]
-    assert main([*every, "--run.dir", str(tmp_path / "whole")]) == 0
+    every = [*command, "--train.steps=9"]
+    assert main([*every, f"--run.dir={tmp_path}/whole"]) == 0
     by_step = records(tmp_path / "whole")
-    flags = [*every, "--train.log-every", "3"]
+    flags = [*every, "--train.log-every=3"]
     assert main([*flags, *accident("interrupt")]) == INTERRUPTED
     assert Checkpoints(tmp_path / "run/checkpoints").steps() == [5]
     assert main(flags) == 0
@@ -339,7 +330,7 @@ def test_an_interrupted_run_logs_the_means_of_the_undisturbed_one(tmp_path, comm
 
 @pytest.mark.journey
 def test_a_finished_run_prints_commands_that_work(tmp_path, command, capsys):
-    assert main([*command, "--train.steps", "2"]) == 0
+    assert main([*command, "--train.steps=2"]) == 0
     *_, first, second = capsys.readouterr().out.splitlines()
     commands = [shlex.split(text)[1:] for text in f"{first};{second}".split(";")]
     assert [words[0] for words in commands] == ["evaluate", "generate", "convert"]
@@ -362,10 +353,10 @@ def test_a_run_that_begins_with_what_is_not_finite_says_so(tmp_path, command, ca
         NumericsError, match=r"step 0: .*up.bias has 32 elements .*begin with other weights"
     ):
         train(tmp_path / "own", model=Infinite)
-    assert main([*command, "--train.steps", "1"]) == 0
+    assert main([*command, "--train.steps=1"]) == 0
     restore = Checkpoints.restore
     monkeypatch.setattr(Checkpoints, "restore", lambda *args: poisoned(restore(*args), WEIGHT))
-    assert main([*command, "--train.steps", "2"]) == WRONG
+    assert main([*command, "--train.steps=2"]) == WRONG
     error = capsys.readouterr().err
     assert f"{WEIGHT} has 1 element that is not finite" in error
     assert f"{tmp_path / 'run/checkpoints/1'} has them: move it away" in error
@@ -395,7 +386,7 @@ time.sleep(600)
 
 @pytest.mark.journey
 def test_a_stuck_process_is_ended():
-    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60)
+    done = run_program(sys.executable, "-c", STUCK)
     assert done.returncode == TEMPORARY
     assert "no step for 1 s (train.stall_abort_seconds): the process ends" in done.stderr
     assert done.stderr.count("(train.stall_seconds)") == 2
@@ -411,9 +402,9 @@ def test_a_stall_of_absurd_length_is_watched_without_an_error(capfd):
 
 @pytest.mark.journey
 def test_a_run_saves_and_ends_in_silence_when_nobody_reads_its_output(tmp_path, command):
-    words = [sys.executable, "-m", "jaxtp.train", *command, "--train.steps", "100000"]
+    words = [sys.executable, "-m", "jaxtp.train", *command, "--train.steps=100000"]
     piped = f"set -o pipefail; {shlex.join(words)} | head -n 1"
-    done = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, timeout=300)
+    done = run_program("bash", "-c", piped)
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
     assert [
         folder.name for folder in (tmp_path / "run/checkpoints").iterdir() if folder.name.isdigit()
@@ -423,13 +414,13 @@ def test_a_run_saves_and_ends_in_silence_when_nobody_reads_its_output(tmp_path, 
 @pytest.mark.journey
 def test_a_run_starts_from_the_weights_of_another(tmp_path, command, capsys):
     first = tmp_path / "run"
-    second = ["--run.dir", str(tmp_path / "second"), "--train.steps"]
-    assert main([*command, "--train.steps", "20"]) == 0
-    assert main([*command, *second, "2", "--run.init-from", str(first)]) == 0
+    second = [f"--run.dir={tmp_path}/second", "--train.steps"]
+    assert main([*command, "--train.steps=20"]) == 0
+    assert main([*command, *second, "2", f"--run.init-from={first}"]) == 0
     assert f"weights from {first / 'checkpoints/20'}" in capsys.readouterr().out
     assert records(tmp_path / "second")[1] < records(first)[1] - 1
     (tmp_path / "checkpoints").symlink_to(first / "checkpoints")
-    assert main([*command, *second, "3", "--run.init-from", str(tmp_path)]) == 0
+    assert main([*command, *second, "3", f"--run.init-from={tmp_path}"]) == 0
     config = (tmp_path / "second/config.yaml").read_text()
     assert f"init_from: {first}\n" in config, "a run that resumes began where it began"
 

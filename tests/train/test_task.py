@@ -2,11 +2,10 @@
 these parts.
 """
 
-import functools
 import itertools
-import json
 import re
 import runpy
+from functools import partial
 from pathlib import Path
 
 import grain
@@ -30,6 +29,8 @@ from small_net import (
     train,
     trainer_of,
 )
+from support import swept
+from tables import read_json
 
 import jaxtp
 from jaxtp.config.entry import NumericsError, UserError
@@ -131,7 +132,7 @@ def test_plain_arrays_have_the_seed_of_the_weights_they_were_trained_with(tmp_pa
     ) as trainer:
         np.testing.assert_array_equal(trainer.model.frequencies, trained)
     assert "changed since: the values" not in capsys.readouterr().out
-    wider = functools.partial(RandomFeatures, scale=1.1)
+    wider = partial(RandomFeatures, scale=1.1)
     with trainer_of(run, "tp=2", settings={"run.seed": 5}, model=wider) as trainer:
         np.testing.assert_allclose(trainer.model.frequencies, 1.1 * trained, rtol=1e-6)
     assert "changed since: the values of model.frequencies" in capsys.readouterr().out
@@ -140,7 +141,7 @@ def test_plain_arrays_have_the_seed_of_the_weights_they_were_trained_with(tmp_pa
 def test_a_loop_of_ones_own_gives_one_seed_for_weights_and_plain_arrays():
     mesh = jaxtp.make_mesh(fsdp=2)
     build = lambda rngs: jaxtp.parallelize(RandomFeatures(rngs=rngs), mesh=mesh)
-    plan = functools.partial(plan_state, jaxtp.ModelConfig(), small_net.optimizer, mesh, build)
+    plan = partial(plan_state, jaxtp.ModelConfig(), small_net.optimizer, mesh, build)
     with pytest.raises(
         UserError, match=r"seed 5, and model.frequencies, .* is of seed 0; .*seed=5"
     ):
@@ -195,7 +196,7 @@ with open(f"{{jax.process_index()}}.json", "w") as file:
 def test_two_processes_have_the_plain_arrays_columns_and_loaded_model_of_one(tmp_path, monkeypatch):
     """And a run that one step stops ends after the next one."""
     monkeypatch.chdir(tmp_path)
-    assert launch(["--processes", "2", "--devices", "4", "--", "-c", TWO_PROCESSES]) == 0
+    assert launch(["--processes=2", "--devices=4", "--", "-c", TWO_PROCESSES]) == 0
     expected, loss_of_one = plain_frequencies(5)
     losses_of_one, _ = train(tmp_path / "one", loss=reading_stop, batches=with_stop)
     outputs_of_one = jaxtp.load_run(tmp_path / "run", build=RandomFeatures)(
@@ -203,7 +204,7 @@ def test_two_processes_have_the_plain_arrays_columns_and_loaded_model_of_one(tmp
     )
     for process in range(2):
         np.testing.assert_array_equal(np.load(f"{process}.npy"), expected)
-        first, losses, outputs = json.loads((tmp_path / f"{process}.json").read_text())
+        first, losses, outputs = read_json(tmp_path / f"{process}.json")
         np.testing.assert_allclose(first, [loss_of_one], rtol=1e-5)
         np.testing.assert_allclose(losses, losses_of_one, rtol=1e-5)
         np.testing.assert_allclose(outputs, outputs_of_one, rtol=1e-5, atol=1e-5)
@@ -390,7 +391,7 @@ def test_the_command_takes_the_parts(tmp_path):
     flags = [
         word for setting, name in parts.items() for word in (setting, f"{small_net.FILE}:{name}")
     ]
-    run = ["--mesh", "tp=2", "--train.steps=2", "--train.log-every=1", f"--run.dir={tmp_path}/run"]
+    run = ["--mesh=tp=2", "--train.steps=2", "--train.log-every=1", f"--run.dir={tmp_path}/run"]
     assert main([*flags, *run]) == 0
     (first, _), (second, _) = train(tmp_path / "one", steps=2)[0]
     assert records(tmp_path / "run") == pytest.approx({1: first, 2: second}, rel=1e-5)
@@ -617,10 +618,7 @@ def test_a_part_that_cannot_be_called_is_refused_before_the_run_begins(refusal):
         assert message in error, (setting, reference, error)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize(
-    "setting", [*OWN, "data.validation_batches", "optimizer.build", "model.plan"]
-)
+@swept("setting", [*OWN, "data.validation_batches", "optimizer.build", "model.plan"])
 def test_whatever_a_setting_names_is_one_error(refusal, tmp_path, setting):
     names = runpy.run_path(str(tmp_path / "hostile.py"))["NAMES"]
     assert len(names) > 30

@@ -1,6 +1,6 @@
 """Memory and FLOPs of a step with a user's model and loss, from its trace."""
 
-import dataclasses
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -50,12 +50,12 @@ TASK = jaxtp.Task(
     optimizer=optax.adafactor(1e-3),
     plan={"up": jaxtp.Colwise(), "down": jaxtp.Rowwise()},
 )
-REMAT = dataclasses.replace(TASK, model=lambda rngs: Mlp(rngs, remat=True))
+REMAT = replace(TASK, model=lambda rngs: Mlp(rngs, remat=True))
 CONFIG = TrainConfig(model=jaxtp.ModelConfig(build="mine:Mlp"))
 
 
 def traced(task, sizes, accumulation=1):
-    config = dataclasses.replace(CONFIG, train=LoopConfig(accumulation=accumulation))
+    config = replace(CONFIG, train=LoopConfig(accumulation=accumulation))
     blueprint, _ = plan(config, abstract_mesh(sizes), task, BATCH)
     return blueprint, *trace_step(config, blueprint, loss, BATCH)
 
@@ -109,7 +109,7 @@ def batches(step):
 
 
 SETTINGS = {"mesh": "fsdp=2,tp=2", "train.steps": 1}
-WITH_BATCHES = dataclasses.replace(TASK, batches=batches)
+WITH_BATCHES = replace(TASK, batches=batches)
 
 
 def test_a_step_that_exceeds_a_device_is_refused_before_anything_is_written(
@@ -153,5 +153,5 @@ def test_a_loss_that_needs_the_mesh_of_the_run_has_no_mfu():
         assert jax.sharding.get_abstract_mesh().size == 8
         return loss(model, batch, key)
 
-    task = dataclasses.replace(TASK, loss=of_mesh)
+    task = replace(TASK, loss=of_mesh)
     assert np.isnan(performance.row_flops(CONFIG, None, task, BATCH))

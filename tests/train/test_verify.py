@@ -17,8 +17,8 @@ from quick_run import QUICK, quick_flags
 from runs import mesh, records
 from support import journeys, sizes_of, sweep
 from tables import raised_by
+from variants import small_model
 
-import jaxtp
 from jaxtp.checkpoint.checksum import minority_devices, replica_groups_by_name
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.collectives import batch_spec
@@ -37,9 +37,7 @@ from jaxtp.train.state import named_arrays, plan_state
 from jaxtp.train.step import compiler_options
 from jaxtp.train.verify import CorruptionError, Verifier, changed
 
-MODEL = jaxtp.ModelConfig(
-    vocab_size=32, d_model=16, num_layers=1, num_heads=8, num_kv_heads=8, head_dim=4, d_ff=32
-)
+MODEL = small_model(vocab_size=32, num_heads=8, num_kv_heads=8, d_ff=32)
 # every gradient is clipped
 SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=1, clip_norm=1e-3)
 SCALE = "norm.scale"  # split over fsdp alone
@@ -332,10 +330,10 @@ def test_a_host_without_the_memory_is_refused(monkeypatch):
 
 @pytest.mark.journey
 def test_a_run_is_the_same_with_verification_and_a_flipped_bit_ends_it(tmp_path, text, capfd):
-    command = [*quick_flags(tmp_path / "plain", text, 2, 2, 2), "--train.steps", "12"]
+    command = [*quick_flags(tmp_path / "plain", text, 2, 2, 2), "--train.steps=12"]
     assert main(command) == 0
     run = tmp_path / "run"
-    command += ["--train.verify-every", "4", "--run.dir", str(run)]
+    command += ["--train.verify-every=4", f"--run.dir={run}"]
     assert main([*command, "--train.callbacks", f"{TESTS}/accidents.py:flip_a_bit"]) == entry.WRONG
     said = capfd.readouterr()
     assert "step 4: verified" in said.out
@@ -364,15 +362,13 @@ def test_all_processes_end_with_the_device_of_one(tmp_path, monkeypatch, every):
     flags = [
         *QUICK,
         *mesh(4, 1, 1),
-        "--train.steps",
-        "12",
-        "--train.verify-every",
-        every,
-        "--run.dir",
-        "run",
+        "--train.steps=12",
+        f"--train.verify-every={every}",
+        "--run.dir=run",
+        "--train.callbacks",
+        f"{TESTS}/accidents.py:flip_a_bit",
     ]
-    flags += ["--train.callbacks", f"{TESTS}/accidents.py:flip_a_bit"]
-    together = ["--processes", "2", "--devices", "2", "--", "-m", "jaxtp.train"]
+    together = ["--processes=2", "--devices=2", "--", "-m", "jaxtp.train"]
     assert launch([*together, *flags]) == entry.WRONG
     logs = [(tmp_path / f"logs/process-{index}.log").read_text() for index in range(2)]
     (message,), (other,) = (re.findall(rf"{FOUND[every]}.*", log) for log in logs)
@@ -388,5 +384,5 @@ def test_all_processes_end_with_the_device_of_one(tmp_path, monkeypatch, every):
 @pytest.mark.journey
 def test_the_script_on_its_cost_measures(capsys):
     script = runpy.run_path(str(TESTS.parent / "scripts/verify_cost.py"))
-    script["main"](["--width", "32", "--length", "16", "--repeats", "2"])
+    script["main"](["--width=32", "--length=16", "--repeats=2"])
     assert "host memory meanwhile: " in capsys.readouterr().out

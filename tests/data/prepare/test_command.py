@@ -5,14 +5,13 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from corpora import dataset, decoded, documents, output, refusal, run, texts, write
-from runs import contents
-from tables import read_table, unexpected
+from runs import contents, run_program
+from tables import assert_errors, read_json, read_table
 
 from jaxtp.data.prepare import batches
 from jaxtp.data.prepare.__main__ import main
@@ -45,8 +44,6 @@ def test_help_explains_every_setting_and_verify(capsys):
     expected = [
         "jaxtp prepare --verify data/books",
         "after an interruption the same command resumes in it",
-    ]
-    expected += [
         "--out DIR",
         "--train-bpe SIZE",
         "--dedup",
@@ -54,16 +51,13 @@ def test_help_explains_every_setting_and_verify(capsys):
         "--prompt-field",
         "--no-eos",
     ]
-    assert [words for words in expected if words not in out] == []
+    assert not [words for words in expected if words not in out]
 
 
 def test_mistaken_commands_are_refused():
     write("t.json", "{}")
     Path("llama").mkdir()
-    assert (
-        unexpected(read_table(__file__, "mistaken_commands"), lambda row: refusal(row["line"]))
-        == []
-    )
+    assert_errors(read_table(__file__, "mistaken_commands"), lambda row: refusal(row["line"]))
     assert not Path("d").exists()
 
 
@@ -133,7 +127,7 @@ def test_end_tokens_are_named_or_left_out():
     ended = dataset("a.jsonl --train-bpe 300 --eos '<end>' --held-out 0")
     split = ended.splits["train"]
     assert {split.document(i)[-1] for i in range(60)} == {ended.tokenizer.eos_id}
-    assert json.loads(Path("d/tokenizer.json").read_text())["added_tokens"][0]["content"] == "<end>"
+    assert read_json(Path("d/tokenizer.json"))["added_tokens"][0]["content"] == "<end>"
     plain = dataset("a.jsonl --tokenizer d/tokenizer.json --no-eos --held-out 0 --out e")
     assert plain.tokenizer.eos_id is None
     assert plain.splits["train"].num_tokens == split.num_tokens - 60
@@ -250,8 +244,8 @@ def test_on_a_full_disk_the_command_ends_with_an_error_and_resumes():
         "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
         "runpy.run_module('jaxtp.data.prepare', run_name='__main__', alter_sys=True)"
     )
-    command = [sys.executable, "-c", limited, "a.jsonl", "--out", "d"]
-    full = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", limited, "a.jsonl", "--out=d"]
+    full = run_program(*command)
     assert full.returncode == 2, full.stderr
     assert full.stderr.startswith("jaxtp prepare: error: ")
     assert "File too large; fix this, and the same command resumes" in full.stderr

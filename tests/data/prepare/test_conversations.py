@@ -22,7 +22,7 @@ from corpora import (
     write_chat_tokenizer,
 )
 from runs import SMALL, mesh
-from tables import read_table, unexpected
+from tables import assert_errors, read_table
 
 from jaxtp.data.chat_template import ChatTemplate
 from jaxtp.data.corpus import load_corpus
@@ -188,7 +188,7 @@ def test_rows_that_are_no_conversation_are_refused_or_skipped():
             "b.jsonl, line 2: "
         )[2]
 
-    assert unexpected(MISTAKES["messages"], error_of) == []
+    assert_errors(MISTAKES["messages"], error_of)
     write("b.jsonl", [ROWS[0], *(row["row"] for row in MISTAKES["messages"])])
     assert len(messages_of("b.jsonl --on-error skip")) == 2
 
@@ -198,7 +198,7 @@ def test_files_without_messages_are_refused():
         write(row["name"], row["content"])
         return refusal(f"{row['name']} --messages messages --tokenizer t --overwrite")
 
-    assert unexpected(MISTAKES["files"], error_of) == []
+    assert_errors(MISTAKES["files"], error_of)
 
 
 def test_keys_that_occur_twice_and_deep_nesting_have_no_layout():
@@ -249,7 +249,7 @@ def test_templates_that_cannot_be_used_are_refused():
         write("x.jinja", row["template"])
         return refusal(command)
 
-    assert unexpected(MISTAKES["templates"], error_of) == []
+    assert_errors(MISTAKES["templates"], error_of)
 
 
 def test_a_tokenizer_without_a_template_needs_one():
@@ -352,7 +352,7 @@ def test_layouts_that_cannot_be_read_are_refused():
         write("s.jsonl", [row["row"]])
         return refusal(f"s.jsonl {row['flags']} --overwrite")
 
-    assert unexpected(MISTAKES["layouts"], error_of) == []
+    assert_errors(MISTAKES["layouts"], error_of)
 
 
 @pytest.mark.journey
@@ -363,10 +363,9 @@ def test_one_can_talk_to_a_run_as_its_data_do(monkeypatch, capsys):
         "--model.vocab-size",
         str(CHAT_TOKENIZER.get_vocab_size()),
         *mesh(1, 1, 1),
-        "--train.steps",
-        "2",
+        "--train.steps=2",
     ]
-    assert train([*SMALL, *size, "--data.path", "d", "--run.dir", "run"]) == 0
+    assert train([*SMALL, *size, "--data.path=d", "--run.dir=run"]) == 0
     shown = capsys.readouterr().out
     loss_tokens = load_corpus(Path("d")).loss_tokens
     assert f" tokens to train on, {loss_tokens:,} of them with loss, " in shown
@@ -376,7 +375,7 @@ def test_one_can_talk_to_a_run_as_its_data_do(monkeypatch, capsys):
     assert (source.prefix, source.end_ids, source.template_day) == ((BEGIN,), {STOP}, None)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     capsys.readouterr()
-    assert generate(["--model", "run", "--chat", "--max-tokens", "2"]) == 0
+    assert generate(["--model=run", "--chat", "--max-tokens", "2"]) == 0
     assert "prefill" in capsys.readouterr().err
 
 

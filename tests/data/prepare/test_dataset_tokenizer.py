@@ -21,6 +21,8 @@ from corpora import (
 )
 from runs import SMALL, mesh
 from small_tokenizers import begins_texts
+from support import assert_refused
+from tables import read_json, write_json
 
 from jaxtp.data.corpus import CorpusError, load_corpus
 from jaxtp.data.store import open_dataset
@@ -100,9 +102,9 @@ def test_datasets_of_different_first_or_last_tokens_are_told_apart():
 
 def test_a_manifest_of_an_earlier_version_says_nothing_of_first_tokens():
     tokenizer = made("--bos none").tokenizer
-    record = json.loads(MANIFEST.read_text())
+    record = read_json(MANIFEST)
     del record["tokenizer"]["prefix"]
-    MANIFEST.write_text(json.dumps(record))
+    write_json(MANIFEST, record)
     assert open_dataset(Path("d")).tokenizer == tokenizer
     assert "is finished; there is nothing to do" in output(f"a.jsonl {COMMAND} --bos none")
     assert "prefix" not in load_corpus(Path("d")).describe()
@@ -110,10 +112,10 @@ def test_a_manifest_of_an_earlier_version_says_nothing_of_first_tokens():
 
 def test_a_damaged_prefix_is_found():
     made()
-    record = json.loads(MANIFEST.read_text())
+    record = read_json(MANIFEST)
     for prefix in (7, ["a"], [True], [-1], [10**6]):
         record["tokenizer"]["prefix"] = prefix
-        MANIFEST.write_text(json.dumps(record))
+        write_json(MANIFEST, record)
         code, out, _ = run("--verify d")
         assert (code, "damaged: t" in out) == (1, True), prefix
 
@@ -123,20 +125,23 @@ def test_a_run_generates_as_its_data_begin(capsys):
     made()
     command = [
         *SMALL,
-        "--model.vocab-size",
-        str(TOKENIZER.info.vocab_size),
+        f"--model.vocab-size={TOKENIZER.info.vocab_size}",
         *mesh(1, 1, 1),
-        "--run.dir",
-        "run",
+        "--run.dir=run",
+        "--data.path=d",
+        "--train.steps=2",
     ]
-    command += ["--data.path", "d", "--train.steps", "2"]
     assert train(command) == 0
     assert open_source(Path("run")).prefix == (BEGIN,)
-    assert train([*command, "--train.steps", "3"]) == 0
+    assert train([*command, "--train.steps=3"]) == 0
     assert "resumed from the checkpoint at step 2" in capsys.readouterr().out
     made("--bos none --out none")
-    assert train([*command, "--data.path", "none", "--train.steps", "4"]) == 2
-    assert f"data: prefix: [{BEGIN}] -> None" in capsys.readouterr().err
+    assert_refused(
+        train,
+        [*command, "--data.path=none", "--train.steps=4"],
+        f"data: prefix: [{BEGIN}] -> None",
+        capsys,
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ go unnoticed.
 
 import random
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pyarrow
 import pytest
 from corpora import dataset, output, packed, parquet, refusal, texts, write
 from pyarrow import parquet as parquet_file
+from runs import run_program
 from tables import raised_by
 
 from jaxtp.data.manifest import MANIFEST
@@ -152,11 +152,9 @@ def test_small_files_take_little_memory():
         flags = numbers.choice(["", "--messages text --template t.jinja"])
         lines.append(f"{path} {flags} --out {number}.out --held-out 0")
         paths.append(path)
-    ended = subprocess.run(
-        [sys.executable, "-c", LIMITED, *lines], capture_output=True, text=True, check=False
-    )
+    ended = run_program(sys.executable, "-c", LIMITED, *lines)
     assert ended.stdout.splitlines()[-1] == str([2] * len(lines)), ended
-    assert [path for path in paths if f"jaxtp prepare: error: {path}" not in ended.stderr] == []
+    assert not [path for path in paths if f"jaxtp prepare: error: {path}" not in ended.stderr]
     assert "Traceback" not in ended.stderr
 
 

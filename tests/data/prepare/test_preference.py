@@ -1,6 +1,5 @@
 """`jaxtp prepare --preference`: pairs of answers to one prompt."""
 
-import json
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -19,7 +18,8 @@ from corpora import (
 )
 from hypothesis import given, settings
 from runs import SMALL, mesh
-from tables import read_table, unexpected
+from support import assert_refused
+from tables import assert_errors, read_json, read_table, write_json
 
 from jaxtp.data.corpus import CorpusError, load_corpus
 from jaxtp.data.manifest import read_manifest
@@ -81,8 +81,11 @@ def test_texts_have_a_prompt_or_share_their_beginning():
         "~b",
         f"{human}~ It is.",
         f"{human}~ It was 🙂",
+        "What?\n~Yes",
+        "What?\n~Yesterday",
+        "Say it:~ well done",
+        "Say it:~ wrong",
     ]
-    expected += ["What?\n~Yes", "What?\n~Yesterday", "Say it:~ well done", "Say it:~ wrong"]
     assert in_bytes(pairs_of("a.jsonl")) == expected
     out = output("a.jsonl --preference --held-out 0 --overwrite")
     assert "layout      pairs of texts, 'chosen' and 'rejected'\n" in out
@@ -169,9 +172,7 @@ TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
 MISTAKES = read_table(__file__, "mistaken_pairs")
 
 
-@pytest.mark.parametrize(
-    ("kind", "like"), [("texts", TEXTS), ("messages", MESSAGES)], ids=["texts", "messages"]
-)
+@pytest.mark.parametrize(("kind", "like"), [("texts", TEXTS), ("messages", MESSAGES)])
 def test_rows_that_are_no_pairs_are_refused_or_skipped(kind, like):
     write_chat_tokenizer()
     base = MESSAGES if kind == "messages" else {}
@@ -183,7 +184,7 @@ def test_rows_that_are_no_pairs_are_refused_or_skipped(kind, like):
             "a.jsonl, line 2: "
         )[2]
 
-    assert unexpected(MISTAKES[kind], error_of) == []
+    assert_errors(MISTAKES[kind], error_of)
     write("a.jsonl", [like, *rows])
     assert len(pairs_of("a.jsonl --tokenizer t --on-error skip")) == 2
     assert sum(read_manifest(Path("d")).skipped.values()) == len(rows)
@@ -239,7 +240,7 @@ def test_the_manifest_has_format_2_and_contradictions_are_refused():
     write("a.jsonl", some(20))
     output("a.jsonl --preference --held-out 0")
     assert "no problems" in output("--verify d")
-    record = json.loads(MANIFEST.read_text())
+    record = read_json(MANIFEST)
     assert (record["format"], record["pairs"], record["prompts"]) == (2, True, True)
     (shard,) = record["splits"]["train"]["shards"]
     odd = shard | {"documents": shard["documents"] - 1}
@@ -250,11 +251,11 @@ def test_the_manifest_has_format_2_and_contradictions_are_refused():
         ({"prompts": False}, "damaged: the file: pairs without prompts"),
         ({"splits": splits}, f"a shard of pairs has {odd['documents']} documents"),
     ):
-        MANIFEST.write_text(json.dumps(record | change))
+        write_json(MANIFEST, record | change)
         code, out, _ = run("--verify d")
         assert (code, message in out) == (1, True), out
     del record["format"]
-    MANIFEST.write_text(json.dumps(record))
+    write_json(MANIFEST, record)
     assert "damaged: format None with pairs" in run("--verify d")[1]
 
 
@@ -292,21 +293,19 @@ def command():
     """Flags of a run on pairs, some of which are too long."""
     write("a.jsonl", some(99))
     output("a.jsonl --preference --held-out 0.2")
-    size = ["--data.path", "d", "--data.sequence-length", "300", "--data.long-documents", "drop"]
-    return [*SMALL, *mesh(1, 2, 1), *size, "--run.dir", "run"]
+    size = ["--data.path=d", "--data.sequence-length=300", "--data.long-documents=drop"]
+    return [*SMALL, *mesh(1, 2, 1), *size, "--run.dir=run"]
 
 
 def test_the_loss_of_a_run_on_pairs_must_be_one_for_pairs(command, capsys):
-    assert train(command) == 2
-    assert "d: pairs need a loss for them: --train.loss jaxtp:DPO" in capsys.readouterr().err
+    assert_refused(train, command, "d: pairs need a loss for them: --train.loss jaxtp:DPO", capsys)
 
 
 @pytest.mark.wide
 def test_a_run_counts_pairs(command, capsys):
     write("mine.py", LOSS)
-    assert train([*command, "--train.steps", "2", "--train.loss", "mine.py:loss"]) == 0
+    assert train([*command, "--train.steps=2", "--train.loss=mine.py:loss"]) == 0
     lengths = [len(prompt + text) for prompt, text in prompts_and_answers(open_dataset(Path("d")))]
     fits = [sum(pair) <= 300 for pair in zip(lengths[::2], lengths[1::2], strict=True)]
     assert f"pairs: {fits.count(True)}, {fits.count(False)} left out" in capsys.readouterr().out
-    assert evaluate(["--model", "run", "--data", "d"]) == 2
-    assert "d has pairs of answers" in capsys.readouterr().err
+    assert_refused(evaluate, ["--model=run", "--data=d"], "d has pairs of answers", capsys)

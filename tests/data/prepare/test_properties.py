@@ -1,6 +1,5 @@
 """What holds of any documents, in any order, in any batches."""
 
-import json
 from itertools import count
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from corpora import dataset, decoded, output, prompts_and_answers, refusal, texts, write
 from hypothesis import given
 from runs import contents
+from tables import read_json, write_json
 
 from jaxtp.data.prepare import batches
 from jaxtp.data.prepare.session import JOURNAL
@@ -98,18 +98,6 @@ def test_of_few_documents_the_number_nearest_to_the_share_is_held_out(rows, numb
     assert not set(kept) & set(copies), "copies are in one split"
 
 
-def test_of_six_files_a_fifth_is_one():
-    for index in range(6):
-        write(f"in/{index}.txt", f"{index}")
-    for share, number in {0.2: 1, 0.4: 2, 0.01: 0}.items():
-        command = f"in --held-out {share}"
-        assert ("nothing is held out" in output(f"{command} --overwrite")) == (number == 0)
-        assert len(split(command)[1]) == number
-    assert "is finished; there is nothing to do" in output(command), (
-        "the manifest has the share that was requested"
-    )
-
-
 def test_an_unfinished_dataset_of_an_older_version_resumes_with_the_share_itself(monkeypatch):
     rows = sorted({text + str(i) for i, text in enumerate(texts(60))})
     write("a.jsonl", [*rows, {"bad": 1}])
@@ -120,9 +108,9 @@ def test_an_unfinished_dataset_of_an_older_version_resumes_with_the_share_itself
         output(f"{command} --on-error skip --out whole")
         refusal(command)
     journal = Path("d") / JOURNAL
-    record = json.loads(journal.read_text())
+    record = read_json(journal)
     del record["threshold"]
-    journal.write_text(json.dumps(record))
+    write_json(journal, record)
     output(f"{command} --on-error skip")
     assert contents("d") == contents("whole")
 

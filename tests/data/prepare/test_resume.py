@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from corpora import output, refusal, run, texts, write
-from runs import contents
+from runs import contents, run_program
 from structures import plant
 from support import journeys
 
@@ -39,7 +39,7 @@ def test_a_killed_command_resumes_to_the_byte(flags):
     output(command)
     assert len(list(Path("d").glob("train-*.tokens"))) > 3
     killer = [sys.executable, str(KILLER), "4", "10", "killed", *command.split()]
-    process = subprocess.run(killer, capture_output=True, text=True, timeout=240, check=False)
+    process = run_program(*killer)
     assert process.returncode == 0, process.stderr
     assert int(process.stdout.split()[-1]) >= 3, process.stdout
     assert "resuming after" in process.stdout
@@ -91,7 +91,7 @@ def ends_at(moment, line):
 def test_a_command_whose_output_nobody_reads_ends_in_silence_and_resumes():
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "jaxtp", "prepare", "in", "--on-error", "skip", "--out", "d"]
+    command = [sys.executable, "-m", "jaxtp", "prepare", "in", "--on-error=skip", "--out=d"]
     with os.fdopen(writing) as nobody:
         ended = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, timeout=120)
     assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b"")

@@ -1,10 +1,10 @@
 """`jaxtp bench comm` as its users meet it."""
 
-import json
 import re
 
 import pytest
 from support import assert_refused
+from tables import read_json
 
 import jaxtp
 from jaxtp.analysis.hardware import find, read
@@ -12,18 +12,13 @@ from jaxtp.mesh import mesh_shape
 from jaxtp.tools.bench.__main__ import KINDS, digits, main, usable_tps
 from jaxtp.tools.estimate.__main__ import main as estimate
 
-QUICK = ["--rounds", "3", "--in-a-row", "2", "--message-bytes", "1024", "1048576"]
+QUICK = ["--rounds=3", "--in-a-row=2", "--message-bytes", "1024", "1048576"]
 SMALL = [
-    "--mesh.fsdp",
-    "1",
-    "--mesh.cp",
-    "2",
-    "--mesh.tp",
-    "2",
-    "--data.sequence-length",
-    "8",
-    "--model.d-ff",
-    "16",
+    "--mesh.fsdp=1",
+    "--mesh.cp=2",
+    "--mesh.tp=2",
+    "--data.sequence-length=8",
+    "--model.d-ff=16",
 ]
 
 
@@ -31,7 +26,7 @@ SMALL = [
 def test_measured_and_read_back(tmp_path, capsys):
     record = tmp_path / "new/all.json"
     out = tmp_path / "new/mine.yaml"
-    flags = ["--json", str(record), "--out", str(out), "--like", "h100"]
+    flags = [f"--json={record}", f"--out={out}", "--like=h100"]
     assert main(["comm", *QUICK, "16", *SMALL, *flags]) == 0
     printed = capsys.readouterr().out
     assert "on      4 virtual CPU devices" in printed
@@ -42,7 +37,7 @@ def test_measured_and_read_back(tmp_path, capsys):
     assert "0.0156" in printed
     small = re.findall(r"(?<!\S)0\.0\d+(?!\S)", printed)
     assert min(map(float, small)) > 0
-    found = json.loads(record.read_text())
+    found = read_json(record)
     assert found["place"]["sizes"] == mesh_shape(cp=2, tp=2)
     assert len(found["messages"]) == 3 * 2 * len(KINDS)
     latencies = {line["axis"]: line["latency"] for line in found["lines"]}
@@ -70,14 +65,10 @@ def test_one_device_has_no_links(tmp_path, capsys):
                 "comm",
                 *QUICK,
                 *SMALL,
-                "--mesh.cp",
-                "1",
-                "--mesh.tp",
-                "1",
-                "--out",
-                str(out),
-                "--like",
-                "l40s",
+                "--mesh.cp=1",
+                "--mesh.tp=1",
+                f"--out={out}",
+                "--like=l40s",
             ]
         )
         == 0

@@ -1,6 +1,6 @@
 """From times to a hardware file, and back in an estimate."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -104,7 +104,7 @@ def test_links_between_pairs_are_measured_as_those_that_a_ring_has(tmp_path):
 
 def test_float32_has_half_of_the_peak():
     one = measured(mesh_shape(), [])
-    half = dataclasses.replace(one, dtype="float32")
+    half = replace(one, dtype="float32")
     assert half.matmul_efficiency == pytest.approx(2 * one.matmul_efficiency)
 
 

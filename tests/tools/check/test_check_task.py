@@ -1,6 +1,5 @@
 """`jaxtp check` of a user's task: it passes on every plan, and names what is broken."""
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from support import assert_refused, sweep, task_flags
+from support import assert_refused, swept, task_flags
+from tables import read_json, write_json
 
 import jaxtp
 from jaxtp.collectives import axis_size
@@ -161,13 +161,13 @@ def check(*flags, **parts):
 @pytest.mark.wide
 def test_a_model_of_the_user_is_checked(tmp_path, capsys):
     file = tmp_path / "check.json"
-    flags = [*task_flags(HERE, optimizer="optimizer"), "--json", str(file)]
+    flags = [*task_flags(HERE, optimizer="optimizer"), f"--json={file}"]
     assert check(*flags, meshes=("fsdp=2,tp=2",)) == 0
     out = capsys.readouterr().out
     assert "shrunk  nothing: the model is your own" in out
     assert "audit   none" in out
     assert "all 2 equal one device" in out, "with two micro-batches instead of one"
-    accumulated, over_axes = json.loads(file.read_text())["cases"]
+    accumulated, over_axes = read_json(file)["cases"]
     assert (accumulated["mesh"]["fsdp"], over_axes["mesh"]["fsdp"]) == (1, 2)
     assert 0 < over_axes["errors"]["gradient"] < 1e-5, "something was compared"
 
@@ -179,8 +179,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("model", BROKEN)
+@swept("model", BROKEN)
 def test_the_first_module_that_differs_is_named(model, capsys):
     assert check(model=model) == 1
     out = capsys.readouterr().out
@@ -190,8 +189,7 @@ def test_the_first_module_that_differs_is_named(model, capsys):
     assert f"1 of {compared} differ" in out
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("model", ["WithBatchNorm", "WithDropout"])
+@swept("model", ["WithBatchNorm", "WithDropout"])
 def test_statistics_and_random_masks_equal_those_of_one_device(model, capsys):
     """Micro-batches would change the statistics, and draw other masks."""
     assert check(model=model, meshes=("fsdp=2,tp=2",)) == 0
@@ -211,7 +209,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("message", sweep(list(MISTAKES), *list(MISTAKES)[:3]))
+@swept("message", MISTAKES, *list(MISTAKES)[:3])
 def test_a_mistake_is_refused(message, capsys):
     assert_refused(main, command(**MISTAKES[message]), message, capsys)
 
@@ -232,14 +230,14 @@ def test_a_loss_of_pairs_of_rows_passes_without_accumulation(capsys):
     out = capsys.readouterr().out
     assert "--    one device, accumulation 2" in out
     assert "the loss is no sum over single rows" in out
-    words = [*command(loss="contrastive_loss", meshes=("fsdp=2",)), "--train.accumulation", "2"]
+    words = [*command(loss="contrastive_loss", meshes=("fsdp=2",)), "--train.accumulation=2"]
     assert_refused(main, words, "Micro-batches change it", capsys)
 
 
 def decoder(*flags):
-    sizes = ["--model.vocab-size", "40", "--model.num-layers", "1"]
+    sizes = ["--model.vocab-size=40", "--model.num-layers=1"]
     return main(
-        [*sizes, *task_flags(HERE, loss="decoder_loss", batches="tokens"), "--mesh", "tp=2", *flags]
+        [*sizes, *task_flags(HERE, loss="decoder_loss", batches="tokens"), "--mesh=tp=2", *flags]
     )
 
 
@@ -265,9 +263,7 @@ def pairs(step):
 
 def test_a_decoder_of_the_user_too_and_callbacks_are_not_loaded(tmp_path):
     parts = {"model": {"build": f"{HERE}:own_decoder"}, "data": {"batches": f"{HERE}:pairs"}}
-    (tmp_path / "run.yaml").write_text(
-        json.dumps(parts | {"train": {"callbacks": ["/nothing.py:callback"]}})
-    )
+    write_json(tmp_path / "run.yaml", parts | {"train": {"callbacks": ["/nothing.py:callback"]}})
     config, cases, subject = open_subject(from_yaml(CheckConfig, tmp_path / "run.yaml"), ["cp=2"])
     assert config.data.sequence_length == 16
     assert all(case.sizes["cp"] == 2 for case in cases)

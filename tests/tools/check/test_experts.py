@@ -2,7 +2,7 @@
 of one device.
 """
 
-import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import optax
@@ -79,7 +79,7 @@ def with_other_choices(numbers):
     def other(update):
         return tuple((3 - experts, margin) for experts, margin in update)
 
-    return dataclasses.replace(numbers, choices=tuple(map(other, numbers.choices)))
+    return replace(numbers, choices=tuple(map(other, numbers.choices)))
 
 
 def test_with_an_optimizer_of_the_user_all_runs_use_the_given_choices(expected):

@@ -2,8 +2,8 @@
 equal one device's.
 """
 
-import dataclasses
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,7 +76,7 @@ def rotated():
 def interpreted():
     """The kernel for GPUs, run by its interpreter."""
     with pytest.MonkeyPatch.context() as patched:
-        anywhere = dataclasses.replace(KERNELS["fused"], run=fused_attention, platforms=None)
+        anywhere = replace(KERNELS["fused"], run=fused_attention, platforms=None)
         patched.setitem(KERNELS, "fused", anywhere)
         yield
 
@@ -123,9 +123,10 @@ def groups():
     """
     for name, first in FIRST.items():
         yield pytest.param(name, [first], marks=pytest.mark.heavy, id=f"{name}: {first}")
-    wide = [("llama", "batch", BATCH)]
-    wide += [("llama", "divided", over_tp(split=True)), ("llama", "whole", over_tp(split=False))]
-    wide += [
+    wide = [
+        ("llama", "batch", BATCH),
+        ("llama", "divided", over_tp(split=True)),
+        ("llama", "whole", over_tp(split=False)),
         ("float8", "over cp", [*OVER_CP[1:], case((8, 1, 1))]),
         ("mxfp8", "over cp", [*OVER_CP, case((1, 2, 4))]),
     ]
@@ -169,9 +170,7 @@ def test_accumulation_equals_the_whole_batch():
 def test_errors_are_those_of_the_worst_arrays():
     ones = np.ones(4)
     expected = parity.Numbers(ones, ones, {"w": ones, "v": ones}, {"w": ones})
-    actual = dataclasses.replace(
-        expected, gradients={"w": ones, "v": 1.5 * ones}, state={"w": np.nan * ones}
-    )
+    actual = replace(expected, gradients={"w": ones, "v": 1.5 * ones}, state={"w": np.nan * ones})
     errors = parity.compare(actual, expected)
     tolerance = parity.Tolerance(1, 1)
     assert (errors.loss, errors.gradients) == (0, {"w": 0, "v": 0.5})

@@ -1,7 +1,6 @@
 """`jaxtp convert`: a model in, trained from, and out again; its plan."""
 
 import errno
-import json
 import os
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from flax import nnx
 from hf_reference import FOLDER
 from made_once import words_of
 from support import assert_refused
+from tables import read_json, write_json
 
 import jaxtp
 from jaxtp.checkpoint.__main__ import main as checkpoint
@@ -35,7 +35,7 @@ def weights(folder):
 
 
 def attributes_of(folder):
-    return json.loads((folder / "config.json").read_text())
+    return read_json(folder / "config.json")
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +46,14 @@ def imported(tmp_path_factory):
     shutil.copytree(QWEN3, source)
     (source / "tokenizer.json").write_text('{"version": "1.0"}')
     (source / "chat_template.jinja").write_text("{{ messages }}")
-    convert("import", source, root / "run", "--mesh.fsdp", 2)
+    convert("import", source, root / "run", "--mesh.fsdp=2")
     return root
 
 
 def test_in_and_out_bit_by_bit(imported, tmp_path):
     run = imported / "run"
     out = tmp_path / "out"
-    convert("export", run, out, "--mesh.tp", 2)
+    convert("export", run, out, "--mesh.tp=2")
     assert weights(out) == weights(QWEN3)
     assert (out / "tokenizer.json").read_text() == '{"version": "1.0"}'
     assert (out / "chat_template.jinja").exists()
@@ -79,7 +79,7 @@ def test_a_command_makes_its_devices(imported, tmp_path):
     for name in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES"):
         environment.pop(name, None)
     root = Path(jaxtp.__file__).parent.parent
-    subprocess.run([*command, "--mesh.tp", "2"], check=True, env=environment, cwd=root)
+    subprocess.run([*command, "--mesh.tp=2"], check=True, env=environment, cwd=root)
     assert weights(tmp_path / "out") == weights(QWEN3)
 
 
@@ -96,7 +96,7 @@ def test_a_model_and_adapters_become_one_model(imported, tmp_path):
     jaxtp.save_hf(jaxtp.merge_adapters(adapted), tmp_path / "merged", family="qwen3")
     for place in (source, imported / "run"):
         out = tmp_path / f"from {place.name}"
-        convert("export", place, out, "--adapters", adapters, "--mesh.tp", 2)
+        convert("export", place, out, f"--adapters={adapters}", "--mesh.tp=2")
         assert weights(out) == weights(tmp_path / "merged")
         assert attributes_of(out)["eos_token_id"] == 2
         assert (out / "tokenizer.json").exists()
@@ -108,7 +108,7 @@ def test_a_model_that_was_trained_on_longer_sequences_is_made_for_them(imported,
     run = tmp_path / "run"
     shutil.copytree(imported / "run", run)
     kept = attributes_of(run / "hf") | {"max_position_embeddings": 64}
-    (run / "hf/config.json").write_text(json.dumps(kept))
+    write_json(run / "hf/config.json", kept)
     for out in (tmp_path / "with", tmp_path / "without"):
         convert("export", run, out)
         attributes = attributes_of(out)
@@ -152,7 +152,7 @@ def test_a_run_that_was_imported_is_verified_trained_and_exported(imported, tmp_
     assert train(words_of(small | {"--run.init-from": run, "--run.dir": tuned})) == 0
     assert f"weights from {run}/checkpoints/0" in capsys.readouterr().out
     out = tmp_path / "out"
-    flags = ["--tokenizer-from", imported / "source", "--dtype", "bfloat16"]
+    flags = ["--tokenizer-from", imported / "source", "--dtype=bfloat16"]
     convert("export", tuned, out, *flags)
     assert (out / "tokenizer.json").exists()
     header = read_header(out / "model.safetensors")
@@ -202,7 +202,7 @@ def test_a_plan_is_compared_with_that_of_the_model(tmp_path, capsys):
     assert rows["norm"] == "- replicated"
     plan = {"layers.*.self_attn.q_proj": "rowwise", "layers.*.gone": "colwise"}
     attributes = attributes_of(FOLDER / "llama_gqa") | {"base_model_tp_plan": plan}
-    (tmp_path / "config.json").write_text(json.dumps(attributes))
+    write_json(tmp_path / "config.json", attributes)
     rows, head = plan_of(tmp_path, capsys)
     assert f"llama, base_model_tp_plan of {tmp_path}/config.json" in head
     assert rows["layers.*.self_attn.q_proj"] == "rowwise colwise differs"

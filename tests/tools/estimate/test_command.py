@@ -1,6 +1,5 @@
 """`jaxtp estimate` as its users meet it."""
 
-import json
 import math
 import re
 from functools import partial
@@ -9,7 +8,8 @@ from unittest import mock
 
 import pytest
 import yaml
-from support import assert_refused, sweep
+from support import assert_refused, swept
+from tables import read_json
 
 from jaxtp.analysis.schedule import AMOUNTS, COLLECTIVES, OTHER, PARTS, Scheduled
 from jaxtp.config.schema import from_yaml
@@ -31,8 +31,8 @@ from jaxtp.train.defaults import DeviceInfo, resolve_defaults
 
 ROOT = Path(__file__).parents[3]
 CPU = DeviceInfo(count=8, per_process=8, bfloat16=False, kind="virtual CPU devices")
-TINY = ["--config", str(ROOT / "configs/tiny.yaml")]
-OVER_TP = ["--hardware", "h100x8", "--mesh", "fsdp=2,tp=4"]
+TINY = [f"--config={ROOT}/configs/tiny.yaml"]
+OVER_TP = ["--hardware=h100x8", "--mesh=fsdp=2,tp=4"]
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def estimated(tmp_path):
 
     def run(*flags, code=0):
         file = tmp_path / "records" / "estimate.json"
-        assert main([*map(str, flags), "--json", str(file)]) == code
-        return json.loads(file.read_text())
+        assert main([*map(str, flags), f"--json={file}"]) == code
+        return read_json(file)
 
     return run
 
@@ -59,11 +59,11 @@ SHIPPED = {
 """With the number of parameters that is published."""
 
 
-@pytest.mark.parametrize("config", sweep(list(SHIPPED), "llama3_70b"))
+@swept("config", SHIPPED, "llama3_70b")
 def test_a_shipped_configuration_is_answered(config, estimated, capsys):
     path = ROOT / f"configs/{config}.yaml"
     hardware, parameters = SHIPPED[config]
-    record = estimated("--config", path, "--hardware", hardware)
+    record = estimated("--config", path, f"--hardware={hardware}")
     assert record["parameters"] == parameters
     out = capsys.readouterr().out
     best = record["meshes"][0]
@@ -117,7 +117,7 @@ def near_meshes(config):
             yield ",".join(f"{axis}={size}" for axis, size in mesh.items())
 
 
-@pytest.mark.parametrize("name", sweep(list(RECIPES), "pretrain_1b"))
+@swept("name", RECIPES, "pretrain_1b")
 def test_a_recipe_is_the_best_setting_and_surely_fits(name, estimated, tmp_path):
     """Best of the meshes near its own; all meshes take several times as long."""
     path = ROOT / f"configs/{name}.yaml"
@@ -125,7 +125,7 @@ def test_a_recipe_is_the_best_setting_and_surely_fits(name, estimated, tmp_path)
     written = tmp_path / "new" / "best.yaml"
     hardware = RECIPES[name]
     assert f"estimate --config configs/{name}.yaml --hardware {hardware}" in path.read_text()
-    flags = ["--config", path, "--hardware", *hardware.split(), "--write", written]
+    flags = [f"--config={path}", "--hardware", *hardware.split(), f"--write={written}"]
     assert estimated(*flags, "--mesh", *near_meshes(config))["meshes"][0]["fits_surely"]
     assert from_yaml(TrainConfig, written) == config
     assert len(written.read_text().splitlines()) < 65
@@ -160,8 +160,8 @@ def test_the_best_setting_is_written_for_training(estimated, tmp_path, monkeypat
     # A run in the default folder, as of the README's first command, would keep its dtype.
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "best.yaml"
-    flags = ["--mesh", "dp=8", "--data.sequence-length", "64", "--memory-fraction", "0.9"]
-    best = estimated("--hardware", "h100x8", *flags, "--write", file)["meshes"][0]
+    flags = ["--mesh=dp=8", "--data.sequence-length=64", "--memory-fraction=0.9"]
+    best = estimated("--hardware=h100x8", *flags, f"--write={file}")["meshes"][0]
     assert f"jaxtp train --config {file}\n" in capsys.readouterr().out
     head, _, body = file.read_text().partition("\n\n")
     assert f"XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 jaxtp train --config {file}" in head
@@ -174,7 +174,7 @@ def test_the_best_setting_is_written_for_training(estimated, tmp_path, monkeypat
     written = yaml.safe_load(body)
     assert set(written["data"]) == {"sequence_length", "global_batch_size"}
     assert not {"run", "optimizer", "eval", "metrics"} & set(written)
-    config, notes = TRAIN.load(["--config", str(file)], partial(resolve_defaults, devices=CPU))
+    config, notes = TRAIN.load([f"--config={file}"], partial(resolve_defaults, devices=CPU))
     assert notes == []
     assert config.mesh.sizes == mesh_shape(dp=8)
     assert (config.model.remat, config.train.accumulation) == (best["remat"], best["accumulation"])
@@ -185,10 +185,8 @@ def test_the_best_setting_is_written_for_training(estimated, tmp_path, monkeypat
 
 def test_the_written_file_says_what_is_missing_and_how_several_hosts_start_it(estimated, tmp_path):
     file = tmp_path / "best.yaml"
-    given = ["--data.path", "data/x", "--run.dir", "runs/x", "--model.precision.compute", "float32"]
-    estimated(
-        "--hardware", "2xh100x2", "--mesh", "dp=4", "--as-configured", *given, "--write", file
-    )
+    given = ["--data.path=data/x", "--run.dir=runs/x", "--model.precision.compute=float32"]
+    estimated("--hardware=2xh100x2", "--mesh=dp=4", "--as-configured", *given, f"--write={file}")
     head, _, body = file.read_text().partition("\n\n")
     first, second, *_ = head.splitlines()
     assert "jaxtp launch" in first
@@ -214,7 +212,7 @@ def test_one_mesh_and_its_settings_as_they_are(estimated, capsys):
     assert "fsdp 2 x tp 4" in out
     assert "settings tried: 1; meshes: 1 " in out
     assert "head and logits" in out
-    in_float8 = ["--model.precision.matmul", "float8", "--model.precision.matmul-least", "16"]
+    in_float8 = ["--model.precision.matmul=float8", "--model.precision.matmul-least=16"]
     assert main([*flags, *in_float8]) == 0
     out = printed(capsys)
     assert " 1,979 TFLOP/s in float8, " in out
@@ -225,7 +223,7 @@ def test_one_mesh_and_its_settings_as_they_are(estimated, capsys):
 def test_tier_2_compiles_the_step_and_a_picture_is_drawn(estimated, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file = tmp_path / "plot.png"
-    flags = [*TINY, "--hardware", "a100x8", "--mesh", "fsdp=2,tp=4", "--tier", "2", "--plot", file]
+    flags = [*TINY, "--hardware=a100x8", "--mesh=fsdp=2,tp=4", "--tier=2", f"--plot={file}"]
     tier_2 = estimated(*flags)["tier_2"]
     assert tier_2["equal_to_tier_1"]
     assert tier_2["planned"]
@@ -250,7 +248,7 @@ def failing(error):
     return mock.Mock(side_effect=error)
 
 
-TIER_3 = [*TINY, *OVER_TP, "--tier", "3"]
+TIER_3 = [*TINY, *OVER_TP, "--tier=3"]
 
 
 def test_numbers_of_other_tiers_stay_where_the_compiler_of_tier_3_fails(
@@ -320,7 +318,9 @@ def test_tier_3_is_shown_beside_tier_1(peak, verdict, compile_by, estimated, cap
 
 
 def test_an_update_that_is_not_modelled_makes_nothing_sure(estimated, capsys):
-    record = estimated(*TINY, *OVER_TP, "tp=8", "--optimizer.name", "adafactor")
+    record = estimated(
+        *TINY, OVER_TP[0], "--mesh", "fsdp=2,tp=4", "tp=8", "--optimizer.name=adafactor"
+    )
     out = printed(capsys)
     assert "surely" not in out
     assert "without the update by adafactor: its time, memory and communication" in out
@@ -329,7 +329,7 @@ def test_an_update_that_is_not_modelled_makes_nothing_sure(estimated, capsys):
 
 
 def test_the_update_by_muon_is_modelled(estimated, capsys):
-    (mesh,) = estimated(*TINY, *OVER_TP, "--optimizer.name", "muon")["meshes"]
+    (mesh,) = estimated(*TINY, *OVER_TP, "--optimizer.name=muon")["meshes"]
     assert "not modelled" not in printed(capsys)
     assert mesh["update_is_modelled"]
     (kind,) = {c["kind"] for c in mesh["collectives"] if c["module"] == "optimizer/muon"}
@@ -337,7 +337,7 @@ def test_the_update_by_muon_is_modelled(estimated, capsys):
 
 
 def test_generation_is_estimated_too(estimated, capsys):
-    (one, *_) = estimated(*TINY, *OVER_TP, "--generate", "16")["generation"]
+    one, *_ = estimated(*TINY, *OVER_TP, "--generate=16")["generation"]
     assert one["bytes_per_device"]["cache"] > 0
     assert "generating 16 rows of 128 tokens" in capsys.readouterr().out
 
@@ -345,8 +345,8 @@ def test_generation_is_estimated_too(estimated, capsys):
 def test_nothing_is_written_where_nothing_fits(tmp_path, capsys):
     (tmp_path / "small.yaml").write_text("like: rtx4090\nmemory: 2.5e+9")
     file = tmp_path / "best.yaml"
-    flags = ["--hardware", f"{tmp_path}/small.yamlx2", "--mesh", "fsdp=2", "--write", str(file)]
-    assert main([*TINY, "--model.d-ff", "262144", *flags]) == 1
+    flags = ["--hardware", f"{tmp_path}/small.yamlx2", "--mesh=fsdp=2", f"--write={file}"]
+    assert main([*TINY, "--model.d-ff=262144", *flags]) == 1
     out = capsys.readouterr().out
     assert f"--write {file}: not written, because nothing fits\n" in out
     assert not file.exists()
@@ -356,21 +356,21 @@ def test_nothing_is_written_where_nothing_fits(tmp_path, capsys):
 
 def test_a_file_that_it_did_not_write_is_kept(tmp_path, capsys):
     file = tmp_path / "mine.yaml"
-    words = ["--hardware", "h100x1", "--mesh", "tp=1", "--as-configured", "--write", str(file)]
+    words = ["--hardware=h100x1", "--mesh=tp=1", "--as-configured", f"--write={file}"]
     for _ in range(2):
         assert main([*TINY, *words]) == 0
-    assert_refused(main, [*TINY, *words, "--json", str(file)], "name two files", capsys)
+    assert_refused(main, [*TINY, *words, f"--json={file}"], "name two files", capsys)
     own = "model:\n  num_layers: 3\n"
     file.write_text(own)
     message = "it exists, and no earlier --write made it"
-    assert_refused(main, [*words, "--config", str(file)], message, capsys)
+    assert_refused(main, [*words, f"--config={file}"], message, capsys)
     assert file.read_text() == own
 
 
 def test_the_colors_and_lines_of_a_picture_are_explained(monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure()
     monkeypatch.setattr(command, "write_picture", lambda flag, path, draw: draw(figure))
-    words = ["--hardware", "h100x2", "--mesh", "tp=2", "fsdp=2", "--as-configured"]
+    words = ["--hardware=h100x2", "--mesh", "tp=2", "fsdp=2", "--as-configured"]
     assert main([*TINY, *words]) == 0
     colors = {}
     for panel, unit in zip(figure.axes, ("GB", "seconds"), strict=True):

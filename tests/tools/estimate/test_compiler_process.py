@@ -1,12 +1,12 @@
 """Asking a compiler in a process: what comes back, and every way in which it does not."""
 
-import dataclasses
 import itertools
 import json
 import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -135,7 +135,7 @@ def test_cudnn_is_compiled_where_its_library_is_installed(there, tmp_path, monke
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setenv("LD_LIBRARY_PATH", "/other")
     monkeypatch.setattr(
-        tiers, "topology", lambda *_: dataclasses.replace(NOWHERE, compiler="jax-cuda13-plugin 1")
+        tiers, "topology", lambda *_: replace(NOWHERE, compiler="jax-cuda13-plugin 1")
     )
     value = (
         "[request['config']['model']['attention'], request['target']['compiler'], "

@@ -1,6 +1,5 @@
 """`jaxtp estimate FILE.py:build`: any Flax model, by the account of `explain`."""
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support import assert_refused
+from tables import read_json
 
 import jaxtp
 from jaxtp.config.python_object import load_object
@@ -90,9 +90,9 @@ def file(tmp_path):
 
 def estimated(file, *flags, model="build", shape="16x8x16"):
     record = file.parent / "record.json"
-    words = [f"{file}:{model}", "--input", shape, "--hardware", "h100x8", "--json", str(record)]
+    words = [f"{file}:{model}", f"--input={shape}", "--hardware=h100x8", f"--json={record}"]
     assert main([*words, *flags]) == 0
-    return json.loads(record.read_text())
+    return read_json(record)
 
 
 @pytest.mark.wide
@@ -169,7 +169,7 @@ def test_the_simplest_of_equal_meshes_is_first():
 
 def test_a_model_that_does_not_fit_is_said(file, capsys):
     shape = f"{8 * 1024 * 1024}x1024x16"
-    assert main([f"{file}:build", "--input", shape, "--hardware", "l4x8", "--mesh", "fsdp=8"]) == 1
+    assert main([f"{file}:build", f"--input={shape}", "--hardware=l4x8", "--mesh=fsdp=8"]) == 1
     assert "does not fit" in capsys.readouterr().out
 
 

@@ -1,10 +1,11 @@
 """What generating takes; the size of the cache is asserted by the tests of generation."""
 
-import dataclasses
 import functools
+from dataclasses import replace
 
 import pytest
 from flax import nnx
+from support import decoder
 
 import jaxtp
 from jaxtp.analysis.hardware import find
@@ -26,7 +27,7 @@ WHERE = Target(find("h100"), 8, 1e12)
 
 
 def found(room=1e12, rows=ROWS, model=MODEL, meshes=fitting_meshes(8)):
-    where = dataclasses.replace(WHERE, room=room)
+    where = replace(WHERE, room=room)
     return generations(model, where, facts(), meshes, rows, LENGTH)
 
 
@@ -50,11 +51,11 @@ def test_meshes_are_ranked_and_divide_the_rows():
 def test_weights_are_split_by_tp_and_fsdp_is_counted_as_dp():
     by_mesh = weights_of()
     assert set(by_mesh) == {(8, 1, 1, 1), (4, 1, 1, 2), (2, 1, 1, 4), (1, 1, 1, 8)}
-    model = nnx.eval_shape(lambda: jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(decoder(MODEL))
     for (_, _, _, tp), weights in by_mesh.items():
         assert weights == weight_bytes(model, mesh_shape(tp=tp))
     precision = jaxtp.Precision(compute="bfloat16")
-    halves = weights_of(dataclasses.replace(MODEL, precision=precision))
+    halves = weights_of(replace(MODEL, precision=precision))
     assert {mesh: 2 * weights for mesh, weights in halves.items()} == by_mesh
     (one,) = found(meshes=[mesh_shape(fsdp=8)])
     assert one.sizes == mesh_shape(dp=8)
@@ -62,12 +63,12 @@ def test_weights_are_split_by_tp_and_fsdp_is_counted_as_dp():
 
 def test_few_rows_read_the_experts_that_they_choose_and_many_read_all():
     """1 - (1 - k / E) ** n of them are expected."""
-    model = dataclasses.replace(MODEL, d_model=128, d_ff=512, num_experts=8, experts_per_token=2)
+    model = replace(MODEL, d_model=128, d_ff=512, num_experts=8, experts_per_token=2)
     facts = describe_model(TrainConfig(model=model))
 
     def seconds(rows, **changes):
         (one,) = generations(
-            dataclasses.replace(model, **changes), WHERE, facts, [mesh_shape(tp=8)], rows, LENGTH
+            replace(model, **changes), WHERE, facts, [mesh_shape(tp=8)], rows, LENGTH
         )
         return one.seconds - cache_bytes(model, one.sizes, rows, LENGTH) / speed, one
 

@@ -2,10 +2,10 @@
 out.
 """
 
-import dataclasses
 import inspect
 import itertools
 import math
+from dataclasses import replace
 
 import jax
 import pytest
@@ -13,6 +13,7 @@ import yaml
 from hf_reference import FOLDER, TRAINED
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import swept
 
 import jaxtp
 from jaxtp.analysis.hardware import find
@@ -84,14 +85,12 @@ def assert_equal_to_tier_1(found):
 VARIED = dict(zip(MESHES, itertools.cycle(VARIETY), strict=False))
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("mesh", MESHES)
+@swept("mesh", MESHES)
 def test_tier_1_is_what_the_partitioned_program_moves(mesh):
     assert_equal_to_tier_1(compile_partitioned(setting(mesh, VARIED[mesh])))
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", OTHERS)
+@swept("name", OTHERS)
 def test_tier_1_is_what_other_programs_move(name):
     mesh, changes = OTHERS[name]
     found = compile_partitioned(setting(mesh, changes | {"train.accumulation": 2}))
@@ -108,11 +107,10 @@ def test_tier_1_knows_an_optimizer_that_exchanges_matrices():
     assert not found.problems
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", TRAINED)
+@swept("name", TRAINED)
 def test_tier_1_knows_every_family(name):
-    model = dataclasses.replace(jaxtp.read_config(FOLDER / name), loss_chunk=8)
-    config = dataclasses.replace(CONFIG, model=model)
+    model = replace(jaxtp.read_config(FOLDER / name), loss_chunk=8)
+    config = replace(CONFIG, model=model)
     assert_equal_to_tier_1(
         compile_partitioned(setting("1-2-1-4", {"data.sequence_length": 16}, config))
     )
@@ -136,7 +134,8 @@ def plant(monkeypatch):
 
 def test_a_planted_reshard_is_called_out_with_its_line(monkeypatch):
     line = plant(monkeypatch)
-    one = setting("1-2-1-2", {"model.num_layers": 1})
+    # The batch is gathered over fsdp alone.
+    one = setting("1-2-1-1", {"model.num_layers": 1})
     found = compile_partitioned(one)
     assert not found.equal
     unasked = [problem for problem in found.problems if "the compiler added it" in problem]
@@ -151,7 +150,7 @@ def test_a_planted_reshard_is_called_out_with_its_line(monkeypatch):
 
 def test_more_devices_than_a_process_can_have_are_refused():
     where = Target(find("h100"), 2 * MAX_DEVICES, 1.0)
-    many = dataclasses.replace(setting("1-1-1-8"), target=where)
+    many = replace(setting("1-1-1-8"), target=where)
     with pytest.raises(ConfigError, match="at most 1,024 virtual CPU devices"):
         request_devices(many)
 

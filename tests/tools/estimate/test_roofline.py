@@ -1,7 +1,7 @@
 """Links, rings and the parts of a step's time."""
 
-import dataclasses
 import math
+from dataclasses import replace
 
 import jax
 import pytest
@@ -22,13 +22,11 @@ from jaxtp.train.config import DataConfig, MeshConfig, TrainConfig
 BY_HAND = read_table(__file__, "rings")
 US = 1e-6
 IDEAL = {
-    "h100": dataclasses.replace(
-        find("h100"), link_efficiency=1.0, latency=0.0, hop=0.0, network_hop=0.0
-    ),
-    "mi300x": dataclasses.replace(find("mi300x"), link_efficiency=1.0),
+    "h100": replace(find("h100"), link_efficiency=1.0, latency=0.0, hop=0.0, network_hop=0.0),
+    "mi300x": replace(find("mi300x"), link_efficiency=1.0),
 }
 H100 = IDEAL["h100"]
-WAITING = dataclasses.replace(find("h100"), latency=8.4 * US, hop=3.4 * US, network_hop=14 * US)
+WAITING = replace(find("h100"), latency=8.4 * US, hop=3.4 * US, network_hop=14 * US)
 
 
 def sizes(text):
@@ -102,7 +100,7 @@ def test_time_grows_with_bytes_and_never_with_a_faster_link(name, mesh, axes, ki
     seconds = seconds_of(hardware, mesh, axes, kind, sent)
     assert seconds_of(hardware, mesh, axes, kind, more * sent) >= seconds
     for key in ("link", "network"):
-        faster = dataclasses.replace(hardware, **{key: more * getattr(hardware, key)})
+        faster = replace(hardware, **{key: more * getattr(hardware, key)})
         assert seconds_of(faster, mesh, axes, kind, sent) <= seconds * (1 + 1e-9)
 
 
@@ -110,8 +108,8 @@ def test_a_latency_belongs_to_its_hardware():
     tpu = find("v5e")
     for hardware, kind, seconds in [
         # A latency that was measured has the protocols already.
-        (dataclasses.replace(WAITING, hop=0.0), "all-gather", 8.4 * US),
-        (dataclasses.replace(WAITING, network_hop=0.0), "all-gather", (8.4 + 7 * 3.4) * US),
+        (replace(WAITING, hop=0.0), "all-gather", 8.4 * US),
+        (replace(WAITING, network_hop=0.0), "all-gather", (8.4 + 7 * 3.4) * US),
         # TPUs have no protocols, and AMD's GPUs have those of RCCL.
         (tpu, "all-reduce", tpu.latency + 2 * 7 * tpu.hop),
         (find("mi300x"), "all-gather", (12 + 7 * 0.8) * US),
@@ -127,14 +125,14 @@ CONFIG = TrainConfig(model=MODEL, data=DataConfig(sequence_length=1024, global_b
 
 def timed(hardware=H100, devices=8, model=MODEL, **mesh):
     run = MeshConfig(**mesh_shape(**mesh))
-    config = dataclasses.replace(CONFIG, model=model, mesh=run)
+    config = replace(CONFIG, model=model, mesh=run)
     return estimate(config, Target(hardware, devices, 1e12), describe_model(config)).time
 
 
 def test_better_hardware_is_faster_in_its_own_part():
     base = timed(tp=8)
     faster = {
-        name: timed(dataclasses.replace(H100, **{name: 2 * getattr(H100, name)}), tp=8)
+        name: timed(replace(H100, **{name: 2 * getattr(H100, name)}), tp=8)
         for name in ("flops", "link")
     }
     assert faster["flops"].products < base.products
@@ -146,7 +144,7 @@ def test_better_hardware_is_faster_in_its_own_part():
 def test_products_are_as_fast_as_their_dtype():
     def products(**precision):
         given = jaxtp.Precision(compute="bfloat16", matmul_least=16, **precision)
-        return timed(devices=1, model=dataclasses.replace(MODEL, precision=given)).products
+        return timed(devices=1, model=replace(MODEL, precision=given)).products
 
     compute = products()
     in_mlp = products(matmul="float8", matmul_layers="*.mlp.*")
@@ -175,7 +173,7 @@ def test_a_compiled_part_does_no_less_than_the_least(remat, experts):
     """
     mesh = mesh_shape(fsdp=2, tp=2)
     config = TrainConfig(
-        model=dataclasses.replace(TINY, remat=remat, num_experts=experts),
+        model=replace(TINY, remat=remat, num_experts=experts),
         data=DataConfig(sequence_length=32, global_batch_size=4),
         mesh=MeshConfig(**mesh),
     )

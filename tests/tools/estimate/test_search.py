@@ -1,7 +1,7 @@
 """What is tried, what is refused, and how the rest is ranked and explained."""
 
-import dataclasses
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -54,7 +54,7 @@ FUSED = replace_nested(CONFIG, {"model.attention": "auto"})
 MIXTURE = replace_nested(
     FUSED, {"model.d_ff": 1024, "model.num_experts": 6, "model.experts_per_token": 2}
 )
-facts_of_model = cache(lambda model: describe_model(dataclasses.replace(CONFIG, model=model)))
+facts_of_model = cache(lambda model: describe_model(replace(CONFIG, model=model)))
 
 
 def facts(config=CONFIG):
@@ -71,7 +71,7 @@ of_eight = cache(found)
 
 def with_room(room):
     """Hardware whose memory leaves no more than this to JAX."""
-    return dataclasses.replace(H100, memory=room / CLUSTER_SHARE, reserved=0)
+    return replace(H100, memory=room / CLUSTER_SHARE, reserved=0)
 
 
 def least(result):
@@ -251,7 +251,7 @@ def test_changes_are_searched_together():
 
 @pytest.mark.wide
 def test_more_memory_for_jax_is_told_where_it_helps():
-    where = target(dataclasses.replace(H100, memory=4.2e9, reserved=0.0), 8, 0.5)
+    where = target(replace(H100, memory=4.2e9, reserved=0.0), 8, 0.5)
     result = search(CONFIG, where, facts(), meshes_to_try(CONFIG, 8))
     (more,) = (other for other in faster(result, facts()) if "MEM_FRACTION" in other.change)
     assert more.setting.target.room == 0.9 * 4.2e9
@@ -379,9 +379,8 @@ def test_where_nothing_fits_a_batch_without_accumulation_is_proposed():
     narrow = replace_nested(
         FUSED, {"model.precision.param": "bfloat16", "data.global_batch_size": 256}
     )
-    meshes = [OVER_FSDP, mesh_shape(fsdp=4, tp=2)]
-    room = least(found(narrow, meshes)) - 1
-    tight = found(narrow, meshes, room, hardware=with_room(room))
+    room = least(found(narrow, [OVER_FSDP])) - 1
+    tight = found(narrow, [OVER_FSDP], room, hardware=with_room(room))
     assert not tight.fitting
     note = "a batch without accumulation"
     once = next(other for other in remedies(tight, facts(narrow)) if other.note == note)

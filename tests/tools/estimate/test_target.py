@@ -1,11 +1,11 @@
 """Compiling for GPUs that are not there, by their own compiler."""
 
 import json
-import subprocess
 import sys
 
 import pytest
-from support import sweep, sweep_of
+from runs import run_program
+from support import sweep_of, swept
 
 import jaxtp
 from jaxtp.analysis.step_costs import step_costs
@@ -126,7 +126,7 @@ def test_the_attention_of_cudnn_is_compiled_without_a_gpu():
     assert cudnn.peak_bytes < 0.5 * xla.peak_bytes
 
 
-@pytest.mark.parametrize("remat", sweep(["full", "none"], "full"))
+@swept("remat", ["full", "none"], "full")
 def test_what_rings_move_is_hidden_behind_products(remat):
     """Forward and backward; embedding, head and loss have no rings."""
     compiled = compiled_for_h100(replace_nested(RINGS, {"model.remat": remat}))
@@ -181,9 +181,7 @@ for method in ("pallas", "xla"):
 
 def answers(program, request):
     """Returns the lines of JSON that a program prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", program], input=json.dumps(request), capture_output=True, text=True
-    )
+    done = run_program(sys.executable, "-c", program, input=json.dumps(request), timeout=900)
     assert not done.returncode, done.stderr
     return list(map(json.loads, done.stdout.splitlines()))
 

@@ -16,7 +16,8 @@ from flax import nnx
 from made_once import TINY_MODEL, words_of
 from runs import TEXT, full_disk, records
 from small_tokenizers import begins_texts, byte_fallback, byte_level
-from support import assert_refused
+from support import assert_refused, use_mesh
+from tables import read_json
 from tools.conftest import save_model
 
 import jaxtp
@@ -37,7 +38,7 @@ def lines(tmp_path_factory):
 
 def prepared_by(model, folder, *words):
     """Returns the folder of a dataset of the tokens of a model."""
-    return prepared(folder, *words, "--tokenizer", model, "--no-eos").folder
+    return prepared(folder, *words, f"--tokenizer={model}", "--no-eos").folder
 
 
 def run(words):
@@ -46,7 +47,7 @@ def run(words):
 
 def evaluated(capsys, *flags):
     capsys.readouterr()
-    assert run([*flags, "--json", "-"]) == 0
+    assert run([*flags, "--json=-"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -68,7 +69,7 @@ def test_a_run_has_the_loss_of_its_own_evaluation(byte_dataset, tmp_path, capsys
         "--optimizer.warmup-steps": 1,
     }
     assert train(words_of(flags)) == 0
-    mesh = ["--mesh.fsdp", 2, "--mesh.tp", 2]
+    mesh = ["--mesh.fsdp=2", "--mesh.tp=2"]
     record = evaluated(capsys, "--model", tmp_path / "run", "--data", byte_dataset, *mesh)
     *_, expected = records(tmp_path / "run", "eval_loss").values()
     whole = record["all"]
@@ -84,9 +85,9 @@ def test_numbers_by_source_and_by_length(tiny_model, lines, tmp_path, capsys):
     one = write(tmp_path / "one.txt", TEXTS[-1])
     inputs = ["--text", lines, "--text", one, "--by", "source", "--by", "length"]
     file = tmp_path / "new/numbers.json"
-    assert run(["--model", tiny_model, *inputs, "--sequence-length", 16, "--json", file]) == 0
+    assert run(["--model", tiny_model, *inputs, "--sequence-length=16", f"--json={file}"]) == 0
     captured = capsys.readouterr()
-    record = json.loads(file.read_text())
+    record = read_json(file)
     first, second = record["by_source"]
     assert (first["source"], second["source"]) == (str(lines), str(one))
     tokenizer = HuggingFaceTokenizer(byte_level(), "here", has_eos=False)
@@ -151,11 +152,11 @@ def test_the_default_window_of_several_models(tiny_model):
 
 def test_several_models_in_one_table(tiny_model, lines, tmp_path, capsys):
     other = save_model(tmp_path / "other", 1)
-    given = ["--text", lines, "--sequence-length", 32, "--by", "source"]
+    given = ["--text", lines, "--sequence-length=32", "--by", "source"]
     file = tmp_path / "numbers.json"
-    assert run(["--model", tiny_model, "--model", other, *given, "--json", file]) == 0
+    assert run(["--model", tiny_model, "--model", other, *given, f"--json={file}"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    both = json.loads(file.read_text())["models"]
+    both = read_json(file)["models"]
     assert both[1] == evaluated(capsys, "--model", other, *given)
     losses = [record["all"]["loss"] for record in both]
     assert losses[0] != losses[1]
@@ -172,9 +173,9 @@ def test_several_models_in_one_table(tiny_model, lines, tmp_path, capsys):
 def test_numbers_stay_where_a_later_model_fails(tiny_model, lines, tmp_path, capsys):
     wrong = save_model(tmp_path / "wrong", 1, norm=np.nan)
     file = tmp_path / "numbers.json"
-    given = ["--text", lines, "--sequence-length", 32, "--json", file]
+    given = ["--text", lines, "--sequence-length=32", f"--json={file}"]
     assert run(["--model", tiny_model, wrong, *given]) == 2
-    (record,) = json.loads(file.read_text())["models"]
+    (record,) = read_json(file)["models"]
     assert record["all"]["documents"] == len(TEXTS)
     assert "elements that are not finite" in capsys.readouterr().err
 
@@ -182,21 +183,19 @@ def test_numbers_stay_where_a_later_model_fails(tiny_model, lines, tmp_path, cap
 @pytest.mark.journey
 def test_a_model_and_a_run_that_was_tuned_from_it_are_compared(tiny_model, tmp_path, capsys):
     rows = jsonl(tmp_path / "texts.jsonl", TEXT.splitlines())
-    data = prepared_by(tiny_model, tmp_path / "d", rows, "--held-out", "0.1")
+    data = prepared_by(tiny_model, tmp_path / "d", rows, "--held-out=0.1")
     tuned = tmp_path / "run"
-    flags = ["--run.dir", tuned, "--model.from-hf", tiny_model, "--data.path", data]
-    flags += [
-        "--data.sequence-length",
-        16,
-        "--train.steps",
-        2,
-        "--eval.batches",
-        1,
-        "--mesh",
-        "tp=2",
+    flags = [
+        f"--run.dir={tuned}",
+        f"--model.from-hf={tiny_model}",
+        f"--data.path={data}",
+        "--data.sequence-length=16",
+        "--train.steps=2",
+        "--eval.batches=1",
+        "--mesh=tp=2",
     ]
     assert train(list(map(str, flags))) == 0
-    given = ["--text", write(tmp_path / "text.txt", TEXT[:5000]), "--limit", 1]
+    given = ["--text", write(tmp_path / "text.txt", TEXT[:5000]), "--limit=1"]
     models = evaluated(capsys, "--model", tiny_model, tuned, *given)["models"]
     assert [model["sequence_length"] for model in models] == [2048, 2048]
     assert evaluated(capsys, "--model", tuned, *given) == models[1]
@@ -209,7 +208,7 @@ def test_what_precedes_a_text_counts_no_byte(tiny_model, tmp_path, capsys):
     tokenizers = {"begins": begins_texts(), "fallback": byte_fallback(), "plain": byte_level()}
     for name, content in tokenizers.items():
         model = changed_model(tiny_model, tmp_path / name, content)
-        given = ["--model", model, "--sequence-length", 16]
+        given = ["--model", model, "--sequence-length=16"]
         record = evaluated(capsys, *given, "--text", text)
         assert (record["all"]["bytes"] == len(TEXTS[-1].encode())) is (name != "plain")
         of_data = evaluated(
@@ -222,14 +221,14 @@ def test_what_precedes_a_text_counts_no_byte(tiny_model, tmp_path, capsys):
 def test_adapters_are_those_of_the_merged_model(tiny_model, lines, tmp_path, capsys):
     adapters = tmp_path / "adapters"
     merged = tmp_path / "merged"
-    with jax.set_mesh(jaxtp.make_mesh()):
+    with use_mesh():
         adapted = jaxtp.add_adapters(jaxtp.load_hf(tiny_model), jaxtp.LoraConfig(rank=2))
         state = nnx.state(adapted, nnx.LoRAParam)
         nnx.update(adapted, jax.tree.map(lambda array: array + 0.1, state))
         jaxtp.save_peft(adapted, adapters)
         jaxtp.save_hf(jaxtp.merge_adapters(adapted), merged, tokenizer_from=tiny_model)
-    given = ["--text", lines, "--sequence-length", 64]
-    flags = [[tiny_model], [merged], [tiny_model, "--adapters", adapters]]
+    given = ["--text", lines, "--sequence-length=64"]
+    flags = [[tiny_model], [merged], [tiny_model, f"--adapters={adapters}"]]
     plain, as_one, found = (
         evaluated(capsys, "--model", *model, *given)["all"]["loss"] for model in flags
     )
@@ -239,10 +238,10 @@ def test_adapters_are_those_of_the_merged_model(tiny_model, lines, tmp_path, cap
 
 def test_numbers_are_shown_where_their_file_cannot_be_written(tiny_model, lines, tmp_path, capsys):
     path = tmp_path / "numbers.json"
-    given = ["--model", tiny_model, "--text", lines, "--sequence-length", 16]
+    given = ["--model", tiny_model, "--text", lines, "--sequence-length=16"]
     evaluated(capsys, *given)
     with full_disk(20):
-        assert run([*given, "--json", path]) == 2
+        assert run([*given, f"--json={path}"]) == 2
     captured = capsys.readouterr()
     reason = os.strerror(errno.EFBIG)
     assert f"--json {path}: {reason}; name another file; the numbers are above" in captured.err
@@ -252,10 +251,10 @@ def test_numbers_are_shown_where_their_file_cannot_be_written(tiny_model, lines,
 @pytest.mark.wide
 def test_a_context_is_not_exceeded(tiny_model, lines, tmp_path, capsys):
     model = changed_model(tiny_model, tmp_path / "model", byte_level())
-    config = json.loads((model / "config.json").read_text())
+    config = read_json(model / "config.json")
     write(model / "config.json", json.dumps(config | {"max_position_embeddings": 32}))
     given = ["--model", model, "--text", lines]
-    longer = [*given, "--sequence-length", 33]
+    longer = [*given, "--sequence-length=33"]
     assert evaluated(capsys, *given)["sequence_length"] == 32
     assert_refused(run, longer, "give at most 32, or allow it by --beyond-context", capsys)
     assert evaluated(capsys, *longer, "--beyond-context")["sequence_length"] == 33

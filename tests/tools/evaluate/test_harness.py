@@ -13,7 +13,8 @@ from corpora import jsonl
 from evaluations import TEXTS
 from flax import nnx
 from small_tokenizers import begins_texts
-from support import assert_refused, sweep
+from support import assert_refused, swept
+from tables import read_json, write_json
 
 import jaxtp
 
@@ -51,7 +52,7 @@ def model(tiny_model, tmp_path_factory):
     (place / "tokenizer.json").write_bytes(begins_texts())
     names = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
     template = "{% for m in messages %}<|turn|>{{ m.content }}<|stop|>{% endfor %}<|turn|>"
-    (place / "tokenizer_config.json").write_text(json.dumps({**names, "chat_template": template}))
+    write_json(place / "tokenizer_config.json", {**names, "chat_template": template})
     return place
 
 
@@ -215,17 +216,15 @@ class TestTheCommand:
         monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub"))
         names = ["--tasks", "own_choice", "--tasks", "own_rolling", "--tasks", "own_text"]
         flags = [
-            "--model",
-            str(model),
-            "--task-folder",
-            str(tasks),
+            f"--model={model}",
+            f"--task-folder={tasks}",
             *names,
             "--cache",
             str(tmp_path / "cache"),
         ]
         file = tmp_path / "numbers.json"
-        assert main([*flags, "--json", str(file)]) == 0
-        record = json.loads(file.read_text())
+        assert main([*flags, f"--json={file}"]) == 0
+        record = read_json(file)
         assert "|own_choice |" in capsys.readouterr().out
         assert record["n-samples"]["own_choice"] == {"original": 3, "effective": 3}
         texts = [context for context, _ in QUESTIONS]
@@ -238,24 +237,22 @@ class TestTheCommand:
         )
         monkeypatch.setattr(JaxtpLM, "_loglikelihood_tokens", None)
         monkeypatch.setattr(JaxtpLM, "generate_until", None)
-        assert main([*flags, "--json", "-"]) == 0, "all answers are in the cache"
+        assert main([*flags, "--json=-"]) == 0, "all answers are in the cache"
         assert json.loads(capsys.readouterr().out)["results"] == record["results"]
         assert "torch" not in sys.modules
 
-    @pytest.mark.parametrize("flags", sweep(list(REFUSED), *list(REFUSED)[1:]))
+    @swept("flags", REFUSED, *list(REFUSED)[1:])
     def test_what_is_refused_before_the_weights_are_read(
         self, model, tasks, monkeypatch, capsys, flags
     ):
         monkeypatch.setattr("jaxtp.generate.loading.load_folder", None)
-        words = ["--model", str(model), "--task-folder", str(tasks), *flags.split()]
+        words = [f"--model={model}", f"--task-folder={tasks}", *flags.split()]
         assert_refused(main, words, REFUSED[flags], capsys)
 
     def test_a_chat_needs_a_template(self, tiny_model, tasks, capsys):
         words = [
-            "--model",
-            str(tiny_model),
-            "--task-folder",
-            str(tasks),
+            f"--model={tiny_model}",
+            f"--task-folder={tasks}",
             "--tasks",
             "own_choice",
             "--chat",

@@ -3,12 +3,11 @@
 import signal
 
 import hf_reference
-import jax
 import numpy as np
 import pytest
 from flax import nnx
 from hf_reference import FOLDER
-from support import sweep
+from support import swept, use_mesh
 
 import jaxtp
 from jaxtp.config.entry import InterruptError, NumericsError
@@ -42,7 +41,7 @@ class Rows:
 def scorer(name, mesh, batch_size=2, norm=None):
     """Returns the scorer of a model on a mesh, whose last norm has this scale."""
     dp, fsdp, cp, tp = mesh
-    with jax.set_mesh(jaxtp.make_mesh(dp, fsdp, tp, cp=cp)):
+    with use_mesh(dp, fsdp, tp, cp=cp):
         model = jaxtp.load_hf(FOLDER / name)
         if norm is not None:
             model.norm.scale[...] = norm
@@ -53,7 +52,7 @@ def measured(scorer, inputs, length, stride=None):
     return measure(scorer, inputs, length, stride or length, lambda measured: None)
 
 
-@pytest.mark.parametrize("name", sweep(list(MESHES), "llama_gqa"))
+@swept("name", MESHES, "llama_gqa")
 def test_the_loss_is_that_of_transformers(name):
     mesh = MESHES[name]
     reference = hf_reference.load(name)

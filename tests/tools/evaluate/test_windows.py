@@ -24,11 +24,11 @@ def made(lengths):
     ]
 
 
-def windows(documents, length, stride, first=1):
+def windows(documents, length, stride):
     return [
         Window(tokens[begin:end], counted, group)
         for group, tokens in enumerate(documents)
-        for begin, end, counted in spans(len(tokens), first, length, stride)
+        for begin, end, counted in spans(len(tokens), 1, length, stride)
     ]
 
 

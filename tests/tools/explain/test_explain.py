@@ -1,8 +1,7 @@
 """What `explain` says of models whose answer is known."""
 
-import dataclasses
-import json
 import math
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -10,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from flax_models import FeedForward
-from support import assert_refused
+from support import assert_refused, decoder, use_mesh
+from tables import read_json
 
 import jaxtp
 from jaxtp import (
@@ -108,7 +108,7 @@ def test_over_cp_weights_are_stored_and_tokens_divided():
 
 @pytest.mark.wide
 def test_a_parallel_model_is_explained_on_its_mesh_and_on_any_other():
-    with jax.set_mesh(jaxtp.make_mesh(**OVER_FSDP_AND_TP)):
+    with use_mesh(**OVER_FSDP_AND_TP):
         model = jaxtp.parallelize(build, SHARED)
         here = jaxtp.explain(model, X)
     assert here == explained(SHARED, OVER_FSDP_AND_TP)
@@ -130,7 +130,7 @@ class Held(nnx.Module):
 
 def test_parameters_in_a_container_are_split_anew_for_another_mesh():
     """fsdp 4 splits the dims of 16, and fsdp 3 those of 6."""
-    with jax.set_mesh(jaxtp.make_mesh(fsdp=4)):
+    with use_mesh(fsdp=4):
         model = jaxtp.parallelize(Held)
     assert jaxtp.explain(model, X, mesh={"fsdp": 3}) == jaxtp.explain(Held, X, mesh={"fsdp": 3})
 
@@ -154,7 +154,7 @@ def test_arrays_that_are_no_variables_are_explained():
     model = Tables()
     found = explained(plan, OVER_FSDP_AND_TP, Tables)
     assert found == explained(plan, OVER_FSDP_AND_TP, model)
-    with jax.set_mesh(jaxtp.make_mesh(**OVER_FSDP_AND_TP)):
+    with use_mesh(**OVER_FSDP_AND_TP):
         assert jaxtp.explain(jaxtp.parallelize(model, plan), X) == found
     proposed = jaxtp.propose_plan(Tables, X, mesh=OVER_FSDP_AND_TP, report=None)
     assert proposed == plan | {"down.layer_instance": Rowwise()}
@@ -210,21 +210,21 @@ SMALL = jaxtp.ModelConfig(num_layers=1, d_model=32, head_dim=4, d_ff=32, vocab_s
 def decoder_on(config, sizes, rows=8, length=32):
     """Explains a decoder on a mesh."""
     ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    return jaxtp.explain(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)), ids, mesh=sizes)
+    return jaxtp.explain(decoder(config), ids, mesh=sizes)
 
 
 def test_our_own_decoder_has_the_split_it_declares():
     """Frozen weights beside adapters too."""
-    config = dataclasses.replace(SMALL, lora=jaxtp.LoraConfig(rank=4))
+    config = replace(SMALL, lora=jaxtp.LoraConfig(rank=4))
     found = decoder_on(config, OVER_FSDP_AND_TP)
-    with jax.set_mesh(jaxtp.make_mesh(**OVER_FSDP_AND_TP)):
-        abstract = nnx.eval_shape(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))
+    with use_mesh(**OVER_FSDP_AND_TP):
+        abstract = nnx.eval_shape(decoder(config))
     assert found.bytes_per_device == bytes_of_shards(abstract)
     assert found.sent("tp") > 0
 
 
 def test_a_second_plan_and_a_missing_mesh_are_refused():
-    with jax.set_mesh(jaxtp.make_mesh(tp=2)):
+    with use_mesh(tp=2):
         model = jaxtp.parallelize(build, PAIR)
         with pytest.raises(jaxtp.PlanError, match="already parallel"):
             jaxtp.explain(model, X, plan=SHARED)
@@ -267,7 +267,7 @@ def test_collectives_that_are_not_counted_exactly_are_noted():
 
 def test_a_model_without_fsdp_is_compiled_as_it_is():
     """Without fsdp the program has no gather, and the compiler adds none."""
-    with jax.set_mesh(jaxtp.make_mesh(fsdp=2)):
+    with use_mesh(fsdp=2):
         model = jaxtp.parallelize(Settles, fsdp=False)
         found = jaxtp.explain(model, X, compiled=True)
     assert "all-gather" not in {one.kind for one in (*found.traffic, *found.added)}
@@ -314,8 +314,8 @@ def test_the_command_explains_and_proposes(file, tmp_path, capsys):
     output = capsys.readouterr().out
     assert "layers.0" in output
     assert "Rowwise()" in output
-    assert json.loads(json_file.read_text())["mesh"]["tp"] == 2
-    assert main([f"{file}:build", "--propose", "--input", "4x8", "--mesh", "tp=2"]) == 0
+    assert read_json(json_file)["mesh"]["tp"] == 2
+    assert main([f"{file}:build", "--propose", "--input", "4x8", "--mesh=tp=2"]) == 0
     assert "Colwise()" in capsys.readouterr().out
 
 
@@ -341,7 +341,7 @@ REFUSED = {
 def test_a_mistake_is_refused(file, capsys, words):
     places = {"file": str(file), "folder": str(file.parent)}
     command = words.format(**places).split()
-    command += [] if "--mesh" in command else ["--mesh", "tp=2"]
+    command += [] if "--mesh" in command else ["--mesh=tp=2"]
     assert_refused(main, command, REFUSED[words].format(**places), capsys)
 
 
@@ -351,7 +351,7 @@ ON_MESHES = [(OVER_FSDP_AND_TP, "none", 4), ({"cp": 2, "tp": 2}, "none", 0), ({"
 @pytest.mark.parametrize(("sizes", "remat", "experts"), ON_MESHES, ids=str)
 def test_flops_of_the_decoder_are_those_of_its_formulas(sizes, remat, experts):
     """But for the head, which the loss runs once more than a call of the model does."""
-    model = dataclasses.replace(SMALL, num_layers=2, remat=remat, num_experts=experts)
+    model = replace(SMALL, num_layers=2, remat=remat, num_experts=experts)
     config = TrainConfig(model=model)
     found = decoder_on(model, sizes, config.data.global_batch_size, config.data.sequence_length)
     costs = costs_of_step(config, jaxtp.mesh.mesh_shape(**sizes))

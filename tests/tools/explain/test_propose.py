@@ -60,8 +60,13 @@ def rnn(cell):
 
 def megatron(prefix=""):
     columns = ["attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"]
-    plan = {"attention": SHARED_INPUT, "feed_forward": SHARED_INPUT, **dict.fromkeys(columns, COL)}
-    plan |= {"attention.wo": ROW, "feed_forward.w2": ROW}
+    plan = {
+        "attention": SHARED_INPUT,
+        "feed_forward": SHARED_INPUT,
+        **dict.fromkeys(columns, COL),
+        "attention.wo": ROW,
+        "feed_forward.w2": ROW,
+    }
     return {prefix + path: style for path, style in plan.items()}
 
 

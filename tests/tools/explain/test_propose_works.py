@@ -12,7 +12,7 @@ from flax_parity import assert_same, train_alone, train_on
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from support import sizes_of
+from support import sizes_of, swept, use_mesh
 from tools.explain.nets import seeded
 
 import jaxtp
@@ -153,8 +153,7 @@ CASES = {
 }
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", CASES)
+@swept("name", CASES)
 def test_a_mesh_computes_what_one_device_does(name):
     model, mesh = CASES[name]
     make = seeded(model)
@@ -251,7 +250,7 @@ def test_activations_for_explicit_axes_are_refused(spec):
 
 def test_a_model_that_is_split_already_goes_back_to_what_it_declares():
     plan = propose(declared, OVER_TP)
-    with jax.set_mesh(jaxtp.make_mesh(**OVER_BOTH)):
+    with use_mesh(**OVER_BOTH):
         model = jaxtp.parallelize(declared, plan)
     for mesh in (OVER_BOTH, OVER_FOUR):
         assert (

@@ -2,11 +2,11 @@
 run.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 from support import assert_refused, task_flags
+from tables import read_json, write_json
 
 from jaxtp.config.schema import from_yaml
 from jaxtp.mesh import make_mesh
@@ -51,15 +51,14 @@ def test_the_estimate_of_a_run_is_its_state_and_the_work_of_explain(run):
         "--allow-code",
         "--config",
         f"{run}/run.yaml",
-        "--mesh",
-        "fsdp=2,tp=2",
+        "--mesh=fsdp=2,tp=2",
         "--json",
         f"{run}/out.json",
     ]
-    assert estimate([*settings, "--hardware", "h100x4"]) == 0
-    (mesh,) = json.loads((run / "out.json").read_text())["meshes"]
+    assert estimate([*settings, "--hardware=h100x4"]) == 0
+    (mesh,) = read_json(run / "out.json")["meshes"]
     assert explain(settings) == 0
-    explained = json.loads((run / "out.json").read_text())
+    explained = read_json(run / "out.json")
     config, task, batch = open_task(from_yaml(TrainConfig, run / "run.yaml"))
     blueprint, _ = plan(config, make_mesh(fsdp=2, tp=2), task, batch)
     memory = mesh["bytes_per_device"]
@@ -72,14 +71,14 @@ def test_the_estimate_of_a_run_is_its_state_and_the_work_of_explain(run):
 @pytest.mark.wide
 def test_without_a_plan_each_mesh_has_a_proposal_as_in_a_run(run, capsys):
     flags = task_flags(run / "mine.py", model="build", loss="loss", batches="batches")
-    assert estimate([*flags, "--hardware", "h100x2", "--json", f"{run}/out.json"]) == 0
-    record = json.loads((run / "out.json").read_text())
+    assert estimate([*flags, "--hardware=h100x2", "--json", f"{run}/out.json"]) == 0
+    record = read_json(run / "out.json")
     assert {(mesh["tp"], bool(mesh["plan"])) for mesh in record["meshes"]} == {
         (1, False),
         (2, True),
     }
     assert "mesh.cp=2 splits sequences" in next(iter(record["refused"].values()))
-    assert explain([*flags, "--mesh", "tp=2"]) == 0
+    assert explain([*flags, "--mesh=tp=2"]) == 0
     assert "blocks.*.attention.query" in capsys.readouterr().out
 
 
@@ -89,11 +88,11 @@ def test_settings_of_the_decoder_explain_its_loss(tmp_path):
         "data": {"sequence_length": 16},
         "mesh": {"fsdp": 1, "tp": 2},
     }
-    (tmp_path / "small.yaml").write_text(json.dumps(settings))
+    write_json(tmp_path / "small.yaml", settings)
     records = []
     for command in (["--config"], []):
         assert explain([*command, f"{tmp_path}/small.yaml", "--json", f"{tmp_path}/out.json"]) == 0
-        records.append(json.loads((tmp_path / "out.json").read_text()))
+        records.append(read_json(tmp_path / "out.json"))
     loss, logits = records
     assert loss["modules"] == logits["modules"]
     assert loss["flops_per_device"] >= logits["flops_per_device"] > 0
@@ -104,7 +103,7 @@ def test_an_optimizer_of_the_users_has_its_own_state(run):
     sizes = ["--model.num-layers=1", "--model.remat=none", "--mesh=fsdp=2", "--hardware=h100x2"]
     command = [*task_flags(run / "mine.py", optimizer="momentum"), *sizes, f"--json={run}/out.json"]
     assert estimate(command) == 0
-    (mesh,) = json.loads((run / "out.json").read_text())["meshes"]
+    (mesh,) = read_json(run / "out.json")["meshes"]
     memory = mesh["bytes_per_device"]
     assert memory["parameters"] <= memory["optimizer"] < 1.1 * memory["parameters"], (
         "one moment, and counters"

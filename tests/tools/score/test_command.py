@@ -2,7 +2,6 @@
 them.
 """
 
-import json
 import os
 import re
 import shutil
@@ -18,7 +17,8 @@ from corpora import jsonl, prepared, write
 from evaluations import TEXTS
 from flax import nnx
 from runs import contents, records
-from support import assert_refused
+from support import assert_refused, swept
+from tables import read_json
 from tools.conftest import save_model
 
 import jaxtp
@@ -30,7 +30,7 @@ from jaxtp.tools.score import scoring
 from jaxtp.tools.score.__main__ import main
 from jaxtp.train.__main__ import main as train
 
-LENGTH = ["--data.sequence-length", "32"]
+LENGTH = ["--data.sequence-length=32"]
 
 
 def run(*words):
@@ -38,7 +38,7 @@ def run(*words):
 
 
 def scored(data, model, out, *flags):
-    assert run(data, "--model", model, "--out", out, *LENGTH, *flags) == 0
+    assert run(data, "--model", model, f"--out={out}", *LENGTH, *flags) == 0
     return out
 
 
@@ -51,8 +51,8 @@ def data(tmp_path_factory, tiny_model):
         for i in range(4)
         for text in TEXTS
     ]
-    fields = ["--prompt-field", "prompt", "--completion-field", "completion"]
-    options = ["--tokenizer", tiny_model, "--no-eos", "--held-out", "0.2", "--shard-tokens", "1000"]
+    fields = ["--prompt-field=prompt", "--completion-field=completion"]
+    options = [f"--tokenizer={tiny_model}", "--no-eos", "--held-out", "0.2", "--shard-tokens=1000"]
     return prepared(folder / "data", jsonl(folder / "a.jsonl", rows), *fields, *options).folder
 
 
@@ -61,8 +61,8 @@ def base(data, tiny_model, tmp_path_factory):
     """The folder of the log-probabilities of the model."""
     folder = tmp_path_factory.mktemp("scores")
     out = scored(data, tiny_model, folder / "base", "--json", folder / "base.json")
-    record = json.loads((folder / "base.json").read_text())
-    assert record == {"folder": str(out)} | json.loads((out / SCORES).read_text())
+    record = read_json(folder / "base.json")
+    assert record == {"folder": str(out)} | read_json(out / SCORES)
     return out
 
 
@@ -112,9 +112,9 @@ def test_scores_of_one_device_are_those_of_the_model(log_probs, data, base, tmp_
     assert_scores(log_probs, data, base)
     assert not (base / JOURNAL).exists()
     file = tmp_path / "verify.json"
-    assert run("--verify", base, "--json", file) == 0
+    assert run("--verify", base, f"--json={file}") == 0
     assert capsys.readouterr().out == f"{base}: log-probabilities, no problems\n"
-    assert json.loads(file.read_text()) == {"folder": str(base), "problems": []}
+    assert read_json(file) == {"folder": str(base), "problems": []}
 
 
 ON_MESHES = {
@@ -125,8 +125,7 @@ ON_MESHES = {
 }
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("flags", ON_MESHES)
+@swept("flags", ON_MESHES)
 def test_a_mesh_scores_as_one_device(log_probs, data, tiny_model, tmp_path, flags):
     out = scored(data, tiny_model, tmp_path / "s", *flags.split())
     assert_scores(log_probs, data, out, **ON_MESHES[flags])
@@ -135,9 +134,9 @@ def test_a_mesh_scores_as_one_device(log_probs, data, tiny_model, tmp_path, flag
 
 @pytest.mark.wide
 def test_rows_that_cross_documents_and_shards(log_probs, tiny_model, tmp_path):
-    options = ["--tokenizer", tiny_model, "--no-eos", "--held-out", "0.3", "--shard-tokens", "100"]
+    options = [f"--tokenizer={tiny_model}", "--no-eos", "--held-out", "0.3", "--shard-tokens=100"]
     data = prepared(tmp_path / "data", jsonl(tmp_path / "a.jsonl", TEXTS * 3), *options).folder
-    concatenated = ["--data.packing", "concatenated", "--mesh", "tp=2"]
+    concatenated = ["--data.packing=concatenated", "--mesh=tp=2"]
     out = scored(data, tiny_model, tmp_path / "s", *concatenated)
     assert_scores(log_probs, data, out, packing="concatenated")
 
@@ -147,7 +146,7 @@ class Killed(BaseException):
 
 
 def finished(out):
-    return json.loads((out / JOURNAL).read_text())["rows"].get("train", 0)
+    return read_json(out / JOURNAL)["rows"].get("train", 0)
 
 
 def test_a_killed_command_resumes(data, tiny_model, base, tmp_path, monkeypatch, capsys):
@@ -165,7 +164,7 @@ def test_a_killed_command_resumes(data, tiny_model, base, tmp_path, monkeypatch,
         assert finished(out) == rows
     assert run("--verify", out) == 2
     assert "this command finishes them: jaxtp score" in capsys.readouterr().err
-    assert run(data, "--model", tiny_model, "--out", out, "--data.sequence-length", 16) == 2
+    assert run(data, "--model", tiny_model, f"--out={out}", "--data.sequence-length=16") == 2
     assert "sequence_length: 32 -> 16" in capsys.readouterr().err
     scored(data, tiny_model, out)
     assert "; 8 of them are done" in capsys.readouterr().err
@@ -188,7 +187,7 @@ def test_ctrl_c_saves(data, tiny_model, base, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(scoring, "SAVE_SECONDS", 0.0)
         patch.setattr(scoring, "write_atomically", interrupted)
-        assert run(data, "--model", tiny_model, "--out", out, *LENGTH) == 130
+        assert run(data, "--model", tiny_model, f"--out={out}", *LENGTH) == 130
     assert finished(out) >= 8
     scored(data, tiny_model, out)
     assert contents(out) == contents(base)
@@ -199,10 +198,8 @@ def test_two_processes(data, tiny_model, tmp_path):
     """Process 0 writes all scores."""
     launch = [
         "launch",
-        "--processes",
-        "2",
-        "--devices",
-        "2",
+        "--processes=2",
+        "--devices=2",
         "--logs",
         tmp_path / "logs",
         "--",
@@ -214,8 +211,7 @@ def test_two_processes(data, tiny_model, tmp_path):
             "--model",
             tiny_model,
             *LENGTH,
-            "--mesh",
-            "fsdp=2,tp=2",
+            "--mesh=fsdp=2,tp=2",
             "--out",
             tmp_path / out,
         ]
@@ -241,8 +237,14 @@ def test_mistakes_are_refused_before_weights_are_read(
 ):
     write(tmp_path / "other/mine.txt", "")
     of_bytes = prepared(tmp_path / "bytes", write(tmp_path / "a.txt", "bytes" * 100)).folder
-    places = {"data": data, "base": base, "tmp": tmp_path, "of_bytes": of_bytes}
-    places |= {"model": f"--model {tiny_model}", "out": f"--out {tmp_path}/s"}
+    places = {
+        "data": data,
+        "base": base,
+        "tmp": tmp_path,
+        "of_bytes": of_bytes,
+        "model": f"--model {tiny_model}",
+        "out": f"--out {tmp_path}/s",
+    }
     with monkeypatch.context() as patched:
         patched.setattr("jaxtp.generate.loading.load_folder", None)
         for words, message in REFUSED.items():
@@ -272,19 +274,32 @@ def test_a_run_reads_the_scores_of_its_initial_model(data, tiny_model, base, tmp
     """Adapters are zero at first, so that the initial model is the one that was scored."""
     file = write(tmp_path / "mine.py", LOSS)
     other = save_model(tmp_path / "other", 1)
-    flags = ["--data.path", data, *LENGTH, "--data.global-batch-size", 4, "--train.log-every", 1]
-    flags += ["--mesh", "fsdp=2,tp=2", "--train.loss", f"{file}:loss", "--model.lora.rank", 2]
+    flags = [
+        f"--data.path={data}",
+        *LENGTH,
+        "--data.global-batch-size=4",
+        "--train.log-every=1",
+        "--mesh=fsdp=2,tp=2",
+        "--train.loss",
+        f"{file}:loss",
+        "--model.lora.rank=2",
+    ]
 
     def trained(model, scores, steps=2, folder="run"):
-        places = ["--run.dir", tmp_path / folder, "--model.from-hf", model, "--data.scores", scores]
-        return train(list(map(str, [*flags, *places, "--train.steps", steps])))
+        places = [
+            "--run.dir",
+            tmp_path / folder,
+            f"--model.from-hf={model}",
+            f"--data.scores={scores}",
+        ]
+        return train(list(map(str, [*flags, *places, f"--train.steps={steps}"])))
 
     assert trained(other, base, folder="other_run") == 2
     assert "this run starts from other weights" in capsys.readouterr().err
     assert trained(tiny_model, base) == 0
     apart = records(tmp_path / "run", "apart")
     assert apart[1] < 1e-5 < apart[2]
-    hotter = scored(data, tiny_model, tmp_path / "hotter", "--temperature", 2)
+    hotter = scored(data, tiny_model, tmp_path / "hotter", "--temperature=2")
     assert trained(tiny_model, hotter, steps=3) == 2
     assert "data: scores: " in capsys.readouterr().err
     assert trained(tiny_model, base, steps=3) == 0
