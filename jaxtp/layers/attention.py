@@ -17,6 +17,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain, device_view, token_spec
+from jaxtp.compiler_hints import rows_as_heads
 from jaxtp.config.affects import COST
 from jaxtp.config.hints import Problem
 from jaxtp.config.schema import ConfigError, Count, Even, Fraction, NonNegative, Positive
@@ -31,7 +32,12 @@ from jaxtp.layers.kernels.select import (
     pick_kernel,
     unsupported,
 )
-from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
+from jaxtp.layers.linear import (
+    ColumnParallelLinear,
+    FixedBias,
+    LayerContext,
+    RowParallelLinear,
+)
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import ATTEND, NormConfig, QKNorm, QKNormKind, rms_normalise
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs, spec_of
@@ -210,6 +216,30 @@ class AttentionConfig(BranchConfig):
             )
             yield Problem(text, among={f"mesh.{CP}": queries})
 
+    # In a dim without rope, a key bias adds the same to all scores of a query, which the softmax
+    # cancels. Its gradient is rounding noise, and Adam would turn it into updates.
+    def fixed_key_bias(self) -> FixedBias | None:
+        """Returns which part of the bias of keys is fixed, if any."""
+        period, num_rotated = self._rotated_dims()
+        has_bias = self.attention_bias and not self.value_is_key and self.qk_norm == "none"
+        if not has_bias or not self._scores_are_linear() or num_rotated >= period:
+            return None
+        return FixedBias(period, num_rotated, output=1)
+
+    def fixed_key_norm_bias(self) -> FixedBias | None:
+        """Returns which part of the bias of the keys' norm is fixed, if any."""
+        if self.qk_norm != "head_bias" or not self._scores_are_linear():
+            return None
+        period, num_rotated = self._rotated_dims()
+        return FixedBias(period, 0 if self.qk_norm_after_rope else num_rotated)
+
+    def _rotated_dims(self) -> tuple[int, int]:
+        period, num_rotated = rotated_dims(self.head_dim, self.rope_scaling, self.rotary_fraction)
+        return period, 0 if self.rope_theta is None else num_rotated
+
+    def _scores_are_linear(self) -> bool:
+        return self.attention_softcap is None and self.clip_qkv is None and not self.attention_sinks
+
     def qkv_outputs(self) -> dict[Target, PaddedDim]:
         """Returns the outputs of `qkv` and their divisions over tp."""
         queries = self.heads
@@ -367,38 +397,38 @@ class CausalSelfAttention(Branch):
     ):
         self.config = config
         self.precision = context.precision
+        self.joined = context.schedule.joined
+        self.norm_eps = norm.norm_eps
         queries = config.heads
         keys = config.heads.keys
         outputs = config.qkv_outputs()
-        bias = config.attention_bias
-        targets = tuple(outputs)
-        features = tuple(outputs.values())
         self.qkv = ColumnParallelLinear(
-            d_model, features, context, use_bias=bias, targets=targets, rngs=rngs
+            d_model,
+            tuple(outputs.values()),
+            context,
+            use_bias=config.fixed_key_bias() or config.attention_bias,
+            targets=tuple(outputs),
+            rngs=rngs,
         )
-        period, count = rotated_dims(config.head_dim, config.rope_scaling, config.rotary_fraction)
-        count = 0 if config.rope_theta is None else count
-        zeros = jnp.zeros(config.num_heads, self.precision.param)
-        padding = ((-1, queries.numbers()),)
-        self.sinks = (
-            parameter("sinks", zeros, P(TP), padding=padding) if config.attention_sinks else None
-        )
-        linear = config.attention_softcap is None and config.clip_qkv is None and self.sinks is None
-        # In a dim without rope, a key bias adds the same to all scores of a query, which the
-        # softmax cancels. Its gradient is rounding noise, and Adam would turn it into updates.
-        unnormalised = config.qk_norm == "none" and not config.value_is_key
-        if config.attention_bias and linear and unnormalised and count < period:
-            self.qkv.fixed_bias = (1, period, count)
-        self.norm_eps = norm.norm_eps
-        normalised = () if config.qk_norm == "none" else (queries, keys)
-        self.qk_norms = nnx.List(
-            QKNorm(config.qk_norm, heads, norm, self.precision) for heads in normalised
-        )
-        if config.qk_norm == "head_bias" and linear:
-            self.qk_norms[1].fixed_bias = (period, 0 if config.qk_norm_after_rope else count)
-        bias = config.attention_out_bias
+        if config.attention_sinks:
+            zeros = jnp.zeros(config.num_heads, self.precision.param)
+            padding = ((-1, queries.numbers()),)
+            self.sinks = parameter("sinks", zeros, P(TP), padding=padding)
+        else:
+            self.sinks = None
+        self.qk_norms = nnx.List([])
+        if config.qk_norm != "none":
+            self.qk_norms.append(QKNorm(config.qk_norm, queries, norm, self.precision))
+            fixed_bias = config.fixed_key_norm_bias()
+            key_norm = QKNorm(config.qk_norm, keys, norm, self.precision, fixed_bias=fixed_bias)
+            self.qk_norms.append(key_norm)
         self.out = RowParallelLinear(
-            queries, d_model, context, use_bias=bias, target="o_proj", rngs=rngs
+            queries,
+            d_model,
+            context,
+            use_bias=config.attention_out_bias,
+            target="o_proj",
+            rngs=rngs,
         )
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
@@ -500,13 +530,11 @@ class CausalSelfAttention(Branch):
         kernel, _ = pick_kernel(config.attention, use)
         sinks = self._load_sinks(weights, method)
         run = partial(kernel.run, **use.scores, window=use.window, sinks=sinks)
-        swapped = (
-            self.out.overlap == "none"
-            and shape.tp > 1
-            and shape.is_split(self.out.sequence_parallel)
-        )
+        is_split = shape.is_split(self.out.sequence_parallel)
+        # `sequence_first` has swapped the projections.
+        swapped = is_split and shape.tp > 1 and not self.out.transport.is_ring(shape.tp, split=True)
         if kernel.platforms and segments is sinks is None and shape.sizes[CP] == 1 and swapped:
-            run = partial(_rows_as_heads, run)
+            run = partial(rows_as_heads, run)
         return self._merge_heads(sequences.attend(run, method, use.window, q, k, v), *qkv[3:])
 
     def _attend_cached(
@@ -607,13 +635,3 @@ class CausalSelfAttention(Branch):
             y = jnp.where(((kv_head < kv_heads) & (member < group))[:, None], y, 0)
         y = y.reshape(*y.shape[:2], -1)
         return y * jax.nn.sigmoid(gate[0]) if gate else y
-
-
-def _rows_as_heads(
-    run: Callable[..., Array], q: Array, k: Array, v: Array, segments: None
-) -> Array:
-    # Runs a kernel, around which XLA would swap `sequence_first`'s arrays, on all rows' heads as
-    # one row's.
-    rows, length = q.shape[:2]
-    y = run(*(x.swapaxes(0, 1).reshape(1, length, -1, x.shape[3]) for x in (q, k, v)), segments)
-    return y.reshape(length, rows, -1, y.shape[3]).swapaxes(0, 1)

@@ -230,7 +230,8 @@ class LatentAttention(CausalSelfAttention):
         rope = config.rope_head_dim
         values = config.value_head_dim
         down = partial(DownProjection, d_model, context=context, rngs=rngs)
-        inside = replace(context, joined=True)
+        # Latents enter the tp group together.
+        inside = replace(context, schedule=replace(context.schedule, joined=True))
         up = partial(ColumnParallelLinear, rngs=rngs)
         if config.query_rank:
             self.query_down = down(config.query_rank, target="q_a_proj")
@@ -370,11 +371,10 @@ class DownProjection(nnx.Module):
         self.precision = context.precision
         kernel = default_kernel_init(rngs.params(), (d_model, rank), self.precision.param)
         self.kernel = parameter("kernel", kernel, P(STORAGE))
-        dims = (ExactDim((d_model,)), ExactDim((rank,)))
-        specs = (P(STORAGE), P())
-        self.loras = nnx.List(
-            [Lora(dims, context.lora, specs, rngs=rngs)] if context.lora.adapted(target) else []
-        )
+        self.loras = nnx.List([])
+        if context.lora.adapted(target):
+            dims = (ExactDim((d_model,)), ExactDim((rank,)))
+            self.loras.append(Lora(dims, context.lora, (P(STORAGE), P()), rngs=rngs))
 
     def __call__(self, x_BTD: Array) -> Array:
         """Projects `[B, T, D]` to `[B, T, R]`."""
@@ -389,6 +389,6 @@ class DownProjection(nnx.Module):
         x = x.astype(self.precision.compute)
         y = x @ load(weights["kernel"], 0)
         for at, lora in enumerate(self.loras):
-            inner = checkpoint_name(x @ load(weights[f"loras.{at}.a"], 0), PROJECTED)
-            y += lora.scale * (inner @ load(weights[f"loras.{at}.b"], None))
+            inner = x @ load(weights[f"loras.{at}.a"], 0)
+            y = lora.add(y, inner, load(weights[f"loras.{at}.b"], None))
         return checkpoint_name(y, PROJECTED)

@@ -7,18 +7,22 @@ subclass of `nnx.Param`; the other params become `FrozenParam`, so code that han
 """
 
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from jaxtp.collectives import Float8
+from jaxtp.collectives import PROJECTED
 from jaxtp.config.affects import SHORT_HELP, STEP
 from jaxtp.config.schema import FromPath, Positive, Rank
+from jaxtp.layers.float8 import Float8
 from jaxtp.layers.parameter import (
     DType,
     FrozenParam,
@@ -179,9 +183,10 @@ _quantise = jax.jit(Float8.of)
 
 
 class Lora(nnx.Module):
-    """One adapter, which its layer applies.
+    """One adapter, of a kernel or of each of a `stack` of kernels.
 
-    It has `features` in and out, and specs of A and B, of each of a `stack` of kernels.
+    Its layer loads A and B, which have the given `features` and `specs`, and multiplies the input
+    by A. The adapter does the rest.
     """
 
     def __init__(
@@ -203,3 +208,17 @@ class Lora(nnx.Module):
         b = jnp.zeros((*stack, config.rank, outer.size), config.dtype)
         self.a = parameter("lora_a", a, specs[0], kind=nnx.LoRAParam, padding=((-2, inner),))
         self.b = parameter("lora_b", b, specs[1], kind=nnx.LoRAParam, padding=((-1, outer),))
+
+    def add(
+        self,
+        y: Array,
+        inner: Array,
+        b: Array,
+        multiply: Callable[[Array, Array], Array] = operator.matmul,
+    ) -> Array:
+        """Returns `y + scale * inner @ b`, where `inner` is `x @ A`."""
+        return y + self.scale * multiply(checkpoint_name(inner, PROJECTED), b)
+
+    def scaled(self, inner: Array) -> Array:
+        """Returns `scale * x @ A`, for a layer that sums products before it adds them to `y`."""
+        return checkpoint_name(self.scale * inner, PROJECTED)

@@ -18,19 +18,17 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxtp.collectives import (
-    Float8,
-    Quantised,
     WeightDtypes,
     WeightLayout,
     all_reduce,
     axis_size,
     check_divides,
     device_view,
-    load_float8,
     load_weight,
 )
 from jaxtp.config.hints import by_dotted_path
 from jaxtp.config.schema import Count
+from jaxtp.layers.float8 import Float8, Quantised, load_dequantised, load_float8
 from jaxtp.mesh import TOKENS, TP, axes_of, current_mesh
 
 # A layer's parameters by the path of the attribute that holds them, such as `kernels.0`
@@ -94,14 +92,17 @@ class Precision:
         accumulate: DType | None = None,
         **layout: Any,
     ) -> Array:
-        """Calls `load_weight`; gradients of the weight's uses accumulate in `accumulate`."""
+        """Loads a weight; gradients of its uses accumulate in `accumulate`."""
         dtypes = WeightDtypes(self.compute, self.reduce, accumulate or self.compute)
-        return load_weight(shard, dtypes, WeightLayout(fsdp_dim=fsdp_dim, **layout))
+        weight_layout = WeightLayout(fsdp_dim=fsdp_dim, **layout)
+        if isinstance(shard, Float8):
+            return load_dequantised(shard, dtypes, weight_layout)
+        return load_weight(shard, dtypes, weight_layout)
 
     def load_float8(
         self, shard: Array | Float8, fsdp_dim: int, *axes: str, **layout: Any
     ) -> Quantised:
-        """Calls `load_float8`: a kernel whose input features the mesh axes `axes` split."""
+        """Loads a kernel in 8 bits; the mesh axes `axes` split its input features."""
         dtypes = WeightDtypes(self.compute, self.reduce, self.compute)
         return load_float8(shard, dtypes, WeightLayout(fsdp_dim=fsdp_dim, **layout), axes)
 
