@@ -106,8 +106,8 @@ class MissingReductionError(ValueError):
     """
 
     def __init__(self, name: str, message: str):
-        named = ",".join(re.findall(r"(?:across mesh axis '|and not {)([\w,]+)", message))
-        axes = sorted(set(filter(None, named.split(","))))
+        names = ",".join(re.findall(r"(?:across mesh axis '|and not {)([\w,]+)", message))
+        axes = sorted(set(filter(None, names.split(","))))
         where = f" along {' and '.join(axes)}" if axes else ""
         super().__init__(
             f"{name}: out_specs declares its result equal{where}, but it differs between devices; "

@@ -416,7 +416,7 @@ class CausalSelfAttention(Branch):
             self.sinks = parameter("sinks", zeros, P(TP), padding=padding)
         else:
             self.sinks = None
-        self.qk_norms = nnx.List([])
+        self.qk_norms: nnx.List[QKNorm] = nnx.List([])
         if config.qk_norm != "none":
             self.qk_norms.append(QKNorm(config.qk_norm, queries, norm, self.precision))
             fixed_bias = config.fixed_key_norm_bias()

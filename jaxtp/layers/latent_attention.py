@@ -371,7 +371,7 @@ class DownProjection(nnx.Module):
         self.precision = context.precision
         kernel = default_kernel_init(rngs.params(), (d_model, rank), self.precision.param)
         self.kernel = parameter("kernel", kernel, P(STORAGE))
-        self.loras = nnx.List([])
+        self.loras: nnx.List[Lora] = nnx.List([])
         if context.lora.adapted(target):
             dims = (ExactDim((d_model,)), ExactDim((rank,)))
             self.loras.append(Lora(dims, context.lora, (P(STORAGE), P()), rngs=rngs))

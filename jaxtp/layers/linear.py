@@ -154,8 +154,8 @@ class ColumnParallelLinear(nnx.Module):
         self.sequence_parallel = context.sequence_parallel
         self.precision = context.precision
         self.fixed_bias = use_bias if isinstance(use_bias, FixedBias) else None
-        self.kernels = nnx.List([])
-        self.biases = nnx.List([])
+        self.kernels: nnx.List[Any] = nnx.List([])
+        self.biases: nnx.List[Any] = nnx.List([])
         dtype = context.precision.param
         for dim in self.features:
             kernel = default_kernel_init(rngs.params(), (in_features, dim.size), dtype)
@@ -165,7 +165,7 @@ class ColumnParallelLinear(nnx.Module):
                 bias = jnp.zeros(dim.size, dtype)
                 self.biases.append(parameter("bias", bias, P(TP), padding=padding))
         self.adapted = tuple(context.lora.adapted(*targets))
-        self.loras = nnx.List([])
+        self.loras: nnx.List[Lora] = nnx.List([])
         specs = (P(STORAGE), P(None, TP))
         for i in self.adapted:
             dims = (ExactDim((in_features,)), self.features[i])
@@ -193,7 +193,7 @@ class ColumnParallelLinear(nnx.Module):
         # `x @ A` of every adapter shares the gather of `x`, so A is one more kernel.
         adapters = self._load_adapters(weights)
         tokens = as_operand(x.astype(self.precision.compute), self.matmul)
-        products = self.transport.enter(tokens, kernels + adapters, sequence)
+        products = self.transport.enter(tokens, [*kernels, *adapters], sequence)
         outputs = self._average_shared(products[: len(kernels)])
         outputs = self._add_biases(outputs, weights)
         outputs = self._add_adapters(outputs, products[len(kernels) :], weights)
@@ -212,7 +212,7 @@ class ColumnParallelLinear(nnx.Module):
             kernels.append(load_kernel(self.precision, self.matmul, shard, 0, STORAGE, **layout))
         return kernels
 
-    def _load_adapters(self, weights: Weights) -> list[Kernel]:
+    def _load_adapters(self, weights: Weights) -> list[Array]:
         shards = [weights[f"loras.{at}.a"] for at in range(len(self.loras))]
         return [self.precision.load(shard, 0, used_by_all_tp=True) for shard in shards]
 
@@ -279,7 +279,7 @@ class RowParallelLinear(nnx.Module):
         kernel = default_kernel_init(rngs.params(), (self.in_features.size, features), dtype)
         self.kernel = parameter("kernel", kernel, P(TP, STORAGE), padding=((-2, self.in_features),))
         self.bias = parameter("bias", jnp.zeros(features, dtype), P(STORAGE)) if use_bias else None
-        self.loras = nnx.List([])
+        self.loras: nnx.List[Lora] = nnx.List([])
         if target and context.lora.adapted(target):
             dims = (self.in_features, ExactDim((features,)))
             self.loras.append(Lora(dims, context.lora, (P(TP), P(None, STORAGE)), rngs=rngs))

@@ -133,12 +133,14 @@ class Float8Kernel(nnx.Module):
 
     def __init__(self, kernel: Variable):
         bits, scale = Float8.of(kernel[...])
-        *others, _, out = spec_of(kernel)
-        layout = {"out_sharding": PartitionSpec(*others, None, out)}
+        metadata = kernel.get_metadata()
+        self.bits = FrozenParam.from_metadata(bits, metadata)
+        # The scale has one input feature, which nothing splits or pads.
+        *stack, _, out = spec_of(kernel)
+        spec = PartitionSpec(*stack, None, out)
         padding = tuple((dim, split) for dim, split in padding_of(kernel) if dim != -2)
-        self.bits = FrozenParam.from_metadata(bits, kernel.get_metadata())
         self.scale = FrozenParam.from_metadata(
-            scale, {**kernel.get_metadata(), **layout, "padding": padding}
+            scale, {**metadata, "out_sharding": spec, "padding": padding}
         )
 
     @property

@@ -127,7 +127,7 @@ def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array:
     """Gathers `x` again, and returns the gradient of the kernels, concatenated."""
     tp = axis_size(TP)
     part = x
-    grad_w = None
+    grad_w: Any = None
     for turn in range(tp):
         start = _part_start(turn, x.shape[SEQUENCE_DIM])
         sending = part if turn < tp - 1 else None
@@ -135,7 +135,8 @@ def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array:
         arrived = _to_next_device(sending)
         grad_w = _plus_kernel_gradient(grad_w, part, grads, start)
         part, grad_w = in_turn(arrived, grad_w)
-    return grad_w
+    gradient: Array = grad_w
+    return gradient
 
 
 # A ring that scatters: the part of the result to which each device adds in each turn. A partial sum
@@ -181,8 +182,8 @@ def _scatter_ring(
     factors = _as_one_factor(kernels, 0)
     low_factors = jax.tree.map(lambda w: w[..., :half], factors)
     high_factors = jax.tree.map(lambda w: w[..., half:], factors)
-    low_sum = None
-    high_sum = None
+    low_sum: Any = None
+    high_sum: Any = None
     grad_w = None
     for turn in range(1, tp + 1):
         start = _part_start(turn, size)
@@ -262,24 +263,30 @@ def ring_mlp(hidden: Callable[[Array], Array], x: Array, columns: Array, rows: A
 
     `x` and the result are `[b, T/tp, ..., D]`; `hidden` sees each token alone.
     """
+
+    def compute_features(sending: Array | None, part: Array) -> tuple[Array, Array]:
+        sending, part = in_turn(sending, part)
+        arrived = _to_next_device(sending)
+        return in_turn(arrived, hidden(part @ columns))
+
     tp = axis_size(TP)
-    sending, part = in_turn(x, x)
-    arrived = _to_next_device(sending)
-    part, own_features = in_turn(arrived, hidden(part @ columns))
+    part, own_features = compute_features(x, x)
     partial_sum = None
     for turn in range(1, tp):
-        sending, part = in_turn(partial_sum, part)
-        arrived = _to_next_device(sending)
-        arrived_sum, features = in_turn(arrived, hidden(part @ columns))
-
+        arrived_sum, features = compute_features(partial_sum, part)
         sending = part if turn < tp - 1 else None
-        sending, arrived_sum, features = in_turn(sending, arrived_sum, features)
-        arrived = _to_next_device(sending)
-        part, partial_sum = in_turn(arrived, _plus(arrived_sum, features @ rows))
-    sending, own_features = in_turn(partial_sum, own_features)
-    arrived = _to_next_device(sending)
-    arrived_sum, own_product = in_turn(arrived, own_features @ rows)
+        part, partial_sum = _add_product(sending, arrived_sum, features, rows)
+    arrived_sum, own_product = _add_product(partial_sum, None, own_features, rows)
     return arrived_sum + own_product
+
+
+def _add_product(
+    sending: Array | None, total: Array | None, features: Array, kernel: Array
+) -> tuple[Array, Array]:
+    """Adds `features @ kernel` to a partial sum while `sending` moves; returns what arrived too."""
+    sending, total, features = in_turn(sending, total, features)
+    arrived = _to_next_device(sending)
+    return in_turn(arrived, _plus(total, features @ kernel))
 
 
 def _mlp_forward(hidden: Callable[[Array], Array], *args: Any) -> tuple[Array, object]:
@@ -291,56 +298,41 @@ def _mlp_backward(
     hidden: Callable[[Array], Array], residuals: Any, grad: Array
 ) -> tuple[object, ...]:
     (x, columns, rows), needs_grad = residuals
-    tp = axis_size(TP)
     trained = [i for i, is_trained in enumerate(needs_grad.kernels) if is_trained]
 
-    def features_and_gradient(x: Array, grad: Array) -> tuple[Array, Array]:
+    def compute_gradients(sending: Array | None, x: Array, grad: Array) -> tuple[Array, ...]:
+        """Returns what arrived, the gradient of the columns' product, and hidden features."""
+        sending, x, grad = in_turn(sending, x, grad)
+        arrived = _to_next_device(sending)
         features, transpose = jax.vjp(hidden, x @ columns)
-        return transpose(grad @ rows.T)[0], features
+        return in_turn(arrived, transpose(grad @ rows.T)[0], features)
 
-    def plus_kernel_gradients(
-        sums: list[Array], grad_y: Array, features: Array, x: Array, grad: Array
-    ) -> list[Array]:
+    def add_kernel_gradients(
+        sending: Array | None, sums: list[Array], grad_y: Array, *operands: Array
+    ) -> tuple[Array, list[Array], Array]:
+        """Returns what arrived, the sums, and `grad_y`, which waits: operands of sums are freed."""
+        sending, sums, grad_y, features, x, grad = in_turn(sending, sums, grad_y, *operands)
+        arrived = _to_next_device(sending)
         pairs = ((x, grad_y), (features, grad))
-        return _plus_each(sums, [_kernel_gradient(*pairs[i]) for i in trained])
+        sums = _plus_each(sums, [_kernel_gradient(*pairs[i]) for i in trained])
+        return in_turn(arrived, sums, grad_y)
 
-    # Turn 0 is of this device's part: the input leaves, then the gradient of the result.
-    sending, part, grad_part = in_turn(x, x, grad)
-    arrived = _to_next_device(sending)
-    own_grad_y, features = features_and_gradient(part, grad_part)
-    arrived_x, own_grad_y, features = in_turn(arrived, own_grad_y, features)
-    sending, own_grad_y, features, part, grad_part = in_turn(grad, own_grad_y, features, x, grad)
-    arrived = _to_next_device(sending)
-    sums = plus_kernel_gradients([], own_grad_y, features, part, grad_part)
-    # `own_grad_y` waits for the sums, so that what only they need is freed.
-    arrived_grad, sums, own_grad_y = in_turn(arrived, sums, own_grad_y)
+    tp = axis_size(TP)
+    # Turn 0 is for this device's part: the input leaves, then the gradient of the result.
+    arrived_x, own_grad_y, features = compute_gradients(x, x, grad)
+    arrived_grad, sums, own_grad_y = add_kernel_gradients(grad, [], own_grad_y, features, x, grad)
     partial_sum = None
     for turn in range(1, tp):
-        moves = turn < tp - 1
         x = arrived_x
         grad = arrived_grad
-        sending, part, grad_part = in_turn(partial_sum, x, grad)
-        arrived = _to_next_device(sending)
-        grad_y, features = features_and_gradient(part, grad_part)
-        arrived_sum, grad_y, features = in_turn(arrived, grad_y, features)
-
-        sending = grad if moves else None
-        sending, sums, grad_y, features, part, grad_part = in_turn(
-            sending, sums, grad_y, features, x, grad
-        )
-        arrived = _to_next_device(sending)
-        sums = plus_kernel_gradients(sums, grad_y, features, part, grad_part)
-        arrived_grad, sums, grad_y = in_turn(arrived, sums, grad_y)
-
-        sending = x if moves else None
-        sending, arrived_sum, grad_y = in_turn(sending, arrived_sum, grad_y)
-        arrived = _to_next_device(sending)
-        arrived_x, partial_sum = in_turn(arrived, _plus(arrived_sum, grad_y @ columns.T))
-    sending, own_grad_y = in_turn(partial_sum, own_grad_y)
-    arrived = _to_next_device(sending)
-    arrived_sum, own_product = in_turn(arrived, own_grad_y @ columns.T)
-    grad_x = arrived_sum + own_product
-    return grad_x, *_as_kernels(sums, trained, (columns, rows), grad.dtype)
+        arrived_sum, grad_y, features = compute_gradients(partial_sum, x, grad)
+        sending = grad if turn < tp - 1 else None
+        arrived_grad, sums, grad_y = add_kernel_gradients(sending, sums, grad_y, features, x, grad)
+        sending = x if turn < tp - 1 else None
+        arrived_x, partial_sum = _add_product(sending, arrived_sum, grad_y, columns.T)
+    arrived_sum, own_product = _add_product(partial_sum, None, own_grad_y, columns.T)
+    kernel_grads = _as_kernels(sums, trained, (columns, rows), own_product.dtype)
+    return arrived_sum + own_product, *kernel_grads
 
 
 ring_mlp.defvjp(_mlp_forward, _mlp_backward, symbolic_zeros=True)
@@ -392,11 +384,12 @@ def _plus_each(totals: list[Array], arrays: list[Array]) -> list[Array]:
 
 
 def _plus_products(
-    total: Array | None, inputs: Sequence[Value], kernels: Sequence[Value], dtype: DTypeLike
+    total: Any, inputs: Sequence[Value], kernels: Sequence[Value], dtype: DTypeLike
 ) -> Array:
     for x, w in zip(inputs, kernels, strict=True):
         total = _plus(total, product(x, w, dtype))
-    return total
+    summed: Array = total
+    return summed
 
 
 def _plus_kernel_gradient(

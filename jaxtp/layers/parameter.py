@@ -6,6 +6,7 @@ on any tp. `checkpoint/logical.py` and `train/sharded_optimizer.py` remove the p
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Integral
 from typing import Any, Literal
 
@@ -77,8 +78,8 @@ class Precision:
     '*.mlp.*|*.attention.out'."""
 
     matmul_least: Count = 2048
-    """Least number of input features, and of all output features together, of a layer that matmul
-    applies to. Each is a multiple of 16; 1 takes layers of any size."""
+    """Minimum number of input features, and of output features in total, for matmul to apply to a
+    layer. Each must be a multiple of 16; with 1 layers may have any size."""
 
     def sum_dtype(self, param: DTypeLike) -> jnp.dtype:
         """Returns the dtype in which gradients accumulate over micro-batches."""
@@ -207,49 +208,52 @@ def logical_shape(variable: Variable) -> tuple[int, ...]:
 def pad(array: Any, padding: Padding, tp: int) -> Any:
     """Pads a JAX or NumPy array with zeros, as stored on tp devices."""
     for dim, split in padding:
-        stored = split.stored(tp)
-        if stored != split.factors:
-            axis = array.ndim + dim
-            widths = [(0, 0)] * axis + [
-                (0, more - less) for less, more in zip(split.factors, stored, strict=True)
-            ]
-            factored = array.reshape(*array.shape[:axis], *split.factors, *array.shape[axis + 1 :])
-            library = np if isinstance(array, np.ndarray) else jnp
-            zeros = library.pad(factored, widths + [(0, 0)] * (-dim - 1))
-            array = zeros.reshape(*array.shape[:axis], split.padded(tp), *array.shape[axis + 1 :])
+        array = _resize(array, dim, split.factors, split.stored(tp))
     return array
 
 
 def unpad(array: Any, padding: Padding, tp: int) -> Any:
     """Removes the padding of tp devices from a JAX or NumPy array."""
     for dim, split in padding:
-        stored = split.stored(tp)
-        if stored != split.factors:
-            axis = array.ndim + dim
-            factored = array.reshape(*array.shape[:axis], *stored, *array.shape[axis + 1 :])
-            unpadded = factored[
-                (slice(None),) * axis + tuple(slice(size) for size in split.factors)
-            ]
-            array = unpadded.reshape(*array.shape[:axis], split.size, *array.shape[axis + 1 :])
+        array = _resize(array, dim, split.stored(tp), split.factors)
     return array
+
+
+def _resize(array: Any, dim: int, factors: tuple[int, ...], resized: tuple[int, ...]) -> Any:
+    """Pads or cuts each factor of a dim, which is counted from the last dim."""
+    if factors == resized:
+        return array
+    axis = array.ndim + dim
+    before = array.shape[:axis]
+    after = array.shape[axis + 1 :]
+    factored = array.reshape(*before, *factors, *after)
+    if math.prod(resized) > math.prod(factors):
+        library = np if isinstance(array, np.ndarray) else jnp
+        growth = [(0, more - less) for less, more in zip(factors, resized, strict=True)]
+        factored = library.pad(factored, [(0, 0)] * axis + growth + [(0, 0)] * len(after))
+    else:
+        factored = factored[(slice(None),) * axis + tuple(map(slice, resized))]
+    return factored.reshape(*before, math.prod(resized), *after)
 
 
 def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, PartitionSpec]]:
     """Returns modules' parameters and specs by name, for `device_view`.
 
-    A kernel in 8 bits is a `Float8` of each.
+    A kernel in 8 bits has a `Float8` of both.
     """
-    parameters = (
-        item for module in modules for item in nnx.to_flat_state(nnx.state(module, PARAMETERS))
+    parameters = chain.from_iterable(
+        nnx.to_flat_state(nnx.state(module, PARAMETERS)) for module in modules
     )
-    weights: Weights = {}
-    specs: dict[str, PartitionSpec] = {}
+    weights: dict[str, Any] = {}
+    specs: dict[str, Any] = {}
     for name, variable in by_dotted_path(parameters).items():
         weights[name] = jnp.asarray(variable[...])
         specs[name] = spec_of(variable)
-    for kernel in [name.removesuffix(".bits") for name in weights if name.endswith(".bits")]:
-        for found in (weights, specs):
-            found[kernel] = Float8(*(found.pop(f"{kernel}.{field}") for field in Float8._fields))  # type: ignore[arg-type, assignment]
+    for name in list(weights):
+        kernel, _, field = name.rpartition(".")
+        if field == "bits":
+            for arrays in (weights, specs):
+                arrays[kernel] = Float8(arrays.pop(name), arrays.pop(f"{kernel}.scale"))
     return weights, specs
 
 
@@ -286,8 +290,8 @@ def mark_unreduced(params: nnx.State) -> nnx.State:
     def mark(param: Variable) -> Variable:
         if not (axes := _replica_axes(param)):
             return param
-        *others, last = spec = spec_of(param)
-        side_by_side = PartitionSpec(*others, (*axes_of(last), *axes))
+        *leading, last = spec = spec_of(param)
+        side_by_side = PartitionSpec(*leading, (*axes_of(last), *axes))
         view = device_view(lambda shard: shard, GRADIENTS, in_specs=(spec,), out_specs=side_by_side)
         return param.copy(view(param[...]), out_sharding=side_by_side)
 
@@ -312,7 +316,7 @@ def sum_over_replicas(grads: nnx.State, params: nnx.State, dtype: DTypeLike) -> 
 def _replica_axes(param: Variable) -> tuple[str, ...]:
     if not param.get_metadata().get(_LOADED):  # a Flax layer's, which sees global arrays
         return ()
-    split = {axis for entry in spec_of(param) for axis in axes_of(entry)}
+    split = set(chain.from_iterable(map(axes_of, spec_of(param))))
     return tuple(axis for axis in TOKENS if axis not in split and axis_size(axis) > 1)
 
 

@@ -51,11 +51,7 @@ class Gather:
 
         The activation is `[b, T/tp, D]` or `[b, T, D]`, a result `[b, T, F_i/tp]`.
         """
-        gathered = (
-            enter_float8(x, sequence_dim)
-            if isinstance(x, Quantised)
-            else enter_parallel(x, sequence_dim)
-        )
+        gathered = self._gather(x, sequence_dim)
         return _multiply_each(gathered, kernels, sequence_dim)
 
     def leave(
@@ -66,17 +62,39 @@ class Gather:
         Kernels are this device's rows. Inputs are `[b, T, F_i/tp]`, the result `[b, T/tp, D]` or
         `[b, T, D]`.
         """
-        summand = _sum_of_products(inputs, kernels, sequence_dim)
+        products = map(multiply, sequence_first(inputs, sequence_dim), kernels)
+        summand = sequence_first(reduce(operator.add, products), sequence_dim)
+        return self._reduce(summand, sequence_dim)
+
+    def _gather(self, x: Operand, sequence_dim: int | None) -> Operand:
+        if isinstance(x, Quantised):
+            return enter_float8(x, sequence_dim)
+        return enter_parallel(x, sequence_dim)
+
+    def _reduce(self, summand: Array, sequence_dim: int | None) -> Array:
         return leave_parallel(summand, sequence_dim)
 
 
 @dataclass(frozen=True)
-class Ring(Gather):
-    """Overlaps products with communication, under sequence parallelism."""
+class Joined(Gather):
+    """Only multiplies; the block communicates for all its branches."""
 
-    keeps_parts: bool = False
-    """Whether the backward pass computes column layers again, so that the parts of the input are no
-    residuals of the forward pass, and are kept from then on."""
+    joined = True
+
+    def _gather(self, x: Operand, sequence_dim: int | None) -> Operand:
+        return x
+
+    def _reduce(self, summand: Array, sequence_dim: int | None) -> Array:
+        return summand
+
+
+@dataclass(frozen=True)
+class Ring(Gather):
+    """Overlaps products with communication under sequence parallelism, else as `Gather`."""
+
+    keep: bool = False
+    """As in `gather_matmul`: the backward pass computes column layers again, so their inputs' parts
+    are saved by the second forward pass."""
 
     def is_ring(self, tp: int, *, split: bool) -> bool:
         """See `Gather`."""
@@ -89,7 +107,7 @@ class Ring(Gather):
         if not self.is_ring(axis_size(TP), split=sequence_dim is not None):
             return super().enter(x, kernels, sequence_dim)
         shard = jax.tree.map(lambda array: checkpoint_name(array, GATHERED), x)
-        return gather_matmul(self.keeps_parts, shard, tuple(kernels))
+        return gather_matmul(self.keep, shard, tuple(kernels))
 
     def leave(
         self, inputs: Sequence[Operand], kernels: Sequence[Kernel], sequence_dim: int | None
@@ -98,25 +116,6 @@ class Ring(Gather):
         if not self.is_ring(axis_size(TP), split=sequence_dim is not None):
             return super().leave(inputs, kernels, sequence_dim)
         return checkpoint_name(matmul_scatter(tuple(inputs), tuple(kernels)), REDUCED)
-
-
-@dataclass(frozen=True)
-class Joined(Gather):
-    """Only multiplies; the block communicates for all its branches."""
-
-    joined = True
-
-    def enter(
-        self, x: Operand, kernels: Sequence[Kernel], sequence_dim: int | None
-    ) -> tuple[Array, ...]:
-        """See `Gather`."""
-        return _multiply_each(x, kernels, sequence_dim)
-
-    def leave(
-        self, inputs: Sequence[Operand], kernels: Sequence[Kernel], sequence_dim: int | None
-    ) -> Array:
-        """See `Gather`."""
-        return _sum_of_products(inputs, kernels, sequence_dim)
 
 
 def _multiply_each(
@@ -130,10 +129,3 @@ def _multiply_each(
         y = multiply(x if isinstance(kernel, Quantised) else separate, kernel, TP)
         products.append(sequence_first(y, sequence_dim))
     return tuple(products)
-
-
-def _sum_of_products(
-    inputs: Sequence[Operand], kernels: Sequence[Kernel], sequence_dim: int | None
-) -> Array:
-    products = map(multiply, sequence_first(inputs, sequence_dim), kernels)
-    return sequence_first(reduce(operator.add, products), sequence_dim)
