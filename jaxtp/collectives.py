@@ -22,8 +22,9 @@ each function below is one collective. Autodiff derives the backward pass, excep
 
 With accumulation the all-reduces over dp, and over axes that replicate a weight, follow once per
 step (`sum_over_replicas` in `layers/parameter.py`). Rings (`layers/overlap.py`) replace
-enter_parallel and leave_parallel. Without a mesh every function returns its argument, as along axes
-of one device, where XLA for CPUs would copy it; `device_view` leaves these axes out of its specs.
+enter_parallel and leave_parallel; `layers/float8.py` moves arrays in 8 bits. Without a mesh every
+function returns its argument, as along axes of one device, where XLA for CPUs would copy it;
+`device_view` leaves these axes out of its specs.
 `check_vma` stays on (the default): a missing reduction is then a type error at trace time, not a
 wrong gradient. Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their
 sequence-parallel forms.
@@ -56,13 +57,18 @@ from jaxtp.mesh import (
 )
 
 # Values of `checkpoint_name`
-GATHERED = "gathered"  # a column layer's all-gathered input; in a ring, this device's shard
-REDUCED = "reduced"  # a row layer's output
+# A column layer's all-gathered input; in a ring, this device's shard
+GATHERED = "gathered"
+# A row layer's output
+REDUCED = "reduced"
 # Residuals of projections: outputs of column layers, and `x @ A` of every adapter
 PROJECTED = "projected"
-ATTENDED = "attended"  # an attention kernel's residuals: its output and log-sum-exp
-SHARED = "shared"  # keys and values of all devices along cp
-KEPT = "kept"  # what every remat policy saves: routers' choices, and sines and cosines of positions
+# An attention kernel's residuals: its output and log-sum-exp
+ATTENDED = "attended"
+# Keys and values of all devices along cp
+SHARED = "shared"
+# What every remat policy saves: routers' choices, and sines and cosines of positions
+KEPT = "kept"
 
 
 def device_view(
@@ -297,8 +303,10 @@ def permute(x: Array, axis: str, pairs: Iterable[tuple[int, int]] | None = None)
 class WeightDtypes(NamedTuple):
     """The dtypes in which `load_weight` moves a weight and its gradient."""
 
-    compute: DTypeLike  # of the gather over devices
-    reduce: DTypeLike  # of the sum of gradients over devices
+    # Of the gather over devices
+    compute: DTypeLike
+    # Of the sum of gradients over devices
+    reduce: DTypeLike
     # Dtype of the gathered weight, in which gradients of its uses accumulate; `compute` or wider
     result: DTypeLike
 

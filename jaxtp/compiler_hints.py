@@ -68,7 +68,7 @@ def computed_here(gradient: Array) -> Array:
     return lax.optimization_barrier(gradient)
 
 
-def in_turn(*values: Any) -> Any:
+def in_turn(*values: object) -> Any:
     """Separates the turns of a ring: nothing moves from one turn to another.
 
     XLA would merge products of several turns that share an operand. The merged product waits for
@@ -77,16 +77,18 @@ def in_turn(*values: Any) -> Any:
     return lax.optimization_barrier(values)
 
 
-def product_apart(*operands: Any) -> Any:
+def product_apart(x: Array, grad: Array) -> tuple[Array, Array]:
     """Keeps the product for the gradient of a kernel apart from products for other kernels.
 
     XLA would merge the products for several kernels of the same activation, and copy each kernel's
     part of the result.
     """
-    return lax.optimization_barrier(operands)
+    return lax.optimization_barrier((x, grad))
 
 
-def kernel_gradient_first(grad_x: Array | None, grad_w: Array | None) -> Any:
+def kernel_gradient_first(
+    grad_x: Array | None, grad_w: Array | None
+) -> tuple[Array | None, Array | None]:
     """Computes the gradient of a kernel no later than the gradient of the layer's input.
 
     The reduction of the kernel's gradient over fsdp then starts early, and products hide it. Over

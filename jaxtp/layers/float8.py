@@ -41,7 +41,8 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.layers.kernels.select import architecture_of, matmul_problem
 from jaxtp.mesh import current_device, current_mesh
 
-FLOAT8 = "float8"  # scope of the products, by which a compiled program's reader knows them
+# Scope of the products, by which a compiled program's reader knows them
+FLOAT8 = "float8"
 
 
 class Float8(NamedTuple):
@@ -91,7 +92,8 @@ class Quantised(NamedTuple):
     """An array in float8; `carrier` has its gradient, as integers have none."""
 
     array: Float8
-    carrier: Array  # zeros of the array's shape and compute dtype, never computed
+    # Zeros of the array's shape and compute dtype, never computed
+    carrier: Array
 
     @classmethod
     def of(cls, array: Float8, dtype: DTypeLike) -> "Quantised":

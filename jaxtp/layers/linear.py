@@ -50,7 +50,8 @@ from jaxtp.mesh import CONTEXT, SEQUENCE, STORAGE, TOKENS, TP
 
 COLUMN = "column_parallel_linear"
 ROW = "row_parallel_linear"
-_GRANULE = 16  # features: tensor cores multiply float8 in multiples of it
+# Tensor cores multiply float8 in multiples of so many features
+_GRANULE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,16 +155,18 @@ class ColumnParallelLinear(nnx.Module):
         self.sequence_parallel = context.sequence_parallel
         self.precision = context.precision
         self.fixed_bias = use_bias if isinstance(use_bias, FixedBias) else None
-        self.kernels: nnx.List[Any] = nnx.List([])
-        self.biases: nnx.List[Any] = nnx.List([])
         dtype = context.precision.param
+        kernels = []
+        biases = []
         for dim in self.features:
             kernel = default_kernel_init(rngs.params(), (in_features, dim.size), dtype)
             padding = ((-1, dim),)
-            self.kernels.append(parameter("kernel", kernel, P(STORAGE, TP), padding=padding))
+            kernels.append(parameter("kernel", kernel, P(STORAGE, TP), padding=padding))
             if use_bias:
                 bias = jnp.zeros(dim.size, dtype)
-                self.biases.append(parameter("bias", bias, P(TP), padding=padding))
+                biases.append(parameter("bias", bias, P(TP), padding=padding))
+        self.kernels = nnx.List(kernels)
+        self.biases = nnx.List(biases)
         self.adapted = tuple(context.lora.adapted(*targets))
         self.loras: nnx.List[Lora] = nnx.List([])
         specs = (P(STORAGE), P(None, TP))

@@ -35,7 +35,8 @@ from jaxtp.layers.parameter import (
 
 _Llama = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _Latent = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
-Target = Literal[_Llama, _Latent, "b_proj", "a_proj"]  # the last two are Gated DeltaNet's
+# The last two are Gated DeltaNet's
+Target = Literal[_Llama, _Latent, "b_proj", "a_proj"]
 LLAMA_TARGETS: tuple[Target, ...] = get_args(_Llama)
 TARGETS: tuple[Target, ...] = get_args(Target)
 _Module = TypeVar("_Module", bound=nnx.Module)
@@ -203,7 +204,8 @@ class Lora(nnx.Module):
         inner, outer = features
         self.rank = config.rank
         self.scale = config.scale
-        bound = inner.size**-0.5  # PEFT's initial values, the default of PyTorch's linear layers
+        # PEFT's initial values are the default of PyTorch's linear layers.
+        bound = inner.size**-0.5
         a = jax.random.uniform(
             rngs.params(), (*stack, inner.size, config.rank), config.dtype, -bound, bound
         )

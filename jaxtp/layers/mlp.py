@@ -42,7 +42,8 @@ MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
 
 XIELU = "xielu"
 _BETA = 0.5
-_EPS = -1e-6  # of xielu
+# The epsilon of xielu
+_EPS = -1e-6
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
 # Each maps 0 to 0, so padded features get no gradients.

@@ -18,7 +18,7 @@ over turns are unrolled, because XLA would copy what a loop sends.
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
@@ -123,11 +123,11 @@ def _gather_backward(
     return gradient_of(parts[0], grad_x), _as_kernels(kernel_grads, trained, kernels, dtype)
 
 
-def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array:
+def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array | None:
     """Gathers `x` again, and returns the gradient of the kernels, concatenated."""
     tp = axis_size(TP)
     part = x
-    grad_w: Any = None
+    grad_w = None
     for turn in range(tp):
         start = _part_start(turn, x.shape[SEQUENCE_DIM])
         sending = part if turn < tp - 1 else None
@@ -135,8 +135,7 @@ def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array:
         arrived = _to_next_device(sending)
         grad_w = _plus_kernel_gradient(grad_w, part, grads, start)
         part, grad_w = in_turn(arrived, grad_w)
-    gradient: Array = grad_w
-    return gradient
+    return grad_w
 
 
 # A ring that scatters: the part of the result to which each device adds in each turn. A partial sum
@@ -182,8 +181,8 @@ def _scatter_ring(
     factors = _as_one_factor(kernels, 0)
     low_factors = jax.tree.map(lambda w: w[..., :half], factors)
     high_factors = jax.tree.map(lambda w: w[..., half:], factors)
-    low_sum: Any = None
-    high_sum: Any = None
+    low_sum = None
+    high_sum = None
     grad_w = None
     for turn in range(1, tp + 1):
         start = _part_start(turn, size)
@@ -201,7 +200,7 @@ def _scatter_ring(
         high_sum = _plus_products(high_sum, part, ws, dtype)
         arrived, high_sum = in_turn(arrived, high_sum)
         low_sum = arrived if turn < tp else low_sum
-    return jnp.concatenate([low_sum, high_sum], -1), grad_w
+    return jnp.concatenate([low_sum, high_sum], -1), grad_w  # type: ignore[list-item]
 
 
 def _scatter_forward(inputs: tuple[Any, ...], kernels: tuple[Any, ...]) -> tuple[Array, object]:
@@ -276,8 +275,7 @@ def ring_mlp(hidden: Callable[[Array], Array], x: Array, columns: Array, rows: A
         arrived_sum, features = compute_features(partial_sum, part)
         sending = part if turn < tp - 1 else None
         part, partial_sum = _add_product(sending, arrived_sum, features, rows)
-    arrived_sum, own_product = _add_product(partial_sum, None, own_features, rows)
-    return arrived_sum + own_product
+    return operator.add(*_add_product(partial_sum, None, own_features, rows))
 
 
 def _add_product(
@@ -330,15 +328,14 @@ def _mlp_backward(
         arrived_grad, sums, grad_y = add_kernel_gradients(sending, sums, grad_y, features, x, grad)
         sending = x if turn < tp - 1 else None
         arrived_x, partial_sum = _add_product(sending, arrived_sum, grad_y, columns.T)
-    arrived_sum, own_product = _add_product(partial_sum, None, own_grad_y, columns.T)
-    kernel_grads = _as_kernels(sums, trained, (columns, rows), own_product.dtype)
-    return arrived_sum + own_product, *kernel_grads
+    grad_x = operator.add(*_add_product(partial_sum, None, own_grad_y, columns.T))
+    return grad_x, *_as_kernels(sums, trained, (columns, rows), grad_x.dtype)
 
 
 ring_mlp.defvjp(_mlp_forward, _mlp_backward, symbolic_zeros=True)
 
 
-def _to_next_device(sending: Any) -> Any:
+def _to_next_device(sending: object) -> Any:
     return jax.tree.map(lambda array: permute(by_rows(array), TP), sending)
 
 
@@ -384,12 +381,10 @@ def _plus_each(totals: list[Array], arrays: list[Array]) -> list[Array]:
 
 
 def _plus_products(
-    total: Any, inputs: Sequence[Value], kernels: Sequence[Value], dtype: DTypeLike
+    total: Array | None, inputs: Sequence[Value], kernels: Sequence[Value], dtype: DTypeLike
 ) -> Array:
-    for x, w in zip(inputs, kernels, strict=True):
-        total = _plus(total, product(x, w, dtype))
-    summed: Array = total
-    return summed
+    products = [product(x, w, dtype) for x, w in zip(inputs, kernels, strict=True)]
+    return reduce(operator.add, products if total is None else [total, *products])
 
 
 def _plus_kernel_gradient(

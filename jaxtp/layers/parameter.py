@@ -161,7 +161,8 @@ class FrozenParam(Variable):
     """
 
 
-PARAMETERS = (nnx.Param, FrozenParam)  # filter of all parameters, trained or not
+# Filter of all parameters, trained or not
+PARAMETERS = (nnx.Param, FrozenParam)
 
 Padding = tuple[tuple[int, PaddedDim], ...]
 """The dims of an array that are padded, counted from the last one: -1, -2, ..."""
@@ -180,7 +181,8 @@ def parameter(
     `value` has no padding; `name` is for errors.
     """
     value = pad(value, padding, axis_size(TP))
-    check_divides(name, value.shape, spec)  # JAX would silently replicate
+    # JAX would silently replicate.
+    check_divides(name, value.shape, spec)
     # The spec has one entry per dim: `spec_of` counts them.
     spec = PartitionSpec(*spec, *(None,) * (value.ndim - len(spec)))
     padded = tuple((dim, split) for dim, split in padding if not isinstance(split, ExactDim))
@@ -199,7 +201,8 @@ def padding_of(variable: Variable) -> Padding:
 
 def logical_shape(variable: Variable) -> tuple[int, ...]:
     """Returns the shape without padding, equal on every mesh."""
-    shape = list(variable.get_raw_value().shape)  # not `shape`, which copies the value's tree
+    # Not `shape`, which copies the value's tree.
+    shape = list(variable.get_raw_value().shape)
     for dim, split in padding_of(variable):
         shape[dim] = split.size
     return tuple(shape)
@@ -244,8 +247,8 @@ def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, Partition
     parameters = chain.from_iterable(
         nnx.to_flat_state(nnx.state(module, PARAMETERS)) for module in modules
     )
-    weights: dict[str, Any] = {}
-    specs: dict[str, Any] = {}
+    weights: Weights = {}
+    specs: dict[str, PartitionSpec] = {}
     for name, variable in by_dotted_path(parameters).items():
         weights[name] = jnp.asarray(variable[...])
         specs[name] = spec_of(variable)
@@ -253,7 +256,7 @@ def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, Partition
         kernel, _, field = name.rpartition(".")
         if field == "bits":
             for arrays in (weights, specs):
-                arrays[kernel] = Float8(arrays.pop(name), arrays.pop(f"{kernel}.scale"))
+                arrays[kernel] = Float8(arrays.pop(name), arrays.pop(f"{kernel}.scale"))  # type: ignore[arg-type, assignment]
     return weights, specs
 
 
@@ -314,7 +317,8 @@ def sum_over_replicas(grads: nnx.State, params: nnx.State, dtype: DTypeLike) -> 
 
 
 def _replica_axes(param: Variable) -> tuple[str, ...]:
-    if not param.get_metadata().get(_LOADED):  # a Flax layer's, which sees global arrays
+    # A Flax layer has no such parameters: it sees global arrays.
+    if not param.get_metadata().get(_LOADED):
         return ()
     split = set(chain.from_iterable(map(axes_of, spec_of(param))))
     return tuple(axis for axis in TOKENS if axis not in split and axis_size(axis) > 1)

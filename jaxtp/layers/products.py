@@ -30,7 +30,8 @@ class BlockScaled(NamedTuple):
 
 Operand = Array | Quantised
 Kernel = Operand | BlockScaled
-Value = Array | Float8  # of an operand, without a gradient
+# An operand without its gradient
+Value = Array | Float8
 
 
 @jax.tree_util.register_static
@@ -94,17 +95,16 @@ def _multiply_forward(
 
 def _multiply_backward(
     axes: tuple[str, ...], residuals: tuple[Value | None, Value | None], grad: Array
-) -> tuple[Any, Any]:
+) -> tuple[object, object]:
     x, w = residuals
     in_8_bits = isinstance(x, Float8) or isinstance(w, Float8)
-    if x is not None and not in_8_bits:
+    if isinstance(x, Array):
         x, grad = compiler_hints.product_apart(x, grad)
     grad_x = None if w is None else product(*input_gradient(grad, w, *axes), grad.dtype)
     grad_w = None if x is None else kernel_gradient(x, grad, grad.dtype)
     if in_8_bits:
         return Quantised.gradient(grad_x), Quantised.gradient(grad_w)
-    gradients: tuple[Any, Any] = compiler_hints.kernel_gradient_first(grad_x, grad_w)
-    return gradients
+    return compiler_hints.kernel_gradient_first(grad_x, grad_w)
 
 
 _multiply.defvjp(_multiply_forward, _multiply_backward, symbolic_zeros=True)
