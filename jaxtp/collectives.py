@@ -144,7 +144,7 @@ def constrain(x: Array, spec: PartitionSpec) -> Array:
 def gather_weight(x: Array, stored: PartitionSpec, gathered: PartitionSpec) -> Array:
     """Gathers a global weight from spec `stored` to `gathered`; its gradient gets spec `stored`.
 
-    For global arrays; inside `device_view` use `load_weight`.
+    `x` is a global array; inside `device_view` use `load_weight`.
     """
     gather = jax.custom_vjp(lambda x: constrain(x, gathered))
     gather.defvjp(
@@ -191,7 +191,7 @@ def _split_spec(spec: PartitionSpec) -> PartitionSpec:
 def axis_index(*axes: str) -> Array | int:
     """Returns this device's position along `axes`, the last fastest.
 
-    It is for use inside `device_view`; without a mesh it is 0.
+    Call it inside `device_view`; without a mesh it returns 0.
     """
     place: Array | int = 0
     for axis in _split_axes(axes):
@@ -278,10 +278,7 @@ def reduce_scatter(x: Array, *axes: str, dim: int = 0) -> Array:
 
 
 def all_to_all(x: Array, *axes: str, split: int, join: int) -> Array:
-    """Sends part i of dim `split` to device i along `axes`.
-
-    The received parts are concatenated along `join`.
-    """
+    """Sends part i of dim `split` to device i, and concatenates the received parts along `join`."""
     axes = _split_axes(axes)
     return lax.all_to_all(x, axes, split, join, tiled=True) if axes else x
 
@@ -363,9 +360,9 @@ class WeightLayout:
         return by_rows(all_reduce(grad, *self.replicas(shard))).astype(shard.dtype)
 
     def replicas(self, shard: Array) -> tuple[str, ...]:
-        """Returns the axes to sum the gradient over.
+        """Returns the axes to sum the gradient over: those that replicate the shard.
 
-        They replicate the shard, and it does not vary over them already.
+        Axes over which it varies already are left out.
         """
         if current_mesh() is None:
             return ()

@@ -102,7 +102,7 @@ class ShrinkSpec:
         return smallest_congruent(value, math.lcm(*self.tps) * self.block, minimum)
 
     def width(self, value: int, minimum: int) -> int:
-        """Returns the smallest width >= `minimum` with the same part of a block, up to `value`."""
+        """Returns the smallest width >= `minimum` with the same part of a block, or `value`."""
         return min(value, smallest_congruent(value, self.block, minimum))
 
 

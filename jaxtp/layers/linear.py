@@ -50,16 +50,13 @@ from jaxtp.mesh import CONTEXT, SEQUENCE, STORAGE, TOKENS, TP
 
 COLUMN = "column_parallel_linear"
 ROW = "row_parallel_linear"
-# Tensor cores multiply float8 in multiples of so many features
+# Tensor cores multiply float8 in multiples of this number of features
 _GRANULE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """When the layers of a block communicate and reduce, as the block and its remat policy want it.
-
-    No field changes a result.
-    """
+    """When the layers of a block communicate, which depends on the block and its remat policy."""
 
     # The block gathers the input of its branches and reduces their outputs (`Joined`).
     joined: bool = False
@@ -87,7 +84,7 @@ class LayerContext:
 
     @property
     def transport(self) -> Gather:
-        """The way of activations between the devices of a tp group."""
+        """How a layer brings activations to its tp group and back."""
         if self.schedule.joined:
             return Joined()
         return Ring(self.schedule.recomputed) if self.overlap == "ring" else Gather()

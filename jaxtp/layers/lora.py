@@ -96,7 +96,8 @@ def freeze_state(state: nnx.State) -> nnx.State:
 def freeze(model: nnx.Module) -> None:
     """Freezes every param of a model, in place, except adapters: training does not change them.
 
-    For a part of a model, such as a teacher: `jaxtp.freeze(self.teacher)` in `__init__`.
+    It also freezes a part of a model, such as a teacher: `jaxtp.freeze(self.teacher)` in
+    `__init__`.
     """
     for _, module in nnx.iter_modules(model):
         for name, value in [*vars(module).items()]:
@@ -105,9 +106,9 @@ def freeze(model: nnx.Module) -> None:
 
 
 def without_adapters(model: _Module) -> _Module:
-    """Returns a copy of a model without adapters, which shares its arrays.
+    """Returns a copy of a model without its adapters, such as the reference of DPO.
 
-    It is the base of LoRA, as in a DPO reference.
+    The copy shares the model's arrays.
     """
     copy: _Module = nnx.merge(*nnx.split(model), copy=True)
     for _, module in [*nnx.iter_modules(copy)]:

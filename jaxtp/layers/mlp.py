@@ -93,10 +93,11 @@ class MLPConfig(BranchConfig):
         yield from self._mlp_kernels("mlp")
 
     def _mlp_kernels(self, module: str) -> Iterator[tuple[Target, str]]:
-        columns, layer = (
-            (MLP_TARGETS[:2], "gate_up") if self.mlp == "gated" else (MLP_TARGETS[1:2], "up")
-        )
-        yield from ((target, f"{module}.{layer}.kernels.{i}") for i, target in enumerate(columns))
+        if self.mlp == "gated":
+            yield "gate_proj", f"{module}.gate_up.kernels.0"
+            yield "up_proj", f"{module}.gate_up.kernels.1"
+        else:
+            yield "up_proj", f"{module}.up.kernels.0"
         yield "down_proj", f"{module}.down.kernel"
 
     def padding(self, tp: int) -> Iterator[Padded]:
@@ -162,7 +163,7 @@ class MLP(PositionwiseBranch):
     def has_ring(self, tp: int, *, split: bool) -> bool:
         """Returns whether `ring_mlp` can compute the layer.
 
-        It computes layers without adapters, biases, xielu and 8 bits.
+        It supports no adapters, biases, xielu and products in 8 bits.
         """
         columns = self.columns
         down = self.down
@@ -219,9 +220,7 @@ def _initial_alpha(slope: float, dtype: DType) -> Any:
 def hidden_features(
     activate: Callable[[Array], Array], products: Sequence[Array], limit: float | None = None
 ) -> Array:
-    """Returns activation(gate) * up of a gated MLP's products.
-
-    For a plain MLP it is activation(up).
+    """Returns activation(gate) * up of a gated MLP's products, activation(up) of a plain MLP's.
 
     `limit` is `MLPConfig.swiglu_limit`. Padded features stay 0, as activation(0) is 0.
     """

@@ -242,7 +242,7 @@ def _resize(array: Any, dim: int, factors: tuple[int, ...], resized: tuple[int, 
 def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, PartitionSpec]]:
     """Returns modules' parameters and specs by name, for `device_view`.
 
-    A kernel in 8 bits has a `Float8` of both.
+    The shard and the spec of a kernel in 8 bits are a `Float8` each.
     """
     parameters = chain.from_iterable(
         nnx.to_flat_state(nnx.state(module, PARAMETERS)) for module in modules

@@ -350,10 +350,10 @@ class ModelConfig(BlockConfig, DecoderSizes):
         recomputed = self.remat not in ("none", "save_dots")
         # The norm after an MLP reads its output in the backward pass, unless that was saved.
         is_read = block.norm_placement in ("after", "both") and self.remat in ("full", "offload")
-        # Rings need each layer's own collectives, experts and latents have others, and dropout is
-        # of each branch.
-        others = block.num_experts or block.kv_rank or self.dropout
-        joined = block.norm_placement == "parallel" and self.overlap == "none" and not others
+        # Rings need each layer's own collectives, experts and latents have collectives of their
+        # own, and dropout acts on each branch.
+        separate = self.overlap == "ring" or block.num_experts or block.kv_rank or self.dropout
+        joined = block.norm_placement == "parallel" and not separate
         return Schedule(joined=joined, recomputed=recomputed, fused_mlp=recomputed and not is_read)
 
     def zigzag(self, shape: LocalShape) -> bool:
