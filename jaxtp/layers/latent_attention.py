@@ -291,7 +291,7 @@ class LatentAttention(CausalSelfAttention):
         return self._merge_heads(y), (slots,)
 
     def _attend_slots(self, q: Array, slots: Array, up: Array, positions: Array) -> Array:
-        """Attends to slots, none of which is projected.
+        """Attends to slots without projecting them.
 
         Queries absorb the up-projection of keys, results the up-projection of values.
         """

@@ -12,8 +12,8 @@ summed in float32 and rounded once. Rings are unidirectional: XLA runs one colle
 the full bandwidth of a switch.
 
 In each turn of a ring a device sends an array to the next device, multiplies others meanwhile, and
-has the array of the previous device when the turn ends. `in_turn` begins and ends a turn. The loops
-over turns are unrolled, because XLA would copy what a loop sends.
+has the array of the previous device when the turn ends: `_begin_turn` sends, `in_turn` ends the
+turn. The loops over turns are unrolled, because XLA would copy what a loop sends.
 """
 
 import operator
@@ -77,8 +77,7 @@ def _gather_matmul(x: Operand, kernels: Sequence[Value]) -> tuple[list[Value], l
     products_by_turn = []
     for turn in range(tp):
         sending = parts[turn] if turn < tp - 1 else None
-        sending, part = in_turn(sending, parts[turn])
-        arrived = _to_next_device(sending)
+        arrived, part = _begin_turn(sending, parts[turn])
         products = [product(part, w, x.dtype) for w in factors]
         arrived, products = in_turn(arrived, products)
         parts.append(arrived)
@@ -131,8 +130,7 @@ def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array | None:
     for turn in range(tp):
         start = _part_start(turn, x.shape[SEQUENCE_DIM])
         sending = part if turn < tp - 1 else None
-        sending, grad_w, part, start = in_turn(sending, grad_w, part, start)
-        arrived = _to_next_device(sending)
+        arrived, grad_w, part, start = _begin_turn(sending, grad_w, part, start)
         grad_w = _plus_kernel_gradient(grad_w, part, grads, start)
         part, grad_w = in_turn(arrived, grad_w)
     return grad_w
@@ -186,8 +184,7 @@ def _scatter_ring(
     grad_w = None
     for turn in range(1, tp + 1):
         start = _part_start(turn, size)
-        sending, low_sum, grad_w, start = in_turn(high_sum, low_sum, grad_w, start)
-        arrived = _to_next_device(sending)
+        arrived, low_sum, grad_w, start = _begin_turn(high_sum, low_sum, grad_w, start)
         part = _as_one_factor([_part(x, start, size) for x in inputs], -1)
         low_sum = _plus_products(low_sum, part, low_factors, dtype)
         if kept_parts:
@@ -195,8 +192,7 @@ def _scatter_ring(
         high_sum, part, low_sum, grad_w = in_turn(arrived, part, low_sum, grad_w)
 
         sending = low_sum if turn < tp else None
-        sending, high_sum, part, ws = in_turn(sending, high_sum, part, high_factors)
-        arrived = _to_next_device(sending)
+        arrived, high_sum, part, ws = _begin_turn(sending, high_sum, part, high_factors)
         high_sum = _plus_products(high_sum, part, ws, dtype)
         arrived, high_sum = in_turn(arrived, high_sum)
         low_sum = arrived if turn < tp else low_sum
@@ -225,8 +221,7 @@ def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[object, ...], 
     for turn in range(tp):
         start = _part_start(turn, size)
         sending = part if turn < tp - 1 else None
-        sending, sums, part, start = in_turn(sending, sums, part, start)
-        arrived = _to_next_device(sending)
+        arrived, sums, part, start = _begin_turn(sending, sums, part, start)
         products = [product(*input_gradient(part, kernels[i]), part.dtype) for i in needed]
         sums = _plus_each(
             sums, [_kernel_gradient(_part(inputs[i], start, size), part) for i in trained]
@@ -264,8 +259,7 @@ def ring_mlp(hidden: Callable[[Array], Array], x: Array, columns: Array, rows: A
     """
 
     def compute_features(sending: Array | None, part: Array) -> tuple[Array, Array]:
-        sending, part = in_turn(sending, part)
-        arrived = _to_next_device(sending)
+        arrived, part = _begin_turn(sending, part)
         return in_turn(arrived, hidden(part @ columns))
 
     tp = axis_size(TP)
@@ -281,9 +275,8 @@ def ring_mlp(hidden: Callable[[Array], Array], x: Array, columns: Array, rows: A
 def _add_product(
     sending: Array | None, total: Array | None, features: Array, kernel: Array
 ) -> tuple[Array, Array]:
-    """Adds `features @ kernel` to a partial sum while `sending` moves; returns what arrived too."""
-    sending, total, features = in_turn(sending, total, features)
-    arrived = _to_next_device(sending)
+    """Returns what arrived, and a partial sum plus a product, computed while `sending` moves."""
+    arrived, total, features = _begin_turn(sending, total, features)
     return in_turn(arrived, _plus(total, features @ kernel))
 
 
@@ -300,8 +293,7 @@ def _mlp_backward(
 
     def compute_gradients(sending: Array | None, x: Array, grad: Array) -> tuple[Array, ...]:
         """Returns what arrived, the gradient of the columns' product, and hidden features."""
-        sending, x, grad = in_turn(sending, x, grad)
-        arrived = _to_next_device(sending)
+        arrived, x, grad = _begin_turn(sending, x, grad)
         features, transpose = jax.vjp(hidden, x @ columns)
         return in_turn(arrived, transpose(grad @ rows.T)[0], features)
 
@@ -309,8 +301,7 @@ def _mlp_backward(
         sending: Array | None, sums: list[Array], grad_y: Array, *operands: Array
     ) -> tuple[Array, list[Array], Array]:
         """Returns what arrived, the sums, and `grad_y`, which waits: operands of sums are freed."""
-        sending, sums, grad_y, features, x, grad = in_turn(sending, sums, grad_y, *operands)
-        arrived = _to_next_device(sending)
+        arrived, sums, grad_y, features, x, grad = _begin_turn(sending, sums, grad_y, *operands)
         pairs = ((x, grad_y), (features, grad))
         sums = _plus_each(sums, [_kernel_gradient(*pairs[i]) for i in trained])
         return in_turn(arrived, sums, grad_y)
@@ -335,8 +326,11 @@ def _mlp_backward(
 ring_mlp.defvjp(_mlp_forward, _mlp_backward, symbolic_zeros=True)
 
 
-def _to_next_device(sending: object) -> Any:
-    return jax.tree.map(lambda array: permute(by_rows(array), TP), sending)
+def _begin_turn(sending: object, *operands: object) -> Any:
+    """Sends an array to the next device; returns what arrives, and operands to multiply now."""
+    sending, *operands_now = in_turn(sending, *operands)
+    arriving = jax.tree.map(lambda array: permute(by_rows(array), TP), sending)
+    return arriving, *operands_now
 
 
 def _part_start(turn: int, size: int) -> Array:
