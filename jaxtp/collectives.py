@@ -33,7 +33,7 @@ sequence-parallel forms.
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,9 @@ from jaxtp.mesh import (
     gradient_sum_axes,
     parts,
 )
+
+V = TypeVar("V")
+W = TypeVar("W")
 
 # Values of `checkpoint_name`
 # A column layer's all-gathered input; in a ring, this device's shard
@@ -146,11 +149,24 @@ def gather_weight(x: Array, stored: PartitionSpec, gathered: PartitionSpec) -> A
 
     `x` is a global array; inside `device_view` use `load_weight`.
     """
-    gather = jax.custom_vjp(lambda x: constrain(x, gathered))
-    gather.defvjp(
-        lambda x: (constrain(x, gathered), None), lambda _, grad: (constrain(grad, stored),)
-    )
-    return gather(x)
+
+    def gather(x: Array) -> Array:
+        return constrain(x, gathered)
+
+    return with_gradient(gather, lambda grad: constrain(grad, stored))(x)
+
+
+def with_gradient(
+    function: Callable[[V], W], gradient: Callable[[W], object], *, one_call: bool = False
+) -> Callable[[V], W]:
+    """Returns `function` with a hand-written gradient, which needs no residuals.
+
+    With `one_call` remat sees one call, and saves nothing inside of it.
+    """
+    call = jax.custom_vjp(function)
+    forward = call if one_call else function
+    call.defvjp(lambda x: (forward(x), None), lambda _, grad: (gradient(grad),))
+    return call
 
 
 class DivisionError(UserError):
@@ -388,15 +404,7 @@ def load_weight(shard: Array, dtypes: WeightDtypes, layout: WeightLayout) -> Arr
         varying = vary(shard.astype(dtypes.compute), *layout.replicas(shard))
         return layout.whole(varying).astype(dtypes.result)
 
-    def forward(shard: Array) -> tuple[Array, None]:
-        # `gather`, not `load`: remat must see the gather itself.
-        return gather(shard), None
-
-    def backward(_: None, grad: Array) -> tuple[Array]:
-        return (layout.summed(grad, shard, dtypes.reduce),)
-
-    load = jax.custom_vjp(gather)
-    load.defvjp(forward, backward)
+    load = with_gradient(gather, lambda grad: layout.summed(grad, shard, dtypes.reduce))
     return load(shard)
 
 
@@ -408,15 +416,12 @@ def average_gradient(y: Array, group: int) -> Array:
     if group == 1:
         return y
 
-    def backward(_: None, grad: Array) -> tuple[Array]:
-        parts = lax.all_gather(
-            grad.astype(jnp.float32), TP, axis_index_groups=_groups_over_tp(group)
-        )
-        return (jnp.mean(parts, axis=0).astype(grad.dtype),)
+    def average(grad: Array) -> Array:
+        groups = _groups_over_tp(group)
+        grads = lax.all_gather(grad.astype(jnp.float32), TP, axis_index_groups=groups)
+        return jnp.mean(grads, axis=0).astype(grad.dtype)
 
-    same = jax.custom_vjp(lambda y: y)
-    same.defvjp(lambda y: (y, None), backward)
-    return same(y)
+    return with_gradient(lambda y: y, average)(y)
 
 
 def _groups_over_tp(size: int) -> list[list[int]]:

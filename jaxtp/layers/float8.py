@@ -22,7 +22,6 @@ of x @ w, element by element; errors of random sign add up to about 4% of |y|.
 from dataclasses import replace
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -36,6 +35,7 @@ from jaxtp.collectives import (
     leave_parallel,
     vary,
     vary_like,
+    with_gradient,
 )
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.kernels.select import architecture_of, matmul_problem
@@ -129,9 +129,7 @@ def tokens_in_float8(x: Array, *axes: str) -> Quantised:
     def quantise(x: Array) -> Quantised:
         return Quantised(Float8.of(x, dim=-1, axes=axes), jnp.zeros_like(x))
 
-    straight = jax.custom_vjp(quantise)
-    straight.defvjp(lambda x: (quantise(x), None), lambda _, grad: (grad.carrier,))
-    return straight(x)
+    return with_gradient(quantise, lambda grad: grad.carrier)(x)
 
 
 def enter_float8(x: Quantised, sequence_dim: int | None) -> Quantised:
@@ -145,12 +143,10 @@ def enter_float8(x: Quantised, sequence_dim: int | None) -> Quantised:
         bits, scale = (enter_parallel(part, sequence_dim) for part in x.array)
         return Quantised.of(Float8(bits, scale), dtype)
 
-    def backward(_: None, grad: Quantised) -> tuple[Quantised | None]:
-        return (Quantised.gradient(leave_parallel(grad.carrier, sequence_dim)),)
+    def scatter(grad: Quantised) -> Quantised | None:
+        return Quantised.gradient(leave_parallel(grad.carrier, sequence_dim))
 
-    enter = jax.custom_vjp(gather)
-    enter.defvjp(lambda x: (gather(x), None), backward)
-    return enter(x)
+    return with_gradient(gather, scatter)(x)
 
 
 def load_float8(
@@ -168,31 +164,24 @@ def load_float8(
         array, carrier = Quantised.of(kernel, dtypes.compute)
         return Quantised(array, vary(carrier, *layout.replicas(shard)))
 
-    def forward(shard: Array) -> tuple[Quantised, None]:
-        # One call, so that remat saves no quantised shard.
-        return load(shard), None
+    def scatter(grad: Quantised) -> Array:
+        return layout.summed(grad.carrier, shard, dtypes.reduce)
 
-    def backward(_: None, grad: Quantised) -> tuple[Array]:
-        return (layout.summed(grad.carrier, shard, dtypes.reduce),)
-
-    load = jax.custom_vjp(gather)
-    load.defvjp(forward, backward)
-    return load(shard)
+    # One call: remat saves no quantised shard.
+    return with_gradient(gather, scatter, one_call=True)(shard)
 
 
 def load_dequantised(shard: Float8, dtypes: WeightDtypes, layout: WeightLayout) -> Array:
     """Gathers a frozen kernel in 8 bits and dequantises it; it has no gradient."""
 
-    def gather(shard: Float8) -> Array:
-        kernel = shard if current_mesh() is None else _gathered(shard, layout)
-        return kernel.astype(dtypes.compute).astype(dtypes.result)
-
     if current_mesh() is None:
-        return gather(shard)
-    # One call, so that remat sees a frozen weight and saves no part of it.
-    load = jax.custom_vjp(gather)
-    load.defvjp(lambda shard: (gather(shard), None), lambda *_: (None,))
-    return load(shard)
+        return shard.astype(dtypes.compute).astype(dtypes.result)
+
+    def gather(shard: Float8) -> Array:
+        return _gathered(shard, layout).astype(dtypes.compute).astype(dtypes.result)
+
+    # Remat sees a frozen weight in this call, and saves no part of it.
+    return with_gradient(gather, lambda _: None)(shard)
 
 
 def _gathered(shard: Float8, layout: WeightLayout) -> Float8:

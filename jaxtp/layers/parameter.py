@@ -29,7 +29,7 @@ from jaxtp.collectives import (
 )
 from jaxtp.config.hints import by_dotted_path
 from jaxtp.config.schema import Count
-from jaxtp.layers.float8 import Float8, Quantised, load_dequantised, load_float8
+from jaxtp.layers.float8 import Float8, load_dequantised
 from jaxtp.mesh import TOKENS, TP, axes_of, current_mesh
 
 # A layer's parameters by the path of the attribute that holds them, such as `kernels.0`
@@ -99,13 +99,6 @@ class Precision:
         if isinstance(shard, Float8):
             return load_dequantised(shard, dtypes, weight_layout)
         return load_weight(shard, dtypes, weight_layout)
-
-    def load_float8(
-        self, shard: Array | Float8, fsdp_dim: int, *axes: str, **layout: Any
-    ) -> Quantised:
-        """Loads a kernel in 8 bits; the mesh axes `axes` split its input features."""
-        dtypes = WeightDtypes(self.compute, self.reduce, self.compute)
-        return load_float8(shard, dtypes, WeightLayout(fsdp_dim=fsdp_dim, **layout), axes)
 
 
 @dataclass(frozen=True)

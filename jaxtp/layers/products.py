@@ -15,8 +15,15 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxtp import compiler_hints
-from jaxtp.collectives import axis_size, vary_like
-from jaxtp.layers.float8 import FLOAT8, Float8, Quantised, kernel_gradient, tokens_in_float8
+from jaxtp.collectives import WeightDtypes, WeightLayout, axis_size, vary_like
+from jaxtp.layers.float8 import (
+    FLOAT8,
+    Float8,
+    Quantised,
+    kernel_gradient,
+    load_float8,
+    tokens_in_float8,
+)
 from jaxtp.layers.mxfp8 import mx_matmul
 from jaxtp.layers.parameter import Matmul, Precision
 from jaxtp.mesh import STORAGE, TP
@@ -58,7 +65,8 @@ def load_kernel(
 ) -> Kernel:
     """Loads a kernel as an operand of a layer; the mesh axes `axes` split its input features."""
     if matmul == "float8":
-        return precision.load_float8(shard, fsdp_dim, *axes, **layout)
+        dtypes = WeightDtypes(precision.compute, precision.reduce, precision.compute)
+        return load_float8(shard, dtypes, WeightLayout(fsdp_dim=fsdp_dim, **layout), axes)
     kernel = precision.load(shard, fsdp_dim, **layout)
     return BlockScaled(kernel) if matmul == "mxfp8" else kernel
 
