@@ -132,7 +132,7 @@ def test_no_utils():
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "tokens of code": 348_000,
+    "tokens of code": 349_000,
     "files": 244,
     "files under 80 lines, families aside": 3,
     "rooms": 15,

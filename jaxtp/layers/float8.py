@@ -173,7 +173,6 @@ def load_float8(
 
 def load_dequantised(shard: Float8, dtypes: WeightDtypes, layout: WeightLayout) -> Array:
     """Gathers a frozen kernel in 8 bits and dequantises it; it has no gradient."""
-
     if current_mesh() is None:
         return shard.astype(dtypes.compute).astype(dtypes.result)
 

@@ -280,7 +280,7 @@ def _add_product(
     return in_turn(arrived, _plus(total, features @ kernel))
 
 
-def _mlp_forward(hidden: Callable[[Array], Array], *args: Any) -> tuple[Array, object]:
+def _mlp_forward(hidden: Callable[[Array], Array], *args: object) -> tuple[Array, object]:
     needs_grad = NeedsGrad((), tuple(map(perturbed, args[1:])))
     return ring_mlp.fun(hidden, *unwrapped(args)), (unwrapped(args), needs_grad)
 

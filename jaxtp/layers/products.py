@@ -93,7 +93,7 @@ def _multiply(x: Operand, w: Operand, axes: tuple[str, ...]) -> Array:
 
 
 def _multiply_forward(
-    x: Any, w: Any, axes: tuple[str, ...]
+    x: object, w: object, axes: tuple[str, ...]
 ) -> tuple[Array, tuple[Value | None, Value | None]]:
     # What a gradient needs is its only residual: x for the gradient of w, w for the gradient of x.
     saved_x = value_of(unwrapped(x)) if perturbed(w) else None
@@ -171,6 +171,6 @@ def value_of(operand: Kernel) -> Value:
     return operand.array if isinstance(operand, Quantised) else operand
 
 
-def gradient_of(value: Value, grad: Array | None) -> Any:
+def gradient_of(value: Value, grad: Array | None) -> object:
     """Returns a gradient in the structure of its operand."""
     return Quantised.gradient(grad) if isinstance(value, Float8) else grad
