@@ -221,7 +221,9 @@ def vary(x: Array, *axes: str) -> Array:
     Its gradient is then summed over them.
     """
     axes = _split_axes(axes)
-    return lax.pcast(x, axes, to="varying") if axes else x
+    if not axes:
+        return x
+    return lax.pcast(x, axes, to="varying")
 
 
 def vary_like(x: Array, *arrays: Array) -> Array:
@@ -265,14 +267,18 @@ def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
 def all_reduce(x: Array, *axes: str) -> Array:
     """Returns the sum over the devices along `axes`."""
     axes = _split_axes(axes)
-    return lax.psum(x, axes) if axes else x
+    if not axes:
+        return x
+    return lax.psum(x, axes)
 
 
 def all_reduce_max(x: Array, *axes: str) -> Array:
     """Returns the maximum over the devices along `axes`, without a gradient."""
     axes = _split_axes(axes)
     x = lax.stop_gradient(x)
-    return lax.pmax(x, axes) if axes else x
+    if not axes:
+        return x
+    return lax.pmax(x, axes)
 
 
 def all_gather(
@@ -284,19 +290,25 @@ def all_gather(
     it.
     """
     axes = _split_axes(axes)
-    return lax.all_gather(x, axes, axis=dim, tiled=True, to=to) if axes else x
+    if not axes:
+        return x
+    return lax.all_gather(x, axes, axis=dim, tiled=True, to=to)
 
 
 def reduce_scatter(x: Array, *axes: str, dim: int = 0) -> Array:
     """Returns this device's part of the sum along `axes`: `[n * S, ...] -> [S, ...]`."""
     axes = _split_axes(axes)
-    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+    if not axes:
+        return x
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
 def all_to_all(x: Array, *axes: str, split: int, join: int) -> Array:
     """Sends part i of dim `split` to device i, and concatenates the received parts along `join`."""
     axes = _split_axes(axes)
-    return lax.all_to_all(x, axes, split, join, tiled=True) if axes else x
+    if not axes:
+        return x
+    return lax.all_to_all(x, axes, split, join, tiled=True)
 
 
 def permute(x: Array, axis: str, pairs: Iterable[tuple[int, int]] | None = None) -> Array:

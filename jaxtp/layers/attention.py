@@ -453,8 +453,8 @@ class CausalSelfAttention(Branch):
         tp = axis_size(TP)
         kv_heads = max(self.config.heads.stored(tp)[0], tp)
         shape = (num_rows, kv_heads, num_slots, self.config.head_dim)
-        empty = constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC)
-        return empty, constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC)
+        dtype = self.precision.compute
+        return tuple(constrain(jnp.zeros(shape, dtype), LAYER_SPEC) for _ in range(2))
 
     def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         """Attends from new tokens to the KV cache and to each other."""

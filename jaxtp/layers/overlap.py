@@ -76,8 +76,7 @@ def _gather_matmul(x: Operand, kernels: Sequence[Value]) -> tuple[list[Value], l
     parts = [value_of(x)]
     products_by_turn = []
     for turn in range(tp):
-        sending = parts[turn] if turn < tp - 1 else None
-        arrived, part = _begin_turn(sending, parts[turn])
+        arrived, part = _begin_turn(_unless_last(turn, parts[turn]), parts[turn])
         products = [product(part, w, x.dtype) for w in factors]
         arrived, products = in_turn(arrived, products)
         parts.append(arrived)
@@ -129,8 +128,7 @@ def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array | None:
     grad_w = None
     for turn in range(tp):
         start = _part_start(turn, x.shape[SEQUENCE_DIM])
-        sending = part if turn < tp - 1 else None
-        arrived, grad_w, part, start = _begin_turn(sending, grad_w, part, start)
+        arrived, grad_w, part, start = _begin_turn(_unless_last(turn, part), grad_w, part, start)
         grad_w = _plus_kernel_gradient(grad_w, part, grads, start)
         part, grad_w = in_turn(arrived, grad_w)
     return grad_w
@@ -220,8 +218,7 @@ def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[object, ...], 
     part = grad
     for turn in range(tp):
         start = _part_start(turn, size)
-        sending = part if turn < tp - 1 else None
-        arrived, sums, part, start = _begin_turn(sending, sums, part, start)
+        arrived, sums, part, start = _begin_turn(_unless_last(turn, part), sums, part, start)
         products = [product(*input_gradient(part, kernels[i]), part.dtype) for i in needed]
         sums = _plus_each(
             sums, [_kernel_gradient(_part(inputs[i], start, size), part) for i in trained]
@@ -267,7 +264,7 @@ def ring_mlp(hidden: Callable[[Array], Array], x: Array, columns: Array, rows: A
     partial_sum = None
     for turn in range(1, tp):
         arrived_sum, features = compute_features(partial_sum, part)
-        sending = part if turn < tp - 1 else None
+        sending = _unless_last(turn, part)
         part, partial_sum = _add_product(sending, arrived_sum, features, rows)
     return operator.add(*_add_product(partial_sum, None, own_features, rows))
 
@@ -315,9 +312,9 @@ def _mlp_backward(
         x = arrived_x
         grad = arrived_grad
         arrived_sum, grad_y, features = compute_gradients(partial_sum, x, grad)
-        sending = grad if turn < tp - 1 else None
+        sending = _unless_last(turn, grad)
         arrived_grad, sums, grad_y = add_kernel_gradients(sending, sums, grad_y, features, x, grad)
-        sending = x if turn < tp - 1 else None
+        sending = _unless_last(turn, x)
         arrived_x, partial_sum = _add_product(sending, arrived_sum, grad_y, columns.T)
     grad_x = operator.add(*_add_product(partial_sum, None, own_grad_y, columns.T))
     return grad_x, *_as_kernels(sums, trained, (columns, rows), grad_x.dtype)
@@ -331,6 +328,11 @@ def _begin_turn(sending: object, *operands: object) -> Any:
     sending, *operands_now = in_turn(sending, *operands)
     arriving = jax.tree.map(lambda array: permute(by_rows(array), TP), sending)
     return arriving, *operands_now
+
+
+def _unless_last(turn: int, part: V) -> V | None:
+    """Returns a part that the next device needs, in every turn but the last."""
+    return part if turn < axis_size(TP) - 1 else None
 
 
 def _part_start(turn: int, size: int) -> Array:

@@ -95,10 +95,11 @@ def _multiply(x: Operand, w: Operand, axes: tuple[str, ...]) -> Array:
 def _multiply_forward(
     x: object, w: object, axes: tuple[str, ...]
 ) -> tuple[Array, tuple[Value | None, Value | None]]:
+    y = _multiply.fun(unwrapped(x), unwrapped(w), axes)
     # What a gradient needs is its only residual: x for the gradient of w, w for the gradient of x.
     saved_x = value_of(unwrapped(x)) if perturbed(w) else None
     saved_w = value_of(unwrapped(w)) if perturbed(x) else None
-    return _multiply.fun(unwrapped(x), unwrapped(w), axes), (saved_x, saved_w)
+    return y, (saved_x, saved_w)
 
 
 def _multiply_backward(
