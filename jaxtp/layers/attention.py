@@ -212,29 +212,15 @@ class AttentionConfig(BranchConfig):
             )
             yield Problem(text, among={f"mesh.{CP}": queries})
 
-    # In a dim without rope, a key bias adds the same to all scores of a query, which the softmax
-    # cancels. Its gradient is rounding noise, and Adam would turn it into updates.
-    def fixed_key_bias(self) -> FixedBias | None:
-        """Returns which part of the bias of keys is fixed, if any."""
-        period, num_rotated = self._rotated_dims()
-        has_bias = self.attention_bias and not self.value_is_key and self.qk_norm == "none"
-        if not has_bias or not self._scores_are_linear() or num_rotated >= period:
+    def fixed_bias(self, *, rotates: bool = True, output: int = 0) -> FixedBias | None:
+        """Returns which part of a bias of the keys is fixed, if any; `rotates`: rope follows it."""
+        # In a dim without rope, a key bias adds the same to all scores of a query, which the
+        # softmax cancels. Its gradient is rounding noise, and Adam would turn it into updates.
+        if self.attention_softcap is not None or self.clip_qkv is not None or self.attention_sinks:
             return None
-        return FixedBias(period, num_rotated, output=1)
-
-    def fixed_key_norm_bias(self) -> FixedBias | None:
-        """Returns which part of the bias of the keys' norm is fixed, if any."""
-        if self.qk_norm != "head_bias" or not self._scores_are_linear():
-            return None
-        period, num_rotated = self._rotated_dims()
-        return FixedBias(period, 0 if self.qk_norm_after_rope else num_rotated)
-
-    def _rotated_dims(self) -> tuple[int, int]:
         period, num_rotated = rotated_dims(self.head_dim, self.rope_scaling, self.rotary_fraction)
-        return period, 0 if self.rope_theta is None else num_rotated
-
-    def _scores_are_linear(self) -> bool:
-        return self.attention_softcap is None and self.clip_qkv is None and not self.attention_sinks
+        rotates = rotates and self.rope_theta is not None
+        return FixedBias(period, num_rotated if rotates else 0, output)
 
     def qkv_outputs(self) -> dict[Target, PaddedDim]:
         """Returns the outputs of `qkv` and their divisions over tp."""
@@ -396,11 +382,14 @@ class CausalSelfAttention(Branch):
         queries = config.heads
         keys = config.heads.keys
         outputs = config.qkv_outputs()
+        use_bias: bool | FixedBias = config.attention_bias
+        if config.attention_bias and config.qk_norm == "none" and not config.value_is_key:
+            use_bias = config.fixed_bias(output=1) or True
         self.qkv = ColumnParallelLinear(
             d_model,
             tuple(outputs.values()),
             context,
-            use_bias=config.fixed_key_bias() or config.attention_bias,
+            use_bias=use_bias,
             targets=tuple(outputs),
             rngs=rngs,
         )
@@ -412,10 +401,10 @@ class CausalSelfAttention(Branch):
             self.sinks = None
         self.qk_norms: nnx.List[QKNorm] = nnx.List([])
         if config.qk_norm != "none":
-            self.qk_norms.append(QKNorm(config.qk_norm, queries, norm, self.precision))
-            fixed_bias = config.fixed_key_norm_bias()
-            key_norm = QKNorm(config.qk_norm, keys, norm, self.precision, fixed_bias=fixed_bias)
-            self.qk_norms.append(key_norm)
+            normalise = partial(QKNorm, config.qk_norm, norm=norm, precision=self.precision)
+            fixed_bias = config.fixed_bias(rotates=not config.qk_norm_after_rope)
+            self.qk_norms.append(normalise(queries))
+            self.qk_norms.append(normalise(keys, fixed_bias=fixed_bias))
         self.out = RowParallelLinear(
             queries,
             d_model,

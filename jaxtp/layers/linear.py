@@ -101,6 +101,8 @@ class FixedBias:
 
     def stop_gradient(self, bias: Array) -> Array:
         """Stops the gradient of features that are not trained."""
+        if self.num_trained >= self.period:
+            return bias
         is_trained = jnp.arange(bias.size) % self.period < self.num_trained
         return jnp.where(is_trained, bias, jax.lax.stop_gradient(bias))
 
