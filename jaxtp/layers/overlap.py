@@ -76,7 +76,7 @@ def _gather_matmul(x: Operand, kernels: Sequence[Value]) -> tuple[list[Value], l
     parts = [value_of(x)]
     products_by_turn = []
     for turn in range(tp):
-        arrived, part = _begin_turn(_unless_last(turn, parts[turn]), parts[turn])
+        arrived, _, part, _ = _begin_gather_turn(turn, parts[turn])
         products = [product(part, w, x.dtype) for w in factors]
         arrived, products = in_turn(arrived, products)
         parts.append(arrived)
@@ -127,8 +127,7 @@ def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array | None:
     part = x
     grad_w = None
     for turn in range(tp):
-        start = _part_start(turn, x.shape[SEQUENCE_DIM])
-        arrived, grad_w, part, start = _begin_turn(_unless_last(turn, part), grad_w, part, start)
+        arrived, grad_w, part, start = _begin_gather_turn(turn, part, grad_w)
         grad_w = _plus_kernel_gradient(grad_w, part, grads, start)
         part, grad_w = in_turn(arrived, grad_w)
     return grad_w
@@ -217,8 +216,7 @@ def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[object, ...], 
     products_by_turn = []
     part = grad
     for turn in range(tp):
-        start = _part_start(turn, size)
-        arrived, sums, part, start = _begin_turn(_unless_last(turn, part), sums, part, start)
+        arrived, sums, part, start = _begin_gather_turn(turn, part, sums)
         products = [product(*input_gradient(part, kernels[i]), part.dtype) for i in needed]
         sums = _plus_each(
             sums, [_kernel_gradient(_part(inputs[i], start, size), part) for i in trained]
@@ -328,6 +326,12 @@ def _begin_turn(sending: object, *operands: object) -> Any:
     sending, *operands_now = in_turn(sending, *operands)
     arriving = jax.tree.map(lambda array: permute(by_rows(array), TP), sending)
     return arriving, *operands_now
+
+
+def _begin_gather_turn(turn: int, part: Value, sums: object = None) -> Any:
+    """Returns what arrives, `sums`, the part to multiply now, and where it begins."""
+    start = _part_start(turn, part.shape[SEQUENCE_DIM])
+    return _begin_turn(_unless_last(turn, part), sums, part, start)
 
 
 def _unless_last(turn: int, part: V) -> V | None:
