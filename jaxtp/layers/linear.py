@@ -12,7 +12,6 @@ A column and a row layer cost one reduction in the forward and one in the backwa
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -366,6 +365,6 @@ def activation_specs(setting: SequenceParallel, shape: tuple[int, ...]) -> tuple
     if len(shape) == 2:
         return None, P(TOKENS, TP), P(TOKENS, None)
     sequence = sequence_dim(setting, shape)
-    tokens: tuple[Any, ...] = (CONTEXT, *(None,) * (len(shape) - 3))
-    outside = tokens if sequence is None else (SEQUENCE, *tokens[1:])
-    return sequence, batch_spec(*tokens, TP), batch_spec(*outside, None)
+    inner = (None,) * (len(shape) - 3)
+    between = CONTEXT if sequence is None else SEQUENCE
+    return sequence, batch_spec(CONTEXT, *inner, TP), batch_spec(between, *inner, None)
