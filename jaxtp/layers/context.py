@@ -186,8 +186,8 @@ class Sequences:
         keys_and_values = with_halo(jnp.concatenate([k, v], axis=3), reach, len(chunks))
         for number, ((start, size), kv) in enumerate(zip(chunks, keys_and_values, strict=True)):
             queries = q[:, number * size : (number + 1) * size]
-            keys, values = jnp.split(kv, [k.shape[3]], axis=3)
             part = Part(start + jnp.arange(size), start - reach)
+            keys, values = jnp.split(kv, [k.shape[3]], axis=3)
             results.append(run(queries, keys, values, self.segments, part=part))
         return jnp.concatenate(results, axis=1)
 
