@@ -6,16 +6,12 @@ each function below is one collective. Autodiff derives the backward pass, excep
     function                       forward          backward
     enter_parallel, no sequence    nothing          all-reduce      (Megatron's f)
     enter_parallel, sequence       all-gather       reduce-scatter
-    enter_float8                   as above, of 8 bits and a scale per token;
-                                   its backward pass is in the compute dtype
     leave_parallel, no sequence    all-reduce       nothing         (Megatron's g)
     leave_parallel, sequence       reduce-scatter   all-gather
     load_weight, split             all-gather       reduce-scatter  (over fsdp and cp),
                                                     all-reduce over dp
     load_weight, not split         nothing          all-reduce over dp, fsdp and cp,
                                                     and tp if `used_by_all_tp`
-    load_weight of a `Float8`      all-gather       nothing          (of 8 bits, if split)
-    load_float8                    as load_weight, of 8 bits and a scale per output feature
     average_gradient               nothing          all-gather over neighbours along tp
     all_reduce                     all-reduce       nothing
                                                     (where the sum meets a shard: all-reduce)
@@ -26,8 +22,9 @@ each function below is one collective. Autodiff derives the backward pass, excep
 
 With accumulation the all-reduces over dp, and over axes that replicate a weight, follow once per
 step (`sum_over_replicas` in `layers/parameter.py`). Rings (`layers/overlap.py`) replace
-enter_parallel and leave_parallel. Without a mesh every function returns its argument, as along axes
-of one device, where XLA for CPUs would copy it; `device_view` leaves these axes out of its specs.
+enter_parallel and leave_parallel; `layers/float8.py` moves arrays in 8 bits. Without a mesh every
+function returns its argument, as along axes of one device, where XLA for CPUs would copy it;
+`device_view` leaves these axes out of its specs.
 `check_vma` stays on (the default): a missing reduction is then a type error at trace time, not a
 wrong gradient. Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their
 sequence-parallel forms.
@@ -40,13 +37,12 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxtp.compiler_hints import by_rows, computed_here, sequence_first
 from jaxtp.config.entry import UserError
 from jaxtp.mesh import (
     AXES,
@@ -61,15 +57,21 @@ from jaxtp.mesh import (
 )
 
 V = TypeVar("V")
+W = TypeVar("W")
 
 # Values of `checkpoint_name`
-GATHERED = "gathered"  # a column layer's all-gathered input; in a ring, this device's shard
-REDUCED = "reduced"  # a row layer's output
+# A column layer's all-gathered input; in a ring, this device's shard
+GATHERED = "gathered"
+# A row layer's output
+REDUCED = "reduced"
 # Residuals of projections: outputs of column layers, and `x @ A` of every adapter
 PROJECTED = "projected"
-ATTENDED = "attended"  # an attention kernel's residuals: its output and log-sum-exp
-SHARED = "shared"  # keys and values of all devices along cp
-KEPT = "kept"  # what every remat policy saves: routers' choices, and sines and cosines of positions
+# An attention kernel's residuals: its output and log-sum-exp
+ATTENDED = "attended"
+# Keys and values of all devices along cp
+SHARED = "shared"
+# What every remat policy saves: routers' choices, and sines and cosines of positions
+KEPT = "kept"
 
 
 def device_view(
@@ -113,8 +115,8 @@ class MissingReductionError(ValueError):
     """
 
     def __init__(self, name: str, message: str):
-        found = ",".join(re.findall(r"(?:across mesh axis '|and not {)([\w,]+)", message))
-        axes = sorted(set(filter(None, found.split(","))))
+        names = ",".join(re.findall(r"(?:across mesh axis '|and not {)([\w,]+)", message))
+        axes = sorted(set(filter(None, names.split(","))))
         where = f" along {' and '.join(axes)}" if axes else ""
         super().__init__(
             f"{name}: out_specs declares its result equal{where}, but it differs between devices; "
@@ -145,13 +147,26 @@ def constrain(x: Array, spec: PartitionSpec) -> Array:
 def gather_weight(x: Array, stored: PartitionSpec, gathered: PartitionSpec) -> Array:
     """Gathers a global weight from spec `stored` to `gathered`; its gradient gets spec `stored`.
 
-    For global arrays; inside `device_view` use `load_weight`.
+    `x` is a global array; inside `device_view` use `load_weight`.
     """
-    gather = jax.custom_vjp(lambda x: constrain(x, gathered))
-    gather.defvjp(
-        lambda x: (constrain(x, gathered), None), lambda _, grad: (constrain(grad, stored),)
-    )
-    return gather(x)
+
+    def gather(x: Array) -> Array:
+        return constrain(x, gathered)
+
+    return with_gradient(gather, lambda grad: constrain(grad, stored))(x)
+
+
+def with_gradient(
+    function: Callable[[V], W], gradient: Callable[[W], object], *, one_call: bool = False
+) -> Callable[[V], W]:
+    """Returns `function` with a hand-written gradient, which needs no residuals.
+
+    With `one_call` remat sees one call, and saves nothing inside of it.
+    """
+    call = jax.custom_vjp(function)
+    forward = call if one_call else function
+    call.defvjp(lambda x: (forward(x), None), lambda _, grad: (gradient(grad),))
+    return call
 
 
 class DivisionError(UserError):
@@ -192,7 +207,7 @@ def _split_spec(spec: PartitionSpec) -> PartitionSpec:
 def axis_index(*axes: str) -> Array | int:
     """Returns this device's position along `axes`, the last fastest.
 
-    It is for use inside `device_view`; without a mesh it is 0.
+    Call it inside `device_view`; without a mesh it returns 0.
     """
     place: Array | int = 0
     for axis in _split_axes(axes):
@@ -205,18 +220,25 @@ def vary(x: Array, *axes: str) -> Array:
 
     Its gradient is then summed over them.
     """
-    return lax.pcast(x, axes, to="varying") if (axes := _split_axes(axes)) else x
+    axes = _split_axes(axes)
+    if not axes:
+        return x
+    return lax.pcast(x, axes, to="varying")
 
 
-def vary_like(x: Array, *others: Array) -> Array:
-    """Marks `x` as varying over every axis over which one of `others` varies."""
-    varying = [jax.typeof(array).manual_axis_type.varying for array in (x, *others)]
-    return vary(x, *sorted(set().union(*varying) - varying[0]))
+def vary_like(x: Array, *arrays: Array) -> Array:
+    """Marks `x` as varying over every axis over which one of `arrays` varies."""
+    axes = set().union(*map(_varying_axes, arrays))
+    return vary(x, *sorted(axes - _varying_axes(x)))
 
 
 def vary_everywhere(x: Array) -> Array:
     """Marks `x` as varying over all axes."""
-    return vary(x, *(axis for axis in AXES if axis not in jax.typeof(x).manual_axis_type.varying))
+    return vary(x, *(axis for axis in AXES if axis not in _varying_axes(x)))
+
+
+def _varying_axes(x: Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def enter_parallel(x: Array, sequence_dim: int | None) -> Array:
@@ -226,9 +248,8 @@ def enter_parallel(x: Array, sequence_dim: int | None) -> Array:
     """
     if sequence_dim is None or current_mesh() is None:
         return vary(checkpoint_name(x, GATHERED), TP)
-    return sequence_first(
-        checkpoint_name(all_gather(sequence_first(x, sequence_dim), TP), GATHERED), sequence_dim
-    )
+    gathered = all_gather(sequence_first(x, sequence_dim), TP)
+    return sequence_first(checkpoint_name(gathered, GATHERED), sequence_dim)
 
 
 def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
@@ -239,33 +260,25 @@ def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
     """
     if sequence_dim is None:
         return checkpoint_name(all_reduce(x, TP), REDUCED)
-    return sequence_first(
-        checkpoint_name(reduce_scatter(sequence_first(x, sequence_dim), TP), REDUCED), sequence_dim
-    )
-
-
-def sequence_first(x: V, sequence_dim: int | None) -> V:
-    """Swaps the first dim and `sequence_dim` of arrays if tp splits the sequence.
-
-    A second call undoes the first.
-
-    XLA gathers and scatters along the first dim: around a product of `[B, T, D]` it would swap
-    whole activations.
-    """
-    if sequence_dim is None or axis_size(TP) == 1:
-        return x
-    return jax.tree.map(lambda each: jnp.swapaxes(each, 0, sequence_dim), x)
+    reduced = reduce_scatter(sequence_first(x, sequence_dim), TP)
+    return sequence_first(checkpoint_name(reduced, REDUCED), sequence_dim)
 
 
 def all_reduce(x: Array, *axes: str) -> Array:
     """Returns the sum over the devices along `axes`."""
-    return lax.psum(x, axes) if (axes := _split_axes(axes)) else x
+    axes = _split_axes(axes)
+    if not axes:
+        return x
+    return lax.psum(x, axes)
 
 
 def all_reduce_max(x: Array, *axes: str) -> Array:
     """Returns the maximum over the devices along `axes`, without a gradient."""
+    axes = _split_axes(axes)
     x = lax.stop_gradient(x)
-    return lax.pmax(x, axes) if (axes := _split_axes(axes)) else x
+    if not axes:
+        return x
+    return lax.pmax(x, axes)
 
 
 def all_gather(
@@ -276,120 +289,49 @@ def all_gather(
     An `invarying` result counts as one array that the devices share, so `device_view` can return
     it.
     """
-    return (
-        lax.all_gather(x, axes, axis=dim, tiled=True, to=to) if (axes := _split_axes(axes)) else x
-    )
+    axes = _split_axes(axes)
+    if not axes:
+        return x
+    return lax.all_gather(x, axes, axis=dim, tiled=True, to=to)
 
 
 def reduce_scatter(x: Array, *axes: str, dim: int = 0) -> Array:
     """Returns this device's part of the sum along `axes`: `[n * S, ...] -> [S, ...]`."""
-    return (
-        lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
-        if (axes := _split_axes(axes))
-        else x
-    )
+    axes = _split_axes(axes)
+    if not axes:
+        return x
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
 def all_to_all(x: Array, *axes: str, split: int, join: int) -> Array:
-    """Sends part i of dim `split` to device i along `axes`.
-
-    The received parts are concatenated along `join`.
-    """
-    return lax.all_to_all(x, axes, split, join, tiled=True) if (axes := _split_axes(axes)) else x
+    """Sends part i of dim `split` to device i, and concatenates the received parts along `join`."""
+    axes = _split_axes(axes)
+    if not axes:
+        return x
+    return lax.all_to_all(x, axes, split, join, tiled=True)
 
 
 def permute(x: Array, axis: str, pairs: Iterable[tuple[int, int]] | None = None) -> Array:
     """Returns the array of the previous device along `axis`.
 
-    With (source, target) `pairs` it is the array of the source.
-
-    A device that is not a target gets zeros.
+    With (source, target) `pairs` it is the array of the source; a device that is no target gets
+    zeros.
     """
-    if (size := axis_size(axis)) == 1:
-        return x if pairs is None or current_mesh() is None or list(pairs) else jnp.zeros_like(x)
-    return lax.ppermute(
-        x, axis, [(i, (i + 1) % size) for i in range(size)] if pairs is None else list(pairs)
-    )
-
-
-class Float8(NamedTuple):
-    """An array in 8 bits: float8 numbers (E4M3) with float32 scales.
-
-    There is a scale for each output feature, or for each token.
-
-    Their product is within 2^-4 of the array, relatively, or within 2^-10 of the scale if that is
-    more: E4M3 has 3 bits of mantissa, and 2^-6 is its smallest normal number. The fields of a
-    kernel may also be specs.
-    """
-
-    # The float8 numbers, as uint8: XLA for CPUs would slice and gather float8 in float16
-    bits: Array
-    # The largest absolute value over 448, of a kernel `[..., 1, out]`, of tokens `[..., 1]`
-    scale: Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
-        return tuple(self.bits.shape)
-
-    @classmethod
-    def of(
-        cls, array: Array | np.ndarray, *, dim: int = -2, axes: tuple[str, ...] = ()
-    ) -> "Float8":
-        """Quantises an array with one scale along `dim`; zeros stay zero.
-
-        The mesh axes `axes` split `dim`.
-        """
-        most = all_reduce_max(
-            jnp.max(jnp.abs(array), axis=dim, keepdims=True).astype(jnp.float32), *axes
-        )
-        scale = jnp.maximum(
-            most / float(jnp.finfo(jnp.float8_e4m3fn).max), jnp.finfo(jnp.float32).tiny
-        )
-        numbers = (array.astype(jnp.float32) / scale).astype(jnp.float8_e4m3fn)
-        return cls(lax.bitcast_convert_type(numbers, jnp.uint8), scale)
-
-    @property
-    def numbers(self) -> Array:
-        """The float8 numbers."""
-        return lax.bitcast_convert_type(self.bits, jnp.float8_e4m3fn)
-
-    def astype(self, dtype: DTypeLike) -> Array:
-        """Returns the array, rounded once to `dtype`."""
-        return (self.numbers.astype(jnp.float32) * lax.stop_gradient(self.scale)).astype(dtype)
-
-
-class Quantised(NamedTuple):
-    """An array in float8; `carrier` has its gradient, as integers have none."""
-
-    array: Float8
-    carrier: Array  # zeros of the array's shape and compute dtype, never computed
-
-    @classmethod
-    def of(cls, array: Float8, dtype: DTypeLike) -> "Quantised":
-        """Adds the carrier, which varies over the axes over which the array does."""
-        return cls(array, vary_like(jnp.zeros(array.shape, dtype), array.bits))
-
-    @classmethod
-    def gradient(cls, grad: Array | None) -> "Quantised | None":
-        """Returns the gradient of an array, for a `custom_vjp`."""
-        return None if grad is None else cls(None, grad)  # type: ignore[arg-type]
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The compute dtype."""
-        return self.carrier.dtype
-
-    def astype(self, dtype: DTypeLike) -> Array:
-        """Returns the array, rounded once to `dtype`."""
-        return self.array.astype(dtype) + self.carrier.astype(dtype)
+    size = axis_size(axis)
+    if pairs is None:
+        pairs = [(i, (i + 1) % size) for i in range(size)]
+    if size > 1:
+        return lax.ppermute(x, axis, list(pairs))
+    return x if current_mesh() is None or list(pairs) else jnp.zeros_like(x)
 
 
 class WeightDtypes(NamedTuple):
     """The dtypes in which `load_weight` moves a weight and its gradient."""
 
-    compute: DTypeLike  # of the gather over devices
-    reduce: DTypeLike  # of the sum of gradients over devices
+    # Of the gather over devices
+    compute: DTypeLike
+    # Of the sum of gradients over devices
+    reduce: DTypeLike
     # Dtype of the gathered weight, in which gradients of its uses accumulate; `compute` or wider
     result: DTypeLike
 
@@ -414,43 +356,30 @@ class WeightLayout:
     parallelism), so its gradient is summed over tp."""
 
     early: bool = False
-    """The gradient's sum stays in the layer's backward pass: XLA copies gradients if it moves their
-    sum."""
+    """Reduces the gradient inside the layer's backward pass (`computed_here`)."""
 
-    def whole(self, shard: Array, *, split: bool = True) -> Array:
-        """Gathers a shard; `split`: fsdp splits it too."""
-        shard = by_rows(shard)
+    def whole(self, shard: Array) -> Array:
+        """Gathers a shard over tp and fsdp."""
         dim, group = self.tp_gather
+        shard = by_rows(shard)
         if group > 1:
-            shard = lax.all_gather(
-                shard, TP, axis=dim, axis_index_groups=_groups_over_tp(group), tiled=True
-            )
-        if not split or not self.gathered or self.fsdp_dim is None:
+            groups = _groups_over_tp(group)
+            shard = lax.all_gather(shard, TP, axis=dim, axis_index_groups=groups, tiled=True)
+        if self.fsdp_dim is None or not self.gathered:
             return shard
         return all_gather(shard, *STORAGE, dim=self.fsdp_dim)
-
-    def whole_bits(self, shard: Float8) -> Float8:
-        """Gathers a kernel in 8 bits.
-
-        Its scale is split like the kernel, except along `in`, where its size is 1.
-        """
-        return Float8(
-            self.whole(shard.bits),
-            self.whole(shard.scale, split=self.fsdp_dim != len(shard.shape) - 2),
-        )
 
     def summed(self, grad: Array, shard: Array, dtype: DTypeLike) -> Array:
         """Returns the gradient of `shard`, summed in `dtype`.
 
         It is `whole` transposed, and a sum over `replicas`.
         """
+        dim, group = self.tp_gather
         grad = grad.astype(dtype)
         if self.fsdp_dim is not None and self.gathered:
             grad = reduce_scatter(grad, *STORAGE, dim=self.fsdp_dim)
-            grad = (
-                lax.optimization_barrier(grad) if self.early and axis_size(*STORAGE) > 1 else grad
-            )
-        dim, group = self.tp_gather
+            if self.early and axis_size(*STORAGE) > 1:
+                grad = computed_here(grad)
         if group > 1:
             groups = _groups_over_tp(group)
             grad = lax.psum_scatter(
@@ -459,7 +388,7 @@ class WeightLayout:
         return by_rows(all_reduce(grad, *self.replicas(shard))).astype(shard.dtype)
 
     def replicas(self, shard: Array) -> tuple[str, ...]:
-        """Returns the axes over which the shard's gradient is summed.
+        """Returns the axes to sum the gradient over: those that replicate the shard.
 
         Axes over which it varies already are left out.
         """
@@ -468,94 +397,27 @@ class WeightLayout:
         copied = gradient_sum_axes(
             stored_split=self.fsdp_dim is not None, used_by_all_tp=self.used_by_all_tp
         )
-        return tuple(
-            axis for axis in copied if axis not in jax.typeof(shard).manual_axis_type.varying
-        )
+        return tuple(axis for axis in copied if axis not in _varying_axes(shard))
 
 
-def load_weight(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayout) -> Array:
+def load_weight(shard: Array, dtypes: WeightDtypes, layout: WeightLayout) -> Array:
     """Gathers a stored shard into the weight that this device multiplies with.
 
     The shard is cast to the compute dtype *before* the gather, its gradient to the reduction dtype
     *before* the reduction. These dtypes differ, so the transpose is hand-written. The gradient is
-    not summed over axes over which the shard already varies (`layers.parameter.mark_unreduced`). A
-    `Float8` is gathered in 8 bits, and has no gradient.
+    not summed over axes over which the shard already varies (`layers.parameter.mark_unreduced`).
     """
     if current_mesh() is None:
         return shard.astype(dtypes.compute).astype(dtypes.result)
-    if isinstance(shard, Float8):
-
-        def dequantised(shard: Float8) -> Array:
-            return layout.whole_bits(shard).astype(dtypes.compute).astype(dtypes.result)
-
-        # One call, so that remat sees a frozen weight and saves no part of it
-        frozen = jax.custom_vjp(dequantised)
-        frozen.defvjp(lambda shard: (dequantised(shard), None), lambda *_: (None,))
-        return frozen(shard)
 
     def gather(shard: Array) -> Array:
         # Replicas first: their gradients are summed last, on the smaller result of the
         # reduce-scatter.
-        return layout.whole(vary(shard.astype(dtypes.compute), *layout.replicas(shard))).astype(
-            dtypes.result
-        )
+        varying = vary(shard.astype(dtypes.compute), *layout.replicas(shard))
+        return layout.whole(varying).astype(dtypes.result)
 
-    load = jax.custom_vjp(gather)
-    load.defvjp(  # `gather`, not `load`: remat must see the gather itself
-        lambda shard: (gather(shard), None),
-        lambda _, grad: (layout.summed(grad, shard, dtypes.reduce),),
-    )
+    load = with_gradient(gather, lambda grad: layout.summed(grad, shard, dtypes.reduce))
     return load(shard)
-
-
-def load_float8(
-    shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayout, axes: tuple[str, ...]
-) -> Quantised:
-    """Like `load_weight`, of a kernel that is gathered and multiplied in 8 bits.
-
-    `axes` split its input features.
-    """
-    if isinstance(shard, Float8):
-        return Quantised.of(layout.whole_bits(shard), dtypes.compute)
-
-    def gather(shard: Array) -> Quantised:
-        array, carrier = Quantised.of(
-            layout.whole_bits(Float8.of(shard, axes=axes)), dtypes.compute
-        )
-        return Quantised(array, vary(carrier, *layout.replicas(shard)))
-
-    load = jax.custom_vjp(gather)
-    load.defvjp(  # one call: remat saves no quantised shard
-        lambda shard: (load(shard), None),
-        lambda _, grad: (layout.summed(grad.carrier, shard, dtypes.reduce),),
-    )
-    return load(shard)
-
-
-def by_rows(shard: Array) -> Array:
-    """Fixes the layout of a shard or its gradient.
-
-    XLA would copy it for all layers, transposed.
-    """
-    # XLA gathers along the first dim, and Hopper reads float8 by columns.
-    return with_layout_constraint(shard, Layout(major_to_minor=tuple(range(shard.ndim))))
-
-
-def enter_float8(x: Quantised, sequence_dim: int | None) -> Quantised:
-    """Like `enter_parallel`, of tokens in 8 bits: gathers the bits and scales."""
-    dtype = x.dtype
-
-    def gather(x: Quantised) -> Quantised:
-        return Quantised.of(
-            Float8(*(enter_parallel(each, sequence_dim) for each in x.array)), dtype
-        )
-
-    def backward(_: None, grad: Quantised) -> tuple[Quantised | None]:
-        return (Quantised.gradient(leave_parallel(grad.carrier, sequence_dim)),)
-
-    enter = jax.custom_vjp(gather)
-    enter.defvjp(lambda x: (gather(x), None), backward)
-    return enter(x)
 
 
 def average_gradient(y: Array, group: int) -> Array:
@@ -566,15 +428,12 @@ def average_gradient(y: Array, group: int) -> Array:
     if group == 1:
         return y
 
-    def backward(_: None, grad: Array) -> tuple[Array]:
-        parts = lax.all_gather(
-            grad.astype(jnp.float32), TP, axis_index_groups=_groups_over_tp(group)
-        )
-        return (jnp.mean(parts, axis=0).astype(grad.dtype),)
+    def average(grad: Array) -> Array:
+        groups = _groups_over_tp(group)
+        grads = lax.all_gather(grad.astype(jnp.float32), TP, axis_index_groups=groups)
+        return jnp.mean(grads, axis=0).astype(grad.dtype)
 
-    same = jax.custom_vjp(lambda y: y)
-    same.defvjp(lambda y: (y, None), backward)
-    return same(y)
+    return with_gradient(lambda y: y, average)(y)
 
 
 def _groups_over_tp(size: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     {"config"},
     {"mesh"},
-    {"distributed"},
+    {"distributed", "compiler_hints"},
     {"collectives"},
     {"layers", "parallelize", "data"},
     {"models", "checkpoint"},
@@ -132,12 +132,12 @@ def test_no_utils():
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "tokens of code": 348_000,
-    "files": 241,
+    "tokens of code": 349_000,
+    "files": 244,
     "files under 80 lines, families aside": 3,
-    "rooms": 14,
-    "arrows between rooms": 71,
-    "files that training imports": 84,
+    "rooms": 15,
+    "arrows between rooms": 74,
+    "files that training imports": 86,
     "functions of more than 6 parameters": 4,
     "Any": 545,
     "file names used more than twice": 0,

@@ -53,7 +53,7 @@ _IN_BYTECODE = re.compile(r"\\00(?:dot|dot_scaled|wgmma|mma|tcgen05_mma)\\00")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LIBRARIES = ("/site-packages/", "/dist-packages/")
 _FLOAT8 = re.compile(rf"\b(?:{FLOAT8}|scaled_matmul)\b")
-"""Scopes of products that `layers/float8.py` and `layers/mxfp8.py` ask for."""
+"""Scopes of products that `layers/products.py` and `layers/mxfp8.py` ask for."""
 _TRANSFORMS = re.compile(
     r"jit\([^)]*\)|\b(?:jvp|transpose|vmap|while|body|cond|closed_call|checkpoint|rematted_computation|shard_map)\b|\W+"
 )

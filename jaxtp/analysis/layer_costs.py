@@ -42,7 +42,6 @@ from jaxtp.layers.linear import COLUMN, ROW, ColumnParallelLinear, RowParallelLi
 from jaxtp.layers.lora import Float8Kernel, Lora
 from jaxtp.layers.mlp import MLP, XIELU, MLPConfig
 from jaxtp.layers.norm import ATTEND, Norm, QKNorm
-from jaxtp.layers.overlap import is_ring
 from jaxtp.layers.parameter import GRADIENTS, Matmul, PaddedDim, Precision
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.layers.sequence_parallel import LocalShape, Method
@@ -382,10 +381,10 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
     if layer.matmul != "compute":
         yield from column_gradient_costs(layer, work)
     split = work.is_split(layer.sequence_parallel)
-    if layer.joined:
+    if layer.transport.joined:
         chunks = 1
         saved_input = 0
-    elif is_ring(layer.overlap, work.tp, split=split):
+    elif layer.transport.is_ring(work.tp, split=split):
         chunks = work.tp
         saved_input = moved // work.tp
         again = not recomputed and (not work.frozen or bool(layer.adapted))
@@ -420,7 +419,7 @@ def row_costs(
     local = rows.padded(work.tp) // work.tp
     weight = partial(Weight, module=module, precision=layer.precision)
     kernel = weight(size=rows.size * layer.features, split=rows)
-    bias = weight(size=layer.features, tp=False, used_by_all_tp=split or layer.joined)
+    bias = weight(size=layer.features, tp=False, used_by_all_tp=split or layer.transport.joined)
     yield from projection_weights(layer, layer.kernel, work, (kernel, bias), (TP,))
     if layer.matmul == "float8":  # each token's maximum
         again = work.remat in RECOMPUTE_POLICIES and (not work.frozen or recomputed)
@@ -431,9 +430,9 @@ def row_costs(
         yield replace(bias, again=read and work.remat != "none")
     chunks = 1
     size = work.tokens * layer.features * compute
-    if layer.joined:
+    if layer.transport.joined:
         pass  # the block sums all branches at once
-    elif is_ring(layer.overlap, work.tp, split=split):
+    elif layer.transport.is_ring(work.tp, split=split):
         chunks = work.tp
         yield ring(module, work, size, work.num_evals(recomputed, 1))
     else:

@@ -5,7 +5,7 @@ the k and v kernels before use, and each outputs the head. Replicated k and v ke
 to tp times the memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Annotated, Any
@@ -17,6 +17,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain, device_view, token_spec
+from jaxtp.compiler_hints import rows_as_heads
 from jaxtp.config.affects import COST
 from jaxtp.config.hints import Problem
 from jaxtp.config.schema import ConfigError, Count, Even, Fraction, NonNegative, Positive
@@ -31,7 +32,12 @@ from jaxtp.layers.kernels.select import (
     pick_kernel,
     unsupported,
 )
-from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
+from jaxtp.layers.linear import (
+    ColumnParallelLinear,
+    FixedBias,
+    LayerContext,
+    RowParallelLinear,
+)
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import ATTEND, NormConfig, QKNorm, QKNormKind, rms_normalise
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs, spec_of
@@ -39,7 +45,8 @@ from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems, rotated_di
 from jaxtp.layers.sequence_parallel import LocalShape, Method, Part, segment_positions
 from jaxtp.mesh import CP, TP, current_device, current_mesh, mesh_sizes
 
-Heads = tuple[Array, ...]  # queries, keys, values and perhaps gates
+# Queries, keys, values and perhaps gates
+Heads = tuple[Array, ...]
 
 _MAX_SHARED_KV_HEADS = 4096
 """Bounds the search of `_padded_heads`: it also sees meshes that are refused later, which may have
@@ -128,12 +135,11 @@ class AttentionConfig(BranchConfig):
         """See `BranchConfig`."""
         yield from super().problems(sizes)
         if self.num_heads % self.num_kv_heads:
-            usual = (
-                ", the default: set both" if self.num_kv_heads == type(self).num_kv_heads else ""
-            )
+            is_default = self.num_kv_heads == type(self).num_kv_heads
+            advice = ", the default: set both" if is_default else ""
             yield Problem(
                 f"model.num_heads={self.num_heads} is not divisible by "
-                f"model.num_kv_heads={self.num_kv_heads}{usual}",
+                f"model.num_kv_heads={self.num_kv_heads}{advice}",
                 among={"model.num_kv_heads": self.num_heads},
             )
         if sizes[TP] > 2 * self.num_heads:
@@ -165,28 +171,24 @@ class AttentionConfig(BranchConfig):
 
     def use_on(self, shape: LocalShape, dtype: str) -> Use:
         """Returns the `Use` of a kernel on a device's sequences."""
-        part = self.context_attention(shape.tp).method(shape)[0] == "gather"
+        method, _ = self.context_attention(shape.tp).method(shape)
         return self.use(
             dtype=dtype,
-            part=part,
+            part=method == "gather",
             length=shape.length,
             packed=shape.packed,
             platform=shape.platform,
         )
 
-    def use(self, **known: Any) -> Use:
-        """Returns the `Use` of a kernel; `known` are its fields that are not settings."""
-        window = self.sliding_window
-        softcap = self.attention_softcap
-        scale = self.query_scale
-        sinks = self.attention_sinks
+    def use(self, **fields: Any) -> Use:
+        """Returns the `Use` of a kernel; `fields` are those that are not settings."""
         return Use(
             head_dim=self.head_dim,
-            window=window,
-            softcap=softcap,
-            scale=scale,
-            sinks=sinks,
-            **known,
+            window=self.sliding_window,
+            softcap=self.attention_softcap,
+            scale=self.query_scale,
+            sinks=self.attention_sinks,
+            **fields,
         )
 
     def context_attention(self, tp: int) -> ContextAttention:
@@ -201,7 +203,7 @@ class AttentionConfig(BranchConfig):
     def context_problems(self, shape: LocalShape) -> Iterator[Problem]:
         """See `BranchConfig`."""
         yield from super().context_problems(shape)
-        queries = self.heads.on_device(shape.tp)[0]
+        queries, _ = self.heads.on_device(shape.tp)
         cp = shape.sizes[CP]
         if shape.context == "ulysses" and queries % cp:
             text = (
@@ -209,6 +211,16 @@ class AttentionConfig(BranchConfig):
                 f"a device over mesh.tp={shape.tp}; use gather or auto"
             )
             yield Problem(text, among={f"mesh.{CP}": queries})
+
+    def fixed_bias(self, *, rotates: bool = True, output: int = 0) -> FixedBias | None:
+        """Returns which part of a bias of the keys is fixed, if any; `rotates`: rope follows it."""
+        # In a dim without rope, a key bias adds the same to all scores of a query, which the
+        # softmax cancels. Its gradient is rounding noise, and Adam would turn it into updates.
+        if self.attention_softcap is not None or self.clip_qkv is not None or self.attention_sinks:
+            return None
+        period, num_rotated = rotated_dims(self.head_dim, self.rope_scaling, self.rotary_fraction)
+        rotates = rotates and self.rope_theta is not None
+        return FixedBias(period, num_rotated if rotates else 0, output)
 
     def qkv_outputs(self) -> dict[Target, PaddedDim]:
         """Returns the outputs of `qkv` and their divisions over tp."""
@@ -224,9 +236,8 @@ class AttentionConfig(BranchConfig):
     def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
         """See `BranchConfig`."""
         yield from super().adapter_kernels()
-        yield from (
-            (target, f"attention.qkv.kernels.{i}") for i, target in enumerate(self.qkv_outputs())
-        )
+        for i, target in enumerate(self.qkv_outputs()):
+            yield target, f"attention.qkv.kernels.{i}"
         yield "o_proj", "attention.out.kernel"
 
     def padding(self, tp: int) -> Iterator[Padded]:
@@ -244,21 +255,18 @@ class AttentionConfig(BranchConfig):
         length = small.positions(self.rope_scaling.original_length)
 
         def scaling(width: int) -> RopeScaling:
-            return self.rope_scaling.shrink(
-                rotated_dims(width, self.rope_scaling, fraction)[1], length
-            )
+            _, num_rotated = rotated_dims(width, self.rope_scaling, fraction)
+            return self.rope_scaling.shrink(num_rotated, length)
 
         def suits(width: int) -> bool:
-            other = replace(self, head_dim=width).heads
-            pads_equally = all(heads.stored(tp)[:-1] == other.stored(tp)[:-1] for tp in small.tps)
-            return pads_equally and not any(
-                rope_problems(width, _SMALL_THETA, scaling(width), fraction)
-            )
+            if width >= self.head_dim or width % small.block:
+                return False
+            if any(rope_problems(width, _SMALL_THETA, scaling(width), fraction)):
+                return False
+            narrow = replace(self, head_dim=width).heads
+            return all(heads.stored(tp)[:-1] == narrow.stored(tp)[:-1] for tp in small.tps)
 
-        smaller = (
-            size for size in _SMALL_HEAD_DIMS if size < self.head_dim and size % small.block == 0
-        )
-        head_dim = next(filter(suits, smaller), self.head_dim)
+        head_dim = next(filter(suits, _SMALL_HEAD_DIMS), self.head_dim)
         return {
             "head_dim": head_dim,
             "rope_theta": self.rope_theta and _SMALL_THETA,
@@ -305,7 +313,8 @@ class PaddedNumbers(PaddedDim):
     The factors are kv heads K, query heads per kv head G, and perhaps numbers per query head.
     """
 
-    width: int  # of the heads
+    # Width of the heads
+    width: int
 
     def stored(self, tp: int) -> tuple[int, ...]:
         """See `PaddedDim`."""
@@ -316,7 +325,8 @@ class PaddedNumbers(PaddedDim):
 class PaddedKVHeads(PaddedDim):
     """Splits kv heads over tp; factors: their number K and width H."""
 
-    group: int  # query heads of each
+    # Query heads of each kv head
+    group: int
 
     def stored(self, tp: int) -> tuple[int, ...]:
         """See `PaddedDim`."""
@@ -367,57 +377,58 @@ class CausalSelfAttention(Branch):
     ):
         self.config = config
         self.precision = context.precision
+        self.joined = context.schedule.joined
+        self.norm_eps = norm.norm_eps
         queries = config.heads
         keys = config.heads.keys
         outputs = config.qkv_outputs()
-        bias = config.attention_bias
-        targets = tuple(outputs)
-        features = tuple(outputs.values())
+        use_bias: bool | FixedBias = config.attention_bias
+        if config.attention_bias and config.qk_norm == "none" and not config.value_is_key:
+            use_bias = config.fixed_bias(output=1) or True
         self.qkv = ColumnParallelLinear(
-            d_model, features, context, use_bias=bias, targets=targets, rngs=rngs
+            d_model,
+            tuple(outputs.values()),
+            context,
+            use_bias=use_bias,
+            targets=tuple(outputs),
+            rngs=rngs,
         )
-        period, count = rotated_dims(config.head_dim, config.rope_scaling, config.rotary_fraction)
-        count = 0 if config.rope_theta is None else count
-        zeros = jnp.zeros(config.num_heads, self.precision.param)
-        padding = ((-1, queries.numbers()),)
-        self.sinks = (
-            parameter("sinks", zeros, P(TP), padding=padding) if config.attention_sinks else None
-        )
-        linear = config.attention_softcap is None and config.clip_qkv is None and self.sinks is None
-        # In a dim without rope, a key bias adds the same to all scores of a query, which the
-        # softmax cancels. Its gradient is rounding noise, and Adam would turn it into updates.
-        unnormalised = config.qk_norm == "none" and not config.value_is_key
-        if config.attention_bias and linear and unnormalised and count < period:
-            self.qkv.fixed_bias = (1, period, count)
-        self.norm_eps = norm.norm_eps
-        normalised = () if config.qk_norm == "none" else (queries, keys)
-        self.qk_norms = nnx.List(
-            QKNorm(config.qk_norm, heads, norm, self.precision) for heads in normalised
-        )
-        if config.qk_norm == "head_bias" and linear:
-            self.qk_norms[1].fixed_bias = (period, 0 if config.qk_norm_after_rope else count)
-        bias = config.attention_out_bias
+        if config.attention_sinks:
+            zeros = jnp.zeros(config.num_heads, self.precision.param)
+            padding = ((-1, queries.numbers()),)
+            self.sinks = parameter("sinks", zeros, P(TP), padding=padding)
+        else:
+            self.sinks = None
+        self.qk_norms: nnx.List[QKNorm] = nnx.List([])
+        if config.qk_norm != "none":
+            normalise = partial(QKNorm, config.qk_norm, norm=norm, precision=self.precision)
+            fixed_bias = config.fixed_bias(rotates=not config.qk_norm_after_rope)
+            self.qk_norms.append(normalise(queries))
+            self.qk_norms.append(normalise(keys, fixed_bias=fixed_bias))
         self.out = RowParallelLinear(
-            queries, d_model, context, use_bias=bias, target="o_proj", rngs=rngs
+            queries,
+            d_model,
+            context,
+            use_bias=config.attention_out_bias,
+            target="o_proj",
+            rngs=rngs,
         )
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
-        """Attends from each position to its document up to that position."""
+        """Causal attention within each document."""
         segments_BT = sequences.segments
-        attend = partial(
-            self._attend,
-            replace(sequences, segments=None),
-            self._local_shape(x_BTD.shape[1], sequences),
-        )
+        shape = self._local_shape(x_BTD.shape[1], sequences)
+        attend = partial(self._attend, replace(sequences, segments=None), shape)
         segments_spec = None if segments_BT is None else batch_spec(None)
-        return self.output(
-            self._on_heads(attend, x_BTD, (segments_BT,), (segments_spec,), token_spec(TP)), x_BTD
-        )
+        y_BTF = self._on_heads(attend, x_BTD, (segments_BT,), (segments_spec,), token_spec(TP))
+        return self.output(y_BTF, x_BTD)
 
     def project(self, x_BTD: Array) -> Heads:
         """Returns the projections `[B, T, F]` of the input, split over tp."""
-        q, k, *rest = self.qkv(x_BTD)
-        return (q, k, k, *rest) if self.config.value_is_key else (q, k, *rest)
+        queries, keys, *values_and_gate = self.qkv(x_BTD)
+        if self.config.value_is_key:
+            return queries, keys, keys, *values_and_gate
+        return queries, keys, *values_and_gate
 
     def output(self, heads_BTF: Array, x_BTD: Array) -> Array:
         """Projects the heads' results `[B, T, N * H]`, split over tp.
@@ -429,15 +440,10 @@ class CausalSelfAttention(Branch):
     def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
         """Returns empty keys and values, `[B, max(K, tp), S, H]` each."""
         tp = axis_size(TP)
-        shape = (
-            num_rows,
-            max(self.config.heads.stored(tp)[0], tp),
-            num_slots,
-            self.config.head_dim,
-        )
-        return tuple(
-            constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC) for _ in range(2)
-        )
+        kv_heads = max(self.config.heads.stored(tp)[0], tp)
+        shape = (num_rows, kv_heads, num_slots, self.config.head_dim)
+        dtype = self.precision.compute
+        return tuple(constrain(jnp.zeros(shape, dtype), LAYER_SPEC) for _ in range(2))
 
     def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         """Attends from new tokens to the KV cache and to each other."""
@@ -452,24 +458,26 @@ class CausalSelfAttention(Branch):
         self,
         body: Callable[..., Any],
         x_BTD: Array,
-        others: tuple[Any, ...],
+        arguments: tuple[Any, ...],
         specs: tuple[Any, ...],
         out_specs: object,
     ) -> Any:
-        """Returns `body(weights, project(x_BTD), *others)`, run on each device's heads."""
+        """Returns `body(weights, project(x_BTD), *arguments)`, run on each device's heads."""
         weights, weight_specs = params_and_specs(self.qk_norms)
         if self.sinks is not None:
             weights["sinks"] = jnp.asarray(self.sinks[...])
             weight_specs["sinks"] = spec_of(self.sinks)
         heads = self.project(x_BTD)
         in_specs = (weight_specs, (token_spec(TP),) * len(heads), *specs)
-        return device_view(body, ATTEND, in_specs, out_specs)(weights, heads, *others)
+        return device_view(body, ATTEND, in_specs, out_specs)(weights, heads, *arguments)
 
     def _local_shape(self, length: int, sequences: Sequences) -> LocalShape:
-        sizes = mesh_sizes(current_mesh())
-        context = sequences.context
         shape = LocalShape(
-            sizes=sizes, rows=1, length=length, context=context, zigzag=sequences.zigzag
+            sizes=mesh_sizes(current_mesh()),
+            rows=1,
+            length=length,
+            context=sequences.context,
+            zigzag=sequences.zigzag,
         )
         for problem in self.config.context_problems(shape):
             raise ConfigError(problem.text)
@@ -483,31 +491,38 @@ class CausalSelfAttention(Branch):
         qkv: Heads,
         segments: Array | None,
     ) -> Array:
-        config = self.config
         sequences = replace(sequences, segments=segments)
         positions = sequences.local_positions(shape.length)
         if segments is not None:
-            within = segment_positions(segments)
-            positions = within if shape.sizes[CP] == 1 else jnp.take(within, positions, axis=1)
+            in_documents = segment_positions(segments)
+            if shape.sizes[CP] == 1:
+                positions = in_documents
+            else:
+                positions = jnp.take(in_documents, positions, axis=1)
         q, k, v = self._normalise_and_rotate(weights, qkv, positions, shape.length)
-        method, _ = config.context_attention(shape.tp).method(shape)
-        shape = replace(
-            shape, packed=segments is not None, platform=architecture_of(current_device())
-        )
+        method, _ = self.config.context_attention(shape.tp).method(shape)
+        sinks = self._load_sinks(weights, method)
+        run = self._kernel(shape, sinks, packed=segments is not None)
+        y = sequences.attend(run, method, self.config.sliding_window, q, k, v)
+        return self._merge_heads(y, *qkv[3:])
+
+    def _kernel(
+        self, shape: LocalShape, sinks: Array | None, *, packed: bool
+    ) -> Callable[..., Array]:
+        """Returns the kernel for sequences, as a function `(q, k, v, segments, part=)`."""
+        config = self.config
+        shape = replace(shape, packed=packed, platform=architecture_of(current_device()))
         use = config.use_on(shape, self.precision.compute)
         for problem in unsupported(config.attention, use):
             raise ConfigError(problem)
         kernel, _ = pick_kernel(config.attention, use)
-        sinks = self._load_sinks(weights, method)
         run = partial(kernel.run, **use.scores, window=use.window, sinks=sinks)
-        swapped = (
-            self.out.overlap == "none"
-            and shape.tp > 1
-            and shape.is_split(self.out.sequence_parallel)
-        )
-        if kernel.platforms and segments is sinks is None and shape.sizes[CP] == 1 and swapped:
-            run = partial(_rows_as_heads, run)
-        return self._merge_heads(sequences.attend(run, method, use.window, q, k, v), *qkv[3:])
+        is_split = shape.is_split(self.out.sequence_parallel)
+        # `sequence_first` has swapped the projections.
+        swapped = is_split and shape.tp > 1 and not self.out.transport.is_ring(shape.tp, split=True)
+        if kernel.platforms and swapped and not packed and sinks is None and shape.sizes[CP] == 1:
+            return partial(rows_as_heads, run)
+        return run
 
     def _attend_cached(
         self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens
@@ -519,14 +534,13 @@ class CausalSelfAttention(Branch):
         values = new.write(cache[1], v)
         sinks = self._load_sinks(weights)
         if new.rows is None:
-            seen = visible(new.positions, num_slots, use.window)
-            y = masked_attention(q, (keys, values), seen, **use.scores, sinks=sinks)
+            mask = visible(new.positions, num_slots, use.window)
+            y = masked_attention(q, (keys, values), mask, **use.scores, sinks=sinks)
             return self._merge_heads(y, *qkv[3:]), (keys, values)
-        if new.continued:  # earlier tokens of the first row, then all new tokens
-            k, v = (
-                jnp.concatenate([new.before(old), x], axis=1)
-                for old, x in zip(cache, (k, v), strict=True)
-            )
+        # Earlier tokens of the first row come before all new tokens.
+        if new.continued:
+            k = jnp.concatenate([new.before(cache[0]), k], axis=1)
+            v = jnp.concatenate([new.before(cache[1]), v], axis=1)
         y = self._attend_packed((q, k, v), new, num_slots, sinks)
         return self._merge_heads(y, *qkv[3:]), (keys, values)
 
@@ -537,13 +551,16 @@ class CausalSelfAttention(Branch):
 
         A row that continues has keys and values of all its slots, then of new tokens.
         """
-        part = (
-            Part(num_slots + jnp.arange(qkv[0].shape[1], dtype=jnp.int32), 0)
-            if new.continued
-            else None
+        part = None
+        if new.continued:
+            part = Part(num_slots + jnp.arange(qkv[0].shape[1], dtype=jnp.int32), 0)
+        use = self.config.use(
+            length=qkv[1].shape[1],
+            packed=True,
+            part=new.continued,
+            dtype=self.precision.compute,
+            platform=architecture_of(current_device()),
         )
-        known = {"dtype": self.precision.compute, "platform": architecture_of(current_device())}
-        use = self.config.use(length=qkv[1].shape[1], packed=True, part=new.continued, **known)
         # The kernel configured for training may not support this use.
         kernel, _ = pick_kernel("auto", use)
         return kernel.run(
@@ -561,36 +578,36 @@ class CausalSelfAttention(Branch):
             q, k = self._normalise(weights, q, k)
         if config.value_norm:
             v = rms_normalise(v, self.norm_eps)
-        if (most := config.clip_qkv) is not None:
-            q, k, v = (jnp.clip(x, -most, most) for x in (q, k, v))
-        if (theta := config.rope_theta) is not None:
-            q, k = (
-                apply_rope(x, positions, theta, scaling, length, config.rotary_fraction)
-                for x in (q, k)
-            )
+        limit = config.clip_qkv
+        if limit is not None:
+            q, k, v = (jnp.clip(x, -limit, limit) for x in (q, k, v))
+        theta = config.rope_theta
+        if theta is not None:
+            fraction = config.rotary_fraction
+            q, k = (apply_rope(x, positions, theta, scaling, length, fraction) for x in (q, k))
         if config.qk_norm_after_rope:
             q, k = self._normalise(weights, q, k)
         return self._with_temperature(q, positions), k, v
 
     def _with_temperature(self, q: Array, positions: Array) -> Array:
-        if not (temperature := self.config.query_temperature):
+        temperature = self.config.query_temperature
+        if not temperature:
             return q
         times = positions // self.config.rope_scaling.original_length
         return q * (1 + temperature * jnp.log1p(times))[..., None, None].astype(q.dtype)
 
     def _load_sinks(self, weights: Weights, method: Method = "gather") -> Array | None:
+        if self.sinks is None:
+            return None
         in_float32 = replace(self.precision, compute="float32")
-        return (
-            None
-            if self.sinks is None
-            else of_heads(in_float32.load(weights["sinks"], None), method)
-        )
+        return of_heads(in_float32.load(weights["sinks"], None), method)
 
-    def _normalise(self, weights: Weights, *heads: Array) -> Sequence[Array]:
-        norms = enumerate(zip(self.qk_norms, heads, strict=False))
-        return [
-            norm(x, weights.get(f"{i}.scale"), weights.get(f"{i}.bias")) for i, (norm, x) in norms
-        ] or heads
+    def _normalise(self, weights: Weights, q: Array, k: Array) -> tuple[Array, Array]:
+        if not self.qk_norms:
+            return q, k
+        query_norm, key_norm = self.qk_norms
+        q = query_norm(q, weights.get("0.scale"), weights.get("0.bias"))
+        return q, key_norm(k, weights.get("1.scale"), weights.get("1.bias"))
 
     def _merge_heads(self, y: Array, *gate: Array) -> Array:
         """Merges heads, times their gate.
@@ -601,19 +618,8 @@ class CausalSelfAttention(Branch):
         tp = axis_size(TP)
         if heads.stored(tp) != heads.factors:
             kv_heads, group, _ = heads.factors
-            kv_head, member = jnp.divmod(
-                axis_index(TP) * y.shape[2] + jnp.arange(y.shape[2]), heads.stored(tp)[1]
-            )
+            head = axis_index(TP) * y.shape[2] + jnp.arange(y.shape[2])
+            kv_head, member = jnp.divmod(head, heads.stored(tp)[1])
             y = jnp.where(((kv_head < kv_heads) & (member < group))[:, None], y, 0)
         y = y.reshape(*y.shape[:2], -1)
         return y * jax.nn.sigmoid(gate[0]) if gate else y
-
-
-def _rows_as_heads(
-    run: Callable[..., Array], q: Array, k: Array, v: Array, segments: None
-) -> Array:
-    # Runs a kernel, around which XLA would swap `sequence_first`'s arrays, on all rows' heads as
-    # one row's.
-    rows, length = q.shape[:2]
-    y = run(*(x.swapaxes(0, 1).reshape(1, length, -1, x.shape[3]) for x in (q, k, v)), segments)
-    return y.reshape(length, rows, -1, y.shape[3]).swapaxes(0, 1)

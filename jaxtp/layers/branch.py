@@ -32,8 +32,8 @@ class Branch(nnx.Module):
     """
 
     joined = False
-    """Whether its layers have `LayerContext.joined`: the block gathers its input and reduces its
-    output."""
+    """Whether its layers are constructed with `Schedule.joined`: the block gathers its input and
+    reduces its output."""
 
     over_cp: ClassVar[bool] = False
     """Whether the branch supports sequences split over cp, with positions on other devices
@@ -56,7 +56,8 @@ class Branch(nnx.Module):
         )
 
 
-Padded = tuple[str, int, int]  # name, size, padded size
+# Name, size, padded size
+Padded = tuple[str, int, int]
 
 
 class PositionwiseBranch(Branch):
@@ -71,30 +72,38 @@ class PositionwiseBranch(Branch):
     def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         """See `Branch`."""
         y: Any = self(x_BTD)
-        return (y[0] if isinstance(y, tuple) else y), ()  # without the routing
+        if isinstance(y, tuple):
+            # The routing is not needed.
+            y, _ = y
+        return y, ()
 
 
 @dataclass(frozen=True)
 class ShrinkSpec:
     """Sizes of a check on virtual CPU devices."""
 
-    tps: frozenset[int]  # every tp of the check
-    shards: int  # a multiple of every fsdp of the check, and of `block`
-    length: int  # tokens in a sequence of the check
-    before: int  # tokens in a sequence of the run
-    block: int = 1  # divides the features of every projection on a device
+    # Every tp of the check
+    tps: frozenset[int]
+    # A multiple of every fsdp of the check, and of `block`
+    shards: int
+    # Tokens in a sequence of the check
+    length: int
+    # Tokens in a sequence of the run
+    before: int
+    # Divides the features of every projection on a device
+    block: int = 1
 
     def positions(self, count: int) -> int:
         """Scales a number of positions like the sequence length."""
         return max(1, count * self.length // self.before)
 
-    def size(self, value: int, least: int) -> int:
-        """Returns the smallest size >= `least` that every tp divides, or pads, like `value`."""
-        return smallest_congruent(value, math.lcm(*self.tps) * self.block, least)
+    def size(self, value: int, minimum: int) -> int:
+        """Returns the smallest size >= `minimum` that every tp divides, or pads, like `value`."""
+        return smallest_congruent(value, math.lcm(*self.tps) * self.block, minimum)
 
-    def width(self, value: int, least: int) -> int:
-        """Returns the smallest width >= `least` with the same part of a block, at most `value`."""
-        return min(value, smallest_congruent(value, self.block, least))
+    def width(self, value: int, minimum: int) -> int:
+        """Returns the smallest width >= `minimum` with the same part of a block, or `value`."""
+        return min(value, smallest_congruent(value, self.block, minimum))
 
 
 class BranchConfig:
@@ -125,6 +134,6 @@ class BranchConfig:
         return {}
 
 
-def smallest_congruent(value: int, modulus: int, least: int) -> int:
-    """Returns the smallest number >= `least` that is congruent to `value` modulo `modulus`."""
-    return least + (value - least) % modulus
+def smallest_congruent(value: int, modulus: int, minimum: int) -> int:
+    """Returns the smallest number >= `minimum` that is congruent to `value` modulo `modulus`."""
+    return minimum + (value - minimum) % modulus

@@ -61,7 +61,8 @@ class Sequences:
 
     # Requested method of attention over cp
     context: Context = field(default="auto", metadata=_STATIC)
-    zigzag: bool = field(default=False, metadata=_STATIC)  # devices hold tokens in zigzag order
+    # Devices hold tokens in zigzag order
+    zigzag: bool = field(default=False, metadata=_STATIC)
     # Experts to use instead of a router's choice, `[B, T, k]` in natural order
     experts: Array | None = None
     record: bool = field(default=False, metadata=_STATIC)
@@ -111,36 +112,35 @@ class Sequences:
     def initial_states(self, m: Array, u: Array) -> Array:
         """Returns the state before each chunk of this device, `[b * chunks, H, K, V]`.
 
-        Call it inside `device_view`.
-
-        A chunk's tokens turn the state S into m S + u, with m `[b * chunks, H, K, K]`.
+        A chunk's tokens turn the state S into m S + u, with m `[b * chunks, H, K, K]`. Call it
+        inside `device_view`.
         """
         # Passing states from chunk to chunk would move less, but in as many steps as there are
         # chunks.
         maps_bHKF = jnp.concatenate([m, u], axis=-1)
         rows = maps_bHKF.reshape(-1, self.num_chunks, *maps_bHKF.shape[1:])
         gathered = checkpoint_name(all_gather(jnp.moveaxis(rows, 1, 0), *CONTEXT, dim=0), CARRIED)
-        every = self.natural(gathered, dim=0)
+        maps = self.natural(gathered, dim=0)
 
         def advance(state: Array, chunk: Array) -> tuple[Array, Array]:
             m, u = jnp.split(chunk, [chunk.shape[-2]], axis=-1)
             return u + jnp.matmul(m, state, precision="highest"), state
 
-        _, states = lax.scan(
-            advance, vary_like(jnp.zeros((rows.shape[0], *u.shape[1:]), u.dtype), every), every
-        )
-        own = jnp.take(states, self.local_positions(len(every)), axis=0, mode="clip")
-        return jnp.moveaxis(own, 0, 1).reshape(u.shape)
+        initial = vary_like(jnp.zeros((rows.shape[0], *u.shape[1:]), u.dtype), maps)
+        _, states = lax.scan(advance, initial, maps)
+        own_states = jnp.take(states, self.local_positions(len(maps)), axis=0, mode="clip")
+        return jnp.moveaxis(own_states, 0, 1).reshape(u.shape)
 
-    # Chunks are pairs of the first position and the size.
     def _chunks(self, length: int) -> list[tuple[Array | int, int]]:
+        """Returns the first position and the size of each chunk of this device."""
         cp = axis_size(CP)
         index = axis_index(CP)
         if cp == 1:
             return [(0, length)]
         size = chunk_size(length, cp, zigzag=self.zigzag)
-        first = (index * size, size)
-        return [first, ((2 * cp - 1 - index) * size, size)] if self.zigzag else [first]
+        if not self.zigzag:
+            return [(index * size, size)]
+        return [(index * size, size), ((2 * cp - 1 - index) * size, size)]
 
     def attend(
         self,
@@ -161,29 +161,34 @@ class Sequences:
             return run(q, k, v, self.segments)
         if method == "ulysses":
             copies = kv_head_copies(k.shape[2], cp)
-            k, v = (x if copies == 1 else jnp.repeat(x, copies, axis=2) for x in (k, v))
+            if copies > 1:
+                k = jnp.repeat(k, copies, axis=2)
+                v = jnp.repeat(v, copies, axis=2)
             # Each is `[b, T, N/(tp*cp), H]`.
             q, k, v = (all_to_all(x, *CONTEXT, split=2, join=1) for x in (q, k, v))
             return all_to_all(run(q, k, v, self.segments), *CONTEXT, split=1, join=2)
-        size = q.shape[1]
         length = q.shape[1] * cp
-        chunks = self._chunks(length)
         reach = halo(length, cp, window, zigzag=self.zigzag)
-        if reach is None:
-            # The transpose sums gradients over cp in the compute dtype, like gradients of
-            # activations over tp.
-            k, v = (checkpoint_name(all_gather(x, *CONTEXT, dim=1), SHARED) for x in (k, v))
-            k = self.natural(k)
-            v = self.natural(v)  # [b, T, K/tp, H]
-            return run(q, k, v, self.segments, part=Part(self.local_positions(length), 0))
-        seen = with_halo(jnp.concatenate([k, v], axis=3), reach, len(chunks))
+        if reach is not None:
+            return self._attend_in_halo(run, reach, q, k, v)
+        # The transpose sums gradients over cp in the compute dtype, like gradients of activations
+        # over tp.
+        k, v = (checkpoint_name(all_gather(x, *CONTEXT, dim=1), SHARED) for x in (k, v))
+        k = self.natural(k)
+        v = self.natural(v)  # [b, T, K/tp, H]
+        return run(q, k, v, self.segments, part=Part(self.local_positions(length), 0))
+
+    def _attend_in_halo(
+        self, run: Callable[..., Array], reach: int, q: Array, k: Array, v: Array
+    ) -> Array:
+        chunks = self._chunks(q.shape[1] * axis_size(CP))
         results = []
-        for number, ((start, size), kv) in enumerate(zip(chunks, seen, strict=True)):
+        keys_and_values = with_halo(jnp.concatenate([k, v], axis=3), reach, len(chunks))
+        for number, ((start, size), kv) in enumerate(zip(chunks, keys_and_values, strict=True)):
             queries = q[:, number * size : (number + 1) * size]
             part = Part(start + jnp.arange(size), start - reach)
-            results.append(
-                run(queries, *jnp.split(kv, [k.shape[3]], axis=3), self.segments, part=part)
-            )
+            keys, values = jnp.split(kv, [k.shape[3]], axis=3)
+            results.append(run(queries, keys, values, self.segments, part=part))
         return jnp.concatenate(results, axis=1)
 
 
@@ -202,7 +207,8 @@ def to_natural(x: Any, cp: int, dim: int) -> Any:
     length = x.shape[dim]
     after = x.shape[dim + 1 :]
     chunks = x.reshape(*before, cp, 2, length // (2 * cp), *after)
-    first, second = (library.take(chunks, slot, axis=dim + 1) for slot in (0, 1))
+    first = library.take(chunks, 0, axis=dim + 1)
+    second = library.take(chunks, 1, axis=dim + 1)
     return library.concatenate([first, library.flip(second, dim)], axis=dim).reshape(x.shape)
 
 
@@ -217,17 +223,11 @@ def chunk_size(length: int, cp: int, *, zigzag: bool) -> int:
 
 
 def halo(length: int, cp: int, window: int | None, *, zigzag: bool) -> int | None:
-    """Returns how many tokens before a chunk its tokens see.
-
-    It is None if gathering all tokens sends no more.
-    """
+    """Returns how many tokens before a chunk its tokens see; None if gathering sends no more."""
     if window is None:
         return None
-    return (
-        window - 1
-        if halo_tokens(length, cp, window - 1, zigzag=zigzag) < length // cp * (cp - 1)
-        else None
-    )
+    sent = halo_tokens(length, cp, window - 1, zigzag=zigzag)
+    return window - 1 if sent < length // cp * (cp - 1) else None
 
 
 def halo_tokens(length: int, cp: int, reach: int, *, zigzag: bool) -> int:
@@ -271,25 +271,23 @@ def num_routes(cp: int, hop: int, *, zigzag: bool) -> int:
 
 
 def with_halo(x: Array, reach: int, num_chunks: int) -> list[Array]:
-    """Returns a device's chunks, each after the `reach` tokens before it.
-
-    They are zeros before position 0.
-    """
+    """Returns a device's chunks, each after its halo: `reach` tokens, zeros before position 0."""
     chunks = jnp.split(x, num_chunks, axis=1)
     cp = axis_size(CP)
     pieces: list[list[Array]] = [[] for _ in chunks]
     for hop, tokens in hops(reach, chunks[0].shape[1]):
         tails = [chunk[:, -tokens:] for chunk in chunks]
         arrived = [jnp.zeros_like(tail) for tail in tails]
-        if num_chunks == 2:  # this device's first chunk may lie `hop` chunks before its second
+        if num_chunks == 2:
+            # This device's first chunk may lie `hop` chunks before its second.
             arrived[1] = jnp.where(2 * axis_index(CP) == 2 * cp - 1 - hop, tails[0], 0)
         for (sent, received), pairs in routes(cp, hop, zigzag=num_chunks == 2).items():
             arrived[received] += permute(tails[sent], CP, pairs)
-        for each, tail in zip(pieces, arrived, strict=True):
-            each.append(tail)
+        for earlier, tail in zip(pieces, arrived, strict=True):
+            earlier.append(tail)
     return [
-        jnp.concatenate([*before, chunk], axis=1)
-        for before, chunk in zip(pieces, chunks, strict=True)
+        jnp.concatenate([*earlier, chunk], axis=1)
+        for earlier, chunk in zip(pieces, chunks, strict=True)
     ]
 
 
@@ -297,9 +295,12 @@ def with_halo(x: Array, reach: int, num_chunks: int) -> list[Array]:
 class ContextAttention:
     """A device's heads and window, and the method of attention over cp that suits them."""
 
-    queries: int  # query heads of a device
-    keys: int  # kv heads of a device
-    window: int | None  # positions that a query sees
+    # Query heads of a device
+    queries: int
+    # Kv heads of a device
+    keys: int
+    # Positions that a query sees
+    window: int | None
 
     def ulysses_kv_heads(self, cp: int) -> int:
         """Returns a device's kv heads, including ulysses' copies."""
@@ -319,11 +320,9 @@ class ContextAttention:
         # tokens.
         tokens = shape.length // cp
         reach = halo(shape.length, cp, self.window, zigzag=shape.zigzag)
-        sent = (
-            tokens * (cp - 1)
-            if reach is None
-            else halo_tokens(shape.length, cp, reach, zigzag=shape.zigzag)
-        )
+        sent = tokens * (cp - 1)
+        if reach is not None:
+            sent = halo_tokens(shape.length, cp, reach, zigzag=shape.zigzag)
         ulysses = (self.queries + self.ulysses_kv_heads(cp)) * tokens * (cp - 1)
         gather = self.keys * cp * sent
         if ulysses <= gather:

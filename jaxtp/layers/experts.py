@@ -45,10 +45,10 @@ from jaxtp.collectives import (
     enter_parallel,
     leave_parallel,
     reduce_scatter,
-    sequence_first,
     token_spec,
     vary_like,
 )
+from jaxtp.compiler_hints import sequence_first
 from jaxtp.config.affects import COST
 from jaxtp.config.hints import Problem, not_divisible
 from jaxtp.config.schema import Count, CountOrZero, NonNegative, Positive
@@ -334,7 +334,7 @@ class MixtureOfExperts(PositionwiseBranch):
                 )
                 setattr(self, f"{name}_lora", adapter)
         if config.shared_experts:  # `_shared` computes them inside the experts' `device_view`
-            joined = replace(context, joined=True)
+            joined = replace(context, schedule=replace(context.schedule, joined=True))
             self.shared = MLP(
                 d_model, replace(config, d_ff=config.shared_experts), joined, rngs=rngs
             )
@@ -552,10 +552,9 @@ class MixtureOfExperts(PositionwiseBranch):
         hidden = (hidden * gate).astype(hidden.dtype) if config.shared_experts_gate else hidden
         y = hidden @ load(weights["shared.down.kernel"], 1)
         for lora in self.shared.down.loras:
-            a, b = (weights[f"shared.down.loras.0.{factor}"] for factor in "ab")
-            y += lora.scale * (
-                checkpoint_name(hidden @ load(a, None), PROJECTED) @ load(b, 1, used_by_all_tp=True)
-            )
+            inner = hidden @ load(weights["shared.down.loras.0.a"], None)
+            b = load(weights["shared.down.loras.0.b"], 1, used_by_all_tp=True)
+            y = lora.add(y, inner, b)
         if config.mlp_bias:
             bias = _on_first_device(load(weights["shared.down.bias"], 0, used_by_all_tp=True))
             y += (bias * gate).astype(y.dtype) if config.shared_experts_gate else bias
@@ -617,10 +616,9 @@ class MixtureOfExperts(PositionwiseBranch):
         def project(x: Array, name: str) -> Array:
             y = multiply(x, weights[name])
             if f"{name}_lora.a" in weights:
-                inner = checkpoint_name(multiply(x, weights[f"{name}_lora.a"]), PROJECTED)
-                y += getattr(self, f"{name}_lora").scale * multiply(
-                    inner, weights[f"{name}_lora.b"]
-                )
+                inner = multiply(x, weights[f"{name}_lora.a"])
+                lora: Lora = getattr(self, f"{name}_lora")
+                y = lora.add(y, inner, weights[f"{name}_lora.b"], multiply)
             return y
 
         def hidden(x: Array, name: str) -> Array:

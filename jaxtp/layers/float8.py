@@ -1,6 +1,6 @@
-"""Products in float8: E4M3 operands with scales, sums in float32.
+"""Float8: E4M3 numbers with one scale for each token and each output feature.
 
-There is one scale for each token and each output feature.
+How arrays get into 8 bits, and the collectives that move them. `products.py` multiplies them:
 
     y  = (x_8 @ w_8) * s_x * s_w         x ~ x_8 * s_x by token, w ~ w_8 * s_w by output feature
     dx = (q_8 @ w_8.T) * s_q             q_8 * s_q ~ dy * s_w by token: the same w_8, which has
@@ -19,40 +19,100 @@ then within
 of x @ w, element by element; errors of random sign add up to about 4% of |y|.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jaxtp.collectives import Float8, Quantised, axis_size, vary_like
+from jaxtp.collectives import (
+    WeightDtypes,
+    WeightLayout,
+    all_reduce_max,
+    enter_parallel,
+    leave_parallel,
+    vary,
+    vary_like,
+    with_gradient,
+)
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.kernels.select import architecture_of, matmul_problem
-from jaxtp.layers.mxfp8 import kernel_gradient, mx_matmul
-from jaxtp.mesh import STORAGE, TP, current_device, current_platform
+from jaxtp.mesh import current_device, current_mesh
+
+# Scope of the products, by which a compiled program's reader knows them
+FLOAT8 = "float8"
 
 
-class BlockScaled(NamedTuple):
-    """A kernel `[in, out]` that is multiplied in MXFP8."""
+class Float8(NamedTuple):
+    """An array in 8 bits: float8 numbers (E4M3) times a scale for each output feature or token.
 
-    kernel: Array
+    The product is within 2^-4 of the array, relatively, or within 2^-10 of the scale if that is
+    more: E4M3 has 3 bits of mantissa, and 2^-6 is its smallest normal number. The fields may also
+    be specs.
+    """
+
+    # The float8 numbers, as uint8: XLA for CPUs would slice and gather float8 in float16
+    bits: Array
+    # The largest absolute value over 448: `[..., 1, out]` for a kernel, `[..., 1]` for tokens
+    scale: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return tuple(self.bits.shape)
+
+    @classmethod
+    def of(
+        cls, array: Array | np.ndarray, *, dim: int = -2, axes: tuple[str, ...] = ()
+    ) -> "Float8":
+        """Quantises an array with one scale along `dim`; zeros stay zero.
+
+        The mesh axes `axes` split `dim`.
+        """
+        local_max = jnp.max(jnp.abs(array), axis=dim, keepdims=True)
+        max_size = all_reduce_max(local_max.astype(jnp.float32), *axes)
+        max_number = float(jnp.finfo(jnp.float8_e4m3fn).max)
+        scale = jnp.maximum(max_size / max_number, jnp.finfo(jnp.float32).tiny)
+        numbers = (array.astype(jnp.float32) / scale).astype(jnp.float8_e4m3fn)
+        return cls(lax.bitcast_convert_type(numbers, jnp.uint8), scale)
+
+    @property
+    def numbers(self) -> Array:
+        """The float8 numbers."""
+        return lax.bitcast_convert_type(self.bits, jnp.float8_e4m3fn)
+
+    def astype(self, dtype: DTypeLike) -> Array:
+        """Returns the array, rounded once to `dtype`."""
+        return (self.numbers.astype(jnp.float32) * lax.stop_gradient(self.scale)).astype(dtype)
 
 
-Operand = Array | Quantised
-Kernel = Operand | BlockScaled
-Value = Array | Float8  # of an operand, without a gradient
-FLOAT8 = "float8"  # scope of the products, by which a compiled program's reader knows them
+class Quantised(NamedTuple):
+    """An array in float8; `carrier` has its gradient, as integers have none."""
 
+    array: Float8
+    # Zeros of the array's shape and compute dtype, never computed
+    carrier: Array
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class NeedsGrad:
-    """Which arguments of a product need a gradient."""
+    @classmethod
+    def of(cls, array: Float8, dtype: DTypeLike) -> "Quantised":
+        """Adds the carrier, which varies over the axes over which the array does."""
+        return cls(array, vary_like(jnp.zeros(array.shape, dtype), array.bits))
 
-    inputs: tuple[bool, ...]
-    kernels: tuple[bool, ...]
+    @classmethod
+    def gradient(cls, grad: Array | None) -> "Quantised | None":
+        """Returns the gradient of an array, for a `custom_vjp`."""
+        return None if grad is None else cls(None, grad)  # type: ignore[arg-type]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The compute dtype."""
+        return self.carrier.dtype
+
+    def astype(self, dtype: DTypeLike) -> Array:
+        """Returns the array, rounded once to `dtype`."""
+        return self.array.astype(dtype) + self.carrier.astype(dtype)
 
 
 def tokens_in_float8(x: Array, *axes: str) -> Quantised:
@@ -69,118 +129,68 @@ def tokens_in_float8(x: Array, *axes: str) -> Quantised:
     def quantise(x: Array) -> Quantised:
         return Quantised(Float8.of(x, dim=-1, axes=axes), jnp.zeros_like(x))
 
-    straight = jax.custom_vjp(quantise)
-    straight.defvjp(lambda x: (quantise(x), None), lambda _, grad: (grad.carrier,))
-    return straight(x)
+    return with_gradient(quantise, lambda grad: grad.carrier)(x)
 
 
-def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
-    """Returns `x @ w`, in the dtype of the kernel.
+def enter_float8(x: Quantised, sequence_dim: int | None) -> Quantised:
+    """Like `enter_parallel`, of tokens in 8 bits: gathers the bits and the scales.
 
-    The mesh axes `axes` split the output features.
+    The gradient is reduced in the compute dtype.
     """
-    if isinstance(w, BlockScaled):
-        return mx_matmul(x.astype(w.kernel.dtype), w.kernel)
-    low = isinstance(x, Quantised) and isinstance(w, Quantised)
-    if not low:
-        x = x.astype(w.dtype)
-        w = w.astype(w.dtype)
-        # Over tp, the product for `w` hides the other's reduction.
-        if axis_size(TP) > 1 or axis_size(*STORAGE) == 1:
-            return _matmul(x, w)
-        plain_x = x
-        x = vary_like(x, w)
-        w = vary_like(w, plain_x)
-
-    def forward(x: object, w: object) -> tuple[Array, tuple[Value | None, Value | None]]:
-        # What a gradient needs is its only residual: x for the gradient of w, w for the gradient of
-        # x.
-        tokens = value_of(unwrapped(x))
-        kernel = value_of(unwrapped(w))
-        return product(tokens, kernel, dtype), (
-            tokens if perturbed(w) else None,
-            kernel if perturbed(x) else None,
-        )
-
-    def backward(residuals: tuple[Value | None, Value | None], grad: Array) -> tuple[Any, Any]:
-        x, w = residuals
-        # XLA would join the products for several kernels, and copy their parts.
-        if x is not None and not low:
-            x, grad = lax.optimization_barrier((x, grad))
-        grad_x = None if w is None else product(*input_gradient(grad, w, *axes), grad.dtype)
-        grad_w = None if x is None else kernel_gradient(x, grad, grad.dtype)
-        if not low:
-            # The sum of `w`'s gradient over devices starts early.
-            return lax.optimization_barrier((grad_x, grad_w))
-        return Quantised.gradient(grad_x), Quantised.gradient(grad_w)
-
     dtype = x.dtype
-    multiplied = jax.custom_vjp(lambda x, w: product(value_of(x), value_of(w), dtype))
-    multiplied.defvjp(forward, backward, symbolic_zeros=True)
-    return multiplied(x, w)
+
+    def gather(x: Quantised) -> Quantised:
+        bits, scale = (enter_parallel(part, sequence_dim) for part in x.array)
+        return Quantised.of(Float8(bits, scale), dtype)
+
+    def scatter(grad: Quantised) -> Quantised | None:
+        return Quantised.gradient(leave_parallel(grad.carrier, sequence_dim))
+
+    return with_gradient(gather, scatter)(x)
 
 
-def _matmul(x: Array, w: Array) -> Array:
-    if current_platform() != "cpu" or x.size < w.size:
-        return x @ w
-    # XLA for CPUs would fold a transposition into the product for `w`'s gradient, and has no fast
-    # kernel for that. The barrier makes it copy `w`, which a product of few tokens is not worth.
-    return lax.dot_general(x, lax.optimization_barrier(w.T), (((x.ndim - 1,), (1,)), ((), ())))
+def load_float8(
+    shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayout, axes: tuple[str, ...]
+) -> Quantised:
+    """Like `load_weight`, of a kernel that is gathered and multiplied in 8 bits.
 
-
-def product(x: Value, w: Value, dtype: DTypeLike) -> Array:
-    """Returns `x @ w` in the compute dtype.
-
-    A `w` in float8 needs an `x` in float8, and is multiplied in it.
+    The mesh axes `axes` split its input features.
     """
-    if not isinstance(w, Float8):
-        return x.astype(dtype) @ w
-    assert isinstance(x, Float8)
-    # Without HIGHEST, cuBLAS sums float8 in fewer bits than float32 has. The sum is not written in
-    # float32: no kernel applies scales that the same program computes, so it would be read once
-    # more. Sums of float8 can exceed float16.
-    result = jnp.float32 if dtype == jnp.float16 else dtype
-    with jax.named_scope(FLOAT8):
-        dims = (((len(x.shape) - 1,), (0,)), ((), ()))
-        y: Array = lax.dot_general(
-            x.numbers,
-            w.numbers,
-            dims,
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=result,
-        )
-    return (y.astype(jnp.float32) * x.scale * w.scale[0]).astype(dtype)
+    if isinstance(shard, Float8):
+        return Quantised.of(_gathered(shard, layout), dtypes.compute)
+
+    def gather(shard: Array) -> Quantised:
+        kernel = _gathered(Float8.of(shard, axes=axes), layout)
+        array, carrier = Quantised.of(kernel, dtypes.compute)
+        return Quantised(array, vary(carrier, *layout.replicas(shard)))
+
+    def scatter(grad: Quantised) -> Array:
+        return layout.summed(grad.carrier, shard, dtypes.reduce)
+
+    # One call: remat saves no quantised shard.
+    return with_gradient(gather, scatter, one_call=True)(shard)
 
 
-def input_gradient(grad: Array, w: Value, *axes: str) -> tuple[Value, Value]:
-    """Returns the operands of the gradient of `x` in `x @ w`.
+def load_dequantised(shard: Float8, dtypes: WeightDtypes, layout: WeightLayout) -> Array:
+    """Gathers a frozen kernel in 8 bits and dequantises it; it has no gradient."""
+    if current_mesh() is None:
+        return shard.astype(dtypes.compute).astype(dtypes.result)
 
-    The mesh axes `axes` split the output features.
-    """
-    if not isinstance(w, Float8):
-        return grad, w.T
-    scaled = Float8.of(grad.astype(jnp.float32) * w.scale[0], dim=-1, axes=axes)
-    return scaled, Float8(w.bits.T, jnp.ones((1, w.shape[0])))
+    def gather(shard: Float8) -> Array:
+        return _gathered(shard, layout).astype(dtypes.compute).astype(dtypes.result)
 
-
-def unwrapped(operands: object) -> Any:
-    """Returns the values of arguments."""
-    return jax.tree.map(lambda leaf: leaf.value, operands)
+    # Remat sees a frozen weight in this call, and saves no part of it.
+    return with_gradient(gather, lambda _: None)(shard)
 
 
-def perturbed(operand: object) -> bool:
-    """Returns whether an argument needs a gradient."""
-    leaf: Any = operand.carrier if isinstance(operand, Quantised) else operand
-    return bool(leaf.perturbed)
+def _gathered(shard: Float8, layout: WeightLayout) -> Float8:
+    # The scale is split like the kernel, except along `in`, where its size is 1.
+    splits_in = layout.fsdp_dim == len(shard.shape) - 2
+    scale_layout = replace(layout, gathered=False) if splits_in else layout
+    return Float8(layout.whole(shard.bits), scale_layout.whole(shard.scale))
 
 
-def value_of(operand: Kernel) -> Value:
-    """Returns an operand without its carrier: a residual, or what a ring sends."""
-    if isinstance(operand, BlockScaled):
-        raise NotImplementedError("MXFP8 has no rings")
-    return operand.array if isinstance(operand, Quantised) else operand
-
-
-def gradient_of(value: Value, grad: Array | None) -> Any:
-    """Returns a gradient in the structure of its operand."""
-    return Quantised.gradient(grad) if isinstance(value, Float8) else grad
+def kernel_gradient(x: Array | Float8, grad: Array, dtype: DTypeLike) -> Array:
+    """Returns the gradient of `w` in `x @ w`, multiplied in the dtype of `grad`."""
+    tokens = list(range(grad.ndim - 1))
+    return jnp.tensordot(x.astype(grad.dtype), grad, (tokens, tokens), preferred_element_type=dtype)

@@ -176,6 +176,7 @@ class GatedDeltaNet(Branch):
         rngs: nnx.Rngs,
     ):
         self.config = config
+        self.joined = context.schedule.joined
         self.precision = context.precision
         dtype = self.precision.param
         heads = config.delta_heads

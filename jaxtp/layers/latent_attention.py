@@ -54,14 +54,22 @@ from jaxtp.layers.rope import apply_rope
 from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import STORAGE, TP, parts
 
-LATENT = "latent"  # name in profiles of the down projections, and of the latents' gather
+# Name in profiles of the down projections, and of the latents' gather
+LATENT = "latent"
 
 LATENT_NORM = NormConfig(norm="rms", norm_eps=1e-6)
 """Norm of the latents in every family: transformers does not pass the settings of the block."""
 
 _MEANINGLESS = (
-    *("rotary_fraction", "qk_norm", "qk_norm_after_rope", "value_norm", "value_is_key", "clip_qkv"),
-    *("attention_gate", "attention_bias", "attention_sinks"),
+    "rotary_fraction",
+    "qk_norm",
+    "qk_norm_after_rope",
+    "value_norm",
+    "value_is_key",
+    "clip_qkv",
+    "attention_gate",
+    "attention_bias",
+    "attention_sinks",
 )
 _SMALL_WIDTH = 8
 _SMALL_RANK = 16
@@ -148,13 +156,9 @@ class LatentAttentionConfig(AttentionConfig):
             return super().describe_heads()
         return f"{self.num_heads} heads (keys and values from {self.kv_rank}) of {self.head_dim}"
 
-    def use(self, **known: object) -> Use:
+    def use(self, **fields: object) -> Use:
         """See `AttentionConfig`."""
-        return (
-            super().use(**known, value_head_dim=self.value_head_dim)
-            if self.kv_rank
-            else super().use(**known)
-        )
+        return super().use(**fields, value_head_dim=self.value_head_dim if self.kv_rank else None)
 
     def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
         """See `BranchConfig`."""
@@ -172,10 +176,8 @@ class LatentAttentionConfig(AttentionConfig):
         """See `BranchConfig`."""
         if not self.kv_rank:
             return super().shrink(small)
-        rope, nope = (
-            small.width(w, _SMALL_WIDTH)
-            for w in (self.rope_head_dim, self.head_dim - self.rope_head_dim)
-        )
+        rope = small.width(self.rope_head_dim, _SMALL_WIDTH)
+        nope = small.width(self.head_dim - self.rope_head_dim, _SMALL_WIDTH)
         rank = smallest_congruent(0, small.shards, _SMALL_RANK)
         return {
             **super().shrink(small),
@@ -220,7 +222,8 @@ class LatentAttention(CausalSelfAttention):
         norm: NormConfig = LATENT_NORM,
         rngs: nnx.Rngs,
     ):
-        del norm  # the block's, which latents do not follow
+        # Latents do not follow the norm of the block.
+        del norm
         self.config = config
         self.precision = context.precision
         self.sequence_parallel = context.sequence_parallel
@@ -230,7 +233,8 @@ class LatentAttention(CausalSelfAttention):
         rope = config.rope_head_dim
         values = config.value_head_dim
         down = partial(DownProjection, d_model, context=context, rngs=rngs)
-        inside = replace(context, joined=True)
+        # Latents enter the tp group together.
+        inside = replace(context, schedule=replace(context.schedule, joined=True))
         up = partial(ColumnParallelLinear, rngs=rngs)
         if config.query_rank:
             self.query_down = down(config.query_rank, target="q_a_proj")
@@ -253,12 +257,8 @@ class LatentAttention(CausalSelfAttention):
 
         It has one kv head, which every device stores.
         """
-        shape = (
-            num_rows,
-            axis_size(TP),
-            num_slots,
-            self.config.kv_rank + self.config.rope_head_dim,
-        )
+        width = self.config.kv_rank + self.config.rope_head_dim
+        shape = (num_rows, axis_size(TP), num_slots, width)
         return (constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC),)
 
     def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
@@ -274,35 +274,37 @@ class LatentAttention(CausalSelfAttention):
         self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens
     ) -> tuple[Array, KVCache]:
         q, latent, shared = qkv
-        config = self.config
         num_slots = cache[0].shape[2]
-        nope = config.head_dim - config.rope_head_dim
-        use = config.use(dtype=self.precision.compute)
         q = self._queries(q, new.positions, num_slots)
         shared = self._rotate(shared[:, :, None], new.positions, num_slots)
         tokens = jnp.concatenate([latent[:, :, None], shared], axis=-1)  # [b, T, 1, kv_rank + rope]
         slots = new.write(cache[0], tokens)
         up = self.latent_up.merged(weights)
-        if new.rows is not None:
-            tokens = (
-                jnp.concatenate([new.before(cache[0]), tokens], axis=1) if new.continued else tokens
-            )
-            kv = tokens[:, :, 0, : config.kv_rank] @ up
-            shared = tokens[..., config.kv_rank :]
-            y = self._attend_packed((q, *self._keys_and_values(kv, shared)), new, num_slots)
-            return self._merge_heads(y), (slots,)
-        # Queries absorb the up-projection of keys, results the up-projection of values: no slot is
-        # projected.
-        up = up.reshape(config.kv_rank, -1, nope + config.value_head_dim)
-        q = jnp.concatenate(
-            [jnp.einsum("btnh,rnh->btnr", q[..., :nope], up[..., :nope]), q[..., nope:]], axis=-1
-        )
-        # The keys serve as values: a slice of the cache would be copied for each token.
-        y = masked_attention(
-            q, (slots, slots), visible(new.positions, num_slots, use.window), **use.scores
-        )
-        y = jnp.einsum("btnr,rnh->btnh", y[..., : config.kv_rank], up[..., nope:])
+        if new.rows is None:
+            y = self._attend_slots(q, slots, up, new.positions)
+        else:
+            if new.continued:
+                tokens = jnp.concatenate([new.before(cache[0]), tokens], axis=1)
+            rank = self.config.kv_rank
+            k, v = self._keys_and_values(tokens[:, :, 0, :rank] @ up, tokens[..., rank:])
+            y = self._attend_packed((q, k, v), new, num_slots)
         return self._merge_heads(y), (slots,)
+
+    def _attend_slots(self, q: Array, slots: Array, up: Array, positions: Array) -> Array:
+        """Attends to slots without projecting them.
+
+        Queries absorb the up-projection of keys, results the up-projection of values.
+        """
+        config = self.config
+        nope = config.head_dim - config.rope_head_dim
+        use = config.use(dtype=self.precision.compute)
+        up = up.reshape(config.kv_rank, -1, nope + config.value_head_dim)
+        absorbed = jnp.einsum("btnh,rnh->btnr", q[..., :nope], up[..., :nope])
+        q = jnp.concatenate([absorbed, q[..., nope:]], axis=-1)
+        # The keys serve as values: a slice of the cache would be copied for each token.
+        mask = visible(positions, slots.shape[2], use.window)
+        y = masked_attention(q, (slots, slots), mask, **use.scores)
+        return jnp.einsum("btnr,rnh->btnh", y[..., : config.kv_rank], up[..., nope:])
 
     def project(self, x_BTD: Array) -> Heads:
         """Returns queries, keys with values, and the shared key."""
@@ -311,20 +313,22 @@ class LatentAttention(CausalSelfAttention):
 
     def _latents(self, x_BTD: Array) -> Heads:
         """Returns queries, split over tp, and for each device the whole latent and shared key."""
+        rank = self.config.kv_rank
         kv = self.latent_down(x_BTD)
-        own = [self.latent_norm(kv[..., : self.config.kv_rank]), kv[..., self.config.kv_rank :]]
+        latents = [self.latent_norm(kv[..., :rank]), kv[..., rank:]]
         if self.config.query_rank:
-            own.append(self.query_norm(self.query_down(x_BTD)))
+            latents.append(self.query_norm(self.query_down(x_BTD)))
         sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
+        ends = [*accumulate(latent.shape[-1] for latent in latents)]
 
-        def enter(*own: Array) -> list[Array]:
-            ends = [*accumulate(each.shape[-1] for each in own)]
-            return jnp.split(
-                enter_parallel(jnp.concatenate(own, axis=-1), sequence), ends[:-1], axis=-1
-            )
+        # One gather for all of them.
+        def enter(*latents: Array) -> list[Array]:
+            gathered = enter_parallel(jnp.concatenate(latents, axis=-1), sequence)
+            return jnp.split(gathered, ends[:-1], axis=-1)
 
-        one = (activation_spec(sequence),) * len(own), [token_spec(TP)] * len(own)
-        latent, shared, *query = device_view(enter, LATENT, *one)(*own)
+        in_specs = (activation_spec(sequence),) * len(latents)
+        run = device_view(enter, LATENT, in_specs, [token_spec(TP)] * len(latents))
+        latent, shared, *query = run(*latents)
         (queries,) = self.query_up(query[0] if query else x_BTD)
         return queries, latent, shared
 
@@ -349,11 +353,9 @@ class LatentAttention(CausalSelfAttention):
 
     def _rotate(self, x: Array, positions: Array, length: int) -> Array:
         theta = self.config.rope_theta
-        return (
-            x
-            if theta is None
-            else apply_rope(x, positions, theta, self.config.rope_scaling, length)
-        )
+        if theta is None:
+            return x
+        return apply_rope(x, positions, theta, self.config.rope_scaling, length)
 
 
 class DownProjection(nnx.Module):
@@ -370,11 +372,10 @@ class DownProjection(nnx.Module):
         self.precision = context.precision
         kernel = default_kernel_init(rngs.params(), (d_model, rank), self.precision.param)
         self.kernel = parameter("kernel", kernel, P(STORAGE))
-        dims = (ExactDim((d_model,)), ExactDim((rank,)))
-        specs = (P(STORAGE), P())
-        self.loras = nnx.List(
-            [Lora(dims, context.lora, specs, rngs=rngs)] if context.lora.adapted(target) else []
-        )
+        self.loras: nnx.List[Lora] = nnx.List([])
+        if context.lora.adapted(target):
+            dims = (ExactDim((d_model,)), ExactDim((rank,)))
+            self.loras.append(Lora(dims, context.lora, (P(STORAGE), P()), rngs=rngs))
 
     def __call__(self, x_BTD: Array) -> Array:
         """Projects `[B, T, D]` to `[B, T, R]`."""
@@ -389,6 +390,6 @@ class DownProjection(nnx.Module):
         x = x.astype(self.precision.compute)
         y = x @ load(weights["kernel"], 0)
         for at, lora in enumerate(self.loras):
-            inner = checkpoint_name(x @ load(weights[f"loras.{at}.a"], 0), PROJECTED)
-            y += lora.scale * (inner @ load(weights[f"loras.{at}.b"], None))
+            inner = x @ load(weights[f"loras.{at}.a"], 0)
+            y = lora.add(y, inner, load(weights[f"loras.{at}.b"], None))
         return checkpoint_name(y, PROJECTED)

@@ -9,11 +9,9 @@ A column and a row layer cost one reduction in the forward and one in the backwa
 `x_BTD` has shape `[B, T, D]`, with more dims allowed between B and D.
 """
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,25 +21,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import (
-    GATHERED,
     PROJECTED,
-    REDUCED,
-    Quantised,
     average_gradient,
     axis_index,
     axis_size,
     batch_spec,
     check_divides,
     device_view,
-    enter_float8,
-    enter_parallel,
-    leave_parallel,
-    sequence_first,
 )
-from jaxtp.layers.float8 import BlockScaled, Kernel, Operand, multiply, tokens_in_float8
 from jaxtp.layers.lora import Lora, LoraConfig, Target
 from jaxtp.layers.mxfp8 import mx_problem
-from jaxtp.layers.overlap import Overlap, gather_matmul, is_ring, matmul_scatter
+from jaxtp.layers.overlap import Overlap
 from jaxtp.layers.parameter import (
     ExactDim,
     Matmul,
@@ -52,13 +42,29 @@ from jaxtp.layers.parameter import (
     parameter,
     params_and_specs,
 )
+from jaxtp.layers.products import Kernel, as_operand, load_kernel
 from jaxtp.layers.sequence_parallel import SequenceParallel, sequence_dim
+from jaxtp.layers.transport import Gather, Joined, Ring
 from jaxtp.mesh import CONTEXT, SEQUENCE, STORAGE, TOKENS, TP
 
 COLUMN = "column_parallel_linear"
 ROW = "row_parallel_linear"
-_GRANULE = 16  # features: tensor cores multiply float8 in multiples of it
-_FRAGMENT = 64  # columns: XLA's fused products read several kernels in multiples of it
+# Tensor cores multiply float8 in multiples of this number of features
+_GRANULE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """When the layers of a block communicate, which depends on the block and its remat policy."""
+
+    # The block gathers the input of its branches and reduces their outputs (`Joined`).
+    joined: bool = False
+    # The backward pass computes column layers again, so a ring saves the parts that it receives.
+    recomputed: bool = False
+    # The backward pass does not read an MLP's output, so the whole MLP can be one ring.
+    fused_mlp: bool = False
+    # Gradients of column layers are reduced as in `WeightLayout.early`.
+    early_reduction: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,26 +75,38 @@ class LayerContext:
     """Activations between layers are split over tp along the sequence. By default a layer takes
     whole sequences; `ModelConfig` decides by the length."""
 
-    joined: bool = False
-    """Inputs of column layers come gathered, and outputs of row layers are summands, one for each
-    device of a tp group; both `[B, T, tp * D]`, split over tp. For layers that share these
-    collectives."""
-
     # Whether projections overlap their products with communication (`layers/overlap.py`)
     overlap: Overlap = "none"
-    # Whether the backward pass computes column layers again: a ring keeps what passes
-    recomputed: bool = False
-    fused: bool = False  # and it does not read the result of an MLP, which is then one ring
     lora: LoraConfig = LoraConfig()
     precision: Precision = Precision()
+    schedule: Schedule = Schedule()
+
+    @property
+    def transport(self) -> Gather:
+        """How a layer brings activations to its tp group and back."""
+        if self.schedule.joined:
+            return Joined()
+        return Ring(self.schedule.recomputed) if self.overlap == "ring" else Gather()
+
+
+@dataclass(frozen=True)
+class FixedBias:
+    """A bias whose feature i is trained only if `i % period < num_trained`."""
+
+    period: int
+    num_trained: int
+    output: int = 0
+    """The output of a column layer that has this bias."""
+
+    def stop_gradient(self, bias: Array) -> Array:
+        """Stops the gradient of features that are not trained."""
+        if self.num_trained >= self.period:
+            return bias
+        is_trained = jnp.arange(bias.size) % self.period < self.num_trained
+        return jnp.where(is_trained, bias, jax.lax.stop_gradient(bias))
 
 
 default_kernel_init = nnx.initializers.normal(stddev=0.02)
-
-
-def fixed_in_part(bias: Array, period: int, count: int) -> Array:
-    """Stops the gradient of feature i unless `i % period < count`."""
-    return jnp.where(jnp.arange(bias.size) % period < count, bias, jax.lax.stop_gradient(bias))
 
 
 class ColumnParallelLinear(nnx.Module):
@@ -103,6 +121,7 @@ class ColumnParallelLinear(nnx.Module):
     Args:
       in_features: D.
       features: F of each output; a `PaddedDim` if tp may pad it.
+      use_bias: whether outputs have biases; a `FixedBias` says which is trained in part.
       targets: names of the outputs, which `context.lora` matches to add adapters.
 
     Shapes: `[B, ..., D] -> [B, ..., F]`, split over tp; a tuple if `features` is a sequence.
@@ -110,10 +129,8 @@ class ColumnParallelLinear(nnx.Module):
     `P(STORAGE, TP)`, biases as `P(TP)`.
     """
 
+    # `set_matmul` (`models/config.py`) sets it by the path of the layer in its model.
     matmul: Matmul = "compute"
-    early: bool = False  # as in `WeightLayout`
-    fixed_bias: tuple[int, int, int] | None = None
-    """(output, period, count): the output whose bias is `fixed_in_part`."""
 
     def __init__(
         self,
@@ -121,95 +138,116 @@ class ColumnParallelLinear(nnx.Module):
         features: int | PaddedDim | Sequence[int | PaddedDim],
         context: LayerContext = LayerContext(),
         *,
-        use_bias: bool = False,
+        use_bias: bool | FixedBias = False,
         targets: Sequence[Target] = (),
         rngs: nnx.Rngs,
     ):
-        outputs = tuple(features) if isinstance(features, Sequence) else (features,)
         self.single = not isinstance(features, Sequence)
+        outputs = features if isinstance(features, Sequence) else (features,)
         self.features = tuple(
-            _as_dim("ColumnParallelLinear", each, in_features=in_features) for each in outputs
+            _as_dim("ColumnParallelLinear", dim, in_features=in_features) for dim in outputs
         )
         self.in_features = in_features
-        self.joined = context.joined
-        self.recomputed = context.recomputed
+        self.transport = context.transport
+        self.early_reduction = context.schedule.early_reduction
         self.sequence_parallel = context.sequence_parallel
-        self.overlap = context.overlap
         self.precision = context.precision
+        self.fixed_bias = use_bias if isinstance(use_bias, FixedBias) else None
         dtype = context.precision.param
-        kernels = (
-            (f, default_kernel_init(rngs.params(), (in_features, f.size), dtype))
-            for f in self.features
-        )
-        self.kernels = nnx.List(
-            parameter("kernel", k, P(STORAGE, TP), padding=((-1, f),)) for f, k in kernels
-        )
-        biases = ((f, jnp.zeros(f.size, dtype)) for f in self.features if use_bias)
-        self.biases = nnx.List(parameter("bias", b, P(TP), padding=((-1, f),)) for f, b in biases)
+        kernels = []
+        biases = []
+        for dim in self.features:
+            kernel = default_kernel_init(rngs.params(), (in_features, dim.size), dtype)
+            padding = ((-1, dim),)
+            kernels.append(parameter("kernel", kernel, P(STORAGE, TP), padding=padding))
+            if use_bias:
+                bias = jnp.zeros(dim.size, dtype)
+                biases.append(parameter("bias", bias, P(TP), padding=padding))
+        self.kernels = nnx.List(kernels)
+        self.biases = nnx.List(biases)
         self.adapted = tuple(context.lora.adapted(*targets))
-        dims = ((ExactDim((in_features,)), self.features[i]) for i in self.adapted)
-        self.loras = nnx.List(
-            Lora(each, context.lora, (P(STORAGE), P(None, TP)), rngs=rngs) for each in dims
-        )
+        self.loras: nnx.List[Lora] = nnx.List([])
+        specs = (P(STORAGE), P(None, TP))
+        for i in self.adapted:
+            dims = (ExactDim((in_features,)), self.features[i])
+            self.loras.append(Lora(dims, context.lora, specs, rngs=rngs))
 
     def __call__(self, x_BTD: Array) -> Array | tuple[Array, ...]:
         """Projects `[B, ..., D]` to `[B, ..., F]`."""
         sequence, inside, outside = activation_specs(self.sequence_parallel, x_BTD.shape)
-        weights, specs = params_and_specs(self)
-        project = partial(self.project, sequence)
-        in_specs = (inside if self.joined else outside, specs)
-        outputs = device_view(project, COLUMN, in_specs, out_specs=(inside,) * len(self.features))(
-            x_BTD, weights
+        weights, weight_specs = params_and_specs(self)
+        run = device_view(
+            partial(self.project, sequence),
+            COLUMN,
+            in_specs=(inside if self.transport.joined else outside, weight_specs),
+            out_specs=(inside,) * len(self.features),
         )
+        outputs = run(x_BTD, weights)
         return outputs[0] if self.single else outputs
 
     def project(self, sequence: int | None, x: Array, weights: Weights) -> tuple[Array, ...]:
-        """Returns a device's columns; `sequence` as in `enter_matmul`."""
-        kernels = list[Kernel]()
-        tp = axis_size(TP)
-        for f, shard in zip(
-            self.features, (weights[f"kernels.{i}"] for i in range(len(self.features))), strict=True
-        ):
-            gather = 1, f.num_shards(tp, shard.shape[1])
-            kernels.append(
-                _load_kernel(self, shard, 0, *STORAGE, early=self.early, tp_gather=gather)
-            )
-        adapters = (weights[f"loras.{at}.a"] for at in range(len(self.loras)))
-        kernels += [self.precision.load(a, 0, used_by_all_tp=True) for a in adapters]
-        x = x.astype(self.precision.compute)
-        tokens: Operand = tokens_in_float8(x) if self.matmul == "float8" else x
-        enter = partial(enter_matmul, overlap=self.overlap, keep=self.recomputed)
-        products = (_multiply_each if self.joined else enter)(tokens, kernels, sequence)
-        outputs = list(products[: len(self.features)])
-        inner = products[len(self.features) :]
-        # Whole gradients are quantised, not summands of devices that share a head.
-        if self.matmul != "compute":
-            shared = (f.shared_by(axis_size(TP)) for f in self.features)
-            outputs = [average_gradient(y, group) for y, group in zip(outputs, shared, strict=True)]
-        for i, f in enumerate(self.features if self.biases else ()):
-            bias = self._load(weights[f"biases.{i}"], None, f)
-            if self.fixed_bias is not None and self.fixed_bias[0] == i:
-                bias = fixed_in_part(bias, *self.fixed_bias[1:])
-            outputs[i] += bias
-        for at, (i, lora) in enumerate(zip(self.adapted, self.loras, strict=True)):
-            small = checkpoint_name(inner[at], PROJECTED)  # [B/(dp*fsdp), T/cp, rank]
-            outputs[i] += lora.scale * (
-                small @ self._load(weights[f"loras.{at}.b"], None, self.features[i])
-            )
-        # Each output is [B/(dp*fsdp), T/cp, F/tp].
+        """Returns a device's columns, each `[B/(dp*fsdp), T/cp, F/tp]`.
+
+        `sequence` is the dim of `x` that tp splits outside of the layer, if any.
+        """
+        kernels = self._load_kernels(weights)
+        # `x @ A` of every adapter shares the gather of `x`, so A is one more kernel.
+        adapters = self._load_adapters(weights)
+        tokens = as_operand(x.astype(self.precision.compute), self.matmul)
+        products = self.transport.enter(tokens, [*kernels, *adapters], sequence)
+        outputs = self._average_shared(products[: len(kernels)])
+        outputs = self._add_biases(outputs, weights)
+        outputs = self._add_adapters(outputs, products[len(kernels) :], weights)
         return tuple(checkpoint_name(y, PROJECTED) for y in outputs)
 
     def merged(self, weights: Weights) -> Array:
         """Returns a device's columns of the first kernel with its adapter, inside `device_view`."""
         kernel = self._load(weights["kernels.0"], 0, self.features[0])
-        for lora in self.loras:
-            a = self.precision.load(weights["loras.0.a"], 0, used_by_all_tp=True)
-            kernel += lora.scale * (a @ self._load(weights["loras.0.b"], None, self.features[0]))
-        return kernel
+        return self._add_adapters([kernel], self._load_adapters(weights), weights)[0]
 
-    def _load(self, shard: Array, fsdp_dim: int | None, features: PaddedDim) -> Array:
-        gather = shard.ndim - 1, features.num_shards(axis_size(TP), shard.shape[-1])
-        return self.precision.load(shard, fsdp_dim, tp_gather=gather)
+    def _load_kernels(self, weights: Weights) -> list[Kernel]:
+        kernels = []
+        for i, dim in enumerate(self.features):
+            shard = weights[f"kernels.{i}"]
+            layout = {"early": self.early_reduction, "tp_gather": _tp_gather(shard, dim)}
+            kernels.append(load_kernel(self.precision, self.matmul, shard, 0, STORAGE, **layout))
+        return kernels
+
+    def _load_adapters(self, weights: Weights) -> list[Array]:
+        shards = [weights[f"loras.{at}.a"] for at in range(len(self.loras))]
+        return [self.precision.load(shard, 0, used_by_all_tp=True) for shard in shards]
+
+    def _average_shared(self, outputs: Sequence[Array]) -> list[Array]:
+        if self.matmul == "compute":
+            return list(outputs)
+        # Whole gradients are quantised, not summands of devices that share a head.
+        groups = [dim.shared_by(axis_size(TP)) for dim in self.features]
+        return list(map(average_gradient, outputs, groups))
+
+    def _add_biases(self, outputs: list[Array], weights: Weights) -> list[Array]:
+        for i in range(len(self.biases)):
+            bias = self._load(weights[f"biases.{i}"], None, self.features[i])
+            if self.fixed_bias is not None and self.fixed_bias.output == i:
+                bias = self.fixed_bias.stop_gradient(bias)
+            outputs[i] += bias
+        return outputs
+
+    def _add_adapters(
+        self, outputs: list[Array], inner: Sequence[Array], weights: Weights
+    ) -> list[Array]:
+        for at, (i, lora) in enumerate(zip(self.adapted, self.loras, strict=True)):
+            b = self._load(weights[f"loras.{at}.b"], None, self.features[i])
+            # `inner` is [B/(dp*fsdp), T/cp, rank].
+            outputs[i] = lora.add(outputs[i], inner[at], b)
+        return outputs
+
+    def _load(self, shard: Array, fsdp_dim: int | None, dim: PaddedDim) -> Array:
+        return self.precision.load(shard, fsdp_dim, tp_gather=_tp_gather(shard, dim))
+
+
+def _tp_gather(shard: Array, features: PaddedDim) -> tuple[int, int]:
+    """Returns `WeightLayout.tp_gather` for the last dim of a shard."""
+    return len(shard.shape) - 1, features.num_shards(axis_size(TP), shard.shape[-1])
 
 
 class RowParallelLinear(nnx.Module):
@@ -220,6 +258,7 @@ class RowParallelLinear(nnx.Module):
     `P(STORAGE)`.
     """
 
+    # `set_matmul` (`models/config.py`) sets it by the path of the layer in its model.
     matmul: Matmul = "compute"
 
     def __init__(
@@ -235,160 +274,87 @@ class RowParallelLinear(nnx.Module):
         self.in_features = _as_dim("RowParallelLinear", in_features, out_features=features)
         self.features = features
         self.sequence_parallel = context.sequence_parallel
-        self.overlap = context.overlap
-        self.joined = context.joined
+        self.transport = context.transport
         self.precision = context.precision
         dtype = context.precision.param
         kernel = default_kernel_init(rngs.params(), (self.in_features.size, features), dtype)
         self.kernel = parameter("kernel", kernel, P(TP, STORAGE), padding=((-2, self.in_features),))
         self.bias = parameter("bias", jnp.zeros(features, dtype), P(STORAGE)) if use_bias else None
-        dims = (self.in_features, ExactDim((features,)))
-        adapted = target and context.lora.adapted(target)
-        self.loras = nnx.List(
-            [Lora(dims, context.lora, (P(TP), P(None, STORAGE)), rngs=rngs)] if adapted else []
-        )
+        self.loras: nnx.List[Lora] = nnx.List([])
+        if target and context.lora.adapted(target):
+            dims = (self.in_features, ExactDim((features,)))
+            self.loras.append(Lora(dims, context.lora, (P(TP), P(None, STORAGE)), rngs=rngs))
 
     def __call__(self, x_BTF: Array) -> Array:
         """Projects `[B, ..., F]` to `[B, ..., D]`."""
         sequence, inside, outside = activation_specs(self.sequence_parallel, x_BTF.shape)
         check_divides(ROW, (*x_BTF.shape[:-1], self.features), outside)
-        outside = inside if self.joined else outside
-        weights, specs = params_and_specs(self)
-        return device_view(
-            partial(self._project, sequence), ROW, (inside, specs), out_specs=outside
-        )(x_BTF, weights)
+        weights, weight_specs = params_and_specs(self)
+        run = device_view(
+            partial(self._project, sequence),
+            ROW,
+            in_specs=(inside, weight_specs),
+            out_specs=inside if self.transport.joined else outside,
+        )
+        return run(x_BTF, weights)
 
     def _project(self, sequence: int | None, x: Array, weights: Weights) -> Array:
+        # The input is [B/(dp*fsdp), T/cp, F/tp], the kernel [F/tp, D].
         x = x.astype(self.precision.compute)
-        # The input is [B/(dp*fsdp), T/cp, F/tp].
-        inputs: list[Operand] = [tokens_in_float8(x, TP) if self.matmul == "float8" else x]
-        # The kernel is [F/tp, D].
-        kernels = [_load_kernel(self, weights["kernel"], 1, TP, early=axis_size(TP) == 1)]
+        inputs = [as_operand(x, self.matmul, TP)]
+        early = axis_size(TP) == 1
+        kernels = [
+            load_kernel(self.precision, self.matmul, weights["kernel"], 1, (TP,), early=early)
+        ]
         for at, lora in enumerate(self.loras):
-            a = weights[f"loras.{at}.a"]
-            b = weights[f"loras.{at}.b"]
-            # The product is [B/(dp*fsdp), T/cp, rank], a summand.
-            inner = lora.scale * (x @ self.precision.load(a, None))
-            inputs.append(checkpoint_name(inner, PROJECTED))
-            kernels.append(self.precision.load(b, 1, used_by_all_tp=True))
-        leave = _sum_of_products if self.joined else partial(leave_matmul, overlap=self.overlap)
-        y = leave(inputs, kernels, sequence)
-        if self.bias is not None:
-            bias = self.precision.load(
-                weights["bias"], 0, used_by_all_tp=self.joined or sequence is not None
-            )
-            y += jnp.where(axis_index(TP) == 0, bias, 0) if self.joined else bias
-        return y
+            # A summand [B/(dp*fsdp), T/cp, rank]: the reduction sums it times B.
+            inner = x @ self.precision.load(weights[f"loras.{at}.a"], None)
+            inputs.append(lora.scaled(inner))
+            kernels.append(self.precision.load(weights[f"loras.{at}.b"], 1, used_by_all_tp=True))
+        y = self.transport.leave(inputs, kernels, sequence)
+        return y if self.bias is None else y + self._load_bias(weights["bias"], sequence)
 
-
-def _load_kernel(
-    layer: ColumnParallelLinear | RowParallelLinear,
-    shard: Array,
-    fsdp_dim: int,
-    *axes: str,
-    **layout: Any,
-) -> Kernel:
-    """Loads a kernel for the products of its layer.
-
-    The mesh axes `axes` split its input features.
-    """
-    if layer.matmul == "float8":
-        return layer.precision.load_float8(shard, fsdp_dim, *axes, **layout)
-    kernel = layer.precision.load(shard, fsdp_dim, **layout)
-    return BlockScaled(kernel) if layer.matmul == "mxfp8" else kernel
+    def _load_bias(self, shard: Array, sequence: int | None) -> Array:
+        if not self.transport.joined:
+            return self.precision.load(shard, 0, used_by_all_tp=sequence is not None)
+        bias = self.precision.load(shard, 0, used_by_all_tp=True)
+        # The block sums the outputs of all devices: one of them adds the bias.
+        return jnp.where(axis_index(TP) == 0, bias, 0)
 
 
 def matmul_obstacle(layer: ColumnParallelLinear | RowParallelLinear) -> str | None:
     """Returns why `Precision.matmul` does not apply to a layer of such sizes, or None."""
-    least = layer.precision.matmul_least
-    granule = 1 if least == 1 else _GRANULE
-    outputs = (
-        layer.features
-        if isinstance(layer, ColumnParallelLinear)
-        else (ExactDim((layer.features,)),)
-    )
-    inputs = (
-        layer.in_features
-        if isinstance(layer, RowParallelLinear)
-        else ExactDim((layer.in_features,))
-    )
-    if odd := [each.size for each in (inputs, *outputs) if each.size % granule]:
-        return f"{odd[0]} features are no multiple of {granule}"
-    few = min(inputs.size, sum(each.size for each in outputs))
-    return f"{few:,} features are below matmul_least={least:,}" if few < least else None
+    if isinstance(layer, ColumnParallelLinear):
+        inputs = layer.in_features
+        outputs = [dim.size for dim in layer.features]
+    else:
+        inputs = layer.in_features.size
+        outputs = [layer.features]
+    min_features = layer.precision.matmul_least
+    if min_features > 1:
+        for size in (inputs, *outputs):
+            if size % _GRANULE:
+                return f"{size} features are no multiple of {_GRANULE}"
+    smaller_side = min(inputs, sum(outputs))
+    if smaller_side < min_features:
+        return f"{smaller_side:,} features are below matmul_least={min_features:,}"
+    return None
 
 
 def mx_obstacle(layer: ColumnParallelLinear | RowParallelLinear, tp: int) -> str | None:
     """Returns why MXFP8 does not divide a device's part of such a layer into blocks, or None."""
     if isinstance(layer, RowParallelLinear):
         return mx_problem(layer.in_features.local(tp), layer.features)
-    return next(
-        filter(None, (mx_problem(layer.in_features, each.local(tp)) for each in layer.features)),
-        None,
-    )
+    problems = (mx_problem(layer.in_features, dim.local(tp)) for dim in layer.features)
+    return next(filter(None, problems), None)
 
 
-def enter_matmul(
-    x: Operand,
-    kernels: Sequence[Kernel],
-    sequence: int | None,
-    overlap: Overlap,
-    *,
-    keep: bool = False,
-) -> tuple[Array, ...]:
-    """Multiplies an activation of the whole tp group by this device's columns `[D, F_i/tp]`.
-
-    `sequence` is the dim of `x` that is split over tp, if any; `keep` as in `gather_matmul`.
-    """
-    if is_ring(overlap, axis_size(TP), split=sequence is not None):
-        return gather_matmul(
-            keep, jax.tree.map(lambda each: checkpoint_name(each, GATHERED), x), tuple(kernels)
-        )
-    # The gathered input is [b, T, D].
-    x = enter_float8(x, sequence) if isinstance(x, Quantised) else enter_parallel(x, sequence)
-    return _multiply_each(x, kernels, sequence)  # each [b, T, F_i/tp]
-
-
-def _multiply_each(
-    x: Operand, kernels: Sequence[Kernel], sequence: int | None
-) -> tuple[Array, ...]:
-    x = sequence_first(x, sequence)
-    plain = apart = x.astype(x.dtype)  # once for all adapters
-    odd = [isinstance(w, Array) and w.shape[-1] % _FRAGMENT > 0 for w in kernels]
-    if len({*odd}) == 2 and plain.size < plain.shape[-1] ** 2:
-        # XLA joins products of few tokens, and would copy all kernels into one if the columns of
-        # one fill no fragment.
-        apart = jax.lax.optimization_barrier(plain)
-    inputs = (apart if each else plain for each in odd)
-    products = (
-        multiply(x if isinstance(w, Quantised) else y, w, TP)
-        for w, y in zip(kernels, inputs, strict=True)
-    )
-    return tuple(sequence_first(y, sequence) for y in products)
-
-
-def _sum_of_products(
-    inputs: Sequence[Operand], kernels: Sequence[Kernel], sequence: int | None
-) -> Array:
-    pairs = zip(sequence_first(inputs, sequence), kernels, strict=True)
-    return sequence_first(reduce(operator.add, (multiply(*pair) for pair in pairs)), sequence)
-
-
-def leave_matmul(
-    inputs: Sequence[Operand], kernels: Sequence[Kernel], sequence: int | None, overlap: Overlap
-) -> Array:
-    """Returns the sum of `inputs[i] @ kernels[i]` over i and tp; see `enter_matmul`."""
-    if is_ring(overlap, axis_size(TP), split=sequence is not None):
-        return checkpoint_name(matmul_scatter(tuple(inputs), tuple(kernels)), REDUCED)
-    # The result is [b, T, D], or [b, T/tp, D].
-    return leave_parallel(_sum_of_products(inputs, kernels, sequence), sequence)
-
-
-def _as_dim(layer: str, features: int | PaddedDim, **others: int) -> PaddedDim:
-    check_sizes(
-        layer, features=features.size if isinstance(features, PaddedDim) else features, **others
-    )
-    return features if isinstance(features, PaddedDim) else ExactDim((features,))
+def _as_dim(layer: str, features: int | PaddedDim, **sizes: int) -> PaddedDim:
+    if isinstance(features, PaddedDim):
+        check_sizes(layer, features=features.size, **sizes)
+        return features
+    check_sizes(layer, features=features, **sizes)
+    return ExactDim((features,))
 
 
 def activation_specs(setting: SequenceParallel, shape: tuple[int, ...]) -> tuple[int | None, P, P]:
@@ -399,6 +365,6 @@ def activation_specs(setting: SequenceParallel, shape: tuple[int, ...]) -> tuple
     if len(shape) == 2:
         return None, P(TOKENS, TP), P(TOKENS, None)
     sequence = sequence_dim(setting, shape)
-    tokens: tuple[Any, ...] = (CONTEXT, *(None,) * (len(shape) - 3))
-    outside = tokens if sequence is None else (SEQUENCE, *tokens[1:])
-    return sequence, batch_spec(*tokens, TP), batch_spec(*outside, None)
+    inner = (None,) * (len(shape) - 3)
+    between = CONTEXT if sequence is None else SEQUENCE
+    return sequence, batch_spec(CONTEXT, *inner, TP), batch_spec(between, *inner, None)

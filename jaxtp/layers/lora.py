@@ -7,18 +7,22 @@ subclass of `nnx.Param`; the other params become `FrozenParam`, so code that han
 """
 
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from jaxtp.collectives import Float8
+from jaxtp.collectives import PROJECTED
 from jaxtp.config.affects import SHORT_HELP, STEP
 from jaxtp.config.schema import FromPath, Positive, Rank
+from jaxtp.layers.float8 import Float8
 from jaxtp.layers.parameter import (
     DType,
     FrozenParam,
@@ -31,7 +35,8 @@ from jaxtp.layers.parameter import (
 
 _Llama = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _Latent = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
-Target = Literal[_Llama, _Latent, "b_proj", "a_proj"]  # the last two are Gated DeltaNet's
+# The last two are Gated DeltaNet's
+Target = Literal[_Llama, _Latent, "b_proj", "a_proj"]
 LLAMA_TARGETS: tuple[Target, ...] = get_args(_Llama)
 TARGETS: tuple[Target, ...] = get_args(Target)
 _Module = TypeVar("_Module", bound=nnx.Module)
@@ -91,7 +96,8 @@ def freeze_state(state: nnx.State) -> nnx.State:
 def freeze(model: nnx.Module) -> None:
     """Freezes every param of a model, in place, except adapters: training does not change them.
 
-    For a part of a model, such as a teacher: `jaxtp.freeze(self.teacher)` in `__init__`.
+    It also freezes a part of a model, such as a teacher: `jaxtp.freeze(self.teacher)` in
+    `__init__`.
     """
     for _, module in nnx.iter_modules(model):
         for name, value in [*vars(module).items()]:
@@ -100,9 +106,9 @@ def freeze(model: nnx.Module) -> None:
 
 
 def without_adapters(model: _Module) -> _Module:
-    """Returns a copy of a model without adapters, which shares its arrays.
+    """Returns a copy of a model without its adapters, such as the reference of DPO.
 
-    It is the base of LoRA, as in a DPO reference.
+    The copy shares the model's arrays.
     """
     copy: _Module = nnx.merge(*nnx.split(model), copy=True)
     for _, module in [*nnx.iter_modules(copy)]:
@@ -129,12 +135,14 @@ class Float8Kernel(nnx.Module):
 
     def __init__(self, kernel: Variable):
         bits, scale = Float8.of(kernel[...])
-        *others, _, out = spec_of(kernel)
-        layout = {"out_sharding": PartitionSpec(*others, None, out)}
+        metadata = kernel.get_metadata()
+        self.bits = FrozenParam.from_metadata(bits, metadata)
+        # The scale has one input feature, which nothing splits or pads.
+        *stack, _, out = spec_of(kernel)
+        spec = PartitionSpec(*stack, None, out)
         padding = tuple((dim, split) for dim, split in padding_of(kernel) if dim != -2)
-        self.bits = FrozenParam.from_metadata(bits, kernel.get_metadata())
         self.scale = FrozenParam.from_metadata(
-            scale, {**kernel.get_metadata(), **layout, "padding": padding}
+            scale, {**metadata, "out_sharding": spec, "padding": padding}
         )
 
     @property
@@ -179,9 +187,10 @@ _quantise = jax.jit(Float8.of)
 
 
 class Lora(nnx.Module):
-    """One adapter, which its layer applies.
+    """One adapter, of a kernel or of each of a `stack` of kernels.
 
-    It has `features` in and out, and specs of A and B, of each of a `stack` of kernels.
+    Its layer loads A and B, which have the given `features` and `specs`, and multiplies the input
+    by A. The adapter does the rest.
     """
 
     def __init__(
@@ -196,10 +205,25 @@ class Lora(nnx.Module):
         inner, outer = features
         self.rank = config.rank
         self.scale = config.scale
-        bound = inner.size**-0.5  # PEFT's initial values, the default of PyTorch's linear layers
+        # PEFT's initial values are the default of PyTorch's linear layers.
+        bound = inner.size**-0.5
         a = jax.random.uniform(
             rngs.params(), (*stack, inner.size, config.rank), config.dtype, -bound, bound
         )
         b = jnp.zeros((*stack, config.rank, outer.size), config.dtype)
         self.a = parameter("lora_a", a, specs[0], kind=nnx.LoRAParam, padding=((-2, inner),))
         self.b = parameter("lora_b", b, specs[1], kind=nnx.LoRAParam, padding=((-1, outer),))
+
+    def add(
+        self,
+        y: Array,
+        inner: Array,
+        b: Array,
+        multiply: Callable[[Array, Array], Array] = operator.matmul,
+    ) -> Array:
+        """Returns `y + scale * inner @ b`, where `inner` is `x @ A`."""
+        return y + self.scale * multiply(checkpoint_name(inner, PROJECTED), b)
+
+    def scaled(self, inner: Array) -> Array:
+        """Returns `scale * x @ A`, for a layer that sums products before it adds them to `y`."""
+        return checkpoint_name(self.scale * inner, PROJECTED)

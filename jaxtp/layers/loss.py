@@ -25,9 +25,9 @@ from jaxtp.collectives import (
     axis_size,
     device_view,
     enter_parallel,
-    sequence_first,
     token_spec,
 )
+from jaxtp.compiler_hints import sequence_first
 from jaxtp.layers.embedding import HeadConfig
 from jaxtp.layers.parameter import DType
 from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim

@@ -25,8 +25,15 @@ from jaxtp.layers.linear import (
     activation_specs,
 )
 from jaxtp.layers.lora import Target
-from jaxtp.layers.overlap import is_ring, ring_mlp
-from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs, spec_of
+from jaxtp.layers.overlap import ring_mlp
+from jaxtp.layers.parameter import (
+    DType,
+    PaddedDim,
+    Weights,
+    parameter,
+    params_and_specs,
+    spec_of,
+)
 from jaxtp.mesh import TP
 
 MIN_FEATURES = 48
@@ -35,7 +42,8 @@ MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
 
 XIELU = "xielu"
 _BETA = 0.5
-_EPS = -1e-6  # of xielu
+# The epsilon of xielu
+_EPS = -1e-6
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
 # Each maps 0 to 0, so padded features get no gradients.
@@ -85,10 +93,11 @@ class MLPConfig(BranchConfig):
         yield from self._mlp_kernels("mlp")
 
     def _mlp_kernels(self, module: str) -> Iterator[tuple[Target, str]]:
-        columns, layer = (
-            (MLP_TARGETS[:2], "gate_up") if self.mlp == "gated" else (MLP_TARGETS[1:2], "up")
-        )
-        yield from ((target, f"{module}.{layer}.kernels.{i}") for i, target in enumerate(columns))
+        if self.mlp == "gated":
+            yield "gate_proj", f"{module}.gate_up.kernels.0"
+            yield "up_proj", f"{module}.gate_up.kernels.1"
+        else:
+            yield "up_proj", f"{module}.up.kernels.0"
         yield "down_proj", f"{module}.down.kernel"
 
     def padding(self, tp: int) -> Iterator[Padded]:
@@ -117,25 +126,34 @@ class MLP(PositionwiseBranch):
         rngs: nnx.Rngs,
     ):
         self.config = config
+        self.joined = context.schedule.joined
         self.precision = context.precision
-        self.fused = context.fused
+        self.fused = context.schedule.fused_mlp
         self.hidden = PaddedDim((config.d_ff,))
-        bias = config.mlp_bias
-        column = partial(ColumnParallelLinear, d_model, context=context, use_bias=bias, rngs=rngs)
+        # Attention's backward pass follows the columns'.
+        early = replace(context.schedule, early_reduction=True)
+        column = partial(
+            ColumnParallelLinear,
+            d_model,
+            context=replace(context, schedule=early),
+            use_bias=config.mlp_bias,
+            rngs=rngs,
+        )
         if config.mlp == "gated":
             self.gate_up = column((self.hidden, self.hidden), targets=("gate_proj", "up_proj"))
         else:
             self.up = column((self.hidden,), targets=("up_proj",))
-        self.columns.early = True  # attention's backward pass follows
         self.down = RowParallelLinear(
-            self.hidden, d_model, context, use_bias=bias, target="down_proj", rngs=rngs
+            self.hidden,
+            d_model,
+            context,
+            use_bias=config.mlp_bias,
+            target="down_proj",
+            rngs=rngs,
         )
         if config.activation == XIELU:
-            initial = (
-                jnp.log(jnp.expm1(jnp.full(1, slope, context.precision.param)))
-                for slope in (0.8, 0.8 - _BETA)
-            )
-            self.alpha_p, self.alpha_n = (parameter(XIELU, alpha, P(None)) for alpha in initial)
+            self.alpha_p = _initial_alpha(0.8, self.precision.param)
+            self.alpha_n = _initial_alpha(0.8 - _BETA, self.precision.param)
 
     @property
     def columns(self) -> ColumnParallelLinear:
@@ -145,17 +163,15 @@ class MLP(PositionwiseBranch):
     def has_ring(self, tp: int, *, split: bool) -> bool:
         """Returns whether `ring_mlp` can compute the layer.
 
-        It computes layers without adapters, biases, xielu and 8 bits.
+        It supports no adapters, biases, xielu and products in 8 bits.
         """
         columns = self.columns
         down = self.down
-        simple = (
-            not (columns.loras or down.loras or columns.biases) and self.config.activation != XIELU
-        )
         return (
-            simple
+            down.transport.is_ring(tp, split=split)
             and columns.matmul == down.matmul == "compute"
-            and is_ring(down.overlap, tp, split=split)
+            and not (columns.loras or down.loras or columns.biases)
+            and self.config.activation != XIELU
         )
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
@@ -165,45 +181,46 @@ class MLP(PositionwiseBranch):
             weights, specs = params_and_specs(self)
             return device_view(self._ring, COLUMN, (outside, specs), outside)(x_BTD, weights)
         products_BTF = [*self.columns(x_BTD)]
-        activate = (
-            self._xielu if self.config.activation == XIELU else ACTIVATIONS[self.config.activation]
-        )
-        return self.down(hidden_features(activate, products_BTF, self.config.swiglu_limit))
+        if self.config.activation == XIELU:
+            return self.down(hidden_features(self._xielu, products_BTF, self.config.swiglu_limit))
+        return self.down(self._hidden(products_BTF))
+
+    def _hidden(self, products: Sequence[Array]) -> Array:
+        activate = ACTIVATIONS[self.config.activation]  # type: ignore[index]
+        return hidden_features(activate, products, self.config.swiglu_limit)
 
     def _ring(self, x: Array, weights: Weights) -> Array:
         down = self.precision.load(weights.pop("down.kernel"), 1)
-        columns = [self.precision.load(w, 0) for w in weights.values()]
-        activate = ACTIVATIONS[self.config.activation]  # type: ignore[index]
+        columns = [self.precision.load(weights[name], 0) for name in sorted(weights)]
 
         def hidden(y: Array) -> Array:
-            return hidden_features(
-                activate, jnp.split(y, len(columns), -1), self.config.swiglu_limit
-            )
+            return self._hidden(jnp.split(y, len(columns), -1))
 
         x = checkpoint_name(x.astype(self.precision.compute), GATHERED)
         return checkpoint_name(ring_mlp(hidden, x, jnp.concatenate(columns, -1), down), REDUCED)
 
     def _xielu(self, x_BTF: Array) -> Array:
         in_float32 = replace(self.precision, compute="float32")
-        alphas = (self.alpha_p, self.alpha_n)
 
-        def activate(x: Array, shards: Sequence[Array]) -> Array:
-            return xielu(
-                x, *(in_float32.load(shard, None, used_by_all_tp=True) for shard in shards)
-            )
+        def activate(x: Array, alpha_p: Array, alpha_n: Array) -> Array:
+            load = partial(in_float32.load, fsdp_dim=None, used_by_all_tp=True)
+            return xielu(x, load(alpha_p), load(alpha_n))
 
         spec = token_spec(TP)
-        of_alphas = [spec_of(alpha) for alpha in alphas]
-        view = device_view(activate, XIELU, in_specs=(spec, of_alphas), out_specs=spec)
-        return view(x_BTF, [jnp.asarray(alpha[...]) for alpha in alphas])
+        in_specs = (spec, spec_of(self.alpha_p), spec_of(self.alpha_n))
+        run = device_view(activate, XIELU, in_specs, out_specs=spec)
+        return run(x_BTF, jnp.asarray(self.alpha_p[...]), jnp.asarray(self.alpha_n[...]))
+
+
+def _initial_alpha(slope: float, dtype: DType) -> Any:
+    initial = jnp.log(jnp.expm1(jnp.full(1, slope, dtype)))
+    return parameter(XIELU, initial, P(None))
 
 
 def hidden_features(
     activate: Callable[[Array], Array], products: Sequence[Array], limit: float | None = None
 ) -> Array:
-    """Returns activation(gate) * up of a gated MLP's products.
-
-    For a plain MLP it is activation(up).
+    """Returns activation(gate) * up of a gated MLP's products, activation(up) of a plain MLP's.
 
     `limit` is `MLPConfig.swiglu_limit`. Padded features stay 0, as activation(0) is 0.
     """
@@ -220,8 +237,8 @@ def xielu(x: Array, alpha_p: Array, alpha_n: Array) -> Array:
     """Returns xIELU, computed in float32, in the dtype of `x`; alphas are before the softplus."""
     x32 = x.astype(jnp.float32)
     # As in transformers expm1 takes no more than eps, except at 0, so that padded features stay 0.
-    most = jnp.where(x32 == 0, 0.0, _EPS)
-    below = (_BETA + jax.nn.softplus(alpha_n)) * (jnp.expm1(jnp.where(x32 < most, x32, most)) - x32)
-    return (
-        jnp.where(x32 > 0, jax.nn.softplus(alpha_p) * jnp.square(x32), below) + _BETA * x32
-    ).astype(x.dtype)
+    limit = jnp.where(x32 == 0, 0.0, _EPS)
+    slope = _BETA + jax.nn.softplus(alpha_n)
+    negative = slope * (jnp.expm1(jnp.where(x32 < limit, x32, limit)) - x32)
+    y = jnp.where(x32 > 0, jax.nn.softplus(alpha_p) * jnp.square(x32), negative)
+    return (y + _BETA * x32).astype(x.dtype)

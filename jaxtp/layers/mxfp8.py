@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_derivatives import CustomVJPPrimal
-from jax.typing import DTypeLike
 
-from jaxtp.collectives import Float8, vary_like
+from jaxtp.collectives import vary_like
 from jaxtp.config.schema import ConfigError
+from jaxtp.layers.float8 import kernel_gradient
 from jaxtp.layers.kernels.select import architecture_of, installed_cudnn, matmul_problem
 from jaxtp.mesh import current_device, current_platform
 
@@ -84,28 +84,21 @@ def _forward(
     x: CustomVJPPrimal, w: CustomVJPPrimal
 ) -> tuple[Array, tuple[Array | None, Array | None]]:
     # What a gradient needs is its only residual: x for the gradient of w, w for the gradient of x.
-    return _matmul.fun(x.value, w.value), (
-        x.value if w.perturbed else None,
-        w.value if x.perturbed else None,
-    )
+    saved_x = x.value if w.perturbed else None
+    saved_w = w.value if x.perturbed else None
+    return _matmul.fun(x.value, w.value), (saved_x, saved_w)
 
 
 def _backward(
     residuals: tuple[Array | None, Array | None], grad: Array
 ) -> tuple[Array | None, Array | None]:
     x, w = residuals
-    return None if w is None else _product(grad, w), None if x is None else kernel_gradient(
-        x, grad, grad.dtype
-    )
+    grad_x = None if w is None else _product(grad, w)
+    grad_w = None if x is None else kernel_gradient(x, grad, grad.dtype)
+    return grad_x, grad_w
 
 
 _matmul.defvjp(_forward, _backward, symbolic_zeros=True)
-
-
-def kernel_gradient(x: Array | Float8, grad: Array, dtype: DTypeLike) -> Array:
-    """Returns the gradient of `w` in `x @ w`."""
-    tokens = list(range(grad.ndim - 1))
-    return jnp.tensordot(x.astype(grad.dtype), grad, (tokens, tokens), preferred_element_type=dtype)
 
 
 def _product(a: Array, b: Array) -> Array:
@@ -122,19 +115,19 @@ def _product(a: Array, b: Array) -> Array:
 def _quantise(x: Array) -> tuple[Array, Array]:
     """Returns the elements `[..., K]` and the scales `[..., K / 32]`."""
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK)
-    most = lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), axis=-1), jnp.uint32)
+    max_bits = lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), axis=-1), jnp.uint32)
     # From the bits of max / 448 = max / (1.75 * 2^8): up unless the mantissa is at most 1.75. At
     # least 2^-126: CPUs and GPUs may take smaller numbers for zero.
-    exponent = jnp.maximum(most + (2**21 - 1) >> 23, 9) - 8
+    exponent = jnp.maximum(max_bits + (2**21 - 1) >> 23, 9) - 8
     inverse = lax.bitcast_convert_type(254 - exponent << 23, jnp.float32)
     elements = (blocks * inverse[..., None]).astype(jnp.float8_e4m3fn).reshape(x.shape)
     return elements, lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
 
 
 def _multiply(a: Array, b: Array, a_scale: Array, b_scale: Array, dtype: jnp.dtype) -> Array:
-    operands = zip((a, b), (a_scale, b_scale), strict=True)
-    numbers = (
-        (v.astype(jnp.float32).reshape(*s.shape, -1) * s.astype(jnp.float32)[..., None], v)
-        for v, s in operands
-    )
-    return jnp.einsum("zmk,znk->zmn", *(each.reshape(v.shape) for each, v in numbers)).astype(dtype)
+    return jnp.einsum("zmk,znk->zmn", _scaled(a, a_scale), _scaled(b, b_scale)).astype(dtype)
+
+
+def _scaled(elements: Array, scales: Array) -> Array:
+    blocks = elements.astype(jnp.float32).reshape(*scales.shape, -1)
+    return (blocks * scales.astype(jnp.float32)[..., None]).reshape(elements.shape)

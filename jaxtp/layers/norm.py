@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import all_reduce, axis_size, device_view
 from jaxtp.config.schema import Positive
-from jaxtp.layers.linear import LayerContext, fixed_in_part
+from jaxtp.layers.linear import FixedBias, LayerContext
 from jaxtp.layers.parameter import (
     DType,
     PaddedDim,
@@ -159,18 +159,19 @@ class QKNorm(nnx.Module):
     3).
     """
 
-    fixed_bias: tuple[int, int] | None = None  # (period, count), if the bias is `fixed_in_part`
-
     def __init__(
         self,
         kind: QKNormKind,
         heads: PaddedDim,
         norm: NormConfig,
         precision: Precision = Precision(),
+        *,
+        fixed_bias: FixedBias | None = None,
     ):
         self.kind = kind
         self.heads = heads
         self.precision = precision
+        self.fixed_bias = fixed_bias
         self.norm = norm.norm
         self.eps = norm.norm_eps
         self.one_scale = kind in ("head", "head_bias")
@@ -209,6 +210,6 @@ class QKNorm(nnx.Module):
         if bias_shard is not None:
             bias = self.precision.load(bias_shard, None, used_by_all_tp=True)
             if self.fixed_bias is not None:
-                bias = fixed_in_part(bias, *self.fixed_bias)
+                bias = self.fixed_bias.stop_gradient(bias)
             y += bias
         return y.astype(x.dtype)

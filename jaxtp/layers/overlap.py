@@ -10,6 +10,10 @@ ASPLOS 2023, doi 10.1145/3567955.3567959):
 Gradients are hand-written rings, because autodiff would save every part. Weight gradients are
 summed in float32 and rounded once. Rings are unidirectional: XLA runs one collective at a time, at
 the full bandwidth of a switch.
+
+In each turn of a ring a device sends an array to the next device, multiplies others meanwhile, and
+has the array of the previous device when the turn ends: `_begin_turn` sends, `in_turn` ends the
+turn. The loops over turns are unrolled, because XLA would copy what a loop sends.
 """
 
 import operator
@@ -24,8 +28,10 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from jaxtp.collectives import Float8, axis_index, axis_size, by_rows, permute
-from jaxtp.layers.float8 import (
+from jaxtp.collectives import axis_index, axis_size, permute
+from jaxtp.compiler_hints import by_rows, in_turn
+from jaxtp.layers.float8 import Float8, kernel_gradient
+from jaxtp.layers.products import (
     Kernel,
     NeedsGrad,
     Operand,
@@ -37,103 +43,19 @@ from jaxtp.layers.float8 import (
     unwrapped,
     value_of,
 )
-from jaxtp.layers.mxfp8 import kernel_gradient
 from jaxtp.layers.sequence_parallel import SEQUENCE_DIM
 from jaxtp.mesh import TP
 
 Overlap = Literal["none", "ring"]
-C = TypeVar("C")
 V = TypeVar("V", Array, Value)
-Sums = list[Array]  # of gradients of several kernels
 
-
-def is_ring(overlap: Overlap, tp: int, *, split: bool) -> bool:
-    """Returns whether a layer uses rings; `split`: activations are split along the sequence."""
-    return overlap == "ring" and split and tp > 1
-
-
-def _beside(moving: object, compute: Callable[..., C], *args: object) -> tuple[Any, C]:
-    """Computes while `moving`, if any, goes to the next device."""
-    # XLA would merge products that share an operand, which then wait for all permutes, and hide
-    # only one permute.
-    moving, args = lax.optimization_barrier((moving, args))
-    arrived = jax.tree.map(lambda each: permute(by_rows(each), TP), moving)
-    return lax.optimization_barrier((arrived, compute(*args)))
-
-
-def _ring_gather(
-    x: Value, visit: Callable[..., tuple[list[Array], Sums]]
-) -> tuple[list[Value], list[Array], Sums]:
-    """Runs `found, sums = visit(sums, part, position)` for every part of the sequence.
-
-    The next part arrives meanwhile.
-
-    `position` is where `part` begins. Returns the parts, `found` as whole arrays `[b, T, ...]`, and
-    the last sums.
-    """
-    tp = axis_size(TP)
-    size = x.shape[SEQUENCE_DIM]
-    passed = [x]
-    every = []
-    sums = Sums()
-    for number in range(tp):  # XLA would copy what a loop sends
-        part = passed[-1]
-        at = _position(number, size)
-        arrived, (found, sums) = _beside(part if number < tp - 1 else None, visit, sums, part, at)
-        passed.append(arrived)
-        every.append(found)
-    reverse = [jnp.concatenate(parts[::-1], SEQUENCE_DIM) for parts in zip(*every, strict=True)]
-    return passed[:-1], [jnp.roll(y, _position(-1, size), SEQUENCE_DIM) for y in reverse], sums
-
-
-def _added(sums: Sums, each: list[Array]) -> Sums:
-    return [*map(operator.add, sums, each)] if sums else each
-
-
-def _joined(values: Sequence[Value], dim: int) -> Sequence[Value]:
-    # Factors of one product instead of several, if they are not in 8 bits.
-    return values if any(isinstance(w, Float8) for w in values) else [jnp.concatenate(values, dim)]  # type: ignore[arg-type]
-
-
-def _ring_scatter(
-    inputs: Sequence[Value],
-    kernels: Sequence[Value],
-    dtype: DTypeLike,
-    weigh: Callable[..., Sums] = lambda s, *_: s,
-) -> tuple[Array, Sums]:
-    # Returns the sum's part, and the last of `sums = weigh(sums, number, at)`. Halves of the sum's
-    # features take turns: one moves while a product adds to the other.
-    tp = axis_size(TP)
-    size = inputs[0].shape[SEQUENCE_DIM] // axis_size(TP)
-    ws = _joined(kernels, 0)
-    half = kernels[0].shape[-1] // 2
-    lows = jax.tree.map(lambda w: w[..., :half], ws)
-    highs = jax.tree.map(lambda w: w[..., half:], ws)
-
-    def plus(total: Array | None, xs: Sequence[Value], ws: Sequence[Value]) -> Array:
-        found = (product(x, w, dtype) for x, w in zip(xs, ws, strict=True))
-        return reduce(operator.add, found if total is None else (total, *found))
-
-    def begin(
-        number: int, total: Array | None, sums: Sums, at: Array
-    ) -> tuple[Sequence[Value], Array, Sums]:
-        xs = _joined([_part(x, at, size) for x in inputs], -1)
-        return xs, plus(total, xs, lows), weigh(sums, number, at)
-
-    low = None
-    high = None
-    sums = Sums()
-    for number in range(1, tp + 1):
-        high, (xs, total, sums) = _beside(
-            high, partial(begin, number), low, sums, _position(number, size)
-        )
-        low, high = _beside(total if number < tp else None, plus, high, xs, highs)
-    return jnp.concatenate([total, high], -1), sums  # type: ignore[list-item]
-
-
-def _position(number: int, size: int) -> Array:
-    """Returns the start of the part that the device `number` steps back in the ring has."""
-    return jnp.asarray((axis_index(TP) - number) % axis_size(TP) * size)
+# A ring that gathers: the part of the sequence that each device holds in each turn.
+#
+#     turn    device 0   device 1   device 2   device 3
+#        0      part 0     part 1     part 2     part 3    multiplied while it moves to the right
+#        1      part 3     part 0     part 1     part 2
+#        2      part 2     part 3     part 0     part 1
+#        3      part 1     part 2     part 3     part 0    multiplied; nothing moves
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -144,62 +66,84 @@ def gather_matmul(keep: bool, x: Operand, kernels: tuple[Kernel, ...]) -> tuple[
     `[b, T, ..., F_i/tp]`. A kernel in float8 needs an `x` in float8. `keep`: the parts of `x` are
     residuals.
     """
-    return tuple(_gather_matmul(x, kernels)[1])
+    return tuple(_gather_matmul(x, tuple(map(value_of, kernels)))[1])
 
 
-def _gather_matmul(
-    x: Operand, kernels: tuple[Kernel, ...]
-) -> tuple[list[Value], list[Array], tuple[Value, ...]]:
-    factors = _joined(ws := tuple(map(value_of, kernels)), -1)
-    passed, ys, _ = _ring_gather(
-        value_of(x), lambda _, part, at: ([product(part, w, x.dtype) for w in factors], [])
-    )
-    return passed, ys if len(ys) == len(ws) else _split(ys[0], ws), ws
-
-
-def _split(joined: Array, kernels: Sequence[Value]) -> list[Array]:
-    return jnp.split(joined, [*accumulate(w.shape[-1] for w in kernels)][:-1], -1)
+def _gather_matmul(x: Operand, kernels: Sequence[Value]) -> tuple[list[Value], list[Array]]:
+    """Returns the parts of `x` by turn, and the whole products."""
+    tp = axis_size(TP)
+    factors = _as_one_factor(kernels, -1)
+    parts = [value_of(x)]
+    products_by_turn = []
+    for turn in range(tp):
+        arrived, _, part, _ = _begin_gather_turn(turn, parts[turn])
+        products = [product(part, w, x.dtype) for w in factors]
+        arrived, products = in_turn(arrived, products)
+        parts.append(arrived)
+        products_by_turn.append(products)
+    ys = _in_order(products_by_turn)
+    return parts[:tp], ys if len(ys) == len(kernels) else _split(ys[0], kernels)
 
 
 def _gather_forward(
     keep: bool, x: object, kernels: tuple[Any, ...]
 ) -> tuple[tuple[Array, ...], object]:
     needs_grad = NeedsGrad((perturbed(x),), tuple(map(perturbed, kernels)))
-    passed, ys, ws = _gather_matmul(unwrapped(x), unwrapped(kernels))
-    return tuple(ys), (passed if keep else passed[:1], ws, needs_grad)
+    values = tuple(map(value_of, unwrapped(kernels)))
+    parts, ys = _gather_matmul(unwrapped(x), values)
+    return tuple(ys), (parts if keep else parts[:1], values, needs_grad)
 
 
 def _gather_backward(
     keep: bool, residuals: Any, grads: tuple[Any, ...]
 ) -> tuple[object, tuple[object, ...]]:
-    passed, kernels, needs_grad = residuals
-    size = passed[0].shape[SEQUENCE_DIM]
+    parts, kernels, needs_grad = residuals
     used = [i for i, grad in enumerate(grads) if not isinstance(grad, SymbolicZero)]
     trained = [i for i in used if needs_grad.kernels[i]]
+    trained_grads = [grads[i] for i in trained]
+    kept_parts = parts if keep and trained else []
+    dtype = grads[used[0]].dtype
     grad_x = None
-    sums = Sums()
-
-    def visit(sums: Sums, part: Value, at: Array) -> tuple[list[Array], Sums]:
-        joined = jnp.concatenate([_part(grads[i], at, size) for i in trained], -1)
-        return [], _added(sums, [_kernel_gradient(part, joined)])
-
-    def weigh(sums: Sums, number: int, at: Array) -> Sums:
-        return visit(sums, passed[number % len(passed)], at)[1] if trained and keep else sums
-
+    grad_w = None
     if needs_grad.inputs[0]:
-        ys, ws = zip(*(input_gradient(grads[i], kernels[i], TP) for i in used), strict=True)
-        grad_x, sums = _ring_scatter(ys, ws, grads[used[0]].dtype, weigh)
-    elif keep:
-        sums = reduce(
-            lambda sums, i: weigh(sums, i, _position(i, size)), range(axis_size(TP)), sums
-        )
-    if trained and not keep:  # one ring after the other, or XLA would join permutes of both
-        x, grad_x = lax.optimization_barrier((passed[0], grad_x))
-        *_, sums = _ring_gather(x, visit)
-    each = _split(sums[0], [kernels[i] for i in trained]) if trained else []
-    return gradient_of(passed[0], grad_x), _cast_kernel_grads(
-        each, trained, kernels, grads[used[0]].dtype
-    )
+        operands = [input_gradient(grads[i], kernels[i], TP) for i in used]
+        ys, ws = zip(*operands, strict=True)
+        grad_x, grad_w = _scatter_ring(ys, ws, dtype, kept_parts, trained_grads)
+    else:
+        for turn, part in enumerate(kept_parts):
+            start = _part_start(turn, part.shape[SEQUENCE_DIM])
+            grad_w = _plus_kernel_gradient(grad_w, part, trained_grads, start)
+    if trained and not keep:
+        # One ring after the other, or XLA would join permutes of both.
+        x, grad_x = in_turn(parts[0], grad_x)
+        grad_w = _kernel_gradient_ring(x, trained_grads)
+    kernel_grads = _split(grad_w, [kernels[i] for i in trained]) if grad_w is not None else []
+    return gradient_of(parts[0], grad_x), _as_kernels(kernel_grads, trained, kernels, dtype)
+
+
+def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array | None:
+    """Gathers `x` again, and returns the gradient of the kernels, concatenated."""
+    tp = axis_size(TP)
+    part = x
+    grad_w = None
+    for turn in range(tp):
+        arrived, grad_w, part, start = _begin_gather_turn(turn, part, grad_w)
+        grad_w = _plus_kernel_gradient(grad_w, part, grads, start)
+        part, grad_w = in_turn(arrived, grad_w)
+    return grad_w
+
+
+# A ring that scatters: the part of the result to which each device adds in each turn. A partial sum
+# begins on the device after the one that gets it, and its last summand is that device's.
+#
+#     turn    device 0   device 1   device 2   device 3
+#        1       sum 3      sum 0      sum 1      sum 2
+#        2       sum 2      sum 3      sum 0      sum 1    arrived from the left, goes to the right
+#        3       sum 1      sum 2      sum 3      sum 0
+#        4       sum 0      sum 1      sum 2      sum 3
+#
+# A turn has two halves, of the sum's features: while the low features are added, the high ones
+# arrive from the turn before; while the high ones are added, the low ones leave.
 
 
 @jax.custom_vjp
@@ -209,41 +153,97 @@ def matmul_scatter(inputs: tuple[Operand, ...], kernels: tuple[Kernel, ...]) -> 
     Inputs are `[b, T, ..., F_i/tp]`, kernels the matching rows, `[F_i/tp, D]`; returns
     `[b, T/tp, ..., D]`.
     """
-    xs, ws = (tuple(map(value_of, each)) for each in (inputs, kernels))
-    return _ring_scatter(xs, ws, inputs[0].dtype)[0]
+    xs = tuple(map(value_of, inputs))
+    ws = tuple(map(value_of, kernels))
+    return _scatter_ring(xs, ws, inputs[0].dtype)[0]
+
+
+def _scatter_ring(
+    inputs: Sequence[Value],
+    kernels: Sequence[Value],
+    dtype: DTypeLike,
+    kept_parts: Sequence[Value] = (),
+    grads: Sequence[Array] = (),
+) -> tuple[Array, Array | None]:
+    """Returns this device's part of the sum, and a gradient of kernels.
+
+    That gradient is of `part @ kernels` for `kept_parts`, which hold the parts of each turn, and
+    the gradients `grads` of the whole products. It is computed together with the sum.
+    """
+    tp = axis_size(TP)
+    size = inputs[0].shape[SEQUENCE_DIM] // tp
+    half = kernels[0].shape[-1] // 2
+    factors = _as_one_factor(kernels, 0)
+    low_factors = jax.tree.map(lambda w: w[..., :half], factors)
+    high_factors = jax.tree.map(lambda w: w[..., half:], factors)
+    low_sum = None
+    high_sum = None
+    grad_w = None
+    for turn in range(1, tp + 1):
+        start = _part_start(turn, size)
+        arrived, low_sum, grad_w, start = _begin_turn(high_sum, low_sum, grad_w, start)
+        part = _as_one_factor([_part(x, start, size) for x in inputs], -1)
+        low_sum = _plus_products(low_sum, part, low_factors, dtype)
+        if kept_parts:
+            grad_w = _plus_kernel_gradient(grad_w, kept_parts[turn % tp], grads, start)
+        high_sum, part, low_sum, grad_w = in_turn(arrived, part, low_sum, grad_w)
+
+        sending = low_sum if turn < tp else None
+        arrived, high_sum, part, ws = _begin_turn(sending, high_sum, part, high_factors)
+        high_sum = _plus_products(high_sum, part, ws, dtype)
+        arrived, high_sum = in_turn(arrived, high_sum)
+        low_sum = arrived if turn < tp else low_sum
+    return jnp.concatenate([low_sum, high_sum], -1), grad_w  # type: ignore[list-item]
 
 
 def _scatter_forward(inputs: tuple[Any, ...], kernels: tuple[Any, ...]) -> tuple[Array, object]:
-    needs_grad = NeedsGrad(*(tuple(map(perturbed, args)) for args in (inputs, kernels)))
-    inputs, kernels = unwrapped((inputs, kernels))
-    saved = tuple(
-        value_of(x) if trained else None
-        for x, trained in zip(inputs, needs_grad.kernels, strict=True)
-    )
+    needs_grad = NeedsGrad(tuple(map(perturbed, inputs)), tuple(map(perturbed, kernels)))
+    inputs = unwrapped(inputs)
+    kernels = unwrapped(kernels)
+    saved = []
+    for x, is_trained in zip(inputs, needs_grad.kernels, strict=True):
+        saved.append(value_of(x) if is_trained else None)
     return matmul_scatter.fun(inputs, kernels), (saved, tuple(map(value_of, kernels)), needs_grad)
 
 
 def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[object, ...], tuple[object, ...]]:
     inputs, kernels, needs_grad = residuals
-    moving = [i for i, needed in enumerate(needs_grad.inputs) if needed]
-    trained = [i for i, needed in enumerate(needs_grad.kernels) if needed]
-
-    def visit(sums: Sums, part: Array, at: Array) -> tuple[list[Array], Sums]:
-        size = part.shape[SEQUENCE_DIM]
-        found = [product(*input_gradient(part, kernels[i]), part.dtype) for i in moving]
-        return found, _added(
-            sums, [_kernel_gradient(_part(inputs[i], at, size), part) for i in trained]
+    tp = axis_size(TP)
+    size = grad.shape[SEQUENCE_DIM]
+    needed = [i for i, is_needed in enumerate(needs_grad.inputs) if is_needed]
+    trained = [i for i, is_trained in enumerate(needs_grad.kernels) if is_trained]
+    sums: list[Array] = []
+    products_by_turn = []
+    part = grad
+    for turn in range(tp):
+        arrived, sums, part, start = _begin_gather_turn(turn, part, sums)
+        products = [product(*input_gradient(part, kernels[i]), part.dtype) for i in needed]
+        sums = _plus_each(
+            sums, [_kernel_gradient(_part(inputs[i], start, size), part) for i in trained]
         )
-
-    _, ys, sums = _ring_gather(grad, visit)
-    grad_inputs = dict(zip(moving, ys, strict=True))
-    # Both are in 8 bits, or neither is.
-    each = tuple(gradient_of(w, grad_inputs.get(i)) for i, w in enumerate(kernels))
-    return each, _cast_kernel_grads(sums, trained, kernels, grad.dtype)
+        part, products, sums = in_turn(arrived, products, sums)
+        products_by_turn.append(products)
+    input_grads = dict(zip(needed, _in_order(products_by_turn), strict=True))
+    # An input is in 8 bits if its kernel is.
+    wrapped = tuple(gradient_of(w, input_grads.get(i)) for i, w in enumerate(kernels))
+    return wrapped, _as_kernels(sums, trained, kernels, grad.dtype)
 
 
 gather_matmul.defvjp(_gather_forward, _gather_backward, symbolic_zeros=True)
 matmul_scatter.defvjp(_scatter_forward, _scatter_backward, symbolic_zeros=True)
+
+
+# The ring of an MLP: a part of the input gathers, and the partial sum of its results follows one
+# turn later. Part 0 goes around:
+#
+#     turn    device 0          device 1           device 2           device 3
+#        0    hidden, waits     .                  .                  .
+#        1    .                 hidden, sum 0      .                  .
+#        2    .                 .                  hidden, + sum 0    .
+#        3    .                 .                  .                  hidden, + sum 0
+#        4    + sum 0           .                  .                  .
+#
+# Sums move while hidden features are computed, and inputs while those are multiplied by `rows`.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -252,81 +252,157 @@ def ring_mlp(hidden: Callable[[Array], Array], x: Array, columns: Array, rows: A
 
     `x` and the result are `[b, T/tp, ..., D]`; `hidden` sees each token alone.
     """
-    return _accompany(lambda x: (hidden(x @ columns), None), lambda h: h @ rows, lambda *_: [], x)[
-        0
-    ]
+
+    def compute_features(sending: Array | None, part: Array) -> tuple[Array, Array]:
+        arrived, part = _begin_turn(sending, part)
+        return in_turn(arrived, hidden(part @ columns))
+
+    tp = axis_size(TP)
+    part, own_features = compute_features(x, x)
+    partial_sum = None
+    for turn in range(1, tp):
+        arrived_sum, features = compute_features(partial_sum, part)
+        sending = _unless_last(turn, part)
+        part, partial_sum = _add_product(sending, arrived_sum, features, rows)
+    return operator.add(*_add_product(partial_sum, None, own_features, rows))
 
 
-def _mlp_forward(hidden: Callable[[Array], Array], *args: Any) -> tuple[Array, object]:
-    return ring_mlp.fun(hidden, *unwrapped(args)), (
-        unwrapped(args),
-        NeedsGrad((), tuple(map(perturbed, args[1:]))),
-    )
+def _add_product(
+    sending: Array | None, total: Array | None, features: Array, kernel: Array
+) -> tuple[Array, Array]:
+    """Returns what arrived, and a partial sum plus a product, computed while `sending` moves."""
+    arrived, total, features = _begin_turn(sending, total, features)
+    return in_turn(arrived, _plus(total, features @ kernel))
+
+
+def _mlp_forward(hidden: Callable[[Array], Array], *args: object) -> tuple[Array, object]:
+    needs_grad = NeedsGrad((), tuple(map(perturbed, args[1:])))
+    return ring_mlp.fun(hidden, *unwrapped(args)), (unwrapped(args), needs_grad)
 
 
 def _mlp_backward(
     hidden: Callable[[Array], Array], residuals: Any, grad: Array
 ) -> tuple[object, ...]:
     (x, columns, rows), needs_grad = residuals
+    trained = [i for i, is_trained in enumerate(needs_grad.kernels) if is_trained]
 
-    def work(x: Array, grad: Array) -> tuple[Array, Array]:
-        h, transpose = jax.vjp(hidden, x @ columns)
-        return transpose(grad @ rows.T)[0], h
+    def compute_gradients(sending: Array | None, x: Array, grad: Array) -> tuple[Array, ...]:
+        """Returns what arrived, the gradient of the columns' product, and hidden features."""
+        arrived, x, grad = _begin_turn(sending, x, grad)
+        features, transpose = jax.vjp(hidden, x @ columns)
+        return in_turn(arrived, transpose(grad @ rows.T)[0], features)
 
-    def weigh(sums: Sums, grad_y: Array, h: Array, x: Array, grad: Array) -> Sums:
-        pairs = (x, grad_y), (h, grad)
-        return _added(sums, [_kernel_gradient(*pairs[i]) for i in trained])
+    def add_kernel_gradients(
+        sending: Array | None, sums: list[Array], grad_y: Array, *operands: Array
+    ) -> tuple[Array, list[Array], Array]:
+        """Returns what arrived, the sums, and `grad_y`, which waits: operands of sums are freed."""
+        arrived, sums, grad_y, features, x, grad = _begin_turn(sending, sums, grad_y, *operands)
+        pairs = ((x, grad_y), (features, grad))
+        sums = _plus_each(sums, [_kernel_gradient(*pairs[i]) for i in trained])
+        return in_turn(arrived, sums, grad_y)
 
-    trained = [i for i, needed in enumerate(needs_grad.kernels) if needed]
-    grad_x, sums = _accompany(work, lambda grad_y: grad_y @ columns.T, weigh, x, grad)
-    return grad_x, *_cast_kernel_grads(sums, trained, (columns, rows), grad.dtype)
+    tp = axis_size(TP)
+    # Turn 0 is for this device's part: the input leaves, then the gradient of the result.
+    arrived_x, own_grad_y, features = compute_gradients(x, x, grad)
+    arrived_grad, sums, own_grad_y = add_kernel_gradients(grad, [], own_grad_y, features, x, grad)
+    partial_sum = None
+    for turn in range(1, tp):
+        x = arrived_x
+        grad = arrived_grad
+        arrived_sum, grad_y, features = compute_gradients(partial_sum, x, grad)
+        sending = _unless_last(turn, grad)
+        arrived_grad, sums, grad_y = add_kernel_gradients(sending, sums, grad_y, features, x, grad)
+        sending = _unless_last(turn, x)
+        arrived_x, partial_sum = _add_product(sending, arrived_sum, grad_y, columns.T)
+    grad_x = operator.add(*_add_product(partial_sum, None, own_grad_y, columns.T))
+    return grad_x, *_as_kernels(sums, trained, (columns, rows), grad_x.dtype)
 
 
 ring_mlp.defvjp(_mlp_forward, _mlp_backward, symbolic_zeros=True)
 
 
-def _accompany(
-    work: Callable[..., tuple[Array, object]],
-    finish: Callable[[Array], Array],
-    weigh: Callable[..., Sums],
-    *parts: Array,
-) -> tuple[Array, Sums]:
-    # Returns this device's part of the sum over tp of `finish(found)`, where
-    # `found, kept = work(*parts)`, and the last of `sums = weigh(sums, found, kept, *parts)`. Parts
-    # go around, and sums over tp follow them: a sum begins on the device after its part's and ends
-    # at home, which computes `work` while its part leaves, and `finish` last.
-
-    def plus(before: Array | None, found: Array) -> Array:
-        return finish(found) if before is None else before + finish(found)
-
-    def weighed(sums: Sums, found: Array, *rest: object) -> tuple[Sums, Array]:
-        return weigh(sums, found, *rest), found  # `found` waits, so that `rest` is freed
-
-    tp = axis_size(TP)
-    total = None
-    first, (own, kept) = _beside(parts[0], work, *parts)
-    others, (sums, own) = _beside(parts[1:], weighed, Sums(), own, kept, *parts)
-    for number in range(1, tp):
-        parts = (first, *others)
-        moves = number < tp - 1
-        before, (found, kept) = _beside(total, work, *parts)
-        others, (sums, found) = _beside(
-            parts[1:] if moves else None, weighed, sums, found, kept, *parts
-        )
-        first, total = _beside(parts[0] if moves else None, plus, before, found)
-    return operator.add(*_beside(total, finish, own)), sums
+def _begin_turn(sending: object, *operands: object) -> Any:
+    """Sends an array to the next device; returns what arrives, and operands to multiply now."""
+    sending, *operands_now = in_turn(sending, *operands)
+    arriving = jax.tree.map(lambda array: permute(by_rows(array), TP), sending)
+    return arriving, *operands_now
 
 
-def _part(x: V, at: Array, size: int) -> V:
-    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, at, size, SEQUENCE_DIM), x)
+def _begin_gather_turn(turn: int, part: Value, sums: object = None) -> Any:
+    """Returns what arrives, `sums`, the part to multiply now, and where it begins."""
+    start = _part_start(turn, part.shape[SEQUENCE_DIM])
+    return _begin_turn(_unless_last(turn, part), sums, part, start)
+
+
+def _unless_last(turn: int, part: V) -> V | None:
+    """Returns a part that the next device needs, in every turn but the last."""
+    return part if turn < axis_size(TP) - 1 else None
+
+
+def _part_start(turn: int, size: int) -> Array:
+    """Returns where the part begins that this device has in a turn; parts have `size` tokens."""
+    return jnp.asarray((axis_index(TP) - turn) % axis_size(TP) * size)
+
+
+def _part(x: V, start: Array, size: int) -> V:
+    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size, SEQUENCE_DIM), x)
+
+
+def _in_order(results_by_turn: Sequence[Sequence[Array]]) -> list[Array]:
+    """Returns whole arrays `[b, T, ...]` of the results that a ring computed in each turn."""
+    size = axis_size(TP)
+    # In reverse, the turns of device d are the parts d + 1, d + 2, ..., d.
+    turned = [
+        jnp.concatenate(parts[::-1], SEQUENCE_DIM) for parts in zip(*results_by_turn, strict=True)
+    ]
+    return [
+        jnp.roll(y, _part_start(-1, y.shape[SEQUENCE_DIM] // size), SEQUENCE_DIM) for y in turned
+    ]
+
+
+def _as_one_factor(values: Sequence[Value], dim: int) -> Sequence[Value]:
+    """Concatenates factors, for one product instead of several, unless they are in 8 bits."""
+    if any(isinstance(value, Float8) for value in values):
+        return values
+    return [jnp.concatenate(values, dim)]  # type: ignore[arg-type]
+
+
+def _split(joined: Array, kernels: Sequence[Value]) -> list[Array]:
+    ends = [*accumulate(w.shape[-1] for w in kernels)]
+    return jnp.split(joined, ends[:-1], -1)
+
+
+def _plus(total: Array | None, array: Array) -> Array:
+    return array if total is None else total + array
+
+
+def _plus_each(totals: list[Array], arrays: list[Array]) -> list[Array]:
+    return [*map(operator.add, totals, arrays)] if totals else arrays
+
+
+def _plus_products(
+    total: Array | None, inputs: Sequence[Value], kernels: Sequence[Value], dtype: DTypeLike
+) -> Array:
+    products = [product(x, w, dtype) for x, w in zip(inputs, kernels, strict=True)]
+    return reduce(operator.add, products if total is None else [total, *products])
+
+
+def _plus_kernel_gradient(
+    total: Array | None, part: Value, grads: Sequence[Array], start: Array
+) -> Array:
+    """Adds the gradient of concatenated kernels, from the part of the sequence at `start`."""
+    size = part.shape[SEQUENCE_DIM]
+    joined = jnp.concatenate([_part(grad, start, size) for grad in grads], -1)
+    return _plus(total, _kernel_gradient(part, joined))
 
 
 def _kernel_gradient(x: Value, grad: Array) -> Array:
     return kernel_gradient(x, grad, jnp.promote_types(grad.dtype, jnp.float32))
 
 
-def _cast_kernel_grads(
-    sums: Sums, at: Sequence[int], kernels: Sequence[Value], dtype: DTypeLike
+def _as_kernels(
+    grads: Sequence[Array], trained: Sequence[int], kernels: Sequence[Value], dtype: DTypeLike
 ) -> tuple[object, ...]:
-    by_index = {i: total.astype(dtype) for i, total in zip(at, sums, strict=True)}
+    """Returns a gradient for each kernel, rounded to `dtype`; None if it is not trained."""
+    by_index = {i: grad.astype(dtype) for i, grad in zip(trained, grads, strict=True)}
     return tuple(gradient_of(w, by_index.get(i)) for i, w in enumerate(kernels))

@@ -6,6 +6,7 @@ on any tp. `checkpoint/logical.py` and `train/sharded_optimizer.py` remove the p
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Integral
 from typing import Any, Literal
 
@@ -18,19 +19,17 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxtp.collectives import (
-    Float8,
-    Quantised,
     WeightDtypes,
     WeightLayout,
     all_reduce,
     axis_size,
     check_divides,
     device_view,
-    load_float8,
     load_weight,
 )
 from jaxtp.config.hints import by_dotted_path
 from jaxtp.config.schema import Count
+from jaxtp.layers.float8 import Float8, load_dequantised
 from jaxtp.mesh import TOKENS, TP, axes_of, current_mesh
 
 # A layer's parameters by the path of the attribute that holds them, such as `kernels.0`
@@ -79,8 +78,8 @@ class Precision:
     '*.mlp.*|*.attention.out'."""
 
     matmul_least: Count = 2048
-    """Least number of input features, and of all output features together, of a layer that matmul
-    applies to. Each is a multiple of 16; 1 takes layers of any size."""
+    """Minimum number of input features, and of output features in total, for matmul to apply to a
+    layer. Each must be a multiple of 16; with 1 layers may have any size."""
 
     def sum_dtype(self, param: DTypeLike) -> jnp.dtype:
         """Returns the dtype in which gradients accumulate over micro-batches."""
@@ -94,16 +93,12 @@ class Precision:
         accumulate: DType | None = None,
         **layout: Any,
     ) -> Array:
-        """Calls `load_weight`; gradients of the weight's uses accumulate in `accumulate`."""
+        """Loads a weight; gradients of its uses accumulate in `accumulate`."""
         dtypes = WeightDtypes(self.compute, self.reduce, accumulate or self.compute)
-        return load_weight(shard, dtypes, WeightLayout(fsdp_dim=fsdp_dim, **layout))
-
-    def load_float8(
-        self, shard: Array | Float8, fsdp_dim: int, *axes: str, **layout: Any
-    ) -> Quantised:
-        """Calls `load_float8`: a kernel whose input features the mesh axes `axes` split."""
-        dtypes = WeightDtypes(self.compute, self.reduce, self.compute)
-        return load_float8(shard, dtypes, WeightLayout(fsdp_dim=fsdp_dim, **layout), axes)
+        weight_layout = WeightLayout(fsdp_dim=fsdp_dim, **layout)
+        if isinstance(shard, Float8):
+            return load_dequantised(shard, dtypes, weight_layout)
+        return load_weight(shard, dtypes, weight_layout)
 
 
 @dataclass(frozen=True)
@@ -159,7 +154,8 @@ class FrozenParam(Variable):
     """
 
 
-PARAMETERS = (nnx.Param, FrozenParam)  # filter of all parameters, trained or not
+# Filter of all parameters, trained or not
+PARAMETERS = (nnx.Param, FrozenParam)
 
 Padding = tuple[tuple[int, PaddedDim], ...]
 """The dims of an array that are padded, counted from the last one: -1, -2, ..."""
@@ -178,7 +174,8 @@ def parameter(
     `value` has no padding; `name` is for errors.
     """
     value = pad(value, padding, axis_size(TP))
-    check_divides(name, value.shape, spec)  # JAX would silently replicate
+    # JAX would silently replicate.
+    check_divides(name, value.shape, spec)
     # The spec has one entry per dim: `spec_of` counts them.
     spec = PartitionSpec(*spec, *(None,) * (value.ndim - len(spec)))
     padded = tuple((dim, split) for dim, split in padding if not isinstance(split, ExactDim))
@@ -197,7 +194,8 @@ def padding_of(variable: Variable) -> Padding:
 
 def logical_shape(variable: Variable) -> tuple[int, ...]:
     """Returns the shape without padding, equal on every mesh."""
-    shape = list(variable.get_raw_value().shape)  # not `shape`, which copies the value's tree
+    # Not `shape`, which copies the value's tree.
+    shape = list(variable.get_raw_value().shape)
     for dim, split in padding_of(variable):
         shape[dim] = split.size
     return tuple(shape)
@@ -206,49 +204,52 @@ def logical_shape(variable: Variable) -> tuple[int, ...]:
 def pad(array: Any, padding: Padding, tp: int) -> Any:
     """Pads a JAX or NumPy array with zeros, as stored on tp devices."""
     for dim, split in padding:
-        stored = split.stored(tp)
-        if stored != split.factors:
-            axis = array.ndim + dim
-            widths = [(0, 0)] * axis + [
-                (0, more - less) for less, more in zip(split.factors, stored, strict=True)
-            ]
-            factored = array.reshape(*array.shape[:axis], *split.factors, *array.shape[axis + 1 :])
-            library = np if isinstance(array, np.ndarray) else jnp
-            zeros = library.pad(factored, widths + [(0, 0)] * (-dim - 1))
-            array = zeros.reshape(*array.shape[:axis], split.padded(tp), *array.shape[axis + 1 :])
+        array = _resize(array, dim, split.factors, split.stored(tp))
     return array
 
 
 def unpad(array: Any, padding: Padding, tp: int) -> Any:
     """Removes the padding of tp devices from a JAX or NumPy array."""
     for dim, split in padding:
-        stored = split.stored(tp)
-        if stored != split.factors:
-            axis = array.ndim + dim
-            factored = array.reshape(*array.shape[:axis], *stored, *array.shape[axis + 1 :])
-            unpadded = factored[
-                (slice(None),) * axis + tuple(slice(size) for size in split.factors)
-            ]
-            array = unpadded.reshape(*array.shape[:axis], split.size, *array.shape[axis + 1 :])
+        array = _resize(array, dim, split.stored(tp), split.factors)
     return array
+
+
+def _resize(array: Any, dim: int, factors: tuple[int, ...], resized: tuple[int, ...]) -> Any:
+    """Pads or cuts each factor of a dim, which is counted from the last dim."""
+    if factors == resized:
+        return array
+    axis = array.ndim + dim
+    before = array.shape[:axis]
+    after = array.shape[axis + 1 :]
+    factored = array.reshape(*before, *factors, *after)
+    if math.prod(resized) > math.prod(factors):
+        library = np if isinstance(array, np.ndarray) else jnp
+        growth = [(0, more - less) for less, more in zip(factors, resized, strict=True)]
+        factored = library.pad(factored, [(0, 0)] * axis + growth + [(0, 0)] * len(after))
+    else:
+        factored = factored[(slice(None),) * axis + tuple(map(slice, resized))]
+    return factored.reshape(*before, math.prod(resized), *after)
 
 
 def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, PartitionSpec]]:
     """Returns modules' parameters and specs by name, for `device_view`.
 
-    A kernel in 8 bits is a `Float8` of each.
+    The shard and the spec of a kernel in 8 bits are a `Float8` each.
     """
-    parameters = (
-        item for module in modules for item in nnx.to_flat_state(nnx.state(module, PARAMETERS))
+    parameters = chain.from_iterable(
+        nnx.to_flat_state(nnx.state(module, PARAMETERS)) for module in modules
     )
     weights: Weights = {}
     specs: dict[str, PartitionSpec] = {}
     for name, variable in by_dotted_path(parameters).items():
         weights[name] = jnp.asarray(variable[...])
         specs[name] = spec_of(variable)
-    for kernel in [name.removesuffix(".bits") for name in weights if name.endswith(".bits")]:
-        for found in (weights, specs):
-            found[kernel] = Float8(*(found.pop(f"{kernel}.{field}") for field in Float8._fields))  # type: ignore[arg-type, assignment]
+    for name in list(weights):
+        kernel, _, field = name.rpartition(".")
+        if field == "bits":
+            for arrays in (weights, specs):
+                arrays[kernel] = Float8(arrays.pop(name), arrays.pop(f"{kernel}.scale"))  # type: ignore[arg-type, assignment]
     return weights, specs
 
 
@@ -285,8 +286,8 @@ def mark_unreduced(params: nnx.State) -> nnx.State:
     def mark(param: Variable) -> Variable:
         if not (axes := _replica_axes(param)):
             return param
-        *others, last = spec = spec_of(param)
-        side_by_side = PartitionSpec(*others, (*axes_of(last), *axes))
+        *leading, last = spec = spec_of(param)
+        side_by_side = PartitionSpec(*leading, (*axes_of(last), *axes))
         view = device_view(lambda shard: shard, GRADIENTS, in_specs=(spec,), out_specs=side_by_side)
         return param.copy(view(param[...]), out_sharding=side_by_side)
 
@@ -309,9 +310,10 @@ def sum_over_replicas(grads: nnx.State, params: nnx.State, dtype: DTypeLike) -> 
 
 
 def _replica_axes(param: Variable) -> tuple[str, ...]:
-    if not param.get_metadata().get(_LOADED):  # a Flax layer's, which sees global arrays
+    # A Flax layer has no such parameters: it sees global arrays.
+    if not param.get_metadata().get(_LOADED):
         return ()
-    split = {axis for entry in spec_of(param) for axis in axes_of(entry)}
+    split = set(chain.from_iterable(map(axes_of, spec_of(param))))
     return tuple(axis for axis in TOKENS if axis not in split and axis_size(axis) > 1)
 
 

@@ -51,6 +51,7 @@ from jaxtp.layers.linear import (
     ColumnParallelLinear,
     LayerContext,
     RowParallelLinear,
+    Schedule,
     matmul_obstacle,
     mx_obstacle,
 )
@@ -335,26 +336,25 @@ class ModelConfig(BlockConfig, DecoderSizes):
 
     def branches(self, block: BlockConfig, rngs: nnx.Rngs) -> dict[str, Branch]:
         """Returns a block's branches, in order."""
-        # Rings need each layer's own collectives, experts and latents have others, and dropout is
-        # of each branch.
-        others = block.num_experts or block.kv_rank or self.dropout
-        joined = block.norm_placement == "parallel" and self.overlap == "none" and not others
-        recomputed = self.remat not in ("none", "save_dots")
-        fused = recomputed and not (
-            block.norm_placement in ("after", "both") and self.remat in ("full", "offload")
-        )
-        context = replace(self.layer_context, joined=joined, recomputed=recomputed, fused=fused)
+        context = replace(self.layer_context, schedule=self._schedule(block))
         attention: Callable[..., Branch] = LatentAttention if block.kv_rank else CausalSelfAttention
         attention = GatedDeltaNet if block.delta_value_heads else attention
         mlp: Callable[..., Branch] = MixtureOfExperts if block.num_experts else MLP
         mlp = partial(ExpertsBesideMLP, norm=block) if block.dense_mlp else mlp
-        branches: dict[str, Branch] = {
+        return {
             "attention": attention(self.d_model, block, context, norm=block, rngs=rngs),
             "mlp": mlp(self.d_model, block, context, rngs=rngs),
         }
-        for branch in branches.values():
-            branch.joined = joined
-        return branches
+
+    def _schedule(self, block: BlockConfig) -> Schedule:
+        recomputed = self.remat not in ("none", "save_dots")
+        # The norm after an MLP reads its output in the backward pass, unless that was saved.
+        is_read = block.norm_placement in ("after", "both") and self.remat in ("full", "offload")
+        # Rings need each layer's own collectives, experts and latents have collectives of their
+        # own, and dropout acts on each branch.
+        separate = self.overlap == "ring" or block.num_experts or block.kv_rank or self.dropout
+        joined = block.norm_placement == "parallel" and not separate
+        return Schedule(joined=joined, recomputed=recomputed, fused_mlp=recomputed and not is_read)
 
     def zigzag(self, shape: LocalShape) -> bool:
         """Returns whether a layer needs zigzag order."""

@@ -18,7 +18,6 @@ from jaxtp.config.console import Display, size_text
 from jaxtp.data.samples import Data
 from jaxtp.layers.kernels import grouped
 from jaxtp.layers.kernels.select import architecture_of, pick_scan
-from jaxtp.layers.overlap import is_ring
 from jaxtp.layers.parameter import logical_shape, spec_of
 from jaxtp.layers.sequence_parallel import is_split
 from jaxtp.mesh import BATCH, CP, SEQUENCE, TP, axes_of, batch_parts, describe_mesh, mesh_sizes
@@ -329,9 +328,7 @@ def describe_overlap(config: TrainConfig, mesh: Mapping[str, int]) -> str | None
     tp = mesh[TP]
     if config.model.overlap == "none":
         return None
-    if is_ring(
-        config.model.overlap, tp, split=is_split(config.model.sequence_parallel, length, mesh)
-    ):
+    if tp > 1 and is_split(config.model.sequence_parallel, length, mesh):
         return f"rings of tp {tp}: a part of a sequence moves while another is multiplied"
     parts_of = describe_mesh(mesh, [axis for axis in SEQUENCE if mesh[axis] > 1])
     why = (

@@ -112,7 +112,8 @@ GIVEN = {
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_of_a_file_are_shown(name, folder, capsys):
     """In the refusal, and before the code runs with consent of each kind."""
-    words = write(folder / "mine.yaml", {name: "evil.py:code", ARGUMENTS[name]: GIVEN})
+    file = folder / "mine.yaml"
+    words = write(file, {name: "evil.py:code", ARGUMENTS[name]: GIVEN})
     flag = f"--{ARGUMENTS[name].replace('_', '-')}"
     shown = [f"{flag}.{each}" for each in SHOWN]
     lines = "\n  ".join([f"--{name} evil.py:code", *shown])
@@ -122,11 +123,11 @@ def test_arguments_of_a_file_are_shown(name, folder, capsys):
     listed = ", ".join(shown)
     assert (
         capsys.readouterr().err
-        == f"{words[1]} names code that runs: --{name} evil.py:code, {listed}\n"
+        == f"{file} names code that runs: --{name} evil.py:code, {listed}\n"
     )
     same, _ = TRAIN.load([*words, f"--{name}", "evil.py:code"])
-    assert capsys.readouterr().err == f"{words[1]} has arguments of code that runs: {listed}\n"
-    words = write(folder / "mine.yaml", {})
+    assert capsys.readouterr().err == f"{file} has arguments of code that runs: {listed}\n"
+    words = write(file, {})
     given = [word for each in shown for word in shlex.split(each)]
     assert TRAIN.load([*words, f"--{name}", "evil.py:code", *given])[0] == same
     assert capsys.readouterr().err == ""

@@ -27,11 +27,11 @@ from jaxtp.collectives import (
     axis_size,
     batch_spec,
     device_view,
-    enter_float8,
     load_weight,
     vary,
 )
-from jaxtp.layers import latent_attention, linear, loss
+from jaxtp.layers import latent_attention, loss, transport
+from jaxtp.layers.float8 import enter_float8
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from jaxtp.layers.lora import LoraConfig
@@ -462,7 +462,7 @@ def test_transformer_engine_74_devices_read_gathered_float8_by_its_own_scales(mo
         scales = [x.array.scale] * axis_size(TP)
         return entered._replace(array=entered.array._replace(scale=jnp.concatenate(scales, axis=1)))
 
-    monkeypatch.setattr(linear, "enter_float8", by_the_readers_scale)
+    monkeypatch.setattr(transport, "enter_float8", by_the_readers_scale)
     assert gathered_in_float8() > WRONG
 
 

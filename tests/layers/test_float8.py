@@ -28,9 +28,9 @@ from variants import variant, variants
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables, replace_arrays
-from jaxtp.collectives import Float8
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.loader import abstract_batch
+from jaxtp.layers.float8 import Float8
 from jaxtp.layers.lora import LoraConfig, float8_kernels, freeze_as
 from jaxtp.mesh import mesh_of
 from jaxtp.train.config import TrainConfig

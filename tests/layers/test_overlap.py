@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 from support import assert_close, swept, use_mesh
 
 from jaxtp.analysis.census import count_collectives
-from jaxtp.layers.linear import enter_matmul, leave_matmul
 from jaxtp.layers.overlap import gather_matmul, ring_mlp
 from jaxtp.layers.sequence_parallel import SEQUENCE_DIM
+from jaxtp.layers.transport import Gather, Ring
 from jaxtp.mesh import mesh_sizes
 
 D = 6
@@ -41,9 +41,10 @@ def pair(overlap):
     """
 
     def body(given):
-        a, b = enter_matmul(given["x"], [given["in 0"], given["in 1"]], SEQUENCE_DIM, overlap)
-        return leave_matmul(
-            [jnp.tanh(a), jnp.sin(b)], [given["out 0"], given["out 1"]], SEQUENCE_DIM, overlap
+        transport = {"none": Gather(), "ring": Ring()}[overlap]
+        a, b = transport.enter(given["x"], [given["in 0"], given["in 1"]], SEQUENCE_DIM)
+        return transport.leave(
+            [jnp.tanh(a), jnp.sin(b)], [given["out 0"], given["out 1"]], SEQUENCE_DIM
         )
 
     specs = {name: P("tp") if name.startswith("out") else SPLIT for name in arrays(1)}
@@ -102,7 +103,7 @@ def test_an_unused_output_of_a_ring_has_no_gradient():
         project = (
             partial(gather_matmul, False)
             if ring
-            else partial(enter_matmul, sequence=SEQUENCE_DIM, overlap="none")
+            else partial(Gather().enter, sequence_dim=SEQUENCE_DIM)
         )
         ys = jax.shard_map(
             project, in_specs=(SPLIT, (SPLIT, SPLIT)), out_specs=(P(None, None, "tp"),) * 2

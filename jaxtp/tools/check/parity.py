@@ -17,9 +17,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxtp.analysis.audit import audit
 from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
-from jaxtp.collectives import Float8, batch_spec
+from jaxtp.collectives import batch_spec
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.layers.context import to_natural
+from jaxtp.layers.float8 import Float8
 from jaxtp.layers.lora import float8_kernels
 from jaxtp.mesh import CP, make_mesh, mesh_of
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case, on_case

@@ -1,0 +1,177 @@
+"""Products of a layer's operands: an activation and a kernel, each an array or in 8 bits.
+
+An operand says how it is multiplied, so layers have no modes. `as_operand` and `load_kernel` make
+the operands of a layer, and `multiply` multiplies them, with hand-written gradients where autodiff
+would save or multiply something else.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from jaxtp import compiler_hints
+from jaxtp.collectives import WeightDtypes, WeightLayout, axis_size, vary_like
+from jaxtp.layers.float8 import (
+    FLOAT8,
+    Float8,
+    Quantised,
+    kernel_gradient,
+    load_float8,
+    tokens_in_float8,
+)
+from jaxtp.layers.mxfp8 import mx_matmul
+from jaxtp.layers.parameter import Matmul, Precision
+from jaxtp.mesh import STORAGE, TP
+
+
+class BlockScaled(NamedTuple):
+    """A kernel `[in, out]` that is multiplied in MXFP8."""
+
+    kernel: Array
+
+
+Operand = Array | Quantised
+Kernel = Operand | BlockScaled
+# An operand without its gradient
+Value = Array | Float8
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class NeedsGrad:
+    """Which arguments of a product need a gradient."""
+
+    inputs: tuple[bool, ...]
+    kernels: tuple[bool, ...]
+
+
+def as_operand(x: Array, matmul: Matmul, *axes: str) -> Operand:
+    """Returns an activation as an operand of a layer; the mesh axes `axes` split its features."""
+    return tokens_in_float8(x, *axes) if matmul == "float8" else x
+
+
+def load_kernel(
+    precision: Precision,
+    matmul: Matmul,
+    shard: Array | Float8,
+    fsdp_dim: int,
+    axes: tuple[str, ...],
+    **layout: Any,
+) -> Kernel:
+    """Loads a kernel as an operand of a layer; the mesh axes `axes` split its input features."""
+    if matmul == "float8":
+        dtypes = WeightDtypes(precision.compute, precision.reduce, precision.compute)
+        return load_float8(shard, dtypes, WeightLayout(fsdp_dim=fsdp_dim, **layout), axes)
+    kernel = precision.load(shard, fsdp_dim, **layout)
+    return BlockScaled(kernel) if matmul == "mxfp8" else kernel
+
+
+def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
+    """Returns `x @ w`, in the dtype of the kernel.
+
+    The mesh axes `axes` split the output features.
+    """
+    if isinstance(w, BlockScaled):
+        return mx_matmul(x.astype(w.kernel.dtype), w.kernel)
+    if isinstance(x, Quantised) and isinstance(w, Quantised):
+        return _multiply(x, w, axes)
+    x = x.astype(w.dtype)
+    w = w.astype(w.dtype)
+    if axis_size(TP) > 1 or axis_size(*STORAGE) == 1:
+        return compiler_hints.matmul(x, w)
+    return _multiply(vary_like(x, w), vary_like(w, x), axes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _multiply(x: Operand, w: Operand, axes: tuple[str, ...]) -> Array:
+    return product(value_of(x), value_of(w), x.dtype)
+
+
+def _multiply_forward(
+    x: object, w: object, axes: tuple[str, ...]
+) -> tuple[Array, tuple[Value | None, Value | None]]:
+    y = _multiply.fun(unwrapped(x), unwrapped(w), axes)
+    # What a gradient needs is its only residual: x for the gradient of w, w for the gradient of x.
+    saved_x = value_of(unwrapped(x)) if perturbed(w) else None
+    saved_w = value_of(unwrapped(w)) if perturbed(x) else None
+    return y, (saved_x, saved_w)
+
+
+def _multiply_backward(
+    axes: tuple[str, ...], residuals: tuple[Value | None, Value | None], grad: Array
+) -> tuple[object, object]:
+    x, w = residuals
+    in_8_bits = isinstance(x, Float8) or isinstance(w, Float8)
+    if isinstance(x, Array):
+        x, grad = compiler_hints.product_apart(x, grad)
+    grad_x = None if w is None else product(*input_gradient(grad, w, *axes), grad.dtype)
+    grad_w = None if x is None else kernel_gradient(x, grad, grad.dtype)
+    if in_8_bits:
+        return Quantised.gradient(grad_x), Quantised.gradient(grad_w)
+    return compiler_hints.kernel_gradient_first(grad_x, grad_w)
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward, symbolic_zeros=True)
+
+
+def product(x: Value, w: Value, dtype: DTypeLike) -> Array:
+    """Returns `x @ w` in the compute dtype.
+
+    A `w` in float8 needs an `x` in float8, and is multiplied in it.
+    """
+    if not isinstance(w, Float8):
+        return x.astype(dtype) @ w
+    assert isinstance(x, Float8)
+    # Without HIGHEST, cuBLAS sums float8 in fewer bits than float32 has. The sum is not written in
+    # float32: no kernel applies scales that the same program computes, so it would be read once
+    # more. Sums of float8 can exceed float16.
+    result = jnp.float32 if dtype == jnp.float16 else dtype
+    with jax.named_scope(FLOAT8):
+        dims = (((len(x.shape) - 1,), (0,)), ((), ()))
+        y: Array = lax.dot_general(
+            x.numbers,
+            w.numbers,
+            dims,
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=result,
+        )
+    return (y.astype(jnp.float32) * x.scale * w.scale[0]).astype(dtype)
+
+
+def input_gradient(grad: Array, w: Value, *axes: str) -> tuple[Value, Value]:
+    """Returns the operands of the gradient of `x` in `x @ w`.
+
+    The mesh axes `axes` split the output features.
+    """
+    if not isinstance(w, Float8):
+        return grad, w.T
+    scaled = Float8.of(grad.astype(jnp.float32) * w.scale[0], dim=-1, axes=axes)
+    return scaled, Float8(w.bits.T, jnp.ones((1, w.shape[0])))
+
+
+def unwrapped(operands: object) -> Any:
+    """Returns the values of arguments."""
+    return jax.tree.map(lambda leaf: leaf.value, operands)
+
+
+def perturbed(operand: object) -> bool:
+    """Returns whether an argument needs a gradient."""
+    leaf: Any = operand.carrier if isinstance(operand, Quantised) else operand
+    return bool(leaf.perturbed)
+
+
+def value_of(operand: Kernel) -> Value:
+    """Returns an operand without its carrier: a residual, or what a ring sends."""
+    if isinstance(operand, BlockScaled):
+        raise NotImplementedError("MXFP8 has no rings")
+    return operand.array if isinstance(operand, Quantised) else operand
+
+
+def gradient_of(value: Value, grad: Array | None) -> object:
+    """Returns a gradient in the structure of its operand."""
+    return Quantised.gradient(grad) if isinstance(value, Float8) else grad

@@ -1,0 +1,131 @@
+"""How the activations of a column and a row layer travel between the devices of a tp group.
+
+A column layer brings its input to the whole group and multiplies, a row layer multiplies and sums
+over the group. A layer chooses one of three ways when it is constructed:
+
+    Gather   all-gathers before the products and reduce-scatters after them; without sequence
+             parallelism it all-reduces.
+    Ring     under sequence parallelism multiplies each part of the sequence while another part
+             moves (`overlap.py`).
+    Joined   only multiplies: the block has gathered the input for all its branches, and reduces the
+             sum of their outputs.
+
+In the methods, `sequence_dim` is the dim of activations that tp splits outside of the layers, if
+any, and b is `B/(dp*fsdp)`.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import ClassVar
+
+import jax
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtp.collectives import GATHERED, REDUCED, axis_size, enter_parallel, leave_parallel
+from jaxtp.compiler_hints import inputs_of_separate_products, sequence_first
+from jaxtp.layers.float8 import Quantised, enter_float8
+from jaxtp.layers.overlap import gather_matmul, matmul_scatter
+from jaxtp.layers.products import Kernel, Operand, multiply
+from jaxtp.mesh import TP
+
+
+@dataclass(frozen=True)
+class Gather:
+    """All-gathers before the products, and reduce-scatters or all-reduces after them."""
+
+    joined: ClassVar[bool] = False
+    """Whether activations are `[B, T, tp * D]` outside of the layers, split over tp: inputs of
+    column layers come gathered, and outputs of row layers are summands."""
+
+    def is_ring(self, tp: int, *, split: bool) -> bool:
+        """Returns whether rings run on tp devices; `split`: tp splits the sequence."""
+        return False
+
+    def enter(
+        self, x: Operand, kernels: Sequence[Kernel], sequence_dim: int | None
+    ) -> tuple[Array, ...]:
+        """Multiplies an activation by this device's columns of each kernel.
+
+        The activation is `[b, T/tp, D]` or `[b, T, D]`, a result `[b, T, F_i/tp]`.
+        """
+        gathered = self._gather(x, sequence_dim)
+        return _multiply_each(gathered, kernels, sequence_dim)
+
+    def leave(
+        self, inputs: Sequence[Operand], kernels: Sequence[Kernel], sequence_dim: int | None
+    ) -> Array:
+        """Returns the sum of `inputs[i] @ kernels[i]` over i and tp.
+
+        Kernels are this device's rows. Inputs are `[b, T, F_i/tp]`, the result `[b, T/tp, D]` or
+        `[b, T, D]`.
+        """
+        products = map(multiply, sequence_first(inputs, sequence_dim), kernels)
+        summand = sequence_first(reduce(operator.add, products), sequence_dim)
+        return self._reduce(summand, sequence_dim)
+
+    def _gather(self, x: Operand, sequence_dim: int | None) -> Operand:
+        if isinstance(x, Quantised):
+            return enter_float8(x, sequence_dim)
+        return enter_parallel(x, sequence_dim)
+
+    def _reduce(self, summand: Array, sequence_dim: int | None) -> Array:
+        return leave_parallel(summand, sequence_dim)
+
+
+@dataclass(frozen=True)
+class Joined(Gather):
+    """Only multiplies; the block communicates for all its branches."""
+
+    joined = True
+
+    def _gather(self, x: Operand, sequence_dim: int | None) -> Operand:
+        return x
+
+    def _reduce(self, summand: Array, sequence_dim: int | None) -> Array:
+        return summand
+
+
+@dataclass(frozen=True)
+class Ring(Gather):
+    """Overlaps products with communication under sequence parallelism, else as `Gather`."""
+
+    keep: bool = False
+    """As in `gather_matmul`: the backward pass computes column layers again, so their inputs' parts
+    are saved by the second forward pass."""
+
+    def is_ring(self, tp: int, *, split: bool) -> bool:
+        """See `Gather`."""
+        return split and tp > 1
+
+    def enter(
+        self, x: Operand, kernels: Sequence[Kernel], sequence_dim: int | None
+    ) -> tuple[Array, ...]:
+        """See `Gather`."""
+        if not self.is_ring(axis_size(TP), split=sequence_dim is not None):
+            return super().enter(x, kernels, sequence_dim)
+        shard = jax.tree.map(lambda array: checkpoint_name(array, GATHERED), x)
+        return gather_matmul(self.keep, shard, tuple(kernels))
+
+    def leave(
+        self, inputs: Sequence[Operand], kernels: Sequence[Kernel], sequence_dim: int | None
+    ) -> Array:
+        """See `Gather`."""
+        if not self.is_ring(axis_size(TP), split=sequence_dim is not None):
+            return super().leave(inputs, kernels, sequence_dim)
+        return checkpoint_name(matmul_scatter(tuple(inputs), tuple(kernels)), REDUCED)
+
+
+def _multiply_each(
+    x: Operand, kernels: Sequence[Kernel], sequence_dim: int | None
+) -> tuple[Array, ...]:
+    x = sequence_first(x, sequence_dim)
+    # Dequantised once; the products of all adapters read it.
+    plain = x.astype(x.dtype)
+    products = []
+    for kernel, separate in zip(kernels, inputs_of_separate_products(plain, kernels), strict=True):
+        y = multiply(x if isinstance(kernel, Quantised) else separate, kernel, TP)
+        products.append(sequence_first(y, sequence_dim))
+    return tuple(products)
