@@ -122,8 +122,7 @@ def test_arguments_of_a_file_are_shown(name, folder, capsys):
     TRAIN.load([*words, "--allow-code"])
     listed = ", ".join(shown)
     assert (
-        capsys.readouterr().err
-        == f"{file} names code that runs: --{name} evil.py:code, {listed}\n"
+        capsys.readouterr().err == f"{file} names code that runs: --{name} evil.py:code, {listed}\n"
     )
     same, _ = TRAIN.load([*words, f"--{name}", "evil.py:code"])
     assert capsys.readouterr().err == f"{file} has arguments of code that runs: {listed}\n"
