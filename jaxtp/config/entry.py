@@ -114,7 +114,7 @@ def shown(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def fail(program: str, error: Exception | str) -> int:
@@ -326,8 +326,8 @@ class Interrupt:
         self.received = signal.Signals(number).name
         if number == signal.SIGINT and self._at_start:
             raise InterruptError(self._at_start)
-        for each in self._before:
-            signal.signal(each, _SECOND_HANDLERS[each])
+        for signal_number in self._before:
+            signal.signal(signal_number, _SECOND_HANDLERS[signal_number])
         if number == signal.SIGINT and self._notice and os.isatty(2):
             with contextlib.suppress(OSError):
                 # A handler cannot use `sys.stderr`, which may be busy.
