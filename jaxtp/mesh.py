@@ -156,7 +156,8 @@ def gradient_sum_axes(*, stored_split: bool, used_by_all_tp: bool) -> tuple[str,
     `stored_split`: `STORAGE` splits a dim. `used_by_all_tp`: devices along tp use the weight on
     different tokens.
     """
-    return REPLICAS + (() if stored_split else STORAGE) + ((TP,) if used_by_all_tp else ())
+    axes = REPLICAS if stored_split else REPLICAS + STORAGE
+    return (*axes, TP) if used_by_all_tp else axes
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
@@ -197,7 +198,8 @@ def current_mesh() -> AbstractMesh | None:
 
 def check_axes(mesh: Mesh | AbstractMesh) -> None:
     """Raises a `MeshError` if a mesh lacks one of `AXES`."""
-    if missing := [axis for axis in AXES if axis not in mesh.axis_names]:
+    missing = [axis for axis in AXES if axis not in mesh.axis_names]
+    if missing:
         raise MeshError(f"the mesh has axes {mesh.axis_names} and lacks {missing}; {_MADE}")
 
 
@@ -231,14 +233,14 @@ def describe_mesh(sizes: Mapping[str, int], axes: Iterable[str] = AXES) -> str:
 
 def fitting_meshes(num_devices: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
     """Returns the sizes of every mesh of `num_devices`, sorted by the last axis first."""
-    *others, last = axes
-    if not others:
+    *slower_axes, last = axes
+    if not slower_axes:
         return [mesh_shape(**{last: num_devices})]
-    return [
-        {**mesh, last: n}
-        for n in divisors(num_devices)
-        for mesh in fitting_meshes(num_devices // n, others)
-    ]
+    meshes = []
+    for size in divisors(num_devices):
+        for mesh in fitting_meshes(num_devices // size, slower_axes):
+            meshes.append(mesh | {last: size})
+    return meshes
 
 
 def check_sizes(sizes: Mapping[str, int]) -> None:
@@ -298,7 +300,6 @@ def _list_meshes(num_devices: int, requested: Mapping[str, int]) -> str:
     """Lists meshes of `num_devices`, powers of two first, with cp only if requested."""
     axes = [axis for axis in AXES if axis not in CONTEXT or requested[axis] != 1]
     meshes = (tuple(sizes.values()) for sizes in fitting_meshes(num_devices, axes))
-    shapes = sorted(meshes, key=lambda shape: sum(size & (size - 1) > 0 for size in shape))
-    return ", ".join(map(str, shapes[:_MAX_LISTED])) + (
-        ", ..." if len(shapes) > _MAX_LISTED else ""
-    )
+    shapes = sorted(meshes, key=lambda shape: sum(size.bit_count() > 1 for size in shape))
+    more = ["..."] if len(shapes) > _MAX_LISTED else []
+    return ", ".join([*map(str, shapes[:_MAX_LISTED]), *more])

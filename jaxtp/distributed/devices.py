@@ -69,21 +69,22 @@ def memory_per_device(devices: Sequence[jax.Device]) -> int | None:
 
     CPU devices share the host's memory.
     """
-    return (
-        host_memory() // len(devices) if devices[0].platform == "cpu" else bytes_limit(devices[0])
-    )
+    if devices[0].platform == "cpu":
+        return host_memory() // len(devices)
+    return bytes_limit(devices[0])
 
 
 def _check_processes(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> None:
     needed = math.prod(sizes.values())
     if devices[0].platform != "cpu" or -1 in sizes.values() or needed == len(devices):
         return
-    each, rest = divmod(needed, processes := jax.process_count())
+    processes = jax.process_count()
+    share, remainder = divmod(needed, processes)
     hint = (
-        f"each of {processes} processes needs {each}: `jaxtp launch --devices {each}` or "
-        f"JAX_NUM_CPU_DEVICES={each}"
+        f"each of {processes} processes needs {share}: `jaxtp launch --devices {share}` or "
+        f"JAX_NUM_CPU_DEVICES={share}"
     )
-    if rest:
+    if remainder:
         hint = (
             f"{processes} processes cannot divide {needed} evenly: start {process_counts(needed)} "
             f"processes, or choose a mesh whose size is a multiple of {processes}"
@@ -99,7 +100,10 @@ def by_host(devices: Sequence[jax.Device], hosts: Sequence[str]) -> list[jax.Dev
     So the last mesh axes stay inside a host as far as they fit. JAX's `create_hybrid_device_mesh`
     groups by process or TPU slice, not by host.
     """
-    first = {host: process for process, host in reversed(list(enumerate(hosts)))}
-    return sorted(
-        devices, key=lambda each: (first[hosts[each.process_index]], each.process_index, each.id)
-    )
+
+    def key(device: jax.Device) -> tuple[int, int, int]:
+        process = device.process_index
+        first_process_of_host = hosts.index(hosts[process])
+        return first_process_of_host, process, device.id
+
+    return sorted(devices, key=key)
