@@ -160,7 +160,8 @@ def window_length(config: EvaluateConfig, sources: Sequence[ModelSource]) -> int
     for source, context in limits:
         if context is None or length <= context:
             continue
-        if (learned := source.config.learned_positions) is not None and length > learned:
+        learned = source.config.learned_positions
+        if learned is not None and length > learned:
             raise ConfigError(
                 f"--sequence-length {length}: the model has {learned:,} learned positions "
                 f"(model.learned_positions); give at most {context}"

@@ -65,16 +65,8 @@ jaxtp score --verify scores/base
 compares scores with their checksums.
 """
 SHOWN_FIRST = (
-    *(
-        "dataset",
-        "model",
-        "out",
-        "top_k",
-        "temperature",
-        "data.sequence_length",
-        "data.packing",
-        "data.long_documents",
-    ),
+    *("dataset", "model", "out", "top_k", "temperature"),
+    *("data.sequence_length", "data.packing", "data.long_documents"),
     *("batch_size", "dtype", "adapters", "verify", "json"),
 )
 
@@ -222,7 +214,7 @@ def _record(
 
 
 def _open_model(config: ScoreConfig, path: Path) -> ModelSource:
-    # With weights as stored: their identity does not depend on --dtype.
+    # The weights are as stored, so that their identity does not depend on --dtype.
     source = open_source(path, config)
     stored = open_stored(path, config)
     model = replace(source.config, precision=replace(source.config.precision, param=stored.dtype))
@@ -238,14 +230,10 @@ def _check(config: ScoreConfig, dataset: Dataset, source: ModelSource) -> None:
         )
     if config.top_k is not None and config.top_k > source.config.vocab_size:
         raise ConfigError(
-            f"--top-k {config.top_k}: {source.name} has {source.config.vocab_size} tokens; that is "
-            "the most"
+            f"--top-k {config.top_k}: {source.name} has only {source.config.vocab_size} tokens"
         )
-    if (
-        source.context is not None
-        and (length := config.data.sequence_length)
-        and length > source.context
-    ):
+    length = config.data.sequence_length or 0
+    if source.context is not None and length > source.context:
         print_status(
             f"warning: sequences of {length:,} tokens, but the model was made for "
             f"{source.context:,}"
@@ -267,10 +255,10 @@ def _verify(folder: Path, file: Path | None) -> int:
     for problem in verify(scores):
         problems.append(problem)
         print(problem)
-    kind = (
-        "log-probabilities" if scores.record.top_k is None else f"{scores.record.top_k} tokens each"
-    )
-    print(f"{folder}: {kind}, {len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}")
+    top_k = scores.record.top_k
+    content = "log-probabilities" if top_k is None else f"{top_k} tokens each"
+    count = "1 problem" if len(problems) == 1 else f"{len(problems) or 'no'} problems"
+    print(f"{folder}: {content}, {count}")
     write_json("--json", file, {"folder": str(folder), "problems": problems})
     return 1 if problems else 0
 
