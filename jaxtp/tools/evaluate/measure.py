@@ -105,7 +105,7 @@ def batches(rows: Iterable[Row], size: int, multiple: int = 1) -> Iterator[Row]:
         while batch := list(itertools.islice(same_length, size)):
             count = count or math.ceil(len(batch) / multiple) * multiple
             batch += [_empty_row(len(batch[0]["inputs"]))] * (count - len(batch))
-            yield {name: np.stack([row[name] for row in batch]) for name in batch[0]}
+            yield jax.tree.map(lambda *arrays: np.stack(arrays), *batch)
 
 
 class Scores(NamedTuple):
