@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _explain_run(options: ExplainRun) -> None:
     config = training_of(options)
-    sizes = _known(options.mesh.sizes)
+    sizes = _with_fixed_sizes(options.mesh.sizes)
     require_writable("--json", options.json)
     if options.compile:
         request_virtual_devices(math.prod(sizes.values()))
@@ -106,23 +106,25 @@ def _explain_run(options: ExplainRun) -> None:
         blueprint, lines = setup.plan(config, cast(Mesh, abstract_mesh(sizes)), task, batch)
         explanation = explain_step(config, blueprint, task.loss, batch, compiled=options.compile)
     print(*lines, explanation, sep="\n")
-    if (count := config.train.accumulation) > 1:
+    count = config.train.accumulation
+    if count > 1:
         print(f"\nnote: numbers are for one of the {count} micro-batches of a step")
     write_json("--json", options.json, {"model": config.model.build, **explanation.record()})
 
 
 def _explain_model(command: Explain) -> None:
-    config = (
-        from_yaml(TrainConfig, command.model) if command.model.endswith((".yaml", ".yml")) else None
-    )
-    if config is not None and (has_own_step(config) or named_code(config)):
-        raise ConfigError(
-            f"{command.model} names parts of your own; write jaxtp explain --config {command.model}"
-        )
+    config = None
+    if command.model.endswith((".yaml", ".yml")):
+        config = from_yaml(TrainConfig, command.model)
+        if has_own_step(config) or named_code(config):
+            raise ConfigError(
+                f"{command.model} names parts of your own; write jaxtp explain --config "
+                f"{command.model}"
+            )
     if command.mesh is not None:
         sizes = parse_mesh(command.mesh, AXES)
     elif config is not None:
-        sizes = _known(config.mesh.sizes)
+        sizes = _with_fixed_sizes(config.mesh.sizes)
     else:
         raise ConfigError("name the mesh, as in --mesh fsdp=2,tp=4")
     require_writable("--json", command.json)
@@ -144,8 +146,8 @@ def _explain_model(command: Explain) -> None:
         build, call = _decoder(config)
         shape = (config.data.global_batch_size, config.data.sequence_length)
         inputs = inputs or [jax.ShapeDtypeStruct(shape, jnp.int32)]
-    described = ", ".join(command.input) or "none"
-    with user_code(f"{command.model}, on inputs {described} (float32 by default),", UserError):
+    shapes = ", ".join(command.input) or "none"
+    with user_code(f"{command.model}, on inputs {shapes} (float32 by default),", UserError):
         if command.propose:
             plan = propose_plan(build, *inputs, mesh=sizes, call=call)
             print()
@@ -161,7 +163,7 @@ def _explain_model(command: Explain) -> None:
     write_json("--json", command.json, {"model": command.model, **explanation.record()})
 
 
-def _known(sizes: dict[str, int]) -> dict[str, int]:
+def _with_fixed_sizes(sizes: dict[str, int]) -> dict[str, int]:
     if -1 in sizes.values():
         raise ConfigError(
             f"{describe_mesh(sizes)} depends on the number of devices; name a mesh, --mesh tp=8"

@@ -95,14 +95,11 @@ def explain_step(
 
     `compiled` is as in `explain`.
     """
-    rows = micro_batch(config, batch)
-    sizes = mesh_sizes(blueprint.mesh)
     key = jax.random.key(config.run.seed)
-    model = blueprint.abstract_model
     return explain(
-        model,
-        rows,
-        mesh=sizes,
+        blueprint.abstract_model,
+        micro_batch(config, batch),
+        mesh=mesh_sizes(blueprint.mesh),
         call=lambda model, rows: loss(model, rows, key)[0],
         compiled=compiled,
     )
