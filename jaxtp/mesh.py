@@ -25,6 +25,8 @@ BATCH = (DP, FSDP)  # axes that divide the sequences of a batch
 CONTEXT = (CP,)  # axes that divide each sequence (`layers/context.py`)
 TOKENS = (*BATCH, *CONTEXT)  # axes that divide the tokens of a batch
 
+Sizes = Mapping[str, int]  # number of devices along each axis
+
 STORAGE = (FSDP, CP)
 """Axes that shard a stored weight. It is all-gathered before use; its gradient is
 reduce-scattered."""
@@ -72,7 +74,7 @@ def make_mesh(
     return mesh_of(mesh_shape(dp=dp, fsdp=fsdp, cp=cp, tp=tp), devices)
 
 
-def mesh_of(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def mesh_of(sizes: Sizes, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Builds a mesh from axis sizes."""
     check_sizes(sizes)
     if devices is None:
@@ -140,12 +142,12 @@ def mesh_shape(**sizes: int) -> dict[str, int]:
     return dict.fromkeys(AXES, 1) | sizes
 
 
-def parts(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
+def parts(sizes: Sizes, axes: Iterable[str]) -> int:
     """Returns the product of the sizes of `axes`."""
     return math.prod(sizes[axis] for axis in axes)
 
 
-def batch_parts(sizes: Mapping[str, int]) -> int:
+def batch_parts(sizes: Sizes) -> int:
     """Returns the number of shards of a batch's rows."""
     return parts(sizes, BATCH)
 
@@ -160,7 +162,7 @@ def gradient_sum_axes(*, stored_split: bool, used_by_all_tp: bool) -> tuple[str,
     return (*axes, TP) if used_by_all_tp else axes
 
 
-def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+def abstract_mesh(sizes: Sizes) -> AbstractMesh:
     """Returns a mesh of these sizes without devices."""
     return AbstractMesh(
         tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES)
@@ -226,9 +228,15 @@ def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def describe_mesh(sizes: Mapping[str, int], axes: Iterable[str] = AXES) -> str:
+def describe_mesh(sizes: Sizes, axes: Iterable[str] = AXES) -> str:
     """Returns `dp 1 x fsdp 2 x tp 4` for messages."""
     return " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
+
+
+def describe_split(sizes: Sizes) -> str:
+    """Returns `fsdp 2 x tp 4`, without axes of size 1."""
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    return describe_mesh(sizes, axes) or "one device"
 
 
 def fitting_meshes(num_devices: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
@@ -243,7 +251,7 @@ def fitting_meshes(num_devices: int, axes: Sequence[str] = AXES) -> list[dict[st
     return meshes
 
 
-def check_sizes(sizes: Mapping[str, int]) -> None:
+def check_sizes(sizes: Sizes) -> None:
     """Raises a `MeshError` unless sizes are positive integers, or -1 for at most one axis."""
     bad = [
         f"{axis}={size!r}"
@@ -259,7 +267,7 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
         raise MeshError(f"{describe_mesh(sizes)}: only one axis can be -1 (the remaining devices)")
 
 
-def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
+def resolve_sizes(sizes: Sizes, num_devices: int) -> dict[str, int]:
     """Replaces -1 by the remaining devices.
 
     Raises a MeshError if the other sizes do not divide `num_devices`.
@@ -273,7 +281,7 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     return {axis: num_devices // fixed if size == -1 else size for axis, size in sizes.items()}
 
 
-def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.Device]) -> None:
+def _check_count(sizes: Sizes, needed: int, devices: Sequence[jax.Device]) -> None:
     if needed == len(devices) or (needed < len(devices) and jax.process_count() == 1):
         return
     first = devices[0]
@@ -296,7 +304,7 @@ def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.De
     )
 
 
-def _list_meshes(num_devices: int, requested: Mapping[str, int]) -> str:
+def _list_meshes(num_devices: int, requested: Sizes) -> str:
     """Lists meshes of `num_devices`, powers of two first, with cp only if requested."""
     axes = [axis for axis in AXES if axis not in CONTEXT or requested[axis] != 1]
     meshes = (tuple(sizes.values()) for sizes in fitting_meshes(num_devices, axes))

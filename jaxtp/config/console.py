@@ -18,7 +18,7 @@ _UNWRAPPED = "\x1b[?7l{}\x1b[?7h"
 """Escape sequences: clear the current line, and print a text without wrapping it."""
 _BAR_WIDTH = 30
 _CUT = "..."
-_LEAST_BAR_WIDTH = 5  # Columns; a narrower bar is left out
+_MIN_BAR_WIDTH = 5  # Columns; a narrower bar is left out
 _REDRAW_SECONDS = 0.1
 
 
@@ -136,7 +136,7 @@ class Display:
         """
         columns = self._columns()
         width = min(_BAR_WIDTH, columns - len(f"{label} [] {text}{left}"))
-        if width >= _LEAST_BAR_WIDTH:
+        if width >= _MIN_BAR_WIDTH:
             filled = "#" * (width * position // self._total)
             return f"{label} [{filled:.<{width}}] {text}{left}"
         room = columns - len(f"{label} {left}")

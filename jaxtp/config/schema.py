@@ -89,6 +89,8 @@ def _not_empty(path: object) -> object:
 
 UserPath = Annotated[Path, pydantic.BeforeValidator(_not_empty), pydantic.AfterValidator(expand)]
 """May begin with ~."""
+OptionalFile = Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")]
+OptionalFolder = Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")]
 
 
 def _prepared(path: T) -> T:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -15,10 +15,10 @@ from jaxtp.distributed.environment import (
     process_counts,
     require_joinable,
 )
-from jaxtp.mesh import MeshError, check_sizes, describe_mesh, mesh_of
+from jaxtp.mesh import MeshError, Sizes, check_sizes, describe_mesh, mesh_of
 
 
-def build_mesh(sizes: Mapping[str, int]) -> Mesh:
+def build_mesh(sizes: Sizes) -> Mesh:
     """Builds a run's mesh with `mesh_of`; devices of one host are neighbors."""
     check_sizes(sizes)
     _require_joined()
@@ -74,7 +74,7 @@ def memory_per_device(devices: Sequence[jax.Device]) -> int | None:
     return bytes_limit(devices[0])
 
 
-def _check_processes(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> None:
+def _check_processes(sizes: Sizes, devices: Sequence[jax.Device]) -> None:
     needed = math.prod(sizes.values())
     if devices[0].platform != "cpu" or -1 in sizes.values() or needed == len(devices):
         return

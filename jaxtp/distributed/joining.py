@@ -305,17 +305,15 @@ def _join(waiting: Wait, gpus: list[int] | None, bind: str | None) -> None:
         bypass_proxy(host)
     joined = threading.Event()
     threading.Thread(target=_watch, args=(waiting, joined), daemon=True).start()
-    addresses = {}
-    if host:
-        addresses["coordinator_address"] = format_address(host, port)
-        if listened:
-            addresses["coordinator_bind_address"] = format_address(listened, port)
+    address = format_address(host, port) if host else None
+    bind_address = format_address(listened, port) if host and listened else None
     try:
         jax.distributed.initialize(
-            **addresses,
+            address,
             num_processes=waiting.count,
             process_id=waiting.process,
             local_device_ids=gpus,
+            coordinator_bind_address=bind_address,
             initialization_timeout=waiting.seconds + _MARGIN,
             heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
         )

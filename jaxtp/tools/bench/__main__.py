@@ -58,12 +58,22 @@ from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.files import require_writable, write_json, writing
-from jaxtp.config.schema import ConfigError, Count, UserPath, replace_nested
+from jaxtp.config.schema import ConfigError, Count, OptionalFile, UserPath, replace_nested
 from jaxtp.distributed.agreement import raise_everywhere, run_and_report, watch
 from jaxtp.distributed.devices import build_mesh
 from jaxtp.distributed.environment import enable_compilation_cache
 from jaxtp.distributed.joining import join_processes
-from jaxtp.mesh import AXES, CONTEXT, TP, batch_parts, describe_mesh, mesh_shape, mesh_sizes, parts
+from jaxtp.mesh import (
+    AXES,
+    CONTEXT,
+    TP,
+    Sizes,
+    batch_parts,
+    describe_mesh,
+    mesh_shape,
+    mesh_sizes,
+    parts,
+)
 from jaxtp.models.config import ModelConfig, padded_sizes, violations
 from jaxtp.train.config import IGNORED_BY_COST, TrainConfig, training_of
 from jaxtp.train.defaults import resolve_defaults
@@ -113,7 +123,7 @@ class CommConfig(TrainConfig):
     """Row of the hardware table that supplies the peak FLOP/s, and every value that bench does not
     measure; by default the row of the present devices."""
 
-    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    json: OptionalFile = None
     """JSON file for all numbers."""
 
 
@@ -181,7 +191,7 @@ class Measured:
 
     kind: str
     platform: str
-    sizes: Mapping[str, int]
+    sizes: Sizes
     dtype: str  # Dtype of messages and products
     hardware: Hardware | None  # The row of the hardware table to compare with
     messages: Sequence[Message]
@@ -353,7 +363,7 @@ def _measure(options: CommConfig, config: TrainConfig, mesh: Mesh) -> Measured:
     return measured
 
 
-def devices_text(platform: str, kind: str, sizes: Mapping[str, int]) -> str:
+def devices_text(platform: str, kind: str, sizes: Sizes) -> str:
     """Formats devices: `8 x NVIDIA H100 80GB HBM3`."""
     count = math.prod(sizes.values())
     return f"{count} virtual CPU devices" if platform == "cpu" else f"{count} x {kind}"
@@ -513,7 +523,7 @@ def fit_line(messages: Sequence[Message]) -> Line | None:
 
 
 def measured_fields(
-    hardware: Hardware, sizes: Mapping[str, int], lines: Sequence[Line], matmul_efficiency: float
+    hardware: Hardware, sizes: Sizes, lines: Sequence[Line], matmul_efficiency: float
 ) -> dict[str, float]:
     """Returns the measured fields of a hardware file.
 

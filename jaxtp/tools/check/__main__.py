@@ -19,7 +19,7 @@ from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_writable, write_json
-from jaxtp.config.schema import ConfigError, UserPath, replace_nested, to_plain
+from jaxtp.config.schema import ConfigError, OptionalFile, replace_nested, to_plain
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.first_difference import describe_error, first_difference
@@ -78,7 +78,7 @@ class CheckConfig(TrainConfig):
     separately and together. With cp, each possible attention method is checked; mesh.context
     selects one. For a model of your own: tp 2, tp 4, fsdp 2, fsdp 2 with tp 2, and dp 2."""
 
-    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    json: OptionalFile = None
     """JSON file for all numbers."""
 
 

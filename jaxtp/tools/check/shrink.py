@@ -6,7 +6,7 @@ accumulation, the optimizer. Shrunk: widths, layers, sequence, batch.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import get_args
@@ -24,9 +24,10 @@ from jaxtp.mesh import (
     SEQUENCE,
     STORAGE,
     TP,
+    Sizes,
     batch_parts,
     check_sizes,
-    describe_mesh,
+    describe_split,
     mesh_shape,
     parts,
 )
@@ -52,7 +53,7 @@ MIN_EPSILON = 1e-5
 class Case:
     """A mesh to check, with sequence parallelism or not, and a cp attention method."""
 
-    sizes: Mapping[str, int]
+    sizes: Sizes
     sequence_parallel: bool
     context: Context = "auto"  # "auto" without cp, and if blocks differ in their methods
     accumulation: int | None = None  # None for the configuration's
@@ -64,8 +65,7 @@ class Case:
 
     def __str__(self) -> str:
         """Example: `fsdp 2 x cp 2 x tp 4, sequence-parallel, ulysses`."""
-        axes = [axis for axis, size in self.sizes.items() if size > 1]
-        words = [describe_mesh(self.sizes, axes) or "one device"]
+        words = [describe_split(self.sizes)]
         if self.sequence_parallel:
             words.append("sequence-parallel")
         if self.sizes[CP] > 1 and self.context != "auto":
@@ -109,7 +109,7 @@ def own_model_cases(config: TrainConfig, meshes: Sequence[str], *, over_cp: bool
     return _distinct(Case(mesh_shape(**mesh), False) for mesh in (own_mesh, *sizes))
 
 
-def _resolved(sizes: Mapping[str, int], size_of_rest: int) -> dict[str, int]:
+def _resolved(sizes: Sizes, size_of_rest: int) -> dict[str, int]:
     return {axis: size_of_rest if size == -1 else size for axis, size in sizes.items()}
 
 
@@ -145,7 +145,7 @@ def _requested_cases(config: TrainConfig, meshes: Sequence[str]) -> list[Case]:
     return _distinct(cases)
 
 
-def default_cases(config: TrainConfig, mesh: Mapping[str, int]) -> list[Case]:
+def default_cases(config: TrainConfig, mesh: Sizes) -> list[Case]:
     """Returns the configuration's mesh, and meshes for each axis separately and together.
 
     The former is scaled down to 16 devices.
@@ -185,9 +185,7 @@ def default_cases(config: TrainConfig, mesh: Mapping[str, int]) -> list[Case]:
     return _distinct(cases)
 
 
-def cases_of(
-    config: TrainConfig, sizes: Mapping[str, int], first_method: Context = "auto"
-) -> list[Case]:
+def cases_of(config: TrainConfig, sizes: Sizes, first_method: Context = "auto") -> list[Case]:
     """Returns a mesh's cases, the configuration's own first.
 
     The list is empty if the model cannot run on it.
@@ -201,7 +199,7 @@ def cases_of(
     return [case for case in cases if not any(unfit(config, case))]
 
 
-def methods_of(config: TrainConfig, sizes: Mapping[str, int]) -> list[Context]:
+def methods_of(config: TrainConfig, sizes: Sizes) -> list[Context]:
     """Returns the cp attention methods to check.
 
     They are the configuration's, and for auto also the others.
@@ -298,7 +296,7 @@ def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:
             yield f"{section}.{name}" if listed else f"{section}.{name} {old} -> {after[name]}"
 
 
-def _scaled_down(mesh: Mapping[str, int]) -> dict[str, int]:
+def _scaled_down(mesh: Sizes) -> dict[str, int]:
     """Returns tp and cp as large as 16 devices allow, and fsdp and dp of at most 2."""
     tp = _at_most(mesh[TP], MAX_DEVICES // min(2, mesh[CP]))
     cp = _at_most(mesh[CP], MAX_DEVICES // tp)

@@ -23,7 +23,7 @@ from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.console import Display
-from jaxtp.config.schema import Keys, Switch, UserPath, expand, to_yaml
+from jaxtp.config.schema import Keys, OptionalFolder, Switch, UserPath, expand, to_yaml
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.generate.loading import SourceConfig, StoredModel, open_stored
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
@@ -89,7 +89,6 @@ output."""
 IMPORTED = "imported"  # Key of a checkpoint's info: folder and dtype of the imported model
 HFDir = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
 RunDir = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-OptionalDir = Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,17 +138,17 @@ class Export:
     family: str | None = None
     """Family to write, by its model_type, such as qwen3 or gemma2; by default the family of the
     model that the run started from, or the first that fits."""
-    tokenizer_from: OptionalDir = None
+    tokenizer_from: OptionalFolder = None
     """Folder in Hugging Face format whose tokenizer files are copied; by default the hf/ of an
     imported run."""
     merged: Switch = False
     """Write the whole model of a run that trained adapters, with the adapters merged into the
     kernels."""
-    adapters: OptionalDir = None
+    adapters: OptionalFolder = None
     """Folder of adapters in PEFT's format, to merge into the kernels in float32."""
-    base: OptionalDir = None
+    base: OptionalFolder = None
     """Base model of a run that trained adapters, if it has moved."""
-    like: OptionalDir = None
+    like: OptionalFolder = None
     """Folder that the model came from, if it has moved: the vision tower and other tensors outside
     of the text model are copied from it."""
     text_only: Switch = False

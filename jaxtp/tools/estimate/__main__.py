@@ -6,7 +6,7 @@ if __name__ == "__main__":
     start("jaxtp estimate")
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
@@ -29,7 +29,7 @@ from jaxtp.config.schema import (
     replace_nested,
     to_short_yaml,
 )
-from jaxtp.mesh import MeshError, mesh_shape, resolve_sizes
+from jaxtp.mesh import MeshError, Sizes, mesh_shape, resolve_sizes
 from jaxtp.tools.estimate import foreign, generation
 from jaxtp.tools.estimate.compiler import (
     DoesNotFitError,
@@ -205,9 +205,7 @@ def _search(
 ) -> tuple[Setting, dict[str, object]]:
     # Prints the ranking and what --plot and --generate add; returns the best setting, and numbers
     # for --json.
-    meshes: Sequence[Mapping[str, int]] = parse_meshes(
-        options.meshes, options.hardware, where.devices
-    )
+    meshes: Sequence[Sizes] = parse_meshes(options.meshes, options.hardware, where.devices)
     meshes = meshes or meshes_to_try(config, where.devices, where.hardware.domain)
     results = search(config, where, model, meshes, as_configured=options.as_configured)
     print(ranking(results), end="\n\n", flush=True)

@@ -49,7 +49,7 @@ from jaxtp.config.schema import ConfigError, replace_nested, to_plain, validate
 from jaxtp.data.loader import split
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.distributed.environment import child_environment
-from jaxtp.mesh import describe_mesh, mesh_of
+from jaxtp.mesh import Sizes, describe_mesh, mesh_of
 from jaxtp.tools.estimate.roofline import link_speed
 from jaxtp.tools.estimate.search import Setting, is_plain
 from jaxtp.train import optimizer as optimizers
@@ -545,7 +545,7 @@ def part_table(parts: Mapping[str, Part]) -> str:
 
 def compile_for(
     config: TrainConfig,
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     hardware: str,
     *,
     hosts: int,
@@ -581,7 +581,7 @@ def compile_for(
 
 def ask(
     config: TrainConfig,
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     target: Topology,
     *,
     timeout_s: float,
@@ -682,9 +682,7 @@ def _plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
     return plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
 
 
-def _numbers(
-    compiled: jax.stages.Compiled, platform: str, sizes: Mapping[str, int]
-) -> dict[str, object]:
+def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Sizes) -> dict[str, object]:
     text = compiled.as_text() or ""
     flops = None
     kernels = dict[str, Part]()

@@ -10,7 +10,7 @@ seconds are modelled (`roofline.py`).
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, cast
 
@@ -29,8 +29,17 @@ from jaxtp.config.command_line import Command
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.python_object import load_object, user_code
-from jaxtp.config.schema import ConfigError, UserPath, allowed, replace_nested
-from jaxtp.mesh import CP, TP, abstract_mesh, describe_mesh, fitting_meshes, mesh_sizes
+from jaxtp.config.schema import ConfigError, OptionalFile, allowed, replace_nested
+from jaxtp.mesh import (
+    CP,
+    TP,
+    Sizes,
+    abstract_mesh,
+    describe_mesh,
+    describe_split,
+    fitting_meshes,
+    mesh_sizes,
+)
 from jaxtp.tools.estimate.roofline import (
     StepTime,
     communication_seconds,
@@ -38,17 +47,17 @@ from jaxtp.tools.estimate.roofline import (
     product_seconds,
 )
 from jaxtp.tools.estimate.search import (
-    MEMORY_ERROR,
     NEAR,
+    Candidate,
     Target,
+    move_to_front,
     parse_meshes,
-    short_mesh,
     target,
 )
+from jaxtp.tools.estimate.search import rank as ranking_key
 from jaxtp.tools.explain.explanation import sum_of_outputs
 from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_settings
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.memory import Memory
 from jaxtp.train.setup import plan
 from jaxtp.train.state import Blueprint
 from jaxtp.train.task import Task
@@ -95,7 +104,7 @@ class OnHardware:
     """Share of a GPU's memory that JAX takes: by default 0.75 as in JAX, and 0.9 on several hosts
     as in scripts/cluster/gpu.env. XLA_PYTHON_CLIENT_MEM_FRACTION is ignored."""
 
-    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    json: OptionalFile = None
     """JSON file for all numbers."""
 
 
@@ -144,16 +153,13 @@ def _of_model(command: EstimateModel) -> int:
     return rank(command, replace_nested(TrainConfig(), settings), task, inputs)
 
 
-@dataclass(frozen=True)
-class Estimate:
+@dataclass(frozen=True, kw_only=True)
+class Estimate(Candidate):
     """A step on a mesh; bytes and seconds of a device."""
 
     blueprint: Blueprint
-    memory: Memory
     flops: float  # with recomputation
     traffic: Traffic
-    time: StepTime
-    spare: float  # bytes left; negative if the step does not fit
     plan: list[str]  # lines on a proposed plan
 
     @property
@@ -161,20 +167,12 @@ class Estimate:
         """Devices along each axis."""
         return mesh_sizes(self.blueprint.mesh)
 
-    @property
-    def rank(self) -> tuple[int, float]:
-        """Sort key: with margin, tight, too large; then time or missing memory."""
-        if self.spare < 0:
-            return 2, -self.spare
-        is_tight = self.spare < MEMORY_ERROR * (self.memory.total - self.memory.state)
-        return int(is_tight), self.time.expected
-
     def row(self) -> tuple[str, ...]:
         """Returns a line of the table."""
         return (
-            short_mesh(self.sizes),
+            describe_split(self.sizes),
             f"{self.memory.total / MB:,.1f}",
-            f"{self.spare / MB:,.0f}" if self.spare >= 0 else "does not fit",
+            f"{self.spare / MB:,.0f}" if self.fits else "does not fit",
             f"{self.flops / 1e9:,.3f}",
             f"{sum(bytes_by_axes(self.traffic).values()) / MB:,.3f}",
             between(f"{1e3 * self.time.overlapped:,.3g}", f"{1e3 * self.time.serial:,.3g}"),
@@ -188,13 +186,13 @@ class Estimate:
             f"{kind.replace('_', ' ')} {size / MB:,.1f}" for kind, size in kinds if size
         )
         plan = [line.partition("\n")[0] for line in self.plan]
-        return "\n".join([f"best    {short_mesh(self.sizes)}: {memory} MB", *plan])
+        return "\n".join([f"best    {describe_split(self.sizes)}: {memory} MB", *plan])
 
     def record(self) -> dict[str, object]:
         """Returns the estimate for JSON."""
         return {
             **self.sizes,
-            "fits": self.spare >= 0,
+            "fits": self.fits,
             "bytes_per_device": dataclasses.asdict(self.memory) | {"total": self.memory.total},
             "flops_per_device": self.flops,
             "bytes_sent": {
@@ -227,7 +225,7 @@ def rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes) -> i
             refused[describe_mesh(sizes)] = re.split("[;\n]", str(error))[0]
     if not estimates:
         raise ConfigError(f"no mesh of {count} devices can run it: {next(iter(refused.values()))}")
-    estimates = simplest_first(sorted(estimates, key=lambda estimate: estimate.rank))
+    estimates = simplest_first(sorted(estimates, key=ranking_key))
     header = ("mesh", "MB", "to spare", "GFLOP", "MB sent", "ms a step", "computing")
     print("", columns(header, [estimate.row() for estimate in estimates]), sep="\n")
     if refused:
@@ -248,21 +246,21 @@ def rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes) -> i
         "meshes": [estimate.record() for estimate in estimates],
     }
     write_json("--json", flags.json, numbers)
-    return 0 if best.spare >= 0 else 1
+    return 0 if best.fits else 1
 
 
 def simplest_first(ranked: list[Estimate]) -> list[Estimate]:
     """Moves the simplest mesh that is as fast as the first to the front: the least tp, then cp."""
     first = ranked[0]
-    if first.spare < 0:
+    if not first.fits:
         return ranked
     as_fast = [
         estimate
         for estimate in ranked
-        if estimate.rank[0] == first.rank[0] and _is_as_fast(estimate, first)
+        if ranking_key(estimate)[0] == ranking_key(first)[0] and _is_as_fast(estimate, first)
     ]
     simplest = min(as_fast, key=lambda estimate: (estimate.sizes[TP], estimate.sizes[CP]))
-    return [simplest, *(estimate for estimate in ranked if estimate is not simplest)]
+    return move_to_front(simplest, ranked)
 
 
 def _is_as_fast(estimate: Estimate, first: Estimate) -> bool:
@@ -275,7 +273,7 @@ def _is_as_fast(estimate: Estimate, first: Estimate) -> bool:
 
 
 def estimate(
-    config: TrainConfig, task: Task, batch: Shapes, sizes: Mapping[str, int], where: Target
+    config: TrainConfig, task: Task, batch: Shapes, sizes: Sizes, where: Target
 ) -> Estimate:
     """Returns the memory and time of a step on a mesh.
 
@@ -312,6 +310,6 @@ def estimate(
         flops=count * sum(product.flops for product in work.products),
         traffic=traffic,
         time=time,
-        spare=where.room - memory.total,
+        target=where,
         plan=lines,
     )

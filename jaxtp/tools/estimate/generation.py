@@ -7,7 +7,7 @@ sampling, arithmetic.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxtp.analysis.hardware import GB
@@ -16,7 +16,7 @@ from jaxtp.analysis.step_costs import StepCosts, costs_of
 from jaxtp.analysis.tables import columns, gigabytes
 from jaxtp.config.schema import ConfigError
 from jaxtp.generate.decode_model import decode_sizes
-from jaxtp.mesh import CP, TP, batch_parts, describe_mesh
+from jaxtp.mesh import CP, TP, Sizes, batch_parts, describe_mesh
 from jaxtp.models.config import ModelConfig, violations
 from jaxtp.tools.estimate.roofline import communication_seconds
 from jaxtp.tools.estimate.search import Model, Target
@@ -31,7 +31,7 @@ LEFT_OUT = "left out: prefill, its time and its activations; sampling"
 class Generation:
     """Costs on one mesh."""
 
-    sizes: Mapping[str, int]
+    sizes: Sizes
     weights: int  # bytes on each device, in the compute dtype; exact
     cache: int  # bytes of full keys and values on each device; exact
     seconds: float  # time of a token of every row, with a full cache; modelled
@@ -63,7 +63,7 @@ def generations(
     config: ModelConfig,
     where: Target,
     model: Model,
-    meshes: Sequence[Mapping[str, int]],
+    meshes: Sequence[Sizes],
     rows: int,
     length: int,
 ) -> list[Generation]:
@@ -109,7 +109,7 @@ def _generation(
     config: ModelConfig,
     where: Target,
     model: Model,
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     rows: int,
     length: int,
 ) -> Generation:
@@ -127,12 +127,12 @@ def _generation(
     return Generation(sizes, weights, cache, reading + moving, rows, where.room)
 
 
-def cache_bytes(config: ModelConfig, sizes: Mapping[str, int], rows: int, length: int) -> int:
+def cache_bytes(config: ModelConfig, sizes: Sizes, rows: int, length: int) -> int:
     """Returns the KV cache's bytes per device."""
     return _costs(config, sizes, rows, length).cached
 
 
-def _costs(config: ModelConfig, sizes: Mapping[str, int], rows: int, length: int) -> StepCosts:
+def _costs(config: ModelConfig, sizes: Sizes, rows: int, length: int) -> StepCosts:
     work = Workload(sizes=sizes, rows=rows // batch_parts(sizes), length=length, training=False)
     return costs_of(config, work)
 

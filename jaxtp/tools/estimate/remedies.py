@@ -5,13 +5,13 @@ They are searched on all meshes.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxtp.analysis.hardware import GB, MAX_DEVICES
 from jaxtp.config.schema import replace_nested
-from jaxtp.mesh import batch_parts, mesh_shape
+from jaxtp.mesh import Sizes, batch_parts, mesh_shape
 from jaxtp.tools.estimate.search import (
     CLUSTER_SHARE,
     NEAR,
@@ -233,9 +233,7 @@ def _more_devices(run: Run, model: Model) -> list[Alternative]:
     return _first(candidates())
 
 
-def _fits(
-    run: Run, model: Model, meshes: Sequence[Mapping[str, int]] | None = None
-) -> Setting | None:
+def _fits(run: Run, model: Model, meshes: Sequence[Sizes] | None = None) -> Setting | None:
     # A full search is slow, so first try only the settings that use the least memory. Search all
     # settings only if one of those fits with margin.
     if meshes is None:

@@ -27,7 +27,7 @@ from jaxtp.analysis.collective import (
 from jaxtp.analysis.hardware import Hardware, inside_domain, link_of
 from jaxtp.analysis.layer_costs import Product
 from jaxtp.analysis.step_costs import StepCosts
-from jaxtp.mesh import parts
+from jaxtp.mesh import Sizes, parts
 from jaxtp.train.memory import Memory
 
 
@@ -78,7 +78,7 @@ class StepTime:
 
 def step_time(
     hardware: Hardware,
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     costs: StepCosts,
     memory: Memory,
     accumulation: int,
@@ -128,9 +128,7 @@ def product_seconds(
     return max(flops / (peak * hardware.matmul_efficiency), size / hardware.memory_speed)
 
 
-def communication_seconds(
-    hardware: Hardware, sizes: Mapping[str, int], traffic: Traffic
-) -> dict[Axes, float]:
+def communication_seconds(hardware: Hardware, sizes: Sizes, traffic: Traffic) -> dict[Axes, float]:
     """Returns the seconds of all collectives, by mesh axes."""
     seconds: dict[Axes, float] = {}
     for collective, times in traffic.items():
@@ -180,9 +178,7 @@ PAT_NETWORK_HOP = 1 / 3.5  # as a share of a ring's
 PAT_DEVICE_SECONDS = 2.8e-6
 
 
-def collective_seconds(
-    hardware: Hardware, sizes: Mapping[str, int], collective: Collective
-) -> float:
+def collective_seconds(hardware: Hardware, sizes: Sizes, collective: Collective) -> float:
     """Returns the seconds of the fastest algorithm and protocol."""
     return min(
         latency + collective.bytes_sent / speed
@@ -190,9 +186,7 @@ def collective_seconds(
     )
 
 
-def _ways(
-    hardware: Hardware, sizes: Mapping[str, int], axes: Axes, kind: str
-) -> Iterator[tuple[float, float]]:
+def _ways(hardware: Hardware, sizes: Sizes, axes: Axes, kind: str) -> Iterator[tuple[float, float]]:
     """Yields the latency in seconds and the bytes/s of each algorithm and protocol."""
     devices = parts(sizes, axes)
     per_host = inside_domain(hardware, sizes, axes)
@@ -239,19 +233,17 @@ def _protocols(hardware: Hardware) -> Sequence[Protocol]:
     return (SIMPLE, LL, LL128) if hardware.link > PCIE else (SIMPLE, LL)
 
 
-def leaves_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Axes) -> bool:
+def leaves_domain(hardware: Hardware, sizes: Sizes, axes: Axes) -> bool:
     """Returns whether a group spans several domains."""
     return inside_domain(hardware, sizes, axes) < parts(sizes, axes)
 
 
-def crossing_axes(
-    hardware: Hardware, sizes: Mapping[str, int], groups: Iterable[Axes]
-) -> frozenset[Axes]:
+def crossing_axes(hardware: Hardware, sizes: Sizes, groups: Iterable[Axes]) -> frozenset[Axes]:
     """Returns the groups that span several domains."""
     return frozenset(axes for axes in groups if leaves_domain(hardware, sizes, axes))
 
 
-def link_speed(hardware: Hardware, sizes: Mapping[str, int], axes: Axes) -> float:
+def link_speed(hardware: Hardware, sizes: Sizes, axes: Axes) -> float:
     """Returns the bytes/s per device of a ring; each adds its share of the network."""
     inside = inside_domain(hardware, sizes, axes)
     link = link_of(hardware, inside)

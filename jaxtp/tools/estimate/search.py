@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from jaxtp.analysis.hardware import MAX_DEVICES, Hardware
 from jaxtp.analysis.step_costs import StepCosts
@@ -20,7 +21,16 @@ from jaxtp.config.hints import divisors
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.distributed.allocator import MEMORY_FRACTION, Allocator
 from jaxtp.layers.remat import RematPolicy
-from jaxtp.mesh import AXES, CP, TP, batch_parts, describe_mesh, fitting_meshes
+from jaxtp.mesh import (
+    AXES,
+    CP,
+    TP,
+    Sizes,
+    batch_parts,
+    describe_mesh,
+    describe_split,
+    fitting_meshes,
+)
 from jaxtp.models.config import ModelConfig
 from jaxtp.tools.estimate.roofline import StepTime, leaves_domain, step_time
 from jaxtp.train import optimizer as optimizers
@@ -46,7 +56,7 @@ MEMORY_ERROR = 0.2
 """Safety margin for modelled memory, which is 19% too low at worst
 (`scripts/results/estimate_accuracy.txt`)."""
 NEAR = 1.05  # times within this factor count as equal
-LEAST_PART = 8192  # with cp, minimum tokens of a sequence on each device
+MIN_PART = 8192  # with cp, minimum tokens of a sequence on each device
 MAX_REASONS = 3  # in the error that no mesh works
 FURTHEST = 64  # how many devices more or fewer that error may propose
 MAX_ACCUMULATIONS = 16  # numbers of micro-batches to try on a mesh
@@ -139,15 +149,51 @@ def _loss_work(config: TrainConfig) -> LossWork:
     return LossWork(flops, flops / usual_flops, max(0.0, saved - usual_saved), columns)
 
 
-@dataclass(frozen=True)
-class Setting:
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A step on a mesh of the target, with memory and time per device."""
+
+    target: Target
+    memory: Memory
+    time: StepTime
+
+    @property
+    def spare(self) -> float:
+        """Bytes left per device; negative if it does not fit."""
+        return self.target.room - self.memory.total
+
+    @property
+    def fits(self) -> bool:
+        """Whether the modelled peak fits."""
+        return self.spare >= 0
+
+    @property
+    def has_margin(self) -> bool:
+        """Whether it fits with memory higher by `MEMORY_ERROR`."""
+        return self.spare >= MEMORY_ERROR * (self.memory.total - self.memory.state)
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+def rank(candidate: Candidate) -> tuple[int, float, float]:
+    """Returns a sort key: with margin, tight, too large; then time or missing memory."""
+    if not candidate.fits:
+        return 2, -candidate.spare, candidate.time.expected
+    return int(not candidate.has_margin), 0.0, candidate.time.expected
+
+
+def move_to_front(first: C, ranked: Sequence[C]) -> list[C]:
+    """Returns the candidates with `first` before the others."""
+    return [first, *(candidate for candidate in ranked if candidate is not first)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(Candidate):
     """A mesh, remat policy and micro-batch, with costs per device."""
 
     config: TrainConfig
-    target: Target
-    memory: Memory
     costs: StepCosts
-    time: StepTime
     flops_per_token: float
     relative_work: float = 1.0  # of a user's loss
 
@@ -162,21 +208,6 @@ class Setting:
         return self.config.data.global_batch_size // (
             batch_parts(self.sizes) * self.config.train.accumulation
         )
-
-    @property
-    def fits(self) -> bool:
-        """Whether the modelled peak fits."""
-        return self.spare >= 0
-
-    @property
-    def spare(self) -> float:
-        """Bytes left per device; negative if it does not fit."""
-        return self.target.room - self.memory.total
-
-    @property
-    def has_margin(self) -> bool:
-        """Whether it fits with memory higher by `MEMORY_ERROR`."""
-        return self.spare >= MEMORY_ERROR * (self.memory.total - self.memory.state)
 
     @property
     def update_is_modelled(self) -> bool:
@@ -213,13 +244,7 @@ class Setting:
         return self.config.data.global_batch_size * self.config.data.sequence_length
 
     def __str__(self) -> str:
-        return short_mesh(self.sizes)
-
-
-def short_mesh(sizes: Mapping[str, int]) -> str:
-    """Returns `fsdp 2 x tp 4`, without axes of size 1."""
-    axes = [axis for axis, size in sizes.items() if size > 1]
-    return describe_mesh(sizes, axes) or "one device"
+        return describe_split(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -227,8 +252,8 @@ class Search:
     """Result of a search."""
 
     # The best setting of each mesh, ranked; the first is the best of all
-    settings: tuple[Setting, ...]
-    all: tuple[Setting, ...]
+    settings: Sequence[Setting]
+    all: Sequence[Setting]
     refused: Mapping[str, str]  # why the other meshes cannot run the configuration, by mesh
     as_configured: bool  # remat and accumulation are as configured
 
@@ -237,7 +262,7 @@ def search(
     config: TrainConfig,
     where: Target,
     model: Model,
-    meshes: Sequence[Mapping[str, int]],
+    meshes: Sequence[Sizes],
     *,
     as_configured: bool = False,
 ) -> Search:
@@ -258,7 +283,7 @@ def search(
         best.append(_choose(on_mesh))
         settings += on_mesh
     best.sort(key=rank)
-    return Search(_simplest_first(best), tuple(settings), refused, as_configured)
+    return Search(_simplest_first(best), settings, refused, as_configured)
 
 
 def parse_meshes(texts: Sequence[str], hardware: str, devices: int) -> list[dict[str, int]]:
@@ -281,12 +306,12 @@ def parse_meshes(texts: Sequence[str], hardware: str, devices: int) -> list[dict
 def meshes_to_try(
     config: TrainConfig, devices: int, domain: int | None = None
 ) -> list[dict[str, int]]:
-    """Returns meshes with at least `LEAST_PART` tokens per sequence part, or the run's cp.
+    """Returns meshes with at least `MIN_PART` tokens per sequence part, or the run's cp.
 
     Unless the run allows it, no tp group spans several domains of fast links (`domain` devices
     each).
     """
-    longest = max(1, config.data.sequence_length // LEAST_PART)
+    longest = max(1, config.data.sequence_length // MIN_PART)
     meshes = [
         sizes
         for sizes in fitting_meshes(devices)
@@ -297,13 +322,13 @@ def meshes_to_try(
     return [sizes for sizes in meshes if not spans_hosts(sizes, domain)]
 
 
-def spans_hosts(sizes: Mapping[str, int], domain: int) -> bool:
+def spans_hosts(sizes: Sizes, domain: int) -> bool:
     """Returns whether a tp group spans several domains."""
     return math.prod(sizes.values()) > domain and domain % sizes[TP] != 0
 
 
 def runnable(
-    config: TrainConfig, meshes: Sequence[Mapping[str, int]], *, as_configured: bool = False
+    config: TrainConfig, meshes: Sequence[Sizes], *, as_configured: bool = False
 ) -> tuple[list[TrainConfig], dict[str, str]]:
     """Returns the run on each mesh that can run it, and why others cannot.
 
@@ -373,7 +398,15 @@ def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
         saved = int(loss.saved * rows / (config.train.accumulation * sizes[CP]))
         memory = replace(memory, activations=memory.activations + saved, batch=loss.columns * rows)
     time = step_time(where.hardware, sizes, costs, memory, config.train.accumulation, work)
-    return Setting(config, where, memory, costs, time, model.flops_per_token, work)
+    return Setting(
+        config=config,
+        target=where,
+        memory=memory,
+        costs=costs,
+        time=time,
+        flops_per_token=model.flops_per_token,
+        relative_work=work,
+    )
 
 
 def _choose(settings: Sequence[Setting]) -> Setting:
@@ -389,14 +422,7 @@ def _as_fast(settings: Iterable[Setting], first: Setting) -> list[Setting]:
     return [setting for setting in settings if setting.fits and setting.time.expected <= limit]
 
 
-def rank(setting: Setting) -> tuple[int, float, float]:
-    """Returns a sort key: with margin, tight, too large; then time or missing memory."""
-    if not setting.fits:
-        return 2, -setting.spare, setting.time.expected
-    return int(not setting.has_margin), 0.0, setting.time.expected
-
-
-def _simplest_first(ranked: list[Setting]) -> tuple[Setting, ...]:
+def _simplest_first(ranked: list[Setting]) -> list[Setting]:
     def complexity(setting: Setting) -> tuple[bool, int, int, int]:
         sizes = setting.sizes
         leaves = leaves_domain(setting.target.hardware, sizes, (TP,))
@@ -404,8 +430,7 @@ def _simplest_first(ranked: list[Setting]) -> tuple[Setting, ...]:
 
     first = ranked[0]
     equal = [s for s in _as_fast(ranked, first) if s.has_margin == first.has_margin]
-    simplest = min(equal, key=complexity, default=first)
-    return (simplest, *(setting for setting in ranked if setting is not simplest))
+    return move_to_front(min(equal, key=complexity, default=first), ranked)
 
 
 def rows_of(config: TrainConfig) -> int:

@@ -23,7 +23,7 @@ from jaxtp.config.command_line import Command, parse_mesh
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.python_object import named_code, user_code
-from jaxtp.config.schema import ConfigError, Switch, UserPath, from_yaml
+from jaxtp.config.schema import ConfigError, OptionalFile, Switch, from_yaml
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.mesh import AXES, CP, abstract_mesh, describe_mesh
 from jaxtp.models.decoder import Decoder
@@ -57,7 +57,7 @@ class Output:
     """Also compile for virtual CPU devices, and show the collectives that the compiler adds between
     the layers."""
 
-    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    json: OptionalFile = None
     """JSON file for all numbers."""
 
 

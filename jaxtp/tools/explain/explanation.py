@@ -40,6 +40,7 @@ from jaxtp.mesh import (
     BATCH,
     TOKENS,
     TP,
+    Sizes,
     abstract_mesh,
     axes_of,
     batch_parts,
@@ -84,7 +85,7 @@ class SplitParameter:
     # Axes that split each dim; trailing whole dims may be missing
     split: tuple[tuple[str, ...], ...]
 
-    def bytes(self, sizes: Mapping[str, int]) -> int:
+    def bytes(self, sizes: Sizes) -> int:
         """Returns the bytes per device."""
         divided = math.prod(parts(sizes, axes) for axes in self.split)
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize // divided
@@ -376,9 +377,7 @@ def _sections(explanation: Explanation) -> Iterator[str]:
     yield from (f"note: {note}" for note in explanation.notes)
 
 
-def _module_cells(
-    pattern: str, rows: list[ModuleRow], sizes: Mapping[str, int]
-) -> Iterator[tuple[str, ...]]:
+def _module_cells(pattern: str, rows: list[ModuleRow], sizes: Sizes) -> Iterator[tuple[str, ...]]:
     row = rows[0]
     times = f" x {len(rows)}" if len(rows) > 1 else ""
     first = (f"{pattern or ROOT}{times}", row.kind, format_style(row.style) if row.style else "")
@@ -392,7 +391,7 @@ def _module_cells(
         first = ("", "", "")
 
 
-def _join_axes(axes: Iterable[str], sizes: Mapping[str, int]) -> str:
+def _join_axes(axes: Iterable[str], sizes: Sizes) -> str:
     return "+".join(axis for axis in axes if sizes[axis] > 1)
 
 
@@ -414,7 +413,7 @@ def _traffic_cells(
 
 
 def _avoidable_communication(
-    call: ModelCall, styles: Mapping[str, Style], sizes: Mapping[str, int]
+    call: ModelCall, styles: Mapping[str, Style], sizes: Sizes
 ) -> list[str]:
     traced = trace_model(call)
     split = {

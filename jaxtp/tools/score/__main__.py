@@ -21,7 +21,14 @@ from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.files import fingerprint, require_writable, write_json
 from jaxtp.config.hints import Problem, explained
-from jaxtp.config.schema import ConfigError, Count, DataPath, Positive, UserPath
+from jaxtp.config.schema import (
+    ConfigError,
+    Count,
+    DataPath,
+    OptionalFile,
+    OptionalFolder,
+    Positive,
+)
 from jaxtp.data.rows import Rows
 from jaxtp.data.samples import LongDocuments, Packing, RowSettings, make_rows
 from jaxtp.data.scores import Record, Scored, ScoresError, open_scores, verify
@@ -94,10 +101,10 @@ class ScoreConfig(SourceConfig):
     )
     """Dataset of jaxtp prepare, made with the model's tokenizer; all its splits are scored."""
 
-    model: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    model: OptionalFolder = None
     """A run of jaxtp train, one of its checkpoints, or a model in Hugging Face's format."""
 
-    out: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    out: OptionalFolder = None
     """New folder for the scores; the same command resumes in it."""
 
     top_k: Count | None = None
@@ -112,10 +119,10 @@ class ScoreConfig(SourceConfig):
     batch_size: Count = 8
     """Rows of a batch, rounded up to a multiple of mesh.dp * mesh.fsdp."""
 
-    verify: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    verify: OptionalFolder = None
     """Compares a folder of scores with its checksums, and does nothing else."""
 
-    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    json: OptionalFile = None
     """JSON file for the content of scores.json, or for the result of --verify."""
 
     mesh: InferenceMeshConfig = InferenceMeshConfig()
