@@ -89,6 +89,11 @@ def settings_of(schema: Any) -> Mapping[str, Setting]:
     }
 
 
+def leaf_settings(schema: object) -> list[Setting]:
+    """Returns the settings of a schema, without its sections."""
+    return [setting for setting in settings_of(schema).values() if not setting.is_section]
+
+
 def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
     hints = get_type_hints(schema, include_extras=True)
     kinds = get_type_hints(schema)
@@ -160,11 +165,7 @@ def affects(schema: type, name: str, default: Affects = STEP) -> Affects:
 
 def settings(schema: type, accept: Callable[[Affects], bool], default: Affects = STEP) -> list[str]:
     """Returns dotted names of the settings whose `Affects` is accepted."""
-    return [
-        name
-        for name, setting in settings_of(schema).items()
-        if not setting.is_section and accept(setting.effects or default)
-    ]
+    return [setting.name for setting in leaf_settings(schema) if accept(setting.effects or default)]
 
 
 def in_short_help(schema: type) -> Iterator[str]:

@@ -1,6 +1,4 @@
-"""Command lines: fills dataclasses from a YAML file and flags.
-
-It also prints help, completion scripts and one-line errors.
+"""Command lines: dataclasses filled from a YAML file and flags, help, and completion scripts.
 
 Every command takes `--config FILE` (YAML), dotted flags that override it (`--mesh.tp 4`),
 `--mesh fsdp=2,tp=4`, `--print-config`, `--help`, `--help SECTION` and `--help-all`. tyro formats
@@ -41,7 +39,7 @@ from typing import (
 
 import tyro
 
-from jaxtp.config.affects import Setting, find_setting, settings_of
+from jaxtp.config.affects import Setting, find_setting, leaf_settings, settings_of
 from jaxtp.config.hints import dotted, hint_for, nearest_name
 from jaxtp.config.python_object import file_arguments, named_code, require_consent
 from jaxtp.config.reading import parse_yaml, truncate
@@ -192,11 +190,17 @@ class Command(Generic[T]):
                 options["metavar"] = _metavar(setting.kind)
             if default is None or default is False or default == ():
                 options["help_behavior_hint"] = ""
-            kind = Annotated[(setting.kind, *setting.marks, tyro.conf.arg(**options))]
+            argument = tyro.conf.arg(**options)
             if not setting.is_required:
                 default = partial(copy.copy, default)
             field = dataclasses.field(default_factory=default)
-            fields.append(("__".join(setting.path), kind, field))
+            fields.append(
+                (
+                    "__".join(setting.path),
+                    Annotated[(setting.kind, *setting.marks, argument)],
+                    field,
+                )
+            )
         return dataclasses.make_dataclass(
             "Settings", fields, frozen=True, kw_only=True, namespace={"__doc__": ""}
         )
@@ -348,17 +352,9 @@ def _take_values(setting: Setting, words: deque[str]) -> list[str]:
 
 
 def asks_for_help(argv: Sequence[str]) -> int:
-    """Returns the place, from 1, of the first word that asks for help.
-
-    It is 0 if there is none before `--`.
-    """
+    """Returns the position, from 1, of the first word before `--` that asks for help, else 0."""
     words = takewhile(lambda word: word != "--", argv)
     return next((place for place, word in enumerate(words, 1) if word in _HELP_WORDS), 0)
-
-
-def leaf_settings(schema: object) -> list[Setting]:
-    """Returns the settings of a schema, without its sections."""
-    return [setting for setting in settings_of(schema).values() if not setting.is_section]
 
 
 def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> dict[str, int]:

@@ -29,7 +29,7 @@ _BINARY = ("B", "KiB", "MiB", "GiB")
 def size_text(size: float, *, binary: bool = False) -> str:
     """Returns a number of bytes in a fitting unit: `1.3 MB`.
 
-    It is the largest that leaves a digit before the point, at most GB.
+    The unit is the largest that leaves a digit before the point, up to GB.
     """
     step = 1024 if binary else 1000
     *smaller, largest = _BINARY if binary else _DECIMAL

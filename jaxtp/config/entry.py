@@ -105,9 +105,7 @@ def attempt(
 def shown(text: str) -> str:
     """Returns a model's text for standard output.
 
-    A terminal would obey control characters, so it gets them escaped.
-
-    Newlines and tabs stay.
+    A terminal would obey control characters, so they are escaped, except newlines and tabs.
     """
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     return "\t".join(map(_escaped, text.split("\t"))) if is_terminal else text
@@ -193,10 +191,7 @@ def import_fast(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def paused_collection() -> Iterator[None]:
-    """Pauses garbage collection.
-
-    It takes up to half of the time of code that makes many objects.
-    """
+    """Pauses garbage collection, which takes up to half of the time where many objects are made."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -69,9 +69,9 @@ def user_code(name: str, *passing: type[Exception]) -> Iterator[None]:
     """
     try:
         yield
-    except (KeyboardInterrupt, *passing):
-        raise
     except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, *passing)):
+            raise
         raise user_code_error(name, error) from error
 
 
@@ -392,7 +392,7 @@ def user_code_error(name: str, error: BaseException) -> ConfigError:
 def describe_exception(error: BaseException) -> str:
     """Returns the innermost line of a user's code, and the exception.
 
-    An example is ` (FILE, line 7: ...): KeyError: 'x'`.
+    For example ` (FILE, line 7: ...): KeyError: 'x'`.
     """
     where = ""
     if isinstance(error, SyntaxError):
@@ -418,10 +418,7 @@ def describe_exception(error: BaseException) -> str:
 
 
 def users_lines(error: BaseException) -> list[str]:
-    """Returns the lines of a user's code through which an exception came.
-
-    An example is `mine.py, line 7: train()`.
-    """
+    """Returns the lines of a user's code in a traceback: `mine.py, line 7: train()`."""
     lines = []
     for frame in _users_frames(error):
         # The frame of a cell is in no file that a user knows.

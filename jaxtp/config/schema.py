@@ -20,7 +20,7 @@ import tyro
 import yaml
 from pydantic_core import ErrorDetails
 
-from jaxtp.config.affects import RUNS_CODE, find_setting, settings_of
+from jaxtp.config.affects import RUNS_CODE, find_setting, leaf_settings, settings_of
 from jaxtp.config.entry import UserError
 from jaxtp.config.hints import dotted, hint_for
 from jaxtp.config.reading import MAX_YAML, parse_yaml, read_bytes, truncate
@@ -179,10 +179,7 @@ def read_values(path: Path, including: tuple[str, ...] = ()) -> dict[str, object
 def merged(
     below: Mapping[str, object], above: Mapping[str, object], prefix: str = ""
 ) -> dict[str, object]:
-    """Merges nested mappings; `above` wins.
-
-    It also removes keys of `below` that it excludes (`_EXCLUSIVE`).
-    """
+    """Merges nested mappings; `above` wins, and removes keys that it excludes (`_EXCLUSIVE`)."""
     result = {
         key: value
         for key, value in below.items()
@@ -221,8 +218,7 @@ def validate(
       source: origin of the values, for messages.
       describe: formats keys and a value as the source writes them.
     """
-    settings = settings_of(schema).values()
-    names = [setting.name for setting in settings if not setting.is_section]
+    names = [setting.name for setting in leaf_settings(schema)]
     problems = list(_unknown_keys(schema, values, "", names))
     try:
         config: T = _adapter(schema).validate_python(values, by_alias=True, by_name=True)
@@ -238,10 +234,7 @@ def validate(
 
 
 def check_fields(config: object) -> None:
-    """Raises ConfigError if a dataclass has a value that its annotations do not allow.
-
-    The dataclass was made in Python.
-    """
+    """Raises ConfigError if a dataclass made in Python has a value that its types do not allow."""
     hints = get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
@@ -341,10 +334,7 @@ _HUB_NAME = re.compile(r"(?:[\w.-]{1,96}/)?[\w.-]{1,96}(?<!\.json)")
 
 
 def missing_model(path: Path) -> str:
-    """Suggests an existing folder with a similar name, or how to download a model.
-
-    The path may name the model.
-    """
+    """Suggests a folder with a similar name, or how to download the model of this name."""
     if near := nearest_file(path):
         return near
     name = str(path)

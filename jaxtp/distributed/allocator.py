@@ -84,7 +84,7 @@ def memory_fraction(allocator: Allocator, environment: Mapping[str, str] = os.en
 def most_bytes(allocator: Allocator, limit: float, fraction: float) -> float:
     """Returns the maximum bytes that a step can use.
 
-    It is `limit`, which is `fraction` of the memory; cuda_async can exceed it.
+    `limit` is `fraction` of the memory; only cuda_async can exceed it.
     """
     if allocator != "cuda_async":
         return limit

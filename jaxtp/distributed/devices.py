@@ -39,7 +39,7 @@ def request_virtual_devices(count: int) -> None:
 def most_devices() -> int | None:
     """Starts JAX's backend and returns the number of devices.
 
-    It is None for CPUs whose number was not configured.
+    Returns None for CPU devices whose number was not configured.
     """
     _require_joined()
     accept_absent_gpus()
@@ -65,7 +65,7 @@ def bytes_limit(device: jax.Device) -> int | None:
 
 
 def memory_per_device(devices: Sequence[jax.Device]) -> int | None:
-    """Returns the bytes of each device of this process, or None.
+    """Returns the bytes of each device of this process, or None if unknown.
 
     CPU devices share the host's memory.
     """

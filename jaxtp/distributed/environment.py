@@ -1,6 +1,6 @@
 """The user's cache folder and environment variables.
 
-Only this room and `config/console.py` read the latter.
+Only this folder and `config/console.py` read environment variables.
 """
 
 import contextlib
@@ -191,10 +191,8 @@ def coordinator_host() -> str:
 def token(environment: Mapping[str, str] = os.environ) -> str:
     """Returns a text that all processes of a run share.
 
-    It is `JAXTP_TOKEN`, the scheduler's job id, or the command line.
-
-    Other users can guess the last two. The text omits configuration files, which the preflight
-    compares.
+    The text is `JAXTP_TOKEN`, the scheduler's job id, or the command line. Other users can guess
+    the last two. The text omits configuration files, which the preflight compares.
     """
     for name in (TOKEN, *_JOB_IDS):
         if environment.get(name):

@@ -217,7 +217,7 @@ _TASKS: Mapping[str, Callable[[Variables], _Task]] = {SLURM: _slurm_task, OPEN_M
 def _scheduled_address(task: _Task, count: int, variables: Variables) -> tuple[str, int] | None:
     """Returns JAX_COORDINATOR_ADDRESS, else the address that JAX will derive.
 
-    It is loopback on a single host.
+    On a single host the derived address is loopback.
     """
     if ADDRESS in variables:
         return _parse_address(variables)
@@ -240,12 +240,10 @@ def _parse_address(variables: Variables) -> tuple[str, int]:
 
 
 def gpus_of_process(variables: Variables, tasks: int, index: int, present: int) -> list[int] | None:
-    """Returns the visible GPUs of process `index` among a host's `tasks` processes.
+    """Returns the visible GPUs of process `index` of a host's `tasks` processes; None without GPUs.
 
-    It is None without GPUs.
-
-    If the scheduler shows each process only some of the `present` GPUs, it uses these; else
-    processes share them.
+    If the scheduler shows each process only some of the `present` GPUs, the process uses these;
+    otherwise the processes share the GPUs.
     """
     visible = len(names_of_gpus(present, variables))
     if not visible:

@@ -94,7 +94,7 @@ class Link:
 def connect(connection: socket.socket, token: str, hello: Message, seconds: float) -> Link | None:
     """Sends `hello` and returns a link to a process that runs `accept_links`.
 
-    It is None if the process does not prove the token. Each answer may take `seconds`.
+    Returns None if the process does not prove the token. Each answer may take `seconds`.
     """
     link = Link(connection)
     challenge = (link.receive(seconds) or {}).get(_CHALLENGE)
@@ -145,9 +145,9 @@ def format_address(host: str, port: int) -> str:
 
 
 def listen_address(bind: str | None, host: str) -> str:
-    """Returns process 0's listening address.
+    """Returns the address at which process 0 listens; empty for all addresses of its host.
 
-    It is `bind`, else loopback if `host` is loopback, else empty (all).
+    The address is `bind`, or loopback if `host` is loopback.
 
     Raises:
       LaunchError: `host` is loopback, and `bind` is another address.

@@ -87,7 +87,7 @@ class Group:
     def shrunk_to_visible_gpus(self) -> "Group | None":
         """Returns the group to restart, with fewer processes if GPUs have disappeared.
 
-        It is None if all have.
+        Returns None if no GPU is left.
         """
         if self.devices is not None or not self.gpus:
             return self

@@ -414,9 +414,9 @@ KINDS: Mapping[str, Callable[[Array, str], Array]] = {
 def measure_messages(
     mesh: Mesh, dtype: str, sizes: Sequence[int], rounds: int, in_a_row: int
 ) -> Iterator[Message]:
-    """Times every kind of collective along every axis larger than 1.
+    """Times collectives of every kind along every axis larger than 1.
 
-    Messages have `sizes` bytes.
+    `sizes` are the bytes of the messages.
     """
     make = jax.jit(
         jax.random.normal, static_argnums=(1, 2), out_shardings=NamedSharding(mesh, P(AXES))
@@ -438,10 +438,7 @@ def measure_messages(
 
 
 def repeated(kind: str, axis: str, times: int) -> Callable[[Array], Array]:
-    """Returns a function that runs a collective `times` times.
-
-    It runs on an array split over all devices.
-    """
+    """Returns a function that runs a collective repeatedly on an array split over all devices."""
 
     def body(x: Array) -> Array:
         return lax.scan(lambda x, _: (KINDS[kind](x, axis), None), x, length=times)[0]

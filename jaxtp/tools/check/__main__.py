@@ -237,7 +237,7 @@ class Verdict:
 def dtypes(config: TrainConfig) -> list[str]:
     """Returns the dtypes to check.
 
-    They are float32, `precision.matmul`, then the coarsest 16-bit dtype of the configuration.
+    The list is float32, `precision.matmul`, and the coarsest 16-bit dtype of the configuration.
     """
     precision = config.model.precision
     checked = ["float32"]

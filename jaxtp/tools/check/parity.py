@@ -111,7 +111,7 @@ class Errors:
     def allowed(self, name: str, tolerance: Tolerance) -> float:
         """Returns the tolerance of an array, `LOSS` or `GRAD_NORM`.
 
-        It is at least twice its rounding error on one device.
+        The tolerance is at least twice the array's rounding error on one device.
         """
         minimum = tolerance.scalar if name in (LOSS, GRAD_NORM) else tolerance.tensor
         rounding = self.rounding.get(name, 0.0)
@@ -144,7 +144,7 @@ def initial_arrays(
 ) -> Arrays:
     """Returns the unpadded initial state, with noise added to the weights.
 
-    A user's model gets noise only in parameters.
+    In a user's model only the parameters get noise.
     """
     blueprint = subject.blueprint(config, make_mesh())
     if config.model.lora.base != "full":
@@ -229,9 +229,9 @@ def program(
     replayed: Numbers | None = None,
     subject: Subject = Subject(),
 ) -> Callable[..., Numbers]:
-    """Compiles three updates from one state, or one for each.
+    """Compiles three updates, which start from one state or from a state for each.
 
-    They have the expert choices of `replayed`.
+    The updates use the expert choices of `replayed`.
     """
     config = replace_nested(on_case(config, case), {"metrics.norm_groups": ()})
     mesh = mesh_of(case.sizes)
@@ -356,9 +356,9 @@ def _differing_choices(actual: Numbers, expected: Numbers) -> tuple[np.ndarray, 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """Returns the relative L2 error in float64; absolute if the expected value is zero."""
-    expected = np.float64(expected)
-    difference = float(np.linalg.norm(np.float64(actual) - expected))
-    return difference / (float(np.linalg.norm(expected)) or 1.0)
+    reference = np.float64(expected)
+    difference = float(np.linalg.norm(np.float64(actual) - reference))
+    return difference / (float(np.linalg.norm(reference)) or 1.0)
 
 
 def place(arrays: Arrays, abstract: nnx.State, mesh: Mesh) -> nnx.State:

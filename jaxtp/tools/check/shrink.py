@@ -96,10 +96,7 @@ def plan(config: TrainConfig, meshes: Sequence[str] = ()) -> tuple[TrainConfig, 
 
 
 def own_model_cases(config: TrainConfig, meshes: Sequence[str], *, over_cp: bool) -> list[Case]:
-    """Returns the requested or default meshes for a model of the user's.
-
-    Its plan need not fit them.
-    """
+    """Returns the requested or default meshes for a user's model, whose plan need not fit them."""
     if meshes:
         return [Case(sizes, False) for sizes in _requested_sizes(meshes).values()]
     sizes: list[dict[str, int]] = [{TP: 2}, {TP: 4}, {FSDP: 2}, {FSDP: 2, TP: 2}, {DP: 2}]
@@ -146,9 +143,9 @@ def _requested_cases(config: TrainConfig, meshes: Sequence[str]) -> list[Case]:
 
 
 def default_cases(config: TrainConfig, mesh: Sizes) -> list[Case]:
-    """Returns the configuration's mesh, and meshes for each axis separately and together.
+    """Returns the configuration's mesh, scaled down to 16 devices, and meshes for each axis.
 
-    The former is scaled down to 16 devices.
+    The other meshes use the axes separately and together.
     """
     scaled = _scaled_down(mesh)
     runnable = [tp for tp in range(2, MAX_DEVICES + 1) if cases_of(config, mesh_shape(tp=tp))]
@@ -186,10 +183,7 @@ def default_cases(config: TrainConfig, mesh: Sizes) -> list[Case]:
 
 
 def cases_of(config: TrainConfig, sizes: Sizes, first_method: Context = "auto") -> list[Case]:
-    """Returns a mesh's cases, the configuration's own first.
-
-    The list is empty if the model cannot run on it.
-    """
+    """Returns a mesh's cases, the configuration's own first; none if the model cannot run on it."""
     methods = sorted(methods_of(config, sizes), key=lambda method: method != first_method)
     can_split = is_split(None, config.data.sequence_length, sizes)
     first = can_split and config.model.sequence_parallel is not False
@@ -200,10 +194,7 @@ def cases_of(config: TrainConfig, sizes: Sizes, first_method: Context = "auto") 
 
 
 def methods_of(config: TrainConfig, sizes: Sizes) -> list[Context]:
-    """Returns the cp attention methods to check.
-
-    They are the configuration's, and for auto also the others.
-    """
+    """Returns the cp attention methods to check: the configuration's, and for auto all methods."""
     attending = attention_blocks(config.model)
     if sizes[CP] == 1 or config.mesh.context != "auto" or not attending:
         return [config.mesh.context if sizes[CP] > 1 else "auto"]
@@ -231,10 +222,7 @@ def on_case(config: TrainConfig, case: Case) -> TrainConfig:
 
 
 def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
-    """Returns a small configuration for all cases.
-
-    It has the same architecture and parallel structure.
-    """
+    """Returns a small configuration with the same architecture and parallel structure."""
     has_own_batches = config.data.batches is not None
     meshes = [case.sizes for case in cases]
     length = config.data.sequence_length

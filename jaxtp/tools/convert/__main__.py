@@ -198,7 +198,7 @@ COMMANDS: dict[str, Command[Any]] = {
 def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit code.
 
-    It is 0, 2 for a user's mistake, 3 for weights that are not finite, 130 for Ctrl-C.
+    The code is 0, 2 for a user's mistake, 3 for weights that are not finite, or 130 for Ctrl-C.
     """
     silence_orbax()
     return entry.attempt(PROGRAM, lambda: _run(argv))
@@ -257,10 +257,7 @@ def _save(
 
 
 def export_run(command: Export) -> str:
-    """Writes a checkpoint, or a model with adapters, in Hugging Face format.
-
-    Returns a message.
-    """
+    """Writes a checkpoint, or a model with adapters, in Hugging Face format; returns a message."""
     mesh = command.mesh.make()  # before `open_stored`, which starts JAX's backend
     settings = SourceConfig(
         adapters=command.adapters, base=command.base, ignore_config=command.ignore_config

@@ -133,10 +133,7 @@ COMMAND = Command(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command and returns its exit code.
-
-    It is 0, 1 if nothing fits or tier 3 disagrees, 2 for a user's mistake.
-    """
+    """Runs the command; returns 0, 1 if nothing fits or tier 3 disagrees, or 2 for a mistake."""
     if foreign.names_model(argv):
         return foreign.main(argv)
     return entry.attempt(PROGRAM, lambda: _estimate(argv))
@@ -168,7 +165,7 @@ def _estimate(argv: Sequence[str]) -> int:
     model = describe_model(config)
     print(heading(config, where, model), *notes, sep="\n", end="\n\n", flush=True)
     best, numbers = _search(options, config, where, model)
-    fits, error = _compile(options, best, numbers)
+    fits, failure = _compile(options, best, numbers)
     write_json("--json", options.json, numbers)
     if options.write is not None and not fits:
         print(f"\n--write {options.write}: not written, because nothing fits")
@@ -180,8 +177,8 @@ def _estimate(argv: Sequence[str]) -> int:
         needs_model = options.model.lora.rank and options.model.from_hf is None
         needed_flags = " --model.from-hf DIR" if needs_model else ""
         print(f"\n{options.write}: for jaxtp train --config {options.write}{needed_flags}")
-    if error is not None:
-        return entry.fail(PROGRAM, error)
+    if failure is not None:
+        return entry.fail(PROGRAM, failure)
     return 0 if fits else 1
 
 

@@ -649,9 +649,9 @@ def main() -> None:
     with jax.set_mesh(mesh):
         lowered = traced.lower()
     started = time.perf_counter()
-    options = compiler_options(config, target.platform)
+    options: dict[str, bool | str | int] = {**compiler_options(config, target.platform)}
     if target.platform == "cuda":
-        options = options | ABSENT_GPU
+        options |= ABSENT_GPU
     try:
         compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:

@@ -72,10 +72,7 @@ CHEAP: dict[str, Change] = {**FREE, f"--model.loss-chunk {CHUNK}": {"model.loss_
 
 
 def changed(run: Run, flags: str) -> Run | None:
-    """Returns the run with a change of `CHEAP`.
-
-    It is None if its kernels and its memory stay as they are.
-    """
+    """Returns the run with a change of `CHEAP`; None if the change affects no kernels or memory."""
     where = run.where
     if flags == MORE_MEMORY:
         larger = target(where.hardware, where.devices, CLUSTER_SHARE)

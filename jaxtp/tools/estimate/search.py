@@ -330,9 +330,9 @@ def spans_hosts(sizes: Sizes, domain: int) -> bool:
 def runnable(
     config: TrainConfig, meshes: Sequence[Sizes], *, as_configured: bool = False
 ) -> tuple[list[TrainConfig], dict[str, str]]:
-    """Returns the run on each mesh that can run it, and why others cannot.
+    """Returns the run on each mesh that can run it, and the reason for each mesh that cannot.
 
-    It runs in one micro-batch unless `as_configured`.
+    A run has one micro-batch unless `as_configured`.
     """
     runs = []
     refused = {}
@@ -351,7 +351,7 @@ def runnable(
 def leanest(config: TrainConfig) -> Iterator[TrainConfig]:
     """Yields the settings that may need the least memory.
 
-    They have full remat, and one row per micro-batch or all in one (no gradients to sum).
+    These have full remat, and one row per micro-batch, or all rows in one (no gradients to sum).
     """
     remat = "offload" if config.model.remat == "offload" else "full"
     for accumulation in {rows_of(config), 1}:

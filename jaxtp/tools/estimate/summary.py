@@ -204,8 +204,8 @@ def _beside(setting: Setting, best: Setting) -> str:
 
 def _memory(setting: Setting) -> str:
     unit, size = ("GB", GB) if setting.memory.total >= GB / 10 else ("MB", GB / 1000)
-    exact = []
-    modelled = []
+    exact = list[str]()
+    modelled = list[str]()
     kinds = sorted(dataclasses.asdict(setting.memory).items(), key=lambda kind: -kind[1])
     for kind, amount in kinds:
         if amount:
@@ -309,7 +309,7 @@ def setting_record(setting: Setting) -> dict[str, object]:
         "remat": setting.config.model.remat,
         "accumulation": setting.config.train.accumulation,
         "micro_batch_size": setting.rows,
-        "bytes_per_device": dataclasses.asdict(setting.memory) | {"total": setting.memory.total},
+        "bytes_per_device": {**vars(setting.memory), "total": setting.memory.total},
         "bytes_to_spare": setting.spare,
         "collectives": [
             {

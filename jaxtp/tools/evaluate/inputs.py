@@ -71,7 +71,7 @@ def _open_dataset(folder: Path, config: EvaluateConfig, path: Path, model: Model
     splits = {name: split for name, split in dataset.splits.items() if split.num_documents}
     if not splits:
         raise InputError(f"--data {folder}: a dataset without documents")
-    name = config.split
+    name: str = config.split
     if name == "auto":
         name = VALIDATION if VALIDATION in splits else TRAIN
     if name not in splits:

@@ -85,9 +85,9 @@ def rows(windows: Iterable[Window], length: int, multiple: int = 1) -> Iterator[
 
 
 def row_length(size: int, length: int, multiple: int = 1) -> int:
-    """Returns the row length for `size` tokens.
+    """Returns the length of a row for `size` tokens.
 
-    It is a power of two, rounded up to `multiple`, at most T.
+    The length is a power of two, rounded up to `multiple`, and at most T.
     """
     power = max(MIN_ROW, 1 << (size - 1).bit_length())
     return min(-(-power // multiple) * multiple, length)
@@ -151,17 +151,14 @@ class Scorer:
         self._scores = jax.jit(scores, out_shardings=NamedSharding(self._mesh, P()))
 
     def __call__(self, batch: Row) -> Scores:
-        """Returns the scores of `inputs` and `labels` `[B, T]`.
-
-        Packed rows have `SEGMENTS`.
-        """
+        """Returns the scores of `inputs` and `labels` `[B, T]`; packed rows have `SEGMENTS`."""
         with jax.set_mesh(self._mesh):
             return self._scores(self._state, self._put_batch(batch), None)[0]
 
     def next_token_logprobs(self, batch: Row, last_B: NDArray[np.int32]) -> tuple[Scores, Array]:
         """Returns scores, and next-token log-probabilities `[B, V]` at each row's `last_B`.
 
-        It needs cp=1.
+        The mesh must have cp=1.
         """
         last = self._put(last_B, batch_spec())
         with jax.set_mesh(self._mesh):

@@ -241,7 +241,7 @@ def finished_rows(job: Job) -> dict[str, int] | None:
 
 
 def _sizes(job: Job) -> dict[Path, int]:
-    sizes = {}
+    sizes = dict[Path, int]()
     for name, documents in job.documents.items():
         sizes |= job.record.sizes(job.out, name, documents.shard_sizes)
     return sizes
