@@ -79,7 +79,7 @@ def mesh_of(sizes: Sizes, devices: Sequence[jax.Device] | None = None) -> Mesh:
     check_sizes(sizes)
     if devices is None:
         if not jax.distributed.is_initialized():
-            request_virtual_devices(math.prod(size for size in sizes.values() if size != -1))
+            request_virtual_devices(fixed_devices(sizes))
         devices = jax.devices()
     if not devices or len(set(devices)) < len(devices):
         raise MeshError(
@@ -174,7 +174,9 @@ def as_current(mesh: Mesh | AbstractMesh) -> AbstractContextManager[object]:
 
     Under an abstract mesh functions can only be traced.
     """
-    return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
+    if isinstance(mesh, Mesh):
+        return jax.set_mesh(mesh)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def mesh_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
@@ -253,18 +255,22 @@ def fitting_meshes(num_devices: int, axes: Sequence[str] = AXES) -> list[dict[st
 
 def check_sizes(sizes: Sizes) -> None:
     """Raises a `MeshError` unless sizes are positive integers, or -1 for at most one axis."""
-    bad = [
-        f"{axis}={size!r}"
-        for axis, size in sizes.items()
-        if type(size) is not int or (size < 1 and size != -1)
-    ]
-    if bad:
+    invalid = []
+    for axis, size in sizes.items():
+        if type(size) is not int or (size < 1 and size != -1):
+            invalid.append(f"{axis}={size!r}")
+    if invalid:
         raise MeshError(
-            f"{', '.join(bad)}: a mesh axis is a positive number of devices, or -1 for the "
+            f"{', '.join(invalid)}: a mesh axis is a positive number of devices, or -1 for the "
             "remaining ones"
         )
     if list(sizes.values()).count(-1) > 1:
         raise MeshError(f"{describe_mesh(sizes)}: only one axis can be -1 (the remaining devices)")
+
+
+def fixed_devices(sizes: Sizes) -> int:
+    """Returns the number of devices, without an axis of size -1."""
+    return math.prod(size for size in sizes.values() if size != -1)
 
 
 def resolve_sizes(sizes: Sizes, num_devices: int) -> dict[str, int]:
@@ -272,7 +278,7 @@ def resolve_sizes(sizes: Sizes, num_devices: int) -> dict[str, int]:
 
     Raises a MeshError if the other sizes do not divide `num_devices`.
     """
-    fixed = math.prod(size for size in sizes.values() if size != -1)
+    fixed = fixed_devices(sizes)
     if -1 in sizes.values() and num_devices % fixed:
         raise MeshError(
             f"{describe_mesh(sizes)}: {num_devices} devices cannot be divided by {fixed}; "
@@ -307,7 +313,7 @@ def _check_count(sizes: Sizes, needed: int, devices: Sequence[jax.Device]) -> No
 def _list_meshes(num_devices: int, requested: Sizes) -> str:
     """Lists meshes of `num_devices`, powers of two first, with cp only if requested."""
     axes = [axis for axis in AXES if axis not in CONTEXT or requested[axis] != 1]
-    meshes = (tuple(sizes.values()) for sizes in fitting_meshes(num_devices, axes))
-    shapes = sorted(meshes, key=lambda shape: sum(size.bit_count() > 1 for size in shape))
-    more = ["..."] if len(shapes) > _MAX_LISTED else []
-    return ", ".join([*map(str, shapes[:_MAX_LISTED]), *more])
+    shapes = [tuple(sizes.values()) for sizes in fitting_meshes(num_devices, axes)]
+    shapes.sort(key=lambda shape: sum(size.bit_count() > 1 for size in shape))
+    listed = ", ".join(map(str, shapes[:_MAX_LISTED]))
+    return f"{listed}, ..." if len(shapes) > _MAX_LISTED else listed

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import pairwise, takewhile
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import (
     Annotated,
@@ -137,10 +137,12 @@ class Command(Generic[T]):
             require_consent(file, references, arguments, is_code_allowed)
         notes: list[str] = []
         if fit:
-            explicit = {dotted(keys) for keys in (*dict(leaves(in_file)), *flags)}
+            explicit = set(map(dotted, (*dict(leaves(in_file)), *flags)))
             config, notes = fit(config, explicit)
         if printing:
-            print("".join(f"# {note}\n" for note in notes) + to_yaml(self.printed(config)), end="")
+            for note in notes:
+                print(f"# {note}")
+            print(to_yaml(self.printed(config)), end="")
             raise SystemExit(0)
         return config, notes
 
@@ -353,8 +355,12 @@ def _take_values(setting: Setting, words: deque[str]) -> list[str]:
 
 def asks_for_help(argv: Sequence[str]) -> int:
     """Returns the position, from 1, of the first word before `--` that asks for help, else 0."""
-    words = takewhile(lambda word: word != "--", argv)
-    return next((place for place, word in enumerate(words, 1) if word in _HELP_WORDS), 0)
+    for position, word in enumerate(argv, start=1):
+        if word in _HELP_WORDS:
+            return position
+        if word == "--":
+            break
+    return 0
 
 
 def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> dict[str, int]:
@@ -364,7 +370,7 @@ def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> d
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
-        axis, _, size = (piece.strip() for piece in part.partition("="))
+        axis, _, size = map(str.strip, part.partition("="))
         if axis not in axes:
             problem = (
                 f"{truncate(repr(axis))} is not an axis; they are {', '.join(axes)}, as in "
@@ -428,7 +434,7 @@ Commands = Mapping[str, Command[Any] | Mapping[str, Command[Any]]]
 
 def completion(program: str, commands: Commands, shell: str) -> str:
     """Returns a completion script for bash, zsh or fish."""
-    kinds = tuple(_subcommand(name, command) for name, command in commands.items())
+    kinds = tuple(starmap(_subcommand, commands.items()))
     markers = (tyro.conf.AvoidSubcommands, tyro.conf.OmitSubcommandPrefixes)
     script = io.StringIO()
     with contextlib.redirect_stdout(script), contextlib.suppress(SystemExit):
@@ -442,7 +448,7 @@ def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]]) -
         return Annotated[
             command.help_schema(command.used_settings()), tyro.conf.subcommand(name=name)
         ]
-    kinds = [_subcommand(*item) for item in command.items()]
+    kinds = list(starmap(_subcommand, command.items()))
     if len(kinds) == 1:  # tyro would complete the flags of an only command without its name
         kinds.append(Annotated[None, tyro.conf.subcommand(name=HELP)])
     inner: object = Union[tuple(kinds)]  # noqa: UP007
@@ -452,7 +458,10 @@ def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]]) -
 
 
 def _mark(setting: Setting, name: str) -> Any:
-    return next((value for mark in setting.marks if (value := getattr(mark, name, None))), None)
+    for mark in setting.marks:
+        if value := getattr(mark, name, None):
+            return value
+    return None
 
 
 def _is_positional(setting: Setting) -> bool:
@@ -541,10 +550,10 @@ def _first_sentence(text: str) -> str:
 def _filled(text: str, width: int) -> str:
     paragraphs = []
     for paragraph in text.split("\n\n"):
-        lines = [line.strip() for line in paragraph.splitlines()]
+        lines = list(map(str.strip, paragraph.splitlines()))
         is_code = paragraph.startswith(("jaxtp ", " "))
         filled = textwrap.fill(
             " ".join(lines), width, break_on_hyphens=False, break_long_words=False
         )
-        paragraphs.append("\n".join(f"  {line}" for line in lines) if is_code else filled)
+        paragraphs.append(textwrap.indent("\n".join(lines), "  ") if is_code else filled)
     return "\n\n".join(paragraphs)

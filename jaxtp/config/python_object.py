@@ -31,9 +31,7 @@ from jaxtp.config.schema import ConfigError, nearest_file
 
 ALLOW_CODE = "--allow-code"
 _PACKAGE = str(Path(__file__).parent.parent)
-_LIBRARIES = tuple(
-    {_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
-)
+_LIBRARIES = (_PACKAGE, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 
 
 def load_object(text: str, setting: str) -> Any:

@@ -223,9 +223,8 @@ def validate(
     try:
         config: T = _adapter(schema).validate_python(values, by_alias=True, by_name=True)
     except pydantic.ValidationError as error:
-        problems += [
-            f"{describe(item['loc'], item['input'])}: {_complaint(item)}" for item in error.errors()
-        ]
+        for item in error.errors():
+            problems.append(f"{describe(item['loc'], item['input'])}: {_complaint(item)}")
     if not problems:
         return config
     if (more := len(problems) - _MAX_PROBLEMS) > 0:
@@ -261,11 +260,10 @@ def replace_nested(config: T, values: Mapping[str, object]) -> T:
 def to_plain(config: object) -> dict[str, Any]:
     """Returns plain dicts, lists, strings and numbers; a section has the fields of its subclass."""
     plain: dict[str, Any] = _adapter(type(config)).dump_python(config, mode="json", by_alias=True)
-    return plain | {
-        name: to_plain(value)
-        for name, value in vars(config).items()
-        if dataclasses.is_dataclass(value)
-    }
+    for name, value in vars(config).items():
+        if dataclasses.is_dataclass(value):
+            plain[name] = to_plain(value)
+    return plain
 
 
 def to_yaml(config: object) -> str:

@@ -15,14 +15,14 @@ from jaxtp.distributed.environment import (
     process_counts,
     require_joinable,
 )
-from jaxtp.mesh import MeshError, Sizes, check_sizes, describe_mesh, mesh_of
+from jaxtp.mesh import MeshError, Sizes, check_sizes, describe_mesh, fixed_devices, mesh_of
 
 
 def build_mesh(sizes: Sizes) -> Mesh:
     """Builds a run's mesh with `mesh_of`; devices of one host are neighbors."""
     check_sizes(sizes)
     _require_joined()
-    request_virtual_devices(math.prod(size for size in sizes.values() if size != -1))
+    request_virtual_devices(fixed_devices(sizes))
     if not is_multiprocess():
         return mesh_of(sizes)
     devices = by_host(jax.devices(), host_names())
@@ -33,7 +33,9 @@ def build_mesh(sizes: Sizes) -> Mesh:
 def request_virtual_devices(count: int) -> None:
     """Requests a total of `count` virtual CPU devices over all processes."""
     accept_absent_gpus()
-    meshes.request_virtual_devices(-(-count // num_processes()) if is_multiprocess() else count)
+    if is_multiprocess():
+        count = -(-count // num_processes())
+    meshes.request_virtual_devices(count)
 
 
 def most_devices() -> int | None:

@@ -272,8 +272,8 @@ def names_of_gpus(present: int, environment: Mapping[str, str] = os.environ) -> 
     CUDA ignores CUDA_VISIBLE_DEVICES from the first invalid name on.
     """
     if "CUDA_VISIBLE_DEVICES" not in environment:
-        return [str(index) for index in range(present)]
-    names = [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",")]
+        return list(map(str, range(present)))
+    names = map(str.strip, environment["CUDA_VISIBLE_DEVICES"].split(","))
     return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))[:present]
 
 

@@ -391,7 +391,7 @@ def _serve_rendezvous(server: socket.socket, waiting: Wait, token: str) -> None:
         return 0.0 if len(hosts) == waiting.count else waiting.time_left()
 
     for link, hello in accept_links(server, token, time_left, rejected):
-        process, count, host = (hello.get(name) for name in ("process", "count", "host"))
+        process, count, host = map(hello.get, ("process", "count", "host"))
         if type(process) is not int or type(count) is not int or type(host) is not str:
             link.close()
             continue
