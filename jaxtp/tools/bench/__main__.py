@@ -373,7 +373,8 @@ def usable_tps(model: ModelConfig, devices: int) -> list[int]:
     """Returns the powers of two up to `devices` that divide a block without padding."""
     if problems := list(violations(model, mesh_shape())):
         raise ConfigError("\n  ".join(("these settings do not fit each other:", *problems)))
-    return [tp for i in range(devices.bit_length()) if not padded_sizes(model, tp := 2**i)]
+    powers = [2**exponent for exponent in range(devices.bit_length())]
+    return [tp for tp in powers if not padded_sizes(model, tp)]
 
 
 def _hardware_of(options: CommConfig, device: jax.Device) -> Hardware | None:

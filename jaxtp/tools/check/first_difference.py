@@ -98,12 +98,15 @@ class _Recorder:
         if self.calls[name] > 1:
             name = f"{name} (call {self.calls[name]})"
         leaves, tree = jax.tree.flatten(output, is_leaf=lambda leaf: isinstance(leaf, Copies))
-        positions = [position for position, leaf in enumerate(leaves) if _is_float(leaf)]
-        if not positions:
+        zeros = iter(self.zeros.get(name, ()))
+        outputs = []
+        for position, leaf in enumerate(leaves):
+            if _is_float(leaf):
+                leaves[position] = _plus(leaf, next(zeros, None))
+                outputs.append(_array(leaves[position]))
+        if not outputs:
             return output
-        for position, zero in zip(positions, self.zeros.get(name, ()), strict=False):
-            leaves[position] = _plus(leaves[position], zero)
-        self.outputs[name] = [_array(leaves[position]) for position in positions]
+        self.outputs[name] = outputs
         return jax.tree.unflatten(tree, leaves)
 
     def natural(self, x: Array) -> np.ndarray:
@@ -210,7 +213,9 @@ def _array(leaf: Array | Copies) -> Array:
     return leaf.array if isinstance(leaf, Copies) else leaf
 
 
-def _plus(leaf: Array | Copies, zero: Array) -> Array | Copies:
+def _plus(leaf: Array | Copies, zero: Array | None) -> Array | Copies:
+    if zero is None:
+        return leaf
     if not isinstance(leaf, Copies):
         return leaf + zero
     return Copies(

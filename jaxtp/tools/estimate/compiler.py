@@ -147,7 +147,8 @@ class Partitioned:
             )
         else:
             yield "the partitioned program does not move what tier 1 says"
-        yield from (f"  {text}" for text in (*self.problems, *self.warnings, *self.notes))
+        for text in (*self.problems, *self.warnings, *self.notes):
+            yield f"  {text}"
 
     def record(self) -> dict[str, object]:
         """Returns tier 2 for JSON."""
@@ -432,7 +433,8 @@ class Compiled:
                     "  (products counted as 0, because their kernels do not tell their FLOPs: "
                     f"{unknown:,.0f})"
                 )
-        yield from (f"  ({note})" for note in self.notes)
+        for note in self.notes:
+            yield f"  ({note})"
 
     def _collective_table(self) -> str:
         rows = [

@@ -165,7 +165,7 @@ def _without_accumulation(run: Run, model: Model) -> list[Alternative]:
     # The largest batch of one sequence on each device: gradients are not summed in a wider dtype,
     # and a mesh that the run's batch cannot be split over may be the one that fits.
     meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
-    for size in sorted({batch_parts(mesh) for mesh in meshes}, reverse=True):
+    for size in sorted(set(map(batch_parts, meshes)), reverse=True):
         if size >= run.config.data.global_batch_size:
             continue
         changes = {"data.global_batch_size": size, "train.accumulation": 1}

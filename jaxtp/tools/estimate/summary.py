@@ -165,7 +165,8 @@ def explained(
         rows.append(("run", f"{steps:,} steps: {hours} hours, {_cost(best, 1.0, price)}"))
     if configured is not None and configured.config != best.config:
         rows.append(("now", _beside(configured, best)))
-    rows += [("try", f"{other}: {_proposed(other.setting, best, price)}") for other in alternatives]
+    for other in alternatives:
+        rows.append(("try", f"{other}: {_proposed(other.setting, best, price)}"))
     return "\n".join(f"{label:<8}{text}" for label, text in rows)
 
 
@@ -346,13 +347,15 @@ def draw(results: Search, title: str, figure: "Figure") -> None:
 
     Marks the best of all.
     """
-    by_tp = {setting.sizes[TP]: setting for setting in reversed(results.settings)}
+    by_tp: dict[int, Setting] = {}
+    for setting in results.settings:
+        by_tp.setdefault(setting.sizes[TP], setting)
     settings = [by_tp[tp] for tp in sorted(by_tp)]
     figure.set_size_inches(13, 6.5)
     figure.suptitle(title, fontsize=13)
     memory_panel, time_panel = figure.subplots(1, 2)
-    memory = [_gigabytes(setting) for setting in settings]
-    seconds = [_seconds(setting) for setting in settings]
+    memory = list(map(_gigabytes, settings))
+    seconds = list(map(_seconds, settings))
     colors = _part_colors([*memory, *seconds])
     _draw_bars(memory_panel, memory, colors, "{:.1f}")
     memory_panel.set_title("Memory of each device", fontsize=11)

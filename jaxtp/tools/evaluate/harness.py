@@ -306,7 +306,7 @@ def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
     for folder in folders:
         if not folder.is_dir():
             raise HarnessError(f"--task-folder {folder}: no such folder{nearest_file(folder)}")
-    paths = [str(folder) for folder in folders]
+    paths = list(map(str, folders))
     in_folders = TaskManager(include_path=paths, include_defaults=False).all_tasks if paths else []
     tasks = TaskManager(
         include_path=paths or None, include_defaults=not set(names) <= set(in_folders)

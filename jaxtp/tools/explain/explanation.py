@@ -374,7 +374,8 @@ def _sections(explanation: Explanation) -> Iterator[str]:
             f"each device computes {explanation.flops:,.0f} FLOPs in matrix products, and saves "
             f"{explanation.saved:,.0f} bytes for the backward pass"
         )
-    yield from (f"note: {note}" for note in explanation.notes)
+    for note in explanation.notes:
+        yield f"note: {note}"
 
 
 def _module_cells(pattern: str, rows: list[ModuleRow], sizes: Sizes) -> Iterator[tuple[str, ...]]:

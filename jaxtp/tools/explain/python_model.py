@@ -50,7 +50,7 @@ class PythonModel:
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Returns the inputs."""
-        return [_parse_input(text) for text in self.input]
+        return list(map(_parse_input, self.input))
 
     def load_plan(self) -> Plan | None:
         """Returns the plan, if any."""
@@ -76,8 +76,7 @@ def has_settings(argv: Sequence[str]) -> bool:
 
     Examples are `--config`, or flags such as `--model.build`.
     """
-    flags = (word.partition("=")[0] for word in argv if word.startswith("--"))
-    return any("." in flag or flag == "--config" for flag in flags)
+    return any(re.match(r"--(config(=|$)|[^=]*\.)", word) for word in argv)
 
 
 def has_own_step(config: TrainConfig) -> bool:
