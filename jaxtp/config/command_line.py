@@ -10,7 +10,6 @@ import ast
 import contextlib
 import copy
 import dataclasses
-import difflib
 import inspect
 import io
 import math
@@ -40,7 +39,7 @@ from typing import (
 import tyro
 
 from jaxtp.config.affects import Setting, find_setting, leaf_settings, settings_of
-from jaxtp.config.hints import dotted, hint_for, nearest_name
+from jaxtp.config.hints import closest, dotted, hint_for, nearest_name
 from jaxtp.config.python_object import file_arguments, named_code, require_consent
 from jaxtp.config.reading import parse_yaml, truncate
 from jaxtp.config.schema import (
@@ -420,10 +419,10 @@ def choose_name(
         print(note or f"\n{program} COMMAND --help says more.")
         raise SystemExit(0)
     if name not in commands:
-        close = difflib.get_close_matches(name, commands, n=1)
+        close = closest(name, commands)
         hint = f"there are {', '.join(commands)}"
         if close:
-            hint = f"did you mean {program} {close[0]}?"
+            hint = f"did you mean {program} {close}?"
         raise ConfigError(f"{truncate(repr(name))} is not a command of {program}; {hint}")
     return name, arguments
 

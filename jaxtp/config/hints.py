@@ -144,8 +144,12 @@ def nearest_name(name: str, names: Sequence[str]) -> str | None:
     same = [other for other in names if _short(other) == key]
     # A long section that is right would make any key look similar, so the key itself has to be.
     similar = same or [other for other in names if _is_misspelt(key, _short(other))]
-    close = difflib.get_close_matches(name, similar, n=1, cutoff=0 if same else 0.6)
-    return close[0] if close else None
+    return closest(name, similar, cutoff=0 if same else 0.6)
+
+
+def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Returns the most similar of `names`, or None if none is similar."""
+    return next(iter(difflib.get_close_matches(name, names, 1, cutoff)), None)
 
 
 def _is_misspelt(word: str, correct: str) -> bool:

@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, is_dataclass
-from difflib import get_close_matches
 from functools import partial, reduce
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +25,7 @@ import jaxtp
 from jaxtp.config.affects import ArgumentsOf, settings_of
 from jaxtp.config.entry import say
 from jaxtp.config.files import is_own
+from jaxtp.config.hints import closest
 from jaxtp.config.reading import parse_yaml, truncate
 from jaxtp.config.schema import ConfigError, nearest_file
 
@@ -241,8 +241,8 @@ def _own_name(text: str, setting: str) -> str:
 
 def _closest(name: str, names: Iterable[str]) -> str | None:
     by_lower_case = {name.lower(): name for name in names}
-    matches = get_close_matches(name.lower(), by_lower_case, 1)
-    return by_lower_case[matches[0]] if matches else None
+    close = closest(name.lower(), by_lower_case)
+    return None if close is None else by_lower_case[close]
 
 
 def _names_for(setting: str, module: ModuleType) -> list[str]:
@@ -340,8 +340,8 @@ def check_arguments(
     except TypeError as error:
         accepted = [parameter for parameter in signature.parameters if parameter not in fixed]
         unknown = next((argument for argument in arguments if argument not in accepted), "")
-        close = get_close_matches(unknown, accepted, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        close = closest(unknown, accepted)
+        hint = f"; did you mean {close}?" if close else ""
         raise ConfigError(
             f"{name}: {error}; {setting} can give {', '.join(accepted) or 'none'}{hint}"
         ) from None

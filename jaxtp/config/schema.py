@@ -7,7 +7,6 @@ constraints), a default, and a docstring, which is its help text. YAML files set
 
 import dataclasses
 import datetime
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -22,7 +21,7 @@ from pydantic_core import ErrorDetails
 
 from jaxtp.config.affects import RUNS_CODE, find_setting, leaf_settings, settings_of
 from jaxtp.config.entry import UserError
-from jaxtp.config.hints import dotted, hint_for
+from jaxtp.config.hints import closest, dotted, hint_for
 from jaxtp.config.reading import MAX_YAML, parse_yaml, read_bytes, truncate
 
 T = TypeVar("T")
@@ -324,8 +323,8 @@ def nearest_file(path: Path) -> str:
         names = [entry.name for entry in path.parent.iterdir() if entry.name != path.name]
     except OSError:
         return ""
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
-    return f"; did you mean {path.parent / close[0]}?" if close else ""
+    close = closest(path.name, names, cutoff=0.75)
+    return f"; did you mean {path.parent / close}?" if close else ""
 
 
 _HUB_NAME = re.compile(r"(?:[\w.-]{1,96}/)?[\w.-]{1,96}(?<!\.json)")
@@ -371,10 +370,10 @@ def _unknown_keys(
         kind = kinds.get(key)
         if key not in kinds:
             name = f"{prefix}{truncate(key)}"
-            close = difflib.get_close_matches(truncate(key), kinds, n=1)
-            near_key = f"did you mean {prefix}{close[0]}?" if close else ""
-            hint = hint_for(name, names, str) or near_key or f"known keys: {', '.join(kinds)}"
-            yield f"{name}: unknown key; {hint}"
+            hint = f"known keys: {', '.join(kinds)}"
+            if close := closest(truncate(key), kinds):
+                hint = f"did you mean {prefix}{close}?"
+            yield f"{name}: unknown key; {hint_for(name, names, str) or hint}"
         elif isinstance(value, bool) and _is_number(kind):
             # YAML reads yes and on as true, which pydantic would take for 1.
             yield f"{prefix}{key} = {value}: should be a number"
