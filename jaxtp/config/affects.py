@@ -99,7 +99,7 @@ def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
     kinds = get_type_hints(schema)
     for field in dataclasses.fields(schema):
         marks = _marks(hints[field.name])
-        if any(_attributes(marks, "exclude")):  # set by code, and in no file
+        if any(getattr(mark, "exclude", None) for mark in marks):  # set by code, and in no file
             continue
         key = next(_attributes(marks, "alias"), field.name)
         name = next(_attributes(marks, "name"), key)
@@ -123,7 +123,7 @@ def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
             yield from _walk(setting.kind, setting)
 
 
-def _attributes(marks: Iterable[object], name: str) -> Iterator[Any]:
+def _attributes(marks: Iterable[object], name: str) -> Iterator[str]:
     for mark in marks:
         value = getattr(mark, name, None)
         if value is not None:

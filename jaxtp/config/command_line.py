@@ -184,14 +184,12 @@ class Command(Generic[T]):
         for setting in settings:
             default: Any = setting.default
             text = _mark(setting, "help") or docstrings(setting.owner).get(setting.path[-1], "")
-            options: dict[str, Any] = {"help": _first_sentence(text) if short else text}
-            if not _is_positional(setting):
-                options["name"] = setting.flag.removeprefix("--")
-            if not _mark(setting, "metavar"):
-                options["metavar"] = _metavar(setting.kind)
-            if default is None or default is False or default == ():
-                options["help_behavior_hint"] = ""
-            argument = tyro.conf.arg(**options)
+            if short:
+                text = _first_sentence(text)
+            name = None if _is_positional(setting) else setting.flag.removeprefix("--")
+            metavar = None if _mark(setting, "metavar") else _metavar(setting.kind)
+            hint = "" if default is None or default is False or default == () else None
+            argument = tyro.conf.arg(name=name, metavar=metavar, help=text, help_behavior_hint=hint)
             if not setting.is_required:
                 default = partial(copy.copy, default)
             field = dataclasses.field(default_factory=default)

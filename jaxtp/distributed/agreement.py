@@ -61,14 +61,13 @@ def process_name(process: int, host: str) -> str:
 
 @contextmanager
 def raise_everywhere(
-    cleanup: Callable[[], None] = lambda: None, kinds: Sequence[type[UserError]] = ()
+    before_exchange: Callable[[], None] = lambda: None, kinds: Sequence[type[UserError]] = ()
 ) -> Iterator[None]:
     """Runs code that each process runs alone; if it raises in one process, all raise.
 
     The code must not wait for other processes without a time limit. If the error's class is in
     `kinds`, all processes raise that class (of several, the first in `kinds`). Otherwise the other
-    processes raise `OtherProcessError`. `cleanup` runs after the code or its error, before the
-    processes exchange results.
+    processes raise `OtherProcessError`. `before_exchange` runs after the code or its error.
     """
     if not is_multiprocess():
         yield
@@ -79,7 +78,7 @@ def raise_everywhere(
     except (Exception, SystemExit) as raised:
         error = raised
     try:
-        cleanup()
+        before_exchange()
     except UserError as later:
         raise (error if isinstance(error, UserError | SystemExit) else later) from None
     if isinstance(error, SystemExit) and not error.code:  # --help ends all processes

@@ -164,9 +164,9 @@ def initial_arrays(
 def on_one_device(
     config: TrainConfig, initial: Arrays, subject: Subject, *, replayed: Numbers | None = None
 ) -> tuple[Arrays, Numbers, Numbers]:
-    """Returns the initial state, its numbers on one device, and those of another run.
+    """Returns the initial state, and the numbers of two runs on one device.
 
-    The other run is for `Errors.rounding`. For a user's task, and in float8, it changes the last
+    The second run is for `Errors.rounding`. For a user's task, and in float8, it changes the last
     digits of the weights. Noise that makes a loss infinite is left out of the initial state.
 
     Raises:
@@ -254,7 +254,7 @@ def program(
     return _Updates(config, case, blueprint, batches, experts, result.compiled, problems)
 
 
-def _experts(replayed: Numbers | None, mesh: Mesh) -> list[dict[str, Any]]:
+def _experts(replayed: Numbers | None, mesh: Mesh) -> list[dict[str, object]]:
     """Returns the argument of the step for each update; an empty list without experts."""
     if replayed is None or all(kind is None for kind in replayed.choices[0]):
         return []
@@ -274,8 +274,8 @@ class _Updates:
     case: Case
     blueprint: Blueprint
     batches: Sequence[Batch]
-    experts: Sequence[Mapping[str, Any]]  # argument of the step, by update
-    step: Any
+    experts: Sequence[Mapping[str, object]]  # argument of the step, by update
+    step: jax.stages.Compiled
     problems: tuple[str, ...] = ()  # from the audit
 
     def __call__(self, *states: Arrays) -> Numbers:

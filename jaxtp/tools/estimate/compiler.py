@@ -467,7 +467,7 @@ def roofline(
 ) -> dict[str, Part]:
     """Returns parts with their seconds at the hardware's peaks, `all` of them, and links.
 
-    A part also has the minimum of FLOPs and bytes: those of remat none.
+    A part also has the minimum of FLOPs and bytes, without recomputation.
     """
     hardware = setting.target.hardware
     work = setting.relative_work

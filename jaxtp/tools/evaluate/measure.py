@@ -11,7 +11,7 @@ import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -280,13 +280,9 @@ class Measured:
                 f"{source}: the loss of a token is not finite: the weights are damaged, or --dtype "
                 "float32 is needed"
             )
-
-        def sums(weights: NDArray[np.generic] | None) -> list[Any]:
-            return np.bincount(indices, weights, len(groups)).tolist()
-
-        for group, tokens, nats, num_correct in zip(
-            groups, sums(None), sums(losses.astype(np.float64)), sums(correct), strict=True
-        ):
+        weights = (None, losses.astype(np.float64), correct)
+        sums = (np.bincount(indices, weight, len(groups)).tolist() for weight in weights)
+        for group, tokens, nats, num_correct in zip(groups, *sums, strict=True):
             self._add(group, Totals(tokens=tokens, nats=nats, num_correct=round(num_correct)))
 
     def _add(self, group: Group, totals: Totals) -> None:
