@@ -290,10 +290,9 @@ class Interrupt:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
-            handled = [
-                number for number in self._signals if signal.getsignal(number) != signal.SIG_IGN
-            ]
-            self._before = {number: signal.signal(number, self._record) for number in handled}
+            for number in self._signals:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._record)
             self._hook_before = sys.unraisablehook
             sys.unraisablehook = self._ignored
         return self

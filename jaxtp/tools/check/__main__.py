@@ -5,7 +5,7 @@ if __name__ == "__main__":
 
     start("jaxtp check")
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated
@@ -272,9 +272,7 @@ def verdicts(
         except Exception as error:  # a broken layer may raise any exception
             if subject.is_own and isinstance(error, UserError):
                 raise
-            where = locate(ONE_DEVICE, initial)
-            problem = where or describe_error(str(ONE_DEVICE), error)
-            yield verdict(ONE_DEVICE, errors=None, problems=(problem,), first_difference=where)
+            yield _failure(verdict, ONE_DEVICE, locate(ONE_DEVICE, initial), error)
             continue
         exact = exact or again
         options = {"audited": subject.is_audited, "replayed": exact, "subject": subject}
@@ -283,21 +281,12 @@ def verdicts(
             try:
                 actual = parity.run(config, case, initial, *expected.states, **options)
             except Exception as error:
-                problem = describe_error("it", error)
-                if isinstance(error, UserError):
-                    problem = str(error)
-                    is_optional = is_optional or subject.is_own
-                where = None
-                if not is_optional:
-                    where = locate(case, initial)
-                    problem = where or describe_error(str(case), error)
-                yield verdict(
-                    case,
-                    errors=None,
-                    problems=(problem,),
-                    first_difference=where,
-                    left_out=is_optional,
-                )
+                is_mistake = isinstance(error, UserError)
+                if is_optional or (is_mistake and subject.is_own):
+                    reason = str(error) if is_mistake else describe_error("it", error)
+                    yield verdict(case, errors=None, problems=(reason,), left_out=True)
+                else:
+                    yield _failure(verdict, case, locate(case, initial), error)
                 continue
             errors = parity.compare(actual, expected, exact if dtype in COARSE else again)
             if errors.within(tolerance):
@@ -307,6 +296,13 @@ def verdicts(
             else:
                 where = locate(case, initial) or _remaining_cause(errors, tolerance)
                 yield verdict(case, errors=errors, problems=actual.problems, first_difference=where)
+
+
+def _failure(
+    verdict: Callable[..., Verdict], case: Case, where: str | None, error: Exception
+) -> Verdict:
+    problem = where or describe_error(str(case), error)
+    return verdict(case, errors=None, problems=(problem,), first_difference=where)
 
 
 def _remaining_cause(errors: Errors, tolerance: Tolerance) -> str:
