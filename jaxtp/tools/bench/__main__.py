@@ -1,6 +1,4 @@
-"""`jaxtp bench`: times collectives along each mesh axis, and matrix products.
-
-These are the products of a transformer block.
+"""`jaxtp bench`: times collectives along each mesh axis, and a transformer block's products.
 
 A collective is timed in a loop within one program: starting a program from Python takes longer than
 a small message. All groups along an axis communicate at once. Compiled for an H100, the loop adds

@@ -80,10 +80,7 @@ class _Recorder:
         sequences: Sequences,
         experts: object = None,
     ) -> tuple[Array, list[None]]:
-        """Replaces `Decoder.with_routing`.
-
-        Its scan and remat would hide the modules of its blocks.
-        """
+        """Replaces `Decoder.with_routing`, whose scan and remat would hide the blocks' modules."""
         self.order = replace(sequences, segments=None, experts=None)
         self.length = ids_BT.shape[1]
         num_layers = model.config.num_layers
@@ -124,10 +121,7 @@ class _Recorder:
 def first_difference(
     config: TrainConfig, case: Case, initial: Arrays, tolerance: float, subject: Subject = Subject()
 ) -> str | None:
-    """Names the first module whose output or backward pass has an L2 error above `tolerance`.
-
-    The error is relative to one device.
-    """
+    """Names the first module whose output or gradient has a relative L2 error above `tolerance`."""
     traces = []
     for traced in (ONE_DEVICE, case):
         recorder = _Recorder()

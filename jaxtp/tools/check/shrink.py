@@ -271,7 +271,7 @@ def in_three_updates(config: TrainConfig) -> TrainConfig:
 
 
 def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:
-    """Yields changes: `model.d_model 4096 -> 64`; of listed blocks only the name."""
+    """Yields changes: `model.d_model 4096 -> 64`, and only the name of listed blocks."""
     for section in ("model", "data", "train"):
         if section == "data" and config.data.batches is not None:
             continue

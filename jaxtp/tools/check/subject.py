@@ -1,7 +1,7 @@
 """The subject of a check: the task of a configuration, and its first batches.
 
-A user's model is used as it is, a decoder is shrunk. Batches of the user's are read once, so every
-mesh gets the same.
+A user's model is used as it is; a decoder is shrunk. A user's batches are read once, so every mesh
+gets the same batches.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ class Subject:
 
     @property
     def is_own(self) -> bool:
-        """Whether a part of it is the user's."""
+        """Whether any part of the task is the user's."""
         task = self.task
         parts = (task.model, task.loss, task.batches, task.optimizer)
         return any(part is not None for part in parts)
@@ -63,7 +63,7 @@ class Subject:
     def is_audited(self) -> bool:
         """Whether the modules declare all collectives of a step.
 
-        A decoder's do, with its own loss and data.
+        They do for a decoder with its own loss and data.
         """
         return not self.task.has_own_model and self.task.loss is None and self.task.batches is None
 

@@ -465,7 +465,7 @@ class Compiled:
 def roofline(
     setting: Setting, parts: Mapping[str, Part], collectives: Sequence[Scheduled]
 ) -> dict[str, Part]:
-    """Returns parts with their seconds at the hardware's peaks, `all` of them, and links.
+    """Returns the step's parts with seconds at the hardware's peaks, their sum `all`, and links.
 
     A part also has the minimum of FLOPs and bytes, without recomputation.
     """

@@ -1,6 +1,6 @@
-"""Ranks meshes for any Flax model and loss.
+"""Ranks meshes for any Flax model and loss, by a trace of the step on each mesh.
 
-It traces the step on each mesh (`train/user_step.py`).
+`train/user_step.py` traces the step.
 
 `jaxtp estimate --model.build ...` takes a run's model, plan, loss, batches and optimizer. In
 `jaxtp estimate FILE.py:build` the loss is the sum of the model's outputs. Bytes sent and FLOPs are
@@ -250,7 +250,7 @@ def rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes) -> i
 
 
 def simplest_first(ranked: list[Estimate]) -> list[Estimate]:
-    """Moves the simplest mesh that is as fast as the first to the front: the least tp, then cp."""
+    """Moves the mesh of the smallest tp, then cp, that is as fast as the first to the front."""
     first = ranked[0]
     if not first.fits:
         return ranked

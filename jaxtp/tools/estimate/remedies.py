@@ -1,6 +1,6 @@
 """Changes that speed up the best setting or, if nothing fits, make the run fit.
 
-They are searched on all meshes.
+Each change is tried on all meshes.
 """
 
 import dataclasses

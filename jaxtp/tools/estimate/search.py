@@ -410,7 +410,7 @@ def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
 
 
 def _choose(settings: Sequence[Setting]) -> Setting:
-    """Takes the least memory among settings as fast as the fastest that fits."""
+    """Returns the setting with the least memory among settings as fast as the fastest that fits."""
     first = min(settings, key=rank)
     if not first.fits:
         return first

@@ -140,7 +140,7 @@ def explained(
     alternatives: Sequence[Alternative],
     price: float | None = None,
 ) -> str:
-    """Formats the best setting: its fit, memory, time and cost, and what changes it.
+    """Formats the best setting: its fit, memory, time and cost, and changes that improve it.
 
     Args:
       configured: the mesh of the configuration, if that is another one.

@@ -1,7 +1,4 @@
-"""`explain`: how a plan splits a model, which collectives it runs by module, and notes.
-
-The notes are on avoidable communication.
-"""
+"""`explain`: how a plan splits a model, its collectives by module, and avoidable communication."""
 
 import math
 import re

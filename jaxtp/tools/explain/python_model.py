@@ -1,7 +1,4 @@
-"""Flags of `jaxtp explain` and `jaxtp estimate` that name a Flax model.
-
-It also has the step of a user's run.
-"""
+"""Flags of `jaxtp explain` and `jaxtp estimate` that name a Flax model, and a user's step."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -72,18 +69,12 @@ class PythonModel:
 
 
 def has_settings(argv: Sequence[str]) -> bool:
-    """Returns whether a command line has settings of a run.
-
-    Examples are `--config`, or flags such as `--model.build`.
-    """
+    """Returns whether a command line has settings of a run: `--config`, or `--model.build`."""
     return any(re.match(r"--(config(=|$)|[^=]*\.)", word) for word in argv)
 
 
 def has_own_step(config: TrainConfig) -> bool:
-    """Returns whether a run's model, loss or batches are the user's.
-
-    Its step then has to be traced.
-    """
+    """Returns whether a run's model, loss or batches are the user's, so that its step is traced."""
     return any((config.model.build, config.train.loss, config.data.batches))
 
 

@@ -250,7 +250,7 @@ def _sizes(job: Job) -> dict[Path, int]:
 class _Writer:
     """Writes scores to the folder of a job; see the module.
 
-    `finished_rows` has the number of each split; None if the folder has all scores.
+    `finished_rows` has the number of finished rows of each split; None if all scores are there.
     """
 
     def __init__(self, job: Job):
