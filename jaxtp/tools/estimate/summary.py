@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, cycle
+from itertools import chain, cycle, starmap
 from typing import TYPE_CHECKING
 
 import jax
 
 import jaxtp
+from jaxtp.analysis.collective import Collective
 from jaxtp.analysis.hardware import GB, TABLE, link_of
 from jaxtp.analysis.step_costs import describe_active, describe_padding
 from jaxtp.analysis.tables import between, columns, gigabytes
@@ -312,17 +313,7 @@ def setting_record(setting: Setting) -> dict[str, object]:
         "micro_batch_size": setting.rows,
         "bytes_per_device": {**vars(setting.memory), "total": setting.memory.total},
         "bytes_to_spare": setting.spare,
-        "collectives": [
-            {
-                "module": collective.module,
-                "kind": collective.kind,
-                "axes": collective.axes,
-                "devices": collective.group,
-                "count": times,
-                "bytes_sent": times * collective.bytes_sent,
-            }
-            for collective, times in setting.costs.traffic.items()
-        ],
+        "collectives": list(starmap(_collective_record, setting.costs.traffic.items())),
         "flops_per_device": setting.costs.flops * setting.relative_work,
         "padding": setting.costs.padding,
         "seconds": {
@@ -339,6 +330,17 @@ def setting_record(setting: Setting) -> dict[str, object]:
         "tokens_per_second": setting.tokens_per_second,
         "tokens_per_second_range": list(setting.tokens_per_second_range),
         "mfu_range": list(setting.mfu_range),
+    }
+
+
+def _collective_record(collective: Collective, times: float) -> dict[str, object]:
+    return {
+        "module": collective.module,
+        "kind": collective.kind,
+        "axes": collective.axes,
+        "devices": collective.group,
+        "count": times,
+        "bytes_sent": times * collective.bytes_sent,
     }
 
 
