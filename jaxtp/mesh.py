@@ -158,8 +158,12 @@ def gradient_sum_axes(*, stored_split: bool, used_by_all_tp: bool) -> tuple[str,
     `stored_split`: `STORAGE` splits a dim. `used_by_all_tp`: devices along tp use the weight on
     different tokens.
     """
-    axes = REPLICAS if stored_split else REPLICAS + STORAGE
-    return (*axes, TP) if used_by_all_tp else axes
+    axes = REPLICAS
+    if not stored_split:
+        axes += STORAGE
+    if used_by_all_tp:
+        axes += (TP,)
+    return axes
 
 
 def abstract_mesh(sizes: Sizes) -> AbstractMesh:
@@ -181,7 +185,9 @@ def as_current(mesh: Mesh | AbstractMesh) -> AbstractContextManager[object]:
 
 def mesh_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
     """Returns the size of each axis, all 1 for None or an empty mesh."""
-    return mesh_shape() if mesh is None else mesh_shape() | dict(mesh.shape)
+    if mesh is None:
+        return mesh_shape()
+    return mesh_shape() | dict(mesh.shape)
 
 
 def current_mesh() -> AbstractMesh | None:
@@ -210,7 +216,9 @@ def check_axes(mesh: Mesh | AbstractMesh) -> None:
 def current_device() -> jax.Device | AbstractDevice:
     """Returns the device, possibly abstract, of the mesh in context, else `jax.devices()[0]`."""
     mesh = jax.sharding.get_abstract_mesh()
-    return (None if mesh.empty else mesh.abstract_device) or all_devices()[0]
+    if mesh.empty or mesh.abstract_device is None:
+        return all_devices()[0]
+    return mesh.abstract_device
 
 
 def current_platform() -> str:

@@ -381,7 +381,8 @@ def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> d
             sizes[axis] = int(size)
             continue
         raise ConfigError(f"--mesh {truncate(text)}: {problem}")
-    if (devices := math.prod(sizes.values())) >= 2**31:  # JAX counts devices in 32 bits
+    devices = math.prod(sizes.values())
+    if devices >= 2**31:  # JAX counts devices in 32 bits
         raise ConfigError(f"--mesh {truncate(text)}: {devices:,} devices are too many for JAX")
     return dict.fromkeys(axes, 1) | sizes
 

@@ -96,10 +96,8 @@ def attempt(
             return end_by_closed_pipe()
         if not error.filename and error.errno not in _FULL:
             raise  # names no file, so the user cannot fix it
-        return fail(
-            program,
-            f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}",
-        )
+        place = f"{error.filename}: " if error.filename else ""
+        return fail(program, f"{place}{error.strerror}")
 
 
 def shown(text: str) -> str:

@@ -129,7 +129,9 @@ def hint_for(name: str, names: Sequence[str], spell: Callable[[str], str]) -> st
         if setting in names and endings.intersection(foreign_names.split()):
             return sentence.format(spell(setting))
     close = nearest_name(name, names)
-    return None if close is None else f"did you mean {spell(close)}?"
+    if close is None:
+        return None
+    return f"did you mean {spell(close)}?"
 
 
 def nearest_name(name: str, names: Sequence[str]) -> str | None:

@@ -242,7 +242,7 @@ def _own_name(text: str, setting: str) -> str:
 def _closest(name: str, names: Iterable[str]) -> str | None:
     by_lower_case = {name.lower(): name for name in names}
     close = closest(name.lower(), by_lower_case)
-    return None if close is None else by_lower_case[close]
+    return by_lower_case.get(close or "")
 
 
 def _names_for(setting: str, module: ModuleType) -> list[str]:

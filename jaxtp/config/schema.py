@@ -93,7 +93,8 @@ OptionalFolder = Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")]
 
 
 def _prepared(path: T) -> T:
-    if (text := str(path)).startswith(HF_PREFIX):
+    text = str(path)
+    if text.startswith(HF_PREFIX):
         folder = f"data/{text.removeprefix(HF_PREFIX).partition(':')[0].rpartition('/')[2]}"
         raise ConfigError(
             f"jaxtp prepare {text} --out {folder} makes a dataset of it; then use {folder}"
@@ -332,7 +333,8 @@ _HUB_NAME = re.compile(r"(?:[\w.-]{1,96}/)?[\w.-]{1,96}(?<!\.json)")
 
 def missing_model(path: Path) -> str:
     """Suggests a folder with a similar name, or how to download the model of this name."""
-    if near := nearest_file(path):
+    near = nearest_file(path)
+    if near:
         return near
     name = str(path)
     if not _HUB_NAME.fullmatch(name) or (path.parent != Path() and path.parent.exists()):

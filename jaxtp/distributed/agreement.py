@@ -80,7 +80,9 @@ def raise_everywhere(
     try:
         before_exchange()
     except UserError as later:
-        raise (error if isinstance(error, UserError | SystemExit) else later) from None
+        if isinstance(error, UserError | SystemExit):
+            raise error from None
+        raise later from None
     if isinstance(error, SystemExit) and not error.code:  # --help ends all processes
         raise error
     text = str(error)

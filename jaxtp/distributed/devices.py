@@ -46,8 +46,9 @@ def most_devices() -> int | None:
     _require_joined()
     accept_absent_gpus()
     devices = meshes.all_devices()
-    any_number = devices[0].platform == "cpu" and not meshes.is_number_configured()
-    return None if any_number else len(devices)
+    if devices[0].platform == "cpu" and not meshes.is_number_configured():
+        return None
+    return len(devices)
 
 
 def _require_joined() -> None:

@@ -169,7 +169,9 @@ def num_processes(variables: Mapping[str, str] = os.environ) -> int:
     `jax.process_count()` would start JAX's backend.
     """
     name = scheduled_count(variables) or COUNT
-    return read_number(variables, name) if name in variables else 1
+    if name not in variables:
+        return 1
+    return read_number(variables, name)
 
 
 def read_number(variables: Mapping[str, str], name: str) -> int:

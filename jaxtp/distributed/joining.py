@@ -156,13 +156,15 @@ def join_processes(
         else all.
     """
     accept_absent_gpus()
-    if variable := scheduled_count(environment):
+    variable = scheduled_count(environment)
+    if variable is not None:
         task = _TASKS[variable](environment)
         count = read_number(environment, variable)
         address = _scheduled_address(task, count, environment)
         waiting = Wait(task.process, count, address, _join_seconds(environment))
-        present = gpus_present() if gpus is None else gpus
-        _join(waiting, gpus_of_process(environment, task.tasks, task.index, present), bind)
+        if gpus is None:
+            gpus = gpus_present()
+        _join(waiting, gpus_of_process(environment, task.tasks, task.index, gpus), bind)
     elif not environment.keys().isdisjoint(BY_HAND):
         waiting = _wait_by_hand(environment)
         rendezvous(waiting, bind, token(environment))
@@ -388,7 +390,9 @@ def _serve_rendezvous(server: socket.socket, waiting: Wait, token: str) -> None:
                 f"dropped {rejected.total()} connections that did not prove "
                 f"{_THE_TOKEN}, from {addresses}"
             )
-        return 0.0 if len(hosts) == waiting.count else waiting.time_left()
+        if len(hosts) == waiting.count:
+            return 0.0
+        return waiting.time_left()
 
     for link, hello in accept_links(server, token, time_left, rejected):
         process, count, host = map(hello.get, ("process", "count", "host"))
@@ -397,7 +401,8 @@ def _serve_rendezvous(server: socket.socket, waiting: Wait, token: str) -> None:
             continue
         host = truncate(host)
         drop_ended()
-        if problem := _conflict(process, count, host, waiting.count, hosts):
+        problem = _conflict(process, count, host, waiting.count, hosts)
+        if problem is not None:
             link.send({"error": problem})
             link.close()
             break

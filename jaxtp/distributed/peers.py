@@ -149,7 +149,8 @@ class Peers:
 
         Exits this process unless it leaves within `grace` seconds.
         """
-        if link := self._links.pop(process, None):
+        link = self._links.pop(process, None)
+        if link is not None:
             link.close()
         if self._leaving.is_set():
             return
@@ -221,7 +222,9 @@ def accept_peers(hosts: list[str], bind: str | None) -> dict[int, Link]:
     until = time.monotonic() + 2 * _CONNECT
 
     def time_left() -> float:
-        return until - time.monotonic() if len(links) < len(hosts) - 1 else 0.0
+        if len(links) == len(hosts) - 1:
+            return 0.0
+        return until - time.monotonic()
 
     host = coordinator_host() or ("localhost" if len(set(hosts)) == 1 else "")
     with listening(listen_address(bind, host)) as server:
@@ -242,6 +245,7 @@ def reach_peer(hosts: list[str]) -> dict[int, Link]:
             connection = socket.create_connection((host, port), timeout=_CONNECT / 3)
         except (OSError, UnicodeError):
             continue
-        if link := connect(connection, token, {"process": jax.process_index()}, _CONNECT):
+        link = connect(connection, token, {"process": jax.process_index()}, _CONNECT)
+        if link is not None:
             return {0: link}
     return {}

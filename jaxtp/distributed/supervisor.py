@@ -136,7 +136,8 @@ def _report(index: int, code: int, log: Path) -> None:
         say(f"process 0 {reason}; see {log}")
         return
     say(f"process {index} {reason}; the end of {log}:")
-    if tail := _tail(log):
+    tail = _tail(log)
+    if tail:
         say(tail)
 
 
@@ -200,11 +201,12 @@ def _start_all(group: Group) -> Iterator[subprocess.Popen[bytes]]:
             address = format_address(*server.getsockname())
         cluster = {ADDRESS: address, COUNT: str(group.count), TOKEN: secrets.token_hex(32)}
     for index, variables in enumerate(group.environments):
-        process = {PROCESS: str(index)} if cluster else {}
+        if cluster:
+            variables = {**variables, **cluster, PROCESS: str(index)}
         with open_directly(group.log(index), "ab") as log:
             yield subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, *group.arguments],
-                env=child_environment(**cluster, **process, **variables, PYTHONUNBUFFERED="1"),
+                env=child_environment(**variables, PYTHONUNBUFFERED="1"),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -226,7 +228,8 @@ def _first_failure(
             return (causes or failed)[0]
         if all(code == 0 for code in codes):
             return None
-        waited += _POLL if failed else 0.0
+        if failed:
+            waited += _POLL
         time.sleep(_POLL)
 
 

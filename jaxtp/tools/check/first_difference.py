@@ -59,7 +59,9 @@ class _Recorder:
             except Exception:
                 self.failed_in = self.failed_in or name
                 raise
-            return output if get_opaque_trace_state() != self.trace else self.record(name, output)
+            if get_opaque_trace_state() != self.trace:
+                return output
+            return self.record(name, output)
 
         return with_calls(module, called)
 

@@ -179,7 +179,7 @@ def _estimate(argv: Sequence[str]) -> int:
         print(f"\n{options.write}: for jaxtp train --config {options.write}{needed_flags}")
     if failure is not None:
         return entry.fail(PROGRAM, failure)
-    return 0 if fits else 1
+    return int(not fits)
 
 
 def _load(argv: Sequence[str]) -> tuple[EstimateConfig, list[str], float | None]:
@@ -193,7 +193,8 @@ def _load(argv: Sequence[str]) -> tuple[EstimateConfig, list[str], float | None]
 
     # With --write all settings of the run matter.
     writes = any(word.partition("=")[0] == "--write" for word in argv)
-    options, notes = (replace(COMMAND, ignored=()) if writes else COMMAND).load(argv, fitted)
+    command = replace(COMMAND, ignored=()) if writes else COMMAND
+    options, notes = command.load(argv, fitted)
     return options, notes, epochs
 
 

@@ -246,7 +246,7 @@ def rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes) -> i
         "meshes": [estimate.record() for estimate in estimates],
     }
     write_json("--json", flags.json, numbers)
-    return 0 if best.fits else 1
+    return int(not best.fits)
 
 
 def simplest_first(ranked: list[Estimate]) -> list[Estimate]:

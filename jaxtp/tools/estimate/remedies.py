@@ -75,10 +75,13 @@ def changed(run: Run, flags: str) -> Run | None:
     """Returns the run with a change of `CHEAP`; None if the change affects no kernels or memory."""
     where = run.where
     if flags == MORE_MEMORY:
-        larger = target(where.hardware, where.devices, CLUSTER_SHARE)
-        where = larger if larger.room > where.room else where
+        on_cluster = target(where.hardware, where.devices, CLUSTER_SHARE)
+        if on_cluster.room > where.room:
+            where = on_cluster
     other = Run(replace_nested(run.config, CHEAP[flags]), where)
-    return None if _facts(other) == _facts(run) else other
+    if _facts(other) == _facts(run):
+        return None
+    return other
 
 
 def _facts(run: Run) -> tuple[object, ...]:
@@ -107,7 +110,9 @@ def faster(results: Search, model: Model) -> list[Alternative]:
             best = setting
             run = other
             used.append(flags)
-    return [Alternative(" ".join(used), best)] if used else []
+    if not used:
+        return []
+    return [Alternative(" ".join(used), best)]
 
 
 def remedies(results: Search, model: Model) -> Iterator[Alternative]:

@@ -133,9 +133,11 @@ def describe_model(config: TrainConfig) -> Model:
     """Traces a run's state once, for all meshes, and a user's loss."""
     arrays = stored_arrays(config)
     parameters = sum(math.prod(array.shape) for array in arrays if array.name.startswith(MODEL))
-    loss = None if config.train.loss is None else _loss_work(config)
     flops = flops_per_token(config.model, parameters, config.data.sequence_length)
-    return Model(arrays, parameters, flops if loss is None else flops * loss.relative, loss)
+    if config.train.loss is None:
+        return Model(arrays, parameters, flops)
+    loss = _loss_work(config)
+    return Model(arrays, parameters, flops * loss.relative, loss)
 
 
 def _loss_work(config: TrainConfig) -> LossWork:

@@ -102,7 +102,10 @@ def _evaluate(argv: Sequence[str]) -> None:
             raise ConfigError("; ".join(problems))
         request_devices(config.mesh)
     with reporting_failure():
-        _run_tasks(config) if config.tasks else _measure_models(config)
+        if config.tasks:
+            _run_tasks(config)
+        else:
+            _measure_models(config)
 
 
 def _measure_models(config: EvaluateConfig) -> None:

@@ -267,7 +267,7 @@ def _verify(folder: Path, file: Path | None) -> int:
     count = "1 problem" if len(problems) == 1 else f"{len(problems) or 'no'} problems"
     print(f"{folder}: {content}, {count}")
     write_json("--json", file, {"folder": str(folder), "problems": problems})
-    return 1 if problems else 0
+    return int(bool(problems))
 
 
 if __name__ == "__main__":
