@@ -141,10 +141,6 @@ def _exit_during_import(program: str, number: int, frame: FrameType | None) -> N
     os._exit(INTERRUPTED)
 
 
-def _is_of_start(handler: object) -> bool:
-    return isinstance(handler, partial) and handler.func is _exit_during_import
-
-
 def script() -> NoReturn:
     """Runs the installed script `jaxtp`."""
     start()
@@ -161,7 +157,8 @@ def run(program: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
         finally:  # also after --help; errors at the interpreter's exit cannot be handled
             sys.stdout.flush()
 
-    if _is_of_start(signal.getsignal(signal.SIGINT)):
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, partial) and handler.func is _exit_during_import:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (stays open)
