@@ -158,12 +158,12 @@ def gradient_sum_axes(*, stored_split: bool, used_by_all_tp: bool) -> tuple[str,
     `stored_split`: `STORAGE` splits a dim. `used_by_all_tp`: devices along tp use the weight on
     different tokens.
     """
-    axes = REPLICAS
+    axes = [*REPLICAS]
     if not stored_split:
         axes += STORAGE
     if used_by_all_tp:
-        axes += (TP,)
-    return axes
+        axes.append(TP)
+    return tuple(axes)
 
 
 def abstract_mesh(sizes: Sizes) -> AbstractMesh:
