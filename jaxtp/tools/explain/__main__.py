@@ -113,39 +113,27 @@ def _explain_run(options: ExplainRun) -> None:
 
 
 def _explain_model(command: Explain) -> None:
-    config = None
-    if command.model.endswith((".yaml", ".yml")):
-        config = from_yaml(TrainConfig, command.model)
-        if has_own_step(config) or named_code(config):
-            raise ConfigError(
-                f"{command.model} names parts of your own; write jaxtp explain --config "
-                f"{command.model}"
-            )
-    if command.mesh is not None:
-        sizes = parse_mesh(command.mesh, AXES)
-    elif config is not None:
-        sizes = _with_fixed_sizes(config.mesh.sizes)
-    else:
-        raise ConfigError("name the mesh, as in --mesh fsdp=2,tp=4")
+    config = _configuration(command.model)
+    sizes = _mesh_of(command, config)
     require_writable("--json", command.json)
     if command.compile:  # before the model's file, which may start JAX's backend
         request_virtual_devices(math.prod(sizes.values()))
     plan = command.load_plan()
     inputs = command.shapes()
     call = None
-    if config is None:
+    if config is not None:
+        if sizes[CP] > 1 and not inputs:
+            check(config, sizes, lambda: None)
+        build, call = _decoder(config)
+        shape = (config.data.global_batch_size, config.data.sequence_length)
+        inputs = inputs or [jax.ShapeDtypeStruct(shape, jnp.int32)]
+    else:
         build = command.builder()
         if not inputs and (command.propose or command.compile):
             raise ConfigError(
                 "--propose and --compile trace the model: give the shapes of its inputs, --input "
                 "64x128:int32"
             )
-    else:
-        if sizes[CP] > 1 and not inputs:
-            check(config, sizes, lambda: None)
-        build, call = _decoder(config)
-        shape = (config.data.global_batch_size, config.data.sequence_length)
-        inputs = inputs or [jax.ShapeDtypeStruct(shape, jnp.int32)]
     shapes = ", ".join(command.input) or "none"
     with user_code(f"{command.model}, on inputs {shapes} (float32 by default),", UserError):
         if command.propose:
@@ -161,6 +149,24 @@ def _explain_model(command: Explain) -> None:
             "a training step"
         )
     write_json("--json", command.json, {"model": command.model, **explanation.record()})
+
+
+def _configuration(model: str) -> TrainConfig | None:
+    """Reads a YAML configuration; returns None for a Python model."""
+    if not model.endswith((".yaml", ".yml")):
+        return None
+    config = from_yaml(TrainConfig, model)
+    if has_own_step(config) or named_code(config):
+        raise ConfigError(f"{model} names parts of your own; write jaxtp explain --config {model}")
+    return config
+
+
+def _mesh_of(command: Explain, config: TrainConfig | None) -> dict[str, int]:
+    if command.mesh is not None:
+        return parse_mesh(command.mesh, AXES)
+    if config is None:
+        raise ConfigError("name the mesh, as in --mesh fsdp=2,tp=4")
+    return _with_fixed_sizes(config.mesh.sizes)
 
 
 def _with_fixed_sizes(sizes: dict[str, int]) -> dict[str, int]:
