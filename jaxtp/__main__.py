@@ -52,14 +52,12 @@ HELP = f"""
 
 def commands() -> dict[str, str]:
     """Returns the first line of the docstring of each command's package, without importing it."""
-    texts = {
-        name: Path(__file__).parent.joinpath(*at.split(".")[1:], "__init__.py")
-        for name, at in COMMANDS.items()
-    }
-    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in texts.items()}
-    return {
-        name: (ast.get_docstring(tree) or "").partition("\n")[0] for name, tree in trees.items()
-    }
+    summaries = {}
+    for name, package in COMMANDS.items():
+        path = Path(__file__).parent.joinpath(*package.split(".")[1:], "__init__.py")
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        summaries[name] = (docstring or "").partition("\n")[0]
+    return summaries
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,8 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def script() -> NoReturn:
-    """Runs `jaxtp`."""
-    entry.start()
+    """Runs `jaxtp`, after `entry.start`."""
     hasten_help()
     entry.run(PROGRAM, main)
 
@@ -84,12 +81,10 @@ def _run(argv: Sequence[str]) -> int:
     if list(argv) == ["--version"]:
         print(f"{PROGRAM} {jaxtp.__version__}")
         return 0
-    name, rest = choose_name(PROGRAM, {**commands(), COMPLETION: SUMMARY}, argv, HELP)
-    return (
-        _complete(rest)
-        if name == COMPLETION
-        else entry.import_fast(f"{COMMANDS[name]}.__main__").main(rest)
-    )
+    name, flags = choose_name(PROGRAM, {**commands(), COMPLETION: SUMMARY}, argv, HELP)
+    if name == COMPLETION:
+        return _complete(flags)
+    return entry.import_fast(f"{COMMANDS[name]}.__main__").main(flags)
 
 
 class _StandIns(MetaPathFinder, Loader):
@@ -100,8 +95,9 @@ class _StandIns(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
     ) -> ModuleSpec | None:
-        is_one = fullname.partition(".")[0] in self.LIBRARIES
-        return ModuleSpec(fullname, self, is_package=True) if is_one else None
+        if fullname.partition(".")[0] not in self.LIBRARIES:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = ModuleType(spec.name)
@@ -147,12 +143,12 @@ class _Completion:
 
 def _complete(argv: Sequence[str]) -> int:
     command = Command(program=f"{PROGRAM} {COMPLETION}", schema=_Completion, description=SUMMARY)
-    asked, _ = command.load(argv)
-    modules = {
-        name: importlib.import_module(f"{module}.__main__") for name, module in COMMANDS.items()
-    }
-    commands = {name: getattr(m, "COMMANDS", None) or m.COMMAND for name, m in modules.items()}
-    print(completion(PROGRAM, {**commands, COMPLETION: command}, asked.shell))
+    config, _ = command.load(argv)
+    commands = {}
+    for name, package in COMMANDS.items():
+        module = importlib.import_module(f"{package}.__main__")
+        commands[name] = getattr(module, "COMMANDS", None) or module.COMMAND
+    print(completion(PROGRAM, {**commands, COMPLETION: command}, config.shell))
     return 0
 
 

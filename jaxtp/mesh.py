@@ -25,6 +25,8 @@ BATCH = (DP, FSDP)  # axes that divide the sequences of a batch
 CONTEXT = (CP,)  # axes that divide each sequence (`layers/context.py`)
 TOKENS = (*BATCH, *CONTEXT)  # axes that divide the tokens of a batch
 
+Sizes = Mapping[str, int]  # number of devices along each axis
+
 STORAGE = (FSDP, CP)
 """Axes that shard a stored weight. It is all-gathered before use; its gradient is
 reduce-scattered."""
@@ -72,12 +74,12 @@ def make_mesh(
     return mesh_of(mesh_shape(dp=dp, fsdp=fsdp, cp=cp, tp=tp), devices)
 
 
-def mesh_of(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def mesh_of(sizes: Sizes, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Builds a mesh from axis sizes."""
     check_sizes(sizes)
     if devices is None:
         if not jax.distributed.is_initialized():
-            request_virtual_devices(math.prod(size for size in sizes.values() if size != -1))
+            request_virtual_devices(fixed_devices(sizes))
         devices = jax.devices()
     if not devices or len(set(devices)) < len(devices):
         raise MeshError(
@@ -140,12 +142,12 @@ def mesh_shape(**sizes: int) -> dict[str, int]:
     return dict.fromkeys(AXES, 1) | sizes
 
 
-def parts(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
+def parts(sizes: Sizes, axes: Iterable[str]) -> int:
     """Returns the product of the sizes of `axes`."""
     return math.prod(sizes[axis] for axis in axes)
 
 
-def batch_parts(sizes: Mapping[str, int]) -> int:
+def batch_parts(sizes: Sizes) -> int:
     """Returns the number of shards of a batch's rows."""
     return parts(sizes, BATCH)
 
@@ -156,10 +158,15 @@ def gradient_sum_axes(*, stored_split: bool, used_by_all_tp: bool) -> tuple[str,
     `stored_split`: `STORAGE` splits a dim. `used_by_all_tp`: devices along tp use the weight on
     different tokens.
     """
-    return REPLICAS + (() if stored_split else STORAGE) + ((TP,) if used_by_all_tp else ())
+    axes = [*REPLICAS]
+    if not stored_split:
+        axes += STORAGE
+    if used_by_all_tp:
+        axes.append(TP)
+    return tuple(axes)
 
 
-def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+def abstract_mesh(sizes: Sizes) -> AbstractMesh:
     """Returns a mesh of these sizes without devices."""
     return AbstractMesh(
         tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES)
@@ -171,12 +178,16 @@ def as_current(mesh: Mesh | AbstractMesh) -> AbstractContextManager[object]:
 
     Under an abstract mesh functions can only be traced.
     """
-    return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
+    if isinstance(mesh, Mesh):
+        return jax.set_mesh(mesh)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def mesh_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
     """Returns the size of each axis, all 1 for None or an empty mesh."""
-    return mesh_shape() if mesh is None else mesh_shape() | dict(mesh.shape)
+    if mesh is None:
+        return mesh_shape()
+    return mesh_shape() | dict(mesh.shape)
 
 
 def current_mesh() -> AbstractMesh | None:
@@ -197,14 +208,17 @@ def current_mesh() -> AbstractMesh | None:
 
 def check_axes(mesh: Mesh | AbstractMesh) -> None:
     """Raises a `MeshError` if a mesh lacks one of `AXES`."""
-    if missing := [axis for axis in AXES if axis not in mesh.axis_names]:
+    missing = [axis for axis in AXES if axis not in mesh.axis_names]
+    if missing:
         raise MeshError(f"the mesh has axes {mesh.axis_names} and lacks {missing}; {_MADE}")
 
 
 def current_device() -> jax.Device | AbstractDevice:
     """Returns the device, possibly abstract, of the mesh in context, else `jax.devices()[0]`."""
     mesh = jax.sharding.get_abstract_mesh()
-    return (None if mesh.empty else mesh.abstract_device) or all_devices()[0]
+    if mesh.empty or mesh.abstract_device is None:
+        return all_devices()[0]
+    return mesh.abstract_device
 
 
 def current_platform() -> str:
@@ -224,45 +238,55 @@ def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def describe_mesh(sizes: Mapping[str, int], axes: Iterable[str] = AXES) -> str:
+def describe_mesh(sizes: Sizes, axes: Iterable[str] = AXES) -> str:
     """Returns `dp 1 x fsdp 2 x tp 4` for messages."""
     return " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
 
 
+def describe_split(sizes: Sizes) -> str:
+    """Returns `fsdp 2 x tp 4`, without axes of size 1."""
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    return describe_mesh(sizes, axes) or "one device"
+
+
 def fitting_meshes(num_devices: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
     """Returns the sizes of every mesh of `num_devices`, sorted by the last axis first."""
-    *others, last = axes
-    if not others:
+    *slower_axes, last = axes
+    if not slower_axes:
         return [mesh_shape(**{last: num_devices})]
-    return [
-        {**mesh, last: n}
-        for n in divisors(num_devices)
-        for mesh in fitting_meshes(num_devices // n, others)
-    ]
+    meshes = []
+    for size in divisors(num_devices):
+        for mesh in fitting_meshes(num_devices // size, slower_axes):
+            meshes.append(mesh | {last: size})
+    return meshes
 
 
-def check_sizes(sizes: Mapping[str, int]) -> None:
+def check_sizes(sizes: Sizes) -> None:
     """Raises a `MeshError` unless sizes are positive integers, or -1 for at most one axis."""
-    bad = [
-        f"{axis}={size!r}"
-        for axis, size in sizes.items()
-        if type(size) is not int or (size < 1 and size != -1)
-    ]
-    if bad:
+    invalid = []
+    for axis, size in sizes.items():
+        if type(size) is not int or (size < 1 and size != -1):
+            invalid.append(f"{axis}={size!r}")
+    if invalid:
         raise MeshError(
-            f"{', '.join(bad)}: a mesh axis is a positive number of devices, or -1 for the "
+            f"{', '.join(invalid)}: a mesh axis is a positive number of devices, or -1 for the "
             "remaining ones"
         )
     if list(sizes.values()).count(-1) > 1:
         raise MeshError(f"{describe_mesh(sizes)}: only one axis can be -1 (the remaining devices)")
 
 
-def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
+def fixed_devices(sizes: Sizes) -> int:
+    """Returns the number of devices, without an axis of size -1."""
+    return math.prod(size for size in sizes.values() if size != -1)
+
+
+def resolve_sizes(sizes: Sizes, num_devices: int) -> dict[str, int]:
     """Replaces -1 by the remaining devices.
 
     Raises a MeshError if the other sizes do not divide `num_devices`.
     """
-    fixed = math.prod(size for size in sizes.values() if size != -1)
+    fixed = fixed_devices(sizes)
     if -1 in sizes.values() and num_devices % fixed:
         raise MeshError(
             f"{describe_mesh(sizes)}: {num_devices} devices cannot be divided by {fixed}; "
@@ -271,7 +295,7 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     return {axis: num_devices // fixed if size == -1 else size for axis, size in sizes.items()}
 
 
-def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.Device]) -> None:
+def _check_count(sizes: Sizes, needed: int, devices: Sequence[jax.Device]) -> None:
     if needed == len(devices) or (needed < len(devices) and jax.process_count() == 1):
         return
     first = devices[0]
@@ -294,11 +318,10 @@ def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.De
     )
 
 
-def _list_meshes(num_devices: int, requested: Mapping[str, int]) -> str:
+def _list_meshes(num_devices: int, requested: Sizes) -> str:
     """Lists meshes of `num_devices`, powers of two first, with cp only if requested."""
     axes = [axis for axis in AXES if axis not in CONTEXT or requested[axis] != 1]
-    meshes = (tuple(sizes.values()) for sizes in fitting_meshes(num_devices, axes))
-    shapes = sorted(meshes, key=lambda shape: sum(size & (size - 1) > 0 for size in shape))
-    return ", ".join(map(str, shapes[:_MAX_LISTED])) + (
-        ", ..." if len(shapes) > _MAX_LISTED else ""
-    )
+    shapes = [tuple(sizes.values()) for sizes in fitting_meshes(num_devices, axes)]
+    shapes.sort(key=lambda shape: sum(size.bit_count() > 1 for size in shape))
+    listed = ", ".join(map(str, shapes[:_MAX_LISTED]))
+    return f"{listed}, ..." if len(shapes) > _MAX_LISTED else listed

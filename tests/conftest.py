@@ -104,7 +104,7 @@ def pytest_collection_finish():
 def pytest_sessionfinish(session):
     is_worker = hasattr(session.config, "workerinput")
     if not is_worker and environment.PROGRAMS.is_dir():
-        evict_oldest(environment.PROGRAMS, most=MAX_BYTES_OF_PROGRAMS)
+        evict_oldest(environment.PROGRAMS, limit=MAX_BYTES_OF_PROGRAMS)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ section's. This file imports only the standard library, so any room can use it.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType
@@ -89,6 +89,11 @@ def settings_of(schema: Any) -> Mapping[str, Setting]:
     }
 
 
+def leaf_settings(schema: object) -> list[Setting]:
+    """Returns the settings of a schema, without its sections."""
+    return [setting for setting in settings_of(schema).values() if not setting.is_section]
+
+
 def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
     hints = get_type_hints(schema, include_extras=True)
     kinds = get_type_hints(schema)
@@ -96,27 +101,33 @@ def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
         marks = _marks(hints[field.name])
         if any(getattr(mark, "exclude", None) for mark in marks):  # set by code, and in no file
             continue
-        aliases = (alias for mark in marks if (alias := getattr(mark, "alias", None)))
-        key = next(aliases, field.name)
-        names = (name for mark in marks if (name := getattr(mark, "name", None)) is not None)
-        flag = ".".join(filter(None, (section.flag.removeprefix("--"), next(names, key)))).replace(
-            "_", "-"
-        )
-        made = field.default_factory
+        key = next(_attributes(marks, "alias"), field.name)
+        name = next(_attributes(marks, "name"), key)
+        flag = ".".join(filter(None, (section.flag.removeprefix("--"), name)))
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
         setting = Setting(
             owner=schema,
             path=(*section.path, field.name),
             keys=(*section.keys, key),
-            flag=f"--{flag}",
+            flag=f"--{flag.replace('_', '-')}",
             kind=kinds[field.name],
             marks=marks,
-            default=field.default if made is dataclasses.MISSING else made(),
+            default=default,
             effects=next((mark for mark in marks if isinstance(mark, Affects)), section.effects),
             runs_code=_has_mark(hints[field.name], RUNS_CODE),
         )
         yield setting
         if setting.is_section:
             yield from _walk(setting.kind, setting)
+
+
+def _attributes(marks: Iterable[object], name: str) -> Iterator[str]:
+    for mark in marks:
+        value = getattr(mark, name, None)
+        if value is not None:
+            yield value
 
 
 def _has_mark(hint: object, mark: str) -> bool:
@@ -131,10 +142,9 @@ def _marks(hint: object) -> tuple[object, ...]:
     # reference, too.
     own: tuple[object, ...] = getattr(hint, "__metadata__", ())
     kind = get_args(hint)[0] if own else hint
-    others = [part for part in get_args(kind) if part is not NoneType]
-    is_optional = NoneType in get_args(kind)
-    if is_optional and len(others) == 1:
-        return (*getattr(others[0], "__metadata__", ()), *own)
+    inner = [part for part in get_args(kind) if part is not NoneType]
+    if len(inner) == 1 and NoneType in get_args(kind):
+        return (*getattr(inner[0], "__metadata__", ()), *own)
     return own
 
 
@@ -143,11 +153,10 @@ def find_setting(schema: type, name: str) -> Setting | None:
 
     The name may extend into its value (`data.mixture.code`).
     """
-    keys = name.split(".")
-    known = settings_of(schema)
-    return next(
-        (known[at] for n in range(len(keys), 0, -1) if (at := ".".join(keys[:n])) in known), None
-    )
+    by_name = settings_of(schema)
+    while name and name not in by_name:
+        name, _, _ = name.rpartition(".")
+    return by_name.get(name)
 
 
 def affects(schema: type, name: str, default: Affects = STEP) -> Affects:
@@ -158,11 +167,7 @@ def affects(schema: type, name: str, default: Affects = STEP) -> Affects:
 
 def settings(schema: type, accept: Callable[[Affects], bool], default: Affects = STEP) -> list[str]:
     """Returns dotted names of the settings whose `Affects` is accepted."""
-    return [
-        name
-        for name, one in settings_of(schema).items()
-        if not one.is_section and accept(one.effects or default)
-    ]
+    return [setting.name for setting in leaf_settings(schema) if accept(setting.effects or default)]
 
 
 def in_short_help(schema: type) -> Iterator[str]:

@@ -1,6 +1,4 @@
-"""Command lines: fills dataclasses from a YAML file and flags.
-
-It also prints help, completion scripts and one-line errors.
+"""Command lines: dataclasses filled from a YAML file and flags, help, and completion scripts.
 
 Every command takes `--config FILE` (YAML), dotted flags that override it (`--mesh.tp 4`),
 `--mesh fsdp=2,tp=4`, `--print-config`, `--help`, `--help SECTION` and `--help-all`. tyro formats
@@ -12,7 +10,6 @@ import ast
 import contextlib
 import copy
 import dataclasses
-import difflib
 import inspect
 import io
 import math
@@ -25,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import pairwise, takewhile
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import (
     Annotated,
@@ -41,8 +38,8 @@ from typing import (
 
 import tyro
 
-from jaxtp.config.affects import Setting, find_setting, settings_of
-from jaxtp.config.hints import hint_for, nearest_name
+from jaxtp.config.affects import Setting, find_setting, leaf_settings, settings_of
+from jaxtp.config.hints import closest, dotted, hint_for, nearest_name
 from jaxtp.config.python_object import file_arguments, named_code, require_consent
 from jaxtp.config.reading import parse_yaml, truncate
 from jaxtp.config.schema import (
@@ -111,36 +108,48 @@ class Command(Generic[T]):
           ConfigError: unreadable YAML, unknown key or flag, wrong type, or value out of range.
           SystemExit: after help or `--print-config` (0).
         """
-        if at := asks_for_help(argv):
-            self._print_help(
-                argv[at - 1], next((word for word in argv[at : at + 1] if word != "--"), "")
-            )
+        if position := asks_for_help(argv):
+            self._print_help(*argv[position - 1 : position + 1])
             raise SystemExit(0)
         values = self._parse(argv)
-        own = (_CONFIG, _MESH, _PRINT, _ALLOW)
-        path, mesh, printing, allowed = (values.pop(each, None) for each in own)
+        printing = values.pop(_PRINT, False)
+        is_code_allowed = bool(values.pop(_ALLOW, False))
+        path = values.pop(_CONFIG, None)
+        mesh = values.pop(_MESH, None)
         flags = {setting.keys: value for setting, value in values.items()}
         if mesh is not None:
-            kinds = get_type_hints(get_type_hints(self.schema)["mesh"])
-            axes = [name for name, kind in kinds.items() if int in (kind, *get_args(kind))]
-            sizes = parse_mesh(str(mesh), axes, allow_rest=True)
-            flags = {("mesh", axis): size for axis, size in sizes.items()} | flags
-        in_file: dict[str, object] = {} if path is None else read_values(Path(str(path)))
-        alone = None if path is None else validate(self.schema, in_file, source=str(path))
-        given = merged(in_file, nested(flags.items()))
-        config = validate(self.schema, given, source="command line", describe=self._describe)
-        if alone is not None and not printing:
-            named = named_code(config, flags.keys())
-            arguments = file_arguments(config, alone, flags)
-            require_consent(Path(str(path)), named, arguments, bool(allowed))
-        explicit = {
-            ".".join(map(str, keys)) for keys in (*(keys for keys, _ in leaves(in_file)), *flags)
-        }
-        config, notes = fit(config, explicit) if fit else (config, [])
+            flags = self._mesh_flags(str(mesh)) | flags
+        in_file: dict[str, object] = {}
+        if path is not None:
+            file = Path(str(path))
+            in_file = read_values(file)
+            file_config = validate(self.schema, in_file, source=str(file))
+        config = validate(
+            self.schema,
+            merged(in_file, nested(flags.items())),
+            source="command line",
+            describe=self._describe,
+        )
+        if path is not None and not printing:
+            references = named_code(config, flags.keys())
+            arguments = file_arguments(config, file_config, flags)
+            require_consent(file, references, arguments, is_code_allowed)
+        notes: list[str] = []
+        if fit:
+            explicit = set(map(dotted, (*dict(leaves(in_file)), *flags)))
+            config, notes = fit(config, explicit)
         if printing:
-            print("".join(f"# {note}\n" for note in notes) + to_yaml(self.printed(config)), end="")
+            for note in notes:
+                print(f"# {note}")
+            print(to_yaml(self.printed(config)), end="")
             raise SystemExit(0)
         return config, notes
+
+    def _mesh_flags(self, text: str) -> dict[tuple[str, ...], object]:
+        kinds = get_type_hints(get_type_hints(self.schema)["mesh"])
+        axes = [name for name, kind in kinds.items() if int in (kind, *get_args(kind))]
+        sizes = parse_mesh(text, axes, allow_rest=True)
+        return {("mesh", axis): size for axis, size in sizes.items()}
 
     @property
     def summary(self) -> str:
@@ -151,16 +160,20 @@ class Command(Generic[T]):
         """Returns common flags, then the settings that the command uses."""
         unused = tuple(f"{name}." for name in self.ignored)
         settings = [
-            each for each in leaf_settings(self.schema) if not f"{each.name}.".startswith(unused)
+            setting
+            for setting in leaf_settings(self.schema)
+            if not f"{setting.name}.".startswith(unused)
         ]
-        own = [] if any(setting.is_required for setting in settings) else [_CONFIG, _PRINT]
-        if own and any(setting.runs_code for setting in settings):
-            own.append(_ALLOW)
+        common = []
+        if not any(setting.is_required for setting in settings):
+            common = [_CONFIG, _PRINT]
+            if any(setting.runs_code for setting in settings):
+                common.append(_ALLOW)
         mesh = find_setting(self.schema, "mesh")
         # The command check has its own --mesh.
-        if mesh and mesh.is_section and not any(each.flag == mesh.flag for each in settings):
-            own += [_MESH]
-        return own + settings
+        if mesh and mesh.is_section and not any(s.flag == mesh.flag for s in settings):
+            common.append(_MESH)
+        return common + settings
 
     def help_schema(self, settings: Iterable[Setting], *, short: bool = True) -> type:
         """Returns a flat dataclass of settings for tyro.
@@ -169,18 +182,17 @@ class Command(Generic[T]):
         """
         fields: list[tuple[str, object, Any]] = []
         for setting in settings:
-            default = setting.default
+            default: Any = setting.default
             text = _mark(setting, "help") or docstrings(setting.owner).get(setting.path[-1], "")
-            argument = tyro.conf.arg(
-                name=None if _is_positional(setting) else setting.flag.removeprefix("--"),
-                metavar=None if _mark(setting, "metavar") else _metavar(setting.kind),
-                help=_first_sentence(text) if short else text,
-                help_behavior_hint=""
-                if default is None or default is False or default == ()
-                else None,
-            )
-            made: Any = default if default is dataclasses.MISSING else partial(copy.copy, default)
-            field: object = dataclasses.field(default_factory=made)
+            if short:
+                text = _first_sentence(text)
+            name = None if _is_positional(setting) else setting.flag.removeprefix("--")
+            metavar = None if _mark(setting, "metavar") else _metavar(setting.kind)
+            hint = "" if default is None or default is False or default == () else None
+            argument = tyro.conf.arg(name=name, metavar=metavar, help=text, help_behavior_hint=hint)
+            if not setting.is_required:
+                default = partial(copy.copy, default)
+            field = dataclasses.field(default_factory=default)
             fields.append(
                 (
                     "__".join(setting.path),
@@ -192,32 +204,23 @@ class Command(Generic[T]):
             "Settings", fields, frozen=True, kw_only=True, namespace={"__doc__": ""}
         )
 
-    def _print_help(self, asked: str, section: str) -> None:
+    def _print_help(self, flag: str, section: str = "") -> None:
         settings = self.used_settings()
-        sections = list(dict.fromkeys(each.keys[0] for each in settings if len(each.keys) > 1))
+        sections = list(dict.fromkeys(s.keys[0] for s in settings if len(s.keys) > 1))
         text = self.description.strip()
-        is_short = False
-        if asked in (ALL_HELP, "--help_all"):
-            pass
-        elif section and not section.startswith("-"):
+        shows_all = flag not in (HELP, "-h")
+        shows_section = bool(section) and not shows_all and not section.startswith("-")
+        is_short = bool(self.short_help) and not shows_all and not shows_section
+        if shows_section:
             if section not in sections:
-                close = nearest_name(section, sections)
-                hint = (
-                    f"did you mean {close}?"
-                    if close
-                    else f"there are {', '.join(sections) or 'none'}"
-                )
-                raise ConfigError(
-                    f"{HELP} {truncate(section)}: {self.program} has no such section; {hint}"
-                )
-            settings = [each for each in settings if each.keys[0] == section]
-        elif self.short_help:
-            is_short = True
-            by_name = {each.name: each for each in settings}
-            common = [each for each in settings if each in (_CONFIG, _PRINT, _MESH)]
-            settings = common + [by_name[name] for name in self.short_help if name in by_name]
-            of_section = f"{HELP} SECTION ({', '.join(sections)}), or " if sections else ""
-            text += f"\n\nMore settings: {of_section}{ALL_HELP}"
+                raise self._unknown_section(section, sections)
+            settings = [setting for setting in settings if setting.keys[0] == section]
+        if is_short:
+            by_name = {setting.name: setting for setting in settings}
+            settings = [setting for setting in settings if setting in (_CONFIG, _PRINT, _MESH)]
+            settings += [by_name[name] for name in self.short_help if name in by_name]
+            section_help = f"{HELP} SECTION ({', '.join(sections)}), or " if sections else ""
+            text += f"\n\nMore settings: {section_help}{ALL_HELP}"
         schema = self.help_schema(settings, short=is_short)
         width = max(_MIN_COLUMNS, shutil.get_terminal_size().columns)
         os.environ["COLUMNS"] = str(width)
@@ -233,18 +236,26 @@ class Command(Generic[T]):
         usage, _, options = re.sub(" +\n", "\n", printed.getvalue()).partition("\n")
         print(usage, _filled(text, width), options.strip("\n"), sep="\n\n")
 
+    def _unknown_section(self, section: str, sections: Sequence[str]) -> ConfigError:
+        close = nearest_name(section, sections)
+        hint = f"did you mean {close}?" if close else f"there are {', '.join(sections) or 'none'}"
+        return ConfigError(
+            f"{HELP} {truncate(section)}: {self.program} has no such section; {hint}"
+        )
+
     def _parse(self, argv: Sequence[str]) -> dict[Setting, object]:
         values: dict[Setting, Any] = {}
-        rest: list[str] = []
+        arguments: list[str] = []
         words = deque(argv)
         while words:
-            if (word := words.popleft()) == "--":
-                rest += words
+            word = words.popleft()
+            if word == "--":
+                arguments += words
                 break
             if not _is_flag(word):
-                rest.append(word)
+                arguments.append(word)
                 continue
-            flag, equals, value = word.partition("=")
+            flag, equals, text = word.partition("=")
             setting = self._find(flag)
             if setting.kind is bool:
                 if equals:
@@ -255,57 +266,62 @@ class Command(Generic[T]):
                 continue
             if setting in values and setting.flag in ("--config", "--mesh") and not setting.is_list:
                 raise ConfigError(f"{flag} is given twice")
-            many = setting.is_list and tyro.conf.UseAppendAction not in setting.marks
-            found = [value] if equals else []
-            while (
-                words
-                and not equals
-                and (many or not found)
-                and not _is_flag(words[0])
-                and words[0] != "--"
-            ):
-                found.append(words.popleft())
-            if not found or (setting.owner is _CommonFlags and found == [""]):
+            texts = [text] if equals else _take_values(setting, words)
+            if not texts or (setting.owner is _CommonFlags and texts == [""]):
                 example = ", such as true" if setting.kind is object else ""
                 raise ConfigError(
                     f"{flag} needs a value{example}; a value that begins with - is written "
                     f"{flag}=-..."
                 )
-            values[setting] = (
-                (*values.get(setting, ()), *found) if setting.is_list else _value(setting, found[0])
-            )
+            if setting.is_list:
+                values[setting] = (*values.get(setting, ()), *texts)
+            else:
+                values[setting] = _value(setting, texts[0])
+        self._add_positional(values, arguments)
+        return values
+
+    def _add_positional(self, values: dict[Setting, Any], arguments: list[str]) -> None:
         for setting in leaf_settings(self.schema):
-            if _is_positional(setting) and rest:
-                values[setting] = tuple(rest) if setting.is_list else rest[0]
-                rest = [] if setting.is_list else rest[1:]
+            if _is_positional(setting) and arguments:
+                if setting.is_list:
+                    values[setting] = tuple(arguments)
+                    arguments = []
+                else:
+                    values[setting], *arguments = arguments
             if setting.is_required and setting not in values:
                 raise ConfigError(
                     f"{self.program} needs {_name_in_errors(setting)}; see {self.program} {HELP}"
                 )
-        if rest:
+        if arguments:
+            first = arguments[0]
             hint = f"see {self.program} {HELP}"
-            is_file = rest[0].endswith((".yaml", ".yml"))
+            is_file = first.endswith((".yaml", ".yml"))
             if is_file and _CONFIG not in values and _CONFIG in self.used_settings():
-                hint = f"to read the file, use {_CONFIG.flag} {truncate(shlex.quote(rest[0]), 300)}"
-            raise ConfigError(f"{truncate(rest[0], 300) or repr('')}: unexpected argument; {hint}")
-        return values
+                hint = f"to read the file, use {_CONFIG.flag} {truncate(shlex.quote(first), 300)}"
+            raise ConfigError(f"{truncate(first, 300) or repr('')}: unexpected argument; {hint}")
 
     def _find(self, flag: str) -> Setting:
         name = _key(flag)
-        known = {other: setting for setting in self.used_settings() for other in spellings(setting)}
+        by_name: dict[str, Setting] = {}
+        for setting in self.used_settings():
+            by_name |= dict.fromkeys(spellings(setting), setting)
         section, _, key = name.rpartition(".")
-        if section in known and get_origin(known[section].kind) is dict:
-            whole = known[section]
+        mapping = by_name.get(section)
+        if mapping is not None and get_origin(mapping.kind) is dict:
             return dataclasses.replace(
-                whole, path=(*whole.path, key), keys=(*whole.keys, key), flag=flag, kind=object
+                mapping,
+                path=(*mapping.path, key),
+                keys=(*mapping.keys, key),
+                flag=flag,
+                kind=object,
             )
-        if name not in known:
-            raise ConfigError(f"{truncate(flag)}: {self._suggestion(name, list(known))}")
+        if name not in by_name:
+            raise ConfigError(f"{truncate(flag)}: {self._suggestion(name, list(by_name))}")
         if not flag.startswith("--"):
             raise ConfigError(f"{flag}: flags begin with two dashes; did you mean -{flag}?")
-        return known[name]
+        return by_name[name]
 
-    def _suggestion(self, name: str, known: Sequence[str]) -> str:
+    def _suggestion(self, name: str, names: Sequence[str]) -> str:
         if any(name in spellings(setting) for setting in leaf_settings(self.schema)):
             return f"{self.program} does not use it; leave it out (a --config file may contain it)"
         setting = find_setting(self.schema, name)
@@ -313,32 +329,35 @@ class Command(Generic[T]):
             return f"give {_name_in_errors(setting)} without a flag"
         if setting is not None and tyro.conf.Fixed in setting.marks:
             return f"{setting.name} has no flag; set it in a --config file"
-        if within := next((other for other in known if other.startswith(f"{name}.")), None):
-            return f"is a section of settings, such as {_flag(within)}"
+        example = next((other for other in names if other.startswith(f"{name}.")), None)
+        if example is not None:
+            return f"is a section of settings, such as {_flag(example)}"
         all_help = ALL_HELP if self.short_help else HELP
-        hint = hint_for(name, known, _flag) or f"see {self.program} {all_help}"
+        hint = hint_for(name, names, _flag) or f"see {self.program} {all_help}"
         return f"{self.program} has no such setting; {hint}"
 
     def _describe(self, keys: Sequence[object], value: object) -> str:
-        setting = find_setting(self.schema, ".".join(map(str, keys)))
-        return (
-            f"{_name_in_errors(setting) if setting else keys[0]} "
-            f"{truncate(value, 300) or repr(value)}"
-        )
+        setting = find_setting(self.schema, dotted(keys))
+        name = _name_in_errors(setting) if setting else keys[0]
+        return f"{name} {truncate(value, 300) or repr(value)}"
+
+
+def _take_values(setting: Setting, words: deque[str]) -> list[str]:
+    takes_many = setting.is_list and tyro.conf.UseAppendAction not in setting.marks
+    texts: list[str] = []
+    while words and words[0] != "--" and not _is_flag(words[0]) and (takes_many or not texts):
+        texts.append(words.popleft())
+    return texts
 
 
 def asks_for_help(argv: Sequence[str]) -> int:
-    """Returns the place, from 1, of the first word that asks for help.
-
-    It is 0 if there is none before `--`.
-    """
-    words = takewhile(lambda word: word != "--", argv)
-    return next((place for place, word in enumerate(words, 1) if word in _HELP_WORDS), 0)
-
-
-def leaf_settings(schema: object) -> list[Setting]:
-    """Returns the settings of a schema, without its sections."""
-    return [setting for setting in settings_of(schema).values() if not setting.is_section]
+    """Returns the position, from 1, of the first word before `--` that asks for help, else 0."""
+    for position, word in enumerate(argv, start=1):
+        if word in _HELP_WORDS:
+            return position
+        if word == "--":
+            break
+    return 0
 
 
 def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> dict[str, int]:
@@ -348,7 +367,7 @@ def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> d
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
-        axis, _, size = (piece.strip() for piece in part.partition("="))
+        axis, _, size = map(str.strip, part.partition("="))
         if axis not in axes:
             problem = (
                 f"{truncate(repr(axis))} is not an axis; they are {', '.join(axes)}, as in "
@@ -362,7 +381,8 @@ def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> d
             sizes[axis] = int(size)
             continue
         raise ConfigError(f"--mesh {truncate(text)}: {problem}")
-    if (devices := math.prod(sizes.values())) >= 2**31:  # JAX counts devices in 32 bits
+    devices = math.prod(sizes.values())
+    if devices >= 2**31:  # JAX counts devices in 32 bits
         raise ConfigError(f"--mesh {truncate(text)}: {devices:,} devices are too many for JAX")
     return dict.fromkeys(axes, 1) | sizes
 
@@ -372,8 +392,8 @@ def choose(
 ) -> tuple[Command[Any], list[str]]:
     """Splits off a command, as `choose_name` does."""
     summaries = {name: command.summary for name, command in commands.items()}
-    name, rest = choose_name(program, summaries, argv)
-    return commands[name], rest
+    name, arguments = choose_name(program, summaries, argv)
+    return commands[name], arguments
 
 
 def choose_name(
@@ -387,7 +407,7 @@ def choose_name(
       commands: one-line summaries by name.
       note: last lines of the list.
     """
-    name, *rest = argv or (HELP,)
+    name, *arguments = argv or (HELP,)
     if name in _HELP_WORDS:
         width = max(map(len, commands)) + 2
         columns = max(2 * width, shutil.get_terminal_size().columns)
@@ -398,12 +418,12 @@ def choose_name(
         print(note or f"\n{program} COMMAND --help says more.")
         raise SystemExit(0)
     if name not in commands:
-        close = difflib.get_close_matches(name, commands, n=1)
-        hint = (
-            f"did you mean {program} {close[0]}?" if close else f"there are {', '.join(commands)}"
-        )
+        close = closest(name, commands)
+        hint = f"there are {', '.join(commands)}"
+        if close:
+            hint = f"did you mean {program} {close}?"
         raise ConfigError(f"{truncate(repr(name))} is not a command of {program}; {hint}")
-    return name, rest
+    return name, arguments
 
 
 Commands = Mapping[str, Command[Any] | Mapping[str, Command[Any]]]
@@ -412,7 +432,7 @@ Commands = Mapping[str, Command[Any] | Mapping[str, Command[Any]]]
 
 def completion(program: str, commands: Commands, shell: str) -> str:
     """Returns a completion script for bash, zsh or fish."""
-    kinds = tuple(_subcommand(name, command) for name, command in commands.items())
+    kinds = tuple(starmap(_subcommand, commands.items()))
     markers = (tyro.conf.AvoidSubcommands, tyro.conf.OmitSubcommandPrefixes)
     script = io.StringIO()
     with contextlib.redirect_stdout(script), contextlib.suppress(SystemExit):
@@ -426,7 +446,7 @@ def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]]) -
         return Annotated[
             command.help_schema(command.used_settings()), tyro.conf.subcommand(name=name)
         ]
-    kinds = [_subcommand(*item) for item in command.items()]
+    kinds = list(starmap(_subcommand, command.items()))
     if len(kinds) == 1:  # tyro would complete the flags of an only command without its name
         kinds.append(Annotated[None, tyro.conf.subcommand(name=HELP)])
     inner: object = Union[tuple(kinds)]  # noqa: UP007
@@ -436,7 +456,10 @@ def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]]) -
 
 
 def _mark(setting: Setting, name: str) -> Any:
-    return next((value for mark in setting.marks if (value := getattr(mark, name, None))), None)
+    for mark in setting.marks:
+        if value := getattr(mark, name, None):
+            return value
+    return None
 
 
 def _is_positional(setting: Setting) -> bool:
@@ -444,11 +467,9 @@ def _is_positional(setting: Setting) -> bool:
 
 
 def _name_in_errors(setting: Setting) -> str:
-    return (
-        (_mark(setting, "metavar") or setting.name.upper())
-        if _is_positional(setting)
-        else setting.flag
-    )
+    if not _is_positional(setting):
+        return setting.flag
+    return _mark(setting, "metavar") or setting.name.upper()
 
 
 def spellings(setting: Setting) -> Iterator[str]:
@@ -494,31 +515,28 @@ def _negated(key: str) -> str:
 
 
 def _metavar(kind: object) -> str | None:
-    others = [part for part in get_args(kind) or (kind,) if part is not type(None)]
-    return (
-        {Path: "PATH", str: "TEXT", int: "INT", float: "FLOAT"}.get(others[0])
-        if len(others) == 1
-        else None
-    )
+    match [part for part in get_args(kind) or (kind,) if part is not type(None)]:
+        case [part]:
+            return {Path: "PATH", str: "TEXT", int: "INT", float: "FLOAT"}.get(part)
+    return None
 
 
 def docstrings(schema: type) -> dict[str, str]:
     """Returns the strings below the fields of a dataclass and its bases."""
-    found = {}
+    texts = {}
     for kind in filter(dataclasses.is_dataclass, reversed(schema.__mro__)):
-        for field, text in pairwise(
-            _classes(inspect.getsourcefile(kind) or "").get(kind.__name__, ())
-        ):
-            match field, text:
+        body = _class_bodies(inspect.getsourcefile(kind) or "").get(kind.__name__, ())
+        for statement in pairwise(body):
+            match statement:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
-                    value=ast.Constant(value=str(words))
+                    value=ast.Constant(value=str(text))
                 ):
-                    found[name] = " ".join(words.split())
-    return found
+                    texts[name] = " ".join(text.split())
+    return texts
 
 
 @cache
-def _classes(path: str) -> dict[str, list[ast.stmt]]:
+def _class_bodies(path: str) -> dict[str, list[ast.stmt]]:
     tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     return {node.name: node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
@@ -530,10 +548,10 @@ def _first_sentence(text: str) -> str:
 def _filled(text: str, width: int) -> str:
     paragraphs = []
     for paragraph in text.split("\n\n"):
-        lines = [line.strip() for line in paragraph.splitlines()]
+        lines = list(map(str.strip, paragraph.splitlines()))
         is_code = paragraph.startswith(("jaxtp ", " "))
         filled = textwrap.fill(
             " ".join(lines), width, break_on_hyphens=False, break_long_words=False
         )
-        paragraphs.append("\n".join(f"  {line}" for line in lines) if is_code else filled)
+        paragraphs.append(textwrap.indent("\n".join(lines), "  ") if is_code else filled)
     return "\n\n".join(paragraphs)

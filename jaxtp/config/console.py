@@ -18,7 +18,7 @@ _UNWRAPPED = "\x1b[?7l{}\x1b[?7h"
 """Escape sequences: clear the current line, and print a text without wrapping it."""
 _BAR_WIDTH = 30
 _CUT = "..."
-_LEAST_BAR_WIDTH = 5  # Columns; a narrower bar is left out
+_MIN_BAR_WIDTH = 5  # Columns; a narrower bar is left out
 _REDRAW_SECONDS = 0.1
 
 
@@ -29,7 +29,7 @@ _BINARY = ("B", "KiB", "MiB", "GiB")
 def size_text(size: float, *, binary: bool = False) -> str:
     """Returns a number of bytes in a fitting unit: `1.3 MB`.
 
-    It is the largest that leaves a digit before the point, at most GB.
+    The unit is the largest that leaves a digit before the point, up to GB.
     """
     step = 1024 if binary else 1000
     *smaller, largest = _BINARY if binary else _DECIMAL
@@ -43,13 +43,10 @@ def size_text(size: float, *, binary: bool = False) -> str:
 def is_terminal(stream: TextIO | None) -> bool:
     """Returns whether the stream is a terminal that a person may watch."""
     try:
-        return (
-            stream is not None
-            and stream.isatty()
-            and not any(name in os.environ for name in _RANKS)
-        )
+        has_terminal = stream is not None and stream.isatty()
     except ValueError:  # closed
         return False
+    return has_terminal and os.environ.keys().isdisjoint(_RANKS)
 
 
 class Display:
@@ -89,17 +86,17 @@ class Display:
 
     def end(self, *_: object) -> None:
         """Ends the progress bar; later lines follow it."""
-        if self._bar:
-            self._write("\n")
-        self._bar = ""
-        self._total = 0
+        self._finish("\n")
 
     __exit__ = end
 
     def clear(self) -> None:
         """Removes the progress bar."""
+        self._finish(_CLEAR)
+
+    def _finish(self, last_output: str) -> None:
         if self._bar:
-            self._write(_CLEAR)
+            self._write(last_output)
         self._bar = ""
         self._total = 0
 
@@ -107,42 +104,40 @@ class Display:
         """Prints a line, above any progress bar."""
         self._write(f"{_CLEAR}{text}\n{self._bar}" if self._bar else f"{text}\n")
 
-    def begin(self, done: int, total: int, counter: str = "") -> None:
+    def begin(self, position: int, total: int, counter: str = "") -> None:
         """Starts the progress bar, with another label if `counter` is given."""
         self._label = counter or self._counter
         self._drawn = 0.0
-        self._first = done
+        self._first = position
         self._total = total
         self._start = time.monotonic()
-        self.move(done, "")
+        self.move(position, "")
 
-    def move(self, done: int, text: str) -> None:
+    def move(self, position: int, text: str) -> None:
         """Updates the progress bar and its text."""
         now = time.monotonic()
-        if not (self.has_bar and self._total) or (
-            done < self._total and now < self._drawn + _REDRAW_SECONDS
-        ):
+        if not (self.has_bar and self._total):
             return
-        seconds = (
-            (now - self._start) * (self._total - done) / (done - self._first)
-            if done > self._first
-            else None
-        )
-        left = "" if seconds is None else f"  {timedelta(seconds=round(seconds))} left"
-        label = self._label.format(done=done, total=self._total)
-        self._bar = _UNWRAPPED.format(self._fitted(label, done, text, left))
+        if position < self._total and now < self._drawn + _REDRAW_SECONDS:
+            return
+        left = ""
+        if position > self._first:
+            seconds = (now - self._start) * (self._total - position) / (position - self._first)
+            left = f"  {timedelta(seconds=round(seconds))} left"
+        label = self._label.format(done=position, total=self._total)
+        self._bar = _UNWRAPPED.format(self._fitted(label, position, text, left))
         self._drawn = now
         self._write(_CLEAR + self._bar)
 
-    def _fitted(self, label: str, done: int, text: str, left: str) -> str:
+    def _fitted(self, label: str, position: int, text: str, left: str) -> str:
         """Returns the label, bar, text and remaining time.
 
         A narrow terminal gets a shorter bar, or a shorter text.
         """
         columns = self._columns()
         width = min(_BAR_WIDTH, columns - len(f"{label} [] {text}{left}"))
-        if width >= _LEAST_BAR_WIDTH:
-            filled = "#" * (width * done // self._total)
+        if width >= _MIN_BAR_WIDTH:
+            filled = "#" * (width * position // self._total)
             return f"{label} [{filled:.<{width}}] {text}{left}"
         room = columns - len(f"{label} {left}")
         if len(text) > room:

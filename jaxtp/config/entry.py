@@ -96,25 +96,21 @@ def attempt(
             return end_by_closed_pipe()
         if not error.filename and error.errno not in _FULL:
             raise  # names no file, so the user cannot fix it
-        return fail(
-            program,
-            f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}",
-        )
+        place = f"{error.filename}: " if error.filename else ""
+        return fail(program, f"{place}{error.strerror}")
 
 
 def shown(text: str) -> str:
     """Returns a model's text for standard output.
 
-    A terminal would obey control characters, so it gets them escaped.
-
-    Newlines and tabs stay.
+    A terminal would obey control characters, so they are escaped, except newlines and tabs.
     """
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     return "\t".join(map(_escaped, text.split("\t"))) if is_terminal else text
 
 
 def _escaped(text: str) -> str:
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def fail(program: str, error: Exception | str) -> int:
@@ -145,10 +141,6 @@ def _exit_during_import(program: str, number: int, frame: FrameType | None) -> N
     os._exit(INTERRUPTED)
 
 
-def _is_of_start(handler: object) -> bool:
-    return isinstance(handler, partial) and handler.func is _exit_during_import
-
-
 def script() -> NoReturn:
     """Runs the installed script `jaxtp`."""
     start()
@@ -165,7 +157,8 @@ def run(program: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
         finally:  # also after --help; errors at the interpreter's exit cannot be handled
             sys.stdout.flush()
 
-    if _is_of_start(signal.getsignal(signal.SIGINT)):
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, partial) and handler.func is _exit_during_import:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (stays open)
@@ -193,10 +186,7 @@ def import_fast(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def paused_collection() -> Iterator[None]:
-    """Pauses garbage collection.
-
-    It takes up to half of the time of code that makes many objects.
-    """
+    """Pauses garbage collection, which takes up to half of the time where many objects are made."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -295,10 +285,9 @@ class Interrupt:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
-            handled = [
-                number for number in self._signals if signal.getsignal(number) != signal.SIG_IGN
-            ]
-            self._before = {number: signal.signal(number, self._record) for number in handled}
+            for number in self._signals:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._record)
             self._hook_before = sys.unraisablehook
             sys.unraisablehook = self._ignored
         return self
@@ -326,8 +315,8 @@ class Interrupt:
         self.received = signal.Signals(number).name
         if number == signal.SIGINT and self._at_start:
             raise InterruptError(self._at_start)
-        for each in self._before:
-            signal.signal(each, _SECOND_HANDLERS[each])
+        for signal_number in self._before:
+            signal.signal(signal_number, _SECOND_HANDLERS[signal_number])
         if number == signal.SIGINT and self._notice and os.isatty(2):
             with contextlib.suppress(OSError):
                 # A handler cannot use `sys.stderr`, which may be busy.

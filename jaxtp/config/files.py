@@ -117,8 +117,7 @@ def is_own(path: Path) -> bool:
     """
     mark = _mark_of(path)
     try:
-        is_private = _only_user_writes(path) and _only_user_writes(mark)
-        if not is_private:
+        if not (_only_user_writes(path) and _only_user_writes(mark)):
             return False
         signature = _signature(path, _read_key(_key_file()))
         return hmac.compare_digest(read_bytes(mark, _MAX_MARK), signature)
@@ -212,13 +211,13 @@ def locked(out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def require_empty(out: Path, what: str) -> None:
-    """Raises ConfigError if a folder that has no `what` yet has other files."""
-    if foreign := sorted(path.name for path in out.iterdir() if not path.name.endswith(PARTIAL)):
+def require_empty(out: Path, content: str) -> None:
+    """Raises ConfigError if a folder that has no `content` yet has other files."""
+    names = sorted(path.name for path in out.iterdir() if not path.name.endswith(PARTIAL))
+    if names:
         raise ConfigError(
-            f"{out} holds other files "
-            f"({', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}) and no {what}; name "
-            "a folder of its own by --out DIR"
+            f"{out} holds other files ({', '.join(names[:3])}{', ...' if names[3:] else ''}) and "
+            f"no {content}; name a folder of its own by --out DIR"
         )
 
 
@@ -246,11 +245,9 @@ def require_picture(flag: str, path: Path | None) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(f"{flag} needs matplotlib: pip install 'jaxtp[plot]'") from None
-    known = Figure().canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in known:
-        raise ConfigError(
-            f"{flag} {path}: pictures are {', '.join(f'.{name}' for name in sorted(known))}"
-        )
+    formats = Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in formats:
+        raise ConfigError(f"{flag} {path}: pictures are .{', .'.join(sorted(formats))}")
     require_writable(flag, path)
 
 

@@ -108,7 +108,7 @@ INSTEAD = {
     ),
     "push_to_hub hub_model_id": (
         "run.dir",
-        "jaxtp convert export writes a folder for the hub from that of {}",
+        "jaxtp convert export writes a folder for the hub from the run in {}",
     ),
     "dpo_beta loss_type": ("train.loss", _LOSS),
 }
@@ -116,43 +116,47 @@ INSTEAD = {
 name at {}."""
 
 
-def hint_for(name: str, known: Sequence[str], spell: Callable[[str], str]) -> str | None:
-    """Returns a hint for an unknown setting.
-
-    It is the setting that is meant, or what there is instead of it.
+def hint_for(name: str, names: Sequence[str], spell: Callable[[str], str]) -> str | None:
+    """Returns a hint for an unknown setting: the similar setting, or a sentence of `INSTEAD`.
 
     Args:
-      known: dotted names of settings.
+      names: dotted names of settings.
       spell: writes a name as the source of the settings does.
     """
     words = name.lower().split(".")
-    ends = {words[-1], ".".join(words[-2:])}
-    for names, (setting, sentence) in INSTEAD.items():
-        if setting in known and ends.intersection(names.split()):
+    endings = {words[-1], dotted(words[-2:])}
+    for foreign_names, (setting, sentence) in INSTEAD.items():
+        if setting in names and endings.intersection(foreign_names.split()):
             return sentence.format(spell(setting))
-    close = nearest_name(name, known)
-    return None if close is None else f"did you mean {spell(close)}?"
+    close = nearest_name(name, names)
+    if close is None:
+        return None
+    return f"did you mean {spell(close)}?"
 
 
-def nearest_name(name: str, known: Sequence[str]) -> str | None:
-    """Returns the setting that another program's name means.
+def nearest_name(name: str, names: Sequence[str]) -> str | None:
+    """Returns the setting that a name means.
 
-    It has the same key, or nearly the same.
+    Another program has this name for it, or its key is the same or nearly the same.
     """
-    last = _short(name).lower()
-    for setting, others in OTHER_NAMES.items():
-        if setting in known and last in others.split():
+    key = _short(name).lower()
+    for setting, foreign_names in OTHER_NAMES.items():
+        if setting in names and key in foreign_names.split():
             return setting
-    same = [other for other in known if _short(other) == last]
+    same = [other for other in names if _short(other) == key]
     # A long section that is right would make any key look similar, so the key itself has to be.
-    similar = same or [other for other in known if _is_misspelt(last, _short(other))]
-    close = difflib.get_close_matches(name, similar, n=1, cutoff=0 if same else 0.6)
-    return close[0] if close else None
+    similar = same or [other for other in names if _is_misspelt(key, _short(other))]
+    return closest(name, similar, cutoff=0 if same else 0.6)
 
 
-def _is_misspelt(word: str, as_is: str) -> bool:
-    least = 0.5 if len(as_is) <= _FEW_LETTERS else 0.7
-    return difflib.SequenceMatcher(None, word, as_is).ratio() >= least
+def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Returns the most similar of `names`, or None if none is similar."""
+    return next(iter(difflib.get_close_matches(name, names, 1, cutoff)), None)
+
+
+def _is_misspelt(word: str, correct: str) -> bool:
+    cutoff = 0.5 if len(correct) <= _FEW_LETTERS else 0.7
+    return difflib.SequenceMatcher(None, word, correct).ratio() >= cutoff
 
 
 _FEW_LETTERS = 3  # one wrong letter of two or three leaves a half
@@ -180,31 +184,29 @@ def explained(problems: Problems, *, fixed: bool) -> Iterator[str]:
       problems: returns the problems after changes of settings.
       fixed: the model cannot be changed.
     """
-    found = list(problems({}))
+    current = list(problems({}))
 
-    def working(setting: str, values: Iterable[int]) -> list[int]:
+    def working(setting: str, values: Iterable[int]) -> list[str]:
         if fixed and setting.startswith("model."):
             return []
-        kept = {
-            problem.text for problem in found if setting not in {*problem.among, *problem.multiples}
-        }
-        return [
-            value
-            for value in values
-            if {problem.text for problem in problems({setting: value})} <= kept
-        ]
+        # The problems that a change of this setting does not have to solve.
+        unrelated = _texts(p for p in current if setting not in {*p.among, *p.multiples})
+        return [str(value) for value in values if _texts(problems({setting: value})) <= unrelated]
 
-    for problem in found:
+    for problem in current:
         hints = []
         for setting, number in problem.among.items():
-            if values := working(
-                setting, (size for size in divisors(number) if size <= MAX_SUGGESTED)
-            ):
-                hints.append(f"{_short(setting)} can be {', '.join(map(str, values))}")
-        for setting, sizes in problem.multiples.items():
+            sizes = (size for size in divisors(number) if size <= MAX_SUGGESTED)
             if values := working(setting, sizes):
-                hints.append(f"{_short(setting)} {' or '.join(map(str, values))}")
+                hints.append(f"{_short(setting)} can be {', '.join(values)}")
+        for setting, multiples in problem.multiples.items():
+            if values := working(setting, multiples):
+                hints.append(f"{_short(setting)} {' or '.join(values)}")
         yield f"{problem.text}; {', or '.join(hints)}" if hints else problem.text
+
+
+def _texts(problems: Iterable[Problem]) -> set[str]:
+    return {problem.text for problem in problems}
 
 
 def not_divisible(
@@ -241,19 +243,19 @@ def by_dotted_path(items: Iterable[tuple[Sequence[object], T]]) -> dict[str, T]:
     Raises:
       UserError: two things have the same dotted path.
     """
-    named: dict[str, T] = {}
+    values: dict[str, T] = {}
     paths: dict[str, Sequence[object]] = {}
-    for path, thing in items:
+    for path, value in items:
         name = dotted(path)
-        if name in named:
+        if name in values:
             raise UserError(
                 f"the model has two things at {name!r}, by the keys {list(paths[name])} and "
                 f"{list(path)}: jaxtp joins keys by dots, and could not tell them apart; rename "
                 "the one that has a dot in a key"
             )
-        named[name] = thing
+        values[name] = value
         paths[name] = path
-    return named
+    return values
 
 
 def nearest_multiples(value: int, by: int) -> list[int]:

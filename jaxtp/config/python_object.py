@@ -16,8 +16,7 @@ import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, is_dataclass
-from difflib import get_close_matches
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,14 +25,13 @@ import jaxtp
 from jaxtp.config.affects import ArgumentsOf, settings_of
 from jaxtp.config.entry import say
 from jaxtp.config.files import is_own
+from jaxtp.config.hints import closest
 from jaxtp.config.reading import parse_yaml, truncate
 from jaxtp.config.schema import ConfigError, nearest_file
 
 ALLOW_CODE = "--allow-code"
 _PACKAGE = str(Path(__file__).parent.parent)
-_LIBRARIES = tuple(
-    {_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
-)
+_LIBRARIES = (_PACKAGE, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 
 
 def load_object(text: str, setting: str) -> Any:
@@ -55,28 +53,24 @@ def load_object(text: str, setting: str) -> Any:
             raise ConfigError(
                 f"{setting} {text}: {place} has no {name}; {_hint(module, name, setting)}"
             )
-        found = getattr(module, name)
-    if found is None:  # which would mean that there is no such setting
+        value = getattr(module, name)
+    if value is None:  # None would mean that the setting was not given
         raise ConfigError(f"{setting} {text} is None")
-    return found
+    return value
 
 
 @contextmanager
-def user_code(what: str, *passing: type[Exception]) -> Iterator[None]:
-    """Converts whatever a user's code raises to a `ConfigError`.
+def user_code(name: str, *passing: type[Exception]) -> Iterator[None]:
+    """Converts what a user's code raises to a `ConfigError`, except Ctrl-C and the `passing` types.
 
-    Ctrl-C and the types that pass are not converted.
-
-    `SystemExit` too: it would end a command with exit code 0, and without a word.
+    It also converts `SystemExit`, which could end a command silently with exit code 0.
     """
     try:
         yield
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
-        if isinstance(error, passing):
+        if isinstance(error, (KeyboardInterrupt, *passing)):
             raise
-        raise user_code_error(what, error) from error
+        raise user_code_error(name, error) from error
 
 
 def describe_value(value: object) -> str:
@@ -96,28 +90,29 @@ def is_public(reference: str) -> bool:
     place, _, name = reference.rpartition(":")
     if place.partition(".")[0] != "jaxtp" or name not in jaxtp.__all__:
         return False
-    thing = getattr(jaxtp, name)
-    if not (isinstance(thing, type) and is_dataclass(thing)):
-        return False
-    return place in ("jaxtp", thing.__module__)
+    value = getattr(jaxtp, name)
+    is_settings = isinstance(value, type) and is_dataclass(value)
+    return is_settings and place in ("jaxtp", value.__module__)
 
 
-def named_code(config: Hashable, but: Set[tuple[str, ...]] = frozenset()) -> list[tuple[str, str]]:
+def named_code(
+    config: Hashable, ignored: Set[tuple[str, ...]] = frozenset()
+) -> list[tuple[str, str]]:
     """Returns the flags and values of the settings that name code, except for jaxtp's own.
 
     Args:
       config: a configuration.
-      but: the keys of settings to leave out.
+      ignored: the keys of settings to leave out.
     """
-    found = []
+    references = []
     for setting in settings_of(type(config)).values():
-        if not setting.runs_code or setting.keys in but:
+        if not setting.runs_code or setting.keys in ignored:
             continue
-        value = _value_at(config, setting.path)
-        for each in value if isinstance(value, tuple) else (value,):
-            if each is not None and not (isinstance(each, str) and is_public(each)):
-                found.append((setting.flag, str(each)))
-    return found
+        values = _value_at(config, setting.path)
+        for value in values if isinstance(values, tuple) else (values,):
+            if value is not None and not is_public(str(value)):
+                references.append((setting.flag, str(value)))
+    return references
 
 
 @dataclass(frozen=True)
@@ -144,9 +139,9 @@ def file_arguments(
       in_file: the file's configuration without the flags.
       flags: values by the keys of their settings.
     """
-    found = []
+    arguments = []
     for setting in settings_of(type(config)).values():
-        mark = next((each for each in setting.marks if isinstance(each, ArgumentsOf)), None)
+        mark = next((mark for mark in setting.marks if isinstance(mark, ArgumentsOf)), None)
         if mark is None:
             continue
         path = (*setting.path[:-1], mark.reference)
@@ -157,15 +152,14 @@ def file_arguments(
         is_for_other = named_in_file not in (None, reference)
         for name, value in _value_at(in_file, setting.path).items():
             # A flag replaces the file's argument, but a mapping is merged with it.
-            is_replaced = not isinstance(flags.get((*setting.keys, name), {}), Mapping)
-            if not is_replaced:
-                found.append(FileArgument(f"{setting.flag}.{name}", value, is_for_other))
-    return found
+            if isinstance(flags.get((*setting.keys, name), {}), Mapping):
+                arguments.append(FileArgument(f"{setting.flag}.{name}", value, is_for_other))
+    return arguments
 
 
 def require_consent(
     file: Path,
-    named: Sequence[tuple[str, str]],
+    references: Sequence[tuple[str, str]],
     arguments: Sequence[FileArgument],
     is_allowed: bool,
 ) -> None:
@@ -173,7 +167,7 @@ def require_consent(
 
     Args:
       file: the file that `--config` names.
-      named: flags and values, as `named_code` returns them.
+      references: flags and values, as `named_code` returns them.
       arguments: as `file_arguments` returns them.
       is_allowed: whether the user gave `ALLOW_CODE`.
 
@@ -181,29 +175,30 @@ def require_consent(
       ConfigError: the user did not consent: there is no flag, and no run of the user's wrote the
         file.
     """
-    shown = [f"{flag} {truncate(value, 300)}" for flag, value in named]
-    shown += [truncate(argument, 300) for argument in arguments]
-    if not shown:
+    flags = [f"{flag} {truncate(value, 300)}" for flag, value in references]
+    flags += [truncate(argument, 300) for argument in arguments]
+    if not flags:
         return
     # The user chose other code than the file: the file's arguments were not written for it.
     is_mixed = any(argument.is_for_other for argument in arguments)
-    if (named or is_mixed) and not (is_allowed or is_own(file)):
-        listed = "".join(f"\n  {each}" for each in shown)
+    if (references or is_mixed) and not (is_allowed or is_own(file)):
         problem = "names code, and jaxtp runs no code that a file names"
-        if not named:
+        if not references:
             problem = "has arguments of other code than the code that runs"
         raise ConfigError(
-            f"{file} {problem}; if you trust it, add {ALLOW_CODE}, or give these flags:{listed}"
+            "\n  ".join(
+                [
+                    f"{file} {problem}; if you trust it, add {ALLOW_CODE}, or give these flags:",
+                    *flags,
+                ]
+            )
         )
-    what = "names code that runs" if named else "has arguments of code that runs"
-    say(f"{file} {what}: {', '.join(shown)}")
+    content = "names code that runs" if references else "has arguments of code that runs"
+    say(f"{file} {content}: {', '.join(flags)}")
 
 
 def _value_at(config: object, path: Iterable[str]) -> Any:
-    value = config
-    for name in path:
-        value = getattr(value, name)
-    return value
+    return reduce(getattr, path, config)
 
 
 def _as_word(value: object) -> str:
@@ -216,7 +211,7 @@ def _as_word(value: object) -> str:
 
 
 _CALLED_WITH = {"loss": ("model", "batch", "key"), "callbacks": ("trainer", "step")}
-"""The arguments of what these settings name."""
+"""The arguments of the functions that these settings name."""
 _BUILDS = ("--model.build", "--build", "MODEL")  # settings that name a model
 
 
@@ -226,26 +221,28 @@ def _hint(module: ModuleType, name: str, setting: str) -> str:
     if close is not None:
         return f"did you mean {close}?"
     public = [
-        each for each in names if not each.startswith("_") and _is_of(module, getattr(module, each))
+        name
+        for name in names
+        if not name.startswith("_") and _defines(module, getattr(module, name))
     ]
     return f"it has {', '.join(public)}" if public else f"it has nothing for {setting}"
 
 
 def _own_name(text: str, setting: str) -> str:
-    # Suggests a loss of jaxtp's own, to which others refer by its name alone.
+    # Other programs name a loss by one word, such as dpo.
     if _kind(setting) != "loss" or not text.isidentifier():
         return ""
-    names = _names_for(setting, importlib.import_module("jaxtp"))
+    names = _names_for(setting, jaxtp)
     close = _closest(text, names)
     if close is not None:
         return f"; did you mean jaxtp:{close}?"
-    return f", such as {' or '.join(f'jaxtp:{each}' for each in names)}"
+    return f", such as {' or '.join(f'jaxtp:{name}' for name in names)}"
 
 
 def _closest(name: str, names: Iterable[str]) -> str | None:
-    in_lower_case = {each.lower(): each for each in names}
-    found = get_close_matches(name.lower(), in_lower_case, 1)
-    return in_lower_case[found[0]] if found else None
+    by_lower_case = {name.lower(): name for name in names}
+    close = closest(name.lower(), by_lower_case)
+    return by_lower_case.get(close or "")
 
 
 def _names_for(setting: str, module: ModuleType) -> list[str]:
@@ -257,16 +254,16 @@ def _names_for(setting: str, module: ModuleType) -> list[str]:
 def _fits(setting: str, value: object) -> bool:
     # Whether a setting may name a value, as far as its form tells.
     kind = _kind(setting)
-    is_ours = str(getattr(value, "__module__", "")).startswith("jaxtp.")
-    bases = getattr(value, "__mro__", ())
+    is_of_jaxtp = str(getattr(value, "__module__", "")).startswith("jaxtp.")
     is_model = any(
-        base.__module__.startswith("flax.") and base.__name__ == "Module" for base in bases
+        base.__module__.startswith("flax.") and base.__name__ == "Module"
+        for base in getattr(value, "__mro__", ())
     )
     if kind == "plan":
         return isinstance(value, Mapping)
     if kind in _CALLED_WITH:
-        return not is_model and _takes(value, _CALLED_WITH[kind], by_name=is_ours)
-    if is_ours:
+        return not is_model and _takes(value, _CALLED_WITH[kind], by_name=is_of_jaxtp)
+    if is_of_jaxtp:
         return is_model and setting in _BUILDS
     if kind.endswith("batches") and hasattr(value, "__iter__"):
         return not isinstance(value, str | bytes)
@@ -277,8 +274,10 @@ def _takes(value: object, arguments: tuple[str, ...], *, by_name: bool) -> bool:
     # A class takes what its instances take.
     call: Any = value
     if isinstance(value, type):
-        found = [vars(base)["__call__"] for base in value.__mro__ if "__call__" in vars(base)]
-        call = partial(found[0], None) if found else None
+        # `value.__call__` would be that of the metaclass, which makes an instance.
+        methods = (vars(base)["__call__"] for base in value.__mro__ if "__call__" in vars(base))
+        method = next(methods, None)
+        call = method and partial(method, None)
     if not callable(call):
         return False
     try:
@@ -289,9 +288,8 @@ def _takes(value: object, arguments: tuple[str, ...], *, by_name: bool) -> bool:
     return not by_name or tuple(signature.parameters)[: len(arguments)] == arguments
 
 
-def _is_of(module: ModuleType, value: object) -> bool:
-    # Whether a function or class is defined in a module or package; a file's imports are not its
-    # own.
+def _defines(module: ModuleType, value: object) -> bool:
+    # A function or class that the module imports is not its own.
     if not (isinstance(value, type) or inspect.isroutine(value)):
         return True
     return str(getattr(value, "__module__", "")).startswith(module.__name__)
@@ -302,16 +300,16 @@ def _kind(setting: str) -> str:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Returns the signature of a call; None if there is none.
+    """Returns the signature of a call, or None.
 
     Some C functions have none, and a user's object may hide it.
     """
-    given = function if isinstance(function, partial) else partial(function)
-    called: Any = given.func
+    call = function if isinstance(function, partial) else partial(function)
+    called: Any = call.func
     if isinstance(called, type):  # `inspect` would read the `__call__` of a metaclass
         called = partial(called.__init__, None)  # type: ignore[misc]
     try:
-        return inspect.signature(partial(called, *given.args, **given.keywords))
+        return inspect.signature(partial(called, *call.args, **call.keywords))
     except Exception:
         return None
 
@@ -333,26 +331,23 @@ def check_arguments(
     name: str, function: Callable[..., object], setting: str, arguments: Mapping[str, object]
 ) -> None:
     """Raises ConfigError if a function does not take the arguments that a setting gives it."""
-    if (signature := signature_of(function)) is None:
+    signature = signature_of(function)
+    if signature is None:
         return
-    given = function.keywords if isinstance(function, partial) else {}
+    fixed = function.keywords if isinstance(function, partial) else {}
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        takes = [each for each in signature.parameters if each not in given]
-        close = [
-            match
-            for each in arguments
-            if each not in takes
-            for match in get_close_matches(each, takes, 1)
-        ]
-        hint = f"; did you mean {close[0]}?" if close else ""
+        accepted = [parameter for parameter in signature.parameters if parameter not in fixed]
+        unknown = next((argument for argument in arguments if argument not in accepted), "")
+        close = closest(unknown, accepted)
+        hint = f"; did you mean {close}?" if close else ""
         raise ConfigError(
-            f"{name}: {error}; {setting} can give {', '.join(takes) or 'none'}{hint}"
+            f"{name}: {error}; {setting} can give {', '.join(accepted) or 'none'}{hint}"
         ) from None
 
 
-def reference_to(thing: object, neighbours: Iterable[object] = ()) -> str:
+def reference_to(value: object, neighbours: Iterable[object] = ()) -> str:
     """Returns the `FILE.py:NAME` or `package.module:NAME` of an object.
 
     An object without a name gets a description.
@@ -361,46 +356,49 @@ def reference_to(thing: object, neighbours: Iterable[object] = ()) -> str:
       neighbours: functions and classes; a value without a name of its own may be a variable of
         their modules.
     """
-    modules = [sys.modules.get(_attribute(each, "__module__")) for each in (thing, *neighbours)]
-    own_name = _attribute(thing, "__qualname__")
-    for module in filter(None, modules):
-        is_here = own_name and "<" not in own_name and module is modules[0]
-        name = (
-            own_name
-            if is_here
-            else next((name for name, each in vars(module).items() if each is thing), None)
-        )
-        if name is not None:
-            file = getattr(module, "__file__", None)
-            by_file = file is not None and (module.__name__ == "__main__" or " " in module.__name__)
-            return f"{file if by_file else module.__name__}:{name}"
-    return f"<{own_name or type(thing).__name__}>"
+    own_module, *modules = (
+        sys.modules.get(_attribute(owner, "__module__")) for owner in (value, *neighbours)
+    )
+    own_name = _attribute(value, "__qualname__")
+    if own_module is not None and own_name and "<" not in own_name:
+        return f"{_place(own_module)}:{own_name}"
+    for module in filter(None, (own_module, *modules)):
+        for name, variable in vars(module).items():
+            if variable is value:
+                return f"{_place(module)}:{name}"
+    return f"<{own_name or type(value).__name__}>"
 
 
-def _attribute(thing: object, name: str) -> str:
+def _place(module: ModuleType) -> str:
+    # Modules of files (`_load_file`) have a space in their name.
+    is_file = module.__name__ == "__main__" or " " in module.__name__
+    return (is_file and getattr(module, "__file__", None)) or module.__name__
+
+
+def _attribute(value: object, name: str) -> str:
     try:
-        return str(getattr(thing, name, ""))
+        return str(getattr(value, name, ""))
     except Exception:
         return ""
 
 
-def user_code_error(what: str, error: BaseException) -> ConfigError:
+def user_code_error(name: str, error: BaseException) -> ConfigError:
     """Returns an error for an exception in a user's code, with the innermost line of that code."""
-    return ConfigError(f"{what} fails{describe_exception(error)}")
+    return ConfigError(f"{name} fails{describe_exception(error)}")
 
 
 def describe_exception(error: BaseException) -> str:
     """Returns the innermost line of a user's code, and the exception.
 
-    An example is ` (FILE, line 7: ...): KeyError: 'x'`.
+    For example ` (FILE, line 7: ...): KeyError: 'x'`.
     """
+    where = ""
     if isinstance(error, SyntaxError):
         where = f" ({error.filename}, line {error.lineno})"
     else:
-        users = [frame for frame in _users_frames(error) if not frame.filename.startswith("<")]
-        where = (
-            f" ({users[-1].filename}, line {users[-1].lineno}: {users[-1].line})" if users else ""
-        )
+        for frame in _users_frames(error):
+            if not frame.filename.startswith("<"):
+                where = f" ({frame.filename}, line {frame.lineno}: {frame.line})"
     if isinstance(error, SystemExit):
         return f"{where}: it ends the process by sys.exit({describe_value(error.code)})"
     reason = _message(error)
@@ -418,10 +416,7 @@ def describe_exception(error: BaseException) -> str:
 
 
 def users_lines(error: BaseException) -> list[str]:
-    """Returns the lines of a user's code through which an exception came.
-
-    An example is `mine.py, line 7: train()`.
-    """
+    """Returns the lines of a user's code in a traceback: `mine.py, line 7: train()`."""
     lines = []
     for frame in _users_frames(error):
         # The frame of a cell is in no file that a user knows.
@@ -432,10 +427,13 @@ def users_lines(error: BaseException) -> list[str]:
 
 
 def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
-    # Libraries may also be of another environment.
-    return [frame for frame in users if "site-packages" not in frame.filename]
+    return [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((*_LIBRARIES, "<frozen"))
+        # Libraries may also be of another environment.
+        and "site-packages" not in frame.filename
+    ]
 
 
 def _message(error: BaseException) -> str:

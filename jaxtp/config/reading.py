@@ -63,23 +63,22 @@ def open_regular(path: Path) -> BufferedReader:
     raise OSError(errno.EINVAL, problem, str(path))
 
 
-def read_bytes(path: Path, most: int) -> bytes:
-    """Returns the content of a regular file of at most `most` bytes.
+def read_bytes(path: Path, limit: int) -> bytes:
+    """Returns the content of a regular file of at most `limit` bytes.
 
     Errors are as in `open_regular`.
     """
     content = bytearray()
     with open_regular(path) as file:
-        is_larger = os.fstat(file.fileno()).st_size > most
-        # In blocks: `read(most)` would take the memory of the largest file at once. The file may
+        is_larger = os.fstat(file.fileno()).st_size > limit
+        # In blocks: `read(limit)` would take the memory of the largest file at once. The file may
         # grow meanwhile.
-        while not is_larger and (block := file.read(min(_BLOCK, most + 1))):
+        while not is_larger and (block := file.read(min(_BLOCK, limit + 1))):
             content += block
-            is_larger = len(content) > most
+            is_larger = len(content) > limit
     if is_larger:
-        raise OSError(
-            errno.EFBIG, f"larger than {most:,} bytes, the limit for this kind of file", str(path)
-        )
+        problem = f"larger than {limit:,} bytes, the limit for this kind of file"
+        raise OSError(errno.EFBIG, problem, str(path))
     return bytes(content)
 
 
@@ -105,27 +104,27 @@ def inside(folder: Path, name: str) -> Path:
 
 def parse_json(content: bytes, source: str) -> dict[str, Any]:
     """Parses a JSON object with unique keys, or raises a `ValueError` that begins with `source`."""
-    if sum(content.count(mark) for mark in (b",", b"[", b"{")) > _MAX_JSON_VALUES:
+    if sum(map(content.count, (b",", b"[", b"{"))) > _MAX_JSON_VALUES:
         raise ValueError(f"{source} has more than {_MAX_JSON_VALUES:,} values, the limit")
     try:
-        found = json.loads(content, object_pairs_hook=_unique, parse_int=_integer)
-        _require_printable(found)
+        value = json.loads(content, object_pairs_hook=_unique, parse_int=_integer)
+        _require_printable(value)
     except RecursionError:
         raise ValueError(f"{source} is nested too deeply to be real") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{source} is not JSON: {str(error)[:200]}") from None
     except ValueError as error:
         raise ValueError(f"{source} {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{source} is a {type(found).__name__}, not an object")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"{source} is a {type(value).__name__}, not an object")
+    return value
 
 
 def parse_yaml(content: bytes) -> object:
     """Parses a YAML document; None if empty. Raises a `ValueError` with line and column."""
     try:
-        found = yaml.load(content, Loader=_Strict)  # a SafeLoader
-        _require_printable(found)
+        value = yaml.load(content, Loader=_Strict)  # a SafeLoader
+        _require_printable(value)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
@@ -136,14 +135,15 @@ def parse_yaml(content: bytes) -> object:
         raise ValueError("nested too deeply to be real") from None
     except _BAD_VALUE as error:
         raise ValueError(str(error)) from None
-    return found
+    return value
 
 
-def truncate(value: object, most: int = 100) -> str:
+def truncate(value: object, max_length: int = 100) -> str:
     """Returns the start of a value as one printable line."""
     text = str(value)
-    cut = text[:most] + ("..." if len(text) > most else "")
-    return cut if cut.isprintable() else cut.encode("unicode_escape").decode()
+    if len(text) > max_length:
+        text = f"{text[:max_length]}..."
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 class _Strict(yaml.SafeLoader):
@@ -159,16 +159,16 @@ class _Strict(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: dict[str, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        seen = set()
+        names = set()
         for key, _ in node.value:
+            problem = ""
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.composer.ComposerError(
-                    None, None, "a key that is not a word", key.start_mark
-                )
-            if key.value in seen:
+                problem = "a key that is not a word"
+            elif key.value in names:
                 problem = f"the key {truncate(key.value)!r} occurs twice"
+            if problem:
                 raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
-            seen.add(key.value)
+            names.add(key.value)
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
@@ -185,11 +185,11 @@ class _Strict(yaml.SafeLoader):
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"is not valid: the key {truncate(twice)!r} occurs twice")
-    return found
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        ((duplicate, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"is not valid: the key {truncate(duplicate)!r} occurs twice")
+    return mapping
 
 
 def _integer(digits: str) -> int:
@@ -200,9 +200,9 @@ def _integer(digits: str) -> int:
 
 def _require_printable(value: object) -> None:
     # Comparing or printing a value that is nested too deeply would raise a RecursionError.
-    left = [(value, 0)]
-    while left:
-        item, depth = left.pop()
+    pending = [(value, 0)]
+    while pending:
+        item, depth = pending.pop()
         if depth > _MAX_DEPTH:
             raise RecursionError
         if isinstance(item, str) and not item.isascii():
@@ -213,6 +213,6 @@ def _require_printable(value: object) -> None:
                     "contains half of a surrogate pair, which is not a character"
                 ) from None
         if isinstance(item, Mapping):
-            left += [(inner, depth + 1) for inner in (*item.keys(), *item.values())]
-        elif isinstance(item, list | tuple | set):
-            left += [(inner, depth + 1) for inner in item]
+            item = (*item.keys(), *item.values())
+        if isinstance(item, list | tuple | set):
+            pending += [(inner, depth + 1) for inner in item]

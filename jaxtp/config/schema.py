@@ -7,7 +7,6 @@ constraints), a default, and a docstring, which is its help text. YAML files set
 
 import dataclasses
 import datetime
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -20,9 +19,9 @@ import tyro
 import yaml
 from pydantic_core import ErrorDetails
 
-from jaxtp.config.affects import RUNS_CODE, find_setting, settings_of
+from jaxtp.config.affects import RUNS_CODE, find_setting, leaf_settings, settings_of
 from jaxtp.config.entry import UserError
-from jaxtp.config.hints import hint_for
+from jaxtp.config.hints import closest, dotted, hint_for
 from jaxtp.config.reading import MAX_YAML, parse_yaml, read_bytes, truncate
 
 T = TypeVar("T")
@@ -89,10 +88,13 @@ def _not_empty(path: object) -> object:
 
 UserPath = Annotated[Path, pydantic.BeforeValidator(_not_empty), pydantic.AfterValidator(expand)]
 """May begin with ~."""
+OptionalFile = Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")]
+OptionalFolder = Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")]
 
 
 def _prepared(path: T) -> T:
-    if (text := str(path)).startswith(HF_PREFIX):
+    text = str(path)
+    if text.startswith(HF_PREFIX):
         folder = f"data/{text.removeprefix(HF_PREFIX).partition(':')[0].rpartition('/')[2]}"
         raise ConfigError(
             f"jaxtp prepare {text} --out {folder} makes a dataset of it; then use {folder}"
@@ -166,7 +168,8 @@ def read_values(path: Path, including: tuple[str, ...] = ()) -> dict[str, object
     own = dict(values or {})
     if BASE not in own:
         return own
-    if not isinstance(base := own.pop(BASE), str):
+    base = own.pop(BASE)
+    if not isinstance(base, str):
         raise ConfigError(
             f"{path}: base = {truncate(repr(base))}: should be the name of a YAML file"
         )
@@ -176,32 +179,29 @@ def read_values(path: Path, including: tuple[str, ...] = ()) -> dict[str, object
 def merged(
     below: Mapping[str, object], above: Mapping[str, object], prefix: str = ""
 ) -> dict[str, object]:
-    """Merges nested mappings; `above` wins.
-
-    It also removes keys of `below` that it excludes (`_EXCLUSIVE`).
-    """
+    """Merges nested mappings; `above` wins, and removes keys that it excludes (`_EXCLUSIVE`)."""
     result = {
         key: value
         for key, value in below.items()
         if above.get(_EXCLUSIVE.get(f"{prefix}{key}", "")) is None
     }
     for key, value in above.items():
-        was = result.get(key)
-        if isinstance(was, Mapping) and isinstance(value, Mapping):
-            value = merged(was, value, f"{prefix}{key}.")
+        old = result.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = merged(old, value, f"{prefix}{key}.")
         result[key] = value
     return result
 
 
 def flag(schema: type, keys: Sequence[object]) -> str:
     """Returns the flag of a value (`--mesh.tp`)."""
-    setting = find_setting(schema, ".".join(map(str, keys)))
+    setting = find_setting(schema, dotted(keys))
     return f"--{keys[0]}" if setting is None else setting.flag
 
 
 def _assignment(keys: Sequence[object], value: object) -> str:
     # Without keys the problem is of all values together.
-    name = f"{truncate('.'.join(map(str, keys)))} = " if keys else ""
+    name = f"{truncate(dotted(keys))} = " if keys else ""
     return f"{name}{truncate(repr(value))}"
 
 
@@ -218,34 +218,30 @@ def validate(
       source: origin of the values, for messages.
       describe: formats keys and a value as the source writes them.
     """
-    problems = list(_unknown_keys(schema, values, "", _names_of_leaves(schema)))
+    names = [setting.name for setting in leaf_settings(schema)]
+    problems = list(_unknown_keys(schema, values, "", names))
     try:
         config: T = _adapter(schema).validate_python(values, by_alias=True, by_name=True)
     except pydantic.ValidationError as error:
-        problems += [
-            f"{describe(item['loc'], item['input'])}: {_complaint(item)}" for item in error.errors()
-        ]
-    if problems:
-        more = (
-            [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
-        )
-        raise ConfigError("\n  ".join([f"{source}:", *problems[:_MAX_PROBLEMS], *more]))
-    return config
+        for item in error.errors():
+            problems.append(f"{describe(item['loc'], item['input'])}: {_complaint(item)}")
+    if not problems:
+        return config
+    if (more := len(problems) - _MAX_PROBLEMS) > 0:
+        problems[_MAX_PROBLEMS:] = [f"and {more} more"]
+    raise ConfigError("\n  ".join([f"{source}:", *problems]))
 
 
-def check_fields(made: object) -> None:
-    """Raises ConfigError if a dataclass has a value that its annotations do not allow.
-
-    The dataclass was made in Python.
-    """
-    hints = get_type_hints(type(made), include_extras=True)
-    for field in dataclasses.fields(made):  # type: ignore[arg-type]
-        value = getattr(made, field.name)
+def check_fields(config: object) -> None:
+    """Raises ConfigError if a dataclass made in Python has a value that its types do not allow."""
+    hints = get_type_hints(type(config), include_extras=True)
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        value = getattr(config, field.name)
         try:
             pydantic.TypeAdapter(hints[field.name]).validate_python(value, strict=True)
         except pydantic.ValidationError as error:
             raise ConfigError(
-                f"{type(made).__name__}: {field.name}={value!r}: {_complaint(error.errors()[0])}"
+                f"{type(config).__name__}: {field.name}={value!r}: {_complaint(error.errors()[0])}"
             ) from None
 
 
@@ -253,20 +249,21 @@ def replace_nested(config: T, values: Mapping[str, object]) -> T:
     """Returns a copy with new values by dotted name: `replace_nested(config, {"mesh.tp": 4})`."""
     sections: dict[str, Any] = {}
     for name, value in values.items():
-        section, _, rest = name.partition(".")
-        inner = sections.get(section, getattr(config, section))
-        sections[section] = replace_nested(inner, {rest: value}) if rest else value
+        section, _, inner_name = name.partition(".")
+        if inner_name:
+            inner = sections.get(section, getattr(config, section))
+            value = replace_nested(inner, {inner_name: value})
+        sections[section] = value
     return dataclasses.replace(config, **sections) if sections else config  # type: ignore[type-var]
 
 
 def to_plain(config: object) -> dict[str, Any]:
     """Returns plain dicts, lists, strings and numbers; a section has the fields of its subclass."""
     plain: dict[str, Any] = _adapter(type(config)).dump_python(config, mode="json", by_alias=True)
-    return plain | {
-        name: to_plain(value)
-        for name, value in vars(config).items()
-        if dataclasses.is_dataclass(value)
-    }
+    for name, value in vars(config).items():
+        if dataclasses.is_dataclass(value):
+            plain[name] = to_plain(value)
+    return plain
 
 
 def to_yaml(config: object) -> str:
@@ -278,10 +275,12 @@ def to_short_yaml(config: object, always: Set[str]) -> str:
     """Returns YAML of non-default values and the settings in `always`."""
     defaults = dict(leaves(to_plain(type(config)())))
     values = leaves(to_plain(config))
-    differing = (
-        (at, value) for at, value in values if value != defaults.get(at) or ".".join(at) in always
+    written = (
+        (keys, value)
+        for keys, value in values
+        if value != defaults.get(keys) or dotted(keys) in always
     )
-    return yaml.safe_dump(nested(differing), sort_keys=False)
+    return yaml.safe_dump(nested(written), sort_keys=False)
 
 
 def differences(
@@ -290,9 +289,10 @@ def differences(
     """Returns the leaves that differ: `model.d_model: 128 -> 256`."""
     before = dict(leaves(old))
     after = dict(leaves(new))
-    differing = [at for at in {**before, **after} if before.get(at) != after.get(at)]
     return [
-        f"{prefix}{'.'.join(map(str, at))}: {before.get(at)} -> {after.get(at)}" for at in differing
+        f"{prefix}{dotted(keys)}: {before.get(keys)} -> {after.get(keys)}"
+        for keys in before | after
+        if before.get(keys) != after.get(keys)
     ]
 
 
@@ -321,22 +321,20 @@ def nested(values: Iterable[tuple[Sequence[str], object]]) -> dict[str, object]:
 def nearest_file(path: Path) -> str:
     """Suggests an existing file with a similar name: `; did you mean data/a.txt?`, or nothing."""
     try:
-        others = [entry.name for entry in path.parent.iterdir() if entry.name != path.name]
+        names = [entry.name for entry in path.parent.iterdir() if entry.name != path.name]
     except OSError:
         return ""
-    close = difflib.get_close_matches(path.name, others, n=1, cutoff=0.75)
-    return f"; did you mean {path.parent / close[0]}?" if close else ""
+    close = closest(path.name, names, cutoff=0.75)
+    return f"; did you mean {path.parent / close}?" if close else ""
 
 
 _HUB_NAME = re.compile(r"(?:[\w.-]{1,96}/)?[\w.-]{1,96}(?<!\.json)")
 
 
 def missing_model(path: Path) -> str:
-    """Suggests an existing folder with a similar name, or how to download a model.
-
-    The path may name the model.
-    """
-    if near := nearest_file(path):
+    """Suggests a folder with a similar name, or how to download the model of this name."""
+    near = nearest_file(path)
+    if near:
         return near
     name = str(path)
     if not _HUB_NAME.fullmatch(name) or (path.parent != Path() and path.parent.exists()):
@@ -358,42 +356,38 @@ _COMPLAINTS = {
 
 
 def _complaint(item: ErrorDetails) -> str:
-    if text := _COMPLAINTS.get(item["type"]):
-        return text.format(**item.get("ctx", {}))
+    if item["type"] in _COMPLAINTS:
+        return _COMPLAINTS[item["type"]].format(**item.get("ctx", {}))
     return str(item["msg"]).removeprefix("Input ").removeprefix("Value error, ")
-
-
-def _names_of_leaves(schema: object) -> list[str]:
-    return [setting.name for setting in settings_of(schema).values() if not setting.is_section]
 
 
 def _unknown_keys(
     schema: object, values: Mapping[str, object], prefix: str, names: Sequence[str]
 ) -> Iterator[str]:
-    fields = [setting for setting in settings_of(schema).values() if len(setting.keys) == 1]
-    known = {key: field.kind for field in fields for key in (*field.keys, *field.path)}
+    kinds: dict[str, object] = {}
+    for setting in settings_of(schema).values():
+        if len(setting.keys) == 1:
+            kinds |= dict.fromkeys((*setting.keys, *setting.path), setting.kind)
     for key, value in values.items():
-        kind = known.get(key)
-        if key not in known:
-            close = difflib.get_close_matches(truncate(key), known, n=1)
-            here = f"did you mean {prefix}{close[0]}?" if close else None
-            hint = (
-                hint_for(f"{prefix}{truncate(key)}", names, str)
-                or here
-                or f"known keys: {', '.join(known)}"
-            )
-            yield f"{prefix}{truncate(key)}: unknown key; {hint}"
-        elif (
-            isinstance(value, bool)
-            and {int, float} & (kinds := {kind, *get_args(kind)})
-            and bool not in kinds
-        ):
-            # YAML reads yes and on as true, and true as 1.
+        kind = kinds.get(key)
+        if key not in kinds:
+            name = f"{prefix}{truncate(key)}"
+            hint = f"known keys: {', '.join(kinds)}"
+            if close := closest(truncate(key), kinds):
+                hint = f"did you mean {prefix}{close}?"
+            yield f"{name}: unknown key; {hint_for(name, names, str) or hint}"
+        elif isinstance(value, bool) and _is_number(kind):
+            # YAML reads yes and on as true, which pydantic would take for 1.
             yield f"{prefix}{key} = {value}: should be a number"
         elif dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
             yield from _unknown_keys(kind, value, f"{prefix}{key}.", names)
         elif get_origin(kind) is dict and isinstance(value, Mapping):
-            inner = get_args(kind)[1]
-            for name, each in value.items():
-                if dataclasses.is_dataclass(inner) and isinstance(each, Mapping):
-                    yield from _unknown_keys(inner, each, f"{prefix}{key}.{truncate(name)}.", ())
+            section = get_args(kind)[1]
+            for name, item in value.items():
+                if dataclasses.is_dataclass(section) and isinstance(item, Mapping):
+                    yield from _unknown_keys(section, item, f"{prefix}{key}.{truncate(name)}.", ())
+
+
+def _is_number(kind: object) -> bool:
+    kinds = {kind, *get_args(kind)}
+    return bool not in kinds and not kinds.isdisjoint((int, float))

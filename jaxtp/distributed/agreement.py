@@ -49,9 +49,8 @@ def all_gather_json(value: object) -> list[Any]:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.array([text.size], np.int32)).reshape(-1)
-    texts = multihost_utils.process_allgather(
-        np.pad(text, (0, int(sizes.max()) - text.size))
-    ).reshape(len(sizes), -1)
+    padded = np.pad(text, (0, int(sizes.max()) - text.size))
+    texts = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
     return [json.loads(bytes(row[:size])) for row, size in zip(texts, sizes, strict=True)]
 
 
@@ -62,14 +61,13 @@ def process_name(process: int, host: str) -> str:
 
 @contextmanager
 def raise_everywhere(
-    cleanup: Callable[[], None] = lambda: None, kinds: Sequence[type[UserError]] = ()
+    before_exchange: Callable[[], None] = lambda: None, kinds: Sequence[type[UserError]] = ()
 ) -> Iterator[None]:
     """Runs code that each process runs alone; if it raises in one process, all raise.
 
     The code must not wait for other processes without a time limit. If the error's class is in
     `kinds`, all processes raise that class (of several, the first in `kinds`). Otherwise the other
-    processes raise `OtherProcessError`. `cleanup` runs after the code or its error, before the
-    processes exchange results.
+    processes raise `OtherProcessError`. `before_exchange` runs after the code or its error.
     """
     if not is_multiprocess():
         yield
@@ -80,33 +78,32 @@ def raise_everywhere(
     except (Exception, SystemExit) as raised:
         error = raised
     try:
-        cleanup()
+        before_exchange()
     except UserError as later:
-        raise (error if isinstance(error, UserError | SystemExit) else later) from None
+        if isinstance(error, UserError | SystemExit):
+            raise error from None
+        raise later from None
     if isinstance(error, SystemExit) and not error.code:  # --help ends all processes
         raise error
-    text = (
-        "its command line is refused, see its output"
-        if isinstance(error, SystemExit)
-        else str(error)
-    )
+    text = str(error)
+    if isinstance(error, SystemExit):
+        text = "its command line is refused, see its output"
     kind = kinds.index(type(error)) if type(error) in kinds else -1
-    report = error and [kind, socket.gethostname(), text, getattr(error, "exit_code", MISTAKE)]
-    failed = [
-        (other[0], process, *other[1:])
-        for process, other in enumerate(all_gather_json(report))
-        if other
+    exit_code = getattr(error, "exit_code", MISTAKE)
+    reports = all_gather_json(error and [kind, socket.gethostname(), text, exit_code])
+    failures = [
+        (report[0], process, *report[1:]) for process, report in enumerate(reports) if report
     ]
-    if not failed:
+    if not failures:
         return
     if error is not None and kind < 0:
         raise error
-    kind, process, host, why, code = min(failed)
+    kind, process, host, text, exit_code = min(failures)
     if kind < 0:
         raise OtherProcessError(
-            f"{process_name(process, host)} cannot continue: {why}", code
+            f"{process_name(process, host)} cannot continue: {text}", exit_code
         ) from error
-    raise kinds[kind](f"{process_name(process, host)}: {why}") from error
+    raise kinds[kind](f"{process_name(process, host)}: {text}") from error
 
 
 def first_disagreeing(look: Callable[[], object]) -> str | None:
@@ -118,11 +115,14 @@ def first_disagreeing(look: Callable[[], object]) -> str | None:
     name = None
     for pause in (0.0, *PAUSES):
         time.sleep(pause)
-        seen = all_gather_json([socket.gethostname(), look()])
-        other = (
-            (process, host) for process, (host, value) in enumerate(seen) if value != seen[0][1]
+        answers = all_gather_json([socket.gethostname(), look()])
+        expected = answers[0][1]
+        disagreeing = (
+            process_name(process, host)
+            for process, (host, value) in enumerate(answers)
+            if value != expected
         )
-        name = next((process_name(process, host) for process, host in other), None)
+        name = next(disagreeing, None)
         if name is None:
             break
     return name
@@ -150,10 +150,10 @@ def watch(bind: str | None = None) -> None:
         _current = connect_peers(bind)
 
 
-def working_on(what: str) -> None:
+def working_on(activity: str) -> None:
     """Records the current activity, for the message if another process fails."""
     if _current is not None:
-        _current.activity = what
+        _current.activity = activity
 
 
 def report_failure(error: BaseException) -> None:

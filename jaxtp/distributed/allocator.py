@@ -62,10 +62,11 @@ def choose_allocator(
             "name (https://github.com/jax-ml/jax/issues/39145); install jax 0.11 or newer, or use "
             "cuda_async"
         )
-    given = getattr(jax.config, _OPTIONS) or {}
-    if isinstance(given, str):
-        given = dict(option.split(":", 1) for option in given.split(";") if ":" in option)
-    options: dict[str, object] = {**given, "allocator": allocator}
+    configured = getattr(jax.config, _OPTIONS) or {}
+    if isinstance(configured, str):
+        pairs = (option.split(":", 1) for option in configured.split(";") if ":" in option)
+        configured = dict(pairs)
+    options: dict[str, object] = {**configured, "allocator": allocator}
     if allocator == "cuda_async":
         options.setdefault("memory_fraction", memory_fraction(allocator, environment))
     jax.config.update(_OPTIONS, options)
@@ -81,11 +82,13 @@ def memory_fraction(allocator: Allocator, environment: Mapping[str, str] = os.en
 
 
 def most_bytes(allocator: Allocator, limit: float, fraction: float) -> float:
-    """Returns the most bytes a step can use.
+    """Returns the maximum bytes that a step can use.
 
-    It is `limit`, which is `fraction` of the memory; cuda_async can exceed it.
+    `limit` is `fraction` of the memory; only cuda_async can exceed it.
     """
-    return max(limit, limit / fraction * (1 - OUTSIDE)) if allocator == "cuda_async" else limit
+    if allocator != "cuda_async":
+        return limit
+    return max(limit, limit / fraction * (1 - OUTSIDE))
 
 
 def advice(allocator: Allocator, peak: float, limit: float, fraction: float) -> str | None:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -15,14 +15,14 @@ from jaxtp.distributed.environment import (
     process_counts,
     require_joinable,
 )
-from jaxtp.mesh import MeshError, check_sizes, describe_mesh, mesh_of
+from jaxtp.mesh import MeshError, Sizes, check_sizes, describe_mesh, fixed_devices, mesh_of
 
 
-def build_mesh(sizes: Mapping[str, int]) -> Mesh:
+def build_mesh(sizes: Sizes) -> Mesh:
     """Builds a run's mesh with `mesh_of`; devices of one host are neighbors."""
     check_sizes(sizes)
     _require_joined()
-    request_virtual_devices(math.prod(size for size in sizes.values() if size != -1))
+    request_virtual_devices(fixed_devices(sizes))
     if not is_multiprocess():
         return mesh_of(sizes)
     devices = by_host(jax.devices(), host_names())
@@ -33,19 +33,22 @@ def build_mesh(sizes: Mapping[str, int]) -> Mesh:
 def request_virtual_devices(count: int) -> None:
     """Requests a total of `count` virtual CPU devices over all processes."""
     accept_absent_gpus()
-    meshes.request_virtual_devices(-(-count // num_processes()) if is_multiprocess() else count)
+    if is_multiprocess():
+        count = -(-count // num_processes())
+    meshes.request_virtual_devices(count)
 
 
 def most_devices() -> int | None:
     """Starts JAX's backend and returns the number of devices.
 
-    It is None for CPUs whose number was not configured.
+    Returns None for CPU devices whose number was not configured.
     """
     _require_joined()
     accept_absent_gpus()
     devices = meshes.all_devices()
-    any_number = devices[0].platform == "cpu" and not meshes.is_number_configured()
-    return None if any_number else len(devices)
+    if devices[0].platform == "cpu" and not meshes.is_number_configured():
+        return None
+    return len(devices)
 
 
 def _require_joined() -> None:
@@ -65,25 +68,26 @@ def bytes_limit(device: jax.Device) -> int | None:
 
 
 def memory_per_device(devices: Sequence[jax.Device]) -> int | None:
-    """Returns the bytes of each device of this process, or None.
+    """Returns the bytes of each device of this process, or None if unknown.
 
     CPU devices share the host's memory.
     """
-    return (
-        host_memory() // len(devices) if devices[0].platform == "cpu" else bytes_limit(devices[0])
-    )
+    if devices[0].platform == "cpu":
+        return host_memory() // len(devices)
+    return bytes_limit(devices[0])
 
 
-def _check_processes(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> None:
+def _check_processes(sizes: Sizes, devices: Sequence[jax.Device]) -> None:
     needed = math.prod(sizes.values())
     if devices[0].platform != "cpu" or -1 in sizes.values() or needed == len(devices):
         return
-    each, rest = divmod(needed, processes := jax.process_count())
+    processes = jax.process_count()
+    share, remainder = divmod(needed, processes)
     hint = (
-        f"each of {processes} processes needs {each}: `jaxtp launch --devices {each}` or "
-        f"JAX_NUM_CPU_DEVICES={each}"
+        f"each of {processes} processes needs {share}: `jaxtp launch --devices {share}` or "
+        f"JAX_NUM_CPU_DEVICES={share}"
     )
-    if rest:
+    if remainder:
         hint = (
             f"{processes} processes cannot divide {needed} evenly: start {process_counts(needed)} "
             f"processes, or choose a mesh whose size is a multiple of {processes}"
@@ -99,7 +103,10 @@ def by_host(devices: Sequence[jax.Device], hosts: Sequence[str]) -> list[jax.Dev
     So the last mesh axes stay inside a host as far as they fit. JAX's `create_hybrid_device_mesh`
     groups by process or TPU slice, not by host.
     """
-    first = {host: process for process, host in reversed(list(enumerate(hosts)))}
-    return sorted(
-        devices, key=lambda each: (first[hosts[each.process_index]], each.process_index, each.id)
-    )
+
+    def key(device: jax.Device) -> tuple[int, int, int]:
+        process = device.process_index
+        first_process_of_host = hosts.index(hosts[process])
+        return first_process_of_host, process, device.id
+
+    return sorted(devices, key=key)

@@ -1,6 +1,6 @@
 """The user's cache folder and environment variables.
 
-Only this room and `config/console.py` read the latter.
+Only this folder and `config/console.py` read environment variables.
 """
 
 import contextlib
@@ -55,10 +55,9 @@ class _OtherLauncher:
     def started_several(self, variables: Mapping[str, str]) -> bool:
         """Returns whether this process is one of several that the launcher started."""
         process = variables.get(self.process, "")
-        count = variables.get(self.count, "")
         if self.is_per_host and _is_above(process, 0):
             return True
-        return process.isdecimal() and _is_above(count, 1)
+        return process.isdecimal() and _is_above(variables.get(self.count, ""), 1)
 
 
 def _is_above(text: str, limit: int) -> bool:
@@ -89,10 +88,8 @@ def accept_absent_gpus(
 ) -> None:
     """Lets JAX's CUDA plugin skip its check of CUDA's libraries on a machine without a GPU.
 
-    Call it before JAX starts.
-
-    The extra estimate-gpu installs the plugin without cuDNN, to compile for absent GPUs; JAX would
-    print a traceback.
+    Call it before JAX starts. The extra estimate-gpu installs the plugin without cuDNN, to compile
+    for absent GPUs, and without this JAX would print a traceback.
     """
     if not any(path.exists() for path in nvidia):
         environment.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -103,17 +100,12 @@ def scheduled_count(variables: Mapping[str, str]) -> str | None:
 
     Variables set by hand override it.
     """
-    names = [name for name in BY_HAND if name in variables]
-    if names and names != [ADDRESS]:
+    if COUNT in variables or PROCESS in variables:
         return None
-    return next(
-        (
-            name
-            for name in (SLURM, OPEN_MPI)
-            if name in variables and read_number(variables, name) > 1
-        ),
-        None,
-    )
+    for name in (SLURM, OPEN_MPI):
+        if name in variables and read_number(variables, name) > 1:
+            return name
+    return None
 
 
 def is_launched(variables: Mapping[str, str] = os.environ) -> bool:
@@ -130,14 +122,17 @@ def require_joinable(variables: Mapping[str, str] = os.environ) -> None:
         return
     for launcher in _OTHER_LAUNCHERS:
         if launcher.started_several(variables):
-            raise LaunchError(_unjoined(launcher, variables))
+            raise LaunchError(_describe_launcher(launcher, variables))
 
 
-def _unjoined(launcher: _OtherLauncher, variables: Mapping[str, str]) -> str:
-    names = [name for name in (launcher.process, launcher.count) if name in variables]
-    found = ", ".join(f"{name}={variables[name][:100]}" for name in names)
+def _describe_launcher(launcher: _OtherLauncher, variables: Mapping[str, str]) -> str:
+    values = ", ".join(
+        f"{name}={variables[name][:100]}"
+        for name in (launcher.process, launcher.count)
+        if name in variables
+    )
     return (
-        f"{launcher.name} started this process as one of several ({found}), and jaxtp does not "
+        f"{launcher.name} started this process as one of several ({values}), and jaxtp does not "
         f"join them: each would run alone. Set {ADDRESS}=HOST:PORT of process 0, {COUNT} and "
         f"{PROCESS} (the value of {launcher.process}) in each, or start them by jaxtp launch, srun "
         f"or Open MPI's mpirun; if there is only this one, unset {launcher.process}"
@@ -153,9 +148,9 @@ def bypass_proxy(host: str, environment: MutableMapping[str, str] = os.environ) 
     environment[_NO_GRPC_PROXY] = ",".join([*hosts, host])
 
 
-def proxy_hint(environment: Mapping[str, str] = os.environ) -> str:
+def proxy_hint() -> str:
     """Returns what to set if gRPC connects the processes through a proxy; else an empty string."""
-    name = _proxy(environment)
+    name = _proxy(os.environ)
     if not name:
         return ""
     return (
@@ -174,7 +169,9 @@ def num_processes(variables: Mapping[str, str] = os.environ) -> int:
     `jax.process_count()` would start JAX's backend.
     """
     name = scheduled_count(variables) or COUNT
-    return read_number(variables, name) if name in variables else 1
+    if name not in variables:
+        return 1
+    return read_number(variables, name)
 
 
 def read_number(variables: Mapping[str, str], name: str) -> int:
@@ -188,21 +185,21 @@ def read_number(variables: Mapping[str, str], name: str) -> int:
         raise LaunchError(f"{name}={text[:100]}: should be a number") from None
 
 
-def coordinator_host(environment: Mapping[str, str] = os.environ) -> str:
+def coordinator_host() -> str:
     """Returns the host in JAX_COORDINATOR_ADDRESS, or an empty string."""
-    return environment.get(ADDRESS, "").rpartition(":")[0].strip("[]")
+    return os.environ.get(ADDRESS, "").rpartition(":")[0].strip("[]")
 
 
 def token(environment: Mapping[str, str] = os.environ) -> str:
     """Returns a text that all processes of a run share.
 
-    It is `JAXTP_TOKEN`, the scheduler's job id, or the command line.
-
-    Other users can guess the last two. The text omits configuration files, which the preflight
-    compares.
+    The text is `JAXTP_TOKEN`, the scheduler's job id, or the command line. Other users can guess
+    the last two. The text omits configuration files, which the preflight compares.
     """
-    tokens = (f"{name} {environment[name]}" for name in (TOKEN, *_JOB_IDS) if environment.get(name))
-    return next(tokens, json.dumps(sys.argv[1:]))
+    for name in (TOKEN, *_JOB_IDS):
+        if environment.get(name):
+            return f"{name} {environment[name]}"
+    return json.dumps(sys.argv[1:])
 
 
 def child_environment(**changes: str) -> dict[str, str]:
@@ -250,18 +247,19 @@ def make_private(folder: Path) -> None:
     tempfile.TemporaryFile(dir=folder).close()
 
 
-def evict_oldest(folder: Path, most: int = _MAX_CACHE_BYTES) -> None:
-    """Removes a folder's least recently used files, down to `most` bytes."""
-    files: list[tuple[os.stat_result, Path]] = []
+def evict_oldest(folder: Path, limit: int = _MAX_CACHE_BYTES) -> None:
+    """Removes a folder's least recently used files, down to `limit` bytes."""
+    files: list[tuple[int, int, Path]] = []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process may delete or rename it
-            if stat.S_ISREG((status := path.stat()).st_mode):
-                files.append((status, path))
-    files.sort(key=lambda file: max(file[0].st_atime_ns, file[0].st_mtime_ns), reverse=True)
-    for (_, path), total in zip(
-        files, itertools.accumulate(status.st_size for status, _ in files), strict=True
-    ):
-        if total > most:
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode):
+                last_use = max(status.st_atime_ns, status.st_mtime_ns)
+                files.append((last_use, status.st_size, path))
+    total = 0
+    for _, size, path in sorted(files, reverse=True):
+        total += size
+        if total > limit:
             path.unlink(missing_ok=True)
 
 
@@ -276,23 +274,23 @@ def names_of_gpus(present: int, environment: Mapping[str, str] = os.environ) -> 
     CUDA ignores CUDA_VISIBLE_DEVICES from the first invalid name on.
     """
     if "CUDA_VISIBLE_DEVICES" not in environment:
-        return [str(index) for index in range(present)]
-    names = [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",")]
+        return list(map(str, range(present)))
+    names = map(str.strip, environment["CUDA_VISIBLE_DEVICES"].split(","))
     return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))[:present]
 
 
-def gpus_present(driver: Path = DRIVER) -> int:
+def gpus_present() -> int:
     """Returns this machine's number of NVIDIA GPUs, without starting CUDA."""
-    return len(list(driver.glob("*/information")))
+    return len(list(DRIVER.glob("*/information")))
 
 
 def gpu_share(gpus: Sequence[_T], processes: int, index: int) -> Sequence[_T]:
     """Returns the GPUs of process `index` if `processes` share them evenly."""
-    each = len(gpus) // processes
-    return gpus[index * each : (index + 1) * each]
+    share = len(gpus) // processes
+    return gpus[index * share : (index + 1) * share]
 
 
 def process_counts(gpus: int) -> str:
     """Returns the numbers of processes that divide the GPUs evenly: "1, 2 or 4"."""
-    *others, last = [str(count) for count in range(1, gpus + 1) if gpus % count == 0]
-    return f"{', '.join(others)} or {last}" if others else last
+    *counts, last = [str(count) for count in range(1, gpus + 1) if gpus % count == 0]
+    return f"{', '.join(counts)} or {last}" if counts else last

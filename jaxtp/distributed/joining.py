@@ -94,34 +94,27 @@ class Wait:
     _reported: bool = field(default=False, init=False)
 
     def __str__(self) -> str:
-        return f"process {self.process} of {self.count}" + (
-            f" at {self.where}" if self.address else ""
-        )
-
-    @property
-    def where(self) -> str:
-        """The address of process 0."""
-        return format_address(*self.address) if self.address else ""
+        where = f" at {format_address(*self.address)}" if self.address else ""
+        return f"process {self.process} of {self.count}{where}"
 
     def time_left(self) -> float:
         """Returns the remaining seconds; after a long wait prints one line."""
         waited = time.monotonic() - self._start
         if waited > LONG_WAIT and self.seconds > 2 * LONG_WAIT and not self._reported:
             self._reported = True
-            because = f" ({self.problem})" if self.problem else ""
-            self.print(f"still waiting for all to start, up to {self.seconds:g} s{because}")
+            reason = f" ({self.problem})" if self.problem else ""
+            self.print(f"still waiting for all to start, up to {self.seconds:g} s{reason}")
         return self.seconds - waited
 
     def reach(self) -> socket.socket | None:
         """Connects to process 0; returns None and reports the reason if it cannot."""
         assert self.address is not None
+        timeout = max(0.1, min(HELLO_SECONDS, self.time_left()))
         try:
-            return socket.create_connection(
-                self.address, timeout=max(0.1, min(HELLO_SECONDS, self.time_left()))
-            )
+            return socket.create_connection(self.address, timeout=timeout)
         except (socket.gaierror, UnicodeError) as error:
-            why = getattr(error, "strerror", "not a valid host name")
-            self.report(f"the host has no address ({why})")
+            reason = getattr(error, "strerror", "not a valid host name")
+            self.report(f"the host has no address ({reason})")
         except ConnectionError:  # it may not have started yet
             self.problem = "nothing answers there"
         except OSError as error:
@@ -163,21 +156,19 @@ def join_processes(
         else all.
     """
     accept_absent_gpus()
-    if count := scheduled_count(environment):
-        task = _TASKS[count](environment)
-        total = read_number(environment, count)
-        waiting = Wait(
-            task.process,
-            total,
-            _scheduled_address(task, total, environment),
-            _join_seconds(environment),
-        )
-        present = gpus_present() if gpus is None else gpus
-        _join(waiting, gpus_of_process(environment, task.tasks, task.index, present), bind)
-    elif names := [name for name in BY_HAND if name in environment]:
-        waiting = _wait_by_hand(environment, names)
+    variable = scheduled_count(environment)
+    if variable is not None:
+        task = _TASKS[variable](environment)
+        count = read_number(environment, variable)
+        address = _scheduled_address(task, count, environment)
+        waiting = Wait(task.process, count, address, _join_seconds(environment))
+        if gpus is None:
+            gpus = gpus_present()
+        _join(waiting, gpus_of_process(environment, task.tasks, task.index, gpus), bind)
+    elif not environment.keys().isdisjoint(BY_HAND):
+        waiting = _wait_by_hand(environment)
         rendezvous(waiting, bind, token(environment))
-        _join(replace(waiting), None, bind)
+        _join(replace(waiting), None, bind)  # with its time limit anew
 
 
 def _slurm_task(variables: Variables) -> _Task:
@@ -196,14 +187,13 @@ def _slurm_task(variables: Variables) -> _Task:
         raise LaunchError(
             f"SLURM_NODEID={node}: {name}={variables[name][:100]} has {len(counts)} nodes"
         )
-    first = re.sub(
-        r"\[([^],-]+)[^]]*\]", r"\1", variables.get("SLURM_STEP_NODELIST", "")
-    ).partition(",")[0]
+    nodes = variables.get("SLURM_STEP_NODELIST", "")
+    first_node = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).partition(",")[0]
     return _Task(
         process=read_number(variables, "SLURM_PROCID"),
         index=read_number(variables, "SLURM_LOCALID"),
         tasks=counts[node],
-        host=first or None,
+        host=first_node or None,
         job=variables.get("SLURM_JOB_ID", ""),
     )
 
@@ -213,12 +203,13 @@ def _open_mpi_task(variables: Variables) -> _Task:
     uri = variables.get("OMPI_MCA_orte_hnp_uri", "")
     host = re.search(r"tcp://([^,:]+)", uri)
     job = re.match(r"(\d{1,19})\.", uri)
+    job_number = str(int(job[1]) // _NUM_PORTS) if job else ""
     return _Task(
         process=read_number(variables, "OMPI_COMM_WORLD_RANK"),
         index=read_number(variables, "OMPI_COMM_WORLD_LOCAL_RANK"),
         tasks=read_number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE"),
         host=host[1] if host else None,
-        job=str(int(job[1]) // _NUM_PORTS) if job else "",
+        job=job_number,
     )
 
 
@@ -228,7 +219,7 @@ _TASKS: Mapping[str, Callable[[Variables], _Task]] = {SLURM: _slurm_task, OPEN_M
 def _scheduled_address(task: _Task, count: int, variables: Variables) -> tuple[str, int] | None:
     """Returns JAX_COORDINATOR_ADDRESS, else the address that JAX will derive.
 
-    It is loopback on a single host.
+    On a single host the derived address is loopback.
     """
     if ADDRESS in variables:
         return _parse_address(variables)
@@ -251,12 +242,10 @@ def _parse_address(variables: Variables) -> tuple[str, int]:
 
 
 def gpus_of_process(variables: Variables, tasks: int, index: int, present: int) -> list[int] | None:
-    """Returns the visible GPUs of process `index` among a host's `tasks` processes.
+    """Returns the visible GPUs of process `index` of a host's `tasks` processes; None without GPUs.
 
-    It is None without GPUs.
-
-    If the scheduler shows each process only some of the `present` GPUs, it uses these; else
-    processes share them.
+    If the scheduler shows each process only some of the `present` GPUs, the process uses these;
+    otherwise the processes share the GPUs.
     """
     visible = len(names_of_gpus(present, variables))
     if not visible:
@@ -273,31 +262,32 @@ def gpus_of_process(variables: Variables, tasks: int, index: int, present: int) 
     return list(gpu_share(range(visible), tasks, index))
 
 
-def _wait_by_hand(variables: Variables, names: list[str]) -> Wait:
-    pod = PROCESS if PROCESS in variables else _POD
-    missing = [
-        name for name in BY_HAND if name not in names and not (name == PROCESS and pod in variables)
-    ]
+def _wait_by_hand(variables: Variables) -> Wait:
+    names = [name for name in BY_HAND if name in variables]
+    missing = [name for name in BY_HAND if name not in variables]
+    process_variable = PROCESS
+    if PROCESS in missing and _POD in variables:
+        process_variable = _POD
+        missing.remove(PROCESS)
     if missing:
         raise LaunchError(
             f"{', '.join(names)} set, but not {', '.join(missing)}: a multi-process run needs "
             "all three"
         )
     count = read_number(variables, COUNT)
-    process = read_number(variables, pod)
-    if not process < count:
+    process = read_number(variables, process_variable)
+    if process >= count:
         raise LaunchError(
-            f"{pod}={process} of {COUNT}={count}: processes count from 0 to {count - 1}"
+            f"{process_variable}={process} of {COUNT}={count}: processes count from 0 to "
+            f"{count - 1}"
         )
     return Wait(process, count, _parse_address(variables), _join_seconds(variables))
 
 
 def _join_seconds(variables: Variables) -> int:
-    seconds = (
-        read_number(variables, _SECONDS_VARIABLE)
-        if _SECONDS_VARIABLE in variables
-        else JOIN_SECONDS
-    )
+    seconds = JOIN_SECONDS
+    if _SECONDS_VARIABLE in variables:
+        seconds = read_number(variables, _SECONDS_VARIABLE)
     if not 0 < seconds <= _MAX_SECONDS:
         raise LaunchError(
             f"{_SECONDS_VARIABLE}={seconds}: should be a number of seconds from 1 to {_MAX_SECONDS}"
@@ -307,7 +297,7 @@ def _join_seconds(variables: Variables) -> int:
 
 def _join(waiting: Wait, gpus: list[int] | None, bind: str | None) -> None:
     host, port = waiting.address or ("", 0)
-    address = listen_address(bind, host)
+    listened = listen_address(bind, host)
     if bind and waiting.process == 0:
         with listening(bind, port):
             pass  # raises an error with the reason, which JAX would not give
@@ -315,13 +305,15 @@ def _join(waiting: Wait, gpus: list[int] | None, bind: str | None) -> None:
         bypass_proxy(host)
     joined = threading.Event()
     threading.Thread(target=_watch, args=(waiting, joined), daemon=True).start()
+    address = format_address(host, port) if host else None
+    bind_address = format_address(listened, port) if host and listened else None
     try:
         jax.distributed.initialize(
-            format_address(host, port) if host else None,
+            address,
             num_processes=waiting.count,
             process_id=waiting.process,
             local_device_ids=gpus,
-            coordinator_bind_address=format_address(address, port) if host and address else None,
+            coordinator_bind_address=bind_address,
             initialization_timeout=waiting.seconds + _MARGIN,
             heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
         )
@@ -363,11 +355,12 @@ def rendezvous(waiting: Wait, bind: str | None, token: str) -> None:
       LaunchError: processes are missing, share an id, or expect different numbers of processes.
     """
     assert waiting.address is not None
-    address = listen_address(bind, waiting.address[0])
+    host, port = waiting.address
+    address = listen_address(bind, host)
     if waiting.process:
         _join_rendezvous(waiting, token)
     elif waiting.count > 1:
-        with listening(address, waiting.address[1]) as server:
+        with listening(address, port) as server:
             _serve_rendezvous(server, waiting, token)
 
 
@@ -376,14 +369,19 @@ def _this_process() -> str:
 
 
 def _serve_rendezvous(server: socket.socket, waiting: Wait, token: str) -> None:
-    present: dict[int, tuple[Link, str]] = {}
+    links: dict[int, Link] = {}
+    hosts = {0: _this_process()}
     rejected: Counter[str] = Counter()
     problem: str | None = None
 
-    def time_left() -> float:
-        for process, (link, _) in list(present.items()):
+    def drop_ended() -> None:
+        for process, link in list(links.items()):
             if link.receive() is None and not link.is_open:
-                present.pop(process)[0].close()  # it has ended, and may restart
+                link.close()
+                del links[process], hosts[process]  # it may restart
+
+    def time_left() -> float:
+        drop_ended()
         if rejected:
             addresses = ", ".join(
                 truncate(address) for address, _ in rejected.most_common(_MAX_ADDRESSES)
@@ -392,44 +390,55 @@ def _serve_rendezvous(server: socket.socket, waiting: Wait, token: str) -> None:
                 f"dropped {rejected.total()} connections that did not prove "
                 f"{_THE_TOKEN}, from {addresses}"
             )
-        return 0.0 if len(present) == waiting.count - 1 else waiting.time_left()
+        if len(hosts) == waiting.count:
+            return 0.0
+        return waiting.time_left()
 
     for link, hello in accept_links(server, token, time_left, rejected):
-        process, count, host = (hello.get(name) for name in ("process", "count", "host"))
+        process, count, host = map(hello.get, ("process", "count", "host"))
         if type(process) is not int or type(count) is not int or type(host) is not str:
             link.close()
             continue
-        time_left()  # removes processes that have ended
-        hosts = {0: _this_process()} | {other: there for other, (_, there) in present.items()}
-        if problem := _conflict(process, count, truncate(host), waiting.count, hosts):
+        host = truncate(host)
+        drop_ended()
+        problem = _conflict(process, count, host, waiting.count, hosts)
+        if problem is not None:
             link.send({"error": problem})
             link.close()
             break
-        present[process] = link, truncate(host)
+        links[process] = link
+        hosts[process] = host
     else:
-        if missing := [process for process in range(1, waiting.count) if process not in present]:
-            listed = ", ".join(map(str, missing[:_MAX_IDS])) + (
-                ", ..." if missing[_MAX_IDS:] else ""
-            )
-            problem = (
-                f"process {listed} of {waiting.count} did not come within {waiting.seconds:g} s: "
-                f"does it run, with the address {waiting.where} and JAX_PROCESS_ID={missing[0]}? "
-                f"{_SECONDS_HINT}" + (f"; {waiting.problem}" if waiting.problem else "")
-            )
-    for link, _ in present.values():
+        problem = _describe_missing(waiting, hosts)
+    for link in links.values():
         link.send({"error": problem})
         link.close()
     if problem is not None:
         raise LaunchError(problem)
 
 
+def _describe_missing(waiting: Wait, hosts: Mapping[int, str]) -> str | None:
+    missing = [process for process in range(waiting.count) if process not in hosts]
+    if not missing:
+        return None
+    assert waiting.address is not None
+    ids = ", ".join(map(str, missing[:_MAX_IDS]))
+    more = ", ..." if missing[_MAX_IDS:] else ""
+    reason = f"; {waiting.problem}" if waiting.problem else ""
+    return (
+        f"process {ids}{more} of {waiting.count} did not come within {waiting.seconds:g} s: does "
+        f"it run, with the address {format_address(*waiting.address)} and "
+        f"JAX_PROCESS_ID={missing[0]}? {_SECONDS_HINT}{reason}"
+    )
+
+
 def _conflict(
-    process: int, count: int, host: str, expected: int, hosts: Mapping[int, str]
+    process: int, count: int, host: str, expected_count: int, hosts: Mapping[int, str]
 ) -> str | None:
-    if count != expected:
+    if count != expected_count:
         return (
             f"process {process} (on {host}) expects {count} processes, but process 0 expects "
-            f"{expected}"
+            f"{expected_count}"
         )
     if not 0 <= process < count:
         return (
@@ -447,23 +456,29 @@ def _conflict(
 def _join_rendezvous(waiting: Wait, token: str) -> None:
     hello = {"process": waiting.process, "count": waiting.count, "host": _this_process()}
     while waiting.time_left() > 0:
-        if (connection := waiting.reach()) is None:
-            pass
-        elif (link := connect(connection, token, hello, HELLO_SECONDS)) is None:
-            waiting.report(f"the program that answers there does not prove {_THE_TOKEN}")
-        else:
-            verdict = None
-            while verdict is None and link.is_open and waiting.time_left() > -HELLO_SECONDS:
-                # The verdict is sent when all have connected or process 0 stops waiting.
-                verdict = link.receive(1.0)
-            link.close()
-            if verdict is not None and "error" in verdict:
-                if verdict["error"] is not None:
-                    raise LaunchError(truncate(verdict["error"], _MAX_ERROR_CHARS))
-                return
-            waiting.problem = "process 0 has ended"
+        if connection := waiting.reach():
+            if link := connect(connection, token, hello, HELLO_SECONDS):
+                if _wait_for_verdict(link, waiting):
+                    return
+                waiting.problem = "process 0 has ended"
+            else:
+                waiting.report(f"the program that answers there does not prove {_THE_TOKEN}")
         time.sleep(PAUSE)  # process 0 may restart, or its host name may resolve
     raise LaunchError(
         f"{waiting}: {waiting.problem} after {waiting.seconds:g} s: process 0 has to run on that "
         f"host, and its port to be open {_SECONDS_HINT}"
     )
+
+
+def _wait_for_verdict(link: Link, waiting: Wait) -> bool:
+    """Returns whether process 0 has sent its verdict; raises `LaunchError` if that is an error."""
+    verdict = None
+    while verdict is None and link.is_open and waiting.time_left() > -HELLO_SECONDS:
+        # The verdict is sent when all have connected or process 0 stops waiting.
+        verdict = link.receive(1.0)
+    link.close()
+    if verdict is None or "error" not in verdict:
+        return False
+    if verdict["error"] is not None:
+        raise LaunchError(truncate(verdict["error"], _MAX_ERROR_CHARS))
+    return True

@@ -71,11 +71,9 @@ class Link:
     def receive(self, seconds: float = 0.0) -> Message | None:
         """Returns the next message; None if none arrives within `seconds`."""
         until = time.monotonic() + seconds
-        while (
-            not self._messages
-            and self.is_open
-            and ready([self], max(0.0, until - time.monotonic()))
-        ):
+        while not self._messages and self.is_open:
+            if not ready([self], max(0.0, until - time.monotonic())):
+                break
             try:
                 data = self._socket.recv(_MAX_MESSAGE_BYTES)
                 *lines, self._buffer = (self._buffer + data).split(b"\n")
@@ -96,19 +94,13 @@ class Link:
 def connect(connection: socket.socket, token: str, hello: Message, seconds: float) -> Link | None:
     """Sends `hello` and returns a link to a process that runs `accept_links`.
 
-    It is None if the process does not prove the token.
-
-    Each answer may take `seconds`.
+    Returns None if the process does not prove the token. Each answer may take `seconds`.
     """
     link = Link(connection)
-    if (first := link.receive(seconds)) and isinstance(first.get(_CHALLENGE), str):
-        link.send(
-            {
-                **hello,
-                _CHALLENGE: link.challenge,
-                _PROOF: _proof(token, "hello", first[_CHALLENGE], hello),
-            }
-        )
+    challenge = (link.receive(seconds) or {}).get(_CHALLENGE)
+    if isinstance(challenge, str):
+        proof = _proof(token, "hello", challenge, hello)
+        link.send({**hello, _CHALLENGE: link.challenge, _PROOF: proof})
         answer = link.receive(seconds) or {}
         if _is_proof(answer.get(_PROOF), token, "welcome", link.challenge):
             return link
@@ -132,16 +124,16 @@ def _is_proof(value: object, token: str, *parts: object) -> bool:
 @contextmanager
 def listening(address: str, port: int = 0) -> Iterator[socket.socket]:
     """Yields a socket that listens at an address of this host; if empty, at all addresses."""
-    both = not address and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
+    is_dual_stack = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual_stack or ":" in address else socket.AF_INET
     try:
-        server = socket.create_server((address, port), family=family, dualstack_ipv6=both)
+        server = socket.create_server((address, port), family=family, dualstack_ipv6=is_dual_stack)
     except OSError as error:
-        why = (
-            error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
-        )
+        reason = error.strerror
+        if not isinstance(error, socket.gaierror):  # `create_server` adds the address to the text
+            reason = os.strerror(error.errno or 0)
         raise LaunchError(
-            f"{format_address(address or '*', port)}: this host cannot listen there ({why})"
+            f"{format_address(address or '*', port)}: this host cannot listen there ({reason})"
         ) from None
     with server:
         yield server
@@ -153,9 +145,9 @@ def format_address(host: str, port: int) -> str:
 
 
 def listen_address(bind: str | None, host: str) -> str:
-    """Returns process 0's listening address.
+    """Returns the address at which process 0 listens; empty for all addresses of its host.
 
-    It is `bind`, else loopback if `host` is loopback, else empty (all).
+    The address is `bind`, or loopback if `host` is loopback.
 
     Raises:
       LaunchError: `host` is loopback, and `bind` is another address.
@@ -199,11 +191,8 @@ def accept_links(
                     pending[link] = address.removeprefix("::ffff:")
             for link in list(pending):
                 hello = link.receive()
-                if (
-                    hello is None
-                    and link.is_open
-                    and time.monotonic() - link.opened <= HELLO_SECONDS
-                ):
+                is_late = time.monotonic() - link.opened > HELLO_SECONDS
+                if hello is None and link.is_open and not is_late:
                     continue
                 hello = hello or {}
                 challenge = hello.pop(_CHALLENGE, None)

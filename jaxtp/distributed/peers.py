@@ -83,20 +83,15 @@ class Peers:
     def fail(self, error: BaseException) -> None:
         """Tells the others that this process failed.
 
-        If another's failure may be why, lets the thread exit instead.
-
-        A user error, or the same error as the other's, is always announced.
+        If another process's failure may be the cause, lets the thread exit instead. A user error,
+        or the same error as the other's, is always announced.
         """
-        failure = f"{type(error).__name__}: {error}".strip(": ").partition("\n")[0][
-            :_MAX_ERROR_CHARS
-        ]
+        line = f"{type(error).__name__}: {error}".strip(": ").partition("\n")[0]
+        failure = line[:_MAX_ERROR_CHARS]
         if isinstance(error, jax.errors.JaxRuntimeError):
             self._peer_failed.wait(3 * self._beat)
-        if (
-            self._peer_failed.is_set()
-            and not isinstance(error, UserError)
-            and failure not in self._problem
-        ):
+        has_own_cause = isinstance(error, UserError) or failure in self._problem
+        if self._peer_failed.is_set() and not has_own_cause:
             self._thread.join(self._grace + 2 * self._beat)
         self.leave(failure, getattr(error, "exit_code", 1))
 
@@ -150,11 +145,12 @@ class Peers:
     def _exit_after_losing(
         self, process: int, how: str, grace: float = 0.0, code: int = TEMPORARY
     ) -> None:
-        """Tells all that a process is lost.
+        """Tells the others that a process is lost.
 
         Exits this process unless it leaves within `grace` seconds.
         """
-        if link := self._links.pop(process, None):
+        link = self._links.pop(process, None)
+        if link is not None:
             link.close()
         if self._leaving.is_set():
             return
@@ -164,12 +160,10 @@ class Peers:
         if self._leaving.wait(grace):
             return
         self._must_exit.set()
-        other, this = (
-            process_name(index, self._hosts[index]) for index in (process, self._process)
-        )
         problem = (
-            f"error: {other} {how}; {this} cannot continue with {self.activity} and ends "
-            f"(exit code {code})"
+            f"error: {process_name(process, self._hosts[process])} {how}; "
+            f"{process_name(self._process, self._hosts[self._process])} cannot continue with "
+            f"{self.activity} and ends (exit code {code})"
         )
         say(truncate(problem, _MAX_MESSAGE_CHARS))
         self._end_process(code)
@@ -186,45 +180,41 @@ def connect_peers(bind: str | None) -> Peers | None:
     try:
         counts = Counter(device.process_index for device in jax.devices())
     except RuntimeError as error:
-        why = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         raise LaunchError(
-            f"JAX cannot start the devices of {socket.gethostname()}: {why} (on CPUs, processes "
+            f"JAX cannot start the devices of {socket.gethostname()}: {reason} (on CPUs, processes "
             "communicate by Gloo, which needs an address for this host's name, for example in "
             "/etc/hosts)"
         ) from None
-    if uneven := [process for process, count in counts.items() if count != counts[0]]:
-        process = uneven[0]
-        raise LaunchError(
-            f"process {process} has {counts[process]} devices, and process 0 has {counts[0]}: "
-            "every process needs the same number. Possible causes: a device is missing; "
-            f"JAX_NUM_CPU_DEVICES or the mesh differs between processes; process {process} "
-            "rejected its settings (see its output)"
-        )
-    names = host_names()
-    if len(names) == 1:
+    for process, count in counts.items():
+        if count != counts[0]:
+            raise LaunchError(
+                f"process {process} has {count} devices, and process 0 has {counts[0]}: every "
+                "process needs the same number. Possible causes: a device is missing; "
+                f"JAX_NUM_CPU_DEVICES or the mesh differs between processes; process {process} "
+                "rejected its settings (see its output)"
+            )
+    hosts = host_names()
+    if len(hosts) == 1:
         return None
-    links = accept_peers(names, bind) if jax.process_index() == 0 else reach_peer(names)
-    reached = all_gather_json(sorted(links))
-    if missing := [
-        process
-        for process in range(1, len(names))
-        if process not in reached[0] or not reached[process]
-    ]:
-        if jax.process_index() == 0:
-            name = truncate(process_name(missing[0], names[missing[0]]))
-            then = "if a process ends, JAX aborts the others after 40 to 80 s, without naming it"
-            say(f"{name} cannot connect to process 0, so jaxtp's heartbeats are off: {then}")
-        return None
-    if jax.process_index():
-        print(
-            f"{process_name(jax.process_index(), names[jax.process_index()])} has joined; process "
-            "0 reports",
-            flush=True,
-        )
-    return Peers(names, links)
+    this = jax.process_index()
+    links = reach_peer(hosts) if this else accept_peers(hosts, bind)
+    connected = all_gather_json(sorted(links))
+    for process in range(1, len(hosts)):
+        if process not in connected[0] or not connected[process]:
+            if this == 0:
+                say(
+                    f"{truncate(process_name(process, hosts[process]))} cannot connect to process "
+                    "0, so jaxtp's heartbeats are off: if a process ends, JAX aborts the others "
+                    "after 40 to 80 s, without naming it"
+                )
+            return None
+    if this:
+        print(f"{process_name(this, hosts[this])} has joined; process 0 reports", flush=True)
+    return Peers(hosts, links)
 
 
-def accept_peers(names: list[str], bind: str | None) -> dict[int, Link]:
+def accept_peers(hosts: list[str], bind: str | None) -> dict[int, Link]:
     """Returns links to the processes that connect in time, with a random token that JAX sends."""
     token = secrets.token_hex(32)
     links = dict[int, Link]()
@@ -232,9 +222,11 @@ def accept_peers(names: list[str], bind: str | None) -> dict[int, Link]:
     until = time.monotonic() + 2 * _CONNECT
 
     def time_left() -> float:
-        return until - time.monotonic() if len(links) < len(names) - 1 else 0.0
+        if len(links) == len(hosts) - 1:
+            return 0.0
+        return until - time.monotonic()
 
-    host = coordinator_host() or ("localhost" if len(set(names)) == 1 else "")
+    host = coordinator_host() or ("localhost" if len(set(hosts)) == 1 else "")
     with listening(listen_address(bind, host)) as server:
         all_gather_json([server.getsockname()[1], token])
         for link, hello in accept_links(server, token, time_left, rejected):
@@ -244,15 +236,16 @@ def accept_peers(names: list[str], bind: str | None) -> dict[int, Link]:
     return links
 
 
-def reach_peer(names: list[str]) -> dict[int, Link]:
+def reach_peer(hosts: list[str]) -> dict[int, Link]:
     """Returns the link to process 0, if it answers in time."""
     port, token = all_gather_json(None)[0]
-    same_host = "127.0.0.1" if names[0] == socket.gethostname() else ""
-    for host in filter(None, (coordinator_host(), same_host, names[0])):
+    loopback = "127.0.0.1" if hosts[0] == socket.gethostname() else ""
+    for host in filter(None, (coordinator_host(), loopback, hosts[0])):
         try:
             connection = socket.create_connection((host, port), timeout=_CONNECT / 3)
         except (OSError, UnicodeError):
             continue
-        if link := connect(connection, token, {"process": jax.process_index()}, _CONNECT):
+        link = connect(connection, token, {"process": jax.process_index()}, _CONNECT)
+        if link is not None:
             return {0: link}
     return {}

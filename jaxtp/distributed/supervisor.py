@@ -71,10 +71,9 @@ class Group:
 
     def __post_init__(self) -> None:
         if self.devices is None and len(self.gpus) % self.count:
-            able = process_counts(len(self.gpus))
             raise LaunchError(
-                f"--processes {self.count}: {len(self.gpus)} GPUs can be divided among {able} "
-                "processes"
+                f"--processes {self.count}: {len(self.gpus)} GPUs can be divided among "
+                f"{process_counts(len(self.gpus))} processes"
             )
 
     @property
@@ -88,13 +87,15 @@ class Group:
     def shrunk_to_visible_gpus(self) -> "Group | None":
         """Returns the group to restart, with fewer processes if GPUs have disappeared.
 
-        It is None if all have.
+        Returns None if no GPU is left.
         """
         if self.devices is not None or not self.gpus:
             return self
         gpus = names_of_gpus(gpus_present())
-        counts = [count for count in range(1, self.count + 1) if gpus and len(gpus) % count == 0]
-        return replace(self, count=counts[-1], gpus=gpus) if counts else None
+        if not gpus:
+            return None
+        count = next(count for count in range(self.count, 0, -1) if len(gpus) % count == 0)
+        return replace(self, count=count, gpus=gpus)
 
     def log(self, index: int) -> Path:
         """Returns a process's log file."""
@@ -102,9 +103,7 @@ class Group:
 
 
 def supervise(group: Group, *, restarts: int = 0) -> int:
-    """Runs processes until all succeed or one fails.
-
-    Returns the exit code of the first that failed, else 0.
+    """Runs processes until all succeed or one fails; returns the first failure's exit code, else 0.
 
     The code is 128 + N after signal N. A failure restarts all processes, at most `restarts` times,
     except after a user error, wrong numbers, or a signal to the supervisor.
@@ -112,33 +111,34 @@ def supervise(group: Group, *, restarts: int = 0) -> int:
     group.logs.mkdir(parents=True, exist_ok=True)
     with _locked(group.logs):
         for attempt in range(1, restarts + 2):
-            say(
-                f"logs: {group.log(0)}"
-                + (f" to {group.log(group.count - 1).name}" if group.count > 1 else "")
-            )
+            last_log = f" to {group.log(group.count - 1).name}" if group.count > 1 else ""
+            say(f"logs: {group.log(0)}{last_log}")
             failure, is_stopped = _run(group)
             if failure is None:
                 return 0
             index, code = failure
-            how = (
-                f"was killed by {signal_name(-code)}"
-                if code < 0
-                else f"ended with exit code {code}"
-            )
-            log = group.log(index)
-            say(f"process {index} {how}; " + (f"the end of {log}:" if index else f"see {log}"))
-            if index and (tail := _tail(log)):  # the output of process 0 was printed
-                say(tail)
+            _report(index, code, group.log(index))
             if attempt > restarts or is_stopped or code in (MISTAKE, WRONG):  # it would fail again
                 break
-            left = group.shrunk_to_visible_gpus()
-            if left is None:
+            next_group = group.shrunk_to_visible_gpus()
+            if next_group is None:
                 say("no GPU is left: no restart")
                 break
-            count = "all" if left.count == group.count else f"only {left.count}"
+            count = "all" if next_group.count == group.count else f"only {next_group.count}"
             say(f"restarts {count} processes (restart {attempt} of {restarts})")
-            group = left
+            group = next_group
     return 128 - code if code < 0 else code
+
+
+def _report(index: int, code: int, log: Path) -> None:
+    reason = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    if index == 0:  # its output was printed
+        say(f"process 0 {reason}; see {log}")
+        return
+    say(f"process {index} {reason}; the end of {log}:")
+    tail = _tail(log)
+    if tail:
+        say(tail)
 
 
 @contextmanager
@@ -171,19 +171,19 @@ def _run(group: Group) -> tuple[tuple[int, int] | None, bool]:
 
     with ExitStack() as stack:
         for number in _FORWARDED:
-            # SIGHUP is ignored under nohup.
-            if (before := signal.getsignal(number)) != signal.SIG_IGN:
+            handler = signal.getsignal(number)
+            if handler != signal.SIG_IGN:  # SIGHUP is ignored under nohup
                 signal.signal(number, forward)
-                stack.callback(signal.signal, number, before)
+                stack.callback(signal.signal, number, handler)
         for index in range(group.count):
             _begin_log(group.log(index))
-        shown = stack.enter_context(group.log(0).open("rb"))
-        shown.seek(0, os.SEEK_END)
-        stack.callback(_print_new, shown)
+        log = stack.enter_context(group.log(0).open("rb"))
+        log.seek(0, os.SEEK_END)
+        stack.callback(_print_new, log)
         stack.callback(_terminate, processes)
         for process in _start_all(group):
             processes.append(process)  # before the next start, so that an error or signal ends it
-        failure = _first_failure(processes, shown)
+        failure = _first_failure(processes, log)
     return failure, bool(signals)
 
 
@@ -201,11 +201,12 @@ def _start_all(group: Group) -> Iterator[subprocess.Popen[bytes]]:
             address = format_address(*server.getsockname())
         cluster = {ADDRESS: address, COUNT: str(group.count), TOKEN: secrets.token_hex(32)}
     for index, variables in enumerate(group.environments):
-        process = {PROCESS: str(index)} if cluster else {}
+        if cluster:
+            variables = {**variables, **cluster, PROCESS: str(index)}
         with open_directly(group.log(index), "ab") as log:
             yield subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, *group.arguments],
-                env=child_environment(**cluster, **process, **variables, PYTHONUNBUFFERED="1"),
+                env=child_environment(**variables, PYTHONUNBUFFERED="1"),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -214,20 +215,21 @@ def _start_all(group: Group) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _first_failure(
-    processes: Sequence[subprocess.Popen[bytes]], shown: BinaryIO
+    processes: Sequence[subprocess.Popen[bytes]], log: BinaryIO
 ) -> tuple[int, int] | None:
     waited = 0.0
     while True:
-        _print_new(shown)
+        _print_new(log)
         codes = [process.poll() for process in processes]
         failed = [(index, code) for index, code in enumerate(codes) if code]
-        # The others exited because they lost one of these.
-        causes = [each for each in failed if each[1] != TEMPORARY]
+        # The other processes exited because they lost one of these.
+        causes = [(index, code) for index, code in failed if code != TEMPORARY]
         if causes or waited > _CAUSE_SECONDS:
             return (causes or failed)[0]
         if all(code == 0 for code in codes):
             return None
-        waited += _POLL if failed else 0.0
+        if failed:
+            waited += _POLL
         time.sleep(_POLL)
 
 
@@ -252,10 +254,8 @@ def _print_new(log: BinaryIO) -> None:
     while line := log.readline():
         if not _NOISE.search(line):
             encoding = sys.stdout.encoding or "utf-8"
-            sys.stdout.write(
-                line.decode(errors="replace").encode(encoding, "replace").decode(encoding)
-            )
-            sys.stdout.flush()
+            text = line.decode(errors="replace").encode(encoding, "replace").decode(encoding)
+            print(text, end="", flush=True)
 
 
 def _kill(process: subprocess.Popen[bytes], number: int) -> None:
@@ -267,7 +267,5 @@ def _tail(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 16384))
         last_start = _MARKED.split(file.read())[-1]
-    lines = [
-        line.decode(errors="replace") for line in last_start.splitlines() if not _NOISE.search(line)
-    ]
-    return "\n".join(f"  {line}" for line in lines[-_LAST_LINES:])
+    lines = [line for line in last_start.splitlines() if not _NOISE.search(line)]
+    return "\n".join(f"  {line.decode(errors='replace')}" for line in lines[-_LAST_LINES:])

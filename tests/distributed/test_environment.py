@@ -117,7 +117,7 @@ def test_the_programs_that_were_used_last_are_kept(tmp_path):
     for age, name in itertools.product(range(4), "ab"):
         (tmp_path / f"{name}{age}").write_bytes(b"x" * 10)
         os.utime(tmp_path / f"{name}{age}", (1e9 - age, 1e9 - age))
-    launch.evict_oldest(tmp_path, most=45)
+    launch.evict_oldest(tmp_path, limit=45)
     assert {path.name for path in tmp_path.iterdir()} == {"a0", "b0", "a1", "b1", "gone"}
 
 

@@ -1,6 +1,4 @@
-"""`jaxtp bench`: times collectives along each mesh axis, and matrix products.
-
-These are the products of a transformer block.
+"""`jaxtp bench`: times collectives along each mesh axis, and a transformer block's products.
 
 A collective is timed in a loop within one program: starting a program from Python takes longer than
 a small message. All groups along an axis communicate at once. Compiled for an H100, the loop adds
@@ -19,7 +17,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, NamedTuple
@@ -58,12 +56,22 @@ from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.files import require_writable, write_json, writing
-from jaxtp.config.schema import ConfigError, Count, UserPath, replace_nested
+from jaxtp.config.schema import ConfigError, Count, OptionalFile, UserPath, replace_nested
 from jaxtp.distributed.agreement import raise_everywhere, run_and_report, watch
 from jaxtp.distributed.devices import build_mesh
 from jaxtp.distributed.environment import enable_compilation_cache
 from jaxtp.distributed.joining import join_processes
-from jaxtp.mesh import AXES, CONTEXT, TP, batch_parts, describe_mesh, mesh_shape, mesh_sizes, parts
+from jaxtp.mesh import (
+    AXES,
+    CONTEXT,
+    TP,
+    Sizes,
+    batch_parts,
+    describe_mesh,
+    mesh_shape,
+    mesh_sizes,
+    parts,
+)
 from jaxtp.models.config import ModelConfig, padded_sizes, violations
 from jaxtp.train.config import IGNORED_BY_COST, TrainConfig, training_of
 from jaxtp.train.defaults import resolve_defaults
@@ -113,7 +121,7 @@ class CommConfig(TrainConfig):
     """Row of the hardware table that supplies the peak FLOP/s, and every value that bench does not
     measure; by default the row of the present devices."""
 
-    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    json: OptionalFile = None
     """JSON file for all numbers."""
 
 
@@ -123,12 +131,7 @@ COMMANDS = {
         schema=CommConfig,
         description=DESCRIPTION,
         short_help=(
-            "message_bytes",
-            "rounds",
-            "in_a_row",
-            "out",
-            "like",
-            "json",
+            *("message_bytes", "rounds", "in_a_row", "out", "like", "json"),
             *in_short_help(TrainConfig),
         ),
         ignored=IGNORED_BY_COST,
@@ -186,7 +189,7 @@ class Measured:
 
     kind: str
     platform: str
-    sizes: Mapping[str, int]
+    sizes: Sizes
     dtype: str  # Dtype of messages and products
     hardware: Hardware | None  # The row of the hardware table to compare with
     messages: Sequence[Message]
@@ -195,17 +198,16 @@ class Measured:
     @property
     def peak(self) -> float | None:
         """FLOP/s of the hardware in the dtype; float32 has half of bfloat16's."""
-        return (
-            None
-            if self.hardware is None
-            else self.hardware.flops * 2 / jnp.dtype(self.dtype).itemsize
-        )
+        if self.hardware is None:
+            return None
+        return self.hardware.flops * 2 / jnp.dtype(self.dtype).itemsize
 
     @property
     def lines(self) -> list[Line]:
         """The fitted line of each axis whose times grow with the bytes."""
         by_axis = itertools.groupby(self.messages, key=lambda message: message.axis)
-        return [line for _, group in by_axis if (line := fit_line(list(group))) is not None]
+        lines = [fit_line(list(messages)) for _, messages in by_axis]
+        return [line for line in lines if line is not None]
 
     @property
     def matmul_efficiency(self) -> float | None:
@@ -213,75 +215,68 @@ class Measured:
         if self.peak is None:
             return None
         tp = min({product.tp for product in self.products}, key=lambda tp: abs(tp - self.sizes[TP]))
-        chosen = [product for product in self.products if product.tp == tp]
-        return sum(one.flops for one in chosen) / sum(one.seconds for one in chosen) / self.peak
+        products = [product for product in self.products if product.tp == tp]
+        flops = sum(product.flops for product in products)
+        return flops / sum(product.seconds for product in products) / self.peak
 
     def table(self) -> str:
         """Formats a line per collective and size, and per product and tp."""
         rows = []
-        for axis, devices, kind, size, sent, seconds in self.messages:
-            speed = f"{digits(sent / seconds / 1e9)} GB/s"
-            rows.append(
-                (
-                    kind,
-                    f"{axis} {devices}",
-                    f"{digits(size / KIB)} KiB",
-                    f"{seconds * 1e6:,.1f}",
-                    speed,
-                )
-            )
+        for message in self.messages:
+            over = f"{message.axis} {message.devices}"
+            size = f"{digits(message.bytes / KIB)} KiB"
+            speed = f"{digits(message.bytes_sent / message.seconds / 1e9)} GB/s"
+            rows.append((message.kind, over, size, f"{message.seconds * 1e6:,.1f}", speed))
         for product in self.products:
             rate = product.flops / product.seconds
-            of_peak = "" if self.peak is None else f", {rate / self.peak:.1%} of the peak"
+            share = "" if self.peak is None else f", {rate / self.peak:.1%} of the peak"
             shape = f"{product.m:,} x {product.k:,} x {product.n:,}"
-            speed = f"{digits(rate / 1e12)} TFLOP/s{of_peak}"
-            rows.append(
-                (product.name, f"tp {product.tp}", shape, f"{product.seconds * 1e6:,.1f}", speed)
-            )
+            speed = f"{digits(rate / 1e12)} TFLOP/s{share}"
+            microseconds = f"{product.seconds * 1e6:,.1f}"
+            rows.append((product.name, f"tp {product.tp}", shape, microseconds, speed))
         return columns(("measured", "over", "size", "us", "speed of a device"), rows)
 
     def hardware_file(self) -> str:
         """Returns the measured fields as YAML; needs `hardware`."""
         lines = self.lines
-        hardware = self.hardware
-        efficiency = self.matmul_efficiency
-        if without := {message.axis for message in self.messages} - {line.axis for line in lines}:
+        fitted = [line.axis for line in lines]
+        missing = {message.axis for message in self.messages}.difference(fitted)
+        if missing:
             raise ConfigError(
-                f"--out: the times along {' and '.join(sorted(without))} do not increase with the "
+                f"--out: the times along {' and '.join(sorted(missing))} do not increase with the "
                 "message size, so no bandwidth can be fitted; use a wider range of "
                 "--message-bytes, or more --rounds"
             )
-        assert hardware is not None
+        efficiency = self.matmul_efficiency
+        assert self.hardware is not None
         assert efficiency is not None
-        virtual = [f"# {VIRTUAL}"] if self.platform == "cpu" else []
-        fields = measured_fields(hardware, self.sizes, lines, efficiency)
-        return "\n".join(
-            (
-                f"# jaxtp bench comm on {devices_text(self.platform, self.kind, self.sizes)}, jax "
-                f"{jax.__version__}",
-                *virtual,
-                f"like: {hardware.name} # for all other keys",
-                *(f"{name}: {value:.3e}" for name, value in fields.items()),
-                "",
-            )
-        )
+        devices = devices_text(self.platform, self.kind, self.sizes)
+        text = f"# jaxtp bench comm on {devices}, jax {jax.__version__}\n"
+        if self.platform == "cpu":
+            text += f"# {VIRTUAL}\n"
+        text += f"like: {self.hardware.name} # for all other keys\n"
+        for name, value in measured_fields(self.hardware, self.sizes, lines, efficiency).items():
+            text += f"{name}: {value:.3e}\n"
+        return text
 
     def record(self) -> dict[str, object]:
         """Returns every number for JSON."""
-        place = {name: getattr(self, name) for name in ("kind", "platform", "sizes", "dtype")}
-        hardware = None if self.hardware is None else asdict(self.hardware)
-        counts = {"devices": math.prod(self.sizes.values()), "processes": jax.process_count()}
-        rows = {
-            name: [one._asdict() for one in getattr(self, name)]
-            for name in ("messages", "products", "lines")
+        place = {
+            "kind": self.kind,
+            "platform": self.platform,
+            "sizes": self.sizes,
+            "dtype": self.dtype,
+            "devices": math.prod(self.sizes.values()),
+            "processes": jax.process_count(),
+            "hardware": None if self.hardware is None else asdict(self.hardware),
         }
-        note = {"note": VIRTUAL} if self.platform == "cpu" else {}
-        place |= counts | {"hardware": hardware}
         return {
             "jax": jax.__version__,
-            **note,
+            **({"note": VIRTUAL} if self.platform == "cpu" else {}),
             "place": place,
-            **rows,
+            "messages": list(map(Message._asdict, self.messages)),
+            "products": list(map(TimedProduct._asdict, self.products)),
+            "lines": list(map(Line._asdict, self.lines)),
             "matmul_efficiency": self.matmul_efficiency,
         }
 
@@ -290,12 +285,7 @@ def _bench(argv: Sequence[str]) -> None:
     command, flags = choose(PROGRAM, COMMANDS, argv)
     join_processes()
     with raise_everywhere(watch):
-        options, _ = command.load(
-            flags,
-            lambda options, explicit: resolve_defaults(
-                replace_nested(options, {"train.epochs": None}), explicit
-            ),
-        )
+        options, _ = command.load(flags, _with_defaults)
     config = training_of(options)
     mesh = build_mesh(config.mesh.sizes)
     enable_compilation_cache(mesh.devices.flat[0].platform)
@@ -318,6 +308,11 @@ def _bench(argv: Sequence[str]) -> None:
         print(f"\n{options.out}: for jaxtp estimate --hardware {options.out}x{mesh.size}")
 
 
+def _with_defaults(options: CommConfig, explicit: Set[str]) -> tuple[CommConfig, list[str]]:
+    # Epochs would need a dataset.
+    return resolve_defaults(replace_nested(options, {"train.epochs": None}), explicit)
+
+
 def _measure(options: CommConfig, config: TrainConfig, mesh: Mesh) -> Measured:
     device = mesh.devices.flat[0]
     sizes = mesh_sizes(mesh)
@@ -329,7 +324,7 @@ def _measure(options: CommConfig, config: TrainConfig, mesh: Mesh) -> Measured:
     length = max(1, config.data.sequence_length // parts(sizes, CONTEXT))
     devices = devices_text(device.platform, device.device_kind, sizes)
     print(
-        f"on      {devices}, processes: {jax.process_count()}, jaxtp {jaxtp.__version__} with jax "
+        f"devices {devices}, processes: {jax.process_count()}, jaxtp {jaxtp.__version__} with jax "
         f"{jax.__version__}"
     )
     print(f"mesh    {describe_mesh(sizes)}, {dtype}")
@@ -366,7 +361,7 @@ def _measure(options: CommConfig, config: TrainConfig, mesh: Mesh) -> Measured:
     return measured
 
 
-def devices_text(platform: str, kind: str, sizes: Mapping[str, int]) -> str:
+def devices_text(platform: str, kind: str, sizes: Sizes) -> str:
     """Formats devices: `8 x NVIDIA H100 80GB HBM3`."""
     count = math.prod(sizes.values())
     return f"{count} virtual CPU devices" if platform == "cpu" else f"{count} x {kind}"
@@ -376,7 +371,8 @@ def usable_tps(model: ModelConfig, devices: int) -> list[int]:
     """Returns the powers of two up to `devices` that divide a block without padding."""
     if problems := list(violations(model, mesh_shape())):
         raise ConfigError("\n  ".join(("these settings do not fit each other:", *problems)))
-    return [tp for i in range(devices.bit_length()) if not padded_sizes(model, tp := 2**i)]
+    powers = [2**exponent for exponent in range(devices.bit_length())]
+    return [tp for tp in powers if not padded_sizes(model, tp)]
 
 
 def _hardware_of(options: CommConfig, device: jax.Device) -> Hardware | None:
@@ -386,13 +382,13 @@ def _hardware_of(options: CommConfig, device: jax.Device) -> Hardware | None:
                 f"--like {options.like}: should be a name of the table, one of {', '.join(TABLE)}"
             )
         return find(options.like)
-    known = of_kind(device.device_kind)
-    if known is None and options.out is not None:
+    hardware = of_kind(device.device_kind)
+    if hardware is None and options.out is not None:
         raise ConfigError(
             f"--out {options.out}: {device.device_kind!r} is not in the hardware table "
             "(jaxtp/analysis/hardware.py); name the most similar row, as in --like h100"
         )
-    return known
+    return hardware
 
 
 def digits(value: float) -> str:
@@ -417,15 +413,17 @@ KINDS: Mapping[str, Callable[[Array, str], Array]] = {
 def measure_messages(
     mesh: Mesh, dtype: str, sizes: Sequence[int], rounds: int, in_a_row: int
 ) -> Iterator[Message]:
-    """Times every kind of collective along every axis larger than 1.
+    """Times collectives of every kind along every axis larger than 1.
 
-    Messages have `sizes` bytes.
+    `sizes` are the bytes of the messages.
     """
     make = jax.jit(
         jax.random.normal, static_argnums=(1, 2), out_shardings=NamedSharding(mesh, P(AXES))
     )
+    itemsize = jnp.dtype(dtype).itemsize
     for axis, size in itertools.product((axis for axis in AXES if mesh.shape[axis] > 1), sizes):
-        elements = max(1, size // (jnp.dtype(dtype).itemsize * mesh.shape[axis])) * mesh.shape[axis]
+        devices = mesh.shape[axis]
+        elements = max(1, size // (itemsize * devices)) * devices
         x = make(jax.random.key(0), (mesh.size * elements,), dtype)
         with jax.set_mesh(mesh):
             programs = {
@@ -433,15 +431,13 @@ def measure_messages(
                 for kind in KINDS
             }
         for kind, seconds in medians(programs, rounds).items():
-            one = Collective(kind, (axis,), mesh.shape[axis], elements * jnp.dtype(dtype).itemsize)
-            yield Message(axis, one.group, kind, int(one.bytes), one.bytes_sent, seconds / in_a_row)
+            collective = Collective(kind, (axis,), devices, elements * itemsize)
+            sent = collective.bytes_sent
+            yield Message(axis, devices, kind, int(collective.bytes), sent, seconds / in_a_row)
 
 
 def repeated(kind: str, axis: str, times: int) -> Callable[[Array], Array]:
-    """Returns a function that runs a collective `times` times.
-
-    It runs on an array split over all devices.
-    """
+    """Returns a function that runs a collective repeatedly on an array split over all devices."""
 
     def body(x: Array) -> Array:
         return lax.scan(lambda x, _: (KINDS[kind](x, axis), None), x, length=times)[0]
@@ -505,9 +501,8 @@ def fit_line(messages: Sequence[Message]) -> Line | None:
 
     Errors are relative, so that short messages decide the latency and long messages the speed.
     """
-    ring = [
-        message for message in messages if message.kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
-    ]
+    kinds = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
+    ring = [message for message in messages if message.kind in kinds]
     seconds = np.array([message.seconds for message in ring])
     sent = np.array([message.bytes_sent for message in ring])
     per_byte = sent / seconds
@@ -524,7 +519,7 @@ def fit_line(messages: Sequence[Message]) -> Line | None:
 
 
 def measured_fields(
-    hardware: Hardware, sizes: Mapping[str, int], lines: Sequence[Line], matmul_efficiency: float
+    hardware: Hardware, sizes: Sizes, lines: Sequence[Line], matmul_efficiency: float
 ) -> dict[str, float]:
     """Returns the measured fields of a hardware file.
 
@@ -537,20 +532,19 @@ def measured_fields(
     by_size = sorted(lines, key=lambda line: line.devices)
     fast = [line for line in by_size if inside[line.axis] == line.devices]
     slow = [line for line in by_size if inside[line.axis] < line.devices]
-    efficiency = 1.0 if fast else hardware.link_efficiency
+    efficiency = hardware.link_efficiency
     fields = {"matmul_efficiency": matmul_efficiency}
     if fast:
-        network = hardware.network * hardware.link_efficiency
+        efficiency = 1.0
         share = link_of(hardware, fast[-1].devices) / hardware.link
-        fields |= {
-            "link": fast[-1].speed / share,
-            "link_efficiency": efficiency,
-            "network": network,
-        }
+        fields["link"] = fast[-1].speed / share
+        fields["link_efficiency"] = efficiency
+        fields["network"] = hardware.network * hardware.link_efficiency
     if slow:
         fields["network"] = slow[-1].speed / inside[slow[-1].axis] / efficiency
     if lines:
-        fields |= {"latency": (fast or slow)[-1].latency, "hop" if fast else "network_hop": 0.0}
+        fields["latency"] = (fast or slow)[-1].latency
+        fields["hop" if fast else "network_hop"] = 0.0
     return fields
 
 

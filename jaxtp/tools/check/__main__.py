@@ -5,7 +5,7 @@ if __name__ == "__main__":
 
     start("jaxtp check")
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated
@@ -19,7 +19,7 @@ from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_writable, write_json
-from jaxtp.config.schema import ConfigError, UserPath, replace_nested, to_plain
+from jaxtp.config.schema import ConfigError, OptionalFile, replace_nested, to_plain
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.first_difference import describe_error, first_difference
@@ -78,7 +78,7 @@ class CheckConfig(TrainConfig):
     separately and together. With cp, each possible attention method is checked; mesh.context
     selects one. For a model of your own: tp 2, tp 4, fsdp 2, fsdp 2 with tp 2, and dp 2."""
 
-    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    json: OptionalFile = None
     """JSON file for all numbers."""
 
 
@@ -98,15 +98,16 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(argv: Sequence[str]) -> int:
     config, notes = COMMAND.load(argv, partial(resolve_defaults, devices=VIRTUAL))
-    coarse = [dtype for dtype in dtypes(config) if dtype in COARSE]
-    flags = "--model.precision", "--optimizer.first-moment"
-    if coarse and not any(word.replace("_", "-").startswith(flags) for word in argv):
+    coarsest = dtypes(config)[-1]
+    flags = ("--model.precision", "--optimizer.first-moment")
+    has_flag = any(word.replace("_", "-").startswith(flags) for word in argv)
+    if coarsest in COARSE and not has_flag:
         config = replace_nested(config, IN_FLOAT32)
-        note = (
-            f"model.precision=float32: --model.precision.compute {coarse[0]} also compares in "
-            f"{coarse[0]}"
+        notes = [note for note in notes if not note.startswith("model.precision")]
+        notes.append(
+            f"model.precision=float32: --model.precision.compute {coarsest} also compares in "
+            f"{coarsest}"
         )
-        notes = [*(line for line in notes if not line.startswith("model.precision")), note]
     require_writable("--json", config.json)
     jax.config.update("jax_platforms", "cpu")
     request_virtual_devices(MAX_DEVICES)
@@ -126,15 +127,23 @@ def _check(argv: Sequence[str]) -> int:
         results.append(verdict)
     compared = [verdict for verdict in results if not verdict.left_out]
     left_out = [verdict for verdict in results if verdict.left_out and verdict.case.devices > 1]
-    if left_out and (config.meshes or not any(verdict.case.devices > 1 for verdict in compared)):
+    if left_out and (config.meshes or all(verdict.case.devices == 1 for verdict in compared)):
         raise ConfigError(f"cannot run on {left_out[0].case}: {left_out[0].problems[0]}")
     failed = sum(not verdict.passed for verdict in compared)
-    count = len(compared)
-    record = {"jaxtp": jaxtp.__version__, "jax": jax.__version__, "passed": not failed}
-    record |= {"config": to_plain(config), "shrunk": to_plain(small)}
-    write_json("--json", config.json, record | {"cases": [verdict.record() for verdict in results]})
-    print(f"\n{f'{failed} of {count} differ' if failed else f'all {count} equal one device'}")
-    return 1 if failed else 0
+    record = {
+        "jaxtp": jaxtp.__version__,
+        "jax": jax.__version__,
+        "passed": not failed,
+        "config": to_plain(config),
+        "shrunk": to_plain(small),
+        "cases": [verdict.record() for verdict in results],
+    }
+    write_json("--json", config.json, record)
+    if failed:
+        print(f"\n{failed} of {len(compared)} differ")
+        return 1
+    print(f"\nall {len(compared)} equal one device")
+    return 0
 
 
 def _changes(config: TrainConfig, small: TrainConfig, subject: Subject) -> Iterator[str]:
@@ -169,69 +178,73 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """Returns the table row and any problems."""
-        row = (
-            f"{'--' if self.left_out else 'ok' if self.passed else 'FAIL':4}  "
-            f"{self.case!s:<{_WIDTH}}{self.dtype:<10}"
-        )
-        details = []
-        if (e := self.errors) is not None:
-            gradient, update = e.worst(self.tolerance)
+        status = "ok" if self.passed else "FAIL"
+        if self.left_out:
+            status = "--"
+        row = f"{status:4}  {self.case!s:<{_WIDTH}}{self.dtype:<10}"
+        details: list[str] = []
+        errors = self.errors
+        if errors is not None:
+            gradient, update = errors.worst(self.tolerance)
             row += (
-                f"{e.loss:>9.1e}{e.grad_norm:>11.1e}"
-                f"{e.gradients[gradient]:>10.1e}{e.updates[update]:>9.1e}"
+                f"{errors.loss:>9.1e}{errors.grad_norm:>11.1e}"
+                f"{errors.gradients[gradient]:>10.1e}{errors.updates[update]:>9.1e}"
             )
-            if e.flips:
-                scores = (
-                    f"with scores up to {e.margin:.1e} apart ({self.tolerance.tensor:.1e} allowed)"
-                )
-                details.append(f"{e.flips:,} of {e.choices:,} expert choices differ, {scores}")
-            if not e.within(self.tolerance):
-                details += (
-                    [f"first difference: {self.first_difference}"] if self.first_difference else []
-                )
-                worst = {"gradient": gradient, "updated array": update}.items()
-                limits = [
-                    f"worst {n} {a} (up to {e.allowed(a, self.tolerance):.1e} allowed)"
-                    for n, a in worst
-                ]
-                details.append(", ".join(limits))
+            details += self._details(errors)
         return [row, *(f"        {detail}" for detail in (*details, *self.problems))]
+
+    def _details(self, errors: Errors) -> Iterator[str]:
+        if errors.flips:
+            yield (
+                f"{errors.flips:,} of {errors.choices:,} expert choices differ, with scores up to "
+                f"{errors.margin:.1e} apart ({self.tolerance.tensor:.1e} allowed)"
+            )
+        if not errors.within(self.tolerance):
+            if self.first_difference:
+                yield f"first difference: {self.first_difference}"
+            gradient, update = errors.worst(self.tolerance)
+            yield (
+                f"worst gradient {gradient} "
+                f"(up to {errors.allowed(gradient, self.tolerance):.1e} allowed), "
+                f"worst updated array {update} "
+                f"(up to {errors.allowed(update, self.tolerance):.1e} allowed)"
+            )
 
     def record(self) -> dict[str, object]:
         """Returns the verdict as JSON values."""
         case = asdict(self.case)
-        e = self.errors
-        errors = None
-        if e is not None:
-            gradient, update = e.worst(self.tolerance)
-            errors = {
-                name: getattr(e, name)
-                for name in ("loss", "grad_norm", "flips", "margin", "choices")
+        record = {"mesh": case.pop("sizes"), **case, **vars(self)}
+        del record["case"]
+        record["tolerance"] = asdict(self.tolerance)
+        record["passed"] = self.passed
+        errors = self.errors
+        if errors is not None:
+            gradient, update = errors.worst(self.tolerance)
+            record["errors"] = {
+                "loss": errors.loss,
+                "grad_norm": errors.grad_norm,
+                "flips": errors.flips,
+                "margin": errors.margin,
+                "choices": errors.choices,
+                "worst_gradient": gradient,
+                "gradient": errors.gradients[gradient],
+                "worst_update": update,
+                "update": errors.updates[update],
             }
-            errors |= {"worst_gradient": gradient, "gradient": e.gradients[gradient]}
-            errors |= {"worst_update": update, "update": e.updates[update]}
-        values = vars(self) | {
-            "tolerance": asdict(self.tolerance),
-            "errors": errors,
-            "passed": self.passed,
-        }
-        return (
-            {"mesh": case.pop("sizes")}
-            | case
-            | {name: values[name] for name in values if name != "case"}
-        )
+        return record
 
 
 def dtypes(config: TrainConfig) -> list[str]:
     """Returns the dtypes to check.
 
-    They are float32, `precision.matmul`, then the coarsest 16-bit dtype of the configuration.
+    The list is float32, `precision.matmul`, and the coarsest 16-bit dtype of the configuration.
     """
-    of_model = {*asdict(config.model.precision).values(), config.optimizer.first_moment}
-    in_matmul = (
-        [] if config.model.precision.matmul == "compute" else [config.model.precision.matmul]
-    )
-    return ["float32", *in_matmul, *[dtype for dtype in COARSE if dtype in of_model][:1]]
+    precision = config.model.precision
+    checked = ["float32"]
+    if precision.matmul != "compute":
+        checked.append(precision.matmul)
+    used = {*asdict(precision).values(), config.optimizer.first_moment}
+    return checked + [dtype for dtype in COARSE if dtype in used][:1]
 
 
 def verdicts(
@@ -243,50 +256,53 @@ def verdicts(
       ConfigError: the task cannot be checked, because its numbers on one device are not finite or
         not repeatable.
     """
-    exact: parity.Numbers | None = None  # another run on one device
+    exact: parity.Numbers | None = None  # another run on one device, in the first dtype
     for dtype in dtypes(small):
         config = small if dtype in COARSE else replace_nested(small, IN_FLOAT32)
         if dtype != small.model.precision.matmul:
             config = replace_nested(config, {"model.precision.matmul": "compute"})
         tolerance = parity.TOLERANCES[dtype]
+        verdict = partial(Verdict, dtype=dtype, tolerance=tolerance)
+        locate = partial(first_difference, config, tolerance=tolerance.tensor, subject=subject)
         initial = parity.initial_arrays(config, subject)
-        for case in (ONE_DEVICE, *cases):
-            verdict = partial(Verdict, case, dtype, tolerance)
-            search = partial(first_difference, config, case, initial, tolerance.tensor, subject)
+        try:
+            initial, expected, again = parity.on_one_device(
+                config, initial, subject, replayed=exact
+            )
+        except Exception as error:  # a broken layer may raise any exception
+            if subject.is_own and isinstance(error, UserError):
+                raise
+            yield _failure(verdict, ONE_DEVICE, locate(ONE_DEVICE, initial), error)
+            continue
+        exact = exact or again
+        options = {"audited": subject.is_audited, "replayed": exact, "subject": subject}
+        for case in cases:
             is_optional = case.accumulation is not None and small.train.accumulation == 1
             try:
-                if case == ONE_DEVICE:
-                    initial, expected, again = parity.on_one_device(
-                        config, initial, subject, replayed=exact
-                    )
-                    exact = exact or again
-                    continue
-                options = {"audited": subject.is_audited, "replayed": exact, "subject": subject}
                 actual = parity.run(config, case, initial, *expected.states, **options)
-            except Exception as error:  # a broken layer may raise any exception
-                is_mistake = subject.is_own and isinstance(error, UserError)
-                if is_mistake and case == ONE_DEVICE:
-                    raise
-                if is_mistake or is_optional:
-                    why = (
-                        str(error) if isinstance(error, UserError) else describe_error("it", error)
-                    )
-                    yield verdict(None, (why,), left_out=True)
-                    continue
-                where = search()
-                yield verdict(None, (where or describe_error(f"{case}", error),), where)
-                if case == ONE_DEVICE:
-                    break
+            except Exception as error:
+                is_mistake = isinstance(error, UserError)
+                if is_optional or (is_mistake and subject.is_own):
+                    reason = str(error) if is_mistake else describe_error("it", error)
+                    yield verdict(case, errors=None, problems=(reason,), left_out=True)
+                else:
+                    yield _failure(verdict, case, locate(case, initial), error)
                 continue
             errors = parity.compare(actual, expected, exact if dtype in COARSE else again)
             if errors.within(tolerance):
-                yield verdict(errors, actual.problems)
+                yield verdict(case, errors=errors, problems=actual.problems)
             elif case.accumulation is not None:
-                yield verdict(errors, (NO_SUM,), left_out=is_optional)
+                yield verdict(case, errors=errors, problems=(NO_SUM,), left_out=is_optional)
             else:
-                yield verdict(
-                    errors, actual.problems, search() or _remaining_cause(errors, tolerance)
-                )
+                where = locate(case, initial) or _remaining_cause(errors, tolerance)
+                yield verdict(case, errors=errors, problems=actual.problems, first_difference=where)
+
+
+def _failure(
+    verdict: Callable[..., Verdict], case: Case, where: str | None, error: Exception
+) -> Verdict:
+    problem = where or describe_error(str(case), error)
+    return verdict(case, errors=None, problems=(problem,), first_difference=where)
 
 
 def _remaining_cause(errors: Errors, tolerance: Tolerance) -> str:

@@ -59,7 +59,9 @@ class _Recorder:
             except Exception:
                 self.failed_in = self.failed_in or name
                 raise
-            return output if get_opaque_trace_state() != self.trace else self.record(name, output)
+            if get_opaque_trace_state() != self.trace:
+                return output
+            return self.record(name, output)
 
         return with_calls(module, called)
 
@@ -80,17 +82,11 @@ class _Recorder:
         sequences: Sequences,
         experts: object = None,
     ) -> tuple[Array, list[None]]:
-        """Replaces `Decoder.with_routing`.
-
-        Its scan and remat would hide the modules of its blocks.
-        """
+        """Replaces `Decoder.with_routing`, whose scan and remat would hide the blocks' modules."""
         self.order = replace(sequences, segments=None, experts=None)
         self.length = ids_BT.shape[1]
-        layer_keys = (
-            [None] * model.config.num_layers
-            if keys is None
-            else split_keys(keys, model.config.num_layers)
-        )
+        num_layers = model.config.num_layers
+        layer_keys = [None] * num_layers if keys is None else split_keys(keys, num_layers)
         x_BTD = model.embed(ids_BT, sequences)
         for index, block in enumerate(model.in_order()):
             x_BTD = self.wrap(block, f"blocks.{index}")(x_BTD, layer_keys[index], sequences)
@@ -98,44 +94,55 @@ class _Recorder:
 
     def record(self, name: str, output: Any) -> Any:
         self.calls[name] += 1
-        if (count := self.calls[name]) > 1:
-            name = f"{name} (call {count})"
+        if self.calls[name] > 1:
+            name = f"{name} (call {self.calls[name]})"
         leaves, tree = jax.tree.flatten(output, is_leaf=lambda leaf: isinstance(leaf, Copies))
-        recorded = [at for at, leaf in enumerate(leaves) if _is_float(leaf)]
-        for at, zero in zip(recorded, self.zeros.get(name, ()), strict=False):
-            leaves[at] = _plus(leaves[at], zero)
-        if recorded:
-            self.outputs[name] = [_array(leaves[at]) for at in recorded]
-        return jax.tree.unflatten(tree, leaves) if recorded else output
+        zeros = iter(self.zeros.get(name, ()))
+        outputs = []
+        for position, leaf in enumerate(leaves):
+            if _is_float(leaf):
+                leaves[position] = _plus(leaf, next(zeros, None))
+                outputs.append(_array(leaves[position]))
+        if not outputs:
+            return output
+        self.outputs[name] = outputs
+        return jax.tree.unflatten(tree, leaves)
 
     def natural(self, x: Array) -> np.ndarray:
         """Returns an output with its tokens in natural order."""
+        array = np.asarray(x)
         has_tokens = self.length is not None and x.ndim > 1 and x.shape[1] == self.length
-        return np.asarray(self.order.natural(np.asarray(x)) if has_tokens else x)
+        return np.asarray(self.order.natural(array)) if has_tokens else array
+
+    def in_order(self, arrays: Outputs) -> Outputs:
+        """Returns arrays in the order of execution, with their tokens in natural order."""
+        # `self.outputs` has this order; JAX's transformations sort the keys of a dict.
+        return {name: list(map(self.natural, arrays[name])) for name in self.outputs}
 
 
 def first_difference(
     config: TrainConfig, case: Case, initial: Arrays, tolerance: float, subject: Subject = Subject()
 ) -> str | None:
-    """Names the first module whose output or backward pass differs.
-
-    It has a relative L2 error above `tolerance`.
-    """
+    """Names the first module whose output or gradient has a relative L2 error above `tolerance`."""
     traces = []
-    for each in (ONE_DEVICE, case) if case != ONE_DEVICE else (case,):
+    for traced in (ONE_DEVICE, case):
         recorder = _Recorder()
         try:
-            traces.append(_trace(on_case(config, each), each, initial, recorder, subject))
+            traces.append(_trace(on_case(config, traced), traced, initial, recorder, subject))
         except Exception as error:
-            return describe_error(f"{recorder.failed_in or 'the step'} on {each}", error)
+            return describe_error(f"{recorder.failed_in or 'the step'} on {traced}", error)
+        if case == ONE_DEVICE:
+            break
     outputs, gradients = traces[0]
     actual_outputs, actual_gradients = traces[-1]
     for name, output in outputs.items():
-        if (difference := _error(actual_outputs.get(name, []), output)) > tolerance:
+        difference = _error(actual_outputs.get(name, []), output)
+        if difference > tolerance:
             return f"{name}: its output is off by {difference:.1e}"
-    reader, *_ = reversed(outputs)
-    for name, gradient in [*reversed(gradients.items())][1:]:
-        if (difference := _error(actual_gradients.get(name, []), gradient)) > tolerance:
+    reader, *names = reversed(outputs)
+    for name in names:
+        difference = _error(actual_gradients.get(name, []), gradients[name])
+        if difference > tolerance:
             return (
                 f"{reader}: its backward pass is off by {difference:.1e}, in the gradient of "
                 f"the output of {name}"
@@ -148,49 +155,38 @@ def _trace(
     config: TrainConfig, case: Case, initial: Arrays, recorder: _Recorder, subject: Subject
 ) -> tuple[Outputs, Outputs]:
     mesh = mesh_of(case.sizes)
-    user = subject.task.loss
     batch = next(iter(subject.on_mesh(config, mesh)))
     blueprint = subject.blueprint(config, mesh)
     key = dropout_key(config.run.seed, 0)
+
+    def loss(
+        zeros: Outputs, state: nnx.State, batch: Any, recorder: _Recorder
+    ) -> tuple[Array, Outputs]:
+        recorder.zeros = zeros
+        recorder.trace = get_opaque_trace_state()
+        model: Any = blueprint.merge(state, key).model
+        recorder.wrap_model(model)
+        if subject.task.loss is None:
+            total, count = _decoder_loss(model, batch, config, key)
+            mean = recorder.record(DECODER_LOSS, total / count)
+        else:
+            terms = user_loss.call(subject.task.loss, model, batch, key)
+            mean = recorder.record(LOSS, terms.loss / terms.count)
+        return mean, recorder.outputs
+
     with jax.set_mesh(mesh):
         state = place(initial, blueprint.abstract, mesh)
-
-        def loss(
-            zeros: Outputs, state: nnx.State, batch: Any, recorder: _Recorder
-        ) -> tuple[Array, Outputs]:
-            recorder.zeros = zeros
-            recorder.trace = get_opaque_trace_state()
-            model: Any = blueprint.merge(state, key).model
-            recorder.wrap_model(model)
-            if user is None:
-                total, count = _decoder_loss(model, batch, config, key)
-            else:
-                terms = user_loss.call(user, model, batch, key)
-                total = terms.loss
-                count = terms.count
-            mean: Array = recorder.record(DECODER_LOSS if user is None else LOSS, total / count)
-            return mean, recorder.outputs
-
-        _, shapes = jax.eval_shape(
-            lambda state, batch: loss({}, state, batch, recorder), state, batch
+        shapes = jax.eval_shape(
+            lambda state, batch: loss({}, state, batch, recorder)[1], state, batch
         )
-        zeros = {
-            name: [jnp.zeros(each.shape, each.dtype) for each in arrays]
-            for name, arrays in shapes.items()
-        }
+        zeros = jax.tree.map(jnp.zeros_like, shapes)
         backward = jax.jit(
             jax.grad(
                 lambda zeros, state, batch: loss(zeros, state, batch, _Recorder()), has_aux=True
             )
         )
         gradients, outputs = backward(zeros, state, batch)
-        # The order of execution; JAX transformations sort the keys of a dict.
-        order = list(recorder.outputs)
-
-        def in_order(arrays: Outputs) -> Outputs:
-            return {name: [recorder.natural(array) for array in arrays[name]] for name in order}
-
-        return in_order(outputs), in_order(gradients)
+    return recorder.in_order(outputs), recorder.in_order(gradients)
 
 
 def _decoder_loss(
@@ -213,7 +209,9 @@ def _array(leaf: Array | Copies) -> Array:
     return leaf.array if isinstance(leaf, Copies) else leaf
 
 
-def _plus(leaf: Array | Copies, zero: Array) -> Array | Copies:
+def _plus(leaf: Array | Copies, zero: Array | None) -> Array | Copies:
+    if zero is None:
+        return leaf
     if not isinstance(leaf, Copies):
         return leaf + zero
     return Copies(
@@ -226,9 +224,10 @@ def _error(actual: list[Any], expected: list[Any]) -> float:
     errors = [
         relative_error(a, e) for a, e in zip(actual, expected, strict=False) if a.shape == e.shape
     ]
-    return max((float("inf") if np.isnan(error) else error for error in errors), default=0.0)
+    # `max` would ignore a NaN that is not the first.
+    return float("inf") if np.isnan(errors).any() else max(errors, default=0.0)
 
 
-def describe_error(what: str, error: Exception) -> str:
+def describe_error(name: str, error: Exception) -> str:
     """Returns one line with the type of an error and, in a user's code, its line."""
-    return str(user_code_error(what, error)).splitlines()[0]
+    return str(user_code_error(name, error)).splitlines()[0]

@@ -19,6 +19,7 @@ from jaxtp.analysis.audit import audit
 from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
 from jaxtp.collectives import batch_spec
 from jaxtp.config.schema import ConfigError, replace_nested
+from jaxtp.data.loader import Batch
 from jaxtp.layers.context import to_natural
 from jaxtp.layers.float8 import Float8
 from jaxtp.layers.lora import float8_kernels
@@ -28,7 +29,7 @@ from jaxtp.tools.check.subject import Subject
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import costs_of_step
-from jaxtp.train.state import OPTIMIZER_SCOPE, trained_parameters
+from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, trained_parameters
 from jaxtp.train.step import fetch, make_train_step
 from jaxtp.train.user_loss import require_sums
 from jaxtp.train.validation import share_of
@@ -111,12 +112,12 @@ class Errors:
     def allowed(self, name: str, tolerance: Tolerance) -> float:
         """Returns the tolerance of an array, `LOSS` or `GRAD_NORM`.
 
-        It is at least twice its rounding error on one device.
+        The tolerance is at least twice the array's rounding error on one device.
         """
-        least = tolerance.scalar if name in (LOSS, GRAD_NORM) else tolerance.tensor
+        minimum = tolerance.scalar if name in (LOSS, GRAD_NORM) else tolerance.tensor
         rounding = self.rounding.get(name, 0.0)
         # An array that is zero but for rounding. A mistake makes it many thousand times as large.
-        return 100.0 if rounding > 0.25 else max(least, 2 * rounding)
+        return 100.0 if rounding > 0.25 else max(minimum, 2 * rounding)
 
     def worst(self, tolerance: Tolerance) -> tuple[str, str]:
         """Returns the gradient and updated array with the largest errors.
@@ -124,16 +125,13 @@ class Errors:
         Errors are relative to their tolerance, and NaN comes first.
         """
 
-        def worst(errors: Mapping[str, float]) -> str:
-            return max(
-                errors,
-                key=lambda name: (
-                    np.isnan(errors[name]),
-                    errors[name] / self.allowed(name, tolerance),
-                ),
-            )
+        def badness(item: tuple[str, float]) -> tuple[bool, float]:
+            name, error = item
+            return bool(np.isnan(error)), error / self.allowed(name, tolerance)
 
-        return worst(self.gradients), worst(self.updates)
+        gradient, _ = max(self.gradients.items(), key=badness)
+        update, _ = max(self.updates.items(), key=badness)
+        return gradient, update
 
     def within(self, tolerance: Tolerance) -> bool:
         """Returns whether all errors are allowed; NaN never is."""
@@ -147,59 +145,59 @@ def initial_arrays(
 ) -> Arrays:
     """Returns the unpadded initial state, with noise added to the weights.
 
-    A user's model gets noise only in parameters.
+    In a user's model only the parameters get noise.
     """
+    blueprint = subject.blueprint(config, make_mesh())
     if config.model.lora.base != "full":
-        arrays = dict(
-            initial_arrays(replace_nested(config, {"model.lora.base": "full"}), subject, noise)
-        )
-        for kernel in float8_kernels(subject.blueprint(config, make_mesh()).abstract):
+        unquantized = replace_nested(config, {"model.lora.base": "full"})
+        arrays = dict(initial_arrays(unquantized, subject, noise))
+        for kernel in float8_kernels(blueprint.abstract):
             stored = Float8.of(arrays.pop(kernel))._asdict()
             arrays |= {f"{kernel}.{field}": np.asarray(array) for field, array in stored.items()}
         return arrays
-    blueprint = subject.blueprint(config, make_mesh())
     arrays = on_host(blueprint.create(config.run.seed), blueprint.mesh)
     names = {name for name in arrays if name.startswith("model.")}
     if not blueprint.is_decoder:
         names &= {f"model.{name}" for name in trained_parameters(blueprint)}
-    return {n: _with_noise(n, a, noise) if n in names else a for n, a in arrays.items()}
+    return arrays | {name: _with_noise(name, arrays[name], noise) for name in names}
 
 
 def on_one_device(
     config: TrainConfig, initial: Arrays, subject: Subject, *, replayed: Numbers | None = None
 ) -> tuple[Arrays, Numbers, Numbers]:
-    """Returns the initial state, its numbers on one device, and those from another run.
+    """Returns the initial state, and the numbers of two runs on one device.
 
-    The latter are for `Errors.rounding`.
-
-    For a user's task, and in float8, the other run changes the last digits of the weights. Noise
-    that makes a loss infinite is left out of the initial state.
+    The second run is for `Errors.rounding`. For a user's task, and in float8, it changes the last
+    digits of the weights. Noise that makes a loss infinite is left out of the initial state.
 
     Raises:
       ConfigError: the numbers of a user's task are not finite or not repeatable, or its loss is a
         mean.
     """
-    once = program(config, ONE_DEVICE, replayed=replayed, subject=subject)
-    numbers = once(initial)
+    run_updates = program(config, ONE_DEVICE, replayed=replayed, subject=subject)
+    numbers = run_updates(initial)
     if not subject.is_own:
-        later = numbers.states
-        return initial, numbers, once(*_in_other_digits(initial, *later)) if later else numbers
+        again = numbers
+        if numbers.states:
+            again = run_updates(*_in_other_digits(initial, *numbers.states))
+        return initial, numbers, again
     if not np.isfinite(numbers.losses).all():
         initial = initial_arrays(config, subject, noise=0)
-        numbers = once(initial)
+        numbers = run_updates(initial)
     if not np.isfinite(numbers.losses).all():
         raise ConfigError(
             f"the losses of three updates on one device are {', '.join(map(str, numbers.losses))}"
         )
-    again = program(config, ONE_DEVICE, replayed=replayed or numbers, subject=subject)
-    errors = compare(again(initial), numbers)
+    replay = program(config, ONE_DEVICE, replayed=replayed or numbers, subject=subject)
+    errors = compare(replay(initial), numbers)
     if not errors.within(TOLERANCES["float32"]):
         raise ConfigError(
             f"two runs on one device differ: the loss by {errors.loss:.1e}, the gradient norm by "
             f"{errors.grad_norm:.1e}. Draw all random numbers from the key of the loss or from "
             "nnx.Rngs, not from NumPy's or Python's generator"
         )
-    if (loss := subject.task.loss) is not None and replayed is None:
+    loss = subject.task.loss
+    if loss is not None and replayed is None:
         mesh = make_mesh()
         blueprint = subject.blueprint(config, mesh)
         with jax.set_mesh(mesh):
@@ -207,15 +205,15 @@ def on_one_device(
             batch = next(subject.on_mesh(config, mesh))
             if warning := require_sums(loss, blueprint, state, batch, config.train.accumulation):
                 print(warning)
-    return initial, numbers, again(*_in_other_digits(initial, *numbers.states))
+    return initial, numbers, replay(*_in_other_digits(initial, *numbers.states))
 
 
 def _in_other_digits(*states: Arrays) -> Iterator[Arrays]:
     # Shows how errors of rounding grow.
     for state in states:
         yield {
-            n: _with_noise(n, a, 0, LAST_DIGITS) if n.startswith("model.") else a
-            for n, a in state.items()
+            name: _with_noise(name, array, 0, LAST_DIGITS) if name.startswith("model.") else array
+            for name, array in state.items()
         }
 
 
@@ -232,70 +230,92 @@ def program(
     replayed: Numbers | None = None,
     subject: Subject = Subject(),
 ) -> Callable[..., Numbers]:
-    """Compiles three updates from one state, or one for each.
+    """Compiles three updates, which start from one state or from a state for each.
 
-    They have the expert choices of `replayed`.
+    The updates use the expert choices of `replayed`.
     """
     config = replace_nested(on_case(config, case), {"metrics.norm_groups": ()})
     mesh = mesh_of(case.sizes)
     task = subject.task
     blueprint = subject.blueprint(config, mesh)
     step = make_train_step(config, blueprint, with_choices=True, with_grads=True, task=task)
-    placed = list(subject.on_mesh(config, mesh))
-    replays: list[dict[str, Any]] = [{} for _ in placed]  # arguments of the step
-    if replayed is not None and any(kind is not None for kind in replayed.choices[0]):
-        for arguments, choices in zip(replays, replayed.choices, strict=True):
-            experts = tuple(None if kind is None else kind[0] for kind in choices)
-            arguments["experts"] = jax.device_put(experts, NamedSharding(mesh, batch_spec(None)))
-    problems: list[str] = []
+    batches = list(subject.on_mesh(config, mesh))
+    experts = _experts(replayed, mesh) or [{}] * len(batches)
     options: dict[str, Any] = {"compiler_options": COMPILER_OPTIONS}
-    if audited:
-        options["budget"] = costs_of_step(config, case.sizes).budget
-        modelled = task.optimizer is None and optimizers.is_modelled(config.optimizer)
-        options["global_view"] = () if modelled else (OPTIMIZER_SCOPE,)
-        with jax.set_mesh(mesh):
-            traced = step.trace(blueprint.sharded, placed[0], **replays[0])
-        result = audit(traced, blueprint.sharded, mesh=mesh, **options)
-        problems = result.problems()
-        step = result.compiled
-    else:
-        with jax.set_mesh(mesh):
-            step = step.lower(blueprint.sharded, placed[0], **replays[0]).compile(**options)
-    in_8_bits = config.model.precision.matmul != "compute"
-    zigzag = blueprint.is_decoder and config.model.zigzag(share_of(config, case.sizes))
+    with jax.set_mesh(mesh):
+        traced = step.trace(blueprint.sharded, batches[0], **experts[0])
+        if not audited:
+            compiled = traced.lower().compile(**options)
+            return _Updates(config, case, blueprint, batches, experts, compiled)
+    options["budget"] = costs_of_step(config, case.sizes).budget
+    modelled = task.optimizer is None and optimizers.is_modelled(config.optimizer)
+    options["global_view"] = () if modelled else (OPTIMIZER_SCOPE,)
+    result = audit(traced, blueprint.sharded, mesh=mesh, **options)
+    problems = tuple(result.problems())
+    return _Updates(config, case, blueprint, batches, experts, result.compiled, problems)
 
-    def three_updates(*states: Arrays) -> Numbers:
-        metrics: list[Mapping[str, float]] = []
-        all_choices: list[Choices] = []
-        reached: list[Arrays] = []
+
+def _experts(replayed: Numbers | None, mesh: Mesh) -> list[dict[str, object]]:
+    """Returns the argument of the step for each update; an empty list without experts."""
+    if replayed is None or all(kind is None for kind in replayed.choices[0]):
+        return []
+    sharding = NamedSharding(mesh, batch_spec(None))
+    experts = []
+    for choices in replayed.choices:
+        chosen = tuple(kind and kind[0] for kind in choices)
+        experts.append({"experts": jax.device_put(chosen, sharding)})
+    return experts
+
+
+@dataclass(frozen=True)
+class _Updates:
+    """Runs a compiled step for each batch, from one state or from a state for each."""
+
+    config: TrainConfig
+    case: Case
+    blueprint: Blueprint
+    batches: Sequence[Batch]
+    experts: Sequence[Mapping[str, object]]  # argument of the step, by update
+    step: jax.stages.Compiled
+    problems: tuple[str, ...] = ()  # from the audit
+
+    def __call__(self, *states: Arrays) -> Numbers:
+        mesh = self.blueprint.mesh
+        keeps_states = self.config.model.precision.matmul != "compute"
+        losses: list[float] = []
+        norms: list[float] = []
+        choices: list[Choices] = []
         gradients: Arrays = {}
-        for update, (batch, replay) in enumerate(zip(placed, replays, strict=True)):
+        later_states: list[Arrays] = []
+        for update, batch in enumerate(self.batches):
             if update < len(states):
-                state = place(states[update], blueprint.abstract, mesh)
-            state, values, choices, grads = step(state, batch, **replay)
-            choices = jax.tree.map(np.asarray, choices or [])
-            all_choices.append(
-                jax.tree.map(lambda x: to_natural(x, case.sizes[CP], 2), choices)
-                if zigzag
-                else choices
-            )
-            metrics.append(fetch(values))
+                state = place(states[update], self.blueprint.abstract, mesh)
+            state, values, chosen, grads = self.step(state, batch, **self.experts[update])
+            metrics = fetch(values)
+            losses.append(metrics["loss"])
+            norms.append(metrics["grad_norm"])
+            choices.append(self._natural(jax.tree.map(np.asarray, chosen or [])))
             gradients = gradients or on_host(grads, mesh)
-            reached += [on_host(state, mesh)] if in_8_bits or update + 1 == len(placed) else []
-        losses, norms = (
-            np.array([each[name] for each in metrics]) for name in ("loss", "grad_norm")
-        )
+            if keeps_states or update + 1 == len(self.batches):
+                later_states.append(on_host(state, mesh))
         return Numbers(
-            losses,
-            norms,
-            gradients,
-            reached.pop(),
-            tuple(problems),
-            tuple(all_choices),
-            tuple(reached),
+            losses=np.array(losses),
+            grad_norms=np.array(norms),
+            gradients=gradients,
+            state=later_states.pop(),
+            problems=self.problems,
+            choices=tuple(choices),
+            states=tuple(later_states),
         )
 
-    return three_updates
+    def _natural(self, choices: Choices) -> Choices:
+        sizes = self.case.sizes
+        if not self.blueprint.is_decoder or not self.config.model.zigzag(
+            share_of(self.config, sizes)
+        ):
+            return choices
+        natural: Choices = jax.tree.map(lambda x: to_natural(x, sizes[CP], 2), choices)
+        return natural
 
 
 def compare(actual: Numbers, expected: Numbers, exact: Numbers | None = None) -> Errors:
@@ -303,7 +323,7 @@ def compare(actual: Numbers, expected: Numbers, exact: Numbers | None = None) ->
 
     `exact` is another run on one device, for `Errors.rounding`.
     """
-    margins, choices = _flipped(actual, expected)
+    margins, choices = _differing_choices(actual, expected)
     return Errors(
         loss=relative_error(actual.losses, expected.losses),
         grad_norm=relative_error(actual.grad_norms, expected.grad_norms),
@@ -320,15 +340,15 @@ def _errors(actual: Arrays, expected: Arrays) -> dict[str, float]:
     return {name: relative_error(actual[name], array) for name, array in expected.items()}
 
 
-def _flipped(actual: Numbers, expected: Numbers) -> tuple[np.ndarray, int]:
-    """Returns the margins of differing expert choices, and the number of choices."""
+def _differing_choices(actual: Numbers, expected: Numbers) -> tuple[np.ndarray, int]:
+    """Returns the margins of differing expert choices, and the number of all choices."""
     margins = [np.zeros(0)]
     total = 0
-    for update in zip(actual.choices, expected.choices, strict=True):
-        for choice, reference in zip(*update, strict=True):
-            if choice is not None and reference is not None:
+    for actual_kinds, expected_kinds in zip(actual.choices, expected.choices, strict=True):
+        for choice, expected_choice in zip(actual_kinds, expected_kinds, strict=True):
+            if choice is not None and expected_choice is not None:
                 experts, _ = choice
-                expected_experts, margin = reference
+                expected_experts, margin = expected_choice
                 differ = np.any(np.sort(experts) != np.sort(expected_experts), axis=-1)
                 margins.append(margin[differ].astype(np.float64))
                 total += differ.size
@@ -337,26 +357,26 @@ def _flipped(actual: Numbers, expected: Numbers) -> tuple[np.ndarray, int]:
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """Returns the relative L2 error in float64; absolute if the expected value is zero."""
-    difference = float(np.linalg.norm(np.float64(actual) - np.float64(expected)))
-    return difference / (float(np.linalg.norm(np.float64(expected))) or 1.0)
+    reference = np.float64(expected)
+    difference = float(np.linalg.norm(np.float64(actual) - reference))
+    return difference / (float(np.linalg.norm(reference)) or 1.0)
 
 
 def place(arrays: Arrays, abstract: nnx.State, mesh: Mesh) -> nnx.State:
     """Returns a padded and sharded state from unpadded arrays."""
     targets = abstract_logical(abstract, mesh)
+    placed = {
+        name: jax.device_put(arrays[name], target.sharding) for name, target in targets.items()
+    }
     with jax.set_mesh(mesh):
-        return from_logical(
-            {n: jax.device_put(arrays[n], t.sharding) for n, t in targets.items()}, abstract, mesh
-        )
+        return from_logical(placed, abstract, mesh)
 
 
 def _with_noise(name: str, array: np.ndarray, noise: float, relative: float = 0.0) -> np.ndarray:
     if not np.issubdtype(array.dtype, np.inexact) and array.dtype.kind != "V":
         return array
-    random = np.random.default_rng(zlib.crc32(name.encode()))
-    return (
-        array + (noise + relative * np.abs(array)) * random.standard_normal(array.shape)
-    ).astype(array.dtype)
+    random = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(array.shape)
+    return (array + (noise + relative * np.abs(array)) * random).astype(array.dtype)
 
 
 def on_host(state: nnx.State, mesh: Mesh) -> dict[str, np.ndarray]:

@@ -6,8 +6,9 @@ accumulation, the optimizer. Shrunk: widths, layers, sequence, batch.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import get_args
 
 from jaxtp.config.command_line import parse_mesh
@@ -23,8 +24,10 @@ from jaxtp.mesh import (
     SEQUENCE,
     STORAGE,
     TP,
+    Sizes,
     batch_parts,
     check_sizes,
+    describe_split,
     mesh_shape,
     parts,
 )
@@ -50,7 +53,7 @@ MIN_EPSILON = 1e-5
 class Case:
     """A mesh to check, with sequence parallelism or not, and a cp attention method."""
 
-    sizes: Mapping[str, int]
+    sizes: Sizes
     sequence_parallel: bool
     context: Context = "auto"  # "auto" without cp, and if blocks differ in their methods
     accumulation: int | None = None  # None for the configuration's
@@ -62,14 +65,14 @@ class Case:
 
     def __str__(self) -> str:
         """Example: `fsdp 2 x cp 2 x tp 4, sequence-parallel, ulysses`."""
-        mesh = (
-            " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
-            or "one device"
-        )
-        split = ", sequence-parallel" if self.sequence_parallel else ""
-        method = f", {self.context}" if self.sizes[CP] > 1 and self.context != "auto" else ""
-        micro = "" if self.accumulation is None else f", accumulation {self.accumulation}"
-        return f"{mesh}{split}{method}{micro}"
+        words = [describe_split(self.sizes)]
+        if self.sequence_parallel:
+            words.append("sequence-parallel")
+        if self.sizes[CP] > 1 and self.context != "auto":
+            words.append(self.context)
+        if self.accumulation is not None:
+            words.append(f"accumulation {self.accumulation}")
+        return ", ".join(words)
 
 
 ONE_DEVICE = Case(mesh_shape(), False)
@@ -80,10 +83,11 @@ def plan(config: TrainConfig, meshes: Sequence[str] = ()) -> tuple[TrainConfig, 
     sizes = config.mesh.sizes
     check_sizes(sizes)
     # A size of -1 may be 1.
-    smallest = {axis: 1 if meshes or size == -1 else size for axis, size in sizes.items()}
-    check(config, smallest, lambda: None)
-    resolved = {axis: 2 if size == -1 else size for axis, size in sizes.items()}
-    cases = _requested_cases(config, meshes) if meshes else default_cases(config, resolved)
+    check(config, mesh_shape() if meshes else _resolved(sizes, 1), lambda: None)
+    if meshes:
+        cases = _requested_cases(config, meshes)
+    else:
+        cases = default_cases(config, _resolved(sizes, 2))
     if not cases:
         raise ConfigError(
             "this model fits no default mesh of several devices; choose one with --mesh"
@@ -92,25 +96,30 @@ def plan(config: TrainConfig, meshes: Sequence[str] = ()) -> tuple[TrainConfig, 
 
 
 def own_model_cases(config: TrainConfig, meshes: Sequence[str], *, over_cp: bool) -> list[Case]:
-    """Returns the requested or default meshes for a model of the user's.
-
-    Its plan need not fit them.
-    """
+    """Returns the requested or default meshes for a user's model, whose plan need not fit them."""
     if meshes:
         return [Case(sizes, False) for sizes in _requested_sizes(meshes).values()]
-    own = _scaled_down(
-        {axis: 2 if size == -1 else size for axis, size in config.mesh.sizes.items()}
-    )
-    others: list[dict[str, int]] = [{TP: 2}, {TP: 4}, {FSDP: 2}, {FSDP: 2, TP: 2}, {DP: 2}]
-    others += [{CP: 2}, {CP: 2, TP: 2}] if over_cp else []
-    cases = [Case(sizes, False) for sizes in (own, *(mesh_shape(**sizes) for sizes in others))]
-    return [case for at, case in enumerate(cases) if case.devices > 1 and case not in cases[:at]]
+    sizes: list[dict[str, int]] = [{TP: 2}, {TP: 4}, {FSDP: 2}, {FSDP: 2, TP: 2}, {DP: 2}]
+    if over_cp:
+        sizes += [{CP: 2}, {CP: 2, TP: 2}]
+    own_mesh = _scaled_down(_resolved(config.mesh.sizes, 2))
+    return _distinct(Case(mesh_shape(**mesh), False) for mesh in (own_mesh, *sizes))
+
+
+def _resolved(sizes: Sizes, size_of_rest: int) -> dict[str, int]:
+    return {axis: size_of_rest if size == -1 else size for axis, size in sizes.items()}
+
+
+def _distinct(cases: Iterable[Case]) -> list[Case]:
+    """Returns the cases that a check can run on several devices, each once."""
+    return list({str(case): case for case in cases if 1 < case.devices <= MAX_DEVICES}.values())
 
 
 def _requested_sizes(meshes: Sequence[str]) -> dict[str, dict[str, int]]:
     requested = {text: parse_mesh(text, AXES) for text in meshes}
     for text, sizes in requested.items():
-        if (count := math.prod(sizes.values())) == 1:
+        count = math.prod(sizes.values())
+        if count == 1:
             raise ConfigError(
                 f"--mesh {text}: meshes are compared with one device; name a larger one"
             )
@@ -126,89 +135,83 @@ def _requested_cases(config: TrainConfig, meshes: Sequence[str]) -> list[Case]:
     cases: list[Case] = []
     for text, sizes in _requested_sizes(meshes).items():
         first = Case(sizes, config.model.sequence_parallel or False, methods_of(config, sizes)[0])
-        if problems := list(unfit(config, first, fixed=config.run.init_from is not None)):
-            raise ConfigError(
-                f"--mesh {text}:\n" + "\n".join(f"  {problem}" for problem in problems)
-            )
-        cases += [case for case in cases_of(config, sizes) if case not in cases]
-    return cases
+        problems = list(unfit(config, first, fixed=config.run.init_from is not None))
+        if problems:
+            raise ConfigError("\n  ".join([f"--mesh {text}:", *problems]))
+        cases += cases_of(config, sizes)
+    return _distinct(cases)
 
 
-def default_cases(config: TrainConfig, mesh: Mapping[str, int]) -> list[Case]:
-    """Returns the configuration's mesh, and meshes for each axis separately and together.
+def default_cases(config: TrainConfig, mesh: Sizes) -> list[Case]:
+    """Returns the configuration's mesh, scaled down to 16 devices, and meshes for each axis.
 
-    The former is scaled down to 16 devices.
+    The other meshes use the axes separately and together.
     """
     scaled = _scaled_down(mesh)
     runnable = [tp for tp in range(2, MAX_DEVICES + 1) if cases_of(config, mesh_shape(tp=tp))]
     unpadded = [tp for tp in runnable if not padded_sizes(config.model, tp)] or [1]
     padded = [tp for tp in (2, 4, COMMON_TP) if tp in runnable and tp not in unpadded][:1]
     common = [tp for tp in unpadded if tp <= COMMON_TP] or unpadded[:1]
-    least = common[0]
-    most = common[-1]
-    tp = scaled[TP] if scaled[TP] > 1 else most
+    min_tp = common[0]
+    max_tp = common[-1]
+    tp = scaled[TP] if scaled[TP] > 1 else max_tp
     half = tp // 2 if tp // 2 in unpadded else tp
-    middle = max(tp for tp in common if tp <= max(COMMON_TP // 2, least))
-    others = [
+    middle = max(tp for tp in common if tp <= max(COMMON_TP // 2, min_tp))
+    sizes = [
+        scaled,
         {TP: tp},
         {TP: half},
         {FSDP: 2, TP: half},
-        {DP: 2, FSDP: 2, TP: least},
+        {DP: 2, FSDP: 2, TP: min_tp},
         {DP: 2, TP: middle},
-        {TP: most},
+        {TP: max_tp},
+        *({TP: tp} for tp in padded),
+        {DP: 2, FSDP: 2, CP: 2, TP: min_tp},
+        {CP: 8},
+        {FSDP: 8},
+        {DP: 8},
     ]
-    others += [{TP: tp} for tp in padded]
-    others += [{DP: 2, FSDP: 2, CP: 2, TP: least}, {CP: 8}, {FSDP: 8}, {DP: 8}]
-    meshes = [scaled, *(mesh_shape(**sizes) for sizes in others)]
     method = methods_of(config, mesh)[0]  # on fewer devices, auto might choose another method
-    cases = [case for sizes in meshes for case in cases_of(config, sizes, method)[:1]]
+    cases: list[Case] = []
+    for axes in sizes:
+        cases += cases_of(config, mesh_shape(**axes), method)[:1]
     cases[1:1] = cases_of(config, scaled, method)[1:] or cases_of(config, mesh_shape(tp=tp))[1:]
-    over_cp = cases_of(config, mesh_shape(cp=2, tp=least), method)
-    # The meshes of each method
+    over_cp = cases_of(config, mesh_shape(cp=2, tp=min_tp), method)
+    # One case of each method
     cases += [case for case in over_cp if case.sequence_parallel == over_cp[0].sequence_parallel]
-    return list({str(case): case for case in cases if 1 < case.devices <= MAX_DEVICES}.values())
+    return _distinct(cases)
 
 
-def cases_of(
-    config: TrainConfig, sizes: Mapping[str, int], first_method: Context = "auto"
-) -> list[Case]:
-    """Returns a mesh's cases, the configuration's own first.
-
-    The list is empty if the model cannot run on it.
-    """
+def cases_of(config: TrainConfig, sizes: Sizes, first_method: Context = "auto") -> list[Case]:
+    """Returns a mesh's cases, the configuration's own first; none if the model cannot run on it."""
     methods = sorted(methods_of(config, sizes), key=lambda method: method != first_method)
-    split = is_split(None, config.data.sequence_length, sizes)
-    first = split and config.model.sequence_parallel is not False
-    cases = [
-        Case(sizes, first, methods[0]),
-        *([Case(sizes, not first, methods[0])] if split else []),
-    ]
-    cases += [Case(sizes, first, method) for method in methods[1:]]
+    can_split = is_split(None, config.data.sequence_length, sizes)
+    first = can_split and config.model.sequence_parallel is not False
+    cases = [Case(sizes, first, method) for method in methods]
+    if can_split:
+        cases.insert(1, Case(sizes, not first, methods[0]))
     return [case for case in cases if not any(unfit(config, case))]
 
 
-def methods_of(config: TrainConfig, sizes: Mapping[str, int]) -> list[Context]:
-    """Returns the cp attention methods to check.
-
-    They are the configuration's, and for auto also the others.
-    """
+def methods_of(config: TrainConfig, sizes: Sizes) -> list[Context]:
+    """Returns the cp attention methods to check: the configuration's, and for auto all methods."""
     attending = attention_blocks(config.model)
     if sizes[CP] == 1 or config.mesh.context != "auto" or not attending:
         return [config.mesh.context if sizes[CP] > 1 else "auto"]
     share = share_of(config, sizes)
-    taken = {block.context_attention(sizes[TP]).method(share)[0] for block in attending}
-    automatic = taken.pop() if len(taken) == 1 else "auto"
+    chosen = {block.context_attention(sizes[TP]).method(share)[0] for block in attending}
+    automatic = chosen.pop() if len(chosen) == 1 else "auto"
     return [automatic, *(method for method in get_args(Method) if method != automatic)]
 
 
 def unfit(config: TrainConfig, case: Case, *, fixed: bool = False) -> Iterator[str]:
     """Yields reasons why a run does not fit a case; `fixed` as in `models.config.violations`."""
     run = on_case(config, case)
-    sizes = case.sizes
-    problems = (*context_problems(run, sizes), *padding_problems(run, sizes))
-    yield from list(violations(run.model, sizes, fixed=fixed)) or (
-        problem.text for problem in problems
-    )
+    problems = list(violations(run.model, case.sizes, fixed=fixed))
+    if not problems:
+        further = chain(context_problems(run, case.sizes), padding_problems(run, case.sizes))
+        problems = [problem.text for problem in further]
+    yield from problems
 
 
 def on_case(config: TrainConfig, case: Case) -> TrainConfig:
@@ -219,67 +222,69 @@ def on_case(config: TrainConfig, case: Case) -> TrainConfig:
 
 
 def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
-    """Returns a small configuration for all cases.
-
-    It has the same architecture and parallel structure.
-    """
-    same_batches = config.data.batches is not None
+    """Returns a small configuration with the same architecture and parallel structure."""
+    has_own_batches = config.data.batches is not None
     meshes = [case.sizes for case in cases]
     length = config.data.sequence_length
-    accumulation = min(config.train.accumulation, 2)
-    # Zigzag order splits a sequence into twice as many chunks as there are devices along cp.
-    chunks = math.lcm(*(parts(sizes, SEQUENCE) * (2 if sizes[CP] > 1 else 1) for sizes in meshes))
-    rows = smallest_congruent(0, math.lcm(*map(batch_parts, meshes)) * accumulation, MIN_ROWS)
-    sequence = length if same_batches else smallest_congruent(length, chunks, MIN_SEQUENCE)
+    new_length = length
+    if not has_own_batches:
+        # Zigzag order splits a sequence into twice as many chunks as there are devices along cp.
+        chunks = math.lcm(*(parts(sizes, SEQUENCE) * min(sizes[CP], 2) for sizes in meshes))
+        new_length = smallest_congruent(length, chunks, MIN_SEQUENCE)
     block = BLOCK if config.model.precision.matmul == "mxfp8" else 1
     shards = math.lcm(block, *(parts(sizes, STORAGE) for sizes in meshes))
-    tps = frozenset(sizes[TP] for sizes in meshes)
-    model = shrink_model(
-        config.model,
-        ShrinkSpec(tps=tps, shards=shards, length=sequence, before=length, block=block),
+    spec = ShrinkSpec(
+        tps=frozenset(sizes[TP] for sizes in meshes),
+        shards=shards,
+        length=new_length,
+        before=length,
+        block=block,
     )
-    if same_batches:
-        return in_three_updates(
-            replace_nested(config, {"model": replace(model, vocab_size=config.model.vocab_size)})
-        )
-    batch = {
-        "data.sequence_length": sequence,
-        "data.global_batch_size": rows,
+    model = shrink_model(config.model, spec)
+    if has_own_batches:
+        model = replace(model, vocab_size=config.model.vocab_size)
+        return in_three_updates(replace_nested(config, {"model": model}))
+    accumulation = min(config.train.accumulation, 2)
+    row_parts = math.lcm(*map(batch_parts, meshes)) * accumulation
+    changes = {
+        "model": model,
+        "data.sequence_length": new_length,
+        "data.global_batch_size": smallest_congruent(0, row_parts, MIN_ROWS),
         "train.accumulation": accumulation,
     }
-    return in_three_updates(replace_nested(config, {"model": model, **batch}))
+    return in_three_updates(replace_nested(config, changes))
 
 
 def in_three_updates(config: TrainConfig) -> TrainConfig:
     """Returns a configuration whose optimizer moves the weights enough to compare them."""
-    # With a smaller epsilon, Adam takes full steps for elements whose gradient is only rounding.
-    schedule: dict[str, object] = {
+    changes: dict[str, object] = {
+        # With a smaller epsilon, Adam takes full steps for elements whose gradient is only
+        # rounding.
+        "optimizer.eps": max(config.optimizer.eps, MIN_EPSILON),
         "optimizer.learning_rate": 1e-2,
         "optimizer.warmup_steps": 1,
         "train.epochs": None,
     }
-    if config.optimizer.build is None:  # a schedule of the user's may need all steps
-        schedule["train.steps"] = 10
-    return replace_nested(
-        config, {"optimizer.eps": max(config.optimizer.eps, MIN_EPSILON), **schedule}
-    )
+    if config.optimizer.build is None:  # the schedule of a user's optimizer may need all steps
+        changes["train.steps"] = 10
+    return replace_nested(config, changes)
 
 
 def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:
-    """Yields changes: `model.d_model 4096 -> 64`; of listed blocks only the name."""
-    for section in ("model", *(["data"] if config.data.batches is None else []), "train"):
-        before = vars(getattr(config, section))
+    """Yields changes: `model.d_model 4096 -> 64`, and only the name of listed blocks."""
+    for section in ("model", "data", "train"):
+        if section == "data" and config.data.batches is not None:
+            continue
         after = vars(getattr(small, section))
-        changes = {name: (old, after[name]) for name, old in before.items() if old != after[name]}
-        for name, (old, new) in changes.items():
+        for name, old in vars(getattr(config, section)).items():
             # Changes of precision concern only `matmul_layers`, which are the same layers.
-            if name in ("steps", "precision"):
+            if old == after[name] or name in ("steps", "precision"):
                 continue
             listed = name in ("first_blocks", "pattern")  # their sizes change like the model's
-            yield f"{section}.{name}" if listed else f"{section}.{name} {old} -> {new}"
+            yield f"{section}.{name}" if listed else f"{section}.{name} {old} -> {after[name]}"
 
 
-def _scaled_down(mesh: Mapping[str, int]) -> dict[str, int]:
+def _scaled_down(mesh: Sizes) -> dict[str, int]:
     """Returns tp and cp as large as 16 devices allow, and fsdp and dp of at most 2."""
     tp = _at_most(mesh[TP], MAX_DEVICES // min(2, mesh[CP]))
     cp = _at_most(mesh[CP], MAX_DEVICES // tp)

@@ -1,16 +1,15 @@
 """The subject of a check: the task of a configuration, and its first batches.
 
-A user's model is used as it is, a decoder is shrunk. Batches of the user's are read once, so every
-mesh gets the same.
+A user's model is used as it is; a decoder is shrunk. A user's batches are read once, so every mesh
+gets the same batches.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from numpy.typing import NDArray
 
 from jaxtp.config.console import size_text
 from jaxtp.config.schema import ConfigError, replace_nested
@@ -55,34 +54,31 @@ class Subject:
 
     @property
     def is_own(self) -> bool:
-        """Whether a part of it is the user's."""
+        """Whether any part of the task is the user's."""
         task = self.task
-        return any(
-            part is not None for part in (task.model, task.loss, task.batches, task.optimizer)
-        )
+        parts = (task.model, task.loss, task.batches, task.optimizer)
+        return any(part is not None for part in parts)
 
     @property
     def is_audited(self) -> bool:
         """Whether the modules declare all collectives of a step.
 
-        A decoder's do, with its own loss and data.
+        They do for a decoder with its own loss and data.
         """
         return not self.task.has_own_model and self.task.loss is None and self.task.batches is None
 
     def blueprint(self, config: TrainConfig, mesh: Mesh) -> Blueprint:
         """Plans the state on a mesh."""
-        return plan_of_run(
-            config, mesh, self.task, {} if self.batches is None else self.batches.shapes
-        )[0]
+        shapes = {} if self.batches is None else self.batches.shapes
+        blueprint, _ = plan_of_run(config, mesh, self.task, shapes)
+        return blueprint
 
     def on_mesh(self, config: TrainConfig, mesh: Mesh) -> Iterator[Batch]:
         """Yields a batch for each update; raises BatchError if it cannot be split over the mesh."""
         source = self.batches or _in_memory(random_tokens(config))
         micro_batches = config.train.accumulation if self.task.loss is not None else 1
-        return (
-            batch
-            for batch, _ in on_mesh(source, mesh, Position(), UPDATES, micro_batches=micro_batches)
-        )
+        for batch, _ in on_mesh(source, mesh, Position(), UPDATES, micro_batches=micro_batches):
+            yield batch
 
 
 def open_subject(
@@ -95,9 +91,8 @@ def open_subject(
     Raises:
       ValueError: a user's mistake, as in a run, or a model that is too large.
     """
-    task = load_task(
-        replace_nested(config, {"train.callbacks": (), "data.validation_batches": None})
-    )
+    unused_parts = {"train.callbacks": (), "data.validation_batches": None}
+    task = load_task(replace_nested(config, unused_parts))
     config = with_parts(config, task)
     data = None
     if task.has_own_model or task.batches is not None:
@@ -117,7 +112,9 @@ def open_subject(
         traits = check_loss_on(small, task, batches)
         batches.with_weights = traits.reads_weights
     blueprint = subject.blueprint(small, make_mesh())
-    if (needed := COPIES * total_bytes(blueprint)) > (memory := host_memory()):
+    needed = COPIES * total_bytes(blueprint)
+    memory = host_memory()
+    if needed > memory:
         raise ConfigError(
             f"a check of this model needs {size_text(needed, binary=True)} for {COPIES} copies of "
             f"its state, and this host has {size_text(memory, binary=True)}; make it small by "
@@ -129,9 +126,8 @@ def open_subject(
             cases = [replace(ONE_DEVICE, accumulation=accumulation), *cases]
     if data is not None:
         rows = range(data.global_batch_size)
-        subject = Subject(
-            task, _in_memory([columns for columns, _ in data.train.read(rows, Position(), UPDATES)])
-        )
+        read = [columns for columns, _ in data.train.read(rows, Position(), UPDATES)]
+        subject = Subject(task, _in_memory(read))
     return small, cases, subject
 
 
@@ -142,7 +138,7 @@ def _in_memory(batches: Sequence[Columns]) -> Batches:
 def _with_length(config: TrainConfig, batches: Batches) -> TrainConfig:
     # The length of the batches' sequences decides how a decoder splits them.
     shapes = batches.shapes
-    inputs = shapes.get("inputs", max(shapes.values(), key=lambda each: each.size))
+    inputs = shapes.get("inputs", max(shapes.values(), key=lambda column: column.size))
     if config.model.is_foreign or inputs.ndim != 2:
         return config
     return replace_nested(config, {"data.sequence_length": inputs.shape[1]})
@@ -150,19 +146,23 @@ def _with_length(config: TrainConfig, batches: Batches) -> TrainConfig:
 
 def random_batches(config: TrainConfig, loss: Loss | None) -> list[Columns]:
     """Returns a batch for each update: the examples of a loss, or random tokens."""
-    tokens = random_tokens(config)
+    batches = random_tokens(config)
     if attribute(loss, "example_batch", None) is None:
-        return tokens
+        return batches
     example = example_batch(loss, config, config.data.global_batch_size)
-    return [
-        {name: _filled(name, each, batch) for name, each in example.items()} for batch in tokens
-    ]
+    return [_filled(example, batch) for batch in batches]
 
 
-def _filled(name: str, example: Example, tokens: Columns) -> NDArray[np.generic]:
-    if not isinstance(example, jax.ShapeDtypeStruct):
-        return np.asarray(example)
-    return tokens[name] if name in tokens else np.zeros(example.shape, example.dtype)
+def _filled(example: Mapping[str, Example], tokens: Columns) -> Columns:
+    columns = {}
+    for name, column in example.items():
+        if not isinstance(column, jax.ShapeDtypeStruct):
+            columns[name] = np.asarray(column)
+        elif name in tokens:
+            columns[name] = tokens[name]
+        else:
+            columns[name] = np.zeros(column.shape, column.dtype)
+    return columns
 
 
 def random_tokens(config: TrainConfig) -> list[Columns]:
@@ -170,7 +170,7 @@ def random_tokens(config: TrainConfig) -> list[Columns]:
 
     In a packed batch the last row and half of the row before it are padding.
     """
-    made = []
+    batches = []
     shape = (config.data.global_batch_size, config.data.sequence_length + 1)
     for update in range(UPDATES):
         random = np.random.default_rng(update)
@@ -184,5 +184,5 @@ def random_tokens(config: TrainConfig) -> list[Columns]:
             for row, begin in ((-1, 0), (-2, labels.shape[1] // 2)):
                 batch[SEGMENTS][row, begin:] = 0
                 labels[row, begin:] = IGNORE
-        made.append(batch)
-    return made
+        batches.append(batch)
+    return batches

@@ -23,7 +23,7 @@ from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.console import Display
-from jaxtp.config.schema import Keys, Switch, UserPath, expand, to_yaml
+from jaxtp.config.schema import Keys, OptionalFolder, Switch, UserPath, expand, to_yaml
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.generate.loading import SourceConfig, StoredModel, open_stored
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
@@ -76,23 +76,11 @@ jaxtp convert list
 """
 PLAN = "base_model_tp_plan"
 _EQUIVALENT = {
-    "colwise": {
-        "colwise",
-        "colwise_rep",
-        "colwise_gather_output",
-        "local_colwise",
-        "packed_colwise",
-    },
-    "rowwise": {"rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise", "packed_rowwise"},
-    "embedding_rowwise": {"embedding_rowwise", "rowwise", "rowwise_rep"},
-    "grouped_gemm": {"grouped_gemm"},
-    "replicated": {
-        "replicated",
-        "replicated_with_grad_allreduce",
-        "sequence_parallel",
-        "local",
-        "mla_kv_a_proj",
-    },
+    "colwise": "colwise colwise_rep colwise_gather_output local_colwise packed_colwise",
+    "rowwise": "rowwise rowwise_rep rowwise_split_input local_rowwise packed_rowwise",
+    "embedding_rowwise": "embedding_rowwise rowwise rowwise_rep",
+    "grouped_gemm": "grouped_gemm",
+    "replicated": "replicated replicated_with_grad_allreduce sequence_parallel local mla_kv_a_proj",
 }
 """Styles of transformers that split as jaxtp's style does; they may differ in gathering the
 output."""
@@ -101,7 +89,6 @@ output."""
 IMPORTED = "imported"  # Key of a checkpoint's info: folder and dtype of the imported model
 HFDir = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
 RunDir = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-OptionalDir = Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,17 +138,17 @@ class Export:
     family: str | None = None
     """Family to write, by its model_type, such as qwen3 or gemma2; by default the family of the
     model that the run started from, or the first that fits."""
-    tokenizer_from: OptionalDir = None
+    tokenizer_from: OptionalFolder = None
     """Folder in Hugging Face format whose tokenizer files are copied; by default the hf/ of an
     imported run."""
     merged: Switch = False
     """Write the whole model of a run that trained adapters, with the adapters merged into the
     kernels."""
-    adapters: OptionalDir = None
+    adapters: OptionalFolder = None
     """Folder of adapters in PEFT's format, to merge into the kernels in float32."""
-    base: OptionalDir = None
+    base: OptionalFolder = None
     """Base model of a run that trained adapters, if it has moved."""
-    like: OptionalDir = None
+    like: OptionalFolder = None
     """Folder that the model came from, if it has moved: the vision tower and other tensors outside
     of the text model are copied from it."""
     text_only: Switch = False
@@ -211,30 +198,30 @@ COMMANDS: dict[str, Command[Any]] = {
 def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit code.
 
-    It is 0, 2 for a user's mistake, 3 for weights that are not finite, 130 for Ctrl-C.
+    The code is 0, 2 for a user's mistake, 3 for weights that are not finite, or 130 for Ctrl-C.
     """
     silence_orbax()
     return entry.attempt(PROGRAM, lambda: _run(argv))
 
 
 def _run(argv: Sequence[str]) -> None:
-    chosen, flags = choose(PROGRAM, COMMANDS, argv)
-    command, _ = chosen.load(flags)
-    if isinstance(command, Import):
-        print(import_run(command))
-    elif isinstance(command, Export):
-        print(export_run(command))
-    elif isinstance(command, List):
+    command, flags = choose(PROGRAM, COMMANDS, argv)
+    config, _ = command.load(flags)
+    if isinstance(config, Import):
+        print(import_run(config))
+    elif isinstance(config, Export):
+        print(export_run(config))
+    elif isinstance(config, List):
         print("\n".join(_list_lines()))
     else:
-        print("\n".join(plan_lines(command.source, command.ignore_config)))
+        print("\n".join(plan_lines(config.source, config.ignore_config)))
 
 
 @contextmanager
 def _progress(verb: str) -> Iterator[Progress]:
     with Display(f"{{done}}% {verb}", stream=sys.stderr) as display:
         display.begin(0, 100)
-        yield lambda done, total: display.move(100 * done // max(total, 1), "")
+        yield lambda finished, total: display.move(100 * finished // max(total, 1), "")
 
 
 def import_run(command: Import) -> str:
@@ -270,42 +257,30 @@ def _save(
 
 
 def export_run(command: Export) -> str:
-    """Writes a checkpoint, or a model with adapters, in Hugging Face format.
-
-    Returns a message.
-    """
+    """Writes a checkpoint, or a model with adapters, in Hugging Face format; returns a message."""
     mesh = command.mesh.make()  # before `open_stored`, which starts JAX's backend
     settings = SourceConfig(
         adapters=command.adapters, base=command.base, ignore_config=command.ignore_config
     )
     source = open_stored(command.run, settings, has_build=False)
     stored = source.config
-    name = str(source.folder)
-    only_adapters = source.config.lora.rank and not command.merged
-    if not source.is_run and source.adapters is None:
-        raise HFError(
-            f"{name} is in Hugging Face format already; --adapters DIR adds adapters to it"
-        )
-    if not stored.lora.rank and (
-        command.base is not None or (command.merged and source.adapters is None)
-    ):
-        raise HFError(
-            f"{name} has no adapters; leave {'--base' if command.base is not None else '--merged'} "
-            "out"
-        )
-    attributes, tokenizer = (
-        _run_files(source) if source.is_run else (copied_attributes(command.run), command.run)
-    )
+    _check_export(command, source)
+    tokenizer: Path | None = command.run
+    if source.is_run:
+        attributes, tokenizer = _run_files(source)
+    else:
+        attributes = copied_attributes(command.run)
+    if tokenizer is not None and not has_tokenizer(tokenizer):
+        tokenizer = None
     options: SaveOptions = {
         "family": command.family or (None if command.text_only else source.family),
-        "tokenizer_from": command.tokenizer_from
-        or (tokenizer if tokenizer and has_tokenizer(tokenizer) else None),
+        "tokenizer_from": command.tokenizer_from or tokenizer,
         "dtype": command.dtype,
         "allow_non_finite": command.allow_non_finite,
     }
     if command.experts is not None:
         options["experts"] = command.experts
-    if only_adapters:
+    if stored.lora.rank and not command.merged:
         return _export_adapters(command, source, mesh, options)
     like = _origin(command, source)
     dtype: DType = command.dtype or source.info.get(IMPORTED, {}).get("dtype") or source.dtype
@@ -323,10 +298,21 @@ def export_run(command: Export) -> str:
             max_shard_size=command.max_shard_size,
             **options,
         )
-    return (
-        f"{name}{'' if source.adapters is None else f' with {source.adapters.path}'} is in "
-        f"{command.out}"
-    )
+    adapters = "" if source.adapters is None else f" with {source.adapters.path}"
+    return f"{source.folder}{adapters} is in {command.out}"
+
+
+def _check_export(command: Export, source: StoredModel) -> None:
+    if source.adapters is None and not source.is_run:
+        raise HFError(
+            f"{source.folder} is in Hugging Face format already; --adapters DIR adds adapters to it"
+        )
+    if source.config.lora.rank:
+        return
+    if command.base is not None:
+        raise HFError(f"{source.folder} has no adapters; leave --base out")
+    if command.merged and source.adapters is None:
+        raise HFError(f"{source.folder} has no adapters; leave --merged out")
 
 
 def _origin(command: Export, source: StoredModel) -> Path | None:
@@ -338,14 +324,10 @@ def _origin(command: Export, source: StoredModel) -> Path | None:
     if command.text_only or (command.family is not None and not multimodal):
         return command.like
     if source.opened is not None:
-        return (
-            command.run
-            if is_part(family_of(source.opened.attributes, str(command.run)))
-            else command.like
-        )
-    if (
-        like := command.like or origin_of(hf_files_of(source.folder))
-    ) is not None and not like.is_dir():
+        family = family_of(source.opened.attributes, str(command.run))
+        return command.run if is_part(family) else command.like
+    like = command.like or origin_of(hf_files_of(source.folder))
+    if like is not None and not like.is_dir():
         raise HFError(
             f"{like}: no such folder; {source.folder} has only the text model of the model there. "
             "Name the folder by --like DIR, or export the text model by --text-only"
@@ -376,16 +358,15 @@ def _run_files(source: StoredModel) -> tuple[dict[str, Any], Path | None]:
     """Returns config.json attributes without effect on outputs, and the folder of the tokenizer."""
     hf_files = hf_files_of(source.folder)
     data = source.info["config"].get("data", {})
-    trained = data.get("sequence_length")
-    path = data.get("path")
-    folders = (hf_files, None if path is None else expand(Path(path)))
-    tokenizer = next(
-        (folder for folder in folders if folder is not None and has_tokenizer(folder)), None
-    )
+    tokenizer = hf_files
+    if data.get("path") is not None and not (hf_files and has_tokenizer(hf_files)):
+        tokenizer = expand(Path(data["path"]))
     attributes = copied_attributes(hf_files)
-    longest = attributes.get(MAX_POSITIONS)
-    if hf_files is None or (trained and type(longest) is int and longest < trained):
-        attributes[MAX_POSITIONS] = trained  # the run trained on longer sequences
+    trained_length = data.get("sequence_length")
+    length = attributes.get(MAX_POSITIONS)
+    is_shorter = trained_length and type(length) is int and length < trained_length
+    if hf_files is None or is_shorter:
+        attributes[MAX_POSITIONS] = trained_length
     return attributes, tokenizer
 
 
@@ -419,33 +400,36 @@ def plan_lines(path: Path, ignore_config: Collection[str] = ()) -> Iterator[str]
     source = str(path / CONFIG)
     config = model_config(attributes, source, ignore_config)
     family = family_of(attributes, source)
-    theirs = attributes.get(PLAN)
+    styles = attributes.get(PLAN)
     origin = f"{PLAN} of {source}"
-    if theirs is None:
-        theirs = family.tp_plan
+    if styles is None:
+        styles = family.tp_plan
         origin = "the plan of transformers"
-    if not isinstance(theirs, Mapping) or not all(
-        isinstance(style, str) for style in theirs.values()
-    ):
+    is_plan = isinstance(styles, Mapping) and all(isinstance(s, str) for s in styles.values())
+    if not is_plan:
         raise HFError(f"{source}: {PLAN} should give a style for each module")
-    ours = _our_plan(config, family)
+    own_styles = _own_plan(config, family)
     yield f"{family.model_type}, {origin}"
     yield ""
-    width = max(39, *map(len, (*ours, *theirs))) + 1
+    modules = dict.fromkeys((*own_styles, *styles))
+    width = max(39, *map(len, modules)) + 1
     yield f"{'module':<{width}}{'transformers':<32}{'jaxtp':<20}"
-    for module in dict.fromkeys((*ours, *theirs)):
-        styles = f"{theirs.get(module, '-'):<32}{ours.get(module, '-'):<20}"
-        yield f"{module:<{width}}{styles}{_verdict(module, theirs, ours)}"
+    for module in modules:
+        verdict = _verdict(module, styles, own_styles)
+        yield (
+            f"{module:<{width}}{styles.get(module, '-'):<32}{own_styles.get(module, '-'):<20}"
+            f"{verdict}"
+        )
 
 
-def _our_plan(config: ModelConfig, family: Family) -> dict[str, str]:
+def _own_plan(config: ModelConfig, family: Family) -> dict[str, str]:
     """Returns jaxtp's style of each module, in PyTorch's names, from its parameters' specs."""
     blocks = {stack: block for stack, _, block in config.kinds()}
     plan: dict[str, str] = {}
     for path, variable in named_variables(abstract_decoder(config)[1]).items():
         stack, general = split_path(path)
-        possible = alternatives(general, family, blocks.get(str(stack), config.block()))
-        tensor = next(tensor for tensor in possible if tensor.layout in (None, "stacked"))
+        tensors = alternatives(general, family, blocks.get(str(stack), config.block()))
+        tensor = next(tensor for tensor in tensors if tensor.layout in (None, "stacked"))
         if not tensor.theirs.endswith((".bias", "proj_bias")):
             module = tensor.theirs.removeprefix(family.prefix).removesuffix(".weight")
             plan[module.replace(LAYER, "*")] = _style(tensor, spec_of(variable))
@@ -465,12 +449,12 @@ def _style(tensor: Tensor, declared: PartitionSpec) -> str:
     return "colwise" if split == [outputs] else "rowwise"
 
 
-def _verdict(module: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
-    if module not in theirs:  # transformers replicates modules that its plan lacks
-        return "" if ours[module] == "replicated" else "split by jaxtp only"
-    if module not in ours:
+def _verdict(module: str, styles: Mapping[str, str], own_styles: Mapping[str, str]) -> str:
+    if module not in styles:  # transformers replicates modules that its plan lacks
+        return "" if own_styles[module] == "replicated" else "split by jaxtp only"
+    if module not in own_styles:
         return "no such module in this model"
-    return "same" if theirs[module] in _EQUIVALENT[ours[module]] else "differs"
+    return "same" if styles[module] in _EQUIVALENT[own_styles[module]].split() else "differs"
 
 
 if __name__ == "__main__":

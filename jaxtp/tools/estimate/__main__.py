@@ -6,7 +6,7 @@ if __name__ == "__main__":
     start("jaxtp estimate")
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
@@ -15,7 +15,7 @@ import jax
 import tyro
 
 from jaxtp.analysis.hardware import parse, require_matmul
-from jaxtp.analysis.tables import between, gigabytes
+from jaxtp.analysis.tables import gigabytes
 from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command
@@ -29,7 +29,7 @@ from jaxtp.config.schema import (
     replace_nested,
     to_short_yaml,
 )
-from jaxtp.mesh import MeshError, mesh_shape, resolve_sizes
+from jaxtp.mesh import MeshError, Sizes, mesh_shape, resolve_sizes
 from jaxtp.tools.estimate import foreign, generation
 from jaxtp.tools.estimate.compiler import (
     DoesNotFitError,
@@ -52,7 +52,15 @@ from jaxtp.tools.estimate.search import (
     spans_hosts,
     target,
 )
-from jaxtp.tools.estimate.summary import draw, explained, heading, ranking, record, setting_record
+from jaxtp.tools.estimate.summary import (
+    draw,
+    explained,
+    heading,
+    ranking,
+    record,
+    setting_record,
+    speed_range,
+)
 from jaxtp.train.config import IGNORED_BY_COST, LoopConfig, TrainConfig, training_of
 from jaxtp.train.defaults import RUN_DIR, DeviceInfo, default_settings, resolve_defaults
 from jaxtp.train.setup import open_task
@@ -125,15 +133,10 @@ COMMAND = Command(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command and returns its exit code.
-
-    It is 0, 1 if nothing fits or tier 3 disagrees, 2 for a user's mistake.
-    """
-    return (
-        foreign.main(argv)
-        if foreign.names_model(argv)
-        else entry.attempt(PROGRAM, lambda: _estimate(argv))
-    )
+    """Runs the command; returns 0, 1 if nothing fits or tier 3 disagrees, or 2 for a mistake."""
+    if foreign.names_model(argv):
+        return foreign.main(argv)
+    return entry.attempt(PROGRAM, lambda: _estimate(argv))
 
 
 def _estimate(argv: Sequence[str]) -> int:
@@ -162,7 +165,7 @@ def _estimate(argv: Sequence[str]) -> int:
     model = describe_model(config)
     print(heading(config, where, model), *notes, sep="\n", end="\n\n", flush=True)
     best, numbers = _search(options, config, where, model)
-    fits, failed = _compile(options, best, numbers)
+    fits, failure = _compile(options, best, numbers)
     write_json("--json", options.json, numbers)
     if options.write is not None and not fits:
         print(f"\n--write {options.write}: not written, because nothing fits")
@@ -171,13 +174,12 @@ def _estimate(argv: Sequence[str]) -> int:
             options.write.write_text(
                 as_configuration(best, replace_nested(options, {"train.epochs": epochs}))
             )
-        needed = (
-            " --model.from-hf DIR"
-            if options.model.lora.rank and options.model.from_hf is None
-            else ""
-        )
-        print(f"\n{options.write}: for jaxtp train --config {options.write}{needed}")
-    return entry.fail(PROGRAM, failed) if failed is not None else 0 if fits else 1
+        needs_model = options.model.lora.rank and options.model.from_hf is None
+        needed_flags = " --model.from-hf DIR" if needs_model else ""
+        print(f"\n{options.write}: for jaxtp train --config {options.write}{needed_flags}")
+    if failure is not None:
+        return entry.fail(PROGRAM, failure)
+    return int(not fits)
 
 
 def _load(argv: Sequence[str]) -> tuple[EstimateConfig, list[str], float | None]:
@@ -191,7 +193,8 @@ def _load(argv: Sequence[str]) -> tuple[EstimateConfig, list[str], float | None]
 
     # With --write all settings of the run matter.
     writes = any(word.partition("=")[0] == "--write" for word in argv)
-    options, notes = (replace(COMMAND, ignored=()) if writes else COMMAND).load(argv, fitted)
+    command = replace(COMMAND, ignored=()) if writes else COMMAND
+    options, notes = command.load(argv, fitted)
     return options, notes, epochs
 
 
@@ -200,36 +203,33 @@ def _search(
 ) -> tuple[Setting, dict[str, object]]:
     # Prints the ranking and what --plot and --generate add; returns the best setting, and numbers
     # for --json.
-    meshes: Sequence[Mapping[str, int]] = parse_meshes(
-        options.meshes, options.hardware, where.devices
-    )
+    meshes: Sequence[Sizes] = parse_meshes(options.meshes, options.hardware, where.devices)
     meshes = meshes or meshes_to_try(config, where.devices, where.hardware.domain)
-    found = search(config, where, model, meshes, as_configured=options.as_configured)
-    print(ranking(found), end="\n\n", flush=True)
-    configured = (
-        None if options.as_configured or options.meshes else _configured(config, where, model)
-    )
-    alternatives = faster(found, model) if found.fitting else list(remedies(found, model))
-    print(explained(found, configured, alternatives, options.price), flush=True)
-    best = found.settings[0]
+    results = search(config, where, model, meshes, as_configured=options.as_configured)
+    print(ranking(results), end="\n\n", flush=True)
+    configured = None
+    if not (options.as_configured or options.meshes):
+        configured = _configured(config, where, model)
+    best = results.settings[0]
+    alternatives = faster(results, model) if best.fits else list(remedies(results, model))
+    print(explained(results, configured, alternatives, options.price), flush=True)
     matmul = config.model.precision.matmul
     if matmul != "compute":
-        without = estimate(
-            replace_nested(best.config, {"model.precision.matmul": "compute"}), where, model
-        )
+        in_compute_dtype = replace_nested(best.config, {"model.precision.matmul": "compute"})
+        without = estimate(in_compute_dtype, where, model)
         gain = without.time.expected / best.time.expected
         print(
             f"{matmul:<8}{gain:.2f} x as fast as --model.precision.matmul compute: modelled, not "
             "measured"
         )
-    numbers = record(config, where, model, found) | {
+    numbers = record(config, where, model, results) | {
         "configured": None if configured is None else setting_record(configured),
         "alternatives": [
             {"change": other.change, **setting_record(other.setting)} for other in alternatives
         ],
     }
     title = f"{model.parameters:,} parameters on {options.hardware}"
-    write_picture("--plot", options.plot, partial(draw, found, title))
+    write_picture("--plot", options.plot, partial(draw, results, title))
     if options.generate:
         length = config.data.sequence_length
         generating = generation.generations(
@@ -250,7 +250,7 @@ def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, l
         )
     where = _target(options)
     hardware = where.hardware
-    per_process = min(where.devices, where.hardware.domain)
+    per_process = min(where.devices, hardware.domain)
     place = DeviceInfo(
         where.devices, per_process, True, hardware.name, where.room, hardware.architecture
     )
@@ -259,11 +259,12 @@ def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, l
 
 
 def _refuse_for_own_parts(options: EstimateConfig) -> None:
-    names = ("tier", "as_configured", "price", "generate", "write", "plot")
-    if chosen := [
-        name for name in names if getattr(options, name) != getattr(EstimateConfig, name)
-    ]:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in chosen)
+    flags = ", ".join(
+        f"--{name.replace('_', '-')}"
+        for name in ("tier", "as_configured", "price", "generate", "write", "plot")
+        if getattr(options, name) != getattr(EstimateConfig, name)
+    )
+    if flags:
         raise ConfigError(
             f"{flags}: not for a model, loss, batches or optimizer of your own, whose step is "
             "traced as it is configured; --mesh, --memory-fraction and --json work"
@@ -299,7 +300,6 @@ def as_configuration(best: Setting, options: EstimateConfig) -> str:
 
     Comments have the command, the hardware and missing settings.
     """
-    slow, fast = best.tokens_per_second_range
     where = best.target
     config = best.config
     if spans_hosts(best.sizes, where.hardware.domain):
@@ -310,19 +310,20 @@ def as_configuration(best: Setting, options: EstimateConfig) -> str:
         )
     default = target(where.hardware, where.devices, allocator=config.launch.allocator).share
     variable = "" if where.share == default else f"XLA_PYTHON_CLIENT_MEM_FRACTION={where.share} "
-    missing = {
-        "data.path: a dataset of jaxtp prepare": config.data.path is None
-        and not config.data.mixture,
-        "model.from_hf: the model to fine-tune; without it the weights "
-        "are random": config.model.from_hf is None and config.run.init_from is None,
-        "run.dir: a folder for the run": config.run.dir == TrainConfig().run.dir,
-    }
+    missing = []
+    if config.data.path is None and not config.data.mixture:
+        missing.append("#   data.path: a dataset of jaxtp prepare")
+    if config.model.from_hf is None and config.run.init_from is None:
+        missing.append(
+            "#   model.from_hf: the model to fine-tune; without it the weights are random"
+        )
+    if config.run.dir == TrainConfig().run.dir:
+        missing.append("#   run.dir: a folder for the run")
     lines = [
         f"# {variable}jaxtp train --config {options.write}",
         "#",
         f"{WRITTEN} {options.hardware}: {gigabytes(best.memory.total)} GB on each device, of",
-        f"# {gigabytes(where.room)} for JAX, and {between(f'{slow:,.0f}', f'{fast:,.0f}')} "
-        "tokens/s, modelled.",
+        f"# {gigabytes(where.room)} for JAX, and {speed_range(best)} tokens/s, modelled.",
     ]
     if where.devices > where.hardware.domain:
         lines.insert(
@@ -330,11 +331,8 @@ def as_configuration(best: Setting, options: EstimateConfig) -> str:
             "# Each host starts this, by a scheduler or jaxtp launch "
             "(jaxtp/distributed/README.md):",
         )
-    if any(missing.values()):
-        lines += [
-            "# Still to be filled in:",
-            *(f"#   {line}" for line, is_missing in missing.items() if is_missing),
-        ]
+    if missing:
+        lines += ["# Still to be filled in:", *missing]
     return "\n".join(lines) + f"\n\n{to_short_yaml(config, default_settings(config))}"
 
 
@@ -346,7 +344,7 @@ def _compile(
     Returns whether the step fits, and an error of a compiler.
     """
     fits = best.fits
-    failed: Exception | None = None
+    failure: Exception | None = None
     try:
         if options.tier >= 2 and best.config.train.loss is None:
             request_devices(best)
@@ -355,13 +353,15 @@ def _compile(
             print("", *partitioned.lines(best), sep="\n", flush=True)
     except (ConfigError, MeshError) as error:
         numbers["tier_2"] = {"error": str(error)}
-        failed = error
+        failure = error
     try:
         if options.tier >= 3:
-            name = best.target.hardware.compiled_as
-            hosts = best.target.hosts
             compiled = compile_for(
-                best.config, best.sizes, name, **hosts, timeout_s=options.timeout
+                best.config,
+                best.sizes,
+                best.target.hardware.compiled_as,
+                **best.target.hosts,
+                timeout_s=options.timeout,
             )
             numbers["tier_3"] = compiled.record(best)
             fits = fits and compiled.fits(best)
@@ -372,8 +372,8 @@ def _compile(
         print("", error, sep="\n", flush=True)
     except TargetError as error:
         numbers["tier_3"] = {"error": str(error)}
-        failed = error
-    return fits, failed
+        failure = error
+    return fits, failure
 
 
 def _configured(config: TrainConfig, where: Target, model: Model) -> Setting | None:

@@ -42,14 +42,14 @@ from jaxtp.analysis.schedule import (
     read_parts,
     read_schedule,
 )
-from jaxtp.analysis.step_costs import LOGIT_PASSES
+from jaxtp.analysis.step_costs import LOGIT_PASSES, StepCosts
 from jaxtp.analysis.tables import columns
 from jaxtp.config.entry import signal_name
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain, validate
 from jaxtp.data.loader import split
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.distributed.environment import child_environment
-from jaxtp.mesh import describe_mesh, mesh_of
+from jaxtp.mesh import Sizes, describe_mesh, mesh_of
 from jaxtp.tools.estimate.roofline import link_speed
 from jaxtp.tools.estimate.search import Setting, is_plain
 from jaxtp.train import optimizer as optimizers
@@ -83,9 +83,18 @@ TPU_EXTRA = "estimate-tpu"
 GPU_COMPILERS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _CUDNN = {"jax-cuda13-plugin": "nvidia-cudnn-cu13", "jax-cuda12-plugin": "nvidia-cudnn-cu12"}
 _TORUS_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3}
-SECONDS = ("seconds_of_products", "seconds_of_others", "seconds_of_copies", "seconds_of_links")
+LINK_SECONDS = "seconds_of_links"
+SECONDS = ("seconds_of_products", "seconds_of_others", "seconds_of_copies", LINK_SECONDS)
 # Passes over float32 logits that a loss needs: read forward and backward, and a gradient in 16 bits
 LOGITS = 2.5
+_COLLECTIVE_HEADER = (
+    *("collective", "over", "times"),
+    *("GB of messages", "overlapped", "operations that overlap"),
+)
+_PART_HEADER = (
+    *("part", "kernels", "TFLOP", "/ least", "GB", "/ least"),
+    *("products", "others", "copies", "links"),
+)
 ABSENT_GPU = {"xla_gpu_autotune_level": 0}  # no GPU to time kernels on
 
 Bytes = Mapping[tuple[str, Axes], float]  # Bytes that each device sends, by kind and mesh axes
@@ -127,8 +136,8 @@ class Partitioned:
             f"{self.seconds:.0f} s"
         )
         rows = [
-            (kind, "+".join(axes), *(f"{n / GB:,.3f}" for n in sent))
-            for kind, axes, *sent in self.rows
+            (kind, "+".join(axes), f"{planned / GB:,.3f}", f"{realised / GB:,.3f}")
+            for kind, axes, planned, realised in self.rows
         ]
         yield columns(("collective", "over", "GB sent, tier 1", "GB sent, compiled"), rows)
         amount = "what tier 1 says" if self.equal else "no more than the bounds of tier 1"
@@ -138,22 +147,26 @@ class Partitioned:
             )
         else:
             yield "the partitioned program does not move what tier 1 says"
-        yield from (f"  {text}" for text in (*self.problems, *self.warnings, *self.notes))
+        for text in (*self.problems, *self.warnings, *self.notes):
+            yield f"  {text}"
 
     def record(self) -> dict[str, object]:
         """Returns tier 2 for JSON."""
-        sent = {
-            name: [
-                {"kind": kind, "axes": axes, "bytes_sent": size}
-                for (kind, axes), size in getattr(self, name).items()
-            ]
-            for name in ("planned", "realised")
+        return {
+            "provenance": "compiled",
+            "equal_to_tier_1": self.equal,
+            "within_tier_1": self.within,
+            "planned": _records(self.planned),
+            "realised": _records(self.realised),
+            "problems": self.problems,
+            "warnings": self.warnings,
+            "notes": self.notes,
+            "seconds": self.seconds,
         }
-        others = {
-            name: getattr(self, name) for name in ("problems", "warnings", "notes", "seconds")
-        }
-        agreement = {"equal_to_tier_1": self.equal, "within_tier_1": self.within}
-        return {"provenance": "compiled", **agreement, **sent, **others}
+
+
+def _records(sent: Bytes) -> list[dict[str, object]]:
+    return [{"kind": kind, "axes": axes, "bytes_sent": size} for (kind, axes), size in sent.items()]
 
 
 def request_devices(setting: Setting) -> None:
@@ -177,7 +190,7 @@ def compile_partitioned(setting: Setting) -> Partitioned:
     mesh = mesh_of(setting.sizes)
     blueprint = _plan(config, mesh)
     with captured_stderr() as printed:
-        found = audit(
+        report = audit(
             trace_step(config, blueprint),
             blueprint.sharded,
             mesh=mesh,
@@ -185,22 +198,24 @@ def compile_partitioned(setting: Setting) -> Partitioned:
             global_view=() if optimizers.is_modelled(config.optimizer) else (OPTIMIZER_SCOPE,),
             compiler_options=QUICK,
         )
+    array_traffic = {
+        collective: times for collective, times in report.realised.items() if collective.shape
+    }
     return Partitioned(
-        bytes_sent(setting.costs.traffic),
-        bytes_sent({one: times for one, times in found.realised.items() if one.shape}),
-        tuple(found.problems()),
-        tuple(line.rstrip() for line in printed if line.strip()),
-        time.monotonic() - started,
-        tuple(notes),
-        not is_plain(config.model),
+        planned=bytes_sent(setting.costs.traffic),
+        realised=bytes_sent(array_traffic),
+        problems=tuple(report.problems()),
+        warnings=tuple(line.rstrip() for line in printed if line.strip()),
+        seconds=time.monotonic() - started,
+        notes=tuple(notes),
+        bound=not is_plain(config.model),
     )
 
 
 def bytes_sent(moved: Traffic) -> Bytes:
     """Sums the bytes per device by kind and mesh axes."""
-    return {
-        place: sent for place, (_, sent) in sums(moved, lambda one: (one.kind, one.axes)).items()
-    }
+    totals = sums(moved, lambda collective: (collective.kind, collective.axes))
+    return {place: sent for place, (_, sent) in totals.items()}
 
 
 def _for_cpu(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
@@ -291,13 +306,10 @@ class Topology:
 
     def devices(self) -> Sequence[jax.Device]:
         """Returns abstract devices to compile for."""
-        gpu = (
-            {"topology": self.name, "target_config": self.target_config}
-            if self.platform == "cuda"
-            else {}
-        )
-        described = topologies.get_topology_desc(self.name, self.platform, **gpu)
-        return list(described.devices)
+        options = {}
+        if self.platform == "cuda":
+            options = {"topology": self.name, "target_config": self.target_config}
+        return topologies.get_topology_desc(self.name, self.platform, **options).devices
 
 
 def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
@@ -306,41 +318,42 @@ def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
     Raises `TargetError` without a compiler for them.
     """
     if hardware in TARGET_CONFIGS:
-        compiler = installed(GPU_COMPILERS, GPU_EXTRA)
-        name = f"1x{hosts}x{devices_per_host}"
         return Topology(
-            platform="cuda", name=name, target_config=TARGET_CONFIGS[hardware], compiler=compiler
+            platform="cuda",
+            name=f"1x{hosts}x{devices_per_host}",
+            target_config=TARGET_CONFIGS[hardware],
+            compiler=installed(GPU_COMPILERS, GPU_EXTRA),
         )
     if hardware in _TORUS_DIMS:
         shape = torus(hosts * devices_per_host, _TORUS_DIMS[hardware])
-        compiler = installed(("libtpu",), TPU_EXTRA)
         return Topology(
-            platform="tpu", name=f"{hardware}:{'x'.join(map(str, shape))}", compiler=compiler
+            platform="tpu",
+            name=f"{hardware}:{'x'.join(map(str, shape))}",
+            compiler=installed(("libtpu",), TPU_EXTRA),
         )
-    known = ", ".join((*TARGET_CONFIGS, *_TORUS_DIMS))
-    raise TargetError(f"no compiler works for {hardware} without the device; choose one of {known}")
+    names = ", ".join((*TARGET_CONFIGS, *_TORUS_DIMS))
+    raise TargetError(f"no compiler works for {hardware} without the device; choose one of {names}")
 
 
 def with_cudnn(target: Topology) -> Topology | None:
     """Adds cuDNN's library to absent GPUs; None if missing."""
     package = _CUDNN[target.compiler.partition(" ")[0]]
     try:
-        found = metadata.distribution(package)
+        cudnn = metadata.distribution(package)
     except metadata.PackageNotFoundError:
         return None
-    folder = str(found.locate_file("nvidia/cudnn/lib"))
     return replace(
-        target, compiler=f"{target.compiler}, {package} {found.version}", libraries=folder
+        target,
+        compiler=f"{target.compiler}, {package} {cudnn.version}",
+        libraries=str(cudnn.locate_file("nvidia/cudnn/lib")),
     )
 
 
 def installed(packages: Sequence[str], extra: str) -> str:
     """Returns the first installed package with its version; the error names the extra."""
     for package in packages:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             return f"{package} {metadata.version(package)}"
-        except metadata.PackageNotFoundError:
-            continue
     raise TargetError(
         f"the compiler for this target is not installed: pip install 'jaxtp[{extra}]'"
     )
@@ -349,12 +362,13 @@ def installed(packages: Sequence[str], extra: str) -> str:
 def torus(devices: int, dims: int) -> tuple[int, ...]:
     """Returns a TPU slice's shape: near a cube, of powers of two."""
     if devices.bit_count() != 1:
-        near = 2 ** math.floor(math.log2(devices))
+        near = 1 << (devices.bit_length() - 1)
         raise TargetError(
             f"{devices} TPUs: a slice has a power of two, such as {near} or {2 * near}"
         )
-    small, rest = divmod(devices.bit_length() - 1, dims)
-    return tuple(2 ** (small + (i >= dims - rest)) for i in range(dims))
+    small, num_larger = divmod(devices.bit_length() - 1, dims)
+    exponents = [small] * (dims - num_larger) + [small + 1] * num_larger
+    return tuple(2**exponent for exponent in exponents)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,44 +407,20 @@ class Compiled:
             f"tier 1: {estimated / GB:,.2f}, {estimated / peak - 1:+.0%} of the peak"
         )
         if setting.config.model.most_experts and self.flops is not None:
-            expected = f"{setting.costs.flops / 1e12:,.1f}"
             yield (
                 f"products: {self.flops / 1e12:,.1f} TFLOP with empty rows of experts, tier 1: "
-                f"{expected} without"
+                f"{setting.costs.flops / 1e12:,.1f} without"
             )
         if setting.config.model.precision.matmul != "compute":
-            asked = self.in_float8 + sum(self.not_in_float8.values())
-            none = "" if self.in_float8 else "; WARNING: none"
+            requested = self.in_float8 + sum(self.not_in_float8.values())
+            warning = "" if self.in_float8 else "; WARNING: none"
             yield (
-                f"products asked for in float8: {asked:,}; compiled in float8: "
-                f"{self.in_float8:,}{none}"
+                f"products asked for in float8: {requested:,}; compiled in float8: "
+                f"{self.in_float8:,}{warning}"
             )
-            yield from (
-                f"  not in float8: {layer}, {times:,} times"
-                for layer, times in self.not_in_float8.items()
-            )
-        rows = [
-            (
-                m.kind,
-                f"{'+'.join(m.axes)} {m.group}",
-                f"{m.count:,}",
-                f"{m.bytes / GB:,.3f}",
-                *overlap,
-            )
-            for m in self.collectives
-            for overlap in [(f"{m.overlapped:,}", f"{m.computing:,}")]
-        ]
-        yield columns(
-            (
-                "collective",
-                "over",
-                "times",
-                "GB of messages",
-                "overlapped",
-                "operations that overlap",
-            ),
-            rows,
-        )
+            for layer, times in self.not_in_float8.items():
+                yield f"  not in float8: {layer}, {times:,} times"
+        yield self._collective_table()
         if self.parts:
             yield (
                 "Parts of the step, with milliseconds at the peaks of the hardware (copies are "
@@ -443,7 +433,22 @@ class Compiled:
                     "  (products counted as 0, because their kernels do not tell their FLOPs: "
                     f"{unknown:,.0f})"
                 )
-        yield from (f"  ({note})" for note in self.notes)
+        for note in self.notes:
+            yield f"  ({note})"
+
+    def _collective_table(self) -> str:
+        rows = [
+            (
+                collective.kind,
+                f"{'+'.join(collective.axes)} {collective.group}",
+                f"{collective.count:,}",
+                f"{collective.bytes / GB:,.3f}",
+                f"{collective.overlapped:,}",
+                f"{collective.computing:,}",
+            )
+            for collective in self.collectives
+        ]
+        return columns(_COLLECTIVE_HEADER, rows)
 
     def record(self, setting: Setting) -> dict[str, object]:
         """Returns tier 3 for JSON."""
@@ -451,7 +456,7 @@ class Compiled:
             "provenance": "compiled",
             **dataclasses.asdict(self),
             "parts": roofline(setting, self.parts, self.collectives) if self.parts else {},
-            "collectives": [one.record() for one in self.collectives],
+            "collectives": [collective.record() for collective in self.collectives],
             "fits": self.fits(setting),
             "tier_1_to_peak": setting.memory.total / self.peak_bytes,
         }
@@ -460,89 +465,89 @@ class Compiled:
 def roofline(
     setting: Setting, parts: Mapping[str, Part], collectives: Sequence[Scheduled]
 ) -> dict[str, Part]:
-    """Returns parts with their seconds at the hardware's peaks, `all` of them, and links.
+    """Returns the step's parts with seconds at the hardware's peaks, their sum `all`, and links.
 
-    A part also has the least FLOPs and bytes, the account of remat none.
+    A part also has the minimum of FLOPs and bytes, without recomputation.
     """
     hardware = setting.target.hardware
-    once = replace_nested(setting.config, {"model.remat": "none"})
-    costs = costs_of_step(once, setting.sizes, hardware.architecture, once=True)
-    trained = 0 if once.model.lora.rank else setting.memory.parameters
-    gradients = trained * min(1.0, itemsize(once.model.precision.reduce) / costs.param_itemsize)
-    least = [
-        # Gradients are also read for their norm.
-        ("optimizer", 0.0, 2 * (setting.memory.optimizer + trained + gradients)),
-        ("embedding, loss", 0.0, costs.logits * LOGITS / LOGIT_PASSES),
-        *((part_of(one.module), 0.0, one.bytes) for one in costs.elementwise),
-    ]
-    for one in (*costs.products, *costs.attention, *costs.update):
-        least.append(
-            (part_of(f"{one.module}/{one.name}"), one.counted * one.flops, one.count * one.bytes)
-        )
-    sent = bytes_by_axes(dict.fromkeys(collectives, 1))
-    needed = bytes_by_axes(costs.traffic)
+    work = setting.relative_work
+    without_remat = replace_nested(setting.config, {"model.remat": "none"})
+    costs = costs_of_step(without_remat, setting.sizes, hardware.architecture, once=True)
     zeros = dict.fromkeys((*AMOUNTS, *SECONDS, "bytes_sent", "least_flops", "least_bytes"), 0.0)
-    found = {name: zeros | part for name, part in parts.items()}
-    for part in found.values():
-        seconds = [
-            part[key] / hardware.bandwidth
-            for key in ("product_bytes", "other_bytes", "copied_bytes")
-        ]
-        part |= zip(
-            SECONDS,
-            (max(part["flops_16"] / hardware.flops, seconds[0]), *seconds[1:], 0.0),
-            strict=True,
-        )
-    for name, flops, size in least:
-        found[name]["least_flops"] += setting.relative_work * flops
-        found[name]["least_bytes"] += setting.relative_work * size
+    timed = {name: zeros | part | _seconds(part, hardware) for name, part in parts.items()}
+    for name, flops, size in _minimum_amounts(setting, costs):
+        timed[name]["least_flops"] += work * flops
+        timed[name]["least_bytes"] += work * size
+    required = bytes_by_axes(costs.traffic)
     links = dict[str, Part]()
-    for axes, size in sent.items():
-        each = {"bytes_sent": size, "least_bytes": setting.relative_work * needed.get(axes, 0.0)}
-        each[SECONDS[-1]] = (
-            size / link_speed(hardware, setting.sizes, axes) * hardware.link_efficiency
+    for axes, size in bytes_by_axes(dict.fromkeys(collectives, 1)).items():
+        seconds = size / link_speed(hardware, setting.sizes, axes) * hardware.link_efficiency
+        links[f"sent over {'+'.join(axes)}"] = zeros | {
+            "bytes_sent": size,
+            "least_bytes": work * required.get(axes, 0.0),
+            LINK_SECONDS: seconds,
+        }
+        timed[COLLECTIVES][LINK_SECONDS] += seconds
+    total = dict(zeros)
+    for part in timed.values():
+        for key in total:
+            total[key] += part[key]
+    return timed | {"all": total} | links
+
+
+def _seconds(part: Part, hardware: Hardware) -> Part:
+    memory_speed = hardware.bandwidth
+    return {
+        "seconds_of_products": max(
+            part["flops_16"] / hardware.flops, part["product_bytes"] / memory_speed
+        ),
+        "seconds_of_others": part["other_bytes"] / memory_speed,
+        "seconds_of_copies": part["copied_bytes"] / memory_speed,
+    }
+
+
+def _minimum_amounts(setting: Setting, costs: StepCosts) -> Iterator[tuple[str, float, float]]:
+    """Yields the part of each operation, and its minimum of FLOPs and bytes."""
+    model = setting.config.model
+    trained = 0 if model.lora.rank else setting.memory.parameters
+    gradients = trained * min(1.0, itemsize(model.precision.reduce) / costs.param_itemsize)
+    # Gradients are also read for their norm.
+    yield "optimizer", 0.0, 2 * (setting.memory.optimizer + trained + gradients)
+    yield "embedding, loss", 0.0, costs.logits * LOGITS / LOGIT_PASSES
+    for operation in costs.elementwise:
+        yield part_of(operation.module), 0.0, operation.bytes
+    for product in (*costs.products, *costs.attention, *costs.update):
+        yield (
+            part_of(f"{product.module}/{product.name}"),
+            product.counted * product.flops,
+            product.count * product.bytes,
         )
-        links[f"sent over {'+'.join(axes)}"] = zeros | each
-        found[COLLECTIVES][SECONDS[-1]] += each[SECONDS[-1]]
-    return (
-        found | {"all": {key: sum(part[key] for part in found.values()) for key in zeros}} | links
-    )
 
 
 def part_table(parts: Mapping[str, Part]) -> str:
     """Formats a `roofline`."""
-    header = (
-        "part",
-        "kernels",
-        "TFLOP",
-        "/ least",
-        "GB",
-        "/ least",
-        "products",
-        "others",
-        "copies",
-        "links",
-    )
+
+    def ratio(amount: float, minimum: float) -> str:
+        return f"{amount / minimum:.2f}" if minimum else ""
+
     rows = []
-    for name, one in parts.items():
-        flops = one["flops"]
-        size = one["product_bytes"] + one["other_bytes"] + one["bytes_sent"]
-        both = (flops, one["least_flops"]), (size, one["least_bytes"])
-        ratios = [f"{amount / least:.2f}" if least else "" for amount, least in both]
+    for name, part in parts.items():
+        flops = part["flops"]
+        size = part["product_bytes"] + part["other_bytes"] + part["bytes_sent"]
         amounts = (
-            f"{one['kernels']:,.0f}",
+            f"{part['kernels']:,.0f}",
             f"{flops / 1e12:,.2f}",
-            ratios[0],
+            ratio(flops, part["least_flops"]),
             f"{size / GB:,.2f}",
-            ratios[1],
+            ratio(size, part["least_bytes"]),
         )
-        rows.append((name, *amounts, *(f"{1e3 * one[key]:,.2f}" for key in SECONDS)))
-    return columns(header, rows)
+        rows.append((name, *amounts, *(f"{1e3 * part[key]:,.2f}" for key in SECONDS)))
+    return columns(_PART_HEADER, rows)
 
 
 def compile_for(
     config: TrainConfig,
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     hardware: str,
     *,
     hosts: int,
@@ -560,29 +565,25 @@ def compile_for(
         raise TargetError(f"mesh {describe_mesh(sizes)}: each axis needs at least 1 device")
     check(config, dict(sizes))
     if (needed := math.prod(sizes.values())) != hosts * devices_per_host:
-        there = f"{hosts} host{'s' if hosts > 1 else ''} of {devices_per_host}"
         raise TargetError(
-            f"mesh {describe_mesh(sizes)} takes {needed} devices, and {there} have another number"
+            f"mesh {describe_mesh(sizes)} takes {needed} devices, and {hosts} "
+            f"host{'s' if hosts > 1 else ''} of {devices_per_host} have another number"
         )
     target = topology(hardware, hosts, devices_per_host)
-    notes = []
-    if "cudnn" in chosen_kernels(config, sizes, TABLE[hardware].architecture):
-        if found := with_cudnn(target):
-            target = found
-            notes = ["the workspace of cuDNN's kernels is not counted"]
-        else:
-            config = with_attention(config, "fused")
-            notes = [
-                "compiled with the fused attention; for cuDNN's: pip install "
-                f"'jaxtp[{CUDNN_EXTRA}]'"
-            ]
-    compiled = ask(config, sizes, target, timeout_s=timeout_s)
-    return replace(compiled, notes=(*compiled.notes, *notes))
+    if "cudnn" not in chosen_kernels(config, sizes, TABLE[hardware].architecture):
+        return ask(config, sizes, target, timeout_s=timeout_s)
+    note = "the workspace of cuDNN's kernels is not counted"
+    cudnn_target = with_cudnn(target)
+    if cudnn_target is None:
+        config = with_attention(config, "fused")
+        note = f"compiled with the fused attention; for cuDNN's: pip install 'jaxtp[{CUDNN_EXTRA}]'"
+    compiled = ask(config, sizes, cudnn_target or target, timeout_s=timeout_s)
+    return replace(compiled, notes=(*compiled.notes, note))
 
 
 def ask(
     config: TrainConfig,
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     target: Topology,
     *,
     timeout_s: float,
@@ -599,7 +600,7 @@ def ask(
         folders = filter(None, (target.libraries, environment.get("LD_LIBRARY_PATH")))
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             compiler or COMPILER,
             input=json.dumps(request),
             env=environment,
@@ -614,28 +615,29 @@ def ask(
             f"the compiler for the target was ended after its time limit of {timeout_s:g} s; allow "
             f"it more, such as --timeout {3 * timeout_s:g}"
         ) from None
-    if done.returncode:
-        how = f"crashed ({signal_name(-done.returncode)})" if done.returncode < 0 else "failed"
-        last = [f"\n  {line}" for line in done.stderr.splitlines() if line.strip(" ^~")][
-            -_LAST_LINES:
-        ]
-        raise TargetError(
-            "the compiler for the target "
-            f"{how}{''.join((':', *last)) if last else ' without a word'}"
-        )
+    if process.returncode:
+        raise TargetError(f"the compiler for the target {_describe_failure(process)}")
     try:
-        answer = json.loads(done.stdout.splitlines()[-1])
+        answer = json.loads(process.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         raise TargetError(
-            f"the compiler for the target gave no answer: {done.stdout[-200:]!r}"
+            f"the compiler for the target gave no answer: {process.stdout[-200:]!r}"
         ) from None
-    if error := answer.get("error"):
-        raise (TargetError if answer.get("fits", True) else DoesNotFitError)(error)
+    if "error" in answer:
+        raise DoesNotFitError(answer["error"])
     collectives = tuple(
-        Scheduled(**{**one, "axes": tuple(one["axes"])}) for one in answer.pop("collectives")
+        Scheduled(**{**record, "axes": tuple(record["axes"])})
+        for record in answer.pop("collectives")
     )
-    notes = (_DIFFERENCES[target.platform], *sorted(set(_WARNING.findall(done.stderr))))
+    notes = (_DIFFERENCES[target.platform], *sorted(set(_WARNING.findall(process.stderr))))
     return Compiled(**answer, collectives=collectives, notes=notes)
+
+
+def _describe_failure(process: subprocess.CompletedProcess[str]) -> str:
+    code = process.returncode
+    verb = f"crashed ({signal_name(-code)})" if code < 0 else "failed"
+    lines = [f"\n  {line}" for line in process.stderr.splitlines() if line.strip(" ^~")]
+    return f"{verb}:{''.join(lines[-_LAST_LINES:])}" if lines else f"{verb} without a word"
 
 
 def main() -> None:
@@ -649,25 +651,19 @@ def main() -> None:
     with jax.set_mesh(mesh):
         lowered = traced.lower()
     started = time.perf_counter()
+    options: dict[str, bool | str | int] = {**compiler_options(config, target.platform)}
+    if target.platform == "cuda":
+        options |= ABSENT_GPU
     try:
-        options = compiler_options(config, target.platform) | (
-            ABSENT_GPU if target.platform == "cuda" else {}
-        )
         compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         text = f"the compiler says that it does not fit: {str(error).splitlines()[0][:300]}"
-        print(json.dumps({"error": text, "fits": False}))
+        print(json.dumps({"error": text}))
     else:
-        print(
-            json.dumps(
-                {
-                    "seconds": time.perf_counter() - started,
-                    **_numbers(compiled, target.platform, sizes),
-                }
-            )
-        )
+        seconds = time.perf_counter() - started
+        print(json.dumps({"seconds": seconds, **_numbers(compiled, target.platform, sizes)}))
 
 
 def trace(config: TrainConfig, mesh: Mesh) -> Traced:
@@ -688,9 +684,7 @@ def _plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
     return plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
 
 
-def _numbers(
-    compiled: jax.stages.Compiled, platform: str, sizes: Mapping[str, int]
-) -> dict[str, object]:
+def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Sizes) -> dict[str, object]:
     text = compiled.as_text() or ""
     flops = None
     kernels = dict[str, Part]()
@@ -709,7 +703,7 @@ def _numbers(
         # On GPUs, temporaries are one block.
         "peak_bytes": stats.peak_memory_in_bytes if platform == "tpu" else block,
         "parts": kernels,
-        "collectives": [one.record() for one in read_schedule(text, sizes)],
+        "collectives": [collective.record() for collective in read_schedule(text, sizes)],
         "flops": flops,
         "in_float8": in_float8,
         "not_in_float8": not_in_float8,

@@ -1,6 +1,6 @@
-"""Ranks meshes for any Flax model and loss.
+"""Ranks meshes for any Flax model and loss, by a trace of the step on each mesh.
 
-It traces the step on each mesh (`train/user_step.py`).
+`train/user_step.py` traces the step.
 
 `jaxtp estimate --model.build ...` takes a run's model, plan, loss, batches and optimizer. In
 `jaxtp estimate FILE.py:build` the loss is the sum of the model's outputs. Bytes sent and FLOPs are
@@ -10,7 +10,7 @@ seconds are modelled (`roofline.py`).
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, cast
 
@@ -29,19 +29,35 @@ from jaxtp.config.command_line import Command
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.python_object import load_object, user_code
-from jaxtp.config.schema import ConfigError, UserPath, allowed, replace_nested
-from jaxtp.mesh import CP, TP, abstract_mesh, describe_mesh, fitting_meshes, mesh_sizes
+from jaxtp.config.schema import ConfigError, OptionalFile, allowed, replace_nested
+from jaxtp.mesh import (
+    CP,
+    TP,
+    Sizes,
+    abstract_mesh,
+    describe_mesh,
+    describe_split,
+    fitting_meshes,
+    mesh_sizes,
+)
 from jaxtp.tools.estimate.roofline import (
     StepTime,
     communication_seconds,
-    leaves_domain,
+    crossing_axes,
     product_seconds,
 )
-from jaxtp.tools.estimate.search import MEMORY_ERROR, NEAR, Target, parse_meshes, target
+from jaxtp.tools.estimate.search import (
+    NEAR,
+    Candidate,
+    Target,
+    move_to_front,
+    parse_meshes,
+    target,
+)
+from jaxtp.tools.estimate.search import rank as ranking_key
 from jaxtp.tools.explain.explanation import sum_of_outputs
 from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_settings
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.memory import Memory
 from jaxtp.train.setup import plan
 from jaxtp.train.state import Blueprint
 from jaxtp.train.task import Task
@@ -88,7 +104,7 @@ class OnHardware:
     """Share of a GPU's memory that JAX takes: by default 0.75 as in JAX, and 0.9 on several hosts
     as in scripts/cluster/gpu.env. XLA_PYTHON_CLIENT_MEM_FRACTION is ignored."""
 
-    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    json: OptionalFile = None
     """JSON file for all numbers."""
 
 
@@ -122,30 +138,28 @@ def _of_model(command: EstimateModel) -> int:
             "an estimate runs the model: give the shapes of its inputs, --input 64x128:int32"
         )
     jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
+    optimizer = optax.adamw(1e-3)
+    if command.optimizer is not None:
+        optimizer = load_object(command.optimizer, "--optimizer")
     task = Task(
         model=command.builder(),
         plan=command.load_plan() or (None if command.propose else {}),
         loss=lambda model, batch, key: (sum_of_outputs(model(*batch.values())), jnp.ones(())),
-        optimizer=optax.adamw(1e-3)
-        if command.optimizer is None
-        else load_object(command.optimizer, "--optimizer"),
+        optimizer=optimizer,
     )
     # JAX sorts the names.
-    inputs = {f"{index:03}": each for index, each in enumerate(command.shapes())}
+    inputs = {f"{index:03}": shape for index, shape in enumerate(command.shapes())}
     settings = {"model.build": command.model, "data.global_batch_size": inputs["000"].shape[0]}
     return rank(command, replace_nested(TrainConfig(), settings), task, inputs)
 
 
-@dataclass(frozen=True)
-class Estimate:
+@dataclass(frozen=True, kw_only=True)
+class Estimate(Candidate):
     """A step on a mesh; bytes and seconds of a device."""
 
     blueprint: Blueprint
-    memory: Memory
     flops: float  # with recomputation
     traffic: Traffic
-    time: StepTime
-    spare: float  # bytes left; negative if the step does not fit
     plan: list[str]  # lines on a proposed plan
 
     @property
@@ -153,34 +167,32 @@ class Estimate:
         """Devices along each axis."""
         return mesh_sizes(self.blueprint.mesh)
 
-    @property
-    def rank(self) -> tuple[int, float]:
-        """Sort key: with margin, tight, too large; then time or missing memory."""
-        margin = MEMORY_ERROR * (self.memory.total - self.memory.state)
-        return (
-            (0 if self.spare >= margin else 1, self.time.expected)
-            if self.spare >= 0
-            else (2, -self.spare)
-        )
-
     def row(self) -> tuple[str, ...]:
         """Returns a line of the table."""
         return (
-            " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
-            or "one device",
+            describe_split(self.sizes),
             f"{self.memory.total / MB:,.1f}",
-            f"{self.spare / MB:,.0f}" if self.spare >= 0 else "does not fit",
+            f"{self.spare / MB:,.0f}" if self.fits else "does not fit",
             f"{self.flops / 1e9:,.3f}",
             f"{sum(bytes_by_axes(self.traffic).values()) / MB:,.3f}",
             between(f"{1e3 * self.time.overlapped:,.3g}", f"{1e3 * self.time.serial:,.3g}"),
             f"{self.time.computing_share:.0%}",
         )
 
+    def summary(self) -> str:
+        """Returns the memory by kind, and the first line of each note on a proposed plan."""
+        kinds = dataclasses.asdict(self.memory).items()
+        memory = ", ".join(
+            f"{kind.replace('_', ' ')} {size / MB:,.1f}" for kind, size in kinds if size
+        )
+        plan = [line.partition("\n")[0] for line in self.plan]
+        return "\n".join([f"best    {describe_split(self.sizes)}: {memory} MB", *plan])
+
     def record(self) -> dict[str, object]:
         """Returns the estimate for JSON."""
         return {
             **self.sizes,
-            "fits": self.spare >= 0,
+            "fits": self.fits,
             "bytes_per_device": dataclasses.asdict(self.memory) | {"total": self.memory.total},
             "flops_per_device": self.flops,
             "bytes_sent": {
@@ -200,67 +212,68 @@ def rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes) -> i
         "global batch",
         flush=True,
     )
-    splits = task.plan is None or bool(task.plan)  # else tp and cp would only repeat work
-    every = [sizes for sizes in fitting_meshes(count) if splits or sizes[TP] * sizes[CP] == 1]
+    meshes = parse_meshes(flags.meshes, flags.hardware, count) or fitting_meshes(count)
+    if not (flags.meshes or task.plan or task.plan is None):
+        # Without a plan tp and cp would only repeat work.
+        meshes = [sizes for sizes in meshes if sizes[TP] * sizes[CP] == 1]
     estimates = []
     refused = {}
-    for sizes in parse_meshes(flags.meshes, flags.hardware, count) or every:
+    for sizes in meshes:
         try:
             estimates.append(estimate(config, task, batch, sizes, where))
         except UserError as error:
             refused[describe_mesh(sizes)] = re.split("[;\n]", str(error))[0]
     if not estimates:
         raise ConfigError(f"no mesh of {count} devices can run it: {next(iter(refused.values()))}")
-    estimates = simplest_first(sorted(estimates, key=lambda each: each.rank))
+    estimates = simplest_first(sorted(estimates, key=ranking_key))
     header = ("mesh", "MB", "to spare", "GFLOP", "MB sent", "ms a step", "computing")
-    print("", columns(header, [each.row() for each in estimates]), sep="\n")
+    print("", columns(header, [estimate.row() for estimate in estimates]), sep="\n")
     if refused:
         mesh, reason = next(iter(refused.items()))
         print(f"{len(refused)} meshes cannot run it, such as {mesh}: {reason}")
     best = estimates[0]
-    kinds = dataclasses.asdict(best.memory).items()
-    memory = ", ".join(f"{kind.replace('_', ' ')} {size / MB:,.1f}" for kind, size in kinds if size)
     assert task.loss is not None
     notes = explain_step(config, best.blueprint, task.loss, batch).notes
-    lines = [
-        f"best    {best.row()[0]}: {memory} MB",
-        *(line.partition("\n")[0] for line in best.plan),
-        *(f"note: {note}" for note in notes),
-    ]
-    print(*lines, sep="\n")
-    record = {
+    print(best.summary())
+    for note in notes:
+        print(f"note: {note}")
+    numbers = {
         "model": config.model.build,
         "hardware": dataclasses.asdict(hardware),
         "devices": count,
+        "refused": refused,
+        "notes": list(notes),
+        "meshes": [estimate.record() for estimate in estimates],
     }
-    meshes = [each.record() for each in estimates]
-    write_json(
-        "--json", flags.json, {**record, "refused": refused, "notes": list(notes), "meshes": meshes}
-    )
-    return 0 if best.spare >= 0 else 1
+    write_json("--json", flags.json, numbers)
+    return int(not best.fits)
 
 
 def simplest_first(ranked: list[Estimate]) -> list[Estimate]:
-    """Moves the simplest mesh that is as fast as the first to the front: the least tp, then cp."""
+    """Moves the mesh of the smallest tp, then cp, that is as fast as the first to the front."""
     first = ranked[0]
-    if first.spare < 0:
+    if not first.fits:
         return ranked
-    equal = [each for each in ranked if each.rank[0] == first.rank[0] and _is_as_fast(each, first)]
-    simplest = min(equal, key=lambda each: (each.sizes[TP], each.sizes[CP]))
-    return [simplest, *(each for each in ranked if each is not simplest)]
+    as_fast = [
+        estimate
+        for estimate in ranked
+        if ranking_key(estimate)[0] == ranking_key(first)[0] and _is_as_fast(estimate, first)
+    ]
+    simplest = min(as_fast, key=lambda estimate: (estimate.sizes[TP], estimate.sizes[CP]))
+    return move_to_front(simplest, ranked)
 
 
-def _is_as_fast(each: Estimate, first: Estimate) -> bool:
-    # A tp group that computes the same on all its devices sends little. In a small step that could
-    # decide, although overlap hides what others send, so its time has to be below theirs whatever
-    # overlaps.
-    if NEAR * each.flops < first.flops and each.time.overlapped <= first.time.serial:
+def _is_as_fast(estimate: Estimate, first: Estimate) -> bool:
+    # A tp group whose devices all compute the same sends little. In a small step that could make it
+    # the fastest, although overlap may hide what other meshes send. So a mesh that computes less is
+    # as fast unless it is slower whatever overlaps.
+    if NEAR * estimate.flops < first.flops and estimate.time.overlapped <= first.time.serial:
         return True
-    return each.time.expected <= NEAR * first.time.expected
+    return estimate.time.expected <= NEAR * first.time.expected
 
 
 def estimate(
-    config: TrainConfig, task: Task, batch: Shapes, sizes: Mapping[str, int], where: Target
+    config: TrainConfig, task: Task, batch: Shapes, sizes: Sizes, where: Target
 ) -> Estimate:
     """Returns the memory and time of a step on a mesh.
 
@@ -277,18 +290,26 @@ def estimate(
         memory, work = trace_step(config, blueprint, task.loss, batch)
     hardware = where.hardware
     count = config.train.accumulation
-    traffic = {one: count * times for one, times in work.traffic.items()}
-    communication = communication_seconds(hardware, sizes, traffic)
+    traffic = {collective: count * times for collective, times in work.traffic.items()}
     products = (
-        product_seconds(hardware, one.flops, one.bytes, one.itemsize) for one in work.products
+        product_seconds(hardware, product.flops, product.bytes, product.itemsize)
+        for product in work.products
     )
+    communication = communication_seconds(hardware, sizes, traffic)
     time = StepTime(
         products=count * sum(products),
         attention=0.0,
         elementwise=count * PASSES * memory.activations / hardware.memory_speed,
         update=2 * (memory.state + memory.gradients) / hardware.memory_speed,
         communication=communication,
-        crossing=frozenset(axes for axes in communication if leaves_domain(hardware, sizes, axes)),
+        crossing=crossing_axes(hardware, sizes, communication),
     )
-    flops = count * sum(product.flops for product in work.products)
-    return Estimate(blueprint, memory, flops, traffic, time, where.room - memory.total, lines)
+    return Estimate(
+        blueprint=blueprint,
+        memory=memory,
+        flops=count * sum(product.flops for product in work.products),
+        traffic=traffic,
+        time=time,
+        target=where,
+        plan=lines,
+    )

@@ -7,16 +7,16 @@ sampling, arithmetic.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxtp.analysis.hardware import GB
 from jaxtp.analysis.layer_costs import Workload
-from jaxtp.analysis.step_costs import costs_of
+from jaxtp.analysis.step_costs import StepCosts, costs_of
 from jaxtp.analysis.tables import columns, gigabytes
 from jaxtp.config.schema import ConfigError
 from jaxtp.generate.decode_model import decode_sizes
-from jaxtp.mesh import CP, TP, batch_parts, describe_mesh
+from jaxtp.mesh import CP, TP, Sizes, batch_parts, describe_mesh
 from jaxtp.models.config import ModelConfig, violations
 from jaxtp.tools.estimate.roofline import communication_seconds
 from jaxtp.tools.estimate.search import Model, Target
@@ -31,7 +31,7 @@ LEFT_OUT = "left out: prefill, its time and its activations; sampling"
 class Generation:
     """Costs on one mesh."""
 
-    sizes: Mapping[str, int]
+    sizes: Sizes
     weights: int  # bytes on each device, in the compute dtype; exact
     cache: int  # bytes of full keys and values on each device; exact
     seconds: float  # time of a token of every row, with a full cache; modelled
@@ -39,9 +39,19 @@ class Generation:
     room: float
 
     @property
+    def total(self) -> int:
+        """Bytes of weights and cache on each device."""
+        return self.weights + self.cache
+
+    @property
+    def spare(self) -> float:
+        """Bytes left on each device; negative if they do not fit."""
+        return self.room - self.total
+
+    @property
     def fits(self) -> bool:
         """Whether weights and cache fit."""
-        return self.weights + self.cache <= self.room
+        return self.spare >= 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -53,7 +63,7 @@ def generations(
     config: ModelConfig,
     where: Target,
     model: Model,
-    meshes: Sequence[Mapping[str, int]],
+    meshes: Sequence[Sizes],
     rows: int,
     length: int,
 ) -> list[Generation]:
@@ -64,76 +74,95 @@ def generations(
     Raises:
       ConfigError: no mesh can hold them.
     """
-    alone = [sizes for sizes in meshes if sizes[CP] == 1]  # a cache is not divided over cp
-    if not alone:
+    without_cp = [sizes for sizes in meshes if sizes[CP] == 1]
+    if not without_cp:
         requested = ", ".join(map(describe_mesh, meshes))
         raise ConfigError(
             f"--generate {rows}: a cache is not divided over cp; add a mesh with cp=1 to "
             f"{requested}"
         )
-    able = [
-        sizes
-        for sizes in alone
-        if not list(violations(config, sizes)) and rows % batch_parts(sizes) == 0
-    ]
-    if not able:
+    # Several meshes of training can have the same layout for decoding.
+    layouts = []
+    for sizes in without_cp:
+        layout = decode_sizes(sizes)
+        divides = rows % batch_parts(sizes) == 0
+        if divides and layout not in layouts and not list(violations(config, sizes)):
+            layouts.append(layout)
+    if not layouts:
         raise ConfigError(
             f"--generate {rows}: no mesh of {where.devices} devices holds the model and divides "
             f"{rows} rows by dp*fsdp"
         )
-    # The dtype is as in `jaxtp generate`.
+    # Generating multiplies in the compute dtype.
     config = replace(config, precision=replace(config.precision, matmul="compute"))
+    generations = [_generation(config, where, model, sizes, rows, length) for sizes in layouts]
+    return sorted(generations, key=_rank)
+
+
+def _rank(generation: Generation) -> tuple[bool, float]:
+    if generation.fits:
+        return False, generation.seconds
+    return True, generation.total
+
+
+def _generation(
+    config: ModelConfig,
+    where: Target,
+    model: Model,
+    sizes: Sizes,
+    rows: int,
+    length: int,
+) -> Generation:
     hardware = where.hardware
-    arrays = [array for array in model.arrays if array.name.startswith(MODEL)]
-    found = []
-    for sizes in {tuple(sizes.values()): sizes for sizes in map(decode_sizes, able)}.values():
-        token = costs_of(
-            config, Workload(sizes=sizes, rows=rows // batch_parts(sizes), length=1, training=False)
-        )
-        weights = sum(
-            array.bytes_per_device(sizes, config.precision.compute)
-            * math.prod(split.shared_by(sizes[TP]) for _, split in array.padding)
-            for array in arrays
-        )
-        unread = 0 if multiplies_all(config, hardware.platform) else token.unused * token.itemsize
-        cache = cache_bytes(config, sizes, rows, length)
-        reading = (weights - unread + cache) / hardware.memory_speed
-        moving = sum(communication_seconds(hardware, sizes, token.traffic).values())
-        found.append(Generation(dict(sizes), weights, cache, reading + moving, rows, where.room))
-    return sorted(
-        found, key=lambda one: (not one.fits, one.seconds if one.fits else one.weights + one.cache)
-    )
+    token = _costs(config, sizes, rows, length=1)
+    weights = 0
+    for array in model.arrays:
+        if array.name.startswith(MODEL):
+            copies = math.prod(split.shared_by(sizes[TP]) for _, split in array.padding)
+            weights += array.bytes_per_device(sizes, config.precision.compute) * copies
+    unread = 0 if multiplies_all(config, hardware.platform) else token.unused * token.itemsize
+    cache = cache_bytes(config, sizes, rows, length)
+    reading = (weights - unread + cache) / hardware.memory_speed
+    moving = sum(communication_seconds(hardware, sizes, token.traffic).values())
+    return Generation(sizes, weights, cache, reading + moving, rows, where.room)
 
 
-def cache_bytes(config: ModelConfig, sizes: Mapping[str, int], rows: int, length: int) -> int:
+def cache_bytes(config: ModelConfig, sizes: Sizes, rows: int, length: int) -> int:
     """Returns the KV cache's bytes per device."""
-    share = Workload(sizes=sizes, rows=rows // batch_parts(sizes), length=length, training=False)
-    return costs_of(config, share).cached
+    return _costs(config, sizes, rows, length).cached
 
 
-def table(found: Sequence[Generation], length: int) -> str:
+def _costs(config: ModelConfig, sizes: Sizes, rows: int, length: int) -> StepCosts:
+    work = Workload(sizes=sizes, rows=rows // batch_parts(sizes), length=length, training=False)
+    return costs_of(config, work)
+
+
+def table(generations: Sequence[Generation], length: int) -> str:
     """Formats a line per mesh."""
-    lines = []
-    for one in found[:MAX_ROWS]:
-        spare = gigabytes(one.room - one.weights - one.cache) if one.fits else "does not fit"
-        sizes = (f"{one.weights / GB:,.2f}", f"{one.cache / GB:,.2f}", spare)
-        lines.append((describe_mesh(one.sizes), *sizes, f"{one.tokens_per_second:,.0f}"))
+    lines = [
+        (
+            describe_mesh(generation.sizes),
+            f"{generation.weights / GB:,.2f}",
+            f"{generation.cache / GB:,.2f}",
+            gigabytes(generation.spare) if generation.fits else "does not fit",
+            f"{generation.tokens_per_second:,.0f}",
+        )
+        for generation in generations[:MAX_ROWS]
+    ]
     header = ("mesh", "GB of weights", "GB of cache", "to spare", "tokens/s with a full cache")
-    return (
-        f"generating {found[0].rows} rows of {length:,} "
-        f"tokens\n{columns(header, lines)}\n{LEFT_OUT}"
-    )
+    title = f"generating {generations[0].rows} rows of {length:,} tokens"
+    return f"{title}\n{columns(header, lines)}\n{LEFT_OUT}"
 
 
-def record(one: Generation) -> dict[str, object]:
+def record(generation: Generation) -> dict[str, object]:
     """Returns a mesh for JSON."""
     return {
-        **one.sizes,
-        "fits": one.fits,
+        **generation.sizes,
+        "fits": generation.fits,
         "bytes_per_device": {
-            "weights": one.weights,
-            "cache": one.cache,
-            "total": one.weights + one.cache,
+            "weights": generation.weights,
+            "cache": generation.cache,
+            "total": generation.total,
         },
-        "tokens_per_second": one.tokens_per_second,
+        "tokens_per_second": generation.tokens_per_second,
     }

@@ -1,17 +1,17 @@
 """Changes that speed up the best setting or, if nothing fits, make the run fit.
 
-They are searched on all meshes.
+Each change is tried on all meshes.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxtp.analysis.hardware import GB, MAX_DEVICES
 from jaxtp.config.schema import replace_nested
-from jaxtp.mesh import batch_parts, mesh_shape
+from jaxtp.mesh import Sizes, batch_parts, mesh_shape
 from jaxtp.tools.estimate.search import (
     CLUSTER_SHARE,
     NEAR,
@@ -72,17 +72,16 @@ CHEAP: dict[str, Change] = {**FREE, f"--model.loss-chunk {CHUNK}": {"model.loss_
 
 
 def changed(run: Run, flags: str) -> Run | None:
-    """Returns the run with a change of `CHEAP`.
-
-    It is None if its kernels and its memory stay as they are.
-    """
+    """Returns the run with a change of `CHEAP`; None if the change affects no kernels or memory."""
     where = run.where
     if flags == MORE_MEMORY:
-        where = max(
-            where, target(where.hardware, where.devices, CLUSTER_SHARE), key=lambda one: one.room
-        )
+        on_cluster = target(where.hardware, where.devices, CLUSTER_SHARE)
+        if on_cluster.room > where.room:
+            where = on_cluster
     other = Run(replace_nested(run.config, CHEAP[flags]), where)
-    return None if _facts(other) == _facts(run) else other
+    if _facts(other) == _facts(run):
+        return None
+    return other
 
 
 def _facts(run: Run) -> tuple[object, ...]:
@@ -94,55 +93,65 @@ def _facts(run: Run) -> tuple[object, ...]:
     return in_float32, kernels, multiplies_all(model, hardware.platform), chunk, run.where.room
 
 
-def faster(found: Search, model: Model) -> list[Alternative]:
+def faster(results: Search, model: Model) -> list[Alternative]:
     """Returns the free changes that together speed up the best setting or free a GB, or none."""
-    best = found.settings[0]
+    best = results.settings[0]
     used = []
     run = Run(best.config, best.target)
-    meshes = [setting.sizes for setting in found.settings]
+    meshes = [setting.sizes for setting in results.settings]
     for flags in FREE:
-        if (other := changed(run, flags)) is None:
+        other = changed(run, flags)
+        if other is None:
             continue
-        setting = search(*other, model, meshes, as_configured=found.as_configured).settings[0]
+        setting = search(*other, model, meshes, as_configured=results.as_configured).settings[0]
         ratio = best.time.expected / setting.time.expected
         frees = other.where == run.where and setting.spare - best.spare > GB and ratio > 1 / NEAR
         if setting.fits and (ratio > NEAR or frees):
             best = setting
             run = other
             used.append(flags)
-    return [Alternative(" ".join(used), best)] if used else []
+    if not used:
+        return []
+    return [Alternative(" ".join(used), best)]
 
 
-def remedies(found: Search, model: Model) -> Iterator[Alternative]:
+def remedies(results: Search, model: Model) -> Iterator[Alternative]:
     """Yields changes that make the run fit, cheapest first.
 
     Costly changes add the cheap ones if needed.
     """
-    run = Run(found.settings[0].config, found.settings[0].target)
-    single = {flags: other for flags in CHEAP if (other := changed(run, flags))}
+    run = Run(results.settings[0].config, results.settings[0].target)
+    changes = {flags: changed(run, flags) for flags in CHEAP}
+    single = ((flags, other, model) for flags, other in changes.items() if other)
+    cheap = list(_fitting(single))
     together = _stacked(run)
-    cheap = [
-        Alternative(flags, fits) for flags, other in single.items() if (fits := _fits(other, model))
-    ]
-    cheap = cheap or _first((flags, other, model) for flags, other in together.items())
+    if not cheap:
+        cheap = _first((flags, other, model) for flags, other in together.items())
     yield from cheap
     yield from _without_accumulation(run, model)
     yield from _shorter(run)
-    costly = [*_other_training(run), *_more_devices(run, model)]
+    costly = _costly(run, model)
     if together and not (cheap or costly):
         flags, run = list(together.items())[-1]
-        costly = [*_other_training(run), *_more_devices(run, model)]
-        costly = [dataclasses.replace(other, change=f"{flags} {other.change}") for other in costly]
+        costly = [
+            dataclasses.replace(other, change=f"{flags} {other.change}")
+            for other in _costly(run, model)
+        ]
     yield from costly
 
 
+def _costly(run: Run, model: Model) -> list[Alternative]:
+    return [*_other_training(run), *_more_devices(run, model)]
+
+
+def _fitting(candidates: Iterable[tuple[str, Run, Model]]) -> Iterator[Alternative]:
+    for change, run, model in candidates:
+        if setting := _fits(run, model):
+            yield Alternative(change, setting)
+
+
 def _first(candidates: Iterable[tuple[str, Run, Model]]) -> list[Alternative]:
-    fitting = (
-        Alternative(change, fits)
-        for change, run, model in candidates
-        if (fits := _fits(run, model))
-    )
-    return list(itertools.islice(fitting, 1))
+    return list(itertools.islice(_fitting(candidates), 1))
 
 
 def _stacked(run: Run) -> dict[str, Run]:
@@ -161,78 +170,79 @@ def _without_accumulation(run: Run, model: Model) -> list[Alternative]:
     # The largest batch of one sequence on each device: gradients are not summed in a wider dtype,
     # and a mesh that the run's batch cannot be split over may be the one that fits.
     meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
-    sizes = sorted({batch_parts(mesh) for mesh in meshes}, reverse=True)
-    note = "a batch without accumulation"
-    for size in (size for size in sizes if size < run.config.data.global_batch_size):
-        smaller = {"data.global_batch_size": size, "train.accumulation": 1}
-        once = Run(replace_nested(run.config, smaller), run.where)
-        fits = _fits(once, model, [mesh for mesh in meshes if batch_parts(mesh) == size])
-        if fits:
-            return [
-                Alternative(f"--data.global-batch-size {size} --train.accumulation 1", fits, note)
-            ]
+    for size in sorted(set(map(batch_parts, meshes)), reverse=True):
+        if size >= run.config.data.global_batch_size:
+            continue
+        changes = {"data.global_batch_size": size, "train.accumulation": 1}
+        smaller = Run(replace_nested(run.config, changes), run.where)
+        setting = _fits(smaller, model, [mesh for mesh in meshes if batch_parts(mesh) == size])
+        if setting:
+            flags = f"--data.global-batch-size {size} --train.accumulation 1"
+            return [Alternative(flags, setting, "a batch without accumulation")]
     return []
 
 
 def _shorter(run: Run) -> list[Alternative]:
-    lengths = (run.config.data.sequence_length // 2**halvings for halvings in range(1, 64))
-    shorter = (
-        (
-            f"--data.sequence-length {length}",
-            replace_nested(run.config, {"data.sequence_length": length}),
-        )
-        for length in itertools.takewhile(lambda length: length >= SHORTEST, lengths)
-    )
-    return _first(
-        (flags, Run(config, run.where), describe_model(config)) for flags, config in shorter
-    )
+    def candidates() -> Iterator[tuple[str, Run, Model]]:
+        length = run.config.data.sequence_length // 2
+        while length >= SHORTEST:
+            config = replace_nested(run.config, {"data.sequence_length": length})
+            flags = f"--data.sequence-length {length}"
+            yield flags, Run(config, run.where), describe_model(config)
+            length //= 2
+
+    return _first(candidates())
 
 
 def _other_training(run: Run) -> Iterator[Alternative]:
     bits = "--model.precision.param bfloat16"
     lora = f"--model.lora.rank {LORA_RANK}"
-    in_half: Change = {"model.precision.param": "bfloat16"}
+    base = "--model.lora.base float8"
+    in_16_bits: Change = {"model.precision.param": "bfloat16"}
     adapters: Change = {"model.lora.rank": LORA_RANK}
-    float8: Change = {"model.lora.base": "float8"}
-    in_float8 = "--model.lora.base float8", float8, "frozen kernels in 8 bits"
-    options = [(bits, in_half, "frozen weights in 16 bits"), in_float8]
-    if not run.config.model.lora.rank:
+    float8_base: Change = {"model.lora.base": "float8"}
+    if run.config.model.lora.rank:
+        options = [
+            (bits, in_16_bits, "frozen weights in 16 bits"),
+            (base, float8_base, "frozen kernels in 8 bits"),
+        ]
+    else:
         moment: Change = {"optimizer.first_moment": "bfloat16"}
+        all_changes = adapters | in_16_bits | float8_base
         options = [
             ("--optimizer.first-moment bfloat16", moment, "rounded stochastically"),
-            (bits, in_half, "weights lose updates smaller than 1/256 of them"),
+            (bits, in_16_bits, "weights lose updates smaller than 1/256 of them"),
             (lora, adapters, "trains adapters only"),
-            (f"{lora} {bits}", adapters | in_half, "frozen weights in 16 bits"),
-            (f"{lora} {bits} {in_float8[0]}", adapters | in_half | float8, in_float8[2]),
+            (f"{lora} {bits}", adapters | in_16_bits, "frozen weights in 16 bits"),
+            (f"{lora} {bits} {base}", all_changes, "frozen kernels in 8 bits"),
         ]
     for flags, change, note in options:
         config = replace_nested(run.config, change)
-        if config != run.config and (fits := _fits(Run(config, run.where), describe_model(config))):
-            yield Alternative(flags, fits, note)
+        if config == run.config:
+            continue
+        if setting := _fits(Run(config, run.where), describe_model(config)):
+            yield Alternative(flags, setting, note)
 
 
 def _more_devices(run: Run, model: Model) -> list[Alternative]:
-    counts = (run.where.devices * 2**doublings for doublings in range(1, MAX_DOUBLINGS + 1))
-    more = (
-        dataclasses.replace(run.where, devices=count) for count in counts if count <= MAX_DEVICES
-    )
-    return _first(
-        (f"{where.devices} x {where.hardware.name}", Run(run.config, where), model)
-        for where in more
-    )
+    def candidates() -> Iterator[tuple[str, Run, Model]]:
+        where = run.where
+        for _ in range(MAX_DOUBLINGS):
+            where = dataclasses.replace(where, devices=2 * where.devices)
+            if where.devices <= MAX_DEVICES:
+                yield f"{where.devices} x {where.hardware.name}", Run(run.config, where), model
+
+    return _first(candidates())
 
 
-def _fits(
-    run: Run, model: Model, meshes: Sequence[Mapping[str, int]] | None = None
-) -> Setting | None:
+def _fits(run: Run, model: Model, meshes: Sequence[Sizes] | None = None) -> Setting | None:
     # A full search is slow, so first try only the settings that use the least memory. Search all
     # settings only if one of those fits with margin.
     if meshes is None:
         meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
-    able, _ = runnable(run.config, meshes)
-    if not any(
-        estimate(lean, run.where, model).has_margin for on_mesh in able for lean in leanest(on_mesh)
-    ):
+    configs, _ = runnable(run.config, meshes)
+    lean_configs = itertools.chain.from_iterable(map(leanest, configs))
+    if not any(estimate(config, run.where, model).has_margin for config in lean_configs):
         return None
-    best = search(*run, model, [on_mesh.mesh.sizes for on_mesh in able]).settings[0]
+    best = search(*run, model, [config.mesh.sizes for config in configs]).settings[0]
     return best if best.has_margin else None

@@ -14,13 +14,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
-from jaxtp.analysis.collective import ALL_REDUCE, ALL_TO_ALL, PERMUTE, Axes, Collective, Traffic
+from jaxtp.analysis.collective import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    PERMUTE,
+    REDUCE_SCATTER,
+    Axes,
+    Collective,
+    Traffic,
+)
 from jaxtp.analysis.hardware import Hardware, inside_domain, link_of
 from jaxtp.analysis.layer_costs import Product
 from jaxtp.analysis.step_costs import StepCosts
-from jaxtp.mesh import parts
+from jaxtp.mesh import Sizes, parts
 from jaxtp.train.memory import Memory
 
 
@@ -71,7 +78,7 @@ class StepTime:
 
 def step_time(
     hardware: Hardware,
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     costs: StepCosts,
     memory: Memory,
     accumulation: int,
@@ -82,25 +89,30 @@ def step_time(
     The model does `work` times the work of `costs`.
     """
 
-    def products(each: Iterable[Product], itemsize: int) -> float:
+    def seconds_of(products: Iterable[Product], itemsize: int) -> float:
         return sum(
-            product_seconds(hardware, one.flops, one.count * one.bytes, itemsize, one.dtype)
-            for one in each
+            product_seconds(
+                hardware, product.flops, product.count * product.bytes, itemsize, product.dtype
+            )
+            for product in products
         )
 
     speed = hardware.memory_speed
     communication = communication_seconds(hardware, sizes, costs.traffic)
     communication = {axes: work * seconds for axes, seconds in communication.items()}
-    # Two gradients are read and one is written, in each micro-batch.
-    sums = 3 * memory.gradients * accumulation if accumulation > 1 else 0
-    moved = 2 * memory.state + 2 * memory.gradients + sums  # the gradients once more for their norm
+    elementwise = sum(operation.bytes for operation in costs.elementwise)
+    # State and gradients are read and written; the second time gradients are read for their norm.
+    moved = 2 * memory.state + 2 * memory.gradients
+    if accumulation > 1:
+        # Two gradients are read and one is written, in each micro-batch.
+        moved += 3 * memory.gradients * accumulation
     return StepTime(
-        products=work * products(costs.products, costs.itemsize),
-        attention=work * (products(costs.attention, costs.itemsize) + costs.scores / speed),
-        elementwise=work * (sum(one.bytes for one in costs.elementwise) + costs.logits) / speed,
-        update=products(costs.update, costs.param_itemsize) + moved / speed,
+        products=work * seconds_of(costs.products, costs.itemsize),
+        attention=work * (seconds_of(costs.attention, costs.itemsize) + costs.scores / speed),
+        elementwise=work * (elementwise + costs.logits) / speed,
+        update=seconds_of(costs.update, costs.param_itemsize) + moved / speed,
         communication=communication,
-        crossing=frozenset(axes for axes in communication if leaves_domain(hardware, sizes, axes)),
+        crossing=crossing_axes(hardware, sizes, communication),
     )
 
 
@@ -111,35 +123,29 @@ def product_seconds(
 
     `dtype` is as in `layer_costs.Product`.
     """
-    peak = (
-        hardware.peak(dtype)
-        if dtype
-        else hardware.flops * jnp.dtype("bfloat16").itemsize / itemsize
-    )
+    bfloat16_bytes = 2
+    peak = hardware.peak(dtype) if dtype else hardware.flops * bfloat16_bytes / itemsize
     return max(flops / (peak * hardware.matmul_efficiency), size / hardware.memory_speed)
 
 
-def communication_seconds(
-    hardware: Hardware, sizes: Mapping[str, int], traffic: Traffic
-) -> dict[Axes, float]:
+def communication_seconds(hardware: Hardware, sizes: Sizes, traffic: Traffic) -> dict[Axes, float]:
     """Returns the seconds of all collectives, by mesh axes."""
     seconds: dict[Axes, float] = {}
-    for one, times in traffic.items():
-        seconds[one.axes] = seconds.get(one.axes, 0.0) + times * collective_seconds(
-            hardware, sizes, one
-        )
+    for collective, times in traffic.items():
+        total = times * collective_seconds(hardware, sizes, collective)
+        seconds[collective.axes] = seconds.get(collective.axes, 0.0) + total
     return seconds
 
 
 class Way(NamedTuple):
-    """An algorithm with a protocol; all fields but `most` are shares of `Hardware`'s."""
+    """An algorithm with a protocol; all fields but `max_speed` are shares of `Hardware`'s."""
 
     start: float
     hop: float
     network_hop: float
     inside: float  # share of the speed on one host
     across: float  # share of the speed on several hosts
-    most: float = math.inf  # bytes/s on several hosts
+    max_speed: float = math.inf  # bytes/s on several hosts
 
 
 class Protocol(NamedTuple):
@@ -163,65 +169,60 @@ RCCL_LL = Protocol(
     Way(12 / 17, 0.8 / 4.5, 9.5 / 24.1, 0.08, 0.08),
     Way(12 / 17, 0.8 / 4.5, 10.5 / 24.1, 0.06, 0.06),
 )
-POST = 1.0 / 3.4  # least share of a hop that a step of a ring across hosts takes
+POST = 1.0 / 3.4  # minimum share of a hop that a step of a ring across hosts takes
 PCIE = 64e9  # bytes/s one way of PCIe 5.0 x16; faster links are NVLink
 
-PAT_SHARE = 0.75
-PAT_NETWORK = 1 / 3.5
-PAT_EACH_S = 2.8e-6
+# NCCL's algorithm PAT, between hosts of one device each
+PAT_SPEED = 0.75  # as a share of the links'
+PAT_NETWORK_HOP = 1 / 3.5  # as a share of a ring's
+PAT_DEVICE_SECONDS = 2.8e-6
 
 
-def collective_seconds(hardware: Hardware, sizes: Mapping[str, int], one: Collective) -> float:
-    """Returns the seconds of the fastest way."""
+def collective_seconds(hardware: Hardware, sizes: Sizes, collective: Collective) -> float:
+    """Returns the seconds of the fastest algorithm and protocol."""
     return min(
-        steps + one.bytes_sent / speed
-        for steps, speed in _ways(hardware, sizes, one.axes, one.kind)
+        latency + collective.bytes_sent / speed
+        for latency, speed in _ways(hardware, sizes, collective.axes, collective.kind)
     )
 
 
-def _ways(
-    hardware: Hardware, sizes: Mapping[str, int], axes: Axes, kind: str
-) -> Iterator[tuple[float, float]]:
-    """Yields each way's latency in seconds, and bytes/s."""
+def _ways(hardware: Hardware, sizes: Sizes, axes: Axes, kind: str) -> Iterator[tuple[float, float]]:
+    """Yields the latency in seconds and the bytes/s of each algorithm and protocol."""
     devices = parts(sizes, axes)
-    hosts = devices // inside_domain(hardware, sizes, axes)
+    per_host = inside_domain(hardware, sizes, axes)
+    hosts = devices // per_host
     start = hardware.latency
     hop = hardware.hop
-    network = hardware.network_hop
-    full = link_speed(hardware, sizes, axes)
+    network_hop = hardware.network_hop
+    full_speed = link_speed(hardware, sizes, axes)
     if kind == ALL_TO_ALL and hosts > 1:
-        full = min(
-            full,
-            hardware.network
-            * hardware.link_efficiency
-            * (devices - 1)
-            / (devices - devices // hosts),
-        )
+        network = hardware.network * hardware.link_efficiency
+        # Of each device's devices - 1 messages, devices - per_host leave the host.
+        full_speed = min(full_speed, network * (devices - 1) / (devices - per_host))
 
     def speed(way: Way) -> float:
-        return full * way.inside if hosts == 1 else min(full * way.across, way.most)
+        if hosts == 1:
+            return full_speed * way.inside
+        return min(full_speed * way.across, way.max_speed)
 
     rounds = 2 if kind == ALL_REDUCE else 1
-    hops = (int(hosts == 1), int(hosts > 1)) if kind == PERMUTE else (devices - hosts, hosts - 1)
+    hops = devices - hosts
+    network_hops = hosts - 1
+    if kind == PERMUTE:
+        hops = int(hosts == 1)
+        network_hops = int(hosts > 1)
     for ring, tree in _protocols(hardware):
-        step = ring.hop if hosts == 1 else max(ring.hop, POST)
-        far = tree.network_hop if hosts == devices else ring.network_hop
-        steps = hops[0] * step * hop + hops[1] * far * network
+        ring_hop = ring.hop if hosts == 1 else max(ring.hop, POST)
+        ring_network_hop = tree.network_hop if per_host == 1 else ring.network_hop
+        steps = hops * ring_hop * hop + network_hops * ring_network_hop * network_hop
         yield ring.start * start + rounds * steps, speed(ring)
         if kind == ALL_REDUCE and hardware.platform != "tpu":
-            steps = (devices // hosts - 1) * tree.hop * hop + math.log2(
-                hosts
-            ) * tree.network_hop * network
+            steps = (per_host - 1) * tree.hop * hop
+            steps += math.log2(hosts) * tree.network_hop * network_hop
             yield tree.start * start + 2 * steps, speed(tree)
-    if (
-        kind not in (ALL_REDUCE, ALL_TO_ALL, PERMUTE)
-        and hardware.platform != "tpu"
-        and 1 < hosts == devices
-    ):
-        yield (
-            start + math.log2(hosts) * network * PAT_NETWORK + devices * PAT_EACH_S,
-            PAT_SHARE * full,
-        )
+    if kind in (ALL_GATHER, REDUCE_SCATTER) and hardware.platform != "tpu" and hosts == devices > 1:
+        latency = start + math.log2(hosts) * network_hop * PAT_NETWORK_HOP
+        yield latency + devices * PAT_DEVICE_SECONDS, PAT_SPEED * full_speed
 
 
 def _protocols(hardware: Hardware) -> Sequence[Protocol]:
@@ -232,12 +233,17 @@ def _protocols(hardware: Hardware) -> Sequence[Protocol]:
     return (SIMPLE, LL, LL128) if hardware.link > PCIE else (SIMPLE, LL)
 
 
-def leaves_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Axes) -> bool:
+def leaves_domain(hardware: Hardware, sizes: Sizes, axes: Axes) -> bool:
     """Returns whether a group spans several domains."""
     return inside_domain(hardware, sizes, axes) < parts(sizes, axes)
 
 
-def link_speed(hardware: Hardware, sizes: Mapping[str, int], axes: Axes) -> float:
+def crossing_axes(hardware: Hardware, sizes: Sizes, groups: Iterable[Axes]) -> frozenset[Axes]:
+    """Returns the groups that span several domains."""
+    return frozenset(axes for axes in groups if leaves_domain(hardware, sizes, axes))
+
+
+def link_speed(hardware: Hardware, sizes: Sizes, axes: Axes) -> float:
     """Returns the bytes/s per device of a ring; each adds its share of the network."""
     inside = inside_domain(hardware, sizes, axes)
     link = link_of(hardware, inside)

@@ -8,11 +8,11 @@ range decides. Among a mesh's settings within 5% of its fastest, the least memor
 within 5% of the fastest, the simplest.
 """
 
-import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from jaxtp.analysis.hardware import MAX_DEVICES, Hardware
 from jaxtp.analysis.step_costs import StepCosts
@@ -21,7 +21,16 @@ from jaxtp.config.hints import divisors
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.distributed.allocator import MEMORY_FRACTION, Allocator
 from jaxtp.layers.remat import RematPolicy
-from jaxtp.mesh import AXES, CP, TP, batch_parts, describe_mesh, fitting_meshes
+from jaxtp.mesh import (
+    AXES,
+    CP,
+    TP,
+    Sizes,
+    batch_parts,
+    describe_mesh,
+    describe_split,
+    fitting_meshes,
+)
 from jaxtp.models.config import ModelConfig
 from jaxtp.tools.estimate.roofline import StepTime, leaves_domain, step_time
 from jaxtp.train import optimizer as optimizers
@@ -42,14 +51,12 @@ from jaxtp.train.validation import violations_on
 REMATS: tuple[RematPolicy, ...] = ("none", "save_gathered", "save_dots", "save_reduced", "full")
 """Policies to try; `offload` only if configured, because transfers to the host are not modelled."""
 
-JAX_SHARE = MEMORY_FRACTION["default"]
-CLUSTER_SHARE = 0.9
-"""Share of a GPU's memory for JAX: by default, and as scripts/cluster/gpu.env sets it."""
+CLUSTER_SHARE = 0.9  # of a GPU's memory for JAX, as scripts/cluster/gpu.env sets it
 MEMORY_ERROR = 0.2
 """Safety margin for modelled memory, which is 19% too low at worst
 (`scripts/results/estimate_accuracy.txt`)."""
 NEAR = 1.05  # times within this factor count as equal
-LEAST_PART = 8192  # with cp, minimum tokens of a sequence on each device
+MIN_PART = 8192  # with cp, minimum tokens of a sequence on each device
 MAX_REASONS = 3  # in the error that no mesh works
 FURTHEST = 64  # how many devices more or fewer that error may propose
 MAX_ACCUMULATIONS = 16  # numbers of micro-batches to try on a mesh
@@ -70,8 +77,8 @@ class Target:
     @property
     def hosts(self) -> dict[str, int]:
         """Hosts, and devices that fast links join on each."""
-        each = math.gcd(self.devices, self.hardware.domain)
-        return {"hosts": self.devices // each, "devices_per_host": each}
+        devices_per_host = math.gcd(self.devices, self.hardware.domain)
+        return {"hosts": self.devices // devices_per_host, "devices_per_host": devices_per_host}
 
 
 def target(
@@ -86,8 +93,6 @@ def target(
     """
     if hardware.platform == "tpu":
         return Target(hardware, devices, hardware.memory - hardware.reserved)
-    share = JAX_SHARE
-    source = "JAX's default"
     if memory_fraction is not None:
         share = memory_fraction
         source = "--memory-fraction"
@@ -97,13 +102,11 @@ def target(
     elif devices > hardware.domain:
         share = CLUSTER_SHARE
         source = "set by scripts/cluster/gpu.env"
-    return Target(
-        hardware,
-        devices,
-        min(share * hardware.memory, hardware.memory - hardware.reserved),
-        share,
-        source,
-    )
+    else:
+        share = MEMORY_FRACTION["default"]
+        source = "JAX's default"
+    room = min(share * hardware.memory, hardware.memory - hardware.reserved)
+    return Target(hardware, devices, room, share, source)
 
 
 @dataclass(frozen=True)
@@ -130,31 +133,69 @@ def describe_model(config: TrainConfig) -> Model:
     """Traces a run's state once, for all meshes, and a user's loss."""
     arrays = stored_arrays(config)
     parameters = sum(math.prod(array.shape) for array in arrays if array.name.startswith(MODEL))
-    loss = None if config.train.loss is None else _loss_work(config)
     flops = flops_per_token(config.model, parameters, config.data.sequence_length)
-    return Model(arrays, parameters, flops if loss is None else flops * loss.relative, loss)
+    if config.train.loss is None:
+        return Model(arrays, parameters, flops)
+    loss = _loss_work(config)
+    return Model(arrays, parameters, flops * loss.relative, loss)
 
 
 def _loss_work(config: TrainConfig) -> LossWork:
     row = replace_nested(config, {"data.global_batch_size": 1, "train.accumulation": 1})
-    own = open_task(row)
-    flops, saved = row_work(*own)
-    usual, least = row_work(
-        *open_task(replace_nested(row, {"train.loss": None, "train.loss_arguments": {}}))
-    )
-    columns = sum(each.size * each.dtype.itemsize for each in own[2].values())
-    return LossWork(flops, flops / usual, max(0.0, saved - least), columns)
+    cross_entropy = replace_nested(row, {"train.loss": None, "train.loss_arguments": {}})
+    task = open_task(row)
+    flops, saved = row_work(*task)
+    usual_flops, usual_saved = row_work(*open_task(cross_entropy))
+    _, _, shapes = task
+    columns = sum(column.size * column.dtype.itemsize for column in shapes.values())
+    return LossWork(flops, flops / usual_flops, max(0.0, saved - usual_saved), columns)
 
 
-@dataclass(frozen=True)
-class Setting:
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A step on a mesh of the target, with memory and time per device."""
+
+    target: Target
+    memory: Memory
+    time: StepTime
+
+    @property
+    def spare(self) -> float:
+        """Bytes left per device; negative if it does not fit."""
+        return self.target.room - self.memory.total
+
+    @property
+    def fits(self) -> bool:
+        """Whether the modelled peak fits."""
+        return self.spare >= 0
+
+    @property
+    def has_margin(self) -> bool:
+        """Whether it fits with memory higher by `MEMORY_ERROR`."""
+        return self.spare >= MEMORY_ERROR * (self.memory.total - self.memory.state)
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+def rank(candidate: Candidate) -> tuple[int, float, float]:
+    """Returns a sort key: with margin, tight, too large; then time or missing memory."""
+    if not candidate.fits:
+        return 2, -candidate.spare, candidate.time.expected
+    return int(not candidate.has_margin), 0.0, candidate.time.expected
+
+
+def move_to_front(first: C, ranked: Sequence[C]) -> list[C]:
+    """Returns the candidates with `first` before the others."""
+    return [first, *(candidate for candidate in ranked if candidate is not first)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(Candidate):
     """A mesh, remat policy and micro-batch, with costs per device."""
 
     config: TrainConfig
-    target: Target
-    memory: Memory
     costs: StepCosts
-    time: StepTime
     flops_per_token: float
     relative_work: float = 1.0  # of a user's loss
 
@@ -169,21 +210,6 @@ class Setting:
         return self.config.data.global_batch_size // (
             batch_parts(self.sizes) * self.config.train.accumulation
         )
-
-    @property
-    def fits(self) -> bool:
-        """Whether the modelled peak fits."""
-        return self.spare >= 0
-
-    @property
-    def spare(self) -> float:
-        """Bytes left per device; negative if it does not fit."""
-        return self.target.room - self.memory.total
-
-    @property
-    def has_margin(self) -> bool:
-        """Whether it fits with memory higher by `MEMORY_ERROR`."""
-        return self.spare >= MEMORY_ERROR * (self.memory.total - self.memory.state)
 
     @property
     def update_is_modelled(self) -> bool:
@@ -220,10 +246,7 @@ class Setting:
         return self.config.data.global_batch_size * self.config.data.sequence_length
 
     def __str__(self) -> str:
-        return (
-            " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
-            or "one device"
-        )
+        return describe_split(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -231,22 +254,17 @@ class Search:
     """Result of a search."""
 
     # The best setting of each mesh, ranked; the first is the best of all
-    settings: tuple[Setting, ...]
-    all: tuple[Setting, ...]
+    settings: Sequence[Setting]
+    all: Sequence[Setting]
     refused: Mapping[str, str]  # why the other meshes cannot run the configuration, by mesh
     as_configured: bool  # remat and accumulation are as configured
-
-    @property
-    def fitting(self) -> list[Setting]:
-        """The `settings` that fit."""
-        return [setting for setting in self.settings if setting.fits]
 
 
 def search(
     config: TrainConfig,
     where: Target,
     model: Model,
-    meshes: Sequence[Mapping[str, int]],
+    meshes: Sequence[Sizes],
     *,
     as_configured: bool = False,
 ) -> Search:
@@ -255,19 +273,19 @@ def search(
     Raises:
       ConfigError: no mesh can run the configuration.
     """
-    able, refused = runnable(config, meshes, as_configured=as_configured)
-    if not able:
+    runs, refused = runnable(config, meshes, as_configured=as_configured)
+    if not runs:
         raise ConfigError(_none_can(config, where.devices, refused))
-    most = max(2, min(MAX_ACCUMULATIONS, MAX_SETTINGS // (len(REMATS) * len(able))))
-    of_mesh = [
-        [
-            estimate(choice, where, model)
-            for choice in ([one] if as_configured else _choices(one, most))
-        ]
-        for one in able
-    ]
-    best = sorted(map(_choose, of_mesh), key=rank)
-    return Search(_simplest_first(best), tuple(itertools.chain(*of_mesh)), refused, as_configured)
+    max_counts = max(2, min(MAX_ACCUMULATIONS, MAX_SETTINGS // (len(REMATS) * len(runs))))
+    best = []
+    settings: list[Setting] = []
+    for run in runs:
+        choices = [run] if as_configured else _choices(run, max_counts)
+        on_mesh = [estimate(choice, where, model) for choice in choices]
+        best.append(_choose(on_mesh))
+        settings += on_mesh
+    best.sort(key=rank)
+    return Search(_simplest_first(best), settings, refused, as_configured)
 
 
 def parse_meshes(texts: Sequence[str], hardware: str, devices: int) -> list[dict[str, int]]:
@@ -290,12 +308,12 @@ def parse_meshes(texts: Sequence[str], hardware: str, devices: int) -> list[dict
 def meshes_to_try(
     config: TrainConfig, devices: int, domain: int | None = None
 ) -> list[dict[str, int]]:
-    """Returns meshes with at least `LEAST_PART` tokens per sequence part, or the run's cp.
+    """Returns meshes with at least `MIN_PART` tokens per sequence part, or the run's cp.
 
     Unless the run allows it, no tp group spans several domains of fast links (`domain` devices
     each).
     """
-    longest = max(1, config.data.sequence_length // LEAST_PART)
+    longest = max(1, config.data.sequence_length // MIN_PART)
     meshes = [
         sizes
         for sizes in fitting_meshes(devices)
@@ -306,34 +324,36 @@ def meshes_to_try(
     return [sizes for sizes in meshes if not spans_hosts(sizes, domain)]
 
 
-def spans_hosts(sizes: Mapping[str, int], domain: int) -> bool:
+def spans_hosts(sizes: Sizes, domain: int) -> bool:
     """Returns whether a tp group spans several domains."""
     return math.prod(sizes.values()) > domain and domain % sizes[TP] != 0
 
 
 def runnable(
-    config: TrainConfig, meshes: Sequence[Mapping[str, int]], *, as_configured: bool = False
+    config: TrainConfig, meshes: Sequence[Sizes], *, as_configured: bool = False
 ) -> tuple[list[TrainConfig], dict[str, str]]:
-    """Returns the run on each mesh that can run it, and why others cannot.
+    """Returns the run on each mesh that can run it, and the reason for each mesh that cannot.
 
-    It runs in one micro-batch unless `as_configured`.
+    A run has one micro-batch unless `as_configured`.
     """
-    able = []
+    runs = []
     refused = {}
-    once = config if as_configured else replace_nested(config, {"train.accumulation": 1})
+    if not as_configured:
+        config = replace_nested(config, {"train.accumulation": 1})
     for sizes in meshes:
-        on_mesh = replace_nested(once, {"mesh": once.mesh.of_sizes(sizes)})
-        if (problem := next(violations_on(on_mesh, sizes), None)) is None:
-            able.append(on_mesh)
+        run = replace_nested(config, {"mesh": config.mesh.of_sizes(sizes)})
+        problem = next(violations_on(run, sizes), None)
+        if problem is None:
+            runs.append(run)
         else:
             refused[describe_mesh(sizes)] = problem
-    return able, refused
+    return runs, refused
 
 
 def leanest(config: TrainConfig) -> Iterator[TrainConfig]:
-    """Yields candidates for least memory.
+    """Yields the settings that may need the least memory.
 
-    They have full remat, and one row per micro-batch or all in one (no gradients to sum).
+    These have full remat, and one row per micro-batch, or all rows in one (no gradients to sum).
     """
     remat = "offload" if config.model.remat == "offload" else "full"
     for accumulation in {rows_of(config), 1}:
@@ -341,7 +361,7 @@ def leanest(config: TrainConfig) -> Iterator[TrainConfig]:
 
 
 def _none_can(config: TrainConfig, devices: int, refused: Mapping[str, str]) -> str:
-    def able(number: int) -> bool:
+    def can_run(number: int) -> bool:
         return any(
             next(violations_on(config, sizes), None) is None
             for sizes in meshes_to_try(config, number)
@@ -351,24 +371,20 @@ def _none_can(config: TrainConfig, devices: int, refused: Mapping[str, str]) -> 
         f"none of the requested meshes can run this configuration; others of {devices:,} "
         "devices can:"
     )
-    if not able(devices):
+    if not can_run(devices):
         fewer = range(devices - 1, max(0, devices - FURTHEST), -1)
         more = range(devices + 1, devices + FURTHEST)
-        near = [
-            f"{number:,}"
-            for numbers in (fewer, more)
-            for number in itertools.islice(filter(able, numbers), 1)
-        ]
+        nearest = (next(filter(can_run, numbers), None) for numbers in (fewer, more))
+        near = [f"{number:,}" for number in nearest if number is not None]
         instead = f"; {' or '.join(near)} devices could" if near else ""
         problem = f"no mesh of {devices:,} devices can run this configuration{instead}:"
-    first: dict[str, str] = {}
+    first_mesh: dict[str, str] = {}
     for mesh, reason in refused.items():
-        first.setdefault(reason, mesh)
-    lines = [f"  {mesh}: {reason}" for reason, mesh in first.items()]
-    rest = (
-        [f"  ... and {len(lines) - MAX_REASONS} more reasons"] if len(lines) > MAX_REASONS else []
-    )
-    return "\n".join([problem, *lines[:MAX_REASONS], *rest])
+        first_mesh.setdefault(reason, mesh)
+    lines = [f"  {mesh}: {reason}" for reason, mesh in first_mesh.items()]
+    if (more_reasons := len(lines) - MAX_REASONS) > 0:
+        lines[MAX_REASONS:] = [f"  ... and {more_reasons} more reasons"]
+    return "\n".join([problem, *lines])
 
 
 def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
@@ -377,40 +393,46 @@ def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
     costs = costs_of_step(config, sizes, where.hardware.architecture)
     memory = memory_per_device(config, sizes, model.arrays, costs=costs)
     work = 1.0
-    if (loss := model.loss) is not None:
+    loss = model.loss
+    if loss is not None:
         work = loss.relative
         rows = config.data.global_batch_size // batch_parts(sizes)
         saved = int(loss.saved * rows / (config.train.accumulation * sizes[CP]))
         memory = replace(memory, activations=memory.activations + saved, batch=loss.columns * rows)
     time = step_time(where.hardware, sizes, costs, memory, config.train.accumulation, work)
-    return Setting(config, where, memory, costs, time, model.flops_per_token, work)
+    return Setting(
+        config=config,
+        target=where,
+        memory=memory,
+        costs=costs,
+        time=time,
+        flops_per_token=model.flops_per_token,
+        relative_work=work,
+    )
 
 
 def _choose(settings: Sequence[Setting]) -> Setting:
-    """Takes the least memory among settings as fast as the fastest that fits."""
+    """Returns the setting with the least memory among settings as fast as the fastest that fits."""
     first = min(settings, key=rank)
-    as_fast = [s for s in settings if s.fits and s.time.expected <= NEAR * first.time.expected]
-    return min(as_fast, key=lambda setting: setting.memory.total) if first.fits else first
+    if not first.fits:
+        return first
+    return min(_as_fast(settings, first), key=lambda setting: setting.memory.total)
 
 
-def rank(setting: Setting) -> tuple[int, float, float]:
-    """Returns a sort key: with margin, tight, too large; then time or missing memory."""
-    how = 0 if setting.has_margin else 1 if setting.fits else 2
-    return how, 0.0 if setting.fits else -setting.spare, setting.time.expected
+def _as_fast(settings: Iterable[Setting], first: Setting) -> list[Setting]:
+    limit = NEAR * first.time.expected
+    return [setting for setting in settings if setting.fits and setting.time.expected <= limit]
 
 
-def _simplest_first(ranked: list[Setting]) -> tuple[Setting, ...]:
+def _simplest_first(ranked: list[Setting]) -> list[Setting]:
     def complexity(setting: Setting) -> tuple[bool, int, int, int]:
         sizes = setting.sizes
-        leaves = leaves_domain(setting.target.hardware, setting.sizes, (TP,))
+        leaves = leaves_domain(setting.target.hardware, sizes, (TP,))
         return leaves, setting.config.train.accumulation, sizes[TP], sizes[CP]
 
     first = ranked[0]
-    near = [s for s in ranked if s.fits and s.time.expected <= NEAR * first.time.expected]
-    simplest = min(
-        (s for s in near if s.has_margin == first.has_margin), key=complexity, default=first
-    )
-    return (simplest, *(setting for setting in ranked if setting is not simplest))
+    equal = [s for s in _as_fast(ranked, first) if s.has_margin == first.has_margin]
+    return move_to_front(min(equal, key=complexity, default=first), ranked)
 
 
 def rows_of(config: TrainConfig) -> int:
@@ -418,10 +440,11 @@ def rows_of(config: TrainConfig) -> int:
     return max(1, config.data.global_batch_size // batch_parts(config.mesh.sizes))
 
 
-def _choices(config: TrainConfig, most: int) -> Iterator[TrainConfig]:
+def _choices(config: TrainConfig, max_counts: int) -> Iterator[TrainConfig]:
     counts = divisors(rows_of(config))
-    if len(counts) > most:
-        counts = [counts[index * (len(counts) - 1) // (most - 1)] for index in range(most)]
+    if len(counts) > max_counts:
+        last = len(counts) - 1
+        counts = [counts[index * last // (max_counts - 1)] for index in range(max_counts)]
     for remat in dict.fromkeys((*REMATS, config.model.remat)):
         for count in counts:
             yield replace_nested(config, {"model.remat": remat, "train.accumulation": count})

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import cycle
+from itertools import chain, cycle, starmap
 from typing import TYPE_CHECKING
 
 import jax
 
 import jaxtp
+from jaxtp.analysis.collective import Collective
 from jaxtp.analysis.hardware import GB, TABLE, link_of
 from jaxtp.analysis.step_costs import describe_active, describe_padding
 from jaxtp.analysis.tables import between, columns, gigabytes
@@ -17,7 +18,7 @@ from jaxtp.tools.estimate.remedies import Alternative
 from jaxtp.tools.estimate.search import MEMORY_ERROR, Model, Search, Setting, Target, is_plain
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, TrainConfig
-from jaxtp.train.memory import Memory, save_bytes
+from jaxtp.train.memory import save_bytes
 from jaxtp.train.run_report import (
     describe_context,
     describe_kernels,
@@ -47,15 +48,18 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
     data = config.data
     tokens = data.global_batch_size * data.sequence_length
     share = "" if where.share is None else f" ({where.share:.0%}, {where.share_source})"
-    assumed = data.sequence_length == DataConfig().sequence_length
     links = f"{hardware.link / GB:,.0f} GB/s among {hardware.domain}"
-    matmul = sizes.precision.matmul
-    in_dtype = "" if matmul == "compute" else f" in {matmul}"
     if hardware.direct:
         links = f"{link_of(hardware, 2) / GB:,.0f} GB/s to each of {hardware.domain - 1}"
+    matmul = sizes.precision.matmul
+    in_dtype = "" if matmul == "compute" else f" in {matmul}"
+    default_length = ""
+    if data.sequence_length == DataConfig().sequence_length:
+        default_length = " (the default; --data.sequence-length N changes it)"
+    source = "jaxtp/analysis/hardware.py" if hardware.name in TABLE else hardware.source
     rows = {
-        "on": f"{where.devices} x {hardware.name}: {hardware.memory / GB:,.1f} GB each, of which "
-        f"JAX takes {where.room / GB:,.1f}{share}; {hardware.peak(matmul) / 1e12:,.0f} "
+        "devices": f"{where.devices} x {hardware.name}: {hardware.memory / GB:,.1f} GB each, of "
+        f"which JAX takes {where.room / GB:,.1f}{share}; {hardware.peak(matmul) / 1e12:,.0f} "
         f"TFLOP/s{in_dtype}, {hardware.bandwidth / 1e12:,.2f} TB/s; {links}, "
         f"{hardware.network / GB:,.0f} beyond",
         "model": f"{model.parameters:,} parameters{describe_active(sizes, model.parameters)}: "
@@ -65,11 +69,10 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
         "kernels": describe_kernels(config, mesh_shape(), hardware.architecture),
         "matmul": describe_matmul(sizes),
         "batch": f"{data.global_batch_size:,} sequences of {data.sequence_length:,} tokens = "
-        f"{tokens:,}{' (the default; --data.sequence-length N changes it)' if assumed else ''}",
+        f"{tokens:,}{default_length}",
         "assumed": f"{hardware.matmul_efficiency:.0%} of the peak in large products, "
         f"{hardware.bandwidth_efficiency:.0%} of memory's bandwidth, "
-        f"{hardware.link_efficiency:.0%} of links "
-        f"({hardware.source if hardware.name not in TABLE else 'jaxtp/analysis/hardware.py'})",
+        f"{hardware.link_efficiency:.0%} of links ({source})",
     }
     if not optimizers.is_modelled(config.optimizer):
         rows["without"] = (
@@ -82,7 +85,8 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
 
 
 def _loss(config: TrainConfig, model: Model) -> dict[str, str]:
-    if (loss := model.loss) is None:
+    loss = model.loss
+    if loss is None:
         return {}
     work = f"{loss.flops * config.data.global_batch_size / 1e12:,.1f} TFLOP a step"
     return {
@@ -92,52 +96,58 @@ def _loss(config: TrainConfig, model: Model) -> dict[str, str]:
     }
 
 
-def ranking(found: Search) -> str:
+def ranking(results: Search) -> str:
     """Formats a table with each mesh's best setting."""
-    shown = found.settings[:MAX_ROWS]
+    shown = results.settings[:MAX_ROWS]
     header = ("mesh", "remat", "micro-batches", "GB", "to spare", "tokens/s", "MFU", "computing")
     lines = [columns(header, list(map(_row, shown)))]
-    if more := len(found.settings) - len(shown):
+    if more := len(results.settings) - len(shown):
         lines.append(f"... and {more} more meshes (--json FILE has all)")
-    counts = f"settings tried: {len(found.all):,}; meshes: {len(found.settings):,}"
-    for mesh, reason in list(found.refused.items())[:1]:
-        counts += f"; refused: {len(found.refused):,}, such as {mesh}: {reason.partition(';')[0]}"
+    counts = f"settings tried: {len(results.all):,}; meshes: {len(results.settings):,}"
+    if results.refused:
+        mesh, reason = next(iter(results.refused.items()))
+        counts += f"; refused: {len(results.refused):,}, such as {mesh}: {reason.partition(';')[0]}"
     return "\n".join([*lines, counts])
 
 
 def _row(setting: Setting) -> tuple[str, ...]:
-    slow, fast = setting.tokens_per_second_range
     low, high = setting.mfu_range
-    doubts = {"tight": not setting.has_margin, "without the update": not setting.update_is_modelled}
-    spare = ", ".join(
-        (gigabytes(setting.spare), *(doubt for doubt, holds in doubts.items() if holds))
-    )
+    spare = gigabytes(setting.spare) if setting.fits else "does not fit"
+    if setting.fits and not setting.has_margin:
+        spare += ", tight"
+    if setting.fits and not setting.update_is_modelled:
+        spare += ", without the update"
     return (
         str(setting),
         setting.config.model.remat,
         f"{setting.config.train.accumulation} of {setting.rows}",
         gigabytes(setting.memory.total),
-        spare if setting.fits else "does not fit",
-        between(f"{slow:,.0f}", f"{fast:,.0f}"),
+        spare,
+        speed_range(setting),
         between(f"{low:.0%}", f"{high:.0%}"),
         f"{setting.time.computing_share:.0%}",
     )
 
 
+def speed_range(setting: Setting) -> str:
+    """Formats the range of tokens/s."""
+    slow, fast = setting.tokens_per_second_range
+    return between(f"{slow:,.0f}", f"{fast:,.0f}")
+
+
 def explained(
-    found: Search,
+    results: Search,
     configured: Setting | None,
     alternatives: Sequence[Alternative],
     price: float | None = None,
 ) -> str:
-    """Formats the best setting: its fit, memory, time and cost, and what changes it.
+    """Formats the best setting: its fit, memory, time and cost, and changes that improve it.
 
     Args:
       configured: the mesh of the configuration, if that is another one.
       price: of a device hour.
     """
-    best = found.settings[0]
-    where = best.target
+    best = results.settings[0]
     time = best.time
     steps = best.config.train.steps
     verdict = "" if best.fits else "nothing fits; the least is "
@@ -152,66 +162,66 @@ def explained(
         seconds = between(f"{time.overlapped:,.3f}", f"{time.serial:,.3f}")
         rows.append(("step", f"{seconds} seconds: {shares}"))
         low, high = device_hours(best)
-        hours = _range(low / where.devices, high / where.devices)
+        hours = _range(low / best.target.devices, high / best.target.devices)
         rows.append(("run", f"{steps:,} steps: {hours} hours, {_cost(best, 1.0, price)}"))
     if configured is not None and configured.config != best.config:
         rows.append(("now", _beside(configured, best)))
-    rows += [("try", f"{other}: {_proposed(other.setting, best, price)}") for other in alternatives]
+    for other in alternatives:
+        rows.append(("try", f"{other}: {_proposed(other.setting, best, price)}"))
     return "\n".join(f"{label:<8}{text}" for label, text in rows)
 
 
 def _range(low: float, high: float) -> str:
-    return between(*(f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in (low, high)))
+    def digits(value: float) -> str:
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+    return between(digits(low), digits(high))
 
 
 def _proposed(setting: Setting, best: Setting, price: float | None) -> str:
-    # With the cost of as many tokens as in the run: a change may make a step shorter.
-    slow, fast = setting.tokens_per_second_range
-    speed = between(f"{slow:,.0f}", f"{fast:,.0f}")
-    steps = best.tokens / setting.tokens
-    return f"{_beside(setting, best)}; {speed} tokens/s, {_cost(setting, steps, price)}"
+    # The cost is that of the run's tokens: with the change a step may have fewer.
+    cost = _cost(setting, best.tokens / setting.tokens, price)
+    return f"{_beside(setting, best)}; {speed_range(setting)} tokens/s, {cost}"
 
 
-def _cost(setting: Setting, steps: float, price: float | None) -> str:
-    # Of `steps` times the steps of the run.
-    low, high = (steps * hours for hours in device_hours(setting))
+def _cost(setting: Setting, runs: float, price: float | None) -> str:
+    low, high = (runs * hours for hours in device_hours(setting))
     hours = f"{_range(low, high)} {setting.target.hardware.name} hours"
     return hours if price is None else f"{hours}; cost {_range(low * price, high * price)}"
 
 
 def _used(setting: Setting) -> str:
-    how = f"{setting} with remat {setting.config.model.remat} and micro-batches of {setting.rows}"
-    memory = f"{how}: {gigabytes(setting.memory.total)} of {gigabytes(setting.target.room)} GB"
-    return memory if setting.fits else f"{memory}, does not fit"
+    verdict = "" if setting.fits else ", does not fit"
+    return (
+        f"{setting} with remat {setting.config.model.remat} and micro-batches of {setting.rows}: "
+        f"{gigabytes(setting.memory.total)} of {gigabytes(setting.target.room)} GB{verdict}"
+    )
 
 
 def _beside(setting: Setting, best: Setting) -> str:
-    speed = (
-        f", {best.time.expected / setting.time.expected:.2f} x as fast"
-        if setting.fits and best.fits
-        else ""
-    )
-    return f"{_used(setting)}{speed}"
+    if not (setting.fits and best.fits):
+        return _used(setting)
+    return f"{_used(setting)}, {best.time.expected / setting.time.expected:.2f} x as fast"
 
 
 def _memory(setting: Setting) -> str:
     unit, size = ("GB", GB) if setting.memory.total >= GB / 10 else ("MB", GB / 1000)
+    exact = list[str]()
+    modelled = list[str]()
     kinds = sorted(dataclasses.asdict(setting.memory).items(), key=lambda kind: -kind[1])
-    exact, modelled = (
-        ", ".join(
-            f"{label(k)} {n / size:,.2f}" for k, n in kinds if n and (k in EXACT_MEMORY) == is_exact
-        )
-        for is_exact in (True, False)
-    )
+    for kind, amount in kinds:
+        if amount:
+            texts = exact if kind in EXACT_MEMORY else modelled
+            texts.append(f"{label(kind)} {amount / size:,.2f}")
     total = (
         f"{setting.memory.total / size:,.2f} of {setting.target.room / size:,.2f} {unit} for JAX"
     )
-    return f"{total}: exact {exact};\n{'':<8}modelled {modelled}"
+    return f"{total}: exact {', '.join(exact)};\n{'':<8}modelled {', '.join(modelled)}"
 
 
 def label(kind: str) -> str:
     """Returns a memory kind's printed name."""
-    return {"logits": "head and logits"}.get(kind, kind.replace("_", " "))
+    return "head and logits" if kind == "logits" else kind.replace("_", " ")
 
 
 def _warnings(best: Setting) -> Iterator[str]:
@@ -228,10 +238,12 @@ def _warnings(best: Setting) -> Iterator[str]:
     advised = advice(allocator, best.memory.total, room, room / hardware.memory)
     if hardware.platform == "cuda" and advised is not None:
         yield f"launch.allocator={allocator}: {advised}"
-    if (padded := describe_padding(best.config.model, best.sizes)) is not None:
-        yield f"padded {padded}"
-    if (text := describe_context(best.config, best.sizes)) is not None:
-        yield text
+    padding = describe_padding(best.config.model, best.sizes)
+    if padding is not None:
+        yield f"padded {padding}"
+    context = describe_context(best.config, best.sizes)
+    if context is not None:
+        yield context
 
 
 def _seconds(setting: Setting) -> dict[str, float]:
@@ -251,9 +263,9 @@ def device_hours(best: Setting) -> tuple[float, float]:
     return best.time.overlapped * steps, best.time.serial * steps
 
 
-def record(config: TrainConfig, where: Target, model: Model, found: Search) -> dict[str, object]:
+def record(config: TrainConfig, where: Target, model: Model, results: Search) -> dict[str, object]:
     """Returns the search for JSON; sizes in bytes, times in seconds."""
-    best = found.settings[0]
+    best = results.settings[0]
     moves = EXACT if is_plain(config.model) else AT_MOST
     if not optimizers.is_modelled(config.optimizer):
         moves = f"{moves}, but for the update by {config.optimizer.name}"
@@ -275,16 +287,16 @@ def record(config: TrainConfig, where: Target, model: Model, found: Search) -> d
         "device_hours": list(device_hours(best)),
         "provenance": {
             "bytes_per_device": {
-                kind.name: EXACT if kind.name in EXACT_MEMORY else MODELLED
-                for kind in dataclasses.fields(Memory)
+                **dict.fromkeys(vars(best.memory), MODELLED),
+                **dict.fromkeys(EXACT_MEMORY, EXACT),
             },
             "collectives": moves,
             "flops_per_device": moves,
             "seconds": MODELLED,
             "tokens_per_second": MODELLED,
         },
-        "meshes": [setting_record(setting) for setting in found.settings],
-        "refused": dict(found.refused),
+        "meshes": list(map(setting_record, results.settings)),
+        "refused": dict(results.refused),
     }
 
 
@@ -299,26 +311,16 @@ def setting_record(setting: Setting) -> dict[str, object]:
         "remat": setting.config.model.remat,
         "accumulation": setting.config.train.accumulation,
         "micro_batch_size": setting.rows,
-        "bytes_per_device": dataclasses.asdict(setting.memory) | {"total": setting.memory.total},
+        "bytes_per_device": {**vars(setting.memory), "total": setting.memory.total},
         "bytes_to_spare": setting.spare,
-        "collectives": [
-            {
-                "module": one.module,
-                "kind": one.kind,
-                "axes": one.axes,
-                "devices": one.group,
-                "count": times,
-            }
-            | {"bytes_sent": times * one.bytes_sent}
-            for one, times in setting.costs.traffic.items()
-        ],
+        "collectives": list(starmap(_collective_record, setting.costs.traffic.items())),
         "flops_per_device": setting.costs.flops * setting.relative_work,
         "padding": setting.costs.padding,
         "seconds": {
-            **{
-                name: getattr(time, name)
-                for name in ("products", "attention", "elementwise", "update")
-            },
+            "products": time.products,
+            "attention": time.attention,
+            "elementwise": time.elementwise,
+            "update": time.update,
             "communication": {
                 "+".join(axes): seconds for axes, seconds in time.communication.items()
             },
@@ -331,18 +333,31 @@ def setting_record(setting: Setting) -> dict[str, object]:
     }
 
 
-def draw(found: Search, title: str, figure: "Figure") -> None:
+def _collective_record(collective: Collective, times: float) -> dict[str, object]:
+    return {
+        "module": collective.module,
+        "kind": collective.kind,
+        "axes": collective.axes,
+        "devices": collective.group,
+        "count": times,
+        "bytes_sent": times * collective.bytes_sent,
+    }
+
+
+def draw(results: Search, title: str, figure: "Figure") -> None:
     """Draws bars of memory by kind and seconds by part, for each tp's best setting.
 
     Marks the best of all.
     """
-    by_tp = {setting.sizes[TP]: setting for setting in reversed(found.settings)}
+    by_tp: dict[int, Setting] = {}
+    for setting in results.settings:
+        by_tp.setdefault(setting.sizes[TP], setting)
     settings = [by_tp[tp] for tp in sorted(by_tp)]
     figure.set_size_inches(13, 6.5)
     figure.suptitle(title, fontsize=13)
     memory_panel, time_panel = figure.subplots(1, 2)
-    memory = [_gigabytes(setting) for setting in settings]
-    seconds = [_seconds(setting) for setting in settings]
+    memory = list(map(_gigabytes, settings))
+    seconds = list(map(_seconds, settings))
     colors = _part_colors([*memory, *seconds])
     _draw_bars(memory_panel, memory, colors, "{:.1f}")
     memory_panel.set_title("Memory of each device", fontsize=11)
@@ -351,16 +366,14 @@ def draw(found: Search, title: str, figure: "Figure") -> None:
     time_panel.set_title("Time of a step, modelled, if nothing overlaps", fontsize=11)
     time_panel.set_ylabel("seconds")
     for panel in (memory_panel, time_panel):
-        _name_bars(panel, settings, best=found.settings[0])
+        _name_bars(panel, settings, best=results.settings[0])
     room = settings[0].target.room / GB
     memory_panel.axhline(room, color="black", linestyle="--", linewidth=1)
-    right = (0.99, room)
-    above = (0, 3)
     memory_panel.annotate(
         f"limit {room:.1f} GB",
-        xy=right,
+        xy=(0.99, room),
         xycoords=("axes fraction", "data"),
-        xytext=above,
+        xytext=(0, 3),
         textcoords="offset points",
         ha="right",
         fontsize=9,
@@ -374,7 +387,9 @@ def _gigabytes(setting: Setting) -> dict[str, float]:
 
 def _part_colors(bars: Sequence[Mapping[str, float]]) -> dict[str, str]:
     """Returns a colour for each part, so that no colour has two meanings in a picture."""
-    parts = dict.fromkeys(part for bar in bars for part, value in bar.items() if value)
+    parts = dict[str, None]()
+    for bar in bars:
+        parts |= dict.fromkeys(part for part, value in bar.items() if value)
     return dict(zip(parts, cycle(_COLORS), strict=False))
 
 
@@ -383,7 +398,7 @@ def _draw_bars(
 ) -> None:
     below = [0.0] * len(bars)
     visible = max(sum(bar.values()) for bar in bars) / 200
-    for part in dict.fromkeys(part for bar in bars for part in bar):
+    for part in dict.fromkeys(chain(*bars)):
         values = [bar.get(part, 0.0) for bar in bars]
         if max(values) < visible:
             continue

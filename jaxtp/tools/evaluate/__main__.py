@@ -1,7 +1,4 @@
-"""`jaxtp evaluate`: opens models and documents, and measures.
-
-It reports the numbers as a table or as JSON.
-"""
+"""`jaxtp evaluate`: measures models on documents, and reports a table or JSON."""
 
 if __name__ == "__main__":
     from jaxtp.config.entry import start
@@ -20,6 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxtp.analysis.tables import between
 from jaxtp.checkpoint import silence_orbax
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
@@ -71,9 +69,10 @@ COMMAND = Command(
     program=PROGRAM, schema=EvaluateConfig, description=DESCRIPTION, short_help=SHOWN_FIRST
 )
 STDOUT = Path("-")  # Value of --json for standard output
-_COUNTS = dict.fromkeys(("documents", "tokens", "bytes"), ",")
 _FORMATS = {
-    **_COUNTS,
+    "documents": ",",
+    "tokens": ",",
+    "bytes": ",",
     "loss": ".6f",
     "perplexity": ".5g",
     "bits_per_byte": ".5f",
@@ -103,7 +102,10 @@ def _evaluate(argv: Sequence[str]) -> None:
             raise ConfigError("; ".join(problems))
         request_devices(config.mesh)
     with reporting_failure():
-        _run_tasks(config) if config.tasks else _measure_models(config)
+        if config.tasks:
+            _run_tasks(config)
+        else:
+            _measure_models(config)
 
 
 def _measure_models(config: EvaluateConfig) -> None:
@@ -111,8 +113,9 @@ def _measure_models(config: EvaluateConfig) -> None:
         _require_json(config.json)
         sources = [open_source(path, config.source_options) for path in config.model]
         names = [source.name for source in sources]
-        if duplicates := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(f"--model {duplicates[0]} is given twice")
+        for name in sorted(names):
+            if names.count(name) > 1:
+                raise ConfigError(f"--model {name} is given twice")
         length = window_length(config, sources)
         inputs = [
             open_inputs(config, path, source)
@@ -122,38 +125,38 @@ def _measure_models(config: EvaluateConfig) -> None:
     records: list[Record] = []
     try:
         for source, documents, mesh in zip(sources, inputs, meshes, strict=True):
-            about = {"data": [each.name for each in documents], "stride": config.stride or length}
             measured = _measure(config, source, documents, mesh, length)
-            records.append(
-                {**_describe(source, mesh, length), **about, **_record(measured, config.by)}
-            )
+            record = _describe(source, mesh, length)
+            record["data"] = [source.name for source in documents]
+            record["stride"] = config.stride or length
+            records.append(record | _record(measured, config.by))
     finally:  # also reports the models measured before a failure
         if records:
-            record = records[0] if len(sources) == 1 else {"models": records}
-            _report(_table(records), config.json, record)
+            results = records[0] if len(sources) == 1 else {"models": records}
+            _report(_table(records), config.json, results)
 
 
 def _measure(
     config: EvaluateConfig, source: ModelSource, inputs: Sequence[Input], mesh: Mesh, length: int
 ) -> Measured:
     scorer = Scorer(load_model(source, mesh), config.batch_size)
-    total = sum(each.num_documents for each in inputs)
+    stride = config.stride or length
+    total = sum(source.num_documents for source in inputs)
     started = time.monotonic()
     status = Status()
-    stride = f" that start {config.stride:,} apart" if config.stride not in (None, length) else ""
+    overlap = "" if stride == length else f" that start {stride:,} apart"
     print_status(
-        f"data    {total:,} document{'s' * (total != 1)}; windows of {length:,} tokens{stride}"
+        f"data    {total:,} document{'s' * (total != 1)}; windows of {length:,} tokens{overlap}"
     )
 
     def progress(measured: Measured) -> None:
-        if (whole := measured.whole()).tokens:
+        whole = measured.whole()
+        if whole.tokens:
+            share = measured.documents_scored() / total
             rate = whole.tokens / (time.monotonic() - started)
-            status(
-                f"{measured.documents_scored() / total:.0%}  loss {whole.loss:.4f}  {rate:,.0f} "
-                "tokens/s"
-            )
+            status(f"{share:.0%}  loss {whole.loss:.4f}  {rate:,.0f} tokens/s")
 
-    return measure(scorer, inputs, length, config.stride or length, progress)
+    return measure(scorer, inputs, length, stride, progress)
 
 
 def _run_tasks(config: EvaluateConfig) -> None:
@@ -172,24 +175,23 @@ def _run_tasks(config: EvaluateConfig) -> None:
         raise ConfigError(f"--chat: {source.name} has no chat template; leave --chat out")
     if config.date is not None and not config.chat:
         raise ConfigError("--date is the day that a chat template writes; it needs --chat")
-    about = {}
+    length = window_length(config, [source])
+    mesh = inference_mesh(config.mesh, source.config)
+    record = _describe(source, mesh, length)
     if config.chat and source.template is not None and writes_day(source.template):
         day = config.date or source.template_day or datetime.date.today().isoformat()
         source = replace(source, template_day=day)
-        about = {"chat_template_day": day}
+        record["chat_template_day"] = day
         print_status(f"date    the chat template writes the day {day}; --date names another")
-    length = window_length(config, [source])
-    mesh = inference_mesh(config.mesh, source.config)
     tasks = harness.open_tasks(config.tasks, config.task_folder)
     table, results = harness.run(load_model(source, mesh), source, tasks, config, length)
-    _report(table, config.json, {**_describe(source, mesh, length), **about, **results})
+    _report(table, config.json, record | results)
 
 
 def _describe(source: ModelSource, mesh: Mesh, length: int) -> Record:
-    dtype = source.config.precision.compute
     return {
         "model": source.name,
-        "dtype": dtype,
+        "dtype": source.config.precision.compute,
         "mesh": mesh_sizes(mesh),
         "sequence_length": length,
     }
@@ -203,12 +205,14 @@ def _require_json(path: Path | None) -> None:
 def _report(table: str, path: Path | None, record: Mapping[str, object]) -> None:
     if jax.process_index() != 0:
         return
-    print(json.dumps(record, indent=2) if path == STDOUT else table, flush=True)
-    if path != STDOUT:
-        try:
-            write_json("--json", path, record)
-        except ConfigError as error:
-            raise ConfigError(f"{error}; the numbers are above") from None
+    if path == STDOUT:
+        print(json.dumps(record, indent=2), flush=True)
+        return
+    print(table, flush=True)
+    try:
+        write_json("--json", path, record)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; the numbers are above") from None
 
 
 def _record(measured: Measured, by: Sequence[str]) -> Record:
@@ -219,8 +223,8 @@ def _record(measured: Measured, by: Sequence[str]) -> Record:
         ]
     if "length" in by:
         record["by_length"] = [
-            {"tokens_from": least, "tokens_to": 2 * least - 1, **part.numbers()}
-            for least, part in measured.by_length().items()
+            {"tokens_from": length, "tokens_to": 2 * length - 1, **part.numbers()}
+            for length, part in measured.by_length().items()
         ]
     return record
 
@@ -228,28 +232,20 @@ def _record(measured: Measured, by: Sequence[str]) -> Record:
 def _table(records: Sequence[Record]) -> str:
     rows = [["", "window", *(name.replace("_per_", "/") for name in _FORMATS)]]
     for record in records:
-        parts = [(each["source"], each) for each in record.get("by_source", ())]
-        for each in record.get("by_length", ()):
-            least = each["tokens_from"]
-            most = each["tokens_to"]
-            parts.append(
-                (f"{least:,} tokens" if least == most else f"{least:,} to {most:,} tokens", each)
-            )
-        for part, numbers in [*parts, ("all", record["all"])]:
-            name = (
-                part
-                if len(records) == 1
-                else f"{record['model']}: {part}"
-                if parts
-                else record["model"]
-            )
+        parts = [(part["source"], part) for part in record.get("by_source", ())]
+        for part in record.get("by_length", ()):
+            lengths = between(f"{part['tokens_from']:,}", f"{part['tokens_to']:,}")
+            parts.append((f"{lengths} tokens", part))
+        for name, numbers in [*parts, ("all", record["all"])]:
+            if len(records) > 1:
+                name = f"{record['model']}: {name}" if parts else record["model"]
             cells = [
                 "-" if numbers[key] is None else f"{numbers[key]:{style}}"
                 for key, style in _FORMATS.items()
             ]
             rows.append([name, f"{record['sequence_length']:,}", *cells])
-    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [[name.ljust(first), *map(str.rjust, cells, others)] for name, *cells in rows]
+    name_width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [[name.ljust(name_width), *map(str.rjust, cells, widths)] for name, *cells in rows]
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 

@@ -8,7 +8,17 @@ import tyro
 
 from jaxtp.config.affects import RUNS_CODE
 from jaxtp.config.hints import nearest_multiples
-from jaxtp.config.schema import ConfigError, Count, CountOrZero, DataPath, Day, Switch, UserPath
+from jaxtp.config.schema import (
+    ConfigError,
+    Count,
+    CountOrZero,
+    DataPath,
+    Day,
+    OptionalFile,
+    OptionalFolder,
+    Switch,
+    UserPath,
+)
 from jaxtp.data.prepare.prepare_config import TEXT_FIELD
 from jaxtp.generate.loading import InferenceMeshConfig, ModelSource, SourceConfig
 from jaxtp.generate.request import limits_of
@@ -88,14 +98,14 @@ class EvaluateConfig(SourceConfig):
     """With --chat: the day that a chat template with a date writes (strftime_now); by default the
     day that it wrote into the run's data, else today."""
 
-    cache: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR"), RUNS_CODE] = None
+    cache: Annotated[OptionalFolder, RUNS_CODE] = None
     """Folder that stores the answers to tasks, so that an interrupted command can continue. The
     harness pickles them, so a folder from someone else could run code."""
 
     batch_size: Count = 8
     """Rows of a batch, rounded up to a multiple of mesh.dp * mesh.fsdp."""
 
-    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    json: OptionalFile = None
     """File for all numbers as JSON; - for standard output, instead of the table."""
 
     mesh: InferenceMeshConfig = InferenceMeshConfig()
@@ -160,7 +170,8 @@ def window_length(config: EvaluateConfig, sources: Sequence[ModelSource]) -> int
     for source, context in limits:
         if context is None or length <= context:
             continue
-        if (learned := source.config.learned_positions) is not None and length > learned:
+        learned = source.config.learned_positions
+        if learned is not None and length > learned:
             raise ConfigError(
                 f"--sequence-length {length}: the model has {learned:,} learned positions "
                 f"(model.learned_positions); give at most {context}"

@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -123,11 +123,9 @@ class JaxtpLM(TemplateLM):
         """Returns a text's tokens after the model's prefix."""
         ids: list[int] = self.source.tokenizer.encode_batch([string])[0].tolist()
         prefix = list(self.source.prefix)
-        if add_special_tokens is False or (
-            add_special_tokens is None and ids[: len(prefix)] == prefix
-        ):
-            return ids
-        return [*prefix, *ids]
+        if add_special_tokens is None:
+            add_special_tokens = ids[: len(prefix)] != prefix
+        return prefix + ids if add_special_tokens else ids
 
     def loglikelihood_rolling(
         self, requests: Sequence[_Instance], disable_tqdm: bool = False
@@ -141,10 +139,8 @@ class JaxtpLM(TemplateLM):
             for pair in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1):
                 windows.append((None, *make_disjoint_window(pair)))
                 owners.append(owner)
-        answers = self._loglikelihood_tokens(windows, disable_tqdm)
-        sums: list[float] = np.bincount(
-            owners, [logprob for logprob, _ in answers], len(texts)
-        ).tolist()
+        logprobs = [logprob for logprob, _ in self._loglikelihood_tokens(windows, disable_tqdm)]
+        sums: list[float] = np.bincount(owners, logprobs, len(texts)).tolist()
         for text, value in zip(texts, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), value)
         return sums
@@ -157,12 +153,11 @@ class JaxtpLM(TemplateLM):
         by_settings: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             by_settings.setdefault(repr(request.args[1]), []).append(index)
+        eos = self.source.special_tokens.get("eos_token")
         with tqdm(total=len(requests), unit="text", disable=disable_tqdm) as progress:
             for indices in by_settings.values():
                 kwargs = requests[indices[0]].args[1]
-                settings, stops = _generation_settings(
-                    kwargs, self.source.special_tokens.get("eos_token")
-                )
+                settings, stops = _generation_settings(kwargs, eos)
                 room = self.max_length - settings.max_tokens
                 if room < 1:
                     raise HarnessError(
@@ -205,23 +200,30 @@ class JaxtpLM(TemplateLM):
             self._check(context, continuation)
             tokens = [*context, *continuation][-(self.max_length + 1) :]
             groups.setdefault(tuple(tokens[:-1]), []).append(index)
-        longest_first = sorted(groups, key=lambda inputs: (-len(inputs), inputs))
+        with tqdm(total=len(requests), unit="request", disable=disable_tqdm) as progress:
+            for length, rows in self._batches(groups):
+                score = self._scores(rows, length)
+                for row, inputs in enumerate(rows):
+                    for index in groups[inputs]:
+                        texts, _, continuation = requests[index]
+                        answers[index] = score(row, len(inputs), continuation)
+                        if texts is not None:
+                            self.cache_hook.add_partial("loglikelihood", texts, answers[index])
+                progress.update(len(answers) - progress.n)
+                self._interrupt.check()
+        return [answers[index] for index in range(len(requests))]
+
+    def _batches(
+        self, rows: Iterable[tuple[int, ...]]
+    ) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
+        """Yields batches of rows that are padded to one length, the longest first."""
+        longest_first = sorted(rows, key=lambda inputs: (-len(inputs), inputs))
         by_length = itertools.groupby(
             longest_first, lambda inputs: row_length(len(inputs), self.max_length)
         )
-        with tqdm(total=len(requests), unit="request", disable=disable_tqdm) as progress:
-            for length, same_length in by_length:
-                while rows := list(itertools.islice(same_length, self._scorer.batch_size)):
-                    score = self._scores(rows, length)
-                    for row, inputs in enumerate(rows):
-                        for index in groups[inputs]:
-                            texts, _, continuation = requests[index]
-                            answers[index] = score(row, len(inputs), continuation)
-                            if texts is not None:
-                                self.cache_hook.add_partial("loglikelihood", texts, answers[index])
-                    progress.update(len(answers) - progress.n)
-                    self._interrupt.check()
-        return [answers[index] for index in range(len(requests))]
+        for length, same_length in by_length:
+            while batch := list(itertools.islice(same_length, self._scorer.batch_size)):
+                yield length, batch
 
     def _scores(
         self, rows: Sequence[tuple[int, ...]], length: int
@@ -245,10 +247,9 @@ class JaxtpLM(TemplateLM):
         def answer(row: int, end: int, continuation: list[int]) -> Answer:
             before = slice(end - len(continuation), end - 1)
             logprobs = next_logprobs[row]
-            logprob = float(logprobs[continuation[-1]]) - float(losses[row, before].sum())
-            return logprob, bool(
-                correct[row, before].all() and logprobs[continuation[-1]] >= logprobs.max()
-            )
+            last_logprob = logprobs[continuation[-1]]
+            is_greedy = correct[row, before].all() and last_logprob >= logprobs.max()
+            return float(last_logprob) - float(losses[row, before].sum()), bool(is_greedy)
 
         return answer
 
@@ -261,16 +262,20 @@ class JaxtpLM(TemplateLM):
                 f"{self.max_length:,}; give a larger --sequence-length if the model's context "
                 "allows it"
             )
-        if (largest := max(*context, *continuation)) >= (size := self._scorer.config.vocab_size):
+        largest = max(*context, *continuation)
+        size = self._scorer.config.vocab_size
+        if largest >= size:
             raise HarnessError(f"the token {largest} is beyond the {size:,} of {self.source.name}")
 
 
 def _special_token(source: ModelSource, name: str, default: int | None) -> int:
-    text = source.special_tokens.get(name)
-    ids = [] if text is None else source.tokenizer.encode_batch([text])[0].tolist()
-    if len(ids) == 1:
-        return int(ids[0])
-    return int(source.tokenizer.encode_batch(["\n"])[0][-1]) if default is None else default
+    if name in source.special_tokens:
+        ids = source.tokenizer.encode_batch([source.special_tokens[name]])[0]
+        if len(ids) == 1:
+            return int(ids[0])
+    if default is not None:
+        return default
+    return int(source.tokenizer.encode_batch(["\n"])[0][-1])
 
 
 def _generation_settings(kwargs: Settings, eos: str | None) -> tuple[GenerationSettings, list[str]]:
@@ -278,14 +283,15 @@ def _generation_settings(kwargs: Settings, eos: str | None) -> tuple[GenerationS
     stops: list[str] = handle_stop_sequences(values.pop("until", None), eos)
     max_tokens = values.pop("max_gen_toks")
     do_sample = values.pop("do_sample", False)
-    if unknown := values.keys() - _SAMPLING:
+    unknown = values.keys() - _SAMPLING
+    if unknown:
         raise HarnessError(
             f"a task generates with {', '.join(sorted(unknown))}; known are "
-            f"{', '.join(sorted(_SAMPLING))}, do_sample, "
-            "until and max_gen_toks"
+            f"{', '.join(sorted(_SAMPLING))}, do_sample, until and max_gen_toks"
         )
-    used = values if do_sample else {k: v for k, v in values.items() if k == "repetition_penalty"}
-    settings = {**used, "max_tokens": max_tokens, "stop": tuple(stop for stop in stops if stop)}
+    if not do_sample:
+        values = {name: values[name] for name in values if name == "repetition_penalty"}
+    settings = {**values, "max_tokens": max_tokens, "stop": tuple(filter(None, stops))}
     return validate(GenerationSettings, settings, source="generation_kwargs"), stops
 
 
@@ -300,19 +306,18 @@ def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
     for folder in folders:
         if not folder.is_dir():
             raise HarnessError(f"--task-folder {folder}: no such folder{nearest_file(folder)}")
-    paths = [str(folder) for folder in folders]
+    paths = list(map(str, folders))
     in_folders = TaskManager(include_path=paths, include_defaults=False).all_tasks if paths else []
     tasks = TaskManager(
         include_path=paths or None, include_defaults=not set(names) <= set(in_folders)
     )
-    if missing := [name for name in names if name not in tasks.all_tasks]:
-        close = difflib.get_close_matches(missing[0], tasks.all_tasks, n=3, cutoff=0.5)
-        hint = (
-            f"did you mean {', '.join(close)}?"
-            if close
-            else "`lm_eval ls tasks` lists the tasks of the harness"
-        )
-        raise HarnessError(f"--tasks {missing[0]}: no such task; {hint}")
+    for name in names:
+        if name not in tasks.all_tasks:
+            close = difflib.get_close_matches(name, tasks.all_tasks, n=3, cutoff=0.5)
+            hint = "`lm_eval ls tasks` lists the tasks of the harness"
+            if close:
+                hint = f"did you mean {', '.join(close)}?"
+            raise HarnessError(f"--tasks {name}: no such task; {hint}")
     try:
         loaded = tasks.load(list(names))
     except Exception as error:  # from YAML, datasets, or a task's code
@@ -335,7 +340,9 @@ def run(
     Raises:
       HarnessError: the model cannot run a task.
     """
-    cache = None if config.cache is None else str(config.cache / _cache_key(config, source, length))
+    cache = None
+    if config.cache is not None:
+        cache = str(config.cache / _cache_key(config, source, length))
     with Interrupt(signal.SIGINT) as interrupt:  # waits for the batch
         results = simple_evaluate(
             JaxtpLM(
@@ -350,23 +357,22 @@ def run(
             log_samples=False,
             batch_size=config.batch_size,
         )
-    tables = [
-        make_table(results),
-        *([make_table(results, "groups")] if results.get("groups") else ()),
-    ]
+    tables = [make_table(results)]
+    if results.get("groups"):
+        tables.append(make_table(results, "groups"))
     names = ("results", "groups", "n-shot", "n-samples", "versions")
-    chosen = {name: results[name] for name in names if name in results}
-    return "\n".join(tables).rstrip(), json.loads(
-        json.dumps(chosen, default=handle_non_serializable)
-    )
+    shown = {name: results[name] for name in names if name in results}
+    record = json.loads(json.dumps(shown, default=handle_non_serializable))
+    return "\n".join(tables).rstrip(), record
 
 
 def _cache_key(config: EvaluateConfig, source: ModelSource, length: int) -> str:
-    folders = [
-        folder for folder in (*config.model, config.base, config.adapters) if folder is not None
-    ]
-    files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
-    stats = [[str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    files = []
+    for folder in filter(None, (*config.model, config.base, config.adapters)):
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                status = path.stat()
+                files.append([str(path.absolute()), status.st_size, status.st_mtime_ns])
     return fingerprint(
-        [source.name, source.tokenizer.info.name, length, to_plain(source.config), stats]
+        [source.name, source.tokenizer.info.name, length, to_plain(source.config), files]
     )[:32]

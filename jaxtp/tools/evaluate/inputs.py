@@ -71,9 +71,9 @@ def _open_dataset(folder: Path, config: EvaluateConfig, path: Path, model: Model
     splits = {name: split for name, split in dataset.splits.items() if split.num_documents}
     if not splits:
         raise InputError(f"--data {folder}: a dataset without documents")
-    name = (
-        (VALIDATION if VALIDATION in splits else TRAIN) if config.split == "auto" else config.split
-    )
+    name: str = config.split
+    if name == "auto":
+        name = VALIDATION if VALIDATION in splits else TRAIN
     if name not in splits:
         raise InputError(
             f"--data {folder} has no documents in its {name} split; it has some in "
@@ -85,11 +85,8 @@ def _open_dataset(folder: Path, config: EvaluateConfig, path: Path, model: Model
             f"--data {folder} has pairs of answers, which only a loss of jaxtp train evaluates"
         )
     count = min(split.num_documents, config.limit or split.num_documents)
-    return Input(
-        str(folder),
-        count,
-        partial(_documents_of_split, split, count, load_tokenizer(folder), model),
-    )
+    documents = partial(_documents_of_split, split, count, load_tokenizer(folder), model)
+    return Input(str(folder), count, documents)
 
 
 def _documents_of_split(
@@ -99,54 +96,57 @@ def _documents_of_split(
         tokens = split.document(index).astype(np.int32)
         _check_ids(tokens, model, split.location(index))
         first = max(split.prompt_length(index), 1)
-        yield Document(
-            tokens, first, tokenizer.num_bytes(tokens[max(first, len(tokenizer.info.prefix)) :])
-        )
+        first_byte = max(first, len(tokenizer.info.prefix))
+        yield Document(tokens, first, tokenizer.num_bytes(tokens[first_byte:]))
 
 
 def _require_tokenizer(dataset: Dataset, tokenizer: Path, model: ModelSource) -> None:
-    wanted = model.tokenizer.info.sha256
-    found = dataset.tokenizer.sha256
-    if wanted == found:
+    expected = model.tokenizer.info.sha256
+    actual = dataset.tokenizer.sha256
+    if expected == actual:
         return
-    made = "bytes" if found is None else f"another tokenizer ({found[:12]})"
-    reads = "bytes" if wanted is None else f"the tokenizer of {model.name} ({wanted[:12]})"
-    prepare = "without --tokenizer" if wanted is None else f"with --tokenizer {tokenizer}"
+    dataset_has = "bytes" if actual is None else f"another tokenizer ({actual[:12]})"
+    model_needs = "bytes"
+    flag = "without --tokenizer"
+    if expected is not None:
+        model_needs = f"the tokenizer of {model.name} ({expected[:12]})"
+        flag = f"with --tokenizer {tokenizer}"
     raise InputError(
-        f"--data {dataset.folder} was made with {made}, and the model needs {reads}. Prepare the "
-        f"documents again {prepare}, or give their files by --text"
+        f"--data {dataset.folder} was made with {dataset_has}, and the model needs {model_needs}. "
+        f"Prepare the documents again {flag}, or give their files by --text"
     )
 
 
 def _open_files(name: str, config: EvaluateConfig, model: ModelSource) -> list[Input]:
     if (Path(name) / MANIFEST).is_file():
         raise InputError(f"--text {name} is a dataset of jaxtp prepare: read it by --data {name}")
-    most = config.max_document_bytes
     prepare = PrepareConfig(
-        inputs=(name,), field=config.field, max_document_bytes=most, max_window_bytes=2**31
+        inputs=(name,),
+        field=config.field,
+        max_document_bytes=config.max_document_bytes,
+        max_window_bytes=2**31,
     )
     fields = replace(prepare.fields, only_texts=True)
-    files = [
-        (each.path, partial(_read_texts, each, fields, config.limit))
-        for each in find_sources(prepare)
-    ]
-    counts = [sum(map(len, read())) for _, read in files]
-    inputs = [
-        Input(path, count, partial(_documents_of_texts, read, path, model))
-        for (path, read), count in zip(files, counts, strict=True)
-        if count
-    ]
+    inputs = []
+    for source in find_sources(prepare):
+        read = partial(_read_texts, source, fields, config.limit)
+        if count := sum(map(len, read())):
+            documents = partial(_documents_of_texts, read, source.path, model)
+            inputs.append(Input(source.path, count, documents))
     if not inputs:
         raise InputError(f"--text {name}: all documents are empty")
     return inputs
 
 
 def _read_texts(source: Source, fields: Fields, limit: int | None) -> Iterator[list[str]]:
-    left = limit
+    count = 0
     for batch in batches([source], fields, Position(0, 0), on_error="stop"):
-        texts = [each.turns[0].text for each in batch.entries][:left]
+        texts = [entry.turns[0].text for entry in batch.entries]
+        if limit is not None:
+            texts = texts[: limit - count]
         yield texts
-        if left is not None and (left := left - len(texts)) == 0:
+        count += len(texts)
+        if count == limit:
             return
 
 
@@ -165,8 +165,10 @@ def _documents_of_texts(
 
 
 def _check_ids(tokens: NDArray[np.int32], model: ModelSource, place: str) -> None:
-    if len(tokens) and (largest := int(tokens.max())) >= model.config.vocab_size:
+    size = model.config.vocab_size
+    largest = tokens.max(initial=0)
+    if largest >= size:
         raise InputError(
-            f"{place}: the token {largest} is beyond the {model.config.vocab_size:,} of "
-            f"{model.name}: its tokenizer has more tokens than the model"
+            f"{place}: the token {largest} is beyond the {size:,} of {model.name}: its tokenizer "
+            "has more tokens than the model"
         )

@@ -11,7 +11,7 @@ import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,8 @@ from jaxtp.layers.loss import IGNORE, vocab_parallel_statistics
 from jaxtp.mesh import CP, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.evaluate.inputs import Input, InputError
+
+K = TypeVar("K")
 
 MAX_EXPONENT = 700.0  # `math.exp` overflows above 709
 GROUPS = "groups"
@@ -58,13 +60,13 @@ def spans(num_tokens: int, first: int, length: int, stride: int) -> Iterator[tup
       length: T.
       stride: tokens between the starts of two windows, at most T.
     """
-    done = max(first, 1)
+    next_token = max(first, 1)
     begin = 0
-    while done < num_tokens:
+    while next_token < num_tokens:
         end = min(begin + length + 1, num_tokens)
-        if end > done:
-            yield begin, end, end - done
-            done = end
+        if end > next_token:
+            yield begin, end, end - next_token
+            next_token = end
         begin += stride
 
 
@@ -83,9 +85,9 @@ def rows(windows: Iterable[Window], length: int, multiple: int = 1) -> Iterator[
 
 
 def row_length(size: int, length: int, multiple: int = 1) -> int:
-    """Returns the row length for `size` tokens.
+    """Returns the length of a row for `size` tokens.
 
-    It is a power of two, rounded up to `multiple`, at most T.
+    The length is a power of two, rounded up to `multiple`, and at most T.
     """
     power = max(MIN_ROW, 1 << (size - 1).bit_length())
     return min(-(-power // multiple) * multiple, length)
@@ -103,7 +105,7 @@ def batches(rows: Iterable[Row], size: int, multiple: int = 1) -> Iterator[Row]:
         while batch := list(itertools.islice(same_length, size)):
             count = count or math.ceil(len(batch) / multiple) * multiple
             batch += [_empty_row(len(batch[0]["inputs"]))] * (count - len(batch))
-            yield {name: np.stack([row[name] for row in batch]) for name in batch[0]}
+            yield jax.tree.map(lambda *arrays: np.stack(arrays), *batch)
 
 
 class Scores(NamedTuple):
@@ -135,38 +137,32 @@ class Scorer:
             sequences = merged.sequences(batch["inputs"], batch.get(SEGMENTS))
             x_BTD = merged.hidden(batch["inputs"], sequences=sequences)
             labels_BT = sequences.local_tokens(batch["labels"])
-            found = vocab_parallel_statistics(x_BTD, merged.projection(), labels_BT)
-            counts = labels_BT != IGNORE
-            losses = jnp.where(counts, found.log_normaliser - found.label_logit, 0)
-            each = Scores(
-                *map(sequences.natural, (losses, counts & (found.label_logit >= found.highest)))
-            )
+            statistics = vocab_parallel_statistics(x_BTD, merged.projection(), labels_BT)
+            counted_BT = labels_BT != IGNORE
+            losses_BT = jnp.where(counted_BT, statistics.log_normaliser - statistics.label_logit, 0)
+            correct_BT = counted_BT & (statistics.label_logit >= statistics.highest)
+            result = Scores(sequences.natural(losses_BT), sequences.natural(correct_BT))
             if last_B is None:
-                return each, None
-            return each, jax.nn.log_softmax(
-                merged.logits_at(x_BTD, last_B[:, None]).astype(jnp.float32), axis=-1
-            )
+                return result, None
+            logits_BV = merged.logits_at(x_BTD, last_B[:, None]).astype(jnp.float32)
+            return result, jax.nn.log_softmax(logits_BV, axis=-1)
 
         # Replicated, so that every process can read all scores.
         self._scores = jax.jit(scores, out_shardings=NamedSharding(self._mesh, P()))
 
     def __call__(self, batch: Row) -> Scores:
-        """Returns the scores of `inputs` and `labels` `[B, T]`.
-
-        Packed rows have `SEGMENTS`.
-        """
+        """Returns the scores of `inputs` and `labels` `[B, T]`; packed rows have `SEGMENTS`."""
         with jax.set_mesh(self._mesh):
             return self._scores(self._state, self._put_batch(batch), None)[0]
 
     def next_token_logprobs(self, batch: Row, last_B: NDArray[np.int32]) -> tuple[Scores, Array]:
         """Returns scores, and next-token log-probabilities `[B, V]` at each row's `last_B`.
 
-        It needs cp=1.
+        The mesh must have cp=1.
         """
+        last = self._put(last_B, batch_spec())
         with jax.set_mesh(self._mesh):
-            return self._scores(
-                self._state, self._put_batch(batch), self._put(last_B, batch_spec())
-            )
+            return self._scores(self._state, self._put_batch(batch), last)
 
     def _put_batch(self, batch: Row) -> dict[str, Array]:
         names = [name for name in ("inputs", "labels", SEGMENTS) if name in batch]
@@ -199,22 +195,23 @@ class Totals(NamedTuple):
 
     def numbers(self) -> dict[str, float | None]:
         """Returns all numbers by name; None for one that is undefined or infinite."""
-        numbers: dict[str, float | None] = dict.fromkeys(
-            ("loss", "perplexity", "bits_per_byte", "accuracy")
-        )
-        if self.tokens:
-            numbers["loss"] = self.loss
-            numbers["perplexity"] = math.exp(self.loss) if self.loss < MAX_EXPONENT else None
-            numbers["bits_per_byte"] = (
-                self.nats / math.log(2) / self.num_bytes if self.num_bytes else None
-            )
-            numbers["accuracy"] = self.num_correct / self.tokens
-        return {
+        numbers: dict[str, float | None] = {
             "documents": self.documents,
             "tokens": self.tokens,
             "bytes": self.num_bytes,
-            **numbers,
+            "loss": None,
+            "perplexity": None,
+            "bits_per_byte": None,
+            "accuracy": None,
         }
+        if self.tokens:
+            numbers["loss"] = self.loss
+            numbers["accuracy"] = self.num_correct / self.tokens
+            if self.loss < MAX_EXPONENT:
+                numbers["perplexity"] = math.exp(self.loss)
+            if self.num_bytes:
+                numbers["bits_per_byte"] = self.nats / math.log(2) / self.num_bytes
+        return numbers
 
 
 class Group(NamedTuple):
@@ -245,19 +242,17 @@ class Measured:
 
     def by_source(self) -> dict[str, Totals]:
         """Returns each source's sums, in reading order."""
-        names = dict.fromkeys(group.source for group in self.totals)
-        return {
-            name: Totals.sum(t for group, t in self.totals.items() if group.source == name)
-            for name in names
-        }
+        return self._sums_by(lambda group: group.source)
 
     def by_length(self) -> dict[int, Totals]:
         """Returns the sums of documents of n to 2n - 1 tokens, by n, ascending."""
-        lengths = sorted({group.length for group in self.totals})
-        return {
-            n: Totals.sum(t for group, t in self.totals.items() if group.length == n)
-            for n in lengths
-        }
+        return dict(sorted(self._sums_by(lambda group: group.length).items()))
+
+    def _sums_by(self, key: Callable[[Group], K]) -> dict[K, Totals]:
+        parts: dict[K, list[Totals]] = {}
+        for group, totals in self.totals.items():
+            parts.setdefault(key(group), []).append(totals)
+        return {name: Totals.sum(totals) for name, totals in parts.items()}
 
     def windows(self, inputs: Iterable[Input], length: int, stride: int) -> Iterator[Window]:
         """Yields the windows of documents, and counts the documents."""
@@ -267,18 +262,17 @@ class Measured:
                 group = Group(source.name, power_of_two(len(document.tokens)))
                 self._add(group, Totals(documents=1, num_bytes=document.num_bytes))
                 index = indices.setdefault(group, len(indices))
-                for begin, end, counted in spans(
-                    len(document.tokens), document.first, length, stride
-                ):
+                windows = spans(len(document.tokens), document.first, length, stride)
+                for begin, end, counted in windows:
                     self._tokens_read += counted
                     yield Window(document.tokens[begin:end], counted, index)
 
     def add_scores(self, batch: Row, scores: Scores) -> None:
         """Adds the losses of a batch; raises `NumericsError` if one is not finite."""
-        losses, correct = (np.asarray(each) for each in scores)
         counted = batch[GROUPS] >= 0
         indices = batch[GROUPS][counted]
-        losses = losses[counted]
+        losses = np.asarray(scores.losses)[counted]
+        correct = np.asarray(scores.correct)[counted]
         groups = list(self.totals)
         if not np.isfinite(losses).all():
             source, _ = groups[int(indices[~np.isfinite(losses)][0])]
@@ -286,8 +280,8 @@ class Measured:
                 f"{source}: the loss of a token is not finite: the weights are damaged, or --dtype "
                 "float32 is needed"
             )
-        weights = None, losses.astype(np.float64), correct[counted]
-        sums = (np.bincount(indices, each, len(groups)).tolist() for each in weights)
+        weights = (None, losses.astype(np.float64), correct)
+        sums = (np.bincount(indices, weight, len(groups)).tolist() for weight in weights)
         for group, tokens, nats, num_correct in zip(groups, *sums, strict=True):
             self._add(group, Totals(tokens=tokens, nats=nats, num_correct=round(num_correct)))
 

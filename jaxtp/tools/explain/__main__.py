@@ -23,7 +23,7 @@ from jaxtp.config.command_line import Command, parse_mesh
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.python_object import named_code, user_code
-from jaxtp.config.schema import ConfigError, Switch, UserPath, from_yaml
+from jaxtp.config.schema import ConfigError, OptionalFile, Switch, from_yaml
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.mesh import AXES, CP, abstract_mesh, describe_mesh
 from jaxtp.models.decoder import Decoder
@@ -57,7 +57,7 @@ class Output:
     """Also compile for virtual CPU devices, and show the collectives that the compiler adds between
     the layers."""
 
-    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    json: OptionalFile = None
     """JSON file for all numbers."""
 
 
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _explain_run(options: ExplainRun) -> None:
     config = training_of(options)
-    sizes = _known(options.mesh.sizes)
+    sizes = _with_fixed_sizes(options.mesh.sizes)
     require_writable("--json", options.json)
     if options.compile:
         request_virtual_devices(math.prod(sizes.values()))
@@ -106,46 +106,36 @@ def _explain_run(options: ExplainRun) -> None:
         blueprint, lines = setup.plan(config, cast(Mesh, abstract_mesh(sizes)), task, batch)
         explanation = explain_step(config, blueprint, task.loss, batch, compiled=options.compile)
     print(*lines, explanation, sep="\n")
-    if (count := config.train.accumulation) > 1:
+    count = config.train.accumulation
+    if count > 1:
         print(f"\nnote: numbers are for one of the {count} micro-batches of a step")
     write_json("--json", options.json, {"model": config.model.build, **explanation.record()})
 
 
 def _explain_model(command: Explain) -> None:
-    config = (
-        from_yaml(TrainConfig, command.model) if command.model.endswith((".yaml", ".yml")) else None
-    )
-    if config is not None and (has_own_step(config) or named_code(config)):
-        raise ConfigError(
-            f"{command.model} names parts of your own; write jaxtp explain --config {command.model}"
-        )
-    if command.mesh is not None:
-        sizes = parse_mesh(command.mesh, AXES)
-    elif config is not None:
-        sizes = _known(config.mesh.sizes)
-    else:
-        raise ConfigError("name the mesh, as in --mesh fsdp=2,tp=4")
+    config = _configuration(command.model)
+    sizes = _mesh_of(command, config)
     require_writable("--json", command.json)
     if command.compile:  # before the model's file, which may start JAX's backend
         request_virtual_devices(math.prod(sizes.values()))
     plan = command.load_plan()
     inputs = command.shapes()
     call = None
-    if config is None:
+    if config is not None:
+        if sizes[CP] > 1 and not inputs:
+            check(config, sizes, lambda: None)
+        build, call = _decoder(config)
+        shape = (config.data.global_batch_size, config.data.sequence_length)
+        inputs = inputs or [jax.ShapeDtypeStruct(shape, jnp.int32)]
+    else:
         build = command.builder()
         if not inputs and (command.propose or command.compile):
             raise ConfigError(
                 "--propose and --compile trace the model: give the shapes of its inputs, --input "
                 "64x128:int32"
             )
-    else:
-        if sizes[CP] > 1 and not inputs:
-            check(config, sizes, lambda: None)
-        build, call = _decoder(config)
-        shape = (config.data.global_batch_size, config.data.sequence_length)
-        inputs = inputs or [jax.ShapeDtypeStruct(shape, jnp.int32)]
-    described = ", ".join(command.input) or "none"
-    with user_code(f"{command.model}, on inputs {described} (float32 by default),", UserError):
+    shapes = ", ".join(command.input) or "none"
+    with user_code(f"{command.model}, on inputs {shapes} (float32 by default),", UserError):
         if command.propose:
             plan = propose_plan(build, *inputs, mesh=sizes, call=call)
             print()
@@ -161,7 +151,25 @@ def _explain_model(command: Explain) -> None:
     write_json("--json", command.json, {"model": command.model, **explanation.record()})
 
 
-def _known(sizes: dict[str, int]) -> dict[str, int]:
+def _configuration(model: str) -> TrainConfig | None:
+    """Reads a YAML configuration; returns None for a Python model."""
+    if not model.endswith((".yaml", ".yml")):
+        return None
+    config = from_yaml(TrainConfig, model)
+    if has_own_step(config) or named_code(config):
+        raise ConfigError(f"{model} names parts of your own; write jaxtp explain --config {model}")
+    return config
+
+
+def _mesh_of(command: Explain, config: TrainConfig | None) -> dict[str, int]:
+    if command.mesh is not None:
+        return parse_mesh(command.mesh, AXES)
+    if config is None:
+        raise ConfigError("name the mesh, as in --mesh fsdp=2,tp=4")
+    return _with_fixed_sizes(config.mesh.sizes)
+
+
+def _with_fixed_sizes(sizes: dict[str, int]) -> dict[str, int]:
     if -1 in sizes.values():
         raise ConfigError(
             f"{describe_mesh(sizes)} depends on the number of devices; name a mesh, --mesh tp=8"

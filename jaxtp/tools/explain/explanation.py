@@ -1,14 +1,12 @@
-"""`explain`: how a plan splits a model, which collectives it runs by module, and notes.
-
-The notes are on avoidable communication.
-"""
+"""`explain`: how a plan splits a model, its collectives by module, and avoidable communication."""
 
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import jax
@@ -33,16 +31,19 @@ from jaxtp.analysis.propose import merge_equal, replicate_input, undivided_param
 from jaxtp.analysis.tables import columns
 from jaxtp.analysis.traced_model import Forward, MeshLike, ModelCall, axis_sizes, trace_model
 from jaxtp.analysis.work import Objective, Product, Work, gradient, repeated_work, work_of
+from jaxtp.config.hints import dotted
 from jaxtp.layers.parameter import PARAMETERS, spec_of
 from jaxtp.mesh import (
     BATCH,
     TOKENS,
     TP,
+    Sizes,
     abstract_mesh,
     axes_of,
     batch_parts,
     describe_mesh,
     mesh_of,
+    mesh_shape,
     parts,
 )
 from jaxtp.parallelize.layouts import as_tuple
@@ -61,6 +62,10 @@ from jaxtp.parallelize.styles import (
 )
 
 _SCOPE = "module:"
+_BY_PROGRAM = "the program"
+_BY_COMPILER = "the compiler"
+_MODULE_HEADER = ("module", "class", "style", "parameter", "shape", "split", "bytes on a device")
+_TRAFFIC_HEADER = ("module", "pass", "collective", "over", "by", "count", "bytes sent")
 _INEXACT = {
     A_TURN: "collectives in a loop with a data-dependent trip count are counted for one turn",
     AT_MOST: "all branches of a conditional are counted, so less may be sent",
@@ -77,7 +82,7 @@ class SplitParameter:
     # Axes that split each dim; trailing whole dims may be missing
     split: tuple[tuple[str, ...], ...]
 
-    def bytes(self, sizes: Mapping[str, int]) -> int:
+    def bytes(self, sizes: Sizes) -> int:
         """Returns the bytes per device."""
         divided = math.prod(parts(sizes, axes) for axes in self.split)
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize // divided
@@ -117,7 +122,12 @@ class Explanation:
     @property
     def bytes_per_device(self) -> int:
         """Bytes of all parameters per device."""
-        return sum(parameter.bytes(self.sizes) for row in self.rows for parameter in row.parameters)
+        return sum(parameter.bytes(self.sizes) for parameter in self.parameters)
+
+    @property
+    def parameters(self) -> list[SplitParameter]:
+        """All parameters, in the model's order."""
+        return list(chain.from_iterable(row.parameters for row in self.rows))
 
     @property
     def flops(self) -> float:
@@ -134,43 +144,51 @@ class Explanation:
 
     def record(self) -> dict[str, object]:
         """Returns everything as JSON values."""
-        modules = [
-            {
-                "module": row.path,
-                "class": row.kind,
-                "style": format_style(row.style) if row.style else None,
-                "parameters": [
-                    {**asdict(p), "bytes_per_device": p.bytes(self.sizes)} for p in row.parameters
-                ],
-            }
-            for row in self.rows
-        ]
-        collectives = [
-            {
-                "module": _module_of(one) or ROOT,
-                "pass": "backward" if one.backward else "forward",
-                "collective": one.kind,
-                "axes": list(one.axes),
-                "by": by,
-                "count": count,
-                "bytes_sent": total_sent({one: count}),
-            }
-            for by, traffic in _traffic_by_source(self)
-            for one, count in traffic.items()
-        ]
         return {
             "mesh": self.sizes,
             "parameter_bytes_per_device": self.bytes_per_device,
             "flops_per_device": self.flops,
             "saved_bytes_per_device": self.saved,
             "bytes_sent": {"+".join(axes): sent for axes, sent in self.sent_by_axes().items()},
-            "modules": modules,
-            "collectives": collectives,
+            "modules": list(map(self._module_record, self.rows)),
+            "collectives": [
+                *_traffic_records(_BY_PROGRAM, self.traffic),
+                *_traffic_records(_BY_COMPILER, self.added),
+            ],
             "notes": list(self.notes),
+        }
+
+    def _module_record(self, row: ModuleRow) -> dict[str, object]:
+        parameters = [
+            {**asdict(parameter), "bytes_per_device": parameter.bytes(self.sizes)}
+            for parameter in row.parameters
+        ]
+        return {
+            "module": row.path,
+            "class": row.kind,
+            "style": format_style(row.style) if row.style else None,
+            "parameters": parameters,
         }
 
     def __str__(self) -> str:
         return "\n\n".join(_sections(self))
+
+
+def _traffic_records(by: str, traffic: Traffic) -> Iterator[dict[str, object]]:
+    for collective, count in traffic.items():
+        yield {
+            "module": _module_of(collective) or ROOT,
+            "pass": _pass_of(collective),
+            "collective": collective.kind,
+            "axes": list(collective.axes),
+            "by": by,
+            "count": count,
+            "bytes_sent": total_sent({collective: count}),
+        }
+
+
+def _pass_of(collective: Collective) -> str:
+    return "backward" if collective.backward else "forward"
 
 
 def explain(
@@ -207,18 +225,26 @@ def explain(
         loss, *state = _loss(parallel, model_call)
         work = work_of(loss, sizes, *state, model_call.arrays) if inputs else Work({}, (), 0.0)
         notes = [*undivided_parameters(parallel, sizes)]
-        notes += (
-            _avoidable_communication(model_call, styles, sizes) if inputs and sizes[TP] > 1 else []
-        )
+        if inputs and sizes[TP] > 1:
+            notes += _avoidable_communication(model_call, styles, sizes)
         notes = [*merge_equal(notes), *repeated_work(work.products, sizes[TP])]
     added = _compiler_collectives(model, plan, model_call, sizes) if inputs and compiled else {}
     for counted, meaning in _INEXACT.items():
-        if modules := dict.fromkeys(
-            _module_of(one) or ROOT for one in (*work.traffic, *added) if one.counted == counted
-        ):
+        modules = dict.fromkeys(
+            _module_of(collective) or ROOT
+            for collective in (*work.traffic, *added)
+            if collective.counted == counted
+        )
+        if modules:
             notes.append(f"{', '.join(modules)}: {meaning}")
     return Explanation(
-        sizes, tuple(_rows(parallel)), work.traffic, added, work.products, work.saved, tuple(notes)
+        sizes=sizes,
+        rows=tuple(_rows(parallel)),
+        traffic=work.traffic,
+        added=added,
+        products=work.products,
+        saved=work.saved,
+        notes=tuple(notes),
     )
 
 
@@ -232,11 +258,10 @@ def _parallelized(
 
 
 def _loss(model: nnx.Module, call: ModelCall) -> tuple[Objective, nnx.State, nnx.State]:
-    """Returns the sum of all outputs as a function, and both states.
+    """Returns the sum of all outputs as a function of parameters, other state and inputs.
 
-    Its arguments are the parameters, the other state and the inputs.
-
-    Each equation has its module's path in its name stack.
+    Also returns the parameters and the other state. Each equation has its module's path in its name
+    stack.
     """
 
     def scoped(
@@ -247,20 +272,20 @@ def _loss(model: nnx.Module, call: ModelCall) -> tuple[Objective, nnx.State, nnx
 
     function, state = call.functional(model, scoped)
 
-    def loss(params: nnx.State, rest: nnx.State, arrays: list[Any]) -> jax.Array:
-        return sum_of_outputs(function(nnx.merge_state(params, rest), arrays))
+    def loss(params: nnx.State, other: nnx.State, arrays: list[Any]) -> jax.Array:
+        return sum_of_outputs(function(nnx.merge_state(params, other), arrays))
 
-    params, rest = nnx.split_state(state, nnx.Param, ...)
-    return loss, params, rest
+    params, other = nnx.split_state(state, nnx.Param, ...)
+    return loss, params, other
 
 
 def sum_of_outputs(outputs: object) -> jax.Array:
     """Returns the sum of all floating-point outputs, in float32."""
-    arrays = map(jnp.asarray, jax.tree.leaves(outputs))
-    floating = (
-        array.astype(jnp.float32) for array in arrays if jnp.issubdtype(array.dtype, jnp.floating)
-    )
-    return sum(map(jnp.sum, floating), jnp.zeros(()))
+    total = jnp.zeros(())
+    for array in map(jnp.asarray, jax.tree.leaves(outputs)):
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            total = total + jnp.sum(array.astype(jnp.float32))
+    return total
 
 
 def _compiler_collectives(
@@ -288,33 +313,26 @@ def _compiler_collectives(
 
 
 def _rows(model: nnx.Module) -> Iterator[ModuleRow]:
-    seen: set[int] = set()
-    for path, module in sorted(
-        nnx.iter_modules(model), key=lambda item: [_sort_key(name) for name in item[0]]
-    ):
+    listed: set[int] = set()  # ids of parameters: modules may share them
+    for path, module in sorted(nnx.iter_modules(model), key=_sort_key):
+        parameters = []
+        for name, variable in vars(module).items():
+            if isinstance(variable, PARAMETERS) and id(variable) not in listed:
+                listed.add(id(variable))
+                dtype = str(variable.get_value().dtype)
+                split = tuple(map(axes_of, spec_of(variable)))
+                parameters.append(SplitParameter(name, tuple(variable.shape), dtype, split))
         role = role_of(module)
-        params = {
-            n: v for n, v in vars(module).items() if isinstance(v, PARAMETERS) and id(v) not in seen
-        }
-        seen |= {id(parameter) for parameter in params.values()}
-        if params or (role and role.style):
-            name = ".".join(map(str, path))
+        style = role.style if role else None
+        if parameters or style:
             kind = original_class(module).__name__
-            splits = tuple(
-                SplitParameter(
-                    name,
-                    tuple(value.shape),
-                    str(value.get_value().dtype),
-                    tuple(map(axes_of, spec_of(value))),
-                )
-                for name, value in params.items()
-            )
-            yield ModuleRow(name, kind, role.style if role else None, splits)
+            yield ModuleRow(dotted(path), kind, style, tuple(parameters))
 
 
-def _sort_key(name: object) -> str:
+def _sort_key(item: tuple[Sequence[object], nnx.Module]) -> list[str]:
     # The key sorts 10 after 9, and numbers before names.
-    return f"{name:09}" if isinstance(name, int) else str(name)
+    path, _ = item
+    return [f"{name:09}" if isinstance(name, int) else str(name) for name in path]
 
 
 def _module_of(collective: Collective) -> str:
@@ -322,33 +340,27 @@ def _module_of(collective: Collective) -> str:
     return paths[-1] if paths else ""
 
 
-def _traffic_by_source(explanation: Explanation) -> tuple[tuple[str, Traffic], ...]:
-    return ("the program", explanation.traffic), ("the compiler", explanation.added)
-
-
 def _sections(explanation: Explanation) -> Iterator[str]:
     sizes = explanation.sizes
     patterns = explanation.patterns
-    parameters = [parameter for row in explanation.rows for parameter in row.parameters]
-    total = sum(math.prod(p.shape) * jnp.dtype(p.dtype).itemsize for p in parameters)
-    device = explanation.bytes_per_device
+    total = sum(parameter.bytes(mesh_shape()) for parameter in explanation.parameters)
     yield (
-        f"mesh {describe_mesh(sizes)}: {device:,} bytes of parameters on each device, {total:,} "
-        "in total"
+        f"mesh {describe_mesh(sizes)}: {explanation.bytes_per_device:,} bytes of parameters on "
+        f"each device, {total:,} in total"
     )
     groups: dict[str, list[ModuleRow]] = {}
     for row in explanation.rows:
         groups.setdefault(patterns[row.path], []).append(row)
-    cells = [
-        line for pattern, rows in groups.items() for line in _module_cells(pattern, rows, sizes)
+    lines: list[tuple[str, ...]] = []
+    for pattern, rows in groups.items():
+        lines += _module_cells(pattern, rows, sizes)
+    yield columns(_MODULE_HEADER, lines)
+    traffic = [
+        *_traffic_cells(explanation, _BY_PROGRAM, explanation.traffic),
+        *_traffic_cells(explanation, _BY_COMPILER, explanation.added),
     ]
-    yield columns(
-        ("module", "class", "style", "parameter", "shape", "split", "bytes on a device"), cells
-    )
-    if traffic := list(_traffic_cells(explanation)):
-        yield columns(
-            ("module", "pass", "collective", "over", "by", "count", "bytes sent"), traffic
-        )
+    if traffic:
+        yield columns(_TRAFFIC_HEADER, traffic)
         totals = ", ".join(
             f"{sent:,.0f} over {'+'.join(axes)}"
             for axes, sent in explanation.sent_by_axes().items()
@@ -359,12 +371,11 @@ def _sections(explanation: Explanation) -> Iterator[str]:
             f"each device computes {explanation.flops:,.0f} FLOPs in matrix products, and saves "
             f"{explanation.saved:,.0f} bytes for the backward pass"
         )
-    yield from (f"note: {note}" for note in explanation.notes)
+    for note in explanation.notes:
+        yield f"note: {note}"
 
 
-def _module_cells(
-    pattern: str, rows: list[ModuleRow], sizes: Mapping[str, int]
-) -> Iterator[tuple[str, ...]]:
+def _module_cells(pattern: str, rows: list[ModuleRow], sizes: Sizes) -> Iterator[tuple[str, ...]]:
     row = rows[0]
     times = f" x {len(rows)}" if len(rows) > 1 else ""
     first = (f"{pattern or ROOT}{times}", row.kind, format_style(row.style) if row.style else "")
@@ -372,30 +383,35 @@ def _module_cells(
         yield (*first, "", "", "", "")
     for parameter in row.parameters:
         shape = "x".join(map(str, parameter.shape)) or "scalar"
-        axes = ["+".join(axis for axis in dim if sizes[axis] > 1) for dim in parameter.split]
-        split = " ".join(dim or "-" for dim in axes) if any(axes) else "whole"
+        dims = [_join_axes(axes, sizes) for axes in parameter.split]
+        split = " ".join(dim or "-" for dim in dims) if any(dims) else "whole"
         yield (*first, parameter.name, shape, split, f"{len(rows) * parameter.bytes(sizes):,}")
         first = ("", "", "")
 
 
-def _traffic_cells(explanation: Explanation) -> Iterator[tuple[str, ...]]:
-    def key(one: Collective) -> tuple[str, ...]:
-        pattern = explanation.patterns.get(path := _module_of(one), path) or ROOT
+def _join_axes(axes: Iterable[str], sizes: Sizes) -> str:
+    return "+".join(axis for axis in axes if sizes[axis] > 1)
+
+
+def _traffic_cells(
+    explanation: Explanation, by: str, traffic: Traffic
+) -> Iterator[tuple[str, ...]]:
+    def key(collective: Collective) -> tuple[str, ...]:
+        path = _module_of(collective)
         return (
-            pattern,
-            "backward" if one.backward else "forward",
-            one.kind,
-            "+".join(one.axes),
-            one.counted,
+            explanation.patterns.get(path, path) or ROOT,
+            _pass_of(collective),
+            collective.kind,
+            "+".join(collective.axes),
+            collective.counted,
         )
 
-    for by, traffic in _traffic_by_source(explanation):
-        for (*cells, counted), (count, sent) in sums(traffic, key).items():
-            yield *cells, by, f"{count:,} {counted}".strip(), f"{sent:,.0f}"
+    for (*cells, counted), (count, sent) in sums(traffic, key).items():
+        yield *cells, by, f"{count:,} {counted}".strip(), f"{sent:,.0f}"
 
 
 def _avoidable_communication(
-    call: ModelCall, styles: Mapping[str, Style], sizes: Mapping[str, int]
+    call: ModelCall, styles: Mapping[str, Style], sizes: Sizes
 ) -> list[str]:
     traced = trace_model(call)
     split = {
@@ -415,9 +431,9 @@ def _avoidable_communication(
 
 def _gathered_outputs(dataflow: Dataflow) -> Iterator[str]:
     calls = {call.path: call for call in dataflow.calls}
-    for path, why in dataflow.blocked.items():
+    for path, reason in dataflow.blocked.items():
         yield (
-            f"{path} is Colwise(), and {why}: the compiler gathers it, and each device sends at "
+            f"{path} is Colwise(), and {reason}: the compiler gathers it, and each device sends at "
             f"most {dataflow.sent(calls[path], 1):,.0f} bytes; leave this style out, or write "
             "Colwise(output_layouts=Replicate()) if it is intended"
         )
@@ -426,19 +442,12 @@ def _gathered_outputs(dataflow: Dataflow) -> Iterator[str]:
 def _whole_row_inputs(dataflow: Dataflow, styles: Mapping[str, Style]) -> Iterator[str]:
     for call in dataflow.calls:
         style = styles.get(call.path)
-        splits_input = call.dims is not None and call.dims.row is not None
-        if (
-            isinstance(style, Rowwise)
-            and style.input_layouts is None
-            and splits_input
-            and not call.is_row
-        ):
-            sent = dataflow.sent(call, 0)
-            cost = (
-                f"is gathered, {sent:,.0f} bytes sent by each device"
-                if call.input.has_grad
-                else "is not needed"
-            )
+        splits_input = call.dims is not None and call.dims.row is not None and not call.is_row
+        if isinstance(style, Rowwise) and style.input_layouts is None and splits_input:
+            cost = "is not needed"
+            if call.input.has_grad:
+                sent = dataflow.sent(call, 0)
+                cost = f"is gathered, {sent:,.0f} bytes sent by each device"
             yield (
                 f"{call.path} is Rowwise(), and its input is whole on every device: each device "
                 f"slices it, and the gradient {cost}; put a Colwise layer before it, or write "
@@ -450,20 +459,17 @@ def _duplicate_reductions(dataflow: Dataflow, styles: Mapping[str, Style]) -> It
     readers: dict[object, dict[str, LayerCall]] = {}
     for call in dataflow.calls:
         style = styles.get(call.path)
-        if (
-            isinstance(style, Colwise)
-            and style.input_layouts == Replicate()
-            and call.input.has_grad
-        ):
+        is_whole = isinstance(style, Colwise) and style.input_layouts == Replicate()
+        if is_whole and call.input.has_grad:
             readers.setdefault(call.input.key, {})[call.path] = call
     for calls in readers.values():
         first = next(iter(calls.values()))
-        shared = any(
+        entered_whole = any(
             _replicates_argument(styles.get(path), argument)
             for path, argument in first.input.entered
         )
-        shared |= any(_replicates_result(styles.get(path)) for path in first.input.left)
-        if len(calls) > 1 and not shared:
+        left_whole = any(_replicates_result(styles.get(path)) for path in first.input.left)
+        if len(calls) > 1 and not (entered_whole or left_whole):
             sent = (len(calls) - 1) * dataflow.sent(first, 0, ALL_REDUCE)
             remedy = "PrepareInput(Replicate(), Replicate()) for a module around them"
             for path, argument in first.input.entered:
@@ -478,13 +484,13 @@ def _duplicate_reductions(dataflow: Dataflow, styles: Mapping[str, Style]) -> It
 def _replicates_argument(style: Style | None, argument: str) -> bool:
     if not isinstance(style, PrepareInput):
         return False
-    if not argument.isdigit():
-        return (style.desired_input_kwarg_layouts or {}).get(argument) == Replicate()
-    return as_tuple(style.desired_input_layouts)[int(argument) : int(argument) + 1] == (
-        Replicate(),
-    )
+    if argument.isdigit():
+        layouts = dict(enumerate(as_tuple(style.desired_input_layouts)))
+        return layouts.get(int(argument)) == Replicate()
+    return (style.desired_input_kwarg_layouts or {}).get(argument) == Replicate()
 
 
 def _replicates_result(style: Style | None) -> bool:
-    sequence = isinstance(style, SequenceParallel) and style.output_layouts == Replicate()
-    return sequence or isinstance(style, PrepareOutput)
+    if isinstance(style, SequenceParallel):
+        return style.output_layouts == Replicate()
+    return isinstance(style, PrepareOutput)

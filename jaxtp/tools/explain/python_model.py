@@ -1,7 +1,4 @@
-"""Flags of `jaxtp explain` and `jaxtp estimate` that name a Flax model.
-
-It also has the step of a user's run.
-"""
+"""Flags of `jaxtp explain` and `jaxtp estimate` that name a Flax model, and a user's step."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +47,7 @@ class PythonModel:
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Returns the inputs."""
-        return [_parse_input(text) for text in self.input]
+        return list(map(_parse_input, self.input))
 
     def load_plan(self) -> Plan | None:
         """Returns the plan, if any."""
@@ -72,19 +69,12 @@ class PythonModel:
 
 
 def has_settings(argv: Sequence[str]) -> bool:
-    """Returns whether a command line has settings of a run.
-
-    Examples are `--config`, or flags such as `--model.build`.
-    """
-    flags = (word.partition("=")[0] for word in argv if word.startswith("--"))
-    return any("." in flag or flag == "--config" for flag in flags)
+    """Returns whether a command line has settings of a run: `--config`, or `--model.build`."""
+    return any(re.match(r"--(config(=|$)|[^=]*\.)", word) for word in argv)
 
 
 def has_own_step(config: TrainConfig) -> bool:
-    """Returns whether a run's model, loss or batches are the user's.
-
-    Its step then has to be traced.
-    """
+    """Returns whether a run's model, loss or batches are the user's, so that its step is traced."""
     return any((config.model.build, config.train.loss, config.data.batches))
 
 
@@ -95,14 +85,11 @@ def explain_step(
 
     `compiled` is as in `explain`.
     """
-    rows = micro_batch(config, batch)
-    sizes = mesh_sizes(blueprint.mesh)
     key = jax.random.key(config.run.seed)
-    model = blueprint.abstract_model
     return explain(
-        model,
-        rows,
-        mesh=sizes,
+        blueprint.abstract_model,
+        micro_batch(config, batch),
+        mesh=mesh_sizes(blueprint.mesh),
         call=lambda model, rows: loss(model, rows, key)[0],
         compiled=compiled,
     )

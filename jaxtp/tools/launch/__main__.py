@@ -32,8 +32,8 @@ After -- comes a jaxtp command, or arguments for Python such as -m mine.train. O
 all GPUs of a host. Several are for trying a run of several hosts, also on CPUs, and for programs
 that need one process for each GPU.
 """
-MOST_PROCESSES = 1024
-Number = Annotated[int, pydantic.Field(ge=1, le=MOST_PROCESSES), allowed(f"1 to {MOST_PROCESSES}")]
+MAX_PROCESSES = 1024
+Number = Annotated[int, pydantic.Field(ge=1, le=MAX_PROCESSES), allowed(f"1 to {MAX_PROCESSES}")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Launch:
     or without GPUs the virtual devices of the mesh."""
 
     restarts: Annotated[
-        int, pydantic.Field(ge=0, le=MOST_PROCESSES), allowed(f"0 to {MOST_PROCESSES}")
+        int, pydantic.Field(ge=0, le=MAX_PROCESSES), allowed(f"0 to {MAX_PROCESSES}")
     ] = 0
     """Maximum number of restarts after failures; none after a mistake (exit code 2) or wrong
     numbers (3)."""

@@ -21,7 +21,14 @@ from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.files import fingerprint, require_writable, write_json
 from jaxtp.config.hints import Problem, explained
-from jaxtp.config.schema import ConfigError, Count, DataPath, Positive, UserPath
+from jaxtp.config.schema import (
+    ConfigError,
+    Count,
+    DataPath,
+    OptionalFile,
+    OptionalFolder,
+    Positive,
+)
 from jaxtp.data.rows import Rows
 from jaxtp.data.samples import LongDocuments, Packing, RowSettings, make_rows
 from jaxtp.data.scores import Record, Scored, ScoresError, open_scores, verify
@@ -65,16 +72,8 @@ jaxtp score --verify scores/base
 compares scores with their checksums.
 """
 SHOWN_FIRST = (
-    *(
-        "dataset",
-        "model",
-        "out",
-        "top_k",
-        "temperature",
-        "data.sequence_length",
-        "data.packing",
-        "data.long_documents",
-    ),
+    *("dataset", "model", "out", "top_k", "temperature"),
+    *("data.sequence_length", "data.packing", "data.long_documents"),
     *("batch_size", "dtype", "adapters", "verify", "json"),
 )
 
@@ -102,10 +101,10 @@ class ScoreConfig(SourceConfig):
     )
     """Dataset of jaxtp prepare, made with the model's tokenizer; all its splits are scored."""
 
-    model: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    model: OptionalFolder = None
     """A run of jaxtp train, one of its checkpoints, or a model in Hugging Face's format."""
 
-    out: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    out: OptionalFolder = None
     """New folder for the scores; the same command resumes in it."""
 
     top_k: Count | None = None
@@ -120,10 +119,10 @@ class ScoreConfig(SourceConfig):
     batch_size: Count = 8
     """Rows of a batch, rounded up to a multiple of mesh.dp * mesh.fsdp."""
 
-    verify: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    verify: OptionalFolder = None
     """Compares a folder of scores with its checksums, and does nothing else."""
 
-    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    json: OptionalFile = None
     """JSON file for the content of scores.json, or for the result of --verify."""
 
     mesh: InferenceMeshConfig = InferenceMeshConfig()
@@ -222,7 +221,7 @@ def _record(
 
 
 def _open_model(config: ScoreConfig, path: Path) -> ModelSource:
-    # With weights as stored: their identity does not depend on --dtype.
+    # The weights are as stored, so that their identity does not depend on --dtype.
     source = open_source(path, config)
     stored = open_stored(path, config)
     model = replace(source.config, precision=replace(source.config.precision, param=stored.dtype))
@@ -238,14 +237,10 @@ def _check(config: ScoreConfig, dataset: Dataset, source: ModelSource) -> None:
         )
     if config.top_k is not None and config.top_k > source.config.vocab_size:
         raise ConfigError(
-            f"--top-k {config.top_k}: {source.name} has {source.config.vocab_size} tokens; that is "
-            "the most"
+            f"--top-k {config.top_k}: {source.name} has only {source.config.vocab_size} tokens"
         )
-    if (
-        source.context is not None
-        and (length := config.data.sequence_length)
-        and length > source.context
-    ):
+    length = config.data.sequence_length or 0
+    if source.context is not None and length > source.context:
         print_status(
             f"warning: sequences of {length:,} tokens, but the model was made for "
             f"{source.context:,}"
@@ -267,12 +262,12 @@ def _verify(folder: Path, file: Path | None) -> int:
     for problem in verify(scores):
         problems.append(problem)
         print(problem)
-    kind = (
-        "log-probabilities" if scores.record.top_k is None else f"{scores.record.top_k} tokens each"
-    )
-    print(f"{folder}: {kind}, {len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}")
+    top_k = scores.record.top_k
+    content = "log-probabilities" if top_k is None else f"{top_k} tokens each"
+    count = "1 problem" if len(problems) == 1 else f"{len(problems) or 'no'} problems"
+    print(f"{folder}: {content}, {count}")
     write_json("--json", file, {"folder": str(folder), "problems": problems})
-    return 1 if problems else 0
+    return int(bool(problems))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ from jaxtp.models.decoder import Decoder
 from jaxtp.models.log_probs import token_log_probs, top_log_probs
 
 SAVE_SECONDS = 15.0  # Seconds between saves of the journal
-Found = Mapping[str, NDArray[np.generic]]  # Scores of a batch `[B, T, ...]`, by suffix
+Scores = Mapping[str, NDArray[np.generic]]  # Scores of a batch `[B, T, ...]`, by suffix
 
 
 @dataclass(frozen=True)
@@ -95,29 +95,18 @@ def score(job: Job, model: Decoder, batch_size: int) -> None:
                 stack.enter_context(locked(job.out))
                 writer = _Writer(job)
                 stack.callback(writer.close)
-        done: dict[str, int] | None = all_gather_json(writer and writer.done and {**writer.done})[0]
-        if done is None:
+        first_rows: dict[str, int] | None = all_gather_json(writer and writer.finished_rows)[0]
+        if first_rows is None:
             print_status(f"{job.out} has these scores already")
             return
-        finished = at_start = sum(done.values())
-        total = sum(map(len, job.rows.values()))
-        resumed = f"; {finished:,} of them are done" if finished else ""
-        print_status(f"data    {total:,} rows of {job.record.sequence_length:,} tokens{resumed}")
-        status = Status()
-        started = time.monotonic()
+        progress = _Progress(job, sum(first_rows.values()))
         try:
             for name, rows in job.rows.items():
-                for first, found in _scores(program, mesh, rows, size, done[name]):
-                    _check_finite(found)
+                for first, scores in _scores(program, mesh, rows, size, first_rows[name]):
+                    _check_finite(scores)
                     if writer is not None:
-                        writer.write(name, first, found)
-                    finished += min(size, len(rows) - first)
-                    rate = (
-                        (finished - at_start)
-                        * job.record.sequence_length
-                        / (time.monotonic() - started)
-                    )
-                    status(f"{finished / total:.0%}  {rate:,.0f} tokens/s")
+                        writer.write(name, first, scores)
+                    progress.add(min(size, len(rows) - first))
         except InterruptError:
             if writer is not None:
                 writer.save()
@@ -125,6 +114,26 @@ def score(job: Job, model: Decoder, batch_size: int) -> None:
         with raise_everywhere():
             if writer is not None:
                 writer.finish()
+
+
+class _Progress:
+    """Prints the share of finished rows, and the tokens per second."""
+
+    def __init__(self, job: Job, finished: int):
+        self._length = job.record.sequence_length
+        self._total = sum(map(len, job.rows.values()))
+        self._finished_before = finished
+        self._finished = finished
+        self._start = time.monotonic()
+        self._status = Status()
+        resumed = f"; {finished:,} of them are done" if finished else ""
+        print_status(f"data    {self._total:,} rows of {self._length:,} tokens{resumed}")
+
+    def add(self, rows: int) -> None:
+        self._finished += rows
+        tokens = (self._finished - self._finished_before) * self._length
+        rate = tokens / (time.monotonic() - self._start)
+        self._status(f"{self._finished / self._total:.0%}  {rate:,.0f} tokens/s")
 
 
 def _program(model: Decoder, record: Record) -> Callable[[Batch], dict[str, Array]]:
@@ -154,13 +163,13 @@ def _program(model: Decoder, record: Record) -> Callable[[Batch], dict[str, Arra
 
 
 def _scores(
-    program: Callable[[Batch], dict[str, Array]], mesh: Mesh, rows: Rows, size: int, done: int
-) -> Iterator[tuple[int, Found]]:
+    program: Callable[[Batch], dict[str, Array]], mesh: Mesh, rows: Rows, size: int, first_row: int
+) -> Iterator[tuple[int, Scores]]:
     """Yields the first row of each batch, and its scores.
 
     The devices compute the next batch meanwhile.
     """
-    if done == len(rows):
+    if first_row == len(rows):
         return
     batches = token_batches(grain.MapDataset.source(rows), size, once=True)
     batches.with_weights = True  # pads the last batch
@@ -168,20 +177,20 @@ def _scores(
     # Exiting during a computation may crash, so Ctrl-C and errors wait for the batch.
     with Interrupt(signal.SIGINT, signal.SIGTERM) as interrupt, jax.set_mesh(mesh):
         try:
-            for batch, after in on_mesh(batches, mesh, Position(0, done)):
-                before = pending
+            for batch, after in on_mesh(batches, mesh, Position(0, first_row)):
+                previous = pending
                 pending = (after.sample - size, program(batch))
-                if before is not None:
-                    yield before[0], jax.device_get(before[1])
+                if previous is not None:
+                    yield jax.device_get(previous)
                 interrupt.check()
             if pending is not None:
-                yield pending[0], jax.device_get(pending[1])
+                yield jax.device_get(pending)
         finally:
             jax.block_until_ready(pending)
 
 
-def _check_finite(found: Found) -> None:
-    for suffix, array in found.items():
+def _check_finite(scores: Scores) -> None:
+    for suffix, array in scores.items():
         if suffix != TOP_IDS and not np.isfinite(array).all():
             raise NumericsError(
                 "a log-probability is not finite: the weights are damaged, or --dtype float32 "
@@ -196,17 +205,19 @@ def finished_rows(job: Job) -> dict[str, int] | None:
       ScoresError: the folder holds something else, or its disk is too small.
     """
     out = job.out
-    rows: dict[str, int] | None = None
+    finished: dict[str, int] | None = None
     if (out / SCORES).exists():
         record = open_scores(out).record
         splits = {
-            name: replace(each, shards=({},) * len(each.shards))
-            for name, each in record.splits.items()
+            name: replace(split, shards=({},) * len(split.shards))  # without the checksums
+            for name, split in record.splits.items()
         }
         record = replace(record, splits=splits)
     elif (journal := read_journal(out)) is not None:
         record = journal.record
-        rows = {name: min(journal.rows.get(name, 0), len(each)) for name, each in job.rows.items()}
+        finished = {
+            name: min(journal.rows.get(name, 0), len(rows)) for name, rows in job.rows.items()
+        }
     else:
         require_empty(out, "scores")
         size = sum(_sizes(job).values())
@@ -217,45 +228,44 @@ def finished_rows(job: Job) -> dict[str, int] | None:
                 f"{out}: the scores take {size_text(size)}, and {size_text(free)} are free{smaller}"
             )
         return dict.fromkeys(job.rows, 0)
-    # The model and the dataset may have moved; before the weights are read, their hash is unknown.
-    moved = dict.fromkeys(
-        ("model", "dataset", *([] if job.record.model_sha256 else ["model_sha256"])), ""
-    )
-    if changed := differences(asdict(record) | moved, asdict(job.record) | moved):
+    ignored = {"model": "", "dataset": ""}  # they may have moved
+    if not job.record.model_sha256:  # the weights have not been read
+        ignored["model_sha256"] = ""
+    changes = differences(asdict(record) | ignored, asdict(job.record) | ignored)
+    if changes:
         raise ScoresError(
             f"{out} holds scores that differ from this command (there -> here): "
-            f"{'; '.join(changed)}; name another "
-            "folder by --out DIR. Nothing was changed."
+            f"{'; '.join(changes)}; name another folder by --out DIR. Nothing was changed."
         )
-    return rows
+    return finished
 
 
 def _sizes(job: Job) -> dict[Path, int]:
-    sizes = (
-        job.record.sizes(job.out, name, each.shard_sizes) for name, each in job.documents.items()
-    )
-    return {path: size for of_split in sizes for path, size in of_split.items()}
+    sizes = dict[Path, int]()
+    for name, documents in job.documents.items():
+        sizes |= job.record.sizes(job.out, name, documents.shard_sizes)
+    return sizes
 
 
 class _Writer:
     """Writes scores to the folder of a job; see the module.
 
-    `done` has the finished rows of each split; None if the folder has all scores.
+    `finished_rows` has the number of finished rows of each split; None if all scores are there.
     """
 
     def __init__(self, job: Job):
         self._job = job
         self._files = dict[Path, IO[bytes]]()
         self._saved = time.monotonic()
-        self.done = done = finished_rows(job)
-        if done is None:
+        self.finished_rows = finished_rows(job)
+        if self.finished_rows is None:
             (job.out / JOURNAL).unlink(missing_ok=True)  # after a kill in `finish`
             return
         if not (job.out / JOURNAL).exists():
             self.save()
         for path, size in _sizes(job).items():
             with open_directly(path, "ab") as file:  # sparse: tokens in no row have zeros
-                if file.tell() != size and any(done.values()):
+                if file.tell() != size and any(self.finished_rows.values()):
                     raise ScoresError(
                         f"{path}: damaged: {file.tell():,} bytes of {size:,}; delete {job.out} to "
                         "start over"
@@ -263,23 +273,22 @@ class _Writer:
                 file.truncate(size)
                 sync_file(file)
 
-    def write(self, split: str, first: int, found: Found) -> None:
+    def write(self, split: str, first: int, scores: Scores) -> None:
         """Writes the scores of successive rows; saves from time to time."""
         rows = self._job.rows[split]
-        layout = self._job.record.layout
-        assert self.done is not None
-        last = min(first + len(next(iter(found.values()))), len(rows))
-        for index in range(first, last):
-            for at, shard, part in rows.places(index):
-                for suffix, (dtype, _) in layout.items():
-                    content = found[suffix][index - first, at].astype(dtype)
+        assert self.finished_rows is not None
+        end = min(first + len(next(iter(scores.values()))), len(rows))
+        for index in range(first, end):
+            for positions, shard, tokens in rows.places(index):
+                for suffix, (dtype, _) in self._job.record.layout.items():
+                    content = scores[suffix][index - first, positions].astype(dtype)
                     path = shard_file(self._job.out, split, shard, suffix)
-                    file = self._files.get(path) or self._files.setdefault(
-                        path, open_directly(path, "r+b")
-                    )
-                    file.seek(part.start * content[0].nbytes)
+                    if path not in self._files:
+                        self._files[path] = open_directly(path, "r+b")
+                    file = self._files[path]
+                    file.seek(tokens.start * content[0].nbytes)
                     file.write(content.tobytes())
-        self.done[split] = last
+        self.finished_rows[split] = end
         if time.monotonic() - self._saved >= SAVE_SECONDS:
             self.save()
 
@@ -288,7 +297,7 @@ class _Writer:
         for file in self._files.values():
             sync_file(file)
         self.close()
-        journal = Journal(self._job.record, self._job.arguments, dict(self.done or {}))
+        journal = Journal(self._job.record, self._job.arguments, dict(self.finished_rows or {}))
         write_atomically(self._job.out / JOURNAL, json.dumps(asdict(journal)).encode())
         self._saved = time.monotonic()
 
@@ -304,15 +313,12 @@ class _Writer:
         print_status(f"sha256  of {len(_sizes(self._job)):,} files")
         splits = {}
         for name, split in record.splits.items():
-            file = partial(shard_file, out, name)
-            shards = (
-                {suffix: sha256(file(i, suffix)) for suffix in record.layout}
-                for i in range(len(split.shards))
-            )
+            shards = []
+            for shard in range(len(split.shards)):
+                file = partial(shard_file, out, name, shard)
+                shards.append({suffix: sha256(file(suffix)) for suffix in record.layout})
             splits[name] = replace(split, shards=tuple(shards))
-        write_atomically(
-            out / SCORES,
-            (json.dumps(asdict(replace(record, splits=splits)), indent=1) + "\n").encode(),
-        )
+        text = json.dumps(asdict(replace(record, splits=splits)), indent=1)
+        write_atomically(out / SCORES, f"{text}\n".encode())
         (out / JOURNAL).unlink()
         print_status(f"saved in {out}; read them by --data.scores {out}")

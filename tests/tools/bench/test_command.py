@@ -29,7 +29,7 @@ def test_measured_and_read_back(tmp_path, capsys):
     flags = [f"--json={record}", f"--out={out}", "--like=h100"]
     assert main(["comm", *QUICK, "16", *SMALL, *flags]) == 0
     printed = capsys.readouterr().out
-    assert "on      4 virtual CPU devices" in printed
+    assert "devices 4 virtual CPU devices" in printed
     assert " tokens on a device: " in printed
     assert " of 4\n" in printed, "half of the 8 of a sequence"
     assert "their times mean nothing for hardware" in printed

@@ -148,9 +148,14 @@ def test_a_tp_that_hardly_divides_the_model_does_not_win_by_what_it_does_not_sen
 
 def timed(overlapped=1.0, serial=1.2, *, tp=8, cp=1, spare=1.0, flops=1.0):
     time = SimpleNamespace(serial=serial, overlapped=overlapped, expected=(serial + overlapped) / 2)
-    rank = (0, time.expected) if spare >= 0 else (2, -spare)
+    fits = spare >= 0
     return SimpleNamespace(
-        time=time, spare=spare, rank=rank, flops=flops, sizes={"cp": cp, "tp": tp}
+        time=time,
+        spare=spare,
+        fits=fits,
+        has_margin=fits,
+        flops=flops,
+        sizes={"cp": cp, "tp": tp},
     )
 
 

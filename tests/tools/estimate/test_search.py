@@ -120,7 +120,7 @@ def test_settings_that_fit_come_first_and_the_fastest_of_them():
     flags = [setting.fits for setting in tight.settings]
     assert best.fits
     assert flags == sorted(flags, reverse=True)
-    surely = [setting for setting in tight.fitting if setting.fits_surely]
+    surely = [setting for setting in tight.settings if setting.fits_surely]
     assert best.time.expected <= NEAR * fastest(surely)
     for is_sure in (True, False):
         times = [one.time.expected for one in others if one.fits and one.fits_surely == is_sure]
@@ -134,7 +134,7 @@ def test_settings_that_fit_come_first_and_the_fastest_of_them():
 
 
 def test_of_settings_that_are_as_fast_the_simplest_is_the_best():
-    settings = of_eight().fitting
+    settings = [setting for setting in of_eight().settings if setting.fits]
     limit = NEAR * fastest(settings)
     fast = [one for one in settings if one.has_margin and one.time.expected <= limit]
     simplicity = [(one.config.train.accumulation, one.sizes["tp"]) for one in fast]
@@ -269,7 +269,7 @@ def test_changes_that_only_together_make_it_fit():
     singly = (CONFIG, IN_FLOAT32, with_attention(IN_FLOAT32, "auto"))
     room = (room_for(FUSED) + min(map(room_for, singly))) / 2
     tight = found(IN_FLOAT32, room=room, hardware=with_room(room))
-    assert not tight.fitting
+    assert not tight.settings[0].fits
     changes = proposed(remedies(tight, facts()))
     assert "--model.precision.compute bfloat16 --model.attention auto" in changes
     assert "--model.precision.compute bfloat16" not in changes
@@ -356,7 +356,7 @@ def test_changes_that_would_make_it_fit_are_proposed():
     """More devices, training less, or training in fewer bits."""
     room = least(of_eight()) * 0.8
     tight = found(room=room)
-    assert not tight.fitting
+    assert not tight.settings[0].fits
     alternatives = list(remedies(tight, facts()))
     told = words(tight, None, alternatives)
     assert told["best"].startswith("nothing fits; the least is ")
@@ -381,7 +381,7 @@ def test_where_nothing_fits_a_batch_without_accumulation_is_proposed():
     )
     room = least(found(narrow, [OVER_FSDP])) - 1
     tight = found(narrow, [OVER_FSDP], room, hardware=with_room(room))
-    assert not tight.fitting
+    assert not tight.settings[0].fits
     note = "a batch without accumulation"
     once = next(other for other in remedies(tight, facts(narrow)) if other.note == note)
     assert re.fullmatch(r"--data.global-batch-size \d --train.accumulation 1", once.change)
