@@ -239,7 +239,7 @@ def program(
     mesh = mesh_of(case.sizes)
     task = subject.task
     blueprint = subject.blueprint(config, mesh)
-    step = make_train_step(config, blueprint, with_choices=True, with_grads=True, task=task)
+    step: Any = make_train_step(config, blueprint, with_choices=True, with_grads=True, task=task)
     placed = list(subject.on_mesh(config, mesh))
     replays: list[dict[str, Any]] = [{} for _ in placed]  # arguments of the step
     if replayed is not None and any(kind is not None for kind in replayed.choices[0]):
@@ -271,15 +271,15 @@ def program(
         for update, (batch, replay) in enumerate(zip(placed, replays, strict=True)):
             if update < len(states):
                 state = place(states[update], blueprint.abstract, mesh)
-            state, values, choices, grads = step(state, batch, **replay)
-            choices = jax.tree.map(np.asarray, choices or [])
+            state, output = step(state, batch, **replay)
+            choices = jax.tree.map(np.asarray, output.choices or [])
             all_choices.append(
                 jax.tree.map(lambda x: to_natural(x, case.sizes[CP], 2), choices)
                 if zigzag
                 else choices
             )
-            metrics.append(fetch(values))
-            gradients = gradients or on_host(grads, mesh)
+            metrics.append(fetch(output))
+            gradients = gradients or on_host(output.grads, mesh)
             reached += [on_host(state, mesh)] if in_8_bits or update + 1 == len(placed) else []
         losses, norms = (
             np.array([each[name] for each in metrics]) for name in ("loss", "grad_norm")
