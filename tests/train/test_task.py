@@ -346,7 +346,9 @@ def test_a_mistake_in_a_part_is_one_error(tmp_path, name):
 def test_a_loss_may_draw_its_weight_or_be_no_sum_over_rows(tmp_path, capsys):
     for own, is_warned_of in ((drawn, False), (of_pairs, True)):
         train(tmp_path / own.__name__, steps=1, loss=own)
-        assert ("WARNING: the loss is no sum over rows" in capsys.readouterr().out) == is_warned_of
+        assert (
+            "WARNING: the loss is not a sum over rows" in capsys.readouterr().out
+        ) == is_warned_of
 
 
 def in_16_bits(model, batch, key):
