@@ -68,6 +68,9 @@ class RunConfig:
     run starts from."""
 
 
+Sizes = Mapping[str, int]  # Devices along each axis of a mesh
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Devices along each axis; one axis may be -1, for all remaining."""
@@ -101,7 +104,7 @@ class MeshConfig:
         """Devices along each axis."""
         return {axis: getattr(self, axis) for axis in AXES}
 
-    def of_sizes(self, sizes: Mapping[str, int]) -> "MeshConfig":
+    def of_sizes(self, sizes: Sizes) -> "MeshConfig":
         """Returns a copy with other sizes."""
         return replace(self, **sizes)  # type: ignore[arg-type]
 

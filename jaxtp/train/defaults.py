@@ -52,7 +52,7 @@ from jaxtp.mesh import (
     resolve_sizes,
 )
 from jaxtp.models.config import padded_sizes
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import Sizes, TrainConfig
 from jaxtp.train.init_source import AnyConfig, InitSource, resolve
 from jaxtp.train.run_data import load_tokens
 from jaxtp.train.setup import progress, with_steps
@@ -316,7 +316,7 @@ class _Defaults(Generic[AnyConfig]):
         self.lines.append(f"train.steps = {self.config.train.steps}: {reason}")
 
 
-def probe_devices(mesh: Mapping[str, int]) -> DeviceInfo:
+def probe_devices(mesh: Sizes) -> DeviceInfo:
     """Describes the available devices; starts JAX's backend, with virtual CPU devices if needed.
 
     Raises:
@@ -344,7 +344,7 @@ def probe_devices(mesh: Mapping[str, int]) -> DeviceInfo:
     )
 
 
-def fits(config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo) -> bool:
+def fits(config: TrainConfig, mesh: Sizes, devices: DeviceInfo) -> bool:
     """Returns whether the run can use the mesh, and a step fits the memory.
 
     One size of the mesh may be -1.
@@ -357,7 +357,7 @@ def fits(config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo) -> b
     return _can_use(config, sizes, devices) and not missing_bytes(config, sizes, devices)
 
 
-def _can_use(config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo) -> bool:
+def _can_use(config: TrainConfig, mesh: Sizes, devices: DeviceInfo) -> bool:
     count = math.prod(mesh.values())
     # Only a single process can leave devices unused.
     in_one_process = devices.per_process == devices.count
@@ -368,7 +368,7 @@ def _can_use(config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo) 
 
 def missing_bytes(
     config: TrainConfig,
-    mesh: Mapping[str, int],
+    mesh: Sizes,
     devices: DeviceInfo,
     arrays: Iterable["StoredArray"] | None = None,
 ) -> float:
@@ -384,7 +384,7 @@ def missing_bytes(
     return max(0.0, memory.total - devices.memory)
 
 
-def with_divisible_batch(config: TrainConfig, mesh: Mapping[str, int]) -> TrainConfig:
+def with_divisible_batch(config: TrainConfig, mesh: Sizes) -> TrainConfig:
     """Rounds the batch size up so that the mesh divides it."""
     divisor = batch_parts(mesh) * config.train.accumulation
     size = -(-config.data.global_batch_size // divisor) * divisor

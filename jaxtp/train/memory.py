@@ -6,7 +6,7 @@ and workspace (`analysis/layer_costs.py`) follow XLA's compiler for H100s
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 
@@ -21,7 +21,7 @@ from jaxtp.layers.kernels.select import KernelChoice
 from jaxtp.layers.parameter import Padding, padding_of
 from jaxtp.mesh import STORAGE, TP, batch_parts, parts
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import Sizes, TrainConfig
 from jaxtp.train.state import TrainState
 
 MODEL = "model."
@@ -49,7 +49,7 @@ class StoredArray:
         """Whether it belongs to the model, not to the optimizer."""
         return self.name.startswith(MODEL)
 
-    def bytes_per_device(self, sizes: Mapping[str, int], dtype: DTypeLike | None = None) -> int:
+    def bytes_per_device(self, sizes: Sizes, dtype: DTypeLike | None = None) -> int:
         """Returns the bytes per device, in the array's dtype or in `dtype`."""
         dims = list(self.shape)
         for dim, split in self.padding:
@@ -112,7 +112,7 @@ def stored_arrays(config: TrainConfig) -> tuple[StoredArray, ...]:
 
 
 def save_bytes(
-    config: TrainConfig, sizes: Mapping[str, int], arrays: Iterable[StoredArray], devices: int
+    config: TrainConfig, sizes: Sizes, arrays: Iterable[StoredArray], devices: int
 ) -> int:
     """Returns the peak host memory of a save per process of `devices` devices."""
     per_device = 0
@@ -127,7 +127,7 @@ def save_bytes(
 
 def memory_per_device(
     config: TrainConfig,
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     arrays: Iterable[StoredArray] | None = None,
     *,
     platform: str = "cpu",
@@ -202,7 +202,7 @@ def with_attention(config: TrainConfig, implementation: KernelChoice) -> TrainCo
 
 
 def costs_of_step(
-    config: TrainConfig, sizes: Mapping[str, int], platform: str = "cpu", *, once: bool = False
+    config: TrainConfig, sizes: Sizes, platform: str = "cpu", *, once: bool = False
 ) -> StepCosts:
     """Returns the costs of a step per device; ignores the run's mesh.
 

@@ -31,7 +31,7 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.run_folder import writing
 
 MEAN_LOSS = "mean_loss"  # Key of `MeanLoss.sums` in a checkpoint's info
-Record = Mapping[str, float | int]  # Metrics by name, including `step`
+Record = Mapping[str, float | int]  # Metrics by name
 
 METRICS = "metrics.jsonl"
 _MAX_BYTES = 2**30  # Maximum bytes of `metrics.jsonl`
@@ -178,7 +178,7 @@ class _TensorBoard:
         self._flushed = -math.inf
         self.close = self._writer.close
 
-    def write(self, step: int, values: Mapping[str, float | int]) -> None:
+    def write(self, step: int, values: Record) -> None:
         summary = Summary()
         for name, value in values.items():
             tag = re.sub(r"[^-/\w.]", "_", name).lstrip("/")
@@ -216,7 +216,7 @@ class _WeightsAndBiases:
         # Waits for the upload
         self.close = self._run.finish
 
-    def write(self, step: int, values: Mapping[str, float | int]) -> None:
+    def write(self, step: int, values: Record) -> None:
         self._run.log({"step": step, **values})
 
 
@@ -236,7 +236,7 @@ class _Aim:
         self._run["config"] = to_plain(config)
         self.close = self._run.close
 
-    def write(self, step: int, values: Mapping[str, float | int]) -> None:
+    def write(self, step: int, values: Record) -> None:
         # Replaces earlier values of the step
         for name, value in values.items():
             self._run.track(value, name=name, step=step)
@@ -250,7 +250,7 @@ class Tracker(Protocol):
 
     close: Callable[[], object]
 
-    def write(self, step: int, values: Mapping[str, float | int]) -> None:
+    def write(self, step: int, values: Record) -> None:
         """Logs the finite metrics of a step, which a killed run may have logged before."""
 
 

@@ -32,6 +32,7 @@ from jaxtp.checkpoint.logical import Arrays, split_dims
 from jaxtp.collectives import all_to_all, axis_size, device_view
 from jaxtp.layers.parameter import Padding, Variable, logical_shape, pad, padding_of, spec_of, unpad
 from jaxtp.mesh import TP, current_mesh, mesh_sizes, parts
+from jaxtp.train.config import Sizes
 from jaxtp.train.state import OPTIMIZER_SCOPE
 
 MUON = "muon"
@@ -108,7 +109,7 @@ def scale_by_muon(beta: float) -> optax.GradientTransformationExtraArgs:
     )
 
 
-def kinds(variables: Mapping[str, Variable], sizes: Mapping[str, int]) -> dict[Kind, list[Member]]:
+def kinds(variables: Mapping[str, Variable], sizes: Sizes) -> dict[Kind, list[Member]]:
     """Groups the matrices of parameters by kind."""
     groups = defaultdict[Kind, list[Member]](list)
     for path, variable in variables.items():
@@ -212,9 +213,7 @@ def _to_shards(whole: Array, axes: tuple[Axes, Axes]) -> Array:
     return stack
 
 
-def with_muon(
-    costs: StepCosts, variables: Mapping[str, Variable], sizes: Mapping[str, int]
-) -> StepCosts:
+def with_muon(costs: StepCosts, variables: Mapping[str, Variable], sizes: Sizes) -> StepCosts:
     """Adds the costs of the update of `variables` on one device, with matrices of zeros."""
     traffic = Counter(costs.traffic)
     products = []

@@ -29,7 +29,7 @@ from jaxtp.parallelize.plan import Plan, format_style
 from jaxtp.parallelize.run_styles import role_of
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint, MakeModel, plan_state
-from jaxtp.train.task import Task
+from jaxtp.train.task import Shapes, Task
 from jaxtp.train.user_loss import call
 
 _MAX_SHOWN = 4  # Maximum number of parameters in a message
@@ -171,7 +171,7 @@ def _require_fit(checkpoint: StoredCheckpoint, config: ModelConfig, blueprint: B
 
 
 def split_model(
-    config: TrainConfig, mesh: Mesh, task: Task, batch: Mapping[str, jax.ShapeDtypeStruct]
+    config: TrainConfig, mesh: Mesh, task: Task, batch: Shapes
 ) -> tuple[MakeModel, list[str]]:
     """Returns a function that builds the model split over the mesh, and lines on its plan.
 
@@ -199,7 +199,7 @@ def _proposed(
     config: TrainConfig,
     mesh: Mesh,
     task: Task,
-    batch: Mapping[str, jax.ShapeDtypeStruct],
+    batch: Shapes,
 ) -> tuple[Plan, list[str]]:
     sizes = mesh_sizes(mesh)
     loss = task.loss

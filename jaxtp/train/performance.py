@@ -6,7 +6,7 @@ It covers utilization, memory in use, the slowest device or process, and profile
 import math
 import statistics
 import timeit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -24,7 +24,7 @@ from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.metrics import Timing
 from jaxtp.train.state import Blueprint, parameter_count
-from jaxtp.train.task import Task
+from jaxtp.train.task import Shapes, Task
 
 SLOW = 1.25  # A device is slow from this multiple of the median on
 LATE = 0.1  # A wait for data is long if it exceeds the median by this fraction of a step
@@ -65,9 +65,7 @@ def peak_flops(device: jax.Device) -> float:
     return math.nan if hardware is None else hardware.flops
 
 
-def row_flops(
-    config: TrainConfig, blueprint: Blueprint, task: Task, batch: Mapping[str, jax.ShapeDtypeStruct]
-) -> float:
+def row_flops(config: TrainConfig, blueprint: Blueprint, task: Task, batch: Shapes) -> float:
     """Returns the FLOPs of a row of a batch: `flops_per_token`, or `row_work` for a user's loss.
 
     NaN if the loss cannot be traced on one device. Call it without a mesh in context.

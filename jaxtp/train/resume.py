@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtp.checkpoint.manager import Checkpoints, restore_newest
-from jaxtp.checkpoint.storage import is_of_run
+from jaxtp.checkpoint.storage import Info, is_of_run
 from jaxtp.config import schema as configuration
 from jaxtp.config.affects import affects
 from jaxtp.config.schema import validate
@@ -40,7 +40,7 @@ class Restored:
     step: int
     # The whole state, except frozen weights under adapters
     state: nnx.State
-    info: dict[str, Any]
+    info: Info
     # Lines on settings that differ from the checkpoint's
     changed: list[str]
 
@@ -64,7 +64,7 @@ def restore(
     """
     changed: list[str] = []
 
-    def accept(info: dict[str, Any]) -> None:
+    def accept(info: Info) -> None:
         changed[:] = check_resumable(config, data, info)
 
     abstract = blueprint.stored(blueprint.abstract)
@@ -101,9 +101,7 @@ def learning_rate_change(config: TrainConfig, stored: Mapping[str, Any], updates
     ]
 
 
-def check_resumable(
-    config: TrainConfig, data: Mapping[str, Any], info: Mapping[str, Any]
-) -> list[str]:
+def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Info) -> list[str]:
     """Compares a checkpoint with the run that resumes it.
 
     Returns lines on changed settings; settings that change the numbers come first.
@@ -163,9 +161,7 @@ def _other_library(stored: Mapping[str, object], now: Mapping[str, object]) -> l
     ]
 
 
-def _compare_order(
-    config: TrainConfig, now: Mapping[str, Any], info: Mapping[str, Any]
-) -> list[str]:
+def _compare_order(config: TrainConfig, now: Mapping[str, Any], info: Info) -> list[str]:
     # Returns lines on allowed differences. Another order of training samples is refused, because it
     # would repeat some samples and skip others.
     stored = info["corpus"].get(ORDER)

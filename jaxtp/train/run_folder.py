@@ -21,7 +21,7 @@ from jaxtp.config.entry import FILES, UserError
 from jaxtp.config.files import mark_as_own, open_directly, write_atomically
 from jaxtp.config.python_object import named_code
 from jaxtp.distributed.agreement import raise_everywhere
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import Sizes, TrainConfig
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -155,7 +155,7 @@ def write_config(config: TrainConfig) -> None:
 
 
 def checkpoint_info(
-    config: TrainConfig, data: Mapping[str, Any], next_sample: int, mesh: Mapping[str, int]
+    config: TrainConfig, data: Mapping[str, Any], next_sample: int, mesh: Sizes
 ) -> dict[str, Any]:
     """Returns the info that a checkpoint stores next to its arrays."""
     return {

@@ -24,7 +24,7 @@ from jaxtp.layers.parameter import logical_shape, spec_of
 from jaxtp.layers.sequence_parallel import is_split
 from jaxtp.mesh import BATCH, CP, SEQUENCE, TP, axes_of, batch_parts, describe_mesh, mesh_sizes
 from jaxtp.models.config import BLOCKS, ModelConfig, matmul_layers, padded_sizes
-from jaxtp.train.config import LoopConfig, TrainConfig
+from jaxtp.train.config import LoopConfig, Sizes, TrainConfig
 from jaxtp.train.run_data import ROWS, RunData
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
 from jaxtp.train.validation import attention_blocks, chosen_kernels, multiplies_all, share_of
@@ -187,7 +187,7 @@ def _describe_model(blueprint: Blueprint, model: ModelConfig) -> str:
     return f"{text}, by {model.build}" if model.build else text
 
 
-def _describe_padding(model: ModelConfig, sizes: Mapping[str, int]) -> str | None:
+def _describe_padding(model: ModelConfig, sizes: Sizes) -> str | None:
     if not padded_sizes(model, sizes[TP]):
         return None
     from jaxtp.analysis.step_costs import describe_padding
@@ -196,7 +196,7 @@ def _describe_padding(model: ModelConfig, sizes: Mapping[str, int]) -> str | Non
 
 
 def _data_rows(
-    config: TrainConfig, data: RunData, sizes: Mapping[str, int], progress: tuple[int, int]
+    config: TrainConfig, data: RunData, sizes: Sizes, progress: tuple[int, int]
 ) -> Mapping[str, object]:
     if data.tokens is None:
         batch = config.data.global_batch_size
@@ -227,7 +227,7 @@ def _data_rows(
     }
 
 
-def describe_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> str:
+def describe_kernels(config: TrainConfig, mesh: Sizes, platform: str) -> str:
     """Describes the kernels of attention, Gated DeltaNet and experts."""
     kernels = chosen_kernels(config, mesh, platform)
     attention = " and ".join(f"{name} attention ({why})" for name, why in kernels.items())
@@ -295,7 +295,7 @@ def describe_matmul(model: ModelConfig) -> str | None:
     return ", ".join([text, "the head", *exceptions])
 
 
-def describe_context(config: TrainConfig, mesh: Mapping[str, int]) -> str | None:
+def describe_context(config: TrainConfig, mesh: Sizes) -> str | None:
     """Describes attention and Gated DeltaNet over cp; None if cp is 1."""
     if mesh[CP] == 1:
         return None
@@ -322,7 +322,7 @@ def describe_context(config: TrainConfig, mesh: Mapping[str, int]) -> str | None
     return f"sequences over cp {mesh[CP]}, {chunks}; {', '.join(layers)}"
 
 
-def describe_overlap(config: TrainConfig, mesh: Mapping[str, int]) -> str | None:
+def describe_overlap(config: TrainConfig, mesh: Sizes) -> str | None:
     """Describes the overlap of communication and products; None if off."""
     model = config.model
     length = config.data.sequence_length
@@ -387,7 +387,7 @@ def describe_steps(config: TrainConfig, data: Data, finished: int, read: int) ->
     return length
 
 
-def _describe_batch(config: TrainConfig, sizes: Mapping[str, int], rows: str) -> str:
+def _describe_batch(config: TrainConfig, sizes: Sizes, rows: str) -> str:
     accumulation = config.train.accumulation
     batch = config.data.global_batch_size
     per_device = batch // (batch_parts(sizes) * accumulation)

@@ -49,7 +49,7 @@ from jaxtp.train.run_data import (
 from jaxtp.train.run_report import Report, sharding_table, summary
 from jaxtp.train.state import Blueprint, MakeModel, parameter_count, plan_state, trained_parameters
 from jaxtp.train.step import make_eval_step, make_train_step, on_leaves
-from jaxtp.train.task import Task, load_task, transformation, with_parts, with_references
+from jaxtp.train.task import Shapes, Task, load_task, transformation, with_parts, with_references
 from jaxtp.train.user_loss import Traits, attribute, example_batch, inspect_loss
 from jaxtp.train.validation import batch_violations, check_decoder, open_mesh, refuse
 
@@ -491,9 +491,7 @@ def plan(
     return blueprint, lines
 
 
-def check_loss(
-    config: TrainConfig, task: Task, batch: Mapping[str, jax.ShapeDtypeStruct]
-) -> Traits:
+def check_loss(config: TrainConfig, task: Task, batch: Shapes) -> Traits:
     """Traces a task's loss on one abstract device.
 
     Raises:

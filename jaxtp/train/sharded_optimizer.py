@@ -38,6 +38,8 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.layers.parameter import logical_shape, pad, padding_of, spec_of, unpad
 from jaxtp.mesh import TP, current_mesh, mesh_sizes
 
+Variables = dict[str, Variable]  # Variables by dotted path
+
 
 class OptimizerState(Variable):
     """An array of an Optax state, as a checkpoint stores it.
@@ -140,7 +142,7 @@ class Optimizer(nnx.Module):
         _require_same("after an update the optimizer's state at", state, self.opt_state, kind)
         return updates, state
 
-    def _optax_arrays(self, arrays: dict[str, Variable], owners: dict[str, Variable]) -> Arrays:
+    def _optax_arrays(self, arrays: Variables, owners: Variables) -> Arrays:
         return {name: self._optax_array(arrays[name], owners[name]) for name in arrays}
 
     def _optax_array(self, variable: Variable, owner: Variable) -> Array:
@@ -150,7 +152,7 @@ class Optimizer(nnx.Module):
         logical = unpad(array, padding_of(owner), axis_size(TP))
         return constrain(logical, logical_spec(owner, mesh_sizes(current_mesh())))
 
-    def _write(self, params: Arrays, variables: dict[str, Variable]) -> None:
+    def _write(self, params: Arrays, variables: Variables) -> None:
         for name, variable in variables.items():
             array = params[name]
             if array.shape != tuple(variable.shape):
@@ -230,14 +232,14 @@ def _require_same(
             raise ConfigError(f"{subject} {_name(path)} is {now}, not {was}")
 
 
-def _parameters(model: nnx.Module) -> dict[str, Variable]:
+def _parameters(model: nnx.Module) -> Variables:
     # The variables themselves, not copies.
     return by_dotted_path(
         (path, value) for path, value in nnx.iter_graph(model) if isinstance(value, nnx.Param)
     )
 
 
-def _parameter_at(path: KeyPath, params: dict[str, Variable]) -> Variable | None:
+def _parameter_at(path: KeyPath, params: Variables) -> Variable | None:
     # The innermost key: a group of `optax.multi_transform` may have the name of a parameter.
     keys = (getattr(key, "key", None) for key in reversed(path))
     return next((params[key] for key in keys if isinstance(key, str) and key in params), None)
@@ -245,10 +247,10 @@ def _parameter_at(path: KeyPath, params: dict[str, Variable]) -> Variable | None
 
 def _sharding_metadata(
     shape: tuple[int, ...], owner: Variable | None, padded: bool
-) -> dict[str, object]:
+) -> dict[str, Any]:
     # `nnx.Optimizer` would give every array the parameter's spec, which does not fit factored
     # moments.
-    metadata: dict[str, object] = {"eager_sharding": current_mesh() is not None}
+    metadata: dict[str, Any] = {"eager_sharding": current_mesh() is not None}
     if owner is None:
         return metadata | {"out_sharding": PartitionSpec()}
     owner_shape = tuple(owner.shape) if padded else logical_shape(owner)

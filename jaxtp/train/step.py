@@ -45,7 +45,7 @@ from jaxtp.train.config import OptimizerConfig, TrainConfig
 from jaxtp.train.sharded_optimizer import Optimizer
 from jaxtp.train.state import OPTIMIZER_SCOPE, STORED, Blueprint, rng_state
 from jaxtp.train.stopping import abstract_flags
-from jaxtp.train.task import Loss, Task
+from jaxtp.train.task import Loss, Shapes, Task
 
 
 @jax.tree_util.register_dataclass
@@ -509,7 +509,7 @@ def trace_step(
     blueprint: Blueprint,
     step: Wrapped | None = None,
     state: nnx.State | list[Array] | None = None,
-    batch: Mapping[str, jax.ShapeDtypeStruct] | None = None,
+    batch: Shapes | None = None,
 ) -> Traced:
     """Traces the training step on its mesh, which may be abstract.
 

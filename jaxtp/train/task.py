@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import optax
 from flax import nnx
-from jax import Array
+from jax import Array, ShapeDtypeStruct
 
 from jaxtp.config.python_object import (
     check_arguments,
@@ -25,6 +25,9 @@ from jaxtp.config.python_object import (
 from jaxtp.config.schema import ConfigError, leaves, replace_nested, to_plain, validate
 from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+
+Shapes = Mapping[str, ShapeDtypeStruct]
+"""A global batch of abstract arrays."""
 
 Metrics = Mapping[str, Array | tuple[Array, Array]]
 """Sums over the rows of a batch, which the step divides by the loss's weight; or pairs of a sum and

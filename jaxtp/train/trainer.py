@@ -58,6 +58,10 @@ _ERRORS_OF_RUNS = UserError, NumericsError, OSError, jax.errors.JaxRuntimeError
 """Errors of a trainer's methods, which a callback may call; other errors are the callback's own."""
 
 
+Evaluation = Callable[[], dict[str, float]]
+"""Runs an evaluation and returns its metrics."""
+
+
 class Step:
     """A step of a run; the devices may still compute it."""
 
@@ -496,7 +500,7 @@ class Trainer:
 
         block.push(finish)
 
-    def _announce_evaluation(self) -> Callable[[], Callable[[], dict[str, float]]]:
+    def _announce_evaluation(self) -> Callable[[], Evaluation]:
         # Returns a function that begins the first evaluation, which takes as long as a compilation
         # and some steps.
         total = self._run.data.validation_count(self.config.eval.batches)
@@ -688,15 +692,11 @@ class Trainer:
         self._finish_step()
         return self._evaluated()
 
-    def _evaluated(
-        self, evaluation: Callable[[], dict[str, float]] | None = None
-    ) -> dict[str, float]:
+    def _evaluated(self, evaluation: Evaluation | None = None) -> dict[str, float]:
         with self._phase(f"the evaluation at step {self._run.step}", "evaluate"):
             return (evaluation or self._begin_evaluation())()
 
-    def _begin_evaluation(
-        self, show: Callable[[int], object] | None = None
-    ) -> Callable[[], dict[str, float]]:
+    def _begin_evaluation(self, show: Callable[[int], object] | None = None) -> Evaluation:
         # Traces in this thread, whose settings of JAX apply. `show` gets the number of finished
         # batches.
         run = self._run
@@ -720,9 +720,7 @@ class Trainer:
 
         return evaluate
 
-    def _evaluate(
-        self, evaluation: Callable[[], dict[str, float]] | None = None, *, log: bool = True
-    ) -> None:
+    def _evaluate(self, evaluation: Evaluation | None = None, *, log: bool = True) -> None:
         run = self._run
         values = self._evaluated(evaluation)
         if not values:

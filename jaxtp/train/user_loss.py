@@ -24,7 +24,7 @@ from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.models.decoder import LossTerms
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint, rng_state
-from jaxtp.train.task import Loss
+from jaxtp.train.task import Loss, Shapes
 
 T = TypeVar("T")
 Example = NDArray[np.generic] | jax.ShapeDtypeStruct
@@ -199,9 +199,7 @@ class Traits:
     warning: str | None = None
 
 
-def inspect_loss(
-    loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDtypeStruct]
-) -> Traits:
+def inspect_loss(loss: Loss, model: nnx.Module, batch: Shapes) -> Traits:
     """Traces a loss on abstract arrays, under the mesh in context.
 
     Raises:
@@ -260,7 +258,7 @@ class _Trace:
 def _trace(
     loss: Loss,
     model: nnx.Module,
-    batch: Mapping[str, jax.ShapeDtypeStruct],
+    batch: Shapes,
     *weights: jax.ShapeDtypeStruct,
 ) -> _Trace:
     graph, params, rngs, state, constants = nnx.split(  # type: ignore[misc]

@@ -4,7 +4,6 @@ State, gradients and batch are exact. Activations are the residuals of the trace
 where it recomputes them in a fusion, and needs workspace on top.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,12 +17,10 @@ from jaxtp.models.decoder import create_decoder
 from jaxtp.models.own_decoder import builder
 from jaxtp.parallelize.parallelize import abstract_model
 from jaxtp.train import user_loss
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import Sizes, TrainConfig
 from jaxtp.train.memory import Memory
 from jaxtp.train.state import Blueprint, rng_state, shard_bytes
-from jaxtp.train.task import Loss, Task
-
-Shapes = Mapping[str, jax.ShapeDtypeStruct]  # A global batch of abstract arrays
+from jaxtp.train.task import Loss, Shapes, Task
 
 ONE_DEVICE = abstract_mesh(mesh_shape())
 
@@ -102,7 +99,7 @@ def row_work(config: TrainConfig, task: Task, batch: Shapes) -> tuple[float, flo
     return flops / rows, work.saved / rows
 
 
-def _work(model: nnx.Module, loss: Loss, batch: Shapes, sizes: Mapping[str, int]) -> Work:
+def _work(model: nnx.Module, loss: Loss, batch: Shapes, sizes: Sizes) -> Work:
     graph, params, rngs, frozen = nnx.split(model, nnx.Param, nnx.RngState, ...)  # type: ignore[misc]
 
     def objective(params: nnx.State, frozen: nnx.State, batch: dict[str, Any]) -> Array:

@@ -36,12 +36,12 @@ from jaxtp.mesh import (
     parts,
 )
 from jaxtp.models.config import BlockConfig, ModelConfig, model_problems, padded_sizes
-from jaxtp.train.config import LoopConfig, TrainConfig
+from jaxtp.train.config import LoopConfig, Sizes, TrainConfig
 
 
 def check(
     config: TrainConfig,
-    mesh: Mapping[str, int],
+    mesh: Sizes,
     available: Callable[[], int | None] = most_devices,
 ) -> None:
     """Checks that settings fit each other and the mesh; ignores `config.mesh`.
@@ -104,15 +104,13 @@ def check_vocabulary(model: ModelConfig, needed: int, source: str) -> None:
         )
 
 
-def check_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> None:
+def check_kernels(config: TrainConfig, mesh: Sizes, platform: str) -> None:
     """Raises ConfigError if a requested kernel does not run on the platform."""
     for problem in kernel_problems(config, mesh, platform):
         raise ConfigError(problem)
 
 
-def kernel_problems(
-    config: TrainConfig, mesh: Mapping[str, int], platform: str | None = None
-) -> Iterator[str]:
+def kernel_problems(config: TrainConfig, mesh: Sizes, platform: str | None = None) -> Iterator[str]:
     """Yields why a requested kernel cannot compute this run."""
     model = config.model
     uses = run_uses(config, mesh, platform)
@@ -124,9 +122,7 @@ def kernel_problems(
         yield problem
 
 
-def chosen_kernels(
-    config: TrainConfig, mesh: Mapping[str, int], platform: str
-) -> dict[KernelName, str]:
+def chosen_kernels(config: TrainConfig, mesh: Sizes, platform: str) -> dict[KernelName, str]:
     """Returns the run's attention kernels on a platform, with reasons."""
     choices = (pick_kernel(config.model.attention, use) for use in run_uses(config, mesh, platform))
     return {kernel.name: why for kernel, why in choices}
@@ -138,7 +134,7 @@ def multiplies_all(model: ModelConfig, platform: str) -> bool:
     return model.most_experts > 0 and grouped.is_dense(method, platform)
 
 
-def run_uses(config: TrainConfig, mesh: Mapping[str, int], platform: str | None) -> list[Use]:
+def run_uses(config: TrainConfig, mesh: Sizes, platform: str | None) -> list[Use]:
     """Returns how each kind of block uses attention."""
     share = replace(share_of(config, mesh), packed=config.data.packed, platform=platform)
     dtype = config.model.precision.compute
@@ -150,16 +146,14 @@ def attention_blocks(model: ModelConfig) -> list[BlockConfig]:
     return [block for block in model.block_kinds() if not block.delta_value_heads]
 
 
-def share_of(config: TrainConfig, mesh: Mapping[str, int]) -> LocalShape:
+def share_of(config: TrainConfig, mesh: Sizes) -> LocalShape:
     """Returns the per-device shape of one row of the batch."""
     return LocalShape(
         sizes=mesh, rows=1, length=config.data.sequence_length, context=config.mesh.context
     )
 
 
-def violations_on(
-    config: TrainConfig, mesh: Mapping[str, int], devices: int | None = None
-) -> Iterator[str]:
+def violations_on(config: TrainConfig, mesh: Sizes, devices: int | None = None) -> Iterator[str]:
     """Yields each conflict of settings and mesh, with the nearest values that work.
 
     Ignores `config.mesh`.
@@ -170,18 +164,16 @@ def violations_on(
     return _explained(problems, config, mesh, devices)
 
 
-def batch_violations(
-    config: TrainConfig, mesh: Mapping[str, int], *, have_own_rows: bool
-) -> Iterator[str]:
+def batch_violations(config: TrainConfig, mesh: Sizes, *, have_own_rows: bool) -> Iterator[str]:
     """Yields `batch_problems`, with the nearest values that work on as many devices or fewer."""
     find = partial(batch_problems, have_own_rows=have_own_rows)
     return _explained(find, config, mesh, math.prod(mesh.values()))
 
 
 def _explained(
-    find: Callable[[TrainConfig, Mapping[str, int]], Iterable[Problem]],
+    find: Callable[[TrainConfig, Sizes], Iterable[Problem]],
     config: TrainConfig,
-    mesh: Mapping[str, int],
+    mesh: Sizes,
     devices: int | None,
 ) -> Iterator[str]:
     def problems_after(changes: Mapping[str, int]) -> Iterator[Problem]:
@@ -199,7 +191,7 @@ def _explained(
     return explained(problems_after, fixed=not is_new)
 
 
-def problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+def problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
     """Yields each conflict of settings and mesh; ignores `config.mesh`."""
     # The other settings of a user's model have no effect.
     if config.model.is_foreign:
@@ -220,7 +212,7 @@ def problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
     yield from map(Problem, (*_moment_problems(config), *_contradictions(config)))
 
 
-def _general_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+def _general_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
     # A user's batches have their own size.
     if config.data.batches is None:
         yield from batch_problems(config, mesh)
@@ -258,7 +250,7 @@ def _without_switch(config: TrainConfig) -> Iterator[str]:
 
 
 def batch_problems(
-    config: TrainConfig, mesh: Mapping[str, int], *, have_own_rows: bool = False
+    config: TrainConfig, mesh: Sizes, *, have_own_rows: bool = False
 ) -> Iterator[Problem]:
     """Yields why the batch cannot be split over the mesh and the micro-batches.
 
@@ -278,7 +270,7 @@ def batch_problems(
         )
 
 
-def padding_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+def padding_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
     """Yields model sizes that the mesh would pad, if padding is forbidden."""
     refused = {} if config.mesh.allow_padding else padded_sizes(config.model, mesh[TP])
     for name, (size, padded) in refused.items():
@@ -286,7 +278,7 @@ def padding_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[P
         yield Problem(text, among={f"mesh.{TP}": size})
 
 
-def context_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+def context_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
     """Yields why sequences cannot be split over cp, or tp with sequence parallelism."""
     length = config.data.sequence_length
     axes = SEQUENCE if config.model.sequence_parallel else CONTEXT

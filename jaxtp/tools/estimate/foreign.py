@@ -44,8 +44,8 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import Memory
 from jaxtp.train.setup import plan
 from jaxtp.train.state import Blueprint
-from jaxtp.train.task import Task
-from jaxtp.train.user_step import Shapes, trace_step
+from jaxtp.train.task import Shapes, Task
+from jaxtp.train.user_step import trace_step
 from jaxtp.train.validation import batch_problems
 
 PROGRAM = "jaxtp estimate"
