@@ -99,9 +99,10 @@ def scale_by_muon(beta: float) -> optax.GradientTransformationExtraArgs:
         )
         momentum = optax.tree.cast_like(momentum, updates)
         matrices = {path: m for path, m in momentum.items() if not isinstance(m, optax.MaskedNode)}
-        owners = variables
-        if owners is None:
-            owners = {path: nnx.Param(matrix) for path, matrix in matrices.items()}
+        owners = {
+            path: nnx.Param(matrix) if variables is None else variables[path]
+            for path, matrix in matrices.items()
+        }
         return {**updates, **_orthogonalised(matrices, owners)}, state._replace(count=count, mu=mu)
 
     return optax.GradientTransformationExtraArgs(
