@@ -111,7 +111,10 @@ MISTAKES = {
         {"build": WithFeatures, "plan": {"sideways": jaxtp.Colwise()}},
         "'sideways' matches no module",
     ),
-    "no plan": ({"build": WithFeatures, "plan": f"{small_net.FILE}:ROWS"}, "plan must be a dict of styles, or FILE.py:NAME, not 32"),
+    "no plan": (
+        {"build": WithFeatures, "plan": f"{small_net.FILE}:ROWS"},
+        "plan must be a dict of styles, or FILE.py:NAME, not 32",
+    ),
     "a base": (
         {"build": WithFeatures, "base": "base"},
         "base names the base model of a decoder's adapters",

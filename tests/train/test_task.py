@@ -141,9 +141,7 @@ def test_a_loop_of_ones_own_gives_one_seed_for_weights_and_plain_arrays():
     mesh = jaxtp.make_mesh(fsdp=2)
     build = lambda rngs: jaxtp.parallelize(RandomFeatures(rngs=rngs), mesh=mesh)
     plan = functools.partial(plan_state, jaxtp.ModelConfig(), small_net.optimizer, mesh, build)
-    with pytest.raises(
-        UserError, match=r"seed 5, but model.frequencies, .* has seed 0; .*seed=5"
-    ):
+    with pytest.raises(UserError, match=r"seed 5, but model.frequencies, .* has seed 0; .*seed=5"):
         plan().create(5)
     blueprint = plan(5)
     state = blueprint.create(5)
