@@ -109,7 +109,7 @@ def summary(
     config: TrainConfig,
     data: RunData,
     blueprint: Blueprint,
-    notes: Mapping[str, str | None],
+    notes: Mapping[str, object],
     progress: tuple[int, int],
 ) -> str:
     """Describes the run: versions, mesh, sizes and bytes.
@@ -179,12 +179,12 @@ def _describe_model(blueprint: Blueprint, model: ModelConfig) -> str:
         from jaxtp.analysis.step_costs import describe_active
 
         parameters += describe_active(model, count)
-    text = (
+    builder = f", by {model.build}" if model.build else ""
+    return (
         f"{parameters}{_describe_trained(blueprint)}: {model.num_layers} layers, "
         f"{model.describe_block()}, vocabulary {model.vocab_size}; "
-        f"{model.precision.compute} compute"
+        f"{model.precision.compute} compute{builder}"
     )
-    return f"{text}, by {model.build}" if model.build else text
 
 
 def _describe_padding(model: ModelConfig, sizes: Sizes) -> str | None:
@@ -316,7 +316,9 @@ def describe_context(config: TrainConfig, mesh: Sizes) -> str | None:
             "; WARNING: uneven work: the last device does the most, because 2 * cp does not "
             f"divide sequences of {share.length:,}"
         )
-    layers = [f"attention by {' and '.join(methods)}"] if methods else []
+    layers = []
+    if methods:
+        layers.append(f"attention by {' and '.join(methods)}")
     if len(attending) < len(config.model.block_kinds()):
         layers.append("Gated DeltaNet by its chunks' maps of states")
     return f"sequences over cp {mesh[CP]}, {chunks}; {', '.join(layers)}"

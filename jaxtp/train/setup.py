@@ -369,7 +369,7 @@ def _open_checkpoints(config: TrainConfig) -> Checkpoints:
     )
 
 
-def _notes(setup: _Setup) -> dict[str, str | None]:
+def _notes(setup: _Setup) -> dict[str, object]:
     verify = None
     interval = setup.config.train.verify_every
     if interval:
@@ -379,7 +379,7 @@ def _notes(setup: _Setup) -> dict[str, str | None]:
             "the state before the step and its first result"
         )
     return {
-        "memory": None if setup.memory is None else str(setup.memory),
+        "memory": setup.memory,
         "length": setup.source.length_warning(setup.config),
         "verify": verify,
     }
