@@ -304,7 +304,7 @@ def attention_speed(machine: Machine, out: Path, log: Path) -> Result:
         kernels = [kernel for kernel in KERNELS.values() if not any(kernel.problems(use))]
         if length > SCORES_FIT:
             kernels = [kernel for kernel in kernels if not kernel.stores_scores]
-        arrays, settings = problem(use, 32, 8, most=length)
+        arrays, settings = problem(use, 32, 8, max_length=length)
         # There are 2 products forward and 5 backward, of half of the scores.
         flops = 7 * 2 * 32 * length**2 * head_dim
 

@@ -156,8 +156,8 @@ def tiny_step(folder: Path, repeats: int) -> Times:
         def flat(
             leaves: list[jax.Array], batch: dict[str, jax.Array]
         ) -> tuple[list[jax.Array], jax.Array]:
-            new, scalars = step(jax.tree.unflatten(tree, leaves), batch)
-            return jax.tree.leaves(new), scalars.values
+            new, output = step(jax.tree.unflatten(tree, leaves), batch)
+            return jax.tree.leaves(new), output.scalars.values
 
         on_leaves = jax.jit(flat, donate_argnums=0).trace(leaves, batch).lower().compile()
         state = jax.tree.unflatten(tree, [leaf + 0 for leaf in leaves])
@@ -173,8 +173,8 @@ def tiny_step(folder: Path, repeats: int) -> Times:
                 if way.startswith("the step on leaves"):
                     leaves, values = on_leaves(leaves, inputs)
                 else:
-                    state, scalars = on_state(state, inputs)
-                    values = scalars.values
+                    state, output = on_state(state, inputs)
+                    values = output.scalars.values
                 if waiting is not None:  # one step in flight, as in the trainer
                     np.asarray(waiting).tolist()
                 waiting = values

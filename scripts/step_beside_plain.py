@@ -45,7 +45,7 @@ from jaxtp.tools.estimate.search import describe_model, estimate, target
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import Blueprint, named_arrays, plan_state
-from jaxtp.train.step import compiler_options, trace_step
+from jaxtp.train.step import compiler_options, fetch, trace_step
 
 MODELS = {
     "tiny": {
@@ -269,10 +269,7 @@ class Runner:
         return (time.perf_counter() - started) / steps
 
     def last_loss(self) -> float:
-        loss = (
-            self.loss if self.name == "plain" else self.loss.values[self.loss.names.index("loss")]
-        )
-        return float(loss)
+        return float(self.loss) if self.name == "plain" else fetch(self.loss)["loss"]
 
     def peak(self) -> float:
         """Returns the GiB of the compiled program's arguments, results and temporaries."""

@@ -69,21 +69,20 @@ class Bench:
 
     def step(self, made: Callable[..., Any]) -> Any:
         """Runs a step and waits for its numbers; returns the checksums, if any."""
-        self.state, scalars, *checksums = made(self.state, self.batch)
-        fetch(scalars)
-        return jax.block_until_ready(checksums)
+        self.state, output = made(self.state, self.batch)
+        fetch(output)
+        return jax.block_until_ready(output.checksums)
 
     def noted(self) -> None:
         """Runs a step with checksums, as a run with verification does between verifications."""
-        self.verifier.record(1, *self.step(self.summed))
+        self.verifier.record(1, self.step(self.summed))
 
     def verified(self) -> None:
         """Verifies a step, with the step itself."""
         self.state = self.verifier.begin(
             1, self.state, self.batch, lambda state: self.summed(state, self.batch)
         )
-        (checksums,) = self.step(self.summed)
-        self.verifier.finish(1, self.state, checksums)
+        self.verifier.finish(1, self.state, self.step(self.summed))
 
     def read(self, part: str = "") -> None:
         """Computes checksums of the state's shards, or of a part of the state.

@@ -34,8 +34,8 @@ def updated(folder, mesh, batches, eps):
     norms = []
     with jax.set_mesh(mesh):
         for ids in batches:
-            state, scalars = step(state, {"inputs": ids.astype(np.int32), "labels": shifted(ids)})
-            losses.append(fetch(scalars)["loss"])
-            norms.append(fetch(scalars)["grad_norm"])
+            state, output = step(state, {"inputs": ids.astype(np.int32), "labels": shifted(ids)})
+            losses.append(fetch(output)["loss"])
+            norms.append(fetch(output)["grad_norm"])
         nnx.update(model, state["model"])
     return model, losses, norms

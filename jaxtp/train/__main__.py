@@ -94,14 +94,15 @@ def _train(argv: Sequence[str]) -> int:
         require_writable("--json", config.json)
         require_picture("--plot", config.plot)
     with Trainer.of(training_of(config), startup_log, verbose=config.verbose) as trainer:
-        done = trainer.run_to_end()
+        finished = trainer.run_to_end()
         if jax.process_index() == 0:
             _write(config, trainer)
-    return 0 if done else config.train.stopped_exit_code
+    return 0 if finished else config.train.stopped_exit_code
 
 
 def _resolved(config: RunCommand, explicit: Set[str]) -> tuple[RunCommand, list[str]]:
-    choose_allocator(config.launch.allocator)  # before JAX's backend starts
+    # Before JAX's backend starts
+    choose_allocator(config.launch.allocator)
     return resolve_defaults(config, explicit)
 
 

@@ -68,6 +68,9 @@ class RunConfig:
     run starts from."""
 
 
+Sizes = Mapping[str, int]  # Devices along each axis of a mesh
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Devices along each axis; one axis may be -1, for all remaining."""
@@ -101,7 +104,7 @@ class MeshConfig:
         """Devices along each axis."""
         return {axis: getattr(self, axis) for axis in AXES}
 
-    def of_sizes(self, sizes: Mapping[str, int]) -> "MeshConfig":
+    def of_sizes(self, sizes: Sizes) -> "MeshConfig":
         """Returns a copy with other sizes."""
         return replace(self, **sizes)  # type: ignore[arg-type]
 
@@ -137,9 +140,9 @@ class DataConfig:
     nothing."""
 
     packing: Annotated[Packing, Affects(cost=True, numbers=True, fixed=True)] = "documents"
-    """How documents fill sequences: documents packs whole ones, and attention stays inside each;
-    concatenated joins all and cuts them wherever a sequence is full, and attention crosses
-    documents."""
+    """How documents fill sequences: documents packs whole documents, and attention stays inside
+    each; concatenated joins all documents and cuts them wherever a sequence is full, and attention
+    crosses documents."""
 
     long_documents: Annotated[LongDocuments, Affects(samples=True, fixed=True)] = "split"
     """Treatment of a packed document that is longer than a sequence: split cuts it, drop leaves it
@@ -183,7 +186,7 @@ class OptimizerConfig:
     ] = "adamw"
     """Rule of the updates: adamw; lion (a third of adamw's rate is usual); adafactor, whose second
     moments are factored; muon, which orthogonalises the updates of matrices in the blocks, and uses
-    adamw for the rest."""
+    adamw for all other parameters."""
 
     first_moment: Annotated[
         Literal["param", "bfloat16"], Affects(cost=True, numbers=True, fixed=True)
@@ -252,8 +255,8 @@ class LoopConfig:
     weight). A third result is a dict of metrics. Or a class, whose instance is such a function."""
 
     loss_arguments: Annotated[BlockChanges, STEP, ArgumentsOf("loss")] = Changes({})
-    """Arguments of train.loss, such as --train.loss-arguments.beta 0.2: of its class, or further
-    ones of its function."""
+    """Arguments of train.loss, such as --train.loss-arguments.beta 0.2: arguments of its class, or
+    further arguments of its function."""
 
     callbacks: Annotated[
         tuple[Reference, ...], tyro.conf.arg(metavar="FILE.py:NAME ..."), NOTHING, SHORT_HELP

@@ -52,7 +52,7 @@ from jaxtp.mesh import (
     resolve_sizes,
 )
 from jaxtp.models.config import padded_sizes
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import Sizes, TrainConfig
 from jaxtp.train.init_source import AnyConfig, InitSource, resolve
 from jaxtp.train.run_data import load_tokens
 from jaxtp.train.setup import progress, with_steps
@@ -68,6 +68,7 @@ BATCH_SIZE = "data.global_batch_size"
 COMPUTE = "model.precision.compute"
 RUN_DIR = "run.dir"
 VIRTUAL_KIND = "virtual CPU devices"
+_ONE_IS_ENOUGH = f"{VIRTUAL_KIND} share the cores, so one is enough"
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,14 @@ class DeviceInfo:
 
     count: int
     per_process: int
-    bfloat16: bool  # whether bfloat16 products are faster than float32 ones
-    kind: str  # name for messages
+    # Whether bfloat16 products are faster than float32 products
+    bfloat16: bool
+    # Name for messages
+    kind: str
     # Bytes of each device that JAX may allocate; None if unknown, as on CPUs
     memory: float | None = None
-    platform: str = "cpu"  # as returned by `architecture_of`; decides the kernels
+    # As returned by `architecture_of`; decides the kernels
+    platform: str = "cpu"
 
 
 def default_settings(config: TrainConfig) -> set[str]:
@@ -119,16 +123,13 @@ def resolve_defaults(
         defaults.choose_vocabulary()
     else:
         defaults.choose_folder(source.path)
-    resumed = (
-        newest_info(defaults.config.run.dir)
-        if source.path is not None or COMPUTE not in explicit
-        else None
-    )
+    resumed = None
+    if source.path is not None or COMPUTE not in explicit:
+        resumed = newest_info(defaults.config.run.dir)
     for name, value, reason in source.defaults(defaults.config, resumed):
         defaults.choose(name, value, reason)
-    if source.path is not None and any(
-        block.selection_bias for block in defaults.config.model.block_kinds()
-    ):
+    has_bias = any(block.selection_bias for block in defaults.config.model.block_kinds())
+    if source.path is not None and has_bias:
         defaults.choose("train.selection_bias_rate", 0.0, "a trained model's experts are balanced")
     defaults.choose_mesh(source.path is not None, resumed, devices)
     defaults.choose_steps(source)
@@ -158,13 +159,15 @@ def settings_of_run(settings: Mapping[str, object], task: Task) -> tuple[TrainCo
     plain = nested((name.split("."), value) for name, value in values.items())
     explicit = {".".join(keys) for keys, _ in leaves(plain)}
     config = with_references(validate(TrainConfig, plain, source="settings"), task, explicit)
-    choose_allocator(config.launch.allocator)  # before JAX's backend starts
-    of_task = leaves({section: to_plain(part) for section, part in task.settings().items()})
-    return resolve_defaults(config, explicit | {".".join(keys) for keys, _ in of_task})
+    # Before JAX's backend starts
+    choose_allocator(config.launch.allocator)
+    task_settings = {section: to_plain(part) for section, part in task.settings().items()}
+    explicit |= {".".join(keys) for keys, _ in leaves(task_settings)}
+    return resolve_defaults(config, explicit)
 
 
 def _no_sizes(mesh: Mesh) -> str:
-    # A run chooses the devices itself, so a mesh of others cannot be taken for its sizes alone.
+    # A run chooses its devices itself, so it cannot use the devices of this mesh.
     used = [f"{axis}={size}" for axis, size in mesh.shape.items() if axis in AXES and size > 1]
     return (
         "mesh is a jax.sharding.Mesh, and a run makes its own, of given sizes: "
@@ -173,10 +176,7 @@ def _no_sizes(mesh: Mesh) -> str:
 
 
 class _Defaults(Generic[AnyConfig]):
-    """A configuration whose defaults are chosen one after the other.
-
-    Lines have the reasons for them.
-    """
+    """A configuration whose defaults are chosen one after the other; `lines` has the reasons."""
 
     def __init__(self, config: AnyConfig, explicit: Set[str]):
         self.config = config
@@ -184,10 +184,9 @@ class _Defaults(Generic[AnyConfig]):
         self.lines: list[str] = []
 
     def choose(self, name: str, value: object, reason: str = "") -> None:
-        """Sets a setting, unless the user set any part of it, or brings what replaces it."""
-        if not is_replaced(self.config, name) and not any(
-            f"{each}.".startswith(f"{name}.") for each in self.explicit
-        ):
+        """Sets a setting, unless the user set a part of it, or brings a part that replaces it."""
+        is_explicit = any(f"{setting}.".startswith(f"{name}.") for setting in self.explicit)
+        if not is_explicit and not is_replaced(self.config, name):
             self.override(name, value, reason)
 
     def override(self, name: str, value: object, reason: str = "") -> None:
@@ -198,11 +197,12 @@ class _Defaults(Generic[AnyConfig]):
 
     def choose_folder(self, source: Path) -> None:
         # The default folder belongs to a run with random weights.
-        path = Path(os.path.realpath(source))  # tolerates a link to itself
-        name = (
-            path.parents[1].name if path.parent.name in ("snapshots", "checkpoints") else path.name
-        )
-        self.choose(RUN_DIR, Path("runs") / f"{name}-tuned", f"for runs that begin with {source}")
+        # The function realpath tolerates a link to itself.
+        path = Path(os.path.realpath(source))
+        if path.parent.name in ("snapshots", "checkpoints"):
+            path = path.parents[1]
+        folder = Path("runs") / f"{path.name}-tuned"
+        self.choose(RUN_DIR, folder, f"for runs that begin with {source}")
 
     def choose_for_own_model(self, build: str, devices: DeviceInfo | None) -> None:
         name = re.sub(r"\W+", "-", build.rpartition(":")[2]).strip("-").lower() or "model"
@@ -218,13 +218,10 @@ class _Defaults(Generic[AnyConfig]):
             reason = f"as the run in {self.config.run.dir} has it"
         elif not axes:
             devices = devices or probe_devices(sizes)
-            is_virtual = devices.kind == VIRTUAL_KIND
-            sizes = sizes if is_virtual else mesh_shape(fsdp=devices.count)
-            reason = (
-                f"{devices.kind} share the cores, so one is enough"
-                if is_virtual
-                else f"all {devices.kind}"
-            )
+            reason = _ONE_IS_ENOUGH
+            if devices.kind != VIRTUAL_KIND:
+                sizes = mesh_shape(fsdp=devices.count)
+                reason = f"all {devices.kind}"
         self.override("mesh", self.config.mesh.of_sizes(sizes))
         self.lines.append(f"mesh = {describe_mesh(sizes)}: {reason}")
 
@@ -232,24 +229,24 @@ class _Defaults(Generic[AnyConfig]):
         # Enlarges the vocabulary of a new model to fit its data; unreadable data is reported later.
         sizes = {}
         data = self.config.data
-        for folder in (path for path in (data.path, *map(Path, data.mixture)) if path is not None):
+        for folder in filter(None, (data.path, *map(Path, data.mixture))):
             with suppress(DatasetError, ConfigError):
                 sizes[folder] = read_manifest(expand(folder)).tokenizer.vocab_size
-        if (
-            sizes
-            and sizes[folder := max(sizes, key=sizes.__getitem__)] > self.config.model.vocab_size
-        ):
-            self.choose("model.vocab_size", sizes[folder], f"the vocabulary of {folder}")
+        largest = max(sizes, key=sizes.__getitem__, default=None)
+        if largest is not None and sizes[largest] > self.config.model.vocab_size:
+            self.choose("model.vocab_size", sizes[largest], f"the vocabulary of {largest}")
 
     def choose_mesh(
         self, has_model: bool, resumed: Info | None, devices: DeviceInfo | None
     ) -> None:
-        # Also the compute dtype, which changes the memory of a mesh, and the batch size, which the
-        # mesh has to divide.
+        # Also chooses the compute dtype, which changes the memory of a mesh, and the batch size,
+        # which the mesh has to divide.
         axes = {axis for axis in AXES if f"mesh.{axis}" in self.explicit}
-        own_batches = self.config.data.batches is not None
         any_batch = (
-            has_model and resumed is None and BATCH_SIZE not in self.explicit and not own_batches
+            has_model
+            and resumed is None
+            and BATCH_SIZE not in self.explicit
+            and self.config.data.batches is None
         )
         free_mesh = len(axes) < len(AXES) or any_batch
         if not free_mesh and COMPUTE in self.explicit:
@@ -257,46 +254,38 @@ class _Defaults(Generic[AnyConfig]):
         sizes = self.config.mesh.sizes
         explicit_or_one = mesh_shape(**{axis: sizes[axis] for axis in axes})
         smallest = {axis: max(size, 1) for axis, size in explicit_or_one.items()}
-        if any(
-            problems(
-                with_divisible_batch(self.config, smallest) if any_batch else self.config, smallest
-            )
-        ):
-            if has_model:  # so that `open_mesh` blames the explicit sizes alone
+        smallest_run = with_divisible_batch(self.config, smallest) if any_batch else self.config
+        if any(problems(smallest_run, smallest)):
+            # So that `open_mesh` blames the explicit sizes alone
+            if has_model:
                 self.override("mesh", self.config.mesh.of_sizes(explicit_or_one))
-            if devices is None:  # before JAX's backend starts
+            # Before JAX's backend starts
+            if devices is None:
                 return
-        others = mesh_shape() if resumed is None else mesh_shape(**resumed["mesh"])
-        mesh = {
-            axis: others[axis] if has_model and axis not in axes else size
-            for axis, size in sizes.items()
-        }
+        mesh = dict(sizes)
+        if has_model:
+            defaults = {} if resumed is None else resumed["mesh"]
+            mesh = mesh_shape(**defaults) | {axis: sizes[axis] for axis in axes}
         devices = devices or probe_devices(mesh)
         self.choose_compute(has_model, resumed, devices)
         if not free_mesh:
             return
-        of_devices = f"of {devices.count} {devices.kind}"
+        available = f"of {devices.count} {devices.kind}"
         batch = None
-        reason = (
-            of_devices
-            if not has_model or resumed is None
-            else f"as the run in {self.config.run.dir} has it"
-        )
+        reason = available
+        if has_model and resumed is not None:
+            reason = f"as the run in {self.config.run.dir} has it"
         use_all = has_model and resumed is None and -1 not in mesh.values()
         if use_all or not fits(self.config, mesh, devices):
-            if (found := best_mesh(self.config, axes, devices, any_batch=any_batch)) is None:
+            best = best_mesh(self.config, axes, devices, any_batch=any_batch)
+            if best is None:
                 return
-            mesh, batch, missing = found
-            reason = f"{of_devices}, the mesh that fits the model and moves the least"
+            mesh, batch, missing = best
+            reason = f"{available}, the mesh that fits the model and moves the least"
             if missing:
-                reason = f"{of_devices}, the mesh that lacks the least memory, {size_text(missing)}"
+                reason = f"{available}, the mesh that lacks the least memory, {size_text(missing)}"
             elif devices.count == 1:
-                is_virtual = devices.kind == VIRTUAL_KIND
-                reason = (
-                    f"{devices.kind} share the cores, so one is enough"
-                    if is_virtual
-                    else "the only device"
-                )
+                reason = _ONE_IS_ENOUGH if devices.kind == VIRTUAL_KIND else "the only device"
         chosen = self.config.mesh.of_sizes(
             {axis: size for axis, size in mesh.items() if axis not in axes}
         )
@@ -319,7 +308,7 @@ class _Defaults(Generic[AnyConfig]):
             self.choose(COMPUTE, dtype, reason)
 
     def choose_steps(self, source: InitSource) -> None:
-        # From epochs; needs the sequence length and the batch size.
+        # Computes steps from epochs; needs the sequence length and the batch size.
         if self.config.train.epochs is None or self.config.data.batches is not None:
             return
         rows = sum(map(len, load_tokens(self.config, source).train_rows))
@@ -327,21 +316,21 @@ class _Defaults(Generic[AnyConfig]):
         self.lines.append(f"train.steps = {self.config.train.steps}: {reason}")
 
 
-def probe_devices(mesh: Mapping[str, int]) -> DeviceInfo:
+def probe_devices(mesh: Sizes) -> DeviceInfo:
     """Describes the available devices; starts JAX's backend, with virtual CPU devices if needed.
 
     Raises:
       MeshError: more devices than the machine can have.
     """
-    asked = math.prod(size for size in mesh.values() if size != -1)
-    request_virtual_devices(asked)
+    requested = math.prod(size for size in mesh.values() if size != -1)
+    request_virtual_devices(requested)
     first = jax.devices()[0]
     is_cpu = first.platform == "cpu"
     count = jax.device_count()
     per_process = jax.local_device_count()
     if is_cpu and not is_number_configured() and not is_multiprocess() and -1 not in mesh.values():
-        # The others are there for later meshes; a default mesh would only be slower with them.
-        count = min(asked, count)
+        # The other devices exist for later meshes; a default mesh would only be slower with them.
+        count = min(requested, count)
         per_process = count
     # TPUs are fast in bfloat16, NVIDIA's GPUs from compute capability 8.0 on; CPUs emulate it.
     major, _, _ = str(getattr(first, "compute_capability", "")).partition(".")
@@ -355,29 +344,31 @@ def probe_devices(mesh: Mapping[str, int]) -> DeviceInfo:
     )
 
 
-def fits(config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo) -> bool:
+def fits(config: TrainConfig, mesh: Sizes, devices: DeviceInfo) -> bool:
     """Returns whether the run can use the mesh, and a step fits the memory.
 
     One size of the mesh may be -1.
     """
+    # Raises MeshError if the sizes do not divide the number of devices.
     try:
-        filled = resolve_sizes(mesh, devices.count)
-    except MeshError:  # these sizes do not divide the devices
+        sizes = resolve_sizes(mesh, devices.count)
+    except MeshError:
         return False
-    return _can_use(config, filled, devices) and not missing_bytes(config, filled, devices)
+    return _can_use(config, sizes, devices) and not missing_bytes(config, sizes, devices)
 
 
-def _can_use(config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo) -> bool:
+def _can_use(config: TrainConfig, mesh: Sizes, devices: DeviceInfo) -> bool:
     count = math.prod(mesh.values())
-    enough = count == devices.count or (
-        count < devices.count and devices.per_process == devices.count
-    )
-    return enough and not any(problems(config, mesh))
+    # Only a single process can leave devices unused.
+    in_one_process = devices.per_process == devices.count
+    if count > devices.count or (count < devices.count and not in_one_process):
+        return False
+    return not any(problems(config, mesh))
 
 
 def missing_bytes(
     config: TrainConfig,
-    mesh: Mapping[str, int],
+    mesh: Sizes,
     devices: DeviceInfo,
     arrays: Iterable["StoredArray"] | None = None,
 ) -> float:
@@ -389,18 +380,15 @@ def missing_bytes(
         return 0.0
     from jaxtp.train.memory import memory_per_device
 
-    return max(
-        0.0,
-        memory_per_device(config, mesh, arrays, platform=devices.platform).total - devices.memory,
-    )
+    memory = memory_per_device(config, mesh, arrays, platform=devices.platform)
+    return max(0.0, memory.total - devices.memory)
 
 
-def with_divisible_batch(config: TrainConfig, mesh: Mapping[str, int]) -> TrainConfig:
+def with_divisible_batch(config: TrainConfig, mesh: Sizes) -> TrainConfig:
     """Rounds the batch size up so that the mesh divides it."""
     divisor = batch_parts(mesh) * config.train.accumulation
-    return replace_nested(
-        config, {BATCH_SIZE: -(-config.data.global_batch_size // divisor) * divisor}
-    )
+    size = -(-config.data.global_batch_size // divisor) * divisor
+    return replace_nested(config, {BATCH_SIZE: size})
 
 
 def best_mesh(
@@ -416,15 +404,14 @@ def best_mesh(
     """
     from jaxtp.train.memory import costs_of_step, stored_arrays
 
-    tried = [axis for axis in AXES if axis not in CONTEXT or axis in axes]  # cp only on request
+    # Uses cp only on request
+    free_axes = [axis for axis in AXES if axis not in CONTEXT or axis in axes]
     fixed = {axis: size for axis, size in config.mesh.sizes.items() if axis in axes and size != -1}
     arrays = () if devices.memory is None else stored_arrays(config)
-    use_all = devices.per_process < devices.count or any(
-        config.mesh.sizes[axis] == -1 for axis in axes
-    )
+    use_all = devices.per_process < devices.count or len(fixed) < len(axes)
     for count in (devices.count,) if use_all else range(devices.count, 0, -1):
-        found = []
-        for mesh in fitting_meshes(count, tried):
+        candidates = []
+        for mesh in fitting_meshes(count, free_axes):
             # Tensor parallelism stays inside a process.
             if not fixed.items() <= mesh.items() or devices.per_process % mesh[TP]:
                 continue
@@ -433,12 +420,12 @@ def best_mesh(
                 missing = missing_bytes(run, mesh, devices, arrays)
                 pads = bool(padded_sizes(config.model, mesh[TP]))
                 sent = sum(costs_of_step(run, mesh).budget.values())
-                found.append(
+                candidates.append(
                     (missing, pads, parts(mesh, REPLICAS), run.data.global_batch_size, sent, mesh)
                 )
-        if found:
+        if candidates:
             # Prefers, in order: fewest missing bytes, no padding, most shards of parameters,
             # smallest batch, fewest bytes sent.
-            missing, *_, batch, _, best = min(found, key=lambda each: each[:5])
+            missing, *_, batch, _, best = min(candidates, key=lambda candidate: candidate[:5])
             return best, batch, missing
     return None

@@ -1,11 +1,11 @@
-"""A loss that draws a model towards the most probable tokens of a teacher.
+"""A loss that trains a model to predict the most probable tokens of a teacher.
 
-`jaxtp score --top-k` has stored these.
+`jaxtp score --top-k` stores the teacher's tokens and their probabilities.
 
-At each position the teacher's k tokens keep their probabilities, and all others are one more token,
-for both models (the ghost token of Megatron-LM, the tail bucket of TRL). So the divergence is 0
-only if the student gives the k tokens the teacher's probabilities. It is at most the divergence
-over the whole vocabulary, and equals it if k is all of it.
+At each position the teacher's k tokens keep their probabilities, and all other tokens are one more
+token, for both models (the ghost token of Megatron-LM, the tail bucket of TRL). So the divergence
+is 0 only if the student gives the k tokens the teacher's probabilities. It is at most the
+divergence over the whole vocabulary, and equals it if the k tokens are the whole vocabulary.
 """
 
 import math
@@ -27,16 +27,14 @@ from jaxtp.models.log_probs import hidden_log_probs
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.user_loss import Example
 
-LEAST = 1e-6
-"""Probability below which float32 cannot tell all other tokens from rounding: their logarithm is
-linear there."""
+MIN_PROBABILITY = 1e-6
+"""Below this probability of all other tokens, float32 cannot tell it from rounding errors, and its
+logarithm is continued linearly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation:
-    """A loss that makes a model predict a teacher's probabilities.
-
-    They are read from scores (`data.scores`).
+    """A loss that makes a model predict a teacher's probabilities, read from `data.scores`.
 
     Metrics are means over positions with a label: `kl`; `teacher_mass`, the teacher's probability
     of the k tokens; and `cross_entropy`, unless its weight is 0 and the temperature is not 1, where
@@ -51,11 +49,11 @@ class Distillation:
     square multiplies the divergence (arXiv 1503.02531)."""
 
     cross_entropy: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1")] = 0.0
-    """Weight of the cross-entropy of the labels, at temperature 1; the divergence has the rest."""
+    """Weight w of the cross-entropy of the labels, at temperature 1; the divergence has weight
+    1 - w."""
 
     top_k: Count = 64
-    """Tokens of a position where no data are read, as in `jaxtp estimate`; scores know their
-    own."""
+    """Number of tokens at a position, used only if no data is read, as in `jaxtp estimate`."""
 
     columns: ClassVar[tuple[str, ...]] = ("inputs", "labels", TOP_IDS, TOP_LOG_PROBS)
 
@@ -86,9 +84,10 @@ class Distillation:
             return jnp.asarray(hidden_log_probs(model, hidden_BTD, labels, temperature=temperature))
 
         student_BTK, label_BT = self._student(log_probs, ids_BTK, labels_BT)
-        p = with_rest(teacher_BTK)
-        q = with_rest(student_BTK)
-        p, q = (p, q) if self.direction == "forward" else (q, p)
+        p = with_other_tokens(teacher_BTK)
+        q = with_other_tokens(student_BTK)
+        if self.direction == "reverse":
+            p, q = q, p
         metrics = {
             "kl": total(jnp.sum(jnp.exp(p) * (p - q), axis=-1)),
             "teacher_mass": total(jnp.sum(jnp.exp(teacher_BTK), axis=-1)),
@@ -104,14 +103,13 @@ class Distillation:
     ) -> tuple[Array, Array | None]:
         """Returns log-probabilities of the ids, and of the labels at temperature 1.
 
-        The latter are None unless they are needed or free.
+        The log-probabilities of the labels are None unless they are needed or free.
         """
         if self.temperature == 1:
-            both_BTL = log_probs(jnp.concatenate([ids_BTK, labels_BT[..., None]], axis=-1))
-            return both_BTL[..., :-1], both_BTL[..., -1]
-        return log_probs(ids_BTK, self.temperature), log_probs(
-            labels_BT
-        ) if self.cross_entropy else None
+            all_BTL = log_probs(jnp.concatenate([ids_BTK, labels_BT[..., None]], axis=-1))
+            return all_BTL[..., :-1], all_BTL[..., -1]
+        student_BTK = log_probs(ids_BTK, self.temperature)
+        return student_BTK, log_probs(labels_BT) if self.cross_entropy else None
 
     def example_batch(self, rows: int, length: int, config: TrainConfig) -> dict[str, Example]:
         """Returns the shapes of a batch's tokens, and scores that halve from token to token."""
@@ -127,10 +125,11 @@ class Distillation:
         return tokens | {TOP_IDS: ids, TOP_LOG_PROBS: log_probs}
 
 
-def with_rest(log_probs_BTK: Array) -> Array:
-    """Returns log-probabilities with one more, of all other tokens together."""
-    rest = 1 - jnp.sum(jnp.exp(log_probs_BTK), axis=-1, keepdims=True)
+def with_other_tokens(log_probs_BTK: Array) -> Array:
+    """Appends the log-probability of all other tokens together."""
+    probability = 1 - jnp.sum(jnp.exp(log_probs_BTK), axis=-1, keepdims=True)
     # The continuation has a gradient, so that a student does not stay there.
-    below = math.log(LEAST) + rest / LEAST - 1
-    log_rest = jnp.where(rest > LEAST, jnp.log(jnp.maximum(rest, LEAST)), below)
-    return jnp.concatenate([log_probs_BTK, log_rest], axis=-1)
+    below = math.log(MIN_PROBABILITY) + probability / MIN_PROBABILITY - 1
+    log = jnp.log(jnp.maximum(probability, MIN_PROBABILITY))
+    log_probability = jnp.where(probability > MIN_PROBABILITY, log, below)
+    return jnp.concatenate([log_probs_BTK, log_probability], axis=-1)

@@ -35,14 +35,16 @@ class InitialState:
     # Identity of the frozen model under the adapters, if there are any
     base: dict[str, str] | None = None
     description: str = ""
-    info: Info | None = None  # of the checkpoint of a user's model that has the weights
+    # Info of the checkpoint of a user's model that has the weights
+    info: Info | None = None
 
 
 @dataclass(frozen=True)
 class InitSource:
     """Random weights; subclasses load weights."""
 
-    path: Path | None = None  # folder of the model, as configured
+    # Folder of the model, as configured
+    path: Path | None = None
 
     def check(self, config: TrainConfig) -> None:
         """Raises ConfigError if the source does not fit the run."""
@@ -52,7 +54,7 @@ class InitSource:
                 f"{NAME_MODEL}"
             )
 
-    def check_tokenizer(self, made_by: TokenizerInfo) -> None:
+    def check_tokenizer(self, tokenizer: TokenizerInfo) -> None:
         """Raises ConfigError if the data are known to use another tokenizer."""
 
     def defaults(self, config: TrainConfig, resumed: Info | None) -> Iterator[Default]:
@@ -74,14 +76,14 @@ class InitSource:
         Raises:
           HFError, CheckpointError: unreadable weights, or not the resumed run's.
         """
-        return InitialState(
-            blueprint.create(config.run.seed) if restored is None else restored.state
-        )
+        if restored is None:
+            return InitialState(blueprint.create(config.run.seed))
+        return InitialState(restored.state)
 
 
 @dataclass(frozen=True)
 class OwnModelRun(InitSource):
-    """Another run of a model of the user's, whose variables have the same paths and shapes."""
+    """Another run of a user's model, whose variables have the same paths and shapes."""
 
     def check(self, config: TrainConfig) -> None:
         """Refuses the run's own folder."""

@@ -17,70 +17,71 @@ from jaxtp.train.run_folder import versions
 
 Version = tuple[int, ...]
 
-_NCCL, _CUDNN = (
-    tuple(f"nvidia-{name}-cu{cuda}" for cuda in (13, 12)) for name in ("nccl", "cudnn")
-)
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+_CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 NATIVE = ("jaxlib", *_NCCL, *_CUDNN)
-"""Packages with native code; `run_folder.versions` lists the others."""
+"""Packages with native code; `run_folder.versions` lists the other packages."""
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
-class Known:
+class Problem:
     """A range of bad versions of a package."""
 
     packages: tuple[str, ...]
     first: Version
-    fixed: Version  # the first after the range
+    # The first version after the range
+    fixed: Version
     devices: str
     """Part of the kind and `architecture_of` of affected devices, such as `NVIDIA RTX A6000, cuda
     8.6`."""
-    what: str
+    effect: str
     """The effect, and the version to install instead."""
     thread: str
 
 
 TABLE = (
-    Known(
+    Problem(
         packages=("jax",),
         first=(0, 11, 0),
         fixed=(0, 11, 2),
         devices="A6000",
-        what="operations outside of jit give wrong numbers on this GPU; 0.10.2 is right",
+        effect="operations outside of jit give wrong numbers on this GPU; 0.10.2 is right",
         thread="https://github.com/jax-ml/jax/issues/40633",
     ),
-    Known(
+    Problem(
         packages=_NCCL,
         first=(2, 30, 7),
         fixed=(2, 30, 8),
         devices=", cuda",
-        what="transfers between processes can hang; 2.31.2 passes where it hangs",
+        effect="transfers between processes can hang; 2.31.2 passes where it hangs",
         thread="https://github.com/NVIDIA/jaxpp/issues/11",
     ),
-    Known(
+    Problem(
         packages=_CUDNN[:1],
         first=(0,),
-        fixed=(9, 14),  # 9.13 was the newest at the report; the first that works is unknown
+        # 9.13 was the newest version at the report; the first version that works is unknown.
+        fixed=(9, 14),
         devices=", cuda",
-        what="cuDNN's attention fails with CUDA 13; install a newer one, or use "
+        effect="cuDNN's attention fails with CUDA 13; install a newer one, or use "
         "--model.attention fused",
         thread="https://github.com/jax-ml/jax/issues/32430",
     ),
-    Known(
+    Problem(
         packages=_CUDNN,
         first=(0,),
         fixed=(9, 11),
         devices=", cuda 10.3",
-        what="it has no attention for this GPU; install 9.11 or newer, or use "
+        effect="it has no attention for this GPU; install 9.11 or newer, or use "
         "--model.attention fused",
         thread="https://github.com/jax-ml/jax/pull/30242",
     ),
-    Known(
+    Problem(
         packages=_CUDNN,
         first=(0,),
         fixed=(9, 25),
         devices=", cuda 10.7",
-        what="it has no attention for this GPU; install 9.25 or newer, or use "
+        effect="it has no attention for this GPU; install 9.25 or newer, or use "
         "--model.attention fused",
         thread="https://github.com/pytorch/pytorch/pull/192843",
     ),
@@ -89,21 +90,19 @@ TABLE = (
 
 def native_versions() -> dict[str, str]:
     """Returns the installed versions of `NATIVE`."""
-    found = {}
+    installed = {}
     for package in NATIVE:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
 def versions_here() -> dict[str, str]:
     """Returns the versions that affect computation and communication."""
-    driver = (
-        {"NVIDIA's driver": DRIVER.read_text(errors="replace").partition("\n")[0]}
-        if DRIVER.exists()
-        else {}
-    )
-    return versions() | native_versions() | driver
+    installed = versions() | native_versions()
+    if DRIVER.exists():
+        installed["NVIDIA's driver"] = DRIVER.read_text(errors="replace").partition("\n")[0]
+    return installed
 
 
 def version_warnings() -> list[str]:
@@ -115,13 +114,13 @@ def version_warnings() -> list[str]:
 def known_problems(
     installed_versions: Mapping[str, str], kind: str, architecture: str
 ) -> Iterator[str]:
-    """Yields a warning for each bad version on a device; see `Known.devices`."""
-    for known in TABLE:
-        for package in known.packages:
+    """Yields a warning for each bad version on a device; see `Problem.devices`."""
+    for problem in TABLE:
+        for package in problem.packages:
             installed = installed_versions.get(package)
-            affected = known.devices in f"{kind}, {architecture}"
-            if affected and installed and known.first <= _numbers(installed) < known.fixed:
-                yield f"WARNING {package} {installed}, {kind}: {known.what} ({known.thread})"
+            affected = problem.devices in f"{kind}, {architecture}"
+            if affected and installed and problem.first <= _numbers(installed) < problem.fixed:
+                yield f"WARNING {package} {installed}, {kind}: {problem.effect} ({problem.thread})"
 
 
 def _numbers(version: str) -> Version:

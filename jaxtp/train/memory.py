@@ -1,4 +1,4 @@
-"""Memory of a training step per device: exact for the state, modeled for the rest.
+"""Memory of a training step per device: exact for the state, a model of all other memory.
 
 A step peaks in the last block's backward pass, in the loss, or with muon in the update. Activations
 and workspace (`analysis/layer_costs.py`) follow XLA's compiler for H100s
@@ -6,7 +6,7 @@ and workspace (`analysis/layer_costs.py`) follow XLA's compiler for H100s
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 
@@ -21,7 +21,7 @@ from jaxtp.layers.kernels.select import KernelChoice
 from jaxtp.layers.parameter import Padding, padding_of
 from jaxtp.mesh import STORAGE, TP, batch_parts, parts
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import Sizes, TrainConfig
 from jaxtp.train.state import TrainState
 
 MODEL = "model."
@@ -33,38 +33,55 @@ _INT32 = 4
 class StoredArray:
     """An array of a train state, independent of the mesh."""
 
-    name: str  # Dotted path
-    shape: tuple[int, ...]  # Shape without padding
+    # Dotted path
+    name: str
+    # Shape without padding
+    shape: tuple[int, ...]
     dtype: jnp.dtype
-    axes: tuple[tuple[str, ...], ...]  # Mesh axes that divide each dim
-    trained: bool  # Whether it has a gradient
+    # Mesh axes that divide each dim
+    axes: tuple[tuple[str, ...], ...]
+    # Whether it has a gradient
+    trained: bool
     padding: Padding
 
-    def bytes_per_device(self, sizes: Mapping[str, int], dtype: DTypeLike | None = None) -> int:
-        """Returns the bytes per device, in the array's dtype or another."""
+    @property
+    def in_model(self) -> bool:
+        """Whether it belongs to the model, not to the optimizer."""
+        return self.name.startswith(MODEL)
+
+    def bytes_per_device(self, sizes: Sizes, dtype: DTypeLike | None = None) -> int:
+        """Returns the bytes per device, in the array's dtype or in `dtype`."""
         dims = list(self.shape)
         for dim, split in self.padding:
             dims[dim] = split.padded(sizes[TP])
-        among = parts(sizes, chain(*divisible_axes(dims, self.axes, sizes)))
-        return math.prod(dims) // among * jnp.dtype(self.dtype if dtype is None else dtype).itemsize
+        shards = parts(sizes, chain(*divisible_axes(dims, self.axes, sizes)))
+        return (
+            math.prod(dims) // shards * jnp.dtype(self.dtype if dtype is None else dtype).itemsize
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes per device at a step's peak, by kind."""
 
-    parameters: int  # Exact, as are `optimizer` and `batch`
-    optimizer: int  # Moments and counters
+    parameters: int
+    """Parameters: exact, as are `optimizer` and `batch`."""
+    optimizer: int
+    """Moments and counters."""
     gradients: int
-    """Gradients in the parameters' dtype; with accumulation their sums over micro-batches, and if
-    these are in a wider dtype also the gradients of a micro-batch."""
-    whole_matrices: int  # Whole matrices that muon orthogonalises, and their updates
+    """Gradients in the parameters' dtype. With accumulation, their sums over micro-batches, and if
+    the sums have a wider dtype also the gradients of a micro-batch."""
+    whole_matrices: int
+    """Whole matrices that muon orthogonalises, and their updates."""
     gathered_weights: int
     """Weights as layers multiply with them (cast, gathered), and their gradients before
     reduction."""
-    activations: int  # Activations saved for the backward pass, and the workspace of one branch
-    logits: int  # Logits of one chunk of the loss, with the head and its gradient
-    batch: int  # Tokens, labels and segment ids
+    activations: int
+    """Activations saved for the backward pass, and the workspace of one branch."""
+    logits: int
+    """Logits of one chunk of the loss, with the head and its gradient."""
+    batch: int
+    """Tokens, labels and segment ids."""
 
     @property
     def state(self) -> int:
@@ -95,20 +112,22 @@ def stored_arrays(config: TrainConfig) -> tuple[StoredArray, ...]:
 
 
 def save_bytes(
-    config: TrainConfig, sizes: Mapping[str, int], arrays: Iterable[StoredArray], devices: int
+    config: TrainConfig, sizes: Sizes, arrays: Iterable[StoredArray], devices: int
 ) -> int:
     """Returns the peak host memory of a save per process of `devices` devices."""
-    adapters = config.model.lora.rank > 0
-    saved = [
-        each for each in arrays if each.trained or not (adapters and each.name.startswith(MODEL))
-    ]
-    total = sum(math.prod(each.shape) * each.dtype.itemsize for each in saved)
-    return save_host_bytes(sum(each.bytes_per_device(sizes) for each in saved), devices, total)
+    per_device = 0
+    total = 0
+    for array in arrays:
+        is_frozen = config.model.lora.rank > 0 and array.in_model and not array.trained
+        if not is_frozen:
+            per_device += array.bytes_per_device(sizes)
+            total += math.prod(array.shape) * array.dtype.itemsize
+    return save_host_bytes(per_device, devices, total)
 
 
 def memory_per_device(
     config: TrainConfig,
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     arrays: Iterable[StoredArray] | None = None,
     *,
     platform: str = "cpu",
@@ -121,28 +140,37 @@ def memory_per_device(
       platform: from `hardware.architecture_of`.
       costs: `costs_of_step(config, sizes, platform)`, if known.
     """
-    stored = [
-        (array, array.bytes_per_device(sizes))
-        for array in (stored_arrays(config) if arrays is None else arrays)
-    ]
-    trained = [(array, size) for array, size in stored if array.trained]
-    of_blocks = [(array, size) for array, size in trained if array.name.startswith(BLOCKS)]
-    summed = 0  # gradients summed over micro-batches
-    if config.train.accumulation > 1:
-        sum_dtype = config.model.precision.sum_dtype
-        summed = sum(array.bytes_per_device(sizes, sum_dtype(array.dtype)) for array, _ in trained)
-        # The backward pass adds to sums of the same dtype block by block (`step.py`); all others it
-        # returns.
-        of_blocks = [
-            (array, size) for array, size in of_blocks if sum_dtype(array.dtype) != array.dtype
-        ]
     costs = costs or costs_of_step(config, sizes, platform)
-    inputs = 3 if config.data.packed else 2  # inputs, labels and, for packed documents, segment ids
+    accumulates = config.train.accumulation > 1
+    parameters = 0
+    optimizer = 0
+    # Bytes of all gradients, of their sums over micro-batches, and of the gradients of blocks
+    gradients = 0
+    sums = 0
+    block_gradients = 0
+    for array in stored_arrays(config) if arrays is None else arrays:
+        size = array.bytes_per_device(sizes)
+        if array.in_model:
+            parameters += size
+        else:
+            optimizer += size
+        if not array.trained:
+            continue
+        gradients += size
+        sum_dtype = config.model.precision.sum_dtype(array.dtype)
+        if accumulates:
+            sums += array.bytes_per_device(sizes, sum_dtype)
+        # With accumulation, the backward pass adds gradients to sums of the same dtype block by
+        # block (`step.py`). It returns all other gradients.
+        if array.name.startswith(BLOCKS) and not (accumulates and sum_dtype == array.dtype):
+            block_gradients += size
+    # Inputs, labels and, for packed documents, segment ids
+    inputs = 3 if config.data.packed else 2
     tokens = config.data.global_batch_size // batch_parts(sizes) * config.data.sequence_length
     loss = Memory(
-        parameters=sum(size for array, size in stored if array.name.startswith(MODEL)),
-        optimizer=sum(size for array, size in stored if not array.name.startswith(MODEL)),
-        gradients=summed,
+        parameters=parameters,
+        optimizer=optimizer,
+        gradients=sums,
         whole_matrices=0,
         gathered_weights=0,
         activations=costs.kept,
@@ -152,17 +180,16 @@ def memory_per_device(
     copies = replace(loss, activations=costs.kept + costs.copied, logits=costs.head)
     block = replace(
         copies,
-        gradients=summed + sum(size for _, size in of_blocks),
+        gradients=sums + block_gradients,
         gathered_weights=costs.weights,
         activations=costs.kept + costs.working,
     )
     # The update is in place (`step.make_train_step`); muon adds whole matrices and their updates to
     # all gradients.
-    updated = sum(size for _, size in trained)
     update = replace(
         loss,
-        gradients=summed or updated,
-        whole_matrices=costs.owned + updated if costs.owned else 0,
+        gradients=sums or gradients,
+        whole_matrices=costs.owned + gradients if costs.owned else 0,
         activations=0,
         logits=0,
     )
@@ -175,12 +202,12 @@ def with_attention(config: TrainConfig, implementation: KernelChoice) -> TrainCo
 
 
 def costs_of_step(
-    config: TrainConfig, sizes: Mapping[str, int], platform: str = "cpu", *, once: bool = False
+    config: TrainConfig, sizes: Sizes, platform: str = "cpu", *, once: bool = False
 ) -> StepCosts:
     """Returns the costs of a step per device; ignores the run's mesh.
 
-    `platform` decides the kernels, which affect memory and time, not communication; `once`: see
-    `Workload`.
+    `platform` decides the kernels, which affect memory and time, but not communication. For `once`,
+    see `Workload`.
     """
     costs = step_costs(
         config.model,
@@ -197,12 +224,9 @@ def costs_of_step(
         return costs
     from jaxtp.train.muon import with_muon
 
-    # The layout decides how experts split.
+    # The layout decides how experts are split.
     layout = (sizes[TP], parts(sizes, STORAGE)) if config.model.most_experts else ()
-    as_split = described(config.model, *layout)
-    variables = named_variables(nnx.state(as_split, nnx.Param))
-    return with_muon(
-        costs,
-        {path: v for path, v in variables.items() if optimizers.is_orthogonalised(path)},
-        sizes,
-    )
+    model = described(config.model, *layout)
+    variables = named_variables(nnx.state(model, nnx.Param)).items()
+    matrices = {path: v for path, v in variables if optimizers.is_orthogonalised(path)}
+    return with_muon(costs, matrices, sizes)

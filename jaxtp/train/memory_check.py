@@ -22,30 +22,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The memory of a step, and the limits of a device with one."""
+    """Memory of a step, compared with a device's limit."""
 
     step: "Memory"
-    limit: float  # bytes that JAX has
+    # Bytes that JAX may allocate
+    limit: float
     allocator: Allocator
 
     @property
     def fits(self) -> bool:
         """Whether the device can allocate the step."""
-        return self.step.total <= most_bytes(
-            self.allocator, self.limit, memory_fraction(self.allocator)
-        )
+        fraction = memory_fraction(self.allocator)
+        return self.step.total <= most_bytes(self.allocator, self.limit, fraction)
 
     def __str__(self) -> str:
         hint = advice(self.allocator, self.step.total, self.limit, memory_fraction(self.allocator))
-        return (
+        text = (
             f"{self.amount} on each device at a step's peak, of {size_text(self.limit)} that JAX "
-            "has there: "
-            f"{'fits' if self.fits else 'does not fit'}{'' if hint is None else f'; {hint}'}"
+            f"has there: {'fits' if self.fits else 'does not fit'}"
         )
+        return text if hint is None else f"{text}; {hint}"
 
     @property
     def amount(self) -> str:
-        """The bytes, and which are exact."""
+        """The bytes, and the part of them that is exact."""
         step = self.step
         return (
             f"{size_text(step.total)} ({size_text(step.state)} of state, exact; the rest modelled)"
@@ -68,7 +68,10 @@ def require_memory(
     """
     mesh = blueprint.mesh
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    if on_cpu and (needed := total_bytes(blueprint)) > (available := host_memory()):
+    available = host_memory()
+    # Virtual CPU devices store the state in the host's memory.
+    needed = total_bytes(blueprint) if on_cpu else 0
+    if needed > available:
         raise ConfigError(
             f"the state alone needs {size_text(needed)}, and this machine has "
             f"{size_text(available)} and no GPU; "
@@ -76,8 +79,8 @@ def require_memory(
             "hardware it needs"
         )
     if config.train.verify_every:
-        needed = verification_bytes(blueprint) + (total_bytes(blueprint) if on_cpu else 0)
-        if needed > (available := host_memory()):
+        needed += verification_bytes(blueprint)
+        if needed > available:
             raise ConfigError(
                 f"train.verify_every={config.train.verify_every} keeps the state of this process's "
                 f"devices in host memory, twice: that takes {size_text(needed)}, and this machine "

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -30,10 +31,10 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.run_folder import writing
 
 MEAN_LOSS = "mean_loss"  # Key of `MeanLoss.sums` in a checkpoint's info
-Record = Mapping[str, float | int]  # Metrics by name, including `step`
+Record = Mapping[str, float | int]  # Metrics by name
 
 METRICS = "metrics.jsonl"
-_MAX_BYTES = 2**30  # Maximum bytes of that file
+_MAX_BYTES = 2**30  # Maximum bytes of `metrics.jsonl`
 TENSORBOARD = "tensorboard"
 _TRACKER_IDS = "trackers.json"
 _FLUSH_SECONDS = 30.0  # Between flushes of TensorBoard's file, which wait for the disk
@@ -46,7 +47,7 @@ CURVES = (
     "rows_per_second",
     "goodput",
 )
-"""Metrics that are drawn by default, with `eval_loss` in the panel of `loss`; those that a run
+"""Metrics that are drawn by default, with `eval_loss` in the panel of `loss`; metrics that a run
 lacks are left out."""
 EVALUATED = "eval_"  # Prefix of a metric on the validation data
 _TITLES = {
@@ -66,7 +67,7 @@ _OF_RUN = re.compile(
     r"step|(mean_)?loss|perplexity|learning_rate|(grad|param)_norm(/.*)?|(tokens|rows)(_per_second.*)?|mfu|goodput"
     r"|step_seconds.*|data_wait_seconds|lost_to_.*|memory_.*|slowest_device|balance_loss|router_z_loss|experts/.*"
 )
-"""Names of the metrics that are no user's."""
+"""Names of the metrics that a run logs itself."""
 
 
 class Timing:
@@ -131,7 +132,7 @@ class Timing:
         waited = self._waited
         self._steps = []
         self._waited = 0.0
-        p50, p90 = np.interp((0.5, 0.9), np.linspace(0, 1, len(steps)), np.sort(steps)).tolist()
+        p50, p90 = np.percentile(steps, (50, 90)).tolist()
         wall = self._clock() - self._started
         return {
             "step_seconds": float(steps.mean()),
@@ -145,10 +146,11 @@ class Timing:
 
 
 class MeanLoss:
-    """Mean loss per token since the last record; `sums` continues a checkpoint's."""
+    """Mean loss per token since the last record; `sums` come from a checkpoint."""
 
     def __init__(self, sums: Sequence[float] = ()):
-        self.sums = list(sums) or [0.0, 0.0]  # summed loss, and number of tokens
+        # Summed loss, and number of tokens
+        self.sums = list(sums) or [0.0, 0.0]
 
     def add(self, loss: float, tokens: float) -> None:
         """Adds a step's mean loss over its tokens."""
@@ -176,20 +178,18 @@ class _TensorBoard:
         self._flushed = -math.inf
         self.close = self._writer.close
 
-    def write(self, step: int, values: Mapping[str, float | int]) -> None:
-        named = {
-            re.sub(r"[^-/\w.]", "_", name).lstrip("/"): value for name, value in values.items()
-        }
-        self._add(
-            step,
-            summary=Summary(value=[Summary.Value(tag=n, simple_value=v) for n, v in named.items()]),
-        )
+    def write(self, step: int, values: Record) -> None:
+        summary = Summary()
+        for name, value in values.items():
+            tag = re.sub(r"[^-/\w.]", "_", name).lstrip("/")
+            summary.value.add(tag=tag, simple_value=value)
+        self._add(step, summary=summary)
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self._writer.flush()
             self._flushed = time.monotonic()
 
-    def _add(self, step: int, **what: object) -> None:
-        self._writer.write(Event(wall_time=time.time(), step=step, **what).SerializeToString())
+    def _add(self, step: int, **content: object) -> None:
+        self._writer.write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
 
 
 class _WeightsAndBiases:
@@ -211,10 +211,12 @@ class _WeightsAndBiases:
                 f"metrics.trackers: wandb cannot start ({error}); run 'wandb login' first, or set "
                 "WANDB_MODE=offline"
             ) from None
-        self._run.define_metric("*", step_metric="step")  # W&B's own step must not repeat
-        self.close = self._run.finish  # waits for the upload
+        # W&B's own step must not repeat.
+        self._run.define_metric("*", step_metric="step")
+        # Waits for the upload
+        self.close = self._run.finish
 
-    def write(self, step: int, values: Mapping[str, float | int]) -> None:
+    def write(self, step: int, values: Record) -> None:
         self._run.log({"step": step, **values})
 
 
@@ -234,20 +236,21 @@ class _Aim:
         self._run["config"] = to_plain(config)
         self.close = self._run.close
 
-    def write(self, step: int, values: Mapping[str, float | int]) -> None:
+    def write(self, step: int, values: Record) -> None:
+        # Replaces earlier values of the step
         for name, value in values.items():
-            self._run.track(value, name=name, step=step)  # replaces an earlier value of the step
+            self._run.track(value, name=name, step=step)
 
 
 class Tracker(Protocol):
-    """A tracker of process 0.
+    """A tracker on process 0.
 
-    An error of its constructor ends the run, one of `write` only the tracker.
+    If its constructor fails, the run ends; if `write` fails, only the tracker is closed.
     """
 
     close: Callable[[], object]
 
-    def write(self, step: int, values: Mapping[str, float | int]) -> None:
+    def write(self, step: int, values: Record) -> None:
         """Logs the finite metrics of a step, which a killed run may have logged before."""
 
 
@@ -256,13 +259,14 @@ TRACKERS: dict[str, Callable[[TrainConfig, int], Tracker]] = {
     "wandb": _WeightsAndBiases,
     "aim": _Aim,
 }
-"""By setting (`MetricsConfig.trackers`), package and extra. The second argument is the first step
-that is logged."""
+"""Trackers by the name of their setting (`MetricsConfig.trackers`), package and extra. The second
+argument is the first step that is logged."""
 
 
 def check_installed(names: Sequence[str]) -> None:
     """Raises ConfigError if a tracker is not installed; imports nothing."""
-    for name in names:  # tensorboardX comes with jaxtp
+    # The package of the tracker tensorboard, tensorboardX, comes with jaxtp.
+    for name in names:
         if name != "tensorboard" and importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"metrics.trackers: {name} is not installed; pip install 'jaxtp[{name}]'"
@@ -291,7 +295,7 @@ class Trackers:
         if jax.process_index() != 0:
             return
         # A killed run may have logged steps after its last checkpoint. This run repeats them, so
-        # their records go.
+        # their records are removed.
         logs_from = resumed_at + 1 if resumed_at else 0
         with writing(self._path):
             before = _read(self._path) if self._path.exists() else ""
@@ -321,7 +325,8 @@ class Trackers:
         """Closes the trackers and the file; later records are dropped."""
         self._for_each(lambda tracker: tracker.close())
         if self._file is not None:
-            with contextlib.suppress(OSError):  # from a failed write, already reported
+            # An error of an earlier write, which was reported
+            with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
 
@@ -329,7 +334,8 @@ class Trackers:
         for name, tracker in list(self._trackers.items()):
             try:
                 action(tracker)
-            except Exception as error:  # a service's client may raise anything
+            # A service's client may raise anything.
+            except Exception as error:
                 with contextlib.suppress(Exception):
                     self._trackers.pop(name).close()
                 self._warn(
@@ -346,7 +352,8 @@ def tracker_id(folder: Path, name: str, new: str | None) -> str | None:
     path = folder / _TRACKER_IDS
     try:
         stored: dict[str, str] = dict(json.loads(read_bytes(path, MAX_JSON)))
-    except (FileNotFoundError, ValueError, TypeError):  # none yet, or cut short
+    # There is none yet, or it was cut short.
+    except (FileNotFoundError, ValueError, TypeError):
         stored = {}
     if name not in stored and new is not None:
         stored[name] = new
@@ -362,7 +369,8 @@ def _step(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, RecursionError):
-        return float("inf")  # cut short by a kill, or not ours: dropped
+        # Cut short by a kill, or not written by a run: the line is dropped.
+        return math.inf
 
 
 def read_metrics(run: Path) -> list[dict[str, float]]:
@@ -374,15 +382,17 @@ def read_metrics(run: Path) -> list[dict[str, float]]:
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
-            records.append(
-                {name: value for name, value in record.items() if isinstance(value, float)}
-            )
+            numbers = {name: value for name, value in record.items() if isinstance(value, float)}
+            records.append(numbers)
     return records
 
 
 def last_values(run: Path) -> dict[str, float]:
     """Returns the last value of each metric."""
-    return {name: value for record in read_metrics(run) for name, value in record.items()}
+    values: dict[str, float] = {}
+    for record in read_metrics(run):
+        values |= record
+    return values
 
 
 @dataclass(frozen=True)
@@ -397,7 +407,7 @@ class _Curve:
 def draw(runs: Sequence[Path], figure: Any, metrics: Sequence[str] = (), x: str = "step") -> None:
     """Draws a panel for each metric over metric `x`, with a line per run.
 
-    Validation data of a run have a line of their own.
+    A run's validation data has its own line.
 
     Args:
       metrics: by default `CURVES`, and each metric of a user's loss or logged by a user.
@@ -406,56 +416,50 @@ def draw(runs: Sequence[Path], figure: Any, metrics: Sequence[str] = (), x: str 
       ConfigError: no run has a requested metric; missing `CURVES` are omitted.
       OSError: a run has no metrics.
     """
-    steps = {run: _by_step(read_metrics(run)) for run in runs}
-    known = list(
-        dict.fromkeys(name for found in steps.values() for record in found for name in record)
-    )
-    if missing := [name for name in (x, *metrics) if name not in known and name not in CURVES]:
-        raise ConfigError(f"no run has {missing[0]!r}; there are {', '.join(sorted(known))}")
+    records = {run: _by_step(read_metrics(run)) for run in runs}
+    # The names of all metrics, in the order of their first record
+    names = list(dict.fromkeys(chain(*chain(*records.values()))))
+    missing = {x, *metrics} - {*names, *CURVES}
+    if missing:
+        raise ConfigError(f"no run has {min(missing)!r}; there are {', '.join(sorted(names))}")
     panels: dict[str, list[_Curve]] = {}
-    for metric in metrics or _default_metrics(known):
-        curves = [_curve(run, found, metric, x) for run, found in steps.items()]
+    for metric in metrics or _default_metrics(names):
+        curves = [_curve(run, steps, metric, x) for run, steps in records.items()]
         curves = [curve for curve in curves if curve.training or curve.validation]
         if curves:
             panels[metric] = curves
     if not panels:
         raise ConfigError(
-            f"no run has logged a step; there are {', '.join(sorted(known)) or 'no numbers'}"
+            f"no run has logged a step; there are {', '.join(sorted(names)) or 'no numbers'}"
         )
-    in_tokens = "eval_perplexity" in known
-    for number, (panel, (metric, curves)) in enumerate(
-        zip(_panels(figure, len(panels)), panels.items(), strict=True)
-    ):
+    axes = _panels(figure, len(panels))
+    for panel, (metric, curves) in zip(axes, panels.items(), strict=True):
         for color, curve in enumerate(curves):
             _draw_curve(panel, curve, color, name_run=len(runs) > 1)
         title, unit = _TITLES.get(metric, (metric, ""))
-        if metric == "loss" and in_tokens:
+        if metric == "loss" and "eval_perplexity" in names:
             unit = "nats per token"
         panel.set_title(title)
         panel.set_ylabel(unit)
         panel.set_xlabel(x)
-        panel.locator_params(axis="x", nbins=5)  # numbers of tokens are wide
+        # Numbers of tokens are wide.
+        panel.locator_params(axis="x", nbins=5)
         panel.grid(alpha=0.3)
-        if number == 0 or (len(runs) == 1 and curves[0].validation):
+        if panel is axes[0] or (len(runs) == 1 and curves[0].validation):
             panel.legend()
 
 
-def _default_metrics(known: Sequence[str]) -> list[str]:
-    # The loss, a user's metrics, then the others. A metric that was only evaluated has a panel,
-    # too.
-    own = [
-        name for name in known if _OF_RUN.fullmatch(name) is None and not name.startswith(EVALUATED)
-    ]
-    only_evaluated = [
-        name.removeprefix(EVALUATED)
-        for name in known
-        if name.startswith(EVALUATED) and _OF_RUN.fullmatch(name.removeprefix(EVALUATED)) is None
-    ]
-    return list(dict.fromkeys([CURVES[0], *own, *only_evaluated, *CURVES[1:]]))
+def _default_metrics(names: Sequence[str]) -> list[str]:
+    # The loss, a user's metrics, then all other metrics. A user's metric that was only evaluated
+    # also has a panel.
+    trained = [name for name in names if not name.startswith(EVALUATED)]
+    evaluated = [name.removeprefix(EVALUATED) for name in names if name.startswith(EVALUATED)]
+    own = [name for name in trained + evaluated if _OF_RUN.fullmatch(name) is None]
+    return list(dict.fromkeys([CURVES[0], *own, *CURVES[1:]]))
 
 
 def _by_step(records: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    # One record for each step: an evaluation has a line of its own, without the tokens so far.
+    # One record for each step: an evaluation has its own line, without the tokens so far.
     merged: defaultdict[float, dict[str, float]] = defaultdict(dict)
     for record in records:
         if "step" in record:
@@ -471,8 +475,7 @@ def _curve(run: Path, records: Sequence[Mapping[str, float]], metric: str, x: st
 
 
 def _panels(figure: Any, count: int) -> list[Any]:
-    # Rows of at most three panels; the last row is as wide as the others, so that no place is
-    # empty.
+    # Rows of at most three panels. The panels of the last row are wider if there are fewer of them.
     columns = 2 if count in (2, 4) else min(3, count)
     rows = math.ceil(count / columns)
     figure.set_size_inches(4.8 * columns, 3.2 * rows)
@@ -486,9 +489,12 @@ def _panels(figure: Any, count: int) -> list[Any]:
 
 
 def _draw_curve(panel: Any, curve: _Curve, color: int, *, name_run: bool) -> None:
-    # A run alone has a colour for each kind of data; of several, each has one colour.
-    name = f"{curve.run.name}, " if name_run else ""
-    second = color if name_run else color + 1
+    # A single run has a colour for each kind of data; several runs have one colour each.
+    prefix = ""
+    second = color + 1
+    if name_run:
+        prefix = f"{curve.run.name}, "
+        second = color
     styles = (
         ("training", curve.training, color, "-"),
         ("validation", curve.validation, second, "--"),
@@ -496,8 +502,8 @@ def _draw_curve(panel: Any, curve: _Curve, color: int, *, name_run: bool) -> Non
     for kind, points, number, line in styles:
         if not points:
             continue
-        marker = "." if len(points) < 20 else ""  # a line of one point is invisible
+        # A line of one point is invisible without a marker.
+        marker = "." if len(points) < 20 else ""
         xs, ys = zip(*points, strict=True)
-        panel.plot(
-            xs, ys, line, color=f"C{number}", label=f"{name}{kind}", linewidth=1.2, marker=marker
-        )
+        label = prefix + kind
+        panel.plot(xs, ys, line, color=f"C{number}", label=label, linewidth=1.2, marker=marker)

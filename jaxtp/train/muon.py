@@ -3,16 +3,16 @@
 Each matrix is orthogonalized whole, on one of the devices that hold its shards.
 
 Newton-Schulz multiplies whole matrices, but parameters are split over fsdp and tp. One all-to-all
-gives each device some whole matrices, and a second returns shards of the results; the rest of the
-update works on shards. If an axis splits the stack of matrices, such as tp the experts, each device
-exchanges only its own. Replicas along dp repeat the work: sharing it would send the whole update
-over dp.
+gives each device some whole matrices, and a second returns shards of the results. All other parts
+of the update work on shards. If an axis splits the stack of matrices, as tp splits the experts,
+each device exchanges only its own matrices. Replicas along dp repeat the work: sharing it would
+send the whole update over dp.
 
 Jordan et al. 2024; scale from Liu et al., arXiv 2502.16982.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from jaxtp.checkpoint.logical import Arrays, split_dims
 from jaxtp.collectives import all_to_all, axis_size, device_view
 from jaxtp.layers.parameter import Padding, Variable, logical_shape, pad, padding_of, spec_of, unpad
 from jaxtp.mesh import TP, current_mesh, mesh_sizes, parts
+from jaxtp.train.config import Sizes
 from jaxtp.train.state import OPTIMIZER_SCOPE
 
 MUON = "muon"
@@ -51,26 +52,30 @@ _NEWTON_SCHULZ = optax.contrib.scale_by_muon(
 class Kind:
     """Matrices with the same shape and sharding, possibly transposed."""
 
-    shape: tuple[int, int]  # Rows and columns without padding
-    axes: tuple[Axes, Axes]  # Mesh axes that split rows and columns
-    over: Axes  # Mesh axes that split the stack of matrices
+    # Rows and columns without padding
+    shape: tuple[int, int]
+    # Mesh axes that split rows and columns
+    axes: tuple[Axes, Axes]
+    # Mesh axes that split the stack of matrices
+    stack_axes: Axes
     padding: Padding
     dtype: jnp.dtype
 
 
 @dataclass(frozen=True)
 class Member:
-    """The matrices of one parameter `[..., in, out]`, and how many have a shard on a device."""
+    """The matrices of one parameter `[..., in, out]`."""
 
     path: str
     transposed: bool
+    # Number of matrices that have a shard on a device
     count: int
 
 
 def scale_by_muon(beta: float) -> optax.GradientTransformationExtraArgs:
-    """Returns Optax's `scale_by_muon` for sharded matrices.
+    """Returns Optax's `scale_by_muon` for sharded matrices, with the same state.
 
-    The state is the same. It also scales updates to `RMS`.
+    It also scales updates to `RMS`.
 
     Takes arrays by dotted path. `update` reads specs and padding from `variables`; without them,
     arrays are unsharded.
@@ -86,14 +91,17 @@ def scale_by_muon(beta: float) -> optax.GradientTransformationExtraArgs:
     ) -> tuple[Any, Any]:
         count = optax.safe_increment(state.count)
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
-        ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))  # Nesterov's
-        here = optax.tree.bias_correction(updates, beta, count)
-        momentum = optax.tree.add(optax.tree.scale(beta, ahead), optax.tree.scale(1 - beta, here))
+        # Nesterov's momentum
+        ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
+        current = optax.tree.bias_correction(updates, beta, count)
+        momentum = optax.tree.add(
+            optax.tree.scale(beta, ahead), optax.tree.scale(1 - beta, current)
+        )
         momentum = optax.tree.cast_like(momentum, updates)
         matrices = {path: m for path, m in momentum.items() if not isinstance(m, optax.MaskedNode)}
         owners = {
-            path: nnx.Param(m) if variables is None else variables[path]
-            for path, m in matrices.items()
+            path: nnx.Param(matrix) if variables is None else variables[path]
+            for path, matrix in matrices.items()
         }
         return {**updates, **_orthogonalised(matrices, owners)}, state._replace(count=count, mu=mu)
 
@@ -102,33 +110,29 @@ def scale_by_muon(beta: float) -> optax.GradientTransformationExtraArgs:
     )
 
 
-def kinds(variables: Mapping[str, Variable], sizes: Mapping[str, int]) -> dict[Kind, list[Member]]:
+def kinds(variables: Mapping[str, Variable], sizes: Sizes) -> dict[Kind, list[Member]]:
     """Groups the matrices of parameters by kind."""
-    found: dict[Kind, list[Member]] = {}
+    groups = defaultdict[Kind, list[Member]](list)
     for path, variable in variables.items():
         kind, transposed = _kind(variable)
-        count = math.prod(variable.shape[:-2]) // parts(sizes, kind.over)
-        found.setdefault(kind, []).append(Member(path, transposed, count))
-    return found
+        count = math.prod(variable.shape[:-2]) // parts(sizes, kind.stack_axes)
+        groups[kind].append(Member(path, transposed, count))
+    return groups
 
 
 def _kind(variable: Variable) -> tuple[Kind, bool]:
     # Also returns whether the matrices have to be transposed.
-    *others, rows_over, columns_over = split_dims(variable)
-    shape = logical_shape(variable)[-2:]
-    axes = (rows_over, columns_over)
+    *stack_axes, row_axes, column_axes = split_dims(variable)
+    *_, rows, columns = logical_shape(variable)
     padding = padding_of(variable)
-    transposed = (axes[1], shape[1]) < (axes[0], shape[0])
+    transposed = (column_axes, columns) < (row_axes, rows)
     if transposed:
-        shape = shape[::-1]
-        axes = axes[::-1]
+        rows, columns = columns, rows
+        row_axes, column_axes = column_axes, row_axes
         padding = tuple((-3 - dim, split) for dim, split in padding)
-    rows, columns = shape
-    over_rows, over_columns = axes
-    over = tuple(chain(*others))
-    return Kind(
-        (rows, columns), (over_rows, over_columns), over, padding, jnp.dtype(variable.dtype)
-    ), transposed
+    axes = (row_axes, column_axes)
+    dtype = jnp.dtype(variable.dtype)
+    return Kind((rows, columns), axes, tuple(chain(*stack_axes)), padding, dtype), transposed
 
 
 def _orthogonalised(matrices: Arrays, variables: Mapping[str, Variable]) -> Arrays:
@@ -138,8 +142,8 @@ def _orthogonalised(matrices: Arrays, variables: Mapping[str, Variable]) -> Arra
         view = device_view(
             partial(_orthogonalised_kind, kind, members), MUON, in_specs=(specs,), out_specs=specs
         )
-        made = view([matrices[member.path] for member in members])
-        result |= {member.path: array for member, array in zip(members, made, strict=True)}
+        arrays = view([matrices[member.path] for member in members])
+        result |= {member.path: array for member, array in zip(members, arrays, strict=True)}
     return result
 
 
@@ -147,42 +151,43 @@ def _orthogonalised_kind(
     kind: Kind, members: Sequence[Member], shards: Sequence[Array]
 ) -> list[Array]:
     # Runs once per device, on its shards.
-    # Matrices from all layers and projections together, because their number is rarely a multiple
-    # of the devices; zeros fill the rest, so with fewer matrices than devices some devices wait.
+    # One stack of the matrices from all layers and projections, because their number is rarely a
+    # multiple of the number of devices. Zero matrices fill the stack, so with fewer matrices than
+    # devices some devices wait.
     tp = axis_size(TP)
-    turned = [
-        shard.mT if member.transposed else shard
-        for member, shard in zip(members, shards, strict=True)
-    ]
+    pairs = zip(members, shards, strict=True)
+    transposed = [shard.mT if member.transposed else shard for member, shard in pairs]
     # The stack is [n, rows/parts, columns/parts].
-    stack = jnp.concatenate([x.reshape(-1, *x.shape[-2:]) for x in turned])
+    stack = jnp.concatenate([x.reshape(-1, *x.shape[-2:]) for x in transposed])
     whole = unpad(_to_whole(stack, kind.axes), kind.padding, tp)
     # An orthogonal matrix has a root mean square of 1 / sqrt(max(shape)).
     scale = RMS * math.sqrt(max(kind.shape))
     scaled = pad(scale * _newton_schulz(whole), kind.padding, tp)
-    made = jnp.split(
-        _to_shards(scaled, kind.axes), list(accumulate(member.count for member in members))
-    )
-    # The rest of the results is padding.
-    results = [part.reshape(x.shape) for part, x in zip(made, turned, strict=False)]
-    return [x.mT if member.transposed else x for member, x in zip(members, results, strict=True)]
+    ends = list(accumulate(member.count for member in members))
+    # The last of these parts is the padding.
+    *results, _ = jnp.split(_to_shards(scaled, kind.axes), ends)
+    updates = []
+    for member, x, result in zip(members, transposed, results, strict=True):
+        update = result.reshape(x.shape)
+        updates.append(update.mT if member.transposed else update)
+    return updates
 
 
 def _newton_schulz(stack: Array) -> Array:
-    # `[n, in, out]`, in place and one matrix at a time: a single one can fill a device's
-    # multipliers.
-
-    def one(i: Array, stack: Array) -> Array:
+    # `[n, in, out]`, in place and one matrix at a time, because a single matrix can keep a device
+    # busy.
+    def orthogonalise(i: Array, stack: Array) -> Array:
         matrix = lax.dynamic_slice_in_dim(stack, i, 1)
         orthogonal, _ = _NEWTON_SCHULZ.update(matrix, _NEWTON_SCHULZ.init(matrix))
         return lax.dynamic_update_slice_in_dim(stack, orthogonal, i, 0)
 
-    return lax.fori_loop(0, len(stack), one, stack)
+    return lax.fori_loop(0, len(stack), orthogonalise, stack)
 
 
 def _to_whole(stack: Array, axes: tuple[Axes, Axes]) -> Array:
-    # From a shard of each matrix to some whole matrices.
-    over_rows, over_columns = (axis_size(*names) for names in axes)
+    # From a shard of each matrix to some whole matrices
+    over_rows = axis_size(*axes[0])
+    over_columns = axis_size(*axes[1])
     devices = over_rows * over_columns
     n, rows, columns = stack.shape
     stack = jnp.pad(stack, ((0, -n % devices), (0, 0), (0, 0)))
@@ -197,24 +202,20 @@ def _to_whole(stack: Array, axes: tuple[Axes, Axes]) -> Array:
 
 def _to_shards(whole: Array, axes: tuple[Axes, Axes]) -> Array:
     # The inverse of `_to_whole`.
-    over_rows, over_columns = (axis_size(*names) for names in axes)
+    over_rows = axis_size(*axes[0])
+    over_columns = axis_size(*axes[1])
     n, rows, columns = whole.shape
-    blocks = whole.reshape(n, over_rows, rows // over_rows, over_columns, columns // over_columns)
-    stack = blocks.transpose(1, 3, 0, 2, 4).reshape(-1, rows // over_rows, columns // over_columns)
-    return (
-        all_to_all(stack, *axes[0], *axes[1], split=0, join=0)
-        if over_rows * over_columns > 1
-        else stack
-    )
+    rows //= over_rows
+    columns //= over_columns
+    blocks = whole.reshape(n, over_rows, rows, over_columns, columns)
+    stack = blocks.transpose(1, 3, 0, 2, 4).reshape(-1, rows, columns)
+    if over_rows * over_columns > 1:
+        stack = all_to_all(stack, *axes[0], *axes[1], split=0, join=0)
+    return stack
 
 
-def with_muon(
-    costs: StepCosts, variables: Mapping[str, Variable], sizes: Mapping[str, int]
-) -> StepCosts:
-    """Adds the costs of the update of `variables` on one device.
-
-    It also orthogonalizes zeros.
-    """
+def with_muon(costs: StepCosts, variables: Mapping[str, Variable], sizes: Sizes) -> StepCosts:
+    """Adds the costs of the update of `variables` on one device, with matrices of zeros."""
     traffic = Counter(costs.traffic)
     products = []
     working = 0
@@ -230,7 +231,7 @@ def with_muon(
         if devices > 1:
             traffic[Collective(ALL_TO_ALL, axes, devices, whole, f"{OPTIMIZER_SCOPE}/{MUON}")] += 2
         short, long = sorted(kind.shape)
-        # The products are x x^T, its square, and that times x.
+        # The products are x x^T, its square, and a polynomial of both times x.
         for shape in ((short, long, short), (short, short, short), (short, short, long)):
             products.append(Product.of("optimizer's newton-schulz", shape, itemsize, STEPS * count))
         # The memory is x, its successor, and two [short, short].

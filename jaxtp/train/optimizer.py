@@ -47,25 +47,26 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     `decay_fraction` of steps.
     """
     peak = config.learning_rate
-    end = config.learning_rate * config.final_fraction
+    end = peak * config.final_fraction
     warmup = min(config.warmup_steps, steps)
-    rest = max(steps - warmup, 1)
-    decay = min(max(round(config.decay_fraction * steps), 1), rest)
-    after = {
-        "cosine": lambda: optax.cosine_decay_schedule(peak, rest, alpha=config.final_fraction),
-        "linear": lambda: optax.linear_schedule(peak, end, rest),
-        "constant": lambda: optax.constant_schedule(peak),
-        "wsd": lambda: optax.linear_schedule(peak, end, decay, transition_begin=rest - decay),
-    }[config.schedule]()
-    return (
-        after
-        if warmup == 0
-        else optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
-    )
+    remaining = max(steps - warmup, 1)
+    match config.schedule:
+        case "cosine":
+            after = optax.cosine_decay_schedule(peak, remaining, alpha=config.final_fraction)
+        case "linear":
+            after = optax.linear_schedule(peak, end, remaining)
+        case "constant":
+            after = optax.constant_schedule(peak)
+        case "wsd":
+            decay = min(max(round(config.decay_fraction * steps), 1), remaining)
+            after = optax.linear_schedule(peak, end, decay, transition_begin=remaining - decay)
+    if warmup == 0:
+        return after
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
 
 
 def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Returns the chain: clip, scale by the rule, decay weights, scale by the learning rate."""
+    """Returns the chain: clip, apply the rule, decay weights, scale by the learning rate."""
     chain = optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         _rule(config),
@@ -107,10 +108,12 @@ def by_path(
 
     def labels(params: optax.Params) -> optax.Params:
         paths = tree_map_with_path(lambda path, _: keystr(path, simple=True, separator="."), params)
-        check_patterns("by_path", groups, jax.tree.leaves(paths))
-        if rest := [path for path in jax.tree.leaves(paths) if _first_match(groups, path) is None]:
+        names = jax.tree.leaves(paths)
+        check_patterns("by_path", groups, names)
+        unmatched = [name for name in names if _first_match(groups, name) is None]
+        if unmatched:
             raise ConfigError(
-                f"by_path: no pattern matches {', '.join(rest)}; end with the pattern '*'"
+                f"by_path: no pattern matches {', '.join(unmatched)}; end with the pattern '*'"
             )
         return jax.tree.map(lambda path: _first_match(groups, path), paths)
 
@@ -144,16 +147,15 @@ def _first_match(patterns: Iterable[str], path: str) -> str | None:
 
 
 def current_learning_rate(state: optax.OptState) -> Array | None:
-    """Returns the `learning_rate` of the last update, or None.
+    """Returns the `learning_rate` of the last update if there is one `optax.inject_hyperparams`.
 
-    The Optax state has one `optax.inject_hyperparams`.
-
-    Optax stores no other rate. A later factor, such as `reduce_on_plateau`'s, is not in it.
+    Otherwise returns None, because Optax stores no other rate. The rate lacks later factors, such
+    as the factor of `reduce_on_plateau`.
     """
-    found = optax.tree.get_all_with_path(
+    rates = optax.tree.get_all_with_path(
         state, "learning_rate", filtering=lambda _, leaf: isinstance(leaf, Array)
     )
-    return found[0][1] if len(found) == 1 else None
+    return rates[0][1] if len(rates) == 1 else None
 
 
 def is_matrix(path: str) -> bool:
@@ -171,38 +173,52 @@ def is_orthogonalised(path: str) -> bool:
 def round_stochastically(array: Array, noise: Array) -> Array:
     """Rounds float32 to bfloat16, up with the probability that keeps the mean.
 
-    `noise` is uniform in uint32.
+    With round-to-nearest, a decay below half an ulp would never have an effect.
 
-    To nearest, a decay that changes less than half a last digit would never change it.
+    Args:
+      noise: uniform in uint32.
     """
+    # bfloat16 is the upper half of float32. The lower half is the distance to the lower neighbour,
+    # in 2**-16 of the distance between both neighbours: adding uniform 16 bits carries into the
+    # upper half with this probability.
     bits = (lax.bitcast_convert_type(array, jnp.uint32) + (noise >> 16)) >> 16
     rounded = lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
     return jnp.where(jnp.isfinite(array), rounded, array.astype(jnp.bfloat16))
 
 
 def noise_of(seed: Array, shape: Sequence[int], padding: Padding = ()) -> Array:
-    """Returns uint32 by an element's index without padding: equal on every mesh."""
-    # A hash: with threefry, an update on a CPU takes four times as long, and XLA stores three words
-    # for each element.
-    splits = dict(padding)
+    """Returns a pseudorandom uint32 for each element of an array, equal on every mesh.
+
+    The numbers depend on the seed and on the element's index without padding alone:
+    `_hash(seed + i_1 * g + i_2 * g**2 + ...)`, where dim 1 is the last. Modulo 2**32, multiplying
+    by the odd g is a bijection, so numbers along a dim are distinct. g is 2**32 divided by the
+    golden ratio, as in Fibonacci hashing.
+    """
+    # With threefry, an update on a CPU takes four times as long, and XLA stores three words for
+    # each element.
+    dims = dict(padding)
     for dim in range(-len(shape), 0):
-        split = splits.get(dim)
-        index = lax.iota(jnp.uint32, shape[dim] if split is None else split.size)
-        index = index if split is None else pad(index, ((-1, split),), axis_size(TP))
-        step = jnp.uint32(pow(0x9E3779B1, -dim, 2**32))  # odd: no two indices of a dim coincide
+        if dim in dims:
+            # A stored element has the noise of its logical index.
+            index = pad(lax.iota(jnp.uint32, dims[dim].size), ((-1, dims[dim]),), axis_size(TP))
+        else:
+            index = lax.iota(jnp.uint32, shape[dim])
+        step = jnp.uint32(pow(0x9E3779B1, -dim, 2**32))
         seed = seed + (index * step).reshape(-1, *(1,) * (-dim - 1))
     return _hash(seed)
 
 
 def _hash(x: Array) -> Array:
-    # Wellons' lowbias32: a change of any bit changes each bit of the result in half of all cases.
+    # Wellons' lowbias32. It makes neighbouring indices independent: a change of any bit changes
+    # each bit of the result in half of all cases.
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
     return x ^ (x >> 16)
 
 
 def _in_bfloat16(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    # Stateless: count, path and index decide how an element of the first moment is rounded.
+    # The count of updates, the path and the index determine the noise of an element of the first
+    # moment, so a checkpoint needs no random state.
     def with_mu(state: optax.OptState, dtype: str) -> optax.OptState:
         return state._replace(mu=optax.tree.cast(state.mu, dtype))
 
@@ -233,9 +249,11 @@ def _in_bfloat16(rule: optax.GradientTransformation) -> optax.GradientTransforma
 def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
     stored = _in_bfloat16 if config.first_moment == "bfloat16" else optax.with_extra_args_support
     adam = stored(optax.scale_by_adam(config.beta1, config.beta2, config.eps))
-    if config.name == "adamw":  # Loshchilov and Hutter, arXiv 1711.05101
+    if config.name == "adamw":
+        # Loshchilov and Hutter, arXiv 1711.05101
         return adam
-    if config.name == "lion":  # Chen et al., arXiv 2302.06675
+    if config.name == "lion":
+        # Chen et al., arXiv 2302.06675
         return stored(optax.scale_by_lion(config.beta1, config.beta2))
     if config.name == "adafactor":
         # Shazeer and Stern, arXiv 1804.04235, with the decoupled decay and clipping of this file
@@ -255,7 +273,6 @@ def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
 def _with_float32_state(rule: optax.GradientTransformation) -> optax.GradientTransformation:
     # Adafactor's decay approaches 1: after a thousand steps it changes a moment by less than
     # bfloat16's last bit.
-
     def cast(params: object) -> Any:
         return optax.tree.cast(params, "float32")
 
@@ -274,7 +291,7 @@ def _decayed(config: OptimizerConfig) -> optax.GradientTransformation:
 
     return optax.stateless(
         lambda updates, params: {
-            path: decayed(path, u, params[path]) for path, u in updates.items()
+            path: decayed(path, updates[path], params[path]) for path in updates
         }
     )
 

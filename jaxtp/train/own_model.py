@@ -1,7 +1,4 @@
-"""A model of the user's that is no Decoder.
-
-This module splits it over the mesh, computes it, and loads it from its run.
-"""
+"""User models that are not Decoders: sharding, dtypes, and loading from a run."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -32,10 +29,10 @@ from jaxtp.parallelize.plan import Plan, format_style
 from jaxtp.parallelize.run_styles import role_of
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint, MakeModel, plan_state
-from jaxtp.train.task import Task
+from jaxtp.train.task import Shapes, Task
 from jaxtp.train.user_loss import call
 
-_SHOWN = 4  # parameters in a message
+_MAX_SHOWN = 4  # Maximum number of parameters in a message
 
 
 @overload
@@ -63,17 +60,18 @@ def load_run(
 
     A run's newest checkpoint is read.
 
-    It needs neither the data nor the mesh of the run. Without a mesh in context, the model is on
+    Neither the data nor the mesh of the run is needed. Without a mesh in context, the model is on
     one device. A model of your own is in the mode in which `build` returns it: call `model.eval()`
-    before you use one with dropout.
+    before you use a model with dropout.
 
     Args:
       base: the base model of a run's adapters, if it has moved.
-      build: for a model of your own, what made it: a function, a class, settings, or the name of
-        one of these, `"FILE.py:NAME"`. It gets the run's `model.arguments`. No code that a run's
-        folder names is imported.
-      plan: for a model of your own, how `parallelize` splits it over tp, or the name of such a
-        plan; without one, and without specs of its own, every device along tp has all of it.
+      build: for a model of your own, the function, class or settings that make it, or the name of
+        this object, `"FILE.py:NAME"`. A function gets the run's `model.arguments`. No code that a
+        run's folder names is imported.
+      plan: for a model of your own, the styles by which `parallelize` splits it over tp, or the
+        name of such a plan. Without a plan, and if the model has no specs, it is replicated over
+        tp.
 
     Raises:
       CheckpointError: the checkpoint is missing, damaged, or of another model; or the base model
@@ -90,12 +88,12 @@ def load_run(
     styles: Plan | None = load_object(plan, "plan") if isinstance(plan, str) else plan
     if not (source is None or callable(source) or isinstance(source, ModelConfig)):
         raise ConfigError(
-            f"build is {describe_value(source)}, and should be a function, a class, settings, or "
-            "FILE.py:NAME"
+            "build must be a function, a class, settings, or FILE.py:NAME, not "
+            f"{describe_value(source)}"
         )
     if not (styles is None or isinstance(styles, Mapping)):
         raise ConfigError(
-            f"plan is {describe_value(styles)}, and should be a dict of styles, or FILE.py:NAME"
+            f"plan must be a dict of styles, or FILE.py:NAME, not {describe_value(styles)}"
         )
     config, is_decoder = own_or_decoder(checkpoint.folder, checkpoint.info, source)
     if is_decoder:
@@ -106,14 +104,12 @@ def load_run(
         return load_decoder(checkpoint, config, mesh, base)
     if base is not None:
         raise ConfigError(
-            "base names the base model of a decoder's adapters, and the run's model is another"
+            "base names the base model of a decoder's adapters, but the run's model is no Decoder"
         )
     assert callable(source), "settings are a decoder's"
-    make = builder(source, config)
     # Without a mesh and a plan the model stays plain Flax.
-    return _load_own(
-        checkpoint, config, make, styles, mesh, is_split=has_mesh or styles is not None
-    )
+    is_split = has_mesh or styles is not None
+    return _load_own(checkpoint, config, builder(source, config), styles, mesh, is_split=is_split)
 
 
 def _load_own(
@@ -147,34 +143,35 @@ def _load_own(
 
 
 def _require_fit(checkpoint: StoredCheckpoint, config: ModelConfig, blueprint: Blueprint) -> None:
-    prefix = "model."
-    made = abstract_logical(blueprint.abstract["model"], blueprint.mesh)
+    built = abstract_logical(blueprint.abstract["model"], blueprint.mesh)
     stored = {
-        name.removeprefix(prefix): a
-        for name, a in checkpoint.arrays.items()
-        if name.startswith(prefix)
+        name.removeprefix("model."): array
+        for name, array in checkpoint.arrays.items()
+        if name.startswith("model.")
     }
     problems = []
-    for name in sorted(made.keys() | stored.keys()):
+    for name in sorted(built.keys() | stored.keys()):
         if name not in stored:
             problems.append(f"the checkpoint has no {name}")
-        elif name not in made:
+        elif name not in built:
             problems.append(f"the model has no {name}")
-        elif stored[name].shape != made[name].shape:
+        elif stored[name].shape != built[name].shape:
             problems.append(
-                f"{name} is {stored[name].shape} in the checkpoint, and {made[name].shape} in "
+                f"{name} is {stored[name].shape} in the checkpoint, and {built[name].shape} in "
                 "the model"
             )
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        shown = problems[:_MAX_SHOWN]
+        if len(problems) > _MAX_SHOWN:
+            shown.append(f"and {len(problems) - _MAX_SHOWN} more")
         raise CheckpointError(
             f"{checkpoint.folder} was trained with {config.build}, and build makes another model: "
-            f"{'; '.join(problems[:_SHOWN])}{more}"
+            f"{'; '.join(shown)}"
         )
 
 
 def split_model(
-    config: TrainConfig, mesh: Mesh, task: Task, batch: Mapping[str, jax.ShapeDtypeStruct]
+    config: TrainConfig, mesh: Mesh, task: Task, batch: Shapes
 ) -> tuple[MakeModel, list[str]]:
     """Returns a function that builds the model split over the mesh, and lines on its plan.
 
@@ -184,11 +181,10 @@ def split_model(
     """
     assert callable(task.model)
     build = builder(task.model, config.model)
-    if task.plan is None:
+    plan = task.plan
+    lines: list[str] = []
+    if plan is None:
         plan, lines = _proposed(build, config, mesh, task, batch)
-    else:
-        plan = task.plan
-        lines = []
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         model = build(rngs)
@@ -203,7 +199,7 @@ def _proposed(
     config: TrainConfig,
     mesh: Mesh,
     task: Task,
-    batch: Mapping[str, jax.ShapeDtypeStruct],
+    batch: Shapes,
 ) -> tuple[Plan, list[str]]:
     sizes = mesh_sizes(mesh)
     loss = task.loss
@@ -223,12 +219,9 @@ def _proposed(
         call=lambda model, batch: call(loss, model, batch, key).loss,
         report=None,
     )
-    styles = (
-        ", ".join(f"{pattern}: {format_style(style)}" for pattern, style in proposal.items())
-        or "no split over tp"
-    )
+    styles = ", ".join(f"{pattern}: {format_style(style)}" for pattern, style in proposal.items())
     return proposal, [
-        f"plan    proposed: {styles} (jaxtp explain says why)",
+        f"plan    proposed: {styles or 'no split over tp'} (jaxtp explain says why)",
         *map("note    {}".format, proposal.notes),
     ]
 
@@ -244,10 +237,7 @@ def _require_whole_sequences(mesh: Mesh) -> None:
 
 
 def set_precision(model: nnx.Module, precision: Precision) -> None:
-    """Makes Flax's layers compute in a dtype, if they take theirs from their inputs.
-
-    Casts stored parameters.
-    """
+    """Sets `dtype` on Flax layers that have none, and casts parameters."""
     default = Precision()
     if precision.compute != default.compute:
         for _, module in nnx.iter_modules(model):

@@ -6,7 +6,7 @@ It covers utilization, memory in use, the slowest device or process, and profile
 import math
 import statistics
 import timeit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -24,7 +24,7 @@ from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.metrics import Timing
 from jaxtp.train.state import Blueprint, parameter_count
-from jaxtp.train.task import Task
+from jaxtp.train.task import Shapes, Task
 
 SLOW = 1.25  # A device is slow from this multiple of the median on
 LATE = 0.1  # A wait for data is long if it exceeds the median by this fraction of a step
@@ -36,7 +36,7 @@ _SIZE_ON_CPU = 256
 def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) -> float:
     """Returns `6 (N - V D) + 6 L S (heads * head_dim)`, with N `parameters`.
 
-    It is the definition for every utilization.
+    Every utilization uses this definition.
 
     A layer of Gated DeltaNet has 18 (value heads * K V), three products with its states, in place
     of attention's term.
@@ -45,8 +45,10 @@ def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) 
     head's product. Frozen parameters count 4 instead of 6. Kaplan et al., arXiv 2001.08361;
     attention as in Megatron-LM, arXiv 2104.04473, halved for causality.
     """
-    lookup = 0 if config.tie_embeddings else config.vocab_size * config.d_model
-    lookup += (config.learned_positions or 0) * config.d_model
+    rows = config.learned_positions or 0
+    if not config.tie_embeddings:
+        rows += config.vocab_size
+    lookup = rows * config.d_model
     share = Workload(sizes=mesh_shape(), rows=1, length=max(1, sequence_length), training=False)
     costs = costs_of(config, share)
     forward = sum(product.counted * product.flops for product in costs.attention) / share.length
@@ -63,12 +65,8 @@ def peak_flops(device: jax.Device) -> float:
     return math.nan if hardware is None else hardware.flops
 
 
-def row_flops(
-    config: TrainConfig, blueprint: Blueprint, task: Task, batch: Mapping[str, jax.ShapeDtypeStruct]
-) -> float:
-    """Returns the FLOPs of a row of a batch.
-
-    They are by `flops_per_token`, or for a user's loss by `row_work`.
+def row_flops(config: TrainConfig, blueprint: Blueprint, task: Task, batch: Shapes) -> float:
+    """Returns the FLOPs of a row of a batch: `flops_per_token`, or `row_work` for a user's loss.
 
     NaN if the loss cannot be traced on one device. Call it without a mesh in context.
     """
@@ -77,9 +75,10 @@ def row_flops(
         return length * flops_per_token(config.model, parameter_count(blueprint), length)
     from jaxtp.train.user_step import row_work
 
+    # The loss may need the run's mesh, and a missing metric must not end the run.
     try:
         return row_work(config, task, batch)[0]
-    except Exception:  # it may need the run's mesh, and a run does not end for lack of a metric
+    except Exception:
         return math.nan
 
 
@@ -127,22 +126,24 @@ class Stragglers:
         share_a_cpu = self._devices[0].platform == "cpu" and len(set(host_names())) == 1
         if seconds is None and mesh.size > 1 and not share_a_cpu:
             self._seconds = matmul_timer(self._devices)
+        # The slow device or process, its first logged step, and the number of logged steps in a row
         self._suspect = ""
         self._since = 0
         self._count = 0
-        """Name, first logged step, and number of logged steps in a row."""
 
     def record(self, step: int, record: dict[str, float], in_flight: object) -> dict[str, float]:
         """Returns the record with maxima over all processes; reports who is slow.
 
         Args:
           record: with `step_seconds` and `data_wait_seconds`.
-          in_flight: arrays to wait for: a step in flight would slow down the products.
+          in_flight: arrays to wait for, because a step in flight would slow down the products.
         """
         memory = [memory_record(device) for device in self._devices]
         names = sorted(memory[0])
         if not is_multiprocess() and self._seconds is None:
-            return record | {name: max(used[name] for used in memory) for name in names}
+            for name in names:
+                record = record | {name: max(used[name] for used in memory)}
+            return record
         times = [1.0] * len(self._devices)
         if self._seconds is not None:
             jax.block_until_ready(in_flight)
@@ -152,18 +153,16 @@ class Stragglers:
             (seconds, wait, *map(used.get, names))
             for seconds, used in zip(times, memory, strict=True)
         ]
-        gathered = gather_numbers(np.array(rows, np.float32))  # [processes, local devices, numbers]
-        factor = self._compare(
-            step, gathered[..., 0], gathered[:, 0, 1].tolist(), record["step_seconds"]
-        )
-        _, longest_wait, *largest = gathered.max(axis=(0, 1)).tolist()
-        compared = {"slowest_device": factor} if self._seconds is not None else {}
-        return (
-            record
-            | dict(zip(names, map(int, largest), strict=True))
-            | compared
-            | {"data_wait_seconds": longest_wait}
-        )
+        # [processes, local devices, numbers]
+        gathered = gather_numbers(np.array(rows, np.float32))
+        waits = gathered[:, 0, 1].tolist()
+        factor = self._compare(step, gathered[..., 0], waits, record["step_seconds"])
+        _, max_wait, *max_memory = gathered.max(axis=(0, 1)).tolist()
+        record = record | dict(zip(names, map(int, max_memory), strict=True))
+        record["data_wait_seconds"] = max_wait
+        if self._seconds is not None:
+            record["slowest_device"] = factor
+        return record
 
     def _compare(
         self, step: int, seconds: np.ndarray, waits: Sequence[float], step_seconds: float
@@ -222,8 +221,10 @@ def matmul_timer(devices: Sequence[jax.Device]) -> Callable[[], list[float]]:
         def run() -> None:
             multiply(matrix).block_until_ready()
 
-        with jax.set_mesh(Mesh([matrix.device], "x")):  # replaces the run's mesh
-            run()  # compiles at first
+        # Replaces the run's mesh
+        with jax.set_mesh(Mesh([matrix.device], "x")):
+            # The first call compiles.
+            run()
             return min(timeit.repeat(run, number=1, repeat=3))
 
     return lambda: list(map(seconds, matrices))
@@ -259,12 +260,10 @@ class Profiler:
         with self._timing.lost_to("profile"):
             jax.block_until_ready(results)
             self.close()
-        steps = f"profile of steps {self._first} to {self._last}"
-        return (
-            f"{steps} in {self._folder}"
-            if self._failure is None
-            else f"no {steps}: {self._failure}"
-        )
+        profile = f"profile of steps {self._first} to {self._last}"
+        if self._failure is None:
+            return f"{profile} in {self._folder}"
+        return f"no {profile}: {self._failure}"
 
     def close(self) -> None:
         """Ends an unfinished trace."""
@@ -275,5 +274,6 @@ class Profiler:
     def _attempt(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except Exception as error:  # from the file system, or another trace in this process
+        # The file system, or another trace in this process, may fail.
+        except Exception as error:
             self._failure = str(error).partition("\n")[0] or type(error).__name__

@@ -31,7 +31,7 @@ from jaxtp.train.config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DPO:
-    """A loss that makes the chosen answer of each pair likelier, and the rejected one less likely.
+    """A loss that makes the chosen answer of each pair more likely, the rejected one less likely.
 
     Likelihoods are relative to a reference: the model without its adapters, or the scores of
     `jaxtp score` (`data.scores`). The step divides by the number of pairs; a pair without labels in
@@ -118,7 +118,7 @@ class DPO:
             "logps/chosen": policy[0],
             "logps/rejected": policy[1],
         }
-        return loss, count, {name: (total(each), count) for name, each in metrics.items()}
+        return loss, count, {name: (total(values), count) for name, values in metrics.items()}
 
     def _losses(self, log_ratios: Array, tokens: Array) -> Array:
         if self.length_normalized or self.loss == "ipo":
@@ -129,10 +129,9 @@ class DPO:
         margin = self.beta * difference
         if self.loss == "hinge":
             return jax.nn.relu(1 - margin)
-        smoothing = self.label_smoothing
-        return -(1 - smoothing) * jax.nn.log_sigmoid(margin) - smoothing * jax.nn.log_sigmoid(
-            -margin
-        )
+        chosen = jax.nn.log_sigmoid(margin)
+        rejected = jax.nn.log_sigmoid(-margin)
+        return -(1 - self.label_smoothing) * chosen - self.label_smoothing * rejected
 
     def example_batch(
         self, rows: int, length: int, config: TrainConfig
@@ -150,21 +149,19 @@ class DPO:
 
 def _by_answer(terms_BT3: Array, numbers_BT: Array) -> Array:
     """Returns sums `[B, pairs, 3]` over the tokens of answers 1, 2, ... of each row."""
-    most = terms_BT3.shape[1] // 2
+    max_pairs = terms_BT3.shape[1] // 2
     # The function segment_sum drops indices beyond the last.
-    indices_BT = jnp.where(numbers_BT > 0, numbers_BT - 1, most)
-    return jax.vmap(partial(jax.ops.segment_sum, num_segments=most))(terms_BT3, indices_BT)
+    indices_BT = jnp.where(numbers_BT > 0, numbers_BT - 1, max_pairs)
+    return jax.vmap(partial(jax.ops.segment_sum, num_segments=max_pairs))(terms_BT3, indices_BT)
 
 
 def _check(paired_B: Array, labels_B: Array) -> None:
     """Raises `UserError` if rows outside of a jit have labels outside of whole pairs."""
-    if (
-        not isinstance(paired_B, jax.core.Tracer)
-        and (wrong := np.flatnonzero(paired_B != labels_B)).size
-    ):
-        row = wrong[0]
+    if isinstance(paired_B, jax.core.Tracer):
+        return
+    for row in np.flatnonzero(paired_B != labels_B):
         raise UserError(
             f"row {row}: {labels_B[row] - paired_B[row]:g} of {labels_B[row]} labels are in no "
-            f"pair; `{PAIRS}` should be 1 for the tokens of the first chosen answer, -1 for its "
-            "rejected one, 2 and -2 for the next ones"
+            f"pair; `{PAIRS}` must be 1 for the tokens of the first chosen answer, -1 for the "
+            "first rejected answer, 2 and -2 for the next pair, and so on"
         )

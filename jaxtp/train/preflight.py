@@ -1,12 +1,12 @@
 """Preflight: checks that all processes of a run agree, before anything is allocated."""
 
-import itertools
 import secrets
 import socket
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TypedDict
 
@@ -33,11 +33,12 @@ from jaxtp.train.known_versions import versions_here
 from jaxtp.train.self_check import check_collectives
 
 MAX_SKEW = 60.0
-"""Seconds by which the clocks of hosts may differ. A larger skew breaks certificates, logs and
-schedulers."""
+"""Maximum seconds by which the clocks of hosts may differ. A larger skew breaks certificates, logs
+and schedulers."""
 
+# Bytes per device of the array that measures an axis
 _GATHERED = 2**26
-_GATHERED_ON_CPU = 2**20  # Bytes per device of the array that measures an axis
+_GATHERED_ON_CPU = 2**20
 _GATHERS = 5
 
 
@@ -68,37 +69,45 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, object]) -> li
     records: list[Record] = all_gather_json(record(config, data))
     compare(records)
     check_gpus(records)
+    hosts = [record["host"] for record in records]
     if not config.mesh.tp_across_hosts:
-        check_hosts_of_tp([record["host"] for record in records], mesh)
-    check_clocks(all_gather_json(time.time()), records)  # right after an exchange
+        check_hosts_of_tp(hosts, mesh)
+    # The processes are here at the same time, because they have just exchanged records.
+    check_clocks(all_gather_json(time.time()), records)
     check_folder(config.run.dir)
     check_collectives(mesh)
     first = records[0]
-    hosts = [record["host"] for record in records]
     count = first["devices"]
     counts = ", ".join(
-        f"{count * times} x {first['kind']} on {host}" for host, times in Counter(hosts).items()
+        f"{count * processes} x {first['kind']} on {host}"
+        for host, processes in Counter(hosts).items()
     )
+    versions = ", ".join(map(" ".join, first["versions"].items()))
+    measured = measure_axes(mesh) if config.launch.preflight_bandwidth else []
     return [
         f"hosts   {len(records)} processes of {count} device{'s' if count != 1 else ''}: {counts}",
         f"axes    between hosts: {', '.join(axes_between_hosts(mesh, hosts)) or 'none'}",
-        f"versions {', '.join(f'{name} {version}' for name, version in first['versions'].items())}",
+        f"versions {versions}",
         f"equal   versions, configuration (sha256 {fingerprint(first['configuration'])[:12]}), "
         "data, clocks and run folder; collectives over every axis are right",
-        *(measure_axes(mesh) if config.launch.preflight_bandwidth else []),
+        *measured,
     ]
 
 
 def record(config: TrainConfig, data: Mapping[str, object]) -> Record:
     """Returns the record of this process."""
-    first = jax.local_devices()[0]
-    on_gpus = first.platform == "gpu"
+    devices = jax.local_devices()
+    visible: list[str] = []
+    driven: list[int] = []
+    if devices[0].platform == "gpu":
+        visible = names_of_gpus(gpus_present())
+        driven = [device.local_hardware_id for device in devices]
     return {
         "host": socket.gethostname(),
-        "devices": jax.local_device_count(),
-        "visible": names_of_gpus(gpus_present()) if on_gpus else [],
-        "driven": [device.local_hardware_id for device in jax.local_devices()] if on_gpus else [],
-        "kind": first.device_kind,
+        "devices": len(devices),
+        "visible": visible,
+        "driven": driven,
+        "kind": devices[0].device_kind,
         "versions": versions_here(),
         "configuration": to_plain(config),
         "data": dict(data),
@@ -110,65 +119,73 @@ def compare(records: Sequence[Record]) -> None:
     first = records[0]
     for process, other in enumerate(records):
         pair = f"{process_name(process, other['host'])} and {process_name(0, first['host'])}"
-        for what, meaning in (("kind", "kinds of devices"), ("devices", "numbers of devices")):
-            if (theirs := other[what]) != (ours := first[what]):  # type: ignore[literal-required]
+        for key, meaning in (("kind", "kinds of devices"), ("devices", "numbers of devices")):
+            if other[key] != first[key]:  # type: ignore[literal-required]
                 raise ConfigError(
-                    f"{pair} have different {meaning}, {theirs} and {ours}: all must be equal"
+                    f"{pair} have different {meaning}, {other[key]} and {first[key]}: all must be "  # type: ignore[literal-required]
+                    "equal"
                 )
-        for what in ("versions", "configuration", "data"):
-            if lines := differences(first[what], other[what]):  # type: ignore[literal-required]
-                changes = "\n".join(f"  {line}" for line in lines)
+        for key in ("versions", "configuration", "data"):
+            lines = differences(first[key], other[key])  # type: ignore[literal-required]
+            if lines:
                 raise ConfigError(
-                    f"{pair} differ in their {what} (process 0 -> process {process}):\n{changes}"
+                    f"{pair} differ in their {key} (process 0 -> process {process}):\n  "
+                    + "\n  ".join(lines)
                 )
 
 
 def check_gpus(records: Sequence[Record]) -> None:
     """Raises ConfigError if visible GPUs of a host are idle."""
-    for host in dict.fromkeys(record["host"] for record in records):
-        here = [record for record in records if record["host"] == host]
+    by_host = defaultdict[str, list[Record]](list)
+    for record in records:
+        by_host[record["host"]].append(record)
+    for host, group in by_host.items():
         # Processes that see the same GPUs share them.
-        visible = {tuple(record["visible"]) for record in here}
-        driven = sum(len(record["driven"]) for record in here)
-        if driven >= (total := sum(map(len, visible))):
+        visible = {tuple(record["visible"]) for record in group}
+        driven = list(chain(*(record["driven"] for record in group)))
+        total = sum(map(len, visible))
+        if len(driven) >= total:
             continue
-        (*_, names) = visible
-        used = {index for record in here for index in record["driven"]}
-        idle = (
-            [name for index, name in enumerate(names) if index not in used]
-            if len(visible) == 1
-            else []
-        )
-        which = f" (not {', '.join(idle)})" if idle else ""
+        hint = ""
+        if len(visible) == 1:
+            (names,) = visible
+            idle = [name for index, name in enumerate(names) if index not in driven]
+            hint = f" (not {', '.join(idle)})"
         raise ConfigError(
-            f"{host} has {total} visible GPUs, and its {len(here)} processes drive {driven} of "
-            f"them{which}: start {process_counts(total)} processes there, or hide the others by "
+            f"{host} has {total} visible GPUs, and its {len(group)} processes drive {len(driven)} "
+            f"of them{hint}: start {process_counts(total)} processes there, or hide the others by "
             "CUDA_VISIBLE_DEVICES"
         )
 
 
+def _hosts_of_devices(mesh: Mesh, host_names: Sequence[str]) -> np.ndarray:
+    return np.vectorize(lambda device: host_names[device.process_index])(mesh.devices)
+
+
 def check_hosts_of_tp(host_names: Sequence[str], mesh: Mesh) -> None:
     """Raises ConfigError if a tp group spans hosts; `host_names` is by process."""
-    groups = np.moveaxis(mesh.devices, mesh.axis_names.index(TP), -1).reshape(-1, mesh.shape[TP])
-    places = [[host_names[device.process_index] for device in group] for group in groups]
-    spread = next((sorted(set(group)) for group in places if len(set(group)) > 1), None)
-    if spread is None:
-        return
-    most = min(Counter(itertools.chain(*places)).values())
-    able = ", ".join(map(str, divisors(most)))
-    raise ConfigError(
-        f"mesh.tp={mesh.shape[TP]} spreads layers over the hosts {' and '.join(spread)}, so that "
-        f"each waits for the network between them; with {most} devices on a host tp can be {able}, "
-        "and cp, fsdp or dp the rest; --mesh.tp-across-hosts allows it"
-    )
+    tp = mesh.shape[TP]
+    hosts = _hosts_of_devices(mesh, host_names)
+    for group in np.moveaxis(hosts, mesh.axis_names.index(TP), -1).reshape(-1, tp):
+        names = np.unique(group)
+        if len(names) == 1:
+            continue
+        devices = min(Counter(hosts.flat).values())
+        raise ConfigError(
+            f"mesh.tp={tp} spreads layers over the hosts {' and '.join(names)}, so that each waits "
+            f"for the network between them; with {devices} devices on a host tp can be "
+            f"{', '.join(map(str, divisors(devices)))}, and the other devices cp, fsdp or dp; "
+            "--mesh.tp-across-hosts allows it"
+        )
 
 
 def axes_between_hosts(mesh: Mesh, host_names: Sequence[str]) -> list[str]:
-    """Returns the axes along which devices lie on several hosts; `host_names` is by process."""
-    places = np.vectorize(lambda device: host_names[device.process_index])(mesh.devices)
-    firsts = [places.take([0], axis=at) for at in range(places.ndim)]
+    """Returns the axes along which devices are on several hosts; `host_names` is by process."""
+    hosts = _hosts_of_devices(mesh, host_names)
     return [
-        axis for axis, first in zip(mesh.axis_names, firsts, strict=True) if (places != first).any()
+        axis
+        for dim, axis in enumerate(mesh.axis_names)
+        if (hosts != hosts.take([0], axis=dim)).any()
     ]
 
 
@@ -176,15 +193,15 @@ def check_clocks(times: Sequence[float], records: Sequence[Record]) -> None:
     """Raises ConfigError if a clock differs too much from process 0's."""
     for process, seconds in enumerate(times):
         if not abs(seconds - times[0]) <= MAX_SKEW:
-            clocks = [
-                time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(each))
-                for each in (times[0], seconds)
-            ]
             raise ConfigError(
-                f"the clock of {process_name(process, records[process]['host'])} says {clocks[1]}, "
-                f"the clock of {process_name(0, records[0]['host'])} {clocks[0]}: they may differ "
-                f"by {MAX_SKEW:g} s at most"
+                f"the clock of {process_name(process, records[process]['host'])} says "
+                f"{_utc(seconds)}, the clock of {process_name(0, records[0]['host'])} "
+                f"{_utc(times[0])}: they may differ by {MAX_SKEW:g} s at most"
             )
+
+
+def _utc(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def check_folder(folder: Path) -> None:
@@ -206,25 +223,26 @@ def check_folder(folder: Path) -> None:
 
 def measure_axes(mesh: Mesh) -> list[str]:
     """Returns the all-gather bandwidth of each axis, one line each."""
-    each = _GATHERED_ON_CPU if mesh.devices.flat[0].platform == "cpu" else _GATHERED
+    shard_bytes = _GATHERED_ON_CPU if mesh.devices.flat[0].platform == "cpu" else _GATHERED
     between = axes_between_hosts(mesh, host_names())
     lines = []
     for axis, size in mesh_sizes(mesh).items():
         if size == 1:
             continue
-        split, whole = (NamedSharding(mesh, PartitionSpec(part)) for part in (axis, None))
-        parts = jax.make_array_from_callback(
-            (size * each,), split, np.zeros(size * each, np.uint8).__getitem__
-        )
-        gather = jax.jit(lambda array: array, out_shardings=whole)
+        zeros = np.zeros(size * shard_bytes, np.uint8)
+        split = NamedSharding(mesh, PartitionSpec(axis))
+        parts = jax.make_array_from_callback(zeros.shape, split, zeros.__getitem__)
+        gather = jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))
         jax.block_until_ready(gather(parts))
         times = []
         for _ in range(_GATHERS):
             started = time.perf_counter()
             jax.block_until_ready(gather(parts))
             times.append(time.perf_counter() - started)
-        rate = (size - 1) * each / statistics.median(times)
+        rate = (size - 1) * shard_bytes / statistics.median(times)
         over = " (over hosts)" if axis in between else ""
-        received = f"{rate / 1e9:.3g} GB/s of an all-gather of {each / 2**20:g} MiB from each"
+        received = (
+            f"{rate / 1e9:.3g} GB/s of an all-gather of {shard_bytes / 2**20:g} MiB from each"
+        )
         lines.append(f"axis    {axis} {size}{over}: each device receives {received}")
     return lines

@@ -44,7 +44,7 @@ LION = 1 / 3  # Lion's rate relative to AdamW's (Chen et al., arXiv 2302.06675)
 LENGTH = 1024  # Tokens in a sequence, if the model supports that many
 # Files of a tokenizer without a tokenizer.json
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt")
-# Most settings that a message lists; the configuration of another model differs in ten
+# Maximum number of settings that a message lists. The configuration of another model differs in ten
 _MAX_SHOWN = 2
 
 
@@ -53,8 +53,10 @@ class Pretrained(InitSource):
     """A trained model."""
 
     path: Path
-    files: Path | None  # folder of tokenizer and config.json, if any
-    model: ModelConfig | None = None  # None if it is the run's
+    # Folder of tokenizer and config.json, if any
+    files: Path | None
+    # None if it is the run's model
+    model: ModelConfig | None = None
     adapters: PeftFolder | None = None
     """Initial adapters; None if there are none, or if the resumed run already has them."""
 
@@ -76,14 +78,14 @@ class Pretrained(InitSource):
 
     def length_warning(self, config: TrainConfig) -> str | None:
         """Compares the sequence length with config.json."""
-        longest = self.attributes.get(MAX_POSITIONS)
+        max_length = self.attributes.get(MAX_POSITIONS)
         length = config.data.sequence_length
-        if type(longest) is not int or length <= longest:
+        if type(max_length) is not int or length <= max_length:
             return None
         return (
-            f"sequences of {length:,} tokens, but the model was made for {longest:,} "
+            f"sequences of {length:,} tokens, but the model was made for {max_length:,} "
             "(max_position_embeddings in its "
-            f"config.json); jaxtp evaluate and generate go beyond {longest:,} only with "
+            f"config.json); jaxtp evaluate and generate go beyond {max_length:,} only with "
             "--beyond-context"
         )
 
@@ -92,33 +94,30 @@ class Pretrained(InitSource):
 
         Frozen weights keep their files' dtype.
         """
-        as_resumed = f"as the run in {config.run.dir} has it"
+        if resumed is not None:
+            yield from self._resumed_defaults(config, resumed)
+            return
         lora = config.model.lora
         if lora.rank:
-            if resumed is None:
-                dtypes = {"model.precision.param": self.dtype}
-                reason = f"the frozen weights as {self.path} has them; adapters in {lora.dtype}"
-            else:
-                model = run_model_config(config.run.dir, resumed, remedy=remedy_of_train(resumed))
-                reason = as_resumed
-                dtypes = {
-                    "model.precision.param": model.precision.param,
-                    "model.lora.dtype": model.lora.dtype,
-                }
-            yield from (
-                (name, dtype, "" if dtype == "float32" else reason)
-                for name, dtype in dtypes.items()
-            )
-        if resumed is None:
-            yield self._learning_rate(config)
-            yield self._sequence_length(config)
-            return
-        optimizer = resumed["config"]["optimizer"]
-        data = resumed["config"]["data"]
-        yield "optimizer.learning_rate", optimizer["learning_rate"], as_resumed
-        yield "optimizer.warmup_steps", optimizer["warmup_steps"], as_resumed
-        yield "data.sequence_length", data["sequence_length"], as_resumed
-        yield "data.global_batch_size", data["global_batch_size"], as_resumed
+            reason = f"the frozen weights as {self.path} has them; adapters in {lora.dtype}"
+            yield _dtype_default("model.precision.param", self.dtype, reason)
+        yield self._learning_rate(config)
+        yield self._sequence_length(config)
+
+    def _resumed_defaults(self, config: TrainConfig, resumed: Info) -> Iterator[Default]:
+        reason = f"as the run in {config.run.dir} has it"
+        if config.model.lora.rank:
+            model = run_model_config(config.run.dir, resumed, remedy=remedy_of_train(resumed))
+            yield _dtype_default("model.precision.param", model.precision.param, reason)
+            yield _dtype_default("model.lora.dtype", model.lora.dtype, reason)
+        for name in (
+            "optimizer.learning_rate",
+            "optimizer.warmup_steps",
+            "data.sequence_length",
+            "data.global_batch_size",
+        ):
+            section, key = name.split(".")
+            yield name, resumed["config"][section][key], reason
 
     def _learning_rate(self, config: TrainConfig) -> Default:
         rate, reason = self._full_rate()
@@ -126,30 +125,26 @@ class Pretrained(InitSource):
             rate = ADAPTER_RATE
             reason = "usual for adapters"
         if config.optimizer.name == "lion":
-            rate = rate * LION
-            reason = f"{reason}, and a third of it for lion"
+            rate *= LION
+            reason += ", and a third of it for lion"
         return "optimizer.learning_rate", float(f"{rate:.2g}"), reason
 
     def _full_rate(self) -> tuple[float, str]:
         return RATE, "usual for all weights of a trained model"
 
     def _sequence_length(self, config: TrainConfig) -> Default:
-        longest = config.model.learned_positions or self.attributes.get(MAX_POSITIONS)
-        if type(longest) is not int or longest < 1:
-            return (
-                "data.sequence_length",
-                config.data.sequence_length,
-                "the model does not state its maximum",
-            )
-        return (
-            "data.sequence_length",
-            min(longest, LENGTH),
-            f"the model was trained for {longest:,}",
-        )
+        max_length = config.model.learned_positions or self.attributes.get(MAX_POSITIONS)
+        length = config.data.sequence_length
+        reason = "the model does not state its maximum"
+        if type(max_length) is int and max_length > 0:
+            length = min(max_length, LENGTH)
+            reason = f"the model was trained for {max_length:,}"
+        return "data.sequence_length", length, reason
 
     def changes(self, config: TrainConfig) -> list[str]:
         """Returns model settings that differ from the source."""
-        if config.model.build:  # the source's settings need its code
+        # The source's settings need its code.
+        if config.model.build:
             return []
         before = architecture(self.model or config.model)
         now = architecture(config.model)
@@ -186,15 +181,16 @@ class Pretrained(InitSource):
         lines = [f"weights from {origin}", *changes]
         if config.model.lora.from_peft is not None and restored is None:
             with raise_everywhere():
-                found = self.adapters or self.open_adapters(config)
-                adapters = read_peft(found, blueprint.abstract["model"], blueprint.mesh)
+                folder = self.adapters or self.open_adapters(config)
+                adapters = read_peft(folder, blueprint.abstract["model"], blueprint.mesh)
             weights = nnx.merge_state(weights, adapters)
-            lines += [f"adapters from {found.path}", *found.notes]
+            lines += [f"adapters from {folder.path}", *folder.notes]
         state = blueprint.create(config.run.seed, weights)
         with raise_everywhere():
             if jax.process_index() == 0 and self.files is not None:
                 copy_hf_files(self.files, config.run.dir)
-        if restored is not None:  # a checkpoint of adapters does not contain the frozen model
+        # A checkpoint of adapters does not contain the frozen model.
+        if restored is not None:
             state = nnx.merge_state(state, restored.state)
         return InitialState(state, base, "; ".join(lines))
 
@@ -221,45 +217,42 @@ class RunSource(Pretrained):
             )
         # Weights are matched by path: if runs stack layers differently, weights would land in the
         # wrong layers.
-        layers, stored = (
-            [(path, list(numbers)) for path, numbers, _ in model.kinds()]
-            for model in (config.model, self.model)
-        )
-        if layers != stored and config.model.num_layers == self.model.num_layers:
+        has_same_blocks = _arrangement(config.model) == _arrangement(self.model)
+        if not has_same_blocks and config.model.num_layers == self.model.num_layers:
             raise ConfigError(
                 f"the blocks of run.init_from={self.path} are arranged differently; set "
                 f"model.pattern={list(self.model.pattern)} and "
                 f"model.first_blocks={list(self.model.first_blocks)}"
             )
 
-    def check_tokenizer(self, made_by: TokenizerInfo) -> None:
+    def check_tokenizer(self, tokenizer: TokenizerInfo) -> None:
         """Compares the tokenizers."""
-        before = self.info.get("corpus", {}).get("tokenizer", made_by.name)
-        if made_by.name != before:
+        before = self.info.get("corpus", {}).get("tokenizer", tokenizer.name)
+        if tokenizer.name != before:
             raise ConfigError(
                 f"run.init_from={self.path} was trained with tokenizer {before[:12]}, but this "
-                f"dataset was prepared with tokenizer {made_by.name[:12]}, whose ids mean other "
+                f"dataset was prepared with tokenizer {tokenizer.name[:12]}, whose ids mean other "
                 "tokens; prepare it with the run's tokenizer"
             )
 
     def defaults(self, config: TrainConfig, resumed: Info | None) -> Iterator[Default]:
         """Also yields the sizes of the model."""
-        yield from ((f"model.{name}", getattr(self.model, name), "") for name in _sizes(self.model))
+        for name in _sizes(self.model):
+            yield f"model.{name}", getattr(self.model, name), ""
         yield from super().defaults(config, resumed)
 
     def _full_rate(self) -> tuple[float, str]:
         optimizer = self.info["config"]["optimizer"]
-        peak = optimizer["learning_rate"] / (LION if optimizer["name"] == "lion" else 1)
+        peak = optimizer["learning_rate"]
+        if optimizer["name"] == "lion":
+            peak /= LION
         limit = f"not below the smaller of {RATE:.0e} and that peak"
         reason = f"a tenth of the peak learning rate of {self.path} ({peak:.3g}), but {limit}"
         return max(peak / 10, min(peak, RATE)), reason
 
     def _sequence_length(self, config: TrainConfig) -> Default:
-        return (
-            "data.sequence_length",
-            self.info["config"]["data"]["sequence_length"],
-            f"as {self.path} was trained",
-        )
+        length = self.info["config"]["data"]["sequence_length"]
+        return "data.sequence_length", length, f"as {self.path} was trained"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,21 +264,24 @@ class HFSource(Pretrained):
         """Dtype of the stored weights."""
         try:
             return dtype_of(open_folder(self.path))
-        except HFError:  # an estimate needs no weights: config.json states the dtype
-            stated = stored_dtype(self.path)
-        return stated if stated in get_args(DType) else "float32"  # type: ignore[return-value]
+        # An estimate needs no weights: config.json states the dtype.
+        except HFError:
+            dtype = stored_dtype(self.path)
+        return dtype if dtype in get_args(DType) else "float32"  # type: ignore[return-value]
 
-    def check_tokenizer(self, made_by: TokenizerInfo) -> None:
+    def check_tokenizer(self, tokenizer: TokenizerInfo) -> None:
         """Compares the tokenizers."""
-        if (file := self.path / TOKENIZER).is_file():
-            if sha256(file) != made_by.sha256:
+        file = self.path / TOKENIZER
+        if file.is_file():
+            if sha256(file) != tokenizer.sha256:
                 raise ConfigError(
                     "the data were not made by the model's tokenizer; prepare them with "
                     f"--tokenizer {file}"
                 )
-        elif made_by.sha256 is None and any(
-            (self.path / name).exists() for name in _OTHER_TOKENIZERS
-        ):
+            return
+        if tokenizer.sha256 is not None:
+            return
+        if any((self.path / name).exists() for name in _OTHER_TOKENIZERS):
             raise ConfigError(
                 f"the data are bytes, and {self.path} has its own tokenizer, but no {TOKENIZER} "
                 "for jaxtp prepare; transformers writes one: AutoTokenizer.save_pretrained(folder)"
@@ -301,12 +297,9 @@ def resolve_pretrained(config: AnyConfig, explicit: Set[str]) -> tuple[AnyConfig
     if run is not None:
         checkpoint = newest_checkpoint(run)
         info = read_info(checkpoint)
-        remedy = remedy_of_train(info)
-        model = (
-            config.model
-            if config.model.build
-            else run_model_config(checkpoint, info, remedy=remedy)
-        )
+        model = config.model
+        if not model.build:
+            model = run_model_config(checkpoint, info, remedy=remedy_of_train(info))
         source = RunSource(
             path=run, files=hf_files_of(checkpoint), model=model, checkpoint=checkpoint, info=info
         )
@@ -323,9 +316,16 @@ def resolve_pretrained(config: AnyConfig, explicit: Set[str]) -> tuple[AnyConfig
     if resumed is not None and resumed.lora.rank and resumed.lora.from_peft == lora.from_peft:
         return _with_adapters(config, resumed.lora, explicit), source
     adapters = source.open_adapters(config)
-    return _with_adapters(config, adapters.lora, explicit), dataclasses.replace(
-        source, adapters=adapters
-    )
+    source = dataclasses.replace(source, adapters=adapters)
+    return _with_adapters(config, adapters.lora, explicit), source
+
+
+def _dtype_default(name: str, dtype: str, reason: str) -> Default:
+    return name, dtype, "" if dtype == "float32" else reason
+
+
+def _arrangement(model: ModelConfig) -> list[tuple[str, list[int]]]:
+    return [(path, list(numbers)) for path, numbers, _ in model.kinds()]
 
 
 def _resumed_model(config: TrainConfig) -> ModelConfig | None:
@@ -360,25 +360,24 @@ def _with_sizes(config: AnyConfig, folder: Path, model: ModelConfig) -> AnyConfi
     return replace_nested(config, {f"model.{name}": getattr(model, name) for name in stored})
 
 
-def _with_adapters(config: AnyConfig, found: LoraConfig, explicit: Set[str]) -> AnyConfig:
+def _with_adapters(config: AnyConfig, stored: LoraConfig, explicit: Set[str]) -> AnyConfig:
     lora = config.model.lora
     problems = []
     for name in ("rank", "alpha", "rslora", "targets"):
         requested = getattr(lora, name)
-        stored = getattr(found, name)
+        actual = getattr(stored, name)
         is_requested = f"model.lora.{name}" in explicit or requested != getattr(LoraConfig(), name)
-        if is_requested and (
-            set(requested) != set(stored) if name == "targets" else requested != stored
-        ):
-            texts = (
-                " ".join(value) if isinstance(value, tuple) else str(value)
-                for value in (requested, stored)
-            )
-            problems.append(f"model.lora.{name}={', but they have '.join(texts)}")
+        is_equal = set(requested) == set(actual) if name == "targets" else requested == actual
+        if is_requested and not is_equal:
+            problems.append(f"model.lora.{name}={_text(requested)}, but they have {_text(actual)}")
     if problems:
         raise ConfigError(
             f"adapters in {lora.from_peft} do not match: {'; '.join(problems)}; remove these "
             "settings"
         )
-    found = dataclasses.replace(found, from_peft=lora.from_peft, dtype=lora.dtype, base=lora.base)
-    return replace_nested(config, {"model.lora": found})
+    stored = dataclasses.replace(stored, from_peft=lora.from_peft, dtype=lora.dtype, base=lora.base)
+    return replace_nested(config, {"model.lora": stored})
+
+
+def _text(value: object) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtp.checkpoint.manager import Checkpoints, restore_newest
-from jaxtp.checkpoint.storage import is_of_run
+from jaxtp.checkpoint.storage import Info, is_of_run
 from jaxtp.config import schema as configuration
 from jaxtp.config.affects import affects
 from jaxtp.config.schema import validate
@@ -36,10 +36,13 @@ _UNLABELED_LEFT_OUT = ("best fit 1", "best fit 2")
 class Restored:
     """A checkpoint to resume from."""
 
-    step: int  # Number of updates so far
-    state: nnx.State  # The whole state, except frozen weights under adapters
-    info: dict[str, Any]
-    changed: list[str]  # Lines on settings that differ from the checkpoint's
+    # Number of updates so far
+    step: int
+    # The whole state, except frozen weights under adapters
+    state: nnx.State
+    info: Info
+    # Lines on settings that differ from the checkpoint's
+    changed: list[str]
 
 
 def restore(
@@ -61,16 +64,15 @@ def restore(
     """
     changed: list[str] = []
 
-    def accept(info: dict[str, Any]) -> None:
+    def accept(info: Info) -> None:
         changed[:] = check_resumable(config, data, info)
 
-    found = restore_newest(
-        checkpoints, blueprint.stored(blueprint.abstract), blueprint.mesh, accept, warn
-    )
-    if found is None:
+    abstract = blueprint.stored(blueprint.abstract)
+    newest = restore_newest(checkpoints, abstract, blueprint.mesh, accept, warn)
+    if newest is None:
         return None
-    step, state, info = found
-    # Skipped steps do not count across runs: this one may allow fewer.
+    step, state, info = newest
+    # Skipped steps do not count across runs, because this run may allow fewer.
     skipped: Any = state["skipped"]
     state["skipped"] = skipped.replace(jnp.zeros_like(skipped[...]))
     optimizer: Any = state["optimizer"]
@@ -83,7 +85,7 @@ def learning_rate_change(config: TrainConfig, stored: Mapping[str, Any], updates
 
     Args:
       stored: the checkpoint's configuration.
-      updates: number so far.
+      updates: the number of updates so far.
     """
     values = configuration.merged(configuration.to_plain(OptimizerConfig()), stored["optimizer"])
     was = validate(OptimizerConfig, values, source="the checkpoint")
@@ -99,34 +101,31 @@ def learning_rate_change(config: TrainConfig, stored: Mapping[str, Any], updates
     ]
 
 
-def check_resumable(
-    config: TrainConfig, data: Mapping[str, Any], info: Mapping[str, Any]
-) -> list[str]:
+def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Info) -> list[str]:
     """Compares a checkpoint with the run that resumes it.
 
-    Returns lines on changed settings, first those that change the numbers.
+    Returns lines on changed settings; settings that change the numbers come first.
 
     Raises:
       RunFolderError: model, data or sample order differ.
     """
     if not is_of_run(info):
         raise RunFolderError(
-            f"{config.run.dir} has checkpoints of another loop; name another --run.dir"
+            f"{config.run.dir} has checkpoints of another loop; set --run.dir to another folder"
         )
     defaults = configuration.to_plain(type(config)())
     now = configuration.to_plain(config)
     written = {**info["config"], "model": upgrade_settings(info["config"]["model"])}
     # With defaults for settings that are newer than the checkpoint, and without model settings that
-    # are gone.
+    # no longer exist.
     stored: dict[str, Any] = configuration.merged(
         {section: defaults.get(section) for section in written}, written
     )
-    stored["model"] = {
-        name: value for name, value in stored["model"].items() if name in now["model"]
-    }
-    # The data may have moved. Their order is compared below.
-    was, is_now = ({**read, "source": None, ORDER: None} for read in (info["corpus"], data))
-    fatal = configuration.differences(was, is_now, "data: ")
+    model = stored["model"]
+    stored["model"] = {name: model[name] for name in model if name in now["model"]}
+    # The data may have moved. Its order is compared below.
+    ignored = {"source": None, ORDER: None}
+    fatal = configuration.differences(info["corpus"] | ignored, {**data, **ignored}, "data: ")
     changed = []
     harmless = []
     for line in configuration.differences(stored, now):
@@ -141,8 +140,8 @@ def check_resumable(
             harmless.append(f"changed since, without effect on the numbers: {line}")
     if fatal:
         raise RunFolderError(
-            f"{config.run.dir} holds a checkpoint of another run (stored -> requested):\n"
-            + "\n".join(f"  {line}" for line in [*fatal, *_other_library(info["corpus"], data)])
+            f"{config.run.dir} holds a checkpoint of another run (stored -> requested):\n  "
+            + "\n  ".join([*fatal, *_other_library(info["corpus"], data)])
             + "\nResume it with the stored values, or start afresh with another --run.dir, from "
             "these weights with --run.init-from if the model is the same. Nothing was changed."
         )
@@ -150,70 +149,68 @@ def check_resumable(
 
 
 def _other_library(stored: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    # Without data of the user's, a run reads the library of the Python that runs it.
-    sources = [str(each.get("source")) for each in (stored, now)]
+    # Without a dataset, a run reads the library of the Python that runs it.
+    before = str(stored.get("source"))
+    after = str(now.get("source"))
     is_same = stored.get("sha256") == now.get("sha256")
-    if is_same or not all(each.startswith(LIBRARY) for each in sources):
+    if is_same or not (before.startswith(LIBRARY) and after.startswith(LIBRARY)):
         return []
-    was, is_now = sources
     return [
-        f"each Python has its own default data: {was} -> {is_now}; resume with that Python, or "
-        "name --data.path"
+        f"each Python has its own default data: {before} -> {after}; resume with that Python, or "
+        "set --data.path"
     ]
 
 
-def _compare_order(
-    config: TrainConfig, now: Mapping[str, Any], info: Mapping[str, Any]
-) -> list[str]:
-    # Returns lines on allowed differences; another order of training samples would repeat some and
-    # skip others.
+def _compare_order(config: TrainConfig, now: Mapping[str, Any], info: Info) -> list[str]:
+    # Returns lines on allowed differences. Another order of training samples is refused, because it
+    # would repeat some samples and skip others.
     stored = info["corpus"].get(ORDER)
     versions = info.get("versions", {})
     jaxtp = f"jaxtp {versions.get('jaxtp', '(of unknown version)')}"
     if stored is None:
         unknown = (
-            f"order of the samples: the checkpoint, by {jaxtp}, is older than its record, "
-            "and cannot be compared"
+            f"order of the samples: the checkpoint, by {jaxtp}, has no record of it, so it cannot "
+            "be compared"
         )
         return [unknown] if now else []
     fatal = []
     for part, name in _TRAINED_ORDER.items():
-        if (change := _change(part, stored, now)) is not None:
-            fatal.append(f"{name}: {change}; {_reason(part, stored, now, jaxtp)}")
+        change = _change(part, stored, now)
+        if change is not None:
+            fatal.append(f"\n  {name}: {change}; {_reason(part, stored, now, jaxtp)}")
     if fatal:
         raise RunFolderError(
             f"{config.run.dir} holds a checkpoint of a run that reads the same data in another "
-            "order (stored -> now):\n"
-            + "\n".join(f"  {line}" for line in fatal)
+            "order (stored -> now):"
+            + "".join(fatal)
             + "\nHere it would read some samples twice and others never. Start a new run with "
             "another --run.dir, from these weights with --run.init-from, or finish this one with "
             "the versions that began it. Nothing was changed."
         )
     change = _change(HELD_OUT, stored, now)
-    return (
-        []
-        if change is None
-        else [f"changed since: rows of evaluations: {change}; compare their losses with care"]
-    )
+    if change is None:
+        return []
+    return [f"changed since: rows of evaluations: {change}; compare their losses with care"]
 
 
 def _reason(part: str, stored: Mapping[str, Any], now: Mapping[str, Any], jaxtp: str) -> str:
-    """Returns why the order is another, or what has the stored one."""
+    # Returns why the order differs, or the version that has the stored order.
     was = stored.get(part, {}).get("algorithm")
     if (was, now.get(part, {}).get("algorithm")) == _UNLABELED_LEFT_OUT:
-        return "rows without a label are now left out, so the order of the others is another"
+        return "rows without a label are now left out, which changes the order of the other rows"
     if part == SHUFFLE and was is not None:
         return f"{was} has the stored one"
-    # Between two releases, the installed one has the same number and may have another order.
+    # Between two releases, the installed version has the same number and may have another order.
     is_same = jaxtp == f"jaxtp {version('jaxtp')}"
     return f"{'an earlier state of ' if is_same else ''}{jaxtp} has the stored one"
 
 
 def _change(part: str, stored: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    # None if the hash is the same, whatever the algorithm is called.
-    was, is_now = (
-        {"algorithm": "none", "sha256": ""} | order.get(part, {}) for order in (stored, now)
-    )
-    if was["sha256"] == is_now["sha256"]:
+    # None if the hash is the same, even if the name of the algorithm changed
+    missing = {"algorithm": "none", "sha256": ""}
+    before = missing | stored.get(part, {})
+    after = missing | now.get(part, {})
+    if before["sha256"] == after["sha256"]:
         return None
-    return " -> ".join(f"{each['algorithm']} ({each['sha256'][:12]})" for each in (was, is_now))
+    orders = [f"{order['algorithm']} ({order['sha256'][:12]})" for order in (before, after)]
+    return " -> ".join(orders)

@@ -35,8 +35,10 @@ class RunData:
 
     train: Batches
     validation: Batches | None
-    micro_batches: int  # whose rows are the same on every mesh
-    tokens: Data | None = None  # jaxtp's token data
+    # Number of micro-batches, whose rows are the same on every mesh
+    micro_batches: int
+    # jaxtp's token data
+    tokens: Data | None = None
 
     @property
     def unit(self) -> str:
@@ -71,21 +73,20 @@ class RunData:
         size = self.validation.global_batch_size
         if rows is None:
             return str(name)
-        rest = 0 if self.validation.with_weights else rows % size
-        left = (
-            rest
-            and f"; the last {rest} are left out, since the loss does not read batch['weights']"
-        )
-        return f"{name}: {rows:,} rows in batches of {size:,}{left or ''}"
+        text = f"{name}: {rows:,} rows in batches of {size:,}"
+        remainder = rows % size
+        if remainder and not self.validation.with_weights:
+            text += (
+                f"; the last {remainder} are left out, since the loss does not read "
+                "batch['weights']"
+            )
+        return text
 
-    def pad_short_batches(self, on: bool) -> None:
-        """Gives batches a column of weights and pads short ones.
-
-        It does so if the loss reads the weights of rows.
-        """
-        for batches in (self.train, self.validation):
-            if batches is not None:
-                batches.with_weights = on
+    def pad_short_batches(self, reads_weights: bool) -> None:
+        """Adds a column of weights, and pads short batches, if the loss reads weights."""
+        self.train.with_weights = reads_weights
+        if self.validation is not None:
+            self.validation.with_weights = reads_weights
 
     def abstract(self, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns a training batch of abstract arrays."""
@@ -97,7 +98,7 @@ class RunData:
         """Yields training batches, and the position after each."""
         return on_mesh(self.train, mesh, position, count, micro_batches=self.micro_batches)
 
-    def validation_count(self, most: int) -> int | None:
+    def validation_count(self, max_count: int) -> int | None:
         """Returns the number of `validation_batches`; None if the source does not know its rows."""
         if self.validation is None:
             return 0
@@ -106,13 +107,13 @@ class RunData:
             return None
         size = self.validation.global_batch_size
         count = math.ceil(rows / size) if self.validation.with_weights else rows // size
-        return min(count, most)
+        return min(count, max_count)
 
-    def validation_batches(self, mesh: Mesh, most: int) -> Iterator[Batch]:
-        """Yields at most `most` batches to evaluate on, the same in each evaluation."""
+    def validation_batches(self, mesh: Mesh, max_count: int) -> Iterator[Batch]:
+        """Yields at most `max_count` batches to evaluate on, the same in each evaluation."""
         if self.validation is not None:
             for batch, _ in on_mesh(
-                self.validation, mesh, Position(), most, micro_batches=self.micro_batches
+                self.validation, mesh, Position(), max_count, micro_batches=self.micro_batches
             ):
                 yield batch
 
@@ -144,7 +145,7 @@ def _row_settings(config: TrainConfig) -> RowSettings:
 def _wanted_scores(config: TrainConfig, loss: Loss | None) -> "Wanted":
     from jaxtp.data.scores import Wanted
 
-    # A reference is the run's initial model; a teacher is another, which the run does not know.
+    # A reference is the run's initial model. A teacher is another model, unknown to the run.
     is_reference = attribute(loss, "reads_reference", False)
     model = (config.run.init_from or config.model.from_hf) if is_reference else None
     return Wanted(dataset=config.data.path, model=model, labels_only=is_reference)
@@ -158,9 +159,9 @@ def _check_reference(config: TrainConfig, data: Data, loss: Loss | None) -> None
 
     path = config.data.path
     scores = data.scores
-    wanted = _wanted_scores(config, loss)
+    missing = _wanted_scores(config, loss)
     if scores is not None and scores.record.top_k is not None:
-        command = wanted.command(_row_settings(config), out=free_folder(scores.folder))
+        command = missing.command(_row_settings(config), out=free_folder(scores.folder))
         raise ConfigError(
             f"data.scores={scores.folder} has the {scores.record.top_k} most probable tokens at "
             f"each position, and the loss needs the log-probabilities of the labels: {command}"
@@ -168,7 +169,7 @@ def _check_reference(config: TrainConfig, data: Data, loss: Loss | None) -> None
     if scores is None and not config.model.lora.rank:
         out = None if path is None else free_folder(path.with_name(f"{path.name}-scores"))
         raise ConfigError(
-            f"the loss needs a reference: {wanted.command(_row_settings(config), out=out)}; its "
+            f"the loss needs a reference: {missing.command(_row_settings(config), out=out)}; its "
             "folder is then --data.scores. Or train adapters (--model.lora.rank 16): the reference "
             "is then the model without them"
         )
@@ -198,12 +199,12 @@ def check_scored_model(data: Data | None, initial: InitialState, mesh: Mesh) -> 
 def check_temperature(data: Data, loss: Loss | None) -> None:
     """Raises ConfigError if the loss needs scores at another temperature."""
     scores = data.scores
-    wanted: float | None = attribute(loss, "scores_temperature", None)
-    if scores is not None and wanted not in (None, scores.record.temperature):
+    required: float | None = attribute(loss, "scores_temperature", None)
+    if scores is not None and required not in (None, scores.record.temperature):
         raise ConfigError(
             f"data.scores={scores.folder} has scores at temperature {scores.record.temperature:g}, "
-            f"and the loss needs those at {wanted:g}; score again, or change the loss: "
-            f"{scores.command(temperature=wanted)}"
+            f"and the loss needs scores at {required:g}; score again, or change the loss: "
+            f"{scores.command(temperature=required)}"
         )
 
 
@@ -213,11 +214,9 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
     seed = config.run.seed
     micro_batches = 1 if task.loss is None else config.train.accumulation
     if config.data.scores is not None and (task.loss is None or task.batches is not None):
-        why = (
-            "data.batches replaces them"
-            if task.loss
-            else "the default loss does not read them; set --train.loss"
-        )
+        why = "data.batches replaces them"
+        if not task.loss:
+            why = "the default loss does not read them; set --train.loss"
         raise ConfigError(f"data.scores={config.data.scores}: {why}, or leave data.scores out")
     if task.batches is None:
         tokens = load_tokens(config, source, task.loss)
@@ -261,11 +260,11 @@ def check_decoder_columns(data: RunData) -> None:
 def batches_in_rows(batches: Batches) -> dict[str, jax.ShapeDtypeStruct] | None:
     """Returns the items of a dataset as batches.
 
-    It is None if they are none, since their columns differ in length.
+    It is None if the columns of an item differ in length, so that an item cannot be a batch.
     """
     if not isinstance(batches, SampleBatches):
         return None
-    items = {name: each.update(shape=each.shape[1:]) for name, each in batches.shapes.items()}
+    items = {name: array.update(shape=array.shape[1:]) for name, array in batches.shapes.items()}
     lengths = {item.shape[:1] for item in items.values()}
     return items if len(lengths) == 1 and () not in lengths else None
 
@@ -273,7 +272,7 @@ def batches_in_rows(batches: Batches) -> dict[str, jax.ShapeDtypeStruct] | None:
 def describe_batches_in_rows(batches: Batches, *, may_be: bool = False) -> str:
     """Returns a sentence on a dataset whose items are, or `may_be`, batches, with advice."""
     shapes = batches.shapes.items()
-    columns = ", ".join(f"{name} {each.dtype}{list(each.shape[1:])}" for name, each in shapes)
+    columns = ", ".join(f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in shapes)
     how = "leave out its batch(), or end it with .to_iter_dataset()"
     if not batches.name.startswith("grain "):
         how = "give its rows, or a function that yields the batches: batches=lambda: iter(BATCHES)"
@@ -289,13 +288,13 @@ def describe_batches_in_rows(batches: Batches, *, may_be: bool = False) -> str:
 
 
 def _layout(batches: Batches) -> Layout:
-    return {name: (each.shape[1:], each.dtype) for name, each in batches.shapes.items()}
+    return {name: (array.shape[1:], array.dtype) for name, array in batches.shapes.items()}
 
 
 def changed_columns(data: RunData) -> str | None:
-    """Describes how columns of validation batches differ from training's.
+    """Describes how columns of validation batches differ from columns of training batches.
 
-    It is None if they do not.
+    It is None if they are equal.
     """
     if data.validation is None:
         return None
@@ -305,9 +304,10 @@ def changed_columns(data: RunData) -> str | None:
         return None
     changes = [f"without {name!r}" for name in training if name not in validation]
     changes += [f"with {name!r}" for name in validation if name not in training]
-    for name, (shape, dtype) in validation.items():
-        was_shape, was_dtype = training.get(name, (shape, dtype))
-        if (was_shape, was_dtype) != (shape, dtype):
+    for name in validation:
+        if name in training and training[name] != validation[name]:
+            was_shape, was_dtype = training[name]
+            shape, dtype = validation[name]
             changes.append(
                 f"with {name!r} {dtype}{list(shape)} in a row, instead of "
                 f"{was_dtype}{list(was_shape)}"

@@ -21,7 +21,7 @@ from jaxtp.config.entry import FILES, UserError
 from jaxtp.config.files import mark_as_own, open_directly, write_atomically
 from jaxtp.config.python_object import named_code
 from jaxtp.distributed.agreement import raise_everywhere
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import Sizes, TrainConfig
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -29,10 +29,10 @@ NON_FINITE = "non_finite"
 CORRUPTION = "corruption"
 PROFILE = "profile"
 _REPORTS = ("tensorboard", "wandb", "hf", NON_FINITE, CORRUPTION, PROFILE, "damaged")
-"""Folders that a run makes and fills. `checkpoints` may be a link: large runs keep them on another
-disk."""
+"""Folders that a run makes and fills. `checkpoints` may be a link, because large runs keep them on
+another disk."""
 LOCK = ".lock"
-_MAX_LOCK = 300  # Maximum characters that a message shows of it
+_MAX_LOCK = 300  # Maximum characters of the lock file that a message shows
 _NO_FILE = (errno.ELOOP, errno.EINVAL)  # Errors of `open_directly` and `open_regular`
 BASE = "base"
 """Key in the info of a checkpoint of adapters: the identity of the frozen model, as in
@@ -61,7 +61,7 @@ def prepare(folder: Path) -> None:
     for name in _REPORTS:
         if (folder / name).is_symlink():
             raise RunFolderError(
-                f"{folder / name} is a link, and a run writes no reports through one; delete it, "
+                f"{folder / name} is a link, and a run writes no reports through links; delete it, "
                 "or name another folder with --run.dir FOLDER"
             )
     try:
@@ -77,15 +77,14 @@ def prepare(folder: Path) -> None:
 def writing(path: Path) -> Iterator[None]:
     """Converts an OSError.
 
-    It is `RunFolderError` if a folder, link or pipe is in the way, else `RunFilesError`.
+    It becomes a `RunFolderError` if a folder, link or pipe is in the way, else a `RunFilesError`.
     """
     try:
         yield
     except OSError as error:
-        is_in_the_way = (
-            isinstance(error, IsADirectoryError | NotADirectoryError) or error.errno in _NO_FILE
-        )
-        kind = RunFolderError if is_in_the_way else RunFilesError
+        kind: type[RunFolderError] = RunFilesError
+        if isinstance(error, IsADirectoryError | NotADirectoryError) or error.errno in _NO_FILE:
+            kind = RunFolderError
         raise kind(
             f"{path} cannot be written ({error.strerror}); the same command resumes from the "
             "newest checkpoint, if there is one, or starts again"
@@ -150,12 +149,13 @@ def write_config(config: TrainConfig) -> None:
         with writing(path):
             recorded = replace(config, model=config.model.for_file())
             write_atomically(path, configuration.to_yaml(recorded).encode())
-            if named_code(recorded):  # the user consented to it when this run started
+            # The user consented to the code when this run started.
+            if named_code(recorded):
                 mark_as_own(path)
 
 
 def checkpoint_info(
-    config: TrainConfig, data: Mapping[str, Any], next_sample: int, mesh: Mapping[str, int]
+    config: TrainConfig, data: Mapping[str, Any], next_sample: int, mesh: Sizes
 ) -> dict[str, Any]:
     """Returns the info that a checkpoint stores next to its arrays."""
     return {

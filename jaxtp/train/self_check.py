@@ -75,13 +75,15 @@ class Operation:
 def operations(dtype: str) -> dict[str, Operation]:
     """Returns the operations by name; the product is in `dtype`, others in float32."""
     random = np.random.default_rng(0)
-    a, b = (
-        random.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in ((256, 512), (512, 256))
-    )
-    numbers, logits, rows = (
-        random.standard_normal(shape).astype(np.float32)
-        for shape in ((8, 2**17), (64, 4096), (4096, 64))
-    )
+
+    def draw(rows: int, columns: int, dtype: str = "float32") -> HostArray:
+        return random.standard_normal((rows, columns)).astype(jnp.dtype(dtype))
+
+    a = draw(256, 512, dtype)
+    b = draw(512, 256, dtype)
+    numbers = draw(8, 2**17)
+    logits = draw(64, 4096)
+    rows = draw(4096, 64)
     index = random.integers(64, size=4096)
 
     def softmax(x: HostArray) -> HostArray:
@@ -122,15 +124,14 @@ def check_outside_of_jit(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> Non
         return
     with jax.default_device(first):
         for name, case in operations(dtype).items():
-            _compare(
-                f"{name} outside of jit", case, case.run(*map(jnp.asarray, case.arguments)), first
-            )
+            result = case.run(*map(jnp.asarray, case.arguments))
+            _compare(f"{name} outside of jit", case, result, first)
 
 
 def check_devices(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> list[str]:
     """Checks all devices, and in a single process the collectives.
 
-    `preflight` checks them for several processes.
+    With several processes, `preflight` checks the collectives.
 
     All processes must call it. Returns a line for the summary, if anything was checked.
 
@@ -151,39 +152,37 @@ def check_devices(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> list[str]:
             name: vary_everywhere(case.run(*arguments[name]))[None] for name, case in cases.items()
         }
 
+    arguments = {name: case.arguments for name, case in cases.items()}
+    replicated = (jax.tree.map(lambda _: PartitionSpec(), arguments),)
+    check = device_view(body, "device_check", replicated, dict.fromkeys(cases, _PER_DEVICE))
     with jax.set_mesh(mesh):
-        arguments = {name: case.arguments for name, case in cases.items()}
-        whole = (jax.tree.map(lambda _: PartitionSpec(), arguments),)
-        results = jax.jit(
-            device_view(body, "device_check", whole, dict.fromkeys(cases, _PER_DEVICE))
-        )(arguments)
-        jax.block_until_ready(results)
+        results = jax.block_until_ready(jax.jit(check)(arguments))
     with raise_everywhere():
         for name, case in cases.items():
             for shard in results[name].addressable_shards:
                 _compare(name, case, np.asarray(shard.data)[0], shard.device)
     if not is_multiprocess():
         check_collectives(mesh)
-    took = time.perf_counter() - started
+    seconds = time.perf_counter() - started
     return [
         "checked products, sums, softmax, scatter-add and collectives on every device, in "
-        f"{took:.1f} s"
+        f"{seconds:.1f} s"
     ]
 
 
 def _compare(name: str, case: Operation, result: Array | HostArray, device: jax.Device) -> None:
-    error = np.max(np.abs(np.asarray(result, np.float64) - case.expected)) / np.max(
-        np.abs(case.expected)
-    )
-    if not error <= case.tolerance:  # also NaN
+    difference = np.abs(np.asarray(result, np.float64) - case.expected)
+    error = np.max(difference) / np.max(np.abs(case.expected))
+    # Also refuses NaN
+    if not error <= case.tolerance:
         versions = {"jax": jax.__version__, **native_versions()}
-        known = known_problems(versions, device.device_kind, architecture_of(device))
+        problems = known_problems(versions, device.device_kind, architecture_of(device))
         message = (
             f"{_describe(device)} computes {name} wrong: the result is off by {error:.1e} of its "
             f"largest value, and rounding explains {case.tolerance:.0e}; try another device, "
             "driver or version of JAX (--launch.no-self-check starts the run all the same)"
         )
-        raise NumericsError("\n".join([message, *known]))
+        raise NumericsError("\n".join([message, *problems]))
 
 
 def _describe(device: jax.Device) -> str:
@@ -196,9 +195,10 @@ def check_collectives(mesh: Mesh) -> None:
     Raises:
       NumericsError: a device received wrong numbers.
     """
-    sizes = {axis: size for axis, size in mesh_sizes(mesh).items() if size > 1}
-    numbers = {axis: exact_numbers(mesh.size, size) for axis, size in sizes.items()}
-    each = dict.fromkeys(sizes, _PER_DEVICE)
+    numbers = {
+        axis: exact_numbers(mesh.size, size) for axis, size in mesh_sizes(mesh).items() if size > 1
+    }
+    specs = dict.fromkeys(numbers, _PER_DEVICE)
     sharding = NamedSharding(mesh, _PER_DEVICE)
 
     def along(axis: str, x: Array) -> dict[str, Array]:
@@ -219,26 +219,28 @@ def check_collectives(mesh: Mesh) -> None:
             axis: jax.make_array_from_callback(a.shape, sharding, a.__getitem__)
             for axis, a in numbers.items()
         }
-        results = jax.block_until_ready(
-            jax.jit(device_view(body, "collectives", (each,), each))(rows)
-        )
+        exchange = jax.jit(device_view(body, "collectives", (specs,), specs))
+        results = jax.block_until_ready(exchange(rows))
     with raise_everywhere():
         for axis, moved in results.items():
-            grid = numbers[axis].reshape(*mesh.devices.shape, -1)
-            dim = mesh.axis_names.index(axis)
             for name, array in moved.items():
                 for shard in array.addressable_shards:
-                    group = list(np.unravel_index(shard.index[0].start or 0, mesh.devices.shape))
-                    index = group[dim]
-                    group[dim] = slice(None)
-                    if not np.array_equal(
-                        np.asarray(shard.data)[0], _EXPECTED[name](grid[tuple(group)], index)
-                    ):
-                        raise NumericsError(
-                            f"{_describe(shard.device)} receives wrong numbers by {name} over "
-                            f"mesh.{axis}, of {describe_mesh(mesh_sizes(mesh))}: its links, or the "
-                            "devices along that axis, are broken"
-                        )
+                    _check_received(mesh, axis, name, numbers[axis], shard)
+
+
+def _check_received(mesh: Mesh, axis: str, name: str, numbers: HostArray, shard: jax.Shard) -> None:
+    devices = mesh.devices.shape
+    position = list(map(int, np.unravel_index(shard.index[0].start or 0, devices)))
+    dim = mesh.axis_names.index(axis)
+    index = position.pop(dim)
+    # The rows of all devices along the axis
+    rows = np.moveaxis(numbers.reshape(*devices, -1), dim, -2)[tuple(position)]
+    if not np.array_equal(np.asarray(shard.data)[0], _EXPECTED[name](rows, index)):
+        raise NumericsError(
+            f"{_describe(shard.device)} receives wrong numbers by {name} over mesh.{axis}, of "
+            f"{describe_mesh(mesh_sizes(mesh))}: its links, or the devices along that axis, are "
+            "broken"
+        )
 
 
 _EXPECTED: dict[str, Callable[[HostArray, int], HostArray]] = {
@@ -248,8 +250,8 @@ _EXPECTED: dict[str, Callable[[HostArray, int], HostArray]] = {
     "all-to-all": lambda rows, index: np.split(rows, len(rows), axis=1)[index].ravel(),
     "permute": lambda rows, index: rows[index - 1],
 }
-"""By collective: the array that the device at `index` along an axis receives, from the rows of all
-devices on it."""
+"""For each collective, the array that the device at `index` along an axis receives from the rows of
+all devices along it."""
 
 
 def exact_numbers(devices: int, size: int) -> HostArray:
@@ -263,7 +265,7 @@ def exact_numbers(devices: int, size: int) -> HostArray:
     )
 
 
-MOST_TOKENS = 1024
+MAX_TOKENS = 1024
 TIMED_TOKENS = 4096
 """Maximum lengths of the problem that is checked (several blocks of every kernel) and of the
 problem that is timed."""
@@ -274,11 +276,14 @@ edge of a mask."""
 
 CHUNKS = 7
 HALO = 5
-"""Chunks of a sequence, and number of keys before it, in the problem for context parallelism."""
+"""Number of chunks of a sequence, and of keys before it, in the problem for context parallelism."""
 
 _RESULTS = (
     "its output",
-    *(f"its gradient of the {of}" for of in ("queries", "keys", "values", "sinks")),
+    "its gradient of the queries",
+    "its gradient of the keys",
+    "its gradient of the values",
+    "its gradient of the sinks",
 )
 
 Times = Sequence[Mapping[str, float]]
@@ -295,25 +300,25 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
       ConfigError: a kernel does not run, or gives wrong results.
     """
     # Kernels have been wrong on one model of GPU, or with one kind of mask. If the settings name no
-    # kernel, and cuDNN's and the fused one both work, the run takes the faster.
+    # kernel, and both cuDNN's and the fused kernel work, the run takes the faster one.
     device = mesh.local_devices[0]
     if platform_of(device) == "cpu" and not on_cpu:
         return []
     times: list[dict[str, float]] = []
     for use, heads in _uses(config, mesh):
-        first, *others = candidates(config.model.attention, use)
-        if config.train.deterministic:  # times differ from start to start
-            others = []
+        preferred, *alternatives = candidates(config.model.attention, use)
+        # Measured times differ from start to start.
+        if config.train.deterministic:
+            alternatives = []
+
+        problem_of = partial(_kernel_problem, use=use, heads=heads, where=device.device_kind)
         with jax.default_device(device):
-            if (wrong := _kernel_problem(first, use, heads, device.device_kind)) is not None:
-                other = "xla" if first.name == "blockwise" else "blockwise"
-                raise ConfigError(f"model.attention: {wrong}; try --model.attention {other}")
-            working = [
-                other
-                for other in others
-                if _kernel_problem(other, use, heads, device.device_kind) is None
-            ]
-            timed = [first, *working] if working else []
+            problem = problem_of(preferred)
+            if problem is not None:
+                other = "xla" if preferred.name == "blockwise" else "blockwise"
+                raise ConfigError(f"model.attention: {problem}; try --model.attention {other}")
+            working = [kernel for kernel in alternatives if problem_of(kernel) is None]
+            timed = [preferred, *working] if working else []
             times.append({kernel.name: kernel_seconds(kernel, use, heads) for kernel in timed})
     return times
 
@@ -327,14 +332,16 @@ def select_attention(config: TrainConfig, mesh: Mesh, times: Times) -> None:
       times: from `check_attention`; the preferred kernel comes first.
     """
     for (use, _), *by_process in zip(_uses(config, mesh), *all_gather_json(times), strict=False):
-        working = [name for name in by_process[0] if all(name in seconds for seconds in by_process)]
-        seconds = {name: max(taken[name] for taken in by_process) for name in working}
+        seconds = {}
+        for name in by_process[0]:
+            if all(name in process for process in by_process):
+                seconds[name] = max(process[name] for process in by_process)
         if len(seconds) < 2:
             continue
         preferred = next(iter(seconds))
-        fastest = min(seconds, key=lambda name: seconds[name])
+        fastest = min(seconds, key=seconds.__getitem__)
         name = preferred if seconds[preferred] <= 1.1 * seconds[fastest] else fastest
-        measured = ", ".join(f"{kernel} {1e3 * took:.2f} ms" for kernel, took in seconds.items())
+        measured = ", ".join(f"{kernel} {1e3 * value:.2f} ms" for kernel, value in seconds.items())
         record_fastest(use, KERNELS[name].name, f"measured here, forward and backward: {measured}")
 
 
@@ -353,22 +360,24 @@ def _kernel_problem(kernel: Kernel, use: Use, heads: tuple[int, int], where: str
         return (
             f"the kernel {kernel.name} does not run on {where}: {str(reason).partition(chr(10))[0]}"
         )
-    most = TOLERANCE[str(use.dtype)]
-    for what, error in zip(_RESULTS, errors, strict=False):  # a run may have no sinks
-        if not error <= most:  # also NaN
+    tolerance = TOLERANCE[str(use.dtype)]
+    # A run may have no sinks.
+    for result, error in zip(_RESULTS, errors, strict=False):
+        # Also refuses NaN
+        if not error <= tolerance:
             return (
-                f"the kernel {kernel.name} is wrong on {where}: {what} is off by {error:.1e} of "
-                f"its norm, and {use.dtype} explains {most:.0e}"
+                f"the kernel {kernel.name} is wrong on {where}: {result} is off by {error:.1e} of "
+                f"its norm, and {use.dtype} explains {tolerance:.0e}"
             )
     return None
 
 
 def kernel_seconds(kernel: Kernel, use: Use, heads: tuple[int, int]) -> float:
-    """Returns the time of the fastest of five runs, forward and backward.
+    """Returns the time of the fastest of five calls, forward and backward.
 
-    They have the run's length or `TIMED_TOKENS`.
+    Sequences have the run's length, or at most `TIMED_TOKENS`.
     """
-    arrays, settings = problem(use, *heads, most=TIMED_TOKENS)
+    arrays, settings = problem(use, *heads, max_length=TIMED_TOKENS)
     program = jax.jit(partial(results, kernel.run, settings))
     jax.block_until_ready(program(*arrays))
     return min(timeit.repeat(lambda: jax.block_until_ready(program(*arrays)), number=1))
@@ -382,44 +391,46 @@ def relative_errors(
     Each is the larger of the total error and half of the worst span's error.
     """
     arrays, settings = problem(use, num_queries, num_keys)
-    found = jax.jit(partial(results, run, settings))(*arrays)
+    actual = jax.jit(partial(results, run, settings))(*arrays)
     with jax.default_matmul_precision("highest"):
-        plain = partial(results, KERNELS["xla"].run, settings)
-        right = jax.jit(plain)(*(array.astype(jnp.float32) for array in arrays))
-    return [_error(f.astype(jnp.float32), r, arrays[3]) for f, r in zip(found, right, strict=True)]
+        reference = jax.jit(partial(results, KERNELS["xla"].run, settings))
+        expected = reference(*(array.astype(jnp.float32) for array in arrays))
+    pairs = zip(actual, expected, strict=True)
+    return [_error(a.astype(jnp.float32), e, arrays[3]) for a, e in pairs]
 
 
-def _error(found: Array, right: Array, dy: Array) -> float:
+def _error(actual: Array, expected: Array, dy: Array) -> float:
     # Arrays are `[b, T, N, H]`, or `[N]` for sinks. Relative to at least a tenth of the norm of
     # `dy`, because some gradients nearly cancel.
-    least = jnp.sqrt(jnp.mean(jnp.square(dy.astype(jnp.float32)))) / 10
+    min_norm = jnp.sqrt(jnp.mean(jnp.square(dy.astype(jnp.float32)))) / 10
 
-    def norms(x: Array) -> Array:  # root mean square of each span
+    def norms(x: Array) -> Array:
+        # Returns the root mean square of each span.
         x = x if x.ndim == 4 else x[None, :, None, None]
         rows, length = x.shape[:2]
         squares = jnp.pad(jnp.mean(jnp.square(x), axis=(2, 3)), ((0, 0), (0, -length % SPAN)))
         return jnp.sqrt(squares.reshape(rows, -1, SPAN).mean(-1))
 
-    off = norms(found - right)
-    size = norms(right)
-    whole = jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(size))), least)
-    worst = jnp.max(off / jnp.maximum(size, whole))
-    return float(jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(off))) / whole, worst / 2))
+    errors = norms(actual - expected)
+    sizes = norms(expected)
+    total = jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(sizes))), min_norm)
+    worst = jnp.max(errors / jnp.maximum(sizes, total))
+    return float(jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(errors))) / total, worst / 2))
 
 
 def problem(
-    use: Use, num_queries: int, num_keys: int, most: int = MOST_TOKENS
+    use: Use, num_queries: int, num_keys: int, max_length: int = MAX_TOKENS
 ) -> tuple[list[Array], dict[str, Any]]:
-    """Returns queries, keys, values, a gradient of the output, and keyword arguments.
+    """Returns the arrays and the keyword arguments of a kernel.
 
-    The arguments are the kernel's. There may be sinks.
+    The arrays are queries, keys, values, a gradient of the output, and sinks, if there are any.
 
     Two rows differ in packing: unaligned documents, one of three tokens, and padding. The window is
     shorter than most documents; scores are large enough for a softcap to matter, and sinks for
     their share. With context parallelism, queries are every other chunk, and keys begin before the
     sequence.
     """
-    length = max(16, min(int(use.length or most), most))
+    length = max(16, min(int(use.length or max_length), max_length))
     queries = length
     keys = length
     part = None
@@ -438,16 +449,15 @@ def problem(
     # The standard deviation of the scores
     spread = 1.0 if use.softcap is None else min(8.0, use.softcap)
     arrays[0] = (arrays[0] * (spread / (use.factor * use.head_dim**0.5))).astype(arrays[0].dtype)
-    ends = jnp.array(  # of the documents in each row; the rest of the second row is padding
+    # The ends of the documents in each row; the second row ends in padding.
+    ends = jnp.array(
         [
             [length // 5, length // 2, length - 3],
             [length // 3, length - length // 7 - 3, length - length // 7],
         ]
     )
-    segments = jnp.sum(jnp.arange(length) >= ends[:, :, None], axis=1) + 1
-    segments = (
-        segments.at[1].set(jnp.where(segments[1] > ends.shape[1], 0, segments[1])).astype(jnp.int32)
-    )
+    segments = jnp.sum(jnp.arange(length) >= ends[:, :, None], axis=1, dtype=jnp.int32) + 1
+    segments = segments.at[1].set(jnp.where(segments[1] > ends.shape[1], 0, segments[1]))
     window = use.window and max(1, min(use.window, length // 8))
     if use.sinks:
         arrays.append(jnp.linspace(-1, 1, num_queries) + math.log(window or length / 4))

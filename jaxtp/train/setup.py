@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
+from jax.stages import Wrapped
 from jax.tree_util import PyTreeDef
 
 from jaxtp.checkpoint.manager import Checkpoints
-from jaxtp.checkpoint.storage import newest_with_info
+from jaxtp.checkpoint.storage import Info, newest_with_info
 from jaxtp.config.console import size_text
 from jaxtp.config.entry import Interrupt
 from jaxtp.config.schema import ConfigError, replace_nested
@@ -47,8 +48,8 @@ from jaxtp.train.run_data import (
 )
 from jaxtp.train.run_report import Report, sharding_table, summary
 from jaxtp.train.state import Blueprint, MakeModel, parameter_count, plan_state, trained_parameters
-from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step, on_leaves
-from jaxtp.train.task import Task, load_task, transformation, with_parts, with_references
+from jaxtp.train.step import make_eval_step, make_train_step, on_leaves
+from jaxtp.train.task import Shapes, Task, load_task, transformation, with_parts, with_references
 from jaxtp.train.user_loss import Traits, attribute, example_batch, inspect_loss
 from jaxtp.train.validation import batch_violations, check_decoder, open_mesh, refuse
 
@@ -64,20 +65,28 @@ class Run:
     task: Task
     data: RunData
     blueprint: Blueprint
-    train_step: JittedTrainStep  # on leaves, not compiled yet
-    eval_step: EvalStep
+    # The step on leaves of the state, not compiled yet
+    train_step: Wrapped
+    eval_step: Wrapped
     checkpoints: Checkpoints
     report: Report
     interrupt: Interrupt
     timing: Timing
-    leaves: list[Array]  # of the state
+    # Leaves and structure of the state
+    leaves: list[Array]
     tree: PyTreeDef
-    step: int  # number of updates so far
-    position: Position  # of the next batch
-    base: dict[str, str] | None  # identity of the frozen model under adapters, if there are any
-    verified: int | None  # the last verified step, if the checkpoint records one
-    row_flops: float  # FLOPs of a row, for `mfu`; NaN on CPUs
-    mean_loss: MeanLoss  # mean since the last record, also of steps before the checkpoint
+    # Number of updates so far
+    step: int
+    # Position of the next batch
+    position: Position
+    # Identity of the frozen model under adapters, if there are any
+    base: dict[str, str] | None
+    # The last verified step, if the checkpoint records one
+    verified: int | None
+    # FLOPs of a row, for `mfu`; NaN on CPUs
+    row_flops: float
+    # Mean since the last record, which includes steps before the checkpoint
+    mean_loss: MeanLoss
 
     @property
     def state(self) -> nnx.State:
@@ -116,7 +125,6 @@ def make_run(
         setup = _check(config, task)
     config = setup.config
     task = setup.task
-    source = setup.source
     data = setup.data
     blueprint = setup.blueprint
     lines = [*setup.lines, *_startup_checks(config, blueprint, data)]
@@ -126,25 +134,15 @@ def make_run(
         exit_stack.enter_context(run_folder.locked(config.run.dir))
     report = exit_stack.enter_context(Report())
     report.own_metrics = setup.own_metrics
-    steps_before, _ = setup.before
-    at_start = _NOTHING_LOST.format("resumes" if steps_before else "starts again")
+    at_start = _NOTHING_LOST.format("resumes" if setup.before[0] else "starts again")
     interrupt = exit_stack.enter_context(Interrupt(notice=_NOTICE, at_start=at_start))
-    for line in (*lines, *(f"default {line}" for line in startup_log)):
+    for line in (*lines, *map("default {}".format, startup_log)):
         report.line(line)
-    report.line(
-        summary(
-            config, data, blueprint, _notes(config, source, blueprint, setup.memory), setup.before
-        )
-    )
+    report.line(summary(config, data, blueprint, _notes(setup), setup.before))
     if verbose:
         report.line("\n".join([*sharding_table(blueprint), ""]))
 
-    keep = config.checkpoint
-    folder = config.run.dir / run_folder.CHECKPOINTS
-    checkpoints = Checkpoints(
-        folder, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best
-    )
-    exit_stack.enter_context(checkpoints)
+    checkpoints = exit_stack.enter_context(_open_checkpoints(config))
     restored = None
     if checkpoints.steps():
         from jaxtp.train.resume import restore
@@ -153,23 +151,27 @@ def make_run(
         restored = restore(config, data.description, blueprint, checkpoints, report.line)
     if restored is None:
         report.line(f"making the initial state: {parameter_count(blueprint):,} parameters")
-    initial = source.create_state(config, blueprint, restored)
+    initial = setup.source.create_state(config, blueprint, restored)
     if restored is None:
         check_scored_model(data.tokens, initial, blueprint.mesh)
     if initial.description:
         report.line(initial.description)
-    step, info = (0, {}) if restored is None else (restored.step, restored.info)
-    origin = initial.info if restored is None else info  # of the checkpoint that has the weights
-    changed_constants: list[str] = []
-    if origin is not None:
-        blueprint, changed_constants = blueprint.with_constants_of(origin)
+    step = 0
+    info: Info = {}
+    # The info of the checkpoint that has the weights
+    origin = initial.info
     if restored is not None:
+        step = restored.step
+        info = restored.info
+        origin = info
         if not config.model.lora.rank:
             stored = info["config"]["run"]["init_from"]
             config = replace_nested(config, {"run.init_from": stored and Path(stored)})
         report.line("\n  ".join([f"resumed from the checkpoint at step {step}", *restored.changed]))
-    for line in changed_constants:
-        report.line(f"  {line}")
+    if origin is not None:
+        blueprint, changes = blueprint.with_constants_of(origin)
+        for line in changes:
+            report.line(f"  {line}")
     with raise_everywhere():
         if step < config.train.steps:
             run_folder.write_config(config)
@@ -210,11 +212,14 @@ class _Setup:
     source: InitSource
     data: RunData
     blueprint: Blueprint
-    lines: list[str]  # on the loss and the plan
-    before: tuple[int, int]  # steps and rows so far
+    # Lines on the loss and the plan
+    lines: list[str]
+    # Steps and rows so far
+    before: tuple[int, int]
     memory: StepMemory | None
     row_flops: float
-    own_metrics: tuple[str, ...]  # of a user's loss
+    # Names of the metrics of a user's loss
+    own_metrics: tuple[str, ...]
 
 
 def _check(config: TrainConfig, task: Task) -> _Setup:
@@ -223,7 +228,8 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
     mesh = open_mesh(config)
     enable_compilation_cache(mesh.devices.flat[0].platform)
     check_installed(config.metrics.trackers)
-    task = load_task(config, task)  # imports a user's files, which may use the mesh's devices
+    # Imports a user's files, which may use the mesh's devices
+    task = load_task(config, task)
     model = config.model
     config = with_parts(config, task)
     if config.model is not model:
@@ -250,19 +256,17 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
         if traits.warning is not None:
             notes.append(traits.warning)
     blueprint, lines = plan(config, mesh, task, data.train.shapes)
-    memory = require_memory(config, blueprint, task.loss, data.train.shapes)
-    row_flops = _row_flops(config, blueprint, task, data)
     return _Setup(
-        config,
-        task,
-        source,
-        data,
-        blueprint,
-        [*notes, *lines],
-        before,
-        memory,
-        row_flops,
-        own_metrics,
+        config=config,
+        task=task,
+        source=source,
+        data=data,
+        blueprint=blueprint,
+        lines=[*notes, *lines],
+        before=before,
+        memory=require_memory(config, blueprint, task.loss, data.train.shapes),
+        row_flops=_row_flops(config, blueprint, task, data),
+        own_metrics=own_metrics,
     )
 
 
@@ -291,7 +295,8 @@ def _takes_items(config: TrainConfig, task: Task, batches: Batches) -> bool:
 
 
 def _note_on_items(config: TrainConfig, task: Task, batches: Batches) -> list[str]:
-    # A loss without shapes of its own takes both, and then the numbers are wrong in silence.
+    # A loss that does not fix shapes takes both items and batches of them, and one of the two gives
+    # wrong numbers without an error.
     may_have_batches = isinstance(batches, SampleBatches) and batches.may_have_batches
     if may_have_batches and _takes_items(config, task, batches):
         return [f"note    {describe_batches_in_rows(batches, may_be=True)}"]
@@ -299,9 +304,10 @@ def _note_on_items(config: TrainConfig, task: Task, batches: Batches) -> list[st
 
 
 def _check_validation(config: TrainConfig, task: Task, data: RunData) -> list[str]:
-    # Returns a line if validation batches have other columns than training's, and the loss takes
-    # both.
-    if data.validation is None or (changed := changed_columns(data)) is None:
+    # Returns a line if validation batches have other columns than training batches, and the loss
+    # takes both.
+    changed = changed_columns(data)
+    if data.validation is None or changed is None:
         return []
     try:
         check_loss_on(config, task, data.validation)
@@ -353,19 +359,28 @@ def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) ->
     return lines
 
 
-def _notes(
-    config: TrainConfig, source: InitSource, blueprint: Blueprint, memory: StepMemory | None
-) -> dict[str, str | None]:
+def _open_checkpoints(config: TrainConfig) -> Checkpoints:
+    settings = config.checkpoint
+    return Checkpoints(
+        config.run.dir / run_folder.CHECKPOINTS,
+        keep=settings.keep,
+        keep_every=settings.keep_every,
+        keep_best=settings.keep_best,
+    )
+
+
+def _notes(setup: _Setup) -> dict[str, object]:
     verify = None
-    if every := config.train.verify_every:
+    interval = setup.config.train.verify_every
+    if interval:
         verify = (
-            f"every {every:,} steps: an extra step, and in each process "
-            f"{size_text(verification_bytes(blueprint), binary=True)} of host memory, for the "
-            "state before the step and its first result"
+            f"every {interval:,} steps: an extra step, and in each process "
+            f"{size_text(verification_bytes(setup.blueprint), binary=True)} of host memory, for "
+            "the state before the step and its first result"
         )
     return {
-        "memory": None if memory is None else str(memory),
-        "length": source.length_warning(config),
+        "memory": setup.memory,
+        "length": setup.source.length_warning(setup.config),
         "verify": verify,
     }
 
@@ -375,8 +390,11 @@ def progress(config: TrainConfig) -> tuple[int, int]:
 
     Raises `CheckpointError` if the newest checkpoint is unreadable.
     """
-    found = newest_with_info(config.run.dir / run_folder.CHECKPOINTS)
-    return (0, 0) if found is None else (int(found[0].name), found[1].get("next_sample", 0))
+    newest = newest_with_info(config.run.dir / run_folder.CHECKPOINTS)
+    if newest is None:
+        return 0, 0
+    folder, info = newest
+    return int(folder.name), info.get("next_sample", 0)
 
 
 def with_batches(config: TrainConfig, data: RunData, mesh: Mesh | AbstractMesh) -> TrainConfig:
@@ -387,8 +405,8 @@ def with_batches(config: TrainConfig, data: RunData, mesh: Mesh | AbstractMesh) 
     size = data.global_batch_size
     if config.data.global_batch_size not in (size, DataConfig().global_batch_size):
         raise ConfigError(
-            f"data.global_batch_size={config.data.global_batch_size}, and the batches have {size} "
-            "rows; leave it out"
+            f"data.global_batch_size={config.data.global_batch_size}, but the batches have {size} "
+            "rows; leave data.global_batch_size out"
         )
     config = replace_nested(config, {"data.global_batch_size": size})
     have_own_rows = config.data.batches is not None and not isinstance(data.train, SampleBatches)
@@ -404,7 +422,7 @@ def with_steps(
     A resumed run counts remaining samples, whatever its batch size was.
 
     Args:
-      rows: in an epoch, if known.
+      rows: the number of rows in an epoch, if known.
       progress: steps and rows so far.
 
     Raises:
@@ -425,16 +443,18 @@ def with_steps(
             "train.steps"
         )
     batch = config.data.global_batch_size
-    done, read = progress
-    # 1.1 is a little more than 11/10.
+    finished, read = progress
+    # Rounds, because in floating point 1.1 is a little more than 11/10.
     left = max(math.ceil(round((epochs * rows - read) / batch, 6)), 0)
-    if done + left >= 2**31:
+    if finished + left >= 2**31:
         raise ConfigError(f"train.epochs={epochs:,.15g}: a run has less than {2**31:,} steps")
-    each = f", {batch:,} in a step"
-    if done:  # these steps may have had another batch
-        each = f"; steps done: {done:,}; left: {left:,}, of {batch:,} sequences each"
-    reason = f"{epochs:,.15g} epochs of {rows:,} sequences{each}"
-    return replace_nested(config, {"train.steps": done + left, "train.epochs": None}), reason
+    reason = f"{epochs:,.15g} epochs of {rows:,} sequences"
+    # The finished steps may have had another batch size.
+    if finished:
+        reason += f"; steps done: {finished:,}; left: {left:,}, of {batch:,} sequences each"
+    else:
+        reason += f", {batch:,} in a step"
+    return replace_nested(config, {"train.steps": finished + left, "train.epochs": None}), reason
 
 
 def plan(
@@ -448,7 +468,7 @@ def plan(
     Allocates and writes nothing.
 
     Args:
-      batch: a training batch; for a model of the user's.
+      batch: a training batch, which a user's model needs.
 
     Raises:
       ConfigError: a pattern matches no trained parameter, or the model cannot be built.
@@ -471,9 +491,7 @@ def plan(
     return blueprint, lines
 
 
-def check_loss(
-    config: TrainConfig, task: Task, batch: Mapping[str, jax.ShapeDtypeStruct]
-) -> Traits:
+def check_loss(config: TrainConfig, task: Task, batch: Shapes) -> Traits:
     """Traces a task's loss on one abstract device.
 
     Raises:
@@ -509,35 +527,32 @@ def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.Sha
         replace_nested(config, {"train.callbacks": (), "data.validation_batches": None})
     )
     config = with_parts(config, task)
+    task = replace(task, validation=None)
     loss = task.loss or partial(_decoder_loss, config.mesh.context)
-    if (shapes := _example_shapes(config, task)) is not None:
-        task = replace(task, loss=loss, validation=None)
-        weights = jax.ShapeDtypeStruct((config.data.global_batch_size,), jnp.float32)
-        return (
-            config,
-            task,
-            shapes | ({WEIGHTS: weights} if check_loss(config, task, shapes).reads_weights else {}),
-        )
-    data = open_data(config, source, replace(task, validation=None))
-    task = replace(task, loss=loss, validation=None)
+    shapes = _example_shapes(config, task)
+    if shapes is not None:
+        task = replace(task, loss=loss)
+        if check_loss(config, task, shapes).reads_weights:
+            shapes[WEIGHTS] = jax.ShapeDtypeStruct((config.data.global_batch_size,), jnp.float32)
+        return config, task, shapes
+    data = open_data(config, source, task)
+    task = replace(task, loss=loss)
     config = with_batches(config, data, ONE_DEVICE)
     data.pad_short_batches(check_loss_on(config, task, data.train).reads_weights)
     return config, task, data.train.shapes
 
 
 def _example_shapes(config: TrainConfig, task: Task) -> dict[str, jax.ShapeDtypeStruct] | None:
-    # Of a decoder's batch, which needs no data, unless they are here and may have columns that only
-    # they know.
+    # A decoder's batch shapes need no data. But if the dataset exists and the loss does not list
+    # its columns, only the dataset knows them.
     data = config.data
-    rows = config.data.global_batch_size
-    is_here = bool(data.mixture) or (data.path is not None and data.path.exists())
-    knows = task.loss is None or attribute(task.loss, "example_batch", None) is not None
-    if task.has_own_model or task.batches is not None or (is_here and not knows):
+    has_data = bool(data.mixture) or (data.path is not None and data.path.exists())
+    lists_columns = task.loss is None or attribute(task.loss, "example_batch", None) is not None
+    if task.has_own_model or task.batches is not None or (has_data and not lists_columns):
         return None
-    row = example_batch(task.loss, config, 1)
     return {
-        name: jax.ShapeDtypeStruct((rows, *each.shape[1:]), each.dtype)
-        for name, each in row.items()
+        name: jax.ShapeDtypeStruct((data.global_batch_size, *array.shape[1:]), array.dtype)
+        for name, array in example_batch(task.loss, config, 1).items()
     }
 
 

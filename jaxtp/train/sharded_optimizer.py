@@ -5,13 +5,14 @@ labels take this dict. A stack of layers is one array `[layers, ...]`. Arrays ha
 shapes, or norms, factored moments and orthogonalization would depend on the mesh, which pads some
 dims. Only `OnPaddedArrays` sees the stored arrays.
 
-An array of the state is sharded like the parameter whose path is among its keys, dim by dim. Other
-arrays, such as the state of `optax.flatten`, are replicated.
+An array of the state is sharded like the parameter whose path is among its keys: dims of equal
+size, counted from the end and then from the beginning, are split over the same axes. Other arrays,
+such as the state of `optax.flatten`, are replicated.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import combinations, product
+from itertools import takewhile
 from typing import Any
 
 import jax
@@ -37,6 +38,8 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.layers.parameter import logical_shape, pad, padding_of, spec_of, unpad
 from jaxtp.mesh import TP, current_mesh, mesh_sizes
 
+Variables = dict[str, Variable]  # Variables by dotted path
+
 
 class OptimizerState(Variable):
     """An array of an Optax state, as a checkpoint stores it.
@@ -47,7 +50,7 @@ class OptimizerState(Variable):
 
 
 class OnPaddedArrays(optax.GradientTransformationExtraArgs):
-    """A transformation whose updates padding does not change. It sees arrays as they are stored.
+    """A transformation that padding cannot affect, so it runs on the padded arrays.
 
     Its `update` may take `variables`, the parameters with their specs and padding.
     """
@@ -75,12 +78,13 @@ class Optimizer(nnx.Module):
             transformation = transformation.gradient_transformation()
         if not isinstance(transformation, optax.GradientTransformation):
             raise ConfigError(
-                f"the optimizer is {transformation!r}: should be an Optax transformation, such as "
-                "optax.adamw(3e-4)"
+                "the optimizer must be an Optax transformation, such as optax.adamw(3e-4), not "
+                f"{transformation!r}"
             )
         self.transformation = transformation
         self.sees_padding = isinstance(transformation, OnPaddedArrays)
-        self.step = OptimizerState(jnp.zeros((), jnp.int32))  # signed: schedules subtract from it
+        # Signed, because schedules subtract from it
+        self.step = OptimizerState(jnp.zeros((), jnp.int32))
         variables = _parameters(model)
         params = self._optax_arrays(variables, variables)
 
@@ -97,7 +101,8 @@ class Optimizer(nnx.Module):
 
         with _explained("init"):
             self.opt_state = nnx.data(tree_map_with_path(variable, transformation.init(params)))
-        if not self.sees_padding:  # an error of the first step comes before anything is allocated
+        if not self.sees_padding:
+            # An error of the first step is raised before anything is allocated.
             with _explained("update"):
                 jax.eval_shape(
                     lambda: self._transform(params, params, value=jnp.zeros(()), grad=params)
@@ -108,9 +113,9 @@ class Optimizer(nnx.Module):
         variables = _parameters(model)
         params = self._optax_arrays(variables, variables)
         gradients = self._optax_arrays(named_variables(grads), variables)
-        extra = (
-            {"variables": variables} if self.sees_padding else {"value": value, "grad": gradients}
-        )
+        extra: dict[str, object] = {"value": value, "grad": gradients}
+        if self.sees_padding:
+            extra = {"variables": variables}
         updates, state = self._transform(gradients, params, **extra)
         jax.tree.map(
             lambda v, array: v.set_value(array), self.opt_state, state, is_leaf=_is_variable
@@ -125,36 +130,34 @@ class Optimizer(nnx.Module):
     def _transform(
         self, gradients: Arrays, params: Arrays, **extra: object
     ) -> tuple[Arrays, optax.OptState]:
-        # Returns updates and the new state as arrays, checked: Optax and JAX would broadcast and
-        # promote.
+        # Checks shapes and dtypes, because Optax and JAX would broadcast and promote.
         update = optax.with_extra_args_support(self.transformation).update
         updates, state = update(gradients, self.optax_state(), params, **extra)
         state = tree_map_with_path(_as_array, state)
         _require_same("the optimizer's update of", updates, params, jnp.shape)
-        what = "after an update the optimizer's state at"
 
         def kind(array: Array) -> str:
             return f"{array.dtype}{list(array.shape)}"
 
-        _require_same(what, state, self.opt_state, kind)
+        _require_same("after an update the optimizer's state at", state, self.opt_state, kind)
         return updates, state
 
-    def _optax_arrays(self, arrays: dict[str, Variable], owners: dict[str, Variable]) -> Arrays:
-        found = {name: jnp.asarray(variable[...]) for name, variable in arrays.items()}
-        for name, array in found.items() if not self.sees_padding else ():
-            owner = owners[name]
-            if array.shape != logical_shape(owner):
-                whole = unpad(array, padding_of(owner), axis_size(TP))
-                found[name] = constrain(whole, logical_spec(owner, mesh_sizes(current_mesh())))
-        return found
+    def _optax_arrays(self, arrays: Variables, owners: Variables) -> Arrays:
+        return {name: self._optax_array(arrays[name], owners[name]) for name in arrays}
 
-    def _write(self, params: Arrays, variables: dict[str, Variable]) -> None:
+    def _optax_array(self, variable: Variable, owner: Variable) -> Array:
+        array = jnp.asarray(variable[...])
+        if self.sees_padding or array.shape == logical_shape(owner):
+            return array
+        logical = unpad(array, padding_of(owner), axis_size(TP))
+        return constrain(logical, logical_spec(owner, mesh_sizes(current_mesh())))
+
+    def _write(self, params: Arrays, variables: Variables) -> None:
         for name, variable in variables.items():
             array = params[name]
             if array.shape != tuple(variable.shape):
-                array = constrain(
-                    pad(array, padding_of(variable), axis_size(TP)), spec_of(variable)
-                )
+                padded = pad(array, padding_of(variable), axis_size(TP))
+                array = constrain(padded, spec_of(variable))
             variable.set_value(array)
 
 
@@ -181,18 +184,22 @@ def _is_key(leaf: object) -> bool:
 
 
 def _as_array(path: KeyPath, leaf: Any) -> Array:
-    # As `OptimizerState` stores it; not weakly typed, or the second step would compile again.
+    # As `OptimizerState` stores it
     try:
         array = jnp.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
     except (TypeError, ValueError):
-        array = None
-    if array is None or array.dtype.itemsize > 4:
-        what = repr(leaf) if array is None else f"a {array.dtype} array"
-        raise ConfigError(
-            f"the optimizer's state at {_name(path)} is {what}: should be a number, a random key, "
-            "or an array of at most 4 bytes per element, so that checkpoints hold it"
-        )
+        raise _not_an_array(path, repr(leaf)) from None
+    if array.dtype.itemsize > 4:
+        raise _not_an_array(path, f"a {array.dtype} array")
+    # The cast removes a weak type, with which the second step would compile again.
     return array.astype(array.dtype) if array.size else jnp.zeros((), array.dtype)
+
+
+def _not_an_array(path: KeyPath, description: str) -> ConfigError:
+    return ConfigError(
+        f"the optimizer's state at {_name(path)} is {description}; it must be a number, a random "
+        "key, or an array of at most 4 bytes per element, so that checkpoints can hold it"
+    )
 
 
 def _leaf(variable: OptimizerState) -> Array:
@@ -200,7 +207,9 @@ def _leaf(variable: OptimizerState) -> Array:
     metadata = variable.get_metadata()
     if "key_impl" in metadata:
         return jax.random.wrap_key_data(array, impl=metadata["key_impl"])
-    return jnp.zeros(metadata["empty_shape"], array.dtype) if "empty_shape" in metadata else array
+    if "empty_shape" in metadata:
+        return jnp.zeros(metadata["empty_shape"], array.dtype)
+    return array
 
 
 def _name(path: KeyPath) -> str:
@@ -208,25 +217,29 @@ def _name(path: KeyPath) -> str:
 
 
 def _require_same(
-    what: str, actual: object, expected: object, describe: Callable[[Any], object]
+    subject: str, actual: object, expected: object, describe: Callable[[Any], object]
 ) -> None:
-    found, wanted = (
-        {path: describe(leaf) for path, leaf in tree_leaves_with_path(tree, is_leaf=_is_variable)}
-        for tree in (actual, expected)
-    )
-    for path in wanted | found:
-        if (is_now := found.get(path, "absent")) != (was := wanted.get(path, "absent")):
-            raise ConfigError(f"{what} {_name(path)} is {is_now}, not {was}")
+    def described(tree: object) -> dict[KeyPath, object]:
+        leaves = tree_leaves_with_path(tree, is_leaf=_is_variable)
+        return {path: describe(leaf) for path, leaf in leaves}
+
+    after = described(actual)
+    before = described(expected)
+    for path in before | after:
+        now = after.get(path, "absent")
+        was = before.get(path, "absent")
+        if now != was:
+            raise ConfigError(f"{subject} {_name(path)} is {now}, not {was}")
 
 
-def _parameters(model: nnx.Module) -> dict[str, Variable]:
+def _parameters(model: nnx.Module) -> Variables:
     # The variables themselves, not copies.
     return by_dotted_path(
         (path, value) for path, value in nnx.iter_graph(model) if isinstance(value, nnx.Param)
     )
 
 
-def _parameter_at(path: KeyPath, params: dict[str, Variable]) -> Variable | None:
+def _parameter_at(path: KeyPath, params: Variables) -> Variable | None:
     # The innermost key: a group of `optax.multi_transform` may have the name of a parameter.
     keys = (getattr(key, "key", None) for key in reversed(path))
     return next((params[key] for key in keys if isinstance(key, str) and key in params), None)
@@ -237,31 +250,36 @@ def _sharding_metadata(
 ) -> dict[str, Any]:
     # `nnx.Optimizer` would give every array the parameter's spec, which does not fit factored
     # moments.
-    whole: tuple[int, ...] = (
-        () if owner is None else tuple(owner.shape) if padded else logical_shape(owner)
-    )
-    axes = () if owner is None else split_dims(owner)
-    shared = _shared_dims(shape, whole)
-    kept = [axes[shared[dim]] if dim in shared else () for dim in range(len(shape))]
+    metadata: dict[str, Any] = {"eager_sharding": current_mesh() is not None}
+    if owner is None:
+        return metadata | {"out_sharding": PartitionSpec()}
+    owner_shape = tuple(owner.shape) if padded else logical_shape(owner)
+    owner_axes = split_dims(owner)
+    shared = _shared_dims(shape, owner_shape)
+    axes = [owner_axes[shared[dim]] if dim in shared else () for dim in range(len(shape))]
     # A dim that the parameter lacks, as in statistics [n, n] of a matrix [m, n], takes the axes
-    # that are left.
-    left = [names for dim, names in enumerate(axes) if dim not in shared.values()]
+    # that no other dim has.
+    free = [names for dim, names in enumerate(owner_axes) if dim not in shared.values()]
     for dim in reversed(range(len(shape))):
-        if left and dim not in shared:
-            kept[dim] = left.pop()
-    spec = PartitionSpec(*divisible_axes(shape, kept, mesh_sizes(current_mesh())))
-    padding = padding_of(owner) if owner is not None and padded and shape == whole else ()
-    metadata = {"out_sharding": spec, "eager_sharding": current_mesh() is not None}
-    return metadata | ({"padding": padding} if padding else {})
+        if free and dim not in shared:
+            axes[dim] = free.pop()
+    spec = PartitionSpec(*divisible_axes(shape, axes, mesh_sizes(current_mesh())))
+    if padded and shape == owner_shape and padding_of(owner):
+        metadata["padding"] = padding_of(owner)
+    return metadata | {"out_sharding": spec}
 
 
-def _shared_dims(shape: tuple[int, ...], whole: tuple[int, ...]) -> dict[int, int]:
-    # The longest common subsequence, the last of several: the dim in `whole` for each of its dims
-    # in `shape`.
-    dims = range(len(shape))[::-1]
-    others = range(len(whole))[::-1]
-    for length in range(min(len(shape), len(whole)), 0, -1):
-        for here, there in product(combinations(dims, length), combinations(others, length)):
-            if all(shape[dim] == whole[other] for dim, other in zip(here, there, strict=True)):
-                return dict(zip(here, there, strict=True))
-    return {}
+def _shared_dims(shape: tuple[int, ...], owner_shape: tuple[int, ...]) -> dict[int, int]:
+    # The parameter's dim for each dim of equal size, counted from the end and then from the
+    # beginning: the factored moments [L, m] and [L, n] of [L, m, n] share all their dims.
+    suffix = _num_equal(shape[::-1], owner_shape[::-1])
+    begin = len(shape) - suffix
+    offset = len(owner_shape) - len(shape)
+    prefix = _num_equal(shape[:begin], owner_shape[: begin + offset])
+    shared = {dim: dim for dim in range(prefix)}
+    return shared | {dim: dim + offset for dim in range(begin, len(shape))}
+
+
+def _num_equal(sizes: tuple[int, ...], owner_sizes: tuple[int, ...]) -> int:
+    pairs = zip(sizes, owner_sizes, strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))

@@ -55,20 +55,17 @@ class TrainState(nnx.Module):
         make_model: MakeModel | None = None,
     ):
         rngs = nnx.Rngs(seed)
-        self.model = (
-            create_decoder(config, rngs=rngs)
-            if make_model is None
-            else _with_arrays(make_model(rngs))
-        )
+        model: nnx.Module
+        if make_model is None:
+            model = create_decoder(config, rngs=rngs)
+        else:
+            from jaxtp.parallelize.parallelize import mark_arrays_as_data
+
+            model = make_model(rngs)
+            mark_arrays_as_data(model)
+        self.model = model
         self.optimizer = Optimizer(self.model, optimizer)
         self.skipped = Skipped(jnp.zeros((), jnp.int32))
-
-
-def _with_arrays(model: nnx.Module) -> nnx.Module:
-    from jaxtp.parallelize.parallelize import mark_arrays_as_data
-
-    mark_arrays_as_data(model)
-    return model
 
 
 def rng_state(rngs: nnx.State, key: Array | None) -> nnx.State:
@@ -78,14 +75,12 @@ def rng_state(rngs: nnx.State, key: Array | None) -> nnx.State:
     def value(path: tuple[Any, ...], variable: Any) -> Any:
         if not isinstance(variable, nnx.RngKey):
             return variable.replace(jnp.zeros(variable.shape, variable.dtype))
-        of_stream = jax.random.fold_in(key, zlib.crc32(dotted(path).encode()))
-        return variable.replace(
-            jax.random.split(of_stream, variable.shape) if variable.shape else of_stream
-        )
+        stream_key = jax.random.fold_in(key, zlib.crc32(dotted(path).encode()))
+        if variable.shape:
+            stream_key = jax.random.split(stream_key, variable.shape)
+        return variable.replace(stream_key)
 
-    return nnx.from_flat_state(
-        [(path, value(path, variable)) for path, variable in nnx.to_flat_state(rngs)]
-    )
+    return nnx.map_state(value, rngs)
 
 
 @dataclass(frozen=True)
@@ -94,14 +89,18 @@ class Blueprint:
 
     graph: nnx.GraphDef[TrainState]
     abstract: nnx.State
-    rngs: nnx.State  # random keys and counters of the model, no part of the state
-    constants: nnx.State  # arrays that are attributes of modules, and no variables
+    # Random keys and counters of the model, which are not part of the state
+    rngs: nnx.State
+    # Arrays that are attributes of modules, not variables
+    constants: nnx.State
     shardings: Any
     mesh: Mesh
     config: ModelConfig
     optimizer: optax.GradientTransformation
-    make_model: MakeModel | None = None  # None for the `Decoder` of `config`
-    seed: int = 0  # of `constants`
+    # None for the `Decoder` of `config`
+    make_model: MakeModel | None = None
+    # The seed of `constants`
+    seed: int = 0
 
     @property
     def is_decoder(self) -> bool:
@@ -114,7 +113,10 @@ class Blueprint:
         return nnx.merge(self.graph, self.abstract, self.rngs, self.constants, copy=True).model
 
     def merge(self, state: nnx.State, key: Array | None = None) -> TrainState:
-        """Returns a copy of the modules with these arrays; `key` seeds the model's random keys."""
+        """Returns a copy of the modules with the arrays of `state`.
+
+        `key` seeds the model's random keys.
+        """
         return nnx.merge(self.graph, state, rng_state(self.rngs, key), self.constants, copy=True)
 
     def model_of(self, weights: nnx.State) -> nnx.Module:
@@ -129,18 +131,18 @@ class Blueprint:
         """Returns the initial state, sharded, with equal values on every mesh.
 
         Args:
-          seed: of the random weights.
-          weights: initial parameters, donated; others are random.
+          seed: the seed of the random weights.
+          weights: initial parameters, donated; the other parameters are random.
 
         Raises:
-          ConfigError: all weights are random, and the model's arrays that are no variables are of
+          ConfigError: all weights are random, and the model's arrays that are not variables have
             another seed.
         """
         names = list(by_dotted_path(nnx.to_flat_state(self.constants)))
         if weights is None and names and seed != self.seed:
             raise ConfigError(
-                f"the weights would be of seed {seed}, and {names[0]}, an attribute and no "
-                f"variable, is of seed {self.seed}; call plan_state(..., seed={seed})"
+                f"the weights would have seed {seed}, but {names[0]}, an attribute and not a "
+                f"variable, has seed {self.seed}; call plan_state(..., seed={seed})"
             )
 
         def init(weights: nnx.State) -> nnx.State:
@@ -156,28 +158,28 @@ class Blueprint:
             return in_thread(lowered.compile).result()(weights)
 
     def record_of_constants(self) -> dict[str, object]:
-        """Returns JSON for checkpoints, which have no constants.
+        """Returns the seed and sums of the constants, as JSON for checkpoints.
 
-        It has the constants' seed, and sums of each; without any it is empty.
+        Checkpoints do not contain the constants themselves. Empty without constants.
         """
         arrays = by_dotted_path(nnx.to_flat_state(self.constants))
         sums = {name: _sums_of_constant(array) for name, array in arrays.items()}
         return {"seed": self.seed, "sums": sums} if sums else {}
 
     def with_constants_of(self, info: Mapping[str, object]) -> tuple["Blueprint", list[str]]:
-        """Returns the blueprint with a checkpoint's constants, and lines on those that differ.
+        """Returns the blueprint with a checkpoint's constants, and a line for each that differs.
 
         They are the constants of the run that wrote the checkpoint.
 
         Args:
-          info: of the checkpoint. Before it had a record, constants were always of seed 0.
+          info: the checkpoint's info. If it has no record, the constants have seed 0.
         """
         if not nnx.to_flat_state(self.constants):
             return self, []
-        stored = info.get(CONSTANTS, {})
-        if not isinstance(stored, dict):
-            stored = {}
-        record = validate(_RecordOfConstants, stored, source=f"the checkpoint's {CONSTANTS}")
+        stored = info.get(CONSTANTS)
+        record = _RecordOfConstants()
+        if isinstance(stored, dict):
+            record = validate(_RecordOfConstants, stored, source=f"the checkpoint's {CONSTANTS}")
         blueprint = self
         if record.seed != self.seed:
             values = _values(
@@ -191,8 +193,8 @@ class Blueprint:
                 _sums_of_constant(array), before, rtol=1e-4, atol=before[0] * 1e-4
             ):
                 lines.append(
-                    f"changed since: the values of {name}, an attribute and no variable: the code "
-                    "that makes it is another, or JAX's random numbers are"
+                    f"changed since: the values of {name}, an attribute and not a variable: the "
+                    "code that makes it changed, or JAX's random numbers did"
                 )
         return blueprint, lines
 
@@ -219,8 +221,8 @@ class _RecordOfConstants:
 
 
 def _sums_of_constant(array: Array) -> tuple[float, float]:
-    # Of absolute values, and by place: rounding on other devices moves neither by much, other
-    # random numbers do. Reads at most about 2**17 elements.
+    # The sum of absolute values, and a sum weighted by position: rounding on other devices changes
+    # neither by much, but other random numbers do. Reads at most about 2**17 elements.
     values = np.asarray(array).reshape(-1)
     values = values[:: max(values.size // 2**16, 1)]
     parts = np.concatenate([values.real, values.imag]) if np.iscomplexobj(values) else values
@@ -239,11 +241,11 @@ def plan_state(
     """Traces a `TrainState` on a mesh, which may be abstract.
 
     Args:
-      seed: of the model's arrays that are attributes of modules and no variables:
-        `Blueprint.create` makes the others.
+      seed: the seed of the model's arrays that are attributes of modules, not variables;
+        `Blueprint.create` makes the variables.
 
     Raises:
-      ConfigError: nothing is trained, or a Decoder has an array that is no variable.
+      ConfigError: nothing is trained, or a Decoder has an array that is not a variable.
       UserError: two variables have the same dotted path.
     """
     with as_current(mesh):
@@ -262,11 +264,12 @@ def plan_state(
             f"model.lora.targets={targets}: the model has no such projection, so nothing is trained"
         )
     _check_dtypes(abstract["model"])
-    if names := list(by_dotted_path(nnx.to_flat_state(constants))):
+    names = list(by_dotted_path(nnx.to_flat_state(constants)))
+    if names:
         if make_model is None:
             raise ConfigError(
-                f"{names[0]} is an array of a jaxtp.Decoder, an attribute and no variable, which "
-                "no checkpoint would have; make it a variable: class Buffer(nnx.Variable)"
+                f"{names[0]} is an array of a jaxtp.Decoder, but an attribute and not a variable, "
+                "so no checkpoint would have it; make it a variable: class Buffer(nnx.Variable)"
             )
         constants = _values(constants, config, optimizer, mesh, make_model, seed)
     return Blueprint(
@@ -277,10 +280,10 @@ def plan_state(
 def _check_dtypes(model: nnx.State) -> None:
     for name, variable in named_variables(model).items():
         dtype = variable.dtype
-        real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, np.bool_))
-        if not real or dtype.itemsize > 4 or dtype in (jnp.int4, jnp.uint4):
+        is_real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, np.bool_))
+        if not is_real or dtype.itemsize > 4 or dtype in (jnp.int4, jnp.uint4):
             raise ConfigError(
-                f"{name} is {dtype}, and a run's variables are real numbers of 1 to 4 bytes"
+                f"{name} is {dtype}, but a run's variables must be real numbers of 1 to 4 bytes"
             )
         if not math.prod(variable.shape):
             raise ConfigError(
@@ -297,17 +300,18 @@ def _values(
     make_model: MakeModel | None,
     seed: int,
 ) -> nnx.State:
-    # Of an abstract mesh only shapes matter.
+    # On an abstract mesh only shapes matter.
     if not isinstance(mesh, Mesh):
         return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), constants)
 
     def create() -> nnx.State:
-        made = TrainState(config, optimizer, seed, make_model)
-        return nnx.split(made, nnx.RngState, STORED, ...)[3]  # type: ignore[misc]
+        state = TrainState(config, optimizer, seed, make_model)
+        return nnx.split(state, nnx.RngState, STORED, ...)[3]  # type: ignore[misc]
 
     with jax.set_mesh(mesh):
         values = jax.jit(create, out_shardings=NamedSharding(mesh, PartitionSpec()))()
-    return jax.tree.map(np.asarray, values)  # constants of programs
+    # As NumPy arrays they become constants of compiled programs.
+    return jax.tree.map(np.asarray, values)
 
 
 def parameters(blueprint: Blueprint) -> dict[str, Variable]:
@@ -329,9 +333,7 @@ def parameter_count(blueprint: Blueprint) -> int:
 
 def total_bytes(blueprint: Blueprint) -> int:
     """Returns the bytes of the state, each array counted once."""
-    return sum(
-        math.prod(v.shape) * v.dtype.itemsize for v in named_variables(blueprint.abstract).values()
-    )
+    return sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(blueprint.abstract))
 
 
 def bytes_per_device(blueprint: Blueprint) -> int:
@@ -351,14 +353,10 @@ def shard_bytes(state: nnx.State) -> int:
 def finite_arrays(state: nnx.State) -> dict[str, Array]:
     """Returns the `named_arrays`, except for variables of a user's class.
 
-    These, such as masks, may be infinite.
+    Variables of a user's class, such as masks, may be infinite.
     """
-    variables = named_variables(state)
-    return {
-        name: array
-        for name, array in named_arrays(state).items()
-        if not may_be_infinite(variables[name])
-    }
+    variables = named_variables(state).items()
+    return {name: v[...] for name, v in variables if not may_be_infinite(v)}
 
 
 def named_arrays(state: nnx.State) -> dict[str, Array]:

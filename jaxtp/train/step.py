@@ -6,6 +6,7 @@ learning rate of `optimizer.py`), moves the selection biases of experts, and sel
 if the step is not finite, or has no weight (`_skip_if_useless`).
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +19,7 @@ import optax
 from flax import nnx
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.stages import Traced
+from jax.stages import Traced, Wrapped
 from jax.tree_util import PyTreeDef
 
 from jaxtp.checkpoint.checksum import device_checksums
@@ -41,9 +42,10 @@ from jaxtp.models.decoder import Decoder, LossTerms
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import user_loss
 from jaxtp.train.config import OptimizerConfig, TrainConfig
+from jaxtp.train.sharded_optimizer import Optimizer
 from jaxtp.train.state import OPTIMIZER_SCOPE, STORED, Blueprint, rng_state
 from jaxtp.train.stopping import abstract_flags
-from jaxtp.train.task import Loss, Task
+from jaxtp.train.task import Loss, Shapes, Task
 
 
 @jax.tree_util.register_dataclass
@@ -60,24 +62,22 @@ class Scalars:
     values: Array
 
     @classmethod
-    def of(cls, named: Mapping[str, Array], flags: Array | None = None) -> "Scalars":
-        """Stacks scalars, and the maximum of `flags`."""
-        maximum = [] if flags is None else [jnp.max(flags)]
-        return cls(
-            tuple(named),
-            jnp.stack([scalar.astype(jnp.float32) for scalar in [*named.values(), *maximum]]),
-        )
+    def of(cls, metrics: Mapping[str, Array], flags: Array | None = None) -> "Scalars":
+        """Stacks metrics, and the maximum of `flags`."""
+        scalars = list(metrics.values())
+        if flags is not None:
+            scalars.append(jnp.max(flags))
+        return cls(tuple(metrics), jnp.stack([s.astype(jnp.float32) for s in scalars]))
 
     @property
     def flag(self) -> int:
         """The maximum of the flags, or 0; waits for the step."""
-        rest = np.asarray(self.values)[len(self.names) :]
-        return int(rest.max(initial=0))
+        flags = np.asarray(self.values)[len(self.names) :]
+        return int(flags.max(initial=0))
 
 
-TrainStep = Callable[..., tuple[Any, ...]]  # See `make_train_step` and `on_leaves`.
-EvalStep = jax.stages.Wrapped  # See `make_eval_step`.
-JittedTrainStep = Any  # A `TrainStep` from `jax.jit`, which can also be traced and lowered.
+TrainStep = Callable[..., tuple[Any, "StepOutput"]]
+"""A state and a batch to the next state and the step's output."""
 
 Norm = Callable[[Sequence[Variable]], Array]
 NORM = "norm"  # Name in profiles of the sum of squares over devices
@@ -90,14 +90,44 @@ Experts = tuple[Array | None, ...] | None
 router's choices."""
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepOutput:
+    """The output of a training step besides the state; parts that were not requested are None."""
+
+    scalars: Scalars
+    checksums: Array | None = None
+    """The gradients' `device_checksums`, after reduction and before clipping, in the order of
+    `trained_parameters`."""
+    choices: Choices = None
+    """For each kind of block, the router's choices `[B, layers, T, k]` and their margin
+    `[B, layers, T]`, tokens in device order; None without experts."""
+    grads: nnx.State | None = None
+    """The gradients, in the parameters' shardings."""
+
+
 class Replay(NamedTuple):
     """Settings of `jaxtp check`.
 
-    A step records the choices of its routers, or takes those from another mesh.
+    A step records the choices of its routers, or takes the choices from another mesh.
     """
 
     record: bool = False
     experts: Experts = None
+
+
+class _MicroBatch(NamedTuple):
+    batch: Batch
+    experts: Experts
+    # [B], indices in the whole batch, from which the keys of dropout are derived
+    rows: Array
+
+
+class _Outcome(NamedTuple):
+    terms: LossTerms
+    choices: Choices
+    # Variables that a user's loss may have changed
+    changed: nnx.State
 
 
 def make_train_step(
@@ -108,8 +138,8 @@ def make_train_step(
     with_choices: bool = False,
     with_grads: bool = False,
     task: Task = Task(),
-) -> JittedTrainStep:
-    """Returns the jitted training step `state, batch -> state, scalars, ...`.
+) -> Wrapped:
+    """Returns the jitted training step `state, batch -> state, StepOutput`.
 
     It donates the state.
 
@@ -125,84 +155,89 @@ def make_train_step(
     `param_norm` is not finite, the update overflowed.
 
     Args:
-      with_checksums: also return the gradients' `device_checksums`, after reduction and before
-        clipping, in the order of `trained_parameters`.
-      with_choices: also return, for each kind of block, the router's choices `[B, layers, T, k]`
-        and their margin `[B, layers, T]`, tokens in device order; None without experts.
-      with_grads: also return the gradients, last, in the parameters' shardings.
+      with_checksums: the output has `checksums`.
+      with_choices: the output has `choices`.
+      with_grads: the output has `grads`.
       task: parts that replace the decoder's loss and the optimizer of `config`.
     """
-    groups = config.metrics.norm_groups
     norm = _norm if blueprint.is_decoder and task.loss is None else _norm_by_one_sum
-    is_own = task.optimizer is not None and not isinstance(task.optimizer, OptimizerConfig)
-    schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
+
+    def norms(name: str, state: nnx.State) -> dict[str, Array]:
+        return _norms(name, state, config.metrics.norm_groups, norm)
 
     def step(
         state: nnx.State, batch: Batch, *, stop: Array | None = None, experts: Experts = None
-    ) -> tuple[Any, ...]:
+    ) -> tuple[nnx.State, StepOutput]:
         train_state = blueprint.merge(state)
         model: Any = train_state.model
-        num_updates = train_state.optimizer.step[...]
+        updates = train_state.optimizer.step[...]
 
-        key = dropout_key(config.run.seed, num_updates)
-        replay = Replay(with_choices, experts)
-        terms, choices, grads = loss_and_grads(model, batch, config, key, task.loss, replay=replay)
-        mean = terms.loss / _divisor(terms.count)
+        key = dropout_key(config.run.seed, updates)
+        terms, choices, grads = loss_and_grads(
+            model, batch, config, key, task.loss, replay=Replay(with_choices, experts)
+        )
+        loss = terms.loss / _divisor(terms.count)
 
-        norms = _norms("grad_norm", grads, groups, norm)
-        others: list[Any] = [_checksums(grads)] if with_checksums else []
-        others += [choices] if with_choices else []
-        others += [grads] if with_grads else []
+        metrics = norms("grad_norm", grads)
+        checksums = _checksums(grads) if with_checksums else None
 
         with jax.named_scope(OPTIMIZER_SCOPE):
-            train_state.optimizer.update(model, grads, mean)
+            train_state.optimizer.update(model, grads, loss)
         if terms.balance is not None and not blueprint.config.lora.rank:
             model.move_selection_biases(terms.balance, config.train.selection_bias_rate)
 
-        finite = jnp.isfinite(mean) & jnp.isfinite(norms["grad_norm"])
+        finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
         updated = nnx.state(train_state, STORED)
         allowed = config.train.skips_allowed
         new, skipped = _skip_if_useless(updated, state, finite, terms.count != 0, allowed)
 
-        norms |= _norms("param_norm", nnx.filter_state(new["model"], nnx.Param), groups, norm)
-        scalars = {"loss": mean, "loss_tokens": terms.count}
-        own_rate = (
-            optimizers.current_learning_rate(train_state.optimizer.optax_state())
-            if is_own
-            else None
-        )
-        if (rate := own_rate if is_own else schedule(num_updates)) is not None:
-            scalars["learning_rate"] = jnp.asarray(rate)
-        scalars |= {**norms, "skipped": skipped}
-        if terms.balance is not None:
-            scalars |= terms.balance.scalars(terms.count)
-        scalars |= {name: total / weight for name, (total, weight) in terms.metrics.items()}
-        return new, Scalars.of(scalars, stop), *others
+        metrics |= norms("param_norm", nnx.filter_state(new["model"], nnx.Param))
+        metrics["skipped"] = skipped
+        rate = _learning_rate(config, task, train_state.optimizer, updates)
+        scalars = Scalars.of(_with_loss(metrics, loss, terms, rate), stop)
+        return new, StepOutput(scalars, checksums, choices, grads if with_grads else None)
 
-    shardings: list[object] = [blueprint.shardings, _replicated(blueprint)]
-    shardings += [_replicated(blueprint)] if with_checksums else []
-    shardings += [None] if with_choices else []
-    shardings += [nnx.filter_state(blueprint.shardings["model"], nnx.Param)] if with_grads else []
-    return jax.jit(step, donate_argnums=0, out_shardings=tuple(shardings))
+    # The compiler chooses the shardings of the choices.
+    output: Any = StepOutput(_replicated(blueprint), _replicated(blueprint), None)  # type: ignore[arg-type]
+    if with_grads:
+        output = replace(output, grads=nnx.filter_state(blueprint.shardings["model"], nnx.Param))
+    return jax.jit(step, donate_argnums=0, out_shardings=(blueprint.shardings, output))
 
 
-def on_leaves(step: JittedTrainStep, blueprint: Blueprint, tree: PyTreeDef) -> JittedTrainStep:
+def on_leaves(step: Wrapped, blueprint: Blueprint, tree: PyTreeDef) -> Wrapped:
     """Returns a training step from and to the leaves of a state.
 
-    To flatten a state takes as long as a tiny step.
+    Flattening a state takes as long as a tiny step.
     """
+    step_of_state = inspect.unwrap(step)
 
     def flat(
         leaves: Sequence[Array], batch: Batch, *, stop: Array | None = None
-    ) -> tuple[object, object]:
-        new, *others = step.__wrapped__(jax.tree.unflatten(tree, leaves), batch, stop=stop)
-        return jax.tree.leaves(new), others
+    ) -> tuple[object, StepOutput]:
+        new, output = step_of_state(jax.tree.unflatten(tree, leaves), batch, stop=stop)
+        return jax.tree.leaves(new), output
 
-    return jax.jit(
-        flat,
-        donate_argnums=0,
-        out_shardings=(jax.tree.leaves(blueprint.shardings), _replicated(blueprint)),
-    )
+    shardings = jax.tree.leaves(blueprint.shardings)
+    return jax.jit(flat, donate_argnums=0, out_shardings=(shardings, _replicated(blueprint)))
+
+
+def _learning_rate(
+    config: TrainConfig, task: Task, optimizer: Optimizer, updates: Array
+) -> Array | None:
+    if task.optimizer is None or isinstance(task.optimizer, OptimizerConfig):
+        schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
+        return jnp.asarray(schedule(updates))
+    return optimizers.current_learning_rate(optimizer.optax_state())
+
+
+def _with_loss(
+    metrics: Mapping[str, Array], loss: Array, terms: LossTerms, rate: Array | None
+) -> dict[str, Array]:
+    # In the order of the log: the metrics of a user's loss are last.
+    rates = {} if rate is None else {"learning_rate": rate}
+    balance = {} if terms.balance is None else terms.balance.scalars(terms.count)
+    own = {name: total / weight for name, (total, weight) in terms.metrics.items()}
+    return {"loss": loss, "loss_tokens": terms.count, **rates, **metrics, **balance, **own}
 
 
 def loss_and_grads(
@@ -227,71 +262,95 @@ def loss_and_grads(
         parameters, such as the statistics of `nnx.BatchNorm`; they are updated in place.
     """
     accumulation = config.train.accumulation
-    precision = config.model.precision
     graph, stored, rngs, frozen = nnx.split(model, nnx.Param, nnx.RngState, ...)  # type: ignore[misc]
-    unreduced = accumulation > 1 and loss is None
-    params = mark_unreduced(stored) if unreduced else stored
+    objective = _Objective(graph, rngs, frozen, config, key, loss, replay.record)
+    inputs = _MicroBatch(batch, replay.experts, jnp.arange(len(jax.tree.leaves(batch)[0])))
+    if accumulation == 1:
+        outcome, gradients = objective.differentiate(stored, inputs, jnp.zeros((), jnp.int32))
+        terms, choices, changed = outcome
+        grads = gradients()
+        nnx.update(model, changed)
+    else:
+        params = mark_unreduced(stored) if loss is None else stored
+        sums = _no_gradients(params, config.model.precision)
 
-    def objective(
-        params: nnx.State, micro: Batch, experts: Experts, rows: Array, index: Array
-    ) -> tuple[Array, tuple[LossTerms, Choices, nnx.State]]:
-        # The frozen ones belong to the outer trace.
+        def add(micro: _MicroBatch, index: Array) -> tuple[LossTerms, Choices]:
+            outcome, gradients = objective.differentiate(params, micro, index)
+            _add_gradients(gradients, sums, params)
+            return outcome.terms, outcome.choices
+
+        def terms_of(micro: _MicroBatch, index: Array) -> LossTerms:
+            _, outcome = objective(params, micro, index)
+            return outcome.terms
+
+        # Zeros for a decoder are known without a trace.
+        no_terms = model.no_terms() if loss is None else _no_terms(terms_of, inputs, accumulation)
+        terms, choices = _sum_over_micro_batches(add, inputs, accumulation, no_terms)
+        grads = jax.tree.map(jax.freeze, sums)
         if loss is None:
-            merged = nnx.merge(graph, params, rngs, frozen, copy=True)
-            keys = row_keys(key, rows) if merged.config.dropout else None
-            total, terms, choices = _decoder_objective(
-                merged, micro, config, keys, Replay(replay.record, experts)
-            )
-            return total, (terms, choices, nnx.State({}))
-        micro_key = jax.random.fold_in(key, index)
-        merged = nnx.merge(graph, params, rng_state(rngs, micro_key), frozen, copy=True)
-        terms = user_loss.call(loss, merged, micro, micro_key)
-        return terms.loss, (
-            terms,
-            None,
-            user_loss.changeable(merged, frozen) if accumulation == 1 else nnx.State({}),
-        )
+            grads = sum_over_replicas(grads, stored, config.model.precision.reduce)
+    count = _divisor(terms.count)
+    return terms, choices, jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, stored)
+
+
+@dataclass(frozen=True)
+class _Objective:
+    """The loss to differentiate, as a function of parameters, a micro-batch and its index."""
+
+    graph: nnx.GraphDef[Any]
+    rngs: nnx.State
+    frozen: nnx.State
+    config: TrainConfig
+    key: Array
+    loss: Loss | None
+    record: bool
 
     def differentiate(
-        micro: tuple[Batch, Experts, Array], index: Array
-    ) -> tuple[LossTerms, Any, Callable[..., nnx.State]]:
-        # Also returns what a micro-batch has for each row, and a function that computes the
-        # gradients, into `refs` or as its result.
-        rows_of_batch, experts, rows = micro
-        total_of = partial(objective, micro=rows_of_batch, experts=experts, rows=rows, index=index)
-        total, backward, (terms, *per_row) = jax.vjp(total_of, params, has_aux=True)
+        self, params: nnx.State, micro: _MicroBatch, index: Array
+    ) -> tuple[_Outcome, Callable[..., nnx.State]]:
+        """Returns the outcome, and a function for the gradients, which adds to `refs`, if any."""
+        total, backward, outcome = jax.vjp(
+            partial(self, micro=micro, index=index), params, has_aux=True
+        )
 
         def gradients(*refs: nnx.State) -> nnx.State:
             compute = backward.with_refs(*refs) if refs else backward  # type: ignore[attr-defined]
             (grads,) = compute(jnp.ones_like(total))
             return grads
 
-        return terms, per_row, gradients
+        return outcome, gradients
 
-    inputs = batch, replay.experts, jnp.arange(len(jax.tree.leaves(batch)[0]))
-    if accumulation == 1:
-        terms, (choices, changed), gradients = differentiate(inputs, jnp.zeros((), jnp.int32))
-        grads = gradients()
-    else:
-        sums = _no_gradients(params, precision)
+    def __call__(
+        self, params: nnx.State, micro: _MicroBatch, index: Array
+    ) -> tuple[Array, _Outcome]:
+        if self.loss is None:
+            return self._of_decoder(params, micro)
+        key = jax.random.fold_in(self.key, index)
+        model = self._model(params, rng_state(self.rngs, key))
+        terms = user_loss.call(self.loss, model, micro.batch, key)
+        return terms.loss, _Outcome(terms, None, user_loss.changeable(model, self.frozen))
 
-        def add(micro: tuple[Batch, Experts, Array], index: Array) -> tuple[LossTerms, Any]:
-            terms, per_row, gradients = differentiate(micro, index)
-            _add_gradients(gradients, sums, params)
-            return terms, per_row
+    def _of_decoder(self, params: nnx.State, micro: _MicroBatch) -> tuple[Array, _Outcome]:
+        model: Decoder = self._model(params, self.rngs)
+        batch = micro.batch
+        train = self.config.train
+        keys = row_keys(self.key, micro.rows) if model.config.dropout else None
+        sequences = model.sequences(batch["inputs"], batch.get(SEGMENTS), self.config.mesh.context)
+        terms, routings = model.loss_terms(
+            batch["inputs"],
+            batch["labels"],
+            replace(sequences, record=self.record),
+            z_loss=train.z_loss,
+            dropout_keys=keys,
+            experts=micro.experts,
+        )
+        choices = [_choices(routing) for routing in routings] if self.record else None
+        total = terms.objective(train.balance_loss, train.router_z_loss)
+        return total, _Outcome(terms, choices, nnx.State({}))
 
-        def terms_of(micro: tuple[Batch, Experts, Array], index: Array) -> LossTerms:
-            _, (terms, *_) = objective(params, *micro, index)
-            return terms
-
-        no_terms = model.no_terms() if loss is None else _no_terms(terms_of, inputs, accumulation)
-        terms, (choices, changed) = _sum_over_micro_batches(add, inputs, accumulation, no_terms)
-        grads = jax.tree.map(jax.freeze, sums)
-    if unreduced:
-        grads = sum_over_replicas(grads, stored, precision.reduce)
-    nnx.update(model, changed)
-    count = _divisor(terms.count)
-    return terms, choices, jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, stored)
+    def _model(self, params: nnx.State, rngs: nnx.State) -> Any:
+        # A copy, because the frozen variables belong to the outer trace.
+        return nnx.merge(self.graph, params, rngs, self.frozen, copy=True)
 
 
 def _divisor(count: Array) -> Array:
@@ -299,22 +358,6 @@ def _divisor(count: Array) -> Array:
     # so the step is skipped. XLA computes a quotient once, and would compute a condition again in
     # the update of each parameter.
     return jnp.where(jnp.isfinite(count) & (count != 0), count, jnp.nan)
-
-
-def _decoder_objective(
-    model: Decoder, batch: Batch, config: TrainConfig, dropout_keys: Array | None, replay: Replay
-) -> tuple[Array, LossTerms, Choices]:
-    sequences = model.sequences(batch["inputs"], batch.get(SEGMENTS), config.mesh.context)
-    terms, routings = model.loss_terms(
-        batch["inputs"],
-        batch["labels"],
-        replace(sequences, record=replay.record),
-        z_loss=config.train.z_loss,
-        dropout_keys=dropout_keys,
-        experts=replay.experts,
-    )
-    choices = [_choices(routing) for routing in routings] if replay.record else None
-    return terms.objective(config.train.balance_loss, config.train.router_z_loss), terms, choices
 
 
 # A second tree of gradients would not fit where accumulation is needed most. So each backward pass
@@ -346,12 +389,8 @@ def _add_gradients(
         total[...] += grad.astype(total.dtype)
 
 
-def _no_terms(
-    terms_of: Callable[[Any, Array], LossTerms], inputs: object, count: int
-) -> LossTerms | None:
-    # Zeros for the terms of a user's loss. One micro-batch needs none, and is not traced twice.
-    if count == 1:
-        return None
+def _no_terms(terms_of: Callable[[Any, Array], LossTerms], inputs: object, count: int) -> LossTerms:
+    # Zeros like the terms of a micro-batch.
     micro = jax.tree.map(lambda array: array[: len(array) // count], inputs)
     terms = jax.eval_shape(terms_of, micro, jnp.zeros((), jnp.int32))
     return jax.tree.map(lambda term: jnp.zeros(term.shape, term.dtype), terms)
@@ -362,12 +401,9 @@ def _sum_over_micro_batches(
 ) -> Any:
     # Sums the first result of `fn`, which takes a micro-batch of `inputs [B, ...]` and its number;
     # concatenates the second, which is per row.
-    if count == 1:
-        return fn(inputs, jnp.zeros((), jnp.int32))
-
     def add(sums: Any, micro: Any) -> tuple[Any, Any]:
-        more, per_row = fn(*micro)
-        return jax.tree.map(jnp.add, sums, more), per_row
+        terms, per_row = fn(*micro)
+        return jax.tree.map(jnp.add, sums, terms), per_row
 
     split = jax.tree.map(lambda array: _split_rows(array, count), inputs)
     sums, per_row = jax.lax.scan(add, zeros, (split, jnp.arange(count)))
@@ -398,9 +434,7 @@ def _norms(name: str, state: nnx.State, groups: tuple[str, ...], norm: Norm) -> 
     variables = named_variables(state)
     parts = {name: [*variables.values()]}
     for group in groups:
-        parts[f"{name}/{group}"] = [
-            each for path, each in variables.items() if matches(group, path)
-        ]
+        parts[f"{name}/{group}"] = [variables[path] for path in variables if matches(group, path)]
     with jax.named_scope(name):
         return {key: norm(part) for key, part in parts.items()}
 
@@ -420,55 +454,52 @@ def _norm_by_one_sum(variables: Sequence[Variable]) -> Array:
             total += vary_everywhere(jnp.sum(jnp.square(shard.astype(jnp.float32))) / copies)
         return all_reduce(total, *AXES)
 
-    return jnp.sqrt(
-        device_view(squares, NORM, specs, PartitionSpec())(
-            *(variable[...] for variable in variables)
-        )
-    )
+    sum_of_squares = device_view(squares, NORM, specs, PartitionSpec())
+    return jnp.sqrt(sum_of_squares(*(variable[...] for variable in variables)))
 
 
 def _checksums(state: nnx.State) -> Array:
     variables = named_variables(state).values()
-    return device_checksums(
-        [variable[...] for variable in variables], tuple(spec_of(each) for each in variables)
-    )
+    return device_checksums([v[...] for v in variables], tuple(map(spec_of, variables)))
 
 
-def make_eval_step(config: TrainConfig, blueprint: Blueprint, loss: Loss | None = None) -> EvalStep:
+def make_eval_step(config: TrainConfig, blueprint: Blueprint, loss: Loss | None = None) -> Wrapped:
     """Returns a jitted `state, batch, number of the batch -> terms`, summed over the batch.
 
-    With the training step's micro-batches it needs no more memory. A user's model is as after
-    `nnx.Module.eval()`.
+    With the training step's micro-batches it needs no more memory than the training step. A user's
+    model is as after `nnx.Module.eval()`.
     """
+    accumulation = config.train.accumulation
 
     def step(state: nnx.State, batch: Batch, number: Array | int = 0) -> LossTerms:
         def terms_of(micro: Batch, index: Array) -> LossTerms:
-            key = jax.random.fold_in(
-                jax.random.key(config.run.seed), number * config.train.accumulation + index
-            )
+            key = jax.random.fold_in(jax.random.key(config.run.seed), number * accumulation + index)
             model: Any = blueprint.merge(state, key).model
             if loss is not None:
                 model.eval()
                 return user_loss.call(loss, model, micro, key)
-            segments = micro.get(SEGMENTS)
-            context = config.mesh.context
             total, count = model.loss(
-                micro["inputs"], micro["labels"], segments_BT=segments, context=context
+                micro["inputs"],
+                micro["labels"],
+                segments_BT=micro.get(SEGMENTS),
+                context=config.mesh.context,
             )
             return LossTerms(total, count, None)
 
-        def micro_fn(micro: Batch, index: Array) -> tuple[LossTerms, None]:
-            return terms_of(micro, index), None
-
-        no_terms = _no_terms(terms_of, batch, config.train.accumulation)
-        sums, _ = _sum_over_micro_batches(micro_fn, batch, config.train.accumulation, no_terms)
+        if accumulation == 1:
+            return terms_of(batch, jnp.zeros((), jnp.int32))
+        no_terms = _no_terms(terms_of, batch, accumulation)
+        sums, _ = _sum_over_micro_batches(
+            lambda micro, index: (terms_of(micro, index), None), batch, accumulation, no_terms
+        )
         return sums
 
     return jax.jit(step, out_shardings=_replicated(blueprint))
 
 
-def fetch(scalars: Scalars) -> dict[str, float]:
+def fetch(output: StepOutput) -> dict[str, float]:
     """Waits for a step and returns its metrics."""
+    scalars = output.scalars
     values = np.asarray(scalars.values)[: len(scalars.names)]
     return dict(zip(scalars.names, values.tolist(), strict=True))
 
@@ -476,9 +507,9 @@ def fetch(scalars: Scalars) -> dict[str, float]:
 def trace_step(
     config: TrainConfig,
     blueprint: Blueprint,
-    step: JittedTrainStep | None = None,
+    step: Wrapped | None = None,
     state: nnx.State | list[Array] | None = None,
-    batch: Mapping[str, jax.ShapeDtypeStruct] | None = None,
+    batch: Shapes | None = None,
 ) -> Traced:
     """Traces the training step on its mesh, which may be abstract.
 
@@ -489,15 +520,15 @@ def trace_step(
     """
     data = config.data
     mesh = blueprint.mesh
+    if step is None:
+        step = make_train_step(config, blueprint)
+    if state is None:
+        state = blueprint.sharded
     if batch is None:
-        batch = abstract_batch(
-            mesh, data.global_batch_size, data.sequence_length, packed=data.packed
-        )
-    step = step or make_train_step(config, blueprint)
+        rows = data.global_batch_size
+        batch = abstract_batch(mesh, rows, data.sequence_length, packed=data.packed)
     with jax.set_mesh(mesh):
-        return step.trace(
-            blueprint.sharded if state is None else state, batch, **abstract_flags(mesh)
-        )
+        return step.trace(state, batch, **abstract_flags(mesh))
 
 
 def compiler_options(config: TrainConfig, platform: str) -> dict[str, bool | str]:
@@ -537,16 +568,17 @@ def _choices(routing: Routing | None) -> tuple[Array, Array] | None:
 def _split_rows(array: Array, steps: int) -> Array:
     # [B, ...] -> [steps, B / steps, ...]: each device splits its own rows, so nothing moves.
     devices = batch_parts(mesh_sizes(jax.sharding.get_abstract_mesh()))
-    rest = array.shape[1:]
-    micro = array.reshape(devices, steps, -1, *rest).swapaxes(0, 1)
-    return constrain(micro.reshape(steps, -1, *rest), PartitionSpec(None, *batch_spec()))
+    row_shape = array.shape[1:]
+    micro = array.reshape(devices, steps, -1, *row_shape).swapaxes(0, 1)
+    return constrain(micro.reshape(steps, -1, *row_shape), PartitionSpec(None, *batch_spec()))
 
 
 def _join_rows(micro: Array) -> Array:
     # The inverse of `_split_rows`.
     devices = batch_parts(mesh_sizes(jax.sharding.get_abstract_mesh()))
-    rest = micro.shape[2:]
-    return micro.reshape(micro.shape[0], devices, -1, *rest).swapaxes(0, 1).reshape(-1, *rest)
+    steps, _, *row_shape = micro.shape
+    rows = micro.reshape(steps, devices, -1, *row_shape).swapaxes(0, 1)
+    return rows.reshape(-1, *row_shape)
 
 
 def _replicated(blueprint: Blueprint) -> NamedSharding:

@@ -28,11 +28,8 @@ def abstract_flags(mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the step's argument for flags: with several processes, a float32 per device."""
     if not is_multiprocess():
         return {}
-    return {
-        STOP: jax.ShapeDtypeStruct(
-            (mesh.size,), np.float32, sharding=NamedSharding(mesh, PartitionSpec(AXES))
-        )
-    }
+    sharding = NamedSharding(mesh, PartitionSpec(AXES))
+    return {STOP: jax.ShapeDtypeStruct((mesh.size,), np.float32, sharding=sharding)}
 
 
 class Stopping:
@@ -42,12 +39,13 @@ class Stopping:
         def flags(number: int) -> dict[str, Array]:
             local = np.full(len(mesh.local_devices), number, np.float32)
             return {
-                name: jax.make_array_from_process_local_data(each.sharding, local, each.shape)
-                for name, each in abstract_flags(mesh).items()
+                name: jax.make_array_from_process_local_data(array.sharding, local, array.shape)
+                for name, array in abstract_flags(mesh).items()
             }
 
         self._interrupt = interrupt
-        self._process = 0  # the process that received a signal, from 1; 0 if none did
+        # The process that received a signal, counted from 1; 0 if none did
+        self._process = 0
         # Flags by whether this process received a signal
         self._flags = {False: flags(0), True: flags(jax.process_index() + 1)}
 
@@ -64,11 +62,9 @@ class Stopping:
         """The signal that stops the run, or None."""
         if not is_multiprocess():
             return self._interrupt.received
-        return (
-            (self._interrupt.received or f"a signal to process {self._process - 1}")
-            if self._process
-            else None
-        )
+        if not self._process:
+            return None
+        return self._interrupt.received or f"a signal to process {self._process - 1}"
 
 
 class Watchdog:
@@ -107,7 +103,7 @@ class Watchdog:
                 limit = f"{self._abort_seconds:g} s (train.stall_abort_seconds)"
                 _show(f"no step for {limit}: the process ends; it waited on:")
                 # Neither an exception nor a normal exit ends a process stuck in a collective.
-                # `jaxtp launch` then ends the others.
+                # `jaxtp launch` then ends the other processes.
                 os._exit(TEMPORARY)
             if stalled > self._seconds and fed != printed:
                 printed = fed
@@ -115,8 +111,8 @@ class Watchdog:
 
 
 def _show(message: str) -> None:
-    with contextlib.suppress(OSError):  # a closed terminal
+    # The terminal may be closed.
+    with contextlib.suppress(OSError):
         os.write(STDERR, f"{message}\n".encode())
-    # Holds the interpreter lock: `dump_traceback_later` does not, and sometimes crashes the
-    # process.
+    # Holds the interpreter lock. `dump_traceback_later` does not, and sometimes crashes.
     faulthandler.dump_traceback(STDERR, all_threads=True)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import optax
 from flax import nnx
-from jax import Array
+from jax import Array, ShapeDtypeStruct
 
 from jaxtp.config.python_object import (
     check_arguments,
@@ -26,16 +26,19 @@ from jaxtp.config.schema import ConfigError, leaves, replace_nested, to_plain, v
 from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 
+Shapes = Mapping[str, ShapeDtypeStruct]
+"""A global batch of abstract arrays."""
+
 Metrics = Mapping[str, Array | tuple[Array, Array]]
 """Sums over the rows of a batch, which the step divides by the loss's weight; or pairs of a sum and
 its weight."""
 
 Loss = Callable[[Any, Any, Array], tuple[Array, Array] | tuple[Array, Array, Metrics]]
 """Takes a model, a batch and a random key; returns a sum over the batch's rows, and the weight that
-divides it.
+divides the sum.
 
-Not a mean: the step divides the sum over all micro-batches by their summed weight. So a token has
-the same weight in every micro-batch, on every mesh."""
+The loss must not return a mean: the step divides the sum over all micro-batches by their summed
+weight. So a token has the same weight in every micro-batch, on every mesh."""
 
 Callback = Callable[[Any, Any], object]
 """Takes the `Trainer` and its `Step`. Every process calls it after each step, because its work may
@@ -44,7 +47,7 @@ need all devices."""
 
 @dataclass(frozen=True)
 class Task:
-    """The parts of a run; the settings of the run give a part that is None."""
+    """The parts of a run that you bring. A part that is None comes from the settings."""
 
     model: Callable[..., nnx.Module] | ModelConfig | None = None
     """A function that returns a Flax NNX model, or its class; a parameter `rngs` gets
@@ -81,7 +84,7 @@ class Task:
 
     @property
     def has_own_model(self) -> bool:
-        """Whether the model is no Decoder; known once `load_task` has built it."""
+        """Whether the model is not a Decoder; known once `load_task` has built it."""
         return self.model is not None and not isinstance(self.model, ModelConfig)
 
     def settings(self) -> dict[str, object]:
@@ -123,16 +126,14 @@ _REPLACED: dict[str, tuple[str, object, set[str]]] = {
         {field.name for field in fields(LoopConfig)} - _WEIGHTS_OF_LOSS,
     ),
 }
-"""The section whose settings each part replaces, with their defaults, and those that keep an
-effect."""
+"""For each part, the section whose settings it replaces, the section's defaults, and the settings
+that keep an effect."""
 
 
 def with_references(
     config: TrainConfig, task: Task, explicit: Set[str] = frozenset()
 ) -> TrainConfig:
-    """Returns the configuration with the names of a task's parts.
-
-    They are for the record and for other commands.
+    """Returns the configuration with the names of a task's parts, for other commands.
 
     Raises:
       ConfigError: an explicit setting names a part that the task has too.
@@ -143,16 +144,13 @@ def with_references(
         value = getattr(task, part)
         if value is None or part in task.settings():
             continue
-        of_part = [
-            each
-            for each in explicit
-            if each == setting or f"{each}.".startswith(f"{setting}_arguments.")
-        ]
         arguments = recordable_arguments(value) if part == "loss" else None
-        if of_part and (setting in of_part or arguments is not None):
-            raise ConfigError(
-                f"{of_part[0]} is set, and the task has a {part} too; leave one of them out"
-            )
+        for name in explicit:
+            is_argument = f"{name}.".startswith(f"{setting}_arguments.")
+            if name == setting or (is_argument and arguments is not None):
+                raise ConfigError(
+                    f"{name} is set, and the task has a {part} too; leave one of them out"
+                )
         names[setting] = reference_to(value if arguments is None else type(value), functions)
         if arguments is not None:
             names[LOSS_ARGUMENTS] = arguments
@@ -160,7 +158,7 @@ def with_references(
 
 
 def load_task(config: TrainConfig, task: Task = Task()) -> Task:
-    """Returns a task with all parts: its own, and those that settings name.
+    """Returns a task with all parts: its own parts, and parts that settings name.
 
     If the model is a Decoder, the part becomes its settings.
 
@@ -174,15 +172,14 @@ def load_task(config: TrainConfig, task: Task = Task()) -> Task:
         is_settings = part == "model" and not config.model.is_foreign
         if reference is not None and getattr(task, part) is None and not is_settings:
             parts[part] = load_object(reference, f"--{setting}".replace("_", "-"))
-    if isinstance(loss := parts.get("loss", task.loss), type) or (
-        callable(loss) and config.train.loss_arguments
-    ):
+    loss = parts.get("loss", task.loss)
+    if isinstance(loss, type) or (callable(loss) and config.train.loss_arguments):
         parts["loss"] = _with_arguments(loss, config.train)
-    model = parts.get("model", task.model)
     if config.model.is_foreign:
         from jaxtp.models.own_decoder import decoder_settings
 
-        if (settings := decoder_settings(model, config.model)) is not None:
+        settings = decoder_settings(parts.get("model", task.model), config.model)
+        if settings is not None:
             parts["model"] = settings
     parts["callbacks"] = (
         *task.callbacks,
@@ -196,10 +193,11 @@ def load_task(config: TrainConfig, task: Task = Task()) -> Task:
 def _with_arguments(loss: Callable[..., object], settings: LoopConfig) -> Loss:
     name = settings.loss or repr(loss)
     arguments = settings.loss_arguments
-    # The loss is an instance, whose fields are the defaults.
-    if (own := recordable_arguments(loss)) is not None:
+    defaults = recordable_arguments(loss)
+    # The loss is an instance of a dataclass, whose fields are the defaults.
+    if defaults is not None:
         loss = type(loss)
-        arguments = {**own, **arguments}
+        arguments = {**defaults, **arguments}
     elif not isinstance(loss, type):
         check_arguments(name, partial(loss, None, None, None), LOSS_ARGUMENTS, arguments)
         return cast(Loss, partial(loss, **arguments))
@@ -213,23 +211,25 @@ def _with_arguments(loss: Callable[..., object], settings: LoopConfig) -> Loss:
 def recordable_arguments(loss: object) -> dict[str, object] | None:
     """Returns the fields of a loss that is a dataclass.
 
-    It is None if they do not make it again from a file.
+    It is None if the loss cannot be made from these fields, read from a file.
     """
     if not is_dataclass(loss) or isinstance(loss, type):
         return None
     try:
         arguments = to_plain(loss)
         return arguments if validate(type(loss), arguments, source="") == loss else None
-    except Exception:  # a field that pydantic cannot read, or arrays
+    # Pydantic cannot read a field, or there are arrays.
+    except Exception:
         return None
 
 
 def with_parts(config: TrainConfig, task: Task) -> TrainConfig:
-    """Returns the configuration with the settings of a task's Decoder and loss.
+    """Returns the configuration with all settings of the task's loss, and of its Decoder.
 
-    `model.build` makes the Decoder; of a loss all settings are taken.
+    The settings of a Decoder count only if `model.build` makes it.
     """
-    if (arguments := recordable_arguments(task.loss)) is not None:
+    arguments = recordable_arguments(task.loss)
+    if arguments is not None:
         config = replace_nested(config, {LOSS_ARGUMENTS: arguments})
     has_decoder = config.model.is_foreign and isinstance(task.model, ModelConfig)
     return replace_nested(config, task.settings()) if has_decoder else config
@@ -240,8 +240,7 @@ def check(config: TrainConfig, task: Task) -> None:
     own = task.has_own_model
     if own and not callable(task.model):
         raise ConfigError(
-            f"model is {describe_value(task.model)}, and should be a function that returns an "
-            "nnx.Module"
+            f"model must be a function that returns an nnx.Module, not {describe_value(task.model)}"
         )
     if task.loss is not None:
         _check_function("loss", task.loss, ("model", "batch", "key"))
@@ -277,59 +276,56 @@ def check(config: TrainConfig, task: Task) -> None:
         )
     if task.validation is not None and task.batches is None:
         raise ConfigError("validation batches need batches to train on (--data.batches)")
-    if unused := list(_unused(config, task)):
-        raise ConfigError(
-            "these settings have no effect:\n" + "\n".join(f"  {each}" for each in unused)
-        )
+    unused = [f"\n  {setting}" for setting in _unused(config, task)]
+    if unused:
+        raise ConfigError(f"these settings have no effect:{''.join(unused)}")
 
 
 def _check_function(part: str, function: object, parameters: Sequence[str]) -> None:
     if not callable(function):
-        raise ConfigError(f"{part} is {describe_value(function)}, and should be a function")
+        raise ConfigError(
+            f"{part} must be a function ({', '.join(parameters)}), not {describe_value(function)}"
+        )
     check_call(f"{part} {reference_to(function)}", function, parameters)
 
 
 def _unused(config: TrainConfig, task: Task) -> Iterator[str]:
-    # Settings that are not at their default, and that a part replaces.
-    replaced: list[tuple[str, object, object, str, set[str]]] = []
-    if task.has_own_model and (matmul := config.model.precision.matmul) != "compute":
+    # Yields settings that are not at their default, and that a part replaces.
+    matmul = config.model.precision.matmul
+    if task.has_own_model and matmul != "compute":
         yield (
             f"model.precision.matmul={matmul}: it is for projections of jaxtp's decoder, and the "
             "model is your own"
         )
     if config.model.is_foreign:
-        used = {"build", "arguments"} | ({"plan", "precision"} if task.has_own_model else set())
-        replaced.append(
-            (
-                "model",
-                config.model,
-                ModelConfig(),
-                "the model is your own; its function takes model.arguments",
-                used,
-            )
-        )
-    for part, (section, settings, used) in _REPLACED.items():
+        used = {"build", "arguments"}
+        if task.has_own_model:
+            used |= {"plan", "precision"}
+        reason = "the model is your own; its function takes model.arguments"
+        for setting in _changed(config, "model", ModelConfig(), used):
+            yield f"{setting}: {reason}"
+    for part, (section, defaults, used) in _REPLACED.items():
         if getattr(task, part) is not None and part not in task.settings():
             reason = f"the {part} {'are' if part == 'batches' else 'is'} your own"
-            replaced.append((section, getattr(config, section), settings, reason, used))
-    for section, values, defaults, reason, used in replaced:
-        before = dict(leaves(to_plain(defaults)))
-        for keys, value in leaves(to_plain(values)):
-            if keys[0] not in used and value != before.get(keys):
-                yield f"{section}.{'.'.join(keys)}={value}: {reason}"
+            for setting in _changed(config, section, defaults, used):
+                yield f"{setting}: {reason}"
+
+
+def _changed(config: TrainConfig, section: str, defaults: object, used: Set[str]) -> Iterator[str]:
+    # Yields the settings of a section that are not at their default, except the `used` ones.
+    before = dict(leaves(to_plain(defaults)))
+    for keys, value in leaves(to_plain(getattr(config, section))):
+        if keys[0] not in used and value != before.get(keys):
+            yield f"{section}.{'.'.join(keys)}={value}"
 
 
 def is_replaced(config: TrainConfig, name: str) -> bool:
     """Returns whether a part that the configuration names replaces a setting."""
     section, _, key = name.partition(".")
-    for part, (of_section, _, used) in _REPLACED.items():
-        of_part = getattr(config, of_section)
-        if (
-            section == of_section
-            and key not in used
-            and getattr(of_part, _REFERENCES[part].partition(".")[2])
-        ):
-            return True
+    for part, (replaced_section, _, used) in _REPLACED.items():
+        if section == replaced_section and key not in used:
+            _, _, reference = _REFERENCES[part].partition(".")
+            return bool(getattr(getattr(config, section), reference))
     return False
 
 
@@ -342,19 +338,19 @@ def transformation(
       steps: updates in the whole run, for a function with this parameter.
 
     Raises:
-      ConfigError: the optimizer is something else, or the function fails.
+      ConfigError: the optimizer is not an Optax transformation, or the function fails.
     """
-    found = task.optimizer
-    if found is None or isinstance(found, OptimizerConfig):
+    optimizer = task.optimizer
+    if optimizer is None or isinstance(optimizer, OptimizerConfig):
         return None
-    if callable(found):
-        signature = signature_of(found)
+    if callable(optimizer):
+        signature = signature_of(optimizer)
         takes_steps = signature is not None and "steps" in signature.parameters
         with user_code("optimizer"):
-            found = found(steps) if takes_steps else found()
-    if not isinstance(found, optax.GradientTransformation | optax.MultiSteps):
+            optimizer = optimizer(steps) if takes_steps else optimizer()
+    if not isinstance(optimizer, optax.GradientTransformation | optax.MultiSteps):
         raise ConfigError(
-            f"optimizer is {describe_value(found)}, and should be an Optax transformation, such as "
-            "optax.adamw(3e-4)"
+            "optimizer must be an Optax transformation, such as optax.adamw(3e-4), not "
+            f"{describe_value(optimizer)}"
         )
-    return found
+    return optimizer

@@ -44,7 +44,7 @@ from jaxtp.train.metrics import MEAN_LOSS, Trackers
 from jaxtp.train.run_report import next_steps
 from jaxtp.train.setup import Run, make_run
 from jaxtp.train.state import CONSTANTS, finite_arrays
-from jaxtp.train.step import Scalars, TrainStep, compiler_options, fetch, trace_step
+from jaxtp.train.step import StepOutput, TrainStep, compiler_options, fetch, trace_step
 from jaxtp.train.stopping import Stopping, Watchdog
 from jaxtp.train.task import Task
 from jaxtp.train.user_loss import logged_numbers, require_sums
@@ -56,6 +56,10 @@ if TYPE_CHECKING:
 
 _ERRORS_OF_RUNS = UserError, NumericsError, OSError, jax.errors.JaxRuntimeError
 """Errors of a trainer's methods, which a callback may call; other errors are the callback's own."""
+
+
+Evaluation = Callable[[], dict[str, float]]
+"""Runs an evaluation and returns its metrics."""
 
 
 class Step:
@@ -116,17 +120,18 @@ class Trainer:
     ):
         if not isinstance(task, Task):
             raise ConfigError(_no_task(task))
-        short = {"mesh": mesh, "run.dir": folder, "train.steps": steps}
-        given = {name: value for name, value in short.items() if value is not None}
-        if isinstance(settings, TrainConfig) and given:
-            raise ConfigError(
-                f"settings are a whole TrainConfig, which also has {', '.join(given)}; leave "
-                "these out"
-            )
+        arguments = {"mesh": mesh, "run.dir": folder, "train.steps": steps}
+        values = {name: value for name, value in arguments.items() if value is not None}
+        if isinstance(settings, TrainConfig):
+            if values:
+                raise ConfigError(
+                    f"settings are a whole TrainConfig, which also has {', '.join(values)}; leave "
+                    "these arguments out"
+                )
+        else:
+            settings = {**(settings or {}), **values}
         self._task = task
-        self._settings = (
-            settings if isinstance(settings, TrainConfig) else {**(settings or {}), **given}
-        )
+        self._settings = settings
         self._verbose = verbose
         self._startup_log: Sequence[str] = ()
         self._exit_stack = ExitStack()
@@ -137,16 +142,18 @@ class Trainer:
         settings = vars(self).get("config", self._settings)
         folder = settings.run.dir if isinstance(settings, TrainConfig) else settings.get("run.dir")
         run = vars(self).get("_run")
-        state = "not started"
+        text = "not started"
         if run is not None:
-            state = f"ended at step {run.step}" if self._has_ended else f"at step {run.step}"
-        of_folder = "" if folder is None else f"folder={str(folder)!r}, "
-        return f"<Trainer {of_folder}{state}>"
+            text = f"ended at step {run.step}" if self._has_ended else f"at step {run.step}"
+        if folder is not None:
+            text = f"folder={str(folder)!r}, {text}"
+        return f"<Trainer {text}>"
 
-    if not TYPE_CHECKING:  # type checkers would accept any name
+    # Type checkers would accept any name.
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
-            """Called for names that are not there; the `with` block sets all that a run has."""
+            """Called for missing attributes; the `with` block sets the attributes of a run."""
             if name in _OF_A_RUN or (name.startswith("_") and not name.startswith("__")):
                 message = (
                     "the trainer has not started; write: with jaxtp.Trainer(...) as trainer: ..."
@@ -158,7 +165,7 @@ class Trainer:
     def of(
         cls, config: TrainConfig, startup_log: Sequence[str], *, verbose: bool = False
     ) -> "Trainer":
-        """Returns the trainer of resolved settings; `startup_log` describes how they were found."""
+        """Returns the trainer of resolved settings; `startup_log` says how they were chosen."""
         trainer = cls(settings=config, verbose=verbose)
         trainer._startup_log = startup_log
         return trainer
@@ -187,6 +194,7 @@ class Trainer:
         self.config = config = run.config
         self.mesh: Mesh = run.blueprint.mesh
         """The mesh of the run."""
+        self._platform = platform_of(self.mesh.devices.flat[0])
         self._report = run.report
         self._timing = run.timing
         self._watchdog = Watchdog(config.train.stall_seconds, config.train.stall_abort_seconds)
@@ -205,7 +213,7 @@ class Trainer:
             )
             exit_stack.callback(self._profiler.close)
         self._stragglers: Stragglers | None = None
-        if is_multiprocess() or platform_of(self.mesh.devices.flat[0]) != "cpu":
+        if is_multiprocess() or self._platform != "cpu":
             from jaxtp.train import performance
 
             self._stragglers = performance.Stragglers(self.mesh, run.report.line)
@@ -214,10 +222,11 @@ class Trainer:
             from jaxtp.train import verify
 
             self._verifier = verify.Verifier(config, run.blueprint, run.checkpoints, run.verified)
-        self._in_flight: tuple[int, Batch, Scalars, list[jax.Array]] | None = None
+        self._in_flight: tuple[int, Batch, StepOutput] | None = None
         # A finished step, with its training and evaluation metrics
         self._last: tuple[int, dict[str, float]] = 0, {}
-        self._without_weight = 0  # steps in a row
+        # Number of steps in a row without weight
+        self._without_weight = 0
         self._saved_at = run.step if run.checkpoints.steps() else None
         self._first = run.step + 1
         self._steps = self._train()
@@ -262,11 +271,11 @@ class Trainer:
             raise
 
     def _report_failure(self, error: BaseException) -> None:
-        # Before objects are closed that may wait for the other processes.
-        if isinstance(error, jax.errors.JaxRuntimeError) and (
-            note := describe_out_of_memory(error, self.config.launch.allocator)
-        ):
-            error.add_note(note)
+        # Reports before it closes objects that may wait for the other processes.
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            note = describe_out_of_memory(error, self.config.launch.allocator)
+            if note:
+                error.add_note(note)
         report_failure(error)
 
     def __iter__(self) -> Iterator[Step]:
@@ -312,7 +321,7 @@ class Trainer:
         """Writes values of the current step to `metrics.jsonl` and the trackers, from process 0.
 
         Raises:
-          ConfigError: a name that the run uses itself, a value that is no number, or the `with`
+          ConfigError: a name that the run uses itself, a value that is not a number, or the `with`
             block has ended.
         """
         self._require_open()
@@ -385,27 +394,27 @@ class Trainer:
             if run.task.loss is not None and run.step + 1 == self._first:
                 with self._timing.lost_to("start"):
                     accumulation = self.config.train.accumulation
-                    if warning := require_sums(
+                    warning = require_sums(
                         run.task.loss, run.blueprint, run.state, batch, accumulation
-                    ):
+                    )
+                    if warning:
                         self._report.line(warning)
             flags = self._stopping.flags()
             run.interrupt.defer()
             verifying = self._verifier is not None and self._verifier.due(run.step + 1)
             if verifying:
                 self._begin_verification(train_step, batch, flags)
-            run.leaves, (scalars, *checksums) = train_step(run.leaves, batch, **flags)
+            run.leaves, output = train_step(run.leaves, batch, **flags)
             run.step += 1
             run.position = position
             self._finish_step()
-            self._in_flight = run.step, batch, scalars, checksums
+            self._in_flight = run.step, batch, output
             if verifying:
                 self._finish_step()
-            if (
-                self._profiler is not None
-                and (traced := self._profiler.after(run.step, scalars)) is not None
-            ):
-                self._report.line(traced)
+            if self._profiler is not None:
+                profile = self._profiler.after(run.step, output)
+                if profile is not None:
+                    self._report.line(profile)
             self._evaluate_if_due(total)
             step = Step(run.step, self)
             self._call_back(step)
@@ -413,17 +422,8 @@ class Trainer:
             self._require_open()
             if run.step < total:
                 self._between_steps()
-                if (reason := self._stopping.reason) is not None:
-                    self.save()
-                    by_signal = reason != self._stop_reason
-                    how = (
-                        f"by {reason} at step {run.step}"
-                        if by_signal
-                        else f"at step {run.step}: {reason};"
-                    )
-                    then = "; the same command resumes it" if by_signal else ""
-                    self._report.end()
-                    self._report.line(f"stopped {how} and saved{then}")
+                if self._stopping.reason is not None:
+                    self._stop_early(self._stopping.reason)
                     return
         saved = self.save()
         self._report.end()
@@ -431,6 +431,14 @@ class Trainer:
         for line in next_steps(self.config, saved, decoder=run.blueprint.is_decoder, pairs=pairs):
             self._report.line(line)
         self.done = True
+
+    def _stop_early(self, reason: str) -> None:
+        self.save()
+        text = f"stopped by {reason} at step {self.step} and saved; the same command resumes it"
+        if reason == self._stop_reason:
+            text = f"stopped at step {self.step}: {reason}; and saved"
+        self._report.end()
+        self._report.line(text)
 
     def _call_back(self, step: Step) -> None:
         for callback in self._run.task.callbacks:
@@ -442,7 +450,7 @@ class Trainer:
             return next(batches)
         except BatchError as error:
             # No step is lost to bad data. Processes may fail at different steps, unless the data
-            # ends for all.
+            # ends for all of them.
             if self._run.step >= self._first and (
                 isinstance(error, EndOfDataError) or not is_multiprocess()
             ):
@@ -455,7 +463,7 @@ class Trainer:
 
     @contextmanager
     def _phase(self, name: str, cause: str) -> Iterator[None]:
-        # Between steps; its time is lost to `cause`.
+        # A phase between steps, whose time is lost to `cause`
         self._enter_phase(name)
         with self._timing.lost_to(cause):
             yield
@@ -470,30 +478,31 @@ class Trainer:
                 f"{saved} has them: move it away, and the same command resumes from the "
                 "checkpoint before it"
             )
-        what = f"step {run.step}: the run cannot start from this state"
+        error = f"step {run.step}: the run cannot start from this state"
         self._report.line("checking that the state is finite")
         with self._timing.lost_to("start"):
-            run.checkpoints.require_sound(Sums(finite_arrays(run.state)), self.mesh, what, advice)
+            run.checkpoints.require_sound(Sums(finite_arrays(run.state)), self.mesh, error, advice)
 
     def _evaluate_during(self, block: ExitStack) -> None:
-        # In a thread, and reported also if the block fails. Not on GPUs, where XLA times kernels
-        # while it compiles.
+        # The evaluation runs in a thread, and is reported even if the block fails. On GPUs it runs
+        # alone, because XLA times kernels while it compiles.
         begin = self._announce_evaluation()
-        if is_multiprocess() or platform_of(self.mesh.devices.flat[0]) != "cpu":
+        if is_multiprocess() or self._platform != "cpu":
             self._evaluate(lambda: in_thread(begin()).result())
             return
         with self._phase("the evaluation at step 0", "evaluate"):
             evaluation = in_thread(begin())
 
         def finish(kind: type[BaseException] | None, *_: object) -> None:
-            if kind is None or issubclass(kind, Exception):  # a second Ctrl-C does not wait
+            # A second Ctrl-C does not wait.
+            if kind is None or issubclass(kind, Exception):
                 self._evaluate(evaluation.result)
 
         block.push(finish)
 
-    def _announce_evaluation(self) -> Callable[[], Callable[[], dict[str, float]]]:
-        # Returns the beginning of the first evaluation, which takes as long as a compilation and
-        # some steps.
+    def _announce_evaluation(self) -> Callable[[], Evaluation]:
+        # Returns a function that begins the first evaluation, which takes as long as a compilation
+        # and some steps.
         total = self._run.data.validation_count(self.config.eval.batches)
         if total == 0:
             return self._begin_evaluation
@@ -502,27 +511,27 @@ class Trainer:
             return self._begin_evaluation
         self._report.line(f"evaluating at step 0: {total} batches")
 
-        def show(done: int) -> None:
-            if done == 0:
+        def show(finished: int) -> None:
+            if finished == 0:
                 self._report.begin(0, total, "evaluation {done}/{total}")
-            self._report.move(done, "")
+            self._report.move(finished, "")
 
         return partial(self._begin_evaluation, show)
 
     def _compile(self) -> TrainStep:
         run = self._run
         with ExitStack() as block:
-            if run.step == 0:  # a resumed run has the baseline in its log
+            # A resumed run has the baseline in its log.
+            if run.step == 0:
                 self._evaluate_during(block)
             self._report.line("compiling the training step")
             block.enter_context(self._phase("compiling the training step", "compile"))
             started = time.perf_counter()
             batch = run.data.abstract(self.mesh)
-            platform = platform_of(self.mesh.devices.flat[0])
             try:
                 traced = trace_step(self.config, run.blueprint, run.train_step, run.leaves, batch)
                 lowered = traced.lower()
-                options = compiler_options(self.config, platform)
+                options = compiler_options(self.config, self._platform)
                 compiled: TrainStep = in_thread(
                     lambda: lowered.compile(compiler_options=options)
                 ).result()
@@ -532,7 +541,7 @@ class Trainer:
                 if run.task.loss is None:
                     raise
                 raise user_code_error(
-                    f"compiling the training step for {platform}", error
+                    f"compiling the training step for {self._platform}", error
                 ) from error
             seconds = time.perf_counter() - started
         self._report.line(f"compiled the training step in {seconds:.1f} s")
@@ -547,9 +556,9 @@ class Trainer:
         step = self._run.step + 1
         assert self._verifier is not None
 
-        def compute(state: nnx.State) -> tuple[nnx.State, Scalars, jax.Array]:
-            leaves, (scalars, checksums) = train_step(jax.tree.leaves(state), batch, **flags)
-            return jax.tree.unflatten(run.tree, leaves), scalars, checksums
+        def compute(state: nnx.State) -> tuple[nnx.State, StepOutput]:
+            leaves, output = train_step(jax.tree.leaves(state), batch, **flags)
+            return jax.tree.unflatten(run.tree, leaves), output
 
         with self._phase(f"the verification of step {step}", "verify"):
             run.state = self._verifier.begin(step, run.state, batch, compute)
@@ -566,13 +575,12 @@ class Trainer:
 
     def _between_steps(self) -> None:
         self._require_weight()
-        if (every := self.config.checkpoint.every) and self._run.step % every == 0:
+        if _is_due(self._run.step, self.config.checkpoint.every):
             self._save()
 
     def _evaluate_if_due(self, total: int) -> None:
         step = self._run.step
-        every = self.config.eval.every
-        if step == total or (every and step % every == 0):
+        if step == total or _is_due(step, self.config.eval.every):
             self._finish_step()
             if step == total:
                 then = "saves" if self._run.data.validation is None else "evaluates and saves"
@@ -582,14 +590,14 @@ class Trainer:
     def _finish_step(self) -> None:
         if self._in_flight is None:
             return
-        step, batch, scalars, checksums = self._in_flight
+        step, batch, output = self._in_flight
         self._in_flight = None
-        values = fetch(scalars)
+        values = fetch(output)
         self._run.checkpoints.confirm()
-        self._stopping.read(scalars.flag)
+        self._stopping.read(output.scalars.flag)
         self._timing.tick()
-        if self._verifier is not None:
-            self._verify(self._verifier, step, *checksums)
+        if self._verifier is not None and output.checksums is not None:
+            self._verify(self._verifier, step, output.checksums)
         skipped = int(values.pop("skipped"))
         weight = values.pop("loss_tokens")
         if weight == 0:
@@ -641,7 +649,7 @@ class Trainer:
             f"{unit}_per_second_per_device": rate / devices,
             **timing,
         }
-        if platform_of(self.mesh.devices.flat[0]) != "cpu":
+        if self._platform != "cpu":
             from jaxtp.train.performance import utilization
 
             speed |= utilization(
@@ -651,56 +659,51 @@ class Trainer:
 
     def _handle_no_weight(self, step: int) -> None:
         self._without_weight += 1
-        what = (
-            "no token of the batch has a label"
-            if self._run.task.loss is None
-            else "the weight of the loss is 0"
-        )
-        self._report.line(f"step {step}: {what}, so there is no loss; the update is skipped")
+        cause = "the weight of the loss is 0"
+        if self._run.task.loss is None:
+            cause = "no token of the batch has a label"
+        self._report.line(f"step {step}: {cause}, so there is no loss; the update is skipped")
 
     def _require_weight(self) -> None:
-        most = self.config.train.max_skipped
-        found = self._without_weight
-        if found > most:
+        max_skipped = self.config.train.max_skipped
+        if self._without_weight > max_skipped:
             self.save()
             raise BatchError(
-                f"step {self._run.step}: the last {found} steps had no weight, more than "
-                f"train.max_skipped={most}; the run is saved. Look at the labels of the data and "
-                "the weight that the loss returns"
+                f"step {self._run.step}: the last {self._without_weight} steps had no weight, more "
+                f"than train.max_skipped={max_skipped}; the run is saved. Look at the labels of "
+                "the data and the weight that the loss returns"
             )
 
     def _handle_skip(self, step: int, skipped: int, values: dict[str, float], batch: Batch) -> None:
         run = self._run
         allowed = self.config.train.skips_allowed
-        what = f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
-        if skipped == 1:  # a bad state makes every step fail
-            run.checkpoints.require_sound(Sums(finite_arrays(run.state)), self.mesh, what)
+        text = f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
+        # A bad state makes every step fail.
+        if skipped == 1:
+            run.checkpoints.require_sound(Sums(finite_arrays(run.state)), self.mesh, text)
         if skipped > allowed:
             from jaxtp.train.verify import nonfinite_gradient
 
-            raise nonfinite_gradient(run, what, step, batch, self._checkpoint_info())
-        self._report.line(f"{what}; the update is skipped, {skipped} in a row of at most {allowed}")
+            raise nonfinite_gradient(run, text, step, batch, self._checkpoint_info())
+        self._report.line(f"{text}; the update is skipped, {skipped} in a row of at most {allowed}")
 
     def evaluate(self) -> dict[str, float]:
         """Returns `eval_loss` and further metrics of the parameters on the validation batches."""
         self._finish_step()
         return self._evaluated()
 
-    def _evaluated(
-        self, evaluation: Callable[[], dict[str, float]] | None = None
-    ) -> dict[str, float]:
+    def _evaluated(self, evaluation: Evaluation | None = None) -> dict[str, float]:
         with self._phase(f"the evaluation at step {self._run.step}", "evaluate"):
             return (evaluation or self._begin_evaluation())()
 
-    def _begin_evaluation(
-        self, show: Callable[[int], object] | None = None
-    ) -> Callable[[], dict[str, float]]:
+    def _begin_evaluation(self, show: Callable[[int], object] | None = None) -> Evaluation:
         # Traces in this thread, whose settings of JAX apply. `show` gets the number of finished
         # batches.
         run = self._run
         state = self._run.state
         batches = run.data.validation_batches(self.mesh, self.config.eval.batches)
-        if (first := next(batches, None)) is None:
+        first = next(batches, None)
+        if first is None:
             return dict
         lowered = run.eval_step.lower(state, first, 0)
 
@@ -710,17 +713,17 @@ class Trainer:
             for number, batch in enumerate(chain([first], batches)):
                 results.append(step(state, batch, number))
                 if show is not None:
-                    jax.block_until_ready(results[:-1])  # one batch stays in flight
+                    # One batch stays in flight.
+                    jax.block_until_ready(results[:-1])
                     show(number)
             return evaluation_metrics(jax.device_get(results), own_loss=run.task.loss is not None)
 
         return evaluate
 
-    def _evaluate(
-        self, evaluation: Callable[[], dict[str, float]] | None = None, *, log: bool = True
-    ) -> None:
+    def _evaluate(self, evaluation: Evaluation | None = None, *, log: bool = True) -> None:
         run = self._run
-        if not (values := self._evaluated(evaluation)):
+        values = self._evaluated(evaluation)
+        if not values:
             return
         if run.step < self._first:
             self._report.clear()
@@ -728,16 +731,13 @@ class Trainer:
             self._last = run.step, self._last[1] | values
         if log:
             self._trackers.write({"step": run.step, **values})
-        loss = values["eval_loss"]
-        rest = {name: values[name] for name in values if name != "eval_loss"}
+        text = f"step {run.step}: validation loss {values.pop('eval_loss'):.4f}"
         if run.task.loss is None and run.data.tokens is not None:
             unit = run.data.tokens.corpus.unit.removesuffix("s")
-            described = f"{loss:.4f} nats per {unit}, perplexity {values['eval_perplexity']:.4g}"
+            text += f" nats per {unit}, perplexity {values['eval_perplexity']:.4g}"
         else:
-            described = ", ".join(
-                [f"{loss:.4f}", *(f"{name} {value:.4g}" for name, value in rest.items())]
-            )
-        self._report.line(f"step {run.step}: validation loss {described}")
+            text += "".join(f", {name} {value:.4g}" for name, value in values.items())
+        self._report.line(text)
 
     def _save(self) -> None:
         self._finish_step()
@@ -745,14 +745,13 @@ class Trainer:
         if self._saved_at == run.step:
             return
         self._require_open()
-        eval_loss = (
-            self._last[1].get("eval_loss", math.nan) if self._last[0] == run.step else math.nan
-        )
-        best = eval_loss if math.isfinite(eval_loss) else None
+        eval_loss = None
+        if self._last[0] == run.step and math.isfinite(self._last[1].get("eval_loss", math.nan)):
+            eval_loss = self._last[1]["eval_loss"]
         with self._phase(f"the checkpoint at step {run.step}", "save"):
             stored = run.blueprint.stored(run.state)
             run.checkpoints.save(
-                run.step, stored, self.mesh, self._checkpoint_info(), eval_loss=best
+                run.step, stored, self.mesh, self._checkpoint_info(), eval_loss=eval_loss
             )
         self._saved_at = run.step
 
@@ -762,10 +761,12 @@ class Trainer:
         info = run_folder.checkpoint_info(
             self.config, run.data.description, run.position.sample, sizes
         )
-        if (streams := run.position.gathered().streams) is not None:
+        streams = run.position.gathered().streams
+        if streams is not None:
             info[run_folder.STREAMS] = streams
         info[MEAN_LOSS] = run.mean_loss.sums
-        if constants := run.blueprint.record_of_constants():
+        constants = run.blueprint.record_of_constants()
+        if constants:
             info[CONSTANTS] = constants
         if self._verifier is not None:
             info[run_folder.VERIFIED] = self._verifier.verified
@@ -774,12 +775,16 @@ class Trainer:
         return info
 
 
-def _no_task(given: object) -> str:
-    if isinstance(given, TrainConfig):
+def _no_task(argument: object) -> str:
+    if isinstance(argument, TrainConfig):
         return "the first argument of Trainer is a jaxtp.Task; a TrainConfig is given by settings="
-    name = getattr(given, "__name__", None)
+    name = getattr(argument, "__name__", None)
     form = f"jaxtp.Task(model={name or 'MODEL'}, loss=..., batches=..., optimizer=...)"
-    return f"Trainer takes a jaxtp.Task, not {name or describe_value(given)}: {form}"
+    return f"Trainer takes a jaxtp.Task, not {name or describe_value(argument)}: {form}"
+
+
+def _is_due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
 
 
 def evaluation_metrics(results: Sequence[LossTerms], *, own_loss: bool) -> dict[str, float]:
@@ -788,11 +793,9 @@ def evaluation_metrics(results: Sequence[LossTerms], *, own_loss: bool) -> dict[
     loss = sum(float(terms.loss) for terms in results) / weight if weight else math.nan
     if not own_loss:
         return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700))}
-    metrics: dict[str, float] = {}
+    metrics = {"eval_loss": loss}
     for name in results[0].metrics:
-        total, by = (
-            sum(map(float, part))
-            for part in zip(*(terms.metrics[name] for terms in results), strict=True)
-        )
-        metrics[f"eval_{name}"] = total / by if by else math.nan
-    return {"eval_loss": loss, **metrics}
+        totals, weights = zip(*(terms.metrics[name] for terms in results), strict=True)
+        weight = sum(map(float, weights))
+        metrics[f"eval_{name}"] = sum(map(float, totals)) / weight if weight else math.nan
+    return metrics

@@ -24,7 +24,7 @@ from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.models.decoder import LossTerms
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint, rng_state
-from jaxtp.train.task import Loss
+from jaxtp.train.task import Loss, Shapes
 
 T = TypeVar("T")
 Example = NDArray[np.generic] | jax.ShapeDtypeStruct
@@ -33,27 +33,24 @@ STATEFUL = nnx.All(nnx.Variable, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
 `nnx.BatchNorm`."""
 
 _RESERVED = {
-    *(
-        "step",
-        "loss",
-        "eval_loss",
-        "eval_perplexity",
-        "learning_rate",
-        "grad_norm",
-        "param_norm",
-        "skipped",
-    ),
-    *(
-        "loss_tokens",
-        "loss_weight",
-        "tokens",
-        "rows",
-        "data_wait_seconds",
-        "goodput",
-        "mfu",
-        "slowest_device",
-    ),
-    *("memory_bytes", "memory_peak_bytes"),
+    "step",
+    "loss",
+    "eval_loss",
+    "eval_perplexity",
+    "learning_rate",
+    "grad_norm",
+    "param_norm",
+    "skipped",
+    "loss_tokens",
+    "loss_weight",
+    "tokens",
+    "rows",
+    "data_wait_seconds",
+    "goodput",
+    "mfu",
+    "slowest_device",
+    "memory_bytes",
+    "memory_peak_bytes",
 }
 _RESERVED_GROUPS = (
     "grad_norm/",
@@ -63,7 +60,7 @@ _RESERVED_GROUPS = (
     "tokens_per_second",
     "rows_per_second",
 )
-"""Beginnings of names."""
+"""Prefixes of names."""
 _FORM = "should return (sum, weight) or (sum, weight, metrics), sums over the rows of the batch"
 
 _TOP = "jaxtp score --top-k 64 makes it, and data.scores FOLDER reads it"
@@ -74,7 +71,7 @@ _ORIGINS = {
     "top_log_probs": _TOP,
     SEGMENTS: "data.packing documents has it",
 }
-"""How to get columns of jaxtp's own data."""
+"""The source of each column of jaxtp's own data."""
 
 
 def attribute(loss: Loss | None, name: str, default: T) -> T:
@@ -88,9 +85,9 @@ def attribute(loss: Loss | None, name: str, default: T) -> T:
 
 
 def example_batch(loss: Loss | None, config: TrainConfig, rows: int) -> dict[str, Example]:
-    """Returns rows for a loss on a decoder without data.
+    """Returns rows for a loss on a decoder, without data.
 
-    They are the loss's own, or ids, labels and segments of zeros.
+    The loss makes them, or they are abstract ids, labels and segments.
     """
     shape = (rows, config.data.sequence_length)
     make: Callable[[int, int, TrainConfig], Mapping[str, Example]] | None = attribute(
@@ -103,9 +100,9 @@ def example_batch(loss: Loss | None, config: TrainConfig, rows: int) -> dict[str
 
 
 def check_names(metrics: Iterable[object], who: str) -> None:
-    """Raises ConfigError if a metric has the name of one that a run logs itself.
+    """Raises ConfigError if a metric has the name of a metric that a run logs itself.
 
-    One of the two would be lost.
+    One of the two metrics would be lost.
     """
     for name in metrics:
         if not isinstance(name, str):
@@ -119,7 +116,7 @@ def check_names(metrics: Iterable[object], who: str) -> None:
 def logged_numbers(metrics: object, who: str) -> dict[str, float]:
     """Returns the metrics that a user logs.
 
-    Raises ConfigError if they are no dict of numbers by name.
+    Raises ConfigError if they are not a dict of numbers by name.
     """
     if not isinstance(metrics, Mapping):
         raise ConfigError(f"{who} {describe_value(metrics)}; it takes a dict of numbers by name")
@@ -132,9 +129,9 @@ def _number(name: str, value: Any, who: str) -> float:
     if not is_text and tuple(getattr(value, "shape", ())) == ():
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             return float(value)
-    what = f"{describe_value(value)}, a {type(value).__name__}" if is_text else _describe(value)
+    text = f"{describe_value(value)}, a {type(value).__name__}" if is_text else _describe(value)
     raise ConfigError(
-        f"{who} a metric {name!r} that is {what}; it should be a number, or an array of shape ()"
+        f"{who} a metric {name!r} that is {text}; it should be a number, or an array of shape ()"
     )
 
 
@@ -149,32 +146,27 @@ def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) 
             f"the third result of the loss is {_describe(metrics)}; it should be a dict of metrics"
         )
     check_names(metrics, "the loss returns")
-    for name in metrics:
-        if (evaluated := f"eval_{name}") in metrics:
+    pairs = {}
+    for name, value in metrics.items():
+        eval_name = f"eval_{name}"
+        if eval_name in metrics:
             raise ConfigError(
-                f"the loss returns metrics named {name!r} and {evaluated!r}, and an evaluation "
-                f"logs {name!r} as {evaluated!r}; rename one of them"
+                f"the loss returns metrics named {name!r} and {eval_name!r}, and an evaluation "
+                f"logs {name!r} as {eval_name!r}; rename one of them"
             )
-    pairs = {
-        name: value if isinstance(value, tuple) else (value, weight)
-        for name, value in metrics.items()
+        pair = value if isinstance(value, tuple) else (value, weight)
+        if len(pair) != 2 or pair[0] is None or pair[1] is None:
+            raise ConfigError(
+                f"metric {name!r} is {value!r}; it should be a number, or a pair (sum, weight)"
+            )
+        pairs[name] = pair
+    loss_sum = _scalar("sum", total)
+    count = _scalar("weight", weight)
+    scalars = {
+        name: (_scalar(name, value), _scalar(f"weight of {name}", divisor))
+        for name, (value, divisor) in pairs.items()
     }
-    if odd := [
-        name for name, pair in pairs.items() if len(pair) != 2 or any(each is None for each in pair)
-    ]:
-        raise ConfigError(
-            f"metric {odd[0]!r} is {metrics[odd[0]]!r}; it should be a number, or a pair "
-            "(sum, weight)"
-        )
-    return LossTerms(
-        _scalar("sum", total),
-        _scalar("weight", weight),
-        None,
-        {
-            name: (_scalar(name, value), _scalar(f"weight of {name}", by))
-            for name, (value, by) in pairs.items()
-        },
-    )
+    return LossTerms(loss_sum, count, None, scalars)
 
 
 def _scalar(name: str, value: object) -> Array:
@@ -196,34 +188,82 @@ def _describe(value: object) -> str:
 class Traits:
     """Facts about a loss, from its trace."""
 
-    reads_weights: bool  # of rows (`WEIGHTS`)
-    changes: tuple[str, ...]  # variables of the model that it changes, by dotted path
+    # Whether it reads the weights of rows (`WEIGHTS`)
+    reads_weights: bool
+    # Variables of the model that it changes, by dotted path
+    changes: tuple[str, ...]
     metrics: tuple[str, ...]
-    is_random: bool  # whether results depend on the random key
-    warning: str | None = None  # on its dtypes
+    # Whether results depend on the random key
+    is_random: bool
+    # A warning about its dtypes
+    warning: str | None = None
 
 
-def inspect_loss(
-    loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDtypeStruct]
-) -> Traits:
+def inspect_loss(loss: Loss, model: nnx.Module, batch: Shapes) -> Traits:
     """Traces a loss on abstract arrays, under the mesh in context.
 
     Raises:
-      ConfigError: a column that the loss names is missing; or it fails, or returns something else
-        than sums.
+      ConfigError: a column that the loss names is missing; or the loss fails, or does not return
+        sums.
     """
     columns: tuple[str, ...] = attribute(loss, "columns", ())
-    if missing := [name for name in columns if name not in batch]:
-        how = _ORIGINS.get(missing[0], "bring batches that have it (--data.batches)")
-        raise ConfigError(
-            f"the loss needs {missing[0]!r}, and batches have {', '.join(batch)}: {how}"
-        )
+    for name in columns:
+        if name not in batch:
+            how = _ORIGINS.get(name, "bring batches that have it (--data.batches)")
+            raise ConfigError(
+                f"the loss needs {name!r}, and batches have {', '.join(batch)}: {how}"
+            )
     weights = jax.ShapeDtypeStruct(next(iter(batch.values())).shape[:1], jnp.float32)
-    graph, params, rngs, others, constants = nnx.split(  # type: ignore[misc]
+    reads_weights = False
+    if WEIGHTS not in batch:
+        # A loss may pass the batch's keys to a function that does not know this key.
+        with contextlib.suppress(UserError), user_code("the loss"):
+            reads_weights = _trace(loss, model, batch, weights).reads(1)
+    shapes = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in batch.items())
+    with user_code(f"the loss, on a batch of {shapes},", UserError):
+        trace = _trace(loss, model, batch, *([weights] if reads_weights else []))
+    # The user's own column, which may have another meaning
+    if WEIGHTS in batch:
+        reads_weights = trace.reads(1 + sorted(batch).index(WEIGHTS))
+    return Traits(
+        reads_weights,
+        _changes(trace, model),
+        trace.metrics,
+        _depends(trace.jaxpr, trace.jaxpr.outvars, trace.jaxpr.invars[0]),
+        _warning(trace.results),
+    )
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """A loss as a jaxpr.
+
+    Its inputs are the random key, weights of rows, if any, the batch's columns, variables and
+    parameters. Its outputs are terms, variables and parameters.
+    """
+
+    jaxpr: Any
+    # Number of variables and parameters
+    num_state: int
+    metrics: tuple[str, ...]
+    # The sum and the weight that the loss returned
+    results: tuple[object, ...]
+
+    def reads(self, index: int) -> bool:
+        """Whether the terms depend on an input."""
+        terms = self.jaxpr.outvars[: len(self.jaxpr.outvars) - self.num_state]
+        return _depends(self.jaxpr, terms, self.jaxpr.invars[index])
+
+
+def _trace(
+    loss: Loss,
+    model: nnx.Module,
+    batch: Shapes,
+    *weights: jax.ShapeDtypeStruct,
+) -> _Trace:
+    graph, params, rngs, state, constants = nnx.split(  # type: ignore[misc]
         model, nnx.Param, nnx.RngState, STATEFUL, ...
     )
-    variables = by_dotted_path([*nnx.to_flat_state(others), *nnx.to_flat_state(params)])
-    leaves, tree = jax.tree.flatten(others)
     metrics: tuple[str, ...] = ()
     results: tuple[object, ...] = ()
 
@@ -237,83 +277,63 @@ def inspect_loss(
         key: Array,
         weights: list[Array],
         batch: dict[str, Array],
-        leaves: list[Array],
+        state: nnx.State,
         params: nnx.State,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[object, object]:
         nonlocal metrics
-        others = jax.tree.unflatten(tree, leaves)
-        merged = nnx.merge(graph, params, rng_state(rngs, key), others, constants, copy=True)
+        merged = nnx.merge(graph, params, rng_state(rngs, key), state, constants, copy=True)
         terms = call(recorded, merged, batch | dict(zip([WEIGHTS], weights, strict=False)), key)
         metrics = tuple(terms.metrics)
-        return terms, (changeable(merged, others), nnx.state(merged, nnx.Param))
+        return terms, (changeable(merged, state), nnx.state(merged, nnx.Param))
 
-    def trace(*weights: jax.ShapeDtypeStruct) -> Any:
-        return jax.make_jaxpr(run)(
-            jax.random.key(0), list(weights), dict(batch), leaves, params
-        ).jaxpr
+    arguments = (jax.random.key(0), list(weights), dict(batch), state, params)
+    jaxpr = jax.make_jaxpr(run)(*arguments).jaxpr
+    return _Trace(jaxpr, len(jax.tree.leaves([state, params])), metrics, results)
 
-    num_state = len(leaves) + len(jax.tree.leaves(params))
 
-    def reads_input(jaxpr: Any, index: int) -> bool:
-        return jaxpr.invars[index] in _needed(
-            jaxpr, jaxpr.outvars[: len(jaxpr.outvars) - num_state]
-        )
-
-    has_weights = WEIGHTS in batch
-    reads = False
-    if not has_weights:
-        # A loss may pass the batch's keys to a function that does not know this one.
-        with contextlib.suppress(UserError), user_code("the loss"):
-            reads = reads_input(trace(weights), 1)
-    shapes = ", ".join(f"{name} {each.dtype}{list(each.shape)}" for name, each in batch.items())
-    with user_code(f"the loss, on a batch of {shapes},", UserError):
-        jaxpr = trace(*([weights] if reads else []))
-    if has_weights:  # a column of the user's, which may be something else
-        reads = reads_input(jaxpr, 1 + sorted(batch).index(WEIGHTS))
-    names = [name for name, variable in variables.items() for _ in jax.tree.leaves(variable)]
-    producers = _producers(jaxpr)
-    before = jaxpr.invars[len(jaxpr.invars) - num_state :]
-    after = [_origin(var, producers) for var in jaxpr.outvars[len(jaxpr.outvars) - num_state :]]
-    changed = [
-        (name, was, now)
-        for name, was, now in zip(names, before, after, strict=True)
-        if was is not now
-    ]
-    of_params = set(names[len(leaves) :])
-    for name, was, now in changed:
-        if name in of_params:
+def _changes(trace: _Trace, model: nnx.Module) -> tuple[str, ...]:
+    # Returns the variables that the loss changes; raises ConfigError if it may not change them.
+    params = by_dotted_path(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    variables = by_dotted_path(nnx.to_flat_state(nnx.state(model, STATEFUL))) | params
+    names: list[str] = []
+    for name, variable in variables.items():
+        names += [name] * len(jax.tree.leaves(variable))
+    inputs = trace.jaxpr.invars[len(trace.jaxpr.invars) - trace.num_state :]
+    outputs = trace.jaxpr.outvars[len(trace.jaxpr.outvars) - trace.num_state :]
+    producers = _producers(trace.jaxpr)
+    changes = []
+    for name, before, output in zip(names, inputs, outputs, strict=True):
+        after = _origin(output, producers)
+        if after is before:
+            continue
+        if name in params:
             raise ConfigError(
                 f"the loss assigns the parameter {name}, which only the optimizer changes; make it "
                 "another nnx.Variable"
             )
-        old = was.aval.str_short()
-        new = now.aval.str_short()
+        old = before.aval.str_short()
+        new = after.aval.str_short()
         if old != new:
             raise ConfigError(
                 f"a call of the model changes {name} from {old} to {new}; keep its shape and dtype"
             )
-    is_random = jaxpr.invars[0] in _needed(jaxpr, jaxpr.outvars)
-    return Traits(
-        reads, tuple(name for name, _, _ in changed), metrics, is_random, _warning(results)
-    )
+        changes.append(name)
+    return tuple(changes)
 
 
 def _warning(results: tuple[object, ...]) -> str | None:
-    # On a sum or a weight in 16 bits: bfloat16 has three digits, and no odd number above 256.
-    dtypes = {
-        name: getattr(each, "dtype", None)
-        for name, each in zip(("sum", "weight"), results, strict=False)
-    }
-    found = [
-        f"its {name} in {dtype}"
-        for name, dtype in dtypes.items()
-        if dtype is not None and dtype != np.bool_ and jnp.dtype(dtype).itemsize <= 2
-    ]
-    if not found:
+    # A sum or a weight in 16 bits: bfloat16 has three digits, and no odd number above 256.
+    narrow = []
+    for name, result in zip(("sum", "weight"), results, strict=False):
+        dtype = getattr(result, "dtype", None)
+        if dtype is not None and dtype != np.bool_ and jnp.dtype(dtype).itemsize <= 2:
+            narrow.append(f"its {name} in {dtype}")
+    if not narrow:
         return None
     return (
-        f"WARNING: the loss returns {' and '.join(found)}, which has too few digits for a sum over "
-        "a batch; convert what it sums to float32 before, as by losses.astype(jnp.float32).sum()"
+        f"WARNING: the loss returns {' and '.join(narrow)}, which has too few digits for a sum "
+        "over a batch; convert what it sums to float32 before, as by "
+        "losses.astype(jnp.float32).sum()"
     )
 
 
@@ -322,19 +342,19 @@ def changeable(model: nnx.Module, like: nnx.State) -> nnx.State:
 
     Variables that `like` lacks are left out.
     """
-    now = dict(nnx.to_flat_state(nnx.state(model, STATEFUL)))
-    return nnx.from_flat_state(
-        [(path, now[path]) for path, _ in nnx.to_flat_state(like) if path in now]
-    )
+    variables = dict(nnx.to_flat_state(nnx.state(model, STATEFUL)))
+    paths = [path for path, _ in nnx.to_flat_state(like)]
+    return nnx.from_flat_state([(path, variables[path]) for path in paths if path in variables])
 
 
-def _needed(jaxpr: Any, outputs: list[Any]) -> set[Any]:
-    # The variables that the outputs depend on; a literal has a value.
+def _depends(jaxpr: Any, outputs: list[Any], variable: Any) -> bool:
+    # Whether the outputs depend on a variable of the jaxpr. Literals, which have a value, are no
+    # variables.
     needed = {var for var in outputs if not hasattr(var, "val")}
     for equation in reversed(jaxpr.eqns):
         if not needed.isdisjoint(equation.outvars):
             needed |= {var for var in equation.invars if not hasattr(var, "val")}
-    return needed
+    return variable in needed
 
 
 Producers = dict[Any, tuple[Any, int]]
@@ -342,12 +362,14 @@ Producers = dict[Any, tuple[Any, int]]
 
 
 def _producers(jaxpr: Any) -> Producers:
-    return {var: (equation, i) for equation in jaxpr.eqns for i, var in enumerate(equation.outvars)}
+    producers: Producers = {}
+    for equation in jaxpr.eqns:
+        producers |= {var: (equation, i) for i, var in enumerate(equation.outvars)}
+    return producers
 
 
 def _origin(var: object, producers: Producers) -> Any:
-    # The variable that a variable equals, through calls and scans that return one of their inputs
-    # unchanged.
+    # Returns the variable that `var` equals: calls and scans may return an input unchanged.
     while not hasattr(var, "val") and var in producers:
         equation, index = producers[var]
         params = equation.params
@@ -358,17 +380,17 @@ def _origin(var: object, producers: Producers) -> Any:
         place = body.invars.index(inner)
         # A scan's parameters differ between versions of JAX; ranks do not.
         if equation.primitive.name == "scan":
-            outer = (equation.invars, equation.outvars)
-            inner_vars = (body.invars, body.outvars)
-            sliced, stacked = (
-                [one.aval.ndim != other.aval.ndim for one, other in zip(*pair, strict=True)]
-                for pair in zip(outer, inner_vars, strict=True)
-            )
+            sliced = _change_rank(equation.invars, body.invars)
+            stacked = _change_rank(equation.outvars, body.outvars)
             first_carry = len(sliced) - sum(sliced) - stacked.count(False)
             if not (sliced[place] if stacked[index] else place == first_carry + index):
                 return var
         var = equation.invars[place]
     return var
+
+
+def _change_rank(outer: list[Any], inner: list[Any]) -> list[bool]:
+    return [o.aval.ndim != i.aval.ndim for o, i in zip(outer, inner, strict=True)]
 
 
 def require_sums(
@@ -378,7 +400,7 @@ def require_sums(
     batch: Mapping[str, Array],
     accumulation: int,
 ) -> str | None:
-    """Checks a loss on one row for each device, and on a batch that has each of them twice.
+    """Checks a loss on one row for each device, and on a batch that has each of these rows twice.
 
     Call it under the mesh in context.
 
@@ -392,10 +414,9 @@ def require_sums(
 
     def terms(batch: Mapping[str, Array], copies: int, key: Array) -> LossTerms:
         def rows(array: Array) -> Array:
-            first = array.reshape(devices, -1, *array.shape[1:])[:, :1]
-            return constrain(
-                jnp.repeat(first, copies, 1).reshape(-1, *array.shape[1:]), batch_spec()
-            )
+            row_shape = array.shape[1:]
+            first = array.reshape(devices, -1, *row_shape)[:, :1]
+            return constrain(jnp.repeat(first, copies, 1).reshape(-1, *row_shape), batch_spec())
 
         model = blueprint.merge(state, key).model
         model.eval()
@@ -408,13 +429,15 @@ def require_sums(
     try:
         once, twice = jax.device_get(jax.jit(run)(dict(batch), key))
         jaxpr = jax.make_jaxpr(lambda key: terms(batch, 1, key))(key).jaxpr
-    except Exception:  # the loss may need batches of one size
+    # The loss may need batches of one size.
+    except Exception:
         return None
-    loss_is_random, weight_is_random = (
-        jaxpr.invars[0] in _needed(jaxpr, [out]) for out in jaxpr.outvars[:2]
-    )
-    if weight_is_random:  # as in masked language models
+    random_key = jaxpr.invars[0]
+    loss_sum, weight, *_ = jaxpr.outvars
+    # The weight is random in masked language models.
+    if _depends(jaxpr, [weight], random_key):
         return None
+    loss_is_random = _depends(jaxpr, [loss_sum], random_key)
     warning = _compare(_numbers(once), _numbers(twice), loss_is_random=loss_is_random)
     if warning and accumulation > 1:
         raise ConfigError(
@@ -427,10 +450,10 @@ Numbers = dict[str, tuple[float, float]]  # The loss and each metric, with their
 
 
 def _numbers(terms: LossTerms) -> Numbers:
-    pairs = {"loss": (terms.loss, terms.count)} | {
-        f"metric {name!r}": pair for name, pair in terms.metrics.items()
-    }
-    return {name: (float(value), float(weight)) for name, (value, weight) in pairs.items()}
+    numbers = {"loss": (float(terms.loss), float(terms.count))}
+    for name, (value, weight) in terms.metrics.items():
+        numbers[f"metric {name!r}"] = (float(value), float(weight))
+    return numbers
 
 
 def _compare(once: Numbers, twice: Numbers, *, loss_is_random: bool) -> str | None:
@@ -449,17 +472,15 @@ def _compare(once: Numbers, twice: Numbers, *, loss_is_random: bool) -> str | No
                 "over rows, and the number of rows (or tokens) in the sum"
             )
         if a and _close(a, b) and grows:
-            hint = (
-                ""
-                if name == "loss"
-                else "; for a number that is no mean over rows return a pair (number, 1)"
-            )
+            hint = ""
+            if name != "loss":
+                hint = "; for a number that is not a mean over rows return a pair (number, 1)"
             raise ConfigError(
                 f"the {name} is a mean: {measured}. Return the sum over rows; the step divides it "
                 f"by the weight{hint}"
             )
         if name == "loss" and not loss_is_random and not _close(2 * a, b):
-            warning = f"the loss is no sum over rows: {measured}"
+            warning = f"the loss is not a sum over rows: {measured}"
     return warning
 
 

@@ -1,12 +1,9 @@
-"""The training step of a user's loss.
-
-Its memory and work on a device are from a trace of one micro-batch.
+"""Memory and work of a user's loss on a device, from a trace of one micro-batch.
 
 State, gradients and batch are exact. Activations are the residuals of the trace: XLA keeps fewer
 where it recomputes them in a fusion, and needs workspace on top.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -20,12 +17,10 @@ from jaxtp.models.decoder import create_decoder
 from jaxtp.models.own_decoder import builder
 from jaxtp.parallelize.parallelize import abstract_model
 from jaxtp.train import user_loss
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import Sizes, TrainConfig
 from jaxtp.train.memory import Memory
 from jaxtp.train.state import Blueprint, rng_state, shard_bytes
-from jaxtp.train.task import Loss, Task
-
-Shapes = Mapping[str, jax.ShapeDtypeStruct]  # A global batch of abstract arrays
+from jaxtp.train.task import Loss, Shapes, Task
 
 ONE_DEVICE = abstract_mesh(mesh_shape())
 
@@ -35,34 +30,36 @@ def trace_step(
 ) -> tuple[Memory, Work]:
     """Returns the memory of a step, and the work of a micro-batch, on a device.
 
-    The mesh may be abstract.
+    The blueprint's mesh may be abstract.
     """
     sizes = mesh_sizes(blueprint.mesh)
     with as_current(blueprint.mesh):
         work = _work(blueprint.abstract_model, loss, micro_batch(config, batch), sizes)
     sharded = blueprint.sharded
-    summed = 0  # gradients summed over micro-batches
-    trained = nnx.filter_state(sharded["model"], nnx.Param)
     parameters = shard_bytes(sharded["model"])
+    trained = nnx.filter_state(sharded["model"], nnx.Param)
+    gradients = shard_bytes(trained)
+    # With accumulation, also the sums over micro-batches
     if config.train.accumulation > 1:
         sum_dtype = config.model.precision.sum_dtype
-        summed = shard_bytes(
-            jax.tree.map(lambda each: each.update(dtype=sum_dtype(each.dtype)), trained)
-        )
+        sums = jax.tree.map(lambda array: array.update(dtype=sum_dtype(array.dtype)), trained)
+        gradients += shard_bytes(sums)
     gathers = [
-        one.bytes
-        for one in work.traffic
-        if one.kind == ALL_GATHER and set(one.axes) <= set(STORAGE)
+        gather.bytes
+        for gather in work.traffic
+        if gather.kind == ALL_GATHER and set(gather.axes) <= set(STORAGE)
     ]
+    batch_bytes = sum(array.size * array.dtype.itemsize for array in batch.values())
     memory = Memory(
         parameters=parameters,
         optimizer=shard_bytes(sharded) - parameters,
-        gradients=shard_bytes(trained) + summed,
+        gradients=gradients,
         whole_matrices=0,
-        gathered_weights=2 * int(max(gathers, default=0)),  # the largest weight, and its gradient
+        # The largest weight, and its gradient
+        gathered_weights=2 * int(max(gathers, default=0)),
         activations=int(work.saved),
         logits=0,
-        batch=sum(each.size * each.dtype.itemsize for each in batch.values()) // batch_parts(sizes),
+        batch=batch_bytes // batch_parts(sizes),
     )
     return memory, work
 
@@ -71,48 +68,43 @@ def micro_batch(config: TrainConfig, batch: Shapes) -> dict[str, jax.ShapeDtypeS
     """Returns the shapes of a micro-batch."""
     count = config.train.accumulation
     return {
-        name: each.update(shape=(each.shape[0] // count, *each.shape[1:]))
-        for name, each in batch.items()
+        name: array.update(shape=(array.shape[0] // count, *array.shape[1:]))
+        for name, array in batch.items()
     }
 
 
 def on_one_device(config: TrainConfig, task: Task) -> nnx.Module:
-    """Returns the abstract model of a task, not split; under `ONE_DEVICE`."""
+    """Returns the abstract model of a task, not split; call it under `ONE_DEVICE`."""
 
     def build() -> nnx.Module:
         rngs = nnx.Rngs(config.run.seed)
-        return (
-            builder(task.model, config.model)(rngs)
-            if callable(task.model)
-            else create_decoder(config.model, rngs=rngs)
-        )
+        if callable(task.model):
+            return builder(task.model, config.model)(rngs)
+        return create_decoder(config.model, rngs=rngs)
 
     return abstract_model(build)
 
 
 def row_work(config: TrainConfig, task: Task, batch: Shapes) -> tuple[float, float]:
-    """Returns the FLOPs of a row in the products of both passes, and the bytes that it keeps.
+    """Returns a row's FLOPs in products, forward and backward, and the bytes of its residuals.
 
-    These are for the backward pass.
-
-    The model is whole, on one device. Recomputation does not count.
+    The model is on one device, not split. Recomputation does not count.
     """
     assert task.loss is not None
     shapes = micro_batch(config, batch)
     rows = next(iter(shapes.values())).shape[0]
     with as_current(ONE_DEVICE):
         work = _work(on_one_device(config, task), task.loss, shapes, mesh_sizes(ONE_DEVICE))
-    return sum(
-        product.flops for product in work.products if not product.recomputed
-    ) / rows, work.saved / rows
+    flops = sum(product.flops for product in work.products if not product.recomputed)
+    return flops / rows, work.saved / rows
 
 
-def _work(model: nnx.Module, loss: Loss, batch: Shapes, sizes: Mapping[str, int]) -> Work:
-    graph, params, rngs, others = nnx.split(model, nnx.Param, nnx.RngState, ...)  # type: ignore[misc]
+def _work(model: nnx.Module, loss: Loss, batch: Shapes, sizes: Sizes) -> Work:
+    graph, params, rngs, frozen = nnx.split(model, nnx.Param, nnx.RngState, ...)  # type: ignore[misc]
 
-    def objective(params: nnx.State, others: nnx.State, batch: dict[str, Any]) -> Array:
+    def objective(params: nnx.State, frozen: nnx.State, batch: dict[str, Any]) -> Array:
         key = jax.random.key(0)
-        merged = nnx.merge(graph, params, rng_state(rngs, key), others, copy=True)
+        merged = nnx.merge(graph, params, rng_state(rngs, key), frozen, copy=True)
         return user_loss.call(loss, merged, batch, key).loss
 
-    return work_of(objective, sizes, params, others, dict(batch))
+    return work_of(objective, sizes, params, frozen, dict(batch))

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -35,22 +36,24 @@ from jaxtp.mesh import (
     parts,
 )
 from jaxtp.models.config import BlockConfig, ModelConfig, model_problems, padded_sizes
-from jaxtp.train.config import LoopConfig, TrainConfig
+from jaxtp.train.config import LoopConfig, Sizes, TrainConfig
 
 
 def check(
-    config: TrainConfig, mesh: dict[str, int], most: Callable[[], int | None] = most_devices
+    config: TrainConfig,
+    mesh: Sizes,
+    available: Callable[[], int | None] = most_devices,
 ) -> None:
     """Checks that settings fit each other and the mesh; ignores `config.mesh`.
 
     Args:
-      most: number of available devices; called only if something does not fit.
+      available: returns the number of available devices; called only if something does not fit.
 
     Raises:
       ConfigError: all violations with the nearest values that work.
     """
     if any(problems(config, mesh)):
-        refuse(violations_on(config, mesh, most()))
+        refuse(violations_on(config, mesh, available()))
 
 
 def open_mesh(config: TrainConfig) -> Mesh:
@@ -86,10 +89,9 @@ def check_decoder(config: TrainConfig, mesh: Mesh) -> None:
 
 def refuse(violations: Iterable[str]) -> None:
     """Raises ConfigError if there are violations."""
-    if found := list(violations):
-        raise ConfigError(
-            "these settings do not fit each other:\n" + "\n".join(f"  {each}" for each in found)
-        )
+    lines = [f"\n  {violation}" for violation in violations]
+    if lines:
+        raise ConfigError(f"these settings do not fit each other:{''.join(lines)}")
 
 
 def check_vocabulary(model: ModelConfig, needed: int, source: str) -> None:
@@ -102,46 +104,41 @@ def check_vocabulary(model: ModelConfig, needed: int, source: str) -> None:
         )
 
 
-def check_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> None:
+def check_kernels(config: TrainConfig, mesh: Sizes, platform: str) -> None:
     """Raises ConfigError if a requested kernel does not run on the platform."""
     for problem in kernel_problems(config, mesh, platform):
         raise ConfigError(problem)
 
 
-def kernel_problems(
-    config: TrainConfig, mesh: Mapping[str, int], platform: str | None = None
-) -> Iterator[str]:
+def kernel_problems(config: TrainConfig, mesh: Sizes, platform: str | None = None) -> Iterator[str]:
     """Yields why a requested kernel cannot compute this run."""
-    found = (unsupported(config.model.attention, use) for use in run_uses(config, mesh, platform))
-    yield from dict.fromkeys(problem for problems in found for problem in problems)
-    if config.model.most_experts:
-        yield from grouped.unsupported(config.model.grouped, platform)
-    if problem := matmul_problem(config.model.precision.matmul, platform or "cpu"):
+    model = config.model
+    uses = run_uses(config, mesh, platform)
+    yield from dict.fromkeys(chain(*(unsupported(model.attention, use) for use in uses)))
+    if model.most_experts:
+        yield from grouped.unsupported(model.grouped, platform)
+    problem = matmul_problem(model.precision.matmul, platform or "cpu")
+    if problem:
         yield problem
 
 
-def chosen_kernels(
-    config: TrainConfig, mesh: Mapping[str, int], platform: str
-) -> dict[KernelName, str]:
+def chosen_kernels(config: TrainConfig, mesh: Sizes, platform: str) -> dict[KernelName, str]:
     """Returns the run's attention kernels on a platform, with reasons."""
-    found = (pick_kernel(config.model.attention, use) for use in run_uses(config, mesh, platform))
-    return {kernel.name: why for kernel, why in found}
+    choices = (pick_kernel(config.model.attention, use) for use in run_uses(config, mesh, platform))
+    return {kernel.name: why for kernel, why in choices}
 
 
 def multiplies_all(model: ModelConfig, platform: str) -> bool:
-    """Returns whether the platform multiplies every row with every expert."""
-    return model.most_experts > 0 and grouped.is_dense(
-        grouped.pick_method(model.grouped, platform)[0], platform
-    )
+    """Returns whether the platform multiplies every row by every expert."""
+    method, _ = grouped.pick_method(model.grouped, platform)
+    return model.most_experts > 0 and grouped.is_dense(method, platform)
 
 
-def run_uses(config: TrainConfig, mesh: Mapping[str, int], platform: str | None) -> list[Use]:
+def run_uses(config: TrainConfig, mesh: Sizes, platform: str | None) -> list[Use]:
     """Returns how each kind of block uses attention."""
     share = replace(share_of(config, mesh), packed=config.data.packed, platform=platform)
-    return [
-        block.use_on(share, config.model.precision.compute)
-        for block in attention_blocks(config.model)
-    ]
+    dtype = config.model.precision.compute
+    return [block.use_on(share, dtype) for block in attention_blocks(config.model)]
 
 
 def attention_blocks(model: ModelConfig) -> list[BlockConfig]:
@@ -149,66 +146,62 @@ def attention_blocks(model: ModelConfig) -> list[BlockConfig]:
     return [block for block in model.block_kinds() if not block.delta_value_heads]
 
 
-def share_of(config: TrainConfig, mesh: Mapping[str, int]) -> LocalShape:
+def share_of(config: TrainConfig, mesh: Sizes) -> LocalShape:
     """Returns the per-device shape of one row of the batch."""
     return LocalShape(
         sizes=mesh, rows=1, length=config.data.sequence_length, context=config.mesh.context
     )
 
 
-def violations_on(
-    config: TrainConfig, mesh: Mapping[str, int], devices: int | None = None
-) -> Iterator[str]:
+def violations_on(config: TrainConfig, mesh: Sizes, devices: int | None = None) -> Iterator[str]:
     """Yields each conflict of settings and mesh, with the nearest values that work.
 
     Ignores `config.mesh`.
 
     Args:
-      devices: number available, if known.
+      devices: the number of available devices, if known.
     """
-
     return _explained(problems, config, mesh, devices)
 
 
-def batch_violations(
-    config: TrainConfig, mesh: Mapping[str, int], *, have_own_rows: bool
-) -> Iterator[str]:
+def batch_violations(config: TrainConfig, mesh: Sizes, *, have_own_rows: bool) -> Iterator[str]:
     """Yields `batch_problems`, with the nearest values that work on as many devices or fewer."""
     find = partial(batch_problems, have_own_rows=have_own_rows)
     return _explained(find, config, mesh, math.prod(mesh.values()))
 
 
 def _explained(
-    find: Callable[[TrainConfig, Mapping[str, int]], Iterable[Problem]],
+    find: Callable[[TrainConfig, Sizes], Iterable[Problem]],
     config: TrainConfig,
-    mesh: Mapping[str, int],
+    mesh: Sizes,
     devices: int | None,
 ) -> Iterator[str]:
     def problems_after(changes: Mapping[str, int]) -> Iterator[Problem]:
         sizes = {axis: changes.get(f"mesh.{axis}", mesh[axis]) for axis in AXES}
-        others = {name: value for name, value in changes.items() if not name.startswith("mesh.")}
-        yield from find(replace_nested(config, others), sizes)
-        if devices is not None and (needed := math.prod(sizes.values())) > devices:
+        settings = {name: changes[name] for name in changes if not name.startswith("mesh.")}
+        yield from find(replace_nested(config, settings), sizes)
+        needed = math.prod(sizes.values())
+        if devices is not None and needed > devices:
             yield Problem(
                 f"the mesh {describe_mesh(sizes)} needs {needed} devices, and there are {devices}",
                 among={f"mesh.{axis}": size for axis, size in sizes.items()},
             )
 
-    return explained(
-        problems_after, fixed=config.model.from_hf is not None or config.run.init_from is not None
-    )
+    is_new = config.model.from_hf is None and config.run.init_from is None
+    return explained(problems_after, fixed=not is_new)
 
 
-def problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+def problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
     """Yields each conflict of settings and mesh; ignores `config.mesh`."""
-    if config.model.is_foreign:  # the other settings of the model have no effect
+    # The other settings of a user's model have no effect.
+    if config.model.is_foreign:
         yield from _general_problems(config, mesh)
         return
-    of_model = [*model_problems(config.model, mesh), *context_problems(config, mesh)]
-    yield from of_model or (
-        *map(Problem, kernel_problems(config, mesh)),
-        *padding_problems(config, mesh),
-    )
+    size_problems = [*model_problems(config.model, mesh), *context_problems(config, mesh)]
+    yield from size_problems
+    if not size_problems:
+        yield from map(Problem, kernel_problems(config, mesh))
+        yield from padding_problems(config, mesh)
     yield from _general_problems(config, mesh)
     length = config.data.sequence_length
     positions = config.model.learned_positions
@@ -219,8 +212,9 @@ def problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
     yield from map(Problem, (*_moment_problems(config), *_contradictions(config)))
 
 
-def _general_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
-    if config.data.batches is None:  # a user's batches have a size of their own
+def _general_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
+    # A user's batches have their own size.
+    if config.data.batches is None:
         yield from batch_problems(config, mesh)
     if config.data.path is not None and config.data.mixture:
         yield Problem(
@@ -236,7 +230,7 @@ def _general_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[
 
 
 def _without_switch(config: TrainConfig) -> Iterator[str]:
-    # Settings that do nothing while another one is off.
+    # Settings that have no effect while another setting is off
     trackers = config.metrics.trackers
     for name, is_used, switch in (
         ("data.long_documents", config.data.packed, "data.packing=documents"),
@@ -252,11 +246,11 @@ def _without_switch(config: TrainConfig) -> Iterator[str]:
         value = getattr(getattr(config, section), key)
         default = getattr(getattr(TrainConfig(), section), key)
         if not is_used and value != default:
-            yield f"{name}={value} has no effect without {switch}; set that, or leave this out"
+            yield f"{name}={value} has no effect without {switch}; set that, or leave {name} out"
 
 
 def batch_problems(
-    config: TrainConfig, mesh: Mapping[str, int], *, have_own_rows: bool = False
+    config: TrainConfig, mesh: Sizes, *, have_own_rows: bool = False
 ) -> Iterator[Problem]:
     """Yields why the batch cannot be split over the mesh and the micro-batches.
 
@@ -276,7 +270,7 @@ def batch_problems(
         )
 
 
-def padding_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+def padding_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
     """Yields model sizes that the mesh would pad, if padding is forbidden."""
     refused = {} if config.mesh.allow_padding else padded_sizes(config.model, mesh[TP])
     for name, (size, padded) in refused.items():
@@ -284,23 +278,23 @@ def padding_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[P
         yield Problem(text, among={f"mesh.{TP}": size})
 
 
-def context_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+def context_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
     """Yields why sequences cannot be split over cp, or tp with sequence parallelism."""
     length = config.data.sequence_length
     axes = SEQUENCE if config.model.sequence_parallel else CONTEXT
     among = dict.fromkeys(mesh_settings(axes), length)
-    undivided = [
-        *not_divisible(
-            "data.sequence_length", length, mesh_product(axes, mesh), parts(mesh, axes), among
-        )
-    ]
-    kinds = config.model.block_kinds() if parts(mesh, CONTEXT) > 1 and not undivided else ()
-    found = {
-        problem.text: problem
-        for block in kinds
-        for problem in block.context_problems(share_of(config, mesh))
-    }
-    yield from (*undivided, *found.values())
+    product = mesh_product(axes, mesh)
+    undivided = list(
+        not_divisible("data.sequence_length", length, product, parts(mesh, axes), among)
+    )
+    yield from undivided
+    if undivided or parts(mesh, CONTEXT) == 1:
+        return
+    share = share_of(config, mesh)
+    by_text: dict[str, Problem] = {}
+    for block in config.model.block_kinds():
+        by_text |= {problem.text: problem for problem in block.context_problems(share)}
+    yield from by_text.values()
 
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:
@@ -323,44 +317,45 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         ("router_z_loss", config.model.most_experts, "model.num_experts"),
         ("selection_bias_rate", biased, "model.selection_bias"),
     ):
-        if not used and (value := getattr(config.train, name)) != getattr(LoopConfig(), name):
+        value = getattr(config.train, name)
+        if not used and value != getattr(LoopConfig(), name):
             yield (
                 f"train.{name}={value} has no effect while {switch} is off; set that, or leave "
-                "this out"
+                f"train.{name} out"
             )
     dtypes = {
         f"model.precision.{name}": dtype for name, dtype in vars(config.model.precision).items()
     }
     if config.model.lora.rank:
-        del dtypes["model.precision.param"]  # frozen weights have no gradient
+        # Frozen weights have no gradient.
+        del dtypes["model.precision.param"]
         dtypes["model.lora.dtype"] = config.model.lora.dtype
-    if halves := " and ".join(
-        f"{name}=float16" for name, dtype in dtypes.items() if dtype == "float16"
-    ):
+    halves = [name for name, dtype in dtypes.items() if dtype == "float16"]
+    if halves:
         yield (
-            f"{halves} cannot be trained in: gradients below 6e-8 vanish without loss scaling, "
-            "which jaxtp does not have; use bfloat16, or float32 on GPUs without it"
+            f"cannot train in float16 ({', '.join(halves)}): jaxtp has no loss scaling, and "
+            "gradients below 6e-8 would vanish; use bfloat16, or float32 on GPUs without bfloat16"
         )
 
 
-_OF_EXPERTS = (
-    *(
-        "experts_per_token",
-        "normalize_experts",
-        "normalize_floor",
-        "experts_scale",
-        "router_scores",
-    ),
-    *("expert_groups", "groups_per_token", "group_score"),
+_EXPERTS_SETTINGS = (
+    "experts_per_token",
+    "normalize_experts",
+    "normalize_floor",
+    "experts_scale",
+    "router_scores",
+    "expert_groups",
+    "groups_per_token",
+    "group_score",
 )
 
 
 def _experts_without_effect(config: TrainConfig) -> Iterator[str]:
-    # The settings of a model that exists may name experts without having any.
+    # The settings of an existing model may name experts although it has none.
     is_new = config.model.from_hf is None and config.run.init_from is None
     if config.model.most_experts or not is_new:
         return
-    for name in _OF_EXPERTS:
+    for name in _EXPERTS_SETTINGS:
         value = getattr(config.model, name)
         if value != getattr(ModelConfig, name):
             shown = str(value).lower() if isinstance(value, bool) else value
@@ -371,12 +366,12 @@ def _moment_problems(config: TrainConfig) -> Iterator[str]:
     # A decay that rounds to 1 would freeze the moments.
     dtype = config.model.trained_dtype
     setting = "lora.dtype" if config.model.lora.rank else "precision.param"
-    most = 1 - float(jnp.finfo(dtype).eps)
-    instead = "" if dtype == "float32" else f", or model.{setting}=float32"
+    max_beta = 1 - float(jnp.finfo(dtype).eps)
+    alternative = "" if dtype == "float32" else f", or model.{setting}=float32"
     for name in ("beta1", "beta2"):
         beta = getattr(config.optimizer, name)
-        if beta > most and config.optimizer.name != "adafactor":
+        if beta > max_beta and config.optimizer.name != "adafactor":
             yield (
-                f"optimizer.{name}={beta} rounds to 1 in {dtype}, the dtype of the moments, which "
-                f"would never forget; at most {most}{instead}"
+                f"optimizer.{name}={beta} rounds to 1 in {dtype}, the dtype of the moments, so "
+                f"they would never decay; use at most {max_beta}{alternative}"
             )

@@ -50,9 +50,9 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.run_folder import CORRUPTION, NON_FINITE, replacing
 from jaxtp.train.setup import Run
 from jaxtp.train.state import Blueprint, named_arrays, trained_parameters
-from jaxtp.train.step import Scalars
+from jaxtp.train.step import StepOutput
 
-Compute = Callable[[nnx.State], tuple[nnx.State, Scalars, Array]]
+Compute = Callable[[nnx.State], tuple[nnx.State, StepOutput]]
 """A step on a batch, as from `make_train_step(with_checksums=True)`."""
 
 HostShards = dict[str, list[tuple[jax.Device, np.ndarray]]]
@@ -122,20 +122,19 @@ class Verifier:
         # The step donates the state, so it goes to the host and back; the first result stays there
         # as evidence.
         self._before = to_host(arrays)
-        first, _, gradients = compute(state)
+        first, output = compute(state)
+        assert output.checksums is not None
         results = named_arrays(first)
         after = checksums(results)
         self._first = to_host(results)
+        # Makes room for the state
         for array in results.values():
-            array.delete()  # makes room for the state
-        state = replace_arrays(
-            state,
-            {
-                name: to_devices(self._before[name], array)
-                for name, array in named_arrays(state).items()
-            },
-        )
-        self._tables = [before, checksums(arrays | named_arrays(state)), gradients, after]
+            array.delete()
+        donated = named_arrays(state)
+        copies = {name: to_devices(self._before[name], donated[name]) for name in donated}
+        state = replace_arrays(state, copies)
+        returned = checksums(arrays | named_arrays(state))
+        self._tables = [before, returned, output.checksums, after]
         return state
 
     def finish(self, step: int, state: nnx.State, gradients: Array) -> None:
@@ -164,22 +163,26 @@ class Verifier:
                 second_result, replica_groups_by_name(results)
             ),
         }
-        in_all_copies = any(
-            twice[name].issuperset(each) for name in twice for each in self._gradients[name]
-        )
-        for what, places in faults.items():
+        for fault, places in faults.items():
             if places:
-                note = _BEFORE_SUM if in_all_copies and places is twice else ""
+                note = _BEFORE_SUM if places is twice and self._in_all_copies(twice) else ""
                 evidence = {
                     "before": self._before,
                     "first": self._first,
                     "second": to_host(results),
                 }
-                raise self._error(step, what, places, note, evidence)
+                raise self._error(step, fault, places, note, evidence)
         self.verified = step
         self._history.clear()
         self._before = {}
         self._first = {}
+
+    def _in_all_copies(self, places: MeshPositions) -> bool:
+        # Whether all copies of some shard are wrong
+        for name, wrong in places.items():
+            if any(wrong.issuperset(group) for group in self._gradients[name]):
+                return True
+        return False
 
     def record(self, step: int, gradients: Array) -> None:
         """Keeps a step's gradient checksums until the next verification."""
@@ -190,36 +193,35 @@ class Verifier:
     ) -> CorruptionError:
         # Names the gradients that made copies of the state differ, if they did.
         for earlier, table in self._history.items():
-            if found := minority_devices(table, self._gradients):
-                what = (
+            wrong = minority_devices(table, self._gradients)
+            if wrong:
+                fault = (
                     f"the gradients of step {earlier} differed between copies, and the state "
                     "since then"
                 )
-                return self._error(step, what, found, "", {"before": before})
-        first = next(iter(self._history), None)
-        note = (
-            "" if first is None else f"The gradients had equal copies in each step since {first}. "
-        )
+                return self._error(step, fault, wrong, "", {"before": before})
+        note = ""
+        if self._history:
+            first = next(iter(self._history))
+            note = f"The gradients had equal copies in each step since {first}. "
         return self._error(step, "copies differ before the step", places, note, {"before": before})
 
     def _error(
         self,
         step: int,
-        what: str,
+        fault: str,
         places: MeshPositions,
         note: str,
         evidence: Mapping[str, HostShards],
     ) -> CorruptionError:
         where = describe_devices(places, self._devices, self._hosts)
-        message = f"step {step}: silent corruption: {what}: {where}"
+        message = f"step {step}: silent corruption: {fault}: {where}"
         folder = self._folder / str(step)
-        failed = [each for each in all_gather_json(_write(folder, message, evidence)) if each]
-        saved = (
-            "Both results, the state before them and the batch"
-            if len(evidence) > 1
-            else "The state and the batch"
-        )
-        saved += f" could not be saved: {failed[0]}" if failed else f" are in {folder}"
+        saved = "The state and the batch"
+        if len(evidence) > 1:
+            saved = "Both results, the state before them and the batch"
+        failures = list(filter(None, all_gather_json(_write(folder, message, evidence))))
+        saved += f" could not be saved: {failures[0]}" if failures else f" are in {folder}"
         return CorruptionError(f"{message}. {note}{saved}. {DIAGNOSE}. {self._recovery_hint()}")
 
     def _recovery_hint(self) -> str:
@@ -229,8 +231,8 @@ class Verifier:
         last = -1 if self.verified is None else self.verified
         if not saved:
             return "There is no checkpoint: the same command starts again"
-        good = [each for each in saved if each <= last]
-        later = [each for each in saved if each > last]
+        good = [step for step in saved if step <= last]
+        later = saved[len(good) :]
         unverified = f"the checkpoint{'s' * (len(later) > 1)} at {', '.join(map(str, later))}"
         if not good:
             return (
@@ -249,9 +251,9 @@ class Verifier:
         )
 
 
-def changed(names: Iterable[str], one: np.ndarray, other: np.ndarray) -> MeshPositions:
+def changed(names: Iterable[str], first: np.ndarray, second: np.ndarray) -> MeshPositions:
     """Returns where two tables of checksums differ."""
-    rows = zip(names, one != other, strict=True)
+    rows = zip(names, first != second, strict=True)
     return {name: set(np.flatnonzero(row).tolist()) for name, row in rows if row.any()}
 
 
@@ -272,11 +274,11 @@ def to_host(arrays: Mapping[str, Array]) -> HostShards:
     """Copies this process's shards to host memory."""
     for array in arrays.values():
         array.copy_to_host_async()
-    shards = {name: array.addressable_shards for name, array in arrays.items()}
-    return {
-        name: [(each.device, _copy(each.data)) for each in of_array]
-        for name, of_array in shards.items()
-    }
+    return {name: _shards_on_host(array) for name, array in arrays.items()}
+
+
+def _shards_on_host(array: Array) -> list[tuple[jax.Device, np.ndarray]]:
+    return [(shard.device, _copy(shard.data)) for shard in array.addressable_shards]
 
 
 def _copy(data: Array) -> np.ndarray:
@@ -292,32 +294,29 @@ def to_devices(shards: Sequence[tuple[jax.Device, np.ndarray]], like: Array) -> 
 
 
 def _write(folder: Path, message: str, evidence: Mapping[str, HostShards]) -> str | None:
-    # A file for each device of this process; returns the error, if any. NumPy stores bfloat16 as
-    # two bytes each.
+    # Writes a file for each device of this process; returns the error, if any. NumPy stores
+    # bfloat16 as raw bytes, two for each number.
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
             with open_directly(folder / "fault.txt", "w") as file:
                 file.write(f"{message}\n")
-        for what, shards in evidence.items():
+        for moment, arrays in evidence.items():
             for device in jax.local_devices():
-                arrays = {
-                    name: part
-                    for name, parts in shards.items()
-                    for at, part in parts
-                    if at == device
-                }
-                with open_directly(folder / f"{what}_device_{device.id}.npz", "wb") as file:
-                    np.savez(file, **arrays)  # type: ignore[arg-type]
+                parts: dict[str, np.ndarray] = {}
+                for name, shards in arrays.items():
+                    parts.update((name, shard) for holder, shard in shards if holder == device)
+                with open_directly(folder / f"{moment}_device_{device.id}.npz", "wb") as file:
+                    np.savez(file, **parts)  # type: ignore[arg-type]
     except OSError as error:
         return f"{folder}: {error.strerror}"
     return None
 
 
 def nonfinite_gradient(
-    run: Run, what: str, step: int, batch: Batch, info: dict[str, object]
+    run: Run, description: str, step: int, batch: Batch, info: dict[str, object]
 ) -> NonFiniteError:
-    """Saves the unchanged state and the batch; returns the error that describes `what`.
+    """Saves the unchanged state and the batch; returns the error, which begins with `description`.
 
     Replaces the files of an earlier failure.
     """
@@ -334,7 +333,7 @@ def nonfinite_gradient(
     except (UserError, OSError) as error:
         saved = f"could not be saved for inspection ({error})"
     return NonFiniteError(
-        f"{what}: not finite. The weights do not contain it; they and the batch {saved}. "
+        f"{description}: not finite. The weights do not contain it; they and the batch {saved}. "
         f"{_resume_hint(run.checkpoints)}. Look for the cause (a learning rate too high, a bad "
         f"sample), or {remedy}"
     )
@@ -354,8 +353,10 @@ def nonfinite_update(run: Run, step: int, values: dict[str, float]) -> NonFinite
 
 
 def _save_state_and_batch(run: Run, step: int, batch: Batch, info: dict[str, object]) -> None:
-    shards = [(name, shard) for name, array in batch.items() for shard in array.addressable_shards]
-    rows = {f"{name}_{shard.index[0].start or 0}": np.asarray(shard.data) for name, shard in shards}
+    rows = {}
+    for name, array in batch.items():
+        for shard in array.addressable_shards:
+            rows[f"{name}_{shard.index[0].start or 0}"] = np.asarray(shard.data)
     with replacing(run.config.run.dir / NON_FINITE) as new:
         checkpoints = Checkpoints(new)
         checkpoints.save(step, run.blueprint.stored(run.state), run.blueprint.mesh, info)

@@ -78,8 +78,8 @@ class Run:
     def __call__(self, state, batch):
         """The state after a step, its numbers and the gradients."""
         with jax.set_mesh(self.mesh):
-            state, scalars, grads = self._step(state, batch)
-        return state, fetch(scalars), grads
+            state, output = self._step(state, batch)
+        return state, fetch(output), output.grads
 
 
 run = cache(Run)

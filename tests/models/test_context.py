@@ -180,7 +180,7 @@ def test_the_summary_says_who_has_the_most_to_do():
     uneven = describe_context(
         variant(RUN, {"data": {"sequence_length": 20}, **by_gathers}), mesh_shape(cp=4)
     )
-    assert "WARNING: the last has the most to do" in uneven
+    assert "WARNING: uneven work: the last device does the most" in uneven
     assert "WARNING" not in describe_context(RUN, mesh_shape(cp=4, tp=2))
     windows = {"model": {"pattern": [{"sliding_window": 3}, {}]}}
     text = describe_context(variant(RUN, windows | by_gathers), mesh_shape(cp=4))

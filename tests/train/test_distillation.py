@@ -30,7 +30,7 @@ from jaxtp.models.decoder import create_decoder
 from jaxtp.tools.score.__main__ import main as score
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import LoopConfig, TrainConfig
-from jaxtp.train.distillation import Distillation, with_rest
+from jaxtp.train.distillation import Distillation, with_other_tokens
 from jaxtp.train.step import loss_and_grads
 
 B = 8
@@ -170,12 +170,14 @@ def test_the_loss_is_the_divergence_of_the_top_tokens_and_the_rest(case):
 
 def test_a_student_that_leaves_nothing_to_other_tokens_is_pulled_back():
     """The gradient of the logit of all other tokens, to which a teacher gives 0.1."""
-    teacher = with_rest(jnp.log(jnp.full(2, 0.45)))
+    teacher = with_other_tokens(jnp.log(jnp.full(2, 0.45)))
 
     @jax.jit
     @jax.grad
     def gradient_of(logits):
-        return jnp.sum(jnp.exp(teacher) * (teacher - with_rest(jax.nn.log_softmax(logits)[:2])))
+        return jnp.sum(
+            jnp.exp(teacher) * (teacher - with_other_tokens(jax.nn.log_softmax(logits)[:2]))
+        )
 
     for logit, tolerance in ((-2.0, 1e-5), (-10.0, 1e-2), (-16.0, 1.0)):
         gradient = gradient_of(np.array([0, 0, logit], np.float32))[2]
@@ -241,7 +243,7 @@ def test_a_student_learns_from_the_scores_of_a_teacher_and_resumes(tmp_path, cap
     whole = tmp_path / "whole"
     resumed = tmp_path / "resumed"
     refused = [*student, str(whole), "--train.loss-arguments.temperature=2"]
-    assert_refused(main, refused, "temperature 1, and the loss needs those at 2", capsys)
+    assert_refused(main, refused, "temperature 1, and the loss needs scores at 2", capsys)
     assert main([*student, str(whole)]) == 0
     assert main([*student, str(resumed), "--train.steps=12"]) == 0
     assert main([*student, str(resumed)]) == 0

@@ -90,8 +90,8 @@ def updated(sizes, **train):
     with jax.set_mesh(plan.mesh):
         state = plan.create(0)
         for batch in random_tokens(config):
-            state, scalars = step(state, batch)
-    return parity.on_host(state, plan.mesh)[BIAS], fetch(scalars)
+            state, output = step(state, batch)
+    return parity.on_host(state, plan.mesh)[BIAS], fetch(output)
 
 
 @pytest.mark.wide

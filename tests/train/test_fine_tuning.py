@@ -313,7 +313,7 @@ OF_ADAPTERS = {
     "--model.lora.targets q_proj": "targets=q_proj, but they have q_proj down_proj",
     "--model.lora.from={adapters}x": "no such folder; did you mean {adapters}?",
     "--model.from-hf={narrow}": "q_proj.lora_A.weight is 2x16, and this model needs 2x8",
-    "--model.precision.compute=float16": "model.precision.compute=float16 cannot be trained in",
+    "--model.precision.compute=float16": "cannot train in float16 (model.precision.compute)",
 }
 OF_MODELS = {
     "--model.d-model=64": "does not match: model.d_model=64, but it has 16",

@@ -99,14 +99,17 @@ MISTAKES = {
     "no file": ({"build": "nowhere.py:Net"}, "build nowhere.py: no such file"),
     "no function": (
         {"build": 3},
-        "build is 3, and should be a function, a class, settings, or FILE.py:NAME",
+        "build must be a function, a class, settings, or FILE.py:NAME, not 3",
     ),
     "arguments": ({"build": lambda width: None}, "missing a required argument: 'width'"),
     "a pattern": (
         {"build": WithFeatures, "plan": {"sideways": jaxtp.Colwise()}},
         "'sideways' matches no module",
     ),
-    "no plan": ({"build": WithFeatures, "plan": f"{small_net.FILE}:ROWS"}, "plan is 32"),
+    "no plan": (
+        {"build": WithFeatures, "plan": f"{small_net.FILE}:ROWS"},
+        "plan must be a dict of styles, or FILE.py:NAME, not 32",
+    ),
     "a base": (
         {"build": WithFeatures, "base": "base"},
         "base names the base model of a decoder's adapters",
@@ -132,7 +135,7 @@ def test_over_cp_a_model_is_loaded_only_with_a_plan(trained):
 def test_a_plain_array_that_differs_from_the_trained_one_is_reported(trained):
     """No checkpoint has it, only its seed and its sums."""
     with pytest.warns(
-        UserWarning, match="the values of model.features, an attribute and no variable"
+        UserWarning, match="the values of model.features, an attribute and not a variable"
     ):
         model = jaxtp.load_run(trained[0], build=lambda rngs: WithFeatures(8, rngs=rngs))
     assert model.features.shape == (8, 10)

@@ -103,7 +103,7 @@ def test_an_array_that_no_checkpoint_would_have_is_refused():
     settings = jaxtp.ModelConfig(decoder=WithArray, **SIZES)
     with pytest.raises(
         ConfigError,
-        match=r"model.table is an array of a jaxtp.Decoder, an attribute and no variable",
+        match=r"model.table is an array of a jaxtp.Decoder, but an attribute and not a variable",
     ):
         plan_state(settings, optax.sgd(0.1), make_mesh())
 

@@ -176,7 +176,7 @@ def test_every_variant_has_the_loss_and_metrics_of_trl(stored):
 
 
 WRONG = [
-    (abs, "row 0: .* of .* labels are in no pair; `pairs` should be 1 for"),
+    (abs, "row 0: .* of .* labels are in no pair; `pairs` must be 1 for"),
     (lambda pairs: 40 * pairs, "labels are in no pair"),
     (lambda pairs: pairs[:, :-1], r"pairs is \[8, 63\], and labels is \[8, 64\]"),
 ]

@@ -29,7 +29,7 @@ from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import TrainState, bytes_per_device, plan_state
-from jaxtp.train.step import Scalars, fetch, make_train_step
+from jaxtp.train.step import Scalars, StepOutput, fetch, make_train_step
 
 B = 8
 T = 5
@@ -89,15 +89,15 @@ def test_bfloat16_parameters_have_gradients_and_norms_that_are_summed_in_float32
     with jax.set_mesh(plan.mesh):
         for accumulation in (1, 256):
             step = make_train_step(run_of(accumulation=accumulation), plan, with_grads=True)
-            state, scalars, grads = step(plan.create(0), batch)
-            found.append(by_name(grads, plan.mesh))
+            state, output = step(plan.create(0), batch)
+            found.append(by_name(output.grads, plan.mesh))
     whole, added = found
     assert {array.dtype for array in added.values()} == {np.dtype("bfloat16")}
     assert_close(added, whole, tolerance=2**-7)  # of bfloat16, a unit in the last place
     state = by_name(state, plan.mesh)
     weights = [state[name].ravel() for name in state if name.startswith("model.")]
     norm = np.linalg.norm(np.concatenate(weights).astype(np.float64))
-    assert fetch(scalars)["param_norm"] == pytest.approx(norm, rel=1e-6)
+    assert fetch(output)["param_norm"] == pytest.approx(norm, rel=1e-6)
 
 
 @pytest.mark.heavy
@@ -130,9 +130,9 @@ def test_the_step_is_the_textbook_update():
     for i in range(3):
         batch = batch_of(ODD, i)
         with jax.set_mesh(plan.mesh):
-            state, scalars = step(state, batch)
+            state, output = step(state, batch)
         params, moments, numbers = updated(params, moments, **batch)
-        found = fetch(scalars)
+        found = fetch(output)
         np.testing.assert_allclose([found["loss"], found["grad_norm"]], numbers, rtol=1e-5)
     after = by_name(state, plan.mesh)
     assert_close({name: after[f"model.{name}"] for name in params}, params)
@@ -165,7 +165,8 @@ def test_the_numbers_of_a_step_are_fetched_as_one_array():
     numbers = {"loss": jnp.float32(1 / 3), "skipped": jnp.int32(2)}
     scalars = jax.jit(Scalars.of)(numbers, np.array([0.0, 3.0]))
     assert len(jax.tree.leaves(scalars)) == 1
-    assert (fetch(scalars), scalars.flag) == ({"loss": np.float32(1 / 3), "skipped": 2}, 3)
+    assert fetch(StepOutput(scalars)) == {"loss": np.float32(1 / 3), "skipped": 2}
+    assert scalars.flag == 3
 
 
 @swept("max_skipped", [0, 1])
@@ -180,11 +181,11 @@ def test_after_a_step_that_is_not_finite_a_healthy_one_goes_through_if_it_may_be
         state = plan.create(seed=0)
         healthy = state["model"]["norm"]["scale"]
         state["model"]["norm"]["scale"] = healthy.replace(healthy[...] * np.nan)
-        state, scalars = step(state, batch)
-        assert fetch(scalars)["skipped"] == 1
+        state, output = step(state, batch)
+        assert fetch(output)["skipped"] == 1
         state["model"]["norm"]["scale"] = healthy
-        state, scalars = step(state, batch)
-        assert fetch(scalars)["skipped"] == 1 - max_skipped
+        state, output = step(state, batch)
+        assert fetch(output)["skipped"] == 1 - max_skipped
 
 
 @pytest.mark.wide

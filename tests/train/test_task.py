@@ -142,9 +142,7 @@ def test_a_loop_of_ones_own_gives_one_seed_for_weights_and_plain_arrays():
     mesh = jaxtp.make_mesh(fsdp=2)
     build = lambda rngs: jaxtp.parallelize(RandomFeatures(rngs=rngs), mesh=mesh)
     plan = partial(plan_state, jaxtp.ModelConfig(), small_net.optimizer, mesh, build)
-    with pytest.raises(
-        UserError, match=r"seed 5, and model.frequencies, .* is of seed 0; .*seed=5"
-    ):
+    with pytest.raises(UserError, match=r"seed 5, but model.frequencies, .* has seed 0; .*seed=5"):
         plan().create(5)
     blueprint = plan(5)
     state = blueprint.create(5)
@@ -347,7 +345,9 @@ def test_a_mistake_in_a_part_is_one_error(tmp_path, name):
 def test_a_loss_may_draw_its_weight_or_be_no_sum_over_rows(tmp_path, capsys):
     for own, is_warned_of in ((drawn, False), (of_pairs, True)):
         train(tmp_path / own.__name__, steps=1, loss=own)
-        assert ("WARNING: the loss is no sum over rows" in capsys.readouterr().out) == is_warned_of
+        assert (
+            "WARNING: the loss is not a sum over rows" in capsys.readouterr().out
+        ) == is_warned_of
 
 
 def in_16_bits(model, batch, key):

@@ -95,10 +95,10 @@ class Rig:
     def verify(self, first, second, state=None, damage=lambda state: state):
         """Verifies step 4; returns the state after it."""
         state = self.verifier.begin(4, self.state() if state is None else state, self.batch, first)
-        state, _, gradients = second(state)
+        state, output = second(state)
         state = damage(state)
-        self.verifier.record(4, gradients)
-        self.verifier.finish(4, state, gradients)
+        self.verifier.record(4, output.checksums)
+        self.verifier.finish(4, state, output.checksums)
         return state
 
     def fails(self, first, second, **more):
@@ -246,8 +246,8 @@ def test_a_wrong_gradient_of_any_step_is_traced_to_the_step_and_the_device(rig):
     suspects = rig.suspects(f"model.{SCALE}", position)
     state = rig.state()
     for step, wrong in {1: (), 2: {position}, 3: ()}.items():
-        state, _, gradients = rig.compute(wrong)(state)
-        rig.verifier.record(step, gradients)
+        state, output = rig.compute(wrong)(state)
+        rig.verifier.record(step, output.checksums)
     message = rig.fails(rig.compute(), rig.compute(), state=state)
     assert (
         f"the gradients of step 2 differed between copies, and the state since then: {SCALE} on dev"

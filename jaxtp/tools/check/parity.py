@@ -290,12 +290,12 @@ class _Updates:
         for update, batch in enumerate(self.batches):
             if update < len(states):
                 state = place(states[update], self.blueprint.abstract, mesh)
-            state, values, chosen, grads = self.step(state, batch, **self.experts[update])
-            metrics = fetch(values)
+            state, output = self.step(state, batch, **self.experts[update])
+            metrics = fetch(output)
             losses.append(metrics["loss"])
             norms.append(metrics["grad_norm"])
-            choices.append(self._natural(jax.tree.map(np.asarray, chosen or [])))
-            gradients = gradients or on_host(grads, mesh)
+            choices.append(self._natural(jax.tree.map(np.asarray, output.choices or [])))
+            gradients = gradients or on_host(output.grads, mesh)
             if keeps_states or update + 1 == len(self.batches):
                 later_states.append(on_host(state, mesh))
         return Numbers(

@@ -60,8 +60,8 @@ from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_sett
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.setup import plan
 from jaxtp.train.state import Blueprint
-from jaxtp.train.task import Task
-from jaxtp.train.user_step import Shapes, trace_step
+from jaxtp.train.task import Shapes, Task
+from jaxtp.train.user_step import trace_step
 from jaxtp.train.validation import batch_problems
 
 PROGRAM = "jaxtp estimate"

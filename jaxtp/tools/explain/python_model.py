@@ -19,8 +19,8 @@ from jaxtp.parallelize.plan import Plan
 from jaxtp.tools.explain.explanation import Explanation, explain
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint
-from jaxtp.train.task import Loss
-from jaxtp.train.user_step import Shapes, micro_batch
+from jaxtp.train.task import Loss, Shapes
+from jaxtp.train.user_step import micro_batch
 
 
 @dataclass(frozen=True, kw_only=True)
