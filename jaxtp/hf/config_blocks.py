@@ -248,7 +248,7 @@ def _read_overrides(
     every = (
         *family.attributes,
         *chain(*family.by_type.values()),
-        Attribute("head_dim", ("head_dim",), int),
+        Attribute("head_dim", "head_dim", int),
     )
     known = {each.name: each for each in every if set(each.fields) & {"head_dim", "num_kv_heads"}}
     wrong = HFError(

@@ -23,17 +23,17 @@ Layout = Literal["separate", "stacked"]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A file's tensor name (`theirs`) and the dotted path of the parameter (`ours`).
+    """A tensor in a file (`name`) and the parameter that it holds (`path`).
 
-    The path has no index of its stack.
+    The path is dotted, without the index of the stack of layers.
 
-    Entries with the same `theirs` are parts of one tensor, concatenated along the output dim, or
-    cut into chunks that alternate. Entries with the same `ours` are alternatives; a file may use
+    Entries with the same `name` are parts of one tensor, concatenated along the output dim, or
+    cut into chunks that alternate. Entries with the same `path` are alternatives; a file may use
     another one in each layer.
     """
 
-    ours: str
-    theirs: str
+    path: str
+    name: str
     # The file has `[out, in]`, jaxtp `[in, out]`; the expert dim comes first in both
     transposed: bool = False
     layout: Layout | Literal["mxfp4"] | None = None
@@ -52,14 +52,14 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Attribute:
-    """A config.json attribute and the `ModelConfig` fields that it sets.
+    """A config.json attribute and the `ModelConfig` field that it sets.
 
-    Without fields, the values of its `kind` are those that do not change the model; an export
-    writes the first.
+    Without a field, its `kind` lists the values that do not change the model; an export writes the
+    first.
     """
 
     name: str
-    fields: tuple[str, ...]
+    field: str | None
     # Type int, float or bool; or a map from the attribute's values to the fields' values
     kind: type | Mapping[Any, Any]
     default: Any = None  # The default of transformers; None: the attribute is required
@@ -77,6 +77,12 @@ class Attribute:
     can_be_null: bool = False  # Null switches the feature off: the fields are `off`
     off: int | None = None
     can_be_zero: bool = False  # Zero switches the feature off
+    also: tuple[str, ...] = ()  # Further fields that get the same value
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """All fields that the attribute sets."""
+        return () if self.field is None else (self.field, *self.also)
 
     def scale(self, fields: Mapping[str, Any]) -> Any:
         """Returns the factor of `unit`."""
@@ -253,34 +259,50 @@ class Family:
 
     def changing_fields(self) -> frozenset[str]:
         """Returns the fields that depend on a layer's types."""
-        by_type = (each.fields for each in chain.from_iterable(self.by_type.values()))
-        return frozenset(chain(*by_type, *self.always_by_type.values()))
+        attributes = chain.from_iterable(self.by_type.values())
+        fields = chain.from_iterable(attribute.fields for attribute in attributes)
+        return frozenset(chain(fields, *self.always_by_type.values()))
 
     def known_attributes(self) -> frozenset[str]:
         """Returns the attributes that an import reads."""
-        every = (
-            *self.attributes,
-            *self.rope_attributes,
-            *chain.from_iterable(self.by_type.values()),
-        )
-        names = {name for each in every for name in (each.name, each.alias) if name is not None}
-        return self.layer_attributes | names | {"model_type", self.rope_theta_name}
+        attributes = list(chain(self.attributes, self.rope_attributes, *self.by_type.values()))
+        names = {attribute.name for attribute in attributes}
+        aliases = {attribute.alias for attribute in attributes if attribute.alias is not None}
+        return self.layer_attributes | names | aliases | {"model_type", self.rope_theta_name}
+
+
+def tensors(names: Mapping[str, str], **options: Any) -> tuple[Tensor, ...]:
+    """Returns a tensor for each parameter's path and its name in a file."""
+    return tuple(Tensor(path, name, **options) for path, name in names.items())
+
+
+def block_tensors(
+    names: Mapping[str, str], before: str = "model.layers.{layer}.", **options: Any
+) -> tuple[Tensor, ...]:
+    """Like `tensors`, for the parameters of blocks.
+
+    `names` omits `blocks.` at the beginning of each path, and `before` at the beginning of each
+    name.
+    """
+    full_names = {f"blocks.{path}": before + name for path, name in names.items()}
+    return tensors(full_names, **options)
+
+
+def replace_all(tensors: Collection[Tensor], **changes: Any) -> tuple[Tensor, ...]:
+    """Returns the tensors with the same changes of each."""
+    return tuple(replace(tensor, **changes) for tensor in tensors)
 
 
 def biases(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Returns the biases of norms, given by their scales, and of kernels."""
-    names = [
-        re.sub(r"kernel|scale", "bias", tensor.ours).replace("biass", "biases")
-        for tensor in tensors
-    ]
     return tuple(
         replace(
             tensor,
-            ours=name,
-            theirs=tensor.theirs.removesuffix("weight") + "bias",
+            path=re.sub(r"kernel|scale", "bias", tensor.path).replace("biass", "biases"),
+            name=tensor.name.removesuffix("weight") + "bias",
             transposed=False,
         )
-        for tensor, name in zip(tensors, names, strict=True)
+        for tensor in tensors
     )
 
 
@@ -289,90 +311,73 @@ def with_biases(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors + biases(*tensors)
 
 
-OUTER = (
-    Tensor("embedding.embedding", "model.embed_tokens.weight"),
-    Tensor("norm.scale", "model.norm.weight"),
-    Tensor("head.kernel", "lm_head.weight"),
+OUTER = tensors(
+    {
+        "embedding.embedding": "model.embed_tokens.weight",
+        "norm.scale": "model.norm.weight",
+        "head.kernel": "lm_head.weight",
+    }
 )
 """Tensors outside of the blocks."""
-NORMS = (
-    Tensor("blocks.attention_norm.scale", "model.layers.{layer}.input_layernorm.weight"),
-    Tensor("blocks.mlp_norm.scale", "model.layers.{layer}.post_attention_layernorm.weight"),
+NORMS = block_tensors(
+    {
+        "attention_norm.scale": "input_layernorm.weight",
+        "mlp_norm.scale": "post_attention_layernorm.weight",
+    }
 )
-QKV = (
-    Tensor(
-        "blocks.attention.qkv.kernels.0",
-        "model.layers.{layer}.self_attn.q_proj.weight",
-        transposed=True,
-    ),
-    Tensor(
-        "blocks.attention.qkv.kernels.1",
-        "model.layers.{layer}.self_attn.k_proj.weight",
-        transposed=True,
-    ),
-    Tensor(
-        "blocks.attention.qkv.kernels.2",
-        "model.layers.{layer}.self_attn.v_proj.weight",
-        transposed=True,
-    ),
+QKV = block_tensors(
+    {
+        "attention.qkv.kernels.0": "self_attn.q_proj.weight",
+        "attention.qkv.kernels.1": "self_attn.k_proj.weight",
+        "attention.qkv.kernels.2": "self_attn.v_proj.weight",
+    },
+    transposed=True,
 )
-OUT = (
-    Tensor(
-        "blocks.attention.out.kernel",
-        "model.layers.{layer}.self_attn.o_proj.weight",
-        transposed=True,
-    ),
+OUT = block_tensors({"attention.out.kernel": "self_attn.o_proj.weight"}, transposed=True)
+GATE_UP = block_tensors(
+    {
+        "mlp.gate_up.kernels.0": "mlp.gate_proj.weight",
+        "mlp.gate_up.kernels.1": "mlp.up_proj.weight",
+    },
+    transposed=True,
 )
-GATE_UP = (
-    Tensor(
-        "blocks.mlp.gate_up.kernels.0", "model.layers.{layer}.mlp.gate_proj.weight", transposed=True
-    ),
-    Tensor(
-        "blocks.mlp.gate_up.kernels.1", "model.layers.{layer}.mlp.up_proj.weight", transposed=True
-    ),
-)
-UP = (
-    Tensor("blocks.mlp.up.kernels.0", "model.layers.{layer}.mlp.up_proj.weight", transposed=True),
-)
+UP = block_tensors({"mlp.up.kernels.0": "mlp.up_proj.weight"}, transposed=True)
 """The first projection of a plain MLP."""
-DOWN = (
-    Tensor("blocks.mlp.down.kernel", "model.layers.{layer}.mlp.down_proj.weight", transposed=True),
-)
+DOWN = block_tensors({"mlp.down.kernel": "mlp.down_proj.weight"}, transposed=True)
 PROJECTIONS = QKV + OUT + GATE_UP + DOWN
 BODY = OUTER + NORMS + PROJECTIONS
 QKV_BIASES = biases(*QKV)
 OUT_BIAS = biases(*OUT)
 MLP_BIASES = biases(*GATE_UP, *DOWN)
 ATTENTION = QKV + QKV_BIASES + OUT + OUT_BIAS
-QK_NORMS = (
-    Tensor("blocks.attention.qk_norms.0.scale", "model.layers.{layer}.self_attn.q_norm.weight"),
-    Tensor("blocks.attention.qk_norms.1.scale", "model.layers.{layer}.self_attn.k_norm.weight"),
+QK_NORMS = block_tensors(
+    {
+        "attention.qk_norms.0.scale": "self_attn.q_norm.weight",
+        "attention.qk_norms.1.scale": "self_attn.k_norm.weight",
+    }
 )
 ROUTER = Tensor("blocks.mlp.router", "model.layers.{layer}.mlp.gate.weight", transposed=True)
-STACKED_EXPERTS = tuple(
-    Tensor(
-        f"blocks.mlp.{ours}",
-        f"model.layers.{{layer}}.mlp.experts.{theirs}",
-        transposed=True,
-        layout="stacked",
-    )
-    for ours, theirs in (("gate", "gate_up_proj"), ("up", "gate_up_proj"), ("down", "down_proj"))
+STACKED_EXPERTS = block_tensors(
+    {
+        "mlp.gate": "mlp.experts.gate_up_proj",
+        "mlp.up": "mlp.experts.gate_up_proj",
+        "mlp.down": "mlp.experts.down_proj",
+    },
+    transposed=True,
+    layout="stacked",
 )
 """As in transformers 5."""
 
 
 def separate_experts(module: str, **names: str) -> tuple[Tensor, ...]:
-    """Returns the tensors of a layer's module with one per expert.
+    """Returns the tensors of a layer's module, one for each expert.
 
-    `names` are file names of gate, up and down.
+    `names` are the names of gate, up and down in a file.
     """
-    before = f"model.layers.{{layer}}.{module}.experts.{{expert}}"
-    return tuple(
-        Tensor(
-            f"blocks.mlp.{ours}", f"{before}.{theirs}.weight", transposed=True, layout="separate"
-        )
-        for ours, theirs in names.items()
-    )
+    full_names = {
+        f"mlp.{path}": f"{module}.experts.{{expert}}.{name}.weight" for path, name in names.items()
+    }
+    return block_tensors(full_names, transposed=True, layout="separate")
 
 
 EXPERTS = (
@@ -382,25 +387,23 @@ EXPERTS = (
 )
 
 
-ATTENTION_BIAS = Attribute("attention_bias", ("attention_bias", "attention_out_bias"), bool, False)
+ATTENTION_BIAS = Attribute(
+    "attention_bias", "attention_bias", bool, False, also=("attention_out_bias",)
+)
 """One switch for the biases of q, k, v and o."""
-MLP_BIAS = Attribute("mlp_bias", ("mlp_bias",), bool, False)
+MLP_BIAS = Attribute("mlp_bias", "mlp_bias", bool, False)
 SELECTION_BIAS = Tensor(
     "blocks.mlp.selection_bias",
     "model.layers.{layer}.mlp.gate.e_score_correction_bias",
     float32=True,
 )
-SHARED_EXPERTS = tuple(
-    Tensor(
-        f"blocks.mlp.shared.{ours}",
-        f"model.layers.{{layer}}.mlp.shared_experts.{theirs}.weight",
-        transposed=True,
-    )
-    for ours, theirs in (
-        ("gate_up.kernels.0", "gate_proj"),
-        ("gate_up.kernels.1", "up_proj"),
-        ("down.kernel", "down_proj"),
-    )
+SHARED_EXPERTS = block_tensors(
+    {
+        "mlp.shared.gate_up.kernels.0": "mlp.shared_experts.gate_proj.weight",
+        "mlp.shared.gate_up.kernels.1": "mlp.shared_experts.up_proj.weight",
+        "mlp.shared.down.kernel": "mlp.shared_experts.down_proj.weight",
+    },
+    transposed=True,
 )
 ACTIVATIONS: Mapping[str, str] = {
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -420,21 +423,25 @@ def only(name: str, *values: object, default: object = None) -> Attribute:
 
     A missing one has its `default`.
     """
-    return Attribute(name, (), dict.fromkeys(values), default)
+    return Attribute(name, None, dict.fromkeys(values), default)
+
+
+def without(attributes: Collection[Attribute], *names: str) -> tuple[Attribute, ...]:
+    """Returns the attributes except those of these names."""
+    return tuple(attribute for attribute in attributes if attribute.name not in names)
 
 
 def with_defaults(attributes: Collection[Attribute], **defaults: object) -> tuple[Attribute, ...]:
     """Returns attributes with other defaults."""
     return tuple(
-        replace(each, default=defaults.get(each.name, each.default)) for each in attributes
+        replace(attribute, default=defaults.get(attribute.name, attribute.default))
+        for attribute in attributes
     )
 
 
 def kv_heads(default: int | None = None) -> Attribute:
     """Returns num_key_value_heads; by default equal to num_attention_heads."""
-    return Attribute(
-        "num_key_value_heads", ("num_kv_heads",), int, default, default_from="num_heads"
-    )
+    return Attribute("num_key_value_heads", "num_kv_heads", int, default, default_from="num_heads")
 
 
 def some_experts(
@@ -442,9 +449,9 @@ def some_experts(
 ) -> tuple[Attribute, ...]:
     """Returns the attributes of a router without groups, with their defaults."""
     return (
-        Attribute("num_experts", ("num_experts",), int, count, alias=alias),
-        Attribute("num_experts_per_tok", ("experts_per_token",), int, per_token),
-        Attribute("norm_topk_prob", ("normalize_experts",), bool, False),
+        Attribute("num_experts", "num_experts", int, count, alias=alias),
+        Attribute("num_experts_per_tok", "experts_per_token", int, per_token),
+        Attribute("norm_topk_prob", "normalize_experts", bool, False),
     )
 
 
@@ -453,12 +460,12 @@ def grouped_experts(
 ) -> tuple[Attribute, ...]:
     """Returns DeepSeek-V3's router attributes."""
     return (
-        Attribute("n_routed_experts", ("num_experts",), int, count, alias="num_local_experts"),
-        Attribute("num_experts_per_tok", ("experts_per_token",), int, per_token),
-        Attribute("norm_topk_prob", ("normalize_experts",), bool, normalize),
-        Attribute("routed_scaling_factor", ("experts_scale",), float, 1.0),
-        Attribute("n_group", ("expert_groups",), int, 1),
-        Attribute("topk_group", ("groups_per_token",), int, 1),
+        Attribute("n_routed_experts", "num_experts", int, count, alias="num_local_experts"),
+        Attribute("num_experts_per_tok", "experts_per_token", int, per_token),
+        Attribute("norm_topk_prob", "normalize_experts", bool, normalize),
+        Attribute("routed_scaling_factor", "experts_scale", float, 1.0),
+        Attribute("n_group", "expert_groups", int, 1),
+        Attribute("topk_group", "groups_per_token", int, 1),
     )
 
 
@@ -471,22 +478,22 @@ def first_dense(
     """
     return {
         "experts": (
-            Attribute("moe_intermediate_size", ("d_ff",), int, width),
+            Attribute("moe_intermediate_size", "d_ff", int, width),
             Attribute(
                 "n_shared_experts",
-                ("shared_experts",),
+                "shared_experts",
                 int,
                 shared,
                 unit=("d_ff", 1),
                 can_be_zero=True,
             ),
         ),
-        "dense": (Attribute("intermediate_size", ("d_ff",), int),),
+        "dense": (Attribute("intermediate_size", "d_ff", int),),
     }
 
 
 # Rotated part of each head
-PARTIAL_ROPE = Attribute("partial_rotary_factor", ("rotary_fraction",), float, 1.0)
+PARTIAL_ROPE = Attribute("partial_rotary_factor", "rotary_fraction", float, 1.0)
 
 
 def sizes(
@@ -494,13 +501,13 @@ def sizes(
 ) -> tuple[Attribute, ...]:
     """Returns attributes that most families share."""
     return (
-        Attribute("vocab_size", ("vocab_size",), int),
-        Attribute("hidden_size", ("d_model",), int),
-        Attribute("intermediate_size", ("d_ff",), int),
-        Attribute("num_hidden_layers", ("num_layers",), int),
-        Attribute("num_attention_heads", ("num_heads",), int),
-        Attribute(eps_name, ("norm_eps",), float, eps),
-        Attribute("tie_word_embeddings", ("tie_embeddings",), bool, tied),
+        Attribute("vocab_size", "vocab_size", int),
+        Attribute("hidden_size", "d_model", int),
+        Attribute("intermediate_size", "d_ff", int),
+        Attribute("num_hidden_layers", "num_layers", int),
+        Attribute("num_attention_heads", "num_heads", int),
+        Attribute(eps_name, "norm_eps", float, eps),
+        Attribute("tie_word_embeddings", "tie_embeddings", bool, tied),
     )
 
 
@@ -525,99 +532,25 @@ def required(without: Collection[str] = (), **more: object) -> dict[str, object]
 
 ROUTER_LOSS = frozenset({"output_router_logits", "router_aux_loss_coef"})
 """Training attributes without effect on the model's output."""
-IGNORED_ATTRIBUTES = frozenset(
-    {
-        *(
-            "architectures",
-            "model_type",
-            "transformers_version",
-            "torch_dtype",
-            "dtype",
-            "name_or_path",
-        ),
-        *(
-            "max_position_embeddings",
-            "model_max_length",
-            "max_sequence_length",
-            "max_seq_length",
-            "max_seq_len",
-        ),
-        *(
-            "initializer_range",
-            "use_cache",
-            "pretraining_tp",
-            "is_llama_config",
-            "is_decoder",
-            "tokenizer_class",
-        ),
-        *(
-            "output_attentions",
-            "output_hidden_states",
-            "return_dict",
-            "return_dict_in_generate",
-            "output_scores",
-        ),
-        *(
-            "base_model_tp_plan",
-            "base_model_pp_plan",
-            "base_model_fsdp_plan",
-            "tie_last_hidden_states",
-        ),
-        *(
-            "id2label",
-            "label2id",
-            "num_labels",
-            "problem_type",
-            "finetuning_task",
-            "task_specific_params",
-            "prefix",
-        ),
-        *(
-            "torchscript",
-            "tf_legacy_loss",
-            "use_bfloat16",
-            "tie_encoder_decoder",
-            "chunk_size_feed_forward",
-        ),
-        *(
-            "cross_attention_hidden_size",
-            "gradient_checkpointing",
-            "transformers.js_config",
-            "cache_implementation",
-        ),
-        # Generation settings, which older versions stored here:
-        *(
-            "max_length",
-            "min_length",
-            "max_new_tokens",
-            "do_sample",
-            "early_stopping",
-            "num_beams",
-            "num_beam_groups",
-        ),
-        *(
-            "diversity_penalty",
-            "temperature",
-            "top_k",
-            "top_p",
-            "typical_p",
-            "repetition_penalty",
-            "length_penalty",
-        ),
-        *(
-            "no_repeat_ngram_size",
-            "encoder_no_repeat_ngram_size",
-            "bad_words_ids",
-            "num_return_sequences",
-        ),
-        *(
-            "remove_invalid_values",
-            "suppress_tokens",
-            "begin_suppress_tokens",
-            "exponential_decay_length_penalty",
-        ),
-    }
-)
+# Generation settings, which older versions of transformers stored in config.json
+_GENERATION_ATTRIBUTES = """
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    remove_invalid_values suppress_tokens begin_suppress_tokens exponential_decay_length_penalty
+"""
+_MODEL_ATTRIBUTES = """
+    architectures model_type transformers_version torch_dtype dtype name_or_path
+    max_position_embeddings model_max_length max_sequence_length max_seq_length max_seq_len
+    initializer_range use_cache pretraining_tp is_llama_config is_decoder tokenizer_class
+    output_attentions output_hidden_states return_dict return_dict_in_generate output_scores
+    base_model_tp_plan base_model_pp_plan base_model_fsdp_plan tie_last_hidden_states id2label
+    label2id num_labels problem_type finetuning_task task_specific_params prefix torchscript
+    tf_legacy_loss use_bfloat16 tie_encoder_decoder chunk_size_feed_forward
+    cross_attention_hidden_size gradient_checkpointing transformers.js_config
+    cache_implementation
+"""
+IGNORED_ATTRIBUTES = frozenset((_MODEL_ATTRIBUTES + _GENERATION_ATTRIBUTES).split())
 """Ignored by all families. max_position_embeddings is the trained length; a `ModelConfig` has no
 such limit."""
 _BOOKKEEPING = re.compile(
@@ -633,13 +566,12 @@ def is_ignorable(name: str, value: object, family: Family) -> bool:
     """Returns whether an attribute has no effect on model output."""
     # Classes in Python files of the folder; an AutoModel... class may compute anything.
     if name == "auto_map":
-        models = value.items() if isinstance(value, dict) else ()
-        unknown = (
-            key
-            for key, name in models
-            if key.startswith("AutoModel") and name not in family.remote_code
+        if not isinstance(value, dict):
+            return value is None
+        return all(
+            model in family.remote_code or not key.startswith("AutoModel")
+            for key, model in value.items()
         )
-        return value is None or (isinstance(value, dict) and not any(unknown))
     return (
         name in IGNORED_ATTRIBUTES | family.ignored_attributes
         or _BOOKKEEPING.fullmatch(name) is not None
