@@ -217,7 +217,7 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
     written = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **dict(write_fields(family.attributes, vars(_common_settings(config)))),
+        **write_fields(family.attributes, vars(_common_settings(config))),
         **{name: family.required[name] for name in _ALWAYS_WRITTEN if name in family.required},
         **family.written,
         **write_layers(config, family),

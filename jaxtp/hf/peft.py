@@ -112,7 +112,7 @@ _Adapters = Mapping[str, Adapter]  # A model's adapters by kernel
 
 
 def _modules(config: ModelConfig, family: Family, layout: Layout) -> _Modules:
-    if not any(EXPERT in tensor.theirs for tensor in family.tensors):
+    if not any(EXPERT in tensor.name for tensor in family.tensors):
         layout = "stacked"  # as in memory: Granite's files stack experts in modules
     parameters = named_variables(
         nnx.filter_state(abstract_decoder(replace(config, lora=LoraConfig()))[1], nnx.Param)
@@ -121,10 +121,10 @@ def _modules(config: ModelConfig, family: Family, layout: Layout) -> _Modules:
         kernel: i for i, kernel in enumerate(_by_kernel(replace(config, lora=LoraConfig(rank=1))))
     }
     parts = [
-        part for part in tensor_parts(parameters, config, family, layout) if part.ours in order
+        part for part in tensor_parts(parameters, config, family, layout) if part.path in order
     ]
-    parts.sort(key=lambda part: order[part.ours])
-    return group_by_tensor(replace(part, theirs=_in_memory(part.theirs, family)) for part in parts)
+    parts.sort(key=lambda part: order[part.path])
+    return group_by_tensor(replace(part, name=_in_memory(part.name, family)) for part in parts)
 
 
 def _by_kernel(config: ModelConfig) -> _Adapters:
@@ -181,7 +181,7 @@ def _factors(
     for factor in "AB":
         for name, kernels in adapted.items():
             for i, part in enumerate(kernels):
-                if (adapter := trained.get(part.ours)) is None:
+                if (adapter := trained.get(part.path)) is None:
                     continue
                 *experts, inputs, rank = logical_shape(variables[f"{adapter.lora}.a"])[1:]
                 stacked = experts if part.expert is None else []
@@ -241,16 +241,16 @@ def save_peft(
     arrays = {kernel: variables[f"{adapter.lora}.a"][...] for kernel, adapter in trained.items()}
     nonzero = {kernel: _on_host(_nonzero_layers, a) for kernel, a in arrays.items()}
     modules = {
-        name: [part for part in parts if part.ours in trained] for name, parts in every.items()
+        name: [part for part in parts if part.path in trained] for name, parts in every.items()
     }
     modules = {name: parts for name, parts in modules.items() if parts}
     used = [
         name
         for name, parts in modules.items()
-        if any(nonzero[part.ours][part.index] for part in parts)
+        if any(nonzero[part.path][part.index] for part in parts)
     ]
     adapted = {name: every[name] for name in used or modules}
-    pairs = {(first.ours, other.ours) for first, *others in modules.values() for other in others}
+    pairs = {(first.path, other.path) for first, *others in modules.values() for other in others}
     diagonal = not all(
         _on_host(jnp.array_equal, arrays[first], arrays[other]) for first, other in pairs
     )
@@ -469,7 +469,7 @@ def _match_model(
     lora, diagonal = _lora_config(attributes, adapted, factors, exchanged, made_for)
     every_adapter = _by_kernel(replace(config, lora=lora))
     used = {
-        every_adapter[part.ours].target
+        every_adapter[part.path].target
         for name, parts in adapted.items()
         for part in (
             _nonzero_parts(factors[name][0], parts) if diagonal and len(parts) > 1 else parts
@@ -486,7 +486,7 @@ def _match_model(
     if dropout := attributes.get("lora_dropout"):
         notes.append(f"lora_dropout = {quote(dropout)} is not applied")
     if len(adapted) < (
-        count := sum(any(part.ours in trained for part in parts) for parts in every.values())
+        count := sum(any(part.path in trained for part in parts) for parts in every.values())
     ):
         notes.append(
             f"{len(adapted)} of {count} modules have an adapter; the others are not trained"

@@ -172,9 +172,8 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
     grouped = {name: _like(text.get(name), group) for name, group in group_by_tensor(parts).items()}
     tensors: dict[str, Stored] = {**grouped, **constants(family, config.num_layers, dtype)}
     if whole is not None:
-        tensors = {whole.name(name): stored for name, stored in tensors.items()} | dict(
-            whole.others
-        )
+        tensors = {whole.name(name): stored for name, stored in tensors.items()}
+        tensors |= whole.other_tensors
     files = _shards(tensors, dtype, options.get("max_shard_size", "5GB"))
     others = {CONFIG: json_bytes(attributes)} | ({} if whole is None else whole.files())
     if list(files) != [WEIGHTS]:
@@ -290,7 +289,7 @@ def gather_tensors(
             last.clear()  # frees the previous kernel before the next is gathered
             with_dtype = "float32" if part.float32 else dtype
             last[part.target] = _gather(
-                variables[part.ours], part.index, with_dtype, factors.get(part.ours, ())
+                variables[part.path], part.index, with_dtype, factors.get(part.path, ())
             )
         whole = last[part.target]
         if part.head is not None:

@@ -52,7 +52,7 @@ APERTUS = Family(
     },
     always={"mlp": "plain", "activation": "xielu", "qk_norm": "head"},
     required=required(hidden_act="xielu", mlp_bias=False, qk_norm=True, post_norm=False),
-    ignored_attributes=frozenset({"hidden_dropout"}),
+    ignored_attributes={"hidden_dropout"},
     tp_plan={module: style for module, style in TP_PLAN.items() if "gate" not in module}
     | REPLICATED,
 )

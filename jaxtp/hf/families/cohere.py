@@ -68,7 +68,10 @@ COHERE2 = replace(
     },
     # transformers computes head_dim, and reads sliding_window_pattern and tie_word_embeddings
     # instead of the others.
-    ignored_attributes=frozenset(
-        {"head_dim", "layer_switch", "use_embedding_sharing", "use_parallel_embedding"}
-    ),
+    ignored_attributes={
+        "head_dim",
+        "layer_switch",
+        "use_embedding_sharing",
+        "use_parallel_embedding",
+    },
 )

@@ -53,7 +53,7 @@ LATENT_BODY = (
     *GATE_UP,
     *DOWN,
 )
-IGNORED = frozenset({"head_dim", "qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size"})
+IGNORED = {"head_dim", "qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size"}
 """transformers computes the first two from other attributes."""
 
 

@@ -98,7 +98,7 @@ ERNIE4_5_MOE = Family(
     default_dense_layers=1,
     interleaved_rope=True,
     rope_theta=500_000.0,
-    others=("model.mtp_",),
+    other_tensors=("model.mtp_",),
     always={"selection_bias": True},
     required=required(moe_gate="topk", moe_use_aux_free=True),
     ignored_attributes=ROUTER_LOSS | {"moe_capacity", "num_nextn_predict_layers", "num_mtp_layers"},

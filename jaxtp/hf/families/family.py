@@ -7,7 +7,7 @@ the model's output.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
@@ -105,7 +105,7 @@ class Wrapper:
     architecture: str  # Class name in transformers
     # Supported values of the `model_type` in `text_config`; the first is the default
     text_types: tuple[str, ...]
-    others: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.")
+    other_tensors: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.")
     """Beginnings of the names of tensors outside of the text model, without a leading `model.`."""
     required: Mapping[str, object] = field(default_factory=dict)
     """Attributes of the text model with one supported value here."""
@@ -121,19 +121,19 @@ ROPE = frozenset(
 )
 """Attributes of rotary embeddings; with rope_local_base_freq, layers with a window have their own
 base."""
-WINDOW = frozenset({"sliding_window"})
+WINDOW = {"sliding_window"}
 """Attribute that gives all layers a window; layer_types restricts it to some layers."""
 SWITCHED_WINDOW = WINDOW | {"use_sliding_window", "max_window_layers"}
-DENSE_LAYERS = frozenset({"mlp_only_layers", "decoder_sparse_step"})
+DENSE_LAYERS = {"mlp_only_layers", "decoder_sparse_step"}
 """Attributes that name dense layers; the others have experts."""
-LINEAR_LAYERS = frozenset({"layer_types", "full_attention_interval"})
+LINEAR_LAYERS = {"layer_types", "full_attention_interval"}
 """Attributes that name layers with full attention; the others have linear attention."""
 NO_ROPE: Mapping[str, Any] = {"rope_theta": None, "rope_scaling": {"kind": "none"}}
 """Fields of layers that rotate nothing."""
 NEVER = 1 << 20  # A `window_period` that no model reaches: every layer has a window
-EXPERT_RANGE = frozenset({"moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"})
+EXPERT_RANGE = {"moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"}
 """Attributes that name the layers with experts."""
-NO_ROPE_LAYERS = frozenset({"no_rope_layers", "no_rope_layer_interval"})
+NO_ROPE_LAYERS = {"no_rope_layers", "no_rope_layer_interval"}
 """Attributes that name layers without a rotation."""
 SCALE_BY_LAYER = "scale_attn_by_inverse_layer_idx"
 """Attribute that, if true, divides the attention scores of layer i (from 1) by i."""
@@ -181,7 +181,7 @@ class Family:
     """All tensors that a model may have; a tensor is required if the model has its parameter."""
     # If several entries have one name, an export writes the first
     attributes: tuple[Attribute, ...]
-    layer_attributes: frozenset[str] = COMMON
+    layer_attributes: Set[str] = COMMON
     """Further attributes, read by `hf/config_blocks.py`. If one is missing here, the family lacks
     its feature."""
     rope_attributes: tuple[Attribute, ...] = ()
@@ -201,10 +201,10 @@ class Family:
     a head."""
     scaled_scores: bool = False  # Whether mscale_all_dim of yarn also scales the attention scores
     remote_code: tuple[str, ...] = ()  # Classes in auto_map that transformers has too
-    others: tuple[str, ...] = ()
+    other_tensors: tuple[str, ...] = ()
     """Beginnings of the names of tensors that are not read, but copied by an export, such as
     prediction heads."""
-    # Whether layers from num_hidden_layers on are prediction heads, among `others`
+    # Whether layers from num_hidden_layers on are prediction heads, among `other_tensors`
     later_layers: bool = False
     ignored_tensors: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
     """Tensors in files that an import skips."""
@@ -235,8 +235,8 @@ class Family:
     # The rope_parameters of a file without any
     default_rope: Mapping[str, Any] = field(default_factory=dict)
     # Parameters of the rotary embedding without effect on text
-    rope_ignored: frozenset[str] = frozenset()
-    rope_kinds: frozenset[str] = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
+    rope_ignored: Set[str] = frozenset()
+    rope_kinds: Set[str] = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
     """Supported kinds of rotary embedding."""
     # Other names of these kinds, in older files
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
@@ -251,19 +251,19 @@ class Family:
     """Attributes with one supported value; others would change the model."""
     written: Mapping[str, object] = field(default_factory=dict)
     """Attributes that an export adds, without effect on the model."""
-    ignored_attributes: frozenset[str] = frozenset()  # Ignored in addition to `IGNORED_ATTRIBUTES`
+    ignored_attributes: Set[str] = frozenset()  # Ignored in addition to `IGNORED_ATTRIBUTES`
     # Supported values of quant_method in quantization_config
-    quantization: frozenset[str] = frozenset({"fp8"})
+    quantization: Set[str] = frozenset({"fp8"})
     tp_plan: Mapping[str, str] = field(default_factory=TP_PLAN.copy)
     """`base_model_tp_plan` of transformers 5, with a row for the head."""
 
-    def changing_fields(self) -> frozenset[str]:
+    def changing_fields(self) -> Set[str]:
         """Returns the fields that depend on a layer's types."""
         attributes = chain.from_iterable(self.by_type.values())
         fields = chain.from_iterable(attribute.fields for attribute in attributes)
-        return frozenset(chain(fields, *self.always_by_type.values()))
+        return set(chain(fields, *self.always_by_type.values()))
 
-    def known_attributes(self) -> frozenset[str]:
+    def known_attributes(self) -> Set[str]:
         """Returns the attributes that an import reads."""
         attributes = list(chain(self.attributes, self.rope_attributes, *self.by_type.values()))
         names = {attribute.name for attribute in attributes}
@@ -530,7 +530,7 @@ def required(without: Collection[str] = (), **more: object) -> dict[str, object]
     return {name: value for name, value in _REQUIRED.items() if name not in without} | more
 
 
-ROUTER_LOSS = frozenset({"output_router_logits", "router_aux_loss_coef"})
+ROUTER_LOSS = {"output_router_logits", "router_aux_loss_coef"}
 """Training attributes without effect on the model's output."""
 # Generation settings, which older versions of transformers stored in config.json
 _GENERATION_ATTRIBUTES = """

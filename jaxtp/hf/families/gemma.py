@@ -51,7 +51,7 @@ GEMMA = Family(
     default_head_dim=256,
     always={"norm": "rms_plus_one"},
     required=required(without=("hidden_act",), mlp_bias=False, use_bidirectional_attention=False),
-    ignored_attributes=frozenset({"hidden_activation"}),  # transformers reads hidden_act instead
+    ignored_attributes={"hidden_activation"},  # transformers reads hidden_act instead
 )
 
 GEMMA2 = Family(
@@ -84,7 +84,7 @@ GEMMA2 = Family(
     always={"norm": "rms_plus_one", "norm_placement": "both"},
     required=required(without=("hidden_act",), mlp_bias=False, use_bidirectional_attention=False),
     # transformers reads hidden_activation and sliding_window instead.
-    ignored_attributes=frozenset({"hidden_act", "sliding_window_size"}),
+    ignored_attributes={"hidden_act", "sliding_window_size"},
 )
 
 VAULTGEMMA = replace(

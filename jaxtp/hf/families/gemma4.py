@@ -90,7 +90,7 @@ GEMMA4 = replace(
     },
     default_window=512,
     last_is_global=True,
-    rope_kinds=frozenset({"default", "proportional"}),
+    rope_kinds={"default", "proportional"},
     rope_attributes=(PARTIAL_ROPE,),
     default_rope={
         "full_attention": {
@@ -111,7 +111,7 @@ GEMMA4 = replace(
     required=required(
         without=("hidden_act", "partial_rotary_factor", "per_layer_config"), mlp_bias=False
     ),
-    ignored_attributes=frozenset({"vocab_size_per_layer_input"}),
+    ignored_attributes={"vocab_size_per_layer_input"},
     tp_plan={
         **GEMMA3.tp_plan,
         "layers.*.experts.gate_up_proj": "packed_colwise",
@@ -137,11 +137,11 @@ GEMMA4_WRAPPER = Wrapper(
     "gemma4",
     "Gemma4ForConditionalGeneration",
     text_types=("gemma4_text",),
-    others=("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio."),
+    other_tensors=("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio."),
 )
 GEMMA4_UNIFIED_WRAPPER = Wrapper(
     "gemma4_unified",
     "Gemma4UnifiedForConditionalGeneration",
     text_types=("gemma4_unified_text",),
-    others=("vision_embedder.", "embed_vision.", "embed_audio."),
+    other_tensors=("vision_embedder.", "embed_vision.", "embed_audio."),
 )

@@ -58,7 +58,7 @@ GPT2 = Family(
     prefix="transformer.",
     # Masks:
     ignored_tensors=("transformer.h.{layer}.attn.bias", "transformer.h.{layer}.attn.masked_bias"),
-    layer_attributes=frozenset({SCALE_BY_LAYER}),
+    layer_attributes={SCALE_BY_LAYER},
     always={
         "norm": "layer",
         "mlp": "plain",
@@ -68,23 +68,21 @@ GPT2 = Family(
         "mlp_bias": True,
     },
     required=required(without=("hidden_act", "attention_dropout")),
-    ignored_attributes=frozenset(
-        {
-            "resid_pdrop",
-            "embd_pdrop",
-            "attn_pdrop",
-            "reorder_and_upcast_attn",
-            "n_ctx",
-            "n_special",
-            "predict_special_tokens",
-            "output_past",
-            "summary_type",
-            "summary_use_proj",
-            "summary_activation",
-            "summary_proj_to_labels",
-            "summary_first_dropout",
-            "summary_last_dropout",
-        }
-    ),
+    ignored_attributes={
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+        "reorder_and_upcast_attn",
+        "n_ctx",
+        "n_special",
+        "predict_special_tokens",
+        "output_past",
+        "summary_type",
+        "summary_use_proj",
+        "summary_activation",
+        "summary_proj_to_labels",
+        "summary_first_dropout",
+        "summary_last_dropout",
+    },
     tp_plan={},
 )

@@ -85,17 +85,15 @@ GPT_NEOX = Family(
     rope_theta_name="rotary_emb_base",
     always={"norm": "layer", "mlp": "plain", "mlp_bias": True},
     required=required(without=("hidden_act", "partial_rotary_factor", "attention_dropout")),
-    ignored_attributes=frozenset(
-        {
-            "hidden_dropout",
-            "attention_dropout",
-            "classifier_dropout",
-            "hidden_dropout_prob",
-            "attention_probs_dropout_prob",
-            "gradient_checkpointing",
-            "num_key_value_heads",
-        }
-    ),
+    ignored_attributes={
+        "hidden_dropout",
+        "attention_dropout",
+        "classifier_dropout",
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+        "gradient_checkpointing",
+        "num_key_value_heads",
+    },
     tp_plan={
         "layers.*.attention.query_key_value": "colwise",
         "layers.*.attention.dense": "rowwise",
@@ -146,7 +144,7 @@ GPT_NEO = replace(
         "transformer.h.{layer}.attn.attention.bias",
         "transformer.h.{layer}.attn.attention.masked_bias",
     ),
-    layer_attributes=frozenset({"attention_types", "window_size"}),
+    layer_attributes={"attention_types", "window_size"},
     default_window=256,
     always={**GPT2.always, "attention_bias": False, "query_scale": 1.0},
     required=required(without=("hidden_act", "attention_dropout")),

@@ -90,6 +90,6 @@ GPT_OSS = Family(
     required=required(swiglu_alpha=1.702),
     # Only OpenAI's code reads it; its value is also in rope_scaling.
     ignored_attributes=ROUTER_LOSS | {"initial_context_length"},
-    quantization=frozenset({"fp8", "mxfp4"}),
+    quantization={"fp8", "mxfp4"},
     tp_plan={"lm_head": "colwise_gather_output"},
 )

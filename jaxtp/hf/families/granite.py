@@ -28,7 +28,7 @@ from jaxtp.hf.families.family import (
     sizes,
 )
 
-_DROPOUT = frozenset({"attention_dropout"})  # 0.1 in some files
+_DROPOUT = {"attention_dropout"}  # 0.1 in some files
 _DENSE_MLP = block_tensors(
     {
         # Alone:

@@ -30,7 +30,7 @@ HUNYUAN = Family(
         ),
     ),
     attributes=(*sizes(1e-5), kv_heads(), ATTENTION_BIAS),
-    rope_kinds=frozenset({"default", "linear", "llama3", "yarn", "longrope", "dynamic"}),
+    rope_kinds={"default", "linear", "llama3", "yarn", "longrope", "dynamic"},
     always={"qk_norm": "head", "qk_norm_after_rope": True},
     required=required(
         mlp_bias=False,
@@ -43,24 +43,22 @@ HUNYUAN = Family(
     ),
     # Of the other models of its authors' code: image and text tokens, classes, layers that share
     # keys.
-    ignored_attributes=frozenset(
-        {
-            "attention_head_dim",
-            "cla_share_factor",
-            "class_num",
-            "dense_list",
-            "enable_lm_head_fp32",
-            "org_vocab_size",
-            "pad_id",
-            "mask_init_id",
-            "text_start_id",
-            "text_end_id",
-            "im_start_id",
-            "im_end_id",
-            "pool_type",
-            "skip_cls_token",
-            "num_media_embeds",
-        }
-    ),
+    ignored_attributes={
+        "attention_head_dim",
+        "cla_share_factor",
+        "class_num",
+        "dense_list",
+        "enable_lm_head_fp32",
+        "org_vocab_size",
+        "pad_id",
+        "mask_init_id",
+        "text_start_id",
+        "text_end_id",
+        "im_start_id",
+        "im_end_id",
+        "pool_type",
+        "skip_cls_token",
+        "num_media_embeds",
+    },
     tp_plan={},
 )

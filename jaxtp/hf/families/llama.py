@@ -51,7 +51,7 @@ SEED_OSS = replace(
     ),
     default_head_dim=128,
     required=required(without=("attention_dropout",), sliding_window=None),
-    ignored_attributes=frozenset({"attention_dropout", "residual_dropout"}),  # 0.1 by default
+    ignored_attributes={"attention_dropout", "residual_dropout"},  # 0.1 by default
 )
 
 ARCEE = replace(
@@ -81,5 +81,5 @@ SMOLLM3 = replace(
     window_period=0,
     rope_theta=2_000_000.0,
     required=required(),
-    ignored_attributes=frozenset({"max_window_layers"}),  # transformers does not read it
+    ignored_attributes={"max_window_layers"},  # transformers does not read it
 )

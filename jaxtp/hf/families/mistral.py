@@ -133,7 +133,7 @@ MISTRAL4 = replace(
         qk_nope_head_dim=64,
     ),
     rope_attributes=MINISTRAL3.rope_attributes,
-    rope_kinds=frozenset({"yarn"}),
+    rope_kinds={"yarn"},
     rope_in_head=True,
     default_rope={
         **MINISTRAL3.default_rope,

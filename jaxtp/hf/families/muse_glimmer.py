@@ -63,5 +63,5 @@ MUSE_GLIMMER_WRAPPER = Wrapper(
     "muse_glimmer",
     "MuseGlimmerForConditionalGeneration",
     text_types=("muse_glimmer_text",),
-    others=("vision_tower.", "vision_adapter.", "vision_projection."),
+    other_tensors=("vision_tower.", "vision_adapter.", "vision_projection."),
 )

@@ -66,7 +66,7 @@ PHI = Family(
         "mlp_bias": True,
     },
     required=required(without=("hidden_act", "partial_rotary_factor")),
-    ignored_attributes=frozenset({"resid_pdrop", "embd_pdrop"}),
+    ignored_attributes={"resid_pdrop", "embd_pdrop"},
     tp_plan={
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",

@@ -34,7 +34,7 @@ PHI3 = Family(
     attributes=(*sizes(1e-5), kv_heads()),
     layer_attributes=COMMON | WINDOW,
     default_window=None,
-    rope_kinds=frozenset({"default", "longrope"}),
+    rope_kinds={"default", "longrope"},
     rope_aliases={"su": "longrope", "yarn": "longrope"},
     original_length=4096,
     rope_attributes=(PARTIAL_ROPE,),
@@ -46,7 +46,7 @@ PHI3 = Family(
         full_attn_mod=1,
         interpolate_factor=1,
     ),
-    ignored_attributes=frozenset({"resid_pdrop", "embd_pdrop"}),
+    ignored_attributes={"resid_pdrop", "embd_pdrop"},
     tp_plan={
         "layers.*.self_attn.qkv_proj": "colwise_gather_output",
         "layers.*.self_attn.o_proj": "rowwise_split_input",

@@ -130,14 +130,12 @@ QWEN3_5 = Family(
     by_type=_LINEAR,
     default_head_dim=256,
     rope_attributes=(replace(PARTIAL_ROPE, default=0.25),),
-    rope_ignored=frozenset({"mrope_section", "mrope_interleaved"}),
+    rope_ignored={"mrope_section", "mrope_interleaved"},
     always={"norm": "rms_plus_one", "qk_norm": "head", "attention_gate": True},
     required=_REQUIRED,
-    others=("mtp.",),
+    other_tensors=("mtp.",),
     # The state is float32 in transformers too, whatever mamba_ssm_dtype is.
-    ignored_attributes=frozenset(
-        {"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
-    ),
+    ignored_attributes={"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"},
     tp_plan=TP_PLAN | REPLICATED | _LINEAR_TP_PLAN,
 )
 
@@ -197,11 +195,14 @@ QWEN3_NEXT = replace(
 )
 
 QWEN3_5_WRAPPER = Wrapper(
-    "qwen3_5", "Qwen3_5ForConditionalGeneration", text_types=("qwen3_5_text",), others=("visual.",)
+    "qwen3_5",
+    "Qwen3_5ForConditionalGeneration",
+    text_types=("qwen3_5_text",),
+    other_tensors=("visual.",),
 )
 QWEN3_5_MOE_WRAPPER = Wrapper(
     "qwen3_5_moe",
     "Qwen3_5MoeForConditionalGeneration",
     text_types=("qwen3_5_moe_text",),
-    others=("visual.",),
+    other_tensors=("visual.",),
 )

@@ -49,6 +49,6 @@ STABLELM = Family(
     rope_attributes=(replace(PARTIAL_ROPE, default=0.25),),
     always={"norm": "layer"},
     required=required(without=("partial_rotary_factor",)),
-    ignored_attributes=frozenset({"hidden_dropout"}),
+    ignored_attributes={"hidden_dropout"},
     tp_plan={},
 )

@@ -26,7 +26,7 @@ from jaxtp.hf.families.family import (
 )
 from jaxtp.hf.families.gpt2 import GPT2
 
-_FP32 = frozenset({"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"})
+_FP32 = {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"}
 
 STARCODER2 = Family(
     model_type="starcoder2",
