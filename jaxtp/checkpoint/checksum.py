@@ -25,18 +25,21 @@ from jaxtp.config.entry import NumericsError
 from jaxtp.distributed.agreement import process_name
 from jaxtp.mesh import AXES, axes_of
 
-_CHECKSUMS = "checksums"  # Module name of the checksums in an audit of collectives
+# Module name of the checksums in an audit of collectives
+_CHECKSUMS = "checksums"
 DIAGNOSE = (
     "Leave the host out of the run, and run its vendor's diagnostics (NVIDIA: dcgmi diag -r 4)"
 )
 
 ReplicaGroups = list[list[int]]
 """For each part of an array, the mesh positions of the devices that hold it."""
-MeshPositions = dict[str, set[int]]  # Mesh positions of devices, by array name
+# Mesh positions of devices, by array name
+MeshPositions = dict[str, set[int]]
 
 _SEEDS = (np.uint32(0x9E3779B9), np.uint32(0x7F4A7C15))
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-_MAX_PROCESSES = 8  # Maximum number of processes in a message
+# Maximum number of processes in a message
+_MAX_PROCESSES = 8
 
 
 class UnequalCopiesError(NumericsError):

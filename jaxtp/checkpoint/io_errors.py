@@ -26,8 +26,10 @@ MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _TRANSIENT = (OSError, MemoryError, jax.errors.JaxRuntimeError)
 _PERMANENT = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 """File system errors that a retry does not fix."""
-PAUSES = (1.0, 3.0, 9.0)  # Seconds before each retry
-_BLOCK = 1 << 24  # bytes that are read at once
+# Seconds before each retry
+PAUSES = (1.0, 3.0, 9.0)
+# Bytes that are read at once
+_BLOCK = 1 << 24
 
 
 class CheckpointError(UserError):

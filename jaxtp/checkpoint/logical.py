@@ -17,7 +17,8 @@ from jaxtp.config.hints import by_dotted_path, dotted
 from jaxtp.layers.parameter import Padding, logical_shape, pad, padding_of, spec_of, unpad
 from jaxtp.mesh import TP, axes_of, mesh_sizes, parts
 
-Arrays = dict[str, Array]  # Arrays by dotted path, such as `model.blocks.mlp.down.kernel`
+# Arrays by dotted path, such as `model.blocks.mlp.down.kernel`
+Arrays = dict[str, Array]
 
 Variable = nnx.Variable[Any]
 

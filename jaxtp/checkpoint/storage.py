@@ -33,11 +33,14 @@ from jaxtp.config.reading import read_bytes
 from jaxtp.distributed.agreement import is_multiprocess
 from jaxtp.mesh import all_devices
 
-Info = dict[str, Any]  # The JSON object that a checkpoint stores with its arrays
-Metadata = Mapping[str, Any]  # Orbax's metadata of arrays, by name
+# The JSON object that a checkpoint stores with its arrays
+Info = dict[str, Any]
+# Orbax's metadata of arrays, by name
+Metadata = Mapping[str, Any]
 
 MAX_BYTES_IN_FLIGHT = 2 * 10**9
-_MAX_DESCRIPTION = 2**28  # Maximum bytes of a file that describes a checkpoint and is read whole
+# Maximum bytes of a file that describes a checkpoint and is read whole
+_MAX_DESCRIPTION = 2**28
 # The names of these files
 _DESCRIPTION = re.compile(r"_\w+|metadata|manifest\.ocdbt|\.z\w+|process_\d+")
 _SPECS = "specs"

@@ -67,8 +67,10 @@ chats with a model that has a chat template; /quit ends the chat.
 --mesh tp=2 splits the model and its KV cache over devices, virtual ones on a CPU. The speed of
 reading prompts (prefill) and generating (decode) is printed at the end, on standard error.
 """
-STDOUT = Path("-")  # Value of --json for standard output
-MAX_BYTES = 2**30  # Maximum size of a prompt file
+# Value of --json for standard output
+STDOUT = Path("-")
+# Maximum size of a prompt file
+MAX_BYTES = 2**30
 _DEFAULT_FIELD = "prompt"
 
 

@@ -68,7 +68,8 @@ CPU_CHUNK = 512
 CHUNK = 2048
 """Defaults of `Generator.chunk`: enough to use all of a CPU or GPU."""
 
-MIN_LENGTH = 16  # Length of the shortest sequence of packed prompts
+# Length of the shortest sequence of packed prompts
+MIN_LENGTH = 16
 
 MAX_WASTE = 2
 """A compiled program is reused if its sequences are at most this many times longer than needed."""
@@ -77,7 +78,8 @@ LEAST_SHARED = 8
 """A prompt copies another row's tokens from one eighth of a chunk on; fewer are read again in less
 time."""
 
-SECONDS_PER_CALL = 0.1  # Target duration of a decode call; its tokens arrive when it ends
+# Target duration of a decode call; its tokens arrive when it ends
+SECONDS_PER_CALL = 0.1
 
 _REPLACED = (
     "__call__",
@@ -94,7 +96,8 @@ _REPLACED = (
 StepTokens = tuple[list[list[int]], list[list[float]]]
 """Tokens and their log-probabilities, for each step and row."""
 
-Chunk = tuple[int, int, int]  # Prompt tokens to read: the row, and the range of positions
+# Prompt tokens to read: the row, and the range of positions
+Chunk = tuple[int, int, int]
 
 
 @dataclass
@@ -115,13 +118,17 @@ class Timing:
 class Speed:
     """Tokens and seconds of a call."""
 
-    shape: Shape | None = None  # Shape of the KV cache
-    cache_bytes: int = 0  # Bytes of the KV cache on each device
-    compile_seconds: float = 0.0  # Compilation, not included in the other times
+    shape: Shape | None = None
+    """Shape of the KV cache."""
+    cache_bytes: int = 0
+    """Bytes of the KV cache on each device."""
+    compile_seconds: float = 0.0
+    """Compilation, not included in the other times."""
     timing: Timing = field(default_factory=Timing)
     """Tokens read (prefill) and generated (decode); the first token of each text belongs to
     prefill."""
-    cut_texts: int = 0  # Number of texts that ended at the model's context
+    cut_texts: int = 0
+    """Number of texts that ended at the model's context."""
 
     def add(self, later: "Speed") -> None:
         """Adds a later call's tokens and seconds; the cache is the later one's."""
@@ -163,8 +170,10 @@ class Cache:
     """A KV cache and the tokens in it."""
 
     shape: Shape
-    arrays: KVCaches | None  # None during a call, which donates them, and after a failed call
-    tokens: list[list[int]]  # The tokens of each row
+    arrays: KVCaches | None
+    """None during a call, which donates them, and after a failed call."""
+    tokens: list[list[int]]
+    """The tokens of each row."""
 
 
 class Generator:

@@ -166,17 +166,25 @@ class ModelSource:
     """A model on disk, without its weights."""
 
     name: str
-    config: ModelConfig  # The configuration for inference
+    config: ModelConfig
+    """The configuration for inference."""
     tokenizer: Tokenizer
-    load: Callable[[Mesh], Decoder]  # Reads the weights onto a mesh
-    end_ids: frozenset[int]  # Tokens that end a text
-    prefix: tuple[int, ...]  # Tokens that the model expects before a text
-    template: str | None  # Chat template, in Jinja
+    load: Callable[[Mesh], Decoder]
+    """Reads the weights onto a mesh."""
+    end_ids: frozenset[int]
+    """Tokens that end a text."""
+    prefix: tuple[int, ...]
+    """Tokens that the model expects before a text."""
+    template: str | None
+    """Chat template, in Jinja."""
     special_tokens: Mapping[str, str]
     """Texts of the special tokens that the template may use, such as bos_token."""
-    context: int | None  # Maximum number of tokens of prompt and text together; None if unknown
-    template_day: str | None = None  # The day that the template wrote into the run's data
-    trained_length: int | None = None  # Sequence length of a run that started from random weights
+    context: int | None
+    """Maximum number of tokens of prompt and text together; None if unknown."""
+    template_day: str | None = None
+    """The day that the template wrote into the run's data."""
+    trained_length: int | None = None
+    """Sequence length of a run that started from random weights."""
 
 
 def load_model(source: ModelSource, mesh: Mesh) -> Decoder:
@@ -205,13 +213,17 @@ class StoredModel:
     """A checkpoint, or a model in Hugging Face's format, and adapters to merge into it."""
 
     folder: Path
-    info: Mapping[str, Any]  # the checkpoint's info; empty in Hugging Face's format
+    info: Mapping[str, Any]
+    """The checkpoint's info; empty in Hugging Face's format."""
     config: ModelConfig
-    dtype: DType  # dtype of the parameters
-    family: str | None  # `model_type`, if the folder names it
+    dtype: DType
+    """Dtype of the parameters."""
+    family: str | None
+    """`model_type`, if the folder names it."""
     base: Path | None
     adapters: PeftFolder | None
-    opened: Folder | None  # in Hugging Face's format
+    opened: Folder | None
+    """In Hugging Face's format."""
 
     @property
     def is_run(self) -> bool:

@@ -31,7 +31,8 @@ from jaxtp.layers.cache import DROPPED, LAYER_SPEC, KVCaches, NewTokens
 
 Ints = NDArray[np.int32] | Array
 
-MAX_STEPS = 32  # Maximum steps of one call
+# Maximum steps of one call
+MAX_STEPS = 32
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,14 @@ class PackedTokens:
     C is the length of a sequence, R the number of rows of a part.
     """
 
-    ids: Ints  # `[P, C]`
-    rows: Ints  # Row of each token within its part, `[P, C]`; -1 for padding
-    positions: Ints  # Position of each token in its row, `[P, C]`
-    # Index in the sequence of each row's last prompt token, `[P, R]`; -1 if another call reads it
+    ids: Ints
+    """`[P, C]`."""
+    rows: Ints
+    """Row of each token within its part, `[P, C]`; -1 for padding."""
+    positions: Ints
+    """Position of each token in its row, `[P, C]`."""
     last: Ints
+    """Index of each row's last prompt token, `[P, R]`; -1 if another call reads it."""
     continued: bool = field(metadata={"static": True})
     """Whether a sequence begins with a row that has cached tokens."""
 
@@ -64,9 +68,12 @@ class PackedTokens:
 class RowArrays:
     """The state of each row on the host, `[rows]` each."""
 
-    tokens: Ints  # The last sampled token, not yet in the cache
-    lengths: Ints  # Number of tokens in the cache; while a prompt is read, the length of the prompt
-    left: Ints  # Number of tokens still to be generated; 0 for an idle row
+    tokens: Ints
+    """The last sampled token, not yet in the cache."""
+    lengths: Ints
+    """Number of tokens in the cache; while a prompt is read, the length of the prompt."""
+    left: Ints
+    """Number of tokens still to be generated; 0 for an idle row."""
     seeds: NDArray[np.uint32] | Array
     history: Ints | None = None
     """All tokens, `[rows, slots]`; -1 after the last. None without repetition penalty and

@@ -36,8 +36,10 @@ class Limits:
     """The token ids and lengths that a model accepts."""
 
     vocab_size: int
-    context: int | None  # maximum number of tokens of prompt and text together; None for no limit
-    learned: bool  # whether the limit is the number of learned positions
+    context: int | None
+    """Maximum number of tokens of prompt and text together; None for no limit."""
+    learned: bool
+    """Whether the limit is the number of learned positions."""
 
     def problem(self, ids: Sequence[int] | Ids, remedy: str = "") -> str:
         """Returns why the model cannot read a prompt, worded to follow its name; empty if it can.
@@ -121,27 +123,36 @@ def _is_prompt(prompt: object) -> bool:
 class Result:
     """The generated text of one prompt."""
 
-    index: int  # index of the prompt, from 0
-    text: str  # the text before the end token or the stop text
-    ids: tuple[int, ...]  # tokens of the text and of the stop text, without the end token
-    # Log-probability of each token in nats, before penalty, temperature and filters
+    index: int
+    """Index of the prompt, from 0."""
+    text: str
+    """The text before the end token or the stop text."""
+    ids: tuple[int, ...]
+    """Tokens of the text and of the stop text, without the end token."""
     logprobs: tuple[float, ...]
+    """Log-probability of each token in nats, before penalty, temperature and filters."""
     finish: Finish
     """Why the text ended: an end token, a stop text, `max_tokens`, or the model's context (prompt
     and text)."""
     prompt_tokens: int
-    sample: int = 0  # index among the texts of the prompt
+    sample: int = 0
+    """Index among the texts of the prompt."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """The text that one token adds."""
 
-    index: int  # index of the prompt
-    token: int | None  # the token; None for an end token
-    text: str  # whole characters; may be empty
-    result: Result | None  # the whole result in the last piece, else None
-    sample: int = 0  # index among the texts of the prompt
+    index: int
+    """Index of the prompt."""
+    token: int | None
+    """The token; None for an end token."""
+    text: str
+    """Whole characters; may be empty."""
+    result: Result | None
+    """The whole result in the last piece, else None."""
+    sample: int = 0
+    """Index among the texts of the prompt."""
 
 
 class Request:

@@ -20,7 +20,8 @@ from pydantic import Field
 from jaxtp.collectives import batch_spec, constrain, device_view
 from jaxtp.config.schema import ConfigError, Count, CountOrZero, allowed, to_plain, validate
 
-_LOOKED_UP = 3  # Tokens that `propose` compares
+# Tokens that `propose` compares
+_LOOKED_UP = 3
 # The smallest normal float32; devices flush smaller numbers to 0
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 

@@ -46,7 +46,8 @@ from jaxtp.models.config import ModelConfig, architecture
 
 _ALWAYS_WRITTEN = ("hidden_act", "attention_dropout")
 """Attributes that an export writes although they have only one supported value."""
-_NEAREST = 4  # Families whose reasons are listed
+# Families whose reasons are listed
+_NEAREST = 4
 _TO_BFLOAT16 = {
     "mxfp4": "transformers writes it in bfloat16: from_pretrained(FOLDER, dtype='bfloat16', "
     "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(NEW)",

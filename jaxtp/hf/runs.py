@@ -35,8 +35,10 @@ from jaxtp.models.config import ModelConfig, upgrade_settings
 from jaxtp.models.decoder import Decoder, abstract_decoder
 from jaxtp.models.own_decoder import call_of_load, decoder_settings
 
-BASE = "base"  # Key in the info of a checkpoint of adapters: folder and hash of the base model
-HF_FILES = "hf"  # Folder in a run for config.json and the tokenizer files of its model
+# Key in the info of a checkpoint of adapters: folder and hash of the base model
+BASE = "base"
+# Folder in a run for config.json and the tokenizer files of its model
+HF_FILES = "hf"
 ORIGIN = "origin.json"
 """File in it that names the folder of a model with tensors outside of the text model."""
 

@@ -38,7 +38,8 @@ _MX_BLOCKS = "_blocks"
 _MX_SCALES = "_scales"
 _MX_BYTES = 16
 """Endings of the names of MXFP4 tensors, and the bytes of a block, each with two numbers."""
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # The eight codes without the sign bit
+# The eight codes without the sign bit
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _ITEM_BYTES = {
     **{name: dtype.itemsize for name, dtype in DTYPES.items()},
     **{
@@ -57,7 +58,8 @@ _LENGTH = 8
 _ALIGNMENT = 8
 _MAX_DIMS = 8
 _METADATA = "__metadata__"
-_BLOCK = 2**24  # Approximate bytes per read
+# Approximate bytes per read
+_BLOCK = 2**24
 
 
 class HFError(UserError):

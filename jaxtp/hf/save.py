@@ -80,7 +80,8 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 Stored = Sequence[TensorPart] | StoredTensor
 """The parts of a tensor, or a tensor to copy from another file."""
-Tensors = Mapping[str, Stored]  # By name
+# By name
+Tensors = Mapping[str, Stored]
 
 
 class SaveOptions(TypedDict, total=False):

@@ -34,8 +34,8 @@ class Tensor:
 
     path: str
     name: str
-    # The file has `[out, in]`, jaxtp `[in, out]`; the expert dim comes first in both
     transposed: bool = False
+    """The file has `[out, in]`, jaxtp `[in, out]`; the expert dim comes first in both."""
     layout: Layout | Literal["mxfp4"] | None = None
     """The layout of experts that has this tensor; None: both have it. An export writes no
     "mxfp4"."""
@@ -43,11 +43,14 @@ class Tensor:
     """Field with the number of chunks of each part: with num_heads, a fused kernel has the output
     dims `[N, parts, H]`, with num_kv_heads the queries of a group, its key and its value in turn,
     with d_ff parts that alternate."""
-    by_head: bool = False  # The file has a dim of heads, `[N, H]`; jaxtp `[N*H]`
-    unit_dim: bool = False  # The file has a dim of 1 before the last: `[1, N]`, jaxtp `[N]`
-    # Always float32 in the file, whatever the dtype of the others; None: in some files
+    by_head: bool = False
+    """The file has a dim of heads, `[N, H]`; jaxtp `[N*H]`."""
+    unit_dim: bool = False
+    """The file has a dim of 1 before the last: `[1, N]`, jaxtp `[N]`."""
     float32: bool | None = False
-    unless: str | None = None  # Field that is 0 in a block with this tensor
+    """Always float32 in the file, whatever the dtype of the others; None: in some files."""
+    unless: str | None = None
+    """Field that is 0 in a block with this tensor."""
 
 
 @dataclass(frozen=True)
@@ -60,24 +63,31 @@ class Attribute:
 
     name: str
     field: str | None
-    # Type int, float or bool; or a map from the attribute's values to the fields' values
     kind: type | Mapping[Any, Any]
-    default: Any = None  # The default of transformers; None: the attribute is required
-    alias: str | None = None  # Alternative name in config.json
+    """Type int, float or bool; or a map from the attribute's values to the fields' values."""
+    default: Any = None
+    """The default of transformers; None: the attribute is required."""
+    alias: str | None = None
+    """Alternative name in config.json."""
     default_from: str | None = None
     """Field of an earlier attribute. Multiplied by `times`, it replaces null, and a missing value
     without `default`."""
     times: int = 1
-    # Another attribute, and the value without which this one has no effect
     only_if: tuple[str, object] | None = None
-    power: float = 1.0  # Exponent: the fields are the attribute raised to it
-    # An earlier field and an exponent: their power multiplies the attribute
+    """Another attribute, and the value without which this one has no effect."""
+    power: float = 1.0
+    """Exponent: the fields are the attribute raised to it."""
     unit: tuple[str, float] | None = None
-    plus: str | None = None  # An earlier field that is added
-    can_be_null: bool = False  # Null switches the feature off: the fields are `off`
+    """An earlier field and an exponent: their power multiplies the attribute."""
+    plus: str | None = None
+    """An earlier field that is added."""
+    can_be_null: bool = False
+    """Null switches the feature off: the fields are `off`."""
     off: int | None = None
-    can_be_zero: bool = False  # Zero switches the feature off
-    also: tuple[str, ...] = ()  # Further fields that get the same value
+    can_be_zero: bool = False
+    """Zero switches the feature off."""
+    also: tuple[str, ...] = ()
+    """Further fields that get the same value."""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -102,9 +112,10 @@ class Wrapper:
     """
 
     model_type: str
-    architecture: str  # Class name in transformers
-    # Supported values of the `model_type` in `text_config`; the first is the default
+    architecture: str
+    """Class name in transformers."""
     text_types: tuple[str, ...]
+    """Supported values of the `model_type` in `text_config`; the first is the default."""
     other_tensors: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.")
     """Beginnings of the names of tensors outside of the text model, without a leading `model.`."""
     required: Mapping[str, object] = field(default_factory=dict)
@@ -130,7 +141,8 @@ LINEAR_LAYERS = {"layer_types", "full_attention_interval"}
 """Attributes that name layers with full attention; the others have linear attention."""
 NO_ROPE: Mapping[str, Any] = {"rope_theta": None, "rope_scaling": {"kind": "none"}}
 """Fields of layers that rotate nothing."""
-NEVER = 1 << 20  # A `window_period` that no model reaches: every layer has a window
+# A `window_period` that no model reaches: every layer has a window
+NEVER = 1 << 20
 EXPERT_RANGE = {"moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"}
 """Attributes that name the layers with experts."""
 NO_ROPE_LAYERS = {"no_rope_layers", "no_rope_layer_interval"}
@@ -176,11 +188,12 @@ class Family:
     """The models of one transformers `model_type`."""
 
     model_type: str
-    architecture: str  # Class name in transformers
+    architecture: str
+    """Class name in transformers."""
     tensors: tuple[Tensor, ...]
     """All tensors that a model may have; a tensor is required if the model has its parameter."""
-    # If several entries have one name, an export writes the first
     attributes: tuple[Attribute, ...]
+    """If several entries have one name, an export writes the first."""
     layer_attributes: Set[str] = COMMON
     """Further attributes, read by `hf/config_blocks.py`. If one is missing here, the family lacks
     its feature."""
@@ -191,69 +204,80 @@ class Family:
     """Attributes of the layers of one type."""
     always_by_type: Mapping[LayerType, Mapping[str, Any]] = field(default_factory=dict)
     """Fields of `BlockConfig` with a fixed value in the layers of one type."""
-    prefix: str = "model."  # Prefix of all tensor names except the head's; a file may lack it
-    wrapper: Wrapper | None = None  # The multimodal model that holds this text model, if any
+    prefix: str = "model."
+    """Prefix of all tensor names except the head's; a file may lack it."""
+    wrapper: Wrapper | None = None
+    """The multimodal model that holds this text model, if any."""
     interleaved_rope: bool = False
     """The file has rotated pairs of query and key dims next to each other, jaxtp half of the
     rotated dims apart; rope_interleave may switch it off."""
     rope_in_head: bool = False
     """Whether latent attention has a partial_rotary_factor in rope_parameters: the rotated part of
     a head."""
-    scaled_scores: bool = False  # Whether mscale_all_dim of yarn also scales the attention scores
-    remote_code: tuple[str, ...] = ()  # Classes in auto_map that transformers has too
+    scaled_scores: bool = False
+    """Whether mscale_all_dim of yarn also scales the attention scores."""
+    remote_code: tuple[str, ...] = ()
+    """Classes in auto_map that transformers has too."""
     other_tensors: tuple[str, ...] = ()
     """Beginnings of the names of tensors that are not read, but copied by an export, such as
     prediction heads."""
-    # Whether layers from num_hidden_layers on are prediction heads, among `other_tensors`
     later_layers: bool = False
+    """Whether layers from num_hidden_layers on are prediction heads, among `other_tensors`."""
     ignored_tensors: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
     """Tensors in files that an import skips."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Scalar tensors of each layer with one supported value. A file may lack them; an export writes
     them."""
-    default_window: int | None = 4096  # Default of sliding_window
+    default_window: int | None = 4096
+    """Default of sliding_window."""
     window_period: int = 2
     """Without layer_types, every n-th layer has no window; sliding_window_pattern overrides n. If
     0, layer_types is required."""
-    default_full_layers: int = 28  # Default of max_window_layers
-    # Whether these layers are counted from the last, which has no window
+    default_full_layers: int = 28
+    """Default of max_window_layers."""
     windows_from_last: bool = False
-    last_is_global: bool = False  # Whether the last layer never has a window
+    """Whether these layers are counted from the last, which has no window."""
+    last_is_global: bool = False
+    """Whether the last layer never has a window."""
     window_can_be_null: bool = False
     """Whether a sliding_window of null means no windows, and layers are global only without it."""
-    pattern_is_default: bool = False  # Whether layer_types replaces another sliding_window_pattern
+    pattern_is_default: bool = False
+    """Whether layer_types replaces another sliding_window_pattern."""
     only_layer_type: str | None = None
     """The one supported type in layer_types, in a family without windows; a file without
     layer_types has others."""
-    default_dense_layers: int = 0  # Default of first_k_dense_replace and moe_layer_start_index
+    default_dense_layers: int = 0
+    """Default of first_k_dense_replace and moe_layer_start_index."""
     rope_theta: float = 10_000.0
     """Default of rope_theta; with rope_local_base_freq, it is 10,000 in layers with a window."""
-    rope_theta_name: str = "rope_theta"  # Name of rope_theta beside `rope_scaling`
+    rope_theta_name: str = "rope_theta"
+    """Name of rope_theta beside `rope_scaling`."""
     rope_by_type: bool = False
     """Whether rope_parameters holds one rotary embedding for each attention type; a `rope_scaling`
     is for layers with full attention."""
-    # The rope_parameters of a file without any
     default_rope: Mapping[str, Any] = field(default_factory=dict)
-    # Parameters of the rotary embedding without effect on text
+    """The rope_parameters of a file without any."""
     rope_ignored: Set[str] = frozenset()
+    """Parameters of the rotary embedding without effect on text."""
     rope_kinds: Set[str] = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
     """Supported kinds of rotary embedding."""
-    # Other names of these kinds, in older files
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of these kinds, in older files."""
     original_length: int | None = None
     """Default of a top-level original_max_position_embeddings; None: the value in rope_scaling or
     rope_parameters, else max_position_embeddings."""
-    # Default of head_dim; None: hidden_size / num_attention_heads
     default_head_dim: int | None = None
-    # Fields of `ModelConfig` with a fixed value
+    """Default of head_dim; None: hidden_size / num_attention_heads."""
     always: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `ModelConfig` with a fixed value."""
     required: Mapping[str, object] = field(default_factory=dict)
     """Attributes with one supported value; others would change the model."""
     written: Mapping[str, object] = field(default_factory=dict)
     """Attributes that an export adds, without effect on the model."""
-    ignored_attributes: Set[str] = frozenset()  # Ignored in addition to `IGNORED_ATTRIBUTES`
-    # Supported values of quant_method in quantization_config
+    ignored_attributes: Set[str] = frozenset()
+    """Ignored in addition to `IGNORED_ATTRIBUTES`."""
     quantization: Set[str] = frozenset({"fp8"})
+    """Supported values of quant_method in quantization_config."""
     tp_plan: Mapping[str, str] = field(default_factory=TP_PLAN.copy)
     """`base_model_tp_plan` of transformers 5, with a row for the head."""
 

@@ -28,7 +28,8 @@ from jaxtp.hf.families.family import (
     sizes,
 )
 
-_DROPOUT = {"attention_dropout"}  # 0.1 in some files
+# 0.1 in some files
+_DROPOUT = {"attention_dropout"}
 _DENSE_MLP = block_tensors(
     {
         # Alone:
