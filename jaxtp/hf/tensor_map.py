@@ -340,25 +340,28 @@ def _mismatches(
 ) -> Iterator[str]:
     head = name_of(HEAD, family)
     allowed = {head, *needed} if config.tie_embeddings else needed.keys()
-    present = [(stored[name], parts[0]) for name, parts in needed.items() if name in stored]
+    missing = []
+    wrong_shapes = []
+    wrong_dtypes = []
+    for name, (part, *_) in needed.items():
+        if (tensor := stored.get(name)) is None:
+            missing.append(name)
+            continue
+        if tensor.shape != part.stored_shape:
+            wrong_shapes.append(f"{name} is {dims(tensor.shape)}, not {dims(part.stored_shape)}")
+        if tensor.dtype not in DTYPES:
+            wrong_dtypes.append(f"{name} is {tensor.dtype}")
+    unexpected = [
+        name
+        for name, tensor in stored.items()
+        if name not in allowed and 0 not in tensor.shape and not _is_ignored(name, family)
+    ]
     names_by_problem = {
-        "missing": [name for name in needed if name not in stored],
-        "unexpected": [
-            name
-            for name, tensor in stored.items()
-            if name not in allowed and 0 not in tensor.shape and not _is_ignored(name, family)
-        ],
-        "wrong shape": [
-            f"{part.name} is {dims(tensor.shape)}, not {dims(part.stored_shape)}"
-            for tensor, part in present
-            if tensor.shape != part.stored_shape
-        ],
+        "missing": missing,
+        "unexpected": unexpected,
+        "wrong shape": wrong_shapes,
         "not supported": list(_wrong_constants(stored, family)),
-        "not float32, bfloat16 or float16": [
-            f"{part.name} is {tensor.dtype}"
-            for tensor, part in present
-            if tensor.dtype not in DTYPES
-        ],
+        "not float32, bfloat16 or float16": wrong_dtypes,
     }
     for problem, names in names_by_problem.items():
         if names:
