@@ -116,8 +116,8 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
         common |= {name: _DEFAULTS[name] for name in fields if name.startswith("delta_")}
 
     def settings(kind: LayerKind) -> Settings:
-        layer = {**common, **ropes[kind.has_window]}
-        layer["sliding_window"] = window if kind.has_window else None
+        layer = {**common, "sliding_window": window if kind.has_window else None}
+        layer |= ropes[kind.has_window]
         if not kind.rotates:
             layer |= NO_ROPE
         if not kind.has_experts:
