@@ -54,9 +54,9 @@ class ConversationEncoder:
         *,
         special_tokens: bool = False,
     ):
-        self.system: list[Message] = (
-            [] if system is None else [{"role": "system", "content": system}]
-        )
+        self.system: list[Message] = []
+        if system is not None:
+            self.system = [{"role": "system", "content": system}]
         self._template = template
         self._rendered = rendered_tokenizer(tokenizer)
         self._user_tokens = SpecialTokens(self._rendered.tokens, keep=special_tokens)
@@ -67,11 +67,11 @@ class ConversationEncoder:
 
         Raises `ChatError` for a refused message or a noncharacter.
         """
-        tokens = [
-            self._model_tokens if each["role"] == ASSISTANT else self._user_tokens
-            for each in messages
-        ]
-        escaped = [kind.escape(message) for kind, message in zip(tokens, messages, strict=True)]
+        escaped = []
+        for message in messages:
+            is_answer = message["role"] == ASSISTANT
+            special_tokens = self._model_tokens if is_answer else self._user_tokens
+            escaped.append(special_tokens.escape(message))
         marked = self._user_tokens.mark(self._template.render(escaped))
         ((ids, _),) = self._rendered.encode_batch([(marked, "")])
         return ids.tolist()

@@ -7,7 +7,7 @@ the model's output.
 """
 
 import re
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
@@ -281,11 +281,11 @@ class Family:
     tp_plan: Mapping[str, str] = field(default_factory=TP_PLAN.copy)
     """`base_model_tp_plan` of transformers 5, with a row for the head."""
 
-    def changing_fields(self) -> Set[str]:
-        """Returns the fields that depend on a layer's types."""
+    def changing_fields(self) -> Iterable[str]:
+        """Returns the fields that depend on a layer's types, always in the same order."""
         attributes = chain.from_iterable(self.by_type.values())
         fields = chain.from_iterable(attribute.fields for attribute in attributes)
-        return set(chain(fields, *self.always_by_type.values()))
+        return dict.fromkeys(chain(fields, *self.always_by_type.values()))
 
     def known_attributes(self) -> Set[str]:
         """Returns the attributes that an import reads."""
