@@ -42,6 +42,7 @@ from jaxtp.checkpoint.io_errors import (
     require_shared,
 )
 from jaxtp.checkpoint.logical import (
+    Arrays,
     abstract_logical,
     from_logical,
     may_be_infinite,
@@ -108,8 +109,8 @@ class SaveBarriers:
         starts = key not in self._unpassed and self._start_calls > 0
         self._start_calls -= starts
         if self._unpassed and not starts and key not in self._unpassed:
-            # The end of a failed save: fail the barriers where others wait; no process waits at the
-            # end.
+            # This is the end of a failed save. Fail the barriers where other processes wait; no
+            # process waits at the end.
             for skipped in self._unpassed:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     self._poison_barrier(key=skipped, timeout_ms=timeout_ms)
@@ -117,13 +118,10 @@ class SaveBarriers:
         try:
             self._barrier(key=key, timeout_ms=timeout_ms)
         except jax.errors.JaxRuntimeError as error:
-            late = re.search(r"timed out task names:\s*(\d+)", str(error))
-            why = (
-                f"process {late[1]} did not write its part within {BARRIER_SECONDS} s"
-                if late
-                else None
-            )
-            raise PeerUnwritableError(why or "another process failed") from error
+            reason = "another process failed"
+            if late := re.search(r"timed out task names:\s*(\d+)", str(error)):
+                reason = f"process {late[1]} did not write its part within {BARRIER_SECONDS} s"
+            raise PeerUnwritableError(reason) from error
         if key in self._unpassed:
             self._unpassed.remove(key)
 
@@ -138,13 +136,10 @@ class _KeepBest(policies.PreservationPolicy):
         self._losses = losses
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> Sequence[bool]:
-        steps = [each.step for each in checkpoints]
-        best = min(
-            (step for step in steps if step in self._losses),
-            key=lambda s: (self._losses[s], -s),
-            default=None,
-        )
-        return [step == best for step in steps]
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        with_loss = [(self._losses[step], -step) for step in steps if step in self._losses]
+        _, negative_best = min(with_loss, default=(None, None))
+        return [-step == negative_best for step in steps]
 
 
 class Checkpoints:
@@ -166,26 +161,30 @@ class Checkpoints:
         self.folder = folder
         self._losses: dict[int, float] = {}
         self._unconfirmed: Callable[[], Sums] | None = None
-        host_names()  # the first call is collective, and a save may need them in the background
+        # The first call is collective, and a save may need the names in the background.
+        host_names()
         self._barriers = SaveBarriers()
         rules = [policies.LatestN(keep)]
-        rules += [policies.EveryNSteps(keep_every)] if keep_every else []
-        rules += [_KeepBest(self._losses)] if keep_best else []
+        if keep_every:
+            rules.append(policies.EveryNSteps(keep_every))
+        if keep_best:
+            rules.append(_KeepBest(self._losses))
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(rules),
             cleanup_tmp_directories=True,
             create=False,
-            save_root_metadata=False,  # it would be empty, and needs a barrier
+            # It would be empty, and needs a barrier.
+            save_root_metadata=False,
             multiprocessing_options=self._barriers.processes,
             async_options=self._barriers.options,
         )
         self._manager = read_on_all(lambda: self._open(options))
         if is_multiprocess():
             require_shared(folder, self._visible_steps)
-        if keep_best:  # process 0 decides for all which checkpoints are deleted
-            self._losses.update(
-                all_gather_json(self._stored_losses() if jax.process_index() == 0 else [])[0]
-            )
+        if keep_best:
+            # Process 0 decides for all which checkpoints are deleted.
+            losses = self._stored_losses() if jax.process_index() == 0 else []
+            self._losses.update(all_gather_json(losses)[0])
 
     def _open(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
         handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
@@ -213,9 +212,8 @@ class Checkpoints:
         losses = []
         for step in self.steps():
             with contextlib.suppress(CheckpointError):
-                if (
-                    loss := storage.read_info(self.folder / str(step)).get("eval_loss")
-                ) is not None:
+                loss = storage.read_info(self.folder / str(step)).get("eval_loss")
+                if loss is not None:
                     losses.append((step, loss))
         return losses
 
@@ -241,21 +239,22 @@ class Checkpoints:
           NonFiniteError, UnequalCopiesError: the previous state is corrupt (`confirm`).
         """
         self.wait()
-        info = copy.deepcopy(info)  # written in the background
+        # Written in the background.
+        info = copy.deepcopy(info)
         with raise_everywhere(kinds=(UnwritableError,)):
             self._require_writable()
         arrays = to_logical(state, mesh)
         variables = named_variables(state)
         exempt = [name for name, variable in variables.items() if may_be_infinite(variable)]
         specs = {name: str(spec_of(variable)) for name, variable in variables.items()}
-        summed: Future[Sums] = Future()
+        pending: Future[Sums] = Future()
 
         def sound_sums() -> Sums:
-            found = summed.result(BARRIER_SECONDS)
+            sums = pending.result(BARRIER_SECONDS)
             self.require_sound(
-                found, mesh, f"step {step} is not saved", exempt=exempt, newest=self.describe_disk
+                sums, mesh, f"step {step} is not saved", exempt=exempt, newest=self.describe_disk
             )
-            return found
+            return sums
 
         def describe() -> storage.Info:
             described = storage.describe_arrays(sound_sums())
@@ -265,24 +264,23 @@ class Checkpoints:
         if eval_loss is not None:
             self._losses[step] = eval_loss
         try:
-            args = ocp.args.Composite(
-                state=ocp.args.PyTreeSave(arrays), info=ocp.args.JsonSave(describe)
-            )
-            saved = self._manager.save(step, args=args)
+            saved = self._start_save(step, arrays, describe)
             self._unconfirmed = sound_sums
-        except Exception as error:
-            # The others may wait in a barrier, so do not exchange errors here.
-            raise self._unwritable(error) from error
         finally:
-            try:
-                with _frequent_switches():
-                    # The sums are made after the copies to the host, which they would delay.
-                    summed.set_result(Sums(arrays))
-            except BaseException as error:
-                summed.set_exception(error)  # `describe` waits for it
-                raise
+            # The sums are made after the copies to the host, which they would delay.
+            _sum_into(pending, arrays)
         if not saved:
             raise self._unwritable(ValueError(f"step {step} is not after the newest"))
+
+    def _start_save(self, step: int, arrays: Arrays, describe: Callable[[], storage.Info]) -> bool:
+        """Copies the arrays to the host, and starts to write them and what `describe` returns."""
+        state = ocp.args.PyTreeSave(arrays)
+        args = ocp.args.Composite(state=state, info=ocp.args.JsonSave(describe))
+        try:
+            return self._manager.save(step, args=args)
+        except Exception as error:
+            # Other processes may wait in a barrier, so do not exchange errors here.
+            raise self._unwritable(error) from error
 
     def confirm(self) -> None:
         """Waits for the sums of the last saved state.
@@ -295,7 +293,8 @@ class Checkpoints:
             try:
                 confirm()
             except NumericsError:
-                with contextlib.suppress(Exception):  # the same error
+                # The writing thread has the same error.
+                with contextlib.suppress(Exception):
                     self._manager.wait_until_finished()
                 raise
 
@@ -401,25 +400,25 @@ class Checkpoints:
         self,
         summed: Sums,
         mesh: Mesh,
-        what: str,
+        result: str,
         advice: str = "",
         exempt: Sequence[str] = (),
         newest: Callable[[], str] | None = None,
     ) -> None:
         """Raises in all processes if elements of arrays are not finite or replicas differ.
 
-        `what` begins a message; `advice` ends it if elements are not finite; `exempt` arrays need
+        `result` begins a message; `advice` ends it if elements are not finite; `exempt` arrays need
         not be finite; `newest` replaces `describe_newest`, which waits for a save.
         """
         newest = newest or self.describe_newest
-        if counts := {
-            name: count for name, count in summed.not_finite().items() if name not in exempt
-        }:
-            raise NonFiniteError(f"{what}: {describe_not_finite(counts)}; {advice or newest()}")
+        not_finite = summed.not_finite()
+        counts = {name: count for name, count in not_finite.items() if name not in exempt}
+        if counts:
+            raise NonFiniteError(f"{result}: {describe_not_finite(counts)}; {advice or newest()}")
         if positions := summed.unequal_replicas():
             where = describe_devices(positions, list(mesh.devices.flat), host_names())
             raise UnequalCopiesError(
-                f"{what}: silent corruption: copies differ: {where}. {checksum.DIAGNOSE}; "
+                f"{result}: silent corruption: copies differ: {where}. {checksum.DIAGNOSE}; "
                 f"{newest()}"
             )
 
@@ -432,12 +431,12 @@ class Checkpoints:
     def describe_disk(self) -> str:
         """Describes the newest checkpoint on disk."""
         try:
-            last = _steps_in(self.folder)
+            steps = _steps_in(self.folder)
         except OSError as error:
             return f"{self.folder} cannot be listed ({error.strerror})"
-        return (
-            f"the checkpoint at step {last[-1]} is complete" if last else "there is no checkpoint"
-        )
+        if not steps:
+            return "there is no checkpoint"
+        return f"the checkpoint at step {steps[-1]} is complete"
 
     def _unwritable(self, error: Exception) -> UnwritableError:
         timeout = isinstance(error, TimeoutError) and error.errno is None
@@ -445,13 +444,11 @@ class Checkpoints:
         kind = PeerUnwritableError if peer else UnwritableError
         advice = "" if io_errors.disk_full_message(error) is None else _FREE_SPACE
         # If the folder is missing, Orbax's message is about its own internals.
-        why = (
-            io_errors.describe_error(error)
-            if self.folder.is_dir()
-            else "the folder no longer exists"
-        )
+        reason = "the folder no longer exists"
+        if self.folder.is_dir():
+            reason = io_errors.describe_error(error)
         return kind(
-            f"{self.folder}: a checkpoint could not be written ({why}); "
+            f"{self.folder}: a checkpoint could not be written ({reason}); "
             f"{self.describe_disk()}{advice}"
         )
 
@@ -466,8 +463,19 @@ def _frequent_switches() -> Iterator[None]:
     try:
         yield
     finally:
-        if interval > short:  # else another thread's save restores it
+        # If it was short, another thread's save restores it.
+        if interval > short:
             sys.setswitchinterval(interval)
+
+
+def _sum_into(pending: Future[Sums], arrays: Arrays) -> None:
+    """Sums the arrays for a thread that waits for `pending`, also for an error."""
+    try:
+        with _frequent_switches():
+            pending.set_result(Sums(arrays))
+    except BaseException as error:
+        pending.set_exception(error)
+        raise
 
 
 def _steps_in(folder: Path) -> list[int]:
@@ -504,11 +512,12 @@ def restore_newest(
         except DamagedError as error:
             damaged.append((step, error))
             continue
-        for bad, why in damaged:
-            warn(f"{why}; moved to {checkpoints.set_aside(bad)}, resuming from step {step}")
+        for damaged_step, damage in damaged:
+            moved = checkpoints.set_aside(damaged_step)
+            warn(f"{damage}; moved to {moved}, resuming from step {step}")
         return restored
     if damaged:
-        reasons = "; ".join(str(why) for _, why in damaged)
+        reasons = "; ".join(str(damage) for _, damage in damaged)
         raise CheckpointError(f"{reasons}; name another --run.dir to start a new run")
     return None
 
@@ -518,6 +527,5 @@ def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, 
     folder, info = storage.read_info_on_all(run, lambda: storage.newest_checkpoint(run))
     target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
     restored = storage.read_verified(folder, target, info)
-    return from_logical(
-        {name.removeprefix("model."): a for name, a in restored.items()}, weights, mesh
-    ), folder
+    arrays = {name.removeprefix("model."): array for name, array in restored.items()}
+    return from_logical(arrays, weights, mesh), folder

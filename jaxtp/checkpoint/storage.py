@@ -65,11 +65,9 @@ class BoundedHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
         """Starts to save."""
         # A handler's limit is fixed, so each save makes its own handler.
         arrays = kwargs["args"].item.values()
-        limit = _limit_gb(
-            max(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
-        )
+        largest = max(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
         handler = ocp.PyTreeCheckpointHandler(
-            save_concurrent_gb=limit, enable_pinned_host_transfer=False
+            save_concurrent_gb=_limit_gb(largest), enable_pinned_host_transfer=False
         )
         return await handler.async_save(directory, *args, **kwargs)
 
@@ -109,10 +107,12 @@ def _limit_gb(largest: int) -> float:
 def _open_reader(
     metadata: Metadata, target: Mapping[str, jax.ShapeDtypeStruct]
 ) -> ocp.PyTreeCheckpointHandler:
-    me = jax.process_index()
-    one_process = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-    known = [(metadata[name], array) for name, array in target.items() if name in metadata]
-    largest = max((bytes_to_read(stored, array) for stored, array in known), default=0)
+    process = jax.process_index()
+    one_process = ocp.options.MultiprocessingOptions(
+        primary_host=process, active_processes={process}
+    )
+    names = target.keys() & metadata.keys()
+    largest = max((bytes_to_read(metadata[name], target[name]) for name in names), default=0)
     # Orbax's default handler reads a description of the arrays too, in a coroutine that a failed
     # read never awaits.
     arrays = ocp.type_handlers.create_type_handler_registry(
@@ -255,10 +255,11 @@ def read_arrays(
         arrays: Arrays = _open_reader(metadata, target).restore(
             (folder / "state").resolve(), args=restore
         )
-        # Orbax returns the target of an array that is not there.
-        if missing := [
+        # Orbax returns the target of an array that does not exist.
+        missing = [
             name for name, array in arrays.items() if isinstance(array, jax.ShapeDtypeStruct)
-        ]:
+        ]
+        if missing:
             raise DamagedError(
                 f"{folder} is damaged (arrays are missing: {', '.join(missing[:3])})"
             )
@@ -286,37 +287,34 @@ def read_verified(
 def _read_as_stored(
     folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]
 ) -> Arrays:
+    shapes = info.get(_SHAPES, {})
+    dtypes = info.get(_DTYPES, {})
+    metadata: Metadata = {
+        name: jax.ShapeDtypeStruct(shapes[name], dtypes[name])
+        for name in shapes.keys() & dtypes.keys()
+    }
+    sizes = (math.prod(a.shape) * a.dtype.itemsize for a in metadata.values())
     # Orbax opens every array to describe it. Only an array beyond the memory limit needs its
     # chunks.
-    listed = info.get(_SHAPES, {})
-    dtypes = info.get(_DTYPES, {})
-    known = {
-        name: jax.ShapeDtypeStruct(listed[name], dtypes[name])
-        for name in listed.keys() & dtypes.keys()
-    }
-    small = all(
-        math.prod(a.shape) * a.dtype.itemsize <= MAX_BYTES_IN_FLIGHT for a in known.values()
-    )
-    metadata = known if small and known.keys() == target.keys() else read_metadata(folder)
-    shapes = {name: tuple(array.shape) for name, array in metadata.items()}
+    if metadata.keys() != target.keys() or max(sizes, default=0) > MAX_BYTES_IN_FLIGHT:
+        metadata = read_metadata(folder)
+    stored_shapes = {name: tuple(array.shape) for name, array in metadata.items()}
     # Version 0.1 has no shapes.
-    saved = {name: tuple(shape) for name, shape in info.get(_SHAPES, shapes).items()}
-    if saved.keys() != info[_CHECKSUMS].keys() or any(
-        shapes.get(name) != shape for name, shape in saved.items()
-    ):
+    saved = {name: tuple(shape) for name, shape in info.get(_SHAPES, stored_shapes).items()}
+    if saved.keys() != info[_CHECKSUMS].keys() or not saved.items() <= stored_shapes.items():
         raise DamagedError(
             f"{folder} is damaged (its arrays differ from the saved names or shapes)"
         )
     wrong = [
-        f"{n} is {saved.get(n)}, not {a.shape}"
-        for n, a in target.items()
-        if saved.get(n) != a.shape
+        f"{name} is {saved.get(name)}, not {array.shape}"
+        for name, array in target.items()
+        if saved.get(name) != array.shape
     ]
     if wrong:
         raise CheckpointError(f"{folder} holds another model: {'; '.join(wrong[:3])}")
     stored = {
-        n: jax.ShapeDtypeStruct(a.shape, metadata[n].dtype, sharding=a.sharding)
-        for n, a in target.items()
+        name: jax.ShapeDtypeStruct(array.shape, metadata[name].dtype, sharding=array.sharding)
+        for name, array in target.items()
     }
     return read_arrays(folder, stored, metadata)
 
@@ -328,13 +326,10 @@ def finished_checkpoints(run: Path) -> list[Path]:
         if (run / "state").is_dir():
             return [run]
         for folder in (run / "checkpoints", run):
-            steps = [
-                int(path.parent.name)
-                for path in folder.glob("*/state")
-                if path.parent.name.isdecimal()
-            ]
+            names = [path.parent.name for path in folder.glob("*/state")]
+            steps = sorted(int(name) for name in names if name.isdecimal())
             if steps:
-                return [folder / str(step) for step in sorted(steps)]
+                return [folder / str(step) for step in steps]
         return []
 
     return io_errors.retry_io(run, look)
@@ -404,8 +399,8 @@ def open_checkpoint(folder: Path) -> StoredCheckpoint:
     metadata = read_metadata(folder)
     sharding = SingleDeviceSharding(all_devices()[0])
     arrays = {
-        n: jax.ShapeDtypeStruct(tuple(a.shape), a.dtype, sharding=sharding)
-        for n, a in sorted(metadata.items())
+        name: jax.ShapeDtypeStruct(tuple(array.shape), array.dtype, sharding=sharding)
+        for name, array in sorted(metadata.items())
     }
     if missing := sorted(info[_CHECKSUMS].keys() - arrays.keys()):
         raise CheckpointError(f"{folder}: saved arrays are missing: {', '.join(missing[:3])}")
