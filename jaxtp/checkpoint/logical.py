@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax import Array
+from jax import Array, ShapeDtypeStruct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxtp.config.hints import by_dotted_path, dotted
@@ -66,11 +66,11 @@ def to_logical(state: nnx.State, mesh: Mesh) -> Arrays:
     }
 
 
-def abstract_logical(state: nnx.State, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_logical(state: nnx.State, mesh: Mesh) -> dict[str, ShapeDtypeStruct]:
     """Returns the logical shape, dtype and sharding of each array."""
     sizes = mesh_sizes(mesh)
     return {
-        name: jax.ShapeDtypeStruct(
+        name: ShapeDtypeStruct(
             logical_shape(v), v.dtype, sharding=NamedSharding(mesh, logical_spec(v, sizes))
         )
         for name, v in named_variables(state).items()

@@ -7,7 +7,6 @@ twice: for all parts to be written, and for process 0 to commit the checkpoint. 
 `SaveBarriers` releases the others.
 """
 
-import contextlib
 import copy
 import itertools
 import os
@@ -17,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,8 +26,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxtp.checkpoint import checksum, io_errors, storage
 from jaxtp.checkpoint.checksum import (
+    DIAGNOSE,
     NonFiniteError,
     Sums,
     UnequalCopiesError,
@@ -38,8 +38,11 @@ from jaxtp.checkpoint.io_errors import (
     CheckpointError,
     DamagedError,
     UnwritableError,
+    describe_error,
+    disk_full_message,
     read_on_all,
     require_shared,
+    retry_io,
 )
 from jaxtp.checkpoint.logical import (
     Arrays,
@@ -48,6 +51,18 @@ from jaxtp.checkpoint.logical import (
     may_be_infinite,
     named_variables,
     to_logical,
+)
+from jaxtp.checkpoint.storage import (
+    BoundedHandler,
+    DeferredInfoHandler,
+    Info,
+    describe_arrays,
+    newest_checkpoint,
+    read_info,
+    read_info_on_all,
+    read_verified,
+    require_openable,
+    seal,
 )
 from jaxtp.config.entry import NumericsError
 from jaxtp.distributed.agreement import (
@@ -112,7 +127,7 @@ class SaveBarriers:
             # This is the end of a failed save. Fail the barriers where other processes wait; no
             # process waits at the end.
             for skipped in self._unpassed:
-                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                with suppress(jax.errors.JaxRuntimeError):
                     self._poison_barrier(key=skipped, timeout_ms=timeout_ms)
             return
         try:
@@ -188,38 +203,38 @@ class Checkpoints:
 
     def _open(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
         handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
-        handlers.add("state", ocp.args.PyTreeSave, storage.BoundedHandler())
-        handlers.add("info", ocp.args.JsonSave, storage.DeferredInfoHandler())
+        handlers.add("state", ocp.args.PyTreeSave, BoundedHandler())
+        handlers.add("info", ocp.args.JsonSave, DeferredInfoHandler())
 
         def open_folder() -> ocp.CheckpointManager:
             if jax.process_index() == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
-            storage.require_openable(self.folder)
+            require_openable(self.folder)
             return ocp.CheckpointManager(
                 self.folder.resolve(), options=options, handler_registry=handlers
             )
 
         try:
-            return io_errors.retry_io(self.folder, open_folder)
+            return retry_io(self.folder, open_folder)
         except OSError as error:
             raise CheckpointError(f"{self.folder}: {error.strerror}") from None
 
     def _visible_steps(self) -> tuple[bool, list[int]]:
-        io_errors.retry_io(self.folder, self._manager.reload)
+        retry_io(self.folder, self._manager.reload)
         return self.folder.is_dir(), self.steps()
 
     def _stored_losses(self) -> list[tuple[int, float]]:
         losses = []
         for step in self.steps():
-            with contextlib.suppress(CheckpointError):
-                loss = storage.read_info(self.folder / str(step)).get("eval_loss")
+            with suppress(CheckpointError):
+                loss = read_info(self.folder / str(step)).get("eval_loss")
                 if loss is not None:
                     losses.append((step, loss))
         return losses
 
     def steps(self) -> list[int]:
         """Returns the steps of finished checkpoints on disk, oldest first."""
-        return io_errors.retry_io(self.folder, lambda: _steps_in(self.folder))
+        return retry_io(self.folder, lambda: _steps_in(self.folder))
 
     def save(
         self,
@@ -256,9 +271,9 @@ class Checkpoints:
             )
             return sums
 
-        def describe() -> storage.Info:
-            described = storage.describe_arrays(sound_sums())
-            return storage.seal({**info, "eval_loss": eval_loss, "specs": specs, **described})
+        def describe() -> Info:
+            described = describe_arrays(sound_sums())
+            return seal({**info, "eval_loss": eval_loss, "specs": specs, **described})
 
         self._barriers.start(step)
         if eval_loss is not None:
@@ -272,7 +287,7 @@ class Checkpoints:
         if not saved:
             raise self._unwritable(ValueError(f"step {step} is not after the newest"))
 
-    def _start_save(self, step: int, arrays: Arrays, describe: Callable[[], storage.Info]) -> bool:
+    def _start_save(self, step: int, arrays: Arrays, describe: Callable[[], Info]) -> bool:
         """Copies the arrays to the host, and starts to write them and what `describe` returns."""
         state = ocp.args.PyTreeSave(arrays)
         args = ocp.args.Composite(state=state, info=ocp.args.JsonSave(describe))
@@ -294,7 +309,7 @@ class Checkpoints:
                 confirm()
             except NumericsError:
                 # The writing thread has the same error.
-                with contextlib.suppress(Exception):
+                with suppress(Exception):
                     self._manager.wait_until_finished()
                 raise
 
@@ -317,13 +332,13 @@ class Checkpoints:
         except OSError as error:
             raise self._unwritable(error) from None
 
-    def info(self, step: int) -> storage.Info:
+    def info(self, step: int) -> Info:
         """Returns the info of a checkpoint."""
         folder = self.folder / str(step)
-        return storage.read_info_on_all(folder, lambda: folder)[1]
+        return read_info_on_all(folder, lambda: folder)[1]
 
     def restore(
-        self, step: int, state: nnx.State, mesh: Mesh, info: storage.Info | None = None
+        self, step: int, state: nnx.State, mesh: Mesh, info: Info | None = None
     ) -> nnx.State:
         """Reads a checkpoint into the shapes and shardings of `state` on `mesh`.
 
@@ -336,9 +351,7 @@ class Checkpoints:
                 f"{self.folder / str(step)} does not hold this model's state: it also holds "
                 f"{', '.join(extra[:3])}"
             )
-        return from_logical(
-            storage.read_verified(self.folder / str(step), target, info), state, mesh
-        )
+        return from_logical(read_verified(self.folder / str(step), target, info), state, mesh)
 
     def set_aside(self, step: int) -> Path:
         """Moves a damaged checkpoint to `damaged/` next to the folder.
@@ -389,7 +402,7 @@ class Checkpoints:
 
         def close() -> None:
             for action in (self._manager.wait_until_finished, self._manager.close):
-                with contextlib.suppress(Exception):
+                with suppress(Exception):
                     action()
 
         closing = threading.Thread(target=close, daemon=True)
@@ -418,13 +431,12 @@ class Checkpoints:
         if positions := summed.unequal_replicas():
             where = describe_devices(positions, list(mesh.devices.flat), host_names())
             raise UnequalCopiesError(
-                f"{result}: silent corruption: copies differ: {where}. {checksum.DIAGNOSE}; "
-                f"{newest()}"
+                f"{result}: silent corruption: copies differ: {where}. {DIAGNOSE}; {newest()}"
             )
 
     def describe_newest(self) -> str:
         """Waits for the current save, then describes the newest checkpoint."""
-        with contextlib.suppress(CheckpointError, NumericsError):
+        with suppress(CheckpointError, NumericsError):
             self.wait()
         return self.describe_disk()
 
@@ -442,18 +454,18 @@ class Checkpoints:
         timeout = isinstance(error, TimeoutError) and error.errno is None
         peer = timeout or isinstance(error, PeerUnwritableError | jax.errors.JaxRuntimeError)
         kind = PeerUnwritableError if peer else UnwritableError
-        advice = "" if io_errors.disk_full_message(error) is None else _FREE_SPACE
+        advice = "" if disk_full_message(error) is None else _FREE_SPACE
         # If the folder is missing, Orbax's message is about its own internals.
         reason = "the folder no longer exists"
         if self.folder.is_dir():
-            reason = io_errors.describe_error(error)
+            reason = describe_error(error)
         return kind(
             f"{self.folder}: a checkpoint could not be written ({reason}); "
             f"{self.describe_disk()}{advice}"
         )
 
 
-@contextlib.contextmanager
+@contextmanager
 def _frequent_switches() -> Iterator[None]:
     # Each launch of a program releases the interpreter, and Orbax's writing threads hold it for an
     # interval: 5 ms.
@@ -490,9 +502,9 @@ def restore_newest(
     checkpoints: Checkpoints,
     state: nnx.State,
     mesh: Mesh,
-    accept: Callable[[storage.Info], None],
+    accept: Callable[[Info], None],
     warn: Callable[[str], None],
-) -> tuple[int, nnx.State, storage.Info] | None:
+) -> tuple[int, nnx.State, Info] | None:
     """Restores the newest undamaged checkpoint: step, state and info, or None if there is none.
 
     Args:
@@ -524,8 +536,8 @@ def restore_newest(
 
 def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, Path]:
     """Returns the parameters in a checkpoint, or in the newest of a run, and its folder."""
-    folder, info = storage.read_info_on_all(run, lambda: storage.newest_checkpoint(run))
+    folder, info = read_info_on_all(run, lambda: newest_checkpoint(run))
     target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
-    restored = storage.read_verified(folder, target, info)
+    restored = read_verified(folder, target, info)
     arrays = {name.removeprefix("model."): array for name, array in restored.items()}
     return from_logical(arrays, weights, mesh), folder

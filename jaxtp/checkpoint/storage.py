@@ -20,13 +20,21 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pydantic
-from jax import Array
+from jax import Array, ShapeDtypeStruct
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import future
 
-from jaxtp.checkpoint import io_errors
 from jaxtp.checkpoint.checksum import Sums
-from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, read_on_all, read_or_explain
+from jaxtp.checkpoint.io_errors import (
+    MISSING,
+    CheckpointError,
+    DamagedError,
+    files_below,
+    read_on_all,
+    read_or_explain,
+    require_shared,
+    retry_io,
+)
 from jaxtp.checkpoint.logical import Arrays
 from jaxtp.config.files import fingerprint
 from jaxtp.config.reading import read_bytes
@@ -105,7 +113,7 @@ def _limit_gb(largest: int) -> float:
 
 
 def _open_reader(
-    metadata: Metadata, target: Mapping[str, jax.ShapeDtypeStruct]
+    metadata: Metadata, target: Mapping[str, ShapeDtypeStruct]
 ) -> ocp.PyTreeCheckpointHandler:
     process = jax.process_index()
     one_process = ocp.options.MultiprocessingOptions(
@@ -125,7 +133,7 @@ def _open_reader(
     )
 
 
-def bytes_to_read(stored: Any, target: jax.ShapeDtypeStruct) -> int:
+def bytes_to_read(stored: Any, target: ShapeDtypeStruct) -> int:
     """Returns the bytes of the chunks that hold a device's part of an array."""
     storage = getattr(stored, "storage", None)
     chunks: Sequence[int] = (storage and storage.chunk_shape) or stored.shape
@@ -174,10 +182,10 @@ def require_readable(folder: Path) -> None:
       DamagedError: a pipe, which would never end, a device, or a description that could fill the
         memory.
     """
-    for path in io_errors.files_below(folder):
+    for path in files_below(folder):
         try:
             status = path.stat()
-        except io_errors.MISSING:
+        except MISSING:
             continue
         name = path.relative_to(folder)
         if not stat.S_ISREG(status.st_mode):
@@ -215,7 +223,7 @@ def read_info_on_all(run: Path, find: Callable[[], Path]) -> tuple[Path, Info]:
     Raises `CheckpointError`.
     """
     if is_multiprocess():
-        io_errors.require_shared(run, lambda: _visible_files(find))
+        require_shared(run, lambda: _visible_files(find))
     folder = read_on_all(find)
     return folder, read_on_all(lambda: read_info(folder))
 
@@ -223,8 +231,7 @@ def read_info_on_all(run: Path, find: Callable[[], Path]) -> tuple[Path, Info]:
 def _visible_files(find: Callable[[], Path]) -> list[str] | None:
     def sizes() -> list[tuple[str, int]]:
         return sorted(
-            (str(path.relative_to(folder)), path.stat().st_size)
-            for path in io_errors.files_below(folder)
+            (str(path.relative_to(folder)), path.stat().st_size) for path in files_below(folder)
         )
 
     try:
@@ -232,8 +239,8 @@ def _visible_files(find: Callable[[], Path]) -> list[str] | None:
     except CheckpointError:
         return None
     try:
-        return [str(folder), fingerprint({"files": io_errors.retry_io(folder, sizes)})]
-    except io_errors.MISSING:
+        return [str(folder), fingerprint({"files": retry_io(folder, sizes)})]
+    except MISSING:
         return None
 
 
@@ -244,9 +251,7 @@ def read_metadata(folder: Path) -> Metadata:
     )
 
 
-def read_arrays(
-    folder: Path, target: dict[str, jax.ShapeDtypeStruct], metadata: Metadata
-) -> Arrays:
+def read_arrays(folder: Path, target: dict[str, ShapeDtypeStruct], metadata: Metadata) -> Arrays:
     """Reads arrays in the shardings and dtypes of `target`, unverified; raises as `read_info`."""
 
     def read() -> Arrays:
@@ -256,9 +261,7 @@ def read_arrays(
             (folder / "state").resolve(), args=restore
         )
         # Orbax returns the target of an array that does not exist.
-        missing = [
-            name for name, array in arrays.items() if isinstance(array, jax.ShapeDtypeStruct)
-        ]
+        missing = [name for name, array in arrays.items() if isinstance(array, ShapeDtypeStruct)]
         if missing:
             raise DamagedError(
                 f"{folder} is damaged (arrays are missing: {', '.join(missing[:3])})"
@@ -269,7 +272,7 @@ def read_arrays(
 
 
 def read_verified(
-    folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]
+    folder: Path, target: dict[str, ShapeDtypeStruct], info: Mapping[str, Any]
 ) -> Arrays:
     """Reads arrays, compares checksums, and casts to `target`.
 
@@ -285,13 +288,12 @@ def read_verified(
 
 
 def _read_as_stored(
-    folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]
+    folder: Path, target: dict[str, ShapeDtypeStruct], info: Mapping[str, Any]
 ) -> Arrays:
     shapes = info.get(_SHAPES, {})
     dtypes = info.get(_DTYPES, {})
     metadata: Metadata = {
-        name: jax.ShapeDtypeStruct(shapes[name], dtypes[name])
-        for name in shapes.keys() & dtypes.keys()
+        name: ShapeDtypeStruct(shapes[name], dtypes[name]) for name in shapes.keys() & dtypes.keys()
     }
     sizes = (math.prod(a.shape) * a.dtype.itemsize for a in metadata.values())
     # Orbax opens every array to describe it. Only an array beyond the memory limit needs its
@@ -313,7 +315,7 @@ def _read_as_stored(
     if wrong:
         raise CheckpointError(f"{folder} holds another model: {'; '.join(wrong[:3])}")
     stored = {
-        name: jax.ShapeDtypeStruct(array.shape, metadata[name].dtype, sharding=array.sharding)
+        name: ShapeDtypeStruct(array.shape, metadata[name].dtype, sharding=array.sharding)
         for name, array in target.items()
     }
     return read_arrays(folder, stored, metadata)
@@ -332,7 +334,7 @@ def finished_checkpoints(run: Path) -> list[Path]:
                 return [folder / str(step) for step in steps]
         return []
 
-    return io_errors.retry_io(run, look)
+    return retry_io(run, look)
 
 
 def newest_checkpoint(run: Path) -> Path:
@@ -364,7 +366,7 @@ class StoredCheckpoint:
 
     folder: Path
     info: Mapping[str, Any]
-    arrays: dict[str, jax.ShapeDtypeStruct]
+    arrays: dict[str, ShapeDtypeStruct]
     metadata: Metadata
 
     def read(self, name: str) -> Array:
@@ -399,7 +401,7 @@ def open_checkpoint(folder: Path) -> StoredCheckpoint:
     metadata = read_metadata(folder)
     sharding = SingleDeviceSharding(all_devices()[0])
     arrays = {
-        name: jax.ShapeDtypeStruct(tuple(array.shape), array.dtype, sharding=sharding)
+        name: ShapeDtypeStruct(tuple(array.shape), array.dtype, sharding=sharding)
         for name, array in sorted(metadata.items())
     }
     if missing := sorted(info[_CHECKSUMS].keys() - arrays.keys()):

@@ -28,9 +28,9 @@ from jaxtp.checkpoint import silence_orbax
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.console import is_terminal
-from jaxtp.config.entry import Interrupt
+from jaxtp.config.entry import Interrupt, shown
 from jaxtp.config.files import require_writable, writing
-from jaxtp.config.schema import ConfigError, Count, Day, Switch, UserPath, flag, nearest_file
+from jaxtp.config.schema import ConfigError, Count, Day, Switch, flag, nearest_file
 from jaxtp.data.chat_template import ChatError, ChatTemplate
 from jaxtp.data.tokenizer_files import read_template
 from jaxtp.generate.chat import Chat, ConversationEncoder
@@ -39,6 +39,8 @@ from jaxtp.generate.engine import Generator
 from jaxtp.generate.loading import (
     InferenceMeshConfig,
     ModelSource,
+    OptionalDir,
+    OptionalFile,
     SourceConfig,
     Status,
     inference_mesh,
@@ -79,7 +81,7 @@ _DEFAULT_FIELD = "prompt"
 class GenerateConfig(SourceConfig):
     """The model, the prompts, sampling and devices."""
 
-    model: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    model: OptionalDir = None
     """Folder of a run of jaxtp train, of one of its checkpoints, or of a model in Hugging Face's
     format."""
 
@@ -88,7 +90,7 @@ class GenerateConfig(SourceConfig):
     ] = ()
     """Text to continue; can be given several times."""
 
-    prompt_file: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    prompt_file: OptionalFile = None
     """File of texts to continue: one per line, or JSONL if it ends in .jsonl. Blank lines are
     skipped but counted: without --prompt, line n has the index n - 1."""
 
@@ -102,7 +104,7 @@ class GenerateConfig(SourceConfig):
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """System message of a chat."""
 
-    template: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    template: OptionalFile = None
     """Chat template in Jinja, instead of the model's."""
 
     date: Day | None = None
@@ -117,7 +119,7 @@ class GenerateConfig(SourceConfig):
     batch_size: Count = 8
     """Prompts continued together, rounded up to a multiple of mesh.dp * mesh.fsdp."""
 
-    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    json: OptionalFile = None
     """File for one JSON object per line and prompt: text, ids, logprobs, and why the text ended; -
     writes them to standard output, instead of the texts."""
 
@@ -319,7 +321,7 @@ def _continue_prompts(
         pieces = generator.stream(encoded, config.sampling, progress=progress)
         for num_tokens, piece in enumerate(pieces, 1):
             if streams:
-                print(entry.shown(piece.text), end="" if piece.result is None else "\n", flush=True)
+                print(shown(piece.text), end="" if piece.result is None else "\n", flush=True)
             if piece.result is not None:
                 results.add(piece.result)
             if results.count == 0:
@@ -361,13 +363,13 @@ class _Results:
             name = f"{result.index}"
             if self._samples > 1:
                 name += f", sample {result.sample}"
-            quoted = entry.shown(json.dumps(prompt, ensure_ascii=False))
-            _write_line(sys.stdout, f"--- {name}: {quoted}\n{entry.shown(result.text)}")
+            quoted = shown(json.dumps(prompt, ensure_ascii=False))
+            _write_line(sys.stdout, f"--- {name}: {quoted}\n{shown(result.text)}")
         if self.file is None or self._config.json is None:
             return
         line = json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False)
         if to_stdout:
-            _write_line(self.file, entry.shown(line))
+            _write_line(self.file, shown(line))
             return
         with writing("--json", self._config.json):
             _write_line(self.file, line)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, ShapeDtypeStruct
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxtp.checkpoint.logical import (
@@ -169,7 +169,7 @@ def cache_bytes(model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int) -
 
 def _cache_arrays(
     model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int
-) -> list[jax.ShapeDtypeStruct]:
+) -> list[ShapeDtypeStruct]:
     with jax.set_mesh(mesh):
         return jax.tree.leaves(jax.eval_shape(lambda: model.empty(num_rows, num_slots)))
 
@@ -201,7 +201,7 @@ def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) 
         spec = spec_of(variable)
         sharding = None if mesh is None else NamedSharding(mesh, spec)
         return variable.replace(
-            jax.ShapeDtypeStruct(variable.shape, dtype, sharding=sharding), out_sharding=spec
+            ShapeDtypeStruct(variable.shape, dtype, sharding=sharding), out_sharding=spec
         )
 
     targets = jax.tree.map(target, abstract, is_leaf=is_variable)

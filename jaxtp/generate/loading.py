@@ -19,8 +19,7 @@ from jax.sharding import Mesh
 
 from jaxtp.checkpoint.logical import logical_size
 from jaxtp.checkpoint.storage import finished_checkpoints, open_checkpoint
-from jaxtp.config import entry
-from jaxtp.config.entry import UserError
+from jaxtp.config.entry import UserError, say
 from jaxtp.config.python_object import load_object
 from jaxtp.config.schema import (
     Keys,
@@ -73,6 +72,9 @@ from jaxtp.models.config import ModelConfig, padded_sizes, validate_model, viola
 from jaxtp.models.decoder import Decoder
 
 PROGRESS_SECONDS = 5.0
+# Types of flags that name a folder or a file, and may be left out
+OptionalDir = Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")]
+OptionalFile = Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")]
 
 
 class SourceError(UserError):
@@ -86,14 +88,14 @@ class SourceConfig:
     tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
     """The tokenizer.json, or its folder, if it has moved since the model was trained."""
 
-    base: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    base: OptionalDir = None
     """For a run that trained adapters: the base model, if it has moved."""
 
     build: Reference | None = None
     """For a run with a Decoder of your own: the function or settings of its --model.build. The
     Python file is imported."""
 
-    adapters: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    adapters: OptionalDir = None
     """Adapters in PEFT's format to merge into the model, in float32 before the cast to --dtype."""
 
     ignore_config: Keys = ()
@@ -206,7 +208,7 @@ def load_model(source: ModelSource, mesh: Mesh) -> Decoder:
 def print_status(text: str) -> None:
     """Prints a line on standard error, in the first process only."""
     if jax.process_index() == 0:
-        entry.say(text)
+        say(text)
 
 
 @dataclass(frozen=True)

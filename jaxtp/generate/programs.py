@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array, lax
+from jax import Array, ShapeDtypeStruct, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
@@ -320,11 +320,9 @@ class Programs:
             self.compile_seconds += time.perf_counter() - started
         return self._compiled[key]
 
-    def _abstract(
-        self, array: Array | jax.ShapeDtypeStruct | NDArray[np.generic]
-    ) -> jax.ShapeDtypeStruct:
-        if isinstance(array, jax.Array | jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-        return jax.ShapeDtypeStruct(
+    def _abstract(self, array: Array | ShapeDtypeStruct | NDArray[np.generic]) -> ShapeDtypeStruct:
+        if isinstance(array, jax.Array | ShapeDtypeStruct):
+            return ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+        return ShapeDtypeStruct(
             np.shape(array), array.dtype, sharding=NamedSharding(self._mesh, P())
         )

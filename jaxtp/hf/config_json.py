@@ -12,8 +12,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from jaxtp.config import schema as configuration
 from jaxtp.config.reading import truncate
+from jaxtp.config.schema import differences, to_plain, validate
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.hf.config_blocks import (
     Settings,
@@ -167,7 +167,7 @@ def model_config(
     with prefix_errors(source):
         if problems := list(_problems(text, family, ignore_config)):
             raise HFError(join_problems(problems))
-        return configuration.validate(
+        return validate(
             ModelConfig, _fields(text, family), source=f"{source} describes an invalid model"
         )
 
@@ -179,8 +179,8 @@ def open_whole(path: Path, config: ModelConfig) -> Whole:
     family = family_of(folder.attributes, source)
     text = text_attributes(folder.attributes)
     with prefix_errors(path):
-        stored = configuration.validate(ModelConfig, _fields(text, family), source=source)
-        if lost := configuration.differences(_comparable(stored), _comparable(config), "model."):
+        stored = validate(ModelConfig, _fields(text, family), source=source)
+        if lost := differences(_comparable(stored), _comparable(config), "model."):
             raise HFError(
                 f"another model (it has -> yours has): {join_problems(list(map(truncate, lost)))}"
             )
@@ -218,7 +218,7 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
         read = _comparable(model_config(written, "config.json"))
     except HFError as error:
         raise HFError(f"a {family.model_type} cannot represent this model: {error}") from None
-    if lost := configuration.differences(_comparable(config), read, "model."):
+    if lost := differences(_comparable(config), read, "model."):
         raise HFError(
             f"a {family.model_type} cannot represent this model (it has -> it would become): "
             f"{join_problems(list(map(truncate, lost)))}"
@@ -245,7 +245,7 @@ def _comparable(config: ModelConfig) -> dict[str, Any]:
     fields = dict(architecture(config))
     fields.pop("first_blocks")
     fields.pop("pattern")
-    plain = {block: configuration.to_plain(block) for block in config.block_kinds()}
+    plain = {block: to_plain(block) for block in config.block_kinds()}
     for block in plain:
         if not block.num_experts:
             plain[block] |= _EXPERT_DEFAULTS

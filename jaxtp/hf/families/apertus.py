@@ -14,7 +14,6 @@ from jaxtp.hf.families.family import (
     UP,
     Family,
     block_tensors,
-    kv_heads,
     required,
     sizes,
 )
@@ -40,7 +39,7 @@ APERTUS = Family(
         "model.layers.{layer}.mlp.act_fn.beta": 0.5,
         "model.layers.{layer}.mlp.act_fn.eps": -1e-6,
     },
-    attributes=(*sizes(1e-5), kv_heads(), ATTENTION_BIAS),
+    attributes=(*sizes(1e-5), ATTENTION_BIAS),
     rope_theta=12_000_000.0,
     default_rope={
         "rope_type": "llama3",

@@ -18,7 +18,6 @@ from jaxtp.hf.families.family import (
     Attribute,
     Family,
     Tensor,
-    kv_heads,
     replace_all,
     required,
     sizes,
@@ -35,7 +34,6 @@ COHERE = Family(
     ),
     attributes=(
         *sizes(1e-5, eps_name="layer_norm_eps", tied=True),
-        kv_heads(),
         ATTENTION_BIAS,
         Attribute("logit_scale", "logit_scale", float, 0.0625),
         Attribute("use_qk_norm", "qk_norm", {False: "none", True: "heads"}, False),

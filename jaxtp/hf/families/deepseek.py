@@ -26,7 +26,6 @@ from jaxtp.hf.families.family import (
     Tensor,
     first_dense,
     grouped_experts,
-    kv_heads,
     only,
     required,
     sizes,
@@ -61,7 +60,6 @@ def attributes(eps: float = 1e-6) -> tuple[Attribute, ...]:
     """Returns the attributes of all but the experts, with DeepSeek-V3's defaults."""
     return (
         *sizes(eps),
-        kv_heads(),
         Attribute("q_lora_rank", "query_rank", int, 1536, can_be_null=True, off=0),
         Attribute("kv_lora_rank", "kv_rank", int, 512),
         Attribute("qk_rope_head_dim", "rope_head_dim", int, 64),

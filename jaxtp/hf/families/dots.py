@@ -22,7 +22,6 @@ from jaxtp.hf.families.family import (
     Family,
     first_dense,
     grouped_experts,
-    kv_heads,
     required,
     sizes,
 )
@@ -40,8 +39,7 @@ DOTS1 = Family(
         *SHARED_EXPERTS,
     ),
     attributes=(
-        *sizes(),
-        kv_heads(32),
+        *sizes(kv_heads=32),
         ATTENTION_BIAS,
         *grouped_experts(normalize=False),
     ),

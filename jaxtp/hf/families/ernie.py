@@ -22,7 +22,6 @@ from jaxtp.hf.families.family import (
     Attribute,
     Family,
     Tensor,
-    kv_heads,
     required,
     sizes,
     with_biases,
@@ -33,8 +32,7 @@ ERNIE4_5 = Family(
     architecture="Ernie4_5ForCausalLM",
     tensors=BODY + QKV_BIASES + OUT_BIAS + MLP_BIASES,
     attributes=(
-        *sizes(1e-5, tied=True),
-        kv_heads(2),
+        *sizes(1e-5, tied=True, kv_heads=2),
         Attribute(
             "use_bias",
             "attention_bias",
@@ -67,8 +65,7 @@ ERNIE4_5_MOE = Family(
         *with_biases(*SHARED_EXPERTS),
     ),
     attributes=(
-        *sizes(1e-5, tied=True),
-        kv_heads(4),
+        *sizes(1e-5, tied=True, kv_heads=4),
         Attribute(
             "use_bias",
             "attention_bias",

@@ -2,23 +2,14 @@
 
 from dataclasses import replace
 
-from jaxtp.hf.families.family import (
-    COMMON,
-    NO_ROPE,
-    REPLICATED,
-    TP_PLAN,
-    WINDOW,
-    kv_heads,
-    required,
-    sizes,
-)
+from jaxtp.hf.families.family import COMMON, NO_ROPE, REPLICATED, TP_PLAN, WINDOW, required, sizes
 from jaxtp.hf.families.olmo import OLMO2
 
 EXAONE4 = replace(
     OLMO2,
     model_type="exaone4",
     architecture="Exaone4ForCausalLM",
-    attributes=(*sizes(1e-5), kv_heads(32)),
+    attributes=sizes(1e-5, kv_heads=32),
     layer_attributes=COMMON | WINDOW | {"layer_types", "sliding_window_pattern"},
     always_by_type={"global": NO_ROPE},
     window_period=4,

@@ -463,11 +463,6 @@ def with_defaults(attributes: Collection[Attribute], **defaults: object) -> tupl
     )
 
 
-def kv_heads(default: int | None = None) -> Attribute:
-    """Returns num_key_value_heads; by default equal to num_attention_heads."""
-    return Attribute("num_key_value_heads", "num_kv_heads", int, default, default_from="num_heads")
-
-
 def some_experts(
     count: int, per_token: int, alias: str | None = "num_local_experts"
 ) -> tuple[Attribute, ...]:
@@ -521,15 +516,23 @@ PARTIAL_ROPE = Attribute("partial_rotary_factor", "rotary_fraction", float, 1.0)
 
 
 def sizes(
-    eps: float = 1e-6, *, eps_name: str = "rms_norm_eps", tied: bool = False
+    eps: float = 1e-6,
+    *,
+    kv_heads: int | None = None,
+    eps_name: str = "rms_norm_eps",
+    tied: bool = False,
 ) -> tuple[Attribute, ...]:
-    """Returns attributes that most families share."""
+    """Returns attributes that most families share.
+
+    Without `kv_heads`, num_key_value_heads is equal to num_attention_heads by default.
+    """
     return (
         Attribute("vocab_size", "vocab_size", int),
         Attribute("hidden_size", "d_model", int),
         Attribute("intermediate_size", "d_ff", int),
         Attribute("num_hidden_layers", "num_layers", int),
         Attribute("num_attention_heads", "num_heads", int),
+        Attribute("num_key_value_heads", "num_kv_heads", int, kv_heads, default_from="num_heads"),
         Attribute(eps_name, "norm_eps", float, eps),
         Attribute("tie_word_embeddings", "tie_embeddings", bool, tied),
     )

@@ -22,7 +22,6 @@ from jaxtp.hf.families.family import (
     Family,
     Wrapper,
     block_tensors,
-    kv_heads,
     required,
     sizes,
     with_defaults,
@@ -36,8 +35,7 @@ GEMMA = Family(
     architecture="GemmaForCausalLM",
     tensors=BODY + QKV_BIASES + OUT_BIAS,
     attributes=(
-        *sizes(tied=True),
-        kv_heads(16),
+        *sizes(tied=True, kv_heads=16),
         ATTENTION_BIAS,
         _EMBEDDING_SCALE,
         # transformers takes gelu, which older files have, as its approximation by tanh.
@@ -70,8 +68,7 @@ GEMMA2 = Family(
         *(PROJECTIONS + QKV_BIASES + OUT_BIAS),
     ),
     attributes=(
-        *sizes(tied=True),
-        kv_heads(4),
+        *sizes(tied=True, kv_heads=4),
         ATTENTION_BIAS,
         _EMBEDDING_SCALE,
         Attribute("query_pre_attn_scalar", "query_scale", float, 256, power=-0.5),

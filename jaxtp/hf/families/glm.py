@@ -32,7 +32,6 @@ from jaxtp.hf.families.family import (
     block_tensors,
     first_dense,
     grouped_experts,
-    kv_heads,
     replace_all,
     required,
     sizes,
@@ -58,8 +57,7 @@ GLM4 = Family(
         *DOWN,
     ),
     attributes=(
-        *sizes(1.5625e-7),
-        kv_heads(2),
+        *sizes(1.5625e-7, kv_heads=2),
         Attribute("attention_bias", "attention_bias", bool, True),
     ),
     rope_attributes=(replace(PARTIAL_ROPE, default=0.5),),
@@ -94,8 +92,7 @@ GLM4_MOE = Family(
         *SHARED_EXPERTS,
     ),
     attributes=(
-        *sizes(1e-5),
-        kv_heads(8),
+        *sizes(1e-5, kv_heads=8),
         Attribute("attention_bias", "attention_bias", bool, False),
         Attribute("use_qk_norm", "qk_norm", {False: "none", True: "head"}, False),
         *grouped_experts(128, 8, normalize=True),

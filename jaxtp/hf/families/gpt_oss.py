@@ -16,7 +16,6 @@ from jaxtp.hf.families.family import (
     Attribute,
     Family,
     block_tensors,
-    kv_heads,
     required,
     sizes,
     with_defaults,
@@ -54,14 +53,13 @@ GPT_OSS = Family(
     ),
     attributes=(
         *with_defaults(
-            sizes(1e-5),
+            sizes(1e-5, kv_heads=8),
             vocab_size=201_088,
             hidden_size=2880,
             intermediate_size=2880,
             num_hidden_layers=36,
             num_attention_heads=64,
         ),
-        kv_heads(8),
         replace(ATTENTION_BIAS, default=True),
         Attribute("num_local_experts", "num_experts", int, 128, alias="num_experts"),
         Attribute("num_experts_per_tok", "experts_per_token", int, 4, alias="experts_per_token"),

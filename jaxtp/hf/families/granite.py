@@ -23,7 +23,6 @@ from jaxtp.hf.families.family import (
     Attribute,
     Family,
     block_tensors,
-    kv_heads,
     required,
     sizes,
 )
@@ -58,7 +57,6 @@ _EXPERTS_IN_MEMORY = {
 }
 _COMMON = (
     *sizes(),
-    kv_heads(),
     ATTENTION_BIAS,
     Attribute("embedding_multiplier", "embedding_scale", float, 1.0),
     Attribute("attention_multiplier", "query_scale", float, 1.0),

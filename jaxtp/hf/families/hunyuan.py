@@ -10,7 +10,6 @@ from jaxtp.hf.families.family import (
     QKV_BIASES,
     Family,
     block_tensors,
-    kv_heads,
     required,
     sizes,
 )
@@ -29,7 +28,7 @@ HUNYUAN = Family(
             }
         ),
     ),
-    attributes=(*sizes(1e-5), kv_heads(), ATTENTION_BIAS),
+    attributes=(*sizes(1e-5), ATTENTION_BIAS),
     rope_kinds={"default", "linear", "llama3", "yarn", "longrope", "dynamic"},
     always={"qk_norm": "head", "qk_norm_after_rope": True},
     required=required(

@@ -24,7 +24,6 @@ from jaxtp.hf.families.family import (
     WINDOW,
     Attribute,
     Family,
-    kv_heads,
     required,
     sizes,
     with_biases,
@@ -34,7 +33,7 @@ LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     tensors=BODY + QKV_BIASES + OUT_BIAS + MLP_BIASES,
-    attributes=(*sizes(), kv_heads(), ATTENTION_BIAS, MLP_BIAS),
+    attributes=(*sizes(), ATTENTION_BIAS, MLP_BIAS),
     required=required(sliding_window=None),
 )
 
@@ -43,8 +42,7 @@ SEED_OSS = replace(
     model_type="seed_oss",
     architecture="SeedOssForCausalLM",
     attributes=(
-        *sizes(),
-        kv_heads(8),
+        *sizes(kv_heads=8),
         Attribute("attention_bias", "attention_bias", bool, True),
         Attribute("attention_out_bias", "attention_out_bias", bool, False),
         MLP_BIAS,
@@ -61,7 +59,6 @@ ARCEE = replace(
     tensors=OUTER + NORMS + ATTENTION + with_biases(*UP, *DOWN),
     attributes=(
         *sizes(1e-5),
-        kv_heads(),
         ATTENTION_BIAS,
         MLP_BIAS,
         Attribute("hidden_act", "activation", ACTIVATIONS, "relu2"),
@@ -75,7 +72,7 @@ SMOLLM3 = replace(
     LLAMA,
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
-    attributes=(*sizes(tied=True), kv_heads(4), ATTENTION_BIAS, MLP_BIAS),
+    attributes=(*sizes(tied=True, kv_heads=4), ATTENTION_BIAS, MLP_BIAS),
     layer_attributes=COMMON | WINDOW | NO_ROPE_LAYERS | {"use_sliding_window", "layer_types"},
     default_window=None,
     window_period=0,

@@ -17,7 +17,6 @@ from jaxtp.hf.families.family import (
     STACKED_EXPERTS,
     Attribute,
     Family,
-    kv_heads,
     required,
     separate_experts,
     sizes,
@@ -42,8 +41,7 @@ MINIMAX_M2 = Family(
         *STACKED_EXPERTS,
     ),
     attributes=(
-        *sizes(),
-        kv_heads(8),
+        *sizes(kv_heads=8),
         Attribute("num_local_experts", "num_experts", int, 256, alias="num_experts"),
         Attribute("num_experts_per_tok", "experts_per_token", int, 8),
     ),

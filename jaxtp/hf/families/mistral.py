@@ -31,7 +31,6 @@ from jaxtp.hf.families.family import (
     Wrapper,
     first_dense,
     grouped_experts,
-    kv_heads,
     replace_all,
     required,
     separate_experts,
@@ -43,7 +42,7 @@ MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
     tensors=BODY,
-    attributes=(*sizes(), kv_heads(8)),
+    attributes=sizes(kv_heads=8),
     layer_attributes=COMMON | WINDOW,
     required=required(attention_bias=False, mlp_bias=False),
 )
@@ -64,8 +63,7 @@ MIXTRAL = Family(
         *STACKED_EXPERTS,
     ),
     attributes=(
-        *sizes(1e-5),
-        kv_heads(8),
+        *sizes(1e-5, kv_heads=8),
         Attribute("num_local_experts", "num_experts", int, 8, alias="num_experts"),
         Attribute("num_experts_per_tok", "experts_per_token", int, 2),
     ),
@@ -90,7 +88,7 @@ MINISTRAL3 = replace(
     MISTRAL,
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
-    attributes=(*sizes(1e-5), kv_heads(8)),
+    attributes=sizes(1e-5, kv_heads=8),
     rope_attributes=(
         Attribute("llama_4_scaling_beta", "query_temperature", float, 0.0, can_be_zero=True),
     ),

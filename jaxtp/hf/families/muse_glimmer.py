@@ -12,7 +12,6 @@ from jaxtp.hf.families.family import (
     Attribute,
     Wrapper,
     block_tensors,
-    kv_heads,
     required,
     sizes,
     with_defaults,
@@ -29,14 +28,13 @@ MUSE_GLIMMER = replace(
     ),
     attributes=(
         *with_defaults(
-            sizes(1e-5),
+            sizes(1e-5, kv_heads=2),
             vocab_size=202_048,
             hidden_size=6656,
             intermediate_size=19_968,
             num_hidden_layers=52,
             num_attention_heads=32,
         ),
-        kv_heads(2),
         Attribute("hidden_activation", "activation", ACTIVATIONS, "silu"),
         Attribute("qk_scale_factor", "query_scale", float, 3.87, unit=("head_dim", -0.5)),
         Attribute("post_norm_eps", "norm_after_eps", float, 1e-8),

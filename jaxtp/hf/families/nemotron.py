@@ -19,7 +19,6 @@ from jaxtp.hf.families.family import (
     UP,
     Attribute,
     Family,
-    kv_heads,
     required,
     sizes,
     with_biases,
@@ -34,7 +33,6 @@ NEMOTRON = Family(
     ),
     attributes=(
         *sizes(1e-5, eps_name="norm_eps"),
-        kv_heads(),
         ATTENTION_BIAS,
         MLP_BIAS,
         Attribute("hidden_act", "activation", ACTIVATIONS, "relu2"),

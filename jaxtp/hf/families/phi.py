@@ -15,7 +15,6 @@ from jaxtp.hf.families.family import (
     Family,
     Tensor,
     block_tensors,
-    kv_heads,
     required,
     sizes,
     tensors,
@@ -50,7 +49,6 @@ PHI = Family(
     ),
     attributes=(
         *sizes(1e-5, eps_name="layer_norm_eps"),
-        kv_heads(),
         Attribute("hidden_act", "activation", ACTIVATIONS, "gelu_new"),
         Attribute("qk_layernorm", "qk_norm", {False: "none", True: "head_bias"}, False),
     ),

@@ -33,11 +33,11 @@ from jaxtp.hf.families.family import (
     Tensor,
     Wrapper,
     block_tensors,
-    kv_heads,
     only,
     replace_all,
     required,
     sizes,
+    with_defaults,
     without,
 )
 from jaxtp.hf.families.qwen import SHARED_EXPERT
@@ -79,7 +79,7 @@ _BODY = (
     *DOWN,
 )
 _ATTRIBUTES = (
-    *sizes(),
+    *sizes(kv_heads=2),
     ATTENTION_BIAS,
     Attribute("linear_num_key_heads", "delta_key_heads", int, 16, can_be_zero=True),
     Attribute("linear_key_head_dim", "delta_key_dim", int, 128, can_be_zero=True),
@@ -122,8 +122,7 @@ QWEN3_5 = Family(
         *_inputs("in_proj_a", 5),
     ),
     attributes=(
-        *_ATTRIBUTES,
-        kv_heads(4),
+        *with_defaults(_ATTRIBUTES, num_key_value_heads=4),
         only("output_gate_type", "swish", "silu", None, default="swish"),
     ),
     layer_attributes=COMMON | LINEAR_LAYERS,
@@ -145,8 +144,7 @@ QWEN3_5_MOE = replace(
     architecture="Qwen3_5MoeForCausalLM",
     tensors=(*QWEN3_5.tensors, *EXPERTS, *SHARED_EXPERT),
     attributes=(
-        *without(QWEN3_5.attributes, "intermediate_size", "num_key_value_heads"),
-        kv_heads(2),
+        *with_defaults(without(QWEN3_5.attributes, "intermediate_size"), num_key_value_heads=2),
         Attribute("num_experts", "num_experts", int, 256),
         Attribute("num_experts_per_tok", "experts_per_token", int, 8),
     ),
@@ -178,7 +176,6 @@ QWEN3_NEXT = replace(
     ),
     attributes=(
         *_ATTRIBUTES,
-        kv_heads(2),
         Attribute("num_experts", "num_experts", int, 512, can_be_zero=True),
         Attribute("num_experts_per_tok", "experts_per_token", int, 10),
         Attribute("norm_topk_prob", "normalize_experts", bool, True),

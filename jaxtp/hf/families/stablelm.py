@@ -15,7 +15,6 @@ from jaxtp.hf.families.family import (
     Attribute,
     Family,
     block_tensors,
-    kv_heads,
     required,
     sizes,
     with_biases,
@@ -37,8 +36,7 @@ STABLELM = Family(
         ),
     ),
     attributes=(
-        *sizes(1e-5, eps_name="layer_norm_eps"),
-        kv_heads(32),
+        *sizes(1e-5, eps_name="layer_norm_eps", kv_heads=32),
         Attribute("use_qkv_bias", "attention_bias", bool, False),
         Attribute("qk_layernorm", "qk_norm", {False: "none", True: "heads"}, False),
         Attribute(

@@ -18,7 +18,6 @@ from jaxtp.hf.families.family import (
     Attribute,
     Family,
     block_tensors,
-    kv_heads,
     required,
     sizes,
     with_biases,
@@ -45,8 +44,7 @@ STARCODER2 = Family(
         ),
     ),
     attributes=(
-        *sizes(1e-5, eps_name="norm_epsilon", tied=True),
-        kv_heads(2),
+        *sizes(1e-5, eps_name="norm_epsilon", tied=True, kv_heads=2),
         Attribute(
             "use_bias",
             "attention_bias",
