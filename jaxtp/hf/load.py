@@ -28,12 +28,14 @@ from jaxtp.checkpoint.logical import (
 from jaxtp.config.entry import say
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
 from jaxtp.hf.model_folder import CONFIG, Folder, HFError, open_folder, prefix_errors
-from jaxtp.hf.safetensors import Block, StoredTensor
+from jaxtp.hf.safetensors import Block, StoredTensor, StoredTensors
 from jaxtp.hf.tensor_map import (
     HEAD,
     TABLE,
     Columns,
+    Parameters,
     TensorPart,
+    TensorParts,
     group_by_tensor,
     match_tensors,
     name_of,
@@ -181,8 +183,8 @@ def _checked_blocks(
 
 
 def load_tensors(
-    tensors: Mapping[str, StoredTensor],
-    needed: Mapping[str, list[TensorPart]],
+    tensors: StoredTensors,
+    needed: TensorParts,
     abstract: nnx.State,
     mesh: Mesh | None,
     *,
@@ -215,8 +217,8 @@ class _Arrays:
 
     def __init__(
         self,
-        variables: Mapping[str, Variable],
-        needed: Mapping[str, Sequence[TensorPart]],
+        variables: Parameters,
+        needed: TensorParts,
         mesh: Mesh | None,
     ):
         self._variables = variables

@@ -21,7 +21,7 @@ from jaxtp.config import reading
 from jaxtp.config.reading import MAX_JSON, parse_json, read_bytes, truncate
 from jaxtp.config.schema import ConfigError, missing_model
 from jaxtp.hf.safetensors import HFError as HFError
-from jaxtp.hf.safetensors import StoredTensor, read_header, with_scales
+from jaxtp.hf.safetensors import StoredTensor, StoredTensors, read_header, with_scales
 
 T = TypeVar("T")
 CONFIG = "config.json"
@@ -50,7 +50,7 @@ class Folder:
 
     path: Path
     attributes: Attributes
-    tensors: Mapping[str, StoredTensor]
+    tensors: StoredTensors
     notes: tuple[str, ...] = ()
     """Messages about the choice of files and names, to print where the weights are loaded."""
 
@@ -173,7 +173,7 @@ def _unread(path: Path, read: Collection[str], source: str) -> list[str]:
 
 
 def without_wrappers(
-    tensors: Mapping[str, StoredTensor],
+    tensors: StoredTensors,
 ) -> tuple[dict[str, StoredTensor], list[str]]:
     """Removes what PyTorch's wrappers of modules add to the names of tensors.
 

@@ -29,7 +29,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from jaxtp.checkpoint.logical import Variable, named_variables
+from jaxtp.checkpoint.logical import named_variables
 from jaxtp.config import reading
 from jaxtp.config.reading import truncate
 from jaxtp.hf.adapters import Adapter, adapters
@@ -51,9 +51,16 @@ from jaxtp.hf.model_folder import (
     whole,
     without_wrappers,
 )
-from jaxtp.hf.safetensors import DTYPES, StoredTensor, read_header
+from jaxtp.hf.safetensors import DTYPES, StoredTensor, StoredTensors, read_header
 from jaxtp.hf.save import SaveOptions, check_options, json_bytes, write_folder
-from jaxtp.hf.tensor_map import TensorPart, dims, group_by_tensor, tensor_parts
+from jaxtp.hf.tensor_map import (
+    Parameters,
+    TensorPart,
+    TensorParts,
+    dims,
+    group_by_tensor,
+    tensor_parts,
+)
 from jaxtp.layers.lora import TARGETS, LoraConfig, Target, freeze_state
 from jaxtp.layers.mlp import MLP_TARGETS
 from jaxtp.layers.parameter import logical_shape
@@ -85,7 +92,7 @@ _INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that do not change the kernels, unlike pissa and others."""
 
 
-_Modules = Mapping[str, list[TensorPart]]
+_Modules = TensorParts
 """The parts of each tensor that can have an adapter, by its name in transformers' memory; a part is
 a kernel."""
 # A model's adapters by kernel
@@ -147,11 +154,11 @@ def _tensor_name(stem: str, factor: str) -> str:
 def _factors(
     adapted: _Modules,
     trained: _Adapters,
-    variables: Mapping[str, Variable],
+    variables: Parameters,
     *,
     diagonal: bool,
     exchanged: Collection[str] = (),
-) -> dict[str, list[TensorPart]]:
+) -> TensorParts:
     """Returns the parts of each A, then of each B, by the tensor's name.
 
     B is block-diagonal if `diagonal` and it has several parts. A part without an adapter has zeros.
@@ -352,8 +359,8 @@ class PeftFolder:
 
     path: Path
     lora: LoraConfig
-    tensors: Mapping[str, StoredTensor]
-    parts: Mapping[str, list[TensorPart]]
+    tensors: StoredTensors
+    parts: TensorParts
     """Parts of each tensor, by the tensor's name."""
     notes: tuple[str, ...]
     """Messages to print before training."""
@@ -440,7 +447,7 @@ def _check_attributes(attributes: Attributes) -> None:
 class _StoredModule(NamedTuple):
     """A module with an adapter in a file."""
 
-    kernels: list[TensorPart]
+    kernels: Sequence[TensorPart]
     a: StoredTensor
     b: StoredTensor
     exchanged: bool
@@ -500,7 +507,7 @@ def _notes(attributes: Attributes, num_adapted: int, num_trainable: int) -> Iter
 def _stored_modules(
     possible: _Modules,
     stems: Mapping[str, str],
-    stored: Mapping[str, StoredTensor],
+    stored: StoredTensors,
     attributes: Attributes,
 ) -> dict[str, _StoredModule]:
     version = re.match(r"(\d{1,4})\.(\d{1,4})", str(attributes.get("peft_version")))
@@ -553,7 +560,7 @@ def _read_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _check_tensors(
-    tensors: Mapping[str, StoredTensor],
+    tensors: StoredTensors,
     possible: Collection[str],
     config: ModelConfig,
     family: Family,

@@ -139,6 +139,10 @@ class StoredTensor:
         return whole
 
 
+StoredTensors = Mapping[str, StoredTensor]
+"""Tensors by name."""
+
+
 @dataclass(frozen=True)
 class ScaledTensor(StoredTensor):
     """A float8 matrix, or one of each expert, times the scales of its blocks.
@@ -218,9 +222,7 @@ class Constant(StoredTensor):
         return np.array(self.value, DTYPES[self.dtype])
 
 
-def with_scales(
-    tensors: Mapping[str, StoredTensor], block: tuple[int, int]
-) -> dict[str, StoredTensor]:
+def with_scales(tensors: StoredTensors, block: tuple[int, int]) -> dict[str, StoredTensor]:
     """Combines float8 matrices with the scales of their blocks, and MXFP4 tensors.
 
     `block` is the shape of the blocks; a matrix may have one scale instead.

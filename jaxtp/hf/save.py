@@ -41,10 +41,12 @@ from jaxtp.hf.model_folder import (
     read_attributes,
     read_files,
 )
-from jaxtp.hf.safetensors import FORMATS, Block, StoredTensor, write_file
+from jaxtp.hf.safetensors import FORMATS, Block, StoredTensor, StoredTensors, write_file
 from jaxtp.hf.tensor_map import (
     Columns,
+    Parameters,
     TensorPart,
+    TensorParts,
     constants,
     general_names,
     group_by_tensor,
@@ -151,7 +153,7 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
     dtype = options.get("dtype") or config.precision.param
     like = options.get("like")
     whole = None if like is None else open_whole(Path(like), config)
-    text: Mapping[str, StoredTensor] = {}
+    text: StoredTensors = {}
     if whole is None:
         family = choose_family(config, options.get("family"))
         attributes = _new_attributes(config, family, dtype, options)
@@ -243,7 +245,7 @@ def _like(stored: StoredTensor | None, parts: Sequence[TensorPart]) -> Sequence[
 
 def write_folder(
     path: Path,
-    variables: Mapping[str, Variable],
+    variables: Parameters,
     files: Mapping[str, Tensors],
     other_files: Mapping[str, bytes],
     dtype: DType,
@@ -261,10 +263,9 @@ def write_folder(
         )
     tokenizer_files = _tokenizer_files(options.get("tokenizer_from"))
     gathered: dict[str, Sequence[TensorPart]] = {}
-    for group in files.values():
-        gathered |= {
-            name: parts for name, parts in group.items() if not isinstance(parts, StoredTensor)
-        }
+    for name, parts in chain.from_iterable(group.items() for group in files.values()):
+        if not isinstance(parts, StoredTensor):
+            gathered[name] = parts
     arrays = gather_tensors(variables, gathered, dtype, options.get("progress"))
     if jax.process_index() != 0:
         # All processes must take part in each gather.
@@ -294,8 +295,8 @@ def _data(tensors: Tensors, arrays: Iterator[Block], name: str) -> Block:
 
 
 def gather_tensors(
-    variables: Mapping[str, Variable],
-    tensors: Mapping[str, Sequence[TensorPart]],
+    variables: Parameters,
+    tensors: TensorParts,
     dtype: DType,
     progress: Progress | None = None,
     factors: Mapping[str, Factors] = MappingProxyType({}),

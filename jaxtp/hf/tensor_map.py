@@ -14,7 +14,7 @@ from jaxtp.config.reading import truncate
 from jaxtp.hf.families.family import EXPERT, LAYER, Family, Layout, Tensor
 from jaxtp.hf.families.family import HEAD as EACH_HEAD
 from jaxtp.hf.model_folder import HFError, join_names
-from jaxtp.hf.safetensors import DTYPES, Constant, ScaledTensor, StoredTensor
+from jaxtp.hf.safetensors import DTYPES, Constant, ScaledTensor, StoredTensors
 from jaxtp.hf.wrapper import HEAD as HEAD
 from jaxtp.hf.wrapper import TABLE as TABLE
 from jaxtp.hf.wrapper import full_names as full_names
@@ -88,6 +88,10 @@ class TensorPart:
     def target(self) -> tuple[str, int | None]:
         """The parameter and the layer index."""
         return self.path, self.index
+
+
+TensorParts = Mapping[str, Sequence[TensorPart]]
+"""The parts of each tensor, by its name."""
 
 
 def tensor_parts(
@@ -262,7 +266,7 @@ def _choose(
     return next(tensor for tensor in tensors if tensor.layout in (None, layout))
 
 
-def group_by_tensor(parts: Iterable[TensorPart]) -> dict[str, list[TensorPart]]:
+def group_by_tensor(parts: Iterable[TensorPart]) -> TensorParts:
     """Returns the parts of each tensor, in order."""
     tensors: dict[str, list[TensorPart]] = {}
     for part in parts:
@@ -272,7 +276,7 @@ def group_by_tensor(parts: Iterable[TensorPart]) -> dict[str, list[TensorPart]]:
     return tensors
 
 
-def _check_counts(stored: Mapping[str, StoredTensor], config: ModelConfig, family: Family) -> None:
+def _check_counts(stored: StoredTensors, config: ModelConfig, family: Family) -> None:
     """Refuses a wrong number of layers or experts before anything is allocated.
 
     Experts are counted if they are separate; shapes show stacked ones.
@@ -300,7 +304,7 @@ def general_names(stored: Iterable[str]) -> dict[str, str]:
     return {_EXPERT.sub(EXPERT, name): name for name in reversed(list(stored))}
 
 
-def dtypes(stored: Mapping[str, StoredTensor], family: Family) -> set[str]:
+def dtypes(stored: StoredTensors, family: Family) -> set[str]:
     """Returns the tensors' dtypes, as spelled in the format.
 
     float8 with scales counts as bfloat16.
@@ -315,8 +319,8 @@ def dtypes(stored: Mapping[str, StoredTensor], family: Family) -> set[str]:
 
 
 def match_tensors(
-    tensors: Mapping[str, StoredTensor], parameters: Parameters, config: ModelConfig, family: Family
-) -> tuple[Mapping[str, StoredTensor], dict[str, list[TensorPart]]]:
+    tensors: StoredTensors, parameters: Parameters, config: ModelConfig, family: Family
+) -> tuple[StoredTensors, TensorParts]:
     """Returns a file's tensors by full name, and the parts of each that a model needs.
 
     Raises `HFError` for wrong names, shapes or dtypes; the file may also hold a tied head.
@@ -333,7 +337,7 @@ def match_tensors(
 
 
 def _mismatches(
-    stored: Mapping[str, StoredTensor],
+    stored: StoredTensors,
     needed: Mapping[str, Sequence[TensorPart]],
     config: ModelConfig,
     family: Family,
@@ -394,7 +398,7 @@ def constants(family: Family, num_layers: int, dtype: DType) -> dict[str, Consta
     return tensors
 
 
-def _wrong_constants(stored: Mapping[str, StoredTensor], family: Family) -> Iterator[str]:
+def _wrong_constants(stored: StoredTensors, family: Family) -> Iterator[str]:
     for name, tensor in stored.items():
         value = family.constants.get(_of_any_layer(name))
         if value is not None and not tensor.is_about(value):

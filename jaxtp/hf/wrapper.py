@@ -7,7 +7,6 @@ training changed, if the folder that the model came from is still there.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +15,7 @@ from jaxtp.config.reading import truncate
 from jaxtp.hf.families import WRAPPERS
 from jaxtp.hf.families.family import LAYER, TEXT_PREFIXES, Family
 from jaxtp.hf.model_folder import Attributes, Folder, HFError, quote, read_files
-from jaxtp.hf.safetensors import StoredTensor
+from jaxtp.hf.safetensors import StoredTensor, StoredTensors
 
 HEAD = "head.kernel"
 TABLE = "embedding.embedding"
@@ -29,7 +28,6 @@ PROCESSOR_FILES = (
 _SHARED = ("tie_word_embeddings", "quantization_config")
 """Attributes of a text model that may be outside of `text_config`, where they have precedence, as
 in transformers."""
-Tensors = Mapping[str, StoredTensor]
 
 
 def text_attributes(attributes: Attributes) -> dict[str, Any]:
@@ -58,7 +56,9 @@ def is_part(family: Family) -> bool:
     return family.wrapper is not None or family.later_layers or bool(family.other_tensors)
 
 
-def full_names(stored: Tensors, family: Family, num_layers: int | None = None) -> Tensors:
+def full_names(
+    stored: StoredTensors, family: Family, num_layers: int | None = None
+) -> StoredTensors:
     """Returns the text model's tensors by the names in the family's table.
 
     A file may lack the family's prefix. A text model that transformers took out of a multimodal
@@ -120,7 +120,7 @@ def layer_number(name: str, family: Family) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _prefixes(stored: Tensors) -> tuple[str, str]:
+def _prefixes(stored: StoredTensors) -> tuple[str, str]:
     """Returns the one of `TEXT_PREFIXES` that the text model's names have."""
     examples = {}
     for prefixes in TEXT_PREFIXES:
@@ -162,12 +162,12 @@ class Whole:
 
     folder: Folder
     family: Family
-    text: Tensors
+    text: StoredTensors
     """The text model's tensors, by their names in the family's table."""
 
     @property
-    def other_tensors(self) -> Tensors:
-        """Tensors that an export copies, by their names in the folder."""
+    def other_tensors(self) -> StoredTensors:
+        """StoredTensors that an export copies, by their names in the folder."""
         text = {tensor.name for tensor in self.text.values()}
         return {name: tensor for name, tensor in self.folder.tensors.items() if name not in text}
 
