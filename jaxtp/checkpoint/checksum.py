@@ -206,7 +206,8 @@ def describe_not_finite(counts: Mapping[str, int]) -> str:
 
 def _columns(arrays: Sequence[Array]) -> Array:
     """Returns the sums of arrays on one mesh, uint32 `[arrays, 3, devices]`."""
-    if (mesh := _mesh_of(arrays[0])) is None:
+    mesh = _mesh_of(arrays[0])
+    if mesh is None:
         return _sum_arrays(*arrays)
     with jax.set_mesh(mesh):
         return _sum_parts(tuple(array.sharding.spec for array in arrays), *arrays)  # type: ignore[attr-defined]

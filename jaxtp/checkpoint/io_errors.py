@@ -177,7 +177,8 @@ def disk_full_message(error: Exception) -> str | None:
 
 def describe_error(error: Exception) -> str:
     """Returns an Orbax or TensorStore error's message in one line."""
-    if (message := disk_full_message(error)) is not None:
+    message = disk_full_message(error)
+    if message is not None:
         return message
     text = str(error).split("See full TensorStore details")[0].strip()
     return text.splitlines()[0][:400] if text else type(error).__name__

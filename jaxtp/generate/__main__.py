@@ -200,7 +200,8 @@ def _conflicts(config: GenerateConfig) -> Iterator[str]:
         yield "--system and --template need --chat"
     if not config.chat and config.date is not None:
         yield "--date is the day that a chat template writes; it needs --chat"
-    if (cp := config.mesh.cp) != 1:
+    cp = config.mesh.cp
+    if cp != 1:
         yield (
             f"--mesh.cp {cp}: a KV cache cannot be split over cp; give its devices to tp: "
             f"--mesh.tp {cp}"

@@ -67,7 +67,8 @@ class DecodeModel(EmbeddingAndHead):
           ids_BT: the tokens; padding may be any ids below V.
           new: row and position of each token.
         """
-        if (cp := axis_size(CP)) > 1:
+        cp = axis_size(CP)
+        if cp > 1:
             raise ConfigError(
                 f"a KV cache cannot be split over cp, and the mesh has cp={cp}; use cp=1 "
                 "and more tp"

@@ -622,7 +622,8 @@ class Scheduler:
         for tokens, logprobs in zip(*sampled, strict=True):
             for row in rows:
                 # The text of the row has ended, or there is no token.
-                if (request := self._requests.get(row)) is None or tokens[row] < 0:
+                request = self._requests.get(row)
+                if request is None or tokens[row] < 0:
                     continue
                 if not math.isfinite(logprobs[row]):
                     self._cache.arrays = None

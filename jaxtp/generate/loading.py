@@ -308,7 +308,8 @@ class Status:
 
     def __call__(self, text: str) -> None:
         """Prints the text if the last line is old enough."""
-        if (now := time.monotonic()) - self._printed >= PROGRESS_SECONDS:
+        now = time.monotonic()
+        if now - self._printed >= PROGRESS_SECONDS:
             self._printed = now
             print_status(text)
 

@@ -89,7 +89,8 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
     `fields` come from other attributes. Raises for invalid or contradicting values.
     """
     names = family.layer_attributes
-    if (count := fields["num_layers"]) > _MAX_LAYERS:
+    count = fields["num_layers"]
+    if count > _MAX_LAYERS:
         raise HFError(f"num_hidden_layers = {count}: at most {_MAX_LAYERS:,} are supported")
     ropes: Sequence[Settings] = ({}, {})
     if "rope_theta" in names:
@@ -476,7 +477,8 @@ def _read_rotated(attributes: Attributes, family: Family, windows: Sequence[bool
     if not names & {"no_rope_layers", "layer_rope_theta"}:
         return [True] * count
     name = "no_rope_layers" if "no_rope_layers" in names else "layer_rope_theta"
-    if (listed := attributes.get(name)) is None:
+    listed = attributes.get(name)
+    if listed is None:
         if name == "layer_rope_theta":
             return _windows_by_index({}, family, count)
         period = whole(_NO_ROPE_PERIOD, attributes.get(_NO_ROPE_PERIOD, _DEFAULT_NO_ROPE_PERIOD))
@@ -510,7 +512,8 @@ def _write_rotated(layers: Sequence[BlockConfig]) -> dict[str, object]:
 def _read_linear(attributes: Attributes, family: Family, count: int) -> list[bool]:
     if _INTERVAL not in family.layer_attributes:
         return [False] * count
-    if (types := attributes.get("layer_types")) is None:
+    types = attributes.get("layer_types")
+    if types is None:
         period = whole(_INTERVAL, attributes.get(_INTERVAL, _DEFAULT_INTERVAL))
         return _all_but_every(period, count)
     types = _check_types("layer_types", types, (_FULL, _LINEAR), count)
@@ -531,7 +534,8 @@ def _write_linear(layers: Sequence[BlockConfig]) -> dict[str, object]:
     types = [_LINEAR if is_linear else _FULL for is_linear in linear]
     written: dict[str, object] = {"layer_types": types}
     # Some programs read only the interval.
-    if (period := _period(linear)) is not None:
+    period = _period(linear)
+    if period is not None:
         written[_INTERVAL] = period
     return written
 
@@ -617,10 +621,12 @@ def _read_rope(
     if "proportional" in family.rope_kinds and kind != "proportional":
         # As in transformers:
         read["rotary_fraction"] = 1.0
-    if (fraction := read.get("rotary_fraction", 1.0)) > 1:
+    fraction = read.get("rotary_fraction", 1.0)
+    if fraction > 1:
         raise HFError(f"the rotated part of a head is {fraction}; it should be at most 1")
     if kind == "dynamic":
-        if not (alpha := parameters.get("alpha")):
+        alpha = parameters.get("alpha")
+        if not alpha:
             raise HFError(
                 "rope_type = 'dynamic' without alpha depends on the length of a text, which is not "
                 "supported"

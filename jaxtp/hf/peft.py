@@ -420,14 +420,17 @@ def _check_base(base: object) -> None:
 
 def _check_attributes(attributes: Attributes) -> None:
     problems = []
-    if (kind := attributes.get("peft_type")) != "LORA":
+    kind = attributes.get("peft_type")
+    if kind != "LORA":
         problems.append(f"peft_type = {quote(kind)} is not supported, only 'LORA'")
-    if (bias := attributes.get("bias", "none")) not in ("none", None):
+    bias = attributes.get("bias", "none")
+    if bias not in ("none", None):
         problems.append(
             f"bias = {quote(bias)} is not supported, only 'none': biases are not trained with "
             "adapters"
         )
-    if (init := attributes.get("init_lora_weights", True)) not in _INITS_THAT_KEEP_BASE:
+    init = attributes.get("init_lora_weights", True)
+    if init not in _INITS_THAT_KEEP_BASE:
         problems.append(
             f"init_lora_weights = {quote(init)} is not supported: it also changes the kernels; "
             "PEFT can convert the adapters (path_initial_model_for_weight_conversion)"
@@ -514,7 +517,8 @@ def _stored_modules(
     is_old = version is None or (int(version[1]), int(version[2])) < (0, 19)
     modules = {}
     for name, kernels in possible.items():
-        if (a := stored.get(_tensor_name(stems[name], "A"))) is None:
+        a = stored.get(_tensor_name(stems[name], "A"))
+        if a is None:
             continue
         b = stored[_tensor_name(stems[name], "B")]
         *_, inputs, outputs = kernels[0].ordered_shape
@@ -554,7 +558,8 @@ def _read_tensors(path: Path) -> dict[str, StoredTensor]:
         raise HFError(
             explain_pickle(path, "peft") or explain_gguf(path) or f"no {WEIGHTS} is there"
         )
-    if not (stored := read_header(weights)):
+    stored = read_header(weights)
+    if not stored:
         raise HFError(f"{WEIGHTS} holds no adapters")
     return stored
 
@@ -574,7 +579,8 @@ def _check_tensors(
     kinds = ", ".join(dict.fromkeys(in_layers))
     in_memory: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
-        if (match := _TENSOR.fullmatch(name)) is None:
+        match = _TENSOR.fullmatch(name)
+        if match is None:
             raise HFError(f"{truncate(name, 200)} is not supported, only adapters of {kinds}")
         module = _in_memory(match[1], family)
         if module not in possible:

@@ -105,7 +105,8 @@ class StoredTensor:
                 view = memoryview(block.reshape(-1).view(np.uint8).data)
                 offset = self.offset + row * row_bytes
                 while view:
-                    if not (count := os.preadv(file.fileno(), [view], offset)):
+                    count = os.preadv(file.fileno(), [view], offset)
+                    if not count:
                         raise HFError(
                             f"{self.file}: ends within the tensor {truncate(self.name)}; it "
                             "changed while it was read"
@@ -350,7 +351,8 @@ def _without_gaps(
     Raises unless they cover the file without gaps or overlaps.
     """
     for tensor in tensors:
-        if (end := tensor.offset + tensor.num_bytes) > size:
+        end = tensor.offset + tensor.num_bytes
+        if end > size:
             raise HFError(
                 f"{path}: {truncate(tensor.name)}: its data end at byte {end:,} of a file of "
                 f"{size:,}; it is cut off"

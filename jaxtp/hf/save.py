@@ -421,7 +421,8 @@ def _tokenizer_files(source: str | Path | None) -> dict[str, bytes]:
         if jax.process_index() == 0:
             say("no tokenizer is written: tokenizer_from (--tokenizer-from DIR) copies one")
         return {}
-    if not (files := read_files(Path(source), TOKENIZER_FILES)):
+    files = read_files(Path(source), TOKENIZER_FILES)
+    if not files:
         raise HFError(f"{source}: no tokenizer files there: none of {', '.join(TOKENIZER_FILES)}")
     return files
 

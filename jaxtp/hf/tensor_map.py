@@ -116,7 +116,8 @@ def tensor_parts(
         else:
             numbers, block = stacks[stack]
             layers = enumerate(map(str, numbers))
-        if not (tensors := alternatives(general, family, block)):
+        tensors = alternatives(general, family, block)
+        if not tensors:
             raise HFError(f"a {family.model_type} has no {general}")
         # The layers share one array of columns.
         places: dict[Tensor, Place] = {}
@@ -348,7 +349,8 @@ def _mismatches(
     wrong_shapes = []
     wrong_dtypes = []
     for name, (part, *_) in needed.items():
-        if (tensor := stored.get(name)) is None:
+        tensor = stored.get(name)
+        if tensor is None:
             missing.append(name)
             continue
         if tensor.shape != part.stored_shape:

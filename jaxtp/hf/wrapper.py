@@ -35,7 +35,8 @@ def text_attributes(attributes: Attributes) -> dict[str, Any]:
 
     Raises `HFError` if a multimodal model lacks it.
     """
-    if (wrapper := WRAPPERS.get(str(attributes.get("model_type")))) is None:
+    wrapper = WRAPPERS.get(str(attributes.get("model_type")))
+    if wrapper is None:
         return dict(attributes)
     text = attributes.get(TEXT)
     if not isinstance(text, dict):

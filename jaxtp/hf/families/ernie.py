@@ -8,6 +8,7 @@ from dataclasses import replace
 from jaxtp.hf.families.family import (
     BODY,
     COMMON,
+    DENSE_WIDTH,
     EXPERT_RANGE,
     EXPERTS,
     EXPERTS_TP_PLAN,
@@ -90,7 +91,7 @@ ERNIE4_5_MOE = Family(
                 can_be_zero=True,
             ),
         ),
-        "dense": (Attribute("intermediate_size", "d_ff", int),),
+        "dense": DENSE_WIDTH,
     },
     default_dense_layers=1,
     interleaved_rope=True,

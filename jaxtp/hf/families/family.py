@@ -488,6 +488,10 @@ def grouped_experts(
     )
 
 
+DENSE_WIDTH = (Attribute("intermediate_size", "d_ff", int),)
+"""Width of the MLPs in layers without experts."""
+
+
 def first_dense(
     width: int | None, shared: int | None = None
 ) -> Mapping[LayerType, tuple[Attribute, ...]]:
@@ -507,7 +511,7 @@ def first_dense(
                 can_be_zero=True,
             ),
         ),
-        "dense": (Attribute("intermediate_size", "d_ff", int),),
+        "dense": DENSE_WIDTH,
     }
 
 

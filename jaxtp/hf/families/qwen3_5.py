@@ -10,6 +10,7 @@ from jaxtp.hf.families.family import (
     ATTENTION_TP_PLAN,
     COMMON,
     DENSE_LAYERS,
+    DENSE_WIDTH,
     DOWN,
     EXPERTS,
     EXPERTS_TP_PLAN,
@@ -181,7 +182,7 @@ QWEN3_NEXT = replace(
         Attribute("norm_topk_prob", "normalize_experts", bool, True),
     ),
     layer_attributes=QWEN3_5.layer_attributes | DENSE_LAYERS,
-    by_type=_LINEAR | _EXPERTS | {"dense": (Attribute("intermediate_size", "d_ff", int),)},
+    by_type=_LINEAR | _EXPERTS | {"dense": DENSE_WIDTH},
     required=_REQUIRED | {"use_sliding_window": False},
     ignored_attributes=QWEN3_5.ignored_attributes | ROUTER_LOSS,
     tp_plan=TP_PLAN
