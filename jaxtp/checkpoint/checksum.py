@@ -1,6 +1,6 @@
 """Computes checksums of arrays on their devices, and compares replicas.
 
-Corrupted memory raises no error.
+Corrupted memory raises no error by itself.
 
 The bits of each element are mixed with its position (the finalizer of MurmurHash3, Austin Appleby,
 public domain) and summed modulo 2^32, twice with different seeds. Integer sums are independent of
@@ -55,7 +55,7 @@ GROUP = 64
 
 
 class Sums:
-    """Sums of arrays, which the devices may still compute; every process must make it.
+    """Sums of arrays, which the devices may still be computing; every process must create it.
 
     Elements have at most 4 bytes. Each device reads its data once.
     """
@@ -81,7 +81,8 @@ class Sums:
     def rows(self) -> list[np.ndarray]:
         """Sums of each array, uint32 `[3, devices]`.
 
-        They are two checksums, and the count of elements that are not finite (in a scalar, NaN).
+        The rows are two checksums, and the number of elements that are not finite (in a scalar:
+        NaN).
         """
         rows: dict[str, np.ndarray] = {}
         for names, columns in self._groups:

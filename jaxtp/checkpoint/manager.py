@@ -1,6 +1,6 @@
-"""Saves and restores a run: asynchronously, sharded, atomically and verified.
+"""Saves and restores a run asynchronously, sharded, atomically and verified.
 
-It does so on any mesh and any number of processes.
+The mesh and the number of processes may differ between a save and a restore.
 
 Each process writes its part in the background, through Orbax. The processes wait for each other
 twice: for all parts to be written, and for process 0 to commit the checkpoint. If a process fails,

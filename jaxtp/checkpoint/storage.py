@@ -86,10 +86,7 @@ class BoundedHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
 
 
 class DeferredInfoHandler(ocp.JsonCheckpointHandler):  # type: ignore[misc]
-    """Orbax's handler, for an item that is a function.
-
-    The function returns the info, or raises, in the background.
-    """
+    """Orbax's handler of JSON, for a function that makes the info in the background, or raises."""
 
     async def async_save(self, directory: Path, *_: object, args: ocp.args.JsonSave) -> object:
         """Starts to save."""

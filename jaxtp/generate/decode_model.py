@@ -61,7 +61,7 @@ class DecodeModel(EmbeddingAndHead):
     def __call__(self, ids_BT: Array, caches: KVCaches, new: NewTokens) -> tuple[Array, KVCaches]:
         """Returns the final hidden states `[B, T, D]` and the updated KV cache.
 
-        Those for padding are undefined.
+        The hidden states of padding are undefined.
 
         Args:
           ids_BT: the tokens; padding may be any ids below V.
@@ -147,9 +147,9 @@ def weight_bytes(model: Decoder, sizes: Mapping[str, int]) -> int:
 
 
 def has_states(model: DecodeModel, mesh: Mesh) -> bool:
-    """Returns whether a layer caches a state of one size for rows of any length.
+    """Returns whether a layer caches a state, whose size does not depend on the row's length.
 
-    Such a state cannot be cut back.
+    A state cannot be cut back to fewer tokens.
     """
     rows = batch_parts(mesh_sizes(mesh))
     short = _cache_arrays(model, mesh, rows, num_slots=1)

@@ -3,9 +3,9 @@
 When a row's text ends, the next prompt takes the row while the others continue (Yu et al., Orca,
 OSDI 2022). Prompts are packed: several share a sequence, and the last may continue in the next
 call, so no prompt is padded to another's length. A finished row keeps its KV cache, and a prompt
-with the same first tokens (the next chat turn) reuses it. A recurrent state cannot be cut back: a
-prompt that begins with all tokens of a row reuses it, any other reads all again. A prompt that
-begins like one in another row copies its cache: the samples of a prompt read it once.
+with the same first tokens (the next chat turn) reuses it. A recurrent state cannot be cut back:
+only a prompt that begins with all tokens of a row reuses it. A prompt that begins like a prompt in
+another row copies that row's cache, so the samples of a prompt read it once.
 
 The attention kernels are those for packed documents. The cached tokens of a continued prompt come
 right before its new tokens, so each query attends to one range of keys. A few programs therefore

@@ -155,9 +155,9 @@ class Programs:
     def decode(
         self, caches: KVCaches, rows: RowArrays, steps: int, *, waiting: bool
     ) -> tuple[KVCaches, Sampled]:
-        """Decodes `steps` (at most `MAX_STEPS`) times up to `width` tokens of each row.
+        """Decodes up to `width` tokens of each row, `steps` (at most `MAX_STEPS`) times.
 
-        `waiting`: a prompt waits.
+        `waiting` tells whether a prompt waits for a row.
         """
         arguments = caches, rows, np.int32(steps), np.bool_(waiting)
         return self._program("decode", self._decode, *arguments)(self.weights, *arguments)

@@ -1,6 +1,4 @@
-"""Reads and writes config.json attributes that may differ between layers.
-
-They are rotary embeddings, windows, and experts.
+"""Reads and writes config.json attributes of layers: rotary embeddings, windows and experts.
 
 transformers 5 writes rotary embeddings in `rope_parameters`, older versions in `rope_theta` and
 `rope_scaling`. A family's `layer_attributes` name the attributes that give each layer its types;
@@ -373,10 +371,7 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
 
 
 def _check_lengths(attributes: Attributes, names: Collection[str], count: int) -> None:
-    """Raises for a list of another length than the layers.
-
-    It does so even where another attribute makes the list needless.
-    """
+    """Raises for a list whose length is not the number of layers, even for one without effect."""
     for name in ("layer_types", "mlp_layer_types"):
         types = attributes.get(name) if name in names else None
         if types is None:
@@ -818,9 +813,9 @@ def _mscale(name: str, scale: object, factor: float) -> float:
 
 
 def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, object]:
-    """Returns the older format, which every version reads.
+    """Returns rotary embeddings in the older format, which every version of transformers reads.
 
-    The newer one is returned if only it can express a scaling.
+    If only the newer format can express the scaling, it is returned in that format.
     """
     rotating = [layer for layer in layers if layer.rope_theta is not None] or layers
     full = next((layer for layer in rotating if layer.sliding_window is None), rotating[0])
@@ -873,10 +868,7 @@ def _nested_parameters(layer: BlockConfig, family: Family) -> dict[str, object]:
 
 
 def _is_outside(attribute: Attribute) -> bool:
-    """Returns whether an attribute is written outside of `rope_scaling`.
-
-    Every version reads it there.
-    """
+    """Returns whether an attribute is beside `rope_scaling`, where every version reads it."""
     return attribute.field == "rotary_fraction"
 
 

@@ -140,7 +140,7 @@ def check_adaptable(attributes: Attributes) -> None:
 
 
 def _nearest(attributes: Attributes) -> str:
-    """Returns the family that lacks the fewest attributes of an unsupported model, and these."""
+    """Returns the family that lacks the fewest attributes of a model, and these attributes."""
     text = attributes.get(TEXT)
     if not isinstance(text, dict):
         text = attributes

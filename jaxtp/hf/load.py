@@ -163,9 +163,9 @@ def load_state(
 def _checked_blocks(
     tensor: StoredTensor, copy: StoredTensor | None, first: int, last: int
 ) -> Iterator[tuple[int, Block]]:
-    """Yields rows in blocks.
+    """Yields rows in blocks; raises for values that are not finite.
 
-    Refuses non-finite values, and a `copy` (a tied head) with other values.
+    Also raises if `copy`, a tied head, has other values.
     """
     unsigned, mask = _EXPONENTS[tensor.dtype]
     copied = iter(()) if copy is None else copy.blocks(first, last)
@@ -191,7 +191,7 @@ def load_tensors(
     copies: Mapping[str, StoredTensor | None] | None = None,
     progress: Progress | None = None,
 ) -> nnx.State:
-    """Reads the `needed` parts of tensors into an abstract state; layers without a tensor are zero.
+    """Reads the parts of tensors that a state needs; layers without a tensor are zero.
 
     `copies` maps a tensor's name to a tensor that must be equal: a tied head.
     """

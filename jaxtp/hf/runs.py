@@ -40,7 +40,7 @@ BASE = "base"
 # Folder in a run for config.json and the tokenizer files of its model
 HF_FILES = "hf"
 ORIGIN = "origin.json"
-"""File in it that names the folder of a model with tensors outside of the text model."""
+"""File in `HF_FILES` that names the folder of a model with tensors outside of the text model."""
 
 
 def load_decoder(
@@ -49,7 +49,7 @@ def load_decoder(
     """Returns the decoder in a checkpoint, with its adapters and their base model.
 
     Args:
-      config: the checkpoint's, from `run_model_config`.
+      config: the checkpoint's configuration, from `run_model_config`.
       base: the adapters' base model, if it has moved.
 
     Raises:
@@ -125,7 +125,7 @@ def run_model_config(
 
     Args:
       checkpoint: for messages.
-      info: the checkpoint's.
+      info: the checkpoint's info.
       build: as in `own_or_decoder`.
       remedy: as in `own_or_decoder`.
 
@@ -147,12 +147,12 @@ def own_or_decoder(
 ) -> tuple[ModelConfig, bool]:
     """Returns the model configuration in a checkpoint, and whether it describes a decoder.
 
-    A checkpoint may come from anyone, so no code that it names is imported: `build` makes a model
-    of the user's.
+    A checkpoint may come from anyone, so no code that it names is imported: the caller gives the
+    code of a user's own model as `build`.
 
     Args:
       checkpoint: for messages.
-      info: the checkpoint's.
+      info: the checkpoint's info.
       build: a function, a class or settings.
       remedy: how the caller takes the code, for the message; by default as `jaxtp.load_run` does.
 
@@ -197,7 +197,7 @@ def remedy_of_command(checkpoint: Path, info: Mapping[str, Any], *, has_build: b
 
     Args:
       checkpoint: for messages.
-      info: the checkpoint's.
+      info: the checkpoint's info.
       has_build: whether the command has the flag `--build`.
     """
     name = _recorded(info, "model", "build")

@@ -67,7 +67,7 @@ class TensorPart:
     """Number of the only head in the tensor; None if it holds all heads, or the parameter has
     none."""
     float32: bool | None = False
-    """Float32 in the file, whatever the dtype of the others; None: in some files."""
+    """Float32 in the file, whatever the dtype of the other tensors; None: in some files."""
     inner: int = 0
     """Start of the part along the second to last dim in jaxtp's order."""
     experts_last: bool = False

@@ -1,9 +1,7 @@
-"""Models whose folder holds more than the text model.
+"""Models whose folder holds more than a text model: a vision tower, a projector, prediction heads.
 
-Examples are a vision tower, a projector, and prediction heads.
-
-Such tensors are not read. An export copies them byte for byte, and keeps config.json but for what
-training changed, if the folder that the model came from is still there.
+An import does not read such tensors. An export copies them byte for byte, and keeps config.json
+except for what training changed, if the folder that the model came from still exists.
 """
 
 import re
@@ -198,5 +196,5 @@ class Whole:
         return {**attributes, TEXT: {**text, **changes}}
 
     def files(self) -> dict[str, bytes]:
-        """Returns the files of its processors."""
+        """Returns the files of the image, video and audio processors."""
         return read_files(self.folder.path, PROCESSOR_FILES)

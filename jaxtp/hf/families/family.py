@@ -48,7 +48,7 @@ class Tensor:
     unit_dim: bool = False
     """The file has a dim of 1 before the last: `[1, N]`, jaxtp `[N]`."""
     float32: bool | None = False
-    """Always float32 in the file, whatever the dtype of the others; None: in some files."""
+    """Float32 in the file, whatever the dtype of the other tensors; None: in some files."""
     unless: str | None = None
     """Field that is 0 in a block with this tensor."""
 

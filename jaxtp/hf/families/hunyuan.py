@@ -1,7 +1,4 @@
-"""Hunyuan (dense): Llama with queries and keys normalized after the rotation.
-
-Its base is scaled.
-"""
+"""Hunyuan (dense): Llama with queries and keys normalized after a rotation with a scaled base."""
 
 from jaxtp.hf.families.family import (
     ATTENTION_BIAS,
@@ -40,8 +37,8 @@ HUNYUAN = Family(
         position_embedding_xdrope=False,
         add_classification_head=False,
     ),
-    # Of the other models of its authors' code: image and text tokens, classes, layers that share
-    # keys.
+    # Attributes of other models in the authors' code: image and text tokens, classes, layers that
+    # share keys
     ignored_attributes={
         "attention_head_dim",
         "cla_share_factor",

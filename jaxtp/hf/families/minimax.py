@@ -63,7 +63,8 @@ MINIMAX_M2 = Family(
         use_routing_bias=True,
         shared_intermediate_size=0,
     ),
-    # Of linear attention and prediction heads in its authors' code, which these models have not.
+    # Attributes of linear attention and of prediction heads in the authors' code, which these
+    # models do not have
     ignored_attributes=ROUTER_LOSS
     | {
         "attn_type_list",
