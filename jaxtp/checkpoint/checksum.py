@@ -245,7 +245,8 @@ def _sum_parts(specs: tuple[PartitionSpec, ...], *arrays: Array) -> Array:
     return constrain(columns, PartitionSpec())
 
 
-@jax.jit  # traced once for alike arrays: parameter and moments
+# Traced once for alike arrays: parameter and moments.
+@jax.jit
 def _sums_at(part: Array, starts: Sequence[int | Array]) -> Array:
     """Returns the sums, uint32 `[3]`, of a part that begins at `starts` in each dim."""
     # A scalar may be infinite: the lowest loss so far, in an optimizer's state, starts so.

@@ -115,7 +115,8 @@ def _read_every_byte(folder: Path) -> None:
         try:
             with open_regular(path) as file:
                 _read_data(file)
-        except OSError as error:  # a failed read does not name the file
+        except OSError as error:
+            # A failed read does not name the file.
             error.filename = str(path)
             raise
 
@@ -127,7 +128,8 @@ def _read_data(file: BinaryIO) -> None:
         try:
             position = file.seek(position, os.SEEK_DATA)
         except OSError as error:
-            if error.errno == errno.ENXIO:  # no data after this position
+            # No data after this position.
+            if error.errno == errno.ENXIO:
                 return
             raise
         end = file.seek(position, os.SEEK_HOLE)

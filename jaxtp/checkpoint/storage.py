@@ -202,7 +202,8 @@ def require_openable(checkpoints: Path) -> None:
     for path in (*checkpoints.glob("*"), *checkpoints.glob("*/*")):
         try:
             mode = path.stat().st_mode
-        except OSError:  # a broken link, or another process deleted it
+        except OSError:
+            # A broken link, or another process deleted it.
             continue
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise CheckpointError(f"{path} is not a regular file; delete it")

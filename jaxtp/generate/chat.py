@@ -133,7 +133,8 @@ class Chat:
                 line.encode()
             except UnicodeError:
                 raise ChatError("the input is not UTF-8") from None
-            except (EOFError, OSError):  # OSError: the terminal is gone
+            except (EOFError, OSError):
+                # OSError: the terminal is gone.
                 break
             if line.strip():
                 return line

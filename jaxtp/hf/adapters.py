@@ -135,7 +135,8 @@ def _merge_layers(kernel: Array, a: Array, b: Array, scale: float, dtype: DType)
     def of_layer(layer: tuple[Array, Array, Array]) -> Array:
         return merge_layer(*layer, scale, dtype)
 
-    return jax.lax.map(of_layer, (kernel, a, b))  # float32 of one layer at a time
+    # Float32 of one layer at a time.
+    return jax.lax.map(of_layer, (kernel, a, b))
 
 
 def merge_layer(kernel: Array, a: Array, b: Array, scale: float, dtype: DType) -> Array:

@@ -305,12 +305,16 @@ def _compress_layers(base: Settings, layers: Sequence[Settings]) -> Settings:
     return {**base, "first_blocks": changes[:-num_last], "pattern": changes[-1:]}
 
 
-def _check_types(name: str, types: object, allowed: Sequence[str], count: int) -> Sequence[str]:
-    """Returns a list with one of the `allowed` types for each of `count` layers, or raises."""
-    if isinstance(types, list) and len(types) == count and set(map(str, types)) <= set(allowed):
-        return types
+def _are_of_type(name: str, types: object, layer_type: str, other: str, count: int) -> list[bool]:
+    """Returns which layers are of a type; raises unless `types` has that or the other for each."""
+    if (
+        isinstance(types, list)
+        and len(types) == count
+        and {layer_type, other} >= set(map(str, types))
+    ):
+        return [kind == layer_type for kind in types]
     raise HFError(
-        f"{name} = {quote(types)}: should be {' or '.join(allowed)} for each of {count} layers"
+        f"{name} = {quote(types)}: should be {other} or {layer_type} for each of {count} layers"
     )
 
 
@@ -357,8 +361,7 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
         return [window is not None] * count
     if types is None:
         return _windows_by_index(attributes, family, count)
-    types = _check_types("layer_types", types, (_FULL, _SLIDING), count)
-    windows = [kind == _SLIDING for kind in types]
+    windows = _are_of_type("layer_types", types, _SLIDING, _FULL, count)
     windows[-1] &= not family.last_is_global
     period = attributes.get("sliding_window_pattern")
     if period is None or family.pattern_is_default:
@@ -423,7 +426,8 @@ def _windows_by_index(attributes: Attributes, family: Family, count: int) -> lis
             f"_sliding_window_pattern = {quote(hidden)} without layer_types: add them, one for "
             "each layer"
         )
-    if isinstance(period, str) and period and set(period) <= {"L", "G"}:  # local and global
+    # Local and global.
+    if isinstance(period, str) and period and set(period) <= {"L", "G"}:
         return [period[i % len(period)] == "L" and i < count - 1 for i in range(count)]
     period = whole("sliding_window_pattern", family.window_period if period is None else period)
     windows = _all_but_every(period, count)
@@ -511,8 +515,7 @@ def _read_linear(attributes: Attributes, family: Family, count: int) -> list[boo
     if types is None:
         period = whole(_INTERVAL, attributes.get(_INTERVAL, _DEFAULT_INTERVAL))
         return _all_but_every(period, count)
-    types = _check_types("layer_types", types, (_FULL, _LINEAR), count)
-    return [kind == _LINEAR for kind in types]
+    return _are_of_type("layer_types", types, _LINEAR, _FULL, count)
 
 
 def _check_multiple(values: int, keys: int) -> None:
@@ -540,8 +543,7 @@ def _read_sparse(attributes: Attributes, family: Family, count: int) -> list[boo
     names = family.layer_attributes
     first = family.default_dense_layers
     if "mlp_layer_types" in names and (types := attributes.get("mlp_layer_types")) is not None:
-        types = _check_types("mlp_layer_types", types, ("dense", "sparse"), count)
-        return [kind == "sparse" for kind in types]
+        return _are_of_type("mlp_layer_types", types, "sparse", "dense", count)
     if "enable_moe_block" in names:
         return [switch("enable_moe_block", attributes.get("enable_moe_block", False))] * count
     if "first_k_dense_replace" in names:

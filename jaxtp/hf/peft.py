@@ -471,7 +471,7 @@ def _match_model(
         if not _is_stacked(kernels[0]) or _suffixes(name) & parameters
     }
     stems = _stems(possible)
-    stored = _check_tensors(stored, stems.values(), config, family, made_for)
+    stored = _check_tensors(stored, dict.fromkeys(stems.values()), config, family, made_for)
     adapted = _stored_modules(possible, stems, stored, attributes)
     _check_names(attributes, stems, adapted, made_for)
     lora, diagonal = _lora_config(attributes, adapted, made_for)

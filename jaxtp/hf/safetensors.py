@@ -168,7 +168,8 @@ class ScaledTensor(StoredTensor):
             factor = scale[rows] if scale.size > 1 else scale
             if factor.ndim == 3 and factor.shape[1] > 1:
                 factor = factor.repeat(height, axis=1)[:, : self.shape[1]]
-            with np.errstate(over="ignore"):  # infinite numbers are refused where they are used
+            # Infinite numbers are refused where they are used.
+            with np.errstate(over="ignore"):
                 scaled = block.astype(np.float32) * factor
             yield row, scaled
 
@@ -305,7 +306,8 @@ Header = Mapping[str, tuple[str, tuple[int, ...]]]
 
 def write_file(path: Path, tensors: Header, tensor_of: Callable[[str], Block]) -> None:
     """Writes a file, one tensor at a time as `tensor_of` returns it, and flushes it to disk."""
-    header: dict[str, object] = {_METADATA: {"format": "pt"}}  # transformers requires it
+    # transformers requires it.
+    header: dict[str, object] = {_METADATA: {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
         begin = end

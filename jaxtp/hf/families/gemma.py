@@ -49,7 +49,8 @@ GEMMA = Family(
     default_head_dim=256,
     always={"norm": "rms_plus_one"},
     required=required(without=("hidden_act",), mlp_bias=False, use_bidirectional_attention=False),
-    ignored_attributes={"hidden_activation"},  # transformers reads hidden_act instead
+    # transformers reads hidden_act instead.
+    ignored_attributes={"hidden_activation"},
 )
 
 GEMMA2 = Family(
@@ -114,7 +115,8 @@ GEMMA3 = replace(
     rope_by_type=True,
     rope_theta=1_000_000.0,
     always={**GEMMA2.always, "qk_norm": "head"},
-    required={**GEMMA2.required, "attn_logit_softcapping": None},  # transformers ignores it
+    # transformers ignores it.
+    required={**GEMMA2.required, "attn_logit_softcapping": None},
     tp_plan=TP_PLAN | REPLICATED,
 )
 
@@ -122,5 +124,6 @@ GEMMA3_WRAPPER = Wrapper(
     "gemma3",
     "Gemma3ForConditionalGeneration",
     text_types=("gemma3_text",),
-    required={"final_logit_softcapping": None},  # transformers ignores it here
+    # transformers ignores it here.
+    required={"final_logit_softcapping": None},
 )

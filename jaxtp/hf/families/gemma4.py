@@ -62,7 +62,8 @@ GEMMA4 = replace(
         only("num_kv_shared_layers", 0, default=0),
         only("use_double_wide_mlp", False, default=False),
         Attribute("num_experts", "num_experts", int, can_be_null=True, can_be_zero=True),
-        only("use_bidirectional_attention", None, "vision"),  # causal for text
+        # Causal for text.
+        only("use_bidirectional_attention", None, "vision"),
     ),
     layer_attributes=COMMON | WINDOW | {"layer_types", "per_layer_config", "enable_moe_block"},
     by_type={

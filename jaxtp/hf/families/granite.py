@@ -115,7 +115,8 @@ GRANITEMOEHYBRID = replace(
     },
     only_layer_type="attention",
     required=required(without=_DROPOUT, mlp_bias=False, normalization_function="rmsnorm"),
-    written={"mamba_n_heads": 1},  # transformers checks it
+    # transformers checks it.
+    written={"mamba_n_heads": 1},
     ignored_attributes=GRANITEMOE.ignored_attributes
     | {
         "mamba_n_heads",

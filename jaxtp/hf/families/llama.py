@@ -49,7 +49,8 @@ SEED_OSS = replace(
     ),
     default_head_dim=128,
     required=required(without=("attention_dropout",), sliding_window=None),
-    ignored_attributes={"attention_dropout", "residual_dropout"},  # 0.1 by default
+    # 0.1 by default.
+    ignored_attributes={"attention_dropout", "residual_dropout"},
 )
 
 ARCEE = replace(
@@ -78,5 +79,6 @@ SMOLLM3 = replace(
     window_period=0,
     rope_theta=2_000_000.0,
     required=required(),
-    ignored_attributes={"max_window_layers"},  # transformers does not read it
+    # transformers does not read it.
+    ignored_attributes={"max_window_layers"},
 )

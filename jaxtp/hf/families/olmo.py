@@ -94,7 +94,8 @@ OLMOE = Family(
         _CLIP,
         *some_experts(64, 8),
     ),
-    layer_attributes=ROPE,  # its norms need a head_dim of hidden_size / num_attention_heads
+    # Its norms need a head_dim of hidden_size / num_attention_heads.
+    layer_attributes=ROPE,
     always={"qk_norm": "projection"},
     required=required(mlp_bias=False, sliding_window=None),
     ignored_attributes=ROUTER_LOSS,

@@ -31,7 +31,8 @@ QWEN2 = Family(
     tensors=BODY + QKV_BIASES,
     attributes=sizes(kv_heads=32),
     layer_attributes=COMMON | SWITCHED_WINDOW | {"layer_types"},
-    always={"attention_bias": True},  # of q, k and v; config.json has no attribute for it
+    # Of q, k and v; config.json has no attribute for it.
+    always={"attention_bias": True},
     required=required(mlp_bias=False),
 )
 
