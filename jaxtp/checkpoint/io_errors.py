@@ -8,7 +8,6 @@ Processes read their parts independently, then share their errors (`distributed/
 import contextlib
 import errno
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import BinaryIO, TypeVar
 
 import jax
 
-from jaxtp.config.entry import FILES, UserError
+from jaxtp.config.entry import FILES, UserError, say
 from jaxtp.config.reading import open_regular
 from jaxtp.distributed.agreement import first_disagreeing, raise_everywhere
 
@@ -50,9 +49,7 @@ class DamagedError(CheckpointError):
 
 
 def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
-    """Calls `read` on a checkpoint.
-
-    Raises `DamagedError`, or `CheckpointError` if it is only unreadable now.
+    """Calls `read` on a checkpoint; raises `DamagedError`, or `CheckpointError` if unreadable.
 
     Libraries hide file system errors, so one failed read proves nothing. Corruption is proven if
     every file is fully readable and a second attempt fails. File system errors are retried as in
@@ -85,11 +82,9 @@ def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
 
 
 def retry_io(folder: Path, look: Callable[[], T], hint: str = "") -> T:
-    """Calls `look`, and retries after file system errors.
+    """Calls `look`, and retries after file system errors, except for missing files.
 
-    Missing files are not retried. Finally it raises `CheckpointError`.
-
-    `hint` ends the error message.
+    Raises `CheckpointError` after the last attempt; `hint` ends its message.
     """
     pauses = iter(PAUSES)
     while True:
@@ -98,15 +93,11 @@ def retry_io(folder: Path, look: Callable[[], T], hint: str = "") -> T:
         except MISSING:
             raise
         except _TRANSIENT as error:
-            why = describe_error(error)
+            reason = describe_error(error)
             pause = next(pauses, None)
             if pause is None or not isinstance(error, OSError) or error.errno in _PERMANENT:
-                raise CheckpointError(f"{folder} cannot be read ({why}){hint}") from None
-        print(
-            f"{folder} cannot be read now ({why}); retry in {pause:g} s",
-            file=sys.stderr,
-            flush=True,
-        )
+                raise CheckpointError(f"{folder} cannot be read ({reason}){hint}") from None
+        say(f"{folder} cannot be read now ({reason}); retry in {pause:g} s")
         time.sleep(pause)
 
 
@@ -146,7 +137,7 @@ def files_below(folder: Path) -> Iterator[Path]:
         raise error
 
     for parent, _, names in os.walk(folder, onerror=fail):
-        yield from (Path(parent) / name for name in names)
+        yield from map(Path(parent).joinpath, names)
 
 
 def read_on_all(attempt: Callable[[], T]) -> T:
@@ -171,10 +162,10 @@ def require_shared(folder: Path, look: Callable[[], object]) -> None:
 def disk_full_message(error: Exception) -> str | None:
     """Returns the system's message for a full disk or quota, else None."""
     # A TensorStore error lists many files before this message.
-    return next(
-        (words for words in map(os.strerror, (errno.ENOSPC, errno.EDQUOT)) if words in str(error)),
-        None,
-    )
+    for message in map(os.strerror, (errno.ENOSPC, errno.EDQUOT)):
+        if message in str(error):
+            return message
+    return None
 
 
 def describe_error(error: Exception) -> str:

@@ -162,12 +162,10 @@ class Chat:
                     finish = piece.result.finish
         self.speed.add(self._generator.speed)
         print(flush=True)
-        if finish is None:
-            say(
-                "(interrupted)"
-                if text
-                else "(interrupted before the answer began; the text is discarded)"
-            )
+        if finish is None and text:
+            say("(interrupted)")
+        elif finish is None:
+            say("(interrupted before the answer began; the text is discarded)")
         if text or finish is not None:
             answer = without_noncharacters(text).rpartition(_FINAL)[2]
             self._messages = [*messages, {"role": ASSISTANT, "content": answer}]

@@ -375,7 +375,8 @@ def _source_of_run(
     location = locations[0] if locations else None
     tokenizer = _tokenizer_of_run(stored.folder, corpus.get("tokenizer"), location, options)
     folders = [folder for folder in (*locations[:1], hf_files) if folder and folder.is_dir()]
-    config = _inference_config(stored, options, stored.config.precision.compute)
+    dtype = options.dtype or _default_dtype(stored.config.precision.compute)
+    config = inference_config(stored.config, dtype)
     source = ModelSource(
         name=f"{path}, step {stored.folder.name}",
         config=config,
@@ -393,7 +394,7 @@ def _source_of_folder(stored: StoredModel, options: SourceConfig) -> ModelSource
     if options.tokenizer is None and not (path / TOKENIZER).is_file():
         raise SourceError(f"{path} has no {TOKENIZER}; give one by --tokenizer PATH")
     tokenizer = open_tokenizer(options.tokenizer or path, special_tokens=options.special_tokens)
-    config = _inference_config(stored, options, stored_dtype(path))
+    config = inference_config(stored.config, options.dtype or _default_dtype(stored_dtype(path)))
     return ModelSource(
         name=str(path),
         config=config,
@@ -402,10 +403,6 @@ def _source_of_folder(stored: StoredModel, options: SourceConfig) -> ModelSource
         end_ids=_end_ids(path) or tokenizer.info.end_ids,
         prefix=getattr(tokenizer, "prefix", ()),
     )
-
-
-def _inference_config(stored: StoredModel, options: SourceConfig, dtype: str | None) -> ModelConfig:
-    return inference_config(stored.config, options.dtype or _default_dtype(dtype))
 
 
 def _default_dtype(stored: str | None) -> DType:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from dataclasses import fields as fields_of
-from itertools import chain, groupby, islice
+from itertools import chain, groupby, islice, repeat
 from typing import Any, NamedTuple
 
 from jaxtp.config.reading import truncate
@@ -393,9 +393,10 @@ def _expanded(attributes: Attributes, family: Family) -> Attributes:
         return attributes
     groups: Any = attributes.get(_TYPES) or [[["global", "local"], 12]]
     try:
-        repeated = (kinds * min(times, _MAX_LAYERS) for kinds, times in groups)
-        kinds = islice(chain.from_iterable(repeated), _MAX_LAYERS + 1)
-        types = [_KINDS[kind] for kind in kinds]
+        # Lazily, because a file may ask for any number of layers.
+        repeated = (repeat(kinds, min(times, _MAX_LAYERS)) for kinds, times in groups)
+        kinds = chain.from_iterable(chain.from_iterable(repeated))
+        types = [_KINDS[kind] for kind in islice(kinds, _MAX_LAYERS + 1)]
     except (KeyError, TypeError, ValueError):
         raise HFError(
             f"{_TYPES} = {quote(groups)}: should be lists of local and global, each with a number"
@@ -411,9 +412,7 @@ def _windows_by_index(attributes: Attributes, family: Family, count: int) -> lis
     if not family.window_period:
         raise HFError("use_sliding_window = True without layer_types: add them, one for each layer")
     if "max_window_layers" in family.layer_attributes:
-        first = attributes.get("max_window_layers", family.default_full_layers)
-        if type(first) is not int or first < 0:
-            raise HFError(f"max_window_layers = {quote(first)}: should be a whole number")
+        first = _layer_number(attributes, "max_window_layers", family.default_full_layers)
         return [i >= first for i in range(count)]
     period = attributes.get("sliding_window_pattern")
     hidden = attributes.get("_sliding_window_pattern")
