@@ -270,7 +270,9 @@ def _json_field(where: str, line: str, field: str) -> str:
 
 def _prompt_name(config: GenerateConfig, index: int) -> str:
     line = index - len(config.prompt) + 1
-    return f"prompt {index}" + (f" ({config.prompt_file}, line {line:,})" if line > 0 else "")
+    if line <= 0:
+        return f"prompt {index}"
+    return f"prompt {index} ({config.prompt_file}, line {line:,})"
 
 
 def _chat_encoder(

@@ -392,7 +392,9 @@ class Generator:
         tokens = [list[int]() for _ in range(rows)]
         if cache is None:
             return programs, Cache(shape, programs.empty(), tokens)
-        return programs, cache if keep else replace(cache, tokens=tokens)
+        if not keep:
+            cache = replace(cache, tokens=tokens)
+        return programs, cache
 
 
 def _require_decoder(model: object) -> None:

@@ -347,8 +347,8 @@ def _require_model(path: Path) -> None:
     if not os.path.isdir(path):
         if not os.path.exists(path):
             raise SourceError(f"--model {path}: no such folder{missing_model(path)}")
-        reason = explain_gguf(path) if os.path.isfile(path) else None
-        raise SourceError(f"--model {path}: {reason or 'not a folder' + nearest_file(path)}")
+        reason = explain_gguf(path) or f"not a folder{nearest_file(path)}"
+        raise SourceError(f"--model {path}: {reason}")
     if (path / CONFIG).is_file() or finished_checkpoints(path):
         return
     if (path / peft.CONFIG).is_file():

@@ -128,4 +128,6 @@ def _tokenizer_of(data: Any) -> Tokenizer:
     if not paths:
         return ByteTokenizer()
     folder = expand(Path(paths[0]))
-    return load_tokenizer(folder) if (folder / MANIFEST).is_file() else ByteTokenizer()
+    if not (folder / MANIFEST).is_file():
+        return ByteTokenizer()
+    return load_tokenizer(folder)

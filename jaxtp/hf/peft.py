@@ -234,10 +234,10 @@ def save_peft(
     variables = named_variables(nnx.state(model, nnx.LoRAParam))
     modules = _modules(config, family, layout)
     arrays = {kernel: variables[f"{adapter.lora}.a"][...] for kernel, adapter in trained.items()}
-    used = _used_modules(modules, arrays)
-    diagonal = not _have_equal_a(modules.values(), arrays)
+    trainable = {name: kernels for name, kernels in modules.items() if _trained(kernels, trained)}
+    used = _nonzero_modules(trainable, arrays) or trainable
+    diagonal = not _have_equal_a(trainable.values(), arrays)
     parts = _factors(used, trained, variables, diagonal=diagonal)
-    trainable = [name for name, kernels in modules.items() if _trained(kernels, trained)]
     # A vision tower has modules of the same names.
     are_short = len(used) == len(trainable) and family.wrapper is None
     attributes = _peft_config(config, used, are_short=are_short, diagonal=diagonal)
@@ -251,26 +251,23 @@ def _trained(kernels: Iterable[TensorPart], trained: Container[str]) -> list[Ten
     return [kernel for kernel in kernels if kernel.path in trained]
 
 
-def _used_modules(modules: _Modules, arrays: Mapping[str, Array]) -> _Modules:
-    """Returns the modules whose A is not zero; all that are trained if every A is zero."""
+def _nonzero_modules(modules: _Modules, arrays: Mapping[str, Array]) -> _Modules:
     nonzero = {kernel: _on_host(_nonzero_layers, a) for kernel, a in arrays.items()}
-    trainable = {}
     used = {}
     for name, kernels in modules.items():
-        if trained := _trained(kernels, arrays):
-            trainable[name] = kernels
-            if any(nonzero[kernel.path][kernel.index] for kernel in trained):
-                used[name] = kernels
-    return used or trainable
+        if any(nonzero[kernel.path][kernel.index] for kernel in _trained(kernels, arrays)):
+            used[name] = kernels
+    return used
 
 
 def _have_equal_a(modules: Iterable[Sequence[TensorPart]], arrays: Mapping[str, Array]) -> bool:
     """Returns whether the kernels of each module have the same A."""
-    pairs = set()
+    # A dict, not a set: the processes compare arrays together, so all need the same order.
+    pairs: dict[tuple[str, str], None] = {}
     for kernels in modules:
-        paths = [kernel.path for kernel in _trained(kernels, arrays)]
-        pairs |= {(paths[0], path) for path in paths[1:]}
-    return all(_on_host(jnp.array_equal, arrays[first], arrays[other]) for first, other in pairs)
+        first, *other_paths = (kernel.path for kernel in _trained(kernels, arrays))
+        pairs |= dict.fromkeys((first, path) for path in other_paths)
+    return all(_on_host(jnp.array_equal, arrays[first], arrays[path]) for first, path in pairs)
 
 
 def _nonzero_layers(stacked: Array) -> Array:
