@@ -212,7 +212,10 @@ class Programs:
         )
         logprobs = tokens.astype(jnp.float32)
         start = _Decoding(jnp.int32(0), caches, history, last, lengths, left, tokens, logprobs)
-        step = partial(self._decode_step, model, jnp.asarray(rows.seeds))
+        # Outside of the loop, so that its steps do not make them again
+        seeds_B = jnp.asarray(rows.seeds)
+        ahead_T = jnp.arange(self.width)
+        step = partial(self._decode_step, model, seeds_B, ahead_T)
         end = lax.while_loop(unfinished, step, start)
         # Each process reads them; XLA would split what a loop returns, though `sample` replicates
         # each step's.
@@ -220,8 +223,9 @@ class Programs:
         logprobs = constrain(end.logprobs.reshape(-1, self.shape.rows), P())
         return end.caches, (tokens, logprobs, end.step * self.width)
 
-    def _decode_step(self, model: DecodeModel, seeds_B: Array, state: _Decoding) -> _Decoding:
-        ahead_T = jnp.arange(self.width)
+    def _decode_step(
+        self, model: DecodeModel, seeds_B: Array, ahead_T: Array, state: _Decoding
+    ) -> _Decoding:
         ids_BT = state.last[:, None]
         if state.history is not None and self.width > 1:
             proposals = partial(propose, count=self.width - 1)
