@@ -162,7 +162,7 @@ def cache_bytes(model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int) -
     sharding = NamedSharding(mesh, LAYER_SPEC)
     num_bytes = 0
     for array in _cache_arrays(model, mesh, num_rows, num_slots):
-        # The last four dims are those of a layer.
+        # The last four dims are the dims of a layer.
         shard = (*array.shape[:-4], *sharding.shard_shape(array.shape[-4:]))
         num_bytes += math.prod(shard) * array.dtype.itemsize
     return num_bytes

@@ -88,7 +88,7 @@ valid lines; may not be computed yet."""
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Decoding:
-    """What a step of decoding changes; B rows, S slots."""
+    """The variables of the decoding loop; B is the number of rows, S of slots."""
 
     step: Array
     caches: KVCaches

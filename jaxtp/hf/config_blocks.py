@@ -57,10 +57,11 @@ _MAX_LAYERS = 1024
 
 Settings = Mapping[str, Any]
 """Plain values of fields of `ModelConfig` or `BlockConfig`."""
+MutableSettings = dict[str, Any]
 
 
 class LayerKind(NamedTuple):
-    """What distinguishes the layers of a model."""
+    """The properties that distinguish the layers of a model."""
 
     has_window: bool
     rotates: bool
@@ -146,7 +147,7 @@ def _read_type(
     layer_type: LayerType, attributes: Attributes, family: Family, fields: Settings
 ) -> Settings:
     """Returns the fields of the layers of one type."""
-    settings: dict[str, Any] = {}
+    settings: MutableSettings = {}
     for attribute in family.by_type.get(layer_type, ()):
         # An override of single layers replaces the defaults of a type.
         if _OVERRIDES not in attributes or name_in_file(attribute, attributes) in attributes:
@@ -258,7 +259,7 @@ def write_fields(attributes: Sequence[Attribute], fields: Settings) -> dict[str,
 
 def _read_overrides(
     attributes: Attributes, family: Family, fields: Settings
-) -> dict[int, dict[str, Any]]:
+) -> dict[int, MutableSettings]:
     listed = attributes.get(_OVERRIDES)
     if _OVERRIDES not in family.layer_attributes or listed is None:
         return {}
@@ -276,7 +277,7 @@ def _read_overrides(
     layers = map(str, range(fields["num_layers"]))
     if not listed.keys() <= set(layers):
         raise wrong
-    overrides: dict[int, dict[str, Any]] = {}
+    overrides: dict[int, MutableSettings] = {}
     for layer, changes in listed.items():
         if not isinstance(changes, dict) or not changes.keys() <= allowed.keys():
             raise wrong
@@ -727,8 +728,8 @@ def _rope_of_type(
 
 def _read_rope_attributes(
     family: Family, parameters: Attributes, attributes: Attributes, fields: Settings
-) -> dict[str, Any]:
-    read: dict[str, Any] = {}
+) -> MutableSettings:
+    read: MutableSettings = {}
     for source in (parameters, attributes):
         for attribute in family.rope_attributes:
             if attribute.field not in read and name_in_file(attribute, source) in source:
@@ -761,7 +762,7 @@ def _rope_parameters(attributes: Attributes) -> Attributes:
 def _read_scaling(kind: str, parameters: Attributes, attributes: Attributes) -> RopeScaling:
     names = _SCALINGS[kind]
     max_positions = attributes.get(_MAX_POSITIONS)
-    settings: dict[str, Any] = {"kind": "none" if kind == "default" else kind}
+    settings: MutableSettings = {"kind": "none" if kind == "default" else kind}
     defaults = {"beta_fast": UNSCALED.beta_fast, "beta_slow": UNSCALED.beta_slow}
     if kind == "proportional":
         defaults["factor"] = 1.0
@@ -869,7 +870,7 @@ def _nested_parameters(layer: BlockConfig, family: Family) -> dict[str, object]:
 
 
 def _is_outside(attribute: Attribute) -> bool:
-    """Returns whether an attribute is beside `rope_scaling`, where every version reads it."""
+    """Returns whether every version reads an attribute outside of `rope_scaling`."""
     return attribute.field == "rotary_fraction"
 
 

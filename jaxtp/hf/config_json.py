@@ -227,7 +227,7 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
 
 
 def _common_settings(config: ModelConfig) -> ModelConfig:
-    """Returns the configuration with the fields that all blocks share, and those of experts."""
+    """Returns the configuration with the fields that all blocks share, and fields of experts."""
     blocks = config.block_kinds()
     sparse = next((block for block in blocks if block.num_experts), blocks[0])
     values = {name: getattr(sparse, name) for name in _EXPERT_DEFAULTS}

@@ -126,7 +126,8 @@ def tensor_parts(
             if tensor not in places:
                 places[tensor] = _find_place(path, tensor, parameters, family, block)
             shape = logical_shape(parameters[path])
-            yield from _parts_of_layer(path, index, layer, tensor, shape, places[tensor], block)
+            in_layer = replace(tensor, name=tensor.name.replace(LAYER, layer))
+            yield from _parts_of_layer(in_layer, path, index, shape, places[tensor], block)
 
 
 def _find_place(
@@ -148,10 +149,9 @@ def _count_stacked_dims(path: str, tensor: Tensor) -> int:
 
 
 def _parts_of_layer(
+    tensor: Tensor,
     path: str,
     index: int | None,
-    layer: str,
-    tensor: Tensor,
     logical: tuple[int, ...],
     place: "Place",
     block: BlockConfig,
@@ -175,7 +175,7 @@ def _parts_of_layer(
     for expert, head in product(experts, heads):
         yield TensorPart(
             path,
-            tensor.name.format(layer=layer, expert=expert, head=head),
+            tensor.name.format(expert=expert, head=head),
             index,
             tensor.transposed,
             shape,

@@ -17,6 +17,9 @@ EXPERT = "{expert}"
 HEAD = "{head}"
 """Placeholders for the number of a layer, expert or head in tensor names; jaxtp stacks them."""
 
+Values = Mapping[str, Any]
+"""Values of fields of `ModelConfig`, or of attributes, by name."""
+
 # Experts in a file: one tensor per expert, or one stacked tensor per layer
 Layout = Literal["separate", "stacked"]
 
@@ -94,7 +97,7 @@ class Attribute:
         """All fields that the attribute sets."""
         return () if self.field is None else (self.field, *self.also)
 
-    def scale(self, fields: Mapping[str, Any]) -> Any:
+    def scale(self, fields: Values) -> Any:
         """Returns the factor of `unit`."""
         return 1 if self.unit is None else fields[self.unit[0]] ** self.unit[1]
 
@@ -139,7 +142,7 @@ DENSE_LAYERS = {"mlp_only_layers", "decoder_sparse_step"}
 """Attributes that name dense layers; the others have experts."""
 LINEAR_LAYERS = {"layer_types", "full_attention_interval"}
 """Attributes that name layers with full attention; the others have linear attention."""
-NO_ROPE: Mapping[str, Any] = {"rope_theta": None, "rope_scaling": {"kind": "none"}}
+NO_ROPE: Values = {"rope_theta": None, "rope_scaling": {"kind": "none"}}
 """Fields of layers that rotate nothing."""
 # A `window_period` that no model reaches: every layer has a window
 NEVER = 1 << 20
@@ -202,7 +205,7 @@ class Family:
     first in the file counts, and an export writes the first."""
     by_type: Mapping[LayerType, tuple[Attribute, ...]] = field(default_factory=dict)
     """Attributes of the layers of one type."""
-    always_by_type: Mapping[LayerType, Mapping[str, Any]] = field(default_factory=dict)
+    always_by_type: Mapping[LayerType, Values] = field(default_factory=dict)
     """Fields of `BlockConfig` with a fixed value in the layers of one type."""
     prefix: str = "model."
     """Prefix of all tensor names except the head's; a file may lack it."""
@@ -255,7 +258,7 @@ class Family:
     rope_by_type: bool = False
     """Whether rope_parameters holds one rotary embedding for each attention type; a `rope_scaling`
     is for layers with full attention."""
-    default_rope: Mapping[str, Any] = field(default_factory=dict)
+    default_rope: Values = field(default_factory=dict)
     """The rope_parameters of a file without any."""
     rope_ignored: Set[str] = frozenset()
     """Parameters of the rotary embedding without effect on text."""
@@ -268,7 +271,7 @@ class Family:
     rope_parameters, else max_position_embeddings."""
     default_head_dim: int | None = None
     """Default of head_dim; None: hidden_size / num_attention_heads."""
-    always: Mapping[str, Any] = field(default_factory=dict)
+    always: Values = field(default_factory=dict)
     """Fields of `ModelConfig` with a fixed value."""
     required: Mapping[str, object] = field(default_factory=dict)
     """Attributes with one supported value; others would change the model."""
@@ -451,7 +454,7 @@ def only(name: str, *values: object, default: object = None) -> Attribute:
 
 
 def without(attributes: Collection[Attribute], *names: str) -> tuple[Attribute, ...]:
-    """Returns the attributes except those of these names."""
+    """Returns the attributes that have none of these names."""
     return tuple(attribute for attribute in attributes if attribute.name not in names)
 
 
