@@ -19,6 +19,7 @@ from jaxtp.mesh import TP, axes_of, mesh_sizes, parts
 
 # Arrays by dotted path, such as `model.blocks.mlp.down.kernel`
 Arrays = dict[str, Array]
+AbstractArrays = dict[str, ShapeDtypeStruct]
 
 Variable = nnx.Variable[Any]
 
@@ -66,7 +67,7 @@ def to_logical(state: nnx.State, mesh: Mesh) -> Arrays:
     }
 
 
-def abstract_logical(state: nnx.State, mesh: Mesh) -> dict[str, ShapeDtypeStruct]:
+def abstract_logical(state: nnx.State, mesh: Mesh) -> AbstractArrays:
     """Returns the logical shape, dtype and sharding of each array."""
     sizes = mesh_sizes(mesh)
     return {

@@ -35,7 +35,7 @@ from jaxtp.checkpoint.io_errors import (
     require_shared,
     retry_io,
 )
-from jaxtp.checkpoint.logical import Arrays
+from jaxtp.checkpoint.logical import AbstractArrays, Arrays
 from jaxtp.config.files import fingerprint
 from jaxtp.config.reading import read_bytes
 from jaxtp.distributed.agreement import is_multiprocess
@@ -109,9 +109,7 @@ def _limit_gb(largest: int) -> float:
     return max(MAX_BYTES_IN_FLIGHT, largest + 1) / 10**9
 
 
-def _open_reader(
-    metadata: Metadata, target: Mapping[str, ShapeDtypeStruct]
-) -> ocp.PyTreeCheckpointHandler:
+def _open_reader(metadata: Metadata, target: AbstractArrays) -> ocp.PyTreeCheckpointHandler:
     process = jax.process_index()
     one_process = ocp.options.MultiprocessingOptions(
         primary_host=process, active_processes={process}
@@ -249,7 +247,7 @@ def read_metadata(folder: Path) -> Metadata:
     )
 
 
-def read_arrays(folder: Path, target: dict[str, ShapeDtypeStruct], metadata: Metadata) -> Arrays:
+def read_arrays(folder: Path, target: AbstractArrays, metadata: Metadata) -> Arrays:
     """Reads arrays in the shardings and dtypes of `target`, unverified; raises as `read_info`."""
 
     def read() -> Arrays:
@@ -269,9 +267,7 @@ def read_arrays(folder: Path, target: dict[str, ShapeDtypeStruct], metadata: Met
     return read_or_explain(folder, read)
 
 
-def read_verified(
-    folder: Path, target: dict[str, ShapeDtypeStruct], info: Mapping[str, Any]
-) -> Arrays:
+def read_verified(folder: Path, target: AbstractArrays, info: Mapping[str, Any]) -> Arrays:
     """Reads arrays, compares checksums, and casts to `target`.
 
     All processes must call it and raise together.
@@ -285,9 +281,7 @@ def read_verified(
     return {name: arrays.pop(name).astype(array.dtype) for name, array in target.items()}
 
 
-def _read_as_stored(
-    folder: Path, target: dict[str, ShapeDtypeStruct], info: Mapping[str, Any]
-) -> Arrays:
+def _read_as_stored(folder: Path, target: AbstractArrays, info: Mapping[str, Any]) -> Arrays:
     shapes = info.get(_SHAPES, {})
     dtypes = info.get(_DTYPES, {})
     metadata: Metadata = {
@@ -364,7 +358,7 @@ class StoredCheckpoint:
 
     folder: Path
     info: Mapping[str, Any]
-    arrays: dict[str, ShapeDtypeStruct]
+    arrays: AbstractArrays
     metadata: Metadata
 
     def read(self, name: str) -> Array:

@@ -22,6 +22,7 @@ from jaxtp.hf.families.family import (
     SHARED_TP_PLAN,
     TP_PLAN,
     Attribute,
+    Attributes,
     Family,
     Tensor,
     first_dense,
@@ -56,7 +57,7 @@ IGNORED = {"head_dim", "qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size"}
 """transformers computes the first two from other attributes."""
 
 
-def attributes(eps: float = 1e-6) -> tuple[Attribute, ...]:
+def attributes(eps: float = 1e-6) -> Attributes:
     """Returns the attributes of all but the experts, with DeepSeek-V3's defaults."""
     return (
         *sizes(eps),

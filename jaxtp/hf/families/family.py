@@ -56,6 +56,9 @@ class Tensor:
     """Field that is 0 in a block with this tensor."""
 
 
+Tensors = tuple[Tensor, ...]
+
+
 @dataclass(frozen=True)
 class Attribute:
     """A config.json attribute and the `ModelConfig` field that it sets.
@@ -102,9 +105,11 @@ class Attribute:
         return 1 if self.unit is None else fields[self.unit[0]] ** self.unit[1]
 
 
+Attributes = tuple[Attribute, ...]
 AttentionType = Literal["linear_attention", "full_attention", "sliding_attention", "global"]
 LayerType = Literal[AttentionType, "rope", "no_rope", "experts", "dense"]
 """Types of layers; one has several. A global layer has full attention in a model with windows."""
+AttributesByType = Mapping[LayerType, Attributes]
 
 
 @dataclass(frozen=True)
@@ -193,17 +198,17 @@ class Family:
     model_type: str
     architecture: str
     """Class name in transformers."""
-    tensors: tuple[Tensor, ...]
+    tensors: Tensors
     """All tensors that a model may have; a tensor is required if the model has its parameter."""
-    attributes: tuple[Attribute, ...]
+    attributes: Attributes
     """If several entries have one name, an export writes the first."""
     layer_attributes: Set[str] = COMMON
     """Further attributes, read by `hf/config_blocks.py`. If one is missing here, the family lacks
     its feature."""
-    rope_attributes: tuple[Attribute, ...] = ()
+    rope_attributes: Attributes = ()
     """Attributes in `rope_parameters` (or `rope_scaling`) or beside it; of two with one field, the
     first in the file counts, and an export writes the first."""
-    by_type: Mapping[LayerType, tuple[Attribute, ...]] = field(default_factory=dict)
+    by_type: AttributesByType = field(default_factory=dict)
     """Attributes of the layers of one type."""
     always_by_type: Mapping[LayerType, Values] = field(default_factory=dict)
     """Fields of `BlockConfig` with a fixed value in the layers of one type."""
@@ -298,14 +303,14 @@ class Family:
         return self.layer_attributes | names | aliases | {"model_type", self.rope_theta_name}
 
 
-def tensors(names: Mapping[str, str], **options: Any) -> tuple[Tensor, ...]:
+def tensors(names: Mapping[str, str], **options: Any) -> Tensors:
     """Returns a tensor for each parameter's path and its name in a file."""
     return tuple(Tensor(path, name, **options) for path, name in names.items())
 
 
 def block_tensors(
     names: Mapping[str, str], before: str = "model.layers.{layer}.", **options: Any
-) -> tuple[Tensor, ...]:
+) -> Tensors:
     """Like `tensors`, for the parameters of blocks.
 
     `names` omits `blocks.` at the beginning of each path, and `before` at the beginning of each
@@ -315,12 +320,12 @@ def block_tensors(
     return tensors(full_names, **options)
 
 
-def replace_all(tensors: Collection[Tensor], **changes: Any) -> tuple[Tensor, ...]:
+def replace_all(tensors: Collection[Tensor], **changes: Any) -> Tensors:
     """Returns the tensors with the same changes of each."""
     return tuple(replace(tensor, **changes) for tensor in tensors)
 
 
-def biases(*tensors: Tensor) -> tuple[Tensor, ...]:
+def biases(*tensors: Tensor) -> Tensors:
     """Returns the biases of norms, given by their scales, and of kernels."""
     return tuple(
         replace(
@@ -333,7 +338,7 @@ def biases(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def with_biases(*tensors: Tensor) -> tuple[Tensor, ...]:
+def with_biases(*tensors: Tensor) -> Tensors:
     """Returns the tensors of norms' scales and of kernels, and their biases."""
     return tensors + biases(*tensors)
 
@@ -396,7 +401,7 @@ STACKED_EXPERTS = block_tensors(
 """As in transformers 5."""
 
 
-def separate_experts(module: str, **names: str) -> tuple[Tensor, ...]:
+def separate_experts(module: str, **names: str) -> Tensors:
     """Returns the tensors of a layer's module, one for each expert.
 
     `names` are the names of gate, up and down in a file.
@@ -453,12 +458,12 @@ def only(name: str, *values: object, default: object = None) -> Attribute:
     return Attribute(name, None, dict.fromkeys(values), default)
 
 
-def without(attributes: Collection[Attribute], *names: str) -> tuple[Attribute, ...]:
+def without(attributes: Collection[Attribute], *names: str) -> Attributes:
     """Returns the attributes that have none of these names."""
     return tuple(attribute for attribute in attributes if attribute.name not in names)
 
 
-def with_defaults(attributes: Collection[Attribute], **defaults: object) -> tuple[Attribute, ...]:
+def with_defaults(attributes: Collection[Attribute], **defaults: object) -> Attributes:
     """Returns attributes with other defaults."""
     return tuple(
         replace(attribute, default=defaults.get(attribute.name, attribute.default))
@@ -466,9 +471,7 @@ def with_defaults(attributes: Collection[Attribute], **defaults: object) -> tupl
     )
 
 
-def some_experts(
-    count: int, per_token: int, alias: str | None = "num_local_experts"
-) -> tuple[Attribute, ...]:
+def some_experts(count: int, per_token: int, alias: str | None = "num_local_experts") -> Attributes:
     """Returns the attributes of a router without groups, with their defaults."""
     return (
         Attribute("num_experts", "num_experts", int, count, alias=alias),
@@ -479,7 +482,7 @@ def some_experts(
 
 def grouped_experts(
     count: int | None = None, per_token: int | None = None, *, normalize: bool
-) -> tuple[Attribute, ...]:
+) -> Attributes:
     """Returns DeepSeek-V3's router attributes."""
     return (
         Attribute("n_routed_experts", "num_experts", int, count, alias="num_local_experts"),
@@ -495,9 +498,7 @@ DENSE_WIDTH = (Attribute("intermediate_size", "d_ff", int),)
 """Width of the MLPs in layers without experts."""
 
 
-def first_dense(
-    width: int | None, shared: int | None = None
-) -> Mapping[LayerType, tuple[Attribute, ...]]:
+def first_dense(width: int | None, shared: int | None = None) -> AttributesByType:
     """Returns DeepSeek's widths of experts, shared experts and dense layers.
 
     Missing ones have their defaults.
@@ -528,7 +529,7 @@ def sizes(
     kv_heads: int | None = None,
     eps_name: str = "rms_norm_eps",
     tied: bool = False,
-) -> tuple[Attribute, ...]:
+) -> Attributes:
     """Returns attributes that most families share.
 
     Without `kv_heads`, num_key_value_heads is equal to num_attention_heads by default.

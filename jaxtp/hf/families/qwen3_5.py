@@ -29,9 +29,9 @@ from jaxtp.hf.families.family import (
     SHARED_TP_PLAN,
     TP_PLAN,
     Attribute,
+    AttributesByType,
     Family,
-    LayerType,
-    Tensor,
+    Tensors,
     Wrapper,
     block_tensors,
     only,
@@ -46,7 +46,7 @@ from jaxtp.hf.families.qwen import SHARED_EXPERT
 _LINEAR_ATTENTION = "model.layers.{layer}.linear_attn."
 
 
-def _inputs(name: str, *kernels: int, chunks: str | None = None) -> tuple[Tensor, ...]:
+def _inputs(name: str, *kernels: int, chunks: str | None = None) -> Tensors:
     """Returns the kernels of q, k, v, z, b and a (0 to 5) that are in one tensor."""
     names = {f"attention.in_proj.kernels.{i}": f"{name}.weight" for i in kernels}
     return block_tensors(names, _LINEAR_ATTENTION, transposed=True, chunks=chunks)
@@ -87,10 +87,10 @@ _ATTRIBUTES = (
     Attribute("linear_value_head_dim", "delta_value_dim", int, 128, can_be_zero=True),
     Attribute("linear_conv_kernel_dim", "delta_conv", int, 4),
 )
-_LINEAR: dict[LayerType, tuple[Attribute, ...]] = {
+_LINEAR: AttributesByType = {
     "linear_attention": (Attribute("linear_num_value_heads", "delta_value_heads", int, 32),)
 }
-_EXPERTS: dict[LayerType, tuple[Attribute, ...]] = {
+_EXPERTS: AttributesByType = {
     "experts": (
         Attribute("moe_intermediate_size", "d_ff", int, 512),
         Attribute("shared_expert_intermediate_size", "shared_experts", int, 512, can_be_zero=True),
