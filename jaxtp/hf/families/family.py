@@ -109,7 +109,7 @@ Attributes = tuple[Attribute, ...]
 AttentionType = Literal["linear_attention", "full_attention", "sliding_attention", "global"]
 LayerType = Literal[AttentionType, "rope", "no_rope", "experts", "dense"]
 """Types of layers; one has several. A global layer has full attention in a model with windows."""
-AttributesByType = Mapping[LayerType, Attributes]
+AttributesByType = dict[LayerType, Attributes]
 
 
 @dataclass(frozen=True)
