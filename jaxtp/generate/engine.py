@@ -358,8 +358,8 @@ class Generator:
         Slots are powers of two, to compile few programs.
         """
         parts = self._batch_parts
-        # For a single row, XLA on GPUs writes each product with a kernel out and sums it later: 1.5
-        # times as slow on an H200.
+        # For a single row, XLA on GPUs writes a kernel's elementwise products to memory, and sums
+        # them later: 1.5 times as slow on an H200.
         min_rows = 1 if current_platform() == "cpu" else 2
         rows = parts * max(math.ceil(min(self._batch_size, len(requests)) / parts), min_rows)
         length = max(request.num_prompt for request in requests) + settings.max_tokens

@@ -215,12 +215,7 @@ def load_tensors(
 class _Arrays:
     """The arrays of a state, which become complete part by part."""
 
-    def __init__(
-        self,
-        variables: Parameters,
-        needed: TensorParts,
-        mesh: Mesh | None,
-    ):
+    def __init__(self, variables: Parameters, needed: TensorParts, mesh: Mesh | None):
         self._variables = variables
         self._mesh = mesh
         # Number of parts that each parameter, or each of its layers, still lacks
