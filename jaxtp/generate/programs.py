@@ -247,14 +247,14 @@ class Programs:
             rows = jnp.arange(count_B.size)[:, None]
             history_BS = history_BS.at[rows, places].set(sampled_BT, mode="drop")
         return _Decoding(
-            state.step + 1,
-            caches,
-            history_BS,
-            last_B1[:, 0],
-            state.lengths + count_B,
-            jnp.where(jnp.any(ended_BT & accepted_BT, axis=1), 0, state.left - count_B),
-            state.tokens.at[state.step].set(jnp.where(accepted_BT, sampled_BT, -1).T),
-            state.logprobs.at[state.step].set(logprobs_BT.T),
+            step=state.step + 1,
+            caches=caches,
+            history=history_BS,
+            last=last_B1[:, 0],
+            lengths=state.lengths + count_B,
+            left=jnp.where(jnp.any(ended_BT & accepted_BT, axis=1), 0, state.left - count_B),
+            tokens=state.tokens.at[state.step].set(jnp.where(accepted_BT, sampled_BT, -1).T),
+            logprobs=state.logprobs.at[state.step].set(logprobs_BT.T),
         )
 
     def _sample_each(
