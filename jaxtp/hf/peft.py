@@ -123,9 +123,9 @@ def _in_memory(module: str, family: Family) -> str:
     # The name in transformers' memory. Multimodal models and files have other names, and so did
     # older versions.
     in_memory = family.prefix if family.wrapper is None else MODULES
-    for before, _ in (*TEXT_PREFIXES, (family.prefix, "")):
-        if module.startswith(before):
-            return in_memory + module.removeprefix(before)
+    for prefix, _ in (*TEXT_PREFIXES, (family.prefix, "")):
+        if module.startswith(prefix):
+            return in_memory + module.removeprefix(prefix)
     return module
 
 

@@ -360,17 +360,19 @@ def _without_gaps(
                 f"{size:,}; it is cut off"
             )
     position = start
-    before = "the header"
+    previous = "the header"
     ordered = sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes))
     for tensor in ordered:
         if tensor.offset != position:
             wrong = "overlap with" if tensor.offset < position else "leave a gap after"
-            raise HFError(f"{path}: {truncate(tensor.name)}: its data {wrong} the data of {before}")
+            raise HFError(
+                f"{path}: {truncate(tensor.name)}: its data {wrong} the data of {previous}"
+            )
         position = tensor.offset + tensor.num_bytes
-        before = truncate(tensor.name)
+        previous = truncate(tensor.name)
     if position != size:
         raise HFError(
-            f"{path}: {size - position:,} bytes after the data of {before} belong to no tensor"
+            f"{path}: {size - position:,} bytes after the data of {previous} belong to no tensor"
         )
     return {tensor.name: tensor for tensor in ordered}
 

@@ -73,8 +73,8 @@ def full_names(
     )
     full_names = {name: name for name in stored}
     if wrapped:
-        before, before_head = _prefixes(stored)
-        full_names = {name: _unwrapped(name, before, before_head, family) for name in stored}
+        prefix, head_prefix = _prefixes(stored)
+        full_names = {name: _unwrapped(name, prefix, head_prefix, family) for name in stored}
     elif not has_prefix and bare in stored:
         full_names = {name: family.prefix + name for name in stored}
         full_names[head] = head
@@ -114,8 +114,8 @@ def name_of(path: str, family: Family) -> str:
 def layer_number(name: str, family: Family) -> int | None:
     """Returns the number of the layer in a tensor's full name, if any."""
     in_layer = next(tensor.name for tensor in family.tensors if LAYER in tensor.name)
-    before = in_layer.partition(LAYER)[0]
-    match = re.match(rf"{re.escape(before)}(\d{{1,9}})\.", name)
+    prefix = in_layer.partition(LAYER)[0]
+    match = re.match(rf"{re.escape(prefix)}(\d{{1,9}})\.", name)
     return None if match is None else int(match[1])
 
 
@@ -130,16 +130,16 @@ def _prefixes(stored: StoredTensors) -> tuple[str, str]:
         names = " and ".join(examples.values())
         raise HFError(f"{names}: the names of text tensors begin in two ways")
     if not examples:
-        beginnings = " or ".join(before for before, _ in TEXT_PREFIXES)
+        beginnings = " or ".join(prefix for prefix, _ in TEXT_PREFIXES)
         raise HFError(f"no tensor's name begins with {beginnings}: no text model")
     return next(iter(examples))
 
 
-def _unwrapped(name: str, before: str, before_head: str, family: Family) -> str:
-    if name.startswith(before):
-        return family.prefix + name.removeprefix(before)
-    bare = name.removeprefix(before_head)
-    return bare if name.startswith(before_head) and bare.startswith("lm_head.") else name
+def _unwrapped(name: str, prefix: str, head_prefix: str, family: Family) -> str:
+    if name.startswith(prefix):
+        return family.prefix + name.removeprefix(prefix)
+    bare = name.removeprefix(head_prefix)
+    return bare if name.startswith(head_prefix) and bare.startswith("lm_head.") else name
 
 
 def _is_other(name: str, full_name: str, family: Family, num_layers: int | None) -> bool:
@@ -174,10 +174,10 @@ class Whole:
         """Returns the name in this folder of a tensor in the family's table."""
         if self.family.wrapper is None:
             return full_name
-        before, before_head = self._prefixes
+        prefix, head_prefix = self._prefixes
         if full_name.startswith(self.family.prefix):
-            return before + full_name.removeprefix(self.family.prefix)
-        return before_head + full_name
+            return prefix + full_name.removeprefix(self.family.prefix)
+        return head_prefix + full_name
 
     @cached_property
     def _prefixes(self) -> tuple[str, str]:

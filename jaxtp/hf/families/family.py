@@ -309,14 +309,14 @@ def tensors(names: Mapping[str, str], **options: Any) -> Tensors:
 
 
 def block_tensors(
-    names: Mapping[str, str], before: str = "model.layers.{layer}.", **options: Any
+    names: Mapping[str, str], prefix: str = "model.layers.{layer}.", **options: Any
 ) -> Tensors:
     """Like `tensors`, for the parameters of blocks.
 
-    `names` omits `blocks.` at the beginning of each path, and `before` at the beginning of each
+    `names` omits `blocks.` at the beginning of each path, and `prefix` at the beginning of each
     name.
     """
-    full_names = {f"blocks.{path}": before + name for path, name in names.items()}
+    full_names = {f"blocks.{path}": prefix + name for path, name in names.items()}
     return tensors(full_names, **options)
 
 
