@@ -438,16 +438,13 @@ def _windows_by_index(attributes: Attributes, family: Family, count: int) -> lis
 
 def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, object]:
     names = family.layer_attributes
-    windows = [layer.sliding_window for layer in layers if layer.sliding_window is not None]
-    window = windows[0] if windows else None
-    has_window = [layer.sliding_window is not None for layer in layers]
-    types = [_SLIDING if windowed else _FULL for windowed in has_window]
+    types = [_FULL if layer.sliding_window is None else _SLIDING for layer in layers]
+    window = None
+    if _SLIDING in types:
+        window = layers[types.index(_SLIDING)].sliding_window
     if _TYPES in names:
-        groups = {kind: name for name, kind in _KINDS.items()}
-        return {
-            _TYPES: [[[groups[kind] for kind in types], 1]],
-            "window_size": window or family.default_window,
-        }
+        kinds = ["local" if kind == _SLIDING else "global" for kind in types]
+        return {_TYPES: [[kinds, 1]], "window_size": window or family.default_window}
     can_be_null = (
         family.window_can_be_null or "layer_types" not in names or "use_sliding_window" in names
     )
@@ -457,8 +454,9 @@ def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, o
     if "use_sliding_window" in names:
         written["use_sliding_window"] = window is not None
     if "max_window_layers" in names:
-        written["max_window_layers"] = 0 if window is None else has_window.index(True)
-    if "sliding_window_pattern" in names and (period := _period(has_window)) is not None:
+        written["max_window_layers"] = 0 if window is None else types.index(_SLIDING)
+    period = _period([kind == _SLIDING for kind in types])
+    if "sliding_window_pattern" in names and period is not None:
         written["sliding_window_pattern"] = period
     by_index = "max_window_layers" in names and family.window_period > 0
     if "layer_types" in names and not (by_index and len(set(types)) == 1):
@@ -879,8 +877,10 @@ def _scaling_parameters(layer: BlockConfig, family: Family) -> dict[str, object]
     if scaling.kind == "none":
         return {}
     values = {**vars(scaling), _ORIGINAL: scaling.original_length}
-    written = {name: values[name] for name in _SCALINGS[scaling.kind] if values[name] is not None}
-    written |= {name: list(written[name]) for name in _LISTS if name in written}
+    written: dict[str, object] = {}
+    for name in _SCALINGS[scaling.kind]:
+        if values[name] is not None:
+            written[name] = list(values[name]) if name in _LISTS else values[name]
     if family.scaled_scores and scaling.kind == "yarn" and layer.query_scale and scaling.factor > 1:
         # The inverse of reading. Some programs read these two, others attention_factor.
         unit = 0.1 * math.log(scaling.factor)
