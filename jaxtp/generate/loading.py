@@ -370,7 +370,9 @@ def _source_of_run(
     corpus = stored.info.get("corpus", {})
     data = stored.info.get("config", {}).get("data", {})
     hf_files = hf_files_of(stored.folder)
-    candidates = (options.tokenizer, data.get("path"), *(data.get("mixture") or ())[:1], hf_files)
+    # A mixture maps its datasets to their weights.
+    datasets = (data.get("path"), *(data.get("mixture") or {}))
+    candidates = (options.tokenizer, *datasets, hf_files)
     locations = [expand(Path(location)) for location in candidates if location is not None]
     location = locations[0] if locations else None
     tokenizer = _tokenizer_of_run(stored.folder, corpus.get("tokenizer"), location, options)
