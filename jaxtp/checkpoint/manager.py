@@ -346,7 +346,8 @@ class Checkpoints:
         """
         info = self.info(step) if info is None else info
         target = abstract_logical(state, mesh)
-        if extra := sorted(info["checksums"].keys() - target.keys()):
+        extra = sorted(info["checksums"].keys() - target.keys())
+        if extra:
             raise CheckpointError(
                 f"{self.folder / str(step)} does not hold this model's state: it also holds "
                 f"{', '.join(extra[:3])}"
@@ -428,7 +429,8 @@ class Checkpoints:
         counts = {name: count for name, count in not_finite.items() if name not in exempt}
         if counts:
             raise NonFiniteError(f"{result}: {describe_not_finite(counts)}; {advice or newest()}")
-        if positions := summed.unequal_replicas():
+        positions = summed.unequal_replicas()
+        if positions:
             where = describe_devices(positions, list(mesh.devices.flat), host_names())
             raise UnequalCopiesError(
                 f"{result}: silent corruption: copies differ: {where}. {DIAGNOSE}; {newest()}"

@@ -331,7 +331,8 @@ def finished_checkpoints(run: Path) -> list[Path]:
 
 def newest_checkpoint(run: Path) -> Path:
     """Returns the last of `finished_checkpoints`; raises `CheckpointError` if there is none."""
-    if checkpoints := finished_checkpoints(run):
+    checkpoints = finished_checkpoints(run)
+    if checkpoints:
         return checkpoints[-1]
     raise CheckpointError(f"{run}: no finished checkpoint there; name the folder of a run")
 
@@ -396,6 +397,7 @@ def open_checkpoint(folder: Path) -> StoredCheckpoint:
         name: ShapeDtypeStruct(tuple(array.shape), array.dtype, sharding=sharding)
         for name, array in sorted(metadata.items())
     }
-    if missing := sorted(info[_CHECKSUMS].keys() - arrays.keys()):
+    missing = sorted(info[_CHECKSUMS].keys() - arrays.keys())
+    if missing:
         raise CheckpointError(f"{folder}: saved arrays are missing: {', '.join(missing[:3])}")
     return StoredCheckpoint(folder, info, arrays, metadata)
