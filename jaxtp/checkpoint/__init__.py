@@ -11,7 +11,7 @@ import warnings
 def silence_orbax() -> None:
     """Silences deprecations, and Orbax's warnings and unawaited TensorStore futures.
 
-    Our errors report damage.
+    jaxtp's own errors report damage.
     """
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"orbax|grain|flax")
     for library in ("absl", "asyncio"):

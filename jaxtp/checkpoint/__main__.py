@@ -62,22 +62,18 @@ def inspect(args: Inspect) -> int:
         print(f"step      {record['step']}, next sample {info['next_sample']:,}")
         mesh = describe_mesh(mesh_shape(**info["mesh"]))
         print(f"written   on mesh {mesh} by {info.get('processes', 'unknown')} process(es)")
-        print(
-            "versions  "
-            + ", ".join(f"{name} {version}" for name, version in info.get("versions", {}).items())
-        )
+        versions = (f"{name} {version}" for name, version in info.get("versions", {}).items())
+        print(f"versions  {', '.join(versions)}")
         print(f"data      {json.dumps(info['corpus'])}")
         config = dict(info["config"])
         if config["model"].get("build") is not None:
             config["model"] = {name: config["model"][name] for name in _OF_OWN_MODEL}
-        print(
-            *(f"{section:<10}{json.dumps(values)}" for section, values in config.items()),
-            "",
-            sep="\n",
-        )
+        for section, values in config.items():
+            print(f"{section:<10}{json.dumps(values)}")
+        print()
     else:
-        others = {name: value for name, value in info.items() if name not in OF_ARRAYS}
-        print(f"step      {record['step']}\ninfo      {json.dumps(others)}\n")
+        user_info = {name: value for name, value in info.items() if name not in OF_ARRAYS}
+        print(f"step      {record['step']}\ninfo      {json.dumps(user_info)}\n")
     for name, array in record["arrays"].items():
         shape = "x".join(map(str, array["shape"])) or "scalar"
         print(
@@ -125,18 +121,16 @@ def verify(args: Inspect) -> int:
 
 def diff(args: Diff) -> int:
     """Prints how much each array differs between two checkpoints; returns 1 if any does."""
-    one = open_checkpoint(args.a)
-    other = open_checkpoint(args.b)
-    names = dict.fromkeys((*one.arrays, *other.arrays))
+    a = open_checkpoint(args.a)
+    b = open_checkpoint(args.b)
+    names = dict.fromkeys((*a.arrays, *b.arrays))
     differ = {}
     for name in names:
-        if difference := describe_difference(one, other, name):
+        if difference := describe_difference(a, b, name):
             differ[name] = difference
             print(f"{difference:<23} {name}")
     print(f"{len(differ) or 'none'} of {len(names)} arrays differ")
-    write_json(
-        "--json", args.json, {"a": str(one.folder), "b": str(other.folder), "differ": differ}
-    )
+    write_json("--json", args.json, {"a": str(a.folder), "b": str(b.folder), "differ": differ})
     return 1 if differ else 0
 
 
@@ -147,12 +141,13 @@ def describe_difference(a: StoredCheckpoint, b: StoredCheckpoint, name: str) -> 
             return f"only in {present.folder}"
     if a.arrays[name].shape != b.arrays[name].shape:
         return f"{a.arrays[name].shape} and {b.arrays[name].shape}"
-    stored_sums = [checkpoint.info["checksums"].get(name) for checkpoint in (a, b)]
-    if None not in stored_sums and stored_sums[0] == stored_sums[1]:
+    checksum = a.info["checksums"].get(name)
+    if checksum is not None and checksum == b.info["checksums"].get(name):
         return None
-    one, other = (np.asarray(checkpoint.read(name), dtype=np.float64) for checkpoint in (a, b))
-    norm = float(np.linalg.norm(one)) or 1.0
-    return f"{float(np.linalg.norm(one - other)) / norm:.3e}"
+    array = np.asarray(a.read(name), np.float64)
+    difference = array - np.asarray(b.read(name), np.float64)
+    norm = float(np.linalg.norm(array)) or 1.0
+    return f"{float(np.linalg.norm(difference)) / norm:.3e}"
 
 
 _COMMANDS: dict[str, tuple[type, Callable[[Any], int], str]] = {

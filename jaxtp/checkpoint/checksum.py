@@ -1,6 +1,6 @@
 """Computes checksums of arrays on their devices, and compares replicas.
 
-Corrupted memory raises no error.
+Corrupted memory raises no error by itself.
 
 The bits of each element are mixed with its position (the finalizer of MurmurHash3, Austin Appleby,
 public domain) and summed modulo 2^32, twice with different seeds. Integer sums are independent of
@@ -25,18 +25,21 @@ from jaxtp.config.entry import NumericsError
 from jaxtp.distributed.agreement import process_name
 from jaxtp.mesh import AXES, axes_of
 
-_CHECKSUMS = "checksums"  # Module name of the checksums in an audit of collectives
+# Module name of the checksums in an audit of collectives
+_CHECKSUMS = "checksums"
 DIAGNOSE = (
     "Leave the host out of the run, and run its vendor's diagnostics (NVIDIA: dcgmi diag -r 4)"
 )
 
 ReplicaGroups = list[list[int]]
 """For each part of an array, the mesh positions of the devices that hold it."""
-MeshPositions = dict[str, set[int]]  # Mesh positions of devices, by array name
+# Mesh positions of devices, by array name
+MeshPositions = dict[str, set[int]]
 
 _SEEDS = (np.uint32(0x9E3779B9), np.uint32(0x7F4A7C15))
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-_MAX_PROCESSES = 8  # Maximum number of processes in a message
+# Maximum number of processes in a message
+_MAX_PROCESSES = 8
 
 
 class UnequalCopiesError(NumericsError):
@@ -52,22 +55,24 @@ GROUP = 64
 
 
 class Sums:
-    """Sums of arrays, which the devices may still compute; every process must make it.
+    """Sums of arrays, which the devices may still be computing; every process must create it.
 
     Elements have at most 4 bytes. Each device reads its data once.
     """
 
     def __init__(self, arrays: Mapping[str, Array]):
-        alike: dict[tuple[object, ...], list[str]] = {}
+        alike: dict[object, list[str]] = {}
         for name, array in arrays.items():
-            place = (_mesh_of(array) or array.sharding,)
+            key: object = _mesh_of(array) or array.sharding
             # With many arrays, a program sums only equal ones.
-            layout = (array.shape, array.dtype, array.sharding)
-            alike.setdefault(layout if len(arrays) > GROUP else place, []).append(name)
-        parts = [
-            names[at : at + GROUP] for names in alike.values() for at in range(0, len(names), GROUP)
-        ]
-        self._groups = [(names, _columns([arrays[name] for name in names])) for names in parts]
+            if len(arrays) > GROUP:
+                key = (array.shape, array.dtype, array.sharding)
+            alike.setdefault(key, []).append(name)
+        self._groups = []
+        for names in alike.values():
+            for start in range(0, len(names), GROUP):
+                group = names[start : start + GROUP]
+                self._groups.append((group, _columns([arrays[name] for name in group])))
         self.shapes = {name: list(array.shape) for name, array in arrays.items()}
         self.dtypes = {name: array.dtype for name, array in arrays.items()}
         self.replicas = replica_groups_by_name(arrays)
@@ -76,28 +81,26 @@ class Sums:
     def rows(self) -> list[np.ndarray]:
         """Sums of each array, uint32 `[3, devices]`.
 
-        They are two checksums, and the count of elements that are not finite (in a scalar, NaN).
+        The rows are two checksums, and the number of elements that are not finite (in a scalar:
+        NaN).
         """
-        found = {
-            name: row
-            for names, rows in self._groups
-            for name, row in zip(names, np.asarray(rows), strict=True)
-        }
-        return [found[name] for name in self.shapes]
+        rows: dict[str, np.ndarray] = {}
+        for names, columns in self._groups:
+            rows.update(zip(names, np.asarray(columns), strict=True))
+        return [rows[name] for name in self.shapes]
 
     def _one_replica(self) -> dict[str, np.ndarray]:
-        firsts = [[group[0] for group in groups] for groups in self.replicas.values()]
-        totals = (
-            row[:, first].sum(1, dtype=np.uint64)
-            for row, first in zip(self.rows, firsts, strict=True)
-        )
-        return dict(zip(self.replicas, totals, strict=True))
+        totals = {}
+        for row, (name, groups) in zip(self.rows, self.replicas.items(), strict=True):
+            first_devices = [group[0] for group in groups]
+            totals[name] = row[:, first_devices].sum(1, dtype=np.uint64)
+        return totals
 
     def checksums(self) -> dict[str, str]:
         """Returns 16 hexadecimal digits for each array, the same on any mesh."""
-        sums = self._one_replica().items()
         return {
-            name: "".join(f"{int(word) % 2**32:08x}" for word in words[:2]) for name, words in sums
+            name: f"{int(first) % 2**32:08x}{int(second) % 2**32:08x}"
+            for name, (first, second, _) in self._one_replica().items()
         }
 
     def unequal_replicas(self) -> MeshPositions:
@@ -106,7 +109,7 @@ class Sums:
 
     def not_finite(self) -> dict[str, int]:
         """Returns nonzero counts of non-finite elements."""
-        return {name: int(words[2]) for name, words in self._one_replica().items() if words[2]}
+        return {name: int(count) for name, (*_, count) in self._one_replica().items() if count}
 
 
 def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) -> Array:
@@ -118,15 +121,12 @@ def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) 
     def on_device(*parts: Array) -> Array:
         # Not layer by layer: a loop would make XLA write out gradients that it otherwise fuses with
         # the update.
-        sums = [
-            vary_everywhere(jnp.sum(_mixed(part, _SEEDS[0], [0] * part.ndim), dtype=jnp.uint32))
-            for part in parts
-        ]
+        mixed = [_mixed(part, _SEEDS[0], [0] * part.ndim) for part in parts]
+        sums = [vary_everywhere(jnp.sum(bits, dtype=jnp.uint32)) for bits in mixed]
         return jnp.stack(sums)[:, None]
 
-    return device_view(on_device, _CHECKSUMS, in_specs=specs, out_specs=PartitionSpec(None, AXES))(
-        *arrays
-    )
+    out = PartitionSpec(None, AXES)
+    return device_view(on_device, _CHECKSUMS, in_specs=specs, out_specs=out)(*arrays)
 
 
 @cache
@@ -137,9 +137,8 @@ def replica_groups(sharding: Sharding, shape: tuple[int, ...]) -> ReplicaGroups:
     indices = sharding.devices_indices_map(shape)
     groups: dict[tuple[tuple[int | None, int | None], ...], list[int]] = {}
     for position, device in enumerate(sharding.mesh.devices.flat):
-        groups.setdefault(tuple((dim.start, dim.stop) for dim in indices[device] or ()), []).append(
-            position
-        )
+        part = tuple((dim.start, dim.stop) for dim in indices[device] or ())
+        groups.setdefault(part, []).append(position)
     return list(groups.values())
 
 
@@ -158,12 +157,13 @@ def minority_devices(
     positions: MeshPositions = {}
     for row, (name, groups) in zip(table, replicas.items(), strict=True):
         for group in groups:
-            (usual, count), *others = Counter(row[group].tolist()).most_common()
-            if others:
-                tied = others[0][1] == count
-                positions.setdefault(name, set()).update(
-                    each for each in group if tied or row[each] != usual
-                )
+            ranked = Counter(row[group].tolist()).most_common(2)
+            if len(ranked) == 1:
+                continue
+            (usual, count), (_, next_count) = ranked
+            tied = next_count == count
+            minority = [position for position in group if tied or row[position] != usual]
+            positions.setdefault(name, set()).update(minority)
     return positions
 
 
@@ -189,25 +189,26 @@ def describe_devices(
         )
     hidden = len(described) - _MAX_PROCESSES
     more = f", and devices of {hidden} more processes" if hidden > 0 else ""
-    first, *others = positions
-    arrays = f" and {len(others)} more array{'s' if len(others) > 1 else ''}" if others else ""
-    return f"{first}{arrays} on {'; '.join(described[:_MAX_PROCESSES])}{more}"
+    arrays = next(iter(positions))
+    if len(positions) > 1:
+        arrays += f" and {len(positions) - 1} more array{'s' if len(positions) > 2 else ''}"
+    return f"{arrays} on {'; '.join(described[:_MAX_PROCESSES])}{more}"
 
 
 def describe_not_finite(counts: Mapping[str, int]) -> str:
     """Describes non-finite arrays by their counts."""
     name, count = next(iter(counts.items()))
+    text = f"{name} has {count:,} element{'s that are' if count > 1 else ' that is'} not finite"
+    if len(counts) == 1:
+        return text
     more = len(counts) - 1
-    others = f", as do {more} more arrays" if more > 1 else ", as does 1 more array" if more else ""
-    return (
-        f"{name} has {count:,} element{'s that are' if count > 1 else ' that is'} not "
-        f"finite{others}"
-    )
+    return f"{text}, as do {more} more arrays" if more > 1 else f"{text}, as does 1 more array"
 
 
 def _columns(arrays: Sequence[Array]) -> Array:
     """Returns the sums of arrays on one mesh, uint32 `[arrays, 3, devices]`."""
-    if (mesh := _mesh_of(arrays[0])) is None:
+    mesh = _mesh_of(arrays[0])
+    if mesh is None:
         return _sum_arrays(*arrays)
     with jax.set_mesh(mesh):
         return _sum_parts(tuple(array.sharding.spec for array in arrays), *arrays)  # type: ignore[attr-defined]
@@ -231,29 +232,30 @@ def _sum_arrays(*arrays: Array) -> Array:
 @partial(jax.jit, static_argnums=0, compiler_options=_OPTIONS)
 def _sum_parts(specs: tuple[PartitionSpec, ...], *arrays: Array) -> Array:
     def sum_part(part: Array, spec: PartitionSpec) -> Array:
-        split = [axes_of(entry) for entry in spec] + [()] * (part.ndim - len(spec))
-        return vary_everywhere(
-            _sums_at(part, [axis_index(*a) * n for a, n in zip(split, part.shape, strict=True)])
-        )
+        axes = [axes_of(entry) for entry in spec] + [()] * (part.ndim - len(spec))
+        starts = [axis_index(*dim) * size for dim, size in zip(axes, part.shape, strict=True)]
+        return vary_everywhere(_sums_at(part, starts))
 
     def on_device(*parts: Array) -> Array:
-        return jnp.stack([sum_part(part, spec) for part, spec in zip(parts, specs, strict=True)])[
-            :, :, None
-        ]
+        return jnp.stack(list(map(sum_part, parts, specs)))[:, :, None]
 
     out = PartitionSpec(None, None, AXES)
     columns: Array = device_view(on_device, _CHECKSUMS, in_specs=specs, out_specs=out)(*arrays)
-    return constrain(columns, PartitionSpec())  # each process reads all
+    # Each process reads all.
+    return constrain(columns, PartitionSpec())
 
 
-@jax.jit  # traced once for alike arrays: parameter and moments
+# Traced once for alike arrays: parameter and moments.
+@jax.jit
 def _sums_at(part: Array, starts: Sequence[int | Array]) -> Array:
     """Returns the sums, uint32 `[3]`, of a part that begins at `starts` in each dim."""
     # A scalar may be infinite: the lowest loss so far, in an optimizer's state, starts so.
-    is_wrong = jnp.isnan if part.ndim == 0 else lambda part: ~jnp.isfinite(part)
-    wrong = (
-        is_wrong(part) if jnp.issubdtype(part.dtype, jnp.floating) else jnp.zeros_like(part, bool)
-    )
+    if not jnp.issubdtype(part.dtype, jnp.floating):
+        wrong = jnp.zeros_like(part, bool)
+    elif part.ndim == 0:
+        wrong = jnp.isnan(part)
+    else:
+        wrong = ~jnp.isfinite(part)
     terms = *(_mixed(part, seed, starts) for seed in _SEEDS), wrong.astype(jnp.uint32)
     # One reduction of several operands reads the array once, and needs no temporary memory.
     add = lambda sums, more: tuple(map(operator.add, sums, more))  # noqa: E731

@@ -8,7 +8,6 @@ Processes read their parts independently, then share their errors (`distributed/
 import contextlib
 import errno
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import BinaryIO, TypeVar
 
 import jax
 
-from jaxtp.config.entry import FILES, UserError
+from jaxtp.config.entry import FILES, UserError, say
 from jaxtp.config.reading import open_regular
 from jaxtp.distributed.agreement import first_disagreeing, raise_everywhere
 
@@ -26,8 +25,10 @@ MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _TRANSIENT = (OSError, MemoryError, jax.errors.JaxRuntimeError)
 _PERMANENT = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 """File system errors that a retry does not fix."""
-PAUSES = (1.0, 3.0, 9.0)  # Seconds before each retry
-_BLOCK = 1 << 24  # bytes that are read at once
+# Seconds before each retry
+PAUSES = (1.0, 3.0, 9.0)
+# Bytes that are read at once
+_BLOCK = 1 << 24
 
 
 class CheckpointError(UserError):
@@ -48,9 +49,7 @@ class DamagedError(CheckpointError):
 
 
 def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
-    """Calls `read` on a checkpoint.
-
-    Raises `DamagedError`, or `CheckpointError` if it is only unreadable now.
+    """Calls `read` on a checkpoint; raises `DamagedError`, or `CheckpointError` if unreadable.
 
     Libraries hide file system errors, so one failed read proves nothing. Corruption is proven if
     every file is fully readable and a second attempt fails. File system errors are retried as in
@@ -83,11 +82,9 @@ def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
 
 
 def retry_io(folder: Path, look: Callable[[], T], hint: str = "") -> T:
-    """Calls `look`, and retries after file system errors.
+    """Calls `look`, and retries after file system errors, except for missing files.
 
-    Missing files are not retried. Finally it raises `CheckpointError`.
-
-    `hint` ends the error message.
+    Raises `CheckpointError` after the last attempt; `hint` ends its message.
     """
     pauses = iter(PAUSES)
     while True:
@@ -96,15 +93,11 @@ def retry_io(folder: Path, look: Callable[[], T], hint: str = "") -> T:
         except MISSING:
             raise
         except _TRANSIENT as error:
-            why = describe_error(error)
+            reason = describe_error(error)
             pause = next(pauses, None)
             if pause is None or not isinstance(error, OSError) or error.errno in _PERMANENT:
-                raise CheckpointError(f"{folder} cannot be read ({why}){hint}") from None
-        print(
-            f"{folder} cannot be read now ({why}); retry in {pause:g} s",
-            file=sys.stderr,
-            flush=True,
-        )
+                raise CheckpointError(f"{folder} cannot be read ({reason}){hint}") from None
+        say(f"{folder} cannot be read now ({reason}); retry in {pause:g} s")
         time.sleep(pause)
 
 
@@ -113,7 +106,8 @@ def _read_every_byte(folder: Path) -> None:
         try:
             with open_regular(path) as file:
                 _read_data(file)
-        except OSError as error:  # a failed read does not name the file
+        except OSError as error:
+            # A failed read does not name the file.
             error.filename = str(path)
             raise
 
@@ -125,7 +119,8 @@ def _read_data(file: BinaryIO) -> None:
         try:
             position = file.seek(position, os.SEEK_DATA)
         except OSError as error:
-            if error.errno == errno.ENXIO:  # no data after this position
+            # No data after this position.
+            if error.errno == errno.ENXIO:
                 return
             raise
         end = file.seek(position, os.SEEK_HOLE)
@@ -142,7 +137,7 @@ def files_below(folder: Path) -> Iterator[Path]:
         raise error
 
     for parent, _, names in os.walk(folder, onerror=fail):
-        yield from (Path(parent) / name for name in names)
+        yield from map(Path(parent).joinpath, names)
 
 
 def read_on_all(attempt: Callable[[], T]) -> T:
@@ -167,15 +162,16 @@ def require_shared(folder: Path, look: Callable[[], object]) -> None:
 def disk_full_message(error: Exception) -> str | None:
     """Returns the system's message for a full disk or quota, else None."""
     # A TensorStore error lists many files before this message.
-    return next(
-        (words for words in map(os.strerror, (errno.ENOSPC, errno.EDQUOT)) if words in str(error)),
-        None,
-    )
+    for message in map(os.strerror, (errno.ENOSPC, errno.EDQUOT)):
+        if message in str(error):
+            return message
+    return None
 
 
 def describe_error(error: Exception) -> str:
     """Returns an Orbax or TensorStore error's message in one line."""
-    if (message := disk_full_message(error)) is not None:
+    message = disk_full_message(error)
+    if message is not None:
         return message
     text = str(error).split("See full TensorStore details")[0].strip()
     return text.splitlines()[0][:400] if text else type(error).__name__

@@ -10,14 +10,16 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax import Array
+from jax import Array, ShapeDtypeStruct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxtp.config.hints import by_dotted_path, dotted
 from jaxtp.layers.parameter import Padding, logical_shape, pad, padding_of, spec_of, unpad
 from jaxtp.mesh import TP, axes_of, mesh_sizes, parts
 
-Arrays = dict[str, Array]  # Arrays by dotted path, such as `model.blocks.mlp.down.kernel`
+# Arrays by dotted path, such as `model.blocks.mlp.down.kernel`
+Arrays = dict[str, Array]
+AbstractArrays = dict[str, ShapeDtypeStruct]
 
 Variable = nnx.Variable[Any]
 
@@ -65,11 +67,11 @@ def to_logical(state: nnx.State, mesh: Mesh) -> Arrays:
     }
 
 
-def abstract_logical(state: nnx.State, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_logical(state: nnx.State, mesh: Mesh) -> AbstractArrays:
     """Returns the logical shape, dtype and sharding of each array."""
     sizes = mesh_sizes(mesh)
     return {
-        name: jax.ShapeDtypeStruct(
+        name: ShapeDtypeStruct(
             logical_shape(v), v.dtype, sharding=NamedSharding(mesh, logical_spec(v, sizes))
         )
         for name, v in named_variables(state).items()

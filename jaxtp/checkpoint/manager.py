@@ -1,13 +1,12 @@
-"""Saves and restores a run: asynchronously, sharded, atomically and verified.
+"""Saves and restores a run asynchronously, sharded, atomically and verified.
 
-It does so on any mesh and any number of processes.
+The mesh and the number of processes may differ between a save and a restore.
 
 Each process writes its part in the background, through Orbax. The processes wait for each other
 twice: for all parts to be written, and for process 0 to commit the checkpoint. If a process fails,
 `SaveBarriers` releases the others.
 """
 
-import contextlib
 import copy
 import itertools
 import os
@@ -17,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,8 +26,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxtp.checkpoint import checksum, io_errors, storage
 from jaxtp.checkpoint.checksum import (
+    DIAGNOSE,
     NonFiniteError,
     Sums,
     UnequalCopiesError,
@@ -38,15 +38,31 @@ from jaxtp.checkpoint.io_errors import (
     CheckpointError,
     DamagedError,
     UnwritableError,
+    describe_error,
+    disk_full_message,
     read_on_all,
     require_shared,
+    retry_io,
 )
 from jaxtp.checkpoint.logical import (
+    Arrays,
     abstract_logical,
     from_logical,
     may_be_infinite,
     named_variables,
     to_logical,
+)
+from jaxtp.checkpoint.storage import (
+    BoundedHandler,
+    DeferredInfoHandler,
+    Info,
+    describe_arrays,
+    newest_checkpoint,
+    read_info,
+    read_info_on_all,
+    read_verified,
+    require_openable,
+    seal,
 )
 from jaxtp.config.entry import NumericsError
 from jaxtp.distributed.agreement import (
@@ -108,22 +124,19 @@ class SaveBarriers:
         starts = key not in self._unpassed and self._start_calls > 0
         self._start_calls -= starts
         if self._unpassed and not starts and key not in self._unpassed:
-            # The end of a failed save: fail the barriers where others wait; no process waits at the
-            # end.
+            # This is the end of a failed save. Fail the barriers where other processes wait; no
+            # process waits at the end.
             for skipped in self._unpassed:
-                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                with suppress(jax.errors.JaxRuntimeError):
                     self._poison_barrier(key=skipped, timeout_ms=timeout_ms)
             return
         try:
             self._barrier(key=key, timeout_ms=timeout_ms)
         except jax.errors.JaxRuntimeError as error:
-            late = re.search(r"timed out task names:\s*(\d+)", str(error))
-            why = (
-                f"process {late[1]} did not write its part within {BARRIER_SECONDS} s"
-                if late
-                else None
-            )
-            raise PeerUnwritableError(why or "another process failed") from error
+            reason = "another process failed"
+            if late := re.search(r"timed out task names:\s*(\d+)", str(error)):
+                reason = f"process {late[1]} did not write its part within {BARRIER_SECONDS} s"
+            raise PeerUnwritableError(reason) from error
         if key in self._unpassed:
             self._unpassed.remove(key)
 
@@ -138,13 +151,10 @@ class _KeepBest(policies.PreservationPolicy):
         self._losses = losses
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> Sequence[bool]:
-        steps = [each.step for each in checkpoints]
-        best = min(
-            (step for step in steps if step in self._losses),
-            key=lambda s: (self._losses[s], -s),
-            default=None,
-        )
-        return [step == best for step in steps]
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        with_loss = [(self._losses[step], -step) for step in steps if step in self._losses]
+        _, negative_best = min(with_loss, default=(None, None))
+        return [-step == negative_best for step in steps]
 
 
 class Checkpoints:
@@ -166,62 +176,65 @@ class Checkpoints:
         self.folder = folder
         self._losses: dict[int, float] = {}
         self._unconfirmed: Callable[[], Sums] | None = None
-        host_names()  # the first call is collective, and a save may need them in the background
+        # The first call is collective, and a save may need the names in the background.
+        host_names()
         self._barriers = SaveBarriers()
         rules = [policies.LatestN(keep)]
-        rules += [policies.EveryNSteps(keep_every)] if keep_every else []
-        rules += [_KeepBest(self._losses)] if keep_best else []
+        if keep_every:
+            rules.append(policies.EveryNSteps(keep_every))
+        if keep_best:
+            rules.append(_KeepBest(self._losses))
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(rules),
             cleanup_tmp_directories=True,
             create=False,
-            save_root_metadata=False,  # it would be empty, and needs a barrier
+            # It would be empty, and needs a barrier.
+            save_root_metadata=False,
             multiprocessing_options=self._barriers.processes,
             async_options=self._barriers.options,
         )
         self._manager = read_on_all(lambda: self._open(options))
         if is_multiprocess():
             require_shared(folder, self._visible_steps)
-        if keep_best:  # process 0 decides for all which checkpoints are deleted
-            self._losses.update(
-                all_gather_json(self._stored_losses() if jax.process_index() == 0 else [])[0]
-            )
+        if keep_best:
+            # Process 0 decides for all which checkpoints are deleted.
+            losses = self._stored_losses() if jax.process_index() == 0 else []
+            self._losses.update(all_gather_json(losses)[0])
 
     def _open(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
         handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
-        handlers.add("state", ocp.args.PyTreeSave, storage.BoundedHandler())
-        handlers.add("info", ocp.args.JsonSave, storage.DeferredInfoHandler())
+        handlers.add("state", ocp.args.PyTreeSave, BoundedHandler())
+        handlers.add("info", ocp.args.JsonSave, DeferredInfoHandler())
 
         def open_folder() -> ocp.CheckpointManager:
             if jax.process_index() == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
-            storage.require_openable(self.folder)
+            require_openable(self.folder)
             return ocp.CheckpointManager(
                 self.folder.resolve(), options=options, handler_registry=handlers
             )
 
         try:
-            return io_errors.retry_io(self.folder, open_folder)
+            return retry_io(self.folder, open_folder)
         except OSError as error:
             raise CheckpointError(f"{self.folder}: {error.strerror}") from None
 
     def _visible_steps(self) -> tuple[bool, list[int]]:
-        io_errors.retry_io(self.folder, self._manager.reload)
+        retry_io(self.folder, self._manager.reload)
         return self.folder.is_dir(), self.steps()
 
     def _stored_losses(self) -> list[tuple[int, float]]:
         losses = []
         for step in self.steps():
-            with contextlib.suppress(CheckpointError):
-                if (
-                    loss := storage.read_info(self.folder / str(step)).get("eval_loss")
-                ) is not None:
+            with suppress(CheckpointError):
+                loss = read_info(self.folder / str(step)).get("eval_loss")
+                if loss is not None:
                     losses.append((step, loss))
         return losses
 
     def steps(self) -> list[int]:
         """Returns the steps of finished checkpoints on disk, oldest first."""
-        return io_errors.retry_io(self.folder, lambda: _steps_in(self.folder))
+        return retry_io(self.folder, lambda: _steps_in(self.folder))
 
     def save(
         self,
@@ -241,48 +254,48 @@ class Checkpoints:
           NonFiniteError, UnequalCopiesError: the previous state is corrupt (`confirm`).
         """
         self.wait()
-        info = copy.deepcopy(info)  # written in the background
+        # Written in the background.
+        info = copy.deepcopy(info)
         with raise_everywhere(kinds=(UnwritableError,)):
             self._require_writable()
         arrays = to_logical(state, mesh)
         variables = named_variables(state)
         exempt = [name for name, variable in variables.items() if may_be_infinite(variable)]
         specs = {name: str(spec_of(variable)) for name, variable in variables.items()}
-        summed: Future[Sums] = Future()
+        pending: Future[Sums] = Future()
 
         def sound_sums() -> Sums:
-            found = summed.result(BARRIER_SECONDS)
+            sums = pending.result(BARRIER_SECONDS)
             self.require_sound(
-                found, mesh, f"step {step} is not saved", exempt=exempt, newest=self.describe_disk
+                sums, mesh, f"step {step} is not saved", exempt=exempt, newest=self.describe_disk
             )
-            return found
+            return sums
 
-        def describe() -> storage.Info:
-            described = storage.describe_arrays(sound_sums())
-            return storage.seal({**info, "eval_loss": eval_loss, "specs": specs, **described})
+        def describe() -> Info:
+            described = describe_arrays(sound_sums())
+            return seal({**info, "eval_loss": eval_loss, "specs": specs, **described})
 
         self._barriers.start(step)
         if eval_loss is not None:
             self._losses[step] = eval_loss
         try:
-            args = ocp.args.Composite(
-                state=ocp.args.PyTreeSave(arrays), info=ocp.args.JsonSave(describe)
-            )
-            saved = self._manager.save(step, args=args)
+            saved = self._start_save(step, arrays, describe)
             self._unconfirmed = sound_sums
-        except Exception as error:
-            # The others may wait in a barrier, so do not exchange errors here.
-            raise self._unwritable(error) from error
         finally:
-            try:
-                with _frequent_switches():
-                    # The sums are made after the copies to the host, which they would delay.
-                    summed.set_result(Sums(arrays))
-            except BaseException as error:
-                summed.set_exception(error)  # `describe` waits for it
-                raise
+            # The sums are made after the copies to the host, which they would delay.
+            _sum_into(pending, arrays)
         if not saved:
             raise self._unwritable(ValueError(f"step {step} is not after the newest"))
+
+    def _start_save(self, step: int, arrays: Arrays, describe: Callable[[], Info]) -> bool:
+        """Copies the arrays to the host, and starts to write them and what `describe` returns."""
+        state = ocp.args.PyTreeSave(arrays)
+        args = ocp.args.Composite(state=state, info=ocp.args.JsonSave(describe))
+        try:
+            return self._manager.save(step, args=args)
+        except Exception as error:
+            # Other processes may wait in a barrier, so do not exchange errors here.
+            raise self._unwritable(error) from error
 
     def confirm(self) -> None:
         """Waits for the sums of the last saved state.
@@ -295,7 +308,8 @@ class Checkpoints:
             try:
                 confirm()
             except NumericsError:
-                with contextlib.suppress(Exception):  # the same error
+                # The writing thread has the same error.
+                with suppress(Exception):
                     self._manager.wait_until_finished()
                 raise
 
@@ -318,13 +332,13 @@ class Checkpoints:
         except OSError as error:
             raise self._unwritable(error) from None
 
-    def info(self, step: int) -> storage.Info:
+    def info(self, step: int) -> Info:
         """Returns the info of a checkpoint."""
         folder = self.folder / str(step)
-        return storage.read_info_on_all(folder, lambda: folder)[1]
+        return read_info_on_all(folder, lambda: folder)[1]
 
     def restore(
-        self, step: int, state: nnx.State, mesh: Mesh, info: storage.Info | None = None
+        self, step: int, state: nnx.State, mesh: Mesh, info: Info | None = None
     ) -> nnx.State:
         """Reads a checkpoint into the shapes and shardings of `state` on `mesh`.
 
@@ -332,14 +346,13 @@ class Checkpoints:
         """
         info = self.info(step) if info is None else info
         target = abstract_logical(state, mesh)
-        if extra := sorted(info["checksums"].keys() - target.keys()):
+        extra = sorted(info["checksums"].keys() - target.keys())
+        if extra:
             raise CheckpointError(
                 f"{self.folder / str(step)} does not hold this model's state: it also holds "
                 f"{', '.join(extra[:3])}"
             )
-        return from_logical(
-            storage.read_verified(self.folder / str(step), target, info), state, mesh
-        )
+        return from_logical(read_verified(self.folder / str(step), target, info), state, mesh)
 
     def set_aside(self, step: int) -> Path:
         """Moves a damaged checkpoint to `damaged/` next to the folder.
@@ -390,7 +403,7 @@ class Checkpoints:
 
         def close() -> None:
             for action in (self._manager.wait_until_finished, self._manager.close):
-                with contextlib.suppress(Exception):
+                with suppress(Exception):
                     action()
 
         closing = threading.Thread(target=close, daemon=True)
@@ -401,62 +414,60 @@ class Checkpoints:
         self,
         summed: Sums,
         mesh: Mesh,
-        what: str,
+        result: str,
         advice: str = "",
         exempt: Sequence[str] = (),
         newest: Callable[[], str] | None = None,
     ) -> None:
         """Raises in all processes if elements of arrays are not finite or replicas differ.
 
-        `what` begins a message; `advice` ends it if elements are not finite; `exempt` arrays need
+        `result` begins a message; `advice` ends it if elements are not finite; `exempt` arrays need
         not be finite; `newest` replaces `describe_newest`, which waits for a save.
         """
         newest = newest or self.describe_newest
-        if counts := {
-            name: count for name, count in summed.not_finite().items() if name not in exempt
-        }:
-            raise NonFiniteError(f"{what}: {describe_not_finite(counts)}; {advice or newest()}")
-        if positions := summed.unequal_replicas():
+        not_finite = summed.not_finite()
+        counts = {name: count for name, count in not_finite.items() if name not in exempt}
+        if counts:
+            raise NonFiniteError(f"{result}: {describe_not_finite(counts)}; {advice or newest()}")
+        positions = summed.unequal_replicas()
+        if positions:
             where = describe_devices(positions, list(mesh.devices.flat), host_names())
             raise UnequalCopiesError(
-                f"{what}: silent corruption: copies differ: {where}. {checksum.DIAGNOSE}; "
-                f"{newest()}"
+                f"{result}: silent corruption: copies differ: {where}. {DIAGNOSE}; {newest()}"
             )
 
     def describe_newest(self) -> str:
         """Waits for the current save, then describes the newest checkpoint."""
-        with contextlib.suppress(CheckpointError, NumericsError):
+        with suppress(CheckpointError, NumericsError):
             self.wait()
         return self.describe_disk()
 
     def describe_disk(self) -> str:
         """Describes the newest checkpoint on disk."""
         try:
-            last = _steps_in(self.folder)
+            steps = _steps_in(self.folder)
         except OSError as error:
             return f"{self.folder} cannot be listed ({error.strerror})"
-        return (
-            f"the checkpoint at step {last[-1]} is complete" if last else "there is no checkpoint"
-        )
+        if not steps:
+            return "there is no checkpoint"
+        return f"the checkpoint at step {steps[-1]} is complete"
 
     def _unwritable(self, error: Exception) -> UnwritableError:
         timeout = isinstance(error, TimeoutError) and error.errno is None
         peer = timeout or isinstance(error, PeerUnwritableError | jax.errors.JaxRuntimeError)
         kind = PeerUnwritableError if peer else UnwritableError
-        advice = "" if io_errors.disk_full_message(error) is None else _FREE_SPACE
+        advice = "" if disk_full_message(error) is None else _FREE_SPACE
         # If the folder is missing, Orbax's message is about its own internals.
-        why = (
-            io_errors.describe_error(error)
-            if self.folder.is_dir()
-            else "the folder no longer exists"
-        )
+        reason = "the folder no longer exists"
+        if self.folder.is_dir():
+            reason = describe_error(error)
         return kind(
-            f"{self.folder}: a checkpoint could not be written ({why}); "
+            f"{self.folder}: a checkpoint could not be written ({reason}); "
             f"{self.describe_disk()}{advice}"
         )
 
 
-@contextlib.contextmanager
+@contextmanager
 def _frequent_switches() -> Iterator[None]:
     # Each launch of a program releases the interpreter, and Orbax's writing threads hold it for an
     # interval: 5 ms.
@@ -466,8 +477,19 @@ def _frequent_switches() -> Iterator[None]:
     try:
         yield
     finally:
-        if interval > short:  # else another thread's save restores it
+        # If it was short, another thread's save restores it.
+        if interval > short:
             sys.setswitchinterval(interval)
+
+
+def _sum_into(pending: Future[Sums], arrays: Arrays) -> None:
+    """Sums the arrays for a thread that waits for `pending`, also for an error."""
+    try:
+        with _frequent_switches():
+            pending.set_result(Sums(arrays))
+    except BaseException as error:
+        pending.set_exception(error)
+        raise
 
 
 def _steps_in(folder: Path) -> list[int]:
@@ -482,9 +504,9 @@ def restore_newest(
     checkpoints: Checkpoints,
     state: nnx.State,
     mesh: Mesh,
-    accept: Callable[[storage.Info], None],
+    accept: Callable[[Info], None],
     warn: Callable[[str], None],
-) -> tuple[int, nnx.State, storage.Info] | None:
+) -> tuple[int, nnx.State, Info] | None:
     """Restores the newest undamaged checkpoint: step, state and info, or None if there is none.
 
     Args:
@@ -504,20 +526,20 @@ def restore_newest(
         except DamagedError as error:
             damaged.append((step, error))
             continue
-        for bad, why in damaged:
-            warn(f"{why}; moved to {checkpoints.set_aside(bad)}, resuming from step {step}")
+        for damaged_step, damage in damaged:
+            moved = checkpoints.set_aside(damaged_step)
+            warn(f"{damage}; moved to {moved}, resuming from step {step}")
         return restored
     if damaged:
-        reasons = "; ".join(str(why) for _, why in damaged)
+        reasons = "; ".join(str(damage) for _, damage in damaged)
         raise CheckpointError(f"{reasons}; name another --run.dir to start a new run")
     return None
 
 
 def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, Path]:
     """Returns the parameters in a checkpoint, or in the newest of a run, and its folder."""
-    folder, info = storage.read_info_on_all(run, lambda: storage.newest_checkpoint(run))
+    folder, info = read_info_on_all(run, lambda: newest_checkpoint(run))
     target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
-    restored = storage.read_verified(folder, target, info)
-    return from_logical(
-        {name.removeprefix("model."): a for name, a in restored.items()}, weights, mesh
-    ), folder
+    restored = read_verified(folder, target, info)
+    arrays = {name.removeprefix("model."): array for name, array in restored.items()}
+    return from_logical(arrays, weights, mesh), folder

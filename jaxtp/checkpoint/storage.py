@@ -20,24 +20,35 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pydantic
-from jax import Array
+from jax import Array, ShapeDtypeStruct
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import future
 
-from jaxtp.checkpoint import io_errors
 from jaxtp.checkpoint.checksum import Sums
-from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, read_on_all, read_or_explain
-from jaxtp.checkpoint.logical import Arrays
+from jaxtp.checkpoint.io_errors import (
+    MISSING,
+    CheckpointError,
+    DamagedError,
+    files_below,
+    read_on_all,
+    read_or_explain,
+    require_shared,
+    retry_io,
+)
+from jaxtp.checkpoint.logical import AbstractArrays, Arrays
 from jaxtp.config.files import fingerprint
 from jaxtp.config.reading import read_bytes
 from jaxtp.distributed.agreement import is_multiprocess
 from jaxtp.mesh import all_devices
 
-Info = dict[str, Any]  # The JSON object that a checkpoint stores with its arrays
-Metadata = Mapping[str, Any]  # Orbax's metadata of arrays, by name
+# The JSON object that a checkpoint stores with its arrays
+Info = dict[str, Any]
+# Orbax's metadata of arrays, by name
+Metadata = Mapping[str, Any]
 
 MAX_BYTES_IN_FLIGHT = 2 * 10**9
-_MAX_DESCRIPTION = 2**28  # Maximum bytes of a file that describes a checkpoint and is read whole
+# Maximum bytes of a file that describes a checkpoint and is read whole
+_MAX_DESCRIPTION = 2**28
 # The names of these files
 _DESCRIPTION = re.compile(r"_\w+|metadata|manifest\.ocdbt|\.z\w+|process_\d+")
 _SPECS = "specs"
@@ -62,11 +73,9 @@ class BoundedHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
         """Starts to save."""
         # A handler's limit is fixed, so each save makes its own handler.
         arrays = kwargs["args"].item.values()
-        limit = _limit_gb(
-            max(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
-        )
+        largest = max(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
         handler = ocp.PyTreeCheckpointHandler(
-            save_concurrent_gb=limit, enable_pinned_host_transfer=False
+            save_concurrent_gb=_limit_gb(largest), enable_pinned_host_transfer=False
         )
         return await handler.async_save(directory, *args, **kwargs)
 
@@ -77,10 +86,7 @@ class BoundedHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
 
 
 class DeferredInfoHandler(ocp.JsonCheckpointHandler):  # type: ignore[misc]
-    """Orbax's handler, for an item that is a function.
-
-    The function returns the info, or raises, in the background.
-    """
+    """Orbax's handler of JSON, for a function that makes the info in the background, or raises."""
 
     async def async_save(self, directory: Path, *_: object, args: ocp.args.JsonSave) -> object:
         """Starts to save."""
@@ -103,13 +109,13 @@ def _limit_gb(largest: int) -> float:
     return max(MAX_BYTES_IN_FLIGHT, largest + 1) / 10**9
 
 
-def _open_reader(
-    metadata: Metadata, target: Mapping[str, jax.ShapeDtypeStruct]
-) -> ocp.PyTreeCheckpointHandler:
-    me = jax.process_index()
-    one_process = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-    known = [(metadata[name], array) for name, array in target.items() if name in metadata]
-    largest = max((bytes_to_read(stored, array) for stored, array in known), default=0)
+def _open_reader(metadata: Metadata, target: AbstractArrays) -> ocp.PyTreeCheckpointHandler:
+    process = jax.process_index()
+    one_process = ocp.options.MultiprocessingOptions(
+        primary_host=process, active_processes={process}
+    )
+    names = target.keys() & metadata.keys()
+    largest = max((bytes_to_read(metadata[name], target[name]) for name in names), default=0)
     # Orbax's default handler reads a description of the arrays too, in a coroutine that a failed
     # read never awaits.
     arrays = ocp.type_handlers.create_type_handler_registry(
@@ -122,7 +128,7 @@ def _open_reader(
     )
 
 
-def bytes_to_read(stored: Any, target: jax.ShapeDtypeStruct) -> int:
+def bytes_to_read(stored: Any, target: ShapeDtypeStruct) -> int:
     """Returns the bytes of the chunks that hold a device's part of an array."""
     storage = getattr(stored, "storage", None)
     chunks: Sequence[int] = (storage and storage.chunk_shape) or stored.shape
@@ -171,10 +177,10 @@ def require_readable(folder: Path) -> None:
       DamagedError: a pipe, which would never end, a device, or a description that could fill the
         memory.
     """
-    for path in io_errors.files_below(folder):
+    for path in files_below(folder):
         try:
             status = path.stat()
-        except io_errors.MISSING:
+        except MISSING:
             continue
         name = path.relative_to(folder)
         if not stat.S_ISREG(status.st_mode):
@@ -194,7 +200,8 @@ def require_openable(checkpoints: Path) -> None:
     for path in (*checkpoints.glob("*"), *checkpoints.glob("*/*")):
         try:
             mode = path.stat().st_mode
-        except OSError:  # a broken link, or another process deleted it
+        except OSError:
+            # A broken link, or another process deleted it.
             continue
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise CheckpointError(f"{path} is not a regular file; delete it")
@@ -212,7 +219,7 @@ def read_info_on_all(run: Path, find: Callable[[], Path]) -> tuple[Path, Info]:
     Raises `CheckpointError`.
     """
     if is_multiprocess():
-        io_errors.require_shared(run, lambda: _visible_files(find))
+        require_shared(run, lambda: _visible_files(find))
     folder = read_on_all(find)
     return folder, read_on_all(lambda: read_info(folder))
 
@@ -220,8 +227,7 @@ def read_info_on_all(run: Path, find: Callable[[], Path]) -> tuple[Path, Info]:
 def _visible_files(find: Callable[[], Path]) -> list[str] | None:
     def sizes() -> list[tuple[str, int]]:
         return sorted(
-            (str(path.relative_to(folder)), path.stat().st_size)
-            for path in io_errors.files_below(folder)
+            (str(path.relative_to(folder)), path.stat().st_size) for path in files_below(folder)
         )
 
     try:
@@ -229,8 +235,8 @@ def _visible_files(find: Callable[[], Path]) -> list[str] | None:
     except CheckpointError:
         return None
     try:
-        return [str(folder), fingerprint({"files": io_errors.retry_io(folder, sizes)})]
-    except io_errors.MISSING:
+        return [str(folder), fingerprint({"files": retry_io(folder, sizes)})]
+    except MISSING:
         return None
 
 
@@ -241,9 +247,7 @@ def read_metadata(folder: Path) -> Metadata:
     )
 
 
-def read_arrays(
-    folder: Path, target: dict[str, jax.ShapeDtypeStruct], metadata: Metadata
-) -> Arrays:
+def read_arrays(folder: Path, target: AbstractArrays, metadata: Metadata) -> Arrays:
     """Reads arrays in the shardings and dtypes of `target`, unverified; raises as `read_info`."""
 
     def read() -> Arrays:
@@ -252,10 +256,9 @@ def read_arrays(
         arrays: Arrays = _open_reader(metadata, target).restore(
             (folder / "state").resolve(), args=restore
         )
-        # Orbax returns the target of an array that is not there.
-        if missing := [
-            name for name, array in arrays.items() if isinstance(array, jax.ShapeDtypeStruct)
-        ]:
+        # Orbax returns the target of an array that does not exist.
+        missing = [name for name, array in arrays.items() if isinstance(array, ShapeDtypeStruct)]
+        if missing:
             raise DamagedError(
                 f"{folder} is damaged (arrays are missing: {', '.join(missing[:3])})"
             )
@@ -264,9 +267,7 @@ def read_arrays(
     return read_or_explain(folder, read)
 
 
-def read_verified(
-    folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]
-) -> Arrays:
+def read_verified(folder: Path, target: AbstractArrays, info: Mapping[str, Any]) -> Arrays:
     """Reads arrays, compares checksums, and casts to `target`.
 
     All processes must call it and raise together.
@@ -280,40 +281,34 @@ def read_verified(
     return {name: arrays.pop(name).astype(array.dtype) for name, array in target.items()}
 
 
-def _read_as_stored(
-    folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]
-) -> Arrays:
+def _read_as_stored(folder: Path, target: AbstractArrays, info: Mapping[str, Any]) -> Arrays:
+    shapes = info.get(_SHAPES, {})
+    dtypes = info.get(_DTYPES, {})
+    metadata: Metadata = {
+        name: ShapeDtypeStruct(shapes[name], dtypes[name]) for name in shapes.keys() & dtypes.keys()
+    }
+    sizes = (math.prod(a.shape) * a.dtype.itemsize for a in metadata.values())
     # Orbax opens every array to describe it. Only an array beyond the memory limit needs its
     # chunks.
-    listed = info.get(_SHAPES, {})
-    dtypes = info.get(_DTYPES, {})
-    known = {
-        name: jax.ShapeDtypeStruct(listed[name], dtypes[name])
-        for name in listed.keys() & dtypes.keys()
-    }
-    small = all(
-        math.prod(a.shape) * a.dtype.itemsize <= MAX_BYTES_IN_FLIGHT for a in known.values()
-    )
-    metadata = known if small and known.keys() == target.keys() else read_metadata(folder)
-    shapes = {name: tuple(array.shape) for name, array in metadata.items()}
+    if metadata.keys() != target.keys() or max(sizes, default=0) > MAX_BYTES_IN_FLIGHT:
+        metadata = read_metadata(folder)
+    stored_shapes = {name: tuple(array.shape) for name, array in metadata.items()}
     # Version 0.1 has no shapes.
-    saved = {name: tuple(shape) for name, shape in info.get(_SHAPES, shapes).items()}
-    if saved.keys() != info[_CHECKSUMS].keys() or any(
-        shapes.get(name) != shape for name, shape in saved.items()
-    ):
+    saved = {name: tuple(shape) for name, shape in info.get(_SHAPES, stored_shapes).items()}
+    if saved.keys() != info[_CHECKSUMS].keys() or not saved.items() <= stored_shapes.items():
         raise DamagedError(
             f"{folder} is damaged (its arrays differ from the saved names or shapes)"
         )
     wrong = [
-        f"{n} is {saved.get(n)}, not {a.shape}"
-        for n, a in target.items()
-        if saved.get(n) != a.shape
+        f"{name} is {saved.get(name)}, not {array.shape}"
+        for name, array in target.items()
+        if saved.get(name) != array.shape
     ]
     if wrong:
         raise CheckpointError(f"{folder} holds another model: {'; '.join(wrong[:3])}")
     stored = {
-        n: jax.ShapeDtypeStruct(a.shape, metadata[n].dtype, sharding=a.sharding)
-        for n, a in target.items()
+        name: ShapeDtypeStruct(array.shape, metadata[name].dtype, sharding=array.sharding)
+        for name, array in target.items()
     }
     return read_arrays(folder, stored, metadata)
 
@@ -325,21 +320,19 @@ def finished_checkpoints(run: Path) -> list[Path]:
         if (run / "state").is_dir():
             return [run]
         for folder in (run / "checkpoints", run):
-            steps = [
-                int(path.parent.name)
-                for path in folder.glob("*/state")
-                if path.parent.name.isdecimal()
-            ]
+            names = [path.parent.name for path in folder.glob("*/state")]
+            steps = sorted(int(name) for name in names if name.isdecimal())
             if steps:
-                return [folder / str(step) for step in sorted(steps)]
+                return [folder / str(step) for step in steps]
         return []
 
-    return io_errors.retry_io(run, look)
+    return retry_io(run, look)
 
 
 def newest_checkpoint(run: Path) -> Path:
     """Returns the last of `finished_checkpoints`; raises `CheckpointError` if there is none."""
-    if checkpoints := finished_checkpoints(run):
+    checkpoints = finished_checkpoints(run)
+    if checkpoints:
         return checkpoints[-1]
     raise CheckpointError(f"{run}: no finished checkpoint there; name the folder of a run")
 
@@ -366,7 +359,7 @@ class StoredCheckpoint:
 
     folder: Path
     info: Mapping[str, Any]
-    arrays: dict[str, jax.ShapeDtypeStruct]
+    arrays: AbstractArrays
     metadata: Metadata
 
     def read(self, name: str) -> Array:
@@ -401,9 +394,10 @@ def open_checkpoint(folder: Path) -> StoredCheckpoint:
     metadata = read_metadata(folder)
     sharding = SingleDeviceSharding(all_devices()[0])
     arrays = {
-        n: jax.ShapeDtypeStruct(tuple(a.shape), a.dtype, sharding=sharding)
-        for n, a in sorted(metadata.items())
+        name: ShapeDtypeStruct(tuple(array.shape), array.dtype, sharding=sharding)
+        for name, array in sorted(metadata.items())
     }
-    if missing := sorted(info[_CHECKSUMS].keys() - arrays.keys()):
+    missing = sorted(info[_CHECKSUMS].keys() - arrays.keys())
+    if missing:
         raise CheckpointError(f"{folder}: saved arrays are missing: {', '.join(missing[:3])}")
     return StoredCheckpoint(folder, info, arrays, metadata)

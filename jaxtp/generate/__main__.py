@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, TextIO
 
@@ -27,9 +28,9 @@ from jaxtp.checkpoint import silence_orbax
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.console import is_terminal
-from jaxtp.config.entry import Interrupt
+from jaxtp.config.entry import Interrupt, shown
 from jaxtp.config.files import require_writable, writing
-from jaxtp.config.schema import ConfigError, Count, Day, Switch, UserPath, flag, nearest_file
+from jaxtp.config.schema import ConfigError, Count, Day, Switch, flag, nearest_file
 from jaxtp.data.chat_template import ChatError, ChatTemplate
 from jaxtp.data.tokenizer_files import read_template
 from jaxtp.generate.chat import Chat, ConversationEncoder
@@ -38,6 +39,8 @@ from jaxtp.generate.engine import Generator
 from jaxtp.generate.loading import (
     InferenceMeshConfig,
     ModelSource,
+    OptionalDir,
+    OptionalFile,
     SourceConfig,
     Status,
     inference_mesh,
@@ -67,8 +70,10 @@ chats with a model that has a chat template; /quit ends the chat.
 --mesh tp=2 splits the model and its KV cache over devices, virtual ones on a CPU. The speed of
 reading prompts (prefill) and generating (decode) is printed at the end, on standard error.
 """
-STDOUT = Path("-")  # Value of --json for standard output
-MAX_BYTES = 2**30  # Maximum size of a prompt file
+# Value of --json for standard output
+STDOUT = Path("-")
+# Maximum size of a prompt file
+MAX_BYTES = 2**30
 _DEFAULT_FIELD = "prompt"
 
 
@@ -76,7 +81,7 @@ _DEFAULT_FIELD = "prompt"
 class GenerateConfig(SourceConfig):
     """The model, the prompts, sampling and devices."""
 
-    model: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    model: OptionalDir = None
     """Folder of a run of jaxtp train, of one of its checkpoints, or of a model in Hugging Face's
     format."""
 
@@ -85,7 +90,7 @@ class GenerateConfig(SourceConfig):
     ] = ()
     """Text to continue; can be given several times."""
 
-    prompt_file: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    prompt_file: OptionalFile = None
     """File of texts to continue: one per line, or JSONL if it ends in .jsonl. Blank lines are
     skipped but counted: without --prompt, line n has the index n - 1."""
 
@@ -99,7 +104,7 @@ class GenerateConfig(SourceConfig):
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """System message of a chat."""
 
-    template: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    template: OptionalFile = None
     """Chat template in Jinja, instead of the model's."""
 
     date: Day | None = None
@@ -114,7 +119,7 @@ class GenerateConfig(SourceConfig):
     batch_size: Count = 8
     """Prompts continued together, rounded up to a multiple of mesh.dp * mesh.fsdp."""
 
-    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    json: OptionalFile = None
     """File for one JSON object per line and prompt: text, ids, logprobs, and why the text ended; -
     writes them to standard output, instead of the texts."""
 
@@ -195,14 +200,14 @@ def _conflicts(config: GenerateConfig) -> Iterator[str]:
         yield "--system and --template need --chat"
     if not config.chat and config.date is not None:
         yield "--date is the day that a chat template writes; it needs --chat"
-    if (cp := config.mesh.cp) != 1:
+    cp = config.mesh.cp
+    if cp != 1:
         yield (
             f"--mesh.cp {cp}: a KV cache cannot be split over cp; give its devices to tp: "
             f"--mesh.tp {cp}"
         )
-    if config.field != _DEFAULT_FIELD and not (
-        config.prompt_file is not None and _is_jsonl(config.prompt_file)
-    ):
+    has_fields = config.prompt_file is not None and _is_jsonl(config.prompt_file)
+    if config.field != _DEFAULT_FIELD and not has_fields:
         yield f"--field {config.field} needs --prompt-file FILE.jsonl"
 
 
@@ -227,7 +232,8 @@ def read_prompts(path: Path, field: str) -> list[str | None]:
                 f"{path}: larger than {MAX_BYTES // 2**20:,} MiB, the limit for a prompt file; "
                 "split it"
             )
-        lines = content.decode().split("\n")  # splitlines would also split at U+2028 within a text
+        # `splitlines` would also split at U+2028 within a text.
+        lines = content.decode().split("\n")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}{nearest_file(path)}") from None
     except UnicodeDecodeError as error:
@@ -253,12 +259,9 @@ def _json_field(where: str, line: str, field: str) -> str:
             f"{where}: expected an object such as {{{json.dumps(field)}: ...}}, found {line[:60]}"
         )
     if field not in record:
-        close = difflib.get_close_matches(field, record, n=1, cutoff=0.5)
-        hint = (
-            f"did you mean --field {close[0]}?"
-            if close
-            else f"it has {', '.join(record) or 'none'}"
-        )
+        hint = f"it has {', '.join(record) or 'none'}"
+        if close := difflib.get_close_matches(field, record, n=1, cutoff=0.5):
+            hint = f"did you mean --field {close[0]}?"
         raise ConfigError(f"{where}: no field {field!r}; {hint}")
     if not isinstance(record[field], str):
         raise ConfigError(f"{where}: {field} = {json.dumps(record[field])[:60]}: should be text")
@@ -267,7 +270,9 @@ def _json_field(where: str, line: str, field: str) -> str:
 
 def _prompt_name(config: GenerateConfig, index: int) -> str:
     line = index - len(config.prompt) + 1
-    return f"prompt {index}" + (f" ({config.prompt_file}, line {line:,})" if line > 0 else "")
+    if line <= 0:
+        return f"prompt {index}"
+    return f"prompt {index} ({config.prompt_file}, line {line:,})"
 
 
 def _chat_encoder(
@@ -300,65 +305,77 @@ def _continue_prompts(
     encoded: Sequence[Ids | None],
     config: GenerateConfig,
 ) -> None:
-    to_stdout = config.json == STDOUT
-    samples = config.sampling.samples
-    streamed = len(prompts) * samples == 1 and not to_stdout
-    remaining = deque(
-        (i, sample)
-        for i, text in enumerate(prompts)
-        if text is not None
-        for sample in range(samples)
-    )
-    total = len(remaining)
-    results = dict[tuple[int, int], Result]()
+    results = _Results(prompts, config)
+    streams = len(prompts) * config.sampling.samples == 1 and config.json != STDOUT
     started = time.monotonic()
     status = Status()
     with ExitStack() as stack:
         # The first Ctrl-C waits for the call to end: exiting during a call may crash.
         interrupt = stack.enter_context(Interrupt(signal.SIGINT))
-        file = sys.stdout if to_stdout else None
-        if config.json is not None and not to_stdout:
+        if config.json is not None and config.json != STDOUT:
             with writing("--json", config.json):
-                file = stack.enter_context(config.json.open("w", encoding="utf-8"))
+                results.file = stack.enter_context(config.json.open("w", encoding="utf-8"))
 
-        def progress(done: int, num_tokens: int) -> None:
+        def progress(num_read: int, num_tokens: int) -> None:
             interrupt.check()
-            if done < num_tokens:
-                status(f"read {done:,} of {num_tokens:,} prompt tokens")
+            if num_read < num_tokens:
+                status(f"read {num_read:,} of {num_tokens:,} prompt tokens")
 
-        for tokens, piece in enumerate(
-            generator.stream(encoded, config.sampling, progress=progress), 1
-        ):
-            if streamed:
-                print(entry.shown(piece.text), end="" if piece.result is None else "\n", flush=True)
+        pieces = generator.stream(encoded, config.sampling, progress=progress)
+        for num_tokens, piece in enumerate(pieces, 1):
+            if streams:
+                print(shown(piece.text), end="" if piece.result is None else "\n", flush=True)
             if piece.result is not None:
-                results[piece.index, piece.sample] = piece.result
-            done = total - len(remaining) + len(results)
-            while remaining and remaining[0] in results:
-                result = results.pop(remaining.popleft())
-                prompt = prompts[result.index]
-                if not streamed and not to_stdout:
-                    quoted = json.dumps(prompt, ensure_ascii=False)
-                    name = (
-                        f"{result.index}, sample {result.sample}"
-                        if samples > 1
-                        else f"{result.index}"
-                    )
-                    _write_line(
-                        sys.stdout, f"--- {name}: {entry.shown(quoted)}\n{entry.shown(result.text)}"
-                    )
-                if file is not None and config.json is not None:
-                    with ExitStack() if to_stdout else writing("--json", config.json):
-                        line = json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False)
-                        _write_line(file, entry.shown(line) if to_stdout else line)
-            if done == 0:
-                status = Status()  # progress starts some seconds after the first text
-            elif total > 1 and not is_terminal(sys.stdout):
-                status(
-                    f"{done:,} of {total:,} texts, {tokens / (time.monotonic() - started):,.0f} "
-                    "tokens/s"
-                )
+                results.add(piece.result)
+            if results.count == 0:
+                # Progress starts some seconds after the first text.
+                status = Status()
+            elif results.total > 1 and not is_terminal(sys.stdout):
+                rate = num_tokens / (time.monotonic() - started)
+                status(f"{results.count:,} of {results.total:,} texts, {rate:,.0f} tokens/s")
             interrupt.check()
+
+
+class _Results:
+    """Writes results in the order of the prompts, each as soon as those before it are written.
+
+    Several texts are printed; a single one is printed by its pieces.
+    """
+
+    def __init__(self, prompts: Sequence[str | None], config: GenerateConfig):
+        self._prompts = prompts
+        self._config = config
+        self._samples = config.sampling.samples
+        present = [index for index, prompt in enumerate(prompts) if prompt is not None]
+        self._remaining = deque(product(present, range(self._samples)))
+        self._waiting: dict[tuple[int, int], Result] = {}
+        self.total = len(self._remaining)
+        self.count = 0
+        self.file = sys.stdout if config.json == STDOUT else None
+
+    def add(self, result: Result) -> None:
+        self.count += 1
+        self._waiting[result.index, result.sample] = result
+        while self._remaining and self._remaining[0] in self._waiting:
+            self._write(self._waiting.pop(self._remaining.popleft()))
+
+    def _write(self, result: Result) -> None:
+        prompt = self._prompts[result.index]
+        to_stdout = self._config.json == STDOUT
+        if len(self._prompts) * self._samples > 1 and not to_stdout:
+            name = f"{result.index}"
+            if self._samples > 1:
+                name += f", sample {result.sample}"
+            quoted = shown(json.dumps(prompt, ensure_ascii=False))
+            _write_line(sys.stdout, f"--- {name}: {quoted}\n{shown(result.text)}")
+        if self.file is None or self._config.json is None:
+            return
+        line = json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False)
+        if to_stdout:
+            _write_line(self.file, shown(line))
+            return
+        with writing("--json", self._config.json):
+            _write_line(self.file, line)
 
 
 def _write_line(file: TextIO, text: str) -> None:

@@ -54,9 +54,9 @@ class ConversationEncoder:
         *,
         special_tokens: bool = False,
     ):
-        self.system: list[Message] = (
-            [] if system is None else [{"role": "system", "content": system}]
-        )
+        self.system: list[Message] = []
+        if system is not None:
+            self.system = [{"role": "system", "content": system}]
         self._template = template
         self._rendered = rendered_tokenizer(tokenizer)
         self._user_tokens = SpecialTokens(self._rendered.tokens, keep=special_tokens)
@@ -67,11 +67,11 @@ class ConversationEncoder:
 
         Raises `ChatError` for a refused message or a noncharacter.
         """
-        tokens = [
-            self._model_tokens if each["role"] == ASSISTANT else self._user_tokens
-            for each in messages
-        ]
-        escaped = [kind.escape(message) for kind, message in zip(tokens, messages, strict=True)]
+        escaped = []
+        for message in messages:
+            is_answer = message["role"] == ASSISTANT
+            special_tokens = self._model_tokens if is_answer else self._user_tokens
+            escaped.append(special_tokens.escape(message))
         marked = self._user_tokens.mark(self._template.render(escaped))
         ((ids, _),) = self._rendered.encode_batch([(marked, "")])
         return ids.tolist()
@@ -133,7 +133,8 @@ class Chat:
                 line.encode()
             except UnicodeError:
                 raise ChatError("the input is not UTF-8") from None
-            except (EOFError, OSError):  # OSError: the terminal is gone
+            except (EOFError, OSError):
+                # OSError: the terminal is gone.
                 break
             if line.strip():
                 return line
@@ -161,12 +162,10 @@ class Chat:
                     finish = piece.result.finish
         self.speed.add(self._generator.speed)
         print(flush=True)
-        if finish is None:
-            say(
-                "(interrupted)"
-                if text
-                else "(interrupted before the answer began; the text is discarded)"
-            )
+        if finish is None and text:
+            say("(interrupted)")
+        elif finish is None:
+            say("(interrupted before the answer began; the text is discarded)")
         if text or finish is not None:
             answer = without_noncharacters(text).rpartition(_FINAL)[2]
             self._messages = [*messages, {"role": ASSISTANT, "content": answer}]

@@ -7,15 +7,16 @@ only, each shared head whole; fsdp splits the batch, like dp.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, ShapeDtypeStruct
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxtp.checkpoint.logical import (
@@ -60,13 +61,14 @@ class DecodeModel(EmbeddingAndHead):
     def __call__(self, ids_BT: Array, caches: KVCaches, new: NewTokens) -> tuple[Array, KVCaches]:
         """Returns the final hidden states `[B, T, D]` and the updated KV cache.
 
-        Those for padding are undefined.
+        The hidden states of padding are undefined.
 
         Args:
           ids_BT: the tokens; padding may be any ids below V.
           new: row and position of each token.
         """
-        if (cp := axis_size(CP)) > 1:
+        cp = axis_size(CP)
+        if cp > 1:
             raise ConfigError(
                 f"a KV cache cannot be split over cp, and the mesh has cp={cp}; use cp=1 "
                 "and more tp"
@@ -92,16 +94,13 @@ class StackedDecodeModel(DecodeModel):
     def empty(self, num_rows: int, num_slots: int) -> Any:
         """Returns an empty KV cache, stacked like the weights."""
 
-        def stacked(block: DecoderBlock, repeats: int) -> Any:
-            cache = block.init_cache(num_rows, num_slots)
+        def stack_caches(repeats: int, kinds: Sequence[DecoderBlock]) -> Any:
+            caches = [block.init_cache(num_rows, num_slots) for block in kinds]
             return jax.tree.map(
-                lambda array: jnp.broadcast_to(array, (repeats, *array.shape)), cache
+                lambda array: jnp.broadcast_to(array, (repeats, *array.shape)), caches
             )
 
-        return [
-            [stacked(block, stack.repeats) for block in kinds]
-            for stack, kinds in self.decoder.stacked()
-        ]
+        return [stack_caches(stack.repeats, kinds) for stack, kinds in self.decoder.stacked()]
 
     def __call__(self, ids_BT: Array, caches: Any, new: NewTokens) -> tuple[Array, Any]:
         """See `DecodeModel`."""
@@ -137,41 +136,41 @@ def decode_mesh(mesh: Mesh) -> Mesh:
 
 def weight_bytes(model: Decoder, sizes: Mapping[str, int]) -> int:
     """Returns the decode model's weight bytes per device."""
-    split = {**decode_sizes(sizes), CP: 1}
+    sizes = {**decode_sizes(sizes), CP: 1}
     itemsize = jnp.dtype(model.config.precision.compute).itemsize
-    weights = (variable for _, variable in nnx.to_flat_state(nnx.state(model, PARAMETERS)))
-    shards = (
-        math.prod((*variable.shape, *(times for *_, times in _shared(variable, split[TP]))))
-        // math.prod(parts(split, axes_of(axes)) for axes in spec_of(variable))
-        for variable in weights
-    )
-    return itemsize * sum(shards)
+    num_elements = 0
+    for variable in named_variables(nnx.state(model, PARAMETERS)).values():
+        copies = math.prod(times for _, _, times in _shared(variable, sizes[TP]))
+        num_shards = math.prod(parts(sizes, axes_of(axes)) for axes in spec_of(variable))
+        num_elements += math.prod(variable.shape) * copies // num_shards
+    return itemsize * num_elements
 
 
 def has_states(model: DecodeModel, mesh: Mesh) -> bool:
-    """Returns whether a layer caches a state of one size for rows of any length.
+    """Returns whether a layer caches a state, whose size does not depend on the row's length.
 
-    Such a state cannot be cut back.
+    A state cannot be cut back to fewer tokens.
     """
     rows = batch_parts(mesh_sizes(mesh))
-    short, long = (_cache_arrays(model, mesh, rows, num_slots) for num_slots in (1, 2))
+    short = _cache_arrays(model, mesh, rows, num_slots=1)
+    long = _cache_arrays(model, mesh, rows, num_slots=2)
     return any(a.shape == b.shape for a, b in zip(short, long, strict=True))
 
 
 def cache_bytes(model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int) -> int:
     """Returns the KV cache's bytes per device."""
-    caches = _cache_arrays(model, mesh, num_rows, num_slots)
     sharding = NamedSharding(mesh, LAYER_SPEC)
-    stacked = (math.prod(a.shape[:-4]) * a.dtype.itemsize for a in caches)
-    return sum(
-        size * math.prod(sharding.shard_shape(a.shape[-4:]))
-        for size, a in zip(stacked, caches, strict=True)
-    )
+    num_bytes = 0
+    for array in _cache_arrays(model, mesh, num_rows, num_slots):
+        # The last four dims are the dims of a layer.
+        shard = (*array.shape[:-4], *sharding.shard_shape(array.shape[-4:]))
+        num_bytes += math.prod(shard) * array.dtype.itemsize
+    return num_bytes
 
 
 def _cache_arrays(
     model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int
-) -> list[jax.ShapeDtypeStruct]:
+) -> list[ShapeDtypeStruct]:
     with jax.set_mesh(mesh):
         return jax.tree.leaves(jax.eval_shape(lambda: model.empty(num_rows, num_slots)))
 
@@ -197,22 +196,20 @@ def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) 
         graph, abstract = nnx.split(nnx.eval_shape(unstacked))
 
     def target(variable: Variable) -> Variable:
-        dtype = (
-            jnp.dtype(config.precision.compute)
-            if isinstance(variable, PARAMETERS)
-            else variable.dtype
-        )
+        dtype = variable.dtype
+        if isinstance(variable, PARAMETERS):
+            dtype = jnp.dtype(config.precision.compute)
         spec = spec_of(variable)
         sharding = None if mesh is None else NamedSharding(mesh, spec)
         return variable.replace(
-            jax.ShapeDtypeStruct(variable.shape, dtype, sharding=sharding), out_sharding=spec
+            ShapeDtypeStruct(variable.shape, dtype, sharding=sharding), out_sharding=spec
         )
 
     targets = jax.tree.map(target, abstract, is_leaf=is_variable)
-    arrays = dict(
-        decode_weights(model, named_variables(targets), config.precision.compute, donate=donate)
+    weights = decode_weights(
+        model, named_variables(targets), config.precision.compute, donate=donate
     )
-    return nnx.merge(graph, replace_arrays(targets, arrays))
+    return nnx.merge(graph, replace_arrays(targets, dict(weights)))
 
 
 def decode_weights(
@@ -238,24 +235,23 @@ def decode_weights(
     originals = named_variables(nnx.state(model))
     for path, variable in merged_variables(model, dtype):
         stack, general = split_path(path)
-        rest = general.removeprefix(BLOCKS)
-        names = (
-            [path] if stack is None else [f"{BLOCKS}.{number}{rest}" for number in layers[stack]]
-        )
-        if names[0] not in targets:  # a user's second head
+        names = [path]
+        if stack is not None:
+            names = [general.replace(BLOCKS, f"{BLOCKS}.{number}", 1) for number in layers[stack]]
+        # A user's second head
+        if names[0] not in targets:
             continue
         old = [targets[name].get_raw_value() for name in names]
         for array in old:
             if isinstance(array, Array):
                 array.delete()
         array = variable[...] if mesh is None else _moved(variable, model_mesh(model), mesh)
-        where = old[0].sharding
-        shared = (
-            _shared(variable, mesh_sizes(where.mesh)[TP])
-            if isinstance(where, NamedSharding)
-            else ()
-        )
-        unstack = _unstack(None if stack is None else len(names), old[0].dtype, where, shared)
+        sharding = old[0].sharding
+        shared: SharedHeads = ()
+        if isinstance(sharding, NamedSharding):
+            shared = _shared(variable, mesh_sizes(sharding.mesh)[TP])
+        num_layers = None if stack is None else len(names)
+        unstack = _unstack(num_layers, old[0].dtype, sharding, shared)
         yield from zip(names, unstack(array), strict=True)
         if donate:
             originals[path][...].delete()
@@ -272,29 +268,31 @@ def _moved(variable: Variable, source: Mesh, mesh: Mesh) -> Array:
     return pad_array(array, padding_of(variable), NamedSharding(mesh, spec_of(variable)))
 
 
-def _shared(variable: Variable, tp: int) -> tuple[tuple[int, int, int], ...]:
-    # Each dim with heads that devices share, the number of heads, and the devices of each.
-    return tuple(
-        (dim, tp // n, n) for dim, split in padding_of(variable) if (n := split.shared_by(tp)) > 1
-    )
+SharedHeads = tuple[tuple[int, int, int], ...]
+"""Each dim with heads that devices share, the number of heads, and the devices of each."""
 
 
-@cache  # so that arrays of equal shape, also of later models, are not traced again
+def _shared(variable: Variable, tp: int) -> SharedHeads:
+    counts = [(dim, split.shared_by(tp)) for dim, split in padding_of(variable)]
+    return tuple((dim, tp // count, count) for dim, count in counts if count > 1)
+
+
+# Cached so that arrays of equal shape, also of later models, are not traced again
+@cache
 def _unstack(
     num_layers: int | None,
     dtype: jnp.dtype,
     sharding: NamedSharding | None,
-    shared: tuple[tuple[int, int, int], ...],
+    shared: SharedHeads,
 ) -> Callable[[Array], list[Array]]:
     def layers(array: Array) -> list[Array]:
-        for dim, count, times in shared:
-            heads = jnp.split(array, count, axis=dim)
-            array = jnp.concatenate([head for head in heads for _ in range(times)], axis=dim)
-        return (
-            [array[index].astype(dtype) for index in range(num_layers)]
-            if num_layers
-            else [array.astype(dtype)]
-        )
+        for dim, num_heads, times in shared:
+            heads = jnp.split(array, num_heads, axis=dim)
+            copies = chain.from_iterable([head] * times for head in heads)
+            array = jnp.concatenate(list(copies), axis=dim)
+        if num_layers is None:
+            return [array.astype(dtype)]
+        return [array[index].astype(dtype) for index in range(num_layers)]
 
     return jax.jit(layers, out_shardings=sharding)
 

@@ -3,9 +3,9 @@
 When a row's text ends, the next prompt takes the row while the others continue (Yu et al., Orca,
 OSDI 2022). Prompts are packed: several share a sequence, and the last may continue in the next
 call, so no prompt is padded to another's length. A finished row keeps its KV cache, and a prompt
-with the same first tokens (the next chat turn) reuses it. A recurrent state cannot be cut back: a
-prompt that begins with all tokens of a row reuses it, any other reads all again. A prompt that
-begins like one in another row copies its cache: the samples of a prompt read it once.
+with the same first tokens (the next chat turn) reuses it. A recurrent state cannot be cut back:
+only a prompt that begins with all tokens of a row reuses it. A prompt that begins like a prompt in
+another row copies that row's cache, so the samples of a prompt read it once.
 
 The attention kernels are those for packed documents. The cached tokens of a continued prompt come
 right before its new tokens, so each query attends to one range of keys. A few programs therefore
@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, product
 
 import jax
 import numpy as np
@@ -68,16 +69,18 @@ CPU_CHUNK = 512
 CHUNK = 2048
 """Defaults of `Generator.chunk`: enough to use all of a CPU or GPU."""
 
-MIN_LENGTH = 16  # Length of the shortest sequence of packed prompts
+# Length of the shortest sequence of packed prompts
+MIN_LENGTH = 16
 
 MAX_WASTE = 2
 """A compiled program is reused if its sequences are at most this many times longer than needed."""
 
-LEAST_SHARED = 8
-"""A prompt copies another row's tokens from one eighth of a chunk on; fewer are read again in less
-time."""
+MIN_SHARED = 8
+"""A prompt copies another row's tokens if they are at least a chunk divided by this number: it
+takes less time to read fewer tokens again."""
 
-SECONDS_PER_CALL = 0.1  # Target duration of a decode call; its tokens arrive when it ends
+# Target duration of a decode call; its tokens arrive when it ends
+SECONDS_PER_CALL = 0.1
 
 _REPLACED = (
     "__call__",
@@ -94,7 +97,8 @@ _REPLACED = (
 StepTokens = tuple[list[list[int]], list[list[float]]]
 """Tokens and their log-probabilities, for each step and row."""
 
-Chunk = tuple[int, int, int]  # Prompt tokens to read: the row, and the range of positions
+# Prompt tokens to read: the row, and the range of positions
+Chunk = tuple[int, int, int]
 
 
 @dataclass
@@ -115,13 +119,17 @@ class Timing:
 class Speed:
     """Tokens and seconds of a call."""
 
-    shape: Shape | None = None  # Shape of the KV cache
-    cache_bytes: int = 0  # Bytes of the KV cache on each device
-    compile_seconds: float = 0.0  # Compilation, not included in the other times
+    shape: Shape | None = None
+    """Shape of the KV cache."""
+    cache_bytes: int = 0
+    """Bytes of the KV cache on each device."""
+    compile_seconds: float = 0.0
+    """Compilation, not included in the other times."""
     timing: Timing = field(default_factory=Timing)
     """Tokens read (prefill) and generated (decode); the first token of each text belongs to
     prefill."""
-    cut_texts: int = 0  # Number of texts that ended at the model's context
+    cut_texts: int = 0
+    """Number of texts that ended at the model's context."""
 
     def add(self, later: "Speed") -> None:
         """Adds a later call's tokens and seconds; the cache is the later one's."""
@@ -135,15 +143,14 @@ class Speed:
     def lines(self) -> Iterator[str]:
         """Yields the lines that the command prints."""
         timing = self.timing
-        kept = f"; {timing.kept_tokens:,} more were in the cache" if timing.kept_tokens else ""
-        yield f"prefill {_rate(timing.prefill_tokens, timing.prefill_seconds)}{kept}"
-        proposed = timing.proposed_tokens
-        share = (
-            f"; {timing.accepted_tokens / proposed:.0%} of {proposed:,} proposals accepted"
-            if proposed
-            else ""
-        )
-        yield f"decode  {_rate(timing.decode_tokens, timing.decode_seconds)}{share}"
+        cached = f"; {timing.kept_tokens:,} more were in the cache" if timing.kept_tokens else ""
+        yield f"prefill {_rate(timing.prefill_tokens, timing.prefill_seconds)}{cached}"
+        accepted = ""
+        if proposed := timing.proposed_tokens:
+            accepted = (
+                f"; {timing.accepted_tokens / proposed:.0%} of {proposed:,} proposals accepted"
+            )
+        yield f"decode  {_rate(timing.decode_tokens, timing.decode_seconds)}{accepted}"
         if self.shape is not None:
             tokens = f"{self.shape.rows} x {self.shape.slots:,} tokens"
             size = size_text(self.cache_bytes, binary=True)
@@ -153,9 +160,8 @@ class Speed:
 
 
 def _rate(tokens: int, seconds: float) -> str:
-    return f"{tokens:,} tokens in {seconds:.2f} s" + (
-        f", {tokens / seconds:,.0f} tokens/s" if seconds else ""
-    )
+    rate = f", {tokens / seconds:,.0f} tokens/s" if seconds else ""
+    return f"{tokens:,} tokens in {seconds:.2f} s{rate}"
 
 
 @dataclass
@@ -163,8 +169,10 @@ class Cache:
     """A KV cache and the tokens in it."""
 
     shape: Shape
-    arrays: KVCaches | None  # None during a call, which donates them, and after a failed call
-    tokens: list[list[int]]  # The tokens of each row
+    arrays: KVCaches | None
+    """None during a call, which donates them, and after a failed call."""
+    tokens: list[list[int]]
+    """The tokens of each row."""
 
 
 class Generator:
@@ -203,13 +211,14 @@ class Generator:
                 "the model was built with sequence_parallel=True, and a single token cannot be "
                 "split over tp; build it with sequence_parallel=None"
             )
-        if changed := [
+        own_methods = [
             name for name in _REPLACED if getattr(type(model), name) is not getattr(Decoder, name)
-        ]:
+        ]
+        if own_methods:
             raise GenerationError(
-                f"{type(model).__name__} has its own {' and '.join(changed)}, which decoding would "
-                "not call: it runs the blocks one by one. Put the change into a Branch, or into a "
-                "method of another name"
+                f"{type(model).__name__} has its own {' and '.join(own_methods)}, which decoding "
+                "would not call: it runs the blocks one by one. Put the change into a Branch, or "
+                "into a method of another name"
             )
         self._mesh, self._weight_bytes, self._model = self._place(model, mesh, donate)
         self.config = model.config
@@ -254,16 +263,16 @@ class Generator:
                 "texts are being generated; finish or close the iterator of stream before update"
             )
         _require_decoder(model)
-        ours, new = (
-            architecture(replace(each, lora=LoraConfig())) for each in (self.config, model.config)
-        )
-        if changed := [
-            f"{name}={new.get(name)!r}, not {ours[name]!r}"
-            for name in ours
-            if new.get(name) != ours[name]
-        ]:
+        fields = architecture(replace(self.config, lora=LoraConfig()))
+        new_fields = architecture(replace(model.config, lora=LoraConfig()))
+        changes = [
+            f"{name}={new_fields.get(name)!r}, not {value!r}"
+            for name, value in fields.items()
+            if new_fields.get(name) != value
+        ]
+        if changes:
             raise GenerationError(
-                f"update: the model has another architecture: {', '.join(changed)}"
+                f"update: the model has another architecture: {', '.join(changes)}"
             )
         self._cache = None
         state = nnx.state(self._model)
@@ -277,9 +286,8 @@ class Generator:
         self, prompts: Sequence[Prompt | None], settings: GenerationSettings = GenerationSettings()
     ) -> list[Result]:
         """Returns the continuations in the order of prompts; see `stream`."""
-        results = [
-            piece.result for piece in self.stream(prompts, settings) if piece.result is not None
-        ]
+        pieces = self.stream(prompts, settings)
+        results = [piece.result for piece in pieces if piece.result is not None]
         return sorted(results, key=lambda result: (result.index, result.sample))
 
     def stream(
@@ -309,20 +317,18 @@ class Generator:
         if isinstance(prompts, str):
             raise GenerationError(f"prompts is a string; for one prompt give [{prompts[:20]!r}]")
         prefix = getattr(self.tokenizer, "prefix", ())
+        encoded = encode_prompts(prompts, self.tokenizer, prefix, self.limits)
+        new_request = partial(
+            Request,
+            tokenizer=self.tokenizer,
+            settings=settings,
+            end_ids=self.end_ids,
+            context=self.limits.context,
+        )
         requests = [
-            Request(
-                index * settings.samples + sample,
-                ids,
-                self.tokenizer,
-                settings,
-                self.end_ids,
-                self.limits.context,
-            )
-            for index, ids in enumerate(
-                encode_prompts(prompts, self.tokenizer, prefix, self.limits)
-            )
+            new_request(index * settings.samples + sample, ids)
+            for (index, ids), sample in product(enumerate(encoded), range(settings.samples))
             if ids is not None
-            for sample in range(settings.samples)
         ]
         self.speed = Speed()
         if not requests:
@@ -352,24 +358,19 @@ class Generator:
         Slots are powers of two, to compile few programs.
         """
         parts = self._batch_parts
-        # On GPUs XLA writes each kernel times a single row, and sums later: 1.5 times as slow on an
-        # H200.
-        rows = (
-            max(
-                math.ceil(min(self._batch_size, len(requests)) / parts),
-                1 + (current_platform() != "cpu"),
-            )
-            * parts
-        )
-        longest = max(request.num_prompt for request in requests) + settings.max_tokens
-        longest = min(
-            max(longest, CHAT_SLOTS if keep else MIN_SLOTS), self.limits.context or sys.maxsize
-        )
-        shape = Shape(rows, max(MIN_SLOTS, 1 << (longest - 1).bit_length()))
+        # For a single row, XLA on GPUs writes a kernel's elementwise products to memory, and sums
+        # them later: 1.5 times as slow on an H200.
+        min_rows = 1 if current_platform() == "cpu" else 2
+        rows = parts * max(math.ceil(min(self._batch_size, len(requests)) / parts), min_rows)
+        length = max(request.num_prompt for request in requests) + settings.max_tokens
+        length = max(length, CHAT_SLOTS if keep else MIN_SLOTS)
+        length = min(length, self.limits.context or sys.maxsize)
+        shape = Shape(rows, max(MIN_SLOTS, _next_power_of_two(length)))
         cache = self._cache
         if cache is not None and (cache.shape.rows != rows or cache.shape.slots < shape.slots):
             cache = None
-        shape = shape if cache is None else cache.shape
+        if cache is not None:
+            shape = cache.shape
         size = cache_bytes(self._model, self._mesh, shape.rows, shape.slots)
         self.speed.shape = shape
         self.speed.cache_bytes = size
@@ -379,7 +380,8 @@ class Generator:
             f"the weights and a KV cache of {rows} x {shape.slots:,} tokens take",
             "use a smaller --max-tokens or --batch-size, or shorter prompts",
         )
-        self._cache = None  # frees a cache that is not reused
+        # Frees a cache that is not reused.
+        self._cache = None
         # These settings do not affect the programs.
         key = shape, replace(settings, max_tokens=1, samples=1, seed=0, stop=())
         if key not in self._programs:
@@ -390,31 +392,35 @@ class Generator:
         tokens = [list[int]() for _ in range(rows)]
         if cache is None:
             return programs, Cache(shape, programs.empty(), tokens)
-        return programs, cache if keep else replace(cache, tokens=tokens)
+        if not keep:
+            cache = replace(cache, tokens=tokens)
+        return programs, cache
 
 
 def _require_decoder(model: object) -> None:
     if not isinstance(model, Decoder):
-        name = (
-            f"the class {model.__name__}"
-            if isinstance(model, type)
-            else f"a {type(model).__name__}"
-        )
+        name = f"a {type(model).__name__}"
+        if isinstance(model, type):
+            name = f"the class {model.__name__}"
         raise GenerationError(
             f"the model is {name}, which is no jaxtp.Decoder; only a decoder generates texts"
         )
 
 
-def _num_equal(first: Sequence[int], second: Sequence[int], most: int) -> int:
-    # Counts equal first tokens, among the first `most`.
-    return next((index for index in range(most) if first[index] != second[index]), most)
+def _next_power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
-def _require_memory(mesh: Mesh, needed: int, what: str, remedy: str) -> None:
+def _num_equal(first: Sequence[int], second: Sequence[int], max_count: int) -> int:
+    """Counts the first tokens that are equal, up to `max_count`."""
+    return next((i for i in range(max_count) if first[i] != second[i]), max_count)
+
+
+def _require_memory(mesh: Mesh, needed: int, subject: str, remedy: str) -> None:
     memory = memory_per_device(mesh.local_devices)
     if memory is not None and needed > memory:
         raise GenerationError(
-            f"{what} {size_text(needed, binary=True)} on each device, which has "
+            f"{subject} {size_text(needed, binary=True)} on each device, which has "
             f"{size_text(memory, binary=True)}; {remedy}"
         )
 
@@ -444,7 +450,8 @@ class Scheduler:
         self._rows_per_part = len(cache.tokens) // num_parts
         self._max_chunk = max_chunk
         self._progress = progress
-        self._requests: dict[int, Request] = {}  # by row; a row without one is free
+        # By row; a row without a request is free.
+        self._requests: dict[int, Request] = {}
         # By row: the row to copy the first tokens from, and their number
         self._shared: dict[int, tuple[int, int]] = {}
         self._steps = 1
@@ -467,14 +474,15 @@ class Scheduler:
             counts = {row: self._num_cached(row, request.tokens) for row in free}
             row = max(counts, key=counts.__getitem__)
             count = counts[row]
-            other, shared = self._most_shared(row, request)
-            copies = shared > max(count, self._max_chunk // LEAST_SHARED)
-            count = shared if copies else count
+            source, num_shared = self._find_shared(row, request)
+            copies = num_shared > max(count, self._max_chunk // MIN_SHARED)
+            if copies:
+                count = num_shared
             # A row with cached tokens must begin a sequence.
             if not alone and count < request.num_prompt / 2:
                 count = 0
             if copies and count:
-                self._shared[row] = other, count
+                self._shared[row] = source, count
             del self._cached[row][0 if copies else count :]
             self.timing.kept_tokens += count
             self._requests[row] = request
@@ -488,70 +496,70 @@ class Scheduler:
         A state has all its tokens or none.
         """
         cached = self._cached[row]
-        most = min(len(cached), len(prompt) - 1)
-        count = _num_equal(cached, prompt, most)
+        count = _num_equal(cached, prompt, min(len(cached), len(prompt) - 1))
         return 0 if self._programs.has_states and count < len(cached) else count
 
-    def _most_shared(self, row: int, request: Request) -> tuple[int, int]:
-        """Returns the row of the part with most first tokens of a prompt, and their number.
+    def _find_shared(self, row: int, request: Request) -> tuple[int, int]:
+        """Returns the row that shares the most first tokens with a prompt, and their number.
 
-        All tokens of an equal prompt that is not read yet: its last logits serve both.
+        The row is of the same part as `row`. An equal prompt that is not read yet shares all
+        tokens: its last logits serve both.
         """
         prompt = request.tokens
         counts = {row: 0}
-        least = self._max_chunk // LEAST_SHARED
-        for other, each in self._requests.items():
-            known = (
-                each.tokens
-                if (unread := len(self._cached[other]) < each.num_prompt)
-                else self._cached[other]
-            )
+        min_shared = self._max_chunk // MIN_SHARED
+        part = row // self._rows_per_part
+        for other_row, other in self._requests.items():
+            is_unread = len(self._cached[other_row]) < other.num_prompt
+            tokens = other.tokens if is_unread else self._cached[other_row]
             if (
-                other // self._rows_per_part != row // self._rows_per_part
-                or known[:least] != prompt[:least]
+                other_row // self._rows_per_part != part
+                or tokens[:min_shared] != prompt[:min_shared]
             ):
                 continue
-            if unread and known == prompt:
-                counts[other] = len(prompt)
-            elif not self._programs.has_states:  # a state has all tokens or none
-                counts[other] = _num_equal(known, prompt, min(len(known), len(prompt) - 1))
+            if is_unread and tokens == prompt:
+                counts[other_row] = len(prompt)
+            # A state has all tokens or none.
+            elif not self._programs.has_states:
+                max_count = min(len(tokens), len(prompt) - 1)
+                counts[other_row] = _num_equal(tokens, prompt, max_count)
         return max(counts.items(), key=lambda item: item[1])
 
     def _copy_shared(self) -> None:
         sources = np.full(len(self._cached), -1, np.int32)
-        for row, (other, count) in [*self._shared.items()]:
-            if len(self._cached[other]) >= count:
+        for row, (source, count) in list(self._shared.items()):
+            if len(self._cached[source]) >= count:
                 del self._shared[row]
-                sources[row] = other % self._rows_per_part
+                sources[row] = source % self._rows_per_part
                 self._cached[row] += self._requests[row].tokens[:count]
         if np.any(sources >= 0):
             self._cache.arrays = self._programs.copy(self._taken_caches(), sources)
 
     def _prefill(self) -> Iterator[Piece]:
         total = sum(request.num_prompt - len(self._cached[row]) for row, request in self._unread())
-        total = total - sum(count for _, count in self._shared.values())
-        done = 0
+        total -= sum(count for _, count in self._shared.values())
+        num_read = 0
         self._copy_shared()
         while unread := self._unread():
             parts = [self._next_chunks(unread, part) for part in range(self._num_parts)]
             sampled, seconds = self._call(partial(self._programs.read, packed=self._pack(parts)))
-            chunks = [chunk for part in parts for chunk in part]
-            for row, start, stop in chunks:
+            for row, start, stop in chain.from_iterable(parts):
                 self._cached[row] += self._requests[row].tokens[start:stop]
-            count = sum(stop - start for _, start, stop in chunks)
-            done += count
+            count = sum(map(_num_tokens, parts))
+            num_read += count
             self.timing.prefill_seconds += seconds
             self.timing.prefill_tokens += count
-            self._progress(done, total)  # may raise
+            # May raise.
+            self._progress(num_read, total)
             self._copy_shared()
             ended = [row for row, request in unread if len(self._cached[row]) == request.num_prompt]
             yield from self._append_tokens(sampled, ended)
 
     def _unread(self) -> list[tuple[int, Request]]:
         return [
-            (row, each)
-            for row, each in self._requests.items()
-            if len(self._cached[row]) < each.num_prompt
+            (row, request)
+            for row, request in self._requests.items()
+            if len(self._cached[row]) < request.num_prompt
         ]
 
     def _next_chunks(self, unread: Sequence[tuple[int, Request]], part: int) -> list[Chunk]:
@@ -561,7 +569,8 @@ class Scheduler:
             start = len(self._cached[row])
             if row // self._rows_per_part != part or row in self._shared:
                 continue
-            if room == 0 or (start and chunks):  # a row with cached tokens must begin a sequence
+            # A row with cached tokens must begin a sequence.
+            if room == 0 or (start and chunks):
                 break
             stop = min(start + room, request.num_prompt)
             chunks.append((row, start, stop))
@@ -573,28 +582,26 @@ class Scheduler:
         sampled, seconds = self._call(
             partial(self._programs.decode, steps=self._steps, waiting=waiting)
         )
-        # Processes must make the same calls, but would measure different times.
-        lines = sampled[0]
+        lines, _ = sampled
         width = self._programs.width
-        target = (
-            SECONDS_PER_CALL * len(lines) / width / max(seconds, 1e-9)
-            if jax.process_count() == 1
-            else MAX_STEPS
-        )
+        # Processes must make the same calls, but would measure different times.
+        target = MAX_STEPS
+        if jax.process_count() == 1:
+            target = int(SECONDS_PER_CALL * len(lines) / width / max(seconds, 1e-9))
         # The first call of a program is slower.
-        self._steps = min(max(1, int(target)), 2 * self._steps, MAX_STEPS)
+        self._steps = min(max(1, target), 2 * self._steps, MAX_STEPS)
         self.timing.decode_seconds += seconds
         pieces = self._append_tokens(sampled, rows)
         self.timing.decode_tokens += len(pieces)
-        first, found = (
-            sum(line[row] >= 0 for line in each for row in rows) for each in (lines[::width], lines)
-        )
-        self.timing.proposed_tokens += first * (width - 1)
-        self.timing.accepted_tokens += found - first
+        # A line has one token of each step and row; -1 is a proposal that was not accepted.
+        is_token = np.reshape(lines, (-1, width, len(self._cached)))[:, :, rows] >= 0
+        num_first = int(is_token[:, 0].sum())
+        self.timing.proposed_tokens += num_first * (width - 1)
+        self.timing.accepted_tokens += int(is_token.sum()) - num_first
         yield from pieces
 
     def _taken_caches(self) -> KVCaches:
-        # A program takes their memory: they are not there again until it has returned.
+        # A program takes their memory: they do not exist until it has returned.
         caches = self._cache.arrays
         assert caches is not None, "an earlier call has failed"
         self._cache.arrays = None
@@ -605,7 +612,8 @@ class Scheduler:
         started = time.perf_counter()
         compiled = self._programs.compile_seconds
         caches, sampled = program(caches, rows=self._row_arrays())
-        if not self._programs.has_states:  # what an interrupt leaves in a state is unknown
+        # What an interrupt leaves in a state is unknown.
+        if not self._programs.has_states:
             self._cache.arrays = caches
         tokens = wait(*sampled)
         self._cache.arrays = caches
@@ -616,7 +624,8 @@ class Scheduler:
         for tokens, logprobs in zip(*sampled, strict=True):
             for row in rows:
                 # The text of the row has ended, or there is no token.
-                if (request := self._requests.get(row)) is None or tokens[row] < 0:
+                request = self._requests.get(row)
+                if request is None or tokens[row] < 0:
                     continue
                 if not math.isfinite(logprobs[row]):
                     self._cache.arrays = None
@@ -630,12 +639,13 @@ class Scheduler:
                 if request.finish is not None:
                     del self._requests[row]
                     if request.finish == "stop" and self._programs.has_states:
-                        self._cached[row].clear()  # the state may have tokens after the stop text
+                        # The state may have tokens after the stop text.
+                        self._cached[row].clear()
         return pieces
 
     def _row_arrays(self) -> RowArrays:
         num_rows = len(self._cached)
-        tokens, lengths, left = (np.zeros(num_rows, np.int32) for _ in range(3))
+        tokens, lengths, left = np.zeros((3, num_rows), np.int32)
         seeds = np.zeros(num_rows, np.uint32)
         for row, request in self._requests.items():
             has_text = len(request.tokens) > request.num_prompt
@@ -644,19 +654,11 @@ class Scheduler:
             left[row] = request.tokens_left
             seeds[row] = request.seed
         # A copy: the CPU backend may read the array itself.
-        return RowArrays(
-            tokens,
-            lengths,
-            left,
-            seeds,
-            self._history.copy() if self._programs.needs_history else None,
-        )
+        history = self._history.copy() if self._programs.needs_history else None
+        return RowArrays(tokens, lengths, left, seeds, history)
 
     def _pack(self, parts: list[list[Chunk]]) -> PackedTokens:
-        length = self._length(
-            max(sum(stop - start for _, start, stop in chunks) for chunks in parts)
-        )
-        shape = (self._num_parts, length)
+        shape = (self._num_parts, self._length(max(map(_num_tokens, parts))))
         ids = np.zeros(shape, np.int32)
         rows = np.full(shape, -1, np.int32)
         positions = np.full(shape, self._programs.shape.slots, np.int32)
@@ -672,9 +674,12 @@ class Scheduler:
                 rows[part, span] = local_row
                 positions[part, span] = np.arange(start, stop)
                 if stop == request.num_prompt:
-                    whole = [each for each, shared in self._shared.items() if shared == (row, stop)]
-                    last[part, [each % self._rows_per_part for each in (row, *whole)]] = offset - 1
-        continued = any(start > 0 for chunks in parts for _, start, _ in chunks)
+                    last[part, local_row] = offset - 1
+                    # Equal prompts, which are not read, use the same logits.
+                    for other_row, shared in self._shared.items():
+                        if shared == (row, stop):
+                            last[part, other_row % self._rows_per_part] = offset - 1
+        continued = any(start > 0 for _, start, _ in chain.from_iterable(parts))
         return PackedTokens(ids, rows, positions, last, continued)
 
     def _length(self, needed: int) -> int:
@@ -684,9 +689,12 @@ class Scheduler:
             for length in self._programs.read_lengths
             if needed <= length <= MAX_WASTE * needed
         ]
-        return min(
-            fits, default=min(max(MIN_LENGTH, 1 << (needed - 1).bit_length()), self._max_chunk)
-        )
+        new_length = min(max(MIN_LENGTH, _next_power_of_two(needed)), self._max_chunk)
+        return min(fits, default=new_length)
+
+
+def _num_tokens(chunks: Iterable[Chunk]) -> int:
+    return sum(stop - start for _, start, stop in chunks)
 
 
 def wait(tokens: Array, logprobs: Array, steps: Array) -> StepTokens:

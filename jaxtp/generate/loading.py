@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -19,8 +19,7 @@ from jax.sharding import Mesh
 
 from jaxtp.checkpoint.logical import logical_size
 from jaxtp.checkpoint.storage import finished_checkpoints, open_checkpoint
-from jaxtp.config import entry
-from jaxtp.config.entry import UserError
+from jaxtp.config.entry import UserError, say
 from jaxtp.config.python_object import load_object
 from jaxtp.config.schema import (
     Keys,
@@ -73,6 +72,9 @@ from jaxtp.models.config import ModelConfig, padded_sizes, validate_model, viola
 from jaxtp.models.decoder import Decoder
 
 PROGRESS_SECONDS = 5.0
+# Types of flags that name a folder or a file, and may be left out
+OptionalDir = Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")]
+OptionalFile = Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")]
 
 
 class SourceError(UserError):
@@ -86,14 +88,14 @@ class SourceConfig:
     tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
     """The tokenizer.json, or its folder, if it has moved since the model was trained."""
 
-    base: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    base: OptionalDir = None
     """For a run that trained adapters: the base model, if it has moved."""
 
     build: Reference | None = None
     """For a run with a Decoder of your own: the function or settings of its --model.build. The
     Python file is imported."""
 
-    adapters: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    adapters: OptionalDir = None
     """Adapters in PEFT's format to merge into the model, in float32 before the cast to --dtype."""
 
     ignore_config: Keys = ()
@@ -151,14 +153,15 @@ def inference_mesh(config: InferenceMeshConfig, model: ModelConfig) -> Mesh:
 
 
 def _default_tp(config: InferenceMeshConfig, model: ModelConfig) -> int:
-    others = [size for axis, size in asdict(config).items() if axis != TP]
-    if -1 in others or jax.default_backend() == "cpu":
+    sizes = asdict(config)
+    other_sizes = [size for axis, size in sizes.items() if axis != TP]
+    if -1 in other_sizes or jax.default_backend() == "cpu":
         return 1
-    devices = jax.device_count() // math.prod(max(size, 1) for size in others)
-    unpadded = (tp for tp in range(devices, 1, -1) if not padded_sizes(model, tp))
-    return next(
-        (tp for tp in unpadded if not list(violations(model, asdict(config) | {TP: tp}))), 1
-    )
+    devices = jax.device_count() // math.prod(max(size, 1) for size in other_sizes)
+    for tp in range(devices, 1, -1):
+        if not padded_sizes(model, tp) and not any(violations(model, sizes | {TP: tp})):
+            return tp
+    return 1
 
 
 @dataclass(frozen=True)
@@ -166,17 +169,25 @@ class ModelSource:
     """A model on disk, without its weights."""
 
     name: str
-    config: ModelConfig  # The configuration for inference
+    config: ModelConfig
+    """The configuration for inference."""
     tokenizer: Tokenizer
-    load: Callable[[Mesh], Decoder]  # Reads the weights onto a mesh
-    end_ids: frozenset[int]  # Tokens that end a text
-    prefix: tuple[int, ...]  # Tokens that the model expects before a text
-    template: str | None  # Chat template, in Jinja
-    special_tokens: Mapping[str, str]
+    load: Callable[[Mesh], Decoder]
+    """Reads the weights onto a mesh."""
+    end_ids: frozenset[int]
+    """Tokens that end a text."""
+    prefix: tuple[int, ...]
+    """Tokens that the model expects before a text."""
+    template: str | None = None
+    """Chat template, in Jinja."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Texts of the special tokens that the template may use, such as bos_token."""
-    context: int | None  # Maximum number of tokens of prompt and text together; None if unknown
-    template_day: str | None = None  # The day that the template wrote into the run's data
-    trained_length: int | None = None  # Sequence length of a run that started from random weights
+    context: int | None = None
+    """Maximum number of tokens of prompt and text together; None if unknown."""
+    template_day: str | None = None
+    """The day that the template wrote into the run's data."""
+    trained_length: int | None = None
+    """Sequence length of a run that started from random weights."""
 
 
 def load_model(source: ModelSource, mesh: Mesh) -> Decoder:
@@ -197,7 +208,7 @@ def load_model(source: ModelSource, mesh: Mesh) -> Decoder:
 def print_status(text: str) -> None:
     """Prints a line on standard error, in the first process only."""
     if jax.process_index() == 0:
-        entry.say(text)
+        say(text)
 
 
 @dataclass(frozen=True)
@@ -205,13 +216,17 @@ class StoredModel:
     """A checkpoint, or a model in Hugging Face's format, and adapters to merge into it."""
 
     folder: Path
-    info: Mapping[str, Any]  # the checkpoint's info; empty in Hugging Face's format
     config: ModelConfig
-    dtype: DType  # dtype of the parameters
-    family: str | None  # `model_type`, if the folder names it
-    base: Path | None
-    adapters: PeftFolder | None
-    opened: Folder | None  # in Hugging Face's format
+    dtype: DType
+    """Dtype of the parameters."""
+    family: str | None
+    """`model_type`, if the folder names it."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """The checkpoint's info; empty in Hugging Face's format."""
+    base: Path | None = None
+    adapters: PeftFolder | None = None
+    opened: Folder | None = None
+    """In Hugging Face's format."""
 
     @property
     def is_run(self) -> bool:
@@ -243,43 +258,46 @@ def open_stored(path: Path, options: SourceConfig, *, has_build: bool = True) ->
       ValueError: the model is damaged or unsupported (a subclass, e.g. `CheckpointError`,
         `HFError`).
     """
-    dtype: DType
-    info: Mapping[str, Any] = {}
-    family: str | None
-    opened: Folder | None = None
     if (path / CONFIG).is_file():
-        if options.build is not None:
-            raise SourceError(
-                f"--build names the Decoder of a run, and {path} is a model in Hugging "
-                "Face's format"
-            )
-        opened = open_folder(path)
-        folder = path
-        config = import_config(opened, None, {}, options.ignore_config)
-        dtype = dtype_of(opened)
-        family = str(opened.attributes["model_type"])
-        if options.adapters is not None:
-            check_adaptable(opened.attributes)
+        stored = _open_hf(path, options)
     else:
-        if options.ignore_config:
-            raise SourceError(
-                f"--ignore-config is for models in Hugging Face's format, and {path} is a run"
-            )
-        checkpoint = open_checkpoint(path)
-        folder = checkpoint.folder
-        info = checkpoint.info
-        build = None if options.build is None else load_object(options.build, "--build")
-        remedy = remedy_of_command(folder, info, has_build=has_build)
-        config = run_model_config(folder, info, build, remedy)
-        family = family_of_run(folder)
-        dtype = config.precision.param
-    if config.lora.rank and options.adapters is not None:
+        stored = _open_run(path, options, has_build=has_build)
+    if options.adapters is None:
+        return stored
+    if stored.config.lora.rank:
         raise SourceError(
             f"--adapters {options.adapters}: {path} has adapters already; merge them first by "
             f"`jaxtp convert export {path} DIR --merged`, and add others to DIR"
         )
-    adapters = None if options.adapters is None else open_peft(options.adapters, config, family)
-    return StoredModel(folder, info, config, dtype, family, options.base, adapters, opened)
+    return replace(stored, adapters=open_peft(options.adapters, stored.config, stored.family))
+
+
+def _open_hf(path: Path, options: SourceConfig) -> StoredModel:
+    if options.build is not None:
+        raise SourceError(
+            f"--build names the Decoder of a run, and {path} is a model in Hugging Face's format"
+        )
+    opened = open_folder(path)
+    config = import_config(opened, None, {}, options.ignore_config)
+    if options.adapters is not None:
+        check_adaptable(opened.attributes)
+    family = str(opened.attributes["model_type"])
+    return StoredModel(path, config, dtype_of(opened), family, opened=opened)
+
+
+def _open_run(path: Path, options: SourceConfig, *, has_build: bool) -> StoredModel:
+    if options.ignore_config:
+        raise SourceError(
+            f"--ignore-config is for models in Hugging Face's format, and {path} is a run"
+        )
+    checkpoint = open_checkpoint(path)
+    folder = checkpoint.folder
+    info = checkpoint.info
+    build = None if options.build is None else load_object(options.build, "--build")
+    remedy = remedy_of_command(folder, info, has_build=has_build)
+    config = run_model_config(folder, info, build, remedy)
+    family = family_of_run(folder)
+    return StoredModel(folder, config, config.precision.param, family, info, options.base)
 
 
 class Status:
@@ -290,7 +308,8 @@ class Status:
 
     def __call__(self, text: str) -> None:
         """Prints the text if the last line is old enough."""
-        if (now := time.monotonic()) - self._printed >= PROGRESS_SECONDS:
+        now = time.monotonic()
+        if now - self._printed >= PROGRESS_SECONDS:
             self._printed = now
             print_status(text)
 
@@ -302,86 +321,106 @@ def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSour
       SourceError: there is no model, or it has no tokenizer.
       ValueError: as `open_stored`.
     """
-    if not os.path.isdir(path):  # unlike Path.is_dir, it accepts names of any length
-        if os.path.exists(path):
-            reason = explain_gguf(path) if os.path.isfile(path) else None
-            raise SourceError(f"--model {path}: {reason or 'not a folder' + nearest_file(path)}")
-        raise SourceError(f"--model {path}: no such folder{missing_model(path)}")
-    if not (path / CONFIG).is_file() and not finished_checkpoints(path):
-        if (path / peft.CONFIG).is_file():
-            raise SourceError(
-                f"--model {path}: adapters in PEFT's format, without a model; give the model by "
-                f"--model and these by --adapters {path}"
-            )
-        if reason := explain_gguf(path):
-            raise SourceError(f"--model {path}: {reason}")
-        raise SourceError(
-            f"--model {path}: neither a run with a finished checkpoint nor a model in Hugging "
-            "Face's format (config.json)"
-        )
+    _require_model(path)
     stored = open_stored(path, options)
+    if stored.is_run:
+        source, folders = _source_of_run(stored, str(path), options)
+    else:
+        source = _source_of_folder(stored, options)
+        folders = [path]
+    if stored.adapters is not None:
+        source = replace(source, name=f"{source.name} with {stored.adapters.path}")
+    source = replace(source, context=_context(folders, source.config))
+    with_template = [folder for folder in folders if chat_template(folder) is not None]
+    for folder in (with_template or folders)[:1]:
+        source = replace(
+            source,
+            template=chat_template(folder),
+            special_tokens=special_tokens(folder),
+            template_day=template_day(folder),
+        )
+    return source
+
+
+def _require_model(path: Path) -> None:
+    # Unlike `Path.is_dir`, `os.path.isdir` accepts names of any length.
+    if not os.path.isdir(path):
+        if not os.path.exists(path):
+            raise SourceError(f"--model {path}: no such folder{missing_model(path)}")
+        reason = explain_gguf(path) or f"not a folder{nearest_file(path)}"
+        raise SourceError(f"--model {path}: {reason}")
+    if (path / CONFIG).is_file() or finished_checkpoints(path):
+        return
+    if (path / peft.CONFIG).is_file():
+        raise SourceError(
+            f"--model {path}: adapters in PEFT's format, without a model; give the model by "
+            f"--model and these by --adapters {path}"
+        )
+    reason = explain_gguf(path) or (
+        "neither a run with a finished checkpoint nor a model in Hugging Face's format "
+        "(config.json)"
+    )
+    raise SourceError(f"--model {path}: {reason}")
+
+
+def _source_of_run(
+    stored: StoredModel, path: str, options: SourceConfig
+) -> tuple[ModelSource, list[Path]]:
+    """Returns a run's model, and the folders that may have a chat template."""
     corpus = stored.info.get("corpus", {})
     data = stored.info.get("config", {}).get("data", {})
-    hf_files: Path | None = path
-    dtype: str | None
-    if stored.is_run:
-        name = f"{path}, step {stored.folder.name}"
-        dtype = stored.config.precision.compute
-        hf_files = hf_files_of(stored.folder)
-        paths = (
-            options.tokenizer,
-            data.get("path"),
-            next(iter(data.get("mixture") or ()), None),
-            hf_files,
-        )
-        location = next((expand(Path(each)) for each in paths if each is not None), None)
-        tokenizer = _tokenizer_of_run(stored.folder, corpus.get("tokenizer"), location, options)
-        folders = [each for each in (location, hf_files) if each is not None and each.is_dir()]
-        ends = tokenizer.info.end_ids.union(*map(_end_ids, folders))
-        prefix = tuple(corpus.get(PREFIX, ()))
-    else:
-        name = str(path)
-        folders = [path]
-        dtype = stored_dtype(path)
-        if options.tokenizer is None and not (path / TOKENIZER).is_file():
-            raise SourceError(f"{path} has no {TOKENIZER}; give one by --tokenizer PATH")
-        tokenizer = open_tokenizer(options.tokenizer or path, special_tokens=options.special_tokens)
-        ends = _end_ids(path) or tokenizer.info.end_ids
-        prefix = getattr(tokenizer, "prefix", ())
-    config = inference_config(stored.config, options.dtype or _default_dtype(dtype))
-    folder = next(
-        (each for each in folders if chat_template(each) is not None), next(iter(folders), None)
-    )
-    return ModelSource(
-        name=name if stored.adapters is None else f"{name} with {stored.adapters.path}",
+    hf_files = hf_files_of(stored.folder)
+    # A mixture maps its datasets to their weights.
+    datasets = (data.get("path"), *(data.get("mixture") or {}))
+    candidates = (options.tokenizer, *datasets, hf_files)
+    locations = [expand(Path(location)) for location in candidates if location is not None]
+    location = locations[0] if locations else None
+    tokenizer = _tokenizer_of_run(stored.folder, corpus.get("tokenizer"), location, options)
+    folders = [folder for folder in (*locations[:1], hf_files) if folder and folder.is_dir()]
+    dtype = options.dtype or _default_dtype(stored.config.precision.compute)
+    config = inference_config(stored.config, dtype)
+    source = ModelSource(
+        name=f"{path}, step {stored.folder.name}",
         config=config,
         tokenizer=tokenizer,
         load=partial(stored.load, config),
-        end_ids=ends,
-        prefix=prefix,
-        template=None if folder is None else chat_template(folder),
-        special_tokens={} if folder is None else special_tokens(folder),
-        context=_context(folders, config),
-        template_day=None if folder is None else template_day(folder),
+        end_ids=tokenizer.info.end_ids.union(*map(_end_ids, folders)),
+        prefix=tuple(corpus.get(PREFIX, ())),
         trained_length=data.get("sequence_length") if hf_files is None else None,
+    )
+    return source, folders
+
+
+def _source_of_folder(stored: StoredModel, options: SourceConfig) -> ModelSource:
+    path = stored.folder
+    if options.tokenizer is None and not (path / TOKENIZER).is_file():
+        raise SourceError(f"{path} has no {TOKENIZER}; give one by --tokenizer PATH")
+    tokenizer = open_tokenizer(options.tokenizer or path, special_tokens=options.special_tokens)
+    config = inference_config(stored.config, options.dtype or _default_dtype(stored_dtype(path)))
+    return ModelSource(
+        name=str(path),
+        config=config,
+        tokenizer=tokenizer,
+        load=partial(stored.load, config),
+        end_ids=_end_ids(path) or tokenizer.info.end_ids,
+        prefix=getattr(tokenizer, "prefix", ()),
     )
 
 
 def _default_dtype(stored: str | None) -> DType:
     """Call it after `request_devices`."""
     if jax.default_backend() == "cpu":
-        return "float32"  # XLA's bfloat16 matmuls are ten times slower on CPUs
+        # XLA's bfloat16 matmuls are ten times slower on CPUs.
+        return "float32"
     return next((dtype for dtype in get_args(DType) if dtype == stored), "float32")
 
 
 def inference_config(config: ModelConfig, compute: DType) -> ModelConfig:
-    """Drops training-only settings and stores weights in the compute dtype.
-
-    Layers cast to it anyway.
-    """
+    """Drops settings of training, and stores weights in the compute dtype, to which layers cast."""
     return replace(
         config,
-        attention="auto",  # the run's kernels may be for another device
+        # The run's kernels may be for another device.
+        attention="auto",
         grouped="auto",
         dropout=0.0,
         remat="none",
@@ -429,7 +468,8 @@ def open_tokenizer(path: str | Path, *, special_tokens: bool = False) -> Tokeniz
     content = read_tokenizer(file)
     try:
         return HuggingFaceTokenizer(content, str(file), special_tokens=special_tokens)
-    except TokenizerError:  # perhaps it only lacks an end token, which is not needed here
+    except TokenizerError:
+        # Perhaps the tokenizer only lacks an end token, which is not needed here.
         return HuggingFaceTokenizer(
             content, str(file), has_eos=False, special_tokens=special_tokens
         )
@@ -441,13 +481,10 @@ def _end_ids(folder: Path) -> frozenset[int]:
 
 
 def _context(folders: Sequence[Path], config: ModelConfig) -> int | None:
-    length = next(
-        (found for folder in folders if (found := context(folder / MODEL_CONFIG)) is not None), None
-    )
+    lengths = (context(folder / MODEL_CONFIG) for folder in folders)
+    length = next((length for length in lengths if length is not None), None)
     scaling = config.rope_scaling
     if length is None or scaling.kind == "none":
         return length
-    return max(
-        length,
-        int((length if scaling.kind == "linear" else scaling.original_length) * scaling.factor),
-    )
+    original_length = length if scaling.kind == "linear" else scaling.original_length
+    return max(length, int(original_length * scaling.factor))

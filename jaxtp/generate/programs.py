@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array, lax
+from jax import Array, ShapeDtypeStruct, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
@@ -31,7 +31,8 @@ from jaxtp.layers.cache import DROPPED, LAYER_SPEC, KVCaches, NewTokens
 
 Ints = NDArray[np.int32] | Array
 
-MAX_STEPS = 32  # Maximum steps of one call
+# Maximum steps of one call
+MAX_STEPS = 32
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,14 @@ class PackedTokens:
     C is the length of a sequence, R the number of rows of a part.
     """
 
-    ids: Ints  # `[P, C]`
-    rows: Ints  # Row of each token within its part, `[P, C]`; -1 for padding
-    positions: Ints  # Position of each token in its row, `[P, C]`
-    # Index in the sequence of each row's last prompt token, `[P, R]`; -1 if another call reads it
+    ids: Ints
+    """`[P, C]`."""
+    rows: Ints
+    """Row of each token within its part, `[P, C]`; -1 for padding."""
+    positions: Ints
+    """Position of each token in its row, `[P, C]`."""
     last: Ints
+    """Index of each row's last prompt token, `[P, R]`; -1 if another call reads it."""
     continued: bool = field(metadata={"static": True})
     """Whether a sequence begins with a row that has cached tokens."""
 
@@ -64,9 +68,12 @@ class PackedTokens:
 class RowArrays:
     """The state of each row on the host, `[rows]` each."""
 
-    tokens: Ints  # The last sampled token, not yet in the cache
-    lengths: Ints  # Number of tokens in the cache; while a prompt is read, the length of the prompt
-    left: Ints  # Number of tokens still to be generated; 0 for an idle row
+    tokens: Ints
+    """The last sampled token, not yet in the cache."""
+    lengths: Ints
+    """Number of tokens in the cache; while a prompt is read, the length of the prompt."""
+    left: Ints
+    """Number of tokens still to be generated; 0 for an idle row."""
     seeds: NDArray[np.uint32] | Array
     history: Ints | None = None
     """All tokens, `[rows, slots]`; -1 after the last. None without repetition penalty and
@@ -76,7 +83,27 @@ class RowArrays:
 Sampled = tuple[Array, Array, Array]
 """Tokens (-1 for none) and log-probabilities, `[MAX_STEPS * width or 1, rows]`, and the number of
 valid lines; may not be computed yet."""
-_Carry = tuple[Array, KVCaches, Array | None, Array, Array, Array, Array, Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Decoding:
+    """The variables of the decoding loop; B is the number of rows, S of slots."""
+
+    step: Array
+    caches: KVCaches
+    history: Array | None
+    """As in `RowArrays`, `[B, S]`."""
+    last: Array
+    """The last sampled token of each row, `[B]`."""
+    lengths: Array
+    """Number of tokens in the cache, `[B]`."""
+    left: Array
+    """Number of tokens still to be generated, `[B]`."""
+    tokens: Array
+    """Sampled tokens of all steps, `[MAX_STEPS, width, B]`; -1 for none."""
+    logprobs: Array
+    """Their log-probabilities."""
 
 
 class Programs:
@@ -102,7 +129,7 @@ class Programs:
         self.needs_history = self._penalises or self.width > 1
         self.has_states = has_states(model, mesh)
         self._mesh = mesh
-        self._end_ids = sorted(end_ids)
+        self._end_ids = np.array(sorted(end_ids), np.int32)
         self._sample = partial(sample, settings=settings, num_ids=num_ids)
         self._graph, self.weights = nnx.split(model)
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
@@ -128,9 +155,9 @@ class Programs:
     def decode(
         self, caches: KVCaches, rows: RowArrays, steps: int, *, waiting: bool
     ) -> tuple[KVCaches, Sampled]:
-        """Decodes `steps` (at most `MAX_STEPS`) times up to `width` tokens of each row.
+        """Decodes up to `width` tokens of each row, `steps` (at most `MAX_STEPS`) times.
 
-        `waiting`: a prompt waits.
+        `waiting` tells whether a prompt waits for a row.
         """
         arguments = caches, rows, np.int32(steps), np.bool_(waiting)
         return self._program("decode", self._decode, *arguments)(self.weights, *arguments)
@@ -142,9 +169,9 @@ class Programs:
     def compiled_decode(self, caches: KVCaches) -> jax.stages.Compiled:
         """Returns the compiled decode program; `caches` may be abstract."""
         zeros = np.zeros(self.shape.rows, np.int32)
-        history = (
-            np.zeros((self.shape.rows, self.shape.slots), np.int32) if self.needs_history else None
-        )
+        history = None
+        if self.needs_history:
+            history = np.zeros((self.shape.rows, self.shape.slots), np.int32)
         rows = RowArrays(zeros, zeros, zeros, zeros.astype(np.uint32), history)
         return self._program("decode", self._decode, caches, rows, np.int32(1), np.bool_(False))
 
@@ -173,97 +200,104 @@ class Programs:
         waiting: Array,
     ) -> tuple[KVCaches, Sampled]:
         was_active_B = rows.left > 0
-        end_ids = jnp.array(self._end_ids, jnp.int32)
-        width = self.width
-        ahead_T = jnp.arange(self.width)
 
-        def unfinished(carry: _Carry) -> Array:
-            step, *_, left_B, _, _ = carry
-            none_ended = jnp.all((left_B > 0) == was_active_B)
-            return (step < max_steps) & jnp.any(left_B > 0) & (none_ended | ~waiting)
+        def unfinished(state: _Decoding) -> Array:
+            active_B = state.left > 0
+            none_ended = jnp.all(active_B == was_active_B)
+            return (state.step < max_steps) & jnp.any(active_B) & (none_ended | ~waiting)
 
-        def decode_step(carry: _Carry) -> _Carry:
-            step, caches, history_BS, tokens_B, lengths_B, left_B, tokens, logprobs = carry
-            ids_BT = tokens_B[:, None]
-            if history_BS is not None and width > 1:
-                ids_BT = jax.vmap(partial(propose, count=width - 1))(history_BS, lengths_B)
-            wanted_BT = ahead_T < left_B[:, None]
-            next_BT = lengths_B[:, None] + 1 + ahead_T
-            new = NewTokens(constrain(jnp.where(wanted_BT, next_BT - 1, DROPPED), batch_spec(None)))
-            x_BTD, caches = model(ids_BT, caches, new)
-            logits = constrain(
-                model.logits_of_hidden(x_BTD).reshape(ids_BT.size, -1), batch_spec(None)
-            )
-            seen = self._seen(model, history_BS, ids_BT)
-            seeds = jnp.repeat(jnp.asarray(rows.seeds), width)
-            sampled_BT, logprobs_BT = (
-                x.reshape(ids_BT.shape) for x in self._sample(logits, seen, seeds, next_BT.ravel())
-            )
-            ended_BT = jnp.any(sampled_BT[..., None] == end_ids, axis=2)
-            # A token is kept if all before it equal their proposals and are no end.
-            stops_BT = (sampled_BT[:, :-1] != ids_BT[:, 1:]) | ended_BT[:, :-1]
-            kept_BT = wanted_BT & (jnp.cumsum(jnp.pad(stops_BT, ((0, 0), (1, 0))), axis=1) == 0)
-            count_B = jnp.sum(kept_BT, axis=1)
-            tokens_B = jnp.take_along_axis(
-                sampled_BT, jnp.maximum(count_B - 1, 0)[:, None], axis=1
-            )[:, 0]
-            if history_BS is not None:
-                places = jnp.where(kept_BT, next_BT, DROPPED)
-                history_BS = history_BS.at[jnp.arange(count_B.size)[:, None], places].set(
-                    sampled_BT, mode="drop"
-                )
-            left_B = jnp.where(jnp.any(ended_BT & kept_BT, axis=1), 0, left_B - count_B)
-            tokens = tokens.at[step].set(jnp.where(kept_BT, sampled_BT, -1).T)
-            logprobs = logprobs.at[step].set(logprobs_BT.T)
-            return (
-                step + 1,
-                caches,
-                history_BS,
-                tokens_B,
-                lengths_B + count_B,
-                left_B,
-                tokens,
-                logprobs,
-            )
-
-        tokens = jnp.zeros((MAX_STEPS, width, self.shape.rows), jnp.int32)
-        history, *state = jax.tree.map(
+        tokens = jnp.zeros((MAX_STEPS, self.width, self.shape.rows), jnp.int32)
+        history, last, lengths, left = jax.tree.map(
             jnp.asarray, (rows.history, rows.tokens, rows.lengths, rows.left)
         )
-        carry = jnp.int32(0), caches, history, *state, tokens, tokens.astype(jnp.float32)
-        steps, caches, *_, tokens, logprobs = lax.while_loop(unfinished, decode_step, carry)
+        logprobs = tokens.astype(jnp.float32)
+        start = _Decoding(jnp.int32(0), caches, history, last, lengths, left, tokens, logprobs)
+        # Outside of the loop, so that its steps do not make them again
+        seeds_B = jnp.asarray(rows.seeds)
+        ahead_T = jnp.arange(self.width)
+        step = partial(self._decode_step, model, seeds_B, ahead_T)
+        end = lax.while_loop(unfinished, step, start)
         # Each process reads them; XLA would split what a loop returns, though `sample` replicates
         # each step's.
-        tokens, logprobs = (
-            constrain(x.reshape(-1, self.shape.rows), P()) for x in (tokens, logprobs)
+        tokens = constrain(end.tokens.reshape(-1, self.shape.rows), P())
+        logprobs = constrain(end.logprobs.reshape(-1, self.shape.rows), P())
+        return end.caches, (tokens, logprobs, end.step * self.width)
+
+    def _decode_step(
+        self, model: DecodeModel, seeds_B: Array, ahead_T: Array, state: _Decoding
+    ) -> _Decoding:
+        ids_BT = state.last[:, None]
+        if state.history is not None and self.width > 1:
+            proposals = partial(propose, count=self.width - 1)
+            ids_BT = jax.vmap(proposals)(state.history, state.lengths)
+        needed_BT = ahead_T < state.left[:, None]
+        next_BT = state.lengths[:, None] + 1 + ahead_T
+        new = NewTokens(constrain(jnp.where(needed_BT, next_BT - 1, DROPPED), batch_spec(None)))
+        x_BTD, caches = model(ids_BT, state.caches, new)
+        sampled_BT, logprobs_BT = self._sample_each(model, x_BTD, ids_BT, next_BT, seeds_B, state)
+        ended_BT = jnp.any(sampled_BT[..., None] == self._end_ids, axis=2)
+        # A token is accepted if all before it equal their proposals and are no end.
+        stops_BT = (sampled_BT[:, :-1] != ids_BT[:, 1:]) | ended_BT[:, :-1]
+        accepted_BT = needed_BT & (jnp.cumsum(jnp.pad(stops_BT, ((0, 0), (1, 0))), axis=1) == 0)
+        count_B = jnp.sum(accepted_BT, axis=1)
+        last_B1 = jnp.take_along_axis(sampled_BT, jnp.maximum(count_B - 1, 0)[:, None], axis=1)
+        history_BS = state.history
+        if history_BS is not None:
+            places = jnp.where(accepted_BT, next_BT, DROPPED)
+            rows = jnp.arange(count_B.size)[:, None]
+            history_BS = history_BS.at[rows, places].set(sampled_BT, mode="drop")
+        return _Decoding(
+            step=state.step + 1,
+            caches=caches,
+            history=history_BS,
+            last=last_B1[:, 0],
+            lengths=state.lengths + count_B,
+            left=jnp.where(jnp.any(ended_BT & accepted_BT, axis=1), 0, state.left - count_B),
+            tokens=state.tokens.at[state.step].set(jnp.where(accepted_BT, sampled_BT, -1).T),
+            logprobs=state.logprobs.at[state.step].set(logprobs_BT.T),
         )
-        return caches, (tokens, logprobs, steps * width)
+
+    def _sample_each(
+        self,
+        model: DecodeModel,
+        x_BTD: Array,
+        ids_BT: Array,
+        next_BT: Array,
+        seeds_B: Array,
+        state: _Decoding,
+    ) -> tuple[Array, Array]:
+        """Samples the token after each of a row's tokens; `next_BT` are their positions."""
+        logits = model.logits_of_hidden(x_BTD).reshape(ids_BT.size, -1)
+        logits = constrain(logits, batch_spec(None))
+        seen_BTV = self._seen(model, state.history, ids_BT)
+        seeds = jnp.repeat(seeds_B, self.width)
+        sampled, logprobs = self._sample(logits, seen_BTV, seeds, next_BT.ravel())
+        return sampled.reshape(ids_BT.shape), logprobs.reshape(ids_BT.shape)
 
     def _seen(self, model: DecodeModel, history_BS: Ints | None, ids_BT: Array) -> Array | None:
-        # Whether a row has a token, up to each of `ids_BT`: [B * T, V].
+        """Returns whether a row has each token, up to each of `ids_BT`: `[B * T, V]`."""
         if history_BS is None or not self._penalises:
             return None
         rows = len(history_BS)
         size = model.config.vocab_size
         ids_BS = jnp.where(history_BS < 0, size, history_BS)
-        seen_BV = (
-            jnp.zeros((rows, size), bool)
-            .at[jnp.arange(rows)[:, None], ids_BS]
-            .set(True, mode="drop")
-        )
-        seen_BTV = seen_BV[:, None] | (
-            jnp.cumsum(ids_BT[..., None] == jnp.arange(size), axis=1) > 0
-        )
+        none_BV = jnp.zeros((rows, size), bool)
+        seen_BV = none_BV.at[jnp.arange(rows)[:, None], ids_BS].set(True, mode="drop")
+        proposed_BTV = jnp.cumsum(ids_BT[..., None] == jnp.arange(size), axis=1) > 0
+        seen_BTV = seen_BV[:, None] | proposed_BTV
         return constrain(seen_BTV.reshape(ids_BT.size, size), batch_spec(None))
 
     def _copy(self, model: DecodeModel, caches: KVCaches, sources: Array) -> KVCaches:
         def copy(caches: KVCaches, sources: Array) -> KVCaches:
             def copy_row(row: Array, caches: KVCaches) -> KVCaches:
                 source = jnp.where(sources[row] < 0, row, sources[row])
-                one = lambda x: lax.dynamic_index_in_dim(x, source, x.ndim - 4)  # noqa: E731
-                return jax.tree.map(
-                    lambda x: lax.dynamic_update_index_in_dim(x, one(x), row, x.ndim - 4), caches
-                )
+
+                def copy_array(x: Array) -> Array:
+                    row_dim = x.ndim - 4
+                    source_row = lax.dynamic_index_in_dim(x, source, row_dim)
+                    return lax.dynamic_update_index_in_dim(x, source_row, row, row_dim)
+
+                return jax.tree.map(copy_array, caches)
 
             # Copies are made row by row, so that no second cache is made.
             return lax.fori_loop(0, sources.size, copy_row, caches)
@@ -290,11 +324,9 @@ class Programs:
             self.compile_seconds += time.perf_counter() - started
         return self._compiled[key]
 
-    def _abstract(
-        self, array: Array | jax.ShapeDtypeStruct | NDArray[np.generic]
-    ) -> jax.ShapeDtypeStruct:
-        if isinstance(array, jax.Array | jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-        return jax.ShapeDtypeStruct(
+    def _abstract(self, array: Array | ShapeDtypeStruct | NDArray[np.generic]) -> ShapeDtypeStruct:
+        if isinstance(array, jax.Array | ShapeDtypeStruct):
+            return ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+        return ShapeDtypeStruct(
             np.shape(array), array.dtype, sharding=NamedSharding(self._mesh, P())
         )

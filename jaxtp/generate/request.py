@@ -36,8 +36,10 @@ class Limits:
     """The token ids and lengths that a model accepts."""
 
     vocab_size: int
-    context: int | None  # maximum number of tokens of prompt and text together; None for no limit
-    learned: bool  # whether the limit is the number of learned positions
+    context: int | None
+    """Maximum number of tokens of prompt and text together; None for no limit."""
+    learned: bool
+    """Whether the limit is the number of learned positions."""
 
     def problem(self, ids: Sequence[int] | Ids, remedy: str = "") -> str:
         """Returns why the model cannot read a prompt, worded to follow its name; empty if it can.
@@ -56,23 +58,24 @@ class Limits:
             )
         if self.context is None or array.size < self.context:
             return ""
-        why = " (max_position_embeddings in its config.json)"
+        source = " (max_position_embeddings in its config.json)"
         if self.learned:
-            why = ", the number of its learned positions (model.learned_positions)"
+            source = ", the number of its learned positions (model.learned_positions)"
         elif not remedy:
             remedy = "allow it by --beyond-context"
+        alternative = f", or {remedy}" if remedy else ""
         return (
             f"has {array.size:,} tokens, and the model's context is {self.context:,}, generated "
-            f"text included{why}; shorten it by "
-            f"{array.size - self.context + 1:,}{', or ' if remedy else ''}{remedy}"
+            f"text included{source}; shorten it by {array.size - self.context + 1:,}{alternative}"
         )
 
 
 def limits_of(model: ModelConfig, context: int | None) -> Limits:
     """Returns a model's limits; `context` is its limit or the user's."""
     learned = model.learned_positions
-    limit = min((limit for limit in (context, learned) if limit is not None), default=None)
-    return Limits(model.vocab_size, limit, limit is not None and limit == learned)
+    if learned is None or (context is not None and context < learned):
+        return Limits(model.vocab_size, context, learned=False)
+    return Limits(model.vocab_size, learned, learned=True)
 
 
 def encode_prompts(
@@ -104,7 +107,9 @@ def encode_prompts(
     encoded = dict(zip(texts, tokenizer.encode_batch(list(texts.values())), strict=True))
     ids: dict[int, Ids] = {}
     for index, prompt in present.items():
-        array = np.asarray(prompt if index not in encoded else [*prefix, *encoded[index].tolist()])
+        array = np.asarray(prompt)
+        if index in encoded:
+            array = np.asarray([*prefix, *encoded[index].tolist()])
         if problem := limits.problem(array):
             raise GenerationError(f"{name(index)} {problem}")
         ids[index] = array.astype(np.int32)
@@ -121,27 +126,36 @@ def _is_prompt(prompt: object) -> bool:
 class Result:
     """The generated text of one prompt."""
 
-    index: int  # index of the prompt, from 0
-    text: str  # the text before the end token or the stop text
-    ids: tuple[int, ...]  # tokens of the text and of the stop text, without the end token
-    # Log-probability of each token in nats, before penalty, temperature and filters
+    index: int
+    """Index of the prompt, from 0."""
+    text: str
+    """The text before the end token or the stop text."""
+    ids: tuple[int, ...]
+    """Tokens of the text and of the stop text, without the end token."""
     logprobs: tuple[float, ...]
+    """Log-probability of each token in nats, before penalty, temperature and filters."""
     finish: Finish
     """Why the text ended: an end token, a stop text, `max_tokens`, or the model's context (prompt
     and text)."""
     prompt_tokens: int
-    sample: int = 0  # index among the texts of the prompt
+    sample: int = 0
+    """Index among the texts of the prompt."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """The text that one token adds."""
 
-    index: int  # index of the prompt
-    token: int | None  # the token; None for an end token
-    text: str  # whole characters; may be empty
-    result: Result | None  # the whole result in the last piece, else None
-    sample: int = 0  # index among the texts of the prompt
+    index: int
+    """Index of the prompt."""
+    token: int | None
+    """The token; None for an end token."""
+    text: str
+    """Whole characters; may be empty."""
+    result: Result | None
+    """The whole result in the last piece, else None."""
+    sample: int = 0
+    """Index among the texts of the prompt."""
 
 
 class Request:
@@ -195,10 +209,10 @@ class Request:
             )
         if not stopped and (ended or self.tokens_left == 0):
             self.finish = "end" if ended else self._limit_reason
-            rest, pending, stopped = cut_at_stop(
+            last, pending, stopped = cut_at_stop(
                 self._pending + self._detokenizer.finish(), self._stops
             )
-            text += rest + pending
+            text += last + pending
         if stopped:
             self.finish = "stop"
         self._text += text
@@ -231,7 +245,8 @@ class Detokenizer:
         self._ids.append(token)
         new = self._pending_bytes()
         if new.endswith(_REPLACEMENT) and len(self._ids) - self._emitted <= _MAX_PENDING:
-            return ""  # a tokenizer that decodes to text shows an unfinished character as U+FFFD
+            # A tokenizer that decodes to text shows an unfinished character as U+FFFD.
+            return ""
         self._start = self._emitted
         self._emitted = len(self._ids)
         return self._utf8.decode(new)
@@ -241,33 +256,30 @@ class Detokenizer:
         return self._utf8.decode(self._pending_bytes(), final=True)
 
     def _pending_bytes(self) -> bytes:
-        parts = (self._ids[self._start : end] for end in (self._emitted, len(self._ids)))
-        before, now = (
-            self._tokenizer.decode(np.array(ids, np.int64)) if ids else b"" for ids in parts
-        )
-        return now[len(before) :]
+        context = self._decode(self._emitted)
+        return self._decode(len(self._ids))[len(context) :]
+
+    def _decode(self, end: int) -> bytes:
+        ids = self._ids[self._start : end]
+        return self._tokenizer.decode(np.array(ids, np.int64)) if ids else b""
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, bool]:
     """Splits `text` at the stop text that is completed earliest.
 
     Returns:
-      `(emit, pending, found)`: text to show now; the end, which may begin a stop text; whether one
-      was found.
+      `(shown, pending, stopped)`: the text to show now; the end, which may begin a stop text;
+      whether `text` contains a stop text.
     """
-    if found := [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]:
-        return text[: min(found)[1]], "", True
+    places = {stop: text.find(stop) for stop in stops if stop in text}
+    if places:
+        first = min(places, key=lambda stop: (places[stop] + len(stop), places[stop]))
+        return text[: places[first]], "", True
     end = len(text) - max((_overlap(text, stop) for stop in stops), default=0)
     return text[:end], text[end:], False
 
 
 def _overlap(text: str, stop: str) -> int:
     """Returns the length of the longest proper prefix of `stop` that ends `text`."""
-    return next(
-        (
-            size
-            for size in range(min(len(stop) - 1, len(text)), 0, -1)
-            if text.endswith(stop[:size])
-        ),
-        0,
-    )
+    sizes = range(min(len(stop) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)

@@ -63,16 +63,15 @@ def sample_text(
                     f"sample_text needs a jaxtp.Decoder, and the model is a {type(model).__name__}"
                 )
             if generator is None or made_for != run:
-                opened = (
-                    _tokenizer_of(trainer.config.data)
-                    if tokenizer is None
-                    else open_tokenizer(tokenizer)
-                )
+                if tokenizer is None:
+                    opened = _tokenizer_of(trainer.config.data)
+                else:
+                    opened = open_tokenizer(tokenizer)
                 generator = _InPlace(model, opened, batch_size=len(prompts) * settings.samples)
                 made_for = run
             results = generator.sample(model, prompts, settings)
-        for each in results:
-            text = json.dumps(prompts[each.index] + each.text, ensure_ascii=False)
+        for result in results:
+            text = json.dumps(prompts[result.index] + result.text, ensure_ascii=False)
             trainer.line(f"step {step.index}: {shown(text)}")
 
     return callback
@@ -84,10 +83,8 @@ class _InPlace(Generator):
     def sample(
         self, model: Decoder, prompts: Sequence[str], settings: GenerationSettings
     ) -> list[Result]:
-        ids = [
-            [*self.tokenizer.info.prefix, *each.tolist()]
-            for each in self.tokenizer.encode_batch(prompts)
-        ]
+        encoded = self.tokenizer.encode_batch(prompts)
+        ids = [[*self.tokenizer.info.prefix, *text_ids.tolist()] for text_ids in encoded]
         placed = model if self._mesh == model_mesh(model) else _on_mesh(model, self._mesh)
         self._model = StackedDecodeModel(placed)
         for programs in self._programs.values():
@@ -127,11 +124,10 @@ def _tokenizer_of(data: Any) -> Tokenizer:
         raise GenerationError(
             "sample_text: the batches are your own, and name no tokenizer; give one by tokenizer="
         )
-    folder = next(
-        (expand(Path(each)) for each in (data.path, *data.mixture) if each is not None), None
-    )
-    return (
-        ByteTokenizer()
-        if folder is None or not (folder / MANIFEST).is_file()
-        else load_tokenizer(folder)
-    )
+    paths = [path for path in (data.path, *data.mixture) if path is not None]
+    if not paths:
+        return ByteTokenizer()
+    folder = expand(Path(paths[0]))
+    if not (folder / MANIFEST).is_file():
+        return ByteTokenizer()
+    return load_tokenizer(folder)

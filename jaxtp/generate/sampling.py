@@ -20,7 +20,8 @@ from pydantic import Field
 from jaxtp.collectives import batch_spec, constrain, device_view
 from jaxtp.config.schema import ConfigError, Count, CountOrZero, allowed, to_plain, validate
 
-_LOOKED_UP = 3  # Tokens that `propose` compares
+# Tokens that `propose` compares
+_LOOKED_UP = 3
 # The smallest normal float32; devices flush smaller numbers to 0
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
@@ -139,7 +140,7 @@ def sample(
 
 def _sample_row(
     logits: Array,
-    seen: Array | None,
+    used: Array | None,
     seed: Array,
     position: Array,
     *,
@@ -147,7 +148,7 @@ def _sample_row(
     num_ids: int,
 ) -> tuple[Array, Array]:
     logits = jnp.where(jnp.arange(logits.size) < num_ids, logits.astype(jnp.float32), -jnp.inf)
-    filtered = apply_filters(logits, seen, settings)
+    filtered = apply_filters(logits, used, settings)
     if settings.temperature == 0:
         token = jnp.argmax(filtered)
     else:
@@ -173,10 +174,10 @@ def propose(history: Array, last: Array, count: int) -> Array:
     return history[jnp.append(last, place + 1 + jnp.arange(count) % (last - place))]
 
 
-def apply_filters(logits: Array, seen: Array | None, settings: GenerationSettings) -> Array:
+def apply_filters(logits: Array, used: Array | None, settings: GenerationSettings) -> Array:
     """Returns the logits `[V]` to sample from; disabled filters cost nothing."""
-    if settings.repetition_penalty != 1 and seen is not None:
-        logits = penalise(logits, seen, settings.repetition_penalty)
+    if settings.repetition_penalty != 1 and used is not None:
+        logits = penalise(logits, used, settings.repetition_penalty)
     if settings.temperature > 0:
         logits = (logits - jnp.max(logits)) / max(settings.temperature, _TINY)
     if settings.top_k:
@@ -188,9 +189,9 @@ def apply_filters(logits: Array, seen: Array | None, settings: GenerationSetting
     return logits
 
 
-def penalise(logits: Array, seen: Array, penalty: float) -> Array:
-    """Makes seen tokens less likely (Keskar et al., arXiv 1909.05858, section 4.1)."""
-    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+def penalise(logits: Array, used: Array, penalty: float) -> Array:
+    """Makes used tokens less likely (Keskar et al., arXiv 1909.05858, section 4.1)."""
+    return jnp.where(used, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def keep_top_k(logits: Array, k: int) -> Array:

@@ -35,12 +35,13 @@ def adapters(config: ModelConfig) -> Iterator[Adapter]:
     counts: Counter[str] = Counter()
     for target in filter(config.lora.adapted, TARGETS):
         for stack, layers, block in config.kinds():
-            for kernel in (kernel for name, kernel in block.adapter_kernels() if name == target):
-                path = f"{stack}.{kernel}"
-                module, is_linear, _ = path.partition(".kernel")
-                lora = f"{module}.loras.{counts[module]}" if is_linear else f"{module}_lora"
-                yield Adapter(target, path, lora, layers)
-                counts[module] += 1
+            for name, kernel in block.adapter_kernels():
+                if name == target:
+                    path = f"{stack}.{kernel}"
+                    module, is_linear, _ = path.partition(".kernel")
+                    lora = f"{module}.loras.{counts[module]}" if is_linear else f"{module}_lora"
+                    yield Adapter(target, path, lora, layers)
+                    counts[module] += 1
 
 
 def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
@@ -65,24 +66,21 @@ def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
     factors = nnx.filter_state(abstract, nnx.LoRAParam)
 
     def create() -> nnx.State:
-        return nnx.filter_state(
-            nnx.state(create_decoder(config, rngs=nnx.Rngs(seed))), nnx.LoRAParam
-        )
+        return nnx.state(create_decoder(config, rngs=nnx.Rngs(seed)), nnx.LoRAParam)
 
-    shardings = (
-        None if current_mesh() is None else nnx.get_named_sharding(factors, jax.sharding.get_mesh())
-    )
+    shardings = None
+    if current_mesh() is not None:
+        shardings = nnx.get_named_sharding(factors, jax.sharding.get_mesh())
     created: nnx.State = jax.jit(create, out_shardings=shardings)()
     return nnx.merge(graph, nnx.merge_state(freeze_as(nnx.state(model), abstract), created))
 
 
 def merge_adapters(model: Decoder, *, dtype: DType | None = None) -> Decoder:
-    """Returns a model with adapters merged in float32.
+    """Returns a model with its adapters added to the kernels.
 
-    They are rounded once to `dtype`, by default the frozen weights' dtype.
-
-    Outputs may differ slightly: an unmerged adapter is added to the layer's output, in the compute
-    dtype.
+    Each sum is computed in float32 and rounded once to `dtype`, by default the frozen weights'
+    dtype. Outputs may differ slightly: an unmerged adapter is added to the layer's output, in the
+    compute dtype.
     """
     config = model.config
     dtype = dtype or config.precision.param
@@ -105,29 +103,24 @@ def factors_by_kernel(model: Decoder) -> dict[str, Factors]:
 
     Raises `ConfigError` if it has kernels in 8 bits.
     """
-    if model.config.lora.base != "full":
+    config = model.config
+    if config.lora.base != "full":
         raise ConfigError(
-            f"lora.base={model.config.lora.base}: adapters are merged into the original kernels, "
-            "and this model has them in 8 bits; jaxtp.load_run(RUN) returns the originals with the "
+            f"lora.base={config.lora.base}: adapters are merged into the original kernels, and "
+            "this model has them in 8 bits; jaxtp.load_run(RUN) returns the originals with the "
             "run's adapters"
         )
-    config = model.config
     variables = named_variables(nnx.state(model, nnx.LoRAParam))
-    return {
-        each.kernel: (
-            variables[f"{each.lora}.a"][...],
-            variables[f"{each.lora}.b"][...],
-            config.lora.scale,
-        )
-        for each in adapters(config)
-    }
+    factors: dict[str, Factors] = {}
+    for adapter in adapters(config):
+        a = variables[f"{adapter.lora}.a"][...]
+        b = variables[f"{adapter.lora}.b"][...]
+        factors[adapter.kernel] = a, b, config.lora.scale
+    return factors
 
 
 def merged_variables(model: Decoder, dtype: DType) -> Iterator[tuple[str, Variable]]:
-    """Yields the variables by path, without adapters.
-
-    An adapted kernel is merged when its turn comes.
-    """
+    """Yields the variables by path, without adapters, each kernel merged just before."""
     factors = factors_by_kernel(model)
     for path, variable in named_variables(nnx.state(model)).items():
         if path in factors:
@@ -142,7 +135,8 @@ def _merge_layers(kernel: Array, a: Array, b: Array, scale: float, dtype: DType)
     def of_layer(layer: tuple[Array, Array, Array]) -> Array:
         return merge_layer(*layer, scale, dtype)
 
-    return jax.lax.map(of_layer, (kernel, a, b))  # float32 of one layer at a time
+    # Float32 of one layer at a time.
+    return jax.lax.map(of_layer, (kernel, a, b))
 
 
 def merge_layer(kernel: Array, a: Array, b: Array, scale: float, dtype: DType) -> Array:

@@ -6,13 +6,14 @@ A round trip decides whether a family can represent a model.
 import dataclasses
 import difflib
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from jaxtp.config import schema as configuration
 from jaxtp.config.reading import truncate
+from jaxtp.config.schema import differences, to_plain, validate
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.hf.config_blocks import (
     Settings,
@@ -46,7 +47,8 @@ from jaxtp.models.config import ModelConfig, architecture
 
 _ALWAYS_WRITTEN = ("hidden_act", "attention_dropout")
 """Attributes that an export writes although they have only one supported value."""
-_NEAREST = 4  # Families whose reasons are listed
+# Families whose reasons are listed
+_NEAREST = 4
 _TO_BFLOAT16 = {
     "mxfp4": "transformers writes it in bfloat16: from_pretrained(FOLDER, dtype='bfloat16', "
     "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(NEW)",
@@ -101,29 +103,28 @@ def family_of(attributes: Attributes, source: str) -> Family:
     text_type = text.get("model_type")
     wrapper = WRAPPERS.get(str(model_type))
     if wrapper is not None and text_type not in wrapper.text_types:
-        known = " and ".join(wrapper.text_types)
         raise HFError(
             f"{source}: a {model_type} with text of {quote(text_type)} is not supported, "
-            f"only {known}"
+            f"only {' and '.join(wrapper.text_types)}"
         )
-    text_type = ALIASES.get(text_type, text_type) if isinstance(text_type, str) else text_type
-    if not isinstance(text_type, str) or text_type not in FAMILIES:
-        wrong = (
-            f"model_type = {quote(model_type)} is not supported"
-            if model_type
-            else "model_type is missing"
-        )
-        why = f", because of {REFUSED[str(model_type)]}" if str(model_type) in REFUSED else ""
-        near = "" if why or len(attributes) == 1 else f"; {_nearest(attributes)}"
-        raise HFError(
-            f"{source}: {wrong}{why}; supported are {', '.join((*FAMILIES, *WRAPPERS))}{near}"
-        )
-    family = FAMILIES[text_type]
-    more = {} if wrapper is None else wrapper.required
-    interleaved = family.interleaved_rope and text.get("rope_interleave", True) is not False
-    return replace(
-        family, wrapper=wrapper, required={**family.required, **more}, interleaved_rope=interleaved
-    )
+    family = None
+    if isinstance(text_type, str):
+        family = FAMILIES.get(ALIASES.get(text_type, text_type))
+    if family is None:
+        problem = "model_type is missing"
+        if model_type:
+            problem = f"model_type = {quote(model_type)} is not supported"
+        if str(model_type) in REFUSED:
+            problem += f", because of {REFUSED[str(model_type)]}"
+        problem += f"; supported are {', '.join((*FAMILIES, *WRAPPERS))}"
+        if str(model_type) not in REFUSED and len(attributes) > 1:
+            problem += f"; {_nearest(attributes)}"
+        raise HFError(f"{source}: {problem}")
+    if text.get("rope_interleave") is False:
+        family = replace(family, interleaved_rope=False)
+    if wrapper is None:
+        return family
+    return replace(family, wrapper=wrapper, required={**family.required, **wrapper.required})
 
 
 def check_adaptable(attributes: Attributes) -> None:
@@ -139,25 +140,19 @@ def check_adaptable(attributes: Attributes) -> None:
 
 
 def _nearest(attributes: Attributes) -> str:
-    """Returns the family that lacks the fewest attributes of an unsupported model, and these."""
-    inner = attributes.get(TEXT)
-    text = {
-        name: value
-        for name, value in (inner if isinstance(inner, dict) else attributes).items()
-        if value is not None
-    }
-    text |= {"architectures": None}
-    lacking = {
-        name: [misfit for misfit, _ in _misfits(text, family, ())]
-        for name, family in FAMILIES.items()
-    }
-    nearest = min(lacking, key=lambda name: len(lacking[name]))
-    listed = ", ".join(
-        f"{truncate(name)} = {quote(text[name])}" for name in lacking[nearest][:_NEAREST]
-    )
-    return f"the nearest family by its attributes is {nearest}" + (
-        f", which lacks {listed}" if listed else ""
-    )
+    """Returns the family that lacks the fewest attributes of a model, and these attributes."""
+    text = attributes.get(TEXT)
+    if not isinstance(text, dict):
+        text = attributes
+    text = {name: value for name, value in text.items() if value is not None}
+    text["architectures"] = None
+    misfits = {name: list(_misfits(text, family, ())) for name, family in FAMILIES.items()}
+    nearest = min(misfits, key=lambda name: len(misfits[name]))
+    message = f"the nearest family by its attributes is {nearest}"
+    if not misfits[nearest]:
+        return message
+    lacks = [f"{truncate(name)} = {quote(text[name])}" for name, _ in misfits[nearest]]
+    return f"{message}, which lacks {', '.join(lacks[:_NEAREST])}"
 
 
 def model_config(
@@ -172,7 +167,7 @@ def model_config(
     with prefix_errors(source):
         if problems := list(_problems(text, family, ignore_config)):
             raise HFError(join_problems(problems))
-        return configuration.validate(
+        return validate(
             ModelConfig, _fields(text, family), source=f"{source} describes an invalid model"
         )
 
@@ -184,26 +179,22 @@ def open_whole(path: Path, config: ModelConfig) -> Whole:
     family = family_of(folder.attributes, source)
     text = text_attributes(folder.attributes)
     with prefix_errors(path):
-        stored = configuration.validate(ModelConfig, _fields(text, family), source=source)
-        if lost := configuration.differences(_comparable(stored), _comparable(config), "model."):
+        stored = validate(ModelConfig, _fields(text, family), source=source)
+        if lost := differences(_comparable(stored), _comparable(config), "model."):
             raise HFError(
-                "another model (it has -> yours has): "
-                f"{join_problems([truncate(line) for line in lost])}"
+                f"another model (it has -> yours has): {join_problems(list(map(truncate, lost)))}"
             )
         return Whole(folder, family, full_names(folder.tensors, family, config.num_layers))
 
 
-def changed_config(whole: Whole, dtype: DType, longest: object) -> dict[str, Any]:
-    """Returns the config.json of `whole` for another dtype or for longer sequences.
-
-    The dtype is of the text tensors.
-    """
+def changed_config(whole: Whole, dtype: DType, max_positions: object) -> dict[str, Any]:
+    """Returns the config.json of `whole` for another dtype of the text tensors, or longer texts."""
     text = text_attributes(whole.folder.attributes)
     changes = dict[str, object]()
     if dtype != dtype_of(whole.folder):
         changes["torch_dtype" if "torch_dtype" in text else "dtype"] = dtype
-    if longest is not None and longest != text.get(MAX_POSITIONS):
-        changes[MAX_POSITIONS] = longest
+    if max_positions is not None and max_positions != text.get(MAX_POSITIONS):
+        changes[MAX_POSITIONS] = max_positions
     if text["model_type"] in ALIASES:
         changes["model_type"] = whole.family.model_type
     return whole.attributes(changes)
@@ -217,7 +208,7 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
     written = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **dict(write_fields(family.attributes, vars(_common_settings(config)))),
+        **write_fields(family.attributes, vars(_common_settings(config))),
         **{name: family.required[name] for name in _ALWAYS_WRITTEN if name in family.required},
         **family.written,
         **write_layers(config, family),
@@ -227,23 +218,23 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
         read = _comparable(model_config(written, "config.json"))
     except HFError as error:
         raise HFError(f"a {family.model_type} cannot represent this model: {error}") from None
-    if lost := configuration.differences(_comparable(config), read, "model."):
-        changes = join_problems([truncate(line) for line in lost])
+    if lost := differences(_comparable(config), read, "model."):
         raise HFError(
             f"a {family.model_type} cannot represent this model (it has -> it would become): "
-            f"{changes}"
+            f"{join_problems(list(map(truncate, lost)))}"
         )
     return written
 
 
 def _common_settings(config: ModelConfig) -> ModelConfig:
+    """Returns the configuration with the fields that all blocks share, and fields of experts."""
     blocks = config.block_kinds()
     sparse = next((block for block in blocks if block.num_experts), blocks[0])
-    names = [field.name for field in dataclasses.fields(config.block())]
-    agreed = [name for name in names if len({repr(getattr(block, name)) for block in blocks}) == 1]
-    return dataclasses.replace(
-        config, **{name: getattr(sparse, name) for name in {*agreed, *_EXPERT_DEFAULTS}}
-    )
+    values = {name: getattr(sparse, name) for name in _EXPERT_DEFAULTS}
+    for name, value in vars(sparse).items():
+        if all(repr(getattr(block, name)) == repr(value) for block in blocks):
+            values[name] = value
+    return replace(config, **values)
 
 
 def _comparable(config: ModelConfig) -> dict[str, Any]:
@@ -251,15 +242,13 @@ def _comparable(config: ModelConfig) -> dict[str, Any]:
 
     Settings that differ by layer are lists; dense layers have the experts' defaults.
     """
-    fields = {
-        name: value
-        for name, value in architecture(config).items()
-        if name not in ("first_blocks", "pattern")
-    }
-    plain = {
-        block: configuration.to_plain(block) | ({} if block.num_experts else _EXPERT_DEFAULTS)
-        for block in config.block_kinds()
-    }
+    fields = dict(architecture(config))
+    fields.pop("first_blocks")
+    fields.pop("pattern")
+    plain = {block: to_plain(block) for block in config.block_kinds()}
+    for block in plain:
+        if not block.num_experts:
+            plain[block] |= _EXPERT_DEFAULTS
     for name in fields.keys() & next(iter(plain.values())).keys():
         values = [plain[block][name] for block in config.layers()]
         fields[name] = values if any(value != values[0] for value in values) else values[0]
@@ -268,42 +257,34 @@ def _comparable(config: ModelConfig) -> dict[str, Any]:
 
 def choose_family(config: ModelConfig, name: str | None) -> Family:
     """Returns the family `name`, or the first that can represent the model."""
-    if name is not None and name in WRAPPERS:
-        texts = {text: FAMILIES[text] for text in WRAPPERS[name].text_types}
-        return replace(_first_that_fits(config, texts), wrapper=WRAPPERS[name])
-    return (
-        family_of({"model_type": name}, "--family")
-        if name is not None
-        else _first_that_fits(config, FAMILIES)
-    )
+    if name is None:
+        return _first_that_fits(config, FAMILIES.values())
+    if name in WRAPPERS:
+        families = [FAMILIES[text_type] for text_type in WRAPPERS[name].text_types]
+        return replace(_first_that_fits(config, families), wrapper=WRAPPERS[name])
+    return family_of({"model_type": name}, "--family")
 
 
-def _first_that_fits(config: ModelConfig, families: Mapping[str, Family]) -> Family:
+def _first_that_fits(config: ModelConfig, families: Iterable[Family]) -> Family:
     reasons = []
-    for family in families.values():
-        if config.most_experts and not any(
-            "num_experts" in attribute.fields for attribute in family.attributes
-        ):
+    for family in families:
+        fields = chain.from_iterable(attribute.fields for attribute in family.attributes)
+        if config.most_experts and "num_experts" not in fields:
             continue
         try:
             write_attributes(config, family, "float32")
             return family
         except HFError as error:
-            reasons.append(str(error))
+            reasons.append(f"  {error}")
     # A family that needs experts refuses its attributes for a model without, before it can compare
     # settings.
-    nearest = sorted(reasons, key=lambda reason: (" -> " not in reason, reason.count("; ")))[
-        :_NEAREST
-    ]
-    raise HFError(
-        "no family can represent this model:\n" + "\n".join(f"  {reason}" for reason in nearest)
-    )
+    reasons.sort(key=lambda reason: (" -> " not in reason, reason.count("; ")))
+    raise HFError("\n".join(("no family can represent this model:", *reasons[:_NEAREST])))
 
 
 def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[str]:
-    known = family.known_attributes()
     for name in ignored:
-        if name in family.required or name in known or name == "architectures":
+        if name in family.known_attributes() | family.required.keys() | {"architectures"}:
             yield (
                 f"--ignore-config {truncate(name)}: it is known to change the model, so it "
                 "cannot be ignored"
@@ -324,15 +305,15 @@ def _misfits(
     attributes: Attributes, family: Family, ignored: Collection[str]
 ) -> Iterator[tuple[str, str]]:
     """Yields attributes that the family does not have, each with a message."""
-    known = family.known_attributes()
+    allowed = family.known_attributes() | set(ignored)
     for name, value in attributes.items():
+        # Empty if the weights are not quantised
         if name == "quantization_config" and value == {}:
-            continue  # of weights that are not quantised
+            continue
         if name == "quantization_config" and isinstance(value, dict) and "quant_method" in value:
-            yield from (
-                (name, problem)
-                for problem in _quantization_problems(str(value["quant_method"]), family)
-            )
+            method = str(value["quant_method"])
+            if method not in family.quantization:
+                yield name, _quantization_problem(method, family)
         elif name in family.required:
             only = family.required[name]
             if value != only and not (value is None and only is False):
@@ -341,7 +322,7 @@ def _misfits(
                     f"{name} = {quote(value)} is not supported, only {only!r}: it is known to "
                     "change the model",
                 )
-        elif not (name in known or name in ignored or is_ignorable(name, value, family)):
+        elif name not in allowed and not is_ignorable(name, value, family):
             yield (
                 name,
                 f"the attribute {truncate(name)} = {quote(value, 'null')} of a {family.model_type} "
@@ -350,15 +331,15 @@ def _misfits(
             )
 
 
-def _quantization_problems(method: str, family: Family) -> Iterator[str]:
-    if method not in family.quantization:
-        how = _TO_BFLOAT16.get(
-            method, "use the model that it was made from: the base model on its page of the Hub"
-        )
-        known = (
-            f"{' and '.join(sorted(family.quantization))} in blocks, or weights of 16 or 32 bits"
-        )
-        yield f"quant_method = {quote(method)} is not supported, only {known}; {how}"
+def _quantization_problem(method: str, family: Family) -> str:
+    remedy = _TO_BFLOAT16.get(
+        method, "use the model that it was made from: the base model on its page of the Hub"
+    )
+    return (
+        f"quant_method = {quote(method)} is not supported, only "
+        f"{' and '.join(sorted(family.quantization))} in blocks, or weights of 16 or 32 bits; "
+        f"{remedy}"
+    )
 
 
 def _fields(attributes: Attributes, family: Family) -> Settings:
@@ -374,8 +355,8 @@ def _fields(attributes: Attributes, family: Family) -> Settings:
     per_token = fields.get("experts_per_token", 0)
     if num_experts and per_token > num_experts:
         raise HFError(
-            f"{names['experts_per_token']} = {per_token}: should be at most {names['num_experts']} "
-            f"= {num_experts}"
+            f"{names['experts_per_token']} = {per_token}: should be at most "
+            f"{names['num_experts']} = {num_experts}"
         )
     return {**fields, **read_layers(attributes, family, fields)}
 
@@ -383,9 +364,11 @@ def _fields(attributes: Attributes, family: Family) -> Settings:
 def _head_dim(attributes: Attributes, family: Family, fields: Settings) -> int:
     if "head_dim" in fields:
         return int(fields["head_dim"])
-    original = attributes.get("head_dim") if "head_dim" in family.layer_attributes else None
-    if original is not None or family.default_head_dim is not None:
-        return whole("head_dim", family.default_head_dim if original is None else original)
+    head_dim = attributes.get("head_dim") if "head_dim" in family.layer_attributes else None
+    if head_dim is None:
+        head_dim = family.default_head_dim
+    if head_dim is not None:
+        return whole("head_dim", head_dim)
     if fields["d_model"] % fields["num_heads"]:
         raise HFError(
             f"hidden_size = {fields['d_model']} is not divisible by num_attention_heads = "

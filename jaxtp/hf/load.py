@@ -4,10 +4,11 @@ import dataclasses
 import difflib
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,18 +28,32 @@ from jaxtp.checkpoint.logical import (
 from jaxtp.config.entry import say
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
 from jaxtp.hf.model_folder import CONFIG, Folder, HFError, open_folder, prefix_errors
-from jaxtp.hf.safetensors import Block, StoredTensor
-from jaxtp.hf.tensor_map import HEAD, TABLE, Columns, TensorPart, match_tensors, name_of, split_path
+from jaxtp.hf.safetensors import Block, StoredTensor, StoredTensors
+from jaxtp.hf.tensor_map import (
+    HEAD,
+    TABLE,
+    Columns,
+    Parameters,
+    TensorPart,
+    TensorParts,
+    group_by_tensor,
+    match_tensors,
+    name_of,
+    split_path,
+)
 from jaxtp.hf.wrapper import require_prediction_heads
 from jaxtp.layers.parameter import Precision, logical_shape, padding_of, spec_of
 from jaxtp.mesh import all_devices, current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, architecture, validate_model
 from jaxtp.models.decoder import Decoder, abstract_decoder
 
-Progress = Callable[[int, int], None]  # Called with the bytes read or written so far, and in total
+Progress = Callable[[int, int], None]
+"""A function that is called with the bytes read or written so far, and in total."""
 
+# Width of the tiles that `_copy` copies: a tile of two arrays fits a core's cache.
 _TILE = 64
-_ALIGNMENT = 64  # Alignment in bytes that XLA needs to use a CPU array without a copy
+# Alignment in bytes that XLA needs to use a CPU array without a copy
+_ALIGNMENT = 64
 _EXPONENTS = {
     "F32": (np.uint32, 0x7F800000),
     "BF16": (np.uint16, 0x7F80),
@@ -135,15 +150,12 @@ def load_state(
         require_prediction_heads(folder, family, config.num_layers)
         graph, abstract = abstract_decoder(config)
         stored, needed = match_tensors(folder.tensors, named_variables(abstract), config, family)
-        copies = (
-            {name_of(TABLE, family): stored.get(name_of(HEAD, family))}
-            if config.tie_embeddings
-            else {}
+        copies = {}
+        if config.tie_embeddings:
+            copies[name_of(TABLE, family)] = stored.get(name_of(HEAD, family))
+        chosen = group_by_tensor(
+            part for part in chain.from_iterable(needed.values()) if only(part.path)
         )
-        chosen = {
-            name: [part for part in parts if only(part.ours)] for name, parts in needed.items()
-        }
-        chosen = {name: parts for name, parts in chosen.items() if parts}
         abstract = select_paths(abstract, only)
         return graph, load_tensors(stored, chosen, abstract, mesh, copies=copies, progress=progress)
 
@@ -151,84 +163,105 @@ def load_state(
 def _checked_blocks(
     tensor: StoredTensor, copy: StoredTensor | None, first: int, last: int
 ) -> Iterator[tuple[int, Block]]:
-    """Yields rows in blocks.
+    """Yields rows in blocks; raises for values that are not finite.
 
-    Refuses non-finite values, and a `copy` (a tied head) with other values.
+    Also raises if `copy`, a tied head, has other values.
     """
     unsigned, mask = _EXPONENTS[tensor.dtype]
-    copied = None if copy is None else copy.blocks(first, last)
+    copied = iter(()) if copy is None else copy.blocks(first, last)
     for row, block in tensor.blocks(first, last):
         if ((block.view(unsigned) & mask) == mask).any():
             raise HFError(
                 f"{tensor.file}: {tensor.name} has elements that are not finite, from row {row} on"
             )
-        if copy is not None and copied is not None and not np.array_equal(next(copied)[1], block):
-            names = f"{copy.name} and {tensor.name}"
+        if copy is not None and not np.array_equal(next(copied)[1], block):
             raise HFError(
-                f"tie_word_embeddings is true, but {names} differ in value; the setting or a "
-                "tensor is wrong"
+                f"tie_word_embeddings is true, but {copy.name} and {tensor.name} differ in value; "
+                "the setting or a tensor is wrong"
             )
         yield row, block
 
 
 def load_tensors(
-    tensors: Mapping[str, StoredTensor],
-    needed: Mapping[str, list[TensorPart]],
+    tensors: StoredTensors,
+    needed: TensorParts,
     abstract: nnx.State,
     mesh: Mesh | None,
     *,
     copies: Mapping[str, StoredTensor | None] | None = None,
     progress: Progress | None = None,
 ) -> nnx.State:
-    """Reads the `needed` parts of tensors into an abstract state; layers without a tensor are zero.
+    """Reads the parts of tensors that a state needs; layers without a tensor are zero.
 
     `copies` maps a tensor's name to a tensor that must be equal: a tied head.
     """
-    done = 0
     total = sum(tensors[name].num_bytes for name in needed)
-    variables = named_variables(abstract)
-    remaining = Counter(part.target for parts in needed.values() for part in parts)
-    stacked = {
-        ours: variable for ours, variable in variables.items() if split_path(ours)[0] is not None
-    }
-    shapes = {ours: (tuple(v.shape), v.dtype) for ours, v in stacked.items()}
-    shardings = {ours: _sharding(mesh, spec_of(v)) for ours, v in stacked.items()}
-    # One program, compiled once for all stacks.
-    zeros = jax.jit(
-        lambda: {ours: jnp.zeros(*shape) for ours, shape in shapes.items()}, out_shardings=shardings
-    )
-    arrays: dict[str, Array] = zeros()
-    buffers_of: dict[tuple[str, int | None], _Buffers] = {}
+    num_bytes = 0
+    arrays = _Arrays(named_variables(abstract), needed, mesh)
     for name, parts in needed.items():
-        for ours, index in (part.target for part in parts):
-            if (ours, index) not in buffers_of:
-                buffers_of[ours, index] = _Buffers(variables[ours], mesh, stacked=index is not None)
-        filled = [(part, buffers_of[part.target]) for part in parts]
-        bounds = [
-            rows
-            for part, buffers in filled
-            for _, (rows, *_), _ in buffers.slices(part)
-            if rows[0] < rows[1]
-        ]
-        first = min((a for a, _ in bounds), default=0)
-        last = max((b for _, b in bounds), default=0)
-        for row, block in _checked_blocks(tensors[name], (copies or {}).get(name), first, last):
-            for part, buffers in filled:
-                buffers.fill(part, row, block)
-            done += block.nbytes
+        buffers = [(part, arrays.buffers(part)) for part in parts]
+        first, last = _rows_to_read(buffers)
+        for row, rows in _checked_blocks(tensors[name], (copies or {}).get(name), first, last):
+            for part, buffer in buffers:
+                buffer.fill(part, row, rows)
+            num_bytes += rows.nbytes
             if progress is not None:
-                progress(done, total)
-        for ours, index in (part.target for part in parts):
-            remaining[ours, index] -= 1
-            if remaining[ours, index]:  # other experts of this kernel follow
-                continue
-            placed = buffers_of.pop((ours, index)).placed()
-            if index is None:
-                arrays[ours] = placed
-                continue
-            # Wait for each layer; otherwise queued layers pile up in memory.
-            arrays[ours] = jax.block_until_ready(_with_layer(arrays[ours], placed, np.int32(index)))
-    return replace_arrays(abstract, arrays)
+                progress(num_bytes, total)
+        for part in parts:
+            arrays.finish(part)
+    return replace_arrays(abstract, arrays.arrays)
+
+
+class _Arrays:
+    """The arrays of a state, which become complete part by part."""
+
+    def __init__(self, variables: Parameters, needed: TensorParts, mesh: Mesh | None):
+        self._variables = variables
+        self._mesh = mesh
+        # Number of parts that each parameter, or each of its layers, still lacks
+        self._missing = Counter(part.target for part in chain.from_iterable(needed.values()))
+        self._buffers: dict[tuple[str, int | None], _Buffers] = {}
+        stacked = {path: v for path, v in variables.items() if split_path(path)[0] is not None}
+        shardings = {path: _sharding(mesh, spec_of(v)) for path, v in stacked.items()}
+        # One program, compiled once for all stacks.
+        zeros = jax.jit(
+            lambda: {path: jnp.zeros(tuple(v.shape), v.dtype) for path, v in stacked.items()},
+            out_shardings=shardings,
+        )
+        self.arrays: dict[str, Array] = zeros()
+
+    def buffers(self, part: TensorPart) -> "_Buffers":
+        """Returns the buffers that a part fills, for its parameter or layer."""
+        path, index = part.target
+        if part.target not in self._buffers:
+            self._buffers[part.target] = _Buffers(
+                self._variables[path], self._mesh, stacked=index is not None
+            )
+        return self._buffers[part.target]
+
+    def finish(self, part: TensorPart) -> None:
+        """Moves the buffers of a part to the devices, unless other parts of them follow."""
+        path, index = part.target
+        self._missing[part.target] -= 1
+        if self._missing[part.target]:
+            return
+        placed = self._buffers.pop(part.target).placed()
+        if index is None:
+            self.arrays[path] = placed
+            return
+        # Wait for each layer; otherwise queued layers pile up in memory.
+        self.arrays[path] = jax.block_until_ready(
+            _with_layer(self.arrays[path], placed, np.int32(index))
+        )
+
+
+def _rows_to_read(buffers: Sequence[tuple[TensorPart, "_Buffers"]]) -> tuple[int, int]:
+    """Returns the first row of a tensor that this process needs, and the end of the last."""
+    slices = list(chain.from_iterable(buffer.slices(part) for part, buffer in buffers))
+    spans = [bounds[0] for _, bounds, _ in slices if bounds[0][0] < bounds[0][1]]
+    first = min((start for start, _ in spans), default=0)
+    last = max((stop for _, stop in spans), default=0)
+    return first, last
 
 
 def _sharding(mesh: Mesh | None, declared: PartitionSpec) -> Sharding:
@@ -236,14 +269,27 @@ def _sharding(mesh: Mesh | None, declared: PartitionSpec) -> Sharding:
 
 
 _with_layer = jax.jit(partial(jax.lax.dynamic_update_index_in_dim, axis=0), donate_argnums=0)
-_Bounds = tuple[tuple[int, int], ...]  # Start and end in each dim
+# Start and end in each dim
+_Bounds = tuple[tuple[int, int], ...]
+
+
+class _Slice(NamedTuple):
+    """A device's part of a tensor."""
+
+    block: Block
+    """The device's buffer, with dims in the order of the file."""
+    bounds: _Bounds
+    """Where the part is in the file's tensor."""
+    columns: Columns | None
+    """Indices of its columns in the file; None if they are consecutive."""
 
 
 class _Buffers:
     """Host buffers for the shards of a parameter, or of one of its layers."""
 
     def __init__(self, variable: Variable, mesh: Mesh | None, *, stacked: bool):
-        dims = slice(1 if stacked else 0, None)  # the layer dim is not split
+        # The layer dim is not split.
+        dims = slice(1 if stacked else 0, None)
         self.padding = padding_of(variable)
         self.shape = logical_shape(variable)[dims]
         self.padded = tuple(variable.shape)[dims]
@@ -253,86 +299,90 @@ class _Buffers:
         )
         indices = self.sharding.addressable_devices_indices_map(self.shape)
         self.bounds = {device: _bounds(index, self.shape) for device, index in indices.items()}
-        dtype = np.dtype(variable.dtype)
-        self.blocks = {
-            where: _aligned_zeros(tuple(b - a for a, b in where), dtype)
-            for where in self.bounds.values()
-        }
+        # Devices with the same part share a buffer.
+        self.blocks: dict[_Bounds, Block] = {}
+        for bounds in self.bounds.values():
+            shape = tuple(stop - start for start, stop in bounds)
+            self.blocks[bounds] = _aligned_zeros(shape, np.dtype(variable.dtype))
 
-    def slices(self, part: TensorPart) -> Iterator[tuple[Block, _Bounds, Columns | None]]:
-        """Yields each device's part of a tensor, its bounds in the file, and columns.
-
-        The part has the dim order of the file. The columns are indices in the file if they are not
-        consecutive, else None.
-        """
-        for where, block in self.blocks.items():
+    def slices(self, part: TensorPart) -> Iterator[_Slice]:
+        """Yields each device's part of a tensor."""
+        for bounds, block in self.blocks.items():
             if part.expert is not None:
-                expert = part.expert - where[0][0]
-                where = where[1:]
+                expert = part.expert - bounds[0][0]
                 if not 0 <= expert < len(block):
                     continue
+                bounds = bounds[1:]
                 block = block[expert]
-            if part.head is not None:  # its numbers on this device
-                size = part.shape[0]
-                start = where[0][0] - part.head * part.shape[0]
-                low = max(0, start)
-                high = min(size, start + len(block))
-                yield block[low - start : max(low, high) - start], ((low, high),), None
-                continue
-            if not where:  # a number
-                yield block.reshape(1), ((0, 1),), None
-                continue
-            begin, end = where[-1]
-            before = where[:-1]
-            if part.inner:
-                before = (*before[:-1], (before[-1][0] + part.inner, before[-1][1] + part.inner))
-            columns = None
-            bounds = (begin + part.first, end + part.first)
-            if part.columns is not None:
-                columns = part.columns[begin:end]
-                bounds = (
-                    int(columns.min(initial=part.columns.max())),
-                    int(columns.max(initial=-1)) + 1,
-                )
-            where = (*before, bounds)
-            if part.transposed:
-                block = block.swapaxes(-2, -1)
-                where = (*before[:-1], bounds, before[-1])
-            if part.experts_last:
-                block = np.moveaxis(block, 0, -1)
-                where = (*where[1:], where[0])
-            yield block, where, columns
+            if part.head is not None:
+                yield _slice_of_head(part, part.head, bounds, block)
+            elif bounds:
+                yield _slice_in_file(part, bounds, block)
+            else:
+                # A number in the file is `[1]`.
+                yield _Slice(block.reshape(1), ((0, 1),), None)
 
     def fill(self, part: TensorPart, row: int, rows: Block) -> None:
-        for block, ((start, stop), *others), columns in self.slices(part):
+        """Copies the elements in `rows`, which begin at `row` of a part's tensor."""
+        for block, bounds, columns in self.slices(part):
+            (start, stop), *inner_bounds = bounds
             low = max(row, start)
             high = min(row + len(rows), stop)
             if low >= high:
                 continue
-            source = rows[(slice(low - row, high - row), *(slice(*bounds) for bounds in others))]
-            output_dim = block.ndim - 1 - part.transposed - part.experts_last
+            inner = (slice(*dim_bounds) for dim_bounds in inner_bounds)
+            source = rows[(slice(low - row, high - row), *inner)]
             if columns is None:
                 _copy(block[low - start : high - start], source)
-            elif output_dim:
-                _copy(
-                    block[low - start : high - start],
-                    source.take(columns - others[output_dim - 1][0], output_dim),
-                )
-            else:
-                inside = np.flatnonzero((low <= columns) & (columns < high))
-                for run in np.split(inside, np.flatnonzero(np.diff(inside) != 1) + 1):
-                    _copy(block[run[0] : run[-1] + 1], source[columns[run] - low])
+                continue
+            output_dim = block.ndim - 1 - part.transposed - part.experts_last
+            if output_dim:
+                local_columns = columns - inner_bounds[output_dim - 1][0]
+                _copy(block[low - start : high - start], source.take(local_columns, output_dim))
+                continue
+            # The rows of the file are columns. Copy each run of consecutive columns at once.
+            inside = np.flatnonzero((low <= columns) & (columns < high))
+            for run in np.split(inside, np.flatnonzero(np.diff(inside) != 1) + 1):
+                _copy(block[run[0] : run[-1] + 1], source[columns[run] - low])
 
     def placed(self) -> Array:
-        placed = [
-            jax.device_put(self.blocks[where], device) for device, where in self.bounds.items()
+        """Returns the array of the buffers, on the devices and padded."""
+        shards = [
+            jax.device_put(self.blocks[bounds], device) for device, bounds in self.bounds.items()
         ]
-        array = jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
-        return (
-            array
-            if self.shape == self.padded
-            else pad_array(array, self.padding, self.padded_sharding)
-        )
+        array = jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
+        if self.shape == self.padded:
+            return array
+        return pad_array(array, self.padding, self.padded_sharding)
+
+
+def _slice_of_head(part: TensorPart, head: int, bounds: _Bounds, block: Block) -> _Slice:
+    """Returns the numbers of a head on a device; the parameter `[N * H]` has all heads."""
+    (size,) = part.shape
+    start = bounds[0][0] - head * size
+    low = max(0, start)
+    high = max(low, min(size, start + len(block)))
+    return _Slice(block[low - start : high - start], ((low, high),), None)
+
+
+def _slice_in_file(part: TensorPart, bounds: _Bounds, block: Block) -> _Slice:
+    *outer, (begin, end) = bounds
+    if part.inner:
+        outer[-1] = (outer[-1][0] + part.inner, outer[-1][1] + part.inner)
+    columns = None
+    output = (begin + part.first, end + part.first)
+    if part.columns is not None:
+        columns = part.columns[begin:end]
+        # A device without columns needs no rows: its minimum is above its maximum.
+        output = (int(columns.min(initial=part.columns.max())), int(columns.max(initial=-1)) + 1)
+    in_file = (*outer, output)
+    if part.transposed:
+        block = block.swapaxes(-2, -1)
+        in_file = (*outer[:-1], output, outer[-1])
+    if part.experts_last:
+        block = np.moveaxis(block, 0, -1)
+        in_file = (*in_file[1:], in_file[0])
+    return _Slice(block, in_file, columns)
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Bounds:

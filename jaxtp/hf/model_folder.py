@@ -7,12 +7,13 @@ are parsed only as safetensors. Other files may be copied or printed: they must 
 the hub's cache (`models--.../blobs/`).
 """
 
-import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,22 +21,27 @@ from jaxtp.config import reading
 from jaxtp.config.reading import MAX_JSON, parse_json, read_bytes, truncate
 from jaxtp.config.schema import ConfigError, missing_model
 from jaxtp.hf.safetensors import HFError as HFError
-from jaxtp.hf.safetensors import StoredTensor, read_header, with_scales
+from jaxtp.hf.safetensors import StoredTensor, StoredTensors, read_header, with_scales
 
 T = TypeVar("T")
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_MAX_COPIED = 2**28  # Bytes; the largest tokenizers have about 50 million
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+# In bytes; the largest tokenizers have about 50 million.
+_MAX_COPIED = 2**28
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 _WRAPPER = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Parts of the names of tensors that torch.compile, FSDP and activation checkpointing add before
 any module."""
-_PARALLEL = "module."  # DistributedDataParallel adds it before the whole name
-_FP8_BLOCK = (128, 128)  # Default of weight_block_size
-_LISTED = 10  # Maximum number of problems in a message
-Attributes = Mapping[str, object]  # The JSON object in a configuration file
+# DistributedDataParallel adds this before the whole name.
+_PARALLEL = "module."
+# Default of weight_block_size
+_FP8_BLOCK = (128, 128)
+_MAX_LISTED = 10
+"""Maximum number of problems in a message."""
+Attributes = Mapping[str, object]
+"""The JSON object in a configuration file."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Folder:
 
     path: Path
     attributes: Attributes
-    tensors: Mapping[str, StoredTensor]
+    tensors: StoredTensors
     notes: tuple[str, ...] = ()
     """Messages about the choice of files and names, to print where the weights are loaded."""
 
@@ -63,7 +69,7 @@ def _block_shape(quantization: object) -> tuple[int, int]:
     block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
     if block is None:
         return _FP8_BLOCK
-    if not isinstance(block, list) or len(block) != len(_FP8_BLOCK):
+    if not isinstance(block, list) or len(block) != 2:
         raise HFError(f"weight_block_size = {quote(block)}: should be two sizes")
     height, width = (whole("weight_block_size", size) for size in block)
     return height, width
@@ -81,8 +87,14 @@ def prefix_errors(source: Path | str) -> Iterator[None]:
 
 def join_problems(problems: list[str]) -> str:
     """Returns the first problems in one message."""
-    more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
-    return "; ".join([*problems[:_LISTED], *more])
+    more = [f"and {len(problems) - _MAX_LISTED} more"] if len(problems) > _MAX_LISTED else []
+    return "; ".join([*problems[:_MAX_LISTED], *more])
+
+
+def join_names(names: Sequence[str], max_listed: int) -> str:
+    """Returns the first names, and the number of the other names."""
+    more = f" and {len(names) - max_listed} more" if len(names) > max_listed else ""
+    return ", ".join(truncate(name, 200) for name in names[:max_listed]) + more
 
 
 def read_attributes(
@@ -110,9 +122,9 @@ def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
     }
 
 
-def _read(folder: Path, name: str, most: int) -> bytes:
+def _read(folder: Path, name: str, max_bytes: int) -> bytes:
     try:
-        return read_bytes(reading.inside(folder, name), most)
+        return read_bytes(reading.inside(folder, name), max_bytes)
     except OSError as error:
         raise HFError(f"{folder / name}: {error.strerror}") from None
 
@@ -153,64 +165,63 @@ def _read_headers(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
 
 
 def _unread(path: Path, read: Collection[str], source: str) -> list[str]:
-    others = sorted(file.name for file in path.glob("*.safetensors") if file.name not in read)
-    if not others:
+    unread = sorted(file.name for file in path.glob("*.safetensors") if file.name not in read)
+    if not unread:
         return []
-    more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
-    names = ", ".join(truncate(name) for name in others[:_LISTED])
-    return [f"the weights are read as {source} has them; not read: {names}{more}"]
+    names = join_names(unread, _MAX_LISTED)
+    return [f"the weights are read as {source} has them; not read: {names}"]
 
 
 def without_wrappers(
-    tensors: Mapping[str, StoredTensor],
+    tensors: StoredTensors,
 ) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Returns tensors by their names without the parts of PyTorch's wrappers, and notes on it.
+    """Removes what PyTorch's wrappers of modules add to the names of tensors.
 
-    These wrap modules.
+    Returns the tensors by their plain names, and notes on what was removed.
     """
     plain = {name: _WRAPPER.sub("", name) for name in tensors}
-    found = {name for each in tensors for name in _WRAPPER.findall(each)}
+    removed = set(chain.from_iterable(map(_WRAPPER.findall, tensors)))
     # A module of the model may be called `module`, but not one that holds all others.
     while plain and all(bare.startswith(_PARALLEL) for bare in plain.values()):
         plain = {name: bare.removeprefix(_PARALLEL) for name, bare in plain.items()}
-        found.add(_PARALLEL)
-    if not found:
+        removed.add(_PARALLEL)
+    if not removed:
         return dict(tensors), []
+    wrappers = " and ".join(map(repr, sorted(removed)))
     unwrapped: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
-        renamed = replace(tensor, name=plain[name])
-        if unwrapped.setdefault(plain[name], renamed) is not renamed:
-            both = " and ".join(
-                truncate(each, 200) for each in tensors if plain[each] == plain[name]
-            )
+        bare = plain[name]
+        if bare in unwrapped:
+            same = [truncate(other, 200) for other in tensors if plain[other] == bare]
             raise HFError(
-                f"{tensor.file}: {both} are the same tensor but for {_quoted(found)}; remove one"
+                f"{tensor.file}: {' and '.join(same)} are the same tensor but for {wrappers}; "
+                "remove one"
             )
+        unwrapped[bare] = replace(tensor, name=bare)
     return unwrapped, [
-        f"{_quoted(found)} in the names of tensors is left out: a wrapper of PyTorch added it"
+        f"{wrappers} in the names of tensors is left out: a wrapper of PyTorch added it"
     ]
 
 
-def _quoted(names: Iterable[str]) -> str:
-    return " and ".join(map(repr, sorted(names)))
-
-
 def explain_gguf(path: Path) -> str | None:
-    """Returns why a GGUF file, or a folder's, is not read; None if there is none."""
+    """Explains why a GGUF file, or the one in a folder, is not read; None if there is none."""
     files = [path] if path.is_file() else sorted(path.glob("*"))
-    found = next((file.name for file in files if file.suffix.lower() == ".gguf"), None)
-    if found is None:
+    names = [truncate(file.name) for file in files if file.suffix.lower() == ".gguf"]
+    if not names:
         return None
     return (
-        f"{truncate(found)} is GGUF, which jaxtp does not read; download the model that it was "
-        "made from, in safetensors, or convert it by transformers: from_pretrained(FOLDER, "
-        f"gguf_file={truncate(found)!r}).save_pretrained(NEW)"
+        f"{names[0]} is GGUF, which jaxtp does not read; download the model that it was made "
+        "from, in safetensors, or convert it by transformers: from_pretrained(FOLDER, "
+        f"gguf_file={names[0]!r}).save_pretrained(NEW)"
     )
 
 
 def explain_pickle(path: Path, library: str) -> str | None:
-    """Returns why a folder's pickle is not loaded; `library` converts it. None without a pickle."""
-    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
+    """Explains why a folder's pickle is not loaded; None if there is none.
+
+    `library` can convert it.
+    """
+    pickles = sorted(file.name for file in path.glob("*") if file.suffix in _PICKLES)
     if not pickles:
         return None
     return (
@@ -258,11 +269,10 @@ def _read_indexed(
                 tensors[name] = tensor
             else:
                 copies.append(f"{truncate(name)} in {shard}")
-    if missing := [tensor for tensor in weight_map if tensor not in tensors]:
-        file = weight_map[missing[0]]
-        name = truncate(missing[0])
+    if missing := [name for name in weight_map if name not in tensors]:
         raise HFError(
-            f"{path / file}: lacks {name}, which {INDEX} lists there ({len(missing)} missing)"
+            f"{path / weight_map[missing[0]]}: lacks {truncate(missing[0])}, which {INDEX} lists "
+            f"there ({len(missing)} missing)"
         )
     if not copies:
         return tensors, []
@@ -279,17 +289,14 @@ def whole(name: str, value: object) -> int:
 
 def positive(name: str, value: object) -> float:
     """Checks a number above 0."""
-    try:
-        number = (
-            float(value)
-            if isinstance(value, int | float) and not isinstance(value, bool)
-            else math.nan
-        )
-    except OverflowError:
-        number = math.inf
-    if not 0 < number < math.inf:
-        raise HFError(f"{name} = {quote(value)}: should be a number above 0")
-    return number
+    # An integer may be larger than any float.
+    if (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and 0 < value <= sys.float_info.max
+    ):
+        return float(value)
+    raise HFError(f"{name} = {quote(value)}: should be a number above 0")
 
 
 def switch(name: str, value: object) -> bool:
@@ -301,9 +308,10 @@ def switch(name: str, value: object) -> bool:
 
 def choice(name: str, value: object, choices: Mapping[Any, T]) -> T:
     """Returns `choices[value]`, or raises."""
-    for known, ours in choices.items():
-        if type(value) is type(known) and value == known:
-            return ours
+    # True equals 1, so types are compared too; a list is not hashable.
+    for supported, result in choices.items():
+        if type(value) is type(supported) and value == supported:
+            return result
     raise HFError(f"{name} = {quote(value)} is not supported; {', '.join(map(str, choices))} are")
 
 

@@ -15,10 +15,11 @@ import math
 import os.path
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress, product
 from pathlib import Path
-from typing import TypeVar, Unpack
+from typing import NamedTuple, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from jaxtp.checkpoint.logical import Variable, named_variables
+from jaxtp.checkpoint.logical import named_variables
 from jaxtp.config import reading
 from jaxtp.config.reading import truncate
 from jaxtp.hf.adapters import Adapter, adapters
@@ -50,10 +51,17 @@ from jaxtp.hf.model_folder import (
     whole,
     without_wrappers,
 )
-from jaxtp.hf.safetensors import DTYPES, StoredTensor, read_header
+from jaxtp.hf.safetensors import DTYPES, StoredTensor, StoredTensors, read_header
 from jaxtp.hf.save import SaveOptions, check_options, json_bytes, write_folder
-from jaxtp.hf.tensor_map import TensorPart, dims, group_by_tensor, tensor_parts
-from jaxtp.layers.lora import TARGETS, LoraConfig, freeze_state
+from jaxtp.hf.tensor_map import (
+    Parameters,
+    TensorPart,
+    TensorParts,
+    dims,
+    group_by_tensor,
+    tensor_parts,
+)
+from jaxtp.layers.lora import TARGETS, LoraConfig, Target, freeze_state
 from jaxtp.layers.mlp import MLP_TARGETS
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import current_mesh
@@ -66,38 +74,17 @@ PREFIX = "base_model.model."
 MODULES = "model.language_model."
 """Beginning of every name, and of the text modules of a multimodal model."""
 _TENSOR = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight")
-_KNOWN = frozenset(
-    {
-        *(
-            "peft_type",
-            "r",
-            "lora_alpha",
-            "use_rslora",
-            "lora_dropout",
-            "bias",
-            "target_modules",
-            "exclude_modules",
-        ),
-        *(
-            "layers_to_transform",
-            "layers_pattern",
-            "init_lora_weights",
-            "fan_in_fan_out",
-            "task_type",
-        ),
-        *("target_parameters", "rank_pattern", "alpha_pattern"),
-        # No effect on outputs, or only together with another attribute, which is refused:
-        *(
-            "base_model_name_or_path",
-            "revision",
-            "auto_mapping",
-            "inference_mode",
-            "peft_version",
-            "megatron_core",
-        ),
-        *("qalora_group_size", "runtime_config", "eva_config", "ensure_weight_tying"),
-    }
-)
+_KNOWN = """
+    peft_type r lora_alpha use_rslora lora_dropout bias target_modules exclude_modules
+    layers_to_transform layers_pattern init_lora_weights fan_in_fan_out task_type
+    target_parameters rank_pattern alpha_pattern
+"""
+"""Attributes that an import reads."""
+_WITHOUT_EFFECT = """
+    base_model_name_or_path revision auto_mapping inference_mode peft_version megatron_core
+    qalora_group_size runtime_config eva_config ensure_weight_tying
+"""
+"""Attributes without effect on outputs, or only with another attribute, which is refused."""
 # PEFT's first version with these A and B of stacked experts; older ones exchange them
 _VERSION = "0.19.0"
 _EXPERT = re.compile(r"\.experts\.\d")
@@ -105,26 +92,27 @@ _INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that do not change the kernels, unlike pissa and others."""
 
 
-_Modules = Mapping[str, list[TensorPart]]
+_Modules = TensorParts
 """The parts of each tensor that can have an adapter, by its name in transformers' memory; a part is
 a kernel."""
-_Adapters = Mapping[str, Adapter]  # A model's adapters by kernel
+# A model's adapters by kernel
+_Adapters = Mapping[str, Adapter]
 
 
 def _modules(config: ModelConfig, family: Family, layout: Layout) -> _Modules:
-    if not any(EXPERT in tensor.theirs for tensor in family.tensors):
-        layout = "stacked"  # as in memory: Granite's files stack experts in modules
-    parameters = named_variables(
-        nnx.filter_state(abstract_decoder(replace(config, lora=LoraConfig()))[1], nnx.Param)
-    )
-    order = {
-        kernel: i for i, kernel in enumerate(_by_kernel(replace(config, lora=LoraConfig(rank=1))))
-    }
+    if not any(EXPERT in tensor.name for tensor in family.tensors):
+        # As in memory: Granite's files stack experts in modules.
+        layout = "stacked"
+    abstract = abstract_decoder(replace(config, lora=LoraConfig()))[1]
+    parameters = named_variables(nnx.filter_state(abstract, nnx.Param))
+    kernels = _by_kernel(replace(config, lora=LoraConfig(rank=1)))
+    order = {kernel: i for i, kernel in enumerate(kernels)}
     parts = [
-        part for part in tensor_parts(parameters, config, family, layout) if part.ours in order
+        replace(part, name=_in_memory(part.name, family))
+        for part in tensor_parts(parameters, config, family, layout)
+        if part.path in order
     ]
-    parts.sort(key=lambda part: order[part.ours])
-    return group_by_tensor(replace(part, theirs=_in_memory(part.theirs, family)) for part in parts)
+    return group_by_tensor(sorted(parts, key=lambda part: order[part.path]))
 
 
 def _by_kernel(config: ModelConfig) -> _Adapters:
@@ -134,10 +122,11 @@ def _by_kernel(config: ModelConfig) -> _Adapters:
 def _in_memory(module: str, family: Family) -> str:
     # The name in transformers' memory. Multimodal models and files have other names, and so did
     # older versions.
-    known = (*(form for form, _ in TEXT_PREFIXES), family.prefix)
-    beginning = next((form for form in known if module.startswith(form)), None)
-    before = family.prefix if family.wrapper is None else MODULES
-    return module if beginning is None else before + module.removeprefix(beginning)
+    in_memory = family.prefix if family.wrapper is None else MODULES
+    for prefix, _ in (*TEXT_PREFIXES, (family.prefix, "")):
+        if module.startswith(prefix):
+            return in_memory + module.removeprefix(prefix)
+    return module
 
 
 def _is_stacked(part: TensorPart) -> bool:
@@ -165,46 +154,52 @@ def _tensor_name(stem: str, factor: str) -> str:
 def _factors(
     adapted: _Modules,
     trained: _Adapters,
-    variables: Mapping[str, Variable],
+    variables: Parameters,
     *,
     diagonal: bool,
     exchanged: Collection[str] = (),
-) -> Iterator[TensorPart]:
-    """Yields the parts of each A, then of each B.
+) -> TensorParts:
+    """Returns the parts of each A, then of each B, by the tensor's name.
 
-    B is block-diagonal if `diagonal` and it has several parts.
-
-    A part without an adapter has zeros. `exchanged` tensors have A in place of B, as before
-    `_VERSION`.
+    B is block-diagonal if `diagonal` and it has several parts. A part without an adapter has zeros.
+    `exchanged` tensors have A in place of B, as before `_VERSION`.
     """
     stems = _stems(adapted)
-    for factor in "AB":
-        for name, kernels in adapted.items():
-            for i, part in enumerate(kernels):
-                if (adapter := trained.get(part.ours)) is None:
-                    continue
-                *experts, inputs, rank = logical_shape(variables[f"{adapter.lora}.a"])[1:]
-                stacked = experts if part.expert is None else []
-                outputs = part.ordered_shape[-1]
-                joined = math.prod(stacked)
-                first, ranks = (i * rank, len(kernels) * rank) if diagonal else (0, rank)
-                # The shape is `[E * r, sides]`, unlike `[sides, r * E]`.
-                is_first = (factor == "A") != (name in exchanged)
-                sides = inputs if factor == "A" else outputs
-                where = TensorPart(
-                    f"{adapter.lora}.{factor.lower()}",
-                    _tensor_name(stems[name], "A" if is_first else "B"),
-                    part.index,
-                    transposed=name not in exchanged,
-                    shape=(*stacked, ranks, sides) if is_first else (sides, ranks, *stacked),
-                    expert=part.expert,
-                    stored=(joined * ranks, sides) if is_first else (sides, ranks * joined),
-                    experts_last=bool(stacked) and not is_first,
-                )
-                if factor == "A":
-                    yield replace(where, first=first)
-                else:
-                    yield replace(where, first=part.first, inner=first, columns=part.columns)
+    parts = []
+    for factor, (name, kernels) in product("AB", adapted.items()):
+        for i, kernel in enumerate(kernels):
+            if kernel.path not in trained:
+                continue
+            lora = trained[kernel.path].lora
+            *experts, inputs, rank = logical_shape(variables[f"{lora}.a"])[1:]
+            stacked = experts if kernel.expert is None else []
+            side = inputs if factor == "A" else kernel.ordered_shape[-1]
+            first = i * rank if diagonal else 0
+            ranks = rank * len(kernels) if diagonal else rank
+            joined = math.prod(stacked) * ranks
+            ranks_first = (factor == "A") != (name in exchanged)
+            if ranks_first:
+                shape = (*stacked, ranks, side)
+                stored = (joined, side)
+            else:
+                shape = (side, ranks, *stacked)
+                stored = (side, joined)
+            part = TensorPart(
+                f"{lora}.{factor.lower()}",
+                _tensor_name(stems[name], "A" if ranks_first else "B"),
+                kernel.index,
+                transposed=name not in exchanged,
+                shape=shape,
+                expert=kernel.expert,
+                stored=stored,
+                experts_last=bool(stacked) and not ranks_first,
+            )
+            if factor == "A":
+                part = replace(part, first=first)
+            else:
+                part = replace(part, first=kernel.first, inner=first, columns=kernel.columns)
+            parts.append(part)
+    return group_by_tensor(parts)
 
 
 def save_peft(
@@ -237,35 +232,42 @@ def save_peft(
     family = choose_family(replace(config, lora=LoraConfig()), options.get("family"))
     trained = _by_kernel(config)
     variables = named_variables(nnx.state(model, nnx.LoRAParam))
-    every = _modules(config, family, layout)
+    modules = _modules(config, family, layout)
     arrays = {kernel: variables[f"{adapter.lora}.a"][...] for kernel, adapter in trained.items()}
-    nonzero = {kernel: _on_host(_nonzero_layers, a) for kernel, a in arrays.items()}
-    modules = {
-        name: [part for part in parts if part.ours in trained] for name, parts in every.items()
-    }
-    modules = {name: parts for name, parts in modules.items() if parts}
-    used = [
-        name
-        for name, parts in modules.items()
-        if any(nonzero[part.ours][part.index] for part in parts)
-    ]
-    adapted = {name: every[name] for name in used or modules}
-    pairs = {(first.ours, other.ours) for first, *others in modules.values() for other in others}
-    diagonal = not all(
-        _on_host(jnp.array_equal, arrays[first], arrays[other]) for first, other in pairs
-    )
-    files = {WEIGHTS: group_by_tensor(_factors(adapted, trained, variables, diagonal=diagonal))}
+    trainable = {name: kernels for name, kernels in modules.items() if _trained(kernels, trained)}
+    used = _nonzero_modules(trainable, arrays) or trainable
+    diagonal = not _have_equal_a(trainable.values(), arrays)
+    parts = _factors(used, trained, variables, diagonal=diagonal)
     # A vision tower has modules of the same names.
-    are_short = len(adapted) == len(modules) and family.wrapper is None
-    described = _peft_config(config, adapted, are_short=are_short, diagonal=diagonal)
-    others = {
-        CONFIG: json_bytes(
-            {**described, "base_model_name_or_path": None if base is None else str(base)}
-        )
-    }
-    write_folder(
-        Path(path), variables, files, others, options.get("dtype") or config.lora.dtype, options
-    )
+    are_short = len(used) == len(trainable) and family.wrapper is None
+    attributes = _peft_config(config, used, are_short=are_short, diagonal=diagonal)
+    attributes["base_model_name_or_path"] = None if base is None else str(base)
+    dtype = options.get("dtype") or config.lora.dtype
+    config_file = {CONFIG: json_bytes(attributes)}
+    write_folder(Path(path), variables, {WEIGHTS: parts}, config_file, dtype, options)
+
+
+def _trained(kernels: Iterable[TensorPart], trained: Container[str]) -> list[TensorPart]:
+    return [kernel for kernel in kernels if kernel.path in trained]
+
+
+def _nonzero_modules(modules: _Modules, arrays: Mapping[str, Array]) -> _Modules:
+    nonzero = {kernel: _on_host(_nonzero_layers, a) for kernel, a in arrays.items()}
+    used = {}
+    for name, kernels in modules.items():
+        if any(nonzero[kernel.path][kernel.index] for kernel in _trained(kernels, arrays)):
+            used[name] = kernels
+    return used
+
+
+def _have_equal_a(modules: Iterable[Sequence[TensorPart]], arrays: Mapping[str, Array]) -> bool:
+    """Returns whether the kernels of each module have the same A."""
+    # A dict, not a set: the processes compare arrays together, so all need the same order.
+    pairs: dict[tuple[str, str], None] = {}
+    for kernels in modules:
+        first, *other_paths = (kernel.path for kernel in _trained(kernels, arrays))
+        pairs |= dict.fromkeys((first, path) for path in other_paths)
+    return all(_on_host(jnp.array_equal, arrays[first], arrays[path]) for first, path in pairs)
 
 
 def _nonzero_layers(stacked: Array) -> Array:
@@ -275,11 +277,9 @@ def _nonzero_layers(stacked: Array) -> Array:
 def _on_host(function: Callable[..., Array], *arrays: Array) -> NDArray[np.bool_]:
     """Computes on the arrays' mesh, for every process."""
     sharding = arrays[0].sharding
-    replicated = (
-        NamedSharding(sharding.mesh, PartitionSpec())
-        if isinstance(sharding, NamedSharding)
-        else None
-    )
+    replicated = None
+    if isinstance(sharding, NamedSharding):
+        replicated = NamedSharding(sharding.mesh, PartitionSpec())
     return np.asarray(jax.jit(function, out_shardings=replicated)(*arrays))
 
 
@@ -292,27 +292,32 @@ def _peft_config(
     counts = dict[str, int]()
     # In a model with experts, PEFT takes other modules of these names for experts, from version
     # 0.19 on.
-    names = {name: name.removesuffix(".weight").rpartition(".")[2] for name in adapted}
+    last_names = {name: name.removesuffix(".weight").rpartition(".")[2] for name in adapted}
     mixed = {
         name
-        for name, (part, *_) in adapted.items()
+        for name, (kernel, *_) in adapted.items()
         if config.most_experts
-        and names[name] in MLP_TARGETS
-        and part.expert is None
-        and not _is_stacked(part)
+        and last_names[name] in MLP_TARGETS
+        and kernel.expert is None
+        and not _is_stacked(kernel)
     }
-    for name, (part, *others) in adapted.items():
-        is_parameter = name in mixed or _is_stacked(part)
-        full = name if is_parameter else name.removesuffix(".weight")
-        end = re.split(r"\.\d+\.", full, maxsplit=1)[-1]
-        is_last = not is_parameter and (
-            names[name] in TARGETS if part.expert is None else not mixed
-        )
-        short = names[name] if is_last else end
-        (parameters if is_parameter else modules).append(short if are_short else full)
-        if others and diagonal:
-            counts[end] = 1 + len(others)
-    rslora = lora.rslora and not any(part.expert is not None for part, *_ in adapted.values())
+    for name, kernels in adapted.items():
+        is_parameter = name in mixed or _is_stacked(kernels[0])
+        full_name = name if is_parameter else name.removesuffix(".weight")
+        in_layer = re.split(r"\.\d+\.", full_name, maxsplit=1)[-1]
+        names = parameters if is_parameter else modules
+        if not are_short:
+            names.append(full_name)
+        elif is_parameter:
+            names.append(in_layer)
+        elif kernels[0].expert is None:
+            names.append(last_names[name] if last_names[name] in TARGETS else in_layer)
+        else:
+            names.append(in_layer if mixed else last_names[name])
+        if len(kernels) > 1 and diagonal:
+            counts[in_layer] = len(kernels)
+    first_kernels = [kernels[0] for kernels in adapted.values()]
+    rslora = lora.rslora and all(kernel.expert is None for kernel in first_kernels)
     # PEFT doubles both for a fused kernel.
     alpha = lora.alpha if rslora == lora.rslora else lora.scale * lora.rank
     attributes: dict[str, object] = {
@@ -324,21 +329,19 @@ def _peft_config(
         "lora_dropout": 0.0,
         "target_modules": list(dict.fromkeys(modules)),
         "bias": "none",
-        "fan_in_fan_out": any(
-            not (part.transposed or _is_stacked(part)) for part, *_ in adapted.values()
+        "fan_in_fan_out": not all(
+            kernel.transposed or _is_stacked(kernel) for kernel in first_kernels
         ),
         "inference_mode": True,
     }
     if parameters:
-        attributes |= {
-            "target_parameters": list(dict.fromkeys(parameters)),
-            "peft_version": _VERSION,
-        }
+        attributes["target_parameters"] = list(dict.fromkeys(parameters))
+        attributes["peft_version"] = _VERSION
     if counts:
-        factors = {end: math.sqrt(count) if rslora else count for end, count in counts.items()}
-        attributes["rank_pattern"] = {end: count * lora.rank for end, count in counts.items()}
+        factors = {name: math.sqrt(count) if rslora else count for name, count in counts.items()}
+        attributes["rank_pattern"] = {name: count * lora.rank for name, count in counts.items()}
         attributes["alpha_pattern"] = {
-            end: _number(factor * alpha) for end, factor in factors.items()
+            name: _number(factor * alpha) for name, factor in factors.items()
         }
     return attributes
 
@@ -353,9 +356,11 @@ class PeftFolder:
 
     path: Path
     lora: LoraConfig
-    tensors: Mapping[str, StoredTensor]
-    parts: Mapping[str, list[TensorPart]]  # parts of each tensor, by the tensor's name
-    notes: tuple[str, ...]  # messages to print before training
+    tensors: StoredTensors
+    parts: TensorParts
+    """Parts of each tensor, by the tensor's name."""
+    notes: tuple[str, ...]
+    """Messages to print before training."""
 
 
 def load_peft(model: Decoder, path: str | Path, *, family: str | None = None) -> Decoder:
@@ -412,86 +417,133 @@ def _check_base(base: object) -> None:
 
 def _check_attributes(attributes: Attributes) -> None:
     problems = []
-    if (kind := attributes.get("peft_type")) != "LORA":
+    kind = attributes.get("peft_type")
+    if kind != "LORA":
         problems.append(f"peft_type = {quote(kind)} is not supported, only 'LORA'")
-    if (bias := attributes.get("bias", "none")) not in ("none", None):
+    bias = attributes.get("bias", "none")
+    if bias not in ("none", None):
         problems.append(
             f"bias = {quote(bias)} is not supported, only 'none': biases are not trained with "
             "adapters"
         )
-    if (init := attributes.get("init_lora_weights", True)) not in _INITS_THAT_KEEP_BASE:
+    init = attributes.get("init_lora_weights", True)
+    if init not in _INITS_THAT_KEEP_BASE:
         problems.append(
             f"init_lora_weights = {quote(init)} is not supported: it also changes the kernels; "
             "PEFT can convert the adapters (path_initial_model_for_weight_conversion)"
         )
     if dropout := attributes.get("lora_dropout"):
         positive("lora_dropout", dropout)
+    allowed = (_KNOWN + _WITHOUT_EFFECT).split()
     problems += [
         f"{truncate(name)} = {quote(value)} is not supported, only LoRA with PEFT's defaults"
         for name, value in attributes.items()
-        if name not in _KNOWN and value not in (None, False, {}, [])
+        if name not in allowed and value not in (None, False, {}, [])
     ]
     if problems:
         raise HFError(join_problems(problems))
 
 
+class _StoredModule(NamedTuple):
+    """A module with an adapter in a file."""
+
+    kernels: Sequence[TensorPart]
+    a: StoredTensor
+    b: StoredTensor
+    exchanged: bool
+    """A and B of stacked experts `[E, out, in]` are of the transposed kernel."""
+
+
 def _match_model(
     path: Path, attributes: Attributes, config: ModelConfig, family: Family
 ) -> PeftFolder:
-    base = attributes.get("base_model_name_or_path")
-    made_for = (
-        f"; they were made for {truncate(base, 200)} (base_model_name_or_path)" if base else ""
-    )
-    read, notes = without_wrappers(_read_tensors(path))
-    targets = _names("target_parameters", attributes)
-    layout: Layout = "stacked" if targets and not any(map(_EXPERT.search, read)) else "separate"
-    every = _modules(config, family, layout)
+    made_for = _made_for(attributes)
+    stored, notes = without_wrappers(_read_tensors(path))
+    parameters = _names("target_parameters", attributes)
+    has_stacked = bool(parameters) and not any(map(_EXPERT.search, stored))
+    modules = _modules(config, family, "stacked" if has_stacked else "separate")
     possible = {
-        name: parts
-        for name, parts in every.items()
-        if not _is_stacked(parts[0]) or _suffixes(name) & targets
+        name: kernels
+        for name, kernels in modules.items()
+        if not _is_stacked(kernels[0]) or _suffixes(name) & parameters
     }
     stems = _stems(possible)
-    stored = _check_tensors(read, stems.values(), config, family, made_for)
-    adapted = {
-        name: parts for name, parts in possible.items() if _tensor_name(stems[name], "A") in stored
-    }
+    stored = _check_tensors(stored, dict.fromkeys(stems.values()), config, family, made_for)
+    adapted = _stored_modules(possible, stems, stored, attributes)
     _check_names(attributes, stems, adapted, made_for)
-    factors = {
-        name: tuple(stored[_tensor_name(stems[name], factor)] for factor in "AB")
-        for name in adapted
-    }
-    version = re.match(r"(\d{1,4})\.(\d{1,4})", str(attributes.get("peft_version")))
-    is_old = version is None or (int(version[1]), int(version[2])) < (0, 19)
-    exchanged = {
-        name for name, parts in adapted.items() if _is_exchanged(parts[0], factors[name], is_old)
-    }
-    lora, diagonal = _lora_config(attributes, adapted, factors, exchanged, made_for)
-    every_adapter = _by_kernel(replace(config, lora=lora))
-    used = {
-        every_adapter[part.ours].target
-        for name, parts in adapted.items()
-        for part in (
-            _nonzero_parts(factors[name][0], parts) if diagonal and len(parts) > 1 else parts
-        )
-    }
-    lora = replace(lora, targets=tuple(target for target in TARGETS if target in used))
+    lora, diagonal = _lora_config(attributes, adapted, made_for)
+    trained = _by_kernel(replace(config, lora=lora))
+    lora = replace(lora, targets=_used_targets(trained, adapted, diagonal=diagonal))
     config = replace(config, lora=lora)
     trained = _by_kernel(config)
     variables = named_variables(nnx.filter_state(abstract_decoder(config)[1], nnx.LoRAParam))
-    parts = group_by_tensor(
-        _factors(adapted, trained, variables, diagonal=diagonal, exchanged=exchanged)
-    )
-    tensors = {name: replace(stored[name], shape=part.shape) for name, (part, *_) in parts.items()}
-    if dropout := attributes.get("lora_dropout"):
-        notes.append(f"lora_dropout = {quote(dropout)} is not applied")
-    if len(adapted) < (
-        count := sum(any(part.ours in trained for part in parts) for parts in every.values())
-    ):
-        notes.append(
-            f"{len(adapted)} of {count} modules have an adapter; the others are not trained"
-        )
+    adapted_kernels = {name: module.kernels for name, module in adapted.items()}
+    exchanged = {name for name, module in adapted.items() if module.exchanged}
+    parts = _factors(adapted_kernels, trained, variables, diagonal=diagonal, exchanged=exchanged)
+    tensors = {
+        name: replace(stored[name], shape=kernels[0].shape) for name, kernels in parts.items()
+    }
+    trainable = [kernels for kernels in modules.values() if _trained(kernels, trained)]
+    notes += _notes(attributes, len(adapted), len(trainable))
     return PeftFolder(path, lora, tensors, parts, tuple(notes))
+
+
+def _made_for(attributes: Attributes) -> str:
+    base = attributes.get("base_model_name_or_path")
+    if not base:
+        return ""
+    return f"; they were made for {truncate(base, 200)} (base_model_name_or_path)"
+
+
+def _notes(attributes: Attributes, num_adapted: int, num_trainable: int) -> Iterator[str]:
+    if dropout := attributes.get("lora_dropout"):
+        yield f"lora_dropout = {quote(dropout)} is not applied"
+    if num_adapted < num_trainable:
+        yield (
+            f"{num_adapted} of {num_trainable} modules have an adapter; the others are not trained"
+        )
+
+
+def _stored_modules(
+    possible: _Modules,
+    stems: Mapping[str, str],
+    stored: StoredTensors,
+    attributes: Attributes,
+) -> dict[str, _StoredModule]:
+    version = re.match(r"(\d{1,4})\.(\d{1,4})", str(attributes.get("peft_version")))
+    is_old = version is None or (int(version[1]), int(version[2])) < (0, 19)
+    modules = {}
+    for name, kernels in possible.items():
+        a = stored.get(_tensor_name(stems[name], "A"))
+        if a is None:
+            continue
+        b = stored[_tensor_name(stems[name], "B")]
+        *_, inputs, outputs = kernels[0].ordered_shape
+        # Of square kernels, only the version tells.
+        exchanged = (
+            _is_stacked(kernels[0])
+            and kernels[0].transposed
+            and (*b.shape[:1], *a.shape[1:]) == (inputs, outputs)
+            and (is_old or inputs != outputs)
+        )
+        modules[name] = _StoredModule(kernels, a, b, exchanged)
+    return modules
+
+
+def _used_targets(
+    trained: _Adapters, adapted: Mapping[str, _StoredModule], *, diagonal: bool
+) -> tuple[Target, ...]:
+    """Returns the targets of the kernels that have an adapter; reads A if B is block-diagonal."""
+    used = set()
+    for module in adapted.values():
+        kernels = module.kernels
+        if diagonal and len(kernels) > 1:
+            # One row of ranks for each stacked expert: [E, kernels, r * in]
+            blocks = module.a.read().reshape(_num_stacked(kernels[0]), len(kernels), -1)
+            has_adapter = (blocks != 0).any(axis=(0, 2))
+            kernels = list(compress(kernels, has_adapter)) or kernels
+        used |= {trained[kernel.path].target for kernel in kernels}
+    return tuple(target for target in TARGETS if target in used)
 
 
 def _read_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -503,13 +555,14 @@ def _read_tensors(path: Path) -> dict[str, StoredTensor]:
         raise HFError(
             explain_pickle(path, "peft") or explain_gguf(path) or f"no {WEIGHTS} is there"
         )
-    if not (stored := read_header(weights)):
+    stored = read_header(weights)
+    if not stored:
         raise HFError(f"{WEIGHTS} holds no adapters")
     return stored
 
 
 def _check_tensors(
-    tensors: Mapping[str, StoredTensor],
+    tensors: StoredTensors,
     possible: Collection[str],
     config: ModelConfig,
     family: Family,
@@ -519,24 +572,21 @@ def _check_tensors(
 
     Checks that they are float factors of `possible` modules, in pairs.
     """
-    kinds = ", ".join(
-        dict.fromkeys(re.sub(r"\.\d+\.", ".*.", stem).partition(".*.")[2] for stem in possible)
-    )
-    named: dict[str, StoredTensor] = {}
+    in_layers = [re.sub(r"\.\d+\.", ".*.", stem).partition(".*.")[2] for stem in possible]
+    kinds = ", ".join(dict.fromkeys(in_layers))
+    in_memory: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
-        if (match := _TENSOR.fullmatch(name)) is None:
+        match = _TENSOR.fullmatch(name)
+        if match is None:
             raise HFError(f"{truncate(name, 200)} is not supported, only adapters of {kinds}")
         module = _in_memory(match[1], family)
-        factor = match[2]
-        layer = re.search(r"\.(\d{1,9})\.", module)
-        if (
-            module not in possible
-            and layer is not None
-            and module.replace(layer[0], ".0.", 1) in possible
-        ):
-            where = f"layer {layer[1]}, and the model has {config.num_layers} layers"
-            raise HFError(f"{PREFIX}{truncate(module, 200)} is in {where}{made_for}")
         if module not in possible:
+            layer = re.search(r"\.(\d{1,9})\.", module)
+            if layer is not None and module.replace(layer[0], ".0.", 1) in possible:
+                raise HFError(
+                    f"{PREFIX}{truncate(module, 200)} is in layer {layer[1]}, and the model has "
+                    f"{config.num_layers} layers{made_for}"
+                )
             raise HFError(
                 f"adapters of {truncate(match[1], 200)} are not supported in a "
                 f"{family.model_type}, only of {kinds}"
@@ -545,67 +595,58 @@ def _check_tensors(
             raise HFError(
                 f"{truncate(name, 200)} is {tensor.dtype}, not float32, bfloat16 or float16"
             )
-        if (other := named.setdefault(_tensor_name(module, factor), tensor)) is not tensor:
+        other = in_memory.setdefault(_tensor_name(module, match[2]), tensor)
+        if other is not tensor:
             raise HFError(
                 f"{truncate(other.name, 200)} and {truncate(name, 200)} are the same adapter; "
                 "remove one"
             )
     for module in possible:
-        missing = [name for factor in "AB" if (name := _tensor_name(module, factor)) not in named]
-        if len(missing) == 1:
-            raise HFError(f"missing: {missing[0]}")
-    return named
+        pair = {_tensor_name(module, factor) for factor in "AB"}
+        if len(missing := pair - in_memory.keys()) == 1:
+            raise HFError(f"missing: {missing.pop()}")
+    return in_memory
 
 
 def _lora_config(
-    attributes: Attributes,
-    adapted: _Modules,
-    factors: Mapping[str, tuple[StoredTensor, ...]],
-    exchanged: Collection[str],
-    made_for: str,
+    attributes: Attributes, adapted: Mapping[str, _StoredModule], made_for: str
 ) -> tuple[LoraConfig, bool]:
     """Returns the settings, and whether the B of several projections is block-diagonal.
 
     Checks all shapes.
     """
     rslora = switch("use_rslora", attributes.get("use_rslora") or False)
-    rank_of = _pattern(attributes, "rank_pattern", whole("r", attributes.get("r")), whole)
-    alpha_of = _pattern(
-        attributes, "alpha_pattern", positive("lora_alpha", attributes.get("lora_alpha")), positive
+    rank = whole("r", attributes.get("r"))
+    alpha = positive("lora_alpha", attributes.get("lora_alpha"))
+    rank_of = _pattern(attributes, "rank_pattern", rank, whole)
+    alpha_of = _pattern(attributes, "alpha_pattern", alpha, positive)
+    parameters = _names("target_parameters", attributes)
+    configs: dict[str, LoraConfig] = {}
+    for name, module in adapted.items():
+        target = name if _suffixes(name) & parameters else name.removesuffix(".weight")
+        configs[name] = LoraConfig(rank=rank_of(target), alpha=alpha_of(target), rslora=rslora)
+        _check_shapes(configs[name].rank, module, made_for)
+    fused = {name: module for name, module in adapted.items() if len(module.kernels) > 1}
+    diagonal = bool(fused) and all(
+        configs[name].rank == len(module.kernels) * rank
+        and not module.exchanged
+        and _is_block_diagonal(module.b, module.kernels)
+        for name, module in fused.items()
     )
-    targets = _names("target_parameters", attributes)
-    found: dict[str, LoraConfig] = {}
-    for name, parts in adapted.items():
-        target = name if _suffixes(name) & targets else name.removesuffix(".weight")
-        found[name] = LoraConfig(rank=rank_of(target), alpha=alpha_of(target), rslora=rslora)
-        part = parts[0]
-        *_, inputs, outputs = part.ordered_shape
-        sides = (outputs, inputs) if name in exchanged else (inputs, outputs)
-        _check_shapes(
-            found[name].rank,
-            part.shape[0] if _is_stacked(part) else 1,
-            sides,
-            factors[name],
-            made_for,
-        )
-    base = LoraConfig(rank=rank_of(""), alpha=alpha_of(""), rslora=rslora)
-    joined = [name for name, parts in adapted.items() if len(parts) > 1]
-    diagonal = bool(joined) and all(
-        found[name].rank == len(adapted[name]) * base.rank
-        and name not in exchanged
-        and _is_block_diagonal(factors[name][1], adapted[name])
-        for name in joined
-    )
-    first, one = ("r", base) if diagonal else next(iter(found.items()))
-    for name, lora in found.items():
-        count = len(adapted[name]) if diagonal else 1
-        if lora.rank != count * one.rank or not math.isclose(lora.scale, one.scale, rel_tol=1e-6):
+    first, common = next(iter(configs.items()))
+    if diagonal:
+        first = "r"
+        common = LoraConfig(rank=rank, alpha=alpha, rslora=rslora)
+    for name, lora in configs.items():
+        count = len(adapted[name].kernels) if diagonal else 1
+        same_scale = math.isclose(lora.scale, common.scale, rel_tol=1e-6)
+        if lora.rank != count * common.rank or not same_scale:
             raise HFError(
                 f"{name} has rank {lora.rank} and scale {lora.scale:.4g}, unlike {first} with "
-                f"{one.rank} and {one.scale:.4g}; jaxtp has one rank and one scale for all "
+                f"{common.rank} and {common.scale:.4g}; jaxtp has one rank and one scale for all "
                 "adapters. PEFT can merge them into the model: merge_and_unload()"
             )
-    return one, diagonal
+    return common, diagonal
 
 
 _Value = TypeVar("_Value")
@@ -614,16 +655,16 @@ _Value = TypeVar("_Value")
 def _pattern(
     attributes: Attributes, name: str, default: _Value, check: Callable[[str, object], _Value]
 ) -> Callable[[str], _Value]:
-    """Returns the function from a module's or parameter's name to the value of a pattern.
+    """Returns a function from the name of a module or parameter to its value.
 
-    The pattern is in the configuration.
+    `attributes[name]` has the values by pattern.
     """
     patterns = attributes.get(name) or {}
     if not isinstance(patterns, dict):
         raise HFError(f"{name} = {quote(patterns)}: should be an object")
     values = {
-        re.sub(r"\\\.", ".", pattern.removeprefix(r".*\.")): check(name, patterns[pattern])
-        for pattern in patterns
+        pattern.removeprefix(r".*\.").replace(r"\.", "."): check(name, value)
+        for pattern, value in patterns.items()
     }
     if wrong := [pattern for pattern in values if not re.fullmatch(r"[\w.]+", pattern)]:
         raise HFError(
@@ -632,24 +673,24 @@ def _pattern(
     return lambda target: next((values[end] for end in values if end in _suffixes(target)), default)
 
 
-def _is_exchanged(part: TensorPart, factors: Sequence[StoredTensor], is_old: bool) -> bool:
-    """Returns whether A and B of stacked experts `[E, out, in]` are of the transposed kernel."""
-    a, b = factors
-    *_, inputs, outputs = part.ordered_shape
-    fits = (*b.shape[:1], *a.shape[1:]) == (inputs, outputs)
-    return _is_stacked(part) and part.transposed and fits and (is_old or inputs != outputs)
+def _num_stacked(kernel: TensorPart) -> int:
+    """Returns the number of experts that are stacked in a kernel's module, or 1."""
+    return kernel.shape[0] if _is_stacked(kernel) else 1
 
 
-def _check_shapes(
-    rank: int, experts: int, sides: tuple[int, int], factors: Sequence[StoredTensor], made_for: str
-) -> None:
-    a, b = factors
+def _check_shapes(rank: int, module: _StoredModule, made_for: str) -> None:
+    a = module.a
+    b = module.b
+    *_, inputs, outputs = module.kernels[0].ordered_shape
+    if module.exchanged:
+        inputs, outputs = outputs, inputs
+    experts = _num_stacked(module.kernels[0])
     if a.shape[:1] != (rank * experts,):
         times = f" for each of {experts} experts" if experts > 1 else ""
         raise HFError(
             f"{truncate(a.name, 200)} has the shape {dims(a.shape)}, and r = {rank}{times}"
         )
-    for tensor, shape in ((a, (rank * experts, sides[0])), (b, (sides[1], rank * experts))):
+    for tensor, shape in ((a, (rank * experts, inputs)), (b, (outputs, rank * experts))):
         if tensor.shape != shape:
             raise HFError(
                 f"{tensor.name} is {dims(tensor.shape)}, and this model needs "
@@ -670,14 +711,6 @@ def _is_block_diagonal(b: StoredTensor, parts: Sequence[TensorPart]) -> bool:
     return True
 
 
-def _nonzero_parts(a: StoredTensor, parts: Sequence[TensorPart]) -> Sequence[TensorPart]:
-    """Returns the parts whose ranks of A are not zero, or all if none are; reads the tensor."""
-    blocks = a.read().reshape(parts[0].shape[0] if _is_stacked(parts[0]) else 1, len(parts), -1)
-    return [
-        part for part, used in zip(parts, (blocks != 0).any(axis=(0, 2)), strict=True) if used
-    ] or parts
-
-
 def _names(name: str, attributes: Attributes) -> set[str]:
     value = attributes.get(name)
     if value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
@@ -686,49 +719,53 @@ def _names(name: str, attributes: Attributes) -> set[str]:
 
 
 def _check_names(
-    attributes: Attributes, stems: Mapping[str, str], adapted: _Modules, made_for: str
+    attributes: Attributes,
+    stems: Mapping[str, str],
+    adapted: Collection[str],
+    made_for: str,
 ) -> None:
     """Compares the adapted modules with the lists in the configuration.
 
     It does not if a regular expression chooses them.
     """
     parameters = _names("target_parameters", attributes)
-    expected = {name: "target_parameters" for name in stems if _suffixes(name) & parameters}
     if unknown := sorted(parameters.difference(*map(_suffixes, stems))):
         raise HFError(
             f"target_parameters name {truncate(unknown[0], 200)}, which is no parameter "
             f"here{made_for}"
         )
+    expected = {name: "target_parameters" for name in stems if _suffixes(name) & parameters}
     lists = ("target_modules", "exclude_modules")
-    is_open = any(isinstance(attributes.get(name), str) for name in lists) or bool(
-        attributes.get("layers_pattern")
-    )
+    has_expressions = any(isinstance(attributes.get(name), str) for name in lists)
+    is_open = has_expressions or bool(attributes.get("layers_pattern"))
     if not is_open:
-        wanted, excluded = (_names(name, attributes) for name in lists)
-        layers = attributes.get("layers_to_transform")
-        layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
-        if not all(type(layer) is int for layer in layers):
-            raise HFError(f"layers_to_transform = {quote(layers)}: should be layer numbers")
+        included, excluded = (_names(name, attributes) for name in lists)
+        layers = _adapted_layers(attributes)
         for name, module in stems.items():
             suffixes = _suffixes(module)
             number = re.search(r"\.(\d+)\.", module)
             in_layers = not layers or (number is not None and int(number[1]) in layers)
-            if (
-                suffixes & wanted
-                and not suffixes & excluded
-                and in_layers
-                and name.endswith(".weight")
-            ):
+            is_included = suffixes & included and not suffixes & excluded
+            if is_included and in_layers and name.endswith(".weight"):
                 expected.setdefault(name, "target_modules")
-    for name, which in expected.items():
+    for name, attribute in expected.items():
         if name not in adapted:
-            raise HFError(
-                f"missing: {_tensor_name(stems[name], 'A')}, which {which} require{made_for}"
-            )
-    for name in () if is_open else sorted({*adapted} - {*expected}):
-        raise HFError(
-            f"unexpected: {_tensor_name(stems[name], 'A')}, which target_modules do not name"
-        )
+            tensor = _tensor_name(stems[name], "A")
+            raise HFError(f"missing: {tensor}, which {attribute} require{made_for}")
+    if not is_open and (unexpected := sorted({*adapted} - {*expected})):
+        tensor = _tensor_name(stems[unexpected[0]], "A")
+        raise HFError(f"unexpected: {tensor}, which target_modules do not name")
+
+
+def _adapted_layers(attributes: Attributes) -> list[object]:
+    layers = attributes.get("layers_to_transform")
+    if layers is None:
+        return []
+    if not isinstance(layers, list):
+        layers = [layers]
+    if not all(type(layer) is int for layer in layers):
+        raise HFError(f"layers_to_transform = {quote(layers)}: should be layer numbers")
+    return layers
 
 
 def _suffixes(module: str) -> set[str]:

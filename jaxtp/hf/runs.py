@@ -35,10 +35,12 @@ from jaxtp.models.config import ModelConfig, upgrade_settings
 from jaxtp.models.decoder import Decoder, abstract_decoder
 from jaxtp.models.own_decoder import call_of_load, decoder_settings
 
-BASE = "base"  # Key in the info of a checkpoint of adapters: folder and hash of the base model
-HF_FILES = "hf"  # Folder in a run for config.json and the tokenizer files of its model
+# Key in the info of a checkpoint of adapters: folder and hash of the base model
+BASE = "base"
+# Folder in a run for config.json and the tokenizer files of its model
+HF_FILES = "hf"
 ORIGIN = "origin.json"
-"""File in it that names the folder of a model with tensors outside of the text model."""
+"""File in `HF_FILES` that names the folder of a model with tensors outside of the text model."""
 
 
 def load_decoder(
@@ -47,7 +49,7 @@ def load_decoder(
     """Returns the decoder in a checkpoint, with its adapters and their base model.
 
     Args:
-      config: the checkpoint's, from `run_model_config`.
+      config: the checkpoint's configuration, from `run_model_config`.
       base: the adapters' base model, if it has moved.
 
     Raises:
@@ -123,7 +125,7 @@ def run_model_config(
 
     Args:
       checkpoint: for messages.
-      info: the checkpoint's.
+      info: the checkpoint's info.
       build: as in `own_or_decoder`.
       remedy: as in `own_or_decoder`.
 
@@ -145,12 +147,12 @@ def own_or_decoder(
 ) -> tuple[ModelConfig, bool]:
     """Returns the model configuration in a checkpoint, and whether it describes a decoder.
 
-    A checkpoint may come from anyone, so no code that it names is imported: `build` makes a model
-    of the user's.
+    A checkpoint may come from anyone, so no code that it names is imported: the caller gives the
+    code of a user's own model as `build`.
 
     Args:
       checkpoint: for messages.
-      info: the checkpoint's.
+      info: the checkpoint's info.
       build: a function, a class or settings.
       remedy: how the caller takes the code, for the message; by default as `jaxtp.load_run` does.
 
@@ -173,12 +175,15 @@ def own_or_decoder(
             )
         return validate(ModelConfig, model, source=source), True
     if build is None:
-        arguments = model.get("arguments")
-        with_them = f" with the arguments {truncate(arguments, 300)}" if arguments else ""
-        call = call_of_load(checkpoint, str(name))
+        described = truncate(name, 300)
+        if arguments := model.get("arguments"):
+            described += f" with the arguments {truncate(arguments, 300)}"
+        if remedy is None:
+            call = call_of_load(checkpoint, str(name))
+            remedy = f"if you trust that code, name it: {call}"
         raise CheckpointError(
-            f"{checkpoint} has a model of {truncate(name, 300)}{with_them}, and jaxtp runs no code "
-            f"that a folder names; {remedy or f'if you trust that code, name it: {call}'}"
+            f"{checkpoint} has a model of {described}, and jaxtp runs no code that a folder names; "
+            f"{remedy}"
         )
     settings = decoder_settings(build, ModelConfig(build=name, arguments=model["arguments"]))
     if settings is None:
@@ -192,7 +197,7 @@ def remedy_of_command(checkpoint: Path, info: Mapping[str, Any], *, has_build: b
 
     Args:
       checkpoint: for messages.
-      info: the checkpoint's.
+      info: the checkpoint's info.
       has_build: whether the command has the flag `--build`.
     """
     name = _recorded(info, "model", "build")
@@ -221,18 +226,18 @@ def remedy_of_train(info: Mapping[str, Any]) -> str:
 
 
 def _recorded(info: Mapping[str, Any], section: str, key: str) -> str | None:
-    config = info.get("config")
-    values = config.get(section) if isinstance(config, Mapping) else None
-    value = values.get(key) if isinstance(values, Mapping) else None
+    value: object = info
+    for name in ("config", section, key):
+        value = value.get(name) if isinstance(value, Mapping) else None
     return value if isinstance(value, str) else None
 
 
 def _word_of(name: str | None) -> str:
     # A command cannot import what a notebook or a function has: its code has to be in a file.
-    place, _, thing = (name or "").rpartition(":")
-    if place == "__main__":
-        return f"FILE.py:{thing}"
-    if not place or place.startswith("<"):
+    module, _, attribute = (name or "").rpartition(":")
+    if module == "__main__":
+        return f"FILE.py:{attribute}"
+    if not module or module.startswith("<"):
         return "FILE.py:NAME"
     return shlex.quote(truncate(name, 300))
 
@@ -246,16 +251,15 @@ def load_frozen(
 ) -> tuple[nnx.State, dict[str, str], Path]:
     """Returns a base model's frozen parameters, its `describe_base`, and its path.
 
-    The parameters are as in `abstract`.
-
-    The description is of the original weights. Each kernel that is stored in 8 bits is loaded
-    alone: before it is quantised, memory holds no other one in full precision. All processes must
-    call it.
+    The parameters are as in `abstract`; the description is of the original weights. Each kernel
+    that is stored in 8 bits is loaded alone: before it is quantised, memory holds no other kernel
+    in full precision. All processes must call it.
     """
     kernels = float8_kernels(abstract)
+    groups = [lambda name: name not in kernels, *(kernel.__eq__ for kernel in sorted(kernels))]
     frozen = list[nnx.State]()
     sums = dict[str, str]()
-    for only in (lambda name: name not in kernels, *(kernel.__eq__ for kernel in sorted(kernels))):
+    for only in groups:
         weights, origin = load_base(path, config, mesh, only, has_notes=not frozen)
         sums |= base_checksums(weights, mesh)
         frozen.append(freeze_as(weights, abstract))
@@ -275,7 +279,7 @@ def load_base(
 
     All processes must call it.
 
-    `only` tells by dotted path which to load; `has_notes` whether to print the folder's notes.
+    `only` chooses the parameters by dotted path; `has_notes` prints the folder's notes.
     """
     whole = replace(config, lora=LoraConfig())
     if all_gather_json((path / CONFIG).is_file())[0]:
@@ -306,13 +310,13 @@ def describe_base(sums: Mapping[str, str], origin: Path) -> dict[str, str]:
 def base_checksums(weights: nnx.State, mesh: Mesh) -> dict[str, str]:
     """Returns the checksums of a base model's arrays in float32.
 
-    bfloat16 of equal values has the same.
+    An array in bfloat16 with the same values has the same checksum.
     """
-    arrays = to_logical(weights, mesh)
-    return {
-        name: Sums({name: array.astype(jnp.float32)}).checksums()[name]
-        for name, array in arrays.items()
-    }
+    sums = dict[str, str]()
+    # One array in float32 at a time.
+    for name, array in to_logical(weights, mesh).items():
+        sums |= Sums({name: array.astype(jnp.float32)}).checksums()
+    return sums
 
 
 def check_base(info: Mapping[str, Any], now: Mapping[str, str], origin: Path) -> None:
@@ -332,21 +336,21 @@ def check_base(info: Mapping[str, Any], now: Mapping[str, str], origin: Path) ->
 def copy_hf_files(source: Path, run: Path) -> None:
     """Copies config.json and tokenizer files to a run, unless the run has them.
 
-    Copies all or none; raises `HFError`.
-
-    If the source holds more than a text model, an export needs its folder, which `ORIGIN` names.
+    Copies all or none; raises `HFError`. If the source holds more than a text model, an export
+    needs its folder, which `ORIGIN` names.
     """
     if (run / HF_FILES).exists():
         return
-    names = (CONFIG, *TOKENIZER_FILES)
-    if not (files := read_files(source, (*names, ORIGIN) if source.name == HF_FILES else names)):
+    names = [CONFIG, *TOKENIZER_FILES]
+    if source.name == HF_FILES:
+        names.append(ORIGIN)
+    files = read_files(source, names)
+    if not files:
         return
-    if (
-        CONFIG in files
-        and ORIGIN not in files
-        and is_part(family_of(read_attributes(source), str(source / CONFIG)))
-    ):
-        files[ORIGIN] = json_bytes({"from": str(source.resolve())})
+    if CONFIG in files and ORIGIN not in files:
+        family = family_of(read_attributes(source), str(source / CONFIG))
+        if is_part(family):
+            files[ORIGIN] = json_bytes({"from": str(source.resolve())})
     with atomic_folder(run / HF_FILES) as folder:
         write_files(folder, files)
 
@@ -361,11 +365,9 @@ def origin_of(hf_files: Path | None) -> Path | None:
 def family_of_run(checkpoint: Path) -> str | None:
     """Returns the `model_type` in the run's config.json, if any."""
     folder = hf_files_of(checkpoint)
-    return (
-        None
-        if folder is None or not (folder / CONFIG).is_file()
-        else read_attributes(folder).get("model_type")
-    )
+    if folder is None or not (folder / CONFIG).is_file():
+        return None
+    return read_attributes(folder).get("model_type")
 
 
 def hf_files_of(checkpoint: Path) -> Path | None:

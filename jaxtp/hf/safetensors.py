@@ -38,26 +38,35 @@ _MX_BLOCKS = "_blocks"
 _MX_SCALES = "_scales"
 _MX_BYTES = 16
 """Endings of the names of MXFP4 tensors, and the bytes of a block, each with two numbers."""
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # The eight codes without the sign bit
+# The eight codes without the sign bit
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _ITEM_BYTES = {
-    **{name: dtype.itemsize for name, dtype in DTYPES.items()},
-    **{
-        "BOOL": 1,
-        "U8": 1,
-        "I8": 1,
-        "F8_E4M3": 1,
-        "F8_E5M2": 1,
-        "F8_E8M0": 1,
-        "F8_E4M3FNUZ": 1,
-        "F8_E5M2FNUZ": 1,
-    },
-    **{"I16": 2, "U16": 2, "I32": 4, "U32": 4, "F64": 8, "I64": 8, "U64": 8, "C64": 8},
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "C64": 8,
 }
 _LENGTH = 8
 _ALIGNMENT = 8
 _MAX_DIMS = 8
 _METADATA = "__metadata__"
-_BLOCK = 2**24  # Approximate bytes per read
+# Approximate bytes per read
+_BLOCK = 2**24
 
 
 class HFError(UserError):
@@ -96,7 +105,8 @@ class StoredTensor:
                 view = memoryview(block.reshape(-1).view(np.uint8).data)
                 offset = self.offset + row * row_bytes
                 while view:
-                    if not (count := os.preadv(file.fileno(), [view], offset)):
+                    count = os.preadv(file.fileno(), [view], offset)
+                    if not count:
                         raise HFError(
                             f"{self.file}: ends within the tensor {truncate(self.name)}; it "
                             "changed while it was read"
@@ -130,6 +140,10 @@ class StoredTensor:
         return whole
 
 
+StoredTensors = Mapping[str, StoredTensor]
+"""Tensors by name."""
+
+
 @dataclass(frozen=True)
 class ScaledTensor(StoredTensor):
     """A float8 matrix, or one of each expert, times the scales of its blocks.
@@ -154,7 +168,8 @@ class ScaledTensor(StoredTensor):
             factor = scale[rows] if scale.size > 1 else scale
             if factor.ndim == 3 and factor.shape[1] > 1:
                 factor = factor.repeat(height, axis=1)[:, : self.shape[1]]
-            with np.errstate(over="ignore"):  # infinite numbers are refused where they are used
+            # Infinite numbers are refused where they are used.
+            with np.errstate(over="ignore"):
                 scaled = block.astype(np.float32) * factor
             yield row, scaled
 
@@ -175,24 +190,21 @@ class MXFP4Tensor(ScaledTensor):
         """Yields rows as `ScaledTensor.blocks`."""
         for row, block in self.stored.blocks(first, last, block_bytes):
             _, scales = next(self.scale.blocks(row, row + len(block)))
-            yield (
-                row,
-                _mxfp4_pairs()[scales[..., None], block]
-                .view(DTYPES["BF16"])
-                .reshape(-1, *self.shape[1:]),
-            )
+            # [experts, outputs, blocks, bytes], two numbers each
+            pairs = _mxfp4_pairs()[scales[..., None], block]
+            yield row, pairs.view(DTYPES["BF16"]).reshape(-1, *self.shape[1:])
 
 
 @cache
 def _mxfp4_pairs() -> NDArray[np.uint32]:
     """Returns the two bfloat16 numbers `[scale, byte]`; the low four bits have the first."""
-    fp4 = np.array([*_FP4, *(-number for number in _FP4)])
+    fp4 = np.concatenate([_FP4, np.negative(_FP4)])
     byte = np.arange(256)
-    scales = np.where(byte == 255, np.nan, 2.0 ** (byte - 127))  # 255 is NaN
+    # 255 is NaN.
+    scales = np.where(byte == 255, np.nan, 2.0 ** (byte - 127))
+    numbers = fp4[np.stack([byte & 15, byte >> 4], axis=-1)]
     with np.errstate(over="ignore"):
-        pairs = (scales[:, None, None] * fp4[np.stack([byte & 15, byte >> 4], axis=-1)]).astype(
-            DTYPES["BF16"]
-        )
+        pairs = (scales[:, None, None] * numbers).astype(DTYPES["BF16"])
     return pairs.view(np.uint32)[..., 0]
 
 
@@ -212,9 +224,7 @@ class Constant(StoredTensor):
         return np.array(self.value, DTYPES[self.dtype])
 
 
-def with_scales(
-    tensors: Mapping[str, StoredTensor], block: tuple[int, int]
-) -> dict[str, StoredTensor]:
+def with_scales(tensors: StoredTensors, block: tuple[int, int]) -> dict[str, StoredTensor]:
     """Combines float8 matrices with the scales of their blocks, and MXFP4 tensors.
 
     `block` is the shape of the blocks; a matrix may have one scale instead.
@@ -229,50 +239,36 @@ def with_scales(
         scale = tensors.get(name + _SCALE)
         if scale is not None and stored.dtype == "F8_E4M3" and len(stored.shape) in (2, 3):
             *experts, height, width = stored.shape
-            grid = (
-                *experts,
-                *(-(-size // step) for size, step in zip((height, width), block, strict=True)),
-            )
+            grid = (*experts, math.ceil(height / block[0]), math.ceil(width / block[1]))
             if scale.dtype not in DTYPES or scale.shape not in (grid, (*experts, 1, 1), (), (1,)):
                 raise HFError(
                     f"{scale.file}: {truncate(scale.name)} is {scale.dtype} {scale.shape}, not one "
                     f"scale or {grid}"
                 )
-            where = (
-                stored.file,
-                name,
-                "F32",
-                stored.shape,
-                stored.offset,
-                4 * math.prod(stored.shape),
-            )
-            scaled[name] = ScaledTensor(*where, stored, scale, block)
+            as_float32 = {**vars(stored), "dtype": "F32", "num_bytes": 4 * math.prod(stored.shape)}
+            scaled[name] = ScaledTensor(**as_float32, stored=stored, scale=scale, block=block)
         elif not (name.endswith((_SCALE, *_UNUSED_SCALES)) or name in mxfp4):
             scaled[name] = stored
-    return scaled | {
-        blocks: _mxfp4_tensor(tensors[blocks], tensors.get(scales))
-        for scales, blocks in mxfp4.items()
-    }
+    for scales, blocks in mxfp4.items():
+        scaled[blocks] = _mxfp4_tensor(tensors[blocks], tensors.get(scales))
+    return scaled
 
 
 def _mxfp4_tensor(stored: StoredTensor, scale: StoredTensor | None) -> MXFP4Tensor:
     grid = stored.shape[:-1]
-    forms = ("U8", (*grid, _MX_BYTES)), ("U8", grid)
-    if (
-        scale is None
-        or len(grid) != 3
-        or ((stored.dtype, stored.shape), (scale.dtype, scale.shape)) != forms
-    ):
-        found = "missing" if scale is None else f"{scale.dtype} {scale.shape}"
+    scale_form = "missing" if scale is None else f"{scale.dtype} {scale.shape}"
+    has_blocks = stored.dtype == "U8" and stored.shape[3:] == (_MX_BYTES,)
+    if scale is None or not has_blocks or (scale.dtype, scale.shape) != ("U8", grid):
         raise HFError(
             f"{stored.file}: {truncate(stored.name)} is {stored.dtype} {stored.shape}, and its "
-            f"scales are {found}; MXFP4 has U8 [experts, outputs, blocks, {_MX_BYTES}] and U8 "
+            f"scales are {scale_form}; MXFP4 has U8 [experts, outputs, blocks, {_MX_BYTES}] and U8 "
             "[experts, outputs, blocks]"
         )
     experts, outputs, blocks = grid
     shape = (experts, outputs, 2 * _MX_BYTES * blocks)
-    where = (stored.file, stored.name, "BF16", shape, stored.offset, 2 * math.prod(shape))
-    return MXFP4Tensor(*where, stored, scale, (1, 2 * _MX_BYTES))
+    changes = {"dtype": "BF16", "shape": shape, "num_bytes": 2 * math.prod(shape)}
+    block = (1, 2 * _MX_BYTES)
+    return MXFP4Tensor(**{**vars(stored), **changes}, stored=stored, scale=scale, block=block)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -310,7 +306,8 @@ Header = Mapping[str, tuple[str, tuple[int, ...]]]
 
 def write_file(path: Path, tensors: Header, tensor_of: Callable[[str], Block]) -> None:
     """Writes a file, one tensor at a time as `tensor_of` returns it, and flushes it to disk."""
-    header: dict[str, object] = {_METADATA: {"format": "pt"}}  # transformers requires it
+    # transformers requires it.
+    header: dict[str, object] = {_METADATA: {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
         begin = end
@@ -356,23 +353,26 @@ def _without_gaps(
     Raises unless they cover the file without gaps or overlaps.
     """
     for tensor in tensors:
-        if (end := tensor.offset + tensor.num_bytes) > size:
+        end = tensor.offset + tensor.num_bytes
+        if end > size:
             raise HFError(
                 f"{path}: {truncate(tensor.name)}: its data end at byte {end:,} of a file of "
                 f"{size:,}; it is cut off"
             )
     position = start
-    before = "the header"
+    previous = "the header"
     ordered = sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes))
     for tensor in ordered:
         if tensor.offset != position:
             wrong = "overlap with" if tensor.offset < position else "leave a gap after"
-            raise HFError(f"{path}: {truncate(tensor.name)}: its data {wrong} the data of {before}")
+            raise HFError(
+                f"{path}: {truncate(tensor.name)}: its data {wrong} the data of {previous}"
+            )
         position = tensor.offset + tensor.num_bytes
-        before = truncate(tensor.name)
+        previous = truncate(tensor.name)
     if position != size:
         raise HFError(
-            f"{path}: {size - position:,} bytes after the data of {before} belong to no tensor"
+            f"{path}: {size - position:,} bytes after the data of {previous} belong to no tensor"
         )
     return {tensor.name: tensor for tensor in ordered}
 

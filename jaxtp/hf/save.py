@@ -6,8 +6,7 @@ import os
 import re
 import secrets
 import shutil
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,11 +25,12 @@ from jax.sharding import NamedSharding
 
 from jaxtp.checkpoint.checksum import NonFiniteError, Sums, describe_not_finite
 from jaxtp.checkpoint.logical import Variable, named_variables
+from jaxtp.config.entry import say
 from jaxtp.config.files import sync_file, sync_folder
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.hf.adapters import Factors, factors_by_kernel, merge_layer
 from jaxtp.hf.config_json import changed_config, choose_family, open_whole, write_attributes
-from jaxtp.hf.families.family import Layout
+from jaxtp.hf.families.family import Family, Layout
 from jaxtp.hf.load import Progress
 from jaxtp.hf.model_folder import (
     CONFIG,
@@ -41,30 +41,36 @@ from jaxtp.hf.model_folder import (
     read_attributes,
     read_files,
 )
-from jaxtp.hf.safetensors import FORMATS, Block, StoredTensor, write_file
-from jaxtp.hf.tensor_map import TensorPart, constants, general_names, group_by_tensor, tensor_parts
+from jaxtp.hf.safetensors import FORMATS, Block, StoredTensor, StoredTensors, write_file
+from jaxtp.hf.tensor_map import (
+    Columns,
+    Parameters,
+    TensorPart,
+    TensorParts,
+    constants,
+    general_names,
+    group_by_tensor,
+    tensor_parts,
+)
 from jaxtp.hf.wrapper import text_attributes
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType, padding_of, unpad
 from jaxtp.mesh import TP, mesh_sizes
+from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 
 TOKENIZER_FILES = (
-    *(
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-    ),
-    *(
-        "vocab.json",
-        "vocab.txt",
-        "merges.txt",
-        "chat_template.jinja",
-        "chat_template.json",
-        "generation_config.json",
-    ),
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
 )
 """Files to copy with a model: tokenizer, chat template and sampling defaults."""
 _COPIED_ATTRIBUTES = (
@@ -80,7 +86,8 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 Stored = Sequence[TensorPart] | StoredTensor
 """The parts of a tensor, or a tensor to copy from another file."""
-Tensors = Mapping[str, Stored]  # By name
+# By name
+Tensors = Mapping[str, Stored]
 
 
 class SaveOptions(TypedDict, total=False):
@@ -118,9 +125,9 @@ class ModelOptions(SaveOptions, total=False):
 
 def check_options(options: SaveOptions, kind: type) -> None:
     """Raises a `TypeError` for an unknown option, as any call does."""
-    known = get_type_hints(kind)
-    if unknown := options.keys() - known.keys():
-        raise TypeError(f"{', '.join(sorted(unknown))}: no such option; {', '.join(known)} are")
+    names = get_type_hints(kind)
+    if unknown := options.keys() - names.keys():
+        raise TypeError(f"{', '.join(sorted(unknown))}: no such option; {', '.join(names)} are")
 
 
 def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -> None:
@@ -146,42 +153,57 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
     dtype = options.get("dtype") or config.precision.param
     like = options.get("like")
     whole = None if like is None else open_whole(Path(like), config)
-    if whole is not None and not options.get("tokenizer_from") and has_tokenizer(whole.folder.path):
-        options["tokenizer_from"] = whole.folder.path
-    family = choose_family(config, options.get("family")) if whole is None else whole.family
-    more = options.get("attributes") or {}
+    text: StoredTensors = {}
     if whole is None:
-        # Without pad_token_id, transformers uses the family's default, which may exceed the model's
-        # vocabulary.
-        attributes = {
-            "pad_token_id": None,
-            **more,
-            **copied_attributes(options.get("tokenizer_from")),
-        }
-        if MAX_POSITIONS in more:
-            attributes[MAX_POSITIONS] = more[MAX_POSITIONS]
-        aliases = {attribute.alias for attribute in family.attributes}
-        attributes = {name: value for name, value in attributes.items() if name not in aliases}
-        attributes |= write_attributes(config, family, dtype)
+        family = choose_family(config, options.get("family"))
+        attributes = _new_attributes(config, family, dtype, options)
     else:
-        attributes = changed_config(whole, dtype, more.get(MAX_POSITIONS))
+        family = whole.family
+        text = whole.text
+        max_positions = (options.get("attributes") or {}).get(MAX_POSITIONS)
+        attributes = changed_config(whole, dtype, max_positions)
+        if not options.get("tokenizer_from") and has_tokenizer(whole.folder.path):
+            options["tokenizer_from"] = whole.folder.path
     variables = named_variables(nnx.state(model))
-    text = {} if whole is None else whole.text
     like_text = {} if "experts" in options else general_names(text)
     parts = tensor_parts(variables, config, family, options.get("experts", "separate"), like_text)
-    grouped = {name: _like(text.get(name), group) for name, group in group_by_tensor(parts).items()}
-    tensors: dict[str, Stored] = {**grouped, **constants(family, config.num_layers, dtype)}
+    tensors: dict[str, Stored] = {
+        name: _like(text.get(name), group) for name, group in group_by_tensor(parts).items()
+    }
+    tensors |= constants(family, config.num_layers, dtype)
+    other_files = {CONFIG: json_bytes(attributes)}
     if whole is not None:
-        tensors = {whole.name(name): stored for name, stored in tensors.items()} | dict(
-            whole.others
-        )
+        tensors = {whole.name(name): stored for name, stored in tensors.items()}
+        tensors |= whole.other_tensors
+        other_files |= whole.files()
     files = _shards(tensors, dtype, options.get("max_shard_size", "5GB"))
-    others = {CONFIG: json_bytes(attributes)} | ({} if whole is None else whole.files())
-    if list(files) != [WEIGHTS]:
-        total = sum(num_bytes(tensor, dtype) for tensor in tensors.values())
-        weight_map = {name: file for file, group in files.items() for name in group}
-        others[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
-    write_folder(Path(path), variables, files, others, dtype, options)
+    if len(files) > 1:
+        other_files[INDEX] = _index(files, dtype)
+    write_folder(Path(path), variables, files, other_files, dtype, options)
+
+
+def _new_attributes(
+    config: ModelConfig, family: Family, dtype: DType, options: ModelOptions
+) -> dict[str, object]:
+    """Returns a whole config.json for a model without a folder to copy from."""
+    added = options.get("attributes") or {}
+    # Without pad_token_id, transformers uses the family's default, which may exceed the model's
+    # vocabulary.
+    attributes = {"pad_token_id": None, **added, **copied_attributes(options.get("tokenizer_from"))}
+    if MAX_POSITIONS in added:
+        attributes[MAX_POSITIONS] = added[MAX_POSITIONS]
+    aliases = {attribute.alias for attribute in family.attributes}
+    attributes = {name: value for name, value in attributes.items() if name not in aliases}
+    return attributes | write_attributes(config, family, dtype)
+
+
+def _index(files: Mapping[str, Tensors], dtype: DType) -> bytes:
+    weight_map: dict[str, str] = {}
+    total = 0
+    for file, tensors in files.items():
+        weight_map |= dict.fromkeys(tensors, file)
+        total += sum(num_bytes(tensor, dtype) for tensor in tensors.values())
+    return json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def stream_weights(
@@ -191,9 +213,7 @@ def stream_weights(
     family: str | None = None,
     experts: Layout = "separate",
 ) -> Iterator[tuple[str, Block]]:
-    """Yields the names and tensors that `save_hf` writes, one after the other.
-
-    Adapters, if there are any, are merged.
+    """Yields the names and tensors that `save_hf` writes, with any adapters merged.
 
     For an engine that follows a model in training. Every process must iterate to the end, and gets
     every tensor, as an engine that is split over hosts needs it. The host, and each device, holds
@@ -213,9 +233,8 @@ def stream_weights(
     tensors = group_by_tensor(tensor_parts(variables, config, chosen, experts))
     fixed = constants(chosen, config.num_layers, dtype)
     arrays = gather_tensors(variables, tensors, dtype, factors=factors)
-    return chain(
-        zip(tensors, arrays, strict=True), ((name, each.data()) for name, each in fixed.items())
-    )
+    scalars = ((name, scalar.data()) for name, scalar in fixed.items())
+    return chain(zip(tensors, arrays, strict=True), scalars)
 
 
 def _like(stored: StoredTensor | None, parts: Sequence[TensorPart]) -> Sequence[TensorPart]:
@@ -226,13 +245,13 @@ def _like(stored: StoredTensor | None, parts: Sequence[TensorPart]) -> Sequence[
 
 def write_folder(
     path: Path,
-    variables: Mapping[str, Variable],
+    variables: Parameters,
     files: Mapping[str, Tensors],
-    others: Mapping[str, bytes],
+    other_files: Mapping[str, bytes],
     dtype: DType,
     options: SaveOptions,
 ) -> None:
-    """Writes safetensors `files`, the `others` and the tokenizer files.
+    """Writes safetensors `files`, other files and the tokenizer files.
 
     Every process must call it.
     """
@@ -242,27 +261,32 @@ def write_folder(
             f"{describe_not_finite(counts)}; nothing is written. Export an earlier checkpoint, or "
             "allow it: allow_non_finite=True, --allow-non-finite"
         )
-    others = {**others, **_tokenizer_files(options.get("tokenizer_from"))}
-    every = {name: tensor for group in files.values() for name, tensor in group.items()}
-    tensors = {
-        name: tensor for name, tensor in every.items() if not isinstance(tensor, StoredTensor)
-    }
-    arrays = gather_tensors(variables, tensors, dtype, options.get("progress"))
+    tokenizer_files = _tokenizer_files(options.get("tokenizer_from"))
+    gathered: dict[str, Sequence[TensorPart]] = {}
+    for name, parts in chain.from_iterable(group.items() for group in files.values()):
+        if not isinstance(parts, StoredTensor):
+            gathered[name] = parts
+    arrays = gather_tensors(variables, gathered, dtype, options.get("progress"))
     if jax.process_index() != 0:
-        for _ in arrays:  # all processes must take part in each gather
+        # All processes must take part in each gather.
+        for _ in arrays:
             pass
         return
     with atomic_folder(path) as folder:
         for file, group in files.items():
             header = {name: _format_and_shape(stored, dtype) for name, stored in group.items()}
             write_file(folder / file, header, partial(_data, group, arrays))
-        write_files(folder, others)
+        write_files(folder, {**other_files, **tokenizer_files})
 
 
 def _format_and_shape(tensor: Stored, dtype: DType) -> tuple[str, tuple[int, ...]]:
     if isinstance(tensor, StoredTensor):
         return tensor.dtype, tensor.shape
-    return FORMATS["float32" if tensor[0].float32 else dtype], tensor[0].stored_shape
+    return FORMATS[_dtype_in_file(tensor[0], dtype)], tensor[0].stored_shape
+
+
+def _dtype_in_file(part: TensorPart, dtype: DType) -> DType:
+    return "float32" if part.float32 else dtype
 
 
 def _data(tensors: Tensors, arrays: Iterator[Block], name: str) -> Block:
@@ -271,8 +295,8 @@ def _data(tensors: Tensors, arrays: Iterator[Block], name: str) -> Block:
 
 
 def gather_tensors(
-    variables: Mapping[str, Variable],
-    tensors: Mapping[str, Sequence[TensorPart]],
+    variables: Parameters,
+    tensors: TensorParts,
     dtype: DType,
     progress: Progress | None = None,
     factors: Mapping[str, Factors] = MappingProxyType({}),
@@ -281,47 +305,50 @@ def gather_tensors(
 
     Every process must iterate to the end.
     """
-    done = 0
-    total = sum(num_bytes(parts, dtype) for parts in tensors.values())
     last: dict[tuple[str, int | None], Block] = {}
 
     def part_on_host(part: TensorPart) -> Block:
-        if part.target not in last:  # the experts of a layer are gathered at once
-            last.clear()  # frees the previous kernel before the next is gathered
-            with_dtype = "float32" if part.float32 else dtype
-            last[part.target] = _gather(
-                variables[part.ours], part.index, with_dtype, factors.get(part.ours, ())
-            )
-        whole = last[part.target]
+        # The experts of a layer are gathered at once.
+        if part.target not in last:
+            # Frees the previous kernel before the next is gathered.
+            last.clear()
+            dtype_in_file = _dtype_in_file(part, dtype)
+            merged = factors.get(part.path, ())
+            last[part.target] = _gather(variables[part.path], part.index, dtype_in_file, merged)
+        array = last[part.target]
         if part.head is not None:
-            return whole.reshape(-1, *part.shape)[part.head]
-        return np.atleast_1d(whole if part.expert is None else whole[part.expert])
+            return array.reshape(-1, *part.shape)[part.head]
+        return np.atleast_1d(array if part.expert is None else array[part.expert])
 
-    def tensor_on_host(parts: Sequence[TensorPart]) -> Block:
-        part = parts[0]
-        host = part_on_host(part)
-        if len(parts) > 1 or part.columns is not None or host.shape != part.ordered_shape:
-            host = np.zeros(part.ordered_shape, host.dtype)
-            for each in parts:
-                filled = part_on_host(each)
-                places = (
-                    slice(each.first, each.first + filled.shape[-1])
-                    if each.columns is None
-                    else each.columns
-                )
-                rows = (
-                    (slice(each.inner, each.inner + filled.shape[-2]),) if filled.ndim > 1 else ()
-                )
-                host[(..., *rows, places)] = filled
-        host = host.swapaxes(-2, -1) if part.transposed else host
-        host = np.moveaxis(host, 0, -1) if part.experts_last else host
-        return host.reshape(part.stored_shape)
-
+    total = sum(num_bytes(parts, dtype) for parts in tensors.values())
+    written = 0
     for parts in tensors.values():
-        done += num_bytes(parts, dtype)
+        written += num_bytes(parts, dtype)
         if progress is not None:
-            progress(done, total)
-        yield tensor_on_host(parts)
+            progress(written, total)
+        part = parts[0]
+        array = part_on_host(part)
+        if len(parts) > 1 or part.columns is not None or array.shape != part.ordered_shape:
+            array = _join(parts, map(part_on_host, parts), array.dtype)
+        if part.transposed:
+            array = array.swapaxes(-2, -1)
+        if part.experts_last:
+            array = np.moveaxis(array, 0, -1)
+        yield array.reshape(part.stored_shape)
+
+
+def _join(parts: Sequence[TensorPart], arrays: Iterable[Block], dtype: np.dtype) -> Block:
+    """Returns a whole tensor in jaxtp's order of dims; columns without a part are zero."""
+    joined = np.zeros(parts[0].ordered_shape, dtype)
+    for part, array in zip(parts, arrays, strict=True):
+        columns: slice | Columns = slice(part.first, part.first + array.shape[-1])
+        if part.columns is not None:
+            columns = part.columns
+        rows = joined
+        if array.ndim > 1:
+            rows = joined[..., part.inner : part.inner + array.shape[-2], :]
+        rows[..., columns] = array
+    return joined
 
 
 def _gather(
@@ -331,12 +358,9 @@ def _gather(
     mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
     # A copy: an array keeps what NumPy read of it.
     array = array.copy() if index is None else _layer(array, np.int32(index), factors, dtype)
-    whole = (
-        array
-        if array.is_fully_addressable
-        else multihost_utils.process_allgather(array, tiled=True)
-    )
-    host: Block = unpad(np.asarray(whole), padding_of(variable), mesh_sizes(mesh)[TP])
+    if not array.is_fully_addressable:
+        array = multihost_utils.process_allgather(array, tiled=True)
+    host: Block = unpad(np.asarray(array), padding_of(variable), mesh_sizes(mesh)[TP])
     return host.astype(jnp.dtype(dtype), copy=False)
 
 
@@ -353,9 +377,7 @@ def num_bytes(tensor: Stored, dtype: DType) -> int:
     """Returns the bytes of a tensor in the file."""
     if isinstance(tensor, StoredTensor):
         return tensor.num_bytes
-    return (
-        math.prod(tensor[0].shape) * jnp.dtype("float32" if tensor[0].float32 else dtype).itemsize
-    )
+    return math.prod(tensor[0].shape) * jnp.dtype(_dtype_in_file(tensor[0], dtype)).itemsize
 
 
 @contextmanager
@@ -364,24 +386,21 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
     It is renamed to `path` (new or empty) on success and deleted on failure.
     """
-    partial_folder = None
+    partial_folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise HFError(f"{path} already exists; name a new folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         # Not by `mkdtemp`, whose folder is private: this one has the mode that the user's umask
         # gives.
-        new_folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-        new_folder.mkdir()
-        partial_folder = new_folder
+        partial_folder.mkdir()
         yield partial_folder
         partial_folder.rename(path)
         sync_folder(path.parent)
     except OSError as error:
         raise HFError(f"{path}: {error.strerror}") from None
     finally:
-        if partial_folder is not None:
-            shutil.rmtree(partial_folder, ignore_errors=True)
+        shutil.rmtree(partial_folder, ignore_errors=True)
 
 
 def json_bytes(value: Attributes) -> bytes:
@@ -400,12 +419,10 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
 def _tokenizer_files(source: str | Path | None) -> dict[str, bytes]:
     if source is None:
         if jax.process_index() == 0:
-            print(
-                "no tokenizer is written: tokenizer_from (--tokenizer-from DIR) copies one",
-                file=sys.stderr,
-            )
+            say("no tokenizer is written: tokenizer_from (--tokenizer-from DIR) copies one")
         return {}
-    if not (files := read_files(Path(source), TOKENIZER_FILES)):
+    files = read_files(Path(source), TOKENIZER_FILES)
+    if not files:
         raise HFError(f"{source}: no tokenizer files there: none of {', '.join(TOKENIZER_FILES)}")
     return files
 
@@ -415,27 +432,27 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).exists() for name in TOKENIZER_FILES)
 
 
-def _shards(tensors: Tensors, dtype: DType, most: int | str) -> dict[str, Tensors]:
-    match = re.fullmatch(r"(\d{1,12}) ?(KB|MB|GB)?", str(most))
+def _shards(tensors: Tensors, dtype: DType, max_size: int | str) -> dict[str, Tensors]:
+    match = re.fullmatch(r"(\d{1,12}) ?(KB|MB|GB)?", str(max_size))
     if match is None or not int(match[1]):
         raise HFError(
-            f"max_shard_size = {most!r}: should be a number of bytes, or a size such as 5GB"
+            f"max_shard_size = {max_size!r}: should be a number of bytes, or a size such as 5GB"
         )
     limit = int(match[1]) * _UNITS.get(match[2], 1)
     groups: list[dict[str, Stored]] = [{}]
-    size = 0
+    group_bytes = 0
     for name, parts in tensors.items():
-        needed = num_bytes(parts, dtype)
-        if groups[-1] and size + needed > limit:
+        tensor_bytes = num_bytes(parts, dtype)
+        if groups[-1] and group_bytes + tensor_bytes > limit:
             groups.append({})
-            size = 0
+            group_bytes = 0
         groups[-1][name] = parts
-        size += needed
+        group_bytes += tensor_bytes
     if len(groups) == 1:
         return {WEIGHTS: groups[0]}
+    count = len(groups)
     return {
-        f"model-{i:05}-of-{len(groups):05}.safetensors": group
-        for i, group in enumerate(groups, start=1)
+        f"model-{i:05}-of-{count:05}.safetensors": group for i, group in enumerate(groups, start=1)
     }
 
 

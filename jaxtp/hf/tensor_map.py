@@ -1,8 +1,9 @@
 """Maps parameters, layers and experts to file tensors."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -12,22 +13,25 @@ from jaxtp.checkpoint.logical import Variable
 from jaxtp.config.reading import truncate
 from jaxtp.hf.families.family import EXPERT, LAYER, Family, Layout, Tensor
 from jaxtp.hf.families.family import HEAD as EACH_HEAD
-from jaxtp.hf.model_folder import HFError
-from jaxtp.hf.safetensors import DTYPES, Constant, ScaledTensor, StoredTensor
+from jaxtp.hf.model_folder import HFError, join_names
+from jaxtp.hf.safetensors import DTYPES, Constant, ScaledTensor, StoredTensors
 from jaxtp.hf.wrapper import HEAD as HEAD
 from jaxtp.hf.wrapper import TABLE as TABLE
 from jaxtp.hf.wrapper import full_names as full_names
+from jaxtp.hf.wrapper import layer_number
 from jaxtp.hf.wrapper import name_of as name_of
 from jaxtp.layers.parameter import DType, logical_shape
 from jaxtp.models.config import BLOCKS, BlockConfig, ModelConfig
 
-_EXPERT = re.compile(r"(?<=\.experts\.)\d{1,9}(?=\.)")  # The number of an expert in a tensor's name
-_GENERAL = re.compile(r"\.\d+\.")
-_LISTED = 3
-_MOST_COLUMNS = 2**24
-
+# The number of an expert in a tensor's name
+_EXPERT = re.compile(r"(?<=\.experts\.)\d{1,9}(?=\.)")
+_NUMBER = re.compile(r"\.\d+\.")
+_MAX_LISTED = 3
+_MAX_COLUMNS = 2**24
 
 Columns = NDArray[np.int64]
+# By dotted path, abstract or real
+Parameters = Mapping[str, Variable]
 _SHARED_KEY = "blocks.attention.latent_down.kernel"
 _ROTATED = re.compile(
     r"blocks\.attention\.(qkv\.(kernels|biases)\.[01]|qk_norms\.[01]\.(scale|bias)|query_up\.kernels\.0"
@@ -40,8 +44,10 @@ _ROTATED = re.compile(
 class TensorPart:
     """A parameter, layer or expert in a file: a tensor, or part of a fused tensor."""
 
-    ours: str
-    theirs: str
+    path: str
+    """The parameter's dotted path."""
+    name: str
+    """The tensor's name in the file."""
     index: int | None
     """Index in the stack of layers; None for a parameter that is not stacked."""
     transposed: bool
@@ -61,7 +67,7 @@ class TensorPart:
     """Number of the only head in the tensor; None if it holds all heads, or the parameter has
     none."""
     float32: bool | None = False
-    """Float32 in the file, whatever the dtype of the others; None: in some files."""
+    """Float32 in the file, whatever the dtype of the other tensors; None: in some files."""
     inner: int = 0
     """Start of the part along the second to last dim in jaxtp's order."""
     experts_last: bool = False
@@ -76,15 +82,16 @@ class TensorPart:
     def ordered_shape(self) -> tuple[int, ...]:
         """Shape of the whole tensor, with dims in jaxtp's order."""
         shape = (self.shape[-1], *self.shape[:-1]) if self.experts_last else self.shape
-        return (*shape[:-2], *shape[:-3:-1]) if self.transposed else shape
+        return _swap_last_dims(shape) if self.transposed else shape
 
     @property
     def target(self) -> tuple[str, int | None]:
         """The parameter and the layer index."""
-        return self.ours, self.index
+        return self.path, self.index
 
 
-Parameters = Mapping[str, Variable]  # By dotted path, abstract or real
+TensorParts = Mapping[str, Sequence[TensorPart]]
+"""The parts of each tensor, by its name."""
 
 
 def tensor_parts(
@@ -100,52 +107,96 @@ def tensor_parts(
       layout: chooses between alternative tensors of a parameter, if `stored` has none of them.
       stored: names in a file, keyed by the name with `EXPERT` in place of the expert number.
     """
-    layers = {stack: (numbers, block) for stack, numbers, block in config.kinds()}
-    for path, variable in parameters.items():
+    stacks = {stack: (numbers, block) for stack, numbers, block in config.kinds()}
+    for path in parameters:
         stack, general = split_path(path)
-        numbers, block = layers[stack] if stack else ((), config.block())
-        if not (tensors := alternatives(general, family, block)):
+        if stack is None:
+            layers: Iterable[tuple[int | None, str]] = [(None, "")]
+            block = config.block()
+        else:
+            numbers, block = stacks[stack]
+            layers = enumerate(map(str, numbers))
+        tensors = alternatives(general, family, block)
+        if not tensors:
             raise HFError(f"a {family.model_type} has no {general}")
+        # The layers share one array of columns.
         places: dict[Tensor, Place] = {}
-        for index, layer in enumerate(numbers) if stack else [(None, "")]:
-            tensor = _choose(tensors, str(layer), layout, stored or {})
-            experts: Iterable[int | None] = (
-                range(logical_shape(variable)[1]) if EXPERT in tensor.theirs else (None,)
-            )
-            inside = (stack is not None) + (EXPERT in tensor.theirs)
+        for index, layer in layers:
+            tensor = _choose(tensors, layer, layout, stored or {})
             if tensor not in places:
-                fused = (part.ours for part in family.tensors if part.theirs == tensor.theirs)
-                names = [name.replace(BLOCKS, stack or "") for name in fused]
-                names = [name for name in names if name in parameters]
-                widths = [(logical_shape(parameters[name])[inside:] or (1,))[-1] for name in names]
-                places[tensor] = place(tensor, names.index(path), widths, family, block)
-            first, width, columns = places[tensor]
-            shape = (*logical_shape(variable)[inside:-1], width)
-            shape = (*shape[:-2], *shape[:-3:-1]) if tensor.transposed else shape
-            rows = width // block.head_dim if tensor.by_head else 1
-            split = (
-                (*shape[:-1], rows, shape[-1] // rows)
-                if tensor.by_head or tensor.unit_dim
-                else None
-            )
-            each: Iterable[int | None] = (None,)
-            if EACH_HEAD in tensor.theirs:
-                each = range(width // block.head_dim)
-                shape = (block.head_dim,)
-            for expert, head in ((expert, head) for expert in experts for head in each):
-                theirs = tensor.theirs.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
-                theirs = theirs.replace(EACH_HEAD, str(head))
-                part = TensorPart(path, theirs, index, tensor.transposed, shape, first, expert)
-                yield replace(
-                    part, columns=columns, stored=split, head=head, float32=tensor.float32
-                )
+                places[tensor] = _find_place(path, tensor, parameters, family, block)
+            shape = logical_shape(parameters[path])
+            in_layer = replace(tensor, name=tensor.name.replace(LAYER, layer))
+            yield from _parts_of_layer(in_layer, path, index, shape, places[tensor], block)
+
+
+def _find_place(
+    path: str, tensor: Tensor, parameters: Parameters, family: Family, block: BlockConfig
+) -> "Place":
+    stack, _ = split_path(path)
+    fused = (part.path for part in family.tensors if part.name == tensor.name)
+    paths = [name.replace(BLOCKS, stack or "") for name in fused]
+    paths = [name for name in paths if name in parameters]
+    shapes = (logical_shape(parameters[name]) for name in paths)
+    stacked_dims = _count_stacked_dims(path, tensor)
+    widths = [shape[-1] if len(shape) > stacked_dims else 1 for shape in shapes]
+    return place(tensor, paths.index(path), widths, family, block)
+
+
+def _count_stacked_dims(path: str, tensor: Tensor) -> int:
+    """Counts a parameter's dims of layers and experts that are separate in the file."""
+    return (split_path(path)[0] is not None) + (EXPERT in tensor.name)
+
+
+def _parts_of_layer(
+    tensor: Tensor,
+    path: str,
+    index: int | None,
+    logical: tuple[int, ...],
+    place: "Place",
+    block: BlockConfig,
+) -> Iterator[TensorPart]:
+    """Yields the parts of a parameter in one layer: one, or one for each expert or head."""
+    shape = (*logical[_count_stacked_dims(path, tensor) : -1], place.width)
+    if tensor.transposed:
+        shape = _swap_last_dims(shape)
+    stored = None
+    if tensor.by_head or tensor.unit_dim:
+        rows = place.width // block.head_dim if tensor.by_head else 1
+        stored = (*shape[:-1], rows, shape[-1] // rows)
+    experts: Iterable[int | None] = [None]
+    if EXPERT in tensor.name:
+        # The parameter is [L, E, ...].
+        experts = range(logical[1])
+    heads: Iterable[int | None] = [None]
+    if EACH_HEAD in tensor.name:
+        heads = range(place.width // block.head_dim)
+        shape = (block.head_dim,)
+    for expert, head in product(experts, heads):
+        yield TensorPart(
+            path,
+            tensor.name.format(expert=expert, head=head),
+            index,
+            tensor.transposed,
+            shape,
+            place.first,
+            expert,
+            place.columns,
+            stored,
+            head,
+            tensor.float32,
+        )
+
+
+def _swap_last_dims(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], *shape[:-3:-1])
 
 
 def alternatives(general: str, family: Family, block: BlockConfig) -> list[Tensor]:
     """Returns the tensors that may hold a parameter of a block."""
-    named = (tensor for tensor in family.tensors if tensor.ours == general)
+    tensors = (tensor for tensor in family.tensors if tensor.path == general)
     return [
-        tensor for tensor in named if tensor.unless is None or not getattr(block, tensor.unless)
+        tensor for tensor in tensors if tensor.unless is None or not getattr(block, tensor.unless)
     ]
 
 
@@ -160,7 +211,7 @@ class Place(NamedTuple):
 
     first: int
     width: int
-    """The whole dim."""
+    """Size of the whole dim."""
     columns: Columns | None
 
 
@@ -169,76 +220,84 @@ def place(
 ) -> Place:
     """Returns the place of a part with a kernel's or bias's output dim.
 
-    `widths` are of all parts of its tensor.
+    `widths` are the sizes of that dim in all parts of the tensor.
     """
     first = sum(widths[:part])
     width = sum(widths)
-    own = widths[part]
-    rotates = family.interleaved_rope and _ROTATED.fullmatch(tensor.ours) is not None
+    own_width = widths[part]
+    rotates = family.interleaved_rope and _ROTATED.fullmatch(tensor.path) is not None
     if not rotates and tensor.chunks is None:
         return Place(first, width, None)
-    if own > _MOST_COLUMNS:  # config.json is not trusted
+    # config.json is not trusted.
+    if own_width > _MAX_COLUMNS:
         raise HFError(
-            f"{truncate(tensor.theirs)} has {own:,} output dims; at most {_MOST_COLUMNS:,} are "
+            f"{truncate(tensor.name)} has {own_width:,} output dims; at most {_MAX_COLUMNS:,} are "
             "supported"
         )
-    columns = np.arange(own)
+    columns = np.arange(own_width)
     if rotates:
-        heads = columns.reshape(-1, own if tensor.ours == _SHARED_KEY else block.head_dim)
-        first_dims = int(block.head_dim * block.rotary_fraction)
-        rotated = heads[:, -block.rope_head_dim :] if block.kv_rank else heads[:, :first_dims]
-        rotated[:] = np.concatenate([rotated[:, ::2], rotated[:, 1::2]], axis=1)
-    if tensor.chunks is not None:
-        chunks = getattr(block, tensor.chunks)
-        chunk, size = np.divmod(columns, own // chunks)
-        return Place(first, width, (chunk * width + first) // chunks + size)
-    return Place(first, width, first + columns)
+        _deinterleave(columns, own_width if tensor.path == _SHARED_KEY else block.head_dim, block)
+    if tensor.chunks is None:
+        return Place(first, width, first + columns)
+    num_chunks = getattr(block, tensor.chunks)
+    chunk, offset = np.divmod(columns, own_width // num_chunks)
+    return Place(first, width, (chunk * width + first) // num_chunks + offset)
+
+
+def _deinterleave(columns: Columns, head_dim: int, block: BlockConfig) -> None:
+    """Reorders each head's rotated columns in place: pairs become two halves."""
+    heads = columns.reshape(-1, head_dim)
+    if block.kv_rank:
+        rotated = heads[:, -block.rope_head_dim :]
+    else:
+        rotated = heads[:, : int(block.head_dim * block.rotary_fraction)]
+    rotated[:] = np.concatenate([rotated[:, ::2], rotated[:, 1::2]], axis=1)
 
 
 def _choose(
     tensors: Sequence[Tensor], layer: str, layout: Layout, stored: Mapping[str, str]
 ) -> Tensor:
-    names = {tensor.theirs.replace(LAYER, layer): tensor for tensor in tensors}
+    names = {tensor.name.replace(LAYER, layer): tensor for tensor in tensors}
     present = [name for name in names if name in stored]
     if len(present) > 1:
-        both = " and ".join(truncate(stored[name], 200) for name in present)
-        raise HFError(f"{both} are the same parameter; remove one of them")
-    return (
-        names[present[0]]
-        if present
-        else next(tensor for tensor in tensors if tensor.layout in (None, layout))
-    )
+        duplicates = " and ".join(truncate(stored[name], 200) for name in present)
+        raise HFError(f"{duplicates} are the same parameter; remove one of them")
+    if present:
+        return names[present[0]]
+    return next(tensor for tensor in tensors if tensor.layout in (None, layout))
 
 
-def group_by_tensor(parts: Iterable[TensorPart]) -> dict[str, list[TensorPart]]:
+def group_by_tensor(parts: Iterable[TensorPart]) -> TensorParts:
     """Returns the parts of each tensor, in order."""
     tensors: dict[str, list[TensorPart]] = {}
-    for place in parts:
-        tensors.setdefault(place.theirs, []).append(place)
-    return {name: sorted(parts, key=lambda part: part.first) for name, parts in tensors.items()}
+    for part in parts:
+        tensors.setdefault(part.name, []).append(part)
+    for group in tensors.values():
+        group.sort(key=lambda part: part.first)
+    return tensors
 
 
-def _check_counts(stored: Mapping[str, StoredTensor], config: ModelConfig, family: Family) -> None:
+def _check_counts(stored: StoredTensors, config: ModelConfig, family: Family) -> None:
     """Refuses a wrong number of layers or experts before anything is allocated.
 
     Experts are counted if they are separate; shapes show stacked ones.
     """
-    before = next(
-        tensor.theirs.partition(LAYER)[0] for tensor in family.tensors if LAYER in tensor.theirs
-    )
-    numbered = re.compile(rf"{re.escape(before)}(\d{{1,9}})\.")
-    layers = {int(match[1]) for name in stored if (match := numbered.match(name))}
+    layers = {layer_number(name, family) for name in stored}
+    _check_count("num_hidden_layers", config.num_layers, "layers", layers, len(stored))
     experts = {int(match[0]) for name in stored if (match := _EXPERT.search(name))}
-    attribute = next((each.name for each in family.attributes if "num_experts" in each.fields), "")
-    for name, count, what, numbers in (
-        ("num_hidden_layers", config.num_layers, "layers", layers),
-        (attribute, config.most_experts if experts else 0, "experts", experts),
-    ):
-        if count and (count != max(numbers, default=-1) + 1 or count > len(stored)):
-            last = f", up to number {max(numbers)}" if numbers else ""
-            raise HFError(
-                f"{name} = {count}, and the file has tensors of {len(numbers)} {what}{last}"
-            )
+    if experts and config.most_experts:
+        attribute = next(item for item in family.attributes if "num_experts" in item.fields)
+        _check_count(attribute.name, config.most_experts, "experts", experts, len(stored))
+
+
+def _check_count(
+    attribute: str, count: int, kind: str, numbers: Set[int | None], num_tensors: int
+) -> None:
+    present = [number for number in numbers if number is not None]
+    if count == max(present, default=-1) + 1 and count <= num_tensors:
+        return
+    last = f", up to number {max(present)}" if present else ""
+    raise HFError(f"{attribute} = {count}, and the file has tensors of {len(present)} {kind}{last}")
 
 
 def general_names(stored: Iterable[str]) -> dict[str, str]:
@@ -246,22 +305,23 @@ def general_names(stored: Iterable[str]) -> dict[str, str]:
     return {_EXPERT.sub(EXPERT, name): name for name in reversed(list(stored))}
 
 
-def dtypes(stored: Mapping[str, StoredTensor], family: Family) -> set[str]:
+def dtypes(stored: StoredTensors, family: Family) -> set[str]:
     """Returns the tensors' dtypes, as spelled in the format.
 
     float8 with scales counts as bfloat16.
     """
-    general = {tensor.theirs for tensor in family.tensors if tensor.float32 is not False}
-    return {
-        "BF16" if isinstance(tensor, ScaledTensor) else tensor.dtype
+    float32 = {tensor.name for tensor in family.tensors if tensor.float32 is not False}
+    counted = [
+        tensor
         for name, tensor in full_names(stored, family).items()
-        if not _is_ignored(name, family) and _GENERAL.sub(f".{LAYER}.", name) not in general
-    }
+        if not _is_ignored(name, family) and _of_any_layer(name) not in float32
+    ]
+    return {"BF16" if isinstance(tensor, ScaledTensor) else tensor.dtype for tensor in counted}
 
 
 def match_tensors(
-    tensors: Mapping[str, StoredTensor], parameters: Parameters, config: ModelConfig, family: Family
-) -> tuple[Mapping[str, StoredTensor], dict[str, list[TensorPart]]]:
+    tensors: StoredTensors, parameters: Parameters, config: ModelConfig, family: Family
+) -> tuple[StoredTensors, TensorParts]:
     """Returns a file's tensors by full name, and the parts of each that a model needs.
 
     Raises `HFError` for wrong names, shapes or dtypes; the file may also hold a tied head.
@@ -271,69 +331,78 @@ def match_tensors(
     by_general = general_names(stored)
     layout: Layout = "separate" if any(EXPERT in name for name in by_general) else "stacked"
     needed = group_by_tensor(tensor_parts(parameters, config, family, layout, by_general))
-    tied = config.tie_embeddings
-    head, table = (name_of(ours, family) for ours in (HEAD, TABLE))
-    known = needed.keys() | ({head} if tied else set())
-    both = {name: (stored[name], part) for name, (part, *_) in needed.items() if name in stored}
-    wrong = {
-        "missing": [name for name in needed if name not in stored],
-        "unexpected": [
-            name
-            for name, tensor in stored.items()
-            if name not in known and 0 not in tensor.shape and not _is_ignored(name, family)
-        ],
-        "wrong shape": [
-            f"{name} is {dims(tensor.shape)}, not {dims(part.stored_shape)}"
-            for name, (tensor, part) in both.items()
-            if tensor.shape != part.stored_shape
-        ],
+    if problems := list(_mismatches(stored, needed, config, family)):
+        raise HFError("; ".join(problems))
+    reshaped = {name: replace(stored[name], shape=parts[0].shape) for name, parts in needed.items()}
+    return {**stored, **reshaped}, needed
+
+
+def _mismatches(
+    stored: StoredTensors,
+    needed: Mapping[str, Sequence[TensorPart]],
+    config: ModelConfig,
+    family: Family,
+) -> Iterator[str]:
+    head = name_of(HEAD, family)
+    allowed = {head, *needed} if config.tie_embeddings else needed.keys()
+    missing = []
+    wrong_shapes = []
+    wrong_dtypes = []
+    for name, (part, *_) in needed.items():
+        tensor = stored.get(name)
+        if tensor is None:
+            missing.append(name)
+            continue
+        if tensor.shape != part.stored_shape:
+            wrong_shapes.append(f"{name} is {dims(tensor.shape)}, not {dims(part.stored_shape)}")
+        if tensor.dtype not in DTYPES:
+            wrong_dtypes.append(f"{name} is {tensor.dtype}")
+    unexpected = [
+        name
+        for name, tensor in stored.items()
+        if name not in allowed and 0 not in tensor.shape and not _is_ignored(name, family)
+    ]
+    names_by_problem = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "wrong shape": wrong_shapes,
         "not supported": list(_wrong_constants(stored, family)),
-        "not float32, bfloat16 or float16": [
-            f"{name} is {tensor.dtype}"
-            for name, (tensor, _) in both.items()
-            if tensor.dtype not in DTYPES
-        ],
+        "not float32, bfloat16 or float16": wrong_dtypes,
     }
-    problems = []
-    for what, items in wrong.items():
-        more = f" and {len(items) - _LISTED} more" if len(items) > _LISTED else ""
-        if items:
-            problems.append(
-                f"{what}: {', '.join(truncate(item, 200) for item in items[:_LISTED])}{more}"
-            )
-    if tied and head in stored and table in stored:
+    for problem, names in names_by_problem.items():
+        if names:
+            yield f"{problem}: {join_names(names, _MAX_LISTED)}"
+    table = name_of(TABLE, family)
+    if config.tie_embeddings and head in stored and table in stored:
         a = stored[head]
         b = stored[table]
         if (a.shape, a.dtype) != (b.shape, b.dtype):
-            problems.append(
+            yield (
                 f"tie_word_embeddings is true, and {head} is {a.dtype} {dims(a.shape)}, "
                 f"unlike {table}"
             )
-    if problems:
-        raise HFError("; ".join(problems))
-    return {
-        **stored,
-        **{name: replace(tensor, shape=part.shape) for name, (tensor, part) in both.items()},
-    }, needed
+
+
+def _of_any_layer(name: str) -> str:
+    return _NUMBER.sub(f".{LAYER}.", name)
 
 
 def _is_ignored(name: str, family: Family) -> bool:
-    return _GENERAL.sub(f".{LAYER}.", name) in (*family.ignored_tensors, *family.constants)
+    return _of_any_layer(name) in (*family.ignored_tensors, *family.constants)
 
 
 def constants(family: Family, num_layers: int, dtype: DType) -> dict[str, Constant]:
     """Returns the tensors of an export that have one supported value."""
-    values = {
-        name.replace(LAYER, str(i)): value
-        for name, value in family.constants.items()
-        for i in range(num_layers)
-    }
-    return {name: Constant.of(name, value, dtype) for name, value in values.items()}
+    tensors = {}
+    for (general, value), layer in product(family.constants.items(), range(num_layers)):
+        name = general.replace(LAYER, str(layer))
+        tensors[name] = Constant.of(name, value, dtype)
+    return tensors
 
 
-def _wrong_constants(stored: Mapping[str, StoredTensor], family: Family) -> Iterator[str]:
+def _wrong_constants(stored: StoredTensors, family: Family) -> Iterator[str]:
     for name, tensor in stored.items():
-        value = family.constants.get(_GENERAL.sub(f".{LAYER}.", name))
+        value = family.constants.get(_of_any_layer(name))
         if value is not None and not tensor.is_about(value):
             yield f"{name}, which should be the number {value}"
 

@@ -1,13 +1,10 @@
-"""Models whose folder holds more than the text model.
+"""Models whose folder holds more than a text model: a vision tower, a projector, prediction heads.
 
-Examples are a vision tower, a projector, and prediction heads.
-
-Such tensors are not read. An export copies them byte for byte, and keeps config.json but for what
-training changed, if the folder that the model came from is still there.
+An import does not read such tensors. An export copies them byte for byte, and keeps config.json
+except for what training changed, if the folder that the model came from still exists.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +13,7 @@ from jaxtp.config.reading import truncate
 from jaxtp.hf.families import WRAPPERS
 from jaxtp.hf.families.family import LAYER, TEXT_PREFIXES, Family
 from jaxtp.hf.model_folder import Attributes, Folder, HFError, quote, read_files
-from jaxtp.hf.safetensors import StoredTensor
+from jaxtp.hf.safetensors import StoredTensor, StoredTensors
 
 HEAD = "head.kernel"
 TABLE = "embedding.embedding"
@@ -29,7 +26,6 @@ PROCESSOR_FILES = (
 _SHARED = ("tie_word_embeddings", "quantization_config")
 """Attributes of a text model that may be outside of `text_config`, where they have precedence, as
 in transformers."""
-Tensors = Mapping[str, StoredTensor]
 
 
 def text_attributes(attributes: Attributes) -> dict[str, Any]:
@@ -37,7 +33,8 @@ def text_attributes(attributes: Attributes) -> dict[str, Any]:
 
     Raises `HFError` if a multimodal model lacks it.
     """
-    if (wrapper := WRAPPERS.get(str(attributes.get("model_type")))) is None:
+    wrapper = WRAPPERS.get(str(attributes.get("model_type")))
+    if wrapper is None:
         return dict(attributes)
     text = attributes.get(TEXT)
     if not isinstance(text, dict):
@@ -55,38 +52,43 @@ def text_attributes(attributes: Attributes) -> dict[str, Any]:
 
 def is_part(family: Family) -> bool:
     """Returns whether the folders of a family may hold more than the text model."""
-    return family.wrapper is not None or family.later_layers or bool(family.others)
+    return family.wrapper is not None or family.later_layers or bool(family.other_tensors)
 
 
-def full_names(stored: Tensors, family: Family, num_layers: int | None = None) -> Tensors:
+def full_names(
+    stored: StoredTensors, family: Family, num_layers: int | None = None
+) -> StoredTensors:
     """Returns the text model's tensors by the names in the family's table.
 
-    Some files lack its prefix.
-
-    A text model that transformers took out of a multimodal folder has the names of that folder.
-    Raises `HFError` if a multimodal file mixes names, or has none of the text model.
+    A file may lack the family's prefix. A text model that transformers took out of a multimodal
+    folder has the names of that folder. Raises `HFError` if a multimodal file mixes names, or has
+    none of the text model.
     """
-    head, table = (name_of(ours, family) for ours in (HEAD, TABLE))
-    names = {name: name for name in stored}
+    head = name_of(HEAD, family)
+    table = name_of(TABLE, family)
     bare = table.removeprefix(family.prefix)
+    has_prefix = table in stored
     wrapped = family.wrapper is not None or (
-        table not in stored and TEXT_PREFIXES[1][0] + bare in stored
+        not has_prefix and TEXT_PREFIXES[1][0] + bare in stored
     )
+    full_names = {name: name for name in stored}
     if wrapped:
-        before, before_head = _prefixes(stored, family)
-        names = {name: _unwrapped(name, before, before_head, family) for name in stored}
-    elif table not in stored and bare in stored:
-        names = {name: name if name == head else family.prefix + name for name in stored}
-    full: dict[str, StoredTensor] = {}
+        prefix, head_prefix = _prefixes(stored)
+        full_names = {name: _unwrapped(name, prefix, head_prefix, family) for name in stored}
+    elif not has_prefix and bare in stored:
+        full_names = {name: family.prefix + name for name in stored}
+        full_names[head] = head
+    tensors: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
-        if _is_other(name, names[name], family, num_layers):
+        full_name = full_names[name]
+        if _is_other(name, full_name, family, num_layers):
             continue
-        other = full.setdefault(names[name], tensor)
-        is_bare = wrapped and name == names[name] and name.startswith(family.prefix)
+        other = tensors.setdefault(full_name, tensor)
+        is_bare = wrapped and name == full_name and name.startswith(family.prefix)
         if other is not tensor or is_bare:
-            both = " and ".join(truncate(each) for each in sorted({other.name, name}))
-            raise HFError(f"{both}: the names of text tensors begin in two ways")
-    return full
+            names = " and ".join(map(truncate, sorted({other.name, name})))
+            raise HFError(f"{names}: the names of text tensors begin in two ways")
+    return tensors
 
 
 def require_prediction_heads(folder: Folder, family: Family, num_layers: int) -> None:
@@ -95,63 +97,62 @@ def require_prediction_heads(folder: Folder, family: Family, num_layers: int) ->
         return
     heads = folder.attributes.get("num_nextn_predict_layers", 1)
     last = num_layers + (heads if type(heads) is int else 0)
-    layers = {
-        int(found[1]): name
-        for name in folder.tensors
-        if (found := re.search(r"\.layers\.(\d{1,9})\.", name))
-    }
-    if layers and (most := max(layers)) >= last:
+    matches = (re.search(r"\.layers\.(\d{1,9})\.", name) for name in folder.tensors)
+    layers = {int(match[1]): match.string for match in matches if match is not None}
+    if layers and max(layers) >= last:
         raise HFError(
             f"num_hidden_layers = {num_layers} and num_nextn_predict_layers = {quote(heads)}, and "
-            f"the file has {truncate(layers[most])}"
+            f"the file has {truncate(layers[max(layers)])}"
         )
 
 
-def name_of(ours: str, family: Family) -> str:
+def name_of(path: str, family: Family) -> str:
     """Returns the file name of a parameter that every family has once."""
-    return next(tensor.theirs for tensor in family.tensors if tensor.ours == ours)
+    return next(tensor.name for tensor in family.tensors if tensor.path == path)
 
 
-def _prefixes(stored: Tensors, family: Family) -> tuple[str, str]:
-    found = {form: name for form in TEXT_PREFIXES for name in stored if name.startswith(form[0])}
-    if len(found) == 2:
-        raise HFError(
-            f"{' and '.join(map(truncate, found.values()))}: the names of text tensors begin in "
-            "two ways"
-        )
-    if not found:
-        raise HFError(
-            f"no tensor's name begins with {' or '.join(form[0] for form in TEXT_PREFIXES)}: no "
-            "text model"
-        )
-    return next(iter(found))
+def layer_number(name: str, family: Family) -> int | None:
+    """Returns the number of the layer in a tensor's full name, if any."""
+    in_layer = next(tensor.name for tensor in family.tensors if LAYER in tensor.name)
+    prefix = in_layer.partition(LAYER)[0]
+    match = re.match(rf"{re.escape(prefix)}(\d{{1,9}})\.", name)
+    return None if match is None else int(match[1])
 
 
-def _unwrapped(name: str, before: str, before_head: str, family: Family) -> str:
-    if name.startswith(before):
-        return family.prefix + name.removeprefix(before)
-    bare = name.removeprefix(before_head)
-    return bare if name.startswith(before_head) and bare.startswith("lm_head.") else name
+def _prefixes(stored: StoredTensors) -> tuple[str, str]:
+    """Returns the one of `TEXT_PREFIXES` that the text model's names have."""
+    examples = {}
+    for prefixes in TEXT_PREFIXES:
+        name = next((name for name in stored if name.startswith(prefixes[0])), None)
+        if name is not None:
+            examples[prefixes] = truncate(name)
+    if len(examples) == 2:
+        names = " and ".join(examples.values())
+        raise HFError(f"{names}: the names of text tensors begin in two ways")
+    if not examples:
+        beginnings = " or ".join(prefix for prefix, _ in TEXT_PREFIXES)
+        raise HFError(f"no tensor's name begins with {beginnings}: no text model")
+    return next(iter(examples))
 
 
-def _is_other(name: str, full: str, family: Family, num_layers: int | None) -> bool:
-    if (
-        family.wrapper is not None
-        and name == full
-        and name.removeprefix("model.").startswith(family.wrapper.others)
-    ):
+def _unwrapped(name: str, prefix: str, head_prefix: str, family: Family) -> str:
+    if name.startswith(prefix):
+        return family.prefix + name.removeprefix(prefix)
+    bare = name.removeprefix(head_prefix)
+    return bare if name.startswith(head_prefix) and bare.startswith("lm_head.") else name
+
+
+def _is_other(name: str, full_name: str, family: Family, num_layers: int | None) -> bool:
+    """Returns whether a tensor is not of the text model, or of a prediction head."""
+    outside = () if family.wrapper is None else family.wrapper.other_tensors
+    if name == full_name and name.removeprefix("model.").startswith(outside):
         return True
-    numbered = next(
-        tensor.theirs.partition(LAYER)[0] for tensor in family.tensors if LAYER in tensor.theirs
-    )
-    layer = (
-        re.match(rf"{re.escape(numbered)}(\d{{1,9}})\.", full)
-        if family.later_layers and num_layers
-        else None
-    )
-    return full.startswith(family.others) or (
-        layer is not None and int(layer[1]) >= (num_layers or 0)
-    )
+    if full_name.startswith(family.other_tensors):
+        return True
+    if not family.later_layers or num_layers is None:
+        return False
+    layer = layer_number(full_name, family)
+    return layer is not None and layer >= num_layers
 
 
 @dataclass(frozen=True)
@@ -160,38 +161,40 @@ class Whole:
 
     folder: Folder
     family: Family
-    text: Tensors
+    text: StoredTensors
     """The text model's tensors, by their names in the family's table."""
 
     @property
-    def others(self) -> Tensors:
-        """Tensors that an export copies, by their names in the folder."""
+    def other_tensors(self) -> StoredTensors:
+        """StoredTensors that an export copies, by their names in the folder."""
         text = {tensor.name for tensor in self.text.values()}
         return {name: tensor for name, tensor in self.folder.tensors.items() if name not in text}
 
-    def name(self, theirs: str) -> str:
+    def name(self, full_name: str) -> str:
         """Returns the name in this folder of a tensor in the family's table."""
         if self.family.wrapper is None:
-            return theirs
-        before, before_head = self._forms
-        if theirs.startswith(self.family.prefix):
-            return before + theirs.removeprefix(self.family.prefix)
-        return before_head + theirs
+            return full_name
+        prefix, head_prefix = self._prefixes
+        if full_name.startswith(self.family.prefix):
+            return prefix + full_name.removeprefix(self.family.prefix)
+        return head_prefix + full_name
 
     @cached_property
-    def _forms(self) -> tuple[str, str]:
-        return _prefixes(self.folder.tensors, self.family)
+    def _prefixes(self) -> tuple[str, str]:
+        return _prefixes(self.folder.tensors)
 
     def attributes(self, changes: Attributes) -> dict[str, Any]:
         """Returns config.json with changes of the text model's attributes."""
-        gone = ("quantization_config", "auto_map")  # an export has no Python files
-        kept = {name: value for name, value in self.folder.attributes.items() if name not in gone}
+        attributes = dict[str, Any](self.folder.attributes)
+        attributes.pop("quantization_config", None)
+        # An export has no Python files.
+        attributes.pop("auto_map", None)
         if self.family.wrapper is None:
-            return {**kept, **changes}
-        text = dict[str, Any](kept[TEXT])  # type: ignore[call-overload]
+            return {**attributes, **changes}
+        text = dict[str, Any](attributes[TEXT])
         text.pop("quantization_config", None)
-        return {**kept, TEXT: {**text, **changes}}
+        return {**attributes, TEXT: {**text, **changes}}
 
     def files(self) -> dict[str, bytes]:
-        """Returns the files of its processors."""
+        """Returns the files of the image, video and audio processors."""
         return read_files(self.folder.path, PROCESSOR_FILES)

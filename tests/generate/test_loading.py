@@ -8,6 +8,7 @@ from functools import partial
 
 import jax
 import pytest
+from flax import nnx
 from hf_folders import assert_same, move_adapters, random_model, values, write_tensors
 from made_once import made_once
 from small_tokenizers import byte_fallback
@@ -16,6 +17,8 @@ from tables import assert_errors, raised_by, read_json, read_table, write_json
 from variants import small_model
 
 import jaxtp
+from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp.config.schema import to_plain
 from jaxtp.data.chat_template import ChatError, ChatTemplate
 from jaxtp.data.tokenizer_files import TokenizerError
 from jaxtp.generate.__main__ import GenerateConfig, main
@@ -88,6 +91,15 @@ def refusal(capsys):
         return capsys.readouterr().err
 
     return refusal
+
+
+def test_a_run_of_a_mixture_has_the_tokenizer_of_its_first_dataset(folder, tmp_path):
+    config = {"model": to_plain(CONFIG), "data": {"mixture": {str(folder): 1.0, "another": 2.0}}}
+    with Checkpoints(tmp_path / "run/checkpoints") as checkpoints:
+        state = nnx.state(random_model(CONFIG))
+        checkpoints.save(1, state, jaxtp.make_mesh(devices=jax.devices()[:1]), {"config": config})
+    tokenizer = open_source(tmp_path / "run").tokenizer
+    assert tokenizer.info.sha256 == open_source(folder).tokenizer.info.sha256
 
 
 def test_build_is_refused_where_it_has_no_effect(folder, refusal):

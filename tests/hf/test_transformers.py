@@ -175,7 +175,7 @@ def others(folder, wrapper):
     return {
         name: tensors[name]
         for name in tensors
-        if name.removeprefix("model.").startswith(wrapper.others)
+        if name.removeprefix("model.").startswith(wrapper.other_tensors)
     }
 
 

@@ -7,19 +7,41 @@ Kimi-K2 and Moonlight are DeepSeek-V3 in other sizes.
 
 from dataclasses import replace
 
-from jaxtp.hf.families import family as base
+from jaxtp.hf.families.family import (
+    DOWN,
+    EXPERTS,
+    EXPERTS_TP_PLAN,
+    GATE_UP,
+    NORMS,
+    OUT,
+    OUTER,
+    ROPE,
+    ROUTER_LOSS,
+    SELECTION_BIAS,
+    SHARED_EXPERTS,
+    SHARED_TP_PLAN,
+    TP_PLAN,
+    Attribute,
+    Attributes,
+    Family,
+    Tensor,
+    first_dense,
+    grouped_experts,
+    only,
+    required,
+    sizes,
+    with_defaults,
+)
 
 
-def _tensor(ours: str, theirs: str, unless: str | None = None) -> base.Tensor:
-    name = f"model.layers.{{layer}}.self_attn.{theirs}.weight"
-    return base.Tensor(
-        f"blocks.attention.{ours}", name, transposed="norm" not in ours, unless=unless
-    )
+def _tensor(path: str, name: str, unless: str | None = None) -> Tensor:
+    name = f"model.layers.{{layer}}.self_attn.{name}.weight"
+    return Tensor(f"blocks.attention.{path}", name, transposed="norm" not in path, unless=unless)
 
 
 LATENT_BODY = (
-    *base.OUTER,
-    *base.NORMS,
+    *OUTER,
+    *NORMS,
     _tensor("query_up.kernels.0", "q_proj", unless="query_rank"),
     _tensor("query_down.kernel", "q_a_proj"),
     _tensor("query_norm.scale", "q_a_layernorm"),
@@ -27,28 +49,27 @@ LATENT_BODY = (
     _tensor("latent_down.kernel", "kv_a_proj_with_mqa"),
     _tensor("latent_norm.scale", "kv_a_layernorm"),
     _tensor("latent_up.kernels.0", "kv_b_proj"),
-    *base.OUT,
-    *base.GATE_UP,
-    *base.DOWN,
+    *OUT,
+    *GATE_UP,
+    *DOWN,
 )
-IGNORED = frozenset({"head_dim", "qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size"})
+IGNORED = {"head_dim", "qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size"}
 """transformers computes the first two from other attributes."""
 
 
-def attributes(eps: float = 1e-6) -> tuple[base.Attribute, ...]:
+def attributes(eps: float = 1e-6) -> Attributes:
     """Returns the attributes of all but the experts, with DeepSeek-V3's defaults."""
     return (
-        *base.sizes(eps),
-        base.kv_heads(),
-        base.Attribute("q_lora_rank", ("query_rank",), int, 1536, can_be_null=True, off=0),
-        base.Attribute("kv_lora_rank", ("kv_rank",), int, 512),
-        base.Attribute("qk_rope_head_dim", ("rope_head_dim",), int, 64),
-        base.Attribute("qk_nope_head_dim", ("head_dim",), int, 128, plus="rope_head_dim"),
-        base.Attribute("v_head_dim", ("value_head_dim",), int, 128),
+        *sizes(eps),
+        Attribute("q_lora_rank", "query_rank", int, 1536, can_be_null=True, off=0),
+        Attribute("kv_lora_rank", "kv_rank", int, 512),
+        Attribute("qk_rope_head_dim", "rope_head_dim", int, 64),
+        Attribute("qk_nope_head_dim", "head_dim", int, 128, plus="rope_head_dim"),
+        Attribute("v_head_dim", "value_head_dim", int, 128),
     )
 
 
-ROPE_PAIRS = base.only("rope_interleave", True, False, default=True)
+ROPE_PAIRS = only("rope_interleave", True, False, default=True)
 """The layout of the file, which an import follows; an export writes the usual one."""
 ATTENTION_TP_PLAN = {
     "layers.*.self_attn.q_b_proj": "colwise",
@@ -57,24 +78,24 @@ ATTENTION_TP_PLAN = {
     "layers.*.self_attn.o_proj": "rowwise",
 }
 _MLP_TP_PLAN = {
-    name: style for name, style in base.TP_PLAN.items() if "attn" not in name
-} | base.EXPERTS_TP_PLAN
+    name: style for name, style in TP_PLAN.items() if "attn" not in name
+} | EXPERTS_TP_PLAN
 
 
 def _remote_code(version: str) -> tuple[str, ...]:
     return tuple(f"modeling_deepseek.Deepseek{version}{kind}" for kind in ("Model", "ForCausalLM"))
 
 
-_WITHOUT_BIASES = base.required(attention_bias=False, mlp_bias=False)
+_WITHOUT_BIASES = required(attention_bias=False, mlp_bias=False)
 _ROUTER_V2 = {"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1}
 _ROUTER_V3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 """Attributes that other programs than transformers read."""
 
 
-def _limit(name: str, field: str) -> base.Attribute:
-    return base.Attribute(
+def _limit(name: str, field: str) -> Attribute:
+    return Attribute(
         name,
-        (field,),
+        field,
         int,
         only_if=("topk_method", "group_limited_greedy"),
         can_be_null=True,
@@ -82,38 +103,38 @@ def _limit(name: str, field: str) -> base.Attribute:
     )
 
 
-DEEPSEEK_V2 = base.Family(
+DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
-    tensors=(*LATENT_BODY, *base.EXPERTS, *base.SHARED_EXPERTS),
+    tensors=(*LATENT_BODY, *EXPERTS, *SHARED_EXPERTS),
     attributes=(
         *attributes(),
-        base.Attribute("n_routed_experts", ("num_experts",), int, 64, alias="num_experts"),
-        base.Attribute("num_experts_per_tok", ("experts_per_token",), int),
-        base.Attribute("routed_scaling_factor", ("experts_scale",), float, 1.0),
-        base.Attribute(
+        Attribute("n_routed_experts", "num_experts", int, 64, alias="num_experts"),
+        Attribute("num_experts_per_tok", "experts_per_token", int),
+        Attribute("routed_scaling_factor", "experts_scale", float, 1.0),
+        Attribute(
             "topk_method",
-            ("group_score",),
+            "group_score",
             {"greedy": "top2", "group_limited_greedy": "max"},
             "greedy",
         ),
         _limit("n_group", "expert_groups"),
         _limit("topk_group", "groups_per_token"),
     ),
-    layer_attributes=base.ROPE | {"first_k_dense_replace"},
-    by_type=base.first_dense(1407, 2),
+    layer_attributes=ROPE | {"first_k_dense_replace"},
+    by_type=first_dense(1407, 2),
     interleaved_rope=True,
     scaled_scores=True,
     remote_code=_remote_code("V2"),
     always={"normalize_experts": False},
     required=_WITHOUT_BIASES | _ROUTER_V2,
     written=_ROUTER_V2,
-    ignored_attributes=base.ROUTER_LOSS | IGNORED,
+    ignored_attributes=ROUTER_LOSS | IGNORED,
     tp_plan={
         **ATTENTION_TP_PLAN,
         "layers.*.self_attn.q_proj": "colwise",
         **_MLP_TP_PLAN,
-        **base.SHARED_TP_PLAN,
+        **SHARED_TP_PLAN,
     },
 )
 
@@ -121,16 +142,16 @@ DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    tensors=(*DEEPSEEK_V2.tensors, base.SELECTION_BIAS),
-    attributes=base.with_defaults(
-        (*attributes(), ROPE_PAIRS, *base.grouped_experts(256, 8, normalize=True)),
+    tensors=(*DEEPSEEK_V2.tensors, SELECTION_BIAS),
+    attributes=with_defaults(
+        (*attributes(), ROPE_PAIRS, *grouped_experts(256, 8, normalize=True)),
         num_key_value_heads=128,
         routed_scaling_factor=2.5,
         n_group=8,
         topk_group=4,
     ),
     default_dense_layers=3,
-    by_type=base.first_dense(2048, 1),
+    by_type=first_dense(2048, 1),
     later_layers=True,
     remote_code=_remote_code("V3"),
     always={"router_scores": "sigmoid", "selection_bias": True},
@@ -138,5 +159,5 @@ DEEPSEEK_V3 = replace(
     written={**_ROUTER_V3, "num_nextn_predict_layers": 0},
     ignored_attributes=DEEPSEEK_V2.ignored_attributes
     | {"num_nextn_predict_layers", "num_mtp_layers"},
-    tp_plan=_MLP_TP_PLAN | base.SHARED_TP_PLAN,
+    tp_plan=_MLP_TP_PLAN | SHARED_TP_PLAN,
 )

@@ -3,37 +3,56 @@
 It has experts chosen by sigmoid scores within groups, and shared experts.
 """
 
-from jaxtp.hf.families import family as base
+from jaxtp.hf.families.family import (
+    ATTENTION_BIAS,
+    BODY,
+    COMMON,
+    EXPERTS,
+    EXPERTS_TP_PLAN,
+    OUT_BIAS,
+    QK_NORMS,
+    QKV_BIASES,
+    REPLICATED,
+    ROUTER_LOSS,
+    SELECTION_BIAS,
+    SHARED_EXPERTS,
+    SHARED_TP_PLAN,
+    TP_PLAN,
+    WINDOW,
+    Family,
+    first_dense,
+    grouped_experts,
+    required,
+    sizes,
+)
 
-DOTS1 = base.Family(
+DOTS1 = Family(
     model_type="dots1",
     architecture="Dots1ForCausalLM",
     tensors=(
-        *base.BODY,
-        *base.QKV_BIASES,
-        *base.OUT_BIAS,
-        *base.QK_NORMS,
-        *base.EXPERTS,
-        base.SELECTION_BIAS,
-        *base.SHARED_EXPERTS,
+        *BODY,
+        *QKV_BIASES,
+        *OUT_BIAS,
+        *QK_NORMS,
+        *EXPERTS,
+        SELECTION_BIAS,
+        *SHARED_EXPERTS,
     ),
     attributes=(
-        *base.sizes(),
-        base.kv_heads(32),
-        base.ATTENTION_BIAS,
-        *base.grouped_experts(normalize=False),
+        *sizes(kv_heads=32),
+        ATTENTION_BIAS,
+        *grouped_experts(normalize=False),
     ),
-    layer_attributes=base.COMMON
-    | base.WINDOW
+    layer_attributes=COMMON
+    | WINDOW
     | {"layer_types", "max_window_layers", "first_k_dense_replace"},
-    by_type=base.first_dense(1408),
+    by_type=first_dense(1408),
     window_can_be_null=True,
     default_full_layers=62,
     always={"qk_norm": "head", "router_scores": "sigmoid", "selection_bias": True},
-    required=base.required(
+    required=required(
         mlp_bias=False, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1
     ),
-    ignored_attributes=base.ROUTER_LOSS
-    | {"aux_loss_alpha", "seq_aux", "ep_size", "use_sliding_window"},
-    tp_plan=base.TP_PLAN | base.REPLICATED | base.EXPERTS_TP_PLAN | base.SHARED_TP_PLAN,
+    ignored_attributes=ROUTER_LOSS | {"aux_loss_alpha", "seq_aux", "ep_size", "use_sliding_window"},
+    tp_plan=TP_PLAN | REPLICATED | EXPERTS_TP_PLAN | SHARED_TP_PLAN,
 )

@@ -2,20 +2,20 @@
 
 from dataclasses import replace
 
-from jaxtp.hf.families import family as base
+from jaxtp.hf.families.family import COMMON, NO_ROPE, REPLICATED, TP_PLAN, WINDOW, required, sizes
 from jaxtp.hf.families.olmo import OLMO2
 
 EXAONE4 = replace(
     OLMO2,
     model_type="exaone4",
     architecture="Exaone4ForCausalLM",
-    attributes=(*base.sizes(1e-5), base.kv_heads(32)),
-    layer_attributes=base.COMMON | base.WINDOW | {"layer_types", "sliding_window_pattern"},
-    always_by_type={"global": base.NO_ROPE},
+    attributes=sizes(1e-5, kv_heads=32),
+    layer_attributes=COMMON | WINDOW | {"layer_types", "sliding_window_pattern"},
+    always_by_type={"global": NO_ROPE},
     window_period=4,
     pattern_is_default=True,
     window_can_be_null=True,
     always={"norm_placement": "after", "qk_norm": "head"},
-    required=base.required(attention_bias=False, mlp_bias=False),
-    tp_plan=base.TP_PLAN | base.REPLICATED,
+    required=required(attention_bias=False, mlp_bias=False),
+    tp_plan=TP_PLAN | REPLICATED,
 )

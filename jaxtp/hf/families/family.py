@@ -7,7 +7,7 @@ the model's output.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
@@ -17,25 +17,28 @@ EXPERT = "{expert}"
 HEAD = "{head}"
 """Placeholders for the number of a layer, expert or head in tensor names; jaxtp stacks them."""
 
+Values = Mapping[str, Any]
+"""Values of fields of `ModelConfig`, or of attributes, by name."""
+
 # Experts in a file: one tensor per expert, or one stacked tensor per layer
 Layout = Literal["separate", "stacked"]
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A file's tensor name (`theirs`) and the dotted path of the parameter (`ours`).
+    """A tensor in a file (`name`) and the parameter that it holds (`path`).
 
-    The path has no index of its stack.
+    The path is dotted, without the index of the stack of layers.
 
-    Entries with the same `theirs` are parts of one tensor, concatenated along the output dim, or
-    cut into chunks that alternate. Entries with the same `ours` are alternatives; a file may use
+    Entries with the same `name` are parts of one tensor, concatenated along the output dim, or
+    cut into chunks that alternate. Entries with the same `path` are alternatives; a file may use
     another one in each layer.
     """
 
-    ours: str
-    theirs: str
-    # The file has `[out, in]`, jaxtp `[in, out]`; the expert dim comes first in both
+    path: str
+    name: str
     transposed: bool = False
+    """The file has `[out, in]`, jaxtp `[in, out]`; the expert dim comes first in both."""
     layout: Layout | Literal["mxfp4"] | None = None
     """The layout of experts that has this tensor; None: both have it. An export writes no
     "mxfp4"."""
@@ -43,49 +46,70 @@ class Tensor:
     """Field with the number of chunks of each part: with num_heads, a fused kernel has the output
     dims `[N, parts, H]`, with num_kv_heads the queries of a group, its key and its value in turn,
     with d_ff parts that alternate."""
-    by_head: bool = False  # The file has a dim of heads, `[N, H]`; jaxtp `[N*H]`
-    unit_dim: bool = False  # The file has a dim of 1 before the last: `[1, N]`, jaxtp `[N]`
-    # Always float32 in the file, whatever the dtype of the others; None: in some files
+    by_head: bool = False
+    """The file has a dim of heads, `[N, H]`; jaxtp `[N*H]`."""
+    unit_dim: bool = False
+    """The file has a dim of 1 before the last: `[1, N]`, jaxtp `[N]`."""
     float32: bool | None = False
-    unless: str | None = None  # Field that is 0 in a block with this tensor
+    """Float32 in the file, whatever the dtype of the other tensors; None: in some files."""
+    unless: str | None = None
+    """Field that is 0 in a block with this tensor."""
+
+
+Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Attribute:
-    """A config.json attribute and the `ModelConfig` fields that it sets.
+    """A config.json attribute and the `ModelConfig` field that it sets.
 
-    Without fields, the values of its `kind` are those that do not change the model; an export
-    writes the first.
+    Without a field, its `kind` lists the values that do not change the model; an export writes the
+    first.
     """
 
     name: str
-    fields: tuple[str, ...]
-    # Type int, float or bool; or a map from the attribute's values to the fields' values
+    field: str | None
     kind: type | Mapping[Any, Any]
-    default: Any = None  # The default of transformers; None: the attribute is required
-    alias: str | None = None  # Alternative name in config.json
+    """Type int, float or bool; or a map from the attribute's values to the fields' values."""
+    default: Any = None
+    """The default of transformers; None: the attribute is required."""
+    alias: str | None = None
+    """Alternative name in config.json."""
     default_from: str | None = None
     """Field of an earlier attribute. Multiplied by `times`, it replaces null, and a missing value
     without `default`."""
     times: int = 1
-    # Another attribute, and the value without which this one has no effect
     only_if: tuple[str, object] | None = None
-    power: float = 1.0  # Exponent: the fields are the attribute raised to it
-    # An earlier field and an exponent: their power multiplies the attribute
+    """Another attribute, and the value without which this one has no effect."""
+    power: float = 1.0
+    """Exponent: the fields are the attribute raised to it."""
     unit: tuple[str, float] | None = None
-    plus: str | None = None  # An earlier field that is added
-    can_be_null: bool = False  # Null switches the feature off: the fields are `off`
+    """An earlier field and an exponent: their power multiplies the attribute."""
+    plus: str | None = None
+    """An earlier field that is added."""
+    can_be_null: bool = False
+    """Null switches the feature off: the fields are `off`."""
     off: int | None = None
-    can_be_zero: bool = False  # Zero switches the feature off
+    can_be_zero: bool = False
+    """Zero switches the feature off."""
+    also: tuple[str, ...] = ()
+    """Further fields that get the same value."""
 
-    def scale(self, fields: Mapping[str, Any]) -> Any:
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """All fields that the attribute sets."""
+        return () if self.field is None else (self.field, *self.also)
+
+    def scale(self, fields: Values) -> Any:
         """Returns the factor of `unit`."""
         return 1 if self.unit is None else fields[self.unit[0]] ** self.unit[1]
 
 
+Attributes = tuple[Attribute, ...]
 AttentionType = Literal["linear_attention", "full_attention", "sliding_attention", "global"]
 LayerType = Literal[AttentionType, "rope", "no_rope", "experts", "dense"]
 """Types of layers; one has several. A global layer has full attention in a model with windows."""
+AttributesByType = dict[LayerType, Attributes]
 
 
 @dataclass(frozen=True)
@@ -96,10 +120,11 @@ class Wrapper:
     """
 
     model_type: str
-    architecture: str  # Class name in transformers
-    # Supported values of the `model_type` in `text_config`; the first is the default
+    architecture: str
+    """Class name in transformers."""
     text_types: tuple[str, ...]
-    others: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.")
+    """Supported values of the `model_type` in `text_config`; the first is the default."""
+    other_tensors: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.")
     """Beginnings of the names of tensors outside of the text model, without a leading `model.`."""
     required: Mapping[str, object] = field(default_factory=dict)
     """Attributes of the text model with one supported value here."""
@@ -115,19 +140,20 @@ ROPE = frozenset(
 )
 """Attributes of rotary embeddings; with rope_local_base_freq, layers with a window have their own
 base."""
-WINDOW = frozenset({"sliding_window"})
+WINDOW = {"sliding_window"}
 """Attribute that gives all layers a window; layer_types restricts it to some layers."""
 SWITCHED_WINDOW = WINDOW | {"use_sliding_window", "max_window_layers"}
-DENSE_LAYERS = frozenset({"mlp_only_layers", "decoder_sparse_step"})
+DENSE_LAYERS = {"mlp_only_layers", "decoder_sparse_step"}
 """Attributes that name dense layers; the others have experts."""
-LINEAR_LAYERS = frozenset({"layer_types", "full_attention_interval"})
+LINEAR_LAYERS = {"layer_types", "full_attention_interval"}
 """Attributes that name layers with full attention; the others have linear attention."""
-NO_ROPE: Mapping[str, Any] = {"rope_theta": None, "rope_scaling": {"kind": "none"}}
+NO_ROPE: Values = {"rope_theta": None, "rope_scaling": {"kind": "none"}}
 """Fields of layers that rotate nothing."""
-NEVER = 1 << 20  # A `window_period` that no model reaches: every layer has a window
-EXPERT_RANGE = frozenset({"moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"})
+# A `window_period` that no model reaches: every layer has a window
+NEVER = 1 << 20
+EXPERT_RANGE = {"moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"}
 """Attributes that name the layers with experts."""
-NO_ROPE_LAYERS = frozenset({"no_rope_layers", "no_rope_layer_interval"})
+NO_ROPE_LAYERS = {"no_rope_layers", "no_rope_layer_interval"}
 """Attributes that name layers without a rotation."""
 SCALE_BY_LAYER = "scale_attn_by_inverse_layer_idx"
 """Attribute that, if true, divides the attention scores of layer i (from 1) by i."""
@@ -170,209 +196,220 @@ class Family:
     """The models of one transformers `model_type`."""
 
     model_type: str
-    architecture: str  # Class name in transformers
-    tensors: tuple[Tensor, ...]
+    architecture: str
+    """Class name in transformers."""
+    tensors: Tensors
     """All tensors that a model may have; a tensor is required if the model has its parameter."""
-    # If several entries have one name, an export writes the first
-    attributes: tuple[Attribute, ...]
-    layer_attributes: frozenset[str] = COMMON
+    attributes: Attributes
+    """If several entries have one name, an export writes the first."""
+    layer_attributes: Set[str] = COMMON
     """Further attributes, read by `hf/config_blocks.py`. If one is missing here, the family lacks
     its feature."""
-    rope_attributes: tuple[Attribute, ...] = ()
+    rope_attributes: Attributes = ()
     """Attributes in `rope_parameters` (or `rope_scaling`) or beside it; of two with one field, the
     first in the file counts, and an export writes the first."""
-    by_type: Mapping[LayerType, tuple[Attribute, ...]] = field(default_factory=dict)
+    by_type: AttributesByType = field(default_factory=dict)
     """Attributes of the layers of one type."""
-    always_by_type: Mapping[LayerType, Mapping[str, Any]] = field(default_factory=dict)
+    always_by_type: Mapping[LayerType, Values] = field(default_factory=dict)
     """Fields of `BlockConfig` with a fixed value in the layers of one type."""
-    prefix: str = "model."  # Prefix of all tensor names except the head's; a file may lack it
-    wrapper: Wrapper | None = None  # The multimodal model that holds this text model, if any
+    prefix: str = "model."
+    """Prefix of all tensor names except the head's; a file may lack it."""
+    wrapper: Wrapper | None = None
+    """The multimodal model that holds this text model, if any."""
     interleaved_rope: bool = False
     """The file has rotated pairs of query and key dims next to each other, jaxtp half of the
     rotated dims apart; rope_interleave may switch it off."""
     rope_in_head: bool = False
     """Whether latent attention has a partial_rotary_factor in rope_parameters: the rotated part of
     a head."""
-    scaled_scores: bool = False  # Whether mscale_all_dim of yarn also scales the attention scores
-    remote_code: tuple[str, ...] = ()  # Classes in auto_map that transformers has too
-    others: tuple[str, ...] = ()
+    scaled_scores: bool = False
+    """Whether mscale_all_dim of yarn also scales the attention scores."""
+    remote_code: tuple[str, ...] = ()
+    """Classes in auto_map that transformers has too."""
+    other_tensors: tuple[str, ...] = ()
     """Beginnings of the names of tensors that are not read, but copied by an export, such as
     prediction heads."""
-    # Whether layers from num_hidden_layers on are prediction heads, among `others`
     later_layers: bool = False
+    """Whether layers from num_hidden_layers on are prediction heads, among `other_tensors`."""
     ignored_tensors: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
     """Tensors in files that an import skips."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Scalar tensors of each layer with one supported value. A file may lack them; an export writes
     them."""
-    default_window: int | None = 4096  # Default of sliding_window
+    default_window: int | None = 4096
+    """Default of sliding_window."""
     window_period: int = 2
     """Without layer_types, every n-th layer has no window; sliding_window_pattern overrides n. If
     0, layer_types is required."""
-    default_full_layers: int = 28  # Default of max_window_layers
-    # Whether these layers are counted from the last, which has no window
+    default_full_layers: int = 28
+    """Default of max_window_layers."""
     windows_from_last: bool = False
-    last_is_global: bool = False  # Whether the last layer never has a window
+    """Whether these layers are counted from the last, which has no window."""
+    last_is_global: bool = False
+    """Whether the last layer never has a window."""
     window_can_be_null: bool = False
     """Whether a sliding_window of null means no windows, and layers are global only without it."""
-    pattern_is_default: bool = False  # Whether layer_types replaces another sliding_window_pattern
+    pattern_is_default: bool = False
+    """Whether layer_types replaces another sliding_window_pattern."""
     only_layer_type: str | None = None
     """The one supported type in layer_types, in a family without windows; a file without
     layer_types has others."""
-    default_dense_layers: int = 0  # Default of first_k_dense_replace and moe_layer_start_index
+    default_dense_layers: int = 0
+    """Default of first_k_dense_replace and moe_layer_start_index."""
     rope_theta: float = 10_000.0
     """Default of rope_theta; with rope_local_base_freq, it is 10,000 in layers with a window."""
-    rope_theta_name: str = "rope_theta"  # Name of rope_theta beside `rope_scaling`
+    rope_theta_name: str = "rope_theta"
+    """Name of rope_theta beside `rope_scaling`."""
     rope_by_type: bool = False
     """Whether rope_parameters holds one rotary embedding for each attention type; a `rope_scaling`
     is for layers with full attention."""
-    # The rope_parameters of a file without any
-    default_rope: Mapping[str, Any] = field(default_factory=dict)
-    # Parameters of the rotary embedding without effect on text
-    rope_ignored: frozenset[str] = frozenset()
-    rope_kinds: frozenset[str] = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
+    default_rope: Values = field(default_factory=dict)
+    """The rope_parameters of a file without any."""
+    rope_ignored: Set[str] = frozenset()
+    """Parameters of the rotary embedding without effect on text."""
+    rope_kinds: Set[str] = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
     """Supported kinds of rotary embedding."""
-    # Other names of these kinds, in older files
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of these kinds, in older files."""
     original_length: int | None = None
     """Default of a top-level original_max_position_embeddings; None: the value in rope_scaling or
     rope_parameters, else max_position_embeddings."""
-    # Default of head_dim; None: hidden_size / num_attention_heads
     default_head_dim: int | None = None
-    # Fields of `ModelConfig` with a fixed value
-    always: Mapping[str, Any] = field(default_factory=dict)
+    """Default of head_dim; None: hidden_size / num_attention_heads."""
+    always: Values = field(default_factory=dict)
+    """Fields of `ModelConfig` with a fixed value."""
     required: Mapping[str, object] = field(default_factory=dict)
     """Attributes with one supported value; others would change the model."""
     written: Mapping[str, object] = field(default_factory=dict)
     """Attributes that an export adds, without effect on the model."""
-    ignored_attributes: frozenset[str] = frozenset()  # Ignored in addition to `IGNORED_ATTRIBUTES`
-    # Supported values of quant_method in quantization_config
-    quantization: frozenset[str] = frozenset({"fp8"})
+    ignored_attributes: Set[str] = frozenset()
+    """Ignored in addition to `IGNORED_ATTRIBUTES`."""
+    quantization: Set[str] = frozenset({"fp8"})
+    """Supported values of quant_method in quantization_config."""
     tp_plan: Mapping[str, str] = field(default_factory=TP_PLAN.copy)
     """`base_model_tp_plan` of transformers 5, with a row for the head."""
 
-    def changing_fields(self) -> frozenset[str]:
-        """Returns the fields that depend on a layer's types."""
-        by_type = (each.fields for each in chain.from_iterable(self.by_type.values()))
-        return frozenset(chain(*by_type, *self.always_by_type.values()))
+    def changing_fields(self) -> Iterable[str]:
+        """Returns the fields that depend on a layer's types, always in the same order."""
+        attributes = chain.from_iterable(self.by_type.values())
+        fields = chain.from_iterable(attribute.fields for attribute in attributes)
+        return dict.fromkeys(chain(fields, *self.always_by_type.values()))
 
-    def known_attributes(self) -> frozenset[str]:
+    def known_attributes(self) -> Set[str]:
         """Returns the attributes that an import reads."""
-        every = (
-            *self.attributes,
-            *self.rope_attributes,
-            *chain.from_iterable(self.by_type.values()),
-        )
-        names = {name for each in every for name in (each.name, each.alias) if name is not None}
-        return self.layer_attributes | names | {"model_type", self.rope_theta_name}
+        attributes = list(chain(self.attributes, self.rope_attributes, *self.by_type.values()))
+        names = {attribute.name for attribute in attributes}
+        aliases = {attribute.alias for attribute in attributes if attribute.alias is not None}
+        return self.layer_attributes | names | aliases | {"model_type", self.rope_theta_name}
 
 
-def biases(*tensors: Tensor) -> tuple[Tensor, ...]:
+def tensors(names: Mapping[str, str], **options: Any) -> Tensors:
+    """Returns a tensor for each parameter's path and its name in a file."""
+    return tuple(Tensor(path, name, **options) for path, name in names.items())
+
+
+def block_tensors(
+    names: Mapping[str, str], prefix: str = "model.layers.{layer}.", **options: Any
+) -> Tensors:
+    """Like `tensors`, for the parameters of blocks.
+
+    `names` omits `blocks.` at the beginning of each path, and `prefix` at the beginning of each
+    name.
+    """
+    full_names = {f"blocks.{path}": prefix + name for path, name in names.items()}
+    return tensors(full_names, **options)
+
+
+def replace_all(tensors: Collection[Tensor], **changes: Any) -> Tensors:
+    """Returns the tensors with the same changes of each."""
+    return tuple(replace(tensor, **changes) for tensor in tensors)
+
+
+def biases(*tensors: Tensor) -> Tensors:
     """Returns the biases of norms, given by their scales, and of kernels."""
-    names = [
-        re.sub(r"kernel|scale", "bias", tensor.ours).replace("biass", "biases")
-        for tensor in tensors
-    ]
     return tuple(
         replace(
             tensor,
-            ours=name,
-            theirs=tensor.theirs.removesuffix("weight") + "bias",
+            path=re.sub(r"kernel|scale", "bias", tensor.path).replace("biass", "biases"),
+            name=tensor.name.removesuffix("weight") + "bias",
             transposed=False,
         )
-        for tensor, name in zip(tensors, names, strict=True)
+        for tensor in tensors
     )
 
 
-def with_biases(*tensors: Tensor) -> tuple[Tensor, ...]:
+def with_biases(*tensors: Tensor) -> Tensors:
     """Returns the tensors of norms' scales and of kernels, and their biases."""
     return tensors + biases(*tensors)
 
 
-OUTER = (
-    Tensor("embedding.embedding", "model.embed_tokens.weight"),
-    Tensor("norm.scale", "model.norm.weight"),
-    Tensor("head.kernel", "lm_head.weight"),
+OUTER = tensors(
+    {
+        "embedding.embedding": "model.embed_tokens.weight",
+        "norm.scale": "model.norm.weight",
+        "head.kernel": "lm_head.weight",
+    }
 )
 """Tensors outside of the blocks."""
-NORMS = (
-    Tensor("blocks.attention_norm.scale", "model.layers.{layer}.input_layernorm.weight"),
-    Tensor("blocks.mlp_norm.scale", "model.layers.{layer}.post_attention_layernorm.weight"),
+NORMS = block_tensors(
+    {
+        "attention_norm.scale": "input_layernorm.weight",
+        "mlp_norm.scale": "post_attention_layernorm.weight",
+    }
 )
-QKV = (
-    Tensor(
-        "blocks.attention.qkv.kernels.0",
-        "model.layers.{layer}.self_attn.q_proj.weight",
-        transposed=True,
-    ),
-    Tensor(
-        "blocks.attention.qkv.kernels.1",
-        "model.layers.{layer}.self_attn.k_proj.weight",
-        transposed=True,
-    ),
-    Tensor(
-        "blocks.attention.qkv.kernels.2",
-        "model.layers.{layer}.self_attn.v_proj.weight",
-        transposed=True,
-    ),
+QKV = block_tensors(
+    {
+        "attention.qkv.kernels.0": "self_attn.q_proj.weight",
+        "attention.qkv.kernels.1": "self_attn.k_proj.weight",
+        "attention.qkv.kernels.2": "self_attn.v_proj.weight",
+    },
+    transposed=True,
 )
-OUT = (
-    Tensor(
-        "blocks.attention.out.kernel",
-        "model.layers.{layer}.self_attn.o_proj.weight",
-        transposed=True,
-    ),
+OUT = block_tensors({"attention.out.kernel": "self_attn.o_proj.weight"}, transposed=True)
+GATE_UP = block_tensors(
+    {
+        "mlp.gate_up.kernels.0": "mlp.gate_proj.weight",
+        "mlp.gate_up.kernels.1": "mlp.up_proj.weight",
+    },
+    transposed=True,
 )
-GATE_UP = (
-    Tensor(
-        "blocks.mlp.gate_up.kernels.0", "model.layers.{layer}.mlp.gate_proj.weight", transposed=True
-    ),
-    Tensor(
-        "blocks.mlp.gate_up.kernels.1", "model.layers.{layer}.mlp.up_proj.weight", transposed=True
-    ),
-)
-UP = (
-    Tensor("blocks.mlp.up.kernels.0", "model.layers.{layer}.mlp.up_proj.weight", transposed=True),
-)
+UP = block_tensors({"mlp.up.kernels.0": "mlp.up_proj.weight"}, transposed=True)
 """The first projection of a plain MLP."""
-DOWN = (
-    Tensor("blocks.mlp.down.kernel", "model.layers.{layer}.mlp.down_proj.weight", transposed=True),
-)
+DOWN = block_tensors({"mlp.down.kernel": "mlp.down_proj.weight"}, transposed=True)
 PROJECTIONS = QKV + OUT + GATE_UP + DOWN
 BODY = OUTER + NORMS + PROJECTIONS
 QKV_BIASES = biases(*QKV)
 OUT_BIAS = biases(*OUT)
 MLP_BIASES = biases(*GATE_UP, *DOWN)
 ATTENTION = QKV + QKV_BIASES + OUT + OUT_BIAS
-QK_NORMS = (
-    Tensor("blocks.attention.qk_norms.0.scale", "model.layers.{layer}.self_attn.q_norm.weight"),
-    Tensor("blocks.attention.qk_norms.1.scale", "model.layers.{layer}.self_attn.k_norm.weight"),
+QK_NORMS = block_tensors(
+    {
+        "attention.qk_norms.0.scale": "self_attn.q_norm.weight",
+        "attention.qk_norms.1.scale": "self_attn.k_norm.weight",
+    }
 )
 ROUTER = Tensor("blocks.mlp.router", "model.layers.{layer}.mlp.gate.weight", transposed=True)
-STACKED_EXPERTS = tuple(
-    Tensor(
-        f"blocks.mlp.{ours}",
-        f"model.layers.{{layer}}.mlp.experts.{theirs}",
-        transposed=True,
-        layout="stacked",
-    )
-    for ours, theirs in (("gate", "gate_up_proj"), ("up", "gate_up_proj"), ("down", "down_proj"))
+STACKED_EXPERTS = block_tensors(
+    {
+        "mlp.gate": "mlp.experts.gate_up_proj",
+        "mlp.up": "mlp.experts.gate_up_proj",
+        "mlp.down": "mlp.experts.down_proj",
+    },
+    transposed=True,
+    layout="stacked",
 )
 """As in transformers 5."""
 
 
-def separate_experts(module: str, **names: str) -> tuple[Tensor, ...]:
-    """Returns the tensors of a layer's module with one per expert.
+def separate_experts(module: str, **names: str) -> Tensors:
+    """Returns the tensors of a layer's module, one for each expert.
 
-    `names` are file names of gate, up and down.
+    `names` are the names of gate, up and down in a file.
     """
-    before = f"model.layers.{{layer}}.{module}.experts.{{expert}}"
-    return tuple(
-        Tensor(
-            f"blocks.mlp.{ours}", f"{before}.{theirs}.weight", transposed=True, layout="separate"
-        )
-        for ours, theirs in names.items()
-    )
+    full_names = {
+        f"mlp.{path}": f"{module}.experts.{{expert}}.{name}.weight" for path, name in names.items()
+    }
+    return block_tensors(full_names, transposed=True, layout="separate")
 
 
 EXPERTS = (
@@ -382,25 +419,23 @@ EXPERTS = (
 )
 
 
-ATTENTION_BIAS = Attribute("attention_bias", ("attention_bias", "attention_out_bias"), bool, False)
+ATTENTION_BIAS = Attribute(
+    "attention_bias", "attention_bias", bool, False, also=("attention_out_bias",)
+)
 """One switch for the biases of q, k, v and o."""
-MLP_BIAS = Attribute("mlp_bias", ("mlp_bias",), bool, False)
+MLP_BIAS = Attribute("mlp_bias", "mlp_bias", bool, False)
 SELECTION_BIAS = Tensor(
     "blocks.mlp.selection_bias",
     "model.layers.{layer}.mlp.gate.e_score_correction_bias",
     float32=True,
 )
-SHARED_EXPERTS = tuple(
-    Tensor(
-        f"blocks.mlp.shared.{ours}",
-        f"model.layers.{{layer}}.mlp.shared_experts.{theirs}.weight",
-        transposed=True,
-    )
-    for ours, theirs in (
-        ("gate_up.kernels.0", "gate_proj"),
-        ("gate_up.kernels.1", "up_proj"),
-        ("down.kernel", "down_proj"),
-    )
+SHARED_EXPERTS = block_tensors(
+    {
+        "mlp.shared.gate_up.kernels.0": "mlp.shared_experts.gate_proj.weight",
+        "mlp.shared.gate_up.kernels.1": "mlp.shared_experts.up_proj.weight",
+        "mlp.shared.down.kernel": "mlp.shared_experts.down_proj.weight",
+    },
+    transposed=True,
 )
 ACTIVATIONS: Mapping[str, str] = {
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -420,87 +455,94 @@ def only(name: str, *values: object, default: object = None) -> Attribute:
 
     A missing one has its `default`.
     """
-    return Attribute(name, (), dict.fromkeys(values), default)
+    return Attribute(name, None, dict.fromkeys(values), default)
 
 
-def with_defaults(attributes: Collection[Attribute], **defaults: object) -> tuple[Attribute, ...]:
+def without(attributes: Collection[Attribute], *names: str) -> Attributes:
+    """Returns the attributes that have none of these names."""
+    return tuple(attribute for attribute in attributes if attribute.name not in names)
+
+
+def with_defaults(attributes: Collection[Attribute], **defaults: object) -> Attributes:
     """Returns attributes with other defaults."""
     return tuple(
-        replace(each, default=defaults.get(each.name, each.default)) for each in attributes
+        replace(attribute, default=defaults.get(attribute.name, attribute.default))
+        for attribute in attributes
     )
 
 
-def kv_heads(default: int | None = None) -> Attribute:
-    """Returns num_key_value_heads; by default equal to num_attention_heads."""
-    return Attribute(
-        "num_key_value_heads", ("num_kv_heads",), int, default, default_from="num_heads"
-    )
-
-
-def some_experts(
-    count: int, per_token: int, alias: str | None = "num_local_experts"
-) -> tuple[Attribute, ...]:
+def some_experts(count: int, per_token: int, alias: str | None = "num_local_experts") -> Attributes:
     """Returns the attributes of a router without groups, with their defaults."""
     return (
-        Attribute("num_experts", ("num_experts",), int, count, alias=alias),
-        Attribute("num_experts_per_tok", ("experts_per_token",), int, per_token),
-        Attribute("norm_topk_prob", ("normalize_experts",), bool, False),
+        Attribute("num_experts", "num_experts", int, count, alias=alias),
+        Attribute("num_experts_per_tok", "experts_per_token", int, per_token),
+        Attribute("norm_topk_prob", "normalize_experts", bool, False),
     )
 
 
 def grouped_experts(
     count: int | None = None, per_token: int | None = None, *, normalize: bool
-) -> tuple[Attribute, ...]:
+) -> Attributes:
     """Returns DeepSeek-V3's router attributes."""
     return (
-        Attribute("n_routed_experts", ("num_experts",), int, count, alias="num_local_experts"),
-        Attribute("num_experts_per_tok", ("experts_per_token",), int, per_token),
-        Attribute("norm_topk_prob", ("normalize_experts",), bool, normalize),
-        Attribute("routed_scaling_factor", ("experts_scale",), float, 1.0),
-        Attribute("n_group", ("expert_groups",), int, 1),
-        Attribute("topk_group", ("groups_per_token",), int, 1),
+        Attribute("n_routed_experts", "num_experts", int, count, alias="num_local_experts"),
+        Attribute("num_experts_per_tok", "experts_per_token", int, per_token),
+        Attribute("norm_topk_prob", "normalize_experts", bool, normalize),
+        Attribute("routed_scaling_factor", "experts_scale", float, 1.0),
+        Attribute("n_group", "expert_groups", int, 1),
+        Attribute("topk_group", "groups_per_token", int, 1),
     )
 
 
-def first_dense(
-    width: int | None, shared: int | None = None
-) -> Mapping[LayerType, tuple[Attribute, ...]]:
+DENSE_WIDTH = (Attribute("intermediate_size", "d_ff", int),)
+"""Width of the MLPs in layers without experts."""
+
+
+def first_dense(width: int | None, shared: int | None = None) -> AttributesByType:
     """Returns DeepSeek's widths of experts, shared experts and dense layers.
 
     Missing ones have their defaults.
     """
     return {
         "experts": (
-            Attribute("moe_intermediate_size", ("d_ff",), int, width),
+            Attribute("moe_intermediate_size", "d_ff", int, width),
             Attribute(
                 "n_shared_experts",
-                ("shared_experts",),
+                "shared_experts",
                 int,
                 shared,
                 unit=("d_ff", 1),
                 can_be_zero=True,
             ),
         ),
-        "dense": (Attribute("intermediate_size", ("d_ff",), int),),
+        "dense": DENSE_WIDTH,
     }
 
 
 # Rotated part of each head
-PARTIAL_ROPE = Attribute("partial_rotary_factor", ("rotary_fraction",), float, 1.0)
+PARTIAL_ROPE = Attribute("partial_rotary_factor", "rotary_fraction", float, 1.0)
 
 
 def sizes(
-    eps: float = 1e-6, *, eps_name: str = "rms_norm_eps", tied: bool = False
-) -> tuple[Attribute, ...]:
-    """Returns attributes that most families share."""
+    eps: float = 1e-6,
+    *,
+    kv_heads: int | None = None,
+    eps_name: str = "rms_norm_eps",
+    tied: bool = False,
+) -> Attributes:
+    """Returns attributes that most families share.
+
+    Without `kv_heads`, num_key_value_heads is equal to num_attention_heads by default.
+    """
     return (
-        Attribute("vocab_size", ("vocab_size",), int),
-        Attribute("hidden_size", ("d_model",), int),
-        Attribute("intermediate_size", ("d_ff",), int),
-        Attribute("num_hidden_layers", ("num_layers",), int),
-        Attribute("num_attention_heads", ("num_heads",), int),
-        Attribute(eps_name, ("norm_eps",), float, eps),
-        Attribute("tie_word_embeddings", ("tie_embeddings",), bool, tied),
+        Attribute("vocab_size", "vocab_size", int),
+        Attribute("hidden_size", "d_model", int),
+        Attribute("intermediate_size", "d_ff", int),
+        Attribute("num_hidden_layers", "num_layers", int),
+        Attribute("num_attention_heads", "num_heads", int),
+        Attribute("num_key_value_heads", "num_kv_heads", int, kv_heads, default_from="num_heads"),
+        Attribute(eps_name, "norm_eps", float, eps),
+        Attribute("tie_word_embeddings", "tie_embeddings", bool, tied),
     )
 
 
@@ -523,101 +565,27 @@ def required(without: Collection[str] = (), **more: object) -> dict[str, object]
     return {name: value for name, value in _REQUIRED.items() if name not in without} | more
 
 
-ROUTER_LOSS = frozenset({"output_router_logits", "router_aux_loss_coef"})
+ROUTER_LOSS = {"output_router_logits", "router_aux_loss_coef"}
 """Training attributes without effect on the model's output."""
-IGNORED_ATTRIBUTES = frozenset(
-    {
-        *(
-            "architectures",
-            "model_type",
-            "transformers_version",
-            "torch_dtype",
-            "dtype",
-            "name_or_path",
-        ),
-        *(
-            "max_position_embeddings",
-            "model_max_length",
-            "max_sequence_length",
-            "max_seq_length",
-            "max_seq_len",
-        ),
-        *(
-            "initializer_range",
-            "use_cache",
-            "pretraining_tp",
-            "is_llama_config",
-            "is_decoder",
-            "tokenizer_class",
-        ),
-        *(
-            "output_attentions",
-            "output_hidden_states",
-            "return_dict",
-            "return_dict_in_generate",
-            "output_scores",
-        ),
-        *(
-            "base_model_tp_plan",
-            "base_model_pp_plan",
-            "base_model_fsdp_plan",
-            "tie_last_hidden_states",
-        ),
-        *(
-            "id2label",
-            "label2id",
-            "num_labels",
-            "problem_type",
-            "finetuning_task",
-            "task_specific_params",
-            "prefix",
-        ),
-        *(
-            "torchscript",
-            "tf_legacy_loss",
-            "use_bfloat16",
-            "tie_encoder_decoder",
-            "chunk_size_feed_forward",
-        ),
-        *(
-            "cross_attention_hidden_size",
-            "gradient_checkpointing",
-            "transformers.js_config",
-            "cache_implementation",
-        ),
-        # Generation settings, which older versions stored here:
-        *(
-            "max_length",
-            "min_length",
-            "max_new_tokens",
-            "do_sample",
-            "early_stopping",
-            "num_beams",
-            "num_beam_groups",
-        ),
-        *(
-            "diversity_penalty",
-            "temperature",
-            "top_k",
-            "top_p",
-            "typical_p",
-            "repetition_penalty",
-            "length_penalty",
-        ),
-        *(
-            "no_repeat_ngram_size",
-            "encoder_no_repeat_ngram_size",
-            "bad_words_ids",
-            "num_return_sequences",
-        ),
-        *(
-            "remove_invalid_values",
-            "suppress_tokens",
-            "begin_suppress_tokens",
-            "exponential_decay_length_penalty",
-        ),
-    }
-)
+# Generation settings, which older versions of transformers stored in config.json
+_GENERATION_ATTRIBUTES = """
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    remove_invalid_values suppress_tokens begin_suppress_tokens exponential_decay_length_penalty
+"""
+_MODEL_ATTRIBUTES = """
+    architectures model_type transformers_version torch_dtype dtype name_or_path
+    max_position_embeddings model_max_length max_sequence_length max_seq_length max_seq_len
+    initializer_range use_cache pretraining_tp is_llama_config is_decoder tokenizer_class
+    output_attentions output_hidden_states return_dict return_dict_in_generate output_scores
+    base_model_tp_plan base_model_pp_plan base_model_fsdp_plan tie_last_hidden_states id2label
+    label2id num_labels problem_type finetuning_task task_specific_params prefix torchscript
+    tf_legacy_loss use_bfloat16 tie_encoder_decoder chunk_size_feed_forward
+    cross_attention_hidden_size gradient_checkpointing transformers.js_config
+    cache_implementation
+"""
+IGNORED_ATTRIBUTES = frozenset((_MODEL_ATTRIBUTES + _GENERATION_ATTRIBUTES).split())
 """Ignored by all families. max_position_embeddings is the trained length; a `ModelConfig` has no
 such limit."""
 _BOOKKEEPING = re.compile(
@@ -633,13 +601,12 @@ def is_ignorable(name: str, value: object, family: Family) -> bool:
     """Returns whether an attribute has no effect on model output."""
     # Classes in Python files of the folder; an AutoModel... class may compute anything.
     if name == "auto_map":
-        models = value.items() if isinstance(value, dict) else ()
-        unknown = (
-            key
-            for key, name in models
-            if key.startswith("AutoModel") and name not in family.remote_code
+        if not isinstance(value, dict):
+            return value is None
+        return all(
+            model in family.remote_code or not key.startswith("AutoModel")
+            for key, model in value.items()
         )
-        return value is None or (isinstance(value, dict) and not any(unknown))
     return (
         name in IGNORED_ATTRIBUTES | family.ignored_attributes
         or _BOOKKEEPING.fullmatch(name) is not None

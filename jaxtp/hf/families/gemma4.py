@@ -2,11 +2,19 @@
 
 from dataclasses import replace
 
-from jaxtp.hf.families import family as base
+from jaxtp.hf.families.family import (
+    COMMON,
+    PARTIAL_ROPE,
+    WINDOW,
+    Attribute,
+    Wrapper,
+    block_tensors,
+    only,
+    required,
+    with_defaults,
+    without,
+)
 from jaxtp.hf.families.gemma import GEMMA3
-
-_LAYER = "model.layers.{layer}."
-
 
 GEMMA4 = replace(
     GEMMA3,
@@ -14,64 +22,68 @@ GEMMA4 = replace(
     architecture="Gemma4ForCausalLM",
     tensors=(
         *GEMMA3.tensors,
-        base.Tensor("blocks.layer_scale", f"{_LAYER}layer_scalar"),
+        *block_tensors({"layer_scale": "layer_scalar"}),
         # In blocks with experts the MLP is one of two:
         *(
-            replace(each, ours=each.ours.replace(".mlp", ".mlp.mlp"))
-            for each in GEMMA3.tensors
-            if each.ours.startswith(("blocks.mlp.", "blocks.mlp_norm."))
+            replace(tensor, path=tensor.path.replace(".mlp", ".mlp.mlp"))
+            for tensor in GEMMA3.tensors
+            if tensor.path.startswith(("blocks.mlp.", "blocks.mlp_norm."))
         ),
-        base.Tensor(
-            "blocks.mlp.mlp_after_norm.scale", f"{_LAYER}post_feedforward_layernorm_1.weight"
+        *block_tensors(
+            {
+                "mlp.mlp_after_norm.scale": "post_feedforward_layernorm_1.weight",
+                "mlp.experts.input_scale": "pre_feedforward_layernorm_2.weight",
+                "mlp.experts_after_norm.scale": "post_feedforward_layernorm_2.weight",
+            }
         ),
-        base.Tensor(
-            "blocks.mlp.experts.input_scale", f"{_LAYER}pre_feedforward_layernorm_2.weight"
+        *block_tensors({"mlp.experts.router": "router.proj.weight"}, transposed=True),
+        *block_tensors(
+            {
+                "mlp.experts.router_scale": "router.scale",
+                "mlp.experts.expert_scale": "router.per_expert_scale",
+            }
         ),
-        base.Tensor(
-            "blocks.mlp.experts_after_norm.scale", f"{_LAYER}post_feedforward_layernorm_2.weight"
-        ),
-        base.Tensor("blocks.mlp.experts.router", f"{_LAYER}router.proj.weight", transposed=True),
-        base.Tensor("blocks.mlp.experts.router_scale", f"{_LAYER}router.scale"),
-        base.Tensor("blocks.mlp.experts.expert_scale", f"{_LAYER}router.per_expert_scale"),
-        *(
-            base.Tensor(f"blocks.mlp.experts.{ours}", f"{_LAYER}experts.{theirs}", transposed=True)
-            for ours, theirs in (
-                ("gate", "gate_up_proj"),
-                ("up", "gate_up_proj"),
-                ("down", "down_proj"),
-            )
+        *block_tensors(
+            {
+                "mlp.experts.gate": "experts.gate_up_proj",
+                "mlp.experts.up": "experts.gate_up_proj",
+                "mlp.experts.down": "experts.down_proj",
+            },
+            transposed=True,
         ),
     ),
     attributes=(
-        *base.with_defaults(
-            tuple(each for each in GEMMA3.attributes if each.name != "query_pre_attn_scalar"),
-            **{"vocab_size": 262_144, "num_hidden_layers": 30},
+        *with_defaults(
+            without(GEMMA3.attributes, "query_pre_attn_scalar"),
+            vocab_size=262_144,
+            num_hidden_layers=30,
         ),
-        base.only("hidden_size_per_layer_input", 0, default=256),
-        base.only("num_kv_shared_layers", 0, default=0),
-        base.only("use_double_wide_mlp", False, default=False),
-        base.Attribute("num_experts", ("num_experts",), int, can_be_null=True, can_be_zero=True),
-        base.only("use_bidirectional_attention", None, "vision"),  # causal for text
+        only("hidden_size_per_layer_input", 0, default=256),
+        only("num_kv_shared_layers", 0, default=0),
+        only("use_double_wide_mlp", False, default=False),
+        Attribute("num_experts", "num_experts", int, can_be_null=True, can_be_zero=True),
+        # Causal for text.
+        only("use_bidirectional_attention", None, "vision"),
     ),
-    layer_attributes=base.COMMON
-    | base.WINDOW
-    | {"layer_types", "per_layer_config", "enable_moe_block"},
+    layer_attributes=COMMON | WINDOW | {"layer_types", "per_layer_config", "enable_moe_block"},
     by_type={
         "experts": (
-            base.Attribute("top_k_experts", ("experts_per_token",), int),
-            base.Attribute("moe_intermediate_size", ("d_ff",), int),
-            base.Attribute("intermediate_size", ("dense_mlp",), int, 9216),
+            Attribute("top_k_experts", "experts_per_token", int),
+            Attribute("moe_intermediate_size", "d_ff", int),
+            Attribute("intermediate_size", "dense_mlp", int, 9216),
         ),
-        "dense": (base.Attribute("intermediate_size", ("d_ff",), int, 9216),),
+        "dense": (Attribute("intermediate_size", "d_ff", int, 9216),),
         "sliding_attention": (
-            base.Attribute("head_dim", ("head_dim",), int, 256),
-            base.Attribute("num_key_value_heads", ("num_kv_heads",), int, 4),
+            Attribute("head_dim", "head_dim", int, 256),
+            Attribute("num_key_value_heads", "num_kv_heads", int, 4),
         ),
         "full_attention": (
-            base.Attribute("global_head_dim", ("head_dim",), int, 512),
-            base.Attribute("attention_k_eq_v", ("value_is_key",), bool, False),
-            base.Attribute(
-                *("num_global_key_value_heads", ("num_kv_heads",), int),
+            Attribute("global_head_dim", "head_dim", int, 512),
+            Attribute("attention_k_eq_v", "value_is_key", bool, False),
+            Attribute(
+                "num_global_key_value_heads",
+                "num_kv_heads",
+                int,
                 default_from="num_kv_heads",
                 only_if=("attention_k_eq_v", True),
             ),
@@ -79,8 +91,8 @@ GEMMA4 = replace(
     },
     default_window=512,
     last_is_global=True,
-    rope_kinds=frozenset({"default", "proportional"}),
-    rope_attributes=(base.PARTIAL_ROPE,),
+    rope_kinds={"default", "proportional"},
+    rope_attributes=(PARTIAL_ROPE,),
     default_rope={
         "full_attention": {
             "rope_type": "proportional",
@@ -90,13 +102,17 @@ GEMMA4 = replace(
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     },
     always={
-        **{"norm": "rms", "norm_placement": "both", "qk_norm": "head", "value_norm": True},
-        **{"query_scale": 1.0, "layer_scale": True},
+        "norm": "rms",
+        "norm_placement": "both",
+        "qk_norm": "head",
+        "value_norm": True,
+        "query_scale": 1.0,
+        "layer_scale": True,
     },
-    required=base.required(
+    required=required(
         without=("hidden_act", "partial_rotary_factor", "per_layer_config"), mlp_bias=False
     ),
-    ignored_attributes=frozenset({"vocab_size_per_layer_input"}),
+    ignored_attributes={"vocab_size_per_layer_input"},
     tp_plan={
         **GEMMA3.tp_plan,
         "layers.*.experts.gate_up_proj": "packed_colwise",
@@ -108,24 +124,25 @@ GEMMA4_UNIFIED = replace(
     GEMMA4,
     model_type="gemma4_unified_text",
     architecture="Gemma4UnifiedForCausalLM",
-    attributes=base.with_defaults(
-        tuple(each for each in GEMMA4.attributes if each.name != "num_experts"),
-        **{"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
+    attributes=with_defaults(
+        without(GEMMA4.attributes, "num_experts"),
+        hidden_size_per_layer_input=0,
+        use_bidirectional_attention="vision",
     ),
     layer_attributes=GEMMA4.layer_attributes - {"enable_moe_block"},
     tp_plan=GEMMA3.tp_plan,
     default_window=1024,
 )
 
-GEMMA4_WRAPPER = base.Wrapper(
+GEMMA4_WRAPPER = Wrapper(
     "gemma4",
     "Gemma4ForConditionalGeneration",
     text_types=("gemma4_text",),
-    others=("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio."),
+    other_tensors=("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio."),
 )
-GEMMA4_UNIFIED_WRAPPER = base.Wrapper(
+GEMMA4_UNIFIED_WRAPPER = Wrapper(
     "gemma4_unified",
     "Gemma4UnifiedForConditionalGeneration",
     text_types=("gemma4_unified_text",),
-    others=("vision_embedder.", "embed_vision.", "embed_audio."),
+    other_tensors=("vision_embedder.", "embed_vision.", "embed_audio."),
 )

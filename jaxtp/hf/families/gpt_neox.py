@@ -7,75 +7,93 @@ GPT-Neo: GPT-2 with windows and without a scale of attention scores (github.com/
 
 from dataclasses import replace
 
-from jaxtp.hf.families import family as base
+from jaxtp.hf.families.family import (
+    ACTIVATIONS,
+    QKV,
+    ROPE,
+    Attribute,
+    Family,
+    block_tensors,
+    replace_all,
+    required,
+    tensors,
+    with_biases,
+)
 from jaxtp.hf.families.gpt2 import GPT2
 
 _LAYER = "gpt_neox.layers.{layer}."
-_NEO_ATTENTION = "transformer.h.{layer}.attn.attention"
 
-GPT_NEOX = base.Family(
+GPT_NEOX = Family(
     model_type="gpt_neox",
     architecture="GPTNeoXForCausalLM",
     tensors=(
-        base.Tensor("embedding.embedding", "gpt_neox.embed_in.weight"),
-        base.Tensor("head.kernel", "embed_out.weight"),
-        *base.with_biases(
-            base.Tensor("blocks.attention_norm.scale", f"{_LAYER}input_layernorm.weight"),
-            base.Tensor("blocks.mlp_norm.scale", f"{_LAYER}post_attention_layernorm.weight"),
-            base.Tensor("norm.scale", "gpt_neox.final_layer_norm.weight"),
-            *(
-                replace(
-                    each, theirs=f"{_LAYER}attention.query_key_value.weight", chunks="num_heads"
-                )
-                for each in base.QKV
+        *tensors(
+            {"embedding.embedding": "gpt_neox.embed_in.weight", "head.kernel": "embed_out.weight"}
+        ),
+        *with_biases(
+            *block_tensors(
+                {
+                    "attention_norm.scale": "input_layernorm.weight",
+                    "mlp_norm.scale": "post_attention_layernorm.weight",
+                },
+                _LAYER,
             ),
-            base.Tensor(
-                "blocks.attention.out.kernel", f"{_LAYER}attention.dense.weight", transposed=True
+            *tensors({"norm.scale": "gpt_neox.final_layer_norm.weight"}),
+            *replace_all(
+                QKV,
+                name="gpt_neox.layers.{layer}.attention.query_key_value.weight",
+                chunks="num_heads",
             ),
-            base.Tensor(
-                "blocks.mlp.up.kernels.0", f"{_LAYER}mlp.dense_h_to_4h.weight", transposed=True
-            ),
-            base.Tensor(
-                "blocks.mlp.down.kernel", f"{_LAYER}mlp.dense_4h_to_h.weight", transposed=True
+            *block_tensors(
+                {
+                    "attention.out.kernel": "attention.dense.weight",
+                    "mlp.up.kernels.0": "mlp.dense_h_to_4h.weight",
+                    "mlp.down.kernel": "mlp.dense_4h_to_h.weight",
+                },
+                _LAYER,
+                transposed=True,
             ),
         ),
     ),
     attributes=(
-        base.Attribute("vocab_size", ("vocab_size",), int, 50_432),
-        base.Attribute("hidden_size", ("d_model",), int, 6144),
-        base.Attribute("intermediate_size", ("d_ff",), int, 24_576),
-        base.Attribute("num_hidden_layers", ("num_layers",), int, 44),
-        base.Attribute("num_attention_heads", ("num_heads", "num_kv_heads"), int, 64),
-        base.Attribute("layer_norm_eps", ("norm_eps",), float, 1e-5),
-        base.Attribute("tie_word_embeddings", ("tie_embeddings",), bool, False),
-        base.Attribute("hidden_act", ("activation",), base.ACTIVATIONS, "gelu"),
-        base.Attribute("attention_bias", ("attention_bias", "attention_out_bias"), bool, True),
-        base.Attribute(
+        Attribute("vocab_size", "vocab_size", int, 50_432),
+        Attribute("hidden_size", "d_model", int, 6144),
+        Attribute("intermediate_size", "d_ff", int, 24_576),
+        Attribute("num_hidden_layers", "num_layers", int, 44),
+        Attribute("num_attention_heads", "num_heads", int, 64, also=("num_kv_heads",)),
+        Attribute("layer_norm_eps", "norm_eps", float, 1e-5),
+        Attribute("tie_word_embeddings", "tie_embeddings", bool, False),
+        Attribute("hidden_act", "activation", ACTIVATIONS, "gelu"),
+        Attribute("attention_bias", "attention_bias", bool, True, also=("attention_out_bias",)),
+        Attribute(
             "use_parallel_residual",
-            ("norm_placement",),
+            "norm_placement",
             {True: "parallel_two", False: "before"},
             True,
         ),
     ),
     prefix="gpt_neox.",
-    ignored_tensors=tuple(
-        f"{_LAYER}attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
+    ignored_tensors=(
+        "gpt_neox.layers.{layer}.attention.bias",
+        "gpt_neox.layers.{layer}.attention.masked_bias",
+        "gpt_neox.layers.{layer}.attention.rotary_emb.inv_freq",
     ),
-    layer_attributes=base.ROPE,
+    layer_attributes=ROPE,
     rope_attributes=(
-        base.Attribute(
-            "rotary_pct", ("rotary_fraction",), float, 0.25, alias="partial_rotary_factor"
-        ),
+        Attribute("rotary_pct", "rotary_fraction", float, 0.25, alias="partial_rotary_factor"),
     ),
     rope_theta_name="rotary_emb_base",
     always={"norm": "layer", "mlp": "plain", "mlp_bias": True},
-    required=base.required(without=("hidden_act", "partial_rotary_factor", "attention_dropout")),
-    ignored_attributes=frozenset(
-        {
-            *("hidden_dropout", "attention_dropout", "classifier_dropout", "hidden_dropout_prob"),
-            *("attention_probs_dropout_prob", "gradient_checkpointing", "num_key_value_heads"),
-        }
-    ),
+    required=required(without=("hidden_act", "partial_rotary_factor", "attention_dropout")),
+    ignored_attributes={
+        "hidden_dropout",
+        "attention_dropout",
+        "classifier_dropout",
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+        "gradient_checkpointing",
+        "num_key_value_heads",
+    },
     tp_plan={
         "layers.*.attention.query_key_value": "colwise",
         "layers.*.attention.dense": "rowwise",
@@ -93,37 +111,43 @@ GPT_NEO = replace(
         *(
             replace(
                 tensor,
-                theirs=tensor.theirs.replace("attn.c_proj", "attn.attention.out_proj"),
-                transposed=".h." in tensor.theirs and ".kernel" in tensor.ours,
+                name=tensor.name.replace("attn.c_proj", "attn.attention.out_proj"),
+                transposed=".h." in tensor.name and ".kernel" in tensor.path,
             )
             for tensor in GPT2.tensors
-            if ".c_attn." not in tensor.theirs
+            if ".c_attn." not in tensor.name
         ),
-        *(
-            replace(
-                each, theirs=each.theirs.replace("model.layers.{layer}.self_attn", _NEO_ATTENTION)
-            )
-            for each in base.QKV
+        *block_tensors(
+            {
+                "attention.qkv.kernels.0": "q_proj.weight",
+                "attention.qkv.kernels.1": "k_proj.weight",
+                "attention.qkv.kernels.2": "v_proj.weight",
+            },
+            "transformer.h.{layer}.attn.attention.",
+            transposed=True,
         ),
     ),
     attributes=(
-        base.Attribute("vocab_size", ("vocab_size",), int),
-        base.Attribute("max_position_embeddings", ("learned_positions",), int, 2048),
-        base.Attribute("hidden_size", ("d_model",), int),
-        base.Attribute("intermediate_size", ("d_ff",), int, default_from="d_model", times=4),
-        base.Attribute("num_layers", ("num_layers",), int, alias="num_hidden_layers"),
-        base.Attribute(
-            "num_heads", ("num_heads", "num_kv_heads"), int, alias="num_attention_heads"
+        Attribute("vocab_size", "vocab_size", int),
+        Attribute("max_position_embeddings", "learned_positions", int, 2048),
+        Attribute("hidden_size", "d_model", int),
+        Attribute("intermediate_size", "d_ff", int, default_from="d_model", times=4),
+        Attribute("num_layers", "num_layers", int, alias="num_hidden_layers"),
+        Attribute(
+            "num_heads", "num_heads", int, alias="num_attention_heads", also=("num_kv_heads",)
         ),
-        base.Attribute("layer_norm_epsilon", ("norm_eps",), float, 1e-5),
-        base.Attribute("tie_word_embeddings", ("tie_embeddings",), bool, True),
-        base.Attribute("activation_function", ("activation",), base.ACTIVATIONS, "gelu_new"),
+        Attribute("layer_norm_epsilon", "norm_eps", float, 1e-5),
+        Attribute("tie_word_embeddings", "tie_embeddings", bool, True),
+        Attribute("activation_function", "activation", ACTIVATIONS, "gelu_new"),
     ),
-    ignored_tensors=tuple(f"{_NEO_ATTENTION}.{name}" for name in ("bias", "masked_bias")),
-    layer_attributes=frozenset({"attention_types", "window_size"}),
+    ignored_tensors=(
+        "transformer.h.{layer}.attn.attention.bias",
+        "transformer.h.{layer}.attn.attention.masked_bias",
+    ),
+    layer_attributes={"attention_types", "window_size"},
     default_window=256,
     always={**GPT2.always, "attention_bias": False, "query_scale": 1.0},
-    required=base.required(without=("hidden_act", "attention_dropout")),
+    required=required(without=("hidden_act", "attention_dropout")),
     ignored_attributes=GPT2.ignored_attributes
     | {
         "attention_layers",
@@ -131,6 +155,7 @@ GPT_NEO = replace(
         "resid_dropout",
         "embed_dropout",
         "classifier_dropout",
-    }
-    | {"num_key_value_heads", "summary_proj_to_labels"},
+        "num_key_value_heads",
+        "summary_proj_to_labels",
+    },
 )

@@ -6,73 +6,88 @@ Granite 4 (model_type granitemoehybrid) has a dense MLP, with or without experts
 are not supported.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from jaxtp.hf.families import family as base
-
-_LAYER = "model.layers.{layer}."
-_DROPOUT = frozenset({"attention_dropout"})  # 0.1 in some files
-_IN = "input_linear.weight"
-_GATE_UP = "experts.gate_up_proj"
-_SHARED = tuple(
-    base.Tensor(
-        f"blocks.mlp.{module}{ours}", f"{_LAYER}shared_mlp.{theirs}.weight", transposed=True
-    )
-    for module in ("", "shared.")  # alone, or with experts
-    for ours, theirs in (
-        ("gate_up.kernels.0", "input_linear"),
-        ("gate_up.kernels.1", "input_linear"),
-        ("down.kernel", "output_linear"),
-    )
+from jaxtp.hf.families.family import (
+    ATTENTION,
+    ATTENTION_BIAS,
+    BODY,
+    COMMON,
+    MLP_BIAS,
+    MLP_BIASES,
+    NORMS,
+    OUT_BIAS,
+    OUTER,
+    QKV_BIASES,
+    ROUTER_LOSS,
+    Attribute,
+    Family,
+    block_tensors,
+    required,
+    sizes,
 )
 
-
-def _experts(layout: base.Layout, **names: str) -> Iterator[base.Tensor]:
-    for ours, theirs in names.items():
-        before = f"{_LAYER}block_sparse_moe."
-        yield base.Tensor(f"blocks.mlp.{ours}", before + theirs, transposed=True, layout=layout)
-
-
+# 0.1 in some files
+_DROPOUT = {"attention_dropout"}
+_DENSE_MLP = block_tensors(
+    {
+        # Alone:
+        "mlp.gate_up.kernels.0": "shared_mlp.input_linear.weight",
+        "mlp.gate_up.kernels.1": "shared_mlp.input_linear.weight",
+        "mlp.down.kernel": "shared_mlp.output_linear.weight",
+        # With experts:
+        "mlp.shared.gate_up.kernels.0": "shared_mlp.input_linear.weight",
+        "mlp.shared.gate_up.kernels.1": "shared_mlp.input_linear.weight",
+        "mlp.shared.down.kernel": "shared_mlp.output_linear.weight",
+    },
+    transposed=True,
+)
+# Both stack experts: files, and transformers 5 in memory.
+_EXPERTS_IN_FILE = {
+    "mlp.gate": "block_sparse_moe.input_linear.weight",
+    "mlp.up": "block_sparse_moe.input_linear.weight",
+    "mlp.down": "block_sparse_moe.output_linear.weight",
+    "mlp.router": "block_sparse_moe.router.layer.weight",
+}
+_EXPERTS_IN_MEMORY = {
+    "mlp.gate": "block_sparse_moe.experts.gate_up_proj",
+    "mlp.up": "block_sparse_moe.experts.gate_up_proj",
+    "mlp.down": "block_sparse_moe.experts.down_proj",
+    "mlp.router": "block_sparse_moe.router.weight",
+}
 _COMMON = (
-    *base.sizes(),
-    base.kv_heads(),
-    base.ATTENTION_BIAS,
-    base.Attribute("embedding_multiplier", ("embedding_scale",), float, 1.0),
-    base.Attribute("attention_multiplier", ("query_scale",), float, 1.0),
-    base.Attribute("residual_multiplier", ("residual_scale",), float, 1.0),
-    base.Attribute("logits_scaling", ("logit_scale",), float, 1.0, power=-1.0),
+    *sizes(),
+    ATTENTION_BIAS,
+    Attribute("embedding_multiplier", "embedding_scale", float, 1.0),
+    Attribute("attention_multiplier", "query_scale", float, 1.0),
+    Attribute("residual_multiplier", "residual_scale", float, 1.0),
+    Attribute("logits_scaling", "logit_scale", float, 1.0, power=-1.0),
 )
 
-GRANITE = base.Family(
+GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
-    tensors=base.BODY + base.QKV_BIASES + base.OUT_BIAS + base.MLP_BIASES,
-    attributes=(*_COMMON, base.MLP_BIAS),
-    required=base.required(without=_DROPOUT),
+    tensors=BODY + QKV_BIASES + OUT_BIAS + MLP_BIASES,
+    attributes=(*_COMMON, MLP_BIAS),
+    required=required(without=_DROPOUT),
     ignored_attributes=_DROPOUT,
 )
 
-GRANITEMOE = base.Family(
+GRANITEMOE = Family(
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
     tensors=(
-        *(base.OUTER + base.NORMS + base.ATTENTION),
-        # Both stack experts: files, and transformers 5 in memory.
-        *_experts(
-            "separate", gate=_IN, up=_IN, down="output_linear.weight", router="router.layer.weight"
-        ),
-        *_experts(
-            "stacked", gate=_GATE_UP, up=_GATE_UP, down="experts.down_proj", router="router.weight"
-        ),
+        *(OUTER + NORMS + ATTENTION),
+        *block_tensors(_EXPERTS_IN_FILE, transposed=True, layout="separate"),
+        *block_tensors(_EXPERTS_IN_MEMORY, transposed=True, layout="stacked"),
     ),
     attributes=(
         *_COMMON,
-        base.Attribute("num_local_experts", ("num_experts",), int, 8),
-        base.Attribute("num_experts_per_tok", ("experts_per_token",), int, 2),
+        Attribute("num_local_experts", "num_experts", int, 8),
+        Attribute("num_experts_per_tok", "experts_per_token", int, 2),
     ),
-    required=base.required(without=_DROPOUT, mlp_bias=False),
-    ignored_attributes=_DROPOUT | base.ROUTER_LOSS,
+    required=required(without=_DROPOUT, mlp_bias=False),
+    ignored_attributes=_DROPOUT | ROUTER_LOSS,
     tp_plan={
         "layers.*.block_sparse_moe.experts.gate_up_proj": "packed_colwise",
         "layers.*.block_sparse_moe.experts.down_proj": "rowwise",
@@ -84,27 +99,36 @@ GRANITEMOEHYBRID = replace(
     GRANITEMOE,
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
-    tensors=GRANITEMOE.tensors + _SHARED,
+    tensors=GRANITEMOE.tensors + _DENSE_MLP,
     attributes=(
         *_COMMON,
-        base.Attribute("num_local_experts", ("num_experts",), int, 8, can_be_zero=True),
+        Attribute("num_local_experts", "num_experts", int, 8, can_be_zero=True),
     ),
-    layer_attributes=base.COMMON | {"layer_types", "position_embedding_type"},
+    layer_attributes=COMMON | {"layer_types", "position_embedding_type"},
     by_type={
         "experts": (
-            base.Attribute("num_experts_per_tok", ("experts_per_token",), int, 2),
-            base.Attribute("intermediate_size", ("d_ff",), int),
-            base.Attribute("shared_intermediate_size", ("shared_experts",), int, 1024),
+            Attribute("num_experts_per_tok", "experts_per_token", int, 2),
+            Attribute("intermediate_size", "d_ff", int),
+            Attribute("shared_intermediate_size", "shared_experts", int, 1024),
         ),
-        "dense": (base.Attribute("shared_intermediate_size", ("d_ff",), int, 1024),),
+        "dense": (Attribute("shared_intermediate_size", "d_ff", int, 1024),),
     },
     only_layer_type="attention",
-    required=base.required(without=_DROPOUT, mlp_bias=False, normalization_function="rmsnorm"),
-    written={"mamba_n_heads": 1},  # transformers checks it
+    required=required(without=_DROPOUT, mlp_bias=False, normalization_function="rmsnorm"),
+    # transformers checks it.
+    written={"mamba_n_heads": 1},
     ignored_attributes=GRANITEMOE.ignored_attributes
     | {
-        f"mamba_{name}"
-        for name in ("n_heads", "n_groups", "d_state", "d_head", "d_conv", "expand", "chunk_size")
-    }
-    | {"mamba_conv_bias", "mamba_proj_bias", "time_step_limit", "init_method"},
+        "mamba_n_heads",
+        "mamba_n_groups",
+        "mamba_d_state",
+        "mamba_d_head",
+        "mamba_d_conv",
+        "mamba_expand",
+        "mamba_chunk_size",
+        "mamba_conv_bias",
+        "mamba_proj_bias",
+        "time_step_limit",
+        "init_method",
+    },
 )

@@ -1,30 +1,34 @@
-"""Hunyuan (dense): Llama with queries and keys normalized after the rotation.
+"""Hunyuan (dense): Llama with queries and keys normalized after a rotation with a scaled base."""
 
-Its base is scaled.
-"""
+from jaxtp.hf.families.family import (
+    ATTENTION_BIAS,
+    BODY,
+    OUT_BIAS,
+    QKV_BIASES,
+    Family,
+    block_tensors,
+    required,
+    sizes,
+)
 
-from jaxtp.hf.families import family as base
-
-HUNYUAN = base.Family(
+HUNYUAN = Family(
     model_type="hunyuan_v1_dense",
     architecture="HunYuanDenseV1ForCausalLM",
     tensors=(
-        *base.BODY,
-        *base.QKV_BIASES,
-        *base.OUT_BIAS,
-        base.Tensor(
-            "blocks.attention.qk_norms.0.scale",
-            "model.layers.{layer}.self_attn.query_layernorm.weight",
-        ),
-        base.Tensor(
-            "blocks.attention.qk_norms.1.scale",
-            "model.layers.{layer}.self_attn.key_layernorm.weight",
+        *BODY,
+        *QKV_BIASES,
+        *OUT_BIAS,
+        *block_tensors(
+            {
+                "attention.qk_norms.0.scale": "self_attn.query_layernorm.weight",
+                "attention.qk_norms.1.scale": "self_attn.key_layernorm.weight",
+            }
         ),
     ),
-    attributes=(*base.sizes(1e-5), base.kv_heads(), base.ATTENTION_BIAS),
-    rope_kinds=frozenset({"default", "linear", "llama3", "yarn", "longrope", "dynamic"}),
+    attributes=(*sizes(1e-5), ATTENTION_BIAS),
+    rope_kinds={"default", "linear", "llama3", "yarn", "longrope", "dynamic"},
     always={"qk_norm": "head", "qk_norm_after_rope": True},
-    required=base.required(
+    required=required(
         mlp_bias=False,
         use_qk_norm=True,
         use_cla=False,
@@ -33,28 +37,24 @@ HUNYUAN = base.Family(
         position_embedding_xdrope=False,
         add_classification_head=False,
     ),
-    # Of the other models of its authors' code: image and text tokens, classes, layers that share
-    # keys.
-    ignored_attributes=frozenset(
-        {
-            *(
-                "attention_head_dim",
-                "cla_share_factor",
-                "class_num",
-                "dense_list",
-                "enable_lm_head_fp32",
-            ),
-            *(
-                "org_vocab_size",
-                "pad_id",
-                "mask_init_id",
-                "text_start_id",
-                "text_end_id",
-                "im_start_id",
-                "im_end_id",
-            ),
-            *("pool_type", "skip_cls_token", "num_media_embeds"),
-        }
-    ),
+    # Attributes of other models in the authors' code: image and text tokens, classes, layers that
+    # share keys
+    ignored_attributes={
+        "attention_head_dim",
+        "cla_share_factor",
+        "class_num",
+        "dense_list",
+        "enable_lm_head_fp32",
+        "org_vocab_size",
+        "pad_id",
+        "mask_init_id",
+        "text_start_id",
+        "text_end_id",
+        "im_start_id",
+        "im_end_id",
+        "pool_type",
+        "skip_cls_token",
+        "num_media_embeds",
+    },
     tp_plan={},
 )

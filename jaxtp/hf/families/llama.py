@@ -5,14 +5,36 @@ Seed-OSS: other defaults. Arcee AFM: a plain MLP. SmolLM3: layers without rotati
 
 from dataclasses import replace
 
-from jaxtp.hf.families import family as base
+from jaxtp.hf.families.family import (
+    ACTIVATIONS,
+    ATTENTION,
+    ATTENTION_BIAS,
+    BODY,
+    COMMON,
+    DOWN,
+    MLP_BIAS,
+    MLP_BIASES,
+    NO_ROPE_LAYERS,
+    NORMS,
+    OUT_BIAS,
+    OUTER,
+    QKV_BIASES,
+    TP_PLAN,
+    UP,
+    WINDOW,
+    Attribute,
+    Family,
+    required,
+    sizes,
+    with_biases,
+)
 
-LLAMA = base.Family(
+LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    tensors=base.BODY + base.QKV_BIASES + base.OUT_BIAS + base.MLP_BIASES,
-    attributes=(*base.sizes(), base.kv_heads(), base.ATTENTION_BIAS, base.MLP_BIAS),
-    required=base.required(sliding_window=None),
+    tensors=BODY + QKV_BIASES + OUT_BIAS + MLP_BIASES,
+    attributes=(*sizes(), ATTENTION_BIAS, MLP_BIAS),
+    required=required(sliding_window=None),
 )
 
 SEED_OSS = replace(
@@ -20,46 +42,43 @@ SEED_OSS = replace(
     model_type="seed_oss",
     architecture="SeedOssForCausalLM",
     attributes=(
-        *base.sizes(),
-        base.kv_heads(8),
-        base.Attribute("attention_bias", ("attention_bias",), bool, True),
-        base.Attribute("attention_out_bias", ("attention_out_bias",), bool, False),
-        base.MLP_BIAS,
+        *sizes(kv_heads=8),
+        Attribute("attention_bias", "attention_bias", bool, True),
+        Attribute("attention_out_bias", "attention_out_bias", bool, False),
+        MLP_BIAS,
     ),
     default_head_dim=128,
-    required=base.required(without=("attention_dropout",), sliding_window=None),
-    ignored_attributes=frozenset({"attention_dropout", "residual_dropout"}),  # 0.1 by default
+    required=required(without=("attention_dropout",), sliding_window=None),
+    # 0.1 by default.
+    ignored_attributes={"attention_dropout", "residual_dropout"},
 )
 
 ARCEE = replace(
     LLAMA,
     model_type="arcee",
     architecture="ArceeForCausalLM",
-    tensors=base.OUTER + base.NORMS + base.ATTENTION + base.with_biases(*base.UP, *base.DOWN),
+    tensors=OUTER + NORMS + ATTENTION + with_biases(*UP, *DOWN),
     attributes=(
-        *base.sizes(1e-5),
-        base.kv_heads(),
-        base.ATTENTION_BIAS,
-        base.MLP_BIAS,
-        base.Attribute("hidden_act", ("activation",), base.ACTIVATIONS, "relu2"),
+        *sizes(1e-5),
+        ATTENTION_BIAS,
+        MLP_BIAS,
+        Attribute("hidden_act", "activation", ACTIVATIONS, "relu2"),
     ),
     always={"mlp": "plain"},
-    required=base.required(without=("hidden_act",), sliding_window=None),
-    tp_plan={module: style for module, style in base.TP_PLAN.items() if "gate" not in module},
+    required=required(without=("hidden_act",), sliding_window=None),
+    tp_plan={module: style for module, style in TP_PLAN.items() if "gate" not in module},
 )
 
 SMOLLM3 = replace(
     LLAMA,
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
-    attributes=(*base.sizes(tied=True), base.kv_heads(4), base.ATTENTION_BIAS, base.MLP_BIAS),
-    layer_attributes=base.COMMON
-    | base.WINDOW
-    | base.NO_ROPE_LAYERS
-    | {"use_sliding_window", "layer_types"},
+    attributes=(*sizes(tied=True, kv_heads=4), ATTENTION_BIAS, MLP_BIAS),
+    layer_attributes=COMMON | WINDOW | NO_ROPE_LAYERS | {"use_sliding_window", "layer_types"},
     default_window=None,
     window_period=0,
     rope_theta=2_000_000.0,
-    required=base.required(),
-    ignored_attributes=frozenset({"max_window_layers"}),  # transformers does not read it
+    required=required(),
+    # transformers does not read it.
+    ignored_attributes={"max_window_layers"},
 )

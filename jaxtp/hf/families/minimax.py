@@ -2,61 +2,80 @@
 
 from dataclasses import replace
 
-from jaxtp.hf.families import family as base
+from jaxtp.hf.families.family import (
+    EXPERTS_TP_PLAN,
+    GATHERED_TP_PLAN,
+    NORMS,
+    OUT,
+    OUTER,
+    PARTIAL_ROPE,
+    QK_NORMS,
+    QKV,
+    ROUTER,
+    ROUTER_LOSS,
+    SELECTION_BIAS,
+    STACKED_EXPERTS,
+    Attribute,
+    Family,
+    required,
+    separate_experts,
+    sizes,
+)
 
 _SPARSE = "model.layers.{layer}.block_sparse_moe."
 
-MINIMAX_M2 = base.Family(
+MINIMAX_M2 = Family(
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
     tensors=(
-        *(base.OUTER + base.NORMS + base.QKV + base.OUT + base.QK_NORMS),
-        replace(base.ROUTER, theirs=f"{_SPARSE}gate.weight", layout="separate"),
-        replace(base.ROUTER, layout="stacked"),
-        replace(base.SELECTION_BIAS, theirs=f"{_SPARSE}e_score_correction_bias", layout="separate"),
+        *(OUTER + NORMS + QKV + OUT + QK_NORMS),
+        replace(ROUTER, name=f"{_SPARSE}gate.weight", layout="separate"),
+        replace(ROUTER, layout="stacked"),
+        replace(SELECTION_BIAS, name=f"{_SPARSE}e_score_correction_bias", layout="separate"),
         replace(
-            base.SELECTION_BIAS,
-            theirs="model.layers.{layer}.mlp.e_score_correction_bias",
+            SELECTION_BIAS,
+            name="model.layers.{layer}.mlp.e_score_correction_bias",
             layout="stacked",
         ),
-        *base.separate_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
-        *base.STACKED_EXPERTS,
+        *separate_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        *STACKED_EXPERTS,
     ),
     attributes=(
-        *base.sizes(),
-        base.kv_heads(8),
-        base.Attribute("num_local_experts", ("num_experts",), int, 256, alias="num_experts"),
-        base.Attribute("num_experts_per_tok", ("experts_per_token",), int, 8),
+        *sizes(kv_heads=8),
+        Attribute("num_local_experts", "num_experts", int, 256, alias="num_experts"),
+        Attribute("num_experts_per_tok", "experts_per_token", int, 8),
     ),
     rope_theta=5_000_000.0,
     rope_attributes=(
-        base.PARTIAL_ROPE,
-        base.Attribute("rotary_dim", ("rotary_fraction",), int, unit=("head_dim", -1.0)),
+        PARTIAL_ROPE,
+        Attribute("rotary_dim", "rotary_fraction", int, unit=("head_dim", -1.0)),
     ),
     default_head_dim=128,
     always={"qk_norm": "projection", "router_scores": "sigmoid", "selection_bias": True},
-    required=base.required(
+    required=required(
         without=("partial_rotary_factor",),
-        **{"router_jitter_noise": 0.0, "attention_bias": False, "sliding_window": None},
-        **{"use_qk_norm": True, "qk_norm_type": "per_layer"},
-        **{"scoring_func": "sigmoid", "use_routing_bias": True, "shared_intermediate_size": 0},
+        router_jitter_noise=0.0,
+        attention_bias=False,
+        sliding_window=None,
+        use_qk_norm=True,
+        qk_norm_type="per_layer",
+        scoring_func="sigmoid",
+        use_routing_bias=True,
+        shared_intermediate_size=0,
     ),
-    # Of linear attention and prediction heads in its authors' code, which these models have not.
-    ignored_attributes=base.ROUTER_LOSS
+    # Attributes of linear attention and of prediction heads in the authors' code, which these
+    # models do not have
+    ignored_attributes=ROUTER_LOSS
     | {
-        *(
-            "attn_type_list",
-            "layernorm_full_attention_beta",
-            "layernorm_linear_attention_beta",
-            "layernorm_mlp_beta",
-        ),
-        *(
-            "mlp_intermediate_size",
-            "shared_moe_mode",
-            "use_mtp",
-            "num_mtp_modules",
-            "mtp_transformer_layers",
-        ),
+        "attn_type_list",
+        "layernorm_full_attention_beta",
+        "layernorm_linear_attention_beta",
+        "layernorm_mlp_beta",
+        "mlp_intermediate_size",
+        "shared_moe_mode",
+        "use_mtp",
+        "num_mtp_modules",
+        "mtp_transformer_layers",
     },
-    tp_plan=base.GATHERED_TP_PLAN | {"lm_head": "colwise_gather_output"} | base.EXPERTS_TP_PLAN,
+    tp_plan=GATHERED_TP_PLAN | {"lm_head": "colwise_gather_output"} | EXPERTS_TP_PLAN,
 )

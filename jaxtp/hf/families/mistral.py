@@ -11,44 +11,68 @@ queries.
 from dataclasses import replace
 
 from jaxtp.hf.families import deepseek
-from jaxtp.hf.families import family as base
+from jaxtp.hf.families.family import (
+    ATTENTION_TP_PLAN,
+    BODY,
+    COMMON,
+    EXPERTS_TP_PLAN,
+    NEVER,
+    NORMS,
+    OUT,
+    OUTER,
+    QKV,
+    ROUTER,
+    ROUTER_LOSS,
+    SHARED_EXPERTS,
+    STACKED_EXPERTS,
+    WINDOW,
+    Attribute,
+    Family,
+    Wrapper,
+    first_dense,
+    grouped_experts,
+    replace_all,
+    required,
+    separate_experts,
+    sizes,
+    with_defaults,
+)
 
-MISTRAL = base.Family(
+MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
-    tensors=base.BODY,
-    attributes=(*base.sizes(), base.kv_heads(8)),
-    layer_attributes=base.COMMON | base.WINDOW,
-    required=base.required(attention_bias=False, mlp_bias=False),
+    tensors=BODY,
+    attributes=sizes(kv_heads=8),
+    layer_attributes=COMMON | WINDOW,
+    required=required(attention_bias=False, mlp_bias=False),
 )
 
 
-MIXTRAL = base.Family(
+MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     tensors=(
-        *(base.OUTER + base.NORMS + base.QKV + base.OUT),
+        *(OUTER + NORMS + QKV + OUT),
         replace(
-            base.ROUTER,
-            theirs="model.layers.{layer}.block_sparse_moe.gate.weight",
+            ROUTER,
+            name="model.layers.{layer}.block_sparse_moe.gate.weight",
             layout="separate",
         ),
-        replace(base.ROUTER, layout="stacked"),
-        *base.separate_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
-        *base.STACKED_EXPERTS,
+        replace(ROUTER, layout="stacked"),
+        *separate_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        *STACKED_EXPERTS,
     ),
     attributes=(
-        *base.sizes(1e-5),
-        base.kv_heads(8),
-        base.Attribute("num_local_experts", ("num_experts",), int, 8, alias="num_experts"),
-        base.Attribute("num_experts_per_tok", ("experts_per_token",), int, 2),
+        *sizes(1e-5, kv_heads=8),
+        Attribute("num_local_experts", "num_experts", int, 8, alias="num_experts"),
+        Attribute("num_experts_per_tok", "experts_per_token", int, 2),
     ),
-    layer_attributes=base.COMMON | base.WINDOW,
+    layer_attributes=COMMON | WINDOW,
     default_window=None,
     rope_theta=1e6,
-    required=base.required(attention_bias=False, mlp_bias=False, router_jitter_noise=0.0),
-    ignored_attributes=base.ROUTER_LOSS,
-    tp_plan=base.ATTENTION_TP_PLAN | base.EXPERTS_TP_PLAN,
+    required=required(attention_bias=False, mlp_bias=False, router_jitter_noise=0.0),
+    ignored_attributes=ROUTER_LOSS,
+    tp_plan=ATTENTION_TP_PLAN | EXPERTS_TP_PLAN,
 )
 
 MINISTRAL = replace(
@@ -56,7 +80,7 @@ MINISTRAL = replace(
     model_type="ministral",
     architecture="MinistralForCausalLM",
     layer_attributes=MISTRAL.layer_attributes | {"layer_types"},
-    window_period=base.NEVER,
+    window_period=NEVER,
     window_can_be_null=True,
 )
 
@@ -64,29 +88,23 @@ MINISTRAL3 = replace(
     MISTRAL,
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
-    attributes=(*base.sizes(1e-5), base.kv_heads(8)),
+    attributes=sizes(1e-5, kv_heads=8),
     rope_attributes=(
-        base.Attribute(
-            "llama_4_scaling_beta", ("query_temperature",), float, 0.0, can_be_zero=True
-        ),
+        Attribute("llama_4_scaling_beta", "query_temperature", float, 0.0, can_be_zero=True),
     ),
     default_window=None,
     window_can_be_null=True,
     default_head_dim=128,
     default_rope={
-        **{
-            "rope_type": "yarn",
-            "rope_theta": 1e6,
-            "factor": 16.0,
-            "original_max_position_embeddings": 16_384,
-        },
-        **{
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        },
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16_384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
     },
 )
 
@@ -97,15 +115,15 @@ MISTRAL4 = replace(
     # transformers has experts in one layout.
     tensors=(
         *deepseek.LATENT_BODY,
-        base.ROUTER,
-        *(replace(tensor, layout=None) for tensor in base.STACKED_EXPERTS),
-        *base.SHARED_EXPERTS,
+        ROUTER,
+        *replace_all(STACKED_EXPERTS, layout=None),
+        *SHARED_EXPERTS,
     ),
-    attributes=base.with_defaults(
+    attributes=with_defaults(
         (
             *deepseek.attributes(),
             deepseek.ROPE_PAIRS,
-            *base.grouped_experts(128, 4, normalize=True),
+            *grouped_experts(128, 4, normalize=True),
         ),
         num_key_value_heads=32,
         q_lora_rank=1024,
@@ -113,7 +131,7 @@ MISTRAL4 = replace(
         qk_nope_head_dim=64,
     ),
     rope_attributes=MINISTRAL3.rope_attributes,
-    rope_kinds=frozenset({"yarn"}),
+    rope_kinds={"yarn"},
     rope_in_head=True,
     default_rope={
         **MINISTRAL3.default_rope,
@@ -121,16 +139,16 @@ MISTRAL4 = replace(
         "factor": 128.0,
         "original_max_position_embeddings": 8192,
     },
-    by_type=base.first_dense(2048, 1),
+    by_type=first_dense(2048, 1),
     default_dense_layers=0,
     later_layers=False,
     always={},
-    required=base.required(attention_bias=False, mlp_bias=False, sliding_window=None),
+    required=required(attention_bias=False, mlp_bias=False, sliding_window=None),
     written={},
     ignored_attributes=deepseek.DEEPSEEK_V2.ignored_attributes,
     remote_code=(),
 )
 
-MISTRAL3_WRAPPER = base.Wrapper(
+MISTRAL3_WRAPPER = Wrapper(
     "mistral3", "Mistral3ForConditionalGeneration", text_types=("mistral", "ministral3", "mistral4")
 )

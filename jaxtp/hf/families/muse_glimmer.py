@@ -6,7 +6,16 @@ rotation.
 
 from dataclasses import replace
 
-from jaxtp.hf.families import family as base
+from jaxtp.hf.families.family import (
+    ACTIVATIONS,
+    TP_PLAN,
+    Attribute,
+    Wrapper,
+    block_tensors,
+    required,
+    sizes,
+    with_defaults,
+)
 from jaxtp.hf.families.gemma import GEMMA2
 
 MUSE_GLIMMER = replace(
@@ -15,24 +24,22 @@ MUSE_GLIMMER = replace(
     architecture="MuseGlimmerForCausalLM",
     tensors=(
         *GEMMA2.tensors,
-        base.Tensor(
-            "blocks.attention.qkv.kernels.3",
-            "model.layers.{layer}.self_attn.gate_proj.weight",
-            transposed=True,
-        ),
+        *block_tensors({"attention.qkv.kernels.3": "self_attn.gate_proj.weight"}, transposed=True),
     ),
     attributes=(
-        *base.with_defaults(
-            base.sizes(1e-5),
-            **{"vocab_size": 202_048, "hidden_size": 6656, "intermediate_size": 19_968},
-            **{"num_hidden_layers": 52, "num_attention_heads": 32},
+        *with_defaults(
+            sizes(1e-5, kv_heads=2),
+            vocab_size=202_048,
+            hidden_size=6656,
+            intermediate_size=19_968,
+            num_hidden_layers=52,
+            num_attention_heads=32,
         ),
-        base.kv_heads(2),
-        base.Attribute("hidden_activation", ("activation",), base.ACTIVATIONS, "silu"),
-        base.Attribute("qk_scale_factor", ("query_scale",), float, 3.87, unit=("head_dim", -0.5)),
-        base.Attribute("post_norm_eps", ("norm_after_eps",), float, 1e-8),
-        base.Attribute("output_multiplier", ("logit_scale",), float, 0.19611613513818404),
-        base.Attribute("final_logit_softcapping", ("logit_softcap",), float, 20.0),
+        Attribute("hidden_activation", "activation", ACTIVATIONS, "silu"),
+        Attribute("qk_scale_factor", "query_scale", float, 3.87, unit=("head_dim", -0.5)),
+        Attribute("post_norm_eps", "norm_after_eps", float, 1e-8),
+        Attribute("output_multiplier", "logit_scale", float, 0.19611613513818404),
+        Attribute("final_logit_softcapping", "logit_softcap", float, 20.0),
     ),
     layer_attributes=GEMMA2.layer_attributes | {"layer_rope_theta"},
     default_window=2048,
@@ -41,20 +48,18 @@ MUSE_GLIMMER = replace(
     default_head_dim=128,
     always={
         **GEMMA2.always,
-        **{
-            "final_norm": "rms",
-            "embedding_norm": True,
-            "qk_norm": "head_plain",
-            "attention_gate": True,
-        },
+        "final_norm": "rms",
+        "embedding_norm": True,
+        "qk_norm": "head_plain",
+        "attention_gate": True,
     },
-    required=base.required(without=("hidden_act",), mlp_bias=False, attention_bias=False),
-    tp_plan=base.TP_PLAN | {"layers.*.self_attn.gate_proj": "colwise"},
+    required=required(without=("hidden_act",), mlp_bias=False, attention_bias=False),
+    tp_plan=TP_PLAN | {"layers.*.self_attn.gate_proj": "colwise"},
 )
 
-MUSE_GLIMMER_WRAPPER = base.Wrapper(
+MUSE_GLIMMER_WRAPPER = Wrapper(
     "muse_glimmer",
     "MuseGlimmerForConditionalGeneration",
     text_types=("muse_glimmer_text",),
-    others=("vision_tower.", "vision_adapter.", "vision_projection."),
+    other_tensors=("vision_tower.", "vision_adapter.", "vision_projection."),
 )

@@ -5,26 +5,42 @@ They have LayerNorms of factor 1 + scale, squared ReLU, and partly rotated heads
 
 from dataclasses import replace
 
-from jaxtp.hf.families import family as base
+from jaxtp.hf.families.family import (
+    ACTIVATIONS,
+    ATTENTION_BIAS,
+    DOWN,
+    MLP_BIAS,
+    NORMS,
+    OUT,
+    OUTER,
+    PARTIAL_ROPE,
+    QKV,
+    TP_PLAN,
+    UP,
+    Attribute,
+    Family,
+    required,
+    sizes,
+    with_biases,
+)
 
-NEMOTRON = base.Family(
+NEMOTRON = Family(
     model_type="nemotron",
     architecture="NemotronForCausalLM",
     tensors=(
-        *base.OUTER[::2],
-        *base.with_biases(base.OUTER[1], *base.NORMS, *base.QKV, *base.OUT, *base.UP, *base.DOWN),
+        *OUTER[::2],
+        *with_biases(OUTER[1], *NORMS, *QKV, *OUT, *UP, *DOWN),
     ),
     attributes=(
-        *base.sizes(1e-5, eps_name="norm_eps"),
-        base.kv_heads(),
-        base.ATTENTION_BIAS,
-        base.MLP_BIAS,
-        base.Attribute("hidden_act", ("activation",), base.ACTIVATIONS, "relu2"),
+        *sizes(1e-5, eps_name="norm_eps"),
+        ATTENTION_BIAS,
+        MLP_BIAS,
+        Attribute("hidden_act", "activation", ACTIVATIONS, "relu2"),
     ),
-    rope_attributes=(replace(base.PARTIAL_ROPE, default=0.5),),
+    rope_attributes=(replace(PARTIAL_ROPE, default=0.5),),
     always={"norm": "layer_plus_one", "mlp": "plain"},
-    required=base.required(without=("hidden_act", "partial_rotary_factor")),
+    required=required(without=("hidden_act", "partial_rotary_factor")),
     tp_plan={
-        module: style for module, style in base.TP_PLAN.items() if not module.endswith("gate_proj")
+        module: style for module, style in TP_PLAN.items() if not module.endswith("gate_proj")
     },
 )

@@ -8,45 +8,69 @@ as in OLMoE.
 
 from dataclasses import replace
 
-from jaxtp.hf.families import family as base
+from jaxtp.hf.families.family import (
+    ATTENTION,
+    ATTENTION_BIAS,
+    COMMON,
+    DOWN,
+    EXPERTS,
+    EXPERTS_TP_PLAN,
+    GATE_UP,
+    GATHERED_TP_PLAN,
+    NORMS,
+    OUT_BIAS,
+    OUTER,
+    PROJECTIONS,
+    QK_NORMS,
+    QKV_BIASES,
+    ROPE,
+    ROUTER_LOSS,
+    TP_PLAN,
+    WINDOW,
+    Attribute,
+    Family,
+    block_tensors,
+    required,
+    sizes,
+    some_experts,
+    without,
+)
 
-_CLIP = base.Attribute("clip_qkv", ("clip_qkv",), float, can_be_null=True)
-_TP_PLAN = base.TP_PLAN | base.GATHERED_TP_PLAN
+_CLIP = Attribute("clip_qkv", "clip_qkv", float, can_be_null=True)
+_TP_PLAN = TP_PLAN | GATHERED_TP_PLAN
 _EXPERTS_TP_PLAN = {module: style for module, style in _TP_PLAN.items() if ".mlp." not in module}
 
 
-OLMO = base.Family(
+OLMO = Family(
     model_type="olmo",
     architecture="OlmoForCausalLM",
     # The last norm has no scale.
-    tensors=base.OUTER[::2] + base.ATTENTION + base.GATE_UP + base.DOWN,
+    tensors=OUTER[::2] + ATTENTION + GATE_UP + DOWN,
     attributes=(
-        *(attribute for attribute in base.sizes() if attribute.name != "rms_norm_eps"),
-        base.kv_heads(),
-        base.ATTENTION_BIAS,
+        *without(sizes(), "rms_norm_eps"),
+        ATTENTION_BIAS,
         _CLIP,
     ),
     always={"norm": "layer_plain", "norm_eps": 1e-5},
-    required=base.required(mlp_bias=False),
+    required=required(mlp_bias=False),
 )
 
-OLMO2 = base.Family(
+OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
     tensors=(
-        *base.OUTER,
-        base.Tensor(
-            "blocks.attention_after_norm.scale",
-            "model.layers.{layer}.post_attention_layernorm.weight",
+        *OUTER,
+        *block_tensors(
+            {
+                "attention_after_norm.scale": "post_attention_layernorm.weight",
+                "mlp_after_norm.scale": "post_feedforward_layernorm.weight",
+            }
         ),
-        base.Tensor(
-            "blocks.mlp_after_norm.scale", "model.layers.{layer}.post_feedforward_layernorm.weight"
-        ),
-        *(base.PROJECTIONS + base.QKV_BIASES + base.OUT_BIAS + base.QK_NORMS),
+        *(PROJECTIONS + QKV_BIASES + OUT_BIAS + QK_NORMS),
     ),
-    attributes=(*base.sizes(1e-5), base.kv_heads(), base.ATTENTION_BIAS),
+    attributes=(*sizes(1e-5), ATTENTION_BIAS),
     always={"norm_placement": "after", "qk_norm": "projection"},
-    required=base.required(mlp_bias=False, clip_qkv=None),
+    required=required(mlp_bias=False, clip_qkv=None),
     tp_plan=_TP_PLAN,
 )
 
@@ -54,37 +78,37 @@ OLMO3 = replace(
     OLMO2,
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
-    layer_attributes=base.COMMON | base.WINDOW | {"layer_types"},
+    layer_attributes=COMMON | WINDOW | {"layer_types"},
     window_period=4,
     rope_by_type=True,
     rope_theta=500_000.0,
 )
 
-OLMOE = base.Family(
+OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
-    tensors=base.OUTER + base.NORMS + base.ATTENTION + base.QK_NORMS + base.EXPERTS,
+    tensors=OUTER + NORMS + ATTENTION + QK_NORMS + EXPERTS,
     attributes=(
-        *base.sizes(1e-5),
-        base.kv_heads(),
-        base.ATTENTION_BIAS,
+        *sizes(1e-5),
+        ATTENTION_BIAS,
         _CLIP,
-        *base.some_experts(64, 8),
+        *some_experts(64, 8),
     ),
-    layer_attributes=base.ROPE,  # its norms need a head_dim of hidden_size / num_attention_heads
+    # Its norms need a head_dim of hidden_size / num_attention_heads.
+    layer_attributes=ROPE,
     always={"qk_norm": "projection"},
-    required=base.required(mlp_bias=False, sliding_window=None),
-    ignored_attributes=base.ROUTER_LOSS,
-    tp_plan=_EXPERTS_TP_PLAN | base.EXPERTS_TP_PLAN,
+    required=required(mlp_bias=False, sliding_window=None),
+    ignored_attributes=ROUTER_LOSS,
+    tp_plan=_EXPERTS_TP_PLAN | EXPERTS_TP_PLAN,
 )
 
 FLEX_OLMO = replace(
     OLMO2,
     model_type="flex_olmo",
     architecture="FlexOlmoForCausalLM",
-    tensors=tuple(tensor for tensor in OLMO2.tensors if ".mlp." not in tensor.ours) + base.EXPERTS,
-    attributes=(*base.sizes(), base.kv_heads(), base.ATTENTION_BIAS, *base.some_experts(7, 5)),
+    tensors=tuple(tensor for tensor in OLMO2.tensors if ".mlp." not in tensor.path) + EXPERTS,
+    attributes=(*sizes(), ATTENTION_BIAS, *some_experts(7, 5)),
     rope_theta=500_000.0,
-    ignored_attributes=base.ROUTER_LOSS,
-    tp_plan=_EXPERTS_TP_PLAN | base.EXPERTS_TP_PLAN,
+    ignored_attributes=ROUTER_LOSS,
+    tp_plan=_EXPERTS_TP_PLAN | EXPERTS_TP_PLAN,
 )

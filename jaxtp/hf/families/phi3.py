@@ -3,38 +3,49 @@
 They are Llama with fused q/k/v and gate/up kernels in the file.
 """
 
-from dataclasses import replace
-
-from jaxtp.hf.families import family as base
-
-_FUSED = (
-    *(
-        replace(tensor, theirs="model.layers.{layer}.self_attn.qkv_proj.weight")
-        for tensor in base.QKV
-    ),
-    *(
-        replace(tensor, theirs="model.layers.{layer}.mlp.gate_up_proj.weight")
-        for tensor in base.GATE_UP
-    ),
+from jaxtp.hf.families.family import (
+    COMMON,
+    DOWN,
+    GATE_UP,
+    NORMS,
+    OUT,
+    OUTER,
+    PARTIAL_ROPE,
+    QKV,
+    WINDOW,
+    Family,
+    replace_all,
+    required,
+    sizes,
 )
 
-PHI3 = base.Family(
+PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
-    tensors=base.OUTER + base.NORMS + _FUSED + base.OUT + base.DOWN,
-    attributes=(*base.sizes(1e-5), base.kv_heads()),
-    layer_attributes=base.COMMON | base.WINDOW,
+    tensors=(
+        *OUTER,
+        *NORMS,
+        *replace_all(QKV, name="model.layers.{layer}.self_attn.qkv_proj.weight"),
+        *replace_all(GATE_UP, name="model.layers.{layer}.mlp.gate_up_proj.weight"),
+        *OUT,
+        *DOWN,
+    ),
+    attributes=sizes(1e-5),
+    layer_attributes=COMMON | WINDOW,
     default_window=None,
-    rope_kinds=frozenset({"default", "longrope"}),
+    rope_kinds={"default", "longrope"},
     rope_aliases={"su": "longrope", "yarn": "longrope"},
     original_length=4096,
-    rope_attributes=(base.PARTIAL_ROPE,),
-    required=base.required(
+    rope_attributes=(PARTIAL_ROPE,),
+    required=required(
         without=("partial_rotary_factor",),
-        **{"attention_bias": False, "mlp_bias": False, "lm_head_bias": False},
-        **{"full_attn_mod": 1, "interpolate_factor": 1},
+        attention_bias=False,
+        mlp_bias=False,
+        lm_head_bias=False,
+        full_attn_mod=1,
+        interpolate_factor=1,
     ),
-    ignored_attributes=frozenset({"resid_pdrop", "embd_pdrop"}),
+    ignored_attributes={"resid_pdrop", "embd_pdrop"},
     tp_plan={
         "layers.*.self_attn.qkv_proj": "colwise_gather_output",
         "layers.*.self_attn.o_proj": "rowwise_split_input",

@@ -5,37 +5,48 @@
 
 from dataclasses import replace
 
-from jaxtp.hf.families import family as base
+from jaxtp.hf.families.family import (
+    NORMS,
+    OUTER,
+    PARTIAL_ROPE,
+    PROJECTIONS,
+    QKV_BIASES,
+    ROPE,
+    Attribute,
+    Family,
+    block_tensors,
+    required,
+    sizes,
+    with_biases,
+)
 
-STABLELM = base.Family(
+STABLELM = Family(
     model_type="stablelm",
     architecture="StableLmForCausalLM",
     tensors=(
-        *base.OUTER[::2],
-        *base.with_biases(base.OUTER[1], *base.NORMS),
-        *base.PROJECTIONS,
-        *base.QKV_BIASES,
-        *(
-            base.Tensor(
-                f"blocks.attention.qk_norms.{i}.scale",
-                f"model.layers.{{layer}}.self_attn.{name}_layernorm.norms.{base.HEAD}.weight",
-            )
-            for i, name in enumerate("qk")
+        *OUTER[::2],
+        *with_biases(OUTER[1], *NORMS),
+        *PROJECTIONS,
+        *QKV_BIASES,
+        *block_tensors(
+            {
+                "attention.qk_norms.0.scale": "self_attn.q_layernorm.norms.{head}.weight",
+                "attention.qk_norms.1.scale": "self_attn.k_layernorm.norms.{head}.weight",
+            }
         ),
     ),
     attributes=(
-        *base.sizes(1e-5, eps_name="layer_norm_eps"),
-        base.kv_heads(32),
-        base.Attribute("use_qkv_bias", ("attention_bias",), bool, False),
-        base.Attribute("qk_layernorm", ("qk_norm",), {False: "none", True: "heads"}, False),
-        base.Attribute(
-            "use_parallel_residual", ("norm_placement",), {False: "before", True: "parallel"}, False
+        *sizes(1e-5, eps_name="layer_norm_eps", kv_heads=32),
+        Attribute("use_qkv_bias", "attention_bias", bool, False),
+        Attribute("qk_layernorm", "qk_norm", {False: "none", True: "heads"}, False),
+        Attribute(
+            "use_parallel_residual", "norm_placement", {False: "before", True: "parallel"}, False
         ),
     ),
-    layer_attributes=base.ROPE,
-    rope_attributes=(replace(base.PARTIAL_ROPE, default=0.25),),
+    layer_attributes=ROPE,
+    rope_attributes=(replace(PARTIAL_ROPE, default=0.25),),
     always={"norm": "layer"},
-    required=base.required(without=("partial_rotary_factor",)),
-    ignored_attributes=frozenset({"hidden_dropout"}),
+    required=required(without=("partial_rotary_factor",)),
+    ignored_attributes={"hidden_dropout"},
     tp_plan={},
 )

@@ -6,38 +6,58 @@ LayerNorms and biases (arXiv 2402.19173).
 
 from dataclasses import replace
 
-from jaxtp.hf.families import family as base
+from jaxtp.hf.families.family import (
+    ACTIVATIONS,
+    ATTENTION_TP_PLAN,
+    COMMON,
+    NORMS,
+    OUT,
+    OUTER,
+    QKV,
+    WINDOW,
+    Attribute,
+    Family,
+    block_tensors,
+    required,
+    sizes,
+    with_biases,
+    with_defaults,
+)
 from jaxtp.hf.families.gpt2 import GPT2
 
-_FP32 = frozenset({"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"})
+_FP32 = {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"}
 
-STARCODER2 = base.Family(
+STARCODER2 = Family(
     model_type="starcoder2",
     architecture="Starcoder2ForCausalLM",
     tensors=(
-        *base.OUTER[::2],
-        *base.with_biases(
-            *(base.OUTER[1], *base.NORMS, *base.QKV, *base.OUT),
-            base.Tensor(
-                "blocks.mlp.up.kernels.0", "model.layers.{layer}.mlp.c_fc.weight", transposed=True
-            ),
-            base.Tensor(
-                "blocks.mlp.down.kernel", "model.layers.{layer}.mlp.c_proj.weight", transposed=True
+        *OUTER[::2],
+        *with_biases(
+            OUTER[1],
+            *NORMS,
+            *QKV,
+            *OUT,
+            *block_tensors(
+                {"mlp.up.kernels.0": "mlp.c_fc.weight", "mlp.down.kernel": "mlp.c_proj.weight"},
+                transposed=True,
             ),
         ),
     ),
     attributes=(
-        *base.sizes(1e-5, eps_name="norm_epsilon", tied=True),
-        base.kv_heads(2),
-        base.Attribute(
-            "use_bias", ("attention_bias", "attention_out_bias", "mlp_bias"), bool, True
+        *sizes(1e-5, eps_name="norm_epsilon", tied=True, kv_heads=2),
+        Attribute(
+            "use_bias",
+            "attention_bias",
+            bool,
+            True,
+            also=("attention_out_bias", "mlp_bias"),
         ),
-        base.Attribute("hidden_act", ("activation",), base.ACTIVATIONS, "gelu_pytorch_tanh"),
+        Attribute("hidden_act", "activation", ACTIVATIONS, "gelu_pytorch_tanh"),
     ),
-    layer_attributes=base.COMMON | base.WINDOW,
+    layer_attributes=COMMON | WINDOW,
     default_window=None,
     always={"norm": "layer", "mlp": "plain"},
-    required=base.required(
+    required=required(
         without=("hidden_act", "attention_dropout"),
         mlp_type="default",
         norm_type="layer_norm",
@@ -52,24 +72,24 @@ STARCODER2 = base.Family(
         "layer_norm_epsilon",
     },
     tp_plan={
-        **base.ATTENTION_TP_PLAN,
+        **ATTENTION_TP_PLAN,
         "layers.*.mlp.c_fc": "colwise",
         "layers.*.mlp.c_proj": "rowwise",
     },
 )
+
+# There is one key/value head, so n_head does not set num_kv_heads.
+_ATTRIBUTES = tuple(replace(attribute, also=()) for attribute in GPT2.attributes)
 
 GPT_BIGCODE = replace(
     GPT2,
     model_type="gpt_bigcode",
     architecture="GPTBigCodeForCausalLM",
     tensors=tuple(
-        replace(tensor, transposed=".h." in tensor.theirs and ".kernel" in tensor.ours)
+        replace(tensor, transposed=".h." in tensor.name and ".kernel" in tensor.path)
         for tensor in GPT2.tensors
     ),
-    attributes=base.with_defaults(
-        [replace(each, fields=each.fields[:1]) for each in GPT2.attributes],
-        activation_function="gelu_pytorch_tanh",
-    ),
+    attributes=with_defaults(_ATTRIBUTES, activation_function="gelu_pytorch_tanh"),
     always={**GPT2.always, "num_kv_heads": 1},
     required={**GPT2.required, "multi_query": True},
     layer_attributes=frozenset(),
@@ -81,6 +101,7 @@ GPT_BIGCODE = replace(
         "inference_runner",
         "validate_runner_input",
         "max_batch_size",
-    }
-    | {"pad_key_length", "pre_allocate_kv_cache"},
+        "pad_key_length",
+        "pre_allocate_kv_cache",
+    },
 )

@@ -428,24 +428,24 @@ def _own_plan(config: ModelConfig, family: Family) -> dict[str, str]:
     plan: dict[str, str] = {}
     for path, variable in named_variables(abstract_decoder(config)[1]).items():
         stack, general = split_path(path)
-        tensors = alternatives(general, family, blocks.get(str(stack), config.block()))
-        tensor = next(tensor for tensor in tensors if tensor.layout in (None, "stacked"))
-        if not tensor.theirs.endswith((".bias", "proj_bias")):
-            module = tensor.theirs.removeprefix(family.prefix).removesuffix(".weight")
+        possible = alternatives(general, family, blocks.get(str(stack), config.block()))
+        tensor = next(tensor for tensor in possible if tensor.layout in (None, "stacked"))
+        if not tensor.name.endswith((".bias", "proj_bias")):
+            module = tensor.name.removeprefix(family.prefix).removesuffix(".weight")
             plan[module.replace(LAYER, "*")] = _style(tensor, spec_of(variable))
     return plan
 
 
 def _style(tensor: Tensor, declared: PartitionSpec) -> str:
-    dims = list(declared)[1:] if LAYER in tensor.theirs else list(declared)
+    dims = list(declared)[1:] if LAYER in tensor.name else list(declared)
     split = [dim for dim, axes in enumerate(dims) if TP in axes_of(axes)]
     if not split:
         return "replicated"
-    if tensor.ours == TABLE:
+    if tensor.path == TABLE:
         return "embedding_rowwise"
-    if ".experts." in tensor.theirs and split == [0]:
+    if ".experts." in tensor.name and split == [0]:
         return "grouped_gemm"
-    outputs = 0 if tensor.ours == HEAD else len(dims) - 1
+    outputs = 0 if tensor.path == HEAD else len(dims) - 1
     return "colwise" if split == [outputs] else "rowwise"
 
 
