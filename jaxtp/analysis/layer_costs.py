@@ -671,7 +671,7 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
     result_read = not work.frozen or bool(layer.out.loras) or config.attention_gate
     yield from context_costs(attention, method, head_bytes, work, result_read=result_read)
     chunks = query_chunks(method, work)
-    number, m, n = kernel.blocks(chunks, config.sliding_window)
+    number, m, n = kernel.products(chunks, config.sliding_window)
     saved = kernel.can_save_result and work.remat == "save_dots"  # also the results of kernels
     recomputed = work.remat in RECOMPUTE_POLICIES and not saved
     runs = work.rows * (heads // cp if method == "ulysses" else heads) * number
