@@ -133,11 +133,11 @@ def test_no_utils():
 # raises one in its own commit, which says why.
 BUDGETS = {
     "tokens of code": 348_000,
-    "files": 241,
+    "files": 246,
     "files under 80 lines, families aside": 3,
     "rooms": 14,
     "arrows between rooms": 71,
-    "files that training imports": 84,
+    "files that training imports": 88,
     "functions of more than 6 parameters": 4,
     "Any": 545,
     "file names used more than twice": 0,
