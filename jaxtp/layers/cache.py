@@ -53,7 +53,9 @@ class NewTokens:
 
     def write(self, cache: Array, new: Array) -> Array:
         """Writes new tokens `[b, T, K, H]` to a device's cache `[b, K, S, H]`."""
-        rows = jnp.arange(cache.shape[0])[:, None] if self.rows is None else self.rows
+        rows = self.rows
+        if rows is None:
+            rows = jnp.arange(cache.shape[0])[:, None]
         # A negative index would count from the end.
         rows = jnp.where(rows < 0, cache.shape[0], rows)
         positions = self.positions
@@ -118,4 +120,6 @@ def visible(positions: Array, num_slots: int, window: int | None = None) -> Arra
     """
     distance = positions[..., None] - jnp.arange(num_slots)
     is_visible = distance >= 0
-    return is_visible if window is None else is_visible & (distance < window)
+    if window is not None:
+        is_visible &= distance < window
+    return is_visible

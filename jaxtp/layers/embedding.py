@@ -135,7 +135,9 @@ class VocabParallelEmbedding(nnx.Module):
         rows = leave_parallel(rows, split_dim)
         if exchanges:  # after the sum over tp, which leaves less to move
             rows = all_to_all(rows, *STORAGE, split=0, join=2)
-        return rows if self.scale is None else rows * jnp.asarray(self.scale, rows.dtype)
+        if self.scale is not None:
+            rows *= jnp.asarray(self.scale, rows.dtype)
+        return rows
 
     def exchanges(self, shape: LocalShape) -> bool:
         """Returns whether exchanging results over fsdp moves less than gathering the table."""

@@ -115,7 +115,9 @@ class Norm(nnx.Module):
             y = y + y * loaded["scale"].astype(jnp.float32)
         elif "scale" in loaded:
             y = y * loaded["scale"]
-        return (y + loaded["bias"] if "bias" in loaded else y).astype(x.dtype)
+        if "bias" in loaded:
+            y = y + loaded["bias"]
+        return y.astype(x.dtype)
 
 
 def _initial_scale(kind: NormKind, size: int, dtype: DType) -> Array:
@@ -207,7 +209,9 @@ class QKNorm(nnx.Module):
         if scale is not None:
             if not self.one_scale:
                 scale = scale.reshape(x.shape[-2:])  # [heads, H]
-            y *= 1 + scale.astype(jnp.float32) if self.norm.endswith("plus_one") else scale
+            if self.norm.endswith("plus_one"):
+                scale = 1 + scale.astype(jnp.float32)
+            y *= scale
         if bias_shard is not None:
             bias = self.precision.load(bias_shard, None, used_by_all_tp=True)
             if self.fixed_bias is not None:

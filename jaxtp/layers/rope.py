@@ -173,8 +173,10 @@ def rope_frequencies(
     if scaling.kind == "proportional":
         return np.where(np.arange(period) < count, plain / scaling.factor, 0)
     if scaling.kind == "longrope":
-        is_long = length > scaling.original_length
-        return plain / np.array(scaling.long_factor if is_long else scaling.short_factor)
+        factors = scaling.short_factor
+        if length > scaling.original_length:
+            factors = scaling.long_factor
+        return plain / np.array(factors)
     if scaling.kind == "llama3":
         keep = _keep_by_wavelength(plain, scaling)
     else:
@@ -259,7 +261,8 @@ def _keep_by_dim(head_dim: int, theta: float, scaling: RopeScaling) -> Frequenci
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, head_dim - 1)
-    span = high - low if high != low else 0.001  # avoids a division by zero, as in transformers
+    # As in transformers, 0.001 avoids a division by zero.
+    span = high - low or 0.001
     return 1 - np.clip((np.arange(head_dim // 2) - low) / span, 0, 1)
 
 

@@ -214,9 +214,13 @@ class MixtureOfExperts(PositionwiseBranch):
         if bias is not None:
             by_expert = jnp.sum(jax.nn.one_hot(local, count) * gates[..., None], axis=1)  # [N, E]
             by_expert = by_expert.astype(bias.dtype)
-            # Where every device of a tp group has all experts, one adds their biases.
-            y += by_expert @ (bias if TP in holders else on_first_device(bias))
-        return reduce_scatter(y, *STORAGE) if gathers_tokens else y, jnp.sum(rows.sizes)
+            if TP not in holders:
+                # Every device of a tp group has all experts; only the first adds their biases.
+                bias = on_first_device(bias)
+            y += by_expert @ bias
+        if gathers_tokens:
+            y = reduce_scatter(y, *STORAGE)
+        return y, jnp.sum(rows.sizes)
 
     def placement(self, tokens: int, tp: int, shards: int, *, trained: bool) -> Placement:
         """Returns a device's part of a training step; each device has `tokens` tokens."""

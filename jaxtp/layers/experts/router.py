@@ -135,7 +135,9 @@ class Router:
                 gates *= jnp.minimum(total / config.normalize_floor, 1)
         else:
             gates = take(scores.scores)
-        return gates if config.experts_scale == 1 else gates * config.experts_scale
+        if config.experts_scale != 1:
+            gates *= config.experts_scale
+        return gates
 
     def _statistics(self, scores: Scores, experts: Array, not_padding: Array) -> Routing:
         """Returns sums over the tokens of each sequence, without the number of computed rows."""
