@@ -373,7 +373,7 @@ def _decayed_to_end(
     """Returns each row's keys of its last chunk, and the decay of the state before the chunk.
 
     Keys `[R, c, Hv, K]` are decayed by the row's later tokens, and zero for tokens of other rows.
-    The decay `[R, Hv]` is that of all tokens of the row in the chunk; 0 if the row begins there.
+    The decay `[R, Hv]` is by all tokens of the row in the chunk; 0 if the row begins there.
     The tokens of each row's last chunk are at `sequence` `[R]` and `index` `[R, c]`.
     """
 

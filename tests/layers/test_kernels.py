@@ -387,7 +387,7 @@ def test_visited_blocks_and_scores_of_a_device_are_counted_from_its_chunks(devic
         lowest = np.maximum(queries - (window or np.inf) + 1, 0)
         starts = range(0, len(queries), block)
         pairs = sum(queries[i : i + block][-1] // block - lowest[i] // block + 1 for i in starts)
-        assert num_visited(chunks, window) == pairs
+        assert num_visited(tuple(chunks), window) == pairs
     whole = [range(sum(len(chunk) for chunks in devices for chunk in chunks))]
     np.testing.assert_allclose(
         sum(num_scores(chunks, window) for chunks in devices), num_scores(whole, window)

@@ -1,4 +1,4 @@
-"""Layers with experts: in place of an MLP, and beside one."""
+"""Layers with experts: in place of an MLP, or in addition to one."""
 
 from dataclasses import replace
 from functools import partial
@@ -145,7 +145,7 @@ class MixtureOfExperts(PositionwiseBranch):
     def _transform(
         self, split_dim: int | None, record: bool, x: Array, weights: Weights, token_data: Weights
     ) -> tuple[Array, Routing]:
-        """Transforms a device's tokens `[b, t, D]`, of which tp splits `split_dim`, if any.
+        """Transforms a device's tokens `[b, t, D]`; tp splits their dim `split_dim`, if any.
 
         `token_data` `[b, T/cp, ...]` are of all tokens of the tp group.
         """
@@ -301,7 +301,7 @@ class MixtureOfExperts(PositionwiseBranch):
 
 
 def _part_of_tp(token_data: Weights, length: int) -> Weights:
-    """Returns a device's `length` tokens of those of its tp group, `[b, T/cp, ...]`."""
+    """Returns this device's part, `length` tokens, of its tp group's arrays `[b, T/cp, ...]`."""
     return {
         name: jax.lax.dynamic_slice_in_dim(values, axis_index(TP) * length, length, axis=1)
         for name, values in token_data.items()

@@ -8,7 +8,6 @@ Query blocks are `[n, b, K, G*c, H]` (n blocks of c positions, K kv heads of G q
 a pair is one product per kv head; blocks of keys and values are `[n, b, K, c, H]`.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -92,16 +91,12 @@ def block_size(length: int) -> int:
     return min(MAX_BLOCK, max(_MIN_BLOCK, -(-length // _MIN_BLOCKS)))
 
 
-def num_visited(chunks: Sequence[range], window: int | None) -> int:
+@lru_cache(maxsize=4096)
+def num_visited(chunks: tuple[range, ...], window: int | None) -> int:
     """Returns the number of block pairs that causality and the window leave.
 
     `chunks` are the queries' positions, ascending; keys start at position 0.
     """
-    return _num_visited(tuple(chunks), window)
-
-
-@lru_cache(maxsize=4096)
-def _num_visited(chunks: tuple[range, ...], window: int | None) -> int:
     ends = np.cumsum(list(map(len, chunks)))
     # The offset from a query's index to its position
     ahead = np.array([chunk.stop for chunk in chunks]) - ends
@@ -221,7 +216,7 @@ class _Pairs:
         self.offsets = begins - (self.ends - turns)
         self.count: int | Array
         if segments is None and part is None:
-            self.count = num_visited([range(length)], settings.window)
+            self.count = num_visited((range(length),), settings.window)
         else:
             self.count = self.ends[-1]
         self.queries = self.of_queries(q)

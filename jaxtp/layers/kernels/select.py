@@ -223,7 +223,7 @@ def _exact(chunks: Sequence[range], window: int | None) -> Products:
 
 def _by_blocks(chunks: Sequence[range], window: int | None) -> Products:
     block = block_size(sum(map(len, chunks)))
-    return Products(num_visited(chunks, window), block, block)
+    return Products(num_visited(tuple(chunks), window), block, block)
 
 
 def _whole(chunks: Sequence[range], window: int | None) -> Products:
