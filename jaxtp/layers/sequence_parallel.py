@@ -155,18 +155,16 @@ def segment_mask(segments_BT: Array) -> Array:
 
 
 def dropout(
-    x: Array, rate: float, keys: Array | None, spec: PartitionSpec, positions_T: Array | None = None
+    x: Array, rate: float, keys: Array | None, spec: PartitionSpec, positions_T: Array
 ) -> Array:
     """Zeroes elements of a global `x` with probability `rate`, and scales the others by 1/(1-rate).
 
-    A token's mask depends only on its row's key, from `keys` `[B]`, and its position, by default 0,
-    1, ...: not on the mesh, micro-batch or token order. Without keys dropout is off. Drawing the
-    mask needs no communication.
+    A token's mask depends only on its row's key, from `keys` `[B]`, and its position: not on the
+    mesh, micro-batch or token order. Without keys dropout is off. Drawing the mask needs no
+    communication.
     """
     if keys is None or rate == 0:
         return x
-    if positions_T is None:
-        positions_T = jnp.arange(x.shape[1])
 
     def keep_token(row_key: Array, position: Array) -> Array:
         return jax.random.bernoulli(jax.random.fold_in(row_key, position), 1 - rate, x.shape[2:])

@@ -167,20 +167,16 @@ class Kernel:
     again."""
 
     platforms: tuple[str, ...] | None = None  # None: everywhere
-    sixteen_bits: bool = False  # computes in 16 bits only
+    # Computes only in 16 bits, for whole sequences of one document, without softcap and sinks
+    plain: bool = False
     head_dims: Callable[[Use], tuple[int, int]] | None = None
     """Returns the largest head_dim for a use, and a number that must divide head_dim."""
-
-    packed: bool = True  # keeps documents apart without a `[T, T]` mask
-    softcap: bool = True  # can squash scores
-    sinks: bool = True  # they can join its softmax
-    part: bool = True  # can take a part of the queries of a sequence
 
     def problems(self, use: Use) -> Iterator[str]:
         """Yields why the kernel does not support a use."""
         if self.platforms and use.family not in (None, *self.platforms):
             yield f"it runs on {' and '.join(self.platforms)}, not on {use.family}"
-        if self.sixteen_bits and use.dtype not in (None, "bfloat16", "float16"):
+        if self.plain and use.dtype not in (None, "bfloat16", "float16"):
             yield f"it computes in 16 bits, and model.precision.compute is {use.dtype}"
         if self.head_dims:
             width = use.widest
@@ -190,13 +186,15 @@ class Kernel:
                     f"it takes a head_dim of at most {max_width}, a multiple of {multiple}, not "
                     f"{width}"
                 )
-        if use.packed and not self.packed:
+        if not self.plain:
+            return
+        if use.packed:
             yield "packed documents (data.packing=documents) would give it a [T, T] mask"
-        if use.softcap is not None and not self.softcap:
+        if use.softcap is not None:
             yield "it has no model.attention_softcap"
-        if use.sinks and not self.sinks:
+        if use.sinks:
             yield "it has no model.attention_sinks"
-        if use.part and not self.part:
+        if use.part:
             yield (
                 "it needs whole sequences, which devices have with mesh.context=ulysses, but not "
                 "with gather"
@@ -364,12 +362,8 @@ _KERNELS = (
         products=_exact,
         can_save_result=False,
         platforms=("cuda",),
-        sixteen_bits=True,
+        plain=True,
         head_dims=_heads_of_cudnn,
-        packed=False,
-        softcap=False,
-        sinks=False,
-        part=False,
     ),
     Kernel(
         name="fused",
