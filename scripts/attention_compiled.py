@@ -37,7 +37,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.analysis.tables import columns
-from jaxtp.layers.kernels.fused_attention import DTYPES, MOST_HEAD_DIM, fused_attention
+from jaxtp.layers.kernels.fused_attention import DTYPES, MAX_HEAD_DIM, fused_attention
 from jaxtp.layers.sequence_parallel import Part, segment_mask
 from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.tools.estimate.compiler import ABSENT_GPU, topology
@@ -211,7 +211,7 @@ def over_widths() -> str:
     """Returns table 2."""
     rows = []
     for dtype in DTYPES:
-        widths = (16, 32, 64, 80, 128, MOST_HEAD_DIM)
+        widths = (16, 32, 64, 80, 128, MAX_HEAD_DIM)
         for heads in (*(Heads(width, width, sinks=True) for width in widths), GPT_OSS, DEEPSEEK):
             attend = partial(
                 fused_attention, window=128 if heads is GPT_OSS else 1000, softcap=50.0

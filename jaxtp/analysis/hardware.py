@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError, Count, NonNegative, Positive, read_yaml, validate
-from jaxtp.layers.kernels.select import CAPABILITIES, LEAST_CAPABILITY, matmul_problem
+from jaxtp.layers.kernels.select import CAPABILITIES, MIN_CAPABILITY, matmul_problem
 from jaxtp.mesh import AXES
 
 GB = 1e9
@@ -69,7 +69,7 @@ class Hardware:
 
     def peak(self, dtype: str) -> float:
         """Returns the peak FLOP/s of `Precision.matmul`; 0 if the hardware has no such products."""
-        has = dtype != "mxfp8" or float(self.capability or 0) >= LEAST_CAPABILITY[dtype]
+        has = dtype != "mxfp8" or float(self.capability or 0) >= MIN_CAPABILITY[dtype]
         return self.flops if dtype in ("", "compute") else has * self.float8
 
     @property
@@ -127,7 +127,7 @@ def _gpu(
     # Twice bfloat16 on each card of Ada, Hopper and Blackwell, by the sources of the rows: 1,979
     # TFLOP/s of an H100, 4,500 of a B200 and 330.3 of an RTX 4090. CDNA 3 has another format
     # (E4M3FNUZ); these TPUs have none.
-    if float(capability or 0) >= LEAST_CAPABILITY["float8"]:
+    if float(capability or 0) >= MIN_CAPABILITY["float8"]:
         others = {"float8": 2e12 * tflops, **others}
     return Hardware(
         name=name,

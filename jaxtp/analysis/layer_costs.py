@@ -34,7 +34,7 @@ from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import ContextAttention, chunk_size, halo, hops, num_routes
 from jaxtp.layers.embedding import EMBEDDING, LearnedPositions, VocabParallelEmbedding
-from jaxtp.layers.experts import EXPERTS, ExpertsBesideMLP, MixtureOfExperts, Share
+from jaxtp.layers.experts import EXPERTS, ExpertsBesideMLP, MixtureOfExperts, Placement
 from jaxtp.layers.kernels.grouped import is_dense, pick_method
 from jaxtp.layers.kernels.select import num_scores, pick_kernel
 from jaxtp.layers.latent_attention import LATENT, LatentAttention
@@ -670,7 +670,7 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
     result_read = not work.frozen or bool(layer.out.loras) or config.attention_gate
     yield from context_costs(attention, method, head_bytes, work, result_read=result_read)
     chunks = query_chunks(method, work)
-    number, m, n = kernel.blocks(chunks, config.sliding_window)
+    number, m, n = kernel.products(chunks, config.sliding_window)
     saved = kernel.can_save_result and work.remat == "save_dots"  # also the results of kernels
     recomputed = work.remat in RECOMPUTE_POLICIES and not saved
     runs = work.rows * (heads // cp if method == "ulysses" else heads) * number
@@ -875,7 +875,7 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
         yield from enter(EXPERTS, work, entered, split=split, again=work.remat in REGATHER_POLICIES)
     reduced = read and work.remat in REREDUCE_POLICIES
     yield from leave(EXPERTS, work, hidden, split=split, again=reduced)
-    if (share := _share(layer, work)).shards > 1:
+    if (placement := _placement(layer, work)).shards > 1:
         for size, forward, backward, again in (
             (choices, ALL_GATHER, REDUCE_SCATTER, work.remat in RECOMPUTE_POLICIES),
             (hidden, ALL_GATHER, REDUCE_SCATTER, True),
@@ -885,7 +885,7 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
                 (forward, work.num_evals(again, 0)),
                 (backward, int(work.training)),
             ):
-                yield collective_cost(kind, STORAGE, EXPERTS, work, share.shards * size, count)
+                yield collective_cost(kind, STORAGE, EXPERTS, work, placement.shards * size, count)
     # Gradients of scores and normalisers, which one device of a tp group sums up
     if not split and work.training:
         yield collective_cost(ALL_REDUCE, (TP,), EXPERTS, work, FLOAT32 * (experts + 1) * work.rows)
@@ -909,15 +909,17 @@ def _of_experts(
         split=PaddedDim((config.d_ff,)) if "F" in dims and not over_tp else None,
         tp=is_split,
         fsdp=by_expert or "D" in dims,
-        gathered=_share(layer, work).shards == 1,
+        gathered=_placement(layer, work).shards == 1,
         used_by_all_tp=not is_split,
         active=config.experts_per_token / config.num_experts,
         adapter=adapter,
     )
 
 
-def _share(layer: MixtureOfExperts, work: Workload) -> Share:
-    return layer.share(work.tokens, work.tp, parts(work.sizes, STORAGE), trained=not work.frozen)
+def _placement(layer: MixtureOfExperts, work: Workload) -> Placement:
+    return layer.placement(
+        work.tokens, work.tp, parts(work.sizes, STORAGE), trained=not work.frozen
+    )
 
 
 def _lora(layer: MixtureOfExperts, name: str) -> Lora | None:
@@ -1007,7 +1009,7 @@ def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iter
     d_model = layer.d_model
     tokens = work.between(layer.sequence_parallel)
     columns = num_columns(config)
-    shards, local, width, rows, part = _share(layer, work)
+    shards, local, width, rows, part = _placement(layer, work)
     method, _ = pick_method(config.grouped, work.platform)
     all_rows = is_dense(method, work.platform)
     routed = work.num_evals(work.remat in RECOMPUTE_POLICIES, work.num_gradients)

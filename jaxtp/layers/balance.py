@@ -5,12 +5,13 @@ without padding:
 
     balance = sum_e f_e P_e
     f_e = E / (k n) * (times e is chosen)
-    P_e = mean share of the e-th score
+    P_e = mean of the e-th score over the sum of all scores
 
-A share is a score over the sum of all scores. The loss is 1 for a uniform choice. The mean over
-labels does not depend on how a batch is divided. Layers are averaged.
+The loss is 1 for a uniform choice. The mean over labels does not depend on how a batch is divided.
+Layers are averaged.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,10 +47,10 @@ class Routing:
     """
 
     times_chosen: Array  # `[B, S, E]` float32: tokens that chose each expert
-    scores: Array  # `[B, S, E]` float32: share of each expert's score
+    scores: Array  # `[B, S, E]` float32: scores over the sum of all scores
     # `[B, S]` float32: squared log of the sum of the logits' exponentials
     squared_normaliser: Array
-    entropy: Array  # `[B, S]` float32: entropy of the shares in nats
+    entropy: Array  # `[B, S]` float32: entropy of these normalised scores in nats
     # `[B, S]` float32: this device's rows, one for each token and expert, whose sum counts
     computed: Array
     experts: Array | None = None  # `[B, T, k]` int32: the router's choice; only if recorded
@@ -72,16 +73,16 @@ class Balance:
 
     def scalars(self, count: Array) -> dict[str, Array]:
         """Returns the metrics of a whole batch with `count` valid labels."""
-        layers = [times for kind in self.times_chosen for times in kind]  # each [E]
         choices = sum(jnp.sum(times) for times in self.times_chosen)
+        layers = itertools.chain.from_iterable(self.times_chosen)  # [E] each
         loads = [times / jnp.maximum(jnp.mean(times), 1) for times in layers]
+        max_loads = jnp.stack([jnp.max(load) for load in loads])
+        is_unused = jnp.concatenate([load == 0 for load in loads])
         return {
             "balance_loss": self.balance_loss / count,
             "router_z_loss": self.router_z_loss / count,
-            "experts/max_load": jnp.mean(jnp.stack([jnp.max(load) for load in loads])),
-            "experts/unused": jnp.mean(
-                jnp.concatenate([load == 0 for load in loads]).astype(jnp.float32)
-            ),
+            "experts/max_load": jnp.mean(max_loads),
+            "experts/unused": jnp.mean(is_unused.astype(jnp.float32)),
             "experts/entropy": self.entropy / jnp.maximum(choices, 1),
             "experts/dropped": self.dropped,
         }
@@ -98,7 +99,8 @@ def balance(
 ) -> Balance:
     """Returns the balance of all layers.
 
-    `routings` and k are per kind of block; labels are whole rows.
+    There are one `Routing` and one number of experts per token for each kind of block. Labels are
+    whole rows.
     """
     by_layer = P(None, *batch_spec(SEQUENCE))
 
@@ -107,20 +109,21 @@ def balance(
         local = jax.tree.map(lambda sums: jnp.sum(sums, axis=2), routings)
         local = _reduce_flat(lambda sums: all_reduce(sums, *SEQUENCE), local)
         counted = jnp.sum(labels != IGNORE, axis=1, dtype=jnp.float32)  # [b]
-        auxiliary = []
+        losses = []  # [layers, b] each
         squared = []
         entropies = []
         dropped = []
         for routing, k in zip(local, experts_per_token, strict=True):
             choices = jnp.sum(routing.times_chosen, axis=-1)  # [layers, b], k for each token
             tokens = jnp.maximum(choices / k, 1)
-            chosen = routing.times_chosen.shape[-1] / (k * tokens[..., None]) * routing.times_chosen
-            auxiliary.append(jnp.sum(chosen * routing.scores / tokens[..., None], axis=-1))
+            num_experts = routing.times_chosen.shape[-1]
+            frequency = num_experts / (k * tokens[..., None]) * routing.times_chosen
+            losses.append(jnp.sum(frequency * routing.scores / tokens[..., None], axis=-1))
             squared.append(routing.squared_normaliser / tokens)
             entropies.append(k * jnp.sum(routing.entropy))  # k per token, like `choices`
             dropped.append(jnp.sum(choices - routing.computed))
         sums = Balance(
-            balance_loss=jnp.sum(counted * jnp.mean(jnp.concatenate(auxiliary), axis=0)),
+            balance_loss=jnp.sum(counted * jnp.mean(jnp.concatenate(losses), axis=0)),
             router_z_loss=jnp.sum(counted * jnp.mean(jnp.concatenate(squared), axis=0)),
             times_chosen=tuple(jnp.sum(routing.times_chosen, axis=1) for routing in local),
             entropy=jnp.sum(jnp.stack(entropies)),
@@ -128,9 +131,9 @@ def balance(
         )
         return _reduce_flat(lambda sums: all_reduce(sums, *BATCH), sums)
 
-    measured = [replace(routing, experts=None, margin=None) for routing in routings]
-    in_specs = (jax.tree.map(lambda _: by_layer, measured), batch_spec(None))
-    return device_view(total, BALANCE, in_specs, out_specs=P())(measured, labels_BT)
+    statistics = [replace(routing, experts=None, margin=None) for routing in routings]
+    in_specs = (jax.tree.map(lambda _: by_layer, statistics), batch_spec(None))
+    return device_view(total, BALANCE, in_specs, out_specs=P())(statistics, labels_BT)
 
 
 def updated_selection_bias(bias: Array, times_chosen: Array, rate: float) -> Array:
@@ -140,7 +143,8 @@ def updated_selection_bias(bias: Array, times_chosen: Array, rate: float) -> Arr
     """
     # Compared as integers: with a rounded mean, an expert with exactly the mean load would move.
     total = jnp.sum(times_chosen, axis=-1, keepdims=True)
-    return bias + rate * jnp.sign(total - times_chosen.shape[-1] * times_chosen).astype(bias.dtype)
+    direction = jnp.sign(total - times_chosen.shape[-1] * times_chosen)
+    return bias + rate * direction.astype(bias.dtype)
 
 
 def _reduce_flat(reduce: Callable[[Array], Array], tree: object) -> Any:

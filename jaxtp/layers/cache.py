@@ -53,7 +53,9 @@ class NewTokens:
 
     def write(self, cache: Array, new: Array) -> Array:
         """Writes new tokens `[b, T, K, H]` to a device's cache `[b, K, S, H]`."""
-        rows = jnp.arange(cache.shape[0])[:, None] if self.rows is None else self.rows
+        rows = self.rows
+        if rows is None:
+            rows = jnp.arange(cache.shape[0])[:, None]
         # A negative index would count from the end.
         rows = jnp.where(rows < 0, cache.shape[0], rows)
         positions = self.positions
@@ -61,9 +63,8 @@ class NewTokens:
             # XLA would turn one token into a dynamic-update-slice and fuse it with each product
             # that reads the cache, which copies the whole cache. A second token, which is dropped,
             # avoids this.
-            rows, positions = (
-                jnp.concatenate([x, jnp.full_like(x, cache.shape[2])]) for x in (rows, positions)
-            )
+            rows = jnp.concatenate([rows, jnp.full_like(rows, cache.shape[2])])
+            positions = jnp.concatenate([positions, jnp.full_like(positions, cache.shape[2])])
             new = jnp.concatenate([new, new])
         # Only these slots are written, so XLA updates a donated cache in place.
         return cache.at[rows, :, positions].set(new, mode="drop")
@@ -76,15 +77,14 @@ class NewTokens:
         return NewTokens(self.positions, rows, continued=True)
 
     def ends(self, num_rows: int) -> tuple[Array, Array, Array]:
-        """Returns whether each row has packed tokens, and its last one's sequence and index.
+        """Returns whether each row has packed tokens, and its last token's sequence and index.
 
         Each is `[R]`.
         """
         assert self.rows is not None
-        rows = self.rows.reshape(-1)
-        last = jnp.max(
-            jnp.where(rows == jnp.arange(num_rows)[:, None], jnp.arange(rows.size), -1), axis=1
-        )
+        rows = self.rows.reshape(-1)  # [B * T]
+        is_in_row = rows == jnp.arange(num_rows)[:, None]
+        last = jnp.max(jnp.where(is_in_row, jnp.arange(rows.size), -1), axis=1)
         return last >= 0, *jnp.divmod(last, self.rows.shape[1])
 
     def before(self, cache: Array) -> Array:
@@ -109,8 +109,8 @@ class NewTokens:
         segments = self.rows + 1
         if not self.continued:
             return segments
-        there = jnp.arange(num_slots) >= num_slots - self.positions[:, :1]
-        return jnp.concatenate([jnp.where(there, segments[:, :1], 0), segments], axis=1)
+        is_filled = jnp.arange(num_slots) >= num_slots - self.positions[:, :1]
+        return jnp.concatenate([jnp.where(is_filled, segments[:, :1], 0), segments], axis=1)
 
 
 def visible(positions: Array, num_slots: int, window: int | None = None) -> Array:
@@ -118,5 +118,8 @@ def visible(positions: Array, num_slots: int, window: int | None = None) -> Arra
 
     It sees the last `window` slots up to its position.
     """
-    far = positions[..., None] - jnp.arange(num_slots)
-    return (far >= 0) if window is None else (far >= 0) & (far < window)
+    distance = positions[..., None] - jnp.arange(num_slots)
+    is_visible = distance >= 0
+    if window is not None:
+        is_visible &= distance < window
+    return is_visible

@@ -66,8 +66,11 @@ class HeadConfig:
 
     def finish(self, logits: Array) -> Array:
         """Scales and caps logits, and divides them by the temperature."""
-        logits = logits if self.scale == 1 else logits * self.scale
-        logits = logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
+        # Factors of 1 are not multiplied: they would be operations of the program.
+        if self.scale != 1:
+            logits *= self.scale
+        if self.softcap is not None:
+            logits = self.softcap * jnp.tanh(logits / self.softcap)
         return logits if self.temperature == 1 else logits / self.temperature
 
 
@@ -77,9 +80,8 @@ def vocabulary_table(
     """Returns a table `[V, D]`, V padded to a multiple of tp, stored as `P(TP, STORAGE)`."""
     check_sizes("vocabulary table", vocab_size=vocab_size, features=features)
     table = default_kernel_init(rngs.params(), (vocab_size, features), precision.param)
-    return parameter(
-        "vocabulary table", table, TABLE_SPEC, padding=((-2, PaddedDim((vocab_size,))),)
-    )
+    padding = ((-2, PaddedDim((vocab_size,))),)
+    return parameter("vocabulary table", table, TABLE_SPEC, padding=padding)
 
 
 class VocabParallelEmbedding(nnx.Module):
@@ -108,39 +110,40 @@ class VocabParallelEmbedding(nnx.Module):
         """Looks up ids `[B, T]`, `0 <= id < V`: `[B, T, D]` in the compute dtype."""
         chex.assert_rank(ids_BT, 2)
         chex.assert_type(ids_BT, int)
-        sequence = sequence_dim(self.sequence_parallel, ids_BT.shape)
-        out = activation_spec(sequence)
-        check_divides(EMBEDDING, ids_BT.shape, P(*out[:2]))
+        split_dim = sequence_dim(self.sequence_parallel, ids_BT.shape)
+        out_spec = activation_spec(split_dim)
+        check_divides(EMBEDDING, ids_BT.shape, P(*out_spec[:2]))
         rows = ids_BT.shape[0] // axis_size(*BATCH)
         length = ids_BT.shape[1]
-        exchanges = self.exchanges(
-            LocalShape(sizes=mesh_sizes(current_mesh()), rows=rows, length=length)
-        )
-        look_up = partial(self._look_up, sequence, exchanges)
+        shape = LocalShape(sizes=mesh_sizes(current_mesh()), rows=rows, length=length)
+        look_up = partial(self._look_up, split_dim, self.exchanges(shape))
         in_specs = (token_spec(), spec_of(self.embedding))
-        return device_view(look_up, EMBEDDING, in_specs, out_specs=out)(ids_BT, self.embedding[...])
+        view = device_view(look_up, EMBEDDING, in_specs, out_specs=out_spec)
+        return view(ids_BT, self.embedding[...])
 
-    def _look_up(self, sequence: int | None, exchanges: bool, ids: Array, shard: Array) -> Array:
+    def _look_up(self, split_dim: int | None, exchanges: bool, ids: Array, shard: Array) -> Array:
         # Read as float32, so that gradients of a frequent token accumulate in float32. XLA fuses
-        # the cast. The table is [V/tp, D or D/fsdp].
+        # the cast. The table is [V/tp, D], or [V/tp, D/fsdp] for an exchange.
         table = self.precision.load(shard, 1, accumulate="float32", gathered=not exchanges)
-        # The ids are [B/(dp*fsdp), T/cp], or [B*cp/dp, T/cp].
-        ids = all_gather(ids, *STORAGE) if exchanges else ids
+        # The ids are [B/(dp*fsdp), T/cp].
+        if exchanges:
+            ids = all_gather(ids, *STORAGE)  # [B*cp/dp, T/cp]
         local = ids - axis_index(TP) * table.shape[0]
-        mine = (local >= 0) & (local < table.shape[0])
-        rows = jnp.take(table, jnp.where(mine, local, 0), axis=0)
-        rows = jnp.where(mine[..., None], rows, 0).astype(self.precision.compute)
-        rows = leave_parallel(rows, sequence)
+        is_local = (local >= 0) & (local < table.shape[0])
+        rows = jnp.take(table, jnp.where(is_local, local, 0), axis=0)
+        rows = jnp.where(is_local[..., None], rows, 0).astype(self.precision.compute)
+        rows = leave_parallel(rows, split_dim)
         if exchanges:  # after the sum over tp, which leaves less to move
             rows = all_to_all(rows, *STORAGE, split=0, join=2)
-        return rows if self.scale is None else rows * jnp.asarray(self.scale, rows.dtype)
+        if self.scale is not None:
+            rows *= jnp.asarray(self.scale, rows.dtype)
+        return rows
 
     def exchanges(self, shape: LocalShape) -> bool:
         """Returns whether exchanging results over fsdp moves less than gathering the table."""
         shards = parts(shape.sizes, STORAGE)
-        compute, reduce = (
-            jnp.dtype(dtype).itemsize for dtype in (self.precision.compute, self.precision.reduce)
-        )
+        compute = jnp.dtype(self.precision.compute).itemsize
+        reduce = jnp.dtype(self.precision.reduce).itemsize
         # The table is gathered in the compute dtype, and its gradient scattered in the reduction
         # dtype. An exchange gathers int32 ids, and moves looked-up rows and their gradients. A
         # device sends (shards - 1)/shards of each.
@@ -176,24 +179,20 @@ class LearnedPositions(nnx.Module):
 
         Padding may exceed the table.
         """
-        sequence = sequence_dim(self.sequence_parallel, positions_BT.shape)
+        split_dim = sequence_dim(self.sequence_parallel, positions_BT.shape)
 
         def look_up(positions: Array, shard: Array) -> Array:
-            table = self.precision.load(
-                shard, 1, accumulate="float32", used_by_all_tp=sequence is not None
-            )
+            differs = split_dim is not None  # devices of a tp group have other positions
+            table = self.precision.load(shard, 1, accumulate="float32", used_by_all_tp=differs)
             # Positions are sliced here, or XLA would also split their computation.
-            if sequence is not None:
-                length = positions.shape[sequence] // axis_size(TP)
-                positions = jax.lax.dynamic_slice_in_dim(
-                    positions, axis_index(TP) * length, length, sequence
-                )
+            if split_dim is not None:
+                length = positions.shape[split_dim] // axis_size(TP)
+                begin = axis_index(TP) * length
+                positions = jax.lax.dynamic_slice_in_dim(positions, begin, length, split_dim)
             return jnp.take(table, positions, axis=0, mode="clip").astype(self.precision.compute)
 
         in_specs = (token_spec(), spec_of(self.table))
-        view = device_view(
-            look_up, "learned_positions", in_specs, out_specs=activation_spec(sequence)
-        )
+        view = device_view(look_up, "learned_positions", in_specs, activation_spec(split_dim))
         return view(positions_BT, self.table[...])
 
 
@@ -213,11 +212,10 @@ class VocabParallelHead(nnx.Module):
         tied: bool = False,
         rngs: nnx.Rngs,
     ):
-        self.kernel = (
-            None if tied else vocabulary_table(vocab_size, features, context.precision, rngs)
-        )
-        zeros = jnp.zeros(vocab_size, context.precision.param)
+        precision = context.precision
+        self.kernel = None if tied else vocabulary_table(vocab_size, features, precision, rngs)
         padding = ((-1, PaddedDim((vocab_size,))),)
+        zeros = jnp.zeros(vocab_size, precision.param)
         self.bias = parameter("bias", zeros, BIAS_SPEC, padding=padding) if use_bias else None
 
 
@@ -229,19 +227,15 @@ def vocab_parallel_logits(
     The table is the (tied) embedding or head, `[V padded, D]`.
     """
     precision = head.context.precision
-    sequence = sequence_dim(head.context.sequence_parallel, x_BTD.shape)
+    split_dim = sequence_dim(head.context.sequence_parallel, x_BTD.shape)
 
     def project(x: Array, shard: Array, bias: Array | None) -> Array:
-        x = enter_parallel(x.astype(precision.compute), sequence)
-        y = jnp.einsum(
-            "...td,vd->...tv", x, precision.load(shard, 1), preferred_element_type=precision.logits
-        )
+        x = enter_parallel(x.astype(precision.compute), split_dim)  # [b, T/cp, D]
+        table = precision.load(shard, 1)  # [V/tp, D]
+        y = jnp.einsum("...td,vd->...tv", x, table, preferred_element_type=precision.logits)
         return y if bias is None else y + precision.load(bias, None, accumulate=precision.logits)
 
-    in_specs = (
-        activation_spec(sequence),
-        head.table_spec,
-        None if bias_V is None else head.bias_spec,
-    )
+    bias_spec = None if bias_V is None else head.bias_spec
+    in_specs = (activation_spec(split_dim), head.table_spec, bias_spec)
     run = device_view(project, "vocab_parallel_logits", in_specs=in_specs, out_specs=token_spec(TP))
     return head.finish(run(x_BTD, table_VD, bias_V)[..., : head.vocab_size])

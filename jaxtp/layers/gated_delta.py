@@ -75,14 +75,11 @@ class GatedDeltaConfig(LatentAttentionConfig):
             yield from super().problems(sizes)
             return
         count = self.delta_value_heads
-        for name, works in {
-            "delta_key_heads": count,
-            "delta_key_dim": 128,
-            "delta_value_dim": 128,
-        }.items():
+        needed = {"delta_key_heads": count, "delta_key_dim": 128, "delta_value_dim": 128}
+        for name, example in needed.items():
             if not getattr(self, name):
                 yield Problem(
-                    f"model.{name}=0, but model.delta_value_heads={count} needs it; {works} works"
+                    f"model.{name}=0, but model.delta_value_heads={count} needs it; {example} works"
                 )
         if self.delta_key_heads and count % self.delta_key_heads:
             text = (
@@ -99,24 +96,18 @@ class GatedDeltaConfig(LatentAttentionConfig):
 
     @property
     def delta_heads(self) -> PaddedHeads:
-        """The division of value heads over tp, with key heads as kv heads, which have the width."""
-        return PaddedHeads(
-            (
-                self.delta_key_heads,
-                self.delta_value_heads // self.delta_key_heads,
-                self.delta_key_dim,
-            )
-        )
+        """The division of value heads over tp; key heads, which have the width, are kv heads."""
+        group = self.delta_value_heads // self.delta_key_heads
+        return PaddedHeads((self.delta_key_heads, group, self.delta_key_dim))
 
     def describe_heads(self) -> str:
         """See `AttentionConfig`."""
-        count = self.delta_value_heads
-        keys = self.delta_key_heads
-        states = (
-            f"{count} heads with states ({keys} key) of {self.delta_key_dim} x "
-            f"{self.delta_value_dim}"
+        if not self.delta_value_heads:
+            return super().describe_heads()
+        return (
+            f"{self.delta_value_heads} heads with states ({self.delta_key_heads} key) of "
+            f"{self.delta_key_dim} x {self.delta_value_dim}"
         )
-        return states if count else super().describe_heads()
 
     def zigzag(self, shape: LocalShape) -> bool:
         """See `BranchConfig`."""
@@ -132,7 +123,8 @@ class GatedDeltaConfig(LatentAttentionConfig):
         if not self.delta_value_heads:
             yield from super().adapter_kernels()
             return
-        yield from ((target, f"attention.in_proj.kernels.{i}") for i, target in enumerate(_TARGETS))
+        for i, target in enumerate(_TARGETS):
+            yield target, f"attention.in_proj.kernels.{i}"
         yield "o_proj", "attention.out.kernel"
 
     def padding(self, tp: int) -> Iterator[Padded]:
@@ -149,7 +141,8 @@ class GatedDeltaConfig(LatentAttentionConfig):
         return {
             **super().shrink(small),
             "delta_key_dim": small.size(self.delta_key_dim, min(self.delta_key_dim, _SMALL_KEY)),
-            "delta_value_dim": small.width(self.delta_value_dim, _SMALL_VALUE),  # unlike the keys'
+            # Unlike the width of keys, so that the check notices if both are mixed up
+            "delta_value_dim": small.width(self.delta_value_dim, _SMALL_VALUE),
         }
 
 
@@ -187,18 +180,20 @@ class GatedDeltaNet(Branch):
         features = (keys, keys, values, values, numbers, numbers)
         self.in_proj = ColumnParallelLinear(d_model, features, context, targets=_TARGETS, rngs=rngs)
 
-        def taps(split: PaddedDim) -> Any:
+        def taps(dim: PaddedDim) -> Any:
+            # The initial values of PyTorch's convolutions
             bound = config.delta_conv**-0.5
-            shape = (config.delta_conv, split.size)
-            initial = jax.random.uniform(rngs.params(), shape, dtype, -bound, bound)  # PyTorch's
-            return parameter("taps", initial, P(None, TP), padding=((-1, split),))
+            shape = (config.delta_conv, dim.size)
+            initial = jax.random.uniform(rngs.params(), shape, dtype, -bound, bound)
+            return parameter("taps", initial, P(None, TP), padding=((-1, dim),))
 
-        self.q_conv, self.k_conv, self.v_conv = (taps(split) for split in (keys, keys, values))
-        initial = jnp.log(
-            jax.random.uniform(rngs.params(), (config.delta_value_heads,), dtype, 0.01, 16)
-        )
-        self.decay_log = parameter("decay_log", initial, P(TP), padding=((-1, numbers),))
-        self.dt_bias = parameter("dt_bias", jnp.ones_like(initial), P(TP), padding=((-1, numbers),))
+        self.q_conv = taps(keys)
+        self.k_conv = taps(keys)
+        self.v_conv = taps(values)
+        rates = jax.random.uniform(rngs.params(), (config.delta_value_heads,), dtype, 0.01, 16)
+        padding = ((-1, numbers),)
+        self.decay_log = parameter("decay_log", jnp.log(rates), P(TP), padding=padding)
+        self.dt_bias = parameter("dt_bias", jnp.ones_like(rates), P(TP), padding=padding)
         self.norm_scale = parameter("scale", jnp.ones(width, dtype), P())
         self.norm_eps = norm.norm_eps
         self.out = RowParallelLinear(values, d_model, context, target="o_proj", rngs=rngs)
@@ -208,19 +203,16 @@ class GatedDeltaNet(Branch):
         segments_BT = sequences.segments
         projected = self.in_proj(x_BTD)
         weights, specs = self._inner()
-        in_specs = (
-            specs,
-            (token_spec(TP),) * len(projected),
-            None if segments_BT is None else batch_spec(None),
-        )
+        segments_spec = None if segments_BT is None else batch_spec(None)
+        in_specs = (specs, (token_spec(TP),) * len(projected), segments_spec)
         read = partial(self._read, replace(sequences, segments=None))
-        return self.out(
-            device_view(read, DELTA, in_specs, token_spec(TP))(weights, projected, segments_BT)
-        )
+        view = device_view(read, DELTA, in_specs, token_spec(TP))
+        return self.out(view(weights, projected, segments_BT))
 
     def _inner(self) -> tuple[Weights, dict[str, P]]:
         weights, specs = params_and_specs(self)
-        return {name: weights[name] for name in _INSIDE}, {name: specs[name] for name in _INSIDE}
+        inner = {name: weights[name] for name in _INSIDE}
+        return inner, {name: specs[name] for name in _INSIDE}
 
     def _read(
         self,
@@ -229,26 +221,34 @@ class GatedDeltaNet(Branch):
         projected: tuple[Array, ...],
         segments: Array | None,
     ) -> Array:
-        *qkv, gate, write, decay = projected
+        *qkv, gate, write, decay = projected  # [b, T/cp, F/tp]
         rows, length, _ = gate.shape
         chunks = sequences.num_chunks
         positions = sequences.local_positions(length * axis_size(CP))
         if segments is not None:
             positions = jnp.take(segment_positions(segments), positions, axis=1)
+        # A device's chunks of a row are read like rows of their own: [b * chunks, t, ...].
         positions = jnp.broadcast_to(positions, (rows, length)).reshape(rows * chunks, -1)
-        whole = with_halo(jnp.concatenate(qkv, axis=-1), self.config.delta_conv - 1, chunks)
-        tokens, write, decay = (
-            x.reshape(rows * chunks, -1, x.shape[-1])
-            for x in (jnp.stack(whole, axis=1), write, decay)
+        before_and_chunk = with_halo(
+            jnp.concatenate(qkv, axis=-1), self.config.delta_conv - 1, chunks
         )
+
+        def as_rows(x: Array) -> Array:
+            return x.reshape(rows * chunks, -1, x.shape[-1])
+
+        tokens = as_rows(jnp.stack(before_and_chunk, axis=1))  # [b * chunks, W - 1 + t, F/tp]
+        write = as_rows(write)
+        decay = as_rows(decay)
         q, k, v = self.heads(weights, tokens, positions)
         starts = None if segments is None else positions == 0
         initial = None if axis_size(CP) == 1 else sequences.initial_states
-        scan, _ = pick_scan(self.config.delta_key_dim, architecture_of(current_device()))
-        y, _ = delta_rule(
-            Tokens(q, k, v, *self.strengths(weights, write, decay), starts), initial, scan=scan
-        )
+        tokens_of_rule = Tokens(q, k, v, *self.strengths(weights, write, decay), starts)
+        y, _ = delta_rule(tokens_of_rule, initial, scan=self._scan())
         return self.gated(weights, checkpoint_name(y, ATTENDED), gate)
+
+    def _scan(self) -> Scan | None:
+        scan, _ = pick_scan(self.config.delta_key_dim, architecture_of(current_device()))
+        return scan
 
     def heads(self, weights: Weights, tokens: Array, positions: Array) -> tuple[Array, ...]:
         """Returns queries, keys and values `[b, T, heads, width]`, convolved and normalised.
@@ -258,15 +258,14 @@ class GatedDeltaNet(Branch):
         before a document.
         """
         load = partial(self.precision.load, fsdp_dim=None, accumulate="float32")
-        shared = (
-            1,
-            self.config.delta_heads.keys.num_shards(axis_size(TP), weights["k_conv"].shape[1]),
-        )
-        taps = [load(weights[name], tp_gather=shared) for name in ("q_conv", "k_conv")] + [
-            load(weights["v_conv"])
-        ]
+        keys = self.config.delta_heads.keys
+        shared = (1, keys.num_shards(axis_size(TP), weights["k_conv"].shape[1]))
+        q_taps = load(weights["q_conv"], tp_gather=shared)
+        k_taps = load(weights["k_conv"], tp_gather=shared)
+        v_taps = load(weights["v_conv"])
         widths = (self.config.delta_key_dim, self.config.delta_value_dim)
-        return _recomputed(partial(_convolved_heads, widths), tokens, positions, *taps)
+        convolved_heads = partial(_convolved_heads, widths)
+        return _recomputed(convolved_heads, tokens, positions, q_taps, k_taps, v_taps)
 
     def strengths(self, weights: Weights, write: Array, decay: Array) -> tuple[Array, Array]:
         """Returns the logarithm of each head's decay, and its write strength.
@@ -274,7 +273,8 @@ class GatedDeltaNet(Branch):
         They are `[b, T, heads]` in float32.
         """
         load = replace(self.precision, compute="float32").load
-        rate, bias = (load(weights[name], None) for name in ("decay_log", "dt_bias"))
+        rate = load(weights["decay_log"], None)
+        bias = load(weights["dt_bias"], None)
         log_decay = -jnp.exp(rate) * jax.nn.softplus(decay.astype(jnp.float32) + bias)
         return log_decay, jax.nn.sigmoid(write.astype(jnp.float32))
 
@@ -288,10 +288,9 @@ class GatedDeltaNet(Branch):
             y = (rms_normalise(y, self.norm_eps) * scale).reshape(gate.shape).astype(jnp.float32)
             return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
 
-        # The scale is loaded outside: of a frozen one no gradient is summed.
-        return _recomputed(
-            run, y, gate, self.precision.load(weights["norm_scale"], None, used_by_all_tp=True)
-        )
+        # Loaded outside, so that no gradient of a frozen scale is summed over devices
+        scale = self.precision.load(weights["norm_scale"], None, used_by_all_tp=True)
+        return _recomputed(run, y, gate, scale)
 
     def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
         """Returns empty states `[B, Hv, K, V]`, and the convolution's last inputs.
@@ -302,14 +301,13 @@ class GatedDeltaNet(Branch):
         tp = axis_size(TP)
         values, keys = config.delta_heads.on_device(tp)
         features = 2 * keys * config.delta_key_dim + values * config.delta_value_dim
-        state = jnp.zeros(
-            (num_rows, tp * values, config.delta_key_dim, config.delta_value_dim), jnp.float32
-        )
+        shape = (num_rows, tp * values, config.delta_key_dim, config.delta_value_dim)
+        state = jnp.zeros(shape, jnp.float32)
         window = jnp.zeros((num_rows, tp, config.delta_conv - 1, features), self.precision.compute)
         return constrain(state, LAYER_SPEC), constrain(window, LAYER_SPEC)
 
     def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
-        """Reads new tokens on from the states of their rows."""
+        """Continues each row's state with its new tokens."""
         projected = self.in_proj(x_BTD)
         weights, specs = self._inner()
         cache_specs = (LAYER_SPEC, LAYER_SPEC)
@@ -321,65 +319,82 @@ class GatedDeltaNet(Branch):
     def _read_on(
         self, weights: Weights, projected: tuple[Array, ...], cache: KVCache, new: NewTokens
     ) -> tuple[Array, KVCache]:
-        *qkv, gate, write, decay = projected
-        state = cache[0]
-        window = cache[1][:, 0]
-        single = new.rows is None and gate.shape[1] == 1
+        *qkv, gate, write, decay = projected  # [b, T, F/tp]
+        state, window = cache
+        window = window[:, 0]  # [R, W - 1, F/tp]
+        is_single = new.rows is None and gate.shape[1] == 1
         new = new.by_row()
         tokens = jnp.concatenate([new.first(window), jnp.concatenate(qkv, axis=-1)], axis=1)
         q, k, v = self.heads(weights, tokens, new.positions)
-        dropped = jnp.asarray(new.rows)[..., None] < 0  # they leave the states as they are
-        log_decay, write = (
-            jnp.where(dropped, 0, each) for each in self.strengths(weights, write, decay)
-        )
-        if single:
+        # Dropped tokens leave the states as they are.
+        is_dropped = jnp.asarray(new.rows)[..., None] < 0
+        log_decay, write = self.strengths(weights, write, decay)
+        log_decay = jnp.where(is_dropped, 0, log_decay)
+        write = jnp.where(is_dropped, 0, write)
+        if is_single:
             log_decay = jnp.where(new.positions[..., None] == 0, -jnp.inf, log_decay)
             y, state = delta_step(q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], write[:, 0], state)
             y = y[:, None]
         else:
-            scan, _ = pick_scan(self.config.delta_key_dim, architecture_of(current_device()))
             packed = Tokens(q, k, v, log_decay, write, new.positions == 0)
-            y, state = _packed_rule(packed, state, new, scan or chunk_states)
-        there, sequence, last = new.ends(len(window))
+            y, state = _packed_rule(packed, state, new, self._scan() or chunk_states)
+        # The last inputs of the convolution of each row
+        has_tokens, sequence, last = new.ends(len(window))
         latest = tokens[sequence[:, None], last[:, None] + 1 + jnp.arange(window.shape[1])]
-        window = jnp.where(there[:, None, None], latest, window)
+        window = jnp.where(has_tokens[:, None, None], latest, window)
         return self.gated(weights, y, gate), (state, window[:, None])
 
 
 def _packed_rule(tokens: Tokens, state: Array, new: NewTokens, scan: Scan) -> tuple[Array, Array]:
-    """Returns what packed tokens read, and the states of all rows after them."""
+    """Returns what packed tokens read, and the states `[R, Hv, K, V]` of all rows after them."""
 
     def scan_and_keep(*chunks: Array) -> Any:
         states, written, _ = scan(*chunks)
         return states, written, (states, written)
 
-    y, (states, written) = delta_rule(
-        tokens, new.first(state) if new.continued else None, scan=scan_and_keep
-    )
+    initial = new.first(state) if new.continued else None  # [b, Hv, K, V]
+    # The rule returns what its scan does in place of the final state: for each chunk the state
+    # before it, [b, Hv, chunks, K, V], and the values that its tokens write, [b, Hv, chunks, c, V].
+    y, (states, written) = delta_rule(tokens, initial, scan=scan_and_keep)
+    has_tokens, sequence, last = new.ends(len(state))  # [R]
     # A row's last state is the decayed state before its last chunk, and what its tokens in this
     # chunk write.
-    there, sequence, last = new.ends(len(state))
-    index, offset = jnp.divmod(last, written.shape[3])
-    at = (last - offset)[:, None] + jnp.arange(written.shape[3])
-    rows, k, log_decay, starts = (
-        x.at[sequence[:, None], at].get(mode="fill", fill_value=-1)
-        for x in (jnp.asarray(new.rows), tokens.k, tokens.log_decay, new.positions == 0)
-    )
-    of_row = rows == jnp.arange(len(state))[:, None]
-    log_decay = jnp.where(of_row[..., None], log_decay, 0)
-    later = jax.lax.cumsum(
-        jnp.pad(log_decay, ((0, 0), (0, 1), (0, 0)))[:, 1:], axis=1, reverse=True
-    )
-    weights = jnp.where(of_row[..., None], jnp.exp(later), 0)
-    k = jnp.repeat(k, state.shape[1] // k.shape[2], axis=2) * weights[..., None].astype(k.dtype)
-    rest = jnp.where(
-        jnp.any(starts & of_row, axis=1)[:, None], 0, jnp.exp(jnp.sum(log_decay, axis=1))
-    )
-    after = jnp.einsum(
-        "rchk,rhcv->rhkv", k, written[sequence, :, index], preferred_element_type=state.dtype
-    )
-    after += rest[..., None, None] * states[sequence, :, index]
-    return y, jnp.where(there[:, None, None, None], after, state)
+    chunk, offset = jnp.divmod(last, written.shape[3])
+    index = (last - offset)[:, None] + jnp.arange(written.shape[3])  # [R, c]
+    keys, decay = _decayed_to_end(tokens, new, sequence, index)
+    chunk_values = written[sequence, :, chunk]  # [R, Hv, c, V]
+    after = jnp.einsum("rchk,rhcv->rhkv", keys, chunk_values, preferred_element_type=state.dtype)
+    after += decay[..., None, None] * states[sequence, :, chunk]
+    return y, jnp.where(has_tokens[:, None, None, None], after, state)
+
+
+def _decayed_to_end(
+    tokens: Tokens, new: NewTokens, sequence: Array, index: Array
+) -> tuple[Array, Array]:
+    """Returns each row's keys of its last chunk, and the decay of the state before the chunk.
+
+    Keys `[R, c, Hv, K]` are decayed by the row's later tokens, and zero for tokens of other rows.
+    The decay `[R, Hv]` is by all tokens of the row in the chunk; 0 if the row begins there.
+    The tokens of each row's last chunk are at `sequence` `[R]` and `index` `[R, c]`.
+    """
+
+    def take(x: Array) -> Array:
+        return x.at[sequence[:, None], index].get(mode="fill", fill_value=-1)  # [R, c, ...]
+
+    starts = new.positions == 0
+    rows = take(jnp.asarray(new.rows))
+    k = take(tokens.k)  # [R, c, Hk, K]
+    log_decay = take(tokens.log_decay)  # [R, c, Hv]
+    starts = take(starts)
+    is_in_row = rows == jnp.arange(len(rows))[:, None]
+    log_decay = jnp.where(is_in_row[..., None], log_decay, 0)
+    following = jnp.pad(log_decay, ((0, 0), (0, 1), (0, 0)))[:, 1:]
+    later = jax.lax.cumsum(following, axis=1, reverse=True)
+    weights = jnp.where(is_in_row[..., None], jnp.exp(later), 0)
+    group = weights.shape[2] // k.shape[2]
+    k = jnp.repeat(k, group, axis=2) * weights[..., None].astype(k.dtype)
+    begins = jnp.any(starts & is_in_row, axis=1)[:, None]
+    return k, jnp.where(begins, 0, jnp.exp(jnp.sum(log_decay, axis=1)))
 
 
 def _recomputed(function: Callable[..., Any], *arguments: Array) -> Any:
@@ -396,24 +411,25 @@ def _recomputed(function: Callable[..., Any], *arguments: Array) -> Any:
 def _convolved_heads(
     widths: tuple[int, int], tokens: Array, positions: Array, *taps: Array
 ) -> tuple[Array, ...]:
-    last = taps[0].shape[0] - 1
+    """Convolves tokens `[b, W - 1 + T, F]` with taps `[W, F_i]`; see `GatedDeltaNet.heads`."""
+    reach = taps[0].shape[0] - 1  # W - 1
     length = positions.shape[1]
-    both = jnp.concatenate(taps, axis=1)
+    all_taps = jnp.concatenate(taps, axis=1)  # [W, F]
     tokens32 = tokens.astype(jnp.float32)
-    y = both[last] * tokens32[:, last:]
-    for back in range(1, last + 1):
-        y += both[last - back] * jnp.where(
-            positions[..., None] >= back, tokens32[:, last - back :][:, :length], 0
-        )
-    qkv = jnp.split(jax.nn.silu(y), np.cumsum([each.shape[1] for each in taps[:-1]]), axis=-1)
+    y = all_taps[reach] * tokens32[:, reach:]  # [b, T, F]
+    for back in range(1, reach + 1):
+        tap = all_taps[reach - back]
+        is_in_document = positions[..., None] >= back
+        y += tap * jnp.where(is_in_document, tokens32[:, reach - back :][:, :length], 0)
+    ends = np.cumsum([x.shape[1] for x in taps[:-1]])
+    qkv = jnp.split(jax.nn.silu(y), ends, axis=-1)
+    key_dim, value_dim = widths
     q, k, v = (
         x.reshape(*x.shape[:2], -1, width)
-        for x, width in zip(qkv, (widths[0], *widths), strict=True)
+        for x, width in zip(qkv, (key_dim, key_dim, value_dim), strict=True)
     )
-    return tuple(
-        x.astype(tokens.dtype)
-        for x in (_l2_normalised(q) * widths[0] ** -0.5, _l2_normalised(k), v)
-    )
+    heads = (_l2_normalised(q) * key_dim**-0.5, _l2_normalised(k), v)
+    return tuple(x.astype(tokens.dtype) for x in heads)
 
 
 def _l2_normalised(x: Array) -> Array:

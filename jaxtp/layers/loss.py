@@ -1,9 +1,16 @@
 """Cross-entropy and log-probabilities over a vocabulary split over tp, fused with the head.
 
-Chunks of a device's tokens are projected, reduced to a few numbers per token, and projected again
-in the backward pass, so whole logits never exist (Liger Kernel, arXiv 2410.10989). Over tp the
-cross-entropy of a token costs three floats: maximum, sum of exponentials and label logit
-(Megatron-LM, arXiv 1909.08053, section 3).
+Whole logits never exist (Liger Kernel, arXiv 2410.10989). For each chunk of a device's tokens:
+
+    forward     logits = x @ table.T              [tokens, V/tp], dropped
+                numbers = reduce(logits)          a few floats per token; those reduced over tp are
+                                                  kept for the backward pass
+    backward    logits = x @ table.T              computed again
+                grad of x = grad of logits @ table
+                grad of table += grad of logits.T @ x   summed over chunks in float32
+
+Over tp the cross-entropy of a token costs three floats: maximum, sum of exponentials and label
+logit (Megatron-LM, arXiv 1909.08053, section 3).
 """
 
 from collections.abc import Callable
@@ -67,9 +74,8 @@ def vocab_parallel_cross_entropy(
 ) -> tuple[Array, Array]:
     """Returns the summed cross-entropy, in nats, and the number of labels.
 
-    The probabilities are `softmax(x @ table.T + bias)`.
-
-    Both are float32 scalars over the *global* batch.
+    Both are float32 scalars over the *global* batch. The probabilities are
+    `softmax(x @ table.T + bias)`.
 
     Args:
       x_BTD: final hidden states.
@@ -89,9 +95,9 @@ def vocab_parallel_cross_entropy(
         loss_sum, num_valid = all_reduce(sums, *TOKENS)
         return loss_sum, num_valid
 
-    of_chunk = partial(_statistics, entropy=False)
+    reduce_logits = partial(_statistics, entropy=False)
     projection = (table_VD, head, bias_V)
-    return _on_devices(of_chunk, total, (P(), P()), x_BTD, projection, labels_BT)
+    return _on_devices(reduce_logits, total, (P(), P()), x_BTD, projection, labels_BT)
 
 
 def vocab_parallel_statistics(
@@ -101,8 +107,10 @@ def vocab_parallel_statistics(
 
     `labels` are `[B, T]`, or `[B, T, K]` for K ids per token.
     """
-    of_chunk = partial(_statistics, entropy=entropy)
-    return _on_devices(of_chunk, lambda tokens, _: tokens, token_spec(), x_BTD, projection, labels)
+    reduce_logits = partial(_statistics, entropy=entropy)
+    return _on_devices(
+        reduce_logits, lambda tokens, _: tokens, token_spec(), x_BTD, projection, labels
+    )
 
 
 def vocab_parallel_top_k(x_BTD: Array, projection: Projection, k: int) -> tuple[Array, Array]:
@@ -114,7 +122,7 @@ def vocab_parallel_top_k(x_BTD: Array, projection: Projection, k: int) -> tuple[
 
 
 def _on_devices(
-    of_chunk: Callable[..., _PerToken],
+    reduce_logits: Callable[..., _PerToken],
     finish: Callable[..., _Result],
     out_specs: P | tuple[P, P],
     x_BTD: Array,
@@ -123,87 +131,92 @@ def _on_devices(
 ) -> _Result:
     """Returns `finish(numbers, *labels)` of each device's tokens.
 
-    The numbers are from `of_chunk(logits, *labels)`.
-
-    Logits are a chunk's, over the device's part of the vocabulary, `[tokens, V/tp]`.
+    The numbers are `reduce_logits(logits, *labels)` of each chunk, whose logits are over the
+    device's part of the vocabulary, `[tokens, V/tp]`.
     """
     table_VD, head, bias_V = projection
     chex.assert_equal_shape_prefix((x_BTD, *labels), 2)
     precision = head.context.precision
-    sequence = sequence_dim(head.context.sequence_parallel, x_BTD.shape)
+    split_dim = sequence_dim(head.context.sequence_parallel, x_BTD.shape)
 
     def run(x: Array, shard: Array, bias: Array | None, *labels: Array) -> _Result:
-        x = enter_parallel(x.astype(precision.compute), sequence)
+        x = enter_parallel(x.astype(precision.compute), split_dim)
         # Gathered: if each device used its D/fsdp columns, logits would be summed over fsdp, three
         # times (fsdp-1)*V/tp floats per token, which is less than the table only where a device has
         # fewer than about D/(2*fsdp) tokens. Chunks accumulate gradients in float32.
-        table = precision.load(shard, 1, accumulate="float32")
-        bias = None if bias is None else precision.load(bias, None, accumulate="float32")
-        # The table is cast once, not in each chunk.
-        tables = jax.lax.stop_gradient(table.astype(precision.compute)), table
-        first = sequence_first((x, *labels), sequence)
-        lead = first[0].shape[:2]
+        accumulator = precision.load(shard, 1, accumulate="float32")  # [V/tp, D]
+        if bias is not None:
+            bias = precision.load(bias, None, accumulate="float32")
+        # Cast once, not in each chunk
+        table = _Table(jax.lax.stop_gradient(accumulator.astype(precision.compute)), accumulator)
 
-        def of_logits(x: Array, *labels: Array) -> _PerToken:
-            return of_chunk(_logits(head, tables, bias, x), *labels)
+        def reduce_chunk(x: Array, *labels: Array) -> _PerToken:
+            return reduce_logits(_logits(head, table, bias, x), *labels)
 
-        tokens = [each.reshape(-1, *each.shape[2:]) for each in first]  # nothing is copied
-        numbers = _map_chunks(of_logits, tokens, head.chunk_size)
-        numbers = jax.tree.map(lambda each: each.reshape(*lead, *each.shape[1:]), numbers)
-        return finish(sequence_first(numbers, sequence), *labels)
+        numbers = _map_chunks(
+            reduce_chunk, sequence_first((x, *labels), split_dim), head.chunk_size
+        )
+        return finish(sequence_first(numbers, split_dim), *labels)
 
     bias_spec = None if bias_V is None else head.bias_spec
-    in_specs = (
-        activation_spec(sequence),
-        head.table_spec,
-        bias_spec,
-        *(token_spec() for _ in labels),
-    )
+    label_specs = (token_spec(),) * len(labels)
+    in_specs = (activation_spec(split_dim), head.table_spec, bias_spec, *label_specs)
     return device_view(run, LOSS, in_specs, out_specs)(x_BTD, table_VD, bias_V, *labels)
 
 
-def _logits(head: HeadConfig, tables: tuple[Array, Array], bias: Array | None, x: Array) -> Array:
-    logits = _project(head.context.precision.logits, x, *tables).astype(jnp.float32)
+class _Table(NamedTuple):
+    """A device's part of the table, `[V/tp, D]`, as products read it and as autodiff sees it."""
+
+    operand: Array  # in the compute dtype, without a gradient
+    # The same numbers in float32: no product reads it, but the gradients of all chunks add up in it
+    accumulator: Array
+
+
+def _logits(head: HeadConfig, table: _Table, bias: Array | None, x: Array) -> Array:
+    logits = _project(head.context.precision.logits, x, *table).astype(jnp.float32)
     logits = head.finish(logits if bias is None else logits + bias)
     if logits.shape[-1] * axis_size(TP) == head.vocab_size:
         return logits
-    return jnp.where(
-        _first_id(logits) + jnp.arange(logits.shape[-1]) < head.vocab_size, logits, -jnp.inf
-    )
+    ids = _first_id(logits) + jnp.arange(logits.shape[-1])
+    return jnp.where(ids < head.vocab_size, logits, -jnp.inf)
 
 
 @jax.custom_vjp
-def _as_read(table: Array, carrier: Array) -> Array:
-    return table  # Without this, second derivatives would lose what the backward pass reads.
+def _with_gradient(operand: Array, accumulator: Array) -> Array:
+    """Returns `operand`, as a function of `accumulator`.
+
+    The backward pass of `_project` reads the table too, and so a second derivative has to reach
+    `accumulator` from there.
+    """
+    return operand
 
 
-_as_read.defvjp(lambda table, _: (table, None), lambda _, grad: (None, grad.astype(jnp.float32)))
+_with_gradient.defvjp(
+    lambda operand, _: (operand, None), lambda _, grad: (None, grad.astype(jnp.float32))
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _project(dtype: DType, x: Array, table: Array, carrier: Array) -> Array:
-    """Returns `x @ table.T` in `dtype`; `carrier`, whose values the table has, has its gradient.
+def _project(dtype: DType, x: Array, operand: Array, accumulator: Array) -> Array:
+    """Returns `x @ operand.T` in `dtype`; `accumulator` has the gradient of the table.
 
     Gradients of logits are rounded to the compute dtype: products of float32 took 2.5 times as long
     on an H200.
     """
-    return jnp.einsum("td,vd->tv", x, table, preferred_element_type=dtype)
+    return jnp.einsum("td,vd->tv", x, operand, preferred_element_type=dtype)
 
 
 def _project_backward(
     dtype: DType, residuals: tuple[Array, Array], grad: Array
 ) -> tuple[Array, None, Array]:
-    x, table = residuals
+    x, operand = residuals
     grad = grad.astype(x.dtype)
     table_grad = jnp.einsum("tv,td->vd", grad, x, preferred_element_type=jnp.float32)
-    return jnp.einsum("tv,vd->td", grad, table), None, table_grad
+    return jnp.einsum("tv,vd->td", grad, operand), None, table_grad
 
 
 _project.defvjp(
-    lambda dtype, x, table, carrier: (
-        _project(dtype, x, table, carrier),
-        (x, _as_read(table, carrier)),
-    ),
+    lambda dtype, x, *table: (_project(dtype, x, *table), (x, _with_gradient(*table))),
     _project_backward,
 )
 
@@ -217,8 +230,9 @@ def _statistics(logits: Array, labels: Array, *, entropy: bool) -> TokenStatisti
     highest = checkpoint_name(all_reduce_max(jnp.max(logits, axis=-1), TP), _REDUCED)
     shifted = logits - highest[:, None]
     exp = jnp.exp(shifted)
-    ids = labels.reshape(len(labels), -1) - _first_id(logits)
-    label_logits = (_logit_of if ids.shape[1] == 1 else _logits_of)(logits, ids).T
+    ids = labels.reshape(len(labels), -1) - _first_id(logits)  # [tokens, K]
+    pick = _logit_of if ids.shape[1] == 1 else _logits_of
+    label_logits = pick(logits, ids).T
     sums = [jnp.sum(exp, axis=-1)]
     if entropy:
         sums.append(jnp.sum(exp * jnp.maximum(shifted, _LOWEST), axis=-1))
@@ -233,17 +247,19 @@ def _statistics(logits: Array, labels: Array, *, entropy: bool) -> TokenStatisti
 
 
 def _logits_of(logits: Array, ids: Array) -> Array:
-    found = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
-    return jnp.where((ids >= 0) & (ids < logits.shape[1]), found, 0)
+    """Returns the logits of ids `[tokens, K]`, 0 for ids of other devices."""
+    chosen = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
+    return jnp.where((ids >= 0) & (ids < logits.shape[1]), chosen, 0)
 
 
 @jax.custom_gradient  # type: ignore[untyped-decorator]
 def _logit_of(logits: Array, ids: Array) -> tuple[Array, Callable[[Array], tuple[Array, None]]]:
-    # Of one id per token: the gradient needs no scatter of [tokens, V/tp].
-    return _logits_of(logits, ids), lambda grad: (
-        jnp.where(ids == jnp.arange(logits.shape[1]), grad, 0),
-        None,
-    )
+    """`_logits_of` one id per token, whose gradient needs no scatter into `[tokens, V/tp]`."""
+
+    def backward(grad: Array) -> tuple[Array, None]:
+        return jnp.where(ids == jnp.arange(logits.shape[1]), grad, 0), None
+
+    return _logits_of(logits, ids), backward
 
 
 def _top_k(k: int, logits: Array) -> tuple[Array, Array]:
@@ -251,29 +267,35 @@ def _top_k(k: int, logits: Array) -> tuple[Array, Array]:
     values, ids = jax.lax.top_k(logits, min(k, logits.shape[-1]))
     # Both in one gather, whose order by device is by id: of equal logits the lowest ids come first,
     # as on one device.
-    candidates = jnp.stack(
-        [jax.lax.bitcast_convert_type(values, jnp.int32), ids + _first_id(logits)]
-    )
-    values, ids = all_gather(candidates, TP, dim=2, to="invarying")
-    values, order = jax.lax.top_k(jax.lax.bitcast_convert_type(values, jnp.float32), k)
+    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+    candidates = jnp.stack([bits, ids + _first_id(logits)])
+    bits, ids = all_gather(candidates, TP, dim=2, to="invarying")
+    values, order = jax.lax.top_k(jax.lax.bitcast_convert_type(bits, jnp.float32), k)
     exp_sum = all_reduce(jnp.sum(jnp.exp(logits - values[:, :1]), axis=-1, keepdims=True), TP)
     return values - (jnp.log(exp_sum) + values[:, :1]), jnp.take_along_axis(ids, order, axis=1)
 
 
-def _map_chunks(fn: Callable[..., _PerToken], tokens: list[Array], chunk_size: int) -> _PerToken:
-    """Maps over chunks; the backward pass needs only a few floats per token."""
+def _map_chunks(
+    fn: Callable[..., _PerToken], arrays: tuple[Array, ...], chunk_size: int
+) -> _PerToken:
+    """Maps over chunks of the tokens of arrays `[b, t, ...]`, and returns `[b, t, ...]`.
+
+    The backward pass computes a chunk again, from the few numbers per token that `_REDUCED` names:
+    to reduce logits again would send these numbers over tp a second time.
+    """
     fn = jax.checkpoint(
         fn, policy=jax.checkpoint_policies.save_only_these_names(_REDUCED), prevent_cse=False
     )
-    num_chunks, rest = divmod(len(tokens[0]), chunk_size)
+    lead = arrays[0].shape[:2]
+    tokens = [x.reshape(-1, *x.shape[2:]) for x in arrays]  # nothing is copied
+    num_chunks, remainder = divmod(len(tokens[0]), chunk_size)
     pieces: list[_PerToken] = []
     if num_chunks:
-        whole = [
-            each[: len(each) - rest].reshape(num_chunks, chunk_size, *each.shape[1:])
-            for each in tokens
-        ]
-        numbers = jax.lax.map(lambda chunk: fn(*chunk), whole)
-        pieces.append(jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), numbers))
-    if rest:
-        pieces.append(fn(*(each[-rest:] for each in tokens)))
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *pieces)
+        size = num_chunks * chunk_size
+        chunks = [x[:size].reshape(num_chunks, chunk_size, *x.shape[1:]) for x in tokens]
+        numbers = jax.lax.map(lambda chunk: fn(*chunk), chunks)
+        pieces.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), numbers))
+    if remainder:
+        pieces.append(fn(*(x[-remainder:] for x in tokens)))
+    numbers = jax.tree.map(lambda *parts: jnp.concatenate(parts), *pieces)
+    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), numbers)

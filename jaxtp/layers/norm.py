@@ -86,24 +86,23 @@ class Norm(nnx.Module):
         self.sequence_parallel = context.sequence_parallel
         self.precision = context.precision
         dtype = context.precision.param
-        plain = self.kind.endswith("plain")
-        biased = self.kind in ("layer", "layer_plus_one")
-        self.scale = (
-            None
-            if plain
-            else parameter("scale", _initial_scale(self.kind, features, dtype), P(STORAGE))
-        )
-        self.bias = parameter("bias", jnp.zeros(features, dtype), P(STORAGE)) if biased else None
+        scale = bias = None
+        if not self.kind.endswith("plain"):
+            initial = _initial_scale(self.kind, features, dtype)
+            scale = parameter("scale", initial, P(STORAGE))
+        if self.kind in ("layer", "layer_plus_one"):
+            bias = parameter("bias", jnp.zeros(features, dtype), P(STORAGE))
+        self.scale = scale
+        self.bias = bias
 
     def __call__(self, x_BTD: Array) -> Array:
         """Normalises the last dim of `[B, T, D]`."""
-        sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
-        activation = activation_spec(sequence)
+        split_dim = sequence_dim(self.sequence_parallel, x_BTD.shape)
+        activation = activation_spec(split_dim)
         weights, specs = params_and_specs(self)
-        normalise = partial(self._normalise, sequence is not None)
-        return device_view(
-            normalise, self.name, in_specs=(activation, specs), out_specs=activation
-        )(x_BTD, weights)
+        normalise = partial(self._normalise, split_dim is not None)
+        view = device_view(normalise, self.name, (activation, specs), out_specs=activation)
+        return view(x_BTD, weights)
 
     def _normalise(self, split: bool, x: Array, weights: Weights) -> Array:
         loaded = {
@@ -112,10 +111,13 @@ class Norm(nnx.Module):
         }
         y = _normalised(x, self.kind, self.eps)
         if "scale" in loaded and self.kind.endswith("plus_one"):
-            y = y + y * loaded["scale"].astype(jnp.float32)  # as a product, it would save 1 + scale
+            # As one product, autodiff would save 1 + scale.
+            y = y + y * loaded["scale"].astype(jnp.float32)
         elif "scale" in loaded:
             y = y * loaded["scale"]
-        return (y + loaded["bias"] if "bias" in loaded else y).astype(x.dtype)
+        if "bias" in loaded:
+            y = y + loaded["bias"]
+        return y.astype(x.dtype)
 
 
 def _initial_scale(kind: NormKind, size: int, dtype: DType) -> Array:
@@ -130,9 +132,9 @@ def _normalised(x: Array, kind: NormKind, eps: float) -> Array:
     if kind in ("rms", "rms_plain"):
         return rms_normalise(x, eps)
     x32 = x.astype(jnp.float32)
-    return rms_normalise(
-        x32 - jnp.mean(x32, axis=-1, keepdims=True) if kind.startswith("layer") else x32, eps
-    )
+    if kind.startswith("layer"):
+        x32 -= jnp.mean(x32, axis=-1, keepdims=True)
+    return rms_normalise(x32, eps)
 
 
 def rms_normalise(x: Array, eps: float) -> Array:
@@ -141,9 +143,8 @@ def rms_normalise(x: Array, eps: float) -> Array:
     It is computed in float32.
     """
     x32 = x.astype(jnp.float32)
-    return (x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)).astype(
-        x.dtype
-    )
+    mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    return (x32 * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)
 
 
 class QKNorm(nnx.Module):
@@ -175,15 +176,18 @@ class QKNorm(nnx.Module):
         self.norm = norm.norm
         self.eps = norm.norm_eps
         self.one_scale = kind in ("head", "head_bias")
-        size, spec = (heads.factors[-1], P()) if self.one_scale else (heads.size, P(TP))
-        initial = _initial_scale(self.norm, size, precision.param)
-        padding = () if self.one_scale else ((-1, heads),)
-        self.scale = (
-            None if kind == "head_plain" else parameter("scale", initial, spec, padding=padding)
-        )
-        self.bias = (
-            parameter("bias", jnp.zeros_like(initial), spec) if kind == "head_bias" else None
-        )
+        width = heads.factors[-1]
+        dtype = precision.param
+        scale = bias = None
+        if self.one_scale:
+            scale = parameter("scale", _initial_scale(self.norm, width, dtype), P())
+        elif kind != "head_plain":
+            initial = _initial_scale(self.norm, heads.size, dtype)
+            scale = parameter("scale", initial, P(TP), padding=((-1, heads),))
+        if kind == "head_bias":
+            bias = parameter("bias", jnp.zeros(width, dtype), P())
+        self.scale = scale
+        self.bias = bias
 
     def __call__(
         self, x: Array, scale_shard: Array | None, bias_shard: Array | None = None
@@ -192,11 +196,10 @@ class QKNorm(nnx.Module):
         tp = axis_size(TP)
         scale = None
         if scale_shard is not None and self.one_scale:
-            scale = self.precision.load(scale_shard, None, used_by_all_tp=True)
+            scale = self.precision.load(scale_shard, None, used_by_all_tp=True)  # [H]
         elif scale_shard is not None:
-            scale = self.precision.load(
-                scale_shard, None, tp_gather=(0, self.heads.num_shards(tp, scale_shard.size))
-            )
+            num_shards = self.heads.num_shards(tp, scale_shard.size)
+            scale = self.precision.load(scale_shard, None, tp_gather=(0, num_shards))
         if self.kind == "projection":
             x32 = x.astype(jnp.float32)
             size = self.heads.size * self.heads.shared_by(tp)
@@ -205,8 +208,11 @@ class QKNorm(nnx.Module):
         else:
             y = _normalised(x, self.norm, self.eps)
         if scale is not None:
-            scale = scale if self.one_scale else scale.reshape(x.shape[-2:])
-            y *= 1 + scale.astype(jnp.float32) if self.norm.endswith("plus_one") else scale
+            if not self.one_scale:
+                scale = scale.reshape(x.shape[-2:])  # [heads, H]
+            if self.norm.endswith("plus_one"):
+                scale = 1 + scale.astype(jnp.float32)
+            y *= scale
         if bias_shard is not None:
             bias = self.precision.load(bias_shard, None, used_by_all_tp=True)
             if self.fixed_bias is not None:

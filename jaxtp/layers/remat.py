@@ -49,17 +49,17 @@ _SAVED_NAMES: dict[RematPolicy, tuple[str, ...]] = {
     "save_reduced": (REDUCED, KEPT),
     "full": (KEPT,),
 }
+# Primitives whose results are copies of their operands, in another form
 _VIEWS = {
-    *(
-        "pvary",
-        "pcast",
-        "reshape",
-        "transpose",
-        "convert_element_type",
-        "squeeze",
-        "broadcast_in_dim",
-    ),
-    *("layout_constraint", "optimization_barrier"),
+    "pvary",
+    "pcast",
+    "reshape",
+    "transpose",
+    "convert_element_type",
+    "squeeze",
+    "broadcast_in_dim",
+    "layout_constraint",
+    "optimization_barrier",
 }
 # Primitive of `load_weight` for frozen weights; for others autodiff replaces it
 _FROZEN = "custom_vjp_call"

@@ -79,26 +79,24 @@ class RopeScaling:
 
         For lists it returns their length.
         """
-        changed = {
-            name: value for name, value in vars(self).items() if value != getattr(UNSCALED, name)
-        }
-        return (
-            ", ".join(
-                f"{name} {f'of {len(v)}' if isinstance(v, tuple) else v}"
-                for name, v in changed.items()
-            )
-            or "none"
-        )
+        settings: list[str] = []
+        for name, value in vars(self).items():
+            if value != getattr(UNSCALED, name):
+                text = f"of {len(value)}" if isinstance(value, tuple) else value
+                settings.append(f"{name} {text}")
+        return ", ".join(settings) or "none"
 
     def shrink(self, head_dim: int, length: int) -> "RopeScaling":
         """Returns the scaling for other sizes, with a sample of the factors."""
         if self.kind == "none":
             return self
-        dims = range(head_dim // 2)
-        short, long = (
-            tuple(factors[i * len(factors) // len(dims)] for i in dims if factors)
-            for factors in (self.short_factor, self.long_factor)
-        )
+        count = head_dim // 2
+
+        def sample(factors: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(factors[i * len(factors) // count] for i in range(count) if factors)
+
+        short = sample(self.short_factor)
+        long = sample(self.long_factor)
         return replace(self, original_length=max(2, length), short_factor=short, long_factor=long)
 
 
@@ -117,7 +115,8 @@ def rope_problems(
 ) -> Iterator[str]:
     """Yields why positions cannot be rotated."""
     period, count = rotated_dims(head_dim, scaling, fraction)
-    if (rotated := count * head_dim // period) % 2 or not rotated:
+    rotated = count * head_dim // period
+    if rotated % 2 or not rotated:
         yield (
             f"model.rotary_fraction={fraction} rotates {rotated} of {head_dim} dims; an even "
             "number above 0 is needed"
@@ -131,10 +130,11 @@ def rope_problems(
         yield f"model.rope_theta={theta} is not above 1, which yarn needs; 10000 is usual"
     if scaling.kind == "longrope":
         for name in ("short_factor", "long_factor"):
-            if (given := len(getattr(scaling, name))) != count // 2:
+            num_factors = len(getattr(scaling, name))
+            if num_factors != count // 2:
                 times = "" if fraction == 1 else f" times model.rotary_fraction={fraction}"
                 yield (
-                    f"model.rope_scaling.{name} has {given:,} numbers; longrope needs "
+                    f"model.rope_scaling.{name} has {num_factors:,} numbers; longrope needs "
                     f"{count // 2:,}, half of model.head_dim={head_dim}{times}"
                 )
         if scaling.original_length == 1:
@@ -173,14 +173,14 @@ def rope_frequencies(
     if scaling.kind == "proportional":
         return np.where(np.arange(period) < count, plain / scaling.factor, 0)
     if scaling.kind == "longrope":
-        return plain / np.array(
-            scaling.long_factor if length > scaling.original_length else scaling.short_factor
-        )
-    keep = (
-        _keep_by_wavelength(plain, scaling)
-        if scaling.kind == "llama3"
-        else _keep_by_dim(width, theta, scaling)
-    )
+        factors = scaling.short_factor
+        if length > scaling.original_length:
+            factors = scaling.long_factor
+        return plain / np.array(factors)
+    if scaling.kind == "llama3":
+        keep = _keep_by_wavelength(plain, scaling)
+    else:
+        keep = _keep_by_dim(width, theta, scaling)
     return plain / scaling.factor * (1 - keep) + plain * keep
 
 
@@ -192,28 +192,24 @@ def apply_rope(
     length: int,
     fraction: float = 1.0,
 ) -> Array:
-    """Rotates each pair `(x[i], x[i + rotated/2])` of every head by its angle.
-
-    The angle is `position * frequency[i]`, computed in float32.
+    """Rotates each pair `(x[i], x[i + rotated/2])` of every head by `position * frequency[i]`.
 
     Positions are `[T]` or `[B, T]`; `length` is the number of possible positions. The first
     `rotated` dims of a head are rotated: `fraction` of them, or all with the kind proportional.
     """
-    angles = _angles(
-        positions, rope_frequencies(x_BTNH.shape[-1], theta, scaling, length, fraction)
-    )
+    frequencies = rope_frequencies(x_BTNH.shape[-1], theta, scaling, length, fraction)
+    angles = _angles(positions, frequencies)
     factor = _attention_factor(scaling)
-    # Layers share these tables.
-    tables = (checkpoint_name(factor * of(angles), KEPT) for of in (jnp.sin, jnp.cos))
-    sin, cos = (table[..., None, :] for table in tables)  # [(B,) T, 1, rotated/2]
+    # Layers share these tables, [(B,) T, 1, rotated/2].
+    sin = checkpoint_name(factor * jnp.sin(angles), KEPT)[..., None, :]
+    cos = checkpoint_name(factor * jnp.cos(angles), KEPT)[..., None, :]
     width = 2 * angles.shape[-1]
-    whole = width == x_BTNH.shape[-1]
-    x = x_BTNH if whole else x_BTNH[..., :width]
+    rotates_all = width == x_BTNH.shape[-1]
+    x = x_BTNH if rotates_all else x_BTNH[..., :width]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    ).astype(x.dtype)
-    return rotated if whole else jnp.concatenate([rotated, x_BTNH[..., width:]], axis=-1)
+    halves = [first * cos - second * sin, second * cos + first * sin]
+    rotated = jnp.concatenate(halves, axis=-1).astype(x.dtype)
+    return rotated if rotates_all else jnp.concatenate([rotated, x_BTNH[..., width:]], axis=-1)
 
 
 def _angles(positions: Array, frequencies: Frequencies) -> Array:
@@ -223,14 +219,16 @@ def _angles(positions: Array, frequencies: Frequencies) -> Array:
     2^-24 of the angle, 0.06 at a million positions (scripts/rope_error.py).
     """
     # In units of 2^-32 turn the int32 product is exact: only whole turns overflow. float32 suffices
-    # for the rest.
+    # for the remainder.
     unit = 2 * math.pi / 2**32
     units = frequencies / (2 * math.pi) * 2**32
-    whole = np.round(units)
-    # Both terms wrap around.
-    counted = positions[..., None].astype(jnp.int32) * whole.astype(np.int64).astype(np.int32)
-    rest = positions[..., None].astype(jnp.float32) * ((units - whole) * unit).astype(np.float32)
-    return counted.astype(jnp.float32) * np.float32(unit) + rest
+    whole_units = np.round(units)
+    remainder = ((units - whole_units) * unit).astype(np.float32)
+    # The cast to int32 and the product with it wrap around.
+    wrapped_units = whole_units.astype(np.int64).astype(np.int32)
+    angle_units = positions[..., None].astype(jnp.int32) * wrapped_units
+    small_angle = positions[..., None].astype(jnp.float32) * remainder
+    return angle_units.astype(jnp.float32) * np.float32(unit) + small_angle
 
 
 def _keep_by_wavelength(frequencies: Frequencies, scaling: RopeScaling) -> Frequencies:
@@ -239,11 +237,11 @@ def _keep_by_wavelength(frequencies: Frequencies, scaling: RopeScaling) -> Frequ
     The ramp is linear in turns within the original length.
     """
     turns = scaling.original_length * frequencies / (2 * math.pi)
-    with np.errstate(over="ignore"):  # for nearly equal factors
-        smooth = (turns - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
-    return np.clip(smooth, 0, 1)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    # Nearly equal factors overflow.
+    with np.errstate(over="ignore"):
+        ramp = (turns - scaling.low_freq_factor) / span
+    return np.clip(ramp, 0, 1)
 
 
 def _keep_by_dim(head_dim: int, theta: float, scaling: RopeScaling) -> Frequencies:
@@ -263,7 +261,8 @@ def _keep_by_dim(head_dim: int, theta: float, scaling: RopeScaling) -> Frequenci
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, head_dim - 1)
-    span = high - low if high != low else 0.001  # avoids a division by zero, as in transformers
+    # As in transformers, 0.001 avoids a division by zero.
+    span = high - low or 0.001
     return 1 - np.clip((np.arange(head_dim // 2) - low) / span, 0, 1)
 
 

@@ -31,19 +31,20 @@ is decoded."""
 
 def sequence_dim(setting: SequenceParallel, shape: tuple[int, ...]) -> int | None:
     """Returns the dim of `[B, T, ...]` that is split over tp between layers, or None."""
-    return (
-        SEQUENCE_DIM if is_split(setting, shape[SEQUENCE_DIM], mesh_sizes(current_mesh())) else None
-    )
+    split = is_split(setting, shape[SEQUENCE_DIM], mesh_sizes(current_mesh()))
+    return SEQUENCE_DIM if split else None
 
 
 def is_split(setting: SequenceParallel, length: int, sizes: Mapping[str, int]) -> bool:
     """Returns whether sequence parallelism splits sequences of `length` tokens."""
-    return sizes[TP] > 1 and length % parts(sizes, SEQUENCE) == 0 if setting is None else setting
+    if setting is None:
+        return sizes[TP] > 1 and length % parts(sizes, SEQUENCE) == 0
+    return setting
 
 
-def activation_spec(sequence: int | None) -> PartitionSpec:
-    """Returns the spec of `[B, T, D]` between layers."""
-    return batch_spec(CONTEXT if sequence is None else SEQUENCE, None)
+def activation_spec(split_dim: int | None) -> PartitionSpec:
+    """Returns the spec of `[B, T, D]` between layers, with the `sequence_dim` of its layers."""
+    return batch_spec(CONTEXT if split_dim is None else SEQUENCE, None)
 
 
 def segment_positions(segments_BT: Array) -> Array:
@@ -105,26 +106,25 @@ def key_ranges(
 ) -> tuple[Array, Array]:
     """Returns the indices of the first and last key that each query sees.
 
-    Both are `[B, Tq]`, non-decreasing along Tq.
-
-    The last is before the first if a query sees nothing; attention then returns zero. These ranges
-    are all that kernels know about windows, documents, cp, halos and zigzag order. `shape` is
-    `(B, Tq)`; segments are of whole sequences.
+    Both are `[B, Tq]`, non-decreasing along Tq. The last is before the first if a query sees
+    nothing; attention then returns zero. These ranges are all that kernels know about windows,
+    documents, cp, halos and zigzag order. `shape` is `(B, Tq)`; segments are of whole sequences.
     """
-    at, first_key = (jnp.arange(shape[1], dtype=jnp.int32), 0) if part is None else part
+    queries, first_key = part or (jnp.arange(shape[1], dtype=jnp.int32), 0)  # positions
     begin = jnp.zeros(shape, jnp.int32)
     if segments_BT is not None:
         begin = jnp.arange(segments_BT.shape[1]) - segment_positions(segments_BT)
-        begin = begin if part is None else jnp.take(begin, part.queries, axis=1, mode="clip")
+        if part is not None:
+            begin = jnp.take(begin, part.queries, axis=1, mode="clip")
     if window is not None:
-        begin = jnp.maximum(begin, at - (window - 1))
+        begin = jnp.maximum(begin, queries - (window - 1))
     first = jnp.clip(begin - first_key, 0, num_keys)
-    last = jnp.clip(at - first_key, -1, num_keys - 1)
+    last = jnp.clip(queries - first_key, -1, num_keys - 1)
     return first.astype(jnp.int32), jnp.broadcast_to(last.astype(jnp.int32), shape)
 
 
 def query_ranges(
-    seen: tuple[Array, Array],
+    keys_of_queries: tuple[Array, Array],
     num_keys: int,
     window: int | None,
     segments_BT: Array | None,
@@ -132,48 +132,43 @@ def query_ranges(
 ) -> tuple[Array, Array]:
     """Returns the indices of the first and last query that sees each key.
 
-    Both are `[B, S]`, non-decreasing along S.
-
-    `seen` is the result of `key_ranges`.
+    Both are `[B, S]`, non-decreasing along S. `keys_of_queries` is the result of `key_ranges`.
     """
-    first, last = seen
-    if part is None:  # the mirror image needs no search
-        mirrored, _ = key_ranges(
-            first.shape, num_keys, window, None if segments_BT is None else segments_BT[:, ::-1]
-        )
+    first, last = keys_of_queries
+    if part is None:
+        # In the mirror image of a sequence, queries are keys. It needs no search.
+        mirrored_segments = None if segments_BT is None else segments_BT[:, ::-1]
+        mirrored, _ = key_ranges(first.shape, num_keys, window, mirrored_segments)
         return last, num_keys - 1 - mirrored[:, ::-1]
-    find = partial(
-        jnp.searchsorted, v=jnp.arange(num_keys, dtype=jnp.int32), method="scan_unrolled"
-    )
-    before = jax.vmap(partial(find, side="left"))(last)
-    return before.astype(jnp.int32), jax.vmap(partial(find, side="right"))(first).astype(
-        jnp.int32
-    ) - 1
+    keys = jnp.arange(num_keys, dtype=jnp.int32)
+    find = partial(jnp.searchsorted, v=keys, method="scan_unrolled")
+    begin = jax.vmap(partial(find, side="left"))(last).astype(jnp.int32)
+    end = jax.vmap(partial(find, side="right"))(first).astype(jnp.int32)
+    return begin, end - 1
 
 
 def segment_mask(segments_BT: Array) -> Array:
     """Returns whether query and key are in the same document, `[B, 1, T, S]`."""
-    document = jnp.pad(
-        jnp.cumsum(segments_BT[:, 1:] != segments_BT[:, :-1], axis=1), ((0, 0), (1, 0))
-    )
+    begins = segments_BT[:, 1:] != segments_BT[:, :-1]
+    document = jnp.pad(jnp.cumsum(begins, axis=1), ((0, 0), (1, 0)))
     return (document[:, :, None] == document[:, None, :])[:, None]
 
 
 def dropout(
-    x: Array, rate: float, keys: Array | None, spec: PartitionSpec, positions_T: Array | None = None
+    x: Array, rate: float, keys: Array | None, spec: PartitionSpec, positions_T: Array
 ) -> Array:
-    """Zeroes elements of a global `x` with probability `rate`.
+    """Zeroes elements of a global `x` with probability `rate`, and scales the others by 1/(1-rate).
 
-    The others are scaled by `1 / (1 - rate)`.
-
-    A token's mask depends only on its row's key, from `keys` `[B]`, and its position, by default 0,
-    1, ...: not on the mesh, micro-batch or token order. Without keys dropout is off. Drawing the
-    mask needs no communication.
+    A token's mask depends only on its row's key, from `keys` `[B]`, and its position: not on the
+    mesh, micro-batch or token order. Without keys dropout is off. Drawing the mask needs no
+    communication.
     """
     if keys is None or rate == 0:
         return x
-    positions_T = jnp.arange(x.shape[1]) if positions_T is None else positions_T
-    of_row = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-    of_token = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[2:]))
-    keep = constrain(jax.vmap(lambda key: of_token(of_row(key, positions_T)))(keys), spec)
+
+    def keep_token(row_key: Array, position: Array) -> Array:
+        return jax.random.bernoulli(jax.random.fold_in(row_key, position), 1 - rate, x.shape[2:])
+
+    keep_row = jax.vmap(keep_token, in_axes=(None, 0))
+    keep = constrain(jax.vmap(keep_row, in_axes=(0, None))(keys, positions_T), spec)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

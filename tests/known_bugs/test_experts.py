@@ -34,10 +34,9 @@ from jaxtp import collectives
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.collectives import MissingReductionError, axis_size
 from jaxtp.hf.config_json import model_config
-from jaxtp.layers import balance, experts
-from jaxtp.layers.experts import ExpertsConfig, MixtureOfExperts
+from jaxtp.layers import balance
+from jaxtp.layers.experts import ExpertsConfig, dispatch, layer, router
 from jaxtp.layers.kernels.grouped import grouped_matmul
-from jaxtp.layers.linear import LayerContext
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import DP, SEQUENCE, TP, mesh_shape
@@ -200,7 +199,7 @@ def test_torchtitan_1805_gradients_of_tokens_are_summed_over_tp(monkeypatch):
     other devices add.
     """
     assert without_a_bug(INSIDE)
-    monkeypatch.setattr(experts, "enter_parallel", lambda x, _: gathered_without_sum(TP)(x))
+    monkeypatch.setattr(layer, "enter_parallel", lambda x, _: gathered_without_sum(TP)(x))
     found = off(INSIDE)
     assert found["output"] < RIGHT
     assert found["input"] > WRONG
@@ -237,9 +236,9 @@ def test_pytorch_193633_nothing_reads_the_rows_beyond_all_experts(monkeypatch):
     """https://github.com/pytorch/pytorch/issues/193633: rows beyond the last group of a grouped
     product are left as memory was, and made NaNs. Here they may be anything.
     """
-    monkeypatch.setattr(experts, "grouped_matmul", beyond_is_nan)
+    monkeypatch.setattr(layer, "grouped_matmul", beyond_is_nan)
     assert max(off(OVER_TP).values()) < RIGHT
-    of = experts.Rows.of
+    of = dispatch.Rows.of
 
     def all_there(chosen, count):
         found = of(chosen, count)
@@ -247,7 +246,7 @@ def test_pytorch_193633_nothing_reads_the_rows_beyond_all_experts(monkeypatch):
             found, row_of_choice=jnp.minimum(found.row_of_choice, chosen.size - 1)
         )
 
-    monkeypatch.setattr(experts.Rows, "of", all_there)
+    monkeypatch.setattr(dispatch.Rows, "of", all_there)
     assert off(OVER_TP)["output"] == float("inf")
 
 
@@ -272,7 +271,7 @@ def test_marin_7012_no_product_of_all_rows_with_all_experts(monkeypatch):
         assert largest < limit // np.prod(mesh)
     inside, _ = work(ONE, dataclasses.replace(MANY, grouped="xla"))
     assert [e for e in inside if "ragged" in e.primitive.name]
-    monkeypatch.setattr(experts, "grouped_matmul", all_with_all)
+    monkeypatch.setattr(layer, "grouped_matmul", all_with_all)
     _, largest = work(ONE, MANY)
     assert largest >= limit
 
@@ -303,12 +302,12 @@ def test_megatron_lm_2121_padding_is_routed_nowhere(monkeypatch):
     of experts. Here they have no expert, take no place among rows and count for nothing.
     """
     assert without_a_bug(OVER_TP)
-    route = MixtureOfExperts._route
+    route = router.Router.route
 
-    def everyone(self, sequence, record, x, weights, counts, given):
-        return route(self, sequence, record, x, weights, jnp.ones_like(counts), given)
+    def everyone(self, x, counts, given, *, record):
+        return route(self, x, jnp.ones_like(counts), given, record=record)
 
-    monkeypatch.setattr(MixtureOfExperts, "_route", everyone)
+    monkeypatch.setattr(router.Router, "route", everyone)
     found = off(OVER_TP)
     assert min(found["output"], found["times_chosen"], found["computed"]) > WRONG
 
@@ -337,7 +336,7 @@ def test_vllm_14027_the_router_is_float32(monkeypatch):
     assert chosen_of_close_logits() == [3, 2]
     in_float32 = dataclasses.replace
     monkeypatch.setattr(
-        experts,
+        router,
         "replace",
         lambda given, **new: given if "compute" in new else in_float32(given, **new),
     )
@@ -349,16 +348,15 @@ def chosen_of_close_logits():
     1000.
     """
     config = ExpertsConfig(num_experts=4, d_ff=4)
-    layer = MixtureOfExperts(
-        1, config, LayerContext(precision=Precision(compute="bfloat16")), rngs=nnx.Rngs(0)
-    )
     logits = 1 + np.arange(4, dtype=np.float32) / 1000
-    weights = {"router": jnp.asarray(logits[None])}
-    one = np.ones((1, 1, 1))
-    chosen = jax.jit(lambda weights: layer._route(None, False, one, weights, one[0], None)[0])(
-        weights
-    )
-    return np.asarray(chosen).ravel().tolist()
+    token = np.ones((1, 1, 1))
+
+    def chosen(kernel):
+        weights = {"router": kernel}
+        in_bfloat16 = router.Router(config, Precision(compute="bfloat16"), weights, is_split=False)
+        return in_bfloat16.route(token, token[0], None, record=False)[0]
+
+    return np.asarray(jax.jit(chosen)(jnp.asarray(logits[None]))).ravel().tolist()
 
 
 WITH_BIASES = dataclasses.replace(CONFIG, experts_bias=True, router_bias=True)
@@ -369,7 +367,7 @@ def test_torchtitan_4245_biases_of_experts_count_once(monkeypatch):
     added the bias of the last projection before the sum over tp. Here one device adds it.
     """
     assert without_a_bug(INSIDE, WITH_BIASES)
-    monkeypatch.setattr(experts, "_on_first_device", lambda x: x)
+    monkeypatch.setattr(layer, "on_first_device", lambda x: x)
     assert off(INSIDE, config=WITH_BIASES)["output"] > WRONG
 
 
@@ -423,5 +421,5 @@ def test_unsloth_6936_adapters_of_experts_are_trained(monkeypatch):
     of_experts = 2 * 2 * E * 3 * (D + F)
     assert trained() == of_queries + of_experts
     assert step_costs(config, mesh_shape(), batch_size=2, sequence_length=8).adapters == trained()
-    monkeypatch.setattr(experts, "_TARGETS", dict.fromkeys(KERNELS, "o_proj"))
+    monkeypatch.setattr(layer, "_TARGETS", dict.fromkeys(KERNELS, "o_proj"))
     assert trained() == of_queries

@@ -347,7 +347,7 @@ def masks(spec, seeds=range(4), **sizes):
     @jax.jit
     def run(seeds):
         keys = jax.vmap(jax.random.key)(seeds)
-        return dropout(jnp.ones((4, 8, 16)), 0.5, keys, spec) > 0
+        return dropout(jnp.ones((4, 8, 16)), 0.5, keys, spec, jnp.arange(8)) > 0
 
     with use_mesh(**sizes):
         return np.asarray(run(np.array(seeds)))

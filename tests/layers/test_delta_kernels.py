@@ -29,7 +29,7 @@ SIZES = {  # rows, heads, chunks, tokens of a chunk, width of keys, width of val
     "whole blocks": (1, 2, 3, 16, 16, 32),
     "no power of two": (2, 1, 4, 12, 24, 72),
     "narrow": (1, 1, 2, 1, 3, 5),
-    "widest keys": (1, 1, 2, 64, delta_kernels.MOST_KEY_DIM, 32),
+    "widest keys": (1, 1, 2, 64, delta_kernels.MAX_KEY_DIM, 32),
 }
 
 

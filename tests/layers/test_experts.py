@@ -30,9 +30,8 @@ from support import assert_close, random_weights, sizes_of, state_on_mesh, swept
 from tables import read_table
 from variants import variants
 
-from jaxtp.layers import experts as of_experts
 from jaxtp.layers.context import Sequences
-from jaxtp.layers.experts import ExpertsConfig
+from jaxtp.layers.experts import ExpertsConfig, placement
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_of
 
@@ -47,7 +46,7 @@ DEFAULT = ("ernie", (1, 2, 2, 2))
 @pytest.fixture(autouse=True)
 def computed_in_parts(monkeypatch):
     """As in large batches: where routing is uneven, a device computes several parts of its rows."""
-    monkeypatch.setattr(of_experts, "FEW_ROWS", 4)
+    monkeypatch.setattr(placement, "FEW_ROWS", 4)
 
 
 @cache

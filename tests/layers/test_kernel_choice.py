@@ -13,7 +13,7 @@ import jaxtp
 from jaxtp.analysis.hardware import TABLE
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.kernels import select
-from jaxtp.layers.kernels.fused_attention import DTYPES, MOST_HEAD_DIM, block_sizes, fused_attention
+from jaxtp.layers.kernels.fused_attention import DTYPES, MAX_HEAD_DIM, block_sizes, fused_attention
 from jaxtp.layers.kernels.select import (
     KERNELS,
     Use,
@@ -101,9 +101,9 @@ def test_auto_takes_the_kernel_that_was_measured_to_be_faster():
 
 
 def test_every_head_has_blocks_that_triton_takes():
-    assert KERNELS["fused"].head_dims(Use(head_dim=1))[0] == MOST_HEAD_DIM
+    assert KERNELS["fused"].head_dims(Use(head_dim=1))[0] == MAX_HEAD_DIM
     for dtype in DTYPES:
-        for head_dim in (16, 32, 64, 128, MOST_HEAD_DIM):
+        for head_dim in (16, 32, 64, 128, MAX_HEAD_DIM):
             sizes = [
                 size
                 for blocks in block_sizes(head_dim, dtype)

@@ -389,7 +389,7 @@ def test_visited_blocks_and_scores_of_a_device_are_counted_from_its_chunks(devic
         lowest = np.maximum(queries - (window or np.inf) + 1, 0)
         starts = range(0, len(queries), block)
         pairs = sum(queries[i : i + block][-1] // block - lowest[i] // block + 1 for i in starts)
-        assert num_visited(chunks, window) == pairs
+        assert num_visited(tuple(chunks), window) == pairs
     whole = [range(sum(len(chunk) for chunks in devices for chunk in chunks))]
     np.testing.assert_allclose(
         sum(num_scores(chunks, window) for chunks in devices), num_scores(whole, window)
@@ -399,7 +399,7 @@ def test_visited_blocks_and_scores_of_a_device_are_counted_from_its_chunks(devic
 def test_zigzag_chunks_make_the_work_of_all_devices_alike():
     devices = zigzag(2**16, 8)
     for name in KERNELS.keys() - {"xla"}:
-        blocks = [KERNELS[name].blocks(chunks, None) for chunks in devices]
+        blocks = [KERNELS[name].products(chunks, None) for chunks in devices]
         products = {number * queries * keys for number, queries, keys in blocks}
         assert max(products) < 1.01 * min(products)
     assert len({round(num_scores(chunks, 4096)) for chunks in devices[1:]}) == 1

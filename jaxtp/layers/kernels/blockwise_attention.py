@@ -1,6 +1,4 @@
-"""Causal attention by blocks in plain `lax`, for every backend.
-
-It never holds more than one block of scores.
+"""Causal attention by blocks in plain `lax`, for every backend, with one block of scores at a time.
 
 It visits pairs of a query block and a key block with an online softmax (Dao et al., arXiv
 2205.14135). The backward pass recomputes scores from the log-sum-exp; autodiff of the loop would
@@ -10,9 +8,8 @@ Query blocks are `[n, b, K, G*c, H]` (n blocks of c positions, K kv heads of G q
 a pair is one product per kv head; blocks of keys and values are `[n, b, K, c, H]`.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +20,22 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtp.collectives import ATTENDED, vary_like
 from jaxtp.layers.sequence_parallel import Part, key_ranges
 
-MOST_IN_BLOCK = 256
+MAX_BLOCK = 256
 """Positions in a block of a long sequence, the fastest from 128 to 512 on CPUs
 (`scripts/attention_speed.py`)."""
 
-_LEAST_IN_BLOCK = 8
-_FEWEST_BLOCKS = 4
+_MIN_BLOCK = 8
+_MIN_BLOCKS = 4
 _NO_SCORE = -1e30  # initial maximum; finite, so that differences of it are 0, not NaN
 
-_Where = tuple[Array | None, Part | None]  # segments and part
+
+class _Operands(NamedTuple):
+    q: Array
+    k: Array
+    v: Array
+    sinks: Array | None
+    segments: Array | None
+    part: Part | None
 
 
 class _Settings(NamedTuple):
@@ -67,10 +71,10 @@ def blockwise_attention(
       sinks: a score of each query head, `[N]`, that joins the softmax without a value.
     """
     settings = _Settings(scale, window, softcap, block_size(q_BTNH.shape[1]))
-    arrays = jax.tree.map(jnp.asarray, (q_BTNH, k_BSKH, v_BSKH, sinks, (segments_BT, part)))
-    return _attend(
-        settings, *jax.tree.map(lambda x: vary_like(x, *jax.tree.leaves(arrays)), arrays)
-    )
+    operands = _Operands(q_BTNH, k_BSKH, v_BSKH, sinks, segments_BT, part)
+    operands = jax.tree.map(jnp.asarray, operands)
+    leaves = jax.tree.leaves(operands)
+    return _attend(settings, jax.tree.map(lambda x: vary_like(x, *leaves), operands))
 
 
 def sinks_gradient(sinks: Array, log_sum: Array, means: Array) -> Array:
@@ -78,115 +82,112 @@ def sinks_gradient(sinks: Array, log_sum: Array, means: Array) -> Array:
 
     `log_sum` are the log-sum-exps, `means` the weighted means of the weights' gradients.
     """
-    return -jnp.exp(sinks - log_sum) * means  # the sink's own value is 0
+    # The value of the sink is 0, so only the mean is left of the gradient of its weight.
+    return -jnp.exp(sinks - log_sum) * means
 
 
 def block_size(length: int) -> int:
     """Returns the positions per block; short sequences have several blocks too."""
-    return min(MOST_IN_BLOCK, max(_LEAST_IN_BLOCK, -(-length // _FEWEST_BLOCKS)))
+    return min(MAX_BLOCK, max(_MIN_BLOCK, -(-length // _MIN_BLOCKS)))
 
 
-def num_visited(chunks: Sequence[range], window: int | None) -> int:
+@lru_cache(maxsize=4096)
+def num_visited(chunks: tuple[range, ...], window: int | None) -> int:
     """Returns the number of block pairs that causality and the window leave.
 
     `chunks` are the queries' positions, ascending; keys start at position 0.
     """
-    return _num_visited(tuple(chunks), window)
-
-
-@lru_cache(maxsize=4096)
-def _num_visited(chunks: tuple[range, ...], window: int | None) -> int:
-    ends = np.cumsum([len(chunk) for chunk in chunks])
+    ends = np.cumsum(list(map(len, chunks)))
     # The offset from a query's index to its position
     ahead = np.array([chunk.stop for chunk in chunks]) - ends
     block = block_size(int(ends[-1]))
+
     first = np.arange(0, ends[-1], block)
     last = np.minimum(first + block, ends[-1]) - 1
-    first, last = (
-        index + ahead[np.searchsorted(ends, index, side="right")] for index in (first, last)
-    )
-    lowest = 0 if window is None else np.maximum(first - (window - 1), 0)
-    return int(np.sum(last // block - lowest // block + 1))
+    first += ahead[np.searchsorted(ends, first, side="right")]
+    last += ahead[np.searchsorted(ends, last, side="right")]
+    first_key = 0 if window is None else np.maximum(first - (window - 1), 0)
+    return int(np.sum(last // block - first_key // block + 1))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    settings: _Settings, q: Array, k: Array, v: Array, sinks: Array | None, where: _Where
-) -> Array:
-    return _forward(settings, q, k, v, sinks, where)[0]
+def _attend(settings: _Settings, operands: _Operands) -> Array:
+    return _forward(settings, operands)[0]
 
 
-def _forward(
-    settings: _Settings, q: Array, k: Array, v: Array, sinks: Array | None, where: _Where
-) -> tuple[Array, tuple[Any, ...]]:
-    pairs = _Pairs(settings, q, k, *where)
-    queries = pairs.of_queries(q)
-    keys = pairs.of_keys(k)
-    values = pairs.of_keys(v)
+_Residuals = tuple[_Operands, Array, Array]
+
+
+def _forward(settings: _Settings, operands: _Operands) -> tuple[Array, _Residuals]:
+    pairs = _Pairs(settings, operands)
+    v = operands.v
 
     def visit(turn: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         highest, total, weighted = sums
         i, j = pairs.at(turn)
-        scores, seen = pairs.scores(queries[i], keys[j], i, j)
-        new = jnp.maximum(highest[i], jnp.max(scores, axis=-1, where=seen, initial=_NO_SCORE))
-        weights = jnp.exp(jnp.where(seen, scores - new[..., None], -jnp.inf))
+        scores, visible = pairs.scores(i, j)
+        new = jnp.maximum(highest[i], jnp.max(scores, axis=-1, where=visible, initial=_NO_SCORE))
+        weights = jnp.exp(jnp.where(visible, scores - new[..., None], -jnp.inf))
         shrink = jnp.exp(highest[i] - new)
-        added = _product(weights.astype(v.dtype), values[j], 3, 2)
+        added = _product(weights.astype(v.dtype), pairs.values[j], 3, 2)
         return (
             highest.at[i].set(new),
             total.at[i].set(total[i] * shrink + weights.sum(-1)),
             weighted.at[i].set(weighted[i] * shrink[..., None] + added),
         )
 
-    empty = jnp.zeros_like(queries, pairs.wide, shape=(*queries.shape[:-1], v.shape[3]))
-    each = jnp.zeros_like(queries[..., 0], pairs.wide)
+    shape = (*pairs.queries.shape[:-1], v.shape[3])
+    weighted = jnp.zeros_like(pairs.queries, pairs.wide, shape=shape)
+    zeros = jnp.zeros_like(pairs.queries[..., 0], pairs.wide)
     # The softmax begins with the sink. The log-sum-exp then contains it, so that the backward loop
     # is the same.
-    begin = (each + _NO_SCORE, each) if sinks is None else (each + pairs.of_heads(sinks), each + 1)
-    highest, total, weighted = lax.fori_loop(0, pairs.count, visit, (*begin, empty))
+    if operands.sinks is None:
+        begin = (zeros + _NO_SCORE, zeros)
+    else:
+        begin = (zeros + pairs.of_heads(operands.sinks), zeros + 1)
+    highest, total, weighted = lax.fori_loop(0, pairs.count, visit, (*begin, weighted))
     total = jnp.where(total == 0, 1, total)  # for queries that see nothing
-    y = checkpoint_name(pairs.joined(weighted / total[..., None], q), ATTENDED)
-    return y, (q, k, v, sinks, where, y, checkpoint_name(highest + jnp.log(total), ATTENDED))
+    y = checkpoint_name(pairs.joined(weighted / total[..., None], operands.q), ATTENDED)
+    return y, (operands, y, checkpoint_name(highest + jnp.log(total), ATTENDED))
 
 
-def _backward(
-    settings: _Settings, residuals: tuple[Any, ...], dy: Array
-) -> tuple[Array | None, ...]:
-    q, k, v, sinks, where, y, log_sum = residuals
-    pairs = _Pairs(settings, q, k, *where)
-    queries = pairs.of_queries(q)
-    keys = pairs.of_keys(k)
-    values = pairs.of_keys(v)
+def _backward(settings: _Settings, residuals: _Residuals, dy: Array) -> tuple[_Operands]:
+    operands, y, log_sum = residuals
+    q, k, v, sinks = operands[:4]
+    pairs = _Pairs(settings, operands)
     grads = pairs.of_queries(dy)
     # The softmax's transpose subtracts the weighted mean of the weights' gradients from each of
     # them.
-    means = pairs.of_queries(
-        jnp.sum(y.astype(pairs.wide) * dy.astype(pairs.wide), axis=-1, keepdims=True)
-    )
+    means = jnp.sum(y.astype(pairs.wide) * dy.astype(pairs.wide), axis=-1, keepdims=True)
+    means = pairs.of_queries(means)
 
     def visit(turn: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         dq, dk, dv = sums
         i, j = pairs.at(turn)
-        scores, seen = pairs.scores(queries[i], keys[j], i, j)
-        weights = jnp.exp(jnp.where(seen, scores - log_sum[i][..., None], -jnp.inf))
-        d_scores = weights * (_product(grads[i], values[j], 3, 3) - means[i])
+        scores, visible = pairs.scores(i, j)
+        weights = jnp.exp(jnp.where(visible, scores - log_sum[i][..., None], -jnp.inf))
+        d_scores = weights * (_product(grads[i], pairs.values[j], 3, 3) - means[i])
         if settings.softcap is not None:
             d_scores *= 1 - jnp.square(scores / settings.softcap)
         d_scores = (d_scores * settings.scale).astype(q.dtype)
         return (
-            dq.at[i].add(_product(d_scores, keys[j], 3, 2)),
-            dk.at[j].add(_product(d_scores, queries[i], 2, 2)),
+            dq.at[i].add(_product(d_scores, pairs.keys[j], 3, 2)),
+            dk.at[j].add(_product(d_scores, pairs.queries[i], 2, 2)),
             dv.at[j].add(_product(weights.astype(q.dtype), grads[i], 2, 2)),
         )
 
-    empty = tuple(jnp.zeros_like(blocks, pairs.wide) for blocks in (queries, keys, values))
-    dq, dk, dv = lax.fori_loop(0, pairs.count, visit, empty)
+    zeros = jax.tree.map(
+        lambda blocks: jnp.zeros_like(blocks, pairs.wide),
+        (pairs.queries, pairs.keys, pairs.values),
+    )
+    dq, dk, dv = lax.fori_loop(0, pairs.count, visit, zeros)
     d_sinks = None
     if sinks is not None:
-        each = sinks_gradient(pairs.of_heads(sinks), log_sum, means[..., 0])
-        each = each.reshape(*each.shape[:3], pairs.group, -1)  # [n, b, K, G, c]
-        d_sinks = each.sum((0, 1, 4)).reshape(sinks.shape).astype(sinks.dtype)
-    return pairs.joined(dq, q), pairs.joined(dk, k), pairs.joined(dv, v), d_sinks, None
+        d_sinks = sinks_gradient(pairs.of_heads(sinks), log_sum, means[..., 0])
+        d_sinks = d_sinks.reshape(*d_sinks.shape[:3], pairs.group, -1)  # [n, b, K, G, c]
+        d_sinks = d_sinks.sum((0, 1, 4)).reshape(sinks.shape).astype(sinks.dtype)
+    gradients = (pairs.joined(dq, q), pairs.joined(dk, k), pairs.joined(dv, v), d_sinks)
+    return (_Operands(*gradients, None, None),)
 
 
 _attend.defvjp(_forward, _backward)
@@ -195,58 +196,57 @@ _attend.defvjp(_forward, _backward)
 class _Pairs:
     """The pairs of a query block and a key block that have unmasked scores."""
 
-    def __init__(
-        self, settings: _Settings, q: Array, k: Array, segments: Array | None, part: Part | None
-    ):
+    def __init__(self, settings: _Settings, operands: _Operands):
+        q, k, v, _, segments, part = operands
         rows, length, heads, _ = q.shape
         _, num_keys, kv_heads, _ = k.shape
         self.settings = settings
         self.group = heads // kv_heads
         self.wide = jnp.promote_types(q.dtype, jnp.float32)
         first, last = key_ranges((rows, length), num_keys, settings.window, segments, part)
-        filled = ((0, 0), (0, -length % settings.block))
-        self.first = jnp.pad(first, filled, constant_values=num_keys)  # padding sees nothing
-        self.last = jnp.pad(last, filled, constant_values=-1)
+        # Padding sees nothing.
+        padding = ((0, 0), (0, -length % settings.block))
+        self.first = jnp.pad(first, padding, constant_values=num_keys)
+        self.last = jnp.pad(last, padding, constant_values=-1)
         first, last = (x.reshape(rows, -1, settings.block) for x in (self.first, self.last))
-        # The first key block that any row needs, per query block
+        # The first key block that any row needs, and the number of key blocks, per query block
         begins = jnp.min(first, axis=(0, 2)) // settings.block
         turns = jnp.maximum(jnp.max(last, axis=(0, 2)) // settings.block + 1 - begins, 0)
         self.ends = jnp.cumsum(turns)
         self.offsets = begins - (self.ends - turns)
-        known = segments is None and part is None
-        self.count: int | Array = (
-            num_visited([range(length)], settings.window) if known else self.ends[-1]
-        )
+        self.count: int | Array
+        if segments is None and part is None:
+            self.count = num_visited((range(length),), settings.window)
+        else:
+            self.count = self.ends[-1]
+        self.queries = self.of_queries(q)
+        self.keys = self._blocks(k, 1)
+        self.values = self._blocks(v, 1)
 
     def at(self, turn: Array) -> tuple[Array, Array]:
+        """Returns the indices of the query block and the key block of a turn."""
         i = jnp.sum(self.ends <= turn)
         return i, turn + self.offsets[i]
 
-    def scores(self, queries: Array, keys: Array, i: Array, j: Array) -> tuple[Array, Array]:
-        """Returns a pair's scores `[b, K, G*c, c]`, and which are seen."""
+    def scores(self, i: Array, j: Array) -> tuple[Array, Array]:
+        """Returns a pair's scores `[b, K, G*c, c]`, and whether the query sees the key."""
         scale, _, softcap, block = self.settings
-        scores = _product(queries, keys, 3, 3) * scale
+        scores = _product(self.queries[i], self.keys[j], 3, 3) * scale
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
-        at = j * block + jnp.arange(block)
-        first, last = (
-            lax.dynamic_slice_in_dim(x, i * block, block, axis=1) for x in (self.first, self.last)
-        )
-        return scores, jnp.tile(
-            (first[:, :, None] <= at) & (at <= last[:, :, None]), (1, self.group, 1)
-        )[:, None]
+        key = j * block + jnp.arange(block)
+        first = lax.dynamic_slice_in_dim(self.first, i * block, block, axis=1)
+        last = lax.dynamic_slice_in_dim(self.last, i * block, block, axis=1)
+        visible = (first[:, :, None] <= key) & (key <= last[:, :, None])  # [b, c, c]
+        return scores, jnp.tile(visible, (1, self.group, 1))[:, None]
 
     def of_queries(self, x: Array) -> Array:
         return self._blocks(x, self.group)
 
-    def of_keys(self, x: Array) -> Array:
-        return self._blocks(x, 1)
-
     def of_heads(self, x: Array) -> Array:
         """Returns a number of each query head for each row of a block, `[K, G*c]`."""
-        return jnp.repeat(x.astype(self.wide), self.settings.block).reshape(
-            -1, self.group * self.settings.block
-        )
+        block = self.settings.block
+        return jnp.repeat(x.astype(self.wide), block).reshape(-1, self.group * block)
 
     def _blocks(self, x: Array, group: int) -> Array:
         rows, length, heads, width = x.shape
@@ -256,19 +256,16 @@ class _Pairs:
         return x.transpose(1, 0, 3, 4, 2, 5).reshape(-1, rows, heads // group, group * block, width)
 
     def joined(self, blocks: Array, like: Array) -> Array:
+        """Undoes the division into blocks: `[n, b, K, G*c, H] -> [b, T, heads, H]`."""
         rows, length, heads, _ = like.shape
-        kv_heads = blocks.shape[2]
-        width = blocks.shape[4]
+        _, _, kv_heads, _, width = blocks.shape
         x = blocks.reshape(-1, rows, kv_heads, heads // kv_heads, self.settings.block, width)
-        return (
-            x.transpose(1, 0, 4, 2, 3, 5)
-            .reshape(rows, -1, heads, width)[:, :length]
-            .astype(like.dtype)
-        )
+        x = x.transpose(1, 0, 4, 2, 3, 5).reshape(rows, -1, heads, width)
+        return x[:, :length].astype(like.dtype)
 
 
 def _product(a: Array, b: Array, a_dim: int, b_dim: int) -> Array:
+    """Multiplies over these dims, per row and kv head, with at least float32 sums."""
     wide = jnp.promote_types(a.dtype, jnp.float32)
-    return lax.dot_general(
-        a, b, (((a_dim,), (b_dim,)), ((0, 1), (0, 1))), preferred_element_type=wide
-    )
+    dims = (((a_dim,), (b_dim,)), ((0, 1), (0, 1)))
+    return lax.dot_general(a, b, dims, preferred_element_type=wide)

@@ -1,6 +1,4 @@
-"""The gated delta rule's recurrence over chunks as a Pallas kernel for NVIDIA GPUs.
-
-Triton compiles it.
+"""The gated delta rule's recurrence over chunks as a Pallas kernel for NVIDIA GPUs, by Triton.
 
 A program holds columns of one head's state on the chip and visits the chunks. Precision and
 determinism: see `fused_attention.py`.
@@ -22,10 +20,11 @@ from jaxtp.mesh import current_platform
 
 DTYPES = ("bfloat16", "float16", "float32")  # dtypes of the operands
 
-MOST_KEY_DIM = 256
-MOST_TOKENS = 64  # width of keys and tokens of a chunk that a program multiplies at once
+# Width of keys, and tokens of a chunk, that a program multiplies at once
+MAX_KEY_DIM = 256
+MAX_TOKENS = 64
 
-_LEAST = 16  # narrowest product that Triton computes
+_MIN_SIZE = 16  # narrowest product that Triton computes
 # Columns of a program: with more there are too few programs, with fewer w is read too often
 _COLUMNS = 32
 # Bytes of a chunk of w, up to which shared memory has room for the next chunk too
@@ -35,9 +34,7 @@ _PREFETCHED = 2**14
 def chunk_states(
     w: Array, u: Array, k_decayed: Array, decay: Array, state: Array
 ) -> tuple[Array, Array, Array]:
-    """Returns the state before each chunk, the new values and the final state.
-
-    See `delta_rule.chunk_states`.
+    """Returns the results of `delta_rule.chunk_states`.
 
     Off CUDA the kernel runs in Pallas' interpreter, slowly, for tests.
 
@@ -52,30 +49,26 @@ def chunk_states(
         raise ValueError(
             f"w, u and k_decayed are {dtypes}: the kernel takes one of {', '.join(DTYPES)}"
         )
-    if keys > MOST_KEY_DIM or rows > MOST_TOKENS:
-        most = f"{MOST_TOKENS} tokens of width {MOST_KEY_DIM}"
+    if keys > MAX_KEY_DIM or rows > MAX_TOKENS:
         raise ValueError(
-            f"chunks of {rows} tokens of width {keys} do not fit a GPU's shared memory: at "
-            f"most {most}"
+            f"chunks of {rows} tokens of width {keys} do not fit a GPU's shared memory: at most "
+            f"{MAX_TOKENS} tokens of width {MAX_KEY_DIM}"
         )
     columns = min(_COLUMNS, _padded(values))
     more_rows = _padded(rows) - rows
     more_keys = _padded(keys) - keys
     more_values = -values % columns
-    w, k_decayed = (_pad(x, more_rows, more_keys) for x in (w, k_decayed))
-    arrays = (
-        w,
-        _pad(u, more_rows, more_values),
-        k_decayed,
-        decay,
-        _pad(state, more_keys, more_values),
-    )
+    w = _pad(w, more_rows, more_keys)
+    k_decayed = _pad(k_decayed, more_rows, more_keys)
+    u = _pad(u, more_rows, more_values)
+    state = _pad(state, more_keys, more_values)
+    arrays = (w, u, k_decayed, decay, state)
     states, new, final = states_by(_run, *(vary_like(x, *arrays) for x in arrays))
     return states[..., :keys, :values], new[..., :rows, :values], final[..., :keys, :values]
 
 
 def _padded(size: int) -> int:
-    return max(_LEAST, pl.next_power_of_2(size))
+    return max(_MIN_SIZE, pl.next_power_of_2(size))
 
 
 def _pad(x: Array, rows: int, columns: int) -> Array:
@@ -107,27 +100,27 @@ def _run(a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Arr
     def program(*refs: object) -> None:  # jit: see `fused_attention.py`
         jax.jit(partial(_kernel, d_states is not None))(*refs)
 
-    extra = [] if d_states is None else [d_states]
+    operands = [a, u, b, decay, state]
+    in_specs = [whole(a), block(chunks, rows), whole(b), whole(decay), block(keys)]
+    if d_states is not None:
+        operands.append(d_states)
+        in_specs.append(block(chunks, keys))
+    options = {"num_warps": 4, "num_stages": 2} if prefetches else {"num_warps": 8, "num_stages": 1}
     return pl.pallas_call(
         program,
         # Neighbours share w and k_decayed, which stay in the cache.
         grid=(u.shape[-1] // columns, heads, batch),
-        in_specs=[
-            *(whole(a), block(chunks, rows), whole(b), whole(decay), block(keys)),
-            *(block(chunks, keys) for _ in extra),
-        ],
+        in_specs=in_specs,
         out_specs=[block(chunks, keys), block(chunks, rows), block(keys)],
         out_shape=[
             result(jnp.float32, chunks, keys),
             result(a.dtype, chunks, rows),
             result(jnp.float32, keys),
         ],
-        compiler_params=triton.CompilerParams(
-            num_warps=4 if prefetches else 8, num_stages=2 if prefetches else 1
-        ),
+        compiler_params=triton.CompilerParams(**options),
         interpret=current_platform() != "cuda",
         name="delta_states" if d_states is None else "delta_gradient",
-    )(a, u, b, decay, state, *extra)
+    )(*operands)
 
 
 def _kernel(backward: bool, *refs: Any) -> None:
@@ -135,15 +128,15 @@ def _kernel(backward: bool, *refs: Any) -> None:
     chunks = a_ref.shape[0]
 
     def visit(i: Array, state: Array) -> Array:
-        at = chunks - 1 - i if backward else i
-        states_ref[at] = state
-        a = a_ref[at]
-        u = u_ref[at].astype(jnp.float32)
+        n = chunks - 1 - i if backward else i
+        states_ref[n] = state
+        a = a_ref[n]
+        u = u_ref[n].astype(jnp.float32)
         product = triton.dot(a, state.astype(a.dtype))
         new = (u + product if backward else u - product).astype(a.dtype)
-        new_ref[at] = new
-        state *= decay_ref[at]
-        state += triton.dot(b_ref[at], -new if backward else new, trans_a=True)
-        return state + d_states_ref[0][at] if backward else state
+        new_ref[n] = new
+        state *= decay_ref[n]
+        state += triton.dot(b_ref[n], -new if backward else new, trans_a=True)
+        return state + d_states_ref[0][n] if backward else state
 
     final_ref[...] = lax.fori_loop(0, chunks, visit, state_ref[...])

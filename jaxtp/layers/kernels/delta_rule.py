@@ -30,8 +30,7 @@ CARRIED = "carried"
 State = Array | Callable[[Array, Array], Array] | None
 _Results = tuple[Array, Array, Array]
 Scan = Callable[[Array, Array, Array, Array, Array], _Results]
-# A recurrence as `states_by` takes it
-Recurrence = Callable[[Array, Array, Array, Array, Array, Array | None], _Results]
+Recurrence = Callable[..., _Results]  # see `states_by`
 
 
 class Tokens(NamedTuple):
@@ -51,10 +50,8 @@ def delta_rule(
 ) -> tuple[Array, Array]:
     """Returns the queries' results, `[B, T, Hv, V]`, and the final state, `[B, Hv, K, V]`.
 
-    They are at least float32.
-
-    Products are in the dtype of `v` with float32 sums. The backward pass saves the arguments and
-    `CARRIED`.
+    The state is at least float32. Products are in the dtype of `v` with float32 sums. The backward
+    pass saves the arguments and `CARRIED`.
 
     Args:
       state: the initial state; a function gets the tokens' affine map,
@@ -69,26 +66,25 @@ def delta_rule(
     rows, length, heads, values = v.shape
     wide = jnp.promote_types(v.dtype, jnp.float32)
     chunk = min(chunk, 1 << (length - 1).bit_length())
-    starts = jnp.zeros((rows, length), bool) if starts is None else starts
-    initial = (
-        jnp.zeros((rows, heads, k.shape[3], values), wide)
-        if state is None or callable(state)
-        else state
-    )
+    if starts is None:
+        starts = jnp.zeros((rows, length), bool)
+    if state is None or callable(state):
+        initial = jnp.zeros((rows, heads, k.shape[3], values), wide)
+    else:
+        initial = state
     tokens = Tokens(
         q.astype(v.dtype), k.astype(v.dtype), v, log_decay.astype(wide), write.astype(wide), starts
     )
     arrays = (q, k, v, log_decay, write, starts, initial)
     tokens, initial = jax.tree.map(lambda x: vary_like(x, *arrays), (tokens, initial.astype(wide)))
 
-    def run(tokens: Tokens, initial: Array) -> tuple[Array, Array]:
-        return _Chunks(chunk, tokens).rule(
-            scan or chunk_states, state if callable(state) else None, initial
-        )
+    begin = state if callable(state) else None
 
-    y, final = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(CARRIED))(
-        tokens, initial
-    )
+    def run(tokens: Tokens, initial: Array) -> tuple[Array, Array]:
+        return _Chunks(chunk, tokens).rule(scan or chunk_states, begin, initial)
+
+    save_carried = jax.checkpoint_policies.save_only_these_names(CARRIED)
+    y, final = jax.checkpoint(run, policy=save_carried)(tokens, initial)
     return y[:, :length], final
 
 
@@ -96,14 +92,17 @@ def delta_step(
     q: Array, k: Array, v: Array, log_decay: Array, write: Array, state: Array
 ) -> tuple[Array, Array]:
     """Returns one token's result of each row, `[B, Hv, V]`, and the new state, `[B, Hv, K, V]`."""
-    q, k = (jnp.repeat(x.astype(state.dtype), v.shape[1] // x.shape[1], axis=1) for x in (q, k))
+    group = v.shape[1] // k.shape[1]
+    q = jnp.repeat(q.astype(state.dtype), group, axis=1)  # [B, Hv, K]
+    k = jnp.repeat(k.astype(state.dtype), group, axis=1)
     decay = jnp.exp(log_decay)[..., None]
     # XLA would copy a state that is decayed, grouped or transposed before the product, and not
     # update it in place.
     read = decay[..., None] * jnp.einsum("bhsk,bhkv->bhsv", jnp.stack([q, k], axis=2), state)
     new = write[..., None] * (v - read[:, :, 1])
     after = decay[..., None] * state + k[..., None] * new[:, :, None]
-    return (read[:, :, 0] + jnp.sum(q * k, axis=-1, keepdims=True) * new).astype(v.dtype), after
+    y = read[:, :, 0] + jnp.sum(q * k, axis=-1, keepdims=True) * new
+    return y.astype(v.dtype), after
 
 
 class _Chunks:
@@ -119,82 +118,81 @@ class _Chunks:
             x = x.reshape(rows, -1, chunk, *heads, *x.shape[3:])
             return jnp.moveaxis(x, range(3, 3 + len(heads)), range(1, 1 + len(heads)))
 
-        both = keys, v.shape[2] // keys
+        group = v.shape[2] // keys
         self.q = chunks(q, keys)
         self.k = chunks(k, keys)
-        self.v = chunks(v, *both)
-        log_decay = chunks(log_decay, *both)
-        self.write = chunks(write, *both)
+        self.v = chunks(v, keys, group)
+        log_decay = chunks(log_decay, keys, group)
+        self.write = chunks(write, keys, group)
         # 0 stands for a document that began before the chunk.
         document = jnp.cumsum(chunks(jnp.asarray(starts)), axis=-1)[:, None, None]
-        at = jnp.arange(chunk)
-        self.lower = at[:, None] > at
+        index = jnp.arange(chunk)
+        self.lower = index[:, None] > index
         # Sums of the decays of tokens j+1 to i. Differences of one running sum would lose digits
         # after strong decay.
         sums = _exact(
             "il,bgrnlj->bgrnij",
-            (at[:, None] >= at).astype(log_decay.dtype),
+            (index[:, None] >= index).astype(log_decay.dtype),
             jnp.where(self.lower, log_decay[..., None], 0),
         )
-        same = document[..., :, None] == document[..., None, :]
-        self.between = jnp.where(same & (at[:, None] >= at), jnp.exp(sums), 0)
+        same_document = document[..., :, None] == document[..., None, :]
+        self.between = jnp.where(same_document & (index[:, None] >= index), jnp.exp(sums), 0)
         self.from_state = jnp.where(document == 0, jnp.exp(sums[..., 0] + log_decay[..., :1]), 0)
 
     def of_values(self, x: Array) -> Array:
+        """Repeats the numbers of each key head for its value heads."""
         # The transpose of a concatenation is additions, of a broadcast a reduction, which XLA for
         # CPUs does slowly.
         return jnp.concatenate([x[:, :, None]] * self.v.shape[2], axis=2)
 
+    def times_keys(self, x: Array) -> Array:
+        """Returns the products of queries or keys with the keys of a chunk."""
+        return self.of_values(_product("bgnik,bgnjk->bgnij", x, self.k))
+
     def rule(
         self, scan: Scan, begin: Callable[[Array, Array], Array] | None, initial: Array
     ) -> tuple[Array, Array]:
+        """Returns what the tokens read, and the final state; see `delta_rule`."""
         dtype = self.v.dtype
-        weights = (
-            self.write[..., None]
-            * self.of_values(_product("bgnik,bgnjk->bgnij", self.k, self.k))
-            * self.between
-        )
+        weights = self.write[..., None] * self.times_keys(self.k) * self.between
         inverse = unit_inverse(jnp.where(self.lower, weights, 0)) * self.write[..., None, :]
         u = _product("bgrnij,bgrnjv->bgrniv", inverse.astype(dtype), self.v)
+        decayed_inverse = (inverse * self.from_state[..., None, :]).astype(dtype)
         # In the other order XLA for CPUs would transpose a factor, which it cannot for bfloat16
         # without optimization.
-        w = _product(
-            "bgnjk,bgrnij->bgrnik", self.k, (inverse * self.from_state[..., None, :]).astype(dtype)
-        )
+        w = _product("bgnjk,bgrnij->bgrnik", self.k, decayed_inverse)
         k = self.of_values(self.k) * self.between[..., -1, :, None]
         w, u, k = (_by_head(x.astype(dtype)) for x in (w, u, k))
         decay = _by_head(self.from_state[..., -1])
         if begin is not None:
+            # The affine map of all chunks: the images of the zero state and of the identity
             width = w.shape[-1]
             columns = jnp.concatenate([u, jnp.zeros_like(w)], axis=-1)
-            identity = jnp.zeros_like(initial, shape=(*initial.shape[:3], width)) + jnp.eye(
-                width, dtype=initial.dtype
-            )
+            zeros = jnp.zeros_like(initial, shape=(*initial.shape[:3], width))
+            identity = zeros + jnp.eye(width, dtype=initial.dtype)
             *_, image = scan(w, columns, k, decay, jnp.concatenate([initial, identity], axis=-1))
-            initial = vary_like(
-                begin(image[..., -width:], image[..., :-width]).astype(initial.dtype), initial
-            )
+            state = begin(image[..., -width:], image[..., :-width])
+            initial = vary_like(state.astype(initial.dtype), initial)
         states, new, final = scan(w, u, k, decay, initial)
         states, new = (x.reshape(*self.v.shape[:3], *x.shape[2:]) for x in (states, new))
         y = self.from_state[..., None] * _product(
             "bgnik,bgrnkv->bgrniv", self.q, states.astype(dtype)
         )
-        scores = self.of_values(_product("bgnik,bgnjk->bgnij", self.q, self.k)) * self.between
+        scores = self.times_keys(self.q) * self.between
         y += _product("bgrnij,bgrnjv->bgrniv", scores.astype(dtype), new)
         y = _by_head(y).astype(dtype)
         return jnp.moveaxis(y, 1, 3).reshape(y.shape[0], -1, y.shape[1], y.shape[-1]), final
 
 
 def _by_head(x: Array) -> Array:
+    """`[B, Hk, Hv // Hk, ...] -> [B, Hv, ...]`."""
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def chunk_states(
     w: Array, u: Array, k_decayed: Array, decay: Array, state: Array
 ) -> tuple[Array, Array, Array]:
-    """Returns the states at the chunks' beginnings, the new values and the final state.
-
-    The first are `[B, H, C, K, V]`.
+    """Returns the states before chunks, `[B, H, C, K, V]`, the new values and the final state.
 
     In each chunk, new values = u - w S and then S = decay * S + k_decayed^T (new values).
 
@@ -215,10 +213,10 @@ def _recurrence(
         read = _product("bhck,bhkv->bhcv", a[:, :, n], state.astype(a.dtype))
         new = (u[:, :, n] - read if d_states is None else u[:, :, n] + read).astype(u.dtype)
         change = _product("bhck,bhcv->bhkv", b[:, :, n], new)
-        after = decay[:, :, n, None, None] * state + (
-            change if d_states is None else d_states[:, :, n] - change
-        )
-        return after, (state, new)
+        decayed = decay[:, :, n, None, None] * state
+        if d_states is not None:
+            change = d_states[:, :, n] - change
+        return decayed + change, (state, new)
 
     final, chunks = lax.scan(step, state, jnp.arange(a.shape[2]), reverse=d_states is not None)
     states, new = (jnp.moveaxis(x, 0, 2) for x in chunks)
@@ -226,10 +224,8 @@ def _recurrence(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def states_by(
-    run: Recurrence, w: Array, u: Array, k_decayed: Array, decay: Array, state: Array
-) -> _Results:
-    """Computes `chunk_states` by a recurrence.
+def states_by(run: Recurrence, *operands: Array) -> _Results:
+    """Computes `chunk_states` of its operands by a recurrence.
 
     Its gradient is the same recurrence, from the last chunk to the first; the other gradients are
     products over all chunks. `run(a, u, b, decay, state, d_states)` returns the states before each
@@ -239,13 +235,12 @@ def states_by(
         None        forward     u - a @ state    decay * state + b.T @ new
         an array    backward    u + a @ state    decay * state - b.T @ new + d_states
     """
-    return run(w, u, k_decayed, decay, state, None)
+    return run(*operands, None)
 
 
-def _forward(
-    run: Recurrence, w: Array, u: Array, k_decayed: Array, decay: Array, state: Array
-) -> tuple[_Results, tuple[Array, ...]]:
-    states, new, final = run(w, u, k_decayed, decay, state, None)
+def _forward(run: Recurrence, *operands: Array) -> tuple[_Results, tuple[Array, ...]]:
+    w, _, k_decayed, decay, _ = operands
+    states, new, final = run(*operands, None)
     states = checkpoint_name(states, CARRIED)
     new = checkpoint_name(new, CARRIED)
     return (states, new, final), (w, k_decayed, decay, states, new)
@@ -257,13 +252,9 @@ def _backward(run: Recurrence, saved: tuple[Array, ...], grads: _Results) -> tup
     d_after, d_u, d_state = run(k, d_new, w, decay, d_final, d_states)
     d_w = -_product("bhncv,bhnkv->bhnck", d_u, states.astype(w.dtype))
     d_k = _product("bhncv,bhnkv->bhnck", new, d_after.astype(k.dtype))
-    return (
-        d_w.astype(w.dtype),
-        d_u,
-        d_k.astype(k.dtype),
-        jnp.sum(states * d_after, axis=(-2, -1)),
-        d_state,
-    )
+    d_w = d_w.astype(w.dtype)
+    d_k = d_k.astype(k.dtype)
+    return d_w, d_u, d_k, jnp.sum(states * d_after, axis=(-2, -1)), d_state
 
 
 states_by.defvjp(_forward, _backward)
@@ -273,23 +264,19 @@ states_by.defvjp(_forward, _backward)
 def unit_inverse(below: Array) -> Array:
     """Returns the inverse of the identity plus `below`, `[..., c, c]`.
 
-    `below` is zero on and above the diagonal.
-
-    By blocks: two of half the size, then the block below them. Powers of `below` can be large where
-    the inverse is not.
+    `below` is zero on and above the diagonal. By blocks: two of half the size, then the block below
+    them. Powers of `below` can be large where the inverse is not.
     """
     size = below.shape[-1]
     if size == 1:
         return jnp.ones_like(below)
     half = size // 2
     inverses = unit_inverse(jnp.stack([below[..., :half, :half], below[..., half:, half:]]))
-    corner = -_exact(
-        "...ij,...jk->...ik",
-        _exact("...ij,...jk->...ik", inverses[1], below[..., half:, :half]),
-        inverses[0],
-    )
+    corner = _exact("...ij,...jk->...ik", inverses[1], below[..., half:, :half])
+    corner = -_exact("...ij,...jk->...ik", corner, inverses[0])
     upper = jnp.concatenate([inverses[0], jnp.zeros_like(corner)], axis=-1)
-    return jnp.concatenate([upper, jnp.concatenate([corner, inverses[1]], axis=-1)], axis=-2)
+    lower = jnp.concatenate([corner, inverses[1]], axis=-1)
+    return jnp.concatenate([upper, lower], axis=-2)
 
 
 def _unit_inverse_backward(inverse: Array, grad: Array) -> tuple[Array]:

@@ -1,9 +1,7 @@
 """Causal self-attention as fused Pallas kernels for NVIDIA GPUs, compiled by Triton.
 
-They never store `[T, T]` scores.
-
-The algorithm is FlashAttention-2 (Dao, arXiv 2307.08691). A program holds a block of rows on the
-chip and visits the blocks that these rows see, or are seen by:
+They never store `[T, T]` scores. The algorithm is FlashAttention-2 (Dao, arXiv 2307.08691). A
+program holds a block of rows on the chip and visits the blocks that these rows see, or are seen by:
 
     kernel     one program per     visits                                        writes
     forward    query block         key blocks                                    o, log-sum-exp
@@ -19,7 +17,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,17 +32,19 @@ from jaxtp.layers.kernels.blockwise_attention import sinks_gradient
 from jaxtp.layers.sequence_parallel import Part, key_ranges, query_ranges
 from jaxtp.mesh import current_platform
 
-MOST_HEAD_DIM = 256  # widest head: blocks of wider ones do not fit a GPU's shared memory
+MAX_HEAD_DIM = 256  # widest head: blocks of wider ones do not fit a GPU's shared memory
 
 DTYPES = ("bfloat16", "float16", "float32")  # dtypes of queries, keys and values
 
-_LEAST_HEAD_DIM = 16
+_MIN_HEAD_DIM = 16
 """Narrowest product that Triton computes; narrower heads are padded to it, others to a power of
 two."""
 
-# First and last key that each query sees, or first and last query that sees each key
 _Ranges = tuple[Array, Array]
-_BothRanges = tuple[_Ranges, _Ranges]
+"""First and last key that each query sees, or first and last query that sees each key."""
+
+_Input = tuple[Array, pl.BlockSpec]
+_Ref = Any
 
 _LOG2_E = math.log2(math.e)
 # Initial maximum: below all scores, finite so that its differences are not NaN
@@ -59,6 +59,15 @@ class Blocks:
     keys: int  # rows of a block of keys
     warps: int  # groups of 32 threads that share a program
     stages: int  # pipeline depth: the current block and the prefetched blocks
+
+
+class _Operands(NamedTuple):
+    q: Array
+    k: Array
+    v: Array
+    sinks: Array | None
+    keys_of_queries: Any  # `_Ranges`
+    queries_of_keys: Any
 
 
 @dataclass(frozen=True)
@@ -111,27 +120,39 @@ def fused_attention(
     num_keys = k_BSKH.shape[1]
     width = v_BSKH.shape[3]
     forward, backward = block_sizes(max(map(_padded_width, (q_BTNH, v_BSKH))), q_BTNH.dtype)
+    query_block = max(forward.queries, backward.queries)
+    key_block = max(forward.keys, backward.keys)
+    keys_of_queries = key_ranges(q_BTNH.shape[:2], num_keys, window, segments_BT, part)
+    queries_of_keys = query_ranges(keys_of_queries, num_keys, window, segments_BT, part)
+    beyond = length + num_keys
+    keys_of_queries = _padded_ranges(keys_of_queries, query_block, beyond)
+    q = _padded(q_BTNH, query_block)
+    queries_of_keys = _padded_ranges(queries_of_keys, key_block, beyond)
+    k = _padded(k_BSKH, key_block)
+    v = _padded(v_BSKH, key_block)
+    operands = _Operands(q, k, v, sinks, keys_of_queries, queries_of_keys)
+    leaves = jax.tree.leaves(operands)
+    operands = jax.tree.map(lambda x: vary_like(x, *leaves), operands)
     settings = _Settings(scale, softcap, forward, backward)
-    of_queries = key_ranges(q_BTNH.shape[:2], num_keys, window, segments_BT, part)
-    of_keys = query_ranges(of_queries, num_keys, window, segments_BT, part)
-
-    def padded(blocks: int, x: Array, ranges: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        filled = (0, 0), (0, -x.shape[1] % blocks)
-        begin, end = ranges  # padding sees nothing
-        begin = jnp.pad(begin, filled, constant_values=length + num_keys)
-        end = jnp.pad(end, filled, constant_values=-1)
-        return jnp.pad(x, (*filled, (0, 0), (0, _padded_width(x) - x.shape[3]))), begin, end
-
-    q, first_key, last_key = padded(max(forward.queries, backward.queries), q_BTNH, of_queries)
-    k, first_query, last_query = padded(max(forward.keys, backward.keys), k_BSKH, of_keys)
-    v, _, _ = padded(max(forward.keys, backward.keys), v_BSKH, of_keys)
-    arrays = (q, k, v, sinks, ((first_key, last_key), (first_query, last_query)))
-    arrays = jax.tree.map(lambda x: vary_like(x, *jax.tree.leaves(arrays)), arrays)
-    return _attention(settings, *arrays)[:, :length, :, :width]
+    return _attention(settings, operands)[:, :length, :, :width]
 
 
 def _padded_width(x: Array) -> int:
-    return max(_LEAST_HEAD_DIM, pl.next_power_of_2(x.shape[3]))
+    return max(_MIN_HEAD_DIM, pl.next_power_of_2(x.shape[3]))
+
+
+def _padded(x: Array, block: int) -> Array:
+    more_rows = -x.shape[1] % block
+    more_columns = _padded_width(x) - x.shape[3]
+    return jnp.pad(x, ((0, 0), (0, more_rows), (0, 0), (0, more_columns)))
+
+
+def _padded_ranges(ranges: _Ranges, block: int, beyond: int) -> _Ranges:
+    """Pads ranges `[B, T]` to whole blocks; padding sees nothing."""
+    first, last = ranges
+    padding = ((0, 0), (0, -first.shape[1] % block))
+    first = jnp.pad(first, padding, constant_values=beyond)
+    return first, jnp.pad(last, padding, constant_values=-1)
 
 
 def _check(q: Array, k: Array, v: Array) -> None:
@@ -140,9 +161,9 @@ def _check(q: Array, k: Array, v: Array) -> None:
     width = max(q.shape[3], v.shape[3])
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads are not divisible by {kv_heads} kv heads")
-    if width > MOST_HEAD_DIM:
+    if width > MAX_HEAD_DIM:
         raise ValueError(
-            f"head_dim {width} is above {MOST_HEAD_DIM}, the widest of the fused attention kernels"
+            f"head_dim {width} is above {MAX_HEAD_DIM}, the widest of the fused attention kernels"
         )
     if {x.dtype for x in (q, k, v)} != {q.dtype} or q.dtype.name not in DTYPES:
         dtypes = ", ".join(x.dtype.name for x in (q, k, v))
@@ -153,51 +174,46 @@ def _check(q: Array, k: Array, v: Array) -> None:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    settings: _Settings, q: Array, k: Array, v: Array, sinks: Array | None, ranges: _BothRanges
-) -> Array:
-    return _forward(settings, q, k, v, sinks, ranges)[0]
+def _attention(settings: _Settings, operands: _Operands) -> Array:
+    return _forward(settings, operands)[0]
 
 
-def _forward(
-    settings: _Settings, q: Array, k: Array, v: Array, sinks: Array | None, ranges: _BothRanges
-) -> tuple[Array, tuple[Any, ...]]:
+_Residuals = tuple[_Operands, Array, Array]
+
+
+def _forward(settings: _Settings, operands: _Operands) -> tuple[Array, _Residuals]:
+    q, k, v, sinks, keys_of_queries, _ = operands
     blocks = settings.forward
     wide = v.shape[3]
-    o_BTNH = (*q.shape[:3], wide)
-    rows_BNT = (q.shape[0], q.shape[2], q.shape[1])
-    of_heads = (
-        []
-        if sinks is None
-        else [(sinks.astype(jnp.float32), pl.BlockSpec((None,), lambda i, n, b: (n,)))]
-    )
+    rows, length, heads, _ = q.shape
+    inputs = [
+        *_queries_and_all_keys(q, k, v, blocks.queries),
+        *_ranges(keys_of_queries, blocks.queries),
+    ]
+    if sinks is not None:
+        inputs.append((sinks.astype(jnp.float32), pl.BlockSpec((None,), lambda i, n, b: (n,))))
     o, lse = _run(
         _forward_kernel,
         settings,
         blocks,
         blocks.queries,
-        inputs=[
-            *_queries_and_all_keys(q, k, v, blocks.queries),
-            *_ranges(ranges[0], blocks.queries),
-            *of_heads,
-        ],
+        inputs=inputs,
         outputs=[
-            (o_BTNH, q.dtype, _block(blocks.queries, wide)),
-            (rows_BNT, jnp.float32, _statistics(blocks.queries)),
+            ((rows, length, heads, wide), q.dtype, _block(blocks.queries, wide)),
+            ((rows, heads, length), jnp.float32, _statistics(blocks.queries)),
         ],
     )
     o = checkpoint_name(o, ATTENDED)
-    return o, (q, k, v, sinks, ranges, o, checkpoint_name(lse, ATTENDED))
+    return o, (operands, o, checkpoint_name(lse, ATTENDED))
 
 
-def _backward(
-    settings: _Settings, residuals: tuple[Any, ...], do: Array
-) -> tuple[Array | None, ...]:
-    q, k, v, sinks, (of_queries, of_keys), o, lse = residuals
+def _backward(settings: _Settings, residuals: _Residuals, do: Array) -> tuple[_Operands]:
+    operands, o, lse = residuals
+    q, k, v, sinks, keys_of_queries, queries_of_keys = operands
     blocks = settings.backward
     group = q.shape[2] // k.shape[2]
-    # The sum is [B, N, T].
-    delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1)
+    delta = delta.swapaxes(1, 2)  # [B, N, T]
     statistics = _statistics(blocks.queries)
     per_query = [(do, _block(blocks.queries, do.shape[3])), (lse, statistics), (delta, statistics)]
     (dq,) = _run(
@@ -207,32 +223,36 @@ def _backward(
         blocks.queries,
         inputs=[
             *_queries_and_all_keys(q, k, v, blocks.queries),
-            *_ranges(of_queries, blocks.queries),
+            *_ranges(keys_of_queries, blocks.queries),
             *per_query,
         ],
         outputs=[(q.shape, q.dtype, _block(blocks.queries, q.shape[3]))],
     )
-    of_k, of_v = (_block(blocks.keys, x.shape[3]) for x in (k, v))
-    all_q, all_do = (
-        pl.BlockSpec((None, x.shape[1], group, x.shape[3]), lambda j, n, b: (b, 0, n, 0))
-        for x in (q, do)
-    )
+    k_block = _block(blocks.keys, k.shape[3])
+    v_block = _block(blocks.keys, v.shape[3])
+
+    def all_queries(x: Array) -> _Input:
+        spec = pl.BlockSpec((None, x.shape[1], group, x.shape[3]), lambda j, n, b: (b, 0, n, 0))
+        return x, spec
+
     statistics = pl.BlockSpec((None, group, q.shape[1]), lambda j, n, b: (b, n, 0))
-    per_query = [(do, all_do), (lse, statistics), (delta, statistics)]
     dk, dv = _run(
         _keys_kernel,
         settings,
         blocks,
         blocks.keys,
-        inputs=[(q, all_q), (k, of_k), (v, of_v), *_ranges(of_keys, blocks.keys), *per_query],
-        outputs=[(k.shape, k.dtype, of_k), (v.shape, v.dtype, of_v)],
+        inputs=[
+            *(all_queries(q), (k, k_block), (v, v_block)),
+            *_ranges(queries_of_keys, blocks.keys),
+            *(all_queries(do), (lse, statistics), (delta, statistics)),
+        ],
+        outputs=[(k.shape, k.dtype, k_block), (v.shape, v.dtype, v_block)],
     )
-    d_sinks = (
-        None
-        if sinks is None
-        else sinks_gradient(sinks[:, None], lse, delta).sum((0, 2)).astype(sinks.dtype)
-    )
-    return dq, dk, dv, d_sinks, None
+    d_sinks = None
+    if sinks is not None:
+        summands = sinks_gradient(sinks[:, None], lse, delta)
+        d_sinks = summands.sum((0, 2)).astype(sinks.dtype)
+    return (_Operands(dq, dk, dv, d_sinks, None, None),)
 
 
 _attention.defvjp(_forward, _backward)
@@ -242,7 +262,7 @@ def _block(size: int, width: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, size, None, width), lambda i, n, b: (b, i, n, 0))
 
 
-def _ranges(ranges: _Ranges, size: int) -> list[tuple[Array, pl.BlockSpec]]:
+def _ranges(ranges: _Ranges, size: int) -> list[_Input]:
     return [(ends, pl.BlockSpec((None, size), lambda i, n, b: (b, i))) for ends in ranges]
 
 
@@ -250,20 +270,14 @@ def _statistics(size: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, size), lambda i, n, b: (b, n, i))
 
 
-def _queries_and_all_keys(
-    q: Array, k: Array, v: Array, size: int
-) -> list[tuple[Array, pl.BlockSpec]]:
+def _queries_and_all_keys(q: Array, k: Array, v: Array, size: int) -> list[_Input]:
     group = q.shape[2] // k.shape[2]
-    whole = [
-        (
-            x,
-            pl.BlockSpec(
-                (None, x.shape[1], None, x.shape[3]), lambda i, n, b: (b, 0, n // group, 0)
-            ),
-        )
-        for x in (k, v)
-    ]
-    return [(q, _block(size, q.shape[3])), *whole]
+
+    def all_keys(x: Array) -> _Input:
+        shape = (None, x.shape[1], None, x.shape[3])
+        return x, pl.BlockSpec(shape, lambda i, n, b: (b, 0, n // group, 0))
+
+    return [(q, _block(size, q.shape[3])), all_keys(k), all_keys(v)]
 
 
 def _run(
@@ -272,7 +286,7 @@ def _run(
     blocks: Blocks,
     size: int,
     *,
-    inputs: list[tuple[Array, pl.BlockSpec]],
+    inputs: list[_Input],
     outputs: list[tuple[tuple[int, ...], DTypeLike, pl.BlockSpec]],
 ) -> Any:
     """Runs a program per block of `size`, head and row of the first output, `[B, T, heads, H]`."""
@@ -284,19 +298,19 @@ def _run(
         # operations between a varying array and a kernel constant. jit keeps the kernel whole.
         jax.jit(partial(kernel, settings))(*refs)
 
+    arrays, in_specs = zip(*inputs, strict=True)
+    shapes, dtypes, out_specs = zip(*outputs, strict=True)
+    result = partial(jax.ShapeDtypeStruct, manual_axis_type=varying)
     return pl.pallas_call(
         program,
         grid=(length // size, heads, rows),
-        in_specs=[spec for _, spec in inputs],
-        out_specs=[spec for *_, spec in outputs],
-        out_shape=[
-            jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
-            for shape, dtype, _ in outputs
-        ],
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=list(map(result, shapes, dtypes)),
         compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=current_platform() != "cuda",
         name=f"attention{kernel.__name__}".removesuffix("_kernel"),
-    )(*(array for array, _ in inputs))
+    )(*arrays)
 
 
 def _forward_kernel(settings: _Settings, *refs: Any) -> None:
@@ -311,7 +325,7 @@ def _forward_kernel(settings: _Settings, *refs: Any) -> None:
         keys = pl.ds(j * size, size)
         k = k_ref[keys, :]
         v = v_ref[keys, :]
-        s = jnp.where(_within(_rows(j, size), first, last), _scores(q, k, settings), -jnp.inf)
+        s = jnp.where(_visible(j, size, first, last), _scores(q, k, settings), -jnp.inf)
         higher = jnp.maximum(highest, jnp.max(s, axis=1))
         p = jnp.exp2(s - higher[:, None])
         rescale = jnp.exp2(highest - higher)
@@ -325,35 +339,50 @@ def _forward_kernel(settings: _Settings, *refs: Any) -> None:
     o = jnp.zeros(o_ref.shape, jnp.float32)
     # As in `blockwise_attention`, the softmax begins with the sink, and the other kernels need not
     # know it.
-    highest, total = (
-        (zeros + sink_ref[0][...] * _LOG2_E, zeros + 1)
-        if sink_ref
-        else (zeros + _NOTHING_SEEN, zeros)
-    )
+    if sink_ref:
+        highest = zeros + sink_ref[0][...] * _LOG2_E
+        total = zeros + 1
+    else:
+        highest = zeros + _NOTHING_SEEN
+        total = zeros
     o, highest, total = lax.fori_loop(*_visited(first, last, size), visit, (o, highest, total))
     total = jnp.where(total > 0, total, 1)  # a row that sees nothing outputs 0
     o_ref[...] = (o / total[:, None]).astype(o_ref.dtype)
     lse_ref[...] = (highest + jnp.log2(total)) / _LOG2_E
 
 
+class _Inputs(NamedTuple):
+    """References to the inputs of a backward kernel."""
+
+    q: _Ref
+    k: _Ref
+    v: _Ref
+    first: _Ref
+    last: _Ref
+    do: _Ref
+    lse: _Ref
+    delta: _Ref
+
+
 def _queries_kernel(settings: _Settings, *refs: Any) -> None:
-    q_ref, k_ref, v_ref, first_ref, last_ref, do_ref, lse_ref, delta_ref, dq_ref = refs
-    q = q_ref[...]
-    do = do_ref[...]
-    first = first_ref[...]
-    last = last_ref[...]
+    *input_refs, dq_ref = refs
+    inputs = _Inputs(*input_refs)
+    q = inputs.q[...]
+    do = inputs.do[...]
+    first = inputs.first[...]
+    last = inputs.last[...]
     size = settings.backward.keys
-    lse = lse_ref[...][:, None]
-    delta = delta_ref[...][:, None]
+    lse = inputs.lse[...][:, None]
+    delta = inputs.delta[...][:, None]
 
     def visit(j: Array, dq: Array) -> Array:
         keys = pl.ds(j * size, size)
-        k = k_ref[keys, :]
-        v = v_ref[keys, :]
-        seen = _within(_rows(j, size), first, last)
-        _, ds = _gradients(
-            _scores(q, k, settings), seen, lse, triton.dot(do, v, trans_b=True) - delta, settings
-        )
+        k = inputs.k[keys, :]
+        v = inputs.v[keys, :]
+        visible = _visible(j, size, first, last)
+        s = _scores(q, k, settings)
+        dp = triton.dot(do, v, trans_b=True) - delta
+        _, ds = _gradients(s, visible, lse, dp, settings)
         return dq + triton.dot(ds.astype(k.dtype), k)
 
     dq = lax.fori_loop(*_visited(first, last, size), visit, jnp.zeros(q.shape, jnp.float32))
@@ -362,37 +391,34 @@ def _queries_kernel(settings: _Settings, *refs: Any) -> None:
 
 def _keys_kernel(settings: _Settings, *refs: Any) -> None:
     """Computes blocks of dk and dv; scores are transposed here, `[keys, queries]`."""
-    q_ref, k_ref, v_ref, first_ref, last_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref = refs
-    k = k_ref[...]
-    v = v_ref[...]
-    first = first_ref[...]
-    last = last_ref[...]
+    *input_refs, dk_ref, dv_ref = refs
+    inputs = _Inputs(*input_refs)
+    k = inputs.k[...]
+    v = inputs.v[...]
+    first = inputs.first[...]
+    last = inputs.last[...]
     size = settings.backward.queries
 
-    def visit(g: Array, i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def visit(head: Array, i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         dk, dv = carry
         queries = pl.ds(i * size, size)
-        q = q_ref[queries, g, :]
-        do = do_ref[queries, g, :]
-        seen = _within(_rows(i, size), first, last)
-        dp = triton.dot(v, do, trans_b=True) - delta_ref[g, queries]
-        p, ds = _gradients(_scores(k, q, settings), seen, lse_ref[g, queries], dp, settings)
+        q = inputs.q[queries, head, :]
+        do = inputs.do[queries, head, :]
+        visible = _visible(i, size, first, last)
+        dp = triton.dot(v, do, trans_b=True) - inputs.delta[head, queries]
+        s = _scores(k, q, settings)
+        p, ds = _gradients(s, visible, inputs.lse[head, queries], dp, settings)
         return dk + triton.dot(ds.astype(q.dtype), q), dv + triton.dot(p.astype(do.dtype), do)
 
-    lower, upper = _visited(first, last, size)
-    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, v))
-    dk, dv = lax.fori_loop(
-        0,
-        q_ref.shape[1],
-        lambda g, carry: lax.fori_loop(lower, upper, partial(visit, g), carry),
-        zeros,
-    )
+    blocks = _visited(first, last, size)
+
+    def visit_head(head: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        return lax.fori_loop(*blocks, partial(visit, head), carry)
+
+    zeros = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
+    dk, dv = lax.fori_loop(0, inputs.q.shape[1], visit_head, zeros)
     dk_ref[...] = (dk * settings.scale).astype(dk_ref.dtype)
     dv_ref[...] = dv.astype(dv_ref.dtype)
-
-
-def _rows(block: Array, size: int) -> Array:
-    return block * size + jnp.arange(size)
 
 
 def _visited(first: Array, last: Array, size: int) -> tuple[Array, Array]:
@@ -400,7 +426,9 @@ def _visited(first: Array, last: Array, size: int) -> tuple[Array, Array]:
     return lax.div(jnp.min(first), size), lax.div(jnp.max(last) + size, size)
 
 
-def _within(index: Array, first: Array, last: Array) -> Array:
+def _visible(block: Array, size: int, first: Array, last: Array) -> Array:
+    """Returns which rows of a block each range has, `[ranges, size]`."""
+    index = block * size + jnp.arange(size)
     return (first[:, None] <= index) & (index <= last[:, None])
 
 
@@ -413,12 +441,14 @@ def _scores(x: Array, y: Array, settings: _Settings) -> Array:
 
 
 def _gradients(
-    s: Array, seen: Array, lse: Array, dp: Array, settings: _Settings
+    s: Array, visible: Array, lse: Array, dp: Array, settings: _Settings
 ) -> tuple[Array, Array]:
     """Returns the attention weights, and the gradient of the unscaled products of queries and keys.
 
     `dp` is the gradient of the weights minus its weighted mean.
     """
-    p = jnp.where(seen, jnp.exp2(s - lse * _LOG2_E), 0)
+    p = jnp.where(visible, jnp.exp2(s - lse * _LOG2_E), 0)
     ds = p * dp
-    return p, ds if settings.softcap is None else ds * (1 - (s / (settings.softcap * _LOG2_E)) ** 2)
+    if settings.softcap is not None:
+        ds *= 1 - (s / (settings.softcap * _LOG2_E)) ** 2
+    return p, ds

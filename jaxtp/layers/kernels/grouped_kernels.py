@@ -1,6 +1,6 @@
 """Grouped products as fused Pallas kernels for NVIDIA GPUs, compiled by Triton.
 
-Rows are neither padded nor moved.
+Rows stay where they are, without padding.
 
     kernel      one program per                  sums over         writes
     product     column block of a tile of rows   the rows' width   outputs, or the rows' gradients
@@ -29,7 +29,7 @@ from jaxtp.mesh import current_platform
 
 DTYPES = ("bfloat16", "float16", "float32")  # dtypes of rows and kernels
 
-_LEAST = 16  # narrowest product that Triton computes
+_MIN_SIZE = 16  # narrowest product that Triton computes
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,10 @@ def product_blocks(
 ) -> Blocks:
     """Returns the blocks of products.
 
-    Small groups get small tiles, because last tiles are half empty.
+    Small groups get small tiles, because the last tile of a group is half empty on average.
     """
-    rows, warps = (128, 8) if num_rows >= 512 * groups else (64, 4)
+    rows = 128 if num_rows >= 512 * groups else 64
+    warps = rows // 16
     return Blocks(rows, _fitting(columns, 128), _fitting(summed, _depth(dtype)), warps, 3)
 
 
@@ -63,10 +64,10 @@ def _depth(dtype: DTypeLike) -> int:
     return 128 // jnp.dtype(dtype).itemsize
 
 
-def _fitting(width: int, most: int) -> int:
-    """Returns the largest block that leaves at most 1/8 empty, or the smallest."""
-    block = most
-    while block > _LEAST and -width % block > width // 8:
+def _fitting(width: int, max_size: int) -> int:
+    """Returns the size of the largest block that leaves at most 1/8 empty, or the smallest."""
+    block = max_size
+    while block > _MIN_SIZE and -width % block > width // 8:
         block //= 2
     return block
 
@@ -109,7 +110,7 @@ def kernels_gradient(rows_MK: Array, grad_MN: Array, sizes_E: Array) -> Array:
 
 
 def _ranges(sizes: Array, num_rows: int) -> tuple[Array, Array]:
-    """Returns each group's first row and end; the rows beyond form another group."""
+    """Returns each group's first row and end, `[E + 1]`; the rows beyond form another group."""
     ends = jnp.minimum(jnp.cumsum(sizes), num_rows)
     ends = jnp.pad(ends, (0, 1), constant_values=num_rows)
     return jnp.pad(ends[:-1], (1, 0)), ends
@@ -118,15 +119,12 @@ def _ranges(sizes: Array, num_rows: int) -> tuple[Array, Array]:
 def _tiles(sizes: Array, num_rows: int, size: int) -> tuple[Array, Array, Array]:
     """Returns each tile's group, first row, and the group's end; both are M for surplus tiles."""
     begins, ends = _ranges(sizes, num_rows)
-    number = (ends - begins + size - 1) // size
-    upto = jnp.cumsum(number)
+    counts = (ends - begins + size - 1) // size  # tiles of each group
+    last_tiles = jnp.cumsum(counts)
     tile = jnp.arange(num_rows // size + len(ends))
-    group = jnp.minimum(jnp.sum(tile[:, None] >= upto, axis=1, dtype=jnp.int32), len(sizes))
-    return (
-        group,
-        jnp.minimum(begins[group] + (tile - (upto - number)[group]) * size, num_rows),
-        ends[group],
-    )
+    group = jnp.minimum(jnp.sum(tile[:, None] >= last_tiles, axis=1, dtype=jnp.int32), len(sizes))
+    first_row = begins[group] + (tile - (last_tiles - counts)[group]) * size
+    return group, jnp.minimum(first_row, num_rows), ends[group]
 
 
 def _run(
@@ -178,34 +176,27 @@ def _block(index: Array, size: int, width: int) -> _Span:
 
 
 def _mask(rows: _Span, columns: _Span) -> Array | None:
+    """Returns which elements of a block exist; None if all do."""
+    shape = (rows.size, columns.size)
     mask = None
     for dim, span in enumerate((rows, columns)):
         if span.end is not None:
-            here = (
-                lax.broadcasted_iota(jnp.int32, (rows.size, columns.size), dim)
-                < span.end - span.begin
-            )
-            mask = here if mask is None else mask & here
+            exists = lax.broadcasted_iota(jnp.int32, shape, dim) < span.end - span.begin
+            mask = exists if mask is None else mask & exists
     return mask
 
 
 def _load(ref: Any, *place: Any) -> Array:
-    rows, columns = place[-2:]
+    *index, rows, columns = place
     mask = _mask(rows, columns)
-    return triton.load(
-        ref.at[(*place[:-2], rows.slice, columns.slice)],
-        mask=mask,
-        other=None if mask is None else 0,
-    )
+    source = ref.at[(*index, rows.slice, columns.slice)]
+    return triton.load(source, mask=mask, other=None if mask is None else 0)
 
 
 def _store(ref: Any, block: Array, *place: Any) -> None:
-    rows, columns = place[-2:]
-    triton.store(
-        ref.at[(*place[:-2], rows.slice, columns.slice)],
-        block.astype(ref.dtype),
-        mask=_mask(rows, columns),
-    )
+    *index, rows, columns = place
+    target = ref.at[(*index, rows.slice, columns.slice)]
+    triton.store(target, block.astype(ref.dtype), mask=_mask(rows, columns))
 
 
 def _product_kernel(
@@ -223,20 +214,13 @@ def _product_kernel(
     def visit(i: Array, y: Array) -> Array:
         inner = _block(i, blocks.summed, summed)
         x = _load(x_ref, rows, inner)
-        w = (
-            _load(w_ref, group, columns, inner)
-            if transposed
-            else _load(w_ref, group, inner, columns)
-        )
+        w = _load(w_ref, group, *((columns, inner) if transposed else (inner, columns)))
         return y + triton.dot(x, w, trans_b=transposed)
 
-    works = (group < w_ref.shape[0]) & (begin < end)
-    y = lax.fori_loop(
-        0,
-        works.astype(jnp.int32) * pl.cdiv(summed, blocks.summed),
-        visit,
-        jnp.zeros((blocks.rows, blocks.columns), jnp.float32),
-    )
+    has_rows = (group < w_ref.shape[0]) & (begin < end)
+    visits = has_rows.astype(jnp.int32) * pl.cdiv(summed, blocks.summed)
+    y = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
+    y = lax.fori_loop(0, visits, visit, y)
     _store(y_ref, y, rows, columns)
 
 
@@ -250,10 +234,11 @@ def _gradient_kernel(blocks: Blocks, program: tuple[Array, Array, Array], *refs:
 
     def visit(i: Array, dw: Array) -> Array:
         inner = _Span(begin + i * blocks.summed, blocks.summed, end)
-        return dw + triton.dot(
-            _load(x_ref, inner, rows), _load(dy_ref, inner, columns), trans_a=True
-        )
+        x = _load(x_ref, inner, rows)
+        dy = _load(dy_ref, inner, columns)
+        return dw + triton.dot(x, dy, trans_a=True)
 
     dw = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
-    dw = lax.fori_loop(0, lax.div(end - begin + blocks.summed - 1, blocks.summed), visit, dw)
+    visits = lax.div(end - begin + blocks.summed - 1, blocks.summed)
+    dw = lax.fori_loop(0, visits, visit, dw)
     _store(dw_ref, dw, group, rows, columns)

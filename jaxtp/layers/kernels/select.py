@@ -1,12 +1,10 @@
-"""Attention kernels and the choice of `model.attention: auto`; `pick_scan`.
-
-One table has their capabilities and costs.
+"""Attention kernels, their capabilities and costs in one table, and the choice of `auto`.
 
 No kernel gets a `[T, T]` mask, which tp would not split: `blockwise` and `fused` take the first and
-last key of each query (`activations.key_ranges`). cuDNN is the fastest on Hopper only: 1.7 to 2.3
-times as fast as FlashAttention on an H100, 0.82 to 1.00 on an A100, A10G, L40S and RTX PRO 6000
+last key of each query (`sequence_parallel.key_ranges`). cuDNN is the fastest on Hopper only: 1.7 to
+2.3 times as fast as FlashAttention on an H100, 0.82 to 1.00 on an A100, A10G, L40S and RTX PRO 6000
 (huggingface/transformers#48163). On GPUs a run checks its kernel against plain products, and times
-the candidates of `auto` (`train/self_check.py`).
+the candidates of `auto` (`train/self_check.py`). `pick_scan` chooses the scan of Gated DeltaNet.
 """
 
 import importlib.metadata
@@ -14,14 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxtp.layers.kernels.blockwise_attention import (
-    MOST_IN_BLOCK,
+    MAX_BLOCK,
     block_size,
     blockwise_attention,
     num_visited,
@@ -33,16 +31,17 @@ from jaxtp.mesh import platform_of
 KernelName = Literal["cudnn", "fused", "blockwise", "xla"]
 KernelChoice = Literal["auto", KernelName]
 
+# Major compute capabilities
 _AMPERE = 8
 _HOPPER = 9
-_BLACKWELL = 10  # major compute capabilities; consumer cards of Blackwell have 12
+_BLACKWELL = 10  # data centre cards; consumer cards of Blackwell have 12
 
 _WIDE_ON_BLACKWELL = (9, 25)
 """The first cuDNN with a backward pass for head_dim 256 on Blackwell; JAX accepts older ones.
 NVIDIA/TransformerEngine#3056 names 9.23 and 9.25."""
 
-LEAST_CAPABILITY = {"float8": 8.9, "mxfp8": 10.0}
-"""Least compute capability of an NVIDIA GPU with products in that dtype: Ada and Blackwell."""
+MIN_CAPABILITY = {"float8": 8.9, "mxfp8": 10.0}
+"""Minimum compute capability of an NVIDIA GPU with products in that dtype: Ada and Blackwell."""
 
 CAPABILITIES = {
     **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"), "8.0"),
@@ -55,7 +54,7 @@ CAPABILITIES = {
 """Compute capability by `jax.Device.device_kind`, for devices of an abstract mesh:
 developer.nvidia.com/cuda-gpus."""
 
-_SHORT = MOST_IN_BLOCK
+_SHORT = MAX_BLOCK
 """Longest sequence whose scores fit into one block: xla then stores no more of them than
 blockwise."""
 
@@ -74,27 +73,23 @@ def matmul_problem(matmul: str, architecture: str) -> str | None:
     `architecture_of` gives the device.
     """
     platform, _, capability = architecture.partition(" ")
-    least = LEAST_CAPABILITY.get(matmul, 0.0)
-    if (
-        not least
-        or platform == "cpu"
-        or (platform == "cuda" and float(capability or least) >= least)
-    ):
+    minimum = MIN_CAPABILITY.get(matmul)
+    if minimum is None or platform == "cpu":
+        return None
+    if platform == "cuda" and float(capability or minimum) >= minimum:
         return None
     works = "compute" if matmul == "float8" or matmul_problem("float8", architecture) else "float8"
     return (
         f"model.precision.matmul={matmul}: {architecture} would multiply in 16 bits; it needs cuda "
-        f"{least} or newer; use model.precision.matmul={works}"
+        f"{minimum} or newer; use model.precision.matmul={works}"
     )
 
 
 def _capability(kind: str) -> str | None:
-    here = jax.devices()[0]
-    return (
-        getattr(here, "compute_capability", None)
-        if here.device_kind == kind
-        else CAPABILITIES.get(kind.strip())
-    )
+    device = jax.devices()[0]
+    if device.device_kind == kind:
+        return getattr(device, "compute_capability", None)
+    return CAPABILITIES.get(kind.strip())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +139,14 @@ class Use:
         return {"scale": self.factor, "softcap": self.softcap}
 
 
+class Products(NamedTuple):
+    """The products that compute a head's scores on a device."""
+
+    number: int
+    num_queries: int  # of each product
+    num_keys: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
     """A kernel of causal attention and its capabilities."""
@@ -153,9 +156,8 @@ class Kernel:
     run: Callable[..., Array]
     """Attends with queries, keys, values and segments; see `blockwise_attention`."""
 
-    blocks: Callable[[Sequence[range], int | None], tuple[int, int, int]]
-    """Returns the number of products that compute a head's scores, and the queries and keys of each
-    product. Arguments: the chunks of positions of a device's queries, and a window."""
+    products: Callable[[Sequence[range], int | None], Products]
+    """Returns its products for a device's queries, given as chunks of positions, and a window."""
 
     stores_scores: bool = False  # all of them, `[T, T]`, in memory
     # Whether it writes scores to memory between products, all at once or block by block
@@ -165,33 +167,34 @@ class Kernel:
     again."""
 
     platforms: tuple[str, ...] | None = None  # None: everywhere
-    sixteen_bits: bool = False  # computes in 16 bits only
+    # Computes only in 16 bits, for whole sequences of one document, without softcap and sinks
+    plain: bool = False
     head_dims: Callable[[Use], tuple[int, int]] | None = None
     """Returns the largest head_dim for a use, and a number that must divide head_dim."""
-
-    packed: bool = True  # keeps documents apart without a `[T, T]` mask
-    softcap: bool = True  # can squash scores
-    sinks: bool = True  # they can join its softmax
-    part: bool = True  # can take a part of the queries of a sequence
 
     def problems(self, use: Use) -> Iterator[str]:
         """Yields why the kernel does not support a use."""
         if self.platforms and use.family not in (None, *self.platforms):
             yield f"it runs on {' and '.join(self.platforms)}, not on {use.family}"
-        if self.sixteen_bits and use.dtype not in (None, "bfloat16", "float16"):
+        if self.plain and use.dtype not in (None, "bfloat16", "float16"):
             yield f"it computes in 16 bits, and model.precision.compute is {use.dtype}"
-        most, multiple = self.head_dims(use) if self.head_dims else (use.widest, 1)
-        if use.widest > most or use.widest % multiple:
-            yield (
-                f"it takes a head_dim of at most {most}, a multiple of {multiple}, not {use.widest}"
-            )
-        if use.packed and not self.packed:
+        if self.head_dims:
+            width = use.widest
+            max_width, multiple = self.head_dims(use)
+            if width > max_width or width % multiple:
+                yield (
+                    f"it takes a head_dim of at most {max_width}, a multiple of {multiple}, not "
+                    f"{width}"
+                )
+        if not self.plain:
+            return
+        if use.packed:
             yield "packed documents (data.packing=documents) would give it a [T, T] mask"
-        if use.softcap is not None and not self.softcap:
+        if use.softcap is not None:
             yield "it has no model.attention_softcap"
-        if use.sinks and not self.sinks:
+        if use.sinks:
             yield "it has no model.attention_sinks"
-        if use.part and not self.part:
+        if use.part:
             yield (
                 "it needs whole sequences, which devices have with mesh.context=ulysses, but not "
                 "with gather"
@@ -211,19 +214,19 @@ def num_scores(chunks: Sequence[range], window: int | None) -> float:
     return sum(before(chunk.stop) - before(chunk.start) for chunk in chunks)
 
 
-def _exact(chunks: Sequence[range], window: int | None) -> tuple[int, int, int]:
+def _exact(chunks: Sequence[range], window: int | None) -> Products:
     length = sum(map(len, chunks))
-    return 1, length, max(1, int(num_scores(chunks, window) // length))
+    return Products(1, length, max(1, int(num_scores(chunks, window) // length)))
 
 
-def _by_blocks(chunks: Sequence[range], window: int | None) -> tuple[int, int, int]:
+def _by_blocks(chunks: Sequence[range], window: int | None) -> Products:
     block = block_size(sum(map(len, chunks)))
-    return num_visited(chunks, window), block, block
+    return Products(num_visited(tuple(chunks), window), block, block)
 
 
-def _whole(chunks: Sequence[range], window: int | None) -> tuple[int, int, int]:
+def _whole(chunks: Sequence[range], window: int | None) -> Products:
     del window
-    return 1, sum(map(len, chunks)), max(chunk.stop for chunk in chunks)
+    return Products(1, sum(map(len, chunks)), max(chunk.stop for chunk in chunks))
 
 
 def _cudnn(
@@ -234,9 +237,11 @@ def _cudnn(
     *,
     scale: float,
     window: int | None,
-    **without: None,
-) -> Array:  # never with `return_residual`: its log-sum-exp has no gradient
-    del segments_BT, without  # `Kernel.problems` excludes documents, softcaps, sinks and parts
+    **excluded: None,
+) -> Array:
+    # `Kernel.problems` excludes documents, softcaps, sinks and parts. Never with `return_residual`:
+    # its log-sum-exp has no gradient.
+    del segments_BT, excluded
     reach = None if window is None else (window - 1, 0)
     width = max(q.shape[3], v.shape[3])
     # cuDNN takes narrower values on Hopper, but JAX's function does not.
@@ -283,25 +288,24 @@ def _xla(
     part: Part | None = None,
     sinks: Array | None = None,
 ) -> Array:
-    plain = softcap is None and sinks is None and q.shape[3] == v.shape[3]  # as JAX has it
-    if plain and part is None:
+    has_jax = softcap is None and sinks is None and q.shape[3] == v.shape[3]
+    if has_jax and part is None:
         mask = None if segments_BT is None else segment_mask(segments_BT)
         reach = None if window is None else (window - 1, 0)
         return _jax_attention(
             q, k, v, mask=mask, scale=scale, is_causal=True, local_window_size=reach
         )
-    first, last = (
-        x[:, :, None] for x in key_ranges(q.shape[:2], k.shape[1], window, segments_BT, part)
-    )
-    at = jnp.arange(k.shape[1])
+    ranges = key_ranges(q.shape[:2], k.shape[1], window, segments_BT, part)
+    first, last = (x[:, :, None] for x in ranges)  # [b, T, 1]
+    index = jnp.arange(k.shape[1])
     sees_any = first <= last
-    seen = ((first <= at) & (at <= last)) | ~sees_any  # a softmax over nothing would be NaN
-    if plain:
-        y = _jax_attention(q, k, v, mask=seen[:, None], scale=scale)
+    # A query without keys sees all of them, as a softmax over nothing would be NaN.
+    visible = ((first <= index) & (index <= last)) | ~sees_any  # [b, T, S]
+    if has_jax:
+        y = _jax_attention(q, k, v, mask=visible[:, None], scale=scale)
     else:
-        y = masked_attention(
-            q, (k.swapaxes(1, 2), v.swapaxes(1, 2)), seen, scale=scale, softcap=softcap, sinks=sinks
-        )
+        keys_values = (k.swapaxes(1, 2), v.swapaxes(1, 2))
+        y = masked_attention(q, keys_values, visible, scale=scale, softcap=softcap, sinks=sinks)
     return jnp.where(sees_any[..., None], y, 0)
 
 
@@ -311,15 +315,14 @@ def _jax_attention(q: Array, k: Array, v: Array, **settings: Any) -> Array:
     JAX requests a float16 product that CPUs lack.
     """
     wide = jnp.float32 if q.dtype == jnp.float16 else q.dtype
-    return jax.nn.dot_product_attention(*(x.astype(wide) for x in (q, k, v)), **settings).astype(
-        q.dtype
-    )
+    y = jax.nn.dot_product_attention(*(x.astype(wide) for x in (q, k, v)), **settings)
+    return y.astype(q.dtype)
 
 
 def masked_attention(
     q_BTNH: Array,
     keys_values: tuple[Array, Array],
-    seen_BTS: Array,
+    visible_BTS: Array,
     *,
     scale: float,
     softcap: float | None,
@@ -331,60 +334,55 @@ def masked_attention(
     """
     k_BKSH, v_BKSH = keys_values
     rows, length, heads, width = q_BTNH.shape
+    # Each of K kv heads has N / K query heads: [B, T, K, N / K, H].
     groups = q_BTNH.reshape(rows, length, k_BKSH.shape[1], -1, width)
     scores = scale * jnp.einsum(
         "btkgh,bksh->bkgts", groups, k_BKSH, preferred_element_type=jnp.float32
     )
-    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(seen_BTS[:, None, None], scores, -jnp.inf)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(visible_BTS[:, None, None], scores, -jnp.inf)
     if sinks is None:
-        shares = jax.nn.softmax(scores)
+        probabilities = jax.nn.softmax(scores)
     else:
         sinks = sinks.astype(jnp.float32).reshape(*scores.shape[1:3], 1, 1)
         highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))
-        shares = jnp.exp(scores - highest)
-        shares /= shares.sum(-1, keepdims=True) + jnp.exp(sinks - highest)
+        probabilities = jnp.exp(scores - highest)
+        probabilities /= probabilities.sum(-1, keepdims=True) + jnp.exp(sinks - highest)
+    probabilities = probabilities.astype(v_BKSH.dtype)
     # The output dims follow the operands' order; otherwise XLA for CPUs transposes the values.
-    y = jnp.einsum(
-        "bkgts,bksh->bkgth", shares.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32
-    )
+    y = jnp.einsum("bkgts,bksh->bkgth", probabilities, v_BKSH, preferred_element_type=jnp.float32)
     return jnp.moveaxis(y, 3, 1).astype(q_BTNH.dtype).reshape(rows, length, heads, -1)
 
 
-KERNELS: dict[KernelName, Kernel] = {
-    kernel.name: kernel
-    for kernel in (
-        Kernel(
-            name="cudnn",
-            run=_cudnn,
-            blocks=_exact,
-            can_save_result=False,
-            platforms=("cuda",),
-            sixteen_bits=True,
-            head_dims=_heads_of_cudnn,
-            packed=False,
-            softcap=False,
-            sinks=False,
-            part=False,
-        ),
-        Kernel(
-            name="fused",
-            run=_fused,
-            blocks=_exact,
-            platforms=("cuda",),
-            head_dims=lambda use: (256, 2),
-        ),
-        Kernel(name="blockwise", run=blockwise_attention, blocks=_by_blocks, streams_scores=True),
-        Kernel(
-            name="xla",
-            run=_xla,
-            blocks=_whole,
-            stores_scores=True,
-            streams_scores=True,
-            can_save_result=False,
-        ),
-    )
-}
+_KERNELS = (
+    Kernel(
+        name="cudnn",
+        run=_cudnn,
+        products=_exact,
+        can_save_result=False,
+        platforms=("cuda",),
+        plain=True,
+        head_dims=_heads_of_cudnn,
+    ),
+    Kernel(
+        name="fused",
+        run=_fused,
+        products=_exact,
+        platforms=("cuda",),
+        head_dims=lambda use: (256, 2),
+    ),
+    Kernel(name="blockwise", run=blockwise_attention, products=_by_blocks, streams_scores=True),
+    Kernel(
+        name="xla",
+        run=_xla,
+        products=_whole,
+        stores_scores=True,
+        streams_scores=True,
+        can_save_result=False,
+    ),
+)
+KERNELS: dict[KernelName, Kernel] = {kernel.name: kernel for kernel in _KERNELS}
 """By name, in the order in which `auto` prefers them; cudnn comes last except on Hopper."""
 
 # The fastest of `candidates`, and the measurement
@@ -399,15 +397,12 @@ def record_fastest(use: Use, name: KernelName, why: str) -> None:
 def candidates(requested: KernelChoice, use: Use) -> list[Kernel]:
     """Returns the chosen kernel, then kernels that may be faster, to time them."""
     kernel, _ = pick_kernel(requested, use)
-    others = (
-        []
-        if requested != "auto" or kernel.platforms is None
-        else [KERNELS["cudnn"], KERNELS["fused"]]
-    )
-    return [
-        kernel,
-        *(other for other in others if other != kernel and not any(other.problems(use))),
-    ]
+    kernels = [kernel]
+    if requested == "auto" and kernel.platforms is not None:
+        for rival in (KERNELS["cudnn"], KERNELS["fused"]):
+            if rival != kernel and not any(rival.problems(use)):
+                kernels.append(rival)
+    return kernels
 
 
 def pick_kernel(requested: KernelChoice, use: Use) -> tuple[Kernel, str]:
@@ -419,39 +414,38 @@ def pick_kernel(requested: KernelChoice, use: Use) -> tuple[Kernel, str]:
         return KERNELS[name], why
     if use.family != "cuda" and use.length is not None and use.length <= _SHORT:
         return KERNELS["xla"], f"up to {_SHORT} tokens its scores are small"
-    reasons = []
     on_hopper = use.capability is not None and use.capability[0] == _HOPPER
-    for kernel in sorted(
+    by_preference = sorted(
         KERNELS.values(), key=lambda kernel: kernel.name == "cudnn" and not on_hopper
-    ):
+    )
+    reasons = []
+    for kernel in by_preference:
         problem = next(kernel.problems(use), None)
         if problem is None:
             break
         reasons.append(f"{kernel.name}: {problem}")
-    return kernel, "; ".join(
-        reasons
-    ) or f"cudnn is preferred on Hopper{'' if on_hopper else ' only'}"
+    default = "cudnn is preferred on Hopper" if on_hopper else "cudnn is preferred on Hopper only"
+    return kernel, "; ".join(reasons) or default
 
 
 def unsupported(requested: KernelChoice, use: Use) -> Iterator[str]:
     """Yields why the requested kernel cannot run."""
     if requested == "auto":
         return
-    supported = [
-        f"{kernel.name} on {' and '.join(kernel.platforms)}"
-        if kernel.platforms and use.platform is None
-        else kernel.name
-        for kernel in KERNELS.values()
-        if not any(kernel.problems(use))
-    ]
+    supported: list[str] = []
+    for kernel in KERNELS.values():
+        if not any(kernel.problems(use)):
+            is_limited = kernel.platforms and use.platform is None
+            where = f" on {' and '.join(kernel.platforms or ())}" if is_limited else ""
+            supported.append(kernel.name + where)
     for problem in KERNELS[requested].problems(use):
         yield f"model.attention={requested}: {problem}; use auto ({' or '.join(supported)})"
 
 
 def pick_scan(key_dim: int, platform: str | None) -> tuple[Scan | None, str]:
-    """Returns what computes the states of Gated DeltaNet, None for `lax`, and the reason.
+    """Returns the scan of Gated DeltaNet's states, None for plain `lax`, and the reason.
 
-    Platform None is unknown.
+    `platform` None means unknown.
     """
     use = Use(head_dim=key_dim, platform=platform)
     if use.family not in (None, "cuda"):
@@ -459,8 +453,8 @@ def pick_scan(key_dim: int, platform: str | None) -> tuple[Scan | None, str]:
     if use.capability and use.capability[0] < _AMPERE:
         return None, f"pallas runs only from compute capability {_AMPERE}.0 on, not on {platform}"
     # Pallas takes a while to import.
-    from jaxtp.layers.kernels.delta_kernels import MOST_KEY_DIM, chunk_states
+    from jaxtp.layers.kernels.delta_kernels import MAX_KEY_DIM, chunk_states
 
-    if key_dim > MOST_KEY_DIM:
-        return None, f"pallas takes a delta_key_dim of at most {MOST_KEY_DIM}, not {key_dim}"
+    if key_dim > MAX_KEY_DIM:
+        return None, f"pallas takes a delta_key_dim of at most {MAX_KEY_DIM}, not {key_dim}"
     return chunk_states, "it keeps each state on the chip"

@@ -13,7 +13,7 @@ from support import sizes_of
 import jaxtp
 from jaxtp.collectives import axis_size
 from jaxtp.config.schema import validate
-from jaxtp.layers import experts as layer
+from jaxtp.layers.experts import router
 from jaxtp.tools.check import __main__ as command
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
@@ -54,14 +54,14 @@ def test_choices_of_every_update_are_compared(initial, expected):
 
 def test_a_router_that_chooses_other_experts_is_found_though_all_numbers_agree(monkeypatch):
     """Whatever it chooses, the experts of one device are used."""
-    named = layer.checkpoint_name
+    named = router.checkpoint_name
 
     def other_choices_over_tp(array, name):
-        if name == layer.KEPT and axis_size(jaxtp.TP) > 1:
+        if name == router.KEPT and axis_size(jaxtp.TP) > 1:
             array = array.at[:, 0].set((array[:, 0] + 1) % CONFIG.model.num_experts)
         return named(array, name)
 
-    monkeypatch.setattr(layer, "checkpoint_name", other_choices_over_tp)
+    monkeypatch.setattr(router, "checkpoint_name", other_choices_over_tp)
     # Without the choices of one device, outputs would differ too.
     monkeypatch.setattr(command, "first_difference", lambda *_: None)
     (verdict,) = command.verdicts(CONFIG, [OVER_TP])

@@ -1,0 +1,186 @@
+"""Settings of a mixture of experts."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from jaxtp.config.affects import COST
+from jaxtp.config.hints import Problem, not_divisible
+from jaxtp.config.schema import Count, CountOrZero, NonNegative, Positive
+from jaxtp.layers.branch import Padded, ShrinkSpec, smallest_congruent
+from jaxtp.layers.kernels.grouped import Implementation
+from jaxtp.layers.lora import Target
+from jaxtp.layers.mlp import MIN_FEATURES, MLP_TARGETS, XIELU, MLPConfig
+from jaxtp.layers.parameter import PaddedDim
+
+_SMALL_EXPERTS = 4
+_SMALL_CHOICES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(MLPConfig):
+    """Settings of a block's MLP, or of experts in its place, each with the MLP's hidden width."""
+
+    num_experts: CountOrZero = 0
+    """Number of experts; 0 for a dense MLP. d_ff is the width of each expert."""
+
+    experts_per_token: Count = 2
+    """Experts that each token uses."""
+
+    normalize_experts: bool = True
+    """Divide the weights of a token's experts by their sum."""
+
+    normalize_floor: NonNegative = 0.0
+    """Least number that normalize_experts divides by (Ernie 4.5)."""
+
+    experts_scale: Positive = 1.0
+    """Factor of the weights of a token's experts, after normalisation."""
+
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of experts: a softmax over all of them, or the sigmoid of each (DeepSeek-V3)."""
+
+    router_bias: bool = False
+    """Add a learned bias to the router's logits (gpt-oss)."""
+
+    experts_bias: bool = False
+    """Biases on the projections of experts (gpt-oss)."""
+
+    expert_groups: Count = 1
+    """Number of groups of equally many consecutive experts; each token chooses in groups_per_token
+    of them."""
+
+    groups_per_token: Count = 1
+    """Groups in which a token chooses its experts: the groups with the highest scores."""
+
+    group_score: Literal["top2", "max"] = "top2"
+    """Score of a group: the sum of its two highest scores (DeepSeek-V3), or its highest score
+    (DeepSeek-V2)."""
+
+    shared_experts: CountOrZero = 0
+    """Hidden width of a dense MLP whose output is added to the output of the experts; 0 for none.
+    mlp_bias gives biases to this MLP, not to the experts."""
+
+    shared_experts_gate: bool = False
+    """Multiply the output of shared_experts by the sigmoid of a projection of the input
+    (Qwen2-MoE)."""
+
+    dense_mlp: CountOrZero = 0
+    """Hidden width of a dense MLP whose output is added to the output of the experts, both
+    normalised; 0 for none. Each of both reads the residual stream through its own norm. Learned
+    scales multiply the input of the router and the weight of each expert (Gemma 4)."""
+
+    selection_bias: bool = False
+    """Add a bias to each expert's score, for the choice only. Each update moves it against the
+    expert's load; see train.selection_bias_rate."""
+
+    grouped: Annotated[Implementation, COST] = "auto"
+    """Kernel that multiplies rows with their experts. pallas runs on NVIDIA GPUs. xla runs
+    everywhere, but on GPUs it multiplies every row with every expert. auto takes pallas where it
+    runs."""
+
+    def over_tp(self, tp: int) -> bool:
+        """Returns whether each device has whole experts."""
+        return self.num_experts % tp == 0
+
+    def stored_by_expert(self, tp: int, shards: int) -> bool:
+        """Returns whether `shards` of the storage split a device's experts.
+
+        Otherwise they split the features of each expert.
+        """
+        return self.num_experts % (shards * (tp if self.over_tp(tp) else 1)) == 0
+
+    def projections(self) -> dict[str, str]:
+        """Returns the kernels of experts and their dims, in the order of computation.
+
+        The dims are E experts, D features of the model and F hidden features of an expert.
+        """
+        columns = ("gate", "up") if self.mlp == "gated" else ("up",)
+        return {**dict.fromkeys(columns, "EDF"), "down": "EFD"}
+
+    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """See `BranchConfig`."""
+        yield from super().problems(sizes)
+        experts = self.num_experts
+        if not experts:
+            return
+        yield from self._group_problems()
+        if self.mlp_bias and not self.shared_experts:
+            yield Problem(
+                f"model.mlp_bias=true: the {experts} experts of model.num_experts have their "
+                "biases by model.experts_bias; use it, and model.mlp_bias=false"
+            )
+        if self.activation == XIELU:
+            yield Problem(
+                f"model.activation={XIELU}: the {experts} experts of model.num_experts have no "
+                "learned activations; use, for example, model.activation=silu"
+            )
+        if self.shared_experts_gate and not self.shared_experts:
+            yield Problem(
+                "model.shared_experts_gate=true needs model.shared_experts, the width of its MLP"
+            )
+
+    def _group_problems(self) -> Iterator[Problem]:
+        experts = self.num_experts
+        groups = self.expert_groups
+        k = self.experts_per_token
+        if self.groups_per_token > groups:
+            yield Problem(
+                f"model.groups_per_token={self.groups_per_token} is more than "
+                f"model.expert_groups={groups}; at most "
+                f"{groups} works"
+            )
+        among = {"model.expert_groups": experts}
+        yield from not_divisible("model.num_experts", experts, "model.expert_groups", groups, among)
+        max_choices = min(self.groups_per_token, groups) * (experts // groups)
+        if experts % groups == 0 and k > max_choices:
+            choices = f"the experts in {self.groups_per_token} of model.expert_groups={groups}"
+            if groups == 1:
+                choices = f"model.num_experts={experts}"
+            yield Problem(
+                f"model.experts_per_token={k} is more than {choices}; at most {max_choices} works"
+            )
+
+    def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
+        """See `BranchConfig`."""
+        if not self.num_experts:
+            yield from super().adapter_kernels()
+            return
+        # The kernels of `MLPConfig` are not there.
+        yield from super(MLPConfig, self).adapter_kernels()
+        module = "mlp"
+        if self.dense_mlp:
+            yield from self._mlp_kernels("mlp.mlp")
+            module = "mlp.experts"
+        kernels = [f"{module}.{name}" for name in self.projections()]
+        yield from zip(MLP_TARGETS[-len(kernels) :], kernels, strict=True)
+        if self.shared_experts:
+            yield from self._mlp_kernels(f"{module}.shared")
+
+    def padding(self, tp: int) -> Iterator[Padded]:
+        """See `BranchConfig`; the width of experts is padded only if it is split."""
+        if not self.num_experts:
+            yield from super().padding(tp)
+            return
+        yield from super(MLPConfig, self).padding(tp)
+        widths = {"dense_mlp": self.dense_mlp, "shared_experts": self.shared_experts}
+        if not self.over_tp(tp):
+            widths = {"d_ff": self.d_ff, **widths}
+        for name, width in widths.items():
+            if width:
+                yield name, width, PaddedDim((width,)).padded(tp)
+
+    def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
+        """See `BranchConfig`."""
+        settings = super().shrink(small)
+        for name in ("shared_experts", "dense_mlp"):
+            if width := getattr(self, name):
+                settings[name] = small.size(width, MIN_FEATURES)
+        groups = self.expert_groups
+        min_experts = max(_SMALL_EXPERTS, _SMALL_CHOICES * groups)
+        experts = smallest_congruent(self.num_experts, math.lcm(*small.tps, groups), min_experts)
+        if experts < self.num_experts:
+            uses_all = self.experts_per_token == self.num_experts
+            choices = experts if uses_all else min(self.experts_per_token, _SMALL_CHOICES)
+            settings |= {"num_experts": experts, "experts_per_token": choices}
+        return settings

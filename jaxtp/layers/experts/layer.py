@@ -1,0 +1,356 @@
+"""Layers with experts: in place of an MLP, or in addition to one."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from jaxtp.collectives import (
+    PROJECTED,
+    all_gather,
+    axis_index,
+    axis_size,
+    batch_spec,
+    device_view,
+    enter_parallel,
+    leave_parallel,
+    reduce_scatter,
+    token_spec,
+)
+from jaxtp.compiler_hints import sequence_first
+from jaxtp.layers.balance import Routing, SelectionBias
+from jaxtp.layers.branch import PositionwiseBranch
+from jaxtp.layers.context import Sequences
+from jaxtp.layers.experts.dispatch import Operands, Rows, sum_over_parts
+from jaxtp.layers.experts.experts_config import ExpertsConfig
+from jaxtp.layers.experts.placement import (
+    Placement,
+    StackedDims,
+    on_first_device,
+    place,
+    storage_dim,
+)
+from jaxtp.layers.experts.router import Router
+from jaxtp.layers.kernels.grouped import grouped_matmul, pick_method
+from jaxtp.layers.linear import LayerContext, default_kernel_init
+from jaxtp.layers.lora import Float8Kernel, Lora, LoraConfig, Target
+from jaxtp.layers.mlp import ACTIVATIONS, MLP, hidden_features
+from jaxtp.layers.norm import Norm, NormConfig
+from jaxtp.layers.parameter import Variable, Weights, parameter, params_and_specs
+from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
+from jaxtp.mesh import SEQUENCE, STORAGE, TP, current_platform
+
+EXPERTS = "mixture_of_experts"
+_TARGETS: dict[str, Target] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+class MixtureOfExperts(PositionwiseBranch):
+    """Experts in place of an MLP, without overlap.
+
+    Shapes: `[B, T, D] -> [B, T, D]`, and the `Routing`. `router` is `[D, E]` and `router_bias`
+    `[E]`; `gate` (unless plain) and `up` are `[E, D, F]`, `down` `[E, F, D]`, their biases `[E, F]`
+    and `[E, D]`, their adapters' A `[E, in, rank]` and B `[E, rank, out]`; `selection_bias` is
+    `[E]`, `shared_gate` `[D, 1]`. With `dense_mlp` the input is normalised without a scale;
+    `input_scale` and `router_scale` are `[D]`, `expert_scale` `[E]`.
+    """
+
+    down: Variable | Float8Kernel
+
+    def __init__(
+        self,
+        d_model: int,
+        config: ExpertsConfig,
+        context: LayerContext = LayerContext(),
+        *,
+        rngs: nnx.Rngs,
+    ):
+        self.d_model = d_model
+        self.config = config
+        self.sequence_parallel = context.sequence_parallel
+        self.precision = context.precision
+        experts = config.num_experts
+        dtype = self.precision.param
+        router = default_kernel_init(rngs.params(), (d_model, experts), dtype)
+        self.router = parameter("router", router, P(STORAGE, None))
+        if config.router_bias:
+            self.router_bias = parameter("router bias", jnp.zeros(experts, dtype), P(None))
+        self._add_experts(context.lora, rngs)
+        if config.shared_experts:
+            # `_shared` computes this MLP inside the experts' `device_view`.
+            joined = replace(context, schedule=replace(context.schedule, joined=True))
+            shared = replace(config, d_ff=config.shared_experts)
+            self.shared = MLP(d_model, shared, joined, rngs=rngs)
+        if config.shared_experts_gate:
+            gate = default_kernel_init(rngs.params(), (d_model, 1), dtype)
+            self.shared_gate = parameter("shared gate", gate, P(STORAGE, None))
+        if config.dense_mlp:
+            self.input_scale = parameter("input scale", jnp.ones(d_model, dtype), P(STORAGE))
+            self.router_scale = parameter("router scale", jnp.ones(d_model, dtype), P(STORAGE))
+            self.expert_scale = parameter("expert scale", jnp.ones(experts, dtype), P(None))
+        if config.selection_bias:
+            bias = jnp.zeros(experts, jnp.float32)
+            self.selection_bias = parameter("selection bias", bias, P(None), kind=SelectionBias)
+
+    def _add_experts(self, lora: LoraConfig, rngs: nnx.Rngs) -> None:
+        stacked = StackedDims.of(self.d_model, self.config)
+        projections = self.config.projections()
+        dtype = self.precision.param
+        for name, dims in projections.items():
+            kernel = default_kernel_init(rngs.params(), stacked.shape(dims), dtype)
+            setattr(self, name, stacked.parameter(name, dims, kernel))
+            if self.config.experts_bias:
+                bias_dims = dims[0] + dims[2]
+                zeros = jnp.zeros(stacked.shape(bias_dims), dtype)
+                setattr(self, f"{name}_bias", stacked.parameter(f"{name} bias", bias_dims, zeros))
+        for name, dims in projections.items():
+            if lora.adapted(_TARGETS[name]):
+                features = (stacked.sizes[dims[1]], stacked.sizes[dims[2]])
+                specs = (stacked.spec(f"{dims[:2]}r"), stacked.spec(f"Er{dims[2]}"))
+                stack = (self.config.num_experts,)
+                setattr(self, f"{name}_lora", Lora(features, lora, specs, stack=stack, rngs=rngs))
+
+    def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> tuple[Array, Routing]:  # type: ignore[override]
+        """Returns the output and the `Routing`.
+
+        Padding tokens go only through the shared experts.
+        """
+        split_dim = sequence_dim(self.sequence_parallel, x_BTD.shape)
+        activation = activation_spec(split_dim)
+        weights, specs = params_and_specs(self)
+        if self.config.selection_bias:
+            weights["selection_bias"] = self.selection_bias[...]
+            specs["selection_bias"] = P(None)
+        # Each device slices its part itself: if these came in split over tp, XLA would split their
+        # other readers too.
+        token_data: Weights = {}
+        if sequences.segments is not None:
+            token_data["segments"] = sequences.local_tokens(sequences.segments)
+        if sequences.experts is not None:
+            token_data["experts"] = sequences.local_tokens(sequences.experts)
+        sums = batch_spec(SEQUENCE)
+        recorded = P(*activation[:2]) if sequences.record else None
+        transform = device_view(
+            partial(self._transform, split_dim, sequences.record),
+            EXPERTS,
+            in_specs=(activation, specs, dict.fromkeys(token_data, token_spec())),
+            out_specs=(activation, Routing(*[sums] * 5, *[recorded] * 2)),  # type: ignore[arg-type]
+        )
+        return transform(x_BTD, weights, token_data)
+
+    def _transform(
+        self, split_dim: int | None, record: bool, x: Array, weights: Weights, token_data: Weights
+    ) -> tuple[Array, Routing]:
+        """Transforms a device's tokens `[b, t, D]`; tp splits their dim `split_dim`, if any.
+
+        `token_data` `[b, T/cp, ...]` are of all tokens of the tp group.
+        """
+        config = self.config
+        k = config.experts_per_token
+        if split_dim is not None:
+            token_data = _part_of_tp(token_data, x.shape[1])
+        segments = token_data.get("segments")
+        not_padding = jnp.ones(x.shape[:2], bool) if segments is None else segments != 0
+        router = Router(config, self.precision, weights, is_split=split_dim is not None)
+        replayed = token_data.get("experts")
+        experts, gates, routing = router.route(x, not_padding, replayed, record=record)
+        # One exchange for all: float32 holds expert indices exactly.
+        choices = [gates, experts.astype(jnp.float32)]
+        if config.shared_experts_gate:
+            choices.append(jax.nn.sigmoid(router.project(x, "shared_gate")))
+        choice = enter_parallel(jnp.concatenate(choices, axis=-1), split_dim)
+        # Here and for `x` below, [b, T/cp, ...] becomes [T/cp, b, ...] if `split_dim` is 1.
+        choice = sequence_first(choice, split_dim)
+        gates = choice[..., :k]
+        experts = choice[..., k : 2 * k].astype(jnp.int32)
+        shared_gate = choice[..., 2 * k :]
+        if config.dense_mlp:
+            scale = self.precision.load(
+                weights["input_scale"], 0, used_by_all_tp=split_dim is not None
+            )
+            x = x * scale
+        x = sequence_first(enter_parallel(x.astype(self.precision.compute), split_dim), split_dim)
+        tokens = x.reshape(-1, x.shape[-1])  # [N, D]
+        y, num_rows = self._routed(tokens, gates.reshape(-1, k), experts.reshape(-1, k), weights)
+        if config.shared_experts:
+            y += self._shared(x, shared_gate, weights).reshape(y.shape)
+        if not config.over_tp(axis_size(TP)):
+            # Every device of a tp group computes a part of each row; only the first counts it.
+            num_rows = on_first_device(num_rows)
+        is_first_sequence = jnp.arange(len(routing.entropy))[:, None] == 0
+        routing = replace(routing, computed=jnp.where(is_first_sequence, num_rows, 0.0))
+        y = sequence_first(y.reshape(*x.shape[:2], -1), split_dim)
+        return leave_parallel(y, split_dim), routing
+
+    def _routed(
+        self, x: Array, gates: Array, experts: Array, weights: Weights
+    ) -> tuple[Array, Array]:
+        """Returns this device's summands of tokens `[N, D]`, and the number of its rows.
+
+        Gates and experts are `[N, k]`.
+        """
+        trained = isinstance(self.down, nnx.Param)
+        placement = self.placement(len(x), axis_size(TP), axis_size(*STORAGE), trained=trained)
+        gathers_tokens = placement.shards > 1
+        if gathers_tokens:
+            x, gates, experts = _gathered_tokens(x, gates, experts)  # [shards * N, ...]
+        # The axes along which devices multiply with other experts
+        holders: tuple[str, ...] = STORAGE if gathers_tokens else ()
+        if self.config.over_tp(axis_size(TP)):
+            holders = (TP, *holders)
+        count = placement.experts
+        local = experts - axis_index(*holders) * count
+        rows = Rows.of(jnp.where((local >= 0) & (local < count), local, count), count)
+        loaded = self._load_experts(weights, gathered=not gathers_tokens)
+        bias = loaded.pop("down_bias", None)
+        frozen = {name: w for name, w in loaded.items() if not trained and "_lora" not in name}
+        changing = {name: w for name, w in loaded.items() if name not in frozen}
+        operands = Operands(x, gates, changing)
+        y = sum_over_parts(self._compute, placement.part_rows, operands, frozen, rows)
+        if bias is not None:
+            by_expert = jnp.sum(jax.nn.one_hot(local, count) * gates[..., None], axis=1)  # [N, E]
+            by_expert = by_expert.astype(bias.dtype)
+            if TP not in holders:
+                # Every device of a tp group has all experts; only the first adds their biases.
+                bias = on_first_device(bias)
+            y += by_expert @ bias
+        if gathers_tokens:
+            y = reduce_scatter(y, *STORAGE)
+        return y, jnp.sum(rows.sizes)
+
+    def placement(self, tokens: int, tp: int, shards: int, *, trained: bool) -> Placement:
+        """Returns a device's part of a training step; each device has `tokens` tokens."""
+        compute = jnp.dtype(self.precision.compute).itemsize
+        gathered = 1 if isinstance(self.down, Float8Kernel) else compute
+        # A step gathers each kernel twice and reduces its gradient.
+        moved = 2 * gathered + trained * jnp.dtype(self.precision.reduce).itemsize
+        return place(self.config, tokens, tp, shards, token_bytes=compute, kernel_bytes=moved)
+
+    def _load_experts(self, weights: Weights, *, gathered: bool) -> Weights:
+        """Returns the device's arrays of experts; unless `gathered`, as they are stored."""
+        arrays: dict[str, str] = {}  # dims by name
+        for name, dims in self.config.projections().items():
+            adapter = {f"{name}_lora.a": f"{dims[:2]}r", f"{name}_lora.b": f"Er{dims[2]}"}
+            arrays |= {name: dims, f"{name}_bias": dims[0] + dims[2], **adapter}
+        stored = storage_dim(self.config)
+        over_tp = self.config.over_tp(axis_size(TP))
+        loaded: Weights = {}
+        for name, dims in arrays.items():
+            if name in weights:
+                fsdp_dim = dims.index(stored) if stored in dims else None
+                same = "F" not in dims and not over_tp
+                loaded[name] = self.precision.load(
+                    weights[name], fsdp_dim, gathered=gathered, used_by_all_tp=same
+                )
+        return loaded
+
+    def _compute(self, operands: Operands, frozen: Weights, rows: Rows) -> Array:
+        """Returns the summands of these rows, `[N, D]`, without the last bias."""
+        weights = {**operands.weights, **frozen}
+        method, _ = pick_method(self.config.grouped, current_platform())
+        multiply = partial(grouped_matmul, sizes_E=rows.sizes, method=method)
+
+        def project(x: Array, name: str) -> Array:
+            y = multiply(x, weights[name])
+            if f"{name}_lora.a" in weights:
+                inner = multiply(x, weights[f"{name}_lora.a"])
+                lora: Lora = getattr(self, f"{name}_lora")
+                y = lora.add(y, inner, weights[f"{name}_lora.b"], multiply)
+            return y
+
+        inputs = rows.spread(operands.x)  # [rows, D]
+        products = []
+        *columns, down = self.config.projections()
+        for name in columns:
+            y = project(inputs, name)
+            if f"{name}_bias" in weights:
+                y = y + rows.of_experts(weights[f"{name}_bias"])
+            products.append(checkpoint_name(y, PROJECTED))
+        activate = ACTIVATIONS[self.config.activation]
+        hidden = hidden_features(activate, products, self.config.swiglu_limit)  # [rows, F]
+        # Weighted before the last product, so that the backward pass does not need that product's
+        # result.
+        gates = rows.of_choices(operands.gates.reshape(-1))
+        weighted = (hidden * gates[:, None]).astype(hidden.dtype)
+        return rows.collect(project(weighted, down))
+
+    def _shared(self, x: Array, gate: Array, weights: Weights) -> Array:
+        """Returns this device's summands of the shared experts: a dense MLP of gathered tokens."""
+        config = self.config
+        load = self.precision.load
+        columns = "up" if config.mlp == "plain" else "gate_up"
+        products = self.shared.columns.project(None, x, _weights_of(f"shared.{columns}", weights))
+        hidden = hidden_features(ACTIVATIONS[config.activation], products, config.swiglu_limit)
+        if config.shared_experts_gate:
+            hidden = (hidden * gate).astype(hidden.dtype)
+        down = _weights_of("shared.down", weights)
+        y = hidden @ load(down["kernel"], 1)
+        for lora in self.shared.down.loras:
+            inner = hidden @ load(down["loras.0.a"], None)
+            y = lora.add(y, inner, load(down["loras.0.b"], 1, used_by_all_tp=True))
+        if config.mlp_bias:
+            bias = on_first_device(load(down["bias"], 0, used_by_all_tp=True))
+            if config.shared_experts_gate:
+                bias = (bias * gate).astype(y.dtype)
+            y += bias
+        return y
+
+
+def _part_of_tp(token_data: Weights, length: int) -> Weights:
+    """Returns this device's part, `length` tokens, of its tp group's arrays `[b, T/cp, ...]`."""
+    return {
+        name: jax.lax.dynamic_slice_in_dim(values, axis_index(TP) * length, length, axis=1)
+        for name, values in token_data.items()
+    }
+
+
+def _gathered_tokens(x: Array, gates: Array, experts: Array) -> tuple[Array, Array, Array]:
+    """Gathers tokens along the storage, with their choices in one exchange."""
+    k = gates.shape[1]
+    choices = jnp.concatenate([gates, experts.astype(jnp.float32)], axis=-1)
+    choices = all_gather(choices, *STORAGE)
+    x = all_gather(x, *STORAGE)
+    return x, choices[:, :k], choices[:, k:].astype(jnp.int32)
+
+
+def _weights_of(module: str, weights: Weights) -> Weights:
+    prefix = f"{module}."
+    return {
+        path.removeprefix(prefix): shard
+        for path, shard in weights.items()
+        if path.startswith(prefix)
+    }
+
+
+class ExpertsBesideMLP(PositionwiseBranch):
+    """Experts and a dense MLP, each between two norms.
+
+    It maps `[B, T, D] -> [B, T, D]`, and also returns the `Routing`.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        config: ExpertsConfig,
+        context: LayerContext = LayerContext(),
+        *,
+        norm: NormConfig = NormConfig(),
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.mlp_norm = Norm(d_model, norm, context)
+        self.experts_norm = Norm(d_model, replace(norm, norm="rms_plain"), context)
+        self.mlp = MLP(d_model, replace(config, d_ff=config.dense_mlp), context, rngs=rngs)
+        self.experts = MixtureOfExperts(d_model, config, context, rngs=rngs)
+        self.mlp_after_norm = Norm(d_model, norm.after(), context)
+        self.experts_after_norm = Norm(d_model, norm.after(), context)
+
+    def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> tuple[Array, Routing]:  # type: ignore[override]
+        """Sums the results for the residual stream."""
+        y_BTD, routing = self.experts(self.experts_norm(x_BTD), sequences)
+        y_BTD = self.experts_after_norm(y_BTD)
+        return y_BTD + self.mlp_after_norm(self.mlp(self.mlp_norm(x_BTD))), routing
