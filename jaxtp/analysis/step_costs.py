@@ -113,7 +113,7 @@ class StepCosts:
     logits: float
     itemsize: int  # bytes of an element of the compute dtype
     param_itemsize: int  # bytes of an element of the trained parameters' dtype
-    kept: int  # bytes that all blocks keep for the backward pass
+    saved: int  # bytes that all blocks save for the backward pass
     copied: int  # bytes of their copies before it
     working: int  # bytes of activations that the backward pass of the largest branch works on
     weights: int  # bytes of the largest block's loaded weights, and of their unreduced gradients
@@ -205,7 +205,7 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
         logits=work.accumulation * _bytes("logits", every_cost),
         itemsize=itemsize(config.precision.compute),
         param_itemsize=itemsize(config.trained_dtype),
-        kept=int(_bytes("saved", every_cost)),
+        saved=int(_bytes("saved", every_cost)),
         copied=int(_bytes("copied", every_cost)),
         working=int(max(cost.bytes for _, cost in _of_kind("workspace", inside))),
         weights=int(max(loaded)),

@@ -156,7 +156,7 @@ def test_formulas_are_what_the_trace_of_a_layer_counts(name):
         assert traced.cached == formulas.cached
     # Where everything is saved, formulas and residuals are both estimates
     if config.remat != "none":
-        assert traced.kept == pytest.approx(formulas.kept, rel=0.1)
+        assert traced.saved == pytest.approx(formulas.saved, rel=0.1)
 
 
 def test_formulas_are_not_inherited_by_another_forward_pass():

@@ -79,7 +79,7 @@ def test_a_block_keeps_what_it_declares(remat):
     config = dataclasses.replace(
         MODEL, num_layers=1, remat=remat, precision=Precision(compute="bfloat16")
     )
-    declared = step_costs(config, mesh_shape(), batch_size=2, sequence_length=T).kept
+    declared = step_costs(config, mesh_shape(), batch_size=2, sequence_length=T).saved
     assert declared == kept_activations(config, 2, T)
 
 
