@@ -71,8 +71,9 @@ def _compile_and_dump(lowered: Any, options: Options | None) -> tuple[Compiled, 
             "xla_dump_hlo_pass_re": "spmd-partitioning",
         }
         compiled = lowered.compile(compiler_options={**(options or {}), **dump})
-        for pattern in ("*after_*spmd-partitioning.*", "*.before_optimizations.txt"):
-            for path in Path(folder).glob(pattern):
+        endings = ("after_spmd-partitioning.*", "after_tpu-spmd-partitioning.*")
+        for ending in (*endings, ".before_optimizations.txt"):
+            for path in Path(folder).glob(f"*{ending}"):
                 return compiled, path.read_text()
         return compiled, ""
 

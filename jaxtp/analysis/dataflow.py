@@ -284,8 +284,8 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
                 # The reason is used if a layer reads the result.
                 self.why_summed |= dict.fromkeys(columns, f"its output {why_here}")
                 for result in equation.outvars:
-                    size = self.bytes(ArrayInfo(batched=True), result.aval)
-                    self.count(columns, ALL_REDUCE, size, times)
+                    reduced = self.bytes(ArrayInfo(batched=True), result.aval)
+                    self.count(columns, ALL_REDUCE, reduced, times)
             else:
                 self.block(columns, why_here)
             return [None] * len(equation.outvars)

@@ -153,8 +153,8 @@ def _tpu(*chip: Any, **fields: Any) -> Hardware:
     # a ring has about half the bandwidth; with a second torus axis, a mesh axis would have twice as
     # much. 1 us per hop is from jax-ml.github.io/scaling-book; a collective's startup and the
     # network's hop are assumptions.
-    waits = {"latency": 3e-6, "hop": 0.5e-6, "network_hop": 10e-6}
-    return _gpu(*chip, platform="tpu", network=3.1, reserved=0.0, **waits, **fields)
+    waits: dict[str, Any] = {"latency": 3e-6, "hop": 0.5e-6, "network_hop": 10e-6}
+    return _gpu(*chip, **{"platform": "tpu", "network": 3.1, "reserved": 0.0, **waits, **fields})
 
 
 _CARD = (
@@ -285,6 +285,7 @@ TABLE = {
     )
 }
 """Hardware by name. Memory is what the driver leaves of the size on the label."""
+
 
 def of_kind(device_kind: str) -> Hardware | None:
     """Returns the hardware of a `jax.Device.device_kind`, or None.
@@ -449,7 +450,7 @@ def read(path: Path) -> Hardware:
     if hardware.reserved >= hardware.memory:
         raise ConfigError(
             f"{path}: reserved = {hardware.reserved:g} is not less than memory = "
-            f"{hardware.memory:g} bytes, which leaves nothing for JAX"
+            f"{hardware.memory:g} bytes: nothing is left for JAX"
         )
     return hardware
 

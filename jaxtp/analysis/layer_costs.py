@@ -188,7 +188,8 @@ class Weight:
         in_8_bits = self.float8 or self.matmul == "float8"
         gathered_itemsize = itemsize("uint8" if in_8_bits else self.precision.compute)
         num_gathers = 1 + (self.again and work.training)
-        groups = [((TP,), self.group, self.stored(work.sizes) * self.group)]
+        groups: list[tuple[Axes, int, float]] = []
+        groups.append(((TP,), self.group, self.stored(work.sizes) * self.group))
         if self.fsdp and self.gathered:
             shards = parts(work.sizes, STORAGE)
             groups.append((STORAGE, shards, self.over_tp(work.sizes) * self.group))
@@ -1058,12 +1059,12 @@ def _expert_products(
         ("experts' down", share.width, d_model, work.num_evals(reduced, gradients)),
     ]
     sizes = {"D": d_model, "F": share.width}
-    for name, (_, inner, outer) in config.projections().items():
+    for name, dims in config.projections().items():
         if lora := _lora(layer, name):
             count = work.num_evals(projected, 2)
-            products.append((f"A of experts' {name}", sizes[inner], lora.rank, count))
+            products.append((f"A of experts' {name}", sizes[dims[1]], lora.rank, count))
             count = work.num_evals(reduced if name == "down" else projected, 2)
-            products.append((f"B of experts' {name}", lora.rank, sizes[outer], count))
+            products.append((f"B of experts' {name}", lora.rank, sizes[dims[2]], count))
             if work.remat in ("none", "save_dots"):
                 yield Bytes("saved", share.part * lora.rank * compute)
     rows = share.experts * share.part if dense else share.rows

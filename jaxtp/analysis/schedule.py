@@ -209,9 +209,10 @@ def _kernel(kernel: Instruction, computation: str, scope: str, module: Module) -
             kernel, opcode=kernel.opcode.removesuffix(START), type=_result_of_start(kernel.type)
         )
     inside = [(around, kernel)]
-    for callee in kernel.callees if kernel.opcode == "fusion" else ():
-        inside += [(module[name], inner) for name, inner, *_ in walk(module, callee)]
-    products = [(computation, inner) for computation, inner in inside if hlo.is_product(inner)]
+    if kernel.opcode == "fusion":
+        fused = walk(module, kernel.callees[0])
+        inside += [(module[name], inner) for name, inner, *_ in fused]
+    products = [(callee, inner) for callee, inner in inside if hlo.is_product(inner)]
     names = [inner.op_name for _, inner in (*products, *inside) if inner.op_name]
     part = part_of(*(re.sub(r"\bjit\([^()]*\)", "", name) for name in names or [scope]))
     if kernel.opcode == "custom-call":  # its workspace is not traffic
@@ -221,11 +222,11 @@ def _kernel(kernel: Instruction, computation: str, scope: str, module: Module) -
         copied = size if _only_moves(kernel, module) else 0
         return part, {"kernels": 1, "other_bytes": size, "copied_bytes": copied}
     amounts = dict.fromkeys(AMOUNTS, 0.0) | {"kernels": 1, "product_bytes": size}
-    for computation, product in products:
-        operands = hlo.operand_types(computation, product)[:2]
+    for callee, product in products:
+        operands = hlo.operand_types(callee, product)[:2]
         # An array of 8 elements has as many bytes as an element has bits.
         bits = [hlo.type_bytes(re.sub(r"\[.*", "[8]", operand)) for operand in operands]
-        flops = hlo.product_flops(computation, product)
+        flops = hlo.product_flops(callee, product)
         if flops is None:
             amounts["unknown"] += 1
         else:

@@ -37,21 +37,25 @@ def token_log_probs(
     sequences = model.sequences(ids_BT, segments_BT)
     x_BTD = model.hidden(ids_BT, sequences=sequences)
     labels = sequences.local_tokens(labels)
-    found = hidden_log_probs(model, x_BTD, labels, temperature=temperature, entropy=entropy)
-    return jax.tree.map(sequences.natural, found)
+    results = hidden_log_probs(model, x_BTD, labels, temperature=temperature, entropy=entropy)
+    return jax.tree.map(sequences.natural, results)
 
 
 def hidden_log_probs(
     model: Decoder, x_BTD: Array, labels: Array, *, temperature: float = 1.0, entropy: bool = False
 ) -> Array | tuple[Array, Array]:
-    """Returns `token_log_probs` for `model.hidden(...)`, whose order labels and results have.
+    """Like `token_log_probs`, from hidden states.
 
-    For several temperatures or labels of the same hidden states.
+    Labels and results are in the order of `model.hidden`. Several temperatures or labels can share
+    the hidden states.
     """
-    found = vocab_parallel_statistics(x_BTD, model.projection(temperature), labels, entropy=entropy)
-    normaliser = found.log_normaliser if labels.ndim == 2 else found.log_normaliser[..., None]
-    log_probs = jnp.where(labels == IGNORE, 0, found.label_logit - normaliser)
-    return log_probs if found.entropy is None else (log_probs, found.entropy)
+    head = model.projection(temperature)
+    statistics = vocab_parallel_statistics(x_BTD, head, labels, entropy=entropy)
+    normaliser = statistics.log_normaliser
+    if labels.ndim == 3:
+        normaliser = normaliser[..., None]
+    log_probs = jnp.where(labels == IGNORE, 0, statistics.label_logit - normaliser)
+    return log_probs if statistics.entropy is None else (log_probs, statistics.entropy)
 
 
 def top_log_probs(

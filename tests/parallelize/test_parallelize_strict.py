@@ -266,7 +266,7 @@ NO_MODELS = {
     ),
     "a function with an argument": (lambda width: linear(), "missing a required argument: 'width'"),
     "a number": (3, "not 3"),
-    "makes a tuple": (lambda: (llama(), 1), r"returns a tuple, and should return an nnx\.Module"),
+    "makes a tuple": (lambda: (llama(), 1), r"must return an nnx\.Module, not a tuple"),
     "random numbers from outside": (
         lambda: models.Llama(RNGS),
         r"parallelize\(lambda: Model\(nnx.Rngs\(0\)\), plan\)",
