@@ -111,7 +111,7 @@ def _tokens_before(encoding: "Encoding", before: int) -> int:
     return sum(start < before for start, _ in encoding.offsets) if before else 0
 
 
-def _limit_memory(most: int) -> None:
+def _limit_memory(max_bytes: int) -> None:
     """Lets the process take `most` bytes more than it has.
 
     Each thread may also reserve addresses.
@@ -120,8 +120,8 @@ def _limit_memory(most: int) -> None:
     with suppress(OSError, ValueError), open("/proc/self/statm") as file:
         pages = list(map(int, file.read().split()))
         reserved = _RESERVED_BY_THREAD * (os.cpu_count() or 1)
-        _set_limit(resource.RLIMIT_DATA, pages[5] * resource.getpagesize() + most)
-        _set_limit(resource.RLIMIT_AS, pages[0] * resource.getpagesize() + most + reserved)
+        _set_limit(resource.RLIMIT_DATA, pages[5] * resource.getpagesize() + max_bytes)
+        _set_limit(resource.RLIMIT_AS, pages[0] * resource.getpagesize() + max_bytes + reserved)
 
 
 def _set_limit(kind: int, limit: int) -> None:

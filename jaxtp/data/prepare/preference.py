@@ -113,15 +113,15 @@ def _shared(chosen: str, rejected: str) -> int:
 
     Without HH's mark, it is the last word or line that both texts start alike.
     """
-    both = chosen[: _num_shared(chosen, rejected)]
-    if (mark := both.rfind(_ANSWER)) >= 0:
+    prompt = chosen[: _num_shared(chosen, rejected)]
+    if (mark := prompt.rfind(_ANSWER)) >= 0:
         return mark + len(_ANSWER)
-    return max(both.rfind(" "), both.rfind("\n") + 1)
+    return max(prompt.rfind(" "), prompt.rfind("\n") + 1)
 
 
-def _num_shared(one: Sequence[object], other: Sequence[object]) -> int:
-    differing = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differing, min(len(one), len(other)))
+def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
+    differing = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differing, min(len(first), len(second)))
 
 
 def _different(chosen: Turn, rejected: Turn) -> tuple[Turn, Turn]:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -42,12 +43,14 @@ _LINE_SECONDS = 5.0  # Seconds between lines of progress
 
 def prepare(out: Path, config: PrepareConfig) -> None:
     """Makes or resumes a dataset; raises `UserError`."""
-    named = named_tokenizer(config)
+    tokenizer = named_tokenizer(config)
     sources = find_sources(config)
     config = with_layout(config, sources)
     kind = PairsOfConversations if config.preference else Conversations
-    conversations = None if config.messages is None or named is None else kind(config, named)
-    job = Job(out, config, sources, named, conversations)
+    conversations = (
+        None if config.messages is None or tokenizer is None else kind(config, tokenizer)
+    )
+    job = Job(out, config, sources, tokenizer, conversations)
     try:
         with locked(out), ExitStack() as stack:
             state = begin(job)
@@ -88,9 +91,7 @@ class _Preparation:
             )
             for name in SPLITS
         }
-        drop_unknown(
-            job.out, {name for writer in self._writers.values() for name in writer.files()}
-        )
+        drop_unknown(job.out, set().union(*(writer.files() for writer in self._writers.values())))
         self._digests: set[bytes] = set()
         if self._config.dedup:
             truncate_file(job.out / SEEN, state.seen * _DIGEST)
@@ -103,13 +104,13 @@ class _Preparation:
         self._started = self._reported = time.monotonic()
 
     def _read_digests(self, count: int) -> set[bytes]:
-        found = set[bytes]()
+        digests = set[bytes]()
         for _ in range(count):
             digest = self._seen.read(_DIGEST)
-            if digest in found:  # a file of zeros could have any size, and this loop no end
+            if digest in digests:  # a file of zeros could have any size, and this loop no end
                 raise damaged_error(self._job.out / SEEN, "a document is in it twice")
-            found.add(digest)
-        return found
+            digests.add(digest)
+        return digests
 
     def finish(self) -> None:
         source, item = self._state.position
@@ -131,20 +132,17 @@ class _Preparation:
                     saved = time.monotonic()
         except PrepareError as error:  # keeps everything before the bad input
             self._save()
-            done = sum(
-                sum(s.documents for s in p.shards) + p.documents
-                for p in self._state.splits.values()
-            )
+            written = 0
+            for progress in self._state.splits.values():
+                written += totals(progress.shards)["documents"] + progress.documents
             # The first rows of its file are written and must not change.
             is_begun = self._state.position.item > 0
-            fix = (
-                "a corrected file needs --overwrite"
-                if is_begun
-                else "or correct the input and repeat it"
-            )
+            fix = "or correct the input and repeat it"
+            if is_begun:
+                fix = "a corrected file needs --overwrite"
             raise PrepareError(
-                f"{error}\n{done:,} documents before it are done; the same command with --on-error "
-                f"skip leaves out what cannot be read and does the rest; {fix}"
+                f"{error}\n{written:,} documents before it are done; the same command with "
+                f"--on-error skip leaves out what cannot be read and does the rest; {fix}"
             ) from None
         self._write_manifest()
 
@@ -152,7 +150,7 @@ class _Preparation:
         entries = [
             entry for entry in batch.entries if not self._config.dedup or self._is_new(entry.digest)
         ]
-        encoded = self._encode([turn for entry in entries for turn in entry.turns])
+        encoded = self._encode(list(chain.from_iterable(entry.turns for entry in entries)))
         for entry in entries:
             # `zip` takes one encoding per turn.
             documents = list(zip(entry.sizes, encoded, strict=False))
@@ -171,13 +169,13 @@ class _Preparation:
             self._show(problem)
         self._state.skip(DUPLICATE, len(batch.entries) - len(entries))
         self._state.position = batch.position
-        self._report(batch.done)
+        self._report(batch.bytes_read)
 
-    def _report(self, done: int) -> None:
+    def _report(self, bytes_read: int) -> None:
         now = time.monotonic()
         if now - self._reported >= _LINE_SECONDS:
             self._reported = now
-            percent = 100 * done // max(sum(source.size for source in self._job.sources), 1)
+            percent = 100 * bytes_read // max(sum(source.size for source in self._job.sources), 1)
             speed = self._num_tokens / (now - self._started)
             print(
                 f"{percent}%  {self._num_documents:,} documents  {self._num_tokens:,} tokens  "
@@ -203,11 +201,13 @@ class _Preparation:
         if self._job.conversations is not None:
             return iter(self._job.conversations.encode(turns))
         if not self._config.has_prompts:
-            return ([ids] for ids in self._tokenizer.encode_batch([turn.text for turn in turns]))
-        ids = self._tokenizer.encode_batch(
-            [text for turn in turns for text in (turn.prompt or "", turn.text)]
-        )
-        return ([ids[i], ids[i + 1]] for i in range(0, len(ids), 2))
+            texts = [turn.text for turn in turns]
+            return ([ids] for ids in self._tokenizer.encode_batch(texts))
+        prompts_and_answers: list[str] = []
+        for turn in turns:
+            prompts_and_answers += [turn.prompt or "", turn.text]
+        ids = self._tokenizer.encode_batch(prompts_and_answers)
+        return ([prompt, answer] for prompt, answer in zip(ids[::2], ids[1::2], strict=True))
 
     def _append(self, entry: Entry, size: int, ids: list[Tokens], *, may_end: bool) -> None:
         if not any(len(part) for part in (*ids, self._end)):  # a tokenizer may drop white space
@@ -242,10 +242,14 @@ class _Preparation:
         if not any(shards.values()):
             left_out = f"; left out: {_listed(skipped)}" if skipped else ""
             raise PrepareError(f"no document in {len(sources)} files{left_out}")
+        splits = {
+            name: SplitRecord(**totals(shards_of_split), shards=shards_of_split)
+            for name, shards_of_split in shards.items()
+        }
         manifest = Manifest(
             self._tokenizer.info,
             self._config.has_prompts,
-            {name: SplitRecord(**totals(each), shards=each) for name, each in shards.items()},
+            splits,
             skipped,
             {"files": len(sources), "bytes": sum(source.size for source in sources)},
             dict(self._state.arguments),
