@@ -129,7 +129,7 @@ def kernel_products(
 ) -> Products | None:
     """Returns the products of a Pallas kernel or of cuDNN's attention (fmha), by its shapes.
 
-    The result is None if they are unknown.
+    Returns None for an unknown kernel.
     """
     # Each row has a product with the matrix of its group, or its part of the matrix's gradient.
     if name.startswith("grouped_"):

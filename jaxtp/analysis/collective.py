@@ -82,7 +82,8 @@ class Collective:
     def bytes_sent(self) -> float:
         """The bytes that each device sends.
 
-        They are (n-1)/n of `bytes`, twice that for an all-reduce (a ring), and all for a permute.
+        In a ring of n devices each sends (n-1)/n of the message, twice that for an all-reduce, and
+        the whole message for a permute.
         """
         if self.kind == PERMUTE:
             return float(self.bytes)

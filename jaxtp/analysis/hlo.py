@@ -278,7 +278,7 @@ def walk(
 def _trip_count(module: Module, around: Sequence[Instruction], loop: Instruction) -> int | None:
     """Returns the iterations of a `while` in `around`; None if unknown.
 
-    They are from the compiler's note or from the condition.
+    Reads the compiler's note or, without a note, the loop's condition.
     """
     if f"/{RARELY}/" in loop.op_name:
         return 0
@@ -362,7 +362,7 @@ def operand_types(computation: Sequence[Instruction], reader: Instruction) -> li
 def product_flops(computation: Sequence[Instruction], product: Instruction) -> int | None:
     """Returns the FLOPs of an instruction for which `is_product` holds.
 
-    The result is None if neither shapes nor name tell them.
+    Returns None if neither the shapes nor the name of the kernel determine them.
     """
     types = [*operand_types(computation, product), product.type]
     *operands, result = [_integers(_SHAPE.findall(type_)[0][1]) for type_ in types]

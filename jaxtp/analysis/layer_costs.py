@@ -1,6 +1,4 @@
-"""Costs of each layer on one device, as closed formulas.
-
-They are fast enough to search thousands of settings.
+"""Costs of each layer on one device: closed formulas, fast enough to search many settings.
 
 A layer yields records: weights, collectives, products, and bytes of memory and of traffic through
 it; `step_costs.py` sums them. The formulas derive from a layer's sizes and one device's workload,
@@ -183,7 +181,7 @@ class Weight:
     def loads(self, work: Workload, *, trained: bool) -> Iterator[CollectiveCost]:
         """Yields the gathers of a weight, and the reductions of its gradient if it is trained.
 
-        Both are over the same devices.
+        A gather and its reduction are over the same devices.
         """
         in_8_bits = self.float8 or self.matmul == "float8"
         gathered_itemsize = itemsize("uint8" if in_8_bits else self.precision.compute)
@@ -343,7 +341,7 @@ def branch_costs(branch: Branch, work: Workload, *, read: bool) -> Iterator[Cost
 def has_formulas(branch: Branch) -> bool:
     """Returns whether `branch_costs` supports the branch.
 
-    Its computation may be inherited, but not replaced.
+    A subclass has its base's formulas unless it overrides a method that computes.
     """
     kind = type(branch)
     registered = next(base for base in kind.__mro__ if base in branch_costs.registry)
@@ -465,7 +463,7 @@ def projection_products(
 ) -> Iterator[Cost]:
     """Yields the products of a layer.
 
-    Those that `Precision.matmul` computes are in 8 bits, except for the weight's gradient.
+    With `matmul` in 8 bits, only the product of the weight's gradient is in the compute dtype.
     """
     m, k, n = shape
     compute = itemsize(layer.precision.compute)
@@ -485,9 +483,9 @@ def projection_products(
 
 
 def column_gradient_costs(layer: ColumnParallelLinear, work: Workload) -> Iterator[Cost]:
-    """Yields what gradients move over tp to be quantised.
+    """Yields the collectives over tp that quantise the outputs' gradients.
 
-    These are the maxima of each output, and averages of shared heads.
+    All-reduces find each token's maximum, and gathers average the gradients of shared heads.
     """
     times = int(work.training)
     for f in layer.features:

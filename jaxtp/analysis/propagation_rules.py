@@ -183,11 +183,9 @@ _CALLS = {
 class Walk(Generic[Fact, Result]):
     """Propagates a fact about each array through a jaxpr and its inner jaxprs.
 
-    It collects `result`.
-
-    Subclasses define `_operation` (facts about the results of an equation without an inner jaxpr),
-    `_join` (the fact about a variable with several possible values) and `_shift` (the fact after a
-    leading dim is removed or added).
+    `result` collects what the walk finds. Subclasses define `_operation` (facts about the results
+    of an equation without an inner jaxpr), `_join` (the fact about a variable with several possible
+    values) and `_shift` (the fact after a leading dim is removed or added).
     """
 
     _operation: Callable[[JaxprEqn, list[Fact], int], list[Fact]]

@@ -151,10 +151,7 @@ def _trace_plan(call: ModelCall, plan: Plan, sizes: Mapping[str, int]) -> tuple[
 
 
 def undivided_parameters(model: nnx.Module, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yields a note for each parameter of a parallel model that is not split as declared.
-
-    It declares a split over tp.
-    """
+    """Yields a note for each parameter that declares a split over tp which the mesh cannot make."""
     for info in find_modules(model):
         for name, parameter in info.parameters.items():
             declared = parameter.replace(out_sharding=parameter.get_metadata().get(DECLARED))
@@ -290,9 +287,9 @@ def _sharing_module(
 
 
 def _modules_entered(call: LayerCall, arguments: dict[str, set[str]]) -> list[tuple[str, str]]:
-    """Returns the modules around a layer that pass an argument to it, and the argument.
+    """Returns the modules around a layer that pass an argument to it unchanged, and the argument.
 
-    They pass it unchanged, and the outermost is first.
+    The outermost module is first.
     """
     return [
         (path, argument)

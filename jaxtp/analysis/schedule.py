@@ -1,6 +1,4 @@
-"""Collectives of a compiled program with the computation scheduled during each.
-
-It also reads the kernels of each part of a step.
+"""Collectives of a compiled program with the computation scheduled during each, and its kernels.
 
 Text compiled for GPUs lists operations in issue order, and splits collectives into start and done;
 operations in between overlap. Each operation outside of fusions is a kernel, which reads its
@@ -61,10 +59,7 @@ PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduled(Collective):
-    """Collectives of one kind in equal groups of the same axes.
-
-    It has all their bytes in a step, and what overlaps them.
-    """
+    """All collectives of a step of one kind and group: their bytes, and what overlaps them."""
 
     count: int  # operations in a step; one may move several arrays
     overlapped: int  # operations that have something computed between their start and their done

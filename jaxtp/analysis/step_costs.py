@@ -439,7 +439,7 @@ def _described(config: ModelConfig, tp: int, shards: int) -> Decoder:
 def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Iterator[Cost]:
     """Yields the costs of Gated DeltaNet.
 
-    Its projections have formulas; between them a traced program is counted.
+    The projections have formulas; the computation between them is traced.
     """
     config = layer.config
     compute = itemsize(layer.precision.compute)

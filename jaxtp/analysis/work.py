@@ -77,7 +77,7 @@ def work_of(
 ) -> Work:
     """Returns the work of an objective and its gradient.
 
-    They are traced under the mesh in context, which has these sizes.
+    Traces them under the mesh in context, whose axes have these `sizes`.
     """
     closed = jax.make_jaxpr(gradient(objective))(params, *inputs)
     products, results = count_work(closed, sizes, (params, *inputs))

@@ -123,7 +123,7 @@ class Batches(ABC):
     ) -> Iterator[tuple[Columns, Position]]:
         """Yields these rows of `count` batches from a position, and the position after each.
 
-        It reads four batches ahead. None reads to the end of the source, which may have none.
+        Reads four batches ahead. With `count` None it reads to the end of the source, if any.
 
         Raises:
           BatchError: the source raised an error, or a batch cannot be used.
@@ -149,7 +149,7 @@ class Batches(ABC):
     def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
         """Returns a function that reads the batch of a step, or None after the end.
 
-        Its calls are in order.
+        The caller reads the steps in order.
         """
 
     def _zeros(self, rows: int) -> Columns:

@@ -118,7 +118,7 @@ class Data:
     def validation(self, batches: int, batch_size: int) -> "Samples | None":
         """Returns at most `batches` validation batches, each row once.
 
-        It is None if no source has any.
+        Returns None if no source has validation data.
         """
         if not self.validation_rows:
             return None
@@ -131,7 +131,7 @@ class Data:
 def _distinct(sources: Sequence[Source]) -> list[tuple[Documents, float]]:
     """Returns the distinct documents to evaluate on.
 
-    Each has the weight of all sources that have it.
+    The weight of documents is the sum over the sources that have them.
     """
     distinct: dict[str, tuple[Documents, float]] = {}
     for source in sources:

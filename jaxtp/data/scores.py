@@ -1,6 +1,6 @@
 """Scores of a dataset's tokens by a model, written by `jaxtp score`.
 
-They are for losses that need a reference or a teacher.
+Losses that need a reference model or a teacher read them.
 
 Version 1 of the format is a folder:
 
@@ -197,7 +197,7 @@ class Scores:
     def command(self, settings: RowSettings | None = None, temperature: float | None = None) -> str:
         """Returns a command that makes such scores.
 
-        They are of other rows or at another temperature, if these are given.
+        Defaults for rows and temperature are those of the folder.
         """
         record = self.record
         rows = settings

@@ -37,7 +37,7 @@ def reading(path: Path) -> Iterator[None]:
 def end_token(folder: Path) -> str | int | None:
     """Returns the configured end token, by name or id.
 
-    Order: tokenizer_config.json, then the first id in config.json or generation_config.json.
+    Reads tokenizer_config.json, or else the first id in config.json or generation_config.json.
     """
     if (token := special_tokens(folder).get("eos_token")) is not None:
         return token

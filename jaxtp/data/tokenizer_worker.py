@@ -112,10 +112,7 @@ def _tokens_before(encoding: "Encoding", before: int) -> int:
 
 
 def _limit_memory(max_bytes: int) -> None:
-    """Lets the process take `most` bytes more than it has.
-
-    Each thread may also reserve addresses.
-    """
+    """Lets the process take `max_bytes` more than it has, and each thread reserve addresses."""
     # Not every system limits it.
     with suppress(OSError, ValueError), open("/proc/self/statm") as file:
         pages = list(map(int, file.read().split()))

@@ -106,10 +106,7 @@ state, and the norm divides by them. With 1e-2, gradients of a small Qwen3.5 in 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig):
-    """One kind of decoder block.
-
-    It has attention or Gated DeltaNet, then an MLP or experts, each a branch with norms.
-    """
+    """A kind of decoder block: attention or Gated DeltaNet, then an MLP or experts, with norms."""
 
     residual_scale: Positive = 1.0
     """Factor of the outputs of attention and MLP (Granite)."""
@@ -268,7 +265,7 @@ class ModelConfig(BlockConfig, DecoderSizes):
     def is_foreign(self) -> bool:
         """Whether `build` names a model that the other settings do not describe.
 
-        It may be one that is not imported yet.
+        Also true for a Decoder of the user's that is not imported yet.
         """
         return self.build is not None and self.decoder is None
 
@@ -651,7 +648,7 @@ class _Projection(NamedTuple):
 def matmul_layers(config: ModelConfig) -> dict[str, str | None]:
     """Returns why `precision.matmul` does not apply to projections in blocks, by path.
 
-    It is None for a projection that it applies to.
+    The reason is None where `precision.matmul` applies.
     """
     return {path: obstacle for path, _, obstacle in _all_projections(config)}
 
@@ -659,7 +656,7 @@ def matmul_layers(config: ModelConfig) -> dict[str, str | None]:
 def set_matmul(config: ModelConfig, path: str, blocks: nnx.Module) -> None:
     """Sets the dtype of products in the stacked blocks at a path.
 
-    It is for the projections that `matmul_layers` takes.
+    Changes only projections to which `precision.matmul` applies.
     """
     for projection in _projections(config, path, blocks):
         if projection.obstacle is None and projection.layer is not None:

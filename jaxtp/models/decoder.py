@@ -86,7 +86,7 @@ class LossTerms:
 class LayerScale(nnx.Variable[Array]):
     """The factor of a block's result.
 
-    It is not an `nnx.Param`, so no optimizer sees it; checkpoints save it.
+    Checkpoints save it, but no optimizer sees it, because it is not an `nnx.Param`.
     """
 
 
@@ -360,9 +360,8 @@ class Decoder(EmbeddingAndHead):
         dropout_keys: Array | None = None,
         context: Context = "auto",
     ) -> tuple[Array, Array]:
-        """Returns the summed cross-entropy in nats and the number of labels that are not -100.
-
-        Both are float32 scalars.
+        """Returns the summed cross-entropy in nats and the number of labels that are not -100, as
+        float32 scalars.
 
         `labels_BT[b, t]` is the token after `ids_BT[b, t]`, or -100. `z_loss` is the weight of the
         squared log-normaliser; `dropout_keys` `[B]` turn dropout on; for the others see `__call__`.
@@ -432,9 +431,8 @@ class Decoder(EmbeddingAndHead):
     ) -> Array:
         """Returns the final, normalised hidden states `[B, T, D]`.
 
-        They are ordered like `Sequences.positions`.
-
-        Over cp this may be another order than the batch's. `sequences.local_tokens(labels)` gives
+        Tokens are in the order of `Sequences.positions`, which over cp may differ from the batch's.
+        `sequences.local_tokens(labels)` gives
         the labels of a loss the same order, and `sequences.natural(...)` restores the batch's.
         """
         return self.with_routing(ids_BT, dropout_keys, sequences or self.sequences(ids_BT))[0]

@@ -1,6 +1,4 @@
-"""Log-probabilities of a decoder's tokens.
-
-They are for losses such as DPO, distillation and policy gradients.
+"""Log-probabilities of a decoder's tokens, for losses such as DPO and distillation.
 
 They are exact on every mesh, and logits exist for `loss_chunk` tokens at a time, also in the
 backward pass.
@@ -26,7 +24,7 @@ def token_log_probs(
 ) -> Array | tuple[Array, Array]:
     """Returns the log-probability of each label, given the ids up to its position.
 
-    They are float32, shaped like `labels`.
+    Returns a float32 array in the shape of `labels`.
 
     Args:
       labels: next tokens `[B, T]`, or K ids for each position, `[B, T, K]`; -100 gives 0.
@@ -66,11 +64,10 @@ def top_log_probs(
     *,
     temperature: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Returns the k highest log-probabilities at each position, and their ids int32.
+    """Returns the k highest log-probabilities at each position, and their int32 ids.
 
-    Both are `[B, T, k]`, and descending.
-
-    They have no gradient; `token_log_probs` of the ids does.
+    Both are `[B, T, k]`, the most probable id first. They have no gradient; `token_log_probs` of
+    the ids has one.
     """
     if not 1 <= k <= model.config.vocab_size:
         raise ConfigError(

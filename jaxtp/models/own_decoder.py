@@ -138,10 +138,7 @@ def _settings_of_built(build: Builder, config: ModelConfig) -> ModelConfig | Non
 
 
 def recorded(config: ModelConfig) -> ModelConfig:
-    """Returns the settings of a subclass with its name and arguments.
-
-    They can then be read from a file.
-    """
+    """Returns the settings of a subclass with its name and arguments, to read from a file."""
     kind: Any = type(config)
     if config.build is not None:
         return config

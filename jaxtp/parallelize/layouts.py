@@ -196,9 +196,8 @@ jax.tree_util.register_pytree_node(  # the only leaf is the global array, withou
 def make_copies(x: Array, layout: Layout, *, context: bool = False) -> Array | Copies:
     """Gathers an activation `[B, ...]` once for all column layers that read it.
 
-    With tp=1 it returns `x`.
-
-    The transpose all-reduces the gradient, or reduce-scatters it if `layout` is `Shard`.
+    Returns `x` if tp is 1. The transpose all-reduces the gradient, or reduce-scatters it if
+    `layout` is `Shard`.
     """
     if axis_size(TP) == 1:
         return x

@@ -82,10 +82,7 @@ def original_class(module: nnx.Module) -> type:
 
 
 def loads_shards(module: nnx.Module) -> bool:
-    """Returns whether a module is a layer of jaxtp, or a subclass.
-
-    It loads its shards by the specs it declares.
-    """
+    """Returns whether a module is a layer of jaxtp, which loads the shards that it declares."""
     return any(base.__module__.startswith("jaxtp.") for base in original_class(module).__mro__)
 
 

@@ -1,6 +1,6 @@
 """Runs parallel modules: each gets a subclass for its style.
 
-Without a mesh in context it runs the original code.
+The subclass runs the original code if no mesh is in context.
 
 A stock module's method runs on shards: a copy of the module with this device's parameters and sizes
 runs Flax's code. The split letter (`stock.py`) decides the communication: if the result has the

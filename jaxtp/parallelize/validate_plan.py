@@ -86,7 +86,7 @@ def validate_plan(
 def parameter_specs(plans: Sequence[ModulePlan]) -> list[tuple[nnx.Param, PartitionSpec]]:
     """Returns each parameter once with its spec.
 
-    For tied parameters, a module with a signature decides.
+    The spec of a tied parameter is from a module with a signature, if there is one.
     """
     specs: dict[int, tuple[nnx.Param, PartitionSpec]] = {}
     for plan in sorted(plans, key=lambda plan: plan.signature is not None):

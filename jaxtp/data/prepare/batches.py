@@ -59,7 +59,7 @@ def batches(
 ) -> Iterator[Batch]:
     """Yields documents from `start`.
 
-    With `on_error` "stop", raises at a problem, after all documents before it.
+    With `on_error` "stop", raises the first problem, after yielding all documents before it.
     """
     end = 0  # bytes of the inputs up to the end of the source
     batch = Batch(start)

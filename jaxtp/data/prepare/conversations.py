@@ -55,7 +55,7 @@ _PROBE = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}]
 class Conversations:
     """Renders and tokenizes conversations.
 
-    It sets the tokenizer's prefix and end token to the template's.
+    Sets the tokenizer's prefix and end token to the template's.
     """
 
     def __init__(self, config: PrepareConfig, tokenizer: Tokenizer):
@@ -100,7 +100,7 @@ class Conversations:
     def day(self) -> str | None:
         """The day that the template reads as today.
 
-        It is None if the template reads none, or until the dataset has one.
+        None if the template does not read the day, or the dataset has none yet.
         """
         return self._template.day
 
@@ -159,7 +159,7 @@ def template_of(config: PrepareConfig) -> tuple[str, str]:
 def first_day(config: PrepareConfig) -> str | None:
     """Returns the day for a new dataset's template; None without a day.
 
-    It is today unless the user names one.
+    The default is today.
     """
     if config.messages is None or not writes_day(template_of(config)[0]):
         return None
@@ -220,10 +220,7 @@ def with_system(messages: list[Message], system: object) -> list[Message]:
 
 
 def checked(messages: object, media_as_text: bool) -> list[Message]:
-    """Returns messages with role and content.
-
-    They are converted from ShareGPT's keys and from lists of parts.
-    """
+    """Converts ShareGPT's keys and lists of parts to messages with role and content."""
     if messages == []:
         raise ChatError("the list of messages is empty")
     if not isinstance(messages, list):

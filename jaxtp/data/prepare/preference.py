@@ -1,6 +1,4 @@
-"""Converts preference data to pairs of documents.
-
-They are a chosen and a rejected answer, each after the same prompt.
+"""Converts preference data to pairs of documents: a chosen and a rejected answer to a prompt.
 
 A row has texts, or lists of messages for the chat template. If it has no prompt, `chosen` and
 `rejected` start with it: the prompt is every message but the last, or the beginning that the texts
@@ -111,7 +109,7 @@ def _texts(prompt_name: str, row: Row) -> tuple[Turn, ...]:
 def _shared(chosen: str, rejected: str) -> int:
     """Returns where the answers start.
 
-    Without HH's mark, it is the last word or line that both texts start alike.
+    Without HH's mark, the answers start after the last whole word or line that both texts share.
     """
     prompt = chosen[: _num_shared(chosen, rejected)]
     if (mark := prompt.rfind(_ANSWER)) >= 0:

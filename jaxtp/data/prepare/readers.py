@@ -442,7 +442,7 @@ def _require_few_values_in(group: "pyarrow.parquet.RowGroupMetaData", names: lis
 
 
 def _within_memory(max_bytes: int, values: Iterator[T]) -> Iterator[T]:
-    """Yields values; raises a MemoryError if making one takes more than `most` bytes (on Linux)."""
+    """Yields values; raises a MemoryError if making one takes more than `max_bytes` (on Linux)."""
     while True:
         with _limited_memory(max_bytes):
             value = next(values, None)
@@ -554,7 +554,7 @@ def _columns(schema: "pyarrow.Schema", fields: Fields | None) -> list[str]:
 def _lines(content: BinaryIO, limit: int, skips: bool) -> Iterator[bytes]:
     """Yields lines, cut after the limit.
 
-    Unless it `skips`, raises after a cut one, whose end may be far away.
+    Raises after a cut line, whose end may be far away, unless `skips`.
     """
     while line := content.readline(limit + 1):
         yield line

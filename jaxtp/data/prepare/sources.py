@@ -143,7 +143,7 @@ def find_sources(config: PrepareConfig) -> list[Source]:
 def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
     """Detects and prints the layout of conversations by the first row's keys.
 
-    It does so unless a field is named.
+    Does nothing if the user names a field.
     """
     source = next((source for source in sources if source.format != TEXT), None)
     if config.preference:
