@@ -19,7 +19,6 @@ are mapped.
 
 import itertools
 import math
-import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -33,13 +32,13 @@ from pydantic import Field
 
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import fingerprint
-from jaxtp.config.reading import MAX_JSON, inside, open_regular, read_bytes, truncate
+from jaxtp.config.reading import MAX_JSON, inside, read_bytes, truncate
 from jaxtp.config.schema import differences, nearest_file
 from jaxtp.data.documents import Documents
 from jaxtp.data.manifest import SPLITS, Count, DatasetError, TokenizerInfo, parse, shard_file
 from jaxtp.data.rows import IGNORE, Place, Row, Rows
 from jaxtp.data.samples import LongDocuments, Packing, RowSettings
-from jaxtp.data.store import verify_sum
+from jaxtp.data.store import size_of, verify_sum
 
 LOG_PROBS = "log_probs"
 TOP_IDS = "top_ids"
@@ -323,10 +322,8 @@ def _read(path: Path, schema: type[T]) -> T | None:
 
 
 def _size_of(path: Path) -> int:
-    # Returns the size of a regular file in an untrusted folder.
     try:
-        with open_regular(inside(path.parent, path.name)) as file:
-            return os.fstat(file.fileno()).st_size
+        return size_of(path)
     except OSError as error:
         raise ScoresError(f"{path}: damaged scores: {error.strerror}") from None
 

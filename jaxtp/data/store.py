@@ -168,10 +168,15 @@ def open_dataset(folder: Path) -> Dataset:
     return Dataset(folder, manifest.tokenizer, splits)
 
 
+def size_of(path: Path) -> int:
+    """Returns the size of a regular file in an untrusted folder."""
+    with open_regular(inside(path.parent, path.name)) as file:
+        return os.fstat(file.fileno()).st_size
+
+
 def _require_size(path: Path, expected: int) -> None:
     try:
-        with open_regular(inside(path.parent, path.name)) as file:
-            size = os.fstat(file.fileno()).st_size
+        size = size_of(path)
     except OSError as error:
         raise DatasetError(f"{path}: damaged dataset: {error.strerror}") from None
     if size != expected:

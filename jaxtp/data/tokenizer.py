@@ -149,9 +149,8 @@ class HuggingFaceTokenizer:
     @cached_property
     def prefix(self) -> tuple[int, ...]:
         """Ids that the post-processor prepends, e.g. BOS; `encode_batch` omits them."""
-        plain, whole = (
-            self._encode(["a"], add_special_tokens=added)[0].tolist() for added in (False, True)
-        )
+        plain = self._encode(["a"], add_special_tokens=False)[0].tolist()
+        whole = self._encode(["a"], add_special_tokens=True)[0].tolist()
         starts = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
         return tuple(whole[: next(starts, 0)])
 
@@ -197,19 +196,11 @@ class IsolatedTokenizer(HuggingFaceTokenizer):
     A tokenizer.json that makes the library crash then ends with a `TokenizerError`.
     """
 
-    def __init__(
-        self,
-        content: bytes,
-        name: str,
-        *,
-        eos: str | int | None = None,
-        has_eos: bool = True,
-        special_tokens: bool = False,
-    ):
+    def __init__(self, content: bytes, name: str, **options: Any):
         _require_library(name)
         encode_isolated(content, name, [])  # loads it in the worker first
-        self._special_tokens = special_tokens
-        super().__init__(content, name, eos=eos, has_eos=has_eos, special_tokens=special_tokens)
+        self._special_tokens = options.get("special_tokens", False)
+        super().__init__(content, name, **options)
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Tokens]:
         settings = {
