@@ -312,9 +312,12 @@ class Decoder(EmbeddingAndHead):
         self.blocks: Any = kinds[0] if len(kinds) == 1 else nnx.List(kinds)
         self.norm = Norm(width, replace(config, norm=config.final_norm or config.norm), context)
         tied = config.tie_embeddings
-        biased = config.head_bias
-        head = partial(VocabParallelHead, vocab_size, width, context, tied=tied, use_bias=biased)
-        self.head = None if tied and not biased else head(rngs=rngs)
+        head = None
+        if not tied or config.head_bias:
+            head = VocabParallelHead(
+                vocab_size, width, context, tied=tied, use_bias=config.head_bias, rngs=rngs
+            )
+        self.head = head
         if config.lora.rank:
             freeze(self)
         if config.precision.matmul != "compute":

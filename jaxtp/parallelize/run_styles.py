@@ -259,7 +259,9 @@ def _gather(value: object) -> Any:
         return value
     leaves, tree = jax.tree.flatten(value, is_leaf=lambda leaf: leaf is not value)
     gathered = [_gather(leaf) for leaf in leaves]
-    return value if all(map(operator.is_, gathered, leaves)) else jax.tree.unflatten(tree, gathered)
+    if all(map(operator.is_, gathered, leaves)):
+        return value
+    return jax.tree.unflatten(tree, gathered)
 
 
 def _leading_axes(shape: tuple[int, ...], dims: Signature, role: Role) -> LeadingAxes:

@@ -46,10 +46,10 @@ def prepare(out: Path, config: PrepareConfig) -> None:
     tokenizer = named_tokenizer(config)
     sources = find_sources(config)
     config = with_layout(config, sources)
-    kind = PairsOfConversations if config.preference else Conversations
-    conversations = (
-        None if config.messages is None or tokenizer is None else kind(config, tokenizer)
-    )
+    conversations = None
+    if config.messages is not None and tokenizer is not None:
+        kind = PairsOfConversations if config.preference else Conversations
+        conversations = kind(config, tokenizer)
     job = Job(out, config, sources, tokenizer, conversations)
     try:
         with locked(out), ExitStack() as stack:
@@ -79,18 +79,16 @@ class _Preparation:
         self._tokenizer = tokenizer
         self._state = state
         info = tokenizer.info
-        adds_tokens = job.conversations is None  # else the template writes prefix and end
-        self._prefix = np.array(info.prefix if adds_tokens else [], info.dtype)
-        self._end = np.array(
-            [info.eos_id] if adds_tokens and info.eos_id is not None else [], info.dtype
-        )
+        self._prefix = self._end = np.array([], info.dtype)
+        if job.conversations is None:  # else the template writes prefix and end
+            self._prefix = np.array(info.prefix, info.dtype)
+            if info.eos_id is not None:
+                self._end = np.array([info.eos_id], info.dtype)
         settings = info, self._config.has_prompts, self._config.shard_tokens
-        self._writers = {
-            name: stack.enter_context(
-                closing(SplitWriter(job.out, name, *settings, state.splits[name]))
-            )
-            for name in SPLITS
-        }
+        self._writers: dict[str, SplitWriter] = {}
+        for name in SPLITS:
+            writer = SplitWriter(job.out, name, *settings, state.splits[name])
+            self._writers[name] = stack.enter_context(closing(writer))
         drop_unknown(job.out, set().union(*(writer.files() for writer in self._writers.values())))
         self._digests: set[bytes] = set()
         if self._config.dedup:
@@ -214,9 +212,8 @@ class _Preparation:
             self._state.skip(EMPTY_DOCUMENT)
             return
         prefix = self._prefix
-        if self._config.special_tokens and np.array_equal(
-            np.concatenate(ids)[: len(prefix)], prefix
-        ):
+        first_ids = np.concatenate(ids)[: len(prefix)]
+        if self._config.special_tokens and np.array_equal(first_ids, prefix):
             prefix = prefix[:0]  # the text spells it
         writer = self._writers[split_of(entry.digest, self._config.held_out)]
         prompt = len(prefix) + len(ids[0]) if self._config.has_prompts else 0
@@ -262,11 +259,9 @@ class _Preparation:
     def _summary(self, manifest: Manifest) -> Iterator[str]:
         info = manifest.tokenizer
         requested = self._config.train_bpe or 0
-        fewer = (
-            f" (the text yields no more; requested {requested:,})"
-            if requested > info.vocab_size
-            else ""
-        )
+        fewer = ""
+        if requested > info.vocab_size:
+            fewer = f" (the text yields no more; requested {requested:,})"
         yield (
             f"{'dataset':<12}{self._job.out}, tokenizer {info.kind}, vocabulary "
             f"{info.vocab_size:,}{fewer}"
@@ -281,19 +276,15 @@ class _Preparation:
         written = open_dataset(self._job.out)
         for name in SPLITS:
             split = manifest.splits[name]
-            shards = len(manifest.splits[name].shards)
-            items = split.documents // 2 if manifest.pairs else split.documents
-            noun = "pair" if manifest.pairs else "document"
-            count = f"{items:,} {noun}{'' if items == 1 else 's'}"
-            loss = (
-                f", {written.splits[name].num_loss_tokens:,} of them with loss,"
-                if manifest.prompts
-                else ""
-            )
+            count = _counted(split.documents, "document")
+            if manifest.pairs:
+                count = _counted(split.documents // 2, "pair")
+            loss = ""
+            if manifest.prompts:
+                loss = f", {written.splits[name].num_loss_tokens:,} of them with loss,"
             yield (
                 f"{name:<12}{count}, {split.tokens:,} tokens{loss} in "
-                f"{shards} shard{'' if shards == 1 else 's'}, the longest document "
-                f"{split.longest:,}"
+                f"{_counted(len(split.shards), 'shard')}, the longest document {split.longest:,}"
             )
         if not manifest.splits[VALIDATION].shards and manifest.arguments["held_out"]:
             yield f"{'':<12}nothing is held out: so few documents need a larger --held-out"
@@ -301,6 +292,10 @@ class _Preparation:
             yield f"{'left out':<12}{_listed(manifest.skipped)}"
         if self._config.format == "auto" and (counts := syntax_counts(self._job.sources)):
             yield f"{'as text':<12}{_listed(counts)}: each file is one document, with its syntax"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _listed(skipped: Mapping[str, int]) -> str:
