@@ -99,7 +99,7 @@ def _inside(equation: JaxprEqn, counted: Counted) -> Iterator[tuple[Jaxpr, int, 
             yield jaxpr, times, counted
 
 
-def _as_sequence(value: Any) -> Sequence[Any]:
+def _as_sequence(value: object) -> Sequence[Any]:
     return value if isinstance(value, (tuple, list)) else (value,)
 
 

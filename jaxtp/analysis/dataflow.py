@@ -9,6 +9,7 @@ layers whose output is needed whole, and repeats the walk.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -247,8 +248,8 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         has_grad = any(info.has_grad for info in facts) and differentiable
         batched = any(info.batched for info in facts)
         source = _broadcast_source(equation, facts)
-        columns = _columns(facts)
-        summed = _summed(facts)
+        columns = _union(info.columns for info in facts)
+        summed = _union(info.summed for info in facts)
         dims: Sequence[int | None] = [None] * len(equation.outvars)
         if columns:
             dims = self.pass_operation(equation, facts, columns, times)
@@ -305,7 +306,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
 
     def _join(self, facts: Sequence[ArrayInfo], variable: Atom, times: int) -> ArrayInfo:
         """Splits the variable if any value is split, and gathers the gradients of whole values."""
-        columns = _columns(facts)
+        columns = _union(info.columns for info in facts)
         has_grad = any(info.has_grad for info in facts)
         batched = any(info.batched for info in facts)
         try:
@@ -318,7 +319,8 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
             for info in facts:
                 if info.dim is None and info.has_grad:
                     self.count(columns, ALL_GATHER, self.bytes(info, variable.aval), times)
-        return ArrayInfo(dim, columns, has_grad, batched, _summed(facts))
+        summed = _union(info.summed for info in facts)
+        return ArrayInfo(dim, columns, has_grad, batched, summed)
 
     def _shift(self, fact: ArrayInfo, by: int) -> ArrayInfo:
         fact = replace(fact, key=object(), broadcast_from=None, entered=(), left=())
@@ -342,12 +344,8 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         return size / (self.result.batch_shards if info.batched else 1)
 
 
-def _columns(infos: Iterable[ArrayInfo]) -> Columns:
-    return frozenset[str]().union(*(info.columns for info in infos))
-
-
-def _summed(infos: Iterable[ArrayInfo]) -> Columns:
-    return frozenset[str]().union(*(info.summed for info in infos))
+def _union(paths: Iterable[Columns]) -> Columns:
+    return frozenset(chain.from_iterable(paths))
 
 
 def _is_float(aval: Any) -> bool:

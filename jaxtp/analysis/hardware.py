@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +119,10 @@ def _gpu(
     tflops: float,
     bandwidth: float,
     link: float,
-    network: float = 50.0,
     **fields: Any,
 ) -> Hardware:
     # The three bandwidths are in GB/s.
+    network = fields.pop("network", 50.0)
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     capability = CAPABILITIES.get(kinds[0], "")
     # Twice bfloat16 on each card of Ada, Hopper and Blackwell, by the sources of the rows: 1,979
@@ -140,21 +141,6 @@ def _gpu(
         capability=capability,
         **fields,
     )
-
-
-def _pcie(*card: Any, **fields: Any) -> Hardware:
-    # The link is x16 of PCIe 4.0 or 5.0; bridges between pairs of cards are ignored.
-    return _gpu(*card, **{"hop": _PCIE_HOP, "source": _CARD, **fields})
-
-
-def _tpu(*chip: Any, **fields: Any) -> Hardware:
-    # Assumes that a mesh axis uses both links, one each way round, along one axis of the torus, so
-    # half the hops. If the ends of a slice's axis do not meet (v5e and v6e: axes shorter than 16),
-    # a ring has about half the bandwidth; with a second torus axis, a mesh axis would have twice as
-    # much. 1 us per hop is from jax-ml.github.io/scaling-book; a collective's startup and the
-    # network's hop are assumptions.
-    waits: dict[str, Any] = {"latency": 3e-6, "hop": 0.5e-6, "network_hop": 10e-6}
-    return _gpu(*chip, **{"platform": "tpu", "network": 3.1, "reserved": 0.0, **waits, **fields})
 
 
 _CARD = (
@@ -194,6 +180,18 @@ _RCCL: dict[str, Any] = {
     "network_hop": 24.1e-6,
 }
 """Waits as RCCL has them: src/graph/tuning.cc of github.com/ROCm/rccl, rings, large messages."""
+
+# The link is x16 of PCIe 4.0 or 5.0; bridges between pairs of cards are ignored.
+_pcie = partial(_gpu, hop=_PCIE_HOP, source=_CARD)
+
+# Assumes that a mesh axis uses both links, one each way round, along one axis of the torus, so half
+# the hops. If the ends of a slice's axis do not meet (v5e and v6e: axes shorter than 16), a ring
+# has about half the bandwidth; with a second torus axis, a mesh axis would have twice as much. 1 us
+# per hop is from jax-ml.github.io/scaling-book; a collective's startup and the network's hop are
+# assumptions.
+_tpu = partial(
+    _gpu, platform="tpu", network=3.1, reserved=0.0, latency=3e-6, hop=0.5e-6, network_hop=10e-6
+)
 
 TABLE = {
     hardware.name: hardware

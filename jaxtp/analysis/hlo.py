@@ -291,13 +291,10 @@ def _trip_count(module: Module, around: Sequence[Instruction], loop: Instruction
     result = root_of(body)
     if test is None or (test.opcode, test.attribute("direction")) != ("compare", "LT"):
         return None
+    if init is None or result is None or {init.opcode, result.opcode} != {"tuple"}:
+        return None
     counter = _part(condition, test.operands[0])
-    if (
-        counter is None
-        or init is None
-        or result is None
-        or {init.opcode, result.opcode} != {"tuple"}
-    ):
+    if counter is None:
         return None
     after, _ = _resolve(body, result.operands[counter])
     if after is None or after.opcode != "add" or _part(body, after.operands[0]) != counter:

@@ -34,7 +34,7 @@ class EndOfDataError(BatchError):
 def reading(name: str, step: int | None = None) -> Iterator[None]:
     """Converts an error of a user's source to a `BatchError` that begins with its name.
 
-    Any other `UserError` passes through.
+    Other `UserError`s pass through.
     """
     where = name if step is None else f"{name}, step {step + 1}"
     try:

@@ -94,7 +94,8 @@ class HuggingFaceTokenizer:
     ):
         self.name = name
         self.content = content
-        self._tokenizer = load_library(content, name)
+        self._special_tokens = special_tokens
+        self._tokenizer = self._load()
         self._tokenizer.encode_special_tokens = not special_tokens
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
@@ -109,6 +110,9 @@ class HuggingFaceTokenizer:
             token.lstrip or "\n" in token.content for token in self._added.values()
         )
         self._is_byte_level = (file["decoder"] or {}).get("type") == "ByteLevel"
+
+    def _load(self) -> "Library":
+        return load_library(self.content, self.name)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Encodes without end tokens; raises `TokenizerError`."""
@@ -196,11 +200,10 @@ class IsolatedTokenizer(HuggingFaceTokenizer):
     A tokenizer.json that makes the library crash then ends with a `TokenizerError`.
     """
 
-    def __init__(self, content: bytes, name: str, **options: Any):
-        _require_library(name)
-        encode_isolated(content, name, [])  # loads it in the worker first
-        self._special_tokens = options.get("special_tokens", False)
-        super().__init__(content, name, **options)
+    def _load(self) -> "Library":
+        _require_library(self.name)
+        encode_isolated(self.content, self.name, [])  # loads it in the worker first
+        return super()._load()
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Tokens]:
         settings = {
@@ -328,14 +331,8 @@ def tokenizer_file(path: Path) -> Path:
 def load_library(content: bytes, name: str) -> "Library":
     """Returns a `tokenizers` tokenizer, without truncation, padding and dropout."""
     _require_library(name)
-    from tokenizers import Tokenizer
-
     try:
-        tokenizer = Tokenizer.from_str(content.decode())
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        if getattr(tokenizer.model, "dropout", None) is not None:
-            tokenizer.model.dropout = None
+        tokenizer = tokenizer_worker.load(content)
     except BaseException as error:
         raise as_tokenizer_error(error, f"{name}: not a tokenizer.json") from None
     for part in (tokenizer.normalizer, tokenizer.decoder):

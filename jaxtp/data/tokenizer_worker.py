@@ -83,7 +83,7 @@ def _answer(
     if content is not None:
         if len(loaded) == _MAX_LOADED:
             del loaded[next(iter(loaded))]
-        loaded[key] = _load(content)
+        loaded[key] = load(content)
     tokenizer = loaded[key]
     tokenizer.encode_special_tokens = settings["encode_special_tokens"]
     # Only `encode_batch` computes the positions of tokens.
@@ -92,7 +92,8 @@ def _answer(
     return encodings
 
 
-def _load(content: bytes) -> "Tokenizer":
+def load(content: bytes) -> "Tokenizer":
+    """Returns a tokenizer without truncation, padding and dropout."""
     from tokenizers import Tokenizer
 
     try:

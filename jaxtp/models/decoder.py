@@ -131,10 +131,11 @@ class DecoderBlock(nnx.Module):
         self, x_BTD: Array, dropout_keys: Array | None = None, sequences: Sequences = Sequences()
     ) -> tuple[Array, Routing | None]:
         """Returns the output and any router statistics."""
-        count = len(self.names)
         routing = None
-        keys = (None,) * count if dropout_keys is None else split_keys(dropout_keys, count)
-        by_name = dict(zip(self.names, keys, strict=True))
+        keys: dict[str, Array] = {}
+        if dropout_keys is not None:
+            branch_keys = split_keys(dropout_keys, len(self.names))
+            keys = dict(zip(self.names, branch_keys, strict=True))
 
         def run(name: str, branch: Branch, y_BTD: Array) -> Array:
             nonlocal routing
@@ -144,7 +145,7 @@ class DecoderBlock(nnx.Module):
             return y_BTD
 
         def drop(name: str, y_BTD: Array) -> Array:
-            return self._dropout(y_BTD, by_name[name], sequences)
+            return self._dropout(y_BTD, keys.get(name), sequences)
 
         x_BTD = self._run(checkpoint_name(x_BTD, remat.BLOCK_INPUT), run, drop)
         return x_BTD, routing
@@ -198,15 +199,21 @@ class DecoderBlock(nnx.Module):
         summands: list[Array] = []
         for name, branch, before, after in self.branches():
             with jax.named_scope(name):
-                input_BTD, read_BTD = (input_BTD, read_BTD) if self.parallel else (x_BTD, x_BTD)
-                read_BTD = read_BTD if before is None else before(input_BTD)
+                # Parallel branches read the block's input, and may share the first one's norm.
+                if not self.parallel:
+                    input_BTD = x_BTD
+                    read_BTD = x_BTD
+                if before is not None:
+                    read_BTD = before(input_BTD)
                 if branch.joined:
-                    gathered_BTD = gathered_BTD if summands else enter(read_BTD)
+                    if not summands:
+                        gathered_BTD = enter(read_BTD)
                     summands.append(run(name, branch, gathered_BTD))
                     continue
                 y_BTD = run(name, branch, read_BTD)
-                y_BTD = drop(name, y_BTD if after is None else after(y_BTD))
-                x_BTD = x_BTD + _scaled(y_BTD, self.residual_scale)
+                if after is not None:
+                    y_BTD = after(y_BTD)
+                x_BTD = x_BTD + _scaled(drop(name, y_BTD), self.residual_scale)
         if summands:
             x_BTD = x_BTD + _scaled(leave(reduce(operator.add, summands)), self.residual_scale)
         return x_BTD if self.layer_scale is None else _scaled(x_BTD, self.layer_scale[...])
@@ -448,7 +455,9 @@ class Decoder(EmbeddingAndHead):
         experts: Sequence[Array | None] | None = None,
     ) -> tuple[Array, Routings]:
         """Returns the hidden states and the router statistics; see `loss_terms`."""
-        keys = None if dropout_keys is None else split_keys(dropout_keys, self.config.num_layers)
+        keys = None
+        if dropout_keys is not None:
+            keys = split_keys(dropout_keys, self.config.num_layers)
         x_BTD = self.embed(ids_BT, sequences)
         first = 0
         routings: Routings = []

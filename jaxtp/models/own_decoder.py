@@ -115,12 +115,11 @@ def _settings_of_built(build: Builder, config: ModelConfig) -> ModelConfig | Non
     model = _abstract(build)
     if not isinstance(model, Decoder):
         return None
-    kind: Any = type(model)
+    kind = type(model)
 
-    def make(config: ModelConfig, *, rngs: nnx.Rngs) -> Decoder:
+    def make(config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:
         # Only the function knows the initial weights, and only the class takes other settings.
-        decoder: Any = build(rngs) if config == settings else kind(config, rngs=rngs)
-        return decoder
+        return build(rngs) if config == settings else kind(config, rngs=rngs)
 
     settings = replace(model.config, decoder=make, build=config.build, arguments=config.arguments)
     call = f"{kind.__name__}(config, rngs=rngs)"

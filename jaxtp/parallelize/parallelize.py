@@ -143,7 +143,7 @@ def _dtypes(modules: Sequence[ModuleInfo], plan: Plan) -> Iterator[tuple[Any, np
             continue
         paths = itertools.chain.from_iterable(info.paths for info in modules)
         outer = [path for path in paths if matches(pattern, path)]
-        layers: list[Any] = []
+        layers: list[nnx.Module] = []
         for info in modules:
             is_within = any(itertools.starmap(is_inside, itertools.product(info.paths, outer)))
             if is_within and hasattr(info.module, "dtype"):

@@ -179,7 +179,8 @@ def _compute(cls: type, role: Role, module: nnx.Module, /, *args: object, **kwar
         return cls.__call__(local, x, *args[1:], **kwargs)  # type: ignore[operator]
 
     style = resolve_style(role.style, dims)
-    return _run_on_shards(module, method, args[0], dims, role, style, _call_name(cls, role))
+    plan = _plan_call(module, args[0], dims, role, style, _call_name(cls, role))
+    return _run_on_shards(plan, module, method, args[0])
 
 
 @functools.cache
@@ -201,8 +202,8 @@ def _attend(cls: type, role: Role, module: nnx.Embed, /, query: object, **kwargs
     elif style.letter == "d":
         style = ResolvedStyle("d", Shard(ATTEND.inputs["d"]), Replicate())
     attend = functools.partial(cls.attend, **kwargs)  # type: ignore[attr-defined]
-    name = f"{_call_name(cls, role)}_attend"
-    return _run_on_shards(module, attend, query, ATTEND, role, style, name)
+    plan = _plan_call(module, query, ATTEND, role, style, f"{_call_name(cls, role)}_attend")
+    return _run_on_shards(plan, module, attend, query)
 
 
 def _on_global_arrays(
@@ -273,11 +274,15 @@ def _leading_axes(shape: tuple[int, ...], dims: Signature, role: Role) -> Leadin
 def _runs_on_shards(module: nnx.Module, x: Any, dims: Signature, role: Role) -> bool:
     # Rows without a sequence are replicated over cp. The compiler splits products whose specs the
     # model declares.
-    shape = x.shape if isinstance(x, Copies) else jnp.shape(x)
+    shape = _shape_of(x)
     divides = bool(_leading_axes(shape, dims, role)) and shape[0] % axis_size(*BATCH) == 0
     specs = (declared_spec(value, value.ndim) for value in parameters_of(module, dims).values())
     declared_axes = itertools.chain.from_iterable(map(axes_of, itertools.chain(*specs)))
     return divides and set(declared_axes) <= set(STORAGE)
+
+
+def _shape_of(x: Any) -> tuple[int, ...]:
+    return x.shape if isinstance(x, Copies) else jnp.shape(x)
 
 
 def _has_arrays(tree: object) -> bool:
@@ -356,10 +361,11 @@ class _CallPlan:
 def _plan_call(
     module: nnx.Module, x: Any, dims: Signature, role: Role, style: ResolvedStyle, name: str
 ) -> _CallPlan:
-    leading = _leading_axes(x.shape, dims, role)
+    shape = _shape_of(x)
+    leading = _leading_axes(shape, dims, role)
     splits_columns = style.letter in dims.outputs
     has_copies = isinstance(x, Copies) and x.copies is not None and splits_columns
-    input_spec = activation_spec(style.input_layout, x.ndim, leading)
+    input_spec = activation_spec(style.input_layout, len(shape), leading)
     sizes = mesh_sizes(current_mesh())
     stored_specs = {}
     for parameter_name, parameter in parameters_of(module, dims).items():
@@ -367,7 +373,7 @@ def _plan_call(
         spec = stored_spec(parameter, parameter.ndim, tp_dim, sizes, fsdp=role.fsdp)
         stored_specs[parameter_name] = spec
     output = Shard(dims.outputs[style.letter or ""]) if splits_columns else style.output_layout
-    output_ndim = x.ndim + dims.more_dims
+    output_ndim = len(shape) + dims.more_dims
     return _CallPlan(
         name=name,
         dims=dims,
@@ -383,38 +389,29 @@ def _plan_call(
 
 
 def _run_on_shards(
-    module: nnx.Module,
-    method: Callable[..., Array],
-    x: Any,
-    dims: Signature,
-    role: Role,
-    style: ResolvedStyle,
-    name: str,
+    plan: _CallPlan, module: nnx.Module, method: Callable[..., Array], x: Any
 ) -> Array:
     """Returns a stock module's result, a global array.
 
     `method` is called with a module of the original class, and the input.
     """
-    if not isinstance(x, Copies):
-        x = jnp.asarray(x)
-    plan = _plan_call(module, x, dims, role, style, name)
     array = x.copies if plan.has_copies else jnp.asarray(x)
-    weights = [parameter[...] for parameter in parameters_of(module, dims).values()]
+    weights = [parameter[...] for parameter in parameters_of(module, plan.dims).values()]
     run = device_view(
         functools.partial(_body, plan, module, method),
-        name,
+        plan.name,
         in_specs=(plan.input_spec, *plan.weight_specs),
         out_specs=plan.output_spec,
     )
     y = run(array, *weights)
     if plan.final_spec == plan.output_spec:
         return y
-    check_divides(name, y.shape, plan.final_spec)
+    check_divides(plan.name, y.shape, plan.final_spec)
     return constrain(y, plan.final_spec)
 
 
 def _body(
-    plan: _CallPlan, module: Any, method: Callable[..., Array], x: Array, *shards: Array
+    plan: _CallPlan, module: nnx.Module, method: Callable[..., Array], x: Array, *shards: Array
 ) -> Array:
     style = plan.style
     if plan.has_copies:
@@ -425,8 +422,7 @@ def _body(
     for name, shard in zip(plan.stored_specs, shards, strict=True):
         weights[name] = _load(plan, module, name, shard) if plan.gathers_in_body else shard
     local = _local_module(plan, module, weights)
-    is_lookup = isinstance(module, nnx.Embed) and not plan.dims.inputs
-    if plan.sums and is_lookup:
+    if plan.sums and isinstance(module, nnx.Embed) and not plan.dims.inputs:
         y = _masked_lookup(method, local, x, module.num_embeddings)
     else:
         y = method(local, x)

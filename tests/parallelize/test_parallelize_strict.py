@@ -259,7 +259,7 @@ RNGS = nnx.Rngs(0)
 NO_MODELS = {
     "a linen module": (linen.Dense(D), "Dense is a linen module; .*port it to Flax NNX"),
     "a class of linen": (linen.Dense, "Dense is a linen module"),
-    "makes a linen module": (lambda: linen.Dense(D), "returns a Dense, .*linen keeps"),
+    "makes a linen module": (lambda: linen.Dense(D), "not a Dense; linen keeps"),
     "a class with arguments": (
         nnx.Linear,
         "called without arguments, and .*missing a required argument: 'in_features'",
