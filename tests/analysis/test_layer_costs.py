@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support import sweep
 
 import jaxtp
+from jaxtp.analysis import step_costs as costs
 from jaxtp.analysis.layer_costs import (
     Workload,
     collectives_of,
@@ -184,3 +185,15 @@ def test_flops_of_kernels_are_read_from_the_traced_program(name):
     rows = {"batch_size": 4, "sequence_length": 256, "platform": "cuda 9.0"}
     formulas, traced = both_costs(config, mesh_shape(dp=2), **rows)
     assert traced.flops == formulas.flops
+
+
+def test_equal_blocks_are_priced_once(monkeypatch):
+    windows = ({"sliding_window": 4}, {"sliding_window": 4}, {})
+    config = dataclasses.replace(MODEL, num_layers=6, pattern=windows)
+    priced = []
+    block_costs = costs.block_costs
+    monkeypatch.setattr(
+        costs, "block_costs", lambda block, work: priced.append(block) or block_costs(block, work)
+    )
+    step_costs(config, mesh_shape(tp=2), batch_size=2, sequence_length=8)
+    assert len(priced) == 2
