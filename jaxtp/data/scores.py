@@ -196,7 +196,7 @@ class Scores:
     def command(self, settings: RowSettings | None = None, temperature: float | None = None) -> str:
         """Returns a command that makes such scores.
 
-        Defaults for rows and temperature are those of the folder.
+        By default the rows and the temperature are the folder's.
         """
         record = self.record
         rows = settings
