@@ -151,7 +151,7 @@ def stacks(text: str, layers: int) -> tuple[int, tuple[int, int]]:
     for _, instruction, scope, _, _ in walk(module, entry):
         if (
             instruction.opcode == "while"
-            and f'"known_trip_count":{{"n":"{layers}"}}' in instruction.rest
+            and f'"known_trip_count":{{"n":"{layers}"}}' in instruction.text
         ):
             backward = "transpose(" in scope
             for dtype, dims, order in re.findall(

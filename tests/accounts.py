@@ -210,7 +210,7 @@ def _bytes(type):
 def _only_looked_up(computation, index):
     """Returns whether a fusion only gathers from an argument or updates it in place."""
     (parameter,) = [
-        i for i in computation if i.opcode == "parameter" and i.rest.startswith(f"{index})")
+        i for i in computation if i.opcode == "parameter" and i.text.startswith(f"{index})")
     ]
     names = {parameter.name}
     users = []

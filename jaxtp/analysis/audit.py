@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec, Sharding
 from jax.stages import Compiled
 
 from jaxtp.analysis.census import A_TURN, count_collectives
-from jaxtp.analysis.collective import Collective, Place, bytes_by_place, sums
+from jaxtp.analysis.collective import Collective, Place, Traffic, bytes_by_place, sums
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.tables import columns
@@ -60,35 +61,29 @@ class Holding:
     @property
     def unintended(self) -> tuple[str, ...]:
         """Replicated axes that its spec names; all replicated axes if it declares no spec."""
-        named = {axis for entry in self.declared or () for axis in axes_of(entry)}
-        return tuple(
-            axis for axis in self.replicated_over if self.declared is None or axis in named
-        )
+        if self.declared is None:
+            return self.replicated_over
+        declared_axes = {*itertools.chain.from_iterable(map(axes_of, self.declared))}
+        return tuple(axis for axis in self.replicated_over if axis in declared_axes)
 
     @property
     def declaration(self) -> str:
         """The declared spec, in words."""
         if self.declared is None:
             return "no spec declared"
-        return (
-            f"{self.declared}, which the compiler did not keep"
-            if self.unintended
-            else str(self.declared)
-        )
+        note = ", which the compiler did not keep" if self.unintended else ""
+        return f"{self.declared}{note}"
 
     def matrices(self) -> set[tuple[int, ...]]:
         """Returns the shapes in which it may be sent: each dim whole or sharded.
 
         A stacked variable may also be sent layer by layer.
         """
-        dims = [sorted({whole, part}) for whole, part in zip(self.shape, self.shard, strict=True)]
-        single = [dims[1:]] if len(dims) > 2 else []
-        return {
-            shape
-            for choices in [dims, *single]
-            if len(choices) > 1
-            for shape in itertools.product(*choices)
-        }
+        dims = [{whole, part} for whole, part in zip(self.shape, self.shard, strict=True)]
+        if len(dims) < 2:
+            return set()
+        shapes = {*itertools.product(*dims)}
+        return shapes | {shape[1:] for shape in shapes} if len(dims) > 2 else shapes
 
 
 @dataclass(frozen=True)
@@ -139,12 +134,8 @@ class Audit:
             for h in self.holdings
         ]
         moved = [
-            (*place, by, f"{count:,} {counted}".strip(), f"{sent:,.0f}")
-            for by, traffic in (
-                ("the compiler", self.added),
-                ("the program", self.realised - self.added),
-            )
-            for (*place, counted), (count, sent) in sums(traffic, _row).items()
+            *_traffic_rows("the compiler", self.added),
+            *_traffic_rows("the program", self.realised - self.added),
         ]
         table = columns(
             ("array", "shape", "on a device", "dtype", "bytes on a device", "declared"), arrays
@@ -182,9 +173,9 @@ class Audit:
                 # XLA reshards weights for a rule that sees them without padding, and names no
                 # module
                 continue
-            what = f", a weight moves (it has the shape of {weight})" if weight else ""
+            note = f", a weight moves (it has the shape of {weight})" if weight else ""
             yield (
-                f"{times} x {_describe(collective)}{what}: no module asked for it, the compiler "
+                f"{times} x {_describe(collective)}{note}: no module asked for it, the compiler "
                 "added it"
             )
 
@@ -192,21 +183,18 @@ class Audit:
         for collective, times in self.realised.items():
             name = _outermost(collective)
             if collective.counted == A_TURN and name not in self.uncounted:
-                allow = (
-                    f'uncounted=("{name}",)'
-                    if name
-                    else 'jax.named_scope("name") and uncounted=("name",)'
-                )
+                allow = f'uncounted=("{name}",)'
+                if not name:
+                    allow = 'jax.named_scope("name") and uncounted=("name",)'
                 yield (
                     f"{times} x {_describe(collective)}, in each turn of a loop that may turn any "
                     f"number of times; {allow} allows it"
                 )
 
     def _weight_like(self, collective: Collective) -> str | None:
-        over_tp = TP in collective.axes
-        return next(
-            (h.name for h in self.holdings if over_tp and collective.shape in h.matrices()), None
-        )
+        if TP not in collective.axes:
+            return None
+        return next((h.name for h in self.holdings if collective.shape in h.matrices()), None)
 
     def _over_budget(self) -> Iterator[str]:
         if self.budget is None:
@@ -285,9 +273,8 @@ def read_holdings(compiled: Compiled, state: object, mesh: Mesh) -> tuple[Holdin
     """
     leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable)
     holdings = []
-    for (path, leaf), sharding in zip(
-        leaves, jax.tree.leaves(_state_shardings(compiled, state)), strict=True
-    ):
+    shardings = jax.tree.leaves(_state_shardings(compiled, state))
+    for (path, leaf), sharding in zip(leaves, shardings, strict=True):
         spec = leaf.get_metadata().get("out_sharding") if is_variable(leaf) else None
         holding = Holding(
             name=jax.tree_util.keystr(path, simple=True, separator="."),
@@ -304,9 +291,10 @@ def read_holdings(compiled: Compiled, state: object, mesh: Mesh) -> tuple[Holdin
 
 def _state_shardings(compiled: Compiled, state: object) -> Any:
     returned = compiled.output_shardings
-    for candidate in (returned, returned[0] if isinstance(returned, tuple) and returned else None):
-        if _paths(candidate) == _paths(state):
-            return candidate
+    if _paths(returned) == _paths(state):
+        return returned
+    if isinstance(returned, tuple) and returned and _paths(returned[0]) == _paths(state):
+        return returned[0]
     return compiled.input_shardings[0][0]
 
 
@@ -342,15 +330,9 @@ def added_by_compiler(
 def _likeness(collective: Collective) -> tuple[object, ...]:
     # The fields that survive partitioning, which turns a maximum into an all-reduce.
     kind = "all-reduce" if collective.kind.startswith("all-reduce") else collective.kind
-    a_turn = collective.counted == A_TURN
-    return (
-        kind,
-        collective.axes,
-        collective.group,
-        collective.dtype,
-        math.prod(collective.shape),
-        a_turn,
-    )
+    elements = math.prod(collective.shape)
+    message = kind, collective.axes, collective.group, collective.dtype, elements
+    return *message, collective.counted == A_TURN
 
 
 def _outermost(collective: Collective) -> str:
@@ -360,17 +342,15 @@ def _outermost(collective: Collective) -> str:
 def _describe(collective: Collective) -> str:
     where = f" in {collective.module}" if collective.module else ""
     where += f", {collective.source}" if collective.source else ""
-    what = f"{collective.dtype} {_by(collective.shape)} ({collective.bytes:,} bytes)"
-    return f"{collective.kind} of {what} over {'+'.join(collective.axes)}{where}"
+    array = f"{collective.dtype} {_by(collective.shape)} ({collective.bytes:,} bytes)"
+    return f"{collective.kind} of {array} over {'+'.join(collective.axes)}{where}"
 
 
-def _row(collective: Collective) -> tuple[str, ...]:
-    return (
-        collective.module or "(step)",
-        collective.kind,
-        "+".join(collective.axes),
-        collective.counted,
-    )
+def _traffic_rows(asked_by: str, traffic: Traffic) -> Iterator[tuple[str, ...]]:
+    totals = sums(traffic, attrgetter("module", "kind", "axes", "counted"))
+    for (module, kind, axes, counted), (count, sent) in totals.items():
+        times = f"{count:,} {counted}".strip()
+        yield module or "(step)", kind, "+".join(axes), asked_by, times, f"{sent:,.0f}"
 
 
 def _by(shape: tuple[int, ...]) -> str:

@@ -8,6 +8,7 @@ caller allows them by name. HLO is counted by the same rules (`hlo.py`).
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final, Literal
 
 import jax.numpy as jnp
@@ -63,10 +64,10 @@ def equations(
     for equation in needed_equations(jaxpr):
         scope = "/".join(filter(None, (outer, str(equation.source_info.name_stack))))
         yield equation, times, counted, scope
-        for inner, each, meant in (
-            _inside(equation, counted) if equation.primitive.name != "pallas_call" else ()
-        ):
-            yield from equations(inner, times * each, meant, scope)
+        if equation.primitive.name == "pallas_call":
+            continue
+        for inner, inner_times, meaning in _inside(equation, counted):
+            yield from equations(inner, times * inner_times, meaning, scope)
 
 
 def needed_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
@@ -85,29 +86,28 @@ def _inside(equation: JaxprEqn, counted: Counted) -> Iterator[tuple[Jaxpr, int, 
     name = equation.primitive.name
     params = equation.params
     if name == "while":
-        bodies, conditions, meant = runs(trip_count(equation), counted)
-        yield params["body_jaxpr"].jaxpr, bodies, meant
-        yield params["cond_jaxpr"].jaxpr, conditions, meant
+        bodies, conditions, meaning = runs(trip_count(equation), counted)
+        yield params["body_jaxpr"].jaxpr, bodies, meaning
+        yield params["cond_jaxpr"].jaxpr, conditions, meaning
         return
-    branches = name == "cond" and len(params["branches"]) > 1 and not counted
-    for value in params.values():
-        for sub in value if isinstance(value, (tuple, list)) else (value,):
-            closed: Any = getattr(sub, "jaxpr", sub)
-            if hasattr(closed, "eqns"):
-                yield (
-                    closed,
-                    params["length"] if name == "scan" else 1,
-                    AT_MOST if branches else counted,
-                )
+    times = params["length"] if name == "scan" else 1
+    if name == "cond" and len(params["branches"]) > 1 and not counted:
+        counted = AT_MOST
+    for value in chain.from_iterable(map(_as_sequence, params.values())):
+        jaxpr: Any = getattr(value, "jaxpr", value)
+        if hasattr(jaxpr, "eqns"):
+            yield jaxpr, times, counted
+
+
+def _as_sequence(value: object) -> Sequence[Any]:
+    return value if isinstance(value, (tuple, list)) else (value,)
 
 
 def _axes(equation: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:
     if equation.primitive.name in _MOVES_NOTHING:
         return ()
-    named = equation.params.get("axes", equation.params.get("axis_name", ()))
-    return tuple(
-        axis for axis in (named if isinstance(named, (tuple, list)) else (named,)) if axis in sizes
-    )
+    names = equation.params.get("axes", equation.params.get("axis_name", ()))
+    return tuple(axis for axis in _as_sequence(names) if axis in sizes)
 
 
 def arrays(*variables: Any) -> list[ShapedArray]:
@@ -129,7 +129,7 @@ def kernel_products(
 ) -> Products | None:
     """Returns the products of a Pallas kernel or of cuDNN's attention (fmha), by its shapes.
 
-    The result is None if they are unknown.
+    Returns None for an unknown kernel.
     """
     # Each row has a product with the matrix of its group, or its part of the matrix's gradient.
     if name.startswith("grouped_"):
@@ -190,7 +190,10 @@ def trip_count(loop: JaxprEqn) -> int | None:
 
 
 def _maker(jaxpr: Jaxpr, variable: object) -> JaxprEqn | None:
-    return next((e for e in jaxpr.eqns if any(made is variable for made in e.outvars)), None)
+    for equation in jaxpr.eqns:
+        if any(result is variable for result in equation.outvars):
+            return equation
+    return None
 
 
 def _integer(operand: object) -> int | None:

@@ -6,6 +6,7 @@ Only this module computes the bytes that a device sends around a ring.
 import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TypeVar
 
 from jaxtp.mesh import AXES
@@ -39,28 +40,11 @@ PRIMITIVES = {
     "pbroadcast": "broadcast",
 }
 """Kinds of collectives by the primitive of a jaxpr."""
-_PLUMBING = set(PRIMITIVES) | {
-    *(
-        "while",
-        "body",
-        "cond",
-        "branch",
-        "scan",
-        "closed_call",
-        "eval_jaxpr",
-        "core_call",
-        "shard_map",
-    ),
-    *(
-        "checkpoint",
-        "rematted_computation",
-        "remat",
-        "custom_vjp_call",
-        "custom_jvp_call",
-        "name",
-        "pcast",
-        "pvary",
-    ),
+_PLUMBING = {
+    *PRIMITIVES,
+    *("while", "body", "cond", "branch", "scan", "shard_map", "pcast", "pvary", "name"),
+    *("closed_call", "eval_jaxpr", "core_call", "custom_vjp_call", "custom_jvp_call"),
+    *("checkpoint", "rematted_computation", "remat"),
 }
 
 
@@ -98,7 +82,8 @@ class Collective:
     def bytes_sent(self) -> float:
         """The bytes that each device sends.
 
-        They are (n-1)/n of `bytes`, twice that for an all-reduce (a ring), and all for a permute.
+        In a ring of n devices each sends (n-1)/n of the message, twice that for an all-reduce, and
+        the whole message for a permute.
         """
         if self.kind == PERMUTE:
             return float(self.bytes)
@@ -111,28 +96,27 @@ Traffic = Mapping[Collective, int]  # Collectives, and how often each runs in a 
 
 def total_sent(moved: Traffic) -> float:
     """Returns the bytes each device sends."""
-    return sum(times * one.bytes_sent for one, times in moved.items())
+    return sum(times * collective.bytes_sent for collective, times in moved.items())
 
 
 def sums(moved: Traffic, by: Callable[[Collective], Key]) -> dict[Key, tuple[int, float]]:
     """Returns counts and bytes each device sends, grouped by `by`."""
     totals: dict[Key, tuple[int, float]] = {}
-    for one, times in moved.items():
-        count, sent = totals.get(by(one), (0, 0.0))
-        totals[by(one)] = count + times, sent + times * one.bytes_sent
+    for collective, times in moved.items():
+        key = by(collective)
+        count, sent = totals.get(key, (0, 0.0))
+        totals[key] = count + times, sent + times * collective.bytes_sent
     return totals
 
 
 def bytes_by_place(moved: Traffic) -> dict[Place, float]:
     """Returns the bytes each device sends, by module and axes."""
-    return {
-        place: sent for place, (_, sent) in sums(moved, lambda one: (one.module, one.axes)).items()
-    }
+    totals = sums(moved, attrgetter("module", "axes"))
+    return {place: sent for place, (_, sent) in totals.items()}
 
 
 def bytes_by_axes(moved: Traffic) -> dict[Axes, float]:
     """Returns the bytes each device sends, by axes in the mesh's order."""
-    found = sorted(
-        sums(moved, lambda one: one.axes).items(), key=lambda item: list(map(AXES.index, item[0]))
-    )
-    return {axes: sent for axes, (_, sent) in found if sent}
+    totals = sums(moved, attrgetter("axes"))
+    in_order = sorted(totals, key=lambda axes: list(map(AXES.index, axes)))
+    return {axes: totals[axes][1] for axes in in_order if totals[axes][1]}

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -72,14 +71,11 @@ def _compile_and_dump(lowered: Any, options: Options | None) -> tuple[Compiled, 
             "xla_dump_hlo_pass_re": "spmd-partitioning",
         }
         compiled = lowered.compile(compiler_options={**(options or {}), **dump})
-        patterns = (r"after_(tpu-)?spmd-partitioning\.", r"\.before_optimizations\.txt$")
-        found = [
-            path
-            for pattern in patterns
-            for path in Path(folder).iterdir()
-            if re.search(pattern, path.name)
-        ]
-        return compiled, found[0].read_text() if found else ""
+        endings = ("after_spmd-partitioning.*", "after_tpu-spmd-partitioning.*")
+        for ending in (*endings, ".before_optimizations.txt"):
+            for path in Path(folder).glob(f"*{ending}"):
+                return compiled, path.read_text()
+        return compiled, ""
 
 
 def _place_of_text(lowered: Any, options: Options | None) -> Path | None:

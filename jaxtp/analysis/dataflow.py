@@ -9,6 +9,7 @@ layers whose output is needed whole, and repeats the walk.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -120,9 +121,9 @@ class Dataflow:
         """Returns the bytes to reduce row layers' outputs."""
         return sum(self.sent(call, 1, ALL_REDUCE) for call in calls)
 
-    def sent(self, call: LayerCall, which: int, kind: str = ALL_GATHER) -> float:
+    def sent(self, call: LayerCall, side: int, kind: str = ALL_GATHER) -> float:
         """Returns the bytes of a collective on a call's input (0) or output (1)."""
-        aval = call.avals[which]
+        aval = call.avals[side]
         return call.times * self.over_tp(kind, aval.size * aval.dtype.itemsize)
 
     def over_tp(self, kind: str, size: float) -> float:
@@ -144,12 +145,15 @@ def _layer_dims(module: nnx.Module, method: str, ndim: int) -> LayerDims | None:
 def _passed_dims(dims: Signature, ndim: int) -> dict[int, int]:
     if dims.batch_ndim is None:
         return {}
-    unnamed = [
-        [dim for dim in range(n) if dim not in {named % n for named in names.values()}]
-        for n, names in ((ndim, dims.inputs), (ndim + dims.more_dims, dims.outputs))
-    ]
+    inputs = _unnamed_dims(dims.inputs, ndim)
+    outputs = _unnamed_dims(dims.outputs, ndim + dims.more_dims)
     windows = dims.batch_ndim - 1 - max(len(dims.inputs), 1)  # dims that a convolution mixes
-    return dict(list(zip(*unnamed, strict=False))[: len(unnamed[0]) - windows])
+    return dict(zip(inputs[: len(inputs) - windows], outputs, strict=False))
+
+
+def _unnamed_dims(letters: Mapping[str, int], ndim: int) -> list[int]:
+    named_dims = {dim % ndim for dim in letters.values()}
+    return [dim for dim in range(ndim) if dim not in named_dims]
 
 
 def parameter_bytes(module: nnx.Module) -> int:
@@ -211,9 +215,8 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
             del self.path[self.path.index(path) :]
         if self.layer and self.layer[0].path == path:
             info = self.leave_layer(*self.layer, aval, times)
-        return replace(
-            info, left=(*info.left, path) if boundary.argument else info.left, entered=()
-        )
+        left = (*info.left, path) if boundary.argument else info.left
+        return replace(info, left=left, entered=())
 
     def leave_layer(
         self, boundary: Boundary, info: ArrayInfo, before: Any, after: Any, times: int
@@ -241,32 +244,23 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         return replace(output, dim=dims.column, columns=frozenset({boundary.path}))
 
     def _operation(self, equation: JaxprEqn, facts: list[ArrayInfo], times: int) -> list[ArrayInfo]:
-        has_grad = (
-            any(info.has_grad for info in facts) and equation.primitive.name != "stop_gradient"
-        )
+        differentiable = equation.primitive.name != "stop_gradient"
+        has_grad = any(info.has_grad for info in facts) and differentiable
         batched = any(info.batched for info in facts)
         source = _broadcast_source(equation, facts)
-        columns = _union(facts)
-        summed = _union(facts, "summed")
-        dims = (
-            self.pass_operation(equation, facts, columns, times)
-            if columns
-            else [None] * len(equation.outvars)
-        )
-        summed |= (
-            columns if all(dim is None for dim in dims) and self.reduces(equation) else frozenset()
-        )
-        return [
-            ArrayInfo(
-                dim,
-                frozenset() if dim is None else columns,
-                has_grad and _is_float(v.aval),
-                batched,
-                summed,
-                source,
-            )
-            for dim, v in zip(dims, equation.outvars, strict=True)
-        ]
+        columns = _union(info.columns for info in facts)
+        summed = _union(info.summed for info in facts)
+        dims: Sequence[int | None] = [None] * len(equation.outvars)
+        if columns:
+            dims = self.pass_operation(equation, facts, columns, times)
+        if self.reduces(equation) and all(dim is None for dim in dims):
+            summed |= columns
+        results = []
+        for dim, variable in zip(dims, equation.outvars, strict=True):
+            split_by = frozenset[str]() if dim is None else columns
+            result_grad = has_grad and _is_float(variable.aval)
+            results.append(ArrayInfo(dim, split_by, result_grad, batched, summed, source))
+        return results
 
     def reduces(self, equation: JaxprEqn) -> bool:
         """Returns whether an all-reduce of its result is enough, as in a loss of logits."""
@@ -291,9 +285,8 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
                 # The reason is used if a layer reads the result.
                 self.why_summed |= dict.fromkeys(columns, f"its output {why_here}")
                 for result in equation.outvars:
-                    self.count(
-                        columns, ALL_REDUCE, self.bytes(ArrayInfo(batched=True), result.aval), times
-                    )
+                    reduced = self.bytes(ArrayInfo(batched=True), result.aval)
+                    self.count(columns, ALL_REDUCE, reduced, times)
             else:
                 self.block(columns, why_here)
             return [None] * len(equation.outvars)
@@ -303,11 +296,8 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         for info, operand in zip(infos, equation.invars, strict=True):
             # The gradient of a whole operand is partial on each device.
             if info.dim is None and info.has_grad:
-                kind = (
-                    ALL_GATHER
-                    if _has_split_dim(equation, infos, info, operand.aval)
-                    else ALL_REDUCE
-                )
+                has_split_dim = _has_split_dim(equation, infos, info, operand.aval)
+                kind = ALL_GATHER if has_split_dim else ALL_REDUCE
                 self.count(columns, kind, self.bytes(info, operand.aval), times)
         return dims
 
@@ -316,7 +306,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
 
     def _join(self, facts: Sequence[ArrayInfo], variable: Atom, times: int) -> ArrayInfo:
         """Splits the variable if any value is split, and gathers the gradients of whole values."""
-        columns = _union(facts)
+        columns = _union(info.columns for info in facts)
         has_grad = any(info.has_grad for info in facts)
         batched = any(info.batched for info in facts)
         try:
@@ -329,7 +319,8 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
             for info in facts:
                 if info.dim is None and info.has_grad:
                     self.count(columns, ALL_GATHER, self.bytes(info, variable.aval), times)
-        return ArrayInfo(dim, columns, has_grad, batched, _union(facts, "summed"))
+        summed = _union(info.summed for info in facts)
+        return ArrayInfo(dim, columns, has_grad, batched, summed)
 
     def _shift(self, fact: ArrayInfo, by: int) -> ArrayInfo:
         fact = replace(fact, key=object(), broadcast_from=None, entered=(), left=())
@@ -345,17 +336,16 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
             self.result.blocked.setdefault(path, f"its output {why}")
 
     def count(self, columns: Columns, kind: str, size: float, times: int) -> None:
-        self.result.collectives.setdefault(columns, Counter())[
-            Collective(kind, (TP,), self.result.tp, size)
-        ] += times
+        traffic = self.result.collectives.setdefault(columns, Counter())
+        traffic[Collective(kind, (TP,), self.result.tp, size)] += times
 
     def bytes(self, info: ArrayInfo, aval: Any) -> float:
         size = info.broadcast_from[0] if info.broadcast_from else aval.size * aval.dtype.itemsize
         return size / (self.result.batch_shards if info.batched else 1)
 
 
-def _union(infos: Iterable[ArrayInfo], which: str = "columns") -> Columns:
-    return frozenset[str]().union(*(getattr(info, which) for info in infos))
+def _union(paths: Iterable[Columns]) -> Columns:
+    return frozenset(chain.from_iterable(paths))
 
 
 def _is_float(aval: Any) -> bool:
@@ -370,11 +360,9 @@ def _broadcast_source(
     if name == "broadcast_in_dim" and arrays:
         aval: Any = arrays[0][0]
         dims = equation.params["broadcast_dimensions"]
-        size, varying = infos[0].broadcast_from or (
-            aval.size * aval.dtype.itemsize,
-            frozenset(range(aval.ndim)),
-        )
-        return size, frozenset(dims[d] for d in varying if aval.shape[d] > 1)
+        unbroadcast = aval.size * aval.dtype.itemsize, frozenset(range(aval.ndim))
+        size, varying = infos[0].broadcast_from or unbroadcast
+        return size, frozenset(dims[dim] for dim in varying if aval.shape[dim] > 1)
     if name in ("convert_element_type", "mul", "add", "neg") and len(arrays) == 1:
         return arrays[0][1].broadcast_from
     return None

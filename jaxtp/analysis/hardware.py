@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +100,14 @@ RANGES = {
     "hop": (0, 0.1, "seconds"),
     "network_hop": (0, 0.1, "seconds"),
 }
-"""Least, most and unit of the numbers in a file. 80 for memory is no device's: it was meant in
-GB."""
+"""Minimum, maximum and unit of the numbers in a file. They reject a memory of 80, which was meant
+in GB."""
 
 MAX_DEVICES = 2**20
 PLATFORMS = ("cuda", "rocm", "tpu")
 
 NEEDED = ("memory", "flops", "bandwidth", "link", "domain", "network")
-"""Keys that a file without `like` has: no default of these is any device's."""
+"""Keys that a file without `like` must have: their defaults describe no device."""
 
 _PCIE_HOP = 5.7e-6  # Seconds, as NCCL has it for PCIe
 
@@ -118,17 +119,17 @@ def _gpu(
     tflops: float,
     bandwidth: float,
     link: float,
-    **others: Any,
+    **fields: Any,
 ) -> Hardware:
     # The three bandwidths are in GB/s.
-    network = others.pop("network", 50.0)
+    network = fields.pop("network", 50.0)
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     capability = CAPABILITIES.get(kinds[0], "")
     # Twice bfloat16 on each card of Ada, Hopper and Blackwell, by the sources of the rows: 1,979
     # TFLOP/s of an H100, 4,500 of a B200 and 330.3 of an RTX 4090. CDNA 3 has another format
     # (E4M3FNUZ); these TPUs have none.
     if float(capability or 0) >= MIN_CAPABILITY["float8"]:
-        others = {"float8": 2e12 * tflops, **others}
+        fields = {"float8": 2e12 * tflops, **fields}
     return Hardware(
         name=name,
         kinds=kinds,
@@ -138,36 +139,8 @@ def _gpu(
         link=link * 1e9,
         network=network * 1e9,
         capability=capability,
-        **others,
+        **fields,
     )
-
-
-def _pcie(
-    name: str, kind: str, gib: float, tflops: float, bandwidth: float, link: float, **others: object
-) -> Hardware:
-    # The link is x16 of PCIe 4.0 or 5.0; bridges between pairs of cards are ignored.
-    return _gpu(
-        name, kind, gib, tflops, bandwidth, link, **{"hop": _PCIE_HOP, "source": _CARD, **others}
-    )
-
-
-def _tpu(
-    name: str,
-    kinds: str | tuple[str, ...],
-    gib: float,
-    tflops: float,
-    bandwidth: float,
-    link: float,
-    **others: object,
-) -> Hardware:
-    # Assumes that a mesh axis uses both links, one each way round, along one axis of the torus, so
-    # half the hops. If the ends of a slice's axis do not meet (v5e and v6e: axes shorter than 16),
-    # a ring has about half the bandwidth; with a second torus axis, a mesh axis would have twice as
-    # much. 1 us per hop is from jax-ml.github.io/scaling-book; a collective's startup and the
-    # network's hop are assumptions.
-    waits = {"latency": 3e-6, "hop": 0.5e-6, "network_hop": 10e-6}
-    tpu: dict[str, Any] = {"platform": "tpu", "network": 3.1, "reserved": 0.0, **waits, **others}
-    return _gpu(name, kinds, gib, tflops, bandwidth, link, **tpu)
 
 
 _CARD = (
@@ -207,6 +180,18 @@ _RCCL: dict[str, Any] = {
     "network_hop": 24.1e-6,
 }
 """Waits as RCCL has them: src/graph/tuning.cc of github.com/ROCm/rccl, rings, large messages."""
+
+# The link is x16 of PCIe 4.0 or 5.0; bridges between pairs of cards are ignored.
+_pcie = partial(_gpu, hop=_PCIE_HOP, source=_CARD)
+
+# Assumes that a mesh axis uses both links, one each way round, along one axis of the torus, so half
+# the hops. If the ends of a slice's axis do not meet (v5e and v6e: axes shorter than 16), a ring
+# has about half the bandwidth; with a second torus axis, a mesh axis would have twice as much. 1 us
+# per hop is from jax-ml.github.io/scaling-book; a collective's startup and the network's hop are
+# assumptions.
+_tpu = partial(
+    _gpu, platform="tpu", network=3.1, reserved=0.0, latency=3e-6, hop=0.5e-6, network_hop=10e-6
+)
 
 TABLE = {
     hardware.name: hardware
@@ -299,27 +284,26 @@ TABLE = {
 }
 """Hardware by name. Memory is what the driver leaves of the size on the label."""
 
-_KINDS = {kind: hardware for hardware in TABLE.values() for kind in hardware.kinds}
-
 
 def of_kind(device_kind: str) -> Hardware | None:
     """Returns the hardware of a `jax.Device.device_kind`, or None.
 
     Partitions of a GPU (MIG) and relatives are missing: their peaks differ.
     """
-    return _KINDS.get(device_kind.strip())
+    kind = device_kind.strip()
+    return next((hardware for hardware in TABLE.values() if kind in hardware.kinds), None)
 
 
 def require_matmul(hardware: Hardware, matmul: str) -> None:
     """Raises ConfigError if the hardware does not multiply in the dtype of `Precision.matmul`."""
-    lacking = matmul_problem(matmul, hardware.architecture)
-    if lacking or not hardware.peak(matmul):
-        able = ", ".join(name for name, one in TABLE.items() if one.peak(matmul))
+    problem = matmul_problem(matmul, hardware.architecture)
+    if problem or not hardware.peak(matmul):
+        able = ", ".join(name for name in TABLE if TABLE[name].peak(matmul))
         works = "float8 or compute" if hardware.float8 else "compute"
+        in_file = "" if problem or hardware.name in TABLE else ", or the key float8 in the file"
         raise ConfigError(
             f"model.precision.matmul={matmul}: {hardware.name} has no such products; "
-            f"--model.precision.matmul {works} works, or one of {able}"
-            f"{'' if lacking or hardware.name in TABLE else ', or the key float8 in the file'}"
+            f"--model.precision.matmul {works} works, or one of {able}{in_file}"
         )
 
 
@@ -351,11 +335,9 @@ def find(name: str) -> Hardware:
 
     Raises `ConfigError` with the nearest name.
     """
-    return (
-        read(Path(name))
-        if name.endswith((".yaml", ".yml"))
-        else _of_table(name, ", or a YAML file of yours")
-    )
+    if name.endswith((".yaml", ".yml")):
+        return read(Path(name))
+    return _of_table(name, ", or a YAML file of yours")
 
 
 def _of_table(name: str, besides: str = "") -> Hardware:
@@ -377,18 +359,18 @@ def parse(text: str) -> tuple[Hardware, int]:
     Raises:
       ConfigError: malformed, or unknown hardware.
     """
-    found = re.fullmatch(r"(?P<name>(?:(?P<hosts>\d+)[xX])?(?P<kind>.+?))[xX](?P<count>\d+)", text)
-    if found is None or _is_known(text):
+    match = re.fullmatch(r"(?P<name>(?:(?P<hosts>\d+)[xX])?(?P<kind>.+?))[xX](?P<count>\d+)", text)
+    if match is None or _is_known(text):
         raise _uncounted(text)
-    devices = _number(text, found["count"])
-    if not found["hosts"] or Path(found["name"]).is_file():
-        return find(found["name"]), devices
-    hardware = find(found["kind"])
-    count = _number(text, str(_number(text, found["hosts"]) * devices))
+    devices = _number(text, match["count"])
+    if not match["hosts"] or Path(match["name"]).is_file():
+        return find(match["name"]), devices
+    hardware = find(match["kind"])
+    count = _number(text, str(_number(text, match["hosts"]) * devices))
     if devices > hardware.domain:
         raise ConfigError(
             f"--hardware {text}: fast links join at most {hardware.domain} of {hardware.name}; "
-            f"{found['kind']}x{count} has as many devices on more hosts"
+            f"{match['kind']}x{count} has as many devices on more hosts"
         )
     return replace(hardware, domain=devices), count
 
@@ -430,14 +412,14 @@ def read(path: Path) -> Hardware:
     """
     values = read_yaml(path)
     if not isinstance(values, dict) or not values:
-        found = truncate(repr(values)) if values else "nothing"
+        content = truncate(repr(values)) if values else "nothing"
         raise ConfigError(
-            f"{path}: expected keys such as 'like: h100' and {', '.join(RANGES)}; found {found}"
+            f"{path}: expected keys such as 'like: h100' and {', '.join(RANGES)}; found {content}"
         )
     problems = [
-        f"  {key} = {truncate(repr(values[key]))}: {unit}, from {least:g} to {most:g}"
-        for key, (least, most, unit) in RANGES.items()
-        if key in values and not _is_between(values[key], least, most)
+        f"  {key} = {truncate(repr(values[key]))}: {unit}, from {low:g} to {high:g}"
+        for key, (low, high, unit) in RANGES.items()
+        if key in values and not _is_between(values[key], low, high)
     ]
     if problems:
         raise ConfigError("\n".join([f"{path}:", *problems]))
@@ -448,16 +430,12 @@ def read(path: Path) -> Hardware:
         except ConfigError as error:
             raise ConfigError(f"{path}: like: {error}") from None
     keys = [str(key) for key in values if key not in ("like", "name", "kinds")]
-    others = f"from {base['name']}" if base else "assumed"
-    source = (
-        f"{path}: {', '.join(keys)}; others {others}"
-        if keys or not base
-        else f"{path}: all {others}"
-    )
-    like = {"like": base["name"]} if base else {}
-    hardware = validate(
-        Hardware, {**base, "name": path.stem, "source": source, **values, **like}, source=str(path)
-    )
+    defaults = f"from {base['name']}" if base else "assumed"
+    source = f"{', '.join(keys)}; others {defaults}" if keys or not base else f"all {defaults}"
+    settings = {**base, "name": path.stem, "source": f"{path}: {source}", **values}
+    if base:
+        settings["like"] = base["name"]
+    hardware = validate(Hardware, settings, source=str(path))
     if hardware.platform not in PLATFORMS:
         raise ConfigError(
             f"{path}: platform = {hardware.platform!r}: should be {', '.join(PLATFORMS)}"
@@ -465,19 +443,18 @@ def read(path: Path) -> Hardware:
     if not base and (missing := [key for key in NEEDED if key not in values]):
         raise ConfigError(
             f"{path}: {', '.join(missing)} missing; give {'it' if len(missing) == 1 else 'them'}, "
-            "or the name of a device that all that is left out is taken from, as in 'like: h100'"
+            "or the name of a device that has the missing values, as in 'like: h100'"
         )
     if hardware.reserved >= hardware.memory:
         raise ConfigError(
             f"{path}: reserved = {hardware.reserved:g} is not less than memory = "
-            f"{hardware.memory:g} bytes: nothing is "
-            "left for JAX"
+            f"{hardware.memory:g} bytes: nothing is left for JAX"
         )
     return hardware
 
 
-def _is_between(value: Any, least: float, most: float) -> bool:
+def _is_between(value: Any, low: float, high: float) -> bool:
     try:
-        return least <= float(value) <= most
+        return low <= float(value) <= high
     except (OverflowError, TypeError, ValueError):
         return False

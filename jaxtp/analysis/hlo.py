@@ -34,16 +34,13 @@ KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
 )
-_DTYPES = {"pred": "bool", "bf16": "bfloat16", "f8e4m3fn": "float8_e4m3fn"} | {
-    f"{letter}{bits}": f"{name}{bits}"
-    for letter, name in (("f", "float"), ("s", "int"), ("u", "uint"), ("c", "complex"))
-    for bits in (8, 16, 32, 64, 128)
-}
+_DTYPES = {"pred": "bool", "bf16": "bfloat16", "f8e4m3fn": "float8_e4m3fn"}
+_DTYPE_NAMES = {"f": "float", "s": "int", "u": "uint", "c": "complex"}
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(
     r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) "
-    r"(?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
+    r"(?P<opcode>[a-z][a-z0-9\-]*)\((?P<text>.*)$"
 )
 _CALLEE = re.compile(r"(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
@@ -72,11 +69,10 @@ class Instruction:
     """A line of a computation."""
 
     root: str | None  # mark of the instruction whose value the computation returns; None for others
-
     name: str
     type: str
     opcode: str
-    rest: str  # text after the opening parenthesis: operands, attributes, metadata
+    text: str  # after the opening parenthesis: operands, attributes, metadata
 
     @property
     def op_name(self) -> str:
@@ -86,21 +82,21 @@ class Instruction:
     @property
     def callees(self) -> list[str]:
         """Computations that it runs once; excludes `condition` and `body` of a `while`."""
-        branches = _BRANCHES.search(self.rest)
-        return _CALLEE.findall(self.rest) + (
-            re.findall(r"[\w.\-]+", branches[1]) if branches else []
-        )
+        callees = _CALLEE.findall(self.text)
+        if branches := _BRANCHES.search(self.text):
+            callees += re.findall(r"[\w.\-]+", branches[1])
+        return callees
 
     @cached_property
     def operands(self) -> list[Operand]:
         """Instructions that it reads, in order."""
-        found = re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.rest.split(")")[0])
-        return [(name, int(part) if part else None) for name, part in found]
+        operands = re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.text.split(")")[0])
+        return [(name, int(part) if part else None) for name, part in operands]
 
     def attribute(self, name: str) -> str | None:
         """Returns the word after `name=`, without quotes; None if missing."""
-        found = re.search(rf'\b{name}=(?:"([^"]*)"|%?([\w.\-]+))', self.rest)
-        return None if found is None else (found[1] if found[1] is not None else found[2])
+        match = re.search(rf'\b{name}=(?:"(?P<quoted>[^"]*)"|%?(?P<word>[\w.\-]+))', self.text)
+        return match[match.lastgroup or 0] if match else None
 
 
 Module = Mapping[str, Sequence[Instruction]]
@@ -120,8 +116,8 @@ def parse_module(text: str) -> tuple[Module, str]:
             current = header["name"]
             module[current] = []
             entry = current if header["entry"] else entry
-        elif current and (found := _INSTRUCTION.match(line)):
-            module[current].append(Instruction(**found.groupdict()))
+        elif current and (match := _INSTRUCTION.match(line)):
+            module[current].append(Instruction(**match.groupdict()))
     if not entry:
         raise HloError("no ENTRY computation: not the text of an HLO module")
     return module, entry
@@ -143,24 +139,24 @@ def read_frames(text: str) -> dict[int, str]:
     places = _table(text, "FileLocations", r"\{file_name_id=(\d+) .*?\bline=(\d+)")
     frames = _table(text, "StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
 
-    def source(frame: int, seen: tuple[int, ...] = ()) -> str:
-        location, parent = frames[frame]
-        file, line = places.get(int(location), ("0", "?"))
-        name = files.get(int(file), "?")[0]
-        caller = int(parent or frame)
-        in_library = any(library in name for library in _LIBRARIES)
-        return (
-            source(caller, (*seen, frame))
-            if in_library and caller in frames.keys() - {*seen, frame}
-            else f"{name}:{line}"
-        )
+    def source(frame: int) -> str:
+        visited: set[int] = set()
+        while True:
+            visited.add(frame)
+            location, parent = frames[frame]
+            file, line = places.get(int(location), ("0", "?"))
+            name = files.get(int(file), "?")[0]
+            frame = int(parent or frame)
+            in_library = any(library in name for library in _LIBRARIES)
+            if not in_library or frame in visited or frame not in frames:
+                return f"{name}:{line}"
 
     return {frame: source(frame) for frame in frames}
 
 
 def _table(text: str, name: str, pattern: str) -> dict[int, tuple[str, str]]:
-    found = re.search(rf"^{name}\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
-    rows = re.findall(rf"^(\d+) {pattern}", found[1] if found else "", re.MULTILINE)
+    table = re.search(rf"^{name}\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    rows = re.findall(rf"^(\d+) {pattern}", table[1] if table else "", re.MULTILINE)
     return {int(i): (first, second) for i, first, second in rows}
 
 
@@ -180,9 +176,9 @@ def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counte
     frames = read_frames(text)
     counts: Counter[Collective] = Counter()
     for computation, instruction, scope, times, counted in walk(module, entry):
-        for collective in (
-            collectives_of(instruction, scope, mesh_sizes) if instruction.opcode in KINDS else ()
-        ):
+        if instruction.opcode not in KINDS:
+            continue
+        for collective in collectives_of(instruction, scope, mesh_sizes):
             if collective.group > 1:
                 source = _source(instruction, module[computation], frames)
                 counts[dataclasses.replace(collective, source=source, counted=counted)] += times
@@ -204,12 +200,13 @@ def count_flops_in_hlo(text: str) -> int:
     for computation, instruction, _, times, counted in walk(module, entry):
         if is_product(instruction):
             check_counted(instruction, counted)
-            if (one := product_flops(module[computation], instruction)) is None:
+            product = product_flops(module[computation], instruction)
+            if product is None:
                 raise HloError(
                     f"cannot tell what a product multiplies: {instruction.name} "
-                    f"{instruction.rest[:200]}"
+                    f"{instruction.text[:200]}"
                 )
-            flops += times * one
+            flops += times * product
     return flops
 
 
@@ -218,30 +215,30 @@ def is_product(instruction: Instruction) -> bool:
     if instruction.opcode != "custom-call":
         return instruction.opcode == "dot"
     target = instruction.attribute("custom_call_target") or ""
-    return bool(_LIBRARY.search(target) or _IN_BYTECODE.search(instruction.rest))
+    return bool(_LIBRARY.search(target) or _IN_BYTECODE.search(instruction.text))
 
 
 def read_float8(text: str) -> tuple[int, Counter[str]]:
-    """Returns the number of products in float8 as asked for, and the others by layer.
+    """Reads the products that a program should compute in float8.
 
-    The others were asked for in float8 too.
+    Returns the number of products in float8, and the products in other dtypes by layer.
     """
     module, entry = parse_module(text)
-    right = 0
-    wrong = Counter[str]()
+    num_in_float8 = 0
+    others_by_layer = Counter[str]()
     for computation, instruction, scope, times, _ in walk(module, entry):
-        if is_product(instruction) and _FLOAT8.search(scope):
-            made = (named(module[computation], name) for name, _ in instruction.operands[:2])
-            dtypes = [one.type.partition("[")[0] for one in made if one]
-            if dtypes and all(dtype.startswith("f8") for dtype in dtypes):
-                right += times
-            else:
-                backward = "transpose(" in scope and "rematted_computation" not in scope
-                names = [name for name in _TRANSFORMS.split(_FLOAT8.split(scope)[0]) if name]
-                wrong[
-                    f"{'input gradient of ' * backward}{'/'.join(names)} ({' x '.join(dtypes)})"
-                ] += times
-    return right, wrong
+        if not is_product(instruction) or not _FLOAT8.search(scope):
+            continue
+        operands = [named(module[computation], name) for name, _ in instruction.operands[:2]]
+        dtypes = [operand.type.partition("[")[0] for operand in operands if operand]
+        if dtypes and all(dtype.startswith("f8") for dtype in dtypes):
+            num_in_float8 += times
+            continue
+        backward = "transpose(" in scope and "rematted_computation" not in scope
+        layer = "/".join(filter(None, _TRANSFORMS.split(_FLOAT8.split(scope)[0])))
+        role = "input gradient of " if backward else ""
+        others_by_layer[f"{role}{layer} ({' x '.join(dtypes)})"] += times
+    return num_in_float8, others_by_layer
 
 
 def _source(
@@ -249,9 +246,12 @@ def _source(
 ) -> str:
     # Where the partitioner left no line: the line of a reader of the result.
     name = re.compile(rf"%{re.escape(instruction.name)}(#\d+)?[,)]")
-    readers = (other.rest for other in computation if name.search(other.rest))
-    found = (_FRAME.search(metadata) for metadata in (instruction.rest, *readers))
-    return next(filter(None, (frames.get(int(frame[1])) for frame in found if frame)), "")
+    readers = (reader.text for reader in computation if name.search(reader.text))
+    for text in (instruction.text, *readers):
+        frame = _FRAME.search(text)
+        if frame and (source := frames.get(int(frame[1]))):
+            return source
+    return ""
 
 
 def walk(
@@ -260,46 +260,41 @@ def walk(
     """Yields each executed instruction: computation, instruction, scope, count and its meaning."""
     for instruction in module[name]:
         op_name = instruction.op_name
-        here = op_name if op_name.startswith("jit(") else f"{scope}/{op_name}".strip("/")
-        yield name, instruction, here, times, counted
+        inner = op_name if op_name.startswith("jit(") else f"{scope}/{op_name}".strip("/")
+        yield name, instruction, inner, times, counted
         if instruction.opcode == "while":
-            bodies, conditions, meant = runs(
-                _trip_count(module, module[name], instruction), counted
-            )
-            yield from walk(
-                module, instruction.attribute("body") or "", here, times * bodies, meant
-            )
-            yield from walk(
-                module, instruction.attribute("condition") or "", here, times * conditions, meant
-            )
+            trip_count = _trip_count(module, module[name], instruction)
+            bodies, conditions, meaning = runs(trip_count, counted)
+            body = instruction.attribute("body") or ""
+            condition = instruction.attribute("condition") or ""
+            yield from walk(module, body, inner, times * bodies, meaning)
+            yield from walk(module, condition, inner, times * conditions, meaning)
         elif instruction.opcode in ("call", "conditional", "fusion"):
             branches = instruction.opcode == "conditional" and not counted
             for callee in instruction.callees:
-                yield from walk(module, callee, here, times, AT_MOST if branches else counted)
+                yield from walk(module, callee, inner, times, AT_MOST if branches else counted)
 
 
 def _trip_count(module: Module, around: Sequence[Instruction], loop: Instruction) -> int | None:
     """Returns the iterations of a `while` in `around`; None if unknown.
 
-    They are from the compiler's note or from the condition.
+    Reads the compiler's note or, without a note, the loop's condition.
     """
     if f"/{RARELY}/" in loop.op_name:
         return 0
-    if known := re.search(r'known_trip_count"?:?\{"?n"?:?"(\d+)"', loop.rest):
-        return int(known[1])
-    condition, body = (module[loop.attribute(name) or ""] for name in ("condition", "body"))
+    if note := re.search(r'known_trip_count"?:?\{"?n"?:?"(\d+)"', loop.text):
+        return int(note[1])
+    condition = module[loop.attribute("condition") or ""]
+    body = module[loop.attribute("body") or ""]
     test = root_of(condition)
     init = named(around, loop.operands[0][0])
     result = root_of(body)
     if test is None or (test.opcode, test.attribute("direction")) != ("compare", "LT"):
         return None
+    if init is None or result is None or {init.opcode, result.opcode} != {"tuple"}:
+        return None
     counter = _part(condition, test.operands[0])
-    if (
-        counter is None
-        or init is None
-        or result is None
-        or {init.opcode, result.opcode} != {"tuple"}
-    ):
+    if counter is None:
         return None
     after, _ = _resolve(body, result.operands[counter])
     if after is None or after.opcode != "add" or _part(body, after.operands[0]) != counter:
@@ -313,24 +308,24 @@ def _resolve(
     computation: Sequence[Instruction], operand: Operand
 ) -> tuple[Instruction | None, int | None]:
     # The instruction behind copies, and the part of its tuple.
-    made = named(computation, operand[0])
-    if made is not None and made.opcode == "copy":
-        return _resolve(computation, made.operands[0])
-    if made is not None and made.opcode == "get-tuple-element":
-        return named(computation, made.operands[0][0]), int(made.attribute("index") or 0)
-    return made, operand[1]
+    maker = named(computation, operand[0])
+    if maker is not None and maker.opcode == "copy":
+        return _resolve(computation, maker.operands[0])
+    if maker is not None and maker.opcode == "get-tuple-element":
+        return named(computation, maker.operands[0][0]), int(maker.attribute("index") or 0)
+    return maker, operand[1]
 
 
 def _part(computation: Sequence[Instruction], operand: Operand) -> int | None:
-    made, part = _resolve(computation, operand)
-    return part if made is not None and made.opcode == "parameter" else None
+    maker, part = _resolve(computation, operand)
+    return part if maker is not None and maker.opcode == "parameter" else None
 
 
 def _constant(computation: Sequence[Instruction], operand: Operand) -> int | None:
-    made, _ = _resolve(computation, operand)
-    if made is None or made.opcode != "constant" or not made.type.startswith(("s32[]", "s64[]")):
+    maker, _ = _resolve(computation, operand)
+    if maker is None or maker.opcode != "constant" or not maker.type.startswith(("s32[]", "s64[]")):
         return None
-    number = re.match(r"-?\d+(?=\))", made.rest)
+    number = re.match(r"-?\d+(?=\))", maker.text)
     return int(number[0]) if number else None
 
 
@@ -344,46 +339,43 @@ def check_counted(instruction: Instruction, counted: Counted) -> None:
 
 def type_bytes(type_: str) -> float:
     """Returns the bytes of all arrays of a type."""
-    bits = {
-        dtype: int((re.findall(r"\d+", dtype) or [8 * (dtype == "pred")])[0])
-        for dtype, _ in _SHAPE.findall(type_)
-    }
-    return sum(
-        math.prod(_integers(dims)) * bits[dtype] / 8 for dtype, dims in _SHAPE.findall(type_)
-    )
+    total = 0.0
+    for dtype, dims in _SHAPE.findall(type_):
+        bits = re.search(r"\d+", dtype.replace("pred", "s8"))
+        total += math.prod(_integers(dims)) * int(bits[0] if bits else 0) / 8
+    return total
 
 
 def operand_types(computation: Sequence[Instruction], reader: Instruction) -> list[str]:
     """Returns the type of each array that an instruction reads, as in `bf16[8,4]`."""
-    types = {made.name: [found[0] for found in _SHAPE.finditer(made.type)] for made in computation}
-    every = [(types.get(name, []), part) for name, part in reader.operands]
-    return [one for arrays, part in every for one in (arrays if part is None else [arrays[part]])]
+    types = {instruction.name: instruction.type for instruction in computation}
+    arrays: list[str] = []
+    for name, part in reader.operands:
+        parts_of_type = [match[0] for match in _SHAPE.finditer(types.get(name, ""))]
+        arrays += parts_of_type if part is None else [parts_of_type[part]]
+    return arrays
 
 
 def product_flops(computation: Sequence[Instruction], product: Instruction) -> int | None:
     """Returns the FLOPs of an instruction for which `is_product` holds.
 
-    The result is None if neither shapes nor name tell them.
+    Returns None if neither the shapes nor the name of the kernel determine them.
     """
     types = [*operand_types(computation, product), product.type]
-    *operands, result = [_integers(_SHAPE.findall(one)[0][1]) for one in types]
-    contracting = re.search(r'lhs_contracting_dim\w+"?[=:] ?[{[]([\d,"]*)[}\]]', product.rest)
+    *operands, result = [_integers(_SHAPE.findall(type_)[0][1]) for type_ in types]
     target = product.attribute("custom_call_target") or ""
-    code = re.search(r'\bname = "(\w+)"', product.rest)
-    if "fmha" not in target and operands and (contracting or "ScaledDot" in target):
+    if "fmha" in target:
+        name = "fmhaBackward" if "Backward" in target else "fmha"
+        products = kernel_products(name, operands, result)
+        factor = 2 if "CAUSAL" in product.text else 4
+        return products and factor * math.prod(products)
+    contracting = re.search(r'lhs_contracting_dim\w+"?[=:] ?[{[]([\d,"]*)[}\]]', product.text)
+    if operands and (contracting or "ScaledDot" in target):
         dims = _integers(contracting[1].replace('"', "")) if contracting else [-1]
         return 2 * math.prod(result) * math.prod(operands[0][dim] for dim in dims)
-    name = (
-        f"fmha{'Backward' * ('Backward' in target)}"
-        if "fmha" in target
-        else code[1]
-        if code
-        else ""
-    )
-    known = kernel_products(name, operands, result)
-    return known and 2 * math.prod(known) * (
-        2 if "fmha" in target and "CAUSAL" not in product.rest else 1
-    )
+    code = re.search(r'\bname = "(\w+)"', product.text)
+    products = kernel_products(code[1] if code else "", operands, result)
+    return products and 2 * math.prod(products)
 
 
 def collectives_of(
@@ -395,41 +387,46 @@ def collectives_of(
       instruction: has an opcode in `KINDS` and its result's type.
     """
     kind = instruction.opcode.removeprefix("collective-")
-    ids = _partitions(instruction.rest, sizes)
+    ids = _partitions(instruction.text, sizes)
     positions = np.unravel_index(ids, tuple(sizes.values()))
-    axes = tuple(
-        axis for axis, along in zip(sizes, positions, strict=True) if (along != along[:, :1]).any()
-    )
+    coordinates = dict(zip(sizes, positions, strict=True))
+    axes = tuple(axis for axis, along in coordinates.items() if (along != along[:, :1]).any())
     devices = parts(sizes, axes) if kind == PERMUTE else ids.shape[1]  # some may send nothing
-    for dtype, dims in _SHAPE.findall(instruction.type):
-        shape = _integers(dims)
+    for hlo_dtype, dims in _SHAPE.findall(instruction.type):
+        sizes_of_dims = _integers(dims)
         if instruction.opcode == "reduce-scatter":  # the operand is larger
-            dimension = re.search(r"dimensions=\{(\d+)\}", instruction.rest)
-            shape[int(dimension[1]) if dimension else 0] *= devices
-        moved = _DTYPES.get(dtype, dtype)
-        yield Collective(
-            kind, axes, devices, message_bytes(tuple(shape), moved), scope, tuple(shape), moved
-        )
+            dimension = re.search(r"dimensions=\{(\d+)\}", instruction.text)
+            sizes_of_dims[int(dimension[1]) if dimension else 0] *= devices
+        shape = tuple(sizes_of_dims)
+        dtype = _numpy_dtype(hlo_dtype)
+        yield Collective(kind, axes, devices, message_bytes(shape, dtype), scope, shape, dtype)
 
 
-def _partitions(rest: str, sizes: Mapping[str, int]) -> np.ndarray:
+def _numpy_dtype(dtype: str) -> str:
+    # `s32` is int32, and `bf16` bfloat16.
+    if dtype in _DTYPES:
+        return _DTYPES[dtype]
+    return re.sub(r"^([fsuc])(?=\d+$)", lambda letter: _DTYPE_NAMES[letter[1]], dtype)
+
+
+def _partitions(text: str, sizes: Mapping[str, int]) -> np.ndarray:
     # Ids of devices that exchange messages, one group per row: the first group (the others are
     # shifted copies of it), or all pairs of a permutation.
-    if named := re.search(
+    if axes := re.search(
         r"replica_groups=mesh\[(.*?)\]"
         r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}",
-        rest,
+        text,
     ):
-        return _named_group(*named.groups())
-    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
+        return _named_group(*axes.groups())
+    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         return _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))[:1]
-    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
-        return np.array([_integers(listed[1])])
-    if "replica_groups={}" in rest:
+    if group := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
+        return np.array([_integers(group[1])])
+    if "replica_groups={}" in text:
         return np.arange(math.prod(sizes.values()))[None]
-    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", rest):
+    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", text):
         return np.array([_integers(pair) for pair in re.findall(r"\d+,\d+", pairs[1])])
-    raise HloError(f"cannot tell which devices take part in a collective: {rest[:200]}")
+    raise HloError(f"cannot tell which devices take part in a collective: {text[:200]}")
 
 
 def _named_group(mesh: str, dims: str | None, permutation: str | None, names: str) -> np.ndarray:

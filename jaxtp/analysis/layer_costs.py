@@ -1,6 +1,4 @@
-"""Costs of each layer on one device, as closed formulas.
-
-They are fast enough to search thousands of settings.
+"""Costs of each layer on one device: closed formulas, fast enough to search many settings.
 
 A layer yields records: weights, collectives, products, and bytes of memory and of traffic through
 it; `step_costs.py` sums them. The formulas derive from a layer's sizes and one device's workload,
@@ -17,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, singledispatch
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -36,7 +34,7 @@ from jaxtp.layers.context import ContextAttention, chunk_size, halo, hops, num_r
 from jaxtp.layers.embedding import EMBEDDING, LearnedPositions, VocabParallelEmbedding
 from jaxtp.layers.experts import EXPERTS, ExpertsBesideMLP, MixtureOfExperts, Placement
 from jaxtp.layers.kernels.grouped import is_dense, pick_method
-from jaxtp.layers.kernels.select import num_scores, pick_kernel
+from jaxtp.layers.kernels.select import Kernel, num_scores, pick_kernel
 from jaxtp.layers.latent_attention import LATENT, LatentAttention
 from jaxtp.layers.linear import COLUMN, ROW, ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import Float8Kernel, Lora
@@ -129,11 +127,9 @@ class Weight:
 
     def padded(self, tp: int) -> int:
         """Returns the elements of the whole array, padded for `tp`."""
-        return (
-            self.size
-            if self.split is None
-            else self.size // self.split.size * self.split.padded(tp)
-        )
+        if self.split is None:
+            return self.size
+        return self.size // self.split.size * self.split.padded(tp)
 
     def over_tp(self, sizes: Mapping[str, int]) -> float:
         """Returns the elements per device if fsdp were 1."""
@@ -144,13 +140,13 @@ class Weight:
         shards = parts(work.sizes, STORAGE)
         compute = itemsize(self.precision.compute)
         # The gathered kernel may be in 8 bits beside the dequantised weight.
-        in_8_bits = self.matmul == "float8" or (self.float8 and shards > 1)
-        each = (
-            (0 if self.matmul == "float8" else compute)
-            + (compute if self.reduced_bytes(work) else 0)
-            + in_8_bits
-        )
-        return self.over_tp(work.sizes) * self.group * each / (1 if self.gathered else shards)
+        element_bytes = int(self.matmul == "float8" or (self.float8 and shards > 1))
+        if self.matmul != "float8":
+            element_bytes += compute
+        if self.reduced_bytes(work):
+            element_bytes += compute
+        loaded = self.over_tp(work.sizes) * self.group * element_bytes
+        return loaded if self.gathered else loaded / shards
 
     def reduced_bytes(self, work: Workload) -> float:
         """Returns the bytes of the gradient during its reduction."""
@@ -168,46 +164,39 @@ class Weight:
         """
         trained = work.training and not self.is_frozen(work)
         gradient = self.stored(work.sizes) * itemsize(self.precision.reduce)
-        last = (
-            gradient_sum_axes(stored_split=self.fsdp, used_by_all_tp=False)
-            if work.accumulation > 1
-            else ()
-        )
+        # Sums over these axes wait for the last micro-batch.
+        last: Axes = ()
+        if work.accumulation > 1:
+            last = gradient_sum_axes(stored_split=self.fsdp, used_by_all_tp=False)
         if not self.traced:
             yield from self.loads(work, trained=trained)
         if trained and not self.traced:
             summed = gradient_sum_axes(stored_split=self.fsdp, used_by_all_tp=self.used_by_all_tp)
-            yield collective_cost(
-                ALL_REDUCE,
-                tuple(axis for axis in summed if axis not in last),
-                self.module,
-                work,
-                gradient,
-            )
+            axes = tuple(axis for axis in summed if axis not in last)
+            yield collective_cost(ALL_REDUCE, axes, self.module, work, gradient)
         if trained and not self.tied:
             yield replace(collective_cost(ALL_REDUCE, last, GRADIENTS, work, gradient), once=True)
 
     def loads(self, work: Workload, *, trained: bool) -> Iterator[CollectiveCost]:
         """Yields the gathers of a weight, and the reductions of its gradient if it is trained.
 
-        Both are over the same devices.
+        A gather and its reduction are over the same devices.
         """
-        gathered = "uint8" if self.float8 or self.matmul == "float8" else self.precision.compute
-        groups: list[tuple[Axes, int, float]] = [
-            ((TP,), self.group, self.stored(work.sizes) * self.group)
-        ]
+        in_8_bits = self.float8 or self.matmul == "float8"
+        gathered_itemsize = itemsize("uint8" if in_8_bits else self.precision.compute)
+        num_gathers = 1 + (self.again and work.training)
+        groups: list[tuple[Axes, int, float]] = []
+        groups.append(((TP,), self.group, self.stored(work.sizes) * self.group))
         if self.fsdp and self.gathered:
-            groups.append(
-                (STORAGE, parts(work.sizes, STORAGE), self.over_tp(work.sizes) * self.group)
-            )
+            shards = parts(work.sizes, STORAGE)
+            groups.append((STORAGE, shards, self.over_tp(work.sizes) * self.group))
         for axes, devices, elements in groups:
-            for kind, dtype, count in (
-                (ALL_GATHER, gathered, 1 + (self.again and work.training)),
-                (REDUCE_SCATTER, self.precision.reduce, int(trained)),
-            ):
-                yield CollectiveCost(
-                    Collective(kind, axes, devices, elements * itemsize(dtype), self.module), count
-                )
+            gathered = elements * gathered_itemsize
+            reduced = elements * itemsize(self.precision.reduce)
+            gather = Collective(ALL_GATHER, axes, devices, gathered, self.module)
+            reduction = Collective(REDUCE_SCATTER, axes, devices, reduced, self.module)
+            yield CollectiveCost(gather, num_gathers)
+            yield CollectiveCost(reduction, int(trained))
 
 
 def kernel_weights(kernel: object, weight: Weight, bias: Weight) -> Iterator[Weight]:
@@ -304,13 +293,13 @@ def enter(
     """
     forward = 1 + (again and work.training)
     backward = int(work.training)
-    kinds = [(ALL_REDUCE, size, backward)]
-    if split:
-        kinds = [
-            (ALL_GATHER, size if gathered is None else gathered, forward),
-            (REDUCE_SCATTER, size, backward),
-        ]
-    return [collective_cost(kind, (TP,), module, work, each, count) for kind, each, count in kinds]
+    if not split:
+        return [collective_cost(ALL_REDUCE, (TP,), module, work, size, backward)]
+    gathered = size if gathered is None else gathered
+    return [
+        collective_cost(ALL_GATHER, (TP,), module, work, gathered, forward),
+        collective_cost(REDUCE_SCATTER, (TP,), module, work, size, backward),
+    ]
 
 
 def leave(
@@ -318,10 +307,11 @@ def leave(
 ) -> list[CollectiveCost]:
     """Returns the collectives of `leave_parallel`; arguments as for `enter`."""
     forward = 1 + (again and work.training)
-    backward = int(work.training)
-    counts = {REDUCE_SCATTER: forward, ALL_GATHER: backward} if split else {ALL_REDUCE: forward}
+    if not split:
+        return [collective_cost(ALL_REDUCE, (TP,), module, work, size, forward)]
     return [
-        collective_cost(kind, (TP,), module, work, size, count) for kind, count in counts.items()
+        collective_cost(REDUCE_SCATTER, (TP,), module, work, size, forward),
+        collective_cost(ALL_GATHER, (TP,), module, work, size, int(work.training)),
     ]
 
 
@@ -350,15 +340,14 @@ def branch_costs(branch: Branch, work: Workload, *, read: bool) -> Iterator[Cost
 def has_formulas(branch: Branch) -> bool:
     """Returns whether `branch_costs` supports the branch.
 
-    Its computation may be inherited, but not replaced.
+    A subclass has its base's formulas unless it overrides a method that computes.
     """
     kind = type(branch)
-    registered = next((base for base in kind.__mro__ if base in branch_costs.registry), object)
-    same = (
-        getattr(kind, name, None) is getattr(registered, name, None)
-        for name in ("__call__", "project", "output")
+    registered = next(base for base in kind.__mro__ if base in branch_costs.registry)
+    return registered is not object and all(
+        getattr(kind, method, None) is getattr(registered, method, None)
+        for method in ("__call__", "project", "output")
     )
-    return registered is not object and all(same)
 
 
 def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iterator[Cost]:
@@ -473,7 +462,7 @@ def projection_products(
 ) -> Iterator[Cost]:
     """Yields the products of a layer.
 
-    Those that `Precision.matmul` computes are in 8 bits, except for the weight's gradient.
+    With `matmul` in 8 bits, only the product of the weight's gradient is in the compute dtype.
     """
     m, k, n = shape
     compute = itemsize(layer.precision.compute)
@@ -493,9 +482,9 @@ def projection_products(
 
 
 def column_gradient_costs(layer: ColumnParallelLinear, work: Workload) -> Iterator[Cost]:
-    """Yields what gradients move over tp to be quantised.
+    """Yields the collectives over tp that quantise the outputs' gradients.
 
-    These are the maxima of each output, and averages of shared heads.
+    All-reduces find each token's maximum, and gathers average the gradients of shared heads.
     """
     times = int(work.training)
     for f in layer.features:
@@ -510,14 +499,13 @@ def column_gradient_costs(layer: ColumnParallelLinear, work: Workload) -> Iterat
 
 def _column_lora_costs(layer: ColumnParallelLinear, work: Workload, module: str) -> Iterator[Cost]:
     weight = partial(Weight, module=module, precision=layer.precision)
+    recomputed = work.remat in REPROJECT_POLICIES
     for i, lora in zip(layer.adapted, layer.loras, strict=True):
         f = layer.features[i]
         a = weight(size=layer.in_features * lora.rank, tp=False, used_by_all_tp=True)
         b = weight(size=lora.rank * f.size, split=f, fsdp=False, group=f.shared_by(work.tp))
         features = layer.in_features, f.local(work.tp)
-        yield from lora_costs(
-            lora, work, features, (a, b), recomputed=work.remat in REPROJECT_POLICIES
-        )
+        yield from lora_costs(lora, work, features, (a, b), recomputed=recomputed)
 
 
 def _row_lora_costs(
@@ -546,11 +534,11 @@ def lora_costs(
     """
     compute = itemsize(weights[0].precision.compute)
     yield from (replace(weight, adapter=True) for weight in weights)
-    inner = work.num_evals(work.remat in REPROJECT_POLICIES, 2)
-    yield Product.of("adapter's A", (work.tokens, features[0], lora.rank), compute, inner)
-    yield Product.of(
-        "adapter's B", (work.tokens, lora.rank, features[1]), compute, work.num_evals(recomputed, 2)
-    )
+    in_features, out_features = features
+    a_count = work.num_evals(work.remat in REPROJECT_POLICIES, 2)
+    b_count = work.num_evals(recomputed, 2)
+    yield Product.of("adapter's A", (work.tokens, in_features, lora.rank), compute, a_count)
+    yield Product.of("adapter's B", (work.tokens, lora.rank, out_features), compute, b_count)
     if work.remat in ("none", "save_dots"):
         yield Bytes("saved", work.tokens * lora.rank * compute)
 
@@ -576,18 +564,18 @@ def norm_costs(
 
 def _qk_norm_costs(norm: QKNorm, work: Workload) -> Iterator[Cost]:
     weight = partial(Weight, module=ATTEND, precision=norm.precision)
+    heads = norm.heads
     if norm.one_scale:
-        for _ in range(2 if norm.bias is not None else 1):
-            yield weight(size=norm.heads.factors[-1], fsdp=False, tp=False, used_by_all_tp=True)
+        scale = weight(size=heads.factors[-1], fsdp=False, tp=False, used_by_all_tp=True)
+        yield scale
+        if norm.bias is not None:
+            yield scale
     elif norm.kind != "head_plain":
-        yield weight(
-            size=norm.heads.size, fsdp=False, group=norm.heads.shared_by(work.tp), split=norm.heads
-        )
+        yield weight(size=heads.size, fsdp=False, group=heads.shared_by(work.tp), split=heads)
     if norm.kind == "projection":
         # The mean square over tp: a float for each token, forward, recomputed and backward.
-        yield collective_cost(
-            ALL_REDUCE, (TP,), ATTEND, work, work.tokens * FLOAT32, 3 if work.training else 1
-        )
+        runs = 3 if work.training else 1
+        yield collective_cost(ALL_REDUCE, (TP,), ATTEND, work, work.tokens * FLOAT32, runs)
 
 
 @branch_costs.register
@@ -613,7 +601,8 @@ def _latent_attention_costs(
     config = layer.config
     compute = itemsize(layer.precision.compute)
     split = work.is_split(layer.sequence_parallel)
-    own = replace(work, length=work.length // work.tp) if split else work  # of the down projections
+    # The down projections read a device's own tokens.
+    own = replace(work, length=work.length // work.tp) if split else work
     recomputed = work.remat in REPROJECT_POLICIES
     inputs = [(layer.latent_down, layer.latent_norm)]
     if config.query_rank:
@@ -623,27 +612,21 @@ def _latent_attention_costs(
     )
     for down, norm in inputs:
         features, rank = down.kernel.shape[-2:]
-        yield from kernel_weights(
-            down.kernel, weight(size=features * rank), weight(size=rank, fsdp=False)
-        )
+        scales = weight(size=rank, fsdp=False)
+        yield from kernel_weights(down.kernel, weight(size=features * rank), scales)
         count = work.num_evals(recomputed, work.num_gradients)
         yield Product.of("latent", (own.tokens, features, rank), compute, count)
         for lora in down.loras:
             factors = weight(size=features * lora.rank), weight(size=lora.rank * rank, fsdp=False)
             yield from lora_costs(lora, own, (features, rank), factors, recomputed=recomputed)
         yield from norm_costs(norm, work)
-    width = config.kv_rank + config.rope_head_dim
-    yield Bytes("cached", work.tokens * width * compute)
-    width += config.query_rank
-    yield from enter(
-        LATENT,
-        work,
-        work.tokens * width * compute,
-        split=split,
-        again=work.remat in REGATHER_POLICIES,
-    )
+    cached_width = config.kv_rank + config.rope_head_dim
+    yield Bytes("cached", work.tokens * cached_width * compute)
+    token = (cached_width + config.query_rank) * compute
+    again = work.remat in REGATHER_POLICIES
+    yield from enter(LATENT, work, work.tokens * token, split=split, again=again)
     saved = {"none": 2 * work.tokens, "save_gathered": work.tokens, "save_dots": own.tokens}
-    yield Bytes("saved", saved.get(work.remat, 0) * width * compute)
+    yield Bytes("saved", saved.get(work.remat, 0) * token)
     yield from column_costs(layer.query_up, work, "queries")
     yield from column_costs(layer.latent_up, work, "keys, values")
     yield from heads_costs(layer, work)
@@ -654,43 +637,28 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
     """Yields the costs of attention without projections."""
     config = layer.config
     compute = itemsize(layer.precision.compute)
-    cp = work.sizes[CP]
     use = config.use_on(work, layer.precision.compute)
     kernel, _ = pick_kernel(config.attention, use)
-    stored_kv, group, _ = config.heads.stored(work.tp)
     heads, kv_heads = config.heads.on_device(work.tp)
-    queries, keys = (work.tokens * count * config.head_dim for count in (heads, kv_heads))
-    values = use.value_head_dim or config.head_dim
-    results = work.tokens * heads * values
+    value_dim = use.value_head_dim or config.head_dim
+    results = work.tokens * heads * value_dim
 
     attention = config.context_attention(work.tp)
     method, _ = attention.method(work)
     # On average, queries are as wide as keys.
-    head_bytes = (config.head_dim + values) * compute // 2
+    head_bytes = (config.head_dim + value_dim) * compute // 2
     result_read = not work.frozen or bool(layer.out.loras) or config.attention_gate
     yield from context_costs(attention, method, head_bytes, work, result_read=result_read)
-    chunks = query_chunks(method, work)
-    number, m, n = kernel.products(chunks, config.sliding_window)
-    saved = kernel.can_save_result and work.remat == "save_dots"  # also the results of kernels
-    recomputed = work.remat in RECOMPUTE_POLICIES and not saved
-    runs = work.rows * (heads // cp if method == "ulysses" else heads) * number
-    # Keys and values are read once for the queries of their group.
-    shared = (heads + kv_heads) / (2 * heads) if work.once else 1.0
-    streamed = m * n * FLOAT32 if kernel.streams_scores and not work.once else 0
-    through = m * (config.head_dim + values) * compute * shared + streamed
-    counted = num_scores(chunks, config.sliding_window) / (number * m * n)
-    # A kernel that does not hold the scores computes them again in its backward pass.
-    for name, k, columns, num_backward in (
-        ("scores", config.head_dim, n, 2 if kernel.stores_scores or work.once else 3),
-        ("weighted values", n, values, 2),
-    ):
-        count = work.num_evals(recomputed, num_backward) * runs
-        yield Product(
-            name, m, k, columns, count, through, attention=True, counted=counted, module=ATTEND
-        )
-    scores = runs * m * n if kernel.stores_scores else 0
+    # `save_dots` also saves the result of a kernel.
+    saves_result = kernel.can_save_result and work.remat == "save_dots"
+    recomputed = work.remat in RECOMPUTE_POLICIES and not saves_result
+    scores = _device_scores(layer, kernel, method, work)
+    yield from _score_products(
+        layer, kernel, scores, work, value_dim=value_dim, recomputed=recomputed
+    )
     if kernel.streams_scores:
-        yield Bytes("scores", runs * m * n * FLOAT32 * SCORE_PASSES)
+        yield Bytes("scores", scores.size * FLOAT32 * SCORE_PASSES)
+    stored_kv, group, _ = config.heads.stored(work.tp)
     rotated = stored_kv * (group + 1) * config.head_dim // work.tp
     yield Bytes("elementwise", work.tokens * 2 * rotated * compute, ATTEND)
     # The gate reads results and gates, writes products, and saves the gates' sigmoid too.
@@ -700,18 +668,71 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
     # Two arrays of scores in float32: the scores or their gradient, and a constant that the mask
     # selects, which XLA takes out of the loop over the blocks. Two in the compute dtype: the
     # softmax, in the layouts of two products.
+    stored_scores = scores.size if kernel.stores_scores else 0
     remote = remote_bytes(attention, method, head_bytes, work)
-    yield Bytes("workspace", scores * 2 * (FLOAT32 + compute) + remote)
+    yield Bytes("workspace", stored_scores * 2 * (FLOAT32 + compute) + remote)
     if work.remat == "none":
         # Scores before and after the softmax, and queries and keys before their rotation, in
         # float32. With several kv heads the backward loop reads the scores in another layout than
         # the forward loop writes. XLA copies both: the second after it frees the first, but (as
         # compiled) with two kv heads before.
-        yield Bytes("saved", FLOAT32 * (2 * scores + queries + keys) + compute * (queries + keys))
-        yield Bytes("copied", FLOAT32 * scores * ((kv_heads > 1) + (kv_heads == 2)))
+        rotated = work.tokens * (heads + kv_heads) * config.head_dim
+        yield Bytes("saved", FLOAT32 * 2 * stored_scores + (FLOAT32 + compute) * rotated)
+        yield Bytes("copied", FLOAT32 * stored_scores * ((kv_heads > 1) + (kv_heads == 2)))
         yield Bytes("saved", remote)
-    if saved:
+    if saves_result:
         yield Bytes("saved", results * compute + work.tokens * heads * FLOAT32)
+
+
+class _Scores(NamedTuple):
+    """The attention scores of a device, as blocks `[m, n]`."""
+
+    num_blocks: int  # over rows and heads
+    m: int  # queries of a block
+    n: int  # keys of a block
+    counted: float  # fraction that the mask keeps
+
+    @property
+    def size(self) -> int:
+        """Elements of all blocks."""
+        return self.num_blocks * self.m * self.n
+
+
+def _device_scores(
+    layer: CausalSelfAttention, kernel: Kernel, method: Method, work: Workload
+) -> _Scores:
+    heads, _ = layer.config.heads.on_device(work.tp)
+    window = layer.config.sliding_window
+    chunks = query_chunks(method, work)
+    number, m, n = kernel.products(chunks, window)
+    local_heads = heads // work.sizes[CP] if method == "ulysses" else heads
+    counted = num_scores(chunks, window) / (number * m * n)
+    return _Scores(work.rows * local_heads * number, m, n, counted)
+
+
+def _score_products(
+    layer: CausalSelfAttention,
+    kernel: Kernel,
+    scores: _Scores,
+    work: Workload,
+    *,
+    value_dim: int,
+    recomputed: bool,
+) -> Iterator[Product]:
+    head_dim = layer.config.head_dim
+    heads, kv_heads = layer.config.heads.on_device(work.tp)
+    num_blocks, m, n, counted = scores
+    # Keys and values are read once for the queries of their group.
+    read = (heads + kv_heads) / (2 * heads) if work.once else 1.0
+    moved = m * (head_dim + value_dim) * itemsize(layer.precision.compute) * read
+    if kernel.streams_scores and not work.once:
+        moved += m * n * FLOAT32
+    product = partial(Product, bytes=moved, attention=True, counted=counted, module=ATTEND)
+    # A kernel that does not hold the scores computes them again in its backward pass.
+    num_backward = 2 if kernel.stores_scores or work.once else 3
+    score_runs = work.num_evals(recomputed, num_backward)
+    yield product("scores", m, head_dim, n, num_blocks * score_runs)
+    yield product("weighted values", m, n, value_dim, num_blocks * work.num_evals(recomputed, 2))
 
 
 def query_chunks(method: Method, work: Workload) -> tuple[range, ...]:
@@ -758,26 +779,24 @@ def context_costs(
     cp = work.sizes[CP]
     token = work.tokens * head_bytes
     recomputed = work.remat in RECOMPUTE_POLICIES
-    both = work.num_evals(recomputed, 1)
+    runs = work.num_evals(recomputed, 1)
     reach = halo(work.length, cp, attention.window, zigzag=work.zigzag)
     if method == "ulysses":
         shared = attention.ulysses_kv_heads(cp)
         for heads in (attention.queries, shared, shared):
-            yield collective_cost(ALL_TO_ALL, CONTEXT, ATTEND, work, heads * token, both)
+            yield collective_cost(ALL_TO_ALL, CONTEXT, ATTEND, work, heads * token, runs)
         count = work.num_evals(recomputed and result_read, 1)
         yield collective_cost(ALL_TO_ALL, CONTEXT, ATTEND, work, attention.queries * token, count)
     elif reach is None:
         size = attention.keys * token * cp
-        yield collective_cost(
-            ALL_GATHER, CONTEXT, ATTEND, work, size, 2 * work.num_evals(recomputed, 0)
-        )
+        num_gathers = 2 * work.num_evals(recomputed, 0)
+        yield collective_cost(ALL_GATHER, CONTEXT, ATTEND, work, size, num_gathers)
         yield collective_cost(REDUCE_SCATTER, CONTEXT, ATTEND, work, size, 2 * int(work.training))
     else:
         for hop, tokens in hops(reach, chunk_size(work.length, cp, zigzag=work.zigzag)):
             size = 2 * attention.keys * head_bytes * work.rows * tokens
-            yield collective_cost(
-                PERMUTE, CONTEXT, ATTEND, work, size, num_routes(cp, hop, zigzag=work.zigzag) * both
-            )
+            count = num_routes(cp, hop, zigzag=work.zigzag) * runs
+            yield collective_cost(PERMUTE, CONTEXT, ATTEND, work, size, count)
 
 
 @branch_costs.register
@@ -788,26 +807,23 @@ def _mlp_costs(layer: MLP, work: Workload, *, read: bool) -> Iterator[Cost]:
     fused = fused and layer.has_ring(work.tp, split=work.is_split(layer.down.sequence_parallel))
     costs = [*column_costs(layer.columns, work, "gate, up" if columns == 2 else "up")]
     costs += row_costs(layer.down, work, "down", read=read, module=COLUMN if fused else ROW)
-    learned = layer.config.activation == XIELU
-    if learned:
-        alpha = Weight(
-            module=XIELU,
-            size=1,
-            precision=layer.precision,
-            tp=False,
-            fsdp=False,
-            used_by_all_tp=True,
-        )
-        yield from (alpha, alpha)
-    # The input, its exponent and its square; and two masks
-    in_float32 = (3 * FLOAT32 + 2) * features if learned else 0
+    in_float32 = 0
+    if layer.config.activation == XIELU:
+        scalar = partial(Weight, size=1, tp=False, fsdp=False, used_by_all_tp=True)
+        yield from [scalar(module=XIELU, precision=layer.precision)] * 2
+        # The input, its exponent and its square; and two masks
+        in_float32 = (3 * FLOAT32 + 2) * features
     costs += hidden_costs(columns, work, features * itemsize(layer.precision.compute), in_float32)
-    for cost in costs:  # of a ring, parts are alive, and the sum of the kernels' gradients
-        if fused and isinstance(cost, Bytes) and cost.kind == "workspace":
+    if not fused:
+        yield from costs
+        return
+    # In a ring two parts of the activations are alive, and the sum of the kernels' gradients.
+    for cost in costs:
+        if isinstance(cost, Bytes) and cost.kind == "workspace":
             cost = replace(cost, bytes=2 * cost.bytes / work.tp)
         yield cost
     kernels = (columns + 1) * layer.down.features * features // work.tokens
-    yield Bytes("workspace", FLOAT32 * kernels if fused else 0)
+    yield Bytes("workspace", FLOAT32 * kernels)
 
 
 def num_columns(config: MLPConfig) -> int:
@@ -832,27 +848,13 @@ def hidden_costs(columns: int, work: Workload, features: int, in_float32: int) -
 def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
     """Yields the costs of experts under uniform routing."""
     config = layer.config
-    experts = layer.config.num_experts
+    experts = config.num_experts
     split = work.is_split(layer.sequence_parallel)
     in_float32 = replace(layer.precision, compute="float32")
-    yield Weight(
-        module=EXPERTS,
-        size=layer.d_model * experts,
-        tp=False,
-        used_by_all_tp=split,
-        precision=in_float32,
-    )
+    whole = partial(Weight, module=EXPERTS, tp=False, used_by_all_tp=split, precision=in_float32)
+    yield whole(size=layer.d_model * experts)
     if config.router_bias:
-        again = work.remat in RECOMPUTE_POLICIES
-        yield Weight(
-            module=EXPERTS,
-            size=experts,
-            tp=False,
-            fsdp=False,
-            used_by_all_tp=split,
-            again=again,
-            precision=in_float32,
-        )
+        yield whole(size=experts, fsdp=False, again=work.remat in RECOMPUTE_POLICIES)
     for name, dims in config.projections().items():
         bias = _of_experts(layer, work, dims[0] + dims[2])
         yield from kernel_weights(getattr(layer, name), _of_experts(layer, work, dims), bias)
@@ -864,10 +866,9 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
             for factor in (f"{dims[:2]}r", f"Er{dims[2]}"):
                 yield _of_experts(layer, work, factor, rank=lora.rank, adapter=True)
     if config.dense_mlp:
-        scale = partial(Weight, module=EXPERTS, tp=False, used_by_all_tp=split)
-        yield scale(size=layer.d_model, precision=layer.precision)
-        yield scale(size=layer.d_model, precision=in_float32)
-        yield scale(size=experts, precision=in_float32, fsdp=False)
+        yield whole(size=layer.d_model, precision=layer.precision)
+        yield whole(size=layer.d_model)
+        yield whole(size=experts, fsdp=False)
     hidden = work.tokens * layer.d_model * itemsize(layer.precision.compute)
     choices = FLOAT32 * work.tokens * 2 * config.experts_per_token
     gate = FLOAT32 * work.tokens
@@ -875,17 +876,15 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
         yield from enter(EXPERTS, work, entered, split=split, again=work.remat in REGATHER_POLICIES)
     reduced = read and work.remat in REREDUCE_POLICIES
     yield from leave(EXPERTS, work, hidden, split=split, again=reduced)
-    if (placement := _placement(layer, work)).shards > 1:
+    if (shards := _placement(layer, work).shards) > 1:
+        exchange = partial(collective_cost, axes=STORAGE, module=EXPERTS, work=work)
         for size, forward, backward, again in (
             (choices, ALL_GATHER, REDUCE_SCATTER, work.remat in RECOMPUTE_POLICIES),
             (hidden, ALL_GATHER, REDUCE_SCATTER, True),
             (hidden, REDUCE_SCATTER, ALL_GATHER, reduced),
         ):
-            for kind, count in (
-                (forward, work.num_evals(again, 0)),
-                (backward, int(work.training)),
-            ):
-                yield collective_cost(kind, STORAGE, EXPERTS, work, placement.shards * size, count)
+            yield exchange(forward, size=shards * size, count=work.num_evals(again, 0))
+            yield exchange(backward, size=shards * size, count=int(work.training))
     # Gradients of scores and normalisers, which one device of a tp group sums up
     if not split and work.training:
         yield collective_cost(ALL_REDUCE, (TP,), EXPERTS, work, FLOAT32 * (experts + 1) * work.rows)
@@ -898,7 +897,7 @@ def _of_experts(
 ) -> Weight:
     """Returns a parameter with dims E, D, F and r, the rank; see `ExpertsConfig.projections`."""
     config = layer.config
-    over_tp = layer.config.over_tp(work.tp)
+    over_tp = config.over_tp(work.tp)
     by_expert = config.stored_by_expert(work.tp, parts(work.sizes, STORAGE))
     sizes = {"E": config.num_experts, "D": layer.d_model, "F": config.d_ff, "r": rank}
     is_split = over_tp or "F" in dims
@@ -934,13 +933,10 @@ def experts_beside_mlp_costs(
 
     `read` does not matter, because norms read both results.
     """
-    for norm in (
-        layer.mlp_norm,
-        layer.experts_norm,
-        layer.mlp_after_norm,
-        layer.experts_after_norm,
-    ):
-        yield from norm_costs(norm, work)
+    yield from norm_costs(layer.mlp_norm, work)
+    yield from norm_costs(layer.experts_norm, work)
+    yield from norm_costs(layer.mlp_after_norm, work)
+    yield from norm_costs(layer.experts_after_norm, work)
     yield from _mlp_costs(layer.mlp, work, read=True)
     yield from experts_costs(layer.experts, work, read=True)
 
@@ -948,144 +944,150 @@ def experts_beside_mlp_costs(
 def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
     # Neither gathers its input nor sums its output: both are the experts'.
     config = layer.config
-    d_model = layer.d_model
-    compute = itemsize(layer.precision.compute)
     if not config.shared_experts:
         return
+    shared = layer.shared
+    d_model = layer.d_model
+    compute = itemsize(layer.precision.compute)
     dim = PaddedDim((config.shared_experts,))
     columns = num_columns(config)
-    local = dim.padded(work.tp) // work.tp
+    local = dim.local(work.tp)
+    projected = work.remat in REPROJECT_POLICIES
+    reduced = read and work.remat in REREDUCE_POLICIES
     weight = partial(
         Weight, module=EXPERTS, size=d_model * dim.size, split=dim, precision=layer.precision
     )
     bias = weight(size=dim.size, fsdp=False)
     down_bias = weight(size=d_model, split=None, tp=False, used_by_all_tp=True)
-    down = layer.shared.down.kernel  # all three are in 8 bits, or none
+    down = shared.down.kernel  # all three are in 8 bits, or none
     yield from [*kernel_weights(down, weight(), bias)] * columns
     yield from kernel_weights(down, weight(), down_bias)
     if config.mlp_bias:
-        yield from [replace(bias, again=work.remat in REPROJECT_POLICIES)] * columns
-        yield replace(
-            down_bias, again=(read or config.shared_experts_gate) and work.remat != "none"
-        )
+        yield from [replace(bias, again=projected)] * columns
+        again = (read or config.shared_experts_gate) and work.remat != "none"
+        yield replace(down_bias, again=again)
     gated = FLOAT32 * work.tokens * local if config.shared_experts_gate else 0
     yield from hidden_costs(columns, work, work.tokens * local * compute, gated)
     for name, inner, outer, recomputed in (
-        ("shared experts' gate, up", d_model, columns * local, work.remat in REPROJECT_POLICIES),
-        ("shared experts' down", local, d_model, read and work.remat in REREDUCE_POLICIES),
+        ("shared experts' gate, up", d_model, columns * local, projected),
+        ("shared experts' down", local, d_model, reduced),
     ):
         count = work.num_evals(recomputed, work.num_gradients)
         yield Product.of(name, (work.tokens, inner, outer), compute, count)
     if work.remat == "save_dots":
         yield Bytes("saved", work.tokens * columns * local * compute)
-    shared = layer.shared
-    again = read and work.remat in REREDUCE_POLICIES
-    yield from _column_lora_costs(
-        shared.up if config.mlp == "plain" else shared.gate_up, work, EXPERTS
-    )
-    yield from _row_lora_costs(shared.down, work, EXPERTS, recomputed=again)
+    column = shared.up if config.mlp == "plain" else shared.gate_up
+    yield from _column_lora_costs(column, work, EXPERTS)
+    yield from _row_lora_costs(shared.down, work, EXPERTS, recomputed=reduced)
     if config.shared_experts_gate:
-        if work.remat in ("none", "save_gathered"):
-            yield Bytes("saved", FLOAT32 * work.tokens)
-        in_float32 = replace(layer.precision, compute="float32")
-        split = work.is_split(layer.sequence_parallel)
-        yield Weight(
-            module=EXPERTS, size=d_model, tp=False, used_by_all_tp=split, precision=in_float32
-        )
-        count = work.num_evals(work.remat in RECOMPUTE_POLICIES, work.num_gradients)
-        yield Product.of(
-            "shared experts' gate",
-            (work.between(layer.sequence_parallel), d_model, 1),
-            FLOAT32,
-            count,
-        )
+        yield from _shared_gate_costs(layer, work)
+
+
+def _shared_gate_costs(layer: MixtureOfExperts, work: Workload) -> Iterator[Cost]:
+    if work.remat in ("none", "save_gathered"):
+        yield Bytes("saved", FLOAT32 * work.tokens)
+    in_float32 = replace(layer.precision, compute="float32")
+    split = work.is_split(layer.sequence_parallel)
+    yield Weight(
+        module=EXPERTS, size=layer.d_model, tp=False, used_by_all_tp=split, precision=in_float32
+    )
+    count = work.num_evals(work.remat in RECOMPUTE_POLICIES, work.num_gradients)
+    shape = work.between(layer.sequence_parallel), layer.d_model, 1
+    yield Product.of("shared experts' gate", shape, FLOAT32, count)
 
 
 def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
-    # Products compute the rows routed to the device's experts, elementwise operations all rows of a
-    # part. Dense products multiply all these with all experts.
+    """Yields the costs of products, and of memory, without collectives."""
     config = layer.config
     compute = itemsize(layer.precision.compute)
     d_model = layer.d_model
     tokens = work.between(layer.sequence_parallel)
     columns = num_columns(config)
-    shards, local, width, rows, part = _placement(layer, work)
+    placement = _placement(layer, work)
+    hidden_width = columns * placement.width
     method, _ = pick_method(config.grouped, work.platform)
-    all_rows = is_dense(method, work.platform)
-    routed = work.num_evals(work.remat in RECOMPUTE_POLICIES, work.num_gradients)
-    yield Product.of("router", (tokens, d_model, config.num_experts), FLOAT32, routed)
-    projected = work.remat in REPROJECT_POLICIES
-    reduced = read and work.remat in REREDUCE_POLICIES
-    products = [
-        ("experts' gate, up", d_model, columns * width, projected, work.num_gradients),
-        ("experts' down", width, d_model, reduced, work.num_gradients),
-    ]
-    for name, dims in config.projections().items():
-        if lora := _lora(layer, name):
-            inner, outer = ({"D": d_model, "F": width}[dim] for dim in dims[1:])
-            products.append((f"A of experts' {name}", inner, lora.rank, projected, 2))
-            products.append(
-                (
-                    f"B of experts' {name}",
-                    lora.rank,
-                    outer,
-                    reduced if name == "down" else projected,
-                    2,
-                )
-            )
-            if work.remat in ("none", "save_dots"):
-                yield Bytes("saved", part * lora.rank * compute)
-    for name, inner, outer, recomputed, backward in products:
-        count = work.num_evals(recomputed, backward)
-        multiplied = local * part if all_rows else rows
-        moved = (multiplied * inner + part * outer + local * inner * outer) * compute
-        yield Product(name, multiplied, inner, outer, count, moved, counted=rows / multiplied)
-    if config.experts_bias:
-        count = work.num_evals(reduced, work.num_gradients)
-        yield Product.of("experts' biases", (shards * work.tokens, local, d_model), compute, count)
-        if work.training and not work.frozen:  # gradients: sums over the rows of each expert
-            yield Product.of(
-                "gradients of experts' biases", (local, part, columns * width), compute, 1
-            )
+    dense = is_dense(method, work.platform)
+    yield from _expert_products(layer, work, placement, dense=dense, read=read)
+    rows = 2 * (placement.part_rows + placement.rows) * d_model
     yield Bytes(
-        "elementwise", compute * ((columns + 1) * part * width + 2 * (part + rows) * d_model)
+        "elementwise", compute * ((columns + 1) * placement.part_rows * placement.width + rows)
     )
+    shards = placement.shards
     if shards == 1 and (shards := parts(work.sizes, STORAGE)) > 1:
         # The loop over layers copies gradients; gathering by features reorders kernels too.
-        times = (
-            int(work.training and not work.frozen)
-            if config.stored_by_expert(work.tp, shards)
-            else 2
-        )
-        yield Bytes("elementwise", compute * times * (columns + 1) * local * d_model * width)
+        copies = 2
+        if config.stored_by_expert(work.tp, shards):
+            copies = int(work.training and not work.frozen)
+        kernels = (columns + 1) * placement.experts * d_model * placement.width
+        yield Bytes("elementwise", compute * copies * kernels)
 
-    hidden = work.tokens * d_model * compute
+    gathered = 2 * (shards - 1) * work.tokens * d_model
     yield Bytes(
-        "workspace",
-        compute
-        * (part * (3 * columns * width + 2 * d_model) + 2 * (shards - 1) * work.tokens * d_model),
+        "workspace", compute * (placement.part_rows * (3 * hidden_width + 2 * d_model) + gathered)
     )
-    if all_rows:  # rows repeated for each expert, in two products at a time
-        yield Bytes("workspace", compute * 2 * local * part * max(width, d_model))
+    if dense:  # rows repeated for each expert, in two products at a time
+        repeated_rows = placement.experts * placement.part_rows
+        yield Bytes("workspace", compute * 2 * repeated_rows * max(placement.width, d_model))
     yield Bytes("saved", INT32 * tokens * config.experts_per_token)
+    hidden = work.tokens * d_model * compute
     if work.remat == "none":
         scores = 4 * FLOAT32 * tokens * config.num_experts
-        yield Bytes("saved", part * width * (3 * columns * compute + FLOAT32) + hidden + scores)
+        features = placement.part_rows * placement.width * (3 * columns * compute + FLOAT32)
+        yield Bytes("saved", features + hidden + scores)
     if work.remat == "save_gathered":
         yield Bytes("saved", hidden + 2 * FLOAT32 * work.tokens * config.experts_per_token)
     if work.remat == "save_dots":
-        yield Bytes("saved", compute * part * columns * width)
+        yield Bytes("saved", compute * placement.part_rows * hidden_width)
     if read and work.remat in ("save_dots", "save_gathered", "save_reduced"):
         yield Bytes("saved", tokens * d_model * compute)
+
+
+def _expert_products(
+    layer: MixtureOfExperts, work: Workload, placement: Placement, *, dense: bool, read: bool
+) -> Iterator[Cost]:
+    # Products compute the rows routed to the device's experts, elementwise operations all rows of a
+    # part. Dense products multiply all these with all experts.
+    config = layer.config
+    compute = itemsize(layer.precision.compute)
+    d_model = layer.d_model
+    width = num_columns(config) * placement.width
+    projected = work.remat in REPROJECT_POLICIES
+    reduced = read and work.remat in REREDUCE_POLICIES
+    gradients = work.num_gradients
+    count = work.num_evals(work.remat in RECOMPUTE_POLICIES, gradients)
+    shape = work.between(layer.sequence_parallel), d_model, config.num_experts
+    yield Product.of("router", shape, FLOAT32, count)
+    products = [
+        ("experts' gate, up", d_model, width, work.num_evals(projected, gradients)),
+        ("experts' down", placement.width, d_model, work.num_evals(reduced, gradients)),
+    ]
+    sizes = {"D": d_model, "F": placement.width}
+    for name, dims in config.projections().items():
+        if lora := _lora(layer, name):
+            count = work.num_evals(projected, 2)
+            products.append((f"A of experts' {name}", sizes[dims[1]], lora.rank, count))
+            count = work.num_evals(reduced if name == "down" else projected, 2)
+            products.append((f"B of experts' {name}", lora.rank, sizes[dims[2]], count))
+            if work.remat in ("none", "save_dots"):
+                yield Bytes("saved", placement.part_rows * lora.rank * compute)
+    rows = placement.experts * placement.part_rows if dense else placement.rows
+    for name, k, n, count in products:
+        moved = (rows * k + placement.part_rows * n + placement.experts * k * n) * compute
+        yield Product(name, rows, k, n, count, moved, counted=placement.rows / rows)
+    if config.experts_bias:
+        shape = placement.shards * work.tokens, placement.experts, d_model
+        yield Product.of("experts' biases", shape, compute, work.num_evals(reduced, gradients))
+        if work.training and not work.frozen:  # gradients: sums over the rows of each expert
+            shape = placement.experts, placement.part_rows, width
+            yield Product.of("gradients of experts' biases", shape, compute, 1)
 
 
 def embedding_costs(layer: VocabParallelEmbedding, work: Workload) -> Iterator[Cost]:
     """Yields the costs of an embedding."""
     yield from lookup_costs(layer, work, exchanges=layer.exchanges(work))
     size = work.tokens * layer.features * itemsize(layer.precision.compute)
-    yield from leave(
-        EMBEDDING, work, size, split=work.is_split(layer.sequence_parallel), again=False
-    )
+    split = work.is_split(layer.sequence_parallel)
+    yield from leave(EMBEDDING, work, size, split=split, again=False)
 
 
 def lookup_costs(
@@ -1097,16 +1099,12 @@ def lookup_costs(
     weight = partial(Weight, module=EMBEDDING, precision=layer.precision)
     yield weight(size=size, split=split, again=False, gathered=not exchanges)
     if exchanges:
-        rows = (
-            work.between(layer.sequence_parallel)
-            * layer.features
-            * itemsize(layer.precision.compute)
-        )
+        tokens = work.between(layer.sequence_parallel)
+        rows = tokens * layer.features * itemsize(layer.precision.compute)
         ids = parts(work.sizes, STORAGE) * work.tokens * INT32
+        count = 1 + (work.training and not work.frozen)
         yield collective_cost(ALL_GATHER, STORAGE, EMBEDDING, work, ids)
-        yield collective_cost(
-            ALL_TO_ALL, STORAGE, EMBEDDING, work, rows, 1 + (work.training and not work.frozen)
-        )
+        yield collective_cost(ALL_TO_ALL, STORAGE, EMBEDDING, work, rows, count)
 
 
 def positions_costs(layer: LearnedPositions, work: Workload) -> Iterator[Cost]:

@@ -135,37 +135,33 @@ def _gather(equation: JaxprEqn, dims: Dims) -> list[int | None]:
 def _dot(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     contracted, batch = equation.params["dimension_numbers"]
     results = []
-    free = [
-        [d for d in range(len(shape_of(operand))) if d not in (*contracted[i], *batch[i])]
-        for i, operand in enumerate(equation.invars)
-    ]
-    for side, dim in enumerate(dims):
-        if dim is None:
-            continue
-        if dim in contracted[side]:
+    first = len(batch[0])  # result dim of the operand's first dim that is neither
+    for operand, dim, summed, batched in zip(equation.invars, dims, contracted, batch, strict=True):
+        free = [d for d in range(len(shape_of(operand))) if d not in (*summed, *batched)]
+        if dim in summed:
             raise Blocked("goes into a product outside of a layer, which sums over the split dim")
-        if dim in batch[side]:
-            results.append(batch[side].index(dim))
-        else:
-            results.append(len(batch[0]) + side * len(free[0]) + free[side].index(dim))
+        if dim in batched:
+            results.append(batched.index(dim))
+        elif dim is not None:
+            results.append(first + free.index(dim))
+        first += len(free)
     return [agree(results)]
 
 
 REDUCTIONS = frozenset(
-    (
-        "reduce_sum",
-        "reduce_max",
-        "reduce_min",
-        "reduce_and",
-        "reduce_or",
-        "reduce_prod",
-        "argmax",
-        "argmin",
-        "gather",
-    )
+    {
+        *("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod"),
+        *("argmax", "argmin", "gather"),
+    }
 )
 """Primitives that reduce a split dim, or read an element of it, with an all-reduce of their
 result."""
+
+_ALONG_OTHER_DIMS = (
+    *("concatenate", "pad", "slice", "split", "rev", "dynamic_slice", "dynamic_update_slice"),
+    *("cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin", "sort"),
+    *("reduce_window_max", "reduce_window_sum", "reduce_window_min"),
+)
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(REDUCTIONS, _drop_dims),
@@ -173,19 +169,9 @@ RULES: dict[str, Rule] = {
     "transpose": lambda equation, dims: [equation.params["permutation"].index(agree(dims))],
     "squeeze": _drop_dims,
     "reshape": _reshape,
-    "concatenate": _along_other_dims,
-    "pad": _along_other_dims,
     "gather": _gather,
     "dot_general": _dot,
-    **dict.fromkeys(
-        ("slice", "split", "rev", "dynamic_slice", "dynamic_update_slice"), _along_other_dims
-    ),
-    **dict.fromkeys(
-        ("cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin", "sort"), _along_other_dims
-    ),
-    **dict.fromkeys(
-        ("reduce_window_max", "reduce_window_sum", "reduce_window_min"), _along_other_dims
-    ),
+    **dict.fromkeys(_ALONG_OTHER_DIMS, _along_other_dims),
 }
 
 _CALLS = {
@@ -197,11 +183,9 @@ _CALLS = {
 class Walk(Generic[Fact, Result]):
     """Propagates a fact about each array through a jaxpr and its inner jaxprs.
 
-    It collects `result`.
-
-    Subclasses define `_operation` (facts about the results of an equation without an inner jaxpr),
-    `_join` (the fact about a variable with several possible values) and `_shift` (the fact after a
-    leading dim is removed or added).
+    `result` collects what the walk finds. Subclasses define `_operation` (facts about the results
+    of an equation without an inner jaxpr), `_join` (the fact about a variable with several possible
+    values) and `_shift` (the fact after a leading dim is removed or added).
     """
 
     _operation: Callable[[JaxprEqn, list[Fact], int], list[Fact]]
@@ -215,18 +199,18 @@ class Walk(Generic[Fact, Result]):
 
     def run(self, jaxpr: Any, facts: Sequence[Fact], times: int) -> list[Fact]:
         """Returns the facts about the results of a jaxpr that runs `times` times."""
-        known = dict(zip(jaxpr.invars, facts, strict=True))
+        by_variable = dict(zip(jaxpr.invars, facts, strict=True))
 
         def read(variable: Atom) -> Fact:
-            return (
-                self.unknown if isinstance(variable, Literal) else known.get(variable, self.unknown)
-            )
+            if isinstance(variable, Literal):
+                return self.unknown
+            return by_variable.get(variable, self.unknown)
 
         for equation in needed_equations(jaxpr):
             if not equation.outvars:  # a print blocks no split
                 continue
             results = self._equation(equation, [read(v) for v in equation.invars], times)
-            known.update(zip(equation.outvars, results, strict=True))
+            by_variable.update(zip(equation.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     def _equation(self, equation: JaxprEqn, facts: list[Fact], times: int) -> list[Fact]:
@@ -240,10 +224,8 @@ class Walk(Generic[Fact, Result]):
                 self.run(open_jaxpr(branch), facts[1:], times)
                 for branch in equation.params["branches"]
             ]
-            values = zip(*branches, strict=True)
-            return [
-                self._join(each, v, times) for each, v in zip(values, equation.outvars, strict=True)
-            ]
+            results = zip(*branches, equation.outvars, strict=True)
+            return [self._join(values, variable, times) for *values, variable in results]
         if body := _called(equation):
             return self.run(body, facts, times)
         return self._operation(equation, facts, times)

@@ -151,10 +151,7 @@ def _trace_plan(call: ModelCall, plan: Plan, sizes: Mapping[str, int]) -> tuple[
 
 
 def undivided_parameters(model: nnx.Module, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yields a note for each parameter of a parallel model that is not split as declared.
-
-    It declares a split over tp.
-    """
+    """Yields a note for each parameter that declares a split over tp which the mesh cannot make."""
     for info in find_modules(model):
         for name, parameter in info.parameters.items():
             declared = parameter.replace(out_sharding=parameter.get_metadata().get(DECLARED))
@@ -174,11 +171,8 @@ def merge_equal(notes: Iterable[str]) -> list[str]:
 def _proposal(traced: TracedModel, sizes: Mapping[str, int], *, share: bool) -> Proposal:
     draft = _draft_plan(traced, sizes)
     _share_inputs(draft, share=share)
-    plan = {
-        draft.patterns[path]: draft.styles[path]
-        for path in _plan_order(draft)
-        if path in draft.styles
-    }
+    styled = (path for path in _plan_order(draft) if path in draft.styles)
+    plan = {draft.patterns[path]: draft.styles[path] for path in styled}
     bytes_of: dict[tuple[str, str, str], float] = {}
     if sizes[CP] > 1:
         if "" in plan:
@@ -217,9 +211,10 @@ class PlanDraft:
     @cached_property
     def patterns(self) -> dict[str, str]:
         """A pattern for each module, after all styles are set."""
-        modules = find_modules(self.traced.model)
-        aliases = {alias: self.styles.get(info.path) for info in modules for alias in info.paths}
-        return patterns_for(aliases | {path: self.styles.get(path) for path in self.traced.modules})
+        by_path: dict[str, Style | None] = {}
+        for info in find_modules(self.traced.model):
+            by_path |= dict.fromkeys(info.paths, self.styles.get(info.path))
+        return patterns_for(by_path | {path: self.styles.get(path) for path in self.traced.modules})
 
     def region(self, path: str) -> Region | None:
         """Returns a layer's chosen region."""
@@ -239,13 +234,12 @@ def _draft_plan(traced: TracedModel, sizes: Mapping[str, int]) -> PlanDraft:
             draft.bytes[path] = region.inner_bytes if path == min(region.columns) else 0
         else:
             draft.styles[path] = Rowwise()
-            draft.bytes[path] = (
-                dataflow.output_bytes(dataflow.calls_of(path)) if region.columns else region.bytes
-            )
+            draft.bytes[path] = region.bytes
+            if region.columns:
+                draft.bytes[path] = dataflow.output_bytes(dataflow.calls_of(path))
     for call in dataflow.norms:
-        if call.input.dim is not None and any(
-            call.input.columns <= region.columns for region in draft.chosen
-        ):
+        is_split = any(call.input.columns <= region.columns for region in draft.chosen)
+        if call.input.dim is not None and is_split:
             draft.styles[call.path] = SequenceParallel(call.input.dim)
     return draft
 
@@ -266,15 +260,13 @@ def _share_inputs(draft: PlanDraft, *, share: bool) -> None:
             continue
         # Two calls of a layer on one array reduce its gradient once.
         for call in calls if several else calls[:1]:
-            draft.bytes[call.path] = draft.bytes.get(call.path, 0) + draft.dataflow.input_bytes(
-                [call]
-            )
+            reduced = draft.dataflow.input_bytes([call])
+            draft.bytes[call.path] = draft.bytes.get(call.path, 0) + reduced
     for path, names in arguments.items():
-        draft.styles[path] = (
-            PrepareOutput(Replicate(), Replicate())
-            if names == {_RESULT}
-            else replicate_input(names)
-        )
+        if names == {_RESULT}:
+            draft.styles[path] = PrepareOutput(Replicate(), Replicate())
+        else:
+            draft.styles[path] = replicate_input(names)
 
 
 def _sharing_module(
@@ -284,18 +276,20 @@ def _sharing_module(
 
     If there is none, returns the module that returned the array.
     """
-    around = [_modules_entered(call, arguments) for call in calls]
-    common = [entry for entry in around[0] if all(entry in others for others in around)]
-    makers = [
-        path for path in calls[0].input.left if path and path not in {*draft.styles, *arguments}
-    ]
-    return common[-1] if common else (makers[0], _RESULT) if makers else None
+    first, *others_entered = (_modules_entered(call, arguments) for call in calls)
+    for entry in reversed(first):
+        if all(entry in entered for entered in others_entered):
+            return entry
+    for path in calls[0].input.left:
+        if path and path not in draft.styles and path not in arguments:
+            return path, _RESULT
+    return None
 
 
 def _modules_entered(call: LayerCall, arguments: dict[str, set[str]]) -> list[tuple[str, str]]:
-    """Returns the modules around a layer that pass an argument to it, and the argument.
+    """Returns the modules around a layer that pass an argument to it unchanged, and the argument.
 
-    They pass it unchanged, and the outermost is first.
+    The outermost module is first.
     """
     return [
         (path, argument)
@@ -325,33 +319,29 @@ def _reasons(draft: PlanDraft) -> Iterator[tuple[str, str, str, float]]:
 
 def _plan_order(draft: PlanDraft) -> list[str]:
     # Layers in call order; a module that replicates inputs precedes the layers that read them.
-    order: list[str] = []
-    norms = [
-        call.path
-        for call in draft.dataflow.norms
-        if isinstance(draft.styles.get(call.path), SequenceParallel)
-    ]
-    for path in dict.fromkeys([*draft.dataflow.layers, *norms]):
-        order += [
-            module
-            for module, readers in draft.shared.items()
-            if path in readers and module not in order
-        ]
-        order.append(path)
-    return order
+    order: dict[str, None] = {}
+    norms = (call.path for call in draft.dataflow.norms)
+    split_norms = [path for path in norms if isinstance(draft.styles.get(path), SequenceParallel)]
+    for path in (*draft.dataflow.layers, *split_norms):
+        order |= dict.fromkeys(_sharing_modules(draft, path))
+        order[path] = None
+    return list(order)
+
+
+def _sharing_modules(draft: PlanDraft, path: str) -> list[str]:
+    """Returns the modules whose style replicates the layer's input."""
+    return [module for module, readers in draft.shared.items() if path in readers]
 
 
 def replicate_input(names: set[str]) -> PrepareInput:
     """Returns a style that replicates arguments, by position or name."""
     positions = [int(name) for name in names if name.isdigit()]
     kwargs = {name: Replicate() for name in sorted(names) if not name.isdigit()} or None
-    layouts = (
-        tuple(
-            Replicate() if i in positions else None for i in range(max(positions, default=-1) + 1)
-        )
-        or None
-    )
-    args = Replicate() if layouts == (Replicate(),) else layouts
+    args: Replicate | tuple[Replicate | None, ...] | None = None
+    if positions == [0]:
+        args = Replicate()
+    elif positions:
+        args = tuple(Replicate() if i in positions else None for i in range(max(positions) + 1))
     return PrepareInput(args, args, kwargs, kwargs)
 
 
@@ -371,14 +361,11 @@ def _why_styled(draft: PlanDraft, path: str) -> str:
         return f"its vocabulary is split: {_saved_and_sent(region)}"
     if path in region.rows:
         return f"sums over the output of {_names(draft, region.columns)}; its output is all-reduced"
-    sharing = [module for module, readers in draft.shared.items() if path in readers]
-    gradient = (
-        f"its input is shared by {_names(draft, sharing)}"
-        if sharing
-        else "its input's gradient is all-reduced"
-    )
+    gradient = "its input's gradient is all-reduced"
     if not any(call.input.has_grad for call in draft.dataflow.calls_of(path)):
         gradient = "its input has no gradient"
+    elif sharing := _sharing_modules(draft, path):
+        gradient = f"its input is shared by {_names(draft, sharing)}"
     if region.rows:
         passed = draft.dataflow.through.get(path, {})
         names = dict.fromkeys("element-wise" if name in ELEMENTWISE else name for name in passed)
@@ -394,15 +381,12 @@ def _why_styled(draft: PlanDraft, path: str) -> str:
 
 
 def _why_whole(draft: PlanDraft, path: str) -> str:
-    if split := [
-        call
-        for call in draft.dataflow.calls_of(path)
-        if call.input.dim is not None and not call.is_row
-    ]:
-        return (
-            f"gathers its input, which {_names(draft, split[0].input.columns)} splits, and runs on "
-            "the whole array"
-        )
+    for call in draft.dataflow.calls_of(path):
+        if call.input.dim is not None and not call.is_row:
+            return (
+                f"gathers its input, which {_names(draft, call.input.columns)} splits, and runs on "
+                "the whole array"
+            )
     column = next((region for region in draft.regions if path in region.columns), None)
     if column is not None:
         if column.rows:
@@ -428,8 +412,9 @@ def _why_not_chosen(draft: PlanDraft, region: Region) -> str:
             f", which sends {region.bytes:,.0f} bytes, no less than layer by layer "
             f"({region.bytes_one_by_one:,.0f})"
         )
-    rivals = {path for other in draft.chosen if region.conflicts(other) for path in other.layers}
-    return f", which sends {region.bytes:,.0f} bytes; a better split is of {_names(draft, rivals)}"
+    rivals = (rival.layers for rival in draft.chosen if region.conflicts(rival))
+    better = _names(draft, frozenset[str]().union(*rivals))
+    return f", which sends {region.bytes:,.0f} bytes; a better split is of {better}"
 
 
 def _saved_and_sent(region: Region) -> str:
@@ -441,9 +426,8 @@ def _names(draft: PlanDraft, paths: Iterable[str]) -> str:
 
 
 def _matrices(module: nnx.Module) -> str:
-    params = {
-        name: value.shape for name, value in vars(module).items() if isinstance(value, nnx.Param)
-    }
     return ", ".join(
-        f"{name} {'x'.join(map(str, shape))}" for name, shape in params.items() if len(shape) > 1
+        f"{name} {'x'.join(map(str, value.shape))}"
+        for name, value in vars(module).items()
+        if isinstance(value, nnx.Param) and value.ndim > 1
     )

@@ -10,6 +10,7 @@ is split if that saves more parameter bytes than it sends.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 from flax import nnx
 
@@ -116,11 +117,8 @@ def _region(traced: TracedModel, dataflow: Dataflow, columns: Columns) -> Region
         call.path for call in dataflow.calls if call.is_row and call.input.columns & columns
     )
     outputs = [aval for split_by, aval in dataflow.outputs.items() if split_by & columns]
-    inner = sum(
-        total_sent(traffic)
-        for split_by, traffic in dataflow.collectives.items()
-        if split_by & columns
-    )
+    between = [traffic for split_by, traffic in dataflow.collectives.items() if split_by & columns]
+    inner = sum(map(total_sent, between))
     # Outputs are gathered; there are three all-reduces of a softmax cross-entropy if no row layer
     # reads it.
     for aval in outputs:
@@ -152,65 +150,60 @@ def _layers_to_exclude(regions: Iterable[Region], dataflow: Dataflow) -> Iterato
     called_whole |= {call.path for call in dataflow.norms if call.input.dim is None}
     for region in regions:
         norms = {call.path for call in dataflow.norms if call.input.columns & region.columns}
-        both = sorted(region.columns & region.rows)
-        mixed = sorted((region.rows | norms) & called_whole)
-        for path in region.columns:
-            if both:
-                yield (
-                    path,
-                    f"its output feeds {', '.join(both)}, which would be a column and a row layer",
-                )
-            elif mixed:
-                yield (
-                    path,
-                    f"it feeds {', '.join(mixed)}, which is also called on an array that is "
-                    "not split",
-                )
-            elif not region.rows and not region.reaches_output:
-                yield path, "it feeds no other layer"
+        ambiguous = ", ".join(sorted(region.columns & region.rows))
+        mixed = ", ".join(sorted((region.rows | norms) & called_whole))
+        why = ""
+        if ambiguous:
+            why = f"its output feeds {ambiguous}, which would be a column and a row layer"
+        elif mixed:
+            why = f"it feeds {mixed}, which is also called on an array that is not split"
+        elif not region.rows and not region.reaches_output:
+            why = "it feeds no other layer"
+        if why:
+            yield from dict.fromkeys(region.columns, why).items()
 
 
 def choose(regions: list[Region]) -> list[Region]:
     """Returns the regions to split."""
-    both = [region for region in regions if region.columns and region.rows]
-    paired = [region for region in both if region.bytes < region.bytes_one_by_one]
-
-    def value(chosen: list[Region]) -> tuple[int, float]:
-        return sum(len(region.layers) for region in chosen), -sum(region.bytes for region in chosen)
-
-    @cache
-    def best(remaining: tuple[Region, ...]) -> list[Region]:
-        components = _components(remaining)
-        if len(components) > 1:
-            return [region for component in components for region in best(component)]
-        if len(remaining) < 2:
-            return list(remaining)
-        first = max(
-            remaining, key=lambda region: sum(region.conflicts(other) for other in remaining)
-        )
-        rest = tuple(region for region in remaining if region != first)
-        with_first = [first, *best(tuple(region for region in rest if not first.conflicts(region)))]
-        return max(with_first, best(rest), key=value)
-
-    chosen = best(tuple(paired))
-    chosen = [region for region in paired if region in chosen]
-    layers = {path for region in chosen for path in region.layers}
-    single = [
+    pairs = [
         region
         for region in regions
-        if not (region.columns and region.rows) and not region.layers & layers
+        if region.columns and region.rows and region.bytes < region.bytes_one_by_one
     ]
-    return chosen + [region for region in single if region.saved > region.bytes]
+    best = _best(tuple(pairs))
+    chosen = [region for region in pairs if region in best]
+    layers = frozenset[str]().union(*(region.layers for region in chosen))
+    single = [region for region in regions if not (region.columns and region.rows)]
+    return chosen + [
+        region for region in single if not region.layers & layers and region.saved > region.bytes
+    ]
+
+
+@cache
+def _best(regions: tuple[Region, ...]) -> list[Region]:
+    """Returns the regions without conflicts that split the most layers."""
+    if len(regions) < 2:
+        return list(regions)
+    components = _components(regions)
+    if len(components) > 1:
+        return list(chain.from_iterable(map(_best, components)))
+    # Of the region with the most conflicts, tries to take it, and to leave it out.
+    first = max(regions, key=lambda region: sum(map(region.conflicts, regions)))
+    without = tuple(region for region in regions if region != first)
+    compatible = tuple(region for region in without if not first.conflicts(region))
+    return max([first, *_best(compatible)], _best(without), key=_value)
+
+
+def _value(regions: list[Region]) -> tuple[int, float]:
+    num_layers = sum(len(region.layers) for region in regions)
+    return num_layers, -sum(region.bytes for region in regions)
 
 
 def _components(regions: Iterable[Region]) -> list[tuple[Region, ...]]:
+    """Returns the groups of regions that conflict with each other, directly or not."""
     components: list[tuple[Region, ...]] = []
     for region in regions:
-        near = [
-            component
-            for component in components
-            if any(region.conflicts(other) for other in component)
-        ]
+        near = [component for component in components if any(map(region.conflicts, component))]
         components = [component for component in components if component not in near]
-        components.append((*(other for component in near for other in component), region))
+        components.append((*chain.from_iterable(near), region))
     return components

@@ -1,6 +1,4 @@
-"""Collectives of a compiled program with the computation scheduled during each.
-
-It also reads the kernels of each part of a step.
+"""Collectives of a compiled program with the computation scheduled during each, and its kernels.
 
 Text compiled for GPUs lists operations in issue order, and splits collectives into start and done;
 operations in between overlap. Each operation outside of fusions is a kernel, which reads its
@@ -8,8 +6,9 @@ operands and writes its results once.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from jaxtp.analysis import hlo
 from jaxtp.analysis.collective import Axes, Collective
@@ -27,12 +26,10 @@ _SLICES = {"slice", "dynamic-slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Operations that read a part of their first operand or update it in place, with the operand that
 is the update."""
-_MOVES = (
-    _VALUES
-    | {"copy", "transpose", "reshape", "convert", "concatenate", "pad", "reverse"}
-    | _SLICES - {"gather"}
-)
-_MOVES |= {"dynamic-update-slice"}
+_MOVES = _VALUES | {
+    *("copy", "transpose", "reshape", "convert", "concatenate", "pad", "reverse"),
+    *("slice", "dynamic-slice", "dynamic-update-slice"),
+}
 AMOUNTS = (
     "kernels",
     "flops",
@@ -62,10 +59,7 @@ PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduled(Collective):
-    """Collectives of one kind in equal groups of the same axes.
-
-    It has all their bytes in a step, and what overlaps them.
-    """
+    """All collectives of a step of one kind and group: their bytes, and what overlaps them."""
 
     count: int  # operations in a step; one may move several arrays
     overlapped: int  # operations that have something computed between their start and their done
@@ -99,28 +93,27 @@ def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
     totals: dict[tuple[str, Axes, int], Scheduled] = {}
     for computation, instruction, _, times, counted in walk(module, entry):
         operation = _operation(instruction, module)
-        messages = (
-            []
-            if operation is None
-            else [c for c in hlo.collectives_of(operation, "", sizes) if c.group > 1]
-        )
-        if not messages:
+        if operation is None:
             continue
+        messages = list(hlo.collectives_of(operation, "", sizes))
+        if not messages or messages[0].group == 1:
+            continue
+        first = messages[0]
         hlo.check_counted(instruction, counted)
         beside = _beside(instruction, module[computation])
-        computing = times * sum(other.opcode in _COMPUTES for other in beside)
-        first = messages[0]
-        size = times * sum(one.bytes for one in messages)
-        one = Scheduled(
+        computing = sum(instruction.opcode in _COMPUTES for instruction in beside)
+        size = times * sum(message.bytes for message in messages)
+        multiplies = any(_multiplies(instruction, module) for instruction in beside)
+        scheduled = Scheduled(
             *(first.kind, first.axes, first.group, size),
             count=times,
-            overlapped=times if computing else 0,
-            computing=computing,
-            hidden_bytes=size if any(_multiplies(other, module) for other in beside) else 0,
+            overlapped=times * (computing > 0),
+            computing=times * computing,
+            hidden_bytes=size if multiplies else 0,
         )
-        place = one.kind, one.axes, one.group
-        totals[place] = totals[place] + one if place in totals else one
-    return tuple(sorted(totals.values(), key=lambda one: -one.bytes))
+        place = first.kind, first.axes, first.group
+        totals[place] = totals[place] + scheduled if place in totals else scheduled
+    return tuple(sorted(totals.values(), key=lambda scheduled: -scheduled.bytes))
 
 
 def _operation(instruction: Instruction, module: Module) -> Instruction | None:
@@ -132,14 +125,14 @@ def _operation(instruction: Instruction, module: Module) -> Instruction | None:
         result = instruction.type if kind == "all-reduce" else _result_of_start(instruction.type)
         return replace(instruction, opcode=kind, type=result)
     if instruction.opcode == f"async{START}":
-        wrapped = (
-            inner
-            for callee in instruction.callees
-            for inner in module[callee]
-            if inner.opcode in KINDS
-        )
-        return next(wrapped, None)
+        wrapped = _inside(instruction, module)
+        return next((inner for inner in wrapped if inner.opcode in KINDS), None)
     return None
+
+
+def _inside(instruction: Instruction, module: Module) -> Iterator[Instruction]:
+    """Yields the instructions of the computations that an instruction calls."""
+    return chain.from_iterable(module[name] for name in instruction.callees)
 
 
 def _result_of_start(type_: str) -> str:
@@ -155,7 +148,7 @@ def _beside(start: Instruction, computation: Sequence[Instruction]) -> Sequence[
     at = computation.index(start) + 1
     for end, instruction in enumerate(computation[at:], start=at):
         if instruction.opcode.endswith("-done") and re.match(
-            rf"%?{re.escape(start.name)}[,)#]", instruction.rest
+            rf"%?{re.escape(start.name)}[,)#]", instruction.text
         ):
             return computation[at:end]
     return ()  # its done is in another iteration of the loop
@@ -164,8 +157,8 @@ def _beside(start: Instruction, computation: Sequence[Instruction]) -> Sequence[
 def _multiplies(instruction: Instruction, module: Module) -> bool:
     if instruction.opcode not in _CALLS:
         return hlo.is_product(instruction)
-    callees = [*instruction.callees, instruction.attribute("body") or ""]
-    return any(_multiplies(inner, module) for name in callees for inner in module.get(name, ()))
+    body = module.get(instruction.attribute("body") or "", ())
+    return any(_multiplies(inner, module) for inner in (*_inside(instruction, module), *body))
 
 
 def read_parts(text: str) -> dict[str, Part]:
@@ -178,9 +171,10 @@ def read_parts(text: str) -> dict[str, Part]:
     """
     module, entry = hlo.parse_module(text)
     totals = {name: dict.fromkeys(AMOUNTS, 0.0) for name in (*PARTS, OTHER, COLLECTIVES)}
-    fused = {
-        name for one in module.values() for i in one if i.opcode == "fusion" for name in i.callees
-    }
+    fused: set[str] = set()
+    for instruction in chain.from_iterable(module.values()):
+        if instruction.opcode == "fusion":
+            fused.update(instruction.callees)
     for computation, kernel, scope, times, counted in walk(module, entry):
         if computation in fused or kernel.opcode in _NO_KERNELS or kernel.opcode.endswith("-done"):
             continue
@@ -193,54 +187,52 @@ def read_parts(text: str) -> dict[str, Part]:
 
 def part_of(*names: str) -> str:
     """Returns the part by names of operations."""
-    return next(
-        (part for name in names for part, pattern in PARTS.items() if re.search(pattern, name)),
-        OTHER,
-    )
+    for name in names:
+        for part, pattern in PARTS.items():
+            if re.search(pattern, name):
+                return part
+    return OTHER
 
 
 def _kernel(kernel: Instruction, computation: str, scope: str, module: Module) -> tuple[str, Part]:
     around = module[computation]
     if operation := _operation(kernel, module):
-        size = sum(map(hlo.type_bytes, hlo.operand_types(around, kernel))) + hlo.type_bytes(
-            operation.type
-        )
-        return COLLECTIVES, {"kernels": 1, "other_bytes": size}
+        types = (*hlo.operand_types(around, kernel), operation.type)
+        return COLLECTIVES, {"kernels": 1, "other_bytes": sum(map(hlo.type_bytes, types))}
     if kernel.opcode.endswith(START):
         kernel = replace(
             kernel, opcode=kernel.opcode.removesuffix(START), type=_result_of_start(kernel.type)
         )
     inside = [(around, kernel)]
-    for callee in kernel.callees if kernel.opcode == "fusion" else ():
-        inside += [(module[name], inner) for name, inner, *_ in walk(module, callee)]
-    products = [(whole, inner) for whole, inner in inside if hlo.is_product(inner)]
+    if kernel.opcode == "fusion":
+        fused = walk(module, kernel.callees[0])
+        inside += [(module[name], inner) for name, inner, *_ in fused]
+    products = [(callee, inner) for callee, inner in inside if hlo.is_product(inner)]
     names = [inner.op_name for _, inner in (*products, *inside) if inner.op_name]
     part = part_of(*(re.sub(r"\bjit\([^()]*\)", "", name) for name in names or [scope]))
     if kernel.opcode == "custom-call":  # its workspace is not traffic
         kernel = replace(kernel, type=re.sub(r"\b[su]8\[\d+\]", "", kernel.type))
     size = _traffic(kernel, around, module)
     if not products:
-        return part, {
-            "kernels": 1,
-            "other_bytes": size,
-            "copied_bytes": size * _only_moves(kernel, module),
-        }
+        copied = size if _only_moves(kernel, module) else 0
+        return part, {"kernels": 1, "other_bytes": size, "copied_bytes": copied}
     amounts = dict.fromkeys(AMOUNTS, 0.0) | {"kernels": 1, "product_bytes": size}
-    for whole, product in products:
-        types = hlo.operand_types(whole, product)[:2]
-        bits = max((hlo.type_bytes(re.sub(r"\[.*", "[8]", one)) for one in types), default=16.0)
-        flops = hlo.product_flops(whole, product)
-        amounts["unknown"] += flops is None
-        amounts["flops"] += flops or 0
-        amounts["flops_16"] += (flops or 0) * bits / 16
+    for callee, product in products:
+        operands = hlo.operand_types(callee, product)[:2]
+        # An array of 8 elements has as many bytes as an element has bits.
+        bits = [hlo.type_bytes(re.sub(r"\[.*", "[8]", operand)) for operand in operands]
+        flops = hlo.product_flops(callee, product)
+        if flops is None:
+            amounts["unknown"] += 1
+        else:
+            amounts["flops"] += flops
+            amounts["flops_16"] += flops * max(bits, default=16) / 16
     return part, amounts
 
 
 def _only_moves(instruction: Instruction, module: Module) -> bool:
     if instruction.opcode == "fusion":
-        return all(
-            _only_moves(inner, module) for name in instruction.callees for inner in module[name]
-        )
+        return all(_only_moves(inner, module) for inner in _inside(instruction, module))
     # A scalar, such as the index of a slice
     scalar = "[]" in instruction.type and instruction.opcode != "reduce"
     return instruction.opcode in _MOVES or scalar
@@ -251,33 +243,34 @@ def _traffic(kernel: Instruction, around: Sequence[Instruction], module: Module)
     sizes = list(map(hlo.type_bytes, hlo.operand_types(around, kernel)))
     if kernel.opcode == "fusion":
         fused = module[kernel.callees[0]]
-        return sum(_read(fused, i, size, module) for i, size in enumerate(sizes)) + _written(
-            fused, hlo.root_of(fused)
-        )
+        read = sum(_read(fused, i, size, module) for i, size in enumerate(sizes))
+        return read + _written(fused, hlo.root_of(fused))
     if kernel.opcode in _UPDATES:
         return 2 * sizes[_UPDATES[kernel.opcode]]
-    return hlo.type_bytes(kernel.type) + (
-        hlo.type_bytes(kernel.type) if kernel.opcode in _SLICES else sum(sizes)
-    )
+    written = hlo.type_bytes(kernel.type)
+    return written + (written if kernel.opcode in _SLICES else sum(sizes))
 
 
 def _read(fused: Sequence[Instruction], parameter: int, size: float, module: Module) -> float:
     # Bytes that a fusion reads of a parameter of that size.
     names = {
-        one.name
-        for one in fused
-        if one.opcode == "parameter" and one.rest.startswith(f"{parameter})")
+        instruction.name
+        for instruction in fused
+        if instruction.opcode == "parameter" and instruction.text.startswith(f"{parameter})")
     }
     total = 0.0
-    for user in fused:
-        at = [i for i, (name, _) in enumerate(user.operands) if name in names]
-        if at and user.opcode == "bitcast":
-            names.add(user.name)
-        elif at and user.opcode == "fusion":
-            total += sum(_read(module[user.callees[0]], i, size, module) for i in at)
-        elif at == [0] and user.opcode in _SLICES:
-            total += hlo.type_bytes(user.type)
-        elif at and not (at == [0] and user.opcode in _UPDATES):
+    for reader in fused:
+        positions = [i for i, (name, _) in enumerate(reader.operands) if name in names]
+        if not positions or (positions == [0] and reader.opcode in _UPDATES):
+            continue
+        if reader.opcode == "bitcast":
+            names.add(reader.name)
+        elif reader.opcode == "fusion":
+            callee = module[reader.callees[0]]
+            total += sum(_read(callee, i, size, module) for i in positions)
+        elif positions == [0] and reader.opcode in _SLICES:
+            total += hlo.type_bytes(reader.type)
+        else:
             return size
     return min(total, size)
 
@@ -285,8 +278,8 @@ def _read(fused: Sequence[Instruction], parameter: int, size: float, module: Mod
 def _written(fused: Sequence[Instruction], result: Instruction | None) -> float:
     if result is None or result.opcode == "parameter":
         return 0.0
-    made = [hlo.named(fused, name) for name, _ in result.operands]
+    operands = [hlo.named(fused, name) for name, _ in result.operands]
     if result.opcode in ("tuple", "bitcast"):
-        return sum(_written(fused, one) for one in made)
-    update = made[_UPDATES[result.opcode]] if result.opcode in _UPDATES else None
+        return sum(_written(fused, operand) for operand in operands)
+    update = operands[_UPDATES[result.opcode]] if result.opcode in _UPDATES else None
     return hlo.type_bytes((update or result).type)

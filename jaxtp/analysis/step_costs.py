@@ -7,10 +7,11 @@ assumes residuals divided evenly over all devices.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -87,9 +88,14 @@ BACKWARD_OF_DELTA = 1.2
 which it recomputes: measured in programs of NVIDIA's compiler (one block of Qwen3.5-27B, 8,192 to
 32,768 tokens)."""
 
-MUCH_PADDING = 0.25  # of a block's weights: from here on it is warned of
-_AMPERE = "8.0"  # the oldest architecture of NVIDIA with every kernel
-_FURTHEST = 1024  # size of tp that is proposed
+MUCH_PADDING = 0.25
+"""Fraction that padding may add to a block's weights without a warning."""
+
+LayersCost = tuple[int, Cost]
+"""The number of layers that have a cost, and the cost in one of them."""
+
+_AMPERE = "8.0"  # the oldest NVIDIA architecture with every kernel
+_MAX_PROPOSED_TP = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +113,7 @@ class StepCosts:
     logits: float
     itemsize: int  # bytes of an element of the compute dtype
     param_itemsize: int  # bytes of an element of the trained parameters' dtype
-    kept: int  # bytes that all blocks keep for the backward pass
+    saved: int  # bytes that all blocks save for the backward pass
     copied: int  # bytes of their copies before it
     working: int  # bytes of activations that the backward pass of the largest branch works on
     weights: int  # bytes of the largest block's loaded weights, and of their unreduced gradients
@@ -166,77 +172,95 @@ def step_costs(
 
 def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
     """Returns a model's costs: traffic and products of all micro-batches, memory of one."""
-    model = described(config)
     work = replace(work, zigzag=config.zigzag(work))
-    branches = (
-        each[1] for _, kinds in model.stacked() for block in kinds for each in block.branches()
-    )
-    if not all(map(has_formulas, branches)):
+    model = described(config)
+    if not all(map(_has_formulas, dict(_stacked_blocks(model)))):
         model = described(config, work.tp)  # its arrays are padded for tp, as a trace needs them
-    blocks = [
-        (stack.repeats, list(block_costs(block, work)))
-        for stack, kinds in model.stacked()
-        for block in kinds
-    ]
+    blocks = _stacked_blocks(model)
+    by_block = {block: list(block_costs(block, work)) for block in dict(blocks)}
+    inside: list[LayersCost] = []
+    for block, layers in blocks:
+        inside += [(layers, cost) for cost in by_block[block]]
     outside = [(1, cost) for cost in decoder_costs(model, work)]
-    inside = [(repeats, cost) for repeats, costs in blocks for cost in costs]
-    every = inside + outside
-    weights = [(n, cost) for n, cost in inside if isinstance(cost, Weight)]
-    products = _products(every, work)
+    every_cost = inside + outside
+    weights = [(layers, cost) for layers, cost in inside if isinstance(cost, Weight)]
     # A backward pass counts 1.5.
     passes = 2.5 + (work.remat in RECOMPUTE_POLICIES) if work.training else 1.0
     elementwise = [
-        (n, cost) for n, cost in every if isinstance(cost, Bytes) and cost.kind == "elementwise"
+        replace(cost, bytes=work.accumulation * passes * layers * cost.bytes)
+        for layers, cost in _of_kind("elementwise", every_cost)
     ]
+    size = sum(layers * weight.size for layers, weight in weights)
+    padded_size = sum(layers * weight.padded(work.tp) for layers, weight in weights)
+    adapter_size = sum(layers * weight.size for layers, weight in weights if weight.adapter)
+    unused = sum(layers * _unused(weight, work) for layers, weight in weights)
+    loaded = [_loaded(costs, work) for costs in by_block.values()]
 
     return StepCosts(
-        traffic=_traffic(every, work),
-        products=tuple(product for product in products if not product.attention),
-        attention=tuple(product for product in products if product.attention),
-        elementwise=tuple(
-            replace(cost, bytes=work.accumulation * passes * n * cost.bytes)
-            for n, cost in elementwise
-        ),
-        scores=work.accumulation * _bytes("scores", every),
-        logits=work.accumulation * _bytes("logits", every),
+        traffic=_traffic(every_cost, work),
+        products=_products(every_cost, work, attention=False),
+        attention=_products(every_cost, work, attention=True),
+        elementwise=tuple(elementwise),
+        scores=work.accumulation * _bytes("scores", every_cost),
+        logits=work.accumulation * _bytes("logits", every_cost),
         itemsize=itemsize(config.precision.compute),
         param_itemsize=itemsize(config.trained_dtype),
-        kept=int(_bytes("saved", every)),
-        copied=int(_bytes("copied", every)),
-        working=int(max(_bytes("workspace", [(1, cost)]) for _, cost in inside)),
-        weights=int(max(_loaded(costs, work) for _, costs in blocks)),
+        saved=int(_bytes("saved", every_cost)),
+        copied=int(_bytes("copied", every_cost)),
+        working=int(max(cost.bytes for _, cost in _of_kind("workspace", inside))),
+        weights=int(max(loaded)),
         loss=int(_bytes("workspace", outside)),
         head=int(_bytes("gradient", outside)),
-        cached=int(_bytes("cached", every)),
-        adapters=sum(n * weight.size for n, weight in weights if weight.adapter),
-        # Routing is assumed to be uniform.
-        unused=sum(n * w.over_tp(work.sizes) * (1 - w.active) ** work.tokens for n, w in weights),
-        padding=sum(n * w.padded(work.tp) for n, w in weights) / sum(n * w.size for n, w in weights)
-        - 1,
+        cached=int(_bytes("cached", every_cost)),
+        adapters=adapter_size,
+        unused=unused,
+        padding=padded_size / size - 1,
     )
+
+
+@lru_cache(maxsize=32)
+def _stacked_blocks(model: Decoder) -> tuple[tuple[DecoderBlock, int], ...]:
+    """Returns each stacked block and its number of layers.
+
+    Equal blocks are one object, so that `costs_of` prices them once.
+    """
+    blocks: list[tuple[DecoderBlock, int]] = []
+    equal_blocks: dict[Hashable, DecoderBlock] = {}
+    for stack, stacked in model.stacked():
+        for block in stacked:
+            graph, state = nnx.split(block)
+            shapes = tuple((leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(state))
+            blocks.append((equal_blocks.setdefault((graph, shapes), block), stack.repeats))
+    return tuple(blocks)
+
+
+def _has_formulas(block: DecoderBlock) -> bool:
+    return all(has_formulas(branch) for _, branch, *_ in block.branches())
+
+
+def _unused(weight: Weight, work: Workload) -> float:
+    # Routing is assumed to be uniform.
+    return weight.over_tp(work.sizes) * (1 - weight.active) ** work.tokens
 
 
 def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
     """Yields the costs of branches, norms, residual sums and saved input."""
-    residual = work.between(block.config.sequence_parallel) * block.config.d_model
-    size = residual * itemsize(block.config.precision.compute)
+    config = block.config
+    compute = itemsize(config.precision.compute)
+    size = work.between(config.sequence_parallel) * config.d_model * compute
     last = block.names[-1]
-    yield Bytes(
-        "saved",
-        size * {"none": 1 if block.parallel else len(block.names), "offload": 0}.get(work.remat, 1),
-    )
+    saved_inputs = {"none": 1 if block.parallel else len(block.names), "offload": 0}
+    yield Bytes("saved", size * saved_inputs.get(work.remat, 1))
+    regathered = work.remat in REGATHER_POLICIES
     if joined := [name for name, branch, *_ in block.branches() if branch.joined]:
-        hidden = work.tokens * block.config.d_model * itemsize(block.config.precision.compute)
-        split = work.is_split(block.config.sequence_parallel)
-        again = work.remat in REGATHER_POLICIES
-        yield from _within(joined[0], enter(JOINED, work, hidden, split=split, again=again))
+        hidden = work.tokens * config.d_model * compute
+        split = work.is_split(config.sequence_parallel)
+        yield from _within(joined[0], enter(JOINED, work, hidden, split=split, again=regathered))
         yield from leave(JOINED, work, hidden, split=split, again=False)
         yield Bytes("saved", hidden if work.remat in ("none", "save_gathered") else 0)
     for name, branch, before, after in block.branches():
         if before is not None:
-            yield from _within(
-                name, norm_costs(before, work, recomputed=work.remat in REGATHER_POLICIES)
-            )
+            yield from _within(name, norm_costs(before, work, recomputed=regathered))
         # A result is recomputed if a branch follows: its norm reads the sum that contains this
         # result.
         if after is not None:
@@ -247,43 +271,45 @@ def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
             costs = branch_costs(branch, work, read=read)
         else:
             costs = traced_costs(
-                _unstacked(branch), work, block.config.d_model, block.config.precision, read=read
+                _unstacked(branch), work, config.d_model, config.precision, read=read
             )
         yield from _within(name, costs)
         yield Bytes("elementwise", 3 * size, "norm")
 
 
-def _within(name: str, costs: Iterable[Cost]) -> Iterator[Cost]:
+def _within(branch_name: str, costs: Iterable[Cost]) -> Iterator[Cost]:
+    """Adds the branch's name to its costs, and adds up its workspace."""
     workspace = 0.0
     for cost in costs:
         if isinstance(cost, CollectiveCost):
-            yield replace(
-                cost, collective=replace(cost.collective, scope=f"{name}/{cost.collective.scope}")
-            )
+            scope = f"{branch_name}/{cost.collective.scope}"
+            yield replace(cost, collective=replace(cost.collective, scope=scope))
         elif isinstance(cost, Bytes) and cost.kind == "workspace":
             workspace += cost.bytes
         else:
-            yield replace(cost, module=f"{name}/{cost.module}")
-    yield Bytes("workspace", workspace)  # one for the branch
+            yield replace(cost, module=f"{branch_name}/{cost.module}")
+    yield Bytes("workspace", workspace)
 
 
 def _unstacked(branch: Branch) -> Branch:
     graph, state = nnx.split(branch)
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-    return nnx.merge(graph, one)
+    return nnx.merge(
+        graph, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state)
+    )
 
 
 def decoder_costs(model: Decoder, work: Workload) -> Iterator[Cost]:
     """Yields the costs of embedding, final norm, head and loss."""
     config = model.config
     yield from embedding_costs(model.embedding, work)
-    yield from () if model.positions is None else positions_costs(model.positions, work)
+    if model.positions is not None:
+        yield from positions_costs(model.positions, work)
     yield from norm_costs(model.norm, work, inside=False)
     yield from loss_costs(config, work)
     num_experts = [block.num_experts for block in config.layers() if block.num_experts]
     if num_experts and work.training:
-        of_rows = sum(2 * experts + 3 for experts in num_experts) * work.rows
-        yield collective_cost(ALL_REDUCE, SEQUENCE, BALANCE, work, FLOAT32 * of_rows)
+        statistics = sum(2 * experts + 3 for experts in num_experts) * work.rows
+        yield collective_cost(ALL_REDUCE, SEQUENCE, BALANCE, work, FLOAT32 * statistics)
         yield collective_cost(ALL_REDUCE, BATCH, BALANCE, work, FLOAT32 * (sum(num_experts) + 4))
 
 
@@ -326,9 +352,8 @@ def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
 
 def active_parameters(config: ModelConfig, parameters: int) -> int:
     """Returns the parameters a token uses; `parameters` counts all, without padding."""
-    return parameters - round(
-        costs_of(config, Workload(sizes=mesh_shape(), rows=1, length=1, training=False)).unused
-    )
+    work = Workload(sizes=mesh_shape(), rows=1, length=1, training=False)
+    return parameters - round(costs_of(config, work).unused)
 
 
 def describe_active(config: ModelConfig, parameters: int) -> str:
@@ -337,17 +362,20 @@ def describe_active(config: ModelConfig, parameters: int) -> str:
     return "" if active == parameters else f", {active:,} active for each token"
 
 
-def _bytes(kind: str, costs: Iterable[tuple[int, Cost]]) -> float:
-    return sum(
-        times * cost.bytes for times, cost in costs if isinstance(cost, Bytes) and cost.kind == kind
-    )
+def _of_kind(kind: str, costs: Iterable[LayersCost]) -> list[tuple[int, Bytes]]:
+    return [
+        (layers, cost) for layers, cost in costs if isinstance(cost, Bytes) and cost.kind == kind
+    ]
+
+
+def _bytes(kind: str, costs: Iterable[LayersCost]) -> float:
+    return sum(layers * cost.bytes for layers, cost in _of_kind(kind, costs))
 
 
 def _loaded(costs: Iterable[Cost], work: Workload) -> float:
     weights = [cost for cost in costs if isinstance(cost, Weight)]
-    return sum(each.loaded_bytes(work) for each in weights) + max(
-        each.reduced_bytes(work) for each in weights
-    )
+    loaded = sum(weight.loaded_bytes(work) for weight in weights)
+    return loaded + max(weight.reduced_bytes(work) for weight in weights)
 
 
 def describe_padding(config: ModelConfig, mesh: Mapping[str, int]) -> str | None:
@@ -355,40 +383,42 @@ def describe_padding(config: ModelConfig, mesh: Mapping[str, int]) -> str | None
     tp = mesh[TP]
     if not (padded := padded_sizes(config, tp)):
         return None
-    added = costs_of(
-        config, Workload(sizes=mesh_shape(tp=tp), rows=1, length=1, training=False)
-    ).padding
+    work = Workload(sizes=mesh_shape(tp=tp), rows=1, length=1, training=False)
+    padding = costs_of(config, work).padding
     sizes = ", ".join(f"{size} {name} to {more}" for name, (size, more) in padded.items())
-    text = f"with tp {tp}: {sizes}, which adds {added:.1%} to the weights of a block"
-    if added <= MUCH_PADDING:
+    text = f"with tp {tp}: {sizes}, which adds {padding:.1%} to the weights of a block"
+    if padding <= MUCH_PADDING:
         return text
-    without = [
-        other for other in range(1, min(2 * tp, _FURTHEST)) if not padded_sizes(config, other)
-    ]
-    nearest = sorted(sorted(without, key=lambda other: abs(other - tp))[:2])
+    candidates = range(1, min(2 * tp, _MAX_PROPOSED_TP))
+    unpadded = [size for size in candidates if not padded_sizes(config, size)]
+    nearest = sorted(sorted(unpadded, key=lambda size: abs(size - tp))[:2])
     return f"{text}; WARNING: much padding; tp {' or '.join(map(str, nearest))} needs none"
 
 
-def _traffic(costs: Iterable[tuple[int, Cost]], work: Workload) -> dict[Collective, int]:
-    found: Counter[Collective] = Counter()
-    for times, cost in costs:
-        for each in collectives_of(cost, work):
-            one = each.collective
-            if one.group > 1 and each.count:
-                spanned = tuple(
-                    axis for axis in work.sizes if axis in one.axes and work.sizes[axis] > 1
-                )
-                layers, runs = (times, 1) if each.once else (1, times * work.accumulation)
-                found[replace(one, axes=spanned, bytes=layers * one.bytes)] += each.count * runs
-    return dict(found)
+def _traffic(costs: Iterable[LayersCost], work: Workload) -> dict[Collective, int]:
+    traffic: Counter[Collective] = Counter()
+    for layers, cost in costs:
+        for run in collectives_of(cost, work):
+            message = run.collective
+            if message.group == 1 or not run.count:
+                continue
+            axes = (axis for axis in work.sizes if axis in message.axes and work.sizes[axis] > 1)
+            message = replace(message, axes=tuple(axes))
+            if run.once:
+                traffic[replace(message, bytes=layers * message.bytes)] += run.count
+            else:
+                traffic[message] += layers * work.accumulation * run.count
+    return dict(traffic)
 
 
-def _products(costs: Iterable[tuple[int, Cost]], work: Workload) -> list[Product]:
-    found: Counter[Product] = Counter()
-    for times, cost in costs:
-        if isinstance(cost, Product):
-            found[replace(cost, count=0)] += times * work.accumulation * cost.count
-    return [replace(product, count=count) for product, count in found.items()]
+def _products(
+    costs: Iterable[LayersCost], work: Workload, *, attention: bool
+) -> tuple[Product, ...]:
+    counts: Counter[Product] = Counter()
+    for layers, cost in costs:
+        if isinstance(cost, Product) and cost.attention == attention:
+            counts[replace(cost, count=0)] += layers * work.accumulation * cost.count
+    return tuple(replace(product, count=count) for product, count in counts.items())
 
 
 def described(config: ModelConfig, tp: int = 1, shards: int = 1) -> Decoder:
@@ -409,7 +439,7 @@ def _described(config: ModelConfig, tp: int, shards: int) -> Decoder:
 def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Iterator[Cost]:
     """Yields the costs of Gated DeltaNet.
 
-    Its projections have formulas; between them a traced program is counted.
+    The projections have formulas; the computation between them is traced.
     """
     config = layer.config
     compute = itemsize(layer.precision.compute)
@@ -428,14 +458,12 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Iterator
     yield weight(size=values, tp=False, used_by_all_tp=True)
     window = (config.delta_conv - 1) * sum(split.local(work.tp) for split in taps)
     yield Bytes("cached", work.rows * (FLOAT32 * queries * width * values + compute * window))
-    # Rows and key heads are alike: one is traced. Other policies than these two save nothing
-    # between the projections.
-    one = replace(config, delta_key_heads=1, delta_value_heads=queries // keys)
-    policy = work.remat if work.remat in ("none", "save_dots") else "full"
+    # Rows and key heads are alike: one is traced.
+    one_head = replace(config, delta_key_heads=1, delta_value_heads=queries // keys)
     shape = {name: getattr(work, name) for name in ("length", "zigzag", "platform", "training")}
-    for cost in _inside_delta(
-        one, layer.precision, work.sizes[CP], (*shape.items(), ("remat", policy))
-    ):
+    # Policies other than these two save nothing between the projections.
+    shape["remat"] = work.remat if work.remat in ("none", "save_dots") else "full"
+    for cost in _inside_delta(one_head, layer.precision, work.sizes[CP], tuple(shape.items())):
         yield _repeated(cost, work.rows * keys)
     yield from row_costs(layer.out, work, "attention out", read=read)
 
@@ -458,32 +486,31 @@ def _inside_delta(
             setattr(layer, projection, lambda x: x)
         return layer(projected, Sequences(zigzag=work.zigzag))
 
-    shapes = [(1, work.length, each.size) for each in layer.in_proj.features]
-    projected = tuple(jax.ShapeDtypeStruct(each, precision.compute) for each in shapes)
+    projected = tuple(
+        jax.ShapeDtypeStruct((1, work.length, features.size), precision.compute)
+        for features in layer.in_proj.features
+    )
     costs = list(_program_costs(forward, (projected, weights), work))
     # A token reads the state by its key, writes it, and reads it by its query.
     state = config.delta_value_heads * config.delta_key_dim * config.delta_value_dim
     needed = 6.0 * work.tokens * state * work.num_evals(work.remat in RECOMPUTE_POLICIES, 2)
     counted = needed / sum(cost.flops for cost in costs if isinstance(cost, Product))
-    moved = (
-        cost
-        for cost in costs
-        if isinstance(cost, CollectiveCost) and cost.collective.kind != ALL_REDUCE
-    )
-    products = (cost for cost in costs if isinstance(cost, Product))
-    rule = (
-        replace(product, name="delta rule", attention=True, counted=counted) for product in products
-    )
-    memory = {cost.kind: cost.bytes for cost in costs if isinstance(cost, Bytes)}
-    memory["workspace"] *= BACKWARD_OF_DELTA
-    return (*(Bytes(kind, size) for kind, size in memory.items()), *moved, *rule)
+    inside: list[Bytes | CollectiveCost | Product] = []
+    for cost in costs:
+        if isinstance(cost, Product):
+            inside.append(replace(cost, name="delta rule", attention=True, counted=counted))
+        elif isinstance(cost, Bytes):
+            factor = BACKWARD_OF_DELTA if cost.kind == "workspace" else 1
+            inside.append(replace(cost, bytes=factor * cost.bytes))
+        elif cost.collective.kind != ALL_REDUCE:
+            inside.append(cost)
+    return tuple(inside)
 
 
 def _repeated(cost: Bytes | CollectiveCost | Product, times: int) -> Cost:
     if isinstance(cost, CollectiveCost):
-        return replace(
-            cost, collective=replace(cost.collective, bytes=times * cost.collective.bytes)
-        )
+        message = replace(cost.collective, bytes=times * cost.collective.bytes)
+        return replace(cost, collective=message)
     if isinstance(cost, Product):
         return replace(cost, m=times * cost.m, bytes=times * cost.bytes)
     return replace(cost, bytes=times * cost.bytes)
@@ -503,12 +530,12 @@ def traced_costs(
     rows = work.rows * batch_parts(work.sizes)
     x = jax.ShapeDtypeStruct((rows, work.length, features), precision.compute)
     graph, *states = nnx.split(branch, nnx.Param, ...)
-    trained, others = states
+    trained, untrained = states
     sequences = Sequences(context=work.context, zigzag=work.zigzag)
 
-    def forward(inputs: tuple[Array, nnx.State], others: nnx.State) -> Array:
+    def forward(inputs: tuple[Array, nnx.State], untrained: nnx.State) -> Array:
         x, trained = inputs
-        y = nnx.merge(graph, trained, others)(x, sequences)
+        y = nnx.merge(graph, trained, untrained)(x, sequences)
         return y * y if read else y
 
     def unreduced(inputs: tuple[Array, nnx.State]) -> tuple[Array, nnx.State]:
@@ -516,11 +543,11 @@ def traced_costs(
         return inputs[0], mark_unreduced(inputs[1])
 
     copied = unreduced if work.training and work.accumulation > 1 else None
-    yield from _program_costs(forward, ((x, trained), others), work, copied)
+    yield from _program_costs(forward, ((x, trained), untrained), work, copied)
     cache: KVCache = ()
     with _abstract(work.sizes), suppress(NotImplementedError):  # the branch cannot generate
         cache = jax.eval_shape(
-            lambda: nnx.merge(graph, trained, others).init_cache(rows, work.length)
+            lambda: nnx.merge(graph, trained, untrained).init_cache(rows, work.length)
         )
     cached = sum(array.size * array.dtype.itemsize for array in cache)
     yield Bytes("cached", cached / math.prod(work.sizes.values()))
@@ -532,32 +559,29 @@ def _program_costs(
     work: Workload,
     copied: Callable[..., object] | None = None,
 ) -> Iterator[Bytes | CollectiveCost | Product]:
-    """Yields the costs of `forward(inputs, others)` and of the gradient by its inputs.
+    """Yields the costs of `forward(inputs, constants)` and of the gradient by its inputs.
 
     The gradient may be by copies of the inputs.
     """
 
-    def vjp(policy: RematPolicy, inputs: object, others: object) -> Any:
+    def vjp(policy: RematPolicy, inputs: object, constants: object) -> Any:
         # Offloading needs a device with pinned memory; it computes what full does.
-        run = jax.checkpoint(
-            forward, policy=remat.policy("full" if policy == "offload" else policy)
-        )
-        return jax.vjp(lambda inputs: run(inputs, others), inputs)
+        traced_policy = remat.policy("full" if policy == "offload" else policy)
+        run = jax.checkpoint(forward, policy=traced_policy)
+        return jax.vjp(lambda inputs: run(inputs, constants), inputs)
 
-    def step(inputs: object, others: object) -> object:
+    def step(inputs: object, constants: object) -> object:
         if not work.training:
-            return forward(inputs, others)
-        y, backward = vjp(work.remat, inputs if copied is None else copied(inputs), others)
+            return forward(inputs, constants)
+        y, backward = vjp(work.remat, inputs if copied is None else copied(inputs), constants)
         return y, backward(y)
 
     def residuals(policy: RematPolicy) -> float:
-        jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(vjp(policy, *args)[1]))(
-            *arguments
-        ).jaxpr
+        trace = jax.make_jaxpr(lambda *args: jax.tree.leaves(vjp(policy, *args)[1]))
+        jaxpr = trace(*arguments).jaxpr
         saved: dict[int, Any] = {id(v): v.aval for v in jaxpr.outvars if v not in jaxpr.invars}
-        return sum(aval.size * aval.dtype.itemsize for aval in saved.values()) / math.prod(
-            work.sizes.values()
-        )
+        size = sum(aval.size * aval.dtype.itemsize for aval in saved.values())
+        return size / math.prod(work.sizes.values())
 
     with _abstract(work.sizes, work.platform):
         jaxpr = jax.make_jaxpr(step)(*arguments)
@@ -566,9 +590,10 @@ def _program_costs(
     yield Bytes("saved", saved)
     yield Bytes("workspace", everything)
     yield Bytes("elementwise", everything)
-    for one, times in count_collectives(jaxpr, work.sizes).items():
+    for message, times in count_collectives(jaxpr, work.sizes).items():
         yield CollectiveCost(
-            Collective(one.kind, one.axes, one.group, one.bytes, one.module), times
+            Collective(message.kind, message.axes, message.group, message.bytes, message.module),
+            times,
         )
     yield from _traced_products(jaxpr.jaxpr)
 
@@ -594,7 +619,7 @@ def _abstract(sizes: Mapping[str, int], platform: str | None = None) -> Iterator
 
 def _traced_weights(branch: Branch, precision: Precision) -> Iterator[Weight]:
     for _, variable in nnx.to_flat_state(nnx.state(branch, PARAMETERS)):
-        axes = [axis for entry in spec_of(variable) for axis in axes_of(entry)]
+        axes = {*chain.from_iterable(map(axes_of, spec_of(variable)))}
         split = next((split for _, split in padding_of(variable)), None)
         yield Weight(
             module=type(branch).__name__,
@@ -602,7 +627,7 @@ def _traced_weights(branch: Branch, precision: Precision) -> Iterator[Weight]:
             precision=precision,
             split=split,
             tp=TP in axes,
-            fsdp=bool({*STORAGE} & {*axes}),
+            fsdp=not axes.isdisjoint(STORAGE),
             adapter=isinstance(variable, nnx.LoRAParam),
             traced=True,
         )
@@ -611,11 +636,10 @@ def _traced_weights(branch: Branch, precision: Precision) -> Iterator[Weight]:
 def _traced_products(jaxpr: Jaxpr) -> Iterator[Product]:
     for equation, times, *_ in equations(jaxpr):
         if rule := _RULES.get(equation.primitive.name):
-            m, k, n, each = rule(equation)
-            moved = sum(
-                a.size * itemsize(str(a.dtype)) for a in arrays(*equation.invars, *equation.outvars)
-            )
-            yield Product("products", m, k, n, times * each, moved)
+            m, k, n, count = rule(equation)
+            operands_and_results = arrays(*equation.invars, *equation.outvars)
+            moved = sum(aval.size * itemsize(str(aval.dtype)) for aval in operands_and_results)
+            yield Product("products", m, k, n, times * count, moved)
 
 
 def _dot(equation: JaxprEqn) -> Products:
@@ -639,12 +663,13 @@ def _ragged_dot(equation: JaxprEqn) -> Products:
 def _kernel(equation: JaxprEqn) -> Products:
     name = equation.params["name"]
     *operands, result = arrays(*equation.invars, equation.outvars[0])
-    if (known := kernel_products(name, [one.shape for one in operands], result.shape)) is None:
+    products = kernel_products(name, [operand.shape for operand in operands], result.shape)
+    if products is None:
         raise ValueError(
             f"the products of the kernel {name!r} are not known; add a rule to "
             "jaxtp.analysis.census"
         )
-    return known
+    return products
 
 
 _RULES = {"dot_general": _dot, "ragged_dot_general": _ragged_dot, "pallas_call": _kernel}

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns an aligned table; numbers flush right."""
-    table = [header, *rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(_align(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    )
+    aligned = []
+    for column in zip(header, *rows, strict=True):
+        width = max(map(len, column))
+        aligned.append([_align(cell, width) for cell in column])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*aligned, strict=True))
 
 
 def between(low: str, high: str) -> str:

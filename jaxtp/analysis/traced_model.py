@@ -55,9 +55,8 @@ class ModelCall:
 
         def run(model: Any, arrays: list[Any]) -> object:
             remaining = iter(arrays)
-            filled = jax.tree.unflatten(
-                tree, [next(remaining) if _is_array(leaf) else leaf for leaf in leaves]
-            )
+            filled_leaves = [next(remaining) if _is_array(leaf) else leaf for leaf in leaves]
+            filled = jax.tree.unflatten(tree, filled_leaves)
             try:
                 return call(model, *filled) if call else model(*filled)
             except ValueError as error:
@@ -143,11 +142,10 @@ def trace_model(call: ModelCall) -> TracedModel:
     function, state = call.functional(call.model, _marked_call)
     jaxpr = jax.make_jaxpr(function)(state, call.arrays)
     modules = modules_of(call.model)
-    variables = [variable for _, variable in nnx.to_flat_state(state)]
-    is_param = tuple(
-        isinstance(variable, nnx.Param) for variable in variables for _ in jax.tree.leaves(variable)
-    )
-    return TracedModel(call.model, jaxpr, is_param, modules, _tied_modules(modules))
+    is_param: list[bool] = []
+    for _, variable in nnx.to_flat_state(state):
+        is_param += [isinstance(variable, nnx.Param)] * len(jax.tree.leaves(variable))
+    return TracedModel(call.model, jaxpr, tuple(is_param), modules, _tied_modules(modules))
 
 
 def read_boundary(equation: JaxprEqn) -> Boundary | None:
@@ -175,16 +173,15 @@ def _marked_call(
 def _mark(tree: Any, boundary: Boundary) -> Any:
     """Marks tracers in tuples, lists and dicts, and returns other objects unchanged."""
     if isinstance(tree, jax.core.Tracer):
-        name = _PREFIX + json.dumps(astuple(boundary))
-        return (
-            tree if jnp.issubdtype(tree.dtype, jax.dtypes.prng_key) else checkpoint_name(tree, name)
-        )
+        if jnp.issubdtype(tree.dtype, jax.dtypes.prng_key):
+            return tree
+        return checkpoint_name(tree, _PREFIX + json.dumps(astuple(boundary)))
     boundary = replace(boundary, argument="")
     if type(tree) in (tuple, list):
         return type(tree)(_mark(value, boundary) for value in tree)
-    return (
-        {key: _mark(value, boundary) for key, value in tree.items()} if type(tree) is dict else tree
-    )
+    if type(tree) is dict:
+        return {key: _mark(value, boundary) for key, value in tree.items()}
+    return tree
 
 
 def _tied_modules(modules: Mapping[str, nnx.Module]) -> set[str]:
@@ -193,4 +190,4 @@ def _tied_modules(modules: Mapping[str, nnx.Module]) -> set[str]:
         for value in vars(module).values():
             if isinstance(value, nnx.Param):
                 owners.setdefault(id(value), set()).add(path)
-    return {path for paths in owners.values() if len(paths) > 1 for path in paths}
+    return set[str]().union(*(paths for paths in owners.values() if len(paths) > 1))

@@ -8,8 +8,9 @@ over dp, fsdp and cp. The output of a column layer stays split over tp as far as
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -76,15 +77,17 @@ def work_of(
 ) -> Work:
     """Returns the work of an objective and its gradient.
 
-    They are traced under the mesh in context, which has these sizes.
+    Traces them under the mesh in context, whose axes have these `sizes`.
     """
     closed = jax.make_jaxpr(gradient(objective))(params, *inputs)
     products, results = count_work(closed, sizes, (params, *inputs))
     jaxpr = closed.jaxpr
-    computed = {id(v) for equation in jaxpr.eqns for v in equation.outvars}
-    residuals = jaxpr.outvars[: len(jaxpr.outvars) - len(jax.tree.leaves(params))]
-    saved = {id(v): size for v, size in zip(residuals, results, strict=False) if id(v) in computed}
-    return Work(count_collectives(closed, sizes), tuple(products), sum(saved.values()))
+    computed = {*map(id, chain.from_iterable(equation.outvars for equation in jaxpr.eqns))}
+    num_residuals = len(jaxpr.outvars) - len(jax.tree.leaves(params))
+    # By id: a result that is returned twice is saved once, and a literal cannot be hashed.
+    residuals = dict(zip(map(id, jaxpr.outvars[:num_residuals]), results, strict=False))
+    saved = sum(size for variable, size in residuals.items() if variable in computed)
+    return Work(count_collectives(closed, sizes), tuple(products), saved)
 
 
 def count_work(
@@ -95,9 +98,10 @@ def count_work(
     Variables among `inputs` have specs.
     """
     counter = _Counter(sizes)
-    leaves = jax.tree.leaves(inputs, is_leaf=is_variable)
-    split = [counter.of_input(leaf) for leaf in leaves for _ in jax.tree.leaves(leaf)]
-    splits = counter.run(jaxpr.jaxpr, split, 1)
+    splits: list[_Split] = []
+    for leaf in jax.tree.leaves(inputs, is_leaf=is_variable):
+        splits += [counter.of_input(leaf)] * len(jax.tree.leaves(leaf))
+    splits = counter.run(jaxpr.jaxpr, splits, 1)
     results = [
         _bytes(variable) / split.parts
         for variable, split in zip(jaxpr.jaxpr.outvars, splits, strict=True)
@@ -122,26 +126,27 @@ class _Counter(Walk[_Split, list[Product]]):
         name = equation.primitive.name
         params = equation.params
         if name == "shard_map":
-            uses_tp = any(TP in axes_of(entry) for spec in params["in_specs"] for entry in spec)
+            uses_tp = any(map(_names_tp, params["in_specs"]))
             self.count_body(params["jaxpr"], times, repeated=not uses_tp)
             return [self.of_spec(spec) for spec in params["out_specs"]]
         if name == "sharding_constraint":
             return [self.of_spec(params["sharding"].spec)]
         if name == "while":
-            self.count_body(
-                params["body_jaxpr"], times * runs(trip_count(equation), "")[0], repeated=True
-            )
+            turns, *_ = runs(trip_count(equation), "")
+            self.count_body(params["body_jaxpr"], times * turns, repeated=True)
         return super()._equation(equation, facts, times)
 
     def _operation(self, equation: JaxprEqn, facts: list[_Split], times: int) -> list[_Split]:
         dims = [split.dim for split in facts]
-        split = any(dim is not None for dim in dims)
-        num_shards = self.unknown.parts * (self.sizes[TP] if split else 1)
-        self.count(equation, times, num_shards, repeated=not split)
+        if all(dim is None for dim in dims):
+            self.count(equation, times, self.unknown.parts, repeated=True)
+            return [self.unknown] * len(equation.outvars)
+        num_shards = self.unknown.parts * self.sizes[TP]
+        self.count(equation, times, num_shards, repeated=False)
         try:
-            results = pass_through(equation, dims) if split else [None] * len(equation.outvars)
+            results = pass_through(equation, dims)
         except Blocked:
-            results = [None] * len(equation.outvars)
+            return [self.unknown] * len(equation.outvars)
         return [self.unknown if dim is None else _Split(dim, num_shards) for dim in results]
 
     def _join(self, facts: Sequence[_Split], variable: Atom, times: int) -> _Split:
@@ -151,8 +156,8 @@ class _Counter(Walk[_Split, list[Product]]):
         return replace(fact, dim=None if fact.dim is None or fact.dim + by < 0 else fact.dim + by)
 
     def count_body(self, jaxpr: object, times: int, *, repeated: bool) -> None:
-        for equation, each, _, scope in equations(open_jaxpr(jaxpr), times):
-            self.count(equation, each, 1, repeated=repeated, scope=scope)
+        for equation, num_runs, _, scope in equations(open_jaxpr(jaxpr), times):
+            self.count(equation, num_runs, 1, repeated=repeated, scope=scope)
 
     def count(
         self, equation: JaxprEqn, times: int, num_shards: int, *, repeated: bool, scope: str = ""
@@ -169,7 +174,7 @@ class _Counter(Walk[_Split, list[Product]]):
 
     def of_input(self, leaf: object) -> _Split:
         spec = spec_of(leaf) if isinstance(leaf, nnx.Variable) else PartitionSpec()
-        return self.of_spec(spec) if any(TP in axes_of(entry) for entry in spec) else self.unknown
+        return self.of_spec(spec) if _names_tp(spec) else self.unknown
 
     def of_spec(self, spec: PartitionSpec) -> _Split:
         axes = [axes_of(entry) for entry in spec]
@@ -177,14 +182,17 @@ class _Counter(Walk[_Split, list[Product]]):
         return _Split(dim, math.prod(parts(self.sizes, names) for names in axes))
 
 
-def repeated_work(products: Iterable[Product], tp: int) -> Iterator[str]:
+def _names_tp(spec: PartitionSpec) -> bool:
+    return any(TP in axes_of(entry) for entry in spec)
+
+
+def repeated_work(products: Sequence[Product], tp: int) -> Iterator[str]:
     """Yields a note if tp divides less than a quarter of a model's FLOPs."""
-    repeated, divided = (
-        sum(one.flops for one in products if one.repeated is each) for each in (True, False)
-    )
-    if tp > 1 and repeated > 3 * tp * divided:
+    repeated = sum(product.flops for product in products if product.repeated)
+    divided = tp * sum(product.flops for product in products if not product.repeated)
+    if tp > 1 and repeated > 3 * divided:
         yield (
-            f"tp does not divide {repeated / (repeated + tp * divided):.0%} of this model's FLOPs: "
+            f"tp does not divide {repeated / (repeated + divided):.0%} of this model's FLOPs: "
             f"the {tp} devices of a tp group all compute the same; use more dp or fsdp, and less tp"
         )
 
@@ -201,9 +209,8 @@ def _contraction_size(equation: JaxprEqn) -> int | None:
     # XLA multiplies every row with the matrix of every group, except on TPUs
     if name == "ragged_dot_general":
         numbers = params["ragged_dot_dimension_numbers"]
-        contracted = numbers.dot_dimension_numbers[0][0]
-        groups = numbers.rhs_group_dimensions
-        return math.prod(left[dim] for dim in contracted) * math.prod(right[dim] for dim in groups)
+        contracted = math.prod(left[dim] for dim in numbers.dot_dimension_numbers[0][0])
+        return contracted * math.prod(right[dim] for dim in numbers.rhs_group_dimensions)
     return math.prod(right) // right[params["dimension_numbers"].rhs_spec[0]]
 
 

@@ -58,7 +58,7 @@ class Position:
             return self
         records = zip(*all_gather_json(self.streams), strict=True)
         return Position(
-            self.step, self.sample, [next(filter(None, each), None) for each in records]
+            self.step, self.sample, [next(filter(None, parts), None) for parts in records]
         )
 
     def check_agreement(self, name: str) -> None:
@@ -66,11 +66,9 @@ class Position:
 
         All processes must call it.
         """
-        for seen in zip(
-            *all_gather_json([record and record["crc32"] for record in self.streams or ()]),
-            strict=True,
-        ):
-            if len(set(seen) - {None}) > 1:
+        checksums = [record and record["crc32"] for record in self.streams or ()]
+        for stream_checksums in zip(*all_gather_json(checksums), strict=True):
+            if len(set(stream_checksums) - {None}) > 1:
                 raise BatchError(
                     f"{name}, step {self.step}: processes read different rows; give the same whole "
                     "source in each process, with the same seed; jaxtp gives each device its rows"
@@ -125,7 +123,7 @@ class Batches(ABC):
     ) -> Iterator[tuple[Columns, Position]]:
         """Yields these rows of `count` batches from a position, and the position after each.
 
-        It reads four batches ahead. None reads to the end of the source, which may have none.
+        Reads four batches ahead. With `count` None it reads to the end of the source, if any.
 
         Raises:
           BatchError: the source raised an error, or a batch cannot be used.
@@ -151,7 +149,7 @@ class Batches(ABC):
     def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
         """Returns a function that reads the batch of a step, or None after the end.
 
-        Its calls are in order.
+        The caller reads the steps in order.
         """
 
     def _zeros(self, rows: int) -> Columns:
@@ -163,14 +161,14 @@ class Batches(ABC):
     def _put(self, into: Columns, columns: Columns, size: int, rows: Mapping[int, int]) -> None:
         # Checks the columns of `size` rows, and copies rows by place. Those that a short batch
         # lacks stay zeros.
-        found = check_columns(columns, self._layout)
-        if found > size:
-            raise BatchError(f"has {found} rows, more than the {size} of the first batch")
+        num_rows = check_columns(columns, self._layout)
+        if num_rows > size:
+            raise BatchError(f"has {num_rows} rows, more than the {size} of the first batch")
         if self.with_weights:
-            columns = {WEIGHTS: np.ones(found, np.float32)} | columns
-            rows = {place: row for place, row in rows.items() if row < found}
-        elif found < size:
-            raise BatchError(too_short(found))
+            columns = {WEIGHTS: np.ones(num_rows, np.float32)} | columns
+            rows = {place: row for place, row in rows.items() if row < num_rows}
+        elif num_rows < size:
+            raise BatchError(too_short(num_rows))
         places = _index([*rows])
         found_rows = _index([*rows.values()])
         for name, array in columns.items():

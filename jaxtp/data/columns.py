@@ -34,7 +34,7 @@ class EndOfDataError(BatchError):
 def reading(name: str, step: int | None = None) -> Iterator[None]:
     """Converts an error of a user's source to a `BatchError` that begins with its name.
 
-    Other `UserError`s pass.
+    Other `UserError`s pass through.
     """
     where = name if step is None else f"{name}, step {step + 1}"
     try:
@@ -57,23 +57,23 @@ def to_columns(value: object) -> Columns:
         beyond 32 bits.
     """
     if isinstance(value, Mapping):
-        named = {str(name): column for name, column in value.items()}
-        if len(named) < len(value):
+        columns = {str(name): column for name, column in value.items()}
+        if len(columns) < len(value):
             twice = next(name for name in value if not isinstance(name, str) and str(name) in value)
             raise BatchError(
                 f"has columns {twice!r} and {str(twice)!r}, which have one name; rename one of them"
             )
     elif isinstance(value, tuple) or (
-        isinstance(value, list) and all(hasattr(each, "shape") for each in value)
+        isinstance(value, list) and all(hasattr(column, "shape") for column in value)
     ):
-        named = {str(index): column for index, column in enumerate(value)}
+        columns = {str(index): column for index, column in enumerate(value)}
     else:
         raise BatchError(
             f"gives a {type(value).__name__}; it must give a dict of arrays, or a tuple of them"
         )
-    if not named:
+    if not columns:
         raise BatchError("gives no columns")
-    return {name: _to_array(name, column) for name, column in named.items()}
+    return {name: _to_array(name, column) for name, column in columns.items()}
 
 
 def _to_array(name: str, value: object) -> NDArray[Any]:
@@ -92,7 +92,7 @@ def _to_array(name: str, value: object) -> NDArray[Any]:
     if array.dtype.kind in "biuf" and array.dtype.itemsize <= 4 and array.dtype.isnative:
         return array
     if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == np.bool_):
-        if array.dtype == object and any(each is None for each in array.flat):
+        if array.dtype == object and any(element is None for element in array.flat):
             raise BatchError(
                 f"column {name!r} has None; leave such rows out, or give them a number"
             )
@@ -135,16 +135,16 @@ def layout_of(columns: Columns) -> Layout:
 def check_columns(columns: Columns, expected: Layout) -> int:
     """Returns the number of rows; raises `BatchError` if they differ from the first row."""
     rows = count_rows(columns)
-    found = layout_of(columns)
-    if found == expected:
+    layout = layout_of(columns)
+    if layout == expected:
         return rows
-    if missing := sorted(expected.keys() ^ found.keys()):
-        names = ", ".join(found)
+    if missing := sorted(expected.keys() ^ layout.keys()):
+        names = ", ".join(layout)
         first = ", ".join(expected)
         raise BatchError(f"has the columns {names}, and the first had {first}: {missing[0]!r}")
-    name = next(name for name in expected if found[name] != expected[name])
+    name = next(name for name in expected if layout[name] != expected[name])
     was, was_dtype = expected[name]
-    shape, dtype = found[name]
+    shape, dtype = layout[name]
     raise BatchError(
         f"column {name!r} is {dtype}{list(shape)} in a row, and was {was_dtype}{list(was)} in "
         "the first"

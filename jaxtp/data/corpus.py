@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -98,14 +99,14 @@ class Corpus:
 
     def not_evaluated(self) -> str | None:
         """Says which sources have no validation data; None if all have some."""
-        lacking = [
+        missing = [
             source.name or self.description for source in self.sources if source.validation is None
         ]
-        if not lacking:
+        if not missing:
             return None
-        every = "none" if len(lacking) == len(self.sources) else "partly"
+        extent = "none" if len(missing) == len(self.sources) else "partly"
         return (
-            f"{every}: {' and '.join(lacking)} {'has' if len(lacking) == 1 else 'have'} no "
+            f"{extent}: {' and '.join(missing)} {'has' if len(missing) == 1 else 'have'} no "
             "held-out documents; prepare again with --held-out 0.05, or name other data by "
             "--data.validation"
         )
@@ -169,7 +170,10 @@ class Part:
     @property
     def has_pairs(self) -> bool:
         """Like `Documents.has_pairs`."""
-        return any(each is not None and each.has_pairs for each in (self.train, self.validation))
+        return any(
+            documents is not None and documents.has_pairs
+            for documents in (self.train, self.validation)
+        )
 
 
 def standard_library(root: Path | None = None) -> Part:
@@ -247,29 +251,31 @@ def _source(name: str, weight: float, part: Part, other: Part | None) -> Source:
 
 
 def _require_one_tokenizer(parts: Mapping[str, Part]) -> None:
-    (name, part), *others = parts.items()
-    ours = part.tokenizer
-    for other, other_part in others:
-        theirs = other_part.tokenizer
-        both = f"{name or part.description} and {other}"
-        if (theirs.name, theirs.vocab_size) != (ours.name, ours.vocab_size):
+    (name, part), *other_parts = parts.items()
+    tokenizer = part.tokenizer
+    identity = attrgetter("name", "vocab_size")
+    for other, other_part in other_parts:
+        other_tokenizer = other_part.tokenizer
+        names = f"{name or part.description} and {other}"
+        if identity(other_tokenizer) != identity(tokenizer):
             raise CorpusError(
-                f"{both} were not made by the same tokenizer: prepare one of them again, with "
+                f"{names} were not made by the same tokenizer: prepare one of them again, with "
                 "--tokenizer FOLDER/tokenizer.json of the other"
             )
-        if theirs != ours:
+        if other_tokenizer != tokenizer:
             raise CorpusError(
-                f"the documents of {both} begin or end with different tokens (before them "
-                f"{list(ours.prefix)} and {list(theirs.prefix)}, after them {ours.eos_id} and "
-                f"{theirs.eos_id}): prepare one of them again, with the same --bos and --eos"
+                f"the documents of {names} begin or end with different tokens (before them "
+                f"{list(tokenizer.prefix)} and {list(other_tokenizer.prefix)}, after them "
+                f"{tokenizer.eos_id} and {other_tokenizer.eos_id}): prepare one of them again, "
+                "with the same --bos and --eos"
             )
 
 
 def _require_one_kind(parts: Mapping[str, Part]) -> None:
-    named = {part.has_pairs: name or part.description for name, part in parts.items()}
-    if len(named) == 2:
+    names = {part.has_pairs: name or part.description for name, part in parts.items()}
+    if len(names) == 2:
         raise CorpusError(
-            f"{named[True]} has pairs of a chosen and a rejected answer and {named[False]} has "
+            f"{names[True]} has pairs of a chosen and a rejected answer and {names[False]} has "
             "not: name datasets of one kind; jaxtp prepare --preference makes pairs"
         )
 

@@ -4,6 +4,7 @@ Each process reads only its devices' rows, each once. The rows need not be conti
 along dp and fsdp is arbitrary, and rows may be replicated.
 """
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -83,7 +84,7 @@ def split(
 def local_rows(indices: Iterable[Index | None], global_batch_size: int) -> list[int]:
     """Returns the distinct rows in some devices' slices, ascending."""
     bounds = {_bounds(index, global_batch_size) for index in indices if index is not None}
-    return sorted({row for each in bounds for row in range(*each)})
+    return sorted({*itertools.chain.from_iterable(itertools.starmap(range, bounds))})
 
 
 def _on_mesh(array: NDArray[Any], places: Sequence[int], mesh: Mesh, size: int) -> jax.Array:

@@ -69,7 +69,9 @@ class TokenizerInfo:
     def dtype(self) -> np.dtype[np.unsignedinteger]:
         """The smallest dtype for every id, used on disk."""
         size = self.vocab_size
-        return np.dtype("<u1" if size <= 2**8 else "<u2" if size <= 2**16 else "<u4")
+        if size <= 2**8:
+            return np.dtype("<u1")
+        return np.dtype("<u2" if size <= 2**16 else "<u4")
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,13 @@ class Shard:
 
 def totals(shards: Iterable[Shard]) -> dict[str, int]:
     """Returns the sizes of a split."""
-    sums = {
-        name: sum(getattr(shard, name) for shard in shards)
-        for name in ("documents", "tokens", "text_bytes")
-    }
-    return {**sums, "longest": max((shard.longest for shard in shards), default=0)}
+    sums = {"documents": 0, "tokens": 0, "text_bytes": 0, "longest": 0}
+    for shard in shards:
+        sums["documents"] += shard.documents
+        sums["tokens"] += shard.tokens
+        sums["text_bytes"] += shard.text_bytes
+        sums["longest"] = max(sums["longest"], shard.longest)
+    return sums
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Mixture(Sequence[T]):
 def cycle_counts(weights: Sequence[float]) -> list[int]:
     """Returns samples per source in a cycle.
 
-    They are the smallest integers in the weights' ratio, to 1 / `PARTS`.
+    The numbers are the smallest integers in the ratio of the weights, to 1 / `PARTS`.
     """
     total = sum(map(Fraction, weights))
     parts = [max(round(Fraction(weight) / total * PARTS), 1) for weight in weights]

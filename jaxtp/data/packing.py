@@ -131,12 +131,12 @@ class Packed(Rows):
     def _shares(self) -> Iterator[tuple[int, Ints, Ints]]:
         """Yields the first of the documents packed together, their lengths and prompts' lengths."""
         first = 0
-        most = 2 * BLOCK if self._documents.has_pairs else BLOCK
+        max_rows = 2 * BLOCK if self._documents.has_pairs else BLOCK
         for lengths, prompts in zip(
             self._documents.lengths(), self._documents.prompt_lengths(), strict=True
         ):
-            for start in range(0, len(lengths), most):
-                part = slice(start, start + most)
+            for start in range(0, len(lengths), max_rows):
+                part = slice(start, start + max_rows)
                 yield first + start, lengths[part], prompts[part].astype(np.int64)
             first += len(lengths)
 
@@ -156,10 +156,10 @@ class Packed(Rows):
         labels_start = np.maximum(prompts - start - 1, 0)
         row = np.repeat(np.arange(len(counts)), counts)
         has_label = np.bincount(row[labels_start < labels_end], minlength=len(counts)) > 0
-        kept = has_label[row]
+        is_kept = has_label[row]
         self.num_unlabelled += int((~has_label).sum())
-        self._num_tokens += int(np.minimum(lengths - start, self._length)[kept].sum())
-        return pieces[kept], counts[has_label]
+        self._num_tokens += int(np.minimum(lengths - start, self._length)[is_kept].sum())
+        return pieces[is_kept], counts[has_label]
 
 
 def _require_memory(documents: Documents, length: int) -> None:
@@ -197,12 +197,14 @@ def pack(pieces: Ints, sizes: Ints, room: int) -> tuple[Ints, Ints]:
     columns = np.fromiter(chain.from_iterable(pattern for pattern, _ in patterns), np.int64)
     # All pieces of a size are placed, column by column.
     dtype = np.min_scalar_type(room)  # NumPy sorts 16 bits by radix
-    by_size, in_order = (np.argsort(each.astype(dtype), kind="stable") for each in (sizes, columns))
+    by_size = np.argsort(sizes.astype(dtype), kind="stable")
+    in_order = np.argsort(columns.astype(dtype), kind="stable")
     # Of each column the place of its first piece, and the distance of its pieces: the width of its
     # rows.
     first = np.cumsum(widths * repeats) - widths * repeats - np.cumsum(widths) + widths
     first = (np.repeat(first, widths) + np.arange(len(columns)))[in_order]
-    placed, step = (np.repeat(each, widths)[in_order] for each in (repeats, widths))
+    placed = np.repeat(repeats, widths)[in_order]
+    step = np.repeat(widths, widths)[in_order]
     row = np.arange(placed.sum()) - np.repeat(np.cumsum(placed) - placed, placed)
     chosen = np.empty_like(row)
     chosen[np.repeat(first, placed) + row * np.repeat(step, placed)] = by_size[histogram[0] :]
@@ -224,7 +226,7 @@ def best_fit(histogram: Ints, room: int) -> list[tuple[Pattern, int]]:
         rows.append((pattern, count))
 
     for size, remaining in reversed([*enumerate(histogram.tolist())][1:]):
-        one = (size,)
+        single = (size,)
         while remaining:
             pattern: Pattern = ()
             count = remaining
@@ -241,18 +243,18 @@ def best_fit(histogram: Ints, room: int) -> list[tuple[Pattern, int]]:
                         del rooms[fitting]
                     if not (fuller := by_room.setdefault(after, [])):
                         bisect.insort(rooms, after)
-                    fuller.append((pattern + one, count))
+                    fuller.append((pattern + single, count))
                     remaining -= count
                     continue
                 if not rows:
                     del rooms[fitting]
-            each = left // size  # after the first, this is still the least room that fits
-            full, rest = divmod(min(remaining, count * each), each)
-            remaining -= full * each + rest
+            per_row = left // size  # after the first, this is still the least room that fits
+            full, last = divmod(min(remaining, count * per_row), per_row)
+            remaining -= full * per_row + last
             if full:
-                add_rows(pattern + one * each, full, left - each * size)
-            if rest:
-                add_rows(pattern + one * rest, 1, left - rest * size)
-            if pattern and (same := count - full - (rest > 0)):
+                add_rows(pattern + single * per_row, full, left - per_row * size)
+            if last:
+                add_rows(pattern + single * last, 1, left - last * size)
+            if pattern and (same := count - full - (last > 0)):
                 add_rows(pattern, same, left)
-    return [row for rows in by_room.values() for row in rows]
+    return list(chain.from_iterable(by_room.values()))

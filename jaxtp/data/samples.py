@@ -118,7 +118,7 @@ class Data:
     def validation(self, batches: int, batch_size: int) -> "Samples | None":
         """Returns at most `batches` validation batches, each row once.
 
-        It is None if no source has any.
+        Returns None if no source has validation data.
         """
         if not self.validation_rows:
             return None
@@ -131,7 +131,7 @@ class Data:
 def _distinct(sources: Sequence[Source]) -> list[tuple[Documents, float]]:
     """Returns the distinct documents to evaluate on.
 
-    Each has the weight of all sources that have it.
+    The weight of documents is the sum over the sources that have them.
     """
     distinct: dict[str, tuple[Documents, float]] = {}
     for source in sources:
@@ -151,13 +151,13 @@ def _require_rows(rows: Rows, name: str, corpus: Corpus, settings: RowSettings) 
             f"of its tokens are of prompts ({rows.num_unlabelled:,} sequences); use a larger "
             "--data.sequence-length, or documents with answers"
         )
-    what = "document"
+    unit = "document"
     fix = "--data.long-documents split cuts them"
     if corpus.has_pairs:
-        what = "pair"
+        unit = "pair"
         fix = "use a larger --data.sequence-length"
     raise CorpusError(
-        f"{name}: every {what} is longer than data.sequence_length={settings.length}; {fix}"
+        f"{name}: every {unit} is longer than data.sequence_length={settings.length}; {fix}"
     )
 
 
@@ -185,11 +185,9 @@ def make_rows(documents: Documents, settings: RowSettings, scores: "Scores | Non
 def shuffled(sources: Sequence[Rows], weights: Sequence[float], seed: int) -> Samples:
     """Returns all sources' rows, endlessly; shuffles each epoch anew."""
     endless = [grain.MapDataset.source(rows).seed(seed).shuffle().repeat() for rows in sources]
-    return (
-        endless[0]
-        if len(endless) == 1
-        else grain.MapDataset.source(mixture.Mixture(endless, weights))
-    )
+    if len(endless) == 1:
+        return endless[0]
+    return grain.MapDataset.source(mixture.Mixture(endless, weights))
 
 
 @cache
@@ -198,9 +196,6 @@ def shuffle_identity() -> str:
     order: list[int] = []
     for length in (7, 1000, 10**6 + 3, 2**31 - 1):
         samples = shuffled([range(length)], [1.0], seed=3)  # type: ignore[list-item]
-        order += [
-            int(samples[epoch * length + place * length // 7])
-            for epoch in range(3)
-            for place in range(7)
-        ]
+        for epoch in range(3):
+            order += [int(samples[epoch * length + i * length // 7]) for i in range(7)]
     return fingerprint(order)

@@ -1,6 +1,6 @@
 """Scores of a dataset's tokens by a model, written by `jaxtp score`.
 
-They are for losses that need a reference or a teacher.
+Losses that need a reference model or a teacher read them.
 
 Version 1 of the format is a folder:
 
@@ -19,7 +19,6 @@ are mapped.
 
 import itertools
 import math
-import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -33,13 +32,13 @@ from pydantic import Field
 
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import fingerprint
-from jaxtp.config.reading import MAX_JSON, inside, open_regular, read_bytes, truncate
+from jaxtp.config.reading import MAX_JSON, inside, read_bytes, truncate
 from jaxtp.config.schema import differences, nearest_file
 from jaxtp.data.documents import Documents
 from jaxtp.data.manifest import SPLITS, Count, DatasetError, TokenizerInfo, parse, shard_file
 from jaxtp.data.rows import IGNORE, Place, Row, Rows
 from jaxtp.data.samples import LongDocuments, Packing, RowSettings
-from jaxtp.data.store import verify_sum
+from jaxtp.data.store import size_of, verify_sum
 
 LOG_PROBS = "log_probs"
 TOP_IDS = "top_ids"
@@ -47,7 +46,7 @@ TOP_LOG_PROBS = "top_log_probs"
 """Columns of a row, and suffixes of files."""
 SCORES = "scores.json"
 JOURNAL = "unfinished.json"
-_MOST = 1e-3  # a log-probability is at most 0, up to rounding
+_MAX_LOG_PROB = 1e-3  # a log-probability is at most 0, up to rounding
 
 Text = Annotated[str, Field(max_length=2**12)]
 T = TypeVar("T")
@@ -105,11 +104,12 @@ class Record:
 
     def sizes(self, folder: Path, split: str, shard_tokens: Sequence[int]) -> dict[Path, int]:
         """Returns the bytes of each file of a split, by the number of tokens in each shard."""
-        return {
-            shard_file(folder, split, shard, suffix): tokens * math.prod(shape) * dtype.itemsize
-            for shard, tokens in enumerate(shard_tokens)
-            for suffix, (dtype, shape) in self.layout.items()
-        }
+        sizes: dict[Path, int] = {}
+        for shard, tokens in enumerate(shard_tokens):
+            for suffix, (dtype, shape) in self.layout.items():
+                path = shard_file(folder, split, shard, suffix)
+                sizes[path] = tokens * math.prod(shape) * dtype.itemsize
+        return sizes
 
 
 @dataclass(frozen=True)
@@ -138,29 +138,29 @@ class Wanted:
         temperature: float = 1.0,
     ) -> str:
         """Returns a command of `jaxtp score`; unknown paths are words in capitals."""
-        places = {"DATASET": self.dataset, "MODEL": self.model, "FOLDER": out}
-        dataset, model, folder = (
-            word if path is None else shlex.quote(str(path)) for word, path in places.items()
-        )
-        flags = [] if top_k is None or self.labels_only else [f"--top-k {top_k}"]
+        dataset = shlex.quote(str(self.dataset or "DATASET"))
+        model = shlex.quote(str(self.model or "MODEL"))
+        folder = shlex.quote(str(out or "FOLDER"))
+        flags = [f"jaxtp score {dataset} --model {model} --out {folder}"]
+        if top_k is not None and not self.labels_only:
+            flags.append(f"--top-k {top_k}")
         flags.append(f"--data.sequence-length {rows.length}")
-        flags += [] if rows.packing == "documents" else [f"--data.packing {rows.packing}"]
-        flags += (
-            []
-            if rows.long_documents == "split"
-            else [f"--data.long-documents {rows.long_documents}"]
-        )
-        flags += [] if temperature == 1 else [f"--temperature {temperature:g}"]
-        return " ".join([f"jaxtp score {dataset} --model {model} --out {folder}", *flags])
+        if rows.packing != "documents":
+            flags.append(f"--data.packing {rows.packing}")
+        if rows.long_documents != "split":
+            flags.append(f"--data.long-documents {rows.long_documents}")
+        if temperature != 1:
+            flags.append(f"--temperature {temperature:g}")
+        return " ".join(flags)
 
 
 class Scores:
     """An opened folder of scores."""
 
-    def __init__(self, folder: Path, record: Record, wanted: Wanted = Wanted()):
+    def __init__(self, folder: Path, record: Record, needs: Wanted = Wanted()):
         self.folder = folder
         self.record = record
-        self.wanted = wanted
+        self.needs = needs
         self.identity = fingerprint(asdict(record)["splits"])
 
     def check(self, tokenizer: TokenizerInfo, settings: RowSettings) -> None:
@@ -176,8 +176,12 @@ class Scores:
         stored = {
             name: getattr(record, name) for name in ("sequence_length", "packing", "long_documents")
         }
-        wanted = settings.length, settings.packing, settings.long_documents
-        if changed := differences(stored, dict(zip(stored, wanted, strict=True)), "data."):
+        requested = {
+            "sequence_length": settings.length,
+            "packing": settings.packing,
+            "long_documents": settings.long_documents,
+        }
+        if changed := differences(stored, requested, "data."):
             raise ScoresError(
                 f"data.scores={self.folder} was made with other rows (there -> here): "
                 f"{'; '.join(changed)}; use its settings, or score again: {self.command(settings)}"
@@ -186,13 +190,13 @@ class Scores:
     def describe(self) -> str:
         """Describes the scores and their model."""
         top_k = self.record.top_k
-        what = "log-probabilities" if top_k is None else f"{top_k} most probable tokens"
-        return f"{self.folder}: {what} by {truncate(self.record.model)}, in {self.record.dtype}"
+        content = "log-probabilities" if top_k is None else f"{top_k} most probable tokens"
+        return f"{self.folder}: {content} by {truncate(self.record.model)}, in {self.record.dtype}"
 
     def command(self, settings: RowSettings | None = None, temperature: float | None = None) -> str:
         """Returns a command that makes such scores.
 
-        They are of other rows or at another temperature, if these are given.
+        By default the rows and the temperature are the folder's.
         """
         record = self.record
         rows = settings
@@ -201,7 +205,7 @@ class Scores:
                 record.sequence_length, record.vocab_size, record.packing, record.long_documents
             )
         divisor = record.temperature if temperature is None else temperature
-        return self.wanted.command(
+        return self.needs.command(
             rows, out=free_folder(self.folder), top_k=record.top_k, temperature=divisor
         )
 
@@ -210,14 +214,14 @@ class Scores:
 
         Raises `ScoresError` if they are of other rows, or files have other sizes.
         """
-        found = {split.documents: (name, split) for name, split in self.record.splits.items()}
-        if documents.identity not in found:
+        splits = {split.documents: (name, split) for name, split in self.record.splits.items()}
+        if documents.identity not in splits:
             raise ScoresError(
                 f"data.scores={self.folder} has scores of {truncate(self.record.dataset)}, and not "
                 f"of the documents in {documents.location(0).rpartition(',')[0]}; all data of a "
                 f"run need to be one dataset, scored by: {self.command(settings)}"
             )
-        name, split = found[documents.identity]
+        name, split = splits[documents.identity]
         if split.rows != rows.identity or len(split.shards) != len(documents.shard_sizes):
             raise ScoresError(
                 f"data.scores={self.folder} was made with other rows of {name}, by another version "
@@ -246,59 +250,55 @@ class _Columns:
 
     def __call__(self, row: Row, places: Iterator[Place]) -> None:
         labels = row["labels"]
-        found = list(places)
+        parts = list(places)
         for suffix, (_, shape) in self._layout.items():
             is_ids = suffix == TOP_IDS
             column = np.zeros((len(labels), *shape), np.int64 if is_ids else np.float32)
-            for at, shard, part in found:
+            for at, shard, part in parts:
                 column[at] = self._map(shard, suffix)[part]
             column[labels == IGNORE] = 0
-            most = column.max()
-            if (
-                most >= self._vocab_size
-                if is_ids
-                else not (np.isfinite(column).all() and most < _MOST)
-            ):
-                problem = (
-                    f"id {most} is beyond model.vocab_size={self._vocab_size}"
-                    if is_ids
-                    else "no log-probability"
-                )
+            if problem := self._problem(column, is_ids=is_ids):
                 raise ScoresError(
-                    f"{self._file(found[0][1], suffix)}: {problem}; jaxtp score --verify checks "
+                    f"{self._file(parts[0][1], suffix)}: {problem}; jaxtp score --verify checks "
                     "a folder"
                 )
             row[suffix] = column.astype(np.int32) if is_ids else column  # type: ignore[assignment]
+
+    def _problem(self, column: Numbers, *, is_ids: bool) -> str | None:
+        highest = column.max()
+        if not is_ids:
+            is_valid = np.isfinite(column).all() and highest < _MAX_LOG_PROB
+            return None if is_valid else "no log-probability"
+        if highest >= self._vocab_size:
+            return f"id {highest} is beyond model.vocab_size={self._vocab_size}"
+        return None
 
     def _map(self, shard: int, suffix: str) -> Numbers:
         array = self._maps.get((shard, suffix))
         if array is None:
             dtype, shape = self._layout[suffix]
-            array = (
-                np.memmap(self._file(shard, suffix), dtype, mode="r")
-                .view(np.ndarray)
-                .reshape(-1, *shape)
-            )
+            mapped = np.memmap(self._file(shard, suffix), dtype, mode="r")
+            array = mapped.view(np.ndarray).reshape(-1, *shape)
             self._maps[shard, suffix] = array
         return array
 
 
 def free_folder(path: Path) -> Path:
     """Returns a folder that does not exist, by a number at its end if there is one of this name."""
-    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(folder for folder in itertools.chain([path], others) if not folder.exists())
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([path], numbered) if not folder.exists())
 
 
-def open_scores(folder: Path, wanted: Wanted = Wanted()) -> Scores:
+def open_scores(folder: Path, needs: Wanted = Wanted()) -> Scores:
     """Opens finished scores, and reads only `scores.json`; raises `ScoresError`."""
     if not folder.is_dir():
         raise ScoresError(
             f"{folder}: no such folder of scores{nearest_file(folder)}; jaxtp score makes one"
         )
     if (record := _read(folder / SCORES, Record)) is not None:
-        if not all(sums for split in record.splits.values() for sums in split.shards):
+        if not all(all(split.shards) for split in record.splits.values()):
             raise ScoresError(f"{folder / SCORES}: damaged: a shard without files")
-        return Scores(folder, record, wanted)
+        return Scores(folder, record, needs)
     if (journal := read_journal(folder)) is not None:
         command = truncate(shlex.join(["jaxtp", "score", *journal.arguments]), 1000)
         raise ScoresError(f"{folder} has unfinished scores; this command finishes them: {command}")
@@ -322,10 +322,8 @@ def _read(path: Path, schema: type[T]) -> T | None:
 
 
 def _size_of(path: Path) -> int:
-    # Returns the size of a regular file in an untrusted folder.
     try:
-        with open_regular(inside(path.parent, path.name)) as file:
-            return os.fstat(file.fileno()).st_size
+        return size_of(path)
     except OSError as error:
         raise ScoresError(f"{path}: damaged scores: {error.strerror}") from None
 
@@ -338,23 +336,23 @@ def verify(scores: Scores) -> Iterator[str]:
                 path = shard_file(scores.folder, name, shard, suffix)
                 dtype, shape = scores.record.layout[suffix]
                 try:
-                    tokens, rest = divmod(_size_of(path), math.prod(shape) * dtype.itemsize)
-                    problems = (
-                        [*verify_sum(path, expected)]
-                        if tokens and not rest
-                        else [f"{path}: cut short"]
-                    )
+                    size = _size_of(path)
                 except ScoresError as error:
-                    problems = [str(error)]
-                yield from problems or _no_scores(
-                    path, np.memmap(path, dtype, mode="r"), scores.record.vocab_size
-                )
+                    yield str(error)
+                    continue
+                if not size or size % (math.prod(shape) * dtype.itemsize):
+                    yield f"{path}: cut short"
+                elif problems := list(verify_sum(path, expected)):
+                    yield from problems
+                else:
+                    array = np.memmap(path, dtype, mode="r")
+                    yield from _no_scores(path, array, scores.record.vocab_size)
 
 
 def _no_scores(path: Path, array: Numbers, vocab_size: int) -> Iterator[str]:
-    least = array.min()
-    most = array.max()
-    if array.dtype.kind == "u" and most >= vocab_size:
-        yield f"{path}: id {most} is beyond the vocabulary of {vocab_size}"
-    elif array.dtype.kind == "f" and not (np.isfinite(least) and most < _MOST):
-        yield f"{path}: log-probabilities from {least} to {most}"
+    lowest = array.min()
+    highest = array.max()
+    if array.dtype.kind == "u" and highest >= vocab_size:
+        yield f"{path}: id {highest} is beyond the vocabulary of {vocab_size}"
+    elif array.dtype.kind == "f" and not (np.isfinite(lowest) and highest < _MAX_LOG_PROB):
+        yield f"{path}: log-probabilities from {lowest} to {highest}"

@@ -49,11 +49,8 @@ class FunctionBatches(Batches):
         super().__init__(name, first, batch_size if by_rows else returned, {"kind": "function"})
 
     def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
-        if (
-            position.streams
-            and not self._by_rows
-            and self._read(rows, position.step - 1)[1] != position.streams
-        ):
+        record = position.streams
+        if record and not self._by_rows and self._read(rows, position.step - 1)[1] != record:
             raise BatchError(
                 f"{self.name}, step {position.step}: its batch is not the checkpoint's, so the "
                 "function or its data changed; start another run from these weights "
@@ -74,14 +71,14 @@ class FunctionBatches(Batches):
             return copied, None
 
     def _call(self, step: int, rows: Sequence[int]) -> Columns:
-        return to_columns(
-            self._function(step, **({"rows": np.asarray(rows)} if self._by_rows else {}))
-        )
+        if self._by_rows:
+            return to_columns(self._function(step, rows=np.asarray(rows)))
+        return to_columns(self._function(step))
 
 
-def _require_rows(returned: int, wanted: int) -> None:
-    if returned != wanted:
-        raise BatchError(f"returned {returned} rows, and was called with {wanted}")
+def _require_rows(returned: int, expected: int) -> None:
+    if returned != expected:
+        raise BatchError(f"returned {returned} rows, and was called with {expected}")
 
 
 def open_batches(
@@ -111,51 +108,48 @@ def _open(source: Any, name: str, batch_size: int | None, seed: int, once: bool)
         if parameters := _parameters(source):
             return FunctionBatches(name, source, batch_size, by_rows="rows" in parameters)
         with reading(name):
-            made = source()
-        source = _Again(source) if isinstance(made, Iterator) else made
-    several = isinstance(source, list | tuple) and not all(
-        isinstance(each, Mapping | tuple) for each in source
-    )
-    sources = (
-        {f"{name}[{index}]": each for index, each in enumerate(source)}
-        if several
-        else {name: source}
-    )
-    for where, each in sources.items():
-        with reading(where):
-            is_dataset = _is_dataset(each)
-            if is_dataset and several:
+            returned = source()
+        source = _Again(source) if isinstance(returned, Iterator) else returned
+    streams = {name: source}
+    is_list = isinstance(source, list | tuple)
+    # A list of dicts or tuples is a dataset.
+    if is_list and not all(isinstance(item, Mapping | tuple) for item in source):
+        streams = {f"{name}[{index}]": stream for index, stream in enumerate(source)}
+    for stream_name, stream in streams.items():
+        with reading(stream_name):
+            is_dataset = _is_dataset(stream)
+            if is_dataset and stream is not source:
                 raise BatchError(
                     "is a dataset of samples; give one dataset, which jaxtp splits by itself"
                 )
-            if once and isinstance(each, Iterator):
+            if once and isinstance(stream, Iterator):
                 raise BatchError(
                     f"is an iterator, and each evaluation reads it again; give {ITERABLE}"
                 )
         if is_dataset:
             return SampleBatches(name, source, batch_size, seed=seed, once=once)
-    return StreamBatches(name, sources, once=once)
+    return StreamBatches(name, streams, once=once)
 
 
 def _parameters(function: Callable[..., object]) -> list[str]:
     # Returns which of step and rows a function takes.
     signature = inspect.signature(function)
-    named = {
-        each.name: each.default
-        for each in signature.parameters.values()
-        if each.kind not in _VARIADIC
+    defaults = {
+        parameter.name: parameter.default
+        for parameter in signature.parameters.values()
+        if parameter.kind not in _VARIADIC
     }
-    first, *others = named or [""]
-    required = {name for name, default in named.items() if default is inspect.Parameter.empty}
+    first, *other_names = defaults or [""]
+    required = {name for name, default in defaults.items() if default is inspect.Parameter.empty}
     if not required and first != "step":
         return []
-    if first == "rows" or not required <= {first, "rows"} or isinstance(named.get("rows"), int):
+    if first == "rows" or not required <= {first, "rows"} or isinstance(defaults.get("rows"), int):
         raise BatchError(
             f"{_name_of(function)} takes {signature}; it must take (step), or (step, rows) with "
             "the indices of rows to read, or nothing if it yields batches. If its rows are "
             "something else, rename it"
         )
-    return ["step", "rows"] if "rows" in others else ["step"]
+    return ["step", "rows"] if "rows" in other_names else ["step"]
 
 
 def _is_dataset(source: Any) -> bool:

@@ -63,10 +63,9 @@ class Split(Documents):
         self._folder = folder
         self._name = name
         self._shards = shards
-        dtype = manifest.tokenizer.dtype
-        super().__init__(
-            [shard.documents for shard in shards], [shard.tokens for shard in shards], dtype
-        )
+        documents = [shard.documents for shard in shards]
+        tokens = [shard.tokens for shard in shards]
+        super().__init__(documents, tokens, manifest.tokenizer.dtype)
         self.has_prompts = manifest.prompts
         self.has_pairs = manifest.pairs
         self._vocab_size = manifest.tokenizer.vocab_size
@@ -79,10 +78,11 @@ class Split(Documents):
     @cached_property
     def identity(self) -> str:
         """The sha256 of the shards' checksums."""
-        sums = "".join(
-            shard.sha256[suffix] for shard in self._shards for suffix in sorted(shard.sha256)
-        )
-        return hashlib.sha256(sums.encode()).hexdigest()
+        sums = hashlib.sha256()
+        for shard in self._shards:
+            for suffix in sorted(shard.sha256):
+                sums.update(shard.sha256[suffix].encode())
+        return sums.hexdigest()
 
     def lengths(self) -> Iterator[NDArray[np.int64]]:
         """Like `Documents.lengths`, but checks the offsets first."""
@@ -98,9 +98,9 @@ class Split(Documents):
         for index, shard in enumerate(self._shards):
             for suffix, expected in shard.sha256.items():
                 yield from verify_sum(shard_file(self._folder, self._name, index, suffix), expected)
-            if (most := int(self._array(index, TOKENS).max())) >= self._vocab_size:
+            if (max_id := int(self._array(index, TOKENS).max())) >= self._vocab_size:
                 tokens = shard_file(self._folder, self._name, index, TOKENS)
-                yield f"{tokens}: id {most} is beyond the vocabulary of {self._vocab_size}"
+                yield f"{tokens}: id {max_id} is beyond the vocabulary of {self._vocab_size}"
             yield from self._offset_problems(index)
 
     def _offset_problems(self, index: int) -> Iterator[str]:
@@ -168,10 +168,15 @@ def open_dataset(folder: Path) -> Dataset:
     return Dataset(folder, manifest.tokenizer, splits)
 
 
+def size_of(path: Path) -> int:
+    """Returns the size of a regular file in an untrusted folder."""
+    with open_regular(inside(path.parent, path.name)) as file:
+        return os.fstat(file.fileno()).st_size
+
+
 def _require_size(path: Path, expected: int) -> None:
     try:
-        with open_regular(inside(path.parent, path.name)) as file:
-            size = os.fstat(file.fileno()).st_size
+        size = size_of(path)
     except OSError as error:
         raise DatasetError(f"{path}: damaged dataset: {error.strerror}") from None
     if size != expected:

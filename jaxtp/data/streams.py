@@ -205,7 +205,9 @@ class StreamBatches(Batches):
     """
 
     def __init__(self, name: str, sources: Mapping[str, Iterable[object]], *, once: bool = False):
-        self._streams = [Stream(source, each, once=once) for each, source in sources.items()]
+        self._streams = [
+            Stream(source, stream_name, once=once) for stream_name, source in sources.items()
+        ]
         self._once = once
         number = len(sources)
         process, processes = (
@@ -250,8 +252,8 @@ class StreamBatches(Batches):
             stream = self._streams[index]
             record = position.streams and position.streams[index]
             with reading(stream.name, position.step):
-                if not (self._once or self.with_weights) and (rest := _rest(stream.source)):
-                    raise BatchError(f"its last batch {too_short(rest)}")
+                if not (self._once or self.with_weights) and (num_rows := _rest(stream.source)):
+                    raise BatchError(f"its last batch {too_short(num_rows)}")
                 readers[index] = stream.read(position.step, record or {})
         for step in count_from(position.step):
             batches: dict[int, Columns] = {}

@@ -94,7 +94,8 @@ class HuggingFaceTokenizer:
     ):
         self.name = name
         self.content = content
-        self._tokenizer = load_library(content, name)
+        self._special_tokens = special_tokens
+        self._tokenizer = self._load()
         self._tokenizer.encode_special_tokens = not special_tokens
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
@@ -110,9 +111,14 @@ class HuggingFaceTokenizer:
         )
         self._is_byte_level = (file["decoder"] or {}).get("type") == "ByteLevel"
 
+    def _load(self) -> "Library":
+        return load_library(self.content, self.name)
+
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Encodes without end tokens; raises `TokenizerError`."""
-        pieces = [(index, piece) for index, text in enumerate(texts) for piece in self.pieces(text)]
+        pieces: list[tuple[int, str]] = []
+        for index, text in enumerate(texts):
+            pieces += [(index, piece) for piece in self.pieces(text)]
         ids: list[list[Tokens]] = [[] for _ in texts]
         for group in _groups(pieces):
             encoded = self._encode([piece for _, piece in group], add_special_tokens=False)
@@ -147,9 +153,8 @@ class HuggingFaceTokenizer:
     @cached_property
     def prefix(self) -> tuple[int, ...]:
         """Ids that the post-processor prepends, e.g. BOS; `encode_batch` omits them."""
-        plain, whole = (
-            self._encode(["a"], add_special_tokens=added)[0].tolist() for added in (False, True)
-        )
+        plain = self._encode(["a"], add_special_tokens=False)[0].tolist()
+        whole = self._encode(["a"], add_special_tokens=True)[0].tolist()
         starts = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
         return tuple(whole[: next(starts, 0)])
 
@@ -165,12 +170,13 @@ class HuggingFaceTokenizer:
     @cached_property
     def _bytes_of(self) -> dict[int, bytes]:
         byte_of = _byte_of_character()
-        return {
-            token: text.encode()
-            if token in self._added or set(text) - byte_of.keys()
-            else bytes(byte_of[c] for c in text)
-            for text, token in self._tokenizer.get_vocab(with_added_tokens=True).items()
-        }
+        bytes_of: dict[int, bytes] = {}
+        for text, token in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if token in self._added or set(text) - byte_of.keys():
+                bytes_of[token] = text.encode()
+            else:
+                bytes_of[token] = bytes(map(byte_of.__getitem__, text))
+        return bytes_of
 
     def pieces(self, text: str) -> Iterator[str]:
         """Cuts before a line break after a visible character.
@@ -194,19 +200,10 @@ class IsolatedTokenizer(HuggingFaceTokenizer):
     A tokenizer.json that makes the library crash then ends with a `TokenizerError`.
     """
 
-    def __init__(
-        self,
-        content: bytes,
-        name: str,
-        *,
-        eos: str | int | None = None,
-        has_eos: bool = True,
-        special_tokens: bool = False,
-    ):
-        _require_library(name)
-        encode_isolated(content, name, [])  # loads it in the worker first
-        self._special_tokens = special_tokens
-        super().__init__(content, name, eos=eos, has_eos=has_eos, special_tokens=special_tokens)
+    def _load(self) -> "Library":
+        _require_library(self.name)
+        encode_isolated(self.content, self.name, [])  # loads it in the worker first
+        return super()._load()
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Tokens]:
         settings = {
@@ -334,14 +331,8 @@ def tokenizer_file(path: Path) -> Path:
 def load_library(content: bytes, name: str) -> "Library":
     """Returns a `tokenizers` tokenizer, without truncation, padding and dropout."""
     _require_library(name)
-    from tokenizers import Tokenizer
-
     try:
-        tokenizer = Tokenizer.from_str(content.decode())
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        if getattr(tokenizer.model, "dropout", None) is not None:
-            tokenizer.model.dropout = None
+        tokenizer = tokenizer_worker.load(content)
     except BaseException as error:
         raise as_tokenizer_error(error, f"{name}: not a tokenizer.json") from None
     for part in (tokenizer.normalizer, tokenizer.decoder):
@@ -374,10 +365,10 @@ def _growth(part: Mapping[str, Any]) -> float:
     return max(1.0, len(part["content"]) / replaced)
 
 
-def as_tokenizer_error(error: BaseException, what: str) -> BaseException:
+def as_tokenizer_error(error: BaseException, failure: str) -> BaseException:
     """Converts a library error: an `Exception` or a panic (a BaseException)."""
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-        return TokenizerError(f"{what}: {str(error)[:300]}")
+        return TokenizerError(f"{failure}: {str(error)[:300]}")
     return error
 
 
@@ -413,16 +404,15 @@ def _splits_like_gpt2(file: dict[str, Any]) -> bool:
 
 def _groups(pieces: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
     sizes = itertools.accumulate((len(text) for _, text in pieces), initial=0)
-    for _, group in itertools.groupby(
-        zip(pieces, sizes, strict=False), key=lambda each: each[1] // GROUP
-    ):
+    placed = zip(pieces, sizes, strict=False)
+    for _, group in itertools.groupby(placed, key=lambda piece_size: piece_size[1] // GROUP):
         yield [piece for piece, _ in group]
 
 
 def _byte_of_character() -> dict[str, int]:
     """Returns GPT-2's alphabet; a printable Latin-1 byte stands for itself."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
-    }
+    characters = {chr(byte): byte for byte in printable}
+    for i, byte in enumerate(sorted({*range(256)} - {*printable})):
+        characters[chr(256 + i)] = byte
+    return characters

@@ -37,11 +37,14 @@ def reading(path: Path) -> Iterator[None]:
 def end_token(folder: Path) -> str | int | None:
     """Returns the configured end token, by name or id.
 
-    Order: tokenizer_config.json, then the first id in config.json or generation_config.json.
+    Reads tokenizer_config.json, or else the first id in config.json or generation_config.json.
     """
-    named = special_tokens(folder).get("eos_token")
-    ids = (token for name in (MODEL_CONFIG, GENERATION) for token in end_ids(folder / name))
-    return next(ids, None) if named is None else named
+    if (token := special_tokens(folder).get("eos_token")) is not None:
+        return token
+    for name in (MODEL_CONFIG, GENERATION):
+        if ids := end_ids(folder / name):
+            return ids[0]
+    return None
 
 
 def end_ids(path: Path) -> list[int]:
@@ -50,7 +53,9 @@ def end_ids(path: Path) -> list[int]:
     Raises `TokenizerError`.
     """
     ids = _with_text(read(path)).get("eos_token_id")
-    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if ids is None:
+        return []
+    listed = ids if isinstance(ids, list) else [ids]
     if not all(type(token) is int and 0 <= token < 2**31 for token in listed):
         raise TokenizerError(f"{path}: eos_token_id = {truncate(ids)}: should be ids")
     return listed
@@ -105,12 +110,9 @@ def chat_template(folder: Path) -> str | None:
             return read_template(inside(folder, TEMPLATE))
     template = read(folder / TOKENIZER_CONFIG).get("chat_template")
     if isinstance(template, list):
-        named = (
-            entry
-            for entry in template
-            if isinstance(entry, dict) and entry.get("name") == "default"
-        )
-        template = next((entry.get("template") for entry in named), None)
+        entries = (entry for entry in template if isinstance(entry, dict))
+        defaults = (entry for entry in entries if entry.get("name") == "default")
+        template = next(defaults, {}).get("template")
     return template if isinstance(template, str) else None
 
 

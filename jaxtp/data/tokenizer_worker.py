@@ -83,7 +83,7 @@ def _answer(
     if content is not None:
         if len(loaded) == _MAX_LOADED:
             del loaded[next(iter(loaded))]
-        loaded[key] = _load(content)
+        loaded[key] = load(content)
     tokenizer = loaded[key]
     tokenizer.encode_special_tokens = settings["encode_special_tokens"]
     # Only `encode_batch` computes the positions of tokens.
@@ -92,7 +92,8 @@ def _answer(
     return encodings
 
 
-def _load(content: bytes) -> "Tokenizer":
+def load(content: bytes) -> "Tokenizer":
+    """Returns a tokenizer without truncation, padding and dropout."""
     from tokenizers import Tokenizer
 
     try:
@@ -111,17 +112,14 @@ def _tokens_before(encoding: "Encoding", before: int) -> int:
     return sum(start < before for start, _ in encoding.offsets) if before else 0
 
 
-def _limit_memory(most: int) -> None:
-    """Lets the process take `most` bytes more than it has.
-
-    Each thread may also reserve addresses.
-    """
+def _limit_memory(max_bytes: int) -> None:
+    """Lets the process take `max_bytes` more than it has, and each thread reserve addresses."""
     # Not every system limits it.
     with suppress(OSError, ValueError), open("/proc/self/statm") as file:
         pages = list(map(int, file.read().split()))
         reserved = _RESERVED_BY_THREAD * (os.cpu_count() or 1)
-        _set_limit(resource.RLIMIT_DATA, pages[5] * resource.getpagesize() + most)
-        _set_limit(resource.RLIMIT_AS, pages[0] * resource.getpagesize() + most + reserved)
+        _set_limit(resource.RLIMIT_DATA, pages[5] * resource.getpagesize() + max_bytes)
+        _set_limit(resource.RLIMIT_AS, pages[0] * resource.getpagesize() + max_bytes + reserved)
 
 
 def _set_limit(kind: int, limit: int) -> None:

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import count, groupby, islice
-from typing import Annotated, Any
+from itertools import chain, count, groupby, islice
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import tyro
@@ -80,11 +80,9 @@ class Changes(dict[str, Any]):
 
 
 def _plain(value: object) -> Any:
-    return (
-        dataclasses.asdict(value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type)
-        else value
-    )
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return value
 
 
 BlockChanges = Annotated[dict[str, Any], AfterValidator(Changes)]
@@ -102,17 +100,14 @@ _MIN_VOCAB = 96
 _MAX_TURNS = 2
 
 _SMALL_EPS = 1.0
-"""Least norm_eps of a small model with Gated DeltaNet: what a query reads of a state can be small,
-and the norm divides by it. With 1e-2, gradients of a small Qwen3.5 in float32 differ by 9e-6
-between meshes; with 1, by 6e-7."""
+"""Minimum norm_eps of a small model with Gated DeltaNet. A query can read small values from a
+state, and the norm divides by them. With 1e-2, gradients of a small Qwen3.5 in float32 differ by
+9e-6 between meshes; with 1, by 6e-7."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig):
-    """One kind of decoder block.
-
-    It has attention or Gated DeltaNet, then an MLP or experts, each a branch with norms.
-    """
+    """A kind of decoder block: attention or Gated DeltaNet, then an MLP or experts, with norms."""
 
     residual_scale: Positive = 1.0
     """Factor of the outputs of attention and MLP (Granite)."""
@@ -262,17 +257,16 @@ class ModelConfig(BlockConfig, DecoderSizes):
         object.__setattr__(self, "arguments", Changes(self.arguments))
         for name in ("first_blocks", "pattern"):
             if isinstance(blocks := getattr(self, name), list | tuple):
-                hashable = (
-                    Changes(changes) if isinstance(changes, Mapping) else changes
-                    for changes in blocks
-                )
+                hashable = [
+                    Changes(block) if isinstance(block, Mapping) else block for block in blocks
+                ]
                 object.__setattr__(self, name, tuple(hashable))
 
     @property
     def is_foreign(self) -> bool:
         """Whether `build` names a model that the other settings do not describe.
 
-        It may be one that is not imported yet.
+        Also true for a Decoder of the user's that is not imported yet.
         """
         return self.build is not None and self.decoder is None
 
@@ -299,17 +293,16 @@ class ModelConfig(BlockConfig, DecoderSizes):
     def kinds(self) -> Iterator[tuple[str, range, BlockConfig]]:
         """Yields (params' path, layer numbers, settings) of stacked blocks."""
         stacks = self.stacks()
-        one = len(stacks) == len(stacks[0].pattern) == 1
+        if len(stacks) == len(stacks[0].pattern) == 1:
+            yield BLOCKS, range(stacks[0].repeats), stacks[0].pattern[0]
+            return
         first = 0
         kind = count()
         for stack in stacks:
-            last = first + stack.repeats * len(stack.pattern)
+            period = len(stack.pattern)
+            last = first + stack.repeats * period
             for place, block in enumerate(stack.pattern, start=first):
-                yield (
-                    (BLOCKS if one else f"{BLOCKS}.{next(kind)}"),
-                    range(place, last, len(stack.pattern)),
-                    block,
-                )
+                yield f"{BLOCKS}.{next(kind)}", range(place, last, period), block
             first = last
 
     def layers(self) -> Iterator[BlockConfig]:
@@ -322,7 +315,8 @@ class ModelConfig(BlockConfig, DecoderSizes):
         """Returns the settings of a block without changes."""
         bases = (base for base in type(self).__mro__ if not issubclass(base, ModelConfig))
         kind: type[BlockConfig] = next(base for base in bases if issubclass(base, BlockConfig))
-        return kind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(kind)})
+        names = [field.name for field in dataclasses.fields(kind)]
+        return kind(**{name: getattr(self, name) for name in names})
 
     @property
     def layer_context(self) -> LayerContext:
@@ -362,17 +356,18 @@ class ModelConfig(BlockConfig, DecoderSizes):
 
     def describe_block(self) -> str:
         """Returns the sizes of a block in one line."""
-        found = Counter(block.describe_heads() for block in self.layers())
-        counted = [f"{each} in {count}" for each, count in found.items()]
-        counted[0] += f" of {self.num_layers} layers"
-        heads = ", ".join(counted if 1 < len(found) <= _MAX_UNFIT else [next(iter(found))])
-        others = len(self.block_kinds()) - 1
-        differing = (
-            f", and {others} other {'kind' if others == 1 else 'kinds'} of block" if others else ""
-        )
-        count = self.num_experts
-        experts = f" in each of {count} experts, {self.experts_per_token} a token" if count else ""
-        return f"d_model {self.d_model}, {heads}, d_ff {self.d_ff}{experts}{differing}"
+        counts = Counter(block.describe_heads() for block in self.layers())
+        heads = [*counts][:1]
+        if 1 < len(counts) <= _MAX_UNFIT:
+            heads = [f"{description} in {layers}" for description, layers in counts.items()]
+            heads[0] += f" of {self.num_layers} layers"
+        text = f"d_model {self.d_model}, {', '.join(heads)}, d_ff {self.d_ff}"
+        if self.num_experts:
+            text += f" in each of {self.num_experts} experts, {self.experts_per_token} a token"
+        num_others = len(self.block_kinds()) - 1
+        if num_others:
+            text += f", and {num_others} other {'kind' if num_others == 1 else 'kinds'} of block"
+        return text
 
     def listed_blocks(self) -> Mapping[str, BlockConfig]:
         """Returns the settings of blocks in `first_blocks` and `pattern`, by place.
@@ -383,22 +378,24 @@ class ModelConfig(BlockConfig, DecoderSizes):
 
     def block_kinds(self) -> tuple[BlockConfig, ...]:
         """Returns the distinct block settings."""
-        return tuple(dict.fromkeys(block for stack in self.stacks() for block in stack.pattern))
+        blocks = chain.from_iterable(stack.pattern for stack in self.stacks())
+        return tuple(dict.fromkeys(blocks))
 
 
 @lru_cache(maxsize=256)
 def _listed_blocks(config: ModelConfig) -> Mapping[str, BlockConfig]:
-    places = (("first_blocks", config.first_blocks), ("pattern", config.pattern))
-    by_place = {
-        f"model.{name}[{i}]": changes for name, blocks in places for i, changes in enumerate(blocks)
-    }
-    return {place: _changed_block(config, place, changes) for place, changes in by_place.items()}
+    blocks: dict[str, BlockConfig] = {}
+    for name in ("first_blocks", "pattern"):
+        for i, changes in enumerate(getattr(config, name)):
+            place = f"model.{name}[{i}]"
+            blocks[place] = _changed_block(config, place, changes)
+    return blocks
 
 
 def _changed_block(config: ModelConfig, place: str, changes: BlockChanges) -> BlockConfig:
     block = config.block()
-    of_blocks = {field.name for field in dataclasses.fields(block)} - _MODEL_WIDE
-    if shared := [name for name in changes if name in vars(config) and name not in of_blocks]:
+    model_wide = vars(config).keys() - vars(block).keys() | _MODEL_WIDE
+    if shared := [name for name in changes if name in model_wide]:
         instead = ", ".join(f"model.{name}" for name in shared)
         raise ConfigError(
             f"{place}: {', '.join(shared)} cannot differ between blocks; set {instead} for "
@@ -414,9 +411,9 @@ def _stacks(config: ModelConfig) -> tuple[Stack, ...]:
     pattern = described[len(config.first_blocks) :]
     if len(set(pattern)) < 2:
         pattern = pattern[:1] or [config.block()]
-    turns, rest = divmod(config.num_layers - len(first), len(pattern))
+    turns, remainder = divmod(config.num_layers - len(first), len(pattern))
     repeated = [Stack(tuple(pattern), turns)] if turns > 0 else []
-    return (*_runs(first), *repeated, *_runs(pattern[:rest]))
+    return (*_runs(first), *repeated, *_runs(pattern[:remainder]))
 
 
 def _runs(blocks: Sequence[BlockConfig]) -> Iterator[Stack]:
@@ -444,34 +441,34 @@ def validate_model(
 
 def padded_sizes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:
     """Returns (size, padded size) of each size that tp pads, by name."""
-    found = (size for block in config.block_kinds() for size in block.padding(tp))
-    return {name: (size, padded) for name, size, padded in found if padded != size}
+    sizes = chain.from_iterable(block.padding(tp) for block in config.block_kinds())
+    return {name: (size, padded) for name, size, padded in sizes if padded != size}
 
 
 def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
     """Returns a small model for virtual CPU devices, with every kind of block."""
     pattern = max(1, len(config.pattern))
     first = len(config.first_blocks)
-    turns, rest = divmod(config.num_layers - first, pattern)
-    every = (*config.first_blocks, *config.pattern)
+    turns, remainder = divmod(config.num_layers - first, pattern)
     precision = config.precision
     if precision.matmul != "compute":
-        taken = "|".join(path for path, why in matmul_layers(config).items() if why is None)
-        precision = dataclasses.replace(precision, matmul_layers=taken, matmul_least=1)
-    least = _SMALL_EPS if any(block.delta_value_heads for block in config.block_kinds()) else 0.0
-    smaller = [
-        Changes({name: block.shrink(small).get(name, value) for name, value in changes.items()})
-        for changes, block in zip(every, config.listed_blocks().values(), strict=True)
-    ]
-    return dataclasses.replace(
+        layers = "|".join(path for path, why in matmul_layers(config).items() if why is None)
+        precision = replace(precision, matmul_layers=layers, matmul_least=1)
+    min_eps = _SMALL_EPS if any(block.delta_value_heads for block in config.block_kinds()) else 0.0
+    listed = (*config.first_blocks, *config.pattern)
+    smaller = []
+    for changes, block in zip(listed, config.listed_blocks().values(), strict=True):
+        shrunk = block.shrink(small)
+        smaller.append(Changes({name: shrunk.get(name, value) for name, value in changes.items()}))
+    return replace(
         config,
         vocab_size=small.size(config.vocab_size, _MIN_VOCAB),
         d_model=smallest_congruent(0, small.shards, _MIN_D_MODEL),
-        num_layers=first + pattern * min(turns, _MAX_TURNS) + rest,
+        num_layers=first + pattern * min(turns, _MAX_TURNS) + remainder,
         loss_chunk=small.positions(config.loss_chunk),
         first_blocks=tuple(smaller[:first]),
         pattern=tuple(smaller[first:]),
-        norm_eps=max(config.norm_eps, least),
+        norm_eps=max(config.norm_eps, min_eps),
         learned_positions=config.learned_positions and small.positions(config.learned_positions),
         precision=precision,
         **config.shrink(small),
@@ -482,12 +479,11 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     """Returns the settings that must equal those in a checkpoint."""
 
     def select(plain: Mapping[str, Any], section: str) -> dict[str, Any]:
-        names = (
-            name
-            for name in plain
+        return {
+            name: value
+            for name, value in plain.items()
             if affects(ModelConfig, section + name, ARCHITECTURE).architecture
-        )
-        return {name: plain[name] for name in names}
+        }
 
     plain = to_plain(config)
     return select(plain, "") | {"lora": select(plain["lora"], "lora.")}
@@ -524,70 +520,105 @@ def violations(
 
 def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
     """Yields the reasons of `violations`, without suggestions."""
+    if problem := _too_few_layers(config):
+        yield problem
+        return
+    yield from _unused_expert_settings(config)
+    yield from _unused_delta_settings(config)
+    unfit = _unfit_blocks(config, mesh)
+    yield from unfit
+    yield from _lora_problems(config)
+    yield from _width_problems(config, mesh)
+    if config.precision.matmul != "compute" and not unfit:
+        yield from _matmul_problems(config, mesh[TP])
+    if mesh[CP] > 1 and not unfit and config.d_model % parts(mesh, STORAGE) == 0:
+        yield from _context_problems(config, mesh[CP])
+
+
+def _too_few_layers(config: ModelConfig) -> Problem | None:
+    """A model has at least the layers that its settings list."""
     first = len(config.first_blocks)
     pattern = len(config.pattern)
-    if config.num_layers < first + pattern:
-        described = f"{first} in model.first_blocks and {pattern} in model.pattern"
-        yield Problem(
-            f"model.num_layers={config.num_layers} is less than the listed blocks: {described}; at "
-            f"least {first + pattern} works"
-        )
+    if config.num_layers >= first + pattern:
+        return None
+    return Problem(
+        f"model.num_layers={config.num_layers} is less than the listed blocks: {first} in "
+        f"model.first_blocks and {pattern} in model.pattern; at least {first + pattern} works"
+    )
+
+
+def _unused_expert_settings(config: ModelConfig) -> Iterator[Problem]:
+    """Settings of routers need experts in a block."""
+    if config.most_experts:
         return
-    for name in (
-        ("selection_bias", "shared_experts", "router_bias", "experts_bias")
-        if not config.most_experts
-        else ()
-    ):
+    for name in ("selection_bias", "shared_experts", "router_bias", "experts_bias"):
         if value := getattr(config, name):
             yield Problem(
                 f"model.{name}={str(value).lower()} needs experts; add --model.num-experts, or "
                 "leave it out"
             )
-    if not any(block.delta_value_heads for block in config.block_kinds()):
-        for name in ("delta_key_heads", "delta_key_dim", "delta_value_dim", "delta_conv"):
-            if (value := getattr(config, name)) != getattr(GatedDeltaConfig, name):
-                yield Problem(
-                    f"model.{name}={value} needs Gated DeltaNet in a block; set "
-                    "model.delta_value_heads"
-                )
-    listed = reversed([*config.listed_blocks().items()])
-    places = {block: f"{place}: " for place, block in listed} | {config.block(): ""}
-    by_kind = ((places[block], list(block.problems(mesh))) for block in config.block_kinds())
-    unfit = list(islice((place_found for place_found in by_kind if place_found[1]), _MAX_UNFIT))
-    for place, found in unfit:
-        yield from (replace(problem, text=place + problem.text) for problem in found)
-    if not config.lora.rank:
-        yield from _lora_problems(config.lora, config.precision.param)
-    # These targets mean all that there are.
-    if config.lora.rank and config.lora.targets not in (TARGETS, LLAMA_TARGETS):
-        adaptable = {
-            target for block in config.block_kinds() for target, _ in block.adapter_kernels()
-        }
-        possible = [target for target in TARGETS if target in adaptable]
-        if lacking := [target for target in config.lora.targets if target not in possible]:
+
+
+def _unused_delta_settings(config: ModelConfig) -> Iterator[Problem]:
+    """Settings of Gated DeltaNet need a block with it."""
+    if any(block.delta_value_heads for block in config.block_kinds()):
+        return
+    for name in ("delta_key_heads", "delta_key_dim", "delta_value_dim", "delta_conv"):
+        if (value := getattr(config, name)) != getattr(GatedDeltaConfig, name):
             yield Problem(
-                f"model.lora.targets: no block has {', '.join(lacking)}; it can be "
+                f"model.{name}={value} needs Gated DeltaNet in a block; set model.delta_value_heads"
+            )
+
+
+def _unfit_blocks(config: ModelConfig, mesh: Mapping[str, int]) -> list[Problem]:
+    """Each kind of block fits the mesh."""
+    places = {config.block(): ""}
+    for place, block in config.listed_blocks().items():
+        places.setdefault(block, f"{place}: ")
+    by_kind = (_block_problems(places[block], block, mesh) for block in config.block_kinds())
+    return list(chain.from_iterable(islice(filter(None, by_kind), _MAX_UNFIT)))
+
+
+def _block_problems(place: str, block: BlockConfig, mesh: Mapping[str, int]) -> list[Problem]:
+    return [replace(problem, text=place + problem.text) for problem in block.problems(mesh)]
+
+
+def _width_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+    """fsdp * cp divides the width."""
+    axes = [axis for axis in STORAGE if mesh[axis] > 1]
+    among = dict.fromkeys(mesh_settings(axes), config.d_model)
+    product = mesh_product(STORAGE, mesh)
+    yield from not_divisible("model.d_model", config.d_model, product, parts(mesh, axes), among)
+
+
+def _context_problems(config: ModelConfig, cp: int) -> Iterator[Problem]:
+    """Each branch can split sequences over cp."""
+    branches = _branches(config).values()
+    if unaware := sorted({type(branch).__name__ for branch in branches if not branch.over_cp}):
+        yield Problem(
+            f"mesh.cp={cp} splits each sequence, which is not supported by {' and '.join(unaware)}",
+            among={f"mesh.{CP}": 1},
+        )
+
+
+def _lora_problems(config: ModelConfig) -> Iterator[Problem]:
+    """Adapters have targets in the model; without adapters, their settings have no effect."""
+    lora = config.lora
+    if not lora.rank:
+        yield from _unused_lora_settings(lora, config.precision.param)
+    # These targets mean all that there are.
+    elif lora.targets not in (TARGETS, LLAMA_TARGETS):
+        kernels = chain.from_iterable(block.adapter_kernels() for block in config.block_kinds())
+        adaptable = {target for target, _ in kernels}
+        if missing := [target for target in lora.targets if target not in adaptable]:
+            possible = [target for target in TARGETS if target in adaptable]
+            yield Problem(
+                f"model.lora.targets: no block has {', '.join(missing)}; it can be "
                 f"{', '.join(possible)}"
             )
-    axes = [axis for axis in STORAGE if mesh[axis] > 1]
-    shards = parts(mesh, axes)
-    among = dict.fromkeys(mesh_settings(axes), config.d_model)
-    yield from not_divisible(
-        "model.d_model", config.d_model, mesh_product(STORAGE, mesh), shards, among
-    )
-    can_be_built = not unfit and config.d_model % shards == 0
-    if config.precision.matmul != "compute" and not unfit:
-        yield from _matmul_problems(config, mesh[TP])
-    branches = _branches(config).values() if mesh[CP] > 1 and can_be_built else ()
-    if unaware := sorted({type(branch).__name__ for branch in branches if not branch.over_cp}):
-        text = (
-            f"mesh.cp={mesh[CP]} splits each sequence, which is not supported by "
-            f"{' and '.join(unaware)}"
-        )
-        yield Problem(text, among={f"mesh.{CP}": 1})
 
 
-def _lora_problems(lora: LoraConfig, param: DType) -> Iterator[Problem]:
+def _unused_lora_settings(lora: LoraConfig, param: DType) -> Iterator[Problem]:
     # Without adapters, their other settings would train all parameters without a word. An import of
     # adapters sets the rank. Runs of 0.1 have other defaults.
     usual = {
@@ -606,52 +637,58 @@ def _lora_problems(lora: LoraConfig, param: DType) -> Iterator[Problem]:
         )
 
 
+class _Projection(NamedTuple):
+    """A projection in the blocks, and why `precision.matmul` does not apply to it, if so."""
+
+    path: str
+    layer: ColumnParallelLinear | RowParallelLinear | None  # None for the kernels of experts
+    obstacle: str | None
+
+
 def matmul_layers(config: ModelConfig) -> dict[str, str | None]:
     """Returns why `precision.matmul` does not apply to projections in blocks, by path.
 
-    It is None for a projection that it applies to.
+    The reason is None where `precision.matmul` applies.
     """
-    return {
-        path: why
-        for root, branch in _branches(config).items()
-        for path, _, why in _projections(config, root, branch)
-    }
+    return {path: obstacle for path, _, obstacle in _all_projections(config)}
 
 
 def set_matmul(config: ModelConfig, path: str, blocks: nnx.Module) -> None:
     """Sets the dtype of products in the stacked blocks at a path.
 
-    It is for the projections that `matmul_layers` takes.
+    Changes only projections to which `precision.matmul` applies.
     """
-    for _, layer, why in _projections(config, path, blocks):
-        if why is None and layer is not None:
-            layer.matmul = config.precision.matmul
+    for projection in _projections(config, path, blocks):
+        if projection.obstacle is None and projection.layer is not None:
+            projection.layer.matmul = config.precision.matmul
 
 
-def _projections(
-    config: ModelConfig, root: str, module: nnx.Module
-) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear | None, str | None]]:
-    """Yields path, layer, and why `precision.matmul` does not apply, of a module's projections."""
-    experts = [
-        path for path, each in nnx.iter_modules(module) if isinstance(each, MixtureOfExperts)
-    ]
-    for path, layer in nnx.iter_modules(module):
+def _all_projections(config: ModelConfig) -> Iterator[_Projection]:
+    for root, branch in _branches(config).items():
+        yield from _projections(config, root, branch)
+
+
+def _projections(config: ModelConfig, root: str, module: nnx.Module) -> Iterator[_Projection]:
+    modules = list(nnx.iter_modules(module))
+    experts = [path for path, layer in modules if isinstance(layer, MixtureOfExperts)]
+    for path, layer in modules:
         projection = layer if isinstance(layer, ColumnParallelLinear | RowParallelLinear) else None
+        full = ".".join(map(str, (root, *path)))
+        obstacle: str | None = "not in matmul_layers"
         if projection is None and path not in experts:
             continue
-        why: str | None = "experts have grouped products"
-        if projection is not None:
-            shared = any(path[: len(outer)] == outer for outer in experts)
-            why = "shared experts" if shared else matmul_obstacle(projection)
-        full = ".".join(map(str, (root, *path)))
-        yield (
-            full,
-            projection,
-            why if matches(config.precision.matmul_layers, full) else "not in matmul_layers",
-        )
+        if matches(config.precision.matmul_layers, full):
+            if projection is None:
+                obstacle = "experts have grouped products"
+            elif any(path[: len(outer)] == outer for outer in experts):
+                obstacle = "shared experts"
+            else:
+                obstacle = matmul_obstacle(projection)
+        yield _Projection(full, projection, obstacle)
 
 
 def _matmul_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
+    """Products in 8 bits apply to a layer, and mxfp8 to each of its layers without a ring."""
     precision = config.precision
     setting = "model.precision.matmul"
     layers = matmul_layers(config)
@@ -662,49 +699,43 @@ def _matmul_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
             return
     if None not in layers.values():
         reasons = "; ".join({why: f"{path}: {why}" for path, why in layers.items()}.values())
-        smaller = (
-            f", or a smaller {setting}_least"
-            if f"{setting.rpartition('.')[2]}_least" in reasons
-            else ""
-        )
+        smaller = f", or a smaller {setting}_least" if "matmul_least" in reasons else ""
         yield Problem(
             f"{setting}={precision.matmul} applies to no layer ({reasons}); use "
             f"{setting}=compute{smaller}"
         )
-    if precision.matmul != "mxfp8":
-        return
+    if precision.matmul == "mxfp8":
+        yield from _mxfp8_problems(config, tp)
+
+
+def _mxfp8_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
+    setting = "model.precision.matmul"
     if config.overlap == "ring":
         yield Problem(f"{setting}=mxfp8 has no rings; use model.overlap=none, or {setting}=float8")
-    found = (
-        each
-        for root, branch in _branches(config).items()
-        for each in _projections(config, root, branch)
-    )
-    taken = (
-        (path, layer) for path, layer, obstacle in found if layer is not None and obstacle is None
-    )
-    if odd := [(path, problem) for path, layer in taken if (problem := mx_obstacle(layer, tp))]:
-        paths = ", ".join(path for path, _ in odd)
+    problems = {}
+    for path, layer, obstacle in _all_projections(config):
+        if layer is not None and obstacle is None and (problem := mx_obstacle(layer, tp)):
+            problems[path] = problem
+    if problems:
+        first = next(iter(problems.values()))
         yield Problem(
-            f"{odd[0][1]} ({paths}); use another mesh.tp, {setting}_layers without them, or "
-            f"{setting}=float8"
+            f"{first} ({', '.join(problems)}); use another mesh.tp, {setting}_layers without them, "
+            f"or {setting}=float8"
         )
 
 
 @lru_cache(maxsize=32)
 def _branches(config: ModelConfig) -> Mapping[str, Branch]:
+    by_kind: dict[BlockConfig, dict[str, Branch]] = {}
     # Without the mesh in context, which may differ and not divide the sizes.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        create = {
-            block: lambda block=block: config.branches(block, nnx.Rngs(0))
-            for block in config.block_kinds()
-        }
-        by_kind = {block: nnx.eval_shape(each) for block, each in create.items()}
-    return {
-        f"{path}.{name}": branch
-        for path, _, block in config.kinds()
-        for name, branch in by_kind[block].items()
-    }
+        for block in config.block_kinds():
+            by_kind[block] = nnx.eval_shape(lambda block=block: config.branches(block, nnx.Rngs(0)))
+    branches: dict[str, Branch] = {}
+    for path, _, block in config.kinds():
+        for name, branch in by_kind[block].items():
+            branches[f"{path}.{name}"] = branch
+    return branches
 
 
 def _in_section(section: str, changes: Mapping[str, int]) -> Iterator[tuple[str, int]]:

@@ -4,6 +4,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
+from itertools import chain, islice, repeat
 from typing import Any, get_args
 
 import jax
@@ -85,7 +86,7 @@ class LossTerms:
 class LayerScale(nnx.Variable[Array]):
     """The factor of a block's result.
 
-    It is not an `nnx.Param`, so no optimizer sees it; checkpoints save it.
+    Checkpoints save it, but no optimizer sees it, because it is not an `nnx.Param`.
     """
 
 
@@ -107,20 +108,18 @@ class DecoderBlock(nnx.Module):
         self.residual_scale = block.residual_scale
         norm = partial(Norm, config.d_model, context=config.layer_context)
         for name, branch in branches.items():
-            shares = (placement == "parallel" and name != self.names[0]) or isinstance(
-                branch, ExpertsBesideMLP
-            )
-            setattr(self, f"{name}_norm", None if shares or placement == "after" else norm(block))
+            shares = placement == "parallel" and name != self.names[0]
+            has_own_norms = isinstance(branch, ExpertsBesideMLP)
+            norm_before = not shares and not has_own_norms and placement != "after"
+            norm_after = placement in ("after", "both")
+            setattr(self, f"{name}_norm", norm(block) if norm_before else None)
             setattr(self, name, branch)
-            setattr(
-                self,
-                f"{name}_after_norm",
-                norm(block.after()) if placement in ("after", "both") else None,
-            )
-        one = jnp.ones((), jnp.float32)
-        self.layer_scale = (
-            parameter("layer scale", one, P(), kind=LayerScale) if block.layer_scale else None
-        )
+            setattr(self, f"{name}_after_norm", norm(block.after()) if norm_after else None)
+        layer_scale = None
+        if block.layer_scale:
+            initial = jnp.ones((), jnp.float32)
+            layer_scale = parameter("layer scale", initial, P(), kind=LayerScale)
+        self.layer_scale = layer_scale
 
     def __call__(
         self, x_BTD: Array, dropout_keys: Array | None = None, sequences: Sequences = Sequences()
@@ -132,10 +131,11 @@ class DecoderBlock(nnx.Module):
         self, x_BTD: Array, dropout_keys: Array | None = None, sequences: Sequences = Sequences()
     ) -> tuple[Array, Routing | None]:
         """Returns the output and any router statistics."""
-        count = len(self.names)
         routing = None
-        keys = (None,) * count if dropout_keys is None else split_keys(dropout_keys, count)
-        by_name = dict(zip(self.names, keys, strict=True))
+        keys: dict[str, Array] = {}
+        if dropout_keys is not None:
+            branch_keys = split_keys(dropout_keys, len(self.names))
+            keys = dict(zip(self.names, branch_keys, strict=True))
 
         def run(name: str, branch: Branch, y_BTD: Array) -> Array:
             nonlocal routing
@@ -144,10 +144,11 @@ class DecoderBlock(nnx.Module):
                 y_BTD, routing = y_BTD
             return y_BTD
 
-        x_BTD = checkpoint_name(x_BTD, remat.BLOCK_INPUT)
-        return self._run(
-            x_BTD, run, lambda name, y_BTD: self._dropout(y_BTD, by_name[name], sequences)
-        ), routing
+        def drop(name: str, y_BTD: Array) -> Array:
+            return self._dropout(y_BTD, keys.get(name), sequences)
+
+        x_BTD = self._run(checkpoint_name(x_BTD, remat.BLOCK_INPUT), run, drop)
+        return x_BTD, routing
 
     def init_cache(self, num_rows: int, num_slots: int) -> BlockCache:
         """See `Branch`."""
@@ -183,7 +184,7 @@ class DecoderBlock(nnx.Module):
     ) -> Array:
         """Adds the branches to the residual stream.
 
-        `run` calls a branch; `drop` drops out of its output.
+        `run` calls a branch; `drop` applies dropout to its output.
         """
         sequence = sequence_dim(self.config.sequence_parallel, x_BTD.shape)
         activation = activation_spec(sequence)
@@ -198,15 +199,21 @@ class DecoderBlock(nnx.Module):
         summands: list[Array] = []
         for name, branch, before, after in self.branches():
             with jax.named_scope(name):
-                input_BTD, read_BTD = (input_BTD, read_BTD) if self.parallel else (x_BTD, x_BTD)
-                read_BTD = read_BTD if before is None else before(input_BTD)
+                # Parallel branches read the block's input, and may share the first one's norm.
+                if not self.parallel:
+                    input_BTD = x_BTD
+                    read_BTD = x_BTD
+                if before is not None:
+                    read_BTD = before(input_BTD)
                 if branch.joined:
-                    gathered_BTD = gathered_BTD if summands else enter(read_BTD)
+                    if not summands:
+                        gathered_BTD = enter(read_BTD)
                     summands.append(run(name, branch, gathered_BTD))
                     continue
                 y_BTD = run(name, branch, read_BTD)
-                y_BTD = drop(name, y_BTD if after is None else after(y_BTD))
-                x_BTD = x_BTD + _scaled(y_BTD, self.residual_scale)
+                if after is not None:
+                    y_BTD = after(y_BTD)
+                x_BTD = x_BTD + _scaled(drop(name, y_BTD), self.residual_scale)
         if summands:
             x_BTD = x_BTD + _scaled(leave(reduce(operator.add, summands)), self.residual_scale)
         return x_BTD if self.layer_scale is None else _scaled(x_BTD, self.layer_scale[...])
@@ -258,18 +265,19 @@ class EmbeddingAndHead(nnx.Module):
         Ignore those at -1, no position.
         """
         # A masked sum: indexing along T, which sequence parallelism splits, would gather all of x.
-        is_there = at_BR[..., None] == jnp.arange(x_BTD.shape[1])
-        found_BRD = jnp.sum(jnp.where(is_there[..., None], x_BTD[:, None], 0), axis=2)
-        return self.logits_of_hidden(
-            constrain(found_BRD.reshape(-1, 1, x_BTD.shape[2]), batch_spec(None, None))
-        )[:, 0]
+        selected_BRT = at_BR[..., None] == jnp.arange(x_BTD.shape[1])
+        x_BRD = jnp.sum(jnp.where(selected_BRT[..., None], x_BTD[:, None], 0), axis=2)
+        x_N1D = constrain(x_BRD.reshape(-1, 1, x_BTD.shape[2]), batch_spec(None, None))
+        return self.logits_of_hidden(x_N1D)[:, 0]
 
     def projection(self, temperature: float = 1.0) -> Projection:
         """Returns what makes logits of hidden states, divided by a temperature."""
         config = self.config
-        kernel = None if self.head is None else self.head.kernel
-        bias = None if self.head is None else self.head.bias
-        table = self.embedding.embedding if kernel is None else kernel
+        table = self.embedding.embedding
+        bias = None
+        if self.head is not None:
+            table = table if self.head.kernel is None else self.head.kernel
+            bias = self.head.bias
         head = HeadConfig(
             config.vocab_size,
             config.layer_context,
@@ -281,11 +289,8 @@ class EmbeddingAndHead(nnx.Module):
         )
         if bias is None:
             return jnp.asarray(table[...]), head, None
-        return (
-            jnp.asarray(table[...]),
-            replace(head, bias_spec=spec_of(bias)),
-            jnp.asarray(bias[...]),
-        )
+        head = replace(head, bias_spec=spec_of(bias))
+        return jnp.asarray(table[...]), head, jnp.asarray(bias[...])
 
 
 class Decoder(EmbeddingAndHead):
@@ -303,22 +308,23 @@ class Decoder(EmbeddingAndHead):
         self.embedding = VocabParallelEmbedding(
             vocab_size, width, context, scale=config.embedding_scale, rngs=rngs
         )
-        positions = config.learned_positions
-        self.positions = (
-            None if positions is None else LearnedPositions(positions, width, context, rngs=rngs)
-        )
+        positions = None
+        if config.learned_positions is not None:
+            positions = LearnedPositions(config.learned_positions, width, context, rngs=rngs)
+        self.positions = positions
         self.stacks = config.stacks()
-        kinds = [
-            _create_blocks(config, block, stack.repeats, rngs)
-            for stack in self.stacks
-            for block in stack.pattern
-        ]
+        kinds: list[DecoderBlock] = []
+        for stack in self.stacks:
+            kinds += [_create_blocks(config, block, stack.repeats, rngs) for block in stack.pattern]
         self.blocks: Any = kinds[0] if len(kinds) == 1 else nnx.List(kinds)
         self.norm = Norm(width, replace(config, norm=config.final_norm or config.norm), context)
         tied = config.tie_embeddings
-        biased = config.head_bias
-        head = partial(VocabParallelHead, vocab_size, width, context, tied=tied, use_bias=biased)
-        self.head = None if tied and not biased else head(rngs=rngs)
+        head = None
+        if not tied or config.head_bias:
+            head = VocabParallelHead(
+                vocab_size, width, context, tied=tied, use_bias=config.head_bias, rngs=rngs
+            )
+        self.head = head
         if config.lora.rank:
             freeze(self)
         if config.precision.matmul != "compute":
@@ -364,9 +370,8 @@ class Decoder(EmbeddingAndHead):
         dropout_keys: Array | None = None,
         context: Context = "auto",
     ) -> tuple[Array, Array]:
-        """Returns the summed cross-entropy in nats and the number of labels that are not -100.
-
-        Both are float32 scalars.
+        """Returns the summed cross-entropy in nats and the number of labels that are not -100, as
+        float32 scalars.
 
         `labels_BT[b, t]` is the token after `ids_BT[b, t]`, or -100. `z_loss` is the weight of the
         squared log-normaliser; `dropout_keys` `[B]` turn dropout on; for the others see `__call__`.
@@ -413,12 +418,12 @@ class Decoder(EmbeddingAndHead):
 
     def move_selection_biases(self, balance: Balance, rate: float) -> None:
         """Moves selection biases against the load, once per update."""
-        branches = (vars(block).get("mlp") for _, blocks in self.stacked() for block in blocks)
-        branches = (
-            branch.experts if isinstance(branch, ExpertsBesideMLP) else branch
-            for branch in branches
-        )
-        routers = [branch for branch in branches if isinstance(branch, MixtureOfExperts)]
+        routers = []
+        for block in chain.from_iterable(blocks for _, blocks in self.stacked()):
+            branch = vars(block).get("mlp")
+            branch = branch.experts if isinstance(branch, ExpertsBesideMLP) else branch
+            if isinstance(branch, MixtureOfExperts):
+                routers.append(branch)
         for router, times_chosen in zip(routers, balance.times_chosen, strict=True):
             if router.config.selection_bias:
                 bias = router.selection_bias
@@ -436,9 +441,8 @@ class Decoder(EmbeddingAndHead):
     ) -> Array:
         """Returns the final, normalised hidden states `[B, T, D]`.
 
-        They are ordered like `Sequences.positions`.
-
-        Over cp this may be another order than the batch's. `sequences.local_tokens(labels)` gives
+        Tokens are in the order of `Sequences.positions`, which over cp may differ from the batch's.
+        `sequences.local_tokens(labels)` gives
         the labels of a loss the same order, and `sequences.natural(...)` restores the batch's.
         """
         return self.with_routing(ids_BT, dropout_keys, sequences or self.sequences(ids_BT))[0]
@@ -451,28 +455,31 @@ class Decoder(EmbeddingAndHead):
         experts: Sequence[Array | None] | None = None,
     ) -> tuple[Array, Routings]:
         """Returns the hidden states and the router statistics; see `loss_terms`."""
-        keys = None if dropout_keys is None else split_keys(dropout_keys, self.config.num_layers)
+        keys = None
+        if dropout_keys is not None:
+            keys = split_keys(dropout_keys, self.config.num_layers)
         x_BTD = self.embed(ids_BT, sequences)
-        done = 0
+        first = 0
         routings: Routings = []
+        choices = iter(experts) if experts is not None else repeat(None)
         for stack, blocks in self.stacked():
-            count = stack.repeats * len(blocks)
-            stack_keys = None if keys is None else keys[done : done + count]
-            chosen = (
-                [None] * len(blocks)
-                if experts is None
-                else experts[len(routings) : len(routings) + len(blocks)]
+            last = first + stack.repeats * len(blocks)
+            stack_keys = None if keys is None else keys[first:last]
+            chosen = [next(choices) for _ in blocks]
+            # `[B, layers, T, k] -> [layers, B, T, k]`
+            by_layer = jax.tree.map(lambda choice: jnp.swapaxes(choice, 0, 1), chosen)
+            x_BTD, stack_routings = _run_stack(
+                stack, blocks, x_BTD, stack_keys, sequences, by_layer
             )
-            by_layer = [None if each is None else jnp.swapaxes(each, 0, 1) for each in chosen]
-            x_BTD, found = _run_stack(stack, blocks, x_BTD, stack_keys, sequences, by_layer)
-            routings += found
-            done += count
+            routings += stack_routings
+            first = last
         return self.norm(x_BTD), routings
 
     def stacked(self) -> Iterator[tuple[Stack, list[DecoderBlock]]]:
         """Yields each stack with its stacked blocks."""
         kinds = iter([self.blocks] if isinstance(self.blocks, DecoderBlock) else self.blocks)
-        yield from ((stack, [next(kinds) for _ in stack.pattern]) for stack in self.stacks)
+        for stack in self.stacks:
+            yield stack, list(islice(kinds, len(stack.pattern)))
 
     def in_order(self) -> Iterator[DecoderBlock]:
         """Yields every block, in order."""

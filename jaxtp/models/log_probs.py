@@ -1,6 +1,4 @@
-"""Log-probabilities of a decoder's tokens.
-
-They are for losses such as DPO, distillation and policy gradients.
+"""Log-probabilities of a decoder's tokens, for losses such as DPO and distillation.
 
 They are exact on every mesh, and logits exist for `loss_chunk` tokens at a time, also in the
 backward pass.
@@ -26,7 +24,7 @@ def token_log_probs(
 ) -> Array | tuple[Array, Array]:
     """Returns the log-probability of each label, given the ids up to its position.
 
-    They are float32, shaped like `labels`.
+    Returns a float32 array in the shape of `labels`.
 
     Args:
       labels: next tokens `[B, T]`, or K ids for each position, `[B, T, K]`; -100 gives 0.
@@ -37,21 +35,25 @@ def token_log_probs(
     sequences = model.sequences(ids_BT, segments_BT)
     x_BTD = model.hidden(ids_BT, sequences=sequences)
     labels = sequences.local_tokens(labels)
-    found = hidden_log_probs(model, x_BTD, labels, temperature=temperature, entropy=entropy)
-    return jax.tree.map(sequences.natural, found)
+    results = hidden_log_probs(model, x_BTD, labels, temperature=temperature, entropy=entropy)
+    return jax.tree.map(sequences.natural, results)
 
 
 def hidden_log_probs(
     model: Decoder, x_BTD: Array, labels: Array, *, temperature: float = 1.0, entropy: bool = False
 ) -> Array | tuple[Array, Array]:
-    """Returns `token_log_probs` for `model.hidden(...)`, whose order labels and results have.
+    """Like `token_log_probs`, from hidden states.
 
-    For several temperatures or labels of the same hidden states.
+    Labels and results are in the order of `model.hidden`. Several temperatures or labels can share
+    the hidden states.
     """
-    found = vocab_parallel_statistics(x_BTD, model.projection(temperature), labels, entropy=entropy)
-    normaliser = found.log_normaliser if labels.ndim == 2 else found.log_normaliser[..., None]
-    log_probs = jnp.where(labels == IGNORE, 0, found.label_logit - normaliser)
-    return log_probs if found.entropy is None else (log_probs, found.entropy)
+    head = model.projection(temperature)
+    statistics = vocab_parallel_statistics(x_BTD, head, labels, entropy=entropy)
+    normaliser = statistics.log_normaliser
+    if labels.ndim == 3:
+        normaliser = normaliser[..., None]
+    log_probs = jnp.where(labels == IGNORE, 0, statistics.label_logit - normaliser)
+    return log_probs if statistics.entropy is None else (log_probs, statistics.entropy)
 
 
 def top_log_probs(
@@ -62,11 +64,10 @@ def top_log_probs(
     *,
     temperature: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Returns the k highest log-probabilities at each position, and their ids int32.
+    """Returns the k highest log-probabilities at each position, and their int32 ids.
 
-    Both are `[B, T, k]`, and descending.
-
-    They have no gradient; `token_log_probs` of the ids does.
+    Both are `[B, T, k]`, the most probable id first. They have no gradient; `token_log_probs` of
+    the ids has one.
     """
     if not 1 <= k <= model.config.vocab_size:
         raise ConfigError(

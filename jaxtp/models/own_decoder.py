@@ -1,9 +1,7 @@
-"""Models of the user's.
+"""User models: `builder` calls the user's function, `decoder_settings` describes its Decoder.
 
-`builder` calls the function that makes one; `decoder_settings` describes a Decoder.
-
-The settings of a Decoder carry what makes it (`ModelConfig.decoder`), for all code that makes a
-decoder from settings.
+The settings of a Decoder carry the function that makes it (`ModelConfig.decoder`), so that all code
+that makes a decoder from settings makes the user's.
 """
 
 from collections.abc import Callable
@@ -86,15 +84,17 @@ def decoder_settings(source: Any, config: ModelConfig) -> ModelConfig | None:
         make = source.decoder or Decoder
         build = config.build
         arguments = config.arguments
-        found: ModelConfig | None = replace(source, decoder=make, build=build, arguments=arguments)
+        settings: ModelConfig | None = replace(
+            source, decoder=make, build=build, arguments=arguments
+        )
     else:
-        found = _settings_of_built(builder(source, config), config)
-    if found is not None and (found.lora.rank or found.from_hf is not None):
+        settings = _settings_of_built(builder(source, config), config)
+    if settings is not None and (settings.lora.rank or settings.from_hf is not None):
         raise ConfigError(
             f"{config.build}: a Decoder of your own takes weights by --run.init-from, and has no "
             "adapters"
         )
-    return found
+    return settings
 
 
 def call_of_load(path: Path, build: str | None) -> str:
@@ -115,14 +115,13 @@ def _settings_of_built(build: Builder, config: ModelConfig) -> ModelConfig | Non
     model = _abstract(build)
     if not isinstance(model, Decoder):
         return None
-    kind: Any = type(model)
+    kind = type(model)
 
-    def make(config: ModelConfig, *, rngs: nnx.Rngs) -> Decoder:
+    def make(config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:
         # Only the function knows the initial weights, and only the class takes other settings.
-        made: Any = build(rngs) if config == found else kind(config, rngs=rngs)
-        return made
+        return build(rngs) if config == settings else kind(config, rngs=rngs)
 
-    found = replace(model.config, decoder=make, build=config.build, arguments=config.arguments)
+    settings = replace(model.config, decoder=make, build=config.build, arguments=config.arguments)
     call = f"{kind.__name__}(config, rngs=rngs)"
     rule = (
         "jaxtp makes the model with other settings too, to check it and to generate: its __init__ "
@@ -132,41 +131,37 @@ def _settings_of_built(build: Builder, config: ModelConfig) -> ModelConfig | Non
         other = _shapes(_abstract(lambda rngs: kind(model.config, rngs=rngs)))
     except TypeError as error:
         raise ConfigError(f"{config.build}: {call} fails: {error}. {rule}") from error
-    if differing := sorted({at for at, _ in _shapes(model).items() ^ other.items()}):
+    if differing := sorted({path for path, _ in _shapes(model).items() ^ other.items()}):
         raise ConfigError(f"{config.build} and {call} differ in {', '.join(differing[:3])}. {rule}")
-    return found
+    return settings
 
 
 def recorded(config: ModelConfig) -> ModelConfig:
-    """Returns the settings of a subclass with its name and arguments.
-
-    They can then be read from a file.
-    """
+    """Returns the settings of a subclass with its name and arguments, to read from a file."""
     kind: Any = type(config)
     if config.build is not None:
         return config
     plain = to_plain(config)
-    settings = (each for each in settings_of(kind).values() if len(each.path) == 1)
-    changed = {
-        each.name: plain[each.name]
-        for each in settings
-        if getattr(config, each.path[0]) != each.default
+    arguments = {
+        setting.name: plain[setting.name]
+        for setting in settings_of(kind).values()
+        if len(setting.path) == 1 and getattr(config, setting.path[0]) != setting.default
     }
-    return replace(
-        config, decoder=config.decoder or Decoder, build=reference_to(kind), arguments=changed
-    )
+    decoder = config.decoder or Decoder
+    return replace(config, decoder=decoder, build=reference_to(kind), arguments=arguments)
 
 
 def _abstract(build: Builder) -> nnx.Module:
-    # On one device, which every model fits.
-    none = AbstractMesh((), ())
-    one = abstract_mesh(mesh_shape())  # a context mesh cannot change its size directly
-    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(one):
+    # On one device, which every model fits. A context mesh cannot change its size directly.
+    no_mesh = AbstractMesh((), ())
+    one_device = abstract_mesh(mesh_shape())
+    with jax.sharding.use_abstract_mesh(no_mesh), jax.sharding.use_abstract_mesh(one_device):
         return nnx.eval_shape(lambda: build(nnx.Rngs(0)))
 
 
 def _shapes(model: nnx.Module) -> dict[str, str]:
     variables = by_dotted_path(nnx.to_flat_state(nnx.state(model)))
     return {
-        name: f"{type(each).__name__} {each.dtype}{each.shape}" for name, each in variables.items()
+        path: f"{type(variable).__name__} {variable.dtype}{variable.shape}"
+        for path, variable in variables.items()
     }

@@ -74,20 +74,20 @@ def declared_spec(parameter: nnx.Variable[Any], ndim: int) -> PartitionSpec:
 
     A layer in a stack keeps the spec of the stack, or the stack has the spec of a layer.
     """
-    found = nnx.get_partition_spec(parameter)
+    declared = nnx.get_partition_spec(parameter)
     # A plain array declares nothing.
-    entries = tuple(found.get_value() if isinstance(found, nnx.Variable) else found)
-    spec = entries[-ndim:] if ndim else ()
+    spec = tuple(declared.get_value() if isinstance(declared, nnx.Variable) else declared)
+    spec = spec[max(len(spec) - ndim, 0) :]
     return PartitionSpec(*spec, *(None,) * (ndim - len(spec)))
 
 
 def declared_specs(module: nnx.Module) -> dict[str, PartitionSpec]:
     """Returns the specs of a module's own parameters that declare a split."""
-    parameters = {
-        name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)
-    }
-    specs = {name: declared_spec(value, value.ndim) for name, value in parameters.items()}
-    return {name: spec for name, spec in specs.items() if any(spec)}
+    specs = {}
+    for name, value in vars(module).items():
+        if isinstance(value, nnx.Param) and any(spec := declared_spec(value, value.ndim)):
+            specs[name] = spec
+    return specs
 
 
 def stored_spec(
@@ -107,35 +107,31 @@ def stored_spec(
     shape = parameter.shape[parameter.ndim - ndim :]
     dims: list[str | tuple[str, ...] | None] = [None] * ndim
     for dim, entry in enumerate(declared_spec(parameter, ndim)):
-        others = tuple(axis for axis in axes_of(entry) if axis not in STORAGE)
-        stores = (
-            len(others) < len(axes_of(entry)) and dim_over(STORAGE, PartitionSpec(*dims)) is None
-        )
-        for axes in ((*STORAGE, *others) if stores else others, others):
+        declared = axes_of(entry)
+        not_stored = tuple(axis for axis in declared if axis not in STORAGE)
+        choices = [not_stored]
+        if not_stored != declared and dim_over(STORAGE, PartitionSpec(*dims)) is None:
+            choices = [(*STORAGE, *not_stored), not_stored]
+        for axes in choices:
             if axes and not dims[dim] and shape[dim] % parts(sizes, axes) == 0:
                 dims[dim] = axes if len(axes) > 1 else axes[0]
     if tp_dim is not None:
         dims[tp_dim] = TP
-    left = [
-        i
-        for i, size in enumerate(shape)
-        if not dims[i] and size > 1 and size % parts(sizes, STORAGE) == 0
+    shards = parts(sizes, STORAGE)
+    candidates = [
+        dim for dim, size in enumerate(shape) if not dims[dim] and size > 1 and size % shards == 0
     ]
-    if fsdp and left and dim_over(STORAGE, PartitionSpec(*dims)) is None:
-        dims[max(left, key=lambda i: (shape[i], -i))] = STORAGE
+    if fsdp and candidates and dim_over(STORAGE, PartitionSpec(*dims)) is None:
+        dims[max(candidates, key=lambda dim: shape[dim])] = STORAGE
     return PartitionSpec(*dims)
 
 
 def dim_over(axes: str | tuple[str, ...], spec: PartitionSpec) -> int | None:
     """Returns the first dim split over any of these axes, or None."""
-    return next(
-        (
-            dim
-            for dim, entry in enumerate(spec)
-            if not set(axes_of(axes)).isdisjoint(axes_of(entry))
-        ),
-        None,
-    )
+    for dim, entry in enumerate(spec):
+        if not set(axes_of(axes)).isdisjoint(axes_of(entry)):
+            return dim
+    return None
 
 
 def gathered_spec(spec: PartitionSpec) -> PartitionSpec:
@@ -176,9 +172,8 @@ class Copies(NDArrayOperatorsMixin):
         return getattr(self.array if name in _ARRAY_METADATA else self.__jax_array__(), name)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *operands: Any, **kwargs: Any) -> Any:
-        return getattr(jnp, ufunc.__name__)(
-            *(jnp.asarray(x) if isinstance(x, Copies) else x for x in operands)
-        )
+        arrays = (jnp.asarray(x) if isinstance(x, Copies) else x for x in operands)
+        return getattr(jnp, ufunc.__name__)(*arrays)
 
     def __getitem__(self, index: Any) -> Array:
         return self.__jax_array__()[index]
@@ -201,23 +196,22 @@ jax.tree_util.register_pytree_node(  # the only leaf is the global array, withou
 def make_copies(x: Array, layout: Layout, *, context: bool = False) -> Array | Copies:
     """Gathers an activation `[B, ...]` once for all column layers that read it.
 
-    With tp=1 it returns `x`.
-
-    The transpose all-reduces the gradient, or reduce-scatters it if `layout` is `Shard`.
+    Returns `x` if tp is 1. The transpose all-reduces the gradient, or reduce-scatters it if
+    `layout` is `Shard`.
     """
     if axis_size(TP) == 1:
         return x
     dim = split_dim(layout, x.ndim)
     leading = leading_axes(x.shape, context=context)
-    whole, split = (activation_spec(one, x.ndim, leading) for one in (Replicate(), layout))
+    whole = activation_spec(Replicate(), x.ndim, leading)
+    split = activation_spec(layout, x.ndim, leading)
     if not isinstance(x, jax.core.Tracer):  # a concrete array may be on one device
         x = constrain(x, split)
-    out = PartitionSpec(TP, *whole)
     gather = device_view(
         lambda part: enter_parallel(part, dim)[None],
         "make_copies",
         in_specs=(split,),
-        out_specs=out,
+        out_specs=PartitionSpec(TP, *whole),
     )
     return Copies(x, gather(x), context)
 
@@ -231,21 +225,22 @@ def change_layouts(values: Any, before: Layouts, after: Layouts, *, context: boo
     """Changes the layout of a value, or of each value of a tuple."""
     if not isinstance(values, tuple):
         return change_layout(values, as_tuple(before)[0], as_tuple(after)[0], context=context)
-    rest = (None,) * len(values)
-    pairs = zip(values, (*as_tuple(before), *rest), (*as_tuple(after), *rest), strict=False)
-    return tuple(change_layout(value, old, new, context=context) for value, old, new in pairs)
+    unchanged = (None,) * len(values)
+    old_layouts = (*as_tuple(before), *unchanged)
+    new_layouts = (*as_tuple(after), *unchanged)
+    changes = zip(values, old_layouts, new_layouts, strict=False)
+    return tuple(change_layout(*change, context=context) for change in changes)
 
 
 def change_layout(x: Any, before: Layout | None, after: Layout | None, *, context: bool) -> Any:
     """Changes the layout of a value; None for `after` leaves it unchanged."""
     if x is None or after is None:
         return x
-    if after == Replicate():
-        has_copies = isinstance(x, Copies) and x.copies is not None
-        return (
-            x if has_copies else make_copies(jnp.asarray(x), before or Replicate(), context=context)
-        )
-    return constrain_layout(x, after, context=context)
+    if after != Replicate():
+        return constrain_layout(x, after, context=context)
+    if isinstance(x, Copies) and x.copies is not None:
+        return x
+    return make_copies(jnp.asarray(x), before or Replicate(), context=context)
 
 
 def constrain_layout(x: Any, layout: Layout, *, context: bool) -> Array:

@@ -29,9 +29,9 @@ def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
       UserError: two modules have the same path, or a path seems to be inside of another because a
         key has a dot.
     """
-    found = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
-    modules = by_dotted_path(found)
-    for keys, _ in found:
+    outermost_first = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
+    modules = by_dotted_path(outermost_first)
+    for keys, _ in outermost_first:
         names = dotted(keys).split(".")
         around = {dotted(keys[:depth]) for depth in range(len(keys) + 1)}
         seem_around = {dotted(names[:depth]) for depth in range(len(names))}
@@ -82,10 +82,7 @@ def original_class(module: nnx.Module) -> type:
 
 
 def loads_shards(module: nnx.Module) -> bool:
-    """Returns whether a module is a layer of jaxtp, or a subclass.
-
-    It loads its shards by the specs it declares.
-    """
+    """Returns whether a module is a layer of jaxtp, which loads the shards that it declares."""
     return any(base.__module__.startswith("jaxtp.") for base in original_class(module).__mro__)
 
 
@@ -127,15 +124,11 @@ class ModuleInfo:
 
 def find_modules(model: nnx.Module) -> list[ModuleInfo]:
     """Returns each module once, outermost first, without containers."""
-    modules = [
-        (path, node)
-        for path, node in modules_of(model).items()
-        if not isinstance(node, nnx.List | nnx.Dict)
-    ]
     aliases = [list(map(dotted, group)) for group in nnx.find_duplicates(model)]
     return [
         ModuleInfo(module, _with_aliases(path, aliases), by_dotted_path(_parameters(module)))
-        for path, module in modules
+        for path, module in modules_of(model).items()
+        if not isinstance(module, nnx.List | nnx.Dict)
     ]
 
 

@@ -5,6 +5,7 @@ A function that builds the model is traced and compiled, which initialises its a
 plan on any other mesh.
 """
 
+import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -87,15 +88,16 @@ def original_model(model: nnx.Module | Build) -> tuple[nnx.Module, dict[str, Sty
     models).
     """
     copy = abstract_model(model)
-    modules = find_modules(copy)
-    parallel = [(info, role) for info in modules if (role := role_of(info.module)) is not None]
-    for info, _ in parallel:
-        set_class(info.module, original_class(info.module))
-    for parameter in (parameter for info in modules for parameter in info.parameters.values()):
-        if parameter.has_metadata(DECLARED):
-            parameter.set_metadata(out_sharding=parameter.get_metadata(DECLARED))
-    styles = {info.path: role.style for info, role in parallel if role.style is not None}
-    return copy, styles, not parallel or any(role.fsdp for _, role in parallel)
+    roles = {}
+    for info in find_modules(copy):
+        if role := role_of(info.module):
+            roles[info.path] = role
+            set_class(info.module, original_class(info.module))
+        for parameter in info.parameters.values():
+            if parameter.has_metadata(DECLARED):
+                parameter.set_metadata(out_sharding=parameter.get_metadata(DECLARED))
+    styles = {path: role.style for path, role in roles.items() if role.style is not None}
+    return copy, styles, not roles or any(role.fsdp for role in roles.values())
 
 
 def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
@@ -122,7 +124,7 @@ def _apply_plan(model: nnx.Module, plan: Plan, sizes: Mapping[str, int], fsdp: b
     by_dotted_path(nnx.to_flat_state(nnx.state(model)))  # refuses two variables with one path
     modules = find_modules(model)
     module_plans = validate_plan(modules, plan, sizes, fsdp=fsdp)
-    dtypes = list(_dtypes(modules, plan))
+    dtypes = list(_dtypes(modules, plan))  # raises before the model is changed
     for module, dtype in dtypes:
         module.dtype = dtype
     for module_plan in module_plans:
@@ -139,13 +141,14 @@ def _dtypes(modules: Sequence[ModuleInfo], plan: Plan) -> Iterator[tuple[Any, np
     for pattern, entry in plan.items():
         if not isinstance(entry, Compute):
             continue
-        outer = [path for info in modules for path in info.paths if matches(pattern, path)]
-        within = [
-            info.module
-            for info in modules
-            if any(is_inside(p, each) for p in info.paths for each in outer)
-        ]
-        if not (layers := [module for module in within if hasattr(module, "dtype")]):
+        paths = itertools.chain.from_iterable(info.paths for info in modules)
+        outer = [path for path in paths if matches(pattern, path)]
+        layers: list[nnx.Module] = []
+        for info in modules:
+            is_within = any(itertools.starmap(is_inside, itertools.product(info.paths, outer)))
+            if is_within and hasattr(info.module, "dtype"):
+                layers.append(info.module)
+        if not layers:
             raise PlanError(
                 f"{pattern!r}: no module that it matches has an attribute dtype, as Flax's "
                 "layers have"
@@ -255,8 +258,7 @@ def _build(build: Build) -> nnx.Module:
     if not isinstance(model, nnx.Module):
         reason = f"; {_LINEN}" if isinstance(model, linen.Module) else ""
         raise PlanError(
-            f"the function returns a {type(model).__name__}, and should return an "
-            f"nnx.Module{reason}"
+            f"the function must return an nnx.Module, not a {type(model).__name__}{reason}"
         )
     mark_arrays_as_data(model)
     for _, variable in nnx.iter_graph(model):
@@ -288,12 +290,13 @@ def mark_arrays_as_data(model: nnx.Module) -> None:
     Otherwise Flax treats traced arrays as constants.
     """
     for _, node in list(nnx.iter_graph(model)):
-        for name, value in list(vars(node).items()) if isinstance(node, nnx.Pytree) else ():
+        attributes = dict(vars(node)) if isinstance(node, nnx.Pytree) else {}
+        for name, value in attributes.items():
             if isinstance(value, jax.Array | np.ndarray):  # also tracers
                 setattr(node, name, nnx.data(value))
-    seen = {id(array) for array in jax.tree.leaves(nnx.state(model))}
+    data = {*map(id, jax.tree.leaves(nnx.state(model)))}
     for path, node in nnx.iter_graph(model):
-        if any(id(array) not in seen for array in _tracers(node)):
+        if any(id(array) not in data for array in _tracers(node)):
             raise PlanError(
                 f"the function builds a model in which {dotted(path)} contains an array that Flax "
                 "treats as a constant. Wrap containers of arrays in nnx.data(...). If a function "

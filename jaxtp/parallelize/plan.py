@@ -28,10 +28,10 @@ def expand_braces(pattern: str) -> list[str]:
     match = re.search(r"\{([^{}]*)\}", pattern)
     if match is None:
         return [pattern]
-    parts = (
-        pattern[: match.start()] + choice + pattern[match.end() :] for choice in match[1].split(",")
-    )
-    return [expanded for part in parts for expanded in expand_braces(part)]
+    expanded: list[str] = []
+    for choice in match[1].split(","):
+        expanded += expand_braces(pattern[: match.start()] + choice + pattern[match.end() :])
+    return expanded
 
 
 def matches(pattern: str, path: str) -> bool:
@@ -54,9 +54,9 @@ def _match(pattern: tuple[str, ...], names: tuple[str, ...]) -> bool:
         return not names
     if pattern[0] == "**":
         return _match(pattern[1:], names) or (bool(names) and _match(pattern, names[1:]))
-    return (
-        bool(names) and fnmatch.fnmatchcase(names[0], pattern[0]) and _match(pattern[1:], names[1:])
-    )
+    if not names or not fnmatch.fnmatchcase(names[0], pattern[0]):
+        return False
+    return _match(pattern[1:], names[1:])
 
 
 def assign_styles(
@@ -71,7 +71,7 @@ def assign_styles(
     """
     if not isinstance(plan, Mapping):
         raise PlanError(f"a plan is a dict from patterns to styles, not {plan!r}")
-    paths = [path for aliases in modules for path in aliases]
+    paths = list(itertools.chain.from_iterable(modules))
     styles: dict[str, Style] = {}
     for pattern, entry in plan.items():
         style = entry.style if isinstance(entry, Compute) else entry
@@ -98,33 +98,30 @@ def assign_styles(
 
 
 def _style_of(plan: Mapping[str, Style], paths: Sequence[str]) -> tuple[str, Style | None]:
-    hits = [(pattern, path) for pattern in plan for path in paths if matches(pattern, path)]
+    pairs = itertools.product(plan, paths)
+    hits = [(pattern, path) for pattern, path in pairs if matches(pattern, path)]
     patterns = list(dict.fromkeys(pattern for pattern, _ in hits))
     if len(patterns) > 1 and len(paths) == 1:
-        both = " and ".join(map(repr, patterns))
-        raise PlanError(f"{both} match the same module, {paths[0]!r}; one module has one style")
+        rivals = " and ".join(map(repr, patterns))
+        raise PlanError(f"{rivals} match the same module, {paths[0]!r}; one module has one style")
     styles = {plan[pattern] for pattern in patterns}
     if len(styles) > 1:
-        both = " and ".join(f"{path!r} ({pattern!r}: {plan[pattern]})" for pattern, path in hits)
-        raise PlanError(f"{both} are one shared module; give it one style")
+        aliases = " and ".join(f"{path!r} ({pattern!r}: {plan[pattern]})" for pattern, path in hits)
+        raise PlanError(f"{aliases} are one shared module; give it one style")
     return (patterns[0], styles.pop()) if styles else ("", None)
 
 
 def _no_match(pattern: str, paths: list[str], parameters: list[str]) -> str:
-    parameter = next(
-        (p for p in parameters if any(matches(pattern, prefix) for prefix in _prefixes(p))), None
-    )
-    if parameter is not None:
-        owner = next(prefix for prefix in _prefixes(parameter) if prefix in paths)
-        where = repr(owner) if owner else "'', the model itself"
-        return f"{pattern!r} matches a parameter; give the style to its module: {where}"
-    near = (
-        difflib.get_close_matches(pattern, [path for path in paths if path], n=3, cutoff=0.3)
-        or paths[1:4]
-    )
-    return (
-        f"{pattern!r} matches no module; nearest: {', '.join(map(repr, near)) or 'there are none'}"
-    )
+    for parameter in parameters:
+        prefixes = _prefixes(parameter)
+        if any(matches(pattern, prefix) for prefix in prefixes):
+            owner = next(prefix for prefix in prefixes if prefix in paths)
+            where = repr(owner) if owner else "'', the model itself"
+            return f"{pattern!r} matches a parameter; give the style to its module: {where}"
+    submodules = filter(None, paths)
+    near = difflib.get_close_matches(pattern, submodules, n=3, cutoff=0.3) or paths[1:4]
+    nearest = ", ".join(map(repr, near)) or "there are none"
+    return f"{pattern!r} matches no module; nearest: {nearest}"
 
 
 def _prefixes(path: str) -> list[str]:
@@ -134,44 +131,48 @@ def _prefixes(path: str) -> list[str]:
 
 def format_style(style: Style) -> str:
     """Formats a style as Python code."""
-    values = [(field.name, getattr(style, field.name)) for field in fields(style)]
-    changed = [
-        pair for pair, field in zip(values, fields(style), strict=True) if pair[1] != field.default
-    ]
-    positional = changed == values[: len(changed)]
-    arguments = [str(value) if positional else f"{name}={value}" for name, value in changed]
+    names = [field.name for field in fields(style)]
+    changed = [field.name for field in fields(style) if getattr(style, field.name) != field.default]
+    arguments = [str(getattr(style, name)) for name in changed]
+    if changed != names[: len(changed)]:
+        arguments = [f"{name}={value}" for name, value in zip(changed, arguments, strict=True)]
     return f"{type(style).__name__}({', '.join(arguments)})"
 
 
 def patterns_for(values: Mapping[str, object]) -> dict[str, str]:
-    """Returns a general pattern for each path that matches only equal values; `*` replaces numbers.
+    """Groups paths with equal values under patterns, in which `*` replaces numbers.
 
-    No two patterns match one path.
+    Returns each path's pattern. No two patterns match one path.
     """
-    matching: dict[str, set[str]] = {}
-    for path in values:
-        for pattern in _candidate_patterns(path):
-            matching.setdefault(pattern, set()).add(path)
-    chosen: dict[str, str] = {}
-
-    def fits(pattern: str, path: str) -> bool:
-        others = matching[pattern]
-        if any(other in chosen or values[other] != values[path] for other in others):
-            return False
-        return others == {other for other in values if matches(pattern, other)}
-
-    for path in values:
-        if path not in chosen:
-            candidates = _candidate_patterns(path)
-            first = next((pattern for pattern in candidates if fits(pattern, path)), candidates[-1])
-            # The pattern with the fewest `*`
-            pattern = [other for other in candidates if matching[other] == matching[first]][-1]
-            chosen |= dict.fromkeys(matching[first], pattern)
-    return {path: chosen[path] for path in values}
+    patterns: dict[str, str] = {}
+    # All numbers of a path are replaced if possible; else the first (a block's), or the last.
+    for replaced in (slice(None), slice(1), slice(-1, None)):
+        groups: dict[tuple[str | None, ...], list[str]] = {}
+        for path in values:
+            if path not in patterns:
+                groups.setdefault(_without_numbers(path, replaced), []).append(path)
+        for paths in groups.values():
+            if len(paths) > 1 and all(values[path] == values[paths[0]] for path in paths):
+                pattern = _common_pattern(paths)
+                if {path for path in values if matches(pattern, path)} == {*paths}:
+                    patterns |= dict.fromkeys(paths, pattern)
+    return {path: patterns.get(path) or _common_pattern([path]) for path in values}
 
 
-def _candidate_patterns(path: str) -> list[str]:
-    literal = re.sub(r"[{}]", "?", glob.escape(path))
-    choices = [("*", part) if part.isdigit() else (part,) for part in literal.split(".")]
-    patterns = [".".join(parts) for parts in itertools.product(*choices)]
-    return sorted(patterns, key=lambda pattern: -pattern.split(".").count("*"))
+def _without_numbers(path: str, replaced: slice) -> tuple[str | None, ...]:
+    names: list[str | None] = [*path.split(".")]
+    numbers = [i for i, name in enumerate(names) if name and name.isdigit()]
+    for i in numbers[replaced]:
+        names[i] = None
+    return tuple(names)
+
+
+def _common_pattern(paths: Iterable[str]) -> str:
+    names = []
+    for first, *equal_names in zip(*(path.split(".") for path in paths), strict=True):
+        names.append(_escaped(first) if {first, *equal_names} == {first} else "*")
+    return ".".join(names)
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"[{}]", "?", glob.escape(name))

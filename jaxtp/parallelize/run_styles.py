@@ -1,6 +1,6 @@
 """Runs parallel modules: each gets a subclass for its style.
 
-Without a mesh in context it runs the original code.
+The subclass runs the original code if no mesh is in context.
 
 A stock module's method runs on shards: a copy of the module with this device's parameters and sizes
 runs Flax's code. The split letter (`stock.py`) decides the communication: if the result has the
@@ -10,6 +10,7 @@ arrays with gathered parameters.
 
 import functools
 import inspect
+import itertools
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -93,11 +94,9 @@ def swap_class(module: nnx.Module, role: Role) -> None:
 
 @functools.cache
 def _class_for(cls: type, role: Role) -> type:
-    runs = {"__call__": _call} | ({"attend": _attend} if issubclass(cls, nnx.Embed) else {})
-    wraps = {
-        name: functools.partial(_run, functools.partial(run, cls, role))
-        for name, run in runs.items()
-    }
+    wraps = {"__call__": functools.partial(_run, functools.partial(_call, cls, role))}
+    if issubclass(cls, nnx.Embed):
+        wraps["attend"] = functools.partial(_run, functools.partial(_attend, cls, role))
     return subclass(cls, wraps, _jaxtp_role=role)
 
 
@@ -129,7 +128,7 @@ def _call(cls: type, role: Role, module: nnx.Module, /, *args: object, **kwargs:
 def _split_sequence(
     cls: type, style: ContextParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments:
-    name = _first_argument(cls)
+    name = _first_parameter(cls).name
     x: Any = args[0] if args else kwargs.get(name)
     if axis_size(CP) == 1 or not hasattr(x, "dtype"):
         return args, kwargs
@@ -159,15 +158,15 @@ def _prepare_arguments(
     args = change_layouts(args, style.input_layouts, desired, context=context)
     before = style.input_kwarg_layouts or {}
     after = style.desired_input_kwarg_layouts or {}
-    return args, {
-        k: change_layout(v, before.get(k), after.get(k), context=context) for k, v in kwargs.items()
-    }
+    for name, value in kwargs.items():
+        kwargs[name] = change_layout(value, before.get(name), after.get(name), context=context)
+    return args, kwargs
 
 
 def _compute(cls: type, role: Role, module: nnx.Module, /, *args: object, **kwargs: object) -> Any:
-    if not args and (name := _first_argument(cls)) in kwargs:
-        args = (kwargs[name],)
-        kwargs = {k: v for k, v in kwargs.items() if k != name}
+    name = _first_parameter(cls).name
+    if not args and name in kwargs:
+        args = (kwargs.pop(name),)
     equation = {name: value for name, value in kwargs.items() if name == "einsum_str"}
     dims = signature(module, **equation) if args and not _has_arrays((args[1:], kwargs)) else None
     splits = isinstance(role.style, Colwise | Rowwise)
@@ -179,15 +178,16 @@ def _compute(cls: type, role: Role, module: nnx.Module, /, *args: object, **kwar
     def method(local: nnx.Module, x: object) -> Any:
         return cls.__call__(local, x, *args[1:], **kwargs)  # type: ignore[operator]
 
-    return _ShardedCall(
-        module, method, dims, role, resolve_style(role.style, dims), _call_name(cls, role)
-    )(args[0])
+    style = resolve_style(role.style, dims)
+    plan = _plan_call(module, args[0], dims, role, style, _call_name(cls, role))
+    return _run_on_shards(plan, module, method, args[0])
 
 
 @functools.cache
-def _first_argument(cls: type) -> str:
-    """Returns `self` if `__call__` has no other argument."""
-    return list(inspect.signature(cls.__call__).parameters)[:2][-1]  # type: ignore[operator]
+def _first_parameter(cls: type) -> inspect.Parameter:
+    """Returns the first parameter of `__call__` after `self`; `self` if there is no other."""
+    parameters = inspect.signature(cls.__call__).parameters  # type: ignore[operator]
+    return list(parameters.values())[:2][-1]
 
 
 def _attend(cls: type, role: Role, module: nnx.Embed, /, query: object, **kwargs: object) -> Any:
@@ -202,9 +202,8 @@ def _attend(cls: type, role: Role, module: nnx.Embed, /, query: object, **kwargs
     elif style.letter == "d":
         style = ResolvedStyle("d", Shard(ATTEND.inputs["d"]), Replicate())
     attend = functools.partial(cls.attend, **kwargs)  # type: ignore[attr-defined]
-    return _ShardedCall(module, attend, ATTEND, role, style, f"{_call_name(cls, role)}_attend")(
-        query
-    )
+    plan = _plan_call(module, query, ATTEND, role, style, f"{_call_name(cls, role)}_attend")
+    return _run_on_shards(plan, module, attend, query)
 
 
 def _on_global_arrays(
@@ -216,6 +215,9 @@ def _on_global_arrays(
     if isinstance(role.style, SequenceParallel):
         layout = Shard(role.style.sequence_dim)
         args = (constrain_layout(args[0], layout, context=role.context), *args[1:])
+    first = _first_parameter(cls)
+    if first.kind is first.KEYWORD_ONLY and args:
+        kwargs[first.name], *args = args  # type: ignore[assignment]
     with _gathered_parameters(module, role):
         result = cls.__call__(module, *args, **kwargs)  # type: ignore[operator]
     if isinstance(role.style, SequenceParallel):
@@ -235,30 +237,32 @@ def _unsplit_window_dims(module: Any, x: Any) -> Array:
 
 @contextmanager
 def _gathered_parameters(module: nnx.Module, role: Role) -> Iterator[None]:
-    before = dict(vars(module)) if role.fsdp else {}
-    gathered = {name: _gather(value) for name, value in before.items()}
-    changed = {name: value for name, value in gathered.items() if value is not before[name]}
-    vars(module).update(changed)
+    attributes = vars(module)
+    stored = dict(attributes) if role.fsdp else {}
+    gathered = {name: _gather(value) for name, value in stored.items()}
+    attributes |= gathered
     try:
         yield
     finally:
-        vars(module).update(
-            {n: before[n] for n, value in changed.items() if vars(module).get(n) is value}
-        )
+        # An attribute that the module has set itself keeps its new value.
+        for name, value in gathered.items():
+            if attributes.get(name) is value:
+                attributes[name] = stored[name]
 
 
 def _gather(value: object) -> Any:
     if isinstance(value, nnx.Param):
         spec = declared_spec(value, value.ndim)
-        split = dim_over(STORAGE, spec) is not None
-        return (
-            value.replace(gather_weight(value[...], spec, gathered_spec(spec))) if split else value
-        )
+        if dim_over(STORAGE, spec) is None:
+            return value
+        return value.replace(gather_weight(value[...], spec, gathered_spec(spec)))
     if not isinstance(value, CONTAINERS):
         return value
     leaves, tree = jax.tree.flatten(value, is_leaf=lambda leaf: leaf is not value)
     gathered = [_gather(leaf) for leaf in leaves]
-    return value if all(map(operator.is_, gathered, leaves)) else jax.tree.unflatten(tree, gathered)
+    if all(map(operator.is_, gathered, leaves)):
+        return value
+    return jax.tree.unflatten(tree, gathered)
 
 
 def _leading_axes(shape: tuple[int, ...], dims: Signature, role: Role) -> LeadingAxes:
@@ -270,17 +274,20 @@ def _leading_axes(shape: tuple[int, ...], dims: Signature, role: Role) -> Leadin
 def _runs_on_shards(module: nnx.Module, x: Any, dims: Signature, role: Role) -> bool:
     # Rows without a sequence are replicated over cp. The compiler splits products whose specs the
     # model declares.
-    shape = x.shape if isinstance(x, Copies) else jnp.shape(x)
+    shape = _shape_of(x)
     divides = bool(_leading_axes(shape, dims, role)) and shape[0] % axis_size(*BATCH) == 0
-    specs = [declared_spec(value, value.ndim) for value in parameters_of(module, dims).values()]
-    return divides and all(set(axes_of(entry)) <= set(STORAGE) for spec in specs for entry in spec)
+    specs = (declared_spec(value, value.ndim) for value in parameters_of(module, dims).values())
+    declared_axes = itertools.chain.from_iterable(map(axes_of, itertools.chain(*specs)))
+    return divides and set(declared_axes) <= set(STORAGE)
+
+
+def _shape_of(x: Any) -> tuple[int, ...]:
+    return x.shape if isinstance(x, Copies) else jnp.shape(x)
 
 
 def _has_arrays(tree: object) -> bool:
-    return any(
-        hasattr(leaf, "dtype")
-        for leaf in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Copies))
-    )
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Copies))
+    return any(hasattr(leaf, "dtype") for leaf in leaves)
 
 
 def _call_name(cls: type, role: Role) -> str:
@@ -298,11 +305,9 @@ class ResolvedStyle:
 
     def tp_dim(self, letters: str) -> int | None:
         """Returns the dim of a parameter that tp splits."""
-        return (
-            letters.index(self.letter)
-            if self.letter is not None and self.letter in letters
-            else None
-        )
+        if self.letter is None or self.letter not in letters:
+            return None
+        return letters.index(self.letter)
 
 
 def resolve_style(style: Style | None, dims: Signature) -> ResolvedStyle:
@@ -312,171 +317,181 @@ def resolve_style(style: Style | None, dims: Signature) -> ResolvedStyle:
         return ResolvedStyle(dims.column, style.input_layouts, style.output_layouts or split)
     if isinstance(style, Rowwise) and dims.row:
         dim = dims.inputs.get(dims.row)
-        return ResolvedStyle(
-            dims.row, Replicate() if dim is None else Shard(dim), style.output_layouts
-        )
+        input_layout = Replicate() if dim is None else Shard(dim)
+        return ResolvedStyle(dims.row, input_layout, style.output_layouts)
     layout = Shard(style.sequence_dim) if isinstance(style, SequenceParallel) else Replicate()
     return ResolvedStyle(None, layout, layout)
 
 
 @dataclass(frozen=True)
-class _ShardedCall:
-    """A stock module's method on global arrays, computed on shards."""
+class _CallPlan:
+    """How a stock module's method runs on shards: specs, and what its body communicates."""
 
-    module: Any  # an `nnx.Module`
-    method: Callable[..., Array]  # called with a module of the original class, and the input
-    dims: Signature
-    role: Role
-    style: ResolvedStyle
     name: str  # name in profiles and errors
+    dims: Signature
+    style: ResolvedStyle
+    has_copies: bool  # the input is `Copies`, of which each device reads its own
+    input_spec: PartitionSpec
+    stored_specs: Mapping[str, PartitionSpec]  # specs of the parameters
+    gathers_in_body: bool  # else the parameters are gathered before the body
+    output_spec: PartitionSpec  # spec of the body's result
+    final_spec: PartitionSpec  # spec of the call's result
 
-    def __call__(self, x: Any) -> Array:
-        """Returns a global array."""
-        has_copies = isinstance(x, Copies) and x.copies is not None and self.splits_columns
-        x = x if has_copies else jnp.asarray(x)
-        leading = _leading_axes(x.shape, self.dims, self.role)
-        # If all token axes split the input, the body gathers the stored shards; otherwise they are
-        # gathered before it.
-        gathers_in_body = {axis for axes in leading for axis in axes} == set(TOKENS)
-        parameters = parameters_of(self.module, self.dims)
-        sizes = mesh_sizes(current_mesh())
-        weights = {name: parameter[...] for name, parameter in parameters.items()}
-        tp_dims = {name: self.style.tp_dim(self.dims.params[name]) for name in parameters}
-        specs = {
-            n: stored_spec(p, p.ndim, tp_dims[n], sizes, fsdp=self.role.fsdp)
-            for n, p in parameters.items()
-        }
-        specs = (
-            specs
-            if gathers_in_body
-            else {name: gathered_spec(spec) for name, spec in specs.items()}
-        )
-        split = (
-            Shard(self.dims.outputs[self.style.letter or ""])
-            if self.splits_columns
-            else self.style.output_layout
-        )
-        out_spec = activation_spec(split, x.ndim + self.dims.more_dims, leading)
-        in_spec = activation_spec(self.style.input_layout, x.ndim, leading)
-        array = x
-        if has_copies:
-            in_spec = PartitionSpec(TP, *x.spec)
-            array = x.copies
-        body = functools.partial(self.body, specs if gathers_in_body else None, has_copies)
-        run = device_view(body, self.name, in_specs=(in_spec, *specs.values()), out_specs=out_spec)
-        y = run(array, *weights.values())
-        if split_dim(split, y.ndim) == split_dim(self.style.output_layout, y.ndim):
-            return y
-        spec = activation_spec(self.style.output_layout, y.ndim, leading)
-        check_divides(self.name, y.shape, spec)
-        return constrain(y, spec)
+    @property
+    def weight_specs(self) -> list[PartitionSpec]:
+        """The specs of the weights that the body takes."""
+        specs = list(self.stored_specs.values())
+        return specs if self.gathers_in_body else list(map(gathered_spec, specs))
 
     @property
     def splits_columns(self) -> bool:
+        """Whether the body's result is split over tp; each device has all its terms."""
         return self.style.letter in self.dims.outputs
 
     @property
-    def params(self) -> list[str]:
-        return list(parameters_of(self.module, self.dims))
+    def sums(self) -> bool:
+        """Whether each device has a partial sum of the result."""
+        return self.style.letter is not None and not self.splits_columns
 
-    @property
-    def post_reduction_params(self) -> list[str]:
-        """Parameters without the summed letter (a bias), added once after the reduction."""
-        sums = self.style.letter is not None and not self.splits_columns
-        return [
-            name
-            for name in self.params
-            if sums and self.style.tp_dim(self.dims.params[name]) is None
-        ]
+    def is_added_last(self, name: str) -> bool:
+        """Returns whether a parameter (a bias) is added once, after the sum over tp."""
+        return self.sums and self.style.tp_dim(self.dims.params[name]) is None
 
-    def body(
-        self, specs: Mapping[str, PartitionSpec] | None, has_copies: bool, x: Array, *shards: Array
-    ) -> Array:
-        if self.splits_columns:
-            x = (
-                x[0]
-                if has_copies
-                else enter_parallel(x, split_dim(self.style.input_layout, x.ndim))
-            )
-        weights = {
-            n: self.load(n, shard, specs) for n, shard in zip(self.params, shards, strict=True)
-        }
-        local = self.local_module(
-            {n: w for n, w in weights.items() if n not in self.post_reduction_params}
-        )
-        if self.style.letter is None or self.splits_columns:
-            return self.method(local, x)
-        is_lookup = isinstance(self.module, nnx.Embed) and not self.dims.inputs
-        y = (
-            _masked_lookup(self.method, local, x, self.module.num_embeddings)
-            if is_lookup
-            else self.method(local, x)
-        )
-        dim = split_dim(self.style.output_layout, y.ndim)
-        if dim is not None and y.shape[dim] % axis_size(TP):
-            raise ValueError(
-                f"{self.name}: dim {dim} of its {self.style.output_layout} result is "
-                f"{y.shape[dim]}, not divisible by "
-                f"tp={axis_size(TP)}"
-            )
-        y = leave_parallel(y, dim)
-        for name in self.post_reduction_params:
-            y = y + self.broadcastable(weights[name].astype(y.dtype), self.dims.params[name], y)
+
+def _plan_call(
+    module: nnx.Module, x: Any, dims: Signature, role: Role, style: ResolvedStyle, name: str
+) -> _CallPlan:
+    shape = _shape_of(x)
+    leading = _leading_axes(shape, dims, role)
+    splits_columns = style.letter in dims.outputs
+    has_copies = isinstance(x, Copies) and x.copies is not None and splits_columns
+    input_spec = activation_spec(style.input_layout, len(shape), leading)
+    sizes = mesh_sizes(current_mesh())
+    stored_specs = {}
+    for parameter_name, parameter in parameters_of(module, dims).items():
+        tp_dim = style.tp_dim(dims.params[parameter_name])
+        spec = stored_spec(parameter, parameter.ndim, tp_dim, sizes, fsdp=role.fsdp)
+        stored_specs[parameter_name] = spec
+    output = Shard(dims.outputs[style.letter or ""]) if splits_columns else style.output_layout
+    output_ndim = len(shape) + dims.more_dims
+    return _CallPlan(
+        name=name,
+        dims=dims,
+        style=style,
+        has_copies=has_copies,
+        input_spec=PartitionSpec(TP, *x.spec) if has_copies else input_spec,
+        stored_specs=stored_specs,
+        # If all token axes split the input, the body gathers the stored shards.
+        gathers_in_body={*itertools.chain.from_iterable(leading)} == set(TOKENS),
+        output_spec=activation_spec(output, output_ndim, leading),
+        final_spec=activation_spec(style.output_layout, output_ndim, leading),
+    )
+
+
+def _run_on_shards(
+    plan: _CallPlan, module: nnx.Module, method: Callable[..., Array], x: Any
+) -> Array:
+    """Returns a stock module's result, a global array.
+
+    `method` is called with a module of the original class, and the input.
+    """
+    array = x.copies if plan.has_copies else jnp.asarray(x)
+    weights = [parameter[...] for parameter in parameters_of(module, plan.dims).values()]
+    run = device_view(
+        functools.partial(_body, plan, module, method),
+        plan.name,
+        in_specs=(plan.input_spec, *plan.weight_specs),
+        out_specs=plan.output_spec,
+    )
+    y = run(array, *weights)
+    if plan.final_spec == plan.output_spec:
         return y
+    check_divides(plan.name, y.shape, plan.final_spec)
+    return constrain(y, plan.final_spec)
 
-    def load(self, name: str, shard: Array, specs: Mapping[str, PartitionSpec] | None) -> Array:
-        if specs is None:
-            return shard
-        # Casts to the compute dtype before the gather, which then sends fewer bytes.
-        casts = self.module.dtype is not None and self.module.promote_dtype is promote_dtype
-        layout = (
-            self.style.output_layout
-            if name in self.post_reduction_params
-            else self.style.input_layout
-        )
-        compute = self.module.dtype if casts else shard.dtype
-        dtypes = WeightDtypes(compute, jnp.promote_types(shard.dtype, jnp.float32), compute)
-        used_by_all_tp = dim_over(TP, specs[name]) is None and (
-            self.splits_columns or isinstance(layout, Shard)
-        )
-        layout_of_weight = WeightLayout(
-            fsdp_dim=dim_over(STORAGE, specs[name]), used_by_all_tp=used_by_all_tp
-        )
-        return load_weight(shard, dtypes, layout_of_weight)
 
-    def local_module(self, weights: Mapping[str, Array]) -> nnx.Module:
-        local: Any = nnx.clone(self.module)
-        set_class(local, original_class(self.module))
-        for name, weight in weights.items():
-            setattr(local, name, nnx.Param(weight))
-        for name in self.post_reduction_params:
+def _body(
+    plan: _CallPlan, module: nnx.Module, method: Callable[..., Array], x: Array, *shards: Array
+) -> Array:
+    style = plan.style
+    if plan.has_copies:
+        x = x[0]
+    elif plan.splits_columns:
+        x = enter_parallel(x, split_dim(style.input_layout, x.ndim))
+    weights = {}
+    for name, shard in zip(plan.stored_specs, shards, strict=True):
+        weights[name] = _load(plan, module, name, shard) if plan.gathers_in_body else shard
+    local = _local_module(plan, module, weights)
+    if plan.sums and isinstance(module, nnx.Embed) and not plan.dims.inputs:
+        y = _masked_lookup(method, local, x, module.num_embeddings)
+    else:
+        y = method(local, x)
+    if not plan.sums:
+        return y
+    dim = split_dim(style.output_layout, y.ndim)
+    if dim is not None and y.shape[dim] % axis_size(TP):
+        raise ValueError(
+            f"{plan.name}: dim {dim} of its {style.output_layout} result is {y.shape[dim]}, not "
+            f"divisible by tp={axis_size(TP)}"
+        )
+    y = leave_parallel(y, dim)
+    for name, weight in weights.items():
+        if plan.is_added_last(name):
+            y = y + _broadcastable(plan, weight.astype(y.dtype), plan.dims.params[name], y)
+    return y
+
+
+def _load(plan: _CallPlan, module: Any, name: str, shard: Array) -> Array:
+    spec = plan.stored_specs[name]
+    # Casts to the compute dtype before the gather, which then sends fewer bytes.
+    casts = module.dtype is not None and module.promote_dtype is promote_dtype
+    compute = module.dtype if casts else shard.dtype
+    dtypes = WeightDtypes(compute, jnp.promote_types(shard.dtype, jnp.float32), compute)
+    style = plan.style
+    layout = style.output_layout if plan.is_added_last(name) else style.input_layout
+    used_by_all_tp = plan.splits_columns or isinstance(layout, Shard)
+    layout_of_weight = WeightLayout(
+        fsdp_dim=dim_over(STORAGE, spec),
+        used_by_all_tp=used_by_all_tp and dim_over(TP, spec) is None,
+    )
+    return load_weight(shard, dtypes, layout_of_weight)
+
+
+def _local_module(plan: _CallPlan, module: nnx.Module, weights: Mapping[str, Array]) -> nnx.Module:
+    """Returns a copy of the module with this device's weights and sizes."""
+    local: Any = nnx.clone(module)
+    set_class(local, original_class(module))
+    for name, weight in weights.items():
+        if plan.is_added_last(name):
             setattr(local, name, nnx.data(None))
             local.use_bias = False
-        for name, letters in self.dims.attributes.items():
-            if (dim := self.style.tp_dim(letters)) is not None:
-                sizes = getattr(local, name)
-                tp = axis_size(TP)
-                divided = (
-                    sizes // tp
-                    if isinstance(sizes, int)
-                    else (*sizes[:dim], sizes[dim] // tp, *sizes[dim + 1 :])
-                )
-                setattr(local, name, divided)
-        return local
+        else:
+            setattr(local, name, nnx.Param(weight))
+    tp = axis_size(TP)
+    for name, letters in plan.dims.attributes.items():
+        dim = plan.style.tp_dim(letters)
+        if dim is None:
+            continue
+        sizes = getattr(local, name)
+        if isinstance(sizes, int):
+            setattr(local, name, sizes // tp)
+        else:
+            setattr(local, name, (*sizes[:dim], sizes[dim] // tp, *sizes[dim + 1 :]))
+    return local
 
-    def broadcastable(self, weight: Array, letters: str, y: Array) -> Array:
-        """Reshapes a weight to broadcast against `y`, sliced where tp splits `y`."""
-        dims = [self.dims.outputs[letter] % y.ndim for letter in letters]
-        shape = [1] * y.ndim
-        for dim, size in zip(dims, weight.shape, strict=True):
-            shape[dim] = size
-        weight = weight.reshape(shape)
-        split = split_dim(self.style.output_layout, y.ndim)
-        if split not in dims:
-            return weight
-        return lax.dynamic_slice_in_dim(
-            weight, axis_index(TP) * y.shape[split], y.shape[split], split
-        )
+
+def _broadcastable(plan: _CallPlan, weight: Array, letters: str, y: Array) -> Array:
+    """Reshapes a weight to broadcast against `y`, sliced where tp splits `y`."""
+    dims = [plan.dims.outputs[letter] % y.ndim for letter in letters]
+    shape = [1] * y.ndim
+    for dim, size in zip(dims, weight.shape, strict=True):
+        shape[dim] = size
+    weight = weight.reshape(shape)
+    split = split_dim(plan.style.output_layout, y.ndim)
+    if split not in dims:
+        return weight
+    size = y.shape[split]
+    return lax.dynamic_slice_in_dim(weight, axis_index(TP) * size, size, split)
 
 
 def _masked_lookup(method: Callable[..., Array], local: Any, ids: Array, vocabulary: int) -> Array:

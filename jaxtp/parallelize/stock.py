@@ -41,11 +41,12 @@ class Signature:
 
     def sizes(self, module: nnx.Module) -> dict[str, int]:
         """Returns the global size of each letter that has an attribute."""
-        values = ((getattr(module, name), letters) for name, letters in self.attributes.items())
-        pairs = (
-            zip(letters, (v,) if isinstance(v, int) else v, strict=True) for v, letters in values
-        )
-        return {letter: size for pair in pairs for letter, size in pair}
+        sizes: dict[str, int] = {}
+        for name, letters in self.attributes.items():
+            value = getattr(module, name)
+            values = (value,) if isinstance(value, int) else value
+            sizes |= dict(zip(letters, values, strict=True))
+        return sizes
 
 
 def signature(module: nnx.Module, **kwargs: object) -> Signature | None:
@@ -64,22 +65,18 @@ def signature(module: nnx.Module, **kwargs: object) -> Signature | None:
 
 
 def _as_declared(module: nnx.Module, dims: Signature) -> Signature:
-    splits = [
-        (letter, axes_of(entry))
-        for name, parameter in parameters_of(module, dims).items()
-        for letter, entry in zip(
-            dims.params[name], declared_spec(parameter, len(dims.params[name])), strict=True
-        )
-        if entry
-    ]
-
-    def fits(style: str | None) -> bool:
-        return all(
-            axes == (TP,) if letter == style else set(axes) <= set(STORAGE)
-            for letter, axes in splits
-        )
-
-    column, row = (letter if fits(letter) else None for letter in (dims.column, dims.row))
+    # A letter fits if the model splits only this letter over tp, and others only over the storage.
+    fitting = {dims.column, dims.row}
+    for name, parameter in parameters_of(module, dims).items():
+        letters = dims.params[name]
+        for letter, entry in zip(letters, declared_spec(parameter, len(letters)), strict=True):
+            axes = axes_of(entry)
+            if axes and axes != (TP,):
+                fitting.discard(letter)
+            if not set(axes) <= set(STORAGE):
+                fitting &= {letter}
+    column = dims.column if dims.column in fitting else None
+    row = dims.row if dims.row in fitting else None
     return replace(dims, column=column, row=row)
 
 
@@ -159,18 +156,18 @@ def _einsum(module: nnx.Einsum, einsum_str: str | None = None) -> Signature | No
         return None
     ins = [letter for letter in kernel if letter in data and letter not in result]
     outs = [letter for letter in kernel if letter in result and letter not in data]
-    bias = (
-        "".join(letter for letter in result if letter in kernel) if module.bias is not None else ""
-    )
-    if len(module.bias_shape or bias) != len(bias):
-        return None
+    bias = ""
+    if module.bias is not None:
+        bias = "".join(letter for letter in result if letter in kernel)
+        if len(module.bias_shape or bias) != len(bias):
+            return None
     keeps_rows = data[0] == result[0] and data[0] not in kernel
     return Signature(
         {"kernel": kernel, "bias": bias},
         _positions(data, kernel),
         _positions(result, kernel),
-        outs[0] if outs else None,
-        ins[0] if ins else None,
+        next(iter(outs), None),
+        next(iter(ins), None),
         {"kernel_shape": kernel},
         len(result.replace("...", "")) - len(data.replace("...", "")),
         batch_ndim=2 if keeps_rows else None,
@@ -191,19 +188,18 @@ def _positions(operand: str, letters: str) -> dict[str, int]:
 
 def _conv(module: nnx.Conv) -> Signature:
     space = "stuvwxyz"[: len(module.kernel_size)]
-    grouped = module.feature_group_count != 1
-    splits = not grouped and module.mask is None
-    attributes = {"in_features": "i", "out_features": "o", "kernel_shape": f"{space}io"}
-    return Signature(
+    dims = Signature(
         {"kernel": f"{space}io", "bias": "o"},
         {"i": -1},
         {"o": -1},
-        "o" if splits else None,
-        "i" if splits else None,
-        {} if grouped else attributes,
         batch_ndim=len(space) + 2,
         mixes_positions=True,
     )
+    if module.feature_group_count != 1:
+        return dims
+    attributes = {"in_features": "i", "out_features": "o", "kernel_shape": f"{space}io"}
+    dims = replace(dims, attributes=attributes)
+    return dims if module.mask is not None else replace(dims, column="o", row="i")
 
 
 _EMBED_SIZES = {"num_embeddings": "v", "features": "d"}

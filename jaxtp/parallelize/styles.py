@@ -48,9 +48,7 @@ class Colwise:
 
 @dataclass(frozen=True)
 class Rowwise:
-    """Splits a linear map by input features, an embedding by vocabulary.
-
-    It sums the partial results.
+    """Splits a linear map by input features or an embedding by vocabulary; sums partial results.
 
     Args:
       input_layouts: None expects features split as in the result of `Colwise` (ids are whole).
@@ -79,9 +77,7 @@ class SequenceParallel:
 
 @dataclass(frozen=True)
 class PrepareInput:
-    """Changes the layout of a module's arguments before the call.
-
-    It changes from `input_*` to `desired_input_*`.
+    """Changes the layout of a module's arguments from `input_*` to `desired_input_*`.
 
     `Replicate()` gathers an argument once, and reduces its gradient once, for all column layers
     that read it (q, k and v; gate and up). Otherwise each layer does both for itself.
@@ -140,9 +136,8 @@ Style = (
 class Compute:
     """Computes a module and its submodules in a dtype.
 
-    They need an attribute `dtype`, as Flax's layers have.
-
-    Parameters keep their dtype. A later pattern of a plan overrides:
+    At least one of them must have an attribute `dtype`, as Flax's layers have. Parameters keep
+    their dtype. A later pattern of a plan overrides:
     `{"": Compute("bfloat16"), "head": Compute("float32", Colwise())}`.
     """
 

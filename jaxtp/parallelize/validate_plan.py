@@ -6,6 +6,7 @@ replicated over cp.
 """
 
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtp.config.hints import nearest_multiples
 from jaxtp.mesh import AXES, CP, TP, axes_of, parts
-from jaxtp.parallelize.layouts import declared_spec, stored_spec
+from jaxtp.parallelize.layouts import as_tuple, declared_spec, stored_spec
 from jaxtp.parallelize.module_wrappers import ModuleInfo, has_method, loads_shards, original_class
 from jaxtp.parallelize.plan import Plan, PlanError, assign_styles, is_inside
 from jaxtp.parallelize.run_styles import Role, resolve_style, role_of
@@ -52,33 +53,22 @@ def validate_plan(
     A PlanError says why the plan does not fit.
     """
     _check_axes(modules)
-    parameters = [
-        f"{info.path}.{name}".removeprefix(".") for info in modules for name in info.parameters
-    ]
+    parameters = [path for path, _ in _all_parameters(modules)]
     assigned = assign_styles(plan, [info.paths for info in modules], parameters)
-    signatures = {info.path: signature(info.module) for info in modules}
-    stacks = {
-        info.path: _stacked_dims(info.module, dims)
-        for info in modules
-        if (dims := signatures[info.path])
-    }
-    styled = list(zip(modules, assigned, strict=True))
-    context = [
-        path
-        for info, (_, style) in styled
-        if isinstance(style, ContextParallel)
-        for path in info.paths
-    ]
+    context: list[str] = []  # paths of `ContextParallel` modules
+    stacks: dict[str, tuple[int, ...]] = {}
+    for info, (_, style) in zip(modules, assigned, strict=True):
+        if isinstance(style, ContextParallel):
+            context += info.paths
+        if dims := signature(info.module):
+            stacks[info.path] = _stacked_dims(info.module, dims)
     plans = []
-    for info, (pattern, style) in styled:
-        dims = signatures[info.path]
-        stack = (
-            stacks[info.path] if info.path in stacks else _nearest_stacked_dims(info.path, stacks)
-        )
-        is_in_context = any(is_inside(path, outer) for path in info.paths for outer in context)
+    for info, (pattern, style) in zip(modules, assigned, strict=True):
+        is_in_context = any(itertools.starmap(is_inside, itertools.product(info.paths, context)))
         role = Role(style, fsdp and not isinstance(style, Replicate), is_in_context)
+        stack = _nearest_stacked_dims(info.path, stacks)
         try:
-            plans.append(_plan_module(info, role, dims, stack, sizes))
+            plans.append(_plan_module(info, role, stack, sizes))
         except PlanError as error:
             where = f"{pattern!r}: " if pattern else ""
             raise PlanError(f"{where}{info.path!r} ({info.kind}) {error}") from None
@@ -96,13 +86,19 @@ def validate_plan(
 def parameter_specs(plans: Sequence[ModulePlan]) -> list[tuple[nnx.Param, PartitionSpec]]:
     """Returns each parameter once with its spec.
 
-    For tied parameters, a module with a signature decides.
+    The spec of a tied parameter is from a module with a signature, if there is one.
     """
-    ordered = sorted(plans, key=lambda plan: plan.signature is not None)
-    specs = {
-        id(p): (p, plan.specs[name]) for plan in ordered for name, p in plan.info.parameters.items()
-    }
+    specs: dict[int, tuple[nnx.Param, PartitionSpec]] = {}
+    for plan in sorted(plans, key=lambda plan: plan.signature is not None):
+        for name, parameter in plan.info.parameters.items():
+            specs[id(parameter)] = parameter, plan.specs[name]
     return list(specs.values())
+
+
+def _all_parameters(modules: Sequence[ModuleInfo]) -> Iterator[tuple[str, nnx.Param]]:
+    for info in modules:
+        for name, parameter in info.parameters.items():
+            yield f"{info.path}.{name}".removeprefix("."), parameter
 
 
 def _stacked_dims(module: nnx.Module, dims: Signature) -> tuple[int, ...]:
@@ -115,6 +111,8 @@ def _stacked_dims(module: nnx.Module, dims: Signature) -> tuple[int, ...]:
 def _nearest_stacked_dims(path: str, stacks: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
     # A module without a signature takes the stacked dims of the nearest stock modules, inside or
     # around it.
+    if path in stacks:
+        return stacks[path]
     while path:
         inside = {stack for other, stack in stacks.items() if is_inside(other, path)}
         if inside:
@@ -124,13 +122,10 @@ def _nearest_stacked_dims(path: str, stacks: dict[str, tuple[int, ...]]) -> tupl
 
 
 def _plan_module(
-    info: ModuleInfo,
-    role: Role,
-    dims: Signature | None,
-    stack: tuple[int, ...],
-    sizes: Mapping[str, int],
+    info: ModuleInfo, role: Role, stack: tuple[int, ...], sizes: Mapping[str, int]
 ) -> ModulePlan:
     style = role.style
+    dims = signature(info.module)
     is_called = has_method(original_class(info.module), "__call__")
     if role_of(info.module) is not None:
         raise PlanError("is parallel already; pass the original model to parallelize, and one plan")
@@ -138,11 +133,11 @@ def _plan_module(
         name: declared_spec(parameter, parameter.ndim)
         for name, parameter in info.parameters.items()
     }
-    exact = {
-        n
-        for n, p in info.parameters.items()
-        if p.get_metadata().get("out_sharding") and loads_shards(info.module)
-    }
+    # Parameters of jaxtp's layers, which load exactly the shards that they declare.
+    exact: set[str] = set()
+    for name, parameter in info.parameters.items():
+        if parameter.get_metadata().get("out_sharding") and loads_shards(info.module):
+            exact.add(name)
     if style is not None:
         _check_layouts(style)
         if not isinstance(style, Replicate) and not is_called:
@@ -163,29 +158,25 @@ def _plan_module(
         if name in exact:
             specs[name] = _exact_spec(name, parameter, declared[name], sizes)
             continue
-        leading = stack if tuple(parameter.shape[: len(stack)]) == stack else ()
+        stack_ndim = len(stack) if tuple(parameter.shape[: len(stack)]) == stack else 0
         tp_dim = resolve_style(style, dims).tp_dim(dims.params.get(name, "")) if dims else None
-        spec = stored_spec(parameter, parameter.ndim - len(leading), tp_dim, sizes, fsdp=role.fsdp)
-        specs[name] = PartitionSpec(*(None,) * len(leading), *spec)
+        spec = stored_spec(parameter, parameter.ndim - stack_ndim, tp_dim, sizes, fsdp=role.fsdp)
+        specs[name] = PartitionSpec(*(None,) * stack_ndim, *spec)
     keeps_class = style is None and len(exact) == len(info.parameters)
     return ModulePlan(info, role if is_called and not keeps_class else None, specs, dims)
 
 
 def _check_axes(modules: Sequence[ModuleInfo]) -> None:
-    specs = {
-        f"{info.path}.{name}".removeprefix("."): declared_spec(parameter, parameter.ndim)
-        for info in modules
-        for name, parameter in info.parameters.items()
-    }
-    names = {
-        axis: path for path, spec in specs.items() for entry in spec for axis in axes_of(entry)
-    }
-    if unknown := sorted(names.keys() - set(AXES)):
-        first = names[unknown[0]]
+    examples: dict[str, str] = {}  # a parameter that is split over the axis
+    for path, parameter in _all_parameters(modules):
+        spec = declared_spec(parameter, parameter.ndim)
+        for axis in itertools.chain.from_iterable(map(axes_of, spec)):
+            examples[axis] = f"{path} is {spec}"
+    if unknown := sorted(examples.keys() - set(AXES)):
         rules = ", ".join(f"({axis!r}, ...)" for axis in unknown)
         raise PlanError(
-            f"the model declares splits over {', '.join(map(repr, unknown))}: {first} is "
-            f"{specs[first]}, but the mesh axes are {', '.join(AXES)}. Map the names: "
+            f"the model declares splits over {', '.join(map(repr, unknown))}: "
+            f"{examples[unknown[0]]}, but the mesh axes are {', '.join(AXES)}. Map the names: "
             f"flax.core.spmd.set_logical_axis_rules([{rules}])"
         )
 
@@ -204,12 +195,8 @@ def _exact_spec(
 
 
 def _check_layouts(style: Style) -> None:
-    layouts = [
-        layout
-        for field in fields(style)
-        if "layouts" in field.name
-        for layout in _layouts(field.name, style)
-    ]
+    names = [field.name for field in fields(style) if "layouts" in field.name]
+    layouts = list(itertools.chain.from_iterable(_layouts(name, style) for name in names))
     if Shard(0) in layouts or (isinstance(style, SequenceParallel) and style.sequence_dim == 0):
         raise PlanError(
             f"cannot be {style}: dim 0 is the batch, which dp and fsdp split; the sequence is "
@@ -229,25 +216,24 @@ def _layouts(name: str, style: Style) -> Iterator[Shard | Replicate]:
     value = getattr(style, name)
     if isinstance(value, Mapping):
         value = tuple(value.values())
-    for layout in value if isinstance(value, tuple) else (value,):
+    for layout in as_tuple(value):
+        if layout is None:
+            continue
         if isinstance(layout, type):
             raise PlanError(
                 f"has {name}={layout.__name__}, which is a class; write {layout.__name__}(...)"
             )
-        if not isinstance(layout, Shard | Replicate | None) or not isinstance(
-            getattr(layout, "dim", 0), int
-        ):
+        is_layout = isinstance(layout, Shard | Replicate)
+        if not is_layout or not isinstance(getattr(layout, "dim", 0), int):
             raise PlanError(f"has {name}={layout!r}; a layout is Shard(dim) or Replicate()")
-        if layout is not None:
-            yield layout
+        yield layout
 
 
 def _check_fits(info: ModuleInfo, style: Style, dims: Signature | None) -> None:
     name = type(style).__name__
     if isinstance(style, Replicate) and not info.parameters:
         raise PlanError("cannot be Replicate: it has no parameters of its own; name its submodules")
-    letter = {Colwise: dims and dims.column, Rowwise: dims and dims.row}
-    if isinstance(style, Colwise | Rowwise) and not letter[type(style)]:
+    if isinstance(style, Colwise | Rowwise) and not (dims and resolve_style(style, dims).letter):
         why = why_not_split(info.module)
         why = f": {why}" if why else f", which fits {supported_modules(name)}"
         raise PlanError(f"cannot be {name}{why}{_submodules(info)}")
@@ -303,13 +289,14 @@ def _check_tied(plans: Sequence[ModulePlan]) -> None:
     # A module without a style or a signature takes the spec of the others.
     first: dict[int, tuple[str, PartitionSpec]] = {}
     for plan in plans:
-        follows = plan.signature is None and plan.role is not None and plan.role.style is None
-        for name, parameter in plan.info.parameters.items() if not follows else ():
+        if plan.signature is None and plan.role is not None and plan.role.style is None:
+            continue
+        for name, parameter in plan.info.parameters.items():
             path = f"{plan.info.path}.{name}"
             spec = plan.specs[name]
-            other, expected = first.setdefault(id(parameter), (path, spec))
+            first_path, expected = first.setdefault(id(parameter), (path, spec))
             if spec != expected:
                 raise PlanError(
-                    f"{other!r} and {path!r} are one tied parameter, split as {expected} and "
+                    f"{first_path!r} and {path!r} are one tied parameter, split as {expected} and "
                     f"as {spec}"
                 )

@@ -173,16 +173,16 @@ def memory_per_device(
         gradients=sums,
         whole_matrices=0,
         gathered_weights=0,
-        activations=costs.kept,
+        activations=costs.saved,
         logits=costs.loss + costs.head,
         batch=inputs * tokens * _INT32,
     )
-    copies = replace(loss, activations=costs.kept + costs.copied, logits=costs.head)
+    copies = replace(loss, activations=costs.saved + costs.copied, logits=costs.head)
     block = replace(
         copies,
         gradients=sums + block_gradients,
         gathered_weights=costs.weights,
-        activations=costs.kept + costs.working,
+        activations=costs.saved + costs.working,
     )
     # The update is in place (`step.make_train_step`); muon adds whole matrices and their updates to
     # all gradients.

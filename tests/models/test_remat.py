@@ -42,7 +42,7 @@ def with_adapters(model, policies, **changes):
 @swept("model", MODELS, "sequential", "parallel", "float8")
 def test_a_block_keeps_the_activations_that_are_counted(model):
     for config in with_adapters(model, POLICIES):
-        counted = step_costs(config, mesh_shape(), batch_size=B, sequence_length=T).kept
+        counted = step_costs(config, mesh_shape(), batch_size=B, sequence_length=T).saved
         assert kept_activations(config, B, T) == counted, (config.remat, config.lora)
 
 
@@ -50,7 +50,7 @@ def test_a_block_keeps_the_activations_that_are_counted(model):
 def test_of_rings_a_device_keeps_its_part(model):
     tp = 4
     for config in with_adapters(model, POLICIES, num_kv_heads=4, overlap="ring"):
-        counted = step_costs(config, mesh_shape(tp=tp), batch_size=B, sequence_length=T).kept
+        counted = step_costs(config, mesh_shape(tp=tp), batch_size=B, sequence_length=T).saved
         assert kept_activations(config, B, T, tp) == tp * counted, (config.remat, config.lora)
 
 

@@ -2,10 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 
 import jaxtp
-from jaxtp import Colwise, Rowwise
+from jaxtp import Colwise, ContextParallel, Rowwise, SequenceParallel
 from jaxtp.parallelize.module_wrappers import modules_of, original_class, with_calls
 
 WIDTH = 8
@@ -75,3 +76,20 @@ def test_keywords_may_have_any_name():
     mesh = {"fsdp": 2, "tp": 2}
     assert jaxtp.propose_plan(Caller, X, mesh=mesh, report=None) == plan
     assert jaxtp.explain(Caller, X, mesh=mesh, plan=plan).traffic
+
+
+class KeywordOnly(nnx.Module):
+    def __init__(self, rngs):
+        self.scale = nnx.Param(jnp.arange(1.0, WIDTH + 1))
+
+    def __call__(self, *, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize("plan", [{}, {"": SequenceParallel()}, {"": ContextParallel()}])
+def test_a_keyword_only_argument_stays_one(plan):
+    x = jax.random.normal(jax.random.key(0), (4, 2, WIDTH))
+    expected = KeywordOnly(nnx.Rngs(0))(x=x)
+    with jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2)):
+        model = jaxtp.parallelize(lambda: KeywordOnly(nnx.Rngs(0)), plan)
+        assert jnp.array_equal(nnx.jit(lambda model, x: model(x=x))(model, x), expected)

@@ -260,14 +260,14 @@ RNGS = nnx.Rngs(0)
 NO_MODELS = {
     "a linen module": (linen.Dense(D), "Dense is a linen module; .*port it to Flax NNX"),
     "a class of linen": (linen.Dense, "Dense is a linen module"),
-    "makes a linen module": (lambda: linen.Dense(D), "returns a Dense, .*linen keeps"),
+    "makes a linen module": (lambda: linen.Dense(D), "not a Dense; linen keeps"),
     "a class with arguments": (
         nnx.Linear,
         "called without arguments, and .*missing a required argument: 'in_features'",
     ),
     "a function with an argument": (lambda width: linear(), "missing a required argument: 'width'"),
     "a number": (3, "not 3"),
-    "makes a tuple": (lambda: (llama(), 1), r"returns a tuple, and should return an nnx\.Module"),
+    "makes a tuple": (lambda: (llama(), 1), r"must return an nnx\.Module, not a tuple"),
     "random numbers from outside": (
         lambda: models.Llama(RNGS),
         r"parallelize\(lambda: Model\(nnx.Rngs\(0\)\), plan\)",

@@ -49,7 +49,7 @@ class Batch:
     """Documents in input order, and the problems between them."""
 
     position: Position  # after the batch
-    done: int = 0  # approximate bytes of the inputs that have been read
+    bytes_read: int = 0  # approximate bytes of the inputs
     entries: list[Entry] = field(default_factory=list)
     problems: list[BadInputError] = field(default_factory=list)
 
@@ -59,14 +59,14 @@ def batches(
 ) -> Iterator[Batch]:
     """Yields documents from `start`.
 
-    With `on_error` "stop", raises at a problem, after all documents before it.
+    With `on_error` "stop", raises the first problem, after yielding all documents before it.
     """
-    done = 0
+    end = 0  # bytes of the inputs up to the end of the source
     batch = Batch(start)
     size = 0
     for index, source in enumerate(sources):
-        before = done
-        done = done + source.size
+        before = end
+        end += source.size
         if index < start.source:
             continue
         for event in read_source(source, start.item if index == start.source else 0, fields):
@@ -80,7 +80,7 @@ def batches(
                 batch.problems.append(event.problem)
             is_last = event.item == END or source.format == TEXT
             batch.position = Position(index + 1, 0) if is_last else Position(index, event.item)
-            batch.done = done if is_last else before + event.done
+            batch.bytes_read = end if is_last else before + event.bytes_read
             if size >= BATCH_BYTES or len(batch.entries) + len(batch.problems) >= BATCH_DOCUMENTS:
                 yield batch
                 batch = Batch(batch.position)

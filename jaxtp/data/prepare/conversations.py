@@ -55,7 +55,7 @@ _PROBE = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}]
 class Conversations:
     """Renders and tokenizes conversations.
 
-    It sets the tokenizer's prefix and end token to the template's.
+    Sets the tokenizer's prefix and end token to the template's.
     """
 
     def __init__(self, config: PrepareConfig, tokenizer: Tokenizer):
@@ -92,16 +92,15 @@ class Conversations:
     def encode(self, turns: Sequence[Turn]) -> list[list[Tokens]]:
         """Returns prompt ids and answer ids of each turn."""
         pairs = [(turn.prompt or "", turn.text) for turn in turns]
-        return [
-            [part.astype(self._dtype) for part in parts]
-            for parts in self._rendered.encode_batch(pairs)
-        ]
+        dtype = self._dtype
+        encoded = self._rendered.encode_batch(pairs)
+        return [[first.astype(dtype), second.astype(dtype)] for first, second in encoded]
 
     @property
     def day(self) -> str | None:
         """The day that the template reads as today.
 
-        It is None if the template reads none, or until the dataset has one.
+        None if the template does not read the day, or the dataset has none yet.
         """
         return self._template.day
 
@@ -120,15 +119,15 @@ class Conversations:
         )
 
     def _limited(self, turns: Iterable[Turn]) -> tuple[Turn, ...]:
-        kept = []
+        limited = []
         size = 0
-        most = self._config.max_document_bytes
+        max_bytes = self._config.max_document_bytes
         for turn in turns:
-            kept.append(turn)
+            limited.append(turn)
             size += sum(len((text or "").encode()) for text in turn[:2])
-            if size > most:
-                raise too_large(most, "its answers with their prompts: ")
-        return tuple(kept)
+            if size > max_bytes:
+                raise too_large(max_bytes, "its answers with their prompts: ")
+        return tuple(limited)
 
     def _turn(self, messages: list[Message], index: int) -> Turn:
         before = self._template.render(messages[:index])
@@ -160,7 +159,7 @@ def template_of(config: PrepareConfig) -> tuple[str, str]:
 def first_day(config: PrepareConfig) -> str | None:
     """Returns the day for a new dataset's template; None without a day.
 
-    It is today unless the user names one.
+    The default is today.
     """
     if config.messages is None or not writes_day(template_of(config)[0]):
         return None
@@ -200,12 +199,11 @@ def _messages(row: Row, fields: Fields) -> object:
         ):
             raise ChatError(f"'history' is no list of pairs of texts, but {shorten(history)}")
         turns = [*history, [question, messages]]
-        roles = ("user", ASSISTANT)
-        messages = [
-            {"role": r, "content": text}
-            for turn in turns
-            for r, text in zip(roles, turn, strict=True)
-        ]
+        conversation: list[Message] = []
+        for question, answer in turns:
+            conversation.append({"role": "user", "content": question})
+            conversation.append({"role": ASSISTANT, "content": answer})
+        messages = conversation
     return with_system(messages, row.get("system")) if isinstance(messages, list) else messages
 
 
@@ -214,23 +212,20 @@ def with_system(messages: list[Message], system: object) -> list[Message]:
     if not system:
         return messages
     if any(
-        isinstance(each, dict) and "system" in (each.get("role"), each.get("from"))
-        for each in messages
+        isinstance(message, dict) and "system" in (message.get("role"), message.get("from"))
+        for message in messages
     ):
         raise ChatError("there are two system messages, one of them in the field 'system'")
     return [{"role": "system", "content": system}, *messages]
 
 
 def checked(messages: object, media_as_text: bool) -> list[Message]:
-    """Returns messages with role and content.
-
-    They are converted from ShareGPT's keys and from lists of parts.
-    """
+    """Converts ShareGPT's keys and lists of parts to messages with role and content."""
     if messages == []:
         raise ChatError("the list of messages is empty")
     if not isinstance(messages, list):
         raise ChatError(f"not a list of messages, but {shorten(messages)}")
-    kept: list[Message] = []
+    merged: list[Message] = []
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
             raise ChatError(
@@ -255,23 +250,23 @@ def checked(messages: object, media_as_text: bool) -> list[Message]:
                 raise ChatError(
                     f"message {number}: {key!r} is not a string, but {shorten(message[key])}{fix}"
                 )
-        if (found := _MEDIA.search(message["content"])) and not media_as_text:
+        if (media := _MEDIA.search(message["content"])) and not media_as_text:
             raise BadInputError(
                 MEDIA,
-                f"message {number} has {found[0]}, and only text is read; --media-as-text keeps "
+                f"message {number} has {media[0]}, and only text is read; --media-as-text keeps "
                 "that word as text",
             )
-        kept.append(message)
-    return kept
+        merged.append(message)
+    return merged
 
 
 def _no_key(key: str, number: int, message: Message) -> ChatError:
     """Returns the error of a message without its role or its content."""
-    others = [name for name in list(message)[:4] if name not in ("role", "content")]
-    if others:
-        fix = f"rename one of its keys to {key!r}: {', '.join(map(repr, others))}"
-        if len(others) == 1:
-            fix = f"rename its key {others[0]!r} to {key!r}"
+    other_keys = [name for name in list(message)[:4] if name not in ("role", "content")]
+    if other_keys:
+        fix = f"rename one of its keys to {key!r}: {', '.join(map(repr, other_keys))}"
+        if len(other_keys) == 1:
+            fix = f"rename its key {other_keys[0]!r} to {key!r}"
     elif message:
         fix = f"it has only {next(iter(message))!r}; give it a {key}, or remove the message"
     else:

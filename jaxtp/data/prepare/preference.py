@@ -1,6 +1,4 @@
-"""Converts preference data to pairs of documents.
-
-They are a chosen and a rejected answer, each after the same prompt.
+"""Converts preference data to pairs of documents: a chosen and a rejected answer to a prompt.
 
 A row has texts, or lists of messages for the chat template. If it has no prompt, `chosen` and
 `rejected` start with it: the prompt is every message but the last, or the beginning that the texts
@@ -111,17 +109,17 @@ def _texts(prompt_name: str, row: Row) -> tuple[Turn, ...]:
 def _shared(chosen: str, rejected: str) -> int:
     """Returns where the answers start.
 
-    Without HH's mark, it is the last word or line that both texts start alike.
+    Without HH's mark, the answers start after the last whole word or line that both texts share.
     """
-    both = chosen[: _num_shared(chosen, rejected)]
-    if (mark := both.rfind(_ANSWER)) >= 0:
+    prompt = chosen[: _num_shared(chosen, rejected)]
+    if (mark := prompt.rfind(_ANSWER)) >= 0:
         return mark + len(_ANSWER)
-    return max(both.rfind(" "), both.rfind("\n") + 1)
+    return max(prompt.rfind(" "), prompt.rfind("\n") + 1)
 
 
-def _num_shared(one: Sequence[object], other: Sequence[object]) -> int:
-    differing = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differing, min(len(one), len(other)))
+def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
+    differing = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differing, min(len(first), len(second)))
 
 
 def _different(chosen: Turn, rejected: Turn) -> tuple[Turn, Turn]:

@@ -276,10 +276,10 @@ def _contradictions_of_pairs(config: PrepareConfig) -> Iterator[str]:
     }
     names["--completion-field"] = config.completion_field is not None
     if any(names.values()):
-        given = ", ".join(name for name in names if names[name])
+        settings = ", ".join(name for name in names if names[name])
         yield (
             "--preference reads prompt (or --prompt-field NAME), chosen and rejected; leave "
-            f"{given} out"
+            f"{settings} out"
         )
     if config.train_bpe is not None:
         yield (

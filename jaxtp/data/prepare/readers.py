@@ -118,7 +118,7 @@ class Event(NamedTuple):
 
     turns: tuple[Turn, ...]  # One turn; one for each answer of a conversation
     item: int  # Number of lines or rows that have been read, including this one
-    done: int  # Approximate bytes of the source that have been read
+    bytes_read: int  # approximate bytes of the source
     problem: BadInputError | None = None
 
 
@@ -175,13 +175,14 @@ def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
     unit = "line" if source.format == JSONL else "row"
     number = start
     try:
-        for number, done, item in _READERS[source.format](source, start, fields):
+        for number, bytes_read, item in _READERS[source.format](source, start, fields):
             if isinstance(item, bytes) and item.isspace():
                 continue
             try:
-                yield Event(_turns(source, item, fields), number, done)
+                yield Event(_turns(source, item, fields), number, bytes_read)
             except BadInputError as error:
-                yield Event((), number, done, error.at(f"{source.path}, {unit} {number}"))
+                problem = error.at(f"{source.path}, {unit} {number}")
+                yield Event((), number, bytes_read, problem)
         if not number:
             raise BadInputError(EMPTY_FILE, "the file is empty", is_harmless=source.in_folder)
     except (BadInputError, *DECOMPRESSION_ERRORS, OSError) as error:
@@ -230,14 +231,14 @@ def _read_text(source: Source, start: int, fields: Fields | None) -> Iterator[It
     if start:
         return
     if fields is not None and (fields.prompt is not None or fields.turns is not None):
-        what = (
-            "pairs"
-            if fields.required
-            else "conversations"
-            if fields.turns
-            else "prompts and completions"
+        contents = "prompts and completions"
+        if fields.required:
+            contents = "pairs"
+        elif fields.turns:
+            contents = "conversations"
+        raise BadInputError(
+            NO_FIELD, f"text has no fields; {contents} are read from JSONL and Parquet"
         )
-        raise BadInputError(NO_FIELD, f"text has no fields; {what} are read from JSONL and Parquet")
     with open_stream(Path(source.path), source.max_window) as (stream, _):
         content = stream.read(_BINARY_PREFIX)
         if source.in_folder and b"\0" in content:
@@ -440,10 +441,10 @@ def _require_few_values_in(group: "pyarrow.parquet.RowGroupMetaData", names: lis
             )
 
 
-def _within_memory(most: int, values: Iterator[T]) -> Iterator[T]:
-    """Yields values; raises a MemoryError if making one takes more than `most` bytes (on Linux)."""
+def _within_memory(max_bytes: int, values: Iterator[T]) -> Iterator[T]:
+    """Yields values; raises a MemoryError if making one takes more than `max_bytes` (on Linux)."""
     while True:
-        with _limited_memory(most):
+        with _limited_memory(max_bytes):
             value = next(values, None)
         if value is None:
             return
@@ -451,7 +452,7 @@ def _within_memory(most: int, values: Iterator[T]) -> Iterator[T]:
 
 
 @contextmanager
-def _limited_memory(most: int) -> Iterator[None]:
+def _limited_memory(max_bytes: int) -> Iterator[None]:
     try:
         pages = list(map(int, Path("/proc/self/statm").read_text().split()))
     except OSError:
@@ -460,7 +461,7 @@ def _limited_memory(most: int) -> Iterator[None]:
     kinds = {resource.RLIMIT_AS: pages[0], resource.RLIMIT_DATA: pages[5]}
     before = {kind: resource.getrlimit(kind) for kind in kinds}
     for kind, (soft, hard) in before.items():
-        limit = kinds[kind] * resource.getpagesize() + most
+        limit = kinds[kind] * resource.getpagesize() + max_bytes
         if soft == resource.RLIM_INFINITY or limit < soft:
             resource.setrlimit(kind, (limit, hard))
     try:
@@ -553,14 +554,14 @@ def _columns(schema: "pyarrow.Schema", fields: Fields | None) -> list[str]:
 def _lines(content: BinaryIO, limit: int, skips: bool) -> Iterator[bytes]:
     """Yields lines, cut after the limit.
 
-    Unless it `skips`, raises after a cut one, whose end may be far away.
+    Raises after a cut line, whose end may be far away, unless `skips`.
     """
     while line := content.readline(limit + 1):
         yield line
         if len(line) > limit and not line.endswith(b"\n"):
             if not skips:
                 raise too_large(limit)
-            while (rest := content.readline(SKIP_BYTES)) and not rest.endswith(b"\n"):
+            while (remainder := content.readline(SKIP_BYTES)) and not remainder.endswith(b"\n"):
                 pass
 
 
@@ -708,13 +709,13 @@ def _decoder(repeated: list[str], fields: Fields | None) -> json.JSONDecoder:
     """
 
     def unique(pairs: list[tuple[str, object]]) -> Row:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        row = dict(pairs)
+        if len(row) < len(pairs):
             counts = Counter(name for name, _ in pairs)
             ((name, _),) = counts.most_common(1)
             if fields is None or fields.turns is not None or name in fields.names:
                 repeated.append(name)
-        return found
+        return row
 
     return json.JSONDecoder(object_pairs_hook=unique)
 
@@ -782,10 +783,10 @@ def _to_bad_input(source: Source, error: Exception) -> BadInputError:
     return BadInputError(UNREADABLE, str(getattr(error, "strerror", None) or error))
 
 
-def too_large(limit: int, what: str = "") -> BadInputError:
+def too_large(limit: int, prefix: str = "") -> BadInputError:
     """Returns the error of an oversized document."""
     return BadInputError(
-        TOO_LARGE, f"{what}more than {limit:,} bytes; a larger --max-document-bytes reads it"
+        TOO_LARGE, f"{prefix}more than {limit:,} bytes; a larger --max-document-bytes reads it"
     )
 
 

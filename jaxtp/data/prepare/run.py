@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -42,12 +43,14 @@ _LINE_SECONDS = 5.0  # Seconds between lines of progress
 
 def prepare(out: Path, config: PrepareConfig) -> None:
     """Makes or resumes a dataset; raises `UserError`."""
-    named = named_tokenizer(config)
+    tokenizer = named_tokenizer(config)
     sources = find_sources(config)
     config = with_layout(config, sources)
-    kind = PairsOfConversations if config.preference else Conversations
-    conversations = None if config.messages is None or named is None else kind(config, named)
-    job = Job(out, config, sources, named, conversations)
+    conversations = None
+    if config.messages is not None and tokenizer is not None:
+        kind = PairsOfConversations if config.preference else Conversations
+        conversations = kind(config, tokenizer)
+    job = Job(out, config, sources, tokenizer, conversations)
     try:
         with locked(out), ExitStack() as stack:
             state = begin(job)
@@ -76,21 +79,17 @@ class _Preparation:
         self._tokenizer = tokenizer
         self._state = state
         info = tokenizer.info
-        adds_tokens = job.conversations is None  # else the template writes prefix and end
-        self._prefix = np.array(info.prefix if adds_tokens else [], info.dtype)
-        self._end = np.array(
-            [info.eos_id] if adds_tokens and info.eos_id is not None else [], info.dtype
-        )
+        self._prefix = self._end = np.array([], info.dtype)
+        if job.conversations is None:  # else the template writes prefix and end
+            self._prefix = np.array(info.prefix, info.dtype)
+            if info.eos_id is not None:
+                self._end = np.array([info.eos_id], info.dtype)
         settings = info, self._config.has_prompts, self._config.shard_tokens
-        self._writers = {
-            name: stack.enter_context(
-                closing(SplitWriter(job.out, name, *settings, state.splits[name]))
-            )
-            for name in SPLITS
-        }
-        drop_unknown(
-            job.out, {name for writer in self._writers.values() for name in writer.files()}
-        )
+        self._writers: dict[str, SplitWriter] = {}
+        for name in SPLITS:
+            writer = SplitWriter(job.out, name, *settings, state.splits[name])
+            self._writers[name] = stack.enter_context(closing(writer))
+        drop_unknown(job.out, set().union(*(writer.files() for writer in self._writers.values())))
         self._digests: set[bytes] = set()
         if self._config.dedup:
             truncate_file(job.out / SEEN, state.seen * _DIGEST)
@@ -103,13 +102,13 @@ class _Preparation:
         self._started = self._reported = time.monotonic()
 
     def _read_digests(self, count: int) -> set[bytes]:
-        found = set[bytes]()
+        digests = set[bytes]()
         for _ in range(count):
             digest = self._seen.read(_DIGEST)
-            if digest in found:  # a file of zeros could have any size, and this loop no end
+            if digest in digests:  # a file of zeros could have any size, and this loop no end
                 raise damaged_error(self._job.out / SEEN, "a document is in it twice")
-            found.add(digest)
-        return found
+            digests.add(digest)
+        return digests
 
     def finish(self) -> None:
         source, item = self._state.position
@@ -131,20 +130,17 @@ class _Preparation:
                     saved = time.monotonic()
         except PrepareError as error:  # keeps everything before the bad input
             self._save()
-            done = sum(
-                sum(s.documents for s in p.shards) + p.documents
-                for p in self._state.splits.values()
-            )
+            written = 0
+            for progress in self._state.splits.values():
+                written += totals(progress.shards)["documents"] + progress.documents
             # The first rows of its file are written and must not change.
             is_begun = self._state.position.item > 0
-            fix = (
-                "a corrected file needs --overwrite"
-                if is_begun
-                else "or correct the input and repeat it"
-            )
+            fix = "or correct the input and repeat it"
+            if is_begun:
+                fix = "a corrected file needs --overwrite"
             raise PrepareError(
-                f"{error}\n{done:,} documents before it are done; the same command with --on-error "
-                f"skip leaves out what cannot be read and does the rest; {fix}"
+                f"{error}\n{written:,} documents before it are done; the same command with "
+                f"--on-error skip leaves out what cannot be read and does the rest; {fix}"
             ) from None
         self._write_manifest()
 
@@ -152,7 +148,7 @@ class _Preparation:
         entries = [
             entry for entry in batch.entries if not self._config.dedup or self._is_new(entry.digest)
         ]
-        encoded = self._encode([turn for entry in entries for turn in entry.turns])
+        encoded = self._encode(list(chain.from_iterable(entry.turns for entry in entries)))
         for entry in entries:
             # `zip` takes one encoding per turn.
             documents = list(zip(entry.sizes, encoded, strict=False))
@@ -171,13 +167,13 @@ class _Preparation:
             self._show(problem)
         self._state.skip(DUPLICATE, len(batch.entries) - len(entries))
         self._state.position = batch.position
-        self._report(batch.done)
+        self._report(batch.bytes_read)
 
-    def _report(self, done: int) -> None:
+    def _report(self, bytes_read: int) -> None:
         now = time.monotonic()
         if now - self._reported >= _LINE_SECONDS:
             self._reported = now
-            percent = 100 * done // max(sum(source.size for source in self._job.sources), 1)
+            percent = 100 * bytes_read // max(sum(source.size for source in self._job.sources), 1)
             speed = self._num_tokens / (now - self._started)
             print(
                 f"{percent}%  {self._num_documents:,} documents  {self._num_tokens:,} tokens  "
@@ -203,20 +199,21 @@ class _Preparation:
         if self._job.conversations is not None:
             return iter(self._job.conversations.encode(turns))
         if not self._config.has_prompts:
-            return ([ids] for ids in self._tokenizer.encode_batch([turn.text for turn in turns]))
-        ids = self._tokenizer.encode_batch(
-            [text for turn in turns for text in (turn.prompt or "", turn.text)]
-        )
-        return ([ids[i], ids[i + 1]] for i in range(0, len(ids), 2))
+            texts = [turn.text for turn in turns]
+            return ([ids] for ids in self._tokenizer.encode_batch(texts))
+        prompts_and_answers: list[str] = []
+        for turn in turns:
+            prompts_and_answers += [turn.prompt or "", turn.text]
+        ids = self._tokenizer.encode_batch(prompts_and_answers)
+        return ([prompt, answer] for prompt, answer in zip(ids[::2], ids[1::2], strict=True))
 
     def _append(self, entry: Entry, size: int, ids: list[Tokens], *, may_end: bool) -> None:
         if not any(len(part) for part in (*ids, self._end)):  # a tokenizer may drop white space
             self._state.skip(EMPTY_DOCUMENT)
             return
         prefix = self._prefix
-        if self._config.special_tokens and np.array_equal(
-            np.concatenate(ids)[: len(prefix)], prefix
-        ):
+        first_ids = np.concatenate(ids)[: len(prefix)]
+        if self._config.special_tokens and np.array_equal(first_ids, prefix):
             prefix = prefix[:0]  # the text spells it
         writer = self._writers[split_of(entry.digest, self._config.held_out)]
         prompt = len(prefix) + len(ids[0]) if self._config.has_prompts else 0
@@ -242,10 +239,14 @@ class _Preparation:
         if not any(shards.values()):
             left_out = f"; left out: {_listed(skipped)}" if skipped else ""
             raise PrepareError(f"no document in {len(sources)} files{left_out}")
+        splits = {
+            name: SplitRecord(**totals(shards_of_split), shards=shards_of_split)
+            for name, shards_of_split in shards.items()
+        }
         manifest = Manifest(
             self._tokenizer.info,
             self._config.has_prompts,
-            {name: SplitRecord(**totals(each), shards=each) for name, each in shards.items()},
+            splits,
             skipped,
             {"files": len(sources), "bytes": sum(source.size for source in sources)},
             dict(self._state.arguments),
@@ -258,11 +259,9 @@ class _Preparation:
     def _summary(self, manifest: Manifest) -> Iterator[str]:
         info = manifest.tokenizer
         requested = self._config.train_bpe or 0
-        fewer = (
-            f" (the text yields no more; requested {requested:,})"
-            if requested > info.vocab_size
-            else ""
-        )
+        fewer = ""
+        if requested > info.vocab_size:
+            fewer = f" (the text yields no more; requested {requested:,})"
         yield (
             f"{'dataset':<12}{self._job.out}, tokenizer {info.kind}, vocabulary "
             f"{info.vocab_size:,}{fewer}"
@@ -277,19 +276,15 @@ class _Preparation:
         written = open_dataset(self._job.out)
         for name in SPLITS:
             split = manifest.splits[name]
-            shards = len(manifest.splits[name].shards)
-            items = split.documents // 2 if manifest.pairs else split.documents
-            noun = "pair" if manifest.pairs else "document"
-            count = f"{items:,} {noun}{'' if items == 1 else 's'}"
-            loss = (
-                f", {written.splits[name].num_loss_tokens:,} of them with loss,"
-                if manifest.prompts
-                else ""
-            )
+            count = _counted(split.documents, "document")
+            if manifest.pairs:
+                count = _counted(split.documents // 2, "pair")
+            loss = ""
+            if manifest.prompts:
+                loss = f", {written.splits[name].num_loss_tokens:,} of them with loss,"
             yield (
                 f"{name:<12}{count}, {split.tokens:,} tokens{loss} in "
-                f"{shards} shard{'' if shards == 1 else 's'}, the longest document "
-                f"{split.longest:,}"
+                f"{_counted(len(split.shards), 'shard')}, the longest document {split.longest:,}"
             )
         if not manifest.splits[VALIDATION].shards and manifest.arguments["held_out"]:
             yield f"{'':<12}nothing is held out: so few documents need a larger --held-out"
@@ -297,6 +292,10 @@ class _Preparation:
             yield f"{'left out':<12}{_listed(manifest.skipped)}"
         if self._config.format == "auto" and (counts := syntax_counts(self._job.sources)):
             yield f"{'as text':<12}{_listed(counts)}: each file is one document, with its syntax"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _listed(skipped: Mapping[str, int]) -> str:

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import IO, Annotated
 
@@ -190,10 +191,10 @@ def drop_leftovers(out: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def drop_unknown(out: Path, known: set[str]) -> None:
+def drop_unknown(out: Path, names: set[str]) -> None:
     """Deletes shard files that are not in the journal."""
     for path in out.iterdir():
-        if _SHARD.fullmatch(path.name) and path.name not in known:
+        if _SHARD.fullmatch(path.name) and path.name not in names:
             path.unlink()
 
 
@@ -239,19 +240,24 @@ def _changed(
         return changed
     then = _inputs_before(job.out)[:read]
     now = _inputs(job)[:read]
-    old, new = (
-        {r.path: f"{r.bytes:,} bytes, modified at {r.modified:,} ns" for r in each}
-        for each in (then, now)
-    )
-    return schema.differences(old, new) or (["the order of the inputs"] if then != now else [])
+    if changed := schema.differences(_by_path(then), _by_path(now)):
+        return changed
+    return ["the order of the inputs"] if then != now else []
 
 
-def _refuse(out: Path, what: str, changed: list[str]) -> None:
+def _by_path(inputs: Iterable[_Input]) -> dict[str, str]:
+    return {
+        record.path: f"{record.bytes:,} bytes, modified at {record.modified:,} ns"
+        for record in inputs
+    }
+
+
+def _refuse(out: Path, subject: str, changed: list[str]) -> None:
     if changed:
         more = [f"and {len(changed) - _MAX_LINES} more"] if len(changed) > _MAX_LINES else []
         lines = "\n".join(f"  {line}" for line in [*changed[:_MAX_LINES], *more])
         raise PrepareError(
-            f"{out} holds {what} that differs from this command (there -> here):\n{lines}\n"
+            f"{out} holds {subject} that differs from this command (there -> here):\n{lines}\n"
             "--overwrite starts over; another --out DIR keeps it. Nothing was changed."
         )
 
@@ -347,9 +353,11 @@ class SplitWriter:
         if self.progress.documents:
             self.close()
             sums = {suffix: sha256(self._open_path(suffix)) for suffix in self._suffixes}
-            done = self.progress
-            shard = Shard(done.documents, done.tokens, done.text_bytes, done.longest, sums)
-            self.progress = Progress([*done.shards, shard])
+            progress = self.progress
+            shard = Shard(
+                progress.documents, progress.tokens, progress.text_bytes, progress.longest, sums
+            )
+            self.progress = Progress([*progress.shards, shard])
 
     def close(self) -> None:
         """Flushes the files to disk and closes them."""
@@ -363,10 +371,8 @@ class SplitWriter:
 
     def files(self) -> set[str]:
         """Returns the file names of all shards."""
-        count = len(self.progress.shards) + bool(self.progress.documents)
-        return {
-            self._path(index, suffix).name for index in range(count) for suffix in self._suffixes
-        }
+        shards = range(len(self.progress.shards) + bool(self.progress.documents))
+        return {self._path(*file).name for file in product(shards, self._suffixes)}
 
     def _path(self, shard: int, suffix: str) -> Path:
         return shard_file(self._folder, self._split, shard, suffix)

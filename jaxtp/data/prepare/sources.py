@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,8 +60,8 @@ _CONVERT = (
 _UNPACK = {GZIP: "gzip -dc", ZSTD: "zstd -dc"}
 
 
-def _by_suffix(suffixes: str, what: str, advice: str) -> dict[str, tuple[str, str]]:
-    return dict.fromkeys(suffixes.split(), (what, advice))
+def _by_suffix(suffixes: str, kind: str, advice: str) -> dict[str, tuple[str, str]]:
+    return dict.fromkeys(suffixes.split(), (kind, advice))
 
 
 _PACKED = "unpack it, or pack it with gzip or zstd instead"
@@ -131,7 +132,7 @@ _SAVED = ("state.json", "dataset_dict.json")  # Files of a folder that `save_to_
 
 def find_sources(config: PrepareConfig) -> list[Source]:
     """Returns all sources; a folder's by path, without hidden files."""
-    sources = [source for name in config.inputs for source in _sources_of(name, config)]
+    sources = list(chain.from_iterable(_sources_of(name, config) for name in config.inputs))
     if any(source.format == PARQUET for source in sources):
         _require("pyarrow", "Parquet")
     if any(source.path.lower().endswith(ZSTD) for source in sources):
@@ -142,7 +143,7 @@ def find_sources(config: PrepareConfig) -> list[Source]:
 def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
     """Detects and prints the layout of conversations by the first row's keys.
 
-    It does so unless a field is named.
+    Does nothing if the user names a field.
     """
     source = next((source for source in sources if source.format != TEXT), None)
     if config.preference:
@@ -206,9 +207,8 @@ def _sources_of(name: str, config: PrepareConfig) -> list[Source]:
     if not stat.S_ISDIR(status.st_mode):
         raise PrepareError(f"{path} is neither a file nor a folder")
     files = _walk(path, config)
-    if any(file.suffix == ".arrow" for file in files) and any(
-        path / name in files for name in _SAVED
-    ):
+    is_saved = any(path / name in files for name in _SAVED)
+    if is_saved and any(file.suffix == ".arrow" for file in files):
         raise PrepareError(f"{path} is a dataset made by save_to_disk; name it {HF_PREFIX}{path}")
     sources = [_file(file, file.stat(), config, in_folder=True) for file in files]
     if not sources:
@@ -225,9 +225,9 @@ def _open_table(name: str) -> "datasets.Dataset":
         raise PrepareError(
             f"{name} needs the library datasets: pip install 'jaxtp[datasets]'"
         ) from None
-    first, *rest = name.removeprefix(HF_PREFIX).split(":")
+    first, *options = name.removeprefix(HF_PREFIX).split(":")
     is_folder = Path(first).is_dir()
-    if not (is_folder or rest):
+    if not (is_folder or options):
         raise PrepareError(
             f"{name}: no such folder; of a dataset by name also name the split: {name}:train"
         )
@@ -235,9 +235,9 @@ def _open_table(name: str) -> "datasets.Dataset":
     try:
         if is_folder:
             table = datasets.load_from_disk(first)
-            table = table[rest[0]] if rest else table
+            table = table[options[0]] if options else table
         else:
-            table = datasets.load_dataset(first, *rest[:-1], split=rest[-1])
+            table = datasets.load_dataset(first, *options[:-1], split=options[-1])
     except Exception as error:  # the library has no base exception
         raise PrepareError(
             f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
@@ -298,10 +298,10 @@ def _format_of_named(path: Path, config: PrepareConfig) -> str:
             f"{_conversion(path)}\n"
             "--format text reads it as one text"
         )
-    found = _NOT_TEXT.get(suffix) or _signed(path)
-    if found is not None:
-        what, advice = found
-        raise PrepareError(f"{path} is {what}, and not text: {advice}")
+    refusal = _NOT_TEXT.get(suffix) or _signed(path)
+    if refusal is not None:
+        kind, advice = refusal
+        raise PrepareError(f"{path} is {kind}, and not text: {advice}")
     return format
 
 
@@ -365,7 +365,7 @@ def _signed(path: Path) -> tuple[str, str] | None:
     if path.suffix.lower() not in (GZIP, ZSTD):
         with suppress(OSError), path.open("rb") as file:
             start = file.read(max(map(len, _SIGNATURES)))
-    return next((found for mark, found in _SIGNATURES.items() if start.startswith(mark)), None)
+    return next((kind for mark, kind in _SIGNATURES.items() if start.startswith(mark)), None)
 
 
 def format_of(path: Path) -> str:
@@ -405,10 +405,10 @@ def _walk(root: Path, config: PrepareConfig) -> list[Path]:
             if not n.startswith(".") and not matches(path, config.exclude)
         ]
         folders[:] = [name for name in folders if name in included]
-        named = [path_of[name] for name in files if name in included]
-        paths += [
-            p for p in named if (not config.include or matches(p, config.include)) and _is_file(p)
-        ]
+        candidates = (path_of[name] for name in files if name in included)
+        if config.include:
+            candidates = (path for path in candidates if matches(path, config.include))
+        paths += filter(_is_file, candidates)
     return sorted(paths)
 
 
