@@ -214,6 +214,7 @@ def test_a_mesh_that_does_not_fit_is_one_error(tmp_path):
         assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.wide
 def test_a_plot_leaves_out_lines_that_are_no_records(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(FOLDER.parent))

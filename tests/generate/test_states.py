@@ -80,8 +80,7 @@ def assert_read(generator, prompt, kept):
     assert (timing.kept_tokens, timing.prefill_tokens) == (kept, len(prompt) - kept)
 
 
-@pytest.mark.heavy
-@swept("mesh", [None, (1, 1, 3), (2, 1, 2)], None)
+@swept("mesh", [None, (1, 1, 3), (2, 1, 2)])
 def test_texts_are_those_of_reading_everything_again(mesh):
     """Of more prompts than rows, packed, and in chunks that are shorter than a prompt; equal
     ones are read once.

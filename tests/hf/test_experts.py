@@ -190,6 +190,7 @@ NOT_FINITE = {
 }
 
 
+@pytest.mark.wide
 def test_wrong_tensors_are_named(tmp_path):
     refusals = {}
     for name, rows in read_table(__file__, "wrong_tensors").items():

@@ -178,6 +178,7 @@ def test_prediction_heads_are_copied(tmp_path):
         jaxtp.load_hf(source)
 
 
+@pytest.mark.wide
 def test_an_export_needs_the_folder_that_its_run_came_from(tmp_path, capsys):
     source = multimodal(tmp_path / "source")
     moved = tmp_path / "moved"

@@ -157,6 +157,7 @@ def of_fields(fields):
     return replace(SMALL, **with_tuples(fields))
 
 
+@pytest.mark.wide
 def test_the_family_follows_from_the_model():
     """And its attributes can be written, and read back: `choose_family` checks it."""
     assert FAMILY_FIELDS.keys() | NEVER_FIRST == FAMILIES.keys()

@@ -137,6 +137,7 @@ def test_only_blocks_with_attention_use_its_kernels():
     assert use.head_dim == model.head_dim
 
 
+@pytest.mark.wide
 def test_products_in_the_kernel_are_counted():
     config = jaxtp.ModelConfig(
         num_layers=1, d_model=16, vocab_size=16, num_heads=4, num_kv_heads=4, d_ff=16, **HEADS
@@ -149,6 +150,7 @@ def test_products_in_the_kernel_are_counted():
     assert of("cpu").flops <= of("cuda 9.0").flops < 1.1 * of("cpu").flops
 
 
+@pytest.mark.wide
 def test_a_layer_with_the_kernel_is_that_with_lax():
     """Of packed documents, on a mesh. The backward pass does not compute the states again."""
     arrays = np.random.default_rng(0).standard_normal((2, 2, 72, 12), "float32")

@@ -114,7 +114,7 @@ def test_the_error_of_each_number_is_bounded(dtype):
 CASES = [(name, tuple(mesh)) for name, mesh in TABLE["cases"]]
 
 
-@swept("case", CASES, CASES[0])
+@swept("case", CASES)
 def test_every_mesh_gives_the_numbers_of_one_device_and_these_are_of_rounded_kernels(case):
     name, mesh = case
     (grads, logits), rounded, exact = on_one_device(name)

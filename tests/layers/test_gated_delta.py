@@ -50,7 +50,7 @@ def expected(name):
         return weights, arrays.astype(np.float32), {"y": y, "x": grad_x, **grads}
 
 
-@swept("case", CASES, ("adapters", (1, 1, 1, 4), True))
+@swept("case", CASES)
 def test_a_layer_is_the_recurrence_on_every_mesh(case):
     """Of packed documents."""
     name, mesh, split = case

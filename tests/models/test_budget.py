@@ -259,6 +259,7 @@ def test_attention_over_cp_moves_what_its_method_needs_and_nothing_else(
     assert not activations, "between attention and attention nothing of a token moves over cp"
 
 
+@pytest.mark.wide
 def test_a_base_in_8_bits_moves_fewer_bytes_than_bfloat16():
     """The embedding, the adapters and scales are large in so small a model."""
     sizes = sizes_of((1, 4, 4))

@@ -20,7 +20,6 @@ TABLE = read_table(__file__)
 CONFIG = variant(jaxtp.ModelConfig(vocab_size=V, d_model=D), TABLE["base"])
 CONFIGS = variants(CONFIG, TABLE["models"])
 CASES = TABLE["cases"]
-HEAVY = "adapters over cp"
 
 
 @cache
@@ -29,13 +28,8 @@ def weights_and_expected(name):
     return weights, loss_and_gradients(weights, CONFIGS[name])
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=pytest.mark.heavy if case == HEAVY else pytest.mark.wide)
-        for case in CASES
-    ],
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_equal_the_plain_mathematics(case):
     row = CASES[case]
     weights, expected = weights_and_expected(row["model"])

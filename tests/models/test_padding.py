@@ -127,7 +127,7 @@ def test_what_is_padded_is_cut_off_again(factors, tp, first):
     np.testing.assert_array_equal(unpad(padded, padding, tp), array)
 
 
-@swept("tp", [2, 5], 2)
+@swept("tp", [2, 5])
 def test_files_have_no_padding(tmp_path, tp):
     config = variant(RUN.model, {"num_layers": 1, "vocab_size": 7, **BIASES})
     build = decoder(config)

@@ -39,7 +39,7 @@ def built(config, mesh):
     return state_on_mesh(decoder(config), random_weights(decoder(config)), mesh)
 
 
-@swept("name", MODELS, "plain norms")
+@swept("name", MODELS)
 def test_reading_in_parts_equals_reading_at_once(name):
     """Packed, also behind tokens that a row has already, and then a token of each row at a time."""
     mesh = jaxtp.make_mesh(*MODELS[name]["mesh"])

@@ -46,7 +46,7 @@ def test_a_block_keeps_the_activations_that_are_counted(model):
         assert kept_activations(config, B, T) == counted, (config.remat, config.lora)
 
 
-@swept("model", ["sequential", "float8"], "float8")
+@swept("model", ["sequential", "float8"])
 def test_of_rings_a_device_keeps_its_part(model):
     tp = 4
     for config in with_adapters(model, POLICIES, num_kv_heads=4, overlap="ring"):

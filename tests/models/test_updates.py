@@ -34,13 +34,8 @@ def on_one_device(run):
     return REFERENCES[repr(run)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.heavy if name == "mixture" else pytest.mark.wide)
-        for name in ROWS
-    ],
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ROWS)
 def test_three_updates_on_a_mesh_are_those_of_one_device(name):
     settings = dict(ROWS[name])
     mesh = settings.pop("mesh")

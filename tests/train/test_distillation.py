@@ -187,7 +187,7 @@ def test_a_student_that_leaves_nothing_to_other_tokens_is_pulled_back():
         )
 
 
-@swept("case", MESHES, MESHES[0])
+@swept("case", MESHES)
 def test_a_mesh_gives_the_numbers_of_one_device(case):
     mesh, name, model = case
     batch, expected = on_one_device(name, model)

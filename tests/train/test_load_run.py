@@ -60,7 +60,7 @@ BY_NAME = {"build": f"{__file__}:WithFeatures"}
 @pytest.mark.parametrize(
     ("mesh", "given"),
     [
-        (None, BY_NAME),
+        pytest.param(None, BY_NAME, marks=pytest.mark.wide),
         ({"tp": 4}, {"build": WithFeatures, "plan": f"{small_net.FILE}:PLAN"}),
         pytest.param({"dp": 2, "fsdp": 2}, {"build": WithFeatures}, marks=pytest.mark.wide),
         pytest.param({"tp": 2}, {"build": in_build}, marks=pytest.mark.wide),

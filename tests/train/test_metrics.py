@@ -353,6 +353,7 @@ def picture(folder, records, **options):
     return {panel.get_title(): panel for panel in figure.axes}
 
 
+@pytest.mark.wide
 def test_one_logged_step_is_seen_in_the_picture(tmp_path):
     (line,) = picture(tmp_path, [{"step": 1, "loss": 0.5}])["loss"].lines
     assert line.get_marker() == "."

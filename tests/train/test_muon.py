@@ -166,7 +166,7 @@ def test_what_it_moves_and_computes_is_what_is_declared(case):
     assert count_flops_in_hlo(text) == costs.flops
 
 
-@swept("sizes", [TP_4, TP_8, FOUR, mesh_shape(dp=2)], TP_4)
+@swept("sizes", [TP_4, TP_8, FOUR, mesh_shape(dp=2)])
 def test_experts_are_dealt_out_as_declared(sizes):
     """Six of them: whole ones over tp 2, and a part of each over tp 4 and 8."""
     _, _, declared = traced_and_declared(replace(MODEL, num_experts=6, d_ff=24), sizes)

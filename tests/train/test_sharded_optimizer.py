@@ -304,6 +304,7 @@ def test_the_learning_rate_of_the_last_update_is_found_in_the_state():
     assert found == [rate and pytest.approx(rate) for _, rate in RATES]
 
 
+@pytest.mark.wide
 def test_the_training_step_passes_its_mean_loss_and_gradient():
     def update(updates, state, params=None, *, value, grad, **_):
         return jax.tree.map(jnp.zeros_like, updates), {

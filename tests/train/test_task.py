@@ -62,7 +62,7 @@ EVERY_AXIS = "dp=2,fsdp=2,tp=2"
 @pytest.mark.parametrize(
     ("model", "accumulation", "mesh"),
     [
-        pytest.param(WithConstants, 2, "fsdp=2,tp=2", marks=pytest.mark.heavy),
+        pytest.param(WithConstants, 2, "fsdp=2,tp=2", marks=pytest.mark.wide),
         pytest.param(Normalised, 1, EVERY_AXIS, marks=pytest.mark.wide),
     ],
     ids=["constants", "statistics"],

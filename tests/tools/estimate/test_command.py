@@ -342,6 +342,7 @@ def test_generation_is_estimated_too(estimated, capsys):
     assert "generating 16 rows of 128 tokens" in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_nothing_is_written_where_nothing_fits(tmp_path, capsys):
     (tmp_path / "small.yaml").write_text("like: rtx4090\nmemory: 2.5e+9")
     file = tmp_path / "best.yaml"

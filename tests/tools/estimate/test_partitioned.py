@@ -132,6 +132,7 @@ def plant(monkeypatch):
     return first + next(i for i, line in enumerate(lines) if "with_sharding_constraint" in line)
 
 
+@pytest.mark.wide
 def test_a_planted_reshard_is_called_out_with_its_line(monkeypatch):
     line = plant(monkeypatch)
     # The batch is gathered over fsdp alone.

@@ -372,6 +372,7 @@ def test_changes_that_would_make_it_fit_are_proposed():
     assert all(setting.has_margin for setting in settings.values())
 
 
+@pytest.mark.wide
 def test_where_nothing_fits_a_batch_without_accumulation_is_proposed():
     """Sums of gradients in float32 beside gradients in bfloat16 do not fit; a batch that needs
     no sums does.
