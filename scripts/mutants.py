@@ -39,8 +39,8 @@ Not hypothesis: pytest warns of a plugin that was imported before it, and warnin
 TIERS = "not journey and not slow and not cluster"
 MAX_CASES = 60
 """Cases that are run for one mutant, of those that reach its line."""
-MAX_SECONDS = 240
-"""A mutant that takes longer has changed what the tests see, and counts as noticed."""
+MAX_SECONDS = 480
+"""A mutant that takes longer probably never ends, which CI's time limits would notice."""
 
 BINARY = {
     ast.Add: ast.Sub,
@@ -231,10 +231,11 @@ def run_cases(mutant, cases, log):
     os._exit(int(pytest.main([*settings, *cases])))
 
 
-def is_noticed(mutant, cases, log):
-    """Returns whether a case fails, in a process that is forked after the libraries are imported.
+def outcome(mutant, cases, log):
+    """Runs cases in a process that is forked after the libraries are imported.
 
-    Without a mutant, which is None, no case should fail.
+    Returns "noticed" if a case fails, "survived" if none does, or "endless". Without a mutant,
+    which is None, no case should fail.
     """
     process = os.fork()
     if process == 0:
@@ -246,11 +247,14 @@ def is_noticed(mutant, cases, log):
         if done:
             # Else the cases are of another version of the tests than the coverage.
             assert b"ERROR: not found" not in log.read_bytes(), log
-            return status != 0
+            return "noticed" if status else "survived"
         time.sleep(0.1)
     os.killpg(process, signal.SIGKILL)
     os.waitpid(process, 0)
-    return True
+    return "endless"
+
+
+OUTCOMES = ("noticed", "endless", "survived", "not reached")
 
 
 def room_of(file):
@@ -263,10 +267,10 @@ def table(results):
     counts = collections.defaultdict(collections.Counter)
     for result in results:
         counts[room_of(result["file"])][result["result"]] += 1
-    lines = [f"{'room':20} {'mutants':>8} {'noticed':>8} {'survived':>9} {'not reached':>12}"]
+    lines = [f"{'room':20} {'mutants':>12}" + "".join(f"{name:>12}" for name in OUTCOMES)]
     for room, count in sorted(counts.items()):
-        row = [count["noticed"], count["survived"], count["not reached"]]
-        lines.append(f"{room:20} {sum(row):8} {row[0]:8} {row[1]:9} {row[2]:12}")
+        row = [count.total(), *(count[name] for name in OUTCOMES)]
+        lines.append(f"{room:20} " + "".join(f"{number:12}" for number in row))
     left = [result for result in results if result["result"] != "noticed"]
     lines += ["", *(f"{result['result']:12} {result['name']}" for result in left)]
     return lines
@@ -305,7 +309,7 @@ def main():
     control = list(
         itertools.chain.from_iterable(reached.cases(each.file, each.line)[:5] for each in drawn[:5])
     )
-    if not control or is_noticed(None, control, log):
+    if not control or outcome(None, control, log) != "survived":
         sys.exit(
             f"no case is recorded in {arguments.coverage}, or a case fails without a change: "
             f"see {log}"
@@ -316,7 +320,7 @@ def main():
         cases = reached.cases(mutant.file, mutant.line)[:MAX_CASES]
         result = "not reached"
         if cases:
-            result = "noticed" if is_noticed(mutant, cases, log) else "survived"
+            result = outcome(mutant, cases, log)
         results.append(
             asdict(mutant) | {"name": mutant.name, "result": result, "cases": len(cases)}
         )
