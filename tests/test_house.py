@@ -198,7 +198,7 @@ def test_no_utils():
 # raises one in its own commit, which says why.
 BUDGETS = {
     "tokens of code": 349_000,
-    "files": 249,
+    "files": 250,
     "files under 80 lines, families aside": 3,
     "rooms": 15,
     "arrows between rooms": 74,

@@ -47,7 +47,7 @@ class ConvolutionConfig(BranchConfig):
         )
 
     def shrink(self, small):
-        return {"conv_features": small.size(self.conv_features, 16), **super().shrink(small)}
+        return {"conv_features": small.size(self.conv_features, 16)}
 
 
 class CausalConvolution(nnx.Module):

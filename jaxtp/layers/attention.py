@@ -21,7 +21,7 @@ from jaxtp.compiler_hints import rows_as_heads
 from jaxtp.config.affects import COST
 from jaxtp.config.hints import Problem
 from jaxtp.config.schema import ConfigError, Count, Even, Fraction, NonNegative, Positive
-from jaxtp.layers.branch import Branch, BranchConfig, KVCache, Padded, ShrinkSpec
+from jaxtp.layers.branch import Branch, BranchConfig, KVCache, Padded
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
 from jaxtp.layers.context import ContextAttention, Sequences, of_heads
 from jaxtp.layers.kernels.select import (
@@ -51,10 +51,6 @@ Heads = tuple[Array, ...]
 _MAX_SHARED_KV_HEADS = 4096
 """Bounds the search of `_padded_heads`: it also sees meshes that are refused later, which may have
 any size."""
-
-_SMALL_HEAD_DIMS = (8, 16, 32, 64)
-# Every dim rotates; in a dim that hardly rotates, a key bias's gradient is rounding noise.
-_SMALL_THETA = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,35 +243,6 @@ class AttentionConfig(BranchConfig):
             kv_heads, group, _ = self.heads.stored(tp)
             yield "query heads", self.num_heads, kv_heads * group
             yield "kv heads", self.num_kv_heads, kv_heads
-
-    def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
-        """See `BranchConfig`."""
-        heads = self.heads
-        fraction = self.rotary_fraction
-        length = small.positions(self.rope_scaling.original_length)
-
-        def scaling(width: int) -> RopeScaling:
-            _, num_rotated = rotated_dims(width, self.rope_scaling, fraction)
-            return self.rope_scaling.shrink(num_rotated, length)
-
-        def suits(width: int) -> bool:
-            if width >= self.head_dim or width % small.block:
-                return False
-            if any(rope_problems(width, _SMALL_THETA, scaling(width), fraction)):
-                return False
-            narrow = replace(self, head_dim=width).heads
-            return all(heads.stored(tp)[:-1] == narrow.stored(tp)[:-1] for tp in small.tps)
-
-        head_dim = next(filter(suits, _SMALL_HEAD_DIMS), self.head_dim)
-        return {
-            "head_dim": head_dim,
-            "rope_theta": self.rope_theta and _SMALL_THETA,
-            "rope_scaling": scaling(head_dim),
-            "sliding_window": self.sliding_window and small.positions(self.sliding_window),
-            # These kernels need a GPU.
-            "attention": "auto" if self.attention in ("cudnn", "fused") else self.attention,
-            **super().shrink(small),
-        }
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from jaxtp.collectives import ATTENDED, axis_size, batch_spec, constrain, device
 from jaxtp.config.hints import Problem
 from jaxtp.config.schema import Count, CountOrZero
 from jaxtp.layers.attention import PaddedHeads
-from jaxtp.layers.branch import Branch, KVCache, Padded, ShrinkSpec
+from jaxtp.layers.branch import Branch, KVCache, Padded
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens
 from jaxtp.layers.context import Sequences, with_halo
 from jaxtp.layers.kernels.delta_rule import Scan, Tokens, chunk_states, delta_rule, delta_step
@@ -44,8 +44,6 @@ DELTA = "gated_delta"  # name in profiles of the layer without its projections
 _L2_EPS = 1e-6  # added to the squared norm of queries and keys, in every family
 _TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj")
 _INSIDE = ("q_conv", "k_conv", "v_conv", "decay_log", "dt_bias", "norm_scale")
-_SMALL_KEY = 8
-_SMALL_VALUE = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,15 +133,6 @@ class GatedDeltaConfig(LatentAttentionConfig):
             key_heads, group, _ = self.delta_heads.stored(tp)
             yield "delta value heads", self.delta_value_heads, key_heads * group
             yield "delta key heads", self.delta_key_heads, key_heads
-
-    def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
-        """See `BranchConfig`."""
-        return {
-            **super().shrink(small),
-            "delta_key_dim": small.size(self.delta_key_dim, min(self.delta_key_dim, _SMALL_KEY)),
-            # Unlike the width of keys, so that the check notices if both are mixed up
-            "delta_value_dim": small.width(self.delta_value_dim, _SMALL_VALUE),
-        }
 
 
 class GatedDeltaNet(Branch):

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -38,7 +37,7 @@ from jaxtp.collectives import (
 from jaxtp.config.hints import Problem, mesh_product, mesh_settings, not_divisible
 from jaxtp.config.schema import CountOrZero
 from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention, Heads, PaddedHeads
-from jaxtp.layers.branch import KVCache, ShrinkSpec, smallest_congruent
+from jaxtp.layers.branch import KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
 from jaxtp.layers.kernels.select import Use, masked_attention
 from jaxtp.layers.linear import (
@@ -71,8 +70,6 @@ _MEANINGLESS = (
     "attention_bias",
     "attention_sinks",
 )
-_SMALL_WIDTH = 8
-_SMALL_RANK = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,26 +168,6 @@ class LatentAttentionConfig(AttentionConfig):
         yield "kv_a_proj_with_mqa", "attention.latent_down.kernel"
         yield "kv_b_proj", "attention.latent_up.kernels.0"
         yield "o_proj", "attention.out.kernel"
-
-    def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
-        """See `BranchConfig`."""
-        if not self.kv_rank:
-            return super().shrink(small)
-        rope = small.width(self.rope_head_dim, _SMALL_WIDTH)
-        nope = small.width(self.head_dim - self.rope_head_dim, _SMALL_WIDTH)
-        rank = smallest_congruent(0, small.shards, _SMALL_RANK)
-        return {
-            **super().shrink(small),
-            "kv_rank": rank,
-            "query_rank": self.query_rank and rank,
-            "rope_head_dim": rope,
-            "head_dim": rope + nope,
-            # The width of values is unlike the others.
-            "value_head_dim": small.width(self.value_head_dim, _SMALL_WIDTH + 1 + small.block),
-            "rope_scaling": self.rope_scaling.shrink(
-                rope, small.positions(self.rope_scaling.original_length)
-            ),
-        }
 
 
 class LatentHeads(PaddedHeads):

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import GATHERED, REDUCED, axis_size, device_view, token_spec
 from jaxtp.config.hints import Problem
 from jaxtp.config.schema import Count, Positive
-from jaxtp.layers.branch import BranchConfig, Padded, PositionwiseBranch, ShrinkSpec
+from jaxtp.layers.branch import BranchConfig, Padded, PositionwiseBranch
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.linear import (
     COLUMN,
@@ -36,7 +36,6 @@ from jaxtp.layers.parameter import (
 )
 from jaxtp.mesh import TP
 
-MIN_FEATURES = 48
 # Projections of an MLP that can have adapters
 MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
 
@@ -104,10 +103,6 @@ class MLPConfig(BranchConfig):
         """See `BranchConfig`."""
         yield from super().padding(tp)
         yield "d_ff", self.d_ff, PaddedDim((self.d_ff,)).padded(tp)
-
-    def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
-        """See `BranchConfig`."""
-        return {"d_ff": small.size(self.d_ff, MIN_FEATURES), **super().shrink(small)}
 
 
 class MLP(PositionwiseBranch):

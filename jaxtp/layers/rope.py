@@ -8,7 +8,7 @@ that were rotated with the short list.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import jax.numpy as jnp
@@ -85,19 +85,6 @@ class RopeScaling:
                 text = f"of {len(value)}" if isinstance(value, tuple) else value
                 settings.append(f"{name} {text}")
         return ", ".join(settings) or "none"
-
-    def shrink(self, head_dim: int, length: int) -> "RopeScaling":
-        """Returns the scaling for other sizes, with a sample of the factors."""
-        if self.kind == "none":
-            return self
-        count = head_dim // 2
-
-        def sample(factors: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(factors[i * len(factors) // count] for i in range(count) if factors)
-
-        short = sample(self.short_factor)
-        long = sample(self.long_factor)
-        return replace(self, original_length=max(2, length), short_factor=short, long_factor=long)
 
 
 UNSCALED = RopeScaling()

@@ -42,7 +42,7 @@ from jaxtp.config.schema import (
     validate,
 )
 from jaxtp.layers.attention import CausalSelfAttention
-from jaxtp.layers.branch import Branch, ShrinkSpec, smallest_congruent
+from jaxtp.layers.branch import Branch
 from jaxtp.layers.embedding import CHUNK_SIZE
 from jaxtp.layers.experts import ExpertsBesideMLP, ExpertsConfig, MixtureOfExperts
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
@@ -95,14 +95,6 @@ BLOCKS = "blocks"  # path of the decoder's parameters that are stacked
 
 _MAX_UNFIT = 4  # kinds of blocks whose problems are listed at once
 _MODEL_WIDE = {"attention", "grouped"}  # settings that all blocks share
-_MIN_D_MODEL = 64
-_MIN_VOCAB = 96
-_MAX_TURNS = 2
-
-_SMALL_EPS = 1.0
-"""Minimum norm_eps of a small model with Gated DeltaNet. A query can read small values from a
-state, and the norm divides by them. With 1e-2, gradients of a small Qwen3.5 in float32 differ by
-9e-6 between meshes; with 1, by 6e-7."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -443,36 +435,6 @@ def padded_sizes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:
     """Returns (size, padded size) of each size that tp pads, by name."""
     sizes = chain.from_iterable(block.padding(tp) for block in config.block_kinds())
     return {name: (size, padded) for name, size, padded in sizes if padded != size}
-
-
-def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
-    """Returns a small model for virtual CPU devices, with every kind of block."""
-    pattern = max(1, len(config.pattern))
-    first = len(config.first_blocks)
-    turns, remainder = divmod(config.num_layers - first, pattern)
-    precision = config.precision
-    if precision.matmul != "compute":
-        layers = "|".join(path for path, why in matmul_layers(config).items() if why is None)
-        precision = replace(precision, matmul_layers=layers, matmul_least=1)
-    min_eps = _SMALL_EPS if any(block.delta_value_heads for block in config.block_kinds()) else 0.0
-    listed = (*config.first_blocks, *config.pattern)
-    smaller = []
-    for changes, block in zip(listed, config.listed_blocks().values(), strict=True):
-        shrunk = block.shrink(small)
-        smaller.append(Changes({name: shrunk.get(name, value) for name, value in changes.items()}))
-    return replace(
-        config,
-        vocab_size=small.size(config.vocab_size, _MIN_VOCAB),
-        d_model=smallest_congruent(0, small.shards, _MIN_D_MODEL),
-        num_layers=first + pattern * min(turns, _MAX_TURNS) + remainder,
-        loss_chunk=small.positions(config.loss_chunk),
-        first_blocks=tuple(smaller[:first]),
-        pattern=tuple(smaller[first:]),
-        norm_eps=max(config.norm_eps, min_eps),
-        learned_positions=config.learned_positions and small.positions(config.learned_positions),
-        precision=precision,
-        **config.shrink(small),
-    )
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:

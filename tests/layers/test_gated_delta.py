@@ -15,12 +15,12 @@ from variants import variant, variants
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
-from jaxtp.layers.branch import ShrinkSpec
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.gated_delta import GatedDeltaNet
 from jaxtp.layers.linear import LayerContext
 from jaxtp.mesh import mesh_shape
-from jaxtp.models.config import padded_sizes, shrink_model, violations
+from jaxtp.models.config import padded_sizes, violations
+from jaxtp.tools.check.small_model import ShrinkSpec, shrink_model
 
 TABLE = read_table(__file__)
 CONFIG = variant(jaxtp.ModelConfig(vocab_size=V, d_model=D), TABLE["base"])

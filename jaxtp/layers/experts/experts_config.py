@@ -1,21 +1,17 @@
 """Settings of a mixture of experts."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from jaxtp.config.affects import COST
 from jaxtp.config.hints import Problem, not_divisible
 from jaxtp.config.schema import Count, CountOrZero, NonNegative, Positive
-from jaxtp.layers.branch import Padded, ShrinkSpec, smallest_congruent
+from jaxtp.layers.branch import Padded
 from jaxtp.layers.kernels.grouped import Implementation
 from jaxtp.layers.lora import Target
-from jaxtp.layers.mlp import MIN_FEATURES, MLP_TARGETS, XIELU, MLPConfig
+from jaxtp.layers.mlp import MLP_TARGETS, XIELU, MLPConfig
 from jaxtp.layers.parameter import PaddedDim
-
-_SMALL_EXPERTS = 4
-_SMALL_CHOICES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,18 +165,3 @@ class ExpertsConfig(MLPConfig):
         for name, width in widths.items():
             if width:
                 yield name, width, PaddedDim((width,)).padded(tp)
-
-    def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
-        """See `BranchConfig`."""
-        settings = super().shrink(small)
-        for name in ("shared_experts", "dense_mlp"):
-            if width := getattr(self, name):
-                settings[name] = small.size(width, MIN_FEATURES)
-        groups = self.expert_groups
-        min_experts = max(_SMALL_EXPERTS, _SMALL_CHOICES * groups)
-        experts = smallest_congruent(self.num_experts, math.lcm(*small.tps, groups), min_experts)
-        if experts < self.num_experts:
-            uses_all = self.experts_per_token == self.num_experts
-            choices = experts if uses_all else min(self.experts_per_token, _SMALL_CHOICES)
-            settings |= {"num_experts": experts, "experts_per_token": choices}
-        return settings
