@@ -24,7 +24,7 @@ from jaxtp.layers.mlp import MLP
 from jaxtp.layers.parameter import parameter, params_and_specs
 from jaxtp.layers.sequence_parallel import segment_positions
 from jaxtp.mesh import TP
-from jaxtp.models.config import BlockConfig
+from jaxtp.models.block import BlockConfig
 
 CONVOLUTION = "causal_convolution"
 

@@ -21,7 +21,7 @@ from jaxtp.compiler_hints import rows_as_heads
 from jaxtp.config.affects import COST
 from jaxtp.config.hints import Problem
 from jaxtp.config.schema import ConfigError, Count, Even, Fraction, NonNegative, Positive
-from jaxtp.layers.branch import Branch, BranchConfig, KVCache, Padded
+from jaxtp.layers.branch import Branch, BranchConfig, KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
 from jaxtp.layers.context import ContextAttention, Sequences, of_heads
 from jaxtp.layers.kernels.select import (
@@ -161,10 +161,6 @@ class AttentionConfig(BranchConfig):
         """The division of query heads over tp."""
         return PaddedHeads((self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim))
 
-    def describe_heads(self) -> str:
-        """Returns the numbers of heads, and their width."""
-        return f"{self.num_heads} heads ({self.num_kv_heads} kv) of {self.head_dim}"
-
     def use_on(self, shape: LocalShape, dtype: str) -> Use:
         """Returns the `Use` of a kernel on a device's sequences."""
         method, _ = self.context_attention(shape.tp).method(shape)
@@ -228,21 +224,6 @@ class AttentionConfig(BranchConfig):
         if self.attention_gate:
             outputs["gate_proj"] = queries
         return outputs
-
-    def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
-        """See `BranchConfig`."""
-        yield from super().adapter_kernels()
-        for i, target in enumerate(self.qkv_outputs()):
-            yield target, f"attention.qkv.kernels.{i}"
-        yield "o_proj", "attention.out.kernel"
-
-    def padding(self, tp: int) -> Iterator[Padded]:
-        """See `BranchConfig`."""
-        yield from super().padding(tp)
-        if self.num_heads % self.num_kv_heads == 0:
-            kv_heads, group, _ = self.heads.stored(tp)
-            yield "query heads", self.num_heads, kv_heads * group
-            yield "kv heads", self.num_kv_heads, kv_heads
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from jaxtp.collectives import ATTENDED, axis_size, batch_spec, constrain, device
 from jaxtp.config.hints import Problem
 from jaxtp.config.schema import Count, CountOrZero
 from jaxtp.layers.attention import PaddedHeads
-from jaxtp.layers.branch import Branch, KVCache, Padded
+from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens
 from jaxtp.layers.context import Sequences, with_halo
 from jaxtp.layers.kernels.delta_rule import Scan, Tokens, chunk_states, delta_rule, delta_step
@@ -42,7 +42,8 @@ from jaxtp.mesh import CP, TP, current_device
 DELTA = "gated_delta"  # name in profiles of the layer without its projections
 
 _L2_EPS = 1e-6  # added to the squared norm of queries and keys, in every family
-_TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj")
+# Outputs of `in_proj`
+DELTA_TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj")
 _INSIDE = ("q_conv", "k_conv", "v_conv", "decay_log", "dt_bias", "norm_scale")
 
 
@@ -98,15 +99,6 @@ class GatedDeltaConfig(LatentAttentionConfig):
         group = self.delta_value_heads // self.delta_key_heads
         return PaddedHeads((self.delta_key_heads, group, self.delta_key_dim))
 
-    def describe_heads(self) -> str:
-        """See `AttentionConfig`."""
-        if not self.delta_value_heads:
-            return super().describe_heads()
-        return (
-            f"{self.delta_value_heads} heads with states ({self.delta_key_heads} key) of "
-            f"{self.delta_key_dim} x {self.delta_value_dim}"
-        )
-
     def zigzag(self, shape: LocalShape) -> bool:
         """See `BranchConfig`."""
         return not self.delta_value_heads and super().zigzag(shape)
@@ -115,24 +107,6 @@ class GatedDeltaConfig(LatentAttentionConfig):
         """See `BranchConfig`."""
         if not self.delta_value_heads:
             yield from super().context_problems(shape)
-
-    def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
-        """See `BranchConfig`."""
-        if not self.delta_value_heads:
-            yield from super().adapter_kernels()
-            return
-        for i, target in enumerate(_TARGETS):
-            yield target, f"attention.in_proj.kernels.{i}"
-        yield "o_proj", "attention.out.kernel"
-
-    def padding(self, tp: int) -> Iterator[Padded]:
-        """See `BranchConfig`."""
-        if not self.delta_value_heads:
-            yield from super().padding(tp)
-        elif self.delta_key_heads and self.delta_value_heads % self.delta_key_heads == 0:
-            key_heads, group, _ = self.delta_heads.stored(tp)
-            yield "delta value heads", self.delta_value_heads, key_heads * group
-            yield "delta key heads", self.delta_key_heads, key_heads
 
 
 class GatedDeltaNet(Branch):
@@ -167,7 +141,9 @@ class GatedDeltaNet(Branch):
         values = heads.numbers(width)
         numbers = heads.numbers()
         features = (keys, keys, values, values, numbers, numbers)
-        self.in_proj = ColumnParallelLinear(d_model, features, context, targets=_TARGETS, rngs=rngs)
+        self.in_proj = ColumnParallelLinear(
+            d_model, features, context, targets=DELTA_TARGETS, rngs=rngs
+        )
 
         def taps(dim: PaddedDim) -> Any:
             # The initial values of PyTorch's convolutions

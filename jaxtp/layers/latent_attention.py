@@ -147,27 +147,9 @@ class LatentAttentionConfig(AttentionConfig):
         """See `AttentionConfig`."""
         return LatentHeads((self.num_heads, 1, self.head_dim)) if self.kv_rank else super().heads
 
-    def describe_heads(self) -> str:
-        """See `AttentionConfig`."""
-        if not self.kv_rank:
-            return super().describe_heads()
-        return f"{self.num_heads} heads (keys and values from {self.kv_rank}) of {self.head_dim}"
-
     def use(self, **fields: object) -> Use:
         """See `AttentionConfig`."""
         return super().use(**fields, value_head_dim=self.value_head_dim if self.kv_rank else None)
-
-    def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
-        """See `BranchConfig`."""
-        if not self.kv_rank:
-            yield from super().adapter_kernels()
-            return
-        if self.query_rank:
-            yield "q_a_proj", "attention.query_down.kernel"
-        yield "q_b_proj" if self.query_rank else "q_proj", "attention.query_up.kernels.0"
-        yield "kv_a_proj_with_mqa", "attention.latent_down.kernel"
-        yield "kv_b_proj", "attention.latent_up.kernels.0"
-        yield "o_proj", "attention.out.kernel"
 
 
 class LatentHeads(PaddedHeads):

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import GATHERED, REDUCED, axis_size, device_view, token_spec
 from jaxtp.config.hints import Problem
 from jaxtp.config.schema import Count, Positive
-from jaxtp.layers.branch import BranchConfig, Padded, PositionwiseBranch
+from jaxtp.layers.branch import BranchConfig, PositionwiseBranch
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.linear import (
     COLUMN,
@@ -24,7 +24,6 @@ from jaxtp.layers.linear import (
     RowParallelLinear,
     activation_specs,
 )
-from jaxtp.layers.lora import Target
 from jaxtp.layers.overlap import ring_mlp
 from jaxtp.layers.parameter import (
     DType,
@@ -35,9 +34,6 @@ from jaxtp.layers.parameter import (
     spec_of,
 )
 from jaxtp.mesh import TP
-
-# Projections of an MLP that can have adapters
-MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
 
 XIELU = "xielu"
 _BETA = 0.5
@@ -85,24 +81,6 @@ class MLPConfig(BranchConfig):
             yield Problem(
                 f"model.swiglu_limit={self.swiglu_limit} needs model.mlp=gated, or leave it out"
             )
-
-    def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
-        """See `BranchConfig`."""
-        yield from super().adapter_kernels()
-        yield from self._mlp_kernels("mlp")
-
-    def _mlp_kernels(self, module: str) -> Iterator[tuple[Target, str]]:
-        if self.mlp == "gated":
-            yield "gate_proj", f"{module}.gate_up.kernels.0"
-            yield "up_proj", f"{module}.gate_up.kernels.1"
-        else:
-            yield "up_proj", f"{module}.up.kernels.0"
-        yield "down_proj", f"{module}.down.kernel"
-
-    def padding(self, tp: int) -> Iterator[Padded]:
-        """See `BranchConfig`."""
-        yield from super().padding(tp)
-        yield "d_ff", self.d_ff, PaddedDim((self.d_ff,)).padded(tp)
 
 
 class MLP(PositionwiseBranch):

@@ -7,7 +7,6 @@ repeats. A model inherits its layers' settings, so YAML stays flat: `model.num_k
 
 import dataclasses
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -44,7 +43,7 @@ from jaxtp.config.schema import (
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.embedding import CHUNK_SIZE
-from jaxtp.layers.experts import ExpertsBesideMLP, ExpertsConfig, MixtureOfExperts
+from jaxtp.layers.experts import ExpertsBesideMLP, MixtureOfExperts
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.layers.latent_attention import LatentAttention
 from jaxtp.layers.linear import (
@@ -57,12 +56,13 @@ from jaxtp.layers.linear import (
 )
 from jaxtp.layers.lora import LLAMA_TARGETS, TARGETS, LoraConfig
 from jaxtp.layers.mlp import MLP
-from jaxtp.layers.norm import NormConfig, NormKind
+from jaxtp.layers.norm import NormKind
 from jaxtp.layers.overlap import Overlap
 from jaxtp.layers.parameter import DType, Precision
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.layers.sequence_parallel import LocalShape
 from jaxtp.mesh import CP, STORAGE, TP, parts
+from jaxtp.models.block import BlockConfig, adapter_kernels, padded_dims
 
 _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="KEY")]
 """Keys whose flag can also be `--ignore-config`, the only spelling in commands without a model
@@ -95,29 +95,6 @@ BLOCKS = "blocks"  # path of the decoder's parameters that are stacked
 
 _MAX_UNFIT = 4  # kinds of blocks whose problems are listed at once
 _MODEL_WIDE = {"attention", "grouped"}  # settings that all blocks share
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig):
-    """A kind of decoder block: attention or Gated DeltaNet, then an MLP or experts, with norms."""
-
-    residual_scale: Positive = 1.0
-    """Factor of the outputs of attention and MLP (Granite)."""
-
-    layer_scale: bool = False
-    """Multiply the residual stream at the end of each block by a number that is not trained (Gemma
-    4)."""
-
-    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """See `BranchConfig`."""
-        yield from super().problems(sizes)
-        if self.dense_mlp and not (
-            self.num_experts and self.norm == "rms" and self.norm_placement == "both"
-        ):
-            yield Problem(
-                "model.dense_mlp needs model.num_experts, model.norm=rms and "
-                "model.norm_placement=both"
-            )
 
 
 @dataclass(frozen=True)
@@ -346,21 +323,6 @@ class ModelConfig(BlockConfig, DecoderSizes):
         """Returns whether a layer needs zigzag order."""
         return any(block.zigzag(shape) for block in self.block_kinds())
 
-    def describe_block(self) -> str:
-        """Returns the sizes of a block in one line."""
-        counts = Counter(block.describe_heads() for block in self.layers())
-        heads = [*counts][:1]
-        if 1 < len(counts) <= _MAX_UNFIT:
-            heads = [f"{description} in {layers}" for description, layers in counts.items()]
-            heads[0] += f" of {self.num_layers} layers"
-        text = f"d_model {self.d_model}, {', '.join(heads)}, d_ff {self.d_ff}"
-        if self.num_experts:
-            text += f" in each of {self.num_experts} experts, {self.experts_per_token} a token"
-        num_others = len(self.block_kinds()) - 1
-        if num_others:
-            text += f", and {num_others} other {'kind' if num_others == 1 else 'kinds'} of block"
-        return text
-
     def listed_blocks(self) -> Mapping[str, BlockConfig]:
         """Returns the settings of blocks in `first_blocks` and `pattern`, by place.
 
@@ -433,7 +395,7 @@ def validate_model(
 
 def padded_sizes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:
     """Returns (size, padded size) of each size that tp pads, by name."""
-    sizes = chain.from_iterable(block.padding(tp) for block in config.block_kinds())
+    sizes = chain.from_iterable(padded_dims(block, tp) for block in config.block_kinds())
     return {name: (size, padded) for name, size, padded in sizes if padded != size}
 
 
@@ -570,7 +532,7 @@ def _lora_problems(config: ModelConfig) -> Iterator[Problem]:
         yield from _unused_lora_settings(lora, config.precision.param)
     # These targets mean all that there are.
     elif lora.targets not in (TARGETS, LLAMA_TARGETS):
-        kernels = chain.from_iterable(block.adapter_kernels() for block in config.block_kinds())
+        kernels = chain.from_iterable(adapter_kernels(block) for block in config.block_kinds())
         adaptable = {target for target, _ in kernels}
         if missing := [target for target in lora.targets if target not in adaptable]:
             possible = [target for target in TARGETS if target in adaptable]

@@ -35,7 +35,8 @@ from jaxtp.mesh import (
     mesh_sizes,
     parts,
 )
-from jaxtp.models.config import BlockConfig, ModelConfig, model_problems, padded_sizes
+from jaxtp.models.block import BlockConfig
+from jaxtp.models.config import ModelConfig, model_problems, padded_sizes
 from jaxtp.train.config import LoopConfig, Sizes, TrainConfig
 
 

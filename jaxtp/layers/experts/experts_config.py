@@ -7,11 +7,8 @@ from typing import Annotated, Literal
 from jaxtp.config.affects import COST
 from jaxtp.config.hints import Problem, not_divisible
 from jaxtp.config.schema import Count, CountOrZero, NonNegative, Positive
-from jaxtp.layers.branch import Padded
 from jaxtp.layers.kernels.grouped import Implementation
-from jaxtp.layers.lora import Target
-from jaxtp.layers.mlp import MLP_TARGETS, XIELU, MLPConfig
-from jaxtp.layers.parameter import PaddedDim
+from jaxtp.layers.mlp import XIELU, MLPConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,32 +133,3 @@ class ExpertsConfig(MLPConfig):
             yield Problem(
                 f"model.experts_per_token={k} is more than {choices}; at most {max_choices} works"
             )
-
-    def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
-        """See `BranchConfig`."""
-        if not self.num_experts:
-            yield from super().adapter_kernels()
-            return
-        # The kernels of `MLPConfig` are not there.
-        yield from super(MLPConfig, self).adapter_kernels()
-        module = "mlp"
-        if self.dense_mlp:
-            yield from self._mlp_kernels("mlp.mlp")
-            module = "mlp.experts"
-        kernels = [f"{module}.{name}" for name in self.projections()]
-        yield from zip(MLP_TARGETS[-len(kernels) :], kernels, strict=True)
-        if self.shared_experts:
-            yield from self._mlp_kernels(f"{module}.shared")
-
-    def padding(self, tp: int) -> Iterator[Padded]:
-        """See `BranchConfig`; the width of experts is padded only if it is split."""
-        if not self.num_experts:
-            yield from super().padding(tp)
-            return
-        yield from super(MLPConfig, self).padding(tp)
-        widths = {"dense_mlp": self.dense_mlp, "shared_experts": self.shared_experts}
-        if not self.over_tp(tp):
-            widths = {"d_ff": self.d_ff, **widths}
-        for name, width in widths.items():
-            if width:
-                yield name, width, PaddedDim((width,)).padded(tp)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxtp.layers.rope import RopeScaling, rope_problems, rotated_dims
-from jaxtp.models.config import BlockConfig, Changes, ModelConfig, matmul_layers
+from jaxtp.models.block import BlockConfig
+from jaxtp.models.config import Changes, ModelConfig, matmul_layers
 
 _MIN_D_MODEL = 64
 _MIN_VOCAB = 96
