@@ -40,7 +40,6 @@ class ConvolutionConfig(BranchConfig):
     """Width of the convolution in positions, including the current one."""
 
     def problems(self, sizes):
-        yield from super().problems(sizes)
         among = {f"mesh.{TP}": self.conv_features}
         yield from not_divisible(
             "model.conv_features", self.conv_features, "mesh.tp", sizes[TP], among

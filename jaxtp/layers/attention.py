@@ -5,7 +5,7 @@ the k and v kernels before use, and each outputs the head. Replicated k and v ke
 to tp times the memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Annotated, Any
@@ -19,9 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain, device_view, token_spec
 from jaxtp.compiler_hints import rows_as_heads
 from jaxtp.config.affects import COST
-from jaxtp.config.hints import Problem
 from jaxtp.config.schema import ConfigError, Count, Even, Fraction, NonNegative, Positive
-from jaxtp.layers.branch import Branch, BranchConfig, KVCache
+from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
 from jaxtp.layers.context import ContextAttention, Sequences, of_heads
 from jaxtp.layers.kernels.select import (
@@ -41,7 +40,7 @@ from jaxtp.layers.linear import (
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import ATTEND, NormConfig, QKNorm, QKNormKind, rms_normalise
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs, spec_of
-from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems, rotated_dims
+from jaxtp.layers.rope import RopeScaling, apply_rope, rotated_dims
 from jaxtp.layers.sequence_parallel import LocalShape, Method, Part, segment_positions
 from jaxtp.mesh import CP, TP, current_device, current_mesh, mesh_sizes
 
@@ -54,7 +53,7 @@ any size."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig(BranchConfig):
+class AttentionConfig:
     """Settings of a block's attention."""
 
     num_heads: Count = 8
@@ -127,30 +126,6 @@ class AttentionConfig(BranchConfig):
     and fused if it can use both. Both need an NVIDIA GPU; cudnn also needs 16 bits, and no packed
     documents or sinks. blockwise and xla run everywhere; xla stores all scores."""
 
-    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """See `BranchConfig`."""
-        yield from super().problems(sizes)
-        if self.num_heads % self.num_kv_heads:
-            is_default = self.num_kv_heads == type(self).num_kv_heads
-            advice = ", the default: set both" if is_default else ""
-            yield Problem(
-                f"model.num_heads={self.num_heads} is not divisible by "
-                f"model.num_kv_heads={self.num_kv_heads}{advice}",
-                among={"model.num_kv_heads": self.num_heads},
-            )
-        if sizes[TP] > 2 * self.num_heads:
-            text = (
-                f"mesh.tp={sizes[TP]} is more than twice "
-                f"model.num_heads={self.num_heads}: most "
-                "devices get no head"
-            )
-            yield Problem(text, among={f"mesh.{TP}": self.num_heads})
-        problems = rope_problems(
-            self.rope_width, self.rope_theta, self.rope_scaling, self.rotary_fraction
-        )
-        yield from map(Problem, problems)
-        yield from map(Problem, unsupported(self.attention, self.use()))
-
     @property
     def rope_width(self) -> int:
         """Width of the part of a head that has positions."""
@@ -190,19 +165,7 @@ class AttentionConfig(BranchConfig):
 
     def zigzag(self, shape: LocalShape) -> bool:
         """See `BranchConfig`."""
-        return super().zigzag(shape) or self.context_attention(shape.tp).zigzag(shape)
-
-    def context_problems(self, shape: LocalShape) -> Iterator[Problem]:
-        """See `BranchConfig`."""
-        yield from super().context_problems(shape)
-        queries, _ = self.heads.on_device(shape.tp)
-        cp = shape.sizes[CP]
-        if shape.context == "ulysses" and queries % cp:
-            text = (
-                f"mesh.context=ulysses: mesh.cp={cp} does not divide the {queries} query heads of "
-                f"a device over mesh.tp={shape.tp}; use gather or auto"
-            )
-            yield Problem(text, among={f"mesh.{CP}": queries})
+        return self.context_attention(shape.tp).zigzag(shape)
 
     def fixed_bias(self, *, rotates: bool = True, output: int = 0) -> FixedBias | None:
         """Returns which part of a bias of the keys is fixed, if any; `rotates`: rope follows it."""
@@ -323,6 +286,11 @@ class CausalSelfAttention(Branch):
         norm: NormConfig = NormConfig(norm_eps=1e-6),
         rngs: nnx.Rngs,
     ):
+        if config.num_heads % config.num_kv_heads:
+            raise ValueError(
+                f"num_heads={config.num_heads} is not divisible by "
+                f"num_kv_heads={config.num_kv_heads}"
+            )
         self.config = config
         self.precision = context.precision
         self.joined = context.schedule.joined
@@ -427,8 +395,13 @@ class CausalSelfAttention(Branch):
             context=sequences.context,
             zigzag=sequences.zigzag,
         )
-        for problem in self.config.context_problems(shape):
-            raise ConfigError(problem.text)
+        queries, _ = self.config.heads.on_device(shape.tp)
+        cp = shape.sizes[CP]
+        if shape.context == "ulysses" and queries % cp:
+            raise ValueError(
+                f"context='ulysses': cp={cp} does not divide the {queries} query heads of a device "
+                f"over tp={shape.tp}; use 'gather' or 'auto'"
+            )
         return shape
 
     def _attend(

@@ -77,14 +77,14 @@ class PositionwiseBranch(Branch):
 
 
 class BranchConfig:
-    """Settings of a branch; a block inherits several, so every method calls `super()`."""
+    """Settings of a branch of your own, with what models and tools ask about them; all optional.
+
+    A block inherits it: `class Block(ConvolutionConfig, BlockConfig)`. jaxtp's layers have none of
+    these methods: `models/block.py`, `models/block_rules.py` and `tools/check` know their settings.
+    """
 
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """Yields why the branch cannot run on this mesh."""
-        yield from ()
-
-    def context_problems(self, shape: LocalShape) -> Iterator[Problem]:
-        """Yields why the branch cannot run over cp."""
+        """Yields why the branch cannot run on this mesh, naming the settings."""
         yield from ()
 
     def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
@@ -96,7 +96,7 @@ class BranchConfig:
         return False
 
     def padding(self, tp: int) -> Iterator[Padded]:
-        """Yields the sizes that tp may pad."""
+        """Yields the name, the size and the padded size of each dim that tp may pad."""
         yield from ()
 
     def shrink(self, small: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ group of value heads. Both are split over tp like kv heads and their query heads
 column and the row layer communicate over tp.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import ATTENDED, axis_size, batch_spec, constrain, device_view, token_spec
-from jaxtp.config.hints import Problem
 from jaxtp.config.schema import Count, CountOrZero
 from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.branch import Branch, KVCache
@@ -68,31 +67,6 @@ class GatedDeltaConfig(LatentAttentionConfig):
     """Gated DeltaNet: tokens that the causal convolution of queries, keys and values reads, with
     the current one."""
 
-    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """See `BranchConfig`."""
-        if not self.delta_value_heads:
-            yield from super().problems(sizes)
-            return
-        count = self.delta_value_heads
-        needed = {"delta_key_heads": count, "delta_key_dim": 128, "delta_value_dim": 128}
-        for name, example in needed.items():
-            if not getattr(self, name):
-                yield Problem(
-                    f"model.{name}=0, but model.delta_value_heads={count} needs it; {example} works"
-                )
-        if self.delta_key_heads and count % self.delta_key_heads:
-            text = (
-                f"model.delta_value_heads={count} is not divisible by "
-                f"model.delta_key_heads={self.delta_key_heads}"
-            )
-            yield Problem(text, among={"model.delta_key_heads": count})
-        if sizes[TP] > 2 * count:
-            text = (
-                f"mesh.tp={sizes[TP]} is more than twice model.delta_value_heads={count}: most "
-                "devices get no head"
-            )
-            yield Problem(text, among={f"mesh.{TP}": count})
-
     @property
     def delta_heads(self) -> PaddedHeads:
         """The division of value heads over tp; key heads, which have the width, are kv heads."""
@@ -102,11 +76,6 @@ class GatedDeltaConfig(LatentAttentionConfig):
     def zigzag(self, shape: LocalShape) -> bool:
         """See `BranchConfig`."""
         return not self.delta_value_heads and super().zigzag(shape)
-
-    def context_problems(self, shape: LocalShape) -> Iterator[Problem]:
-        """See `BranchConfig`."""
-        if not self.delta_value_heads:
-            yield from super().context_problems(shape)
 
 
 class GatedDeltaNet(Branch):
@@ -131,6 +100,11 @@ class GatedDeltaNet(Branch):
         norm: NormConfig = NormConfig(norm_eps=1e-6),
         rngs: nnx.Rngs,
     ):
+        if not config.delta_key_heads or config.delta_value_heads % config.delta_key_heads:
+            raise ValueError(
+                f"delta_value_heads={config.delta_value_heads} is not divisible by "
+                f"delta_key_heads={config.delta_key_heads}"
+            )
         self.config = config
         self.joined = context.schedule.joined
         self.precision = context.precision

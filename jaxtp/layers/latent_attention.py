@@ -15,7 +15,6 @@ The latents' gradient is summed over tp once, where they enter the heads. Gradie
 projections are then equal on all devices, or of each device's own tokens.
 """
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -34,7 +33,6 @@ from jaxtp.collectives import (
     enter_parallel,
     token_spec,
 )
-from jaxtp.config.hints import Problem, mesh_product, mesh_settings, not_divisible
 from jaxtp.config.schema import CountOrZero
 from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention, Heads, PaddedHeads
 from jaxtp.layers.branch import KVCache
@@ -51,25 +49,13 @@ from jaxtp.layers.norm import ATTEND, Norm, NormConfig
 from jaxtp.layers.parameter import ExactDim, PaddedDim, Weights, parameter, params_and_specs
 from jaxtp.layers.rope import apply_rope
 from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
-from jaxtp.mesh import STORAGE, TP, parts
+from jaxtp.mesh import STORAGE, TP
 
 # Name in profiles of the down projections, and of the latents' gather
 LATENT = "latent"
 
 LATENT_NORM = NormConfig(norm="rms", norm_eps=1e-6)
 """Norm of the latents in every family: transformers does not pass the settings of the block."""
-
-_MEANINGLESS = (
-    "rotary_fraction",
-    "qk_norm",
-    "qk_norm_after_rope",
-    "value_norm",
-    "value_is_key",
-    "clip_qkv",
-    "attention_gate",
-    "attention_bias",
-    "attention_sinks",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,53 +75,6 @@ class LatentAttentionConfig(AttentionConfig):
 
     value_head_dim: CountOrZero = 0
     """Latent attention: width of a head's values and results."""
-
-    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """See `BranchConfig`."""
-        yield from super().problems(sizes)
-        if not self.kv_rank:
-            for name in ("query_rank", "rope_head_dim", "value_head_dim"):
-                if value := getattr(self, name):
-                    yield Problem(
-                        f"model.{name}={value} needs latent attention; set model.kv_rank, or "
-                        "leave it out"
-                    )
-            return
-        if self.rope_head_dim % 2 or not 0 < self.rope_head_dim < self.head_dim:
-            text = (
-                f"model.rope_head_dim={self.rope_head_dim} is not an even number from 2 to "
-                "below model.head_dim"
-            )
-            yield Problem(
-                f"{text}={self.head_dim}, which model.kv_rank needs; {self.head_dim // 4 * 2} works"
-            )
-        if not self.value_head_dim:
-            usual = self.head_dim - self.rope_head_dim
-            yield Problem(
-                f"model.value_head_dim=0, but latent attention needs a width; {usual} is usual"
-            )
-        if self.num_kv_heads != self.num_heads:
-            text = (
-                f"model.num_kv_heads={self.num_kv_heads} differs from "
-                f"model.num_heads={self.num_heads}"
-            )
-            yield Problem(
-                f"{text}: with model.kv_rank each head has its own keys; set both to "
-                f"{self.num_heads}"
-            )
-        for name in _MEANINGLESS:
-            if (value := getattr(self, name)) != getattr(AttentionConfig, name):
-                yield Problem(
-                    f"model.{name}={value} has no meaning with model.kv_rank; leave it out"
-                )
-        shards = parts(sizes, STORAGE)
-        axes = [axis for axis in STORAGE if sizes[axis] > 1]
-        for name in ("kv_rank", "query_rank"):
-            rank = getattr(self, name)
-            among = dict.fromkeys(mesh_settings(axes), rank)
-            yield from not_divisible(
-                f"model.{name}", rank, mesh_product(STORAGE, sizes), shards, among
-            )
 
     @property
     def rope_width(self) -> int:

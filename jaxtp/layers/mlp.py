@@ -1,6 +1,6 @@
 """The feed-forward layer, gated (Shazeer, arXiv 2002.05202) or plain."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -13,9 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import GATHERED, REDUCED, axis_size, device_view, token_spec
-from jaxtp.config.hints import Problem
 from jaxtp.config.schema import Count, Positive
-from jaxtp.layers.branch import BranchConfig, PositionwiseBranch
+from jaxtp.layers.branch import PositionwiseBranch
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.linear import (
     COLUMN,
@@ -53,7 +52,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLPConfig(BranchConfig):
+class MLPConfig:
     """Settings of a block's MLP."""
 
     d_ff: Count = 384
@@ -73,14 +72,6 @@ class MLPConfig(BranchConfig):
 
     mlp_bias: bool = False
     """Biases on the MLP's projections."""
-
-    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """See `BranchConfig`."""
-        yield from super().problems(sizes)
-        if self.swiglu_limit is not None and self.mlp != "gated":
-            yield Problem(
-                f"model.swiglu_limit={self.swiglu_limit} needs model.mlp=gated, or leave it out"
-            )
 
 
 class MLP(PositionwiseBranch):

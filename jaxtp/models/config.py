@@ -63,6 +63,7 @@ from jaxtp.layers.remat import RematPolicy
 from jaxtp.layers.sequence_parallel import LocalShape
 from jaxtp.mesh import CP, STORAGE, TP, parts
 from jaxtp.models.block import BlockConfig, adapter_kernels, padded_dims
+from jaxtp.models.block_rules import block_problems
 
 _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="KEY")]
 """Keys whose flag can also be `--ignore-config`, the only spelling in commands without a model
@@ -504,7 +505,7 @@ def _unfit_blocks(config: ModelConfig, mesh: Mapping[str, int]) -> list[Problem]
 
 
 def _block_problems(place: str, block: BlockConfig, mesh: Mapping[str, int]) -> list[Problem]:
-    return [replace(problem, text=place + problem.text) for problem in block.problems(mesh)]
+    return [replace(problem, text=place + problem.text) for problem in block_problems(block, mesh)]
 
 
 def _width_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:

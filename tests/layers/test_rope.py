@@ -12,8 +12,9 @@ from tables import raised_by
 
 import jaxtp
 from jaxtp.config.schema import from_yaml, to_yaml
-from jaxtp.layers.rope import UNSCALED, RopeScaling, apply_rope, rope_frequencies, rope_problems
+from jaxtp.layers.rope import UNSCALED, RopeScaling, apply_rope, rope_frequencies
 from jaxtp.mesh import mesh_shape
+from jaxtp.models.block_rules import rope_problems
 from jaxtp.models.config import violations
 from jaxtp.tools.check.small_model import ShrinkSpec, shrink_block
 from jaxtp.train.__main__ import COMMAND as TRAIN

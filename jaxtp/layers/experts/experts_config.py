@@ -1,14 +1,12 @@
 """Settings of a mixture of experts."""
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from jaxtp.config.affects import COST
-from jaxtp.config.hints import Problem, not_divisible
 from jaxtp.config.schema import Count, CountOrZero, NonNegative, Positive
 from jaxtp.layers.kernels.grouped import Implementation
-from jaxtp.layers.mlp import XIELU, MLPConfig
+from jaxtp.layers.mlp import MLPConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,46 +88,3 @@ class ExpertsConfig(MLPConfig):
         """
         columns = ("gate", "up") if self.mlp == "gated" else ("up",)
         return {**dict.fromkeys(columns, "EDF"), "down": "EFD"}
-
-    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """See `BranchConfig`."""
-        yield from super().problems(sizes)
-        experts = self.num_experts
-        if not experts:
-            return
-        yield from self._group_problems()
-        if self.mlp_bias and not self.shared_experts:
-            yield Problem(
-                f"model.mlp_bias=true: the {experts} experts of model.num_experts have their "
-                "biases by model.experts_bias; use it, and model.mlp_bias=false"
-            )
-        if self.activation == XIELU:
-            yield Problem(
-                f"model.activation={XIELU}: the {experts} experts of model.num_experts have no "
-                "learned activations; use, for example, model.activation=silu"
-            )
-        if self.shared_experts_gate and not self.shared_experts:
-            yield Problem(
-                "model.shared_experts_gate=true needs model.shared_experts, the width of its MLP"
-            )
-
-    def _group_problems(self) -> Iterator[Problem]:
-        experts = self.num_experts
-        groups = self.expert_groups
-        k = self.experts_per_token
-        if self.groups_per_token > groups:
-            yield Problem(
-                f"model.groups_per_token={self.groups_per_token} is more than "
-                f"model.expert_groups={groups}; at most "
-                f"{groups} works"
-            )
-        among = {"model.expert_groups": experts}
-        yield from not_divisible("model.num_experts", experts, "model.expert_groups", groups, among)
-        max_choices = min(self.groups_per_token, groups) * (experts // groups)
-        if experts % groups == 0 and k > max_choices:
-            choices = f"the experts in {self.groups_per_token} of model.expert_groups={groups}"
-            if groups == 1:
-                choices = f"model.num_experts={experts}"
-            yield Problem(
-                f"model.experts_per_token={k} is more than {choices}; at most {max_choices} works"
-            )

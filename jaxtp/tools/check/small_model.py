@@ -8,8 +8,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxtp.layers.rope import RopeScaling, rope_problems, rotated_dims
+from jaxtp.layers.rope import RopeScaling, rotated_dims
 from jaxtp.models.block import BlockConfig
+from jaxtp.models.block_rules import rope_problems
 from jaxtp.models.config import Changes, ModelConfig, matmul_layers
 
 _MIN_D_MODEL = 64
@@ -67,28 +68,31 @@ def smallest_congruent(value: int, modulus: int, minimum: int) -> int:
 
 def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
     """Returns a small model for virtual CPU devices, with every kind of block."""
-    pattern = max(1, len(config.pattern))
-    first = len(config.first_blocks)
-    turns, remainder = divmod(config.num_layers - first, pattern)
+    num_first = len(config.first_blocks)
+    period = max(1, len(config.pattern))
+    turns, remainder = divmod(config.num_layers - num_first, period)
     precision = config.precision
     if precision.matmul != "compute":
         layers = "|".join(path for path, why in matmul_layers(config).items() if why is None)
         precision = replace(precision, matmul_layers=layers, matmul_least=1)
-    min_eps = _SMALL_EPS if any(block.delta_value_heads for block in config.block_kinds()) else 0.0
-    listed = (*config.first_blocks, *config.pattern)
-    smaller = []
-    for changes, block in zip(listed, config.listed_blocks().values(), strict=True):
-        shrunk = shrink_block(block, small)
-        smaller.append(Changes({name: shrunk.get(name, value) for name, value in changes.items()}))
+    norm_eps = config.norm_eps
+    if any(block.delta_value_heads for block in config.block_kinds()):
+        norm_eps = max(norm_eps, _SMALL_EPS)
+    listed = []
+    all_changes = (*config.first_blocks, *config.pattern)
+    for changes, block in zip(all_changes, config.listed_blocks().values(), strict=True):
+        # The same settings of the small block
+        shrunk = {**changes, **shrink_block(block, small)}
+        listed.append(Changes((name, shrunk[name]) for name in changes))
     return replace(
         config,
         vocab_size=small.size(config.vocab_size, _MIN_VOCAB),
         d_model=smallest_congruent(0, small.shards, _MIN_D_MODEL),
-        num_layers=first + pattern * min(turns, _MAX_TURNS) + remainder,
+        num_layers=num_first + period * min(turns, _MAX_TURNS) + remainder,
         loss_chunk=small.positions(config.loss_chunk),
-        first_blocks=tuple(smaller[:first]),
-        pattern=tuple(smaller[first:]),
-        norm_eps=max(config.norm_eps, min_eps),
+        first_blocks=tuple(listed[:num_first]),
+        pattern=tuple(listed[num_first:]),
+        norm_eps=norm_eps,
         learned_positions=config.learned_positions and small.positions(config.learned_positions),
         precision=precision,
         **shrink_block(config, small),
