@@ -164,7 +164,7 @@ class AttentionConfig:
         return ContextAttention(queries=queries, keys=keys, window=self.sliding_window)
 
     def zigzag(self, shape: LocalShape) -> bool:
-        """See `BranchConfig`."""
+        """Returns whether only zigzag order gives devices equal work."""
         return self.context_attention(shape.tp).zigzag(shape)
 
     def fixed_bias(self, *, rotates: bool = True, output: int = 0) -> FixedBias | None:

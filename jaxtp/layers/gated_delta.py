@@ -74,7 +74,7 @@ class GatedDeltaConfig(LatentAttentionConfig):
         return PaddedHeads((self.delta_key_heads, group, self.delta_key_dim))
 
     def zigzag(self, shape: LocalShape) -> bool:
-        """See `BranchConfig`."""
+        """See `AttentionConfig`."""
         return not self.delta_value_heads and super().zigzag(shape)
 
 

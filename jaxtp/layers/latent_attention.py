@@ -79,7 +79,7 @@ class LatentAttentionConfig(AttentionConfig):
     @property
     def rope_width(self) -> int:
         """See `AttentionConfig`."""
-        return self.rope_head_dim // 2 * 2 or self.head_dim  # `problems` refuses odd ones
+        return self.rope_head_dim // 2 * 2 or self.head_dim  # models refuse odd ones
 
     @property
     def heads(self) -> PaddedHeads:
