@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from jaxtp.mesh import TP as TP
     from jaxtp.mesh import MeshError as MeshError
     from jaxtp.mesh import make_mesh as make_mesh
-    from jaxtp.models.config import BlockConfig as BlockConfig
+    from jaxtp.models.block import BlockConfig as BlockConfig
     from jaxtp.models.config import ModelConfig as ModelConfig
     from jaxtp.models.decoder import Decoder as Decoder
     from jaxtp.models.decoder import DecoderBlock as DecoderBlock

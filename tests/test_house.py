@@ -198,11 +198,11 @@ def test_no_utils():
 # raises one in its own commit, which says why.
 BUDGETS = {
     "tokens of code": 349_000,
-    "files": 249,
+    "files": 252,
     "files under 80 lines, families aside": 3,
     "rooms": 15,
     "arrows between rooms": 74,
-    "files that training imports": 91,
+    "files that training imports": 93,
     "functions of more than 6 parameters": 4,
     "Any": 545,
     "file names used more than twice": 0,

@@ -13,6 +13,7 @@ from support import use_mesh
 
 import jaxtp
 from jaxtp.distributed.devices import request_virtual_devices
+from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.mesh import (
     AXES,
     MeshError,
@@ -208,6 +209,15 @@ def test_a_size_that_is_no_size_is_named(layer):
     for size in (0, -1, 4.0, "4", None):
         with pytest.raises(ValueError, match=rf"={size!r}: should be a whole number, 1 or more"):
             OF_SIZES[layer](size)
+
+
+def test_heads_that_do_not_divide_are_refused_by_their_layer():
+    attention = jaxtp.AttentionConfig(num_heads=8, num_kv_heads=3)
+    with pytest.raises(ValueError, match="num_heads=8 is not divisible by num_kv_heads=3"):
+        jaxtp.CausalSelfAttention(16, attention, rngs=nnx.Rngs(0))
+    delta = GatedDeltaConfig(delta_value_heads=4, delta_key_heads=0)
+    with pytest.raises(ValueError, match=r"delta_value_heads=4 .* delta_key_heads=0"):
+        GatedDeltaNet(16, delta, rngs=nnx.Rngs(0))
 
 
 def test_sizes_of_numpy_are_sizes():

@@ -24,7 +24,7 @@ from jaxtp.layers.mlp import MLP
 from jaxtp.layers.parameter import parameter, params_and_specs
 from jaxtp.layers.sequence_parallel import segment_positions
 from jaxtp.mesh import TP
-from jaxtp.models.config import BlockConfig
+from jaxtp.models.block import BlockConfig
 
 CONVOLUTION = "causal_convolution"
 
@@ -40,14 +40,13 @@ class ConvolutionConfig(BranchConfig):
     """Width of the convolution in positions, including the current one."""
 
     def problems(self, sizes):
-        yield from super().problems(sizes)
         among = {f"mesh.{TP}": self.conv_features}
         yield from not_divisible(
             "model.conv_features", self.conv_features, "mesh.tp", sizes[TP], among
         )
 
     def shrink(self, small):
-        return {"conv_features": small.size(self.conv_features, 16), **super().shrink(small)}
+        return {"conv_features": small.size(self.conv_features, 16)}
 
 
 class CausalConvolution(nnx.Module):

@@ -14,6 +14,7 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.layers.lora import TARGETS, LoraConfig, Target, freeze_as
 from jaxtp.layers.parameter import DType
 from jaxtp.mesh import current_mesh
+from jaxtp.models.block import adapter_kernels
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder, abstract_decoder, create_decoder
 
@@ -35,7 +36,7 @@ def adapters(config: ModelConfig) -> Iterator[Adapter]:
     counts: Counter[str] = Counter()
     for target in filter(config.lora.adapted, TARGETS):
         for stack, layers, block in config.kinds():
-            for name, kernel in block.adapter_kernels():
+            for name, kernel in adapter_kernels(block):
                 if name == target:
                     path = f"{stack}.{kernel}"
                     module, is_linear, _ = path.partition(".kernel")

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 from jaxtp.config.reading import truncate
 from jaxtp.hf.families.family import NO_ROPE, SCALE_BY_LAYER, Attribute, Family, LayerType
 from jaxtp.hf.model_folder import READ, Attributes, HFError, choice, positive, quote, switch, whole
-from jaxtp.layers.rope import UNSCALED, RopeScaling, rope_problems
-from jaxtp.models.config import BlockConfig, ModelConfig
+from jaxtp.layers.rope import UNSCALED, RopeScaling
+from jaxtp.models.block import BlockConfig
+from jaxtp.models.block_rules import rope_problems
+from jaxtp.models.config import ModelConfig
 
 _ORIGINAL = "original_max_position_embeddings"
 _MAX_POSITIONS = "max_position_embeddings"

@@ -61,8 +61,8 @@ from jaxtp.hf.tensor_map import (
     group_by_tensor,
     tensor_parts,
 )
+from jaxtp.layers.experts import EXPERT_TARGETS
 from jaxtp.layers.lora import TARGETS, LoraConfig, Target, freeze_state
-from jaxtp.layers.mlp import MLP_TARGETS
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import current_mesh
 from jaxtp.models.config import ModelConfig
@@ -297,7 +297,7 @@ def _peft_config(
         name
         for name, (kernel, *_) in adapted.items()
         if config.most_experts
-        and last_names[name] in MLP_TARGETS
+        and last_names[name] in EXPERT_TARGETS.values()
         and kernel.expert is None
         and not _is_stacked(kernel)
     }

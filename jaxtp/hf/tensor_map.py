@@ -21,7 +21,8 @@ from jaxtp.hf.wrapper import full_names as full_names
 from jaxtp.hf.wrapper import layer_number
 from jaxtp.hf.wrapper import name_of as name_of
 from jaxtp.layers.parameter import DType, logical_shape
-from jaxtp.models.config import BLOCKS, BlockConfig, ModelConfig
+from jaxtp.models.block import BlockConfig
+from jaxtp.models.config import BLOCKS, ModelConfig
 
 # The number of an expert in a tensor's name
 _EXPERT = re.compile(r"(?<=\.experts\.)\d{1,9}(?=\.)")

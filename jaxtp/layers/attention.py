@@ -5,7 +5,7 @@ the k and v kernels before use, and each outputs the head. Replicated k and v ke
 to tp times the memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Annotated, Any
@@ -19,9 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain, device_view, token_spec
 from jaxtp.compiler_hints import rows_as_heads
 from jaxtp.config.affects import COST
-from jaxtp.config.hints import Problem
 from jaxtp.config.schema import ConfigError, Count, Even, Fraction, NonNegative, Positive
-from jaxtp.layers.branch import Branch, BranchConfig, KVCache, Padded, ShrinkSpec
+from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
 from jaxtp.layers.context import ContextAttention, Sequences, of_heads
 from jaxtp.layers.kernels.select import (
@@ -41,7 +40,7 @@ from jaxtp.layers.linear import (
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import ATTEND, NormConfig, QKNorm, QKNormKind, rms_normalise
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs, spec_of
-from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems, rotated_dims
+from jaxtp.layers.rope import RopeScaling, apply_rope, rotated_dims
 from jaxtp.layers.sequence_parallel import LocalShape, Method, Part, segment_positions
 from jaxtp.mesh import CP, TP, current_device, current_mesh, mesh_sizes
 
@@ -52,13 +51,9 @@ _MAX_SHARED_KV_HEADS = 4096
 """Bounds the search of `_padded_heads`: it also sees meshes that are refused later, which may have
 any size."""
 
-_SMALL_HEAD_DIMS = (8, 16, 32, 64)
-# Every dim rotates; in a dim that hardly rotates, a key bias's gradient is rounding noise.
-_SMALL_THETA = 2.0
-
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig(BranchConfig):
+class AttentionConfig:
     """Settings of a block's attention."""
 
     num_heads: Count = 8
@@ -131,30 +126,6 @@ class AttentionConfig(BranchConfig):
     and fused if it can use both. Both need an NVIDIA GPU; cudnn also needs 16 bits, and no packed
     documents or sinks. blockwise and xla run everywhere; xla stores all scores."""
 
-    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """See `BranchConfig`."""
-        yield from super().problems(sizes)
-        if self.num_heads % self.num_kv_heads:
-            is_default = self.num_kv_heads == type(self).num_kv_heads
-            advice = ", the default: set both" if is_default else ""
-            yield Problem(
-                f"model.num_heads={self.num_heads} is not divisible by "
-                f"model.num_kv_heads={self.num_kv_heads}{advice}",
-                among={"model.num_kv_heads": self.num_heads},
-            )
-        if sizes[TP] > 2 * self.num_heads:
-            text = (
-                f"mesh.tp={sizes[TP]} is more than twice "
-                f"model.num_heads={self.num_heads}: most "
-                "devices get no head"
-            )
-            yield Problem(text, among={f"mesh.{TP}": self.num_heads})
-        problems = rope_problems(
-            self.rope_width, self.rope_theta, self.rope_scaling, self.rotary_fraction
-        )
-        yield from map(Problem, problems)
-        yield from map(Problem, unsupported(self.attention, self.use()))
-
     @property
     def rope_width(self) -> int:
         """Width of the part of a head that has positions."""
@@ -164,10 +135,6 @@ class AttentionConfig(BranchConfig):
     def heads(self) -> "PaddedHeads":
         """The division of query heads over tp."""
         return PaddedHeads((self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim))
-
-    def describe_heads(self) -> str:
-        """Returns the numbers of heads, and their width."""
-        return f"{self.num_heads} heads ({self.num_kv_heads} kv) of {self.head_dim}"
 
     def use_on(self, shape: LocalShape, dtype: str) -> Use:
         """Returns the `Use` of a kernel on a device's sequences."""
@@ -197,20 +164,8 @@ class AttentionConfig(BranchConfig):
         return ContextAttention(queries=queries, keys=keys, window=self.sliding_window)
 
     def zigzag(self, shape: LocalShape) -> bool:
-        """See `BranchConfig`."""
-        return super().zigzag(shape) or self.context_attention(shape.tp).zigzag(shape)
-
-    def context_problems(self, shape: LocalShape) -> Iterator[Problem]:
-        """See `BranchConfig`."""
-        yield from super().context_problems(shape)
-        queries, _ = self.heads.on_device(shape.tp)
-        cp = shape.sizes[CP]
-        if shape.context == "ulysses" and queries % cp:
-            text = (
-                f"mesh.context=ulysses: mesh.cp={cp} does not divide the {queries} query heads of "
-                f"a device over mesh.tp={shape.tp}; use gather or auto"
-            )
-            yield Problem(text, among={f"mesh.{CP}": queries})
+        """Returns whether only zigzag order gives devices equal work."""
+        return self.context_attention(shape.tp).zigzag(shape)
 
     def fixed_bias(self, *, rotates: bool = True, output: int = 0) -> FixedBias | None:
         """Returns which part of a bias of the keys is fixed, if any; `rotates`: rope follows it."""
@@ -232,50 +187,6 @@ class AttentionConfig(BranchConfig):
         if self.attention_gate:
             outputs["gate_proj"] = queries
         return outputs
-
-    def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
-        """See `BranchConfig`."""
-        yield from super().adapter_kernels()
-        for i, target in enumerate(self.qkv_outputs()):
-            yield target, f"attention.qkv.kernels.{i}"
-        yield "o_proj", "attention.out.kernel"
-
-    def padding(self, tp: int) -> Iterator[Padded]:
-        """See `BranchConfig`."""
-        yield from super().padding(tp)
-        if self.num_heads % self.num_kv_heads == 0:
-            kv_heads, group, _ = self.heads.stored(tp)
-            yield "query heads", self.num_heads, kv_heads * group
-            yield "kv heads", self.num_kv_heads, kv_heads
-
-    def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
-        """See `BranchConfig`."""
-        heads = self.heads
-        fraction = self.rotary_fraction
-        length = small.positions(self.rope_scaling.original_length)
-
-        def scaling(width: int) -> RopeScaling:
-            _, num_rotated = rotated_dims(width, self.rope_scaling, fraction)
-            return self.rope_scaling.shrink(num_rotated, length)
-
-        def suits(width: int) -> bool:
-            if width >= self.head_dim or width % small.block:
-                return False
-            if any(rope_problems(width, _SMALL_THETA, scaling(width), fraction)):
-                return False
-            narrow = replace(self, head_dim=width).heads
-            return all(heads.stored(tp)[:-1] == narrow.stored(tp)[:-1] for tp in small.tps)
-
-        head_dim = next(filter(suits, _SMALL_HEAD_DIMS), self.head_dim)
-        return {
-            "head_dim": head_dim,
-            "rope_theta": self.rope_theta and _SMALL_THETA,
-            "rope_scaling": scaling(head_dim),
-            "sliding_window": self.sliding_window and small.positions(self.sliding_window),
-            # These kernels need a GPU.
-            "attention": "auto" if self.attention in ("cudnn", "fused") else self.attention,
-            **super().shrink(small),
-        }
 
 
 @dataclass(frozen=True)
@@ -375,6 +286,11 @@ class CausalSelfAttention(Branch):
         norm: NormConfig = NormConfig(norm_eps=1e-6),
         rngs: nnx.Rngs,
     ):
+        if config.num_heads % config.num_kv_heads:
+            raise ValueError(
+                f"num_heads={config.num_heads} is not divisible by "
+                f"num_kv_heads={config.num_kv_heads}"
+            )
         self.config = config
         self.precision = context.precision
         self.joined = context.schedule.joined
@@ -479,8 +395,13 @@ class CausalSelfAttention(Branch):
             context=sequences.context,
             zigzag=sequences.zigzag,
         )
-        for problem in self.config.context_problems(shape):
-            raise ConfigError(problem.text)
+        queries, _ = self.config.heads.on_device(shape.tp)
+        cp = shape.sizes[CP]
+        if shape.context == "ulysses" and queries % cp:
+            raise ValueError(
+                f"context='ulysses': cp={cp} does not divide the {queries} query heads of a device "
+                f"over tp={shape.tp}; use 'gather' or 'auto'"
+            )
         return shape
 
     def _attend(

@@ -5,9 +5,7 @@ defaults. A model creates it as `(d_model, config, context, *, rngs)` in `ModelC
 (`models/config.py`); `tests/toy_layer.py` is an example with a collective of its own.
 """
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flax import nnx
@@ -78,43 +76,15 @@ class PositionwiseBranch(Branch):
         return y, ()
 
 
-@dataclass(frozen=True)
-class ShrinkSpec:
-    """Sizes of a check on virtual CPU devices."""
-
-    # Every tp of the check
-    tps: frozenset[int]
-    # A multiple of every fsdp of the check, and of `block`
-    shards: int
-    # Tokens in a sequence of the check
-    length: int
-    # Tokens in a sequence of the run
-    before: int
-    # Divides the features of every projection on a device
-    block: int = 1
-
-    def positions(self, count: int) -> int:
-        """Scales a number of positions like the sequence length."""
-        return max(1, count * self.length // self.before)
-
-    def size(self, value: int, minimum: int) -> int:
-        """Returns the smallest size >= `minimum` that every tp divides, or pads, like `value`."""
-        return smallest_congruent(value, math.lcm(*self.tps) * self.block, minimum)
-
-    def width(self, value: int, minimum: int) -> int:
-        """Returns the smallest width >= `minimum` with the same part of a block, or `value`."""
-        return min(value, smallest_congruent(value, self.block, minimum))
-
-
 class BranchConfig:
-    """Settings of a branch; a block inherits several, so every method calls `super()`."""
+    """Settings of a branch of your own, with what models and tools ask about them; all optional.
+
+    A block inherits it: `class Block(ConvolutionConfig, BlockConfig)`. jaxtp's layers have none of
+    these methods: `models/block.py`, `models/block_rules.py` and `tools/check` know their settings.
+    """
 
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """Yields why the branch cannot run on this mesh."""
-        yield from ()
-
-    def context_problems(self, shape: LocalShape) -> Iterator[Problem]:
-        """Yields why the branch cannot run over cp."""
+        """Yields why the branch cannot run on this mesh, naming the settings."""
         yield from ()
 
     def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
@@ -126,14 +96,13 @@ class BranchConfig:
         return False
 
     def padding(self, tp: int) -> Iterator[Padded]:
-        """Yields the sizes that tp may pad."""
+        """Yields the name, the size and the padded size of each dim that tp may pad."""
         yield from ()
 
-    def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
-        """Returns settings of a small branch, split and padded like this one on a mesh."""
+    def shrink(self, small: Any) -> dict[str, Any]:
+        """Returns the settings that `jaxtp check` makes smaller.
+
+        `small` is a `ShrinkSpec` (`tools/check/small_model.py`): `small.size(value, minimum)` is a
+        small size that tp divides, or not, like `value`.
+        """
         return {}
-
-
-def smallest_congruent(value: int, modulus: int, minimum: int) -> int:
-    """Returns the smallest number >= `minimum` that is congruent to `value` modulo `modulus`."""
-    return minimum + (value - minimum) % modulus

@@ -9,7 +9,7 @@ group of value heads. Both are split over tp like kv heads and their query heads
 column and the row layer communicate over tp.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,10 +23,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import ATTENDED, axis_size, batch_spec, constrain, device_view, token_spec
-from jaxtp.config.hints import Problem
 from jaxtp.config.schema import Count, CountOrZero
 from jaxtp.layers.attention import PaddedHeads
-from jaxtp.layers.branch import Branch, KVCache, Padded, ShrinkSpec
+from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens
 from jaxtp.layers.context import Sequences, with_halo
 from jaxtp.layers.kernels.delta_rule import Scan, Tokens, chunk_states, delta_rule, delta_step
@@ -42,10 +41,9 @@ from jaxtp.mesh import CP, TP, current_device
 DELTA = "gated_delta"  # name in profiles of the layer without its projections
 
 _L2_EPS = 1e-6  # added to the squared norm of queries and keys, in every family
-_TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj")
+# Outputs of `in_proj`
+DELTA_TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj")
 _INSIDE = ("q_conv", "k_conv", "v_conv", "decay_log", "dt_bias", "norm_scale")
-_SMALL_KEY = 8
-_SMALL_VALUE = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,81 +67,15 @@ class GatedDeltaConfig(LatentAttentionConfig):
     """Gated DeltaNet: tokens that the causal convolution of queries, keys and values reads, with
     the current one."""
 
-    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """See `BranchConfig`."""
-        if not self.delta_value_heads:
-            yield from super().problems(sizes)
-            return
-        count = self.delta_value_heads
-        needed = {"delta_key_heads": count, "delta_key_dim": 128, "delta_value_dim": 128}
-        for name, example in needed.items():
-            if not getattr(self, name):
-                yield Problem(
-                    f"model.{name}=0, but model.delta_value_heads={count} needs it; {example} works"
-                )
-        if self.delta_key_heads and count % self.delta_key_heads:
-            text = (
-                f"model.delta_value_heads={count} is not divisible by "
-                f"model.delta_key_heads={self.delta_key_heads}"
-            )
-            yield Problem(text, among={"model.delta_key_heads": count})
-        if sizes[TP] > 2 * count:
-            text = (
-                f"mesh.tp={sizes[TP]} is more than twice model.delta_value_heads={count}: most "
-                "devices get no head"
-            )
-            yield Problem(text, among={f"mesh.{TP}": count})
-
     @property
     def delta_heads(self) -> PaddedHeads:
         """The division of value heads over tp; key heads, which have the width, are kv heads."""
         group = self.delta_value_heads // self.delta_key_heads
         return PaddedHeads((self.delta_key_heads, group, self.delta_key_dim))
 
-    def describe_heads(self) -> str:
-        """See `AttentionConfig`."""
-        if not self.delta_value_heads:
-            return super().describe_heads()
-        return (
-            f"{self.delta_value_heads} heads with states ({self.delta_key_heads} key) of "
-            f"{self.delta_key_dim} x {self.delta_value_dim}"
-        )
-
     def zigzag(self, shape: LocalShape) -> bool:
-        """See `BranchConfig`."""
+        """See `AttentionConfig`."""
         return not self.delta_value_heads and super().zigzag(shape)
-
-    def context_problems(self, shape: LocalShape) -> Iterator[Problem]:
-        """See `BranchConfig`."""
-        if not self.delta_value_heads:
-            yield from super().context_problems(shape)
-
-    def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
-        """See `BranchConfig`."""
-        if not self.delta_value_heads:
-            yield from super().adapter_kernels()
-            return
-        for i, target in enumerate(_TARGETS):
-            yield target, f"attention.in_proj.kernels.{i}"
-        yield "o_proj", "attention.out.kernel"
-
-    def padding(self, tp: int) -> Iterator[Padded]:
-        """See `BranchConfig`."""
-        if not self.delta_value_heads:
-            yield from super().padding(tp)
-        elif self.delta_key_heads and self.delta_value_heads % self.delta_key_heads == 0:
-            key_heads, group, _ = self.delta_heads.stored(tp)
-            yield "delta value heads", self.delta_value_heads, key_heads * group
-            yield "delta key heads", self.delta_key_heads, key_heads
-
-    def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
-        """See `BranchConfig`."""
-        return {
-            **super().shrink(small),
-            "delta_key_dim": small.size(self.delta_key_dim, min(self.delta_key_dim, _SMALL_KEY)),
-            # Unlike the width of keys, so that the check notices if both are mixed up
-            "delta_value_dim": small.width(self.delta_value_dim, _SMALL_VALUE),
-        }
 
 
 class GatedDeltaNet(Branch):
@@ -168,6 +100,11 @@ class GatedDeltaNet(Branch):
         norm: NormConfig = NormConfig(norm_eps=1e-6),
         rngs: nnx.Rngs,
     ):
+        if not config.delta_key_heads or config.delta_value_heads % config.delta_key_heads:
+            raise ValueError(
+                f"delta_value_heads={config.delta_value_heads} is not divisible by "
+                f"delta_key_heads={config.delta_key_heads}"
+            )
         self.config = config
         self.joined = context.schedule.joined
         self.precision = context.precision
@@ -178,7 +115,9 @@ class GatedDeltaNet(Branch):
         values = heads.numbers(width)
         numbers = heads.numbers()
         features = (keys, keys, values, values, numbers, numbers)
-        self.in_proj = ColumnParallelLinear(d_model, features, context, targets=_TARGETS, rngs=rngs)
+        self.in_proj = ColumnParallelLinear(
+            d_model, features, context, targets=DELTA_TARGETS, rngs=rngs
+        )
 
         def taps(dim: PaddedDim) -> Any:
             # The initial values of PyTorch's convolutions

@@ -15,11 +15,9 @@ The latents' gradient is summed over tp once, where they enter the heads. Gradie
 projections are then equal on all devices, or of each device's own tokens.
 """
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -35,10 +33,9 @@ from jaxtp.collectives import (
     enter_parallel,
     token_spec,
 )
-from jaxtp.config.hints import Problem, mesh_product, mesh_settings, not_divisible
 from jaxtp.config.schema import CountOrZero
 from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention, Heads, PaddedHeads
-from jaxtp.layers.branch import KVCache, ShrinkSpec, smallest_congruent
+from jaxtp.layers.branch import KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
 from jaxtp.layers.kernels.select import Use, masked_attention
 from jaxtp.layers.linear import (
@@ -52,27 +49,13 @@ from jaxtp.layers.norm import ATTEND, Norm, NormConfig
 from jaxtp.layers.parameter import ExactDim, PaddedDim, Weights, parameter, params_and_specs
 from jaxtp.layers.rope import apply_rope
 from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
-from jaxtp.mesh import STORAGE, TP, parts
+from jaxtp.mesh import STORAGE, TP
 
 # Name in profiles of the down projections, and of the latents' gather
 LATENT = "latent"
 
 LATENT_NORM = NormConfig(norm="rms", norm_eps=1e-6)
 """Norm of the latents in every family: transformers does not pass the settings of the block."""
-
-_MEANINGLESS = (
-    "rotary_fraction",
-    "qk_norm",
-    "qk_norm_after_rope",
-    "value_norm",
-    "value_is_key",
-    "clip_qkv",
-    "attention_gate",
-    "attention_bias",
-    "attention_sinks",
-)
-_SMALL_WIDTH = 8
-_SMALL_RANK = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,104 +76,19 @@ class LatentAttentionConfig(AttentionConfig):
     value_head_dim: CountOrZero = 0
     """Latent attention: width of a head's values and results."""
 
-    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """See `BranchConfig`."""
-        yield from super().problems(sizes)
-        if not self.kv_rank:
-            for name in ("query_rank", "rope_head_dim", "value_head_dim"):
-                if value := getattr(self, name):
-                    yield Problem(
-                        f"model.{name}={value} needs latent attention; set model.kv_rank, or "
-                        "leave it out"
-                    )
-            return
-        if self.rope_head_dim % 2 or not 0 < self.rope_head_dim < self.head_dim:
-            text = (
-                f"model.rope_head_dim={self.rope_head_dim} is not an even number from 2 to "
-                "below model.head_dim"
-            )
-            yield Problem(
-                f"{text}={self.head_dim}, which model.kv_rank needs; {self.head_dim // 4 * 2} works"
-            )
-        if not self.value_head_dim:
-            usual = self.head_dim - self.rope_head_dim
-            yield Problem(
-                f"model.value_head_dim=0, but latent attention needs a width; {usual} is usual"
-            )
-        if self.num_kv_heads != self.num_heads:
-            text = (
-                f"model.num_kv_heads={self.num_kv_heads} differs from "
-                f"model.num_heads={self.num_heads}"
-            )
-            yield Problem(
-                f"{text}: with model.kv_rank each head has its own keys; set both to "
-                f"{self.num_heads}"
-            )
-        for name in _MEANINGLESS:
-            if (value := getattr(self, name)) != getattr(AttentionConfig, name):
-                yield Problem(
-                    f"model.{name}={value} has no meaning with model.kv_rank; leave it out"
-                )
-        shards = parts(sizes, STORAGE)
-        axes = [axis for axis in STORAGE if sizes[axis] > 1]
-        for name in ("kv_rank", "query_rank"):
-            rank = getattr(self, name)
-            among = dict.fromkeys(mesh_settings(axes), rank)
-            yield from not_divisible(
-                f"model.{name}", rank, mesh_product(STORAGE, sizes), shards, among
-            )
-
     @property
     def rope_width(self) -> int:
         """See `AttentionConfig`."""
-        return self.rope_head_dim // 2 * 2 or self.head_dim  # `problems` refuses odd ones
+        return self.rope_head_dim // 2 * 2 or self.head_dim  # models refuse odd ones
 
     @property
     def heads(self) -> PaddedHeads:
         """See `AttentionConfig`."""
         return LatentHeads((self.num_heads, 1, self.head_dim)) if self.kv_rank else super().heads
 
-    def describe_heads(self) -> str:
-        """See `AttentionConfig`."""
-        if not self.kv_rank:
-            return super().describe_heads()
-        return f"{self.num_heads} heads (keys and values from {self.kv_rank}) of {self.head_dim}"
-
     def use(self, **fields: object) -> Use:
         """See `AttentionConfig`."""
         return super().use(**fields, value_head_dim=self.value_head_dim if self.kv_rank else None)
-
-    def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
-        """See `BranchConfig`."""
-        if not self.kv_rank:
-            yield from super().adapter_kernels()
-            return
-        if self.query_rank:
-            yield "q_a_proj", "attention.query_down.kernel"
-        yield "q_b_proj" if self.query_rank else "q_proj", "attention.query_up.kernels.0"
-        yield "kv_a_proj_with_mqa", "attention.latent_down.kernel"
-        yield "kv_b_proj", "attention.latent_up.kernels.0"
-        yield "o_proj", "attention.out.kernel"
-
-    def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
-        """See `BranchConfig`."""
-        if not self.kv_rank:
-            return super().shrink(small)
-        rope = small.width(self.rope_head_dim, _SMALL_WIDTH)
-        nope = small.width(self.head_dim - self.rope_head_dim, _SMALL_WIDTH)
-        rank = smallest_congruent(0, small.shards, _SMALL_RANK)
-        return {
-            **super().shrink(small),
-            "kv_rank": rank,
-            "query_rank": self.query_rank and rank,
-            "rope_head_dim": rope,
-            "head_dim": rope + nope,
-            # The width of values is unlike the others.
-            "value_head_dim": small.width(self.value_head_dim, _SMALL_WIDTH + 1 + small.block),
-            "rope_scaling": self.rope_scaling.shrink(
-                rope, small.positions(self.rope_scaling.original_length)
-            ),
-        }
 
 
 class LatentHeads(PaddedHeads):

@@ -1,6 +1,6 @@
 """The feed-forward layer, gated (Shazeer, arXiv 2002.05202) or plain."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -13,9 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import GATHERED, REDUCED, axis_size, device_view, token_spec
-from jaxtp.config.hints import Problem
 from jaxtp.config.schema import Count, Positive
-from jaxtp.layers.branch import BranchConfig, Padded, PositionwiseBranch, ShrinkSpec
+from jaxtp.layers.branch import PositionwiseBranch
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.linear import (
     COLUMN,
@@ -24,7 +23,6 @@ from jaxtp.layers.linear import (
     RowParallelLinear,
     activation_specs,
 )
-from jaxtp.layers.lora import Target
 from jaxtp.layers.overlap import ring_mlp
 from jaxtp.layers.parameter import (
     DType,
@@ -35,10 +33,6 @@ from jaxtp.layers.parameter import (
     spec_of,
 )
 from jaxtp.mesh import TP
-
-MIN_FEATURES = 48
-# Projections of an MLP that can have adapters
-MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
 
 XIELU = "xielu"
 _BETA = 0.5
@@ -58,7 +52,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLPConfig(BranchConfig):
+class MLPConfig:
     """Settings of a block's MLP."""
 
     d_ff: Count = 384
@@ -78,36 +72,6 @@ class MLPConfig(BranchConfig):
 
     mlp_bias: bool = False
     """Biases on the MLP's projections."""
-
-    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """See `BranchConfig`."""
-        yield from super().problems(sizes)
-        if self.swiglu_limit is not None and self.mlp != "gated":
-            yield Problem(
-                f"model.swiglu_limit={self.swiglu_limit} needs model.mlp=gated, or leave it out"
-            )
-
-    def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
-        """See `BranchConfig`."""
-        yield from super().adapter_kernels()
-        yield from self._mlp_kernels("mlp")
-
-    def _mlp_kernels(self, module: str) -> Iterator[tuple[Target, str]]:
-        if self.mlp == "gated":
-            yield "gate_proj", f"{module}.gate_up.kernels.0"
-            yield "up_proj", f"{module}.gate_up.kernels.1"
-        else:
-            yield "up_proj", f"{module}.up.kernels.0"
-        yield "down_proj", f"{module}.down.kernel"
-
-    def padding(self, tp: int) -> Iterator[Padded]:
-        """See `BranchConfig`."""
-        yield from super().padding(tp)
-        yield "d_ff", self.d_ff, PaddedDim((self.d_ff,)).padded(tp)
-
-    def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
-        """See `BranchConfig`."""
-        return {"d_ff": small.size(self.d_ff, MIN_FEATURES), **super().shrink(small)}
 
 
 class MLP(PositionwiseBranch):

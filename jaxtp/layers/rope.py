@@ -7,8 +7,7 @@ that were rotated with the short list.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import jax.numpy as jnp
@@ -86,19 +85,6 @@ class RopeScaling:
                 settings.append(f"{name} {text}")
         return ", ".join(settings) or "none"
 
-    def shrink(self, head_dim: int, length: int) -> "RopeScaling":
-        """Returns the scaling for other sizes, with a sample of the factors."""
-        if self.kind == "none":
-            return self
-        count = head_dim // 2
-
-        def sample(factors: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(factors[i * len(factors) // count] for i in range(count) if factors)
-
-        short = sample(self.short_factor)
-        long = sample(self.long_factor)
-        return replace(self, original_length=max(2, length), short_factor=short, long_factor=long)
-
 
 UNSCALED = RopeScaling()
 
@@ -108,49 +94,6 @@ def rotated_dims(head_dim: int, scaling: RopeScaling, fraction: float) -> tuple[
     if scaling.kind == "proportional":
         return head_dim // 2, int(fraction * head_dim // 2)
     return head_dim, int(head_dim * fraction)
-
-
-def rope_problems(
-    head_dim: int, theta: float | None, scaling: RopeScaling, fraction: float = 1.0
-) -> Iterator[str]:
-    """Yields why positions cannot be rotated."""
-    period, count = rotated_dims(head_dim, scaling, fraction)
-    rotated = count * head_dim // period
-    if rotated % 2 or not rotated:
-        yield (
-            f"model.rotary_fraction={fraction} rotates {rotated} of {head_dim} dims; an even "
-            "number above 0 is needed"
-        )
-    if scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
-        yield (
-            f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor} is not above "
-            f"low_freq_factor={scaling.low_freq_factor}; 4 and 1 are usual"
-        )
-    if scaling.kind == "yarn" and theta is not None and theta <= 1:
-        yield f"model.rope_theta={theta} is not above 1, which yarn needs; 10000 is usual"
-    if scaling.kind == "longrope":
-        for name in ("short_factor", "long_factor"):
-            num_factors = len(getattr(scaling, name))
-            if num_factors != count // 2:
-                times = "" if fraction == 1 else f" times model.rotary_fraction={fraction}"
-                yield (
-                    f"model.rope_scaling.{name} has {num_factors:,} numbers; longrope needs "
-                    f"{count // 2:,}, half of model.head_dim={head_dim}{times}"
-                )
-        if scaling.original_length == 1:
-            yield (
-                "model.rope_scaling.original_length=1 is not above 1, which longrope needs; 4096 "
-                "is usual"
-            )
-    lists = (*scaling.short_factor, *scaling.long_factor)
-    divisors = {"none": (), "longrope": lists}.get(scaling.kind, (scaling.factor,))
-    largest = max(1.0, 1 / (theta or 1.0)) / min(divisors, default=1.0)
-    if largest > MAX_FREQUENCY:
-        yield (
-            f"model.rope_theta={theta} and model.rope_scaling make frequencies of up to "
-            f"{largest:.3g} radians per position, above the limit of {MAX_FREQUENCY:,.0f}; a base "
-            "and factors of 1 or more are usual"
-        )
 
 
 def rope_frequencies(

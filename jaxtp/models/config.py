@@ -7,7 +7,6 @@ repeats. A model inherits its layers' settings, so YAML stays flat: `model.num_k
 
 import dataclasses
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -42,9 +41,9 @@ from jaxtp.config.schema import (
     validate,
 )
 from jaxtp.layers.attention import CausalSelfAttention
-from jaxtp.layers.branch import Branch, ShrinkSpec, smallest_congruent
+from jaxtp.layers.branch import Branch
 from jaxtp.layers.embedding import CHUNK_SIZE
-from jaxtp.layers.experts import ExpertsBesideMLP, ExpertsConfig, MixtureOfExperts
+from jaxtp.layers.experts import ExpertsBesideMLP, MixtureOfExperts
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.layers.latent_attention import LatentAttention
 from jaxtp.layers.linear import (
@@ -57,12 +56,14 @@ from jaxtp.layers.linear import (
 )
 from jaxtp.layers.lora import LLAMA_TARGETS, TARGETS, LoraConfig
 from jaxtp.layers.mlp import MLP
-from jaxtp.layers.norm import NormConfig, NormKind
+from jaxtp.layers.norm import NormKind
 from jaxtp.layers.overlap import Overlap
 from jaxtp.layers.parameter import DType, Precision
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.layers.sequence_parallel import LocalShape
 from jaxtp.mesh import CP, STORAGE, TP, parts
+from jaxtp.models.block import BlockConfig, adapter_kernels, padded_dims
+from jaxtp.models.block_rules import block_problems
 
 _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="KEY")]
 """Keys whose flag can also be `--ignore-config`, the only spelling in commands without a model
@@ -95,37 +96,6 @@ BLOCKS = "blocks"  # path of the decoder's parameters that are stacked
 
 _MAX_UNFIT = 4  # kinds of blocks whose problems are listed at once
 _MODEL_WIDE = {"attention", "grouped"}  # settings that all blocks share
-_MIN_D_MODEL = 64
-_MIN_VOCAB = 96
-_MAX_TURNS = 2
-
-_SMALL_EPS = 1.0
-"""Minimum norm_eps of a small model with Gated DeltaNet. A query can read small values from a
-state, and the norm divides by them. With 1e-2, gradients of a small Qwen3.5 in float32 differ by
-9e-6 between meshes; with 1, by 6e-7."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig):
-    """A kind of decoder block: attention or Gated DeltaNet, then an MLP or experts, with norms."""
-
-    residual_scale: Positive = 1.0
-    """Factor of the outputs of attention and MLP (Granite)."""
-
-    layer_scale: bool = False
-    """Multiply the residual stream at the end of each block by a number that is not trained (Gemma
-    4)."""
-
-    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """See `BranchConfig`."""
-        yield from super().problems(sizes)
-        if self.dense_mlp and not (
-            self.num_experts and self.norm == "rms" and self.norm_placement == "both"
-        ):
-            yield Problem(
-                "model.dense_mlp needs model.num_experts, model.norm=rms and "
-                "model.norm_placement=both"
-            )
 
 
 @dataclass(frozen=True)
@@ -354,21 +324,6 @@ class ModelConfig(BlockConfig, DecoderSizes):
         """Returns whether a layer needs zigzag order."""
         return any(block.zigzag(shape) for block in self.block_kinds())
 
-    def describe_block(self) -> str:
-        """Returns the sizes of a block in one line."""
-        counts = Counter(block.describe_heads() for block in self.layers())
-        heads = [*counts][:1]
-        if 1 < len(counts) <= _MAX_UNFIT:
-            heads = [f"{description} in {layers}" for description, layers in counts.items()]
-            heads[0] += f" of {self.num_layers} layers"
-        text = f"d_model {self.d_model}, {', '.join(heads)}, d_ff {self.d_ff}"
-        if self.num_experts:
-            text += f" in each of {self.num_experts} experts, {self.experts_per_token} a token"
-        num_others = len(self.block_kinds()) - 1
-        if num_others:
-            text += f", and {num_others} other {'kind' if num_others == 1 else 'kinds'} of block"
-        return text
-
     def listed_blocks(self) -> Mapping[str, BlockConfig]:
         """Returns the settings of blocks in `first_blocks` and `pattern`, by place.
 
@@ -441,38 +396,8 @@ def validate_model(
 
 def padded_sizes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:
     """Returns (size, padded size) of each size that tp pads, by name."""
-    sizes = chain.from_iterable(block.padding(tp) for block in config.block_kinds())
+    sizes = chain.from_iterable(padded_dims(block, tp) for block in config.block_kinds())
     return {name: (size, padded) for name, size, padded in sizes if padded != size}
-
-
-def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
-    """Returns a small model for virtual CPU devices, with every kind of block."""
-    pattern = max(1, len(config.pattern))
-    first = len(config.first_blocks)
-    turns, remainder = divmod(config.num_layers - first, pattern)
-    precision = config.precision
-    if precision.matmul != "compute":
-        layers = "|".join(path for path, why in matmul_layers(config).items() if why is None)
-        precision = replace(precision, matmul_layers=layers, matmul_least=1)
-    min_eps = _SMALL_EPS if any(block.delta_value_heads for block in config.block_kinds()) else 0.0
-    listed = (*config.first_blocks, *config.pattern)
-    smaller = []
-    for changes, block in zip(listed, config.listed_blocks().values(), strict=True):
-        shrunk = block.shrink(small)
-        smaller.append(Changes({name: shrunk.get(name, value) for name, value in changes.items()}))
-    return replace(
-        config,
-        vocab_size=small.size(config.vocab_size, _MIN_VOCAB),
-        d_model=smallest_congruent(0, small.shards, _MIN_D_MODEL),
-        num_layers=first + pattern * min(turns, _MAX_TURNS) + remainder,
-        loss_chunk=small.positions(config.loss_chunk),
-        first_blocks=tuple(smaller[:first]),
-        pattern=tuple(smaller[first:]),
-        norm_eps=max(config.norm_eps, min_eps),
-        learned_positions=config.learned_positions and small.positions(config.learned_positions),
-        precision=precision,
-        **config.shrink(small),
-    )
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
@@ -580,7 +505,7 @@ def _unfit_blocks(config: ModelConfig, mesh: Mapping[str, int]) -> list[Problem]
 
 
 def _block_problems(place: str, block: BlockConfig, mesh: Mapping[str, int]) -> list[Problem]:
-    return [replace(problem, text=place + problem.text) for problem in block.problems(mesh)]
+    return [replace(problem, text=place + problem.text) for problem in block_problems(block, mesh)]
 
 
 def _width_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
@@ -608,7 +533,7 @@ def _lora_problems(config: ModelConfig) -> Iterator[Problem]:
         yield from _unused_lora_settings(lora, config.precision.param)
     # These targets mean all that there are.
     elif lora.targets not in (TARGETS, LLAMA_TARGETS):
-        kernels = chain.from_iterable(block.adapter_kernels() for block in config.block_kinds())
+        kernels = chain.from_iterable(adapter_kernels(block) for block in config.block_kinds())
         adaptable = {target for target, _ in kernels}
         if missing := [target for target in lora.targets if target not in adaptable]:
             possible = [target for target in TARGETS if target in adaptable]

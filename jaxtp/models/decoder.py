@@ -50,7 +50,8 @@ from jaxtp.layers.sequence_parallel import (
     sequence_dim,
 )
 from jaxtp.mesh import TP, current_mesh, mesh_sizes
-from jaxtp.models.config import BlockConfig, ModelConfig, Stack, set_matmul, validate_model
+from jaxtp.models.block import BlockConfig, adapter_kernels
+from jaxtp.models.config import ModelConfig, Stack, set_matmul, validate_model
 
 BlockCache = Mapping[str, KVCache]  # the cache of a block, by branch
 
@@ -332,7 +333,7 @@ class Decoder(EmbeddingAndHead):
                 set_matmul(config, path, kind)
         if config.lora.base == "float8":
             for kind, (_, _, block) in zip(kinds, config.kinds(), strict=True):
-                store_in_float8(kind, (kernel for _, kernel in block.adapter_kernels()))
+                store_in_float8(kind, (kernel for _, kernel in adapter_kernels(block)))
 
     def __call__(
         self, ids_BT: Array, segments_BT: Array | None = None, *, context: Context = "auto"

@@ -5,7 +5,7 @@ import platform
 import shlex
 import shutil
 import signal
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,12 +22,14 @@ from jaxtp.layers.kernels.select import architecture_of, pick_scan
 from jaxtp.layers.parameter import logical_shape, spec_of
 from jaxtp.layers.sequence_parallel import is_split
 from jaxtp.mesh import BATCH, CP, SEQUENCE, TP, axes_of, batch_parts, describe_mesh, mesh_sizes
+from jaxtp.models.block import BlockConfig
 from jaxtp.models.config import BLOCKS, ModelConfig, matmul_layers, padded_sizes
 from jaxtp.train.config import LoopConfig, Sizes, TrainConfig
 from jaxtp.train.run_data import ROWS, RunData
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
 from jaxtp.train.validation import attention_blocks, chosen_kernels, multiplies_all, share_of
 
+_MAX_KINDS_OF_HEADS = 4  # that the summary lists
 _AROUND_METRICS = 60  # Characters of a bar without its text: the step, the bar and the time left
 
 
@@ -181,9 +183,35 @@ def _describe_model(blueprint: Blueprint, model: ModelConfig) -> str:
     builder = f", by {model.build}" if model.build else ""
     return (
         f"{parameters}{_describe_trained(blueprint)}: {model.num_layers} layers, "
-        f"{model.describe_block()}, vocabulary {model.vocab_size}; "
+        f"{describe_block(model)}, vocabulary {model.vocab_size}; "
         f"{model.precision.compute} compute{builder}"
     )
+
+
+def describe_block(model: ModelConfig) -> str:
+    """Returns the sizes of a block in one line."""
+    counts = Counter(map(_describe_heads, model.layers()))
+    heads = [*counts][:1]
+    if 1 < len(counts) <= _MAX_KINDS_OF_HEADS:
+        heads = [f"{description} in {layers}" for description, layers in counts.items()]
+        heads[0] += f" of {model.num_layers} layers"
+    text = f"d_model {model.d_model}, {', '.join(heads)}, d_ff {model.d_ff}"
+    if model.num_experts:
+        text += f" in each of {model.num_experts} experts, {model.experts_per_token} a token"
+    num_others = len(model.block_kinds()) - 1
+    if num_others:
+        text += f", and {num_others} other {'kind' if num_others == 1 else 'kinds'} of block"
+    return text
+
+
+def _describe_heads(block: BlockConfig) -> str:
+    if block.delta_value_heads:
+        return (
+            f"{block.delta_value_heads} heads with states ({block.delta_key_heads} key) of "
+            f"{block.delta_key_dim} x {block.delta_value_dim}"
+        )
+    keys = f"keys and values from {block.kv_rank}" if block.kv_rank else f"{block.num_kv_heads} kv"
+    return f"{block.num_heads} heads ({keys}) of {block.head_dim}"
 
 
 def _describe_padding(model: ModelConfig, sizes: Sizes) -> str | None:

@@ -27,6 +27,7 @@ from jaxtp.mesh import (
     AXES,
     BATCH,
     CONTEXT,
+    CP,
     SEQUENCE,
     TP,
     batch_parts,
@@ -35,7 +36,8 @@ from jaxtp.mesh import (
     mesh_sizes,
     parts,
 )
-from jaxtp.models.config import BlockConfig, ModelConfig, model_problems, padded_sizes
+from jaxtp.models.block import BlockConfig
+from jaxtp.models.config import ModelConfig, model_problems, padded_sizes
 from jaxtp.train.config import LoopConfig, Sizes, TrainConfig
 
 
@@ -291,10 +293,16 @@ def context_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
     if undivided or parts(mesh, CONTEXT) == 1:
         return
     share = share_of(config, mesh)
-    by_text: dict[str, Problem] = {}
-    for block in config.model.block_kinds():
-        by_text |= {problem.text: problem for problem in block.context_problems(share)}
-    yield from by_text.values()
+    if share.context != "ulysses":
+        return
+    blocks = attention_blocks(config.model)
+    for queries in dict.fromkeys(block.heads.on_device(share.tp)[0] for block in blocks):
+        if queries % mesh[CP]:
+            text = (
+                f"mesh.context=ulysses: mesh.cp={mesh[CP]} does not divide the {queries} query "
+                f"heads of a device over mesh.tp={share.tp}; use gather or auto"
+            )
+            yield Problem(text, among={f"mesh.{CP}": queries})
 
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:

@@ -15,12 +15,13 @@ from variants import variant, variants
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
-from jaxtp.layers.branch import ShrinkSpec
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.gated_delta import GatedDeltaNet
 from jaxtp.layers.linear import LayerContext
 from jaxtp.mesh import mesh_shape
-from jaxtp.models.config import padded_sizes, shrink_model, violations
+from jaxtp.models.config import padded_sizes, violations
+from jaxtp.tools.check.small_model import ShrinkSpec, shrink_model
+from jaxtp.train.run_report import describe_block
 
 TABLE = read_table(__file__)
 CONFIG = variant(jaxtp.ModelConfig(vocab_size=V, d_model=D), TABLE["base"])
@@ -86,8 +87,8 @@ def test_settings_of_a_hybrid_may_be_those_of_the_model_or_of_its_pattern():
         one, delta_value_heads=0, delta_key_heads=0, pattern=(sizes, {"delta_key_heads": 2})
     )
     assert list(one.layers()) == list(other.layers())
-    assert one.describe_block() == other.describe_block()
-    assert "6 heads with states" in one.describe_block()
+    assert describe_block(one) == describe_block(other)
+    assert "6 heads with states" in describe_block(one)
     assert not [*violations(one, mesh_shape(tp=3)), *violations(other, mesh_shape(tp=3))]
 
 

@@ -12,10 +12,11 @@ from tables import raised_by
 
 import jaxtp
 from jaxtp.config.schema import from_yaml, to_yaml
-from jaxtp.layers.branch import ShrinkSpec
-from jaxtp.layers.rope import UNSCALED, RopeScaling, apply_rope, rope_frequencies, rope_problems
+from jaxtp.layers.rope import UNSCALED, RopeScaling, apply_rope, rope_frequencies
 from jaxtp.mesh import mesh_shape
+from jaxtp.models.block_rules import rope_problems
 from jaxtp.models.config import violations
+from jaxtp.tools.check.small_model import ShrinkSpec, shrink_block
 from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import TrainConfig
 
@@ -114,9 +115,8 @@ def test_a_small_model_rotates_pairs_too():
                 kind=kind, original_length=64, short_factor=pairs, long_factor=pairs
             )
             model = jaxtp.ModelConfig(head_dim=80, rotary_fraction=fraction, rope_scaling=scaling)
-            small = model.block().shrink(
-                ShrinkSpec(tps=frozenset({1, 2}), shards=2, length=24, before=48)
-            )
+            spec = ShrinkSpec(tps=frozenset({1, 2}), shards=2, length=24, before=48)
+            small = shrink_block(model, spec)
             assert small["head_dim"] <= 16
             for each in (model, replace(model, **small)):
                 assert not [*violations(each, mesh_shape())], (fraction, kind)
@@ -147,7 +147,7 @@ def test_a_small_model_keeps_the_list_of_factors_that_holds(before, length):
     )
     model = jaxtp.ModelConfig(head_dim=96, rope_scaling=scaling)
     small = ShrinkSpec(tps=frozenset({1, 2}), shards=2, length=24, before=before)
-    found = model.block().shrink(small)
+    found = shrink_block(model, small)
     assert (found["head_dim"], found["rope_scaling"].original_length) == (8, length)
     assert found["rope_scaling"].short_factor == factors[::12]
     assert found["rope_scaling"].long_factor == factors[::-12]

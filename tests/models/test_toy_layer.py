@@ -18,7 +18,7 @@ from support import (
     without_mesh,
 )
 from tables import read_table
-from toy_layer import GatedConvolution, ToyModel, WrongModel
+from toy_layer import GatedConvolution, ToyBlock, ToyModel, WrongModel
 from variants import variant
 
 import jaxtp
@@ -27,6 +27,7 @@ from jaxtp.analysis.step_costs import step_costs
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain, validate
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import mesh_shape
+from jaxtp.models.block import BlockConfig, adapter_kernels, padded_dims
 from jaxtp.models.config import validate_model, violations
 from jaxtp.tools.check.__main__ import verdicts
 from jaxtp.tools.check.first_difference import first_difference
@@ -118,6 +119,25 @@ def test_shrinking_keeps_its_structure():
         (1, [2]),
     ]
     assert small.conv_features < 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PaddedBlock(ToyBlock):
+    """A block whose convolution says what tp pads and where adapters can be."""
+
+    def padding(self, tp):
+        yield "conv_features", self.conv_features, -(-self.conv_features // tp) * tp
+
+    def adapter_kernels(self):
+        yield "q_proj", "convolution.enter.kernels.0"
+
+
+def test_what_a_branch_says_is_added_to_what_is_known_of_the_others():
+    block = PaddedBlock(conv_features=30)
+    known = BlockConfig()
+    assert [*padded_dims(block, 4)] == [*padded_dims(known, 4), ("conv_features", 30, 32)]
+    kernels = [*adapter_kernels(block)]
+    assert kernels == [*adapter_kernels(known), ("q_proj", "convolution.enter.kernels.0")]
 
 
 def where_it_differs(kind, case):

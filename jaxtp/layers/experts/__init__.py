@@ -16,6 +16,7 @@ all-to-all.
 
 from jaxtp.layers.experts.dispatch import RARELY as RARELY
 from jaxtp.layers.experts.experts_config import ExpertsConfig as ExpertsConfig
+from jaxtp.layers.experts.layer import EXPERT_TARGETS as EXPERT_TARGETS
 from jaxtp.layers.experts.layer import EXPERTS as EXPERTS
 from jaxtp.layers.experts.layer import ExpertsBesideMLP as ExpertsBesideMLP
 from jaxtp.layers.experts.layer import MixtureOfExperts as MixtureOfExperts

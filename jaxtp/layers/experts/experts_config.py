@@ -1,21 +1,12 @@
 """Settings of a mixture of experts."""
 
-import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from jaxtp.config.affects import COST
-from jaxtp.config.hints import Problem, not_divisible
 from jaxtp.config.schema import Count, CountOrZero, NonNegative, Positive
-from jaxtp.layers.branch import Padded, ShrinkSpec, smallest_congruent
 from jaxtp.layers.kernels.grouped import Implementation
-from jaxtp.layers.lora import Target
-from jaxtp.layers.mlp import MIN_FEATURES, MLP_TARGETS, XIELU, MLPConfig
-from jaxtp.layers.parameter import PaddedDim
-
-_SMALL_EXPERTS = 4
-_SMALL_CHOICES = 2
+from jaxtp.layers.mlp import MLPConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,90 +88,3 @@ class ExpertsConfig(MLPConfig):
         """
         columns = ("gate", "up") if self.mlp == "gated" else ("up",)
         return {**dict.fromkeys(columns, "EDF"), "down": "EFD"}
-
-    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """See `BranchConfig`."""
-        yield from super().problems(sizes)
-        experts = self.num_experts
-        if not experts:
-            return
-        yield from self._group_problems()
-        if self.mlp_bias and not self.shared_experts:
-            yield Problem(
-                f"model.mlp_bias=true: the {experts} experts of model.num_experts have their "
-                "biases by model.experts_bias; use it, and model.mlp_bias=false"
-            )
-        if self.activation == XIELU:
-            yield Problem(
-                f"model.activation={XIELU}: the {experts} experts of model.num_experts have no "
-                "learned activations; use, for example, model.activation=silu"
-            )
-        if self.shared_experts_gate and not self.shared_experts:
-            yield Problem(
-                "model.shared_experts_gate=true needs model.shared_experts, the width of its MLP"
-            )
-
-    def _group_problems(self) -> Iterator[Problem]:
-        experts = self.num_experts
-        groups = self.expert_groups
-        k = self.experts_per_token
-        if self.groups_per_token > groups:
-            yield Problem(
-                f"model.groups_per_token={self.groups_per_token} is more than "
-                f"model.expert_groups={groups}; at most "
-                f"{groups} works"
-            )
-        among = {"model.expert_groups": experts}
-        yield from not_divisible("model.num_experts", experts, "model.expert_groups", groups, among)
-        max_choices = min(self.groups_per_token, groups) * (experts // groups)
-        if experts % groups == 0 and k > max_choices:
-            choices = f"the experts in {self.groups_per_token} of model.expert_groups={groups}"
-            if groups == 1:
-                choices = f"model.num_experts={experts}"
-            yield Problem(
-                f"model.experts_per_token={k} is more than {choices}; at most {max_choices} works"
-            )
-
-    def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
-        """See `BranchConfig`."""
-        if not self.num_experts:
-            yield from super().adapter_kernels()
-            return
-        # The kernels of `MLPConfig` are not there.
-        yield from super(MLPConfig, self).adapter_kernels()
-        module = "mlp"
-        if self.dense_mlp:
-            yield from self._mlp_kernels("mlp.mlp")
-            module = "mlp.experts"
-        kernels = [f"{module}.{name}" for name in self.projections()]
-        yield from zip(MLP_TARGETS[-len(kernels) :], kernels, strict=True)
-        if self.shared_experts:
-            yield from self._mlp_kernels(f"{module}.shared")
-
-    def padding(self, tp: int) -> Iterator[Padded]:
-        """See `BranchConfig`; the width of experts is padded only if it is split."""
-        if not self.num_experts:
-            yield from super().padding(tp)
-            return
-        yield from super(MLPConfig, self).padding(tp)
-        widths = {"dense_mlp": self.dense_mlp, "shared_experts": self.shared_experts}
-        if not self.over_tp(tp):
-            widths = {"d_ff": self.d_ff, **widths}
-        for name, width in widths.items():
-            if width:
-                yield name, width, PaddedDim((width,)).padded(tp)
-
-    def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
-        """See `BranchConfig`."""
-        settings = super().shrink(small)
-        for name in ("shared_experts", "dense_mlp"):
-            if width := getattr(self, name):
-                settings[name] = small.size(width, MIN_FEATURES)
-        groups = self.expert_groups
-        min_experts = max(_SMALL_EXPERTS, _SMALL_CHOICES * groups)
-        experts = smallest_congruent(self.num_experts, math.lcm(*small.tps, groups), min_experts)
-        if experts < self.num_experts:
-            uses_all = self.experts_per_token == self.num_experts
-            choices = experts if uses_all else min(self.experts_per_token, _SMALL_CHOICES)
-            settings |= {"num_experts": experts, "experts_per_token": choices}
-        return settings

@@ -46,7 +46,7 @@ from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, current_platform
 
 EXPERTS = "mixture_of_experts"
-_TARGETS: dict[str, Target] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+EXPERT_TARGETS: dict[str, Target] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 class MixtureOfExperts(PositionwiseBranch):
@@ -108,7 +108,7 @@ class MixtureOfExperts(PositionwiseBranch):
                 zeros = jnp.zeros(stacked.shape(bias_dims), dtype)
                 setattr(self, f"{name}_bias", stacked.parameter(f"{name} bias", bias_dims, zeros))
         for name, dims in projections.items():
-            if lora.adapted(_TARGETS[name]):
+            if lora.adapted(EXPERT_TARGETS[name]):
                 features = (stacked.sizes[dims[1]], stacked.sizes[dims[2]])
                 specs = (stacked.spec(f"{dims[:2]}r"), stacked.spec(f"Er{dims[2]}"))
                 stack = (self.config.num_experts,)

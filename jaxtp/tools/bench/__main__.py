@@ -75,6 +75,7 @@ from jaxtp.mesh import (
 from jaxtp.models.config import ModelConfig, padded_sizes, violations
 from jaxtp.train.config import IGNORED_BY_COST, TrainConfig, training_of
 from jaxtp.train.defaults import resolve_defaults
+from jaxtp.train.run_report import describe_block
 
 KIB = 2**10
 SIZES = tuple(KIB * 4**i for i in range(2, 10))
@@ -329,7 +330,7 @@ def _measure(options: CommConfig, config: TrainConfig, mesh: Mesh) -> Measured:
     )
     print(f"mesh    {describe_mesh(sizes)}, {dtype}")
     print(
-        f"block   {config.model.describe_block()}; {rows * length:,} tokens on a device: {rows} of "
+        f"block   {describe_block(config.model)}; {rows * length:,} tokens on a device: {rows} of "
         f"{length:,}"
     )
     print(

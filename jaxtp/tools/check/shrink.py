@@ -13,7 +13,6 @@ from typing import get_args
 
 from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.schema import ConfigError, replace_nested
-from jaxtp.layers.branch import ShrinkSpec, smallest_congruent
 from jaxtp.layers.mxfp8 import BLOCK
 from jaxtp.layers.sequence_parallel import Context, Method, is_split
 from jaxtp.mesh import (
@@ -31,7 +30,8 @@ from jaxtp.mesh import (
     mesh_shape,
     parts,
 )
-from jaxtp.models.config import padded_sizes, shrink_model, violations
+from jaxtp.models.config import padded_sizes, violations
+from jaxtp.tools.check.small_model import ShrinkSpec, shrink_model, smallest_congruent
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.validation import (
     attention_blocks,

@@ -1,0 +1,95 @@
+"""A kind of decoder block: its settings, its projections that can have adapters, and its padding.
+
+Branches of a user's own add theirs by the methods of `BranchConfig`.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from jaxtp.config.schema import Positive
+from jaxtp.layers.branch import BranchConfig, Padded
+from jaxtp.layers.experts import EXPERT_TARGETS, ExpertsConfig
+from jaxtp.layers.gated_delta import DELTA_TARGETS, GatedDeltaConfig
+from jaxtp.layers.lora import Target
+from jaxtp.layers.norm import NormConfig
+from jaxtp.layers.parameter import PaddedDim
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig, BranchConfig):
+    """A kind of decoder block: attention or Gated DeltaNet, then an MLP or experts, with norms."""
+
+    residual_scale: Positive = 1.0
+    """Factor of the outputs of attention and MLP (Granite)."""
+
+    layer_scale: bool = False
+    """Multiply the residual stream at the end of each block by a number that is not trained (Gemma
+    4)."""
+
+
+def adapter_kernels(block: BlockConfig) -> Iterator[tuple[Target, str]]:
+    """Yields each projection that can have adapters, with its kernel's path in the block."""
+    if block.delta_value_heads:
+        yield from _kernels("attention.in_proj", DELTA_TARGETS)
+    elif block.kv_rank:
+        if block.query_rank:
+            yield "q_a_proj", "attention.query_down.kernel"
+        yield "q_b_proj" if block.query_rank else "q_proj", "attention.query_up.kernels.0"
+        yield "kv_a_proj_with_mqa", "attention.latent_down.kernel"
+        yield "kv_b_proj", "attention.latent_up.kernels.0"
+    else:
+        yield from _kernels("attention.qkv", block.qkv_outputs())
+    yield "o_proj", "attention.out.kernel"
+    if block.num_experts:
+        yield from _expert_kernels(block)
+    else:
+        yield from _mlp_kernels(block, "mlp")
+    yield from block.adapter_kernels()
+
+
+def _expert_kernels(block: BlockConfig) -> Iterator[tuple[Target, str]]:
+    module = "mlp"
+    if block.dense_mlp:
+        yield from _mlp_kernels(block, "mlp.mlp")
+        module = "mlp.experts"
+    for name in block.projections():
+        yield EXPERT_TARGETS[name], f"{module}.{name}"
+    if block.shared_experts:
+        yield from _mlp_kernels(block, f"{module}.shared")
+
+
+def _mlp_kernels(block: BlockConfig, module: str) -> Iterator[tuple[Target, str]]:
+    if block.mlp == "gated":
+        yield from _kernels(f"{module}.gate_up", ("gate_proj", "up_proj"))
+    else:
+        yield "up_proj", f"{module}.up.kernels.0"
+    yield "down_proj", f"{module}.down.kernel"
+
+
+def _kernels(module: str, targets: Iterable[Target]) -> Iterator[tuple[Target, str]]:
+    """The outputs of a column layer."""
+    for i, target in enumerate(targets):
+        yield target, f"{module}.kernels.{i}"
+
+
+def padded_dims(block: BlockConfig, tp: int) -> Iterator[Padded]:
+    """Yields the name, the size and the padded size of each dim that tp may pad."""
+    if block.delta_value_heads:
+        if block.delta_key_heads and block.delta_value_heads % block.delta_key_heads == 0:
+            key_heads, group, _ = block.delta_heads.stored(tp)
+            yield "delta value heads", block.delta_value_heads, key_heads * group
+            yield "delta key heads", block.delta_key_heads, key_heads
+    elif block.num_heads % block.num_kv_heads == 0:
+        kv_heads, group, _ = block.heads.stored(tp)
+        yield "query heads", block.num_heads, kv_heads * group
+        yield "kv heads", block.num_kv_heads, kv_heads
+    widths = {}
+    # Devices that have whole experts do not split their width.
+    if not block.num_experts or not block.over_tp(tp):
+        widths["d_ff"] = block.d_ff
+    if block.num_experts:
+        widths |= {"dense_mlp": block.dense_mlp, "shared_experts": block.shared_experts}
+    for name, width in widths.items():
+        if width:
+            yield name, width, PaddedDim((width,)).padded(tp)
+    yield from block.padding(tp)

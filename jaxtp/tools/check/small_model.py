@@ -1,0 +1,186 @@
+"""Shrinks a model for virtual CPU devices, split and padded as the large one is on its meshes.
+
+Every size keeps its remainder modulo what the meshes of the check divide it by. A branch of a
+user's own says how its settings shrink (`BranchConfig.shrink`).
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxtp.layers.rope import RopeScaling, rotated_dims
+from jaxtp.models.block import BlockConfig
+from jaxtp.models.block_rules import rope_problems
+from jaxtp.models.config import Changes, ModelConfig, matmul_layers
+
+_MIN_D_MODEL = 64
+_MIN_VOCAB = 96
+_MAX_TURNS = 2
+_MIN_FEATURES = 48
+_SMALL_HEAD_DIMS = (8, 16, 32, 64)
+# Every dim rotates; in a dim that hardly rotates, a key bias's gradient is rounding noise.
+_SMALL_THETA = 2.0
+_SMALL_LATENT_WIDTH = 8
+_SMALL_RANK = 16
+_SMALL_DELTA_KEY = 8
+_SMALL_DELTA_VALUE = 10
+_SMALL_EXPERTS = 4
+_SMALL_CHOICES = 2
+
+_SMALL_EPS = 1.0
+"""Minimum norm_eps of a small model with Gated DeltaNet. A query can read small values from a
+state, and the norm divides by them. With 1e-2, gradients of a small Qwen3.5 in float32 differ by
+9e-6 between meshes; with 1, by 6e-7."""
+
+
+@dataclass(frozen=True)
+class ShrinkSpec:
+    """Sizes of a check on virtual CPU devices."""
+
+    # Every tp of the check
+    tps: frozenset[int]
+    # A multiple of every fsdp of the check, and of `block`
+    shards: int
+    # Tokens in a sequence of the check
+    length: int
+    # Tokens in a sequence of the run
+    before: int
+    # Divides the features of every projection on a device
+    block: int = 1
+
+    def positions(self, count: int) -> int:
+        """Scales a number of positions like the sequence length."""
+        return max(1, count * self.length // self.before)
+
+    def size(self, value: int, minimum: int) -> int:
+        """Returns the smallest size >= `minimum` that every tp divides, or pads, like `value`."""
+        return smallest_congruent(value, math.lcm(*self.tps) * self.block, minimum)
+
+    def width(self, value: int, minimum: int) -> int:
+        """Returns the smallest width >= `minimum` with the same part of a block, or `value`."""
+        return min(value, smallest_congruent(value, self.block, minimum))
+
+
+def smallest_congruent(value: int, modulus: int, minimum: int) -> int:
+    """Returns the smallest number >= `minimum` that is congruent to `value` modulo `modulus`."""
+    return minimum + (value - minimum) % modulus
+
+
+def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
+    """Returns a small model for virtual CPU devices, with every kind of block."""
+    num_first = len(config.first_blocks)
+    period = max(1, len(config.pattern))
+    turns, remainder = divmod(config.num_layers - num_first, period)
+    precision = config.precision
+    if precision.matmul != "compute":
+        layers = "|".join(path for path, why in matmul_layers(config).items() if why is None)
+        precision = replace(precision, matmul_layers=layers, matmul_least=1)
+    norm_eps = config.norm_eps
+    if any(block.delta_value_heads for block in config.block_kinds()):
+        norm_eps = max(norm_eps, _SMALL_EPS)
+    listed = []
+    all_changes = (*config.first_blocks, *config.pattern)
+    for changes, block in zip(all_changes, config.listed_blocks().values(), strict=True):
+        # The same settings of the small block
+        shrunk = {**changes, **shrink_block(block, small)}
+        listed.append(Changes((name, shrunk[name]) for name in changes))
+    return replace(
+        config,
+        vocab_size=small.size(config.vocab_size, _MIN_VOCAB),
+        d_model=smallest_congruent(0, small.shards, _MIN_D_MODEL),
+        num_layers=num_first + period * min(turns, _MAX_TURNS) + remainder,
+        loss_chunk=small.positions(config.loss_chunk),
+        first_blocks=tuple(listed[:num_first]),
+        pattern=tuple(listed[num_first:]),
+        norm_eps=norm_eps,
+        learned_positions=config.learned_positions and small.positions(config.learned_positions),
+        precision=precision,
+        **shrink_block(config, small),
+    )
+
+
+def shrink_block(block: BlockConfig, small: ShrinkSpec) -> dict[str, Any]:
+    """Returns the settings of a small block, split and padded like this one on a mesh."""
+    heads = _shrink_latents(block, small) if block.kv_rank else _shrink_heads(block, small)
+    delta_key_dim = block.delta_key_dim
+    return {
+        **heads,
+        "rope_theta": block.rope_theta and _SMALL_THETA,
+        "sliding_window": block.sliding_window and small.positions(block.sliding_window),
+        # These kernels need a GPU.
+        "attention": "auto" if block.attention in ("cudnn", "fused") else block.attention,
+        "delta_key_dim": small.size(delta_key_dim, min(delta_key_dim, _SMALL_DELTA_KEY)),
+        # Unlike the width of keys, so that the check notices if both are mixed up
+        "delta_value_dim": small.width(block.delta_value_dim, _SMALL_DELTA_VALUE),
+        "d_ff": small.size(block.d_ff, _MIN_FEATURES),
+        **_shrink_experts(block, small),
+        **block.shrink(small),
+    }
+
+
+def _shrink_heads(block: BlockConfig, small: ShrinkSpec) -> dict[str, Any]:
+    heads = block.heads
+    fraction = block.rotary_fraction
+
+    def scaling(width: int) -> RopeScaling:
+        _, num_rotated = rotated_dims(width, block.rope_scaling, fraction)
+        return _shrink_scaling(block.rope_scaling, num_rotated, small)
+
+    def suits(width: int) -> bool:
+        if width >= block.head_dim or width % small.block:
+            return False
+        if any(rope_problems(width, _SMALL_THETA, scaling(width), fraction)):
+            return False
+        narrow = replace(block, head_dim=width).heads
+        return all(heads.stored(tp)[:-1] == narrow.stored(tp)[:-1] for tp in small.tps)
+
+    head_dim = next(filter(suits, _SMALL_HEAD_DIMS), block.head_dim)
+    return {"head_dim": head_dim, "rope_scaling": scaling(head_dim)}
+
+
+def _shrink_latents(block: BlockConfig, small: ShrinkSpec) -> dict[str, Any]:
+    rope = small.width(block.rope_head_dim, _SMALL_LATENT_WIDTH)
+    nope = small.width(block.head_dim - block.rope_head_dim, _SMALL_LATENT_WIDTH)
+    rank = smallest_congruent(0, small.shards, _SMALL_RANK)
+    # The width of values is unlike the others.
+    min_value_dim = _SMALL_LATENT_WIDTH + 1 + small.block
+    return {
+        "kv_rank": rank,
+        "query_rank": block.query_rank and rank,
+        "rope_head_dim": rope,
+        "head_dim": rope + nope,
+        "value_head_dim": small.width(block.value_head_dim, min_value_dim),
+        "rope_scaling": _shrink_scaling(block.rope_scaling, rope, small),
+    }
+
+
+def _shrink_scaling(scaling: RopeScaling, head_dim: int, small: ShrinkSpec) -> RopeScaling:
+    """Returns the scaling of a small head, with a sample of the factors."""
+    if scaling.kind == "none":
+        return scaling
+    count = head_dim // 2
+
+    def sample(factors: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(factors[i * len(factors) // count] for i in range(count) if factors)
+
+    return replace(
+        scaling,
+        original_length=max(2, small.positions(scaling.original_length)),
+        short_factor=sample(scaling.short_factor),
+        long_factor=sample(scaling.long_factor),
+    )
+
+
+def _shrink_experts(block: BlockConfig, small: ShrinkSpec) -> dict[str, int]:
+    settings: dict[str, int] = {}
+    for name in ("shared_experts", "dense_mlp"):
+        if width := getattr(block, name):
+            settings[name] = small.size(width, _MIN_FEATURES)
+    groups = block.expert_groups
+    min_experts = max(_SMALL_EXPERTS, _SMALL_CHOICES * groups)
+    experts = smallest_congruent(block.num_experts, math.lcm(*small.tps, groups), min_experts)
+    if experts < block.num_experts:
+        uses_all = block.experts_per_token == block.num_experts
+        choices = experts if uses_all else min(block.experts_per_token, _SMALL_CHOICES)
+        settings |= {"num_experts": experts, "experts_per_token": choices}
+    return settings
