@@ -264,10 +264,10 @@ def expected_balance(weights, layers, counts, labels, config):
     return {**losses, **dict(zip(("router", "input"), grads, strict=True))}
 
 
-def balance_program(config, mesh):
+def balance_program(config, mesh, sequence_parallel=None):
     """Returns a function that gives the layer's losses, gradients and expert counts on a mesh."""
     on = mesh_of(sizes_of(mesh))
-    make = lambda: build(config)
+    make = lambda: build(config, sequence_parallel)
 
     @jax.jit
     def run(graph, state, layers, segments, labels):

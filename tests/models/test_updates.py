@@ -20,8 +20,8 @@ RUN = TrainConfig(
     train=LoopConfig(steps=10),
 )
 ROWS = {name: row for name, row in read_table(__file__).items() if not name.startswith(".")}
-
-
+# An audit compiles a program whose text is read, which cannot be kept for the next run.
+AUDITED = list(ROWS)[::4]
 REFERENCES = {}
 
 
@@ -44,7 +44,7 @@ def test_three_updates_on_a_mesh_are_those_of_one_device(name):
     split = settings.pop("split", divides)
     run = variant(RUN, settings)
     initial, expected = on_one_device(run)
-    found = parity.run(run, Case(sizes_of(mesh), split, method), initial, audited=True)
+    found = parity.run(run, Case(sizes_of(mesh), split, method), initial, audited=name in AUDITED)
     errors = parity.compare(found, expected)
     # A second moment is a square, with twice the gradient's relative error.
     updates = {
