@@ -42,9 +42,7 @@ def named_variables(state: nnx.State) -> dict[str, Variable]:
 
 def select_paths(state: nnx.State, only: Callable[[str], bool]) -> nnx.State:
     """Returns the variables of a state whose dotted path `only` accepts."""
-    return nnx.from_flat_state(
-        [(path, v) for path, v in nnx.to_flat_state(state) if only(dotted(path))]
-    )
+    return nnx.filter_state(state, lambda path, _: only(dotted(path)))
 
 
 def replace_arrays(state: nnx.State, arrays: Arrays) -> nnx.State:

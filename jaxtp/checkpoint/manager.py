@@ -547,5 +547,5 @@ def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, 
     folder, info = read_info_on_all(run, lambda: newest_checkpoint(run))
     target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
     restored = read_verified(folder, target, info)
-    arrays = {name.removeprefix("model."): array for name, array in restored.items()}
+    arrays = dict(zip(named_variables(weights), restored.values(), strict=True))
     return from_logical(arrays, weights, mesh), folder
