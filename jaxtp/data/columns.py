@@ -1,6 +1,5 @@
 """Columns of a batch: NumPy arrays by name, from whatever a user's source yields."""
 
-import itertools
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -58,7 +57,7 @@ def to_columns(value: object) -> Columns:
         beyond 32 bits.
     """
     if isinstance(value, Mapping):
-        columns = dict(zip(map(str, value), value.values(), strict=True))
+        columns = {str(name): column for name, column in value.items()}
         if len(columns) < len(value):
             twice = next(name for name in value if not isinstance(name, str) and str(name) in value)
             raise BatchError(
@@ -67,7 +66,7 @@ def to_columns(value: object) -> Columns:
     elif isinstance(value, tuple) or (
         isinstance(value, list) and all(hasattr(column, "shape") for column in value)
     ):
-        columns = dict(zip(map(str, itertools.count()), value, strict=False))
+        columns = {str(index): column for index, column in enumerate(value)}
     else:
         raise BatchError(
             f"gives a {type(value).__name__}; it must give a dict of arrays, or a tuple of them"

@@ -738,7 +738,7 @@ def _check_names(
         )
     expected = {name: "target_parameters" for name in stems if _suffixes(name) & parameters}
     lists = ("target_modules", "exclude_modules")
-    has_expressions = str in map(type, map(attributes.get, lists))
+    has_expressions = any(isinstance(attributes.get(name), str) for name in lists)
     is_open = has_expressions or bool(attributes.get("layers_pattern"))
     if not is_open:
         included = _names("target_modules", attributes)

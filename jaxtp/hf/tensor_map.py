@@ -1,6 +1,5 @@
 """Maps parameters, layers and experts to file tensors."""
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -135,14 +134,15 @@ def _find_place(
     path: str, tensor: Tensor, parameters: Parameters, family: Family, block: BlockConfig
 ) -> "Place":
     stack, _ = split_path(path)
+    stacked_dims = _count_stacked_dims(path, tensor)
     paths = []
     widths = []
     for part in family.tensors:
         part_path = part.path.replace(BLOCKS, stack or "")
         if part.name == tensor.name and part_path in parameters:
+            shape = logical_shape(parameters[part_path])
             paths.append(part_path)
-            width = logical_shape(parameters[part_path])[_count_stacked_dims(path, tensor) :][-1:]
-            widths.append(math.prod(width))
+            widths.append(shape[-1] if len(shape) > stacked_dims else 1)
     return place(tensor, paths.index(path), widths, family, block)
 
 
