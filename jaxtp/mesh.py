@@ -144,7 +144,7 @@ def mesh_shape(**sizes: int) -> dict[str, int]:
 
 def parts(sizes: Sizes, axes: Iterable[str]) -> int:
     """Returns the product of the sizes of `axes`."""
-    return math.prod(sizes[axis] for axis in axes)
+    return math.prod(map(sizes.__getitem__, axes))
 
 
 def batch_parts(sizes: Sizes) -> int:
@@ -169,7 +169,7 @@ def gradient_sum_axes(*, stored_split: bool, used_by_all_tp: bool) -> tuple[str,
 def abstract_mesh(sizes: Sizes) -> AbstractMesh:
     """Returns a mesh of these sizes without devices."""
     return AbstractMesh(
-        tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+        tuple(map(sizes.__getitem__, AXES)), AXES, axis_types=(AxisType.Auto,) * len(AXES)
     )
 
 
@@ -208,7 +208,7 @@ def current_mesh() -> AbstractMesh | None:
 
 def check_axes(mesh: Mesh | AbstractMesh) -> None:
     """Raises a `MeshError` if a mesh lacks one of `AXES`."""
-    missing = [axis for axis in AXES if axis not in mesh.axis_names]
+    missing = sorted(set(AXES) - set(mesh.axis_names), key=AXES.index)
     if missing:
         raise MeshError(f"the mesh has axes {mesh.axis_names} and lacks {missing}; {_MADE}")
 
@@ -278,7 +278,8 @@ def check_sizes(sizes: Sizes) -> None:
 
 def fixed_devices(sizes: Sizes) -> int:
     """Returns the number of devices, without an axis of size -1."""
-    return math.prod(size for size in sizes.values() if size != -1)
+    # The product is negative if an axis has size -1.
+    return abs(math.prod(sizes.values()))
 
 
 def resolve_sizes(sizes: Sizes, num_devices: int) -> dict[str, int]:
@@ -292,7 +293,11 @@ def resolve_sizes(sizes: Sizes, num_devices: int) -> dict[str, int]:
             f"{describe_mesh(sizes)}: {num_devices} devices cannot be divided by {fixed}; "
             f"meshes that fit: {_list_meshes(num_devices, sizes)}"
         )
-    return {axis: num_devices // fixed if size == -1 else size for axis, size in sizes.items()}
+    resolved = dict(sizes)
+    for axis, size in sizes.items():
+        if size == -1:
+            resolved[axis] = num_devices // fixed
+    return resolved
 
 
 def _check_count(sizes: Sizes, needed: int, devices: Sequence[jax.Device]) -> None:

@@ -8,6 +8,7 @@ if __name__ == "__main__":
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -85,20 +86,24 @@ def inspect(args: Inspect) -> int:
 
 
 def _record(stored: StoredCheckpoint) -> dict[str, Any]:
-    arrays = {
-        name: {
+    record: dict[str, Any] = {"folder": str(stored.folder), "step": stored.folder.name}
+    # The folder of a copy may have any name.
+    if stored.folder.name.isdecimal():
+        record["step"] = int(stored.folder.name)
+    files = filter(Path.is_file, stored.folder.rglob("*"))
+    record["bytes"] = sum(path.stat().st_size for path in files)
+    for name in _RECORDED:
+        if name in stored.info:
+            record[name] = stored.info[name]
+    record["arrays"] = {}
+    for name, array in stored.arrays.items():
+        record["arrays"][name] = {
             "shape": list(array.shape),
             "dtype": str(array.dtype),
             "bytes": array.size * array.dtype.itemsize,
             "split": stored.info.get("specs", {}).get(name),
         }
-        for name, array in stored.arrays.items()
-    }
-    size = sum(path.stat().st_size for path in stored.folder.rglob("*") if path.is_file())
-    recorded = {name: stored.info[name] for name in _RECORDED if name in stored.info}
-    # The folder of a copy may have any name.
-    step = int(stored.folder.name) if stored.folder.name.isdecimal() else stored.folder.name
-    return {"folder": str(stored.folder), "step": step, "bytes": size, **recorded, "arrays": arrays}
+    return record
 
 
 def verify(args: Inspect) -> int:
@@ -106,16 +111,15 @@ def verify(args: Inspect) -> int:
     stored = open_checkpoint(args.dir)
     problems = {}
     for name in stored.arrays:
-        if problem := stored.verify(name):
+        problem = stored.verify(name)
+        if problem is not None:
             problems[name] = problem
             print(f"{name}: {problem}")
-    count = f"{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}"
-    print(f"{stored.folder}: {len(stored.arrays)} arrays, {count}")
-    write_json(
-        "--json",
-        args.json,
-        {"folder": str(stored.folder), "arrays": len(stored.arrays), "problems": problems},
-    )
+    plural = "" if len(problems) == 1 else "s"
+    num_arrays = len(stored.arrays)
+    print(f"{stored.folder}: {num_arrays} arrays, {len(problems) or 'no'} problem{plural}")
+    record = {"folder": str(stored.folder), "arrays": num_arrays, "problems": problems}
+    write_json("--json", args.json, record)
     return 1 if problems else 0
 
 
@@ -126,7 +130,8 @@ def diff(args: Diff) -> int:
     names = dict.fromkeys((*a.arrays, *b.arrays))
     differ = {}
     for name in names:
-        if difference := describe_difference(a, b, name):
+        difference = describe_difference(a, b, name)
+        if difference is not None:
             differ[name] = difference
             print(f"{difference:<23} {name}")
     print(f"{len(differ) or 'none'} of {len(names)} arrays differ")

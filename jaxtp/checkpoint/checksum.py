@@ -72,9 +72,12 @@ class Sums:
         for names in alike.values():
             for start in range(0, len(names), GROUP):
                 group = names[start : start + GROUP]
-                self._groups.append((group, _columns([arrays[name] for name in group])))
-        self.shapes = {name: list(array.shape) for name, array in arrays.items()}
-        self.dtypes = {name: array.dtype for name, array in arrays.items()}
+                self._groups.append((group, _columns(list(map(arrays.__getitem__, group)))))
+        self.shapes = {}
+        self.dtypes = {}
+        for name, array in arrays.items():
+            self.shapes[name] = list(array.shape)
+            self.dtypes[name] = str(array.dtype)
         self.replicas = replica_groups_by_name(arrays)
 
     @cached_property
@@ -87,7 +90,7 @@ class Sums:
         rows: dict[str, np.ndarray] = {}
         for names, columns in self._groups:
             rows.update(zip(names, np.asarray(columns), strict=True))
-        return [rows[name] for name in self.shapes]
+        return list(map(rows.__getitem__, self.shapes))
 
     def _one_replica(self) -> dict[str, np.ndarray]:
         totals = {}
@@ -174,25 +177,26 @@ def describe_devices(
 
     `positions` index `devices`; `hosts` are host names by process.
     """
-    by_process: dict[int, list[jax.Device]] = {}
+    by_process: dict[int, list[int]] = {}
     for position in sorted(set().union(*positions.values())):
-        by_process.setdefault(devices[position].process_index, []).append(devices[position])
+        device = devices[position]
+        by_process.setdefault(device.process_index, []).append(device.id)
     described = []
-    for process, wrong in by_process.items():
+    for process, ids in by_process.items():
         local = sorted(device.id for device in devices if device.process_index == process)
-        ids = ", ".join(str(device.id) for device in wrong)
-        numbers = ", ".join(str(local.index(device.id)) for device in wrong)
-        plural = "s" if len(wrong) > 1 else ""
+        plural = "s" if len(ids) > 1 else ""
+        numbers = map(str, map(local.index, ids))
         described.append(
-            f"device{plural} {ids}, number{plural} {numbers} of "
+            f"device{plural} {', '.join(map(str, ids))}, number{plural} {', '.join(numbers)} of "
             f"{process_name(process, hosts[process])}"
         )
-    hidden = len(described) - _MAX_PROCESSES
-    more = f", and devices of {hidden} more processes" if hidden > 0 else ""
+    listed = "; ".join(described[:_MAX_PROCESSES])
+    if len(described) > _MAX_PROCESSES:
+        listed += f", and devices of {len(described) - _MAX_PROCESSES} more processes"
     arrays = next(iter(positions))
     if len(positions) > 1:
         arrays += f" and {len(positions) - 1} more array{'s' if len(positions) > 2 else ''}"
-    return f"{arrays} on {'; '.join(described[:_MAX_PROCESSES])}{more}"
+    return f"{arrays} on {listed}"
 
 
 def describe_not_finite(counts: Mapping[str, int]) -> str:
@@ -232,7 +236,7 @@ def _sum_arrays(*arrays: Array) -> Array:
 @partial(jax.jit, static_argnums=0, compiler_options=_OPTIONS)
 def _sum_parts(specs: tuple[PartitionSpec, ...], *arrays: Array) -> Array:
     def sum_part(part: Array, spec: PartitionSpec) -> Array:
-        axes = [axes_of(entry) for entry in spec] + [()] * (part.ndim - len(spec))
+        axes = [*map(axes_of, spec), *[()] * (part.ndim - len(spec))]
         starts = [axis_index(*dim) * size for dim, size in zip(axes, part.shape, strict=True)]
         return vary_everywhere(_sums_at(part, starts))
 

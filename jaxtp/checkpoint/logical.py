@@ -42,9 +42,7 @@ def named_variables(state: nnx.State) -> dict[str, Variable]:
 
 def select_paths(state: nnx.State, only: Callable[[str], bool]) -> nnx.State:
     """Returns the variables of a state whose dotted path `only` accepts."""
-    return nnx.from_flat_state(
-        [(path, v) for path, v in nnx.to_flat_state(state) if only(dotted(path))]
-    )
+    return nnx.filter_state(state, lambda path, _: only(dotted(path)))
 
 
 def replace_arrays(state: nnx.State, arrays: Arrays) -> nnx.State:
@@ -57,7 +55,7 @@ def replace_arrays(state: nnx.State, arrays: Arrays) -> nnx.State:
 
 def logical_size(state: nnx.State) -> int:
     """Returns the number of elements without padding."""
-    return sum(math.prod(logical_shape(variable)) for variable in named_variables(state).values())
+    return sum(map(math.prod, map(logical_shape, named_variables(state).values())))
 
 
 def to_logical(state: nnx.State, mesh: Mesh) -> Arrays:
@@ -80,16 +78,17 @@ def abstract_logical(state: nnx.State, mesh: Mesh) -> AbstractArrays:
 
 def from_logical(arrays: Arrays, state: nnx.State, mesh: Mesh) -> nnx.State:
     """Returns `state` with logical arrays, padded and sharded for `mesh`."""
-    variables = named_variables(state)
-    return replace_arrays(
-        state, {name: _add_padding(arrays[name], variables[name], mesh) for name in variables}
-    )
+    padded = {
+        name: _add_padding(arrays[name], variable, mesh)
+        for name, variable in named_variables(state).items()
+    }
+    return replace_arrays(state, padded)
 
 
 def split_dims(variable: Variable) -> tuple[tuple[str, ...], ...]:
     """Returns the mesh axes that split each dim of a variable."""
-    axes = [axes_of(entry) for entry in spec_of(variable)]
-    return (*axes, *[()] * (len(variable.get_raw_value().shape) - len(axes)))
+    axes = tuple(map(axes_of, spec_of(variable)))
+    return axes + ((),) * (len(variable.get_raw_value().shape) - len(axes))
 
 
 def divisible_axes(
@@ -99,13 +98,13 @@ def divisible_axes(
 
     Axes that do not divide their dim move to a dim that they divide, or are dropped.
     """
-    result = [tuple(names) for names in axes]
+    result = list(axes)
     indivisible = [dim for dim, size in enumerate(shape) if size % parts(sizes, result[dim])]
     for dim in indivisible:
         moving = result[dim]
         result[dim] = ()
-        for other in (dim for dim in range(len(shape)) if dim not in indivisible):
-            if shape[other] % parts(sizes, result[other] + moving) == 0:
+        for other, size in enumerate(shape):
+            if other not in indivisible and size % parts(sizes, result[other] + moving) == 0:
                 result[other] += moving
                 break
     return tuple(result)

@@ -152,9 +152,9 @@ class _KeepBest(policies.PreservationPolicy):
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> Sequence[bool]:
         steps = [checkpoint.step for checkpoint in checkpoints]
-        with_loss = [(self._losses[step], -step) for step in steps if step in self._losses]
-        _, negative_best = min(with_loss, default=(None, None))
-        return [-step == negative_best for step in steps]
+        with_loss = self._losses.keys() & set(steps)
+        best = min(with_loss, key=lambda step: (self._losses[step], -step), default=None)
+        return [step == best for step in steps]
 
 
 class Checkpoints:
@@ -259,9 +259,12 @@ class Checkpoints:
         with raise_everywhere(kinds=(UnwritableError,)):
             self._require_writable()
         arrays = to_logical(state, mesh)
-        variables = named_variables(state)
-        exempt = [name for name, variable in variables.items() if may_be_infinite(variable)]
-        specs = {name: str(spec_of(variable)) for name, variable in variables.items()}
+        specs = {}
+        exempt = []
+        for name, variable in named_variables(state).items():
+            specs[name] = str(spec_of(variable))
+            if may_be_infinite(variable):
+                exempt.append(name)
         pending: Future[Sums] = Future()
 
         def sound_sums() -> Sums:
@@ -425,8 +428,9 @@ class Checkpoints:
         not be finite; `newest` replaces `describe_newest`, which waits for a save.
         """
         newest = newest or self.describe_newest
-        not_finite = summed.not_finite()
-        counts = {name: count for name, count in not_finite.items() if name not in exempt}
+        counts = summed.not_finite()
+        for name in exempt:
+            counts.pop(name, None)
         if counts:
             raise NonFiniteError(f"{result}: {describe_not_finite(counts)}; {advice or newest()}")
         positions = summed.unequal_replicas()
@@ -456,15 +460,15 @@ class Checkpoints:
         timeout = isinstance(error, TimeoutError) and error.errno is None
         peer = timeout or isinstance(error, PeerUnwritableError | jax.errors.JaxRuntimeError)
         kind = PeerUnwritableError if peer else UnwritableError
-        advice = "" if disk_full_message(error) is None else _FREE_SPACE
         # If the folder is missing, Orbax's message is about its own internals.
         reason = "the folder no longer exists"
         if self.folder.is_dir():
             reason = describe_error(error)
-        return kind(
-            f"{self.folder}: a checkpoint could not be written ({reason}); "
-            f"{self.describe_disk()}{advice}"
-        )
+        message = f"{self.folder}: a checkpoint could not be written ({reason}); "
+        message += self.describe_disk()
+        if disk_full_message(error) is not None:
+            message += _FREE_SPACE
+        return kind(message)
 
 
 @contextmanager
@@ -493,11 +497,13 @@ def _sum_into(pending: Future[Sums], arrays: Arrays) -> None:
 
 
 def _steps_in(folder: Path) -> list[int]:
-    try:
-        names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+    steps = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for entry in os.scandir(folder):
+            name = entry.name
+            if entry.is_dir() and name.isdecimal() and str(int(name)) == name:
+                steps.append(int(name))
+    return sorted(steps)
 
 
 def restore_newest(
@@ -517,21 +523,21 @@ def restore_newest(
       CheckpointError: all are damaged, or the newest undamaged checkpoint is unreadable or of
         another model.
     """
-    damaged: list[tuple[int, DamagedError]] = []
+    damaged: dict[int, DamagedError] = {}
     for step in reversed(checkpoints.steps()):
         try:
             info = checkpoints.info(step)
             accept(info)
             restored = step, checkpoints.restore(step, state, mesh, info), info
         except DamagedError as error:
-            damaged.append((step, error))
+            damaged[step] = error
             continue
-        for damaged_step, damage in damaged:
+        for damaged_step, damage in damaged.items():
             moved = checkpoints.set_aside(damaged_step)
             warn(f"{damage}; moved to {moved}, resuming from step {step}")
         return restored
     if damaged:
-        reasons = "; ".join(str(damage) for _, damage in damaged)
+        reasons = "; ".join(map(str, damaged.values()))
         raise CheckpointError(f"{reasons}; name another --run.dir to start a new run")
     return None
 
@@ -541,5 +547,5 @@ def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, 
     folder, info = read_info_on_all(run, lambda: newest_checkpoint(run))
     target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
     restored = read_verified(folder, target, info)
-    arrays = {name.removeprefix("model."): array for name, array in restored.items()}
+    arrays = dict(zip(named_variables(weights), restored.values(), strict=True))
     return from_logical(arrays, weights, mesh), folder

@@ -72,8 +72,10 @@ class BoundedHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
     async def async_save(self, directory: Path, *args: object, **kwargs: Any) -> object:
         """Starts to save."""
         # A handler's limit is fixed, so each save makes its own handler.
-        arrays = kwargs["args"].item.values()
-        largest = max(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
+        largest = 0
+        for array in kwargs["args"].item.values():
+            shape = array.sharding.shard_shape(array.shape)
+            largest = max(largest, math.prod(shape) * array.dtype.itemsize)
         handler = ocp.PyTreeCheckpointHandler(
             save_concurrent_gb=_limit_gb(largest), enable_pinned_host_transfer=False
         )
@@ -114,8 +116,9 @@ def _open_reader(metadata: Metadata, target: AbstractArrays) -> ocp.PyTreeCheckp
     one_process = ocp.options.MultiprocessingOptions(
         primary_host=process, active_processes={process}
     )
-    names = target.keys() & metadata.keys()
-    largest = max((bytes_to_read(metadata[name], target[name]) for name in names), default=0)
+    largest = 0
+    for name in target.keys() & metadata.keys():
+        largest = max(largest, bytes_to_read(metadata[name], target[name]))
     # Orbax's default handler reads a description of the arrays too, in a coroutine that a failed
     # read never awaits.
     arrays = ocp.type_handlers.create_type_handler_registry(
@@ -133,15 +136,16 @@ def bytes_to_read(stored: Any, target: ShapeDtypeStruct) -> int:
     storage = getattr(stored, "storage", None)
     chunks: Sequence[int] = (storage and storage.chunk_shape) or stored.shape
     part = target.sharding.shard_shape(tuple(stored.shape))
-    # A part that begins inside a chunk overlaps one chunk more.
-    counts = [(-(-length // chunk) + 1) * chunk for length, chunk in zip(part, chunks, strict=True)]
-    return math.prod(map(min, stored.shape, counts)) * stored.dtype.itemsize
+    num_bytes: int = stored.dtype.itemsize
+    for size, length, chunk in zip(stored.shape, part, chunks, strict=True):
+        # A part that begins inside a chunk overlaps one chunk more.
+        num_bytes *= min(size, (-(-length // chunk) + 1) * chunk)
+    return num_bytes
 
 
 def describe_arrays(summed: Sums) -> Info:
     """Returns the info entries that a restore compares with its arrays."""
-    dtypes = {name: str(dtype) for name, dtype in summed.dtypes.items()}
-    return {_SHAPES: summed.shapes, _DTYPES: dtypes, _CHECKSUMS: summed.checksums()}
+    return {_SHAPES: summed.shapes, _DTYPES: summed.dtypes, _CHECKSUMS: summed.checksums()}
 
 
 def seal(info: Mapping[str, Any]) -> Info:
@@ -209,8 +213,8 @@ def require_openable(checkpoints: Path) -> None:
 
 def is_of_run(info: Mapping[str, Any]) -> bool:
     """Returns whether `jaxtp train` wrote an info; other loops write any entries."""
-    dicts = all(isinstance(info.get(name), dict) for name in ("config", "corpus", "mesh"))
-    return dicts and isinstance(info.get("next_sample"), int)
+    values = list(map(info.get, ("config", "corpus", "mesh")))
+    return set(map(type, values)) == {dict} and isinstance(info.get("next_sample"), int)
 
 
 def read_info_on_all(run: Path, find: Callable[[], Path]) -> tuple[Path, Info]:
@@ -287,10 +291,9 @@ def _read_as_stored(folder: Path, target: AbstractArrays, info: Mapping[str, Any
     metadata: Metadata = {
         name: ShapeDtypeStruct(shapes[name], dtypes[name]) for name in shapes.keys() & dtypes.keys()
     }
-    sizes = (math.prod(a.shape) * a.dtype.itemsize for a in metadata.values())
     # Orbax opens every array to describe it. Only an array beyond the memory limit needs its
     # chunks.
-    if metadata.keys() != target.keys() or max(sizes, default=0) > MAX_BYTES_IN_FLIGHT:
+    if metadata.keys() != target.keys() or any(map(_is_large, metadata.values())):
         metadata = read_metadata(folder)
     stored_shapes = {name: tuple(array.shape) for name, array in metadata.items()}
     # Version 0.1 has no shapes.
@@ -299,18 +302,20 @@ def _read_as_stored(folder: Path, target: AbstractArrays, info: Mapping[str, Any
         raise DamagedError(
             f"{folder} is damaged (its arrays differ from the saved names or shapes)"
         )
-    wrong = [
-        f"{name} is {saved.get(name)}, not {array.shape}"
-        for name, array in target.items()
-        if saved.get(name) != array.shape
-    ]
+    wrong = []
+    stored = {}
+    for name, array in target.items():
+        if saved.get(name) == array.shape:
+            stored[name] = array.update(dtype=metadata[name].dtype)
+        else:
+            wrong.append(f"{name} is {saved.get(name)}, not {array.shape}")
     if wrong:
         raise CheckpointError(f"{folder} holds another model: {'; '.join(wrong[:3])}")
-    stored = {
-        name: ShapeDtypeStruct(array.shape, metadata[name].dtype, sharding=array.sharding)
-        for name, array in target.items()
-    }
     return read_arrays(folder, stored, metadata)
+
+
+def _is_large(array: ShapeDtypeStruct) -> bool:
+    return math.prod(array.shape) * array.dtype.itemsize > MAX_BYTES_IN_FLIGHT
 
 
 def finished_checkpoints(run: Path) -> list[Path]:
@@ -320,10 +325,12 @@ def finished_checkpoints(run: Path) -> list[Path]:
         if (run / "state").is_dir():
             return [run]
         for folder in (run / "checkpoints", run):
-            names = [path.parent.name for path in folder.glob("*/state")]
-            steps = sorted(int(name) for name in names if name.isdecimal())
+            steps = []
+            for path in folder.glob("*/state"):
+                if path.parent.name.isdecimal():
+                    steps.append(int(path.parent.name))
             if steps:
-                return [folder / str(step) for step in steps]
+                return list(map(folder.joinpath, map(str, sorted(steps))))
         return []
 
     return retry_io(run, look)

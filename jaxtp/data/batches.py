@@ -8,8 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from itertools import count as count_from
 from itertools import islice
 from typing import Any, TypeAlias
@@ -29,7 +28,7 @@ from jaxtp.data.columns import (
     too_short,
 )
 from jaxtp.data.rows import Samples
-from jaxtp.data.samples import ORDER, SHUFFLE, shuffle_identity, shuffled
+from jaxtp.data.samples import ORDER, SHUFFLE, shuffle_description, shuffled
 from jaxtp.distributed.agreement import all_gather_json
 
 Record: TypeAlias = dict[str, Any]
@@ -56,10 +55,11 @@ class Position:
         """
         if self.streams is None or len(self.streams) == 1:
             return self
-        records = zip(*all_gather_json(self.streams), strict=True)
-        return Position(
-            self.step, self.sample, [next(filter(None, parts), None) for parts in records]
-        )
+        records = [
+            next(filter(None, records_of_stream), None)
+            for records_of_stream in zip(*all_gather_json(self.streams), strict=True)
+        ]
+        return replace(self, streams=records)
 
     def check_agreement(self, name: str) -> None:
         """Raises `BatchError` if processes read other rows from one source.
@@ -110,11 +110,11 @@ class Batches(ABC):
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Abstract arrays of a whole batch."""
-        weights = {WEIGHTS: ((), np.dtype(np.float32))} if self.with_weights else {}
-        rows = self.global_batch_size
-        layout = weights | self._layout
+        layout = self._layout
+        if self.with_weights:
+            layout = {WEIGHTS: ((), np.dtype(np.float32)), **layout}
         return {
-            name: jax.ShapeDtypeStruct((rows, *shape), dtype)
+            name: jax.ShapeDtypeStruct((self.global_batch_size, *shape), dtype)
             for name, (shape, dtype) in layout.items()
         }
 
@@ -139,8 +139,8 @@ class Batches(ABC):
             sample = position.sample
             while pending and (batch := pending.popleft().result()) is not None:
                 pending.extend(pool.submit(read, step) for step in islice(steps, 1))
-                step = step + 1
-                sample = sample + self.global_batch_size
+                step += 1
+                sample += self.global_batch_size
                 yield batch[0], Position(step, sample, batch[1])
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -169,23 +169,24 @@ class Batches(ABC):
             rows = {place: row for place, row in rows.items() if row < num_rows}
         elif num_rows < size:
             raise BatchError(too_short(num_rows))
-        places = _index([*rows])
-        found_rows = _index([*rows.values()])
+        places = _index(list(rows))
+        indices = _index(list(rows.values()))
         for name, array in columns.items():
-            into[name][places] = array[found_rows]
+            into[name][places] = array[indices]
 
 
 def _index(numbers: list[int]) -> slice | list[int]:
     # Consecutive numbers as a slice, which NumPy copies at once.
-    whole = range(numbers[0], numbers[-1] + 1) if numbers else range(0)
-    return slice(whole.start, whole.stop) if numbers == [*whole] else numbers
+    if numbers and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return slice(numbers[0], numbers[-1] + 1)
+    return numbers
 
 
 def _is_batched(dataset: Any) -> bool:
     # Whether a Grain pipeline has a `batch`, which may make batches, or rows out of single tokens.
     if type(dataset).__name__ == "BatchMapDataset":
         return True
-    return any(_is_batched(parent) for parent in getattr(dataset, "parents", ()))
+    return any(map(_is_batched, getattr(dataset, "parents", ())))
 
 
 class SampleBatches(Batches):
@@ -229,20 +230,21 @@ class SampleBatches(Batches):
         num_rows = None if endless else rows
         identity: dict[str, object] = {"kind": "samples", "rows": num_rows}
         if describe:
-            order = {"algorithm": f"grain {version('grain')}", "sha256": shuffle_identity()}
-            identity[ORDER] = {SHUFFLE: order}
+            identity[ORDER] = {SHUFFLE: shuffle_description()}
         super().__init__(name, first, size, identity)
         self.num_rows = num_rows
-        self._threads = 2 if is_grain else 1  # a user's dataset need not allow several
+        if is_grain:  # a user's dataset need not allow several threads
+            self._threads = 2
 
     def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
         size = self.global_batch_size
-        if self._end < size and not self.with_weights:
+        min_rows = 1 if self.with_weights else size
+        if self._end < min_rows:
             raise BatchError(f"{self.name}: a batch of {size} rows {too_short(self._end)}")
 
         def read(step: int) -> Read | None:
             first = position.sample + (step - position.step) * size
-            if self._end - first < (1 if self.with_weights else size):
+            if self._end - first < min_rows:
                 return None
             columns = self._zeros(len(rows))
             with reading(self.name, step):

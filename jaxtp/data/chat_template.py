@@ -29,6 +29,7 @@ from jaxtp.data.tokenizer import (
     load_library,
 )
 from jaxtp.data.tokenizer_files import MAX_TEMPLATE, TokenizerError
+from jaxtp.data.tokenizer_worker import tokens_before
 from jaxtp.data.worker import Worker, WorkerDiedError, read_line
 
 Message = Mapping[str, Any]  # `role` (system, user, assistant) and `content`
@@ -84,10 +85,23 @@ class ChatTemplate:
         )
 
     def _request(self, variables: dict[str, object] | None) -> str:
-        problem, text = _render(self._template, variables, self.day)
+        request = pickle.dumps((self._template, variables, self.day, SECONDS))
+        try:
+            problem, text = json.loads(RENDERER.request(request, read_line))
+        except WorkerDiedError as died:
+            when = "when it is loaded" if variables is None else "on this conversation"
+            limits = {
+                -signal.SIGPROF: f"{SECONDS:g} s of computing",
+                worker.OUT_OF_MEMORY: f"{MEMORY // 2**20:,} MiB of memory",
+            }
+            problem = f" crashes the process that renders it ({died}) {when}"
+            if died.code in limits:
+                problem = (
+                    f" takes more than {limits[died.code]}, the limit for a chat template, {when}"
+                )
         if problem:
             raise ChatError(f"{self._name}{problem}")
-        return text
+        return str(text)
 
 
 RENDERER = Worker(worker.__file__, MEMORY, MAX_TEXT)
@@ -97,26 +111,6 @@ RENDERER = Worker(worker.__file__, MEMORY, MAX_TEXT)
 def writes_day(template: str) -> bool:
     """Returns whether a template may write the day on which it renders."""
     return "strftime_now" in template
-
-
-def _render(template: str, variables: dict[str, object] | None, day: str | None) -> tuple[str, str]:
-    """Returns a problem or an empty string, and the text."""
-    request = pickle.dumps((template, variables, day, SECONDS))
-    try:
-        problem, text = json.loads(RENDERER.request(request, read_line))
-        return problem, text
-    except WorkerDiedError as died:
-        limits = {
-            -signal.SIGPROF: f"{SECONDS:g} s of computing",
-            worker.OUT_OF_MEMORY: f"{MEMORY // 2**20:,} MiB of memory",
-        }
-        when = "when it is loaded" if variables is None else "on this conversation"
-        if died.code in limits:
-            return (
-                f" takes more than {limits[died.code]}, the limit for a chat template, {when}",
-                "",
-            )
-        return f" crashes the process that renders it ({died}) {when}", ""
 
 
 class SpecialTokens:
@@ -133,11 +127,13 @@ class SpecialTokens:
 
     def escape(self, value: object) -> Any:
         """Escapes a message or a part of it; raises `ChatError` for invalid code points."""
+        if isinstance(value, str):
+            return self._escape_text(value)
+        if isinstance(value, list | tuple):
+            return list(map(self.escape, value))
         if isinstance(value, Mapping):
             return {key: self.escape(part) for key, part in value.items() if part is not None}
-        if isinstance(value, list | tuple):
-            return [self.escape(part) for part in value]
-        return self._escape_text(value) if isinstance(value, str) else value
+        return value
 
     def mark(self, rendered: str) -> str:
         """Marks the template's special tokens and restores the messages.
@@ -152,7 +148,8 @@ class SpecialTokens:
         return self._tokens[number] if 0 <= number < len(self._tokens) else ""
 
     def _escape_text(self, text: str) -> str:
-        if match := _NONCHARACTERS.search(text):
+        match = _NONCHARACTERS.search(text)
+        if match:
             raise ChatError(f"a message holds U+{ord(match[0]):04X}, which is no character")
         try:
             text.encode()
@@ -160,11 +157,9 @@ class SpecialTokens:
             raise ChatError(
                 "a message holds half of a surrogate pair, which is no character"
             ) from None
-        return (
-            text
-            if self._keep
-            else self._pattern.sub(lambda m: f"{_SPELLED}{self._number[m[0]]}{_END}", text)
-        )
+        if self._keep:
+            return text
+        return self._pattern.sub(lambda m: f"{_SPELLED}{self._number[m[0]]}{_END}", text)
 
 
 def marks(token: str) -> str:
@@ -174,7 +169,7 @@ def marks(token: str) -> str:
 
 def without_marks(marked: str) -> str:
     """Returns the text without marks."""
-    return marked.replace(_BEFORE, "").replace(_AFTER, "")
+    return _MARKS.sub("", marked)
 
 
 def without_noncharacters(text: str) -> str:
@@ -197,17 +192,14 @@ class RenderedTokenizer:
         if content is None:
             return
         library = load_library(content, name)
-        special = {
-            token.content: id
-            for id, token in library.get_added_tokens_decoder().items()
-            if token.special
-        }
+        special: dict[str, int] = {}
+        for id, added in library.get_added_tokens_decoder().items():
+            if added.special:
+                special[added.content] = id
         self.tokens = tuple(special)
         self.ids = frozenset(special.values())
-        file = json.dumps(
-            _renamed(json.loads(library.to_str()), {token: marks(token) for token in special})
-        )
-        self._content = file.encode()
+        file = _renamed(json.loads(library.to_str()), {token: marks(token) for token in special})
+        self._content = json.dumps(file).encode()
         self._library = load_library(self._content, name)
         for token, id in special.items():
             if self._library.token_to_id(marks(token)) != id:
@@ -227,9 +219,8 @@ class RenderedTokenizer:
             return
         texts = [first + second for first, second in pairs]
         if self._is_isolated:
-            yield from encode_isolated(
-                self._content, self._name, texts, [len(first) for first, _ in pairs]
-            )
+            lengths = [len(first) for first, _ in pairs]
+            yield from encode_isolated(self._content, self._name, texts, lengths)
             return
         try:
             encodings = self._library.encode_batch(texts, add_special_tokens=False)
@@ -237,7 +228,7 @@ class RenderedTokenizer:
             raise as_tokenizer_error(error, f"{self._name}: cannot encode a text") from None
         for (before, _), encoding in zip(pairs, encodings, strict=True):
             ids = np.array(encoding.ids, np.uint32)
-            cut = sum(start < len(before) for start, _ in encoding.offsets)
+            cut = tokens_before(encoding, len(before))
             yield ids[:cut], ids[cut:]
 
 
@@ -250,16 +241,18 @@ def rendered_tokenizer(tokenizer: Tokenizer) -> RenderedTokenizer:
 
 
 def _renamed(file: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    def rename(record: dict[str, Any], key: str) -> None:
+        record[key] = names.get(record[key], record[key])
+
     model = file["model"]
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):
         model["vocab"] = {names.get(token, token): id for token, id in vocabulary.items()}
     else:  # Unigram: (token, score) pairs
         model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
-    if model.get("unk_token") is not None:
-        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    added = [
-        token | {"content": names.get(token["content"], token["content"])}
-        for token in file["added_tokens"]
-    ]
-    return file | {"added_tokens": added, "post_processor": None}
+    if "unk_token" in model:
+        rename(model, "unk_token")
+    for token in file["added_tokens"]:
+        rename(token, "content")
+    file["post_processor"] = None
+    return file

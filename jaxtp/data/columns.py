@@ -115,14 +115,14 @@ def count_rows(columns: Columns) -> int:
 
     Raises `BatchError` if columns differ in it, or are scalars.
     """
-    shapes = {name: array.shape for name, array in columns.items()}
-    if scalars := [name for name, shape in shapes.items() if not shape]:
-        raise BatchError(
-            f"column {scalars[0]!r} is one number: these are samples; give batches (.batch(8))"
-        )
-    sizes = {shape[0] for shape in shapes.values()}
+    for name, array in columns.items():
+        if not array.ndim:
+            raise BatchError(
+                f"column {name!r} is one number: these are samples; give batches (.batch(8))"
+            )
+    sizes = set(map(len, columns.values()))
     if len(sizes) > 1:
-        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        listed = ", ".join(f"{name} {list(array.shape)}" for name, array in columns.items())
         raise BatchError(f"columns differ in their number of rows: {listed}")
     return sizes.pop()
 
@@ -136,19 +136,19 @@ def check_columns(columns: Columns, expected: Layout) -> int:
     """Returns the number of rows; raises `BatchError` if they differ from the first row."""
     rows = count_rows(columns)
     layout = layout_of(columns)
-    if layout == expected:
-        return rows
-    if missing := sorted(expected.keys() ^ layout.keys()):
+    missing = sorted(expected.keys() ^ layout.keys())
+    if missing:
         names = ", ".join(layout)
         first = ", ".join(expected)
         raise BatchError(f"has the columns {names}, and the first had {first}: {missing[0]!r}")
-    name = next(name for name in expected if layout[name] != expected[name])
-    was, was_dtype = expected[name]
-    shape, dtype = layout[name]
-    raise BatchError(
-        f"column {name!r} is {dtype}{list(shape)} in a row, and was {was_dtype}{list(was)} in "
-        "the first"
-    )
+    for name, (was, was_dtype) in expected.items():
+        shape, dtype = layout[name]
+        if (shape, dtype) != (was, was_dtype):
+            raise BatchError(
+                f"column {name!r} is {dtype}{list(shape)} in a row, and was "
+                f"{was_dtype}{list(was)} in the first"
+            )
+    return rows
 
 
 def too_short(rows: int) -> str:
@@ -164,10 +164,7 @@ def checksum(columns: Columns) -> int:
     total = 0
     for name, array in sorted(columns.items()):
         total = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), total)
-        spaced = (
-            array.reshape(len(array), -1)[:, :: max(array.size // _CHECKED, 1)]
-            if array.size
-            else array
-        )
-        total = zlib.crc32(spaced.tobytes(), total)
+        if array.size:
+            spaced = array.reshape(len(array), -1)[:, :: max(array.size // _CHECKED, 1)]
+            total = zlib.crc32(spaced.tobytes(), total)
     return total

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import re
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,17 +32,8 @@ _SKIPPED_FOLDERS = {
     "__pycache__",
 }
 _HELD_OUT_ONE_IN = 20
-_PREPARED_FIRST = (
-    ".jsonl",
-    ".ndjson",
-    ".jsonlines",
-    ".json",
-    ".parquet",
-    ".pq",
-    ".csv",
-    ".tsv",
-    ".gz",
-    ".zst",
+_PREPARED_FIRST = re.compile(
+    r"\.(jsonl|ndjson|jsonlines|json|parquet|pq|csv|tsv|gz|zst)", re.IGNORECASE
 )
 
 
@@ -122,15 +114,17 @@ class Corpus:
 
     def describe(self) -> dict[str, object]:
         """Returns a run's data record, for `generate` and to detect changes on resume."""
-        return {
+        record: dict[str, object] = {
             "source": self.description,
             "train_tokens": self.train_tokens,
             "validation_tokens": self.validation_tokens,
             "tokenizer": self.tokenizer.name,
             "sha256": self.identity,
-            # Older runs have no prefix.
-            **({PREFIX: [*self.tokenizer.prefix]} if self.tokenizer.prefix else {}),
         }
+        # Older runs have no prefix.
+        if self.tokenizer.prefix:
+            record[PREFIX] = list(self.tokenizer.prefix)
+        return record
 
 
 def load_corpus(
@@ -148,8 +142,10 @@ def load_corpus(
         parts = {name: _open(expand(Path(name))) for name in mixture}
     else:
         parts = {"": _open(path) if path else standard_library()}
-    other = _open(validation) if validation else None
-    everything = {**parts, **({str(validation): other} if other else {})}
+    other = None
+    everything = dict(parts)
+    if validation:
+        other = everything[str(validation)] = _open(validation)
     _require_one_tokenizer(everything)
     _require_one_kind(everything)
     sources = tuple(_source(name, weights[name], part, other) for name, part in parts.items())
@@ -170,10 +166,7 @@ class Part:
     @property
     def has_pairs(self) -> bool:
         """Like `Documents.has_pairs`."""
-        return any(
-            documents is not None and documents.has_pairs
-            for documents in (self.train, self.validation)
-        )
+        return any(documents.has_pairs for documents in filter(None, (self.train, self.validation)))
 
 
 def standard_library(root: Path | None = None) -> Part:
@@ -187,27 +180,26 @@ def standard_library(root: Path | None = None) -> Part:
     for folder, folders, names in os.walk(root):
         folders[:] = set(folders) - _SKIPPED_FOLDERS  # it does not enter them
         paths += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
-    files: dict[bool, list[bytes]] = {True: [], False: []}
+    train: list[bytes] = []
+    validation: list[bytes] = []
     for path in sorted(paths):
         digest = hashlib.sha256(path.as_posix().encode()).digest()
-        files[int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0].append(_read(root / path))
-    if not any(files[False]) or not any(files[True]):
+        is_held_out = int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0
+        (validation if is_held_out else train).append(_read(root / path))
+    if not any(train) or not any(validation):
         raise CorpusError(
             f"{root}: no Python sources to train on; name a text file of your own with "
             "--data.path FILE"
         )
     source = f"{LIBRARY} {platform.python_version()}, {len(paths)} files"
     return Part(
-        _in_memory(files[False], str(root)),
-        _in_memory(files[True], str(root)),
-        BYTE_TOKENIZER,
-        source,
+        _in_memory(train, str(root)), _in_memory(validation, str(root)), BYTE_TOKENIZER, source
     )
 
 
 def text_file(path: Path) -> Part:
     """Returns a file as one document; holds out the last twentieth."""
-    if path.suffix.lower() in _PREPARED_FIRST and path.exists():
+    if _PREPARED_FIRST.fullmatch(path.suffix) and path.exists():
         raise CorpusError(
             f"data.path={path} is not plain text: make a dataset of it by jaxtp prepare {path} "
             "--out FOLDER (with --field NAME, or --messages NAME for conversations), and name that "
@@ -222,9 +214,8 @@ def text_file(path: Path) -> Part:
     if len(content) < _HELD_OUT_ONE_IN:
         raise CorpusError(f"data.path={path} has {len(content)} bytes: too few to train on")
     split = len(content) - len(content) // _HELD_OUT_ONE_IN
-    train, validation = (
-        _in_memory([part], str(path)) for part in (content[:split], content[split:])
-    )
+    train = _in_memory([content[:split]], str(path))
+    validation = _in_memory([content[split:]], str(path))
     return Part(train, validation, BYTE_TOKENIZER, str(path))
 
 
@@ -281,7 +272,7 @@ def _require_one_kind(parts: Mapping[str, Part]) -> None:
 
 
 def _in_memory(contents: list[bytes], source: str) -> InMemory:
-    lengths = np.array([len(content) for content in contents if content], np.int64)
+    lengths = np.array(list(map(len, filter(None, contents))), np.int64)
     return InMemory(np.frombuffer(b"".join(contents), np.uint8), lengths, source)
 
 

@@ -50,32 +50,30 @@ class Documents(ABC):
         """Tokens except prompts and the first token of each document."""
         if not self.has_prompts:
             return self.num_tokens - self.num_documents
-        shards = enumerate(self.lengths())
-        return sum(
-            int(np.maximum(n - np.maximum(self._array(shard, PROMPTS), 1), 0).sum())
-            for shard, n in shards
-        )
+        count = 0
+        for lengths, prompts in zip(self.lengths(), self.prompt_lengths(), strict=True):
+            count += int(np.maximum(lengths - np.maximum(prompts, 1), 0).sum())
+        return count
 
     def lengths(self) -> Iterator[NDArray[np.int64]]:
         """Yields document lengths in tokens, an array per shard."""
-        yield from (
-            np.diff(self._array(shard, DOCUMENTS)) for shard in range(len(self._first_token) - 1)
-        )
+        for shard in range(len(self._first_token) - 1):
+            yield np.diff(self._array(shard, DOCUMENTS))
 
     def prompt_lengths(self) -> Iterator[Tokens]:
         """Yields the numbers of prompt tokens of documents, an array per shard."""
         for shard, (first, end) in enumerate(pairwise(self._first_document)):
-            yield (
-                self._array(shard, PROMPTS) if self.has_prompts else np.zeros(end - first, np.int64)
-            )
+            if self.has_prompts:
+                yield self._array(shard, PROMPTS)
+            else:
+                yield np.zeros(end - first, np.int64)
 
     def document(self, index: int, start: int = 0, stop: int | None = None) -> Tokens:
         """Returns tokens `[start:stop]` (nonnegative), a view of the shard."""
-        shard, row = self._locate(index)
-        first, last = self._array(shard, DOCUMENTS)[row : row + 2].tolist()
-        return self._array(shard, TOKENS)[
-            first + start : last if stop is None else min(last, first + stop)
-        ]
+        shard, first, last = self._span(index)
+        if stop is not None:
+            last = min(last, first + stop)
+        return self._array(shard, TOKENS)[first + start : last]
 
     def prompt_length(self, index: int) -> int:
         """Returns the number of prompt tokens."""
@@ -96,14 +94,19 @@ class Documents(ABC):
             first = self._first_token[shard]
             end = min(stop, self._first_token[shard + 1])
             yield shard, slice(start - first, end - first)
-            shard = shard + 1
+            shard += 1
             start = end
 
     def token_range(self, index: int) -> tuple[int, int]:
         """Returns where a document starts and ends in all tokens."""
+        shard, first, last = self._span(index)
+        return self._first_token[shard] + first, self._first_token[shard] + last
+
+    def _span(self, index: int) -> tuple[int, int, int]:
+        """Returns a document's shard, and where the document starts and ends there."""
         shard, row = self._locate(index)
         first, last = self._array(shard, DOCUMENTS)[row : row + 2].tolist()
-        return self._first_token[shard] + first, self._first_token[shard] + last
+        return shard, first, last
 
     @property
     def shard_sizes(self) -> list[int]:
@@ -115,15 +118,9 @@ class Documents(ABC):
         if not 0 <= position < self.num_tokens:
             raise IndexError(f"token {position} of {self.num_tokens}")
         shard = bisect_right(self._first_token, position) - 1
-        row = (
-            int(
-                np.searchsorted(
-                    self._array(shard, DOCUMENTS), position - self._first_token[shard], side="right"
-                )
-            )
-            - 1
-        )
-        return self._first_document[shard] + row
+        offsets = self._array(shard, DOCUMENTS)
+        row = np.searchsorted(offsets, position - self._first_token[shard], side="right") - 1
+        return self._first_document[shard] + int(row)
 
     def _locate(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self.num_documents:
@@ -146,10 +143,8 @@ class InMemory(Documents):
         prompts: NDArray[np.int64] | None = None,
     ):
         super().__init__([len(lengths)], [len(tokens)], tokens.dtype)
-        self._arrays: dict[str, Tokens] = {
-            TOKENS: tokens,
-            DOCUMENTS: np.concatenate([[0], np.cumsum(lengths)]),
-        }
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        self._arrays: dict[str, Tokens] = {TOKENS: tokens, DOCUMENTS: offsets}
         if prompts is not None:
             self._arrays[PROMPTS] = prompts
             self.has_prompts = True
@@ -158,9 +153,10 @@ class InMemory(Documents):
     @cached_property
     def identity(self) -> str:
         """The sha256 of tokens and offsets."""
-        return hashlib.sha256(
-            b"".join(array.tobytes() for array in self._arrays.values())
-        ).hexdigest()
+        digest = hashlib.sha256()
+        for array in self._arrays.values():
+            digest.update(array.tobytes())
+        return digest.hexdigest()
 
     def location(self, index: int) -> str:
         """Returns source and index."""

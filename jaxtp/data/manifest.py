@@ -68,10 +68,8 @@ class TokenizerInfo:
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
         """The smallest dtype for every id, used on disk."""
-        size = self.vocab_size
-        if size <= 2**8:
-            return np.dtype("<u1")
-        return np.dtype("<u2" if size <= 2**16 else "<u4")
+        dtype: np.dtype[np.unsignedinteger] = np.min_scalar_type(max(self.vocab_size - 1, 0))
+        return dtype.newbyteorder("<")
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,9 @@ class Manifest:
     def __post_init__(self) -> None:
         if self.pairs and not self.prompts:
             raise DatasetError("pairs without prompts")
-        suffixes = {TOKENS, DOCUMENTS, *([PROMPTS] if self.prompts else [])}
+        suffixes = {TOKENS, DOCUMENTS}
+        if self.prompts:
+            suffixes.add(PROMPTS)
         for name, split in self.splits.items():
             if name not in SPLITS:
                 raise DatasetError(f"unknown split {name!r}")
@@ -212,11 +212,8 @@ def parse(schema: type[T], content: bytes) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name = ".".join(map(str, first["loc"])) or "the file"
-        value = (
-            ""
-            if first["type"] in ("missing", "value_error")
-            else f" = {truncate(repr(first['input']))}"
-        )
+        if first["type"] not in ("missing", "value_error"):
+            name += f" = {truncate(repr(first['input']))}"
         raise DatasetError(
-            f"damaged: {name}{value}: {first['msg'].removeprefix('Value error, ')}"
+            f"damaged: {name}: {first['msg'].removeprefix('Value error, ')}"
         ) from None

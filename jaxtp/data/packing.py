@@ -84,11 +84,7 @@ class Packed(Rows):
         tokens = self._documents.document(document, start, start + self._length + 1)
         check_vocabulary(tokens, self._documents, document, self._vocab_size)
         used = min(len(tokens), self._length)
-        prompt = (
-            max(self._documents.prompt_length(document) - start - 1, 0)
-            if self._documents.has_prompts
-            else 0
-        )
+        prompt = max(self._documents.prompt_length(document) - start - 1, 0)
         row["inputs"][at : at + used] = tokens[:used]
         row["labels"][at + prompt : at + len(tokens) - 1] = tokens[1 + prompt :]
         row[SEGMENTS][at : at + used] = segment

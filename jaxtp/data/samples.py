@@ -58,57 +58,58 @@ class Data:
     def __init__(
         self, corpus: Corpus, settings: RowSettings, seed: int, scores: "Scores | None" = None
     ):
-        for source in corpus.sources:
-            if (count := source.train.num_tokens) < settings.length:
-                raise CorpusError(
-                    f"{source.name or corpus.description} has {count:,} {corpus.unit} to train on, "
-                    f"less than one sequence of data.sequence_length={settings.length}; use more "
-                    f"of them, or at most --data.sequence-length {count}"
-                )
         self.corpus = corpus
         self.scores = scores
-        self.train_rows = [make_rows(source.train, settings, scores) for source in corpus.sources]
-        held_out = _distinct(corpus.sources)
-        self.validation_rows = [make_rows(documents, settings, scores) for documents, _ in held_out]
-        for source, rows in zip(corpus.sources, self.train_rows, strict=True):
-            _require_rows(
-                rows, f"{source.name or corpus.description}, to train on", corpus, settings
-            )
-        for rows in self.validation_rows:
+        self.train_rows = []
+        self.weights = []
+        for source in corpus.sources:
+            name = source.name or corpus.description
+            count = source.train.num_tokens
+            if count < settings.length:
+                raise CorpusError(
+                    f"{name} has {count:,} {corpus.unit} to train on, less than one sequence of "
+                    f"data.sequence_length={settings.length}; use more of them, or at most "
+                    f"--data.sequence-length {count}"
+                )
+            rows = make_rows(source.train, settings, scores)
+            _require_rows(rows, f"{name}, to train on", corpus, settings)
+            self.train_rows.append(rows)
+            self.weights.append(source.weight)
+        self.validation_rows = []
+        self._validation_weights = []
+        for documents, weight in _distinct(corpus.sources):
+            rows = make_rows(documents, settings, scores)
             _require_rows(rows, f"{corpus.description}, to evaluate on", corpus, settings)
-        self.weights = [source.weight for source in corpus.sources]
-        self._validation_weights = [weight for _, weight in held_out]
+            self.validation_rows.append(rows)
+            self._validation_weights.append(weight)
         self.train = shuffled(self.train_rows, self.weights, seed)
 
     def epochs(self, samples: int) -> list[float]:
         """Returns the epochs of each source in `samples` samples."""
-        shares = [weight / sum(self.weights) for weight in self.weights]
+        total = sum(self.weights)
         return [
-            samples * share / len(rows) for share, rows in zip(shares, self.train_rows, strict=True)
+            samples * (weight / total) / len(rows)
+            for weight, rows in zip(self.weights, self.train_rows, strict=True)
         ]
 
     @cached_property  # every save reads it
     def description(self) -> dict[str, object]:
         """The corpus's description, and algorithm and hash of each part of the order."""
+        identity = fingerprint([rows.identity for rows in self.train_rows])
         order = {
-            ROWS: (
-                self.train_rows[0].algorithm,
-                fingerprint([rows.identity for rows in self.train_rows]),
-            ),
-            SHUFFLE: (f"grain {version('grain')}", shuffle_identity()),
+            ROWS: _part_of_order(self.train_rows[0].algorithm, identity),
+            SHUFFLE: shuffle_description(),
         }
         if self.validation_rows:
-            order[HELD_OUT] = mixture.VALIDATION_ALGORITHM, self._validation_identity()
+            identity = self._validation_identity()
+            order[HELD_OUT] = _part_of_order(mixture.VALIDATION_ALGORITHM, identity)
         if len(self.weights) > 1:
-            order[MIXTURE] = (
-                mixture.ALGORITHM,
-                mixture.Mixture(self.train_rows, self.weights).identity,
-            )
-        parts = {
-            part: {"algorithm": name, "sha256": sha256} for part, (name, sha256) in order.items()
-        }
-        scores = {} if self.scores is None else {"scores": self.scores.identity}
-        return {**self.corpus.describe(), **scores, ORDER: parts}
+            identity = mixture.Mixture(self.train_rows, self.weights).identity
+            order[MIXTURE] = _part_of_order(mixture.ALGORITHM, identity)
+        description = self.corpus.describe()
+        if self.scores is not None:
+            description["scores"] = self.scores.identity
+        return {**description, ORDER: order}
 
     def _validation_identity(self) -> str:
         lengths = [len(rows) for rows in self.validation_rows]
@@ -126,6 +127,10 @@ class Data:
         return mixture.validation_samples(
             self.validation_rows, weights, batches=batches, batch_size=batch_size
         )
+
+
+def _part_of_order(algorithm: str, sha256: str) -> dict[str, str]:
+    return {"algorithm": algorithm, "sha256": sha256}
 
 
 def _distinct(sources: Sequence[Source]) -> list[tuple[Documents, float]]:
@@ -191,11 +196,11 @@ def shuffled(sources: Sequence[Rows], weights: Sequence[float], seed: int) -> Sa
 
 
 @cache
-def shuffle_identity() -> str:
-    """Returns a hash of Grain's shuffles of a few fixed lengths."""
+def shuffle_description() -> dict[str, str]:
+    """Returns Grain's version, and a hash of its shuffles of a few fixed lengths."""
     order: list[int] = []
     for length in (7, 1000, 10**6 + 3, 2**31 - 1):
         samples = shuffled([range(length)], [1.0], seed=3)  # type: ignore[list-item]
         for epoch in range(3):
             order += [int(samples[epoch * length + i * length // 7]) for i in range(7)]
-    return fingerprint(order)
+    return _part_of_order(f"grain {version('grain')}", fingerprint(order))

@@ -32,7 +32,6 @@ from jaxtp.data.columns import (
 )
 from jaxtp.distributed.agreement import all_gather_json, is_multiprocess
 
-_STATES = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 ITERABLE = (
     "an object whose iter() begins anew, such as a DataLoader, or a function without "
     "parameters that yields batches"
@@ -119,14 +118,15 @@ class Stream:
         # Returns batches, and a function that returns the state of their source.
         # Hugging Face's streams load a state at each start with its epoch, also inside of a torch
         # loader.
-        for source in (
-            self.source,
-            *(getattr(self.source, name, None) for name in ("dataset", "sampler")),
-        ):
-            if callable(set_epoch := getattr(source, "set_epoch", None)):
+        dataset = getattr(self.source, "dataset", None)
+        sampler = getattr(self.source, "sampler", None)
+        for source in (self.source, dataset, sampler):
+            set_epoch = getattr(source, "set_epoch", None)
+            if callable(set_epoch):
                 set_epoch(epoch)
         owner = self.source if _state_methods(self.source) else iter(self.source)
-        if (methods := _state_methods(owner)) is None:
+        methods = _state_methods(owner)
+        if methods is None:
             return iter(owner), lambda: None
         get, put = methods
         if state is not None:
@@ -150,8 +150,9 @@ def _reads_last(batches: Iterator[tuple[Columns, Record]], record: Record) -> bo
 
 def _state_methods(source: object) -> tuple[Callable[[], object], Callable[[object], None]] | None:
     # The getter and the setter of a state.
-    for names in _STATES:
-        get, put = (getattr(source, name, None) for name in names)
+    for getter, setter in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
+        get = getattr(source, getter, None)
+        put = getattr(source, setter, None)
         if callable(get) and callable(put):
             return get, put
     return None
@@ -210,11 +211,11 @@ class StreamBatches(Batches):
         ]
         self._once = once
         number = len(sources)
-        process, processes = (
-            (jax.process_index(), jax.process_count()) if is_multiprocess() else (0, 1)
-        )
         # The stream that comes next is most likely one that this process reads.
-        stream = self._streams[process * number // processes]
+        index = 0
+        if is_multiprocess():
+            index = jax.process_index() * number // jax.process_count()
+        stream = self._streams[index]
         with reading(stream.name, 0):
             first = stream.peek()
             super().__init__(
@@ -252,7 +253,8 @@ class StreamBatches(Batches):
             stream = self._streams[index]
             record = position.streams and position.streams[index]
             with reading(stream.name, position.step):
-                if not (self._once or self.with_weights) and (num_rows := _rest(stream.source)):
+                num_rows = _rows_of_short_batch(stream.source)
+                if num_rows and not (self._once or self.with_weights):
                     raise BatchError(f"its last batch {too_short(num_rows)}")
                 readers[index] = stream.read(position.step, record or {})
         for step in count_from(position.step):
@@ -260,13 +262,12 @@ class StreamBatches(Batches):
             records: list[Record | None] = [None] * len(self._streams)
             for index, reader in readers.items():
                 with reading(self._streams[index].name, step):
-                    if (batch := next(reader, None)) is not None:
-                        batches[index], records[index] = batch
+                    batch = next(reader, None)
+                if batch is not None:
+                    batches[index], records[index] = batch
             if not batches:
                 return
-            is_whole = [count_rows(columns) for columns in batches.values()] == [size] * len(
-                readers
-            )
+            is_whole = list(map(count_rows, batches.values())) == [size] * len(readers)
             if self._once and not (self.with_weights or is_whole):
                 continue
             joined = self._zeros(len(rows))
@@ -276,14 +277,11 @@ class StreamBatches(Batches):
             yield joined, records
 
 
-def _rest(loader: object) -> int:
+def _rows_of_short_batch(loader: object) -> int:
     # Number of rows of the last batch of a torch loader, if it is short.
     size = getattr(loader, "batch_size", None)
     sampler = getattr(loader, "sampler", None)
-    if (
-        getattr(loader, "drop_last", True)
-        or not isinstance(size, int)
-        or not isinstance(sampler, Sized)
-    ):
-        return 0
-    return len(sampler) % size
+    is_cut = not getattr(loader, "drop_last", True)
+    if is_cut and isinstance(size, int) and isinstance(sampler, Sized):
+        return len(sampler) % size
+    return 0

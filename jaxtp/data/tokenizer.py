@@ -13,10 +13,10 @@ import os
 import pickle
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,7 +33,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
 END_TOKENS = (
-    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>"),
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "[EOS]",
+    "<|eos|>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
 """Well-known names of the end token."""
@@ -116,15 +121,14 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Encodes without end tokens; raises `TokenizerError`."""
-        pieces: list[tuple[int, str]] = []
-        for index, text in enumerate(texts):
-            pieces += [(index, piece) for piece in self.pieces(text)]
-        ids: list[list[Tokens]] = [[] for _ in texts]
-        for group in _groups(pieces):
-            encoded = self._encode([piece for _, piece in group], add_special_tokens=False)
-            for (index, _), part in zip(group, encoded, strict=True):
-                ids[index].append(part.astype(self.info.dtype, copy=False))
-        return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in ids]
+        pieces = [list(self.pieces(text)) for text in texts]
+        groups = _groups(itertools.chain.from_iterable(pieces))
+        encoded = itertools.chain.from_iterable(map(self._encode, groups))
+        ids = []
+        for pieces_of_text in pieces:
+            parts = list(itertools.islice(encoded, len(pieces_of_text)))
+            ids.append(np.concatenate(parts).astype(self.info.dtype, copy=False))
+        return ids
 
     def decode(self, ids: Tokens) -> bytes:
         """Returns UTF-8 text, with all special tokens except the end token.
@@ -153,12 +157,12 @@ class HuggingFaceTokenizer:
     @cached_property
     def prefix(self) -> tuple[int, ...]:
         """Ids that the post-processor prepends, e.g. BOS; `encode_batch` omits them."""
-        plain = self._encode(["a"], add_special_tokens=False)[0].tolist()
+        plain = self._encode(["a"])[0].tolist()
         whole = self._encode(["a"], add_special_tokens=True)[0].tolist()
         starts = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
         return tuple(whole[: next(starts, 0)])
 
-    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Tokens]:
+    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[Tokens]:
         try:
             encodings = self._tokenizer.encode_batch_fast(
                 texts, add_special_tokens=add_special_tokens
@@ -184,11 +188,10 @@ class HuggingFaceTokenizer:
         GPT-2's pattern always splits there.
         """
         start = 0
-        while (
-            self._cuts_at_lines
-            and len(text) - start > PIECE
-            and (cut := _CUT.search(text, start + PIECE))
-        ):
+        while self._cuts_at_lines and len(text) - start > PIECE:
+            cut = _CUT.search(text, start + PIECE)
+            if cut is None:
+                break
             yield text[start : cut.start()]
             start = cut.start()
         yield text[start:]
@@ -205,14 +208,15 @@ class IsolatedTokenizer(HuggingFaceTokenizer):
         encode_isolated(self.content, self.name, [])  # loads it in the worker first
         return super()._load()
 
-    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Tokens]:
-        settings = {
-            "add_special_tokens": add_special_tokens,
-            "encode_special_tokens": not self._special_tokens,
-        }
-        return [
-            ids for ids, _ in encode_isolated(self.content, self.name, texts, settings=settings)
-        ]
+    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[Tokens]:
+        encoded = encode_isolated(
+            self.content,
+            self.name,
+            texts,
+            add_special_tokens=add_special_tokens,
+            encode_special_tokens=not self._special_tokens,
+        )
+        return [ids for ids, _ in encoded]
 
 
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer
@@ -223,8 +227,7 @@ def encode_isolated(
     name: str,
     texts: Sequence[str],
     before: Sequence[int] | None = None,
-    *,
-    settings: Mapping[str, bool] = {"add_special_tokens": False, "encode_special_tokens": False},
+    **settings: bool,
 ) -> list[tuple[Tokens, Tokens]]:
     """Encodes texts in a worker; raises `TokenizerError`.
 
@@ -232,56 +235,43 @@ def encode_isolated(
       content: the tokenizer.json.
       name: for messages.
       before: the number of characters of each text's first part.
-      settings: of the library.
+      **settings: of the library: `add_special_tokens`, `encode_special_tokens`; by default False.
 
     Returns:
       The ids of both parts of each text; a token that spans both belongs to the first. Without
       `before`, the first part is the whole text.
     """
     num_characters = sum(map(len, texts))
-    request = _Request(
-        key=hashlib.sha256(content).hexdigest(),
-        content=None,
-        texts=list(texts),
-        before=None if before is None else list(before),
-        settings=dict(settings),
-        memory=FIXED_MEMORY + MEMORY_OF_TEXT * num_characters,
-        seconds=FIXED_SECONDS + SECONDS_OF_TEXT * num_characters,
-    )
+    request: dict[str, Any] = {
+        "key": hashlib.sha256(content).hexdigest(),
+        "content": None,
+        "texts": list(texts),
+        "before": before,
+        "settings": settings,
+        "memory": FIXED_MEMORY + MEMORY_OF_TEXT * num_characters,
+        "seconds": FIXED_SECONDS + SECONDS_OF_TEXT * num_characters,
+    }
     problem, ids, cuts = _ask_worker(request, name)
     if problem == tokenizer_worker.UNKNOWN:
-        memory = request.memory + _MEMORY_OF_FILE * len(content)
-        request = request._replace(content=content, memory=memory)
+        request["content"] = content
+        request["memory"] += _MEMORY_OF_FILE * len(content)
         problem, ids, cuts = _ask_worker(request, name)
     if problem:
-        raise TokenizerError(
-            f"{name}: {'cannot encode a text' if texts else 'not a tokenizer.json'}: {problem}"
-        )
+        failure = "cannot encode a text" if texts else "not a tokenizer.json"
+        raise TokenizerError(f"{name}: {failure}: {problem}")
     if before is None:
-        return [(part, part[:0]) for part in ids]
+        cuts = map(len, ids)
     return [(part[:cut], part[cut:]) for part, cut in zip(ids, cuts, strict=True)]
 
 
-class _Request(NamedTuple):
-    """A request to the worker."""
-
-    key: str
-    content: bytes | None
-    texts: list[str]
-    before: list[int] | None
-    settings: dict[str, bool]
-    memory: int
-    seconds: float
-
-
-def _ask_worker(request: _Request, name: str) -> tuple[str, list[Tokens], list[int]]:
+def _ask_worker(request: dict[str, Any], name: str) -> tuple[str, list[Tokens], Iterable[int]]:
     try:
-        return _WORKER.request(pickle.dumps(request._asdict()), _receive)
+        return _WORKER.request(pickle.dumps(request), _receive)
     except WorkerDiedError as died:
-        doing = "encoding a text" if request.texts else "loading it"
-        limit = f"{request.memory // 2**20:,} MiB of memory"
+        doing = "encoding a text" if request["texts"] else "loading it"
+        limit = f"{request['memory'] // 2**20:,} MiB of memory"
         if died.code == -signal.SIGPROF:
-            limit = f"{request.seconds:.0f} s of computing"
+            limit = f"{request['seconds']:.0f} s of computing"
         raise TokenizerError(
             f"{name}: {doing} ends the tokenizer's process ({died}); it may take at most {limit}"
         ) from None
@@ -335,8 +325,9 @@ def load_library(content: bytes, name: str) -> "Library":
         tokenizer = tokenizer_worker.load(content)
     except BaseException as error:
         raise as_tokenizer_error(error, f"{name}: not a tokenizer.json") from None
-    for part in (tokenizer.normalizer, tokenizer.decoder):
-        if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > _MAX_GROWTH:
+    for part in filter(None, (tokenizer.normalizer, tokenizer.decoder)):
+        growth = _growth(json.loads(part.__getstate__()))
+        if growth > _MAX_GROWTH:
             raise TokenizerError(
                 f"{name}: its {type(part).__module__.rpartition('.')[2].removesuffix('s')} makes "
                 f"{growth:,.0f} characters out of one; at most {_MAX_GROWTH} are allowed"
@@ -379,14 +370,14 @@ def _end_token(ids: dict[str, int], name: str, eos: str | int | None) -> int:
                 f"{name}: has no token with the id {eos}; name another by --eos TOKEN"
             )
         return eos
-    if eos is not None and eos not in ids:
+    for token in END_TOKENS if eos is None else (eos,):
+        if token in ids:
+            return ids[token]
+    if eos is not None:
         special = ", ".join([token for token in ids if token.startswith(("<", "["))][:8])
         raise TokenizerError(
             f"{name}: has no token {eos!r}; it has {special or 'none that looks like an end'}"
         )
-    for token in END_TOKENS if eos is None else (eos,):
-        if token in ids:
-            return ids[token]
     raise TokenizerError(
         f"{name}: which token ends a document? Name it by --eos TOKEN, or give --no-eos"
     )
@@ -402,11 +393,19 @@ def _splits_like_gpt2(file: dict[str, Any]) -> bool:
     )
 
 
-def _groups(pieces: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    sizes = itertools.accumulate((len(text) for _, text in pieces), initial=0)
-    placed = zip(pieces, sizes, strict=False)
-    for _, group in itertools.groupby(placed, key=lambda piece_size: piece_size[1] // GROUP):
-        yield [piece for piece, _ in group]
+def _groups(pieces: Iterable[str]) -> Iterator[list[str]]:
+    """Yields the pieces in lists of about `GROUP` characters."""
+    group = []
+    size = 0
+    for piece in pieces:
+        group.append(piece)
+        size += len(piece)
+        if size >= GROUP:
+            yield group
+            group = []
+            size = 0
+    if group:
+        yield group
 
 
 def _byte_of_character() -> dict[str, int]:

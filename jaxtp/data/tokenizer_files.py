@@ -39,12 +39,11 @@ def end_token(folder: Path) -> str | int | None:
 
     Reads tokenizer_config.json, or else the first id in config.json or generation_config.json.
     """
-    if (token := special_tokens(folder).get("eos_token")) is not None:
+    token = special_tokens(folder).get("eos_token")
+    if token is not None:
         return token
-    for name in (MODEL_CONFIG, GENERATION):
-        if ids := end_ids(folder / name):
-            return ids[0]
-    return None
+    ids = end_ids(folder / MODEL_CONFIG) or end_ids(folder / GENERATION)
+    return ids[0] if ids else None
 
 
 def end_ids(path: Path) -> list[int]:
@@ -81,10 +80,15 @@ def _with_text(described: dict[str, Any]) -> dict[str, Any]:
 def special_tokens(folder: Path) -> dict[str, str]:
     """Returns a chat template's tokens, e.g. bos_token, from tokenizer_config.json."""
     described = read(folder / TOKENIZER_CONFIG)
-    spelled = {name: described.get(name) for name in SPECIAL_TOKENS}
-    # An object instead of a string also configures how the token is matched.
-    texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in spelled.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+    tokens = {}
+    for name in SPECIAL_TOKENS:
+        token = described.get(name)
+        # An object instead of a string also configures how the token is matched.
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            tokens[name] = token
+    return tokens
 
 
 def template_day(folder: Path) -> str | None:
@@ -109,10 +113,10 @@ def chat_template(folder: Path) -> str | None:
         with reading(folder / TEMPLATE):
             return read_template(inside(folder, TEMPLATE))
     template = read(folder / TOKENIZER_CONFIG).get("chat_template")
-    if isinstance(template, list):
-        entries = (entry for entry in template if isinstance(entry, dict))
-        defaults = (entry for entry in entries if entry.get("name") == "default")
-        template = next(defaults, {}).get("template")
+    for entry in template if isinstance(template, list) else ():
+        if isinstance(entry, dict) and entry.get("name") == "default":
+            template = entry.get("template")
+            break
     return template if isinstance(template, str) else None
 
 

@@ -56,7 +56,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
             for encoding, before in zip(encodings, lengths, strict=True):
                 sizes.append(len(encoding.ids))
                 ids.extend(encoding.ids)
-                cuts.append(_tokens_before(encoding, before))
+                cuts.append(tokens_before(encoding, before))
         except MemoryError:
             raise
         except LookupError:
@@ -85,10 +85,17 @@ def _answer(
             del loaded[next(iter(loaded))]
         loaded[key] = load(content)
     tokenizer = loaded[key]
-    tokenizer.encode_special_tokens = settings["encode_special_tokens"]
+    tokenizer.encode_special_tokens = settings.get("encode_special_tokens", False)
     # Only `encode_batch` computes the positions of tokens.
     encode = tokenizer.encode_batch_fast if before is None else tokenizer.encode_batch
-    encodings: list[Encoding] = encode(texts, add_special_tokens=settings["add_special_tokens"])
+    try:
+        encodings: list[Encoding] = encode(
+            texts, add_special_tokens=settings.get("add_special_tokens", False)
+        )
+    except TypeError:
+        # The texts are valid strings; tokenizers 0.21 says that they are none if it cannot copy
+        # them for lack of memory.
+        raise MemoryError from None
     return encodings
 
 
@@ -107,7 +114,7 @@ def load(content: bytes) -> "Tokenizer":
     return tokenizer
 
 
-def _tokens_before(encoding: "Encoding", before: int) -> int:
+def tokens_before(encoding: "Encoding", before: int) -> int:
     """Returns the number of tokens that start in the first `before` characters."""
     return sum(start < before for start, _ in encoding.offsets) if before else 0
 

@@ -88,7 +88,9 @@ def raise_everywhere(
     text = str(error)
     if isinstance(error, SystemExit):
         text = "its command line is refused, see its output"
-    kind = kinds.index(type(error)) if type(error) in kinds else -1
+    kind = -1
+    if type(error) in kinds:
+        kind = kinds.index(type(error))
     exit_code = getattr(error, "exit_code", MISTAKE)
     reports = all_gather_json(error and [kind, socket.gethostname(), text, exit_code])
     failures = [
@@ -185,7 +187,9 @@ def run_and_report(command: Callable[[], int]) -> int:
     except SystemExit as error:
         if _current is None:
             raise
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        code = 1
+        if error.code is None or isinstance(error.code, int):
+            code = error.code or 0
     except Exception as error:
         if _current is None:
             raise

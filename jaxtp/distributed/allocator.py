@@ -13,6 +13,7 @@ XLA_PYTHON_CLIENT_ALLOCATOR had no effect for some users of jax 0.10.1 (#7115).
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -53,7 +54,7 @@ def choose_allocator(
     """
     import jax  # not at the top: the supervisor does not need it
 
-    if allocator == "default" or not any(path.exists() for path in nvidia):
+    if allocator == "default" or not any(map(Path.exists, nvidia)):
         return
     first, fixed = _SAME_AS_DEFAULT
     if allocator == "platform" and first <= jax.__version_info__ < fixed:
@@ -64,8 +65,7 @@ def choose_allocator(
         )
     configured = getattr(jax.config, _OPTIONS) or {}
     if isinstance(configured, str):
-        pairs = (option.split(":", 1) for option in configured.split(";") if ":" in option)
-        configured = dict(pairs)
+        configured = dict(re.findall(r"([^;:]*):([^;]*)", configured))
     options: dict[str, object] = {**configured, "allocator": allocator}
     if allocator == "cuda_async":
         options.setdefault("memory_fraction", memory_fraction(allocator, environment))

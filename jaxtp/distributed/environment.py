@@ -91,7 +91,7 @@ def accept_absent_gpus(
     Call it before JAX starts. The extra estimate-gpu installs the plugin without cuDNN, to compile
     for absent GPUs, and without this JAX would print a traceback.
     """
-    if not any(path.exists() for path in nvidia):
+    if not any(map(Path.exists, nvidia)):
         environment.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
@@ -110,7 +110,7 @@ def scheduled_count(variables: Mapping[str, str]) -> str | None:
 
 def is_launched(variables: Mapping[str, str] = os.environ) -> bool:
     """Returns whether the environment describes a run of several processes."""
-    return scheduled_count(variables) is not None or any(name in variables for name in BY_HAND)
+    return scheduled_count(variables) is not None or not variables.keys().isdisjoint(BY_HAND)
 
 
 def require_joinable(variables: Mapping[str, str] = os.environ) -> None:
@@ -144,7 +144,7 @@ def bypass_proxy(host: str, environment: MutableMapping[str, str] = os.environ) 
     if not _proxy(environment):
         return
     direct = environment.get(_NO_GRPC_PROXY, environment.get(_NO_PROXY, ""))
-    hosts = [name for name in direct.split(",") if name.strip()]
+    hosts = filter(str.strip, direct.split(","))
     environment[_NO_GRPC_PROXY] = ",".join([*hosts, host])
 
 
@@ -160,7 +160,7 @@ def proxy_hint() -> str:
 
 
 def _proxy(environment: Mapping[str, str]) -> str:
-    return next((name for name in _PROXIES if environment.get(name)), "")
+    return next(filter(environment.get, _PROXIES), "")
 
 
 def num_processes(variables: Mapping[str, str] = os.environ) -> int:
@@ -225,7 +225,9 @@ def enable_compilation_cache(platform: str) -> None:
         return
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        folder = (base if base.is_absolute() else Path.home() / ".cache") / "jaxtp" / "programs"
+        if not base.is_absolute():
+            base = Path.home() / ".cache"
+        folder = base / "jaxtp" / "programs"
         make_private(folder)
         evict_oldest(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder

@@ -301,12 +301,14 @@ def _join(waiting: Wait, gpus: list[int] | None, bind: str | None) -> None:
     if bind and waiting.process == 0:
         with listening(bind, port):
             pass  # raises an error with the reason, which JAX would not give
+    address = bind_address = None
     if host:
         bypass_proxy(host)
+        address = format_address(host, port)
+        if listened:
+            bind_address = format_address(listened, port)
     joined = threading.Event()
     threading.Thread(target=_watch, args=(waiting, joined), daemon=True).start()
-    address = format_address(host, port) if host else None
-    bind_address = format_address(listened, port) if host and listened else None
     try:
         jax.distributed.initialize(
             address,
@@ -331,7 +333,8 @@ def _watch(waiting: Wait, joined: threading.Event) -> None:
     """Reports a long wait or unreachable address; exits before JAX would abort."""
     reached = waiting.address is None
     while (left := waiting.time_left()) > 0:
-        if not reached and (connection := waiting.reach()) is not None:
+        connection = None if reached else waiting.reach()
+        if connection is not None:
             connection.close()
             reached = True
             waiting.problem = ""
@@ -383,12 +386,10 @@ def _serve_rendezvous(server: socket.socket, waiting: Wait, token: str) -> None:
     def time_left() -> float:
         drop_ended()
         if rejected:
-            addresses = ", ".join(
-                truncate(address) for address, _ in rejected.most_common(_MAX_ADDRESSES)
-            )
+            addresses = map(truncate, dict(rejected.most_common(_MAX_ADDRESSES)))
             waiting.problem = (
                 f"dropped {rejected.total()} connections that did not prove "
-                f"{_THE_TOKEN}, from {addresses}"
+                f"{_THE_TOKEN}, from {', '.join(addresses)}"
             )
         if len(hosts) == waiting.count:
             return 0.0
@@ -418,7 +419,7 @@ def _serve_rendezvous(server: socket.socket, waiting: Wait, token: str) -> None:
 
 
 def _describe_missing(waiting: Wait, hosts: Mapping[int, str]) -> str | None:
-    missing = [process for process in range(waiting.count) if process not in hosts]
+    missing = sorted(set(range(waiting.count)) - hosts.keys())
     if not missing:
         return None
     assert waiting.address is not None
@@ -456,13 +457,15 @@ def _conflict(
 def _join_rendezvous(waiting: Wait, token: str) -> None:
     hello = {"process": waiting.process, "count": waiting.count, "host": _this_process()}
     while waiting.time_left() > 0:
-        if connection := waiting.reach():
-            if link := connect(connection, token, hello, HELLO_SECONDS):
-                if _wait_for_verdict(link, waiting):
-                    return
-                waiting.problem = "process 0 has ended"
-            else:
+        connection = waiting.reach()
+        if connection is not None:
+            link = connect(connection, token, hello, HELLO_SECONDS)
+            if link is None:
                 waiting.report(f"the program that answers there does not prove {_THE_TOKEN}")
+            elif _wait_for_verdict(link, waiting):
+                return
+            else:
+                waiting.problem = "process 0 has ended"
         time.sleep(PAUSE)  # process 0 may restart, or its host name may resolve
     raise LaunchError(
         f"{waiting}: {waiting.problem} after {waiting.seconds:g} s: process 0 has to run on that "

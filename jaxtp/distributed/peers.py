@@ -135,7 +135,9 @@ class Peers:
             elif "process" in message:  # it exits; its link stays open until this process ends
                 self._left.append(self._links.pop(process, link))
                 if message["failure"] is not None:
-                    code = message["code"] if message["code"] in (MISTAKE, WRONG) else TEMPORARY
+                    code = message["code"]
+                    if code not in (MISTAKE, WRONG):
+                        code = TEMPORARY
                     self._exit_after_losing(
                         process, f"failed: {message['failure']}", self._grace, code
                     )

@@ -81,8 +81,10 @@ class Group:
         """Environment variables that give each process its devices."""
         if self.devices is not None:
             return [{"JAX_NUM_CPU_DEVICES": str(self.devices), "JAX_PLATFORMS": "cpu"}] * self.count
-        shares = (",".join(gpu_share(self.gpus, self.count, index)) for index in range(self.count))
-        return [{"CUDA_VISIBLE_DEVICES": share} if share else {} for share in shares]
+        if not self.gpus:
+            return [{}] * self.count
+        shares = (gpu_share(self.gpus, self.count, index) for index in range(self.count))
+        return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
 
     def shrunk_to_visible_gpus(self) -> "Group | None":
         """Returns the group to restart, with fewer processes if GPUs have disappeared.
@@ -226,7 +228,7 @@ def _first_failure(
         causes = [(index, code) for index, code in failed if code != TEMPORARY]
         if causes or waited > _CAUSE_SECONDS:
             return (causes or failed)[0]
-        if all(code == 0 for code in codes):
+        if not any(codes) and None not in codes:
             return None
         if failed:
             waited += _POLL
@@ -237,7 +239,7 @@ def _terminate(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Sends SIGTERM to all process groups, and SIGKILL after `GRACE` seconds."""
     until = time.monotonic() + GRACE
     _signal_all(processes, signal.SIGTERM)
-    while any(process.poll() is None for process in processes) and time.monotonic() < until:
+    while None in map(subprocess.Popen.poll, processes) and time.monotonic() < until:
         time.sleep(_POLL)
     for process in processes:
         _kill(process, signal.SIGKILL)
@@ -267,5 +269,8 @@ def _tail(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 16384))
         last_start = _MARKED.split(file.read())[-1]
-    lines = [line for line in last_start.splitlines() if not _NOISE.search(line)]
-    return "\n".join(f"  {line.decode(errors='replace')}" for line in lines[-_LAST_LINES:])
+    lines = []
+    for line in last_start.splitlines():
+        if not _NOISE.search(line):
+            lines.append(f"  {line.decode(errors='replace')}")
+    return "\n".join(lines[-_LAST_LINES:])

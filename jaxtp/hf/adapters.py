@@ -133,11 +133,11 @@ def merged_variables(model: Decoder, dtype: DType) -> Iterator[tuple[str, Variab
 
 
 def _merge_layers(kernel: Array, a: Array, b: Array, scale: float, dtype: DType) -> Array:
-    def of_layer(layer: tuple[Array, Array, Array]) -> Array:
+    def merge(layer: tuple[Array, Array, Array]) -> Array:
         return merge_layer(*layer, scale, dtype)
 
     # Float32 of one layer at a time.
-    return jax.lax.map(of_layer, (kernel, a, b))
+    return jax.lax.map(merge, (kernel, a, b))
 
 
 def merge_layer(kernel: Array, a: Array, b: Array, scale: float, dtype: DType) -> Array:

@@ -9,11 +9,18 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from dataclasses import fields as fields_of
-from itertools import chain, groupby, islice, repeat
+from itertools import chain, filterfalse, groupby, islice, repeat
 from typing import Any, NamedTuple
 
 from jaxtp.config.reading import truncate
-from jaxtp.hf.families.family import NO_ROPE, SCALE_BY_LAYER, Attribute, Family, LayerType
+from jaxtp.hf.families.family import (
+    NO_ROPE,
+    SCALE_BY_LAYER,
+    Attribute,
+    Family,
+    LayerType,
+    names_of,
+)
 from jaxtp.hf.model_folder import READ, Attributes, HFError, choice, positive, quote, switch, whole
 from jaxtp.layers.rope import UNSCALED, RopeScaling
 from jaxtp.models.block import BlockConfig
@@ -354,7 +361,8 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
             )
         return [False] * count
     if not names & {"layer_types", _TYPES}:
-        if "max_window_layers" in names and (first := attributes.get("max_window_layers")):
+        first = attributes.get("max_window_layers")
+        if "max_window_layers" in names and first:
             raise HFError(
                 f"max_window_layers = {quote(first)} and use_sliding_window = True: some versions "
                 "of transformers have a window to the layers from this number on, others to all "
@@ -485,7 +493,7 @@ def _read_rotated(attributes: Attributes, family: Family, windows: Sequence[bool
     if (
         not isinstance(listed, list)
         or len(listed) < count
-        or not all(type(item) in (int, float) for item in listed)
+        or not {int, float}.issuperset(map(type, listed))
     ):
         raise HFError(
             f"{name} = {quote(listed)}: should be a number for each of {count} layers, 0 without a "
@@ -494,9 +502,10 @@ def _read_rotated(attributes: Attributes, family: Family, windows: Sequence[bool
     theta = 1
     if name == "layer_rope_theta":
         theta = _read_rope(attributes, family, {}, windowed=False)["rope_theta"]
-    if wrong := [value for value in listed if value not in (0, theta)]:
-        raise HFError(f"{name} holds {quote(wrong[0])}: only 0 and {theta:g} are supported")
-    return [bool(value) for value in listed[:count]]
+    for value in listed:
+        if value not in (0, theta):
+            raise HFError(f"{name} holds {quote(value)}: only 0 and {theta:g} are supported")
+    return list(map(bool, listed[:count]))
 
 
 def _write_rotated(layers: Sequence[BlockConfig]) -> dict[str, object]:
@@ -542,7 +551,8 @@ def _read_sparse(attributes: Attributes, family: Family, count: int) -> list[boo
     """Returns whether each layer has experts; None if the family does not distinguish layers."""
     names = family.layer_attributes
     first = family.default_dense_layers
-    if "mlp_layer_types" in names and (types := attributes.get("mlp_layer_types")) is not None:
+    types = attributes.get("mlp_layer_types")
+    if "mlp_layer_types" in names and types is not None:
         return _are_of_type("mlp_layer_types", types, "sparse", "dense", count)
     if "enable_moe_block" in names:
         return [switch("enable_moe_block", attributes.get("enable_moe_block", False))] * count
@@ -661,16 +671,16 @@ def _check_rope_parameters(
 
     `rotated_part` is the part of a head that latent attention rotates.
     """
-    names = {attribute.name for attribute in family.rope_attributes}
-    names |= {attribute.alias for attribute in family.rope_attributes if attribute.alias}
+    names = names_of(family.rope_attributes)
     allowed = {*_SCALINGS[kind], *_COMMON_PARAMETERS, *names, *family.rope_ignored}
     if kind == "yarn":
         allowed |= set(_ATTENTION_SCALES)
-    if unknown := [name for name in parameters if name not in allowed]:
-        raise HFError(
-            f"{truncate(unknown[0])} of the rotary embedding {kind!r} is unknown; it may change "
-            "the model"
-        )
+    for name in parameters:
+        if name not in allowed:
+            raise HFError(
+                f"{truncate(name)} of the rotary embedding {kind!r} is unknown; it may change "
+                "the model"
+            )
     part = rotated_part if family.rope_in_head else 1.0
     if _PARTIAL not in names and parameters.get(_PARTIAL, part) != part:
         raise HFError(f"{_PARTIAL} = {quote(parameters[_PARTIAL])}: only {part} is supported")
@@ -751,8 +761,7 @@ def _rope_parameters(attributes: Attributes) -> Attributes:
     if not present:
         return {}
     # Only one of them may have the base.
-    new, old = ({**parameters, "rope_theta": None} for parameters in (present[0], present[-1]))
-    if new != old:
+    if {**present[0], "rope_theta": None} != {**present[-1], "rope_theta": None}:
         raise HFError(
             "rope_parameters and rope_scaling contradict each other; remove the wrong one"
         )
@@ -767,11 +776,14 @@ def _read_scaling(kind: str, parameters: Attributes, attributes: Attributes) -> 
     if kind == "proportional":
         defaults["factor"] = 1.0
     if _ORIGINAL in names:
-        lengths = (attributes.get(_ORIGINAL), parameters.get(_ORIGINAL), max_positions)
-        lengths_in_file = [length for length in lengths if length is not None]
-        if not lengths_in_file:
+        length = attributes.get(_ORIGINAL)
+        if length is None:
+            length = parameters.get(_ORIGINAL)
+        if length is None:
+            length = max_positions
+        if length is None:
             raise HFError(f"{_ORIGINAL} of the rotary embedding is missing")
-        settings["original_length"] = whole(_ORIGINAL, lengths_in_file[0])
+        settings["original_length"] = whole(_ORIGINAL, length)
         if "attention_factor" in names and max_positions is not None:
             defaults["factor"] = whole(_MAX_POSITIONS, max_positions) / settings["original_length"]
     for name in names:
@@ -803,11 +815,12 @@ def _factors(name: str, parameters: Attributes) -> tuple[float, ...]:
 def _attention_factor(parameters: Attributes, factor: float) -> float | None:
     if parameters.get("attention_factor") is not None:
         return positive("attention_factor", parameters["attention_factor"])
-    scales = [parameters.get(name) for name in _ATTENTION_SCALES]
-    if not all(scales):
+    scale = parameters.get("mscale")
+    all_dim = parameters.get(_ALL_DIM)
+    if not (scale and all_dim):
         return None
-    plain, all_dim = (_mscale("mscale", scale, factor) for scale in scales)
-    return positive("the attention factor from mscale and mscale_all_dim", plain / all_dim)
+    ratio = _mscale("mscale", scale, factor) / _mscale("mscale", all_dim, factor)
+    return positive("the attention factor from mscale and mscale_all_dim", ratio)
 
 
 def _mscale(name: str, scale: object, factor: float) -> float:
@@ -892,5 +905,5 @@ def _scaling_parameters(layer: BlockConfig, family: Family) -> dict[str, object]
             "mscale": round((factor * scale - 1) / unit, 6),
             _ALL_DIM: round((scale - 1) / unit, 6),
         }
-    inside = [attribute for attribute in family.rope_attributes if not _is_outside(attribute)]
+    inside = list(filterfalse(_is_outside, family.rope_attributes))
     return {"rope_type": scaling.kind, **written, **write_fields(inside, vars(layer))}

@@ -165,7 +165,8 @@ def model_config(
     family = family_of(attributes, source)
     text = text_attributes(attributes)
     with prefix_errors(source):
-        if problems := list(_problems(text, family, ignore_config)):
+        problems = list(_problems(text, family, ignore_config))
+        if problems:
             raise HFError(join_problems(problems))
         return validate(
             ModelConfig, _fields(text, family), source=f"{source} describes an invalid model"
@@ -251,7 +252,9 @@ def _comparable(config: ModelConfig) -> dict[str, Any]:
             plain[block] |= _EXPERT_DEFAULTS
     for name in fields.keys() & next(iter(plain.values())).keys():
         values = [plain[block][name] for block in config.layers()]
-        fields[name] = values if any(value != values[0] for value in values) else values[0]
+        fields[name] = values
+        if values.count(values[0]) == len(values):
+            fields[name] = values[0]
     return fields
 
 
@@ -260,7 +263,7 @@ def choose_family(config: ModelConfig, name: str | None) -> Family:
     if name is None:
         return _first_that_fits(config, FAMILIES.values())
     if name in WRAPPERS:
-        families = [FAMILIES[text_type] for text_type in WRAPPERS[name].text_types]
+        families = map(FAMILIES.__getitem__, WRAPPERS[name].text_types)
         return replace(_first_that_fits(config, families), wrapper=WRAPPERS[name])
     return family_of({"model_type": name}, "--family")
 

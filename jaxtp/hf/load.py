@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,7 +99,8 @@ def import_config(
 ) -> ModelConfig:
     """Returns a folder's model configuration; raises as `load_hf`."""
     config = model_config(folder.attributes, str(folder.path / CONFIG), ignore_config)
-    if unknown := [name for name in overrides if not hasattr(config, name)]:
+    unknown = [name for name in overrides if not hasattr(config, name)]
+    if unknown:
         close = difflib.get_close_matches(unknown[0], vars(config), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise HFError(f"{', '.join(unknown)}: no field of ModelConfig{hint}")
@@ -108,7 +109,8 @@ def import_config(
             "lora: load the model, then give it adapters: jaxtp.add_adapters(model, "
             "LoraConfig(rank=8))"
         )
-    if fixed := [name for name in overrides if name in architecture(config)]:
+    fixed = list(filter(architecture(config).__contains__, overrides))
+    if fixed:
         raise HFError(
             f"{', '.join(fixed)}: {folder.path / CONFIG} determines the architecture; leave it out"
         )
@@ -153,9 +155,8 @@ def load_state(
         copies = {}
         if config.tie_embeddings:
             copies[name_of(TABLE, family)] = stored.get(name_of(HEAD, family))
-        chosen = group_by_tensor(
-            part for part in chain.from_iterable(needed.values()) if only(part.path)
-        )
+        needed_parts = chain.from_iterable(needed.values())
+        chosen = group_by_tensor(part for part in needed_parts if only(part.path))
         abstract = select_paths(abstract, only)
         return graph, load_tensors(stored, chosen, abstract, mesh, copies=copies, progress=progress)
 
@@ -257,11 +258,13 @@ class _Arrays:
 
 def _rows_to_read(buffers: Sequence[tuple[TensorPart, "_Buffers"]]) -> tuple[int, int]:
     """Returns the first row of a tensor that this process needs, and the end of the last."""
-    slices = list(chain.from_iterable(buffer.slices(part) for part, buffer in buffers))
-    spans = [bounds[0] for _, bounds, _ in slices if bounds[0][0] < bounds[0][1]]
-    first = min((start for start, _ in spans), default=0)
-    last = max((stop for _, stop in spans), default=0)
-    return first, last
+    rows: set[int] = set()
+    for part, buffer in buffers:
+        for _, bounds, _ in buffer.slices(part):
+            start, stop = bounds[0]
+            if start < stop:
+                rows |= {start, stop}
+    return min(rows, default=0), max(rows, default=0)
 
 
 def _sharding(mesh: Mesh | None, declared: PartitionSpec) -> Sharding:
@@ -330,7 +333,7 @@ class _Buffers:
             high = min(row + len(rows), stop)
             if low >= high:
                 continue
-            inner = (slice(*dim_bounds) for dim_bounds in inner_bounds)
+            inner = starmap(slice, inner_bounds)
             source = rows[(slice(low - row, high - row), *inner)]
             if columns is None:
                 _copy(block[low - start : high - start], source)

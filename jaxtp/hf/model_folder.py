@@ -71,8 +71,7 @@ def _block_shape(quantization: object) -> tuple[int, int]:
         return _FP8_BLOCK
     if not isinstance(block, list) or len(block) != 2:
         raise HFError(f"weight_block_size = {quote(block)}: should be two sizes")
-    height, width = (whole("weight_block_size", size) for size in block)
-    return height, width
+    return whole("weight_block_size", block[0]), whole("weight_block_size", block[1])
 
 
 @contextmanager
@@ -87,8 +86,10 @@ def prefix_errors(source: Path | str) -> Iterator[None]:
 
 def join_problems(problems: list[str]) -> str:
     """Returns the first problems in one message."""
-    more = [f"and {len(problems) - _MAX_LISTED} more"] if len(problems) > _MAX_LISTED else []
-    return "; ".join([*problems[:_MAX_LISTED], *more])
+    listed = problems[:_MAX_LISTED]
+    if len(problems) > _MAX_LISTED:
+        listed.append(f"and {len(problems) - _MAX_LISTED} more")
+    return "; ".join(listed)
 
 
 def join_names(names: Sequence[str], max_listed: int) -> str:
@@ -101,13 +102,13 @@ def read_attributes(
     path: Path, name: str = CONFIG, kind: str = "Hugging Face format"
 ) -> dict[str, Any]:
     """Reads a folder's configuration; raises `HFError` if it is missing or damaged."""
-    if path.is_file() and (reason := explain_gguf(path)):
-        raise HFError(f"{path}: {reason}")
-    if not path.is_dir():
-        problem = "not a folder" if path.exists() else "no such folder"
-        raise HFError(f"{path}: {problem}{missing_model(path)}")
     if not os.path.lexists(path / name):
-        reason = explain_gguf(path) or f"no {name}; a folder in {kind} has one"
+        reason = explain_gguf(path)
+        if reason is None and path.is_dir():
+            reason = f"no {name}; a folder in {kind} has one"
+        elif reason is None:
+            problem = "not a folder" if path.exists() else "no such folder"
+            reason = problem + missing_model(path)
         raise HFError(f"{path}: {reason}")
     return read_json(path, name)
 
@@ -232,9 +233,7 @@ def explain_pickle(path: Path, library: str) -> str | None:
 
 def _read_weight_map(path: Path) -> dict[str, str]:
     weight_map = read_json(path, INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(file, str) for file in weight_map.values()
-    ):
+    if not isinstance(weight_map, dict) or set(map(type, weight_map.values())) - {str}:
         raise HFError(f"{path / INDEX}: weight_map should map the name of each tensor to its file")
     if not weight_map:
         raise HFError(f"{path / INDEX}: weight_map is empty")
@@ -269,7 +268,8 @@ def _read_indexed(
                 tensors[name] = tensor
             else:
                 copies.append(f"{truncate(name)} in {shard}")
-    if missing := [name for name in weight_map if name not in tensors]:
+    missing = [name for name in weight_map if name not in tensors]
+    if missing:
         raise HFError(
             f"{path / weight_map[missing[0]]}: lacks {truncate(missing[0])}, which {INDEX} lists "
             f"there ({len(missing)} missing)"

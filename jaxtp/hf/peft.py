@@ -293,14 +293,11 @@ def _peft_config(
     # In a model with experts, PEFT takes other modules of these names for experts, from version
     # 0.19 on.
     last_names = {name: name.removesuffix(".weight").rpartition(".")[2] for name in adapted}
-    mixed = {
-        name
-        for name, (kernel, *_) in adapted.items()
-        if config.most_experts
-        and last_names[name] in EXPERT_TARGETS.values()
-        and kernel.expert is None
-        and not _is_stacked(kernel)
-    }
+    mixed = set()
+    for name, (kernel, *_) in adapted.items():
+        is_mlp = last_names[name] in EXPERT_TARGETS.values() and not _is_stacked(kernel)
+        if is_mlp and config.most_experts and kernel.expert is None:
+            mixed.add(name)
     for name, kernels in adapted.items():
         is_parameter = name in mixed or _is_stacked(kernels[0])
         full_name = name if is_parameter else name.removesuffix(".weight")
@@ -338,10 +335,10 @@ def _peft_config(
         attributes["target_parameters"] = list(dict.fromkeys(parameters))
         attributes["peft_version"] = _VERSION
     if counts:
-        factors = {name: math.sqrt(count) if rslora else count for name, count in counts.items()}
+        root = math.sqrt if rslora else float
         attributes["rank_pattern"] = {name: count * lora.rank for name, count in counts.items()}
         attributes["alpha_pattern"] = {
-            name: _number(factor * alpha) for name, factor in factors.items()
+            name: _number(root(count) * alpha) for name, count in counts.items()
         }
     return attributes
 
@@ -432,14 +429,15 @@ def _check_attributes(attributes: Attributes) -> None:
             f"init_lora_weights = {quote(init)} is not supported: it also changes the kernels; "
             "PEFT can convert the adapters (path_initial_model_for_weight_conversion)"
         )
-    if dropout := attributes.get("lora_dropout"):
-        positive("lora_dropout", dropout)
+    if attributes.get("lora_dropout"):
+        positive("lora_dropout", attributes["lora_dropout"])
     allowed = (_KNOWN + _WITHOUT_EFFECT).split()
-    problems += [
-        f"{truncate(name)} = {quote(value)} is not supported, only LoRA with PEFT's defaults"
-        for name, value in attributes.items()
-        if name not in allowed and value not in (None, False, {}, [])
-    ]
+    for name, value in attributes.items():
+        if name not in allowed and value not in (None, False, {}, []):
+            problems.append(
+                f"{truncate(name)} = {quote(value)} is not supported, only LoRA with PEFT's "
+                "defaults"
+            )
     if problems:
         raise HFError(join_problems(problems))
 
@@ -496,8 +494,8 @@ def _made_for(attributes: Attributes) -> str:
 
 
 def _notes(attributes: Attributes, num_adapted: int, num_trainable: int) -> Iterator[str]:
-    if dropout := attributes.get("lora_dropout"):
-        yield f"lora_dropout = {quote(dropout)} is not applied"
+    if attributes.get("lora_dropout"):
+        yield f"lora_dropout = {quote(attributes['lora_dropout'])} is not applied"
     if num_adapted < num_trainable:
         yield (
             f"{num_adapted} of {num_trainable} modules have an adapter; the others are not trained"
@@ -543,7 +541,7 @@ def _used_targets(
             has_adapter = (blocks != 0).any(axis=(0, 2))
             kernels = list(compress(kernels, has_adapter)) or kernels
         used |= {trained[kernel.path].target for kernel in kernels}
-    return tuple(target for target in TARGETS if target in used)
+    return tuple(filter(used.__contains__, TARGETS))
 
 
 def _read_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -602,8 +600,8 @@ def _check_tensors(
                 "remove one"
             )
     for module in possible:
-        pair = {_tensor_name(module, factor) for factor in "AB"}
-        if len(missing := pair - in_memory.keys()) == 1:
+        missing = {_tensor_name(module, "A"), _tensor_name(module, "B")} - in_memory.keys()
+        if len(missing) == 1:
             raise HFError(f"missing: {missing.pop()}")
     return in_memory
 
@@ -662,14 +660,15 @@ def _pattern(
     patterns = attributes.get(name) or {}
     if not isinstance(patterns, dict):
         raise HFError(f"{name} = {quote(patterns)}: should be an object")
-    values = {
-        pattern.removeprefix(r".*\.").replace(r"\.", "."): check(name, value)
-        for pattern, value in patterns.items()
-    }
-    if wrong := [pattern for pattern in values if not re.fullmatch(r"[\w.]+", pattern)]:
-        raise HFError(
-            f"{name}: {quote(wrong[0])} is not evaluated, only names of modules and parameters"
-        )
+    values: dict[str, _Value] = {}
+    for pattern, value in patterns.items():
+        end = pattern.removeprefix(r".*\.").replace(r"\.", ".")
+        values[end] = check(name, value)
+    for end in values:
+        if not re.fullmatch(r"[\w.]+", end):
+            raise HFError(
+                f"{name}: {quote(end)} is not evaluated, only names of modules and parameters"
+            )
     return lambda target: next((values[end] for end in values if end in _suffixes(target)), default)
 
 
@@ -713,8 +712,10 @@ def _is_block_diagonal(b: StoredTensor, parts: Sequence[TensorPart]) -> bool:
 
 def _names(name: str, attributes: Attributes) -> set[str]:
     value = attributes.get(name)
-    if value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
-        return set(value or ())
+    if value is None:
+        return set()
+    if isinstance(value, list) and set(map(type, value)) <= {str}:
+        return set(value)
     raise HFError(f"{name} = {quote(value)}: should be a list of names, or an expression")
 
 
@@ -729,7 +730,8 @@ def _check_names(
     It does not if a regular expression chooses them.
     """
     parameters = _names("target_parameters", attributes)
-    if unknown := sorted(parameters.difference(*map(_suffixes, stems))):
+    unknown = sorted(parameters.difference(*map(_suffixes, stems)))
+    if unknown:
         raise HFError(
             f"target_parameters name {truncate(unknown[0], 200)}, which is no parameter "
             f"here{made_for}"
@@ -739,7 +741,8 @@ def _check_names(
     has_expressions = any(isinstance(attributes.get(name), str) for name in lists)
     is_open = has_expressions or bool(attributes.get("layers_pattern"))
     if not is_open:
-        included, excluded = (_names(name, attributes) for name in lists)
+        included = _names("target_modules", attributes)
+        excluded = _names("exclude_modules", attributes)
         layers = _adapted_layers(attributes)
         for name, module in stems.items():
             suffixes = _suffixes(module)
@@ -752,7 +755,8 @@ def _check_names(
         if name not in adapted:
             tensor = _tensor_name(stems[name], "A")
             raise HFError(f"missing: {tensor}, which {attribute} require{made_for}")
-    if not is_open and (unexpected := sorted({*adapted} - {*expected})):
+    unexpected = sorted(set(adapted) - set(expected))
+    if unexpected and not is_open:
         tensor = _tensor_name(stems[unexpected[0]], "A")
         raise HFError(f"unexpected: {tensor}, which target_modules do not name")
 
@@ -763,7 +767,7 @@ def _adapted_layers(attributes: Attributes) -> list[object]:
         return []
     if not isinstance(layers, list):
         layers = [layers]
-    if not all(type(layer) is int for layer in layers):
+    if not set(map(type, layers)) <= {int}:
         raise HFError(f"layers_to_transform = {quote(layers)}: should be layer numbers")
     return layers
 

@@ -126,7 +126,8 @@ class ModelOptions(SaveOptions, total=False):
 def check_options(options: SaveOptions, kind: type) -> None:
     """Raises a `TypeError` for an unknown option, as any call does."""
     names = get_type_hints(kind)
-    if unknown := options.keys() - names.keys():
+    unknown = options.keys() - names.keys()
+    if unknown:
         raise TypeError(f"{', '.join(sorted(unknown))}: no such option; {', '.join(names)} are")
 
 
@@ -192,8 +193,8 @@ def _new_attributes(
     attributes = {"pad_token_id": None, **added, **copied_attributes(options.get("tokenizer_from"))}
     if MAX_POSITIONS in added:
         attributes[MAX_POSITIONS] = added[MAX_POSITIONS]
-    aliases = {attribute.alias for attribute in family.attributes}
-    attributes = {name: value for name, value in attributes.items() if name not in aliases}
+    for attribute in family.attributes:
+        attributes.pop(attribute.alias or "", None)
     return attributes | write_attributes(config, family, dtype)
 
 
@@ -202,7 +203,7 @@ def _index(files: Mapping[str, Tensors], dtype: DType) -> bytes:
     total = 0
     for file, tensors in files.items():
         weight_map |= dict.fromkeys(tensors, file)
-        total += sum(num_bytes(tensor, dtype) for tensor in tensors.values())
+        total += _total_bytes(tensors, dtype)
     return json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
@@ -263,9 +264,10 @@ def write_folder(
         )
     tokenizer_files = _tokenizer_files(options.get("tokenizer_from"))
     gathered: dict[str, Sequence[TensorPart]] = {}
-    for name, parts in chain.from_iterable(group.items() for group in files.values()):
-        if not isinstance(parts, StoredTensor):
-            gathered[name] = parts
+    for group in files.values():
+        for name, parts in group.items():
+            if not isinstance(parts, StoredTensor):
+                gathered[name] = parts
     arrays = gather_tensors(variables, gathered, dtype, options.get("progress"))
     if jax.process_index() != 0:
         # All processes must take part in each gather.
@@ -320,7 +322,7 @@ def gather_tensors(
             return array.reshape(-1, *part.shape)[part.head]
         return np.atleast_1d(array if part.expert is None else array[part.expert])
 
-    total = sum(num_bytes(parts, dtype) for parts in tensors.values())
+    total = _total_bytes(tensors, dtype)
     written = 0
     for parts in tensors.values():
         written += num_bytes(parts, dtype)
@@ -378,6 +380,10 @@ def num_bytes(tensor: Stored, dtype: DType) -> int:
     if isinstance(tensor, StoredTensor):
         return tensor.num_bytes
     return math.prod(tensor[0].shape) * jnp.dtype(_dtype_in_file(tensor[0], dtype)).itemsize
+
+
+def _total_bytes(tensors: Tensors, dtype: DType) -> int:
+    return sum(num_bytes(tensor, dtype) for tensor in tensors.values())
 
 
 @contextmanager

@@ -135,12 +135,15 @@ def _find_place(
     path: str, tensor: Tensor, parameters: Parameters, family: Family, block: BlockConfig
 ) -> "Place":
     stack, _ = split_path(path)
-    fused = (part.path for part in family.tensors if part.name == tensor.name)
-    paths = [name.replace(BLOCKS, stack or "") for name in fused]
-    paths = [name for name in paths if name in parameters]
-    shapes = (logical_shape(parameters[name]) for name in paths)
     stacked_dims = _count_stacked_dims(path, tensor)
-    widths = [shape[-1] if len(shape) > stacked_dims else 1 for shape in shapes]
+    paths = []
+    widths = []
+    for part in family.tensors:
+        part_path = part.path.replace(BLOCKS, stack or "")
+        if part.name == tensor.name and part_path in parameters:
+            shape = logical_shape(parameters[part_path])
+            paths.append(part_path)
+            widths.append(shape[-1] if len(shape) > stacked_dims else 1)
     return place(tensor, paths.index(path), widths, family, block)
 
 
@@ -195,10 +198,11 @@ def _swap_last_dims(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def alternatives(general: str, family: Family, block: BlockConfig) -> list[Tensor]:
     """Returns the tensors that may hold a parameter of a block."""
-    tensors = (tensor for tensor in family.tensors if tensor.path == general)
-    return [
-        tensor for tensor in tensors if tensor.unless is None or not getattr(block, tensor.unless)
-    ]
+    tensors = []
+    for tensor in family.tensors:
+        if tensor.path == general and not (tensor.unless and getattr(block, tensor.unless)):
+            tensors.append(tensor)
+    return tensors
 
 
 def split_path(path: str) -> tuple[str | None, str]:
@@ -285,7 +289,8 @@ def _check_counts(stored: StoredTensors, config: ModelConfig, family: Family) ->
     """
     layers = {layer_number(name, family) for name in stored}
     _check_count("num_hidden_layers", config.num_layers, "layers", layers, len(stored))
-    experts = {int(match[0]) for name in stored if (match := _EXPERT.search(name))}
+    matches = filter(None, map(_EXPERT.search, stored))
+    experts = {int(match[0]) for match in matches}
     if experts and config.most_experts:
         attribute = next(item for item in family.attributes if "num_experts" in item.fields)
         _check_count(attribute.name, config.most_experts, "experts", experts, len(stored))
@@ -312,12 +317,11 @@ def dtypes(stored: StoredTensors, family: Family) -> set[str]:
     float8 with scales counts as bfloat16.
     """
     float32 = {tensor.name for tensor in family.tensors if tensor.float32 is not False}
-    counted = [
-        tensor
-        for name, tensor in full_names(stored, family).items()
-        if not _is_ignored(name, family) and _of_any_layer(name) not in float32
-    ]
-    return {"BF16" if isinstance(tensor, ScaledTensor) else tensor.dtype for tensor in counted}
+    dtypes_in_file = set[str]()
+    for name, tensor in full_names(stored, family).items():
+        if not _is_ignored(name, family) and _of_any_layer(name) not in float32:
+            dtypes_in_file.add("BF16" if isinstance(tensor, ScaledTensor) else tensor.dtype)
+    return dtypes_in_file
 
 
 def match_tensors(
@@ -332,7 +336,8 @@ def match_tensors(
     by_general = general_names(stored)
     layout: Layout = "separate" if any(EXPERT in name for name in by_general) else "stacked"
     needed = group_by_tensor(tensor_parts(parameters, config, family, layout, by_general))
-    if problems := list(_mismatches(stored, needed, config, family)):
+    problems = list(_mismatches(stored, needed, config, family))
+    if problems:
         raise HFError("; ".join(problems))
     reshaped = {name: replace(stored[name], shape=parts[0].shape) for name, parts in needed.items()}
     return {**stored, **reshaped}, needed

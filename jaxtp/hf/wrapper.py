@@ -97,13 +97,13 @@ def require_prediction_heads(folder: Folder, family: Family, num_layers: int) ->
         return
     heads = folder.attributes.get("num_nextn_predict_layers", 1)
     last = num_layers + (heads if type(heads) is int else 0)
-    matches = (re.search(r"\.layers\.(\d{1,9})\.", name) for name in folder.tensors)
-    layers = {int(match[1]): match.string for match in matches if match is not None}
-    if layers and max(layers) >= last:
-        raise HFError(
-            f"num_hidden_layers = {num_layers} and num_nextn_predict_layers = {quote(heads)}, and "
-            f"the file has {truncate(layers[max(layers)])}"
-        )
+    for name in folder.tensors:
+        match = re.search(r"\.layers\.(\d{1,9})\.", name)
+        if match is not None and int(match[1]) >= last:
+            raise HFError(
+                f"num_hidden_layers = {num_layers} and num_nextn_predict_layers = {quote(heads)}, "
+                f"and the file has {truncate(name)}"
+            )
 
 
 def name_of(path: str, family: Family) -> str:
@@ -121,16 +121,16 @@ def layer_number(name: str, family: Family) -> int | None:
 
 def _prefixes(stored: StoredTensors) -> tuple[str, str]:
     """Returns the one of `TEXT_PREFIXES` that the text model's names have."""
-    examples = {}
-    for prefixes in TEXT_PREFIXES:
-        name = next((name for name in stored if name.startswith(prefixes[0])), None)
-        if name is not None:
-            examples[prefixes] = truncate(name)
+    examples: dict[tuple[str, str], str] = {}
+    for name in stored:
+        for prefixes in TEXT_PREFIXES:
+            if name.startswith(prefixes[0]):
+                examples.setdefault(prefixes, truncate(name))
     if len(examples) == 2:
-        names = " and ".join(examples.values())
+        names = " and ".join(examples[prefixes] for prefixes in TEXT_PREFIXES)
         raise HFError(f"{names}: the names of text tensors begin in two ways")
     if not examples:
-        beginnings = " or ".join(prefix for prefix, _ in TEXT_PREFIXES)
+        beginnings = " or ".join(dict(TEXT_PREFIXES))
         raise HFError(f"no tensor's name begins with {beginnings}: no text model")
     return next(iter(examples))
 

@@ -33,7 +33,7 @@ def data(kind="documents"):
 @pytest.fixture(autouse=True)
 def _nothing_is_remembered():
     yield
-    samples.shuffle_identity.cache_clear()
+    samples.shuffle_description.cache_clear()
 
 
 ALGORITHMS = {
@@ -50,7 +50,7 @@ ALGORITHMS = {
 
 def changed(patch, part):
     """Makes one part of the order another, as a new version of its package would."""
-    samples.shuffle_identity.cache_clear()
+    samples.shuffle_description.cache_clear()
     module, name, other = ALGORITHMS[part]
     patch.setattr(module, name, other(getattr(module, name)))
 

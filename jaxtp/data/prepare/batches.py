@@ -69,7 +69,8 @@ def batches(
         end += source.size
         if index < start.source:
             continue
-        for event in read_source(source, start.item if index == start.source else 0, fields):
+        first_item = start.item if index == start.source else 0
+        for event in read_source(source, first_item, fields):
             if event.problem is None:
                 batch.entries.append(_entry(event.turns))
                 size += sum(batch.entries[-1].sizes)
@@ -78,9 +79,11 @@ def batches(
                 raise PrepareError(str(event.problem))
             else:
                 batch.problems.append(event.problem)
-            is_last = event.item == END or source.format == TEXT
-            batch.position = Position(index + 1, 0) if is_last else Position(index, event.item)
-            batch.bytes_read = end if is_last else before + event.bytes_read
+            batch.position = Position(index, event.item)
+            batch.bytes_read = before + event.bytes_read
+            if event.item == END or source.format == TEXT:
+                batch.position = Position(index + 1, 0)
+                batch.bytes_read = end
             if size >= BATCH_BYTES or len(batch.entries) + len(batch.problems) >= BATCH_DOCUMENTS:
                 yield batch
                 batch = Batch(batch.position)
@@ -130,7 +133,9 @@ def threshold(sources: Sequence[Source], fields: Fields, config: PrepareConfig) 
         num_problems += sum(not problem.is_harmless for problem in batch.problems)
         if config.on_error == "stop" and num_problems > MANY_PROBLEMS:
             break
-    fractions = sorted(set(fractions) if config.dedup else fractions)
+    if config.dedup:
+        fractions = list(set(fractions))
+    fractions.sort()
     target = config.held_out * len(fractions)
     # Equal documents share a split.
     borders = [i for i in range(1, len(fractions)) if fractions[i - 1] < fractions[i]]

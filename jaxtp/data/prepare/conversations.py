@@ -68,14 +68,13 @@ class Conversations:
         self._rendered = rendered_tokenizer(tokenizer)
         self._tokens = SpecialTokens(self._rendered.tokens, keep=config.special_tokens)
         if isinstance(tokenizer, HuggingFaceTokenizer):
-            info = tokenizer.info
+            prefix = tokenizer.info.prefix
             ((first, last), *_) = self.encode(self.turns(_PROBE))
-            prefix = info.prefix if np.array_equal(first[: len(info.prefix)], info.prefix) else ()
+            if not np.array_equal(first[: len(prefix)], prefix):
+                tokenizer.info = replace(tokenizer.info, prefix=())
             ends = [token for token in last.tolist() if token in self._rendered.ids]
-            is_named = config.eos is not None or config.no_eos
-            tokenizer.info = replace(
-                info, prefix=prefix, eos_id=info.eos_id if is_named or not ends else ends[-1]
-            )
+            if ends and config.eos is None and not config.no_eos:
+                tokenizer.info = replace(tokenizer.info, eos_id=ends[-1])
 
     def of_row(self, row: Row) -> tuple[Turn, ...]:
         """Like `turns`, of a row's conversation."""
@@ -92,9 +91,8 @@ class Conversations:
     def encode(self, turns: Sequence[Turn]) -> list[list[Tokens]]:
         """Returns prompt ids and answer ids of each turn."""
         pairs = [(turn.prompt or "", turn.text) for turn in turns]
-        dtype = self._dtype
         encoded = self._rendered.encode_batch(pairs)
-        return [[first.astype(dtype), second.astype(dtype)] for first, second in encoded]
+        return [[prompt.astype(self._dtype), text.astype(self._dtype)] for prompt, text in encoded]
 
     @property
     def day(self) -> str | None:
@@ -194,8 +192,8 @@ def _messages(row: Row, fields: Fields) -> object:
     if fields.prompt is not None:
         question = "\n\n".join(str(text) for text in (row[fields.prompt], row.get("input")) if text)
         history = row.get("history") or []
-        if not isinstance(history, list) or any(
-            not isinstance(turn, list) or len(turn) != 2 for turn in history
+        if not isinstance(history, list) or not all(
+            isinstance(turn, list) and len(turn) == 2 for turn in history
         ):
             raise ChatError(f"'history' is no list of pairs of texts, but {shorten(history)}")
         turns = [*history, [question, messages]]
@@ -204,7 +202,9 @@ def _messages(row: Row, fields: Fields) -> object:
             conversation.append({"role": "user", "content": question})
             conversation.append({"role": ASSISTANT, "content": answer})
         messages = conversation
-    return with_system(messages, row.get("system")) if isinstance(messages, list) else messages
+    if isinstance(messages, list):
+        return with_system(messages, row.get("system"))
+    return messages
 
 
 def with_system(messages: list[Message], system: object) -> list[Message]:
@@ -250,7 +250,8 @@ def checked(messages: object, media_as_text: bool) -> list[Message]:
                 raise ChatError(
                     f"message {number}: {key!r} is not a string, but {shorten(message[key])}{fix}"
                 )
-        if (media := _MEDIA.search(message["content"])) and not media_as_text:
+        media = _MEDIA.search(message["content"])
+        if media and not media_as_text:
             raise BadInputError(
                 MEDIA,
                 f"message {number} has {media[0]}, and only text is read; --media-as-text keeps "
@@ -263,10 +264,10 @@ def checked(messages: object, media_as_text: bool) -> list[Message]:
 def _no_key(key: str, number: int, message: Message) -> ChatError:
     """Returns the error of a message without its role or its content."""
     other_keys = [name for name in list(message)[:4] if name not in ("role", "content")]
-    if other_keys:
+    if len(other_keys) == 1:
+        fix = f"rename its key {other_keys[0]!r} to {key!r}"
+    elif other_keys:
         fix = f"rename one of its keys to {key!r}: {', '.join(map(repr, other_keys))}"
-        if len(other_keys) == 1:
-            fix = f"rename its key {other_keys[0]!r} to {key!r}"
     elif message:
         fix = f"it has only {next(iter(message))!r}; give it a {key}, or remove the message"
     else:
@@ -277,8 +278,11 @@ def _no_key(key: str, number: int, message: Message) -> ChatError:
 def _no_answer(roles: Sequence[str]) -> ChatError:
     """Returns the error of a conversation without a message of the assistant."""
     names = ", ".join(map(repr, dict.fromkeys(roles)))
-    meant = next((role for role in roles if _ROLES.get(role.lower()) == ASSISTANT), None)
-    fix = "" if meant is None else f"; write {ASSISTANT!r} instead of {meant!r}"
+    fix = ""
+    for role in roles:
+        if _ROLES.get(role.lower()) == ASSISTANT:
+            fix = f"; write {ASSISTANT!r} instead of {role!r}"
+            break
     return ChatError(
         f"no message has the role {ASSISTANT!r}, so there is no answer to learn; it has "
         f"{names}{fix}"
@@ -291,13 +295,14 @@ def _joined(content: object) -> object:
         return content
     texts: list[str] = []
     for part in content:
-        kind, text = (
-            (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
-        )
-        if isinstance(kind, str) and (medium := _MEDIUM.search(kind)):
-            texts.append(f"<{medium[0]}>")
-        elif isinstance(text, str):
-            texts.append(text)
-        else:
+        if not isinstance(part, dict):
             return content
+        text = part.get("text")
+        kind = part.get("type")
+        medium = _MEDIUM.search(kind) if isinstance(kind, str) else None
+        if medium:
+            text = f"<{medium[0]}>"
+        if not isinstance(text, str):
+            return content
+        texts.append(text)
     return "".join(texts)

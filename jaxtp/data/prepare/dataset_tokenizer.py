@@ -54,21 +54,19 @@ def open_tokenizer(job: Job, state: State) -> Tokenizer:
 def describe(tokenizer: Tokenizer) -> Iterator[str]:
     """Yields how documents start and end; nothing for bytes."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        prefix = tokenizer.info.prefix
+        tokens = [f"{tokenizer.spelling(token)} ({token})" for token in tokenizer.info.prefix]
+        if tokens:
+            yield f"begin with {' '.join(tokens)}"
         end = tokenizer.info.eos_id
-        if prefix:
-            yield (
-                "begin with "
-                f"{' '.join(f'{tokenizer.spelling(token)} ({token})' for token in prefix)}"
-            )
         if end is not None:
             yield f"end with {tokenizer.spelling(end)} ({end})"
 
 
 def _with_special_tokens(content: bytes, name: str, config: PrepareConfig) -> HuggingFaceTokenizer:
-    eos: str | int | None = config.eos
-    if eos is None and not config.no_eos:  # None: search for a well-known name
-        eos = end_token(tokenizer_file(config.tokenizer).parent) if config.tokenizer else _END_TOKEN
+    eos: str | int | None = config.eos or _END_TOKEN
+    if config.eos is None and config.tokenizer is not None and not config.no_eos:
+        # None: search for a well-known name
+        eos = end_token(tokenizer_file(config.tokenizer).parent)
     special = config.special_tokens
     tokenizer = IsolatedTokenizer(
         content, name, eos=eos, has_eos=not config.no_eos, special_tokens=special

@@ -68,19 +68,18 @@ class PairsOfConversations(Conversations):
         value = row[name]
         if isinstance(value, str):
             value = {"role": ASSISTANT, "content": value}
-        messages = checked(
-            [value] if isinstance(value, dict) else value, self._config.media_as_text
-        )
+        if isinstance(value, dict):
+            value = [value]
+        messages = checked(value, self._config.media_as_text)
         if messages[0]["role"] == ASSISTANT:
             messages = [*prompt, *messages]
-        elif prompt and not any(
-            _said(messages[i : i + len(prompt)]) == _said(prompt) for i in range(len(messages))
-        ):
+        elif not _has(messages, prompt):
             raise ChatError(
                 f"it starts with a message of the role {messages[0]['role']!r}, but not with "
                 "the prompt"
             )
-        if (role := messages[-1]["role"]) != ASSISTANT:
+        role = messages[-1]["role"]
+        if role != ASSISTANT:
             raise ChatError(
                 f"the last message has the role {role!r}; it should be the answer of {ASSISTANT!r}"
             )
@@ -94,12 +93,13 @@ def _texts(prompt_name: str, row: Row) -> tuple[Turn, ...]:
     rejected = text_of(row, REJECTED)
     if row.get(prompt_name) is not None:
         prompt = text_of(row, prompt_name)
-    elif (cut := _shared(chosen, rejected)) > 0:
+    else:
+        cut = _shared(chosen, rejected)
+        if cut <= 0:
+            raise _no_prompt(prompt_name)
         prompt = chosen[:cut]
         chosen = chosen[cut:]
         rejected = rejected[cut:]
-    else:
-        raise _no_prompt(prompt_name)
     for name, text in ((CHOSEN, chosen), (REJECTED, rejected)):
         if not text.strip():
             raise _empty(name)
@@ -112,14 +112,19 @@ def _shared(chosen: str, rejected: str) -> int:
     Without HH's mark, the answers start after the last whole word or line that both texts share.
     """
     prompt = chosen[: _num_shared(chosen, rejected)]
-    if (mark := prompt.rfind(_ANSWER)) >= 0:
+    mark = prompt.rfind(_ANSWER)
+    if mark >= 0:
         return mark + len(_ANSWER)
     return max(prompt.rfind(" "), prompt.rfind("\n") + 1)
 
 
 def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    differing = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    return next(differing, min(len(first), len(second)))
+    num_shared = 0
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        num_shared += 1
+    return num_shared
 
 
 def _different(chosen: Turn, rejected: Turn) -> tuple[Turn, Turn]:
@@ -128,8 +133,11 @@ def _different(chosen: Turn, rejected: Turn) -> tuple[Turn, Turn]:
     return chosen, rejected
 
 
-def _said(messages: Sequence[Message]) -> list[tuple[str, str]]:
-    return [(message["role"], message["content"].strip()) for message in messages]
+def _has(messages: Sequence[Message], prompt: Sequence[Message]) -> bool:
+    """Returns whether a conversation has the prompt's messages in a row."""
+    texts = [(message["role"], message["content"].strip()) for message in messages]
+    prompt_texts = [(message["role"], message["content"].strip()) for message in prompt]
+    return any(texts[i : i + len(prompt)] == prompt_texts for i in range(len(texts)))
 
 
 def _empty(name: str) -> BadInputError:

@@ -19,19 +19,21 @@ PROMPT_FIELD = "prompt"
 CHOSEN = "chosen"
 REJECTED = "rejected"
 FIRST = (
-    *(
-        "inputs",
-        "out",
-        "tokenizer",
-        "train_bpe",
-        "field",
-        "messages",
-        "preference",
-        "template",
-        "include",
-        "held_out",
-    ),
-    *("dedup", "on_error", "overwrite", "json", "verify"),
+    "inputs",
+    "out",
+    "tokenizer",
+    "train_bpe",
+    "field",
+    "messages",
+    "preference",
+    "template",
+    "include",
+    "held_out",
+    "dedup",
+    "on_error",
+    "overwrite",
+    "json",
+    "verify",
 )
 """Settings at the top of the help."""
 
@@ -181,28 +183,23 @@ class PrepareConfig:
             return Fields(CHOSEN, optional=system, required=(self.prompt_field, REJECTED))
         if self.messages == "instruction":
             return Fields("output", "instruction", ("input", "system", "history"))
-        if self.messages is not None:
-            return Fields(
-                self.messages, optional=("system",) if self.messages == "conversations" else ()
-            )
-        if self.completion_field is None:
-            return Fields(self.field)
-        return Fields(self.completion_field, self.prompt_field)
+        if self.messages == "conversations":
+            return Fields(self.messages, optional=("system",))
+        return Fields(self.messages or self.completion_field or self.field, self.prompt_field)
 
 
 _MAY_CHANGE = {
-    *(
-        "out",
-        "tokenizer",
-        "bos",
-        "template",
-        "on_error",
-        "save_seconds",
-        "overwrite",
-        "verify",
-        "json",
-    ),
-    *("max_document_bytes", "max_window_bytes"),
+    "out",
+    "tokenizer",
+    "bos",
+    "template",
+    "on_error",
+    "save_seconds",
+    "overwrite",
+    "verify",
+    "json",
+    "max_document_bytes",
+    "max_window_bytes",
 }
 """Settings that a resumed command may change. Tokenizer and template are compared by content."""
 
@@ -214,8 +211,9 @@ def arguments(config: PrepareConfig) -> dict[str, object]:
 
 def check(config: PrepareConfig) -> None:
     """Raises `ConfigError` listing all contradictions between settings."""
-    if problems := "; ".join(_contradictions(config)):
-        raise ConfigError(problems)
+    problems = list(_contradictions(config))
+    if problems:
+        raise ConfigError("; ".join(problems))
 
 
 def _contradictions(config: PrepareConfig) -> Iterator[str]:
@@ -270,16 +268,17 @@ def _contradictions(config: PrepareConfig) -> Iterator[str]:
 
 
 def _contradictions_of_pairs(config: PrepareConfig) -> Iterator[str]:
-    names = {
-        "--messages": config.messages not in (None, CHOSEN),
-        "--field": config.field != TEXT_FIELD,
-    }
-    names["--completion-field"] = config.completion_field is not None
-    if any(names.values()):
-        settings = ", ".join(name for name in names if names[name])
+    settings = []
+    if config.messages not in (None, CHOSEN):
+        settings.append("--messages")
+    if config.field != TEXT_FIELD:
+        settings.append("--field")
+    if config.completion_field is not None:
+        settings.append("--completion-field")
+    if settings:
         yield (
             "--preference reads prompt (or --prompt-field NAME), chosen and rejected; leave "
-            f"{settings} out"
+            f"{', '.join(settings)} out"
         )
     if config.train_bpe is not None:
         yield (

@@ -318,12 +318,9 @@ class _Array:
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._text, self._at)
-            except RecursionError:
-                raise _too_deep() from None
-            except json.JSONDecodeError as error:
-                self._require_truncated(error)
-            except ValueError:
-                raise _too_many_digits() from None
+            except (RecursionError, ValueError) as error:
+                if not self._may_be_truncated(error):
+                    raise _not_json(error, self._at) from None
             else:
                 if end < len(self._text) or self._is_whole:
                     self._at = end
@@ -342,12 +339,11 @@ class _Array:
         self._repeated.clear()
         return _repeated_key(name)
 
-    def _require_truncated(self, error: json.JSONDecodeError) -> None:
-        is_at_end = error.pos >= len(self._text) - _TRUNCATED or error.msg.startswith(
-            "Unterminated"
-        )
-        if self._is_whole or not is_at_end:
-            raise _not_json(error, self._at) from None
+    def _may_be_truncated(self, error: Exception) -> bool:
+        if self._is_whole or not isinstance(error, json.JSONDecodeError):
+            return False
+        is_at_end = error.pos >= len(self._text) - _TRUNCATED
+        return is_at_end or error.msg.startswith("Unterminated")
 
     def _mark(self) -> str:
         """Returns the next character that is not white space, or an empty string at the end."""
@@ -639,10 +635,9 @@ def _turns(source: Source, item: object, fields: Fields) -> tuple[Turn, ...]:
     record = _row(source, item, fields)
     _require_fields(record, fields)
     row = {name: record[name] for name in fields.names_in(record)}
-    if any(
-        isinstance(value, str) and _is_longer(value, source.max_document) for value in row.values()
-    ):
-        raise too_large(source.max_document)
+    for value in row.values():
+        if isinstance(value, str) and _is_longer(value, source.max_document):
+            raise too_large(source.max_document)
     if row[fields.text] == "" and not fields.is_list:
         raise BadInputError(EMPTY_DOCUMENT, f"{fields.text!r} is empty", is_harmless=True)
     if fields.turns is not None:
@@ -651,8 +646,8 @@ def _turns(source: Source, item: object, fields: Fields) -> tuple[Turn, ...]:
         except ChatError as error:
             where = f"{fields.text!r}: " if fields.is_list else ""
             raise BadInputError(NO_CONVERSATION, f"{where}{error}") from None
-        except RecursionError:
-            raise _too_deep() from None
+        except RecursionError as error:
+            raise _not_json(error) from None
     prompt = None if fields.prompt is None else text_of(row, fields.prompt)
     return (Turn(prompt, text_of(row, fields.text)),)
 
@@ -679,12 +674,8 @@ def _parse(content: bytes, fields: Fields | None) -> object:
         value: object = decode(text)
     except UnicodeDecodeError as error:
         raise BadInputError(NOT_UTF8, _not_utf8(error)) from None
-    except RecursionError:
-        raise _too_deep() from None
-    except json.JSONDecodeError as error:
+    except (RecursionError, ValueError) as error:
         raise _not_json(error) from None
-    except ValueError:
-        raise _too_many_digits() from None
     if repeated:
         raise _repeated_key(repeated[0])
     return value
@@ -726,18 +717,14 @@ def _repeated_key(name: str) -> BadInputError:
     )
 
 
-def _not_json(error: json.JSONDecodeError, start: int = 0) -> BadInputError:
-    return BadInputError(
-        NOT_JSON, f"not JSON: {error.msg} at character {error.pos - start + 1:,} of the row"
-    )
-
-
-def _too_many_digits() -> BadInputError:
-    return BadInputError(NOT_JSON, "not JSON: an integer of more digits than Python reads")
-
-
-def _too_deep() -> BadInputError:
-    return BadInputError(NOT_JSON, "not JSON: nested too deeply")
+def _not_json(error: Exception, start: int = 0) -> BadInputError:
+    """Converts an error of a JSON decoder; the row starts at `start` of its text."""
+    problem = "an integer of more digits than Python reads"
+    if isinstance(error, RecursionError):
+        problem = "nested too deeply"
+    elif isinstance(error, json.JSONDecodeError):
+        problem = f"{error.msg} at character {error.pos - start + 1:,} of the row"
+    return BadInputError(NOT_JSON, f"not JSON: {problem}")
 
 
 def _require_few_values(content: bytes) -> None:
@@ -768,9 +755,10 @@ def text_of(row: Row, name: str) -> str:
 
 
 def _is_longer(text: str, limit: int) -> bool:
-    return len(text) > limit or (
-        4 * len(text) > limit and len(text.encode(errors="replace")) > limit
-    )
+    # A character has at most four bytes.
+    if 4 * len(text) <= limit:
+        return False
+    return len(text) > limit or len(text.encode(errors="replace")) > limit
 
 
 def _to_bad_input(source: Source, error: Exception) -> BadInputError:
@@ -803,10 +791,9 @@ def _require_fields(row: Row, fields: Fields) -> None:
     missing = next((name for name in fields.names if name not in row), None)
     if missing is None:
         return
-    close = difflib.get_close_matches(missing, row, n=1)
-    hint = (
-        f"did you mean {close[0]!r}?" if close else f"fields: {', '.join(map(repr, row)) or 'none'}"
-    )
+    hint = f"fields: {', '.join(map(repr, row)) or 'none'}"
+    for name in difflib.get_close_matches(missing, row, n=1):
+        hint = f"did you mean {name!r}?"
     other = ""
     if missing == "text":
         other = ". Name it with --field NAME, or a conversation with --messages NAME"

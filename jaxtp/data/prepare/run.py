@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from jaxtp.data.prepare.preference import PairsOfConversations
 from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import DUPLICATE, EMPTY_DOCUMENT, BadInputError, PrepareError, Turn
 from jaxtp.data.prepare.session import (
-    SEEN,
+    HASHES,
     Job,
     SplitWriter,
     State,
@@ -89,12 +89,13 @@ class _Preparation:
         for name in SPLITS:
             writer = SplitWriter(job.out, name, *settings, state.splits[name])
             self._writers[name] = stack.enter_context(closing(writer))
-        drop_unknown(job.out, set().union(*(writer.files() for writer in self._writers.values())))
+        files_by_split = map(SplitWriter.files, self._writers.values())
+        drop_unknown(job.out, set().union(*files_by_split))
         self._digests: set[bytes] = set()
         if self._config.dedup:
-            truncate_file(job.out / SEEN, state.seen * _DIGEST)
-            self._seen = stack.enter_context(open_directly(job.out / SEEN, "a+b"))
-            self._seen.seek(0)
+            truncate_file(job.out / HASHES, state.seen * _DIGEST)
+            self._hashes = stack.enter_context(open_directly(job.out / HASHES, "a+b"))
+            self._hashes.seek(0)
             self._digests = self._read_digests(state.seen)
         self._num_documents = 0
         self._num_tokens = 0
@@ -104,15 +105,15 @@ class _Preparation:
     def _read_digests(self, count: int) -> set[bytes]:
         digests = set[bytes]()
         for _ in range(count):
-            digest = self._seen.read(_DIGEST)
+            digest = self._hashes.read(_DIGEST)
             if digest in digests:  # a file of zeros could have any size, and this loop no end
-                raise damaged_error(self._job.out / SEEN, "a document is in it twice")
+                raise damaged_error(self._job.out / HASHES, "a document is in it twice")
             digests.add(digest)
         return digests
 
     def finish(self) -> None:
         source, item = self._state.position
-        if (source, item) != (0, 0):
+        if source or item:
             part = f", item {item:,} of the next" if item else ""
             print(
                 f"resuming after {source:,} of {len(self._job.sources):,} inputs{part}", flush=True
@@ -133,10 +134,9 @@ class _Preparation:
             written = 0
             for progress in self._state.splits.values():
                 written += totals(progress.shards)["documents"] + progress.documents
-            # The first rows of its file are written and must not change.
-            is_begun = self._state.position.item > 0
             fix = "or correct the input and repeat it"
-            if is_begun:
+            # The first rows of its file are written and must not change.
+            if self._state.position.item:
                 fix = "a corrected file needs --overwrite"
             raise PrepareError(
                 f"{error}\n{written:,} documents before it are done; the same command with "
@@ -145,9 +145,9 @@ class _Preparation:
         self._write_manifest()
 
     def _take(self, batch: Batch) -> None:
-        entries = [
-            entry for entry in batch.entries if not self._config.dedup or self._is_new(entry.digest)
-        ]
+        entries = batch.entries
+        if self._config.dedup:
+            entries = [entry for entry in entries if self._is_new(entry.digest)]
         encoded = self._encode(list(chain.from_iterable(entry.turns for entry in entries)))
         for entry in entries:
             # `zip` takes one encoding per turn.
@@ -156,12 +156,8 @@ class _Preparation:
                 self._state.skip(EMPTY_DOCUMENT)
                 continue
             for number, (size, ids) in enumerate(documents, 1):
-                self._append(
-                    entry,
-                    size,
-                    ids,
-                    may_end=not self._config.preference or number == len(documents),
-                )
+                may_end = not self._config.preference or number == len(documents)
+                self._append(entry, size, ids, may_end=may_end)
         for problem in batch.problems:
             self._state.skip(problem.kind)
             self._show(problem)
@@ -182,33 +178,35 @@ class _Preparation:
             )
 
     def _show(self, problem: BadInputError) -> None:
-        if not problem.is_harmless:
-            self._num_shown += 1
-            if self._num_shown <= _MAX_PROBLEMS:
-                more = "\nfurther ones are only counted" if self._num_shown == _MAX_PROBLEMS else ""
-                print(f"skipped: {problem}{more}", flush=True)
+        if problem.is_harmless or self._num_shown == _MAX_PROBLEMS:
+            return
+        print(f"skipped: {problem}", flush=True)
+        self._num_shown += 1
+        if self._num_shown == _MAX_PROBLEMS:
+            print("further ones are only counted", flush=True)
 
     def _is_new(self, digest: bytes) -> bool:
-        if (short := digest[:_DIGEST]) in self._digests:
+        short = digest[:_DIGEST]
+        if short in self._digests:
             return False
         self._digests.add(short)
-        self._seen.write(short)
+        self._hashes.write(short)
         return True
 
     def _encode(self, turns: list[Turn]) -> Iterator[list[Tokens]]:
         if self._job.conversations is not None:
             return iter(self._job.conversations.encode(turns))
-        if not self._config.has_prompts:
-            texts = [turn.text for turn in turns]
-            return ([ids] for ids in self._tokenizer.encode_batch(texts))
-        prompts_and_answers: list[str] = []
+        texts: list[str] = []
         for turn in turns:
-            prompts_and_answers += [turn.prompt or "", turn.text]
-        ids = self._tokenizer.encode_batch(prompts_and_answers)
-        return ([prompt, answer] for prompt, answer in zip(ids[::2], ids[1::2], strict=True))
+            if self._config.has_prompts:
+                texts.append(turn.prompt or "")
+            texts.append(turn.text)
+        parts_per_turn = 1 + self._config.has_prompts
+        encoded = iter(self._tokenizer.encode_batch(texts))
+        return (list(islice(encoded, parts_per_turn)) for _ in turns)
 
     def _append(self, entry: Entry, size: int, ids: list[Tokens], *, may_end: bool) -> None:
-        if not any(len(part) for part in (*ids, self._end)):  # a tokenizer may drop white space
+        if not any(map(len, (*ids, self._end))):  # a tokenizer may drop white space
             self._state.skip(EMPTY_DOCUMENT)
             return
         prefix = self._prefix
@@ -225,7 +223,7 @@ class _Preparation:
             writer.save()
             self._state.splits[name] = writer.progress
         if self._config.dedup:
-            sync_file(self._seen)
+            sync_file(self._hashes)
             self._state.seen = len(self._digests)
         self._state.save(self._job.out)
 
@@ -239,10 +237,7 @@ class _Preparation:
         if not any(shards.values()):
             left_out = f"; left out: {_listed(skipped)}" if skipped else ""
             raise PrepareError(f"no document in {len(sources)} files{left_out}")
-        splits = {
-            name: SplitRecord(**totals(shards_of_split), shards=shards_of_split)
-            for name, shards_of_split in shards.items()
-        }
+        splits = {name: SplitRecord(**totals(part), shards=part) for name, part in shards.items()}
         manifest = Manifest(
             self._tokenizer.info,
             self._config.has_prompts,
@@ -266,8 +261,9 @@ class _Preparation:
             f"{'dataset':<12}{self._job.out}, tokenizer {info.kind}, vocabulary "
             f"{info.vocab_size:,}{fewer}"
         )
-        if ends := list(describe(self._tokenizer)):
-            yield f"{'documents':<12}{'; '.join(ends)}"
+        ends = "; ".join(describe(self._tokenizer))
+        if ends:
+            yield f"{'documents':<12}{ends}"
         if self._state.day is not None:
             yield (
                 f"{'date':<12}the chat template writes the day {self._state.day}; --date "
@@ -290,7 +286,8 @@ class _Preparation:
             yield f"{'':<12}nothing is held out: so few documents need a larger --held-out"
         if manifest.skipped:
             yield f"{'left out':<12}{_listed(manifest.skipped)}"
-        if self._config.format == "auto" and (counts := syntax_counts(self._job.sources)):
+        counts = syntax_counts(self._job.sources)
+        if self._config.format == "auto" and counts:
             yield f"{'as text':<12}{_listed(counts)}: each file is one document, with its syntax"
 
 

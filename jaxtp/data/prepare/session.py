@@ -12,6 +12,7 @@ ends, so neither batches nor interruptions affect the result.
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
@@ -60,7 +61,7 @@ from jaxtp.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG
 
 JOURNAL = "journal.json"
 INPUTS = "inputs.jsonl"
-SEEN = "seen.sha256"  # File of the hashes of all documents so far, with --dedup
+HASHES = "seen.sha256"  # File of the hashes of all documents so far, with --dedup
 
 _MAX_LINES = 10
 _SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.({TOKENS}|{DOCUMENTS}|{PROMPTS})")
@@ -115,7 +116,7 @@ class State:
     the dataset."""
     day: str | None = None  # the day that the chat template writes
     position: Position = Position(0, 0)
-    seen: Annotated[int, Field(ge=0)] = 0  # number of valid hashes in the file `SEEN`
+    seen: Annotated[int, Field(ge=0)] = 0  # number of valid hashes in the file `HASHES`
     # Number of items that were left out, by reason
     skipped: dict[str, int] = field(default_factory=dict)
     splits: dict[str, Progress] = field(
@@ -145,14 +146,14 @@ def begin(job: Job) -> State | None:
     """Returns the state to resume from; None if finished."""
     out = job.out
     config = job.config
-    settings = arguments(config) | (
-        {} if config.messages is None else {"template": template_checksum(config)}
-    )
+    settings = arguments(config)
+    if config.messages is not None:
+        settings["template"] = template_checksum(config)
     exists = (out / MANIFEST).exists() or (out / JOURNAL).exists()
     if exists and config.overwrite:
         _require_inputs_elsewhere(out, config)
         State(settings).save(out)  # the journal marks a half-cleared folder as ours
-        for name in (MANIFEST, TOKENIZER, TEMPLATE, TOKENIZER_CONFIG, INPUTS, SEEN):
+        for name in (MANIFEST, TOKENIZER, TEMPLATE, TOKENIZER_CONFIG, INPUTS, HASHES):
             (out / name).unlink(missing_ok=True)
         drop_unknown(out, set())
     if (out / MANIFEST).exists():
@@ -169,11 +170,13 @@ def begin(job: Job) -> State | None:
         require_empty(out, "dataset")
     else:
         # Unread inputs may differ, unless the tokenizer was trained on them.
-        is_trained = config.train_bpe is not None and state.tokenizer is not None
-        read = None if is_trained else state.position.source + (state.position.item > 0)
-        if changed := _changed(state, job, settings, read):
-            if any(progress.shards or progress.documents for progress in state.splits.values()):
-                _refuse(out, "an unfinished dataset", changed)
+        num_read: int | None = state.position.source + (state.position.item > 0)
+        if config.train_bpe is not None and state.tokenizer is not None:
+            num_read = None
+        changed = _changed(state, job, settings, num_read)
+        if any(progress.shards or progress.documents for progress in state.splits.values()):
+            _refuse(out, "an unfinished dataset", changed)
+        elif changed:
             state = None
     if state is None:
         state = State(settings, day=first_day(config))
@@ -187,7 +190,7 @@ def begin(job: Job) -> State | None:
 
 def drop_leftovers(out: Path) -> None:
     """Deletes files that a finished dataset does not need."""
-    for path in (*out.glob(f"*{PARTIAL}"), out / SEEN, out / JOURNAL):
+    for path in (*out.glob(f"*{PARTIAL}"), out / HASHES, out / JOURNAL):
         path.unlink(missing_ok=True)
 
 
@@ -214,11 +217,8 @@ def _load(out: Path) -> State | None:
 
 
 def _require_inputs_elsewhere(out: Path, config: PrepareConfig) -> None:
-    for path in (
-        *(expand(Path(name)) for name in config.inputs),
-        config.tokenizer,
-        config.template,
-    ):
+    inputs = map(expand, map(Path, config.inputs))
+    for path in (*inputs, config.tokenizer, config.template):
         if path is not None and path.resolve().is_relative_to(out.resolve()):
             raise PrepareError(
                 f"--overwrite would delete {path} with {out}; copy it elsewhere, or name "
@@ -227,22 +227,22 @@ def _require_inputs_elsewhere(out: Path, config: PrepareConfig) -> None:
 
 
 def _changed(
-    before: Manifest | State, job: Job, settings: dict[str, object], read: int | None
+    before: Manifest | State, job: Job, settings: dict[str, object], num_read: int | None
 ) -> list[str]:
-    """Returns changed settings, or else changes among the first `read` inputs."""
+    """Returns changed settings, or else changes among the first `num_read` inputs."""
     defaults = arguments(PrepareConfig())  # of settings that are newer than the dataset
     changed = schema.differences({**defaults, **before.arguments}, settings)
     if before.tokenizer is not None and job.tokenizer is not None:
-        old = asdict(before.tokenizer)
-        new = asdict(job.tokenizer.info)
-        changed += schema.differences({"tokenizer": old}, {"tokenizer": new})
+        changed += schema.differences(
+            {"tokenizer": asdict(before.tokenizer)}, {"tokenizer": asdict(job.tokenizer.info)}
+        )
     if changed:
         return changed
-    then = _inputs_before(job.out)[:read]
-    now = _inputs(job)[:read]
-    if changed := schema.differences(_by_path(then), _by_path(now)):
-        return changed
-    return ["the order of the inputs"] if then != now else []
+    then = _inputs_before(job.out)[:num_read]
+    now = _inputs(job)[:num_read]
+    if then == now:
+        return []
+    return schema.differences(_by_path(then), _by_path(now)) or ["the order of the inputs"]
 
 
 def _by_path(inputs: Iterable[_Input]) -> dict[str, str]:
@@ -254,10 +254,12 @@ def _by_path(inputs: Iterable[_Input]) -> dict[str, str]:
 
 def _refuse(out: Path, subject: str, changed: list[str]) -> None:
     if changed:
-        more = [f"and {len(changed) - _MAX_LINES} more"] if len(changed) > _MAX_LINES else []
-        lines = "\n".join(f"  {line}" for line in [*changed[:_MAX_LINES], *more])
+        lines = changed[:_MAX_LINES]
+        if len(changed) > _MAX_LINES:
+            lines.append(f"and {len(changed) - _MAX_LINES} more")
+        listed = "\n  ".join(lines)
         raise PrepareError(
-            f"{out} holds {subject} that differs from this command (there -> here):\n{lines}\n"
+            f"{out} holds {subject} that differs from this command (there -> here):\n  {listed}\n"
             "--overwrite starts over; another --out DIR keeps it. Nothing was changed."
         )
 
@@ -361,13 +363,14 @@ class SplitWriter:
 
     def close(self) -> None:
         """Flushes the files to disk and closes them."""
-        try:
-            self.save()
-        finally:
-            files = self._files
-            self._files = {}
-            for file in files.values():
-                file.close()
+        files = list(self._files.values())
+        self._files = {}
+        # Each file is closed, even if another cannot be flushed.
+        with ExitStack() as stack:
+            for file in files:
+                stack.enter_context(file)
+            for file in files:
+                sync_file(file)
 
     def files(self) -> set[str]:
         """Returns the file names of all shards."""

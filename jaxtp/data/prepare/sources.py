@@ -146,22 +146,19 @@ def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
     Does nothing if the user names a field.
     """
     source = next((source for source in sources if source.format != TEXT), None)
-    if config.preference:
-        return config if source is None else _with_layout_of_pairs(config, source)
-    names_field = (
-        config.messages is not None or config.prompt_field is not None or config.field != TEXT_FIELD
-    )
-    names = [] if names_field or source is None else readers.first_keys(source)
-    layouts = (
-        [] if TEXT_FIELD in names else [name for name in _LAYOUTS if _LAYOUTS[name][1] <= {*names}]
-    )
-    if not layouts:
-        if config.template is not None and config.messages is None:
-            raise ConfigError("--template is for conversations; give --messages FIELD too")
-        return config
-    config = replace(config, messages=layouts[0])
-    check(config)
-    _print_layout(_LAYOUTS[layouts[0]][0], names, config)
+    if source is not None:
+        if config.preference:
+            return _with_layout_of_pairs(config, source)
+        if config.messages is None and config.prompt_field is None and config.field == TEXT_FIELD:
+            names = readers.first_keys(source)
+            for name, (layout, fields) in _LAYOUTS.items():
+                if fields.issubset(names) and TEXT_FIELD not in names:
+                    config = replace(config, messages=name)
+                    check(config)
+                    _print_layout(layout, names, config)
+                    return config
+    if config.template is not None and config.messages is None and not config.preference:
+        raise ConfigError("--template is for conversations; give --messages FIELD too")
     return config
 
 
@@ -171,20 +168,21 @@ def _with_layout_of_pairs(config: PrepareConfig, source: Source) -> PrepareConfi
     has_messages = any(
         isinstance(row.get(name), list | dict) for name in config.fields.names_in(row)
     )
+    kind = "texts"
     if has_messages or config.template is not None:
         config = replace(config, messages=config.fields.text)
         check(config)
-    layout = (
-        f"pairs of {'texts' if config.messages is None else 'conversations'}, 'chosen' and "
-        "'rejected'"
-    )
+        kind = "conversations"
+    layout = f"pairs of {kind}, 'chosen' and 'rejected'"
     _print_layout(layout, readers.first_keys(source), config)
     return config
 
 
 def _print_layout(layout: str, names: list[str], config: PrepareConfig) -> None:
-    unread = ", ".join(shorten(name) for name in names if name not in config.fields.names_in(names))
-    print(f"{'layout':<12}{layout}{f'; not read: {unread}' if unread else ''}", flush=True)
+    unread = [name for name in names if name not in config.fields.names_in(names)]
+    if unread:
+        layout += f"; not read: {', '.join(map(shorten, unread))}"
+    print(f"{'layout':<12}{layout}", flush=True)
 
 
 def _require(library: str, files: str) -> None:
@@ -207,12 +205,14 @@ def _sources_of(name: str, config: PrepareConfig) -> list[Source]:
     if not stat.S_ISDIR(status.st_mode):
         raise PrepareError(f"{path} is neither a file nor a folder")
     files = _walk(path, config)
-    is_saved = any(path / name in files for name in _SAVED)
+    is_saved = not {path / name for name in _SAVED}.isdisjoint(files)
     if is_saved and any(file.suffix == ".arrow" for file in files):
         raise PrepareError(f"{path} is a dataset made by save_to_disk; name it {HF_PREFIX}{path}")
     sources = [_file(file, file.stat(), config, in_folder=True) for file in files]
     if not sources:
-        matching = f" that matches --include {' '.join(config.include)}" if config.include else ""
+        matching = ""
+        if config.include:
+            matching = f" that matches --include {' '.join(config.include)}"
         raise PrepareError(f"{path}: no file in this folder{matching}")
     return sources
 
@@ -235,18 +235,16 @@ def _open_table(name: str) -> "datasets.Dataset":
     try:
         if is_folder:
             table = datasets.load_from_disk(first)
-            table = table[options[0]] if options else table
+            if options:
+                table = table[options[0]]
         else:
             table = datasets.load_dataset(first, *options[:-1], split=options[-1])
     except Exception as error:  # the library has no base exception
-        raise PrepareError(
-            f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        ) from None
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
+        raise PrepareError(f"{name}: {first_line}") from None
     if not isinstance(table, datasets.Dataset):
-        raise PrepareError(
-            f"{name} has several splits; name one: "
-            f"{', '.join(f'{name}:{split}' for split in table)}"
-        )
+        names = ", ".join(f"{name}:{split}" for split in table)
+        raise PrepareError(f"{name} has several splits; name one: {names}")
     return table
 
 
@@ -361,11 +359,13 @@ def _signed(path: Path) -> tuple[str, str] | None:
 
     They are still packed.
     """
-    start = b""
-    if path.suffix.lower() not in (GZIP, ZSTD):
+    if path.suffix.lower() not in _UNPACK:
         with suppress(OSError), path.open("rb") as file:
             start = file.read(max(map(len, _SIGNATURES)))
-    return next((kind for mark, kind in _SIGNATURES.items() if start.startswith(mark)), None)
+            for mark, kind in _SIGNATURES.items():
+                if start.startswith(mark):
+                    return kind
+    return None
 
 
 def format_of(path: Path) -> str:
@@ -374,14 +374,19 @@ def format_of(path: Path) -> str:
 
 
 def _suffix(path: Path) -> str:
-    suffix = path.suffix.lower()
-    return Path(path.stem).suffix.lower() if suffix in (GZIP, ZSTD) else suffix
+    if path.suffix.lower() in _UNPACK:
+        path = path.with_suffix("")
+    return path.suffix.lower()
 
 
 def syntax_counts(sources: list[Source]) -> Mapping[str, int]:
     """Returns the number of files, by suffix, that are read as text with their syntax."""
-    suffixes = (_suffix(Path(source.path)) for source in sources if source.format == TEXT)
-    return Counter(suffix for suffix in suffixes if suffix in _SYNTAX)
+    counts = Counter[str]()
+    for source in sources:
+        suffix = _suffix(Path(source.path))
+        if source.format == TEXT and suffix in _SYNTAX:
+            counts[suffix] += 1
+    return counts
 
 
 def _walk(root: Path, config: PrepareConfig) -> list[Path]:
@@ -396,19 +401,16 @@ def _walk(root: Path, config: PrepareConfig) -> list[Path]:
             fnmatchcase(inside if "/" in pattern else path.name, pattern) for pattern in patterns
         )
 
+    def is_left_out(path: Path) -> bool:
+        return path.name.startswith(".") or matches(path, config.exclude)
+
     paths: list[Path] = []
     for folder, folders, files in os.walk(root, onerror=refuse):
-        path_of = {name: Path(folder, name) for name in (*folders, *files)}
-        included = [
-            n
-            for n, path in path_of.items()
-            if not n.startswith(".") and not matches(path, config.exclude)
-        ]
-        folders[:] = [name for name in folders if name in included]
-        candidates = (path_of[name] for name in files if name in included)
-        if config.include:
-            candidates = (path for path in candidates if matches(path, config.include))
-        paths += filter(_is_file, candidates)
+        folders[:] = [name for name in folders if not is_left_out(Path(folder, name))]
+        for path in map(Path(folder).joinpath, files):
+            is_included = not config.include or matches(path, config.include)
+            if is_included and not is_left_out(path) and _is_file(path):
+                paths.append(path)
     return sorted(paths)
 
 

@@ -10,10 +10,10 @@ from jaxtp.hf.families.family import (
     OUTER,
     QK_NORMS,
     REPLICATED,
-    TP_PLAN,
     UP,
     Family,
     block_tensors,
+    plan_without,
     required,
     sizes,
 )
@@ -52,6 +52,5 @@ APERTUS = Family(
     always={"mlp": "plain", "activation": "xielu", "qk_norm": "head"},
     required=required(hidden_act="xielu", mlp_bias=False, qk_norm=True, post_norm=False),
     ignored_attributes={"hidden_dropout"},
-    tp_plan={module: style for module, style in TP_PLAN.items() if "gate" not in module}
-    | REPLICATED,
+    tp_plan=plan_without("gate") | REPLICATED,
 )

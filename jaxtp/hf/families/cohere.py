@@ -48,7 +48,7 @@ COHERE2 = replace(
     COHERE,
     model_type="cohere2",
     architecture="Cohere2ForCausalLM",
-    tensors=tuple(tensor for tensor in COHERE.tensors if tensor not in COHERE.tensors[-2:]),
+    tensors=COHERE.tensors[:-2],
     attributes=COHERE.attributes[:-1],
     layer_attributes=ROPE | WINDOW | {"layer_types", "sliding_window_pattern"},
     window_period=4,

@@ -20,7 +20,6 @@ from jaxtp.hf.families.family import (
     SELECTION_BIAS,
     SHARED_EXPERTS,
     SHARED_TP_PLAN,
-    TP_PLAN,
     Attribute,
     Attributes,
     Family,
@@ -28,6 +27,7 @@ from jaxtp.hf.families.family import (
     first_dense,
     grouped_experts,
     only,
+    plan_without,
     required,
     sizes,
     with_defaults,
@@ -77,9 +77,7 @@ ATTENTION_TP_PLAN = {
     "layers.*.self_attn.kv_b_proj": "colwise",
     "layers.*.self_attn.o_proj": "rowwise",
 }
-_MLP_TP_PLAN = {
-    name: style for name, style in TP_PLAN.items() if "attn" not in name
-} | EXPERTS_TP_PLAN
+_MLP_TP_PLAN = plan_without("attn") | EXPERTS_TP_PLAN
 
 
 def _remote_code(version: str) -> tuple[str, ...]:

@@ -168,7 +168,14 @@ TP_PLAN: dict[str, str] = {
     "layers.*.mlp.down_proj": "rowwise",
     "lm_head": "colwise_gather_output",
 }
-ATTENTION_TP_PLAN = {module: style for module, style in TP_PLAN.items() if ".mlp." not in module}
+
+
+def plan_without(text: str, plan: Mapping[str, str] = TP_PLAN) -> dict[str, str]:
+    """Returns the rows of a plan whose modules have names without `text`."""
+    return {module: style for module, style in plan.items() if text not in module}
+
+
+ATTENTION_TP_PLAN = plan_without(".mlp.")
 EXPERTS_TP_PLAN = {
     "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
     "layers.*.mlp.experts.down_proj": "rowwise",
@@ -297,10 +304,16 @@ class Family:
 
     def known_attributes(self) -> Set[str]:
         """Returns the attributes that an import reads."""
-        attributes = list(chain(self.attributes, self.rope_attributes, *self.by_type.values()))
-        names = {attribute.name for attribute in attributes}
-        aliases = {attribute.alias for attribute in attributes if attribute.alias is not None}
-        return self.layer_attributes | names | aliases | {"model_type", self.rope_theta_name}
+        attributes = chain(self.attributes, self.rope_attributes, *self.by_type.values())
+        return names_of(attributes) | self.layer_attributes | {"model_type", self.rope_theta_name}
+
+
+def names_of(attributes: Iterable[Attribute]) -> set[str]:
+    """Returns the names and aliases of attributes."""
+    names: set[str] = set()
+    for attribute in attributes:
+        names.update((attribute.name, attribute.alias or attribute.name))
+    return names
 
 
 def tensors(names: Mapping[str, str], **options: Any) -> Tensors:
@@ -323,6 +336,11 @@ def block_tensors(
 def replace_all(tensors: Collection[Tensor], **changes: Any) -> Tensors:
     """Returns the tensors with the same changes of each."""
     return tuple(replace(tensor, **changes) for tensor in tensors)
+
+
+def tensors_without(text: str, tensors: Collection[Tensor]) -> Tensors:
+    """Returns the tensors of parameters whose paths are without `text`."""
+    return tuple(tensor for tensor in tensors if text not in tensor.path)
 
 
 def biases(*tensors: Tensor) -> Tensors:

@@ -24,6 +24,7 @@ from jaxtp.hf.families.family import (
     block_tensors,
     required,
     sizes,
+    tensors_without,
     with_defaults,
     without,
 )
@@ -89,7 +90,7 @@ VAULTGEMMA = replace(
     GEMMA2,
     model_type="vaultgemma",
     architecture="VaultGemmaForCausalLM",
-    tensors=tuple(tensor for tensor in GEMMA2.tensors if "after_norm" not in tensor.path),
+    tensors=tensors_without("after_norm", GEMMA2.tensors),
     always={"norm": "rms_plus_one"},
 )
 

@@ -35,6 +35,7 @@ from jaxtp.hf.families.family import (
     replace_all,
     required,
     sizes,
+    tensors_without,
     with_defaults,
 )
 
@@ -76,7 +77,7 @@ GLM = replace(
     GLM4,
     model_type="glm",
     architecture="GlmForCausalLM",
-    tensors=tuple(tensor for tensor in GLM4.tensors if "after_norm" not in tensor.path),
+    tensors=tensors_without("after_norm", GLM4.tensors),
     always={},
 )
 

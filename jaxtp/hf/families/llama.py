@@ -19,11 +19,11 @@ from jaxtp.hf.families.family import (
     OUT_BIAS,
     OUTER,
     QKV_BIASES,
-    TP_PLAN,
     UP,
     WINDOW,
     Attribute,
     Family,
+    plan_without,
     required,
     sizes,
     with_biases,
@@ -66,7 +66,7 @@ ARCEE = replace(
     ),
     always={"mlp": "plain"},
     required=required(without=("hidden_act",), sliding_window=None),
-    tp_plan={module: style for module, style in TP_PLAN.items() if "gate" not in module},
+    tp_plan=plan_without("gate"),
 )
 
 SMOLLM3 = replace(

@@ -15,10 +15,10 @@ from jaxtp.hf.families.family import (
     OUTER,
     PARTIAL_ROPE,
     QKV,
-    TP_PLAN,
     UP,
     Attribute,
     Family,
+    plan_without,
     required,
     sizes,
     with_biases,
@@ -40,7 +40,5 @@ NEMOTRON = Family(
     rope_attributes=(replace(PARTIAL_ROPE, default=0.5),),
     always={"norm": "layer_plus_one", "mlp": "plain"},
     required=required(without=("hidden_act", "partial_rotary_factor")),
-    tp_plan={
-        module: style for module, style in TP_PLAN.items() if not module.endswith("gate_proj")
-    },
+    tp_plan=plan_without("gate"),
 )

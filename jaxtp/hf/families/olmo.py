@@ -30,15 +30,17 @@ from jaxtp.hf.families.family import (
     Attribute,
     Family,
     block_tensors,
+    plan_without,
     required,
     sizes,
     some_experts,
+    tensors_without,
     without,
 )
 
 _CLIP = Attribute("clip_qkv", "clip_qkv", float, can_be_null=True)
 _TP_PLAN = TP_PLAN | GATHERED_TP_PLAN
-_EXPERTS_TP_PLAN = {module: style for module, style in _TP_PLAN.items() if ".mlp." not in module}
+_EXPERTS_TP_PLAN = plan_without(".mlp.", _TP_PLAN)
 
 
 OLMO = Family(
@@ -106,7 +108,7 @@ FLEX_OLMO = replace(
     OLMO2,
     model_type="flex_olmo",
     architecture="FlexOlmoForCausalLM",
-    tensors=tuple(tensor for tensor in OLMO2.tensors if ".mlp." not in tensor.path) + EXPERTS,
+    tensors=tensors_without(".mlp.", OLMO2.tensors) + EXPERTS,
     attributes=(*sizes(), ATTENTION_BIAS, *some_experts(7, 5)),
     rope_theta=500_000.0,
     ignored_attributes=ROUTER_LOSS,

@@ -244,9 +244,10 @@ def test_on_a_full_disk_the_command_ends_with_an_error_and_resumes():
         "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
         "runpy.run_module('jaxtp.data.prepare', run_name='__main__', alter_sys=True)"
     )
-    command = [sys.executable, "-c", limited, "a.jsonl", "--out=d"]
+    command = [sys.executable, "-W", "always::ResourceWarning", "-c", limited, "a.jsonl", "--out=d"]
     full = run_program(*command)
     assert full.returncode == 2, full.stderr
+    assert "unclosed file" not in full.stderr
     assert full.stderr.startswith("jaxtp prepare: error: ")
     assert "File too large; fix this, and the same command resumes" in full.stderr
     output("a.jsonl")
