@@ -9,7 +9,7 @@ layers whose output is needed whole, and repeats the walk.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import jax
@@ -78,9 +78,8 @@ class LayerCall:
     @property
     def is_row(self) -> bool:
         """Whether its input is split along the dim that a row layer splits."""
-        return (
-            self.dims is not None and self.input.dim is not None and self.input.dim == self.dims.row
-        )
+        dim = self.input.dim
+        return self.dims is not None and dim is not None and dim == self.dims.row
 
 
 @dataclass
@@ -135,25 +134,20 @@ def _layer_dims(module: nnx.Module, method: str, ndim: int) -> LayerDims | None:
     dims = signature(module)
     if dims is None or method != "__call__":
         return None
-    row = dims.inputs.get(dims.row) if dims.row else None
-    column = dims.outputs[dims.column] % (ndim + dims.more_dims) if dims.column else None
-    if row is None and column is None and dims.inputs.keys() != dims.outputs.keys():
+    inputs = {letter: dim % ndim for letter, dim in dims.inputs.items()}
+    output_ndim = ndim + dims.more_dims
+    outputs = {letter: dim % output_ndim for letter, dim in dims.outputs.items()}
+    row = inputs.get(dims.row or "")
+    column = outputs.get(dims.column or "")
+    if row is None and column is None and inputs.keys() != outputs.keys():
         return None
-    return LayerDims(None if row is None else row % ndim, column, _passed_dims(dims, ndim))
-
-
-def _passed_dims(dims: Signature, ndim: int) -> dict[int, int]:
-    if dims.batch_ndim is None:
-        return {}
-    inputs = _unnamed_dims(dims.inputs, ndim)
-    outputs = _unnamed_dims(dims.outputs, ndim + dims.more_dims)
-    windows = dims.batch_ndim - 1 - max(len(dims.inputs), 1)  # dims that a convolution mixes
-    return dict(zip(inputs[: len(inputs) - windows], outputs, strict=False))
-
-
-def _unnamed_dims(letters: Mapping[str, int], ndim: int) -> list[int]:
-    named_dims = {dim % ndim for dim in letters.values()}
-    return [dim for dim in range(ndim) if dim not in named_dims]
+    passed = {}
+    if dims.batch_ndim is not None:
+        input_dims = sorted({*range(ndim)} - {*inputs.values()})
+        output_dims = sorted({*range(output_ndim)} - {*outputs.values()})
+        windows = dims.batch_ndim - 1 - max(len(inputs), 1)  # dims that a convolution mixes
+        passed = dict(zip(input_dims[: len(input_dims) - windows], output_dims, strict=False))
+    return LayerDims(row, column, passed)
 
 
 def parameter_bytes(module: nnx.Module) -> int:
@@ -253,11 +247,11 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         dims: Sequence[int | None] = [None] * len(equation.outvars)
         if columns:
             dims = self.pass_operation(equation, facts, columns, times)
-        if self.reduces(equation) and all(dim is None for dim in dims):
+        if self.reduces(equation) and set(dims) <= {None}:
             summed |= columns
         results = []
         for dim, variable in zip(dims, equation.outvars, strict=True):
-            split_by = frozenset[str]() if dim is None else columns
+            split_by: Columns = frozenset() if dim is None else columns
             result_grad = has_grad and _is_float(variable.aval)
             results.append(ArrayInfo(dim, split_by, result_grad, batched, summed, source))
         return results
@@ -274,12 +268,14 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         try:
             dims = pass_through(equation, [info.dim for info in infos])
             for dim, result in zip(dims, equation.outvars, strict=True):
-                if dim is not None and (size := shape_of(result)[dim]) % tp:
+                size = 0 if dim is None else shape_of(result)[dim]
+                if size % tp:
                     raise Blocked(
                         f"becomes a dim of {size} by {name}, which tp {tp} does not divide"
                     )
         except Blocked as why:
-            why_here = f"{why} (in {next((path for path in reversed(self.path) if path), ROOT)})"
+            innermost = self.path[-1] if self.path else ""
+            why_here = f"{why} (in {innermost or ROOT})"
             if self.reduces(equation):
                 self.result.summed |= columns
                 # The reason is used if a layer reads the result.
@@ -356,15 +352,16 @@ def _broadcast_source(
     equation: JaxprEqn, infos: list[ArrayInfo]
 ) -> tuple[int, frozenset[int]] | None:
     name = equation.primitive.name
-    arrays = [(v.aval, i) for v, i in zip(equation.invars, infos, strict=True) if shape_of(v)]
-    if name == "broadcast_in_dim" and arrays:
-        aval: Any = arrays[0][0]
+    if name == "broadcast_in_dim" and shape_of(equation.invars[0]):
+        aval: Any = equation.invars[0].aval
         dims = equation.params["broadcast_dimensions"]
         unbroadcast = aval.size * aval.dtype.itemsize, frozenset(range(aval.ndim))
         size, varying = infos[0].broadcast_from or unbroadcast
         return size, frozenset(dims[dim] for dim in varying if aval.shape[dim] > 1)
-    if name in ("convert_element_type", "mul", "add", "neg") and len(arrays) == 1:
-        return arrays[0][1].broadcast_from
+    if name in ("convert_element_type", "mul", "add", "neg"):
+        arrays = list(compress(infos, map(shape_of, equation.invars)))
+        if len(arrays) == 1:
+            return arrays[0].broadcast_from
     return None
 
 

@@ -25,7 +25,7 @@ from jaxtp.analysis.census import (
     runs,
     turns,
 )
-from jaxtp.analysis.collective import PERMUTE, Collective
+from jaxtp.analysis.collective import PERMUTE, REDUCE_SCATTER, Collective
 from jaxtp.layers.experts import RARELY
 from jaxtp.layers.float8 import FLOAT8
 from jaxtp.mesh import parts
@@ -90,8 +90,10 @@ class Instruction:
     @cached_property
     def operands(self) -> list[Operand]:
         """Instructions that it reads, in order."""
-        operands = re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.text.split(")")[0])
-        return [(name, int(part) if part else None) for name, part in operands]
+        operands: list[Operand] = []
+        for name, part in re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.text.split(")")[0]):
+            operands.append((name, int(part) if part else None))
+        return operands
 
     def attribute(self, name: str) -> str | None:
         """Returns the word after `name=`, without quotes; None if missing."""
@@ -115,7 +117,8 @@ def parse_module(text: str) -> tuple[Module, str]:
         if header := _COMPUTATION.match(line):
             current = header["name"]
             module[current] = []
-            entry = current if header["entry"] else entry
+            if header["entry"]:
+                entry = current
         elif current and (match := _INSTRUCTION.match(line)):
             module[current].append(Instruction(**match.groupdict()))
     if not entry:
@@ -139,25 +142,25 @@ def read_frames(text: str) -> dict[int, str]:
     places = _table(text, "FileLocations", r"\{file_name_id=(\d+) .*?\bline=(\d+)")
     frames = _table(text, "StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
 
-    def source(frame: int) -> str:
-        visited: set[int] = set()
+    def source(frame: str) -> str:
+        visited: set[str] = set()
         while True:
             visited.add(frame)
             location, parent = frames[frame]
-            file, line = places.get(int(location), ("0", "?"))
-            name = files.get(int(file), "?")[0]
-            frame = int(parent or frame)
+            file, line = places.get(location, ("0", "?"))
+            name = files.get(file, "?")[0]
             in_library = any(library in name for library in _LIBRARIES)
-            if not in_library or frame in visited or frame not in frames:
+            if not in_library or parent in visited or parent not in frames:
                 return f"{name}:{line}"
+            frame = parent
 
-    return {frame: source(frame) for frame in frames}
+    return {int(frame): source(frame) for frame in frames}
 
 
-def _table(text: str, name: str, pattern: str) -> dict[int, tuple[str, str]]:
+def _table(text: str, name: str, pattern: str) -> dict[str, tuple[str, str]]:
     table = re.search(rf"^{name}\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
-    rows = re.findall(rf"^(\d+) {pattern}", table[1] if table else "", re.MULTILINE)
-    return {int(i): (first, second) for i, first, second in rows}
+    rows = re.findall(rf"^(\d+) {pattern}", table[1], re.MULTILINE) if table else []
+    return {row: (first, second) for row, first, second in rows}
 
 
 def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counter[Collective]:
@@ -249,8 +252,8 @@ def _source(
     readers = (reader.text for reader in computation if name.search(reader.text))
     for text in (instruction.text, *readers):
         frame = _FRAME.search(text)
-        if frame and (source := frames.get(int(frame[1]))):
-            return source
+        if frame and int(frame[1]) in frames:
+            return frames[int(frame[1])]
     return ""
 
 
@@ -289,9 +292,9 @@ def _trip_count(module: Module, around: Sequence[Instruction], loop: Instruction
     test = root_of(condition)
     init = named(around, loop.operands[0][0])
     result = root_of(body)
-    if test is None or (test.opcode, test.attribute("direction")) != ("compare", "LT"):
+    if not (test and init and result) or {init.opcode, result.opcode} != {"tuple"}:
         return None
-    if init is None or result is None or {init.opcode, result.opcode} != {"tuple"}:
+    if (test.opcode, test.attribute("direction")) != ("compare", "LT"):
         return None
     counter = _part(condition, test.operands[0])
     if counter is None:
@@ -309,24 +312,24 @@ def _resolve(
 ) -> tuple[Instruction | None, int | None]:
     # The instruction behind copies, and the part of its tuple.
     maker = named(computation, operand[0])
-    if maker is not None and maker.opcode == "copy":
+    if maker and maker.opcode == "copy":
         return _resolve(computation, maker.operands[0])
-    if maker is not None and maker.opcode == "get-tuple-element":
+    if maker and maker.opcode == "get-tuple-element":
         return named(computation, maker.operands[0][0]), int(maker.attribute("index") or 0)
     return maker, operand[1]
 
 
 def _part(computation: Sequence[Instruction], operand: Operand) -> int | None:
     maker, part = _resolve(computation, operand)
-    return part if maker is not None and maker.opcode == "parameter" else None
+    return part if maker and maker.opcode == "parameter" else None
 
 
 def _constant(computation: Sequence[Instruction], operand: Operand) -> int | None:
     maker, _ = _resolve(computation, operand)
-    if maker is None or maker.opcode != "constant" or not maker.type.startswith(("s32[]", "s64[]")):
-        return None
-    number = re.match(r"-?\d+(?=\))", maker.text)
-    return int(number[0]) if number else None
+    if maker and maker.opcode == "constant" and maker.type.startswith(("s32[]", "s64[]")):
+        number = re.match(r"-?\d+(?=\))", maker.text)
+        return int(number[0]) if number else None
+    return None
 
 
 def check_counted(instruction: Instruction, counted: Counted) -> None:
@@ -342,7 +345,8 @@ def type_bytes(type_: str) -> float:
     total = 0.0
     for dtype, dims in _SHAPE.findall(type_):
         bits = re.search(r"\d+", dtype.replace("pred", "s8"))
-        total += math.prod(_integers(dims)) * int(bits[0] if bits else 0) / 8
+        if bits:
+            total += math.prod(_integers(dims)) * int(bits[0]) / 8
     return total
 
 
@@ -392,11 +396,11 @@ def collectives_of(
     coordinates = dict(zip(sizes, positions, strict=True))
     axes = tuple(axis for axis, along in coordinates.items() if (along != along[:, :1]).any())
     devices = parts(sizes, axes) if kind == PERMUTE else ids.shape[1]  # some may send nothing
+    scattered = re.search(r"dimensions=\{(\d+)\}", instruction.text)
     for hlo_dtype, dims in _SHAPE.findall(instruction.type):
         sizes_of_dims = _integers(dims)
-        if instruction.opcode == "reduce-scatter":  # the operand is larger
-            dimension = re.search(r"dimensions=\{(\d+)\}", instruction.text)
-            sizes_of_dims[int(dimension[1]) if dimension else 0] *= devices
+        if kind == REDUCE_SCATTER and scattered:  # the operand is larger
+            sizes_of_dims[int(scattered[1])] *= devices
         shape = tuple(sizes_of_dims)
         dtype = _numpy_dtype(hlo_dtype)
         yield Collective(kind, axes, devices, message_bytes(shape, dtype), scope, shape, dtype)
@@ -404,9 +408,8 @@ def collectives_of(
 
 def _numpy_dtype(dtype: str) -> str:
     # `s32` is int32, and `bf16` bfloat16.
-    if dtype in _DTYPES:
-        return _DTYPES[dtype]
-    return re.sub(r"^([fsuc])(?=\d+$)", lambda letter: _DTYPE_NAMES[letter[1]], dtype)
+    name = re.sub(r"^([fsuc])(?=\d+$)", lambda letter: _DTYPE_NAMES[letter[1]], dtype)
+    return _DTYPES.get(dtype, name)
 
 
 def _partitions(text: str, sizes: Mapping[str, int]) -> np.ndarray:
