@@ -117,6 +117,11 @@ def arrays(*variables: Any) -> list[ShapedArray]:
     return [variable.aval for variable in variables]
 
 
+def array_bytes(array: Any) -> int:
+    """Returns the bytes of an array, which may be abstract."""
+    return int(array.size * array.dtype.itemsize)
+
+
 def message_bytes(shape: tuple[int, ...], dtype: str) -> int:
     """Returns the bytes of an array."""
     return math.prod(shape) * jnp.dtype(dtype).itemsize

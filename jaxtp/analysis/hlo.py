@@ -232,15 +232,15 @@ def read_float8(text: str) -> tuple[int, Counter[str]]:
     for computation, instruction, scope, times, _ in walk(module, entry):
         if not is_product(instruction) or not _FLOAT8.search(scope):
             continue
-        operands = [named(module[computation], name) for name, _ in instruction.operands[:2]]
-        dtypes = [operand.type.partition("[")[0] for operand in operands if operand]
+        operands = operand_types(module[computation], instruction)[:2]
+        dtypes = [operand.partition("[")[0] for operand in operands]
         if dtypes and all(dtype.startswith("f8") for dtype in dtypes):
             num_in_float8 += times
             continue
-        backward = "transpose(" in scope and "rematted_computation" not in scope
         layer = "/".join(filter(None, _TRANSFORMS.split(_FLOAT8.split(scope)[0])))
-        role = "input gradient of " if backward else ""
-        others_by_layer[f"{role}{layer} ({' x '.join(dtypes)})"] += times
+        if "transpose(" in scope and "rematted_computation" not in scope:
+            layer = f"input gradient of {layer}"
+        others_by_layer[f"{layer} ({' x '.join(dtypes)})"] += times
     return num_in_float8, others_by_layer
 
 
@@ -273,9 +273,11 @@ def walk(
             yield from walk(module, body, inner, times * bodies, meaning)
             yield from walk(module, condition, inner, times * conditions, meaning)
         elif instruction.opcode in ("call", "conditional", "fusion"):
-            branches = instruction.opcode == "conditional" and not counted
+            meaning = counted
+            if instruction.opcode == "conditional":
+                meaning = counted or AT_MOST
             for callee in instruction.callees:
-                yield from walk(module, callee, inner, times, AT_MOST if branches else counted)
+                yield from walk(module, callee, inner, times, meaning)
 
 
 def _trip_count(module: Module, around: Sequence[Instruction], loop: Instruction) -> int | None:
@@ -436,8 +438,10 @@ def _named_group(mesh: str, dims: str | None, permutation: str | None, names: st
     # `mesh['dp'=2,'tp'=4] {'tp'}` begins with ids 0 to 3; an iota may permute the devices.
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     ids = _iota(dims or str(math.prod(sizes.values())), permutation).reshape(tuple(sizes.values()))
-    taking_part = re.findall(r"'([^']+)'", names)
-    return ids[tuple(slice(None) if name in taking_part else 0 for name in sizes)].reshape(1, -1)
+    for axis, name in enumerate(sizes):
+        if f"'{name}'" not in names:
+            ids = ids.take([0], axis)
+    return ids.reshape(1, -1)
 
 
 def _iota(dims: str, permutation: str | None) -> np.ndarray:

@@ -76,7 +76,7 @@ def _drop_dims(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     """Passes if other dims are reduced or squeezed."""
     dim = agree(dims)
     params = equation.params
-    removed = params.get("axes", params.get("dimensions"))
+    removed = params.get("axes", params.get("dimensions", ()))
     if dim in removed:
         raise _needs_whole(equation, dim)
     return [dim - sum(other < dim for other in removed)] * len(equation.outvars)

@@ -59,8 +59,10 @@ class Reason:
     bytes: float = 0
 
     def __str__(self) -> str:
-        sent = f"  {self.bytes:,.0f} bytes" if self.bytes else ""
-        return f"{self.module}  {self.style or 'whole'}{sent}\n    {self.why}"
+        line = f"{self.module}  {self.style or 'whole'}"
+        if self.bytes:
+            line += f"  {self.bytes:,.0f} bytes"
+        return f"{line}\n    {self.why}"
 
 
 class Proposal(dict[str, Style]):
@@ -171,8 +173,11 @@ def undivided_parameters(model: nnx.Module, sizes: Mapping[str, int]) -> Iterato
 
 def merge_equal(notes: Iterable[str]) -> list[str]:
     """Merges notes about equal layers: `*` replaces their numbers."""
-    merged = Counter(re.sub(r"(?<=\.)\d+(?=[.) ])", "*", note) for note in notes)
-    return [f"{note} (x {count})" if count > 1 else note for note, count in merged.items()]
+    counts = Counter(re.sub(r"(?<=\.)\d+(?=[.) ])", "*", note) for note in notes)
+    merged = []
+    for note, count in counts.items():
+        merged.append(note if count == 1 else f"{note} (x {count})")
+    return merged
 
 
 def _proposal(traced: TracedModel, sizes: Mapping[str, int], *, share: bool) -> Proposal:
@@ -223,7 +228,9 @@ class PlanDraft:
         by_path: dict[str, Style | None] = {}
         for info in find_modules(self.traced.model):
             by_path |= dict.fromkeys(info.paths, self.styles.get(info.path))
-        return patterns_for(by_path | {path: self.styles.get(path) for path in self.traced.modules})
+        for path in self.traced.modules:
+            by_path[path] = self.styles.get(path)
+        return patterns_for(by_path)
 
     def region(self, path: str) -> Region | None:
         """Returns a layer's chosen region."""
@@ -241,7 +248,7 @@ def _draft_plan(traced: TracedModel, sizes: Mapping[str, int]) -> PlanDraft:
             continue
         if path in region.columns:
             draft.styles[path] = Colwise()
-            draft.bytes[path] = region.inner_bytes if path == min(region.columns) else 0
+            draft.bytes[path] = region.inner_bytes * (path == min(region.columns))
         else:
             draft.styles[path] = Rowwise()
             draft.bytes[path] = region.bytes

@@ -14,6 +14,7 @@ from itertools import chain
 
 from flax import nnx
 
+from jaxtp.analysis.census import array_bytes
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, total_sent
 from jaxtp.analysis.dataflow import Columns, Dataflow, find_dataflow, parameter_bytes
 from jaxtp.analysis.traced_model import TracedModel
@@ -124,7 +125,7 @@ def _region(traced: TracedModel, dataflow: Dataflow, columns: Columns) -> Region
         if split_by.isdisjoint(columns):
             continue
         reaches_output = True
-        size = aval.size * aval.dtype.itemsize
+        size = array_bytes(aval)
         # Outputs are gathered; there are three all-reduces of a softmax cross-entropy if no row
         # layer reads it.
         if rows:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import chain
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxtp.analysis.census import (
     Products,
+    array_bytes,
     arrays,
     count_collectives,
     dot_products,
@@ -75,13 +75,13 @@ from jaxtp.mesh import (
     TOKENS,
     TP,
     abstract_mesh,
-    axes_of,
     batch_parts,
     mesh_shape,
     parts,
 )
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import JOINED, Decoder, DecoderBlock, create_decoder
+from jaxtp.parallelize.layouts import dim_over
 
 LOGIT_PASSES = 6
 """Estimated passes of all float32 logits through memory besides the matrix products. Compiled steps
@@ -314,9 +314,10 @@ def decoder_costs(model: Decoder, work: Workload) -> Iterator[Cost]:
     yield from loss_costs(config, work)
     num_experts = [block.num_experts for block in config.layers() if block.num_experts]
     if num_experts and work.training:
-        statistics = sum(2 * experts + 3 for experts in num_experts) * work.rows
+        experts = sum(num_experts)
+        statistics = (2 * experts + 3 * len(num_experts)) * work.rows
         yield collective_cost(ALL_REDUCE, SEQUENCE, BALANCE, work, FLOAT32 * statistics)
-        yield collective_cost(ALL_REDUCE, BATCH, BALANCE, work, FLOAT32 * (sum(num_experts) + 4))
+        yield collective_cost(ALL_REDUCE, BATCH, BALANCE, work, FLOAT32 * (experts + 4))
 
 
 def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
@@ -560,7 +561,7 @@ def traced_costs(
         cache = jax.eval_shape(
             lambda: nnx.merge(graph, trained, untrained).init_cache(rows, work.length)
         )
-    cached = sum(array.size * array.dtype.itemsize for array in cache)
+    cached = sum(map(array_bytes, cache))
     yield Bytes("cached", cached / math.prod(work.sizes.values()))
 
 
@@ -591,8 +592,7 @@ def _program_costs(
         trace = jax.make_jaxpr(lambda *args: jax.tree.leaves(vjp(policy, *args)[1]))
         jaxpr = trace(*arguments).jaxpr
         saved: dict[int, Any] = {id(v): v.aval for v in jaxpr.outvars if v not in jaxpr.invars}
-        size = sum(aval.size * aval.dtype.itemsize for aval in saved.values())
-        return size / math.prod(work.sizes.values())
+        return sum(map(array_bytes, saved.values())) / math.prod(work.sizes.values())
 
     with _abstract(work.sizes, work.platform):
         jaxpr = jax.make_jaxpr(step)(*arguments)
@@ -630,15 +630,15 @@ def _abstract(sizes: Mapping[str, int], platform: str | None = None) -> Iterator
 
 def _traced_weights(branch: Branch, precision: Precision) -> Iterator[Weight]:
     for _, variable in nnx.to_flat_state(nnx.state(branch, PARAMETERS)):
-        axes = {*chain.from_iterable(map(axes_of, spec_of(variable)))}
+        spec = spec_of(variable)
         split = next((split for _, split in padding_of(variable)), None)
         yield Weight(
             module=type(branch).__name__,
             size=math.prod(logical_shape(variable)),
             precision=precision,
             split=split,
-            tp=TP in axes,
-            fsdp=not axes.isdisjoint(STORAGE),
+            tp=dim_over(TP, spec) is not None,
+            fsdp=dim_over(STORAGE, spec) is not None,
             adapter=isinstance(variable, nnx.LoRAParam),
             traced=True,
         )
@@ -651,7 +651,7 @@ def _traced_products(jaxpr: Jaxpr) -> Iterator[Product]:
         if products is not None:
             m, k, n, count = products
             operands_and_results = arrays(*equation.invars, *equation.outvars)
-            moved = sum(aval.size * itemsize(str(aval.dtype)) for aval in operands_and_results)
+            moved = sum(map(array_bytes, operands_and_results))
             yield Product("products", m, k, n, times * count, moved)
 
 

@@ -21,7 +21,14 @@ from jax.core import Atom
 from jax.extend.core import ClosedJaxpr, JaxprEqn  # type: ignore[attr-defined] # jax 0.12: another name of Jaxpr
 from jax.sharding import PartitionSpec
 
-from jaxtp.analysis.census import count_collectives, dot_products, equations, runs, trip_count
+from jaxtp.analysis.census import (
+    array_bytes,
+    count_collectives,
+    dot_products,
+    equations,
+    runs,
+    trip_count,
+)
 from jaxtp.analysis.collective import Traffic
 from jaxtp.analysis.propagation_rules import Blocked, Walk, open_jaxpr, pass_through, shape_of
 from jaxtp.layers.parameter import is_variable, spec_of
@@ -215,4 +222,4 @@ def _flops(equation: JaxprEqn) -> float:
 
 
 def _bytes(variable: Atom) -> float:
-    return float(math.prod(shape_of(variable)) * variable.aval.dtype.itemsize)  # type: ignore[attr-defined]
+    return float(array_bytes(variable.aval))

@@ -8,7 +8,7 @@ repeats. A model inherits its layers' settings, so YAML stays flat: `model.num_k
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, count, groupby, islice
@@ -256,10 +256,9 @@ class ModelConfig(BlockConfig, DecoderSizes):
     def __post_init__(self) -> None:
         object.__setattr__(self, "arguments", Changes(self.arguments))
         for name in ("first_blocks", "pattern"):
-            if isinstance(blocks := getattr(self, name), list | tuple):
-                hashable = [
-                    Changes(block) if isinstance(block, Mapping) else block for block in blocks
-                ]
+            blocks = getattr(self, name)
+            if isinstance(blocks, list | tuple):
+                hashable = [Changes(b) if isinstance(b, Mapping) else b for b in blocks]
                 object.__setattr__(self, name, tuple(hashable))
 
     @property
@@ -315,8 +314,7 @@ class ModelConfig(BlockConfig, DecoderSizes):
         """Returns the settings of a block without changes."""
         bases = (base for base in type(self).__mro__ if not issubclass(base, ModelConfig))
         kind: type[BlockConfig] = next(base for base in bases if issubclass(base, BlockConfig))
-        names = [field.name for field in dataclasses.fields(kind)]
-        return kind(**{name: getattr(self, name) for name in names})
+        return kind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(kind)})
 
     @property
     def layer_context(self) -> LayerContext:
@@ -395,7 +393,8 @@ def _listed_blocks(config: ModelConfig) -> Mapping[str, BlockConfig]:
 def _changed_block(config: ModelConfig, place: str, changes: BlockChanges) -> BlockConfig:
     block = config.block()
     model_wide = vars(config).keys() - vars(block).keys() | _MODEL_WIDE
-    if shared := [name for name in changes if name in model_wide]:
+    shared = [name for name in changes if name in model_wide]
+    if shared:
         instead = ", ".join(f"model.{name}" for name in shared)
         raise ConfigError(
             f"{place}: {', '.join(shared)} cannot differ between blocks; set {instead} for "
@@ -412,12 +411,12 @@ def _stacks(config: ModelConfig) -> tuple[Stack, ...]:
     if len(set(pattern)) < 2:
         pattern = pattern[:1] or [config.block()]
     turns, remainder = divmod(config.num_layers - len(first), len(pattern))
-    repeated = [Stack(tuple(pattern), turns)] if turns > 0 else []
-    return (*_runs(first), *repeated, *_runs(pattern[:remainder]))
-
-
-def _runs(blocks: Sequence[BlockConfig]) -> Iterator[Stack]:
-    yield from (Stack((block,), len(list(equal))) for block, equal in groupby(blocks))
+    stacks = [Stack((block,), len(list(equal))) for block, equal in groupby(first)]
+    if turns > 0:
+        stacks.append(Stack(tuple(pattern), turns))
+    for block, equal in groupby(pattern[:remainder]):
+        stacks.append(Stack((block,), len(list(equal))))
+    return tuple(stacks)
 
 
 def validate_model(
@@ -432,10 +431,9 @@ def validate_model(
     values = dataclasses.asdict(config)
     decoder = values.pop("decoder")
     config = replace(validate(type(config), values, source=type(config).__name__), decoder=decoder)
-    if problems := list(violations(config, mesh, fixed=fixed)):
-        raise ConfigError(
-            "the model does not fit the mesh:\n" + "\n".join(f"  {problem}" for problem in problems)
-        )
+    problems = list(violations(config, mesh, fixed=fixed))
+    if problems:
+        raise ConfigError("\n  ".join(["the model does not fit the mesh:", *problems]))
     return config
 
 
