@@ -133,10 +133,11 @@ class Audit:
 
     def __str__(self) -> str:
         """Returns tables of the state's arrays and of communication by module."""
-        arrays = [
-            (h.name, _by(h.shape), _by(h.shard), h.dtype, f"{h.bytes_per_device:,}", h.declaration)
-            for h in self.holdings
-        ]
+        arrays = []
+        for holding in self.holdings:
+            sizes = _by(holding.shape), _by(holding.shard), holding.dtype
+            per_device = f"{holding.bytes_per_device:,}"
+            arrays.append((holding.name, *sizes, per_device, holding.declaration))
         moved = [
             *_traffic_rows("the compiler", self.added),
             *_traffic_rows("the program", self.realised - self.added),
@@ -279,7 +280,9 @@ def read_holdings(compiled: Compiled, state: object, mesh: Mesh) -> tuple[Holdin
     holdings = []
     shardings = jax.tree.leaves(_state_shardings(compiled, state))
     for (path, leaf), sharding in zip(leaves, shardings, strict=True):
-        spec = leaf.get_metadata().get("out_sharding") if is_variable(leaf) else None
+        spec = None
+        if is_variable(leaf):
+            spec = leaf.get_metadata().get("out_sharding")
         holding = Holding(
             name=jax.tree_util.keystr(path, simple=True, separator="."),
             shape=tuple(leaf.shape),

@@ -48,7 +48,7 @@ _LIBRARY = re.compile("gemm|matmul|ScaledDot|fmha")
 _IN_BYTECODE = re.compile(r"\\00(?:dot|dot_scaled|wgmma|mma|tcgen05_mma)\\00")
 """Products in the code of a kernel: of Triton, and of Mosaic for GPUs."""
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
-_LIBRARIES = ("/site-packages/", "/dist-packages/")
+_LIBRARIES = re.compile("/(site|dist)-packages/")
 _FLOAT8 = re.compile(rf"\b(?:{FLOAT8}|scaled_matmul)\b")
 """Scopes of products that `layers/products.py` and `layers/mxfp8.py` ask for."""
 _TRANSFORMS = re.compile(
@@ -128,12 +128,18 @@ def parse_module(text: str) -> tuple[Module, str]:
 
 def root_of(computation: Sequence[Instruction]) -> Instruction | None:
     """Returns the computation's root."""
-    return next((instruction for instruction in computation if instruction.root), None)
+    for instruction in computation:
+        if instruction.root:
+            return instruction
+    return None
 
 
 def named(computation: Sequence[Instruction], name: str) -> Instruction | None:
     """Returns the instruction with that name."""
-    return next((instruction for instruction in computation if instruction.name == name), None)
+    for instruction in computation:
+        if instruction.name == name:
+            return instruction
+    return None
 
 
 def read_frames(text: str) -> dict[int, str]:
@@ -149,8 +155,7 @@ def read_frames(text: str) -> dict[int, str]:
             location, parent = frames[frame]
             file, line = places.get(location, ("0", "?"))
             name = files.get(file, "?")[0]
-            in_library = any(library in name for library in _LIBRARIES)
-            if not in_library or parent in visited or parent not in frames:
+            if not _LIBRARIES.search(name) or parent in visited or parent not in frames:
                 return f"{name}:{line}"
             frame = parent
 
@@ -377,7 +382,7 @@ def product_flops(computation: Sequence[Instruction], product: Instruction) -> i
         return products and factor * math.prod(products)
     contracting = re.search(r'lhs_contracting_dim\w+"?[=:] ?[{[]([\d,"]*)[}\]]', product.text)
     if operands and (contracting or "ScaledDot" in target):
-        dims = _integers(contracting[1].replace('"', "")) if contracting else [-1]
+        dims = _integers(contracting[1]) if contracting else [-1]
         return 2 * math.prod(result) * math.prod(operands[0][dim] for dim in dims)
     code = re.search(r'\bname = "(\w+)"', product.text)
     products = kernel_products(code[1] if code else "", operands, result)
@@ -430,7 +435,7 @@ def _partitions(text: str, sizes: Mapping[str, int]) -> np.ndarray:
     if "replica_groups={}" in text:
         return np.arange(math.prod(sizes.values()))[None]
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", text):
-        return np.array([_integers(pair) for pair in re.findall(r"\d+,\d+", pairs[1])])
+        return np.array(_integers(pairs[1])).reshape(-1, 2)
     raise HloError(f"cannot tell which devices take part in a collective: {text[:200]}")
 
 
@@ -451,4 +456,4 @@ def _iota(dims: str, permutation: str | None) -> np.ndarray:
 
 
 def _integers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",") if number]
+    return list(map(int, re.findall(r"\d+", text)))

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, singledispatch
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -94,11 +94,14 @@ class Workload(LocalShape):
         """Whether sums of row layers that the backward pass reads are saved by themselves."""
         return self.recomputes and not self.rereduces
 
-    def num_evals(self, recomputed: bool, num_backward: int) -> int:
-        """Returns how often a product runs: forward, recomputed and backward."""
-        if not self.training:
-            return 1
-        return 1 + (recomputed and not self.once) + num_backward
+    def num_evals(self, recomputed: bool, num_backward: int | None = None) -> int:
+        """Returns how often a product runs: forward, recomputed and backward.
+
+        In the backward pass it runs by default as often as a product with a weight.
+        """
+        if num_backward is None:
+            num_backward = self.num_gradients
+        return 1 + self.training * ((recomputed and not self.once) + num_backward)
 
 
 @dataclass(frozen=True)
@@ -152,10 +155,12 @@ class Weight:
         """Returns the bytes of the loaded weight, with its gradient before reduction over fsdp."""
         shards = parts(work.sizes, STORAGE)
         compute = itemsize(self.precision.compute)
-        in_8_bits = self.matmul == "float8"
         # The gathered kernel may be in 8 bits beside the dequantised weight.
-        element_bytes = int(in_8_bits or (self.float8 and shards > 1))
-        element_bytes += compute * ((not in_8_bits) + (self.reduced_bytes(work) > 0))
+        element_bytes = int(self.matmul == "float8" or (self.float8 and shards > 1))
+        if self.matmul != "float8":
+            element_bytes += compute
+        if self.reduced_bytes(work):
+            element_bytes += compute
         loaded = self.over_tp(work.sizes) * self.group * element_bytes
         return loaded if self.gathered else loaded / shards
 
@@ -335,6 +340,11 @@ def itemsize(dtype: str) -> int:
     return jnp.dtype(dtype).itemsize
 
 
+def compute_itemsize(layer: Any) -> int:
+    """Returns the bytes of an element of the layer's compute dtype."""
+    return itemsize(layer.precision.compute)
+
+
 @singledispatch
 def branch_costs(branch: Branch, work: Workload, *, read: bool) -> Iterator[Cost]:
     """Yields the costs of a branch without arrays; `read`: the backward pass reads its result."""
@@ -360,7 +370,7 @@ def has_formulas(branch: Branch) -> bool:
 def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iterator[Cost]:
     """Yields the costs of a column layer; `name` labels its product."""
     tokens = work.tokens
-    compute = itemsize(layer.precision.compute)
+    compute = compute_itemsize(layer)
     recomputed = work.reprojects
     local = [f.local(work.tp) for f in layer.features]
     weight = partial(Weight, module=COLUMN, precision=layer.precision)
@@ -410,7 +420,7 @@ def row_costs(
     layer: RowParallelLinear, work: Workload, name: str, *, read: bool, module: str = ROW
 ) -> Iterator[Cost]:
     """Yields the costs of a row layer."""
-    compute = itemsize(layer.precision.compute)
+    compute = compute_itemsize(layer)
     split = work.is_split(layer.sequence_parallel)
     recomputed = read and work.rereduces
     rows = layer.in_features
@@ -472,10 +482,8 @@ def projection_products(
     With `matmul` in 8 bits, only the product of the weight's gradient is in the compute dtype.
     """
     m, k, n = shape
-    compute = itemsize(layer.precision.compute)
-    product = Product.of(
-        name, shape, compute, chunks * work.num_evals(recomputed, work.num_gradients)
-    )
+    compute = compute_itemsize(layer)
+    product = Product.of(name, shape, compute, chunks * work.num_evals(recomputed))
     if layer.matmul == "compute":
         yield product
         return
@@ -540,7 +548,8 @@ def lora_costs(
     The product of the weights may be recomputed.
     """
     compute = itemsize(weights[0].precision.compute)
-    yield from (replace(weight, adapter=True) for weight in weights)
+    for weight in weights:
+        yield replace(weight, adapter=True)
     in_features, out_features = features
     a_count = work.num_evals(work.reprojects, 2)
     b_count = work.num_evals(recomputed, 2)
@@ -596,7 +605,7 @@ def _attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) 
         split = config.heads.numbers()
         yield Weight(module=ATTEND, size=split.size, split=split, fsdp=False, precision=in_float32)
     cached = work.tokens * config.heads.on_device(work.tp)[1] * config.head_dim
-    yield Bytes("cached", 2 * cached * itemsize(layer.precision.compute))
+    yield Bytes("cached", 2 * cached * compute_itemsize(layer))
     yield from heads_costs(layer, work)
     yield from row_costs(layer.out, work, "attention out", read=read)
 
@@ -606,7 +615,7 @@ def _latent_attention_costs(
     layer: LatentAttention, work: Workload, *, read: bool
 ) -> Iterator[Cost]:
     config = layer.config
-    compute = itemsize(layer.precision.compute)
+    compute = compute_itemsize(layer)
     split = work.is_split(layer.sequence_parallel)
     # The down projections read a device's own tokens.
     own = replace(work, length=work.length // work.tp) if split else work
@@ -621,7 +630,7 @@ def _latent_attention_costs(
         features, rank = down.kernel.shape[-2:]
         scales = weight(size=rank, fsdp=False)
         yield from kernel_weights(down.kernel, weight(size=features * rank), scales)
-        count = work.num_evals(recomputed, work.num_gradients)
+        count = work.num_evals(recomputed)
         yield Product.of("latent", (own.tokens, features, rank), compute, count)
         for lora in down.loras:
             factors = weight(size=features * lora.rank), weight(size=lora.rank * rank, fsdp=False)
@@ -643,7 +652,7 @@ def _latent_attention_costs(
 def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
     """Yields the costs of attention without projections."""
     config = layer.config
-    compute = itemsize(layer.precision.compute)
+    compute = compute_itemsize(layer)
     use = config.use_on(work, layer.precision.compute)
     kernel, _ = pick_kernel(config.attention, use)
     heads, kv_heads = config.heads.on_device(work.tp)
@@ -731,7 +740,7 @@ def _score_products(
     num_blocks, m, n, counted = scores
     # Keys and values are read once for the queries of their group.
     read = (heads + kv_heads) / (2 * heads) if work.once else 1.0
-    moved = m * (head_dim + value_dim) * itemsize(layer.precision.compute) * read
+    moved = m * (head_dim + value_dim) * compute_itemsize(layer) * read
     if kernel.streams_scores and not work.once:
         moved += m * n * FLOAT32
     product = partial(Product, bytes=moved, attention=True, counted=counted, module=ATTEND)
@@ -819,7 +828,7 @@ def _mlp_costs(layer: MLP, work: Workload, *, read: bool) -> Iterator[Cost]:
         yield from [scalar(module=XIELU, precision=layer.precision)] * 2
         # The input, its exponent and its square; and two masks
         in_float32 = (3 * FLOAT32 + 2) * features
-    costs += hidden_costs(columns, work, features * itemsize(layer.precision.compute), in_float32)
+    costs += hidden_costs(columns, work, features * compute_itemsize(layer), in_float32)
     if not fused:
         yield from costs
         return
@@ -874,7 +883,7 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
         yield whole(size=layer.d_model, precision=layer.precision)
         yield whole(size=layer.d_model)
         yield whole(size=experts, fsdp=False)
-    hidden = work.tokens * layer.d_model * itemsize(layer.precision.compute)
+    hidden = work.tokens * layer.d_model * compute_itemsize(layer)
     choices = FLOAT32 * work.tokens * 2 * config.experts_per_token
     gate = FLOAT32 * work.tokens
     for entered in (choices + gate * config.shared_experts_gate, hidden):
@@ -947,7 +956,7 @@ def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
         return
     shared = layer.shared
     d_model = layer.d_model
-    compute = itemsize(layer.precision.compute)
+    compute = compute_itemsize(layer)
     dim = PaddedDim((config.shared_experts,))
     columns = num_columns(config)
     local = dim.local(work.tp)
@@ -970,7 +979,7 @@ def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
         ("shared experts' gate, up", d_model, columns * local, work.reprojects),
         ("shared experts' down", local, d_model, reduced),
     ):
-        count = work.num_evals(recomputed, work.num_gradients)
+        count = work.num_evals(recomputed)
         yield Product.of(name, (work.tokens, inner, outer), compute, count)
     if work.remat == "save_dots":
         yield Bytes("saved", work.tokens * columns * local * compute)
@@ -989,7 +998,7 @@ def _shared_gate_costs(layer: MixtureOfExperts, work: Workload) -> Iterator[Cost
     yield Weight(
         module=EXPERTS, size=layer.d_model, tp=False, used_by_all_tp=split, precision=in_float32
     )
-    count = work.num_evals(work.recomputes, work.num_gradients)
+    count = work.num_evals(work.recomputes)
     shape = work.between(layer.sequence_parallel), layer.d_model, 1
     yield Product.of("shared experts' gate", shape, FLOAT32, count)
 
@@ -997,7 +1006,7 @@ def _shared_gate_costs(layer: MixtureOfExperts, work: Workload) -> Iterator[Cost
 def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
     """Yields the costs of products, and of memory, without collectives."""
     config = layer.config
-    compute = itemsize(layer.precision.compute)
+    compute = compute_itemsize(layer)
     d_model = layer.d_model
     tokens = work.between(layer.sequence_parallel)
     columns = num_columns(config)
@@ -1046,17 +1055,16 @@ def _expert_products(
     # Products compute the rows routed to the device's experts, elementwise operations all rows of a
     # part. Dense products multiply all these with all experts.
     config = layer.config
-    compute = itemsize(layer.precision.compute)
+    compute = compute_itemsize(layer)
     d_model = layer.d_model
     width = num_columns(config) * placement.width
     reduced = read and work.rereduces
-    gradients = work.num_gradients
-    count = work.num_evals(work.recomputes, gradients)
+    count = work.num_evals(work.recomputes)
     shape = work.between(layer.sequence_parallel), d_model, config.num_experts
     yield Product.of("router", shape, FLOAT32, count)
-    down_count = work.num_evals(reduced, gradients)
+    down_count = work.num_evals(reduced)
     products = [
-        ("experts' gate, up", d_model, width, work.num_evals(work.reprojects, gradients)),
+        ("experts' gate, up", d_model, width, work.num_evals(work.reprojects)),
         ("experts' down", placement.width, d_model, down_count),
     ]
     sizes = {"D": d_model, "F": placement.width}
@@ -1083,7 +1091,7 @@ def _expert_products(
 def embedding_costs(layer: VocabParallelEmbedding, work: Workload) -> Iterator[Cost]:
     """Yields the costs of an embedding."""
     yield from lookup_costs(layer, work, exchanges=layer.exchanges(work))
-    size = work.tokens * layer.features * itemsize(layer.precision.compute)
+    size = work.tokens * layer.features * compute_itemsize(layer)
     split = work.is_split(layer.sequence_parallel)
     yield from leave(EMBEDDING, work, size, split=split, again=False)
 
@@ -1098,7 +1106,7 @@ def lookup_costs(
     yield weight(size=size, split=split, again=False, gathered=not exchanges)
     if exchanges:
         tokens = work.between(layer.sequence_parallel)
-        rows = tokens * layer.features * itemsize(layer.precision.compute)
+        rows = tokens * layer.features * compute_itemsize(layer)
         ids = parts(work.sizes, STORAGE) * work.tokens * INT32
         count = 1 + (work.training and not work.frozen)
         yield collective_cost(ALL_GATHER, STORAGE, EMBEDDING, work, ids)

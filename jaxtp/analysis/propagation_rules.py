@@ -220,16 +220,22 @@ class Walk(Generic[Fact, Result]):
         if name == "scan":
             return self._scan(equation, facts, times)
         if name == "cond":  # walks every branch
-            branches = [
-                self.run(open_jaxpr(branch), facts[1:], times)
-                for branch in equation.params["branches"]
-            ]
-            results = zip(*branches, equation.outvars, strict=True)
-            return [self._join(values, variable, times) for *values, variable in results]
+            branches = []
+            for branch in equation.params["branches"]:
+                branches.append(self.run(open_jaxpr(branch), facts[1:], times))
+            return self._join_all(branches, equation.outvars, times)
         body = _called(equation)
         if body is None:
             return self._operation(equation, facts, times)
         return self.run(body, facts, times)
+
+    def _join_all(
+        self, facts: Sequence[list[Fact]], variables: Sequence[Atom], times: int
+    ) -> list[Fact]:
+        joined = []
+        for *values, variable in zip(*facts, variables, strict=True):
+            joined.append(self._join(values, variable, times))
+        return joined
 
     def _scan(self, equation: JaxprEqn, facts: list[Fact], times: int) -> list[Fact]:
         # Walks the body until the facts about the carry are stable, then once to collect the
@@ -246,9 +252,8 @@ class Walk(Generic[Fact, Result]):
             self.result = self.new_result()
             after = self.run(body, [*constants, *carry, *slices], times)[:carries]
             self.result = result
-            turns = zip(carry, after, equation.outvars[:carries], strict=True)
             before = carry
-            carry = [self._join(values, variable, times) for *values, variable in turns]
+            carry = self._join_all([carry, after], equation.outvars[:carries], times)
             if carry == before:
                 break
         results = self.run(body, [*constants, *carry, *slices], times)
@@ -269,6 +274,8 @@ def _called(equation: JaxprEqn) -> Any:
     """Returns the jaxpr that an equation calls once on its operands, if any."""
     if equation.primitive.name not in _CALLS:
         return None
-    keys = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-    body = open_jaxpr(next((equation.params[key] for key in keys if key in equation.params), None))
-    return body if body is not None and len(body.invars) == len(equation.invars) else None
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if key in equation.params:
+            body = open_jaxpr(equation.params[key])
+            return body if len(body.invars) == len(equation.invars) else None
+    return None

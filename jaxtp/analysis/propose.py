@@ -164,7 +164,8 @@ def undivided_parameters(model: nnx.Module, sizes: Mapping[str, int]) -> Iterato
     for info in find_modules(model):
         for name, parameter in info.parameters.items():
             declared = parameter.replace(out_sharding=parameter.get_metadata().get(DECLARED))
-            before, after = (declared_spec(value, value.ndim) for value in (declared, parameter))
+            before = declared_spec(declared, parameter.ndim)
+            after = declared_spec(parameter, parameter.ndim)
             if dim_over(TP, before) is not None and dim_over(TP, after) is None:
                 shape = "x".join(map(str, parameter.shape))
                 where = f"{info.path or ROOT} declares {name} {shape} as {before}"
@@ -234,7 +235,10 @@ class PlanDraft:
 
     def region(self, path: str) -> Region | None:
         """Returns a layer's chosen region."""
-        return next((region for region in self.chosen if path in region.layers), None)
+        for region in self.chosen:
+            if path in region.layers:
+                return region
+        return None
 
 
 def _draft_plan(traced: TracedModel, sizes: Mapping[str, int]) -> PlanDraft:

@@ -6,9 +6,11 @@ operands and writes its results once.
 """
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from jaxtp.analysis import hlo
 from jaxtp.analysis.collective import Axes, Collective
@@ -66,12 +68,6 @@ class Scheduled(Collective):
     computing: int  # operations that compute between start and done, over all of them in a step
     hidden_bytes: float = 0.0  # bytes of messages with a matrix product between start and done
 
-    def __add__(self, other: "Scheduled") -> "Scheduled":
-        """Returns the total; kind, axes and group must match."""
-        return replace(
-            self, **{name: getattr(self, name) + getattr(other, name) for name in _NUMBERS}
-        )
-
     def record(self) -> dict[str, object]:
         """Returns the numbers as plain values."""
         return {name: getattr(self, name) for name in ("kind", "axes", "group", *_NUMBERS)}
@@ -90,7 +86,7 @@ def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
       HloError: unknown spelling, or a data-dependent trip count.
     """
     module, entry = hlo.parse_module(text)
-    totals: dict[tuple[str, Axes, int], Scheduled] = {}
+    totals: dict[tuple[str, Axes, int], Counter[str]] = defaultdict(Counter)
     for computation, instruction, _, times, counted in walk(module, entry):
         operation = _operation(instruction, module)
         if operation is None:
@@ -101,17 +97,16 @@ def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
         hlo.check_counted(instruction, counted)
         beside = _beside(instruction, module[computation])
         computing = sum(other.opcode in _COMPUTES for other in beside)
-        size = times * sum(message.bytes for message in messages)
-        place = messages[0].kind, messages[0].axes, messages[0].group
-        scheduled = Scheduled(
-            *(*place, size),
+        size: Any = times * sum(message.bytes for message in messages)
+        totals[messages[0].kind, messages[0].axes, messages[0].group].update(
+            bytes=size,
             count=times,
             overlapped=times * (computing > 0),
             computing=times * computing,
             hidden_bytes=size * any(_multiplies(other, module) for other in beside),
         )
-        totals[place] = totals[place] + scheduled if place in totals else scheduled
-    return tuple(sorted(totals.values(), key=lambda scheduled: -scheduled.bytes))
+    scheduled = [Scheduled(*place, **numbers) for place, numbers in totals.items()]  # type: ignore[arg-type]
+    return tuple(sorted(scheduled, key=lambda collective: -collective.bytes))
 
 
 def _operation(instruction: Instruction, module: Module) -> Instruction | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -139,7 +140,8 @@ class StepCosts:
     @property
     def flops(self) -> float:
         """FLOPs of all products."""
-        return sum(product.flops for product in (*self.products, *self.attention, *self.update))
+        products = (*self.products, *self.attention, *self.update)
+        return sum(map(attrgetter("flops"), products))
 
     @property
     def budget(self) -> dict[Place, float]:
@@ -345,7 +347,7 @@ def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
         )
     yield collective_cost(ALL_REDUCE, TOKENS, LOSS, work, 2 * FLOAT32)
     moved = tokens * (features * compute + local * FLOAT32) + chunks * features * local * compute
-    yield Product("head", tokens, features, local, work.num_evals(True, work.num_gradients), moved)
+    yield Product("head", tokens, features, local, work.num_evals(True), moved)
     yield Bytes("logits", tokens * local * FLOAT32 * LOGIT_PASSES)
     table = local * features
     logits = min(config.loss_chunk, tokens) * local
@@ -472,9 +474,14 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Iterator
     yield Bytes("cached", work.rows * (FLOAT32 * queries * width * values + compute * window))
     # Rows and key heads are alike: one is traced.
     one_head = replace(config, delta_key_heads=1, delta_value_heads=queries // keys)
-    shape = {name: getattr(work, name) for name in ("length", "zigzag", "platform", "training")}
-    # Policies other than these two save nothing between the projections.
-    shape["remat"] = work.remat if work.remat in ("none", "save_dots") else "full"
+    shape = {
+        "length": work.length,
+        "zigzag": work.zigzag,
+        "platform": work.platform,
+        "training": work.training,
+        # Policies that compute products again save nothing between the projections.
+        "remat": "full" if work.reprojects else work.remat,
+    }
     for cost in _inside_delta(one_head, layer.precision, work.sizes[CP], tuple(shape.items())):
         yield _repeated(cost, work.rows * keys)
     yield from row_costs(layer.out, work, "attention out", read=read)

@@ -9,6 +9,7 @@ over dp, fsdp and cp. The output of a column layer stays split over tp as far as
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -136,7 +137,7 @@ class _Counter(Walk[_Split, list[Product]]):
         if name == "shard_map":
             uses_tp = any(map(_names_tp, params["in_specs"]))
             self.count_body(params["jaxpr"], times, repeated=not uses_tp)
-            return [self.of_spec(spec) for spec in params["out_specs"]]
+            return list(map(self.of_spec, params["out_specs"]))
         if name == "sharding_constraint":
             return [self.of_spec(params["sharding"].spec)]
         if name == "while":
@@ -146,16 +147,17 @@ class _Counter(Walk[_Split, list[Product]]):
 
     def _operation(self, equation: JaxprEqn, facts: list[_Split], times: int) -> list[_Split]:
         dims = [split.dim for split in facts]
+        splits = [self.unknown] * len(equation.outvars)
         if set(dims) <= {None}:
             self.count(equation, times, self.unknown.parts, repeated=True)
-            return [self.unknown] * len(equation.outvars)
+            return splits
         num_shards = self.unknown.parts * self.sizes[TP]
         self.count(equation, times, num_shards, repeated=False)
-        try:
-            results = pass_through(equation, dims)
-        except Blocked:
-            return [self.unknown] * len(equation.outvars)
-        return [self.unknown if dim is None else _Split(dim, num_shards) for dim in results]
+        with suppress(Blocked):
+            for i, dim in enumerate(pass_through(equation, dims)):
+                if dim is not None:
+                    splits[i] = _Split(dim, num_shards)
+        return splits
 
     def _join(self, facts: Sequence[_Split], variable: Atom, times: int) -> _Split:
         return next((split for split in reversed(facts) if split.dim is not None), facts[0])

@@ -282,7 +282,9 @@ class ModelConfig(BlockConfig, DecoderSizes):
     @property
     def trained_dtype(self) -> DType:
         """Dtype of the trained params and optimizer state."""
-        return self.lora.dtype if self.lora.rank else self.precision.param
+        if self.lora.rank:
+            return self.lora.dtype
+        return self.precision.param
 
     @property
     def most_experts(self) -> int:
@@ -477,11 +479,11 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     """Returns the settings that must equal those in a checkpoint."""
 
     def select(plain: Mapping[str, Any], section: str) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in plain.items()
-            if affects(ModelConfig, section + name, ARCHITECTURE).architecture
-        }
+        selected = {}
+        for name, value in plain.items():
+            if affects(ModelConfig, section + name, ARCHITECTURE).architecture:
+                selected[name] = value
+        return selected
 
     plain = to_plain(config)
     return select(plain, "") | {"lora": select(plain["lora"], "lora.")}

@@ -211,7 +211,9 @@ class DecoderBlock(nnx.Module):
                 x_BTD = x_BTD + _scaled(drop(name, y_BTD), self.residual_scale)
         if summands:
             x_BTD = x_BTD + _scaled(leave(reduce(operator.add, summands)), self.residual_scale)
-        return x_BTD if self.layer_scale is None else _scaled(x_BTD, self.layer_scale[...])
+        if self.layer_scale is None:
+            return x_BTD
+        return _scaled(x_BTD, self.layer_scale[...])
 
     def _dropout(self, y_BTD: Array, keys: Array | None, sequences: Sequences) -> Array:
         spec = activation_spec(sequence_dim(self.config.sequence_parallel, y_BTD.shape))
@@ -309,7 +311,8 @@ class Decoder(EmbeddingAndHead):
         self.stacks = config.stacks()
         kinds: list[DecoderBlock] = []
         for stack in self.stacks:
-            kinds += [_create_blocks(config, block, stack.repeats, rngs) for block in stack.pattern]
+            for block in stack.pattern:
+                kinds.append(_create_blocks(config, block, stack.repeats, rngs))
         self.blocks: Any = kinds[0] if len(kinds) == 1 else nnx.List(kinds)
         self.norm = Norm(width, replace(config, norm=config.final_norm or config.norm), context)
         tied = config.tie_embeddings

@@ -118,7 +118,9 @@ def _settings_of_built(build: Builder, config: ModelConfig) -> ModelConfig | Non
 
     def make(config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:
         # Only the function knows the initial weights, and only the class takes other settings.
-        return build(rngs) if config == settings else kind(config, rngs=rngs)
+        if config == settings:
+            return build(rngs)
+        return kind(config, rngs=rngs)
 
     settings = replace(model.config, decoder=make, build=config.build, arguments=config.arguments)
     call = f"{kind.__name__}(config, rngs=rngs)"

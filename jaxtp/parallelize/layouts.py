@@ -57,13 +57,16 @@ def leading_axes(
     if cp == 1:
         # The axes also have cp of size 1: shard_map tracks every axis over which a value may vary.
         return (TOKENS,)
-    divides = context and len(shape) >= sequence_ndim and shape[1] % cp == 0
-    return (BATCH, CONTEXT) if divides else (BATCH,)
+    if context and len(shape) >= sequence_ndim and shape[1] % cp == 0:
+        return (BATCH, CONTEXT)
+    return (BATCH,)
 
 
 def split_dim(layout: Layout, ndim: int) -> int | None:
     """Returns the dim that a layout splits, counted from the front."""
-    return layout.dim % ndim if isinstance(layout, Shard) else None
+    if isinstance(layout, Shard):
+        return layout.dim % ndim
+    return None
 
 
 def declared_spec(parameter: nnx.Variable[Any], ndim: int) -> PartitionSpec:

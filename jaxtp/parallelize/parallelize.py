@@ -110,7 +110,8 @@ def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
         # A function that builds a model is traced, and a trace knows only the abstract mesh.
         with suppress(ValueError):
             concrete = jax.sharding.get_mesh()
-            mesh = mesh if concrete.empty else concrete
+            if not concrete.empty:
+                mesh = concrete
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise MeshError(
             f"parallelize takes a mesh, such as jaxtp.make_mesh(fsdp=2, tp=4), not {mesh!r}"
@@ -258,10 +259,10 @@ def _build(build: Build) -> nnx.Module:
     with nnx.use_eager_sharding(False):  # specs that the model declares may not fit the mesh
         model: Any = build()
     if not isinstance(model, nnx.Module):
-        reason = f"; {_LINEN}" if isinstance(model, linen.Module) else ""
-        raise PlanError(
-            f"the function must return an nnx.Module, not a {type(model).__name__}{reason}"
-        )
+        problem = f"the function must return an nnx.Module, not a {type(model).__name__}"
+        if isinstance(model, linen.Module):
+            problem += f"; {_LINEN}"
+        raise PlanError(problem)
     mark_arrays_as_data(model)
     if eager:
         for _, variable in nnx.iter_graph(model):

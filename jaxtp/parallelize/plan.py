@@ -115,7 +115,7 @@ def _style_of(plan: Mapping[str, Style], paths: Sequence[str]) -> tuple[str, Sty
 def _no_match(pattern: str, paths: list[str], parameters: list[str]) -> str:
     for parameter in parameters:
         prefixes = _prefixes(parameter)
-        if any(map(functools.partial(matches, pattern), prefixes)):
+        if any(matches(pattern, prefix) for prefix in prefixes):
             owner = next(prefix for prefix in prefixes if prefix in paths)
             where = repr(owner) if owner else "'', the model itself"
             return f"{pattern!r} matches a parameter; give the style to its module: {where}"

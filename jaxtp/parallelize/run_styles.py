@@ -312,7 +312,9 @@ def _has_arrays(tree: object) -> bool:
 
 def _call_name(cls: type, role: Role) -> str:
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
-    return f"{words}_{type(role.style).__name__.lower()}" if role.style else words
+    if role.style is None:
+        return words
+    return f"{words}_{type(role.style).__name__.lower()}"
 
 
 @dataclass(frozen=True)
@@ -336,8 +338,9 @@ def resolve_style(style: Style | None, dims: Signature) -> ResolvedStyle:
         split = Shard(dims.outputs[dims.column])
         return ResolvedStyle(dims.column, style.input_layouts, style.output_layouts or split)
     if isinstance(style, Rowwise) and dims.row:
-        dim = dims.inputs.get(dims.row)
-        input_layout = Replicate() if dim is None else Shard(dim)
+        input_layout: Layout = Replicate()
+        if dims.row in dims.inputs:
+            input_layout = Shard(dims.inputs[dims.row])
         return ResolvedStyle(dims.row, input_layout, style.output_layouts)
     layout = Shard(style.sequence_dim) if isinstance(style, SequenceParallel) else Replicate()
     return ResolvedStyle(None, layout, layout)
@@ -446,7 +449,9 @@ def _body(
         x = enter_parallel(x, split_dim(style.input_layout, x.ndim))
     weights = {}
     for name, shard in zip(plan.stored_specs, shards, strict=True):
-        weights[name] = _load(plan, module, name, shard) if plan.gathers_in_body else shard
+        weights[name] = shard
+        if plan.gathers_in_body:
+            weights[name] = _load(plan, module, name, shard)
     local = _local_module(plan, module, weights)
     if plan.sums and isinstance(module, nnx.Embed) and not plan.dims.inputs:
         y = _masked_lookup(method, local, x, module.num_embeddings)

@@ -53,7 +53,7 @@ def validate_plan(
     A PlanError says why the plan does not fit.
     """
     _check_axes(modules)
-    parameters = [path for path, _ in _all_parameters(modules)]
+    parameters = dict(_all_parameters(modules))
     assigned = assign_styles(plan, [info.paths for info in modules], parameters)
     context: list[str] = []  # paths of `ContextParallel` modules
     stacks: dict[str, tuple[int, ...]] = {}
@@ -156,7 +156,9 @@ def _plan_module(
             specs[name] = _exact_spec(name, parameter, declared[name], sizes)
             continue
         stack_ndim = len(stack) if tuple(parameter.shape[: len(stack)]) == stack else 0
-        tp_dim = resolve_style(style, dims).tp_dim(dims.params.get(name, "")) if dims else None
+        tp_dim = None
+        if dims is not None:
+            tp_dim = resolve_style(style, dims).tp_dim(dims.params.get(name, ""))
         spec = stored_spec(parameter, parameter.ndim - stack_ndim, tp_dim, sizes, fsdp=role.fsdp)
         specs[name] = PartitionSpec(*(None,) * stack_ndim, *spec)
     keeps_class = style is None and len(exact) == len(info.parameters)
@@ -240,9 +242,11 @@ def _check_fits(info: ModuleInfo, style: Style, dims: Signature | None) -> None:
 
 
 def _submodules(info: ModuleInfo) -> str:
-    names = [name for name, value in vars(info.module).items() if isinstance(value, nnx.Module)]
-    paths = ", ".join(repr(f"{info.path}.{name}".removeprefix(".")) for name in names)
-    return f"; its parts are {paths}" if paths else ""
+    paths = []
+    for name, value in vars(info.module).items():
+        if isinstance(value, nnx.Module):
+            paths.append(repr(f"{info.path}.{name}".removeprefix(".")))
+    return f"; its parts are {', '.join(paths)}" if paths else ""
 
 
 def _check_keywords(info: ModuleInfo, style: PrepareInput | PrepareOutput) -> None:
